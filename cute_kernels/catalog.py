@@ -7,10 +7,11 @@ from typing import Any
 
 from . import manifest
 from .attention import dispatch as attention
+from .cache_write import dispatch as cache_write
 from .manifest import Kernel
 from .topk import dispatch as topk
 
-FAMILIES = {"attention": attention, "topk": topk}  # operator family -> dispatch
+FAMILIES = {"attention": attention, "topk": topk, "cache_write": cache_write}  # operator family -> dispatch
 ARCHS = ("sm_90a", "sm_100a", "sm_103a")
 
 

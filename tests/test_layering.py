@@ -1,8 +1,8 @@
 """The shape of the code, held with `ast`: small pieces, and imports that only go down.
 
 tests, bench, tools, examples -> wrappers: integrations -> signatures -> op -> plan -> checks, reference -> call
--> machine, scratch, runtime -> {attention, topk}/dispatch -> kernels (sm90, sm100, combine, topk algorithms) -> seams
--> spec, geometry -> build, manifest, abi, device
+-> machine, scratch, runtime -> {attention, topk, cache_write}/dispatch -> kernels (sm90, sm100, combine, topk
+algorithms, rows) -> seams -> spec, geometry -> build, manifest, abi, device
 
 Beside that line: cute_kernels/paths and bundle stand on manifest and build; catalog, the command (cli) and ops, the
 other name of wrappers, stand on top of what they list, build and pass on.
@@ -19,7 +19,7 @@ FOLDERS = ("cute_kernels", "wrappers", "tools", "bench", "examples")
 FILES = sorted(f.relative_to(ROOT).as_posix() for folder in FOLDERS for f in (ROOT / folder).rglob("*.py"))
 TESTS = sorted(f.relative_to(ROOT).as_posix() for f in (ROOT / "tests").rglob("*.py"))
 FILE_LINES, FUNCTION_LINES, PARAMETERS = 600, 120, 8
-FAMILIES = ("attention", "topk")
+FAMILIES = ("attention", "topk", "cache_write")
 
 # Public functions whose signature another library set: they may have as many parameters as it has.
 UPSTREAM = {
@@ -39,7 +39,7 @@ UPSTREAM = {
     "wrappers/topk/api.py": {"top_k_page_table_transform"},
 }
 
-OPS = ("sm90", "decode", "radix", "sort")
+OPS = ("sm90", "decode", "radix", "sort", "rows")
 # Read where no DSL is installed: by the runtime, dispatch and the tools that list kernels.
 PLAIN = {f"cute_kernels/{name}.py" for name in ("__init__", "manifest", "paths", "catalog")} | {
     f"cute_kernels/{family}/{name}.py"

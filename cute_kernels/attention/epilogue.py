@@ -5,8 +5,8 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Uint8, Uint16, Uint32, const_expr
 
-from ..device import copy, warp
-from . import nvfp4, softmax
+from ..device import copy, nvfp4, warp
+from . import block_scales, softmax
 from .spec import SF_VEC_SIZE
 
 INTEGERS = {1: Uint8, 2: Uint16, 4: Uint32}  # bytes -> type
@@ -90,7 +90,7 @@ def store_nvfp4(a, token: Int32, head: Int32, piece: Int32, values: cute.Tensor,
     copy.vector(out, target)
     # one lane per block stores the scale factor
     if cute.arch.lane_idx() & sum(sf_lanes) == 0:
-        nvfp4.store_sf(a, token, head, piece * n // SF_VEC_SIZE, f)
+        block_scales.store_sf(a, token, head, piece * n // SF_VEC_SIZE, f)
 
 
 @cute.jit

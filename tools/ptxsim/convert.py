@@ -67,7 +67,7 @@ def permute(x: PtxInstruction, f: re.Match[str]) -> PtxOp:
             out = out | (value.astype(U32) << U32(8 * i))
         return out
 
-    choice = x.args[3]
+    choice = x.args[3].rstrip("U")
     if f[1] or choice.startswith("%") or int(choice, 0) & 0x8888:
         return pure(x, run, "b32", "b32", "b32", "b32")
     places = [int(choice, 0) >> 4 * i & 7 for i in range(4)]

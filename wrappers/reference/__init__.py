@@ -1,5 +1,6 @@
 """Every public function in plain torch, fp32 inside: it serves calls without a kernel, and is the tests' oracle."""
 
+from .cache_write import write_rows
 from .dense import LOG2E, HeadTerms, attention
 from .paged import gather, paged_attention, store
 from .topk import gather_bits, order_keys, sort_rows, top_k_rows
@@ -15,4 +16,5 @@ __all__ = [
     "store",
     "sort_rows",
     "top_k_rows",
+    "write_rows",
 ]

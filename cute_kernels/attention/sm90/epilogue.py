@@ -6,8 +6,8 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, const_expr
 
-from ...device import copy, warp, wgmma
-from .. import epilogue, geometry, logits, nvfp4, quant, softmax
+from ...device import copy, nvfp4, warp, wgmma
+from .. import block_scales, epilogue, geometry, logits, quant, softmax
 from ..schedule.work import WorkTileInfo
 from ..spec import SF_VEC_SIZE
 from .roles import fp8, scaled_rows
@@ -183,7 +183,7 @@ def store_nvfp4(spec: cutlass.Constexpr, a, token: Int32, head: Int32, values: c
             words[block // 2] = words[block // 2] | nvfp4.codes(own, sf) << (16 * (block % 2))
             sf_word = sf_word | sf.byte.to(Int32) << (8 * i)
         if keep and lane == first // 4 % 4:
-            nvfp4.store_sf4(a, token, head, first, sf_word)
+            block_scales.store_sf4(a, token, head, first, sf_word)
     store_words(spec, a.out.o_fp4[token, head, None], words, 4, keep)
 
 
@@ -223,7 +223,7 @@ def zero_row(spec: cutlass.Constexpr, a, token: Int32, head: Int32, keep):
             zero_pieces(a.out.o_fp4[token, head, None], words_of(spec, 4), keep)
             block = cute.arch.lane_idx() % LANES * 4
             if keep and block < spec.head_dim_vo // SF_VEC_SIZE:
-                nvfp4.store_sf4(a, token, head, block, Int32(0))
+                block_scales.store_sf4(a, token, head, block, Int32(0))
         elif a.out.o_fp8.shape[0] > 0:
             zero_pieces(a.out.o_fp8[token, head, None], words_of(spec, 8), keep)
         else:

@@ -1,0 +1,127 @@
+"""Where the rows of a token go: its request and position, and its page and row. Values of index tensors may be any:
+what does not lie in the cache names no row."""
+
+from typing import NamedTuple
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Int32
+
+from ..device.clamp import clamp
+from ..device.divisor import divide
+from .args import ANGLES, INDICES, PAGES, SLOTS
+
+MOST = 0x7FFFFFFF  # the largest value of an index
+
+
+class TokenPosition(NamedTuple):
+    """The request and the position of a token; negative if it has none."""
+
+    request: Int32
+    position: Int32
+
+
+class CachePlace(NamedTuple):
+    """The page and the row of a token; the page is negative if it has none."""
+
+    page: Int32
+    row: Int32
+
+
+def wide(a, name):
+    """Return 1 if an index tensor holds int64 values, else 0."""
+    return a.wide >> INDICES.index(name) & 1
+
+
+@cute.jit
+def element(values: cute.Tensor, i: Int32, words: Int32):
+    """Return element i of an index tensor, clamped to [-1, 2^31). words: from `wide`."""
+    value = values[i << words]
+    if words > 0:
+        high = values[(i << 1) + 1]
+        if high > 0 or (high == 0 and value < 0):
+            value = Int32(MOST)
+        elif high < 0:
+            value = Int32(-1)
+    return cutlass.max(value, -1)
+
+
+@cute.jit
+def position_of(a, token: Int32) -> TokenPosition:
+    """Return the request and the position of a token: as given, or from the offsets and lengths of the requests."""
+    request, position = Int32(-1), Int32(-1)
+    if a.batch_indices.shape[0] > 0:
+        request = element(a.batch_indices, token, wide(a, "batch_indices"))
+        position = element(a.positions, token, wide(a, "positions"))
+    elif a.cu_seqlens.shape[0] > 0:
+        # the last request that begins at or before the token
+        words = wide(a, "cu_seqlens")
+        low, high = Int32(0), (a.cu_seqlens.shape[0] >> words) - 1
+        while high - low > 1:
+            middle = (low + high) >> 1
+            if element(a.cu_seqlens, middle, words) <= token:
+                low = middle
+            else:
+                high = middle
+        left = element(a.cu_seqlens, low + 1, words) - token
+        if left > 0 and token >= element(a.cu_seqlens, low, words):
+            request, position = low, element(a.kv_lens, low, wide(a, "kv_lens")) - left
+    return TokenPosition(request, position)
+
+
+@cute.jit
+def page_entry(a, request: Int32, column: Int32):
+    """Return entry `column` of the pages of a request, or -1 if it has none. Both may be any values."""
+    words, entry = wide(a, "page_table"), Int32(-1)
+    if request >= 0 and column >= 0:
+        row, begin, end = request, Int32(0), a.page_table.shape[1] >> words
+        exists = request < a.page_table.shape[0]
+        if a.kv_indptr.shape[0] > 0:
+            indptr_words = wide(a, "kv_indptr")
+            exists = request + 1 < (a.kv_indptr.shape[0] >> indptr_words)
+            if exists:
+                row = Int32(0)
+                begin = clamp(element(a.kv_indptr, request, indptr_words), 0, end)
+                end = clamp(element(a.kv_indptr, request + 1, indptr_words), 0, end)
+        if exists and column < end - begin:
+            entry = element(a.page_table[row, None], begin + column, words)
+    return entry
+
+
+@cute.jit
+def place_of(a, token: Int32, at: TokenPosition) -> CachePlace:
+    """Return the place of a token's rows. at: its request and position, which only PAGES reads."""
+    page, row, page_size = Int32(-1), Int32(0), a.k_cache.shape[2]
+    if a.places == SLOTS:
+        words, slot = wide(a, "slots"), Int32(-1)
+        if token < (a.slots.shape[0] >> words):
+            slot = element(a.slots, token, words)
+        if slot >= 0:
+            page = divide(slot, page_size)
+            row = slot - page * page_size
+    elif a.places == PAGES:
+        if at.position >= 0:
+            column = divide(at.position, page_size)
+            row = at.position - column * page_size
+            page = page_entry(a, at.request, column)
+    elif token < page_size:
+        page, row = Int32(0), token
+    if page >= cutlass.min(a.k_cache.shape[0], a.v_cache.shape[0]):
+        page = Int32(-1)
+    return CachePlace(page, row)
+
+
+@cute.jit
+def rope_position(a, token: Int32, at: TokenPosition):
+    """Return the position at which a token's rows are rotated, or -1 if it is not a row of the table. at: its request
+    and position, which serve if there are no `rope_positions`. Without a table: 0."""
+    position = Int32(0)
+    if a.rope_table.shape[0] > 0:
+        position, words = at.position, wide(a, "rope_positions")
+        if a.rope_positions.shape[0] > 0:
+            position = Int32(-1)
+            if token < (a.rope_positions.shape[0] >> words):
+                position = element(a.rope_positions, token, words)
+        if (a.rope & ANGLES) == 0 and position >= a.rope_table.shape[0]:
+            position = Int32(-1)
+    return position

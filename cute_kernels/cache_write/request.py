@@ -1,0 +1,18 @@
+"""The part of a call that decides which kernel writes its rows."""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class CacheWriteRequest:
+    """A request for a kernel.
+
+    dtype: of the rows, "bf16", "fp16" or "uint8" for any type of one byte. cache: of the cache, dtype or "e4m3",
+    "e5m2", "nvfp4". transform: the call has Q, a norm or a rotary embedding. head_dim: elements of the longest row.
+    rotated: elements of a row that are rotated, 0 for none."""
+
+    dtype: str
+    cache: str
+    transform: bool = False
+    head_dim: int = 128
+    rotated: int = 0

@@ -1,0 +1,134 @@
+"""RMS norm and rotary embedding of a row that a group of lanes holds in registers.
+
+Lane l of a group of n lanes holds vectors l and l + n of 8 elements: values (8, 2). If the rotated part is 16 n
+elements long, as it is if head_dim is a power of two and all of it is rotated, the two elements of a pair in halves are
+in one lane, and no lane needs a value of another one."""
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32, Int64, Uint32, const_expr
+
+from ..device import warp
+from . import memory
+from .args import ANGLES, INTERLEAVED
+
+HALF = 8  # elements of a vector
+TWO_PI = 6.283185307179586
+
+
+def approximate(function, x):
+    text = f"{function}.approx.f32 {{$w0}}, {{$r0}};"
+    return cute.arch.inline_ptx(text, write_only_types=[Float32], read_only_args=[x])
+
+
+def nearest(x):
+    """Return x, rounded to an integer."""
+    return cute.arch.inline_ptx("cvt.rni.f32.f32 {$w0}, {$r0};", write_only_types=[Float32], read_only_args=[x])
+
+
+def angle(position, high, low):
+    """Return position * (high + low) turns in radians, in [-pi, pi], as fp32.
+
+    The product has 48 bits: whole turns are dropped from it without an error."""
+    product = position * high
+    rest = warp.fma(position, low, warp.fma(position, high, -product))
+    return ((product - nearest(product)) + rest) * Float32(TWO_PI)
+
+
+def group_mask(lanes):
+    """Return the lanes of this thread's group, as bits."""
+    return (Uint32(0xFFFFFFFF) >> Uint32(32 - lanes)) << Uint32(cute.arch.lane_idx() & (32 - lanes))
+
+
+@cute.jit
+def load_rotation(a, g, position: Int32, cos: cute.Tensor, sin: cute.Tensor):
+    """Load the cosines and signed sines (8, 2) of a lane's elements at a position; 1 and 0 for elements that are not
+    rotated. The position must be a row of the table, unless the table holds angles."""
+    table, rotated = a.rope_table, a.rope_table.shape[1]
+    row = Int32(0) if (a.rope & ANGLES) != 0 else position
+    address = table.iterator.toint() + Int64(row) * table.stride[0] * 4
+    x, y = cute.make_rmem_tensor(4, Uint32), cute.make_rmem_tensor(4, Uint32)
+    for half in cutlass.range_constexpr(2):
+        cos[None, half].fill(1.0)
+        sin[None, half].fill(0.0)
+        first = (g.lane + half * g.lanes) * HALF
+        if first < rotated:
+            c, s = cos[None, half], sin[None, half]
+            for part in cutlass.range_constexpr(2):
+                # the first pair of 4 elements in halves, or of 4 pairs that are neighbours
+                begin = first + 4 * part
+                if (a.rope & INTERLEAVED) != 0:
+                    begin = first >> 1
+                elif begin >= (rotated >> 1):
+                    begin -= rotated >> 1
+                memory.load(address + begin * 4, x, Int32(8), 2)
+                memory.load(address + ((rotated >> 1) + begin) * 4, y, Int32(8), 2)
+                for e in cutlass.range_constexpr(4):
+                    own = const_expr((4 * part + e) // 2)  # the pair of element 4 * part + e, if interleaved
+                    of_x, of_y = warp.from_bits(x[e]), warp.from_bits(y[e])
+                    if (a.rope & INTERLEAVED) != 0:
+                        of_x, of_y = warp.from_bits(x[own]), warp.from_bits(y[own])
+                    c[4 * part + e], s[4 * part + e] = of_x, of_y
+            if (a.rope & ANGLES) != 0:
+                for e in cutlass.range_constexpr(HALF):
+                    radians = angle(Float32(position), c[e], s[e])
+                    c[e], s[e] = approximate("cos", radians), approximate("sin", radians)
+            for e in cutlass.range_constexpr(HALF):
+                first_of_pair = first < (rotated >> 1)
+                if (a.rope & INTERLEAVED) != 0:
+                    first_of_pair = cutlass.Boolean(e % 2 == 0)
+                s[e] = -s[e] if first_of_pair else s[e]
+
+
+@cute.jit
+def normalise(a, g, values: cute.Tensor, weights: cute.Tensor, inv_dim: Float32):
+    """Multiply a row (8, 2) by its inverse root mean square and by weights (8, 2)."""
+    total, mask = Float32(0.0), group_mask(g.lanes)
+    for half in cutlass.range_constexpr(2):
+        for e in cutlass.range_constexpr(HALF):
+            total = warp.fma(values[e, half], values[e, half], total)
+    for i in cutlass.range_constexpr(5):
+        if (1 << i) < g.lanes:
+            total += cute.arch.shuffle_sync_bfly(total, 1 << i, mask)
+    inverse = approximate("rsqrt", warp.fma(total, inv_dim, a.norm_eps))
+    for half in cutlass.range_constexpr(2):
+        for e in cutlass.range_constexpr(HALF):
+            values[e, half] = values[e, half] * inverse * (weights[e, half] + a.norm_offset)
+
+
+@cute.jit
+def rotate(a, g, values: cute.Tensor, cos: cute.Tensor, sin: cute.Tensor):
+    """Rotate a row (8, 2). All lanes of the group call it."""
+    rotated, other = a.rope_table.shape[1], cute.make_rmem_tensor((HALF, 2), Float32)
+    if (a.rope & INTERLEAVED) != 0:
+        for half in cutlass.range_constexpr(2):
+            for e in cutlass.range_constexpr(HALF):
+                other[e, half] = values[e ^ 1, half]
+    elif rotated == 2 * HALF * g.lanes:
+        for half in cutlass.range_constexpr(2):
+            for e in cutlass.range_constexpr(HALF):
+                other[e, half] = values[e, 1 - half]
+    else:
+        exchange(g, values, other, rotated)
+    for half in cutlass.range_constexpr(2):
+        for e in cutlass.range_constexpr(HALF):
+            values[e, half] = warp.fma(other[e, half], sin[e, half], values[e, half] * cos[e, half])
+
+
+@cute.jit
+def exchange(g, values: cute.Tensor, other: cute.Tensor, rotated: Int32):
+    """Write to `other` the second element of the pair, in halves, of each value."""
+    apart, mask = rotated >> 4, group_mask(g.lanes)  # vectors between the elements of a pair
+    base = cute.arch.lane_idx() - g.lane
+    for half in cutlass.range_constexpr(2):
+        vector = g.lane + half * g.lanes
+        if vector < apart:
+            vector += apart
+        elif vector < 2 * apart:
+            vector -= apart
+        upper = vector >= g.lanes
+        source = base + (vector - g.lanes if upper else vector)
+        for e in cutlass.range_constexpr(HALF):
+            low = cute.arch.shuffle_sync(values[e, 0], source, mask)
+            high = cute.arch.shuffle_sync(values[e, 1], source, mask)
+            other[e, half] = high if upper else low

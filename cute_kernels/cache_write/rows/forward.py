@@ -1,0 +1,276 @@
+"""Write rows of K and V to a cache, and rows of Q to a tensor: host part and device entry.
+
+A group of 2 to 32 lanes handles rows of one token. A lane handles two vectors of 16 bytes of a row: vectors `lane` and
+`lane + lanes`, so that neighbouring lanes access neighbouring vectors. Only rows that are not transformed may be
+longer; they take more rounds. There is no shared memory, and no barrier.
+
+| phase | threads | reads | waits for | writes / signals |
+| --- | --- | --- | --- | --- |
+| entry | all | | `griddepcontrol.wait`: the kernel that made the rows | `launch_dependents` |
+| `places` | all | index tensors | | page and row in registers |
+| `load_rotation` | groups of Q and K | `rope_table` | | cosines and sines in registers, for all rows |
+| `transform_rows` | a group per row of Q and K | Q or K, weights | its group, by shuffles | Q's output, or the cache |
+| `write_rows` | a group per row of V, or of K without transform | K or V | | the cache |
+
+Rows without a place are not read. Every CTA waits for the grid before it, so a kernel behind this one may rely on
+both."""
+
+from typing import Any, NamedTuple
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32, Int64, Uint32, const_expr
+
+from ... import abi
+from .. import memory, places, rotate, store
+from ..args import CacheWriteArgs, fields, pack
+from ..spec import BYTES
+from . import THREADS
+
+STORED = {"nvfp4": "uint8"}  # cache types without an element type in the DSL -> stored type
+
+
+def fake_args(spec) -> dict[str, Any]:
+    dtype, cached = abi.DTYPES[spec.dtype], abi.DTYPES[STORED.get(spec.cache, spec.cache)]
+
+    tensors = [
+        (dtype, 2, "q_weight k_weight"),
+        (dtype, 3, "k v q q_out"),
+        (cached, 4, "k_cache v_cache"),
+        (abi.DTYPES["e5m2" if spec.cache == "e5m2" else "e4m3"], 3, "q_fp8"),
+        (cutlass.Uint8, 4, "k_sf v_sf"),
+        (Float32, 1, "k_scale_ptr v_scale_ptr q_scale_ptr"),
+        (Float32, 2, "rope_table"),
+        (Int32, 1, "slots batch_indices positions kv_indptr cu_seqlens kv_lens rope_positions"),
+        (Int32, 2, "page_table"),
+    ]
+    found: dict[str, Any] = {
+        name: abi.tensor(kind, (None,) * rank, align=kind.width // 8)
+        for kind, rank, names in tensors
+        for name in names.split()
+    }
+    found |= dict.fromkeys(("k_scale", "v_scale", "q_scale", "norm_eps", "norm_offset"), Float32(1.0))
+    return {name: found.get(name, Int32(0)) for name in fields(spec)}
+
+
+@cute.jit
+def forward(spec: cutlass.Constexpr, stream, *flat):
+    a = pack(spec, flat)
+    groups = Int64(a.k.shape[0]) * (a.k_groups + a.v_groups)
+    grid = ((groups << a.lanes_log2) + THREADS - 1) // THREADS
+    kernel(spec, a).launch(
+        grid=[Int32(grid), 1, 1], block=[THREADS, 1, 1], stream=stream, use_pdl=a.enable_pdl
+    )  # fmt: skip
+
+
+class LaneGroup(NamedTuple):
+    """The lanes that handle rows of one token. lane: of this thread in the group. own: number of the group among those
+    of its token: first those of K, then those of V."""
+
+    lane: Int32
+    lanes: Int32
+    token: Int32
+    own: Int32
+
+
+class RowRange(NamedTuple):
+    """Rows of a token of one operand, K or V; addresses are those of head 0. dim: elements of a row. The group handles
+    heads first, first + step, ..."""
+
+    source: Int64
+    source_stride: Int64  # bytes per head
+    target: store.TargetRow
+    target_stride: Int64
+    sf_stride: Int64
+    dim: Int32
+    first: Int32
+    step: Int32
+    heads: Int32
+
+
+def group_of(a) -> LaneGroup:
+    """Return the group of this thread; its token may be past the last one."""
+    tid = cute.arch.thread_idx()[0]
+    group = cute.arch.block_idx()[0] * (Int32(THREADS) >> a.lanes_log2) + (tid >> a.lanes_log2)
+    each = a.k_groups + a.v_groups
+    lanes = Int32(1) << a.lanes_log2
+    token = places.divide(group, each)
+    return LaneGroup(tid & (lanes - 1), lanes, token, group - token * each)
+
+
+def row_of(tensor, *at):
+    """Return the address of a row of a tensor."""
+    where = (*at, None)
+    return tensor[where].iterator.toint()
+
+
+def bytes_of(tensor, mode):
+    """Return a stride in bytes."""
+    return Int64(tensor.stride[mode]) * (tensor.element_type.width // 8)
+
+
+@cute.jit
+def rows_of(spec: cutlass.Constexpr, a, g: LaneGroup, at: places.CachePlace) -> RowRange:
+    """Return the rows of a group: of K or, in the last groups of a token, of V. at: a place in the cache."""
+    source, source_stride = row_of(a.k, g.token, 0), bytes_of(a.k, 1)
+    target, target_stride = row_of(a.k_cache, at.page, 0, at.row), bytes_of(a.k_cache, 1)
+    dim, first, step, heads = a.k.shape[2], g.own, a.k_groups, a.k.shape[1]
+    sf, sf_row, sf_stride, interleaved = Int64(0), Int64(0), Int64(0), Int32(0)
+    if const_expr(spec.cache == "nvfp4"):
+        sf, sf_row, sf_stride = row_of(a.k_sf, at.page, 0, 0), bytes_of(a.k_sf, 2), bytes_of(a.k_sf, 1)
+    if g.own >= a.k_groups:
+        source, source_stride = row_of(a.v, g.token, 0), bytes_of(a.v, 1)
+        target, target_stride = row_of(a.v_cache, at.page, 0, at.row), bytes_of(a.v_cache, 1)
+        dim, first, step, heads = a.v.shape[2], g.own - a.k_groups, a.v_groups, a.v.shape[1]
+        if const_expr(spec.cache == "nvfp4"):
+            sf, sf_row, sf_stride = row_of(a.v_sf, at.page, 0, 0), bytes_of(a.v_sf, 2), bytes_of(a.v_sf, 1)
+            interleaved = a.v_sf_interleaved
+    row = store.TargetRow(target, sf, sf_row, at.row, interleaved, Float32(1.0))
+    return RowRange(source, source_stride, row, target_stride, sf_stride, dim, first, step, heads)
+
+
+@cute.jit
+def target_of(spec: cutlass.Constexpr, a, g: LaneGroup, rows: RowRange, head: Int32) -> store.TargetRow:
+    """Return the row of the cache of a head."""
+    scale = Float32(1.0)
+    if const_expr(spec.quantised):
+        if g.own < a.k_groups:
+            scale = store.scale_of(spec, a.k_scale, a.k_scale_ptr, head)
+        else:
+            scale = store.scale_of(spec, a.v_scale, a.v_scale_ptr, head)
+    address = rows.target.address + head * rows.target_stride
+    return rows.target._replace(address=address, sf=rows.target.sf + head * rows.sf_stride, scale=scale)
+
+
+@cute.kernel
+def kernel(spec: cutlass.Constexpr, a: CacheWriteArgs):
+    cute.arch.griddepcontrol_wait()
+    cute.arch.griddepcontrol_launch_dependents()
+    g = group_of(a)
+    if g.token < a.k.shape[0]:
+        position = places.position_of(a, g.token)
+        at = places.place_of(a, g.token, position)
+        if const_expr(spec.transform):
+            rope_position = places.rope_position(a, g.token, position)
+            page = at.page if rope_position >= 0 else Int32(-1)
+            if g.own < a.k_groups:
+                transform_rows(spec, a, g, places.CachePlace(page, at.row), rope_position)
+            elif page >= 0:
+                write_rows(spec, a, g, rows_of(spec, a, g, at))
+        elif at.page >= 0:
+            write_rows(spec, a, g, rows_of(spec, a, g, at))
+
+
+# The loop over rows of K or V that are copied or quantised: one iteration per row of the group.
+#   waits for   nothing
+#   computes    up to two vectors per lane at a time: loads both, converts, stores both
+@cute.jit
+def write_rows(spec: cutlass.Constexpr, a, g: LaneGroup, rows: RowRange):
+    """Write the rows of a group to the cache."""
+    per, unit = const_expr(spec.elements), const_expr(BYTES[spec.dtype])
+    words, values = cute.make_rmem_tensor((4, 2), Uint32), cute.make_rmem_tensor(8, Float32)
+    for head in cutlass.range(rows.first, rows.heads, rows.step, unroll=1):
+        source, target = rows.source + head * rows.source_stride, target_of(spec, a, g, rows, head)
+        for vector in cutlass.range(g.lane, (rows.dim + per - 1) // per, 2 * g.lanes, unroll=1):
+            for half in cutlass.range_constexpr(2):
+                first = (vector + half * g.lanes) * per
+                if first < rows.dim:
+                    memory.load(source + first * unit, words[None, half], rows.dim - first, unit)
+            for half in cutlass.range_constexpr(2):
+                first = (vector + half * g.lanes) * per
+                if first < rows.dim:
+                    if const_expr(spec.quantised):
+                        store.unpack(spec, words[None, half], values)
+                        store.store(spec, target, first, rows.dim, values)
+                    else:
+                        memory.store(target.address + first * unit, words[None, half], rows.dim - first, unit)
+
+
+class QueryOrKey(NamedTuple):
+    """A row of Q or K, and its weights, as addresses; weights: 0 for none."""
+
+    is_q: Int32
+    head: Int32
+    source: Int64
+    weights: Int64
+
+
+@cute.jit
+def query_or_key(a, g: LaneGroup, row: Int32) -> QueryOrKey:
+    """Return row `row` of a token: the heads of Q come first, then those of K."""
+    heads = a.q.shape[1]
+    is_q, head, weights, count = Int32(1), row, Int64(0), a.q_weight.shape[0]
+    source = row_of(a.q, g.token, row)
+    if count > 0:
+        weights = row_of(a.q_weight, cutlass.min(head, count - 1))
+    if row >= heads:
+        is_q, head, weights, count = Int32(0), row - heads, Int64(0), a.k_weight.shape[0]
+        source = row_of(a.k, g.token, row - heads)
+        if count > 0:
+            weights = row_of(a.k_weight, cutlass.min(head, count - 1))
+    return QueryOrKey(is_q, head, source, weights)
+
+
+@cute.jit
+def load_row(spec: cutlass.Constexpr, g: LaneGroup, address: Int64, dim: Int32, values: cute.Tensor):
+    """Load a lane's two vectors of a row as fp32 (8, 2); elements past the row are 0."""
+    words = cute.make_rmem_tensor((4, 2), Uint32)
+    words.fill(0)
+    for half in cutlass.range_constexpr(2):
+        first = (g.lane + half * g.lanes) * rotate.HALF
+        if first < dim:
+            memory.load(address + first * 2, words[None, half], dim - first, 2)
+    for half in cutlass.range_constexpr(2):
+        store.unpack(spec, words[None, half], values[None, half])
+
+
+# The loop over rows of Q and K that are normalised and rotated: one iteration per row of the group.
+#   waits for   the other lanes of the group, in shuffles
+#   computes    the row in fp32 registers: RMS norm, rotary embedding
+#   stores      Q in its output, 16 or 8 bits; K in the cache
+# A row is in registers before it is stored, so the output of Q may be Q itself.
+@cute.jit
+def transform_rows(spec: cutlass.Constexpr, a, g: LaneGroup, at: places.CachePlace, rope_position: Int32):
+    """Normalise, rotate and write the group's rows of Q and K. at: K's place, without a page if it is not written."""
+    dim, rotates = a.k.shape[2], a.rope_table.shape[0] > 0
+    values, weights, cos, sin = (cute.make_rmem_tensor((rotate.HALF, 2), Float32) for _ in range(4))
+    inv_dim = Float32(1.0) / Float32(dim)
+    rows = rows_of(spec, a, g, places.CachePlace(cutlass.max(at.page, 0), at.row))
+    if rotates and rope_position >= 0:
+        rotate.load_rotation(a, g, rope_position, cos, sin)
+    for row in cutlass.range(g.own, a.q.shape[1] + a.k.shape[1], a.k_groups, unroll=1):
+        x = query_or_key(a, g, row)
+        if (x.is_q > 0 and rope_position >= 0) or (x.is_q == 0 and at.page >= 0):
+            load_row(spec, g, x.source, dim, values)
+            if x.weights != 0:
+                load_row(spec, g, x.weights, dim, weights)
+                rotate.normalise(a, g, values, weights, inv_dim)
+            if rotates:
+                rotate.rotate(a, g, values, cos, sin)
+            if x.is_q > 0:
+                store_query(spec, a, g, x.head, values)
+            else:
+                target = target_of(spec, a, g, rows, x.head)
+                for half in cutlass.range_constexpr(2):
+                    first = (g.lane + half * g.lanes) * rotate.HALF
+                    if first < dim:
+                        store.store(spec, target, first, dim, values[None, half])
+
+
+@cute.jit
+def store_query(spec: cutlass.Constexpr, a, g: LaneGroup, head: Int32, values: cute.Tensor):
+    """Store a lane's two vectors of a row of Q."""
+    dim = a.q.shape[2]
+    for half in cutlass.range_constexpr(2):
+        first = (g.lane + half * g.lanes) * rotate.HALF
+        if first < dim:
+            if a.q_out.shape[0] > 0:
+                store.store_16bit(spec.dtype, row_of(a.q_out, g.token, head), first, dim, values[None, half])
+            if const_expr(spec.quantised):
+                if a.q_fp8.shape[0] > 0:
+                    scale = a.q_scale
+                    if a.q_scale_ptr.shape[0] > 0:
+                        scale = a.q_scale_ptr[cutlass.min(head, a.q_scale_ptr.shape[0] - 1)]
+                    kind = const_expr("e5m2" if spec.cache == "e5m2" else "e4m3")
+                    address = row_of(a.q_fp8, g.token, head)
+                    store.store_fp8(kind, address, first, dim, values[None, half], scale)

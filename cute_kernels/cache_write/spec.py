@@ -1,0 +1,39 @@
+"""Static facts of the kernels that write caches: the compile key, the artifact's name and the test id.
+
+Everything else is an argument of the launch (`args.CacheWriteArgs`): head_dim, heads, strides, page size, places, the
+kind of rotary embedding and whether there are weights of a norm."""
+
+from dataclasses import dataclass
+
+BYTES = {"bf16": 2, "fp16": 2, "uint8": 1}  # per element of the rows that are read
+CACHES = ("bf16", "fp16", "uint8", "e4m3", "e5m2", "nvfp4")
+SF_VEC_SIZE = 16  # elements that share a scale factor of NVFP4
+VECTOR_BYTES = 16  # the widest access
+
+
+@dataclass(frozen=True)
+class CacheWriteSpec:
+    """A kernel that writes rows.
+
+    dtype: of the rows that are read; "uint8" stands for any type of one byte, which is copied. cache: the type of the
+    cache; if it equals dtype, rows are copied. transform: the kernel can normalise and rotate K, and has a third
+    operand, Q."""
+
+    dtype: str = "bf16"
+    cache: str = "bf16"
+    transform: bool = False
+
+    @property
+    def elements(self) -> int:
+        """Elements of a row that a lane handles at a time: 16 bytes of it."""
+        return VECTOR_BYTES // BYTES[self.dtype]
+
+    @property
+    def quantised(self) -> bool:
+        """Whether the cache has another type than the rows."""
+        return self.cache != self.dtype
+
+    @property
+    def name(self) -> str:
+        """A short readable identifier, unique among shipped specs."""
+        return f"{self.dtype}_{self.cache}_{'transform' if self.transform else 'append'}"

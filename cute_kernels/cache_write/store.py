@@ -1,0 +1,110 @@
+"""Stores to the cache: fp32 values to 16 bits, e4m3, e5m2 or NVFP4."""
+
+from typing import NamedTuple
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import BFloat16, Float16, Float32, Int32, Int64, Uint8, Uint32, const_expr
+
+from ..device import nvfp4, warp
+from . import memory
+from .places import divide
+from .spec import SF_VEC_SIZE
+
+TYPES = {"bf16": BFloat16, "fp16": Float16}
+LARGE = 2.0**100  # above any quotient that is not saturated
+
+
+class TargetRow(NamedTuple):
+    """A row of the cache. address: of its first element. sf: address of the scale factors of its page and head, row 0;
+    sf_row: bytes from one row of them to the next. row: of the page. interleaved: groups of 4 rows of scale factors
+    lie block by block. scale: quantised values are divided by it; NVFP4: multiplied."""
+
+    address: Int64
+    sf: Int64
+    sf_row: Int64
+    row: Int32
+    interleaved: Int32
+    scale: Float32
+
+
+@cute.jit
+def scale_of(spec: cutlass.Constexpr, constant: Float32, tensor: cute.Tensor, head: Int32):
+    """Return the scale of a head (`TargetRow.scale`): `constant`, or of a tensor with one scale per head or for all,
+    which divides."""
+    scale = constant
+    if tensor.shape[0] > 0:
+        scale = tensor[cutlass.min(head, tensor.shape[0] - 1)]
+        if const_expr(spec.cache == "nvfp4"):
+            scale = reciprocal(scale)
+    return scale
+
+
+def reciprocal(x):
+    """Return 1 / x, correctly rounded."""
+    return cute.arch.inline_ptx("rcp.rn.f32 {$w0}, {$r0};", write_only_types=[Float32], read_only_args=[x])
+
+
+def quotient(x, by, inverse):
+    """Return x / by, correctly rounded, or a value that is saturated as x / by is. inverse: of `by`."""
+    q = cute.arch.fmax(cute.arch.fmin(x * inverse, Float32(LARGE)), Float32(-LARGE))
+    return warp.fma(warp.fma(-q, by, x), inverse, q)
+
+
+def pack_fp8(kind, values):
+    """Convert four fp32 values to a word of e4m3 or e5m2, saturated; NaN stays NaN."""
+    text = f"{{ .reg .b16 lo, hi; cvt.rn.satfinite.{kind}x2.f32 lo, {{$r1}}, {{$r0}}; "
+    text += f"cvt.rn.satfinite.{kind}x2.f32 hi, {{$r3}}, {{$r2}}; mov.b32 {{$w0}}, {{lo, hi}}; }}"
+    return cute.arch.inline_ptx(text, write_only_types=[Uint32], read_only_args=list(values))
+
+
+@cute.jit
+def store_16bit(dtype: cutlass.Constexpr, address: Int64, first: Int32, dim: Int32, values: cute.Tensor):
+    """Store values to elements `first` on of a row of `dim` elements."""
+    words = cute.make_rmem_tensor(cute.size(values) // 2, Uint32)
+    for i in cutlass.range_constexpr(cute.size(words)):
+        words[i] = warp.pack_16bit(TYPES[dtype], values[2 * i], values[2 * i + 1])
+    memory.store(address + 2 * first, words, dim - first, 2)
+
+
+@cute.jit
+def store_fp8(kind: cutlass.Constexpr, address: Int64, first: Int32, dim: Int32, values: cute.Tensor, scale: Float32):
+    """Store values, divided by `scale`, to elements `first` on of a row of `dim` elements of e4m3 or e5m2."""
+    words, inverse = cute.make_rmem_tensor(cute.size(values) // 4, Uint32), reciprocal(scale)
+    for i in cutlass.range_constexpr(cute.size(words)):
+        words[i] = pack_fp8(kind, [quotient(values[4 * i + e], scale, inverse) for e in range(4)])
+    memory.store(address + first, words, dim - first, 1)
+
+
+@cute.jit
+def store_nvfp4(target: TargetRow, first: Int32, dim: Int32, values: cute.Tensor):
+    """Store 8 values to elements `first` on of a row. The lane lane ^ 1 has the other half of the block."""
+    f = nvfp4.compute_sf(nvfp4.block_amax(values, (1,)), target.scale)
+    words = cute.make_rmem_tensor(1, Uint32)
+    words[0] = Uint32(nvfp4.codes(values, f))
+    memory.store(target.address + first // 2, words, Int32(4), 1)
+    if first % SF_VEC_SIZE == 0:
+        row, block = target.row, first // SF_VEC_SIZE
+        if target.interleaved > 0:
+            # The factors of 4 rows, in the order (block, row), fill these rows.
+            index, columns = 4 * block + row % 4, dim // SF_VEC_SIZE
+            down = divide(index, columns)
+            row, block = row - row % 4 + down, index - down * columns
+        memory.view(target.sf + row * target.sf_row + block, Uint8, 1, 1)[0] = f.byte.to(Uint8)
+
+
+@cute.jit
+def store(spec: cutlass.Constexpr, target: TargetRow, first: Int32, dim: Int32, values: cute.Tensor):
+    """Store values to elements `first` on of a row of the cache, which has `dim` elements."""
+    if const_expr(spec.cache == "nvfp4"):
+        store_nvfp4(target, first, dim, values)
+    elif const_expr(spec.quantised):
+        store_fp8(spec.cache, target.address, first, dim, values, target.scale)
+    else:
+        store_16bit(spec.cache, target.address, first, dim, values)
+
+
+@cute.jit
+def unpack(spec: cutlass.Constexpr, words: cute.Tensor, values: cute.Tensor):
+    """Convert the words of a vector of 16-bit elements to fp32."""
+    values.store(cute.recast_tensor(words, TYPES[spec.dtype]).load().to(Float32))

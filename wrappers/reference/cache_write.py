@@ -1,0 +1,187 @@
+"""Rows of K and V written to a cache, and of Q to a tensor, in plain torch: norm, rotary embedding, quantisation."""
+
+from math import pi
+from typing import Any
+
+import torch
+
+from cute_kernels.cache_write.args import ANGLES, INDICES, INTERLEAVED, PAGES, SLOTS, CacheWriteArgs, pack
+from cute_kernels.cache_write.spec import CacheWriteSpec
+
+from .. import fp4
+
+FP8_MAX = {torch.float8_e4m3fn: 448.0, torch.float8_e5m2: 57344.0}
+MOST = (1 << 31) - 1
+
+
+def write_rows(spec: CacheWriteSpec, *flat: Any) -> None:
+    """Do what a kernel of `spec` does with its arguments, in the order of `args.fields`; one of several rows with one
+    place is written."""
+    a = pack(spec, flat)
+    positions = request, position = token_positions(a)
+    places = page, row = token_places(a, *positions)
+    written = (page >= 0) & (page < min(len(a.k_cache), len(a.v_cache)))
+    rotated = torch.ones_like(written)
+    if spec.transform:
+        rope = rope_positions(a, position)
+        rotated = (rope >= 0) & ((rope < len(a.rope_table)) | bool(a.rope & ANGLES)) | (len(a.rope_table) == 0)
+        table = rotation(a, rope.where(rotated, 0))
+        if a.q.shape[1]:
+            values = transformed(a.q, a.q_weight, table, a)
+            store_query(spec, a, values, rotated)
+    written &= rotated
+    for side in ("k", "v"):
+        values, cache = getattr(a, side), getattr(a, f"{side}_cache")
+        if not values.shape[1]:
+            continue
+        if side == "k" and spec.transform:
+            values = transformed(values, a.k_weight, table, a)
+        at = tuple(place[written] for place in places)
+        store_rows(spec, a, side, cache, values[written], at)
+
+
+def index(a: CacheWriteArgs, name: str) -> torch.Tensor:
+    """Return an index tensor as int64, clamped."""
+    values = getattr(a, name)
+    values = values.view(torch.int64) if a.wide >> INDICES.index(name) & 1 else values.long()
+    return values.clamp(-1, MOST)
+
+
+def token_positions(a: CacheWriteArgs) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the request and the position of each token, -1 for none."""
+    tokens = torch.arange(len(a.k), device=a.k.device)
+    none = torch.full_like(tokens, -1)
+    if len(a.batch_indices):
+        return index(a, "batch_indices"), index(a, "positions")
+    if not len(a.cu_seqlens):
+        return none, none
+    starts, lens = index(a, "cu_seqlens"), index(a, "kv_lens")
+    request = (torch.searchsorted(starts[1:].contiguous(), tokens, right=True)).clamp(max=len(lens) - 1)
+    left = starts[1:][request] - tokens
+    inside = (left > 0) & (tokens >= starts[request])
+    return torch.where(inside, request, -1), torch.where(inside, lens[request] - left, -1)
+
+
+def token_places(a: CacheWriteArgs, request: torch.Tensor, position: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the page and the row of each token; a page outside the cache for none."""
+    tokens, size = torch.arange(len(a.k), device=a.k.device), a.k_cache.shape[2]
+    if a.places == SLOTS:
+        slots = index(a, "slots")[: len(tokens)]
+        slot = torch.cat([slots, slots.new_full((len(tokens) - len(slots),), -1)])
+        return slot.div(size, rounding_mode="floor"), slot.remainder(size)
+    if a.places != PAGES:
+        return torch.where(tokens < size, 0, -1), tokens
+    table = index(a, "page_table")
+    column, entries = position.div(size, rounding_mode="floor"), table.shape[1]
+    if len(a.kv_indptr):
+        starts = index(a, "kv_indptr").clamp(0, entries)
+        requests = len(starts) - 1
+        held = request.clamp(0, requests - 1)
+        begin, end, line = starts[:-1][held], starts[1:][held], torch.zeros_like(held)
+    else:
+        requests = len(table)
+        line = request.clamp(0, requests - 1)
+        begin, end = torch.zeros_like(line), torch.full_like(line, entries)
+    fits = (request >= 0) & (request < requests) & (position >= 0) & (column < end - begin)
+    entry = (begin + column).clamp(0, max(entries - 1, 0)).where(fits, 0)
+    page = table[line, entry] if table.numel() else torch.full_like(request, -1)
+    return torch.where(fits, page, -1), position.remainder(size)
+
+
+def rope_positions(a: CacheWriteArgs, position: torch.Tensor) -> torch.Tensor:
+    if not len(a.rope_positions):
+        return position
+    given = index(a, "rope_positions")[: len(a.k)]
+    return torch.cat([given, given.new_full((len(a.k) - len(given),), -1)])
+
+
+def rotation(a: CacheWriteArgs, position: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor] | None:
+    """Return cosines and sines (N, 1, R / 2); None if nothing is rotated."""
+    if not len(a.rope_table):
+        return None
+    if a.rope & ANGLES:
+        turns = position[:, None].double() * a.rope_table.double().unflatten(1, (2, -1)).sum(1)
+        radians = (turns - turns.round()) * (2 * pi)
+        return radians.cos().float()[:, None], radians.sin().float()[:, None]
+    cos, sin = a.rope_table[position].chunk(2, 1)
+    return cos[:, None], sin[:, None]
+
+
+def transformed(
+    x: torch.Tensor, weight: torch.Tensor, table: tuple[torch.Tensor, torch.Tensor] | None, a: CacheWriteArgs
+) -> torch.Tensor:
+    """Return x (N, H, D), normalised and rotated, in fp32."""
+    x = x.float()
+    if len(weight):
+        x = x * (x.square().mean(-1, keepdim=True) + a.norm_eps).rsqrt() * (weight.float() + a.norm_offset)
+    if table is None:
+        return x
+    cos, sin = table
+    half = cos.shape[-1]
+    if a.rope & INTERLEAVED:
+        first, second = x[..., : 2 * half : 2], x[..., 1 : 2 * half : 2]
+    else:
+        first, second = x[..., :half], x[..., half : 2 * half]
+    pair = first * cos - second * sin, second * cos + first * sin
+    turned = torch.stack(pair, -1).flatten(-2) if a.rope & INTERLEAVED else torch.cat(pair, -1)
+    return torch.cat([turned, x[..., 2 * half :]], -1)
+
+
+def to_fp8(x: torch.Tensor, scale: Any, dtype: torch.dtype) -> torch.Tensor:
+    """Return x (N, H, D) divided by a scale, a number or one per head or for all, saturated; NaN stays NaN."""
+    if isinstance(scale, torch.Tensor):
+        scale = scale[:, None]
+    else:
+        scale = torch.tensor(scale, dtype=torch.float32)  # a number divides as fp32
+    most = FP8_MAX[dtype]
+    return (x.float() / scale).clamp(-most, most).to(dtype)
+
+
+def store_query(spec: CacheWriteSpec, a: CacheWriteArgs, values: torch.Tensor, written: torch.Tensor) -> None:
+    if len(a.q_out):
+        a.q_out[written] = values[written].to(a.q_out.dtype)
+    elif spec.quantised and len(a.q_fp8):
+        scale = a.q_scale_ptr if len(a.q_scale_ptr) else a.q_scale
+        found = to_fp8(values[written], scale, a.q_fp8.dtype)
+        a.q_fp8.view(torch.uint8)[written] = found.view(torch.uint8)  # torch indexes no fp8 on the CPU
+
+
+def store_rows(
+    spec: CacheWriteSpec, a: CacheWriteArgs, side: str, cache: torch.Tensor, values: torch.Tensor, at: Any
+) -> None:
+    """Write values (n, H, D) to rows `at` of a cache (pages, H, P, D). at: their pages and rows."""
+    if not spec.quantised:
+        put(cache, at, values.to(cache.dtype))
+        return
+    scale, tensor = getattr(a, f"{side}_scale"), getattr(a, f"{side}_scale_ptr")
+    if spec.cache != "nvfp4":
+        put(cache, at, to_fp8(values, tensor if len(tensor) else scale, cache.dtype))
+        return
+    by_head = [1.0 / one for one in tensor] if len(tensor) else [scale]
+    found = [
+        fp4.nvfp4_quantize(part, one) for part, one in zip(values.split(values.shape[1] // len(by_head), 1), by_head)
+    ]
+    put(cache, at, torch.cat([codes for codes, _ in found], 1))
+    factors = torch.cat([factor.view(torch.uint8) for _, factor in found], 1)
+    if side == "v" and a.v_sf_interleaved:
+        put_interleaved(a.v_sf, at, factors)
+    else:
+        put(getattr(a, f"{side}_sf"), at, factors)
+
+
+def put(cache: torch.Tensor, at: Any, rows: torch.Tensor) -> None:
+    page, row = at
+    if cache.element_size() == 1:  # torch indexes no fp8 on the CPU
+        cache, rows = cache.view(torch.uint8), rows.view(torch.uint8)
+    cache.transpose(1, 2)[page, row] = rows
+
+
+def put_interleaved(sf: torch.Tensor, at: Any, factors: torch.Tensor) -> None:
+    """Write factors (n, H, S) to sf (pages, H, P, S), in which block s of row t is element 4 s + t % 4 of the 4 S
+    elements of its 4 rows."""
+    page, row = at
+    columns = factors.shape[2]
+    element = 4 * torch.arange(columns, device=sf.device) + row[:, None] % 4
+    down = (row - row % 4)[:, None] + element.div(columns, rounding_mode="floor")
+    heads = torch.arange(sf.shape[1], device=sf.device)[None, :, None]
+    sf[page[:, None, None], heads, down[:, None], element.remainder(columns)[:, None]] = factors
