@@ -10,6 +10,7 @@ import torch
 from bench.cases import attention as cases
 from cute_kernels.attention import args, geometry
 from cute_kernels.attention.spec import PACK_GQA_MAX_Q
+from tests import emulated_writes
 from tests.fake_machine import FakeMachine, promised
 from wrappers import FP4Tensor, fp4, machine, reference
 from wrappers.attention.call import SEPARATE, AttentionCall, new_sequences
@@ -34,6 +35,8 @@ def check(inputs, result, tolerance=1e-2):
 def emulate(op, spec, launches):
     """Return a kernel of `spec` for any device: it checks what compiled code would check, then runs the reference. The
     arguments of each launch, by name, are appended to `launches`."""
+    if op.startswith("cache_write"):
+        return emulated_writes.emulate(spec, launches)
     names = args.fields(spec)
 
     def kernel(*flat):

@@ -369,8 +369,7 @@ class Kernels(FakeMachine):
 
 UNSERVED = (  # no kernel
     "context, nvfp4 cache", "packbits", "segment_packbits", "merge_state",
-    "merge_state_in_place", "merge_states", "get_seq_lens", "get_batch_indices_positions", "append",
-    "append, quantised", "append, slots",
+    "merge_state_in_place", "merge_states", "get_seq_lens", "get_batch_indices_positions",
 )  # fmt: skip
 HOSTS = ("cpu", "new", "known")
 
@@ -483,19 +482,15 @@ ACCEPTED: dict[str, dict[str, set[str]]] = {  # function, or call -> argument ->
     "get_batch_indices_positions": {
         "append_indptr": {"int64"}, "seq_lens": {"int64"}, "batch_indices": NONE_ONLY, "positions": NONE_ONLY},
     "append": INDICES | {
-        "append_key": STRIDED, "append_value": STRIDED,
         "paged_kv_cache": {  # pages that one of the two lacks are not written
-            f"{side} {bad}" for side in "KV" for bad in ("no rows", "a row less", "a row more", "strided")},
+            f"{side} {bad}" for side in "KV" for bad in ("no rows", "a row less", "a row more")},
     },
     "append, quantised": INDICES | {
-        "append_key": STRIDED | {"float16"}, "append_value": STRIDED | {"float16"},
-        "paged_kv_cache": {"K strided", "V strided"},
         "kv_cache_sf": {f"{side} {bad}" for side in "KV" for bad in STRIDED | {"uint8"}},  # of one column
     },
     "append, slots": {
-        "append_key": STRIDED | {"float16", "a row more"}, "append_value": STRIDED | {"float16", "a row more"},
+        "append_key": {"a row more"}, "append_value": {"a row more"},
         "slot_mapping": {"int64", "no rows", "a row less", "no columns", "columns"},  # fewer rows are written
-        "paged_kv_cache": {"K strided", "V strided"},
         "kv_cache_sf": {f"{side} {bad}" for side in "KV" for bad in STRIDED | {"uint8"}},
     },
 }  # fmt: skip
@@ -519,6 +514,7 @@ ON_CUDA: dict[str, dict[str, set[str]]] = {  # values that only the device knows
         "q_scale": VALUES, "kv_scale": VALUES, "page_table": {"no columns"}, "k_cache": {"a row less"},
         "v_cache": {"a row less"}},
     "xqa, drafts": {"page_table": {"no columns"}},
+    **dict.fromkeys(("append, quantised", "append, slots"), {"k_scale": VALUES, "v_scale": VALUES}),
     **dict.fromkeys(("nvfp4_quantize", "nvfp4_dequantize", "fp4.store", "fp4.load"), {"global_scale": VALUES}),
 }  # fmt: skip
 NO_MACHINE = ("top_k", "input", "meta")  # where all tensors are, a call gives such: test_traced.py

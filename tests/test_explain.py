@@ -81,7 +81,7 @@ def test_what_is_said_is_what_runs(name, arch):
                 continue
             getattr(wrappers, name)(**inputs)
             fake.plans.clear()
-        assert [said.runs] == ran and said.found
+        assert [said.runs] == [kernel for kernel in ran if not kernel.startswith("cache_write")] and said.found
         ran.clear()
 
 

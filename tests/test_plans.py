@@ -12,6 +12,7 @@ import wrappers
 from bench.cases import attention as cases
 from bench.cases import topk as topk_cases
 from cute_kernels.attention import args
+from cute_kernels.cache_write import args as cache_write
 from cute_kernels.topk.args import SortArgs, TopKArgs
 from tests.fake_machine import FakeMachine
 from wrappers import machine, scratch
@@ -30,7 +31,8 @@ class Recorder(FakeMachine):
 
     def recorded(self, op, spec):
         kinds = {"topk.radix": TopKArgs, "topk.sort": SortArgs}
-        names = kinds[op]._fields if op in kinds else args.fields(spec)
+        seam = cache_write if op.startswith("cache_write") else args
+        names = kinds[op]._fields if op in kinds else seam.fields(spec)
         return lambda *flat: self.launches.append((op, spec, dict(zip(names, flat, strict=True))))
 
 

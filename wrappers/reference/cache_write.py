@@ -18,6 +18,8 @@ def write_rows(spec: CacheWriteSpec, *flat: Any) -> None:
     """Do what a kernel of `spec` does with its arguments, in the order of `args.fields`; one of several rows with one
     place is written."""
     a = pack(spec, flat)
+    if a.k.is_meta:  # there are no values
+        return
     positions = request, position = token_positions(a)
     places = page, row = token_places(a, *positions)
     written = (page >= 0) & (page < min(len(a.k_cache), len(a.v_cache)))
@@ -37,7 +39,7 @@ def write_rows(spec: CacheWriteSpec, *flat: Any) -> None:
         if side == "k" and spec.transform:
             values = transformed(values, a.k_weight, table, a)
         at = tuple(place[written] for place in places)
-        store_rows(spec, a, side, cache, values[written], at)
+        store_rows(spec, a, side, cache, values[written.nonzero()[:, 0]], at)  # V may have other rows behind these
 
 
 def index(a: CacheWriteArgs, name: str) -> torch.Tensor:

@@ -1,0 +1,64 @@
+"""Kernels that write rows, in torch: they check what compiled code checks, then run the reference."""
+
+import torch
+
+from cute_kernels.cache_write.args import INDICES, PAGES, ROWS, SLOTS, fields
+from tests.fake_machine import promised
+from wrappers import reference
+
+DTYPES = {
+    "bf16": torch.bfloat16, "fp16": torch.float16, "e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2,
+    "uint8": torch.uint8, "nvfp4": torch.uint8,
+}  # fmt: skip
+ROWS_OF = {"k": 3, "v": 3, "q": 3, "q_out": 3, "q_weight": 2, "k_weight": 2}  # of the rows' dtype -> rank
+CACHES = {"k_cache": 4, "v_cache": 4}
+SCALES = {"k_scale_ptr": 1, "v_scale_ptr": 1, "q_scale_ptr": 1, "rope_table": 2}
+FACTORS = {"k_sf": 4, "v_sf": 4}
+FLOATS = ("k_scale", "v_scale", "q_scale", "norm_eps", "norm_offset")
+
+
+def emulate(spec, launches):
+    """Return a kernel of `spec` for any device; the arguments of each launch, by name, are appended to `launches`."""
+    fp8 = DTYPES["e5m2" if spec.cache == "e5m2" else "e4m3"]
+    tensors = [(ROWS_OF, DTYPES[spec.dtype]), (CACHES, DTYPES[spec.cache]), (SCALES, torch.float32)]
+    tensors += [(FACTORS, torch.uint8), ({"q_fp8": 3}, fp8)]
+    tensors += [(dict.fromkeys(INDICES, 1) | {"page_table": 2}, torch.int32)]
+    known = {name: (rank, dtype) for ranks, dtype in tensors for name, rank in ranks.items()}
+
+    def kernel(*flat):
+        a = dict(zip(fields(spec), flat, strict=True))
+        for name, value in a.items():
+            if name not in known:
+                if type(value) is not (float if name in FLOATS else int):
+                    raise TypeError(name)
+                continue
+            rank, dtype = known[name]
+            if value.dtype != dtype:
+                raise TypeError(f"dtype of {name}")
+            if value.ndim != rank or value.device.type != "cpu":
+                raise ValueError(f"rank or device of {name}")
+            if value.stride(-1) != 1 and value.shape[-1] != 1:
+                raise ValueError(f"last stride of {name}")
+        check_promises(spec, a)
+        launches.append(a)
+        reference.write_rows(spec, *flat)
+
+    return kernel
+
+
+def check_promises(spec, a):
+    """Check what callers promise, which compiled code does not notice."""
+    k, v, k_cache, v_cache = a["k"], a["v"], a["k_cache"], a["v_cache"]
+    packed = 2 if spec.cache == "nvfp4" else 1
+    promised(len(k) and k_cache.shape[2] and a["places"] in (SLOTS, PAGES, ROWS))
+    promised(1 <= a["lanes_log2"] <= 5 and a["k_groups"] >= 1 and a["v_groups"] >= (v.shape[1] > 0))
+    for rows, cache in ((k, k_cache), (v, v_cache)):
+        if rows.shape[1]:
+            promised(cache.shape[1] == rows.shape[1] and cache.shape[3] * packed == rows.shape[2])
+    if spec.cache == "nvfp4":
+        for cache, sf in ((k_cache, a["k_sf"]), (v_cache, a["v_sf"])):
+            promised(sf.shape == (*cache.shape[:3], cache.shape[3] * 2 // 16))
+    tokens = len(a["slots"]) // (1 + (a["wide"] & 1)) if a["places"] == SLOTS else len(k)
+    promised(min(len(k), len(v)) >= min(tokens, len(k)))
+    if a["places"] == PAGES:
+        promised(len(a["page_table"]) and (len(a["batch_indices"]) or len(a["cu_seqlens"]) > 1))

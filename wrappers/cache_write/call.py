@@ -1,0 +1,36 @@
+"""A call that writes rows: what all functions that write to a cache hand to `op.serve`."""
+
+from typing import Any, NamedTuple
+
+from cute_kernels.cache_write.args import PAGES, ROWS, SLOTS
+
+__all__ = ["PAGES", "ROWS", "SLOTS", "CacheWriteCall"]
+
+
+class CacheWriteCall(NamedTuple):
+    """A call, in the caller's tensors. N tokens, H heads of K and V, Hq of Q, P rows per page.
+
+    function: the public function, which decides the names in messages (`checks.NAMES`). places: SLOTS, PAGES or ROWS.
+    Caches and scale factors are (pages, H, P, ...) views. The cache is quantised if it has another dtype than the rows,
+    unless both have one byte.
+    """
+
+    function: str
+    k: Any  # (N, H, Dk)
+    v: Any  # (N, H, Dv)
+    k_cache: Any
+    v_cache: Any
+    places: int
+    slots: Any = None  # SLOTS: (N,)
+    batch_indices: Any = None  # PAGES: (N,)
+    positions: Any = None  # PAGES: (N,)
+    page_table: Any = None  # PAGES: (B, M), or the entries of all requests, (M,)
+    kv_indptr: Any = None  # PAGES, entries of all requests: (B + 1,)
+    kv_last_page_len: Any = None  # (B,), not read
+    k_scale: float = 1.0  # quantised values are divided by it; NVFP4: multiplied
+    v_scale: float = 1.0
+    k_scale_ptr: Any = None  # fp32, one element or one per head, replaces k_scale; divides
+    v_scale_ptr: Any = None
+    k_sf: Any = None  # NVFP4
+    v_sf: Any = None
+    v_sf_interleaved: bool = False
