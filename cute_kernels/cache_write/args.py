@@ -51,9 +51,9 @@ class CacheWriteArgs(NamedTuple):
     # transform
     q: Any = None  # (N, Hq | 0, Dk)  spec.dtype; any strides, last 1
     q_out: Any = None  # (N | 0, Hq, Dk)  spec.dtype; any strides, last 1; may be q
-    rope_table: Any = None  # (L | 0, R)  fp32, any row stride, last 1, R a multiple of 16: cosines, then sines of R / 2
-    #                                 pairs at each position. ANGLES: one row, the turns per position, rounded to fp32,
-    #                                 then what was rounded away
+    rope_table: Any = None  # (L | 0, R)  fp32, aligned to 16 bytes, row stride a multiple of 4, last 1, R a multiple of
+    #                                 16: cosines, then sines of R / 2 pairs at each position. ANGLES: one row, the
+    #                                 turns per position, rounded to fp32, then what was rounded away
     rope: Any = None  # Int32         bits INTERLEAVED: pairs are neighbours, not halves; ANGLES: see rope_table
     rope_positions: Any = None  # (N | 0,)  position in rope_table; absent: that of PAGES
     q_weight: Any = None  # (Hq | 1 | 0, Dk)  spec.dtype: weights of the RMS norm of Q, per head or for all

@@ -21,27 +21,34 @@ def view(address: Int64, dtype, count, align):
 @cute.jit
 def load(address: Int64, words: cute.Tensor, valid: Int32, unit: cutlass.Constexpr):
     """Load a vector, whose first `valid` elements of `unit` bytes exist, into words of 32 bits; others become 0."""
-    size, per = const_expr(cute.size(words) * 4), const_expr(4 // unit)
+    count, bits = const_expr(cute.size(words)), const_expr(8 * unit)
+    size = const_expr(4 * count)
     if valid * unit >= size and address % size == 0:
-        copy.vector(view(address, Uint32, size // 4, size), words)
+        copy.vector(view(address, Uint32, count, size), words)
     else:
         narrow = view(address, UNITS[unit], size // unit, unit)
-        for i in cutlass.range_constexpr(size // 4):
-            word = Uint32(0)
-            for e in cutlass.range_constexpr(per):
-                if i * per + e < valid:
-                    word = word | narrow[i * per + e].to(Uint32) << (8 * unit * e)
-            words[i] = word
+        words.fill(0)
+        held = cutlass.min(valid, size // unit)
+        for e in cutlass.range(held, unroll=1):
+            # from the last element to the first, each pushes the others up
+            for i in cutlass.range_constexpr(count - 1, -1, -1):
+                below = narrow[held - 1 - e].to(Uint32) if const_expr(i == 0) else words[i - 1] >> (32 - bits)
+                words[i] = words[i] << bits | below
 
 
 @cute.jit
 def store(address: Int64, words: cute.Tensor, valid: Int32, unit: cutlass.Constexpr):
     """Store a vector of 32-bit words, of which the first `valid` elements of `unit` bytes belong to the row."""
-    size, per = const_expr(cute.size(words) * 4), const_expr(4 // unit)
+    count, bits = const_expr(cute.size(words)), const_expr(8 * unit)
+    size = const_expr(4 * count)
     if valid * unit >= size and address % size == 0:
-        copy.vector(words, view(address, Uint32, size // 4, size))
+        copy.vector(words, view(address, Uint32, count, size))
     else:
-        narrow = view(address, UNITS[unit], size // unit, unit)
-        for i in cutlass.range_constexpr(size // unit):
-            if i < valid:
-                narrow[i] = (words[i // per] >> (8 * unit * (i % per))).to(UNITS[unit])
+        narrow, rest = view(address, UNITS[unit], size // unit, unit), cute.make_rmem_tensor(count, Uint32)
+        for i in cutlass.range_constexpr(count):
+            rest[i] = words[i]
+        for e in cutlass.range(cutlass.min(valid, size // unit), unroll=1):
+            narrow[e] = rest[0].to(UNITS[unit])
+            for i in cutlass.range_constexpr(count):
+                above = Uint32(0) if const_expr(i == count - 1) else rest[i + 1] << (32 - bits)
+                rest[i] = rest[i] >> bits | above

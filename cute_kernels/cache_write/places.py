@@ -78,7 +78,7 @@ def page_entry(a, request: Int32, column: Int32):
         exists = request < a.page_table.shape[0]
         if a.kv_indptr.shape[0] > 0:
             indptr_words = wide(a, "kv_indptr")
-            exists = request + 1 < (a.kv_indptr.shape[0] >> indptr_words)
+            exists = request < (a.kv_indptr.shape[0] >> indptr_words) - 1
             if exists:
                 row = Int32(0)
                 begin = clamp(element(a.kv_indptr, request, indptr_words), 0, end)

@@ -8,7 +8,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, Uint32, const_expr
 
-from ..device import warp
+from ..device import copy, warp
 from . import memory
 from .args import ANGLES, INTERLEAVED
 
@@ -61,14 +61,15 @@ def load_rotation(a, g, position: Int32, cos: cute.Tensor, sin: cute.Tensor):
                     begin = first >> 1
                 elif begin >= (rotated >> 1):
                     begin -= rotated >> 1
-                memory.load(address + begin * 4, x, Int32(8), 2)
-                memory.load(address + ((rotated >> 1) + begin) * 4, y, Int32(8), 2)
+                copy.vector(memory.view(address + begin * 4, Uint32, 4, 16), x)
+                copy.vector(memory.view(address + ((rotated >> 1) + begin) * 4, Uint32, 4, 16), y)
                 for e in cutlass.range_constexpr(4):
                     own = const_expr((4 * part + e) // 2)  # the pair of element 4 * part + e, if interleaved
-                    of_x, of_y = warp.from_bits(x[e]), warp.from_bits(y[e])
-                    if (a.rope & INTERLEAVED) != 0:
-                        of_x, of_y = warp.from_bits(x[own]), warp.from_bits(y[own])
-                    c[4 * part + e], s[4 * part + e] = of_x, of_y
+                    of_x, of_y = x[e], y[e]
+                    if const_expr(own != e):
+                        of_x = x[own] if (a.rope & INTERLEAVED) != 0 else of_x
+                        of_y = y[own] if (a.rope & INTERLEAVED) != 0 else of_y
+                    c[4 * part + e], s[4 * part + e] = warp.from_bits(of_x), warp.from_bits(of_y)
             if (a.rope & ANGLES) != 0:
                 for e in cutlass.range_constexpr(HALF):
                     radians = angle(Float32(position), c[e], s[e])

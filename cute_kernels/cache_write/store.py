@@ -46,9 +46,11 @@ def reciprocal(x):
 
 
 def quotient(x, by, inverse):
-    """Return x / by, correctly rounded, or a value that is saturated as x / by is. inverse: of `by`."""
+    """Return x / by, correctly rounded, or a value that is saturated as x / by is. inverse: of `by`.
+
+    The signs of the remainder are such that -0 stays -0."""
     q = cute.arch.fmax(cute.arch.fmin(x * inverse, Float32(LARGE)), Float32(-LARGE))
-    return warp.fma(warp.fma(-q, by, x), inverse, q)
+    return warp.fma(-warp.fma(q, by, -x), inverse, q)
 
 
 def pack_fp8(kind, values):

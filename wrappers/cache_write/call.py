@@ -4,7 +4,26 @@ from typing import Any, NamedTuple
 
 from cute_kernels.cache_write.args import PAGES, ROWS, SLOTS
 
-__all__ = ["PAGES", "ROWS", "SLOTS", "CacheWriteCall"]
+__all__ = ["PAGES", "ROWS", "SLOTS", "CacheWriteCall", "QueryTransform"]
+
+
+class QueryTransform(NamedTuple):
+    """Norm and rotary embedding of K, and of Q, which is written too. None stands for an argument that is absent.
+
+    rope_table, rope: as in `cute_kernels.cache_write.args`. The dtype of q_out is q's, or e4m3 or e5m2.
+    """
+
+    q: Any = None  # (N, Hq, Dk)
+    q_out: Any = None
+    rope_table: Any = None
+    rope: int = 0
+    rope_positions: Any = None  # (N,); None: those of the pages
+    q_weight: Any = None  # (Dk,) or (Hq, Dk)
+    k_weight: Any = None  # (Dk,) or (H, Dk)
+    norm_eps: float = 0.0
+    norm_offset: float = 0.0
+    q_scale: float = 1.0  # an 8-bit Q is divided by it
+    q_scale_ptr: Any = None
 
 
 class CacheWriteCall(NamedTuple):
@@ -27,6 +46,8 @@ class CacheWriteCall(NamedTuple):
     page_table: Any = None  # PAGES: (B, M), or the entries of all requests, (M,)
     kv_indptr: Any = None  # PAGES, entries of all requests: (B + 1,)
     kv_last_page_len: Any = None  # (B,), not read
+    cu_seqlens: Any = None  # PAGES, without batch_indices: (B + 1,)
+    kv_lens: Any = None  # PAGES, without batch_indices: (B,)
     k_scale: float = 1.0  # quantised values are divided by it; NVFP4: multiplied
     v_scale: float = 1.0
     k_scale_ptr: Any = None  # fp32, one element or one per head, replaces k_scale; divides
@@ -34,3 +55,4 @@ class CacheWriteCall(NamedTuple):
     k_sf: Any = None  # NVFP4
     v_sf: Any = None
     v_sf_interleaved: bool = False
+    transform: QueryTransform | None = None

@@ -4,34 +4,70 @@ from typing import Any
 
 import torch
 
-from ..checks import check_apart, check_last_stride, check_one_of, check_operand, check_shape, check_strided
+from cute_kernels.cache_write.args import ANGLES
+from cute_kernels.cache_write.rows import MAX_TRANSFORMED, ROTATED
+
+from ..checks import (
+    check_apart,
+    check_last_stride,
+    check_number,
+    check_one_of,
+    check_operand,
+    check_shape,
+    check_strided,
+)
 from ..fp4 import BLOCK, SCALE_TYPES
 from ..plain import refuse_grad, traced
-from .call import SLOTS, CacheWriteCall
+from ..scalars import check_scale, on_host
+from .call import PAGES, SLOTS, CacheWriteCall, QueryTransform
 
 OFFSETS = (torch.int32, torch.int64)
 WIDE = (torch.float16, torch.bfloat16)
-STORED = (*WIDE, torch.float8_e4m3fn, torch.float8_e5m2, torch.uint8)  # dtypes of a cache
+FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
+SINGLE = (*FP8, torch.uint8)  # of one byte
+STORED = (*WIDE, *SINGLE)  # dtypes of a cache
 APPEND, NVFP4_APPEND = "append_paged_kv_cache", "nvfp4_quantize_append_paged_kv_cache"
 NVFP4_SLOTS = "nvfp4_quantize_append_paged_kv_cache_with_slot_mapping"
+QKV = "append_qkv"
 _APPENDED = {
     "k": "append_key", "v": "append_value", "k_cache": "paged_kv_cache (K)", "v_cache": "paged_kv_cache (V)",
     "k_sf": "kv_cache_sf (K)", "v_sf": "kv_cache_sf (V)", "page_table": "kv_indices", "slots": "slot_mapping",
     "k_scale_ptr": "k_scale", "v_scale_ptr": "v_scale",
 }  # fmt: skip
-NAMES: dict[str, dict[str, str]] = dict.fromkeys((APPEND, NVFP4_APPEND, NVFP4_SLOTS), _APPENDED)
+_QKV = {
+    "k_cache": "cache.kv (K)", "v_cache": "cache.kv (V)", "k_sf": "cache.sf (K)", "v_sf": "cache.sf (V)",
+    "slots": "places", "page_table": "places.kv_indices", "kv_indptr": "places.kv_indptr",
+    "batch_indices": "places.batch_indices", "positions": "places.positions", "cu_seqlens": "places.cu_seqlens_q",
+    "kv_lens": "places.seq_lens", "k_scale": "cache.k_scale", "v_scale": "cache.v_scale",
+    "k_scale_ptr": "cache.k_scale", "v_scale_ptr": "cache.v_scale", "q_out": "out.out", "q_scale": "out.scale",
+    "q_scale_ptr": "out.scale", "rope_positions": "rope.positions", "q_weight": "norm.q_weight",
+    "k_weight": "norm.k_weight", "norm_eps": "norm.eps", "norm_offset": "norm.offset", "rope_table": "rope.table",
+    "v_sf_interleaved": "cache.v_sf_interleaved",
+}  # fmt: skip
+NAMES: dict[str, dict[str, str]] = {**dict.fromkeys((APPEND, NVFP4_APPEND, NVFP4_SLOTS), _APPENDED), QKV: _QKV}
 OUTPUTS = ("k_cache", "v_cache", "k_sf", "v_sf")
-INPUTS = ("k", "v", "slots", "batch_indices", "positions", "page_table", "kv_indptr", "kv_last_page_len")
+LISTS = ("batch_indices", "positions", "page_table", "kv_indptr", "kv_last_page_len", "cu_seqlens", "kv_lens")
+INPUTS = ("k", "v", "slots", *LISTS, "k_scale_ptr", "v_scale_ptr")
 
 
 def name_of(call: CacheWriteCall, field: str) -> str:
     """Return the caller's name of a field."""
+    if field == "page_table" and call.function == QKV and call.kv_indptr is None:
+        return "places.block_table"
     return NAMES[call.function].get(field, field)
 
 
 def block_scaled(call: CacheWriteCall) -> bool:
     """Return whether rows are quantised to NVFP4."""
     return call.k_sf is not None
+
+
+def converts(call: CacheWriteCall) -> bool:
+    """Return whether rows may have another type than the cache: in all functions but `append_paged_kv_cache`, unless
+    they have one byte and are only copied."""
+    if call.function == QKV and call.transform is None and not block_scaled(call):
+        return getattr(call.k, "dtype", None) not in SINGLE
+    return call.function != APPEND
 
 
 def validate(call: CacheWriteCall) -> None:
@@ -41,20 +77,39 @@ def validate(call: CacheWriteCall) -> None:
     places(call)
     outputs = {name_of(call, field): getattr(call, field) for field in OUTPUTS}
     inputs = {name_of(call, field): getattr(call, field) for field in INPUTS}
+    if call.transform is not None:
+        transforms(call, call.transform)
+        t = call.transform
+        outputs[name_of(call, "q_out")] = t.q_out
+        inputs |= {name_of(call, field): getattr(t, field) for field in TENSORS}
+        if in_place(t):
+            del inputs["q"]
+    for side in ("k", "v") if converts(call) else ():
+        name, tensor = name_of(call, f"{side}_scale"), getattr(call, f"{side}_scale_ptr")
+        device = None if tensor is not None and on_host(tensor) else call.k.device
+        owner = f"that of {name_of(call, 'k')}"
+        check_scale(name, getattr(call, f"{side}_scale"), tensor, device, call.k.shape[1], owner, True)
     given = {name: t for name, t in outputs.items() if t is not None}
     refuse_grad({name: t for name, t in (inputs | given).items() if t is not None})
     if not any(map(traced, given.values())):
         check_apart(given, inputs)
 
 
+def in_place(t: QueryTransform) -> bool:
+    """Return whether the output of Q is Q."""
+    if t.q is None or t.q_out is t.q or traced(t.q) or traced(t.q_out):
+        return t.q_out is t.q
+    same = t.q.dtype == t.q_out.dtype and t.q.shape == t.q_out.shape and t.q.stride() == t.q_out.stride()
+    return same and t.q.data_ptr() == t.q_out.data_ptr()
+
+
 def rows(call: CacheWriteCall) -> None:
     """Check the rows to write."""
-    allowed = WIDE if block_scaled(call) else STORED
     for field in ("k", "v"):
         name, t = name_of(call, field), getattr(call, field)
-        check_one_of(f"{name}: dtype", check_strided(name, t, 3).dtype, allowed)
+        check_one_of(f"{name}: dtype", check_strided(name, t, 3).dtype, WIDE if converts(call) else STORED)
         check_last_stride(name, t)
-        if block_scaled(call) and t.dtype != call.k.dtype:
+        if converts(call) and t.dtype != call.k.dtype:
             raise TypeError(f"{name}: dtype {t.dtype}, must be that of {name_of(call, 'k')}, {call.k.dtype}")
         if block_scaled(call) and t.shape[2] % BLOCK:
             raise ValueError(f"{name}: shape {tuple(t.shape)}, the last dimension must be a multiple of {BLOCK}")
@@ -83,7 +138,10 @@ def _pair(call: CacheWriteCall, fields: tuple[str, str], dtypes: Any) -> None:
 
 def caches(call: CacheWriteCall) -> None:
     """Check the caches, and that the rows fit them."""
-    _pair(call, ("k_cache", "v_cache"), (torch.uint8,) if block_scaled(call) else STORED)
+    stored: tuple[torch.dtype, ...] = STORED
+    if converts(call):
+        stored = (torch.uint8,) if block_scaled(call) else (call.k.dtype, *FP8)
+    _pair(call, ("k_cache", "v_cache"), stored)
     if block_scaled(call):
         _pair(call, ("k_sf", "v_sf"), SCALE_TYPES)
     packed = 2 if block_scaled(call) else 1
@@ -99,31 +157,94 @@ def caches(call: CacheWriteCall) -> None:
             sf_name, sf = name_of(call, f"{side}_sf"), getattr(call, f"{side}_sf")
             shape = (*cache.shape[:3], cache.shape[3] * 2 // BLOCK)
             check_shape(sf_name, sf, shape, f"pages, Hkv and P of {cache_name}, and one factor for {BLOCK} values")
-        elif t.dtype != call.k_cache.dtype and not {t.dtype, call.k_cache.dtype} <= {*SCALE_TYPES}:
-            wanted = f"must be that of {cache_name.removesuffix(f' ({side.upper()})')}, {call.k_cache.dtype}"
+        elif not converts(call) and t.dtype != cache.dtype and not {t.dtype, cache.dtype} <= {*SCALE_TYPES}:
+            wanted = f"must be that of {cache_name.removesuffix(f' ({side.upper()})')}, {cache.dtype}"
             raise TypeError(f"{name}: dtype {t.dtype}, {wanted}; convert it before the call")
+    if call.v_sf_interleaved and call.k_cache.shape[2] % 4:
+        page_size = call.k_cache.shape[2]
+        raise ValueError(f"{name_of(call, 'v_sf_interleaved')}: pages of {page_size} rows, must be a multiple of 4")
 
 
 def places(call: CacheWriteCall) -> None:
     """Check the tensors that say where rows go."""
-    k = name_of(call, "k")
-    lists = ("batch_indices", "positions", "page_table", "kv_indptr", "kv_last_page_len")
-    for field in ("slots",) if call.places == SLOTS else lists:
-        check_operand(name_of(call, field), getattr(call, field), 1, OFFSETS, call.k.device, f"that of {k}")
+    k, owner = name_of(call, "k"), f"that of {name_of(call, 'k')}"
     if call.places == SLOTS:
+        check_operand(name_of(call, "slots"), call.slots, 1, OFFSETS, call.k.device, owner)
         slots = call.slots.shape[0]
         for field in ("k", "v"):
             if getattr(call, field).shape[0] < slots:
                 name, count = name_of(call, field), getattr(call, field).shape[0]
                 raise ValueError(f"{name}: {count} rows, must be at least the {slots} of {name_of(call, 'slots')}")
         return
+    if call.places != PAGES:
+        return
+    table = call.function == QKV and call.kv_indptr is None
+    needed = ["page_table", *(("cu_seqlens", "kv_lens") if table else ("batch_indices", "positions", "kv_indptr"))]
+    needed += [] if call.function == QKV else ["kv_last_page_len"]
+    for field in needed:
+        ndim = 2 if table and field == "page_table" else 1
+        check_operand(name_of(call, field), getattr(call, field), ndim, OFFSETS, call.k.device, owner)
+    if table:
+        batch = call.page_table.shape[0]
+        check_shape(name_of(call, "cu_seqlens"), call.cu_seqlens, (batch + 1,), "requests, and one")
+        check_shape(name_of(call, "kv_lens"), call.kv_lens, (batch,), "requests")
+        return
     tokens = call.k.shape[0]
-    check_shape("batch_indices", call.batch_indices, (tokens,), f"rows of {k}")
-    check_shape("positions", call.positions, (tokens,), f"rows of {k}")
+    for field in ("batch_indices", "positions"):
+        check_shape(name_of(call, field), getattr(call, field), (tokens,), f"rows of {k}")
+    name = name_of(call, "kv_indptr")
     if not call.kv_indptr.shape[0]:
-        raise ValueError("kv_indptr: shape (0,), must have at least 1 element")
-    batch = call.kv_indptr.shape[0] - 1
-    check_shape("kv_last_page_len", call.kv_last_page_len, (batch,), "requests, one less than kv_indptr")
+        raise ValueError(f"{name}: shape (0,), must have at least 1 element")
+    if call.function != QKV:
+        batch = call.kv_indptr.shape[0] - 1
+        check_shape("kv_last_page_len", call.kv_last_page_len, (batch,), f"requests, one less than {name}")
+
+
+TENSORS = ("q", "rope_table", "rope_positions", "q_weight", "k_weight", "q_scale_ptr")
+
+
+def transforms(call: CacheWriteCall, t: QueryTransform) -> None:
+    """Check Q, its output, the weights of norms and the rotary embedding."""
+    tokens, heads, dim = call.k.shape
+    if dim > MAX_TRANSFORMED:
+        raise ValueError(f"k: head_dim {dim}, must be at most {MAX_TRANSFORMED}")
+    device, owner = call.k.device, "that of k"
+    queries = 0
+    if t.q is not None:
+        check_operand("q", t.q, 3, (call.k.dtype,), device, owner)
+        queries = t.q.shape[1]
+        check_shape("q", t.q, (tokens, queries, dim), "rows and head_dim of k")
+        wide = call.k_cache.dtype == call.k.dtype  # no kernel for 16-bit caches has an 8-bit Q
+        fp8 = call.k_cache.dtype if call.k_cache.dtype in FP8 else FP8[0]
+        name = name_of(call, "q_out")
+        check_operand(name, t.q_out, 3, (t.q.dtype,) if wide else (t.q.dtype, fp8), device, owner)
+        check_shape(name, t.q_out, tuple(t.q.shape), "the shape of q")
+        check_scale(name_of(call, "q_scale"), t.q_scale, t.q_scale_ptr, device, queries, owner, True)
+    for field, count in (("q_weight", queries), ("k_weight", heads)):
+        weight, name = getattr(t, field), name_of(call, field)
+        if weight is not None:
+            check_operand(name, weight, 2 if getattr(weight, "ndim", 0) == 2 else 1, (call.k.dtype,), device, owner)
+            shape = (count, dim) if weight.ndim == 2 else (dim,)
+            check_shape(name, weight, shape, "head_dim, or heads and head_dim")
+    check_number(name_of(call, "norm_eps"), t.norm_eps)
+    check_number(name_of(call, "norm_offset"), t.norm_offset)
+    if t.rope_table is None:
+        return
+    name = name_of(call, "rope_table")
+    check_operand(name, t.rope_table, 2, (torch.float32,), device, owner)
+    rotated = t.rope_table.shape[1]
+    if rotated % ROTATED or not 0 < rotated <= dim or not t.rope_table.shape[0]:
+        allowed = f"(at least 1, a multiple of {ROTATED} up to head_dim {dim})"
+        raise ValueError(f"{name}: shape {tuple(t.rope_table.shape)}, must be {allowed}")
+    if t.rope_table.stride(0) % 4 or not traced(t.rope_table) and t.rope_table.data_ptr() % 16:
+        raise ValueError(f"{name}: strides {t.rope_table.stride()}, rows must begin at multiples of 16 bytes")
+    name = name_of(call, "rope_positions")
+    if t.rope_positions is not None:
+        check_operand(name, t.rope_positions, 1, OFFSETS, device, owner)
+        check_shape(name, t.rope_positions, (tokens,), "rows of k")
+    elif call.places != PAGES:
+        kind = "turns" if t.rope & ANGLES else "cosines and sines"
+        raise ValueError(f"{name}: None, required to rotate by {kind}, unless places are pages of requests")
 
 
 def reason(call: CacheWriteCall) -> Exception | None:

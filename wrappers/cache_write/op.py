@@ -10,15 +10,17 @@ import torch
 from ..plain import known, traced, write
 from ..scalars import split_scale
 from . import checks, plan
-from .call import CacheWriteCall
+from .call import CacheWriteCall, QueryTransform
 
 NAME = "cute_kernels::write_rows"
-# The fields of CacheWriteCall in order.
+# The fields of CacheWriteCall in order, then those of QueryTransform.
 SCHEMA = """(
     str function, Tensor k, Tensor v, Tensor(a!) k_cache, Tensor(b!) v_cache, int places, Tensor? slots,
     Tensor? batch_indices, Tensor? positions, Tensor? page_table, Tensor? kv_indptr, Tensor? kv_last_page_len,
-    float k_scale, float v_scale, Tensor? k_scale_ptr, Tensor? v_scale_ptr, Tensor(c!)? k_sf, Tensor(d!)? v_sf,
-    bool v_sf_interleaved) -> ()"""
+    Tensor? cu_seqlens, Tensor? kv_lens, float k_scale, float v_scale, Tensor? k_scale_ptr, Tensor? v_scale_ptr,
+    Tensor(c!)? k_sf, Tensor(d!)? v_sf, bool v_sf_interleaved, bool transform, Tensor? q, Tensor(e!)? q_out,
+    Tensor? rope_table, int rope, Tensor? rope_positions, Tensor? q_weight, Tensor? k_weight, float norm_eps,
+    float norm_offset, float q_scale, Tensor? q_scale_ptr) -> ()"""
 
 torch.library.define(NAME, SCHEMA.replace("\n", " "), tags=torch.Tag.pt2_compliant_tag)
 
@@ -33,13 +35,16 @@ def serve(call: CacheWriteCall) -> None:
     if _is_grad_enabled():
         try:
             k, v, k_cache, v_cache = call[1:5]
-            if k.requires_grad or v.requires_grad or k_cache.requires_grad or v_cache.requires_grad:
+            query = k if call.transform is None or call.transform.q is None else call.transform.q
+            if (k.requires_grad or v.requires_grad or k_cache.requires_grad or v_cache.requires_grad
+                    or query.requires_grad):  # fmt: skip
                 checks.validate(call)
         except AttributeError:  # something is not a tensor and is refused later
             pass
     if traced(call.k):
         checks.validate(call)
-        given = call._asdict()
+        given = call._asdict() | {"transform": call.transform is not None}
+        given |= (call.transform or QueryTransform())._asdict()
         write(torch.ops.cute_kernels.write_rows.default, **(given | known(given, "v_sf_interleaved")))
     else:
         plan.run(call)
@@ -47,7 +52,9 @@ def serve(call: CacheWriteCall) -> None:
 
 @torch.library.impl(NAME, ("cpu", "cuda"))
 def _run(*flat: Any) -> None:
-    call = CacheWriteCall(*flat)
+    count = len(CacheWriteCall._fields)
+    transform = QueryTransform(*flat[count:]) if flat[count - 1] else None
+    call = CacheWriteCall(*(*flat[: count - 1], transform))
     for side in ("k", "v"):  # the host's scale tensors had no value in a trace
         tensor = getattr(call, f"{side}_scale_ptr")
         if tensor is not None:

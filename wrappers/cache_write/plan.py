@@ -8,13 +8,13 @@ from typing import Any
 import torch
 
 from cute_kernels.cache_write import dispatch, rows
-from cute_kernels.cache_write.args import INDICES, PAGES, SLOTS, CacheWriteArgs, fields
+from cute_kernels.cache_write.args import INDICES, PAGES, ROWS, CacheWriteArgs, fields
 from cute_kernels.cache_write.request import CacheWriteRequest
 from cute_kernels.cache_write.spec import CacheWriteSpec
 
 from .. import machine, overlap, reference
-from .call import CacheWriteCall
-from .checks import block_scaled, reason, validate
+from .call import CacheWriteCall, QueryTransform
+from .checks import FP8, block_scaled, reason, validate
 
 DTYPES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float8_e4m3fn: "e4m3", torch.float8_e5m2: "e5m2"}
 THREADS = 1 << 19  # about as many threads as two GPUs hold: with fewer, each group has one row
@@ -33,7 +33,6 @@ class CacheWritePlan:
     single_device: bool  # it is the only device of the process
     runs: bool  # there are rows, and places for them
     as_bytes: bool  # rows and caches of one byte are passed as uint8
-    wide: frozenset[str]  # index tensors of int64
     k_bytes: int  # from the first to the last, also below
     v_bytes: int
     k_cache_bytes: int
@@ -45,25 +44,28 @@ def run(call: CacheWriteCall) -> None:
     """Write the rows of a call."""
     (
         function, k, v, k_cache, v_cache, places, slots, batch_indices, positions, page_table, kv_indptr, last,
-        k_scale, v_scale, k_scale_ptr, v_scale_ptr, k_sf, v_sf, interleaved,
+        cu_seqlens, kv_lens, k_scale, v_scale, k_scale_ptr, v_scale_ptr, k_sf, v_sf, interleaved, transform,
     ) = call  # fmt: skip
     here = machine.current
     try:  # the key omits what compiled code checks itself: ranks, last strides, devices
-        if places == PAGES:
-            where: Any = (
+        if slots is not None:
+            where: Any = (slots.dtype, slots.shape)
+        elif batch_indices is not None and kv_indptr is not None and last is not None:
+            where = (
                 batch_indices.dtype, batch_indices.shape, positions.dtype, positions.shape, page_table.dtype,
                 page_table.shape, kv_indptr.dtype, kv_indptr.shape, last.dtype, last.shape,
                 last.device, last.stride(),  # no kernel sees it
             )  # fmt: skip
         else:
-            where = (slots.dtype, slots.shape)
+            where = tuple(map(form, (batch_indices, positions, page_table, kv_indptr, last, cu_seqlens, kv_lens)))
         scaled = None if k_sf is None else (
             k_sf.dtype, k_sf.shape, k_sf.stride(), v_sf.dtype, v_sf.shape, v_sf.stride(), interleaved,
-            k_scale_ptr is None or k_scale_ptr.shape, v_scale_ptr is None or v_scale_ptr.shape,
         )  # fmt: skip
         key = (
             function, k.get_device(), k.dtype, k.shape, k.stride(), v.dtype, v.shape, v.stride(), k_cache.dtype,
-            k_cache.shape, k_cache.stride(), v_cache.dtype, v_cache.shape, v_cache.stride(), where, scaled,
+            k_cache.shape, k_cache.stride(), v_cache.dtype, v_cache.shape, v_cache.stride(), places, where, scaled,
+            k_scale_ptr is None or k_scale_ptr.shape, v_scale_ptr is None or v_scale_ptr.shape,
+            None if transform is None else tuple(map(form, transform)),
         )  # fmt: skip
         plan = here.plans.get(key)
     except (AttributeError, TypeError, RuntimeError):
@@ -93,23 +95,28 @@ def run(call: CacheWriteCall) -> None:
         if plan.as_bytes:
             k, v, k_cache, v_cache = k.view(_uint8), v.view(_uint8), k_cache.view(_uint8), v_cache.view(_uint8)
         flat[_K], flat[_V], flat[_K_CACHE], flat[_V_CACHE] = k, v, k_cache, v_cache
-        if places == SLOTS:
-            flat[at.slots] = slots.view(_int32) if slots.dtype == _int64 else slots
-        else:
-            if plan.wide:
-                batch_indices, positions, page_table, kv_indptr = (
-                    t.view(_int32) if t.dtype == _int64 else t
-                    for t in (batch_indices, positions, page_table, kv_indptr)
-                )
-            flat[at.batch_indices], flat[at.positions] = batch_indices, positions
-            flat[at.page_table], flat[at.kv_indptr] = page_table.unsqueeze(0), kv_indptr
-        if k_sf is not None:
+        if slots is not None:
+            flat[at.slots] = slots.view(_int32) if slots.dtype is _int64 else slots
+        elif places == PAGES:
+            if page_table.dtype is _int64:
+                page_table = page_table.view(_int32)
+            flat[at.page_table] = page_table if kv_indptr is None else page_table.unsqueeze(0)
+            for where, index in (
+                (at.batch_indices, batch_indices), (at.positions, positions), (at.kv_indptr, kv_indptr),
+                (at.cu_seqlens, cu_seqlens), (at.kv_lens, kv_lens),
+            ):  # fmt: skip
+                if index is not None:
+                    flat[where] = index.view(_int32) if index.dtype is _int64 else index
+        if at.k_scale is not None:
             flat[at.k_scale], flat[at.v_scale] = k_scale, v_scale
             if k_scale_ptr is not None:
                 flat[at.k_scale_ptr] = k_scale_ptr
             if v_scale_ptr is not None:
                 flat[at.v_scale_ptr] = v_scale_ptr
-            flat[at.k_sf], flat[at.v_sf] = k_sf.view(_uint8), v_sf.view(_uint8)
+            if k_sf is not None:
+                flat[at.k_sf], flat[at.v_sf] = k_sf.view(_uint8), v_sf.view(_uint8)
+        if transform is not None:
+            put_transform(flat, at, transform)
         plan.fn(*flat)
     except Exception:
         why = reason(call)  # names the argument that was refused
@@ -118,10 +125,35 @@ def run(call: CacheWriteCall) -> None:
         raise why from None
 
 
+def form(value: Any) -> Any:
+    """Return the properties of a tensor that a plan depends on; of another value, itself."""
+    return (value.dtype, value.shape, value.stride()) if isinstance(value, torch.Tensor) else value
+
+
+def put_transform(flat: list[Any], at: CacheWriteArgs, transform: QueryTransform) -> None:
+    """Put the tensors of a transform into the arguments of a launch."""
+    given = transform._asdict()
+    out = given.pop("q_out")
+    if out is not None:
+        flat[at.q_fp8 if out.dtype in FP8 else at.q_out] = out
+    if at.q_scale is None:
+        del given["q_scale"], given["q_scale_ptr"]
+    for name in ("q_weight", "k_weight"):
+        if given[name] is not None and given[name].dim() == 1:
+            given[name] = given[name].unsqueeze(0)
+    if given["rope_positions"] is not None and given["rope_positions"].dtype is _int64:
+        given["rope_positions"] = given["rope_positions"].view(_int32)
+    for name, value in given.items():
+        if value is not None:
+            flat[getattr(at, name)] = value
+
+
 def spec_of(call: CacheWriteCall) -> CacheWriteSpec:
     """Return the spec of a valid call."""
-    dtype = DTYPES[call.k.dtype] if call.k.element_size() == 2 else "uint8"
-    return CacheWriteSpec(dtype, "nvfp4" if block_scaled(call) else dtype)
+    if call.k.element_size() == 1:
+        return CacheWriteSpec("uint8", "uint8")
+    cache = "nvfp4" if block_scaled(call) else DTYPES[call.k_cache.dtype]
+    return CacheWriteSpec(DTYPES[call.k.dtype], cache, call.transform is not None)
 
 
 def groups(tokens: int, heads: int, lanes: int) -> int:
@@ -129,46 +161,61 @@ def groups(tokens: int, heads: int, lanes: int) -> int:
     return max(1, min(heads, THREADS // max(1, tokens * lanes)))
 
 
+def kernel_of(call: CacheWriteCall, arch: str) -> tuple[str, CacheWriteSpec]:
+    """Return (op, spec) of the kernel that serves a valid call. Raises NotImplementedError if there is none."""
+    spec, table = spec_of(call), None if call.transform is None else call.transform.rope_table
+    head_dim = max(call.k.shape[2], call.v.shape[2])
+    request = CacheWriteRequest(
+        spec.dtype, spec.cache, spec.transform, head_dim, 0 if table is None else table.shape[1]
+    )
+    return dispatch.select(request, arch)
+
+
 def plan_for(call: CacheWriteCall, device_info: tuple[str, int] | None) -> CacheWritePlan:
     """Return the plan of a valid call for a device's (architecture, SM count), None for the reference.
 
     Raises NotImplementedError if no kernel serves the call.
     """
-    k, v, spec = call.k, call.v, spec_of(call)
-    tokens, heads, device = k.shape[0], k.shape[1], k.device
-    head_dim = max(k.shape[2], v.shape[2])
+    k, v, spec, device = call.k, call.v, spec_of(call), call.k.device
     fn: Callable[..., Any] = partial(reference.write_rows, spec)
     given: Callable[[torch.Tensor], Any] = lambda tensor: tensor  # noqa: E731
     if device_info is not None:
-        request = CacheWriteRequest(spec.dtype, spec.cache, spec.transform, head_dim)
-        op, spec = dispatch.select(request, device_info[0])
+        op, spec = kernel_of(call, device_info[0])
         fn, given = machine.current.kernel(op, spec, device_info[0]), machine.current.argument
-    lanes = rows.lanes(head_dim, spec.elements)
-    each = groups(tokens, heads, lanes)
+    lanes = rows.lanes(max(k.shape[2], v.shape[2]), spec.elements)
+    queries = 0 if call.transform is None or call.transform.q is None else call.transform.q.shape[1]
     names = fields(spec)
 
     def empty(dtype: torch.dtype, *shape: int) -> Any:
         return given(torch.empty(0, *shape, dtype=dtype, device=device))
 
-    wide = frozenset(name for name in INDICES if getattr(getattr(call, name, None), "dtype", None) == torch.int64)
-    values: dict[str, Any] = dict.fromkeys(names, empty(torch.int32))
-    values |= dict(
-        places=call.places, wide=sum(1 << INDICES.index(name) for name in wide), page_table=empty(torch.int32, 1),
-        lanes_log2=lanes.bit_length() - 1, k_groups=each, v_groups=each, enable_pdl=1,
-        k_scale=call.k_scale, v_scale=call.v_scale, k_scale_ptr=empty(torch.float32),
-        v_scale_ptr=empty(torch.float32), v_sf_interleaved=int(call.v_sf_interleaved),
-    )  # fmt: skip
     pages = min(call.k_cache.shape[0], call.v_cache.shape[0])
-    exists = call.places == SLOTS or (call.kv_indptr.shape[0] > 1 and call.page_table.shape[0] > 0)
+    listed = call.page_table is not None and call.page_table.numel() > 0
+    if call.kv_indptr is not None:
+        listed &= call.kv_indptr.shape[0] > 1
+    stores = pages and call.k_cache.shape[2] and (k.shape[1] or v.shape[1]) and (call.places != PAGES or listed)
+    offsets = call._asdict() | {"rope_positions": call.transform.rope_positions if call.transform else None}
+    wide = [i for i, name in enumerate(INDICES) if getattr(offsets[name], "dtype", None) is _int64]
+    fp8 = torch.float8_e5m2 if spec.cache == "e5m2" else torch.float8_e4m3fn
+    dim = k.shape[2]
+    values: dict[str, Any] = dict.fromkeys(names, empty(torch.int32))
+    values |= dict.fromkeys(("k_scale_ptr", "v_scale_ptr", "q_scale_ptr"), empty(torch.float32))
+    values |= dict(
+        places=call.places if stores else ROWS, wide=sum(1 << i for i in wide), page_table=empty(torch.int32, 1),
+        lanes_log2=lanes.bit_length() - 1, k_groups=groups(k.shape[0], max(1, queries + k.shape[1]), lanes),
+        v_groups=groups(k.shape[0], v.shape[1], lanes) if v.shape[1] else 0, enable_pdl=1,
+        v_sf_interleaved=int(call.v_sf_interleaved), q=empty(k.dtype, 0, dim), q_out=empty(k.dtype, queries, dim),
+        rope_table=empty(torch.float32, 0), q_weight=empty(k.dtype, dim), k_weight=empty(k.dtype, dim),
+        q_fp8=empty(fp8, queries, dim),
+    )  # fmt: skip
     return CacheWritePlan(
         fn=fn,
         flat=[values[name] for name in names],
         at=CacheWriteArgs(**{name: names.index(name) if name in names else None for name in CacheWriteArgs._fields}),
         device=device,
         single_device=device_info is None or machine.current.device_count() == 1,
-        runs=bool(tokens and heads and head_dim and pages and call.k_cache.shape[2] and exists),
+        runs=bool(k.shape[0] and max(dim, v.shape[2]) and (stores or queries)),
         as_bytes=spec.dtype == "uint8",
-        wide=wide,
         k_bytes=overlap.reach(k),
         v_bytes=overlap.reach(v),
         k_cache_bytes=overlap.reach(call.k_cache),

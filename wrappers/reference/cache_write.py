@@ -1,6 +1,6 @@
 """Rows of K and V written to a cache, and of Q to a tensor, in plain torch: norm, rotary embedding, quantisation."""
 
-from math import pi
+from math import nan, pi
 from typing import Any
 
 import torch
@@ -102,7 +102,7 @@ def rotation(a: CacheWriteArgs, position: torch.Tensor) -> tuple[torch.Tensor, t
     if not len(a.rope_table):
         return None
     if a.rope & ANGLES:
-        turns = position[:, None].double() * a.rope_table.double().unflatten(1, (2, -1)).sum(1)
+        turns = position[:, None].float().double() * a.rope_table.double().unflatten(1, (2, -1)).sum(1)
         radians = (turns - turns.round()) * (2 * pi)
         return radians.cos().float()[:, None], radians.sin().float()[:, None]
     cos, sin = a.rope_table[position].chunk(2, 1)
@@ -135,8 +135,8 @@ def to_fp8(x: torch.Tensor, scale: Any, dtype: torch.dtype) -> torch.Tensor:
         scale = scale[:, None]
     else:
         scale = torch.tensor(scale, dtype=torch.float32)  # a number divides as fp32
-    most = FP8_MAX[dtype]
-    return (x.float() / scale).clamp(-most, most).to(dtype)
+    most, quotient = FP8_MAX[dtype], x.float() / scale
+    return quotient.clamp(-most, most).masked_fill(quotient.isnan(), nan).to(dtype)  # one NaN, whatever x's bits
 
 
 def store_query(spec: CacheWriteSpec, a: CacheWriteArgs, values: torch.Tensor, written: torch.Tensor) -> None:

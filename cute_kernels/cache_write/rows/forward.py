@@ -40,7 +40,6 @@ def fake_args(spec) -> dict[str, Any]:
         (abi.DTYPES["e5m2" if spec.cache == "e5m2" else "e4m3"], 3, "q_fp8"),
         (cutlass.Uint8, 4, "k_sf v_sf"),
         (Float32, 1, "k_scale_ptr v_scale_ptr q_scale_ptr"),
-        (Float32, 2, "rope_table"),
         (Int32, 1, "slots batch_indices positions kv_indptr cu_seqlens kv_lens rope_positions"),
         (Int32, 2, "page_table"),
     ]
@@ -49,6 +48,7 @@ def fake_args(spec) -> dict[str, Any]:
         for kind, rank, names in tensors
         for name in names.split()
     }
+    found["rope_table"] = abi.tensor(Float32, (None, None), align=16, stride_divisibility=4)
     found |= dict.fromkeys(("k_scale", "v_scale", "q_scale", "norm_eps", "norm_offset"), Float32(1.0))
     return {name: found.get(name, Int32(0)) for name in fields(spec)}
 

@@ -5,6 +5,7 @@ from typing import Any
 
 from .attention import attention_cases, run_attention, structures
 from .attention_features import attention_features
+from .cache_write import cache_write_cases, cache_write_features, cache_write_structures, run_cache_write
 from .common import SMS, Outcome, distance, simulated
 from .topk import run_topk, topk_cases, topk_features, topk_structures
 
@@ -12,7 +13,23 @@ __all__ = ["CASES", "FEATURES", "RUN", "SMS", "STRUCTURES", "Outcome", "distance
 
 # By operator family: small problems of a shipped kernel; problems that reach every feature, run through the public
 # function by the kernel that dispatch chooses; the function that runs either; one kernel per structure.
-CASES: dict[str, Callable[..., list[Any]]] = {"attention": attention_cases, "topk": topk_cases}
-FEATURES: dict[str, Callable[[], list[Any]]] = {"attention": attention_features, "topk": topk_features}
-RUN: dict[str, Callable[..., Outcome]] = {"attention": run_attention, "topk": run_topk}
-STRUCTURES: dict[str, Callable[[list[Any]], list[Any]]] = {"attention": structures, "topk": topk_structures}
+CASES: dict[str, Callable[..., list[Any]]] = {
+    "attention": attention_cases,
+    "topk": topk_cases,
+    "cache_write": cache_write_cases,
+}
+FEATURES: dict[str, Callable[[], list[Any]]] = {
+    "attention": attention_features,
+    "topk": topk_features,
+    "cache_write": cache_write_features,
+}
+RUN: dict[str, Callable[..., Outcome]] = {
+    "attention": run_attention,
+    "topk": run_topk,
+    "cache_write": run_cache_write,
+}
+STRUCTURES: dict[str, Callable[[list[Any]], list[Any]]] = {
+    "attention": structures,
+    "topk": topk_structures,
+    "cache_write": cache_write_structures,
+}

@@ -1,0 +1,238 @@
+"""Cases of rows written to caches, and their inputs, shared by tests, benchmarks and tools."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+import wrappers
+from wrappers.cache_write.api import (
+    BlockTable,
+    KVCacheTarget,
+    PageLists,
+    QueryOutput,
+    RMSNorm,
+    RotaryEmbedding,
+    append_qkv,
+)
+
+DTYPES = {
+    "bf16": torch.bfloat16, "fp16": torch.float16, "e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2,
+    "nvfp4": torch.uint8, "uint8": torch.uint8,
+}  # fmt: skip
+FAR = (1 << 31) - 1
+EXTREME = (-(1 << 31), -(1 << 30), -1, 1 << 30, FAR)
+POISON = 0x7F  # every byte of a cache before a call: NaN in fp16, bf16 and e4m3
+
+
+@dataclass(frozen=True)
+class CacheWriteCase:
+    """One call. dtype: of the rows. cache: of the cache; equal to dtype for copies. heads: of Q and of K and V; no Q:
+    0. dims: of K and of V. page_size, pages: of the cache. layout: "NHD" or "HND". stacked: K and V are one tensor;
+    else they are side by side in one row of a wider tensor if `beside` is set, or two tensors. places: "slots", "lists"
+    or "table". index: dtype of index tensors. hostile: some values of index tensors are extreme. scales: "float",
+    "tensor" or "heads". norm: weights "" for none, "shared", "heads", or "k" for K alone. rope: "", "angles", "llama31"
+    or "cache". q8: Q is written in 8 bits. in_place: Q is written over itself. data: "normal", or "special" with
+    infinities, NaN, and extremes. shift: elements by which rows, caches and weights are off an aligned address.
+    """
+
+    dtype: str = "bf16"
+    cache: str = "bf16"
+    tokens: int = 9
+    heads: tuple[int, int] = (0, 2)
+    dims: tuple[int, int] = (128, 128)
+    page_size: int = 16
+    pages: int = 5
+    layout: str = "NHD"
+    stacked: bool = True
+    beside: bool = False
+    places: str = "slots"
+    index: torch.dtype = torch.int32
+    hostile: bool = False
+    scales: str = "float"
+    interleaved_sf: bool = False
+    norm: str = ""
+    rope: str = ""
+    interleaved: bool = False
+    rotary_dim: int | None = None
+    q8: bool = False
+    in_place: bool = False
+    shift: int = 0
+    data: str = "normal"
+
+
+def poisoned(*shape: int, dtype: torch.dtype, device: Any) -> torch.Tensor:
+    size = dtype.itemsize
+    return torch.full((*shape[:-1], shape[-1] * size), POISON, dtype=torch.uint8, device=device).view(dtype)
+
+
+def make_rows(case: CacheWriteCase, gen: torch.Generator) -> list[torch.Tensor]:
+    """Return Q, K and V, views of one packed tensor."""
+    (hq, h), (dk, dv) = case.heads, case.dims
+    width = [hq * dk, h * dk, h * dv]
+    x = torch.randn(case.tokens, sum(width) + 8 + case.shift, generator=gen, device=gen.device)
+    if case.data == "special":
+        values = torch.tensor([float("nan"), float("inf"), -float("inf"), 0.0, -0.0, 1e-8, 3e4, 450.0, 0.017])
+        picked = torch.randint(len(values), x.shape, generator=gen, device=gen.device)
+        x = torch.where(torch.rand(x.shape, generator=gen, device=gen.device) < 0.3, values.to(x.device)[picked], x)
+    dtype = DTYPES[case.dtype]
+    packed = (x * 100).to(torch.uint8) if dtype == torch.uint8 else x.to(dtype)
+    parts = packed[:, case.shift : case.shift + sum(width)].split(width, 1)
+    return [part.unflatten(1, (n, -1)) if n else part.view(len(part), 0, d) for part, n, d in
+            zip(parts, (hq, h, h), (dk, dk, dv))]  # fmt: skip
+
+
+def make_cache(case: CacheWriteCase, dims: tuple[int, int], dtype: torch.dtype, device: Any) -> Any:
+    """Return a poisoned cache in the case's form, inside a larger tensor."""
+    inner = (case.page_size, case.heads[1]) if case.layout == "NHD" else (case.heads[1], case.page_size)
+    pages = case.pages + 2
+    if case.stacked and dims[0] == dims[1]:
+        return poisoned(pages, 2, *inner, dims[0] + case.shift, dtype=dtype, device=device)[1:-1, ..., case.shift :]
+    if case.beside:
+        both = poisoned(pages, *inner, sum(dims), dtype=dtype, device=device)[1:-1]
+        return both.split(dims, -1)
+    whole = [poisoned(pages, *inner, dim + case.shift, dtype=dtype, device=device) for dim in dims]
+    return tuple(t[1:-1, ..., case.shift :] for t in whole)
+
+
+def spoil(values: torch.Tensor, gen: torch.Generator) -> torch.Tensor:
+    """Return index values, about half of them replaced by extreme ones."""
+    far = torch.tensor(EXTREME, dtype=values.dtype, device=values.device)
+    picked = far[torch.randint(len(far), values.shape, generator=gen, device=gen.device)]
+    return torch.where(torch.rand(values.shape, generator=gen, device=gen.device) < 0.5, picked, values)
+
+
+def make_places(case: CacheWriteCase, gen: torch.Generator) -> Any:
+    """Return the places of a case: no two tokens have one, unless values are hostile."""
+    device, size, rows = gen.device, case.page_size, case.pages * case.page_size
+
+    def ints(values: Any) -> torch.Tensor:
+        found = torch.as_tensor(values, device=device).to(case.index)
+        return spoil(found, gen) if case.hostile else found
+
+    if case.places == "slots":
+        slots = torch.randperm(rows, generator=gen, device=device)[: case.tokens]
+        slots[1::4] = -1
+        return ints(slots)
+    batch = 3
+    columns = case.pages // batch
+    pages = torch.randperm(case.pages, generator=gen, device=device)
+    if case.places == "lists":
+        ends = torch.tensor([-7 if case.hostile else 0, columns, 2 * columns, FAR if case.hostile else 3 * columns])
+        requests = torch.arange(case.tokens, device=device) % batch
+        positions = torch.arange(case.tokens, device=device) // batch
+        return PageLists(ints(requests), ints(positions), ints(pages), ends.to(device).to(case.index))
+    table = torch.stack([pages.roll(-b * columns)[:columns] for b in range(batch)])
+    counts = [case.tokens // batch] * (batch - 1) + [case.tokens - case.tokens // batch * (batch - 1)]
+    starts = torch.tensor([0, *counts]).cumsum(0)
+    if case.hostile:
+        starts[0], starts[-1] = -FAR, FAR
+    lens = [min(columns * size, count + 3 * b) for b, count in enumerate(counts)]
+    return BlockTable(ints(table), ints(lens), starts.to(device).to(case.index))
+
+
+def make_scale(case: CacheWriteCase, value: float, heads: int, gen: torch.Generator) -> Any:
+    if case.scales == "float":
+        return value
+    count = heads if case.scales == "heads" else 1
+    return value * (0.5 + torch.rand(count, generator=gen, device=gen.device))
+
+
+def make_transform(case: CacheWriteCase, gen: torch.Generator) -> dict[str, Any]:
+    """Return the arguments `norm`, `rope` and `out` of `append_qkv`."""
+    (hq, h), dim, dtype = case.heads, case.dims[0], DTYPES[case.dtype]
+    found: dict[str, Any] = {}
+
+    def weight(heads: int) -> torch.Tensor:
+        shape = (heads, dim + case.shift) if case.norm == "heads" else (dim + case.shift,)
+        return (1 + 0.1 * torch.randn(shape, generator=gen, device=gen.device)).to(dtype)[..., case.shift :]
+
+    if case.norm:
+        offset = 1.0 if case.norm == "heads" else 0.0
+        found["norm"] = RMSNorm(None if case.norm == "k" else weight(hq), weight(h), 1e-5, offset)
+    if case.rope:
+        high = 100 if case.rope == "cache" else 200_000
+        positions = torch.randint(high, (case.tokens,), generator=gen, device=gen.device).to(case.index)
+        given = None if case.places == "table" else spoil(positions, gen) if case.hostile else positions
+        rope = RotaryEmbedding(given, interleaved=case.interleaved, rotary_dim=case.rotary_dim)
+        if case.rope == "llama31":
+            rope = rope._replace(scale=8.0, theta=5e5, llama31=(1.0, 4.0, 8192))
+        if case.rope == "cache":
+            count = (case.rotary_dim or dim) // 2
+            table = torch.rand(high - 10, 2 * count, generator=gen, device=gen.device)  # some positions have no row
+            rope = rope._replace(cos_sin_cache=table, rotary_dim=None)
+        found["rope"] = rope
+    if hq:
+        kind = DTYPES["e5m2" if case.cache == "e5m2" else "e4m3"] if case.q8 else dtype
+        out = poisoned(case.tokens, hq, dim + case.shift, dtype=kind, device=gen.device)[..., case.shift :]
+        found["out"] = QueryOutput(out, None, make_scale(case, 0.25, hq, gen))
+    return found
+
+
+def make_inputs(case: CacheWriteCase, device: Any = "cpu", seed: int = 0) -> dict[str, Any]:
+    """Return the arguments of the case's function."""
+    gen = torch.Generator(device).manual_seed(seed)
+    q, k, v = make_rows(case, gen)
+    places, dtype, packed = make_places(case, gen), DTYPES[case.cache], 2 if case.cache == "nvfp4" else 1
+    cache = make_cache(case, (case.dims[0] // packed, case.dims[1] // packed), dtype, gen.device)
+    sf = None
+    if case.cache == "nvfp4":
+        sf = make_cache(case, (case.dims[0] // 16, case.dims[1] // 16), torch.uint8, gen.device)
+    if function_of(case) is wrappers.append_paged_kv_cache:
+        last = torch.ones(len(places.kv_indptr) - 1, dtype=case.index, device=gen.device)
+        return dict(
+            append_key=k, append_value=v, batch_indices=places.batch_indices, positions=places.positions,
+            paged_kv_cache=cache, kv_indices=places.kv_indices, kv_indptr=places.kv_indptr, kv_last_page_len=last,
+            kv_layout=case.layout,
+        )  # fmt: skip
+    scales = [make_scale(case, value, case.heads[1], gen) for value in (0.37, 0.061)]
+    target = KVCacheTarget(cache, case.layout, sf, scales[0], scales[1], case.interleaved_sf)
+    given = dict(q=q if case.heads[0] else None, k=k, v=v, cache=target, places=places) | make_transform(case, gen)
+    if case.in_place:
+        given["out"] = QueryOutput(q)
+    return given
+
+
+def function_of(case: CacheWriteCase) -> Callable[..., Any]:
+    """Return the public function of a case: rows that are copied by page lists go through FlashInfer's."""
+    plain = not (case.heads[0] or case.norm or case.rope) and case.cache == case.dtype
+    return wrappers.append_paged_kv_cache if plain and case.places == "lists" else append_qkv
+
+
+def tensors_of(value: Any) -> list[torch.Tensor]:
+    """Return all tensors in nested arguments, in order."""
+    if isinstance(value, torch.Tensor):
+        return [value]
+    parts = value.values() if isinstance(value, dict) else value if isinstance(value, (tuple, list)) else ()
+    return [t for part in parts for t in tensors_of(part)]
+
+
+def copied(value: Any, device: Any) -> Any:
+    """Return nested arguments with copies of their tensors on a device: of whole storages, each once, so that views of
+    one tensor stay views of one tensor."""
+    kept: dict[int, torch.Tensor] = {}
+
+    def copy(x: Any) -> Any:
+        if isinstance(x, torch.Tensor):
+            storage = x.untyped_storage()
+            if storage.data_ptr() not in kept:
+                kept[storage.data_ptr()] = torch.empty(0, dtype=torch.uint8, device=x.device).set_(storage).clone()
+            flat = kept[storage.data_ptr()].to(device)
+            kept[storage.data_ptr()] = flat
+            return torch.empty(0, dtype=x.dtype, device=device).set_(
+                flat.untyped_storage(), x.storage_offset(), x.shape, x.stride()
+            )
+        if isinstance(x, dict):
+            return {key: copy(part) for key, part in x.items()}
+        if isinstance(x, tuple) and hasattr(x, "_fields"):
+            return type(x)(*map(copy, x))
+        return type(x)(map(copy, x)) if isinstance(x, (tuple, list)) else x
+
+    return copy(value)
+
+
+def storages(value: Any) -> list[torch.Tensor]:
+    """Return the bytes of the storages of all tensors in nested arguments, each once."""
+    found = {t.untyped_storage().data_ptr(): t.untyped_storage() for t in tensors_of(value)}
+    return [torch.empty(0, dtype=torch.uint8, device=s.device).set_(s) for s in found.values()]

@@ -1,0 +1,224 @@
+"""The function that an engine's layer calls: norm, rotary embedding, quantisation and append in one launch."""
+
+from math import pi
+from typing import Any, NamedTuple
+
+import torch
+
+from cute_kernels.cache_write.args import ANGLES, INTERLEAVED
+
+from ..attention.call import pair
+from ..checks import INF
+from ..plain import traced
+from ..scalars import scale_of
+from ..scratch import constant
+from .call import PAGES, SLOTS, CacheWriteCall, QueryTransform
+from .checks import QKV, name_of
+from .op import serve
+
+
+class KVCacheTarget(NamedTuple):
+    """A paged KV cache, and how rows are quantised for it. No other library has this class.
+
+    kv: (k, v), each (pages, P, H, D) "NHD" or (pages, H, P, D) "HND", or one tensor (pages, 2, ...): of the rows'
+    dtype, e4m3 or e5m2; or uint8 for packed NVFP4, last dimension D / 2. sf: scale factors of NVFP4 in the same layout,
+    e4m3 or its bytes in uint8, last dimension D / 16. k_scale, v_scale: dequantisation scales, value = stored * scale:
+    a positive float or an fp32 tensor of one element or of one per head. v_sf_interleaved: V's factors of 4 rows lie
+    block by block, as Blackwell kernels read them.
+
+    >>> KVCacheTarget(torch.zeros(2, 2, 16, 1, 64)).layout
+    'NHD'
+    """
+
+    kv: Any
+    layout: str = "NHD"
+    sf: Any = None
+    k_scale: Any = 1.0
+    v_scale: Any = 1.0
+    v_sf_interleaved: bool = False
+
+
+class PageLists(NamedTuple):
+    """Places of tokens in page lists, as `append_paged_kv_cache` takes them. No other library has this class.
+
+    >>> PageLists(*(torch.zeros(1, dtype=torch.int32) for _ in range(4))).kv_indptr.tolist()
+    [0]
+    """
+
+    batch_indices: torch.Tensor  # (N,)
+    positions: torch.Tensor  # (N,)
+    kv_indices: torch.Tensor  # (M,)
+    kv_indptr: torch.Tensor  # (B + 1,)
+
+
+class BlockTable(NamedTuple):
+    """Places of tokens in a block table: the tokens of a request are the last of its keys. No other library has this
+    class.
+
+    >>> BlockTable(torch.zeros(1, 2, dtype=torch.int32), torch.tensor([3]), torch.tensor([0, 1])).seq_lens.tolist()
+    [3]
+    """
+
+    block_table: torch.Tensor  # (B, M)
+    seq_lens: torch.Tensor  # (B,), with these tokens
+    cu_seqlens_q: torch.Tensor  # (B + 1,), first token of each request
+
+
+class RMSNorm(NamedTuple):
+    """RMS norm of Q and K per head: x / sqrt(mean(x^2) + eps) * (weight + offset). No other library has this class.
+
+    q_weight, k_weight: of the rows' dtype, (D,) or one row per head; None: that operand has no norm. offset: 1.0 for
+    Gemma.
+
+    >>> RMSNorm(torch.ones(64), torch.ones(64)).eps
+    1e-06
+    """
+
+    q_weight: torch.Tensor | None = None
+    k_weight: torch.Tensor | None = None
+    eps: float = 1e-6
+    offset: float = 0.0
+
+
+class RotaryEmbedding(NamedTuple):
+    """Rotary embedding of Q and K. No other library has this class.
+
+    positions: int32 or int64 (N,); None: those of `PageLists` or `BlockTable`. cos_sin_cache: fp32 (L, R), cosines then
+    sines of R / 2 pairs at each position; None: angles are computed. Then rotary_dim is R (None: head_dim), and pair i
+    turns by theta^(-2 i / R) / scale per position; llama31: (low_freq_factor, high_freq_factor, old_context_len) of
+    Llama 3.1's rule, which applies the scale to low frequencies only. R: a multiple of 16. interleaved: pairs are
+    neighbours, (2 i, 2 i + 1), instead of (i, i + R / 2). Angles of positions below 2^24 are exact to fp32.
+
+    >>> RotaryEmbedding().theta
+    10000.0
+    """
+
+    positions: torch.Tensor | None = None
+    cos_sin_cache: torch.Tensor | None = None
+    interleaved: bool = False
+    rotary_dim: int | None = None
+    scale: float = 1.0
+    theta: float = 1e4
+    llama31: tuple[float, float, int] | None = None
+
+
+class QueryOutput(NamedTuple):
+    """Where Q is written. No other library has this class.
+
+    out: of q's shape; may be q. None: a new tensor of `dtype`. dtype: q's (None), or e4m3 or e5m2 with an fp8 cache of
+    that dtype, e4m3 with an NVFP4 cache. scale: an 8-bit Q is divided by it.
+
+    >>> QueryOutput(dtype=torch.float8_e4m3fn).scale
+    1.0
+    """
+
+    out: torch.Tensor | None = None
+    dtype: torch.dtype | None = None
+    scale: Any = 1.0
+
+
+def turns(device: torch.device, dim: int, theta: float, scale: float, *llama31: float) -> torch.Tensor:
+    """Return (1, dim) fp32: the turns per position of dim / 2 pairs, rounded, then what was rounded away."""
+    frequency = torch.pow(theta, torch.arange(0, -dim, -2, dtype=torch.float64, device=device) / dim)
+    if llama31:
+        low, high, length = llama31
+        periods = frequency * (length / (2 * pi))  # in the old context
+        smooth = ((periods - low) / (high - low)).clamp(0, 1)
+        frequency = frequency * (smooth + (1 - smooth) / scale)
+    else:
+        frequency = frequency / scale
+    exact = frequency / (2 * pi)
+    rounded = exact.float()
+    return torch.cat([rounded, (exact - rounded.double()).float()])[None]
+
+
+def rope_table(rope: RotaryEmbedding, k: torch.Tensor) -> tuple[torch.Tensor, int]:
+    """Return the arguments `rope_table` and `rope` of a launch."""
+    flags = INTERLEAVED if rope.interleaved else 0
+    if rope.cos_sin_cache is not None:
+        return rope.cos_sin_cache, flags
+    dim = k.shape[2] if rope.rotary_dim is None else rope.rotary_dim
+    numbers: Any = (dim, float(rope.theta), float(rope.scale), *(rope.llama31 or ()))
+    return constant(turns, k.device, not traced(k), *numbers), flags | ANGLES
+
+
+def _scale(call: CacheWriteCall, field: str, value: Any, inverse: bool) -> dict[str, Any]:
+    """Return the fields of a dequantisation scale. inverse: a number is passed as its reciprocal."""
+    if value.__class__ is float and 0 < value < INF:
+        return {field: 1.0 / value if inverse else value}
+    if isinstance(value, torch.Tensor) and value.numel() > 1:  # one per head: `checks` knows how many
+        return {f"{field}_ptr": value}
+    device = call.k.device if isinstance(call.k, torch.Tensor) else None
+    number, tensor = scale_of(name_of(call, field), value, device, "that of k", positive=True)
+    if tensor is not None:
+        return {f"{field}_ptr": tensor.reshape(1)}
+    return {field: 1.0 / number if inverse else float(number)}
+
+
+def append_qkv(
+    q: torch.Tensor | None, k: torch.Tensor, v: torch.Tensor, cache: KVCacheTarget,
+    places: "torch.Tensor | PageLists | BlockTable", norm: RMSNorm | None = None, rope: RotaryEmbedding | None = None,
+    out: QueryOutput | None = None,
+) -> torch.Tensor | None:  # fmt: skip
+    """Normalise and rotate Q and K, write K and V to a paged cache, quantised if it is, and return Q; one launch.
+
+    Everything is computed in fp32 and rounded once. No other library has this function.
+
+    Args:
+        q, k, v: fp16 or bf16 (N, Hq, D), (N, H, D), (N, H, Dv), of one dtype, any strides, the last 1, such as views of
+            one packed tensor. q may be None. D at most 512 with q, a norm or rope; a multiple of 16 for NVFP4. Without
+            these, k and v may also have the cache's type of one byte.
+        cache: a `KVCacheTarget`.
+        places: where rows of K and V go: a slot mapping, int32 or int64 (n,), page * P + row of the first n tokens; or
+            `PageLists`; or a `BlockTable`. Its tensors are int32 or int64.
+        norm, rope, out: `RMSNorm`, `RotaryEmbedding`, `QueryOutput`.
+
+    K and V of a token are not written if its slot or position is negative, or past the cache or the pages of its
+    request; nor is any row of it if the position of its rotation is negative or no row of cos_sin_cache. No value of
+    any tensor makes the call access memory outside its tensors. If several tokens have the same place, each of its
+    elements is that of one of them. Values saturate in e4m3 and e5m2; NaN stays NaN.
+
+    Raises before anything is written: TypeError for a dtype; ValueError for a shape, stride, device or number;
+    NotImplementedError if no kernel serves the call.
+
+    >>> x, cache = torch.ones(2, 1, 16).half(), torch.zeros(1, 2, 4, 1, 16).half()  # 2 tokens; a page of 4 rows
+    >>> rope = RotaryEmbedding(torch.tensor([0, 1]))
+    >>> q = append_qkv(x, x, x, KVCacheTarget(cache), torch.tensor([3, -1]), rope=rope)
+    >>> cache[0, 0, :, 0, 0].tolist(), round(q[1, 0, 0].item(), 2)  # K; and Q at position 1: cos(1) - sin(1)
+    ([0.0, 0.0, 0.0, 1.0], -0.3)
+    """
+    k_cache, v_cache = pair("cache.kv", cache.kv, cache.layout)
+    k_sf, v_sf = (None, None) if cache.sf is None else pair("cache.sf", cache.sf, cache.layout)
+    call = CacheWriteCall(
+        QKV, k, v, k_cache, v_cache, PAGES, k_sf=k_sf, v_sf=v_sf, v_sf_interleaved=cache.v_sf_interleaved
+    )
+    given: dict[str, Any] = {}
+    if isinstance(places, PageLists):
+        given |= dict(zip(("batch_indices", "positions", "page_table", "kv_indptr"), places, strict=True))
+    elif isinstance(places, BlockTable):
+        given |= dict(zip(("page_table", "kv_lens", "cu_seqlens"), places, strict=True))
+    else:
+        given |= {"places": SLOTS, "slots": places}
+    inverse = cache.sf is not None
+    given |= _scale(call, "k_scale", cache.k_scale, inverse) | _scale(call, "v_scale", cache.v_scale, inverse)
+    result = None
+    if q is not None or norm is not None or rope is not None:
+        transform = _transform(call, q, norm or RMSNorm(), rope, out or QueryOutput())
+        result = transform.q_out
+        given["transform"] = transform
+    serve(call._replace(**given))
+    return result
+
+
+def _transform(
+    call: CacheWriteCall, q: Any, norm: RMSNorm, rope: RotaryEmbedding | None, out: QueryOutput
+) -> QueryTransform:
+    """Return the transform of a call, with a new output for Q unless one is given."""
+    result = out.out
+    if q is not None and result is None:
+        result = torch.empty(q.shape, dtype=out.dtype or q.dtype, device=q.device)
+    table, flags = (None, 0) if rope is None else rope_table(rope, call.k)
+    return QueryTransform(
+        q, result, table, flags, rope and rope.positions, norm.q_weight, norm.k_weight, norm.eps, norm.offset,
+        **_scale(call, "q_scale", out.scale, False),
+    )  # fmt: skip
