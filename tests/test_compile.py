@@ -11,6 +11,7 @@ import pytest
 from cute_kernels import build, catalog, cubin, manifest
 from cute_kernels.attention.sm90.roles import roles
 from cute_kernels.attention.sm100 import roles as sm100
+from cute_kernels.cache_write import rows
 from cute_kernels.device import umma
 from cute_kernels.device.roles import launch_registers
 from cute_kernels.topk import radix, sort
@@ -60,7 +61,7 @@ def disassembled(held, op, spec):
     """The entry of a kernel, which spills nothing, or a few values of a tile."""
     entry = held.find(op, spec)
     assert entry is not None, held.refusal(op, spec)
-    assert 0 < entry["shared"] <= SHARED_LIMIT
+    assert (op == "cache_write.rows") == (entry["shared"] == 0) and entry["shared"] <= SHARED_LIMIT
     if entry["instructions"] is None:
         pytest.skip(f"nothing can disassemble: {cubin.INSTALL}")
     large = op == "attention.sm90" and spec.tile.m * max(spec.tile.n, spec.head_dim_vo) >= MANY_VALUES
@@ -85,6 +86,9 @@ def as_its_op(entry, op, spec):
     """The instructions that a kernel of `op` should hold, and the resources that dispatch counts with."""
     if op.startswith("topk."):
         return as_dispatch_counts(entry, spec)
+    if op == "cache_write.rows":  # two CTAs per SM at least
+        assert 0 < entry["registers"] <= REGISTERS // (2 * rows.THREADS)
+        return None
     counts = entry["instructions"]
     if spec.kv.source == "gather":  # K and V by cp.async; a box of Q is 128 bytes wide
         assert counts["LDGSTS"] > 0

@@ -80,19 +80,30 @@ def store_fp8(kind: cutlass.Constexpr, address: Int64, first: Int32, dim: Int32,
 
 @cute.jit
 def store_nvfp4(target: TargetRow, first: Int32, dim: Int32, values: cute.Tensor):
-    """Store 8 values to elements `first` on of a row. The lane lane ^ 1 has the other half of the block."""
-    f = nvfp4.compute_sf(nvfp4.block_amax(values, (1,)), target.scale)
-    words = cute.make_rmem_tensor(1, Uint32)
-    words[0] = Uint32(nvfp4.codes(values, f))
-    memory.store(target.address + first // 2, words, Int32(4), 1)
-    if first % SF_VEC_SIZE == 0:
-        row, block = target.row, first // SF_VEC_SIZE
-        if target.interleaved > 0:
-            # The factors of 4 rows, in the order (block, row), fill these rows.
-            index, columns = 4 * block + row % 4, dim // SF_VEC_SIZE
-            down = divide(index, columns)
-            row, block = row - row % 4 + down, index - down * columns
-        memory.view(target.sf + row * target.sf_row + block, Uint8, 1, 1)[0] = f.byte.to(Uint8)
+    """Store 8 or 16 values to elements `first` on of a row. If they are 8, the lane lane ^ 1 has the other half of the
+    block."""
+    count = const_expr(cute.size(values))
+    f = nvfp4.compute_sf(nvfp4.block_amax(values, () if count == SF_VEC_SIZE else (1,)), target.scale)
+    words = cute.make_rmem_tensor(count // 8, Uint32)
+    for i in cutlass.range_constexpr(count // 8):
+        words[i] = Uint32(nvfp4.codes(cute.make_tensor(values.iterator + 8 * i, cute.make_layout(8)), f))
+    memory.store(target.address + first // 2, words, Int32(count // 2), 1)
+    if const_expr(count == SF_VEC_SIZE):
+        store_sf(target, first // SF_VEC_SIZE, dim // SF_VEC_SIZE, f)
+    elif first % SF_VEC_SIZE == 0:
+        store_sf(target, first // SF_VEC_SIZE, dim // SF_VEC_SIZE, f)
+
+
+@cute.jit
+def store_sf(target: TargetRow, block: Int32, blocks: Int32, f: nvfp4.BlockScale):
+    """Store the scale factor of a block of a row with `blocks` blocks."""
+    row = target.row
+    if target.interleaved > 0:
+        # The factors of 4 rows, in the order (block, row), fill these rows.
+        index = 4 * block + row % 4
+        down = divide(index, blocks)
+        row, block = row - row % 4 + down, index - down * blocks
+    memory.view(target.sf + row * target.sf_row + block, Uint8, 1, 1)[0] = f.byte.to(Uint8)
 
 
 @cute.jit

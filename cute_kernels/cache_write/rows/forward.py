@@ -1,8 +1,9 @@
 """Write rows of K and V to a cache, and rows of Q to a tensor: host part and device entry.
 
 A group of 2 to 32 lanes handles rows of one token. A lane handles two vectors of 16 bytes of a row: vectors `lane` and
-`lane + lanes`, so that neighbouring lanes access neighbouring vectors. Only rows that are not transformed may be
-longer; they take more rounds. There is no shared memory, and no barrier.
+`lane + lanes`, so that neighbouring lanes access neighbouring vectors; for NVFP4 without transform, the two vectors of
+a block, so that no other lane has a part of it. Only rows that are not transformed may be longer; they take more
+rounds. There is no shared memory, and no barrier.
 
 | phase | threads | reads | waits for | writes / signals |
 | --- | --- | --- | --- | --- |
@@ -24,7 +25,7 @@ from cutlass import Float32, Int32, Int64, Uint32, const_expr
 from ... import abi
 from .. import memory, places, rotate, store
 from ..args import CacheWriteArgs, fields, pack
-from ..spec import BYTES
+from ..spec import BYTES, SF_VEC_SIZE
 from . import THREADS
 
 STORED = {"nvfp4": "uint8"}  # cache types without an element type in the DSL -> stored type
@@ -168,22 +169,32 @@ def kernel(spec: cutlass.Constexpr, a: CacheWriteArgs):
 def write_rows(spec: cutlass.Constexpr, a, g: LaneGroup, rows: RowRange):
     """Write the rows of a group to the cache."""
     per, unit = const_expr(spec.elements), const_expr(BYTES[spec.dtype])
-    words, values = cute.make_rmem_tensor((4, 2), Uint32), cute.make_rmem_tensor(8, Float32)
+    words, values = cute.make_rmem_tensor((4, 2), Uint32), cute.make_rmem_tensor((8, 2), Float32)
+    # A lane's second vector: `lanes` behind the first; of a block of NVFP4, the next one.
+    stride, step = g.lanes, const_expr(1)
+    if const_expr(spec.cache == "nvfp4"):
+        stride, step = Int32(1), const_expr(2)
     for head in cutlass.range(rows.first, rows.heads, rows.step, unroll=1):
         source, target = rows.source + head * rows.source_stride, target_of(spec, a, g, rows, head)
-        for vector in cutlass.range(g.lane, (rows.dim + per - 1) // per, 2 * g.lanes, unroll=1):
+        for vector in cutlass.range(g.lane * step, (rows.dim + per - 1) // per, 2 * g.lanes, unroll=1):
             for half in cutlass.range_constexpr(2):
-                first = (vector + half * g.lanes) * per
+                first = (vector + half * stride) * per
                 if first < rows.dim:
                     memory.load(source + first * unit, words[None, half], rows.dim - first, unit)
-            for half in cutlass.range_constexpr(2):
-                first = (vector + half * g.lanes) * per
-                if first < rows.dim:
-                    if const_expr(spec.quantised):
-                        store.unpack(spec, words[None, half], values)
-                        store.store(spec, target, first, rows.dim, values)
-                    else:
-                        memory.store(target.address + first * unit, words[None, half], rows.dim - first, unit)
+            if const_expr(spec.quantised):
+                for half in cutlass.range_constexpr(2):
+                    store.unpack(spec, words[None, half], values[None, half])
+            if const_expr(spec.cache == "nvfp4"):
+                block = cute.make_tensor(values.iterator, cute.make_layout(SF_VEC_SIZE))
+                store.store(spec, target, vector * per, rows.dim, block)
+            else:
+                for half in cutlass.range_constexpr(2):
+                    first = (vector + half * stride) * per
+                    if first < rows.dim:
+                        if const_expr(spec.quantised):
+                            store.store(spec, target, first, rows.dim, values[None, half])
+                        else:
+                            memory.store(target.address + first * unit, words[None, half], rows.dim - first, unit)
 
 
 class QueryOrKey(NamedTuple):
@@ -212,38 +223,55 @@ def query_or_key(a, g: LaneGroup, row: Int32) -> QueryOrKey:
 
 
 @cute.jit
-def load_row(spec: cutlass.Constexpr, g: LaneGroup, address: Int64, dim: Int32, values: cute.Tensor):
-    """Load a lane's two vectors of a row as fp32 (8, 2); elements past the row are 0."""
-    words = cute.make_rmem_tensor((4, 2), Uint32)
-    words.fill(0)
+def load_words(g: LaneGroup, address: Int64, dim: Int32, words: cute.Tensor):
+    """Load a lane's two vectors of a row as words (4, 2); elements past the row are 0."""
     for half in cutlass.range_constexpr(2):
         first = (g.lane + half * g.lanes) * rotate.HALF
         if first < dim:
             memory.load(address + first * 2, words[None, half], dim - first, 2)
-    for half in cutlass.range_constexpr(2):
-        store.unpack(spec, words[None, half], values[None, half])
+        else:
+            words[None, half].fill(0)
+
+
+@cute.jit
+def fetch(a, g: LaneGroup, at: places.CachePlace, rope_position: Int32, row: Int32, words: cute.Tensor):
+    """Load row `row` of Q and K if it exists and is written; return whether it is."""
+    count, heads, active = a.q.shape[1] + a.k.shape[1], a.q.shape[1], Int32(0)
+    if row < count:
+        if (row < heads and rope_position >= 0) or (row >= heads and at.page >= 0):
+            active = Int32(1)
+            load_words(g, query_or_key(a, g, row).source, a.k.shape[2], words)
+    return active
 
 
 # The loop over rows of Q and K that are normalised and rotated: one iteration per row of the group.
-#   waits for   the other lanes of the group, in shuffles
+#   waits for   the row, whose loads the iteration before has issued; the other lanes of the group, in shuffles
 #   computes    the row in fp32 registers: RMS norm, rotary embedding
 #   stores      Q in its output, 16 or 8 bits; K in the cache
-# A row is in registers before it is stored, so the output of Q may be Q itself.
+# The next row is requested before this one is worked on: with 120 registers per thread, too few warps run for their
+# loads alone to fill the memory's pipeline. A row is in registers before it is stored, so Q's output may be Q itself.
 @cute.jit
 def transform_rows(spec: cutlass.Constexpr, a, g: LaneGroup, at: places.CachePlace, rope_position: Int32):
     """Normalise, rotate and write the group's rows of Q and K. at: K's place, without a page if it is not written."""
     dim, rotates = a.k.shape[2], a.rope_table.shape[0] > 0
     values, weights, cos, sin = (cute.make_rmem_tensor((rotate.HALF, 2), Float32) for _ in range(4))
+    words, weight_words = (cute.make_rmem_tensor((4, 2), Uint32) for _ in range(2))
+    words.fill(0)
     inv_dim = Float32(1.0) / Float32(dim)
+    active = fetch(a, g, at, rope_position, g.own, words)
     rows = rows_of(spec, a, g, places.CachePlace(cutlass.max(at.page, 0), at.row))
     if rotates and rope_position >= 0:
         rotate.load_rotation(a, g, rope_position, cos, sin)
     for row in cutlass.range(g.own, a.q.shape[1] + a.k.shape[1], a.k_groups, unroll=1):
-        x = query_or_key(a, g, row)
-        if (x.is_q > 0 and rope_position >= 0) or (x.is_q == 0 and at.page >= 0):
-            load_row(spec, g, x.source, dim, values)
+        for half in cutlass.range_constexpr(2):
+            store.unpack(spec, words[None, half], values[None, half])
+        following = fetch(a, g, at, rope_position, row + a.k_groups, words)
+        if active > 0:
+            x = query_or_key(a, g, row)
             if x.weights != 0:
-                load_row(spec, g, x.weights, dim, weights)
+                load_words(g, x.weights, dim, weight_words)
+                for half in cutlass.range_constexpr(2):
+                    store.unpack(spec, weight_words[None, half], weights[None, half])
                 rotate.normalise(a, g, values, weights, inv_dim)
             if rotates:
                 rotate.rotate(a, g, values, cos, sin)
@@ -255,6 +283,7 @@ def transform_rows(spec: cutlass.Constexpr, a, g: LaneGroup, at: places.CachePla
                     first = (g.lane + half * g.lanes) * rotate.HALF
                     if first < dim:
                         store.store(spec, target, first, dim, values[None, half])
+        active = following
 
 
 @cute.jit
