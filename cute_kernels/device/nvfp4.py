@@ -80,22 +80,23 @@ def compute_sf(top: Float32, scale: Float32):
 def to_grid(magnitude):
     """Return an Int32, of which the low 3 bits are the code of a magnitude up to E2M1_MAX; NaN counts as E2M1_MAX.
 
-    Let 2^e be the power of two below the magnitude, e = 0, 1, 2 (0 below 1). The e2m1 grid there has steps of 2^(e - 1).
-    Adding 1.5 x 2^(22 + e) rounds to this grid, and the last bits of the sum are the number of steps; this number plus
-    2 e is the code. The 2 e steps are added before, to the same summand."""
+    Let 2^e be the power of two below the magnitude, e = 0, 1, 2 (0 below 1). The e2m1 grid there has steps of
+    2^(e - 1). Adding 1.5 x 2^(22 + e) rounds to this grid, and the last bits of the sum are the number of steps; this
+    number plus 2 e is the code. The 2 e steps are added before, to the same summand."""
     magnitude = cute.arch.fmin(cute.math.absf(magnitude), Float32(E2M1_MAX))
     exponent = warp.bits(cute.arch.fmax(magnitude, Float32(1.0))) & EXPONENT_MASK
     return warp.bits(magnitude + warp.from_bits(exponent + (exponent >> 22) + (TO_GRID - 254)))
 
 
-def bytes_of(a, b, c, d, which):
+def bytes_of(words, which):
     """Return byte `which` of each of four words, as a word."""
 
     def two(x, y, selector):
         text = f"prmt.b32 {{$w0}}, {{$r0}}, {{$r1}}, {selector:#x};"
         return cute.arch.inline_ptx(text, write_only_types=[Int32], read_only_args=[x, y])
 
-    return two(*(two(x, y, which | which + 4 << 4) for x, y in ((a, b), (c, d))), 0x5410)
+    low, high = (two(x, y, which | which + 4 << 4) for x, y in (words[:2], words[2:]))
+    return two(low, high, 0x5410)
 
 
 @cute.jit
@@ -108,8 +109,8 @@ def codes(values: cute.Tensor, f: BlockScale):
     found = [to_grid(divide(x, f.value, f.inverse)) for x in scaled]
     if const_expr(n == 8):
         # bytes of the even and of the odd codes
-        low, high = (bytes_of(*found[i::2], 0) for i in range(2))
-        low_signs, high_signs = (bytes_of(*signs[i::2], 3) for i in range(2))
+        low, high = (bytes_of(found[i::2], 0) for i in range(2))
+        low_signs, high_signs = (bytes_of(signs[i::2], 3) for i in range(2))
         word = low & 0x07070707 | high << 4 & 0x70707070
         word = word | low_signs >> 4 & 0x08080808 | high_signs & Int32(-0x7F7F7F80)
     else:
