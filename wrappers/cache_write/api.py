@@ -16,6 +16,16 @@ from .call import PAGES, SLOTS, CacheWriteCall, QueryTransform
 from .checks import QKV, name_of
 from .op import serve
 
+__all__ = [
+    "BlockTable",
+    "KVCacheTarget",
+    "PageLists",
+    "QueryOutput",
+    "RMSNorm",
+    "RotaryEmbedding",
+    "append_qkv",
+]
+
 
 class KVCacheTarget(NamedTuple):
     """A paged KV cache, and how rows are quantised for it. No other library has this class.

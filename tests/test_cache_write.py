@@ -1,0 +1,284 @@
+"""`append_qkv` against loops over rows in float64, its launches, plans and refusals, and the dispatch of its kernels."""
+
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+
+import wrappers
+from bench.cases import cache_write as cases
+from bench.cases.cache_write import CacheWriteCase
+from cute_kernels.cache_write import dispatch, rows
+from cute_kernels.cache_write.args import INDICES
+from cute_kernels.cache_write.request import CacheWriteRequest
+from cute_kernels.cache_write.spec import CacheWriteSpec
+from tests.emulated import emulation
+from wrappers import BlockTable, KVCacheTarget, PageLists, QueryOutput, RMSNorm, RotaryEmbedding, append_qkv, fp4
+from wrappers.cache_write.api import turns
+
+E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
+FULL = CacheWriteCase(heads=(4, 2), tokens=7, norm="shared", rope="angles")
+
+
+def angle(rope, dim, pair, position):
+    """The angle of a pair at a position, and of Llama 3.1's rule."""
+    frequency = rope.theta ** (-2 * pair / dim)
+    if not rope.llama31:
+        return position * frequency / rope.scale
+    low, high, length = rope.llama31
+    wavelength = 2 * math.pi / frequency
+    if wavelength < length / high:
+        return position * frequency
+    if wavelength > length / low:
+        return position * frequency / rope.scale
+    smooth = (length / wavelength - low) / (high - low)
+    return position * ((1 - smooth) * frequency / rope.scale + smooth * frequency)
+
+
+def turned(row, rope, position):
+    """A row in float64, rotated pair by pair."""
+    dim = rope.cos_sin_cache.shape[1] if rope.cos_sin_cache is not None else rope.rotary_dim or len(row)
+    row = row.clone()
+    for pair in range(dim // 2):
+        if rope.cos_sin_cache is None:
+            cos, sin = (f(angle(rope, dim, pair, position)) for f in (math.cos, math.sin))
+        else:
+            cos, sin = (rope.cos_sin_cache[position, pair + shift].item() for shift in (0, dim // 2))
+        i, j = (2 * pair, 2 * pair + 1) if rope.interleaved else (pair, pair + dim // 2)
+        row[i], row[j] = row[i] * cos - row[j] * sin, row[j] * cos + row[i] * sin
+    return row
+
+
+def normal(row, weight, norm):
+    if weight is None:
+        return row
+    return row / (row.square().mean() + norm.eps).sqrt() * (weight.double() + norm.offset)
+
+
+def places_of(case, inputs):
+    """(page, row, position) of every token; None for those that are not stored."""
+    where, size, found = inputs["places"], case.page_size, []
+    for token in range(case.tokens):
+        if isinstance(where, PageLists):
+            b, position = where.batch_indices[token].item(), where.positions[token].item()
+            pages = where.kv_indices[where.kv_indptr[b] : where.kv_indptr[b + 1]].tolist()
+            found.append((pages[position // size], position % size, position))
+        elif isinstance(where, BlockTable):
+            b = max(b for b in range(len(where.seq_lens)) if where.cu_seqlens_q[b] <= token)
+            position = (where.seq_lens[b] - (where.cu_seqlens_q[b + 1] - token)).item()
+            found.append((where.block_table[b, position // size].item(), position % size, position))
+        else:
+            slot = where[token].item()
+            found.append((slot // size, slot % size, None) if slot >= 0 else None)
+    return found
+
+
+@pytest.mark.parametrize("case", [
+    FULL,
+    replace(FULL, norm="heads", rope="llama31", places="table", index=torch.int64, layout="HND"),
+    replace(FULL, norm="k", rope="cache", places="lists", rotary_dim=32, stacked=False, dims=(64, 96), interleaved=True),
+    replace(FULL, norm="", rope="angles", interleaved=True, rotary_dim=80, dims=(96, 96), beside=True, stacked=False),
+])  # fmt: skip
+def test_rows_against_loops(case):
+    inputs = cases.make_inputs(case)
+    kv = inputs["cache"].kv
+    before = [t.clone() for t in (kv.unbind(1) if isinstance(kv, torch.Tensor) else kv)]
+    places, q, rope, norm = places_of(case, inputs), inputs["q"].double(), inputs["rope"], inputs.get("norm", RMSNorm())
+    got = append_qkv(**inputs)
+    assert got is inputs["out"].out
+    after = kv.unbind(1) if isinstance(kv, torch.Tensor) else kv
+    keys, values = (t if case.layout == "NHD" else t.transpose(1, 2) for t in after)
+    stored = [torch.zeros(t.shape[:2] if case.layout == "NHD" else (t.shape[0], t.shape[2]), dtype=torch.bool)
+              for t in after]  # fmt: skip
+
+    def weight(which, head):
+        given = getattr(norm, which)
+        return given[head] if given is not None and given.ndim == 2 else given
+
+    for token, place in enumerate(places):
+        position = rope.positions[token].item() if rope.positions is not None else place[2]
+        has_row = rope.cos_sin_cache is None or position < len(rope.cos_sin_cache)
+        for head in range(case.heads[0]):
+            if not has_row:
+                assert (got[token, head].view(torch.uint8) == cases.POISON).all()
+                continue
+            wanted = turned(normal(q[token, head], weight("q_weight", head), norm), rope, position)
+            torch.testing.assert_close(got[token, head].double(), wanted, rtol=2**-8, atol=1e-5)
+        for head in range(case.heads[1]) if has_row and place else ():
+            page, row, _ = place
+            wanted = turned(normal(inputs["k"][token, head].double(), weight("k_weight", head), norm), rope, position)
+            torch.testing.assert_close(keys[page, row, head].double(), wanted, rtol=2**-8, atol=1e-5)
+            assert torch.equal(values[page, row, head], inputs["v"][token, head])
+            for side in stored:
+                side[page, row] = True
+    for side, old, new in zip(stored, before, after, strict=True):
+        old, new = (t if case.layout == "NHD" else t.transpose(1, 2) for t in (old, new))
+        assert torch.equal(old[~side].contiguous().view(torch.uint8), new[~side].contiguous().view(torch.uint8))
+        assert side.any()
+
+
+@pytest.mark.parametrize("dtype,scales", [(E4M3, 0.5), (E5M2, 0.37), (E4M3, torch.tensor([0.25, 3.0]))])
+def test_rows_of_8_bits(dtype, scales):
+    k = torch.randn(3, 2, 24).half() * 100
+    k[0, 0, :5] = torch.tensor([float("inf"), -float("inf"), float("nan"), 0.0, -0.0])
+    cache = torch.zeros(2, 2, 4, 2, 24).to(dtype)
+    append_qkv(None, k, -k, KVCacheTarget(cache, "NHD", None, scales, scales), torch.tensor([5, 0, -1]))
+    by_head = torch.as_tensor(scales).float().expand(2)[:, None]
+    most = torch.finfo(dtype).max
+    for slot, token in ((5, 0), (0, 1)):
+        for side, rows_of in enumerate((k, -k)):
+            wanted = (rows_of[token].float() / by_head).clamp(-most, most).to(dtype).float()
+            assert torch.equal(cache[slot // 4, side, slot % 4].float().nan_to_num(7e4), wanted.nan_to_num(7e4))
+    assert cache.float().abs().gt(0).any(-1).any(-1).sum() == 4
+
+
+@pytest.mark.parametrize("interleaved", [False, True])
+def test_rows_of_nvfp4(interleaved):
+    k, v = torch.randn(8, 2, 64).bfloat16(), torch.randn(8, 2, 64).bfloat16()
+    codes, sf = (torch.zeros(2, 2, 2, 4, n, dtype=torch.uint8) for n in (32, 4))
+    target = KVCacheTarget(codes, "HND", sf, 0.5, torch.tensor([0.25, 2.0]), interleaved)
+    append_qkv(None, k, v, target, torch.arange(8))
+    for head, v_scale in enumerate((0.25, 2.0)):
+        for side, x, scale in ((0, k, 0.5), (1, v, v_scale)):
+            data, factors = fp4.nvfp4_quantize(x[:, head], 1 / scale)
+            assert torch.equal(codes[:, side, head].flatten(0, 1), data)
+            found = sf[:, side, head].view(2, 4, 4)
+            if side and interleaved:  # block s of row t at 4 s + t of the page's 16 bytes
+                found = found.reshape(2, 4, 4).transpose(1, 2)
+            assert torch.equal(found.flatten(0, 1), factors.view(torch.uint8))
+
+
+def test_angles_are_exact_at_far_positions():
+    for numbers in ((64, 1e4, 1.0), (64, 5e5, 8.0, 1.0, 4.0, 8192)):
+        high, low = turns(torch.device("cpu"), *numbers)[0].double().chunk(2)
+        rope = RotaryEmbedding(scale=numbers[2], theta=numbers[1], llama31=numbers[3:] or None)
+        for pair in range(32):
+            wanted = angle(rope, 64, pair, 131_071) / (2 * math.pi)
+            assert abs((high[pair] + low[pair]).item() * 131_071 - wanted) < 1e-9 * max(1, wanted)
+
+
+def test_launches():
+    """What the kernel gets: the tensors as they are, int64 as words, the reciprocal of NVFP4's scales; one plan per
+    form."""
+    with emulation() as machine:
+        for _ in range(2):
+            append_qkv(**cases.make_inputs(replace(FULL, index=torch.int64, places="lists")))
+        assert len(machine.plans) == 1 and len(machine.launches) == 2
+        first = machine.launches[0]
+        named = ("batch_indices", "positions", "page_table", "kv_indptr", "rope_positions")
+        assert first["wide"] == sum(1 << INDICES.index(name) for name in named)
+        assert first["k_groups"] == 6 and first["v_groups"] == 2 and first["lanes_log2"] == 3
+        append_qkv(**cases.make_inputs(CacheWriteCase(cache="nvfp4")))
+        append_qkv(**cases.make_inputs(replace(FULL, cache="e5m2", q8=True, scales="heads")))
+        assert machine.launches[2]["k_scale"] == 1 / 0.37 and machine.launches[3]["q_fp8"].dtype == E5M2
+        assert len(machine.launches[3]["k_scale_ptr"]) == 2 and len(machine.launches[3]["q_out"]) == 0
+        inputs = cases.make_inputs(FULL)
+        append_qkv(**inputs | {"q": inputs["q"][:0], "k": inputs["k"][:0], "v": inputs["v"][:0],
+                               "places": inputs["places"][:0], "out": QueryOutput(),
+                               "rope": inputs["rope"]._replace(positions=torch.zeros(0).int())})  # fmt: skip
+        assert len(machine.launches) == 4
+        assert machine.specs[0] == CacheWriteSpec("bf16", "bf16", True)
+
+
+def test_q_without_a_cache():
+    """A cache without pages: Q is transformed, nothing else is written."""
+    wanted = append_qkv(**cases.make_inputs(FULL))
+    inputs = cases.make_inputs(FULL)
+    inputs["cache"] = KVCacheTarget(inputs["cache"].kv[:0])
+    assert torch.equal(append_qkv(**inputs), wanted)
+    inputs["out"].out.zero_()
+    with emulation():
+        assert torch.equal(append_qkv(**inputs), wanted)
+
+
+BAD = {
+    "q: shape (6, 4, 128), must be (7, 4, 128)": lambda i: {"q": i["q"][:6]},
+    "k: dtype torch.float32, must be one of": lambda i: {"k": i["k"].float()},
+    "v: dtype torch.float16, must be that of k": lambda i: {"v": i["v"].half()},
+    "k: strides": lambda i: {"k": i["k"][..., :1].expand(i["k"].shape)},
+    "cache.kv (K): dtype torch.float16, must be one of": lambda i: {"cache": KVCacheTarget(i["cache"].kv.half())},
+    "k: shape": lambda i: {"k": i["k"][:, :1]},
+    "v: 5 rows, must be at least the 7 of places": lambda i: {"v": i["v"][:5]},
+    "places: dtype torch.float32": lambda i: {"places": i["places"].float()},
+    "kv_layout: 'nhd', must be": lambda i: {"cache": KVCacheTarget(i["cache"].kv, "nhd")},
+    "cache.k_scale: -1.0, must be positive": lambda i: {"cache": i["cache"]._replace(k_scale=-1.0)},
+    "cache.v_scale: shape (3,)": lambda i: {"cache": i["cache"]._replace(v_scale=torch.ones(3))},
+    "cache.v_sf_interleaved: pages of 5 rows": lambda i: {
+        "cache": KVCacheTarget(i["cache"].kv[:, :, :5], v_sf_interleaved=True)},
+    "norm.q_weight: shape (64,), must be (128,)": lambda i: {"norm": RMSNorm(torch.ones(64).bfloat16())},
+    "norm.k_weight: dtype torch.float32": lambda i: {"norm": RMSNorm(None, torch.ones(128))},
+    "norm.eps: inf, must be finite": lambda i: {"norm": i["norm"]._replace(eps=math.inf)},
+    "rope.table: shape (1, 24), must be (at least 1": lambda i: {"rope": i["rope"]._replace(rotary_dim=24)},
+    "rope.table: strides (130, 1), rows must begin at multiples of 16": lambda i: {
+        "rope": i["rope"]._replace(cos_sin_cache=torch.ones(9, 130)[:, :128])},
+    "rope.positions: None, required": lambda i: {"rope": RotaryEmbedding()},
+    "rope.positions: shape (3,)": lambda i: {"rope": RotaryEmbedding(torch.ones(3).int())},
+    "out.out: dtype torch.float8_e4m3fn": lambda i: {"out": QueryOutput(dtype=E4M3)},
+    "out.out: shape": lambda i: {"out": QueryOutput(i["k"].clone())},
+    "out.out: shape (7, 4, 128), overlaps the memory of cache.kv (K)": lambda i: {
+        "out": QueryOutput(i["cache"].kv.flatten()[: i["q"].numel()].view(i["q"].shape))},
+    "k: requires grad": lambda i: {"k": i["k"].clone().requires_grad_()},
+    "q: requires grad": lambda i: {"q": i["q"].clone().requires_grad_()},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("message", BAD)
+@pytest.mark.parametrize("host", ["cpu", "new", "known"])
+def test_refusals(message, host):
+    inputs = cases.make_inputs(FULL)
+    given = inputs | BAD[message](inputs)
+    before = [t.clone() for t in cases.storages(inputs)]
+
+    def refuse():
+        with pytest.raises((TypeError, ValueError, KeyError, RuntimeError)) as error:
+            append_qkv(**given)
+        assert str(error.value).strip("'\"").startswith(message), error.value
+
+    if host == "cpu":
+        refuse()
+    else:
+        with emulation() as machine:
+            if host == "known":
+                append_qkv(**cases.make_inputs(FULL))
+            count = len(machine.launches)
+            refuse()
+            assert len(machine.launches) == count
+    assert all(map(torch.equal, before, cases.storages(inputs)))
+
+
+def test_in_place_and_new_outputs():
+    case = replace(FULL, in_place=True)
+    inputs = cases.make_inputs(case)
+    wanted = append_qkv(**cases.make_inputs(FULL))
+    got = append_qkv(**inputs)
+    assert got is inputs["q"] and torch.equal(got, wanted)
+    again = cases.make_inputs(FULL)
+    new = append_qkv(**again | {"out": None})
+    assert torch.equal(new, wanted) and new is not again["q"]
+
+
+def test_under_torch_compile():
+    inputs, again = cases.make_inputs(FULL), cases.make_inputs(FULL)
+    wanted = append_qkv(**inputs)
+    got = torch.compile(lambda **given: append_qkv(**given), backend="eager", fullgraph=True)(**again)
+    assert torch.equal(got, wanted)
+    assert all(map(torch.equal, cases.storages(inputs), cases.storages(again)))
+
+
+def test_dispatch():
+    refused = "head_dim 576: must be at most 512"
+    with pytest.raises(NotImplementedError, match=refused):
+        dispatch.select(CacheWriteRequest("bf16", "bf16", True, 576), "sm_90a")
+    assert dispatch.select(CacheWriteRequest("bf16", "bf16", False, 576), "sm_90a")[1].name == "bf16_bf16_append"
+    with pytest.raises(NotImplementedError, match="architecture sm_80"):
+        dispatch.select(CacheWriteRequest("bf16", "bf16"), "sm_80")
+    for spec, why in (
+        (CacheWriteSpec("fp32", "fp32"), "dtype fp32"), (CacheWriteSpec("bf16", "fp16"), "cache fp16"),
+        (CacheWriteSpec("uint8", "nvfp4"), "cache nvfp4"), (CacheWriteSpec("bf16", "int8"), "cache int8"),
+        (CacheWriteSpec("uint8", "uint8", True), "transform"),
+    ):  # fmt: skip
+        assert rows.supports(spec).startswith(why)
+    assert dispatch.shipped("sm_80") == [] and len({s.name for _, s in dispatch.shipped("sm_90a")}) == 13
+    assert [rows.lanes(d, 8) for d in (1, 16, 33, 64, 96, 128, 256, 512, 4096)] == [2, 2, 4, 4, 8, 8, 16, 32, 32]
+    assert "append_qkv" in wrappers.__all__
