@@ -1,4 +1,4 @@
-"""`append_qkv` against loops over rows in float64, its launches, plans and refusals, and the dispatch of its kernels."""
+"""`append_qkv` against loops over rows in float64, its launches, plans and refusals, and dispatch."""
 
 import math
 from dataclasses import replace
@@ -77,7 +77,8 @@ def places_of(case, inputs):
 @pytest.mark.parametrize("case", [
     FULL,
     replace(FULL, norm="heads", rope="llama31", places="table", index=torch.int64, layout="HND"),
-    replace(FULL, norm="k", rope="cache", places="lists", rotary_dim=32, stacked=False, dims=(64, 96), interleaved=True),
+    replace(FULL, norm="k", rope="cache", places="lists", rotary_dim=32, stacked=False, dims=(64, 96),
+            interleaved=True),
     replace(FULL, norm="", rope="angles", interleaved=True, rotary_dim=80, dims=(96, 96), beside=True, stacked=False),
 ])  # fmt: skip
 def test_rows_against_loops(case):

@@ -1,5 +1,6 @@
 """Cases of rows written to caches, and their inputs, shared by tests, benchmarks and tools."""
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -236,3 +237,36 @@ def storages(value: Any) -> list[torch.Tensor]:
     """Return the bytes of the storages of all tensors in nested arguments, each once."""
     found = {t.untyped_storage().data_ptr(): t.untyped_storage() for t in tensors_of(value)}
     return [torch.empty(0, dtype=torch.uint8, device=s.device).set_(s) for s in found.values()]
+
+
+def difference(case: CacheWriteCase, got: Any, want: Any) -> float:
+    """Return the error of all memory after a call, over the tolerance.
+
+    All bytes must be equal. If rows are normalised or rotated, one value in a hundred may be rounded to its neighbour.
+    """
+    width = {"bf16": 16, "fp16": 16, "nvfp4": 4}.get(case.cache, 8)
+    error = 0.0
+    for a, b in zip(storages(got), storages(want), strict=True):
+        if torch.equal(a, b):
+            continue
+        if not (case.norm or case.rope) or len(a) % 2:
+            return math.inf
+        steps = apart(a, b, 16 if a.data_ptr() in half_storages(got) else width)
+        error = max(error, float(steps.max()), 100 * float((steps > 0).float().mean()))
+    return error
+
+
+def half_storages(value: Any) -> set[int]:
+    """Return the addresses of the storages of all tensors of 16 bits."""
+    return {t.untyped_storage().data_ptr() for t in tensors_of(value) if t.element_size() == 2}
+
+
+def apart(a: torch.Tensor, b: torch.Tensor, width: int) -> torch.Tensor:
+    """Return how many representable magnitudes lie between values of `width` bits, which two byte tensors hold."""
+    if width == 16:
+        x, y = (t.view(torch.int16).int() & 0x7FFF for t in (a, b))
+    elif width == 8:
+        x, y = (t.int() & 0x7F for t in (a, b))
+    else:
+        x, y = (torch.stack([t.int() & 7, t.int() >> 4 & 7]) for t in (a, b))
+    return (x - y).abs()

@@ -1,7 +1,6 @@
 """Small problems for kernels that write rows, called through the public functions and compared with the reference."""
 
 import hashlib
-import math
 import time
 from dataclasses import dataclass, replace
 from typing import Any
@@ -124,42 +123,9 @@ def run_cache_write(spec: CacheWriteSpec | None, case: CacheWriteScenario, arch:
             start = time.perf_counter()
             function(**inputs)
             seconds += time.perf_counter() - start
-        error = max(error, difference(call, inputs, expected))
+        error = max(error, cases.difference(call, inputs, expected))
         for flat in cases.storages(inputs):
             digest.update(flat.numpy().tobytes())
     for result in launches:
         results.add(result)
     return Outcome(error, digest.hexdigest(), seconds, results)
-
-
-def difference(case: CacheWriteCase, got: Any, want: Any) -> float:
-    """Return the error of all memory after a call, over the tolerance.
-
-    All bytes must be equal. If rows are normalised or rotated, one value in a hundred may be rounded to its neighbour.
-    """
-    width = {"bf16": 16, "fp16": 16, "nvfp4": 4}.get(case.cache, 8)
-    error = 0.0
-    for a, b in zip(cases.storages(got), cases.storages(want), strict=True):
-        if torch.equal(a, b):
-            continue
-        if not (case.norm or case.rope) or len(a) % 2:
-            return math.inf
-        steps = apart(a, b, 16 if a.data_ptr() in case_outputs(case, got) else width)
-        error = max(error, float(steps.max()), 100 * float((steps > 0).float().mean()))
-    return error
-
-
-def case_outputs(case: CacheWriteCase, got: Any) -> set[int]:
-    """Return the addresses of 16-bit outputs of Q."""
-    return {t.untyped_storage().data_ptr() for t in cases.tensors_of(got) if t.element_size() == 2}
-
-
-def apart(a: torch.Tensor, b: torch.Tensor, width: int) -> torch.Tensor:
-    """Return how many representable magnitudes lie between values of `width` bits, which two byte tensors hold."""
-    if width == 16:
-        x, y = (t.view(torch.int16).int() & 0x7FFF for t in (a, b))
-    elif width == 8:
-        x, y = (t.int() & 0x7F for t in (a, b))
-    else:
-        x, y = (torch.stack([t.int() & 7, t.int() >> 4 & 7]) for t in (a, b))
-    return (x - y).abs()

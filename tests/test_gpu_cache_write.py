@@ -1,0 +1,177 @@
+"""Rows written to caches on a Hopper GPU: all memory after a call against the reference on the CPU, and against itself.
+
+Caches are poisoned, so that a byte that should not have been written is noticed. Kernels come from a bundle where one
+is built (`make cubins`), else they are compiled as they are met, seconds each.
+"""
+
+from dataclasses import replace
+from itertools import product
+
+import pytest
+import torch
+
+from bench.cases import cache_write as cases
+from bench.cases.cache_write import CacheWriteCase
+from cute_kernels.cache_write import dispatch
+from tools.ptxsim.workloads.cache_write import cache_write_cases, cache_write_features
+from wrappers import KVCacheTarget, append_qkv
+
+pytestmark = pytest.mark.skipif(
+    not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0), reason="needs an sm_90 device"
+)
+
+CUDA = torch.device("cuda", 0)
+COPIES = (("bf16", "bf16"), ("fp16", "fp16"), ("uint8", "uint8"))
+QUANTISED = (("bf16", "e4m3"), ("fp16", "e4m3"), ("bf16", "e5m2"), ("bf16", "nvfp4"), ("fp16", "nvfp4"))
+WIDE = (*COPIES[:2], *QUANTISED)
+TOKENS = (1, 2, 31, 64, 257, 4099)
+PAGE_SIZES = (1, 3, 5, 16, 64, 256)
+SIMULATED = {
+    f"{spec.name}, {scenario.name}": scenario
+    for _, spec in dispatch.shipped("sm_90a")
+    for scenario in cache_write_cases(spec)
+} | {scenario.name: scenario for scenario in cache_write_features()}
+
+
+def sized(case):
+    """The case with pages for all tokens, whatever they are, and a page size that its cache allows."""
+    size = case.page_size if not case.interleaved_sf else -(-case.page_size // 4) * 4
+    return replace(case, page_size=size, pages=3 * -(-case.tokens // size))
+
+
+def matches(case, seed=0):
+    """Run a case twice on the GPU, on equal memory: the results equal each other, and the reference."""
+    inputs = cases.make_inputs(case, "cpu", seed)
+    first, second = cases.copied(inputs, CUDA), cases.copied(inputs, CUDA)
+    cases.function_of(case)(**first)
+    cases.function_of(case)(**second)
+    cases.function_of(case)(**inputs)
+    assert all(map(torch.equal, cases.storages(first), cases.storages(second))), (case, seed)
+    got = cases.copied(first, "cpu")
+    assert cases.difference(case, got, inputs) <= 1, (case, seed)
+
+
+@pytest.mark.parametrize("name", SIMULATED)
+def test_cases_of_the_simulator(name):
+    for case in SIMULATED[name].calls:
+        for seed in range(3):
+            matches(case, seed)
+
+
+@pytest.mark.parametrize("dtype,cache", [*COPIES, *QUANTISED])
+@pytest.mark.parametrize("places", ["slots", "lists", "table"])
+def test_tokens_and_pages(places, dtype, cache):
+    base = CacheWriteCase(dtype, cache, places=places)
+    for number, (tokens, size) in enumerate(product(TOKENS, PAGE_SIZES)):
+        index, layout = (torch.int32, torch.int64)[number % 2], ("NHD", "HND")[number // 2 % 2]
+        heads, scales = (0, (1, 2, 3, 8)[number % 4]), ("float", "tensor", "heads")[number % 3]
+        case = replace(base, tokens=tokens, page_size=size, index=index, layout=layout, heads=heads, scales=scales)
+        matches(sized(replace(case, interleaved_sf=number % 2 == 1)), number)
+
+
+@pytest.mark.parametrize("dtype,cache", [*COPIES, *QUANTISED])
+def test_dims(dtype, cache):
+    step = 16 if cache == "nvfp4" else 1
+    for number, dim in enumerate(
+        (1, 2, 5, 8, 16, 17, 24, 33, 40, 63, 64, 65, 96, 127, 128, 192, 256, 320, 512, 576, 1025)
+    ):
+        dim = -(-dim // step) * step
+        other = -(-(dim * 2 // 3 + 1) // step) * step
+        base = CacheWriteCase(dtype, cache, tokens=37, dims=(dim, dim), data="normal" if number % 2 else "special")
+        base = replace(base, data="normal") if dtype == "uint8" else base
+        matches(sized(base), number)
+        matches(
+            sized(replace(base, dims=(dim, other), stacked=False, beside=number % 2 == 0, shift=number % 3)), number
+        )
+
+
+@pytest.mark.parametrize("dtype,cache", WIDE)
+@pytest.mark.parametrize("rope", ["", "angles", "llama31", "cache"])
+@pytest.mark.parametrize("norm", ["", "shared", "heads", "k"])
+def test_norms_and_rotations(norm, rope, dtype, cache):
+    for number, (dim, heads) in enumerate(
+        product((16, 48, 64, 80, 96, 128, 192, 256, 512), ((32, 8), (5, 1), (0, 3), (1, 1)))
+    ):
+        rotary = (None, 16, dim, -(-dim // 32) * 16)[number % 4]
+        case = CacheWriteCase(
+            dtype, cache, (7, 64, 300)[number % 3], heads, (dim, dim), norm=norm, rope=rope, rotary_dim=rotary,
+            interleaved=number % 2 == 1, q8=cache not in ("bf16", "fp16") and number % 3 == 0,
+            scales=("float", "heads")[number % 2], index=(torch.int32, torch.int64)[number // 2 % 2],
+            places=("slots", "lists", "table")[number % 3], in_place=number % 5 == 1, shift=number % 7 == 6,
+        )  # fmt: skip
+        matches(sized(case), number)
+
+
+@pytest.mark.parametrize("dtype,cache", [*COPIES, *QUANTISED])
+@pytest.mark.parametrize("places", ["slots", "lists", "table"])
+def test_hostile_values(places, dtype, cache):
+    """Nothing beside the named rows is written, and the device still works."""
+    for seed, index in product(range(6), (torch.int32, torch.int64)):
+        case = CacheWriteCase(
+            dtype, cache, 200, places=places, hostile=True, index=index, page_size=(1, 5, 16)[seed % 3]
+        )
+        matches(sized(case), seed)
+        if dtype != "uint8":
+            rope = ("angles", "cache")[seed % 2]
+            matches(sized(replace(case, heads=(2, 2), rope=rope, norm="shared")), seed)
+    torch.cuda.synchronize()
+
+
+@pytest.mark.parametrize("dtype,cache", [*COPIES, *QUANTISED])
+def test_random_bytes_in_index_tensors(dtype, cache):
+    """Any bits: all accesses stay inside, whatever is written. Pages before and after the cache keep their bytes."""
+    gen = torch.Generator().manual_seed(0)
+    for number in range(30):
+        places = ("slots", "lists", "table")[number % 3]
+        case = sized(CacheWriteCase(dtype, cache, 100, places=places, index=(torch.int32, torch.int64)[number % 2]))
+        inputs = cases.copied(cases.make_inputs(case, "cpu", number), CUDA)
+        named = ("batch_indices", "positions", "kv_indices", "kv_indptr", "places")
+        for t in cases.tensors_of([value for name, value in inputs.items() if name in named]):
+            t.copy_(torch.randint(-(1 << 63), (1 << 63) - 1, t.shape, generator=gen).to(t.dtype))
+        cases.function_of(case)(**inputs)
+        torch.cuda.synchronize()
+        cache_tensors = cases.tensors_of(inputs.get("paged_kv_cache", inputs.get("cache")))
+        for t in cache_tensors[:1]:
+            flat = torch.empty(0, dtype=torch.uint8, device=CUDA).set_(t.untyped_storage())
+            begin = t.storage_offset() * t.element_size()
+            assert (flat[:begin] == cases.POISON).all()
+            assert (flat[-begin:] == cases.POISON).all()
+
+
+def test_many_tokens_with_one_slot():
+    """One of the tokens is stored, element by element, and nothing else is written."""
+    k = torch.randn(1000, 2, 128, device=CUDA).bfloat16()
+    kv = torch.zeros(4, 2, 16, 2, 128, device=CUDA, dtype=torch.bfloat16)
+    append_qkv(None, k, k, KVCacheTarget(kv), torch.full((1000,), 21, device=CUDA))
+    stored = kv[1, 0, 5]
+    assert (k == stored).any(0).all() and kv.ne(0).any(-1).any(-1).nonzero().tolist() == [[1, 0, 5], [1, 1, 5]]
+
+
+@pytest.mark.parametrize("dtype,cache", WIDE)
+def test_graphs(dtype, cache):
+    """A captured call reads new rows and new places when it is replayed."""
+    case = sized(CacheWriteCase(dtype, cache, 33, (4, 2), norm="shared", rope="angles"))
+    first, other = cases.make_inputs(case), cases.make_inputs(case, seed=1)
+    given = cases.copied(first, CUDA)
+    append_qkv(**given)  # loads the kernel
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        append_qkv(**given)
+    for mine, new in zip(cases.storages(given), cases.storages(other), strict=True):
+        mine.copy_(new)
+    graph.replay()
+    append_qkv(**other)
+    assert cases.difference(case, cases.copied(given, "cpu"), other) <= 1
+
+
+def test_far_offsets():
+    """A cache of more than 2^32 bytes, and rows of more than 2^31 elements apart."""
+    pages = 70_000
+    kv = torch.zeros(pages, 2, 16, 8, 128, device=CUDA, dtype=torch.bfloat16)
+    rows = torch.randn(4, 8, 128, device=CUDA).bfloat16()
+    slots = torch.tensor([pages * 16 - 1, pages * 16, 0, (pages - 2) * 16], device=CUDA)
+    append_qkv(None, rows, -rows, KVCacheTarget(kv), slots)
+    for token, (page, row) in ((0, (pages - 1, 15)), (2, (0, 0)), (3, (pages - 2, 0))):
+        assert torch.equal(kv[page, 0, row], rows[token]) and torch.equal(kv[page, 1, row], -rows[token])
+    assert kv[1 : pages - 2].ne(0).any().item() is False
