@@ -13,6 +13,7 @@ import torch
 from bench.cases import cache_write as cases
 from bench.cases.cache_write import CacheWriteCase
 from cute_kernels.cache_write import dispatch
+from tests.gpu import feature
 from tools.ptxsim.workloads.cache_write import cache_write_cases, cache_write_features
 from wrappers import KVCacheTarget, append_qkv
 
@@ -21,6 +22,8 @@ pytestmark = pytest.mark.skipif(
 )
 
 CUDA = torch.device("cuda", 0)
+FEATURES = {"bf16": "copied bf16", "fp16": "copied fp16", "uint8": "copied one byte", "e4m3": "quantised to e4m3",
+            "e5m2": "quantised to e5m2", "nvfp4": "quantised to NVFP4"}  # fmt: skip
 COPIES = (("bf16", "bf16"), ("fp16", "fp16"), ("uint8", "uint8"))
 QUANTISED = (("bf16", "e4m3"), ("fp16", "e4m3"), ("bf16", "e5m2"), ("bf16", "nvfp4"), ("fp16", "nvfp4"))
 WIDE = (*COPIES[:2], *QUANTISED)
@@ -31,6 +34,11 @@ SIMULATED = {
     for _, spec in dispatch.shipped("sm_90a")
     for scenario in cache_write_cases(spec)
 } | {scenario.name: scenario for scenario in cache_write_features()}
+
+
+def types(*pairs):
+    """Pairs of types as parameters of a test, which carry their features."""
+    return [pytest.param(*pair, marks=feature(f"append rows {FEATURES[pair[1]]}")) for pair in pairs]
 
 
 def sized(case):
@@ -58,8 +66,12 @@ def test_cases_of_the_simulator(name):
             matches(case, seed)
 
 
-@pytest.mark.parametrize("dtype,cache", [*COPIES, *QUANTISED])
-@pytest.mark.parametrize("places", ["slots", "lists", "table"])
+@pytest.mark.parametrize("dtype,cache", types(*COPIES, *QUANTISED))
+@pytest.mark.parametrize("places", [
+    pytest.param("slots", marks=feature("append places slot mapping")),
+    pytest.param("lists", marks=feature("append places CSR page lists")),
+    pytest.param("table", marks=feature("append places block table")),
+])  # fmt: skip
 def test_tokens_and_pages(places, dtype, cache):
     base = CacheWriteCase(dtype, cache, places=places)
     for number, (tokens, size) in enumerate(product(TOKENS, PAGE_SIZES)):
@@ -69,7 +81,7 @@ def test_tokens_and_pages(places, dtype, cache):
         matches(sized(replace(case, interleaved_sf=number % 2 == 1)), number)
 
 
-@pytest.mark.parametrize("dtype,cache", [*COPIES, *QUANTISED])
+@pytest.mark.parametrize("dtype,cache", types(*COPIES, *QUANTISED))
 def test_dims(dtype, cache):
     step = 16 if cache == "nvfp4" else 1
     for number, dim in enumerate(
@@ -85,6 +97,7 @@ def test_dims(dtype, cache):
         )
 
 
+@feature("append rows of Q and K with RMS norm", "append rows of Q and K with RoPE")
 @pytest.mark.parametrize("dtype,cache", WIDE)
 @pytest.mark.parametrize("rope", ["", "angles", "llama31", "cache"])
 @pytest.mark.parametrize("norm", ["", "shared", "heads", "k"])
@@ -147,6 +160,7 @@ def test_many_tokens_with_one_slot():
     assert (k == stored).any(0).all() and kv.ne(0).any(-1).any(-1).nonzero().tolist() == [[1, 0, 5], [1, 1, 5]]
 
 
+@feature("append with CUDA graph replay")
 @pytest.mark.parametrize("dtype,cache", WIDE)
 def test_graphs(dtype, cache):
     """A captured call reads new rows and new places when it is replayed."""

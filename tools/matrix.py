@@ -23,19 +23,27 @@ from bench.pages import fill
 from cute_kernels import catalog
 from cute_kernels.attention import dispatch as attention
 from cute_kernels.attention.request import KernelRequest
+from cute_kernels.cache_write import dispatch as cache_write
+from cute_kernels.cache_write.request import CacheWriteRequest
 from cute_kernels.topk import dispatch as topk
 from cute_kernels.topk.request import TopKKernelRequest
 
 ARCHS = {"sm_90a": "Hopper", "sm_100a": "B200", "sm_103a": "B300"}
 RUN = ("sm_90a",)  # architectures with GPU test runs
 SIMULATED = {("sm_90a", "attention.sm90"), ("sm_100a", "attention.sm100"), ("sm_103a", "attention.sm100")} | {
-    (arch, op) for arch in catalog.ARCHS for op in ("attention.decode", "topk.radix", "topk.sort")
+    (arch, op) for arch in catalog.ARCHS for op in ("attention.decode", "topk.radix", "topk.sort", "cache_write.rows")
 }  # (architecture, op) of the kernels that CI's simulator runs
 RECORD = Path(__file__).resolve().parent.parent / "tests" / "data" / "hardware.csv"
 COLUMNS = ("arch", "feature", "gpu", "commit", "passed")
 
 
-FAMILIES: dict[str, Any] = {"prefill": attention, "decode": attention, "xqa": attention, "top-k": topk}
+FAMILIES: dict[str, Any] = {
+    "prefill": attention,
+    "decode": attention,
+    "xqa": attention,
+    "top-k": topk,
+    "append": cache_write,
+}
 
 
 @dataclass(frozen=True)
@@ -71,6 +79,8 @@ def features(op: str, base: Any, what: str, values: dict[str, dict[str, Any]]) -
 PREFILL = KernelRequest(page_size=64, qhead_per_kvhead=4)
 DECODE = KernelRequest(page_size=64, qhead_per_kvhead=4, phase="decode", rows=1)
 XQA = replace(DECODE, q="fp16", kv="fp16", out="fp16")
+APPEND = CacheWriteRequest("bf16", "bf16")
+ONE_BYTE = {"one byte": {"dtype": "uint8", "cache": "uint8"}}
 HALVES = {dtype: {"q": dtype, "kv": dtype, "out": dtype} for dtype in ("bf16", "fp16")}
 QUANTISED = {"e4m3": {"kv": "e4m3"}, "NVFP4": {"kv": "nvfp4"}}
 CACHES = QUANTISED | {"e5m2": {"kv": "e5m2"}}
@@ -152,6 +162,12 @@ ASKED: tuple[tuple[str, Any, str, dict[str, dict[str, Any]]], ...] = (  # argume
     ("top-k", TopKKernelRequest("fp32", 12, 100000, 1000), "with", {"CUDA graph replay": {}}),
     ("top-k", TopKKernelRequest("fp32", 64, 65536, 2048), "with", {"sorted values": {}}),
     ("top-k", TopKKernelRequest("fp32", 1, 1 << 21, 20000), "k", {"20000 of 2 million": {}}),
+    ("append", APPEND, "rows copied", {d: {"dtype": d, "cache": d} for d in ("bf16", "fp16")} | ONE_BYTE),
+    ("append", APPEND, "rows quantised to", {"e4m3": {"cache": "e4m3"}, "NVFP4": {"cache": "nvfp4"}}),
+    ("append", APPEND, "rows quantised to", {"e5m2": {"cache": "e5m2"}}),
+    ("append", APPEND, "rows of Q and K with", {"RMS norm": {"transform": True}, "RoPE": {"transform": True}}),
+    ("append", APPEND, "places", {"slot mapping": {}, "CSR page lists": {}, "block table": {}}),
+    ("append", APPEND, "with", {"CUDA graph replay": {}}),
 )
 FEATURES = tuple(feature for asked in ASKED for feature in features(*asked))
 NAMES = frozenset(feature.name for feature in FEATURES)

@@ -47,8 +47,9 @@ GROUPS = {  # page -> (title, first sentence, names)
     ),
     "caches": (
         "Caches, NVFP4, merging, masks",
-        "Functions beside attention, in plain torch. The guide is [Caches](../docs/caches.md).",
+        "Functions beside attention. The guide is [Caches](../docs/caches.md).",
         (
+            "append_qkv", "KVCacheTarget", "PageLists", "BlockTable", "RMSNorm", "RotaryEmbedding", "QueryOutput",
             "append_paged_kv_cache", "get_batch_indices_positions", "get_seq_lens",
             "nvfp4_quantize_append_paged_kv_cache", "nvfp4_quantize_append_paged_kv_cache_with_slot_mapping",
             "nvfp4_quantize", "nvfp4_dequantize", "FP4Tensor", "merge_state", "merge_state_in_place", "merge_states",
