@@ -59,6 +59,6 @@ def check_promises(spec, a):
         for cache, sf in ((k_cache, a["k_sf"]), (v_cache, a["v_sf"])):
             promised(sf.shape == (*cache.shape[:3], cache.shape[3] * 2 // 16))
     tokens = len(a["slots"]) // (1 + (a["wide"] & 1)) if a["places"] == SLOTS else len(k)
-    promised(min(len(k), len(v)) >= min(tokens, len(k)))
+    promised(a.get("scales_multiply", 0) in (0, 1) and min(len(k), len(v)) >= min(tokens, len(k)))
     if a["places"] == PAGES:
         promised(len(a["page_table"]) and (len(a["batch_indices"]) or len(a["cu_seqlens"]) > 1))

@@ -267,6 +267,20 @@ def test_under_torch_compile():
     assert all(map(torch.equal, cases.storages(inputs), cases.storages(again)))
 
 
+@pytest.mark.parametrize("shape", [(16,), (5, 32), (16, 48), (3, 2, 64), (2, 3, 5, 16), (0, 32)])
+@pytest.mark.parametrize("scale", [1.0, 3, torch.tensor([0.37])])
+def test_quantised_by_the_kernel_that_writes_caches(shape, scale):
+    for x in (torch.randn(shape).bfloat16(), torch.randn(*shape[:-1], 2 * shape[-1]).half()[..., : shape[-1]]):
+        want = fp4.nvfp4_quantize(x, scale)
+        with emulation() as machine:
+            for _ in range(2):
+                got = wrappers.nvfp4_quantize(x.requires_grad_(), scale)
+                assert all(a.view(torch.uint8).equal(b.view(torch.uint8)) for a, b in zip(got, want, strict=True))
+            assert len(machine.launches) == 2 * bool(x.numel()) and len(machine.plans) == bool(x.numel())
+            wrappers.nvfp4_quantize(x.detach().float(), scale)  # in torch
+            assert len(machine.launches) == 2 * bool(x.numel())
+
+
 def test_dispatch():
     refused = "head_dim 576: must be at most 512"
     with pytest.raises(NotImplementedError, match=refused):

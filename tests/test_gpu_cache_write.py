@@ -15,7 +15,8 @@ from bench.cases.cache_write import CacheWriteCase
 from cute_kernels.cache_write import dispatch
 from tests.gpu import feature
 from tools.ptxsim.workloads.cache_write import cache_write_cases, cache_write_features
-from wrappers import KVCacheTarget, append_qkv
+from wrappers import KVCacheTarget, append_qkv, fp4, machine, nvfp4_quantize
+from wrappers.cache_write import plan
 
 pytestmark = pytest.mark.skipif(
     not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0), reason="needs an sm_90 device"
@@ -101,7 +102,10 @@ def test_dims(dtype, cache):
 @pytest.mark.parametrize("dtype,cache", WIDE)
 @pytest.mark.parametrize("rope", ["", "angles", "llama31", "cache"])
 @pytest.mark.parametrize("norm", ["", "shared", "heads", "k"])
-def test_norms_and_rotations(norm, rope, dtype, cache):
+@pytest.mark.parametrize("threads", [1, plan.THREADS])  # all rows of a token for a group of lanes, or one
+def test_norms_and_rotations(threads, norm, rope, dtype, cache, monkeypatch):
+    monkeypatch.setattr(plan, "THREADS", threads)
+    machine.current.plans.clear()
     for number, (dim, heads) in enumerate(
         product((16, 48, 64, 80, 96, 128, 192, 256, 512), ((32, 8), (5, 1), (0, 3), (1, 1)))
     ):
@@ -177,6 +181,18 @@ def test_graphs(dtype, cache):
     graph.replay()
     append_qkv(**other)
     assert cases.difference(case, cases.copied(given, "cpu"), other) <= 1
+
+
+@feature("append rows quantised to NVFP4")
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("shape", [(16,), (4099, 48), (64, 8, 128), (1000, 3, 96), (7, 5, 3, 64), (33, 1040)])
+def test_nvfp4_quantize(shape, dtype):
+    x = torch.randn(*shape[:-1], 2 * shape[-1], generator=torch.Generator().manual_seed(0)).to(dtype)
+    for part, scale in ((x[..., : shape[-1]], 1.0), (x[..., : shape[-1]].contiguous(), torch.tensor([0.37]))):
+        device = part.to(CUDA) if part.is_contiguous() else x.to(CUDA)[..., : shape[-1]]
+        got = nvfp4_quantize(device, scale.to(CUDA) if isinstance(scale, torch.Tensor) else scale)
+        for a, b in zip(got, fp4.nvfp4_quantize(part, scale), strict=True):
+            assert torch.equal(a.cpu().view(torch.uint8), b.view(torch.uint8))
 
 
 def test_far_offsets():

@@ -198,24 +198,17 @@ def unpack(data: torch.Tensor) -> torch.Tensor:
     return torch.stack([data & 15, data >> 4], dim=-1).flatten(-2)
 
 
-@torch.no_grad()
-def nvfp4_quantize(x: torch.Tensor, global_scale: float | torch.Tensor = 1.0) -> tuple[torch.Tensor, torch.Tensor]:
-    """Quantise x (..., D) to packed NVFP4: data uint8 (..., D / 2) and linear scales e4m3 (..., D / 16).
-
-    For each block of 16 elements, sf = e4m3(global_scale * amax / 6) and code = e2m1(x * global_scale / sf), or 0 if sf
-    is 0.
-
-    x: fp16, bf16, fp32 or fp64, D a multiple of 16. global_scale: the forward scale, at most 448 * 6 / amax(x) to avoid
-    saturation; a float or an fp32 tensor of one element, on x's device or on the host, where it counts as a float.
-    Raises TypeError for a dtype, ValueError for a shape, device or scale. Formats: NVIDIA's PTX ISA.
-
-    >>> data, scales = nvfp4_quantize(torch.arange(16.0))
-    >>> nvfp4_dequantize(data, scales).tolist()[:8]  # 15 / 6 is a scale factor
-    [0.0, 1.25, 2.5, 2.5, 3.75, 5.0, 5.0, 7.5]
-    """
+def quantizable(x: Any, global_scale: Any) -> Any:
+    """Return the global scale as a number or a tensor without dimensions, after a check of both arguments."""
     _floats("x", x)
     _check_multiple("x", x, BLOCK)
-    global_scale = _global(global_scale, "x", x)
+    return _global(global_scale, "x", x)
+
+
+@torch.no_grad()
+def nvfp4_quantize(x: torch.Tensor, global_scale: float | torch.Tensor = 1.0) -> tuple[torch.Tensor, torch.Tensor]:
+    """Do in torch operations what `cache_write.quantize.nvfp4_quantize` does by a kernel where one serves x."""
+    global_scale = quantizable(x, global_scale)
     blocks = x.float().unflatten(-1, (-1, BLOCK))
     scales = e4m3(blocks.abs().amax(-1) * global_scale / GRID[-1])
     sf = scales.float().unsqueeze(-1)

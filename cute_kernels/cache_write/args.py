@@ -48,6 +48,7 @@ class CacheWriteArgs(NamedTuple):
     k_sf: Any = None  # (pages, H, P, Dk / 16)  nvfp4: scale factors, e4m3 as uint8; any strides, last 1
     v_sf: Any = None  # (pages, H, P, Dv / 16)
     v_sf_interleaved: Any = None  # Int32  factors of 4 rows of V are interleaved: P is a multiple of 4
+    scales_multiply: Any = None  # Int32  1: K and V are multiplied by k_scale_ptr and v_scale_ptr themselves
     # transform
     q: Any = None  # (N, Hq | 0, Dk)  spec.dtype; any strides, last 1
     q_out: Any = None  # (N | 0, Hq, Dk)  spec.dtype; any strides, last 1; may be q
@@ -68,7 +69,7 @@ class CacheWriteArgs(NamedTuple):
 
 INDICES = ("slots", "batch_indices", "positions", "page_table", "kv_indptr", "cu_seqlens", "kv_lens", "rope_positions")
 QUANTISED = ("k_scale", "v_scale", "k_scale_ptr", "v_scale_ptr")
-BLOCK_SCALED = ("k_sf", "v_sf", "v_sf_interleaved")
+BLOCK_SCALED = ("k_sf", "v_sf", "v_sf_interleaved", "scales_multiply")
 TRANSFORM = ("q", "q_out", "rope_table", "rope", "rope_positions", "q_weight", "k_weight", "norm_eps", "norm_offset")
 Q_QUANTISED = ("q_fp8", "q_scale", "q_scale_ptr")
 OPTIONAL: dict[str, Callable[[Any], bool]] = {  # field -> whether a spec has it; every spec has the fields not listed

@@ -29,14 +29,15 @@ class TargetRow(NamedTuple):
 
 
 @cute.jit
-def scale_of(spec: cutlass.Constexpr, constant: Float32, tensor: cute.Tensor, head: Int32):
+def scale_of(spec: cutlass.Constexpr, a, constant: Float32, tensor: cute.Tensor, head: Int32):
     """Return the scale of a head (`TargetRow.scale`): `constant`, or of a tensor with one scale per head or for all,
     which divides."""
     scale = constant
     if tensor.shape[0] > 0:
         scale = tensor[cutlass.min(head, tensor.shape[0] - 1)]
         if const_expr(spec.cache == "nvfp4"):
-            scale = reciprocal(scale)
+            if a.scales_multiply == 0:
+                scale = reciprocal(scale)
     return scale
 
 

@@ -204,7 +204,8 @@ def plan_for(call: CacheWriteCall, device_info: tuple[str, int] | None) -> Cache
         places=call.places if stores else ROWS, wide=sum(1 << i for i in wide), page_table=empty(torch.int32, 1),
         lanes_log2=lanes.bit_length() - 1, k_groups=groups(k.shape[0], max(1, queries + k.shape[1]), lanes),
         v_groups=groups(k.shape[0], v.shape[1], lanes) if v.shape[1] else 0, enable_pdl=1,
-        v_sf_interleaved=int(call.v_sf_interleaved), q=empty(k.dtype, 0, dim), q_out=empty(k.dtype, queries, dim),
+        v_sf_interleaved=int(call.v_sf_interleaved), scales_multiply=0,
+        q=empty(k.dtype, 0, dim), q_out=empty(k.dtype, queries, dim),
         rope_table=empty(torch.float32, 0), q_weight=empty(k.dtype, dim), k_weight=empty(k.dtype, dim),
         q_fp8=empty(fp8, queries, dim),
     )  # fmt: skip

@@ -159,7 +159,7 @@ def store_rows(
     if spec.cache != "nvfp4":
         put(cache, at, to_fp8(values, tensor if len(tensor) else scale, cache.dtype))
         return
-    by_head = [1.0 / one for one in tensor] if len(tensor) else [scale]
+    by_head = [one if a.scales_multiply else 1.0 / one for one in tensor] if len(tensor) else [scale]
     found = [
         fp4.nvfp4_quantize(part, one) for part, one in zip(values.split(values.shape[1] // len(by_head), 1), by_head)
     ]

@@ -136,9 +136,9 @@ def target_of(spec: cutlass.Constexpr, a, g: LaneGroup, rows: RowRange, head: In
     scale = Float32(1.0)
     if const_expr(spec.quantised):
         if g.own < a.k_groups:
-            scale = store.scale_of(spec, a.k_scale, a.k_scale_ptr, head)
+            scale = store.scale_of(spec, a, a.k_scale, a.k_scale_ptr, head)
         else:
-            scale = store.scale_of(spec, a.v_scale, a.v_scale_ptr, head)
+            scale = store.scale_of(spec, a, a.v_scale, a.v_scale_ptr, head)
     address = rows.target.address + head * rows.target_stride
     return rows.target._replace(address=address, sf=rows.target.sf + head * rows.sf_stride, scale=scale)
 

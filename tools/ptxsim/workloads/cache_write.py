@@ -4,12 +4,14 @@ import hashlib
 import time
 from dataclasses import dataclass, replace
 from typing import Any
+from unittest import mock
 
 import torch
 
 from bench.cases import cache_write as cases
 from bench.cases.cache_write import CacheWriteCase
 from cute_kernels.cache_write.spec import CacheWriteSpec
+from wrappers.cache_write import plan
 from wrappers.machine import HostMachine, override
 
 from ..run import RunResult
@@ -19,10 +21,12 @@ from .common import SMS, Outcome, SimulatedMachine
 @dataclass(frozen=True)
 class CacheWriteScenario:
     """Calls, one after the other. Rows that are copied or quantised, without a norm or rotation, must give the bits of
-    the reference; all bytes that no row is written to must stay equal."""
+    the reference; all bytes that no row is written to must stay equal. threads: as `plan.THREADS`; with 1, a group of
+    lanes has all rows of a token, as if there were many tokens."""
 
     name: str
     calls: tuple[CacheWriteCase, ...]
+    threads: int = plan.THREADS
 
 
 def cache_write_cases(spec: CacheWriteSpec, thorough: bool = False) -> list[CacheWriteScenario]:
@@ -50,7 +54,7 @@ def appended(base: CacheWriteCase) -> list[CacheWriteScenario]:
     ]
     if base.dtype == "uint8":
         first = [replace(case, data="normal") for case in first]
-    return [CacheWriteScenario("slots", tuple(first)), CacheWriteScenario("lists", tuple(second))]
+    return [CacheWriteScenario("slots", tuple(first), 1), CacheWriteScenario("lists", tuple(second))]
 
 
 def transformed(base: CacheWriteCase) -> list[CacheWriteScenario]:
@@ -73,7 +77,7 @@ def transformed(base: CacheWriteCase) -> list[CacheWriteScenario]:
             base, shift=1, norm="heads", rope="cache", q8=q8, places="table", interleaved_sf=True, index=torch.int64
         ),
     ]
-    return [CacheWriteScenario("norm and rotation", tuple(first)), CacheWriteScenario("places", tuple(second))]
+    return [CacheWriteScenario("norm and rotation", tuple(first)), CacheWriteScenario("places", tuple(second), 1)]
 
 
 def cache_write_structures(shipped: list[CacheWriteSpec]) -> list[CacheWriteSpec]:
@@ -119,7 +123,7 @@ def run_cache_write(spec: CacheWriteSpec | None, case: CacheWriteScenario, arch:
         function = cases.function_of(call)
         with override(HostMachine()):
             function(**expected)
-        with override(simulated):
+        with override(simulated), mock.patch.object(plan, "THREADS", case.threads):
             start = time.perf_counter()
             function(**inputs)
             seconds += time.perf_counter() - start
