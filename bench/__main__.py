@@ -1,4 +1,4 @@
-"""python -m bench attention | topk [--cases PREFIX] [--sweep] | serve | sparsity | plots | readme"""
+"""python -m bench attention | topk | append [--cases PREFIX] [--sweep] | serve | sparsity | plots | readme"""
 
 import argparse
 from collections.abc import Callable
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 class Family(NamedTuple):
-    """The parts in which the benchmarks of attention and of top-k differ."""
+    """The parts in which the benchmarks of attention, of top-k and of rows written to caches differ."""
 
     cases: tuple[str, ...]
     sweep: str  # prefix of the cases that --sweep adds
@@ -68,6 +68,19 @@ def topk() -> Family:
         providers=tuple(bench.PROVIDERS),
         measure=bench.measure,
         rest=lambda setup, _: bench.outputs(bench.OUTPUTS, setup) + bench.host(setup),
+        ceilings="ceiling-copy",
+    )
+
+
+def append() -> Family:
+    from . import append as bench
+
+    return Family(
+        cases=bench.CASES,
+        sweep="append-",
+        providers=tuple(bench.PROVIDERS),
+        measure=bench.measure,
+        rest=lambda setup, _: bench.host(setup),
         ceilings="ceiling-copy",
     )
 
@@ -157,7 +170,8 @@ def fill(args: argparse.Namespace) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m bench", description=__doc__)
     verbs = parser.add_subparsers(required=True)
-    for name, prefix, family in (("attention", "prefill-bf16", attention), ("topk", "topk", topk)):
+    families = ("attention", "prefill-bf16", attention), ("topk", "topk", topk), ("append", "", append)
+    for name, prefix, family in families:
         one = verbs.add_parser(name, help=f"measure {name}")
         one.add_argument("--cases", default=prefix, help="measure the cases that begin with this prefix")
         one.add_argument("--providers", default="", help="comma-separated list; default: all that run on this machine")

@@ -146,7 +146,7 @@ def check(inputs: TopKInputs, indices: torch.Tensor) -> str | None:
     return "not in descending order" if inputs.sorted and bool((found[:, 1:] > found[:, :-1]).any()) else None
 
 
-def graph(run: Callable[[TopKInputs], object], sets: list[TopKInputs]) -> Call:
+def graph(run: Callable[[Any], object], sets: list[Any]) -> Call:
     """Capture one call on each of the sets as a CUDA graph, and return its replay."""
     stream = torch.cuda.Stream()
     with torch.cuda.stream(stream):
@@ -160,7 +160,7 @@ def graph(run: Callable[[TopKInputs], object], sets: list[TopKInputs]) -> Call:
     return lambda _: captured.replay()
 
 
-def every(run: Callable[[TopKInputs], object], sets: list[TopKInputs], _: int) -> None:
+def every(run: Callable[[Any], object], sets: list[Any], _: int) -> None:
     for i in sets:
         run(i)
 

@@ -1,0 +1,66 @@
+"""The benchmark of rows written to caches, on the CPU: cases, checks of providers, floors."""
+
+import pytest
+import torch
+
+from bench import append
+from tests.test_bench_topk import TOP, Costs, setup_of, small_l2  # noqa: F401
+
+NAMES = [
+    f"append-{kind}-n{n}-h4x2-d32-p16"
+    for n in (5, 1100)
+    for kind in ("bf16", "fp8", "nvfp4", "rope-bf16", "normrope-fp8", "normrope-nvfp4")
+]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_our_rows_pass_the_check_and_others_do_not(name):
+    inputs = append.make(name, "cpu", 0)
+    out = append.ours(inputs)
+    assert append.check(inputs, out) is None
+    inputs.caches[1].view(torch.uint8)[inputs.slots[0] // 16, inputs.slots[0] % 16] ^= 0x55
+    if not inputs.transform:
+        assert append.check(inputs, out) == "other rows than the reference"
+    inputs.caches[0].view(torch.uint8).zero_()
+    assert append.check(inputs, out) in ("other rows than the reference", "far from the reference")
+
+
+def test_bytes():
+    assert append.make("append-bf16-n64-h32x8-d128-p16", "cpu", 0).bytes == 2 * 64 * 8 * 128 * 4
+    assert append.make("append-rope-fp8-n64-h32x8-d128-p16", "cpu", 0).bytes == 64 * 128 * (2 * 8 * 3 + 32 * 4)
+    assert append.make_quantize("nvfp4-quantize-n4-h2-d32", "cpu", 0).bytes == 4 * 2 * 32 * 2.5625
+
+
+@pytest.mark.parametrize("name", ["append-bf16-n64", "append-fp4-n64-h4x2-d32-p16", "nvfp4-quantize-n4"])
+def test_other_names_are_refused(name):
+    with pytest.raises(ValueError, match="must look like"):
+        append.parts_of(name)[0](name, "cpu", 0)
+
+
+@pytest.mark.parametrize("name", ["append-rope-bf16-n5-h4x2-d32-p16", "nvfp4-quantize-n4-h2-d32"])
+def test_rows_of_a_case(name, monkeypatch):
+    costs = Costs(ours=8.0, wrong=1.0, missing=1.0)
+    for providers in ("PROVIDERS", "QUANTIZERS"):
+        wrong = {"wrong": lambda i: (i.x[..., :16], i.x[..., :2]) if hasattr(i, "x") else i.q}
+        monkeypatch.setattr(append, providers, costs.wrap(wrong | {"ours": getattr(append, providers)["ours"]}))
+    found = append.measure(name, TOP, setup_of(costs, "wrong", "ours", "missing"))
+    assert [(m.case, m.provider) for m in found] == [(name, "ours"), (name, "floor")]
+    size = append.parts_of(name)[0](name, "cpu", 0).bytes
+    assert found[0].timing.median == 8.0 and found[1].timing.median == size / TOP.gbps / 1e3
+
+
+def test_host_times_of_a_decode_step(monkeypatch):
+    monkeypatch.setattr(append, "HOST_CASE", "append-bf16-n2-h4x2-d32-p16")
+    monkeypatch.setattr(
+        append, "host_times", lambda calls, setup: {name: call(0) or 1.0 for name, call in calls.items()}
+    )
+    found = append.host(setup_of(Costs()))
+    assert {m.case for m in found} == {
+        "host-append_paged_kv_cache", "host-append_qkv",
+        "host-nvfp4_quantize_append_paged_kv_cache_with_slot_mapping",
+    }  # fmt: skip
+
+
+def test_cases_are_distinct():
+    assert len(set(append.CASES)) == len(append.CASES)
+    assert {"append-rope-bf16-n64-h32x8-d128-p16", "nvfp4-quantize-n65536-h8-d128"} <= {*append.CASES}
