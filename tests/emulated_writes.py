@@ -50,15 +50,20 @@ def check_promises(spec, a):
     """Check what callers promise, which compiled code does not notice."""
     k, v, k_cache, v_cache = a["k"], a["v"], a["k_cache"], a["v_cache"]
     packed = 2 if spec.cache == "nvfp4" else 1
-    promised(len(k) and k_cache.shape[2] and a["places"] in (SLOTS, PAGES, ROWS))
+    if a["nhd"]:
+        k_cache, v_cache = k_cache.transpose(1, 2), v_cache.transpose(1, 2)
+    promised(len(k) and a["nhd"] in (0, 1) and a["places"] in (SLOTS, PAGES, ROWS))
     promised(1 <= a["lanes_log2"] <= 5 and a["k_groups"] >= 1 and a["v_groups"] >= (v.shape[1] > 0))
     for rows, cache in ((k, k_cache), (v, v_cache)):
         if rows.shape[1]:
             promised(cache.shape[1] == rows.shape[1] and cache.shape[3] * packed == rows.shape[2])
     if spec.cache == "nvfp4":
         for cache, sf in ((k_cache, a["k_sf"]), (v_cache, a["v_sf"])):
+            sf = sf.transpose(1, 2) if a["nhd"] else sf
             promised(sf.shape == (*cache.shape[:3], cache.shape[3] * 2 // 16))
     tokens = len(a["slots"]) // (1 + (a["wide"] & 1)) if a["places"] == SLOTS else len(k)
     promised(a.get("scales_multiply", 0) in (0, 1) and min(len(k), len(v)) >= min(tokens, len(k)))
     if a["places"] == PAGES:
-        promised(len(a["page_table"]) and (len(a["batch_indices"]) or len(a["cu_seqlens"]) > 1))
+        promised(
+            (len(a["page_table"]) or len(a["kv_indices"])) and (len(a["batch_indices"]) or len(a["cu_seqlens"]) > 1)
+        )

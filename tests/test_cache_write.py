@@ -167,7 +167,7 @@ def test_launches():
             append_qkv(**cases.make_inputs(replace(FULL, index=torch.int64, places="lists")))
         assert len(machine.plans) == 1 and len(machine.launches) == 2
         first = machine.launches[0]
-        named = ("batch_indices", "positions", "page_table", "kv_indptr", "rope_positions")
+        named = ("batch_indices", "positions", "kv_indices", "kv_indptr", "rope_positions")
         assert first["wide"] == sum(1 << INDICES.index(name) for name in named)
         assert first["k_groups"] == 6 and first["v_groups"] == 2 and first["lanes_log2"] == 3
         append_qkv(**cases.make_inputs(CacheWriteCase(cache="nvfp4")))

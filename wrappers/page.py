@@ -127,6 +127,20 @@ def paged_kv(name: str, value: Any, layout: Any) -> tuple[torch.Tensor, torch.Te
     return pair(name, value, layout)
 
 
+def sides(name: str, value: Any, layout: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return K and V of a cache in its layout; a P of 1 may be missing. One torch operation, or none for (k, v)."""
+    if layout in ("NHD", "HND"):
+        if value.__class__ is tuple and len(value) == 2:
+            k, v = value
+            if k.__class__ is torch.Tensor and v.__class__ is torch.Tensor and k.dim() == v.dim() == 4:
+                return k, v
+        elif value.__class__ is torch.Tensor and value.dim() == 5 and value.shape[1] == 2:
+            k, v = value.unbind(1)
+            return k, v
+    k, v = paged_kv(name, value, layout)
+    return (k.transpose(1, 2), v.transpose(1, 2)) if layout == "NHD" else (k, v)
+
+
 def _are_rows(t: Any) -> bool:
     """Report whether t holds keys or values of pages with one row, without the dimension of P."""
     return isinstance(t, torch.Tensor) and t.ndim == 3 and t.layout is torch.strided
@@ -171,11 +185,11 @@ def append_paged_kv_cache(
     >>> cache[..., 0, 0].nonzero().tolist()  # K and V of row 3 of page 2, and of row 0 of page 0
     [[0, 0, 0], [0, 1, 0], [2, 0, 3], [2, 1, 3]]
     """
-    k, v = paged_kv(CACHE, paged_kv_cache, kv_layout)
+    k, v = sides(CACHE, paged_kv_cache, kv_layout)
     serve(
         CacheWriteCall(
-            APPEND, append_key, append_value, k, v, PAGES, None, batch_indices, positions, kv_indices, kv_indptr,
-            kv_last_page_len,
+            APPEND, append_key, append_value, k, v, kv_layout == "NHD", PAGES, None, batch_indices, positions, None,
+            kv_indices, kv_indptr, kv_last_page_len,
         )
     )  # fmt: skip
 
@@ -185,12 +199,12 @@ def _nvfp4(
     kv_layout: Any,
 ) -> None:  # fmt: skip
     """Complete a call that quantises its rows, and make it. k_scale, v_scale: global dequantisation scales."""
-    (k_cache, v_cache), (k_sf, v_sf) = paged_kv(CACHE, cache, kv_layout), paged_kv(CACHE_SF, cache_sf, kv_layout)
+    (k_cache, v_cache), (k_sf, v_sf) = sides(CACHE, cache, kv_layout), sides(CACHE_SF, cache_sf, kv_layout)
     (k_factor, k_ptr), (v_factor, v_ptr) = _forward("k_scale", k_scale, call.k), _forward("v_scale", v_scale, call.k)
     serve(
         call._replace(
-            k_cache=k_cache, v_cache=v_cache, k_sf=k_sf, v_sf=v_sf, k_scale=k_factor, v_scale=v_factor,
-            k_scale_ptr=k_ptr, v_scale_ptr=v_ptr,
+            k_cache=k_cache, v_cache=v_cache, nhd=kv_layout == "NHD", k_sf=k_sf, v_sf=v_sf,
+            k_scale=k_factor, v_scale=v_factor, k_scale_ptr=k_ptr, v_scale_ptr=v_ptr,
         )
     )  # fmt: skip
 
@@ -234,8 +248,8 @@ def nvfp4_quantize_append_paged_kv_cache(
     tensor([1.0312, 1.0312])
     """
     call = CacheWriteCall(
-        NVFP4_APPEND, append_key, append_value, None, None, PAGES, None, batch_indices, positions, kv_indices,
-        kv_indptr, kv_last_page_len,
+        NVFP4_APPEND, append_key, append_value, None, None, True, PAGES, None, batch_indices, positions, None,
+        kv_indices, kv_indptr, kv_last_page_len,
     )  # fmt: skip
     _nvfp4(call, paged_kv_cache, kv_cache_sf, k_scale, v_scale, kv_layout)
 
@@ -258,5 +272,5 @@ def nvfp4_quantize_append_paged_kv_cache_with_slot_mapping(
     >>> codes.any(-1).nonzero().tolist()  # row 2 of page 1, K and V
     [[1, 0, 2, 0], [1, 1, 2, 0]]
     """
-    call = CacheWriteCall(NVFP4_SLOTS, append_key, append_value, None, None, SLOTS, slot_mapping)
+    call = CacheWriteCall(NVFP4_SLOTS, append_key, append_value, None, None, True, SLOTS, slot_mapping)
     _nvfp4(call, paged_kv_cache, kv_cache_sf, k_scale, v_scale, kv_layout)

@@ -21,8 +21,10 @@ class CacheWriteArgs(NamedTuple):
 
     k: Any  # (N, H, Dk)              spec.dtype; any strides, last 1
     v: Any  # (N, H | 0, Dv)          no heads: only K is written
-    k_cache: Any  # (pages, H, P, Dk) spec.cache, nvfp4: packed e2m1 (uint8, half the width); any strides, last 1
-    v_cache: Any  # (pages, H, P, Dv) without V: any tensor with as many pages as k_cache
+    k_cache: Any  # (pages, P, H, Dk) spec.cache, nvfp4: packed e2m1 (uint8, half the width); any strides, last 1;
+    #                                 or (pages, H, P, Dk), see `nhd`
+    v_cache: Any  # (pages, P, H, Dv) without V: any tensor with as many pages as k_cache
+    nhd: Any  # Int32                 1: the second mode of caches and scale factors is P, the third H; 0: the reverse
     places: (
         Any  # Int32              where rows of K and V go. SLOTS: token i to slot slots[i], page * P + row. PAGES: to
     )
@@ -31,8 +33,9 @@ class CacheWriteArgs(NamedTuple):
     slots: Any  # (N,)                SLOTS; a negative slot stores nothing
     batch_indices: Any  # (N | 0,)    PAGES: the request of each token; absent: cu_seqlens and kv_lens tell
     positions: Any  # (N | 0,)        PAGES: the position of each token
-    page_table: Any  # (B, M)         PAGES: pages of each request; with kv_indptr (1, M): of all requests
-    kv_indptr: Any  # (B + 1 | 0,)    PAGES: first entry of each request in page_table
+    page_table: Any  # (B | 0, M)     PAGES: pages of each request; or
+    kv_indices: Any  # (M | 0,)       PAGES: pages of all requests, one after another, with
+    kv_indptr: Any  # (B + 1 | 0,)    PAGES: first entry of each request in kv_indices
     cu_seqlens: Any  # (B + 1 | 0,)   first token of each request
     kv_lens: Any  # (B | 0,)          keys of each request, including these tokens, which are its last
     lanes_log2: Any  # Int32          log2 of the lanes per row: 1 to 5
@@ -45,8 +48,8 @@ class CacheWriteArgs(NamedTuple):
     k_scale_ptr: Any = None  # (H | 1 | 0,)  fp32, replaces k_scale, per head or for all: K is divided by it; nvfp4: K
     #                                 is multiplied by its reciprocal
     v_scale_ptr: Any = None  # (H | 1 | 0,)
-    k_sf: Any = None  # (pages, H, P, Dk / 16)  nvfp4: scale factors, e4m3 as uint8; any strides, last 1
-    v_sf: Any = None  # (pages, H, P, Dv / 16)
+    k_sf: Any = None  # (pages, P, H, Dk / 16)  nvfp4: scale factors, e4m3 as uint8; any strides, last 1; see `nhd`
+    v_sf: Any = None  # (pages, P, H, Dv / 16)
     v_sf_interleaved: Any = None  # Int32  factors of 4 rows of V are interleaved: P is a multiple of 4
     scales_multiply: Any = None  # Int32  1: K and V are multiplied by k_scale_ptr and v_scale_ptr themselves
     # transform
@@ -67,7 +70,10 @@ class CacheWriteArgs(NamedTuple):
     q_scale_ptr: Any = None  # (Hq | 1 | 0,)  fp32, replaces q_scale
 
 
-INDICES = ("slots", "batch_indices", "positions", "page_table", "kv_indptr", "cu_seqlens", "kv_lens", "rope_positions")
+INDICES = (
+    "slots", "batch_indices", "positions", "page_table", "kv_indices", "kv_indptr", "cu_seqlens", "kv_lens",
+    "rope_positions",
+)  # fmt: skip
 QUANTISED = ("k_scale", "v_scale", "k_scale_ptr", "v_scale_ptr")
 BLOCK_SCALED = ("k_sf", "v_sf", "v_sf_interleaved", "scales_multiply")
 TRANSFORM = ("q", "q_out", "rope_table", "rope", "rope_positions", "q_weight", "k_weight", "norm_eps", "norm_offset")

@@ -72,26 +72,32 @@ def position_of(a, token: Int32) -> TokenPosition:
 @cute.jit
 def page_entry(a, request: Int32, column: Int32):
     """Return entry `column` of the pages of a request, or -1 if it has none. Both may be any values."""
-    words, entry = wide(a, "page_table"), Int32(-1)
+    entry = Int32(-1)
     if request >= 0 and column >= 0:
-        row, begin, end = request, Int32(0), a.page_table.shape[1] >> words
-        exists = request < a.page_table.shape[0]
         if a.kv_indptr.shape[0] > 0:
-            indptr_words = wide(a, "kv_indptr")
-            exists = request < (a.kv_indptr.shape[0] >> indptr_words) - 1
-            if exists:
-                row = Int32(0)
-                begin = clamp(element(a.kv_indptr, request, indptr_words), 0, end)
-                end = clamp(element(a.kv_indptr, request + 1, indptr_words), 0, end)
-        if exists and column < end - begin:
-            entry = element(a.page_table[row, None], begin + column, words)
+            words, indptr_words = wide(a, "kv_indices"), wide(a, "kv_indptr")
+            if request < (a.kv_indptr.shape[0] >> indptr_words) - 1:
+                entries = a.kv_indices.shape[0] >> words
+                begin = clamp(element(a.kv_indptr, request, indptr_words), 0, entries)
+                end = clamp(element(a.kv_indptr, request + 1, indptr_words), 0, entries)
+                if column < end - begin:
+                    entry = element(a.kv_indices, begin + column, words)
+        elif request < a.page_table.shape[0]:
+            words = wide(a, "page_table")
+            if column < (a.page_table.shape[1] >> words):
+                entry = element(a.page_table[request, None], column, words)
     return entry
+
+
+def page_size_of(a):
+    """Return the rows of a page."""
+    return cutlass.select_(a.nhd > 0, a.k_cache.shape[1], a.k_cache.shape[2])
 
 
 @cute.jit
 def place_of(a, token: Int32, at: TokenPosition) -> CachePlace:
     """Return the place of a token's rows. at: its request and position, which only PAGES reads."""
-    page, row, page_size = Int32(-1), Int32(0), a.k_cache.shape[2]
+    page, row, page_size = Int32(-1), Int32(0), Int32(page_size_of(a))
     if a.places == SLOTS:
         words, slot = wide(a, "slots"), Int32(-1)
         if token < (a.slots.shape[0] >> words):

@@ -7,13 +7,13 @@ import torch
 
 from cute_kernels.cache_write.args import ANGLES, INTERLEAVED
 
-from ..attention.call import pair
 from ..checks import INF
+from ..page import sides
 from ..plain import traced
 from ..scalars import scale_of
 from ..scratch import constant
 from .call import PAGES, SLOTS, CacheWriteCall, QueryTransform
-from .checks import QKV, name_of
+from .checks import NAMES, QKV
 from .op import serve
 
 __all__ = [
@@ -152,17 +152,18 @@ def rope_table(rope: RotaryEmbedding, k: torch.Tensor) -> tuple[torch.Tensor, in
     return constant(turns, k.device, not traced(k), *numbers), flags | ANGLES
 
 
-def _scale(call: CacheWriteCall, field: str, value: Any, inverse: bool) -> dict[str, Any]:
-    """Return the fields of a dequantisation scale. inverse: a number is passed as its reciprocal."""
+def _scale(field: str, value: Any, k: Any, inverse: bool) -> tuple[float, torch.Tensor | None]:
+    """Return a dequantisation scale as a number and None, or as 1.0 and a tensor. inverse: a number is passed as its
+    reciprocal."""
     if value.__class__ is float and 0 < value < INF:
-        return {field: 1.0 / value if inverse else value}
+        return 1.0 / value if inverse else value, None
     if isinstance(value, torch.Tensor) and value.numel() > 1:  # one per head: `checks` knows how many
-        return {f"{field}_ptr": value}
-    device = call.k.device if isinstance(call.k, torch.Tensor) else None
-    number, tensor = scale_of(name_of(call, field), value, device, "that of k", positive=True)
+        return 1.0, value
+    device = k.device if isinstance(k, torch.Tensor) else None
+    number, tensor = scale_of(NAMES[QKV][field], value, device, "that of k", positive=True)
     if tensor is not None:
-        return {f"{field}_ptr": tensor.reshape(1)}
-    return {field: 1.0 / number if inverse else float(number)}
+        return 1.0, tensor.reshape(1)
+    return 1.0 / number if inverse else float(number), None
 
 
 def append_qkv(
@@ -197,38 +198,45 @@ def append_qkv(
     >>> cache[0, 0, :, 0, 0].tolist(), round(q[1, 0, 0].item(), 2)  # K; and Q at position 1: cos(1) - sin(1)
     ([0.0, 0.0, 0.0, 1.0], -0.3)
     """
-    k_cache, v_cache = pair("cache.kv", cache.kv, cache.layout)
-    k_sf, v_sf = (None, None) if cache.sf is None else pair("cache.sf", cache.sf, cache.layout)
-    call = CacheWriteCall(
-        QKV, k, v, k_cache, v_cache, PAGES, k_sf=k_sf, v_sf=v_sf, v_sf_interleaved=cache.v_sf_interleaved
-    )
-    given: dict[str, Any] = {}
+    kv, layout, sf, k_scale, v_scale, interleaved = cache
+    k_cache, v_cache = sides("cache.kv", kv, layout)
+    k_sf, v_sf = (None, None) if sf is None else sides("cache.sf", sf, layout)
+    form, slots = PAGES, None
+    requests: Any = (None,) * 4
+    table: Any = (None,) * 3
     if isinstance(places, PageLists):
-        given |= dict(zip(("batch_indices", "positions", "page_table", "kv_indptr"), places, strict=True))
+        requests = places
     elif isinstance(places, BlockTable):
-        given |= dict(zip(("page_table", "kv_lens", "cu_seqlens"), places, strict=True))
+        table = places
     else:
-        given |= {"places": SLOTS, "slots": places}
-    inverse = cache.sf is not None
-    given |= _scale(call, "k_scale", cache.k_scale, inverse) | _scale(call, "v_scale", cache.v_scale, inverse)
-    result = None
+        form, slots = SLOTS, places
+    k_number, k_ptr = _scale("k_scale", k_scale, k, sf is not None)
+    v_number, v_ptr = _scale("v_scale", v_scale, k, sf is not None)
+    transform = None
     if q is not None or norm is not None or rope is not None:
-        transform = _transform(call, q, norm or RMSNorm(), rope, out or QueryOutput())
-        result = transform.q_out
-        given["transform"] = transform
-    serve(call._replace(**given))
-    return result
+        transform = _transform(q, k, norm or NO_NORM, rope, out or NEW_OUTPUT)
+    serve(
+        CacheWriteCall(
+            QKV, k, v, k_cache, v_cache, layout == "NHD", form, slots, requests[0], requests[1], table[0], requests[2],
+            requests[3], None, table[2], table[1], k_number, v_number, k_ptr, v_ptr, k_sf, v_sf, interleaved, transform,
+        )
+    )  # fmt: skip
+    return None if transform is None else transform.q_out
 
 
-def _transform(
-    call: CacheWriteCall, q: Any, norm: RMSNorm, rope: RotaryEmbedding | None, out: QueryOutput
-) -> QueryTransform:
+def _transform(q: Any, k: Any, norm: RMSNorm, rope: RotaryEmbedding | None, out: QueryOutput) -> QueryTransform:
     """Return the transform of a call, with a new output for Q unless one is given."""
     result = out.out
     if q is not None and result is None:
         result = torch.empty(q.shape, dtype=out.dtype or q.dtype, device=q.device)
-    table, flags = (None, 0) if rope is None else rope_table(rope, call.k)
+    table, flags, positions = None, 0, None
+    if rope is not None:
+        table, flags = rope_table(rope, k)
+        positions = rope.positions
+    number, tensor = _scale("q_scale", out.scale, k, False)
     return QueryTransform(
-        q, result, table, flags, rope and rope.positions, norm.q_weight, norm.k_weight, norm.eps, norm.offset,
-        **_scale(call, "q_scale", out.scale, False),
-    )  # fmt: skip
+        q, result, table, flags, positions, norm.q_weight, norm.k_weight, norm.eps, norm.offset, number, tensor
+    )
+
+
+NO_NORM, NEW_OUTPUT = RMSNorm(), QueryOutput()

@@ -30,8 +30,8 @@ class CacheWriteCall(NamedTuple):
     """A call, in the caller's tensors. N tokens, H heads of K and V, Hq of Q, P rows per page.
 
     function: the public function, which decides the names in messages (`checks.NAMES`). places: SLOTS, PAGES or ROWS.
-    Caches and scale factors are (pages, H, P, ...) views. The cache is quantised if it has another dtype than the rows,
-    unless both have one byte.
+    Caches and scale factors are (pages, P, H, ...) with `nhd`, else (pages, H, P, ...). The cache is quantised if it
+    has another dtype than the rows, unless both have one byte.
     """
 
     function: str
@@ -39,12 +39,14 @@ class CacheWriteCall(NamedTuple):
     v: Any  # (N, H, Dv)
     k_cache: Any
     v_cache: Any
+    nhd: bool
     places: int
     slots: Any = None  # SLOTS: (N,)
     batch_indices: Any = None  # PAGES: (N,)
     positions: Any = None  # PAGES: (N,)
-    page_table: Any = None  # PAGES: (B, M), or the entries of all requests, (M,)
-    kv_indptr: Any = None  # PAGES, entries of all requests: (B + 1,)
+    page_table: Any = None  # PAGES: (B, M), or
+    kv_indices: Any = None  # PAGES: (M,), of all requests, with
+    kv_indptr: Any = None  # PAGES: (B + 1,)
     kv_last_page_len: Any = None  # (B,), not read
     cu_seqlens: Any = None  # PAGES, without batch_indices: (B + 1,)
     kv_lens: Any = None  # PAGES, without batch_indices: (B,)

@@ -31,12 +31,13 @@ NVFP4_SLOTS = "nvfp4_quantize_append_paged_kv_cache_with_slot_mapping"
 QKV = "append_qkv"
 _APPENDED = {
     "k": "append_key", "v": "append_value", "k_cache": "paged_kv_cache (K)", "v_cache": "paged_kv_cache (V)",
-    "k_sf": "kv_cache_sf (K)", "v_sf": "kv_cache_sf (V)", "page_table": "kv_indices", "slots": "slot_mapping",
+    "k_sf": "kv_cache_sf (K)", "v_sf": "kv_cache_sf (V)", "slots": "slot_mapping",
     "k_scale_ptr": "k_scale", "v_scale_ptr": "v_scale",
 }  # fmt: skip
 _QKV = {
     "k_cache": "cache.kv (K)", "v_cache": "cache.kv (V)", "k_sf": "cache.sf (K)", "v_sf": "cache.sf (V)",
-    "slots": "places", "page_table": "places.kv_indices", "kv_indptr": "places.kv_indptr",
+    "slots": "places", "page_table": "places.block_table", "kv_indices": "places.kv_indices",
+    "kv_indptr": "places.kv_indptr",
     "batch_indices": "places.batch_indices", "positions": "places.positions", "cu_seqlens": "places.cu_seqlens_q",
     "kv_lens": "places.seq_lens", "k_scale": "cache.k_scale", "v_scale": "cache.v_scale",
     "k_scale_ptr": "cache.k_scale", "v_scale_ptr": "cache.v_scale", "q_out": "out.out", "q_scale": "out.scale",
@@ -46,14 +47,21 @@ _QKV = {
 }  # fmt: skip
 NAMES: dict[str, dict[str, str]] = {**dict.fromkeys((APPEND, NVFP4_APPEND, NVFP4_SLOTS), _APPENDED), QKV: _QKV}
 OUTPUTS = ("k_cache", "v_cache", "k_sf", "v_sf")
-LISTS = ("batch_indices", "positions", "page_table", "kv_indptr", "kv_last_page_len", "cu_seqlens", "kv_lens")
+LISTS = (
+    "batch_indices",
+    "positions",
+    "page_table",
+    "kv_indices",
+    "kv_indptr",
+    "kv_last_page_len",
+    "cu_seqlens",
+    "kv_lens",
+)
 INPUTS = ("k", "v", "slots", *LISTS, "k_scale_ptr", "v_scale_ptr")
 
 
 def name_of(call: CacheWriteCall, field: str) -> str:
     """Return the caller's name of a field."""
-    if field == "page_table" and call.function == QKV and call.kv_indptr is None:
-        return "places.block_table"
     return NAMES[call.function].get(field, field)
 
 
@@ -120,6 +128,11 @@ def _same_device(call: CacheWriteCall, name: str, t: torch.Tensor) -> None:
         raise ValueError(f"{name}: device {t.device}, must be that of {name_of(call, 'k')}, {call.k.device}")
 
 
+def _as_nhd(call: CacheWriteCall, t: torch.Tensor) -> tuple[int, int, int, int]:
+    """Return the shape of a cache as (pages, P, H, D)."""
+    return (t.shape[0], *((t.shape[1], t.shape[2]) if call.nhd else (t.shape[2], t.shape[1])), t.shape[3])
+
+
 def _pair(call: CacheWriteCall, fields: tuple[str, str], dtypes: Any) -> None:
     """Check dtypes and devices of both caches or of both tensors of scale factors, and that they fit each other."""
     first, second = (getattr(call, field) for field in fields)
@@ -132,7 +145,7 @@ def _pair(call: CacheWriteCall, fields: tuple[str, str], dtypes: Any) -> None:
     if first.dtype != second.dtype and dtypes is not SCALE_TYPES:
         raise TypeError(f"{pair}: K is {first.dtype} and V {second.dtype}, must be the same")
     if first.shape[1:3] != second.shape[1:3]:
-        shapes = [(t.shape[0], t.shape[2], t.shape[1], t.shape[3]) for t in (first, second)]
+        shapes = [_as_nhd(call, t) for t in (first, second)]
         raise ValueError(f"{pair}: K {shapes[0]} and V {shapes[1]} may differ in the first and last dimension only")
 
 
@@ -150,7 +163,10 @@ def caches(call: CacheWriteCall) -> None:
         cache_name, cache = name_of(call, f"{side}_cache"), getattr(call, f"{side}_cache")
         tokens = t.shape[0] if call.places == SLOTS else call.k.shape[0]  # SLOTS: `places` compares
         check_shape(
-            name, t, (tokens, cache.shape[1], cache.shape[3] * packed), f"rows, heads and head_dim of {cache_name}"
+            name,
+            t,
+            (tokens, _as_nhd(call, cache)[2], cache.shape[3] * packed),
+            f"rows, heads and head_dim of {cache_name}",
         )
         _same_device(call, name, t)
         if block_scaled(call):
@@ -160,8 +176,8 @@ def caches(call: CacheWriteCall) -> None:
         elif not converts(call) and t.dtype != cache.dtype and not {t.dtype, cache.dtype} <= {*SCALE_TYPES}:
             wanted = f"must be that of {cache_name.removesuffix(f' ({side.upper()})')}, {cache.dtype}"
             raise TypeError(f"{name}: dtype {t.dtype}, {wanted}; convert it before the call")
-    if call.v_sf_interleaved and call.k_cache.shape[2] % 4:
-        page_size = call.k_cache.shape[2]
+    page_size = _as_nhd(call, call.k_cache)[1]
+    if call.v_sf_interleaved and page_size % 4:
         raise ValueError(f"{name_of(call, 'v_sf_interleaved')}: pages of {page_size} rows, must be a multiple of 4")
 
 
@@ -179,7 +195,9 @@ def places(call: CacheWriteCall) -> None:
     if call.places != PAGES:
         return
     table = call.function == QKV and call.kv_indptr is None
-    needed = ["page_table", *(("cu_seqlens", "kv_lens") if table else ("batch_indices", "positions", "kv_indptr"))]
+    needed = ["batch_indices", "positions", "kv_indices", "kv_indptr"]
+    if table:
+        needed = ["page_table", "cu_seqlens", "kv_lens"]
     needed += [] if call.function == QKV else ["kv_last_page_len"]
     for field in needed:
         ndim = 2 if table and field == "page_table" else 1

@@ -15,9 +15,10 @@ from .call import CacheWriteCall, QueryTransform
 NAME = "cute_kernels::write_rows"
 # The fields of CacheWriteCall in order, then those of QueryTransform.
 SCHEMA = """(
-    str function, Tensor k, Tensor v, Tensor(a!) k_cache, Tensor(b!) v_cache, int places, Tensor? slots,
-    Tensor? batch_indices, Tensor? positions, Tensor? page_table, Tensor? kv_indptr, Tensor? kv_last_page_len,
-    Tensor? cu_seqlens, Tensor? kv_lens, float k_scale, float v_scale, Tensor? k_scale_ptr, Tensor? v_scale_ptr,
+    str function, Tensor k, Tensor v, Tensor(a!) k_cache, Tensor(b!) v_cache, bool nhd, int places,
+    Tensor? slots, Tensor? batch_indices, Tensor? positions, Tensor? page_table, Tensor? kv_indices,
+    Tensor? kv_indptr, Tensor? kv_last_page_len, Tensor? cu_seqlens, Tensor? kv_lens, float k_scale, float v_scale,
+    Tensor? k_scale_ptr, Tensor? v_scale_ptr,
     Tensor(c!)? k_sf, Tensor(d!)? v_sf, bool v_sf_interleaved, bool transform, Tensor? q, Tensor(e!)? q_out,
     Tensor? rope_table, int rope, Tensor? rope_positions, Tensor? q_weight, Tensor? k_weight, float norm_eps,
     float norm_offset, float q_scale, Tensor? q_scale_ptr) -> ()"""
@@ -45,7 +46,7 @@ def serve(call: CacheWriteCall) -> None:
         checks.validate(call)
         given = call._asdict() | {"transform": call.transform is not None}
         given |= (call.transform or QueryTransform())._asdict()
-        write(torch.ops.cute_kernels.write_rows.default, **(given | known(given, "v_sf_interleaved")))
+        write(torch.ops.cute_kernels.write_rows.default, **(given | known(given, "nhd", "v_sf_interleaved")))
     else:
         plan.run(call)
 

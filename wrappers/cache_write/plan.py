@@ -13,12 +13,18 @@ from cute_kernels.cache_write.request import CacheWriteRequest
 from cute_kernels.cache_write.spec import CacheWriteSpec
 
 from .. import machine, overlap, reference
+from ..checks import checking
 from .call import CacheWriteCall, QueryTransform
 from .checks import FP8, block_scaled, reason, validate
 
 DTYPES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float8_e4m3fn: "e4m3", torch.float8_e5m2: "e5m2"}
 THREADS = 1 << 19  # about as many threads as two GPUs hold: with fewer, each group has one row
-_K, _V, _K_CACHE, _V_CACHE = (CacheWriteArgs._fields.index(name) for name in ("k", "v", "k_cache", "v_cache"))
+_AT = CacheWriteArgs(*range(len(CacheWriteArgs._fields)))  # position of each argument that all specs have
+_K, _V, _K_CACHE, _V_CACHE, _SLOTS, _BATCH_INDICES, _POSITIONS = (
+    _AT.k, _AT.v, _AT.k_cache, _AT.v_cache, _AT.slots, _AT.batch_indices, _AT.positions
+)  # fmt: skip
+_PAGE_TABLE, _KV_INDICES, _KV_INDPTR = _AT.page_table, _AT.kv_indices, _AT.kv_indptr
+_CU_SEQLENS, _KV_LENS = _AT.cu_seqlens, _AT.kv_lens
 _uint8, _int32, _int64 = torch.uint8, torch.int32, torch.int64
 
 
@@ -32,9 +38,13 @@ class CacheWritePlan:
     device: torch.device
     single_device: bool  # it is the only device of the process
     runs: bool  # there are rows, and places for them
+    checked: bool  # every call is checked as if it had no plan
     as_bytes: bool  # rows and caches of one byte are passed as uint8
+    wide: int  # bits of the index tensors of int64
     k_bytes: int  # from the first to the last, also below
     v_bytes: int
+    q_bytes: int  # of Q, and of its output
+    in_place: bool  # if the output of Q begins where Q does, it is Q
     k_cache_bytes: int
     v_cache_bytes: int
     apart: int  # bytes from K's cache to V's in the call that was validated
@@ -43,29 +53,29 @@ class CacheWritePlan:
 def run(call: CacheWriteCall) -> None:
     """Write the rows of a call."""
     (
-        function, k, v, k_cache, v_cache, places, slots, batch_indices, positions, page_table, kv_indptr, last,
-        cu_seqlens, kv_lens, k_scale, v_scale, k_scale_ptr, v_scale_ptr, k_sf, v_sf, interleaved, transform,
+        function, k, v, k_cache, v_cache, nhd, places, slots, batch_indices, positions, page_table, kv_indices,
+        kv_indptr, last, cu_seqlens, kv_lens, k_scale, v_scale, k_scale_ptr, v_scale_ptr, k_sf, v_sf, interleaved, t,
     ) = call  # fmt: skip
     here = machine.current
-    try:  # the key omits what compiled code checks itself: ranks, last strides, devices
+    try:  # the key omits what compiled code checks itself: ranks, last strides, devices, most dtypes
         if slots is not None:
-            where: Any = (slots.dtype, slots.shape)
-        elif batch_indices is not None and kv_indptr is not None and last is not None:
+            where: Any = (slots.dtype, slots.numel())
+        elif kv_indices is not None and last is not None:
             where = (
-                batch_indices.dtype, batch_indices.shape, positions.dtype, positions.shape, page_table.dtype,
-                page_table.shape, kv_indptr.dtype, kv_indptr.shape, last.dtype, last.shape,
+                batch_indices.dtype, batch_indices.numel(), positions.dtype, positions.numel(), kv_indices.dtype,
+                kv_indices.numel(), kv_indptr.dtype, kv_indptr.numel(), last.dtype, last.numel(),
                 last.device, last.stride(),  # no kernel sees it
             )  # fmt: skip
         else:
-            where = tuple(map(form, (batch_indices, positions, page_table, kv_indptr, last, cu_seqlens, kv_lens)))
+            where = tuple(map(form, (batch_indices, positions, page_table, kv_indices, kv_indptr, cu_seqlens, kv_lens)))
         scaled = None if k_sf is None else (
             k_sf.dtype, k_sf.shape, k_sf.stride(), v_sf.dtype, v_sf.shape, v_sf.stride(), interleaved,
         )  # fmt: skip
         key = (
             function, k.get_device(), k.dtype, k.shape, k.stride(), v.dtype, v.shape, v.stride(), k_cache.dtype,
-            k_cache.shape, k_cache.stride(), v_cache.dtype, v_cache.shape, v_cache.stride(), places, where, scaled,
-            k_scale_ptr is None or k_scale_ptr.shape, v_scale_ptr is None or v_scale_ptr.shape,
-            None if transform is None else tuple(map(form, transform)),
+            k_cache.shape, k_cache.stride(), v_cache.dtype, v_cache.shape, v_cache.stride(), nhd, places, where, scaled,
+            k_scale_ptr is None or k_scale_ptr.numel(), v_scale_ptr is None or v_scale_ptr.numel(),
+            None if t is None else transform_key(t),
         )  # fmt: skip
         plan = here.plans.get(key)
     except (AttributeError, TypeError, RuntimeError):
@@ -79,6 +89,8 @@ def run(call: CacheWriteCall) -> None:
         plan = plan_for(call, device_info)
         if device_info is not None:  # the reference checks nothing: its calls are validated each time
             here.keep(key, plan)
+    elif plan.checked:
+        validate(call)
     if not plan.single_device and here.current_device() != plan.device.index:
         with here.on(plan.device):
             return run(call)
@@ -96,17 +108,17 @@ def run(call: CacheWriteCall) -> None:
             k, v, k_cache, v_cache = k.view(_uint8), v.view(_uint8), k_cache.view(_uint8), v_cache.view(_uint8)
         flat[_K], flat[_V], flat[_K_CACHE], flat[_V_CACHE] = k, v, k_cache, v_cache
         if slots is not None:
-            flat[at.slots] = slots.view(_int32) if slots.dtype is _int64 else slots
+            flat[_SLOTS] = slots.view(_int32) if plan.wide else slots
         elif places == PAGES:
-            if page_table.dtype is _int64:
-                page_table = page_table.view(_int32)
-            flat[at.page_table] = page_table if kv_indptr is None else page_table.unsqueeze(0)
-            for where, index in (
-                (at.batch_indices, batch_indices), (at.positions, positions), (at.kv_indptr, kv_indptr),
-                (at.cu_seqlens, cu_seqlens), (at.kv_lens, kv_lens),
-            ):  # fmt: skip
-                if index is not None:
-                    flat[where] = index.view(_int32) if index.dtype is _int64 else index
+            if plan.wide:
+                batch_indices, positions, page_table, kv_indices, kv_indptr, cu_seqlens, kv_lens = map(
+                    words, (batch_indices, positions, page_table, kv_indices, kv_indptr, cu_seqlens, kv_lens)
+                )
+            if kv_indices is not None:
+                flat[_BATCH_INDICES], flat[_POSITIONS] = batch_indices, positions
+                flat[_KV_INDICES], flat[_KV_INDPTR] = kv_indices, kv_indptr
+            else:
+                flat[_PAGE_TABLE], flat[_CU_SEQLENS], flat[_KV_LENS] = page_table, cu_seqlens, kv_lens
         if at.k_scale is not None:
             flat[at.k_scale], flat[at.v_scale] = k_scale, v_scale
             if k_scale_ptr is not None:
@@ -115,8 +127,15 @@ def run(call: CacheWriteCall) -> None:
                 flat[at.v_scale_ptr] = v_scale_ptr
             if k_sf is not None:
                 flat[at.k_sf], flat[at.v_sf] = k_sf.view(_uint8), v_sf.view(_uint8)
-        if transform is not None:
-            put_transform(flat, at, transform)
+        if t is not None:
+            if t.q is not None:
+                at_out, near = t.q_out.data_ptr(), plan.q_bytes
+                ahead = at_out - t.q.data_ptr()
+                if (-near < ahead < near and (ahead != 0 or not plan.in_place)
+                        or -near < at_out - at_k_cache < plan.k_cache_bytes
+                        or -near < at_out - at_v_cache < plan.v_cache_bytes):  # fmt: skip
+                    validate(call)
+            put_transform(flat, plan, t)
         plan.fn(*flat)
     except Exception:
         why = reason(call)  # names the argument that was refused
@@ -130,22 +149,43 @@ def form(value: Any) -> Any:
     return (value.dtype, value.shape, value.stride()) if isinstance(value, torch.Tensor) else value
 
 
-def put_transform(flat: list[Any], at: CacheWriteArgs, transform: QueryTransform) -> None:
-    """Put the tensors of a transform into the arguments of a launch."""
-    given = transform._asdict()
-    out = given.pop("q_out")
-    if out is not None:
+def words(index: Any) -> Any:
+    """Return an index tensor of int64 as its words; other values unchanged."""
+    return index.view(_int32) if index is not None and index.dtype is _int64 else index
+
+
+def transform_key(t: QueryTransform) -> tuple[Any, ...]:
+    """Return what a plan depends on."""
+    q, out, table, flags, rotated_at, q_weight, k_weight, eps, offset, _, q_scale_ptr = t
+    return (
+        None if q is None else (q.shape, q.stride(), out.dtype, out.shape, out.stride()),
+        None if table is None else (table.shape, table.stride()), flags, eps, offset,
+        None if rotated_at is None else (rotated_at.dtype, rotated_at.numel()),
+        None if q_weight is None else (q_weight.dtype, q_weight.shape),
+        None if k_weight is None else (k_weight.dtype, k_weight.shape),
+        None if q_scale_ptr is None else (q_scale_ptr.dtype, q_scale_ptr.shape),
+    )  # fmt: skip
+
+
+def put_transform(flat: list[Any], plan: CacheWritePlan, t: QueryTransform) -> None:
+    """Put the tensors of a transform into the arguments of a launch; its numbers are in the plan's."""
+    at = plan.at
+    q, out, table, _, rotated_at, q_weight, k_weight, _, _, q_scale, q_scale_ptr = t
+    if q is not None:
+        flat[at.q] = q
         flat[at.q_fp8 if out.dtype in FP8 else at.q_out] = out
-    if at.q_scale is None:
-        del given["q_scale"], given["q_scale_ptr"]
-    for name in ("q_weight", "k_weight"):
-        if given[name] is not None and given[name].dim() == 1:
-            given[name] = given[name].unsqueeze(0)
-    if given["rope_positions"] is not None and given["rope_positions"].dtype is _int64:
-        given["rope_positions"] = given["rope_positions"].view(_int32)
-    for name, value in given.items():
-        if value is not None:
-            flat[getattr(at, name)] = value
+    if table is not None:
+        flat[at.rope_table] = table
+        if rotated_at is not None:
+            flat[at.rope_positions] = rotated_at.view(_int32) if rotated_at.dtype is _int64 else rotated_at
+    if q_weight is not None:
+        flat[at.q_weight] = q_weight if q_weight.dim() == 2 else q_weight.unsqueeze(0)
+    if k_weight is not None:
+        flat[at.k_weight] = k_weight if k_weight.dim() == 2 else k_weight.unsqueeze(0)
+    if at.q_scale is not None:
+        flat[at.q_scale] = q_scale
+        if q_scale_ptr is not None:
+            flat[at.q_scale_ptr] = q_scale_ptr
 
 
 def spec_of(call: CacheWriteCall) -> CacheWriteSpec:
@@ -192,21 +232,25 @@ def plan_for(call: CacheWriteCall, device_info: tuple[str, int] | None) -> Cache
     pages = min(call.k_cache.shape[0], call.v_cache.shape[0])
     listed = call.page_table is not None and call.page_table.numel() > 0
     if call.kv_indptr is not None:
-        listed &= call.kv_indptr.shape[0] > 1
-    stores = pages and call.k_cache.shape[2] and (k.shape[1] or v.shape[1]) and (call.places != PAGES or listed)
-    offsets = call._asdict() | {"rope_positions": call.transform.rope_positions if call.transform else None}
+        listed = call.kv_indices.shape[0] > 0 and call.kv_indptr.shape[0] > 1
+    page_size = call.k_cache.shape[1 if call.nhd else 2]
+    stores = pages and page_size and (k.shape[1] or v.shape[1]) and (call.places != PAGES or listed)
+    t = call.transform or QueryTransform()
+    offsets = call._asdict() | {"rope_positions": t.rope_positions}
     wide = [i for i, name in enumerate(INDICES) if getattr(offsets[name], "dtype", None) is _int64]
     fp8 = torch.float8_e5m2 if spec.cache == "e5m2" else torch.float8_e4m3fn
     dim = k.shape[2]
     values: dict[str, Any] = dict.fromkeys(names, empty(torch.int32))
     values |= dict.fromkeys(("k_scale_ptr", "v_scale_ptr", "q_scale_ptr"), empty(torch.float32))
     values |= dict(
-        places=call.places if stores else ROWS, wide=sum(1 << i for i in wide), page_table=empty(torch.int32, 1),
+        nhd=int(call.nhd), places=call.places if stores else ROWS, wide=sum(1 << i for i in wide),
+        page_table=empty(torch.int32, 1),
         lanes_log2=lanes.bit_length() - 1, k_groups=groups(k.shape[0], max(1, queries + k.shape[1]), lanes),
         v_groups=groups(k.shape[0], v.shape[1], lanes) if v.shape[1] else 0, enable_pdl=1,
         v_sf_interleaved=int(call.v_sf_interleaved), scales_multiply=0,
         q=empty(k.dtype, 0, dim), q_out=empty(k.dtype, queries, dim),
-        rope_table=empty(torch.float32, 0), q_weight=empty(k.dtype, dim), k_weight=empty(k.dtype, dim),
+        rope=t.rope, norm_eps=t.norm_eps, norm_offset=t.norm_offset, rope_table=empty(torch.float32, 16),
+        q_weight=empty(k.dtype, dim), k_weight=empty(k.dtype, dim),
         q_fp8=empty(fp8, queries, dim),
     )  # fmt: skip
     return CacheWritePlan(
@@ -216,9 +260,13 @@ def plan_for(call: CacheWriteCall, device_info: tuple[str, int] | None) -> Cache
         device=device,
         single_device=device_info is None or machine.current.device_count() == 1,
         runs=bool(k.shape[0] and max(dim, v.shape[2]) and (stores or queries)),
+        checked=checking() and device.type != "meta",
         as_bytes=spec.dtype == "uint8",
+        wide=sum(1 << i for i in wide),
         k_bytes=overlap.reach(k),
         v_bytes=overlap.reach(v),
+        q_bytes=0 if t.q is None else max(overlap.reach(t.q), overlap.reach(t.q_out)),
+        in_place=t.q is not None and (t.q.dtype, t.q.stride()) == (t.q_out.dtype, t.q_out.stride()),
         k_cache_bytes=overlap.reach(call.k_cache),
         v_cache_bytes=overlap.reach(call.v_cache),
         apart=call.v_cache.data_ptr() - call.k_cache.data_ptr(),

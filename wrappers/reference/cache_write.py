@@ -20,6 +20,9 @@ def write_rows(spec: CacheWriteSpec, *flat: Any) -> None:
     a = pack(spec, flat)
     if a.k.is_meta:  # there are no values
         return
+    if a.nhd:  # as (pages, H, P, D) from here on
+        views = {name: getattr(a, name) for name in ("k_cache", "v_cache", "k_sf", "v_sf")}
+        a = a._replace(**{name: t.transpose(1, 2) for name, t in views.items() if t is not None})
     positions = request, position = token_positions(a)
     places = page, row = token_places(a, *positions)
     written = (page >= 0) & (page < min(len(a.k_cache), len(a.v_cache)))
@@ -73,7 +76,7 @@ def token_places(a: CacheWriteArgs, request: torch.Tensor, position: torch.Tenso
         return slot.div(size, rounding_mode="floor"), slot.remainder(size)
     if a.places != PAGES:
         return torch.where(tokens < size, 0, -1), tokens
-    table = index(a, "page_table")
+    table = index(a, "kv_indices")[None] if len(a.kv_indptr) else index(a, "page_table")
     column, entries = position.div(size, rounding_mode="floor"), table.shape[1]
     if len(a.kv_indptr):
         starts = index(a, "kv_indptr").clamp(0, entries)

@@ -41,7 +41,7 @@ def fake_args(spec) -> dict[str, Any]:
         (abi.DTYPES["e5m2" if spec.cache == "e5m2" else "e4m3"], 3, "q_fp8"),
         (cutlass.Uint8, 4, "k_sf v_sf"),
         (Float32, 1, "k_scale_ptr v_scale_ptr q_scale_ptr"),
-        (Int32, 1, "slots batch_indices positions kv_indptr cu_seqlens kv_lens rope_positions"),
+        (Int32, 1, "slots batch_indices positions kv_indices kv_indptr cu_seqlens kv_lens rope_positions"),
         (Int32, 2, "page_table"),
     ]
     found: dict[str, Any] = {
@@ -110,24 +110,42 @@ def bytes_of(tensor, mode):
     return Int64(tensor.stride[mode]) * (tensor.element_type.width // 8)
 
 
+class CacheStrides(NamedTuple):
+    """Strides of a cache or of its scale factors, in bytes."""
+
+    page: Int64
+    head: Int64
+    row: Int64
+
+
+@cute.jit
+def strides_of(a, cache: cute.Tensor) -> CacheStrides:
+    head, row = bytes_of(cache, 1), bytes_of(cache, 2)
+    if a.nhd > 0:
+        head, row = row, head
+    return CacheStrides(bytes_of(cache, 0), head, row)
+
+
 @cute.jit
 def rows_of(spec: cutlass.Constexpr, a, g: LaneGroup, at: places.CachePlace) -> RowRange:
     """Return the rows of a group: of K or, in the last groups of a token, of V. at: a place in the cache."""
     source, source_stride = row_of(a.k, g.token, 0), bytes_of(a.k, 1)
-    target, target_stride = row_of(a.k_cache, at.page, 0, at.row), bytes_of(a.k_cache, 1)
+    base, strides = a.k_cache.iterator.toint(), strides_of(a, a.k_cache)
     dim, first, step, heads = a.k.shape[2], g.own, a.k_groups, a.k.shape[1]
-    sf, sf_row, sf_stride, interleaved = Int64(0), Int64(0), Int64(0), Int32(0)
+    sf, sf_strides, interleaved = Int64(0), CacheStrides(Int64(0), Int64(0), Int64(0)), Int32(0)
     if const_expr(spec.cache == "nvfp4"):
-        sf, sf_row, sf_stride = row_of(a.k_sf, at.page, 0, 0), bytes_of(a.k_sf, 2), bytes_of(a.k_sf, 1)
+        sf, sf_strides = a.k_sf.iterator.toint(), strides_of(a, a.k_sf)
     if g.own >= a.k_groups:
         source, source_stride = row_of(a.v, g.token, 0), bytes_of(a.v, 1)
-        target, target_stride = row_of(a.v_cache, at.page, 0, at.row), bytes_of(a.v_cache, 1)
+        base, strides = a.v_cache.iterator.toint(), strides_of(a, a.v_cache)
         dim, first, step, heads = a.v.shape[2], g.own - a.k_groups, a.v_groups, a.v.shape[1]
         if const_expr(spec.cache == "nvfp4"):
-            sf, sf_row, sf_stride = row_of(a.v_sf, at.page, 0, 0), bytes_of(a.v_sf, 2), bytes_of(a.v_sf, 1)
+            sf, sf_strides = a.v_sf.iterator.toint(), strides_of(a, a.v_sf)
             interleaved = a.v_sf_interleaved
-    row = store.TargetRow(target, sf, sf_row, at.row, interleaved, Float32(1.0))
-    return RowRange(source, source_stride, row, target_stride, sf_stride, dim, first, step, heads)
+    target = base + at.page * strides.page + at.row * strides.row
+    sf += at.page * sf_strides.page
+    row = store.TargetRow(target, sf, sf_strides.row, at.row, interleaved, Float32(1.0))
+    return RowRange(source, source_stride, row, strides.head, sf_strides.head, dim, first, step, heads)
 
 
 @cute.jit
