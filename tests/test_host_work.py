@@ -9,6 +9,7 @@ from unittest.mock import patch
 import pytest
 import torch
 
+from bench import append
 from bench.cases import topk as topk_cases
 from tests.emulated import PLAIN, inputs_of
 from tests.fake_machine import FakeMachine
@@ -31,6 +32,8 @@ from wrappers import (
 from wrappers.attention import call, op
 from wrappers.attention import checks as attention_checks
 from wrappers.attention import plan as attention_plan
+from wrappers.cache_write import checks as cache_write_checks
+from wrappers.cache_write import plan as cache_write_plan
 from wrappers.prefill import values
 from wrappers.topk import checks as topk_checks
 from wrappers.topk import op as topk_op
@@ -121,6 +124,12 @@ def top_k(function):
     return lambda: public(**inputs)
 
 
+def rows(function, kind):
+    """Rows that are written to a cache of K and V apart, as a decode step has them."""
+    inputs = append.make(f"{kind}-n64-h32x8-d128-p16", "cpu", 0)
+    return lambda: function(inputs)
+
+
 # name -> a function that makes the call, and the bound of its work: today's operators, two functions more than today's
 PLANNED = {
     "context": (context, Work(14, 0)),
@@ -144,6 +153,9 @@ PLANNED = {
     "top_k": (partial(top_k, topk_cases.TOP_K), Work(6, 2)),
     "top_k_per_row_prefill": (partial(top_k, topk_cases.PREFILL), Work(6, 0)),
     "top_k_per_row_decode": (partial(top_k, topk_cases.DECODE), Work(6, 0)),
+    "append_paged_kv_cache": (partial(rows, append.by_lists, "append-bf16"), Work(6, 0)),
+    "append_paged_kv_cache, nvfp4 slots": (partial(rows, append.nvfp4_by_slots, "append-nvfp4"), Work(11, 6)),
+    "append_qkv": (partial(rows, append.by_slots, "append-normrope-fp8"), Work(14, 6)),
 }
 
 
@@ -190,7 +202,8 @@ def test_planning_again_exceeds_the_bound(here, monkeypatch, name):
 def test_one_step_of_planning_exceeds_the_bound(here, monkeypatch, name):
     """Every call is validated, as only a call without a plan should be."""
     make, bound = PLANNED[name]
-    for plan, validate in ((attention_plan, attention_checks.validate), (topk_plan, topk_checks.validate)):
+    plans = (attention_plan, attention_checks), (topk_plan, topk_checks), (cache_write_plan, cache_write_checks)
+    for plan, validate in ((plan, module.validate) for plan, module in plans):
         monkeypatch.setattr(plan, "run", lambda p, run=plan.run, validate=validate: (validate(p), run(p))[1])
     assert exceeds(make(), bound, "functions")
 
@@ -199,7 +212,7 @@ def test_one_step_of_planning_exceeds_the_bound(here, monkeypatch, name):
 def test_a_copy_exceeds_the_bound(here, monkeypatch, name):
     """Every call copies its query, or its scores."""
     make, bound = PLANNED[name]
-    for plan, field in ((attention_plan, "q"), (topk_plan, "scores")):
+    for plan, field in ((attention_plan, "q"), (topk_plan, "scores"), (cache_write_plan, "k")):
         copied = lambda p, field=field: p._replace(**{field: getattr(p, field).clone()})  # noqa: E731
         monkeypatch.setattr(plan, "run", lambda p, run=plan.run, copied=copied: run(copied(p)))
     assert exceeds(make(), bound, "operators")
