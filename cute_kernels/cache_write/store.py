@@ -118,7 +118,17 @@ def store(spec: cutlass.Constexpr, target: TargetRow, first: Int32, dim: Int32, 
         store_16bit(spec.cache, target.address, first, dim, values)
 
 
+def widen(dtype, word):
+    """Return the two 16-bit values of a word in fp32."""
+    if dtype == "bf16":
+        low, high = "shl.b32 {$w0}, {$r0}, 16;", "and.b32 {$w1}, {$r0}, 0xFFFF0000;"
+        return cute.arch.inline_ptx(f"{low} {high}", write_only_types=[Float32] * 2, read_only_args=[word])
+    text = "{ .reg .b16 lo, hi; mov.b32 {lo, hi}, {$r0}; cvt.f32.f16 {$w0}, lo; cvt.f32.f16 {$w1}, hi; }"
+    return cute.arch.inline_ptx(text, write_only_types=[Float32] * 2, read_only_args=[word])
+
+
 @cute.jit
 def unpack(spec: cutlass.Constexpr, words: cute.Tensor, values: cute.Tensor):
     """Convert the words of a vector of 16-bit elements to fp32."""
-    values.store(cute.recast_tensor(words, TYPES[spec.dtype]).load().to(Float32))
+    for i in cutlass.range_constexpr(cute.size(words)):
+        values[2 * i], values[2 * i + 1] = widen(spec.dtype, words[i])

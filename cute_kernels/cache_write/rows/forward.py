@@ -192,9 +192,11 @@ def write_rows(spec: cutlass.Constexpr, a, g: LaneGroup, rows: RowRange):
     stride, step = g.lanes, const_expr(1)
     if const_expr(spec.cache == "nvfp4"):
         stride, step = Int32(1), const_expr(2)
-    for head in cutlass.range(rows.first, rows.heads, rows.step, unroll=1):
+    head = rows.first
+    while head < rows.heads:
         source, target = rows.source + head * rows.source_stride, target_of(spec, a, g, rows, head)
-        for vector in cutlass.range(g.lane * step, (rows.dim + per - 1) // per, 2 * g.lanes, unroll=1):
+        vector = g.lane * step
+        while vector < (rows.dim + per - 1) // per:
             for half in cutlass.range_constexpr(2):
                 first = (vector + half * stride) * per
                 if first < rows.dim:
@@ -213,6 +215,8 @@ def write_rows(spec: cutlass.Constexpr, a, g: LaneGroup, rows: RowRange):
                             store.store(spec, target, first, rows.dim, values[None, half])
                         else:
                             memory.store(target.address + first * unit, words[None, half], rows.dim - first, unit)
+            vector += 2 * g.lanes
+        head += rows.step
 
 
 class QueryOrKey(NamedTuple):
@@ -280,7 +284,8 @@ def transform_rows(spec: cutlass.Constexpr, a, g: LaneGroup, at: places.CachePla
     rows = rows_of(spec, a, g, places.CachePlace(cutlass.max(at.page, 0), at.row))
     if rotates and rope_position >= 0:
         rotate.load_rotation(a, g, rope_position, cos, sin)
-    for row in cutlass.range(g.own, a.q.shape[1] + a.k.shape[1], a.k_groups, unroll=1):
+    row = g.own
+    while row < a.q.shape[1] + a.k.shape[1]:
         for half in cutlass.range_constexpr(2):
             store.unpack(spec, words[None, half], values[None, half])
         following = fetch(a, g, at, rope_position, row + a.k_groups, words)
@@ -302,6 +307,7 @@ def transform_rows(spec: cutlass.Constexpr, a, g: LaneGroup, at: places.CachePla
                     if first < dim:
                         store.store(spec, target, first, dim, values[None, half])
         active = following
+        row += a.k_groups
 
 
 @cute.jit
