@@ -86,8 +86,8 @@ def as_its_op(entry, op, spec):
     """The instructions that a kernel of `op` should hold, and the resources that dispatch counts with."""
     if op.startswith("topk."):
         return as_dispatch_counts(entry, spec)
-    if op == "cache_write.rows":  # two CTAs per SM at least
-        assert 0 < entry["registers"] <= REGISTERS // (2 * rows.THREADS)
+    if op == "cache_write.rows":
+        assert 0 < entry["registers"] * rows.THREADS * rows.ctas_per_sm(spec) <= REGISTERS
         return None
     counts = entry["instructions"]
     if spec.kv.source == "gather":  # K and V by cp.async; a box of Q is 128 bytes wide

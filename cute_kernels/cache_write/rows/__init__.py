@@ -27,6 +27,14 @@ def supports(spec: CacheWriteSpec) -> str | None:
     return None
 
 
+def ctas_per_sm(spec: CacheWriteSpec) -> int:
+    """Return how many CTAs an SM holds at least; the compiler is told this number. Without it, it spills a register or
+    two to hold more."""
+    if spec.transform:
+        return 2
+    return 3 if spec.quantised else 4
+
+
 def lanes(head_dim: int, elements: int) -> int:
     """Return the lanes per row of `head_dim` elements, where a lane has two vectors of `elements`: a power of two."""
     each = 2 * elements

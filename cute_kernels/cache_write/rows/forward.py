@@ -26,7 +26,7 @@ from ... import abi
 from .. import memory, places, rotate, store
 from ..args import CacheWriteArgs, fields, pack
 from ..spec import BYTES, SF_VEC_SIZE
-from . import THREADS
+from . import THREADS, ctas_per_sm
 
 STORED = {"nvfp4": "uint8"}  # cache types without an element type in the DSL -> stored type
 
@@ -60,8 +60,13 @@ def forward(spec: cutlass.Constexpr, stream, *flat):
     groups = Int64(a.k.shape[0]) * (a.k_groups + a.v_groups)
     grid = ((groups << a.lanes_log2) + THREADS - 1) // THREADS
     kernel(spec, a).launch(
-        grid=[Int32(grid), 1, 1], block=[THREADS, 1, 1], stream=stream, use_pdl=a.enable_pdl
-    )  # fmt: skip
+        grid=[Int32(grid), 1, 1],
+        block=[THREADS, 1, 1],
+        stream=stream,
+        use_pdl=a.enable_pdl,
+        min_blocks_per_mp=ctas_per_sm(spec),
+        preferred_smem_carveout=1,  # percent: the L1 cache gets the rest
+    )
 
 
 class LaneGroup(NamedTuple):
