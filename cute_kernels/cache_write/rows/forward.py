@@ -11,9 +11,9 @@ rounds. There is no shared memory, and no barrier.
 | `places` | all | index tensors | | page and row in registers |
 | `load_rotation` | groups of Q and K | `rope_table` | | cosines and sines in registers, for all rows |
 | `transform_rows` | a group per row of Q and K | Q or K, weights | its group, by shuffles | Q's output, or the cache |
-| `write_rows` | a group per row of V, or of K without transform | K or V | | the cache |
+| `plain_rows` | a group per row of V, or of K without transform | K or V | | the cache |
 
-Rows without a place are not read. Every CTA waits for the grid before it, so a kernel behind this one may rely on
+Every CTA waits for the grid before it, so a kernel behind this one may rely on
 both."""
 
 from typing import Any, NamedTuple
@@ -172,56 +172,108 @@ def kernel(spec: cutlass.Constexpr, a: CacheWriteArgs):
     cute.arch.griddepcontrol_launch_dependents()
     g = group_of(a)
     if g.token < a.k.shape[0]:
+        if const_expr(spec.transform):
+            if g.own < a.k_groups:
+                transform_rows(spec, a, g)
+            else:
+                plain_rows(spec, a, g)
+        else:
+            plain_rows(spec, a, g)
+
+
+@cute.jit
+def plain_rows(spec: cutlass.Constexpr, a, g: LaneGroup):
+    """Write the group's rows of K or V, which are not transformed, to the token's place, if it has one."""
+    words = cute.make_rmem_tensor((4, 2), Uint32)
+    words.fill(0)
+    tokens, (begin, _) = a.v.shape[0], vector_layout(spec, g)
+    if g.own < a.k_groups:
+        tokens = a.k.shape[0]
+    if g.token < tokens:
+        rows = rows_of(spec, a, g, places.CachePlace(Int32(0), Int32(0)))
+        load_vectors(spec, g, rows, RowCursor(rows.first, begin), words)
         position = places.position_of(a, g.token)
         at = places.place_of(a, g.token, position)
+        page = at.page
         if const_expr(spec.transform):
-            rope_position = places.rope_position(a, g.token, position)
-            page = at.page if rope_position >= 0 else Int32(-1)
-            if g.own < a.k_groups:
-                transform_rows(spec, a, g, places.CachePlace(page, at.row), rope_position)
-            elif page >= 0:
-                write_rows(spec, a, g, rows_of(spec, a, g, at))
-        elif at.page >= 0:
-            write_rows(spec, a, g, rows_of(spec, a, g, at))
+            page = at.page if places.rope_position(a, g.token, position) >= 0 else Int32(-1)
+        if page >= 0:
+            write_rows(spec, a, g, rows_of(spec, a, g, places.CachePlace(page, at.row)), words)
 
 
-# The loop over rows of K or V that are copied or quantised: one iteration per row of the group.
-#   waits for   nothing
-#   computes    up to two vectors per lane at a time: loads both, converts, stores both
+class RowCursor(NamedTuple):
+    """A lane's place in its group's rows: a head, and the first of two vectors of it."""
+
+    head: Int32
+    vector: Int32
+
+
+def vector_layout(spec, g: LaneGroup):
+    """Return (a lane's first vector, distance of its second one): `lanes` behind the first; of a block of NVFP4, the
+    next one."""
+    return (g.lane * 2, Int32(1)) if spec.cache == "nvfp4" else (g.lane, g.lanes)
+
+
 @cute.jit
-def write_rows(spec: cutlass.Constexpr, a, g: LaneGroup, rows: RowRange):
-    """Write the rows of a group to the cache."""
+def load_vectors(spec: cutlass.Constexpr, g: LaneGroup, rows: RowRange, at: RowCursor, words: cute.Tensor):
+    """Load two vectors of a row of K or V; those past the row are left out."""
     per, unit = const_expr(spec.elements), const_expr(BYTES[spec.dtype])
-    words, values = cute.make_rmem_tensor((4, 2), Uint32), cute.make_rmem_tensor((8, 2), Float32)
-    # A lane's second vector: `lanes` behind the first; of a block of NVFP4, the next one.
-    stride, step = g.lanes, const_expr(1)
+    _, stride = vector_layout(spec, g)
+    if at.head < rows.heads:
+        source = rows.source + at.head * rows.source_stride
+        for half in cutlass.range_constexpr(2):
+            first = (at.vector + half * stride) * per
+            if first < rows.dim:
+                memory.load(source + first * unit, words[None, half], rows.dim - first, unit)
+
+
+@cute.jit
+def store_vectors(
+    spec: cutlass.Constexpr, a, g: LaneGroup, rows: RowRange, at: RowCursor, words: cute.Tensor
+):  # fmt: skip
+    """Store two vectors of a row to the cache, quantised if it is."""
+    per, unit = const_expr(spec.elements), const_expr(BYTES[spec.dtype])
+    _, stride = vector_layout(spec, g)
+    target, values = target_of(spec, a, g, rows, at.head), cute.make_rmem_tensor((8, 2), Float32)
+    if const_expr(spec.quantised):
+        for half in cutlass.range_constexpr(2):
+            store.unpack(spec, words[None, half], values[None, half])
     if const_expr(spec.cache == "nvfp4"):
-        stride, step = Int32(1), const_expr(2)
-    head = rows.first
+        if at.vector * per < rows.dim:
+            block = cute.make_tensor(values.iterator, cute.make_layout(SF_VEC_SIZE))
+            store.store(spec, target, at.vector * per, rows.dim, block)
+    else:
+        for half in cutlass.range_constexpr(2):
+            first = (at.vector + half * stride) * per
+            if first < rows.dim:
+                if const_expr(spec.quantised):
+                    store.store(spec, target, first, rows.dim, values[None, half])
+                else:
+                    memory.store(target.address + first * unit, words[None, half], rows.dim - first, unit)
+
+
+# The loop over rows of K or V that are copied or quantised: one iteration per row of the group, or part of a long row.
+#   waits for   the vectors, whose loads the iteration before has issued
+#   computes    their values in the cache's type
+#   stores      them, and the scale factors of NVFP4
+# The first vectors are requested before the place of the token is known, so that a decode step waits for the index
+# tensors and for the rows at the same time.
+@cute.jit
+def write_rows(spec: cutlass.Constexpr, a, g: LaneGroup, rows: RowRange, words: cute.Tensor):
+    """Write the rows of a group to the cache. words: the first two vectors of this lane, from `load_vectors`."""
+    vectors = (rows.dim + spec.elements - 1) // spec.elements
+    begin, _ = vector_layout(spec, g)
+    head, vector = rows.first, begin
+    held = cute.make_rmem_tensor((4, 2), Uint32)
     while head < rows.heads:
-        source, target = rows.source + head * rows.source_stride, target_of(spec, a, g, rows, head)
-        vector = g.lane * step
-        while vector < (rows.dim + per - 1) // per:
-            for half in cutlass.range_constexpr(2):
-                first = (vector + half * stride) * per
-                if first < rows.dim:
-                    memory.load(source + first * unit, words[None, half], rows.dim - first, unit)
-            if const_expr(spec.quantised):
-                for half in cutlass.range_constexpr(2):
-                    store.unpack(spec, words[None, half], values[None, half])
-            if const_expr(spec.cache == "nvfp4"):
-                block = cute.make_tensor(values.iterator, cute.make_layout(SF_VEC_SIZE))
-                store.store(spec, target, vector * per, rows.dim, block)
-            else:
-                for half in cutlass.range_constexpr(2):
-                    first = (vector + half * stride) * per
-                    if first < rows.dim:
-                        if const_expr(spec.quantised):
-                            store.store(spec, target, first, rows.dim, values[None, half])
-                        else:
-                            memory.store(target.address + first * unit, words[None, half], rows.dim - first, unit)
-            vector += 2 * g.lanes
-        head += rows.step
+        for i in cutlass.range_constexpr(cute.size(words)):
+            held[i] = words[i]
+        at = RowCursor(head, vector)
+        vector += 2 * g.lanes
+        if vector >= vectors:
+            head, vector = head + rows.step, begin
+        load_vectors(spec, g, rows, RowCursor(head, vector), words)
+        store_vectors(spec, a, g, rows, at, held)
 
 
 class QueryOrKey(NamedTuple):
@@ -261,14 +313,10 @@ def load_words(g: LaneGroup, address: Int64, dim: Int32, words: cute.Tensor):
 
 
 @cute.jit
-def fetch(a, g: LaneGroup, at: places.CachePlace, rope_position: Int32, row: Int32, words: cute.Tensor):
-    """Load row `row` of Q and K if it exists and is written; return whether it is."""
-    count, heads, active = a.q.shape[1] + a.k.shape[1], a.q.shape[1], Int32(0)
-    if row < count:
-        if (row < heads and rope_position >= 0) or (row >= heads and at.page >= 0):
-            active = Int32(1)
-            load_words(g, query_or_key(a, g, row).source, a.k.shape[2], words)
-    return active
+def fetch(a, g: LaneGroup, row: Int32, words: cute.Tensor):
+    """Load row `row` of Q and K if it exists."""
+    if row < a.q.shape[1] + a.k.shape[1]:
+        load_words(g, query_or_key(a, g, row).source, a.k.shape[2], words)
 
 
 # The loop over rows of Q and K that are normalised and rotated: one iteration per row of the group.
@@ -278,24 +326,28 @@ def fetch(a, g: LaneGroup, at: places.CachePlace, rope_position: Int32, row: Int
 # The next row is requested before this one is worked on: with 120 registers per thread, too few warps run for their
 # loads alone to fill the memory's pipeline. A row is in registers before it is stored, so Q's output may be Q itself.
 @cute.jit
-def transform_rows(spec: cutlass.Constexpr, a, g: LaneGroup, at: places.CachePlace, rope_position: Int32):
-    """Normalise, rotate and write the group's rows of Q and K. at: K's place, without a page if it is not written."""
+def transform_rows(spec: cutlass.Constexpr, a, g: LaneGroup):
+    """Normalise, rotate and write the group's rows of Q and K."""
     dim, rotates = a.k.shape[2], a.rope_table.shape[0] > 0
     values, weights, cos, sin = (cute.make_rmem_tensor((rotate.HALF, 2), Float32) for _ in range(4))
     words, weight_words = (cute.make_rmem_tensor((4, 2), Uint32) for _ in range(2))
     words.fill(0)
     inv_dim = Float32(1.0) / Float32(dim)
-    active = fetch(a, g, at, rope_position, g.own, words)
-    rows = rows_of(spec, a, g, places.CachePlace(cutlass.max(at.page, 0), at.row))
+    # request the first row, then find its place: the page is negative if K is not written
+    fetch(a, g, g.own, words)
+    position = places.position_of(a, g.token)
+    at, rope_position = places.place_of(a, g.token, position), places.rope_position(a, g.token, position)
+    page = at.page if rope_position >= 0 else Int32(-1)
+    rows = rows_of(spec, a, g, places.CachePlace(cutlass.max(page, 0), at.row))
     if rotates and rope_position >= 0:
         rotate.load_rotation(a, g, rope_position, cos, sin)
     row = g.own
     while row < a.q.shape[1] + a.k.shape[1]:
         for half in cutlass.range_constexpr(2):
             store.unpack(spec, words[None, half], values[None, half])
-        following = fetch(a, g, at, rope_position, row + a.k_groups, words)
-        if active > 0:
-            x = query_or_key(a, g, row)
+        fetch(a, g, row + a.k_groups, words)
+        x = query_or_key(a, g, row)
+        if (x.is_q > 0 and rope_position >= 0) or (x.is_q == 0 and page >= 0):
             if x.weights != 0:
                 load_words(g, x.weights, dim, weight_words)
                 for half in cutlass.range_constexpr(2):
@@ -311,7 +363,6 @@ def transform_rows(spec: cutlass.Constexpr, a, g: LaneGroup, at: places.CachePla
                     first = (g.lane + half * g.lanes) * rotate.HALF
                     if first < dim:
                         store.store(spec, target, first, dim, values[None, half])
-        active = following
         row += a.k_groups
 
 

@@ -41,6 +41,7 @@ def appended(base: CacheWriteCase) -> list[CacheWriteScenario]:
     odd = {base.dtype: (72, 50), "nvfp4": (112, 48)}.get(base.cache, (40, 72))
     first = [
         base,
+        replace(base, shift=1, tokens=5),
         replace(base, layout="HND", stacked=False, index=torch.int64, scales="heads", interleaved_sf=True, tokens=17),
         replace(base, stacked=False, page_size=5, pages=9, scales="tensor", data="special", dims=odd),
     ]
