@@ -3,6 +3,7 @@
 import math
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 
@@ -246,6 +247,24 @@ def test_refusals(message, host):
             refuse()
             assert len(machine.launches) == count
     assert all(map(torch.equal, before, cases.storages(inputs)))
+
+
+@pytest.mark.parametrize("case", [replace(FULL, cache="e4m3", q8=True), CacheWriteCase(cache="nvfp4")])
+def test_scales_in_host_memory_are_numbers(case):
+    """Beside data of a GPU; a scale that is not positive is refused."""
+    with emulation() as machine:
+        machine.host_scales = True
+        for scale in (0.5, torch.tensor(0.5), torch.tensor([0.5]), np.float32(0.5)):
+            inputs = cases.make_inputs(case)
+            out = inputs.get("out", QueryOutput())._replace(scale=scale)
+            append_qkv(**inputs | {"cache": inputs["cache"]._replace(k_scale=scale, v_scale=scale), "out": out})
+        for launch in machine.launches:
+            want = 2.0 if case.cache == "nvfp4" else 0.5
+            assert launch["k_scale"] == launch["v_scale"] == want and launch.get("q_scale", 0.5) == 0.5
+            assert not len(launch["k_scale_ptr"]) and not len(launch["v_scale_ptr"])
+        assert len(machine.launches) == 4 and len(machine.plans) == 1
+        with pytest.raises(ValueError, match="^cache.v_scale: -1.0, must be positive"):
+            append_qkv(**inputs | {"cache": inputs["cache"]._replace(v_scale=torch.tensor([-1.0]))})
 
 
 def test_in_place_and_new_outputs():

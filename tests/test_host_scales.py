@@ -149,9 +149,15 @@ ATTENTION = [case for case in CASES if "nvfp4" not in case[0] and "fp4." not in 
 POSITIVE = [case for case in CASES if case not in ATTENTION]
 
 
+# Arguments of `append_qkv`, see test_cache_write.py; and a check, which `nvfp4_quantize` calls.
+ELSEWHERE = ("KVCacheTarget", "QueryOutput", "RotaryEmbedding", "fp4.quantizable")
+
+
 def test_every_scale_has_a_case():
     missing = []
     for name, function in public().items():
+        if name in ELSEWHERE:
+            continue
         for argument in scales_of(function) if callable(function) else ():
             kind = str(inspect.signature(function).parameters[argument].annotation)
             if argument in NUMBERS:

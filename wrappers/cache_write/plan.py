@@ -249,7 +249,7 @@ def plan_for(call: CacheWriteCall, device_info: tuple[str, int] | None) -> Cache
         v_groups=groups(k.shape[0], v.shape[1], lanes) if v.shape[1] else 0, enable_pdl=1,
         v_sf_interleaved=int(call.v_sf_interleaved), scales_multiply=0,
         q=empty(k.dtype, 0, dim), q_out=empty(k.dtype, queries, dim),
-        rope=t.rope, norm_eps=t.norm_eps, norm_offset=t.norm_offset, rope_table=empty(torch.float32, 16),
+        rope=t.rope, norm_eps=float(t.norm_eps), norm_offset=float(t.norm_offset), rope_table=empty(torch.float32, 16),
         q_weight=empty(k.dtype, dim), k_weight=empty(k.dtype, dim),
         q_fp8=empty(fp8, queries, dim),
     )  # fmt: skip
