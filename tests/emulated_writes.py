@@ -10,7 +10,7 @@ DTYPES = {
     "bf16": torch.bfloat16, "fp16": torch.float16, "e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2,
     "uint8": torch.uint8, "nvfp4": torch.uint8,
 }  # fmt: skip
-ROWS_OF = {"k": 3, "v": 3, "q": 3, "q_out": 3, "q_weight": 2, "k_weight": 2}  # of the rows' dtype -> rank
+ROWS_OF = {"k": 3, "v": 3, "q": 3, "q_out": 3, "q_weight": 1, "k_weight": 1}  # of the rows' dtype -> rank
 CACHES = {"k_cache": 4, "v_cache": 4}
 SCALES = {"k_scale_ptr": 1, "v_scale_ptr": 1, "q_scale_ptr": 1, "rope_table": 2}
 FACTORS = {"k_sf": 4, "v_sf": 4}

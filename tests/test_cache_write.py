@@ -210,6 +210,8 @@ BAD = {
         "cache": KVCacheTarget(i["cache"].kv[:, :, :5], v_sf_interleaved=True)},
     "norm.q_weight: shape (64,), must be (128,)": lambda i: {"norm": RMSNorm(torch.ones(64).bfloat16())},
     "norm.k_weight: dtype torch.float32": lambda i: {"norm": RMSNorm(None, torch.ones(128))},
+    "norm.k_weight: strides (256, 1), must be contiguous": lambda i: {
+        "norm": RMSNorm(None, torch.ones(2, 256).bfloat16()[:, :128])},
     "norm.eps: inf, must be finite": lambda i: {"norm": i["norm"]._replace(eps=math.inf)},
     "rope.table: shape (1, 24), must be (at least 1": lambda i: {"rope": i["rope"]._replace(rotary_dim=24)},
     "rope.table: strides (130, 1), rows must begin at multiples of 16": lambda i: {

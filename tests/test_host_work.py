@@ -155,7 +155,7 @@ PLANNED = {
     "top_k_per_row_decode": (partial(top_k, topk_cases.DECODE), Work(6, 0)),
     "append_paged_kv_cache": (partial(rows, append.by_lists, "append-bf16"), Work(6, 0)),
     "append_paged_kv_cache, nvfp4 slots": (partial(rows, append.nvfp4_by_slots, "append-nvfp4"), Work(11, 6)),
-    "append_qkv": (partial(rows, append.by_slots, "append-normrope-fp8"), Work(14, 6)),
+    "append_qkv": (partial(rows, append.by_slots, "append-normrope-fp8"), Work(14, 4)),
 }
 
 

@@ -60,8 +60,8 @@ class CacheWriteArgs(NamedTuple):
     #                                 turns per position, rounded to fp32, then what was rounded away
     rope: Any = None  # Int32         bits INTERLEAVED: pairs are neighbours, not halves; ANGLES: see rope_table
     rope_positions: Any = None  # (N | 0,)  position in rope_table; absent: that of PAGES
-    q_weight: Any = None  # (Hq | 1 | 0, Dk)  spec.dtype: weights of the RMS norm of Q, per head or for all
-    k_weight: Any = None  # (H | 1 | 0, Dk)
+    q_weight: Any = None  # (Hq Dk | Dk | 0,)  spec.dtype: weights of the RMS norm of Q, per head or for all
+    k_weight: Any = None  # (H Dk | Dk | 0,)
     norm_eps: Any = None  # Float32
     norm_offset: Any = None  # Float32  added to the weights
     # transform, quantised caches

@@ -77,8 +77,8 @@ class BlockTable(NamedTuple):
 class RMSNorm(NamedTuple):
     """RMS norm of Q and K per head: x / sqrt(mean(x^2) + eps) * (weight + offset). No other library has this class.
 
-    q_weight, k_weight: of the rows' dtype, (D,) or one row per head; None: that operand has no norm. offset: 1.0 for
-    Gemma.
+    q_weight, k_weight: of the rows' dtype, contiguous, (D,) or (heads, D); None: that operand has no norm. offset: 1.0
+    for Gemma.
 
     >>> RMSNorm(torch.ones(64), torch.ones(64)).eps
     1e-06

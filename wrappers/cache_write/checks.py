@@ -244,6 +244,8 @@ def transforms(call: CacheWriteCall, t: QueryTransform) -> None:
             check_operand(name, weight, 2 if getattr(weight, "ndim", 0) == 2 else 1, (call.k.dtype,), device, owner)
             shape = (count, dim) if weight.ndim == 2 else (dim,)
             check_shape(name, weight, shape, "head_dim, or heads and head_dim")
+            if not weight.is_contiguous():
+                raise ValueError(f"{name}: strides {weight.stride()}, must be contiguous")
     check_number(name_of(call, "norm_eps"), t.norm_eps)
     check_number(name_of(call, "norm_offset"), t.norm_offset)
     if t.rope_table is None:

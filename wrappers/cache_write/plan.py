@@ -161,8 +161,8 @@ def transform_key(t: QueryTransform) -> tuple[Any, ...]:
         None if q is None else (q.shape, q.stride(), out.dtype, out.shape, out.stride()),
         None if table is None else (table.shape, table.stride()), flags, eps, offset,
         None if rotated_at is None else (rotated_at.dtype, rotated_at.numel()),
-        None if q_weight is None else (q_weight.dtype, q_weight.shape),
-        None if k_weight is None else (k_weight.dtype, k_weight.shape),
+        None if q_weight is None else (q_weight.shape, q_weight.stride()),
+        None if k_weight is None else (k_weight.shape, k_weight.stride()),
         None if q_scale_ptr is None else (q_scale_ptr.dtype, q_scale_ptr.shape),
     )  # fmt: skip
 
@@ -179,9 +179,9 @@ def put_transform(flat: list[Any], plan: CacheWritePlan, t: QueryTransform) -> N
         if rotated_at is not None:
             flat[at.rope_positions] = rotated_at.view(_int32) if rotated_at.dtype is _int64 else rotated_at
     if q_weight is not None:
-        flat[at.q_weight] = q_weight if q_weight.dim() == 2 else q_weight.unsqueeze(0)
+        flat[at.q_weight] = q_weight if q_weight.dim() == 1 else q_weight.view(-1)
     if k_weight is not None:
-        flat[at.k_weight] = k_weight if k_weight.dim() == 2 else k_weight.unsqueeze(0)
+        flat[at.k_weight] = k_weight if k_weight.dim() == 1 else k_weight.view(-1)
     if at.q_scale is not None:
         flat[at.q_scale] = q_scale
         if q_scale_ptr is not None:
@@ -250,7 +250,7 @@ def plan_for(call: CacheWriteCall, device_info: tuple[str, int] | None) -> Cache
         v_sf_interleaved=int(call.v_sf_interleaved), scales_multiply=0,
         q=empty(k.dtype, 0, dim), q_out=empty(k.dtype, queries, dim),
         rope=t.rope, norm_eps=float(t.norm_eps), norm_offset=float(t.norm_offset), rope_table=empty(torch.float32, 16),
-        q_weight=empty(k.dtype, dim), k_weight=empty(k.dtype, dim),
+        q_weight=empty(k.dtype), k_weight=empty(k.dtype),
         q_fp8=empty(fp8, queries, dim),
     )  # fmt: skip
     return CacheWritePlan(

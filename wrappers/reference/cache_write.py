@@ -118,6 +118,7 @@ def transformed(
     """Return x (N, H, D), normalised and rotated, in fp32."""
     x = x.float()
     if len(weight):
+        weight = weight.view(-1, x.shape[2])
         x = x * (x.square().mean(-1, keepdim=True) + a.norm_eps).rsqrt() * (weight.float() + a.norm_offset)
     if table is None:
         return x

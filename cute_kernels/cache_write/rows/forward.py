@@ -35,7 +35,7 @@ def fake_args(spec) -> dict[str, Any]:
     dtype, cached = abi.DTYPES[spec.dtype], abi.DTYPES[STORED.get(spec.cache, spec.cache)]
 
     tensors = [
-        (dtype, 2, "q_weight k_weight"),
+        (dtype, 1, "q_weight k_weight"),
         (dtype, 3, "k v q q_out"),
         (cached, 4, "k_cache v_cache"),
         (abi.DTYPES["e5m2" if spec.cache == "e5m2" else "e4m3"], 3, "q_fp8"),
@@ -289,15 +289,15 @@ class QueryOrKey(NamedTuple):
 def query_or_key(a, g: LaneGroup, row: Int32) -> QueryOrKey:
     """Return row `row` of a token: the heads of Q come first, then those of K."""
     heads = a.q.shape[1]
-    is_q, head, weights, count = Int32(1), row, Int64(0), a.q_weight.shape[0]
+    is_q, head, weights, count = Int32(1), row, a.q_weight.iterator.toint(), a.q_weight.shape[0]
     source = row_of(a.q, g.token, row)
-    if count > 0:
-        weights = row_of(a.q_weight, cutlass.min(head, count - 1))
     if row >= heads:
-        is_q, head, weights, count = Int32(0), row - heads, Int64(0), a.k_weight.shape[0]
+        is_q, head, weights, count = Int32(0), row - heads, a.k_weight.iterator.toint(), a.k_weight.shape[0]
         source = row_of(a.k, g.token, row - heads)
-        if count > 0:
-            weights = row_of(a.k_weight, cutlass.min(head, count - 1))
+    if count == 0:
+        weights = Int64(0)
+    elif count > a.k.shape[2]:  # per head
+        weights += Int64(head) * (2 * a.k.shape[2])
     return QueryOrKey(is_q, head, source, weights)
 
 
