@@ -62,7 +62,8 @@ def check_promises(spec, a):
             sf = sf.transpose(1, 2) if a["nhd"] else sf
             promised(sf.shape == (*cache.shape[:3], cache.shape[3] * 2 // 16))
     tokens = len(a["slots"]) // (1 + (a["wide"] & 1)) if a["places"] == SLOTS else len(k)
-    promised(a.get("scales_multiply", 0) in (0, 1) and min(len(k), len(v)) >= min(tokens, len(k)))
+    promised(a.get("scales_multiply", 0) in (0, 1))
+    promised(min(len(k), len(v) if v.shape[1] else len(k)) >= min(tokens, len(k)))
     if a["places"] == PAGES:
         promised(
             (len(a["page_table"]) or len(a["kv_indices"])) and (len(a["batch_indices"]) or len(a["cu_seqlens"]) > 1)

@@ -14,7 +14,9 @@ from cute_kernels.cache_write import dispatch, rows
 from cute_kernels.cache_write.args import INDICES
 from cute_kernels.cache_write.request import CacheWriteRequest
 from cute_kernels.cache_write.spec import CacheWriteSpec
+from tests.conftest import ARCH
 from tests.emulated import emulation
+from tools.ptxsim.workloads import simulated
 from wrappers import BlockTable, KVCacheTarget, PageLists, QueryOutput, RMSNorm, RotaryEmbedding, append_qkv, fp4
 from wrappers.cache_write.api import turns
 
@@ -300,6 +302,17 @@ def test_quantised_by_the_kernel_that_writes_caches(shape, scale):
             assert len(machine.launches) == 2 * bool(x.numel()) and len(machine.plans) == bool(x.numel())
             wrappers.nvfp4_quantize(x.detach().float(), scale)  # in torch
             assert len(machine.launches) == 2 * bool(x.numel())
+
+
+@pytest.mark.kernels
+@pytest.mark.parametrize("shape", [(5, 32), (3, 2, 64), (16, 48), (2, 3, 5, 16)])
+@pytest.mark.parametrize("scale", [2.5, torch.tensor([0.37])])
+def test_quantised_in_the_simulator(shape, scale):
+    x = torch.randn(shape, generator=torch.Generator().manual_seed(0)).half()
+    with simulated(ARCH, []):
+        got = wrappers.nvfp4_quantize(x, scale)
+    for found, want in zip(got, fp4.nvfp4_quantize(x, scale), strict=True):
+        assert found.view(torch.uint8).equal(want.view(torch.uint8))
 
 
 def test_dispatch():

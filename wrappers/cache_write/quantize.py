@@ -66,9 +66,8 @@ def launch(plan: QuantizePlan, x: torch.Tensor, scale: Any) -> tuple[torch.Tenso
     data = torch.empty(*x.shape[:-1], dim // 2, dtype=torch.uint8, device=x.device)
     factors = torch.empty(*x.shape[:-1], dim // fp4.BLOCK, dtype=torch.uint8, device=x.device)
     flat, at = plan.flat.copy(), plan.at
-    given = x.reshape(plan.shape)
     k_cache, k_sf = data.view(1, tokens, heads, -1), factors.view(1, tokens, heads, -1)
-    flat[at["k"]], flat[at["v"]] = given, given[:, :0]
+    flat[at["k"]] = x.reshape(plan.shape)
     flat[at["k_cache"]] = flat[at["v_cache"]] = k_cache
     flat[at["k_sf"]] = flat[at["v_sf"]] = k_sf
     if isinstance(scale, torch.Tensor):
@@ -99,7 +98,8 @@ def plan_for(x: torch.Tensor, device_info: tuple[str, int]) -> QuantizePlan:
     none, scales = empty(torch.int32), empty(torch.float32)
     values = dict.fromkeys(fields(spec), none) | dict(
         nhd=1, places=ROWS, wide=0, page_table=empty(torch.int32, 1), lanes_log2=lanes.bit_length() - 1,
-        k_groups=groups(shape[0], shape[1], lanes), v_groups=0, enable_pdl=1, k_scale=1.0, v_scale=1.0,
+        v=empty(x.dtype, 0, dim), k_groups=groups(shape[0], shape[1], lanes), v_groups=0, enable_pdl=1,
+        k_scale=1.0, v_scale=1.0,
         k_scale_ptr=scales, v_scale_ptr=scales, v_sf_interleaved=0, scales_multiply=1,
     )  # fmt: skip
     return QuantizePlan(
