@@ -147,9 +147,9 @@ def make_transform(case: CacheWriteCase, gen: torch.Generator) -> dict[str, Any]
 
     def weight(heads: int) -> torch.Tensor:
         shape = (heads, dim) if case.norm == "heads" else (dim,)
-        count = heads * dim + case.shift
-        values = (1 + 0.1 * torch.randn(count, generator=gen, device=gen.device)).to(dtype)[case.shift :]
-        return values[: dim if len(shape) == 1 else None].view(shape)
+        count = math.prod(shape)
+        values = (1 + 0.1 * torch.randn(count + case.shift, generator=gen, device=gen.device)).to(dtype)
+        return values[case.shift :].view(shape)
 
     if case.norm:
         offset = 1.0 if case.norm == "heads" else 0.0
