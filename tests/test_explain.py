@@ -56,7 +56,7 @@ def untouched(inputs):
 
 
 def test_every_public_function_is_explained():
-    others = {"Explanation", "FP4Tensor", "TopKTieBreak", "explain", "nvfp4_dequantize", "nvfp4_quantize"}
+    others = {"Explanation", "FP4Tensor", "TopKTieBreak", "bind", "explain", "nvfp4_dequantize", "nvfp4_quantize"}
     others |= {*cascade.__all__, *page.__all__, *quantization.__all__}  # plain torch
     others |= {*prefill.__all__} - {"single_prefill_with_kv_cache"}
     assert set(wrappers.__all__) - others == set(NAMES) == set(UPSTREAM)

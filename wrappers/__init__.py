@@ -8,6 +8,7 @@ parameters.
 from .attention.engines import trtllm_fmha_v2_prefill, xqa_batch_decode_with_kv_cache
 from .attention.trtllm import trtllm_batch_context_with_kv_cache, trtllm_batch_decode_with_kv_cache
 from .attention.xqa import xqa
+from .binding import bind
 from .cascade import merge_state, merge_state_in_place, merge_states
 from .explanation import Explanation, explain
 from .flash_attn import flash_attn_func, flash_attn_varlen_func, flash_attn_with_kvcache
@@ -49,6 +50,8 @@ __all__ = [
     "FP4Tensor",
     "TopKTieBreak",
     "append_paged_kv_cache",
+    "bind",
+    "bind",
     "cooperative_topk",
     "explain",
     "fast_decode_plan",

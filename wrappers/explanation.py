@@ -154,7 +154,7 @@ def explain(
         return Explanation(name, tuple((op, f"device {device}, must be a CUDA device") for op in ops))
     if sms is None:
         sms = count if count is not None and arch == known else SMS.get(arch, SMS["sm_90a"])
-    answers = _attention(asked, arch) if attention else _top_k(asked, arch, sms)
+    answers = _attention(asked, arch, sms) if attention else _top_k(asked, arch, sms)
     refused = tuple((op, str(reason)) for op, _, reason in answers if reason is not None)
     for op, spec, reason in answers:
         if reason is None:
@@ -162,10 +162,10 @@ def explain(
     return Explanation(None, refused)
 
 
-def _attention(call: AttentionCall, arch: str) -> list[tuple[str, Any, Any]]:
+def _attention(call: AttentionCall, arch: str, sms: int) -> list[tuple[str, Any, Any]]:
     """Return (op, spec, reason why it refuses or None) of every attention op."""
     answers = []
-    for op, spec, reason in dispatch.explain(plan.request_of(call), arch):
+    for op, spec, reason in dispatch.explain(plan.request_of(call, sms), arch):
         why: Any = reason
         if reason is None:
             try:

@@ -18,7 +18,7 @@ from ..checks import (
 from ..fp4 import BLOCK, FP4Tensor
 from ..plain import traced
 from ..scalars import OR_TENSOR, integer, real, scale_of, split_scale
-from .call import ABSENT, SEPARATE, SHARED, AttentionCall, TableLayout, make_call, pair, sequences_of
+from .call import SEPARATE, SHARED, AttentionCall, TableLayout, pair, sequences_of
 from .checks import SIGNATURES, drafts_of
 from .op import serve
 
@@ -119,6 +119,8 @@ def trtllm_batch_context_with_kv_cache(
             check_optional_flag(name, value)
             if value:
                 raise NotImplementedError(f"{name}: {value}, not supported, must be None or False")
+    if cum_seq_lens_q is None:
+        check_strided("cum_seq_lens_q", None)
     k, v = pair("kv_cache", kv_cache, kv_layout)
     k_scales = v_scales = None
     if scales is not None:
@@ -139,11 +141,13 @@ def trtllm_batch_context_with_kv_cache(
     out_scale, out_scale_tensor = (
         (bmm2_scale, None) if bmm2_scale.__class__ is float else split_scale("bmm2_scale", bmm2_scale)
     )
-    call = make_call(AttentionCall, (
-        signature, "prefill", query, k, v, requests, max_q_len, scale, scale_tensor, out_scale,
-        out_scale_tensor, causal, window_left, logits_soft_cap, sinks, k_scales, v_scales, v_scales_interleaved, None,
-        skip_softmax_threshold_scale_factor, out, out_dtype, o_sf_scale, lse, return_lse, False, enable_pdl,
-    ) + ABSENT)  # fmt: skip
+    call = AttentionCall(
+        signature=signature, q=query, k=k, v=v, requests=requests, max_q_len=max_q_len, scale=scale,
+        out_scale=out_scale, causal=causal, window_left=window_left, soft_cap=logits_soft_cap,
+        skip=skip_softmax_threshold_scale_factor, interleaved=v_scales_interleaved, return_lse=return_lse,
+        enable_pdl=enable_pdl, out_dtype=out_dtype, out_sf_scale=o_sf_scale, out=out, lse=lse, sinks=sinks,
+        scale_tensor=scale_tensor, out_scale_tensor=out_scale_tensor, k_scales=k_scales, v_scales=v_scales,
+    )  # fmt: skip
     if o_sf_vec_size is not None:
         _check_vector(call, o_sf_vec_size)
     return serve(call)
@@ -211,11 +215,7 @@ def trtllm_batch_decode_with_kv_cache(
         _check_modes(
             enable_block_sparse_attention, cp_world, cp_rank, causal_seqlens_kv_global, bf16q_fp8kv_transform_mode
         )
-    sink: Any = sinks
-    if sinks is not None and isinstance(sinks, (list, tuple)):
-        if len(sinks) != 1:
-            raise ValueError(f"sinks: a {type(sinks).__name__} of {len(sinks)}, must hold one tensor")
-        sink = sinks[0]
+    sink = sinks if sinks is None else one_sink(sinks)
     k, v = pair("kv_cache", kv_cache, kv_layout)
     k_scales = v_scales = None
     if kv_cache_sf is not None:
@@ -253,14 +253,27 @@ def trtllm_batch_decode_with_kv_cache(
     )
     if o_scale is not None and (o_scale.__class__ is not float or o_scale != 1.0):
         out_scale = _unscaled(out_scale, o_scale, out_dtype or getattr(query if out is None else out, "dtype", None))
-    call = make_call(AttentionCall, (
-        signature, "decode", query, k, v, requests, max_q_len, scale, scale_tensor, out_scale,
-        out_scale_tensor, True, window_left, logits_soft_cap, sink, k_scales, v_scales, v_scales_interleaved, drafts,
-        skip_softmax_threshold_scale_factor, out, out_dtype, o_sf_scale, lse, return_lse, batch_invariant, enable_pdl,
-    ) + ABSENT)  # fmt: skip
+    check_flag("batch_invariant", batch_invariant)
+    call = AttentionCall(
+        signature=signature, q=query, k=k, v=v, requests=requests, max_q_len=max_q_len, scale=scale,
+        out_scale=out_scale, window_left=window_left, soft_cap=logits_soft_cap,
+        skip=skip_softmax_threshold_scale_factor, interleaved=v_scales_interleaved,
+        split_kv="fixed" if batch_invariant else "auto", return_lse=return_lse, enable_pdl=enable_pdl,
+        out_dtype=out_dtype, out_sf_scale=o_sf_scale, out=out, lse=lse, sinks=sink, scale_tensor=scale_tensor,
+        out_scale_tensor=out_scale_tensor, k_scales=k_scales, v_scales=v_scales, drafts=drafts,
+    )  # fmt: skip
     if o_sf_vec_size is not None:
         _check_vector(call, o_sf_vec_size)
     return serve(call)
+
+
+def one_sink(sinks: Any) -> Any:
+    """Return the sinks, which may be in a list that holds this one tensor."""
+    if not isinstance(sinks, (list, tuple)):
+        return sinks
+    if len(sinks) != 1:
+        raise ValueError(f"sinks: a {type(sinks).__name__} of {len(sinks)}, must hold one tensor")
+    return sinks[0]
 
 
 def _check_modes(sparse: Any, world: Any, rank: Any, lens: Any, mode: Any) -> None:

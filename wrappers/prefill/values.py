@@ -141,6 +141,13 @@ def modifiers_of(
     return LogitsModifiers(causal, mode, sm_scale, window_left, soft_cap, rope)
 
 
+def split_of(size: Any, disabled: Any) -> str:
+    """Return `AttentionCall.split_kv` of a prefill plan's fixed_split_size and disable_split_kv."""
+    check_flag("disable_split_kv", disabled)
+    size = -1 if size is None else check_integer("fixed_split_size", integer(size))
+    return "never" if disabled or size > 0 else "auto"
+
+
 def number(name: str, value: Any, positive: bool = False) -> float:
     value = real(value)
     check_number(name, value, " or None", positive)
