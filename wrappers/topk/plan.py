@@ -80,7 +80,8 @@ def run(call: TopKCall) -> tuple[Any, Any, Any]:
         validate(call)
         device_info = here.device_info(scores.device)
         plan = plan_for(call, device_info)
-        if device_info is not None:  # the reference checks nothing: its calls are validated each time
+        # The reference checks nothing, so its calls are validated each time. A graph owns what a capture allocates.
+        if device_info is not None and here.uncaptured_stream(plan.device) is not None:
             here.keep(key, plan)
     if not plan.single_device and here.current_device() != plan.device.index:
         with here.on(plan.device):
@@ -175,7 +176,8 @@ def plan_for(call: TopKCall, device_info: tuple[str, int] | None) -> TopKLaunchP
         types = torch.int32, scores.dtype, torch.int64
         return [torch.empty(1, dtype=dtype, device=device).expand(rows, k) for dtype in types]
 
-    like_out, like_values, like_indices = likes() if device_info is None else scratch.kept(likes, device)
+    keeps = device_info is not None and machine.current.uncaptured_stream(device) is not None
+    like_out, like_values, like_indices = scratch.kept(likes, device) if keeps else likes()
     none = empty(torch.int32)
     flat = TopKArgs(
         scores=None, starts=none, lengths=none, out=empty(torch.int32, k), raw=empty(torch.int32, k),
