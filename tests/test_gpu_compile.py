@@ -1,5 +1,5 @@
-"""torch.compile on a Hopper GPU, with CUDA graphs: every public function and class in every mode, as first calls too; and
-memory that is kept lies in no pool of somebody else; operators, modes of torch, a step compiled ahead of time."""
+"""torch.compile on a Hopper GPU, with CUDA graphs: every public function and class in every mode, as first calls too;
+and memory that is kept lies in no pool of somebody else; operators, modes of torch, a step compiled ahead of time."""
 
 import gc
 import weakref

@@ -48,7 +48,7 @@ def kept(make: Callable[[], T], device: torch.device, wait: bool = False) -> T:
     opened it, so a new thread allocates ordinary memory; nor has it an inference mode, autocast or a mode of torch. The
     pool of a capture serves a stream, from whatever thread: do not call this in a capture.
 
-    wait: until the tensors are written, for launches of other streams. The thread takes about 0.1 ms.
+    wait: until the tensors are written, for launches of other streams. The thread costs 0.1 ms on an idle host.
     """
     here = machine.current
     stream = here.current_stream(device)
