@@ -12,6 +12,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from torch._subclasses import FakeTensorMode
 
 from tests import compiled
 from tests.conftest import run_python
@@ -198,6 +199,16 @@ def test_the_thread_has_no_mode_of_the_caller():
     with torch.inference_mode(), torch.autocast("cpu", torch.bfloat16), torch.device("meta"):
         made, autocast = scratch.kept(lambda: (torch.empty(3), torch.is_autocast_enabled("cpu")), CPU)
     assert not made.is_inference() and not autocast and made.device == CPU
+
+
+@pytest.mark.parametrize("mode", [FakeTensorMode, lambda: torch.device("meta"), compiled.Seen])
+def test_slopes_made_under_a_mode_are_not_kept(monkeypatch, mode):
+    monkeypatch.setattr(values, "_slopes", {})
+    with mode():
+        values.alibi_slopes(6, CPU)
+    assert not values._slopes
+    made = values.alibi_slopes(6, CPU)
+    assert type(made) is torch.Tensor and values._slopes == {(CPU, 6): made}
 
 
 def test_an_error_reaches_the_caller():
