@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 import torch
 from torch._subclasses import FakeTensor
 
+from .. import machine
 from ..checks import UnknownName, check_strided
 from ..fp4 import FP4Tensor
 
@@ -135,7 +136,7 @@ def sequences_of(
     The results of the last few different calls are kept for the same tensors: within a step, all layers of a model that
     have a table in common pass the same objects, and new views cost 2.5 us. Sizes, strides and addresses are compared
     too, since an object may have been resized or given other memory. The tuple is replaced as a whole, so threads may
-    lose a result but never find a wrong one.
+    lose a result but never find a wrong one. Nothing is kept of a captured call (`HostMachine.may_keep`).
     """
     global _kept
     if not plain:
@@ -155,7 +156,9 @@ def sequences_of(
                 return found
             break
     found = new_sequences(table, lens, offsets, layout)
-    if found.batch >= 0 and (offsets is None or offsets.numel() == found.batch + 1):
+    if found.batch < 0 or not machine.current.may_keep(table.device):
+        return found
+    if offsets is None or offsets.numel() == found.batch + 1:
         known = table.shape, table.stride(), table.data_ptr(), lens.numel(), lens.data_ptr(), found
         _kept = ((table, lens, offsets, layout, known), *kept[: MOST_KEPT - 1])
     return found

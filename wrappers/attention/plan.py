@@ -8,6 +8,7 @@ synchronises or reads device values. `bound` has launches that keep their plan.
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from math import log2
 from typing import Any, NamedTuple, cast
 
@@ -326,12 +327,13 @@ class LaunchPlan:
         """
         if self.offsets is not None:
             return self.offsets
-        here = machine.current
-        made = torch.arange(0, (batch + 1) * length, length, dtype=torch.int32, device=self.device)
-        if not capturing and len(here.offsets) < here.max_plans:
-            here.synchronize(self.device)
-            self.offsets = made = here.offsets.setdefault((self.device, batch, length), here.argument(made))
-        return made
+        here, device = machine.current, self.device
+        make = partial(torch.arange, 0, (batch + 1) * length, length, dtype=torch.int32, device=device)
+        if capturing or len(here.offsets) >= here.max_plans:
+            return make()
+        made = here.argument(scratch.kept(make, device, wait=True))
+        self.offsets = found = here.offsets.setdefault((device, batch, length), made)
+        return found
 
 
 def plan_for(call: AttentionCall, arch: str, sms: int) -> LaunchPlan:

@@ -10,7 +10,7 @@ from cute_kernels.topk import dispatch
 from cute_kernels.topk.args import TopKArgs
 from cute_kernels.topk.request import TopKKernelRequest
 
-from .. import machine, overlap, reference
+from .. import machine, overlap, reference, scratch
 from ..checks import checking
 from .checks import DTYPES, NAMES, PER_ROW, TOP_K, WINDOWS, TopKCall, TopKTieBreak, reason, validate, with_ints
 from .values import check as check_values
@@ -82,7 +82,8 @@ def plan_of(call: TopKCall) -> TopKLaunchPlan:
         validate(call)
         device_info = here.device_info(call.scores.device)
         plan = plan_for(call, device_info)
-        if device_info is not None:  # the reference checks nothing: its calls are validated each time
+        # The reference checks nothing, so its calls are validated each time. A graph owns what a capture allocates.
+        if device_info is not None and here.uncaptured_stream(plan.device) is not None:
             here.keep(key, plan)
     return plan
 
@@ -206,9 +207,12 @@ def plan_for(call: TopKCall, device_info: tuple[str, int] | None) -> TopKLaunchP
     def empty(dtype: torch.dtype, *shape: int) -> Any:
         return given(torch.empty(0, *shape, dtype=dtype, device=device))
 
-    def like(dtype: torch.dtype) -> torch.Tensor:
-        return torch.empty(1, dtype=dtype, device=device).expand(rows, k)
+    def likes() -> list[torch.Tensor]:
+        types = torch.int32, scores.dtype, torch.int64
+        return [torch.empty(1, dtype=dtype, device=device).expand(rows, k) for dtype in types]
 
+    keeps = device_info is not None and machine.current.uncaptured_stream(device) is not None
+    like_out, like_values, like_indices = scratch.kept(likes, device) if keeps else likes()
     none = empty(torch.int32)
     flat = TopKArgs(
         scores=None, starts=none, lengths=none, out=empty(torch.int32, k), raw=empty(torch.int32, k),
@@ -229,7 +233,7 @@ def plan_for(call: TopKCall, device_info: tuple[str, int] | None) -> TopKLaunchP
         scores_bytes=overlap.reach(scores),
         out_bytes=4 * rows * k if call.out is None else overlap.reach(call.out),
         raw_bytes=0 if call.raw is None else overlap.reach(call.raw),
-        like_out=like(torch.int32),
-        like_values=like(scores.dtype),
-        like_indices=like(torch.int64),
+        like_out=like_out,
+        like_values=like_values,
+        like_indices=like_indices,
     )
