@@ -51,7 +51,6 @@ __all__ = [
     "TopKTieBreak",
     "append_paged_kv_cache",
     "bind",
-    "bind",
     "cooperative_topk",
     "explain",
     "fast_decode_plan",

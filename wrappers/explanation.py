@@ -79,13 +79,18 @@ def _ask(asked: Any) -> NoReturn:
     raise _Asked(asked)
 
 
+def _ask_last(*arguments: Any) -> NoReturn:
+    """Replace `layers.keep`, of which the call is the last argument."""
+    raise _Asked(arguments[-1])
+
+
 def _nothing(*_: Any) -> None:
-    """Replace `append`: write nothing to a cache."""
+    """Replace `append`: write nothing to a cache. Replace `layers.repeat`: find no launch."""
 
 
 def _asking(function: Any) -> FunctionType:
     """Return a copy of a public function that raises `_Asked` instead of serving its call and appends nothing."""
-    scope = function.__globals__ | {"serve": _ask, "append": _nothing}
+    scope = function.__globals__ | {"serve": _ask, "append": _nothing, "repeat": _nothing, "keep": _ask_last}
     if function in OVER:
         scope[OVER[function].__name__] = _asking(OVER[function])
     asks = FunctionType(function.__code__, scope, function.__name__, function.__defaults__)

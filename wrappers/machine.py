@@ -21,7 +21,8 @@ _get_device: Callable[[], int] = getattr(torch._C, "_cuda_getDevice", torch.cuda
 class HostMachine:
     """Queries to CUDA and the runtime, and state that is kept between calls.
 
-    plans: launch plans by the static properties of a call, for all public functions. offsets: offsets of queries of
+    layers: see `attention.layers`. plans: launch plans by the static properties of a call, for all public functions.
+    offsets: offsets of queries of
     equal length, by device, batch and length. constants, counter_pools, split_scratch: see `scratch`.
     """
 
@@ -35,6 +36,7 @@ class HostMachine:
 
     def __init__(self) -> None:
         self.plans: dict[tuple[Any, ...], Any] = {}
+        self.layers: dict[tuple[str, int], Any] = {}
         self.offsets: dict[tuple[torch.device, int, int], Any] = {}
         self.constants: dict[tuple[Any, ...], torch.Tensor] = {}
         self.counter_pools: dict[torch.device, Any] = {}

@@ -57,7 +57,7 @@ def splits_pay(request: KernelRequest) -> bool:
             return bits < 16 or request.page_size != 8  # boxes of 8 rows cost `decode` 2 %
         return bits < 16 or saved > 0 or not 512 < keys < 4096
     if rows <= 2 * FEW_ROWS:
-        return bits == 4 or keys >= 8192 or saved > 550
+        return bits == 4 or bits == 8 and keys <= 512 or keys >= 8192 or saved > 550
     return bits == 4 and keys >= 8192 or saved > 2500
 
 

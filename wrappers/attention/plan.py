@@ -250,21 +250,21 @@ class LaunchPlan:
             flat[slots.o] = o
         else:
             self.pass_quantised(flat, o)
-        self.schedule(flat, call, tokens, capturing)
+        self.schedule(flat, call, q, capturing)
         self.fn(*flat)
         return result
 
-    def schedule(self, flat: list[Any], call: AttentionCall, tokens: int, capturing: bool) -> None:
-        """Set the arguments of the tile scheduler or of split keys."""
-        slots, factor = self.slots, self.pack_factor
+    def schedule(self, flat: list[Any], call: AttentionCall, q: torch.Tensor, capturing: bool) -> None:
+        """Set the arguments of the tile scheduler or of split keys. q: replaces that of the call."""
+        slots, factor, tokens = self.slots, self.pack_factor, q.shape[0]
         tiles = self.num_tile_heads * (tokens * factor // self.tile_m + self.batch)
         if not self.stream_k:
             if self.batch * self.heads * (tokens // self.tile_m + 1) >= MOST_TILES:
-                raise _too_many_tiles(call, self.batch)
+                raise _too_many_tiles(call._replace(q=q), self.batch)
             flat[slots.grid] = tiles if tiles < self.sms else self.sms
             flat[slots.counters], flat[slots.counter_base] = scratch.launch_counter(self.device, capturing)
         elif tokens * factor * factor >= checks.MOST_ROWS:
-            raise _too_many_rows(call)
+            raise _too_many_rows(call._replace(q=q))
         elif self.split_keys:
             splits = tiles * (-(-checks.most_keys(call) // self.split_keys) or 1)
             flat[slots.o_partial], flat[slots.counters] = scratch.new_split_scratch(self, splits, splits)

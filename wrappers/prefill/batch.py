@@ -276,7 +276,7 @@ class PrefillBatch:
             return None
         bound, before = self._bound
         if all(map(is_, others, before)) and bound.fits(q, *kv, out):
-            return bound.launch(q, *kv, out, lse)
+            return bound.launch(q, kv, None, out, lse)
         return None
 
     def _serve(self, call: AttentionCall, others: tuple[Any, ...], scales: tuple[Any, ...]) -> Any:
