@@ -84,7 +84,7 @@ def xqa(
         drafts = drafts_of(mask, lead, q_seq_len, "q_seq_len", q.device)
     elif q_seq_len > 1:
         raise ValueError(f"mask: None, required if q_seq_len is {q_seq_len}")
-    if kv_layout.__class__ is not str and (kv_layout is None or integer(kv_layout).__class__ is int):
+    if not isinstance(kv_layout, str) and (kv_layout is None or integer(kv_layout).__class__ is int):
         kv_layout = "NHD"  # the value was sm_count
     if page_size.__class__ is not int or num_kv_heads.__class__ is not int or sliding_win_size.__class__ is not int:
         page_size, num_kv_heads, sliding_win_size = map(integer, (page_size, num_kv_heads, sliding_win_size))
