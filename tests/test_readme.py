@@ -22,6 +22,7 @@ from cute_kernels.attention.request import KernelRequest
 from tests import conftest, gpu, kernels
 from tools import matrix, oracles, reference, site, static
 
+pytestmark = pytest.mark.by_shape
 PAGES = {path.relative_to(ROOT).as_posix(): path for path in pages.pages()}
 FAMILIES = ("prefill", "decode", "top-k", "low-precision", "caches", "drop-in")  # pages that begin with an example
 NEEDS_GPU = "# needs a GPU"  # the first line of a block that runs on CUDA only
