@@ -228,6 +228,15 @@ def test_queries_that_require_grad_are_refused(launches):
         DECODE(**inputs | {"query": inputs["query"].clone().requires_grad_()})
 
 
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_what_is_no_cache_is_refused_as_ever(launches, name):
+    function, inputs = FUNCTIONS[name], INPUTS[name](out=None, lse=None)
+    warm(function, inputs)
+    for bad in ((), (inputs["kv_cache"],), [inputs["kv_cache"]], None, 3, "kv_cache"):
+        found = outcome(function, inputs | {"kv_cache": bad})
+        assert issubclass(found[0], (TypeError, ValueError)) and found[1].startswith("kv_cache")
+
+
 def test_many_caches(launches, monkeypatch):
     monkeypatch.setattr(layers, "MOST_LAYERS", 3)
     inputs = INPUTS["decode"](out=None, lse=None)

@@ -54,7 +54,7 @@ def repeat(function: str, cache: Any, options: tuple[Any, ...], step: Step, boun
     """
     if _is_dynamo_compiling():
         return None
-    caches = cache if cache.__class__ is tuple else (cache,)
+    caches = cache if cache.__class__ is tuple and cache else (cache,)
     layer = machine.current.layers.get((function, id(caches[0])))
     if layer is None or layer.launch is None or not _same(options, layer.options) or not _holds(layer, caches):
         return None
@@ -75,7 +75,7 @@ def keep(function: str, cache: Any, options: tuple[Any, ...], call: AttentionCal
     result, here = serve(call), machine.current
     if call.requests.shape_id is None or call.drafts is not None or here.device_info(call.q.device) is None:
         return result
-    caches = cache if cache.__class__ is tuple else (cache,)
+    caches = cache if cache.__class__ is tuple and cache else (cache,)
     if not all(isinstance(t, _Tensor) for t in caches) or not here.may_keep(call.q.device):
         return result
     layers, key = here.layers, (function, id(caches[0]))
