@@ -286,7 +286,7 @@ def one_sink(sinks: Any) -> Any:
 
 def _check_modes(sparse: Any, world: Any, rank: Any, lens: Any, mode: Any) -> None:
     """Raise on values of decode's arguments that ask for a mode that no kernel has."""
-    if sparse is False and lens is None and mode is None and world.__class__ is rank.__class__ is int:
+    if sparse is False and lens is None and mode is None and world.__class__ is int and rank.__class__ is int:
         if world == 1 and rank == 0:
             return
     check_flag("enable_block_sparse_attention", sparse)
