@@ -15,8 +15,8 @@ import torch
 from cute_kernels.attention import dispatch
 from cute_kernels.attention.spec import PACK_GQA_MAX_Q
 from wrappers import machine
+from wrappers.attention import plan
 from wrappers.attention.call import AttentionCall
-from wrappers.attention.plan import request_of
 from wrappers.reference.paged import tokens_of
 
 ROWS = {"sm_90a": 64, "sm_100a": 128, "sm_103a": 128}  # rows that vote together: those of a warpgroup
@@ -180,7 +180,7 @@ def of_kernel(p: AttentionCall) -> Skipped:
     Raises `dispatch.Unsupported` if no kernel serves it.
     """
     arch, _ = machine.current.device_info(p.q.device) or (HOPPER, 0)
-    _, spec = dispatch.select(request_of(p), arch)
+    _, spec = dispatch.select(plan.request_of(p), arch)
     return attend(p, spec.tile.n, together=ROWS[arch])
 
 

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 
+from bench.cases.choice import by_function
 from cute_kernels import build, manifest
 from tools import matrix
 
@@ -43,6 +44,19 @@ def pytest_configure(config: pytest.Config) -> None:
     gc.disable()  # until collection ends, see `pytest_collection_finish`
     if set(config.invocation_params.args) <= {"--all"}:  # all tests run, and some need the bundle: begin at once
         config.stash[BUILDING] = start_build(ARCH, BUNDLE)
+
+
+@pytest.fixture(autouse=True)
+def kernels_by_function(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Choose kernels by the public function (`bench.cases.choice`), so that small cases reach every kernel.
+
+    Tests marked `by_shape` see the choice that users see.
+    """
+    if request.node.get_closest_marker("by_shape"):
+        yield
+        return
+    with by_function():
+        yield
 
 
 def features_of(item: pytest.Item) -> set[str]:

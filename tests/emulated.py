@@ -13,7 +13,9 @@ from cute_kernels.attention.spec import PACK_GQA_MAX_Q
 from tests import emulated_writes
 from tests.fake_machine import FakeMachine, promised
 from wrappers import FP4Tensor, fp4, machine, reference
-from wrappers.attention.call import SEPARATE, AttentionCall, new_sequences
+from wrappers.attention import checks
+from wrappers.attention import plan as attention_plan
+from wrappers.attention.call import OPTIONS, SEPARATE, AttentionCall, listed_sequences, new_sequences
 
 E4M3 = torch.float8_e4m3fn
 SMS = 132
@@ -48,9 +50,10 @@ def emulate(op, spec, launches):
         window = getattr(a, "window_left", 1 << 30)
         drafts, kind = getattr(a, "tree_mask", ()), spec.mask.causal
         problem = AttentionCall(
-            "", "", a.q, a.k, a.v, new_sequences(a.page_table, a.kv_lens, a.cu_seqlens_q, SEPARATE), 0,
-            a.softmax_scale_log2 / reference.LOG2E, a.softmax_scale_ptr if len(a.softmax_scale_ptr) else None,
-            a.out_scale, a.out_scale_ptr if len(a.out_scale_ptr) else None,
+            "", a.q, a.k, a.v, new_sequences(a.page_table, a.kv_lens, a.cu_seqlens_q, SEPARATE), 0,
+            scale=a.softmax_scale_log2 / reference.LOG2E,
+            scale_tensor=a.softmax_scale_ptr if len(a.softmax_scale_ptr) else None, out_scale=a.out_scale,
+            out_scale_tensor=a.out_scale_ptr if len(a.out_scale_ptr) else None,
             causal={"always": True, "never": False}[kind] if kind != "value" else bool(a.causal),
             window_left=window if window < 1 << 30 else -1, soft_cap=getattr(a, "soft_cap", 0.0),
             sinks=a.sink if len(a.sink) else None, drafts=drafts if len(drafts) else None,
@@ -147,3 +150,61 @@ def emulation() -> Iterator[Any]:
     fake.launches, fake.specs = [], []
     with machine.override(fake):
         yield fake
+
+
+# ---- a kernel with every field, for requests in any form
+
+SPEC = SimpleNamespace(
+    mask=SimpleNamespace(custom=True, window=True, causal="value", tree=False),
+    logits=SimpleNamespace(alibi=True, soft_cap=True, skip=False), schedule="tiles", out=("bf16",),
+    kv=SimpleNamespace(block_scaled=False), tile=SimpleNamespace(m=64, n=64),
+)  # fmt: skip
+
+
+def planned(launches, checked=False):
+    """In place of `plan_for`: a kernel that has every field, and computes in torch what it is given."""
+
+    def kernel(*flat):
+        a = SimpleNamespace(**dict(zip(args.fields(SPEC), flat, strict=True)))
+        launches.append(a)
+        if not len(a.kv_starts):
+            requests = new_sequences(a.page_table, a.kv_lens, a.cu_seqlens_q, SEPARATE)
+        else:
+            form = "csr" if len(a.kv_lens) else "ragged"
+            requests = listed_sequences(a.page_table, a.kv_lens, a.cu_seqlens_q, a.kv_starts, form)
+        masked = {"custom_mask": a.custom_mask, "mask_starts": a.mask_starts} if len(a.mask_starts) else {}
+        p = AttentionCall(
+            "", a.q, a.k, a.v, requests, 0, scale=a.softmax_scale_log2 / reference.LOG2E, out_scale=a.out_scale,
+            causal=bool(a.causal), window_left=a.window_left if a.window_left < 1 << 30 else -1, soft_cap=a.soft_cap,
+            **masked,
+            alibi_slopes=a.alibi_slopes if len(a.alibi_slopes) else None, sinks=a.sink if len(a.sink) else None,
+            scale_tensor=a.softmax_scale_ptr if len(a.softmax_scale_ptr) else None,
+            out_scale_tensor=a.out_scale_ptr if len(a.out_scale_ptr) else None,
+        )  # fmt: skip
+        o, lse = reference.paged_attention(p)
+        reference.store(o, a.o)
+        if len(a.lse):
+            a.lse.copy_(lse)
+
+    def plan_for(p, arch, sms):
+        request = attention_plan.request_of(p)
+        checks.kernel_tensors(p)
+        heads, dim, device = p.q.shape[1], p.dim_vo, p.q.device
+        none, empty = torch.empty(0, dtype=torch.int32), torch.empty(0)
+        default = dict(
+            kv_starts=none, window_left=p.window_left if request.window else 1 << 30, causal=int(request.causal),
+            custom_mask=none.to(torch.uint8), mask_starts=none, softmax_scale_log2=p.scale * reference.LOG2E,
+            softmax_scale_ptr=empty, soft_cap=p.soft_cap or 0.0, alibi_slopes=empty, sink=empty, out_scale=p.out_scale,
+            out_scale_ptr=empty, enable_pdl=1, lse=torch.empty(0, heads), grid=sms, counters=none, counter_base=0,
+        )  # fmt: skip
+        slots = attention_plan.ArgSlots(SPEC)
+        return attention_plan.LaunchPlan(
+            fn=kernel, flat=[default.get(name) for name in args.fields(SPEC)], slots=slots,
+            optional=attention_plan._present(p, slots), types=tuple(map(type, p[OPTIONS])), batch=p.requests.batch,
+            device=device, single_device=True, dtype=torch.bfloat16, like_query=dim == p.q.shape[2], dim_vo=dim,
+            heads=heads, return_lse=p.return_lse, out_is_16bit=True,
+            token_bytes=heads * 2 * max(p.q.shape[2], dim), pack_factor=1, num_tile_heads=heads, tile_m=64, sms=sms,
+            stream_k=False, counters_per_split=1, split_keys=0, checked=checked,
+        )  # fmt: skip
+
+    return plan_for

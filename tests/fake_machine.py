@@ -23,9 +23,9 @@ class FakeMachine(HostMachine):
     """GPUs of `sms` SMs for CPU tensors, which are on device None.
 
     kernel: (op, spec) -> a function that takes a launch's arguments. Tests may set between calls: `devices` (their
-    number), `device` (the current one), its `stream`, and whether it is `capturing`. While another device is current, a
-    launch or a query for the stream is an error. host_scales: whether scales of one element lie in host memory, beside
-    data of the GPU.
+    number), `device` (the current one), its `stream`, and whether that is `capturing`, or `warming` up for a capture of
+    torch.compile. While another device is current, a launch or a query for the stream is an error. host_scales: whether
+    scales of one element lie in host memory, beside data of the GPU.
     """
 
     def __init__(self, kernel: Callable[[str, Any], Callable[..., Any]], arch: str = "sm_90a", sms: int = 132):
@@ -35,7 +35,7 @@ class FakeMachine(HostMachine):
         self.devices = 1
         self.device: int | None = None
         self.stream = 0
-        self.capturing = False
+        self.capturing = self.warming = False
         self.host_scales = False
         self.waits: list[torch.device] = []  # devices that were waited for
 
@@ -69,6 +69,9 @@ class FakeMachine(HostMachine):
 
     def uncaptured_stream(self, device: torch.device) -> int | None:
         return None if self.capturing else self.stream
+
+    def may_keep(self, device: torch.device) -> bool:
+        return not self.capturing and not self.warming
 
     def current_device(self) -> int | None:  # type: ignore[override]
         return self.device

@@ -34,8 +34,9 @@ def problem_of(case: AttentionCase) -> KernelRequest:
     q, kv, out = (t.replace("fp8", "e4m3") for t in (case.dtype, case.kv_dtype or case.dtype, case.out_dtype))
     return KernelRequest(
         q, kv, out or q, case.head_dim_qk, case.head_dim_vo, case.page_size, case.heads_q // case.heads_kv,
-        max(case.q_lens), "prefill" if case.function == "context" else "decode", case.causal, case.window_left >= 0,
-        case.drafts, bool(case.soft_cap), bool(case.skip), case.interleaved, case.invariant,
+        max(case.q_lens), causal=case.causal, window=case.window_left >= 0, drafts=case.drafts,
+        soft_cap=bool(case.soft_cap), skip=bool(case.skip), interleaved=case.interleaved,
+        split_kv="never" if case.function == "context" else "fixed" if case.invariant else "always",
     )  # fmt: skip
 
 

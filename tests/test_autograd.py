@@ -132,5 +132,7 @@ def test_serving_asks_no_tensor(name, monkeypatch):
         with torch.no_grad():
             function(**inputs)
         assert not asked
-        function(**inputs)
+        for _ in range(3):  # the second call binds the launch of the layer
+            asked.clear()
+            function(**inputs)
         assert 1 <= len(asked) <= 4

@@ -8,7 +8,7 @@ import torch
 from tests.prefill_batches import HKV, HQ, WORKSPACE, Case, D, check, ints
 from wrappers import BatchDecodeWithPagedKVCacheWrapper as Decode
 from wrappers import fast_decode_plan, get_seq_lens
-from wrappers.prefill import decode
+from wrappers.attention import op
 
 E4M3, HALF, BF16 = torch.float8_e4m3fn, torch.float16, torch.bfloat16
 KV_LENS = (9, 2, 17, 4)
@@ -193,11 +193,11 @@ def test_plan_reads_no_value_of_a_device():
 
 def test_splits_ask_for_bits_that_do_not_depend_on_the_batch(monkeypatch):
     case, seen = case_of(), []
-    monkeypatch.setattr(decode, "serve", seen.append)
+    monkeypatch.setattr(op, "serve", seen.append)
     for options in ({}, {"fixed_split_size": -1}, {"fixed_split_size": 64}, {"disable_split_kv": True}):
         planned(case, **options).run(case.q, case.cache)
-    assert [p.batch_invariant for p in seen] == [False, False, True, True]
-    assert all(p.phase == "decode" and p.causal and p.requests.cu_seqlens_q is None for p in seen)
+    assert [p.split_kv for p in seen] == ["auto", "auto", "fixed", "fixed"]
+    assert all(p.causal and p.requests.cu_seqlens_q is None for p in seen)
 
 
 def test_torch_compile_holds_runs_in_one_graph():
@@ -213,8 +213,10 @@ def test_torch_compile_holds_runs_in_one_graph():
 
 def test_no_kernel_is_said_by_name(launches):
     case = case_of(page=8)
-    with pytest.raises(NotImplementedError, match="^pos_encoding_mode: no attention kernel: .*alibi"):
-        planned(case, pos_encoding_mode="ALIBI").run(case.q, case.cache)
+    q, cache = case.q.to(torch.float8_e5m2), tuple(t.to(torch.float8_e5m2) for t in case.cache)
+    wrapper = planned(case, q_data_type=torch.float8_e5m2, o_data_type=torch.bfloat16)
+    with pytest.raises(NotImplementedError, match="^q: no attention kernel: .*e5m2"):
+        wrapper.run(q, cache)
     assert not launches
 
 

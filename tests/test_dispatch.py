@@ -12,15 +12,18 @@ from cute_kernels.attention.spec import TMA_PAGES, LogitsSpec
 ARCH = "sm_90a"
 BLACKWELL = ("sm_100a", "sm_103a")
 BASE = KernelRequest("bf16", "bf16", "bf16", 128, 128, 16, 4)
+WHOLE, SPLIT = replace(BASE, split_kv="never"), replace(BASE, split_kv="always")
 FEW_KERNELS = 200  # of an architecture, attention and top-k together
 
 
-def problems(phase):
-    """Every problem that some kernel serves."""
+def problems(way):
+    """Every problem that some kernel serves with whole tiles ("never" split), or with split keys ("always")."""
     every = product(("bf16", "fp16"), (8, 256, 1), (1, 3, 8), *[(False, True)] * 3, (1, 2, 64, 65, 1 << 30))
     for q, page, group, causal, window, cap, rows in every:
-        base = KernelRequest(q, q, q, 128, 128, page, group, rows, phase, causal, window, soft_cap=cap)
-        if phase == "prefill":
+        base = KernelRequest(
+            q, q, q, 128, 128, page, group, rows, split_kv=way, causal=causal, window=window, soft_cap=cap
+        )  # fmt: skip
+        if way == "never":
             for qk, vo in sm90.TILES:
                 for kv in (q, "e4m3", "nvfp4"):
                     yield replace(base, kv=kv, head_dim_qk=qk, head_dim_vo=vo)
@@ -28,14 +31,14 @@ def problems(phase):
                     yield replace(base, head_dim_qk=qk, head_dim_vo=vo, q="e4m3", kv="e4m3", out=out)
             continue
         base = replace(base, causal=True)
-        for (kind, dim, _), out, invariant in product(decode.TILES, (q, "e4m3", "nvfp4"), (False, True)):
+        for (kind, dim, _), out, way in product(decode.TILES, (q, "e4m3", "nvfp4"), ("always", "fixed")):
             kv = q if kind == "16-bit" else kind
-            yield replace(base, kv=kv, out=out, head_dim_qk=dim, head_dim_vo=dim, batch_invariant=invariant,
+            yield replace(base, kv=kv, out=out, head_dim_qk=dim, head_dim_vo=dim, split_kv=way,
                           drafts=window, skip=cap)  # fmt: skip
-            yield replace(base, kv=kv, out=out, head_dim_qk=dim, head_dim_vo=dim, batch_invariant=invariant)
+            yield replace(base, kv=kv, out=out, head_dim_qk=dim, head_dim_vo=dim, split_kv=way)
             if kv == "e4m3":
                 yield replace(base, q=kv, kv=kv, out="bf16" if out == q else out, head_dim_qk=dim, head_dim_vo=dim,
-                              batch_invariant=invariant)  # fmt: skip
+                              split_kv=way)  # fmt: skip
 
 
 def serves(spec, problem):
@@ -78,7 +81,7 @@ def usual_types():
 def test_every_problem_of_prefill_gets_a_shipped_spec_that_serves_it():
     shipped, found, types = {s for s in sm90.shipped(ARCH) if s.schedule == "tiles"}, set(), usual_types()
     more = ({"custom_mask": True}, {"skip": True, "qhead_per_kvhead": 1})
-    for problem in (*problems("prefill"), *(replace(BASE, **each, **also) for each in types for also in more)):
+    for problem in (*problems("never"), *(replace(WHOLE, **each, **also) for each in types for also in more)):
         op, spec = dispatch.select(problem, ARCH)
         found.add(spec)
         assert op == "attention.sm90" and serves(spec, problem)
@@ -87,7 +90,7 @@ def test_every_problem_of_prefill_gets_a_shipped_spec_that_serves_it():
 
 def test_skip_softmax_of_prefill_joins_every_kernel():
     """A call with a factor runs the spec of the call without one, and skip; others have no argument for a threshold."""
-    for problem in problems("prefill"):
+    for problem in problems("never"):
         (_, plain), (_, spec) = (dispatch.select(replace(problem, skip=skip), ARCH) for skip in (False, True))
         wide = spec.kv.dtype in ("bf16", "fp16")
         tile = plain.tile if wide else sm90.tiles_of(spec.q, spec.kv.dtype, False)[spec.dims]
@@ -101,20 +104,72 @@ def test_every_problem_of_decode_gets_a_shipped_spec_that_serves_it(arch):
     op_of_many, prefill = ("attention.sm90", sm90) if arch == ARCH else ("attention.sm100", sm100)
     shared = {s for s in prefill.shipped(arch) if s.schedule == "stream_k"}
     shipped, found = set(decode.shipped(arch)), set()
-    for problem in problems("decode"):
+    for problem in problems("always"):
         p, (op, spec) = problem, dispatch.select(problem, arch)
         found.add(spec)
         assert serves(spec, p)
-        many = p.rows * p.qhead_per_kvhead > 8 and p.head_dim_qk < 256 and not p.batch_invariant
+        many = p.packed_rows > 8 and p.head_dim_qk < 256 and p.split_kv == "always"
         typed = p.out in ("bf16", "fp16") and p.page_size in TMA_PAGES
         plain = typed and not (p.drafts or p.skip) and (arch != ARCH or not (p.window or p.soft_cap))
         usual = p.head_dim_qk < 256 and p.q != "e4m3" and (p.q == p.kv or p.q == "bf16" and arch == ARCH)
-        many_more = many and plain and usual and p.rows * p.qhead_per_kvhead > 16
+        many_more = many and plain and usual and p.packed_rows > 16
         assert op == (op_of_many if many_more else "attention.decode") and (spec in shared) == many_more
         if not many_more:
             assert spec.tile.rows_per_warp == (16 if many else 8)
     shipped |= shared
     assert shipped <= found and all(on_demand(spec) for spec in found - shipped)
+
+
+# ---- whether CTAs share keys
+
+
+def schedule(arch=ARCH, **change):
+    return dispatch.select(replace(BASE, **change), arch)[1].schedule
+
+
+@pytest.mark.parametrize(
+    "rows, heads, keys, want",
+    [
+        (1, 8, 131072, "stream_k"),  # decode
+        (1, 2048, 8192, "stream_k"),
+        (1, 64, 1024, "tiles"),  # a tile a head, which all CTAs read at the full rate, needs no merge
+        (4, 8, 131072, "stream_k"),  # few query tokens over many keys
+        (16, 32, 131072, "stream_k"),
+        (16, 8, 512, "tiles"),
+        (16, 512, 8192, "tiles"),  # as many tiles as keep all CTAs busy
+        (64, 8, 131072, "stream_k"),
+        (256, 8, 131072, "stream_k"),
+        (512, 8, 512, "tiles"),  # a prompt
+        (2048, 8, 131072, "tiles"),
+        (1 << 20, 8, 1 << 20, "tiles"),
+    ],
+)
+@pytest.mark.parametrize("arch", [ARCH, *BLACKWELL])
+def test_shapes_choose(rows, heads, keys, want, arch):
+    assert schedule(arch, rows=rows, kv_heads=heads, keys=keys) == want
+
+
+def test_a_choice_that_a_kernel_refuses_falls_to_the_other():
+    """Every modifier is served whatever the shapes, with whole tiles or with split keys."""
+    few = {"rows": 1, "kv_heads": 8, "keys": 131072}
+    for change in ({"custom_mask": True, "causal": False}, {"alibi": True}, {"causal": False}, {"head_dim_qk": 192}):
+        assert schedule(**few) == "stream_k" != schedule(**few, **change)
+    assert schedule(rows=4096, drafts=True) == "stream_k" != schedule(rows=4096)
+
+
+def test_what_is_shipped_comes_first_if_rows_are_few():
+    """A kernel is not compiled for a small gain: no whole tiles of fp16 over e4m3 are shipped, decode is."""
+    few = {"q": "fp16", "kv": "e4m3", "out": "fp16", "rows": 2, "kv_heads": 64, "keys": 1024}
+    held = set(dispatch.shipped(ARCH))
+    for change in ({}, {"window": True}):
+        assert dispatch.select(replace(BASE, **few, **change), ARCH) in held
+    assert dispatch.select(replace(BASE, **few | {"rows": 4096}), ARCH)[1].schedule == "tiles"
+
+
+@pytest.mark.parametrize("way, want", [("never", "tiles"), ("fixed", "stream_k"), ("always", "stream_k")])
+def test_a_call_may_say_how_keys_are_split(way, want):
+    for rows, keys in ((1, 256), (1, 131072), (4, 1024)):
+        assert schedule(rows=rows, keys=keys, split_kv=way) == want
 
 
 def test_few_kernels_are_shipped(capsys):
@@ -148,11 +203,12 @@ def test_general_kernels_take_every_modifier_of_their_op():
 
 def test_blocks_of_keys_do_not_depend_on_the_batch():
     """n, which a row's rounding depends on, is the same whatever else a call holds: bits must not change with it.
-    Decode's kernels of 16 rows are for rows that the longest request has; `batch_invariant` does not ask."""
+    Decode's kernels of 16 rows are for rows that the longest request has; "fixed" does not ask."""
     widths: dict[tuple, set[int]] = {}
-    for problem in (*problems("prefill"), *problems("decode")):
+    for problem in (*problems("never"), *problems("always")):
         _, spec = dispatch.select(problem, ARCH)
-        key = problem.phase, spec.dims, spec.kv.bits, problem.q == problem.kv, getattr(spec.tile, "rows_per_warp", 0)
+        rows_a_warp = getattr(spec.tile, "rows_per_warp", 0)
+        key = problem.split_kv, spec.dims, spec.kv.bits, problem.q == problem.kv, rows_a_warp, spec.schedule
         widths.setdefault(key, set()).add(spec.tile.n)
     assert all(len(n) == 1 for n in widths.values()), widths
 
@@ -165,21 +221,23 @@ def test_blocks_of_keys_do_not_depend_on_the_batch():
         ({"kv": "fp16"}, "attention.sm90: kv fp16"),
         ({"q": "e4m3"}, "attention.sm90: kv bf16"),
         ({"q": "e5m2", "kv": "e5m2"}, "attention.sm90: q e5m2"),
-        ({"phase": "decode", "kv": "nvfp4", "source": "ragged"}, "attention.decode: source ragged"),
-        ({"phase": "decode", "custom_mask": True}, "attention.decode: custom_mask True"),
-        ({"phase": "decode", "alibi": True}, "attention.decode: alibi True"),
-        ({"drafts": True}, "attention.sm90: drafts"),
-        ({"phase": "decode", "head_dim_qk": 192}, "attention.decode: head_dim (192, 128)"),
-        ({"phase": "decode", "head_dim_qk": 192, "head_dim_vo": 192}, "attention.decode: head_dim (192, 192)"),
-        ({"phase": "decode", "causal": False}, "attention.decode: causal False"),
-        ({"phase": "decode", "q": "e4m3"}, "attention.decode: kv bf16"),
+        ({"kv": "nvfp4", "source": "ragged"}, "attention.decode: source ragged"),
+        ({"kv": "nvfp4", "source": "ragged"}, "attention.sm90: source ragged"),
+        ({"drafts": True, "custom_mask": True}, "attention.decode: custom_mask True"),
+        ({"drafts": True, "alibi": True}, "attention.decode: alibi True"),
+        ({"drafts": True, "causal": False}, "attention.decode: causal False"),
+        ({"drafts": True, "head_dim_qk": 192}, "attention.decode: head_dim (192, 128)"),
+        ({"head_dim_qk": 192, "head_dim_vo": 192}, "attention.decode: head_dim (192, 192)"),
+        ({"q": "e4m3"}, "attention.decode: kv bf16"),
     ],
 )
 def test_what_is_refused_is_named(change, word):
-    with pytest.raises(NotImplementedError) as error:
-        dispatch.select(replace(BASE, **change), ARCH)
-    assert word in str(error.value)
-    assert isinstance(error.value, dispatch.UnsupportedRequest) and word.split()[1] == error.value.field
+    for base in (WHOLE, SPLIT, replace(BASE, rows=1), replace(BASE, split_kv="fixed")):
+        with pytest.raises(dispatch.UnsupportedRequest) as error:
+            dispatch.select(replace(base, **change), ARCH)
+        assert word in str(error.value)
+        assert error.value.field in {answer.reason.field for answer in dispatch.explain(replace(base, **change), ARCH)}
+        assert error.value.field not in ("arch", "rows")
 
 
 def test_an_architecture_without_a_kernel_is_named():
@@ -192,8 +250,10 @@ def test_an_architecture_without_a_kernel_is_named():
 def test_prefill_on_blackwell_serves_a_problem_or_names_what_it_lacks(arch):
     shipped, found, lacking = {s for s in sm100.shipped(arch) if s.schedule == "tiles"}, set(), set()
     more = product(usual_types(), ({"custom_mask": True}, {"skip": True}))
-    for problem in (*problems("prefill"), *(replace(BASE, **each, **also) for each, also in more)):
-        prefill_on_hopper, answer, _ = dispatch.explain(problem, arch)
+    for problem in (*problems("never"), *(replace(WHOLE, **each, **also) for each, also in more)):
+        prefill_on_hopper, answer, *_ = (a for a in dispatch.explain(problem, arch) if a.op != "attention.decode")
+        if prefill_on_hopper.op != "attention.sm90":  # what is shipped comes first
+            prefill_on_hopper, answer = answer, prefill_on_hopper
         assert prefill_on_hopper.reason.field == "arch"
         if answer.reason is None:
             found.add(answer.spec)
@@ -210,7 +270,7 @@ def test_tiles_of_few_rows_do_not_depend_on_the_batch(arch):
     for spec in sm100.shipped(arch):
         alone = spec.logits.skip or spec.head_dim_vo > 128 or spec.schedule == "stream_k"
         assert spec.tile.m_choices == ((spec.tile.m,) if alone else (128, 256))
-    short = replace(BASE, rows=1)
+    short = replace(WHOLE, rows=1)
     assert dispatch.select(short, arch) == dispatch.select(replace(short, rows=1 << 30), arch)
     few = sm100.shipped(arch)[0]
     for other in (replace(few, logits=LogitsSpec(skip=True)), replace(few, tile=replace(few.tile, m=128))):

@@ -7,6 +7,7 @@ import torch
 
 import wrappers
 
+pytestmark = pytest.mark.by_shape
 PUBLIC = {name: getattr(wrappers, name) for name in wrappers.__all__}
 
 

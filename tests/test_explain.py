@@ -57,7 +57,7 @@ def untouched(inputs):
 
 
 def test_every_public_function_is_explained():
-    others = {"Explanation", "FP4Tensor", "TopKTieBreak", "explain", "nvfp4_dequantize", "nvfp4_quantize"}
+    others = {"Explanation", "FP4Tensor", "TopKTieBreak", "bind", "explain", "nvfp4_dequantize", "nvfp4_quantize"}
     others |= {*cascade.__all__, *quantization.__all__}  # plain torch
     others |= {*page.__all__, *cache_write_api.__all__}  # one kernel per type
     others |= {*prefill.__all__} - {"single_prefill_with_kv_cache"}

@@ -39,6 +39,7 @@ from wrappers import (
     machine,
     scratch,
 )
+from wrappers.attention import plan
 from wrappers.explanation import call_of
 
 OPTIONS = {
@@ -326,26 +327,23 @@ def test_a_descale_a_request_of_one():
 # ---- kernels
 
 
-def test_phases():
-    """Few rows of a causal call go to decode, whose CTAs share keys; more, and full attention, to prefill."""
+def test_what_asks_for_split_keys():
+    many = Batch(q_lens=(33, 1), kv_lens=(40, 3))
 
-    def phase(batch, **options):
+    def split(**options):
         return call_of(
-            flash_attn_varlen_func, batch.q, *batch.paged, batch.q_starts, max_seqlen_q=batch.max_q,
-            seqused_k=batch.lens, block_table=batch.table, **options,
-        ).phase  # fmt: skip
+            flash_attn_varlen_func, many.q, *many.paged, many.q_starts, max_seqlen_q=many.max_q,
+            seqused_k=many.lens, block_table=many.table, **options,
+        ).split_kv  # fmt: skip
 
-    few, many = Batch(q_lens=(32, 1), kv_lens=(40, 3)), Batch(q_lens=(33, 1), kv_lens=(40, 3))
-    assert phase(few, causal=True) == phase(few, window_size=(9, 0)) == "decode"
-    assert phase(few, causal=True, num_splits=32) == "decode" != phase(few, causal=True, num_splits=1)
-    assert phase(few) == phase(many, causal=True) == phase(few, window_size=(9, -1)) == "prefill"
+    assert split() == split(causal=True, num_splits=32) == "auto" and split(num_splits=1) == "never"
     for bound in (None, torch.tensor(1)):  # not read: all rows may be of one request
         p = call_of(flash_attn_varlen_func, many.q, many.k, many.v, many.q_starts, many.k_starts, bound, causal=True)
         assert p.max_q_len == 34
-    one = call_of(flash_attn_with_kvcache, equal(EQUAL.q)[:, :1], *EQUAL.dense)
-    assert one.phase == "decode" and one.causal and one.requests.cu_seqlens_q is None and one.max_q_len == 1
-    two = call_of(flash_attn_with_kvcache, equal(EQUAL.q), *EQUAL.dense)
-    assert two.phase == "prefill" and two.requests.cu_seqlens_q.tolist() == [0, 2, 4, 6]
+    for rows in (1, 2):  # a single row sees all keys, so a causal kernel serves it
+        p = call_of(flash_attn_with_kvcache, equal(EQUAL.q)[:, :rows], *EQUAL.dense)
+        assert not p.causal and p.requests.cu_seqlens_q is None and p.max_q_len == rows
+        assert plan.request_of(p).causal == (rows == 1)
 
 
 def test_launches(launches):
@@ -432,7 +430,8 @@ def test_a_graph_has_constants_of_its_own(here):
         flash_attn_func(**DENSE)
         assert bool(here.constants) == (len(here.launches) > 1)
     first, kept, again, last = map(pointers, here.launches)
-    assert kept == again and all(kept[name] not in (first[name], last[name]) for name in kept)
+    assert kept == again and all(kept[name] not in (first[name], last[name]) for name in ("page_table", "kv_lens"))
+    assert kept["cu_seqlens_q"] == last["cu_seqlens_q"] != first["cu_seqlens_q"]  # their plan waited for the write
     for name, t in described(here.launches[1]).items():
         assert all(torch.equal(described(launch)[name], t) for launch in here.launches)
 
@@ -445,8 +444,9 @@ def test_streams_have_constants_of_their_own(here):
         seen.setdefault(here.stream, []).append(pointers(here.launches[-1]))
     assert seen[0][0] == seen[0][1] and seen[7][0] == seen[7][1]
     every = [seen[0][0], seen[7][0], *seen[scratch.PER_THREAD_STREAM]]
-    assert all(len({found[name] for found in every}) == 4 for name in every[0])
-    assert len(here.waits) == 1, "once for counters"
+    assert all(len({found[name] for found in every}) == 4 for name in ("page_table", "kv_lens"))
+    assert len({found["cu_seqlens_q"] for found in every}) == 1
+    assert len(here.waits) == 2, "once for counters, once for offsets"
 
 
 def test_the_stream_of_another_device_is_asked_there(monkeypatch):

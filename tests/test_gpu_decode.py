@@ -423,7 +423,9 @@ def test_bytes_of_nvfp4_output(types, heads, dim):
     for lengths, invariant in (((128, 1, 0, 64, 16), False), ((1 << 14, 1, 0, 512, 16), True)):
         known = outputs.known("decode", q, dim, heads, kv, lengths, CUDA)
         for start in (0, 127, 300):
-            gpu.writes_bytes(known._replace(problem=known.problem._replace(batch_invariant=invariant)), start)
+            gpu.writes_bytes(
+                known._replace(problem=known.problem._replace(split_kv="fixed" if invariant else "auto")), start
+            )
 
 
 @pytest.mark.parametrize(

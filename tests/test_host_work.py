@@ -18,7 +18,9 @@ from tests.prefill_batches import HKV, HQ, WORKSPACE, Case, D
 from tests.test_decode_wrapper import decode_of, xqa_inputs
 from tests.test_low_precision import OF_HEADS
 from wrappers import (
+    BatchDecodeWithPagedKVCacheWrapper,
     BatchPrefillWithPagedKVCacheWrapper,
+    bind,
     checks,
     flash_attn_func,
     flash_attn_with_kvcache,
@@ -29,15 +31,17 @@ from wrappers import (
     trtllm_batch_decode_with_kv_cache,
     xqa,
 )
-from wrappers.attention import call, op
+from wrappers.attention import call, op, trtllm
 from wrappers.attention import checks as attention_checks
 from wrappers.attention import plan as attention_plan
+from wrappers.attention.bound import BoundLaunch
 from wrappers.cache_write import checks as cache_write_checks
 from wrappers.cache_write import plan as cache_write_plan
 from wrappers.prefill import values
 from wrappers.topk import checks as topk_checks
 from wrappers.topk import op as topk_op
 from wrappers.topk import plan as topk_plan
+from wrappers.topk.bound import BoundTopK
 
 # ---- the counts themselves
 
@@ -101,6 +105,31 @@ def paged_run():
     return lambda: wrapper.run(case.q, cache)
 
 
+def ragged_run():
+    case = Case()
+    wrapper = case.ragged(causal=True)
+    return lambda: wrapper.run(case.q, case.k, case.v)
+
+
+def decode_run():
+    case = Case(q_lens=(1, 1), kv_lens=(4, 8))
+    wrapper = BatchDecodeWithPagedKVCacheWrapper(WORKSPACE, case.layout)
+    wrapper.plan(case.page_indptr, case.indices, case.last, HQ, HKV, D, case.page)
+    return lambda: wrapper.run(case.q, tuple(case.cache))
+
+
+def bound():
+    inputs = inputs_of(out=None, lse=None)
+    launch = bind(trtllm_batch_context_with_kv_cache, **inputs)
+    return lambda: launch.run(inputs["query"])
+
+
+def bound_top_k():
+    inputs = topk_cases.make_inputs(topk_cases.PLAIN[topk_cases.TOP_K])
+    launch = bind(topk.top_k, **inputs)
+    return lambda: launch.run(inputs["input"])
+
+
 def equal_rows(*rows):
     """Queries, keys and values of two requests of one length each, for FlashAttention's functions."""
     return [torch.ones(2, n, HKV * (2 if i == 0 else 1), 64).half() for i, n in enumerate(rows)]
@@ -132,30 +161,48 @@ def rows(function, kind):
 
 # name -> a function that makes the call, and the bound of its work: today's operators, two functions more than today's
 PLANNED = {
-    "context": (context, Work(14, 0)),
-    "context that allocates": (partial(context, out=None, lse=None), Work(10, 2)),
-    "decode": (decode, Work(14, 0)),
-    "xqa": (xqa_call, Work(20, 4)),
-    "paged run": (paged_run, Work(13, 3)),
+    "context": (context, Work(28, 0)),
+    "context that allocates": (partial(context, out=None, lse=None), Work(23, 2)),
+    "decode": (decode, Work(33, 0)),
+    "xqa": (xqa_call, Work(28, 4)),
     # views of q, k and v, the output, and its view; nothing that describes the batch
-    "flash_attn_func": (partial(flash, 200), Work(39, 9)),
-    "flash_attn_func, one row": (partial(flash, 1), Work(37, 9)),
-    "flash_attn_with_kvcache": (flash_cached, Work(45, 9)),
-    "flash_attn_with_kvcache, a length": (partial(flash_cached, cache_seqlens=9), Work(47, 9)),
-    "flash_attn_with_kvcache, lengths": (partial(flash_cached, cache_seqlens=INT), Work(49, 9)),
+    "flash_attn_func": (partial(flash, 200), Work(43, 9)),
+    "flash_attn_func, one row": (partial(flash, 1), Work(43, 9)),
+    "flash_attn_with_kvcache": (flash_cached, Work(49, 9)),
+    "flash_attn_with_kvcache, a length": (partial(flash_cached, cache_seqlens=9), Work(51, 9)),
+    "flash_attn_with_kvcache, lengths": (partial(flash_cached, cache_seqlens=INT), Work(53, 9)),
     # and 4 for the table of the entries, which are known to the device alone: a view, two of arithmetic, a view
     "flash_attn_with_kvcache, entries": (
         partial(flash_cached, cache_seqlens=INT, cache_batch_idx=INT * 0),
-        Work(60, 13),
+        Work(64, 13),
     ),
-    "top_k_page_table_transform": (partial(top_k, topk_cases.PAGE_TABLE), Work(6, 0)),
-    "top_k_ragged_transform": (partial(top_k, topk_cases.RAGGED), Work(6, 1)),
-    "top_k": (partial(top_k, topk_cases.TOP_K), Work(6, 2)),
-    "top_k_per_row_prefill": (partial(top_k, topk_cases.PREFILL), Work(6, 0)),
-    "top_k_per_row_decode": (partial(top_k, topk_cases.DECODE), Work(6, 0)),
+    "top_k_page_table_transform": (partial(top_k, topk_cases.PAGE_TABLE), Work(10, 0)),
+    "top_k_ragged_transform": (partial(top_k, topk_cases.RAGGED), Work(10, 1)),
+    "top_k": (partial(top_k, topk_cases.TOP_K), Work(10, 2)),
+    "top_k_per_row_prefill": (partial(top_k, topk_cases.PREFILL), Work(10, 0)),
+    "top_k_per_row_decode": (partial(top_k, topk_cases.DECODE), Work(10, 0)),
     "append_paged_kv_cache": (partial(rows, append.by_lists, "append-bf16"), Work(6, 0)),
     "append_paged_kv_cache, nvfp4 slots": (partial(rows, append.nvfp4_by_slots, "append-nvfp4"), Work(11, 6)),
     "append_qkv": (partial(rows, append.by_slots, "append-normrope-fp8"), Work(14, 4)),
+}
+
+
+def layer(make):
+    """A call that its layer has made before."""
+    call = make()
+    call()
+    call()
+    return call
+
+
+BOUND = {  # calls that keep their launch
+    "context of a layer": (partial(layer, context), Work(19, 0)),
+    "decode of a layer": (partial(layer, decode), Work(19, 0)),
+    "paged run": (paged_run, Work(14, 3)),
+    "ragged run": (ragged_run, Work(16, 3)),
+    "decode run": (decode_run, Work(14, 3)),
+    "context": (bound, Work(10, 2)),
+    "top_k": (bound_top_k, Work(6, 2)),
 }
 
 
@@ -164,10 +211,18 @@ def test_every_function_of_topk_has_a_bound():
 
 
 @pytest.fixture
-def here():
+def keeping():
     """Provide a machine with kernels that do nothing, so that only host work remains."""
     with machine.override(FakeMachine(lambda op, spec: lambda *flat: None)) as fake:
         yield fake
+
+
+@pytest.fixture
+def here(keeping, monkeypatch):
+    """Provide such a machine on which functions keep no launches of layers: each call looks for its plan."""
+    monkeypatch.setattr(trtllm, "repeat", lambda *_: None)
+    monkeypatch.setattr(trtllm, "keep", lambda function, cache, options, call: op.serve(call))
+    return keeping
 
 
 @pytest.mark.parametrize("name", PLANNED)
@@ -175,6 +230,27 @@ def test_work_of_a_planned_call(here, name):
     make, bound = PLANNED[name]
     work = host_work(make())
     assert work.within(bound), work
+
+
+@pytest.mark.parametrize("name", BOUND)
+def test_work_of_a_bound_launch(keeping, name):
+    make, bound = BOUND[name]
+    work = host_work(make())
+    assert work.within(bound), work
+
+
+@pytest.mark.parametrize("name", BOUND)
+def test_a_look_up_of_the_plan_exceeds_the_bound(keeping, monkeypatch, name):
+    """Every launch is served as the function serves its call."""
+    make, bound = BOUND[name]
+    run = make()
+    for kind, serve in ((BoundLaunch, op.serve), (BoundTopK, topk_op.serve)):
+        first = "q" if kind is BoundLaunch else "scores"
+        monkeypatch.setattr(
+            kind, "run", lambda self, x, *_, serve=serve, first=first: serve(self._call._replace(**{first: x}))
+        )
+    monkeypatch.setattr(BoundLaunch, "fits", lambda *_: False)
+    assert exceeds(run, bound, "functions")
 
 
 @pytest.mark.parametrize("name", PLANNED)

@@ -19,6 +19,7 @@ FOLDERS = ("cute_kernels", "wrappers", "tools", "bench", "examples")
 FILES = sorted(f.relative_to(ROOT).as_posix() for folder in FOLDERS for f in (ROOT / folder).rglob("*.py"))
 TESTS = sorted(f.relative_to(ROOT).as_posix() for f in (ROOT / "tests").rglob("*.py"))
 FILE_LINES, FUNCTION_LINES, PARAMETERS = 600, 120, 8
+BODY_LINES = 60  # of a function of wrappers, behind its signature and docstring
 FAMILIES = ("attention", "topk", "cache_write")
 
 # Public functions whose signature another library set: they may have as many parameters as it has.
@@ -129,6 +130,19 @@ def test_the_rules_see_what_they_forbid(tmp_path, monkeypatch):
     assert below(names, "cute_kernels.attention.sm100") and below(names, "torch") and below(names, "cutlass")
     assert "cute_kernels.abi" in names and not below(imports(file, top_only=True), "cutlass")
     assert [parameters(f) for f in functions(file)] == [5, 6]
+
+
+def body_lines(function: ast.FunctionDef) -> int:
+    """Return the number of lines behind the signature and the docstring."""
+    body = function.body[1:] if ast.get_docstring(function) is not None else function.body
+    return (function.end_lineno or 0) - body[0].lineno + 1 if body else 0
+
+
+@pytest.mark.parametrize("file", [file for file in FILES if file.startswith("wrappers/")])
+def test_public_functions_are_adapters(file):
+    """Their signatures and docstrings are long; what they do is not."""
+    found = {function.name: body_lines(function) for function in functions(file)}
+    assert not {name: lines for name, lines in found.items() if lines > BODY_LINES}
 
 
 @pytest.mark.parametrize("file", FILES)

@@ -163,7 +163,7 @@ def test_interleaved_scales_have_a_plan():
     same_on_every_machine(DECODE, inputs, inputs | {"v_scales_interleaved": True})
 
 
-def test_phases_share_no_plan(here):
+def test_functions_share_no_plan(here):
     inputs = cases.make_inputs(replace(PLAIN, q_lens=(1, 2)))
     for _ in range(2):
         CONTEXT(**inputs)

@@ -61,7 +61,8 @@ def test_a_second_plan_leaves_nothing_of_the_first():
     check(ragged.run_return_lse(second.q, second.k, second.v), want, 1e-2)
     fresh = second.paged()
     assert vars(paged).keys() == vars(fresh).keys()
-    assert (paged._alibi, paged._rope, paged._planned.mask) == (None, None, None)
+    kept = paged._planned_options
+    assert (kept["alibi_slopes"], kept["rope"], paged._planned.mask) == (None, None, None)
 
 
 def test_a_plan_that_raises_leaves_the_one_before():
@@ -179,7 +180,7 @@ def test_forward_puts_modifiers_in_the_place_of_planned_ones():
     want = case.paged(**options).run_return_lse(case.q, cache)
     assert all(map(torch.equal, paged.forward_return_lse(case.q, cache, **options, k_scale=1.0, v_scale=1.0), want))
     assert torch.equal(ragged.forward(case.q, case.k, case.v, True, "NONE", False, 2, 4.0, 0.3), want[0])
-    assert paged._window_left == 2 and paged._alibi is None
+    assert paged._window_left == 2 and paged._planned_options["alibi_slopes"] is None
     masked = case.paged(custom_mask=case.custom_mask)
     assert torch.equal(masked.run(case.q, cache), masked.forward(case.q, cache, causal=True))  # a mask stays
     masked.end_forward()

@@ -22,6 +22,7 @@ from cute_kernels.attention.request import KernelRequest
 from tests import conftest, gpu, kernels
 from tools import matrix, oracles, reference, site, static
 
+pytestmark = pytest.mark.by_shape
 PAGES = {path.relative_to(ROOT).as_posix(): path for path in pages.pages()}
 FAMILIES = ("prefill", "decode", "top-k", "low-precision", "caches", "drop-in")  # pages that begin with an example
 NEEDS_GPU = "# needs a GPU"  # the first line of a block that runs on CUDA only
@@ -284,7 +285,7 @@ def problems():
 
 
 @pytest.mark.parametrize(
-    "field", [f.name for f in dataclasses.fields(KernelRequest) if f.name not in ("rows", "phase")]
+    "field", [f.name for f in dataclasses.fields(KernelRequest) if f.name not in ("rows", "kv_heads", "keys", "sms")]
 )
 def test_a_fact_of_a_problem_has_a_feature(field):
     """Each field of a request has a row, and in some row its value differs from the others'."""

@@ -46,8 +46,8 @@ def assert_rotated(found, x, position, by):
 
 def problem(q, k, requests, v=None, by=Rope(), most=4, **fields):  # noqa: B008
     return AttentionCall(
-        "trtllm_batch_context_with_kv_cache", "prefill", q, k, k if v is None else v, requests, most,
-        scale=q.shape[2] ** -0.5, scale_tensor=None, out_scale=1.0, out_scale_tensor=None, rope=by, **fields,
+        "trtllm_batch_context_with_kv_cache", q, k, k if v is None else v, requests, most,
+        scale=q.shape[2] ** -0.5, rope=by, **fields,
     )  # fmt: skip
 
 

@@ -377,7 +377,7 @@ def test_compile_under_autocast(name, dynamic):
     assert bits(found) == bits(results(*CALLS[name]()))
 
 
-FLAGS = [("context", "causal"), ("context", "enable_pdl"), ("decode", "batch_invariant"), ("top_k", "sorted")]
+FLAGS = [("context", "causal"), ("context", "enable_pdl"), ("decode", "enable_pdl"), ("top_k", "sorted")]
 
 
 @pytest.mark.parametrize("name,flag", FLAGS)

@@ -32,7 +32,7 @@ from . import demo_data
 PAGE = 16
 HEAD_DIM = 64  # the smallest head_dim of the kernels; the layer's 32 are padded with zeros
 PREFILL = KernelRequest("fp16", "fp16", "fp16", HEAD_DIM, HEAD_DIM, PAGE, qhead_per_kvhead=1, causal=False)
-DECODE = KernelRequest("fp16", "fp16", "fp16", HEAD_DIM, HEAD_DIM, PAGE, qhead_per_kvhead=1, rows=1, phase="decode")
+DECODE = KernelRequest("fp16", "fp16", "fp16", HEAD_DIM, HEAD_DIM, PAGE, qhead_per_kvhead=1, rows=1)
 ARCH = "sm_90a"
 TOLERANCE = 2e-3  # rtol = atol: fp16 output of values up to about 4
 COPIES = 64  # copies of the text's requests, for a batch large enough to time

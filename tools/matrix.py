@@ -76,8 +76,8 @@ def features(op: str, base: Any, what: str, values: dict[str, dict[str, Any]]) -
     return tuple(Feature(op, what, v, replace(base, **facts), tuple(facts)) for v, facts in values.items())
 
 
-PREFILL = KernelRequest(page_size=64, qhead_per_kvhead=4)
-DECODE = KernelRequest(page_size=64, qhead_per_kvhead=4, phase="decode", rows=1)
+PREFILL = KernelRequest(page_size=64, qhead_per_kvhead=4, split_kv="never")
+DECODE = KernelRequest(page_size=64, qhead_per_kvhead=4, rows=1, split_kv="always")
 XQA = replace(DECODE, q="fp16", kv="fp16", out="fp16")
 APPEND = CacheWriteRequest("bf16", "bf16")
 ONE_BYTE = {"one byte": {"dtype": "uint8", "cache": "uint8"}}
@@ -143,7 +143,7 @@ ASKED: tuple[tuple[str, Any, str, dict[str, dict[str, Any]]], ...] = (  # argume
     ("decode", DECODE, "head_dim", dims((64, 64), (128, 128), (256, 256))),
     ("decode", DECODE, "page size", pages(1, 2, 5, 8, 16, 24, 32, 64, 128, 256, 300)),
     ("decode", DECODE, "query heads of a KV head", heads(1, 3, 4, 5, 8, 16, 64, 96)),
-    ("decode", DECODE, "with", MODIFIERS | {"batch-invariant bits": {"batch_invariant": True}}),
+    ("decode", DECODE, "with", MODIFIERS | {"batch-invariant bits": {"split_kv": "fixed"}}),
     ("decode", replace(DECODE, rows=64), "with", {"several query tokens": {}}),
     ("xqa", XQA, "KV", {"fp16": HALVES["fp16"]} | QUANTISED),
     ("xqa", XQA, "output", {"e4m3": {"out": "e4m3"}}),
@@ -182,9 +182,14 @@ def record(path: Path = RECORD) -> dict[tuple[str, str], dict[str, str]]:
 
 
 def served(feature: Feature, arch: str) -> tuple[str, Any] | None:
-    """Return (op, spec) of the kernel that serves the feature's problem on `arch`, None if all kernels refuse it."""
+    """Return (op, spec) of the kernel that serves the feature's problem on `arch`, None if all kernels refuse it.
+
+    Prefill has whole tiles, decode and xqa split keys.
+    """
+    schedule = {"prefill": "tiles", "decode": "stream_k", "xqa": "stream_k"}.get(feature.op)
     answers = FAMILIES[feature.op].explain(feature.problem, arch)
-    return next(((op, spec) for op, spec, reason in answers if reason is None), None)
+    served = ((op, spec) for op, spec, reason in answers if reason is None)
+    return next((one for one in served if schedule is None or one[1].schedule == schedule), None)
 
 
 def cell(feature: Feature, arch: str, ran: dict[tuple[str, str], dict[str, str]]) -> str:

@@ -57,9 +57,10 @@ GROUPS = {  # page -> (title, first sentence, names)
         ),
     ),
     "explain": (
-        "Which kernel runs",
-        "The kernel that would serve a call. The guide is [Bundles](../docs/bundles.md#which-kernel-serves-a-call).",
-        ("explain", "Explanation"),
+        "Which kernel runs, and calls that are bound",
+        "The kernel that would serve a call ([Bundles](../docs/bundles.md#which-kernel-serves-a-call)), and calls that "
+        "keep their launch ([Graphs](../docs/graphs.md#bind-a-call)).",
+        ("explain", "Explanation", "bind"),
     ),
 }  # fmt: skip
 PAGE_OF = {name: page for page, (_, _, names) in GROUPS.items() for name in names}

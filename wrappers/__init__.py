@@ -8,6 +8,7 @@ parameters.
 from .attention.engines import trtllm_fmha_v2_prefill, xqa_batch_decode_with_kv_cache
 from .attention.trtllm import trtllm_batch_context_with_kv_cache, trtllm_batch_decode_with_kv_cache
 from .attention.xqa import xqa
+from .binding import bind
 from .cache_write.api import (
     BlockTable,
     KVCacheTarget,
@@ -66,6 +67,7 @@ __all__ = [
     "TopKTieBreak",
     "append_paged_kv_cache",
     "append_qkv",
+    "bind",
     "cooperative_topk",
     "explain",
     "fast_decode_plan",

@@ -79,13 +79,18 @@ def _ask(asked: Any) -> NoReturn:
     raise _Asked(asked)
 
 
+def _ask_last(*arguments: Any) -> NoReturn:
+    """Replace `layers.keep`, of which the call is the last argument."""
+    raise _Asked(arguments[-1])
+
+
 def _nothing(*_: Any) -> None:
-    """Replace `append`: write nothing to a cache."""
+    """Replace `append`: write nothing to a cache. Replace `layers.repeat`: find no launch."""
 
 
 def _asking(function: Any) -> FunctionType:
     """Return a copy of a public function that raises `_Asked` instead of serving its call and appends nothing."""
-    scope = function.__globals__ | {"serve": _ask, "append": _nothing}
+    scope = function.__globals__ | {"serve": _ask, "append": _nothing, "repeat": _nothing, "keep": _ask_last}
     if function in OVER:
         scope[OVER[function].__name__] = _asking(OVER[function])
     asks = FunctionType(function.__code__, scope, function.__name__, function.__defaults__)
@@ -154,7 +159,7 @@ def explain(
         return Explanation(name, tuple((op, f"device {device}, must be a CUDA device") for op in ops))
     if sms is None:
         sms = count if count is not None and arch == known else SMS.get(arch, SMS["sm_90a"])
-    answers = _attention(asked, arch) if attention else _top_k(asked, arch, sms)
+    answers = _attention(asked, arch, sms) if attention else _top_k(asked, arch, sms)
     refused = tuple((op, str(reason)) for op, _, reason in answers if reason is not None)
     for op, spec, reason in answers:
         if reason is None:
@@ -162,10 +167,10 @@ def explain(
     return Explanation(None, refused)
 
 
-def _attention(call: AttentionCall, arch: str) -> list[tuple[str, Any, Any]]:
+def _attention(call: AttentionCall, arch: str, sms: int) -> list[tuple[str, Any, Any]]:
     """Return (op, spec, reason why it refuses or None) of every attention op."""
     answers = []
-    for op, spec, reason in dispatch.explain(plan.request_of(call), arch):
+    for op, spec, reason in dispatch.explain(plan.request_of(call, sms), arch):
         why: Any = reason
         if reason is None:
             try:

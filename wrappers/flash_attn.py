@@ -19,7 +19,7 @@ from . import machine
 from .attention import checks, plan
 from .attention import op as attention_op
 from .attention import values as attention_values
-from .attention.call import SEPARATE, AttentionCall, SequenceBatch, TableLayout, pair, ragged_sequences, sequences_of
+from .attention.call import AttentionCall, SequenceBatch, TableLayout, pair, ragged_sequences, sequences_of
 from .attention.checks import E5M2, HEAD_SCALES, SIGNATURES
 from .attention.op import serve
 from .checks import (
@@ -42,7 +42,6 @@ from .scratch import constant, filled, pages_in_order, steps
 __all__ = ["flash_attn_func", "flash_attn_varlen_func", "flash_attn_with_kvcache"]
 FUNC, VARLEN, CACHED = "flash_attn_func", "flash_attn_varlen_func", "flash_attn_with_kvcache"
 LN2 = 0.6931471805599453
-DECODE_MAX_ROWS = 64  # query rows x heads of a KV head up to which CTAs share a request's keys: one tile of decode
 PAGES = 64, 32, 16, 8  # page sizes that TMA fetches, for reading a cache without a table
 EIGHT_BITS = checks.E4M3, E5M2
 TABLES, NEW = ("block_table", "page_table"), " + new keys"
@@ -332,7 +331,7 @@ def _attention_call(
     most: an upper bound of the query lengths; if requests have no offsets, the length of each.
     """
     (_, heads, dim), (k, v) = q.shape, keys
-    kv_heads, same = k.shape[1], k.shape[3] == v.shape[3]
+    kv_heads = k.shape[1]
     causal, left = _window(o.causal, o.window_size)
     scale = max(dim, 1) ** -0.5 if o.softmax_scale is None else values.number("softmax_scale", o.softmax_scale)
     out_scale, scale_tensor, out_scale_tensor = 1.0, None, None
@@ -346,21 +345,12 @@ def _attention_call(
             out_scale, out_scale_tensor = values.times(name, per_head, q.device, 1.0, None, (heads, kv_heads), 1)
         else:
             scale, scale_tensor = values.times(name, per_head, q.device, scale, scale_tensor, (heads, kv_heads), 1)
-    has_head_scales = any(t is not None and t.numel() > 1 for t in (scale_tensor, out_scale_tensor))
-    equal = requests.cu_seqlens_q is None
-    if equal and most == 1:  # a single row is the last one, which sees all keys
-        causal = True
-    decodes = causal and same and not has_head_scales and requests.form == "table"
-    decodes = decodes and 0 < most * heads <= DECODE_MAX_ROWS * kv_heads
-    decodes = check_integer("num_splits", integer(o.num_splits), 0) != 1 and decodes
-    if equal and not decodes:
-        plain = not traced(q)
-        offsets = constant(steps, q.device, plain, requests.batch + 1, most)
-        requests = sequences_of(requests.page_table, requests.kv_lens, offsets, plain, SEPARATE)
+    never = check_integer("num_splits", integer(o.num_splits), 0) == 1
     return AttentionCall(
-        signature, "decode" if decodes else "prefill", q, k, v, requests, most, scale, scale_tensor, out_scale,
-        out_scale_tensor, causal, left, real(o.softcap), _sinks(q, o.sinks), out=o.out,
-        out_dtype=torch.bfloat16 if o.out is None and q.dtype in EIGHT_BITS else None, return_lse=return_lse,
+        signature=signature, q=q, k=k, v=v, requests=requests, max_q_len=most, scale=scale, out_scale=out_scale,
+        causal=causal, window_left=left, soft_cap=real(o.softcap), split_kv="never" if never else "auto",
+        return_lse=return_lse, out_dtype=torch.bfloat16 if o.out is None and q.dtype in EIGHT_BITS else None, out=o.out,
+        sinks=_sinks(q, o.sinks), scale_tensor=scale_tensor, out_scale_tensor=out_scale_tensor,
     )  # fmt: skip
 
 

@@ -4,6 +4,7 @@ One object, `current`, represents it; tests and the simulator replace it with `o
 functions, which are attributes of the class, so a query costs what it costs in torch.
 """
 
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -20,7 +21,8 @@ _get_device: Callable[[], int] = getattr(torch._C, "_cuda_getDevice", torch.cuda
 class HostMachine:
     """Queries to CUDA and the runtime, and state that is kept between calls.
 
-    plans: launch plans by the static properties of a call, for all public functions. offsets: offsets of queries of
+    layers: see `attention.layers`. plans: launch plans by the static properties of a call, for all public functions.
+    offsets: offsets of queries of
     equal length, by device, batch and length. constants, counter_pools, split_scratch: see `scratch`.
     """
 
@@ -34,6 +36,7 @@ class HostMachine:
 
     def __init__(self) -> None:
         self.plans: dict[tuple[Any, ...], Any] = {}
+        self.layers: dict[tuple[str, int], Any] = {}
         self.offsets: dict[tuple[torch.device, int, int], Any] = {}
         self.constants: dict[tuple[Any, ...], torch.Tensor] = {}
         self.counter_pools: dict[torch.device, Any] = {}
@@ -58,6 +61,28 @@ class HostMachine:
                 return self.uncaptured_stream(device)
         return None if self.is_capturing() else self.raw_stream(device.index)
 
+    def may_keep(self, device: torch.device) -> bool:
+        """Return whether the tensors of a call on a device's current stream may be kept after the call.
+
+        In a capture, and in the run that torch.compile makes before its own capture, they may lie in the memory pool of
+        the graph.
+        """
+        stream = self.uncaptured_stream(device)
+        return stream is not None and not (device.type == "cuda" and _warms_up(device.index, stream))
+
+    def current_stream(self, device: torch.device) -> torch.cuda.Stream | None:
+        """Return the current stream of a device, None for the host."""
+        return torch.cuda.current_stream(device) if device.type == "cuda" else None
+
+    @contextmanager
+    def on_stream(self, stream: torch.cuda.Stream | None) -> Iterator[None]:
+        """Make a stream and its device the current ones of this thread."""
+        if stream is None:
+            yield
+        else:
+            with torch.cuda.device(stream.device), torch.cuda.stream(stream):
+                yield
+
     def kernel(self, op: str, spec: Any, arch: str) -> Callable[..., None]:
         """Return the compiled function, see `runtime.kernel`."""
         return runtime.kernel(op, spec, arch)
@@ -75,6 +100,20 @@ class HostMachine:
         if len(self.plans) >= self.max_plans:
             self.plans.clear()
         self.plans[key] = plan
+
+
+def _warms_up(index: int, stream: int) -> bool:
+    """Return whether `stream` is the one on which torch.compile prepares and captures its CUDA graphs.
+
+    torch has no public query for this. Another version of torch may name these attributes otherwise.
+    """
+    trees: Any = sys.modules.get("torch._inductor.cudagraph_trees")
+    try:
+        containers = {} if trees is None else trees.get_obj(trees.local, "tree_manager_containers")
+        manager = containers[index].tree_manager if index in containers else None
+        return manager is not None and manager.stream.cuda_stream == stream
+    except AttributeError:
+        return False
 
 
 current = HostMachine()

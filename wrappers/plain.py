@@ -27,6 +27,13 @@ def traced(tensor: object) -> bool:
     return isinstance(tensor, _Tensor) or bool(_modes()) or _transform() is not None or bool(_modes_before_dispatch())
 
 
+def recorded() -> bool:
+    """Return whether something records or rewrites every torch call of this thread, whatever its tensors are."""
+    if _is_dynamo_compiling():
+        return True
+    return bool(_modes() or _function_modes() or _modes_before_dispatch()) or _transform() is not None
+
+
 def write(operator: torch._ops.OpOverload, **given: Any) -> None:
     """Call an operator that writes to some of its arguments and returns nothing.
 

@@ -2,12 +2,13 @@
 
 Launches of one stream never overlap, so what is kept belongs to a stream. A captured launch has its own, since its
 graph may be replayed beside any other launch. Counters and scratch memory are kept in the form of
-`HostMachine.argument`.
+`HostMachine.argument`. Whatever is kept is allocated by `kept`.
 """
 
 import threading
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 
@@ -17,6 +18,7 @@ POOL_SIZE = 1 << 22  # 16 MiB per device; each captured launch takes one for goo
 MAX_STREAMS = 64  # the scratch of this many streams is kept, 4 to 20 MB each
 PER_THREAD_STREAM = 2  # CUDA's handle of the per-thread default stream: one handle for several streams
 _LOCK = threading.Lock()
+T = TypeVar("T")
 
 
 class CounterPool(NamedTuple):
@@ -37,6 +39,31 @@ class CounterPool(NamedTuple):
             return first
 
 
+def kept(make: Callable[[], T], device: torch.device, wait: bool = False) -> T:
+    """Return make(): tensors that stay alive after the call. A thread of its own runs it, on this thread's stream.
+
+    The calling thread may be allocating in a memory pool that somebody else owns and frees. torch.compile with
+    `mode="reduce-overhead"` opens one for the first run of a graph (`_cuda_beginAllocateCurrentThreadToPool` in
+    torch/_inductor/cudagraph_trees.py), and so does `torch.cuda.use_mem_pool`. Such a pool serves only the thread that
+    opened it, so a new thread allocates ordinary memory; nor has it an inference mode, autocast or a mode of torch. The
+    pool of a capture serves a stream, from whatever thread: do not call this in a capture.
+
+    wait: until the tensors are written, for launches of other streams. The thread costs 0.1 ms on an idle host.
+    """
+    here = machine.current
+    stream = here.current_stream(device)
+
+    def work() -> T:
+        with here.on_stream(stream):
+            made = make()
+            if wait:
+                here.synchronize(device)
+            return made
+
+    with ThreadPoolExecutor(1) as thread:
+        return thread.submit(work).result()
+
+
 def constant(make: Callable[..., torch.Tensor], device: torch.device, plain: bool, *numbers: int) -> torch.Tensor:
     """Return make(device, *numbers), which nobody writes again and which is kept by its arguments.
 
@@ -52,9 +79,9 @@ def constant(make: Callable[..., torch.Tensor], device: torch.device, plain: boo
     key = make, device, stream, *numbers
     found = here.constants.get(key)
     if found is None:
-        found = make(device, *numbers)
-        if len(here.constants) < here.max_plans:
-            here.constants[key] = found
+        if len(here.constants) >= here.max_plans:
+            return make(device, *numbers)
+        found = here.constants[key] = kept(lambda: make(device, *numbers), device)
     return found
 
 
@@ -121,7 +148,7 @@ def split_scratch(plan: Any, capturing: bool) -> tuple[Any, Any, int]:
     if found is None:
         if len(here.split_scratch) >= MAX_STREAMS:
             here.split_scratch.clear()
-        new, zeros = new_split_scratch(plan, slots, plan.sms)
+        new, zeros = kept(lambda: new_split_scratch(plan, slots, plan.sms), plan.device)
         found = here.split_scratch.setdefault(key, (here.argument(new), here.argument(zeros)))
     return *found, 0
 
@@ -139,7 +166,6 @@ def _new_partial(plan: Any, slots: int) -> torch.Tensor:
 
 def _add_pool(device: torch.device) -> CounterPool:
     """Allocate the counters of a device. Waits, once per device: a launch of another stream must find zeros."""
-    counters = torch.zeros(POOL_SIZE, dtype=torch.int32, device=device)
-    machine.current.synchronize(device)
+    counters = kept(lambda: torch.zeros(POOL_SIZE, dtype=torch.int32, device=device), device, wait=True)
     made = CounterPool(counters, machine.current.argument(counters), {PER_THREAD_STREAM: -1}, [0])
     return machine.current.counter_pools.setdefault(device, made)

@@ -21,8 +21,7 @@ DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp8": torch.float8_e4m
 TOLERANCE = {"bf16": 1e-2, "fp16": 1e-3, "fp8": 5e-2}  # by query dtype, for N(0, 1) data against fp32; rtol = atol
 SF_SCALE = 100.0  # forward scale of NVFP4 outputs
 SF_START = 125  # first row of their block scales, in a tile of 128
-SOFT_CAP_TOLERANCE = 1e-2
-LSE_TOLERANCE = 1e-3
+SOFT_CAP_TOLERANCE, LSE_TOLERANCE = 1e-2, 1e-3
 MANY_KEYS = 300  # the tolerance shrinks above this many keys, as an output of N(0, 1) values does
 PAGE_SIZES = (8, 16, 32, 64, 128, 256)
 
@@ -305,10 +304,11 @@ def make_call(case: AttentionCase, device: "torch.device | str" = "cpu", seed: i
     lens = torch.tensor(case.kv_lens, dtype=torch.int32, device=device)
     offsets = torch.tensor([0, *case.q_lens]).cumsum(0).to(torch.int32).to(device)
     return AttentionCall(
-        f"trtllm_batch_{case.function}_with_kv_cache", "prefill" if case.function == "context" else "decode", q, k, v,
-        SequenceBatch(table.to(device), lens, offsets, case.batch, None), max([0, *case.q_lens]), case.bmm1_scale, None,
-        case.output_factor, None, case.causal, case.window_left, case.soft_cap,
-        sinks if case.sink else None, k_scales, v_scales, case.interleaved, drafts, case.skip or None,
+        f"trtllm_batch_{case.function}_with_kv_cache", q, k, v,
+        SequenceBatch(table.to(device), lens, offsets, case.batch, None), max([0, *case.q_lens]), scale=case.bmm1_scale,
+        out_scale=case.output_factor, causal=case.causal, window_left=case.window_left, soft_cap=case.soft_cap,
+        skip=case.skip or None, interleaved=case.interleaved,
+        sinks=sinks if case.sink else None, k_scales=k_scales, v_scales=v_scales, drafts=drafts,
     )  # fmt: skip
 
 

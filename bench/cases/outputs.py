@@ -64,7 +64,9 @@ def known(
     q, v, o = (t.to(device) for t in (q, v, o))
     k = torch.zeros(v.shape, device=device).to(cached)
     signature = f"trtllm_batch_{'context' if phase == 'prefill' else 'decode'}_with_kv_cache"
-    problem = AttentionCall(signature, phase, q, k, v, requests, tokens, 1.0, None, FACTOR, None, phase != "prefill")
+    problem = AttentionCall(
+        signature, q, k, v, requests, tokens, scale=1.0, out_scale=FACTOR, causal=phase != "prefill"
+    )  # fmt: skip
     return KnownOutput(problem, o * FACTOR)
 
 

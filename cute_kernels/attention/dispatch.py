@@ -1,13 +1,26 @@
-"""The choice of the kernel that serves a request. Plain Python: it runs without the DSL."""
+"""The choice of the kernel that serves a request. Plain Python: it runs without the DSL.
+
+A kernel either computes whole tiles (`schedule.tiles`), in which one CTA reads all keys of its query rows, or splits
+the keys of a sequence among CTAs (`schedule.stream_k`). `splits_pay` decides which of the two is asked first, from
+shapes alone: the public function that was called does not matter.
+"""
 
 from functools import cache
 from typing import Any, NamedTuple
 
 from . import decode, sm90, sm100
 from .request import KernelRequest, Refusal
+from .spec import BITS
 
-# in the order in which they are asked
 OPS = {"attention.sm90": sm90, "attention.sm100": sm100, "attention.decode": decode}
+# (op, whether it splits keys), in the order in which they are asked
+SPLIT = (("attention.sm90", True), ("attention.sm100", True), ("attention.decode", True))
+WHOLE = (("attention.sm90", False), ("attention.sm100", False))
+FIXED = SPLIT[2:]  # the kernels that split at multiples of a fixed number of keys
+FEW_ROWS, MANY_ROWS = 8, 64  # of a KV head: one MMA of `decode`, one tile of the other kernels that split keys
+# By bits of a stored element: the rate at which a CTA of whole tiles reads keys, in shares of the memory's rate for all
+# SMs. Quantised keys take longer to convert than to read.
+READ_RATE = {16: 2.5, 8: 0.95, 4: 0.56}
 
 
 class Answer(NamedTuple):
@@ -19,19 +32,37 @@ class Answer(NamedTuple):
 
 
 class UnsupportedRequest(NotImplementedError):
-    """No op serves a request. field: the field of the request that was refused, "phase" aside; "arch" only if no other
+    """No op serves a request. field: the field of the request that was refused; "rows" or "arch" only if no other
     field was."""
 
     def __init__(self, answers: tuple[Answer, ...]):
-        super().__init__("; ".join(f"{op}: {reason}" for op, _, reason in answers))
-        fields = [reason.field for _, _, reason in answers if reason and reason.field != "phase"]
-        self.field = next((field for field in fields if field != "arch"), "arch")
+        super().__init__("; ".join(dict.fromkeys(f"{op}: {reason}" for op, _, reason in answers)))
+        fields = [reason.field for _, _, reason in answers if reason]
+        self.field = next((f for f in fields if f not in ("rows", "arch")), next(iter(fields), "arch"))
+
+
+def splits_pay(request: KernelRequest) -> bool:
+    """Return whether CTAs should share the keys of a sequence: it ends sooner if too few tiles read keys at once.
+
+    Sharing takes the time of a merge, counted below in keys that a CTA reads in it (bench/notes/dispatch.md).
+    """
+    rows, heads, keys, bits = request.packed_rows, request.kv_heads, request.keys, BITS[request.kv]
+    tiles = heads * -(-rows // 128)
+    if rows > MANY_ROWS:  # each `MANY_ROWS` rows read the keys; at the same time, or they are not in the L2
+        idle = min(1 - 4.1 * heads / request.sms, 1 - 1.6 * tiles / request.sms)
+        return heads * -(-rows // MANY_ROWS) <= request.sms and keys * idle > 2000
+    saved = keys * (1 - READ_RATE[bits] * tiles / request.sms)
+    if rows <= FEW_ROWS:
+        if heads >= request.sms:
+            return bits < 16 or request.page_size != 8  # boxes of 8 rows cost `decode` 2 %
+        return bits < 16 or saved > 0 or not 512 < keys < 4096
+    if rows <= 2 * FEW_ROWS:
+        return bits == 4 or bits == 8 and keys <= 512 or keys >= 8192 or saved > 550
+    return bits == 4 and keys >= 8192 or saved > 2500
 
 
 def refusal(module: Any, request: KernelRequest, spec: Any, arch: str) -> Refusal | None:
     """Return None if an op serves a request with a spec, else the reason why not."""
-    if request.phase not in module.PHASES:
-        return Refusal("phase", f"{request.phase}: serves {' and '.join(module.PHASES)}")
     if arch not in module.ARCHS:
         return Refusal("arch", f"{arch}: needs {' or '.join(module.ARCHS)}")
     if request.source == "ragged" and spec.kv.block_scaled:
@@ -39,13 +70,24 @@ def refusal(module: Any, request: KernelRequest, spec: Any, arch: str) -> Refusa
     return module.supports(spec)
 
 
-@cache
 def explain(request: KernelRequest, arch: str) -> tuple[Answer, ...]:
-    """Return every op's answer, in the order of `OPS`."""
+    """Return the answers to a request, those that are asked first at the beginning.
+
+    With few rows, a kernel that is shipped comes before one that would have to be compiled.
+    """
+    order: tuple[tuple[str, bool], ...] = (*WHOLE, *FIXED)
+    if request.split_kv == "fixed":
+        order = (*FIXED, *WHOLE)
+    elif request.split_kv == "always" or request.split_kv == "auto" and splits_pay(request):
+        order = (*SPLIT, *WHOLE)
     found = []
-    for op, module in OPS.items():
-        spec: Any = module.candidate(request, arch)
+    for op, split in order:
+        module = OPS[op]
+        spec: Any = module.candidate(request, arch, split)
         found.append(Answer(op, spec, refusal(module, request, spec, arch)))
+    if request.split_kv == "auto" and request.packed_rows <= MANY_ROWS:
+        held = _held(arch)
+        found.sort(key=lambda a: a.reason is not None or (a.op, a.spec) not in held)
     return tuple(found)
 
 
@@ -62,3 +104,8 @@ def select(request: KernelRequest, arch: str) -> tuple[str, Any]:
 def shipped(arch: str) -> list[tuple[str, Any]]:
     """Return all (op, spec) of a bundle for `arch`."""
     return [(op, spec) for op, module in OPS.items() for spec in module.shipped(arch)]
+
+
+@cache
+def _held(arch: str) -> frozenset[tuple[str, Any]]:
+    return frozenset(shipped(arch))

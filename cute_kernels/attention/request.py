@@ -20,13 +20,15 @@ class KernelRequest:
 
     q, kv, out: "fp16", "bf16" or "e4m3"; q and kv also "e5m2"; kv and out also "nvfp4" (packed e2m1 with an e4m3 scale
     factor per 16 elements). qhead_per_kvhead: query heads per KV head. rows: upper bound of the query tokens of a
-    sequence. phase: "prefill", or "decode": few query tokens per sequence, so that splitting its keys among CTAs pays.
-    drafts: a tree mask says which of the sequence's last tokens a token sees. skip: skip-softmax, keys with negligible
-    weight may be left out. interleaved: V's scale factors are interleaved in groups of 4 tokens. batch_invariant: the
-    result of a sequence must not depend, bit for bit, on the rest of its batch. source: "paged", or "ragged": K and V
-    are rows of one tensor, without pages (page_size 0). custom_mask: a bit mask, instead of causal, says which keys a
-    token sees. alibi: a bias that grows with the key's distance is added to the logits. head_scales: the scale of the
-    logits or of the output is per query head.
+    sequence. kv_heads: KV heads of all sequences together. keys: upper bound of the keys of a sequence, or of their
+    mean if only that is known. sms: SMs of the GPU. split_kv: whether CTAs may share the keys of a sequence: "auto", if
+    it pays; "always"; "fixed", at multiples of a fixed number of keys; "never". With the latter two, the result of a
+    sequence does not depend, bit for bit, on the rest of its batch. drafts: a tree mask says which of the sequence's
+    last tokens a token sees. skip: skip-softmax, keys with negligible weight may be left out. interleaved: V's scale
+    factors are interleaved in groups of 4 tokens. source: "paged", or "ragged": K and V are rows of one tensor, without
+    pages (page_size 0). custom_mask: a bit mask, instead of causal, says which keys a token sees. alibi: a bias that
+    grows with the key's distance is added to the logits. head_scales: the scale of the logits or of the output is per
+    query head.
     """
 
     q: str = "bf16"
@@ -37,15 +39,22 @@ class KernelRequest:
     page_size: int = 16
     qhead_per_kvhead: int = 1
     rows: int = 1 << 30
-    phase: str = "prefill"
+    kv_heads: int = 1
+    keys: int = 1 << 30
+    sms: int = 132
+    split_kv: str = "auto"
     causal: bool = True
     window: bool = False
     drafts: bool = False
     soft_cap: bool = False
     skip: bool = False
     interleaved: bool = False
-    batch_invariant: bool = False
     source: str = "paged"
     custom_mask: bool = False
     alibi: bool = False
     head_scales: bool = False
+
+    @property
+    def packed_rows(self) -> int:
+        """Upper bound of the query rows that share the keys of a KV head."""
+        return self.rows * self.qhead_per_kvhead

@@ -6,12 +6,12 @@ from typing import Any, NamedTuple
 import torch
 from torch._subclasses import FakeTensor
 
+from .. import machine
 from ..checks import UnknownName, check_strided
 from ..fp4 import FP4Tensor
 
 _Tensor = torch.Tensor  # module globals: each saves an attribute look-up, 20 ns
 _strided = torch.strided
-_is_dynamo_compiling = torch.compiler.is_dynamo_compiling
 
 
 class SequenceBatch(NamedTuple):
@@ -42,45 +42,50 @@ class Rope(NamedTuple):
 
 
 class AttentionCall(NamedTuple):
-    """An attention call, as the kernels and the reference take it. None stands for an argument that is absent.
+    """An attention call, as the kernels and the reference take it: the one statement of its arguments.
 
-    k and v hold values of 16 bits, e4m3 or e5m2, or packed e2m1 (uint8, last dimension D / 2) with k_scales and
-    v_scales.
+    The torch operator's schema (`op`), the key of its plan and the arguments of a launch (`plan`) follow from these
+    fields. None stands for an argument that is absent. k and v hold values of 16 bits,
+    e4m3 or e5m2, or packed e2m1 (uint8, last dimension D / 2) with k_scales and v_scales.
     """
 
     signature: str  # the public function that was called, a key of `checks.SIGNATURES`
-    phase: str  # "prefill"; or "decode": few query tokens per request
     q: torch.Tensor  # (T, Hq, Dqk)
     k: torch.Tensor  # (pages, Hkv, P, Dqk); ragged: (1, Hkv, rows, Dqk)
     v: torch.Tensor  # (pages, Hkv, P, Dvo), its number of pages may differ from k's; ragged: (1, Hkv, rows, Dvo)
     requests: SequenceBatch
     max_q_len: int  # upper bound of the query lengths; steers the schedule
+
+    # Values that are part of a plan (`OPTIONS`).
     scale: float  # factor on the logits, natural units
-    # Another factor on the logits: fp32, one element, or in the prefill family one per query head. It is in host memory
-    # only if something traces the call.
-    scale_tensor: torch.Tensor | None
-    out_scale: float  # factor on the normalised output
-    out_scale_tensor: torch.Tensor | None  # likewise
+    out_scale: float = 1.0  # factor on the normalised output
     causal: bool = True
     window_left: int = -1  # negative: off
     soft_cap: float | None = None  # 0: off
-    sinks: torch.Tensor | None = None  # (Hq,) fp32, natural-log units
-    k_scales: torch.Tensor | None = None  # (pages, Hkv, P, Dqk / 16) e4m3; `op.serve` makes e4m3 of a caller's uint8
-    v_scales: torch.Tensor | None = None  # (pages, Hkv, P, Dvo / 16) e4m3
-    interleaved: bool = False  # v_scales are interleaved, as `fp4.deinterleave_v_scales` describes
-    drafts: torch.Tensor | None = None  # (T, W) int32, replaces causal: bit t of a token's row: it sees draft t
     skip: float | None = None  # skip-softmax's threshold times kv_len; 0: off
-    out: torch.Tensor | FP4Tensor | None = None  # (T, Hq, Dvo)
+    interleaved: bool = False  # v_scales are interleaved, as `fp4.deinterleave_v_scales` describes
+    split_kv: str = "auto"  # may CTAs share a request's keys: "auto", "fixed" or "never", see `KernelRequest`
+    return_lse: bool = False
+    enable_pdl: bool | None = None  # None: on
     out_dtype: torch.dtype | str | None = None  # "nvfp4", or a dtype; None: that of out, else that of q
     out_sf_scale: float | None = None  # NVFP4's forward scale
+    rope: Rope | None = None  # rotation of Q and K, which are given without it
+
+    out: torch.Tensor | FP4Tensor | None = None  # (T, Hq, Dvo)
     lse: torch.Tensor | None = None  # (T, Hq) fp32, base 2, sink included
-    return_lse: bool = False
-    batch_invariant: bool = False  # a request's bits do not depend on the rest of its batch
-    enable_pdl: bool | None = None  # None: on
+
+    # Tensors that are read and that a call may lack (`OPTIONAL`).
+    sinks: torch.Tensor | None = None  # (Hq,) fp32, natural-log units
+    # Another factor on the logits: fp32, one element, or in the prefill family one per query head. It is in host memory
+    # only if something traces the call.
+    scale_tensor: torch.Tensor | None = None
+    out_scale_tensor: torch.Tensor | None = None  # likewise, on the output
+    k_scales: torch.Tensor | None = None  # (pages, Hkv, P, Dqk / 16) e4m3; `op.serve` makes e4m3 of a caller's uint8
+    v_scales: torch.Tensor | None = None  # (pages, Hkv, P, Dvo / 16) e4m3
+    drafts: torch.Tensor | None = None  # (T, W) int32, replaces causal: bit t of a token's row: it sees draft t
     custom_mask: torch.Tensor | None = None  # (N,) uint8, replaces causal: bits of (query row, key), lowest first
     mask_starts: torch.Tensor | None = None  # (B + 1,) int32: byte of custom_mask where a request's bits begin
     alibi_slopes: torch.Tensor | None = None  # (Hq,) fp32: slope * (key - query row) is added to a logit before the cap
-    rope: Rope | None = None  # rotation of Q and K, which are given without it
 
     @property
     def dim_vo(self) -> int:
@@ -94,10 +99,8 @@ class AttentionCall(NamedTuple):
         return self.q.dtype if self.out is None else self.out.dtype
 
 
-ABSENT = (None,) * 4  # the last fields of a call that has none of them
-# `make_call(AttentionCall, (...) + ABSENT)` is `AttentionCall(...)`, 0.4 us faster: it makes no dict, and its tuple
-# display has at most 30 elements, beyond which Python makes a list first.
-make_call = tuple.__new__
+OPTIONS = slice(AttentionCall._fields.index("scale"), AttentionCall._fields.index("out"))
+OPTIONAL = slice(AttentionCall._fields.index("sinks"), None)
 
 
 class TableLayout(NamedTuple):
@@ -133,7 +136,7 @@ def sequences_of(
     The results of the last few different calls are kept for the same tensors: within a step, all layers of a model that
     have a table in common pass the same objects, and new views cost 2.5 us. Sizes, strides and addresses are compared
     too, since an object may have been resized or given other memory. The tuple is replaced as a whole, so threads may
-    lose a result but never find a wrong one.
+    lose a result but never find a wrong one. Nothing is kept of a captured call (`HostMachine.may_keep`).
     """
     global _kept
     if not plain:
@@ -153,7 +156,9 @@ def sequences_of(
                 return found
             break
     found = new_sequences(table, lens, offsets, layout)
-    if found.batch >= 0 and (offsets is None or offsets.numel() == found.batch + 1):
+    if found.batch < 0 or not machine.current.may_keep(table.device):
+        return found
+    if offsets is None or offsets.numel() == found.batch + 1:
         known = table.shape, table.stride(), table.data_ptr(), lens.numel(), lens.data_ptr(), found
         _kept = ((table, lens, offsets, layout, known), *kept[: MOST_KEPT - 1])
     return found
@@ -244,7 +249,7 @@ def _views(table: Any, lens: Any, offsets: Any, layout: TableLayout) -> Sequence
 
 
 def pair(name: str, value: Any, layout: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return K and V as (pages, Hkv, P, D) views, made by one torch operation each.
+    """Return K and V as (pages, Hkv, P, D) views.
 
     value: (k, v), each (pages, Hkv, P, D) "HND" or (pages, P, Hkv, D) "NHD"; or one tensor (pages, 1 or 2, ...) of
     both.
@@ -263,13 +268,9 @@ def pair(name: str, value: Any, layout: Any) -> tuple[torch.Tensor, torch.Tensor
     if len(shape) != 5 or shape[1] not in (1, 2) or value.layout is not _strided:
         check_strided(name, value, 5)
         raise ValueError(f"{name}: shape {tuple(value.shape)}, the second dimension must be 1 or 2")
-    if _is_dynamo_compiling():  # torch.compile cannot trace storage offsets
-        value = value.transpose(2, 3) if layout == "NHD" else value
-        return value[:, 0], value[:, -1]
-    pages, both, a, b, dim = shape
-    s_page, s_both, s_a, s_b, s_dim = value.stride()
-    size, stride = (pages, a, b, dim), (s_page, s_a, s_b, s_dim)
-    if layout == "NHD":
-        size, stride = (pages, b, a, dim), (s_page, s_b, s_a, s_dim)
-    k = value.as_strided(size, stride)
-    return k, k if both == 1 else value.as_strided(size, stride, value.storage_offset() + s_both)
+    value = value.transpose(2, 3) if layout == "NHD" else value
+    if shape[1] == 1:
+        k = value.select(1, 0)
+        return k, k
+    k, v = value.unbind(1)
+    return k, v

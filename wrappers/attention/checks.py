@@ -45,7 +45,7 @@ CACHES = {  # query -> K and V; torch.uint8: packed NVFP4
 }
 HEAD_SCALES: set[str] = set()  # public functions that accept one scale per query head
 OUTPUTS = (torch.float16, torch.bfloat16, E4M3)
-MOST_ROWS = 1 << 30  # bound in decode of query rows of a KV head x heads of its group: `cute_kernels.device.divisor`
+MOST_ROWS = 1 << 30  # bound of query rows of a KV head x heads of its group, if keys are split (`Divisor`)
 MOST_KEYS = 1 << 30  # bound of the keys of a request, which kernels count in 32 bits
 MOST_MASK = 1 << 31  # bound of the bytes of a custom mask, or of an output's scale factors, likewise
 TMA_BYTES = 16  # alignment of a TMA descriptor's base address and of every stride except the last
@@ -91,7 +91,7 @@ def validate(call: AttentionCall) -> None:
 def scalars(call: AttentionCall) -> None:
     """Raise on a flag or a number of a wrong type, which a plan (found by equality) or a trace would accept."""
     name = names_of(call)
-    for field in ("causal", "interleaved", "batch_invariant", "return_lse"):
+    for field in ("causal", "interleaved", "return_lse"):
         check_flag(name(field), getattr(call, field))
     check_optional_flag(name("enable_pdl"), call.enable_pdl)
     for field in ("scale", "out_scale"):
@@ -123,12 +123,6 @@ def kernel_tensors(call: AttentionCall) -> None:
     if not call.scale > 0:
         raise NotImplementedError(
             f"{name('scale')}: {call.scale}, must be positive on CUDA: kernels take the row maximum before they scale"
-        )
-    (tokens, heads), group = call.q.shape[:2], call.q.shape[1] // call.k.shape[1]
-    if call.phase == "decode" and tokens * group * group >= MOST_ROWS:
-        raise NotImplementedError(
-            f"{name('q')}: {tokens} tokens of {heads} heads, {group} per KV head; tokens x {group} x {group} must be "
-            f"below {MOST_ROWS} on CUDA, up to which decode kernels divide exactly"
         )
     if most_keys(call) >= MOST_KEYS:
         columns, size, form = call.requests.page_table.shape[2], call.k.shape[2], call.requests.form
@@ -264,7 +258,7 @@ def _requests(call: AttentionCall, name: Names) -> None:
     if r.form == "csr":
         last = check_operand(name("kv_lens"), r.kv_lens, 1, (torch.int32,), device)
         check_shape(name("kv_lens"), last, (batch,), f"one entry per request, one less than {name('kv_starts')}")
-    if r.cu_seqlens_q is None and call.phase == "decode":
+    if r.cu_seqlens_q is None:
         check_integer(name("max_q_len"), call.max_q_len, 1)
         if call.q.shape[0] != batch * call.max_q_len:
             tokens = f"{batch} x {call.max_q_len}"

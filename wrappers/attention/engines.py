@@ -17,7 +17,7 @@ from ..checks import (
 )
 from ..plain import traced
 from ..scalars import integer, real
-from .trtllm import trtllm_batch_context_with_kv_cache, trtllm_batch_decode_with_kv_cache
+from .trtllm import one_sink, trtllm_batch_context_with_kv_cache, trtllm_batch_decode_with_kv_cache
 
 PAGED = {"Q_PAGED_KV_NHD": "NHD", "Q_PAGED_KV_HND": "HND"}
 RAGGED = ("PACKED_QKV", "CONTIGUOUS_Q_KV", "SEPARATE_Q_K_V")
@@ -112,11 +112,6 @@ def trtllm_fmha_v2_prefill(
         raise TypeError(f"qkv: {given}, must be (query, kv_cache) if input_layout is {input_layout!r}")
     query, kv_cache = qkv
     shared = not isinstance(kv_cache, (tuple, list))
-    sink: Any = sinks
-    if isinstance(sinks, (list, tuple)):
-        if len(sinks) != 1:
-            raise ValueError(f"sinks: a {type(sinks).__name__} of {len(sinks)}, must hold one tensor")
-        sink = sinks[0]
     table = check_operand("block_tables", block_tables, 2 if shared else 3, (torch.int32,), None)
     if not shared:
         kv_cache, table = _from_base(kv_cache, table)
@@ -128,7 +123,7 @@ def trtllm_fmha_v2_prefill(
     return trtllm_batch_context_with_kv_cache(
         query, kv_cache, workspace_buffer, table, seq_lens, max_q_len, max_kv_len, bmm1_scale, bmm2_scale,
         batch_size, cum_seq_lens_q, cum_seq_lens_kv, window_left, out, out_dtype, kv_layout=PAGED[input_layout],
-        sinks=sink, skip_softmax_threshold_scale_factor=skip_softmax_threshold_scale_factor, causal=causal,
+        sinks=one_sink(sinks), skip_softmax_threshold_scale_factor=skip_softmax_threshold_scale_factor, causal=causal,
         uses_shared_paged_kv_idx=shared, logits_soft_cap=logits_soft_cap_scale,
     )  # fmt: skip
 

@@ -3,7 +3,7 @@
 It takes an attention call field by field, with its outputs given. `serve` is the last step of all signatures.
 """
 
-from typing import Any
+from typing import Any, get_type_hints
 
 import torch
 
@@ -12,31 +12,53 @@ from ..checks import check_strided
 from ..plain import known, no_backward, write
 from ..scalars import split_scale
 from . import checks, plan
-from .call import SEPARATE, AttentionCall, Rope, listed_sequences, new_sequences
+from .call import SEPARATE, AttentionCall, Rope, SequenceBatch, listed_sequences, new_sequences
 
 NAME = "cute_kernels::attention"
-SCHEMA = """(
-    str signature, str phase, Tensor q, Tensor k, Tensor v, Tensor page_table, Tensor kv_lens, Tensor? cu_seqlens_q,
-    Tensor? kv_starts, str form, SymInt max_q_len, float scale, Tensor? scale_tensor, float out_scale,
-    Tensor? out_scale_tensor, bool causal, SymInt window_left, float? soft_cap, Tensor? sinks, Tensor? k_scales,
-    Tensor? v_scales, bool interleaved, Tensor? drafts, float? skip, Tensor(a!) out, Tensor(b!)? out_block_scales,
-    SymInt out_block_start, float? out_sf_scale, Tensor(c!)? lse, bool batch_invariant, bool? enable_pdl,
-    Tensor? custom_mask, Tensor? mask_starts, Tensor? alibi_slopes, float[]? rope) -> ()"""
+TYPES = {  # of a field of AttentionCall -> of the operator's argument
+    str: "str", float: "float", float | None: "float?", int: "SymInt", bool: "bool", bool | None: "bool?",
+    torch.Tensor: "Tensor", torch.Tensor | None: "Tensor?", Rope | None: "float[]?",
+}  # fmt: skip
+TABLES = ("page_table", "kv_lens", "cu_seqlens_q", "kv_starts", "form")  # fields of SequenceBatch
+WRITTEN = {  # fields that become other arguments
+    "out": "Tensor(a!) out, Tensor(b!)? out_block_scales, SymInt out_block_start",
+    "lse": "Tensor(c!)? lse",
+}
+LEFT_OUT = ("requests", "return_lse", "out_dtype")  # the first one's fields are arguments; outputs are given
 
-TABLES = ("page_table", "kv_lens", "cu_seqlens_q", "kv_starts", "form")
-FIELDS = tuple(argument.split()[-1] for argument in SCHEMA.strip(" ()\n->").split(","))
 
-torch.library.define(NAME, SCHEMA.replace("\n", " "), tags=torch.Tag.pt2_compliant_tag)
+def _schema() -> str:
+    """Return the operator's schema, from the fields of `AttentionCall`."""
+    arguments = []
+    for field, hint in get_type_hints(AttentionCall).items():
+        if field == "requests":
+            hints = get_type_hints(SequenceBatch)
+            arguments += [f"{TYPES[hints[name]]} {name}" for name in TABLES]
+        if field not in LEFT_OUT:
+            arguments.append(WRITTEN.get(field) or f"{TYPES[hint]} {field}")
+    return f"({', '.join(arguments)}) -> ()"
+
+
+SCHEMA = _schema()
+FIELDS = tuple(argument.split()[-1] for argument in SCHEMA.removesuffix(") -> ()").split(","))
+
+torch.library.define(NAME, SCHEMA, tags=torch.Tag.pt2_compliant_tag)
 
 
 _is_grad_enabled, _uint8 = torch.is_grad_enabled, torch.uint8  # module globals: each saves a look-up, 20 ns
 
 
 def serve(call: AttentionCall) -> Any:
-    """Run an attention call and return the result of its public function.
+    """Run an attention call and return the result of its public function."""
+    call = prepared(call)
+    return trace(call) if call.requests.shape_id is None else plan.run(call)
+
+
+def prepared(call: AttentionCall) -> AttentionCall:
+    """Return the call with scale factors of e4m3, if they are given in uint8.
 
     In grad mode, a query, cache, sinks or slopes that require grad are refused, since their gradient would be lost.
-    Other arguments are constants, as under torch.no_grad(). Scale factors in uint8 become e4m3 here, for all functions.
+    Other arguments are constants, as under torch.no_grad().
     """
     k_scales, v_scales = call.k_scales, call.v_scales
     if k_scales is not None and _uint8 in (getattr(k_scales, "dtype", None), getattr(v_scales, "dtype", None)):
@@ -50,7 +72,7 @@ def serve(call: AttentionCall) -> Any:
                 refuse_grad(call)
         except AttributeError:  # something is not a tensor and is refused later
             pass
-    return trace(call) if call.requests.shape_id is None else plan.run(call)
+    return call
 
 
 def refuse_grad(call: AttentionCall) -> None:
@@ -101,6 +123,6 @@ def trace(call: AttentionCall) -> Any:
     given = call._asdict() | call.requests._asdict() | {"out": out.data if packed else out, "lse": lse}
     given |= {"out_block_scales": out.scale if packed else None}
     given |= {"out_block_start": out.scale_start_index if packed else 0}
-    given |= known(given, "causal", "interleaved", "batch_invariant", "enable_pdl")
+    given |= known(given, "causal", "interleaved", "enable_pdl")
     write(torch.ops.cute_kernels.attention.default, **{name: given[name] for name in FIELDS})
     return (out, lse) if call.return_lse else out

@@ -1,14 +1,16 @@
 """Make the launch plan of an attention call from its static properties, and launch calls by their plans.
 
-Host time: if the dtypes, shapes (except the token count) and optional arguments of a call were seen before, the call is
-one dictionary lookup and the compiled call, which itself checks rank, dtype, device, alignment and strides. Nothing
-here synchronises or reads device values.
+A call has a key: its options, and the dtypes and shapes of its tensors except the number of tokens (`key_of`). If the
+key was seen before, the call is a dictionary look-up, the tensors put in their places (`LaunchPlan.bind`), and the
+compiled call (`LaunchPlan.launch`), which itself checks rank, dtype, device, alignment and strides. Nothing here
+synchronises or reads device values. `bound` has launches that keep their plan.
 """
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from math import log2
-from typing import Any
+from typing import Any, NamedTuple, cast
 
 import torch
 
@@ -17,15 +19,15 @@ from cute_kernels.attention.request import KernelRequest
 from cute_kernels.attention.spec import PACK_GQA_MAX_GROUP, PACK_GQA_MAX_Q
 
 from .. import fp4, machine, overlap, reference, scratch
-from ..checks import INF, check_number, checking
+from ..checks import INF, checking
 from ..fp4 import FP4Tensor
 from ..reference import LOG2E
 from . import checks, values
-from .call import AttentionCall
+from .call import OPTIONAL, OPTIONS, AttentionCall
 from .rope import rotated
 
 NO_WINDOW = 1 << 30  # window_left for a call without a window, if the kernel supports windows
-MOST_TILES = 1 << 31  # bound of the tiles of a prefill launch, whatever the offsets
+MOST_TILES = 1 << 31  # bound of the tiles of a launch with whole tiles, whatever the offsets
 CHUNK = 4096  # keys of a split in the batch-invariant mode, rounded down to whole KV blocks
 WIDE = {"bf16": torch.bfloat16, "fp16": torch.float16}
 TYPES = {
@@ -33,18 +35,106 @@ TYPES = {
     "nvfp4": "nvfp4",
 }  # fmt: skip
 FIELDS = {  # field of KernelRequest -> field of AttentionCall
-    "arch": "q", "kv": "k", "page_size": "k", "source": "k", "head_dim": "q", "out": "out_dtype",
+    "arch": "q", "kv": "k", "page_size": "k", "source": "k", "head_dim": "q", "out": "out_dtype", "rows": "q",
     "alibi": "alibi_slopes",
 }  # fmt: skip
 _Tensor = torch.Tensor  # module globals: each saves an attribute look-up, 20 ns
 _empty, _empty_like = torch.empty, torch.empty_like
 
 
-def request_of(call: AttentionCall) -> KernelRequest:
-    """Return the kernel request of a valid call."""
-    rows = min(call.max_q_len, call.q.shape[0])
-    if call.requests.cu_seqlens_q is not None:  # plans depend only on the next power of two
+def _whole(t: Any) -> Any:
+    return t.dtype, t.shape
+
+
+def _row(t: Any) -> Any:
+    return t.dtype, t.shape[1:]
+
+
+def _as_bytes(t: torch.Tensor) -> torch.Tensor:
+    return t.view(torch.uint8)
+
+
+def _flat(t: torch.Tensor) -> torch.Tensor:
+    return t if t.ndim == 1 else t.reshape(-1)
+
+
+def _countable(mask: torch.Tensor) -> torch.Tensor:
+    if mask.shape[0] >= checks.MOST_MASK:
+        raise ValueError("custom_mask")
+    return mask
+
+
+class OptionalTensor(NamedTuple):
+    """How a plan treats a tensor that a call may lack.
+
+    fact: what of it the plan depends on. argument: its name in `args`. view: what is passed in its place.
+    """
+
+    fact: Callable[[Any], Any]
+    argument: str
+    view: Callable[[torch.Tensor], torch.Tensor] | None = None
+
+
+OPTIONAL_TENSORS = {  # the last fields of AttentionCall, in their order
+    "sinks": OptionalTensor(_whole, "sink"),
+    "scale_tensor": OptionalTensor(_whole, "softmax_scale_ptr", _flat),
+    "out_scale_tensor": OptionalTensor(_whole, "out_scale_ptr", _flat),
+    "k_scales": OptionalTensor(_whole, "k_scales", _as_bytes),
+    "v_scales": OptionalTensor(_whole, "v_scales", _as_bytes),
+    "drafts": OptionalTensor(_row, "tree_mask"),
+    "custom_mask": OptionalTensor(_row, "custom_mask", _countable),
+    "mask_starts": OptionalTensor(_whole, "mask_starts"),
+    "alibi_slopes": OptionalTensor(_whole, "alibi_slopes"),
+}
+_FACTS = tuple(t.fact for t in OPTIONAL_TENSORS.values())
+
+
+def key_of(call: AttentionCall) -> tuple[Any, ...]:
+    """Return all that the plan of a call depends on. Raises if an argument is not what it must be."""
+    first: Any = call[: OPTIONS.start]
+    signature, q, k, v, r, most = first
+    tokens, heads, dim = q.shape
+    if r.cu_seqlens_q is None:
+        rows: Any = tokens, most
+    else:  # the power of two above the longest query; a single token is known to be all of its request
+        rows = -1 if tokens == 1 else (max(min(most, tokens), 1) - 1).bit_length()
+    if r.form == "table":
+        caches: Any = k.shape, v.shape
+    elif r.form == "csr":
+        caches = k.shape, v.shape, _keys(call)
+    else:
+        caches = k.shape[1], k.shape[3], v.shape[1], v.shape[3], _keys(call)
+    facts, out = None, call.out
+    optional: Any = call[OPTIONAL]
+    for t in optional:
+        if t is not None:
+            facts = tuple(None if t is None else fact(t) for fact, t in zip(_FACTS, optional, strict=True))
+            break
+    return (
+        call[OPTIONS], signature, q.get_device(), q.dtype, heads, dim, k.dtype, caches, r.shape_id, rows,
+        None if out is None else out.dtype, facts,
+    )  # fmt: skip
+
+
+def _keys(call: AttentionCall) -> int:
+    """Return an upper bound of the keys of a request, or of their mean if requests have no table.
+
+    It is a power of two unless there is a table.
+    """
+    r, rows = call.requests, call.k.shape[2]
+    if r.form == "table":
+        return rows * r.page_table.shape[2]
+    mean = (rows if r.form == "ragged" else rows * r.page_table.shape[2]) // max(r.batch, 1)
+    return 1 << max(mean - 1, 0).bit_length()
+
+
+def request_of(call: AttentionCall, sms: int = 132) -> KernelRequest:
+    """Return the kernel request of a valid call on a GPU of `sms` SMs."""
+    rows, kv_heads = min(call.max_q_len, call.q.shape[0]), call.k.shape[1]
+    equal = call.requests.cu_seqlens_q is None
+    if not equal:  # plans depend only on the next power of two
         rows = 1 << max(rows - 1, 0).bit_length()
+    single = call.q.shape[0] == 1 or equal and call.max_q_len == 1  # the last row of its request sees all keys
     ragged, masked = call.requests.form == "ragged", call.custom_mask is not None
     return KernelRequest(
         q=TYPES[call.q.dtype],
@@ -53,16 +143,18 @@ def request_of(call: AttentionCall) -> KernelRequest:
         head_dim_qk=call.q.shape[2],
         head_dim_vo=call.dim_vo,
         page_size=0 if ragged else call.k.shape[2],
-        qhead_per_kvhead=call.q.shape[1] // call.k.shape[1],
+        qhead_per_kvhead=call.q.shape[1] // kv_heads,
         rows=rows,
-        phase=call.phase,
-        causal=bool(call.causal) and not masked,
+        kv_heads=kv_heads * call.requests.batch,
+        keys=_keys(call),
+        sms=sms,
+        split_kv=call.split_kv,
+        causal=(call.causal or single) and not masked,
         window=call.window_left >= 0,
         drafts=call.drafts is not None,
         soft_cap=bool(call.soft_cap),
         skip=bool(call.skip),
         interleaved=bool(call.interleaved),
-        batch_invariant=bool(call.batch_invariant),
         source="ragged" if ragged else "paged",
         custom_mask=masked,
         alibi=call.alibi_slopes is not None,
@@ -84,19 +176,25 @@ class ArgSlots:
 class LaunchPlan:
     """A compiled kernel and all that a launch needs beyond the call's own tensors.
 
-    flat: the kernel's arguments, for those that the call does not set. An optional argument is an empty tensor there,
-    in the form that the kernel converts fastest. slots: the positions of the arguments in flat.
+    flat: the kernel's arguments; those that are tensors of a call are empty there, in the form that the kernel converts
+    fastest. slots: the positions of the arguments in flat. optional: (field of the call, slot, view) of each optional
+    tensor that the calls of this plan have.
     """
 
     fn: Callable[..., None]  # the compiled kernel
     flat: list[Any]
     slots: Any  # an ArgSlots
+    optional: tuple[tuple[str, int, Any], ...]
+    types: tuple[type, ...]  # of the options: 1, 1.0 and True are equal, hence so are keys
     device: torch.device
     single_device: bool  # it is the only device of the process
     dtype: torch.dtype | str  # of the output
     out_is_16bit: bool  # the output has 16 bits
     like_query: bool  # the output has the query's dtype and head_dim: empty_like is 1 us cheaper than empty
+    return_lse: bool
+    heads: int
     dim_vo: int
+    batch: int
     token_bytes: int  # bytes of a token of the query or of the output, the larger of both, if they are contiguous
     pack_factor: int  # rows of a token: the GQA group if it is packed into rows for all requests, else 1
     num_tile_heads: int
@@ -108,33 +206,84 @@ class LaunchPlan:
     checked: bool  # values are read and checked before a launch
     offsets: Any = None  # (B + 1,) int32, offsets of requests of equal length, in the form of `HostMachine.argument`
 
-    def set_optional_args(self, flat: list[Any], call: AttentionCall) -> None:
-        """Set the arguments that most calls do not have."""
-        slots = self.slots
-        if call.soft_cap:
-            flat[slots.soft_cap] = float(call.soft_cap)
-        if call.skip:
-            flat[slots.skip_threshold] = log2(call.skip)
-        if call.drafts is not None:
-            flat[slots.tree_mask] = call.drafts
-        scale, out_scale = call.scale_tensor, call.out_scale_tensor
-        if scale is not None:
-            flat[slots.softmax_scale_ptr] = scale if scale.ndim == 1 else scale.reshape(-1)
-        if out_scale is not None:
-            flat[slots.out_scale_ptr] = out_scale if out_scale.ndim == 1 else out_scale.reshape(-1)
-        if call.k_scales is not None and call.v_scales is not None:
-            flat[slots.k_scales], flat[slots.v_scales] = (
-                call.k_scales.view(torch.uint8),
-                call.v_scales.view(torch.uint8),
-            )
-        if call.enable_pdl is not None:
-            flat[slots.enable_pdl] = 1 if call.enable_pdl else 0
-        if call.custom_mask is not None:
-            if call.custom_mask.shape[0] >= checks.MOST_MASK:
-                raise ValueError("custom_mask")
-            flat[slots.custom_mask], flat[slots.mask_starts] = call.custom_mask, call.mask_starts
-        if call.alibi_slopes is not None:
-            flat[slots.alibi_slopes] = call.alibi_slopes
+    def bind(self, call: AttentionCall, capturing: bool) -> list[Any]:
+        """Return the arguments of a launch with the call's tensors, except the query, the outputs and the schedule."""
+        flat, slots, r = self.flat.copy(), self.slots, call.requests
+        flat[slots.k], flat[slots.v] = call.k, call.v
+        flat[slots.kv_lens], flat[slots.page_table] = r.kv_lens, r.page_table
+        if r.kv_starts is not None:
+            _check_rows(call)
+            flat[slots.kv_starts] = r.kv_starts
+        if r.cu_seqlens_q is None:
+            flat[slots.cu_seqlens_q] = self.equal_offsets(r.batch, call.max_q_len, capturing)
+        else:
+            flat[slots.cu_seqlens_q] = r.cu_seqlens_q
+        for field, slot, view in self.optional:
+            t = getattr(call, field)
+            flat[slot] = t if view is None else view(t)
+        return flat
+
+    def launch(self, flat: list[Any], call: AttentionCall, q: Any, out: Any, lse: Any, capturing: bool) -> Any:
+        """Launch a call that is bound to flat, and return its result.
+
+        q, out, lse: replace those of the call.
+        """
+        slots, tokens = self.slots, q.shape[0]
+        o = self.new_output(q) if out is None else self.given_output(q, out)
+        if lse is not None:
+            if lse.shape != (tokens, self.heads) or not self.lse_apart(lse, q, out):
+                raise ValueError("lse")
+            flat[slots.lse] = lse
+        elif self.return_lse:
+            flat[slots.lse] = lse = _empty((tokens, self.heads), dtype=torch.float32, device=self.device)
+        result = (o, lse) if self.return_lse else o
+        if self.checked and not capturing:
+            checks.validate(call)
+            values.check(call, positive=True)
+        if not tokens or not self.heads or not self.batch:
+            return result
+        if call.rope is not None and call.k.shape[0]:  # without pages there are no keys to rotate
+            turned = rotated(call)
+            q, flat[slots.k], flat[slots.page_table] = turned.q, turned.k, turned.requests.page_table
+        flat[slots.q] = q
+        if self.out_is_16bit:
+            flat[slots.o] = o
+        else:
+            self.pass_quantised(flat, o)
+        self.schedule(flat, call, q, capturing)
+        self.fn(*flat)
+        return result
+
+    def schedule(self, flat: list[Any], call: AttentionCall, q: torch.Tensor, capturing: bool) -> None:
+        """Set the arguments of the tile scheduler or of split keys. q: replaces that of the call."""
+        slots, factor, tokens = self.slots, self.pack_factor, q.shape[0]
+        tiles = self.num_tile_heads * (tokens * factor // self.tile_m + self.batch)
+        if not self.stream_k:
+            if self.batch * self.heads * (tokens // self.tile_m + 1) >= MOST_TILES:
+                raise _too_many_tiles(call._replace(q=q), self.batch)
+            flat[slots.grid] = tiles if tiles < self.sms else self.sms
+            flat[slots.counters], flat[slots.counter_base] = scratch.launch_counter(self.device, capturing)
+        elif tokens * factor * factor >= checks.MOST_ROWS:
+            raise _too_many_rows(call._replace(q=q))
+        elif self.split_keys:
+            splits = tiles * (-(-checks.most_keys(call) // self.split_keys) or 1)
+            flat[slots.o_partial], flat[slots.counters] = scratch.new_split_scratch(self, splits, splits)
+        else:
+            shared = scratch.split_scratch(self, capturing)
+            flat[slots.o_partial], flat[slots.counters], flat[slots.counter_base] = shared
+
+    def given_output(self, q: torch.Tensor, out: Any) -> Any:
+        """Return the caller's output with the shape of the call, after a check that it overlaps nothing."""
+        if out.__class__ is FP4Tensor:
+            return self.given_fp4(q, out)
+        tokens = q.shape[0]
+        if out.shape != (tokens, self.heads, self.dim_vo) or not (whole := out.is_contiguous()) and overlap.folded(out):
+            raise ValueError("out")
+        apart, size = out.data_ptr() - q.data_ptr(), tokens * self.token_bytes
+        reach = size if apart < 0 or q.is_contiguous() else _most(q)
+        if (-size < apart < reach or not whole) and overlap.overlap(out, q):
+            raise ValueError("out")
+        return out
 
     def lse_apart(self, lse: torch.Tensor, q: torch.Tensor, out: Any) -> bool:
         """Return whether lse shares no byte with the query, the given output or another element of itself."""
@@ -160,16 +309,14 @@ class LaunchPlan:
             raise ValueError("out")
         return o
 
-    def pass_quantised(self, flat: list[Any], o: Any, sf_scale: float | None) -> None:
-        """Set the arguments of an output with less than 16 bits. sf_scale: the forward scale of an NVFP4 output."""
+    def pass_quantised(self, flat: list[Any], o: Any) -> None:
+        """Set the arguments of an output with less than 16 bits."""
         slots = self.slots
         if isinstance(o, torch.Tensor):
             flat[slots.o_fp8] = o.view(torch.uint8)
             return
-        if sf_scale.__class__ is not float or not 0 < sf_scale < INF:
-            check_number("out_sf_scale", sf_scale, positive=True)
         flat[slots.o_fp4], flat[slots.o_sf] = o.data, o.scale.view(torch.uint8).view(-1)
-        flat[slots.o_sf_start], flat[slots.o_sf_scale] = o.scale_start_index, float(sf_scale)  # type: ignore[arg-type]
+        flat[slots.o_sf_start] = o.scale_start_index
 
     def equal_offsets(self, batch: int, length: int, capturing: bool) -> Any:
         """Return int32 (batch + 1,), the offsets of requests with `length` query tokens each.
@@ -180,17 +327,18 @@ class LaunchPlan:
         """
         if self.offsets is not None:
             return self.offsets
-        here = machine.current
-        made = torch.arange(0, (batch + 1) * length, length, dtype=torch.int32, device=self.device)
-        if not capturing and len(here.offsets) < here.max_plans:
-            here.synchronize(self.device)
-            self.offsets = made = here.offsets.setdefault((self.device, batch, length), here.argument(made))
-        return made
+        here, device = machine.current, self.device
+        make = partial(torch.arange, 0, (batch + 1) * length, length, dtype=torch.int32, device=device)
+        if capturing or len(here.offsets) >= here.max_plans:
+            return make()
+        made = here.argument(scratch.kept(make, device, wait=True))
+        self.offsets = found = here.offsets.setdefault((device, batch, length), made)
+        return found
 
 
 def plan_for(call: AttentionCall, arch: str, sms: int) -> LaunchPlan:
     """Return the plan of a valid call; NotImplementedError if no kernel serves it."""
-    request = request_of(call)
+    request = request_of(call, sms)
     try:
         op, spec = dispatch.select(request, arch)
     except dispatch.UnsupportedRequest as error:
@@ -200,13 +348,52 @@ def plan_for(call: AttentionCall, arch: str, sms: int) -> LaunchPlan:
         name = checks.names_of(call)(field)
         raise NotImplementedError(f"{name}: no attention kernel: {error}") from None
     checks.kernel_tensors(call)
-    here, device, heads = machine.current, call.q.device, call.q.shape[1]
-    fn = here.kernel(op, spec, arch)
-    packs = (
-        spec.schedule == "stream_k" or request.rows <= PACK_GQA_MAX_Q and request.qhead_per_kvhead <= PACK_GQA_MAX_GROUP
-    )
+    here, heads, slots = machine.current, call.q.shape[1], ArgSlots(spec)
+    stream_k = spec.schedule == "stream_k"
+    packs = stream_k or request.rows <= PACK_GQA_MAX_Q and request.qhead_per_kvhead <= PACK_GQA_MAX_GROUP
     group = request.qhead_per_kvhead if packs else 1
-    blocks = CHUNK // spec.tile.n if call.batch_invariant else 0
+    blocks = CHUNK // spec.tile.n if call.split_kv != "auto" else 0
+    dtype, options = call.result_dtype, cast(tuple[Any, ...], call[OPTIONS])
+    size = dtype.itemsize if isinstance(dtype, torch.dtype) else 0  # a packed output is compared separately
+    return LaunchPlan(
+        fn=here.kernel(op, spec, arch),
+        flat=_defaults(call, request, spec, sms, blocks),
+        slots=slots,
+        optional=_present(call, slots),
+        types=tuple(map(type, options)),
+        device=call.q.device,
+        single_device=here.device_count() == 1,
+        dtype=dtype,
+        out_is_16bit=dtype in WIDE.values(),
+        like_query=request.head_dim_vo == call.q.shape[2] and dtype == call.q.dtype,
+        return_lse=call.return_lse,
+        heads=heads,
+        dim_vo=request.head_dim_vo,
+        batch=call.requests.batch,
+        token_bytes=heads * max(call.q.shape[2] * call.q.element_size(), request.head_dim_vo * size),
+        pack_factor=group,
+        num_tile_heads=heads // group,
+        tile_m=spec.tile.m,
+        sms=sms,
+        stream_k=stream_k,
+        counters_per_split=spec.tile.counters_per_split,
+        split_keys=blocks * spec.tile.n if stream_k else 0,
+        checked=checking(),
+    )
+
+
+def _present(call: AttentionCall, slots: ArgSlots) -> tuple[tuple[str, int, Any], ...]:
+    """Return `LaunchPlan.optional` of a call."""
+    found = []
+    for field, t in OPTIONAL_TENSORS.items():
+        if getattr(call, field) is not None:
+            found.append((field, getattr(slots, t.argument), t.view))
+    return tuple(found)
+
+
+def _defaults(call: AttentionCall, request: KernelRequest, spec: Any, sms: int, blocks: int) -> list[Any]:
+    """Return the arguments of a launch: the call's options, and empty tensors for those that it lacks."""
+    here, device, heads = machine.current, call.q.device, call.q.shape[1]
 
     def empty(dtype: torch.dtype, *shape: int) -> Any:
         return here.argument(torch.empty(0, *shape, dtype=dtype, device=device))
@@ -215,186 +402,74 @@ def plan_for(call: AttentionCall, arch: str, sms: int) -> LaunchPlan:
     default: dict[str, Any] = {
         "kv_starts": empty(int32),
         "v_scales_interleaved": int(request.interleaved),
-        "window_left": NO_WINDOW,
+        "window_left": min(call.window_left, NO_WINDOW) if request.window else NO_WINDOW,
         "causal": int(request.causal),
         "tree_mask": empty(int32, 1),
+        "softmax_scale_log2": call.scale * LOG2E,
         "softmax_scale_ptr": empty(fp32),
-        "soft_cap": 0.0,
-        "skip_threshold": -INF,
+        "soft_cap": float(call.soft_cap or 0.0),
+        "skip_threshold": log2(call.skip) if call.skip else -INF,
         "o": empty(WIDE[spec.out[0]], heads, request.head_dim_vo),
         "lse": empty(fp32, heads),
         "sink": empty(fp32),
+        "out_scale": call.out_scale + 0.0,
         "out_scale_ptr": empty(fp32),
         "o_fp8": empty(torch.uint8, heads, request.head_dim_vo),
         "o_fp4": empty(torch.uint8, heads, request.head_dim_vo // 2),
         "o_sf": empty(torch.uint8),
         "o_sf_start": 0,
-        "o_sf_scale": 1.0,
+        "o_sf_scale": float(call.out_sf_scale or 1.0),
         "grid": sms,
         "counters": empty(int32),
         "counter_base": 0,
-        "enable_pdl": 1,
+        "enable_pdl": int(call.enable_pdl is not False),
         "blocks_per_split": blocks,
     }
-    names, dtype = args.fields(spec), call.result_dtype
-    size = dtype.itemsize if isinstance(dtype, torch.dtype) else 0  # a packed output is compared separately
-    return LaunchPlan(
-        fn=fn,
-        flat=[default.get(name) for name in names],
-        slots=ArgSlots(spec),
-        device=device,
-        single_device=here.device_count() == 1,
-        dtype=dtype,
-        out_is_16bit=dtype in WIDE.values(),
-        like_query=request.head_dim_vo == call.q.shape[2] and dtype == call.q.dtype,
-        dim_vo=request.head_dim_vo,
-        token_bytes=heads * max(call.q.shape[2] * call.q.element_size(), request.head_dim_vo * size),
-        pack_factor=group,
-        num_tile_heads=heads // group,
-        tile_m=spec.tile.m,
-        sms=sms,
-        stream_k=spec.schedule == "stream_k",
-        counters_per_split=spec.tile.counters_per_split,
-        split_keys=blocks * spec.tile.n if spec.schedule == "stream_k" else 0,
-        checked=checking(),
-    )
+    return [default.get(name) for name in args.fields(spec)]
+
+
+def plan_of(call: AttentionCall) -> LaunchPlan | None:
+    """Return the plan of a call that nobody has checked, made if its key is new; None: the reference runs it."""
+    here = machine.current
+    try:
+        if call.max_q_len.__class__ is not int:
+            checks.scalars(call)
+        key = key_of(call)
+        plan = here.plans.get(key)
+    except (AttributeError, IndexError, TypeError, ValueError, RuntimeError):
+        raise_reason(call)
+        raise
+    if plan is None or plan.types != tuple(map(type, key[0])):
+        checks.validate(call)
+        found = here.device_info(call.q.device)
+        if found is None:
+            return None
+        plan = plan_for(call, *found)
+        here.keep(key, plan)
+    return plan
 
 
 def run(call: AttentionCall) -> Any:
     """Run a call that nothing traces and nobody has checked, and return the result of its public function."""
-    (
-        _, phase, q, k, v, requests, max_q_len, scale, scale_tensor, out_scale, out_scale_tensor, causal, window_left,
-        soft_cap, sinks, k_scales, v_scales, interleaved, drafts, skip, out, out_dtype, out_sf_scale, _, return_lse,
-        batch_invariant, enable_pdl, custom_mask, mask_starts, alibi_slopes, rope,
-    ) = call  # fmt: skip
-    here = machine.current
-    page_table, kv_lens, offsets, batch, shape_id, _, kv_starts, form = requests
-    if (scale.__class__ is not float or out_scale.__class__ is not float or window_left.__class__ is not int
-            or max_q_len.__class__ is not int or causal.__class__ is not bool or interleaved.__class__ is not bool
-            or batch_invariant.__class__ is not bool or return_lse.__class__ is not bool
-            or enable_pdl is not None and enable_pdl.__class__ is not bool
-            or soft_cap is not None and soft_cap.__class__ is not float
-            or skip is not None and skip.__class__ is not float):  # fmt: skip
-        checks.scalars(call)
-    try:
-        tokens, heads, dim = q.shape
-        rows = max_q_len if max_q_len < tokens else tokens
-        rows = (rows - 1).bit_length() if rows > 0 else rows
-        k_shape, v_shape = (k.shape, v.shape) if form != "ragged" else (_rowless(k), _rowless(v))
-        rare = custom_mask is not None or alibi_slopes is not None or rope is not None
-        key = (
-            phase, q.get_device(), q.dtype, heads, dim, k.dtype, k_shape, v_shape, shape_id,
-            (tokens, max_q_len) if offsets is None else rows, causal, window_left >= 0,
-            None if soft_cap is None else soft_cap and (1 if 0 < soft_cap < INF else -1),
-            None if skip is None else skip and (1 if 0 < skip < INF else -1),
-            None if sinks is None else sinks.numel(), None if drafts is None else drafts.shape[1], interleaved,
-            None if k_scales is None else (k_scales.dtype, k_scales.shape),
-            None if v_scales is None else (v_scales.dtype, v_scales.shape),
-            None if out is None else out.dtype, out_dtype, out_sf_scale is None, batch_invariant,
-            None if scale_tensor is None else scale_tensor.numel(),
-            None if out_scale_tensor is None else out_scale_tensor.numel(), _rare_key(call) if rare else None,
-        )  # fmt: skip
-        plan = here.plans.get(key)
-    except (AttributeError, TypeError, ValueError, RuntimeError):
-        why = checks.reason(call)
-        if why is None:
-            raise
-        raise why from None
+    here, plan = machine.current, plan_of(call)
     if plan is None:
-        checks.validate(call)
-        found = here.device_info(q.device)
-        if found is None:
-            return run_reference(call)
-        plan = plan_for(call, *found)
-        here.keep(key, plan)
+        return run_reference(call)
     if not plan.single_device and here.current_device() != plan.device.index:
         with here.on(plan.device):  # only the current device can be asked whether its stream captures
             return run(call)
     try:
-        flat, slots, lse = plan.flat.copy(), plan.slots, call.lse
-        o: Any = out
-        if o is None or o.__class__ is FP4Tensor:
-            o = plan.new_output(q) if o is None else plan.given_fp4(q, o)
-        elif o.shape != (tokens, heads, plan.dim_vo) or not (whole := o.is_contiguous()) and overlap.folded(o):
-            raise ValueError("out")
-        else:
-            apart, size = o.data_ptr() - q.data_ptr(), tokens * plan.token_bytes
-            reach = size if apart < 0 or q.is_contiguous() else _most(q)
-            if (-size < apart < reach or not whole) and overlap.overlap(o, q):
-                raise ValueError("out")
-        if lse is not None:
-            if lse.shape != (tokens, heads) or not plan.lse_apart(lse, q, out):
-                raise ValueError("lse")
-            flat[slots.lse] = lse
-        elif return_lse:
-            flat[slots.lse] = lse = _empty((tokens, heads), dtype=torch.float32, device=plan.device)
-        result = (o, lse) if return_lse else o
-        if not 0 < scale < INF or not -INF < out_scale < INF:
-            raise ValueError("scale")
         capturing = here.is_capturing()
-        if plan.checked and not capturing:
-            checks.validate(call)
-            values.check(call, positive=True)
-        if not tokens or not heads or not batch:
-            return result
-        if kv_starts is not None:
-            _check_rows(call)
-            flat[slots.kv_starts] = kv_starts
-        if rope is not None and k.shape[0]:  # without pages there are no keys to rotate
-            turned = rotated(call)
-            q, k, page_table = turned.q, turned.k, turned.requests.page_table
-        flat[slots.q], flat[slots.k], flat[slots.v] = q, k, v
-        flat[slots.kv_lens], flat[slots.page_table] = kv_lens, page_table
-        flat[slots.softmax_scale_log2], flat[slots.out_scale] = scale * LOG2E, out_scale + 0.0
-        if plan.out_is_16bit:
-            flat[slots.o] = o
-        else:
-            plan.pass_quantised(flat, o, out_sf_scale)
-        if window_left >= 0:
-            flat[slots.window_left] = min(window_left, NO_WINDOW)
-        if sinks is not None:
-            flat[slots.sink] = sinks
-        if (soft_cap or scale_tensor is not None or out_scale_tensor is not None or k_scales is not None
-                or drafts is not None or skip or enable_pdl is not None or rare):  # fmt: skip
-            plan.set_optional_args(flat, call)
-        flat[slots.cu_seqlens_q] = plan.equal_offsets(batch, max_q_len, capturing) if offsets is None else offsets
-        pack_factor = plan.pack_factor
-        tiles = plan.num_tile_heads * (tokens * pack_factor // plan.tile_m + batch)
-        if not plan.stream_k:
-            if batch * heads * (tokens // plan.tile_m + 1) >= MOST_TILES:
-                raise _too_many_tiles(call, batch)
-            flat[slots.grid] = tiles if tiles < plan.sms else plan.sms
-            flat[slots.counters], flat[slots.counter_base] = scratch.launch_counter(plan.device, capturing)
-        elif tokens * pack_factor * pack_factor >= checks.MOST_ROWS:
-            raise ValueError("q")
-        elif plan.split_keys:
-            splits = tiles * (-(-checks.most_keys(call) // plan.split_keys) or 1)
-            flat[slots.o_partial], flat[slots.counters] = scratch.new_split_scratch(plan, splits, splits)
-        else:
-            shared = scratch.split_scratch(plan, capturing)
-            flat[slots.o_partial], flat[slots.counters], flat[slots.counter_base] = shared
-        plan.fn(*flat)
-        return result
+        return plan.launch(plan.bind(call, capturing), call, call.q, call.out, call.lse, capturing)
     except Exception:
-        why = checks.reason(call)  # names the argument that was refused
-        if why is None:
-            raise
+        raise_reason(call)
+        raise
+
+
+def raise_reason(call: AttentionCall) -> None:
+    """Raise the error that names the argument for which a call failed, if there is one."""
+    why = checks.reason(call)
+    if why is not None:
         raise why from None
-
-
-def _rare_key(call: AttentionCall) -> tuple[Any, ...]:
-    """Return the plan's key for arguments that most calls do not have."""
-    if call.rope is not None:
-        checks.scalars(call)
-    starts = None if call.custom_mask is None or call.mask_starts is None else call.mask_starts.numel()
-    slopes = None if call.alibi_slopes is None else call.alibi_slopes.numel()
-    return call.custom_mask is None, starts, slopes, call.rope is None
-
-
-def _rowless(t: torch.Tensor) -> tuple[int, int]:
-    """Return the plan's key for K or V without pages, the rows of which vary from step to step."""
-    _, heads, _, dim = t.shape
-    return heads, dim
 
 
 def _check_rows(call: AttentionCall) -> None:
@@ -415,6 +490,15 @@ def _too_many_tiles(call: AttentionCall, batch: int) -> NotImplementedError:
     need = f"must be less than {MOST_TILES} tiles on CUDA, counted as if each request owned all tokens"
     return NotImplementedError(
         f"{checks.names_of(call)('q')}: {tokens} tokens of {heads} heads, {batch} requests, {need}"
+    )
+
+
+def _too_many_rows(call: AttentionCall) -> NotImplementedError:
+    tokens, heads = call.q.shape[:2]
+    group = heads // call.k.shape[1]
+    need = f"tokens x {group} x {group} must be below {checks.MOST_ROWS} on CUDA, up to which kernels divide exactly"
+    return NotImplementedError(
+        f"{checks.names_of(call)('q')}: {tokens} tokens of {heads} heads, {group} per KV head; {need}"
     )
 
 

@@ -13,14 +13,13 @@ from ..checks import (
     check_optional_flag,
     check_strided,
     listed,
-    refuse_flag,
 )
 from ..fp4 import BLOCK, FP4Tensor
 from ..plain import traced
 from ..scalars import OR_TENSOR, integer, real, scale_of, split_scale
-from .call import ABSENT, SEPARATE, SHARED, AttentionCall, TableLayout, make_call, pair, sequences_of
+from .call import SEPARATE, SHARED, AttentionCall, TableLayout, pair, sequences_of
 from .checks import SIGNATURES, drafts_of
-from .op import serve
+from .layers import Step, keep, repeat
 
 LN2 = 0.6931471805599453
 BACKENDS = ("auto", "xqa", "trtllm-gen", "cake")  # upstream's; a hint here
@@ -112,6 +111,15 @@ def trtllm_batch_context_with_kv_cache(
         if kv_cache_sf is not None:
             raise ValueError("kv_block_scales: another name of kv_cache_sf, only one of the two may be given")
         signature, scales = CONTEXT_BLOCK, kv_block_scales
+    options = (
+        bmm1_scale, bmm2_scale, window_left, out_dtype, o_sf_scale, o_sf_vec_size, kv_layout, enable_pdl, sinks,
+        kv_cache_sf, skip_softmax_threshold_scale_factor, uses_shared_paged_kv_idx, causal, return_lse,
+        use_fp16_softmax, uses_spcompress, backend, logits_soft_cap, kv_block_scales, v_scales_interleaved,
+    )  # fmt: skip
+    step = Step(query, block_tables, seq_lens, cum_seq_lens_q, out, lse)
+    repeated = repeat(CONTEXT, kv_cache, options, step, (max_q_len, batch_size))
+    if repeated is not None:
+        return repeated
     if backend not in BACKENDS:
         raise UnknownName(f"backend: {backend!r}, must be one of {listed(BACKENDS)}")
     if use_fp16_softmax is not None or uses_spcompress is not None:
@@ -119,6 +127,8 @@ def trtllm_batch_context_with_kv_cache(
             check_optional_flag(name, value)
             if value:
                 raise NotImplementedError(f"{name}: {value}, not supported, must be None or False")
+    if cum_seq_lens_q is None:
+        check_strided("cum_seq_lens_q", None)
     k, v = pair("kv_cache", kv_cache, kv_layout)
     k_scales = v_scales = None
     if scales is not None:
@@ -129,24 +139,24 @@ def trtllm_batch_context_with_kv_cache(
     if logits_soft_cap is not None or skip_softmax_threshold_scale_factor is not None or o_sf_scale is not None:
         logits_soft_cap, o_sf_scale = real(logits_soft_cap), real(o_sf_scale)
         skip_softmax_threshold_scale_factor = real(skip_softmax_threshold_scale_factor)
-    layout = SHARED if uses_shared_paged_kv_idx is True else _layout(uses_shared_paged_kv_idx)
+    layout = _layout(uses_shared_paged_kv_idx)
     requests = sequences_of(block_tables, seq_lens, cum_seq_lens_q, not traced(query), layout)
     if batch_size.__class__ is not int or batch_size != requests.batch:
         check_integer("batch_size", batch_size, 0)
         if batch_size != requests.batch >= 0:  # seq_lens is a tensor
             raise ValueError(f"batch_size: {batch_size}, must be the {requests.batch} entries of seq_lens")
-    scale, scale_tensor = (bmm1_scale, None) if bmm1_scale.__class__ is float else split_scale("bmm1_scale", bmm1_scale)
-    out_scale, out_scale_tensor = (
-        (bmm2_scale, None) if bmm2_scale.__class__ is float else split_scale("bmm2_scale", bmm2_scale)
-    )
-    call = make_call(AttentionCall, (
-        signature, "prefill", query, k, v, requests, max_q_len, scale, scale_tensor, out_scale,
-        out_scale_tensor, causal, window_left, logits_soft_cap, sinks, k_scales, v_scales, v_scales_interleaved, None,
-        skip_softmax_threshold_scale_factor, out, out_dtype, o_sf_scale, lse, return_lse, False, enable_pdl,
-    ) + ABSENT)  # fmt: skip
+    scale, scale_tensor = split_scale("bmm1_scale", bmm1_scale)
+    out_scale, out_scale_tensor = split_scale("bmm2_scale", bmm2_scale)
+    call = AttentionCall(
+        signature=signature, q=query, k=k, v=v, requests=requests, max_q_len=max_q_len, scale=scale,
+        out_scale=out_scale, causal=causal, window_left=window_left, soft_cap=logits_soft_cap,
+        skip=skip_softmax_threshold_scale_factor, interleaved=v_scales_interleaved, return_lse=return_lse,
+        enable_pdl=enable_pdl, out_dtype=out_dtype, out_sf_scale=o_sf_scale, out=out, lse=lse, sinks=sinks,
+        scale_tensor=scale_tensor, out_scale_tensor=out_scale_tensor, k_scales=k_scales, v_scales=v_scales,
+    )  # fmt: skip
     if o_sf_vec_size is not None:
         _check_vector(call, o_sf_vec_size)
-    return serve(call)
+    return keep(CONTEXT, kv_cache, options, call)
 
 
 def trtllm_batch_decode_with_kv_cache(
@@ -203,27 +213,26 @@ def trtllm_batch_decode_with_kv_cache(
     >>> trtllm_batch_decode_with_kv_cache(q, cache, None, table, lens, None, 64**-0.5).shape
     torch.Size([2, 8, 64])
     """
+    options = (
+        bmm1_scale, bmm2_scale, window_left, out_dtype, o_sf_scale, o_sf_vec_size, sinks, kv_layout, enable_pdl,
+        backend, q_len_per_req, o_scale, mask, max_q_len, skip_softmax_threshold_scale_factor, kv_cache_sf,
+        uses_shared_paged_kv_idx, return_lse, bmm1_scale_log2, enable_block_sparse_attention, cp_world, cp_rank,
+        causal_seqlens_kv_global, bf16q_fp8kv_transform_mode, logits_soft_cap, v_scales_interleaved, batch_invariant,
+    )  # fmt: skip
+    step = Step(query, block_tables, seq_lens, cum_seq_lens_q, out, lse)
+    if (repeated := repeat(DECODE, kv_cache, options, step, None)) is not None:
+        return repeated
     if backend not in BACKENDS:
         raise UnknownName(f"backend: {backend!r}, must be one of {listed(BACKENDS)}")
-    if (enable_block_sparse_attention is not False or cp_world.__class__ is not int or cp_world != 1
-            or cp_rank.__class__ is not int or cp_rank != 0 or causal_seqlens_kv_global is not None
-            or bf16q_fp8kv_transform_mode is not None):  # fmt: skip
-        _check_modes(
-            enable_block_sparse_attention, cp_world, cp_rank, causal_seqlens_kv_global, bf16q_fp8kv_transform_mode
-        )
-    sink: Any = sinks
-    if sinks is not None and isinstance(sinks, (list, tuple)):
-        if len(sinks) != 1:
-            raise ValueError(f"sinks: a {type(sinks).__name__} of {len(sinks)}, must hold one tensor")
-        sink = sinks[0]
+    _check_modes(
+        enable_block_sparse_attention, cp_world, cp_rank, causal_seqlens_kv_global, bf16q_fp8kv_transform_mode
+    )  # fmt: skip
     k, v = pair("kv_cache", kv_cache, kv_layout)
-    k_scales = v_scales = None
-    if kv_cache_sf is not None:
-        k_scales, v_scales = pair("kv_cache_sf", kv_cache_sf, kv_layout)
+    k_scales, v_scales = (None, None) if kv_cache_sf is None else pair("kv_cache_sf", kv_cache_sf, kv_layout)
     if logits_soft_cap is not None or skip_softmax_threshold_scale_factor is not None or o_sf_scale is not None:
         logits_soft_cap, o_sf_scale = real(logits_soft_cap), real(o_sf_scale)
         skip_softmax_threshold_scale_factor = real(skip_softmax_threshold_scale_factor)
-    layout = SHARED if uses_shared_paged_kv_idx is True else _layout(uses_shared_paged_kv_idx)
+    layout = _layout(uses_shared_paged_kv_idx)
     requests = sequences_of(block_tables, seq_lens, cum_seq_lens_q, not traced(query), layout)
     signature = DECODE
     if cum_seq_lens_q is None:
@@ -241,30 +250,45 @@ def trtllm_batch_decode_with_kv_cache(
         equal = cum_seq_lens_q is None
         lead = (requests.batch, max_q_len) if equal else (query.shape[0],)
         drafts = drafts_of(mask, lead, max_q_len, "q_len_per_req" if equal else "max_q_len", query.device)
-    scale, scale_tensor = (bmm1_scale, None) if bmm1_scale.__class__ is float else split_scale("bmm1_scale", bmm1_scale)
+    scale, scale_tensor = split_scale("bmm1_scale", bmm1_scale)
     if bmm1_scale_log2 is not None:
         check_strided("bmm1_scale_log2", bmm1_scale_log2)
         scale_of("bmm1_scale", bmm1_scale, getattr(query, "device", None))  # not used
         signature += LOG2
         scale, scale_tensor = split_scale("bmm1_scale_log2", bmm1_scale_log2)
         scale *= LN2
-    out_scale, out_scale_tensor = (
-        (bmm2_scale, None) if bmm2_scale.__class__ is float else split_scale("bmm2_scale", bmm2_scale)
-    )
-    if o_scale is not None and (o_scale.__class__ is not float or o_scale != 1.0):
+    out_scale, out_scale_tensor = split_scale("bmm2_scale", bmm2_scale)
+    if o_scale is not None:
         out_scale = _unscaled(out_scale, o_scale, out_dtype or getattr(query if out is None else out, "dtype", None))
-    call = make_call(AttentionCall, (
-        signature, "decode", query, k, v, requests, max_q_len, scale, scale_tensor, out_scale,
-        out_scale_tensor, True, window_left, logits_soft_cap, sink, k_scales, v_scales, v_scales_interleaved, drafts,
-        skip_softmax_threshold_scale_factor, out, out_dtype, o_sf_scale, lse, return_lse, batch_invariant, enable_pdl,
-    ) + ABSENT)  # fmt: skip
+    check_flag("batch_invariant", batch_invariant)
+    call = AttentionCall(
+        signature=signature, q=query, k=k, v=v, requests=requests, max_q_len=max_q_len, scale=scale,
+        out_scale=out_scale, window_left=window_left, soft_cap=logits_soft_cap,
+        skip=skip_softmax_threshold_scale_factor, interleaved=v_scales_interleaved,
+        split_kv="fixed" if batch_invariant else "auto", return_lse=return_lse, enable_pdl=enable_pdl,
+        out_dtype=out_dtype, out_sf_scale=o_sf_scale, out=out, lse=lse, sinks=one_sink(sinks),
+        scale_tensor=scale_tensor, out_scale_tensor=out_scale_tensor, k_scales=k_scales, v_scales=v_scales,
+        drafts=drafts,
+    )  # fmt: skip
     if o_sf_vec_size is not None:
         _check_vector(call, o_sf_vec_size)
-    return serve(call)
+    return keep(DECODE, kv_cache, options, call)
+
+
+def one_sink(sinks: Any) -> Any:
+    """Return the sinks, which may be in a list that holds this one tensor."""
+    if not isinstance(sinks, (list, tuple)):
+        return sinks
+    if len(sinks) != 1:
+        raise ValueError(f"sinks: a {type(sinks).__name__} of {len(sinks)}, must hold one tensor")
+    return sinks[0]
 
 
 def _check_modes(sparse: Any, world: Any, rank: Any, lens: Any, mode: Any) -> None:
     """Raise on values of decode's arguments that ask for a mode that no kernel has."""
+    if sparse is False and lens is None and mode is None and world.__class__ is int and rank.__class__ is int:
+        if world == 1 and rank == 0:
+            return
     check_flag("enable_block_sparse_attention", sparse)
     if sparse:
         what = "separate pages for each KV head are not supported"
@@ -288,8 +312,8 @@ def _unscaled(out_scale: Any, o_scale: Any, dtype: Any) -> Any:
 
 
 def _layout(shared: Any) -> TableLayout:
-    """Return the layout of a page table that is not known to be shared."""
-    return SEPARATE if shared is False else refuse_flag("uses_shared_paged_kv_idx", shared)
+    check_flag("uses_shared_paged_kv_idx", shared)
+    return SHARED if shared else SEPARATE
 
 
 def _check_vector(call: AttentionCall, size: Any) -> None:

@@ -4,11 +4,11 @@ from typing import Any
 
 import torch
 
-from ..checks import check_integer, check_number, check_one_of, check_shape, check_strided
+from ..checks import check_flag, check_integer, check_number, check_one_of, check_shape, check_strided
 from ..fp4 import SCALE_TYPES
 from ..plain import traced
 from ..scalars import integer, product, real, scale_of
-from .call import ABSENT, AttentionCall, TableLayout, make_call, pair, sequences_of
+from .call import AttentionCall, SequenceBatch, TableLayout, pair, sequences_of
 from .checks import E4M3, E5M2, SIGNATURES, drafts_of
 from .op import serve
 
@@ -71,30 +71,20 @@ def xqa(
     """
     if (k_sf_cache is None) != (v_sf_cache is None):
         raise ValueError("k_sf_cache, v_sf_cache: one of the two is None, must be both given or both None")
-    for name, t in (("q", q), ("output", output), ("seq_lens", seq_lens)):
-        if not isinstance(t, _Tensor):
-            check_strided(name, t)
-    if q.layout is not _strided or output.layout is not _strided or q.is_nested or output.is_nested:
-        check_strided("q", q)
-        check_strided("output", output)
+    _check_given(q, output, seq_lens)
     if q_seq_len.__class__ is not int or q_seq_len < 1:
         q_seq_len = check_integer("q_seq_len", integer(q_seq_len), 1)
     if q_cu_seq_lens is not None and check_strided("q_cu_seq_lens", q_cu_seq_lens, 1).dtype == torch.uint32:
         q_cu_seq_lens = q_cu_seq_lens.view(torch.int32)
     rows, out = _tokens(q, output, q_seq_len, q_cu_seq_lens)
-    requests = sequences_of(page_table, seq_lens, q_cu_seq_lens, not traced(q), LAYOUT)
-    if requests.batch < 0:
-        check_strided("page_table", page_table, 2)
-        check_strided("seq_lens", seq_lens)
-    if q_cu_seq_lens is None and requests.batch != q.shape[0]:
-        check_shape("seq_lens", seq_lens, (q.shape[0], 1), "batch, 1")
+    requests = _requests(page_table, seq_lens, q, q_cu_seq_lens)
     drafts = None
     if mask is not None:
         lead = (requests.batch, q_seq_len) if q_cu_seq_lens is None else (q.shape[0],)
         drafts = drafts_of(mask, lead, q_seq_len, "q_seq_len", q.device)
     elif q_seq_len > 1:
         raise ValueError(f"mask: None, required if q_seq_len is {q_seq_len}")
-    if kv_layout.__class__ is not str and (kv_layout is None or integer(kv_layout).__class__ is int):
+    if not isinstance(kv_layout, str) and (kv_layout is None or integer(kv_layout).__class__ is int):
         kv_layout = "NHD"  # the value was sm_count
     if page_size.__class__ is not int or num_kv_heads.__class__ is not int or sliding_win_size.__class__ is not int:
         page_size, num_kv_heads, sliding_win_size = map(integer, (page_size, num_kv_heads, sliding_win_size))
@@ -130,11 +120,32 @@ def xqa(
         check_number("rcp_out_scale", rcp_out_scale, positive=True)
     if output.dtype == E4M3:
         out_scale *= rcp_out_scale
-    serve(make_call(AttentionCall, (
-        "xqa", "decode", rows, k, v, requests, q_seq_len, scale, scale_tensor, out_scale, kv_tensor, True,
-        window_left, None, sinks, k_scales, v_scales, v_scales_interleaved, drafts, None, out, None, None, None, False,
-        batch_invariant, enable_pdl,
-    ) + ABSENT))  # fmt: skip
+    check_flag("batch_invariant", batch_invariant)
+    serve(AttentionCall(
+        signature="xqa", q=rows, k=k, v=v, requests=requests, max_q_len=q_seq_len, scale=scale, out_scale=out_scale,
+        window_left=window_left, interleaved=v_scales_interleaved, split_kv="fixed" if batch_invariant else "auto",
+        enable_pdl=enable_pdl, out=out, sinks=sinks, scale_tensor=scale_tensor, out_scale_tensor=kv_tensor,
+        k_scales=k_scales, v_scales=v_scales, drafts=drafts,
+    ))  # fmt: skip
+
+
+def _check_given(q: Any, output: Any, seq_lens: Any) -> None:
+    for name, t in (("q", q), ("output", output), ("seq_lens", seq_lens)):
+        if not isinstance(t, _Tensor):
+            check_strided(name, t)
+    if q.layout is not _strided or output.layout is not _strided or q.is_nested or output.is_nested:
+        check_strided("q", q)
+        check_strided("output", output)
+
+
+def _requests(table: Any, lens: Any, q: torch.Tensor, offsets: torch.Tensor | None) -> SequenceBatch:
+    requests = sequences_of(table, lens, offsets, not traced(q), LAYOUT)
+    if requests.batch < 0:
+        check_strided("page_table", table, 2)
+        check_strided("seq_lens", lens)
+    if offsets is None and requests.batch != q.shape[0]:
+        check_shape("seq_lens", lens, (q.shape[0], 1), "batch, 1")
+    return requests
 
 
 def _split(name: str, value: Any, device: torch.device) -> tuple[float, torch.Tensor | None]:

@@ -29,7 +29,7 @@ from sglang.srt.runtime_context import get_parallel, get_spec
 
 from .. import machine
 from ..attention.trtllm import trtllm_batch_context_with_kv_cache, trtllm_batch_decode_with_kv_cache
-from .support import E4M3, E5M2, HEAD_SIZES, decode_tokens, query_dtype, refusal
+from .support import E4M3, E5M2, HEAD_SIZES, query_dtype, refusal
 
 DECODES = (ForwardMode.DECODE, ForwardMode.IDLE)
 PROMPTS = (ForwardMode.EXTEND, ForwardMode.MIXED)
@@ -145,9 +145,7 @@ class SglangBackend(AttentionBackend):
             "sinks": None if sinks is None else sinks.float(), "logits_soft_cap": layer.logit_cap or None,
         }  # fmt: skip
         table, most = m.window_table if windowed and m.window_table is not None else m.table, self.max_context_len
-        if m.cu_seq_lens_q is None or m.max_q_len <= decode_tokens(heads, layer.tp_k_head_num):
-            if m.cu_seq_lens_q is not None:
-                given |= {"cum_seq_lens_q": m.cu_seq_lens_q, "max_q_len": m.max_q_len}
+        if m.cu_seq_lens_q is None:
             out = trtllm_batch_decode_with_kv_cache(q, caches, None, table, m.seq_lens, most, scale, out_scale, **given)
         else:
             out = trtllm_batch_context_with_kv_cache(

@@ -4,19 +4,12 @@ from typing import Any
 
 import torch
 
-from ..attention.trtllm import trtllm_batch_decode_with_kv_cache
 from ..explanation import explain
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 HEAD_SIZES = [64, 128, 256]
 PAGE_SIZES = [8, 16, 32, 64, 128, 256]  # fetched by TMA
 ARCHS = {(9, 0): "sm_90a", (10, 0): "sm_100a", (10, 3): "sm_103a"}
-DECODE_ROWS = 64  # query tokens times heads of a group; batches with more use the context function
-
-
-def decode_tokens(heads: int, kv_heads: int) -> int:
-    """Return the largest number of query tokens per request in batches for the decode function."""
-    return max(1, DECODE_ROWS * kv_heads // heads)
 
 
 def query_dtype(dtype: torch.dtype, cache: torch.dtype, arch: str | None) -> torch.dtype:
@@ -29,7 +22,7 @@ def query_dtype(dtype: torch.dtype, cache: torch.dtype, arch: str | None) -> tor
 
 
 def refusal(arch: str, head_size: int, dtype: torch.dtype, cache: torch.dtype) -> str | None:
-    """Return why the context or the decode function has no kernel for these dtypes, or None if both have one.
+    """Return why the context function has no kernel for these dtypes, or None if it has one.
 
     dtype: the model's.
 
@@ -43,16 +36,10 @@ def refusal(arch: str, head_size: int, dtype: torch.dtype, cache: torch.dtype) -
     table, one, starts = (torch.tensor(x, dtype=torch.int32, device="cpu") for x in ([[0]], [1], [0, 1]))
     given: dict[str, Any] = {"out_dtype": dtype, "kv_cache_sf": sf, "arch": arch}
     try:
-        asked = {
-            "context": explain(q, kv, None, table, one, 1, 1, 1.0, 1.0, 1, starts, None, **given),
-            "decode": explain(q, kv, None, table, one, 1, function=trtllm_batch_decode_with_kv_cache, **given),
-        }
+        found = explain(q, kv, None, table, one, 1, 1, 1.0, 1.0, 1, starts, None, **given)
     except (TypeError, ValueError) as error:
         return str(error)
-    for name, found in asked.items():
-        if found.runs is None:
-            return f"{name} on {arch}: {'; '.join(f'{op}: {why}' for op, why in found.refused)}"
-    return None
+    return None if found.runs else f"{arch}: {'; '.join(f'{op}: {why}' for op, why in found.refused)}"
 
 
 def _page(size: int, dtype: torch.dtype) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""vLLM's attention backend CUSTOM, over the context and the decode function.
+"""vLLM's attention backend CUSTOM, over the context function.
 
     VLLM_PLUGINS=cute_kernels vllm serve MODEL --attention-backend CUSTOM
 
@@ -29,9 +29,9 @@ from vllm.v1.attention.backend import (
 )
 from vllm.v1.kv_cache_interface import KVCacheLayout
 
-from ..attention.trtllm import trtllm_batch_context_with_kv_cache, trtllm_batch_decode_with_kv_cache
+from ..attention.trtllm import trtllm_batch_context_with_kv_cache
 from ..page import nvfp4_quantize_append_paged_kv_cache
-from .support import ARCHS, E4M3, E5M2, HEAD_SIZES, PAGE_SIZES, decode_tokens, query_dtype, refusal
+from .support import ARCHS, E4M3, E5M2, HEAD_SIZES, PAGE_SIZES, query_dtype, refusal
 
 QUANTISED = {"fp8": E4M3, "fp8_e4m3": E4M3, "fp8_e5m2": E5M2, "nvfp4": torch.uint8}
 SIXTEEN_BITS = {"float16": torch.float16, "bfloat16": torch.bfloat16}  # "auto": the model's
@@ -176,7 +176,7 @@ class VllmImpl(AttentionImpl[VllmMetadata]):
         self._window_left = -1 if sliding_window is None else sliding_window - 1  # keys before the token itself
         self._soft_cap = logits_soft_cap or None
         self._loaded_sinks = self.sinks = sinks
-        self._decode_tokens = decode_tokens(num_heads, self.num_kv_heads)
+        self._views: tuple[torch.Tensor, tuple[Any, Any]] | None = None
 
     def process_weights_after_loading(self, act_dtype: torch.dtype) -> None:
         """Convert the sinks to fp32, as kernels take them; weights that are loaded again go to the same memory."""
@@ -243,7 +243,9 @@ class VllmImpl(AttentionImpl[VllmMetadata]):
             raise NotImplementedError("output_scale, output_block_scale: given, must be None")
         if attn_metadata is None:  # vLLM is profiling its memory
             return output.fill_(0)
-        m, (caches, sf) = attn_metadata, self.caches(kv_cache)
+        if self._views is None or self._views[0] is not kv_cache:  # the same views at each step: see `attention.layers`
+            self._views = kv_cache, self.caches(kv_cache)
+        m, (caches, sf) = attn_metadata, self._views[1]
         scale, out_scale = self.scale, 1.0
         if self._cache_dtype is not None:
             scale, out_scale = scale * layer._k_scale_float, layer._v_scale_float
@@ -253,14 +255,8 @@ class VllmImpl(AttentionImpl[VllmMetadata]):
             "window_left": self._window_left, "out": output, "sinks": self.sinks, "kv_cache_sf": sf,
             "logits_soft_cap": self._soft_cap, "kv_layout": "HND",
         }  # fmt: skip
-        if m.max_query_len <= self._decode_tokens:
-            trtllm_batch_decode_with_kv_cache(
-                query, caches, None, m.block_table, m.seq_lens, m.max_seq_len, scale, out_scale,
-                max_q_len=m.max_query_len, cum_seq_lens_q=m.query_start_loc, **options,
-            )  # fmt: skip
-        else:
-            trtllm_batch_context_with_kv_cache(
-                query, caches, None, m.block_table, m.seq_lens, m.max_query_len, m.max_seq_len, scale, out_scale,
-                m.seq_lens.shape[0], m.query_start_loc, None, **options,
-            )  # fmt: skip
+        trtllm_batch_context_with_kv_cache(
+            query, caches, None, m.block_table, m.seq_lens, m.max_query_len, m.max_seq_len, scale, out_scale,
+            m.seq_lens.shape[0], m.query_start_loc, None, **options,
+        )  # fmt: skip
         return output

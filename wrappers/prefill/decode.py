@@ -4,9 +4,8 @@ from typing import Any
 
 import torch
 
-from ..attention.call import AttentionCall, SequenceBatch, csr_sequences, make_call, pair
+from ..attention.call import AttentionCall, SequenceBatch, csr_sequences, pair
 from ..attention.checks import HEAD_SCALES, SIGNATURES
-from ..attention.op import serve
 from ..checks import check_flag, check_integer
 from ..page import paged_kv
 from ..scalars import integer, real
@@ -68,7 +67,7 @@ class BatchDecodeWithPagedKVCacheWrapper(PrefillBatch):
         # Engines read these buffers, and write to the second.
         self._paged_kv_indptr_buf, self._paged_kv_indices_buf, self._paged_kv_last_page_len_buf = buffers
         self.use_tensor_cores = use_tensor_cores
-        self._q_len, self._invariant = 1, False
+        self._q_len = 1
 
     def plan(
         self, indptr: torch.Tensor, indices: torch.Tensor, last_page_len: torch.Tensor, num_qo_heads: int,
@@ -120,7 +119,7 @@ class BatchDecodeWithPagedKVCacheWrapper(PrefillBatch):
         if self._buffers is not None and self._planned is not None and q_len != self._q_len:
             raise ValueError(f"q_len_per_req: {q_len}, must be that of the first plan, {self._q_len}")
         planned = self._prepare((indptr, indices, last_page_len), shape.page_size, None, None)
-        self._q_len, self._invariant = q_len, disable_split_kv or split > 0
+        self._q_len, self._split_kv = q_len, "fixed" if disable_split_kv or split > 0 else "auto"
         self._keep(planned, shape, types, modifiers)
 
     begin_forward = plan
@@ -140,14 +139,20 @@ class BatchDecodeWithPagedKVCacheWrapper(PrefillBatch):
         `trtllm_batch_decode_with_kv_cache`. The other arguments, results and errors are as in
         `BatchPrefillWithPagedKVCacheWrapper.run`.
         """
+        others = (
+            q_scale, k_scale, v_scale, return_lse, enable_pdl, window_left, sinks, q_len_per_req,
+            skip_softmax_threshold_scale_factor, kv_cache_sf, v_scales_interleaved,
+        )  # fmt: skip
+        views = paged_kv if self._shape.page_size == 1 else pair
+        k, v = views("paged_kv_cache", paged_kv_cache, self._kv_layout)
+        if (repeated := self._repeat(q, (k, v), out, lse, others)) is not None:
+            return repeated
         self._plan_of_run()
         for name, value, of_plan in (
             ("window_left", window_left, self._window_left), ("q_len_per_req", q_len_per_req, self._q_len)
         ):  # fmt: skip
             if value is not None and value != of_plan:
                 raise ValueError(f"{name}: {value}, must be None or plan's, {of_plan}")
-        views = paged_kv if self._shape.page_size == 1 else pair
-        k, v = views("paged_kv_cache", paged_kv_cache, self._kv_layout)
         requests = self._ready(q, k, v)[1]
         if isinstance(q, torch.Tensor) and q.dim() == 3 and q.shape[0] != requests.batch * self._q_len:
             planned = f"{requests.batch} x {self._q_len}, the requests of plan x q_len_per_req"
@@ -158,12 +163,13 @@ class BatchDecodeWithPagedKVCacheWrapper(PrefillBatch):
         k_scales = v_scales = None
         if kv_cache_sf is not None:
             k_scales, v_scales = views("kv_cache_sf", kv_cache_sf, self._kv_layout)
-        return serve(make_call(AttentionCall, (
-            DECODE, "decode", q, k, v, requests, self._q_len, scale, scale_tensor, out_scale, out_scale_tensor, True,
-            self._window_left, self._logits_soft_cap, sinks, k_scales, v_scales, v_scales_interleaved, None,
-            real(skip_softmax_threshold_scale_factor), out, self._types.out, None, lse, return_lse, self._invariant,
-            enable_pdl,
-        ) + (None, None, self._alibi, self._rope)))  # fmt: skip
+        call = AttentionCall(
+            signature=DECODE, q=q, k=k, v=v, requests=requests, max_q_len=self._q_len, scale=scale,
+            out_scale=out_scale, skip=real(skip_softmax_threshold_scale_factor), interleaved=v_scales_interleaved,
+            return_lse=return_lse, enable_pdl=enable_pdl, out=out, lse=lse, sinks=sinks, scale_tensor=scale_tensor,
+            out_scale_tensor=out_scale_tensor, k_scales=k_scales, v_scales=v_scales, **self._planned_options,
+        )  # fmt: skip
+        return self._serve(call, others, (q_scale, k_scale, v_scale))
 
     def forward(
         self, q: torch.Tensor, paged_kv_cache: torch.Tensor | tuple[torch.Tensor, torch.Tensor],

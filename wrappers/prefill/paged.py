@@ -4,9 +4,8 @@ from typing import Any
 
 import torch
 
-from ..attention.call import AttentionCall, SequenceBatch, csr_sequences, make_call, pair
+from ..attention.call import AttentionCall, SequenceBatch, csr_sequences, pair
 from ..attention.checks import HEAD_SCALES, SIGNATURES
-from ..attention.op import serve
 from ..checks import check_integer
 from ..page import get_seq_lens, paged_kv
 from ..scalars import integer, real
@@ -117,8 +116,11 @@ class BatchPrefillWithPagedKVCacheWrapper(PrefillBatch):
                 copy is done. Copies of index tensors never wait: the current stream orders them, and they may be
                 written at once.
 
-        Hints: allow_fp16_qk_reduction (or use_fp16_qk_reduction), max_sequence_kv, seq_lens, seq_lens_q, block_tables,
-        fixed_split_size, disable_split_kv. NotImplementedError: multi-item scoring (the last four arguments).
+        fixed_split_size, disable_split_kv: with a size of at least 1, or True, a request's bits do not depend on the
+                rest of its batch: no two CTAs share its keys.
+
+        Hints: allow_fp16_qk_reduction (or use_fp16_qk_reduction), max_sequence_kv, seq_lens, seq_lens_q, block_tables.
+        NotImplementedError: multi-item scoring (the last four arguments).
 
         Raises, and keeps the previous plan: ValueError for a shape or device, offsets on the host that fall or pass
         paged_kv_indices, buffers that are too small, a batch size other than the buffers', or more query rows than the
@@ -129,6 +131,7 @@ class BatchPrefillWithPagedKVCacheWrapper(PrefillBatch):
             prefix_len_ptr=prefix_len_ptr, token_pos_in_items_ptr=token_pos_in_items_ptr,
             token_pos_in_items_len=token_pos_in_items_len or None, max_item_len_ptr=max_item_len_ptr,
         )  # fmt: skip
+        split = values.split_of(fixed_split_size, disable_split_kv)
         head_dim = values.either("head_dim", head_dim, "head_dim_qk", head_dim_qk)
         page_size = check_integer("page_size", integer(page_size), 1)
         shape = values.shape_of(num_qo_heads, num_kv_heads, head_dim, head_dim_vo, page_size)
@@ -140,6 +143,7 @@ class BatchPrefillWithPagedKVCacheWrapper(PrefillBatch):
         given = qo_indptr, paged_kv_indptr, paged_kv_indices, paged_kv_last_page_len
         mask = values.mask_of(custom_mask, packed_custom_mask, self.device, non_blocking)
         planned = self._prepare(given, shape.page_size, max_token_per_sequence, mask)
+        self._split_kv = split
         self._keep(planned, shape, types, modifiers)
 
     begin_forward = plan
@@ -187,6 +191,15 @@ class BatchPrefillWithPagedKVCacheWrapper(PrefillBatch):
         >>> wrapper.run(q, cache, torch.ones(8), torch.ones(2), torch.ones(2)).dtype
         torch.bfloat16
         """
+        others = (
+            k_scale, v_scale, return_lse, q_scale, enable_pdl, window_left, sinks, kv_cache_sf,
+            skip_softmax_threshold_scale_factor, use_fp16_softmax, uses_spcompress, sm_scale, kv_block_scales,
+            v_scales_interleaved,
+        )  # fmt: skip
+        views = paged_kv if self._shape.page_size == 1 else pair
+        k, v = views("paged_kv_cache", paged_kv_cache, self._kv_layout)
+        if (repeated := self._repeat(q, (k, v), out, lse, others)) is not None:
+            return repeated
         if return_lse is not False and return_lse is not True and isinstance(return_lse, (torch.Tensor, float)):
             q_scale, k_scale = values.either("q_scale", q_scale, "scale_q", k_scale), v_scale
             v_scale, return_lse = return_lse, False
@@ -196,8 +209,6 @@ class BatchPrefillWithPagedKVCacheWrapper(PrefillBatch):
             values.refuse(use_fp16_softmax=use_fp16_softmax or None, uses_spcompress=uses_spcompress or None)
         if window_left is not None and self._planned is not None and window_left != self._window_left:
             raise ValueError(f"window_left: {window_left}, must be None or plan's, {self._window_left}")
-        views = paged_kv if self._shape.page_size == 1 else pair
-        k, v = views("paged_kv_cache", paged_kv_cache, self._kv_layout)
         (_, _, _, _, mask, mask_starts), requests, max_q_len = self._ready(q, k, v)
         scale: Any = self._scale if sm_scale is None else values.number("sm_scale", sm_scale)
         scale, scale_tensor, out_scale, out_scale_tensor = values.combine_scales(
@@ -206,12 +217,14 @@ class BatchPrefillWithPagedKVCacheWrapper(PrefillBatch):
         k_scales = v_scales = None
         if kv_cache_sf is not None:
             k_scales, v_scales = views("kv_cache_sf", kv_cache_sf, self._kv_layout)
-        return serve(make_call(AttentionCall, (
-            PAGED, "prefill", q, k, v, requests, max_q_len, scale, scale_tensor, out_scale, out_scale_tensor,
-            self._causal, self._window_left, self._logits_soft_cap, sinks, k_scales, v_scales,
-            v_scales_interleaved, None, real(skip_softmax_threshold_scale_factor), out, self._types.out, None, lse,
-            return_lse, False, enable_pdl,
-        ) + (mask, mask_starts, self._alibi, self._rope)))  # fmt: skip
+        call = AttentionCall(
+            signature=PAGED, q=q, k=k, v=v, requests=requests, max_q_len=max_q_len, scale=scale, out_scale=out_scale,
+            skip=real(skip_softmax_threshold_scale_factor), interleaved=v_scales_interleaved, return_lse=return_lse,
+            enable_pdl=enable_pdl, out=out, lse=lse, sinks=sinks, scale_tensor=scale_tensor,
+            out_scale_tensor=out_scale_tensor, k_scales=k_scales, v_scales=v_scales, custom_mask=mask,
+            mask_starts=mask_starts, **self._planned_options,
+        )  # fmt: skip
+        return self._serve(call, others, (q_scale, k_scale, v_scale))
 
     def forward(
         self, q: torch.Tensor, paged_kv_cache: torch.Tensor | tuple[torch.Tensor, torch.Tensor], causal: bool = False,

@@ -4,9 +4,8 @@ from typing import Any
 
 import torch
 
-from ..attention.call import AttentionCall, SequenceBatch, make_call, ragged_sequences
+from ..attention.call import AttentionCall, SequenceBatch, ragged_sequences
 from ..attention.checks import HEAD_SCALES, SIGNATURES
-from ..attention.op import serve
 from ..checks import check_strided
 from ..plain import traced
 from . import values
@@ -107,6 +106,7 @@ class BatchPrefillWithRaggedKVCacheWrapper(PrefillBatch):
             token_pos_in_items_len=token_pos_in_items_len or None, max_item_len_ptr=max_item_len_ptr,
             v_indptr=v_indptr, o_indptr=o_indptr,
         )  # fmt: skip
+        split = values.split_of(fixed_split_size, disable_split_kv)
         head_dim = values.either("head_dim", head_dim, "head_dim_qk", head_dim_qk)
         shape = values.shape_of(num_qo_heads, num_kv_heads, head_dim, head_dim_vo, 0)
         types = values.types_of(q_data_type, kv_data_type, o_data_type)
@@ -116,6 +116,7 @@ class BatchPrefillWithRaggedKVCacheWrapper(PrefillBatch):
         values.check_rope(modifiers.rope, types)
         mask = values.mask_of(custom_mask, packed_custom_mask, self.device, non_blocking)
         planned = self._prepare((qo_indptr, kv_indptr), 0, max_token_per_sequence, mask)
+        self._split_kv = split
         self._keep(planned, shape, types, modifiers)
 
     begin_forward = plan
@@ -143,6 +144,11 @@ class BatchPrefillWithRaggedKVCacheWrapper(PrefillBatch):
         The other arguments are those of `BatchPrefillWithPagedKVCacheWrapper.run`. Returns out, or (out, lse). Raises
         as that method does; NotImplementedError for o_scale.
         """
+        others = return_lse, scale_k, scale_v, q_scale, k_scale, v_scale, o_scale, enable_pdl, sinks, kv_cache_sf
+        layout = self._kv_layout
+        k, v = rows_of("k", k, layout), rows_of("v", v, layout)
+        if (repeated := self._repeat(q, (k, v), out, lse, others)) is not None:
+            return repeated
         if return_lse is not False and return_lse is not True and isinstance(return_lse, (torch.Tensor, float)):
             q_scale, return_lse = values.either("q_scale", q_scale, "scale_q", return_lse), False
         if scale_k is not None or scale_v is not None:
@@ -151,19 +157,20 @@ class BatchPrefillWithRaggedKVCacheWrapper(PrefillBatch):
         if o_scale is not None:
             one = isinstance(o_scale, (int, float)) and o_scale == 1
             values.refuse(o_scale=None if one else o_scale)
-        k, v = rows_of("k", k, self._kv_layout), rows_of("v", v, self._kv_layout)
         (_, _, _, _, mask, mask_starts), requests, max_q_len = self._ready(q, k, v)
         scale, scale_tensor, out_scale, out_scale_tensor = values.combine_scales(
             self._scale, q_scale, k_scale, v_scale, self.device, self._shape
         )
         k_scales = v_scales = None
         if kv_cache_sf is not None:
-            k_scales, v_scales = scales_of(kv_cache_sf, self._kv_layout)
-        return serve(make_call(AttentionCall, (
-            RAGGED, "prefill", q, k, v, requests, max_q_len, scale, scale_tensor, out_scale, out_scale_tensor,
-            self._causal, self._window_left, self._logits_soft_cap, sinks, k_scales, v_scales, False, None, None, out,
-            self._types.out, None, lse, return_lse, False, enable_pdl,
-        ) + (mask, mask_starts, self._alibi, self._rope)))  # fmt: skip
+            k_scales, v_scales = scales_of(kv_cache_sf, layout)
+        call = AttentionCall(
+            signature=RAGGED, q=q, k=k, v=v, requests=requests, max_q_len=max_q_len, scale=scale, out_scale=out_scale,
+            return_lse=return_lse, enable_pdl=enable_pdl, out=out, lse=lse, sinks=sinks, scale_tensor=scale_tensor,
+            out_scale_tensor=out_scale_tensor, k_scales=k_scales, v_scales=v_scales, custom_mask=mask,
+            mask_starts=mask_starts, **self._planned_options,
+        )  # fmt: skip
+        return self._serve(call, others, (q_scale, k_scale, v_scale))
 
     def forward(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool = False,

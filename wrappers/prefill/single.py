@@ -96,10 +96,11 @@ def single_prefill_with_kv_cache(
     own = values.bounds(rows, device)
     requests = ragged_sequences(own, own if rows == keys else values.bounds(keys, device), not traced(q))
     return serve(AttentionCall(
-        SINGLE, "prefill", q, k, v, requests, rows, scale, scale_tensor, out_scale, out_scale_tensor, causal,
-        m.window_left, m.soft_cap, k_scales=k_scales, v_scales=v_scales,
-        out_dtype=None if o_dtype is None else values.dtype_of("o_dtype", o_dtype),
-        return_lse=return_lse, custom_mask=bits, mask_starts=starts, rope=m.rope,
+        signature=SINGLE, q=q, k=k, v=v, requests=requests, max_q_len=rows, scale=scale, out_scale=out_scale,
+        causal=causal, window_left=m.window_left, soft_cap=m.soft_cap, return_lse=return_lse,
+        out_dtype=None if o_dtype is None else values.dtype_of("o_dtype", o_dtype), rope=m.rope,
+        scale_tensor=scale_tensor, out_scale_tensor=out_scale_tensor, k_scales=k_scales, v_scales=v_scales,
+        custom_mask=bits, mask_starts=starts,
         alibi_slopes=values.alibi_slopes(heads, device) if m.mode == "ALIBI" else None,
     ))  # fmt: skip
 

@@ -23,9 +23,10 @@ from ..checks import (
     check_strided,
     listed,
 )
-from ..plain import traced
+from ..plain import recorded
 from ..quantization import pack_segments
 from ..scalars import integer, on_host, product, real, split_scale
+from ..scratch import kept
 
 BACKENDS = ("auto", "fa2", "fa3", "cudnn", "cutlass", "trtllm-gen", "cute-dsl")  # upstream's; a hint here
 MODES = ("NONE", "ROPE_LLAMA", "ALIBI")
@@ -141,6 +142,13 @@ def modifiers_of(
     return LogitsModifiers(causal, mode, sm_scale, window_left, soft_cap, rope)
 
 
+def split_of(size: Any, disabled: Any) -> str:
+    """Return `AttentionCall.split_kv` of a prefill plan's fixed_split_size and disable_split_kv."""
+    check_flag("disable_split_kv", disabled)
+    size = -1 if size is None else check_integer("fixed_split_size", integer(size))
+    return "never" if disabled or size > 0 else "auto"
+
+
 def number(name: str, value: Any, positive: bool = False) -> float:
     value = real(value)
     check_number(name, value, " or None", positive)
@@ -163,14 +171,16 @@ def alibi_slopes(heads: int, device: torch.device) -> torch.Tensor:
     found = _slopes.get((device, heads))
     if found is not None:
         return found
-    here = machine.current
+    if recorded() or machine.current.uncaptured_stream(device) is None:
+        return _new_slopes(heads, device)
+    made = _slopes[device, heads] = kept(lambda: _new_slopes(heads, device), device, wait=True)
+    return made
+
+
+def _new_slopes(heads: int, device: torch.device) -> torch.Tensor:
     whole = 1 << max(heads, 1).bit_length() - 1
     h = torch.arange(heads, dtype=torch.float64, device=device)
-    made = torch.exp2(-torch.where(h < whole, 8 * (h + 1), 4 * (2 * (h - whole) + 1)) / whole).to(torch.float32)
-    if not traced(made) and not (device.type == "cuda" and here.is_capturing()):
-        here.synchronize(device)  # a launch on another stream must find the slopes written
-        _slopes[device, heads] = made
-    return made
+    return torch.exp2(-torch.where(h < whole, 8 * (h + 1), 4 * (2 * (h - whole) + 1)) / whole).to(torch.float32)
 
 
 def times(

@@ -43,7 +43,7 @@ def refuse_grad(call: TopKCall) -> None:
 
 @torch.library.impl(NAME, ("cpu", "cuda"))
 def _run(*args: Any) -> None:
-    call = TopKCall(*args)
+    call = TopKCall(**dict(zip(TopKCall._fields, args)))
     if _is_grad_enabled():
         refuse_grad(call)
     plan.run(call)

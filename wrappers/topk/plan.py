@@ -10,7 +10,7 @@ from cute_kernels.topk import dispatch
 from cute_kernels.topk.args import TopKArgs
 from cute_kernels.topk.request import TopKKernelRequest
 
-from .. import machine, overlap, reference
+from .. import machine, overlap, reference, scratch
 from ..checks import checking
 from .checks import DTYPES, NAMES, PER_ROW, TOP_K, WINDOWS, TopKCall, TopKTieBreak, reason, validate, with_ints
 from .values import check as check_values
@@ -41,98 +41,134 @@ class TopKLaunchPlan:
     like_indices: torch.Tensor  # (R, k) int64
 
 
-def run(call: TopKCall) -> tuple[Any, Any, Any]:
-    """Return (out, values, indices) of a call; None for those that its function does not return."""
-    (
-        function, scores, k, starts, lengths, out, raw, values, indices, table, row_to_batch, table_starts, offsets,
-        next_n, page_size, tie_break, ordered, layout,
-    ) = call  # fmt: skip
+def key_of(call: TopKCall) -> tuple[Any, ...]:
+    """Return all that the plan of a call depends on.
+
+    It leaves out all that compiled code checks itself: ranks, the dtypes of outputs, devices.
+    """
+    scores, starts, lengths, out, raw, table, offsets = (
+        call.scores, call.starts, call.lengths, call.out, call.raw, call.table, call.offsets,
+    )  # fmt: skip
+    rare = None  # most calls have none of these
+    if out is not None or raw is not None or starts is not None or table is not None or call.row_to_batch is not None:
+        table_starts, row_to_batch = call.table_starts, call.row_to_batch
+        rare = (
+            None if starts is None else (starts.numel(), starts.dtype),
+            None if table is None else (table.shape, table.dtype),
+            None if row_to_batch is None else (row_to_batch.numel(), row_to_batch.dtype),
+            None if table_starts is None else (table_starts.numel(), table_starts.dtype),
+            None if out is None else (out.shape, out.is_contiguous() or out.stride()),
+            None if raw is None else (raw.shape, raw.is_contiguous() or raw.stride()),
+        )
+    return (
+        call.function, scores.get_device(), scores.dtype, scores.shape, scores.is_contiguous() or scores.stride(),
+        call.k, call.next_n, call.page_size, call.tie_break, call.tie_break.__class__, call.sorted, call.layout,
+        None if lengths is None else (lengths.numel(), lengths.dtype),
+        None if offsets is None else (offsets.numel(), offsets.dtype), rare,
+    )  # fmt: skip
+
+
+def plan_of(call: TopKCall) -> TopKLaunchPlan:
+    """Return the plan of a call that nobody has checked, made if its key is new."""
     here = machine.current
-    if k.__class__ is not int or next_n.__class__ is not int or page_size.__class__ is not int:
-        call = with_ints(call)
-        validate(call)
-        k, next_n, page_size = call.k, call.next_n, call.page_size
-    try:  # the key omits what compiled code checks itself: ranks, the dtypes of outputs, devices
-        rare = None  # most calls have none of these
-        if out is not None or raw is not None or starts is not None or table is not None or row_to_batch is not None:
-            rare = (
-                None if starts is None else (starts.numel(), starts.dtype),
-                None if table is None else (table.shape, table.dtype),
-                None if row_to_batch is None else (row_to_batch.numel(), row_to_batch.dtype),
-                None if table_starts is None else (table_starts.numel(), table_starts.dtype),
-                None if out is None else (out.shape, out.is_contiguous() or out.stride()),
-                None if raw is None else (raw.shape, raw.is_contiguous() or raw.stride()),
-            )
-        key = (
-            function, scores.get_device(), scores.dtype, scores.shape, scores.is_contiguous() or scores.stride(),
-            k, next_n, page_size, tie_break, tie_break.__class__, ordered, layout,
-            None if lengths is None else lengths.numel(), None if lengths is None else lengths.dtype,
-            None if offsets is None else offsets.numel(), None if offsets is None else offsets.dtype, rare,
-        )  # fmt: skip
+    try:
+        key = key_of(call)
         plan = here.plans.get(key)
     except (AttributeError, TypeError, RuntimeError):
-        why = reason(call)
-        if why is None:
-            raise
-        raise why from None
+        raise_reason(call)
+        raise
     if plan is None:
         call = with_ints(call)
         validate(call)
-        device_info = here.device_info(scores.device)
+        device_info = here.device_info(call.scores.device)
         plan = plan_for(call, device_info)
-        if device_info is not None:  # the reference checks nothing: its calls are validated each time
+        # The reference checks nothing, so its calls are validated each time. A graph owns what a capture allocates.
+        if device_info is not None and here.uncaptured_stream(plan.device) is not None:
             here.keep(key, plan)
+    return plan
+
+
+def run(call: TopKCall) -> tuple[Any, Any, Any]:
+    """Return (out, values, indices) of a call; None for those that its function does not return."""
+    if call.k.__class__ is not int or call.next_n.__class__ is not int or call.page_size.__class__ is not int:
+        call = with_ints(call)
+        validate(call)
+    here, plan = machine.current, plan_of(call)
     if not plan.single_device and here.current_device() != plan.device.index:
         with here.on(plan.device):
             return run(call)
-    flat = plan.flat.copy()
     try:
-        flat[_SCORES] = scores.clone(memory_format=torch.contiguous_format) if plan.copies else scores
-        if function == TOP_K:
-            if values is None:
-                values, indices = _empty_like(plan.like_values), _empty_like(plan.like_indices)
-            flat[_VALUES], flat[_INDICES] = values, indices
-        else:
-            flat[_LENGTHS] = lengths
-            if out is not None or raw is not None:
-                at = scores.data_ptr()
-                if out is not None:
-                    at_out = out.data_ptr()
-                    if -plan.out_bytes < at_out - at < plan.scores_bytes:  # rare
-                        _refuse_overlap(out, scores)
-                    flat[_OUT] = out
-                if raw is not None:
-                    at_raw = raw.data_ptr()
-                    if -plan.raw_bytes < at_raw - at < plan.scores_bytes:
-                        _refuse_overlap(raw, scores)
-                    if out is not None and -plan.raw_bytes < at_raw - at_out < plan.out_bytes:
-                        _refuse_overlap(raw, out)
-                    flat[_RAW] = raw
-            if out is None and function not in PER_ROW:
-                flat[_OUT] = out = _empty_like(plan.like_out)
-            if starts is not None:
-                flat[_STARTS] = starts
-            if table is not None:
-                flat[_TABLE] = table
-            if row_to_batch is not None:
-                flat[_ROW_TO_BATCH] = row_to_batch
-            if table_starts is not None:
-                flat[_TABLE_STARTS] = table_starts
-            if offsets is not None:
-                flat[_OFFSETS] = offsets
-        if plan.checked and (plan.device.type == "cpu" or not here.is_capturing()):
-            validate(call)
-            check_values(call)
-        if plan.rows:
-            plan.fn(*flat)
-            if plan.sort is not None:
-                plan.sort(values, indices, 1)
+        return launch(plan, bind(plan, call), call)
     except Exception:
-        why = reason(call)  # names the argument that was refused
-        if why is None:
-            raise
+        raise_reason(call)
+        raise
+
+
+def raise_reason(call: TopKCall) -> None:
+    """Raise the error that names the argument for which a call failed, if there is one."""
+    why = reason(call)
+    if why is not None:
         raise why from None
+
+
+def bind(plan: TopKLaunchPlan, call: TopKCall) -> list[Any]:
+    """Return the arguments of a launch with the call's tensors, except the scores and the outputs."""
+    flat = plan.flat.copy()
+    if call.function == TOP_K:
+        return flat
+    flat[_LENGTHS] = call.lengths
+    if call.starts is not None:
+        flat[_STARTS] = call.starts
+    if call.table is not None:
+        flat[_TABLE] = call.table
+    if call.row_to_batch is not None:
+        flat[_ROW_TO_BATCH] = call.row_to_batch
+    if call.table_starts is not None:
+        flat[_TABLE_STARTS] = call.table_starts
+    if call.offsets is not None:
+        flat[_OFFSETS] = call.offsets
+    return flat
+
+
+def launch(plan: TopKLaunchPlan, flat: list[Any], call: TopKCall) -> tuple[Any, Any, Any]:
+    """Launch a call that is bound to flat, and return its results."""
+    scores, out, values, indices = call.scores, call.out, call.values, call.indices
+    flat[_SCORES] = scores.clone(memory_format=torch.contiguous_format) if plan.copies else scores
+    if call.function == TOP_K:
+        if values is None:
+            values, indices = _empty_like(plan.like_values), _empty_like(plan.like_indices)
+        flat[_VALUES], flat[_INDICES] = values, indices
+    else:
+        if out is not None or call.raw is not None:
+            _place_outputs(plan, flat, call)
+        if out is None and call.function not in PER_ROW:
+            flat[_OUT] = out = _empty_like(plan.like_out)
+    if plan.checked and (plan.device.type == "cpu" or not machine.current.is_capturing()):
+        validate(call)
+        check_values(call)
+    if plan.rows:
+        plan.fn(*flat)
+        if plan.sort is not None:
+            plan.sort(values, indices, 1)
     return out, values, indices
+
+
+def _place_outputs(plan: TopKLaunchPlan, flat: list[Any], call: TopKCall) -> None:
+    """Set the outputs that are given, after a check that they overlap neither the scores nor each other."""
+    scores, out, raw = call.scores, call.out, call.raw
+    at, at_out = scores.data_ptr(), 0
+    if out is not None:
+        at_out = out.data_ptr()
+        if -plan.out_bytes < at_out - at < plan.scores_bytes:  # rare
+            _refuse_overlap(out, scores)
+        flat[_OUT] = out
+    if raw is not None:
+        at_raw = raw.data_ptr()
+        if -plan.raw_bytes < at_raw - at < plan.scores_bytes:
+            _refuse_overlap(raw, scores)
+        if out is not None and -plan.raw_bytes < at_raw - at_out < plan.out_bytes:
+            _refuse_overlap(raw, out)
+        flat[_RAW] = raw
 
 
 def _refuse_overlap(output: torch.Tensor, other: torch.Tensor) -> None:
@@ -171,9 +207,12 @@ def plan_for(call: TopKCall, device_info: tuple[str, int] | None) -> TopKLaunchP
     def empty(dtype: torch.dtype, *shape: int) -> Any:
         return given(torch.empty(0, *shape, dtype=dtype, device=device))
 
-    def like(dtype: torch.dtype) -> torch.Tensor:
-        return torch.empty(1, dtype=dtype, device=device).expand(rows, k)
+    def likes() -> list[torch.Tensor]:
+        types = torch.int32, scores.dtype, torch.int64
+        return [torch.empty(1, dtype=dtype, device=device).expand(rows, k) for dtype in types]
 
+    keeps = device_info is not None and machine.current.uncaptured_stream(device) is not None
+    like_out, like_values, like_indices = scratch.kept(likes, device) if keeps else likes()
     none = empty(torch.int32)
     flat = TopKArgs(
         scores=None, starts=none, lengths=none, out=empty(torch.int32, k), raw=empty(torch.int32, k),
@@ -194,7 +233,7 @@ def plan_for(call: TopKCall, device_info: tuple[str, int] | None) -> TopKLaunchP
         scores_bytes=overlap.reach(scores),
         out_bytes=4 * rows * k if call.out is None else overlap.reach(call.out),
         raw_bytes=0 if call.raw is None else overlap.reach(call.raw),
-        like_out=like(torch.int32),
-        like_values=like(scores.dtype),
-        like_indices=like(torch.int64),
+        like_out=like_out,
+        like_values=like_values,
+        like_indices=like_indices,
     )

@@ -12,7 +12,6 @@ from ..request import KernelRequest, Refusal
 from ..spec import DTYPES, AttentionSpec, KVSpec, LogitsSpec, MaskSpec, kv_source, outputs
 
 ARCHS = ("sm_90a", "sm_100a", "sm_103a")
-PHASES = ("decode",)
 QUANTISED = {"e4m3": "e4m3", "e5m2": "e4m3", "nvfp4": "nvfp4"}  # type of a cache -> the type in the keys of `TILES`
 QUERIES = (*DTYPES, "e4m3")
 FEW_ROWS = 8  # rows per warp; kernels for calls with more rows have twice as many
@@ -111,10 +110,10 @@ def spec_of(q: str, kv: str, dim: int, rows: int, arch: str) -> Spec:
     return AttentionSpec(q, KVSpec(kv), outputs(q), dim, dim, mask, logits, "stream_k", tile)
 
 
-def candidate(request: KernelRequest, arch: str) -> Spec:
-    """Return the spec that would serve a request; `supports` says whether the kernel can."""
+def candidate(request: KernelRequest, arch: str, split: bool = True) -> Spec:
+    """Return the spec that would serve a request; `supports` says whether the kernel can. It always splits keys."""
     p = request
-    many = not p.batch_invariant and p.rows * p.qhead_per_kvhead > FEW_ROWS  # rows: the maximum over the batch
+    many = p.split_kv in ("auto", "always") and p.packed_rows > FEW_ROWS  # rows: the maximum over the batch
     spec = spec_of(p.q, p.kv, p.head_dim_qk, 2 * FEW_ROWS if many else FEW_ROWS, arch)
     mask = replace(spec.mask, causal="always" if p.causal else "value", custom=p.custom_mask)
     logits = replace(spec.logits, alibi=p.alibi, head_scales=p.head_scales)

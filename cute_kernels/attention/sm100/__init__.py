@@ -13,7 +13,6 @@ from ..request import KernelRequest, Refusal
 from ..spec import DTYPES, AttentionSpec, KVSpec, LogitsSpec, MaskSpec, kv_source, outputs
 
 ARCHS = ("sm_100a", "sm_103a")
-PHASES = ("prefill", "decode")
 
 
 @dataclass(frozen=True)
@@ -99,11 +98,10 @@ def tile_of(q: str, kv: str, dims: tuple[int, int], arch: str) -> Sm100TileConfi
 
 
 def sharing(p: KernelRequest) -> Spec:
-    """Return the spec that would serve a decode request. Its tile is None if the request has too few rows, must be
-    batch-invariant or has another head_dim; `shares` refuses that, and everything else that the kernel cannot do."""
+    """Return the spec of a kernel that splits keys. Its tile is None if the request has too few rows or another
+    head_dim; `shares` refuses that, and everything else that the kernel cannot do."""
     modified = p.window or p.soft_cap
-    many = p.rows * p.qhead_per_kvhead > SHARED_ROWS and not p.batch_invariant
-    tile = SHARED_TILES.get((p.head_dim_qk, p.head_dim_vo)) if many else None
+    tile = SHARED_TILES.get((p.head_dim_qk, p.head_dim_vo)) if p.packed_rows > SHARED_ROWS else None
     mask = MaskSpec("always" if p.causal else "never", modified, p.drafts, p.custom_mask)
     logits = LogitsSpec(modified, p.skip, p.alibi, p.head_scales)
     out = (p.out,) if p.out in DTYPES else outputs(p.q, p.out)
@@ -113,9 +111,9 @@ def sharing(p: KernelRequest) -> Spec:
     )
 
 
-def candidate(request: KernelRequest, arch: str) -> Spec:
-    """Return the spec that would serve a request, if `supports` accepts it."""
-    if request.phase == "decode":
+def candidate(request: KernelRequest, arch: str, split: bool = False) -> Spec:
+    """Return the spec that would serve a request, with whole tiles or with split keys, if `supports` accepts it."""
+    if split:
         return sharing(request)
     p, dims = request, (request.head_dim_qk, request.head_dim_vo)
     mask, logits = MaskSpec("always" if p.causal else "never"), LogitsSpec()
@@ -157,17 +155,16 @@ def supports(spec: Spec) -> Refusal | None:
 
 
 def shares(spec: Spec) -> Refusal | None:
-    """Do the same as `supports` for a kernel in which CTAs share keys. The refused field is always the phase, because
-    `decode` may serve the request."""
+    """Do the same as `supports` for a kernel in which CTAs share keys."""
     if spec.tile is None or spec.dims not in SHARED_TILES:
         dims = " and ".join(str(dim) for dim, _ in SHARED_TILES)
-        return Refusal("phase", f"decode: serves more than {SHARED_ROWS} rows per request, with head_dim {dims}")
+        return Refusal("rows", f"split: serves more than {SHARED_ROWS} rows per request, with head_dim {dims}")
     if spec.q not in DTYPES or spec.kv != KVSpec(spec.q) or spec.out != (spec.q,):
-        return Refusal("phase", "decode: serves 16-bit queries, caches and outputs of one type, pages that TMA fetches")
+        return Refusal("rows", "split: serves 16-bit queries, caches and outputs of one type, pages that TMA fetches")
     if spec.mask != MaskSpec("always", spec.mask.window) or spec.logits != LogitsSpec(spec.logits.soft_cap):
-        return Refusal("phase", "decode: serves causal masks, windows and soft caps")
+        return Refusal("rows", "split: serves causal masks, windows and soft caps")
     if spec.tile.m != 128 or spec.tile.n not in (64, 96, 128) or spec.tile.load_warps != 1 or spec.tile.has_half_tiles:
-        return Refusal("phase", f"decode: {spec.tile}: m must be 128, n 64, 96 or 128, and load_warps 1")
+        return Refusal("tile", f"{spec.tile}: m must be 128, n 64, 96 or 128, and load_warps 1")
     return None
 
 
@@ -194,6 +191,6 @@ def shipped(arch: str) -> list[Spec]:
         request = KernelRequest("bf16", kv, "bf16", *dims)
         found += [candidate(replace(request, causal=True), arch), candidate(replace(request, window=True), arch)]
     for q, (dim, _) in product(DTYPES, USUAL):
-        decode = KernelRequest(q, q, q, dim, dim, phase="decode")
-        found += [candidate(decode, arch), candidate(replace(decode, window=True), arch)]
+        request = KernelRequest(q, q, q, dim, dim)
+        found += [candidate(request, arch, True), candidate(replace(request, window=True), arch, True)]
     return found if arch in ARCHS else []

@@ -12,7 +12,6 @@ from ..request import KernelRequest, Refusal
 from ..spec import DTYPES, AttentionSpec, KVSpec, LogitsSpec, MaskSpec, kv_source, outputs
 
 ARCHS = ("sm_90a",)
-PHASES = ("prefill", "decode")
 FP8 = "e4m3"
 QUANTISED = ("e4m3", "e5m2", "nvfp4")  # quantised KV cache types
 
@@ -142,7 +141,7 @@ def general(q: str, kv: str, dims: tuple[int, int]) -> Spec:
 
 def shared(q: str, kv: str, dim: int) -> Spec:
     """Return the stream_k spec with a causal mask. Its tile is None for types that `SHARED_TILES` does not have."""
-    kind = "16-bit" if q == kv != FP8 else kv if q == "bf16" else ""
+    kind = "16-bit" if q == kv and q in DTYPES else kv if q == "bf16" else ""
     tile = SHARED_TILES.get((kind, dim))
     mask = MaskSpec("always")
     return AttentionSpec(
@@ -151,11 +150,11 @@ def shared(q: str, kv: str, dim: int) -> Spec:
 
 
 def sharing(p: KernelRequest) -> Spec:
-    """Return the stream_k spec that would serve a decode request; `shares` refuses modifiers that it cannot serve.
+    """Return the stream_k spec that would serve a request; `shares` refuses modifiers that it cannot serve.
 
-    Its tile is None if the request has at most SHARED_ROWS rows or must be batch-invariant.
+    Its tile is None if the request has at most SHARED_ROWS rows.
     """
-    spec, many = shared(p.q, p.kv, p.head_dim_qk), p.rows * p.qhead_per_kvhead > SHARED_ROWS and not p.batch_invariant
+    spec, many = shared(p.q, p.kv, p.head_dim_qk), p.packed_rows > SHARED_ROWS
     mask = MaskSpec("always" if p.causal else "never", p.window, p.drafts, p.custom_mask)
     logits = LogitsSpec(p.soft_cap, p.skip, p.alibi, p.head_scales)
     out = (p.out,) if p.out in DTYPES else outputs(p.q, p.out)
@@ -163,9 +162,9 @@ def sharing(p: KernelRequest) -> Spec:
     return replace(spec, kv=kv, out=out, head_dim_vo=p.head_dim_vo, mask=mask, logits=logits, tile=tile)
 
 
-def candidate(request: KernelRequest, arch: str) -> Spec:
-    """Return the spec that would serve a request, if `supports` accepts it."""
-    if request.phase == "decode":
+def candidate(request: KernelRequest, arch: str, split: bool = False) -> Spec:
+    """Return the spec that would serve a request, with whole tiles or with split keys, if `supports` accepts it."""
+    if split:
         return sharing(request)
     p, dims = request, (request.head_dim_qk, request.head_dim_vo)
     plain = p.out in DTYPES and not (p.window or p.soft_cap or p.drafts or p.custom_mask or p.alibi)
@@ -212,18 +211,13 @@ def supports(spec: Spec) -> Refusal | None:
 
 
 def shares(spec: Spec) -> Refusal | None:
-    """Return the answer of `supports` for a stream_k spec.
-
-    Refusals name the field "phase", because `decode` may serve the request.
-    """
+    """Return the answer of `supports` for a stream_k spec."""
     own = shared(spec.q, spec.kv.dtype, spec.head_dim_qk)
     if spec.tile is None:
         types = ", ".join(f"{kind} head_dim {dim}" for kind, dim in SHARED_TILES)
-        return Refusal("phase", f"decode: serves more than {SHARED_ROWS} rows per request, over caches of {types}")
+        return Refusal("rows", f"split: serves more than {SHARED_ROWS} rows per request, over caches of {types}")
     if spec != replace(own, tile=spec.tile) or spec.tile.m != 64:
-        return Refusal(
-            "phase", "decode: serves a causal mask alone, pages that TMA fetches, outputs of the query's type"
-        )
+        return Refusal("rows", "split: serves a causal mask alone, pages that TMA fetches, outputs of the query's type")
     return None
 
 

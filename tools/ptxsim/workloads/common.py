@@ -1,12 +1,14 @@
 """Run public functions on simulated kernels and compare their results with the reference."""
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
+from bench.cases.choice import by_function
 from cute_kernels.attention.args import fields
 from wrappers.machine import HostMachine, override
 
@@ -63,10 +65,14 @@ class SimulatedMachine(HostMachine):
     device_count = staticmethod(lambda: 1)
 
 
-def simulated(arch: str, results: list[RunResult], sms: int = SMS, only: Any = None, **how: Any) -> Any:
-    """Return a context in which public functions take CPU tensors to compiled kernels, which the simulator runs. The
-    arguments are those of `SimulatedMachine`."""
-    return override(SimulatedMachine(arch, results, sms, only, how))
+@contextmanager
+def simulated(
+    arch: str, results: list[RunResult], sms: int = SMS, only: Any = None, **how: Any
+) -> Iterator[SimulatedMachine]:
+    """Take public functions on CPU tensors to compiled kernels, which the simulator runs. The function chooses the
+    kernel, see `choice`. The arguments are those of `SimulatedMachine`."""
+    with override(SimulatedMachine(arch, results, sms, only, how)) as machine, by_function():
+        yield machine  # type: ignore[misc]
 
 
 def scratch_of(op: str, spec: Any, args: Sequence[Any]) -> tuple[list[torch.Tensor], list[torch.Tensor]]:

@@ -1,0 +1,221 @@
+"""Launches that are kept: `bind`, and the runs of the classes. Kernels are emulated on the CPU, so results count."""
+
+import pytest
+import torch
+
+import wrappers
+from tests.emulated import PLAIN, inputs_of, planned
+from tests.fake_machine import FakeMachine
+from tests.prefill_batches import HKV, HQ, WORKSPACE, Case, D
+from tests.test_decode_wrapper import decode_of
+from wrappers import (
+    bind,
+    flash_attn_varlen_func,
+    machine,
+    trtllm_batch_context_with_kv_cache,
+    trtllm_batch_decode_with_kv_cache,
+)
+from wrappers.attention import plan
+
+CONTEXT, DECODE = trtllm_batch_context_with_kv_cache, trtllm_batch_decode_with_kv_cache
+CALLS = {
+    "context": lambda: (CONTEXT, inputs_of(out=None, lse=None)),
+    "decode": lambda: (DECODE, decode_of(PLAIN, out=None, lse=None)),
+    "sinks": lambda: (CONTEXT, inputs_of(out=None, lse=None, sinks=torch.ones(4))),
+}
+
+
+@pytest.fixture
+def looked_up(monkeypatch):
+    """The calls that look for their plan."""
+    found, plan_of = [], plan.plan_of
+    monkeypatch.setattr(plan, "plan_of", lambda call: (found.append(call), plan_of(call))[1])
+    return found
+
+
+def equal(got, want):
+    got, want = (x if isinstance(x, tuple) else (x,) for x in (got, want))
+    return len(got) == len(want) and all(map(torch.equal, got, want))
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_other_queries(launches, looked_up, name):
+    function, inputs = CALLS[name]()
+    layer = bind(function, **inputs)
+    assert not launches and len(looked_up) == 1
+    for seed in range(3):
+        q = torch.randn(inputs["query"].shape, generator=torch.Generator().manual_seed(seed)).to(inputs["query"].dtype)
+        got = layer.run(q)
+        assert len(looked_up) == 1
+        assert equal(got, function(**inputs | {"query": q}))
+        looked_up.clear()
+        looked_up.append(None)
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_outputs_that_are_given_are_filled(launches, name):
+    function, inputs = CALLS[name]()
+    layer, want = bind(function, **inputs), function(**inputs)
+    o, lse = want
+    out, of_lse = torch.full_like(o, torch.nan), torch.full_like(lse, torch.nan)
+    got = layer.run(inputs["query"], out, of_lse)
+    assert got[0] is out and got[1] is of_lse and equal(got, want)
+
+
+def test_values_that_change_in_place(launches):
+    """Lengths, page ids and the cache are read at each launch."""
+    function, inputs = CALLS["decode"]()
+    layer = bind(function, **inputs)
+    first = layer.run(inputs["query"])
+    inputs["seq_lens"] -= 1
+    second = layer.run(inputs["query"])
+    assert equal(second, function(**inputs)) and not equal(first, second)
+
+
+def test_another_number_of_tokens_is_served_as_by_the_function(launches):
+    function, inputs = CALLS["context"]()
+    layer, q = bind(function, **inputs), torch.cat([inputs["query"]] * 2)
+    assert equal(layer.run(q), function(**inputs | {"query": q}))
+
+
+def test_what_does_not_fit_is_refused_by_name(launches):
+    function, inputs = CALLS["context"]()
+    layer, q = bind(function, **inputs), inputs["query"]
+    with pytest.raises(ValueError, match=r"^query: shape .* must have 3 dimensions"):
+        layer.run(q[0])
+    with pytest.raises(TypeError, match="^query: dtype torch.float32"):
+        layer.run(q.float())
+    with pytest.raises(TypeError, match="^kv_cache: with query torch.float16, dtype torch.bfloat16"):
+        layer.run(q.half())
+    with pytest.raises(ValueError, match="^out: shape"):
+        layer.run(q, torch.empty(1, 2, 3, dtype=q.dtype))
+    with pytest.raises(ValueError, match="^out: shape .* overlaps the memory of query"):
+        layer.run(q, q)
+    with pytest.raises(ValueError, match="^lse: shape"):
+        layer.run(q, None, torch.empty(3, 4))
+    with pytest.raises(RuntimeError, match="^query: requires grad"):
+        layer.run(q.clone().requires_grad_())
+    assert not launches
+    with pytest.raises(ValueError, match="^batch_size"):
+        bind(function, **inputs | {"batch_size": 9})
+    with pytest.raises(TypeError, match="^function: xqa, must be one of trtllm_batch_context_with_kv_cache"):
+        bind(wrappers.xqa)
+    with pytest.raises(NotImplementedError, match="^return_lse: True"):
+        rows, starts = torch.zeros(3, 2, 64).half(), torch.tensor([0, 3]).int()
+        bind(flash_attn_varlen_func, rows, rows, rows, starts, starts, 3, return_lse=True)
+
+
+def test_another_type_of_output(launches):
+    """The call's plan has one type of output; a given tensor of another one gets its own plan."""
+    function, inputs = CALLS["context"]()
+    layer, out = bind(function, **inputs | {"return_lse": False}), torch.empty(42, 4, 64, dtype=torch.float16)
+    assert layer.run(inputs["query"], out) is out
+    assert equal(out, function(**inputs | {"return_lse": False, "out_dtype": torch.float16}))
+
+
+def test_the_reference_runs_without_a_kernel():
+    function, inputs = CALLS["context"]()
+    assert equal(bind(function, **inputs).run(inputs["query"]), function(**inputs))
+
+
+def test_nothing_is_kept_of_a_capture(launches, here, looked_up):
+    function, inputs = CALLS["context"]()
+    here.capturing = True
+    layer = bind(function, **inputs)
+    here.capturing = False
+    layer.run(inputs["query"])
+    assert len(looked_up) == 2
+
+
+def test_top_k():
+    scores = torch.randn(3, 50)
+    layer = bind(wrappers.top_k, scores, 5)
+    other = torch.randn(3, 50)
+    assert equal(layer.run(other), wrappers.top_k(other, 5))
+    lengths, indices = torch.tensor([50, 20, 3]).int(), torch.empty(3, 5, dtype=torch.int32)
+    layer = bind(wrappers.persistent_topk, scores, lengths, indices, None, 5, 50)
+    assert layer.run(other) is None
+    want = torch.empty_like(indices)
+    wrappers.persistent_topk(other, lengths, want, None, 5, 50)
+    assert equal(indices, want)
+    assert layer.run(scores, want) is None and not equal(indices, want)
+    with pytest.raises(TypeError, match="^logits: dtype"):
+        layer.run(other.double())
+
+
+# ---- runs of the classes
+
+
+@pytest.fixture
+def here_of_any_form(monkeypatch):
+    """Emulated kernels for requests in any form."""
+    found = []
+    monkeypatch.setattr(plan, "plan_for", planned(found))
+    with machine.override(FakeMachine(lambda op, spec: None)):
+        yield found
+
+
+def paged(case, **options):
+    wrapper = case.paged(causal=True, **options)
+    return lambda q=case.q, cache=tuple(case.cache), **given: wrapper.run(q, cache, **given)
+
+
+def ragged(case, **options):
+    wrapper = case.ragged(causal=True, **options)
+    return lambda q=case.q, cache=(case.k, case.v), **given: wrapper.run(q, *cache, **given)
+
+
+@pytest.fixture
+def case():
+    return Case(dtype=torch.bfloat16)
+
+
+@pytest.mark.parametrize("kind", [paged, ragged])
+def test_runs_of_other_layers(here_of_any_form, looked_up, case, kind):
+    """Each layer has a cache, an output and a query of its own; only the first run looks for a plan."""
+    run = kind(case)
+    first = run()
+    assert len(looked_up) == 1
+    rows = case.cache if kind is paged else (case.k, case.v)
+    cache, q = tuple(2 * t.nan_to_num() for t in rows), -case.q
+    out = torch.full_like(first, torch.nan)
+    assert run(q, cache, out=out) is out and len(looked_up) == 1
+    assert equal(out, kind(case)(q, cache)) and not equal(out, first)
+
+
+@pytest.mark.parametrize("kind", [paged, ragged])
+def test_other_arguments_are_not_those_of_the_last_run(here_of_any_form, case, kind):
+    run = kind(case)
+    for options in ({}, {"return_lse": True}, {"sinks": torch.ones(HQ)}, {"k_scale": 2.0}, {}, {"enable_pdl": False}):
+        assert equal(run(**options), kind(case)(**options)), options
+        assert equal(run(**options), kind(case)(**options)), options
+
+
+@pytest.mark.parametrize("kind", [paged, ragged])
+def test_scales_in_tensors_are_read_at_each_run(here_of_any_form, case, kind):
+    run, scale, others = kind(case), torch.ones(1), torch.ones(HKV)
+    for value in (1.0, 3.0):
+        scale.fill_(value)
+        others.fill_(value)
+        assert equal(run(k_scale=scale, v_scale=scale), kind(case)(k_scale=value, v_scale=value))
+        assert equal(run(q_scale=scale, k_scale=others), kind(case)(q_scale=value, k_scale=torch.full((HKV,), value)))
+
+
+@pytest.mark.parametrize("kind", [paged, ragged])
+def test_runs_refuse_what_their_plan_does_not_fit(here_of_any_form, case, kind):
+    run, rows = kind(case), case.cache if kind is paged else (case.k, case.v)
+    run()
+    for bad in (case.q[1:], case.q[:, :1], case.q.half()):
+        with pytest.raises(ValueError, match="^q: "):
+            run(bad)
+    with pytest.raises(ValueError, match="must be plan's"):
+        run(case.q, tuple(t[..., :-8] for t in rows))
+    assert equal(run(), kind(case)())
+
+
+def test_a_new_plan_forgets_the_last_run(here_of_any_form, case):
+    wrapper, other = case.paged(causal=True), Case(dtype=torch.bfloat16, q_lens=(2, 1), kv_lens=(4, 8), seed=1)
+    wrapper.run(case.q, tuple(case.cache))
+    wrapper.plan(*other.index, HQ, HKV, D, other.page, causal=True, **other.options)
+    assert equal(wrapper.run(other.q, tuple(other.cache)), other.paged(causal=True).run(other.q, tuple(other.cache)))
+    assert WORKSPACE.numel() == 0

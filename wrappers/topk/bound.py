@@ -1,0 +1,50 @@
+"""A launch that keeps its plan and all its arguments but the scores and the output."""
+
+from typing import Any
+
+import torch
+
+from .. import machine
+from ..plain import traced
+from . import op, plan
+from .checks import PER_ROW, TOP_K, TopKCall
+
+
+class BoundTopK:
+    """A call of a top-k function that is repeated with other scores. See `wrappers.bind`."""
+
+    __slots__ = ("_call", "_flat", "_plan")
+
+    def __init__(self, call: TopKCall) -> None:
+        self._call = call
+        self._flat, self._plan = None, None
+        if traced(call.scores):
+            return
+        op.refuse_grad(call)
+        self._plan = found = plan.plan_of(call)
+        if found.single_device and machine.current.device_info(found.device) is not None:
+            self._flat = plan.bind(found, call)
+
+    def run(self, scores: torch.Tensor, out: torch.Tensor | None = None) -> Any:
+        """Return what the bound function returns, for other scores.
+
+        scores: of the dtype of the call; with its shape and strides this takes the least host time. out: replaces the
+        function's output or indices; None: those of the call, or a new tensor.
+        """
+        call = self._call._replace(scores=scores)
+        if out is not None:
+            call = call._replace(**{"raw" if call.function in PER_ROW else "out": out})
+        p, flat = self._plan, self._flat
+        before = self._call.scores
+        if (flat is None or p is None or out is not None or traced(scores) or scores.shape != before.shape
+                or scores.stride() != before.stride() or scores.dtype != before.dtype):  # fmt: skip
+            return self._result(op.serve(call))
+        try:
+            return self._result(plan.launch(p, flat.copy(), call))
+        except Exception:
+            plan.raise_reason(call)
+            raise
+
+    def _result(self, found: tuple[Any, Any, Any]) -> Any:
+        function = self._call.function
+        return found[1:] if function == TOP_K else None if function in PER_ROW else found[0]
