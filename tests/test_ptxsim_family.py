@@ -7,12 +7,12 @@ from dataclasses import replace
 import pytest
 import torch
 
-from bench.cases import family
+from bench.cases import choice, family
 from bench.cases.attention import LSE_TOLERANCE, AttentionCase, expected, make_call
 from bench.cases.family import FamilyCase
 from tests import flash_attn_batches, test_decode_family
 from tests.conftest import ARCH, ROOT, run_python
-from tools.ptxsim.workloads import distance, simulated
+from tools.ptxsim.workloads import FEATURES, distance, simulated
 from tools.ptxsim.workloads.attention import call
 from wrappers import flash_attn_with_kvcache
 from wrappers.attention.op import serve
@@ -48,6 +48,13 @@ SINGLE = {
     "bits": replace(ONE, custom=True, packed=True, strided=True, soft_cap=4.0),
     "RoPE": replace(ONE, mode="ROPE_LLAMA", causal=False),
 }
+
+EXCHANGED = (  # features of the decode function on whole tiles, of the context function on split keys
+    "decode: page 16, window, separate tables", "decode: cap, device scales", "decode: scale 1, 12 rows",
+    "decode: e4m3, scale 1", "decode: nvfp4, head_dim 64, interleaved, NHD", "decode: no keys",
+    "prefill: page 16, strided, stacked", "prefill: page 128, cap, window", "prefill: no keys, sink",
+    "prefill: page 256, shared, device scales", "prefill: window 0, 5 heads",
+)  # fmt: skip
 
 
 def close(case, got, want):
@@ -145,6 +152,18 @@ def test_interleaved_factors_of_v(function, dim, page):
         serve(p._replace(out=out, lse=lse))
     want = expected(case, p)
     assert distance(out, want[0], 0.0, case.limit(want[0])) <= 1 and distance(lse, want[1], LSE_TOLERANCE) <= 1
+
+
+@pytest.mark.parametrize("name", EXCHANGED)
+def test_the_other_kernel(monkeypatch, name):
+    """Shapes choose the kernel, so each function may be served by either of them."""
+    monkeypatch.setattr(choice, "SPLIT", choice.WHOLE)
+    monkeypatch.setattr(choice, "WHOLE", ("trtllm_batch_decode_with_kv_cache",))
+    (scenario,) = (scenario for scenario in FEATURES["attention"]() if scenario.name == name)
+    with simulated(ARCH, [], scenario.sms, memory=MEMORY) as machine:
+        errors = [call(case)[1] for case in scenario.calls]
+    assert max(errors) <= 1
+    assert {plan.stream_k for plan in machine.plans.values()} == {name.startswith("prefill")}
 
 
 def test_a_nan_key_shows_on_blackwell():
