@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from bench.cases import choice, family
-from bench.cases.attention import LSE_TOLERANCE, AttentionCase, expected, make_call
+from bench.cases.attention import LSE_TOLERANCE, TOLERANCE, AttentionCase, expected, make_call
 from bench.cases.family import FamilyCase
 from tests import flash_attn_batches, test_decode_family
 from tests.conftest import ARCH, ROOT, run_python
@@ -91,6 +91,29 @@ def test_decode_class(page, q_len, options):
     with simulated(ARCH, [], SMS, memory=MEMORY):
         got = wrapper.run(case.q, case.cache, return_lse=True)
     test_decode_family.check(got, case.want(**test_decode_family.meant(options)))
+
+
+@pytest.mark.full  # it compiles a kernel that no bundle holds
+def test_decode_with_alibi(monkeypatch):
+    """No kernel that splits keys has it, so whole tiles serve it."""
+    monkeypatch.setattr(choice, "SPLIT", ())
+    case, options = test_decode_family.case_of(2, page=16, kv_lens=(9, 150, 0)), {"pos_encoding_mode": "ALIBI"}
+    wrapper = test_decode_family.planned(case, **options)
+    with simulated(ARCH, [], SMS, memory=MEMORY):
+        got = wrapper.run(case.q, case.cache, return_lse=True)
+    test_decode_family.check(got, case.want(**test_decode_family.meant(options)))
+
+
+def test_decode_with_scales_per_head(monkeypatch):
+    """No kernel that splits keys has them, so whole tiles serve them."""
+    monkeypatch.setattr(choice, "SPLIT", ())
+    case, e4m3 = test_decode_family.case_of(2, page=16, kv_lens=(9, 150, 0)), torch.float8_e4m3fn
+    wrapper = test_decode_family.planned(case, q_data_type=e4m3, o_data_type=torch.bfloat16)
+    q, cache, scales = case.q.to(e4m3), tuple(t.to(e4m3) for t in case.cache), torch.tensor([0.25, 4.0])
+    with simulated(ARCH, [], SMS, memory=MEMORY) as machine:
+        got = wrapper.run(q, cache, k_scale=scales)
+    assert [plan.stream_k for plan in machine.plans.values()] == [False]
+    assert distance(got, wrapper.run(q, cache, k_scale=scales), TOLERANCE["fp8"]) <= 1
 
 
 @pytest.mark.parametrize("form", ["equal", "packed", "entries"])
