@@ -223,6 +223,16 @@ def launches(here: Any) -> list[Any]:
 
 
 @pytest.fixture
+def looked_up(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """The attention calls of this test that look for their plan."""
+    from wrappers.attention import plan
+
+    found, plan_of = [], plan.plan_of
+    monkeypatch.setattr(plan, "plan_of", lambda call: (found.append(call), plan_of(call))[1])
+    return found
+
+
+@pytest.fixture
 def fresh_compiler() -> None:
     torch.compiler.reset()  # otherwise one test's variants count towards the next one's recompile limit
 

@@ -1,5 +1,10 @@
 """Launches that are kept: `bind`, and the runs of the classes. Kernels are emulated on the CPU, so results count."""
 
+import contextlib
+import gc
+import inspect
+import weakref
+
 import pytest
 import torch
 
@@ -8,6 +13,7 @@ from tests.emulated import PLAIN, inputs_of, planned
 from tests.fake_machine import FakeMachine
 from tests.prefill_batches import HKV, HQ, WORKSPACE, Case, D
 from tests.test_decode_wrapper import decode_of
+from wrappers import BatchDecodeWithPagedKVCacheWrapper as Decode
 from wrappers import (
     bind,
     flash_attn_varlen_func,
@@ -23,14 +29,6 @@ CALLS = {
     "decode": lambda: (DECODE, decode_of(PLAIN, out=None, lse=None)),
     "sinks": lambda: (CONTEXT, inputs_of(out=None, lse=None, sinks=torch.ones(4))),
 }
-
-
-@pytest.fixture
-def looked_up(monkeypatch):
-    """The calls that look for their plan."""
-    found, plan_of = [], plan.plan_of
-    monkeypatch.setattr(plan, "plan_of", lambda call: (found.append(call), plan_of(call))[1])
-    return found
 
 
 def equal(got, want):
@@ -213,9 +211,49 @@ def test_runs_refuse_what_their_plan_does_not_fit(here_of_any_form, case, kind):
     assert equal(run(), kind(case)())
 
 
+@pytest.mark.parametrize("kind", [paged, ragged])
+def test_a_query_and_keys_are_not_kept(here_of_any_form, case, kind):
+    """Those of a prefill batch may take gigabytes."""
+    run = kind(case)
+    rows = tuple(t.clone() for t in (case.cache if kind is paged else (case.k, case.v)))
+    q, out = case.q.clone(), torch.empty_like(run())
+    for _ in range(2):
+        run(q, rows, out=out)
+    gone = [weakref.ref(t.untyped_storage()) for t in (q, out, *rows)]
+    here_of_any_form.clear()
+    del q, out, rows
+    gc.collect()
+    assert [found() for found in gone] == [None] * 4
+
+
+@pytest.mark.parametrize("kind", ["paged", "ragged", "decode"])
+def test_every_other_argument_of_run_is_compared(here_of_any_form, case, kind, monkeypatch):
+    """An argument that is left out would have the value of the last run."""
+    wrapper = Decode(WORKSPACE, case.layout) if kind == "decode" else getattr(case, kind)(causal=True)
+    if kind == "decode":
+        wrapper.plan(case.page_indptr, case.indices, case.last, HQ, HKV, D, case.page)
+    seen = []
+    monkeypatch.setattr(wrapper, "_repeat", lambda q, kv, out, lse, others: seen.append(others))
+    cache = (case.k, case.v) if kind == "ragged" else (tuple(case.cache),)
+    own = {"q", "paged_kv_cache", "k", "v", "out", "lse"}
+    for name in inspect.signature(wrapper.run).parameters.keys() - own:
+        mark = object()
+        with contextlib.suppress(Exception):  # no argument may be an object
+            wrapper.run(case.q, *cache, **{name: mark})
+        assert any(value is mark for value in seen[-1]), name
+
+
+def test_sinks_that_require_grad_later_are_refused(here_of_any_form, case):
+    run, sinks = paged(case), torch.ones(HQ)
+    run(sinks=sinks)
+    run(sinks=sinks)
+    sinks.requires_grad_()
+    with pytest.raises(RuntimeError, match="^sinks: requires grad"):
+        run(sinks=sinks)
+
+
 def test_a_new_plan_forgets_the_last_run(here_of_any_form, case):
     wrapper, other = case.paged(causal=True), Case(dtype=torch.bfloat16, q_lens=(2, 1), kv_lens=(4, 8), seed=1)
     wrapper.run(case.q, tuple(case.cache))
     wrapper.plan(*other.index, HQ, HKV, D, other.page, causal=True, **other.options)
     assert equal(wrapper.run(other.q, tuple(other.cache)), other.paged(causal=True).run(other.q, tuple(other.cache)))
-    assert WORKSPACE.numel() == 0

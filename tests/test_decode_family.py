@@ -8,7 +8,7 @@ import torch
 from tests.prefill_batches import HKV, HQ, WORKSPACE, Case, D, check, ints
 from wrappers import BatchDecodeWithPagedKVCacheWrapper as Decode
 from wrappers import fast_decode_plan, get_seq_lens
-from wrappers.attention import op
+from wrappers.prefill import batch
 
 E4M3, HALF, BF16 = torch.float8_e4m3fn, torch.float16, torch.bfloat16
 KV_LENS = (9, 2, 17, 4)
@@ -193,7 +193,7 @@ def test_plan_reads_no_value_of_a_device():
 
 def test_splits_ask_for_bits_that_do_not_depend_on_the_batch(monkeypatch):
     case, seen = case_of(), []
-    monkeypatch.setattr(op, "serve", seen.append)
+    monkeypatch.setattr(batch, "serve", seen.append)
     for options in ({}, {"fixed_split_size": -1}, {"fixed_split_size": 64}, {"disable_split_kv": True}):
         planned(case, **options).run(case.q, case.cache)
     assert [p.split_kv for p in seen] == ["auto", "auto", "fixed", "fixed"]

@@ -157,6 +157,12 @@ def test_a_choice_that_a_kernel_refuses_falls_to_the_other():
     assert schedule(rows=4096, drafts=True) == "stream_k" != schedule(rows=4096)
 
 
+def test_rows_without_pages_have_whole_tiles():
+    """No device has run the kernels that split their keys."""
+    few = {"rows": 1, "kv_heads": 8, "keys": 131072, "source": "ragged", "page_size": 0}
+    assert schedule(**few) == "tiles" and schedule(**few, split_kv="always") == "stream_k"
+
+
 def test_what_is_shipped_comes_first_if_rows_are_few():
     """A kernel is not compiled for a small gain: no whole tiles of fp16 over e4m3 are shipped, decode is."""
     few = {"q": "fp16", "kv": "e4m3", "out": "fp16", "rows": 2, "kv_heads": 64, "keys": 1024}

@@ -190,7 +190,7 @@ def test_tables_of_a_capture_are_released():
 
 
 def test_captures_of_torch_before_any_other_call():
-    """A graph of torch whose first run is torch.compile's, then a capture by hand: both find the counters."""
+    """torch.compile makes the first call of all, and a capture by hand comes after it. Both find the counters."""
     with compiled.nothing_kept() as here:
         compiled.matches_eager("first", "cuda", runs=((0, 0), (0, 1)), mode="reduce-overhead")
         counters = [pool.counters for pool in here.counter_pools.values()]

@@ -244,12 +244,8 @@ def test_a_look_up_of_the_plan_exceeds_the_bound(keeping, monkeypatch, name):
     """Every launch is served as the function serves its call."""
     make, bound = BOUND[name]
     run = make()
-    for kind, serve in ((BoundLaunch, op.serve), (BoundTopK, topk_op.serve)):
-        first = "q" if kind is BoundLaunch else "scores"
-        monkeypatch.setattr(
-            kind, "run", lambda self, x, *_, serve=serve, first=first: serve(self._call._replace(**{first: x}))
-        )
     monkeypatch.setattr(BoundLaunch, "fits", lambda *_: False)
+    monkeypatch.setattr(BoundTopK, "run", lambda self, scores: topk_op.serve(self._call._replace(scores=scores)))
     assert exceeds(run, bound, "functions")
 
 

@@ -11,11 +11,10 @@ from dataclasses import replace
 import pytest
 import torch
 
-from bench.cases import attention as cases
 from tests.emulated import PLAIN, emulation, inputs_of
 from tests.test_decode_wrapper import decode_of
 from wrappers import machine, trtllm_batch_context_with_kv_cache, trtllm_batch_decode_with_kv_cache
-from wrappers.attention import layers, plan
+from wrappers.attention import layers
 
 CONTEXT, DECODE = trtllm_batch_context_with_kv_cache, trtllm_batch_decode_with_kv_cache
 FUNCTIONS = {"context": CONTEXT, "decode": DECODE}
@@ -40,14 +39,6 @@ CHANGES = {  # other values of all other arguments, good and bad ones
     "enable_block_sparse_attention": [True], "cp_world": [2], "cp_rank": [1], "causal_seqlens_kv_global": [SF],
     "bf16q_fp8kv_transform_mode": ["k_only", "x"],
 }  # fmt: skip
-
-
-@pytest.fixture
-def looked_up(monkeypatch):
-    """The calls that look for their plan."""
-    found, plan_of = [], plan.plan_of
-    monkeypatch.setattr(plan, "plan_of", lambda call: (found.append(call), plan_of(call))[1])
-    return found
 
 
 def outcome(function, inputs):
@@ -221,6 +212,14 @@ def test_nothing_is_kept_of_a_capture(launches, here, monkeypatch):
     assert machine.current.layers == {}
 
 
+def test_a_call_that_cannot_be_bound_is_tried_once(launches, looked_up):
+    inputs = INPUTS["decode"](out=None, lse=None, out_dtype=torch.float8_e4m3fn)
+    warm(DECODE, inputs)
+    looked_up.clear()
+    warm(DECODE, inputs)
+    assert len(looked_up) == 3
+
+
 def test_queries_that_require_grad_are_refused(launches):
     inputs = INPUTS["decode"](out=None, lse=None)
     warm(DECODE, inputs)
@@ -246,4 +245,3 @@ def test_many_caches(launches, monkeypatch):
         held.append(tuple(t.clone() for t in cache) if isinstance(cache, tuple) else cache.clone())
         warm(DECODE, inputs | {"kv_cache": held[-1]})
         assert len(machine.current.layers) <= 3
-    assert cases.EDGE["plain"] == PLAIN

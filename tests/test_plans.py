@@ -163,6 +163,26 @@ def test_interleaved_scales_have_a_plan():
     same_on_every_machine(DECODE, inputs, inputs | {"v_scales_interleaved": True})
 
 
+@pytest.mark.parametrize("q_lens", [(1,), (1, 2)])
+@pytest.mark.parametrize("bound", [-1, -9])
+def test_a_known_plan_accepts_no_negative_bound(here, q_lens, bound):
+    inputs = cases.make_inputs(replace(PLAIN, q_lens=q_lens, kv_lens=(20, 31)[: len(q_lens)]))
+    for most in (0, 1, 2, 50):
+        CONTEXT(**inputs | {"max_q_len": most})
+    with pytest.raises(ValueError, match=f"^max_q_len: {bound}, must be at least 0"):
+        CONTEXT(**inputs | {"max_q_len": bound})
+
+
+@pytest.mark.by_shape
+@pytest.mark.parametrize("tokens, keys, schedule", [(1, 4096, "stream_k"), (1, 40, "stream_k"), (9, 40, "tiles")])
+def test_shapes_choose_the_kernel_of_every_function(here, tokens, keys, schedule):
+    inputs = cases.make_inputs(replace(PLAIN, q_lens=(tokens, tokens), kv_lens=(keys, keys)))
+    CONTEXT(**inputs)
+    DECODE(**cases.as_decode(inputs))
+    (op, spec, _), (of_decode, same, _) = here.launches
+    assert (op, spec) == (of_decode, same) and spec.schedule == schedule
+
+
 def test_functions_share_no_plan(here):
     inputs = cases.make_inputs(replace(PLAIN, q_lens=(1, 2)))
     for _ in range(2):

@@ -14,8 +14,7 @@ from wrappers import (
     single_prefill_with_kv_cache,
     single_prefill_with_kv_cache_return_lse,
 )
-from wrappers.attention import op
-from wrappers.prefill import single, values
+from wrappers.prefill import batch, single, values
 
 # ---- results
 
@@ -287,7 +286,7 @@ def test_slopes_are_kept_a_device_and_number_of_heads():
 def test_runs_pass_tensors_on_as_they_are(monkeypatch):
     """Nothing copies the query, K, V, index tensors or masks that lie where they are needed."""
     case = Case()
-    for module in (op, single):
+    for module in (batch, single):
         monkeypatch.setattr(module, "serve", lambda p: p)
     problems = [
         case.paged(packed_custom_mask=case.packed).run(case.q, tuple(case.cache)),

@@ -7,12 +7,12 @@ from dataclasses import replace
 import pytest
 import torch
 
-from bench.cases import family
-from bench.cases.attention import LSE_TOLERANCE, AttentionCase, expected, make_call
+from bench.cases import choice, family
+from bench.cases.attention import LSE_TOLERANCE, TOLERANCE, AttentionCase, expected, make_call
 from bench.cases.family import FamilyCase
 from tests import flash_attn_batches, test_decode_family
 from tests.conftest import ARCH, ROOT, run_python
-from tools.ptxsim.workloads import distance, simulated
+from tools.ptxsim.workloads import FEATURES, distance, simulated
 from tools.ptxsim.workloads.attention import call
 from wrappers import flash_attn_with_kvcache
 from wrappers.attention.op import serve
@@ -49,6 +49,13 @@ SINGLE = {
     "RoPE": replace(ONE, mode="ROPE_LLAMA", causal=False),
 }
 
+EXCHANGED = (  # features of the decode function on whole tiles, of the context function on split keys
+    "decode: page 16, window, separate tables", "decode: cap, device scales", "decode: scale 1, 12 rows",
+    "decode: e4m3, scale 1", "decode: nvfp4, head_dim 64, interleaved, NHD", "decode: no keys",
+    "prefill: page 16, strided, stacked", "prefill: page 128, cap, window", "prefill: no keys, sink",
+    "prefill: page 256, shared, device scales", "prefill: window 0, 5 heads",
+)  # fmt: skip
+
 
 def close(case, got, want):
     for x, y, tolerance in zip(got, want, (case.tolerance, LSE_TOLERANCE), strict=True):
@@ -84,6 +91,29 @@ def test_decode_class(page, q_len, options):
     with simulated(ARCH, [], SMS, memory=MEMORY):
         got = wrapper.run(case.q, case.cache, return_lse=True)
     test_decode_family.check(got, case.want(**test_decode_family.meant(options)))
+
+
+@pytest.mark.full  # it compiles a kernel that no bundle holds
+def test_decode_with_alibi(monkeypatch):
+    """No kernel that splits keys has it, so whole tiles serve it."""
+    monkeypatch.setattr(choice, "SPLIT", ())
+    case, options = test_decode_family.case_of(2, page=16, kv_lens=(9, 150, 0)), {"pos_encoding_mode": "ALIBI"}
+    wrapper = test_decode_family.planned(case, **options)
+    with simulated(ARCH, [], SMS, memory=MEMORY):
+        got = wrapper.run(case.q, case.cache, return_lse=True)
+    test_decode_family.check(got, case.want(**test_decode_family.meant(options)))
+
+
+def test_decode_with_scales_per_head(monkeypatch):
+    """No kernel that splits keys has them, so whole tiles serve them."""
+    monkeypatch.setattr(choice, "SPLIT", ())
+    case, e4m3 = test_decode_family.case_of(2, page=16, kv_lens=(9, 150, 0)), torch.float8_e4m3fn
+    wrapper = test_decode_family.planned(case, q_data_type=e4m3, o_data_type=torch.bfloat16)
+    q, cache, scales = case.q.to(e4m3), tuple(t.to(e4m3) for t in case.cache), torch.tensor([0.25, 4.0])
+    with simulated(ARCH, [], SMS, memory=MEMORY) as machine:
+        got = wrapper.run(q, cache, k_scale=scales)
+    assert [plan.stream_k for plan in machine.plans.values()] == [False]
+    assert distance(got, wrapper.run(q, cache, k_scale=scales), TOLERANCE["fp8"]) <= 1
 
 
 @pytest.mark.parametrize("form", ["equal", "packed", "entries"])
@@ -145,6 +175,18 @@ def test_interleaved_factors_of_v(function, dim, page):
         serve(p._replace(out=out, lse=lse))
     want = expected(case, p)
     assert distance(out, want[0], 0.0, case.limit(want[0])) <= 1 and distance(lse, want[1], LSE_TOLERANCE) <= 1
+
+
+@pytest.mark.parametrize("name", EXCHANGED)
+def test_the_other_kernel(monkeypatch, name):
+    """Shapes choose the kernel, so each function may be served by either of them."""
+    monkeypatch.setattr(choice, "SPLIT", choice.WHOLE)
+    monkeypatch.setattr(choice, "WHOLE", ("trtllm_batch_decode_with_kv_cache",))
+    (scenario,) = (scenario for scenario in FEATURES["attention"]() if scenario.name == name)
+    with simulated(ARCH, [], scenario.sms, memory=MEMORY) as machine:
+        errors = [call(case)[1] for case in scenario.calls]
+    assert max(errors) <= 1
+    assert {plan.stream_k for plan in machine.plans.values()} == {name.startswith("prefill")}
 
 
 def test_a_nan_key_shows_on_blackwell():

@@ -98,8 +98,9 @@ def alive():
     """Return the tensors with memory that were made in inference mode, a mode of one thread, like a memory pool."""
     gc.collect()
     return [
-        t for t in gc.get_objects() if type(t) is torch.Tensor and t.is_inference() and t.untyped_storage().nbytes()
-    ]
+        t for t in gc.get_objects()
+        if type(t) is torch.Tensor and t.is_inference() and not t.is_meta and t.untyped_storage().nbytes()
+    ]  # fmt: skip
 
 
 @contextmanager

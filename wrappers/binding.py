@@ -3,37 +3,23 @@
 from collections.abc import Callable
 from typing import Any
 
-from . import flash_attn, topk
-from .attention import engines, trtllm
-from .attention.bound import BoundLaunch
+from . import explanation
+from .attention.bound import BoundCall
 from .attention.call import AttentionCall
+from .attention.xqa import xqa
 from .checks import listed
-from .explanation import call_of
-from .prefill import single
+from .flash_attn import flash_attn_func, flash_attn_varlen_func, flash_attn_with_kvcache
 from .topk.bound import BoundTopK
 
-FUNCTIONS: tuple[Callable[..., Any], ...] = (
-    trtllm.trtllm_batch_context_with_kv_cache,
-    trtllm.trtllm_batch_decode_with_kv_cache,
-    engines.xqa_batch_decode_with_kv_cache,
-    engines.trtllm_fmha_v2_prefill,
-    single.single_prefill_with_kv_cache,
-    flash_attn.flash_attn_varlen_func,
-    topk.top_k,
-    topk.top_k_page_table_transform,
-    topk.top_k_ragged_transform,
-    topk.top_k_per_row_prefill,
-    topk.top_k_per_row_decode,
-    topk.persistent_topk,
-    topk.cooperative_topk,
-)
+RESHAPED = xqa, flash_attn_func, flash_attn_with_kvcache  # their queries or results have another shape than the call's
+FUNCTIONS = tuple(function for function in explanation.FUNCTIONS if function not in RESHAPED)
 
 
 def bind(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Bind a call of a public function: an object with a `run` that repeats it with other queries or scores.
 
     The arguments are checked and put in their places once, and nothing is launched. Then `run(q, out=None, lse=None)`,
-    or `run(scores, out=None)` of top-k, sets these and launches, in about half of the function's host time. It returns
+    or `run(scores, out=None)` of top-k, sets these and launches, in less host time than the function takes. It returns
     what the function returns, and raises as the function does. Tensors that the call holds, such as the cache, the page
     table and lengths, are read at each launch, so their values may change in place, and a CUDA graph may capture `run`.
     A scale on the host is read when the call is bound. With another number of tokens than that of the call, `run` takes
@@ -53,9 +39,9 @@ def bind(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     if function not in FUNCTIONS:
         names = listed(f.__name__ for f in FUNCTIONS)
         raise TypeError(f"function: {getattr(function, '__name__', repr(function))}, must be one of {names}")
-    call = call_of(function, *args, **kwargs)
+    call = explanation.call_of(function, *args, **kwargs)
     if not isinstance(call, AttentionCall):
         return BoundTopK(call)
-    if function is flash_attn.flash_attn_varlen_func and call.return_lse:
+    if function is flash_attn_varlen_func and call.return_lse:
         raise NotImplementedError("return_lse: True, not supported by bind, must be False: the host transposes the LSE")
-    return BoundLaunch(call)
+    return BoundCall(call)

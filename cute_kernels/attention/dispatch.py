@@ -17,10 +17,14 @@ OPS = {"attention.sm90": sm90, "attention.sm100": sm100, "attention.decode": dec
 SPLIT = (("attention.sm90", True), ("attention.sm100", True), ("attention.decode", True))
 WHOLE = (("attention.sm90", False), ("attention.sm100", False))
 FIXED = SPLIT[2:]  # the kernels that split at multiples of a fixed number of keys
-FEW_ROWS, MANY_ROWS = 8, 64  # of a KV head: one MMA of `decode`, one tile of the other kernels that split keys
-# By bits of a stored element: the rate at which a CTA of whole tiles reads keys, in shares of the memory's rate for all
-# SMs. Quantised keys take longer to convert than to read.
+# Query rows of a KV head: one MMA of `decode`, two of them, one tile of the other kernels that split keys
+FEW_ROWS, MORE_ROWS, MANY_ROWS = 8, 16, 64
+# A CTA of whole tiles could read keys so many times faster than its share of the memory's rate, by bits of a stored
+# element: 2.5 times in 16 bits. Quantised keys take longer to convert than to read. Measured on an H100, where 3.2 and
+# 1.1 are exact, and lowered for the H200's faster memory.
 READ_RATE = {16: 2.5, 8: 0.95, 4: 0.56}
+# The time of a merge, in keys that a CTA reads meanwhile: with up to MORE_ROWS, up to MANY_ROWS, and more rows.
+MERGES = {MORE_ROWS: 550, MANY_ROWS: 2500, None: 2000}
 
 
 class Answer(NamedTuple):
@@ -42,23 +46,27 @@ class UnsupportedRequest(NotImplementedError):
 
 
 def splits_pay(request: KernelRequest) -> bool:
-    """Return whether CTAs should share the keys of a sequence: it ends sooner if too few tiles read keys at once.
+    """Return whether CTAs should share the keys of a sequence.
 
-    Sharing takes the time of a merge, counted below in keys that a CTA reads in it (bench/notes/dispatch.md).
+    They should if too few tiles read keys at once, and if that saves more than the merge takes. All numbers are
+    measured (bench/notes/dispatch.md). If keys are many or rows few, both take the same time with sequences of one
+    length; sharing balances other lengths.
     """
-    rows, heads, keys, bits = request.packed_rows, request.kv_heads, request.keys, BITS[request.kv]
-    tiles = heads * -(-rows // 128)
-    if rows > MANY_ROWS:  # each `MANY_ROWS` rows read the keys; at the same time, or they are not in the L2
-        idle = min(1 - 4.1 * heads / request.sms, 1 - 1.6 * tiles / request.sms)
-        return heads * -(-rows // MANY_ROWS) <= request.sms and keys * idle > 2000
-    saved = keys * (1 - READ_RATE[bits] * tiles / request.sms)
-    if rows <= FEW_ROWS:
-        if heads >= request.sms:
+    if request.source == "ragged":  # split keys without pages are simulated, but no device has run them
+        return False
+    rows, heads, keys, sms = request.packed_rows, request.kv_heads, request.keys, request.sms
+    bits, tiles = BITS[request.kv], heads * -(-rows // 128)
+    if rows > MANY_ROWS:  # each MANY_ROWS rows read the keys: at the same time, or the keys are not in the L2
+        idle = min(1 - 4.1 * heads / sms, 1 - 1.6 * tiles / sms)
+        return heads * -(-rows // MANY_ROWS) <= sms and keys * idle > MERGES[None]
+    saved = keys * (1 - READ_RATE[bits] * tiles / sms)
+    if rows <= FEW_ROWS:  # a merge takes next to nothing
+        if heads >= sms:
             return bits < 16 or request.page_size != 8  # boxes of 8 rows cost `decode` 2 %
         return bits < 16 or saved > 0 or not 512 < keys < 4096
-    if rows <= 2 * FEW_ROWS:
-        return bits == 4 or bits == 8 and keys <= 512 or keys >= 8192 or saved > 550
-    return bits == 4 and keys >= 8192 or saved > 2500
+    if rows <= MORE_ROWS:
+        return bits == 4 or bits == 8 and keys <= 512 or keys >= 8192 or saved > MERGES[MORE_ROWS]
+    return bits == 4 and keys >= 8192 or saved > MERGES[MANY_ROWS]
 
 
 def refusal(module: Any, request: KernelRequest, spec: Any, arch: str) -> Refusal | None:

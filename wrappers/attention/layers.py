@@ -13,7 +13,7 @@ from weakref import ref
 import torch
 
 from .. import machine
-from .bound import BoundLaunch
+from .bound import BoundLaunch, bound
 from .call import AttentionCall, sequences_of
 from .op import serve
 
@@ -26,13 +26,16 @@ class Layer(NamedTuple):
     """A layer's cache, and the launch that a function keeps for it.
 
     caches: weak references to its tensors. addresses: of their memory. options: all arguments that a step does not
-    change. launch: None until the options have come twice.
+    change. tried: the options have come twice. launch: bound then, unless the call cannot be bound. kv: K and V as the
+    launch takes them.
     """
 
     caches: tuple[Any, ...]
     addresses: tuple[int, ...]
     options: tuple[Any, ...]
-    launch: BoundLaunch | None
+    tried: bool = False
+    launch: BoundLaunch | None = None
+    kv: tuple[Any, ...] = ()
 
 
 class Step(NamedTuple):
@@ -58,16 +61,15 @@ def repeat(function: str, cache: Any, options: tuple[Any, ...], step: Step, boun
     layer = machine.current.layers.get((function, id(caches[0])))
     if layer is None or layer.launch is None or not _same(options, layer.options) or not _holds(layer, caches):
         return None
-    launch = layer.launch
-    kept = launch._call
+    launch, kept = layer.launch, layer.launch.call
     if bounds is not None and (bounds != (kept.max_q_len, kept.requests.batch) or not set(map(type, bounds)) == {int}):
         return None
-    if not launch.fits(step.q, kept.k, kept.v, step.out):
+    if not launch.fits(step.q, *layer.kv, step.out):
         return None
     requests = sequences_of(step.table, step.lens, step.offsets)
     if requests.shape_id != kept.requests.shape_id:
         return None
-    return launch.launch(step.q, (kept.k, kept.v), requests, step.out, step.lse)
+    return launch.launch(step.q, layer.kv, requests, step.out, step.lse)
 
 
 def keep(function: str, cache: Any, options: tuple[Any, ...], call: AttentionCall) -> Any:
@@ -81,14 +83,15 @@ def keep(function: str, cache: Any, options: tuple[Any, ...], call: AttentionCal
     layers, key = here.layers, (function, id(caches[0]))
     before = layers.get(key)
     if before is not None and _holds(before, caches) and _same(options, before.options):
-        if before.launch is None and not any(map(_is_read, options)):
-            launch = BoundLaunch(call._replace(k=_alias(call.k), v=_alias(call.v)))
-            layers[key] = before._replace(launch=launch)
+        if not before.tried:
+            launch = None if any(map(_is_read, options)) else bound(call)
+            kv = () if launch is None else (_alias(call.k), _alias(call.v))
+            layers[key] = before._replace(tried=True, launch=launch, kv=kv)
         return result
     if len(layers) >= MOST_LAYERS:
         layers.clear()
     held = tuple(ref(t, partial(_forget, layers, key)) for t in caches)
-    layers[key] = Layer(held, tuple(t.data_ptr() for t in caches), options, None)
+    layers[key] = Layer(held, tuple(t.data_ptr() for t in caches), options)
     return result
 
 

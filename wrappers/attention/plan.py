@@ -96,8 +96,10 @@ def key_of(call: AttentionCall) -> tuple[Any, ...]:
     tokens, heads, dim = q.shape
     if r.cu_seqlens_q is None:
         rows: Any = tokens, most
+    elif most <= 0:
+        rows = most
     else:  # the power of two above the longest query; a single token is known to be all of its request
-        rows = -1 if tokens == 1 else (max(min(most, tokens), 1) - 1).bit_length()
+        rows = "single" if tokens == 1 else (max(min(most, tokens), 1) - 1).bit_length()
     if r.form == "table":
         caches: Any = k.shape, v.shape
     elif r.form == "csr":

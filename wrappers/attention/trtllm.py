@@ -87,10 +87,10 @@ def trtllm_batch_context_with_kv_cache(
             scale factors are in the layout of TensorRT-LLM's kernels (`fp4.deinterleave_v_scales`).
         causal: query row i has position i + kv_len - q_len and sees the keys up to it.
         lse: fp32 (T, Hq), receives log2 of the softmax denominator, sink included. logits_soft_cap: c * tanh(s / c).
-        skip_softmax_threshold_scale_factor: a block of keys may be left out of out and of lse, for 64 query rows at a
-            time, if all its probabilities are below this factor / seq_len times the largest so far. None or 0: no block
-            is left out. A block has as many keys as the kernel processes at once: 128 with head_dim 128. On the CPU
-            none is left out.
+        skip_softmax_threshold_scale_factor: a block of keys may be left out of out and of lse, for up to 64 query rows
+            at a time, if all its probabilities are below this factor / seq_len times the largest so far. None or 0: no
+            block is left out. A block has as many keys as the kernel processes at once: 128 with head_dim 128. On the
+            CPU none is left out.
 
     Hints: workspace_buffer, cum_seq_lens_kv, max_kv_len, multi_ctas_kv_counter_buffer, backend, enable_pdl (None: on).
 

@@ -176,7 +176,7 @@ class VllmImpl(AttentionImpl[VllmMetadata]):
         self._window_left = -1 if sliding_window is None else sliding_window - 1  # keys before the token itself
         self._soft_cap = logits_soft_cap or None
         self._loaded_sinks = self.sinks = sinks
-        self._views: tuple[torch.Tensor, tuple[Any, Any]] | None = None
+        self._views: Any = None  # the cache with its address, and its views
 
     def process_weights_after_loading(self, act_dtype: torch.dtype) -> None:
         """Convert the sinks to fp32, as kernels take them; weights that are loaded again go to the same memory."""
@@ -243,8 +243,9 @@ class VllmImpl(AttentionImpl[VllmMetadata]):
             raise NotImplementedError("output_scale, output_block_scale: given, must be None")
         if attn_metadata is None:  # vLLM is profiling its memory
             return output.fill_(0)
-        if self._views is None or self._views[0] is not kv_cache:  # the same views at each step: see `attention.layers`
-            self._views = kv_cache, self.caches(kv_cache)
+        held = kv_cache, kv_cache.data_ptr()
+        if self._views is None or self._views[0][0] is not kv_cache or self._views[0][1] != held[1]:
+            self._views = held, self.caches(kv_cache)  # the same views at each step: see `attention.layers`
         m, (caches, sf) = attn_metadata, self._views[1]
         scale, out_scale = self.scale, 1.0
         if self._cache_dtype is not None:

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 import torch
 
 from .. import machine
-from ..attention.bound import BoundLaunch
+from ..attention.bound import BoundLaunch, bound
 from ..attention.call import AttentionCall, SequenceBatch, listed_sequences
 from ..attention.op import serve
 from ..checks import check_flag, check_integer, check_operand, check_strided
@@ -274,9 +274,9 @@ class PrefillBatch:
         """
         if self._bound is None:
             return None
-        bound, before = self._bound
-        if all(map(is_, others, before)) and bound.fits(q, *kv, out):
-            return bound.launch(q, kv, None, out, lse)
+        launch, before = self._bound
+        if all(map(is_, others, before)) and launch.fits(q, *kv, out):
+            return launch.launch(q, kv, None, out, lse)
         return None
 
     def _serve(self, call: AttentionCall, others: tuple[Any, ...], scales: tuple[Any, ...]) -> Any:
@@ -284,12 +284,11 @@ class PrefillBatch:
 
         scales: as run got them. A number that the host reads of a tensor, or a product, would not follow its values.
         """
-        if call.requests.shape_id is None or any(isinstance(scale, _Tensor) for scale in scales):
+        launch = None if any(isinstance(scale, _Tensor) for scale in scales) else bound(call)
+        if launch is None:
             return serve(call)
-        bound = BoundLaunch(call)
-        result = bound.run(call.q, call.out, call.lse)
-        self._bound = bound, others
-        return result
+        self._bound = launch, others
+        return launch.launch(call.q, (call.k, call.v), None, call.out, call.lse)
 
     def _refuse(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
         """Raise on the first tensor that does not fit the plan."""

@@ -13,17 +13,17 @@ from .checks import PER_ROW, TOP_K, TopKCall
 class BoundTopK:
     """A call of a top-k function that is repeated with other scores. See `wrappers.bind`."""
 
-    __slots__ = ("_call", "_flat", "_plan")
+    __slots__ = ("_call", "_flat", "_layout", "_plan")
 
     def __init__(self, call: TopKCall) -> None:
-        self._call = call
-        self._flat, self._plan = None, None
+        self._call = call._replace(scores=None)  # they would stay allocated as long as the launch is kept
+        self._flat, self._plan, self._layout = None, None, None
         if traced(call.scores):
             return
         op.refuse_grad(call)
         self._plan = found = plan.plan_of(call)
         if found.single_device and machine.current.device_info(found.device) is not None:
-            self._flat = plan.bind(found, call)
+            self._flat, self._layout = plan.bind(found, call), _layout(call.scores)
 
     def run(self, scores: torch.Tensor, out: torch.Tensor | None = None) -> Any:
         """Return what the bound function returns, for other scores.
@@ -35,9 +35,7 @@ class BoundTopK:
         if out is not None:
             call = call._replace(**{"raw" if call.function in PER_ROW else "out": out})
         p, flat = self._plan, self._flat
-        before = self._call.scores
-        if (flat is None or p is None or out is not None or traced(scores) or scores.shape != before.shape
-                or scores.stride() != before.stride() or scores.dtype != before.dtype):  # fmt: skip
+        if flat is None or p is None or out is not None or traced(scores) or _layout(scores) != self._layout:
             return self._result(op.serve(call))
         try:
             return self._result(plan.launch(p, flat.copy(), call))
@@ -48,3 +46,7 @@ class BoundTopK:
     def _result(self, found: tuple[Any, Any, Any]) -> Any:
         function = self._call.function
         return found[1:] if function == TOP_K else None if function in PER_ROW else found[0]
+
+
+def _layout(scores: torch.Tensor) -> tuple[Any, ...]:
+    return scores.dtype, scores.shape, scores.stride()

@@ -117,10 +117,17 @@ def decode() -> list[Scenario]:
         {"out_dtype": "nvfp4"}, {"dtype": "fp8", "out_dtype": "bf16"}, {"dtype": "fp8", "out_dtype": "nvfp4"},
     ]  # fmt: skip
     turns = [replace(first, name=str(fact), **fact) for fact in facts]
+    rows = (  # K and V without pages, of which CTAs share the keys
+        few, replace(many, window_left=600), replace(e4m3, page_size=64), replace(e4m3, dtype="fp8", out_dtype="bf16"),
+        replace(few, head_dim_qk=256, head_dim_vo=256, kv_lens=(300, 0, 83)),
+        replace(d128, q_lens=(9, 0, 20), kv_lens=(900, 40, 283), heads_q=6, heads_kv=2),
+        replace(e4m3, q_lens=(9, 0, 20), kv_lens=(900, 40, 283)),
+    )  # fmt: skip
     parts = replace(few, name="40 parts", q_lens=(1,), kv_lens=(5000,), heads_q=8, heads_kv=1, scale=1.0, data="normal")
     return [
         *(Scenario(case.name, (case,), SHARED_SMS) for case in found),
         Scenario("calls in turn", (first, *turns, first), SHARED_SMS),
+        Scenario("rows without pages", rows, SHARED_SMS, ("ragged",)),
         Scenario("40 parts", (parts,), 40),
         Scenario("skip", (
             replace(skip, skip=above, kept=KEPT), replace(skip, skip=below),
