@@ -2,7 +2,7 @@
 
 import torch
 
-from cute_kernels.cache_write.args import INDICES, PAGES, ROWS, SLOTS, fields
+from cute_kernels.cache_write.args import ANGLES, INDICES, PAGES, ROWS, SLOTS, fields
 from tests.fake_machine import promised
 from wrappers import reference
 
@@ -22,7 +22,7 @@ def emulate(spec, launches):
     fp8 = DTYPES["e5m2" if spec.cache == "e5m2" else "e4m3"]
     tensors = [(ROWS_OF, DTYPES[spec.dtype]), (CACHES, DTYPES[spec.cache]), (SCALES, torch.float32)]
     tensors += [(FACTORS, torch.uint8), ({"q_fp8": 3}, fp8)]
-    tensors += [(dict.fromkeys(INDICES, 1) | {"page_table": 2}, torch.int32)]
+    tensors += [(dict.fromkeys(INDICES, 1) | {"page_table": 2, "tables": 3, "tables_out": 3}, torch.int32)]
     known = {name: (rank, dtype) for ranks, dtype in tensors for name, rank in ranks.items()}
 
     def kernel(*flat):
@@ -39,9 +39,9 @@ def emulate(spec, launches):
                 raise ValueError(f"rank or device of {name}")
             if value.stride(-1) != 1 and value.shape[-1] != 1:
                 raise ValueError(f"last stride of {name}")
-        check_promises(spec, a)
+        (check_gather if spec.gather else check_promises)(spec, a)
         launches.append(a)
-        reference.write_rows(spec, *flat)
+        (reference.gather_rows if spec.gather else reference.write_rows)(spec, *flat)
 
     return kernel
 
@@ -68,3 +68,21 @@ def check_promises(spec, a):
         promised(
             (len(a["page_table"]) or len(a["kv_indices"])) and (len(a["batch_indices"]) or len(a["cu_seqlens"]) > 1)
         )
+
+
+def check_gather(spec, a):
+    """Check what callers of a kernel that rotates Q and K of an attention call promise."""
+    q, k, pages, tables = a["q"], a["k"], a["k_cache"], a["tables"]
+    size, heads = pages.shape[1:3] if a["nhd"] else pages.shape[1:3][::-1]
+    promised(q.shape == a["q_out"].shape and q.shape[2] == k.shape[2] == pages.shape[3] == a["rope_table"].shape[1])
+    promised(k.shape[1] == heads and tables.shape == a["tables_out"].shape and a["rope"] == ANGLES and not a["wide"])
+    promised(1 <= a["lanes_log2"] <= 5 and a["k_groups"] >= 1 and a["v_groups"] == 0)
+    batch = len(a["cu_seqlens"]) - 1
+    promised(batch >= 1 and len(a["kv_lens"]) in (0, batch) and len(a["kv_indptr"]) in (0, batch + 1))
+    if not len(a["kv_indptr"]):
+        promised(len(tables) == len(a["kv_lens"]) == batch)
+    else:
+        promised(len(tables) == 1 and (tables.shape[2] or size == 1 and len(pages) == len(k)))
+    promised(len(k) == size * tables.shape[0] * tables.shape[2] or not tables.shape[2])
+    for name in ("q", "k", "q_out", "k_cache"):
+        promised(a[name].stride(-1) == 1)

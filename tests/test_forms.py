@@ -511,7 +511,7 @@ def test_bounds_that_vary_under_a_plan(launches, monkeypatch):
 def test_rope_is_done_before_a_launch(launches, monkeypatch):
     asked = []
 
-    def rotated(p):
+    def rotated(p, offsets):
         asked.append(p)
         table = p.requests.page_table + 0
         return p._replace(rope=None, q=-p.q, k=p.k + 0, requests=p.requests._replace(page_table=table))

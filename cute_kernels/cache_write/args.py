@@ -68,8 +68,23 @@ class CacheWriteArgs(NamedTuple):
     q_fp8: Any = None  # (N | 0, Hq, Dk)  e5m2 if the cache is, else e4m3: instead of q_out, which is then (0, Hq, Dk)
     q_scale: Any = None  # Float32    Q is divided by it
     q_scale_ptr: Any = None  # (Hq | 1 | 0,)  fp32, replaces q_scale
+    # gather, see below
+    tables: Any = None  # (B, 2, M)   pages of K and V of each request; with kv_indptr: (1, 2, M | 0), of all requests
+    tables_out: Any = None  # as tables; written
 
 
+# gather: Q and K of an attention call are rotated, without a norm or V; any position, also a negative one.
+#
+# Q goes to q_out, whose row i is at position keys - (end - i) of its request, which has the rows cu_seqlens[b] to end =
+# cu_seqlens[b + 1]; a row of no request is at position 0.
+#
+# K goes from the cache to k. Row e * P + r of k is row r of the page of entry e, where entries are those of `tables`
+# [:, 0] one after another, or, if that has no columns, the pages themselves. It is at position c * P + r if its entry
+# is number c of its request: of the M of a row of `tables`, or of those from kv_indptr[b] on. A request has kv_lens[b]
+# keys; with kv_indptr, its last entry has kv_lens[b], or P if kv_lens is absent. Rows behind the keys of a request, of
+# no request, and of pages that the cache lacks are not written. Lengths are clamped to the rows of all entries.
+#
+# tables_out is the page table that belongs to k: e, or -1 if the cache lacks the page, and the entries of V.
 INDICES = (
     "slots", "batch_indices", "positions", "page_table", "kv_indices", "kv_indptr", "cu_seqlens", "kv_lens",
     "rope_positions",
@@ -77,11 +92,13 @@ INDICES = (
 QUANTISED = ("k_scale", "v_scale", "k_scale_ptr", "v_scale_ptr")
 BLOCK_SCALED = ("k_sf", "v_sf", "v_sf_interleaved", "scales_multiply")
 TRANSFORM = ("q", "q_out", "rope_table", "rope", "rope_positions", "q_weight", "k_weight", "norm_eps", "norm_offset")
+GATHER = ("tables", "tables_out")
 Q_QUANTISED = ("q_fp8", "q_scale", "q_scale_ptr")
 OPTIONAL: dict[str, Callable[[Any], bool]] = {  # field -> whether a spec has it; every spec has the fields not listed
     **dict.fromkeys(QUANTISED, lambda spec: spec.quantised),
     **dict.fromkeys(BLOCK_SCALED, lambda spec: spec.cache == "nvfp4"),
     **dict.fromkeys(TRANSFORM, lambda spec: spec.transform),
+    **dict.fromkeys(GATHER, lambda spec: spec.gather),
     **dict.fromkeys(Q_QUANTISED, lambda spec: spec.transform and spec.quantised),
 }
 

@@ -12,7 +12,7 @@ SHIPPED_CACHES = ("e4m3", "nvfp4")  # besides the rows' own type; others compile
 
 def explain(request: CacheWriteRequest, arch: str) -> tuple[tuple[str, CacheWriteSpec, str | None], ...]:
     """Return a row for every kernel of the operator: (op, the spec it would run, None or its reason to refuse)."""
-    spec = CacheWriteSpec(request.dtype, request.cache, request.transform)
+    spec = CacheWriteSpec(request.dtype, request.cache, request.transform, request.gather)
     found = []
     for op, module in KERNELS.items():
         reason = None if arch in module.ARCHS else f"architecture {arch}: needs {' or '.join(module.ARCHS)}"
@@ -36,4 +36,5 @@ def shipped(arch: str) -> list[tuple[str, CacheWriteSpec]]:
     found = [CacheWriteSpec("uint8", "uint8")]
     for dtype, transform in product(("bf16", "fp16"), (False, True)):
         found += [CacheWriteSpec(dtype, cache, transform) for cache in (dtype, *SHIPPED_CACHES)]
+    found += [CacheWriteSpec(dtype, dtype, True, True) for dtype in ("bf16", "fp16")]
     return [(op, spec) for op, module in KERNELS.items() for spec in found if arch in module.ARCHS]

@@ -17,11 +17,12 @@ class CacheWriteSpec:
 
     dtype: of the rows that are read; "uint8" stands for any type of one byte, which is copied. cache: the type of the
     cache; if it equals dtype, rows are copied. transform: the kernel can normalise and rotate K, and has a third
-    operand, Q."""
+    operand, Q. gather: instead, the kernel rotates Q and K of an attention call: K is read from the cache."""
 
     dtype: str = "bf16"
     cache: str = "bf16"
     transform: bool = False
+    gather: bool = False
 
     @property
     def elements(self) -> int:
@@ -36,4 +37,5 @@ class CacheWriteSpec:
     @property
     def name(self) -> str:
         """A short readable identifier, unique among shipped specs."""
-        return f"{self.dtype}_{self.cache}_{'transform' if self.transform else 'append'}"
+        kind = "gather" if self.gather else "transform" if self.transform else "append"
+        return f"{self.dtype}_{self.cache}_{kind}"

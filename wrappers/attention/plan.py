@@ -245,7 +245,7 @@ class LaunchPlan:
         if not tokens or not self.heads or not self.batch:
             return result
         if call.rope is not None and call.k.shape[0]:  # without pages there are no keys to rotate
-            turned = rotated(call)
+            turned = rotated(call, flat[slots.cu_seqlens_q])
             q, flat[slots.k], flat[slots.page_table] = turned.q, turned.k, turned.requests.page_table
         flat[slots.q] = q
         if self.out_is_16bit:

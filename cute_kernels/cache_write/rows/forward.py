@@ -12,6 +12,7 @@ rounds. There is no shared memory, and no barrier.
 | `load_rotation` | groups of Q and K | `rope_table` | | cosines and sines in registers, for all rows |
 | `transform_rows` | a group per row of Q and K | Q or K, weights | its group, by shuffles | Q's output, or the cache |
 | `plain_rows` | a group per row of V, or of K without transform | K or V | | the cache |
+| `gather_rows` | a group per row of Q or K | Q, or K in the cache | | new Q, K and page table |
 
 Every CTA waits for the grid before it, so a kernel behind this one may rely on
 both."""
@@ -26,7 +27,7 @@ from ... import abi
 from .. import memory, places, rotate, store
 from ..args import CacheWriteArgs, fields, pack
 from ..spec import BYTES, SF_VEC_SIZE
-from . import THREADS, ctas_per_sm
+from . import THREADS, ctas_per_sm, gather
 
 STORED = {"nvfp4": "uint8"}  # cache types without an element type in the DSL -> stored type
 
@@ -43,6 +44,7 @@ def fake_args(spec) -> dict[str, Any]:
         (Float32, 1, "k_scale_ptr v_scale_ptr q_scale_ptr"),
         (Int32, 1, "slots batch_indices positions kv_indices kv_indptr cu_seqlens kv_lens rope_positions"),
         (Int32, 2, "page_table"),
+        (Int32, 3, "tables tables_out"),
     ]
     found: dict[str, Any] = {
         name: abi.tensor(kind, (None,) * rank, align=kind.width // 8)
@@ -57,7 +59,7 @@ def fake_args(spec) -> dict[str, Any]:
 @cute.jit
 def forward(spec: cutlass.Constexpr, stream, *flat):
     a = pack(spec, flat)
-    groups = Int64(a.k.shape[0]) * (a.k_groups + a.v_groups)
+    groups = Int64(tokens_of(spec, a)) * (a.k_groups + a.v_groups)
     grid = ((groups << a.lanes_log2) + THREADS - 1) // THREADS
     kernel(spec, a).launch(
         grid=[Int32(grid), 1, 1],
@@ -102,6 +104,11 @@ def group_of(a) -> LaneGroup:
     lanes = Int32(1) << a.lanes_log2
     token = places.divide(group, each)
     return LaneGroup(tid & (lanes - 1), lanes, token, group - token * each)
+
+
+def tokens_of(spec, a):
+    """Return the number of tokens of a launch; gather: the rows of Q, then those of K."""
+    return a.q.shape[0] + a.k.shape[0] if spec.gather else a.k.shape[0]
 
 
 def row_of(tensor, *at):
@@ -171,8 +178,10 @@ def kernel(spec: cutlass.Constexpr, a: CacheWriteArgs):
     cute.arch.griddepcontrol_wait()
     cute.arch.griddepcontrol_launch_dependents()
     g = group_of(a)
-    if g.token < a.k.shape[0]:
-        if const_expr(spec.transform):
+    if g.token < tokens_of(spec, a):
+        if const_expr(spec.gather):
+            gather.gather_rows(spec, a, g)
+        elif const_expr(spec.transform):
             if g.own < a.k_groups:
                 transform_rows(spec, a, g)
             else:

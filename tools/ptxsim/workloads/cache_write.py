@@ -16,6 +16,7 @@ from wrappers.machine import HostMachine, override
 
 from ..run import RunResult
 from .common import SMS, Outcome, SimulatedMachine
+from .gather import GatherScenario, gather_cases, run_gather
 
 
 @dataclass(frozen=True)
@@ -29,8 +30,10 @@ class CacheWriteScenario:
     threads: int = plan.THREADS
 
 
-def cache_write_cases(spec: CacheWriteSpec, thorough: bool = False) -> list[CacheWriteScenario]:
+def cache_write_cases(spec: CacheWriteSpec, thorough: bool = False) -> list[CacheWriteScenario] | list[GatherScenario]:
     """Return problems that a kernel can run."""
+    if spec.gather:
+        return gather_cases()
     base = CacheWriteCase(spec.dtype, spec.cache)
     if spec.cache == "nvfp4":
         base = replace(base, page_size=8)
@@ -114,7 +117,12 @@ def plans() -> list[CacheWriteCase]:
     return [replace(base, **change) for change in changes]
 
 
-def run_cache_write(spec: CacheWriteSpec | None, case: CacheWriteScenario, arch: str, **how: Any) -> Outcome:
+def run_cache_write(
+    spec: CacheWriteSpec | None, case: CacheWriteScenario | GatherScenario, arch: str, **how: Any
+) -> Outcome:
+    if isinstance(case, GatherScenario):
+        assert spec is not None
+        return run_gather(spec, case, arch, **how)
     results, digest, error, seconds = RunResult(), hashlib.sha256(), 0.0, 0.0
     launches: list[RunResult] = []
     simulated = SimulatedMachine(arch, launches, SMS, spec, how)
