@@ -73,7 +73,8 @@ class CacheWriteArgs(NamedTuple):
     tables_out: Any = None  # as tables; written
 
 
-# gather: Q and K of an attention call are rotated, without a norm or V; any position, also a negative one.
+# gather: Q and K of an attention call are rotated, without a norm or V, at any position, also a negative one. Addresses
+# and strides of q, q_out, k and k_cache are multiples of 16 bytes, Dk is a multiple of 16, and all of it is rotated.
 #
 # Q goes to q_out, whose row i is at position keys - (end - i) of its request, which has the rows cu_seqlens[b] to end =
 # cu_seqlens[b + 1]; a row of no request is at position 0.

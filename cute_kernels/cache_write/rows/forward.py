@@ -51,6 +51,10 @@ def fake_args(spec) -> dict[str, Any]:
         for kind, rank, names in tensors
         for name in names.split()
     }
+    if spec.gather:  # vectors need no other path: attention kernels refuse these tensors too
+        for name in ("q", "k", "q_out", "k_cache"):
+            rank = 4 if name == "k_cache" else 3
+            found[name] = abi.tensor(dtype, (None,) * rank, align=16, stride_divisibility=8)
     found["rope_table"] = abi.tensor(Float32, (None, None), align=16, stride_divisibility=4)
     found |= dict.fromkeys(("k_scale", "v_scale", "q_scale", "norm_eps", "norm_offset"), Float32(1.0))
     return {name: found.get(name, Int32(0)) for name in fields(spec)}

@@ -9,6 +9,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, Uint32
 
+from ...device import copy, warp
 from ...device.clamp import clamp
 from .. import memory, places, rotate, store
 from ..args import ANGLES
@@ -143,15 +144,18 @@ def rows_of(a, g) -> HeadRows:
     return HeadRows(source, 2 * source_stride, target, 2 * target_stride, heads, position)
 
 
+def vector_at(address):
+    """Return a vector of 8 elements as words: all rows are aligned, as attention kernels need them."""
+    return memory.view(address, Uint32, 4, 16)
+
+
 @cute.jit
 def load_row(g, rows: HeadRows, head: Int32, dim: Int32, words: cute.Tensor):
-    """Load a lane's two vectors of a row as words (4, 2); elements past the row are 0."""
+    """Load a lane's two vectors of a row as words (4, 2), unless they are past the row or the last head."""
     for half in cutlass.range_constexpr(2):
         first = (g.lane + half * g.lanes) * rotate.HALF
         if head < rows.heads and first < dim:
-            memory.load(rows.source + head * rows.source_stride + first * 2, words[None, half], dim - first, 2)
-        else:
-            words[None, half].fill(0)
+            copy.vector(vector_at(rows.source + head * rows.source_stride + 2 * first), words[None, half])
 
 
 # The loop over the heads of a token: one iteration per row of the group.
@@ -164,7 +168,8 @@ def gather_rows(spec: cutlass.Constexpr, a, g):
     """Rotate and write the group's rows of Q or K."""
     a, dim = a._replace(rope=ANGLES), a.q.shape[2]
     values, cos, sin = (cute.make_rmem_tensor((rotate.HALF, 2), Float32) for _ in range(3))
-    words = cute.make_rmem_tensor((4, 2), Uint32)
+    words, packed = cute.make_rmem_tensor((4, 2), Uint32), cute.make_rmem_tensor(4, Uint32)
+    words.fill(0)
     rows, head = rows_of(a, g), g.own
     load_row(g, rows, head, dim, words)
     if head < rows.heads:
@@ -178,5 +183,8 @@ def gather_rows(spec: cutlass.Constexpr, a, g):
         for half in cutlass.range_constexpr(2):
             first = (g.lane + half * g.lanes) * rotate.HALF
             if first < dim:
-                store.store_16bit(spec.dtype, target, first, dim, values[None, half])
+                for i in cutlass.range_constexpr(4):
+                    pair = values[2 * i, half], values[2 * i + 1, half]
+                    packed[i] = warp.pack_16bit(store.TYPES[spec.dtype], *pair)
+                copy.vector(packed, vector_at(target + 2 * first))
         head += a.k_groups
