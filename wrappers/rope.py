@@ -25,7 +25,7 @@ from cute_kernels.cache_write.rows import MAX_TRANSFORMED, ROTATED
 
 from .cache_write.api import RotaryEmbedding, rope_table
 from .cache_write.call import PAGES, ROWS, CacheWriteCall, QueryTransform
-from .cache_write.checks import FP8, ROPE, ROPE_CACHED, ROPE_FP8, ROPE_FP8_PAGED
+from .cache_write.checks import FP8, ROPE, ROPE_CACHED, ROPE_FP8, ROPE_FP8_PAGED, WIDE
 from .cache_write.op import serve
 from .cache_write.parts import Operands, joined, serve_parts, without_v
 from .checks import (
@@ -379,13 +379,16 @@ def _divisor(name: str, scale: Any) -> float:
     return 1.0 / scale
 
 
-def _split(
-    rope_name: str, rope: Any, nope_name: str, nope: Any, ndim: int
-) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
-    """Return both parts of Q or K as (N, heads, ...); a part that is None has no elements. ndim: 2 if there are no
-    heads."""
-    check_strided(rope_name, rope, ndim)
-    nope = rope[..., :0] if nope is None else check_strided(nope_name, nope, ndim)
+def _split(side: str, rope: Any, nope: Any, ndim: int) -> Pair:
+    """Return both parts of Q or K as (N, heads, ...); a part that is None has no elements. side: "q" or "k". ndim: 2 if
+    there are no heads."""
+    name, owner = f"{side}_nope", f"that of {side}_rope"
+    check_operand(f"{side}_rope", rope, ndim, WIDE, None)
+    if nope is None:
+        nope = rope[..., :0]
+    else:
+        check_operand(name, nope, ndim, (rope.dtype,), rope.device, owner)
+        check_shape(name, nope, (*rope.shape[:-1], nope.shape[-1]), f"rows and heads of {side}_rope")
     return (rope, nope) if ndim == 3 else (rope.unsqueeze(1), nope.unsqueeze(1))
 
 
@@ -401,7 +404,7 @@ class Parts(NamedTuple):
 def _parts(q_rope: Any, k_rope: Any, q_nope: Any, k_nope: Any, table: Any) -> Parts:
     """Return the parts of Q and K, after a check of their ranks and last dimensions."""
     ndim = 2 if isinstance(k_rope, torch.Tensor) and k_rope.ndim == 2 else 3
-    parts = Parts(*_split("q_rope", q_rope, "q_nope", q_nope, 3), *_split("k_rope", k_rope, "k_nope", k_nope, ndim))
+    parts = Parts(*_split("q", q_rope, q_nope, 3), *_split("k", k_rope, k_nope, ndim))
     rotated, rest = parts.q.shape[2], parts.q_nope.shape[2]
     for name, dim in (("q_rope", rotated), ("q_nope", rest)):
         _served(name, dim)

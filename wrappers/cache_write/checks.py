@@ -134,7 +134,8 @@ def validate(call: CacheWriteCall) -> None:
         owner = f"that of {name_of(call, 'k')}"
         check_scale(name, getattr(call, f"{side}_scale"), tensor, device, call.k.shape[1], owner, True)
     given = {name: t for name, t in outputs.items() if t is not None}
-    refuse_grad({name: t for name, t in (inputs | given).items() if t is not None})
+    refuse_grad({name: t for name, t in inputs.items() if t is not None})
+    refuse_grad(given)
     if not any(map(traced, given.values())):
         check_apart(given, inputs)
 
