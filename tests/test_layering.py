@@ -37,6 +37,11 @@ UPSTREAM = {
     "wrappers/prefill/paged.py": {"__init__", "plan", "run", "forward"},
     "wrappers/prefill/ragged.py": {"__init__", "plan", "run", "forward"},
     "wrappers/prefill/single.py": {"single_prefill_with_kv_cache"},
+    "wrappers/rope.py": {
+        *(f"apply_llama31_rope{form}{inplace}" for form in ("", "_pos_ids") for inplace in ("", "_inplace")),
+        "rope_quantize_fp8",
+        "rope_quantize_fp8_append_paged_kv_cache",
+    },
     "wrappers/topk/api.py": {"top_k_page_table_transform"},
 }
 

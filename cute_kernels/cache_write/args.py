@@ -13,13 +13,13 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 SLOTS, PAGES, ROWS = range(3)  # meaning of `places`
-INTERLEAVED, ANGLES = 1, 2  # bits of `rope`
+INTERLEAVED, ANGLES, FROM_FIRST = 1, 2, 4  # bits of `rope`
 
 
 class CacheWriteArgs(NamedTuple):
     """The arguments of a launch."""
 
-    k: Any  # (N, H, Dk)              spec.dtype; any strides, last 1
+    k: Any  # (N, H, Dk)              spec.dtype; any strides, last 1; ROWS with transform: may be k_cache[0]
     v: Any  # (N, H | 0, Dv)          no heads: only K is written
     k_cache: Any  # (pages, P, H, Dk) spec.cache, nvfp4: packed e2m1 (uint8, half the width); any strides, last 1;
     #                                 or (pages, H, P, Dk), see `nhd`
@@ -37,7 +37,8 @@ class CacheWriteArgs(NamedTuple):
     kv_indices: Any  # (M | 0,)       PAGES: pages of all requests, one after another, with
     kv_indptr: Any  # (B + 1 | 0,)    PAGES: first entry of each request in kv_indices
     cu_seqlens: Any  # (B + 1 | 0,)   first token of each request
-    kv_lens: Any  # (B | 0,)          keys of each request, including these tokens, which are its last
+    kv_lens: Any  # (B | 0,)          keys of each request, including these tokens, which are its last; or, see `rope`,
+    #                                 the position of its first token
     lanes_log2: Any  # Int32          log2 of the lanes per row: 1 to 5
     k_groups: Any  # Int32            groups of lanes that share the rows of K (and Q) of a token
     v_groups: Any  # Int32            groups of lanes that share the rows of V of a token
@@ -58,8 +59,9 @@ class CacheWriteArgs(NamedTuple):
     rope_table: Any = None  # (L | 0, R)  fp32, aligned to 16 bytes, row stride a multiple of 4, last 1, R a multiple of
     #                                 16: cosines, then sines of R / 2 pairs at each position. ANGLES: one row, the
     #                                 turns per position, rounded to fp32, then what was rounded away
-    rope: Any = None  # Int32         bits INTERLEAVED: pairs are neighbours, not halves; ANGLES: see rope_table
-    rope_positions: Any = None  # (N | 0,)  position in rope_table; absent: that of PAGES
+    rope: Any = None  # Int32         bits INTERLEAVED: pairs are neighbours, not halves; ANGLES: see rope_table;
+    #                                 FROM_FIRST: kv_lens holds the position of the first token of each request
+    rope_positions: Any = None  # (N | 0,)  position in rope_table; absent: that in the request
     q_weight: Any = None  # (Hq Dk | Dk | 0,)  spec.dtype: weights of the RMS norm of Q, per head or for all
     k_weight: Any = None  # (H Dk | Dk | 0,)
     norm_eps: Any = None  # Float32

@@ -5,11 +5,11 @@ from typing import NamedTuple
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Int32
+from cutlass import Int32, const_expr
 
 from ..device.clamp import clamp
 from ..device.divisor import divide
-from .args import ANGLES, INDICES, PAGES, SLOTS
+from .args import ANGLES, FROM_FIRST, INDICES, PAGES, SLOTS
 
 MOST = 0x7FFFFFFF  # the largest value of an index
 
@@ -48,12 +48,13 @@ def element(values: cute.Tensor, i: Int32, words: Int32):
 
 @cute.jit
 def position_of(a, token: Int32) -> TokenPosition:
-    """Return the request and the position of a token: as given, or from the offsets and lengths of the requests."""
+    """Return the request and the position of a token: as given, or from the offsets of the requests and either their
+    lengths or the positions of their first tokens."""
     request, position = Int32(-1), Int32(-1)
     if a.batch_indices.shape[0] > 0:
         request = element(a.batch_indices, token, wide(a, "batch_indices"))
         position = element(a.positions, token, wide(a, "positions"))
-    elif a.cu_seqlens.shape[0] > 0:
+    elif (a.cu_seqlens.shape[0] >> wide(a, "cu_seqlens")) > 1:
         # the last request that begins at or before the token
         words = wide(a, "cu_seqlens")
         low, high = Int32(0), (a.cu_seqlens.shape[0] >> words) - 1
@@ -63,9 +64,14 @@ def position_of(a, token: Int32) -> TokenPosition:
                 low = middle
             else:
                 high = middle
-        left = element(a.cu_seqlens, low + 1, words) - token
-        if left > 0 and token >= element(a.cu_seqlens, low, words):
-            request, position = low, element(a.kv_lens, low, wide(a, "kv_lens")) - left
+        first, left = element(a.cu_seqlens, low, words), element(a.cu_seqlens, low + 1, words) - token
+        if left > 0 and token >= first:
+            given = element(a.kv_lens, low, wide(a, "kv_lens"))
+            request, position = low, given - left
+            if const_expr(a.rope is not None):
+                if (a.rope & FROM_FIRST) != 0:
+                    # a sum past 2^31 - 1 is negative, and so names no row
+                    position = given + (token - first) if given >= 0 else Int32(-1)
     return TokenPosition(request, position)
 
 

@@ -19,7 +19,7 @@ from ..checks import (
 from ..fp4 import BLOCK, SCALE_TYPES
 from ..plain import refuse_grad, traced
 from ..scalars import check_scale, on_host
-from .call import PAGES, SLOTS, CacheWriteCall, QueryTransform
+from .call import PAGES, ROWS, SLOTS, CacheWriteCall, QueryTransform
 
 OFFSETS = (torch.int32, torch.int64)
 WIDE = (torch.float16, torch.bfloat16)
@@ -45,7 +45,40 @@ _QKV = {
     "k_weight": "norm.k_weight", "norm_eps": "norm.eps", "norm_offset": "norm.offset", "rope_table": "rope.table",
     "v_sf_interleaved": "cache.v_sf_interleaved",
 }  # fmt: skip
-NAMES: dict[str, dict[str, str]] = {**dict.fromkeys((APPEND, NVFP4_APPEND, NVFP4_SLOTS), _APPENDED), QKV: _QKV}
+ROPE, ROPE_CACHED = "apply_rope", "apply_rope_with_cos_sin_cache"  # and all that differ from these in a suffix
+ROPE_FP8, ROPE_FP8_PAGED = "rope_quantize_fp8", "rope_quantize_fp8_append_paged_kv_cache"
+NOPE = ", not rotated"  # a second call of the functions that quantise
+_ROPE = {
+    "v": "k", "k_cache": "k", "v_cache": "k", "q_out": "q", "rope_positions": "pos_ids", "cu_seqlens": "indptr",
+    "kv_lens": "offsets",
+}  # fmt: skip
+_ROPE_CACHED = {
+    "q": "query", "q_out": "query", **dict.fromkeys(("k", "v", "k_cache", "v_cache"), "key"),
+    "rope_positions": "positions", "rope_table": "cos_sin_cache",
+}  # fmt: skip
+_SCALES = {"k_scale": "quant_scale_kv", "v_scale": "quant_scale_kv", "q_scale": "quant_scale_q"}
+_ANGLES = {"rope_positions": "pos_ids", "rope_table": "cos_sin_cache"}
+
+
+def _part_names(part: str, paged: bool) -> dict[str, str]:
+    """Return the names of a function that quantises, in a call of the parts "rope" or "nope"."""
+    k, caches = f"k_{part}", dict.fromkeys(("k_cache", "v_cache"), f"k_{part}_out")
+    if paged:
+        caches = {"k_cache": "paged_kv_cache (K)", "v_cache": "paged_kv_cache (V)"}
+    v = "v" if paged and part == "rope" else k
+    return {**_SCALES, **_ANGLES, **caches, "k": k, "v": v, "q": f"q_{part}", "q_out": f"q_{part}_out"}
+
+
+NAMES: dict[str, dict[str, str]] = {
+    **dict.fromkeys((APPEND, NVFP4_APPEND, NVFP4_SLOTS), _APPENDED),
+    QKV: _QKV,
+    ROPE: _ROPE,
+    ROPE_CACHED: _ROPE_CACHED,
+    ROPE_FP8: _part_names("rope", False),
+    ROPE_FP8 + NOPE: _part_names("nope", False),
+    ROPE_FP8_PAGED: _part_names("rope", True),
+    ROPE_FP8_PAGED + NOPE: _part_names("nope", True),
+}
 OUTPUTS = ("k_cache", "v_cache", "k_sf", "v_sf")
 LISTS = (
     "batch_indices",
@@ -57,6 +90,7 @@ LISTS = (
     "cu_seqlens",
     "kv_lens",
 )
+LAST_PAGES = (APPEND, NVFP4_APPEND)  # take kv_last_page_len
 INPUTS = ("k", "v", "slots", *LISTS, "k_scale_ptr", "v_scale_ptr")
 
 
@@ -83,32 +117,40 @@ def validate(call: CacheWriteCall) -> None:
     rows(call)
     caches(call)
     places(call)
-    outputs = {name_of(call, field): getattr(call, field) for field in OUTPUTS}
-    inputs = {name_of(call, field): getattr(call, field) for field in INPUTS}
+    outputs = {name_of(call, field): getattr(call, field) for field in fields_of(call, OUTPUTS)}
+    inputs = {name_of(call, field): getattr(call, field) for field in fields_of(call, INPUTS)}
     if call.transform is not None:
         transforms(call, call.transform)
         t = call.transform
         outputs[name_of(call, "q_out")] = t.q_out
         inputs |= {name_of(call, field): getattr(t, field) for field in TENSORS}
-        if in_place(t):
-            del inputs["q"]
+        if in_place(t.q, t.q_out):
+            del inputs[name_of(call, "q")]
+        if call.places == ROWS and in_place(call.k, call.k_cache[0]):
+            del inputs[name_of(call, "k")]
     for side in ("k", "v") if converts(call) else ():
         name, tensor = name_of(call, f"{side}_scale"), getattr(call, f"{side}_scale_ptr")
         device = None if tensor is not None and on_host(tensor) else call.k.device
         owner = f"that of {name_of(call, 'k')}"
         check_scale(name, getattr(call, f"{side}_scale"), tensor, device, call.k.shape[1], owner, True)
     given = {name: t for name, t in outputs.items() if t is not None}
-    refuse_grad({name: t for name, t in (inputs | given).items() if t is not None})
+    refuse_grad({name: t for name, t in inputs.items() if t is not None})
+    refuse_grad(given)
     if not any(map(traced, given.values())):
         check_apart(given, inputs)
 
 
-def in_place(t: QueryTransform) -> bool:
-    """Return whether the output of Q is Q."""
-    if t.q is None or t.q_out is t.q or traced(t.q) or traced(t.q_out):
-        return t.q_out is t.q
-    same = t.q.dtype == t.q_out.dtype and t.q.shape == t.q_out.shape and t.q.stride() == t.q_out.stride()
-    return same and t.q.data_ptr() == t.q_out.data_ptr()
+def fields_of(call: CacheWriteCall, fields: tuple[str, ...]) -> tuple[str, ...]:
+    """Return the fields without those of V if no rows of V are written; their names may be those of K."""
+    return fields if call.v.shape[1] else tuple(field for field in fields if field[0] != "v")
+
+
+def in_place(x: Any, out: Any) -> bool:
+    """Return whether the output of Q or K is the tensor itself: each row is read before it is written."""
+    if x is None or out is x or traced(x) or traced(out):
+        return out is x
+    same = x.dtype == out.dtype and x.shape == out.shape and x.stride() == out.stride()
+    return same and x.data_ptr() == out.data_ptr()
 
 
 def rows(call: CacheWriteCall) -> None:
@@ -144,7 +186,7 @@ def _pair(call: CacheWriteCall, fields: tuple[str, str], dtypes: Any) -> None:
     pair = name_of(call, fields[0]).removesuffix(" (K)")
     if first.dtype != second.dtype and dtypes is not SCALE_TYPES:
         raise TypeError(f"{pair}: K is {first.dtype} and V {second.dtype}, must be the same")
-    if first.shape[1:3] != second.shape[1:3]:
+    if call.v.shape[1] and first.shape[1:3] != second.shape[1:3]:
         shapes = [_as_nhd(call, t) for t in (first, second)]
         raise ValueError(f"{pair}: K {shapes[0]} and V {shapes[1]} may differ in the first and last dimension only")
 
@@ -193,12 +235,14 @@ def places(call: CacheWriteCall) -> None:
                 raise ValueError(f"{name}: {count} rows, must be at least the {slots} of {name_of(call, 'slots')}")
         return
     if call.places != PAGES:
+        if call.cu_seqlens is not None:
+            _requests(call, owner)
         return
     table = call.function == QKV and call.kv_indptr is None
     needed = ["batch_indices", "positions", "kv_indices", "kv_indptr"]
     if table:
         needed = ["page_table", "cu_seqlens", "kv_lens"]
-    needed += [] if call.function == QKV else ["kv_last_page_len"]
+    needed += ["kv_last_page_len"] if call.function in LAST_PAGES else []
     for field in needed:
         ndim = 2 if table and field == "page_table" else 1
         check_operand(name_of(call, field), getattr(call, field), ndim, OFFSETS, call.k.device, owner)
@@ -213,9 +257,19 @@ def places(call: CacheWriteCall) -> None:
     name = name_of(call, "kv_indptr")
     if not call.kv_indptr.shape[0]:
         raise ValueError(f"{name}: shape (0,), must have at least 1 element")
-    if call.function != QKV:
+    if call.function in LAST_PAGES:
         batch = call.kv_indptr.shape[0] - 1
         check_shape("kv_last_page_len", call.kv_last_page_len, (batch,), f"requests, one less than {name}")
+
+
+def _requests(call: CacheWriteCall, owner: str) -> None:
+    """Check the first token of each request and its position."""
+    names = [name_of(call, field) for field in ("cu_seqlens", "kv_lens")]
+    for name, t in zip(names, (call.cu_seqlens, call.kv_lens)):
+        check_operand(name, t, 1, OFFSETS, call.k.device, owner)
+    if not call.cu_seqlens.shape[0]:
+        raise ValueError(f"{names[0]}: shape (0,), must have at least 1 element")
+    check_shape(names[1], call.kv_lens, (call.cu_seqlens.shape[0] - 1,), f"requests, one less than {names[0]}")
 
 
 TENSORS = ("q", "rope_table", "rope_positions", "q_weight", "k_weight", "q_scale_ptr")
@@ -224,19 +278,20 @@ TENSORS = ("q", "rope_table", "rope_positions", "q_weight", "k_weight", "q_scale
 def transforms(call: CacheWriteCall, t: QueryTransform) -> None:
     """Check Q, its output, the weights of norms and the rotary embedding."""
     tokens, heads, dim = call.k.shape
+    q, k = name_of(call, "q"), name_of(call, "k")
     if dim > MAX_TRANSFORMED:
-        raise ValueError(f"k: head_dim {dim}, must be at most {MAX_TRANSFORMED}")
-    device, owner = call.k.device, "that of k"
+        raise ValueError(f"{k}: head_dim {dim}, must be at most {MAX_TRANSFORMED}")
+    device, owner = call.k.device, f"that of {k}"
     queries = 0
     if t.q is not None:
-        check_operand("q", t.q, 3, (call.k.dtype,), device, owner)
+        check_operand(q, t.q, 3, (call.k.dtype,), device, owner)
         queries = t.q.shape[1]
-        check_shape("q", t.q, (tokens, queries, dim), "rows and head_dim of k")
+        check_shape(q, t.q, (tokens, queries, dim), f"rows and head_dim of {k}")
         wide = call.k_cache.dtype == call.k.dtype  # no kernel for 16-bit caches has an 8-bit Q
         fp8 = call.k_cache.dtype if call.k_cache.dtype in FP8 else FP8[0]
         name = name_of(call, "q_out")
         check_operand(name, t.q_out, 3, (t.q.dtype,) if wide else (t.q.dtype, fp8), device, owner)
-        check_shape(name, t.q_out, tuple(t.q.shape), "the shape of q")
+        check_shape(name, t.q_out, tuple(t.q.shape), f"the shape of {q}")
         check_scale(name_of(call, "q_scale"), t.q_scale, t.q_scale_ptr, device, queries, owner, True)
     for field, count in (("q_weight", queries), ("k_weight", heads)):
         weight, name = getattr(t, field), name_of(call, field)
@@ -261,8 +316,8 @@ def transforms(call: CacheWriteCall, t: QueryTransform) -> None:
     name = name_of(call, "rope_positions")
     if t.rope_positions is not None:
         check_operand(name, t.rope_positions, 1, OFFSETS, device, owner)
-        check_shape(name, t.rope_positions, (tokens,), "rows of k")
-    elif call.places != PAGES:
+        check_shape(name, t.rope_positions, (tokens,), f"rows of {k}")
+    elif call.places != PAGES and call.cu_seqlens is None:
         kind = "turns" if t.rope & ANGLES else "cosines and sines"
         raise ValueError(f"{name}: None, required to rotate by {kind}, unless places are pages of requests")
 

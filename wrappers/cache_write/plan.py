@@ -48,6 +48,8 @@ class CacheWritePlan:
     k_cache_bytes: int
     v_cache_bytes: int
     apart: int  # bytes from K's cache to V's in the call that was validated
+    k_apart: int  # from K's cache to K
+    q_apart: int  # from K's cache to the output of Q
 
 
 def run(call: CacheWriteCall) -> None:
@@ -100,7 +102,7 @@ def run(call: CacheWriteCall) -> None:
     try:
         at_k, at_v, at_k_cache, at_v_cache = k.data_ptr(), v.data_ptr(), k_cache.data_ptr(), v_cache.data_ptr()
         apart = at_v_cache - at_k_cache
-        if (-plan.k_bytes < at_k - at_k_cache < plan.k_cache_bytes
+        if (-plan.k_bytes < at_k - at_k_cache < plan.k_cache_bytes and at_k - at_k_cache != plan.k_apart
                 or -plan.v_bytes < at_v - at_v_cache < plan.v_cache_bytes
                 or -plan.v_cache_bytes < apart < plan.k_cache_bytes and apart != plan.apart):  # fmt: skip
             validate(call)  # rare: memory may be shared
@@ -119,6 +121,8 @@ def run(call: CacheWriteCall) -> None:
                 flat[_KV_INDICES], flat[_KV_INDPTR] = kv_indices, kv_indptr
             else:
                 flat[_PAGE_TABLE], flat[_CU_SEQLENS], flat[_KV_LENS] = page_table, cu_seqlens, kv_lens
+        elif cu_seqlens is not None:
+            flat[_CU_SEQLENS], flat[_KV_LENS] = words(cu_seqlens), words(kv_lens)
         if at.k_scale is not None:
             flat[at.k_scale], flat[at.v_scale] = k_scale, v_scale
             if k_scale_ptr is not None:
@@ -132,7 +136,7 @@ def run(call: CacheWriteCall) -> None:
                 at_out, near = t.q_out.data_ptr(), plan.q_bytes
                 ahead = at_out - t.q.data_ptr()
                 if (-near < ahead < near and (ahead != 0 or not plan.in_place)
-                        or -near < at_out - at_k_cache < plan.k_cache_bytes
+                        or -near < at_out - at_k_cache < plan.k_cache_bytes and at_out - at_k_cache != plan.q_apart
                         or -near < at_out - at_v_cache < plan.v_cache_bytes):  # fmt: skip
                     validate(call)
             put_transform(flat, plan, t)
@@ -270,4 +274,6 @@ def plan_for(call: CacheWriteCall, device_info: tuple[str, int] | None) -> Cache
         k_cache_bytes=overlap.reach(call.k_cache),
         v_cache_bytes=overlap.reach(call.v_cache),
         apart=call.v_cache.data_ptr() - call.k_cache.data_ptr(),
+        k_apart=k.data_ptr() - call.k_cache.data_ptr(),
+        q_apart=0 if t.q_out is None else t.q_out.data_ptr() - call.k_cache.data_ptr(),
     )

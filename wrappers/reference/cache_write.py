@@ -5,7 +5,16 @@ from typing import Any
 
 import torch
 
-from cute_kernels.cache_write.args import ANGLES, INDICES, INTERLEAVED, PAGES, SLOTS, CacheWriteArgs, pack
+from cute_kernels.cache_write.args import (
+    ANGLES,
+    FROM_FIRST,
+    INDICES,
+    INTERLEAVED,
+    PAGES,
+    SLOTS,
+    CacheWriteArgs,
+    pack,
+)
 from cute_kernels.cache_write.spec import CacheWriteSpec
 
 from .. import fp4
@@ -23,7 +32,7 @@ def write_rows(spec: CacheWriteSpec, *flat: Any) -> None:
     if a.nhd:  # as (pages, H, P, D) from here on
         views = {name: getattr(a, name) for name in ("k_cache", "v_cache", "k_sf", "v_sf")}
         a = a._replace(**{name: t.transpose(1, 2) for name, t in views.items() if t is not None})
-    positions = request, position = token_positions(a)
+    positions = request, position = token_positions(spec, a)
     places = page, row = token_places(a, *positions)
     written = (page >= 0) & (page < min(len(a.k_cache), len(a.v_cache)))
     rotated = torch.ones_like(written)
@@ -52,19 +61,23 @@ def index(a: CacheWriteArgs, name: str) -> torch.Tensor:
     return values.clamp(-1, MOST)
 
 
-def token_positions(a: CacheWriteArgs) -> tuple[torch.Tensor, torch.Tensor]:
+def token_positions(spec: CacheWriteSpec, a: CacheWriteArgs) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the request and the position of each token, -1 for none."""
     tokens = torch.arange(len(a.k), device=a.k.device)
     none = torch.full_like(tokens, -1)
     if len(a.batch_indices):
         return index(a, "batch_indices"), index(a, "positions")
-    if not len(a.cu_seqlens):
-        return none, none
     starts, lens = index(a, "cu_seqlens"), index(a, "kv_lens")
+    if len(starts) < 2:
+        return none, none
     request = (torch.searchsorted(starts[1:].contiguous(), tokens, right=True)).clamp(max=len(lens) - 1)
     left = starts[1:][request] - tokens
     inside = (left > 0) & (tokens >= starts[request])
-    return torch.where(inside, request, -1), torch.where(inside, lens[request] - left, -1)
+    position = lens[request] - left
+    if spec.transform and a.rope & FROM_FIRST:
+        position = lens[request] + tokens - starts[request]
+        position = position.where((lens[request] >= 0) & (position <= MOST), -1)
+    return torch.where(inside, request, -1), torch.where(inside, position, -1)
 
 
 def token_places(a: CacheWriteArgs, request: torch.Tensor, position: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

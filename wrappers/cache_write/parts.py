@@ -1,0 +1,66 @@
+"""Write rows of Q and K that are given in two parts, one that is rotated and one that is not."""
+
+from typing import NamedTuple
+
+import torch
+
+from cute_kernels.cache_write.rows import MAX_TRANSFORMED
+
+from ..plain import traced
+from .call import CacheWriteCall
+from .checks import NOPE, validate
+from .op import serve
+
+
+def without_v(call: CacheWriteCall) -> CacheWriteCall:
+    """Return the call with a V and a cache of V that have no heads."""
+    cache = call.k_cache[:, :, :0] if call.nhd else call.k_cache[:, :0]
+    return call._replace(v=call.k[:, :0], v_cache=cache)
+
+
+class Operands(NamedTuple):
+    """One part of the rows of Q and K, rotated or not, and where it is written."""
+
+    q: torch.Tensor  # (N, Hq, M)
+    q_out: torch.Tensor
+    k: torch.Tensor  # (N, H, M)
+    k_cache: torch.Tensor  # (pages, P, H, M) or (pages, H, P, M)
+
+
+def joined(rope: torch.Tensor, nope: torch.Tensor) -> torch.Tensor | None:
+    """Return (..., R + M): the rows of (..., R) and (..., M) as one tensor, if each row of the second lies behind that
+    of the first; else None."""
+    if traced(rope) or rope.shape[:-1] != nope.shape[:-1] or rope.stride() != nope.stride() or rope.stride(-1) != 1:
+        return None
+    if rope.dtype != nope.dtype or rope.device != nope.device or rope.requires_grad != nope.requires_grad:
+        return None
+    same = rope.untyped_storage().data_ptr() == nope.untyped_storage().data_ptr()
+    if not same or nope.data_ptr() - rope.data_ptr() != rope.shape[-1] * rope.element_size():
+        return None
+    return rope.as_strided((*rope.shape[:-1], rope.shape[-1] + nope.shape[-1]), rope.stride())
+
+
+def serve_parts(call: CacheWriteCall, rope: Operands, nope: Operands | None) -> None:
+    """Rotate and write the parts `rope` of all rows, and write the parts `nope`: in one launch if they lie behind each
+    other in every operand, else in two. call: everything but the operands; V is written with the rotated parts."""
+    whole = rope
+    if nope is not None and rope.q.shape[2] + nope.q.shape[2] <= MAX_TRANSFORMED:
+        found = [joined(*parts) for parts in zip(rope, nope)]
+        if all(t is not None for t in found):
+            whole, nope = Operands(*found), None  # type: ignore[arg-type]
+    first = _of(call, whole)
+    if nope is None:
+        serve(first)
+        return
+    rest = call.transform._replace(rope_table=None, rope=0, rope_positions=None)  # type: ignore[union-attr]
+    second = _of(call._replace(function=call.function + NOPE, v=None, transform=rest), nope)
+    validate(second)  # before the first is written
+    serve(first)
+    serve(second)
+
+
+def _of(call: CacheWriteCall, part: Operands) -> CacheWriteCall:
+    """Return the call with its operands."""
+    transform = call.transform._replace(q=part.q, q_out=part.q_out)  # type: ignore[union-attr]
+    call = call._replace(k=part.k, k_cache=part.k_cache, transform=transform)
+    return without_v(call) if call.v is None else call
