@@ -2,7 +2,7 @@
 
 import torch
 
-from cute_kernels.cache_write.args import ANGLES, INDICES, PAGES, ROWS, SLOTS, fields
+from cute_kernels.cache_write.args import ANGLES, FROM_FIRST, INDICES, PAGES, ROWS, SLOTS, fields
 from tests.fake_machine import promised
 from wrappers import reference
 
@@ -10,7 +10,8 @@ DTYPES = {
     "bf16": torch.bfloat16, "fp16": torch.float16, "e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2,
     "uint8": torch.uint8, "nvfp4": torch.uint8,
 }  # fmt: skip
-ROWS_OF = {"k": 3, "v": 3, "q": 3, "q_out": 3, "q_weight": 1, "k_weight": 1}  # of the rows' dtype -> rank
+ROWS_OF = {"k": 3, "v": 3, "q": 3, "q_out": 3, "q_weight": 1, "k_weight": 1,
+           "rope_cos": 2, "rope_sin": 2}  # fmt: skip  # of the rows' dtype -> rank
 CACHES = {"k_cache": 4, "v_cache": 4}
 SCALES = {"k_scale_ptr": 1, "v_scale_ptr": 1, "q_scale_ptr": 1, "rope_table": 2}
 FACTORS = {"k_sf": 4, "v_sf": 4}
@@ -22,7 +23,9 @@ def emulate(spec, launches):
     fp8 = DTYPES["e5m2" if spec.cache == "e5m2" else "e4m3"]
     tensors = [(ROWS_OF, DTYPES[spec.dtype]), (CACHES, DTYPES[spec.cache]), (SCALES, torch.float32)]
     tensors += [(FACTORS, torch.uint8), ({"q_fp8": 3}, fp8)]
-    tensors += [(dict.fromkeys(INDICES, 1) | {"page_table": 2, "tables": 3, "tables_out": 3}, torch.int32)]
+    tensors += [
+        (dict.fromkeys(INDICES, 1) | {"page_table": 2, "tables": 3, "tables_out": 3, "kv_lens_out": 1}, torch.int32)
+    ]
     known = {name: (rank, dtype) for ranks, dtype in tensors for name, rank in ranks.items()}
 
     def kernel(*flat):
@@ -64,6 +67,12 @@ def check_promises(spec, a):
     tokens = len(a["slots"]) // (1 + (a["wide"] & 1)) if a["places"] == SLOTS else len(k)
     promised(a.get("scales_multiply", 0) in (0, 1))
     promised(min(len(k), len(v) if v.shape[1] else len(k)) >= min(tokens, len(k)))
+    if len(a.get("kv_lens_out", ())):
+        promised(a["rope"] & FROM_FIRST and not a["wide"] and len(a["kv_lens_out"]) == len(a["kv_lens"]))
+    if len(a.get("rope_cos", ())):
+        promised(not len(a["rope_table"]) and not a["rope"] & ANGLES and a["rope_cos"].shape == a["rope_sin"].shape)
+        promised(a["rope_table"].shape[1] == 2 * a["rope_cos"].shape[1])
+        promised(all(a[f"rope_{x}"].stride(0) % 4 == a[f"rope_{x}"].data_ptr() % 8 == 0 for x in ("cos", "sin")))
     if a["places"] == PAGES:
         promised(
             (len(a["page_table"]) or len(a["kv_indices"])) and (len(a["batch_indices"]) or len(a["cu_seqlens"]) > 1)

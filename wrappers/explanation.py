@@ -85,12 +85,17 @@ def _ask_last(*arguments: Any) -> NoReturn:
 
 
 def _nothing(*_: Any) -> None:
-    """Replace `append`: write nothing to a cache. Replace `layers.repeat`: find no launch."""
+    """Replace `layers.repeat`: find no launch."""
+
+
+def _unchanged(call: Any, _: Any) -> Any:
+    """Replace `append`: write nothing to a cache."""
+    return call
 
 
 def _asking(function: Any) -> FunctionType:
     """Return a copy of a public function that raises `_Asked` instead of serving its call and appends nothing."""
-    scope = function.__globals__ | {"serve": _ask, "append": _nothing, "repeat": _nothing, "keep": _ask_last}
+    scope = function.__globals__ | {"serve": _ask, "append": _unchanged, "repeat": _nothing, "keep": _ask_last}
     if function in OVER:
         scope[OVER[function].__name__] = _asking(OVER[function])
     asks = FunctionType(function.__code__, scope, function.__name__, function.__defaults__)

@@ -15,25 +15,20 @@ from typing import Any, NamedTuple
 
 import torch
 
-from . import machine
-from .attention import checks, plan
-from .attention import op as attention_op
-from .attention import values as attention_values
+from .attention import checks
 from .attention.call import AttentionCall, SequenceBatch, TableLayout, pair, ragged_sequences, sequences_of
 from .attention.checks import E5M2, HEAD_SCALES, SIGNATURES
 from .attention.op import serve
 from .checks import (
-    check_apart,
     check_flag,
     check_integer,
     check_one_of,
     check_operand,
     check_shape,
     check_strided,
-    checking,
 )
-from .page import append_paged_kv_cache, get_batch_indices_positions
-from .plain import refuse_grad, traced
+from .flash_attn_append import append, new_rows, rotary_of
+from .plain import traced
 from .prefill import values
 from .prefill.ragged import rows_of
 from .scalars import integer, real
@@ -190,7 +185,9 @@ def flash_attn_with_kvcache(
     softcap: float | None = 0.0, s_aux: torch.Tensor | None = None, sinks: torch.Tensor | None = None,
     learnable_sink: torch.Tensor | None = None, q_descale: torch.Tensor | None = None,
     k_descale: torch.Tensor | None = None, v_descale: torch.Tensor | None = None, num_splits: int = 0,
-    out: torch.Tensor | None = None, return_softmax_lse: bool = False, return_lse: bool = False, **others: Any,
+    out: torch.Tensor | None = None, return_softmax_lse: bool = False, return_lse: bool = False,
+    rotary_cos: torch.Tensor | None = None, rotary_sin: torch.Tensor | None = None, rotary_interleaved: bool = True,
+    **others: Any,
 ) -> Any:  # fmt: skip
     """Compute attention over a cache, after appending k and v to it if they are given.
 
@@ -205,8 +202,13 @@ def flash_attn_with_kvcache(
         cache_seqlens: int32 (B,), or one int for all requests: keys in the cache before the call. Without k, q's tokens
             are the last of them. Required with k; else None means all rows.
         k, v: (B, S_new, Hkv, D), or (T_new, Hkv, D) with cu_seqlens_k_new, int32 (B + 1,); of the cache's dtype. They
-            are written to the cache behind cache_seqlens (`append_paged_kv_cache`, torch operations), and q sees them.
-            Rows past a request's pages are not written. cu_seqlens_k_new is ignored without k.
+            are written to the cache behind cache_seqlens, in the launch of one more kernel, and q sees them. Rows past
+            a request's pages are not written, nor is a row before position 0. cu_seqlens_k_new is ignored without k.
+        rotary_cos, rotary_sin: (L, R / 2), of q's dtype, 16 bits, rows aligned to 8 bytes, R a multiple of 16 up to D,
+            L at least the rows of a request's pages. The first R elements of k and q are rotated before k is written,
+            in the same launch: row i of a request by row cache_seqlens + i of these tables. Needs k; and causal, a
+            window or one query per request.
+        rotary_interleaved: whether pairs are neighbours, (2 i, 2 i + 1), instead of (i, i + R / 2).
         max_seqlen_q: only used with cu_seqlens_q; otherwise it is S.
 
     Returns out, with q's shape and Dv for D; or (out, lse), lse fp32 (B, Hq, S) or (Hq, T). Raises as there, before
@@ -237,10 +239,11 @@ def flash_attn_with_kvcache(
     check_operand(name, table, 2, (torch.int32,), q.device)
     lens = _lengths(cache_seqlens, batch, table.shape[1] * keys[0].shape[2], q.device, k is not None, plain)
     new, signature = None, _signature(CACHED, name, "cache_seqlens")
-    if k is not None or v is not None:
+    appends = k is not None or v is not None
+    rotary = rotary_of(rotary_cos, rotary_sin, rotary_interleaved, appends)
+    if appends:
         signature = _signature(CACHED, name, f"cache_seqlens{NEW}")
-        new = _new_rows(k, v, cu_seqlens_k_new, batch, keys, plain)
-        lens = lens + new.counts
+        new = new_rows(k, v, cu_seqlens_k_new, batch, keys, plain)._replace(rotary=rotary)
     flat, flat_out = (q, out) if packed else (q.flatten(0, 1), _flat(out, q, keys[1]))
     given = {"s_aux": s_aux, "sinks": sinks, "learnable_sink": learnable_sink}
     descales = q_descale, k_descale, v_descale
@@ -249,7 +252,7 @@ def flash_attn_with_kvcache(
     requests = sequences_of(table, lens, cu_seqlens_q, plain, LAYOUTS[name])
     call = _attention_call(signature, flat, keys, requests, most, options, return_lse)
     if new is not None:
-        append(call, new)
+        call = append(call, new)
     return _shaped(serve(call), q, out, packed, return_lse)
 
 
@@ -284,42 +287,6 @@ def flash_attn_func(
     requests = sequences_of(table, lens, None, plain, LAYOUTS["k"])
     call = _attention_call(FUNC, q.flatten(0, 1), keys, requests, length, options, return_lse)
     return _shaped(serve(call), q, out, False, return_lse)
-
-
-def append(call: AttentionCall, new: "NewKeyValues") -> None:
-    """Write new keys and values to the pages of a call with lengths that already count them.
-
-    Raises as the call itself would, before anything is written.
-    """
-    if torch.is_grad_enabled():
-        attention_op.refuse_grad(call)
-        refuse_grad({"k": new.k, "v": new.v})
-    plain = not traced(call.q)
-    if plain:
-        checks.validate(call)
-        check_apart({checks.names_of(call)("k"): call.k, checks.names_of(call)("v"): call.v}, {"k": new.k, "v": new.v})
-        here = machine.current
-        known = here.device_info(call.q.device)
-        if known is not None:
-            plan.plan_for(call, *known)
-        if not call.q.is_meta and (known is None or checking() and not here.is_capturing()):
-            attention_values.check(call, positive=known is not None)
-    table, lens = call.requests.page_table[:, 0], call.requests.kv_lens
-    where = get_batch_indices_positions(new.starts, lens, new.k.shape[0])
-    ends = constant(steps, table.device, plain, table.shape[0] + 1, table.shape[1])
-    append_paged_kv_cache(new.k, new.v, *where, (call.k, call.v), table.reshape(-1), ends, lens, "HND")
-
-
-class NewKeyValues(NamedTuple):
-    """Keys and values to append, (N, Hkv, D): request b owns rows starts[b]:starts[b + 1].
-
-    counts: new rows of each request, or one number for all.
-    """
-
-    k: torch.Tensor
-    v: torch.Tensor
-    starts: torch.Tensor
-    counts: int | torch.Tensor
 
 
 def _attention_call(
@@ -468,26 +435,6 @@ def _lengths(given: Any, batch: int, room: int, device: torch.device, required: 
     if count > room:
         raise ValueError(f"cache_seqlens: {count}, must be at most {room}, the rows of a request")
     return constant(filled, device, plain, batch, count)
-
-
-def _new_rows(
-    k: Any, v: Any, starts: Any, batch: int, keys: tuple[torch.Tensor, torch.Tensor], plain: bool
-) -> NewKeyValues:
-    lead: tuple[int, ...] = ()
-    for name, t, cache in (("k", k, keys[0]), ("v", v, keys[1])):
-        check_strided(name, t, 4 if starts is None else 3)
-        lead = lead or ((batch, t.shape[1]) if starts is None else (t.shape[0],))
-        check_shape(name, t, (*lead, cache.shape[1], cache.shape[3]), "new rows, heads and head_dim of the cache")
-        if t.dtype != cache.dtype:
-            raise TypeError(f"{name}: dtype {t.dtype}, must be that of {name}_cache, {cache.dtype}")
-        if t.device != cache.device:
-            raise ValueError(f"{name}: device {t.device}, must be that of {name}_cache, {cache.device}")
-    if starts is None:
-        starts = constant(steps, k.device, plain, batch + 1, lead[1])
-        return NewKeyValues(k.flatten(0, 1), v.flatten(0, 1), starts, lead[1])
-    check_operand("cu_seqlens_k_new", starts, 1, (torch.int32,), k.device, "that of k")
-    check_shape("cu_seqlens_k_new", starts, (batch + 1,), "requests + 1")
-    return NewKeyValues(k, v, starts, starts.diff())
 
 
 def _flat(out: Any, q: torch.Tensor, v: torch.Tensor) -> torch.Tensor | None:

@@ -123,17 +123,22 @@ def place_of(a, token: Int32, at: TokenPosition) -> CachePlace:
     return CachePlace(page, row)
 
 
+def rotation_rows(a):
+    """Return the positions of which a launch has cosines and sines, 0 if it rotates nothing; of ANGLES: 1."""
+    return cutlass.max(a.rope_table.shape[0], a.rope_cos.shape[0])
+
+
 @cute.jit
 def rope_position(a, token: Int32, at: TokenPosition):
     """Return the position at which a token's rows are rotated, or -1 if it is not a row of the table. at: its request
     and position, which serve if there are no `rope_positions`. Without a table: 0."""
-    position = Int32(0)
-    if a.rope_table.shape[0] > 0:
+    position, table_rows = Int32(0), rotation_rows(a)
+    if table_rows > 0:
         position, words = at.position, wide(a, "rope_positions")
         if a.rope_positions.shape[0] > 0:
             position = Int32(-1)
             if token < (a.rope_positions.shape[0] >> words):
                 position = element(a.rope_positions, token, words)
-        if (a.rope & ANGLES) == 0 and position >= a.rope_table.shape[0]:
+        if (a.rope & ANGLES) == 0 and position >= table_rows:
             position = Int32(-1)
     return position

@@ -9,7 +9,7 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, Uint32, const_expr
 
 from ..device import copy, warp
-from . import memory
+from . import memory, store
 from .args import ANGLES, INTERLEAVED
 
 HALF = 8  # elements of a vector
@@ -41,13 +41,41 @@ def group_mask(lanes):
 
 
 @cute.jit
-def load_rotation(a, g, position: Int32, cos: cute.Tensor, sin: cute.Tensor):
+def load_narrow(spec: cutlass.Constexpr, table: cute.Tensor, position: Int32, first: Int32, found: cute.Tensor):
+    """Load 4 elements of 16 bits of a row of a table as fp32."""
+    words = cute.make_rmem_tensor(2, Uint32)
+    address = table.iterator.toint() + 2 * (Int64(position) * table.stride[0] + first)
+    copy.vector(memory.view(address, Uint32, 2, 8), words)
+    for i in cutlass.range_constexpr(2):
+        found[2 * i], found[2 * i + 1] = store.widen(spec.dtype, words[i])
+
+
+@cute.jit
+def load_pairs(spec: cutlass.Constexpr, a, position: Int32, first: Int32, x: cute.Tensor, y: cute.Tensor):
+    """Load cosines x and sines y of 4 pairs at a position, or the two parts of their angles.
+
+    Two tables of 16 bits, as FlashAttention's callers have them, are read as they are: made one table of fp32, they
+    would take launches at each call, or a copy that is kept and may be older than they are."""
+    table = a.rope_table
+    address = table.iterator.toint() + (Int64(position) * table.stride[0] + first) * 4
+    if const_expr(a.rope_cos is None):
+        copy.vector(memory.view(address, Float32, 4, 16), x)
+        copy.vector(memory.view(address + (table.shape[1] >> 1) * 4, Float32, 4, 16), y)
+    elif a.rope_cos.shape[0] > 0:
+        load_narrow(spec, a.rope_cos, position, first, x)
+        load_narrow(spec, a.rope_sin, position, first, y)
+    else:
+        copy.vector(memory.view(address, Float32, 4, 16), x)
+        copy.vector(memory.view(address + (table.shape[1] >> 1) * 4, Float32, 4, 16), y)
+
+
+@cute.jit
+def load_rotation(spec: cutlass.Constexpr, a, g, position: Int32, cos: cute.Tensor, sin: cute.Tensor):
     """Load the cosines and signed sines (8, 2) of a lane's elements at a position; 1 and 0 for elements that are not
     rotated. The position must be a row of the table, unless the table holds angles."""
-    table, rotated = a.rope_table, a.rope_table.shape[1]
+    rotated = a.rope_table.shape[1]
     row = Int32(0) if (a.rope & ANGLES) != 0 else position
-    address = table.iterator.toint() + Int64(row) * table.stride[0] * 4
-    x, y = cute.make_rmem_tensor(4, Uint32), cute.make_rmem_tensor(4, Uint32)
+    x, y = cute.make_rmem_tensor(4, Float32), cute.make_rmem_tensor(4, Float32)
     for half in cutlass.range_constexpr(2):
         cos[None, half].fill(1.0)
         sin[None, half].fill(0.0)
@@ -61,15 +89,14 @@ def load_rotation(a, g, position: Int32, cos: cute.Tensor, sin: cute.Tensor):
                     begin = first >> 1
                 elif begin >= (rotated >> 1):
                     begin -= rotated >> 1
-                copy.vector(memory.view(address + begin * 4, Uint32, 4, 16), x)
-                copy.vector(memory.view(address + ((rotated >> 1) + begin) * 4, Uint32, 4, 16), y)
+                load_pairs(spec, a, row, begin, x, y)
                 for e in cutlass.range_constexpr(4):
                     own = const_expr((4 * part + e) // 2)  # the pair of element 4 * part + e, if interleaved
                     of_x, of_y = x[e], y[e]
                     if const_expr(own != e):
                         of_x = x[own] if (a.rope & INTERLEAVED) != 0 else of_x
                         of_y = y[own] if (a.rope & INTERLEAVED) != 0 else of_y
-                    c[4 * part + e], s[4 * part + e] = warp.from_bits(of_x), warp.from_bits(of_y)
+                    c[4 * part + e], s[4 * part + e] = of_x, of_y
             if (a.rope & ANGLES) != 0:
                 for e in cutlass.range_constexpr(HALF):
                     radians = angle(Float32(position), c[e], s[e])

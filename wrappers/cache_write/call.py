@@ -24,6 +24,9 @@ class QueryTransform(NamedTuple):
     norm_offset: float = 0.0
     q_scale: float = 1.0  # an 8-bit Q is divided by it
     q_scale_ptr: Any = None
+    rope_cos: Any = None  # (L, R / 2) of the rows' dtype, with rope_sin instead of rope_table
+    rope_sin: Any = None
+    kv_lens_out: Any = None  # (B,) int32, written: kv_lens and the tokens of each request
 
 
 class CacheWriteCall(NamedTuple):

@@ -47,6 +47,11 @@ _QKV = {
 }  # fmt: skip
 ROPE, ROPE_CACHED = "apply_rope", "apply_rope_with_cos_sin_cache"  # and all that differ from these in a suffix
 ROPE_FP8, ROPE_FP8_PAGED = "rope_quantize_fp8", "rope_quantize_fp8_append_paged_kv_cache"
+KVCACHE = "flash_attn_with_kvcache"
+_KVCACHE = {
+    "page_table": "block_table", "cu_seqlens": "cu_seqlens_k_new", "kv_lens": "cache_seqlens", "q_out": "q",
+    "rope_cos": "rotary_cos", "rope_sin": "rotary_sin",
+}  # fmt: skip
 NOPE = ", not rotated"  # a second call of the functions that quantise
 _ROPE = {
     "v": "k", "k_cache": "k", "v_cache": "k", "q_out": "q", "rope_positions": "pos_ids", "cu_seqlens": "indptr",
@@ -72,6 +77,7 @@ def _part_names(part: str, paged: bool) -> dict[str, str]:
 NAMES: dict[str, dict[str, str]] = {
     **dict.fromkeys((APPEND, NVFP4_APPEND, NVFP4_SLOTS), _APPENDED),
     QKV: _QKV,
+    KVCACHE: _KVCACHE,
     ROPE: _ROPE,
     ROPE_CACHED: _ROPE_CACHED,
     ROPE_FP8: _part_names("rope", False),
@@ -107,7 +113,7 @@ def block_scaled(call: CacheWriteCall) -> bool:
 def converts(call: CacheWriteCall) -> bool:
     """Return whether rows may have another type than the cache: in all functions but `append_paged_kv_cache`, unless
     they have one byte and are only copied."""
-    if call.function == QKV and call.transform is None and not block_scaled(call):
+    if call.function in (QKV, KVCACHE) and call.transform is None and not block_scaled(call):
         return getattr(call.k, "dtype", None) not in SINGLE
     return call.function != APPEND
 
@@ -122,7 +128,7 @@ def validate(call: CacheWriteCall) -> None:
     if call.transform is not None:
         transforms(call, call.transform)
         t = call.transform
-        outputs[name_of(call, "q_out")] = t.q_out
+        outputs |= {name_of(call, "q_out"): t.q_out, "kv_lens_out": t.kv_lens_out}
         inputs |= {name_of(call, field): getattr(t, field) for field in TENSORS}
         if in_place(t.q, t.q_out):
             del inputs[name_of(call, "q")]
@@ -238,7 +244,7 @@ def places(call: CacheWriteCall) -> None:
         if call.cu_seqlens is not None:
             _requests(call, owner)
         return
-    table = call.function == QKV and call.kv_indptr is None
+    table = call.function in (QKV, KVCACHE) and call.kv_indptr is None
     needed = ["batch_indices", "positions", "kv_indices", "kv_indptr"]
     if table:
         needed = ["page_table", "cu_seqlens", "kv_lens"]
@@ -272,7 +278,7 @@ def _requests(call: CacheWriteCall, owner: str) -> None:
     check_shape(names[1], call.kv_lens, (call.cu_seqlens.shape[0] - 1,), f"requests, one less than {names[0]}")
 
 
-TENSORS = ("q", "rope_table", "rope_positions", "q_weight", "k_weight", "q_scale_ptr")
+TENSORS = ("q", "rope_table", "rope_positions", "q_weight", "k_weight", "q_scale_ptr", "rope_cos", "rope_sin")
 
 
 def transforms(call: CacheWriteCall, t: QueryTransform) -> None:
@@ -303,16 +309,15 @@ def transforms(call: CacheWriteCall, t: QueryTransform) -> None:
                 raise ValueError(f"{name}: strides {weight.stride()}, must be contiguous")
     check_number(name_of(call, "norm_eps"), t.norm_eps)
     check_number(name_of(call, "norm_offset"), t.norm_offset)
-    if t.rope_table is None:
+    if t.rope_cos is not None:
+        for field in ("rope_cos", "rope_sin"):
+            rotation_table(name_of(call, field), getattr(t, field), call.k, 2)
+        shape = tuple(t.rope_cos.shape)
+        check_shape(name_of(call, "rope_sin"), t.rope_sin, shape, f"that of {name_of(call, 'rope_cos')}")
+    elif t.rope_table is not None:
+        rotation_table(name_of(call, "rope_table"), t.rope_table, call.k, 1)
+    else:
         return
-    name = name_of(call, "rope_table")
-    check_operand(name, t.rope_table, 2, (torch.float32,), device, owner)
-    rotated = t.rope_table.shape[1]
-    if rotated % ROTATED or not 0 < rotated <= dim or not t.rope_table.shape[0]:
-        allowed = f"(at least 1, a multiple of {ROTATED} up to head_dim {dim})"
-        raise ValueError(f"{name}: shape {tuple(t.rope_table.shape)}, must be {allowed}")
-    if t.rope_table.stride(0) % 4 or not traced(t.rope_table) and t.rope_table.data_ptr() % 16:
-        raise ValueError(f"{name}: strides {t.rope_table.stride()}, rows must begin at multiples of 16 bytes")
     name = name_of(call, "rope_positions")
     if t.rope_positions is not None:
         check_operand(name, t.rope_positions, 1, OFFSETS, device, owner)
@@ -320,6 +325,17 @@ def transforms(call: CacheWriteCall, t: QueryTransform) -> None:
     elif call.places != PAGES and call.cu_seqlens is None:
         kind = "turns" if t.rope & ANGLES else "cosines and sines"
         raise ValueError(f"{name}: None, required to rotate by {kind}, unless places are pages of requests")
+
+
+def rotation_table(name: str, table: Any, k: torch.Tensor, tables: int) -> None:
+    """Check a table of cosines and sines in fp32, or one of 2 tables of the rows' dtype."""
+    check_operand(name, table, 2, (torch.float32,) if tables == 1 else (k.dtype,), k.device, "that of k")
+    width, dim, size = table.shape[1], k.shape[2], 16 // tables
+    if width % (ROTATED // tables) or not 0 < width <= dim // tables or not table.shape[0]:
+        allowed = f"(at least 1, a multiple of {ROTATED // tables} up to {'half ' * (tables - 1)}head_dim {dim})"
+        raise ValueError(f"{name}: shape {tuple(table.shape)}, must be {allowed}")
+    if table.stride(0) * table.element_size() % size or not traced(table) and table.data_ptr() % size:
+        raise ValueError(f"{name}: strides {table.stride()}, rows must begin at multiples of {size} bytes")
 
 
 def reason(call: CacheWriteCall) -> Exception | None:

@@ -21,7 +21,8 @@ SCHEMA = """(
     Tensor? k_scale_ptr, Tensor? v_scale_ptr,
     Tensor(c!)? k_sf, Tensor(d!)? v_sf, bool v_sf_interleaved, bool transform, Tensor? q, Tensor(e!)? q_out,
     Tensor? rope_table, int rope, Tensor? rope_positions, Tensor? q_weight, Tensor? k_weight, float norm_eps,
-    float norm_offset, float q_scale, Tensor? q_scale_ptr) -> ()"""
+    float norm_offset, float q_scale, Tensor? q_scale_ptr, Tensor? rope_cos, Tensor? rope_sin,
+    Tensor(f!)? kv_lens_out) -> ()"""
 
 torch.library.define(NAME, SCHEMA.replace("\n", " "), tags=torch.Tag.pt2_compliant_tag)
 

@@ -160,8 +160,9 @@ def words(index: Any) -> Any:
 
 def transform_key(t: QueryTransform) -> tuple[Any, ...]:
     """Return what a plan depends on."""
-    q, out, table, flags, rotated_at, q_weight, k_weight, eps, offset, _, q_scale_ptr = t
+    q, out, table, flags, rotated_at, q_weight, k_weight, eps, offset, _, q_scale_ptr, cos, sin, lens_out = t
     return (
+        None if cos is None else (cos.shape, cos.stride(), sin.shape, sin.stride()), lens_out is None,
         None if q is None else (q.shape, q.stride(), out.dtype, out.shape, out.stride()),
         None if table is None else (table.shape, table.stride()), flags, eps, offset,
         None if rotated_at is None else (rotated_at.dtype, rotated_at.numel()),
@@ -174,7 +175,7 @@ def transform_key(t: QueryTransform) -> tuple[Any, ...]:
 def put_transform(flat: list[Any], plan: CacheWritePlan, t: QueryTransform) -> None:
     """Put the tensors of a transform into the arguments of a launch; its numbers are in the plan's."""
     at = plan.at
-    q, out, table, _, rotated_at, q_weight, k_weight, _, _, q_scale, q_scale_ptr = t
+    q, out, table, _, rotated_at, q_weight, k_weight, _, _, q_scale, q_scale_ptr, cos, sin, lens_out = t
     if q is not None:
         flat[at.q] = q
         flat[at.q_fp8 if out.dtype in FP8 else at.q_out] = out
@@ -182,6 +183,10 @@ def put_transform(flat: list[Any], plan: CacheWritePlan, t: QueryTransform) -> N
         flat[at.rope_table] = table
         if rotated_at is not None:
             flat[at.rope_positions] = rotated_at.view(_int32) if rotated_at.dtype is _int64 else rotated_at
+    if cos is not None:
+        flat[at.rope_cos], flat[at.rope_sin] = cos, sin
+    if lens_out is not None:
+        flat[at.kv_lens_out] = lens_out
     if q_weight is not None:
         flat[at.q_weight] = q_weight if q_weight.dim() == 1 else q_weight.view(-1)
     if k_weight is not None:
@@ -205,13 +210,19 @@ def groups(tokens: int, heads: int, lanes: int) -> int:
     return max(1, min(heads, THREADS // max(1, tokens * lanes)))
 
 
+def rotated(call: CacheWriteCall) -> int:
+    """Return how many elements of a row are rotated."""
+    t = call.transform or QueryTransform()
+    if t.rope_cos is not None:
+        return 2 * t.rope_cos.shape[1]
+    return 0 if t.rope_table is None else t.rope_table.shape[1]
+
+
 def kernel_of(call: CacheWriteCall, arch: str) -> tuple[str, CacheWriteSpec]:
     """Return (op, spec) of the kernel that serves a valid call. Raises NotImplementedError if there is none."""
-    spec, table = spec_of(call), None if call.transform is None else call.transform.rope_table
+    spec = spec_of(call)
     head_dim = max(call.k.shape[2], call.v.shape[2])
-    request = CacheWriteRequest(
-        spec.dtype, spec.cache, spec.transform, head_dim, 0 if table is None else table.shape[1]
-    )
+    request = CacheWriteRequest(spec.dtype, spec.cache, spec.transform, head_dim, rotated(call))
     return dispatch.select(request, arch)
 
 
@@ -253,7 +264,8 @@ def plan_for(call: CacheWriteCall, device_info: tuple[str, int] | None) -> Cache
         v_groups=groups(k.shape[0], v.shape[1], lanes) if v.shape[1] else 0, enable_pdl=1,
         v_sf_interleaved=int(call.v_sf_interleaved), scales_multiply=0,
         q=empty(k.dtype, 0, dim), q_out=empty(k.dtype, queries, dim),
-        rope=t.rope, norm_eps=float(t.norm_eps), norm_offset=float(t.norm_offset), rope_table=empty(torch.float32, 16),
+        rope=t.rope, norm_eps=float(t.norm_eps), norm_offset=float(t.norm_offset),
+        rope_table=empty(torch.float32, rotated(call)), rope_cos=empty(k.dtype, 8), rope_sin=empty(k.dtype, 8),
         q_weight=empty(k.dtype), k_weight=empty(k.dtype),
         q_fp8=empty(fp8, queries, dim),
     )  # fmt: skip

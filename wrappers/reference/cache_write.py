@@ -37,8 +37,11 @@ def write_rows(spec: CacheWriteSpec, *flat: Any) -> None:
     written = (page >= 0) & (page < min(len(a.k_cache), len(a.v_cache)))
     rotated = torch.ones_like(written)
     if spec.transform:
+        if len(a.kv_lens_out):
+            a.kv_lens_out.copy_(a.kv_lens + a.cu_seqlens.diff())
         rope = rope_positions(a, position)
-        rotated = (rope >= 0) & ((rope < len(a.rope_table)) | bool(a.rope & ANGLES)) | (len(a.rope_table) == 0)
+        count = len(a.rope_table) or rotation_rows(a)
+        rotated = (rope >= 0) & ((rope < count) | bool(a.rope & ANGLES)) | (count == 0)
         table = rotation(a, rope.where(rotated, 0))
         if a.q.shape[1]:
             values = transformed(a.q, a.q_weight, table, a)
@@ -113,8 +116,15 @@ def rope_positions(a: CacheWriteArgs, position: torch.Tensor) -> torch.Tensor:
     return torch.cat([given, given.new_full((len(a.k) - len(given),), -1)])
 
 
+def rotation_rows(a: CacheWriteArgs) -> int:
+    """Return the positions of which two tables of 16 bits have cosines and sines."""
+    return 0 if a.rope_cos is None else len(a.rope_cos)
+
+
 def rotation(a: CacheWriteArgs, position: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor] | None:
     """Return cosines and sines (N, 1, R / 2); None if nothing is rotated."""
+    if rotation_rows(a):
+        return a.rope_cos[position].float()[:, None], a.rope_sin[position].float()[:, None]
     if not len(a.rope_table):
         return None
     if a.rope & ANGLES:

@@ -37,6 +37,7 @@ def fake_args(spec) -> dict[str, Any]:
 
     tensors = [
         (dtype, 1, "q_weight k_weight"),
+        (Int32, 1, "kv_lens_out"),
         (dtype, 3, "k v q q_out"),
         (cached, 4, "k_cache v_cache"),
         (abi.DTYPES["e5m2" if spec.cache == "e5m2" else "e4m3"], 3, "q_fp8"),
@@ -51,6 +52,8 @@ def fake_args(spec) -> dict[str, Any]:
         for kind, rank, names in tensors
         for name in names.split()
     }
+    for name in ("rope_cos", "rope_sin"):
+        found[name] = abi.tensor(dtype, (None, None), align=8, stride_divisibility=4)
     if spec.gather:  # vectors need no other path: attention kernels refuse these tensors too
         for name in ("q", "k", "q_out", "k_cache"):
             rank = 4 if name == "k_cache" else 3
@@ -186,12 +189,24 @@ def kernel(spec: cutlass.Constexpr, a: CacheWriteArgs):
         if const_expr(spec.gather):
             gather.gather_rows(spec, a, g)
         elif const_expr(spec.transform):
+            if a.kv_lens_out.shape[0] > 0:
+                write_lengths(a)
             if g.own < a.k_groups:
                 transform_rows(spec, a, g)
             else:
                 plain_rows(spec, a, g)
         else:
             plain_rows(spec, a, g)
+
+
+@cute.jit
+def write_lengths(a):
+    """Write the number of keys of each request, with the tokens of the launch."""
+    tid, ctas = cute.arch.thread_idx()[0], cute.arch.grid_dim()[0]
+    request = cute.arch.block_idx()[0] * THREADS + tid
+    while request < a.kv_lens_out.shape[0]:
+        a.kv_lens_out[request] = a.kv_lens[request] + (a.cu_seqlens[request + 1] - a.cu_seqlens[request])
+        request += ctas * THREADS
 
 
 @cute.jit
@@ -341,7 +356,7 @@ def fetch(a, g: LaneGroup, row: Int32, words: cute.Tensor):
 @cute.jit
 def transform_rows(spec: cutlass.Constexpr, a, g: LaneGroup):
     """Normalise, rotate and write the group's rows of Q and K."""
-    dim, rotates = a.k.shape[2], a.rope_table.shape[0] > 0
+    dim, rotates = a.k.shape[2], places.rotation_rows(a) > 0
     values, weights, cos, sin = (cute.make_rmem_tensor((rotate.HALF, 2), Float32) for _ in range(4))
     words, weight_words = (cute.make_rmem_tensor((4, 2), Uint32) for _ in range(2))
     words.fill(0)
@@ -353,7 +368,7 @@ def transform_rows(spec: cutlass.Constexpr, a, g: LaneGroup):
     page = at.page if rope_position >= 0 else Int32(-1)
     rows = rows_of(spec, a, g, places.CachePlace(cutlass.max(page, 0), at.row))
     if rotates and rope_position >= 0:
-        rotate.load_rotation(a, g, rope_position, cos, sin)
+        rotate.load_rotation(spec, a, g, rope_position, cos, sin)
     row = g.own
     while row < a.q.shape[1] + a.k.shape[1]:
         for half in cutlass.range_constexpr(2):

@@ -173,7 +173,7 @@ def gather_rows(spec: cutlass.Constexpr, a, g):
     rows, head = rows_of(a, g), g.own
     load_row(g, rows, head, dim, words)
     if head < rows.heads:
-        rotate.load_rotation(a, g, rows.position, cos, sin)
+        rotate.load_rotation(spec, a, g, rows.position, cos, sin)
     while head < rows.heads:
         for half in cutlass.range_constexpr(2):
             store.unpack(spec, words[None, half], values[None, half])
