@@ -9,6 +9,7 @@ from wrappers import flash_attn_func, flash_attn_varlen_func, flash_attn_with_kv
 # ---- before anything is written
 
 
+TABLE = torch.zeros(64, 32, dtype=HALF)
 BAD_APPENDS = {
     "softcap: -1.0": {"softcap": -1.0},
     "k: None|k: NoneType": {"k": None},
@@ -21,7 +22,22 @@ BAD_APPENDS = {
     "block_table: -3 in column 0 of request 0": {"block_table": torch.full((3, 5), -3, dtype=torch.int32)},
     "out: dtype": {"out": torch.zeros(3, 2, HQ, D)},
     "window_size": {"window_size": (1, 1), "causal": False},
-    "rotary_cos: Tensor, not supported": {"rotary_cos": torch.zeros(4)},
+    "rotary_seqlens: Tensor, not supported": {"rotary_seqlens": ints(1, 1, 1)},
+    "cache_leftpad: Tensor, not supported": {"cache_leftpad": ints(1, 1, 1)},
+    "rotary_sin: None, rotary_cos and rotary_sin must be given together": {"rotary_cos": TABLE},
+    "rotary_cos: shape \\(64,\\), must have 2 dimensions": {"rotary_cos": TABLE[:, 0], "rotary_sin": TABLE},
+    "rotary_cos: shape \\(19, 32\\), must have at least 20 rows": {"rotary_cos": TABLE[:19], "rotary_sin": TABLE},
+    "rotary_cos: dtype torch.float32, must be one of torch.float16": {
+        "rotary_cos": TABLE.float(), "rotary_sin": TABLE.float()},
+    "rotary_sin: shape \\(64, 24\\), must be \\(64, 32\\)": {"rotary_cos": TABLE, "rotary_sin": TABLE[:, :24]},
+    "rotary_cos: shape \\(64, 20\\), must be \\(at least 1, a multiple of 8 up to half head_dim 64": {
+        "rotary_cos": TABLE[:, :20], "rotary_sin": TABLE[:, :20]},
+    "rotary_cos: strides \\(34, 1\\), rows must begin at multiples of 8 bytes": {
+        "rotary_cos": torch.zeros(64, 34, dtype=HALF)[:, :32], "rotary_sin": TABLE},
+    "rotary_interleaved: 1, must be True or False": {"rotary_interleaved": 1},
+    "rotary_cos: queries that all stand at one position are not supported": {
+        "rotary_cos": TABLE, "rotary_sin": TABLE, "causal": False},
+    "k: None.*|rotary_cos: given without k": {"k": None, "v": None, "rotary_cos": TABLE, "rotary_sin": TABLE},
     "s_aux: shape": {"s_aux": torch.zeros(3)},
     "k: shape .*, must have 3 dimensions": {"cu_seqlens_k_new": ints(0, 2, 4, 6)},
 }  # fmt: skip

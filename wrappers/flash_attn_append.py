@@ -141,6 +141,7 @@ def check(call: AttentionCall, new: NewKeyValues) -> None:
     found = here.device_info(call.q.device)
     if found is not None:
         plan.plan_of(call)
+        checks.kernel_tensors(call)  # a plan depends on no stride or address
     if not call.q.is_meta and (found is None or checking() and not here.is_capturing()):
         whole = call.requests._replace(kv_lens=call.requests.kv_lens + new.counts)
         attention_values.check(call._replace(requests=whole), positive=found is not None)

@@ -16,7 +16,7 @@ from wrappers.machine import HostMachine, override
 
 from ..run import RunResult
 from .common import SMS, Outcome, SimulatedMachine
-from .gather import GatherScenario, gather_cases, run_gather
+from .prepared import PreparedScenario, gather_cases, key_append_cases, run_prepared
 
 
 @dataclass(frozen=True)
@@ -30,14 +30,16 @@ class CacheWriteScenario:
     threads: int = plan.THREADS
 
 
-def cache_write_cases(spec: CacheWriteSpec, thorough: bool = False) -> list[CacheWriteScenario] | list[GatherScenario]:
+def cache_write_cases(spec: CacheWriteSpec, thorough: bool = False) -> list[CacheWriteScenario | PreparedScenario]:
     """Return problems that a kernel can run."""
     if spec.gather:
-        return gather_cases()
+        return [*gather_cases()]
     base = CacheWriteCase(spec.dtype, spec.cache)
     if spec.cache == "nvfp4":
         base = replace(base, page_size=8)
-    return transformed(base) if spec.transform else appended(base)
+    if spec.transform:
+        return [*transformed(base), *([] if spec.quantised else key_append_cases())]
+    return [*appended(base)]
 
 
 def appended(base: CacheWriteCase) -> list[CacheWriteScenario]:
@@ -118,11 +120,11 @@ def plans() -> list[CacheWriteCase]:
 
 
 def run_cache_write(
-    spec: CacheWriteSpec | None, case: CacheWriteScenario | GatherScenario, arch: str, **how: Any
+    spec: CacheWriteSpec | None, case: CacheWriteScenario | PreparedScenario, arch: str, **how: Any
 ) -> Outcome:
-    if isinstance(case, GatherScenario):
+    if isinstance(case, PreparedScenario):
         assert spec is not None
-        return run_gather(spec, case, arch, **how)
+        return run_prepared(spec, case, arch, **how)
     results, digest, error, seconds = RunResult(), hashlib.sha256(), 0.0, 0.0
     launches: list[RunResult] = []
     simulated = SimulatedMachine(arch, launches, SMS, spec, how)
