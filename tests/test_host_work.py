@@ -22,6 +22,7 @@ from wrappers import (
     BatchPrefillWithPagedKVCacheWrapper,
     bind,
     checks,
+    flash_attn_append,
     flash_attn_func,
     flash_attn_with_kvcache,
     machine,
@@ -148,6 +149,22 @@ def flash_cached(**given):
 INT = torch.tensor([7, 250]).int()
 
 
+def decode_step(rotary, **given):
+    """One new key of each of two requests with pages, appended and seen."""
+    q, k, v = equal_rows(1, 1, 1)
+    cache, table = [torch.ones(8, 16, HKV, 64).half() for _ in range(2)], torch.tensor([[0, 1], [2, 3]]).int()
+    if rotary:
+        given |= dict.fromkeys(("rotary_cos", "rotary_sin"), torch.ones(32, 32).half())
+    given |= {"cache_seqlens": torch.tensor([7, 20]).int(), "block_table": table}
+    return lambda: flash_attn_with_kvcache(q, *cache, k, v, **given)
+
+
+STEPS = {  # an append and attention: views of q, k, v and of the table; the lengths, the output, its view; Q rotated
+    "append": (partial(decode_step, False), Work(77, 9)),
+    "append and rotary": (partial(decode_step, True), Work(80, 10)),
+}
+
+
 def top_k(function):
     inputs, public = topk_cases.make_inputs(topk_cases.PLAIN[function]), getattr(topk, function)
     return lambda: public(**inputs)
@@ -204,6 +221,17 @@ BOUND = {  # calls that keep their launch
     "context": (bound, Work(10, 2)),
     "top_k": (bound_top_k, Work(6, 2)),
 }
+
+
+@pytest.mark.parametrize("name", STEPS)
+def test_work_of_a_step(here, monkeypatch, name):
+    """Two launches, see also test_flash_attn_rotary.py; a step that checks its call again exceeds the bound."""
+    make, bound = STEPS[name]
+    step = make()
+    work = host_work(step)
+    assert work.within(bound), work
+    monkeypatch.setattr(flash_attn_append, "was_checked", lambda *_: False)
+    assert exceeds(step, bound, "functions")
 
 
 def test_every_function_of_topk_has_a_bound():

@@ -16,7 +16,7 @@ from . import machine
 from .attention import checks, plan
 from .attention import op as attention_op
 from .attention import values as attention_values
-from .attention.call import AttentionCall
+from .attention.call import OPTIONS, AttentionCall
 from .cache_write.call import PAGES, ROWS, CacheWriteCall, QueryTransform
 from .cache_write.checks import KVCACHE, WIDE
 from .cache_write.op import serve
@@ -108,7 +108,7 @@ def append(call: AttentionCall, new: NewKeyValues) -> AttentionCall:
     if torch.is_grad_enabled():
         attention_op.refuse_grad(call)
         refuse_grad({"k": new.k, "v": new.v})
-    if plain:
+    if plain and not was_checked(call, new):
         check(call, new)
     write = _write_call(call, new, total if eager else lens)
     q, queries = call.q, None
@@ -130,6 +130,31 @@ def append(call: AttentionCall, new: NewKeyValues) -> AttentionCall:
     return call._replace(q=q, requests=call.requests._replace(kv_lens=total))
 
 
+def was_checked(call: AttentionCall, new: NewKeyValues) -> bool:
+    """Return whether `check` has passed calls that differ from this one in memory only.
+
+    What remains to be compared are new rows and caches, which `cache_write.plan` does, and an output of the caller.
+    """
+    key = key_of(call, new)
+    return key is not None and key in machine.current.plans
+
+
+def key_of(call: AttentionCall, new: NewKeyValues) -> tuple[Any, ...] | None:
+    """Return all that `check` depends on but memory; None for a call that is checked each time."""
+    q, k, v, r = call.q, call.k, call.v, call.requests
+    if call.out is not None or checking() or machine.current.device_info(q.device) is None:
+        return None
+    try:
+        found = plan.key_of(call)
+    except (AttributeError, IndexError, TypeError, ValueError, RuntimeError):
+        return None  # `check` raises
+    options: Any = call[OPTIONS]
+    types = [value.__class__ for value in options]
+    layouts = [(t.stride(), t.data_ptr() % checks.TMA_BYTES) for t in (q, k, v)]
+    tables = new.rotary and (new.rotary.cos.shape[0], new.rotary.sin.shape[0])
+    return "append", found, *types, *layouts, r.page_table.shape, tables, len(new.k), new.k.dtype
+
+
 def check(call: AttentionCall, new: NewKeyValues) -> None:
     """Raise on the first argument that does not fit, also of the attention that follows."""
     name = checks.names_of(call)
@@ -145,6 +170,9 @@ def check(call: AttentionCall, new: NewKeyValues) -> None:
     if not call.q.is_meta and (found is None or checking() and not here.is_capturing()):
         whole = call.requests._replace(kv_lens=call.requests.kv_lens + new.counts)
         attention_values.check(call._replace(requests=whole), positive=found is not None)
+    key = key_of(call, new)
+    if key is not None:
+        here.keep(key, True)
 
 
 def together(call: AttentionCall, new: NewKeyValues) -> bool:
