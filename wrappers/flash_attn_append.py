@@ -1,4 +1,4 @@
-"""What `flash_attn_with_kvcache` does before it attends: append K and V, and rotate Q and K.
+"""Append K and V, and rotate Q and K, for `flash_attn_with_kvcache` before it attends.
 
 One launch does all of it, and writes the number of keys that attention then reads, so no torch kernel runs beside the
 two launches. Rows of one byte are copied by a kernel that neither rotates nor counts: torch adds the lengths then. A
@@ -133,7 +133,7 @@ def append(call: AttentionCall, new: NewKeyValues) -> AttentionCall:
 def was_checked(call: AttentionCall, new: NewKeyValues) -> bool:
     """Return whether `check` has passed calls that differ from this one in memory only.
 
-    What remains to be compared are new rows and caches, which `cache_write.plan` does, and an output of the caller.
+    Memory that new rows share with caches is found by `cache_write.plan`. A call with an output is always checked.
     """
     key = key_of(call, new)
     return key is not None and key in machine.current.plans
