@@ -387,7 +387,9 @@ def _split(side: str, rope: Any, nope: Any, ndim: int) -> Pair:
     if nope is None:
         nope = rope[..., :0]
     else:
-        check_operand(name, nope, ndim, (rope.dtype,), rope.device, owner)
+        check_operand(name, nope, ndim, WIDE, rope.device, owner)
+        if nope.dtype != rope.dtype:
+            raise TypeError(f"{name}: dtype {nope.dtype}, must be {owner}, {rope.dtype}")
         check_shape(name, nope, (*rope.shape[:-1], nope.shape[-1]), f"rows and heads of {side}_rope")
     return (rope, nope) if ndim == 3 else (rope.unsqueeze(1), nope.unsqueeze(1))
 
@@ -409,8 +411,10 @@ def _parts(q_rope: Any, k_rope: Any, q_nope: Any, k_nope: Any, table: Any) -> Pa
     for name, dim in (("q_rope", rotated), ("q_nope", rest)):
         _served(name, dim)
     if parts.k_nope.shape[2] != rest:
-        shape, wanted = (None if t is None else tuple(t.shape) for t in (k_nope, q_nope))
-        raise ValueError(f"k_nope: {shape}, must have the last dimension of q_nope, {wanted}")
+        for name, t, other in (("q_nope", q_nope, "k_nope"), ("k_nope", k_nope, "q_nope")):
+            if t is None:
+                raise ValueError(f"{name}: None, required with {other}")
+        raise ValueError(f"k_nope: shape {tuple(k_nope.shape)}, must have the last dimension of q_nope, {rest}")
     if rotated % ROTATED:
         raise NotImplementedError(f"q_rope: shape {tuple(q_rope.shape)}, columns must be a multiple of {ROTATED}")
     if _table(table, rotated, "q_rope").shape[1] != rotated:
@@ -483,7 +487,7 @@ def rope_quantize_fp8(
     given = q_rope_out, k_rope_out, q_nope_out, k_nope_out
     names = "q_rope_out", "k_rope_out", "q_nope_out", "k_nope_out"
     dtype = _quantised(quantize_dtype, dict(zip(names, given)))
-    none = given == (None,) * 4
+    none = all(out is None for out in given)
     if none and parts.q_nope.shape[2] and joined(*parts[:2]) is not None and joined(*parts[2:]) is not None:
         pairs = _new_pair(parts.q, parts.q_nope, dtype), _new_pair(parts.k, parts.k_nope, dtype)
         outputs = [pairs[0][0], pairs[1][0], pairs[0][1], pairs[1][1]]
