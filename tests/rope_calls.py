@@ -1,4 +1,4 @@
-"""A good call of each of FlashInfer's RoPE functions."""
+"""A good call of each of FlashInfer's RoPE functions, and the bad values of `test_bad_calls.py` that it accepts."""
 
 from typing import Any
 
@@ -46,3 +46,28 @@ def good_call(name: str, dtype: torch.dtype = torch.bfloat16) -> dict[str, Any]:
         "batch_indices": torch.tensor([0, 0, 1, 1, -1], dtype=torch.int32),
         "positions": torch.tensor([15, 16, 0, 1, 2], dtype=torch.int32),
     }  # fmt: skip
+
+
+NUMBERS = (  # arguments of these functions that are positive numbers
+    "rope_scale", "rope_theta", "low_freq_factor", "high_freq_factor", "old_context_len", "quant_scale_q",
+    "quant_scale_kv",
+)  # fmt: skip
+NONE, WIDE, TABLE = {"None"}, {"int64"}, {"a row less", "a row more"}
+_CACHES = {f"{side} {bad}" for side in "KV" for bad in ("no rows", "a row less", "a row more")}
+_INDICES = {
+    "batch_indices": WIDE, "positions": WIDE, "kv_indptr": WIDE | {"a row less", "a row more", "columns"},
+    "kv_indices": WIDE | {"no rows", "a row less", "a row more", "no columns", "columns"},
+}  # fmt: skip
+_QUANTISED = {"pos_ids": WIDE, "cos_sin_cache": TABLE, "enable_pdl": NONE, "q_rope_out": NONE, "q_nope_out": NONE}
+_CACHED = {"positions": WIDE, "cos_sin_cache": TABLE, "query": {"no columns"}, "key": {"no columns"}}  # no heads
+ACCEPTED: dict[str, dict[str, set[str]]] = {  # function -> argument -> names of bad values
+    **{
+        f"apply_{kind}{form}{inplace}": {"rotary_dim": NONE}
+        | dict.fromkeys(("pos_ids",) if form else ("indptr", "offsets"), WIDE)
+        for kind in ("rope", "llama31_rope") for form in ("", "_pos_ids") for inplace in ("", "_inplace")
+    },
+    "apply_rope_with_cos_sin_cache": _CACHED,
+    "apply_rope_with_cos_sin_cache_inplace": _CACHED,
+    "rope_quantize_fp8": _QUANTISED | {"k_rope_out": NONE, "k_nope_out": NONE},
+    "rope_quantize_fp8_append_paged_kv_cache": _QUANTISED | _INDICES | {"paged_kv_cache": _CACHES},
+}  # fmt: skip

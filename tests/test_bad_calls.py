@@ -214,10 +214,8 @@ FLAG = (
     "uses_shared_paged_kv_idx", "causal", "return_lse", "v_scales_interleaved", "batch_invariant", "deterministic",
     "dsa_graph_safe", "sorted", "enable_pdl", "use_fp16_softmax", "uses_spcompress", "interleave", "is_neox",
 )  # fmt: skip
-NUMBER = (
-    "o_sf_scale", "skip_softmax_threshold_scale_factor", "logits_soft_cap", "o_scale", "rcp_out_scale", "rope_scale",
-    "rope_theta", "low_freq_factor", "high_freq_factor", "old_context_len", "quant_scale_q", "quant_scale_kv",
-)  # fmt: skip
+NUMBER = ("o_sf_scale", "skip_softmax_threshold_scale_factor", "logits_soft_cap", "o_scale", "rcp_out_scale")
+NUMBER += rope_calls.NUMBERS
 SCALE = ("bmm1_scale", "bmm2_scale", "q_scale", "kv_scale", "bmm1_scale_log2", "global_scale", "k_scale", "v_scale")
 OTHER = {
     "kv_layout": "layout", "backend": "name", "out_dtype": "dtype",
@@ -411,7 +409,6 @@ STRIDED = {"strided", "expanded columns"}
 ANY = {"int64", "bool", "complex64", "float16", "float8_e4m3fn", "uint8"}  # dtypes
 INDICES = dict.fromkeys(("batch_indices", "positions", "kv_indptr", "kv_last_page_len"), {"int64"}) | {
     "kv_indices": {"int64", "no rows", "a row less", "a row more", "no columns", "columns"}}  # fmt: skip
-INDICES_WITHOUT_LAST = {name: bad for name, bad in INDICES.items() if name != "kv_last_page_len"}
 ACCEPTED: dict[str, dict[str, set[str]]] = {  # function, or call -> argument -> bad values
     "context": {
         "max_q_len": {"far"},  # a bound
@@ -487,25 +484,7 @@ ACCEPTED: dict[str, dict[str, set[str]]] = {  # function, or call -> argument ->
     "get_seq_lens": {"kv_indptr": {"int64"}, "kv_last_page_len": {"int64"}},
     "get_batch_indices_positions": {
         "append_indptr": {"int64"}, "seq_lens": {"int64"}, "batch_indices": NONE_ONLY, "positions": NONE_ONLY},
-    **{
-        f"apply_{kind}{form}{inplace}": {"rotary_dim": NONE_ONLY}
-        | dict.fromkeys(("pos_ids",) if form else ("indptr", "offsets"), {"int64"})
-        for kind in ("rope", "llama31_rope") for form in ("", "_pos_ids") for inplace in ("", "_inplace")
-    },
-    **dict.fromkeys(("apply_rope_with_cos_sin_cache", "apply_rope_with_cos_sin_cache_inplace"), {
-        "positions": {"int64"}, "cos_sin_cache": {"a row less", "a row more"},
-        "query": {"no columns"}, "key": {"no columns"},  # no heads
-    }),
-    "rope_quantize_fp8": {
-        "pos_ids": {"int64"}, "cos_sin_cache": {"a row less", "a row more"}, "enable_pdl": NONE_ONLY,
-        **{f"{side}_{part}_out": NONE_ONLY for side in "qk" for part in ("rope", "nope")},
-    },
-    "rope_quantize_fp8_append_paged_kv_cache": INDICES_WITHOUT_LAST | {
-        "pos_ids": {"int64"}, "cos_sin_cache": {"a row less", "a row more"}, "enable_pdl": NONE_ONLY,
-        "q_rope_out": NONE_ONLY, "q_nope_out": NONE_ONLY,
-        "kv_indptr": {"int64", "a row less", "a row more", "columns"},  # a token's request may be none of them
-        "paged_kv_cache": {f"{side} {bad}" for side in "KV" for bad in ("no rows", "a row less", "a row more")},
-    },
+    **rope_calls.ACCEPTED,
     "append": INDICES | {
         "paged_kv_cache": {  # pages that one of the two lacks are not written
             f"{side} {bad}" for side in "KV" for bad in ("no rows", "a row less", "a row more")},
