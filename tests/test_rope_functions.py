@@ -6,6 +6,9 @@ from functools import partial
 
 import pytest
 import torch
+from torch._subclasses import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.utils._pytree import tree_map
 
 import wrappers
 from bench.cases import cache_write as cases
@@ -332,6 +335,25 @@ def test_under_torch_compile(name, new, backend):
     torch.compiler.reset()
     got = torch.compile(lambda **args: function(**args), backend=backend, fullgraph=True)(**again)
     assert all(map(torch.equal, written(got, again), want))
+
+
+@pytest.mark.parametrize("name,new", FORMS)
+def test_tensors_without_values(name, new):
+    """Fake and meta tensors get results of the same form, and a trace has one operator per launch."""
+    given = {name: t for name, t in good_call(name).items() if not (new and name.endswith("_out"))}
+    function = getattr(wrappers, name)
+    want = function(**given)
+    with FakeTensorMode() as mode:
+        fakes = tree_map(lambda t: mode.from_tensor(t) if isinstance(t, torch.Tensor) else t, given)
+        found = [function(**fakes)]
+    found.append(function(**tree_map(lambda t: t.to("meta") if isinstance(t, torch.Tensor) else t, given)))
+    for got in found:
+        assert (got is None) == (want is None)
+        for a, b in zip(got or (), want or (), strict=True):
+            assert a.shape == b.shape and a.dtype == b.dtype
+    graph = make_fx(lambda args: function(**args))(cases.copied(given, "cpu")).graph
+    operators = [node for node in graph.nodes if node.target is torch.ops.cute_kernels.write_rows.default]
+    assert len(operators) == (2 if "fp8" in name else 1)
 
 
 @pytest.mark.parametrize("name", rope.__all__)
