@@ -9,7 +9,7 @@ import math
 import re
 from copy import deepcopy
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import numpy as np
@@ -19,9 +19,9 @@ import torch
 import wrappers
 from bench.cases import attention as cases
 from bench.cases import topk as topk_cases
-from tests import emulated, test_topk_wrapper
+from tests import emulated, rope_calls, test_topk_wrapper
 from tests.fake_machine import FakeMachine
-from wrappers import flash_attn, fp4, machine
+from wrappers import flash_attn, fp4, machine, rope
 
 E4M3 = torch.float8_e4m3fn
 POISON = 0xA5
@@ -133,6 +133,7 @@ GOOD: dict[str, tuple[Any, Any]] = {
         "paged_kv_cache": (torch.ones(6, 4, 2, 8).byte(), torch.ones(6, 4, 2, 8).byte()),
         "kv_cache_sf": (torch.ones(6, 4, 2, 1).to(E4M3), torch.ones(6, 4, 2, 1).to(E4M3)),
         "k_scale": 0.5, "v_scale": 0.5}),
+    **{name: (getattr(wrappers, name), partial(rope_calls.good_call, name)) for name in rope.__all__},
 }  # fmt: skip
 
 
@@ -207,16 +208,18 @@ def recast(bits: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 INT = (
     "max_q_len", "batch_size", "window_left", "num_kv_heads", "page_size", "sliding_win_size", "q_seq_len", "k",
     "tie_break", "q_len_per_req", "num_rows", "stride0", "stride1", "top_k", "next_n", "scale_start_index", "columns",
-    "rows", "start", "o_sf_vec_size", "sms", "nnz",
+    "rows", "start", "o_sf_vec_size", "sms", "nnz", "rotary_dim", "head_size",
 )  # fmt: skip
 FLAG = (
     "uses_shared_paged_kv_idx", "causal", "return_lse", "v_scales_interleaved", "batch_invariant", "deterministic",
-    "dsa_graph_safe", "sorted", "enable_pdl", "use_fp16_softmax", "uses_spcompress",
+    "dsa_graph_safe", "sorted", "enable_pdl", "use_fp16_softmax", "uses_spcompress", "interleave", "is_neox",
 )  # fmt: skip
 NUMBER = ("o_sf_scale", "skip_softmax_threshold_scale_factor", "logits_soft_cap", "o_scale", "rcp_out_scale")
+NUMBER += rope_calls.NUMBERS
 SCALE = ("bmm1_scale", "bmm2_scale", "q_scale", "kv_scale", "bmm1_scale_log2", "global_scale", "k_scale", "v_scale")
 OTHER = {
-    "kv_layout": "layout", "backend": "name", "out_dtype": "dtype", "shape": "shape", "original_shape": "shape",
+    "kv_layout": "layout", "backend": "name", "out_dtype": "dtype",
+    "quantize_dtype": "dtype", "shape": "shape", "original_shape": "shape",
     "device": "device", "t": "fp4", "function": "function", "arch": "arch", "bitorder": "name",
 }  # fmt: skip
 KIND = dict.fromkeys(INT, "int") | dict.fromkeys(FLAG, "flag") | dict.fromkeys(NUMBER, "number")
@@ -228,7 +231,7 @@ HINTS = {
 
 
 def bad_values(argument: str, good: Any) -> dict[str, Any]:
-    if argument in KIND:
+    if argument in KIND and not (argument == "k" and isinstance(good, torch.Tensor)):
         return KINDS[KIND[argument]]
     if isinstance(good, tuple):
         k, v = good
@@ -481,6 +484,7 @@ ACCEPTED: dict[str, dict[str, set[str]]] = {  # function, or call -> argument ->
     "get_seq_lens": {"kv_indptr": {"int64"}, "kv_last_page_len": {"int64"}},
     "get_batch_indices_positions": {
         "append_indptr": {"int64"}, "seq_lens": {"int64"}, "batch_indices": NONE_ONLY, "positions": NONE_ONLY},
+    **rope_calls.ACCEPTED,
     "append": INDICES | {
         "paged_kv_cache": {  # pages that one of the two lacks are not written
             f"{side} {bad}" for side in "KV" for bad in ("no rows", "a row less", "a row more")},

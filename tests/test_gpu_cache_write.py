@@ -10,12 +10,14 @@ from itertools import product
 import pytest
 import torch
 
+import wrappers
 from bench.cases import cache_write as cases
 from bench.cases.cache_write import CacheWriteCase
 from cute_kernels.cache_write import dispatch
 from tests.gpu import feature
+from tests.rope_calls import good_call
 from tools.ptxsim.workloads.cache_write import cache_write_cases, cache_write_features
-from wrappers import KVCacheTarget, append_qkv, fp4, machine, nvfp4_quantize
+from wrappers import KVCacheTarget, append_qkv, fp4, machine, nvfp4_quantize, rope
 from wrappers.cache_write import plan
 
 pytestmark = pytest.mark.skipif(
@@ -100,10 +102,10 @@ def test_dims(dtype, cache):
 
 @feature("append rows of Q and K with RMS norm", "append rows of Q and K with RoPE")
 @pytest.mark.parametrize("dtype,cache", WIDE)
-@pytest.mark.parametrize("rope", ["", "angles", "llama31", "cache"])
+@pytest.mark.parametrize("rotation", ["", "angles", "llama31", "cache"])
 @pytest.mark.parametrize("norm", ["", "shared", "heads", "k"])
 @pytest.mark.parametrize("threads", [1, plan.THREADS])  # all rows of a token for a group of lanes, or one
-def test_norms_and_rotations(threads, norm, rope, dtype, cache, monkeypatch):
+def test_norms_and_rotations(threads, norm, rotation, dtype, cache, monkeypatch):
     monkeypatch.setattr(plan, "THREADS", threads)
     machine.current.plans.clear()
     for number, (dim, heads) in enumerate(
@@ -111,12 +113,59 @@ def test_norms_and_rotations(threads, norm, rope, dtype, cache, monkeypatch):
     ):
         rotary = (None, 16, dim, -(-dim // 32) * 16)[number % 4]
         case = CacheWriteCase(
-            dtype, cache, (7, 64, 300)[number % 3], heads, (dim, dim), norm=norm, rope=rope, rotary_dim=rotary,
+            dtype, cache, (7, 64, 300)[number % 3], heads, (dim, dim), norm=norm, rope=rotation, rotary_dim=rotary,
             interleaved=number % 2 == 1, q8=cache not in ("bf16", "fp16") and number % 3 == 0,
             scales=("float", "heads")[number % 2], index=(torch.int32, torch.int64)[number // 2 % 2],
             places=("slots", "lists", "table")[number % 3], in_place=number % 5 == 1, shift=number % 7 == 6,
         )  # fmt: skip
         matches(sized(case), number)
+
+
+@pytest.mark.parametrize("name", rope.__all__)
+def test_rope_functions(name):
+    """What each function returns and writes, against the CPU."""
+    for dtype in (torch.bfloat16, torch.float16):
+        for outputs in (True, False):
+            given = {key: t for key, t in good_call(name, dtype).items() if outputs or not key.endswith("_out")}
+            on_device = cases.copied(given, CUDA)
+            want, got = (getattr(wrappers, name)(**args) for args in (given, on_device))
+            wanted, found = (cases.tensors_of([result, args]) for result, args in ((want, given), (got, on_device)))
+            assert len(wanted) == len(found)
+            for a, b in zip(found, wanted, strict=True):
+                assert a.shape == b.shape and a.dtype == b.dtype and a.stride() == b.stride()
+                step = 2**-2 if a.element_size() == 1 else 2**-7  # of a rounded value
+                torch.testing.assert_close(a.cpu().float(), b.float(), rtol=step, atol=1e-2)
+
+
+@feature("append rows of Q and K with RoPE in place")
+@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
+@pytest.mark.parametrize("places,rotation", [
+    ("requests", "angles"), ("requests", "llama31"), ("rows", "angles"), ("rows", "llama31"), ("rows", "cache"),
+])  # fmt: skip
+def test_rows_rotated_in_place(places, rotation, dtype):
+    """Q and K of a packed tensor, of all sizes: no other byte changes."""
+    sizes = product((16, 48, 64, 80, 128, 256, 512), ((32, 8), (5, 1), (1, 1)), (2, 33, 1000))
+    for number, (dim, heads, tokens) in enumerate(sizes):
+        case = CacheWriteCase(
+            dtype, dtype, tokens, heads, (dim, dim), places=places, rope=rotation,
+            rotary_dim=(None, 16, dim // 32 * 16 or 16)[number % 3], interleaved=number % 2 == 1,
+            index=(torch.int32, torch.int64)[number // 2 % 2], hostile=number % 5 == 4, shift=number % 7 == 6,
+        )  # fmt: skip
+        matches(case, number)
+
+
+@feature("append rows of Q and K with RoPE")
+@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
+@pytest.mark.parametrize("cache", ["e4m3", "e5m2"])
+@pytest.mark.parametrize("joined", [True, False])  # one launch, or two
+def test_rows_rotated_and_quantised(joined, cache, dtype):
+    for number, (dim, heads, tokens) in enumerate(product((64, 80, 128, 512), ((32, 8), (5, 1)), (2, 33, 1000))):
+        case = CacheWriteCase(
+            dtype, cache, tokens, heads, (dim, dim), places="rows", rope="cache", stacked=joined,
+            rotary_dim=(16, dim // 32 * 16, dim)[number % 3], interleaved=number % 2 == 1,
+            index=(torch.int32, torch.int64)[number // 2 % 2], hostile=number % 5 == 4,
+        )  # fmt: skip
+        matches(case, number)
 
 
 @pytest.mark.parametrize("dtype,cache", [*COPIES, *QUANTISED])
@@ -129,8 +178,8 @@ def test_hostile_values(places, dtype, cache):
         )
         matches(sized(case), seed)
         if dtype != "uint8":
-            rope = ("angles", "cache")[seed % 2]
-            matches(sized(replace(case, heads=(2, 2), rope=rope, norm="shared")), seed)
+            rotation = ("angles", "cache")[seed % 2]
+            matches(sized(replace(case, heads=(2, 2), rope=rotation, norm="shared")), seed)
     torch.cuda.synchronize()
 
 

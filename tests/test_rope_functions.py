@@ -6,12 +6,16 @@ from functools import partial
 
 import pytest
 import torch
+from torch._subclasses import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.utils._pytree import tree_map
 
 import wrappers
 from bench.cases import cache_write as cases
 from cute_kernels.cache_write.args import ANGLES, FROM_FIRST, INTERLEAVED, PAGES, ROWS
 from cute_kernels.cache_write.spec import CacheWriteSpec
 from tests.emulated import emulation
+from tests.rope_calls import good_call
 from tests.test_cache_write import turned
 from wrappers import RotaryEmbedding, rope
 from wrappers.cache_write import plan
@@ -312,54 +316,61 @@ validate = plan.validate
 # ---- torch.compile
 
 
-def calls():
-    """name -> (function, the arguments of a call)."""
-    _, q, k = packed()
-    where = {"requests": (torch.tensor(STARTS), torch.tensor(OFFSETS)), "positions": (torch.tensor(POSITIONS).abs(),)}
-    found = {}
-    for name in rope.__all__[:8]:
-        found[name] = getattr(wrappers, name), (q, k, *where["positions" if "pos_ids" in name else "requests"])
-    table = torch.randn(1 << 10, 32, generator=gen(3))
-    for name in rope.__all__[8:10]:
-        given = torch.arange(TOKENS), q.flatten(1), k.flatten(1), 96, table
-        found[name] = getattr(wrappers, name), given
-    parts = [parts_of("behind", heads, TOKENS, 32, 16, torch.bfloat16) for heads in (4, 2)]
-    given = parts[0][0], parts[1][0], parts[0][1], parts[1][1]
-    found["rope_quantize_fp8"] = wrappers.rope_quantize_fp8, (*given, table, torch.arange(TOKENS))
-    index = torch.arange(TOKENS)
-    cache = poisoned(2, TOKENS, 16, 2, 48).unbind()
-    found["rope_quantize_fp8_append_paged_kv_cache"] = wrappers.rope_quantize_fp8_append_paged_kv_cache, (
-        *given, torch.ones(TOKENS, 2, 48).bfloat16(), table, index, cache, index, torch.arange(TOKENS + 1), index,
-        index,
-    )  # fmt: skip
-    return found
-
-
-def written(result, args, at):
-    """The bytes of what a call returned and of what it was given, without tokens that are not written."""
+def written(result, given):
+    """The bytes of what a call returned and of what it was given."""
     returned = result if isinstance(result, tuple) else ()
-    return [bits(t[at]) for t in returned] + [bits(t) for t in cases.tensors_of(args)]
+    return [bits(t) for t in returned] + [bits(t) for t in cases.tensors_of(given)]
+
+
+FORMS = [(name, False) for name in rope.__all__] + [(name, True) for name in rope.__all__ if "fp8" in name]
 
 
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
-@pytest.mark.parametrize("name", rope.__all__)
-def test_under_torch_compile(name, backend):
-    at = slice(0, STARTS[-1])
-    function, args = calls()[name]
-    again = cases.copied(args, "cpu")
-    want = written(function(*args), args, at)
+@pytest.mark.parametrize("name,new", FORMS)
+def test_under_torch_compile(name, new, backend):
+    """new: the outputs that a call may be given are not."""
+    given = {name: t for name, t in good_call(name).items() if not (new and name.endswith("_out"))}
+    again, function = cases.copied(given, "cpu"), getattr(wrappers, name)
+    want = written(function(**given), given)
     torch.compiler.reset()
-    got = torch.compile(lambda *given: function(*given), backend=backend, fullgraph=True)(*again)
-    assert all(map(torch.equal, written(got, again, at), want))
+    got = torch.compile(lambda **args: function(**args), backend=backend, fullgraph=True)(**again)
+    assert all(map(torch.equal, written(got, again), want))
+
+
+@pytest.mark.parametrize("name,new", FORMS)
+def test_tensors_without_values(name, new):
+    """Fake and meta tensors get results of the same form, and a trace has one operator per launch."""
+    given = {name: t for name, t in good_call(name).items() if not (new and name.endswith("_out"))}
+    function = getattr(wrappers, name)
+    want = function(**given)
+    with FakeTensorMode() as mode:
+        fakes = tree_map(lambda t: mode.from_tensor(t) if isinstance(t, torch.Tensor) else t, given)
+        found = [function(**fakes)]
+    found.append(function(**tree_map(lambda t: t.to("meta") if isinstance(t, torch.Tensor) else t, given)))
+    for got in found:
+        assert (got is None) == (want is None)
+        for a, b in zip(got or (), want or (), strict=True):
+            assert a.shape == b.shape and a.dtype == b.dtype
+    graph = make_fx(lambda args: function(**args))(cases.copied(given, "cpu")).graph
+    operators = [node for node in graph.nodes if node.target is torch.ops.cute_kernels.write_rows.default]
+    assert len(operators) == (2 if "fp8" in name else 1)
+
+
+@pytest.mark.parametrize("name", rope.__all__)
+def test_functionalised(name):
+    given = good_call(name)
+    again, function = cases.copied(given, "cpu"), getattr(wrappers, name)
+    want = written(function(**given), given)
+    got = torch.func.functionalize(lambda args: function(**args))(again)
+    assert all(map(torch.equal, written(got, again), want))
 
 
 # ---- refusals
 
 
 def refused(error, message, name, **changes):
-    function, args = calls()[name]
-    names = function.__code__.co_varnames[: function.__code__.co_argcount]
-    given = dict(zip(names, args)) | changes
+    function, args = getattr(wrappers, name), good_call(name)
+    given = args | changes
     before = [t.clone() for t in cases.storages(given)]
     for host in ("cpu", "new", "known"):
         if host == "cpu":
@@ -368,7 +379,7 @@ def refused(error, message, name, **changes):
         else:
             with emulation() as machine:
                 if host == "known":
-                    function(*cases.copied(args, "cpu"))
+                    function(**cases.copied(args, "cpu"))
                 count = len(machine.launches)
                 with pytest.raises(error, match=message):
                     function(**given)
@@ -376,8 +387,8 @@ def refused(error, message, name, **changes):
     assert all(map(torch.equal, before, cases.storages(given)))
 
 
-X = torch.ones(TOKENS, 2, 48).bfloat16()
-LONG = torch.ones(TOKENS, 2, 528).bfloat16()
+X = torch.ones(5, 2, 48).bfloat16()
+LONG = torch.ones(5, 3, 528).bfloat16()
 FP8, PAGED = "rope_quantize_fp8", "rope_quantize_fp8_append_paged_kv_cache"
 CACHED = "apply_rope_with_cos_sin_cache"
 
@@ -385,60 +396,60 @@ CACHED = "apply_rope_with_cos_sin_cache"
 @pytest.mark.parametrize("error,message,name,changes", [
     (NotImplementedError, "^rotary_dim: 24, must be a multiple of 16", "apply_rope", {"rotary_dim": 24}),
     (NotImplementedError, "^rotary_dim: head_dim 40 of q, must be a multiple", "apply_rope",
-     {"q": X[..., :40], "k": X[..., :40]}),
+     {"q": X[..., :40], "k": X[..., :40], "rotary_dim": None}),
     (NotImplementedError, "^q: head_dim 528, must be at most 512", "apply_rope_pos_ids", {"q": LONG, "k": LONG}),
-    (ValueError, "^rotary_dim: 112, must be at most head_dim 96", "apply_rope_inplace", {"rotary_dim": 112}),
+    (ValueError, "^rotary_dim: 112, must be at most head_dim 48", "apply_rope_inplace", {"rotary_dim": 112}),
     (ValueError, "^rotary_dim: 0, must be at least 1", "apply_rope_inplace", {"rotary_dim": 0}),
     (ValueError, "^rope_theta: -1.0, must be positive", "apply_rope", {"rope_theta": -1.0}),
     (ValueError, "^high_freq_factor: 2.0, must differ", "apply_llama31_rope",
      {"low_freq_factor": 2.0, "high_freq_factor": 2.0}),
-    (ValueError, r"^q: shape \(10, 2, 48\), must be \(10, 2, 96\) \(rows and head_dim of k", "apply_rope", {"q": X}),
+    (ValueError, r"^q: shape \(4, 2, 48\), must be \(5, 2, 48\) \(rows and head_dim of k", "apply_rope", {"q": X[:4]}),
     (ValueError, r"^offsets: shape \(2,\), must be \(3,\)", "apply_rope", {"offsets": torch.zeros(2).int()}),
     (ValueError, r"^indptr: shape \(0,\), must have", "apply_rope", {"indptr": torch.zeros(0).int()}),
     (TypeError, "^indptr: dtype torch.float32", "apply_rope", {"indptr": torch.zeros(4)}),
-    (ValueError, r"^pos_ids: shape \(3,\), must be \(10,\)", "apply_rope_pos_ids",
-     {"pos_ids": torch.zeros(3).int()}),
+    (ValueError, r"^pos_ids: shape \(3,\), must be \(5,\)", "apply_rope_pos_ids", {"pos_ids": torch.zeros(3).int()}),
     (TypeError, "^pos_ids: NoneType, must be a torch.Tensor", FP8, {"pos_ids": None}),
     (ValueError, "^k: strides .*, elements must not overlap", "apply_rope_pos_ids_inplace",
-     {"k": torch.ones(TOKENS, 1, 96).bfloat16().expand(-1, 2, -1)}),
-    (RuntimeError, "^q: requires grad", "apply_rope", {"q": torch.ones(10, 3, 96).bfloat16().requires_grad_()}),
-    (RuntimeError, "^k: requires grad", "apply_rope_inplace", {"k": torch.ones(10, 2, 96).bfloat16().requires_grad_()}),
-    (RuntimeError, "^q_nope: requires grad", FP8, {"q_nope": torch.ones(10, 4, 16).bfloat16().requires_grad_()}),
+     {"k": torch.ones(5, 1, 48).bfloat16().expand(-1, 2, -1)}),
+    (RuntimeError, "^q: requires grad", "apply_rope", {"q": torch.ones(5, 3, 48).bfloat16().requires_grad_()}),
+    (RuntimeError, "^k: requires grad", "apply_rope_inplace", {"k": torch.ones(5, 2, 48).bfloat16().requires_grad_()}),
+    (RuntimeError, "^q_nope: requires grad", FP8, {"q_nope": torch.ones(5, 3, 16).bfloat16().requires_grad_()}),
     (NotImplementedError, r"^cos_sin_cache: shape \(9, 24\), columns must be a multiple of 16", CACHED,
      {"cos_sin_cache": torch.ones(9, 24)}),
-    (ValueError, r"^cos_sin_cache: shape \(9, 112\), must have 1 to 96 columns", CACHED,
+    (ValueError, r"^cos_sin_cache: shape \(9, 112\), must have 1 to 48 columns", CACHED,
      {"cos_sin_cache": torch.ones(9, 112)}),
     (TypeError, "^cos_sin_cache: dtype torch.float16", CACHED, {"cos_sin_cache": torch.ones(9, 32).half()}),
-    (ValueError, r"^query: shape \(10, 288\), the last dimension must be a multiple of head_size 80", CACHED,
+    (ValueError, r"^query: shape \(5, 144\), the last dimension must be a multiple of head_size 80", CACHED,
      {"head_size": 80}),
-    (ValueError, r"^positions: shape \(3,\), must be \(10,\) \(rows of key", CACHED,
+    (ValueError, r"^positions: shape \(3,\), must be \(5,\) \(rows of key", CACHED,
      {"positions": torch.zeros(3).int()}),
-    (NotImplementedError, "^q_nope: head_dim 528, must be at most 512", FP8, {"q_nope": LONG.repeat(1, 2, 1), "k_nope": LONG}),
-    (ValueError, r"^k_nope: \(10, 2, 48\), must have the last dimension of q_nope, \(10, 4, 16\)", FP8, {"k_nope": X}),
-    (ValueError, r"^k_nope: None, must have the last dimension of q_nope", FP8, {"k_nope": None}),
-    (ValueError, r"^q_nope: shape \(10, 2, 16\), must be \(10, 4, 16\)", FP8, {"q_nope": X[..., :16].clone()}),
-    (TypeError, "^k_nope: dtype torch.float16, must be one of torch.bfloat16", FP8, {"k_nope": X[..., :16].half()}),
-    (TypeError, "^k_rope: dtype torch.float32, must be one of", FP8, {"k_rope": torch.ones(10, 2, 32)}),
+    (NotImplementedError, "^q_nope: head_dim 528, must be at most 512", FP8,
+     {"q_nope": LONG, "k_nope": LONG[:, :2]}),
+    (ValueError, r"^k_nope: shape \(5, 2, 48\), must have the last dimension of q_nope, 16", FP8, {"k_nope": X}),
+    (ValueError, "^k_nope: None, required with q_nope", FP8, {"k_nope": None}),
+    (ValueError, r"^q_nope: shape \(5, 2, 16\), must be \(5, 3, 16\)", FP8, {"q_nope": X[..., :16].clone()}),
+    (TypeError, "^k_nope: dtype torch.float16, must be that of k_rope, torch.bfloat16", FP8,
+     {"k_nope": X[..., :16].half()}),
+    (TypeError, "^k_rope: dtype torch.float32, must be one of", FP8, {"k_rope": torch.ones(5, 2, 32)}),
     (ValueError, r"^cos_sin_cache: shape \(9, 16\), must have the 32 columns of q_rope", FP8,
      {"cos_sin_cache": torch.ones(9, 16)}),
     (TypeError, "^quantize_dtype: torch.float16, must be one of", FP8, {"quantize_dtype": torch.float16}),
     (ValueError, "^quant_scale_q: 0.0, must be positive", FP8, {"quant_scale_q": 0.0}),
     (ValueError, "^backend: 'triton', must be one of cuda, cutile", FP8, {"backend": "triton"}),
-    (ValueError, r"^k_nope_out: shape \(10, 2, 48\), must be \(10, 2, 16\)", FP8,
-     {"k_nope_out": poisoned(TOKENS, 2, 48)}),
+    (ValueError, r"^k_nope_out: shape \(5, 2, 48\), must be \(5, 2, 16\)", FP8, {"k_nope_out": poisoned(5, 2, 48)}),
     (TypeError, "^k_nope_out: dtype torch.float8_e5m2, must be one of torch.float8_e4m3fn", FP8,
-     {"k_nope_out": poisoned(TOKENS, 2, 16, dtype=E5M2), "quantize_dtype": E4M3}),
+     {"k_nope_out": poisoned(5, 2, 16, dtype=E5M2), "quantize_dtype": E4M3}),
     (ValueError, "^k_nope_out: shape .*, overlaps the memory of k_nope", FP8, dict(zip(
-        ("q_nope", "k_nope", "k_nope_out"), (torch.ones(10, 4, 16).bfloat16(), X[..., :16], X.view(E4M3)[..., :16])))),
-    (NotImplementedError, r"^k_rope: shape \(10, 32\), must have heads", PAGED, {"k_rope": X[:, 0, :32]}),
+        ("q_nope", "k_nope", "k_nope_out"), (torch.ones(5, 3, 16).bfloat16(), X[..., :16], X.view(E4M3)[..., :16])))),
+    (NotImplementedError, r"^k_rope: shape \(5, 32\), must have heads", PAGED, {"k_rope": X[:, 0, :32]}),
     (ValueError, "^page_size: 8, must be that of paged_kv_cache, 16", PAGED, {"page_size": 8}),
     (TypeError, "^v: NoneType, must be", PAGED, {"v": None}),
     (TypeError, r"^paged_kv_cache \(K\): dtype torch.float8_e4m3fn, must be quantize_dtype", PAGED,
      {"quantize_dtype": E5M2}),
-    (ValueError, r"^paged_kv_cache \(K\): shape \(10, 16, 2, 40\), the last dimension must be 48", PAGED,
-     {"paged_kv_cache": poisoned(2, 10, 16, 2, 40).unbind()}),
+    (ValueError, r"^paged_kv_cache \(K\): shape \(3, 16, 2, 40\), the last dimension must be 48", PAGED,
+     {"paged_kv_cache": poisoned(2, 3, 16, 2, 40).unbind()}),
     (ValueError, "^kv_layout: 'nhd', must be", PAGED, {"kv_layout": "nhd"}),
-    (ValueError, r"^v: shape \(10, 1, 48\), must be", PAGED, {"v": X[:, :1]}),
+    (ValueError, r"^v: shape \(5, 1, 48\), must be", PAGED, {"v": X[:, :1]}),
 ])  # fmt: skip
 def test_refusals(error, message, name, changes):
     refused(error, message, name, **changes)

@@ -10,15 +10,17 @@ import torch
 import wrappers
 from bench.cases import attention as cases
 from bench.cases import topk as topk_cases
+from tests import rope_calls
 from tests.flash_attn_batches import good_call
 from tests.test_decode_wrapper import xqa_inputs
 from tests.test_engines import as_fmha, as_persistent, as_xqa_batch
+from wrappers import rope, xqa
 from wrappers import trtllm_batch_context_with_kv_cache as context
 from wrappers import trtllm_batch_decode_with_kv_cache as decode
-from wrappers import xqa
 
 PLAIN = replace(cases.EDGE["plain"], q_lens=(1, 2), kv_lens=(9, 40))
 
+LLAMA31 = "rotary_dim interleave rope_scale rope_theta low_freq_factor high_freq_factor old_context_len"
 # FlashInfer 0.7.2; FlashAttention 2 and 3, whose order ends where theirs differ; the last four: vLLM, by position.
 UPSTREAM = {
     "trtllm_batch_context_with_kv_cache": """
@@ -55,6 +57,23 @@ UPSTREAM = {
     "top_k_ragged_transform": "input offsets lengths k deterministic tie_break dsa_graph_safe row_starts",
     "top_k_per_row_prefill": "logits row_starts row_ends indices num_rows stride0 stride1 top_k",
     "top_k_per_row_decode": "logits next_n seq_lens indices num_rows stride0 stride1 top_k",
+    "apply_rope": "q k indptr offsets rotary_dim interleave rope_scale rope_theta",
+    "apply_rope_inplace": "q k indptr offsets rotary_dim interleave rope_scale rope_theta",
+    "apply_rope_pos_ids": "q k pos_ids rotary_dim interleave rope_scale rope_theta",
+    "apply_rope_pos_ids_inplace": "q k pos_ids rotary_dim interleave rope_scale rope_theta",
+    "apply_llama31_rope": f"q k indptr offsets {LLAMA31}",
+    "apply_llama31_rope_inplace": f"q k indptr offsets {LLAMA31}",
+    "apply_llama31_rope_pos_ids": f"q k pos_ids {LLAMA31}",
+    "apply_llama31_rope_pos_ids_inplace": f"q k pos_ids {LLAMA31}",
+    "apply_rope_with_cos_sin_cache": "positions query key head_size cos_sin_cache is_neox",
+    "apply_rope_with_cos_sin_cache_inplace": "positions query key head_size cos_sin_cache is_neox",
+    "rope_quantize_fp8": """
+        q_rope k_rope q_nope k_nope cos_sin_cache pos_ids is_neox quantize_dtype quant_scale_q quant_scale_kv
+        q_rope_out k_rope_out q_nope_out k_nope_out enable_pdl backend""",
+    "rope_quantize_fp8_append_paged_kv_cache": """
+        q_rope k_rope q_nope k_nope v cos_sin_cache pos_ids paged_kv_cache kv_indices kv_indptr batch_indices
+        positions is_neox quantize_dtype quant_scale_q quant_scale_kv page_size kv_layout q_rope_out q_nope_out
+        enable_pdl""",
     "persistent_topk": "logits lengths output workspace k max_seq_len",
     "cooperative_topk": "logits lengths output workspace k max_seq_len",
 }
@@ -68,6 +87,8 @@ def inputs_of(function):
     """Keyword arguments of a good call."""
     if function == "xqa":
         return xqa_inputs()[0]
+    if function in rope.__all__:
+        return rope_calls.good_call(function)
     if function in topk_cases.FUNCTIONS:
         return topk_cases.make_inputs(topk_cases.PLAIN[function])
     if function.startswith("flash_attn"):

@@ -124,6 +124,7 @@ def dims(*pairs: tuple[int, int]) -> dict[str, dict[str, Any]]:
     }
 
 
+TRANSFORM = {"transform": True}
 ASKED: tuple[tuple[str, Any, str, dict[str, dict[str, Any]]], ...] = (  # arguments of `features`
     ("prefill", PREFILL, "Q, K and V", HALVES | {"e4m3": {"q": "e4m3", "kv": "e4m3"}}),
     ("prefill", PREFILL, "KV", {kv: facts | {"q": "bf16"} for kv, facts in CACHES.items()}),
@@ -165,7 +166,7 @@ ASKED: tuple[tuple[str, Any, str, dict[str, dict[str, Any]]], ...] = (  # argume
     ("append", APPEND, "rows copied", {d: {"dtype": d, "cache": d} for d in ("bf16", "fp16")} | ONE_BYTE),
     ("append", APPEND, "rows quantised to", {"e4m3": {"cache": "e4m3"}, "NVFP4": {"cache": "nvfp4"}}),
     ("append", APPEND, "rows quantised to", {"e5m2": {"cache": "e5m2"}}),
-    ("append", APPEND, "rows of Q and K with", {"RMS norm": {"transform": True}, "RoPE": {"transform": True}}),
+    ("append", APPEND, "rows of Q and K with", dict.fromkeys(("RMS norm", "RoPE", "RoPE in place"), TRANSFORM)),
     ("append", APPEND, "places", {"slot mapping": {}, "CSR page lists": {}, "block table": {}}),
     ("append", APPEND, "with", {"CUDA graph replay": {}}),
 )

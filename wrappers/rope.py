@@ -387,7 +387,9 @@ def _split(side: str, rope: Any, nope: Any, ndim: int) -> Pair:
     if nope is None:
         nope = rope[..., :0]
     else:
-        check_operand(name, nope, ndim, (rope.dtype,), rope.device, owner)
+        check_operand(name, nope, ndim, WIDE, rope.device, owner)
+        if nope.dtype != rope.dtype:
+            raise TypeError(f"{name}: dtype {nope.dtype}, must be {owner}, {rope.dtype}")
         check_shape(name, nope, (*rope.shape[:-1], nope.shape[-1]), f"rows and heads of {side}_rope")
     return (rope, nope) if ndim == 3 else (rope.unsqueeze(1), nope.unsqueeze(1))
 
@@ -409,8 +411,10 @@ def _parts(q_rope: Any, k_rope: Any, q_nope: Any, k_nope: Any, table: Any) -> Pa
     for name, dim in (("q_rope", rotated), ("q_nope", rest)):
         _served(name, dim)
     if parts.k_nope.shape[2] != rest:
-        shape, wanted = (None if t is None else tuple(t.shape) for t in (k_nope, q_nope))
-        raise ValueError(f"k_nope: {shape}, must have the last dimension of q_nope, {wanted}")
+        for name, t, other in (("q_nope", q_nope, "k_nope"), ("k_nope", k_nope, "q_nope")):
+            if t is None:
+                raise ValueError(f"{name}: None, required with {other}")
+        raise ValueError(f"k_nope: shape {tuple(k_nope.shape)}, must have the last dimension of q_nope, {rest}")
     if rotated % ROTATED:
         raise NotImplementedError(f"q_rope: shape {tuple(q_rope.shape)}, columns must be a multiple of {ROTATED}")
     if _table(table, rotated, "q_rope").shape[1] != rotated:
@@ -418,25 +422,24 @@ def _parts(q_rope: Any, k_rope: Any, q_nope: Any, k_nope: Any, table: Any) -> Pa
     return parts
 
 
-def _outputs(dtype: torch.dtype, of: dict[str, tuple[str, torch.Tensor, Any]]) -> list[torch.Tensor]:
-    """Return outputs. of: name -> (name of the part that is written to it, the part, the output or None for a new
-    one)."""
+def _outputs(side: str, parts: Any, given: tuple[Any, Any], dtype: torch.dtype, headless: bool = False) -> Pair:
+    """Return the outputs of both parts of Q or K, each given or new; headless: without the dimension of heads.
+
+    If both are new and the parts lie behind each other, so do the outputs."""
+    rope, nope = (part.squeeze(1) for part in parts) if headless else parts
+    if given[0] is None and given[1] is None and nope.shape[-1] and joined(rope, nope) is not None:
+        rotated, rest = rope.shape[-1], nope.shape[-1]
+        whole = torch.empty((*rope.shape[:-1], rotated + rest), dtype=dtype, device=rope.device)
+        return whole[..., :rotated], whole[..., rotated:]
     found = []
-    for name, (part_name, part, out) in of.items():
+    for name, part, out in zip((f"{side}_rope", f"{side}_nope"), (rope, nope), given):
         if out is None:
             out = torch.empty(part.shape, dtype=dtype, device=part.device)
         else:
-            check_operand(name, out, part.ndim, (dtype,), part.device, f"that of {part_name}")
-            check_shape(name, out, tuple(part.shape), f"the shape of {part_name}")
+            check_operand(f"{name}_out", out, part.ndim, (dtype,), part.device, f"that of {name}")
+            check_shape(f"{name}_out", out, tuple(part.shape), f"the shape of {name}")
         found.append(out)
-    return found
-
-
-def _new_pair(rope: torch.Tensor, nope: torch.Tensor, dtype: torch.dtype) -> Pair:
-    """Return new outputs for both parts, which lie behind each other as the parts do."""
-    rotated, rest = rope.shape[2], nope.shape[2]
-    whole = torch.empty((*rope.shape[:2], rotated + rest), dtype=dtype, device=rope.device)
-    return whole[..., :rotated], whole[..., rotated:]
+    return found[0], found[1]
 
 
 def rope_quantize_fp8(
@@ -462,7 +465,7 @@ def rope_quantize_fp8(
         quant_scale_q, quant_scale_kv: positive numbers by which values are multiplied. The kernel divides by their
             reciprocals in fp32. Values saturate; NaN stays NaN.
         q_rope_out, k_rope_out, q_nope_out, k_nope_out: outputs of the parts' shapes, the last stride 1. None: new ones,
-            which are views of one tensor if no output is given and the parts lie behind each other.
+            which are views of one tensor for Q, or for K, if both are new and the parts lie behind each other.
 
     A hint: enable_pdl, backend. The rotated parts of a token whose position is no row of cos_sin_cache are not written.
     Errors: TypeError for a dtype, ValueError for a shape, stride, device, number or backend, NotImplementedError for an
@@ -480,29 +483,20 @@ def rope_quantize_fp8(
     check_optional_flag("enable_pdl", enable_pdl)
     scales = _divisor("quant_scale_q", quant_scale_q), _divisor("quant_scale_kv", quant_scale_kv)
     parts = _parts(q_rope, k_rope, q_nope, k_nope, cos_sin_cache)
-    given = q_rope_out, k_rope_out, q_nope_out, k_nope_out
-    names = "q_rope_out", "k_rope_out", "q_nope_out", "k_nope_out"
-    dtype = _quantised(quantize_dtype, dict(zip(names, given)))
-    none = given == (None,) * 4
-    if none and parts.q_nope.shape[2] and joined(*parts[:2]) is not None and joined(*parts[2:]) is not None:
-        pairs = _new_pair(parts.q, parts.q_nope, dtype), _new_pair(parts.k, parts.k_nope, dtype)
-        outputs = [pairs[0][0], pairs[1][0], pairs[0][1], pairs[1][1]]
-    else:
-        headless = k_rope.ndim == 2
-        of = [parts.q, k_rope if headless else parts.k, parts.q_nope, parts.k_nope]
-        of[3] = of[3].squeeze(1) if headless else of[3]
-        outputs = _outputs(dtype, {n: (n[:-4], *both) for n, *both in zip(names, of, given)})  # type: ignore[misc]
-    q_out, k_out, q_nope_out, k_nope_out = outputs
-    if k_out.ndim == 2:
-        k_out, k_nope_out = k_out.unsqueeze(1), k_nope_out.unsqueeze(1)
+    outputs = {"q_rope_out": q_rope_out, "q_nope_out": q_nope_out, "k_rope_out": k_rope_out, "k_nope_out": k_nope_out}
+    dtype = _quantised(quantize_dtype, outputs)
+    headless = k_rope.ndim == 2
+    q_rope_out, q_nope_out = _outputs("q", parts[:2], (q_rope_out, q_nope_out), dtype)
+    k_rope_out, k_nope_out = _outputs("k", parts[2:], (k_rope_out, k_nope_out), dtype, headless)
     transform = _by_pos_ids(cos_sin_cache, is_neox, pos_ids, scales[0])
     call = CacheWriteCall(
         ROPE_FP8, None, None, None, None, True, ROWS, k_scale=scales[1], v_scale=scales[1], transform=transform
     )
-    rope = Operands(parts.q, q_out, parts.k, k_out[None])
-    nope = Operands(parts.q_nope, q_nope_out, parts.k_nope, k_nope_out[None])
+    k_outs = [t.unsqueeze(1)[None] if headless else t[None] for t in (k_rope_out, k_nope_out)]
+    rope = Operands(parts.q, q_rope_out, parts.k, k_outs[0])
+    nope = Operands(parts.q_nope, q_nope_out, parts.k_nope, k_outs[1])
     serve_parts(call, rope, nope if nope.q.shape[2] else None)
-    return tuple(outputs)  # type: ignore[return-value]
+    return q_rope_out, k_rope_out, q_nope_out, k_nope_out
 
 
 def rope_quantize_fp8_append_paged_kv_cache(
@@ -555,11 +549,7 @@ def rope_quantize_fp8_append_paged_kv_cache(
     if k_cache.shape[3] != rotated + rest:
         shape = tuple(k_cache.shape)
         raise ValueError(f"{CACHE} (K): shape {shape}, the last dimension must be {rotated + rest}, that of K's parts")
-    if q_rope_out is None and q_nope_out is None and rest and joined(parts.q, parts.q_nope) is not None:
-        q_out, nope_out = _new_pair(parts.q, parts.q_nope, dtype)
-    else:
-        of = {"q_rope_out": ("q_rope", parts.q, q_rope_out), "q_nope_out": ("q_nope", parts.q_nope, q_nope_out)}
-        q_out, nope_out = _outputs(dtype, of)
+    q_out, nope_out = _outputs("q", parts[:2], (q_rope_out, q_nope_out), dtype)
     transform = _by_pos_ids(cos_sin_cache, is_neox, pos_ids, scales[0])
     call = CacheWriteCall(
         ROPE_FP8_PAGED, None, check_strided("v", v, 3), None, v_cache, kv_layout == "NHD", PAGES, None,

@@ -32,10 +32,12 @@ class CacheWriteCase:
     """One call. dtype: of the rows. cache: of the cache; equal to dtype for copies. heads: of Q and of K and V; no Q:
     0. dims: of K and of V. page_size, pages: of the cache. layout: "NHD" or "HND". stacked: K and V are one tensor;
     else they are side by side in one row of a wider tensor if `beside` is set, or two tensors. places: "slots", "lists"
-    or "table". index: dtype of index tensors. hostile: some values of index tensors are extreme. scales: "float",
-    "tensor" or "heads". norm: weights "" for none, "shared", "heads", or "k" for K alone. rope: "", "angles", "llama31"
-    or "cache". q8: Q is written in 8 bits. in_place: Q is written over itself. data: "normal", or "special" with
-    infinities, NaN, and extremes. shift: elements by which rows, caches and weights are off an aligned address.
+    or "table"; or, for FlashInfer's RoPE functions, "rows" or, with the positions of requests, "requests": Q and K are
+    rotated in place, or quantised, where `stacked` puts the rotated part of a row and the rest in one tensor. index:
+    dtype of index tensors. hostile: some values of index tensors are extreme. scales: "float", "tensor" or "heads".
+    norm: weights "" for none, "shared", "heads", or "k" for K alone. rope: "", "angles", "llama31" or "cache". q8: Q is
+    written in 8 bits. in_place: Q is written over itself. data: "normal", or "special" with infinities, NaN, and
+    extremes. shift: elements by which rows, caches and weights are off an aligned address.
     """
 
     dtype: str = "bf16"
@@ -173,9 +175,47 @@ def make_transform(case: CacheWriteCase, gen: torch.Generator) -> dict[str, Any]
     return found
 
 
+def make_requests(case: CacheWriteCase, gen: torch.Generator) -> dict[str, torch.Tensor]:
+    """Return the first token of each request and its position; one request has no token, and the last token none."""
+    third = case.tokens // 3
+    starts = torch.tensor([0, third, third, case.tokens - 1], device=gen.device)
+    offsets = torch.randint(200_000, (3,), generator=gen, device=gen.device)
+    given = {"indptr": starts.to(case.index), "offsets": offsets.to(case.index)}
+    return {name: spoil(t, gen) if case.hostile else t for name, t in given.items()}
+
+
+def make_rotated(case: CacheWriteCase, gen: torch.Generator) -> dict[str, Any]:
+    """Return the arguments of a RoPE function."""
+    q, k, _ = make_rows(case, gen)
+    positions = torch.randint(100, (case.tokens,), generator=gen, device=gen.device).to(case.index)
+    positions = spoil(positions, gen) if case.hostile else positions
+    dim = case.rotary_dim or case.dims[0]
+    table = torch.rand(90, dim, generator=gen, device=gen.device)  # some positions have no row
+    if case.cache != case.dtype:
+        found: dict[str, Any] = {"cos_sin_cache": table, "pos_ids": positions, "is_neox": not case.interleaved}
+        for name, x in (("q", q), ("k", k)):
+            out = poisoned(*x.shape, dtype=DTYPES[case.cache], device=gen.device)
+            for part, within in (("rope", slice(dim)), ("nope", slice(dim, None))):
+                found[f"{name}_{part}"] = x[..., within] if case.stacked else x[..., within].clone()
+                found[f"{name}_{part}_out"] = out[..., within] if case.stacked else out[..., within].clone()
+        return found | {"quantize_dtype": DTYPES[case.cache], "quant_scale_q": 1.7, "quant_scale_kv": 0.3}
+    if case.rope == "cache":
+        found = {"positions": positions, "head_size": case.dims[0], "cos_sin_cache": table}
+        return found | {"query": flat_rows(q), "key": flat_rows(k), "is_neox": not case.interleaved}
+    where = {"pos_ids": positions} if case.places == "rows" else make_requests(case, gen)
+    return {"q": q, "k": k, **where, "rotary_dim": case.rotary_dim, "interleave": case.interleaved}
+
+
+def flat_rows(x: torch.Tensor) -> torch.Tensor:
+    """Return x (N, heads, D), whose heads lie behind each other, as a view (N, heads * D)."""
+    return x.as_strided((x.shape[0], x.shape[1] * x.shape[2]), (x.stride(0), 1))
+
+
 def make_inputs(case: CacheWriteCase, device: Any = "cpu", seed: int = 0) -> dict[str, Any]:
     """Return the arguments of the case's function."""
     gen = torch.Generator(device).manual_seed(seed)
+    if case.places in ("rows", "requests"):
+        return make_rotated(case, gen)
     q, k, v = make_rows(case, gen)
     places, dtype, packed = make_places(case, gen), DTYPES[case.cache], 2 if case.cache == "nvfp4" else 1
     cache = make_cache(case, (case.dims[0] // packed, case.dims[1] // packed), dtype, gen.device)
@@ -199,6 +239,13 @@ def make_inputs(case: CacheWriteCase, device: Any = "cpu", seed: int = 0) -> dic
 
 def function_of(case: CacheWriteCase) -> Callable[..., Any]:
     """Return the public function of a case: rows that are copied by page lists go through FlashInfer's."""
+    if case.places in ("rows", "requests"):
+        if case.cache != case.dtype:
+            return wrappers.rope_quantize_fp8
+        if case.rope == "cache":
+            return wrappers.apply_rope_with_cos_sin_cache_inplace
+        kind = "apply_llama31_rope" if case.rope == "llama31" else "apply_rope"
+        return getattr(wrappers, kind + ("_pos_ids" if case.places == "rows" else "") + "_inplace")
     plain = not (case.heads[0] or case.norm or case.rope) and case.cache == case.dtype
     return wrappers.append_paged_kv_cache if plain and case.places == "lists" else append_qkv
 

@@ -290,7 +290,9 @@ def transforms(call: CacheWriteCall, t: QueryTransform) -> None:
     device, owner = call.k.device, f"that of {k}"
     queries = 0
     if t.q is not None:
-        check_operand(q, t.q, 3, (call.k.dtype,), device, owner)
+        check_operand(q, t.q, 3, WIDE, device, owner)
+        if t.q.dtype != call.k.dtype:
+            raise TypeError(f"{q}: dtype {t.q.dtype}, must be {owner}, {call.k.dtype}")
         queries = t.q.shape[1]
         check_shape(q, t.q, (tokens, queries, dim), f"rows and head_dim of {k}")
         wide = call.k_cache.dtype == call.k.dtype  # no kernel for 16-bit caches has an 8-bit Q

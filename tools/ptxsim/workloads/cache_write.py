@@ -83,7 +83,26 @@ def transformed(base: CacheWriteCase) -> list[CacheWriteScenario]:
             base, shift=1, norm="heads", rope="cache", q8=q8, places="table", interleaved_sf=True, index=torch.int64
         ),
     ]
+    second += rotated(base)
     return [CacheWriteScenario("norm and rotation", tuple(first)), CacheWriteScenario("places", tuple(second), 1)]
+
+
+def rotated(base: CacheWriteCase) -> list[CacheWriteCase]:
+    """Return calls of FlashInfer's RoPE functions: K goes to a tensor of its own, or over itself."""
+    base = replace(base, places="rows", heads=(3, 2), stacked=False)
+    if base.cache == base.dtype:
+        by_requests = replace(base, places="requests", rope="angles")
+        return [
+            by_requests,
+            replace(by_requests, rope="llama31", index=torch.int64, hostile=True, interleaved=True, tokens=19),
+            replace(base, rope="cache", dims=(80, 80), rotary_dim=48, hostile=True),
+        ]
+    if base.cache == "nvfp4":
+        return []
+    return [
+        replace(base, rope="cache", rotary_dim=64, stacked=True, index=torch.int64),
+        replace(base, rope="cache", dims=(96, 96), rotary_dim=32, interleaved=True, hostile=True),
+    ]
 
 
 def cache_write_structures(shipped: list[CacheWriteSpec]) -> list[CacheWriteSpec]:
@@ -115,6 +134,8 @@ def plans() -> list[CacheWriteCase]:
         {"cache": "nvfp4", "interleaved_sf": True}, {"heads": (2, 2)}, {"heads": (2, 2), "norm": "shared"},
         {"heads": (2, 2), "rope": "angles"}, {"heads": (2, 2), "rope": "angles", "interleaved": True},
         {"heads": (2, 2), "rope": "llama31"}, {"heads": (2, 2), "rope": "cache"}, {"norm": "k"},
+        {"heads": (2, 2), "rope": "angles", "places": "rows"},
+        {"heads": (2, 2), "rope": "angles", "places": "requests"},
     )  # fmt: skip
     return [replace(base, **change) for change in changes]
 
