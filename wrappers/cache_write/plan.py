@@ -249,6 +249,7 @@ def plan_for(call: CacheWriteCall, device_info: tuple[str, int] | None) -> Cache
         fn, given = machine.current.kernel(op, spec, device_info[0]), machine.current.argument
     lanes = rows.lanes(max(k.shape[2], v.shape[2]), spec.elements)
     queries = 0 if call.transform is None or call.transform.q is None else call.transform.q.shape[1]
+    shared = queries + k.shape[1] + (v.shape[1] if spec.transform else 0)  # rows of a token that its groups share
     names = fields(spec)
 
     def empty(dtype: torch.dtype, *shape: int) -> Any:
@@ -270,8 +271,8 @@ def plan_for(call: CacheWriteCall, device_info: tuple[str, int] | None) -> Cache
     values |= dict(
         nhd=int(call.nhd), places=call.places if stores else ROWS, wide=sum(1 << i for i in wide),
         page_table=empty(torch.int32, 1),
-        lanes_log2=lanes.bit_length() - 1, k_groups=groups(k.shape[0], max(1, queries + k.shape[1]), lanes),
-        v_groups=groups(k.shape[0], v.shape[1], lanes) if v.shape[1] else 0, enable_pdl=1,
+        lanes_log2=lanes.bit_length() - 1, k_groups=groups(k.shape[0], max(1, shared), lanes),
+        v_groups=groups(k.shape[0], v.shape[1], lanes) if v.shape[1] and not spec.transform else 0, enable_pdl=1,
         v_sf_interleaved=int(call.v_sf_interleaved), scales_multiply=0,
         q=empty(k.dtype, 0, dim), q_out=empty(k.dtype, queries, dim),
         rope=t.rope, norm_eps=float(t.norm_eps), norm_offset=float(t.norm_offset), rope_table=empty(torch.float32, 16),
