@@ -172,7 +172,7 @@ def test_launches():
         first = machine.launches[0]
         named = ("batch_indices", "positions", "kv_indices", "kv_indptr", "rope_positions")
         assert first["wide"] == sum(1 << INDICES.index(name) for name in named)
-        assert first["k_groups"] == 6 and first["v_groups"] == 2 and first["lanes_log2"] == 3
+        assert first["k_groups"] == 8 and first["v_groups"] == 0 and first["lanes_log2"] == 3
         append_qkv(**cases.make_inputs(CacheWriteCase(cache="nvfp4")))
         append_qkv(**cases.make_inputs(replace(FULL, cache="e5m2", q8=True, scales="heads")))
         assert machine.launches[2]["k_scale"] == 1 / 0.37 and machine.launches[3]["q_fp8"].dtype == E5M2
