@@ -32,6 +32,8 @@ def supports(spec: CacheWriteSpec) -> str | None:
 def ctas_per_sm(spec: CacheWriteSpec) -> int:
     """Return how many CTAs an SM holds at least; the compiler is told this number. Without it, it spills a register or
     two to hold more."""
+    if spec.gather:
+        return 4
     if spec.transform:
         return 2
     return 3 if spec.quantised else 4

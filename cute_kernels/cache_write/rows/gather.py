@@ -12,7 +12,6 @@ from cutlass import Float32, Int32, Int64, Uint32
 from ...device import copy, warp
 from ...device.clamp import clamp
 from .. import memory, places, rotate, store
-from ..args import ANGLES
 
 
 class HeadRows(NamedTuple):
@@ -24,6 +23,15 @@ class HeadRows(NamedTuple):
     target_stride: Int64
     heads: Int32
     position: Int32
+
+
+class LanePairs(NamedTuple):
+    """The pairs of a row that a lane rotates: 8 elements of the first half, and those of the second half that belong to
+    them. first: byte where the first ones begin. apart: bytes between the two. exist: whether the row has them."""
+
+    first: Int32
+    apart: Int32
+    exist: cutlass.Boolean
 
 
 class PageEntry(NamedTuple):
@@ -150,41 +158,64 @@ def vector_at(address):
 
 
 @cute.jit
-def load_row(g, rows: HeadRows, head: Int32, dim: Int32, words: cute.Tensor):
-    """Load a lane's two vectors of a row as words (4, 2), unless they are past the row or the last head."""
-    for half in cutlass.range_constexpr(2):
-        first = (g.lane + half * g.lanes) * rotate.HALF
-        if head < rows.heads and first < dim:
-            copy.vector(vector_at(rows.source + head * rows.source_stride + 2 * first), words[None, half])
+def load_row(rows: HeadRows, head: Int32, at: LanePairs, words: cute.Tensor):
+    """Load a lane's pairs of a row as words (4, 2), unless they are past the row or the last head."""
+    if head < rows.heads and at.exist:
+        for half in cutlass.range_constexpr(2):
+            copy.vector(
+                vector_at(rows.source + head * rows.source_stride + half * at.apart + at.first), words[None, half]
+            )
+
+
+@cute.jit
+def load_rotation(a, position: Int32, at: LanePairs, cos: cute.Tensor, sin: cute.Tensor):
+    """Compute the cosines and sines (8,) of a lane's pairs at a position, from the turns per position."""
+    table = a.rope_table.iterator.toint() + 2 * at.first
+    if at.exist:
+        for part in cutlass.range_constexpr(2):
+            high, low = cute.make_rmem_tensor(4, Float32), cute.make_rmem_tensor(4, Float32)
+            copy.vector(memory.view(table + 16 * part, Float32, 4, 16), high)
+            copy.vector(memory.view(table + 2 * at.apart + 16 * part, Float32, 4, 16), low)
+            for e in cutlass.range_constexpr(4):
+                radians = rotate.angle(Float32(position), high[e], low[e])
+                cos[4 * part + e] = rotate.approximate("cos", radians)
+                sin[4 * part + e] = rotate.approximate("sin", radians)
 
 
 # The loop over the heads of a token: one iteration per row of the group.
-#   waits for   the row, whose loads the iteration before has issued; the other lanes of the group, in shuffles
+#   waits for   the row, whose loads the iteration before has issued
 #   computes    the row in fp32 registers: rotary embedding
 #   stores      16 bits, in the new Q or K
-# All heads of a token have one position, so cosines and sines are computed once.
+# All heads of a token have one position, so cosines and sines are computed once. A lane has both elements of its pairs,
+# whatever the head_dim: it needs no value of another lane, and half as many cosines and sines as elements.
 @cute.jit
 def gather_rows(spec: cutlass.Constexpr, a, g):
     """Rotate and write the group's rows of Q or K."""
-    a, dim = a._replace(rope=ANGLES), a.q.shape[2]
-    values, cos, sin = (cute.make_rmem_tensor((rotate.HALF, 2), Float32) for _ in range(3))
-    words, packed = cute.make_rmem_tensor((4, 2), Uint32), cute.make_rmem_tensor(4, Uint32)
+    at = LanePairs(16 * g.lane, Int32(a.q.shape[2]), 16 * g.lane < a.q.shape[2])
+    values = cute.make_rmem_tensor((rotate.HALF, 2), Float32)
+    cos, sin = cute.make_rmem_tensor(rotate.HALF, Float32), cute.make_rmem_tensor(rotate.HALF, Float32)
+    words, packed = cute.make_rmem_tensor((4, 2), Uint32), cute.make_rmem_tensor((4, 2), Uint32)
     words.fill(0)
+    cos.fill(1.0)
+    sin.fill(0.0)
     rows, head = rows_of(a, g), g.own
-    load_row(g, rows, head, dim, words)
+    load_row(rows, head, at, words)
     if head < rows.heads:
-        rotate.load_rotation(spec, a, g, rows.position, cos, sin)
+        load_rotation(a, rows.position, at, cos, sin)
     while head < rows.heads:
         for half in cutlass.range_constexpr(2):
             store.unpack(spec, words[None, half], values[None, half])
-        load_row(g, rows, head + a.k_groups, dim, words)
-        rotate.rotate(a, g, values, cos, sin)
-        target = rows.target + head * rows.target_stride
+        load_row(rows, head + a.k_groups, at, words)
+        for e in cutlass.range_constexpr(rotate.HALF):
+            first, second = values[e, 0], values[e, 1]
+            values[e, 0] = warp.fma(-second, sin[e], first * cos[e])
+            values[e, 1] = warp.fma(first, sin[e], second * cos[e])
         for half in cutlass.range_constexpr(2):
-            first = (g.lane + half * g.lanes) * rotate.HALF
-            if first < dim:
-                for i in cutlass.range_constexpr(4):
-                    pair = values[2 * i, half], values[2 * i + 1, half]
-                    packed[i] = warp.pack_16bit(store.TYPES[spec.dtype], *pair)
-                copy.vector(packed, vector_at(target + 2 * first))
+            for i in cutlass.range_constexpr(4):
+                pair = values[2 * i, half], values[2 * i + 1, half]
+                packed[i, half] = warp.pack_16bit(store.TYPES[spec.dtype], *pair)
+        if at.exist:
+            target = rows.target + head * rows.target_stride + at.first
+            for half in cutlass.range_constexpr(2):
+                copy.vector(packed[None, half], vector_at(target + half * at.apart))
         head += a.k_groups
