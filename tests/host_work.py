@@ -45,6 +45,31 @@ class OperatorCounter(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
+class KernelLister(OperatorCounter):
+    """List the torch operators that launch a kernel: all but views and allocations."""
+
+    FREE = ("empty", "empty_like", "new_empty", "view", "as_strided", "transpose", "select", "slice", "unsqueeze",
+            "_unsafe_view", "expand", "alias", "detach", "unflatten", "permute")  # fmt: skip
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func.overloadpacket.__name__
+        if name not in self.FREE:
+            self.found.append(name)
+        return func(*args, **(kwargs or {}))
+
+
+def torch_kernels(call: Callable[[], Any]) -> list[str]:
+    """Return the torch operators of a warm call that launch a kernel. The mode is hidden, as in `host_work`."""
+    call()
+    with patch.object(plain, "_modes", lambda: 0), KernelLister() as seen:
+        call()
+    return seen.found
+
+
 def count_functions(call: Callable[[], Any]) -> int:
     """Run `call` and count the Python calls of functions in this project's files."""
     count = 0

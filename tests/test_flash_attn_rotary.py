@@ -1,14 +1,12 @@
 """`flash_attn_with_kvcache` with rotary tables against float64; its launches, and torch kernels beside them."""
 
-from unittest.mock import patch
-
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.fake_machine import FakeMachine
 from tests.flash_attn_batches import BF16, E4M3, HALF, HKV, HQ, D, appended, check, ints, oracle
-from wrappers import flash_attn_with_kvcache, machine, plain
+from tests.host_work import torch_kernels
+from wrappers import flash_attn_with_kvcache, machine
 
 ROOM = 64  # positions of the tables
 
@@ -158,30 +156,6 @@ def test_nothing_new():
     assert torch.equal(given["k_cache"], before) and not torch.equal(rotated, want[0]) and rotated.isfinite().all()
 
 
-class Kernels(TorchDispatchMode):
-    """The torch operators that would launch a kernel: all but views and allocations."""
-
-    FREE = ("empty", "empty_like", "new_empty", "view", "as_strided", "transpose", "select", "slice", "unsqueeze",
-            "_unsafe_view", "expand", "alias", "detach", "unflatten", "permute")  # fmt: skip
-
-    def __init__(self):
-        super().__init__()
-        self.found = []
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        name = function.overloadpacket.__name__
-        if name not in self.FREE:
-            self.found.append(name)
-        return function(*args, **(kwargs or {}))
-
-
-def kernels_of(call):
-    call()
-    with patch.object(plain, "_modes", lambda: 0), Kernels() as seen:
-        call()
-    return seen.found
-
-
 @pytest.fixture
 def quiet():
     """A machine with kernels that do nothing but count, so that only host work remains."""
@@ -209,6 +183,6 @@ def test_a_decode_step_is_two_launches(quiet, paged, rotary):
         flash_attn_with_kvcache(q, cache, other, k, k, cache_seqlens=lens, **given)
 
     other = torch.zeros_like(cache)
-    assert not kernels_of(step)
+    assert not torch_kernels(step)
     assert quiet.count == 4  # two steps
-    assert kernels_of(lambda: (step(), lens + 1)) == ["add"]
+    assert torch_kernels(lambda: (step(), lens + 1)) == ["add"]

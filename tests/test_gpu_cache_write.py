@@ -14,9 +14,11 @@ import wrappers
 from bench.cases import cache_write as cases
 from bench.cases.cache_write import CacheWriteCase
 from cute_kernels.cache_write import dispatch
+from tests.flash_attn_batches import appended
 from tests.gpu import feature
 from tests.rope_calls import good_call
 from tools.ptxsim.workloads.cache_write import cache_write_cases, cache_write_features
+from tools.ptxsim.workloads.prepared import GatherCase, PreparedScenario, prepared
 from wrappers import KVCacheTarget, append_qkv, fp4, machine, nvfp4_quantize, rope
 from wrappers.cache_write import plan
 
@@ -36,7 +38,14 @@ SIMULATED = {
     f"{spec.name}, {scenario.name}": scenario
     for _, spec in dispatch.shipped("sm_90a")
     for scenario in cache_write_cases(spec)
+    if not isinstance(scenario, PreparedScenario)
 } | {scenario.name: scenario for scenario in cache_write_features()}
+PREPARED = {
+    f"{spec.name}, {scenario.name}": (spec.dtype, scenario.calls)
+    for _, spec in dispatch.shipped("sm_90a")
+    for scenario in cache_write_cases(spec)
+    if isinstance(scenario, PreparedScenario)
+}
 
 
 def types(*pairs):
@@ -66,6 +75,58 @@ def matches(case, seed=0):
 def test_cases_of_the_simulator(name):
     for case in SIMULATED[name].calls:
         matches(case)
+
+
+def makes_equal(case, dtype):
+    """Make a call twice on the GPU: what it writes equals itself, and what the reference writes."""
+    (run, got), (again, second), (expect, wanted) = (prepared(case, dtype, device) for device in (CUDA, CUDA, "cpu"))
+    for call in (run, again, expect):
+        call()
+    assert all(map(torch.equal, cases.storages(got), cases.storages(second))), case
+    compared = CacheWriteCase(dtype, dtype, rope="angles")
+    assert cases.difference(compared, cases.copied(got, "cpu"), wanted) <= 1, case
+
+
+@pytest.mark.parametrize("name", PREPARED)
+def test_prepared_calls_of_the_simulator(name):
+    dtype, calls = PREPARED[name]
+    for case in calls:
+        makes_equal(case, dtype)
+
+
+@pytest.mark.parametrize("form", ["table", "csr", "ragged"])
+@pytest.mark.parametrize("dim", [64, 128, 192, 256])
+def test_attention_calls_are_rotated(form, dim):
+    """Prompts, chunks and single tokens over pages of any size, with many more rows than a GPU holds."""
+    for size in (1,) if form == "ragged" else (1, 5, 16, 64):
+        case = GatherCase(form, size, dim, queries=(700, 1, 64), keys=(700, 2049, 300), heads=(8, 2))
+        for dtype in ("bf16", "fp16"):
+            makes_equal(case, dtype)
+
+
+@pytest.mark.parametrize("form", ["equal", "packed", "entries"])
+@pytest.mark.parametrize("graph", [False, True])
+def test_keys_that_flash_attention_appends(form, graph):
+    """Appended and rotated, then attended to: as on the CPU, also from a graph."""
+    given, *_ = appended(form)
+    if form == "packed":
+        given["cu_seqlens_k_new"] = given["cu_seqlens_q"]
+    angle = torch.rand(64, 32, generator=torch.Generator().manual_seed(0)) * 6
+    given |= {"rotary_cos": angle.cos().half(), "rotary_sin": angle.sin().half(), "rotary_interleaved": False}
+    there = cases.copied(given, CUDA)
+    if graph:
+        wrappers.flash_attn_with_kvcache(**cases.copied(there, CUDA))
+        captured = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(captured):
+            got = wrappers.flash_attn_with_kvcache(**there)
+        captured.replay()
+    else:
+        got = wrappers.flash_attn_with_kvcache(**there)
+    want = wrappers.flash_attn_with_kvcache(**given)
+    for found, right in zip(got, want):
+        torch.testing.assert_close(found.cpu(), right, rtol=4e-3, atol=4e-3)
+    for name in ("k_cache", "v_cache"):
+        torch.testing.assert_close(there[name].cpu(), given[name], rtol=2**-10, atol=2**-12)
 
 
 @pytest.mark.parametrize("dtype,cache", types(*COPIES, *QUANTISED))

@@ -11,7 +11,10 @@ from torch.utils._pytree import tree_flatten
 
 from cute_kernels.cache_write.spec import CacheWriteSpec
 from tests.emulated import emulation
-from wrappers import reference
+from tests.fake_machine import FakeMachine
+from tests.host_work import torch_kernels
+from tests.prefill_batches import Case
+from wrappers import machine, reference
 from wrappers.attention import rope
 from wrappers.attention.call import AttentionCall, Rope, SequenceBatch
 from wrappers.reference.gather_rows import key_counts
@@ -268,17 +271,42 @@ def test_lengths_are_clamped():
     assert counts(p._replace(requests=r)) == [3, 0, p.k.shape[2] - 2]
 
 
+@pytest.mark.parametrize("form", ["paged", "ragged"])
+def test_a_prefill_is_two_launches(form):
+    """And no torch kernel runs beside them, once the turns per position are known."""
+    case, launches = Case(), []
+    wrapper = getattr(case, form)(causal=True, pos_encoding_mode="ROPE_LLAMA")
+    given = (case.k, case.v) if form == "ragged" else (tuple(case.cache),)
+    with machine.override(FakeMachine(lambda op, spec: lambda *flat: launches.append(op))):
+        assert not torch_kernels(lambda: wrapper.run(case.q, *given))
+    assert launches == ["cache_write.rows", "attention.sm90"] * 2
+
+
+def test_a_graph_uses_known_turns(here):
+    p, _ = make("table")
+    for here.capturing in (True, False, True):
+        rope.rotated(p)
+    first, known, last = (launch["rope_table"] for launch in here.launches)
+    assert known is last and first is not known and torch.equal(first, known)
+
+
+def test_head_dims_that_no_kernel_rotates(here):
+    p, _ = make("table", dim=24)
+    with pytest.raises(NotImplementedError, match="^pos_encoding_mode: 'ROPE_LLAMA': .*rotated elements 24"):
+        rope.rotated(p)
+
+
 @pytest.mark.parametrize("form, size", [("table", 5), ("csr", 1), ("ragged", 1)])
 def test_one_launch(form, size):
     """It gets the tensors as they are, and gives what the reference gives."""
     p, keys = make(form, size=size)
-    with emulation() as machine:
+    with emulation() as here:
         assert_problem_rotated(p, keys)
         assert_problem_rotated(p, keys)
-    first, second = machine.launches
+    first, second = here.launches
     assert first["q"] is p.q and first["kv_lens"] is p.requests.kv_lens or form == "ragged"
     assert first["rope_table"] is second["rope_table"] and first["k_groups"] == 4
-    assert machine.specs == [CacheWriteSpec("bf16", "bf16", True, True)]
+    assert here.specs == [CacheWriteSpec("bf16", "bf16", True, True)]
 
 
 def test_nothing_to_rotate():

@@ -6,6 +6,7 @@ be captured.
 """
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -18,7 +19,7 @@ from cute_kernels.cache_write.spec import CacheWriteSpec
 from .. import machine, reference
 from ..cache_write.api import turns
 from ..cache_write.plan import groups
-from ..scratch import constant, steps
+from ..scratch import constant, kept, steps
 from .call import AttentionCall, Rope
 
 TYPES = {torch.bfloat16: "bf16", torch.float16: "fp16"}
@@ -98,12 +99,11 @@ def rotate(call: AttentionCall, rope: Rope, out: RotatedCall, offsets: Any = Non
         offsets = r.cu_seqlens_q
     if offsets is None:
         offsets = constant(steps, device, True, r.batch + 1, call.max_q_len)
-    numbers: Any = (q.shape[2], float(rope.theta), float(rope.scale))
     shared = groups(q.shape[0] + out.k.shape[0], max(q.shape[1], out.k.shape[1]), plan.lanes)
     given = dict(
         q=q, q_out=out.q, k=out.k, k_cache=call.k.permute(2, 1, 0, 3) if ragged else call.k, tables=r.page_table,
         tables_out=out.page_table, cu_seqlens=offsets, k_groups=shared,
-        rope_table=constant(turns, device, True, *numbers),
+        rope_table=turns_of(device, q.shape[2], rope),
     )  # fmt: skip
     given["v_cache"] = given["k_cache"]
     if r.kv_starts is not None:
@@ -113,6 +113,23 @@ def rotate(call: AttentionCall, rope: Rope, out: RotatedCall, offsets: Any = Non
     for name, value in given.items():
         flat[at[name]] = value
     plan.fn(*flat)
+
+
+def turns_of(device: torch.device, dim: int, rope: Rope) -> torch.Tensor:
+    """Return the turns per position (`cache_write.api.turns`).
+
+    They are kept unless the call that makes them is captured: written before any other launch sees them and never
+    freed, so launches on any stream and graphs may read them.
+    """
+    here, numbers = machine.current, (dim, float(rope.theta), float(rope.scale))
+    key = turns, device, *numbers
+    found = here.constants.get(key)
+    if found is None:
+        make = partial(turns, device, *numbers)
+        if here.uncaptured_stream(device) is None or len(here.constants) >= here.max_plans:
+            return make()
+        found = here.constants.setdefault(key, kept(make, device, wait=True))
+    return found
 
 
 def plan_for(call: AttentionCall) -> RotationPlan:

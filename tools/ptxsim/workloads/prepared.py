@@ -135,16 +135,16 @@ def make_call(case: GatherCase, dtype: str) -> AttentionCall:
     return AttentionCall("", q, k, k, requests, max(case.queries), scale=1.0, rope=by)
 
 
-def rotation_of(case: GatherCase, dtype: str) -> tuple[Callable[[], None], Any]:
+def rotation_of(case: GatherCase, dtype: str, device: Any) -> tuple[Callable[[], None], Any]:
     """Return a function that rotates Q and K of a call, and the poisoned tensors that it writes."""
-    call = make_call(case, dtype)
+    call = cases.copied(make_call(case, dtype), device)
     out = rope.new_tensors(call)
     for t in out:
         t.view(torch.uint8).fill_(cases.POISON)
-    return lambda: rope.rotate(call, call.rope or Rope(), out), out
+    return lambda: rope.rotate(call, call.rope, out), out
 
 
-def append_of(case: KeyAppendCase, dtype: str) -> tuple[Callable[[], None], Any]:
+def append_of(case: KeyAppendCase, dtype: str, device: Any) -> tuple[Callable[[], None], Any]:
     """Return a function that appends rows, and the poisoned tensors that it writes. Some positions have no row in the
     tables of cosines and sines."""
     gen, kind, size = torch.Generator().manual_seed(1), cases.DTYPES[dtype], case.page_size
@@ -170,7 +170,13 @@ def append_of(case: KeyAppendCase, dtype: str) -> tuple[Callable[[], None], Any]
     if case.queries:
         none, cache = q[:, :0], q[None, :, :0]
         call = CacheWriteCall(KVCACHE, none, none, cache, cache, True, ROWS, **where)
-    return lambda: serve(call), (caches, out, total)
+    given = cases.copied(call, device)
+    return lambda: serve(given), (given.k_cache, given.v_cache, given.transform.q_out, given.transform.kv_lens_out)
+
+
+def prepared(case: GatherCase | KeyAppendCase, dtype: str, device: Any = "cpu") -> tuple[Callable[[], None], Any]:
+    """Return a function that makes a call, and the poisoned tensors that it writes."""
+    return rotation_of(case, dtype, device) if isinstance(case, GatherCase) else append_of(case, dtype, device)
 
 
 def run_prepared(spec: CacheWriteSpec, case: PreparedScenario, arch: str, **how: Any) -> Outcome:
@@ -178,8 +184,7 @@ def run_prepared(spec: CacheWriteSpec, case: PreparedScenario, arch: str, **how:
     launches: list[RunResult] = []
     simulated = SimulatedMachine(arch, launches, SMS, spec, how)
     for one in case.calls:
-        prepare: Any = rotation_of if isinstance(one, GatherCase) else append_of
-        (run, out), (expect, wanted) = (prepare(one, spec.dtype) for _ in range(2))
+        (run, out), (expect, wanted) = (prepared(one, spec.dtype) for _ in range(2))
         with override(HostMachine()):
             expect()
         with override(simulated):
