@@ -3,9 +3,11 @@
 import pytest
 import torch
 
+from tests.conftest import ARCH
 from tests.fake_machine import FakeMachine
 from tests.flash_attn_batches import BF16, E4M3, HALF, HKV, HQ, D, appended, check, ints, oracle
 from tests.host_work import torch_kernels
+from tools.ptxsim.workloads import simulated
 from wrappers import flash_attn_with_kvcache, machine
 
 ROOM = 64  # positions of the tables
@@ -127,6 +129,24 @@ def test_eight_bits_are_appended_and_not_rotated(here):
     with pytest.raises(NotImplementedError, match="^rotary_cos: given with q torch.float16, k_cache torch.float8"):
         flash_attn_with_kvcache(**low, rotary_cos=cos, rotary_sin=sin)
     assert len(here.launches) == 2
+
+
+@pytest.mark.kernels
+@pytest.mark.parametrize("form", ["equal", "packed"])
+def test_in_the_simulator(form):
+    """Attention reads the number of keys that the launch before it writes, to memory that held anything."""
+    given, *_ = appended(form)
+    again, *_ = appended(form)
+    if form == "packed":
+        for one in (given, again):
+            one["cu_seqlens_k_new"] = one["cu_seqlens_q"]
+    rotary = dict(zip(("rotary_cos", "rotary_sin"), tables(32)))
+    with simulated(ARCH, []):
+        got = flash_attn_with_kvcache(**given, **rotary)
+    for found, want in zip(got, flash_attn_with_kvcache(**again, **rotary)):
+        torch.testing.assert_close(found, want, rtol=4e-3, atol=4e-3)
+    torch.testing.assert_close(given["k_cache"], again["k_cache"], rtol=2**-10, atol=2**-12)
+    assert torch.equal(given["v_cache"], again["v_cache"])
 
 
 def test_under_torch_compile():
