@@ -98,7 +98,7 @@ MODIFIERS: dict[str, dict[str, Any]] = {
     "separate K and V page tables": {},
     "CUDA graph replay at other lengths": {},
 }
-FAMILY: dict[str, dict[str, Any]] = {  # RoPE: the host rotates Q and K, the kernels do not see it
+FAMILY: dict[str, dict[str, Any]] = {  # RoPE: a kernel that writes caches rotates Q and K before
     "a custom mask": {"custom_mask": True},
     "ALiBi": {"alibi": True},
     "RoPE": {},
