@@ -11,6 +11,7 @@ import torch
 
 from bench import append
 from bench.cases import topk as topk_cases
+from tests import rope_calls
 from tests.emulated import PLAIN, inputs_of
 from tests.fake_machine import FakeMachine
 from tests.host_work import OperatorCounter, Work, count_functions, host_work
@@ -26,6 +27,7 @@ from wrappers import (
     flash_attn_with_kvcache,
     machine,
     plain,
+    rope,
     topk,
     trtllm_batch_context_with_kv_cache,
     trtllm_batch_decode_with_kv_cache,
@@ -159,6 +161,12 @@ def rows(function, kind):
     return lambda: function(inputs)
 
 
+def rotation(name):
+    """Rows of one packed tensor that a RoPE function rotates."""
+    inputs = rope_calls.good_call(name)
+    return lambda: getattr(rope, name)(**inputs)
+
+
 # name -> a function that makes the call, and the bound of its work: today's operators, two functions more than today's
 PLANNED = {
     "context": (context, Work(28, 0)),
@@ -184,6 +192,9 @@ PLANNED = {
     "append_paged_kv_cache": (partial(rows, append.by_lists, "append-bf16"), Work(6, 0)),
     "append_paged_kv_cache, nvfp4 slots": (partial(rows, append.nvfp4_by_slots, "append-nvfp4"), Work(11, 6)),
     "append_qkv": (partial(rows, append.by_slots, "append-normrope-fp8"), Work(14, 4)),
+    "apply_rope": (partial(rotation, "apply_rope"), Work(36, 5)),
+    "apply_rope_pos_ids_inplace": (partial(rotation, "apply_rope_pos_ids_inplace"), Work(33, 3)),
+    "rope_quantize_fp8": (partial(rotation, "rope_quantize_fp8"), Work(84, 8)),
 }
 
 
