@@ -6,14 +6,15 @@ from typing import Any, NamedTuple
 import torch
 
 from cute_kernels.cache_write.args import ANGLES, INTERLEAVED
+from cute_kernels.cache_write.rows import ROTATED
 
-from ..checks import INF
+from ..checks import INF, UnknownName, check_flag, check_integer, check_number, check_strided
 from ..page import sides
 from ..plain import traced
-from ..scalars import scale_of
+from ..scalars import integer, real, scale_of
 from ..scratch import constant
 from .call import PAGES, SLOTS, CacheWriteCall, QueryTransform
-from .checks import NAMES, QKV
+from .checks import NAMES, QKV, query_dtypes
 from .op import serve
 
 __all__ = [
@@ -142,28 +143,96 @@ def turns(device: torch.device, dim: int, theta: float, scale: float, *llama31: 
     return torch.cat([rounded, (exact - rounded.double()).float()])[None]
 
 
-def rope_table(rope: RotaryEmbedding, k: torch.Tensor) -> tuple[torch.Tensor, int]:
-    """Return the arguments `rope_table` and `rope` of a launch."""
-    flags = INTERLEAVED if rope.interleaved else 0
-    if rope.cos_sin_cache is not None:
-        return rope.cos_sin_cache, flags
-    dim = k.shape[2] if rope.rotary_dim is None else rope.rotary_dim
-    numbers: Any = (dim, float(rope.theta), float(rope.scale), *(rope.llama31 or ()))
+def rope_table(rope: RotaryEmbedding, head_dim: int, k: torch.Tensor) -> tuple[torch.Tensor, int]:
+    """Return the arguments `rope_table` and `rope` of a launch, after a check of the numbers of `rope`."""
+    _, table, interleaved, rotary_dim, scale, theta, llama31 = rope
+    if interleaved is not True and interleaved is not False:
+        check_flag("rope.interleaved", interleaved)
+    flags = INTERLEAVED if interleaved else 0
+    if table is not None:
+        if not (rotary_dim is None and llama31 is None and scale.__class__ is theta.__class__ is float
+                and scale == 1.0 and theta == 1e4):  # fmt: skip
+            _refuse_angles(rope)
+        return table, flags
+    dim = head_dim if rotary_dim is None else check_integer("rope.rotary_dim", integer(rotary_dim))
+    if dim % ROTATED or not 0 < dim <= head_dim:
+        allowed = f"must be a multiple of {ROTATED} from {ROTATED} to head_dim {head_dim}"
+        raise ValueError(f"rope.rotary_dim: {rotary_dim}, {allowed}{' if it is None' if rotary_dim is None else ''}")
+    numbers: list[Any] = [dim, _positive("rope.theta", theta), _positive("rope.scale", scale)]
+    if llama31 is not None:
+        numbers += _llama31(llama31)
     return constant(turns, k.device, not traced(k), *numbers), flags | ANGLES
 
 
-def _scale(field: str, value: Any, k: Any, inverse: bool) -> tuple[float, torch.Tensor | None]:
+def _positive(name: str, value: Any) -> float:
+    if value.__class__ is float and 0 < value < INF:
+        return value
+    value = real(value)
+    check_number(name, value, positive=True)
+    try:
+        return float(value)
+    except OverflowError:
+        raise ValueError(f"{name}: {value}, must be finite as a float") from None
+
+
+def _llama31(value: Any) -> list[Any]:
+    """Return the numbers of Llama 3.1's rule."""
+    name = "rope.llama31"
+    if not isinstance(value, (tuple, list)) or len(value) != 3:
+        what = f"a tuple of {len(value)}" if isinstance(value, (tuple, list)) else type(value).__name__
+        raise TypeError(f"{name}: {what}, must be (low_freq_factor, high_freq_factor, old_context_len) or None")
+    low, high, length = (_positive(f"{name}[{i}]", one) for i, one in enumerate(value))
+    if low >= high:
+        raise ValueError(f"{name}: {tuple(value)}, low_freq_factor must be below high_freq_factor")
+    return [low, high, length]
+
+
+def _refuse_angles(rope: RotaryEmbedding) -> None:
+    """Raise on a number of `rope` that `cos_sin_cache` makes meaningless, unless it has its default value."""
+    default = RotaryEmbedding()
+    for field in ("rotary_dim", "scale", "theta", "llama31"):
+        value, wanted = getattr(rope, field), getattr(default, field)
+        if value is not wanted and not (value.__class__ in (int, float) and value == wanted):
+            error = ValueError if value.__class__ in (int, float, tuple) else TypeError
+            found = value if error is ValueError else type(value).__name__
+            raise error(f"rope.{field}: {found}, must be {wanted} with rope.cos_sin_cache")
+
+
+def _scale(field: str, value: Any, k: torch.Tensor, inverse: bool) -> tuple[float, torch.Tensor | None]:
     """Return a dequantisation scale as a number and None, or as 1.0 and a tensor. inverse: a number is passed as its
     reciprocal."""
     if value.__class__ is float and 0 < value < INF:
         return 1.0 / value if inverse else value, None
     if isinstance(value, torch.Tensor) and value.numel() > 1:  # one per head: `checks` knows how many
         return 1.0, value
-    device = k.device if isinstance(k, torch.Tensor) else None
-    number, tensor = scale_of(NAMES[QKV][field], value, device, "that of k", positive=True)
+    number, tensor = scale_of(NAMES[QKV][field], value, k.device, "that of k", positive=True)
     if tensor is not None:
         return 1.0, tensor.reshape(1)
     return 1.0 / number if inverse else float(number), None
+
+
+def _refuse_scale(name: str, value: Any, what: str) -> None:
+    """Raise on a scale of values that are not quantised."""
+    found = f"shape {tuple(value.shape)}" if isinstance(value, torch.Tensor) else value
+    raise ValueError(f"{name}: {found}, must be 1.0: {what}")
+
+
+def _refuse_out(out: QueryOutput) -> None:
+    """Raise on a field of `out` that is given, though there is no Q."""
+    for field, wanted in NEW_OUTPUT._asdict().items():
+        value = getattr(out, field)
+        if value is not wanted and not (value.__class__ in (int, float) and value == wanted):
+            found = value if isinstance(value, (int, float)) else type(value).__name__
+            raise ValueError(f"out.{field}: {found}, must be {wanted} without q")
+
+
+def _refuse_classes(cache: Any, norm: Any, rope: Any, out: Any) -> None:
+    """Raise on an argument that is not of its class."""
+    if not isinstance(cache, KVCacheTarget):
+        raise TypeError(f"cache: {type(cache).__name__}, must be a KVCacheTarget")
+    for name, value, wanted in (("norm", norm, RMSNorm), ("rope", rope, RotaryEmbedding), ("out", out, QueryOutput)):
+        if value is not None and not isinstance(value, wanted):
+            raise TypeError(f"{name}: {type(value).__name__}, must be a {wanted.__name__} or None")
 
 
 def append_qkv(
@@ -198,7 +267,18 @@ def append_qkv(
     >>> cache[0, 0, :, 0, 0].tolist(), round(q[1, 0, 0].item(), 2)  # K; and Q at position 1: cos(1) - sin(1)
     ([0.0, 0.0, 0.0, 1.0], -0.3)
     """
+    if not (isinstance(cache, KVCacheTarget) and isinstance(norm, NORMS) and isinstance(rope, ROPES)
+            and isinstance(out, OUTS)):  # fmt: skip
+        _refuse_classes(cache, norm, rope, out)
+    if not isinstance(k, torch.Tensor) or k.dim() != 3:
+        check_strided("k", k, 3)
     kv, layout, sf, k_scale, v_scale, interleaved = cache
+    if layout != "NHD" and layout != "HND":
+        raise UnknownName(f"cache.layout: {layout!r}, must be 'HND' or 'NHD'")
+    if interleaved is not True and interleaved is not False:
+        check_flag("cache.v_sf_interleaved", interleaved)
+    if interleaved and sf is None:
+        raise ValueError(f"cache.v_sf_interleaved: {interleaved}, must be False without cache.sf")
     k_cache, v_cache = sides("cache.kv", kv, layout)
     k_sf, v_sf = (None, None) if sf is None else sides("cache.sf", sf, layout)
     form, slots = PAGES, None
@@ -208,13 +288,23 @@ def append_qkv(
         requests = places
     elif isinstance(places, BlockTable):
         table = places
-    else:
+    elif isinstance(places, torch.Tensor):
         form, slots = SLOTS, places
+    else:
+        raise TypeError(f"places: {type(places).__name__}, must be a torch.Tensor, PageLists or BlockTable")
     k_number, k_ptr = _scale("k_scale", k_scale, k, sf is not None)
     v_number, v_ptr = _scale("v_scale", v_scale, k, sf is not None)
+    if sf is None and (k.dtype.itemsize == 1 or getattr(k_cache, "dtype", None) == k.dtype):
+        copied = f"rows of {k.dtype} are not quantised for this cache"
+        if k_ptr is not None or k_number != 1.0:
+            _refuse_scale("cache.k_scale", k_scale, copied)
+        if v_ptr is not None or v_number != 1.0:
+            _refuse_scale("cache.v_scale", v_scale, copied)
     transform = None
+    if q is None and out is not None:
+        _refuse_out(out)
     if q is not None or norm is not None or rope is not None:
-        transform = _transform(q, k, norm or NO_NORM, rope, out or NEW_OUTPUT)
+        transform = _transform(q, k, k_cache, norm or NO_NORM, rope, out or NEW_OUTPUT)
     serve(
         CacheWriteCall(
             QKV, k, v, k_cache, v_cache, layout == "NHD", form, slots, requests[0], requests[1], table[0], requests[2],
@@ -224,19 +314,33 @@ def append_qkv(
     return None if transform is None else transform.q_out
 
 
-def _transform(q: Any, k: Any, norm: RMSNorm, rope: RotaryEmbedding | None, out: QueryOutput) -> QueryTransform:
+def _transform(
+    q: Any, k: torch.Tensor, k_cache: Any, norm: RMSNorm, rope: RotaryEmbedding | None, out: QueryOutput
+) -> QueryTransform:
     """Return the transform of a call, with a new output for Q unless one is given."""
-    result = out.out
-    if q is not None and result is None:
-        result = torch.empty(q.shape, dtype=out.dtype or q.dtype, device=q.device)
+    result, dtype, scale = out
+    if q is None:
+        if norm.q_weight is not None:
+            raise ValueError("norm.q_weight: given, must be None without q")
+    elif result is None:
+        if not isinstance(q, torch.Tensor):
+            check_strided("q", q, 3)
+        if dtype is not None and dtype not in query_dtypes(k, k_cache):
+            allowed = ", ".join(map(str, query_dtypes(k, k_cache)))
+            raise TypeError(f"out.dtype: {dtype!r}, must be None or one of {allowed}")
+        result = torch.empty(q.shape, dtype=dtype or q.dtype, device=q.device)
+    elif dtype is not None and dtype != getattr(result, "dtype", dtype):
+        raise TypeError(f"out.dtype: {dtype!r}, must be None or that of out.out, {result.dtype}")
     table, flags, positions = None, 0, None
     if rope is not None:
-        table, flags = rope_table(rope, k)
+        table, flags = rope_table(rope, k.shape[2], k)
         positions = rope.positions
-    number, tensor = _scale("q_scale", out.scale, k, False)
-    return QueryTransform(
-        q, result, table, flags, positions, norm.q_weight, norm.k_weight, norm.eps, norm.offset, number, tensor
-    )
+    number, tensor = _scale("q_scale", scale, k, False)
+    if (tensor is not None or number != 1.0) and getattr(result, "dtype", None) == k.dtype:
+        _refuse_scale("out.scale", scale, "only an 8-bit Q is divided by it")
+    eps, offset = real(norm.eps), real(norm.offset)
+    return QueryTransform(q, result, table, flags, positions, norm.q_weight, norm.k_weight, eps, offset, number, tensor)
 
 
 NO_NORM, NEW_OUTPUT = RMSNorm(), QueryOutput()
+NORMS, ROPES, OUTS = (RMSNorm, type(None)), (RotaryEmbedding, type(None)), (QueryOutput, type(None))
