@@ -8,13 +8,13 @@ import torch
 from cute_kernels.cache_write.args import ANGLES, INTERLEAVED
 from cute_kernels.cache_write.rows import ROTATED
 
-from ..checks import INF, UnknownName, check_flag, check_integer, check_number, check_strided
+from ..checks import INF, UnknownName, check_flag, check_integer, check_number, check_one_of, check_strided
 from ..page import sides
 from ..plain import traced
 from ..scalars import integer, real, scale_of
 from ..scratch import constant
 from .call import PAGES, SLOTS, CacheWriteCall, QueryTransform
-from .checks import NAMES, QKV, query_dtypes
+from .checks import NAMES, QKV, SINGLE, STORED, WIDE, query_dtypes
 from .op import serve
 
 __all__ = [
@@ -150,6 +150,8 @@ def rope_table(rope: RotaryEmbedding, head_dim: int, k: torch.Tensor) -> tuple[t
         check_flag("rope.interleaved", interleaved)
     flags = INTERLEAVED if interleaved else 0
     if table is not None:
+        if not isinstance(table, torch.Tensor):
+            check_strided("rope.cos_sin_cache", table, 2)
         if not (rotary_dim is None and llama31 is None and scale.__class__ is theta.__class__ is float
                 and scale == 1.0 and theta == 1e4):  # fmt: skip
             _refuse_angles(rope)
@@ -158,17 +160,18 @@ def rope_table(rope: RotaryEmbedding, head_dim: int, k: torch.Tensor) -> tuple[t
     if dim % ROTATED or not 0 < dim <= head_dim:
         allowed = f"must be a multiple of {ROTATED} from {ROTATED} to head_dim {head_dim}"
         raise ValueError(f"rope.rotary_dim: {rotary_dim}, {allowed}{' if it is None' if rotary_dim is None else ''}")
-    numbers: list[Any] = [dim, _positive("rope.theta", theta), _positive("rope.scale", scale)]
+    numbers: list[Any] = [dim, _number("rope.theta", theta, True), _number("rope.scale", scale, True)]
     if llama31 is not None:
         numbers += _llama31(llama31)
     return constant(turns, k.device, not traced(k), *numbers), flags | ANGLES
 
 
-def _positive(name: str, value: Any) -> float:
-    if value.__class__ is float and 0 < value < INF:
+def _number(name: str, value: Any, positive: bool = False) -> float:
+    """Return a number as a float, after a check."""
+    if value.__class__ is float and (0 if positive else -INF) < value < INF:
         return value
-    value = real(value)
-    check_number(name, value, positive=True)
+    value = value if isinstance(value, int) else real(value)
+    check_number(name, value, positive=positive)
     try:
         return float(value)
     except OverflowError:
@@ -179,9 +182,9 @@ def _llama31(value: Any) -> list[Any]:
     """Return the numbers of Llama 3.1's rule."""
     name = "rope.llama31"
     if not isinstance(value, (tuple, list)) or len(value) != 3:
-        what = f"a tuple of {len(value)}" if isinstance(value, (tuple, list)) else type(value).__name__
+        what = f"a {type(value).__name__} of {len(value)}" if isinstance(value, (tuple, list)) else type(value).__name__
         raise TypeError(f"{name}: {what}, must be (low_freq_factor, high_freq_factor, old_context_len) or None")
-    low, high, length = (_positive(f"{name}[{i}]", one) for i, one in enumerate(value))
+    low, high, length = (_number(f"{name}[{i}]", one, True) for i, one in enumerate(value))
     if low >= high:
         raise ValueError(f"{name}: {tuple(value)}, low_freq_factor must be below high_freq_factor")
     return [low, high, length]
@@ -212,9 +215,17 @@ def _scale(field: str, value: Any, k: torch.Tensor, inverse: bool) -> tuple[floa
 
 
 def _refuse_scale(name: str, value: Any, what: str) -> None:
-    """Raise on a scale of values that are not quantised."""
-    found = f"shape {tuple(value.shape)}" if isinstance(value, torch.Tensor) else value
-    raise ValueError(f"{name}: {found}, must be 1.0: {what}")
+    """Raise on a scale of values that are not quantised, unless it is 1."""
+    if not isinstance(value, (int, float)) or value != 1:
+        found = f"shape {tuple(value.shape)}" if isinstance(value, torch.Tensor) else value
+        raise ValueError(f"{name}: {found}, must be 1.0: {what}")
+
+
+def _refuse_scales(cache: KVCacheTarget, k: torch.Tensor, copied: bool) -> None:
+    """Raise on a scale of rows that are not quantised. copied: rows of one byte may be given."""
+    check_one_of("k: dtype", k.dtype, STORED if copied else WIDE)
+    for field in ("k_scale", "v_scale"):
+        _refuse_scale(f"cache.{field}", getattr(cache, field), f"rows of {k.dtype} are not quantised for this cache")
 
 
 def _refuse_out(out: QueryOutput) -> None:
@@ -286,6 +297,8 @@ def append_qkv(
     table: Any = (None,) * 3
     if isinstance(places, PageLists):
         requests = places
+        if places.kv_indptr is None:
+            check_strided("places.kv_indptr", None)
     elif isinstance(places, BlockTable):
         table = places
     elif isinstance(places, torch.Tensor):
@@ -294,16 +307,14 @@ def append_qkv(
         raise TypeError(f"places: {type(places).__name__}, must be a torch.Tensor, PageLists or BlockTable")
     k_number, k_ptr = _scale("k_scale", k_scale, k, sf is not None)
     v_number, v_ptr = _scale("v_scale", v_scale, k, sf is not None)
-    if sf is None and (k.dtype.itemsize == 1 or getattr(k_cache, "dtype", None) == k.dtype):
-        copied = f"rows of {k.dtype} are not quantised for this cache"
-        if k_ptr is not None or k_number != 1.0:
-            _refuse_scale("cache.k_scale", k_scale, copied)
-        if v_ptr is not None or v_number != 1.0:
-            _refuse_scale("cache.v_scale", v_scale, copied)
+    copied = q is None and norm is None and rope is None
+    if sf is None and (getattr(k_cache, "dtype", None) == k.dtype or k.dtype in SINGLE):
+        if k_ptr is not None or v_ptr is not None or k_number != 1.0 or v_number != 1.0:
+            _refuse_scales(cache, k, copied)
     transform = None
     if q is None and out is not None:
         _refuse_out(out)
-    if q is not None or norm is not None or rope is not None:
+    if not copied:
         transform = _transform(q, k, k_cache, norm or NO_NORM, rope, out or NEW_OUTPUT)
     serve(
         CacheWriteCall(
@@ -321,24 +332,27 @@ def _transform(
     result, dtype, scale = out
     if q is None:
         if norm.q_weight is not None:
-            raise ValueError("norm.q_weight: given, must be None without q")
+            raise ValueError(f"norm.q_weight: {type(norm.q_weight).__name__}, must be None without q")
     elif result is None:
         if not isinstance(q, torch.Tensor):
             check_strided("q", q, 3)
         if dtype is not None and dtype not in query_dtypes(k, k_cache):
+            check_one_of("k: dtype", k.dtype, WIDE)
             allowed = ", ".join(map(str, query_dtypes(k, k_cache)))
             raise TypeError(f"out.dtype: {dtype!r}, must be None or one of {allowed}")
         result = torch.empty(q.shape, dtype=dtype or q.dtype, device=q.device)
-    elif dtype is not None and dtype != getattr(result, "dtype", dtype):
+    elif dtype is not None and isinstance(result, torch.Tensor) and dtype != result.dtype:
         raise TypeError(f"out.dtype: {dtype!r}, must be None or that of out.out, {result.dtype}")
     table, flags, positions = None, 0, None
     if rope is not None:
         table, flags = rope_table(rope, k.shape[2], k)
         positions = rope.positions
     number, tensor = _scale("q_scale", scale, k, False)
-    if (tensor is not None or number != 1.0) and getattr(result, "dtype", None) == k.dtype:
+    if (tensor is not None or number != 1.0) and getattr(result, "dtype", None) in WIDE:
         _refuse_scale("out.scale", scale, "only an 8-bit Q is divided by it")
-    eps, offset = real(norm.eps), real(norm.offset)
+    eps, offset = norm.eps, norm.offset
+    if not eps.__class__ is offset.__class__ is float:
+        eps, offset = _number("norm.eps", eps), _number("norm.offset", offset)
     return QueryTransform(q, result, table, flags, positions, norm.q_weight, norm.k_weight, eps, offset, number, tensor)
 
 

@@ -154,8 +154,12 @@ def caches(call: CacheWriteCall) -> None:
     stored: tuple[torch.dtype, ...] = STORED
     if converts(call):
         if not block_scaled(call) and getattr(call.k_cache, "dtype", None) == torch.uint8:
-            raise ValueError(f"{name_of(call, 'k_sf').removesuffix(' (K)')}: None, required for a cache of torch.uint8")
+            raise ValueError(
+                f"{name_of(call, 'k_sf').removesuffix(' (K)')}: None, required with a cache of dtype torch.uint8"
+            )
         stored = (torch.uint8,) if block_scaled(call) else (call.k.dtype, *FP8)
+    for field in ("k_sf", "v_sf") if block_scaled(call) else ():
+        check_strided(name_of(call, field), getattr(call, field), 4)
     _pair(call, ("k_cache", "v_cache"), stored)
     if block_scaled(call):
         _pair(call, ("k_sf", "v_sf"), SCALE_TYPES)
