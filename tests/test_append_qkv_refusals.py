@@ -104,12 +104,12 @@ OWN = {  # a kind of value that only these fields have
     "norm.eps": KINDS["number"], "norm.offset": KINDS["number"], "rope.scale": KINDS["number"],
     "rope.theta": KINDS["number"],
     "rope.rotary_dim": KINDS["int"] | {"odd": 24, "zero": 0, "wide": 64},
-    "rope.llama31": NUMBERS | {
+    "rope.llama31": NONE | NUMBERS | {
         "two": (1.0, 4.0), "four": (1.0, 4.0, 8192, 1), "words": ("1", 4.0, 8192), "None in it": (1.0, None, 8192),
         "equal": (4.0, 4.0, 8192), "swapped": (4.0, 1.0, 8192), "no length": (1.0, 4.0, 0), "nan in it":
         (1.0, math.nan, 8192), "True in it": (True, 4.0, 8192), "int": 3, "tensor": torch.ones(3), "far": FAR,
     },
-    "out.dtype": KINDS["dtype"] | {"fp16": torch.float16, "e5m2": torch.float8_e5m2, "str": "e4m3"},
+    "out.dtype": NONE | KINDS["dtype"] | {"fp16": torch.float16, "e5m2": torch.float8_e5m2, "str": "e4m3"},
     "cache.k_scale": KINDS["scale"], "cache.v_scale": KINDS["scale"], "out.scale": KINDS["scale"],
 }  # fmt: skip
 WITHOUT_Q = {"norm.q_weight": torch.rand(32).bfloat16(), "out.out": rows(3, 4)}
