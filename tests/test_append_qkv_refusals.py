@@ -226,20 +226,20 @@ ACCEPTED: dict[str, dict[str, set[str]]] = {
         "places.kv_indptr": {"int64", "a row less", "a row more", "columns"},
         "places.block_table": {"int64", "no columns", "columns"},
         "places.seq_lens": {"int64"}, "places.cu_seqlens_q": {"int64"},
-        "rope.positions": {"int64"}, "rope.rotary_dim": {"None"}, "rope.llama31": {"None"}, "out.dtype": {"None"},
+        "rope.positions": {"int64"}, "rope.rotary_dim": {"None"}, "rope.llama31": {"None"},
     },
-    "slots, bf16": {"cache.kv": PAGES, "places": FEWER, "k": {"a row more"}, "v": {"a row more"}},
+    "slots, bf16": {"cache.kv": PAGES, "places": FEWER, "k": {"a row more"}, "v": {"a row more"}, "out.dtype": {"None"}},
     STACKED: {
-        "v": {"a row more"}, "cache.kv": {"no rows", "a row less", "a row more", "float8_e4m3fn"},
+        "out.dtype": {"None"}, "v": {"a row more"}, "cache.kv": {"no rows", "a row less", "a row more", "float8_e4m3fn"},
         "places": FEWER | {"int64"}, "out.out": {"None"},
     },
-    LISTS: {"cache.kv": PAGES, "cache.k_scale": {"two"}, "cache.v_scale": {"two"}},  # one per head
+    LISTS: {"cache.kv": PAGES, "cache.k_scale": {"two"}, "cache.v_scale": {"two"}, "out.dtype": {"None"}},  # per head
     TABLE_CALL: {
         "cache.sf": {"K uint8", "V uint8"}, "cache.k_scale": {"two"}, "cache.v_scale": {"two"},
         "rope.positions": {"int64", "None"}, "rope.cos_sin_cache": {"None", "a row less", "a row more"},
     },
     OWN_Q: {
-        "v": {"a row more"}, "cache.kv": {"no rows", "a row less", "a row more"}, "cache.k_scale": {"two"},
+        "out.dtype": {"None"}, "v": {"a row more"}, "cache.kv": {"no rows", "a row less", "a row more"}, "cache.k_scale": {"two"},
         "cache.v_scale": {"two"}, "places": FEWER | {"int64"},
     },
 }  # fmt: skip
@@ -250,6 +250,7 @@ ON_CUDA = {  # only the device knows these values
 }
 SHOWN: dict[tuple[str, str, str], str] = {  # what a message says instead of the field's name and value
     (STACKED, "q", "None"): "out.out: Tensor, must be None without q",
+    (TABLE_CALL, "out.dtype", "None"): "out.scale: 0.5, must be 1.0: only an 8-bit Q is divided by it",
     (OWN_Q, "q", "None"): "out.out: Tensor, must be None without q",
     (LISTS, "q", "None"): "norm.q_weight: Tensor, must be None without q",
     (TABLE_CALL, "q", "None"): "out.dtype: dtype, must be None without q",
