@@ -228,9 +228,12 @@ ACCEPTED: dict[str, dict[str, set[str]]] = {
         "places.seq_lens": {"int64"}, "places.cu_seqlens_q": {"int64"},
         "rope.positions": {"int64"}, "rope.rotary_dim": {"None"}, "rope.llama31": {"None"},
     },
-    "slots, bf16": {"cache.kv": PAGES, "places": FEWER, "k": {"a row more"}, "v": {"a row more"}, "out.dtype": {"None"}},
+    "slots, bf16": {
+        "out.dtype": {"None"}, "cache.kv": PAGES, "places": FEWER, "k": {"a row more"}, "v": {"a row more"},
+    },
     STACKED: {
-        "out.dtype": {"None"}, "v": {"a row more"}, "cache.kv": {"no rows", "a row less", "a row more", "float8_e4m3fn"},
+        "out.dtype": {"None"}, "v": {"a row more"},
+        "cache.kv": {"no rows", "a row less", "a row more", "float8_e4m3fn"},
         "places": FEWER | {"int64"}, "out.out": {"None"},
     },
     LISTS: {"cache.kv": PAGES, "cache.k_scale": {"two"}, "cache.v_scale": {"two"}, "out.dtype": {"None"}},  # per head
@@ -239,8 +242,8 @@ ACCEPTED: dict[str, dict[str, set[str]]] = {
         "rope.positions": {"int64", "None"}, "rope.cos_sin_cache": {"None", "a row less", "a row more"},
     },
     OWN_Q: {
-        "out.dtype": {"None"}, "v": {"a row more"}, "cache.kv": {"no rows", "a row less", "a row more"}, "cache.k_scale": {"two"},
-        "cache.v_scale": {"two"}, "places": FEWER | {"int64"},
+        "out.dtype": {"None"}, "v": {"a row more"}, "cache.kv": {"no rows", "a row less", "a row more"},
+        "cache.k_scale": {"two"}, "cache.v_scale": {"two"}, "places": FEWER | {"int64"},
     },
 }  # fmt: skip
 OF_CACHE = dict.fromkeys(("cache.k_scale", "cache.v_scale"), VALUES)
