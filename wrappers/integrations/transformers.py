@@ -25,6 +25,7 @@ import torch
 from transformers import AttentionInterface
 
 from ..attention.trtllm import trtllm_batch_context_with_kv_cache, trtllm_batch_decode_with_kv_cache
+from ..cache_write.api import KVCacheTarget, append_qkv
 
 NAME = "cute_kernels"  # of the attention function
 
@@ -126,17 +127,19 @@ class PagedCache:
         return self._slots if self.cu_seq_lens_q is None else self.cu_seq_lens_q[1:].long() - 1
 
     def append(self, layer: int, key: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Write this step's (T, KV heads, head_dim) to their pages and return the layer's pools. Never waits."""
+        """Write this step's (T, KV heads, head_dim) to their pages, in one launch, and return the layer's pools.
+
+        Never waits.
+        """
         if len(key) != len(self._rows):
             announced = f"must be the {len(self._rows)} that extend announced; use_cache must be False"
             raise ValueError(f"key: {len(key)} tokens, {announced}")
         if layer not in self._pools:
             k, v = (t.new_empty(self.pages, self.page_size, *t.shape[1:]) for t in (key, value))
             self._pools[layer] = k, v
-        k, v = self._pools[layer]
-        k.flatten(0, 1).index_copy_(0, self._rows, key)
-        v.flatten(0, 1).index_copy_(0, self._rows, value)
-        return k, v
+        pools = self._pools[layer]
+        append_qkv(None, key, value, KVCacheTarget(pools), self._rows)
+        return pools
 
     def sinks(self, layer: int, sinks: torch.Tensor | None) -> torch.Tensor | None:
         """Return a layer's sinks in fp32, as kernels take them; they are cast once, since weights do not change."""
