@@ -219,7 +219,7 @@ class VllmImpl(AttentionImpl[VllmMetadata]):
         if self._cache_dtype is None:
             target = KVCacheTarget(caches, "HND")
         else:
-            target = KVCacheTarget(caches, "HND", sf, layer._k_scale, layer._v_scale)
+            target = KVCacheTarget(caches, "HND", sf, layer._k_scale_float, layer._v_scale_float)
         append_qkv(None, key, value, target, slot_mapping)
 
     def _held(self, kv_cache: torch.Tensor) -> tuple[Any, Any]:
