@@ -14,7 +14,7 @@ from tests.fake_machine import FakeMachine
 from tests.host_work import Work, host_work
 from wrappers import fp4, machine
 from wrappers.integrations import transformers as integration
-from wrappers.integrations.transformers import PagedCache, register
+from wrappers.integrations.transformers import PagedCache, StorageFormat, register
 
 needs_gpu = pytest.mark.skipif(
     not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0), reason="needs an sm_90 device"
@@ -153,7 +153,7 @@ def test_pools_of_every_dtype(name, device):
     """A prompt and three decode steps against attention in float64 over what the pools hold, and its bytes."""
     torch.manual_seed(0)
     dtype, k_scale, v_scale = CACHES[name]
-    cache = PagedCache(2, pages=7, max_tokens=48, device=device, dtype=dtype, scales=(k_scale, v_scale))
+    cache = PagedCache(2, pages=7, max_tokens=48, device=device, stored=StorageFormat(dtype, k_scale, v_scale))
     cache.admit(1, 40)
     keys, values = [], []
     for lens in ([0, 33], None, None, None):
@@ -184,7 +184,7 @@ def test_pools_of_every_dtype(name, device):
 def test_host_work_of_a_decode_layer(name):
     """Two launches: rows are written, then attention is computed."""
     dtype, k_scale, v_scale = CACHES[name]
-    cache, launches = PagedCache(2, 7, 48, device="cpu", dtype=dtype, scales=(k_scale, v_scale)), []
+    cache, launches = PagedCache(2, 7, 48, device="cpu", stored=StorageFormat(dtype, k_scale, v_scale)), []
     layer, x = SimpleNamespace(layer_idx=0, is_causal=True), torch.zeros(2, 4, 1, 64).bfloat16()
     cache.extend()
     with machine.override(FakeMachine(lambda op, spec: lambda *flat: launches.append(op))), torch.inference_mode():
@@ -200,7 +200,7 @@ def test_queries_of_blackwell():
     """Are e4m3 over an e4m3 pool, as MMAs there take it; the output has the model's dtype."""
     with machine.override(FakeMachine(lambda op, spec: None, arch="sm_100a")):
         assert not PagedCache(1, 4, 48, device="cpu").e4m3_queries
-        cache = PagedCache(1, 4, 48, device="cpu", dtype=E4M3, scales=(0.1, 0.2))
+        cache = PagedCache(1, 4, 48, device="cpu", stored=StorageFormat(E4M3, 0.1, 0.2))
     cache.admit(0, 40)
     (q, k, v), out = attend(cache, [33])
     held = [(t.float() / scale).to(E4M3).double() * scale for t, scale in ((k, 0.1), (v, 0.2))]
@@ -245,9 +245,9 @@ def test_a_decode_step_may_be_captured(name, monkeypatch):
 
 def test_cache_refuses(llama):
     with pytest.raises(
-        TypeError, match="dtype: torch.float32, must be None, torch.float8_e4m3fn, torch.float8_e5m2 or"
+        TypeError, match="^stored.dtype: torch.float32, must be None, torch.float8_e4m3fn, torch.float8_e5m2 or"
     ):
-        PagedCache(2, pages=4, max_tokens=40, device="cpu", dtype=torch.float32)
+        PagedCache(2, pages=4, max_tokens=40, device="cpu", stored=StorageFormat(torch.float32))
     cache = PagedCache(2, pages=4, max_tokens=40, page_size=16, device="cpu")
     cache.admit(0, 20)
     for request, tokens, error, text in (

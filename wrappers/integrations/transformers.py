@@ -19,7 +19,7 @@
 
 from collections.abc import Sequence
 from itertools import accumulate
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from transformers import AttentionInterface
@@ -32,11 +32,23 @@ from .support import E4M3, E5M2, query_dtype
 NAME = "cute_kernels"  # of the attention function
 
 
+class StorageFormat(NamedTuple):
+    """How a `PagedCache` stores keys and values.
+
+    dtype: None (the keys'), e4m3 or e5m2, or uint8 for NVFP4. k_scale, v_scale: positive numbers, by which quantised
+    keys and values are divided; NVFP4 has a scale factor per 16 values besides.
+    """
+
+    dtype: torch.dtype | None = None
+    k_scale: float = 1.0
+    v_scale: float = 1.0
+
+
 class PagedCache:
     """Keys and values of up to `batch` requests, in pages that all of them share.
 
     A layer's pools are allocated when the layer first runs: two tensors (pages, page_size, KV heads, head_dim) of its
-    keys' dtype, or of `dtype`; NVFP4 packs two values in a byte, and has two tensors of scale factors besides.
+    keys' dtype, or in a `StorageFormat`. NVFP4 packs two values in a byte and has two tensors of scale factors besides.
 
     Lengths and block tables stay on the device and keep their addresses: a captured `extend()` and forward may be
     replayed for ever, also after `release` and `admit`, since a slot without a request has length 0 and counts as one.
@@ -46,17 +58,17 @@ class PagedCache:
 
     def __init__(
         self, batch: int, pages: int, max_tokens: int, page_size: int = 16, device: torch.device | str = "cuda",
-        dtype: torch.dtype | None = None, scales: tuple[float, float] = (1.0, 1.0),
+        stored: StorageFormat | None = None,
     ) -> None:  # fmt: skip
         """Allocate lengths and block tables.
 
         max_tokens: an upper bound of a request's tokens, prompt and output. page_size: any from 1; powers of two from 8
-        to 256 are fastest. dtype: of the pools: None (the keys'), e4m3 or e5m2, or uint8 for NVFP4. scales: what
-        quantised keys and values are divided by; NVFP4 has a scale factor per 16 values besides.
+        to 256 are fastest. stored: None for the keys' dtype.
         """
+        self.stored = stored or StorageFormat()
+        dtype = self.stored.dtype
         if dtype not in (None, E4M3, E5M2, torch.uint8):
-            raise TypeError(f"dtype: {dtype}, must be None, {E4M3}, {E5M2} or {torch.uint8}")
-        self.dtype, (self.k_scale, self.v_scale) = dtype, scales
+            raise TypeError(f"stored.dtype: {dtype}, must be None, {E4M3}, {E5M2} or {torch.uint8}")
         known = machine.current.device_info(torch.device(device)) if dtype is E4M3 else None
         self.e4m3_queries = query_dtype(torch.bfloat16, dtype or torch.bfloat16, known and known[0]) is E4M3
         self.pages, self.page_size, self.max_tokens = pages, page_size, max_tokens
@@ -156,9 +168,10 @@ class PagedCache:
                 for t in (key, value)
             )
 
-        packed = self.dtype is torch.uint8
-        kv, sf = pools(2 if packed else 1, self.dtype), pools(16, E4M3) if packed else None
-        return KVCacheTarget(kv, "NHD", sf, self.k_scale, self.v_scale)
+        dtype, k_scale, v_scale = self.stored
+        packed = dtype is torch.uint8
+        kv, sf = pools(2 if packed else 1, dtype), pools(16, E4M3) if packed else None
+        return KVCacheTarget(kv, "NHD", sf, k_scale, v_scale)
 
     def sinks(self, layer: int, sinks: torch.Tensor | None) -> torch.Tensor | None:
         """Return a layer's sinks in fp32, as kernels take them; they are cast once, since weights do not change."""
@@ -201,7 +214,7 @@ def paged_attention(
     target = cache.append(layer, k, v)
     if cache.e4m3_queries:  # on Blackwell, see `support.query_dtype`
         q = q.to(E4M3)
-    scale = (dim**-0.5 if scaling is None else scaling) * cache.k_scale
+    scale = (dim**-0.5 if scaling is None else scaling) * cache.stored.k_scale
     modifiers: dict[str, Any] = {
         "window_left": -1 if sliding_window is None else sliding_window - 1,  # keys before the token itself
         "sinks": cache.sinks(layer, s_aux),
@@ -213,11 +226,11 @@ def paged_attention(
     tables, lens, bound = cache.block_tables, cache.seq_lens, cache.max_tokens
     if cache.cu_seq_lens_q is None:
         out = trtllm_batch_decode_with_kv_cache(
-            q, target.kv, None, tables, lens, bound, scale, cache.v_scale, **modifiers
+            q, target.kv, None, tables, lens, bound, scale, cache.stored.v_scale, **modifiers
         )
     else:
         out = trtllm_batch_context_with_kv_cache(
-            q, target.kv, None, tables, lens, cache.max_q_len, bound, scale, cache.v_scale, len(lens),
+            q, target.kv, None, tables, lens, cache.max_q_len, bound, scale, cache.stored.v_scale, len(lens),
             cache.cu_seq_lens_q, None, **modifiers,
         )  # fmt: skip
     return out.unflatten(0, (b, s)), None
