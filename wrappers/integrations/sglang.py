@@ -163,11 +163,14 @@ class SglangBackend(AttentionBackend):
 
     def _append(self, layer: Any, k: Any, v: Any, caches: Any, slots: Any) -> None:
         """Store k and v at their slots, quantised if the pool is, in one launch."""
-        stored = k.dtype is self.data_type  # also rows that the model has quantised
-        k, v = ((t if stored else t.to(self.dtype)).view(-1, layer.tp_k_head_num, layer.head_dim) for t in (k, v))
-        target = KVCacheTarget(caches)
-        if not stored:
-            target = KVCacheTarget(caches, k_scale=_number(layer.k_scale_float), v_scale=_number(layer.v_scale_float))
+        if k.ndim != 3:
+            k, v = (t.view(-1, layer.tp_k_head_num, layer.head_dim) for t in (k, v))
+        if k.dtype not in (self.dtype, self.data_type):
+            k, v = k.to(self.dtype), v.to(self.dtype)
+        if k.dtype is self.data_type:  # the rows' bits, also if the model has quantised them
+            target = KVCacheTarget(caches)
+        else:
+            target = KVCacheTarget(caches, "NHD", None, _number(layer.k_scale_float), _number(layer.v_scale_float))
         append_qkv(None, k, v, target, slots)
 
 
