@@ -34,8 +34,8 @@ class KVCacheTarget(NamedTuple):
     kv: (k, v), each (pages, P, H, D) "NHD" or (pages, H, P, D) "HND", or one tensor (pages, 2, ...): of the rows'
     dtype, e4m3 or e5m2; or uint8 for packed NVFP4, last dimension D / 2. sf: scale factors of NVFP4 in the same layout,
     e4m3 or its bytes in uint8, last dimension D / 16. k_scale, v_scale: dequantisation scales, value = stored * scale:
-    a positive float or an fp32 tensor of one element or of one per head. v_sf_interleaved: V's factors of 4 rows lie
-    block by block, as Blackwell kernels read them.
+    a positive float or an fp32 tensor of one element or of one per head; 1.0 if rows are not quantised.
+    v_sf_interleaved: V's factors of 4 rows lie block by block, as Blackwell kernels read them.
 
     >>> KVCacheTarget(torch.zeros(2, 2, 16, 1, 64)).layout
     'NHD'
@@ -97,8 +97,9 @@ class RotaryEmbedding(NamedTuple):
     positions: int32 or int64 (N,); None: those of `PageLists` or `BlockTable`. cos_sin_cache: fp32 (L, R), cosines then
     sines of R / 2 pairs at each position; None: angles are computed. Then rotary_dim is R (None: head_dim), and pair i
     turns by theta^(-2 i / R) / scale per position; llama31: (low_freq_factor, high_freq_factor, old_context_len) of
-    Llama 3.1's rule, which applies the scale to low frequencies only. R: a multiple of 16. interleaved: pairs are
-    neighbours, (2 i, 2 i + 1), instead of (i, i + R / 2). Angles of positions below 2^24 are exact to fp32.
+    Llama 3.1's rule, which applies the scale to low frequencies only. With cos_sin_cache, these four must have their
+    default values. R: a multiple of 16. interleaved: pairs are neighbours, (2 i, 2 i + 1), instead of (i, i + R / 2).
+    Angles of positions below 2^24 are exact to fp32.
 
     >>> RotaryEmbedding().theta
     10000.0
@@ -117,7 +118,7 @@ class QueryOutput(NamedTuple):
     """Where Q is written. No other library has this class.
 
     out: of q's shape; may be q. None: a new tensor of `dtype`. dtype: q's (None), or e4m3 or e5m2 with an fp8 cache of
-    that dtype, e4m3 with an NVFP4 cache. scale: an 8-bit Q is divided by it.
+    that dtype, e4m3 with an NVFP4 cache. scale: an 8-bit Q is divided by it; 1.0 for others.
 
     >>> QueryOutput(dtype=torch.float8_e4m3fn).scale
     1.0
