@@ -144,27 +144,36 @@ def turns(device: torch.device, dim: int, theta: float, scale: float, *llama31: 
     return torch.cat([rounded, (exact - rounded.double()).float()])[None]
 
 
-def rope_table(rope: RotaryEmbedding, head_dim: int, k: torch.Tensor) -> tuple[torch.Tensor, int]:
-    """Return the arguments `rope_table` and `rope` of a launch, after a check of the numbers of `rope`."""
+def rope_table(rope: RotaryEmbedding, k: torch.Tensor) -> tuple[torch.Tensor, int]:
+    """Return the arguments `rope_table` and `rope` of a launch."""
+    flags = INTERLEAVED if rope.interleaved else 0
+    if rope.cos_sin_cache is not None:
+        return rope.cos_sin_cache, flags
+    dim = k.shape[2] if rope.rotary_dim is None else rope.rotary_dim
+    numbers: Any = (dim, float(rope.theta), float(rope.scale), *(rope.llama31 or ()))
+    return constant(turns, k.device, not traced(k), *numbers), flags | ANGLES
+
+
+def _check_rope(rope: RotaryEmbedding, head_dim: int) -> None:
+    """Check the flag and the numbers of `rope`; the tensors are checked with the call."""
     _, table, interleaved, rotary_dim, scale, theta, llama31 = rope
     if interleaved is not True and interleaved is not False:
         check_flag("rope.interleaved", interleaved)
-    flags = INTERLEAVED if interleaved else 0
     if table is not None:
         if not isinstance(table, torch.Tensor):
             check_strided("rope.cos_sin_cache", table, 2)
         if not (rotary_dim is None and llama31 is None and scale.__class__ is theta.__class__ is float
                 and scale == 1.0 and theta == 1e4):  # fmt: skip
             _refuse_angles(rope)
-        return table, flags
+        return
     dim = head_dim if rotary_dim is None else check_integer("rope.rotary_dim", integer(rotary_dim))
     if dim % ROTATED or not 0 < dim <= head_dim:
         allowed = f"must be a multiple of {ROTATED} from {ROTATED} to head_dim {head_dim}"
-        raise ValueError(f"rope.rotary_dim: {rotary_dim}, {allowed}{' if it is None' if rotary_dim is None else ''}")
-    numbers: list[Any] = [dim, _number("rope.theta", theta, True), _number("rope.scale", scale, True)]
+        raise ValueError(f"rope.rotary_dim: {rotary_dim}, {allowed}")
+    _number("rope.theta", theta, True)
+    _number("rope.scale", scale, True)
     if llama31 is not None:
-        numbers += _llama31(llama31)
-    return constant(turns, k.device, not traced(k), *numbers), flags | ANGLES
+        _check_llama31(llama31)
 
 
 def _number(name: str, value: Any, positive: bool = False) -> float:
@@ -179,16 +188,15 @@ def _number(name: str, value: Any, positive: bool = False) -> float:
         raise ValueError(f"{name}: {value}, must be finite as a float") from None
 
 
-def _llama31(value: Any) -> list[Any]:
-    """Return the numbers of Llama 3.1's rule."""
+def _check_llama31(value: Any) -> None:
+    """Check the numbers of Llama 3.1's rule."""
     name = "rope.llama31"
     if not isinstance(value, (tuple, list)) or len(value) != 3:
         what = f"a {type(value).__name__} of {len(value)}" if isinstance(value, (tuple, list)) else type(value).__name__
         raise TypeError(f"{name}: {what}, must be (low_freq_factor, high_freq_factor, old_context_len) or None")
-    low, high, length = (_number(f"{name}[{i}]", one, True) for i, one in enumerate(value))
+    low, high, _ = (_number(f"{name}[{i}]", one, True) for i, one in enumerate(value))
     if low >= high:
         raise ValueError(f"{name}: {tuple(value)}, low_freq_factor must be below high_freq_factor")
-    return [low, high, length]
 
 
 def _refuse_angles(rope: RotaryEmbedding) -> None:
@@ -346,7 +354,8 @@ def _transform(
         raise TypeError(f"out.dtype: {dtype!r}, must be None or that of out.out, {result.dtype}")
     table, flags, positions = None, 0, None
     if rope is not None:
-        table, flags = rope_table(rope, k.shape[2], k)
+        _check_rope(rope, k.shape[2])
+        table, flags = rope_table(rope, k)
         positions = rope.positions
     number, tensor = _scale("q_scale", scale, k, False)
     if (tensor is not None or number != 1.0) and getattr(result, "dtype", None) in WIDE:
