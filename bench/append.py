@@ -105,10 +105,13 @@ def by_lists(i: AppendInputs) -> None:
 
 def by_slots(i: AppendInputs) -> torch.Tensor | None:
     """Return Q, if the case transforms it."""
-    target = KVCacheTarget(i.caches, "NHD", i.factors, SCALE, SCALE)
+    scale = 1.0 if i.kind == "bf16" else SCALE
+    target = KVCacheTarget(i.caches, "NHD", i.factors, scale, scale)
+    if not i.transform:
+        return append_qkv(None, i.k, i.v, target, i.slots)
     norm = RMSNorm(i.weights, i.weights) if i.transform == "normrope" else None
-    rope = RotaryEmbedding(i.positions, i.table) if i.transform else None
-    return append_qkv(i.q if i.transform else None, i.k, i.v, target, i.slots, norm, rope, QueryOutput(i.out))
+    rope = RotaryEmbedding(i.positions, i.table)
+    return append_qkv(i.q, i.k, i.v, target, i.slots, norm, rope, QueryOutput(i.out))
 
 
 def nvfp4_by_slots(i: AppendInputs) -> None:

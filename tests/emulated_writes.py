@@ -53,7 +53,9 @@ def check_promises(spec, a):
     if a["nhd"]:
         k_cache, v_cache = k_cache.transpose(1, 2), v_cache.transpose(1, 2)
     promised(len(k) and a["nhd"] in (0, 1) and a["places"] in (SLOTS, PAGES, ROWS))
-    promised(1 <= a["lanes_log2"] <= 5 and a["k_groups"] >= 1 and a["v_groups"] >= (v.shape[1] > 0))
+    promised(
+        1 <= a["lanes_log2"] <= 5 and a["k_groups"] >= 1 and a["v_groups"] >= (v.shape[1] > 0 and not spec.transform)
+    )
     for rows, cache in ((k, k_cache), (v, v_cache)):
         if rows.shape[1]:
             promised(cache.shape[1] == rows.shape[1] and cache.shape[3] * packed == rows.shape[2])

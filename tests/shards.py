@@ -1,12 +1,12 @@
 """Run GPU tests in several processes on one GPU, so that a test that hangs or ends its process does not stop the
 others.
 
-    python -m tests.shards tests/test_gpu_*.py [--processes 12] [--limit 60] [--seconds 250] [--out build/shards]
+    python -m tests.shards tests/test_gpu_*.py [--processes 12] [--limit 60] [--seconds 250] [--resume]
 
 Process n of N takes every N-th test. A test that runs longer than `limit` seconds is killed with its process, and the
-process is restarted after it. After `seconds` no test begins. The program prints the tests that failed and those that
-did not end; `out` holds pytest's output and its junit reports, for `python -m tools.matrix record`. Build the bundle
-first: processes do not share compilations.
+process is restarted after it. After `seconds` no test begins; `--resume` then runs the rest, with as many processes.
+The program prints the tests that failed and those that did not end; `--out` (build/shards) holds pytest's output and
+its junit reports, for `python -m tools.matrix record`. Build the bundle first: processes do not share compilations.
 """
 
 import argparse
@@ -74,6 +74,7 @@ def start(number: int, turn: int, args: argparse.Namespace, until: float) -> "su
     """Start process `number` for the `turn`-th time."""
     name = args.out / f"{number}.{turn}"
     environ = {NUMBER: number, COUNT: args.processes, LOG: log_of(args, number), LIMIT: args.limit, UNTIL: until}
+    environ["OMP_NUM_THREADS"] = 1  # the references run on the CPU, which all processes share
     command = [sys.executable, "-m", "pytest", "-q", "-p", __spec__.name, "-p", "no:cacheprovider", "--tb=short"]
     with open(f"{name}.out", "wb") as out:
         return subprocess.Popen(
@@ -89,7 +90,10 @@ def log_of(args: argparse.Namespace, number: int) -> Path:
 def run(args: argparse.Namespace) -> Iterator[str]:
     """Run all tests and yield the lines of the report."""
     until = time.time() + args.seconds
-    alive = {number: (0, 0, start(number, 0, args, until)) for number in range(args.processes)}
+    alive = {}
+    for number in range(args.processes):
+        turn = len(list(args.out.glob(f"{number}.*.out")))  # more than 0 if the run is resumed
+        alive[number] = turn, len(words(log_of(args, number), "begin")), start(number, turn, args, until)
     while alive:
         for number, (turn, before, process) in list(alive.items()):
             if process.poll() is None:
@@ -120,11 +124,12 @@ def main() -> None:
     parser.add_argument("--processes", type=int, default=12)
     parser.add_argument("--limit", type=int, default=60, help="time limit of a test, in seconds")
     parser.add_argument("--seconds", type=int, default=250, help="no test begins after this many seconds")
+    parser.add_argument("--resume", action="store_true", help="run the tests that the run before did not begin")
     parser.add_argument("--out", type=Path, default=Path("build/shards"))
     args, rest = parser.parse_known_args()
     args.tests += rest
     args.out.mkdir(parents=True, exist_ok=True)
-    for old in args.out.glob("*.*"):
+    for old in () if args.resume else args.out.glob("*.*"):
         old.unlink()
     for line in run(args):
         print(line, flush=True)

@@ -65,8 +65,7 @@ def matches(case, seed=0):
 @pytest.mark.parametrize("name", SIMULATED)
 def test_cases_of_the_simulator(name):
     for case in SIMULATED[name].calls:
-        for seed in range(3):
-            matches(case, seed)
+        matches(case)
 
 
 @pytest.mark.parametrize("dtype,cache", types(*COPIES, *QUANTISED))
@@ -108,9 +107,9 @@ def test_dims(dtype, cache):
 def test_norms_and_rotations(threads, norm, rotation, dtype, cache, monkeypatch):
     monkeypatch.setattr(plan, "THREADS", threads)
     machine.current.plans.clear()
-    for number, (dim, heads) in enumerate(
-        product((16, 48, 64, 80, 96, 128, 192, 256, 512), ((32, 8), (5, 1), (0, 3), (1, 1)))
-    ):
+    shift = WIDE.index((dtype, cache)) + len(norm) + len(rope)
+    for number, dim in enumerate((16, 48, 64, 80, 96, 128, 192, 256, 512)):
+        heads = ((32, 8), (5, 1), (0, 3), (1, 1))[(number + shift) % 4]
         rotary = (None, 16, dim, -(-dim // 32) * 16)[number % 4]
         case = CacheWriteCase(
             dtype, cache, (7, 64, 300)[number % 3], heads, (dim, dim), norm=norm, rope=rotation, rotary_dim=rotary,

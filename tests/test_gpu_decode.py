@@ -457,3 +457,26 @@ def test_xqa_of_quantised_caches(case):
 )
 def test_xqa_drafts(case):
     matches_reference(case)
+
+
+@pytest.mark.by_shape
+@pytest.mark.parametrize(
+    "case",
+    grid(
+        D128,
+        {"context": {"function": "context"}, "decode": {}},
+        CACHES,
+        {
+            "one long": {"q_lens": (1,), "kv_lens": (40_000,)},
+            "few rows": {"q_lens": (4, 16, 1, 0), "kv_lens": (9000, 16, 0, 70)},
+            "many requests": {"q_lens": (1, 2) * 70, "kv_lens": (700, 3000) * 70},
+            "many rows": {"q_lens": (300, 2), "kv_lens": (5000, 9000)},
+        },
+        {"": {}, "window": {"window_left": 137}, "invariant": {"invariant": True}},
+    ),
+)
+def test_kernels_that_shapes_choose(case):
+    """What users call: the shape decides between split keys and whole tiles, whatever the function is named."""
+    if case.invariant and case.function == "context":
+        case = replace(case, invariant=False, soft_cap=4.0)
+    matches_reference(case)

@@ -192,9 +192,9 @@ PLANNED = {
     "append_paged_kv_cache": (partial(rows, append.by_lists, "append-bf16"), Work(6, 0)),
     "append_paged_kv_cache, nvfp4 slots": (partial(rows, append.nvfp4_by_slots, "append-nvfp4"), Work(11, 6)),
     "append_qkv": (partial(rows, append.by_slots, "append-normrope-fp8"), Work(14, 4)),
-    "apply_rope": (partial(rotation, "apply_rope"), Work(36, 5)),
-    "apply_rope_pos_ids_inplace": (partial(rotation, "apply_rope_pos_ids_inplace"), Work(33, 3)),
-    "rope_quantize_fp8": (partial(rotation, "rope_quantize_fp8"), Work(84, 8)),
+    "apply_rope": (partial(rotation, "apply_rope"), Work(41, 5)),
+    "apply_rope_pos_ids_inplace": (partial(rotation, "apply_rope_pos_ids_inplace"), Work(38, 3)),
+    "rope_quantize_fp8": (partial(rotation, "rope_quantize_fp8"), Work(89, 8)),
 }
 
 

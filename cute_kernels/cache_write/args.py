@@ -40,8 +40,8 @@ class CacheWriteArgs(NamedTuple):
     kv_lens: Any  # (B | 0,)          keys of each request, including these tokens, which are its last; or, see `rope`,
     #                                 the position of its first token
     lanes_log2: Any  # Int32          log2 of the lanes per row: 1 to 5
-    k_groups: Any  # Int32            groups of lanes that share the rows of K (and Q) of a token
-    v_groups: Any  # Int32            groups of lanes that share the rows of V of a token
+    k_groups: Any  # Int32            groups of lanes that share the rows of K of a token; transform: of Q, K and V
+    v_groups: Any  # Int32            groups of lanes that share the rows of V of a token; transform: 0
     enable_pdl: Any  # Int32          launch with programmatic stream serialisation
     # quantised caches
     k_scale: Any = None  # Float32    e4m3, e5m2: K is divided by it. nvfp4: K is multiplied by it

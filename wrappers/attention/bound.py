@@ -28,17 +28,21 @@ class BoundLaunch:
         q, k, v = (t.to("meta") for t in (call.q, call.k, call.v))  # their shapes and dtypes
         self.call = call._replace(q=q, k=k, v=v, out=None, lse=None)
 
-    def fits(self, q: Any, k: Any, v: Any, out: Any) -> bool:
-        """Return whether `launch` may be called with these tensors; k and v are in the form of `AttentionCall`."""
+    def fits(self, q: Any, kv: tuple[Any, Any], out: Any) -> bool:
+        """Return whether `launch` may be called with a query, an output, and K and V that are those of the call."""
         p, call = self._plan, self.call
         return not (
             traced(q) or q.shape != call.q.shape or q.dtype != call.q.dtype
-            or k.shape != call.k.shape or v.shape != call.v.shape or k.dtype != call.k.dtype
             or out is not None and out.dtype != p.dtype
-            or _is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad
+            or _is_grad_enabled() and (q.requires_grad or kv[0].requires_grad or kv[1].requires_grad
                                        or call.sinks is not None and call.sinks.requires_grad)
             or not p.single_device and machine.current.current_device() != p.device.index
         )  # fmt: skip
+
+    def takes(self, kv: tuple[Any, Any]) -> bool:
+        """Return whether K and V, in the form of `AttentionCall`, may replace those of the call."""
+        call, (k, v) = self.call, kv
+        return k.shape == call.k.shape and v.shape == call.v.shape and k.dtype == call.k.dtype
 
     def launch(self, q: torch.Tensor, kv: Any, requests: SequenceBatch | None, out: Any, lse: Any) -> Any:
         """Return the result of the call with tensors that fit.
@@ -79,10 +83,10 @@ def bound(call: AttentionCall) -> BoundLaunch | None:
 class BoundCall:
     """A call of a public function that is repeated with other queries. See `wrappers.bind`."""
 
-    __slots__ = ("_call", "_launch")
+    __slots__ = ("_call", "_kv", "_launch")
 
     def __init__(self, call: AttentionCall) -> None:
-        self._launch = bound(call)
+        self._launch, self._kv = bound(call), (call.k, call.v)
         self._call: Any = call._replace(q=None, out=None, lse=None)  # type: ignore[arg-type]
 
     def run(self, q: torch.Tensor, out: Any = None, lse: Any = None) -> Any:
@@ -92,6 +96,6 @@ class BoundCall:
         lse: receive the results; None: new tensors. Raises as the function that was bound does.
         """
         call, launch = self._call, self._launch
-        if launch is not None and launch.fits(q, call.k, call.v, out):
-            return launch.launch(q, (call.k, call.v), None, out, lse)
+        if launch is not None and launch.fits(q, self._kv, out):
+            return launch.launch(q, self._kv, None, out, lse)
         return op.serve(call._replace(q=q, out=out, lse=lse))

@@ -64,7 +64,7 @@ def repeat(function: str, cache: Any, options: tuple[Any, ...], step: Step, boun
     launch, kept = layer.launch, layer.launch.call
     if bounds is not None and (bounds != (kept.max_q_len, kept.requests.batch) or not set(map(type, bounds)) == {int}):
         return None
-    if not launch.fits(step.q, *layer.kv, step.out):
+    if not launch.fits(step.q, layer.kv, step.out):
         return None
     requests = sequences_of(step.table, step.lens, step.offsets)
     if requests.shape_id != kept.requests.shape_id:

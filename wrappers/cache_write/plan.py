@@ -20,11 +20,14 @@ from .checks import FP8, block_scaled, reason, validate
 DTYPES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float8_e4m3fn: "e4m3", torch.float8_e5m2: "e5m2"}
 THREADS = 1 << 19  # about as many threads as two GPUs hold: with fewer, each group has one row
 _AT = CacheWriteArgs(*range(len(CacheWriteArgs._fields)))  # position of each argument that all specs have
-_K, _V, _K_CACHE, _V_CACHE, _SLOTS, _BATCH_INDICES, _POSITIONS = (
-    _AT.k, _AT.v, _AT.k_cache, _AT.v_cache, _AT.slots, _AT.batch_indices, _AT.positions
+_K, _V, _K_CACHE, _V_CACHE, _SLOTS = _AT.k, _AT.v, _AT.k_cache, _AT.v_cache, _AT.slots
+LISTED, TABLED = (
+    tuple((field, getattr(_AT, field)) for field in fields)
+    for fields in (
+        ("batch_indices", "positions", "kv_indices", "kv_indptr"), ("page_table", "cu_seqlens", "kv_lens"),
+    )
 )  # fmt: skip
-_PAGE_TABLE, _KV_INDICES, _KV_INDPTR = _AT.page_table, _AT.kv_indices, _AT.kv_indptr
-_CU_SEQLENS, _KV_LENS = _AT.cu_seqlens, _AT.kv_lens
+BATCH = slice(CacheWriteCall._fields.index("batch_indices"), CacheWriteCall._fields.index("kv_lens") + 1)
 _uint8, _int32, _int64 = torch.uint8, torch.int32, torch.int64
 
 
@@ -51,101 +54,125 @@ class CacheWritePlan:
     k_apart: int  # from K's cache to K
     q_apart: int  # from K's cache to the output of Q
 
+    def bind(self, call: CacheWriteCall) -> list[Any]:
+        """Return the arguments of a launch."""
+        flat, at = self.flat.copy(), self.at
+        tensors = call.k, call.v, call.k_cache, call.v_cache
+        flat[_K], flat[_V], flat[_K_CACHE], flat[_V_CACHE] = map(_as_bytes, tensors) if self.as_bytes else tensors
+        if call.slots is not None:
+            flat[_SLOTS] = call.slots.view(_int32) if self.wide else call.slots
+        elif call.places == PAGES:
+            for field, slot in LISTED if call.kv_indices is not None else TABLED:
+                flat[slot] = words(getattr(call, field)) if self.wide else getattr(call, field)
+        elif call.cu_seqlens is not None:
+            for field, slot in TABLED[1:]:
+                flat[slot] = words(getattr(call, field))
+        if at.k_scale is not None:
+            flat[at.k_scale], flat[at.v_scale] = call.k_scale, call.v_scale
+            if call.k_scale_ptr is not None:
+                flat[at.k_scale_ptr] = call.k_scale_ptr
+            if call.v_scale_ptr is not None:
+                flat[at.v_scale_ptr] = call.v_scale_ptr
+            if call.k_sf is not None:
+                flat[at.k_sf], flat[at.v_sf] = call.k_sf.view(_uint8), call.v_sf.view(_uint8)
+        if call.transform is not None:
+            put_transform(flat, at, call.transform)
+        return flat
 
-def run(call: CacheWriteCall) -> None:
-    """Write the rows of a call."""
-    (
-        function, k, v, k_cache, v_cache, nhd, places, slots, batch_indices, positions, page_table, kv_indices,
-        kv_indptr, last, cu_seqlens, kv_lens, k_scale, v_scale, k_scale_ptr, v_scale_ptr, k_sf, v_sf, interleaved, t,
-    ) = call  # fmt: skip
+    def may_overlap(self, call: CacheWriteCall) -> bool:
+        """Return whether rows, caches and the output of Q may share memory otherwise than in the call that made the
+        plan."""
+        k_cache, v_cache = call.k_cache.data_ptr(), call.v_cache.data_ptr()
+        k, v, apart = call.k.data_ptr() - k_cache, call.v.data_ptr() - v_cache, v_cache - k_cache
+        if (k != self.k_apart and -self.k_bytes < k < self.k_cache_bytes or -self.v_bytes < v < self.v_cache_bytes
+                or apart != self.apart and -self.v_cache_bytes < apart < self.k_cache_bytes):  # fmt: skip
+            return True
+        t = call.transform
+        if t is None or t.q is None:
+            return False
+        out, near = t.q_out.data_ptr(), self.q_bytes
+        ahead, moved = out - t.q.data_ptr(), out - k_cache != self.q_apart
+        return (
+            -near < ahead < near and not (self.in_place and ahead == 0)
+            or moved and -near < out - k_cache < self.k_cache_bytes
+            or (moved or apart != self.apart) and -near < out - v_cache < self.v_cache_bytes
+        )  # fmt: skip
+
+
+def key_of(call: CacheWriteCall) -> tuple[Any, ...]:
+    """Return what the plan of a call depends on, except what the compiled call checks itself: ranks, last strides,
+    devices, and most dtypes."""
+    slots, last, k_sf, t = call.slots, call.kv_last_page_len, call.k_sf, call.transform
+    k, v, k_cache, v_cache = call.k, call.v, call.k_cache, call.v_cache
+    k_ptr, v_ptr = call.k_scale_ptr, call.v_scale_ptr
+    if slots is not None:
+        where: Any = (slots.dtype, slots.numel())
+    elif call.kv_indices is not None and last is not None:
+        where = (
+            *map(_size, (call.batch_indices, call.positions, call.kv_indices, call.kv_indptr, last)),
+            last.device, last.stride(),  # no kernel sees it
+        )  # fmt: skip
+    else:
+        batch: Any = call[BATCH]
+        where = tuple(map(form, batch))
+    return (
+        call.function, k.get_device(), k.dtype, k.shape, k.stride(), v.dtype, v.shape, v.stride(), k_cache.dtype,
+        k_cache.shape, k_cache.stride(), v_cache.dtype, v_cache.shape, v_cache.stride(), call.nhd, call.places, where,
+        None if k_sf is None else (form(k_sf), form(call.v_sf), call.v_sf_interleaved),
+        k_ptr is None or k_ptr.numel(), v_ptr is None or v_ptr.numel(), None if t is None else transform_key(t),
+    )  # fmt: skip
+
+
+def plan_of(call: CacheWriteCall) -> CacheWritePlan:
+    """Return the plan of a call that nobody has checked, made if its key is new."""
     here = machine.current
-    try:  # the key omits what compiled code checks itself: ranks, last strides, devices, most dtypes
-        if slots is not None:
-            where: Any = (slots.dtype, slots.numel())
-        elif kv_indices is not None and last is not None:
-            where = (
-                batch_indices.dtype, batch_indices.numel(), positions.dtype, positions.numel(), kv_indices.dtype,
-                kv_indices.numel(), kv_indptr.dtype, kv_indptr.numel(), last.dtype, last.numel(),
-                last.device, last.stride(),  # no kernel sees it
-            )  # fmt: skip
-        else:
-            where = tuple(map(form, (batch_indices, positions, page_table, kv_indices, kv_indptr, cu_seqlens, kv_lens)))
-        scaled = None if k_sf is None else (
-            k_sf.dtype, k_sf.shape, k_sf.stride(), v_sf.dtype, v_sf.shape, v_sf.stride(), interleaved,
-        )  # fmt: skip
-        key = (
-            function, k.get_device(), k.dtype, k.shape, k.stride(), v.dtype, v.shape, v.stride(), k_cache.dtype,
-            k_cache.shape, k_cache.stride(), v_cache.dtype, v_cache.shape, v_cache.stride(), nhd, places, where, scaled,
-            k_scale_ptr is None or k_scale_ptr.numel(), v_scale_ptr is None or v_scale_ptr.numel(),
-            None if t is None else transform_key(t),
-        )  # fmt: skip
+    try:
+        key = key_of(call)
         plan = here.plans.get(key)
     except (AttributeError, TypeError, RuntimeError):
-        why = reason(call)
-        if why is None:
-            raise
-        raise why from None
+        raise_reason(call)
+        raise
     if plan is None:
         validate(call)
-        device_info = here.device_info(k.device)
+        device_info = here.device_info(call.k.device)
         plan = plan_for(call, device_info)
         if device_info is not None:  # the reference checks nothing: its calls are validated each time
             here.keep(key, plan)
     elif plan.checked:
         validate(call)
+    return plan
+
+
+def run(call: CacheWriteCall) -> None:
+    """Write the rows of a call."""
+    here, plan = machine.current, plan_of(call)
     if not plan.single_device and here.current_device() != plan.device.index:
         with here.on(plan.device):
             return run(call)
     if not plan.runs:
         return None
-    flat, at = plan.flat.copy(), plan.at
     try:
-        at_k, at_v, at_k_cache, at_v_cache = k.data_ptr(), v.data_ptr(), k_cache.data_ptr(), v_cache.data_ptr()
-        apart = at_v_cache - at_k_cache
-        if (-plan.k_bytes < at_k - at_k_cache < plan.k_cache_bytes and at_k - at_k_cache != plan.k_apart
-                or -plan.v_bytes < at_v - at_v_cache < plan.v_cache_bytes
-                or -plan.v_cache_bytes < apart < plan.k_cache_bytes and apart != plan.apart):  # fmt: skip
-            validate(call)  # rare: memory may be shared
-        if plan.as_bytes:
-            k, v, k_cache, v_cache = k.view(_uint8), v.view(_uint8), k_cache.view(_uint8), v_cache.view(_uint8)
-        flat[_K], flat[_V], flat[_K_CACHE], flat[_V_CACHE] = k, v, k_cache, v_cache
-        if slots is not None:
-            flat[_SLOTS] = slots.view(_int32) if plan.wide else slots
-        elif places == PAGES:
-            if plan.wide:
-                batch_indices, positions, page_table, kv_indices, kv_indptr, cu_seqlens, kv_lens = map(
-                    words, (batch_indices, positions, page_table, kv_indices, kv_indptr, cu_seqlens, kv_lens)
-                )
-            if kv_indices is not None:
-                flat[_BATCH_INDICES], flat[_POSITIONS] = batch_indices, positions
-                flat[_KV_INDICES], flat[_KV_INDPTR] = kv_indices, kv_indptr
-            else:
-                flat[_PAGE_TABLE], flat[_CU_SEQLENS], flat[_KV_LENS] = page_table, cu_seqlens, kv_lens
-        elif cu_seqlens is not None:
-            flat[_CU_SEQLENS], flat[_KV_LENS] = words(cu_seqlens), words(kv_lens)
-        if at.k_scale is not None:
-            flat[at.k_scale], flat[at.v_scale] = k_scale, v_scale
-            if k_scale_ptr is not None:
-                flat[at.k_scale_ptr] = k_scale_ptr
-            if v_scale_ptr is not None:
-                flat[at.v_scale_ptr] = v_scale_ptr
-            if k_sf is not None:
-                flat[at.k_sf], flat[at.v_sf] = k_sf.view(_uint8), v_sf.view(_uint8)
-        if t is not None:
-            if t.q is not None:
-                at_out, near = t.q_out.data_ptr(), plan.q_bytes
-                ahead = at_out - t.q.data_ptr()
-                if (-near < ahead < near and (ahead != 0 or not plan.in_place)
-                        or -near < at_out - at_k_cache < plan.k_cache_bytes and at_out - at_k_cache != plan.q_apart
-                        or -near < at_out - at_v_cache < plan.v_cache_bytes):  # fmt: skip
-                    validate(call)
-            put_transform(flat, plan, t)
-        plan.fn(*flat)
+        if plan.may_overlap(call):  # rare
+            validate(call)
+        plan.fn(*plan.bind(call))
     except Exception:
-        why = reason(call)  # names the argument that was refused
-        if why is None:
-            raise
+        raise_reason(call)
+        raise
+
+
+def raise_reason(call: CacheWriteCall) -> None:
+    """Raise the error that names the argument for which a call failed, if there is one."""
+    why = reason(call)
+    if why is not None:
         raise why from None
+
+
+def _size(t: Any) -> tuple[torch.dtype, int]:
+    return t.dtype, t.numel()
+
+
+def _as_bytes(t: torch.Tensor) -> torch.Tensor:
+    return t.view(_uint8)
 
 
 def form(value: Any) -> Any:
@@ -171,9 +198,8 @@ def transform_key(t: QueryTransform) -> tuple[Any, ...]:
     )  # fmt: skip
 
 
-def put_transform(flat: list[Any], plan: CacheWritePlan, t: QueryTransform) -> None:
+def put_transform(flat: list[Any], at: CacheWriteArgs, t: QueryTransform) -> None:
     """Put the tensors of a transform into the arguments of a launch; its numbers are in the plan's."""
-    at = plan.at
     q, out, table, _, rotated_at, q_weight, k_weight, _, _, q_scale, q_scale_ptr = t
     if q is not None:
         flat[at.q] = q
@@ -228,6 +254,7 @@ def plan_for(call: CacheWriteCall, device_info: tuple[str, int] | None) -> Cache
         fn, given = machine.current.kernel(op, spec, device_info[0]), machine.current.argument
     lanes = rows.lanes(max(k.shape[2], v.shape[2]), spec.elements)
     queries = 0 if call.transform is None or call.transform.q is None else call.transform.q.shape[1]
+    shared = queries + k.shape[1] + (v.shape[1] if spec.transform else 0)  # rows of a token that its groups share
     names = fields(spec)
 
     def empty(dtype: torch.dtype, *shape: int) -> Any:
@@ -249,8 +276,8 @@ def plan_for(call: CacheWriteCall, device_info: tuple[str, int] | None) -> Cache
     values |= dict(
         nhd=int(call.nhd), places=call.places if stores else ROWS, wide=sum(1 << i for i in wide),
         page_table=empty(torch.int32, 1),
-        lanes_log2=lanes.bit_length() - 1, k_groups=groups(k.shape[0], max(1, queries + k.shape[1]), lanes),
-        v_groups=groups(k.shape[0], v.shape[1], lanes) if v.shape[1] else 0, enable_pdl=1,
+        lanes_log2=lanes.bit_length() - 1, k_groups=groups(k.shape[0], max(1, shared), lanes),
+        v_groups=groups(k.shape[0], v.shape[1], lanes) if v.shape[1] and not spec.transform else 0, enable_pdl=1,
         v_sf_interleaved=int(call.v_sf_interleaved), scales_multiply=0,
         q=empty(k.dtype, 0, dim), q_out=empty(k.dtype, queries, dim),
         rope=t.rope, norm_eps=float(t.norm_eps), norm_offset=float(t.norm_offset), rope_table=empty(torch.float32, 16),

@@ -275,7 +275,7 @@ class PrefillBatch:
         if self._bound is None:
             return None
         launch, before = self._bound
-        if all(map(is_, others, before)) and launch.fits(q, *kv, out):
+        if all(map(is_, others, before)) and launch.fits(q, kv, out) and launch.takes(kv):
             return launch.launch(q, kv, None, out, lse)
         return None
 

@@ -9,9 +9,9 @@ rounds. There is no shared memory, and no barrier.
 | --- | --- | --- | --- | --- |
 | entry | all | | `griddepcontrol.wait`: the kernel that made the rows | `launch_dependents` |
 | `places` | all | index tensors | | page and row in registers |
-| `load_rotation` | groups of Q and K | `rope_table` | | cosines and sines in registers, for all rows |
-| `transform_rows` | a group per row of Q and K | Q or K, weights | its group, by shuffles | Q's output, or the cache |
-| `plain_rows` | a group per row of V, or of K without transform | K or V | | the cache |
+| `load_rotation` | all | `rope_table` | | cosines and sines in registers, for all rows |
+| `transform_rows` | groups of rows of Q, K and V | Q, K, V, weights | its group, by shuffles | Q's output, the cache |
+| `plain_rows` | groups of rows of K, or of V | K or V | | the cache |
 
 Every CTA waits for the grid before it, so a kernel behind this one may rely on
 both."""
@@ -80,14 +80,12 @@ class LaneGroup(NamedTuple):
 
 
 class RowRange(NamedTuple):
-    """Rows of a token of one operand, K or V; addresses are those of head 0. dim: elements of a row. The group handles
+    """Rows of a token of one operand, K or V; source: address of head 0. dim: elements of a row. The group handles
     heads first, first + step, ..."""
 
+    is_v: cutlass.Boolean
     source: Int64
     source_stride: Int64  # bytes per head
-    target: store.TargetRow
-    target_stride: Int64
-    sf_stride: Int64
     dim: Int32
     first: Int32
     step: Int32
@@ -132,38 +130,35 @@ def strides_of(a, cache: cute.Tensor) -> CacheStrides:
 
 
 @cute.jit
-def rows_of(spec: cutlass.Constexpr, a, g: LaneGroup, at: places.CachePlace) -> RowRange:
-    """Return the rows of a group: of K or, in the last groups of a token, of V. at: a place in the cache."""
-    source, source_stride = row_of(a.k, g.token, 0), bytes_of(a.k, 1)
-    base, strides = a.k_cache.iterator.toint(), strides_of(a, a.k_cache)
+def rows_of(a, g: LaneGroup) -> RowRange:
+    """Return the rows of a group: of K or, in the last groups of a token, of V."""
+    is_v, source, source_stride = g.own >= a.k_groups, row_of(a.k, g.token, 0), bytes_of(a.k, 1)
     dim, first, step, heads = a.k.shape[2], g.own, a.k_groups, a.k.shape[1]
-    sf, sf_strides, interleaved = Int64(0), CacheStrides(Int64(0), Int64(0), Int64(0)), Int32(0)
-    if const_expr(spec.cache == "nvfp4"):
-        sf, sf_strides = a.k_sf.iterator.toint(), strides_of(a, a.k_sf)
-    if g.own >= a.k_groups:
+    if is_v:
         source, source_stride = row_of(a.v, g.token, 0), bytes_of(a.v, 1)
-        base, strides = a.v_cache.iterator.toint(), strides_of(a, a.v_cache)
         dim, first, step, heads = a.v.shape[2], g.own - a.k_groups, a.v_groups, a.v.shape[1]
-        if const_expr(spec.cache == "nvfp4"):
-            sf, sf_strides = a.v_sf.iterator.toint(), strides_of(a, a.v_sf)
-            interleaved = a.v_sf_interleaved
-    target = base + at.page * strides.page + at.row * strides.row
-    sf += at.page * sf_strides.page
-    row = store.TargetRow(target, sf, sf_strides.row, at.row, interleaved, Float32(1.0))
-    return RowRange(source, source_stride, row, strides.head, sf_strides.head, dim, first, step, heads)
+    return RowRange(is_v, source, source_stride, dim, first, step, heads)
 
 
 @cute.jit
-def target_of(spec: cutlass.Constexpr, a, g: LaneGroup, rows: RowRange, head: Int32) -> store.TargetRow:
-    """Return the row of the cache of a head."""
-    scale = Float32(1.0)
+def target_of(spec: cutlass.Constexpr, a, is_v, at: places.CachePlace, head: Int32) -> store.TargetRow:
+    """Return the row of the cache of K or V at a place, of a head."""
+    scale, interleaved = Float32(1.0), Int32(0)
+    base, strides = a.k_cache.iterator.toint(), strides_of(a, a.k_cache)
+    sf, sf_strides = Int64(0), CacheStrides(Int64(0), Int64(0), Int64(0))
     if const_expr(spec.quantised):
-        if g.own < a.k_groups:
-            scale = store.scale_of(spec, a, a.k_scale, a.k_scale_ptr, head)
-        else:
+        scale = store.scale_of(spec, a, a.k_scale, a.k_scale_ptr, head)
+    if const_expr(spec.cache == "nvfp4"):
+        sf, sf_strides = a.k_sf.iterator.toint(), strides_of(a, a.k_sf)
+    if is_v:
+        base, strides = a.v_cache.iterator.toint(), strides_of(a, a.v_cache)
+        if const_expr(spec.quantised):
             scale = store.scale_of(spec, a, a.v_scale, a.v_scale_ptr, head)
-    address = rows.target.address + head * rows.target_stride
-    return rows.target._replace(address=address, sf=rows.target.sf + head * rows.sf_stride, scale=scale)
+        if const_expr(spec.cache == "nvfp4"):
+            sf, sf_strides, interleaved = a.v_sf.iterator.toint(), strides_of(a, a.v_sf), a.v_sf_interleaved
+    address = base + at.page * strides.page + at.row * strides.row + head * strides.head
+    sf += at.page * sf_strides.page + head * sf_strides.head
+    return store.TargetRow(address, sf, sf_strides.row, at.row, interleaved, scale)
 
 
 @cute.kernel
@@ -173,10 +168,7 @@ def kernel(spec: cutlass.Constexpr, a: CacheWriteArgs):
     g = group_of(a)
     if g.token < a.k.shape[0]:
         if const_expr(spec.transform):
-            if g.own < a.k_groups:
-                transform_rows(spec, a, g)
-            else:
-                plain_rows(spec, a, g)
+            transform_rows(spec, a, g)
         else:
             plain_rows(spec, a, g)
 
@@ -190,15 +182,11 @@ def plain_rows(spec: cutlass.Constexpr, a, g: LaneGroup):
     if g.own < a.k_groups:
         tokens = a.k.shape[0]
     if g.token < tokens:
-        rows = rows_of(spec, a, g, places.CachePlace(Int32(0), Int32(0)))
+        rows = rows_of(a, g)
         load_vectors(spec, g, rows, RowCursor(rows.first, begin), words)
-        position = places.position_of(a, g.token)
-        at = places.place_of(a, g.token, position)
-        page = at.page
-        if const_expr(spec.transform):
-            page = at.page if places.rope_position(a, g.token, position) >= 0 else Int32(-1)
-        if page >= 0:
-            write_rows(spec, a, g, rows_of(spec, a, g, places.CachePlace(page, at.row)), words)
+        at = places.place_of(a, g.token, places.position_of(a, g.token))
+        if at.page >= 0:
+            write_rows(spec, a, g, rows, at, words)
 
 
 class RowCursor(NamedTuple):
@@ -229,12 +217,13 @@ def load_vectors(spec: cutlass.Constexpr, g: LaneGroup, rows: RowRange, at: RowC
 
 @cute.jit
 def store_vectors(
-    spec: cutlass.Constexpr, a, g: LaneGroup, rows: RowRange, at: RowCursor, words: cute.Tensor
+    spec: cutlass.Constexpr, a, g: LaneGroup, rows: RowRange, place: places.CachePlace, at: RowCursor,
+    words: cute.Tensor,
 ):  # fmt: skip
     """Store two vectors of a row to the cache, quantised if it is."""
     per, unit = const_expr(spec.elements), const_expr(BYTES[spec.dtype])
     _, stride = vector_layout(spec, g)
-    target, values = target_of(spec, a, g, rows, at.head), cute.make_rmem_tensor((8, 2), Float32)
+    target, values = target_of(spec, a, rows.is_v, place, at.head), cute.make_rmem_tensor((8, 2), Float32)
     if const_expr(spec.quantised):
         for half in cutlass.range_constexpr(2):
             store.unpack(spec, words[None, half], values[None, half])
@@ -259,8 +248,10 @@ def store_vectors(
 # The first vectors are requested before the place of the token is known, so that a decode step waits for the index
 # tensors and for the rows at the same time.
 @cute.jit
-def write_rows(spec: cutlass.Constexpr, a, g: LaneGroup, rows: RowRange, words: cute.Tensor):
-    """Write the rows of a group to the cache. words: the first two vectors of this lane, from `load_vectors`."""
+def write_rows(
+    spec: cutlass.Constexpr, a, g: LaneGroup, rows: RowRange, place: places.CachePlace, words: cute.Tensor
+):  # fmt: skip
+    """Write the rows of a group to their place in the cache. words: this lane's first two vectors."""
     vectors = (rows.dim + spec.elements - 1) // spec.elements
     begin, _ = vector_layout(spec, g)
     head, vector = rows.first, begin
@@ -273,32 +264,44 @@ def write_rows(spec: cutlass.Constexpr, a, g: LaneGroup, rows: RowRange, words: 
         if vector >= vectors:
             head, vector = head + rows.step, begin
         load_vectors(spec, g, rows, RowCursor(head, vector), words)
-        store_vectors(spec, a, g, rows, at, held)
+        store_vectors(spec, a, g, rows, place, at, held)
 
 
-class QueryOrKey(NamedTuple):
-    """A row of Q or K, and its weights, as addresses; weights: 0 for none."""
+Q, K, V = range(3)  # operands
 
-    is_q: Int32
+
+class HeadRow(NamedTuple):
+    """A row of a token. operand: Q, K or V. source, weights: addresses of the row and of its norm's weights, 0 for
+    none. dim: elements of the row."""
+
+    operand: Int32
     head: Int32
     source: Int64
     weights: Int64
+    dim: Int32
+
+
+def row_count(a):
+    """Return the number of rows of a token: those of Q come first, then those of K, then those of V."""
+    return a.q.shape[1] + a.k.shape[1] + a.v.shape[1]
 
 
 @cute.jit
-def query_or_key(a, g: LaneGroup, row: Int32) -> QueryOrKey:
-    """Return row `row` of a token: the heads of Q come first, then those of K."""
-    heads = a.q.shape[1]
-    is_q, head, weights, count = Int32(1), row, a.q_weight.iterator.toint(), a.q_weight.shape[0]
-    source = row_of(a.q, g.token, row)
-    if row >= heads:
-        is_q, head, weights, count = Int32(0), row - heads, a.k_weight.iterator.toint(), a.k_weight.shape[0]
-        source = row_of(a.k, g.token, row - heads)
+def head_row(a, g: LaneGroup, row: Int32) -> HeadRow:
+    """Return row `row` of the group's token."""
+    operand, head, dim = Int32(Q), row, a.k.shape[2]
+    source, weights, count = row_of(a.q, g.token, row), a.q_weight.iterator.toint(), a.q_weight.shape[0]
+    if row >= a.q.shape[1]:
+        operand, head = Int32(K), row - a.q.shape[1]
+        source, weights, count = row_of(a.k, g.token, head), a.k_weight.iterator.toint(), a.k_weight.shape[0]
+        if head >= a.k.shape[1]:
+            operand, head, dim, count = Int32(V), head - a.k.shape[1], a.v.shape[2], 0
+            source = row_of(a.v, g.token, head)
     if count == 0:
         weights = Int64(0)
-    elif count > a.k.shape[2]:  # per head
-        weights += Int64(head) * (2 * a.k.shape[2])
-    return QueryOrKey(is_q, head, source, weights)
+    elif count > dim:  # per head
+        weights += Int64(head) * (2 * dim)
+    return HeadRow(operand, head, source, weights, dim)
 
 
 @cute.jit
@@ -313,57 +316,78 @@ def load_words(g: LaneGroup, address: Int64, dim: Int32, words: cute.Tensor):
 
 
 @cute.jit
-def fetch(a, g: LaneGroup, row: Int32, words: cute.Tensor):
-    """Load row `row` of Q and K if it exists."""
-    if row < a.q.shape[1] + a.k.shape[1]:
-        load_words(g, query_or_key(a, g, row).source, a.k.shape[2], words)
+def fetch(a, g: LaneGroup, row: Int32, words: cute.Tensor, weights: cute.Tensor):
+    """Load row `row` of the group's token, and the weights of its norm, if they exist."""
+    if row < row_count(a):
+        x = head_row(a, g, row)
+        if x.operand != V or g.token < a.v.shape[0]:
+            load_words(g, x.source, x.dim, words)
+        if x.weights != 0:
+            load_words(g, x.weights, x.dim, weights)
 
 
-# The loop over rows of Q and K that are normalised and rotated: one iteration per row of the group.
-#   waits for   the row, whose loads the iteration before has issued; the other lanes of the group, in shuffles
-#   computes    the row in fp32 registers: RMS norm, rotary embedding
-#   stores      Q in its output, 16 or 8 bits; K in the cache
+# The loop over rows of Q, K and V: one iteration per row of the group.
+#   waits for   the row and its weights, whose loads the iteration before has issued; the other lanes of the group, in
+#               shuffles
+#   computes    Q and K in fp32 registers: RMS norm, rotary embedding
+#   stores      Q in its output, 16 or 8 bits; K and V in the cache
 # The next row is requested before this one is worked on: with 120 registers per thread, too few warps run for their
 # loads alone to fill the memory's pipeline. A row is in registers before it is stored, so Q's output may be Q itself.
+# All groups have the same mix of rows. If some had the few rows of V alone, half of each warp would wait for the rest.
 @cute.jit
 def transform_rows(spec: cutlass.Constexpr, a, g: LaneGroup):
-    """Normalise, rotate and write the group's rows of Q and K."""
-    dim, rotates = a.k.shape[2], a.rope_table.shape[0] > 0
+    """Normalise and rotate the group's rows of Q and K, and write them and its rows of V."""
+    rotates = a.rope_table.shape[0] > 0
     values, weights, cos, sin = (cute.make_rmem_tensor((rotate.HALF, 2), Float32) for _ in range(4))
-    words, weight_words = (cute.make_rmem_tensor((4, 2), Uint32) for _ in range(2))
+    words, weight_words, held = (cute.make_rmem_tensor((4, 2), Uint32) for _ in range(3))
     words.fill(0)
-    inv_dim = Float32(1.0) / Float32(dim)
-    # request the first row, then find its place: the page is negative if K is not written
-    fetch(a, g, g.own, words)
+    weight_words.fill(0)
+    inv_dim = Float32(1.0) / Float32(a.k.shape[2])
+    # request the first row, then find its place: the page is negative if K and V are not written
+    fetch(a, g, g.own, words, weight_words)
     position = places.position_of(a, g.token)
     at, rope_position = places.place_of(a, g.token, position), places.rope_position(a, g.token, position)
     page = at.page if rope_position >= 0 else Int32(-1)
-    rows = rows_of(spec, a, g, places.CachePlace(cutlass.max(page, 0), at.row))
+    place = places.CachePlace(cutlass.max(page, 0), at.row)
     if rotates and rope_position >= 0:
         rotate.load_rotation(a, g, rope_position, cos, sin)
     row = g.own
-    while row < a.q.shape[1] + a.k.shape[1]:
+    while row < row_count(a):
+        x = head_row(a, g, row)
         for half in cutlass.range_constexpr(2):
             store.unpack(spec, words[None, half], values[None, half])
-        fetch(a, g, row + a.k_groups, words)
-        x = query_or_key(a, g, row)
-        if (x.is_q > 0 and rope_position >= 0) or (x.is_q == 0 and page >= 0):
-            if x.weights != 0:
-                load_words(g, x.weights, dim, weight_words)
-                for half in cutlass.range_constexpr(2):
-                    store.unpack(spec, weight_words[None, half], weights[None, half])
-                rotate.normalise(a, g, values, weights, inv_dim)
-            if rotates:
-                rotate.rotate(a, g, values, cos, sin)
-            if x.is_q > 0:
+            store.unpack(spec, weight_words[None, half], weights[None, half])
+            for i in cutlass.range_constexpr(4):
+                held[i, half] = words[i, half]
+        fetch(a, g, row + a.k_groups, words, weight_words)
+        if (x.operand == Q and rope_position >= 0) or (x.operand != Q and page >= 0):
+            if x.operand != V:
+                if x.weights != 0:
+                    rotate.normalise(a, g, values, weights, inv_dim)
+                if rotates:
+                    rotate.rotate(a, g, values, cos, sin)
+            if x.operand == Q:
                 store_query(spec, a, g, x.head, values)
             else:
-                target = target_of(spec, a, g, rows, x.head)
-                for half in cutlass.range_constexpr(2):
-                    first = (g.lane + half * g.lanes) * rotate.HALF
-                    if first < dim:
-                        store.store(spec, target, first, dim, values[None, half])
+                store_row(spec, a, g, place, x, values, held)
         row += a.k_groups
+
+
+@cute.jit
+def store_row(
+    spec: cutlass.Constexpr, a, g: LaneGroup, at: places.CachePlace, x: HeadRow, values: cute.Tensor, words: cute.Tensor
+):
+    """Store a lane's two vectors of a row of K, or of V as it was read unless the cache is quantised."""
+    target = target_of(spec, a, x.operand == V, at, x.head)
+    for half in cutlass.range_constexpr(2):
+        first = (g.lane + half * g.lanes) * rotate.HALF
+        if first < x.dim:
+            if const_expr(spec.quantised):
+                store.store(spec, target, first, x.dim, values[None, half])
+            elif x.operand == V:
+                memory.store(target.address + first * 2, words[None, half], x.dim - first, 2)
+            else:
+                store.store(spec, target, first, x.dim, values[None, half])
 
 
 @cute.jit
