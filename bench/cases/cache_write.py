@@ -232,7 +232,8 @@ def make_inputs(case: CacheWriteCase, device: Any = "cpu", seed: int = 0) -> dic
         )  # fmt: skip
     quantised = case.cache != case.dtype
     scales = [make_scale(case, value, case.heads[1], gen) if quantised else 1.0 for value in (0.37, 0.061)]
-    target = KVCacheTarget(cache, case.layout, sf, scales[0], scales[1], case.interleaved_sf)
+    interleaved = case.interleaved_sf and sf is not None
+    target = KVCacheTarget(cache, case.layout, sf, scales[0], scales[1], interleaved)
     given = dict(q=q if case.heads[0] else None, k=k, v=v, cache=target, places=places) | make_transform(case, gen)
     if case.in_place:
         given["out"] = QueryOutput(q)
