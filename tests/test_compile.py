@@ -27,7 +27,7 @@ SHARED_LIMIT = 227 * 1024  # bytes a CTA can have
 RESERVED = 1024  # bytes that the system adds to each CTA's; the manifest counts them
 REGISTERS = 65536  # of an SM
 BUNDLE_BYTES = 64_000_000
-NO_SHARED = ("cache_write.rows", "merge_states.rows")  # kernels without shared memory
+NO_SHARED = {"cache_write.rows": rows, "merge_states.rows": merged_rows}  # kernels without shared memory
 
 
 @pytest.fixture(scope="session")
@@ -88,11 +88,9 @@ def as_its_op(entry, op, spec):
     """The instructions that a kernel of `op` should hold, and the resources that dispatch counts with."""
     if op.startswith("topk."):
         return as_dispatch_counts(entry, spec)
-    if op == "cache_write.rows":
-        assert 0 < entry["registers"] * rows.THREADS * rows.ctas_per_sm(spec) <= REGISTERS
-        return None
-    if op == "merge_states.rows":
-        assert 0 < entry["registers"] * merged_rows.THREADS * merged_rows.CTAS_PER_SM <= REGISTERS
+    if op in NO_SHARED:
+        kernel = NO_SHARED[op]
+        assert 0 < entry["registers"] * kernel.THREADS * kernel.ctas_per_sm(spec) <= REGISTERS
         return None
     counts = entry["instructions"]
     if spec.kv.source == "gather":  # K and V by cp.async; a box of Q is 128 bytes wide

@@ -23,7 +23,7 @@ from ...device import copy, memory, warp
 from ...device.divisor import divide
 from ..args import MergeArgs, fields, pack
 from ..spec import BYTES, VECTOR_BYTES
-from . import CTAS_PER_SM, THREADS, UNROLL, VECTORS
+from . import THREADS, UNROLL, VECTORS, ctas_per_sm
 
 
 def fake_args(spec) -> dict[str, Any]:
@@ -49,7 +49,7 @@ def forward(spec: cutlass.Constexpr, stream, *flat):
         block=[THREADS, 1, 1],
         stream=stream,
         use_pdl=a.enable_pdl,
-        min_blocks_per_mp=CTAS_PER_SM,
+        min_blocks_per_mp=ctas_per_sm(spec),
         preferred_smem_carveout=1,  # percent: the L1 cache gets the rest
     )
 
@@ -170,15 +170,22 @@ def add_all(
     spec: cutlass.Constexpr, a, g: RowGroup, aligned: cutlass.Constexpr, at: RowVectors, r: RowMerge
 ):  # fmt: skip
     """Add all states of one tensor to a row."""
-    states, state = a.v.shape[1], Int32(0)
-    for count in cutlass.range_constexpr(UNROLL.bit_length() - 1 if aligned else 0, -1, -1):  # log2
-        while states - state >= 1 << count:
-            rows = row_of(a.v, g) + state * bytes_of(a.v, 1)
-            sums = lse_of(a.s, g) + state * bytes_of(a.s, 1)
-            each = range(1 << count)
-            given = tuple(rows + i * bytes_of(a.v, 1) for i in each), tuple(sums + i * bytes_of(a.s, 1) for i in each)
-            add_states(spec, aligned, given, at, r)
-            state += 1 << count
+    states, state = cutlass.max(a.v.shape[1], 1), Int32(0)  # the compiler needs no code for no states
+    step = const_expr(UNROLL if aligned else 1)
+    while states - state >= step:
+        add_states(spec, aligned, several(a, g, state, step), at, r)
+        state += step
+    for bit in cutlass.range_constexpr(step.bit_length() - 2, -1, -1):
+        if states - state >= 1 << bit:
+            add_states(spec, aligned, several(a, g, state, 1 << bit), at, r)
+            state += 1 << bit
+
+
+def several(a, g: RowGroup, state, count):
+    """Return the addresses of V, and of S, of `count` states of a row."""
+    v, v_step, s, s_step = row_of(a.v, g), bytes_of(a.v, 1), lse_of(a.s, g), bytes_of(a.s, 1)
+    numbers = [Int64(state + i) for i in range(count)]
+    return tuple(v + i * v_step for i in numbers), tuple(s + i * s_step for i in numbers)
 
 
 @cute.jit
