@@ -77,8 +77,8 @@ def merge_features() -> list[MergeScenario]:
     ]
 
 
-def poisoned(*shape: Any, **options: Any) -> torch.Tensor:
-    return torch.empty(*shape, **options).fill_(math.nan if options["dtype"] != torch.uint8 else 0)
+def poisoned(like: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
+    return torch.full(shape, math.nan, dtype=like.dtype, device=like.device)
 
 
 def run_merge(spec: MergeSpec | None, case: MergeScenario, arch: str, **how: Any) -> Outcome:
@@ -90,7 +90,7 @@ def run_merge(spec: MergeSpec | None, case: MergeScenario, arch: str, **how: Any
         with override(HostMachine()):
             expected = cases.run(call, given)
         before = [cases.outside(t) for t in inputs.values()]
-        with override(simulated), mock.patch.object(plan, "_empty", poisoned):
+        with override(simulated), mock.patch.object(plan, "_new_empty", poisoned):
             start = time.perf_counter()
             got = cases.run(call, inputs)
             seconds += time.perf_counter() - start
