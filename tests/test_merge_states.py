@@ -16,7 +16,7 @@ from cute_kernels.merge_states.spec import MergeSpec
 from tests.conftest import ARCH
 from tests.emulated import emulation
 from tools.ptxsim.workloads import simulated
-from wrappers import merge_state, merge_state_in_place, merge_states
+from wrappers import machine, merge_state, merge_state_in_place, merge_states
 from wrappers.merge import plan
 
 INF, NAN = float("inf"), float("nan")
@@ -83,9 +83,9 @@ def test_in_the_simulator(function, case, monkeypatch):
         inputs = cases.make_inputs(case)
         want, before = expected(case, inputs), [cases.outside(t) for t in inputs.values()]
         kept = {name: t.clone() for name, t in inputs.items()}
-        with simulated(ARCH, []) as machine:
+        with simulated(ARCH, []) as here:
             got = cases.run(case, inputs)
-            assert len(machine.plans) >= 1
+            assert len(here.plans) >= 1
         assert got[0].dtype == cases.DTYPES[case.dtype] and got[1].dtype == torch.float32
         assert cases.difference(case, got, want) <= 1
         assert all(map(torch.equal, before, (cases.outside(t) for t in inputs.values())))
@@ -101,15 +101,15 @@ def test_launches(function, layout, dtype):
     case = MergeCase(
         function, dtype, dim=40, layout=layout, data="special", mask="bool" if function == IN_PLACE else ""
     )
-    with emulation() as machine:
+    with emulation() as here:
         for count in (1, 2):
             inputs = cases.make_inputs(case)
             want, addresses = expected(case, inputs), {t.data_ptr() for t in inputs.values()}
             assert cases.difference(case, cases.run(case, inputs), want) <= 1
-            assert len(machine.launches) == count
-        assert {*machine.specs} == {MergeSpec(dtype, function != STATES)}
-        assert len(machine.plans) == (2 if function == IN_PLACE and layout == "columns" else 1)
-        launch = machine.launches[-1]
+            assert len(here.launches) == count
+        assert {*here.specs} == {MergeSpec(dtype, function != STATES)}
+        assert len(here.plans) == (2 if function == IN_PLACE and layout == "columns" else 1)
+        launch = here.launches[-1]
         assert launch["lanes_log2"] == {"fp32": 3}.get(dtype, 2) and launch["enable_pdl"] == 1
         assert (launch["v"].data_ptr() in addresses) == (layout != "columns") and launch["s"].data_ptr() in addresses
         assert (launch["v_out"] is launch["v"]) == (function == IN_PLACE and layout != "columns")
@@ -119,7 +119,7 @@ def test_calls_that_differ_share_no_plan():
     base = MergeCase(dim=48)
     changes = ({}, {"tokens": 6}, {"states": 4}, {"heads": 2}, {"dim": 40}, {"dtype": "fp16"}, {"dtype": "fp32"},
                {"layout": "strided"}, {"layout": "columns"})  # fmt: skip
-    with emulation() as machine:
+    with emulation() as here:
         for function in FUNCTIONS:
             for change in (*changes, {"mask": "bool"}, {"mask": "uint8"}):
                 for seed in range(2):
@@ -128,16 +128,16 @@ def test_calls_that_differ_share_no_plan():
                     want = expected(case, inputs) if function == IN_PLACE or not case.mask else None
                     got = cases.run(case, inputs)
                     assert want is None or cases.difference(case, got, want) <= 1, case
-        assert {spec.name for spec in machine.specs} == {spec.name for _, spec in dispatch.shipped(ARCH)}
+        assert {spec.name for spec in here.specs} == {spec.name for _, spec in dispatch.shipped(ARCH)}
 
 
 def test_states_in_one_buffer_are_merged_in_place_by_the_kernel():
     """Two states side by side, which share no byte though they overlap as ranges."""
     both, sums = torch.randn(5, 2, 3, 16), torch.randn(5, 2, 3)
     want = oracle(both, sums)
-    with emulation() as machine:
+    with emulation() as here:
         merge_state_in_place(both[:, 0], sums[:, 0], both[:, 1], sums[:, 1])
-        assert machine.launches[0]["v_out"].data_ptr() == both.data_ptr()
+        assert here.launches[0]["v_out"].data_ptr() == both.data_ptr()
     torch.testing.assert_close((both[:, 0].double(), sums[:, 0].double()), want, rtol=1e-5, atol=1e-5)
 
 
@@ -149,7 +149,7 @@ def test_an_input_that_is_the_output_too(shared, known):
     torch.manual_seed(0)
     v, s, v_other, s_other = make()
     v, s, mask = v[:5], s[:5], torch.ones(5).byte()
-    with emulation() as machine:
+    with emulation() as here:
         if known:
             merge_state_in_place(v.clone(), s.clone(), v_other, s_other, mask.clone())
         if shared == "shifted":  # rows 1 to 5 of the memory of rows 0 to 4
@@ -163,21 +163,21 @@ def test_an_input_that_is_the_output_too(shared, known):
         want, rows_of = oracle(torch.stack([v, v_other], 1), torch.stack([s, s_other], 1)), mask != 0
         want[0][~rows_of], want[1][~rows_of] = v[~rows_of].double(), s[~rows_of].double()
         merge_state_in_place(v, s, v_other, s_other, mask)
-        assert machine.launches[-1]["v_out"].data_ptr() != v.data_ptr()
+        assert here.launches[-1]["v_out"].data_ptr() != v.data_ptr()
     torch.testing.assert_close((v.double(), s.double()), want, rtol=1e-5, atol=1e-5)
 
 
 def test_outputs_that_share_memory_are_refused_by_a_known_plan():
     v, s, v_other, s_other = torch.randn(5, 2, 8), torch.randn(5, 2), torch.randn(5, 2, 8), torch.randn(5, 2)
-    with emulation() as machine:
+    with emulation() as here:
         merge_state_in_place(v, s, v_other, s_other)
         with pytest.raises(ValueError, match="s: shape .* overlaps the memory of v"):
             merge_state_in_place(v, v.flatten()[:10].view(5, 2), v_other, s_other)
-        assert len(machine.launches) == 1
+        assert len(here.launches) == 1
 
 
 def test_what_has_no_elements_launches_nothing():
-    with emulation() as machine:
+    with emulation() as here:
         for shape in ((0, 2, 3, 8), (4, 0, 3, 8), (4, 2, 0, 8), (4, 2, 3, 0)):
             v, s = merge_states(torch.ones(shape), torch.ones(shape[:-1]))
             assert v.shape == (shape[0], *shape[2:]) and not v.any()
@@ -186,23 +186,23 @@ def test_what_has_no_elements_launches_nothing():
                 state = v, s
                 assert merge_state(*state, *state)[1].eq(3).all()
                 merge_state_in_place(*state, v.clone(), s.clone())
-        assert not machine.launches and not machine.plans
+        assert not here.launches and not here.plans
 
 
 @pytest.mark.parametrize("function", FUNCTIONS)
 def test_a_tensor_that_requires_grad_is_refused_by_a_known_plan(function):
     case = MergeCase(function)
-    with emulation() as machine:
+    with emulation() as here:
         cases.run(case, cases.make_inputs(case))
         for name in cases.make_inputs(case):
             inputs = cases.make_inputs(case)
             inputs[name].requires_grad_()
             with pytest.raises(RuntimeError, match=f"{name}: requires grad"):
                 cases.run(case, inputs)
-        assert len(machine.launches) == 1
+        assert len(here.launches) == 1
         with torch.no_grad():
             cases.run(case, inputs)
-        assert len(machine.launches) == 2
+        assert len(here.launches) == 2
 
 
 @pytest.mark.parametrize("function", FUNCTIONS)
@@ -211,10 +211,10 @@ def test_other_devices(function):
     case = MergeCase(function)
     inputs = cases.make_inputs(case)
     want = expected(case, inputs)
-    with emulation() as machine:
-        machine.devices, machine.device = 2, 1
+    with emulation() as here:
+        here.devices, here.device = 2, 1
         got = cases.run(case, inputs)
-        assert len(machine.launches) == 1 and machine.device == 1
+        assert len(here.launches) == 1 and here.device == 1
     assert cases.difference(case, got, want) <= 1
 
 
@@ -245,9 +245,12 @@ def test_tensors_without_memory(function):
     meta = cases.run(MergeCase(function), {name: t.to("meta") for name, t in inputs.items()})
     for found in (fake, meta):
         assert [(t.shape, t.dtype) for t in found] == [(t.shape, t.dtype) for t in real]
-    with pytest.raises(TypeError, match="a FakeTensor, must have memory"):
-        last = list(inputs)[-1]
-        cases.run(MergeCase(function), inputs | {last: FakeTensorMode().from_tensor(inputs[last])})
+    with emulation() as known:  # with the plan of the call
+        cases.run(MergeCase(function), {name: t.clone() for name, t in inputs.items()})
+    for here in (machine.HostMachine(), known):
+        for name in list(inputs)[1:]:
+            with machine.override(here), pytest.raises(TypeError, match=f"{name}: a FakeTensor, must have memory"):
+                cases.run(MergeCase(function), inputs | {name: FakeTensorMode().from_tensor(inputs[name])})
 
 
 def test_transforms_of_functions():

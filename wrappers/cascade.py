@@ -12,7 +12,7 @@ such states gives V = 0 and S = -inf. NaN in S is propagated.
     out, lse = merge_state(out_a, lse_a, out_b, lse_b)  # all keys
 
 All functions raise before anything is written: TypeError for a type or dtype, ValueError for a shape, stride or device,
-RuntimeError for a tensor that requires grad, in grad mode.
+RuntimeError for a tensor that requires grad, in grad mode, NotImplementedError for a GPU without kernels.
 """
 
 import torch

@@ -201,11 +201,11 @@ def add_states(
         lse[i] = memory.view(sums[i], Float32, 1, 4)[0]
     for i in cutlass.range_constexpr(count):
         for half in cutlass.range_constexpr(VECTORS):
-            first, vector = at.first[half], words[None, half, i]
+            offset, vector = Int64(at.first[half]) * size, words[None, half, i]
             if const_expr(aligned):
-                copy.vector(memory.view(rows[i] + first * size, Uint32, 4, VECTOR_BYTES), vector)
+                copy.vector(memory.view(rows[i] + offset, Uint32, 4, VECTOR_BYTES), vector)
             else:
-                memory.load(rows[i] + first * size, vector, at.dim - first, size)
+                memory.load(rows[i] + offset, vector, at.dim - at.first[half], size)
     largest = r.lse[0]
     for i in cutlass.range_constexpr(count):
         largest = cute.arch.fmax(largest, lse[i])
@@ -243,7 +243,7 @@ def store_row(
             for e in cutlass.range_constexpr(per):
                 r.out[e, half] = r.out[e, half] * inverse
             memory.pack(spec.dtype, r.out[None, half], words)
-            address = row_of(a.v_out, g) + first * size
+            address = row_of(a.v_out, g) + Int64(first) * size
             if const_expr(aligned):
                 copy.vector(words, memory.view(address, Uint32, 4, VECTOR_BYTES))
             else:
