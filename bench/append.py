@@ -1,5 +1,5 @@
-"""Measure rows written to caches: all providers on each case, as a CUDA graph over inputs that have left the L2. The
-floor is the time to read and write the bytes at the copy rate of the run."""
+"""Measure rows written to caches, and merged states: all providers on each case, as a CUDA graph over inputs that have
+left the L2. The floor is the time to read and write the bytes at the copy rate of the run."""
 
 import re
 from collections.abc import Callable
@@ -12,6 +12,7 @@ import torch
 import wrappers
 from wrappers import KVCacheTarget, PageLists, QueryOutput, RMSNorm, RotaryEmbedding, append_qkv, fp4, machine
 
+from . import merging
 from .harness import Ceilings, Measurement, Setup, host_times, ready, rotated
 from .timing import Call, exactly, interleave
 from .topk import every, graph, per_call
@@ -22,8 +23,10 @@ CASES = (
     *(f"append-{kind}-n{n}-{SHAPE}" for n in (65536, 64) for kind in ("rope-bf16", "normrope-bf16", "normrope-fp8")),
     "append-normrope-nvfp4-n65536-h32x8-d128-p16",
     "nvfp4-quantize-n65536-h8-d128",
+    *merging.CASES,
 )
 HOST_CASE = f"append-bf16-n64-{SHAPE}"
+MERGED = {"merge_states": "merge-states-n64-s4-h32-d128", "merge_state": "merge-state-n64-h32-d128"}
 WRITTEN = {"bf16": 2.0, "fp8": 1.0, "nvfp4": 0.5625}  # bytes per element of a cache
 SCALE = 0.5  # of quantised caches
 TOKENS_PER_REQUEST = 1024
@@ -240,6 +243,8 @@ def parts_of(name: str) -> tuple[Callable[..., Any], dict[str, Callable[[Any], A
     """Return (maker of inputs, providers, check of a provider's result) of a case."""
     if name.startswith("nvfp4-quantize"):
         return make_quantize, QUANTIZERS, check_quantize
+    if name.startswith("merge-"):
+        return merging.make, merging.PROVIDERS, merging.check
     return make, PROVIDERS, check
 
 
@@ -272,4 +277,6 @@ def host(setup: Setup) -> list[Measurement]:
     calls: dict[str, Call] = {
         name: partial(every, run, [make(case, setup.device, 0)]) for name, (run, case) in names.items()
     }
+    for function, case in MERGED.items():
+        calls[function] = partial(every, merging.ours, [merging.make(case, setup.device, 0)])
     return [Measurement(f"host-{name}", "ours", timing) for name, timing in host_times(calls, setup).items()]

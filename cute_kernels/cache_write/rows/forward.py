@@ -23,7 +23,8 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, Uint32, const_expr
 
 from ... import abi
-from .. import memory, places, rotate, store
+from ...device import memory
+from .. import places, rotate, store
 from ..args import CacheWriteArgs, fields, pack
 from ..spec import BYTES, SF_VEC_SIZE
 from . import THREADS, ctas_per_sm
@@ -226,7 +227,7 @@ def store_vectors(
     target, values = target_of(spec, a, rows.is_v, place, at.head), cute.make_rmem_tensor((8, 2), Float32)
     if const_expr(spec.quantised):
         for half in cutlass.range_constexpr(2):
-            store.unpack(spec, words[None, half], values[None, half])
+            memory.unpack(spec.dtype, words[None, half], values[None, half])
     if const_expr(spec.cache == "nvfp4"):
         if at.vector * per < rows.dim:
             block = cute.make_tensor(values.iterator, cute.make_layout(SF_VEC_SIZE))
@@ -355,8 +356,8 @@ def transform_rows(spec: cutlass.Constexpr, a, g: LaneGroup):
     while row < row_count(a):
         x = head_row(a, g, row)
         for half in cutlass.range_constexpr(2):
-            store.unpack(spec, words[None, half], values[None, half])
-            store.unpack(spec, weight_words[None, half], weights[None, half])
+            memory.unpack(spec.dtype, words[None, half], values[None, half])
+            memory.unpack(spec.dtype, weight_words[None, half], weights[None, half])
             for i in cutlass.range_constexpr(4):
                 held[i, half] = words[i, half]
         fetch(a, g, row + a.k_groups, words, weight_words)
@@ -398,7 +399,7 @@ def store_query(spec: cutlass.Constexpr, a, g: LaneGroup, head: Int32, values: c
         first = (g.lane + half * g.lanes) * rotate.HALF
         if first < dim:
             if a.q_out.shape[0] > 0:
-                store.store_16bit(spec.dtype, row_of(a.q_out, g.token, head), first, dim, values[None, half])
+                memory.store_values(spec.dtype, row_of(a.q_out, g.token, head), first, dim, values[None, half])
             if const_expr(spec.quantised):
                 if a.q_fp8.shape[0] > 0:
                     scale = a.q_scale
