@@ -13,6 +13,7 @@ from wrappers import reference
 SHAPE = "h32-d128"
 CASES = (
     *(f"merge-states-n65536-s{states}-{SHAPE}" for states in (2, 4, 8)),
+    f"merge-states-n8192-s8-{SHAPE}",
     f"merge-states-n64-s4-{SHAPE}",
     *(f"merge-state-n{tokens}-{SHAPE}" for tokens in (65536, 64)),
 )

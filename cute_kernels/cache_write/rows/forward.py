@@ -185,7 +185,8 @@ def plain_rows(spec: cutlass.Constexpr, a, g: LaneGroup):
     if g.token < tokens:
         rows = rows_of(a, g)
         load_vectors(spec, g, rows, RowCursor(rows.first, begin), words)
-        at = places.place_of(a, g.token, places.position_of(a, g.token))
+        slot = places.request_slot(a, g.token)
+        at = places.place_of(a, g.token, places.position_of(a, g.token), slot)
         if at.page >= 0:
             write_rows(spec, a, g, rows, at, words)
 
@@ -344,14 +345,16 @@ def transform_rows(spec: cutlass.Constexpr, a, g: LaneGroup):
     words.fill(0)
     weight_words.fill(0)
     inv_dim = Float32(1.0) / Float32(a.k.shape[2])
-    # request the first row, then find its place: the page is negative if K and V are not written
+    # Request the first row and the slot, then wait for the position and for its cosines: in a decode step, the time of
+    # a launch is that of loads that wait for one another. The page is negative if K and V are not written.
     fetch(a, g, g.own, words, weight_words)
-    position = places.position_of(a, g.token)
-    at, rope_position = places.place_of(a, g.token, position), places.rope_position(a, g.token, position)
-    page = at.page if rope_position >= 0 else Int32(-1)
-    place = places.CachePlace(cutlass.max(page, 0), at.row)
+    slot, position = places.request_slot(a, g.token), places.position_of(a, g.token)
+    rope_position = places.rope_position(a, g.token, position)
     if rotates and rope_position >= 0:
         rotate.load_rotation(a, g, rope_position, cos, sin)
+    at = places.place_of(a, g.token, position, slot)
+    page = at.page if rope_position >= 0 else Int32(-1)
+    place = places.CachePlace(cutlass.max(page, 0), at.row)
     row = g.own
     while row < row_count(a):
         x = head_row(a, g, row)
