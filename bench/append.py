@@ -4,7 +4,7 @@ left the L2. The floor is the time to read and write the bytes at the copy rate 
 import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -53,6 +53,14 @@ class AppendInputs:
     table: torch.Tensor  # (positions, D) fp32: cosines, sines
     weights: torch.Tensor
     out: torch.Tensor = field(repr=False)
+
+    @cached_property
+    def layer(self) -> tuple[KVCacheTarget, RMSNorm | None, RotaryEmbedding, QueryOutput]:
+        """Return the arguments of `append_qkv` that a layer keeps from step to step."""
+        scale = 1.0 if self.kind == "bf16" else SCALE
+        target = KVCacheTarget(self.caches, "NHD", self.factors, scale, scale)
+        norm = RMSNorm(self.weights, self.weights) if self.transform == "normrope" else None
+        return target, norm, RotaryEmbedding(self.positions, self.table), QueryOutput(self.out)
 
     @property
     def bytes(self) -> int:
@@ -108,13 +116,10 @@ def by_lists(i: AppendInputs) -> None:
 
 def by_slots(i: AppendInputs) -> torch.Tensor | None:
     """Return Q, if the case transforms it."""
-    scale = 1.0 if i.kind == "bf16" else SCALE
-    target = KVCacheTarget(i.caches, "NHD", i.factors, scale, scale)
+    target, norm, rope, out = i.layer
     if not i.transform:
         return append_qkv(None, i.k, i.v, target, i.slots)
-    norm = RMSNorm(i.weights, i.weights) if i.transform == "normrope" else None
-    rope = RotaryEmbedding(i.positions, i.table)
-    return append_qkv(i.q, i.k, i.v, target, i.slots, norm, rope, QueryOutput(i.out))
+    return append_qkv(i.q, i.k, i.v, target, i.slots, norm, rope, out)
 
 
 def nvfp4_by_slots(i: AppendInputs) -> None:
