@@ -371,8 +371,7 @@ class Kernels(FakeMachine):
 
 
 UNSERVED = (  # no kernel
-    "context, nvfp4 cache", "packbits", "segment_packbits", "merge_state",
-    "merge_state_in_place", "merge_states", "get_seq_lens", "get_batch_indices_positions",
+    "context, nvfp4 cache", "packbits", "segment_packbits", "get_seq_lens", "get_batch_indices_positions",
 )  # fmt: skip
 HOSTS = ("cpu", "new", "known")
 

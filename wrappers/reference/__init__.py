@@ -2,6 +2,7 @@
 
 from .cache_write import write_rows
 from .dense import LOG2E, HeadTerms, attention
+from .merge_states import merge_state, merge_states
 from .paged import gather, paged_attention, store
 from .topk import gather_bits, order_keys, sort_rows, top_k_rows
 
@@ -11,6 +12,8 @@ __all__ = [
     "attention",
     "gather",
     "gather_bits",
+    "merge_state",
+    "merge_states",
     "order_keys",
     "paged_attention",
     "store",
