@@ -1,10 +1,10 @@
-"""Measure rows written to caches: all providers on each case, as a CUDA graph over inputs that have left the L2. The
-floor is the time to read and write the bytes at the copy rate of the run."""
+"""Measure rows written to caches, and merged states: all providers on each case, as a CUDA graph over inputs that have
+left the L2. The floor is the time to read and write the bytes at the copy rate of the run."""
 
 import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -12,6 +12,7 @@ import torch
 import wrappers
 from wrappers import KVCacheTarget, PageLists, QueryOutput, RMSNorm, RotaryEmbedding, append_qkv, fp4, machine
 
+from . import merging
 from .harness import Ceilings, Measurement, Setup, host_times, ready, rotated
 from .timing import Call, exactly, interleave
 from .topk import every, graph, per_call
@@ -22,8 +23,10 @@ CASES = (
     *(f"append-{kind}-n{n}-{SHAPE}" for n in (65536, 64) for kind in ("rope-bf16", "normrope-bf16", "normrope-fp8")),
     "append-normrope-nvfp4-n65536-h32x8-d128-p16",
     "nvfp4-quantize-n65536-h8-d128",
+    *merging.CASES,
 )
 HOST_CASE = f"append-bf16-n64-{SHAPE}"
+MERGED = {"merge_states": "merge-states-n64-s4-h32-d128", "merge_state": "merge-state-n64-h32-d128"}
 WRITTEN = {"bf16": 2.0, "fp8": 1.0, "nvfp4": 0.5625}  # bytes per element of a cache
 SCALE = 0.5  # of quantised caches
 TOKENS_PER_REQUEST = 1024
@@ -50,6 +53,14 @@ class AppendInputs:
     table: torch.Tensor  # (positions, D) fp32: cosines, sines
     weights: torch.Tensor
     out: torch.Tensor = field(repr=False)
+
+    @cached_property
+    def layer(self) -> tuple[KVCacheTarget, RMSNorm | None, RotaryEmbedding, QueryOutput]:
+        """Return the arguments of `append_qkv` that a layer keeps from step to step."""
+        scale = 1.0 if self.kind == "bf16" else SCALE
+        target = KVCacheTarget(self.caches, "NHD", self.factors, scale, scale)
+        norm = RMSNorm(self.weights, self.weights) if self.transform == "normrope" else None
+        return target, norm, RotaryEmbedding(self.positions, self.table), QueryOutput(self.out)
 
     @property
     def bytes(self) -> int:
@@ -105,10 +116,10 @@ def by_lists(i: AppendInputs) -> None:
 
 def by_slots(i: AppendInputs) -> torch.Tensor | None:
     """Return Q, if the case transforms it."""
-    target = KVCacheTarget(i.caches, "NHD", i.factors, SCALE, SCALE)
-    norm = RMSNorm(i.weights, i.weights) if i.transform == "normrope" else None
-    rope = RotaryEmbedding(i.positions, i.table) if i.transform else None
-    return append_qkv(i.q if i.transform else None, i.k, i.v, target, i.slots, norm, rope, QueryOutput(i.out))
+    target, norm, rope, out = i.layer
+    if not i.transform:
+        return append_qkv(None, i.k, i.v, target, i.slots)
+    return append_qkv(i.q, i.k, i.v, target, i.slots, norm, rope, out)
 
 
 def nvfp4_by_slots(i: AppendInputs) -> None:
@@ -237,6 +248,8 @@ def parts_of(name: str) -> tuple[Callable[..., Any], dict[str, Callable[[Any], A
     """Return (maker of inputs, providers, check of a provider's result) of a case."""
     if name.startswith("nvfp4-quantize"):
         return make_quantize, QUANTIZERS, check_quantize
+    if name.startswith("merge-"):
+        return merging.make, merging.PROVIDERS, merging.check
     return make, PROVIDERS, check
 
 
@@ -269,4 +282,6 @@ def host(setup: Setup) -> list[Measurement]:
     calls: dict[str, Call] = {
         name: partial(every, run, [make(case, setup.device, 0)]) for name, (run, case) in names.items()
     }
+    for function, case in MERGED.items():
+        calls[function] = partial(every, merging.ours, [merging.make(case, setup.device, 0)])
     return [Measurement(f"host-{name}", "ours", timing) for name, timing in host_times(calls, setup).items()]

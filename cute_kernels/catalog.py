@@ -9,9 +9,15 @@ from . import manifest
 from .attention import dispatch as attention
 from .cache_write import dispatch as cache_write
 from .manifest import Kernel
+from .merge_states import dispatch as merge_states
 from .topk import dispatch as topk
 
-FAMILIES = {"attention": attention, "topk": topk, "cache_write": cache_write}  # operator family -> dispatch
+FAMILIES = {  # operator family -> dispatch
+    "attention": attention,
+    "topk": topk,
+    "cache_write": cache_write,
+    "merge_states": merge_states,
+}
 ARCHS = ("sm_90a", "sm_100a", "sm_103a")
 
 

@@ -6,7 +6,12 @@ import torch
 from torch import nn
 from torch.nn.functional import rms_norm, silu
 
-from wrappers import trtllm_batch_context_with_kv_cache, trtllm_batch_decode_with_kv_cache
+from wrappers import (
+    KVCacheTarget,
+    append_qkv,
+    trtllm_batch_context_with_kv_cache,
+    trtllm_batch_decode_with_kv_cache,
+)
 
 VOCABULARY, DIM, THETA = 4096, 64, 1e4  # DIM: head_dim
 
@@ -27,8 +32,9 @@ class Batch(NamedTuple):
 
 def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, batch: Batch, kv: torch.Tensor) -> torch.Tensor:
     """Write K and V (T, Hkv, D) to their slots of kv (2, pages, P, Hkv, D). Return the output (T, Hq, D) for Q."""
-    kv.flatten(1, 2)[:, batch.slot] = torch.stack([k, v]).to(kv.dtype)
-    q, cache, scale, d = q.to(kv.dtype), (kv[0], kv[1]), DIM**-0.5, batch.decodes
+    q, k, v = (t.to(kv.dtype) for t in (q, k, v))
+    cache, scale, d = (kv[0], kv[1]), DIM**-0.5, batch.decodes
+    append_qkv(None, k, v, KVCacheTarget(cache), batch.slot)
     out, table, lens = torch.empty_like(q), batch.table, batch.lens
     if d:
         trtllm_batch_decode_with_kv_cache(

@@ -10,7 +10,7 @@ import torch
 from bench.cases import attention as cases
 from cute_kernels.attention import args, geometry
 from cute_kernels.attention.spec import PACK_GQA_MAX_Q
-from tests import emulated_writes
+from tests import emulated_merges, emulated_writes
 from tests.fake_machine import FakeMachine, promised
 from wrappers import FP4Tensor, fp4, machine, reference
 from wrappers.attention import checks
@@ -39,6 +39,8 @@ def emulate(op, spec, launches):
     arguments of each launch, by name, are appended to `launches`."""
     if op.startswith("cache_write"):
         return emulated_writes.emulate(spec, launches)
+    if op.startswith("merge_states"):
+        return emulated_merges.emulate(spec, launches)
     names = args.fields(spec)
 
     def kernel(*flat):

@@ -53,7 +53,7 @@ NUMBERS = (  # arguments of these functions that are positive numbers
     "quant_scale_kv",
 )  # fmt: skip
 NONE, WIDE, TABLE = {"None"}, {"int64"}, {"a row less", "a row more"}
-_CACHES = {f"{side} {bad}" for side in "KV" for bad in ("no rows", "a row less", "a row more")}
+CACHES = {f"{side} {bad}" for side in "KV" for bad in ("no rows", "a row less", "a row more")}
 _INDICES = {
     "batch_indices": WIDE, "positions": WIDE, "kv_indptr": WIDE | {"a row less", "a row more", "columns"},
     "kv_indices": WIDE | {"no rows", "a row less", "a row more", "no columns", "columns"},
@@ -69,5 +69,5 @@ ACCEPTED: dict[str, dict[str, set[str]]] = {  # function -> argument -> names of
     "apply_rope_with_cos_sin_cache": _CACHED,
     "apply_rope_with_cos_sin_cache_inplace": _CACHED,
     "rope_quantize_fp8": _QUANTISED | {"k_rope_out": NONE, "k_nope_out": NONE},
-    "rope_quantize_fp8_append_paged_kv_cache": _QUANTISED | _INDICES | {"paged_kv_cache": _CACHES},
+    "rope_quantize_fp8_append_paged_kv_cache": _QUANTISED | _INDICES | {"paged_kv_cache": CACHES},
 }  # fmt: skip

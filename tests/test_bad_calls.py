@@ -22,6 +22,7 @@ from bench.cases import topk as topk_cases
 from tests import emulated, rope_calls, test_topk_wrapper
 from tests.fake_machine import FakeMachine
 from wrappers import flash_attn, fp4, machine, rope
+from wrappers.cache_write import api as cache_write
 
 E4M3 = torch.float8_e4m3fn
 POISON = 0xA5
@@ -215,14 +216,13 @@ FLAG = (
     "dsa_graph_safe", "sorted", "enable_pdl", "use_fp16_softmax", "uses_spcompress", "interleave", "is_neox",
 )  # fmt: skip
 NUMBER = ("o_sf_scale", "skip_softmax_threshold_scale_factor", "logits_soft_cap", "o_scale", "rcp_out_scale")
-NUMBER += rope_calls.NUMBERS
 SCALE = ("bmm1_scale", "bmm2_scale", "q_scale", "kv_scale", "bmm1_scale_log2", "global_scale", "k_scale", "v_scale")
 OTHER = {
-    "kv_layout": "layout", "backend": "name", "out_dtype": "dtype",
-    "quantize_dtype": "dtype", "shape": "shape", "original_shape": "shape",
+    "kv_layout": "layout", "backend": "name", "out_dtype": "dtype", "shape": "shape", "original_shape": "shape",
     "device": "device", "t": "fp4", "function": "function", "arch": "arch", "bitorder": "name",
+    "quantize_dtype": "dtype",
 }  # fmt: skip
-KIND = dict.fromkeys(INT, "int") | dict.fromkeys(FLAG, "flag") | dict.fromkeys(NUMBER, "number")
+KIND = dict.fromkeys(INT, "int") | dict.fromkeys(FLAG, "flag") | dict.fromkeys((*NUMBER, *rope_calls.NUMBERS), "number")
 KIND |= dict.fromkeys(SCALE, "scale") | OTHER
 HINTS = {
     "workspace_buffer", "max_kv_len", "cum_seq_lens_kv", "multi_ctas_kv_counter_buffer", "max_seq_len", "semaphores",
@@ -371,8 +371,7 @@ class Kernels(FakeMachine):
 
 
 UNSERVED = (  # no kernel
-    "context, nvfp4 cache", "packbits", "segment_packbits", "merge_state",
-    "merge_state_in_place", "merge_states", "get_seq_lens", "get_batch_indices_positions",
+    "context, nvfp4 cache", "packbits", "segment_packbits", "get_seq_lens", "get_batch_indices_positions",
 )  # fmt: skip
 HOSTS = ("cpu", "new", "known")
 
@@ -485,10 +484,7 @@ ACCEPTED: dict[str, dict[str, set[str]]] = {  # function, or call -> argument ->
     "get_batch_indices_positions": {
         "append_indptr": {"int64"}, "seq_lens": {"int64"}, "batch_indices": NONE_ONLY, "positions": NONE_ONLY},
     **rope_calls.ACCEPTED,
-    "append": INDICES | {
-        "paged_kv_cache": {  # pages that one of the two lacks are not written
-            f"{side} {bad}" for side in "KV" for bad in ("no rows", "a row less", "a row more")},
-    },
+    "append": INDICES | {"paged_kv_cache": rope_calls.CACHES},  # pages that one of the two lacks are not written
     "append, quantised": INDICES | {
         "kv_cache_sf": {f"{side} {bad}" for side in "KV" for bad in STRIDED | {"uint8"}},  # of one column
     },
@@ -589,11 +585,13 @@ def test_every_public_function_is_called():
     others = {wrappers.Explanation, wrappers.TopKTieBreak, wrappers.bind}  # test_binding.py
     others |= {wrappers.xqa_batch_decode_with_kv_cache, wrappers.trtllm_fmha_v2_prefill}  # test_engines.py
     others |= {wrappers.persistent_topk, wrappers.cooperative_topk}  # test_engines.py
+    others |= {getattr(wrappers, name) for name in cache_write.__all__}  # test_append_qkv_refusals.py
     others |= {getattr(wrappers, name) for name in flash_attn.__all__}  # test_flash_attn_refusals.py
     others |= {getattr(wrappers, name) for name in wrappers.prefill.__all__}  # test_prefill_refusals.py
     assert {getattr(wrappers, name) for name in wrappers.__all__} - others <= called
     plain = {f for n, f in vars(fp4).items() if inspect.isfunction(f) and f.__module__ == fp4.__name__ and n[0] != "_"}
-    assert plain - {fp4.round_up, fp4.as_e4m3} <= called
+    parts = {fp4.nvfp4_quantize, fp4.quantizable}  # of `wrappers.nvfp4_quantize`
+    assert plain - {fp4.round_up, fp4.as_e4m3} - parts <= called
     for table in (ACCEPTED, ON_CPU, ON_CUDA):
         for name, entries in table.items():
             for argument, bad in entries.items():

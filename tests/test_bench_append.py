@@ -1,9 +1,9 @@
-"""The benchmark of rows written to caches, on the CPU: cases, checks of providers, floors."""
+"""The benchmark of rows written to caches and of merged states, on the CPU: cases, checks of providers, floors."""
 
 import pytest
 import torch
 
-from bench import append
+from bench import append, merging
 from tests.test_bench_topk import TOP, Costs, setup_of, small_l2  # noqa: F401
 
 NAMES = [
@@ -29,20 +29,39 @@ def test_bytes():
     assert append.make("append-bf16-n64-h32x8-d128-p16", "cpu", 0).bytes == 2 * 64 * 8 * 128 * 4
     assert append.make("append-rope-fp8-n64-h32x8-d128-p16", "cpu", 0).bytes == 64 * 128 * (2 * 8 * 3 + 32 * 4)
     assert append.make_quantize("nvfp4-quantize-n4-h2-d32", "cpu", 0).bytes == 4 * 2 * 32 * 2.5625
+    assert merging.make("merge-states-n4-s3-h2-d32", "cpu", 0).bytes == 4 * 4 * 2 * (32 * 2 + 4)
+    assert merging.make("merge-state-n4-h2-d32", "cpu", 0).bytes == 3 * 4 * 2 * (32 * 2 + 4)
 
 
-@pytest.mark.parametrize("name", ["append-bf16-n64", "append-fp4-n64-h4x2-d32-p16", "nvfp4-quantize-n4"])
+@pytest.mark.parametrize("name", ["merge-states-n60-s3-h2-d40", "merge-state-n5-h2-d32"])
+def test_our_merged_states_pass_the_check_and_others_do_not(name):
+    inputs = merging.make(name, "cpu", 0)
+    out, lse = merging.ours(inputs)
+    assert merging.check(inputs, (out, lse)) is None and out.shape == inputs.output
+    assert merging.check(inputs, (out, lse + 0.01)) == "far from the reference"
+    out[-1, -1, -1] += 0.1
+    assert merging.check(inputs, (out, lse)) == "far from the reference"
+
+
+@pytest.mark.parametrize("name", [
+    "append-bf16-n64", "append-fp4-n64-h4x2-d32-p16", "nvfp4-quantize-n4", "merge-states-n4-h2-d32",
+    "merge-state-n4-s2-h2-d32",
+])  # fmt: skip
 def test_other_names_are_refused(name):
     with pytest.raises(ValueError, match="must look like"):
         append.parts_of(name)[0](name, "cpu", 0)
 
 
-@pytest.mark.parametrize("name", ["append-rope-bf16-n5-h4x2-d32-p16", "nvfp4-quantize-n4-h2-d32"])
+@pytest.mark.parametrize(
+    "name", ["append-rope-bf16-n5-h4x2-d32-p16", "nvfp4-quantize-n4-h2-d32", "merge-states-n4-s2-h2-d32"]
+)
 def test_rows_of_a_case(name, monkeypatch):
     costs = Costs(ours=8.0, wrong=1.0, missing=1.0)
-    for providers in ("PROVIDERS", "QUANTIZERS"):
-        wrong = {"wrong": lambda i: (i.x[..., :16], i.x[..., :2]) if hasattr(i, "x") else i.q}
-        monkeypatch.setattr(append, providers, costs.wrap(wrong | {"ours": getattr(append, providers)["ours"]}))
+    for module, providers in ((append, "PROVIDERS"), (append, "QUANTIZERS"), (merging, "PROVIDERS")):
+        wrong = {
+            "wrong": lambda i: (i.x[..., :16], i.x[..., :2]) if hasattr(i, "x") else getattr(i, "q", [i.v[0][:, 0]] * 2)
+        }
+        monkeypatch.setattr(module, providers, costs.wrap(wrong | {"ours": getattr(module, providers)["ours"]}))
     found = append.measure(name, TOP, setup_of(costs, "wrong", "ours", "missing"))
     assert [(m.case, m.provider) for m in found] == [(name, "ours"), (name, "floor")]
     size = append.parts_of(name)[0](name, "cpu", 0).bytes
@@ -51,12 +70,13 @@ def test_rows_of_a_case(name, monkeypatch):
 
 def test_host_times_of_a_decode_step(monkeypatch):
     monkeypatch.setattr(append, "HOST_CASE", "append-bf16-n2-h4x2-d32-p16")
+    monkeypatch.setattr(append, "MERGED", dict.fromkeys(append.MERGED, "merge-states-n2-s2-h4-d32"))
     monkeypatch.setattr(
         append, "host_times", lambda calls, setup: {name: call(0) or 1.0 for name, call in calls.items()}
     )
     found = append.host(setup_of(Costs()))
     assert {m.case for m in found} == {
-        "host-append_paged_kv_cache", "host-append_qkv",
+        "host-append_paged_kv_cache", "host-append_qkv", "host-merge_states", "host-merge_state",
         "host-nvfp4_quantize_append_paged_kv_cache_with_slot_mapping",
     }  # fmt: skip
 

@@ -205,22 +205,22 @@ BAD = {
     "k: shape": lambda i: {"k": i["k"][:, :1]},
     "v: 5 rows, must be at least the 7 of places": lambda i: {"v": i["v"][:5]},
     "places: dtype torch.float32": lambda i: {"places": i["places"].float()},
-    "kv_layout: 'nhd', must be": lambda i: {"cache": KVCacheTarget(i["cache"].kv, "nhd")},
+    "cache.layout: 'nhd', must be": lambda i: {"cache": KVCacheTarget(i["cache"].kv, "nhd")},
     "cache.k_scale: -1.0, must be positive": lambda i: {"cache": i["cache"]._replace(k_scale=-1.0)},
     "cache.v_scale: shape (3,)": lambda i: {"cache": i["cache"]._replace(v_scale=torch.ones(3))},
-    "cache.v_sf_interleaved: pages of 5 rows": lambda i: {
-        "cache": KVCacheTarget(i["cache"].kv[:, :, :5], v_sf_interleaved=True)},
+    "cache.v_sf_interleaved: True, must be False without cache.sf": lambda i: {
+        "cache": KVCacheTarget(i["cache"].kv, v_sf_interleaved=True)},
     "norm.q_weight: shape (64,), must be (128,)": lambda i: {"norm": RMSNorm(torch.ones(64).bfloat16())},
     "norm.k_weight: dtype torch.float32": lambda i: {"norm": RMSNorm(None, torch.ones(128))},
     "norm.k_weight: strides (256, 1), must be contiguous": lambda i: {
         "norm": RMSNorm(None, torch.ones(2, 256).bfloat16()[:, :128])},
     "norm.eps: inf, must be finite": lambda i: {"norm": i["norm"]._replace(eps=math.inf)},
-    "rope.table: shape (1, 24), must be (at least 1": lambda i: {"rope": i["rope"]._replace(rotary_dim=24)},
-    "rope.table: strides (130, 1), rows must begin at multiples of 16": lambda i: {
+    "rope.rotary_dim: 24, must be a multiple of 16": lambda i: {"rope": i["rope"]._replace(rotary_dim=24)},
+    "rope.cos_sin_cache: strides (130, 1), rows must begin at multiples of 16": lambda i: {
         "rope": i["rope"]._replace(cos_sin_cache=torch.ones(9, 130)[:, :128])},
     "rope.positions: None, required": lambda i: {"rope": RotaryEmbedding()},
     "rope.positions: shape (3,)": lambda i: {"rope": RotaryEmbedding(torch.ones(3).int())},
-    "out.out: dtype torch.float8_e4m3fn": lambda i: {"out": QueryOutput(dtype=E4M3)},
+    "out.dtype: torch.float8_e4m3fn, must be None or one of": lambda i: {"out": QueryOutput(dtype=E4M3)},
     "out.out: shape": lambda i: {"out": QueryOutput(i["k"].clone())},
     "out.out: shape (7, 4, 128), overlaps the memory of cache.kv (K)": lambda i: {
         "out": QueryOutput(i["cache"].kv.flatten()[: i["q"].numel()].view(i["q"].shape))},
@@ -260,8 +260,9 @@ def test_scales_in_host_memory_are_numbers(case):
         machine.host_scales = True
         for scale in (0.5, torch.tensor(0.5), torch.tensor([0.5]), np.float32(0.5)):
             inputs = cases.make_inputs(case)
-            out = inputs.get("out", QueryOutput())._replace(scale=scale)
-            append_qkv(**inputs | {"cache": inputs["cache"]._replace(k_scale=scale, v_scale=scale), "out": out})
+            if case.q8:
+                inputs["out"] = inputs["out"]._replace(scale=scale)
+            append_qkv(**inputs | {"cache": inputs["cache"]._replace(k_scale=scale, v_scale=scale)})
         for launch in machine.launches:
             want = 2.0 if case.cache == "nvfp4" else 0.5
             assert launch["k_scale"] == launch["v_scale"] == want and launch.get("q_scale", 0.5) == 0.5

@@ -14,6 +14,7 @@ from cute_kernels.attention.sm100 import roles as sm100
 from cute_kernels.cache_write import rows
 from cute_kernels.device import umma
 from cute_kernels.device.roles import launch_registers
+from cute_kernels.merge_states import rows as merged_rows
 from cute_kernels.topk import radix, sort
 from cute_kernels.topk.spec import SortSpec
 from tests.conftest import ARCH, ROOT
@@ -26,6 +27,7 @@ SHARED_LIMIT = 227 * 1024  # bytes a CTA can have
 RESERVED = 1024  # bytes that the system adds to each CTA's; the manifest counts them
 REGISTERS = 65536  # of an SM
 BUNDLE_BYTES = 64_000_000
+NO_SHARED = {"cache_write.rows": rows, "merge_states.rows": merged_rows}  # kernels without shared memory
 
 
 @pytest.fixture(scope="session")
@@ -61,7 +63,7 @@ def disassembled(held, op, spec):
     """The entry of a kernel, which spills nothing, or a few values of a tile."""
     entry = held.find(op, spec)
     assert entry is not None, held.refusal(op, spec)
-    assert (op == "cache_write.rows") == (entry["shared"] == 0) and entry["shared"] <= SHARED_LIMIT
+    assert (op in NO_SHARED) == (entry["shared"] == 0) and entry["shared"] <= SHARED_LIMIT
     if entry["instructions"] is None:
         pytest.skip(f"nothing can disassemble: {cubin.INSTALL}")
     large = op == "attention.sm90" and spec.tile.m * max(spec.tile.n, spec.head_dim_vo) >= MANY_VALUES
@@ -86,8 +88,9 @@ def as_its_op(entry, op, spec):
     """The instructions that a kernel of `op` should hold, and the resources that dispatch counts with."""
     if op.startswith("topk."):
         return as_dispatch_counts(entry, spec)
-    if op == "cache_write.rows":
-        assert 0 < entry["registers"] * rows.THREADS * rows.ctas_per_sm(spec) <= REGISTERS
+    if op in NO_SHARED:
+        kernel = NO_SHARED[op]
+        assert 0 < entry["registers"] * kernel.THREADS * kernel.ctas_per_sm(spec) <= REGISTERS
         return None
     counts = entry["instructions"]
     if spec.kv.source == "gather":  # K and V by cp.async; a box of Q is 128 bytes wide

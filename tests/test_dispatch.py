@@ -181,12 +181,14 @@ def test_a_call_may_say_how_keys_are_split(way, want):
 def test_few_kernels_are_shipped(capsys):
     """A policy, not a product: of each types and head_dim one headline spec a mask and the general ones."""
     from cute_kernels.cache_write import dispatch as cache_write
+    from cute_kernels.merge_states import dispatch as merge_states
     from cute_kernels.topk import dispatch as topk
 
     for arch in (ARCH, *BLACKWELL):
-        counts = [len(family.shipped(arch)) for family in (dispatch, topk, cache_write)]
+        counts = [len(family.shipped(arch)) for family in (dispatch, topk, cache_write, merge_states)]
         with capsys.disabled():
-            print(f"\n{arch}: {counts[0]} attention kernels, {counts[1]} of top-k, {counts[2]} that write rows", end="")
+            of_others = f"{counts[1]} of top-k, {counts[2]} that write rows, {counts[3]} that merge states"
+            print(f"\n{arch}: {counts[0]} attention kernels, {of_others}", end="")
         assert sum(counts) < FEW_KERNELS
 
 

@@ -1,5 +1,7 @@
 """transformers on the paged cache: four tiny models against eager attention, requests that come and go, refusals."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -7,13 +9,18 @@ from torch.utils._python_dispatch import TorchDispatchMode
 pytest.importorskip("transformers")
 
 from examples import hugging_face as example
+from tests.engine_files import attention
+from tests.fake_machine import FakeMachine
+from tests.host_work import Work, host_work
+from wrappers import append_qkv, fp4, machine
 from wrappers.integrations import transformers as integration
-from wrappers.integrations.transformers import PagedCache, register
+from wrappers.integrations.transformers import PagedCache, StorageFormat, register
 
 needs_gpu = pytest.mark.skipif(
     not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0), reason="needs an sm_90 device"
 )
 DEVICES = ["cpu", pytest.param("cuda", marks=[needs_gpu, pytest.mark.kernels])]
+E4M3, E5M2, U8 = torch.float8_e4m3fn, torch.float8_e5m2, torch.uint8  # the last: NVFP4
 LENGTHS = (3, 40, 1, 27)  # some with more keys than the window has
 
 
@@ -108,7 +115,7 @@ def test_requests_come_and_go(llama):
     outs = [step(7, 11, 0)]
     pages = cache.block_tables[0, :2].tolist()
     cache.release(0)
-    for pool in (pool for pools in cache._pools.values() for pool in pools):
+    for pool in (pool for target in cache._pools.values() for pool in target.kv):
         pool[pages] = float("nan")
     outs.append(step(0, 12, 0))
     assert cache.seq_lens.tolist() == [0, 39, 0]
@@ -123,6 +130,86 @@ def test_requests_come_and_go(llama):
     eager_b, eager_c = example.eager(llama, [run_b, run_c])
     torch.testing.assert_close(torch.stack([out[1] for out in outs]).float(), eager_b[-3:], rtol=0, atol=0.1)
     torch.testing.assert_close(torch.cat([*chunks, outs[-1][2:]]).float(), eager_c, rtol=0, atol=0.1)
+
+
+CACHES = {"16 bits": (None, 1.0, 1.0), "e4m3": (E4M3, 0.1, 0.2), "e5m2": (E5M2, 1.0, 0.5), "nvfp4": (U8, 0.04, 0.03)}
+
+
+def attend(cache, lens, dim=64, dtype=torch.bfloat16, device="cpu"):
+    """Write rows of the next tokens and attend, as a layer of a model; return [q, k, v] and the output, (T, heads, dim)
+    each."""
+    layer = SimpleNamespace(layer_idx=0, is_causal=True)
+    rows = cache.extend(lens).numel()
+    b, s = (1, rows) if lens else (rows, 1)
+    q, k, v = (torch.randn(b, s, heads, dim, device=device, dtype=dtype).transpose(1, 2) for heads in (4, 2, 2))
+    out, _ = integration.paged_attention(layer, q, k, v, None, paged_cache=cache)
+    return [t.transpose(1, 2).reshape(rows, -1, dim) for t in (q, k, v)], out.reshape(rows, 4, dim)
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("name", CACHES)
+def test_pools_of_every_dtype(name, device):
+    """A prompt and three decode steps against attention in float64 over what the pools hold, and its bytes."""
+    torch.manual_seed(0)
+    dtype, k_scale, v_scale = CACHES[name]
+    cache = PagedCache(2, pages=7, max_tokens=48, device=device, stored=StorageFormat(dtype, k_scale, v_scale))
+    cache.admit(1, 40)
+    keys, values = [], []
+    for lens in ([0, 33], None, None, None):
+        (q, k, v), out = attend(cache, lens, device=device)
+        mine = slice(0, 33) if lens else slice(1, 2)
+        keys.append(k[mine])
+        values.append(v[mine])
+        target = cache._pools[0]
+        rows = cache.block_tables[1].long().repeat_interleave(16) * 16 + torch.arange(48, device=device) % 16
+        known = rows[: sum(map(len, keys))]
+        held = []
+        for side, (new, scale) in enumerate(((keys, k_scale), (values, v_scale))):
+            new, pool = torch.cat(new), target.kv[side].flatten(0, 1)
+            if dtype is U8:
+                data, factors = fp4.nvfp4_quantize(new, 1 / scale)
+                assert torch.equal(pool[known], data)
+                assert torch.equal(target.sf[side].flatten(0, 1).view(U8)[known], factors.view(U8))
+                held.append(fp4.nvfp4_dequantize(data, factors, 1 / scale).double())
+                continue
+            wanted = (new.float() / scale).to(dtype) if dtype else new
+            assert torch.equal(pool.view(U8)[known], wanted.view(U8))
+            held.append(wanted.double() * scale)
+        want = attention(q[mine].cpu(), *(t.cpu() for t in held), 64**-0.5)
+        torch.testing.assert_close(out[mine].cpu().double(), want, rtol=0.02, atol=0.01)
+
+
+@pytest.mark.parametrize("name", CACHES)
+def test_host_work_of_a_decode_layer(name, monkeypatch):
+    """Two launches: rows are written, then attention is computed. A copy exceeds the bound."""
+    dtype, k_scale, v_scale = CACHES[name]
+    cache, launches = PagedCache(2, 7, 48, device="cpu", stored=StorageFormat(dtype, k_scale, v_scale)), []
+    layer, x = SimpleNamespace(layer_idx=0, is_causal=True), torch.zeros(2, 4, 1, 64).bfloat16()
+    cache.extend()
+    with machine.override(FakeMachine(lambda op, spec: lambda *flat: launches.append(op))), torch.inference_mode():
+        run = lambda: integration.paged_attention(layer, x, x[:, :2], x[:, :2], None, paged_cache=cache)  # noqa: E731
+        run()
+        work, bound = host_work(run), Work(50, 20) if dtype is U8 else Work(24, 12)
+        assert work.within(bound), work
+        assert [op.partition(".")[0] for op in launches] == ["cache_write", "attention"] * 4  # of four calls
+        copies = lambda q, k, *more: append_qkv(q, k.clone(), *more)  # noqa: E731
+        monkeypatch.setattr(integration, "append_qkv", copies)
+        assert not host_work(run).within(bound)
+
+
+@torch.inference_mode()
+def test_queries_of_blackwell():
+    """Are e4m3 over an e4m3 pool, as MMAs there take it; the output has the model's dtype."""
+    with machine.override(FakeMachine(lambda op, spec: None, arch="sm_100a")):
+        assert not PagedCache(1, 4, 48, device="cpu").e4m3_queries
+        cache = PagedCache(1, 4, 48, device="cpu", stored=StorageFormat(E4M3, 0.1, 0.2))
+    cache.admit(0, 40)
+    (q, k, v), out = attend(cache, [33])
+    held = [(t.float() / scale).to(E4M3).double() * scale for t, scale in ((k, 0.1), (v, 0.2))]
+    want = attention(q.to(E4M3).double(), *held, 64**-0.5)
+    assert cache.e4m3_queries and out.dtype == torch.bfloat16
+    torch.testing.assert_close(out.double(), want, rtol=0.02, atol=0.01)
 
 
 class Ops(TorchDispatchMode):
@@ -160,6 +247,10 @@ def test_a_decode_step_may_be_captured(name, monkeypatch):
 
 
 def test_cache_refuses(llama):
+    with pytest.raises(
+        TypeError, match="^stored.dtype: torch.float32, must be None, torch.float8_e4m3fn, torch.float8_e5m2 or"
+    ):
+        PagedCache(2, pages=4, max_tokens=40, device="cpu", stored=StorageFormat(torch.float32))
     cache = PagedCache(2, pages=4, max_tokens=40, page_size=16, device="cpu")
     cache.admit(0, 20)
     for request, tokens, error, text in (

@@ -31,7 +31,7 @@ E4M3, HALF = torch.float8_e4m3fn, torch.float16
 VALUE = 0.5
 NUMBERS = {  # numbers only
     "sm_scale", "softmax_scale", "rope_scale", "o_scale", "o_sf_scale", "rcp_out_scale", "logits_soft_cap_scale",
-    "skip_softmax_threshold_scale_factor",
+    "skip_softmax_threshold_scale_factor", "quant_scale_q", "quant_scale_kv",
 }  # fmt: skip
 BLOCKS = {("FP4Tensor", "scale"), ("FP4Tensor", "scale_start_index")}  # of block scales
 

@@ -9,8 +9,9 @@ from unittest.mock import patch
 import pytest
 import torch
 
-from bench import append
+from bench import append, merging
 from bench.cases import topk as topk_cases
+from tests import rope_calls
 from tests.emulated import PLAIN, inputs_of
 from tests.fake_machine import FakeMachine
 from tests.host_work import OperatorCounter, Work, count_functions, host_work
@@ -26,7 +27,9 @@ from wrappers import (
     flash_attn_func,
     flash_attn_with_kvcache,
     machine,
+    merge_state_in_place,
     plain,
+    rope,
     topk,
     trtllm_batch_context_with_kv_cache,
     trtllm_batch_decode_with_kv_cache,
@@ -38,6 +41,8 @@ from wrappers.attention import plan as attention_plan
 from wrappers.attention.bound import BoundLaunch
 from wrappers.cache_write import checks as cache_write_checks
 from wrappers.cache_write import plan as cache_write_plan
+from wrappers.merge import checks as merge_checks
+from wrappers.merge import plan as merge_plan
 from wrappers.prefill import values
 from wrappers.topk import checks as topk_checks
 from wrappers.topk import op as topk_op
@@ -176,6 +181,24 @@ def rows(function, kind):
     return lambda: function(inputs)
 
 
+def rotation(name):
+    """Rows of one packed tensor that a RoPE function rotates."""
+    inputs = rope_calls.good_call(name)
+    return lambda: getattr(rope, name)(**inputs)
+
+
+def merge(name):
+    """States of a decode step."""
+    inputs = merging.make(name, "cpu", 0)
+    return lambda: merging.ours(inputs)
+
+
+def merge_in_place():
+    inputs = merging.make("merge-state-n64-h32-d128", "cpu", 0)
+    state, other = zip(inputs.v, inputs.s)
+    return lambda: merge_state_in_place(*state, *other)
+
+
 # name -> a function that makes the call, and the bound of its work: today's operators, two functions more than today's
 PLANNED = {
     "context": (context, Work(28, 0)),
@@ -201,6 +224,12 @@ PLANNED = {
     "append_paged_kv_cache": (partial(rows, append.by_lists, "append-bf16"), Work(6, 0)),
     "append_paged_kv_cache, nvfp4 slots": (partial(rows, append.nvfp4_by_slots, "append-nvfp4"), Work(11, 6)),
     "append_qkv": (partial(rows, append.by_slots, "append-normrope-fp8"), Work(14, 4)),
+    "apply_rope": (partial(rotation, "apply_rope"), Work(41, 5)),
+    "apply_rope_pos_ids_inplace": (partial(rotation, "apply_rope_pos_ids_inplace"), Work(38, 3)),
+    "rope_quantize_fp8": (partial(rotation, "rope_quantize_fp8"), Work(89, 8)),
+    "merge_states": (partial(merge, "merge-states-n64-s4-h32-d128"), Work(6, 2)),
+    "merge_state": (partial(merge, "merge-state-n64-h32-d128"), Work(6, 2)),
+    "merge_state_in_place": (merge_in_place, Work(7, 0)),
 }
 
 
@@ -295,7 +324,15 @@ def exceeds(call, bound, *counts):
 def test_planning_again_exceeds_the_bound(here, monkeypatch, name):
     make, bound = PLANNED[name]
     monkeypatch.setattr(here, "keep", lambda key, plan: None)
-    assert exceeds(make(), bound, "functions", "operators")
+    makes_tensors = name != "merge_states"  # its plan does not
+    assert exceeds(make(), bound, "functions", *["operators"] * makes_tensors)
+
+
+MERGES = {
+    "states": merge_checks.validate_states,
+    "pair": merge_checks.validate_pair,
+    "in_place": merge_checks.validate_in_place,
+}
 
 
 @pytest.mark.parametrize("name", PLANNED)
@@ -305,6 +342,9 @@ def test_one_step_of_planning_exceeds_the_bound(here, monkeypatch, name):
     plans = (attention_plan, attention_checks), (topk_plan, topk_checks), (cache_write_plan, cache_write_checks)
     for plan, validate in ((plan, module.validate) for plan, module in plans):
         monkeypatch.setattr(plan, "run", lambda p, run=plan.run, validate=validate: (validate(p), run(p))[1])
+    for name, validate in MERGES.items():
+        run = getattr(merge_plan, name)
+        monkeypatch.setattr(merge_plan, name, lambda *p, run=run, validate=validate: (validate(*p), run(*p))[1])
     assert exceeds(make(), bound, "functions")
 
 
@@ -315,6 +355,9 @@ def test_a_copy_exceeds_the_bound(here, monkeypatch, name):
     for plan, field in ((attention_plan, "q"), (topk_plan, "scores"), (cache_write_plan, "k")):
         copied = lambda p, field=field: p._replace(**{field: getattr(p, field).clone()})  # noqa: E731
         monkeypatch.setattr(plan, "run", lambda p, run=plan.run, copied=copied: run(copied(p)))
+    for name in MERGES:
+        run = getattr(merge_plan, name)
+        monkeypatch.setattr(merge_plan, name, lambda v, *p, run=run: run(v.clone(), *p))
     assert exceeds(make(), bound, "operators")
 
 

@@ -14,8 +14,11 @@ import pytest
 import torch
 
 from tests.engine_files import Engine, attention, compare, engine_files, entry_points
+from tests.fake_machine import FakeMachine
 from tests.gpu import repeated, without_values
+from tests.host_work import Work, host_work
 from tests.vllm_stubs import E4M3, DeviceCapability, Platform, reshape_and_cache_flash, stubs
+from wrappers import append_qkv, machine
 
 VERSION = "0.33.0"
 FILES = tuple(
@@ -43,15 +46,9 @@ class Server:
 
 @pytest.fixture(scope="module")
 def engine():
-    """The engine, which has loaded the plugins with its own loader; the operator that writes caches is defined."""
+    """The engine, which has loaded the plugins with its own loader."""
     server = Server()
     engine = Engine("vllm", engine_files("vllm", VERSION, FILES), FILES, stubs(server))
-    library = torch.library.Library("_C_cache_ops", "FRAGMENT")
-    library.define(
-        "reshape_and_cache_flash(Tensor key, Tensor value, Tensor(a!) key_cache, Tensor(b!) value_cache, "
-        "Tensor slot_mapping, str kv_cache_dtype, Tensor k_scale, Tensor v_scale) -> ()"
-    )
-    library.impl("reshape_and_cache_flash", reshape_and_cache_flash, Platform.dispatch_key)
     with engine.installed(), pytest.MonkeyPatch.context() as patch:
         patch.setattr(importlib.metadata, "entry_points", entry_points)
         patch.setenv("VLLM_PLUGINS", "cute_kernels")
@@ -59,7 +56,6 @@ def engine():
 
         plugins.load_general_plugins()
         yield server
-    library._destroy()
 
 
 @pytest.fixture
@@ -365,6 +361,43 @@ def test_nothing_of_the_device_is_read(name, longest, server, monkeypatch):
 
     with torch.no_grad():
         without_values(server.device, work)
+
+
+def rows_to_write(model: Model) -> tuple[list[torch.Tensor], torch.Tensor]:
+    """Keys and values of 5 tokens, views of one tensor, with values that saturate and a NaN; and 4 slots."""
+    qkv = torch.randn(5, HEADS + 2 * KV_HEADS, model.case.head_size).to(model.case.dtype) * 300
+    qkv[2, HEADS, 3], slots = float("nan"), torch.tensor([5, -1, 40, 77], device=model.server.device)
+    return list(qkv.to(model.server.device).split([HEADS, KV_HEADS, KV_HEADS], 1)[1:]), slots
+
+
+@pytest.mark.parametrize("name", [name for name in CASES if "nvfp4" not in name])
+def test_the_bytes_are_those_of_vllms_operator(name, server):
+    found, want = (Model(server, CASES[name]).layers["layers.0.attn"] for _ in range(2))
+    rows, slots = rows_to_write(Model(server, CASES[name]))
+    found._k_scale_float, found._v_scale_float = scales = 0.37, 3.1
+    with torch.inference_mode():
+        found.impl.do_kv_cache_update(found, *rows, found.kv_cache, slots)
+    caches = [t.transpose(1, 2) for t in want.impl.caches(want.kv_cache)[0]]
+    reshape_and_cache_flash(*rows, *caches, slots, CASES[name].kv_cache_dtype, *scales)
+    found, want = (layer.kv_cache.contiguous().view(torch.uint8) for layer in (found, want))
+    assert torch.equal(found, want) and (found != 255).any()
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_host_work_of_a_write(name, engine, monkeypatch):
+    """One launch, and views of int64 slots and of NVFP4's two tensors of factors, of two operators each. A copy exceeds
+    the bound."""
+    engine.platform.device, launches = torch.device("cpu"), []
+    model = Model(engine, CASES[name])
+    layer, (rows, slots) = model.layers["layers.0.attn"], rows_to_write(model)
+    with machine.override(FakeMachine(lambda op, spec: lambda *flat: launches.append(op))), torch.inference_mode():
+        write = lambda: layer.impl.do_kv_cache_update(layer, *rows, layer.kv_cache, slots)  # noqa: E731
+        work, bound = host_work(write), Work(11, 4 if "nvfp4" in name else 2)
+        assert work.within(bound), work
+        assert len(launches) == 3 and all(op.startswith("cache_write") for op in launches)  # of three calls
+        copies = lambda q, k, *more: append_qkv(q, k.clone(), *more)  # noqa: E731
+        monkeypatch.setattr("wrappers.integrations.vllm.append_qkv", copies)
+        assert not host_work(write).within(bound)
 
 
 def test_memory_is_measured_without_metadata(server):

@@ -1,7 +1,8 @@
 """The shape of the code, held with `ast`: small pieces, and imports that only go down.
 
 tests, bench, tools, examples -> wrappers: integrations -> signatures -> op -> plan -> checks, reference -> call
--> machine, scratch, runtime -> {attention, topk, cache_write}/dispatch -> kernels (sm90, sm100, combine, topk
+-> machine, scratch, runtime -> {attention, topk, cache_write,
+merge_states}/dispatch -> kernels (sm90, sm100, combine, topk
 algorithms, rows) -> seams -> spec, geometry -> build, manifest, abi, device
 
 Beside that line: cute_kernels/paths and bundle stand on manifest and build; catalog, the command (cli) and ops, the
@@ -20,7 +21,7 @@ FILES = sorted(f.relative_to(ROOT).as_posix() for folder in FOLDERS for f in (RO
 TESTS = sorted(f.relative_to(ROOT).as_posix() for f in (ROOT / "tests").rglob("*.py"))
 FILE_LINES, FUNCTION_LINES, PARAMETERS = 600, 120, 8
 BODY_LINES = 60  # of a function of wrappers, behind its signature and docstring
-FAMILIES = ("attention", "topk", "cache_write")
+FAMILIES = ("attention", "topk", "cache_write", "merge_states")
 
 # Public functions whose signature another library set: they may have as many parameters as it has.
 UPSTREAM = {

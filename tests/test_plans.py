@@ -13,6 +13,7 @@ from bench.cases import attention as cases
 from bench.cases import topk as topk_cases
 from cute_kernels.attention import args
 from cute_kernels.cache_write import args as cache_write
+from cute_kernels.merge_states import args as merge_states
 from cute_kernels.topk.args import SortArgs, TopKArgs
 from tests.fake_machine import FakeMachine
 from wrappers import machine, scratch
@@ -31,7 +32,7 @@ class Recorder(FakeMachine):
 
     def recorded(self, op, spec):
         kinds = {"topk.radix": TopKArgs, "topk.sort": SortArgs}
-        seam = cache_write if op.startswith("cache_write") else args
+        seam = {"cache_write": cache_write, "merge_states": merge_states}.get(op.partition(".")[0], args)
         names = kinds[op]._fields if op in kinds else seam.fields(spec)
         return lambda *flat: self.launches.append((op, spec, dict(zip(names, flat, strict=True))))
 

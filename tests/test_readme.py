@@ -281,7 +281,8 @@ def test_simulated_is_what_ci_simulates():
 
 def problems():
     """Attention problems of all features, and of none."""
-    return [matrix.PREFILL, matrix.DECODE, *(f.problem for f in matrix.FEATURES if f.op not in ("top-k", "append"))]
+    others = "top-k", "append", "merge"
+    return [matrix.PREFILL, matrix.DECODE, *(f.problem for f in matrix.FEATURES if f.op not in others)]
 
 
 @pytest.mark.parametrize(

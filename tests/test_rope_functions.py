@@ -389,6 +389,7 @@ def refused(error, message, name, **changes):
 
 X = torch.ones(5, 2, 48).bfloat16()
 LONG = torch.ones(5, 3, 528).bfloat16()
+WORDS = torch.ones(5, 3, 32).bfloat16()
 FP8, PAGED = "rope_quantize_fp8", "rope_quantize_fp8_append_paged_kv_cache"
 CACHED = "apply_rope_with_cos_sin_cache"
 
@@ -441,6 +442,14 @@ CACHED = "apply_rope_with_cos_sin_cache"
      {"k_nope_out": poisoned(5, 2, 16, dtype=E5M2), "quantize_dtype": E4M3}),
     (ValueError, "^k_nope_out: shape .*, overlaps the memory of k_nope", FP8, dict(zip(
         ("q_nope", "k_nope", "k_nope_out"), (torch.ones(5, 3, 16).bfloat16(), X[..., :16], X.view(E4M3)[..., :16])))),
+    *((ValueError, f"^{out}: shape .*, overlaps the memory of {x}", FP8, {
+        "q_nope": torch.ones(5, 3, 16).bfloat16(), x: WORDS[:, : 2 if x[0] == "k" else 3, :n],
+        out: WORDS.view(E4M3)[:, : 2 if out[0] == "k" else 3, :m]})
+      for out, m in (("q_rope_out", 32), ("k_rope_out", 32)) for x, n in (("q_nope", 16), ("k_nope", 16))),
+    *((ValueError, f"^{out}: shape .*, overlaps the memory of {x}", FP8, {
+        "q_nope": torch.ones(5, 3, 16).bfloat16(), x: WORDS[:, : 2 if x[0] == "k" else 3, :32],
+        out: WORDS.view(E4M3)[:, : 2 if out[0] == "k" else 3, :16]})
+      for out in ("q_nope_out", "k_nope_out") for x in ("q_rope", "k_rope")),
     (NotImplementedError, r"^k_rope: shape \(5, 32\), must have heads", PAGED, {"k_rope": X[:, 0, :32]}),
     (ValueError, "^page_size: 8, must be that of paged_kv_cache, 16", PAGED, {"page_size": 8}),
     (TypeError, "^v: NoneType, must be", PAGED, {"v": None}),

@@ -1,4 +1,4 @@
-"""Stubs for the parts of vLLM 0.33.0 that do not concern attention, and its operator that writes caches."""
+"""Stubs for the parts of vLLM 0.33.0 that do not concern attention, and what its operator that writes caches does."""
 
 import pkgutil
 from types import SimpleNamespace
@@ -99,12 +99,14 @@ def stubs(server: Any) -> dict[str, dict[str, Any]]:
 def reshape_and_cache_flash(key, value, key_cache, value_cache, slot_mapping, kv_cache_dtype, k_scale, v_scale):
     """Emulate vLLM's operator: write rows with a non-negative slot to caches (blocks, tokens, heads, head_size).
 
-    It does not wait for the device: the other rows rewrite the content of slot 0, which belongs to no request's block.
+    For fp8 caches it divides in fp32 and saturates.
     """
-    slots, size = slot_mapping.clamp(min=0), key_cache.shape[1]
-    where, stored = (slots // size, slots % size), (slot_mapping >= 0)[:, None, None]
+    stored, size = slot_mapping >= 0, key_cache.shape[1]
+    slots = slot_mapping[stored]
     for rows, cache, scale in ((key, key_cache, k_scale), (value, value_cache, v_scale)):
-        rows = rows[: len(slots)]
+        rows = rows[: len(slot_mapping)][stored]
         if kv_cache_dtype.startswith("fp8"):
-            rows, cache = (rows / scale).to(cache.dtype).view(torch.uint8), cache.view(torch.uint8)
-        cache[where] = torch.where(stored, rows, cache[where])
+            most = torch.finfo(cache.dtype).max
+            rows = (rows.float() / scale).clamp(-most, most).to(cache.dtype).view(torch.uint8)
+            cache = cache.view(torch.uint8)
+        cache[slots // size, slots % size] = rows

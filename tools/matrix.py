@@ -25,13 +25,17 @@ from cute_kernels.attention import dispatch as attention
 from cute_kernels.attention.request import KernelRequest
 from cute_kernels.cache_write import dispatch as cache_write
 from cute_kernels.cache_write.request import CacheWriteRequest
+from cute_kernels.merge_states import dispatch as merge_states
+from cute_kernels.merge_states.request import MergeRequest
 from cute_kernels.topk import dispatch as topk
 from cute_kernels.topk.request import TopKKernelRequest
 
 ARCHS = {"sm_90a": "Hopper", "sm_100a": "B200", "sm_103a": "B300"}
 RUN = ("sm_90a",)  # architectures with GPU test runs
 SIMULATED = {("sm_90a", "attention.sm90"), ("sm_100a", "attention.sm100"), ("sm_103a", "attention.sm100")} | {
-    (arch, op) for arch in catalog.ARCHS for op in ("attention.decode", "topk.radix", "topk.sort", "cache_write.rows")
+    (arch, op)
+    for arch in catalog.ARCHS
+    for op in ("attention.decode", "topk.radix", "topk.sort", "cache_write.rows", "merge_states.rows")
 }  # (architecture, op) of the kernels that CI's simulator runs
 RECORD = Path(__file__).resolve().parent.parent / "tests" / "data" / "hardware.csv"
 COLUMNS = ("arch", "feature", "gpu", "commit", "passed")
@@ -43,6 +47,7 @@ FAMILIES: dict[str, Any] = {
     "xqa": attention,
     "top-k": topk,
     "append": cache_write,
+    "merge": merge_states,
 }
 
 
@@ -169,6 +174,10 @@ ASKED: tuple[tuple[str, Any, str, dict[str, dict[str, Any]]], ...] = (  # argume
     ("append", APPEND, "rows of Q and K with", dict.fromkeys(("RMS norm", "RoPE", "RoPE in place"), TRANSFORM)),
     ("append", APPEND, "places", {"slot mapping": {}, "CSR page lists": {}, "block table": {}}),
     ("append", APPEND, "with", {"CUDA graph replay": {}}),
+    ("merge", MergeRequest("bf16"), "V", {d: {"dtype": d} for d in ("bf16", "fp16", "fp32")}),
+    ("merge", MergeRequest("bf16"), "states", {"of one tensor": {"pair": False}}),
+    ("merge", MergeRequest("bf16", True), "states", {"of two tensors": {"pair": True}, "in place": {"pair": True}}),
+    ("merge", MergeRequest("bf16"), "with", {"a mask of tokens": {"pair": True}, "CUDA graph replay": {}}),
 )
 FEATURES = tuple(feature for asked in ASKED for feature in features(*asked))
 NAMES = frozenset(feature.name for feature in FEATURES)

@@ -1,7 +1,7 @@
 """Merge partial attention, as FlashInfer's `cascade` does.
 
-Plain torch operations on CPU and CUDA, computed in fp32. Nothing waits for the device, and all functions can be
-captured.
+Computed in fp32, by one kernel on CUDA and by torch operations on the CPU. Nothing waits for the device, and all
+functions can be captured.
 
 A state is the output V of attention over some keys, with its base-2 log-sum-exp S: the two results of
 `return_lse=True`. The state of no keys has S = -inf. It does not change a merge, whatever its V holds; merging only
@@ -12,48 +12,14 @@ such states gives V = 0 and S = -inf. NaN in S is propagated.
     out, lse = merge_state(out_a, lse_a, out_b, lse_b)  # all keys
 
 All functions raise before anything is written: TypeError for a type or dtype, ValueError for a shape, stride or device,
-RuntimeError for a tensor that requires grad, in grad mode.
+RuntimeError for a tensor that requires grad, in grad mode, NotImplementedError for a GPU without kernels.
 """
-
-from typing import Any
 
 import torch
 
-from .checks import check_apart, check_one_of, check_shape, check_strided
-from .plain import refuse_grad, traced
+from .merge.op import serve_in_place, serve_pair, serve_states
 
 __all__ = ["merge_state", "merge_state_in_place", "merge_states"]
-FLOATS = (torch.float16, torch.bfloat16, torch.float32)
-
-
-def _state(v_name: str, v: Any, s_name: str, s: Any, ndim: int = 3) -> None:
-    """Check a state: V (..., heads, head_dim) and S (..., heads)."""
-    check_strided(v_name, v, ndim)
-    check_one_of(f"{v_name}: dtype", v.dtype, FLOATS)
-    check_strided(s_name, s, ndim - 1)
-    check_one_of(f"{s_name}: dtype", s.dtype, (torch.float32,))
-    check_shape(s_name, s, tuple(v.shape[:-1]), f"that of {v_name} without head_dim")
-    if s.device != v.device:
-        raise ValueError(f"{s_name}: device {s.device}, must be that of {v_name}, {v.device}")
-    refuse_grad({v_name: v, s_name: s})
-
-
-def _alike(name: str, v: torch.Tensor, first_name: str, first: torch.Tensor) -> None:
-    check_shape(name, v, tuple(first.shape), f"that of {first_name}")
-    if v.dtype != first.dtype:
-        raise TypeError(f"{name}: dtype {v.dtype}, must be that of {first_name}, {first.dtype}")
-    if v.device != first.device:
-        raise ValueError(f"{name}: device {v.device}, must be that of {first_name}, {first.device}")
-
-
-def _merge(v: torch.Tensor, s: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Merge states (N, S, H, D), (N, S, H), at least one of each, into fp32 (N, H, D), (N, H)."""
-    most = s.amax(1, keepdim=True)
-    weights = torch.exp2(s - torch.where(most == -torch.inf, 0.0, most))
-    total = weights.sum(1)
-    v = torch.where((s == -torch.inf).unsqueeze(-1), 0.0, v.float())
-    merged = (v * weights.unsqueeze(-1)).sum(1) / torch.where(total == 0, 1.0, total).unsqueeze(-1)
-    return merged, most.squeeze(1) + total.log2()
 
 
 def merge_state(
@@ -68,11 +34,7 @@ def merge_state(
     >>> merge_state(a, torch.tensor([[0.0]]), b, torch.tensor([[3.0]]).log2())
     (tensor([[[4., 4.]]]), tensor([[2.]]))
     """
-    _state("v_a", v_a, "s_a", s_a)
-    _state("v_b", v_b, "s_b", s_b)
-    _alike("v_b", v_b, "v_a", v_a)
-    v, s = _merge(torch.stack([v_a, v_b], 1), torch.stack([s_a, s_b], 1))
-    return v.to(v_a.dtype), s
+    return serve_pair(v_a, s_a, v_b, s_b)
 
 
 def merge_state_in_place(
@@ -88,23 +50,7 @@ def merge_state_in_place(
     >>> v, s
     (tensor([[[1., 1.]]]), tensor([[0.]]))
     """
-    _state("v", v, "s", s)
-    _state("v_other", v_other, "s_other", s_other)
-    _alike("v_other", v_other, "v", v)
-    if mask is not None:
-        check_strided("mask", mask, 1)
-        check_one_of("mask: dtype", mask.dtype, (torch.bool, torch.uint8))
-        check_shape("mask", mask, (v.shape[0],), "rows of v")
-        if mask.device != v.device:
-            raise ValueError(f"mask: device {mask.device}, must be that of v, {v.device}")
-    if not traced(v):
-        check_apart({"v": v, "s": s}, {})
-    new_v, new_s = merge_state(v, s, v_other, s_other)
-    if mask is not None:
-        kept = mask == 0
-        new_v, new_s = torch.where(kept[:, None, None], v, new_v), torch.where(kept[:, None], s, new_s)
-    v.copy_(new_v)
-    s.copy_(new_s)
+    serve_in_place(v, s, v_other, s_other, mask)
 
 
 def merge_states(v: torch.Tensor, s: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -118,8 +64,4 @@ def merge_states(v: torch.Tensor, s: torch.Tensor) -> tuple[torch.Tensor, torch.
     >>> merge_states(torch.tensor([1.0, 2.0, 6.0]).view(1, 3, 1, 1), torch.zeros(1, 3, 1))[0]
     tensor([[[3.]]])
     """
-    _state("v", v, "s", s, 4)
-    if not v.shape[1]:
-        return v.sum(1), s.sum(1) - torch.inf
-    merged, lse = _merge(v, s)
-    return merged.to(v.dtype), lse
+    return serve_states(v, s)

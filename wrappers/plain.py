@@ -34,6 +34,11 @@ def recorded() -> bool:
     return bool(_modes() or _function_modes() or _modes_before_dispatch()) or _transform() is not None
 
 
+def transformed() -> bool:
+    """Return whether a transform of torch.func, such as vmap, rewrites the torch calls of this thread."""
+    return not _is_dynamo_compiling() and _transform() is not None
+
+
 def write(operator: torch._ops.OpOverload, **given: Any) -> None:
     """Call an operator that writes to some of its arguments and returns nothing.
 

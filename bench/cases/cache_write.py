@@ -172,7 +172,7 @@ def make_transform(case: CacheWriteCase, gen: torch.Generator) -> dict[str, Any]
     if hq:
         kind = DTYPES["e5m2" if case.cache == "e5m2" else "e4m3"] if case.q8 else dtype
         out = poisoned(case.tokens, hq, dim + case.shift, dtype=kind, device=gen.device)[..., case.shift :]
-        found["out"] = QueryOutput(out, None, make_scale(case, 0.25, hq, gen))
+        found["out"] = QueryOutput(out, None, make_scale(case, 0.25, hq, gen) if case.q8 else 1.0)
     return found
 
 
@@ -230,8 +230,10 @@ def make_inputs(case: CacheWriteCase, device: Any = "cpu", seed: int = 0) -> dic
             paged_kv_cache=cache, kv_indices=places.kv_indices, kv_indptr=places.kv_indptr, kv_last_page_len=last,
             kv_layout=case.layout,
         )  # fmt: skip
-    scales = [make_scale(case, value, case.heads[1], gen) for value in (0.37, 0.061)]
-    target = KVCacheTarget(cache, case.layout, sf, scales[0], scales[1], case.interleaved_sf)
+    quantised = case.cache != case.dtype
+    scales = [make_scale(case, value, case.heads[1], gen) if quantised else 1.0 for value in (0.37, 0.061)]
+    interleaved = case.interleaved_sf and sf is not None
+    target = KVCacheTarget(cache, case.layout, sf, scales[0], scales[1], interleaved)
     given = dict(q=q if case.heads[0] else None, k=k, v=v, cache=target, places=places) | make_transform(case, gen)
     if case.in_place:
         given["out"] = QueryOutput(q)

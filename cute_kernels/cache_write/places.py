@@ -33,17 +33,47 @@ def wide(a, name):
     return a.wide >> INDICES.index(name) & 1
 
 
+class IndexWords(NamedTuple):
+    """A value of an index tensor as it is stored: one word, or two of int64."""
+
+    low: Int32
+    high: Int32
+
+
 @cute.jit
-def element(values: cute.Tensor, i: Int32, words: Int32):
-    """Return element i of an index tensor, clamped to [-1, 2^31). words: from `wide`."""
-    value = values[i << words]
+def request_element(values: cute.Tensor, i: Int32, words: Int32) -> IndexWords:
+    """Load element i of an index tensor. Nothing waits for it before `clamped`. words: from `wide`."""
+    low, high = values[i << words], Int32(0)
     if words > 0:
         high = values[(i << 1) + 1]
-        if high > 0 or (high == 0 and value < 0):
+    return IndexWords(low, high)
+
+
+@cute.jit
+def clamped(x: IndexWords, words: Int32):
+    """Return a value of an index tensor, clamped to [-1, 2^31)."""
+    value = x.low
+    if words > 0:
+        if x.high > 0 or (x.high == 0 and value < 0):
             value = Int32(MOST)
-        elif high < 0:
+        elif x.high < 0:
             value = Int32(-1)
     return cutlass.max(value, -1)
+
+
+@cute.jit
+def element(values: cute.Tensor, i: Int32, words: Int32):
+    """Return element i of an index tensor, clamped to [-1, 2^31)."""
+    return clamped(request_element(values, i, words), words)
+
+
+@cute.jit
+def request_slot(a, token: Int32) -> IndexWords:
+    """Load the slot of a token if it has one, else return -1. Nothing waits for it before `place_of`."""
+    slot, words = IndexWords(Int32(-1), Int32(-1)), wide(a, "slots")
+    if a.places == SLOTS and token < (a.slots.shape[0] >> words):
+        slot = request_element(a.slots, token, words)
+    return slot
 
 
 @cute.jit
@@ -101,13 +131,11 @@ def page_size_of(a):
 
 
 @cute.jit
-def place_of(a, token: Int32, at: TokenPosition) -> CachePlace:
-    """Return the place of a token's rows. at: its request and position, which only PAGES reads."""
+def place_of(a, token: Int32, at: TokenPosition, requested: IndexWords) -> CachePlace:
+    """Return the place of a token's rows. at: its request and position, which only PAGES reads. requested: its slot."""
     page, row, page_size = Int32(-1), Int32(0), Int32(page_size_of(a))
     if a.places == SLOTS:
-        words, slot = wide(a, "slots"), Int32(-1)
-        if token < (a.slots.shape[0] >> words):
-            slot = element(a.slots, token, words)
+        slot = clamped(requested, wide(a, "slots"))
         if slot >= 0:
             page = divide(slot, page_size)
             row = slot - page * page_size

@@ -8,8 +8,8 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, Uint32, const_expr
 
-from ..device import copy, warp
-from . import memory, store
+from ..device import copy, memory, warp
+from . import store
 from .args import ANGLES, INTERLEAVED
 
 HALF = 8  # elements of a vector

@@ -4,14 +4,12 @@ from typing import NamedTuple
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import BFloat16, Float16, Float32, Int32, Int64, Uint8, Uint32, const_expr
+from cutlass import Float32, Int32, Int64, Uint8, Uint32, const_expr
 
-from ..device import nvfp4, warp
-from . import memory
+from ..device import memory, nvfp4, warp
 from .places import divide
 from .spec import SF_VEC_SIZE
 
-TYPES = {"bf16": BFloat16, "fp16": Float16}
 LARGE = 2.0**100  # above any quotient that is not saturated
 
 
@@ -62,15 +60,6 @@ def pack_fp8(kind, values):
 
 
 @cute.jit
-def store_16bit(dtype: cutlass.Constexpr, address: Int64, first: Int32, dim: Int32, values: cute.Tensor):
-    """Store values to elements `first` on of a row of `dim` elements."""
-    words = cute.make_rmem_tensor(cute.size(values) // 2, Uint32)
-    for i in cutlass.range_constexpr(cute.size(words)):
-        words[i] = warp.pack_16bit(TYPES[dtype], values[2 * i], values[2 * i + 1])
-    memory.store(address + 2 * first, words, dim - first, 2)
-
-
-@cute.jit
 def store_fp8(kind: cutlass.Constexpr, address: Int64, first: Int32, dim: Int32, values: cute.Tensor, scale: Float32):
     """Store values, divided by `scale`, to elements `first` on of a row of `dim` elements of e4m3 or e5m2."""
     words, inverse = cute.make_rmem_tensor(cute.size(values) // 4, Uint32), reciprocal(scale)
@@ -115,20 +104,4 @@ def store(spec: cutlass.Constexpr, target: TargetRow, first: Int32, dim: Int32, 
     elif const_expr(spec.quantised):
         store_fp8(spec.cache, target.address, first, dim, values, target.scale)
     else:
-        store_16bit(spec.cache, target.address, first, dim, values)
-
-
-def widen(dtype, word):
-    """Return the two 16-bit values of a word in fp32."""
-    if dtype == "bf16":
-        low, high = "shl.b32 {$w0}, {$r0}, 16;", "and.b32 {$w1}, {$r0}, 0xFFFF0000;"
-        return cute.arch.inline_ptx(f"{low} {high}", write_only_types=[Float32] * 2, read_only_args=[word])
-    text = "{ .reg .b16 lo, hi; mov.b32 {lo, hi}, {$r0}; cvt.f32.f16 {$w0}, lo; cvt.f32.f16 {$w1}, hi; }"
-    return cute.arch.inline_ptx(text, write_only_types=[Float32] * 2, read_only_args=[word])
-
-
-@cute.jit
-def unpack(spec: cutlass.Constexpr, words: cute.Tensor, values: cute.Tensor):
-    """Convert the words of a vector of 16-bit elements to fp32."""
-    for i in cutlass.range_constexpr(cute.size(words)):
-        values[2 * i], values[2 * i + 1] = widen(spec.dtype, words[i])
+        memory.store_values(spec.cache, target.address, first, dim, values)

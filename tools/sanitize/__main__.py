@@ -27,7 +27,7 @@ ROOT = Path(__file__).resolve().parents[2]
 # Every tensor is its own allocation: the memory beside it belongs to no tensor, and new memory has no old contents.
 ENVIRONMENT = {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
 # racecheck checks only shared memory, so it runs only on our kernels; initcheck must see every kernel that writes.
-ONLY_OURS = ["--kernel-name", "regex=attention_|topk_|cache_write_"]
+ONLY_OURS = ["--kernel-name", "regex=attention_|topk_|cache_write_|merge_states_"]
 FILTERED = ("racecheck", "synccheck")
 DONE = re.compile(r"^(\d+) calls, (\d+) launches, all right$", re.MULTILINE)
 

@@ -6,14 +6,15 @@ from typing import Any, NamedTuple
 import torch
 
 from cute_kernels.cache_write.args import ANGLES, INTERLEAVED
+from cute_kernels.cache_write.rows import ROTATED
 
-from ..checks import INF
+from ..checks import INF, UnknownName, check_flag, check_integer, check_number, check_one_of, check_strided
 from ..page import sides
 from ..plain import traced
-from ..scalars import scale_of
+from ..scalars import integer, real, scale_of
 from ..scratch import constant
 from .call import PAGES, SLOTS, CacheWriteCall, QueryTransform
-from .checks import NAMES, QKV
+from .checks import NAMES, QKV, SINGLE, STORED, WIDE, query_dtypes
 from .op import serve
 
 __all__ = [
@@ -33,8 +34,8 @@ class KVCacheTarget(NamedTuple):
     kv: (k, v), each (pages, P, H, D) "NHD" or (pages, H, P, D) "HND", or one tensor (pages, 2, ...): of the rows'
     dtype, e4m3 or e5m2; or uint8 for packed NVFP4, last dimension D / 2. sf: scale factors of NVFP4 in the same layout,
     e4m3 or its bytes in uint8, last dimension D / 16. k_scale, v_scale: dequantisation scales, value = stored * scale:
-    a positive float or an fp32 tensor of one element or of one per head. v_sf_interleaved: V's factors of 4 rows lie
-    block by block, as Blackwell kernels read them.
+    a positive float or an fp32 tensor of one element or of one per head; 1.0 if rows are not quantised.
+    v_sf_interleaved: V's factors of 4 rows lie block by block, as Blackwell kernels read them.
 
     >>> KVCacheTarget(torch.zeros(2, 2, 16, 1, 64)).layout
     'NHD'
@@ -96,8 +97,9 @@ class RotaryEmbedding(NamedTuple):
     positions: int32 or int64 (N,); None: those of `PageLists` or `BlockTable`. cos_sin_cache: fp32 (L, R), cosines then
     sines of R / 2 pairs at each position; None: angles are computed. Then rotary_dim is R (None: head_dim), and pair i
     turns by theta^(-2 i / R) / scale per position; llama31: (low_freq_factor, high_freq_factor, old_context_len) of
-    Llama 3.1's rule, which applies the scale to low frequencies only. R: a multiple of 16. interleaved: pairs are
-    neighbours, (2 i, 2 i + 1), instead of (i, i + R / 2). Angles of positions below 2^24 are exact to fp32.
+    Llama 3.1's rule, which applies the scale to low frequencies only. With cos_sin_cache, these four must have their
+    default values. R: a multiple of 16. interleaved: pairs are neighbours, (2 i, 2 i + 1), instead of (i, i + R / 2).
+    Angles of positions below 2^24 are exact to fp32.
 
     >>> RotaryEmbedding().theta
     10000.0
@@ -116,7 +118,7 @@ class QueryOutput(NamedTuple):
     """Where Q is written. No other library has this class.
 
     out: of q's shape; may be q. None: a new tensor of `dtype`. dtype: q's (None), or e4m3 or e5m2 with an fp8 cache of
-    that dtype, e4m3 with an NVFP4 cache. scale: an 8-bit Q is divided by it.
+    that dtype, e4m3 with an NVFP4 cache. scale: an 8-bit Q is divided by it; 1.0 for others.
 
     >>> QueryOutput(dtype=torch.float8_e4m3fn).scale
     1.0
@@ -152,18 +154,105 @@ def rope_table(rope: RotaryEmbedding, k: torch.Tensor) -> tuple[torch.Tensor, in
     return constant(turns, k.device, not traced(k), *numbers), flags | ANGLES
 
 
-def _scale(field: str, value: Any, k: Any, inverse: bool) -> tuple[float, torch.Tensor | None]:
+def _check_rope(rope: RotaryEmbedding, head_dim: int) -> None:
+    """Check the flag and the numbers of `rope`; the tensors are checked with the call."""
+    _, table, interleaved, rotary_dim, scale, theta, llama31 = rope
+    if interleaved is not True and interleaved is not False:
+        check_flag("rope.interleaved", interleaved)
+    if table is not None:
+        if not isinstance(table, torch.Tensor):
+            check_strided("rope.cos_sin_cache", table, 2)
+        if not (rotary_dim is None and llama31 is None and scale.__class__ is theta.__class__ is float
+                and scale == 1.0 and theta == 1e4):  # fmt: skip
+            _refuse_angles(rope)
+        return
+    dim = head_dim if rotary_dim is None else check_integer("rope.rotary_dim", integer(rotary_dim))
+    if dim % ROTATED or not 0 < dim <= head_dim:
+        allowed = f"must be a multiple of {ROTATED} from {ROTATED} to head_dim {head_dim}"
+        raise ValueError(f"rope.rotary_dim: {rotary_dim}, {allowed}")
+    _number("rope.theta", theta, True)
+    _number("rope.scale", scale, True)
+    if llama31 is not None:
+        _check_llama31(llama31)
+
+
+def _number(name: str, value: Any, positive: bool = False) -> float:
+    """Return a number as a float, after a check."""
+    if value.__class__ is float and (0 if positive else -INF) < value < INF:
+        return value
+    value = value if isinstance(value, int) else real(value)
+    check_number(name, value, positive=positive)
+    try:
+        return float(value)
+    except OverflowError:
+        raise ValueError(f"{name}: {value}, must be finite as a float") from None
+
+
+def _check_llama31(value: Any) -> None:
+    """Check the numbers of Llama 3.1's rule."""
+    name = "rope.llama31"
+    if not isinstance(value, (tuple, list)) or len(value) != 3:
+        what = f"a {type(value).__name__} of {len(value)}" if isinstance(value, (tuple, list)) else type(value).__name__
+        raise TypeError(f"{name}: {what}, must be (low_freq_factor, high_freq_factor, old_context_len) or None")
+    low, high, _ = (_number(f"{name}[{i}]", one, True) for i, one in enumerate(value))
+    if low >= high:
+        raise ValueError(f"{name}: {tuple(value)}, low_freq_factor must be below high_freq_factor")
+
+
+def _refuse_angles(rope: RotaryEmbedding) -> None:
+    """Raise on a number of `rope` that `cos_sin_cache` makes meaningless, unless it has its default value."""
+    default = RotaryEmbedding()
+    for field in ("rotary_dim", "scale", "theta", "llama31"):
+        value, wanted = getattr(rope, field), getattr(default, field)
+        if value is not wanted and not (value.__class__ in (int, float) and value == wanted):
+            error = ValueError if value.__class__ in (int, float, tuple) else TypeError
+            found = value if error is ValueError else type(value).__name__
+            raise error(f"rope.{field}: {found}, must be {wanted} with rope.cos_sin_cache")
+
+
+def _scale(field: str, value: Any, k: torch.Tensor, inverse: bool) -> tuple[float, torch.Tensor | None]:
     """Return a dequantisation scale as a number and None, or as 1.0 and a tensor. inverse: a number is passed as its
     reciprocal."""
     if value.__class__ is float and 0 < value < INF:
         return 1.0 / value if inverse else value, None
     if isinstance(value, torch.Tensor) and value.numel() > 1:  # one per head: `checks` knows how many
         return 1.0, value
-    device = k.device if isinstance(k, torch.Tensor) else None
-    number, tensor = scale_of(NAMES[QKV][field], value, device, "that of k", positive=True)
+    number, tensor = scale_of(NAMES[QKV][field], value, k.device, "that of k", positive=True)
     if tensor is not None:
         return 1.0, tensor.reshape(1)
     return 1.0 / number if inverse else float(number), None
+
+
+def _refuse_scale(name: str, value: Any, what: str) -> None:
+    """Raise on a scale of values that are not quantised, unless it is 1."""
+    if not isinstance(value, (int, float)) or value != 1:
+        found = f"shape {tuple(value.shape)}" if isinstance(value, torch.Tensor) else value
+        raise ValueError(f"{name}: {found}, must be 1.0: {what}")
+
+
+def _refuse_scales(cache: KVCacheTarget, k: torch.Tensor, copied: bool) -> None:
+    """Raise on a scale of rows that are not quantised. copied: rows of one byte may be given."""
+    check_one_of("k: dtype", k.dtype, STORED if copied else WIDE)
+    for field in ("k_scale", "v_scale"):
+        _refuse_scale(f"cache.{field}", getattr(cache, field), f"rows of {k.dtype} are not quantised for this cache")
+
+
+def _refuse_out(out: QueryOutput) -> None:
+    """Raise on a field of `out` that is given, though there is no Q."""
+    for field, wanted in NEW_OUTPUT._asdict().items():
+        value = getattr(out, field)
+        if value is not wanted and not (value.__class__ in (int, float) and value == wanted):
+            found = value if isinstance(value, (int, float)) else type(value).__name__
+            raise ValueError(f"out.{field}: {found}, must be {wanted} without q")
+
+
+def _refuse_classes(cache: Any, norm: Any, rope: Any, out: Any) -> None:
+    """Raise on an argument that is not of its class."""
+    if not isinstance(cache, KVCacheTarget):
+        raise TypeError(f"cache: {type(cache).__name__}, must be a KVCacheTarget")
+    for name, value, wanted in (("norm", norm, RMSNorm), ("rope", rope, RotaryEmbedding), ("out", out, QueryOutput)):
+        if value is not None and not isinstance(value, wanted):
+            raise TypeError(f"{name}: {type(value).__name__}, must be a {wanted.__name__} or None")
 
 
 def append_qkv(
@@ -198,7 +287,18 @@ def append_qkv(
     >>> cache[0, 0, :, 0, 0].tolist(), round(q[1, 0, 0].item(), 2)  # K; and Q at position 1: cos(1) - sin(1)
     ([0.0, 0.0, 0.0, 1.0], -0.3)
     """
+    if not (isinstance(cache, KVCacheTarget) and isinstance(norm, NORMS) and isinstance(rope, ROPES)
+            and isinstance(out, OUTS)):  # fmt: skip
+        _refuse_classes(cache, norm, rope, out)
+    if not isinstance(k, torch.Tensor) or k.dim() != 3:
+        check_strided("k", k, 3)
     kv, layout, sf, k_scale, v_scale, interleaved = cache
+    if layout != "NHD" and layout != "HND":
+        raise UnknownName(f"cache.layout: {layout!r}, must be 'HND' or 'NHD'")
+    if interleaved is not True and interleaved is not False:
+        check_flag("cache.v_sf_interleaved", interleaved)
+    if interleaved and sf is None:
+        raise ValueError(f"cache.v_sf_interleaved: {interleaved}, must be False without cache.sf")
     k_cache, v_cache = sides("cache.kv", kv, layout)
     k_sf, v_sf = (None, None) if sf is None else sides("cache.sf", sf, layout)
     form, slots = PAGES, None
@@ -206,15 +306,25 @@ def append_qkv(
     table: Any = (None,) * 3
     if isinstance(places, PageLists):
         requests = places
+        if places.kv_indptr is None:
+            check_strided("places.kv_indptr", None)
     elif isinstance(places, BlockTable):
         table = places
-    else:
+    elif isinstance(places, torch.Tensor):
         form, slots = SLOTS, places
+    else:
+        raise TypeError(f"places: {type(places).__name__}, must be a torch.Tensor, PageLists or BlockTable")
     k_number, k_ptr = _scale("k_scale", k_scale, k, sf is not None)
     v_number, v_ptr = _scale("v_scale", v_scale, k, sf is not None)
+    copied = q is None and norm is None and rope is None
+    if sf is None and (getattr(k_cache, "dtype", None) == k.dtype or k.dtype in SINGLE):
+        if k_ptr is not None or v_ptr is not None or k_number != 1.0 or v_number != 1.0:
+            _refuse_scales(cache, k, copied)
     transform = None
-    if q is not None or norm is not None or rope is not None:
-        transform = _transform(q, k, norm or NO_NORM, rope, out or NEW_OUTPUT)
+    if q is None and out is not None:
+        _refuse_out(out)
+    if not copied:
+        transform = _transform(q, k, k_cache, norm or NO_NORM, rope, out or NEW_OUTPUT)
     serve(
         CacheWriteCall(
             QKV, k, v, k_cache, v_cache, layout == "NHD", form, slots, requests[0], requests[1], table[0], requests[2],
@@ -224,19 +334,37 @@ def append_qkv(
     return None if transform is None else transform.q_out
 
 
-def _transform(q: Any, k: Any, norm: RMSNorm, rope: RotaryEmbedding | None, out: QueryOutput) -> QueryTransform:
+def _transform(
+    q: Any, k: torch.Tensor, k_cache: Any, norm: RMSNorm, rope: RotaryEmbedding | None, out: QueryOutput
+) -> QueryTransform:
     """Return the transform of a call, with a new output for Q unless one is given."""
-    result = out.out
-    if q is not None and result is None:
-        result = torch.empty(q.shape, dtype=out.dtype or q.dtype, device=q.device)
+    result, dtype, scale = out
+    if q is None:
+        if norm.q_weight is not None:
+            raise ValueError(f"norm.q_weight: {type(norm.q_weight).__name__}, must be None without q")
+    elif result is None:
+        if not isinstance(q, torch.Tensor):
+            check_strided("q", q, 3)
+        if dtype is not None and dtype not in query_dtypes(k, k_cache):
+            check_one_of("k: dtype", k.dtype, WIDE)
+            allowed = ", ".join(map(str, query_dtypes(k, k_cache)))
+            raise TypeError(f"out.dtype: {dtype!r}, must be None or one of {allowed}")
+        result = torch.empty(q.shape, dtype=dtype or q.dtype, device=q.device)
+    elif dtype is not None and isinstance(result, torch.Tensor) and dtype != result.dtype:
+        raise TypeError(f"out.dtype: {dtype!r}, must be None or that of out.out, {result.dtype}")
     table, flags, positions = None, 0, None
     if rope is not None:
+        _check_rope(rope, k.shape[2])
         table, flags = rope_table(rope, k)
         positions = rope.positions
-    number, tensor = _scale("q_scale", out.scale, k, False)
-    return QueryTransform(
-        q, result, table, flags, positions, norm.q_weight, norm.k_weight, norm.eps, norm.offset, number, tensor
-    )
+    number, tensor = _scale("q_scale", scale, k, False)
+    if (tensor is not None or number != 1.0) and getattr(result, "dtype", None) in WIDE:
+        _refuse_scale("out.scale", scale, "only an 8-bit Q is divided by it")
+    eps, offset = norm.eps, norm.offset
+    if not eps.__class__ is offset.__class__ is float:
+        eps, offset = _number("norm.eps", eps), _number("norm.offset", offset)
+    return QueryTransform(q, result, table, flags, positions, norm.q_weight, norm.k_weight, eps, offset, number, tensor)
 
 
 NO_NORM, NEW_OUTPUT = RMSNorm(), QueryOutput()
+NORMS, ROPES, OUTS = (RMSNorm, type(None)), (RotaryEmbedding, type(None)), (QueryOutput, type(None))

@@ -42,8 +42,8 @@ _QKV = {
     "kv_lens": "places.seq_lens", "k_scale": "cache.k_scale", "v_scale": "cache.v_scale",
     "k_scale_ptr": "cache.k_scale", "v_scale_ptr": "cache.v_scale", "q_out": "out.out", "q_scale": "out.scale",
     "q_scale_ptr": "out.scale", "rope_positions": "rope.positions", "q_weight": "norm.q_weight",
-    "k_weight": "norm.k_weight", "norm_eps": "norm.eps", "norm_offset": "norm.offset", "rope_table": "rope.table",
-    "v_sf_interleaved": "cache.v_sf_interleaved",
+    "k_weight": "norm.k_weight", "norm_eps": "norm.eps", "norm_offset": "norm.offset",
+    "rope_table": "rope.cos_sin_cache", "v_sf_interleaved": "cache.v_sf_interleaved",
 }  # fmt: skip
 ROPE, ROPE_CACHED = "apply_rope", "apply_rope_with_cos_sin_cache"  # and all that differ from these in a suffix
 ROPE_FP8, ROPE_FP8_PAGED = "rope_quantize_fp8", "rope_quantize_fp8_append_paged_kv_cache"
@@ -201,7 +201,13 @@ def caches(call: CacheWriteCall) -> None:
     """Check the caches, and that the rows fit them."""
     stored: tuple[torch.dtype, ...] = STORED
     if converts(call):
+        if not block_scaled(call) and getattr(call.k_cache, "dtype", None) == torch.uint8:
+            raise ValueError(
+                f"{name_of(call, 'k_sf').removesuffix(' (K)')}: None, required with a cache of dtype torch.uint8"
+            )
         stored = (torch.uint8,) if block_scaled(call) else (call.k.dtype, *FP8)
+    for field in ("k_sf", "v_sf") if block_scaled(call) else ():
+        check_strided(name_of(call, field), getattr(call, field), 4)
     _pair(call, ("k_cache", "v_cache"), stored)
     if block_scaled(call):
         _pair(call, ("k_sf", "v_sf"), SCALE_TYPES)
@@ -225,8 +231,9 @@ def caches(call: CacheWriteCall) -> None:
             wanted = f"must be that of {cache_name.removesuffix(f' ({side.upper()})')}, {cache.dtype}"
             raise TypeError(f"{name}: dtype {t.dtype}, {wanted}; convert it before the call")
     page_size = _as_nhd(call, call.k_cache)[1]
+    name = name_of(call, "v_sf_interleaved")
     if call.v_sf_interleaved and page_size % 4:
-        raise ValueError(f"{name_of(call, 'v_sf_interleaved')}: pages of {page_size} rows, must be a multiple of 4")
+        raise ValueError(f"{name}: pages of {page_size} rows, must be a multiple of 4")
 
 
 def places(call: CacheWriteCall) -> None:
@@ -278,6 +285,12 @@ def _requests(call: CacheWriteCall, owner: str) -> None:
     check_shape(names[1], call.kv_lens, (call.cu_seqlens.shape[0] - 1,), f"requests, one less than {names[0]}")
 
 
+def query_dtypes(k: torch.Tensor, k_cache: Any) -> tuple[torch.dtype, ...]:
+    """Return the dtypes that the output of Q may have. No kernel of 16-bit caches has an 8-bit Q."""
+    cache = getattr(k_cache, "dtype", k.dtype)
+    return (k.dtype,) if cache == k.dtype else (k.dtype, cache if cache in FP8 else FP8[0])
+
+
 TENSORS = ("q", "rope_table", "rope_positions", "q_weight", "k_weight", "q_scale_ptr", "rope_cos", "rope_sin")
 
 
@@ -295,10 +308,8 @@ def transforms(call: CacheWriteCall, t: QueryTransform) -> None:
             raise TypeError(f"{q}: dtype {t.q.dtype}, must be {owner}, {call.k.dtype}")
         queries = t.q.shape[1]
         check_shape(q, t.q, (tokens, queries, dim), f"rows and head_dim of {k}")
-        wide = call.k_cache.dtype == call.k.dtype  # no kernel for 16-bit caches has an 8-bit Q
-        fp8 = call.k_cache.dtype if call.k_cache.dtype in FP8 else FP8[0]
         name = name_of(call, "q_out")
-        check_operand(name, t.q_out, 3, (t.q.dtype,) if wide else (t.q.dtype, fp8), device, owner)
+        check_operand(name, t.q_out, 3, query_dtypes(call.k, call.k_cache), device, owner)
         check_shape(name, t.q_out, tuple(t.q.shape), f"the shape of {q}")
         check_scale(name_of(call, "q_scale"), t.q_scale, t.q_scale_ptr, device, queries, owner, True)
     for field, count in (("q_weight", queries), ("k_weight", heads)):
@@ -309,7 +320,10 @@ def transforms(call: CacheWriteCall, t: QueryTransform) -> None:
             check_shape(name, weight, shape, "head_dim, or heads and head_dim")
             if not weight.is_contiguous():
                 raise ValueError(f"{name}: strides {weight.stride()}, must be contiguous")
-    check_number(name_of(call, "norm_eps"), t.norm_eps)
+    name = name_of(call, "norm_eps")
+    check_number(name, t.norm_eps)
+    if t.norm_eps < 0:
+        raise ValueError(f"{name}: {t.norm_eps}, must be at least 0")
     check_number(name_of(call, "norm_offset"), t.norm_offset)
     if t.rope_cos is not None:
         for field in ("rope_cos", "rope_sin"):

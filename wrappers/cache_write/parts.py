@@ -6,9 +6,10 @@ import torch
 
 from cute_kernels.cache_write.rows import MAX_TRANSFORMED
 
+from ..checks import check_apart
 from ..plain import traced
 from .call import CacheWriteCall
-from .checks import NOPE, validate
+from .checks import NOPE, name_of, validate
 from .op import serve
 
 
@@ -55,8 +56,25 @@ def serve_parts(call: CacheWriteCall, rope: Operands, nope: Operands | None) -> 
     rest = call.transform._replace(rope_table=None, rope=0, rope_positions=None)  # type: ignore[union-attr]
     second = _of(call._replace(function=call.function + NOPE, v=None, transform=rest), nope)
     validate(second)  # before the first is written
+    if not traced(whole.q_out):
+        _check_apart(first, second)
     serve(first)
     serve(second)
+
+
+def _check_apart(first: CacheWriteCall, second: CacheWriteCall) -> None:
+    """Check that no call writes what the other reads or writes; each has been or will be checked alone."""
+    for writes, other in ((first, second), (second, first)):
+        inputs = {name_of(other, side): getattr(other, side) for side in ("k", "v") if getattr(other, side).shape[1]}
+        inputs[name_of(other, "q")] = other.transform.q  # type: ignore[union-attr]
+        check_apart(outputs_of(writes), outputs_of(other) | inputs)
+
+
+def outputs_of(call: CacheWriteCall) -> dict[str, torch.Tensor]:
+    """Return the tensors that a call writes, by the caller's names."""
+    sides = {f"{side}_cache" for side in ("k", "v") if getattr(call, side).shape[1]}
+    found = {name_of(call, field): getattr(call, field) for field in sorted(sides)}
+    return found | {name_of(call, "q_out"): call.transform.q_out}  # type: ignore[union-attr]
 
 
 def _of(call: CacheWriteCall, part: Operands) -> CacheWriteCall:

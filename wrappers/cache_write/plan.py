@@ -21,7 +21,6 @@ DTYPES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float8_e4m3fn: "e
 THREADS = 1 << 19  # about as many threads as two GPUs hold: with fewer, each group has one row
 _AT = CacheWriteArgs(*range(len(CacheWriteArgs._fields)))  # position of each argument that all specs have
 _K, _V, _K_CACHE, _V_CACHE, _SLOTS = _AT.k, _AT.v, _AT.k_cache, _AT.v_cache, _AT.slots
-_CU_SEQLENS, _KV_LENS = _AT.cu_seqlens, _AT.kv_lens
 LISTED, TABLED = (
     tuple((field, getattr(_AT, field)) for field in fields)
     for fields in (
@@ -66,7 +65,8 @@ class CacheWritePlan:
             for field, slot in LISTED if call.kv_indices is not None else TABLED:
                 flat[slot] = words(getattr(call, field)) if self.wide else getattr(call, field)
         elif call.cu_seqlens is not None:
-            flat[_CU_SEQLENS], flat[_KV_LENS] = words(call.cu_seqlens), words(call.kv_lens)
+            for field, slot in TABLED[1:]:
+                flat[slot] = words(getattr(call, field))
         if at.k_scale is not None:
             flat[at.k_scale], flat[at.v_scale] = call.k_scale, call.v_scale
             if call.k_scale_ptr is not None:
@@ -91,11 +91,11 @@ class CacheWritePlan:
         if t is None or t.q is None:
             return False
         out, near = t.q_out.data_ptr(), self.q_bytes
-        ahead = out - t.q.data_ptr()
+        ahead, moved = out - t.q.data_ptr(), out - k_cache != self.q_apart
         return (
             -near < ahead < near and not (self.in_place and ahead == 0)
-            or out - k_cache != self.q_apart and -near < out - k_cache < self.k_cache_bytes
-            or -near < out - v_cache < self.v_cache_bytes
+            or moved and -near < out - k_cache < self.k_cache_bytes
+            or (moved or apart != self.apart) and -near < out - v_cache < self.v_cache_bytes
         )  # fmt: skip
 
 

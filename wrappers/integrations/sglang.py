@@ -22,13 +22,14 @@ import torch
 from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
 from sglang.srt.layers.radix_attention import AttentionType, RadixAttention
 from sglang.srt.mem_cache.layout.paged_view import paged_kv_view
-from sglang.srt.mem_cache.memory_pool import KVWriteLoc
+from sglang.srt.mem_cache.memory_pool import KVWriteLoc, MHATokenToKVPool
 from sglang.srt.mem_cache.swa_memory_pool import SWAKVPool
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
 from sglang.srt.runtime_context import get_parallel, get_spec
 
 from .. import machine
 from ..attention.trtllm import trtllm_batch_context_with_kv_cache, trtllm_batch_decode_with_kv_cache
+from ..cache_write.api import KVCacheTarget, append_qkv
 from .support import E4M3, E5M2, HEAD_SIZES, query_dtype, refusal
 
 DECODES = (ForwardMode.DECODE, ForwardMode.IDLE)
@@ -67,6 +68,7 @@ class SglangBackend(AttentionBackend):
         self.req_to_token = model_runner.req_to_token_pool.req_to_token
         self.token_to_kv_pool = pool = model_runner.token_to_kv_pool
         self._windows = pool if isinstance(pool, SWAKVPool) else None
+        self._plain = _is_plain(pool)
         self.forward_metadata: SglangMetadata | None = None
 
     def init_forward_metadata(self, forward_batch: Any) -> None:
@@ -129,7 +131,8 @@ class SglangBackend(AttentionBackend):
             raise NotImplementedError(f"{', '.join(asked)}: given, must be None")
         m = self.forward_metadata
         assert m is not None, "init_forward_metadata comes first"
-        if save_kv_cache and k is not None:
+        new = save_kv_cache and k is not None
+        if new and not self._plain:
             where = KVWriteLoc.for_batch(forward_batch, swa_loc=m.window_loc)
             self.token_to_kv_pool.set_kv_buffer(layer, where, k, v, layer.k_scale, layer.v_scale)
         heads, dim = layer.tp_q_head_num, layer.head_dim
@@ -140,6 +143,8 @@ class SglangBackend(AttentionBackend):
         if self.data_type in (E4M3, E5M2):
             scale, out_scale = scale * _number(layer.k_scale_float), _number(layer.v_scale_float)
         windowed = self._windows is not None and self._windows.layers_mapping[layer.layer_id][1]
+        if new and self._plain:
+            self._append(layer, k, v, caches, m.window_loc if windowed else forward_batch.out_cache_loc)
         given: dict[str, Any] = {
             "window_left": layer.sliding_window_size, "out_dtype": self.dtype, "kv_layout": "NHD",
             "sinks": None if sinks is None else sinks.float(), "logits_soft_cap": layer.logit_cap or None,
@@ -156,10 +161,31 @@ class SglangBackend(AttentionBackend):
 
     forward_extend = forward_decode  # the metadata distinguish the two
 
+    def _append(self, layer: Any, k: Any, v: Any, caches: Any, slots: Any) -> None:
+        """Store k and v at their slots, quantised if the pool is, in one launch."""
+        if k.ndim != 3:
+            k, v = (t.view(-1, layer.tp_k_head_num, layer.head_dim) for t in (k, v))
+        if k.dtype not in (self.dtype, self.data_type):
+            k, v = k.to(self.dtype), v.to(self.dtype)
+        if k.dtype is self.data_type:  # the rows' bits, also if the model has quantised them
+            target = KVCacheTarget(caches)
+        else:
+            target = KVCacheTarget(caches, "NHD", None, _number(layer.k_scale_float), _number(layer.v_scale_float))
+        append_qkv(None, k, v, target, slots)
+
 
 def _number(scale: float | None) -> float:
     """Return the scale, or 1 for a checkpoint without scales."""
     return 1.0 if scale is None else scale
+
+
+def _is_plain(pool: Any) -> bool:
+    """Return whether rows may be written through `get_kv_buffer`; other pools write them themselves."""
+    if isinstance(pool, SWAKVPool):
+        if type(pool).set_kv_buffer is not SWAKVPool.set_kv_buffer:
+            return False
+        return _is_plain(pool.full_kv_pool) and _is_plain(pool.swa_kv_pool)
+    return type(pool).set_kv_buffer is MHATokenToKVPool.set_kv_buffer and not pool.requires_physical_write_loc
 
 
 def _layers(model_runner: Any) -> list[Any]:

@@ -19,21 +19,36 @@
 
 from collections.abc import Sequence
 from itertools import accumulate
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from transformers import AttentionInterface
 
+from .. import machine
 from ..attention.trtllm import trtllm_batch_context_with_kv_cache, trtllm_batch_decode_with_kv_cache
+from ..cache_write.api import KVCacheTarget, append_qkv
+from .support import E4M3, E5M2, query_dtype
 
 NAME = "cute_kernels"  # of the attention function
+
+
+class StorageFormat(NamedTuple):
+    """How a `PagedCache` stores keys and values.
+
+    dtype: None (the keys'), e4m3 or e5m2, or uint8 for NVFP4. k_scale, v_scale: positive numbers, by which quantised
+    keys and values are divided; NVFP4 has a scale factor per 16 values besides.
+    """
+
+    dtype: torch.dtype | None = None
+    k_scale: float = 1.0
+    v_scale: float = 1.0
 
 
 class PagedCache:
     """Keys and values of up to `batch` requests, in pages that all of them share.
 
-    A layer's pool is allocated when the layer first runs: two tensors (pages, page_size, KV heads, head_dim) of its
-    keys' dtype.
+    A layer's pools are allocated when the layer first runs: two tensors (pages, page_size, KV heads, head_dim) of its
+    keys' dtype, or in a `StorageFormat`. NVFP4 packs two values in a byte and has two tensors of scale factors besides.
 
     Lengths and block tables stay on the device and keep their addresses: a captured `extend()` and forward may be
     replayed for ever, also after `release` and `admit`, since a slot without a request has length 0 and counts as one.
@@ -42,13 +57,20 @@ class PagedCache:
     """
 
     def __init__(
-        self, batch: int, pages: int, max_tokens: int, page_size: int = 16, device: torch.device | str = "cuda"
-    ) -> None:
+        self, batch: int, pages: int, max_tokens: int, page_size: int = 16, device: torch.device | str = "cuda",
+        stored: StorageFormat | None = None,
+    ) -> None:  # fmt: skip
         """Allocate lengths and block tables.
 
         max_tokens: an upper bound of a request's tokens, prompt and output. page_size: any from 1; powers of two from 8
-        to 256 are fastest.
+        to 256 are fastest. stored: None for the keys' dtype.
         """
+        self.stored = stored or StorageFormat()
+        dtype = self.stored.dtype
+        if dtype not in (None, E4M3, E5M2, torch.uint8):
+            raise TypeError(f"stored.dtype: {dtype}, must be None, {E4M3}, {E5M2} or {torch.uint8}")
+        known = machine.current.device_info(torch.device(device)) if dtype is E4M3 else None
+        self.e4m3_queries = query_dtype(torch.bfloat16, dtype or torch.bfloat16, known and known[0]) is E4M3
         self.pages, self.page_size, self.max_tokens = pages, page_size, max_tokens
         width = -(-max_tokens // page_size)
         self.block_tables = torch.zeros(batch, width, dtype=torch.int32, device=device)
@@ -61,7 +83,7 @@ class PagedCache:
         self._free = list(range(pages - 1, 0, -1))
         self._owned: dict[int, list[int]] = {}  # slot -> pages of its request
         self._prompt = [0] * batch  # prompt tokens of each slot that `extend` has announced
-        self._pools: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # layer -> K, V
+        self._pools: dict[int, KVCacheTarget] = {}  # of each layer
         self._sinks: dict[int, torch.Tensor] = {}
 
     def admit(self, request: int, tokens: int) -> None:
@@ -125,18 +147,31 @@ class PagedCache:
         """Return the row of each request's last packed token, (batch,) int64; without tokens, a neighbour's."""
         return self._slots if self.cu_seq_lens_q is None else self.cu_seq_lens_q[1:].long() - 1
 
-    def append(self, layer: int, key: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Write this step's (T, KV heads, head_dim) to their pages and return the layer's pools. Never waits."""
+    def append(self, layer: int, key: torch.Tensor, value: torch.Tensor) -> KVCacheTarget:
+        """Write this step's (T, KV heads, head_dim) to their pages, quantised if the pools are, in one launch.
+
+        Returns the layer's pools, `kv`, and their scale factors, `sf`. Never waits.
+        """
         if len(key) != len(self._rows):
             announced = f"must be the {len(self._rows)} that extend announced; use_cache must be False"
             raise ValueError(f"key: {len(key)} tokens, {announced}")
         if layer not in self._pools:
-            k, v = (t.new_empty(self.pages, self.page_size, *t.shape[1:]) for t in (key, value))
-            self._pools[layer] = k, v
-        k, v = self._pools[layer]
-        k.flatten(0, 1).index_copy_(0, self._rows, key)
-        v.flatten(0, 1).index_copy_(0, self._rows, value)
-        return k, v
+            self._pools[layer] = self._allocate(key, value)
+        target = self._pools[layer]
+        append_qkv(None, key, value, target, self._rows)
+        return target
+
+    def _allocate(self, key: torch.Tensor, value: torch.Tensor) -> KVCacheTarget:
+        def pools(per: int, dtype: torch.dtype | None) -> tuple[torch.Tensor, ...]:
+            return tuple(
+                t.new_empty(self.pages, self.page_size, t.shape[1], t.shape[2] // per, dtype=dtype or t.dtype)
+                for t in (key, value)
+            )
+
+        dtype, k_scale, v_scale = self.stored
+        packed = dtype is torch.uint8
+        kv, sf = pools(2 if packed else 1, dtype), pools(16, E4M3) if packed else None
+        return KVCacheTarget(kv, "NHD", sf, k_scale, v_scale)
 
     def sinks(self, layer: int, sinks: torch.Tensor | None) -> torch.Tensor | None:
         """Return a layer's sinks in fp32, as kernels take them; they are cast once, since weights do not change."""
@@ -176,21 +211,27 @@ def paged_attention(
     cache, layer = paged_cache, int(module.layer_idx)  # type: ignore[arg-type]
     b, _heads, s, dim = query.shape
     q, k, v = (t.transpose(1, 2).flatten(0, 1) for t in (query, key, value))  # views if b or s is 1
-    pools = cache.append(layer, k, v)
-    scale = dim**-0.5 if scaling is None else scaling
+    target = cache.append(layer, k, v)
+    if cache.e4m3_queries:  # on Blackwell, see `support.query_dtype`
+        q = q.to(E4M3)
+    scale = (dim**-0.5 if scaling is None else scaling) * cache.stored.k_scale
     modifiers: dict[str, Any] = {
         "window_left": -1 if sliding_window is None else sliding_window - 1,  # keys before the token itself
         "sinks": cache.sinks(layer, s_aux),
         "logits_soft_cap": softcap,
         "kv_layout": "NHD",
+        "out_dtype": query.dtype,
+        "kv_cache_sf": target.sf,
     }
     tables, lens, bound = cache.block_tables, cache.seq_lens, cache.max_tokens
     if cache.cu_seq_lens_q is None:
-        out = trtllm_batch_decode_with_kv_cache(q, pools, None, tables, lens, bound, scale, 1.0, **modifiers)
+        out = trtllm_batch_decode_with_kv_cache(
+            q, target.kv, None, tables, lens, bound, scale, cache.stored.v_scale, **modifiers
+        )
     else:
         out = trtllm_batch_context_with_kv_cache(
-            q, pools, None, tables, lens, cache.max_q_len, bound, scale, 1.0, len(lens), cache.cu_seq_lens_q, None,
-            **modifiers,
+            q, target.kv, None, tables, lens, cache.max_q_len, bound, scale, cache.stored.v_scale, len(lens),
+            cache.cu_seq_lens_q, None, **modifiers,
         )  # fmt: skip
     return out.unflatten(0, (b, s)), None
 

@@ -16,7 +16,6 @@ from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 import torch
-from vllm import _custom_ops as ops
 from vllm.platforms import current_platform
 from vllm.v1.attention.backend import (
     AttentionBackend,
@@ -30,7 +29,7 @@ from vllm.v1.attention.backend import (
 from vllm.v1.kv_cache_interface import KVCacheLayout
 
 from ..attention.trtllm import trtllm_batch_context_with_kv_cache
-from ..page import nvfp4_quantize_append_paged_kv_cache
+from ..cache_write.api import KVCacheTarget, append_qkv
 from .support import ARCHS, E4M3, E5M2, HEAD_SIZES, PAGE_SIZES, query_dtype, refusal
 
 QUANTISED = {"fp8": E4M3, "fp8_e4m3": E4M3, "fp8_e5m2": E5M2, "nvfp4": torch.uint8}
@@ -176,7 +175,7 @@ class VllmImpl(AttentionImpl[VllmMetadata]):
         self._window_left = -1 if sliding_window is None else sliding_window - 1  # keys before the token itself
         self._soft_cap = logits_soft_cap or None
         self._loaded_sinks = self.sinks = sinks
-        self._views: Any = None  # the cache with its address, and its views
+        self._views: Any = None  # the cache, its address, and its views
 
     def process_weights_after_loading(self, act_dtype: torch.dtype) -> None:
         """Convert the sinks to fp32, as kernels take them; weights that are loaded again go to the same memory."""
@@ -212,23 +211,23 @@ class VllmImpl(AttentionImpl[VllmMetadata]):
     def do_kv_cache_update(
         self, layer: Any, key: torch.Tensor, value: torch.Tensor, kv_cache: torch.Tensor, slot_mapping: torch.Tensor
     ) -> None:
-        """Store key and value (tokens, KV heads, head_size) at their slots.
+        """Store key and value (tokens, KV heads, head_size) at their slots, quantised if the cache is, in one launch.
 
-        Uses vLLM's own operator, or for NVFP4 torch operations, none of which waits for the device.
+        Tokens behind those of slot_mapping are ignored, and those of negative slots are not stored.
         """
-        caches, sf = self.caches(kv_cache)
-        if sf is None:
-            k, v = (t.transpose(1, 2) for t in caches)
-            ops.reshape_and_cache_flash(
-                key, value, k, v, slot_mapping, self.kv_cache_dtype, layer._k_scale, layer._v_scale
-            )
-            return
-        tokens, blocks, device = slot_mapping.shape[0], kv_cache.shape[0], kv_cache.device
-        pages = torch.arange(blocks, device=device)  # all are pages of one request: slots are positions of its keys
-        nvfp4_quantize_append_paged_kv_cache(
-            key[:tokens], value[:tokens], torch.zeros_like(slot_mapping), slot_mapping, caches, sf, pages,
-            torch.arange(2, device=device) * blocks, pages[:1], layer._k_scale, layer._v_scale, "HND",
-        )  # fmt: skip
+        caches, sf = self._held(kv_cache)
+        if self._cache_dtype is None:
+            target = KVCacheTarget(caches, "HND")
+        else:
+            target = KVCacheTarget(caches, "HND", sf, layer._k_scale_float, layer._v_scale_float)
+        append_qkv(None, key, value, target, slot_mapping)
+
+    def _held(self, kv_cache: torch.Tensor) -> tuple[Any, Any]:
+        """Return `caches` of the engine's tensor, the same views at each step: see `attention.layers`."""
+        views, address = self._views, kv_cache.data_ptr()
+        if views is None or views[0] is not kv_cache or views[1] != address:
+            self._views = views = kv_cache, address, self.caches(kv_cache)
+        return views[2]
 
     def forward(
         self, layer: Any, query: torch.Tensor, key: torch.Tensor | None, value: torch.Tensor | None,
@@ -243,10 +242,7 @@ class VllmImpl(AttentionImpl[VllmMetadata]):
             raise NotImplementedError("output_scale, output_block_scale: given, must be None")
         if attn_metadata is None:  # vLLM is profiling its memory
             return output.fill_(0)
-        held = kv_cache, kv_cache.data_ptr()
-        if self._views is None or self._views[0][0] is not kv_cache or self._views[0][1] != held[1]:
-            self._views = held, self.caches(kv_cache)  # the same views at each step: see `attention.layers`
-        m, (caches, sf) = attn_metadata, self._views[1]
+        m, (caches, sf) = attn_metadata, self._held(kv_cache)
         scale, out_scale = self.scale, 1.0
         if self._cache_dtype is not None:
             scale, out_scale = scale * layer._k_scale_float, layer._v_scale_float

@@ -3,6 +3,7 @@
 from .cache_write import write_rows
 from .dense import LOG2E, HeadTerms, attention
 from .gather_rows import gather_rows
+from .merge_states import merge_state, merge_states
 from .paged import gather, paged_attention, store
 from .topk import gather_bits, order_keys, sort_rows, top_k_rows
 
@@ -13,6 +14,8 @@ __all__ = [
     "gather",
     "gather_bits",
     "gather_rows",
+    "merge_state",
+    "merge_states",
     "order_keys",
     "paged_attention",
     "store",

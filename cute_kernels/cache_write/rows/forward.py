@@ -24,7 +24,8 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, Uint32, const_expr
 
 from ... import abi
-from .. import memory, places, rotate, store
+from ...device import memory
+from .. import places, rotate, store
 from ..args import CacheWriteArgs, fields, pack
 from ..spec import BYTES, SF_VEC_SIZE
 from . import THREADS, ctas_per_sm, gather
@@ -212,7 +213,8 @@ def plain_rows(spec: cutlass.Constexpr, a, g: LaneGroup):
     if g.token < tokens:
         rows = rows_of(a, g)
         load_vectors(spec, g, rows, RowCursor(rows.first, begin), words)
-        at = places.place_of(a, g.token, places.position_of(a, g.token))
+        slot = places.request_slot(a, g.token)
+        at = places.place_of(a, g.token, places.position_of(a, g.token), slot)
         if at.page >= 0:
             write_rows(spec, a, g, rows, at, words)
 
@@ -254,7 +256,7 @@ def store_vectors(
     target, values = target_of(spec, a, rows.is_v, place, at.head), cute.make_rmem_tensor((8, 2), Float32)
     if const_expr(spec.quantised):
         for half in cutlass.range_constexpr(2):
-            store.unpack(spec, words[None, half], values[None, half])
+            memory.unpack(spec.dtype, words[None, half], values[None, half])
     if const_expr(spec.cache == "nvfp4"):
         if at.vector * per < rows.dim:
             block = cute.make_tensor(values.iterator, cute.make_layout(SF_VEC_SIZE))
@@ -371,20 +373,22 @@ def transform_rows(spec: cutlass.Constexpr, a, g: LaneGroup):
     words.fill(0)
     weight_words.fill(0)
     inv_dim = Float32(1.0) / Float32(a.k.shape[2])
-    # request the first row, then find its place: the page is negative if K and V are not written
+    # Request the first row and the slot, then wait for the position and for its cosines: in a decode step, the time of
+    # a launch is that of loads that wait for one another. The page is negative if K and V are not written.
     fetch(a, g, g.own, words, weight_words)
-    position = places.position_of(a, g.token)
-    at, rope_position = places.place_of(a, g.token, position), places.rope_position(a, g.token, position)
-    page = at.page if rope_position >= 0 else Int32(-1)
-    place = places.CachePlace(cutlass.max(page, 0), at.row)
+    slot, position = places.request_slot(a, g.token), places.position_of(a, g.token)
+    rope_position = places.rope_position(a, g.token, position)
     if rotates and rope_position >= 0:
         rotate.load_rotation(spec, a, g, rope_position, cos, sin)
+    at = places.place_of(a, g.token, position, slot)
+    page = at.page if rope_position >= 0 else Int32(-1)
+    place = places.CachePlace(cutlass.max(page, 0), at.row)
     row = g.own
     while row < row_count(a):
         x = head_row(a, g, row)
         for half in cutlass.range_constexpr(2):
-            store.unpack(spec, words[None, half], values[None, half])
-            store.unpack(spec, weight_words[None, half], weights[None, half])
+            memory.unpack(spec.dtype, words[None, half], values[None, half])
+            memory.unpack(spec.dtype, weight_words[None, half], weights[None, half])
             for i in cutlass.range_constexpr(4):
                 held[i, half] = words[i, half]
         fetch(a, g, row + a.k_groups, words, weight_words)
@@ -426,7 +430,7 @@ def store_query(spec: cutlass.Constexpr, a, g: LaneGroup, head: Int32, values: c
         first = (g.lane + half * g.lanes) * rotate.HALF
         if first < dim:
             if a.q_out.shape[0] > 0:
-                store.store_16bit(spec.dtype, row_of(a.q_out, g.token, head), first, dim, values[None, half])
+                memory.store_values(spec.dtype, row_of(a.q_out, g.token, head), first, dim, values[None, half])
             if const_expr(spec.quantised):
                 if a.q_fp8.shape[0] > 0:
                     scale = a.q_scale

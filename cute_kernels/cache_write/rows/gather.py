@@ -9,9 +9,9 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, Uint32
 
-from ...device import copy, warp
+from ...device import copy, memory, warp
 from ...device.clamp import clamp
-from .. import memory, places, rotate, store
+from .. import places, rotate, store
 
 
 class HeadRows(NamedTuple):

@@ -1,0 +1,1 @@
+"""States of attention merged in one launch: what the functions of `cascade` share."""
