@@ -9,7 +9,6 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, Uint32, const_expr
 
 from ..device import copy, memory, warp
-from . import store
 from .args import ANGLES, INTERLEAVED
 
 HALF = 8  # elements of a vector
@@ -47,7 +46,7 @@ def load_narrow(spec: cutlass.Constexpr, table: cute.Tensor, position: Int32, fi
     address = table.iterator.toint() + 2 * (Int64(position) * table.stride[0] + first)
     copy.vector(memory.view(address, Uint32, 2, 8), words)
     for i in cutlass.range_constexpr(2):
-        found[2 * i], found[2 * i + 1] = store.widen(spec.dtype, words[i])
+        found[2 * i], found[2 * i + 1] = memory.widen(spec.dtype, words[i])
 
 
 @cute.jit

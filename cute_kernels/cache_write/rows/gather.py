@@ -11,7 +11,7 @@ from cutlass import Float32, Int32, Int64, Uint32
 
 from ...device import copy, memory, warp
 from ...device.clamp import clamp
-from .. import places, rotate, store
+from .. import places, rotate
 
 
 class HeadRows(NamedTuple):
@@ -204,16 +204,14 @@ def gather_rows(spec: cutlass.Constexpr, a, g):
         load_rotation(a, rows.position, at, cos, sin)
     while head < rows.heads:
         for half in cutlass.range_constexpr(2):
-            store.unpack(spec, words[None, half], values[None, half])
+            memory.unpack(spec.dtype, words[None, half], values[None, half])
         load_row(rows, head + a.k_groups, at, words)
         for e in cutlass.range_constexpr(rotate.HALF):
             first, second = values[e, 0], values[e, 1]
             values[e, 0] = warp.fma(-second, sin[e], first * cos[e])
             values[e, 1] = warp.fma(first, sin[e], second * cos[e])
         for half in cutlass.range_constexpr(2):
-            for i in cutlass.range_constexpr(4):
-                pair = values[2 * i, half], values[2 * i + 1, half]
-                packed[i, half] = warp.pack_16bit(store.TYPES[spec.dtype], *pair)
+            memory.pack(spec.dtype, values[None, half], packed[None, half])
         if at.exist:
             target = rows.target + head * rows.target_stride + at.first
             for half in cutlass.range_constexpr(2):
