@@ -66,6 +66,7 @@ class CacheWriteArgs(NamedTuple):
     k_weight: Any = None  # (H Dk | Dk | 0,)
     norm_eps: Any = None  # Float32
     norm_offset: Any = None  # Float32  added to the weights
+    # transform, caches of the rows' type
     rope_cos: Any = None  # (L | 0, R / 2)  spec.dtype, aligned to 8 bytes, row stride a multiple of 4, last 1: cosines
     #                                 at each position, and with them rope_sin instead of rope_table, which is (0, R)
     rope_sin: Any = None  # (L | 0, R / 2)
@@ -100,14 +101,14 @@ INDICES = (
 QUANTISED = ("k_scale", "v_scale", "k_scale_ptr", "v_scale_ptr")
 BLOCK_SCALED = ("k_sf", "v_sf", "v_sf_interleaved", "scales_multiply")
 TRANSFORM = ("q", "q_out", "rope_table", "rope", "rope_positions", "q_weight", "k_weight", "norm_eps", "norm_offset")
-ENGINES = ("rope_cos", "rope_sin", "kv_lens_out")  # absent with gather
+COPIED_TRANSFORM = ("rope_cos", "rope_sin", "kv_lens_out")
 GATHER = ("tables", "tables_out")
 Q_QUANTISED = ("q_fp8", "q_scale", "q_scale_ptr")
 OPTIONAL: dict[str, Callable[[Any], bool]] = {  # field -> whether a spec has it; every spec has the fields not listed
     **dict.fromkeys(QUANTISED, lambda spec: spec.quantised),
     **dict.fromkeys(BLOCK_SCALED, lambda spec: spec.cache == "nvfp4"),
     **dict.fromkeys(TRANSFORM, lambda spec: spec.transform),
-    **dict.fromkeys(ENGINES, lambda spec: spec.transform and not spec.gather),
+    **dict.fromkeys(COPIED_TRANSFORM, lambda spec: spec.transform and not (spec.quantised or spec.gather)),
     **dict.fromkeys(GATHER, lambda spec: spec.gather),
     **dict.fromkeys(Q_QUANTISED, lambda spec: spec.transform and spec.quantised),
 }

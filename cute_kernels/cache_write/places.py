@@ -153,6 +153,8 @@ def place_of(a, token: Int32, at: TokenPosition, requested: IndexWords) -> Cache
 
 def rotation_rows(a):
     """Return the positions of which a launch has cosines and sines, 0 if it rotates nothing; of ANGLES: 1."""
+    if a.rope_cos is None:
+        return a.rope_table.shape[0]
     return cutlass.max(a.rope_table.shape[0], a.rope_cos.shape[0])
 
 

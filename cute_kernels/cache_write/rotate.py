@@ -57,7 +57,10 @@ def load_pairs(spec: cutlass.Constexpr, a, position: Int32, first: Int32, x: cut
     would take launches at each call, or a copy that is kept and may be older than they are."""
     table = a.rope_table
     address = table.iterator.toint() + (Int64(position) * table.stride[0] + first) * 4
-    if a.rope_cos.shape[0] > 0:
+    if const_expr(a.rope_cos is None):
+        copy.vector(memory.view(address, Float32, 4, 16), x)
+        copy.vector(memory.view(address + (table.shape[1] >> 1) * 4, Float32, 4, 16), y)
+    elif a.rope_cos.shape[0] > 0:
         load_narrow(spec, a.rope_cos, position, first, x)
         load_narrow(spec, a.rope_sin, position, first, y)
     else:

@@ -325,6 +325,10 @@ def transforms(call: CacheWriteCall, t: QueryTransform) -> None:
     if t.norm_eps < 0:
         raise ValueError(f"{name}: {t.norm_eps}, must be at least 0")
     check_number(name_of(call, "norm_offset"), t.norm_offset)
+    if call.k_cache.dtype != call.k.dtype and (t.rope_cos is not None or t.kv_lens_out is not None):
+        raise NotImplementedError(
+            f"{name_of(call, 'rope_cos')}: given with a cache of {call.k_cache.dtype}, must be None"
+        )
     if t.rope_cos is not None:
         for field in ("rope_cos", "rope_sin"):
             rotation_table(name_of(call, field), getattr(t, field), call.k, 2)

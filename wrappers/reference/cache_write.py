@@ -37,7 +37,7 @@ def write_rows(spec: CacheWriteSpec, *flat: Any) -> None:
     written = (page >= 0) & (page < min(len(a.k_cache), len(a.v_cache)))
     rotated = torch.ones_like(written)
     if spec.transform:
-        if len(a.kv_lens_out):
+        if a.kv_lens_out is not None and len(a.kv_lens_out):
             a.kv_lens_out.copy_(a.kv_lens + a.cu_seqlens.diff())
         rope = rope_positions(a, position)
         count = len(a.rope_table) or rotation_rows(a)

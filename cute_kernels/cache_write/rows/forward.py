@@ -185,7 +185,7 @@ def kernel(spec: cutlass.Constexpr, a: CacheWriteArgs):
         if const_expr(spec.gather):
             gather.gather_rows(spec, a, g)
         elif const_expr(spec.transform):
-            if a.kv_lens_out.shape[0] > 0:
+            if const_expr(a.kv_lens_out is not None):
                 write_lengths(a)
             transform_rows(spec, a, g)
         else:
@@ -194,7 +194,7 @@ def kernel(spec: cutlass.Constexpr, a: CacheWriteArgs):
 
 @cute.jit
 def write_lengths(a):
-    """Write the number of keys of each request, with the tokens of the launch."""
+    """Write the number of keys of each request, with the tokens of the launch, if it is asked for."""
     tid, ctas = cute.arch.thread_idx()[0], cute.arch.grid_dim()[0]
     request = cute.arch.block_idx()[0] * THREADS + tid
     while request < a.kv_lens_out.shape[0]:
