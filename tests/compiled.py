@@ -134,6 +134,26 @@ def vllm_inputs(device: Any, size: int, seed: int) -> Given:
     return {"logits": given["logits"], "lengths": given["row_ends"], "workspace": None, "k": 7, "max_seq_len": width}
 
 
+def states_inputs(count: int) -> Callable[..., Given]:
+    """count: of states in one tensor, or 0 for two tensors."""
+
+    def make(device: Any, size: int, seed: int) -> Given:
+        draw, tokens = torch.Generator().manual_seed(seed), DENSE[size][1]
+        shapes = [(tokens, count, 3, 64)] if count else [(tokens, 3, 64)] * 2
+        v = [torch.randn(shape, generator=draw).bfloat16().to(device) for shape in shapes]
+        s = [torch.randn(shape[:-1], generator=draw).to(device) for shape in shapes]
+        return {"v": v[0], "s": s[0]} if count else {"v_a": v[0], "s_a": s[0], "v_b": v[1], "s_b": s[1]}
+
+    return make
+
+
+def rows_inputs(device: Any, size: int, seed: int) -> Given:
+    draw, tokens = torch.Generator().manual_seed(seed), DENSE[size][1]
+    packed = torch.randn(tokens, 8, 64, generator=draw).bfloat16().to(device)
+    slots = torch.randperm(40, generator=draw)[:tokens].to(device)
+    return {"packed": packed, "slots": slots, "cache": torch.zeros(5, 2, 8, 2, 64).bfloat16().to(device)}
+
+
 # ---- steps
 
 
@@ -178,6 +198,21 @@ def class_step(form: str) -> Callable[[Given], Results]:
     return step
 
 
+def in_place_step(given: Given) -> Results:
+    v, s = given["v_a"] * 2, given["s_a"] + 0.0
+    wrappers.merge_state_in_place(v, s, given["v_b"], given["s_b"])
+    return v * 0.5, s
+
+
+def append_step(given: Given) -> Results:
+    """Rotate Q and K, and write K and V."""
+    q, k, v = (given["packed"] * 2).split([4, 2, 2], 1)
+    cache, rope = given["cache"] + 0.0, wrappers.RotaryEmbedding(given["slots"])
+    q = wrappers.append_qkv(q, k, v, wrappers.KVCacheTarget(cache), given["slots"], rope=rope)
+    assert q is not None
+    return q * 0.5, cache * 0.5
+
+
 TABLES: dict[str, tuple[Callable[[Given], Results], Callable[..., Given]]] = {  # name -> (step, inputs)
     "trtllm_batch_context_with_kv_cache": (
         returning(wrappers.trtllm_batch_context_with_kv_cache, "query"),
@@ -207,7 +242,15 @@ TOP_K: dict[str, Any] = {
     **{name: (writing(getattr(wrappers, name), "logits", "output"), vllm_inputs)
        for name in ("persistent_topk", "cooperative_topk")},
 }  # fmt: skip
-GROUPS: dict[str, dict[str, Any]] = {"tables": TABLES, "others": OTHERS, "classes": CLASSES, "top-k": TOP_K}
+CACHES: dict[str, Any] = {
+    "append_qkv": (append_step, rows_inputs),
+    "merge_states": (returning(wrappers.merge_states, "v"), states_inputs(3)),
+    "merge_state": (returning(wrappers.merge_state, "v_a"), states_inputs(0)),
+    "merge_state_in_place": (in_place_step, states_inputs(0)),
+}
+GROUPS: dict[str, dict[str, Any]] = {
+    "tables": TABLES, "others": OTHERS, "classes": CLASSES, "top-k": TOP_K, "caches": CACHES,
+}  # fmt: skip
 EVERY = tuple(GROUPS)
 GROUPS["first"] = {  # prefill, decode, offsets of equal lengths, constants, ALiBi slopes and top-k in one graph
     name: (TABLES | OTHERS | TOP_K)[name]
@@ -328,6 +371,8 @@ OPERATORS = (  # an operator, and the group and the step that calls it
     ("cute_kernels::attention", "classes", "ragged"),
     ("cute_kernels::top_k_rows", "top-k", "top_k"),
     ("cute_kernels::top_k_rows", "top-k", "top_k_per_row_decode"),
+    ("cute_kernels::write_rows", "caches", "append_qkv"),
+    *((f"cute_kernels::{name}", "caches", name) for name in ("merge_states", "merge_state", "merge_state_in_place")),
 )
 
 

@@ -7,6 +7,7 @@ import shutil
 import sys
 import threading
 import weakref
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from types import SimpleNamespace
 
@@ -43,7 +44,14 @@ def compiles_test(test):
 
 def test_every_public_function_has_a_step():
     names = {name for group in compiled.EVERY for name in compiled.GROUPS[group]}
-    assert names == {f.__name__ for f in explanation.FUNCTIONS} | {"paged", "sinks", "ragged", "decode"}
+    others = {
+        "paged",
+        "sinks",
+        "ragged",
+        "decode",
+        *compiled.CACHES,
+    }  # test_rope_functions.py and test_traced.py: the rest
+    assert names == {f.__name__ for f in explanation.FUNCTIONS} | others
 
 
 @compiles_test
@@ -250,3 +258,6 @@ def test_torch_has_the_names_that_are_asked_for():
     assert isinstance(containers, dict)
     assert "tree_manager" in vars(trees.TreeManagerContainer(0))
     assert "self.stream = torch.cuda.Stream()" in inspect.getsource(trees.CUDAGraphTreeManager.__init__)
+    assert machine._warms_up(0, 7) is False
+    with ThreadPoolExecutor(1) as thread:  # no graph of torch.compile has run in it
+        assert thread.submit(machine._warms_up, 0, 7).result() is False

@@ -22,8 +22,8 @@ class HostMachine:
     """Queries to CUDA and the runtime, and state that is kept between calls.
 
     layers: see `attention.layers`. plans: launch plans by the static properties of a call, for all public functions.
-    offsets: offsets of queries of
-    equal length, by device, batch and length. constants, counter_pools, split_scratch: see `scratch`.
+    offsets: offsets of queries of equal length, by device, batch and length. constants, counter_pools, split_scratch:
+    see `scratch`.
     """
 
     # At this size `plans` is emptied, `offsets` and `constants` stop growing: a caller may vary shapes for ever.
@@ -105,14 +105,15 @@ class HostMachine:
 def _warms_up(index: int, stream: int) -> bool:
     """Return whether `stream` is the one on which torch.compile prepares and captures its CUDA graphs.
 
-    torch has no public query for this. Another version of torch may name these attributes otherwise.
+    torch has no public query for this. Another version of torch may name these attributes otherwise. In a thread that
+    ran no such graph, `get_obj` fails an assertion.
     """
     trees: Any = sys.modules.get("torch._inductor.cudagraph_trees")
     try:
         containers = {} if trees is None else trees.get_obj(trees.local, "tree_manager_containers")
         manager = containers[index].tree_manager if index in containers else None
         return manager is not None and manager.stream.cuda_stream == stream
-    except AttributeError:
+    except (AssertionError, AttributeError):
         return False
 
 

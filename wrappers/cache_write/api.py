@@ -162,7 +162,7 @@ def _check_rope(rope: RotaryEmbedding, head_dim: int) -> None:
     if table is not None:
         if not isinstance(table, torch.Tensor):
             check_strided("rope.cos_sin_cache", table, 2)
-        if not (rotary_dim is None and llama31 is None and scale.__class__ is theta.__class__ is float
+        if not (rotary_dim is None and llama31 is None and isinstance(scale, float) and isinstance(theta, float)
                 and scale == 1.0 and theta == 1e4):  # fmt: skip
             _refuse_angles(rope)
         return
@@ -361,7 +361,7 @@ def _transform(
     if (tensor is not None or number != 1.0) and getattr(result, "dtype", None) in WIDE:
         _refuse_scale("out.scale", scale, "only an 8-bit Q is divided by it")
     eps, offset = norm.eps, norm.offset
-    if not eps.__class__ is offset.__class__ is float:
+    if not (isinstance(eps, float) and isinstance(offset, float)):
         eps, offset = _number("norm.eps", eps), _number("norm.offset", offset)
     return QueryTransform(q, result, table, flags, positions, norm.q_weight, norm.k_weight, eps, offset, number, tensor)
 

@@ -46,7 +46,8 @@ class CacheWritePlan:
     wide: int  # bits of the index tensors of int64
     k_bytes: int  # from the first to the last, also below
     v_bytes: int
-    q_bytes: int  # of Q, and of its output
+    q_bytes: int
+    q_out_bytes: int
     in_place: bool  # if the output of Q begins where Q does, it is Q
     k_cache_bytes: int
     v_cache_bytes: int
@@ -90,12 +91,12 @@ class CacheWritePlan:
         t = call.transform
         if t is None or t.q is None:
             return False
-        out, near = t.q_out.data_ptr(), self.q_bytes
+        out, size = t.q_out.data_ptr(), self.q_out_bytes
         ahead, moved = out - t.q.data_ptr(), out - k_cache != self.q_apart
         return (
-            -near < ahead < near and not (self.in_place and ahead == 0)
-            or moved and -near < out - k_cache < self.k_cache_bytes
-            or (moved or apart != self.apart) and -near < out - v_cache < self.v_cache_bytes
+            -size < ahead < self.q_bytes and not (self.in_place and ahead == 0)
+            or moved and -size < out - k_cache < self.k_cache_bytes
+            or (moved or apart != self.apart) and -size < out - v_cache < self.v_cache_bytes
         )  # fmt: skip
 
 
@@ -108,9 +109,10 @@ def key_of(call: CacheWriteCall) -> tuple[Any, ...]:
     if slots is not None:
         where: Any = (slots.dtype, slots.numel())
     elif call.kv_indices is not None and last is not None:
+        requests, positions, indices, indptr = call.batch_indices, call.positions, call.kv_indices, call.kv_indptr
         where = (
-            *map(_size, (call.batch_indices, call.positions, call.kv_indices, call.kv_indptr, last)),
-            last.device, last.stride(),  # no kernel sees it
+            requests.dtype, requests.numel(), positions.dtype, positions.numel(), indices.dtype, indices.numel(),
+            indptr.dtype, indptr.numel(), last.dtype, last.numel(), last.device, last.stride(),  # no kernel sees last
         )  # fmt: skip
     else:
         batch: Any = call[BATCH]
@@ -165,10 +167,6 @@ def raise_reason(call: CacheWriteCall) -> None:
     why = reason(call)
     if why is not None:
         raise why from None
-
-
-def _size(t: Any) -> tuple[torch.dtype, int]:
-    return t.dtype, t.numel()
 
 
 def _as_bytes(t: torch.Tensor) -> torch.Tensor:
@@ -308,7 +306,8 @@ def plan_for(call: CacheWriteCall, device_info: tuple[str, int] | None) -> Cache
         wide=sum(1 << i for i in wide),
         k_bytes=overlap.reach(k),
         v_bytes=overlap.reach(v),
-        q_bytes=0 if t.q is None else max(overlap.reach(t.q), overlap.reach(t.q_out)),
+        q_bytes=0 if t.q is None else overlap.reach(t.q),
+        q_out_bytes=0 if t.q is None else overlap.reach(t.q_out),
         in_place=t.q is not None and (t.q.dtype, t.q.stride()) == (t.q_out.dtype, t.q_out.stride()),
         k_cache_bytes=overlap.reach(call.k_cache),
         v_cache_bytes=overlap.reach(call.v_cache),
