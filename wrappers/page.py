@@ -190,7 +190,8 @@ def append_paged_kv_cache(
         CacheWriteCall(
             APPEND, append_key, append_value, k, v, kv_layout == "NHD", PAGES, None, batch_indices, positions, None,
             kv_indices, kv_indptr, kv_last_page_len,
-        )
+        ),
+        paged_kv_cache,
     )  # fmt: skip
 
 
@@ -205,7 +206,8 @@ def _nvfp4(
         call._replace(
             k_cache=k_cache, v_cache=v_cache, nhd=kv_layout == "NHD", k_sf=k_sf, v_sf=v_sf,
             k_scale=k_factor, v_scale=v_factor, k_scale_ptr=k_ptr, v_scale_ptr=v_ptr,
-        )
+        ),
+        cache, cache_sf,
     )  # fmt: skip
 
 

@@ -329,7 +329,8 @@ def append_qkv(
         CacheWriteCall(
             QKV, k, v, k_cache, v_cache, layout == "NHD", form, slots, requests[0], requests[1], table[0], requests[2],
             requests[3], None, table[2], table[1], k_number, v_number, k_ptr, v_ptr, k_sf, v_sf, interleaved, transform,
-        )
+        ),
+        kv, sf,
     )  # fmt: skip
     return None if transform is None else transform.q_out
 

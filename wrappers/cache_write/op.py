@@ -13,9 +13,10 @@ from . import checks, plan
 from .call import CacheWriteCall, QueryTransform
 
 NAME = "cute_kernels::write_rows"
-# The fields of CacheWriteCall in order, then those of QueryTransform.
+# The fields of CacheWriteCall in order, then those of QueryTransform. Without v_cache, k_cache is one tensor of both
+# caches, (pages, 2, ...), and so is k_sf.
 SCHEMA = """(
-    str function, Tensor k, Tensor v, Tensor(a!) k_cache, Tensor(b!) v_cache, bool nhd, int places,
+    str function, Tensor k, Tensor v, Tensor(a!) k_cache, Tensor(b!)? v_cache, bool nhd, int places,
     Tensor? slots, Tensor? batch_indices, Tensor? positions, Tensor? page_table, Tensor? kv_indices,
     Tensor? kv_indptr, Tensor? kv_last_page_len, Tensor? cu_seqlens, Tensor? kv_lens, float k_scale, float v_scale,
     Tensor? k_scale_ptr, Tensor? v_scale_ptr,
@@ -26,13 +27,17 @@ SCHEMA = """(
 
 torch.library.define(NAME, SCHEMA.replace("\n", " "), tags=torch.Tag.pt2_compliant_tag)
 
+WHOLE = 5  # dimensions of a tensor of K and V
 _is_grad_enabled = torch.is_grad_enabled  # a module global: saves an attribute look-up, 20 ns
 
 
-def serve(call: CacheWriteCall) -> None:
+def serve(call: CacheWriteCall, kv: Any = None, sf: Any = None) -> None:
     """Run a call that writes rows.
 
     In grad mode, rows and caches that require grad are refused, since their gradient would be lost.
+
+    kv, sf: the caches and the scale factors as the caller has given them. An operator gets one tensor of K and V whole:
+    with dynamic shapes, torch.compile loses the offset of a view that an operator writes (pytorch/pytorch#198068).
     """
     if _is_grad_enabled():
         try:
@@ -47,6 +52,8 @@ def serve(call: CacheWriteCall) -> None:
         checks.validate(call)
         given = call._asdict() | {"transform": call.transform is not None}
         given |= (call.transform or QueryTransform())._asdict()
+        if all(isinstance(t, torch.Tensor) and t.ndim == WHOLE for t in (kv, kv if sf is None else sf)):
+            given |= {"k_cache": kv, "v_cache": None, "k_sf": sf, "v_sf": None}
         write(torch.ops.cute_kernels.write_rows.default, **(given | known(given, "nhd", "v_sf_interleaved")))
     else:
         plan.run(call)
@@ -57,6 +64,9 @@ def _run(*flat: Any) -> None:
     count = len(CacheWriteCall._fields)
     transform = QueryTransform(*flat[count:]) if flat[count - 1] else None
     call = CacheWriteCall(*(*flat[: count - 1], transform))
+    if call.v_cache is None:
+        (k, v), sf = call.k_cache.unbind(1), (None, None) if call.k_sf is None else call.k_sf.unbind(1)
+        call = call._replace(k_cache=k, v_cache=v, k_sf=sf[0], v_sf=sf[1])
     for side in ("k", "v"):  # the host's scale tensors had no value in a trace
         tensor = getattr(call, f"{side}_scale_ptr")
         if tensor is not None:
