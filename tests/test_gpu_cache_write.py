@@ -168,7 +168,7 @@ def test_dims(dtype, cache):
 def test_norms_and_rotations(threads, norm, rotation, dtype, cache, monkeypatch):
     monkeypatch.setattr(plan, "THREADS", threads)
     machine.current.plans.clear()
-    shift = WIDE.index((dtype, cache)) + len(norm) + len(rope)
+    shift = WIDE.index((dtype, cache)) + len(norm) + len(rotation)
     for number, dim in enumerate((16, 48, 64, 80, 96, 128, 192, 256, 512)):
         heads = ((32, 8), (5, 1), (0, 3), (1, 1))[(number + shift) % 4]
         rotary = (None, 16, dim, -(-dim // 32) * 16)[number % 4]

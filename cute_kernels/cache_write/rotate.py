@@ -28,10 +28,12 @@ def nearest(x):
 def angle(position, high, low):
     """Return position * (high + low) turns in radians, in [-pi, pi], as fp32.
 
-    The product has 48 bits: whole turns are dropped from it without an error."""
+    The product has 48 bits: whole turns are dropped from it without an error. From position 2^24 on, its lower half has
+    whole turns too."""
     product = position * high
     rest = warp.fma(position, low, warp.fma(position, high, -product))
-    return ((product - nearest(product)) + rest) * Float32(TWO_PI)
+    turns = (product - nearest(product)) + rest
+    return (turns - nearest(turns)) * Float32(TWO_PI)
 
 
 def group_mask(lanes):

@@ -290,7 +290,8 @@ def plan_for(call: CacheWriteCall, device_info: tuple[str, int] | None) -> Cache
         v_sf_interleaved=int(call.v_sf_interleaved), scales_multiply=0,
         q=empty(k.dtype, 0, dim), q_out=empty(k.dtype, queries, dim),
         rope=t.rope, norm_eps=float(t.norm_eps), norm_offset=float(t.norm_offset),
-        rope_table=empty(torch.float32, rotated(call)), rope_cos=empty(k.dtype, 8), rope_sin=empty(k.dtype, 8),
+        rope_table=empty(torch.float32, rotated(call) or rows.ROTATED),
+        rope_cos=empty(k.dtype, 8), rope_sin=empty(k.dtype, 8),
         q_weight=empty(k.dtype), k_weight=empty(k.dtype),
         q_fp8=empty(fp8, queries, dim),
     )  # fmt: skip
