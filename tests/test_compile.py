@@ -26,7 +26,7 @@ MANY_VALUES = 128 * 128  # scores or outputs of a tile, from which on registers 
 SHARED_LIMIT = 227 * 1024  # bytes a CTA can have
 RESERVED = 1024  # bytes that the system adds to each CTA's; the manifest counts them
 REGISTERS = 65536  # of an SM
-BUNDLE_BYTES = 64_000_000
+BUNDLE_BYTES = 65_500_000
 NO_SHARED = {"cache_write.rows": rows, "merge_states.rows": merged_rows}  # kernels without shared memory
 
 

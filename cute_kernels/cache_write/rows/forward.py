@@ -155,25 +155,44 @@ def rows_of(a, g: LaneGroup) -> RowRange:
     return RowRange(is_v, source, source_stride, dim, first, step, heads)
 
 
+class TargetRows(NamedTuple):
+    """The rows of all heads of K or V at a place of the cache. first: that of head 0, without its scale. Strides are in
+    bytes per head."""
+
+    is_v: cutlass.Boolean
+    first: store.TargetRow
+    stride: Int64
+    sf_stride: Int64
+
+
 @cute.jit
-def target_of(spec: cutlass.Constexpr, a, is_v, at: places.CachePlace, head: Int32) -> store.TargetRow:
-    """Return the row of the cache of K or V at a place, of a head."""
-    scale, interleaved = Float32(1.0), Int32(0)
-    base, strides = a.k_cache.iterator.toint(), strides_of(a, a.k_cache)
+def targets_of(spec: cutlass.Constexpr, a, is_v, at: places.CachePlace) -> TargetRows:
+    """Return the rows of the cache of K or V at a place."""
+    interleaved, base, strides = Int32(0), a.k_cache.iterator.toint(), strides_of(a, a.k_cache)
     sf, sf_strides = Int64(0), CacheStrides(Int64(0), Int64(0), Int64(0))
-    if const_expr(spec.quantised):
-        scale = store.scale_of(spec, a, a.k_scale, a.k_scale_ptr, head)
     if const_expr(spec.cache == "nvfp4"):
         sf, sf_strides = a.k_sf.iterator.toint(), strides_of(a, a.k_sf)
     if is_v:
         base, strides = a.v_cache.iterator.toint(), strides_of(a, a.v_cache)
-        if const_expr(spec.quantised):
-            scale = store.scale_of(spec, a, a.v_scale, a.v_scale_ptr, head)
         if const_expr(spec.cache == "nvfp4"):
             sf, sf_strides, interleaved = a.v_sf.iterator.toint(), strides_of(a, a.v_sf), a.v_sf_interleaved
-    address = base + at.page * strides.page + at.row * strides.row + head * strides.head
-    sf += at.page * sf_strides.page + head * sf_strides.head
-    return store.TargetRow(address, sf, sf_strides.row, at.row, interleaved, scale)
+    address = base + at.page * strides.page + at.row * strides.row
+    sf += at.page * sf_strides.page
+    first = store.TargetRow(address, sf, sf_strides.row, at.row, interleaved, Float32(1.0))
+    return TargetRows(is_v, first, strides.head, sf_strides.head)
+
+
+@cute.jit
+def target_of(spec: cutlass.Constexpr, a, rows: TargetRows, head: Int32) -> store.TargetRow:
+    """Return the row of the cache of a head."""
+    scale = Float32(1.0)
+    if const_expr(spec.quantised):
+        if rows.is_v:
+            scale = store.scale_of(spec, a, a.v_scale, a.v_scale_ptr, head)
+        else:
+            scale = store.scale_of(spec, a, a.k_scale, a.k_scale_ptr, head)
+    address, sf = rows.first.address + head * rows.stride, rows.first.sf + head * rows.sf_stride
+    return rows.first._replace(address=address, sf=sf, scale=scale)
 
 
 @cute.kernel
@@ -216,7 +235,7 @@ def plain_rows(spec: cutlass.Constexpr, a, g: LaneGroup):
         slot = places.request_slot(a, g.token)
         at = places.place_of(a, g.token, places.position_of(a, g.token), slot)
         if at.page >= 0:
-            write_rows(spec, a, g, rows, at, words)
+            write_rows(spec, a, g, rows, targets_of(spec, a, rows.is_v, at), words)
 
 
 class RowCursor(NamedTuple):
@@ -247,13 +266,12 @@ def load_vectors(spec: cutlass.Constexpr, g: LaneGroup, rows: RowRange, at: RowC
 
 @cute.jit
 def store_vectors(
-    spec: cutlass.Constexpr, a, g: LaneGroup, rows: RowRange, place: places.CachePlace, at: RowCursor,
-    words: cute.Tensor,
+    spec: cutlass.Constexpr, a, g: LaneGroup, rows: RowRange, to: TargetRows, at: RowCursor, words: cute.Tensor
 ):  # fmt: skip
     """Store two vectors of a row to the cache, quantised if it is."""
     per, unit = const_expr(spec.elements), const_expr(BYTES[spec.dtype])
     _, stride = vector_layout(spec, g)
-    target, values = target_of(spec, a, rows.is_v, place, at.head), cute.make_rmem_tensor((8, 2), Float32)
+    target, values = target_of(spec, a, to, at.head), cute.make_rmem_tensor((8, 2), Float32)
     if const_expr(spec.quantised):
         for half in cutlass.range_constexpr(2):
             memory.unpack(spec.dtype, words[None, half], values[None, half])
@@ -278,9 +296,7 @@ def store_vectors(
 # The first vectors are requested before the place of the token is known, so that a decode step waits for the index
 # tensors and for the rows at the same time.
 @cute.jit
-def write_rows(
-    spec: cutlass.Constexpr, a, g: LaneGroup, rows: RowRange, place: places.CachePlace, words: cute.Tensor
-):  # fmt: skip
+def write_rows(spec: cutlass.Constexpr, a, g: LaneGroup, rows: RowRange, to: TargetRows, words: cute.Tensor):
     """Write the rows of a group to their place in the cache. words: this lane's first two vectors."""
     vectors = (rows.dim + spec.elements - 1) // spec.elements
     begin, _ = vector_layout(spec, g)
@@ -294,7 +310,7 @@ def write_rows(
         if vector >= vectors:
             head, vector = head + rows.step, begin
         load_vectors(spec, g, rows, RowCursor(head, vector), words)
-        store_vectors(spec, a, g, rows, place, at, held)
+        store_vectors(spec, a, g, rows, to, at, held)
 
 
 Q, K, V = range(3)  # operands
@@ -410,7 +426,7 @@ def store_row(
     spec: cutlass.Constexpr, a, g: LaneGroup, at: places.CachePlace, x: HeadRow, values: cute.Tensor, words: cute.Tensor
 ):
     """Store a lane's two vectors of a row of K, or of V as it was read unless the cache is quantised."""
-    target = target_of(spec, a, x.operand == V, at, x.head)
+    target = target_of(spec, a, targets_of(spec, a, x.operand == V, at), x.head)
     for half in cutlass.range_constexpr(2):
         first = (g.lane + half * g.lanes) * rotate.HALF
         if first < x.dim:
