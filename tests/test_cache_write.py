@@ -183,6 +183,7 @@ def test_launches():
                                "rope": inputs["rope"]._replace(positions=torch.zeros(0).int())})  # fmt: skip
         assert len(machine.launches) == 4
         assert machine.specs[0] == CacheWriteSpec("bf16", "bf16", True)
+        append_qkv(**cases.make_inputs(CacheWriteCase(heads=(2, 2))))  # Q is copied; there is no table to rotate by
 
 
 def test_q_without_a_cache():
