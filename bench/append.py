@@ -62,6 +62,11 @@ class AppendInputs:
         norm = RMSNorm(self.weights, self.weights) if self.transform == "normrope" else None
         return target, norm, RotaryEmbedding(self.positions, self.table), QueryOutput(self.out)
 
+    @cached_property
+    def scale(self) -> torch.Tensor:
+        """Return the scale of a quantised cache as vLLM takes it."""
+        return torch.full((1,), SCALE if self.kind == "fp8" else 1.0, device=self.k.device)
+
     @property
     def bytes(self) -> int:
         """Return the bytes that are read and written."""
@@ -156,9 +161,9 @@ def vllm(i: AppendInputs) -> None:
 
     if i.kind == "nvfp4" or i.transform:
         raise NotImplementedError("no function in one launch")
-    one = torch.full((1,), SCALE if i.kind == "fp8" else 1.0, device=i.k.device)
     k, v = (t.view(torch.uint8) if i.kind == "fp8" else t for t in i.caches)
-    peer.reshape_and_cache_flash(i.k, i.v, k, v, i.slots, "fp8" if i.kind == "fp8" else "auto", one, one)
+    kind = "fp8" if i.kind == "fp8" else "auto"
+    peer.reshape_and_cache_flash(i.k, i.v, k, v, i.slots, kind, i.scale, i.scale)
 
 
 PROVIDERS: dict[str, Callable[[Any], Any]] = {"ours": ours, "flashinfer": flashinfer, "vllm": vllm}
