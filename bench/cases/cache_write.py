@@ -157,7 +157,7 @@ def make_transform(case: CacheWriteCase, gen: torch.Generator) -> dict[str, Any]
 
     if case.norm:
         offset = 1.0 if case.norm == "heads" else 0.0
-        found["norm"] = RMSNorm(None if case.norm == "k" else weight(hq), weight(h), 1e-5, offset)
+        found["norm"] = RMSNorm(None if case.norm == "k" or not hq else weight(hq), weight(h), 1e-5, offset)
     if case.rope:
         high = 100 if case.rope == "cache" else 200_000
         positions = torch.randint(high, (case.tokens,), generator=gen, device=gen.device).to(case.index)
@@ -181,9 +181,10 @@ def make_requests(case: CacheWriteCase, gen: torch.Generator) -> dict[str, torch
     """Return the first token of each request and its position; one request has no token, and the last token none."""
     third = case.tokens // 3
     starts = torch.tensor([0, third, third, case.tokens - 1], device=gen.device)
-    offsets = torch.randint(200_000, (3,), generator=gen, device=gen.device)
-    given = {"indptr": starts.to(case.index), "offsets": offsets.to(case.index)}
-    return {name: spoil(t, gen) if case.hostile else t for name, t in given.items()}
+    offsets = torch.randint(200_000, (3,), generator=gen, device=gen.device).to(case.index)
+    if case.hostile:  # no request is told by offsets that do not rise
+        starts[0], starts[-1], offsets = -FAR, FAR, spoil(offsets, gen)
+    return {"indptr": starts.to(case.index), "offsets": offsets}
 
 
 def make_rotated(case: CacheWriteCase, gen: torch.Generator) -> dict[str, Any]:
@@ -236,7 +237,7 @@ def make_inputs(case: CacheWriteCase, device: Any = "cpu", seed: int = 0) -> dic
     interleaved = case.interleaved_sf and sf is not None
     target = KVCacheTarget(cache, case.layout, sf, scales[0], scales[1], interleaved)
     given = dict(q=q if case.heads[0] else None, k=k, v=v, cache=target, places=places) | make_transform(case, gen)
-    if case.in_place:
+    if case.in_place and case.heads[0]:
         given["out"] = QueryOutput(q)
     return given
 
