@@ -11,6 +11,12 @@ PEERS = ("cudnn", "flash-attn-4", "flashinfer")
 PRECISION_PEERS = ("own-bf16", "own-fp8", "flashinfer")
 SERVE_PEERS = ("own-parts", "flash-attn-4", "flashinfer")
 TOPK_PEERS = ("torch", "flashinfer", "floor")
+CACHE_CASES = ("append-", "nvfp4-", "merge-")
+CACHE_HOSTS = [
+    f"host-{name}"
+    for name in ("append_paged_kv_cache", "append_qkv", "nvfp4_quantize_append_paged_kv_cache_with_slot_mapping",
+                 "merge_states", "merge_state")
+]  # fmt: skip
 PICTURES = {  # end of a file's name -> what the picture shows, for readers who do not see it
     "prefill-lengths": "Prefill, TFLOP/s against sequence length, causal and full, ours and peers",
     "prefill-roofline": "Roofline of prefill: TFLOP/s against FLOP per byte, under the measured matmul and copy rates",
@@ -75,13 +81,13 @@ def image(gpu: str, path: Path) -> str:
 def section(
     gpu: str,
     rows: list[ResultRow],
-    prefix: str,
+    prefix: str | tuple[str, ...],
     head: list[str],
     line: Callable[[list[ResultRow]], list[str]],
     images: list[Path],
 ) -> list[str]:
-    """Paragraphs of one GPU's newest run: what ran, the table, host time, plots."""
-    chosen = newest(rows, prefix)
+    """Paragraphs of one GPU's newest run: what ran, the table, host time, plots. Several prefixes have no host time."""
+    chosen = [r for each in ((prefix,) if isinstance(prefix, str) else prefix) for r in newest(rows, each)]
     if not chosen:
         return []
     runs = sorted({(r.date, r.commit[:9], r.driver, r.torch) for r in chosen})
@@ -89,7 +95,7 @@ def section(
     lines = [head, ["---"] + ["---:"] * (len(head) - 1)]
     lines += [line([r for r in chosen if r.case == case]) for case in dict.fromkeys(r.case for r in chosen)]
     parts.append("\n".join("| " + " | ".join(cell) + " |" for cell in lines))
-    host = host_line(rows, f"host-{prefix.rstrip('-')}")
+    host = host_line(rows, f"host-{prefix.rstrip('-')}") if isinstance(prefix, str) else ""
     parts += [host] if host else []
     return parts + [image(gpu, path) for path in images if path.is_relative_to(ROOT)]
 
@@ -204,6 +210,27 @@ def measured_topk(results: dict[str, list[ResultRow]], folder: Path = FOLDER) ->
     return "\n\n".join(parts) or "Not measured yet."
 
 
+def cache_cells(rows: list[ResultRow]) -> list[str]:
+    """One line of the table of caches and merged states."""
+    by = {r.provider: r for r in rows}
+    mine, floor = by["ours"], by["floor"]
+    return [
+        f"`{mine.case}`", number(mine.time_us, 1), f"{mine.gbps or 0:.0f}", number(floor.ratio_to_ours or 0.0, 2),
+        beside(by.get("flashinfer")), beside(by.get("vllm")),
+    ]  # fmt: skip
+
+
+def measured_caches(results: dict[str, list[ResultRow]]) -> str:
+    """The same of functions that write caches, quantise and merge states."""
+    head = ["case", "ours, us", "GB/s", "of copy", "flashinfer, us (/ ours)", "vLLM, us (/ ours)"]
+    parts = []
+    for gpu, rows in results.items():
+        parts += section(gpu, rows, CACHE_CASES, head, cache_cells, [])
+        times = [f"`{r.case.removeprefix('host-')}` {r.time_us:.1f} us" for r in rows if r.case in CACHE_HOSTS]
+        parts += [f"Host time per call, with the kernel loaded: {', '.join(times)}."] if times else []
+    return "\n\n".join(parts) or "Not measured yet."
+
+
 def decode_cells(rows: list[ResultRow]) -> list[str]:
     """One line of the decode table."""
     by = {r.provider: r for r in rows}
@@ -276,6 +303,7 @@ def sections() -> dict[str, str]:
         "measured-decode": measured_decode(found),
         "measured-precision": measured_precision(found),
         "measured-topk": measured_topk(found),
+        "measured-caches": measured_caches(found),
         "measured-parallel": measured_parallel(found),
         "measured-sparsity": measured_sparsity(read_sparsity()),
     }
