@@ -222,7 +222,7 @@ PLANNED = {
     "top_k_per_row_prefill": (partial(top_k, topk_cases.PREFILL), Work(10, 0)),
     "top_k_per_row_decode": (partial(top_k, topk_cases.DECODE), Work(10, 0)),
     "append_paged_kv_cache": (partial(rows, append.by_lists, "append-bf16"), Work(9, 0)),
-    "append_paged_kv_cache, nvfp4 slots": (partial(rows, append.nvfp4_by_slots, "append-nvfp4"), Work(15, 6)),
+    "append_paged_kv_cache, nvfp4 slots": (partial(rows, append.nvfp4_by_slots, "append-nvfp4"), Work(13, 6)),
     "append_qkv": (partial(rows, append.by_slots, "append-normrope-fp8"), Work(17, 4)),
     "apply_rope": (partial(rotation, "apply_rope"), Work(41, 5)),
     "apply_rope_pos_ids_inplace": (partial(rotation, "apply_rope_pos_ids_inplace"), Work(38, 3)),

@@ -75,7 +75,7 @@ def test_host_work_of_a_decode_layer(name, engine, monkeypatch):
     given = model.inputs(2)[0]
     with machine.override(FakeMachine(lambda op, spec: lambda *flat: launches.append(op))), torch.inference_mode():
         run = lambda: model.layers[0](*given[:3], batch, **dict(zip(["sinks"], given[3:])))  # noqa: E731
-        work, bound = host_work(run), Work(47, OPERATORS[name])
+        work, bound = host_work(run), Work(49, OPERATORS[name])
         assert work.within(bound), work
         assert [op.partition(".")[0] for op in launches] == ["cache_write", "attention"] * 3  # of three calls
         copies = lambda q, k, *more: append_qkv(q, k.clone(), *more)  # noqa: E731

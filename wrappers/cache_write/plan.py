@@ -103,7 +103,7 @@ class CacheWritePlan:
 def key_of(call: CacheWriteCall) -> tuple[Any, ...]:
     """Return what the plan of a call depends on, except what the compiled call checks itself: ranks, last strides,
     devices, and most dtypes."""
-    slots, last, k_sf, t = call.slots, call.kv_last_page_len, call.k_sf, call.transform
+    slots, last, k_sf, v_sf, t = call.slots, call.kv_last_page_len, call.k_sf, call.v_sf, call.transform
     k, v, k_cache, v_cache = call.k, call.v, call.k_cache, call.v_cache
     k_ptr, v_ptr = call.k_scale_ptr, call.v_scale_ptr
     if slots is not None:
@@ -117,11 +117,14 @@ def key_of(call: CacheWriteCall) -> tuple[Any, ...]:
     else:
         batch: Any = call[BATCH]
         where = tuple(map(form, batch))
+    factors = None if k_sf is None else (
+        k_sf.dtype, k_sf.shape, k_sf.stride(), v_sf.dtype, v_sf.shape, v_sf.stride(), call.v_sf_interleaved,
+    )  # fmt: skip
     return (
         call.function, k.get_device(), k.dtype, k.shape, k.stride(), v.dtype, v.shape, v.stride(), k_cache.dtype,
         k_cache.shape, k_cache.stride(), v_cache.dtype, v_cache.shape, v_cache.stride(), call.nhd, call.places, where,
-        None if k_sf is None else (form(k_sf), form(call.v_sf), call.v_sf_interleaved),
-        k_ptr is None or k_ptr.numel(), v_ptr is None or v_ptr.numel(), None if t is None else transform_key(t),
+        factors, k_ptr is None or k_ptr.numel(), v_ptr is None or v_ptr.numel(),
+        None if t is None else transform_key(t),
     )  # fmt: skip
 
 
