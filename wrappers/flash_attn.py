@@ -414,7 +414,8 @@ def _without_table(
     size = rows
     if count <= 1 or not rows or all(t.stride(0) == rows * t.stride(1) for t in (k, v)):
         size = next((p for p in PAGES if rows % p == 0), rows)
-        k, v = (t.unflatten(1, (rows // size, size)).flatten(0, 1) for t in (k, v))
+        paged = count * rows // size if size else 0, size
+        k, v = k.view(*paged, *k.shape[2:]), v.view(*paged, *v.shape[2:])
     pages = rows // size if size else 0
     if entries is not None:
         return k, v, entries[:, None] * pages + constant(steps, k.device, plain, pages, 1)
@@ -458,7 +459,7 @@ def _shaped(found: Any, q: torch.Tensor, out: Any, packed: bool, return_lse: boo
     """Return the results in the shape of q, which has requests of one length or, if packed, ragged ones."""
     flat, lse = found if return_lse else (found, None)
     if out is None:
-        out = flat if packed else flat.unflatten(0, q.shape[:2])
+        out = flat if packed else flat.view(*q.shape[:2], *flat.shape[1:])
     if lse is None:
         return out
-    return out, _natural(lse if packed else lse.unflatten(0, q.shape[:2]))
+    return out, _natural(lse if packed else lse.view(*q.shape[:2], *lse.shape[1:]))
