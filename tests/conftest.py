@@ -218,6 +218,20 @@ def here() -> Iterator[Any]:
 
 
 @pytest.fixture
+def quiet() -> Iterator[Any]:
+    """A machine with kernels that do nothing but `count`, so that only host work remains."""
+    from tests.fake_machine import FakeMachine
+    from wrappers import machine
+
+    def launch(*flat: Any) -> None:
+        fake.count += 1
+
+    with machine.override(FakeMachine(lambda op, spec: launch)) as fake:
+        fake.count = 0
+        yield fake
+
+
+@pytest.fixture
 def launches(here: Any) -> list[Any]:
     return here.launches
 

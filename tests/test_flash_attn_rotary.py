@@ -4,11 +4,10 @@ import pytest
 import torch
 
 from tests.conftest import ARCH
-from tests.fake_machine import FakeMachine
 from tests.flash_attn_batches import BF16, E4M3, HALF, HKV, HQ, D, appended, check, ints, oracle
 from tests.host_work import torch_kernels
 from tools.ptxsim.workloads import simulated
-from wrappers import flash_attn_with_kvcache, machine
+from wrappers import flash_attn_with_kvcache
 
 ROOM = 64  # positions of the tables
 
@@ -174,18 +173,6 @@ def test_nothing_new():
     assert all(map(torch.equal, flash_attn_with_kvcache(**given), want))
     rotated = flash_attn_with_kvcache(**given, rotary_cos=cos, rotary_sin=sin)[0]
     assert torch.equal(given["k_cache"], before) and not torch.equal(rotated, want[0]) and rotated.isfinite().all()
-
-
-@pytest.fixture
-def quiet():
-    """A machine with kernels that do nothing but count, so that only host work remains."""
-
-    def launch(*flat):
-        fake.count += 1
-
-    with machine.override(FakeMachine(lambda op, spec: launch)) as fake:
-        fake.count = 0
-        yield fake
 
 
 @pytest.mark.parametrize("paged", [True, False])

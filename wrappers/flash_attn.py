@@ -28,6 +28,7 @@ from .checks import (
     check_strided,
 )
 from .flash_attn_append import append, new_rows, rotary_of
+from .flash_attn_leftpad import check_padding, padding_of, without_padding
 from .plain import traced
 from .prefill import values
 from .prefill.ragged import rows_of
@@ -181,11 +182,12 @@ def flash_attn_with_kvcache(
     cache_batch_idx: torch.Tensor | None = None, block_table: torch.Tensor | None = None,
     page_table: torch.Tensor | None = None, cu_seqlens_q: torch.Tensor | None = None,
     cu_seqlens_k_new: torch.Tensor | None = None, max_seqlen_q: int | torch.Tensor | None = None,
-    softmax_scale: float | None = None, causal: bool = False, window_size: Sequence[int | None] | None = (-1, -1),
-    softcap: float | None = 0.0, s_aux: torch.Tensor | None = None, sinks: torch.Tensor | None = None,
-    learnable_sink: torch.Tensor | None = None, q_descale: torch.Tensor | None = None,
-    k_descale: torch.Tensor | None = None, v_descale: torch.Tensor | None = None, num_splits: int = 0,
-    out: torch.Tensor | None = None, return_softmax_lse: bool = False, return_lse: bool = False,
+    cache_leftpad: torch.Tensor | None = None, softmax_scale: float | None = None, causal: bool = False,
+    window_size: Sequence[int | None] | None = (-1, -1), softcap: float | None = 0.0,
+    s_aux: torch.Tensor | None = None, sinks: torch.Tensor | None = None, learnable_sink: torch.Tensor | None = None,
+    q_descale: torch.Tensor | None = None, k_descale: torch.Tensor | None = None,
+    v_descale: torch.Tensor | None = None, num_splits: int = 0, out: torch.Tensor | None = None,
+    return_softmax_lse: bool = False, return_lse: bool = False,
     rotary_cos: torch.Tensor | None = None, rotary_sin: torch.Tensor | None = None, rotary_interleaved: bool = True,
     **others: Any,
 ) -> Any:  # fmt: skip
@@ -209,6 +211,10 @@ def flash_attn_with_kvcache(
             in the same launch: row i of a request by row cache_seqlens + i of these tables. Needs k; and causal, a
             window or one query per request.
         rotary_interleaved: whether pairs are neighbours, (2 i, 2 i + 1), instead of (i, i + R / 2).
+        cache_leftpad: int32 (B,), the row of a request's first key; rows before it are not seen. cache_seqlens still
+            counts from row 0, so a request has cache_seqlens - cache_leftpad keys. New keys go to row cache_seqlens and
+            rotary positions are cache_seqlens + i, as without it. Not with a table; batch and rows of a cache must
+            have one stride. Rows are then read one by one, by a table that four small torch operations make.
         max_seqlen_q: only used with cu_seqlens_q; otherwise it is S.
 
     Returns out, with q's shape and Dv for D; or (out, lse), lse fp32 (B, Hq, S) or (Hq, T). Raises as there, before
@@ -231,8 +237,11 @@ def flash_attn_with_kvcache(
     batch = q.shape[0] if cu_seqlens_q is None else max(cu_seqlens_q.shape[0] - 1, 0)
     plain, (name, table) = not traced(q), _one(block_table=block_table, page_table=page_table)
     k_pages, v_pages = k_cache, v_cache
+    if cache_leftpad is not None:
+        padding_of(cache_leftpad, table, name, (k_cache, v_cache), batch)
     if table is None:
-        k_pages, v_pages, table = _without_table(k_cache, v_cache, cache_batch_idx, batch, plain)
+        sizes = PAGES if cache_leftpad is None else (1,)
+        k_pages, v_pages, table = _without_table(k_cache, v_cache, cache_batch_idx, batch, plain, sizes=sizes)
     elif cache_batch_idx is not None:
         raise ValueError(f"cache_batch_idx: given, must be None with {name}")
     keys = pair("k_cache, v_cache", (k_pages, v_pages), "NHD")
@@ -251,8 +260,12 @@ def flash_attn_with_kvcache(
     most = _most(max_seqlen_q, q.shape[0]) if packed else q.shape[1]
     requests = sequences_of(table, lens, cu_seqlens_q, plain, LAYOUTS[name])
     call = _attention_call(signature, flat, keys, requests, most, options, return_lse)
+    if cache_leftpad is not None:
+        check_padding(call, cache_leftpad)
     if new is not None:
         call = append(call, new)
+    if cache_leftpad is not None:
+        call = without_padding(call, cache_leftpad)
     return _shaped(serve(call), q, out, packed, return_lse)
 
 
@@ -399,9 +412,12 @@ def _each_head(name: str, value: torch.Tensor) -> torch.Tensor:
 
 def _without_table(
     k: Any, v: Any, entries: torch.Tensor | None, batch: int, plain: bool,
-    names: tuple[str, str] = ("k_cache", "v_cache"),
+    names: tuple[str, str] = ("k_cache", "v_cache"), sizes: tuple[int, ...] = PAGES,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
-    """Return K and V (batch, N, Hkv, D) as (pages, P, Hkv, D) views, and their page table int32 (B, N / P)."""
+    """Return K and V (batch, N, Hkv, D) as (pages, P, Hkv, D) views, and their page table int32 (B, N / P).
+
+    sizes: choices of P if batch and rows have one stride.
+    """
     for name, t in zip(names, (k, v), strict=True):
         check_strided(name, t, 4)
     check_shape(names[1], v, (*k.shape[:3], v.shape[3]), f"{names[0]}'s, except for the last dimension")
@@ -413,7 +429,7 @@ def _without_table(
         raise ValueError(f"{names[0]}: shape {tuple(k.shape)}, must have the {batch} requests of q")
     size = rows
     if count <= 1 or not rows or all(t.stride(0) == rows * t.stride(1) for t in (k, v)):
-        size = next((p for p in PAGES if rows % p == 0), rows)
+        size = next((p for p in sizes if rows % p == 0), rows)
         paged = count * rows // size if size else 0, size
         k, v = k.view(*paged, *k.shape[2:]), v.view(*paged, *v.shape[2:])
     pages = rows // size if size else 0

@@ -253,6 +253,22 @@ def kernel_of(call: CacheWriteCall, arch: str) -> tuple[str, CacheWriteSpec]:
     return dispatch.select(request, arch)
 
 
+def _stores(call: CacheWriteCall) -> bool:
+    """Return whether there are rows of K or V, and places for them."""
+    pages = min(call.k_cache.shape[0], call.v_cache.shape[0])
+    listed = call.page_table is not None and call.page_table.numel() > 0
+    if call.kv_indptr is not None:
+        listed = call.kv_indices.shape[0] > 0 and call.kv_indptr.shape[0] > 1
+    page_size = call.k_cache.shape[1 if call.nhd else 2]
+    return bool(pages and page_size and (call.k.shape[1] or call.v.shape[1]) and (call.places != PAGES or listed))
+
+
+def _wide(call: CacheWriteCall) -> int:
+    """Return the bits of the index tensors of int64."""
+    offsets = call._asdict() | (call.transform or QueryTransform())._asdict()
+    return sum(1 << i for i, name in enumerate(INDICES) if getattr(offsets[name], "dtype", None) is _int64)
+
+
 def plan_for(call: CacheWriteCall, device_info: tuple[str, int] | None) -> CacheWritePlan:
     """Return the plan of a valid call for a device's (architecture, SM count), None for the reference.
 
@@ -272,21 +288,13 @@ def plan_for(call: CacheWriteCall, device_info: tuple[str, int] | None) -> Cache
     def empty(dtype: torch.dtype, *shape: int) -> Any:
         return given(torch.empty(0, *shape, dtype=dtype, device=device))
 
-    pages = min(call.k_cache.shape[0], call.v_cache.shape[0])
-    listed = call.page_table is not None and call.page_table.numel() > 0
-    if call.kv_indptr is not None:
-        listed = call.kv_indices.shape[0] > 0 and call.kv_indptr.shape[0] > 1
-    page_size = call.k_cache.shape[1 if call.nhd else 2]
-    stores = pages and page_size and (k.shape[1] or v.shape[1]) and (call.places != PAGES or listed)
-    t = call.transform or QueryTransform()
-    offsets = call._asdict() | {"rope_positions": t.rope_positions}
-    wide = [i for i, name in enumerate(INDICES) if getattr(offsets[name], "dtype", None) is _int64]
+    stores, wide, t = _stores(call), _wide(call), call.transform or QueryTransform()
     fp8 = torch.float8_e5m2 if spec.cache == "e5m2" else torch.float8_e4m3fn
     dim = k.shape[2]
     values: dict[str, Any] = dict.fromkeys(names, empty(torch.int32))
     values |= dict.fromkeys(("k_scale_ptr", "v_scale_ptr", "q_scale_ptr"), empty(torch.float32))
     values |= dict(
-        nhd=int(call.nhd), places=call.places if stores else ROWS, wide=sum(1 << i for i in wide),
+        nhd=int(call.nhd), places=call.places if stores else ROWS, wide=wide,
         page_table=empty(torch.int32, 1),
         lanes_log2=lanes.bit_length() - 1, k_groups=groups(k.shape[0], max(1, shared), lanes),
         v_groups=groups(k.shape[0], v.shape[1], lanes) if v.shape[1] and not spec.transform else 0, enable_pdl=1,
@@ -307,7 +315,7 @@ def plan_for(call: CacheWriteCall, device_info: tuple[str, int] | None) -> Cache
         runs=bool(k.shape[0] and max(dim, v.shape[2]) and (stores or queries)),
         checked=checking() and device.type != "meta",
         as_bytes=spec.dtype == "uint8",
-        wide=sum(1 << i for i in wide),
+        wide=wide,
         k_bytes=overlap.reach(k),
         v_bytes=overlap.reach(v),
         q_bytes=0 if t.q is None else overlap.reach(t.q),
