@@ -206,15 +206,15 @@ PLANNED = {
     "decode": (decode, Work(33, 0)),
     "xqa": (xqa_call, Work(28, 4)),
     # views of q, k and v, the output, and its view; nothing that describes the batch
-    "flash_attn_func": (partial(flash, 200), Work(43, 9)),
-    "flash_attn_func, one row": (partial(flash, 1), Work(43, 9)),
-    "flash_attn_with_kvcache": (flash_cached, Work(49, 9)),
-    "flash_attn_with_kvcache, a length": (partial(flash_cached, cache_seqlens=9), Work(51, 9)),
-    "flash_attn_with_kvcache, lengths": (partial(flash_cached, cache_seqlens=INT), Work(53, 9)),
+    "flash_attn_func": (partial(flash, 200), Work(43, 7)),
+    "flash_attn_func, one row": (partial(flash, 1), Work(43, 7)),
+    "flash_attn_with_kvcache": (flash_cached, Work(49, 7)),
+    "flash_attn_with_kvcache, a length": (partial(flash_cached, cache_seqlens=9), Work(51, 7)),
+    "flash_attn_with_kvcache, lengths": (partial(flash_cached, cache_seqlens=INT), Work(53, 7)),
     # and 4 for the table of the entries, which are known to the device alone: a view, two of arithmetic, a view
     "flash_attn_with_kvcache, entries": (
         partial(flash_cached, cache_seqlens=INT, cache_batch_idx=INT * 0),
-        Work(64, 13),
+        Work(64, 11),
     ),
     "top_k_page_table_transform": (partial(top_k, topk_cases.PAGE_TABLE), Work(10, 0)),
     "top_k_ragged_transform": (partial(top_k, topk_cases.RAGGED), Work(10, 1)),
