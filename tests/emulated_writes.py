@@ -76,10 +76,6 @@ def check_promises(spec, a):
         promised(not len(a["rope_table"]) and not a["rope"] & ANGLES and a["rope_cos"].shape == a["rope_sin"].shape)
         promised(a["rope_table"].shape[1] == 2 * a["rope_cos"].shape[1])
         promised(all(a[f"rope_{x}"].stride(0) % 4 == a[f"rope_{x}"].data_ptr() % 8 == 0 for x in ("cos", "sin")))
-    if a["places"] == PAGES:
-        promised(
-            (len(a["page_table"]) or len(a["kv_indices"])) and (len(a["batch_indices"]) or len(a["cu_seqlens"]) > 1)
-        )
 
 
 def check_gather(spec, a):

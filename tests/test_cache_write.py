@@ -11,7 +11,7 @@ import wrappers
 from bench.cases import cache_write as cases
 from bench.cases.cache_write import CacheWriteCase
 from cute_kernels.cache_write import dispatch, rows
-from cute_kernels.cache_write.args import INDICES
+from cute_kernels.cache_write.args import FROM_FIRST, INDICES, PAGES
 from cute_kernels.cache_write.request import CacheWriteRequest
 from cute_kernels.cache_write.spec import CacheWriteSpec
 from tests.conftest import ARCH
@@ -19,6 +19,9 @@ from tests.emulated import emulation
 from tools.ptxsim.workloads import simulated
 from wrappers import BlockTable, KVCacheTarget, PageLists, QueryOutput, RMSNorm, RotaryEmbedding, append_qkv, fp4
 from wrappers.cache_write.api import turns
+from wrappers.cache_write.call import CacheWriteCall, QueryTransform
+from wrappers.cache_write.checks import KVCACHE
+from wrappers.cache_write.op import serve
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 FULL = CacheWriteCase(heads=(4, 2), tokens=7, norm="shared", rope="angles")
@@ -197,6 +200,67 @@ def test_q_without_a_cache():
         assert torch.equal(append_qkv(**inputs), wanted)
 
 
+def ints(*values):
+    return torch.tensor(values, dtype=torch.int32)
+
+
+NOWHERE = {  # places of two tokens that name no row
+    "no pages": PageLists(ints(0, 0), ints(0, 1), ints(), ints(0, 0)),
+    "no requests": PageLists(ints(-1, -1), ints(0, 0), ints(), ints(0)),
+    "no columns": BlockTable(torch.zeros(1, 0, dtype=torch.int32), ints(2), ints(0, 2)),
+    "no rows": BlockTable(torch.zeros(0, 3, dtype=torch.int32), ints(), ints(0)),
+}
+
+
+@pytest.mark.parametrize("where", [emulation, pytest.param(lambda: simulated(ARCH, []), marks=pytest.mark.kernels)])
+@pytest.mark.parametrize("name", NOWHERE)
+def test_q_without_entries(name, where):
+    """Q is written, K and V are not, and other functions that transform are no exception."""
+    x, cache = torch.ones(2, 1, 16).half(), torch.zeros(1, 2, 4, 1, 16).half()
+    with where():
+        assert torch.equal(append_qkv(x, x, x, KVCacheTarget(cache), NOWHERE[name]), x)
+    assert not cache.any()
+
+
+@pytest.mark.kernels
+def test_lengths_of_more_requests_than_threads_have_rows():
+    """One token of the first of 700 requests."""
+    lens, total = torch.arange(700, dtype=torch.int32), torch.full((700,), -5, dtype=torch.int32)
+    k, cache = torch.ones(1, 1, 16).half(), torch.zeros(2, 1, 4, 16).half()
+    starts = torch.ones(701, dtype=torch.int32)
+    starts[0] = 0
+    table = torch.zeros(700, 1, dtype=torch.int32)
+    transform = QueryTransform(rope=FROM_FIRST, kv_lens_out=total)
+    call = CacheWriteCall(KVCACHE, k, k, cache, cache.clone(), False, PAGES, page_table=table, cu_seqlens=starts)
+    with simulated(ARCH, []):
+        serve(call._replace(kv_lens=lens, transform=transform))
+    assert torch.equal(total, lens + starts.diff()) and cache[0, 0, 0].all() and not cache[0, 0, 1:].any()
+
+
+@pytest.mark.kernels
+@pytest.mark.parametrize("interleave", [False, True])
+def test_elements_that_are_not_rotated_stay(interleave):
+    x = torch.ones(1, 1, 32).half()
+    x[..., 20], x[..., 22], x[..., 30] = math.inf, -math.inf, -0.0
+    with simulated(ARCH, []):
+        q, _ = wrappers.apply_rope_pos_ids(x, x, ints(1), rotary_dim=16, interleave=interleave)
+    assert torch.equal(q[..., 16:].view(torch.int16), x[..., 16:].view(torch.int16))
+
+
+def test_memory_that_is_shared_in_a_later_call():
+    """A known plan notices what a first call refuses."""
+    q, k, v = torch.randn(3, 4, 2, 16, generator=torch.Generator().manual_seed(0)).half()
+    cache, slots = torch.zeros(3, 2, 8, 2, 16).half(), ints(0, 1, 2, 3)
+    target, inside = KVCacheTarget(cache), cache[1, :, :4]
+    with emulation():
+        append_qkv(q, k, v, target, slots, out=QueryOutput(torch.empty_like(q)))
+        append_qkv(q, k, v, target, slots, out=QueryOutput(torch.empty_like(q)))
+        for given, out in (((q, k, v), k), ((q, k, v), v), ((q, inside[1], v), torch.empty_like(q)),
+                           ((q, k, inside[0]), torch.empty_like(q)), ((inside[1], k, v), torch.empty_like(q))):  # fmt: skip
+            with pytest.raises(ValueError, match="overlaps the memory of"):
+                append_qkv(*given, target, slots, out=QueryOutput(out))
+
+
 BAD = {
     "q: shape (6, 4, 128), must be (7, 4, 128)": lambda i: {"q": i["q"][:6]},
     "k: dtype torch.float32, must be one of": lambda i: {"k": i["k"].float()},
@@ -304,6 +368,14 @@ def test_quantised_by_the_kernel_that_writes_caches(shape, scale):
             assert len(machine.launches) == 2 * bool(x.numel()) and len(machine.plans) == bool(x.numel())
             wrappers.nvfp4_quantize(x.detach().float(), scale)  # in torch
             assert len(machine.launches) == 2 * bool(x.numel())
+
+
+def test_columns_are_quantised():
+    """x whose last stride is not 1."""
+    x = torch.randn(64, 32, generator=torch.Generator().manual_seed(0)).half().t()
+    with emulation():
+        got = wrappers.nvfp4_quantize(x)
+    assert all(a.view(torch.uint8).equal(b.view(torch.uint8)) for a, b in zip(got, fp4.nvfp4_quantize(x), strict=True))
 
 
 @pytest.mark.kernels

@@ -1,5 +1,6 @@
 """Decide which calls may go straight to a kernel, and call the torch operator for the others."""
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -55,6 +56,27 @@ def write(operator: torch._ops.OpOverload, **given: Any) -> None:
     for name, written in zip(names, auto_functionalized(operator, **given)[-len(names) :], strict=True):
         if written is not None:
             given[name].copy_(written)
+
+
+def check_offsets(operator: str) -> Callable[..., None]:
+    """Return the fake of an operator that writes arguments and returns nothing.
+
+    It refuses an argument that is written and begins at an offset of dynamic sizes, as a view does that is made in the
+    traced function: Inductor would let the operator write at offset 0 (pytorch/pytorch#198068).
+    """
+    arguments = enumerate(torch._C._get_schema(operator, "").arguments)
+    written = [(i, a.name) for i, a in arguments if a.alias_info is not None and a.alias_info.is_write]
+
+    def fake(*flat: Any) -> None:
+        for i, name in written:
+            offset = 0 if flat[i] is None else flat[i].storage_offset()
+            if isinstance(offset, torch.SymInt) and not (offset.node.expr.is_Symbol or offset.node.expr.is_number):
+                raise NotImplementedError(
+                    f"{name}: a view at offset {offset} of dynamic sizes, where torch.compile would write elsewhere; "
+                    "index it outside the compiled function, or compile with dynamic=False"
+                )
+
+    return fake
 
 
 def known(given: dict[str, Any], *flags: str) -> dict[str, Any]:

@@ -5,6 +5,7 @@ returned unchanged, and the checks refuse it by name.
 """
 
 import operator
+from math import inf
 from numbers import Real
 from typing import Any
 
@@ -31,7 +32,12 @@ def real(value: Any) -> Any:
     """Return a real number of any library as a float. None, bools and symbols of a trace are returned unchanged."""
     if value is None or value.__class__ is float:
         return value
-    return float(value) if isinstance(value, Real) and not isinstance(value, bool) else value
+    if not isinstance(value, Real) or isinstance(value, bool):
+        return value
+    try:
+        return float(value)
+    except OverflowError:  # an int that no float holds, which the checks refuse
+        return inf
 
 
 def split_scale(name: str, value: Any) -> tuple[Any, torch.Tensor | None]:

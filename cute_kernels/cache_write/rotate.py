@@ -140,8 +140,9 @@ def rotate(a, g, values: cute.Tensor, cos: cute.Tensor, sin: cute.Tensor):
     else:
         exchange(g, values, other, rotated)
     for half in cutlass.range_constexpr(2):
-        for e in cutlass.range_constexpr(HALF):
-            values[e, half] = warp.fma(other[e, half], sin[e, half], values[e, half] * cos[e, half])
+        if (g.lane + half * g.lanes) * HALF < rotated:  # others stay as they are, infinities too
+            for e in cutlass.range_constexpr(HALF):
+                values[e, half] = warp.fma(other[e, half], sin[e, half], values[e, half] * cos[e, half])
 
 
 @cute.jit

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from ..plain import known, traced, write
+from ..plain import check_offsets, known, traced, write
 from ..scalars import split_scale
 from . import checks, plan
 from .call import CacheWriteCall, QueryTransform
@@ -34,20 +34,15 @@ _is_grad_enabled = torch.is_grad_enabled  # a module global: saves an attribute 
 def serve(call: CacheWriteCall, kv: Any = None, sf: Any = None) -> None:
     """Run a call that writes rows.
 
-    In grad mode, rows and caches that require grad are refused, since their gradient would be lost.
+    In grad mode, tensors that require grad are refused, since their gradient would be lost.
 
     kv, sf: the caches and the scale factors as the caller has given them. An operator gets one tensor of K and V whole:
     with dynamic shapes, torch.compile loses the offset of a view that an operator writes (pytorch/pytorch#198068).
     """
     if _is_grad_enabled():
-        try:
-            k, v, k_cache, v_cache = call[1:5]
-            query = k if call.transform is None or call.transform.q is None else call.transform.q
-            if (k.requires_grad or v.requires_grad or k_cache.requires_grad or v_cache.requires_grad
-                    or query.requires_grad):  # fmt: skip
-                checks.validate(call)
-        except AttributeError:  # something is not a tensor and is refused later
-            pass
+        tensors = [*call[1:5], call.k_scale_ptr, call.v_scale_ptr, *(call.transform or ())]
+        if any(t.requires_grad for t in tensors if isinstance(t, torch.Tensor)):
+            checks.validate(call)
     if traced(call.k):
         checks.validate(call)
         given = call._asdict() | {"transform": call.transform is not None}
@@ -78,6 +73,4 @@ def _run(*flat: Any) -> None:
     serve(call)
 
 
-@torch.library.register_fake(NAME)
-def _fake(*flat: Any) -> None:
-    """Infer nothing: every output is an argument."""
+torch.library.register_fake(NAME)(check_offsets(NAME))

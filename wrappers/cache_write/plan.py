@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -31,6 +31,16 @@ BATCH = slice(CacheWriteCall._fields.index("batch_indices"), CacheWriteCall._fie
 _uint8, _int32, _int64 = torch.uint8, torch.int32, torch.int64
 
 
+class Distances(NamedTuple):
+    """Bytes from K's cache to the other tensors of a call; 0 for those that it lacks."""
+
+    k: int
+    v: int
+    v_cache: int
+    q: int
+    q_out: int
+
+
 @dataclass(slots=True, eq=False)
 class CacheWritePlan:
     """A compiled kernel and all that a launch needs beyond the call's own tensors."""
@@ -51,9 +61,7 @@ class CacheWritePlan:
     in_place: bool  # if the output of Q begins where Q does, it is Q
     k_cache_bytes: int
     v_cache_bytes: int
-    apart: int  # bytes from K's cache to V's in the call that was validated
-    k_apart: int  # from K's cache to K
-    q_apart: int  # from K's cache to the output of Q
+    distances: "Distances"  # in the call that was validated
 
     def bind(self, call: CacheWriteCall) -> list[Any]:
         """Return the arguments of a launch."""
@@ -81,22 +89,32 @@ class CacheWritePlan:
         return flat
 
     def may_overlap(self, call: CacheWriteCall) -> bool:
-        """Return whether rows, caches and the output of Q may share memory otherwise than in the call that made the
-        plan."""
-        k_cache, v_cache = call.k_cache.data_ptr(), call.v_cache.data_ptr()
-        k, v, apart = call.k.data_ptr() - k_cache, call.v.data_ptr() - v_cache, v_cache - k_cache
-        if (k != self.k_apart and -self.k_bytes < k < self.k_cache_bytes or -self.v_bytes < v < self.v_cache_bytes
-                or apart != self.apart and -self.v_cache_bytes < apart < self.k_cache_bytes):  # fmt: skip
+        """Return whether a tensor that is written may share memory with another one, at another distance than in the
+        call that made the plan."""
+        k, v, k_cache, v_cache = call.k.data_ptr(), call.v.data_ptr(), call.k_cache.data_ptr(), call.v_cache.data_ptr()
+        to_k, to_v, apart, known = k - k_cache, v - k_cache, v_cache - k_cache, self.distances
+        k_size, v_size, k_room, v_room = self.k_bytes, self.v_bytes, self.k_cache_bytes, self.v_cache_bytes
+        if (to_k != known.k and -k_size < to_k < k_room or to_v != known.v and -v_size < to_v < k_room
+                or apart != known.v_cache and (
+                    -v_room < apart < k_room or -k_size < k - v_cache < v_room or -v_size < v - v_cache < v_room)
+                or (to_k != known.k and -k_size < k - v_cache < v_room)
+                or (to_v != known.v and -v_size < v - v_cache < v_room)):  # fmt: skip
             return True
         t = call.transform
         if t is None or t.q is None:
             return False
-        out, size = t.q_out.data_ptr(), self.q_out_bytes
-        ahead, moved = out - t.q.data_ptr(), out - k_cache != self.q_apart
+        q, out, size, room = t.q.data_ptr(), t.q_out.data_ptr(), self.q_bytes, self.q_out_bytes
+        to_q, to_out = q - k_cache, out - k_cache
+        if to_q == known.q and to_out == known.q_out and to_k == known.k and to_v == known.v and apart == known.v_cache:
+            return False
         return (
-            -size < ahead < self.q_bytes and not (self.in_place and ahead == 0)
-            or moved and -size < out - k_cache < self.k_cache_bytes
-            or (moved or apart != self.apart) and -size < out - v_cache < self.v_cache_bytes
+            -room < out - q < size and not (self.in_place and out == q)
+            or -room < out - k < k_size and (to_out != known.q_out or to_k != known.k)
+            or -room < out - v < v_size and (to_out != known.q_out or to_v != known.v)
+            or -room < to_out < k_room and to_out != known.q_out
+            or -room < out - v_cache < v_room and (to_out != known.q_out or apart != known.v_cache)
+            or -size < to_q < k_room and to_q != known.q
+            or -size < q - v_cache < v_room and (to_q != known.q or apart != known.v_cache)
         )  # fmt: skip
 
 
@@ -253,14 +271,16 @@ def kernel_of(call: CacheWriteCall, arch: str) -> tuple[str, CacheWriteSpec]:
     return dispatch.select(request, arch)
 
 
+def _distances(call: CacheWriteCall) -> Distances:
+    t, base = call.transform or QueryTransform(), call.k_cache.data_ptr()
+    tensors = call.k, call.v, call.v_cache, t.q, t.q_out
+    return Distances(*(0 if x is None else x.data_ptr() - base for x in tensors))
+
+
 def _stores(call: CacheWriteCall) -> bool:
-    """Return whether there are rows of K or V, and places for them."""
-    pages = min(call.k_cache.shape[0], call.v_cache.shape[0])
-    listed = call.page_table is not None and call.page_table.numel() > 0
-    if call.kv_indptr is not None:
-        listed = call.kv_indices.shape[0] > 0 and call.kv_indptr.shape[0] > 1
-    page_size = call.k_cache.shape[1 if call.nhd else 2]
-    return bool(pages and page_size and (call.k.shape[1] or call.v.shape[1]) and (call.places != PAGES or listed))
+    """Return whether there are rows of K or V, and a cache with rows."""
+    pages, page_size = min(call.k_cache.shape[0], call.v_cache.shape[0]), call.k_cache.shape[1 if call.nhd else 2]
+    return bool(pages and page_size and (call.k.shape[1] or call.v.shape[1]))
 
 
 def _wide(call: CacheWriteCall) -> int:
@@ -312,7 +332,7 @@ def plan_for(call: CacheWriteCall, device_info: tuple[str, int] | None) -> Cache
         at=CacheWriteArgs(**{name: names.index(name) if name in names else None for name in CacheWriteArgs._fields}),
         device=device,
         single_device=device_info is None or machine.current.device_count() == 1,
-        runs=bool(k.shape[0] and max(dim, v.shape[2]) and (stores or queries)),
+        runs=bool(k.shape[0] and max(dim, v.shape[2]) and (stores or queries or t.kv_lens_out is not None)),
         checked=checking() and device.type != "meta",
         as_bytes=spec.dtype == "uint8",
         wide=wide,
@@ -323,7 +343,5 @@ def plan_for(call: CacheWriteCall, device_info: tuple[str, int] | None) -> Cache
         in_place=t.q is not None and (t.q.dtype, t.q.stride()) == (t.q_out.dtype, t.q_out.stride()),
         k_cache_bytes=overlap.reach(call.k_cache),
         v_cache_bytes=overlap.reach(call.v_cache),
-        apart=call.v_cache.data_ptr() - call.k_cache.data_ptr(),
-        k_apart=k.data_ptr() - call.k_cache.data_ptr(),
-        q_apart=0 if t.q_out is None else t.q_out.data_ptr() - call.k_cache.data_ptr(),
+        distances=_distances(call),
     )

@@ -67,7 +67,8 @@ def launch(plan: QuantizePlan, x: torch.Tensor, scale: Any) -> tuple[torch.Tenso
     factors = torch.empty(*x.shape[:-1], dim // fp4.BLOCK, dtype=torch.uint8, device=x.device)
     flat, at = plan.flat.copy(), plan.at
     k_cache, k_sf = data.view(1, tokens, heads, -1), factors.view(1, tokens, heads, -1)
-    flat[at["k"]] = x.reshape(plan.shape)
+    rows = x.reshape(plan.shape)
+    flat[at["k"]] = rows if rows.stride(2) == 1 else rows.contiguous()
     flat[at["k_cache"]] = flat[at["v_cache"]] = k_cache
     flat[at["k_sf"]] = flat[at["v_sf"]] = k_sf
     if isinstance(scale, torch.Tensor):

@@ -94,6 +94,10 @@ def token_places(a: CacheWriteArgs, request: torch.Tensor, position: torch.Tenso
         return torch.where(tokens < size, 0, -1), tokens
     table = index(a, "kv_indices")[None] if len(a.kv_indptr) else index(a, "page_table")
     column, entries = position.div(size, rounding_mode="floor"), table.shape[1]
+    if not table.numel() or a.kv_indptr.numel() == 1 + (
+        a.wide >> INDICES.index("kv_indptr") & 1
+    ):  # no entry, no request
+        return torch.full_like(tokens, -1), torch.zeros_like(tokens)
     if len(a.kv_indptr):
         starts = index(a, "kv_indptr").clamp(0, entries)
         requests = len(starts) - 1
@@ -105,7 +109,7 @@ def token_places(a: CacheWriteArgs, request: torch.Tensor, position: torch.Tenso
         begin, end = torch.zeros_like(line), torch.full_like(line, entries)
     fits = (request >= 0) & (request < requests) & (position >= 0) & (column < end - begin)
     entry = (begin + column).clamp(0, max(entries - 1, 0)).where(fits, 0)
-    page = table[line, entry] if table.numel() else torch.full_like(request, -1)
+    page = table[line, entry]
     return torch.where(fits, page, -1), position.remainder(size)
 
 

@@ -200,12 +200,12 @@ def kernel(spec: cutlass.Constexpr, a: CacheWriteArgs):
     cute.arch.griddepcontrol_wait()
     cute.arch.griddepcontrol_launch_dependents()
     g = group_of(a)
+    if const_expr(a.kv_lens_out is not None):
+        write_lengths(a)  # by all threads: there may be more requests than threads with rows
     if g.token < tokens_of(spec, a):
         if const_expr(spec.gather):
             gather.gather_rows(spec, a, g)
         elif const_expr(spec.transform):
-            if const_expr(a.kv_lens_out is not None):
-                write_lengths(a)
             transform_rows(spec, a, g)
         else:
             plain_rows(spec, a, g)
