@@ -255,8 +255,9 @@ def test_memory_that_is_shared_in_a_later_call():
     with emulation():
         append_qkv(q, k, v, target, slots, out=QueryOutput(torch.empty_like(q)))
         append_qkv(q, k, v, target, slots, out=QueryOutput(torch.empty_like(q)))
-        for given, out in (((q, k, v), k), ((q, k, v), v), ((q, inside[1], v), torch.empty_like(q)),
-                           ((q, k, inside[0]), torch.empty_like(q)), ((inside[1], k, v), torch.empty_like(q))):  # fmt: skip
+        new = torch.empty_like(q)
+        later = (q, k, v, k), (q, k, v, v), (q, inside[1], v, new), (q, k, inside[0], new), (inside[1], k, v, new)
+        for *given, out in later:
             with pytest.raises(ValueError, match="overlaps the memory of"):
                 append_qkv(*given, target, slots, out=QueryOutput(out))
 
