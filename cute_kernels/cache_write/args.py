@@ -12,6 +12,8 @@ Shapes: N tokens, Hq query heads, H KV heads, P rows per page, B requests, M ent
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
+from .. import families
+
 SLOTS, PAGES, ROWS = range(3)  # meaning of `places`
 INTERLEAVED, ANGLES, FROM_FIRST = 1, 2, 4  # bits of `rope`
 
@@ -84,8 +86,8 @@ class CacheWriteArgs(NamedTuple):
 # gather: Q and K of an attention call are rotated, without a norm or V, at any position, also a negative one. Addresses
 # and strides of q, q_out, k and k_cache are multiples of 16 bytes, Dk is a multiple of 16, and all of it is rotated.
 #
-# Q goes to q_out, whose row i is at position keys - (end - i) of its request, which has the rows cu_seqlens[b] to end =
-# cu_seqlens[b + 1]; a row of no request is at position 0.
+# Q goes to q_out. Request b has rows cu_seqlens[b] to end = cu_seqlens[b + 1] of Q; its row i is at position
+# keys - (end - i), where keys is the number of its keys. A row that belongs to no request is at position 0.
 #
 # K goes from the cache to k. Row e * P + r of k is row r of the page of entry e, where entries are those of `tables`
 # [:, 0] one after another, or, if that has no columns, the pages themselves. It is at position c * P + r if its entry
@@ -116,10 +118,9 @@ OPTIONAL: dict[str, Callable[[Any], bool]] = {  # field -> whether a spec has it
 
 def fields(spec: Any) -> tuple[str, ...]:
     """Return the names of the arguments of a kernel of `spec`, in launch order."""
-    return tuple(field for field in CacheWriteArgs._fields if field not in OPTIONAL or OPTIONAL[field](spec))
+    return families.fields(CacheWriteArgs, OPTIONAL, spec)
 
 
 def pack(spec: Any, flat: Sequence[Any]) -> CacheWriteArgs:
     """Put the arguments of a launch, in the order of `fields`, under their names."""
-    values = dict(zip(fields(spec), flat, strict=True))
-    return CacheWriteArgs(**{name: values.get(name) for name in CacheWriteArgs._fields})
+    return families.pack(CacheWriteArgs, fields(spec), flat)

@@ -2,6 +2,7 @@
 
 from itertools import product
 
+from .. import families
 from . import rows
 from .request import CacheWriteRequest
 from .spec import CacheWriteSpec
@@ -13,22 +14,14 @@ SHIPPED_CACHES = ("e4m3", "nvfp4")  # besides the rows' own type; others compile
 def explain(request: CacheWriteRequest, arch: str) -> tuple[tuple[str, CacheWriteSpec, str | None], ...]:
     """Return a row for every kernel of the operator: (op, the spec it would run, None or its reason to refuse)."""
     spec = CacheWriteSpec(request.dtype, request.cache, request.transform, request.gather)
-    found = []
-    for op, module in KERNELS.items():
-        reason = None if arch in module.ARCHS else f"architecture {arch}: needs {' or '.join(module.ARCHS)}"
-        found.append((op, spec, reason or module.supports(spec) or module.refuses(request)))
-    return tuple(found)
+    return families.explain(KERNELS, spec, request, arch)
 
 
 def select(request: CacheWriteRequest, arch: str) -> tuple[str, CacheWriteSpec]:
     """Return (op, spec) of the kernel that serves the request.
 
     Raise NotImplementedError with every kernel's reason to refuse if there is none."""
-    found = explain(request, arch)
-    for op, spec, reason in found:
-        if reason is None:
-            return op, spec
-    raise NotImplementedError("no kernel writes these rows: " + "; ".join(f"{op}: {why}" for op, _, why in found))
+    return families.select(explain(request, arch), "no kernel writes these rows")
 
 
 def shipped(arch: str) -> list[tuple[str, CacheWriteSpec]]:

@@ -9,6 +9,8 @@ Shapes: N tokens, S states, H heads, D elements of a row. Strides are any; the l
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
+from .. import families
+
 
 class MergeArgs(NamedTuple):
     """The arguments of a launch."""
@@ -33,10 +35,9 @@ OPTIONAL: dict[str, Callable[[Any], bool]] = {  # field -> whether a spec has it
 
 def fields(spec: Any) -> tuple[str, ...]:
     """Return the names of the arguments of a kernel of `spec`, in launch order."""
-    return tuple(field for field in MergeArgs._fields if field not in OPTIONAL or OPTIONAL[field](spec))
+    return families.fields(MergeArgs, OPTIONAL, spec)
 
 
 def pack(spec: Any, flat: Sequence[Any]) -> MergeArgs:
     """Put the arguments of a launch, in the order of `fields`, under their names."""
-    values = dict(zip(fields(spec), flat, strict=True))
-    return MergeArgs(**{name: values.get(name) for name in MergeArgs._fields})
+    return families.pack(MergeArgs, fields(spec), flat)
