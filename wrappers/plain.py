@@ -58,7 +58,7 @@ def write(operator: torch._ops.OpOverload, **given: Any) -> None:
             given[name].copy_(written)
 
 
-def check_offsets(operator: str) -> Callable[..., None]:
+def fake_of(operator: str) -> Callable[..., None]:
     """Return the fake of an operator that writes arguments and returns nothing.
 
     It refuses an argument that is written and begins at an offset of dynamic sizes, as a view does that is made in the

@@ -34,10 +34,11 @@ def real(value: Any) -> Any:
         return value
     if not isinstance(value, Real) or isinstance(value, bool):
         return value
+    number: Any = value
     try:
-        return float(value)
-    except OverflowError:  # an int that no float holds, which the checks refuse
-        return inf
+        return float(number)
+    except OverflowError:  # an int that no float holds: the checks refuse an infinity
+        return inf if number > 0 else -inf
 
 
 def split_scale(name: str, value: Any) -> tuple[Any, torch.Tensor | None]:

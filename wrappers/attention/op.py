@@ -9,7 +9,7 @@ import torch
 
 from .. import fp4
 from ..checks import check_strided
-from ..plain import check_offsets, known, no_backward, write
+from ..plain import fake_of, known, no_backward, write
 from ..scalars import split_scale
 from . import checks, plan
 from .call import SEPARATE, AttentionCall, Rope, SequenceBatch, listed_sequences, new_sequences
@@ -108,7 +108,7 @@ def _read_scales(call: AttentionCall) -> AttentionCall:
     return call
 
 
-torch.library.register_fake(NAME)(check_offsets(NAME))
+torch.library.register_fake(NAME)(fake_of(NAME))
 
 
 def trace(call: AttentionCall) -> Any:

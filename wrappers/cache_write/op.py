@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from ..plain import check_offsets, known, traced, write
+from ..plain import fake_of, known, traced, write
 from ..scalars import split_scale
 from . import checks, plan
 from .call import CacheWriteCall, QueryTransform
@@ -27,7 +27,6 @@ SCHEMA = """(
 
 torch.library.define(NAME, SCHEMA.replace("\n", " "), tags=torch.Tag.pt2_compliant_tag)
 
-WHOLE = 5  # dimensions of a tensor of K and V
 _is_grad_enabled = torch.is_grad_enabled  # a module global: saves an attribute look-up, 20 ns
 
 
@@ -47,11 +46,16 @@ def serve(call: CacheWriteCall, kv: Any = None, sf: Any = None) -> None:
         checks.validate(call)
         given = call._asdict() | {"transform": call.transform is not None}
         given |= (call.transform or QueryTransform())._asdict()
-        if all(isinstance(t, torch.Tensor) and t.ndim == WHOLE for t in (kv, kv if sf is None else sf)):
+        if _whole(kv) and (sf is None or _whole(sf)):
             given |= {"k_cache": kv, "v_cache": None, "k_sf": sf, "v_sf": None}
         write(torch.ops.cute_kernels.write_rows.default, **(given | known(given, "nhd", "v_sf_interleaved")))
     else:
         plan.run(call)
+
+
+def _whole(value: Any) -> bool:
+    """Return whether a value is one tensor of K and V, (pages, 2, ...)."""
+    return isinstance(value, torch.Tensor) and value.ndim == 5
 
 
 @torch.library.impl(NAME, ("cpu", "cuda"))
@@ -73,4 +77,4 @@ def _run(*flat: Any) -> None:
     serve(call)
 
 
-torch.library.register_fake(NAME)(check_offsets(NAME))
+torch.library.register_fake(NAME)(fake_of(NAME))

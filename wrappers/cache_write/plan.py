@@ -3,7 +3,9 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple
+from itertools import combinations
+from operator import attrgetter
+from typing import Any
 
 import torch
 
@@ -28,17 +30,10 @@ LISTED, TABLED = (
     )
 )  # fmt: skip
 BATCH = slice(CacheWriteCall._fields.index("batch_indices"), CacheWriteCall._fields.index("kv_lens") + 1)
+MEMORY, QUERIES = attrgetter("k_cache", "v_cache", "k_sf", "v_sf", "k", "v"), attrgetter("q", "q_out")
+WRITTEN = {0, 1, 2, 3, 7}  # places of the tensors that a call writes, in MEMORY and QUERIES
+NO_TRANSFORM = QueryTransform()
 _uint8, _int32, _int64 = torch.uint8, torch.int32, torch.int64
-
-
-class Distances(NamedTuple):
-    """Bytes from K's cache to the other tensors of a call; 0 for those that it lacks."""
-
-    k: int
-    v: int
-    v_cache: int
-    q: int
-    q_out: int
 
 
 @dataclass(slots=True, eq=False)
@@ -54,14 +49,8 @@ class CacheWritePlan:
     checked: bool  # every call is checked as if it had no plan
     as_bytes: bool  # rows and caches of one byte are passed as uint8
     wide: int  # bits of the index tensors of int64
-    k_bytes: int  # from the first to the last, also below
-    v_bytes: int
-    q_bytes: int
-    q_out_bytes: int
-    in_place: bool  # if the output of Q begins where Q does, it is Q
-    k_cache_bytes: int
-    v_cache_bytes: int
-    distances: "Distances"  # in the call that was validated
+    pairs: tuple[tuple[int, int, int, int], ...]  # two tensors, one of them written: places in `distances`, bytes
+    distances: list[int]  # `distances_of` the call that was validated
 
     def bind(self, call: CacheWriteCall) -> list[Any]:
         """Return the arguments of a launch."""
@@ -88,34 +77,30 @@ class CacheWritePlan:
             put_transform(flat, at, call.transform)
         return flat
 
-    def may_overlap(self, call: CacheWriteCall) -> bool:
+    def may_overlap(self, found: list[int]) -> bool:
         """Return whether a tensor that is written may share memory with another one, at another distance than in the
-        call that made the plan."""
-        k, v, k_cache, v_cache = call.k.data_ptr(), call.v.data_ptr(), call.k_cache.data_ptr(), call.v_cache.data_ptr()
-        to_k, to_v, apart, known = k - k_cache, v - k_cache, v_cache - k_cache, self.distances
-        k_size, v_size, k_room, v_room = self.k_bytes, self.v_bytes, self.k_cache_bytes, self.v_cache_bytes
-        if (to_k != known.k and -k_size < to_k < k_room or to_v != known.v and -v_size < to_v < k_room
-                or apart != known.v_cache and (
-                    -v_room < apart < k_room or -k_size < k - v_cache < v_room or -v_size < v - v_cache < v_room)
-                or (to_k != known.k and -k_size < k - v_cache < v_room)
-                or (to_v != known.v and -v_size < v - v_cache < v_room)):  # fmt: skip
-            return True
-        t = call.transform
-        if t is None or t.q is None:
-            return False
-        q, out, size, room = t.q.data_ptr(), t.q_out.data_ptr(), self.q_bytes, self.q_out_bytes
-        to_q, to_out = q - k_cache, out - k_cache
-        if to_q == known.q and to_out == known.q_out and to_k == known.k and to_v == known.v and apart == known.v_cache:
-            return False
-        return (
-            -room < out - q < size and not (self.in_place and out == q)
-            or -room < out - k < k_size and (to_out != known.q_out or to_k != known.k)
-            or -room < out - v < v_size and (to_out != known.q_out or to_v != known.v)
-            or -room < to_out < k_room and to_out != known.q_out
-            or -room < out - v_cache < v_room and (to_out != known.q_out or apart != known.v_cache)
-            or -size < to_q < k_room and to_q != known.q
-            or -size < q - v_cache < v_room and (to_q != known.q or apart != known.v_cache)
-        )  # fmt: skip
+        call that was validated. found: `distances_of` a call."""
+        known = self.distances
+        for a, b, a_bytes, b_bytes in self.pairs:
+            apart = found[b] - found[a]
+            if -b_bytes < apart < a_bytes and apart != known[b] - known[a]:
+                return True
+        return False
+
+
+def distances_of(call: CacheWriteCall) -> list[int]:
+    """Return the bytes from K's cache to each tensor of MEMORY and QUERIES; 0 to one that is absent."""
+    base = call.k_cache.data_ptr()
+    tensors = *MEMORY(call), *QUERIES(call.transform or NO_TRANSFORM)
+    return [0 if t is None else t.data_ptr() - base for t in tensors]
+
+
+def pairs_of(call: CacheWriteCall) -> tuple[tuple[int, int, int, int], ...]:
+    """Return `CacheWritePlan.pairs` of a call. A tensor without elements is in none."""
+    tensors = *MEMORY(call), *QUERIES(call.transform or NO_TRANSFORM)
+    sizes = [0 if t is None else overlap.reach(t) for t in tensors]
+    found = [(a, b) for a, b in combinations(range(len(tensors)), 2) if WRITTEN & {a, b} and sizes[a] and sizes[b]]
+    return tuple((a, b, sizes[a], sizes[b]) for a, b in found)
 
 
 def key_of(call: CacheWriteCall) -> tuple[Any, ...]:
@@ -175,7 +160,8 @@ def run(call: CacheWriteCall) -> None:
     if not plan.runs:
         return None
     try:
-        if plan.may_overlap(call):  # rare
+        found = distances_of(call)
+        if found != plan.distances and plan.may_overlap(found):
             validate(call)
         plan.fn(*plan.bind(call))
     except Exception:
@@ -257,7 +243,7 @@ def groups(tokens: int, heads: int, lanes: int) -> int:
 
 def rotated(call: CacheWriteCall) -> int:
     """Return how many elements of a row are rotated."""
-    t = call.transform or QueryTransform()
+    t = call.transform or NO_TRANSFORM
     if t.rope_cos is not None:
         return 2 * t.rope_cos.shape[1]
     return 0 if t.rope_table is None else t.rope_table.shape[1]
@@ -271,12 +257,6 @@ def kernel_of(call: CacheWriteCall, arch: str) -> tuple[str, CacheWriteSpec]:
     return dispatch.select(request, arch)
 
 
-def _distances(call: CacheWriteCall) -> Distances:
-    t, base = call.transform or QueryTransform(), call.k_cache.data_ptr()
-    tensors = call.k, call.v, call.v_cache, t.q, t.q_out
-    return Distances(*(0 if x is None else x.data_ptr() - base for x in tensors))
-
-
 def _stores(call: CacheWriteCall) -> bool:
     """Return whether there are rows of K or V, and a cache with rows."""
     pages, page_size = min(call.k_cache.shape[0], call.v_cache.shape[0]), call.k_cache.shape[1 if call.nhd else 2]
@@ -285,7 +265,7 @@ def _stores(call: CacheWriteCall) -> bool:
 
 def _wide(call: CacheWriteCall) -> int:
     """Return the bits of the index tensors of int64."""
-    offsets = call._asdict() | (call.transform or QueryTransform())._asdict()
+    offsets = call._asdict() | (call.transform or NO_TRANSFORM)._asdict()
     return sum(1 << i for i, name in enumerate(INDICES) if getattr(offsets[name], "dtype", None) is _int64)
 
 
@@ -308,7 +288,7 @@ def plan_for(call: CacheWriteCall, device_info: tuple[str, int] | None) -> Cache
     def empty(dtype: torch.dtype, *shape: int) -> Any:
         return given(torch.empty(0, *shape, dtype=dtype, device=device))
 
-    stores, wide, t = _stores(call), _wide(call), call.transform or QueryTransform()
+    stores, wide, t = _stores(call), _wide(call), call.transform or NO_TRANSFORM
     fp8 = torch.float8_e5m2 if spec.cache == "e5m2" else torch.float8_e4m3fn
     dim = k.shape[2]
     values: dict[str, Any] = dict.fromkeys(names, empty(torch.int32))
@@ -336,12 +316,6 @@ def plan_for(call: CacheWriteCall, device_info: tuple[str, int] | None) -> Cache
         checked=checking() and device.type != "meta",
         as_bytes=spec.dtype == "uint8",
         wide=wide,
-        k_bytes=overlap.reach(k),
-        v_bytes=overlap.reach(v),
-        q_bytes=0 if t.q is None else overlap.reach(t.q),
-        q_out_bytes=0 if t.q is None else overlap.reach(t.q_out),
-        in_place=t.q is not None and (t.q.dtype, t.q.stride()) == (t.q_out.dtype, t.q_out.stride()),
-        k_cache_bytes=overlap.reach(call.k_cache),
-        v_cache_bytes=overlap.reach(call.v_cache),
-        distances=_distances(call),
+        pairs=pairs_of(call),
+        distances=distances_of(call),
     )

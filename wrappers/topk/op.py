@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from ..checks import check_strided
-from ..plain import check_offsets, known, no_backward, traced, write
+from ..plain import fake_of, known, no_backward, traced, write
 from . import plan
 from .checks import NAMES, PAGE_TABLE, RAGGED, TOP_K, TopKCall, scalars, stated, with_ints
 
@@ -49,7 +49,7 @@ def _run(*args: Any) -> None:
     plan.run(call)
 
 
-torch.library.register_fake(NAME)(check_offsets(NAME))
+torch.library.register_fake(NAME)(fake_of(NAME))
 
 
 def trace(call: TopKCall) -> tuple[Any, Any, Any]:
