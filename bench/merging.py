@@ -18,7 +18,7 @@ CASES = (
     *(f"merge-state-n{tokens}-{SHAPE}" for tokens in (65536, 64)),
 )
 CHECKED = 48  # tokens of which the rows are compared
-TOLERANCE = 2**-7  # of bf16 outputs, whose values are about 1
+TOLERANCE = 2**-7  # relative error of bf16 outputs
 
 
 @dataclass(frozen=True)

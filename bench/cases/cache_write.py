@@ -210,7 +210,7 @@ def make_rotated(case: CacheWriteCase, gen: torch.Generator) -> dict[str, Any]:
 
 
 def flat_rows(x: torch.Tensor) -> torch.Tensor:
-    """Return x (N, heads, D), whose heads lie behind each other, as a view (N, heads * D)."""
+    """Return a view (N, heads * D) of x (N, heads, D). The heads of a token must be contiguous."""
     return x.as_strided((x.shape[0], x.shape[1] * x.shape[2]), (x.stride(0), 1))
 
 
@@ -297,8 +297,8 @@ def difference(case: CacheWriteCase, got: Any, want: Any) -> float:
     """Return the error of all memory after a call, over the tolerance.
 
     All bytes must be equal. If rows are normalised or rotated, one value in a hundred may be rounded to its neighbour;
-    values that nearly cancel in a rotation may differ by `SLACK` times the largest value, and by more where hostile
-    positions are from 2^24 on, whose angles have an error.
+    a rotation may change each value by `SLACK` times the largest one. Hostile cases allow 16 times as much, because
+    fp32 does not hold the angles of positions from 2^24 on exactly.
     """
     transforms, error = bool(case.norm or case.rope), 0.0
     codes = tensors_of(got["cache"].kv) if transforms and case.cache == "nvfp4" else []

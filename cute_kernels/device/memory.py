@@ -21,7 +21,7 @@ def view(address: Int64, dtype, count, align):
 
 @cute.jit
 def load(address: Int64, words: cute.Tensor, valid: Int32, unit: cutlass.Constexpr):
-    """Load a vector, whose first `valid` elements of `unit` bytes exist, into words of 32 bits; others become 0."""
+    """Load the first `valid` elements of a vector, of `unit` bytes each, into words of 32 bits. The others are 0."""
     count, bits = const_expr(cute.size(words)), const_expr(8 * unit)
     size = const_expr(4 * count)
     if valid * unit >= size and address % size == 0:

@@ -14,8 +14,7 @@ rounds. There is no shared memory, and no barrier.
 | `plain_rows` | groups of rows of K, or of V | K or V | | the cache |
 | `gather_rows` | groups of rows of Q or K | Q, or K in the cache | | new Q, K and page table |
 
-Every CTA waits for the grid before it, so a kernel behind this one may rely on
-both."""
+Every CTA waits for the grid before it, so a kernel that waits for this one sees what both have written."""
 
 from typing import Any, NamedTuple
 
@@ -290,7 +289,7 @@ def store_vectors(
 
 
 # The loop over rows of K or V that are copied or quantised: one iteration per row of the group, or part of a long row.
-#   waits for   the vectors, whose loads the iteration before has issued
+#   waits for   the loads of its vectors, which the iteration before issued
 #   computes    their values in the cache's type
 #   stores      them, and the scale factors of NVFP4
 # The first vectors are requested before the place of the token is known, so that a decode step waits for the index
@@ -373,8 +372,8 @@ def fetch(a, g: LaneGroup, row: Int32, words: cute.Tensor, weights: cute.Tensor)
 
 
 # The loop over rows of Q, K and V: one iteration per row of the group.
-#   waits for   the row and its weights, whose loads the iteration before has issued; the other lanes of the group, in
-#               shuffles
+#   waits for   the loads of the row and of its weights, which the iteration before issued; in shuffles, for the other
+#               lanes of the group
 #   computes    Q and K in fp32 registers: RMS norm, rotary embedding
 #   stores      Q in its output, 16 or 8 bits; K and V in the cache
 # The next row is requested before this one is worked on: with 120 registers per thread, too few warps run for their

@@ -183,7 +183,7 @@ def load_rotation(a, position: Int32, at: LanePairs, cos: cute.Tensor, sin: cute
 
 
 # The loop over the heads of a token: one iteration per row of the group.
-#   waits for   the row, whose loads the iteration before has issued
+#   waits for   the loads of the row, which the iteration before issued
 #   computes    the row in fp32 registers: rotary embedding
 #   stores      16 bits, in the new Q or K
 # All heads of a token have one position, so cosines and sines are computed once. A lane has both elements of its pairs,

@@ -10,7 +10,7 @@ take more rounds. There is no shared memory, and no barrier.
 | `merge_row` | a group per row | S and V of all states | | V of the row |
 | end | all | | the lanes of the warp: none reads S any more | S of the row |
 
-Every CTA waits for the grid before it, so a kernel behind this one may rely on both."""
+Every CTA waits for the grid before it, so a kernel that waits for this one sees what both have written."""
 
 from typing import Any, NamedTuple
 
