@@ -127,6 +127,13 @@ def by_slots(i: AppendInputs) -> torch.Tensor | None:
     return append_qkv(i.q, i.k, i.v, target, i.slots, norm, rope, out)
 
 
+def bound_by_slots(i: AppendInputs) -> Callable[[], Any]:
+    """Return a bound launch of `append_qkv` that gets its rows and slots at each run."""
+    target, norm, rope, out = i.layer
+    layer = wrappers.bind(append_qkv, i.q, i.k, i.v, target, i.slots, norm, rope, out)
+    return lambda: layer.run(i.q, i.k, i.v, i.slots, i.positions)
+
+
 def nvfp4_by_slots(i: AppendInputs) -> None:
     assert i.factors is not None
     wrappers.nvfp4_quantize_append_paged_kv_cache_with_slot_mapping(
@@ -287,6 +294,8 @@ def host(setup: Setup) -> list[Measurement]:
     calls: dict[str, Call] = {
         name: partial(every, run, [make(case, setup.device, 0)]) for name, (run, case) in names.items()
     }
+    bound = bound_by_slots(make(HOST_CASE.replace("bf16", "normrope-fp8"), setup.device, 0))
+    calls["append_qkv-bound"] = partial(every, lambda _: bound(), [None])
     for function, case in MERGED.items():
         calls[function] = partial(every, merging.ours, [merging.make(case, setup.device, 0)])
     return [Measurement(f"host-{name}", "ours", timing) for name, timing in host_times(calls, setup).items()]

@@ -14,8 +14,8 @@ TOPK_PEERS = ("torch", "flashinfer", "floor")
 CACHE_CASES = ("append-", "nvfp4-", "merge-")
 CACHE_HOSTS = [
     f"host-{name}"
-    for name in ("append_paged_kv_cache", "append_qkv", "nvfp4_quantize_append_paged_kv_cache_with_slot_mapping",
-                 "merge_states", "merge_state")
+    for name in ("append_paged_kv_cache", "append_qkv", "append_qkv-bound",
+                 "nvfp4_quantize_append_paged_kv_cache_with_slot_mapping", "merge_states", "merge_state")
 ]  # fmt: skip
 PICTURES = {  # end of a file's name -> what the picture shows, for readers who do not see it
     "prefill-lengths": "Prefill, TFLOP/s against sequence length, causal and full, ours and peers",

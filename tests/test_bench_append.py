@@ -76,8 +76,8 @@ def test_host_times_of_a_decode_step(monkeypatch):
     )
     found = append.host(setup_of(Costs()))
     assert {m.case for m in found} == {
-        "host-append_paged_kv_cache", "host-append_qkv", "host-merge_states", "host-merge_state",
-        "host-nvfp4_quantize_append_paged_kv_cache_with_slot_mapping",
+        "host-append_paged_kv_cache", "host-append_qkv", "host-append_qkv-bound", "host-merge_states",
+        "host-merge_state", "host-nvfp4_quantize_append_paged_kv_cache_with_slot_mapping",
     }  # fmt: skip
 
 

@@ -41,6 +41,7 @@ from wrappers.attention import plan as attention_plan
 from wrappers.attention.bound import BoundLaunch
 from wrappers.cache_write import checks as cache_write_checks
 from wrappers.cache_write import plan as cache_write_plan
+from wrappers.cache_write.bound import BoundAppend
 from wrappers.merge import checks as merge_checks
 from wrappers.merge import plan as merge_plan
 from wrappers.prefill import values
@@ -136,6 +137,11 @@ def bound_top_k():
     return lambda: launch.run(inputs["input"])
 
 
+def bound_append():
+    """Rows, slots and positions that are given at each run; the views of 64-bit indices as words, and of factors."""
+    return append.bound_by_slots(append.make("append-normrope-fp8-n64-h32x8-d128-p16", "cpu", 0))
+
+
 def equal_rows(*rows):
     """Queries, keys and values of two requests of one length each, for FlashAttention's functions."""
     return [torch.ones(2, n, HKV * (2 if i == 0 else 1), 64).half() for i, n in enumerate(rows)]
@@ -223,7 +229,7 @@ PLANNED = {
     "top_k_per_row_decode": (partial(top_k, topk_cases.DECODE), Work(10, 0)),
     "append_paged_kv_cache": (partial(rows, append.by_lists, "append-bf16"), Work(9, 0)),
     "append_paged_kv_cache, nvfp4 slots": (partial(rows, append.nvfp4_by_slots, "append-nvfp4"), Work(13, 6)),
-    "append_qkv": (partial(rows, append.by_slots, "append-normrope-fp8"), Work(17, 4)),
+    "append_qkv": (partial(rows, append.by_slots, "append-normrope-fp8"), Work(18, 4)),
     "apply_rope": (partial(rotation, "apply_rope"), Work(41, 5)),
     "apply_rope_pos_ids_inplace": (partial(rotation, "apply_rope_pos_ids_inplace"), Work(38, 3)),
     "rope_quantize_fp8": (partial(rotation, "rope_quantize_fp8"), Work(89, 8)),
@@ -249,6 +255,7 @@ BOUND = {  # calls that keep their launch
     "decode run": (decode_run, Work(14, 3)),
     "context": (bound, Work(10, 2)),
     "top_k": (bound_top_k, Work(6, 2)),
+    "append_qkv": (bound_append, Work(7, 4)),
 }
 
 
@@ -302,6 +309,7 @@ def test_a_look_up_of_the_plan_exceeds_the_bound(keeping, monkeypatch, name):
     make, bound = BOUND[name]
     run = make()
     monkeypatch.setattr(BoundLaunch, "fits", lambda *_: False)
+    monkeypatch.setattr(BoundAppend, "_fits", lambda *_: False)
     monkeypatch.setattr(BoundTopK, "run", lambda self, scores: topk_op.serve(self._call._replace(scores=scores)))
     assert exceeds(run, bound, "functions")
 

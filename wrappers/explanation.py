@@ -75,8 +75,8 @@ class _Asked(Exception):
     """Carries the call that a public function would serve."""
 
 
-def _ask(asked: Any) -> NoReturn:
-    raise _Asked(asked)
+def _ask(*asked: Any) -> NoReturn:
+    raise _Asked(*asked)
 
 
 def _ask_last(*arguments: Any) -> NoReturn:
@@ -112,10 +112,15 @@ def call_of(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     if function not in FUNCTIONS:
         names = listed(f.__name__ for f in FUNCTIONS)
         raise TypeError(f"function: {getattr(function, '__name__', repr(function))}, must be one of {names}")
+    return arguments_of_serve(function, *args, **kwargs)[0]
+
+
+def arguments_of_serve(function: Any, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
+    """Return what a public function hands to its last step, `serve`; see `call_of`."""
     try:
         _asking(function)(*args, **kwargs)
     except _Asked as found:
-        return found.args[0]
+        return found.args
     raise AssertionError(f"{function.__name__} does not end in serve")
 
 

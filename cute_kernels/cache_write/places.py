@@ -159,16 +159,23 @@ def rotation_rows(a):
 
 
 @cute.jit
-def rope_position(a, token: Int32, at: TokenPosition):
+def request_rope_position(a, token: Int32) -> IndexWords:
+    """Load the rope position of a token if it has one, else return -1. Nothing waits for it before `rope_position`."""
+    position, words = IndexWords(Int32(-1), Int32(-1)), wide(a, "rope_positions")
+    if token < (a.rope_positions.shape[0] >> words):
+        position = request_element(a.rope_positions, token, words)
+    return position
+
+
+@cute.jit
+def rope_position(a, at: TokenPosition, requested: IndexWords):
     """Return the position at which a token's rows are rotated, or -1 if it is not a row of the table. at: its request
-    and position, which serve if there are no `rope_positions`. Without a table: 0."""
+    and position, which serve if there are no `rope_positions`. requested: its rope position. Without a table: 0."""
     position, table_rows = Int32(0), rotation_rows(a)
     if table_rows > 0:
-        position, words = at.position, wide(a, "rope_positions")
+        position = at.position
         if a.rope_positions.shape[0] > 0:
-            position = Int32(-1)
-            if token < (a.rope_positions.shape[0] >> words):
-                position = element(a.rope_positions, token, words)
+            position = clamped(requested, wide(a, "rope_positions"))
         if (a.rope & ANGLES) == 0 and position >= table_rows:
             position = Int32(-1)
     return position

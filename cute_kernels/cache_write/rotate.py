@@ -72,8 +72,37 @@ def load_pairs(spec: cutlass.Constexpr, a, position: Int32, first: Int32, x: cut
 
 @cute.jit
 def load_rotation(spec: cutlass.Constexpr, a, g, position: Int32, cos: cute.Tensor, sin: cute.Tensor):
-    """Load the cosines and signed sines (8, 2) of a lane's elements at a position; 1 and 0 for elements that are not
-    rotated. The position must be a row of the table, unless the table holds angles."""
+    """Load what `rotate` needs at a position, cos and sin (8, 2). The position must be a row of the table, unless the
+    table holds angles."""
+    if whole_halves(a, g):
+        load_shared(spec, a, g, position, cos, sin)
+    else:
+        load_signed(spec, a, g, position, cos, sin)
+
+
+@cute.jit
+def whole_halves(a, g):
+    """Return whether each lane has both elements of its pairs: all of the row is rotated, in halves."""
+    return (a.rope & INTERLEAVED) == 0 and a.rope_table.shape[1] == 2 * HALF * g.lanes
+
+
+@cute.jit
+def load_shared(spec: cutlass.Constexpr, a, g, position: Int32, cos: cute.Tensor, sin: cute.Tensor):
+    """Load the cosines and sines [:, 0] of a lane's pairs. Nothing waits for them before `rotate`."""
+    row = Int32(0) if (a.rope & ANGLES) != 0 else position
+    for part in cutlass.range_constexpr(2):
+        x = cute.make_tensor(cos.iterator + 4 * part, cute.make_layout(4))
+        y = cute.make_tensor(sin.iterator + 4 * part, cute.make_layout(4))
+        load_pairs(spec, a, row, g.lane * HALF + 4 * part, x, y)
+    if (a.rope & ANGLES) != 0:
+        for e in cutlass.range_constexpr(HALF):
+            radians = angle(Float32(position), cos[e], sin[e])
+            cos[e], sin[e] = approximate("cos", radians), approximate("sin", radians)
+
+
+@cute.jit
+def load_signed(spec: cutlass.Constexpr, a, g, position: Int32, cos: cute.Tensor, sin: cute.Tensor):
+    """Load the cosines and signed sines (8, 2) of a lane's elements; 1 and 0 for elements that are not rotated."""
     rotated = a.rope_table.shape[1]
     row = Int32(0) if (a.rope & ANGLES) != 0 else position
     x, y = cute.make_rmem_tensor(4, Float32), cute.make_rmem_tensor(4, Float32)
@@ -128,21 +157,23 @@ def normalise(a, g, values: cute.Tensor, weights: cute.Tensor, inv_dim: Float32)
 @cute.jit
 def rotate(a, g, values: cute.Tensor, cos: cute.Tensor, sin: cute.Tensor):
     """Rotate a row (8, 2). All lanes of the group call it."""
-    rotated, other = a.rope_table.shape[1], cute.make_rmem_tensor((HALF, 2), Float32)
-    if (a.rope & INTERLEAVED) != 0:
-        for half in cutlass.range_constexpr(2):
-            for e in cutlass.range_constexpr(HALF):
-                other[e, half] = values[e ^ 1, half]
-    elif rotated == 2 * HALF * g.lanes:
-        for half in cutlass.range_constexpr(2):
-            for e in cutlass.range_constexpr(HALF):
-                other[e, half] = values[e, 1 - half]
+    if whole_halves(a, g):
+        for e in cutlass.range_constexpr(HALF):
+            first, second = values[e, 0], values[e, 1]
+            values[e, 0] = warp.fma(-second, sin[e], first * cos[e])
+            values[e, 1] = warp.fma(first, sin[e], second * cos[e])
     else:
-        exchange(g, values, other, rotated)
-    for half in cutlass.range_constexpr(2):
-        if (g.lane + half * g.lanes) * HALF < rotated:  # others stay as they are, infinities too
-            for e in cutlass.range_constexpr(HALF):
-                values[e, half] = warp.fma(other[e, half], sin[e, half], values[e, half] * cos[e, half])
+        rotated, other = a.rope_table.shape[1], cute.make_rmem_tensor((HALF, 2), Float32)
+        if (a.rope & INTERLEAVED) != 0:
+            for half in cutlass.range_constexpr(2):
+                for e in cutlass.range_constexpr(HALF):
+                    other[e, half] = values[e ^ 1, half]
+        else:
+            exchange(g, values, other, rotated)
+        for half in cutlass.range_constexpr(2):
+            if (g.lane + half * g.lanes) * HALF < rotated:  # others stay as they are, infinities too
+                for e in cutlass.range_constexpr(HALF):
+                    values[e, half] = warp.fma(other[e, half], sin[e, half], values[e, half] * cos[e, half])
 
 
 @cute.jit

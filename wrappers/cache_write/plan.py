@@ -22,7 +22,7 @@ from .checks import FP8, block_scaled, reason, validate
 DTYPES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float8_e4m3fn: "e4m3", torch.float8_e5m2: "e5m2"}
 THREADS = 1 << 19  # about as many threads as two GPUs hold: with fewer, each group has one row
 _AT = CacheWriteArgs(*range(len(CacheWriteArgs._fields)))  # position of each argument that all specs have
-_K, _V, _K_CACHE, _V_CACHE, _SLOTS = _AT.k, _AT.v, _AT.k_cache, _AT.v_cache, _AT.slots
+K, V, SLOTS, _K_CACHE, _V_CACHE = _AT.k, _AT.v, _AT.slots, _AT.k_cache, _AT.v_cache
 LISTED, TABLED = (
     tuple((field, getattr(_AT, field)) for field in fields)
     for fields in (
@@ -56,9 +56,9 @@ class CacheWritePlan:
         """Return the arguments of a launch."""
         flat, at = self.flat.copy(), self.at
         tensors = call.k, call.v, call.k_cache, call.v_cache
-        flat[_K], flat[_V], flat[_K_CACHE], flat[_V_CACHE] = map(_as_bytes, tensors) if self.as_bytes else tensors
+        flat[K], flat[V], flat[_K_CACHE], flat[_V_CACHE] = map(_as_bytes, tensors) if self.as_bytes else tensors
         if call.slots is not None:
-            flat[_SLOTS] = call.slots.view(_int32) if self.wide else call.slots
+            flat[SLOTS] = call.slots.view(_int32) if self.wide else call.slots
         elif call.places == PAGES:
             for field, slot in LISTED if call.kv_indices is not None else TABLED:
                 flat[slot] = words(getattr(call, field)) if self.wide else getattr(call, field)
@@ -207,13 +207,9 @@ def transform_key(t: QueryTransform) -> tuple[Any, ...]:
 def put_transform(flat: list[Any], at: CacheWriteArgs, t: QueryTransform) -> None:
     """Put the tensors of a transform into the arguments of a launch; its numbers are in the plan's."""
     q, out, table, _, rotated_at, q_weight, k_weight, _, _, q_scale, q_scale_ptr, cos, sin, lens_out = t
-    if q is not None:
-        flat[at.q] = q
-        flat[at.q_fp8 if out.dtype in FP8 else at.q_out] = out
+    put_rows(flat, at, q, out, rotated_at if table is not None else None)
     if table is not None:
         flat[at.rope_table] = table
-        if rotated_at is not None:
-            flat[at.rope_positions] = rotated_at.view(_int32) if rotated_at.dtype is _int64 else rotated_at
     if cos is not None:
         flat[at.rope_cos], flat[at.rope_sin] = cos, sin
     if lens_out is not None:
@@ -226,6 +222,15 @@ def put_transform(flat: list[Any], at: CacheWriteArgs, t: QueryTransform) -> Non
         flat[at.q_scale] = q_scale
         if q_scale_ptr is not None:
             flat[at.q_scale_ptr] = q_scale_ptr
+
+
+def put_rows(flat: list[Any], at: CacheWriteArgs, q: Any, out: Any, rotated_at: Any) -> None:
+    """Put Q, its output and the positions of a rotation into the arguments of a launch; those that are None stay."""
+    if q is not None:
+        flat[at.q] = q
+        flat[at.q_fp8 if out.dtype in FP8 else at.q_out] = out
+    if rotated_at is not None:
+        flat[at.rope_positions] = rotated_at.view(_int32) if rotated_at.dtype is _int64 else rotated_at
 
 
 def spec_of(call: CacheWriteCall) -> CacheWriteSpec:

@@ -7,14 +7,16 @@ rounds. There is no shared memory, and no barrier.
 
 | phase | threads | reads | waits for | writes / signals |
 | --- | --- | --- | --- | --- |
-| entry | all | | `griddepcontrol.wait`: the kernel that made the rows | `launch_dependents` |
+| entry | all | the launch's arguments | `griddepcontrol.wait`: the kernel that made the rows | `launch_dependents` |
 | `places` | all | index tensors | | page and row in registers |
 | `load_rotation` | all | `rope_table` | | cosines and sines in registers, for all rows |
 | `transform_rows` | groups of rows of Q, K and V | Q, K, V, weights | its group, by shuffles | Q's output, the cache |
 | `plain_rows` | groups of rows of K, or of V | K or V | | the cache |
 | `gather_rows` | groups of rows of Q or K | Q, or K in the cache | | new Q, K and page table |
 
-Every CTA waits for the grid before it, so a kernel that waits for this one sees what both have written."""
+The entry computes what depends on the arguments alone, such as the address of a first row, before its wait, while the
+kernel before may still run. Every CTA waits for the grid before it, so a kernel that waits for this one sees what both
+have written."""
 
 from typing import Any, NamedTuple
 
@@ -196,18 +198,38 @@ def target_of(spec: cutlass.Constexpr, a, rows: TargetRows, head: Int32) -> stor
 
 @cute.kernel
 def kernel(spec: cutlass.Constexpr, a: CacheWriteArgs):
+    g = with_arguments(spec, a, group_of(a))
+    first = first_rows(spec, a, g)
     cute.arch.griddepcontrol_wait()
     cute.arch.griddepcontrol_launch_dependents()
-    g = group_of(a)
-    if const_expr(a.kv_lens_out is not None):
-        write_lengths(a)  # by all threads: there may be more requests than threads with rows
     if g.token < tokens_of(spec, a):
         if const_expr(spec.gather):
             gather.gather_rows(spec, a, g)
         elif const_expr(spec.transform):
-            transform_rows(spec, a, g)
+            transform_rows(spec, a, g, first)
         else:
-            plain_rows(spec, a, g)
+            plain_rows(spec, a, g, first)
+    if const_expr(a.kv_lens_out is not None):
+        write_lengths(a)  # by all threads: there may be more requests than threads with rows
+
+
+@cute.jit
+def with_arguments(spec: cutlass.Constexpr, a, g: LaneGroup) -> LaneGroup:
+    """Return `g`, after the constant cache has got the arguments that are used after the wait.
+
+    A launch finds none of its arguments in that cache, and waits for each of its lines that it touches first. Sizes are
+    never negative, which the compiler does not know, so it must load these before it can compare `g.token`."""
+    sizes = a.k_cache.shape[0] | a.v_cache.shape[0] | a.slots.shape[0] | a.kv_lens.shape[0]
+    if const_expr(spec.transform):
+        sizes |= a.rope_table.shape[0] | a.q_weight.shape[0] | a.k_weight.shape[0]
+    return g._replace(token=g.token if sizes >= 0 else Int32(places.MOST))
+
+
+def first_rows(spec, a, g: LaneGroup):
+    """Return the rows of a group that are not transformed, or the first that is."""
+    if spec.gather:
+        return None
+    return head_row(a, g, g.own) if spec.transform else rows_of(a, g)
 
 
 @cute.jit
@@ -221,7 +243,7 @@ def write_lengths(a):
 
 
 @cute.jit
-def plain_rows(spec: cutlass.Constexpr, a, g: LaneGroup):
+def plain_rows(spec: cutlass.Constexpr, a, g: LaneGroup, rows: RowRange):
     """Write the group's rows of K or V, which are not transformed, to the token's place, if it has one."""
     words = cute.make_rmem_tensor((4, 2), Uint32)
     words.fill(0)
@@ -229,7 +251,6 @@ def plain_rows(spec: cutlass.Constexpr, a, g: LaneGroup):
     if g.own < a.k_groups:
         tokens = a.k.shape[0]
     if g.token < tokens:
-        rows = rows_of(a, g)
         load_vectors(spec, g, rows, RowCursor(rows.first, begin), words)
         slot = places.request_slot(a, g.token)
         at = places.place_of(a, g.token, places.position_of(a, g.token), slot)
@@ -361,14 +382,12 @@ def load_words(g: LaneGroup, address: Int64, dim: Int32, words: cute.Tensor):
 
 
 @cute.jit
-def fetch(a, g: LaneGroup, row: Int32, words: cute.Tensor, weights: cute.Tensor):
-    """Load row `row` of the group's token, and the weights of its norm, if they exist."""
-    if row < row_count(a):
-        x = head_row(a, g, row)
-        if x.operand != V or g.token < a.v.shape[0]:
-            load_words(g, x.source, x.dim, words)
-        if x.weights != 0:
-            load_words(g, x.weights, x.dim, weights)
+def fetch(a, g: LaneGroup, x: HeadRow, words: cute.Tensor, weights: cute.Tensor):
+    """Load a row of the group's token, if it exists, and the weights of its norm."""
+    if x.operand != V or g.token < a.v.shape[0]:
+        load_words(g, x.source, x.dim, words)
+    if x.weights != 0:
+        load_words(g, x.weights, x.dim, weights)
 
 
 # The loop over rows of Q, K and V: one iteration per row of the group.
@@ -380,19 +399,22 @@ def fetch(a, g: LaneGroup, row: Int32, words: cute.Tensor, weights: cute.Tensor)
 # loads alone to fill the memory's pipeline. A row is in registers before it is stored, so Q's output may be Q itself.
 # All groups have the same mix of rows. If some had the few rows of V alone, half of each warp would wait for the rest.
 @cute.jit
-def transform_rows(spec: cutlass.Constexpr, a, g: LaneGroup):
-    """Normalise and rotate the group's rows of Q and K, and write them and its rows of V."""
+def transform_rows(spec: cutlass.Constexpr, a, g: LaneGroup, first: HeadRow):
+    """Normalise and rotate the group's rows of Q and K, and write them and its rows of V. first: its first row."""
     rotates = places.rotation_rows(a) > 0
     values, weights, cos, sin = (cute.make_rmem_tensor((rotate.HALF, 2), Float32) for _ in range(4))
     words, weight_words, held = (cute.make_rmem_tensor((4, 2), Uint32) for _ in range(3))
     words.fill(0)
     weight_words.fill(0)
     inv_dim = Float32(1.0) / Float32(a.k.shape[2])
-    # Request the first row and the slot, then wait for the position and for its cosines: in a decode step, the time of
-    # a launch is that of loads that wait for one another. The page is negative if K and V are not written.
-    fetch(a, g, g.own, words, weight_words)
-    slot, position = places.request_slot(a, g.token), places.position_of(a, g.token)
-    rope_position = places.rope_position(a, g.token, position)
+    # Request the position, the slot and the first row, then wait for the position and for its cosines: in a decode
+    # step, the time of a launch is that of loads that wait for one another. The page is negative if K and V are not
+    # written.
+    turned, slot = places.request_rope_position(a, g.token), places.request_slot(a, g.token)
+    if g.own < row_count(a):
+        fetch(a, g, first, words, weight_words)
+    position = places.position_of(a, g.token)
+    rope_position = places.rope_position(a, position, turned)
     if rotates and rope_position >= 0:
         rotate.load_rotation(spec, a, g, rope_position, cos, sin)
     at = places.place_of(a, g.token, position, slot)
@@ -406,7 +428,8 @@ def transform_rows(spec: cutlass.Constexpr, a, g: LaneGroup):
             memory.unpack(spec.dtype, weight_words[None, half], weights[None, half])
             for i in cutlass.range_constexpr(4):
                 held[i, half] = words[i, half]
-        fetch(a, g, row + a.k_groups, words, weight_words)
+        if row + a.k_groups < row_count(a):
+            fetch(a, g, head_row(a, g, row + a.k_groups), words, weight_words)
         if (x.operand == Q and rope_position >= 0) or (x.operand != Q and page >= 0):
             if x.operand != V:
                 if x.weights != 0:
