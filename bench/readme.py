@@ -85,9 +85,10 @@ def section(
     head: list[str],
     line: Callable[[list[ResultRow]], list[str]],
     images: list[Path],
+    choose: Callable[[list[ResultRow], str], list[ResultRow]] = newest,
 ) -> list[str]:
     """Paragraphs of one GPU's newest run: what ran, the table, host time, plots. Several prefixes have no host time."""
-    chosen = [r for each in ((prefix,) if isinstance(prefix, str) else prefix) for r in newest(rows, each)]
+    chosen = [r for each in ((prefix,) if isinstance(prefix, str) else prefix) for r in choose(rows, each)]
     if not chosen:
         return []
     runs = sorted({(r.date, r.commit[:9], r.driver, r.torch) for r in chosen})
@@ -220,13 +221,19 @@ def cache_cells(rows: list[ResultRow]) -> list[str]:
     ]  # fmt: skip
 
 
+def newest_of_each(rows: list[ResultRow], prefix: str) -> list[ResultRow]:
+    """Return the newest row of each case and provider: no run has all peers. A peer's ratio is that of its own run."""
+    return list({(r.case, r.provider): r for r in rows if r.case.startswith(prefix)}.values())
+
+
 def measured_caches(results: dict[str, list[ResultRow]]) -> str:
     """The same of functions that write caches, quantise and merge states."""
     head = ["case", "ours, us", "GB/s", "of copy", "flashinfer, us (/ ours)", "vLLM, us (/ ours)"]
     parts = []
     for gpu, rows in results.items():
-        parts += section(gpu, rows, CACHE_CASES, head, cache_cells, [])
-        times = [f"`{r.case.removeprefix('host-')}` {r.time_us:.1f} us" for r in rows if r.case in CACHE_HOSTS]
+        parts += section(gpu, rows, CACHE_CASES, head, cache_cells, [], newest_of_each)
+        hosts = [r for r in newest_of_each(rows, "host-") if r.case in CACHE_HOSTS]
+        times = [f"`{r.case.removeprefix('host-')}` {r.time_us:.1f} us" for r in hosts]
         parts += [f"Host time per call, with the kernel loaded: {', '.join(times)}."] if times else []
     return "\n\n".join(parts) or "Not measured yet."
 
