@@ -1,4 +1,4 @@
-"""python -m bench attention | topk | append [--cases PREFIX] [--sweep] | serve | sparsity | plots | readme"""
+"""python -m bench attention | topk | append [--cases PREFIX] [--sweep] | engine | serve | sparsity | plots | readme"""
 
 import argparse
 from collections.abc import Callable
@@ -138,6 +138,27 @@ def serve(args: argparse.Namespace) -> None:
     print(f"{len(rows)} rows -> {path}")
 
 
+def engine(args: argparse.Namespace) -> None:
+    """Measure whole engines under loads of requests: vLLM with our attention backend and with its own. Append to
+    bench/results/<gpu>.csv and bench/results/engines/<gpu>.csv."""
+    import torch
+
+    from . import engine as bench
+
+    if not torch.cuda.is_available():
+        raise SystemExit("the benchmark needs a CUDA device")
+    env = results.environment()
+    folder = args.results or results.FOLDER
+    providers = tuple(args.providers.split(",")) if args.providers else bench.PROVIDERS
+    for name in bench.chosen(args.cases):
+        print(name, flush=True)
+        rows, figures = bench.measure(name, providers, env, args.passes, args.rounds)
+        results.append(folder / f"{env.gpu}.csv", rows)
+        results.append(folder / "engines" / f"{env.gpu}.csv", figures)
+        for row in rows:
+            print(f"  {row.provider:16} {row.time_us:9.1f} us per token   {row.ratio_to_ours or 0.0:.3f} of ours")
+
+
 def sparsity(args: argparse.Namespace) -> None:
     """Measure skip-softmax over threshold factors: blocks left out, time, error. Append to
     bench/results/sparsity/<gpu>.csv."""
@@ -184,6 +205,17 @@ def main() -> None:
     one.add_argument("--providers", default="", help="comma-separated list; default: all that run on this machine")
     one.add_argument("--results", type=Path, help="csv to append to; default: bench/results/<gpu>.csv")
     one.set_defaults(run=serve)
+    one = verbs.add_parser("engine", help=engine.__doc__)
+    one.add_argument(
+        "--cases", default="engine-vllm-llama8b-b64-c8k-bf16", help="measure the cases that begin with this"
+    )
+    one.add_argument("--providers", default="", help="comma-separated list; default: all that run on this machine")
+    one.add_argument("--passes", type=int, default=3, help="timed passes of each process")
+    one.add_argument(
+        "--rounds", type=int, default=1, help="processes of each provider; odd rounds in the reverse order"
+    )
+    one.add_argument("--results", type=Path, help="folder of the csv files; default: bench/results")
+    one.set_defaults(run=engine)
     one = verbs.add_parser("sparsity", help=sparsity.__doc__)
     one.add_argument("--rounds", type=int, default=15)
     one.add_argument("--results", type=Path, help="csv to append to; default: bench/results/sparsity/<gpu>.csv")

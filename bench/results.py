@@ -1,6 +1,7 @@
 """Rows of bench/results/<gpu>.csv: one per case and provider. All rows of a run share their date and commit.
 
-The file sparsity/<gpu>.csv beside it has one row per data set and skip-softmax factor.
+The file sparsity/<gpu>.csv beside it has one row per data set and skip-softmax factor, and engines/<gpu>.csv has one
+per load and backend of an engine.
 """
 
 import csv
@@ -16,6 +17,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 FOLDER = ROOT / "bench" / "results"
 SPARSITY = FOLDER / "sparsity"
+ENGINES = FOLDER / "engines"
 
 
 @dataclass(frozen=True)
@@ -65,8 +67,35 @@ class SkipRow(Run):
 
 
 @dataclass(frozen=True)
+class EngineRow(Run):
+    """A whole engine under a load.
+
+    tokens_per_s: tokens that are generated. ttft: time from a request's arrival to its first token. tpot: time per
+    token after that. cache_tokens: tokens that the cache holds. noise: spread of the passes over their median. common,
+    difference: share of checked tokens before the answers part from those of `reference`, and the mean difference of
+    their log probabilities.
+    """
+
+    case: str
+    provider: str
+    tokens_per_s: float
+    ttft_p50_ms: float
+    ttft_p99_ms: float
+    tpot_p50_ms: float
+    tpot_p99_ms: float
+    cache_tokens: float
+    noise: float
+    common: float
+    difference: float
+    reference: str
+
+
+@dataclass(frozen=True)
 class Environment(Run):
     """A run that makes rows."""
+
+    def engine_row(self, **figures: Any) -> EngineRow:
+        return EngineRow(**asdict(self), **figures)
 
     def row(
         self, case: str, provider: str, time_us: float, tflops: float | None = None, gbps: float | None = None
@@ -117,7 +146,7 @@ def text(value: object) -> str:
     return f"{value:.5g}" if isinstance(value, float) else str(value)
 
 
-def append(path: Path, rows: Iterable[ResultRow | SkipRow]) -> None:
+def append(path: Path, rows: Iterable[ResultRow | SkipRow | EngineRow]) -> None:
     """Append rows of one kind to `path`. A new file gets the header first."""
     rows = list(rows)
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -136,7 +165,7 @@ def columns(kind: Any) -> tuple[str, ...]:
 
 
 def read(path: Path, kind: Any = ResultRow) -> list[Any]:
-    """Read all rows of one file, oldest first. kind: ResultRow or SkipRow."""
+    """Read all rows of one file, oldest first. kind: ResultRow, SkipRow or EngineRow."""
     with open(path, newline="") as f:
         raw = list(csv.DictReader(f))
     texts = {f.name for f in fields(kind) if f.type is str}

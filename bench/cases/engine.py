@@ -1,0 +1,118 @@
+"""Cases of whole engines: a model's shape, a load of requests, a cache, and how the engine is started."""
+
+import random
+from dataclasses import dataclass, replace
+from typing import Any
+
+LLAMA_8B: dict[str, Any] = {
+    "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 4096, "intermediate_size": 14336,
+    "num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 8, "vocab_size": 128256,
+    "max_position_embeddings": 131072, "rms_norm_eps": 1e-5, "rope_theta": 500000.0, "hidden_act": "silu",
+    "tie_word_embeddings": False, "torch_dtype": "bfloat16", "bos_token_id": 1, "eos_token_id": 2,
+}  # fmt: skip
+QWEN3_8B: dict[str, Any] = LLAMA_8B | {
+    "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "intermediate_size": 12288, "num_hidden_layers": 36,
+    "head_dim": 128, "vocab_size": 151936, "rope_theta": 1000000.0, "rms_norm_eps": 1e-6, "attention_bias": False,
+}  # fmt: skip
+GEMMA2_9B: dict[str, Any] = LLAMA_8B | {
+    "architectures": ["Gemma2ForCausalLM"], "model_type": "gemma2", "hidden_size": 3584, "intermediate_size": 14336,
+    "num_hidden_layers": 42, "num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 256,
+    "vocab_size": 256000, "rope_theta": 10000.0, "rms_norm_eps": 1e-6, "hidden_activation": "gelu_pytorch_tanh",
+    "attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0, "query_pre_attn_scalar": 256,
+    "sliding_window": 4096, "tie_word_embeddings": True,
+}  # fmt: skip
+GPT_OSS_20B: dict[str, Any] = LLAMA_8B | {
+    "architectures": ["GptOssForCausalLM"], "model_type": "gpt_oss", "hidden_size": 2880, "intermediate_size": 2880,
+    "num_hidden_layers": 24, "num_attention_heads": 64, "num_key_value_heads": 8, "head_dim": 64, "vocab_size": 201088,
+    "rope_theta": 150000.0, "sliding_window": 128, "num_local_experts": 32, "num_experts_per_tok": 4,
+    "layer_types": ["sliding_attention", "full_attention"] * 12, "attention_bias": True, "swiglu_limit": 7.0,
+}  # fmt: skip
+MODELS = {"llama8b": LLAMA_8B, "qwen3-8b": QWEN3_8B, "gemma2-9b": GEMMA2_9B, "gptoss20b": GPT_OSS_20B}
+GIB = 1 << 30
+CHECKED = (3, 17, 64, 129, 300, 517, 800, 1200)  # prompts of the check: tokens
+CHECKED_OUTPUTS = 48
+
+
+@dataclass(frozen=True)
+class EngineCase:
+    """A load of one engine.
+
+    model: of MODELS; layers: of them, None for all. requests: their number, which all arrive at once. prompt: tokens of
+    each prompt, or the median of log-normal lengths with `spread`, the sigma of their logarithm. outputs: tokens that
+    each request generates. cached: the timed passes find all prompts in the prefix cache, so they show decoding; else
+    each pass has other prompts. kv: type of the cache. memory: bytes of the cache. batched: tokens of a step at most.
+    graphs, mode: the engine's CUDA graphs and compilation. drafts: tokens that n-gram speculation proposes.
+    """
+
+    name: str
+    model: str
+    requests: int
+    prompt: int
+    outputs: int = 256
+    spread: float = 0.0
+    cached: bool = False
+    kv: str = "bf16"
+    memory: int = 72 * GIB
+    batched: int = 8192
+    graphs: str = "FULL_DECODE_ONLY"
+    mode: int = 0
+    drafts: int = 0
+    layers: int | None = None
+
+    @property
+    def config(self) -> dict[str, Any]:
+        """Return the model's config.json."""
+        found = dict(MODELS[self.model])
+        if self.layers is not None:
+            found["num_hidden_layers"] = self.layers
+            if "layer_types" in found:
+                found["layer_types"] = found["layer_types"][: self.layers]
+        return found
+
+    @property
+    def longest(self) -> int:
+        """Return the tokens of the longest request that a pass may have."""
+        return max(*self.lengths(0), *CHECKED) + self.outputs + CHECKED_OUTPUTS
+
+    def lengths(self, seed: int) -> list[int]:
+        """Return the tokens of each prompt."""
+        if not self.spread:
+            return [self.prompt] * self.requests
+        draw = random.Random(f"lengths {seed}")
+        longest = 8 * self.prompt
+        return [
+            min(longest, max(1, round(self.prompt * 2.718281828459045 ** (self.spread * draw.gauss(0, 1)))))
+            for _ in range(self.requests)
+        ]
+
+    def prompts(self, seed: int, lengths: list[int]) -> list[list[int]]:
+        """Return prompts of random tokens; the first tokens of a vocabulary, which may end a text, are left out."""
+        draw, vocabulary = random.Random(f"tokens {seed}"), self.config["vocab_size"]
+        return [[draw.randrange(100, vocabulary - 100) for _ in range(n)] for n in lengths]
+
+
+def _cases() -> dict[str, EngineCase]:
+    llama = EngineCase("llama8b-b64-c8k-bf16", "llama8b", 64, 8192, cached=True)
+    long = replace(llama, prompt=16384)
+    found = [
+        llama,
+        replace(llama, name="llama8b-b64-c8k-fp8", kv="fp8"),
+        replace(llama, name="llama8b-b64-c8k-nvfp4", kv="nvfp4"),
+        replace(long, name="llama8b-b64-c16k-fp8", kv="fp8"),
+        replace(long, name="llama8b-b64-c16k-nvfp4", kv="nvfp4"),
+        EngineCase("llama8b-b256-lognormal-bf16", "llama8b", 256, 1500, spread=0.8),
+        EngineCase("llama8b-prefill-b8-s32k-bf16", "llama8b", 8, 32768, outputs=8),
+        EngineCase("llama8b-mixed-bf16", "llama8b", 128, 2500, spread=1.0, batched=2048),
+        EngineCase("qwen3-8b-b64-c4k-bf16", "qwen3-8b", 64, 4096, cached=True),
+        EngineCase("gemma2-9b-b32-c8k-bf16", "gemma2-9b", 32, 8192, cached=True),
+        EngineCase("gptoss20b-b64-c8k-bf16", "gptoss20b", 64, 8192, cached=True, memory=40 * GIB),
+        replace(llama, name="llama8b-b64-c8k-bf16-inductor", graphs="FULL_AND_PIECEWISE", mode=3),
+        replace(llama, name="llama8b-b64-c8k-bf16-ngram", drafts=3),
+        EngineCase("tiny-llama-bf16", "llama8b", 16, 700, outputs=64, layers=2, memory=4 * GIB),
+        EngineCase("tiny-llama-fp8", "llama8b", 16, 700, outputs=64, layers=2, memory=4 * GIB, kv="fp8"),
+        EngineCase("tiny-llama-nvfp4", "llama8b", 16, 700, outputs=64, layers=2, memory=4 * GIB, kv="nvfp4"),
+    ]
+    return {f"engine-{engine}-{case.name}": case for engine in ("vllm",) for case in found}
+
+
+CASES = _cases()

@@ -1,0 +1,128 @@
+"""Measure whole engines: tokens per second and latencies of a real vLLM with our attention backend and with its own.
+
+Each (case, provider) is a process of its own (`engine_worker`), which first answers a few prompts with log
+probabilities, then runs the load several times. A provider gets a row if its answers agree with those of the
+reference, which is the engine's first backend: until two runs part, the log probabilities of the tokens that both chose
+differ by at most LIMIT in the mean.
+"""
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from statistics import fmean
+from typing import Any
+
+from .cases.engine import CASES
+from .engine_worker import BACKENDS, MARK
+from .results import EngineRow, Environment, ResultRow, with_ratios
+
+PROVIDERS = tuple(BACKENDS)
+REFERENCES = ("vllm-flash-attn", "vllm-triton", "ours")  # the first that ran is compared with
+LIMITS = {"bf16": 0.1, "fp8": 0.25, "nvfp4": 1.0}  # mean difference of log probabilities, by the type of the cache
+TIMEOUT = 540.0
+LAST_LINES = 12  # of a worker that failed, which are printed
+Run = Callable[[str, str, int], "dict[str, Any] | None"]  # (case, provider, passes) -> what the worker prints
+
+
+@dataclass(frozen=True)
+class Agreement:
+    """How two engines' answers agree. common: share of the tokens before the runs part. difference: mean absolute
+    difference of the log probabilities of these."""
+
+    common: float
+    difference: float
+
+
+def agreement(answers: list[dict[str, Any]], others: list[dict[str, Any]]) -> Agreement:
+    """Compare the answers to the same prompts."""
+    differences: list[float] = []
+    total = 0
+    for a, b in zip(answers, others, strict=True):
+        total += len(a["tokens"])
+        for token, other, p, q in zip(a["tokens"], b["tokens"], a["logprobs"], b["logprobs"]):
+            differences.append(abs(p - q))  # of the token at which they part, too: each one's own choice
+            if token != other:
+                break
+    return Agreement(len(differences) / max(1, total), fmean(differences) if differences else float("inf"))
+
+
+def worker(case: str, provider: str, passes: int) -> dict[str, Any] | None:
+    """Run a worker process; return its result, or None after printing why there is none."""
+    command = [sys.executable, "-m", "bench.engine_worker", case, provider, str(passes)]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT)
+    except subprocess.TimeoutExpired:
+        print(f"  no row: {provider}: still running after {TIMEOUT:.0f} s", flush=True)
+        return None
+    lines = [line for line in done.stdout.splitlines() if line.startswith(MARK)]
+    if not lines:
+        said = [line for line in (done.stdout + done.stderr).splitlines() if "Error" in line]
+        print(
+            f"  no row: {provider}: {said[-1].strip()[-300:] if said else f'exit code {done.returncode}'}", flush=True
+        )
+        return None
+    found: dict[str, Any] = json.loads(lines[-1].removeprefix(MARK))
+    return found
+
+
+def measure(
+    name: str, providers: tuple[str, ...], env: Environment, passes: int = 3, rounds: int = 1, run: Run = worker
+) -> tuple[list[ResultRow], list[EngineRow]]:
+    """Return the rows of a case: times per output token, and all figures.
+
+    rounds: each provider runs that often, odd rounds in the reverse order; the best-measured one is the median.
+    """
+    case = CASES[name]
+    found: dict[str, list[dict[str, Any]]] = {}
+    for i in range(rounds):
+        for provider in providers[:: -1 if i % 2 else 1]:
+            result = run(name, provider, passes)
+            if result is not None:
+                print(f"  {describe(provider, result)}", flush=True)
+                found.setdefault(provider, []).append(result)
+    reference = next((p for p in REFERENCES if p in found), None)
+    engine_rows, rows = [], []
+    for provider, results in found.items():
+        assert reference is not None
+        same = agreement(results[0]["answers"], found[reference][0]["answers"])
+        if provider != reference and same.difference > LIMITS[case.kv]:
+            print(f"  no row: {provider}: log probabilities differ from {reference}'s by {same.difference:.3f}")
+            continue
+        runs = sorted((r["median"] for r in results), key=lambda m: float(m["tokens_per_s"]))
+        mid = runs[len(runs) // 2]
+        speeds = [p["tokens_per_s"] for r in results for p in r["passes"]]
+        engine_rows.append(
+            env.engine_row(
+                case=name, provider=provider, cache_tokens=results[0]["cache_tokens"],
+                noise=(max(speeds) - min(speeds)) / mid["tokens_per_s"], common=same.common,
+                difference=same.difference, reference=reference,
+                **{key: value for key, value in mid.items() if key != "seconds"},
+            )
+        )  # fmt: skip
+        rows.append(env.row(name, provider, 1e6 / mid["tokens_per_s"]))
+    best = min((r for r in rows if r.provider.startswith("vllm-")), key=lambda r: r.time_us, default=None)
+    if best is not None:
+        rows.append(env.row(name, "vllm-best", best.time_us))
+    return with_ratios(rows), engine_rows
+
+
+def describe(provider: str, result: dict[str, Any]) -> str:
+    """Return a line about one worker's result."""
+    m, speeds = result["median"], [p["tokens_per_s"] for p in result["passes"]]
+    return (
+        f"{provider:16} {m['tokens_per_s']:8.0f} tokens/s ({min(speeds):.0f} to {max(speeds):.0f})   "
+        f"first token {m['ttft_p50_ms']:.0f} ms, p99 {m['ttft_p99_ms']:.0f}   "
+        f"each {m['tpot_p50_ms']:.2f} ms, p99 {m['tpot_p99_ms']:.2f}   "
+        f"first pass {result['warm']['tokens_per_s']:.0f} tokens/s   {result['cache_tokens']} tokens in the cache, "
+        f"started in {result['started_s']:.0f} s"
+    )
+
+
+def chosen(prefix: str) -> list[str]:
+    """Return the cases that begin with `prefix`. Raise SystemExit if there are none."""
+    found = [name for name in CASES if name.startswith(prefix)]
+    if not found:
+        raise SystemExit(f"no case begins with {prefix!r}; there are: {', '.join(CASES)}")
+    return found
