@@ -11,6 +11,7 @@ import sys
 import tempfile
 import time
 import zlib
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,9 @@ from .cases.engine import CASES, CHECKED, CHECKED_OUTPUTS, EngineCase
 MARK = "engine: "  # begins the line with the result
 BACKENDS = {  # provider -> vLLM's name of the attention backend
     "ours": "CUSTOM", "vllm-flash-attn": "FLASH_ATTN", "vllm-flashinfer": "FLASHINFER", "vllm-triton": "TRITON_ATTN",
+    "own-fp8": "CUSTOM",
 }  # fmt: skip
+OURS = ("ours", "own-fp8")  # the second: our backend with an e4m3 cache, beside a case with an NVFP4 cache
 GAINS = {"qkv_proj": 1.5, "q_proj": 1.5, "k_proj": 1.5, "v_proj": 1.5, "lm_head": 4.0}
 
 
@@ -118,7 +121,7 @@ def quantile(values: list[float], share: float) -> float:
 
 def main() -> None:
     name, provider, passes = sys.argv[1], sys.argv[2], int(sys.argv[3])
-    case = CASES[name]
+    case = CASES[name] if provider != "own-fp8" else replace(CASES[name], kv="fp8")
     with tempfile.TemporaryDirectory() as folder:
         begin = time.perf_counter()
         engine = start_vllm(case, BACKENDS[provider], Path(folder))

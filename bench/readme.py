@@ -5,7 +5,7 @@ from functools import partial
 from pathlib import Path
 
 from . import pages, peers
-from .results import FOLDER, ROOT, ResultRow, SkipRow, newest, read_all, read_sparsity
+from .results import FOLDER, ROOT, EngineRow, ResultRow, SkipRow, newest, read_all, read_engines, read_sparsity
 
 PEERS = ("cudnn", "flash-attn-4", "flashinfer")
 PRECISION_PEERS = ("own-bf16", "own-fp8", "flashinfer")
@@ -297,6 +297,33 @@ def pictured(results: dict[str, list[ResultRow]], folder: Path = FOLDER) -> str:
     return "\n\n".join(parts) or "Not measured yet."
 
 
+def measured_engines(results: dict[str, list[EngineRow]]) -> str:
+    """Whole engines: one line per load and backend, from the newest run of each load."""
+    head = ["load", "attention", "tokens/s", "/ ours", "first pass, tokens/s", "first token, ms", "each token, ms",
+            "cache, tokens", "difference"]  # fmt: skip
+    parts = []
+    for gpu, rows in results.items():
+        newest_date = {r.case: r.date for r in rows}
+        chosen = [r for r in rows if r.date == newest_date[r.case]]
+        ours = {r.case: r.tokens_per_s for r in chosen if r.provider == "ours"}
+        runs = sorted({(r.date, r.commit[:9], r.driver, r.torch) for r in chosen})
+        parts.append("\n".join(f"{gpu}, {date}, commit {c}, driver {d}, torch {t}." for date, c, d, t in runs))
+        lines = [head, ["---", "---"] + ["---:"] * (len(head) - 2)]
+        lines += [
+            [
+                f"`{r.case.removeprefix('engine-')}`", r.provider,
+                f"{r.tokens_per_s:.{0 if r.tokens_per_s > 99 else 2}f}",
+                f"{r.tokens_per_s / ours[r.case]:.3f}" if r.case in ours else "",
+                "" if r.cold_tokens_per_s is None else f"{r.cold_tokens_per_s:.0f}",
+                f"{r.ttft_p50_ms:.0f} ({r.ttft_p99_ms:.0f})", f"{r.tpot_p50_ms:.2f} ({r.tpot_p99_ms:.2f})",
+                f"{r.cache_tokens:.0f}", "" if r.provider == r.reference else number(r.difference, 3),
+            ]
+            for r in chosen
+        ]  # fmt: skip
+        parts.append("\n".join("| " + " | ".join(cell) + " |" for cell in lines))
+    return "\n\n".join(parts) or "Not measured yet."
+
+
 def sections() -> dict[str, str]:
     """Marker -> what stands there."""
     found = read_all()
@@ -313,6 +340,7 @@ def sections() -> dict[str, str]:
         "measured-caches": measured_caches(found),
         "measured-parallel": measured_parallel(found),
         "measured-sparsity": measured_sparsity(read_sparsity()),
+        "measured-engines": measured_engines(read_engines()),
     }
 
 

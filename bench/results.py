@@ -70,20 +70,23 @@ class SkipRow(Run):
 class EngineRow(Run):
     """A whole engine under a load.
 
-    tokens_per_s: tokens that are generated. ttft: time from a request's arrival to its first token. tpot: time per
-    token after that. cache_tokens: tokens that the cache holds. noise: spread of the passes over their median. common,
-    difference: share of checked tokens before the answers part from those of `reference`, and the mean difference of
-    their log probabilities.
+    tokens_per_s: tokens that are generated, in the timed passes; cold_tokens_per_s: in the first pass, which computes
+    all prompts. ttft: time from a request's arrival to its first token. tpot: time per token after that. cache_tokens:
+    tokens that the cache holds. noise: spread of the timed passes over their median. common, difference: share of
+    checked tokens before the answers part from those of `reference`, and the mean difference of their log
+    probabilities.
     """
 
     case: str
     provider: str
     tokens_per_s: float
+    cold_tokens_per_s: float | None
     ttft_p50_ms: float
     ttft_p99_ms: float
     tpot_p50_ms: float
     tpot_p99_ms: float
     cache_tokens: float
+    passes: float
     noise: float
     common: float
     difference: float
@@ -175,6 +178,11 @@ def read(path: Path, kind: Any = ResultRow) -> list[Any]:
 def read_all(folder: Path = FOLDER) -> dict[str, list[ResultRow]]:
     """Return the rows of each GPU."""
     return {path.stem: read(path) for path in sorted(folder.glob("*.csv"))}
+
+
+def read_engines(folder: Path = ENGINES) -> dict[str, list[EngineRow]]:
+    """Return the rows of each GPU's engines."""
+    return {path.stem: read(path, EngineRow) for path in sorted(folder.glob("*.csv"))}
 
 
 def read_sparsity(folder: Path = SPARSITY) -> dict[str, list[SkipRow]]:

@@ -9,7 +9,8 @@ tensors, and a CUDA graph that was captured for one batch holds for every other 
 kernel supports a configuration, `VllmBackend.validate_configuration` gives the reason, and vLLM refuses the backend at
 start.
 
-Written for vLLM 0.33. Tested on the CPU reference against vLLM's own files; not run inside a server.
+Written for vLLM 0.33, the engine of which has run it offline on an H200. Tests run it against vLLM's own files on the CPU
+reference. No HTTP server has run it.
 """
 
 from dataclasses import dataclass, replace
