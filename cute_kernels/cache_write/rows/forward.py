@@ -16,7 +16,7 @@ rounds. There is no shared memory, and no barrier.
 
 The entry computes what depends on the arguments alone, such as the address of a first row, before its wait, while the
 kernel before may still run. Every CTA waits for the grid before it, so a kernel that waits for this one sees what both
-have written."""
+have written. The kernel that dequantises has an entry of its own, in `dequantise`."""
 
 from typing import Any, NamedTuple
 
