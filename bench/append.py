@@ -23,6 +23,7 @@ CASES = (
     *(f"append-{kind}-n{n}-{SHAPE}" for n in (65536, 64) for kind in ("rope-bf16", "normrope-bf16", "normrope-fp8")),
     "append-normrope-nvfp4-n65536-h32x8-d128-p16",
     "nvfp4-quantize-n65536-h8-d128",
+    "nvfp4-dequantize-n65536-h8-d128",
     *merging.CASES,
 )
 HOST_CASE = f"append-bf16-n64-{SHAPE}"
@@ -224,14 +225,31 @@ class QuantizeInputs:
         return int(self.x.numel() * (2 + WRITTEN["nvfp4"]))
 
 
+@dataclass(frozen=True)
+class DequantizeInputs:
+    """Arguments of `nvfp4_dequantize`."""
+
+    data: torch.Tensor
+    scales: torch.Tensor
+
+    @property
+    def bytes(self) -> int:
+        return int(2 * self.data.numel() * (4 + WRITTEN["nvfp4"]))
+
+
 def make_quantize(name: str, device: str, seed: int) -> QuantizeInputs:
-    """Make x of a case 'nvfp4-quantize-n<tokens>-h<heads>-d<D>'."""
-    found = re.fullmatch(r"nvfp4-quantize-n(\d+)-h(\d+)-d(\d+)", name)
+    """Make x of a case 'nvfp4-quantize-n<tokens>-h<heads>-d<D>', or of 'nvfp4-dequantize-...', which dequantises it."""
+    found = re.fullmatch(r"nvfp4-(?:de)?quantize-n(\d+)-h(\d+)-d(\d+)", name)
     if not found:
         raise ValueError(f"case {name!r}: must look like nvfp4-quantize-n65536-h8-d128")
     gen = torch.Generator(device).manual_seed(seed)
     shape = [int(x) for x in found.groups()]
     return QuantizeInputs(torch.randn(*shape, generator=gen, device=device, dtype=torch.bfloat16))
+
+
+def make_dequantize(name: str, device: str, seed: int) -> DequantizeInputs:
+    """Make the codes and factors of a case 'nvfp4-dequantize-n<tokens>-h<heads>-d<D>'."""
+    return DequantizeInputs(*wrappers.nvfp4_quantize(make_quantize(name, device, seed).x))
 
 
 def check_quantize(i: QuantizeInputs, got: Any) -> str | None:
@@ -240,6 +258,11 @@ def check_quantize(i: QuantizeInputs, got: Any) -> str | None:
         torch.equal(a[:CHECKED].cpu().view(torch.uint8), b.view(torch.uint8)) for a, b in zip(got, wanted, strict=True)
     )
     return None if same else "other bits than the reference"
+
+
+def check_dequantize(i: DequantizeInputs, got: torch.Tensor) -> str | None:
+    wanted = fp4.nvfp4_dequantize(i.data[:CHECKED].cpu(), i.scales[:CHECKED].cpu(), SCALE)
+    return None if torch.equal(got[:CHECKED].cpu(), wanted) else "other values than the reference"
 
 
 def flashinfer_quantize(i: QuantizeInputs) -> Any:
@@ -254,12 +277,15 @@ QUANTIZERS: dict[str, Callable[[Any], Any]] = {
     "ours": lambda i: wrappers.nvfp4_quantize(i.x),
     "flashinfer": flashinfer_quantize,
 }
+DEQUANTIZERS: dict[str, Callable[[Any], Any]] = {"ours": lambda i: wrappers.nvfp4_dequantize(i.data, i.scales, SCALE)}
 
 
 def parts_of(name: str) -> tuple[Callable[..., Any], dict[str, Callable[[Any], Any]], Callable[..., str | None]]:
     """Return (maker of inputs, providers, check of a provider's result) of a case."""
     if name.startswith("nvfp4-quantize"):
         return make_quantize, QUANTIZERS, check_quantize
+    if name.startswith("nvfp4-dequantize"):
+        return make_dequantize, DEQUANTIZERS, check_dequantize
     if name.startswith("merge-"):
         return merging.make, merging.PROVIDERS, merging.check
     return make, PROVIDERS, check

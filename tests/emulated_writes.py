@@ -4,11 +4,11 @@ import torch
 
 from cute_kernels.cache_write.args import ANGLES, FROM_FIRST, INDICES, PAGES, ROWS, SLOTS, fields
 from tests.fake_machine import promised
-from wrappers import reference
+from wrappers import fp4, reference
 
 DTYPES = {
     "bf16": torch.bfloat16, "fp16": torch.float16, "e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2,
-    "uint8": torch.uint8, "nvfp4": torch.uint8,
+    "fp32": torch.float32, "uint8": torch.uint8, "nvfp4": torch.uint8,
 }  # fmt: skip
 ROWS_OF = {"k": 3, "v": 3, "q": 3, "q_out": 3, "q_weight": 1, "k_weight": 1,
            "rope_cos": 2, "rope_sin": 2}  # fmt: skip  # of the rows' dtype -> rank
@@ -23,6 +23,7 @@ def emulate(spec, launches):
     fp8 = DTYPES["e5m2" if spec.cache == "e5m2" else "e4m3"]
     tensors = [(ROWS_OF, DTYPES[spec.dtype]), (CACHES, DTYPES[spec.cache]), (SCALES, torch.float32)]
     tensors += [(FACTORS, torch.uint8), ({"q_fp8": 3}, fp8)]
+    tensors += [({"codes": 2, "sf": 1}, torch.uint8), ({"values": 2}, torch.float32)]
     tensors += [
         (dict.fromkeys(INDICES, 1) | {"page_table": 2, "tables": 3, "tables_out": 3, "kv_lens_out": 1}, torch.int32)
     ]
@@ -42,9 +43,14 @@ def emulate(spec, launches):
                 raise ValueError(f"rank or device of {name}")
             if value.stride(-1) != 1 and value.shape[-1] != 1:
                 raise ValueError(f"last stride of {name}")
-        (check_gather if spec.gather else check_promises)(spec, a)
+        check = check_dequantise if spec.dequantises else check_gather if spec.gather else check_promises
+        check(spec, a)
         launches.append(a)
-        (reference.gather_rows if spec.gather else reference.write_rows)(spec, *flat)
+        if spec.dequantises:
+            scale = a["k_scale_ptr"] if len(a["k_scale_ptr"]) else a["k_scale"]
+            a["values"].copy_(fp4.nvfp4_dequantize(a["codes"], a["sf"][:, None], scale))
+        else:
+            (reference.gather_rows if spec.gather else reference.write_rows)(spec, *flat)
 
     return kernel
 
@@ -94,3 +100,11 @@ def check_gather(spec, a):
     promised(len(k) == size * tables.shape[0] * tables.shape[2] or not tables.shape[2])
     for name in ("q", "k", "q_out", "k_cache"):
         promised(a[name].stride(-1) == 1)
+
+
+def check_dequantise(spec, a):
+    """Check what callers of the kernel that dequantises promise."""
+    blocks = len(a["sf"])
+    promised(blocks and a["codes"].shape == (blocks, 8) and a["values"].shape == (blocks, 16))
+    promised(a["codes"].is_contiguous() and a["sf"].is_contiguous() and a["values"].is_contiguous())
+    promised(a["values"].data_ptr() % 16 == 0 and len(a["k_scale_ptr"]) in (0, 1))

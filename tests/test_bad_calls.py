@@ -590,7 +590,7 @@ def test_every_public_function_is_called():
     others |= {getattr(wrappers, name) for name in wrappers.prefill.__all__}  # test_prefill_refusals.py
     assert {getattr(wrappers, name) for name in wrappers.__all__} - others <= called
     plain = {f for n, f in vars(fp4).items() if inspect.isfunction(f) and f.__module__ == fp4.__name__ and n[0] != "_"}
-    parts = {fp4.nvfp4_quantize, fp4.quantizable}  # of `wrappers.nvfp4_quantize`
+    parts = {fp4.nvfp4_quantize, fp4.quantizable, fp4.nvfp4_dequantize, fp4.dequantizable}  # of two in `wrappers`
     assert plain - {fp4.round_up, fp4.as_e4m3} - parts <= called
     for table in (ACCEPTED, ON_CPU, ON_CUDA):
         for name, entries in table.items():

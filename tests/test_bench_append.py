@@ -29,6 +29,7 @@ def test_bytes():
     assert append.make("append-bf16-n64-h32x8-d128-p16", "cpu", 0).bytes == 2 * 64 * 8 * 128 * 4
     assert append.make("append-rope-fp8-n64-h32x8-d128-p16", "cpu", 0).bytes == 64 * 128 * (2 * 8 * 3 + 32 * 4)
     assert append.make_quantize("nvfp4-quantize-n4-h2-d32", "cpu", 0).bytes == 4 * 2 * 32 * 2.5625
+    assert append.make_dequantize("nvfp4-dequantize-n4-h2-d32", "cpu", 0).bytes == 4 * 2 * 32 * 4.5625
     assert merging.make("merge-states-n4-s3-h2-d32", "cpu", 0).bytes == 4 * 4 * 2 * (32 * 2 + 4)
     assert merging.make("merge-state-n4-h2-d32", "cpu", 0).bytes == 3 * 4 * 2 * (32 * 2 + 4)
 
@@ -44,23 +45,36 @@ def test_our_merged_states_pass_the_check_and_others_do_not(name):
 
 
 @pytest.mark.parametrize("name", [
-    "append-bf16-n64", "append-fp4-n64-h4x2-d32-p16", "nvfp4-quantize-n4", "merge-states-n4-h2-d32",
-    "merge-state-n4-s2-h2-d32",
+    "append-bf16-n64", "append-fp4-n64-h4x2-d32-p16", "nvfp4-quantize-n4", "nvfp4-dequantize-n4",
+    "merge-states-n4-h2-d32", "merge-state-n4-s2-h2-d32",
 ])  # fmt: skip
 def test_other_names_are_refused(name):
     with pytest.raises(ValueError, match="must look like"):
         append.parts_of(name)[0](name, "cpu", 0)
 
 
-@pytest.mark.parametrize(
-    "name", ["append-rope-bf16-n5-h4x2-d32-p16", "nvfp4-quantize-n4-h2-d32", "merge-states-n4-s2-h2-d32"]
-)
+def test_our_dequantised_values_pass_the_check_and_others_do_not():
+    inputs = append.make_dequantize("nvfp4-dequantize-n5-h2-d32", "cpu", 0)
+    got = append.DEQUANTIZERS["ours"](inputs)
+    assert append.check_dequantize(inputs, got) is None
+    assert append.check_dequantize(inputs, got * 2) == "other values than the reference"
+
+
+@pytest.mark.parametrize("name", [
+    "append-rope-bf16-n5-h4x2-d32-p16", "nvfp4-quantize-n4-h2-d32", "nvfp4-dequantize-n4-h2-d32",
+    "merge-states-n4-s2-h2-d32",
+])  # fmt: skip
 def test_rows_of_a_case(name, monkeypatch):
     costs = Costs(ours=8.0, wrong=1.0, missing=1.0)
-    for module, providers in ((append, "PROVIDERS"), (append, "QUANTIZERS"), (merging, "PROVIDERS")):
-        wrong = {
-            "wrong": lambda i: (i.x[..., :16], i.x[..., :2]) if hasattr(i, "x") else getattr(i, "q", [i.v[0][:, 0]] * 2)
-        }
+
+    def wrong_of(i):
+        if hasattr(i, "data"):
+            return i.data
+        return (i.x[..., :16], i.x[..., :2]) if hasattr(i, "x") else getattr(i, "q", [i.v[0][:, 0]] * 2)
+
+    of_append = ((append, providers) for providers in ("PROVIDERS", "QUANTIZERS", "DEQUANTIZERS"))
+    for module, providers in (*of_append, (merging, "PROVIDERS")):
+        wrong = {"wrong": wrong_of}
         monkeypatch.setattr(module, providers, costs.wrap(wrong | {"ours": getattr(module, providers)["ours"]}))
     found = append.measure(name, TOP, setup_of(costs, "wrong", "ours", "missing"))
     assert [(m.case, m.provider) for m in found] == [(name, "ours"), (name, "floor")]
@@ -84,3 +98,4 @@ def test_host_times_of_a_decode_step(monkeypatch):
 def test_cases_are_distinct():
     assert len(set(append.CASES)) == len(append.CASES)
     assert {"append-rope-bf16-n64-h32x8-d128-p16", "nvfp4-quantize-n65536-h8-d128"} <= {*append.CASES}
+    assert "nvfp4-dequantize-n65536-h8-d128" in append.CASES

@@ -401,9 +401,10 @@ def test_dispatch():
         (CacheWriteSpec("fp32", "fp32"), "dtype fp32"), (CacheWriteSpec("bf16", "fp16"), "cache fp16"),
         (CacheWriteSpec("uint8", "nvfp4"), "cache nvfp4"), (CacheWriteSpec("bf16", "int8"), "cache int8"),
         (CacheWriteSpec("uint8", "uint8", True), "transform"), (CacheWriteSpec("bf16", "bf16", False, True), "gather"),
-        (CacheWriteSpec("bf16", "e4m3", True, True), "gather"),
+        (CacheWriteSpec("bf16", "e4m3", True, True), "gather"), (CacheWriteSpec("nvfp4", "bf16"), "dtype nvfp4"),
+        (CacheWriteSpec("nvfp4", "fp32", True), "dtype nvfp4"),
     ):  # fmt: skip
         assert rows.supports(spec).startswith(why)
-    assert dispatch.shipped("sm_80") == [] and len({s.name for _, s in dispatch.shipped("sm_90a")}) == 15
+    assert dispatch.shipped("sm_80") == [] and len({s.name for _, s in dispatch.shipped("sm_90a")}) == 16
     assert [rows.lanes(d, 8) for d in (1, 16, 33, 64, 96, 128, 256, 512, 4096)] == [2, 2, 4, 4, 8, 8, 16, 32, 32]
     assert "append_qkv" in wrappers.__all__

@@ -18,8 +18,8 @@ from tests.flash_attn_batches import appended
 from tests.gpu import feature
 from tests.rope_calls import good_call
 from tools.ptxsim.workloads.cache_write import cache_write_cases, cache_write_features
-from tools.ptxsim.workloads.prepared import GatherCase, PreparedScenario, prepared
-from wrappers import KVCacheTarget, append_qkv, fp4, machine, nvfp4_quantize, rope
+from tools.ptxsim.workloads.prepared import GatherCase, PreparedScenario, compared, prepared
+from wrappers import KVCacheTarget, append_qkv, fp4, machine, nvfp4_dequantize, nvfp4_quantize, rope
 from wrappers.cache_write import plan
 
 pytestmark = pytest.mark.skipif(
@@ -83,8 +83,7 @@ def makes_equal(case, dtype):
     for call in (run, again, expect):
         call()
     assert all(map(torch.equal, cases.storages(got), cases.storages(second))), case
-    compared = CacheWriteCase(dtype, dtype, rope="angles")
-    assert cases.difference(compared, cases.copied(got, "cpu"), wanted) <= 1, case
+    assert cases.difference(compared(case, dtype), cases.copied(got, "cpu"), wanted) <= 1, case
 
 
 @pytest.mark.parametrize("name", PREPARED)
@@ -302,6 +301,46 @@ def test_nvfp4_quantize(shape, dtype):
         got = nvfp4_quantize(device, scale.to(CUDA) if isinstance(scale, torch.Tensor) else scale)
         for a, b in zip(got, fp4.nvfp4_quantize(part, scale), strict=True):
             assert torch.equal(a.cpu().view(torch.uint8), b.view(torch.uint8))
+
+
+@feature("append values dequantised from NVFP4")
+@pytest.mark.parametrize("shape", [(16,), (4099, 48), (64, 8, 128), (7, 5, 3, 64), (33, 1040), (8192, 8, 128)])
+def test_nvfp4_dequantize(shape):
+    """The bits of torch on the CPU. The last shape has more CTAs than the GPU holds."""
+    gen = torch.Generator().manual_seed(0)
+    data = torch.randint(256, (*shape[:-1], shape[-1]), generator=gen).to(torch.uint8)  # twice as many columns
+    scales = torch.randint(127, (*shape[:-1], shape[-1] // 8), generator=gen).to(torch.uint8)
+    for strided, scale in ((False, 300.0), (True, torch.tensor([0.37]))):
+        part, factors = data[..., : shape[-1] // 2], scales[..., : shape[-1] // 16]
+        want = fp4.nvfp4_dequantize(part, factors, scale)
+        if strided:
+            part, factors = data.to(CUDA)[..., : shape[-1] // 2], scales.to(CUDA)[..., : shape[-1] // 16]
+            scale = scale.to(CUDA)
+        got = nvfp4_dequantize(part.to(CUDA), factors.to(CUDA), scale)
+        assert torch.equal(got.cpu().view(torch.int32), want.view(torch.int32))
+
+
+@feature("append values dequantised from NVFP4")
+def test_every_code_is_dequantised_with_every_factor():
+    data, scales = cases.every_code_and_factor()
+    got = nvfp4_dequantize(data.to(CUDA), scales.to(CUDA), 300.0).cpu()
+    torch.testing.assert_close(got, fp4.nvfp4_dequantize(data, scales, 300.0), rtol=0, atol=0, equal_nan=True)
+
+
+@feature("append values dequantised from NVFP4")
+def test_dequantised_in_a_graph():
+    """A captured call reads new codes, factors and a new scale when it is replayed."""
+    gen = torch.Generator().manual_seed(0)
+    data, scales = (torch.randint(127, (50, n), generator=gen).to(torch.uint8) for n in (32, 4))
+    given = data.to(CUDA), scales.to(CUDA), torch.tensor([2.0], device=CUDA)
+    nvfp4_dequantize(*given)  # loads the kernel
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        got = nvfp4_dequantize(*given)
+    for tensor, new in zip(given, (data + 1, scales.flip(0), torch.tensor([3.0])), strict=True):
+        tensor.copy_(new)
+    graph.replay()
+    assert torch.equal(got.cpu(), fp4.nvfp4_dequantize(data + 1, scales.flip(0), 3.0))
 
 
 def test_far_offsets():

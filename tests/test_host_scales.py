@@ -149,8 +149,8 @@ ATTENTION = [case for case in CASES if "nvfp4" not in case[0] and "fp4." not in 
 POSITIVE = [case for case in CASES if case not in ATTENTION]
 
 
-# Arguments of `append_qkv`, see test_cache_write.py; and a check, which `nvfp4_quantize` calls.
-ELSEWHERE = ("KVCacheTarget", "QueryOutput", "RotaryEmbedding", "fp4.quantizable")
+# Arguments of `append_qkv`, see test_cache_write.py; and checks, which `nvfp4_quantize` and `nvfp4_dequantize` call.
+ELSEWHERE = ("KVCacheTarget", "QueryOutput", "RotaryEmbedding", "fp4.quantizable", "fp4.dequantizable")
 
 
 def test_every_scale_has_a_case():

@@ -72,7 +72,7 @@ CALLS = {  # name -> (public function, its arguments), made anew
     "top_k, sorted": lambda: top_k(topk_cases.TOP_K, sorted=True),
     "page table, new": lambda: top_k(topk_cases.PAGE_TABLE, given=False),
 }
-HELPERS = {"quantize": quantize, "dequantize": dequantize}  # plain torch
+HELPERS = {"quantize": quantize, "dequantize": dequantize}  # torch operations, where something traces them
 PACKED = "context, nvfp4 out"  # no kernel; its scales are allocated by torch, plainly where fakes leave their mode
 SOME = ("context", "decode, equal", "xqa, drafts", "top_k")
 WRITTEN = ("out", "lse", "output", "indices", "out_raw_indices")

@@ -171,6 +171,7 @@ ASKED: tuple[tuple[str, Any, str, dict[str, dict[str, Any]]], ...] = (  # argume
     ("append", APPEND, "rows copied", {d: {"dtype": d, "cache": d} for d in ("bf16", "fp16")} | ONE_BYTE),
     ("append", APPEND, "rows quantised to", {"e4m3": {"cache": "e4m3"}, "NVFP4": {"cache": "nvfp4"}}),
     ("append", APPEND, "rows quantised to", {"e5m2": {"cache": "e5m2"}}),
+    ("append", APPEND, "values dequantised from", {"NVFP4": {"dtype": "nvfp4", "cache": "fp32"}}),
     ("append", APPEND, "rows of Q and K with", dict.fromkeys(("RMS norm", "RoPE", "RoPE in place"), TRANSFORM)),
     ("append", APPEND, "places", {"slot mapping": {}, "CSR page lists": {}, "block table": {}}),
     ("append", APPEND, "with", {"CUDA graph replay": {}}),

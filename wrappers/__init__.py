@@ -18,11 +18,11 @@ from .cache_write.api import (
     RotaryEmbedding,
     append_qkv,
 )
-from .cache_write.quantize import nvfp4_quantize
+from .cache_write.quantize import nvfp4_dequantize, nvfp4_quantize
 from .cascade import merge_state, merge_state_in_place, merge_states
 from .explanation import Explanation, explain
 from .flash_attn import flash_attn_func, flash_attn_varlen_func, flash_attn_with_kvcache
-from .fp4 import FP4Tensor, nvfp4_dequantize
+from .fp4 import FP4Tensor
 from .page import (
     append_paged_kv_cache,
     get_batch_indices_positions,

@@ -216,23 +216,21 @@ def nvfp4_quantize(x: torch.Tensor, global_scale: float | torch.Tensor = 1.0) ->
     return pack(codes.flatten(-2)), scales
 
 
-@torch.no_grad()
-def nvfp4_dequantize(
-    data: torch.Tensor, scales: torch.Tensor, global_scale: float | torch.Tensor = 1.0
-) -> torch.Tensor:
-    """Return the fp32 values (..., D) of packed NVFP4: code * sf / global_scale.
-
-    data: uint8 (..., D / 2). scales: e4m3, or its bytes in uint8, (..., D / 16), linear. global_scale: as in
-    `nvfp4_quantize`. Raises TypeError for a dtype, ValueError for a shape, device or scale. Formats: NVIDIA's PTX ISA.
-
-    >>> nvfp4_dequantize(torch.tensor([0x72] * 8, dtype=torch.uint8), torch.ones(1).to(torch.float8_e4m3fn))[:2]
-    tensor([1., 6.])
-    """
+def dequantizable(data: Any, scales: Any, global_scale: Any) -> tuple[torch.Tensor, Any]:
+    """Return scale factors as e4m3 and the global scale as in `quantizable`, after a check of all three arguments."""
     _bytes("data", data, BLOCK // 2)
     scales = _check_scales("scales", scales)
     check_shape("scales", scales, (*data.shape[:-1], data.shape[-1] * 2 // BLOCK), f"one per {BLOCK} elements of data")
     _same_device("scales", scales, "data", data)
-    global_scale = _global(global_scale, "data", data)
+    return scales, _global(global_scale, "data", data)
+
+
+@torch.no_grad()
+def nvfp4_dequantize(
+    data: torch.Tensor, scales: torch.Tensor, global_scale: float | torch.Tensor = 1.0
+) -> torch.Tensor:
+    """Do in torch operations what `cache_write.quantize.nvfp4_dequantize` does by a kernel on CUDA."""
+    scales, global_scale = dequantizable(data, scales, global_scale)
     grid = torch.tensor(GRID + tuple(-x for x in GRID), dtype=torch.float32, device=data.device)
     values = grid[unpack(data).long()].unflatten(-1, (-1, BLOCK))
     return (values * scales.float().unsqueeze(-1) / global_scale).flatten(-2)

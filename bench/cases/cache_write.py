@@ -255,6 +255,12 @@ def function_of(case: CacheWriteCase) -> Callable[..., Any]:
     return wrappers.append_paged_kv_cache if plain and case.places == "lists" else append_qkv
 
 
+def every_code_and_factor() -> tuple[torch.Tensor, torch.Tensor]:
+    """Return NVFP4 data (8192, 8) and factors (8192, 1) in uint8: each byte of two codes with each byte of a factor."""
+    every = torch.arange(256).to(torch.uint8)
+    return every.view(32, 8).repeat(256, 1), every.repeat_interleave(32)[:, None]
+
+
 def tensors_of(value: Any) -> list[torch.Tensor]:
     """Return all tensors in nested arguments, in order."""
     if isinstance(value, torch.Tensor):

@@ -81,6 +81,10 @@ class CacheWriteArgs(NamedTuple):
     # gather, see below
     tables: Any = None  # (B, 2, M)   pages of K and V of each request; with kv_indptr: (1, 2, M | 0), of all requests
     tables_out: Any = None  # as tables; written
+    # dequantise: these, k_scale, k_scale_ptr and enable_pdl alone; each contiguous. Values are divided by the scale
+    codes: Any = None  # (blocks, 8)  uint8: packed e2m1
+    sf: Any = None  # (blocks,)       uint8: scale factors, e4m3
+    values: Any = None  # (blocks, 16)  fp32; written
 
 
 # gather: Q and K of an attention call are rotated, without a norm or V, at any position, also a negative one. Addresses
@@ -105,6 +109,7 @@ BLOCK_SCALED = ("k_sf", "v_sf", "v_sf_interleaved", "scales_multiply")
 TRANSFORM = ("q", "q_out", "rope_table", "rope", "rope_positions", "q_weight", "k_weight", "norm_eps", "norm_offset")
 COPIED_TRANSFORM = ("rope_cos", "rope_sin", "kv_lens_out")
 GATHER = ("tables", "tables_out")
+DEQUANTISE = ("enable_pdl", "k_scale", "k_scale_ptr", "codes", "sf", "values")  # all that such a kernel takes
 Q_QUANTISED = ("q_fp8", "q_scale", "q_scale_ptr")
 OPTIONAL: dict[str, Callable[[Any], bool]] = {  # field -> whether a spec has it; every spec has the fields not listed
     **dict.fromkeys(QUANTISED, lambda spec: spec.quantised),
@@ -113,11 +118,14 @@ OPTIONAL: dict[str, Callable[[Any], bool]] = {  # field -> whether a spec has it
     **dict.fromkeys(COPIED_TRANSFORM, lambda spec: spec.transform and not (spec.quantised or spec.gather)),
     **dict.fromkeys(GATHER, lambda spec: spec.gather),
     **dict.fromkeys(Q_QUANTISED, lambda spec: spec.transform and spec.quantised),
+    **dict.fromkeys(("codes", "sf", "values"), lambda spec: spec.dequantises),
 }
 
 
 def fields(spec: Any) -> tuple[str, ...]:
     """Return the names of the arguments of a kernel of `spec`, in launch order."""
+    if spec.dequantises:
+        return DEQUANTISE
     return families.fields(CacheWriteArgs, OPTIONAL, spec)
 
 

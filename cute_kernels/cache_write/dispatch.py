@@ -26,7 +26,7 @@ def select(request: CacheWriteRequest, arch: str) -> tuple[str, CacheWriteSpec]:
 
 def shipped(arch: str) -> list[tuple[str, CacheWriteSpec]]:
     """Return all (op, spec) that a bundle of `arch` holds, each once."""
-    found = [CacheWriteSpec("uint8", "uint8")]
+    found = [CacheWriteSpec("uint8", "uint8"), CacheWriteSpec("nvfp4", "fp32")]
     for dtype, transform in product(("bf16", "fp16"), (False, True)):
         found += [CacheWriteSpec(dtype, cache, transform) for cache in (dtype, *SHIPPED_CACHES)]
     found += [CacheWriteSpec(dtype, dtype, True, True) for dtype in ("bf16", "fp16")]

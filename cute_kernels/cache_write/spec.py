@@ -17,7 +17,8 @@ class CacheWriteSpec:
 
     dtype: of the rows that are read; "uint8" stands for any type of one byte, which is copied. cache: the type of the
     cache; if it equals dtype, rows are copied. transform: the kernel can normalise and rotate K, and has a third
-    operand, Q. gather: instead, the kernel rotates Q and K of an attention call: K is read from the cache."""
+    operand, Q. gather: instead, the kernel rotates Q and K of an attention call: K is read from the cache. dtype nvfp4,
+    cache fp32: instead, the kernel dequantises a tensor."""
 
     dtype: str = "bf16"
     cache: str = "bf16"
@@ -35,7 +36,13 @@ class CacheWriteSpec:
         return self.cache != self.dtype
 
     @property
+    def dequantises(self) -> bool:
+        """Whether codes and scale factors are read, and their values are written."""
+        return self.dtype == "nvfp4"
+
+    @property
     def name(self) -> str:
         """A short readable identifier, unique among shipped specs."""
         kind = "gather" if self.gather else "transform" if self.transform else "append"
+        kind = "dequantise" if self.dequantises else kind
         return f"{self.dtype}_{self.cache}_{kind}"

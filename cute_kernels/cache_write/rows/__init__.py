@@ -16,6 +16,8 @@ ROTATED = 16  # rotated elements are a multiple of this: the pairs of a vector l
 
 def supports(spec: CacheWriteSpec) -> str | None:
     """Return None if the kernel runs `spec`, else the reason why not."""
+    if spec.dequantises:
+        return None if spec == CacheWriteSpec("nvfp4", "fp32") else "dtype nvfp4: its values are written as fp32 alone"
     if spec.dtype not in BYTES:
         return f"dtype {spec.dtype}: the kernel has {', '.join(BYTES)}"
     if spec.cache not in CACHES:
@@ -32,6 +34,8 @@ def supports(spec: CacheWriteSpec) -> str | None:
 def ctas_per_sm(spec: CacheWriteSpec) -> int:
     """Return how many CTAs an SM holds at least; the compiler is told this number. Without it, it spills a register or
     two to hold more."""
+    if spec.dequantises:
+        return 6
     if spec.gather:
         return 4
     if spec.transform:

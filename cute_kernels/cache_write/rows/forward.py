@@ -16,7 +16,7 @@ rounds. There is no shared memory, and no barrier.
 
 The entry computes what depends on the arguments alone, such as the address of a first row, before its wait, while the
 kernel before may still run. Every CTA waits for the grid before it, so a kernel that waits for this one sees what both
-have written."""
+have written. The kernel that dequantises has an entry of its own, in `dequantise`."""
 
 from typing import Any, NamedTuple
 
@@ -29,13 +29,13 @@ from ...device import memory
 from .. import places, rotate, store
 from ..args import CacheWriteArgs, fields, pack
 from ..spec import BYTES, SF_VEC_SIZE
-from . import THREADS, ctas_per_sm, gather
+from . import THREADS, ctas_per_sm, dequantise, gather
 
-STORED = {"nvfp4": "uint8"}  # cache types without an element type in the DSL -> stored type
+STORED = {"nvfp4": "uint8"}  # types of rows and caches without an element type in the DSL -> stored type
 
 
 def fake_args(spec) -> dict[str, Any]:
-    dtype, cached = abi.DTYPES[spec.dtype], abi.DTYPES[STORED.get(spec.cache, spec.cache)]
+    dtype, cached = (abi.DTYPES[STORED.get(name, name)] for name in (spec.dtype, spec.cache))
 
     tensors = [
         (dtype, 1, "q_weight k_weight"),
@@ -44,6 +44,7 @@ def fake_args(spec) -> dict[str, Any]:
         (cached, 4, "k_cache v_cache"),
         (abi.DTYPES["e5m2" if spec.cache == "e5m2" else "e4m3"], 3, "q_fp8"),
         (cutlass.Uint8, 4, "k_sf v_sf"),
+        (cutlass.Uint8, 1, "sf"),
         (Float32, 1, "k_scale_ptr v_scale_ptr q_scale_ptr"),
         (Int32, 1, "slots batch_indices positions kv_indices kv_indptr cu_seqlens kv_lens rope_positions"),
         (Int32, 2, "page_table"),
@@ -61,6 +62,8 @@ def fake_args(spec) -> dict[str, Any]:
             rank = 4 if name == "k_cache" else 3
             found[name] = abi.tensor(dtype, (None,) * rank, align=16, stride_divisibility=8)
     found["rope_table"] = abi.tensor(Float32, (None, None), align=16, stride_divisibility=4)
+    found["codes"] = abi.tensor(cutlass.Uint8, (None, SF_VEC_SIZE // 2), align=1)
+    found["values"] = abi.tensor(Float32, (None, SF_VEC_SIZE), align=16, stride_divisibility=4)
     found |= dict.fromkeys(("k_scale", "v_scale", "q_scale", "norm_eps", "norm_offset"), Float32(1.0))
     return {name: found.get(name, Int32(0)) for name in fields(spec)}
 
@@ -68,16 +71,21 @@ def fake_args(spec) -> dict[str, Any]:
 @cute.jit
 def forward(spec: cutlass.Constexpr, stream, *flat):
     a = pack(spec, flat)
-    groups = Int64(tokens_of(spec, a)) * (a.k_groups + a.v_groups)
-    grid = ((groups << a.lanes_log2) + THREADS - 1) // THREADS
-    kernel(spec, a).launch(
-        grid=[Int32(grid), 1, 1],
+    run = dequantise.kernel(a) if const_expr(spec.dequantises) else kernel(spec, a)
+    run.launch(
+        grid=[Int32(dequantise.grid(a) if const_expr(spec.dequantises) else grid(spec, a)), 1, 1],
         block=[THREADS, 1, 1],
         stream=stream,
         use_pdl=a.enable_pdl,
         min_blocks_per_mp=ctas_per_sm(spec),
         preferred_smem_carveout=1,  # percent: the L1 cache gets the rest
     )
+
+
+def grid(spec, a):
+    """Return the number of CTAs."""
+    groups = Int64(tokens_of(spec, a)) * (a.k_groups + a.v_groups)
+    return ((groups << a.lanes_log2) + THREADS - 1) // THREADS
 
 
 class LaneGroup(NamedTuple):

@@ -16,7 +16,7 @@ from wrappers.machine import HostMachine, override
 
 from ..run import RunResult
 from .common import SMS, Outcome, SimulatedMachine
-from .prepared import PreparedScenario, gather_cases, key_append_cases, run_prepared
+from .prepared import PreparedScenario, dequantize_cases, gather_cases, key_append_cases, run_prepared
 
 
 @dataclass(frozen=True)
@@ -32,6 +32,8 @@ class CacheWriteScenario:
 
 def cache_write_cases(spec: CacheWriteSpec, thorough: bool = False) -> list[CacheWriteScenario | PreparedScenario]:
     """Return problems that a kernel can run."""
+    if spec.dequantises:
+        return [*dequantize_cases()]
     if spec.gather:
         return [*gather_cases()]
     base = CacheWriteCase(spec.dtype, spec.cache)
@@ -106,8 +108,9 @@ def rotated(base: CacheWriteCase) -> list[CacheWriteCase]:
 
 
 def cache_write_structures(shipped: list[CacheWriteSpec]) -> list[CacheWriteSpec]:
-    """Return one kernel per structure: bytes and rows that are copied, both kinds of quantisation, transforms."""
-    found = [spec for spec in shipped if spec.dtype == "bf16" or not spec.quantised and not spec.transform]
+    """Return one kernel per structure: bytes and rows that are copied, both kinds of quantisation, transforms, and the
+    kernel that dequantises."""
+    found = [spec for spec in shipped if spec.dtype in ("bf16", "nvfp4") or not spec.quantised and not spec.transform]
     return [spec for spec in found if spec.dtype != "fp16"]
 
 

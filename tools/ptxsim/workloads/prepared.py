@@ -1,6 +1,7 @@
 """Small calls of kernels that write rows, as functions of attention make them before their own launch."""
 
 import hashlib
+import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -12,6 +13,7 @@ from bench.cases import cache_write as cases
 from bench.cases.cache_write import CacheWriteCase
 from cute_kernels.cache_write.args import FROM_FIRST, INTERLEAVED
 from cute_kernels.cache_write.spec import CacheWriteSpec
+from wrappers import machine, nvfp4_dequantize
 from wrappers.attention import rope
 from wrappers.attention.call import AttentionCall, Rope, SequenceBatch
 from wrappers.cache_write.call import PAGES, ROWS, CacheWriteCall, QueryTransform
@@ -58,11 +60,23 @@ class KeyAppendCase:
 
 
 @dataclass(frozen=True)
+class DequantizeCase:
+    """Codes and scale factors of a tensor of `shape`. scale: the global scale; given in a tensor if `in_tensor` is set.
+    strided: codes and factors are not contiguous. shift: bytes by which both are off an aligned address."""
+
+    shape: tuple[int, ...]
+    scale: float = 1.0
+    in_tensor: bool = False
+    strided: bool = False
+    shift: int = 0
+
+
+@dataclass(frozen=True)
 class PreparedScenario:
     """Calls, one after the other. Bytes that no row is written to must stay equal."""
 
     name: str
-    calls: "tuple[GatherCase | KeyAppendCase, ...]"
+    calls: "tuple[GatherCase | KeyAppendCase | DequantizeCase, ...]"
 
 
 def key_append_cases() -> list[PreparedScenario]:
@@ -95,6 +109,19 @@ def gather_cases() -> list[PreparedScenario]:
         GatherCase("ragged", 1, 64, hostile=True),
     )
     return [PreparedScenario("tables", tables), PreparedScenario("lists", lists)]
+
+
+def dequantize_cases() -> list[PreparedScenario]:
+    """Return problems of the kernel that dequantises: scales that it divides by with and without the slow path."""
+    usual = (
+        DequantizeCase((16,)),
+        DequantizeCase((257, 16), 300.0, True),
+        DequantizeCase((3, 5, 7, 48), 1 / 3, strided=True),
+        DequantizeCase((33, 1040), 6e3, shift=1),
+    )
+    scales = (2.0**-64, 2.0**64, 2.0**-65, 2.0**65, 3e38, 1e-39, 1e-45, 0.0, -0.7, math.inf, math.nan)
+    slow = tuple(DequantizeCase((257, 16), scale, True) for scale in scales)
+    return [PreparedScenario("usual scales", usual), PreparedScenario("any scales", slow)]
 
 
 def ints(*values: int) -> torch.Tensor:
@@ -174,9 +201,41 @@ def append_of(case: KeyAppendCase, dtype: str, device: Any) -> tuple[Callable[[]
     return lambda: serve(given), (given.k_cache, given.v_cache, given.transform.q_out, given.transform.kv_lens_out)
 
 
-def prepared(case: GatherCase | KeyAppendCase, dtype: str, device: Any = "cpu") -> tuple[Callable[[], None], Any]:
+def dequantized_of(case: DequantizeCase, device: Any) -> tuple[Callable[[], None], Any]:
+    """Return a function that dequantises a tensor, and the poisoned tensor that it fills. NaN becomes a number there,
+    so that bytes can be compared."""
+    gen = torch.Generator().manual_seed(math.prod(case.shape))
+
+    def drawn(each: int) -> torch.Tensor:
+        shape = (*case.shape[:-1], (1 + case.strided) * case.shape[-1] // each)
+        found = torch.randint(256, (math.prod(shape) + case.shift,), generator=gen).to(torch.uint8)
+        return found[case.shift :].view(shape)[..., : case.shape[-1] // each]
+
+    out, tensor = cases.poisoned(*case.shape, dtype=torch.float32, device="cpu"), torch.tensor([case.scale])
+    data, sf, tensor, out = cases.copied((drawn(2), drawn(16), tensor, out), device)
+
+    def run() -> None:
+        if machine.current.device_info(data.device) is None:
+            found = nvfp4_dequantize(data, sf) / tensor
+        else:
+            found = nvfp4_dequantize(data, sf, tensor if case.in_tensor else case.scale)
+        out.copy_(found.nan_to_num(77.0, math.inf, -math.inf))
+
+    return run, out
+
+
+def prepared(
+    case: GatherCase | KeyAppendCase | DequantizeCase, dtype: str, device: Any = "cpu"
+) -> tuple[Callable[[], None], Any]:
     """Return a function that makes a call, and the poisoned tensors that it writes."""
+    if isinstance(case, DequantizeCase):
+        return dequantized_of(case, device)
     return rotation_of(case, dtype, device) if isinstance(case, GatherCase) else append_of(case, dtype, device)
+
+
+def compared(case: GatherCase | KeyAppendCase | DequantizeCase, dtype: str) -> CacheWriteCase:
+    """Return a case of which `cases.difference` allows what the results of a call may differ by."""
+    return CacheWriteCase(dtype, dtype, rope="" if isinstance(case, DequantizeCase) else "angles")
 
 
 def run_prepared(spec: CacheWriteSpec, case: PreparedScenario, arch: str, **how: Any) -> Outcome:
@@ -191,8 +250,7 @@ def run_prepared(spec: CacheWriteSpec, case: PreparedScenario, arch: str, **how:
             start = time.perf_counter()
             run()
             seconds += time.perf_counter() - start
-        compared = CacheWriteCase(spec.dtype, spec.cache, rope="angles")
-        error = max(error, cases.difference(compared, out, wanted))
+        error = max(error, cases.difference(compared(one, spec.dtype), out, wanted))
         for flat in cases.storages(out):
             digest.update(flat.numpy().tobytes())
     for result in launches:
