@@ -144,5 +144,5 @@ def headlines(results: dict[str, list[ResultRow]]) -> str:
     for gpu, rows in results.items():
         fastest = best(points(rows))
         if fastest:
-            parts += [table(gpu, fastest), textwrap.fill(ranges(gpu, fastest), 128, break_on_hyphens=False)]
+            parts += [table(gpu, fastest), textwrap.fill(ranges(gpu, fastest), 144, break_on_hyphens=False)]
     return "\n\n".join(parts) or "Not measured yet."

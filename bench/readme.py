@@ -1,5 +1,6 @@
 """The measured sections of README and docs/: the newest runs in bench/results, between markers."""
 
+import textwrap
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -297,6 +298,27 @@ def pictured(results: dict[str, list[ResultRow]], folder: Path = FOLDER) -> str:
     return "\n\n".join(parts) or "Not measured yet."
 
 
+def engine_headlines(results: dict[str, list[EngineRow]]) -> str:
+    """One sentence per GPU: tokens per second of each load over those of the fastest other provider."""
+    parts = []
+    for gpu, rows in results.items():
+        found = []
+        for case in dict.fromkeys(r.case for r in rows):
+            run = [r for r in rows if r.case == case and r.date == max(r.date for r in rows if r.case == case)]
+            ours = next((r for r in run if r.provider == "ours"), None)
+            best = max((r for r in run if r.provider != "ours"), key=lambda r: r.tokens_per_s, default=None)
+            if ours and best:
+                found.append(f"{ours.tokens_per_s / best.tokens_per_s:.2f} ({case.removeprefix('engine-vllm-')})")
+        if found:
+            text = (
+                f"vLLM on {gpu}, offline: tokens per second with our backend over those with the fastest of its own, "
+            )
+            text += f"for nvfp4 over our own fp8 cache: {', '.join(found)}. "
+            text += "[Engines](docs/engines.md#whole-engines-measured) says what was run."
+            parts.append(textwrap.fill(text, 136, break_on_hyphens=False, break_long_words=False))
+    return "\n\n".join(parts) or "Not measured yet."
+
+
 def measured_engines(results: dict[str, list[EngineRow]]) -> str:
     """Whole engines: one line per load and backend, from the newest run of each load."""
     head = ["load", "attention", "tokens/s", "/ ours", "first pass, tokens/s", "first token, ms", "each token, ms",
@@ -329,7 +351,7 @@ def sections() -> dict[str, str]:
     found = read_all()
     return {
         "peers": pictured(found),
-        "headlines": peers.headlines(found),
+        "headlines": f"{peers.headlines(found)}\n\n{engine_headlines(read_engines())}",
         "measured": measured(found),
         "measured-serving": measured_serving(found),
         "measured-trace": measured_trace(found),
