@@ -109,17 +109,19 @@ def entry_points(group: str) -> list[EntryPoint]:
 
 def attention(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, window: int | None = None,
-    soft_cap: float | None = None, sinks: torch.Tensor | None = None,
+    soft_cap: float | None = None, sinks: torch.Tensor | None = None, slopes: torch.Tensor | None = None,
 ) -> torch.Tensor:  # fmt: skip
     """Compute causal attention of a request's last rows in float64: q (n, heads, D), k and v (keys, KV heads, D).
 
-    window counts the token itself.
+    window counts the token itself. slopes: of ALiBi, (heads,).
     """
     k, v = (t.double().repeat_interleave(q.shape[1] // t.shape[1], 1) for t in (k, v))
     logits = torch.einsum("qhd,khd->hqk", q.double(), k) * scale
+    back = torch.arange(len(q))[:, None] + len(k) - len(q) - torch.arange(len(k))
+    if slopes is not None:
+        logits = logits - slopes.double()[:, None, None] * back
     if soft_cap is not None:
         logits = soft_cap * torch.tanh(logits / soft_cap)
-    back = torch.arange(len(q))[:, None] + len(k) - len(q) - torch.arange(len(k))
     logits = logits.masked_fill((back < 0) | (back >= (window or len(k))), -torch.inf)
     if sinks is not None:
         logits = torch.cat([logits, sinks.double()[:, None, None].expand(-1, len(q), 1)], 2)

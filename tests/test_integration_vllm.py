@@ -75,11 +75,13 @@ class Case:
     window: int | None = None
     soft_cap: float | None = None
     sinks: bool = False
+    alibi: bool = False
     scales: tuple[float, float] = (1.0, 1.0)  # of K and V
     capability: tuple[int, int] = (9, 0)
 
 
 HEADS, KV_HEADS, BLOCKS, COLUMNS = 8, 2, 24, 6
+SLOPES = [2.0 ** -(i + 1) for i in range(HEADS)]
 CASES = {
     "auto": Case(),
     "float16, window and sinks, token-major": Case(
@@ -87,6 +89,7 @@ CASES = {
     ),
     "bfloat16, layers in a block, soft cap": Case("bfloat16", layout="BLNHC", soft_cap=2.0, block_size=32),
     "fp8, scales": Case("fp8", layout="BLHNC", scales=(0.5, 0.25), sinks=True),
+    "ALiBi": Case(alibi=True),
     "fp8_e5m2": Case("fp8_e5m2", layout="LBNHC", window=5),
     "fp8 on B200": Case("fp8_e4m3", head_size=128, scales=(0.5, 0.25), capability=(10, 0)),
     "nvfp4": Case("nvfp4", head_size=128, scales=(0.02, 0.03)),
@@ -128,6 +131,8 @@ def layer_of(server: Server, case: Case, name: str = "layers.0.attn", **options:
     torch.set_default_dtype(case.dtype)
     try:
         options = {"logits_soft_cap": case.soft_cap, "per_layer_sliding_window": case.window} | options
+        if case.alibi:
+            options["alibi_slopes"] = SLOPES
         if case.sinks:
             options["sinks"] = torch.nn.Parameter(torch.randn(HEADS).to(server.device), requires_grad=False)
         with server.device:
@@ -236,7 +241,8 @@ class Model:
                 start += count
                 new = [t[mine].unflatten(1, (KV_HEADS, -1)) for t in (k, v)]
                 keys, values = self.stored(name, request, new)
-                options = self.case.window, self.case.soft_cap, None if sinks is None else sinks.cpu()
+                slopes = torch.tensor(SLOPES) if self.case.alibi else None
+                options = self.case.window, self.case.soft_cap, None if sinks is None else sinks.cpu(), slopes
                 query = q[mine] if layer.query_quant is None else (q[mine] / 0.125).to(E4M3).double() * 0.125
                 want = attention(query.unflatten(1, (HEADS, -1)), keys, values, layer.impl.scale, *options)
                 compare(out[mine].unflatten(1, (HEADS, -1)), want, query_dtype, self.case.soft_cap)
@@ -347,8 +353,9 @@ def test_nothing_of_the_device_is_read(name, longest, server, monkeypatch):
         layer.to(where)
         held = layer.kv_cache
         cache = torch.empty_strided(held.shape, held.stride(), dtype=held.dtype, device=where)
-        if layer.impl.sinks is not None:
-            layer.impl.sinks = layer.impl.sinks.to(where)
+        for given in ("sinks", "slopes"):
+            if getattr(layer.impl, given) is not None:
+                setattr(layer.impl, given, getattr(layer.impl, given).to(where))
         dim = model.case.head_size
         q, k, v = (
             torch.empty(len(common.slot_mapping), n, dim, dtype=model.case.dtype, device=where)
@@ -512,7 +519,6 @@ def test_modes_that_are_refused(asked, server):
 
 
 @pytest.mark.parametrize("options, message", [
-    ({"alibi_slopes": [0.5] * HEADS}, "alibi_slopes: given, must be None"),
     ({"attn_type": "encoder_only"}, "attn_type: encoder_only, must be "),
     ({"kv_cache_dtype": "nvfp4_4over6"}, "kv_cache_dtype: 'nvfp4_4over6', must be one of auto, float16"),
 ])  # fmt: skip
@@ -523,12 +529,37 @@ def test_refused_by_the_layer(options, message, server):
         VllmImpl(HEADS, 64, 0.125, KV_HEADS, **options)
 
 
-def test_fused_output_is_refused(server):
+@pytest.mark.parametrize("name", ["auto", "fp8, scales", "nvfp4"])
+def test_output_of_8_bits(name, server):
+    """With one static scale; the quotient of the scales is computed once for a scale."""
+    model = Model(server, CASES[name])
+    model.step({0: 20, 1: 5})
+    common = model.common({0: 1, 1: 3})
+    metadata = model.builder.build(common_prefix_len=0, common_attn_metadata=common)
+    layer, impl = model.layers["layers.0.attn"], model.layers["layers.0.attn"].impl
+    given = [t.unflatten(1, (-1, model.case.head_size)) for t in model.placed(model.inputs(4))["layers.0.attn"]]
+    impl.do_kv_cache_update(layer, *given[1:], layer.kv_cache, common.slot_mapping)
+
+    def run(dtype, **options):
+        out = torch.zeros(given[0].shape, dtype=dtype, device=server.device)
+        assert impl.forward(layer, *given, layer.kv_cache, metadata, out, **options) is out
+        return out
+
+    want = run(model.case.dtype).double()
+    for scale in (0.05, 0.5, 0.5):
+        scale = torch.tensor(scale, device=server.device)
+        for _ in range(2):
+            got = run(E4M3, output_scale=scale).double() * scale.double()
+            assert ((got - want).abs() <= want.abs() / 14 + scale.double() * 2**-9).all() and got.abs().max() > 0
+            assert impl._out_factor[0] is scale
+    assert impl.fused_output_quant_supported("StaticTensor") and not impl.fused_output_quant_supported("nvfp4")
+
+
+def test_output_with_scale_factors_is_refused(server):
     model = Model(server, CASES["auto"])
     layer, x = model.layers["layers.0.attn"], torch.zeros(1, HEADS, 64)
-    with pytest.raises(NotImplementedError, match="output_scale, output_block_scale: given, must be None"):
-        layer.impl.forward(layer, x, x, x, layer.kv_cache, None, x, output_scale=torch.ones(1))
-    assert not layer.impl.fused_output_quant_supported("StaticTensor")
+    with pytest.raises(NotImplementedError, match="output_block_scale: given, must be None"):
+        layer.impl.forward(layer, x, x, x, layer.kv_cache, None, x, torch.ones(1), torch.ones(1))
 
 
 def test_pages_of_nvfp4_with_gaps_are_refused(server):

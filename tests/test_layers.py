@@ -34,6 +34,7 @@ CHANGES = {  # other values of all other arguments, good and bad ones
     "skip_softmax_threshold_scale_factor": [0.0, -1.0], "uses_shared_paged_kv_idx": [False, 1], "causal": [False, 1],
     "return_lse": [False, 1], "use_fp16_softmax": [True, False], "uses_spcompress": [True], "backend": ["xqa", "x"],
     "logits_soft_cap": [3.0, -1.0], "kv_block_scales": [SF], "v_scales_interleaved": [True, 1],
+    "alibi_slopes": [torch.ones(4), SF],
     "q_len_per_req": [2, "x"],
     "o_scale": [2.0, 0.0], "mask": [SF], "bmm1_scale_log2": [torch.ones(1), 1.0], "batch_invariant": [True, 1],
     "enable_block_sparse_attention": [True], "cp_world": [2], "cp_rank": [1], "causal_seqlens_kv_global": [SF],

@@ -35,7 +35,8 @@ class BoundLaunch:
             traced(q) or q.shape != call.q.shape or q.dtype != call.q.dtype
             or out is not None and out.dtype != p.dtype
             or _is_grad_enabled() and (q.requires_grad or kv[0].requires_grad or kv[1].requires_grad
-                                       or call.sinks is not None and call.sinks.requires_grad)
+                                       or call.sinks is not None and call.sinks.requires_grad
+                                       or call.alibi_slopes is not None and call.alibi_slopes.requires_grad)
             or not p.single_device and machine.current.current_device() != p.device.index
         )  # fmt: skip
 

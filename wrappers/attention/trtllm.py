@@ -57,7 +57,7 @@ def trtllm_batch_context_with_kv_cache(
     multi_ctas_kv_counter_buffer: torch.Tensor | None = None, use_fp16_softmax: bool | None = None,
     uses_spcompress: bool | None = None, backend: str = "auto", *, logits_soft_cap: float | None = None,
     kv_block_scales: torch.Tensor | tuple[torch.Tensor, torch.Tensor] | None = None,
-    v_scales_interleaved: bool = False,
+    v_scales_interleaved: bool = False, alibi_slopes: torch.Tensor | None = None,
 ) -> Any:  # fmt: skip
     """Compute attention of ragged queries over a paged KV cache that already holds the queries' own tokens.
 
@@ -87,6 +87,7 @@ def trtllm_batch_context_with_kv_cache(
             scale factors are in the layout of TensorRT-LLM's kernels (`fp4.deinterleave_v_scales`).
         causal: query row i has position i + kv_len - q_len and sees the keys up to it.
         lse: fp32 (T, Hq), receives log2 of the softmax denominator, sink included. logits_soft_cap: c * tanh(s / c).
+        alibi_slopes: fp32 (Hq,); slope * (key - query row of its request) is added to a logit, before the soft cap.
         skip_softmax_threshold_scale_factor: a block of keys may be left out of out and of lse, for up to 64 query rows
             at a time, if all its probabilities are below this factor / seq_len times the largest so far. None or 0: no
             block is left out. A block has as many keys as the kernel processes at once: 128 with head_dim 128. On the
@@ -115,6 +116,7 @@ def trtllm_batch_context_with_kv_cache(
         bmm1_scale, bmm2_scale, window_left, out_dtype, o_sf_scale, o_sf_vec_size, kv_layout, enable_pdl, sinks,
         kv_cache_sf, skip_softmax_threshold_scale_factor, uses_shared_paged_kv_idx, causal, return_lse,
         use_fp16_softmax, uses_spcompress, backend, logits_soft_cap, kv_block_scales, v_scales_interleaved,
+        alibi_slopes,
     )  # fmt: skip
     step = Step(query, block_tables, seq_lens, cum_seq_lens_q, out, lse)
     repeated = repeat(CONTEXT, kv_cache, options, step, (max_q_len, batch_size))
@@ -153,6 +155,7 @@ def trtllm_batch_context_with_kv_cache(
         skip=skip_softmax_threshold_scale_factor, interleaved=v_scales_interleaved, return_lse=return_lse,
         enable_pdl=enable_pdl, out_dtype=out_dtype, out_sf_scale=o_sf_scale, out=out, lse=lse, sinks=sinks,
         scale_tensor=scale_tensor, out_scale_tensor=out_scale_tensor, k_scales=k_scales, v_scales=v_scales,
+        alibi_slopes=alibi_slopes,
     )  # fmt: skip
     if o_sf_vec_size is not None:
         _check_vector(call, o_sf_vec_size)

@@ -17,6 +17,7 @@ from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 import torch
+from vllm.model_executor.layers.quantization.utils.quant_utils import kFp8StaticTensorSym
 from vllm.platforms import current_platform
 from vllm.v1.attention.backend import (
     AttentionBackend,
@@ -29,6 +30,7 @@ from vllm.v1.attention.backend import (
 )
 from vllm.v1.kv_cache_interface import KVCacheLayout
 
+from .. import machine
 from ..attention.trtllm import trtllm_batch_context_with_kv_cache
 from ..cache_write.api import KVCacheTarget, append_qkv
 from .support import ARCHS, E4M3, E5M2, HEAD_SIZES, PAGE_SIZES, query_dtype, refusal
@@ -149,7 +151,7 @@ class VllmBackend(AttentionBackend):
 
 
 class VllmImpl(AttentionImpl[VllmMetadata]):
-    """Attention of one layer. NotImplementedError: ALiBi, attention of encoders, other caches."""
+    """Attention of one layer. NotImplementedError: attention of encoders, other caches."""
 
     def __init__(
         self, num_heads: int, head_size: int, scale: float, num_kv_heads: int | None = None,
@@ -157,8 +159,6 @@ class VllmImpl(AttentionImpl[VllmMetadata]):
         logits_soft_cap: float | None = None, attn_type: str = AttentionType.DECODER,
         kv_sharing_target_layer_name: str | None = None, sinks: torch.Tensor | None = None,
     ) -> None:  # fmt: skip
-        if alibi_slopes is not None:
-            raise NotImplementedError("alibi_slopes: given, must be None")
         if attn_type != AttentionType.DECODER:
             raise NotImplementedError(f"attn_type: {attn_type}, must be {AttentionType.DECODER}")
         if kv_cache_dtype not in VllmBackend.supported_kv_cache_dtypes:
@@ -176,6 +176,8 @@ class VllmImpl(AttentionImpl[VllmMetadata]):
         self._window_left = -1 if sliding_window is None else sliding_window - 1  # keys before the token itself
         self._soft_cap = logits_soft_cap or None
         self._loaded_sinks = self.sinks = sinks
+        self.slopes = None if alibi_slopes is None else torch.tensor(alibi_slopes, dtype=torch.float32)
+        self._out_factor: Any = None  # `output_scale` of the last call, and V's scale over it
         self._views: Any = None  # the cache, its address, and its views
 
     def process_weights_after_loading(self, act_dtype: torch.dtype) -> None:
@@ -187,6 +189,10 @@ class VllmImpl(AttentionImpl[VllmMetadata]):
             self.sinks = loaded.detach().float()
         else:
             self.sinks.copy_(loaded)
+
+    def fused_output_quant_supported(self, quant_key: Any) -> bool:
+        """Return whether `forward` writes quantised output: e4m3 with one static scale."""
+        return bool(quant_key == kFp8StaticTensorSym)
 
     def caches(self, kv_cache: torch.Tensor) -> tuple[Any, Any]:
         """Return (K, V), and (K's scale factors, V's) for NVFP4 or else None.
@@ -237,10 +243,11 @@ class VllmImpl(AttentionImpl[VllmMetadata]):
     ) -> torch.Tensor:  # fmt: skip
         """Write attention to output and return it.
 
-        query, output: (tokens, heads, head_size). Rows of padding are undefined.
+        query, output: (tokens, heads, head_size). Rows of padding are undefined. output_scale: fp32, one element on the
+        device: attention is divided by it, and output is e4m3.
         """
-        if output_scale is not None or output_block_scale is not None:
-            raise NotImplementedError("output_scale, output_block_scale: given, must be None")
+        if output_block_scale is not None:
+            raise NotImplementedError("output_block_scale: given, must be None")
         if attn_metadata is None:  # vLLM is profiling its memory
             return output.fill_(0)
         m, (caches, sf) = attn_metadata, self._held(kv_cache)
@@ -249,12 +256,25 @@ class VllmImpl(AttentionImpl[VllmMetadata]):
             scale, out_scale = scale * layer._k_scale_float, layer._v_scale_float
             if query.dtype == E4M3:
                 scale *= layer._q_scale_float
+        out_factor = out_scale if output_scale is None else self._divided(out_scale, output_scale)
         options: dict[str, Any] = {
             "window_left": self._window_left, "out": output, "sinks": self.sinks, "kv_cache_sf": sf,
-            "logits_soft_cap": self._soft_cap, "kv_layout": "HND",
+            "logits_soft_cap": self._soft_cap, "kv_layout": "HND", "alibi_slopes": self.slopes,
         }  # fmt: skip
         trtllm_batch_context_with_kv_cache(
-            query, caches, None, m.block_table, m.seq_lens, m.max_query_len, m.max_seq_len, scale, out_scale,
+            query, caches, None, m.block_table, m.seq_lens, m.max_query_len, m.max_seq_len, scale, out_factor,
             m.seq_lens.shape[0], m.query_start_loc, None, **options,
         )  # fmt: skip
         return output
+
+    def _divided(self, out_scale: float, output_scale: torch.Tensor) -> torch.Tensor:
+        """Return V's scale over that of the output, on the device: the host does not wait for it.
+
+        It is kept, unless a graph captures it, whose memory holds it then.
+        """
+        if self._out_factor is not None and self._out_factor[0] is output_scale:
+            return self._out_factor[1]  # type: ignore[no-any-return]
+        factor = out_scale / output_scale.reshape(1).float()
+        if machine.current.may_keep(factor.device):
+            self._out_factor = output_scale, factor
+        return factor
