@@ -18,7 +18,6 @@ from wrappers import (
     explain,
     fp4,
     machine,
-    nvfp4_dequantize,
     nvfp4_quantize,
     single_prefill_with_kv_cache,
     trtllm_batch_context_with_kv_cache,
@@ -27,6 +26,7 @@ from wrappers import (
 )
 from wrappers.attention import checks, plan
 from wrappers.explanation import call_of
+from wrappers.fp4 import nvfp4_dequantize
 from wrappers.prefill import values
 
 HALF, BF16, E4M3, E5M2 = torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2

@@ -60,6 +60,15 @@ def test_guards_keep_old_values():
     assert (out == np.where(np.arange(64) % 2, 9, 4)).all()
 
 
+def test_threads_load_parameters_at_addresses_of_their_own():
+    """The two words of the parameter, which is the address of the output."""
+    body = "mov.b64 %rd2, out; and.b32 %r6, %r0, 1; mul.wide.u32 %rd3, %r6, 4; add.s64 %rd2, %rd2, %rd3;\n"
+    low, high = execute(body + "ld.param.b32 %r5, [%rd2];\n").reshape(-1, 2).T
+    same = execute(body.replace(", 1;", ", 0;") + "ld.param.b32 %r5, [%rd2];\n")
+    assert (low == low[0]).all() and (high == high[0]).all() and low[0] != high[0]
+    assert (same == same[0]).all()
+
+
 def test_pairs_take_an_operand_that_is_the_same_for_all():
     body = "mov.b32 %r6, 0x00050007; shl.b32 %r7, %r0, 16; or.b32 %r7, %r7, %r0; {}.u16x2 %r5, %r7, %r6;\n"
     lane = np.arange(64)

@@ -139,8 +139,8 @@ def load_signed(spec: cutlass.Constexpr, a, g, position: Int32, cos: cute.Tensor
 
 
 @cute.jit
-def normalise(a, g, values: cute.Tensor, weights: cute.Tensor, inv_dim: Float32):
-    """Multiply a row (8, 2) by its inverse root mean square and by weights (8, 2)."""
+def normalise(spec: cutlass.Constexpr, a, g, values: cute.Tensor, words: cute.Tensor, inv_dim: Float32):
+    """Multiply a row (8, 2) by its inverse root mean square and by weights, in words (4, 2)."""
     total, mask = Float32(0.0), group_mask(g.lanes)
     for half in cutlass.range_constexpr(2):
         for e in cutlass.range_constexpr(HALF):
@@ -149,9 +149,11 @@ def normalise(a, g, values: cute.Tensor, weights: cute.Tensor, inv_dim: Float32)
         if (1 << i) < g.lanes:
             total += cute.arch.shuffle_sync_bfly(total, 1 << i, mask)
     inverse = approximate("rsqrt", warp.fma(total, inv_dim, a.norm_eps))
+    weights = cute.make_rmem_tensor(HALF, Float32)
     for half in cutlass.range_constexpr(2):
+        memory.unpack(spec.dtype, words[None, half], weights)
         for e in cutlass.range_constexpr(HALF):
-            values[e, half] = values[e, half] * inverse * (weights[e, half] + a.norm_offset)
+            values[e, half] = values[e, half] * inverse * (weights[e] + a.norm_offset)
 
 
 @cute.jit

@@ -131,8 +131,10 @@ def load(x: PtxInstruction, f: re.Match[str]) -> PtxOp:
 
 def parameter(x: PtxInstruction, outs: tuple[tuple[str, str], ...], dtype: Any) -> PtxOp:
     def run(t: Threads, x: PtxInstruction, address: Any) -> Any:
-        got = read(t, x, "param", np.atleast_1d(address)[:1] - U64(PARAMS), dtype, len(outs))
-        many = np.repeat(got, t.count, 1)
+        where = np.atleast_1d(address) - U64(PARAMS)
+        same = bool((where == where[0]).all())  # as nearly always
+        got = read(t, x, "param", where[:1] if same else where, dtype, len(outs))
+        many = np.repeat(got, t.count, 1) if same else got
         return tuple(many) if len(outs) > 1 else many[0]
 
     return effect(run, (x.args[1], "address"), outs=outs)

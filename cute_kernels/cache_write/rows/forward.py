@@ -410,17 +410,17 @@ def fetch(a, g: LaneGroup, x: HeadRow, words: cute.Tensor, weights: cute.Tensor)
 def transform_rows(spec: cutlass.Constexpr, a, g: LaneGroup, first: HeadRow):
     """Normalise and rotate the group's rows of Q and K, and write them and its rows of V. first: its first row."""
     rotates = places.rotation_rows(a) > 0
-    values, weights, cos, sin = (cute.make_rmem_tensor((rotate.HALF, 2), Float32) for _ in range(4))
-    words, weight_words, held = (cute.make_rmem_tensor((4, 2), Uint32) for _ in range(3))
+    values, cos, sin = (cute.make_rmem_tensor((rotate.HALF, 2), Float32) for _ in range(3))
+    words, held, weights, held_weights = (cute.make_rmem_tensor((4, 2), Uint32) for _ in range(4))
     words.fill(0)
-    weight_words.fill(0)
+    weights.fill(0)
     inv_dim = Float32(1.0) / Float32(a.k.shape[2])
     # Request the position, the slot and the first row, then wait for the position and for its cosines: in a decode
     # step, the time of a launch is that of loads that wait for one another. The page is negative if K and V are not
     # written.
     turned, slot = places.request_rope_position(a, g.token), places.request_slot(a, g.token)
     if g.own < row_count(a):
-        fetch(a, g, first, words, weight_words)
+        fetch(a, g, first, words, weights)
     position = places.position_of(a, g.token)
     rope_position = places.rope_position(a, position, turned)
     if rotates and rope_position >= 0:
@@ -433,15 +433,14 @@ def transform_rows(spec: cutlass.Constexpr, a, g: LaneGroup, first: HeadRow):
         x = head_row(a, g, row)
         for half in cutlass.range_constexpr(2):
             memory.unpack(spec.dtype, words[None, half], values[None, half])
-            memory.unpack(spec.dtype, weight_words[None, half], weights[None, half])
             for i in cutlass.range_constexpr(4):
-                held[i, half] = words[i, half]
+                held[i, half], held_weights[i, half] = words[i, half], weights[i, half]
         if row + a.k_groups < row_count(a):
-            fetch(a, g, head_row(a, g, row + a.k_groups), words, weight_words)
+            fetch(a, g, head_row(a, g, row + a.k_groups), words, weights)
         if (x.operand == Q and rope_position >= 0) or (x.operand != Q and page >= 0):
             if x.operand != V:
                 if x.weights != 0:
-                    rotate.normalise(a, g, values, weights, inv_dim)
+                    rotate.normalise(spec, a, g, values, held_weights, inv_dim)
                 if rotates:
                     rotate.rotate(a, g, values, cos, sin)
             if x.operand == Q:

@@ -87,7 +87,7 @@ def key_append_cases() -> list[PreparedScenario]:
         replace(base, counts=(3, 0, 1), interleaved=False, dim=128, rotary_dim=96, page_size=16),
         replace(base, rotary_dim=16, dim=80, heads=(2, 1), interleaved=False),
         replace(base, heads=(0, 2), rotary_dim=0),
-        replace(base, queries=True, heads=(3, 1)),
+        replace(base, queries=True, heads=(3, 1), interleaved=False),
         replace(base, counts=(5, 0, 9), hostile=True),
     )
     return [PreparedScenario("keys", calls)]
