@@ -139,8 +139,8 @@ def serve(args: argparse.Namespace) -> None:
 
 
 def engine(args: argparse.Namespace) -> None:
-    """Measure whole engines under loads of requests: vLLM with our attention backend and with its own. Append to
-    bench/results/<gpu>.csv and bench/results/engines/<gpu>.csv."""
+    """Measure whole engines under loads of requests: vLLM and SGLang with our attention backend and with their own.
+    Append to bench/results/<gpu>.csv and bench/results/engines/<gpu>.csv."""
     import torch
 
     from . import engine as bench

@@ -1,4 +1,5 @@
-"""Measure whole engines: tokens per second and latencies of a real vLLM with our attention backend and with its own.
+"""Measure whole engines: tokens per second and latencies of a real vLLM or SGLang, with our attention backend and with
+its own.
 
 Each (case, provider) is a process of its own (`engine_worker`), which first answers a few prompts with log
 probabilities, then runs the load several times. A provider gets a row if its answers agree with those of the
@@ -18,8 +19,8 @@ from .cases.engine import CASES
 from .engine_worker import BACKENDS, MARK, OURS
 from .results import EngineRow, Environment, ResultRow, with_ratios
 
-PROVIDERS = tuple(BACKENDS)
-REFERENCES = ("vllm-flash-attn", "vllm-triton", "vllm-flashinfer", "own-fp8", "ours")  # with the first that ran
+PROVIDERS = tuple(dict.fromkeys(p for providers in BACKENDS.values() for p in providers))
+REFERENCES = (*(p for p in PROVIDERS if p not in OURS), "own-fp8", "ours")  # answers are compared with the first's
 LIMITS = {"bf16": 0.1, "fp8": 0.25, "nvfp4": 1.0}  # mean difference of log probabilities, by the type of the cache
 SLACK = 1.5  # times the largest difference between two of the engine's own backends
 TIMEOUT = 540.0
@@ -85,7 +86,7 @@ def measure(
     rounds: each provider runs that often, odd rounds in the reverse order; its row is the median run.
     """
     case = CASES[name]
-    providers = tuple(p for p in providers if p != "own-fp8" or case.kv == "nvfp4")
+    providers = tuple(p for p in providers if p in BACKENDS[case.engine] and (p != "own-fp8" or case.kv == "nvfp4"))
     found: dict[str, list[dict[str, Any]]] = {}
     for i in range(rounds):
         for provider in providers[:: -1 if i % 2 else 1]:
@@ -95,7 +96,7 @@ def measure(
                 found.setdefault(provider, []).append(result)
     reference = next((p for p in REFERENCES if p in found), None)
     same = {p: agreement(r[0]["answers"], found[reference][0]["answers"]) for p, r in found.items() if reference}
-    limit = allowed(case.kv, [a for p, a in same.items() if p.startswith("vllm-") and p != reference])
+    limit = allowed(case.kv, [a for p, a in same.items() if p not in OURS and p != reference])
     engine_rows, rows = [], []
     for provider, results in found.items():
         if provider in OURS and same[provider].difference > limit:
@@ -115,9 +116,9 @@ def measure(
             )
         )  # fmt: skip
         rows.append(env.row(name, provider, 1e6 / mid["tokens_per_s"]))
-    best = min((r for r in rows if r.provider.startswith("vllm-")), key=lambda r: r.time_us, default=None)
+    best = min((r for r in rows if r.provider not in OURS), key=lambda r: r.time_us, default=None)
     if best is not None:
-        rows.append(env.row(name, "vllm-best", best.time_us))
+        rows.append(env.row(name, f"{case.engine}-best", best.time_us))
     return with_ratios(rows), engine_rows
 
 

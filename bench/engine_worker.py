@@ -1,7 +1,7 @@
 """One engine in a process of its own: `python -m bench.engine_worker CASE PROVIDER PASSES` prints one line of JSON.
 
 The engine is real; its weights are random, seeded by the name of each parameter, and of the size that trained weights
-have, so that a wrong attention shows in the logits. The line is what `Observed` holds.
+have, so that a wrong attention shows in the logits. The line says what `main` calls `result`.
 """
 
 import json
@@ -11,104 +11,170 @@ import sys
 import tempfile
 import time
 import zlib
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from .cases.engine import CASES, CHECKED, CHECKED_OUTPUTS, EngineCase
 
 MARK = "engine: "  # begins the line with the result
-BACKENDS = {  # provider -> vLLM's name of the attention backend
-    "ours": "CUSTOM", "vllm-flash-attn": "FLASH_ATTN", "vllm-flashinfer": "FLASHINFER", "vllm-triton": "TRITON_ATTN",
-    "own-fp8": "CUSTOM",
+BACKENDS: dict[str, dict[str, str]] = {  # engine -> provider -> the engine's name of its attention backend
+    "vllm": {
+        "ours": "CUSTOM", "vllm-flash-attn": "FLASH_ATTN", "vllm-flashinfer": "FLASHINFER",
+        "vllm-triton": "TRITON_ATTN", "own-fp8": "CUSTOM",
+    },
+    "sglang": {
+        "ours": "cute_kernels", "sglang-fa3": "fa3", "sglang-flashinfer": "flashinfer", "sglang-triton": "triton",
+    },
 }  # fmt: skip
 OURS = ("ours", "own-fp8")  # the second: our backend with an e4m3 cache, beside a case with an NVFP4 cache
 GAINS = {"qkv_proj": 1.5, "q_proj": 1.5, "k_proj": 1.5, "v_proj": 1.5, "lm_head": 4.0}
 
 
-def seed_weights(model: Any, _: Any = None) -> None:
+@dataclass(frozen=True)
+class Answer:
+    """The tokens that an engine generates for a prompt. logprobs: of the tokens, if they were asked for. first_s: time from the
+    request's arrival to its first token. last_s: time from there to its last token."""
+
+    tokens: list[int]
+    logprobs: list[float]
+    first_s: float
+    last_s: float
+
+
+class Engine(Protocol):
+    """A running engine. cache_tokens: tokens that its cache holds."""
+
+    cache_tokens: int
+
+    def generate(self, prompts: list[list[int]], outputs: int, logprobs: bool) -> list[Answer]:
+        """Return what the engine generates, greedily, of exactly `outputs` tokens."""
+        ...
+
+
+def seed_weights(model: Any) -> None:
     """Fill all parameters: matrices with normals of variance 1 / fan-in, embeddings with normals of variance 1, sinks
     with normals, vectors of norms with ones, and biases with small normals."""
     import torch
 
+    zero = "gemma" in type(model).__name__.lower()  # its norms add 1 to their weights
     for name, parameter in model.named_parameters():
         gen = torch.Generator(parameter.device).manual_seed(zlib.crc32(name.encode()))
         with torch.no_grad():
             if "sinks" in name:
                 parameter.normal_(generator=gen)
-            elif parameter.ndim < 2 or name.endswith("bias"):
-                if name.endswith("bias"):
-                    parameter.normal_(generator=gen).mul_(0.02)
-                else:
-                    parameter.fill_(0.0 if "gemma" in type(model).__name__.lower() else 1.0)
+            elif name.endswith("bias"):
+                parameter.normal_(generator=gen).mul_(0.02)
+            elif parameter.ndim < 2:
+                parameter.fill_(0.0 if zero else 1.0)
             else:
                 gain = next((g for part, g in GAINS.items() if part in name), 1.0)
                 size = 1.0 if "embed" in name else gain * parameter.shape[-1] ** -0.5
                 parameter.normal_(generator=gen).mul_(size)
 
 
-def start_vllm(case: EngineCase, backend: str, folder: Path) -> Any:
-    """Return an engine in this process."""
-    os.environ |= {
-        "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1",
-        "VLLM_USE_FLASHINFER_SAMPLER": "0",  # sampling is greedy, and FlashInfer need not be there
-        "VLLM_PLUGINS": "cute_kernels",
-    }  # fmt: skip
-    from vllm import LLM
-    from vllm.model_executor.model_loader.dummy_loader import DummyModelLoader
+class Vllm:
+    """vLLM in this process."""
 
-    from wrappers.integrations import plugins
+    def __init__(self, case: EngineCase, backend: str, folder: Path) -> None:
+        os.environ |= {
+            "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1",
+            "VLLM_USE_FLASHINFER_SAMPLER": "0",  # sampling is greedy, and FlashInfer need not be there
+            "VLLM_PLUGINS": "cute_kernels",
+        }  # fmt: skip
+        from vllm import LLM
+        from vllm.model_executor.model_loader.dummy_loader import DummyModelLoader
 
-    plugins.vllm()  # also where the package is not installed, and vLLM finds no entry point
-    DummyModelLoader.load_weights = lambda self, model, config: seed_weights(model)
-    (folder / "config.json").write_text(json.dumps(case.config))
-    speculative = {"method": "ngram", "num_speculative_tokens": case.drafts, "prompt_lookup_max": 4}
-    sizes = sorted({1, 2, 4, *range(8, case.requests + 1, 8), case.requests})
-    if case.drafts:
-        sizes = sorted({n * (case.drafts + 1) for n in sizes})
-    return LLM(
-        str(folder), skip_tokenizer_init=True, load_format="dummy", dtype="bfloat16", attention_backend=backend,
-        kv_cache_memory_bytes=case.memory, max_num_batched_tokens=case.batched, enable_chunked_prefill=True,
-        max_num_seqs=max(case.requests, len(CHECKED)), max_model_len=case.longest, disable_log_stats=False,
-        kv_cache_dtype="auto" if case.kv == "bf16" else case.kv, enable_prefix_caching=case.cached,
-        compilation_config={
-            "mode": case.mode, "cudagraph_mode": case.graphs, "cudagraph_capture_sizes": sizes,
-        },
-        **({"speculative_config": speculative} if case.drafts else {}),
-    )  # fmt: skip
+        from wrappers.integrations import plugins
 
+        plugins.vllm()  # also where the package is not installed, and vLLM finds no entry point
+        DummyModelLoader.load_weights = lambda self, model, config: seed_weights(model)
+        speculative = {"method": "ngram", "num_speculative_tokens": case.drafts, "prompt_lookup_max": 4}
+        sizes = [n * (case.drafts + 1) for n in case.graph_sizes]
+        self.engine = LLM(
+            str(folder), skip_tokenizer_init=True, load_format="dummy", dtype="bfloat16", attention_backend=backend,
+            kv_cache_memory_bytes=case.memory, max_num_batched_tokens=case.batched, enable_chunked_prefill=True,
+            max_num_seqs=max(case.requests, len(CHECKED)), max_model_len=case.longest, disable_log_stats=False,
+            kv_cache_dtype="auto" if case.kv == "bf16" else case.kv, enable_prefix_caching=case.cached,
+            compilation_config={"mode": case.mode, "cudagraph_mode": case.graphs, "cudagraph_capture_sizes": sizes},
+            **({"speculative_config": speculative} if case.drafts else {}),
+        )  # fmt: skip
+        self.cache_tokens: int = self.engine.llm_engine.vllm_config.cache_config.kv_cache_size_tokens
 
-def generate(engine: Any, prompts: list[list[int]], outputs: int, logprobs: int | None = None) -> list[Any]:
-    """Return what the engine generates, greedily, of exactly `outputs` tokens."""
-    from vllm import SamplingParams
+    def generate(self, prompts: list[list[int]], outputs: int, logprobs: bool) -> list[Answer]:
+        from vllm import SamplingParams
 
-    params = SamplingParams(temperature=0.0, max_tokens=outputs, ignore_eos=True, logprobs=logprobs, detokenize=False)
-    return engine.generate([{"prompt_token_ids": p} for p in prompts], params, use_tqdm=False)
-
-
-def checked(engine: Any, case: EngineCase) -> list[dict[str, Any]]:
-    """Return tokens and their log probabilities for the prompts of the check."""
-    found = generate(engine, case.prompts(1, list(CHECKED)), CHECKED_OUTPUTS, logprobs=2)
-    return [
-        {
-            "tokens": list(r.outputs[0].token_ids),
-            "logprobs": [each[t].logprob for each, t in zip(r.outputs[0].logprobs, r.outputs[0].token_ids)],
-        }
-        for r in found
-    ]
+        params = SamplingParams(
+            temperature=0.0, max_tokens=outputs, ignore_eos=True, logprobs=2 if logprobs else None, detokenize=False
+        )
+        found = []
+        for r in self.engine.generate([{"prompt_token_ids": p} for p in prompts], params, use_tqdm=False):
+            tokens = list(r.outputs[0].token_ids)
+            each = [at[t].logprob for at, t in zip(r.outputs[0].logprobs, tokens)] if logprobs else []
+            m = r.metrics
+            found.append(Answer(tokens, each, m.first_token_latency, m.last_token_ts - m.first_token_ts))
+        return found
 
 
-def timed(engine: Any, case: EngineCase, seed: int) -> dict[str, float]:
+def seed_sglang() -> None:
+    """Replace SGLang's random weights, as a plugin that each of its processes loads."""
+    from sglang.srt.model_loader import loader
+
+    loader.initialize_dummy_weights = seed_weights
+
+
+class Sglang:
+    """SGLang, the scheduler of which is a process of its own."""
+
+    PLUGINS = "[sglang.srt.plugins]\nseeded = bench.engine_worker:seed_sglang\n"
+    PLUGINS += "cute_kernels = wrappers.integrations.plugins:sglang\n"  # also where the package is not installed
+
+    def __init__(self, case: EngineCase, backend: str, folder: Path) -> None:
+        if case.kv == "nvfp4" or case.drafts:
+            raise NotImplementedError(f"{case.name}: SGLang is measured with bf16 and fp8 caches, without drafts")
+        plugins = folder / "plugins" / "bench-0.dist-info"
+        plugins.mkdir(parents=True)
+        (plugins / "entry_points.txt").write_text(self.PLUGINS)
+        (plugins / "METADATA").write_text("Metadata-Version: 2.1\nName: bench\nVersion: 0\n")
+        sys.path.insert(0, str(plugins.parent))  # spawned processes get this path
+        os.environ["PYTHONPATH"] = os.pathsep.join([str(plugins.parent), os.getcwd(), os.environ.get("PYTHONPATH", "")])
+        import sglang
+
+        self.engine = sglang.Engine(
+            model_path=str(folder), skip_tokenizer_init=True, load_format="dummy", dtype="bfloat16",
+            attention_backend=backend, random_seed=0, **({"page_size": 64} if backend == "cute_kernels" else {}),
+            kv_cache_dtype="auto" if case.kv == "bf16" else "fp8_e4m3", context_length=case.longest,
+            max_total_tokens=case.memory // case.token_bytes, mem_fraction_static=0.88,
+            chunked_prefill_size=case.batched, disable_radix_cache=not case.cached,
+            max_running_requests=max(case.requests, len(CHECKED)), cuda_graph_bs_decode=case.graph_sizes,
+            log_level="error",
+        )  # fmt: skip
+        self.cache_tokens = int(self.engine.get_server_info()["max_total_num_tokens"])
+
+    def generate(self, prompts: list[list[int]], outputs: int, logprobs: bool) -> list[Answer]:
+        params = {"temperature": 0.0, "max_new_tokens": outputs, "ignore_eos": True}
+        found = []
+        for r in self.engine.generate(input_ids=prompts, sampling_params=params, return_logprob=logprobs):
+            m = r["meta_info"]
+            each = [at[0] for at in m["output_token_logprobs"]] if logprobs else []
+            first = m["first_token_latency"]
+            found.append(Answer(list(r["output_ids"]), each, first, m["e2e_latency"] - first))
+        return found
+
+
+ENGINES: dict[str, Any] = {"vllm": Vllm, "sglang": Sglang}
+
+
+def timed(engine: Engine, case: EngineCase, seed: int) -> dict[str, float]:
     """Return the figures of one pass."""
     prompts = case.prompts(seed, case.lengths(0))
     begin = time.perf_counter()
-    found = generate(engine, prompts, case.outputs)
+    found = engine.generate(prompts, case.outputs, False)
     seconds = time.perf_counter() - begin
-    first = sorted(1e3 * r.metrics.first_token_latency for r in found)
-    each = sorted(1e3 * (r.metrics.last_token_ts - r.metrics.first_token_ts) / (case.outputs - 1) for r in found)
-    made = sum(len(r.outputs[0].token_ids) for r in found)
+    first = sorted(1e3 * a.first_s for a in found)
+    each = sorted(1e3 * a.last_s / max(1, case.outputs - 1) for a in found)
     return {
-        "tokens_per_s": made / seconds, "seconds": seconds,
+        "tokens_per_s": sum(len(a.tokens) for a in found) / seconds, "seconds": seconds,
         "ttft_p50_ms": quantile(first, 0.5), "ttft_p99_ms": quantile(first, 0.99),
         "tpot_p50_ms": quantile(each, 0.5), "tpot_p99_ms": quantile(each, 0.99),
     }  # fmt: skip
@@ -119,22 +185,31 @@ def quantile(values: list[float], share: float) -> float:
     return values[max(0, -(-int(share * 1000) * len(values) // 1000) - 1)]
 
 
+def observe(engine: Engine, case: EngineCase, passes: int) -> dict[str, Any]:
+    """Return the answers to the prompts of the check, and the figures of the passes; the first is `warm`: it fills the
+    prefix cache, and brings the clocks to where they stay."""
+    answers = engine.generate(case.prompts(1, list(CHECKED)), CHECKED_OUTPUTS, True)
+    warm = timed(engine, case, 2)
+    found = [timed(engine, case, 2 if case.cached else 3 + i) for i in range(passes)]
+    return {
+        "answers": [{"tokens": a.tokens, "logprobs": a.logprobs} for a in answers], "warm": warm, "passes": found,
+        "cache_tokens": engine.cache_tokens,
+        "median": {key: statistics.median(p[key] for p in found) for key in found[0]},
+    }  # fmt: skip
+
+
 def main() -> None:
     name, provider, passes = sys.argv[1], sys.argv[2], int(sys.argv[3])
     case = CASES[name] if provider != "own-fp8" else replace(CASES[name], kv="fp8")
     with tempfile.TemporaryDirectory() as folder:
+        (Path(folder) / "config.json").write_text(json.dumps(case.config))
         begin = time.perf_counter()
-        engine = start_vllm(case, BACKENDS[provider], Path(folder))
+        engine = ENGINES[case.engine](case, BACKENDS[case.engine][provider], Path(folder))
         started = time.perf_counter() - begin
-        answers = checked(engine, case)
-        warm = timed(engine, case, 2)  # fills the prefix cache, and brings the clocks to where they stay
-        found = [timed(engine, case, 2 if case.cached else 3 + i) for i in range(passes)]
-    result = {
-        "answers": answers, "warm": warm, "passes": found, "started_s": started,
-        "cache_tokens": engine.llm_engine.vllm_config.cache_config.kv_cache_size_tokens,
-        "median": {key: statistics.median(p[key] for p in found) for key in found[0]},
-    }  # fmt: skip
+        result = observe(engine, case, passes) | {"started_s": started}
     print(MARK + json.dumps(result), flush=True)
+    if case.engine == "sglang":
+        engine.engine.shutdown()
     os._exit(0)  # engines leave threads behind
 
 

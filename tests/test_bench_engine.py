@@ -13,6 +13,7 @@ from bench.results import Environment
 
 ENV = Environment("2026-01-01T00:00:00+00:00", "0" * 40, "some-gpu", "1", "2")
 BF16, NVFP4 = "engine-vllm-tiny-llama-bf16", "engine-vllm-tiny-llama-nvfp4"
+VLLM = [p for p in engine_worker.BACKENDS["vllm"] if p != "own-fp8"]
 
 
 def answer(tokens, shift=0.0):
@@ -45,7 +46,7 @@ def measured(found, name=BF16, rounds=1):
 def test_rows_have_times_per_token_and_the_best_of_the_engine():
     speeds = {"ours": 1000.0, "vllm-flash-attn": 800.0, "vllm-triton": 500.0}
     asked, rows, figures = measured({p: result(s) for p, s in speeds.items()})
-    assert asked == [p for p in engine.PROVIDERS if p != "own-fp8"], "no process for a provider of NVFP4 cases"
+    assert asked == VLLM, "no process for another engine, or for a provider of NVFP4 cases"
     assert {p: r.time_us for p, r in rows.items()} == {
         "ours": 1000.0, "vllm-flash-attn": 1250.0, "vllm-triton": 2000.0, "vllm-best": 1250.0
     }  # fmt: skip
@@ -61,10 +62,16 @@ def test_an_nvfp4_cache_is_compared_with_our_own_fp8_cache():
     assert figures["ours"].reference == "own-fp8"
 
 
+def test_sglang_has_providers_of_its_own():
+    name = BF16.replace("vllm", "sglang")
+    asked, rows, figures = measured({"ours": result(1000.0), "sglang-triton": result(900.0)}, name)
+    assert asked == [*engine_worker.BACKENDS["sglang"]] and rows["sglang-best"].time_us == rows["sglang-triton"].time_us
+    assert figures["ours"].reference == "sglang-triton"
+
+
 def test_the_order_of_processes_turns():
     asked, _, figures = measured({p: result(100.0) for p in engine.PROVIDERS}, rounds=2)
-    order = [p for p in engine.PROVIDERS if p != "own-fp8"]
-    assert asked == order + order[::-1] and figures["ours"].passes == 6
+    assert asked == VLLM + VLLM[::-1] and figures["ours"].passes == 6
 
 
 def test_no_row_for_wrong_answers(capsys):
@@ -107,12 +114,10 @@ def test_loads_fit_their_cache_and_their_model(name):
     case = CASES[name]
     lengths, config = case.lengths(0), case.config
     assert len(lengths) == case.requests and case.longest <= config["max_position_embeddings"]
-    dim = config.get("head_dim", config["hidden_size"] // config["num_attention_heads"])
-    element = {"bf16": 2.0, "fp8": 1.0, "nvfp4": 0.5625}[case.kv]
-    row = 2 * config["num_hidden_layers"] * config["num_key_value_heads"] * dim * element
     if case.cached:  # else the engine may admit requests one after another
-        assert row * sum(n + case.outputs + 16 for n in lengths) <= case.memory, "the timed passes find all prompts"
-    assert row * case.longest <= case.memory
+        needed = case.token_bytes * sum(n + case.outputs + 16 for n in lengths)
+        assert needed <= case.memory, "the timed passes find all prompts"
+    assert case.token_bytes * case.longest <= case.memory and case.requests in case.graph_sizes
     assert max(CHECKED) < case.longest and case.model in MODELS
 
 
@@ -135,6 +140,40 @@ def test_weights_depend_on_names_alone():
     assert all(torch.equal(found[name], again[name]) for name in found)
     assert abs(found["qkv_proj.weight"].std().item() * 16 / 1.5 - 1) < 0.05
     assert (found["norm.weight"] == 1).all() and 0 < found["qkv_proj.bias"].std() < 0.05
+
+
+def test_bytes_of_a_token():
+    case = CASES["engine-vllm-llama8b-b64-c8k-bf16"]
+    sizes = [replace(case, kv=kv).token_bytes for kv in ("bf16", "fp8", "nvfp4")]
+    assert sizes == [131072, 65536, 36864]  # 32 layers, 8 heads of 128, K and V
+
+
+class Echo:
+    """An engine that answers with the first token of each prompt."""
+
+    cache_tokens = 7
+
+    def __init__(self):
+        self.asked = []
+
+    def generate(self, prompts, outputs, logprobs):
+        self.asked.append((prompts, outputs, logprobs))
+        scores = [-0.25] * outputs if logprobs else []
+        return [engine_worker.Answer([p[0]] * outputs, scores, 0.5, 0.01 * (outputs - 1)) for p in prompts]
+
+
+@pytest.mark.parametrize("cached", [True, False])
+def test_what_a_worker_observes(cached):
+    case, echo = EngineCase("x", "llama8b", 5, 40, outputs=3, cached=cached), Echo()
+    found = engine_worker.observe(echo, case, 2)
+    check, warm, *passes = echo.asked
+    assert [len(p) for p in check[0]] == [*CHECKED] and check[2] and not warm[2]
+    assert [a["tokens"][0] for a in found["answers"]] == [p[0] for p in check[0]]
+    assert found["answers"][0]["logprobs"][0] == -0.25 and found["cache_tokens"] == 7
+    assert len(passes) == 2 and (passes[0] == passes[1] == warm) == cached
+    assert cached or passes[0][0] != passes[1][0] != warm[0], "each pass has other prompts"
+    assert found["median"]["ttft_p50_ms"] == 500.0 and found["median"]["tpot_p99_ms"] == pytest.approx(10.0)
+    assert found["median"]["tokens_per_s"] > 0 and len(found["passes"]) == 2
 
 
 def test_quantiles():

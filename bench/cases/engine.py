@@ -37,11 +37,12 @@ CHECKED_OUTPUTS = 48
 class EngineCase:
     """A load of one engine.
 
-    model: of MODELS; layers: of them, None for all. requests: their number, which all arrive at once. prompt: tokens of
-    each prompt, or the median of log-normal lengths with `spread`, the sigma of their logarithm. outputs: tokens that
-    each request generates. cached: the timed passes find all prompts in the prefix cache, so they show decoding; else
-    each pass has other prompts. kv: type of the cache. memory: bytes of the cache. batched: tokens of a step at most.
-    graphs, mode: the engine's CUDA graphs and compilation. drafts: tokens that n-gram speculation proposes.
+    engine: "vllm" or "sglang". model: of MODELS; layers: of them, None for all. requests: their number, which all
+    arrive at once. prompt: tokens of each prompt, or the median of log-normal lengths with `spread`, the sigma of
+    their logarithm. outputs: tokens that each request generates. cached: the timed passes find all prompts in the
+    prefix cache, so they show decoding; else each pass has other prompts. kv: type of the cache. memory: bytes of
+    the cache. batched: tokens of a step at most. graphs, mode: the engine's CUDA graphs and compilation. drafts:
+    tokens that n-gram speculation proposes.
     """
 
     name: str
@@ -58,6 +59,7 @@ class EngineCase:
     mode: int = 0
     drafts: int = 0
     layers: int | None = None
+    engine: str = "vllm"
 
     @property
     def config(self) -> dict[str, Any]:
@@ -68,6 +70,19 @@ class EngineCase:
             if "layer_types" in found:
                 found["layer_types"] = found["layer_types"][: self.layers]
         return found
+
+    @property
+    def token_bytes(self) -> int:
+        """Return the bytes of a token in the caches of all layers."""
+        c = self.config
+        dim = c.get("head_dim", c["hidden_size"] // c["num_attention_heads"])
+        elements = 2 * c["num_hidden_layers"] * c["num_key_value_heads"] * dim
+        return int(elements * {"bf16": 2.0, "fp8": 1.0, "nvfp4": 0.5625}[self.kv])
+
+    @property
+    def graph_sizes(self) -> list[int]:
+        """Return the numbers of requests of which the engine captures graphs."""
+        return sorted({1, 2, 4, *range(8, self.requests + 1, 8), self.requests})
 
     @property
     def longest(self) -> int:
@@ -112,7 +127,12 @@ def _cases() -> dict[str, EngineCase]:
         EngineCase("tiny-llama-fp8", "llama8b", 16, 700, outputs=64, layers=2, memory=4 * GIB, kv="fp8"),
         EngineCase("tiny-llama-nvfp4", "llama8b", 16, 700, outputs=64, layers=2, memory=4 * GIB, kv="nvfp4"),
     ]
-    return {f"engine-vllm-{case.name}": case for case in found}
+    found += [
+        replace(case, engine="sglang")
+        for case in found
+        if case.kv != "nvfp4" and not case.drafts and not case.mode and case.model in ("llama8b", "qwen3-8b")
+    ]
+    return {f"engine-{case.engine}-{case.name}": case for case in found}
 
 
 CASES = _cases()
