@@ -33,8 +33,8 @@ GAINS = {"qkv_proj": 1.5, "q_proj": 1.5, "k_proj": 1.5, "v_proj": 1.5, "lm_head"
 
 @dataclass(frozen=True)
 class Answer:
-    """The tokens that an engine generates for a prompt. logprobs: of the tokens, if they were asked for. first_s: time from the
-    request's arrival to its first token. last_s: time from there to its last token."""
+    """The tokens that an engine generates for a prompt. logprobs: of the tokens, if they were asked for. first_s: time
+    from the request's arrival to its first token. last_s: time from there to its last token."""
 
     tokens: list[int]
     logprobs: list[float]
