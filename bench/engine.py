@@ -112,7 +112,7 @@ def measure(
                 cold_tokens_per_s=median(r["warm"]["tokens_per_s"] for r in results),
                 passes=len(speeds), noise=(max(speeds) - min(speeds)) / mid["tokens_per_s"],
                 common=same[provider].common, difference=same[provider].difference, reference=reference,
-                **{key: value for key, value in mid.items() if key != "seconds"},
+                **{key: value for key, value in mid.items() if key not in ("seconds", "computed")},
             )
         )  # fmt: skip
         rows.append(env.row(name, provider, 1e6 / mid["tokens_per_s"]))
@@ -129,6 +129,7 @@ def describe(provider: str, result: dict[str, Any]) -> str:
         f"{provider:16} {m['tokens_per_s']:8.0f} tokens/s ({min(speeds):.0f} to {max(speeds):.0f})   "
         f"first token {m['ttft_p50_ms']:.0f} ms, p99 {m['ttft_p99_ms']:.0f}   "
         f"each {m['tpot_p50_ms']:.2f} ms, p99 {m['tpot_p99_ms']:.2f}   "
+        f"{m['computed']:.0f} tokens of prompts computed   "
         f"first pass {result['warm']['tokens_per_s']:.0f} tokens/s   {result['cache_tokens']} tokens in the cache, "
         f"started in {result['started_s']:.0f} s"
     )

@@ -34,12 +34,14 @@ GAINS = {"qkv_proj": 1.5, "q_proj": 1.5, "k_proj": 1.5, "v_proj": 1.5, "lm_head"
 @dataclass(frozen=True)
 class Answer:
     """The tokens that an engine generates for a prompt. logprobs: of the tokens, if they were asked for. first_s: time
-    from the request's arrival to its first token. last_s: time from there to its last token."""
+    from the request's arrival to its first token. last_s: time from there to its last token. cached: tokens of the
+    prompt that were in the prefix cache."""
 
     tokens: list[int]
     logprobs: list[float]
     first_s: float
     last_s: float
+    cached: int
 
 
 class Engine(Protocol):
@@ -112,7 +114,8 @@ class Vllm:
             tokens = list(r.outputs[0].token_ids)
             each = [at[t].logprob for at, t in zip(r.outputs[0].logprobs, tokens)] if logprobs else []
             m = r.metrics
-            found.append(Answer(tokens, each, m.first_token_latency, m.last_token_ts - m.first_token_ts))
+            last = m.last_token_ts - m.first_token_ts
+            found.append(Answer(tokens, each, m.first_token_latency, last, r.num_cached_tokens or 0))
         return found
 
 
@@ -158,7 +161,7 @@ class Sglang:
             m = r["meta_info"]
             each = [at[0] for at in m["output_token_logprobs"]] if logprobs else []
             first = m["first_token_latency"]
-            found.append(Answer(list(r["output_ids"]), each, first, m["e2e_latency"] - first))
+            found.append(Answer(list(r["output_ids"]), each, first, m["e2e_latency"] - first, m["cached_tokens"]))
         return found
 
 
@@ -175,6 +178,7 @@ def timed(engine: Engine, case: EngineCase, seed: int) -> dict[str, float]:
     each = sorted(1e3 * a.last_s / max(1, case.outputs - 1) for a in found)
     return {
         "tokens_per_s": sum(len(a.tokens) for a in found) / seconds, "seconds": seconds,
+        "computed": sum(map(len, prompts)) - sum(a.cached for a in found),
         "ttft_p50_ms": quantile(first, 0.5), "ttft_p99_ms": quantile(first, 0.99),
         "tpot_p50_ms": quantile(each, 0.5), "tpot_p99_ms": quantile(each, 0.99),
     }  # fmt: skip

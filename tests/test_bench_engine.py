@@ -22,8 +22,8 @@ def answer(tokens, shift=0.0):
 
 def result(speed, answers=((1, 2, 3),), shift=0.0):
     """What a worker prints; its passes differ by 10 %."""
-    figures = {"tokens_per_s": speed, "seconds": 1.0, "ttft_p50_ms": 1.0, "ttft_p99_ms": 2.0, "tpot_p50_ms": 3.0,
-               "tpot_p99_ms": 4.0}  # fmt: skip
+    figures = {"tokens_per_s": speed, "seconds": 1.0, "computed": 9, "ttft_p50_ms": 1.0, "ttft_p99_ms": 2.0,
+               "tpot_p50_ms": 3.0, "tpot_p99_ms": 4.0}  # fmt: skip
     return {
         "answers": [answer(tokens, shift) for tokens in answers], "warm": figures | {"tokens_per_s": speed / 2},
         "passes": [figures | {"tokens_per_s": speed * s} for s in (0.95, 1.0, 1.05)], "median": figures,
@@ -159,7 +159,7 @@ class Echo:
     def generate(self, prompts, outputs, logprobs):
         self.asked.append((prompts, outputs, logprobs))
         scores = [-0.25] * outputs if logprobs else []
-        return [engine_worker.Answer([p[0]] * outputs, scores, 0.5, 0.01 * (outputs - 1)) for p in prompts]
+        return [engine_worker.Answer([p[0]] * outputs, scores, 0.5, 0.01 * (outputs - 1), 30) for p in prompts]
 
 
 @pytest.mark.parametrize("cached", [True, False])
@@ -173,6 +173,7 @@ def test_what_a_worker_observes(cached):
     assert len(passes) == 2 and (passes[0] == passes[1] == warm) == cached
     assert cached or passes[0][0] != passes[1][0] != warm[0], "each pass has other prompts"
     assert found["median"]["ttft_p50_ms"] == 500.0 and found["median"]["tpot_p99_ms"] == pytest.approx(10.0)
+    assert found["median"]["computed"] == 5 * (40 - 30)
     assert found["median"]["tokens_per_s"] > 0 and len(found["passes"]) == 2
 
 
