@@ -32,7 +32,7 @@ GAINS = {"qkv_proj": 1.5, "q_proj": 1.5, "k_proj": 1.5, "v_proj": 1.5, "lm_head"
 
 
 @dataclass(frozen=True)
-class Answer:
+class EngineAnswer:
     """The tokens that an engine generates for a prompt. logprobs: of the tokens, if they were asked for. first_s: time
     from the request's arrival to its first token. last_s: time from there to its last token. cached: tokens of the
     prompt that were in the prefix cache."""
@@ -44,12 +44,12 @@ class Answer:
     cached: int
 
 
-class Engine(Protocol):
+class RunningEngine(Protocol):
     """A running engine. cache_tokens: tokens that its cache holds."""
 
     cache_tokens: int
 
-    def generate(self, prompts: list[list[int]], outputs: int, logprobs: bool) -> list[Answer]:
+    def generate(self, prompts: list[list[int]], outputs: int, logprobs: bool) -> list[EngineAnswer]:
         """Return what the engine generates, greedily, of exactly `outputs` tokens."""
         ...
 
@@ -103,7 +103,7 @@ class Vllm:
         )  # fmt: skip
         self.cache_tokens: int = self.engine.llm_engine.vllm_config.cache_config.kv_cache_size_tokens
 
-    def generate(self, prompts: list[list[int]], outputs: int, logprobs: bool) -> list[Answer]:
+    def generate(self, prompts: list[list[int]], outputs: int, logprobs: bool) -> list[EngineAnswer]:
         from vllm import SamplingParams
 
         params = SamplingParams(
@@ -115,7 +115,7 @@ class Vllm:
             each = [at[t].logprob for at, t in zip(r.outputs[0].logprobs, tokens)] if logprobs else []
             m = r.metrics
             last = m.last_token_ts - m.first_token_ts
-            found.append(Answer(tokens, each, m.first_token_latency, last, r.num_cached_tokens or 0))
+            found.append(EngineAnswer(tokens, each, m.first_token_latency, last, r.num_cached_tokens or 0))
         return found
 
 
@@ -154,21 +154,21 @@ class Sglang:
         )  # fmt: skip
         self.cache_tokens = int(self.engine.get_server_info()["max_total_num_tokens"])
 
-    def generate(self, prompts: list[list[int]], outputs: int, logprobs: bool) -> list[Answer]:
+    def generate(self, prompts: list[list[int]], outputs: int, logprobs: bool) -> list[EngineAnswer]:
         params = {"temperature": 0.0, "max_new_tokens": outputs, "ignore_eos": True}
         found = []
         for r in self.engine.generate(input_ids=prompts, sampling_params=params, return_logprob=logprobs):
             m = r["meta_info"]
             each = [at[0] for at in m["output_token_logprobs"]] if logprobs else []
             first = m["first_token_latency"]
-            found.append(Answer(list(r["output_ids"]), each, first, m["e2e_latency"] - first, m["cached_tokens"]))
+            found.append(EngineAnswer(list(r["output_ids"]), each, first, m["e2e_latency"] - first, m["cached_tokens"]))
         return found
 
 
 ENGINES: dict[str, Any] = {"vllm": Vllm, "sglang": Sglang}
 
 
-def timed(engine: Engine, case: EngineCase, seed: int) -> dict[str, float]:
+def timed(engine: RunningEngine, case: EngineCase, seed: int) -> dict[str, float]:
     """Return the figures of one pass."""
     prompts = case.prompts(seed, case.lengths(0))
     begin = time.perf_counter()
@@ -189,7 +189,7 @@ def quantile(values: list[float], share: float) -> float:
     return values[max(0, -(-int(share * 1000) * len(values) // 1000) - 1)]
 
 
-def observe(engine: Engine, case: EngineCase, passes: int) -> dict[str, Any]:
+def observe(engine: RunningEngine, case: EngineCase, passes: int) -> dict[str, Any]:
     """Return the answers to the prompts of the check, and the figures of the passes; the first is `warm`: it fills the
     prefix cache, and brings the clocks to where they stay."""
     answers = engine.generate(case.prompts(1, list(CHECKED)), CHECKED_OUTPUTS, True)

@@ -159,7 +159,7 @@ class Echo:
     def generate(self, prompts, outputs, logprobs):
         self.asked.append((prompts, outputs, logprobs))
         scores = [-0.25] * outputs if logprobs else []
-        return [engine_worker.Answer([p[0]] * outputs, scores, 0.5, 0.01 * (outputs - 1), 30) for p in prompts]
+        return [engine_worker.EngineAnswer([p[0]] * outputs, scores, 0.5, 0.01 * (outputs - 1), 30) for p in prompts]
 
 
 @pytest.mark.parametrize("cached", [True, False])
