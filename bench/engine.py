@@ -23,7 +23,8 @@ PROVIDERS = tuple(dict.fromkeys(p for providers in BACKENDS.values() for p in pr
 REFERENCES = (*(p for p in PROVIDERS if p not in OURS), "own-fp8", "ours")  # answers are compared with the first's
 LIMITS = {"bf16": 0.1, "fp8": 0.25, "nvfp4": 1.0}  # mean difference of log probabilities, by the type of the cache
 SLACK = 1.5  # times the largest difference between two of the engine's own backends
-TIMEOUT = 540.0
+TIMEOUT = 540.0  # seconds for a process
+LAST_LINES = 12  # of a process that failed, which are printed
 LAST_LINES = 12  # of a worker that failed, which are printed
 Run = Callable[[str, str, int], "dict[str, Any] | None"]  # (case, provider, passes) -> what the worker prints
 
@@ -69,10 +70,10 @@ def worker(case: str, provider: str, passes: int) -> dict[str, Any] | None:
         return None
     lines = [line for line in done.stdout.splitlines() if line.startswith(MARK)]
     if not lines:
-        said = [line for line in (done.stdout + done.stderr).splitlines() if "Error" in line]
-        print(
-            f"  no row: {provider}: {said[-1].strip()[-300:] if said else f'exit code {done.returncode}'}", flush=True
-        )
+        said = (done.stdout + done.stderr).splitlines()
+        errors = [line for line in said if "Error" in line]
+        why = errors[-1].strip()[-300:] if errors else f"exit code {done.returncode}"
+        print("\n".join([*said[-LAST_LINES:], f"  no row: {provider}: {why}"]), flush=True)
         return None
     found: dict[str, Any] = json.loads(lines[-1].removeprefix(MARK))
     return found
@@ -86,6 +87,9 @@ def measure(
     rounds: each provider runs that often, odd rounds in the reverse order; its row is the median run.
     """
     case = CASES[name]
+    unknown = [p for p in providers if p not in PROVIDERS]
+    if unknown:
+        raise SystemExit(f"no provider is named {', '.join(unknown)}; there are: {', '.join(PROVIDERS)}")
     providers = tuple(p for p in providers if p in BACKENDS[case.engine] and (p != "own-fp8" or case.kv == "nvfp4"))
     found: dict[str, list[dict[str, Any]]] = {}
     for i in range(rounds):

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from .cases.engine import CASES, CHECKED, CHECKED_OUTPUTS, EngineCase
+from .timing import quantile
 
 MARK = "engine: "  # begins the line with the result
 BACKENDS: dict[str, dict[str, str]] = {  # engine -> provider -> the engine's name of its attention backend
@@ -174,19 +175,14 @@ def timed(engine: RunningEngine, case: EngineCase, seed: int) -> dict[str, float
     begin = time.perf_counter()
     found = engine.generate(prompts, case.outputs, False)
     seconds = time.perf_counter() - begin
-    first = sorted(1e3 * a.first_s for a in found)
-    each = sorted(1e3 * a.last_s / max(1, case.outputs - 1) for a in found)
+    first = [1e3 * a.first_s for a in found]
+    each = [1e3 * a.last_s / max(1, case.outputs - 1) for a in found]
     return {
         "tokens_per_s": sum(len(a.tokens) for a in found) / seconds, "seconds": seconds,
         "computed": sum(map(len, prompts)) - sum(a.cached for a in found),
-        "ttft_p50_ms": quantile(first, 0.5), "ttft_p99_ms": quantile(first, 0.99),
-        "tpot_p50_ms": quantile(each, 0.5), "tpot_p99_ms": quantile(each, 0.99),
+        "ttft_p50_ms": quantile(0.5, first), "ttft_p99_ms": quantile(0.99, first),
+        "tpot_p50_ms": quantile(0.5, each), "tpot_p99_ms": quantile(0.99, each),
     }  # fmt: skip
-
-
-def quantile(values: list[float], share: float) -> float:
-    """Return the smallest value that at least `share` of the sorted values do not exceed."""
-    return values[max(0, -(-int(share * 1000) * len(values) // 1000) - 1)]
 
 
 def observe(engine: RunningEngine, case: EngineCase, passes: int) -> dict[str, Any]:

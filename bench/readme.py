@@ -299,11 +299,11 @@ def pictured(results: dict[str, list[ResultRow]], folder: Path = FOLDER) -> str:
 
 
 def engine_headlines(results: dict[str, list[EngineRow]]) -> str:
-    """One sentence per GPU: tokens per second of each load over those of the fastest other provider."""
+    """One sentence per GPU: tokens per second of each load of vLLM over those of the fastest other provider."""
     parts = []
     for gpu, rows in results.items():
         found = []
-        for case in dict.fromkeys(r.case for r in rows):
+        for case in dict.fromkeys(r.case for r in rows if r.case.startswith("engine-vllm-")):
             run = [r for r in rows if r.case == case and r.date == max(r.date for r in rows if r.case == case)]
             ours = next((r for r in run if r.provider == "ours"), None)
             best = max((r for r in run if r.provider != "ours"), key=lambda r: r.tokens_per_s, default=None)

@@ -18,6 +18,15 @@ class CallClock(Protocol):
         """Return the microseconds per call, for one call on each of `sets`, back to back."""
 
 
+def quantile(share: float, values: Sequence[float]) -> float:
+    """Return the least value that at least `share` of the values do not exceed.
+
+    >>> quantile(0.5, [3.0, 1.0, 2.0, 9.0])
+    2.0
+    """
+    return sorted(values)[max(0, math.ceil(round(share * len(values), 6)) - 1)]
+
+
 @dataclass(frozen=True)
 class Timing:
     """Microseconds per call: the median, and the 10th and 90th percentile of the samples."""

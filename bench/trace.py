@@ -7,7 +7,6 @@ compute the same steps on the same pages (flash-attn-4: on contiguous copies, ma
 plan is outside it too). Figures about requests, such as the time to the first token, are sums of attention times alone.
 """
 
-import math
 import random
 from collections import deque
 from dataclasses import dataclass
@@ -18,7 +17,7 @@ import torch
 from . import prefill
 from .cases.attention import AttentionCase, make_inputs
 from .harness import Measurement, Setup
-from .timing import exactly
+from .timing import exactly, quantile
 
 
 @dataclass(frozen=True)
@@ -130,15 +129,6 @@ def times_of(trace: Trace, steps: list[TraceStep], setup: Setup) -> dict[str, li
     return {name: found[name] for name in names}
 
 
-def at(share: float, values: list[float]) -> float:
-    """Return the least value that is not exceeded by `share` of the values.
-
-    >>> at(0.5, [3.0, 1.0, 2.0, 9.0])
-    2.0
-    """
-    return sorted(values)[max(0, math.ceil(round(share * len(values), 6)) - 1)]
-
-
 class TraceReport(NamedTuple):
     """A provider's times in microseconds: steps and waits for the first token by SHARES, and the sum of all steps;
     tokens/s."""
@@ -153,7 +143,9 @@ def report(requests: list[TraceRequest], steps: list[TraceStep], times: list[flo
     """Summarise a provider's times. A step begins when the one before it ends: time without requests does not count."""
     waits = [sum(times[min(r.arrival, r.first) : r.first + 1]) for r in requests]
     tokens = sum(sum(step.q_lens) for step in steps)
-    of_steps, of_waits = ({name: at(share, values) for name, share in SHARES.items()} for values in (times, waits))
+    of_steps, of_waits = (
+        {name: quantile(share, values) for name, share in SHARES.items()} for values in (times, waits)
+    )
     return TraceReport(of_steps, of_waits, sum(times), tokens / sum(times) * 1e6)
 
 

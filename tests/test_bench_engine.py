@@ -21,7 +21,7 @@ def answer(tokens, shift=0.0):
 
 
 def result(speed, answers=((1, 2, 3),), shift=0.0):
-    """What a worker prints; its passes differ by 10 %."""
+    """Return the result of a worker. The slowest and the fastest pass differ by 10 %."""
     figures = {"tokens_per_s": speed, "seconds": 1.0, "computed": 9, "ttft_p50_ms": 1.0, "ttft_p99_ms": 2.0,
                "tpot_p50_ms": 3.0, "tpot_p99_ms": 4.0}  # fmt: skip
     return {
@@ -177,9 +177,9 @@ def test_what_a_worker_observes(cached):
     assert found["median"]["tokens_per_s"] > 0 and len(found["passes"]) == 2
 
 
-def test_quantiles():
-    assert engine_worker.quantile([1.0, 2.0, 3.0, 4.0], 0.5) == 2.0
-    assert engine_worker.quantile([1.0, 2.0, 3.0, 4.0], 0.99) == 4.0 and engine_worker.quantile([5.0], 0.5) == 5.0
+def test_unknown_providers_are_refused():
+    with pytest.raises(SystemExit, match="no provider is named theirs; there are: ours, "):
+        engine.measure(BF16, ("ours", "theirs"), ENV, run=lambda *_: pytest.fail("a process"))
 
 
 def test_rows_are_read_back_and_reported(tmp_path):

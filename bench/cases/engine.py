@@ -1,5 +1,6 @@
 """Cases of whole engines: a model's shape, a load of requests, a cache, and how the engine is started."""
 
+import math
 import random
 from dataclasses import dataclass, replace
 from typing import Any
@@ -96,7 +97,7 @@ class EngineCase:
         draw = random.Random(f"lengths {seed}")
         longest = 8 * self.prompt
         return [
-            min(longest, max(1, round(self.prompt * 2.718281828459045 ** (self.spread * draw.gauss(0, 1)))))
+            min(longest, max(1, round(self.prompt * math.exp(self.spread * draw.gauss(0, 1)))))
             for _ in range(self.requests)
         ]
 
