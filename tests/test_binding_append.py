@@ -49,7 +49,7 @@ def memory_of(inputs):
 
 
 def written(inputs, rows, out, run):
-    """What a call leaves in its cache, after it was filled with poison, and the Q that it returns."""
+    """Fill the cache with poison, make a call, and return the bytes of the cache and of the Q that the call returns."""
     cache = inputs["cache"]
     for pair in (cache.kv, cache.sf):
         for t in [] if pair is None else [pair] if isinstance(pair, torch.Tensor) else pair:

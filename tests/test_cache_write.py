@@ -372,7 +372,7 @@ def test_quantised_by_the_kernel_that_writes_caches(shape, scale):
 
 
 def test_columns_are_quantised():
-    """x whose last stride is not 1."""
+    """Return a view of the values of x. Its last stride is 2, which kernels do not take."""
     x = torch.randn(64, 32, generator=torch.Generator().manual_seed(0)).half().t()
     with emulation():
         got = wrappers.nvfp4_quantize(x)

@@ -255,7 +255,7 @@ BOUND = {  # calls that keep their launch
     "decode run": (decode_run, Work(14, 3)),
     "context": (bound, Work(10, 2)),
     "top_k": (bound_top_k, Work(6, 2)),
-    "append_qkv": (bound_append, Work(7, 4)),
+    "append_qkv": (bound_append, Work(8, 4)),
 }
 
 

@@ -9,6 +9,7 @@ from tests.conftest import ARCH
 from tests.emulated import emulation
 from tools.ptxsim.workloads import simulated
 from wrappers import fp4
+from wrappers.cache_write import quantize
 
 E4M3 = torch.float8_e4m3fn
 
@@ -38,6 +39,14 @@ def test_dequantised_by_one_launch(shape, scale):
                 got = wrappers.nvfp4_dequantize(codes, factors, scale)
                 assert equal_values(got, want) and got.shape == shape and not got.requires_grad
             assert len(machine.launches) == 2 * bool(data.numel()) and len(machine.plans) == bool(data.numel())
+
+
+def test_more_factors_than_the_kernel_counts_are_refused(monkeypatch):
+    monkeypatch.setattr(quantize, "MOST_BLOCKS", 9)
+    with emulation() as machine, pytest.raises(NotImplementedError, match="^scales: 10 scale factors, .* at most 9"):
+        wrappers.nvfp4_dequantize(*dequantised((5, 32)))
+    assert not machine.launches
+    assert wrappers.nvfp4_dequantize(*dequantised((5, 32))).shape == (5, 32)
 
 
 def test_one_plan_dequantises_all_shapes_of_a_device():

@@ -36,7 +36,7 @@ class BoundAppend:
             kept = [None if x is rows[2] or x is rows[3] else x for x in found.bind(call)]
             kept[plan.K] = kept[plan.V] = None
             self._flat = [here.argument(x) if isinstance(x, torch.Tensor) else x for x in kept]
-            self._forms = [(x.dtype, x.shape, x.stride()) if isinstance(x, torch.Tensor) else x for x in rows]
+            self._forms = _forms(*rows)
 
     def run(self, q: Any, k: Any, v: Any, places: Any = None, positions: Any = None, out: Any = None) -> Any:
         """Write other rows, and return Q.
@@ -74,8 +74,7 @@ class BoundAppend:
     def _fits(self, q: Any, k: Any, v: Any, places: Any, positions: Any, out: Any) -> bool:
         """Return whether the launch that is kept serves these rows."""
         rows = k, v, q, out
-        forms = [(x.dtype, x.shape, x.stride()) if isinstance(x, torch.Tensor) else x for x in rows]
-        if self._flat is None or forms != self._forms:
+        if self._flat is None or _forms(*rows) != self._forms:
             return False
         call, p = self._call, self._plan
         for new, old in ((places, call.slots), (positions, call.transform and call.transform.rope_positions)):
@@ -113,3 +112,8 @@ class BoundAppend:
             raise TypeError("q: None, must be a torch.Tensor, as in the bound call")
         name, value = ("q", q) if q is not None else ("out", out)
         raise ValueError(f"{name}: {type(value).__name__}, must be None: the bound call has no q")
+
+
+def _forms(*rows: Any) -> list[Any]:
+    """Return the properties of rows on which a launch depends; None for rows that are absent."""
+    return [(x.dtype, x.shape, x.stride()) if isinstance(x, torch.Tensor) else x for x in rows]

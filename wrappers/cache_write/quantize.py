@@ -16,6 +16,7 @@ from .. import fp4, machine
 from ..plain import traced
 from .plan import DTYPES, groups
 
+MOST_BLOCKS = 2**31 - 1  # that the kernel dequantises: it counts them in Int32
 ROWS_PER_TOKEN = 8  # of a matrix: groups of lanes work on several rows each, if there are many
 
 
@@ -69,7 +70,8 @@ def nvfp4_dequantize(
     One kernel does it on CUDA. If data or scales are not contiguous, they are copied first.
 
     data: uint8 (..., D / 2). scales: e4m3, or its bytes in uint8, (..., D / 16), linear. global_scale: as in
-    `nvfp4_quantize`. Raises TypeError for a dtype, ValueError for a shape, device or scale. Formats: NVIDIA's PTX ISA.
+    `nvfp4_quantize`. Raises TypeError for a dtype, ValueError for a shape, device or scale, NotImplementedError for
+    2^31 or more scale factors on CUDA. Formats: NVIDIA's PTX ISA.
 
     >>> nvfp4_dequantize(torch.tensor([0x72] * 8, dtype=torch.uint8), torch.ones(1).to(torch.float8_e4m3fn))[:2]
     tensor([1., 6.])
@@ -81,6 +83,8 @@ def nvfp4_dequantize(
     plan = machine.current.plans.get(key) or plan_for(key, data, dequantize_plan)
     if plan is None:
         return fp4.nvfp4_dequantize(data, scales, scale)
+    if scales.numel() > MOST_BLOCKS:
+        raise NotImplementedError(f"scales: {scales.numel()} scale factors, the kernel takes at most {MOST_BLOCKS}")
     sf = (scales.detach() if scales.requires_grad else scales).contiguous().view(torch.uint8)
     out = torch.empty(*data.shape[:-1], 2 * data.shape[-1], dtype=torch.float32, device=data.device)
     codes, values = data.contiguous().view(-1, fp4.BLOCK // 2), out.view(-1, fp4.BLOCK)

@@ -177,7 +177,7 @@ class VllmImpl(AttentionImpl[VllmMetadata]):
         self._soft_cap = logits_soft_cap or None
         self._loaded_sinks = self.sinks = sinks
         self.slopes = None if alibi_slopes is None else torch.tensor(alibi_slopes, dtype=torch.float32)
-        self._out_factor: Any = None  # `output_scale` of the last call, and V's scale over it
+        self._out_factor: Any = None  # `output_scale` and V's scale of the last call, and their quotient
         self._views: Any = None  # the cache, its address, and its views
 
     def process_weights_after_loading(self, act_dtype: torch.dtype) -> None:
@@ -270,11 +270,13 @@ class VllmImpl(AttentionImpl[VllmMetadata]):
     def _divided(self, out_scale: float, output_scale: torch.Tensor) -> torch.Tensor:
         """Return V's scale over that of the output, on the device: the host does not wait for it.
 
-        It is kept, unless a graph captures it, whose memory holds it then.
+        The quotient is kept, and not computed again if the value of output_scale changes in place: other backends of
+        vLLM read it once, too. In a capture it is part of the graph, and is not kept.
         """
-        if self._out_factor is not None and self._out_factor[0] is output_scale:
-            return self._out_factor[1]  # type: ignore[no-any-return]
+        kept = self._out_factor
+        if kept is not None and kept[0] is output_scale and kept[1] == out_scale:
+            return kept[2]  # type: ignore[no-any-return]
         factor = out_scale / output_scale.reshape(1).float()
         if machine.current.may_keep(factor.device):
-            self._out_factor = output_scale, factor
+            self._out_factor = output_scale, out_scale, factor
         return factor
