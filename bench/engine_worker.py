@@ -11,6 +11,7 @@ import sys
 import tempfile
 import time
 import zlib
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
@@ -28,6 +29,7 @@ BACKENDS: dict[str, dict[str, str]] = {  # engine -> provider -> the engine's na
         "ours": "cute_kernels", "sglang-fa3": "fa3", "sglang-flashinfer": "flashinfer", "sglang-triton": "triton",
     },
 }  # fmt: skip
+FOLDER = "CUTE_KERNELS_BENCH_MODEL"  # environment variable: where config.json is
 OURS = ("ours", "own-fp8")  # the second: our backend with an e4m3 cache, beside a case with an NVFP4 cache
 GAINS = {"qkv_proj": 1.5, "q_proj": 1.5, "k_proj": 1.5, "v_proj": 1.5, "lm_head": 4.0}
 
@@ -55,25 +57,53 @@ class RunningEngine(Protocol):
         ...
 
 
-def seed_weights(model: Any) -> None:
-    """Fill all parameters: matrices with normals of variance 1 / fan-in, embeddings with normals of variance 1, sinks
-    with normals, vectors of norms with ones, and biases with small normals."""
-    import torch
+def checkpoint(folder: str) -> Iterator[tuple[str, Any]]:
+    """Yield the weights of the model of `folder`, by the names of Hugging Face's checkpoints: engines split and merge
+    them as they do with real ones, so all engines and any number of GPUs have the same model.
 
-    zero = "gemma" in type(model).__name__.lower()  # its norms add 1 to their weights
-    for name, parameter in model.named_parameters():
-        gen = torch.Generator(parameter.device).manual_seed(zlib.crc32(name.encode()))
-        with torch.no_grad():
-            if "sinks" in name:
-                parameter.normal_(generator=gen)
-            elif name.endswith("bias"):
-                parameter.normal_(generator=gen).mul_(0.02)
-            elif parameter.ndim < 2:
-                parameter.fill_(0.0 if zero else 1.0)
-            else:
-                gain = next((g for part, g in GAINS.items() if part in name), 1.0)
-                size = 1.0 if "embed" in name else gain * parameter.shape[-1] ** -0.5
-                parameter.normal_(generator=gen).mul_(size)
+    Matrices are normals of variance 1 / fan-in, embeddings normals of variance 1, sinks normals, vectors of norms ones,
+    and biases small normals."""
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    config = AutoConfig.from_pretrained(folder)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    zero = "gemma" in config.model_type  # its norms add 1 to their weights
+    for name, meta in model.state_dict().items():
+        if config.tie_word_embeddings and name.startswith("lm_head"):
+            continue
+        gen = torch.Generator(device).manual_seed(zlib.crc32(name.encode()))
+        weight = torch.empty(meta.shape, dtype=torch.bfloat16, device=device)
+        gain = next((g for part, g in GAINS.items() if part in name), 1.0)
+        if "sinks" in name or "embed" in name:
+            weight.normal_(generator=gen)
+        elif "bias" in name:
+            weight.normal_(generator=gen).mul_(0.02)
+        elif weight.ndim < 2:
+            weight.fill_(0.0 if zero else 1.0)
+        else:
+            fan_in = weight.shape[1]  # of experts, too: (experts, in, out)
+            weight.normal_(generator=gen).mul_(gain * fan_in**-0.5)
+        yield name, weight
+
+
+def use_plugins(folder: Path, group: str, *entries: str) -> None:
+    """Let the engine find plugins, also in processes that it spawns, and where this package is not installed."""
+    plugins = folder / "plugins" / "bench-0.dist-info"
+    plugins.mkdir(parents=True)
+    (plugins / "entry_points.txt").write_text("\n".join([f"[{group}]", *entries, ""]))
+    (plugins / "METADATA").write_text("Metadata-Version: 2.1\nName: bench\nVersion: 0\n")
+    sys.path.insert(0, str(plugins.parent))
+    os.environ["PYTHONPATH"] = os.pathsep.join([str(plugins.parent), os.getcwd(), os.environ.get("PYTHONPATH", "")])
+
+
+def seed_vllm() -> None:
+    """Replace vLLM's dummy weights, as a plugin that each of its processes loads."""
+    from vllm.model_executor.model_loader.dummy_loader import DummyModelLoader
+
+    DummyModelLoader.load_weights = lambda self, model, config: model.load_weights(checkpoint(config.model))
 
 
 class Vllm:
@@ -83,20 +113,20 @@ class Vllm:
         os.environ |= {
             "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1",
             "VLLM_USE_FLASHINFER_SAMPLER": "0",  # sampling is greedy, and FlashInfer need not be there
-            "VLLM_PLUGINS": "cute_kernels",
+            "VLLM_PLUGINS": "cute_kernels,seeded",
         }  # fmt: skip
+        use_plugins(
+            folder, "vllm.general_plugins", "seeded = bench.engine_worker:seed_vllm",
+            "cute_kernels = wrappers.integrations.plugins:vllm",
+        )  # fmt: skip
         from vllm import LLM
-        from vllm.model_executor.model_loader.dummy_loader import DummyModelLoader
 
-        from wrappers.integrations import plugins
-
-        plugins.vllm()  # also where the package is not installed, and vLLM finds no entry point
-        DummyModelLoader.load_weights = lambda self, model, config: seed_weights(model)
         speculative = {"method": "ngram", "num_speculative_tokens": case.drafts, "prompt_lookup_max": 4}
         sizes = [n * (case.drafts + 1) for n in case.graph_sizes]
         self.engine = LLM(
             str(folder), skip_tokenizer_init=True, load_format="dummy", dtype="bfloat16", attention_backend=backend,
-            kv_cache_memory_bytes=case.memory, max_num_batched_tokens=case.batched, enable_chunked_prefill=True,
+            tensor_parallel_size=case.gpus, kv_cache_memory_bytes=case.memory, max_num_batched_tokens=case.batched,
+            enable_chunked_prefill=True,
             max_num_seqs=max(case.requests, len(CHECKED)), max_model_len=case.longest, disable_log_stats=False,
             kv_cache_dtype="auto" if case.kv == "bf16" else case.kv, enable_prefix_caching=case.cached,
             compilation_config={"mode": case.mode, "cudagraph_mode": case.graphs, "cudagraph_capture_sizes": sizes},
@@ -121,34 +151,31 @@ class Vllm:
 
 
 def seed_sglang() -> None:
-    """Replace SGLang's random weights, as a plugin that each of its processes loads."""
+    """Replace SGLang's dummy weights, as a plugin that each of its processes loads."""
     from sglang.srt.model_loader import loader
 
-    loader.initialize_dummy_weights = seed_weights
+    loader.initialize_dummy_weights = lambda model: model.load_weights(checkpoint(os.environ[FOLDER]))
 
 
 class Sglang:
     """SGLang, the scheduler of which is a process of its own."""
 
-    PLUGINS = "[sglang.srt.plugins]\nseeded = bench.engine_worker:seed_sglang\n"
-    PLUGINS += "cute_kernels = wrappers.integrations.plugins:sglang\n"  # also where the package is not installed
-
     def __init__(self, case: EngineCase, backend: str, folder: Path) -> None:
         if case.kv == "nvfp4" or case.drafts:
             raise NotImplementedError(f"{case.name}: SGLang is measured with bf16 and fp8 caches, without drafts")
-        plugins = folder / "plugins" / "bench-0.dist-info"
-        plugins.mkdir(parents=True)
-        (plugins / "entry_points.txt").write_text(self.PLUGINS)
-        (plugins / "METADATA").write_text("Metadata-Version: 2.1\nName: bench\nVersion: 0\n")
-        sys.path.insert(0, str(plugins.parent))  # spawned processes get this path
-        os.environ["PYTHONPATH"] = os.pathsep.join([str(plugins.parent), os.getcwd(), os.environ.get("PYTHONPATH", "")])
+        use_plugins(
+            folder, "sglang.srt.plugins", "seeded = bench.engine_worker:seed_sglang",
+            "cute_kernels = wrappers.integrations.plugins:sglang",
+        )  # fmt: skip
+        os.environ[FOLDER] = str(folder)
         import sglang
 
         self.engine = sglang.Engine(
             model_path=str(folder), skip_tokenizer_init=True, load_format="dummy", dtype="bfloat16",
-            attention_backend=backend, random_seed=0, **({"page_size": 64} if backend == "cute_kernels" else {}),
+            attention_backend=backend, random_seed=0, tp_size=case.gpus,
+            **({"page_size": 64} if backend == "cute_kernels" else {}),
             kv_cache_dtype="auto" if case.kv == "bf16" else "fp8_e4m3", context_length=case.longest,
-            max_total_tokens=case.memory // case.token_bytes, mem_fraction_static=0.88,
+            max_total_tokens=case.memory * case.gpus // case.token_bytes, mem_fraction_static=0.88,
             chunked_prefill_size=case.batched, disable_radix_cache=not case.cached,
             max_running_requests=max(case.requests, len(CHECKED)), cuda_graph_bs_decode=case.graph_sizes,
             log_level="error",

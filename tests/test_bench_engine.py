@@ -1,5 +1,6 @@
 """The benchmark of whole engines, with workers that are functions: loads, agreement, rows, and the report."""
 
+import json
 import sys
 from dataclasses import replace
 from types import SimpleNamespace
@@ -116,7 +117,7 @@ def test_loads_fit_their_cache_and_their_model(name):
     assert len(lengths) == case.requests and case.longest <= config["max_position_embeddings"]
     if case.cached:  # else the engine may admit requests one after another
         needed = case.token_bytes * sum(n + case.outputs + 16 for n in lengths)
-        assert needed <= case.memory, "the timed passes find all prompts"
+        assert needed <= case.memory * case.gpus, "the timed passes find all prompts"
     assert case.token_bytes * case.longest <= case.memory and case.requests in case.graph_sizes
     assert max(CHECKED) < case.longest and case.model in MODELS
 
@@ -130,16 +131,18 @@ def test_prompts_follow_their_seed():
     assert [len(p) for p in first] == lengths and min(map(min, first)) >= 100
 
 
-def test_weights_depend_on_names_alone():
-    def model():
-        made = torch.nn.ModuleDict({"qkv_proj": torch.nn.Linear(256, 64), "norm": torch.nn.LayerNorm(8)})
-        engine_worker.seed_weights(made)
-        return made.state_dict()
-
-    found, again = model(), model()
-    assert all(torch.equal(found[name], again[name]) for name in found)
-    assert abs(found["qkv_proj.weight"].std().item() * 16 / 1.5 - 1) < 0.05
-    assert (found["norm.weight"] == 1).all() and 0 < found["qkv_proj.bias"].std() < 0.05
+@pytest.mark.parametrize("model", MODELS)
+def test_weights_depend_on_names_alone(model, tmp_path):
+    small = {"vocab_size": 512, "hidden_size": 256, "intermediate_size": 512, "num_local_experts": 4}
+    config = EngineCase("x", model, 1, 8, layers=1).config
+    (tmp_path / "config.json").write_text(json.dumps(config | {k: v for k, v in small.items() if k in config}))
+    found, again = (dict(engine_worker.checkpoint(str(tmp_path))) for _ in range(2))
+    assert found.keys() == again.keys() and all(torch.equal(found[name], again[name]) for name in found)
+    assert ("lm_head.weight" in found) == (not config["tie_word_embeddings"])
+    q = found["model.layers.0.self_attn.q_proj.weight"].float()
+    assert abs(q.std().item() * 16 / 1.5 - 1) < 0.05
+    norm = found["model.norm.weight"]
+    assert (norm == (0.0 if "gemma" in model else 1.0)).all()
 
 
 def test_bytes_of_a_token():

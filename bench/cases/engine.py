@@ -42,8 +42,8 @@ class EngineCase:
     arrive at once. prompt: tokens of each prompt, or the median of log-normal lengths with `spread`, the sigma of
     their logarithm. outputs: tokens that each request generates. cached: the timed passes find all prompts in the
     prefix cache, so they show decoding; else each pass has other prompts. kv: type of the cache. memory: bytes of
-    the cache. batched: tokens of a step at most. graphs, mode: the engine's CUDA graphs and compilation. drafts:
-    tokens that n-gram speculation proposes.
+    the cache. batched: tokens of a step at most. gpus: that share the model. graphs, mode: the engine's CUDA graphs
+    and compilation. drafts: tokens that n-gram speculation proposes.
     """
 
     name: str
@@ -60,6 +60,7 @@ class EngineCase:
     mode: int = 0
     drafts: int = 0
     layers: int | None = None
+    gpus: int = 1
     engine: str = "vllm"
 
     @property
@@ -124,6 +125,7 @@ def _cases() -> dict[str, EngineCase]:
         EngineCase("gptoss20b-b64-c8k-bf16", "gptoss20b", 64, 8192, cached=True, memory=40 * GIB),
         replace(llama, name="llama8b-b64-c8k-bf16-inductor", graphs="FULL_AND_PIECEWISE", mode=3),
         replace(llama, name="llama8b-b64-c8k-bf16-ngram", drafts=3),
+        replace(llama, name="llama8b-b64-c8k-bf16-x2", gpus=2, memory=36 * GIB),
         EngineCase("tiny-llama-bf16", "llama8b", 16, 700, outputs=64, layers=2, memory=4 * GIB),
         EngineCase("tiny-llama-fp8", "llama8b", 16, 700, outputs=64, layers=2, memory=4 * GIB, kv="fp8"),
         EngineCase("tiny-llama-nvfp4", "llama8b", 16, 700, outputs=64, layers=2, memory=4 * GIB, kv="nvfp4"),
