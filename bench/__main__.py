@@ -1,4 +1,4 @@
-"""python -m bench attention | topk | append [--cases PREFIX] [--sweep] | engine | serve | sparsity | plots | readme"""
+"""python -m bench attention | topk | append [--cases PREFIX] | engine | server | serve | sparsity | plots | readme"""
 
 import argparse
 from collections.abc import Callable
@@ -159,6 +159,22 @@ def engine(args: argparse.Namespace) -> None:
             print(f"  {row.provider:16} {row.time_us:9.1f} us per token   {row.ratio_to_ours or 0.0:.3f} of ours")
 
 
+def server(args: argparse.Namespace) -> None:
+    """Put vLLM's HTTP server under load, with our attention backend and with its own. Append to
+    bench/results/servers/<gpu>.csv."""
+    import torch
+
+    from . import server as bench
+
+    if not torch.cuda.is_available():
+        raise SystemExit("the benchmark needs a CUDA device")
+    env = results.environment()
+    path = args.results or results.SERVERS / f"{env.gpu}.csv"
+    for name in bench.chosen(args.cases):
+        print(name, flush=True)
+        results.append(path, bench.measure(name, tuple(args.providers.split(",")), env))
+
+
 def sparsity(args: argparse.Namespace) -> None:
     """Measure skip-softmax over threshold factors: blocks left out, time, error. Append to
     bench/results/sparsity/<gpu>.csv."""
@@ -216,6 +232,11 @@ def main() -> None:
     )
     one.add_argument("--results", type=Path, help="folder of the csv files; default: bench/results")
     one.set_defaults(run=engine)
+    one = verbs.add_parser("server", help=server.__doc__)
+    one.add_argument("--cases", default="server-vllm-llama8b-", help="measure the cases that begin with this")
+    one.add_argument("--providers", default="ours", help="comma-separated list of backends of vLLM")
+    one.add_argument("--results", type=Path, help="csv to append to; default: bench/results/servers/<gpu>.csv")
+    one.set_defaults(run=server)
     one = verbs.add_parser("sparsity", help=sparsity.__doc__)
     one.add_argument("--rounds", type=int, default=15)
     one.add_argument("--results", type=Path, help="csv to append to; default: bench/results/sparsity/<gpu>.csv")

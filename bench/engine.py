@@ -10,7 +10,7 @@ differ in the mean by at most `allowed`, which grows with the difference between
 import json
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from statistics import fmean, median
 from typing import Any
@@ -24,7 +24,6 @@ REFERENCES = (*(p for p in PROVIDERS if p not in OURS), "own-fp8", "ours")  # an
 LIMITS = {"bf16": 0.1, "fp8": 0.25, "nvfp4": 1.0}  # mean difference of log probabilities, by the type of the cache
 SLACK = 1.5  # times the largest difference between two of the engine's own backends
 TIMEOUT = 540.0  # seconds for a process
-LAST_LINES = 12  # of a process that failed, which are printed
 LAST_LINES = 12  # of a worker that failed, which are printed
 Run = Callable[[str, str, int], "dict[str, Any] | None"]  # (case, provider, passes) -> what the worker prints
 
@@ -139,9 +138,14 @@ def describe(provider: str, result: dict[str, Any]) -> str:
     )
 
 
+def chosen_of(cases: Iterable[str], prefix: str) -> list[str]:
+    """Return the cases that begin with `prefix`. Raise SystemExit if there are none."""
+    found = [name for name in cases if name.startswith(prefix)]
+    if not found:
+        raise SystemExit(f"no case begins with {prefix!r}; there are: {', '.join(cases)}")
+    return found
+
+
 def chosen(prefix: str) -> list[str]:
     """Return the cases that begin with `prefix`. Raise SystemExit if there are none."""
-    found = [name for name in CASES if name.startswith(prefix)]
-    if not found:
-        raise SystemExit(f"no case begins with {prefix!r}; there are: {', '.join(CASES)}")
-    return found
+    return chosen_of(CASES, prefix)

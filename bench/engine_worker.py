@@ -106,32 +106,50 @@ def seed_vllm() -> None:
     DummyModelLoader.load_weights = lambda self, model, config: model.load_weights(checkpoint(config.model))
 
 
+VLLM_ENVIRONMENT = {
+    "VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1", "VLLM_PLUGINS": "cute_kernels,seeded",
+    "VLLM_USE_FLASHINFER_SAMPLER": "0",  # sampling is greedy, and FlashInfer need not be there
+}  # fmt: skip
+
+
+def prepare_vllm(folder: Path) -> None:
+    """Set the environment in which vLLM's processes find the plugins."""
+    os.environ |= VLLM_ENVIRONMENT
+    use_plugins(
+        folder, "vllm.general_plugins", "seeded = bench.engine_worker:seed_vllm",
+        "cute_kernels = wrappers.integrations.plugins:vllm",
+    )  # fmt: skip
+
+
+def vllm_arguments(case: EngineCase, backend: str) -> dict[str, Any]:
+    """Return the arguments of `vllm.LLM`, which are also the flags of `vllm serve`."""
+    sizes = [n * (case.drafts + 1) for n in case.graph_sizes]
+    found: dict[str, Any] = {
+        "load_format": "dummy", "dtype": "bfloat16", "attention_backend": backend, "tensor_parallel_size": case.gpus,
+        "kv_cache_memory_bytes": case.memory, "max_num_batched_tokens": case.batched, "enable_chunked_prefill": True,
+        "max_num_seqs": max(case.requests, len(CHECKED)), "max_model_len": case.longest,
+        "kv_cache_dtype": "auto" if case.kv == "bf16" else case.kv, "enable_prefix_caching": case.cached,
+        "compilation_config": {
+            "mode": case.mode, "cudagraph_mode": case.graphs, "cudagraph_capture_sizes": sizes
+        },
+    }  # fmt: skip
+    if case.drafts:
+        found["speculative_config"] = {
+            "method": "ngram", "num_speculative_tokens": case.drafts, "prompt_lookup_max": 4
+        }  # fmt: skip
+    return found
+
+
 class Vllm:
     """vLLM in this process."""
 
     def __init__(self, case: EngineCase, backend: str, folder: Path) -> None:
-        os.environ |= {
-            "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1",
-            "VLLM_USE_FLASHINFER_SAMPLER": "0",  # sampling is greedy, and FlashInfer need not be there
-            "VLLM_PLUGINS": "cute_kernels,seeded",
-        }  # fmt: skip
-        use_plugins(
-            folder, "vllm.general_plugins", "seeded = bench.engine_worker:seed_vllm",
-            "cute_kernels = wrappers.integrations.plugins:vllm",
-        )  # fmt: skip
+        prepare_vllm(folder)
+        os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
         from vllm import LLM
 
-        speculative = {"method": "ngram", "num_speculative_tokens": case.drafts, "prompt_lookup_max": 4}
-        sizes = [n * (case.drafts + 1) for n in case.graph_sizes]
-        self.engine = LLM(
-            str(folder), skip_tokenizer_init=True, load_format="dummy", dtype="bfloat16", attention_backend=backend,
-            tensor_parallel_size=case.gpus, kv_cache_memory_bytes=case.memory, max_num_batched_tokens=case.batched,
-            enable_chunked_prefill=True,
-            max_num_seqs=max(case.requests, len(CHECKED)), max_model_len=case.longest, disable_log_stats=False,
-            kv_cache_dtype="auto" if case.kv == "bf16" else case.kv, enable_prefix_caching=case.cached,
-            compilation_config={"mode": case.mode, "cudagraph_mode": case.graphs, "cudagraph_capture_sizes": sizes},
-            **({"speculative_config": speculative} if case.drafts else {}),
-        )  # fmt: skip
+        options = vllm_arguments(case, backend)
+        self.engine = LLM(str(folder), skip_tokenizer_init=True, disable_log_stats=False, **options)
         self.cache_tokens: int = self.engine.llm_engine.vllm_config.cache_config.kv_cache_size_tokens
 
     def generate(self, prompts: list[list[int]], outputs: int, logprobs: bool) -> list[EngineAnswer]:
@@ -166,19 +184,26 @@ class Sglang:
         use_plugins(
             folder, "sglang.srt.plugins", "seeded = bench.engine_worker:seed_sglang",
             "cute_kernels = wrappers.integrations.plugins:sglang",
+            "cute_kernels_trtllm_mha = wrappers.integrations.plugins:sglang_trtllm_mha",
         )  # fmt: skip
-        os.environ[FOLDER] = str(folder)
+        os.environ |= {FOLDER: str(folder), "SGLANG_PLUGINS": "seeded,cute_kernels"}
+        options: dict[str, Any] = {"attention_backend": backend}
+        if backend == "cute_kernels":
+            options["page_size"] = 64
+        if case.config["model_type"] == "gpt_oss":
+            options["moe_runner_backend"] = "triton"
+            if backend == "cute_kernels":  # SGLang allows only backends that it knows
+                os.environ["SGLANG_PLUGINS"] += ",cute_kernels_trtllm_mha"
+                options["attention_backend"] = "trtllm_mha"
         import sglang
 
         self.engine = sglang.Engine(
-            model_path=str(folder), skip_tokenizer_init=True, load_format="dummy", dtype="bfloat16",
-            attention_backend=backend, random_seed=0, tp_size=case.gpus,
-            **({"page_size": 64} if backend == "cute_kernels" else {}),
-            kv_cache_dtype="auto" if case.kv == "bf16" else "fp8_e4m3", context_length=case.longest,
+            model_path=str(folder), skip_tokenizer_init=True, load_format="dummy", dtype="bfloat16", random_seed=0,
+            tp_size=case.gpus, kv_cache_dtype="auto" if case.kv == "bf16" else "fp8_e4m3", context_length=case.longest,
             max_total_tokens=case.memory * case.gpus // case.token_bytes, mem_fraction_static=0.88,
             chunked_prefill_size=case.batched, disable_radix_cache=not case.cached,
             max_running_requests=max(case.requests, len(CHECKED)), cuda_graph_bs_decode=case.graph_sizes,
-            log_level="error",
+            enable_metrics=True, log_level="error", **options,
         )  # fmt: skip
         self.cache_tokens = int(self.engine.get_server_info()["max_total_num_tokens"])
 

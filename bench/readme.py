@@ -6,7 +6,19 @@ from functools import partial
 from pathlib import Path
 
 from . import pages, peers
-from .results import FOLDER, ROOT, EngineRow, ResultRow, SkipRow, newest, read_all, read_engines, read_sparsity
+from .results import (
+    FOLDER,
+    ROOT,
+    EngineRow,
+    ResultRow,
+    ServerRow,
+    SkipRow,
+    newest,
+    read_all,
+    read_engines,
+    read_servers,
+    read_sparsity,
+)
 
 PEERS = ("cudnn", "flash-attn-4", "flashinfer")
 PRECISION_PEERS = ("own-bf16", "own-fp8", "flashinfer")
@@ -346,6 +358,29 @@ def measured_engines(results: dict[str, list[EngineRow]]) -> str:
     return "\n\n".join(parts) or "Not measured yet."
 
 
+def measured_servers(results: dict[str, list[ServerRow]]) -> str:
+    """Servers: one line per load and backend, from the newest run of each."""
+    head = ["load", "attention", "requests", "abandoned", "tokens/s", "first token, ms", "each token, ms",
+            "host memory, MiB", "GPU memory, MiB"]  # fmt: skip
+    parts = []
+    for gpu, rows in results.items():
+        chosen = list({(r.case, r.provider): r for r in rows}.values())
+        runs = sorted({(r.date, r.commit[:9], r.driver, r.torch) for r in chosen})
+        parts.append("\n".join(f"{gpu}, {date}, commit {c}, driver {d}, torch {t}." for date, c, d, t in runs))
+        lines = [head, ["---", "---"] + ["---:"] * (len(head) - 2)]
+        lines += [
+            [
+                f"`{r.case.removeprefix('server-')}`", r.provider, f"{r.completed:.0f}", f"{r.abandoned:.0f}",
+                f"{r.tokens_per_s:.0f}", f"{r.ttft_p50_ms:.0f} ({r.ttft_p99_ms:.0f})",
+                f"{r.tpot_p50_ms:.2f} ({r.tpot_p99_ms:.2f})", f"{r.host_mib:.0f} ({r.host_growth_mib:+.0f})",
+                f"{r.device_mib:.0f} ({r.device_growth_mib:+.0f})",
+            ]
+            for r in chosen
+        ]  # fmt: skip
+        parts.append("\n".join("| " + " | ".join(cell) + " |" for cell in lines))
+    return "\n\n".join(parts) or "Not measured yet."
+
+
 def sections() -> dict[str, str]:
     """Marker -> what stands there."""
     found = read_all()
@@ -363,6 +398,7 @@ def sections() -> dict[str, str]:
         "measured-parallel": measured_parallel(found),
         "measured-sparsity": measured_sparsity(read_sparsity()),
         "measured-engines": measured_engines(read_engines()),
+        "measured-servers": measured_servers(read_servers()),
     }
 
 

@@ -1,7 +1,7 @@
 """Rows of bench/results/<gpu>.csv: one per case and provider. All rows of a run share their date and commit.
 
-The file sparsity/<gpu>.csv beside it has one row per data set and skip-softmax factor, and engines/<gpu>.csv has one
-per load and backend of an engine.
+The file sparsity/<gpu>.csv beside it has one row per data set and skip-softmax factor, engines/<gpu>.csv has one per
+load and backend of an engine, and servers/<gpu>.csv one per load and backend of a server.
 """
 
 import csv
@@ -18,6 +18,7 @@ ROOT = Path(__file__).resolve().parent.parent
 FOLDER = ROOT / "bench" / "results"
 SPARSITY = FOLDER / "sparsity"
 ENGINES = FOLDER / "engines"
+SERVERS = FOLDER / "servers"
 
 
 @dataclass(frozen=True)
@@ -94,8 +95,34 @@ class EngineRow(Run):
 
 
 @dataclass(frozen=True)
+class ServerRow(Run):
+    """A server under a load of requests, while other clients abandon theirs.
+
+    completed: requests that were answered; abandoned: those that their clients abandoned. host_mib: memory of the
+    server's processes after a first load; device_mib: of the GPU. The growths are those of the second load.
+    """
+
+    case: str
+    provider: str
+    completed: float
+    abandoned: float
+    tokens_per_s: float
+    ttft_p50_ms: float
+    ttft_p99_ms: float
+    tpot_p50_ms: float
+    tpot_p99_ms: float
+    host_mib: float
+    host_growth_mib: float
+    device_mib: float
+    device_growth_mib: float
+
+
+@dataclass(frozen=True)
 class Environment(Run):
     """A run that makes rows."""
+
+    def server_row(self, **figures: Any) -> ServerRow:
+        return ServerRow(**asdict(self), **figures)
 
     def engine_row(self, **figures: Any) -> EngineRow:
         return EngineRow(**asdict(self), **figures)
@@ -149,7 +176,7 @@ def text(value: object) -> str:
     return f"{value:.5g}" if isinstance(value, float) else str(value)
 
 
-def append(path: Path, rows: Iterable[ResultRow | SkipRow | EngineRow]) -> None:
+def append(path: Path, rows: Iterable[ResultRow | SkipRow | EngineRow | ServerRow]) -> None:
     """Append rows of one kind to `path`. A new file gets the header first."""
     rows = list(rows)
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -168,7 +195,7 @@ def columns(kind: Any) -> tuple[str, ...]:
 
 
 def read(path: Path, kind: Any = ResultRow) -> list[Any]:
-    """Read all rows of one file, oldest first. kind: ResultRow, SkipRow or EngineRow."""
+    """Read all rows of one file, oldest first. kind: ResultRow, SkipRow, EngineRow or ServerRow."""
     with open(path, newline="") as f:
         raw = list(csv.DictReader(f))
     texts = {f.name for f in fields(kind) if f.type is str}
@@ -183,6 +210,11 @@ def read_all(folder: Path = FOLDER) -> dict[str, list[ResultRow]]:
 def read_engines(folder: Path = ENGINES) -> dict[str, list[EngineRow]]:
     """Return the rows of each GPU's engines."""
     return {path.stem: read(path, EngineRow) for path in sorted(folder.glob("*.csv"))}
+
+
+def read_servers(folder: Path = SERVERS) -> dict[str, list[ServerRow]]:
+    """Return the rows of each GPU's servers."""
+    return {path.stem: read(path, ServerRow) for path in sorted(folder.glob("*.csv"))}
 
 
 def read_sparsity(folder: Path = SPARSITY) -> dict[str, list[SkipRow]]:

@@ -28,10 +28,15 @@ GPT_OSS_20B: dict[str, Any] = LLAMA_8B | {
     "rope_theta": 150000.0, "sliding_window": 128, "num_local_experts": 32, "num_experts_per_tok": 4,
     "layer_types": ["sliding_attention", "full_attention"] * 12, "attention_bias": True, "swiglu_limit": 7.0,
 }  # fmt: skip
-MODELS = {"llama8b": LLAMA_8B, "qwen3-8b": QWEN3_8B, "gemma2-9b": GEMMA2_9B, "gptoss20b": GPT_OSS_20B}
+GPT_OSS_DENSE: dict[str, Any] = GPT_OSS_20B | {"num_local_experts": 4}  # all are chosen: rounding changes no choice
+MODELS = {
+    "llama8b": LLAMA_8B, "qwen3-8b": QWEN3_8B, "gemma2-9b": GEMMA2_9B, "gptoss20b": GPT_OSS_20B,
+    "gptoss-dense": GPT_OSS_DENSE,
+}  # fmt: skip
 GIB = 1 << 30
 CHECKED = (3, 17, 64, 129, 300, 517, 800, 1200)  # prompts of the check: tokens
 CHECKED_OUTPUTS = 48
+ABANDONED_OUTPUTS = 4096  # tokens for which a client asks that abandons its requests
 
 
 @dataclass(frozen=True)
@@ -108,6 +113,24 @@ class EngineCase:
         return [[draw.randrange(100, vocabulary - 100) for _ in range(n)] for n in lengths]
 
 
+def _tiny() -> list[EngineCase]:
+    """Return cases of two layers, which show that answers are right: `tests/test_gpu_engines.py` runs them."""
+    llama = EngineCase("tiny-llama-bf16", "llama8b", 16, 700, outputs=64, layers=2, memory=4 * GIB)
+    return [
+        llama,
+        replace(llama, name="tiny-llama-fp8", kv="fp8"),
+        replace(llama, name="tiny-llama-nvfp4", kv="nvfp4"),
+        replace(llama, name="tiny-llama-bf16-cached", cached=True),
+        replace(llama, name="tiny-llama-bf16-full", graphs="FULL"),
+        replace(llama, name="tiny-llama-bf16-piecewise", graphs="FULL_AND_PIECEWISE", mode=3),
+        replace(llama, name="tiny-llama-bf16-ngram", drafts=3),
+        replace(llama, name="tiny-llama-bf16-x2", gpus=2),
+        replace(llama, name="tiny-qwen3-bf16", model="qwen3-8b"),
+        replace(llama, name="tiny-gemma2-bf16", model="gemma2-9b"),
+        replace(llama, name="tiny-gptoss-bf16", model="gptoss-dense"),
+    ]
+
+
 def _cases() -> dict[str, EngineCase]:
     llama = EngineCase("llama8b-b64-c8k-bf16", "llama8b", 64, 8192, cached=True)
     long = replace(llama, prompt=16384)
@@ -126,16 +149,48 @@ def _cases() -> dict[str, EngineCase]:
         replace(llama, name="llama8b-b64-c8k-bf16-inductor", graphs="FULL_AND_PIECEWISE", mode=3),
         replace(llama, name="llama8b-b64-c8k-bf16-ngram", drafts=3),
         replace(llama, name="llama8b-b64-c8k-bf16-x2", gpus=2, memory=36 * GIB),
-        EngineCase("tiny-llama-bf16", "llama8b", 16, 700, outputs=64, layers=2, memory=4 * GIB),
-        EngineCase("tiny-llama-fp8", "llama8b", 16, 700, outputs=64, layers=2, memory=4 * GIB, kv="fp8"),
-        EngineCase("tiny-llama-nvfp4", "llama8b", 16, 700, outputs=64, layers=2, memory=4 * GIB, kv="nvfp4"),
+        *_tiny(),
     ]
     found += [
         replace(case, engine="sglang")
         for case in found
-        if case.kv != "nvfp4" and not case.drafts and not case.mode and case.model in ("llama8b", "qwen3-8b")
+        if case.kv != "nvfp4" and not case.drafts and case.graphs == "FULL_DECODE_ONLY"
     ]
     return {f"engine-{case.engine}-{case.name}": case for case in found}
 
 
 CASES = _cases()
+
+
+@dataclass(frozen=True)
+class ServerCase:
+    """A load of vLLM's HTTP server.
+
+    engine: how the server is started; its prompts and outputs are mean lengths, and its requests run at a time.
+    requests: their number. range: lengths are drawn from 1 - range to 1 + range times their mean.
+    """
+
+    name: str
+    engine: EngineCase
+    requests: int = 1000
+    range: float = 0.9
+
+    @property
+    def longest(self) -> int:
+        """Return the tokens of the longest request, abandoned ones included."""
+        return 2 * self.engine.prompt + ABANDONED_OUTPUTS
+
+
+def _servers() -> dict[str, ServerCase]:
+    """Return the loads: prompts of 150 to 2,850 tokens, and outputs of 13 to 243."""
+    found = {}
+    for kv in ("bf16", "fp8", "nvfp4"):
+        engine = EngineCase(f"llama8b-{kv}", "llama8b", 128, 1500, outputs=128, kv=kv, memory=40 * GIB)
+        name = f"server-vllm-{engine.name}"
+        found[name] = ServerCase(name, engine)
+        tiny = replace(engine, name=f"tiny-llama-{kv}", layers=2, requests=32, memory=4 * GIB)
+        found[f"server-vllm-{tiny.name}"] = ServerCase(f"server-vllm-{tiny.name}", tiny, requests=100)
+    return found
+
+
+SERVERS = _servers()

@@ -1,0 +1,267 @@
+"""Put vLLM's HTTP server under load: tokens per second, latencies, errors, and what its memory does.
+
+`vllm serve` runs on a port of this machine, with our attention backend or with one of its own. `vllm bench serve` sends
+it requests of mixed lengths, twice, while other clients abandon theirs in the middle. A provider gets a row if every
+request was answered, and if the same prompts, asked alone before the load and after it, have the same answers.
+"""
+
+import http.client
+import json
+import os
+import random
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from .cases.engine import ABANDONED_OUTPUTS, CHECKED, CHECKED_OUTPUTS, SERVERS, ServerCase
+from .engine import LAST_LINES, chosen_of
+from .engine_worker import BACKENDS, prepare_vllm, vllm_arguments
+from .results import Environment, ServerRow
+
+MODEL = "bench"  # the name under which the model is served
+COMMAND = [sys.executable, "-m", "vllm.entrypoints.cli.main"]  # `vllm`, also where it is not installed
+START, LOAD = 240.0, 400.0  # seconds for a server to start, and for a load
+PROVIDERS = tuple(p for p in BACKENDS["vllm"] if p != "own-fp8")
+ABANDONING = 8  # clients that abandon their requests
+PATIENCE = 40  # events after which they do so, at most
+MIB = 1 << 20
+
+
+@dataclass
+class Abandoned:
+    """The requests of the clients that abandon them: their number, and the errors that came back."""
+
+    requests: int = 0
+    errors: list[str] = field(default_factory=list)
+
+
+class Server:
+    """A running server. pid: of its first process."""
+
+    def __init__(self, port: int, pid: int) -> None:
+        self.port, self.pid = port, pid
+
+    def ask(self, prompt: list[int], outputs: int, **options: Any) -> http.client.HTTPConnection:
+        """Send a request of completion, and return the connection on which the answer comes."""
+        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=LOAD)
+        body = {"model": MODEL, "prompt": prompt, "max_tokens": outputs, "temperature": 0.0, "ignore_eos": True}
+        connection.request("POST", "/v1/completions", json.dumps(body | options), {"Content-Type": "application/json"})
+        return connection
+
+    def answers(self, case: ServerCase) -> list[Any]:
+        """Return the tokens of the answers to the prompts of the check, asked one after another."""
+        found = []
+        for prompt in case.engine.prompts(1, list(CHECKED)):
+            connection = self.ask(prompt, CHECKED_OUTPUTS, return_token_ids=True)
+            response = connection.getresponse()
+            text = response.read()
+            if response.status != 200:
+                raise RuntimeError(f"the server answered {response.status}: {text[:300]!r}")
+            found.append(json.loads(text)["choices"][0]["token_ids"])
+            connection.close()
+        return found
+
+    def abandon(self, case: ServerCase, seed: int, stop: threading.Event, found: Abandoned) -> None:
+        """Send requests one after another until `stop`; close each connection after some events of the answer."""
+        draw, vocabulary = random.Random(f"abandon {seed}"), case.engine.config["vocab_size"]
+        while not stop.is_set():
+            length = draw.randint(1, 2 * case.engine.prompt)  # tokens
+            try:
+                connection = self.ask(
+                    [draw.randrange(100, vocabulary) for _ in range(length)], ABANDONED_OUTPUTS, stream=True
+                )
+                response = connection.getresponse()
+                if response.status != 200:
+                    found.errors.append(f"status {response.status}: {response.read(300)!r}")
+                for _ in range(draw.randint(0, PATIENCE)):
+                    line = response.readline()
+                    if b'"error"' in line:
+                        found.errors.append(repr(line[:300]))
+                connection.close()
+            except (OSError, http.client.HTTPException) as error:
+                found.errors.append(repr(error))
+            found.requests += 1
+
+
+def tokenizer(folder: Path, vocabulary: int) -> None:
+    """Write a tokenizer of words w0, w1, ...: a text of n words has n tokens."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+
+    words = Tokenizer(models.WordLevel({f"w{i}": i for i in range(vocabulary)}, unk_token="w0"))
+    words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    words.save(str(folder / "tokenizer.json"))
+    config = {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": "w1", "eos_token": "w2", "unk_token": "w0"}
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+
+
+def flags(arguments: dict[str, Any]) -> list[str]:
+    """Return the command-line flags of arguments: a bool becomes --x or --no-x, and a dict becomes JSON."""
+    found = []
+    for name, value in arguments.items():
+        flag = name.replace("_", "-")
+        if isinstance(value, bool):
+            found.append(f"--{flag}" if value else f"--no-{flag}")
+        else:
+            found += [f"--{flag}", json.dumps(value) if isinstance(value, dict) else str(value)]
+    return found
+
+
+def free_port() -> int:
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        return int(s.getsockname()[1])
+
+
+@contextmanager
+def running(case: ServerCase, provider: str, folder: Path) -> Iterator[Server]:
+    """Start a server, wait until it is healthy, and stop it at the end. Raise RuntimeError if it does not start."""
+    (folder / "config.json").write_text(json.dumps(case.engine.config))
+    tokenizer(folder, case.engine.config["vocab_size"])
+    prepare_vllm(folder)
+    os.environ.pop("VLLM_ENABLE_V1_MULTIPROCESSING", None)
+    port = free_port()
+    options = vllm_arguments(case.engine, BACKENDS["vllm"][provider]) | {"max_model_len": case.longest}
+    command = [*COMMAND, "serve", str(folder), "--served-model-name", MODEL, "--host", "127.0.0.1", "--port", str(port)]
+    log = folder / "server.log"
+    with log.open("wb") as out:
+        process = subprocess.Popen(
+            [*command, "--disable-uvicorn-access-log", *flags(options)], stdout=out, stderr=out, start_new_session=True
+        )
+        try:
+            deadline = time.monotonic() + START
+            while not healthy(port):
+                if process.poll() is not None or time.monotonic() > deadline:
+                    last = log.read_text(errors="replace").splitlines()[-LAST_LINES:]
+                    raise RuntimeError("\n".join([*last, f"the server did not start (exit code {process.poll()})"]))
+                time.sleep(0.2)
+            yield Server(port, process.pid)
+        finally:
+            end(process)
+
+
+def end(process: "subprocess.Popen[bytes]") -> None:
+    """End a process and those that it started."""
+    if process.poll() is None:
+        os.killpg(process.pid, signal.SIGTERM)
+        try:
+            process.wait(30)
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+
+
+def healthy(port: int) -> bool:
+    """Return whether a server on this port says that it is ready."""
+    try:
+        connection = http.client.HTTPConnection("127.0.0.1", port, timeout=5)
+        connection.request("GET", "/health")
+        return connection.getresponse().status == 200
+    except OSError:
+        return False
+
+
+def load(server: Server, case: ServerCase, seed: int, folder: Path) -> tuple[dict[str, Any], Abandoned]:
+    """Send the load, and return what `vllm bench serve` says of it, and what happened to abandoned requests."""
+    stop, found = threading.Event(), Abandoned()
+    clients = [
+        threading.Thread(target=server.abandon, args=(case, ABANDONING * seed + i, stop, found), daemon=True)
+        for i in range(ABANDONING)
+    ]
+    command = [*COMMAND, "bench", "serve"] + flags({
+        "backend": "vllm", "base_url": f"http://127.0.0.1:{server.port}", "model": MODEL, "tokenizer": str(folder),
+        "dataset_name": "random", "random_input_len": case.engine.prompt, "random_output_len": case.engine.outputs,
+        "random_range_ratio": case.range, "num_prompts": case.requests, "max_concurrency": case.engine.requests,
+        "seed": seed, "temperature": 0.0, "percentile_metrics": "ttft,tpot", "metric_percentiles": "50,99",
+        "result_dir": str(folder), "result_filename": f"load{seed}.json",
+    })  # fmt: skip
+    for client in clients:
+        client.start()
+    try:
+        done = subprocess.run(
+            [*command, "--save-result", "--disable-tqdm"], capture_output=True, text=True, timeout=LOAD
+        )
+    finally:
+        stop.set()
+    for client in clients:
+        client.join(60)
+    if done.returncode:
+        raise RuntimeError("\n".join((done.stdout + done.stderr).splitlines()[-LAST_LINES:]))
+    result: dict[str, Any] = json.loads((folder / f"load{seed}.json").read_text())
+    return result, found
+
+
+def memory(pid: int) -> tuple[float, float]:
+    """Return the MiB that a process and its children use on the host, and that all processes use on the GPU."""
+    import psutil
+    import torch
+
+    first = psutil.Process(pid)
+    host = sum(p.memory_info().rss for p in (first, *first.children(recursive=True)))
+    free, total = torch.cuda.mem_get_info()
+    return host / MIB, (total - free) / MIB
+
+
+def measure(name: str, providers: tuple[str, ...], env: Environment) -> list[ServerRow]:
+    """Return the rows of a case, and print why a provider has none."""
+    case, rows = SERVERS[name], []
+    unknown = [p for p in providers if p not in PROVIDERS]
+    if unknown:
+        raise SystemExit(f"no provider is named {', '.join(unknown)}; there are: {', '.join(PROVIDERS)}")
+    for provider in providers:
+        with tempfile.TemporaryDirectory() as folder:
+            try:
+                row = observe(case, provider, Path(folder), env)
+            except (RuntimeError, OSError, subprocess.TimeoutExpired) as error:
+                print(f"  no row: {provider}: {error}", flush=True)
+                continue
+        print(f"  {provider:16} {describe(row)}", flush=True)
+        rows.append(row)
+    return rows
+
+
+def observe(case: ServerCase, provider: str, folder: Path, env: Environment) -> ServerRow:
+    """Run one server. Raise RuntimeError if a request failed, or if the load changed an answer."""
+    with running(case, provider, folder) as server:
+        before = server.answers(case)
+        load(server, case, 1, folder)  # brings the memory of allocators and caches to where it stays
+        host, device = memory(server.pid)
+        result, abandoned = load(server, case, 2, folder)
+        after = server.answers(case)
+        grown_host, grown_device = memory(server.pid)
+    if result["failed"] or result["completed"] != case.requests or abandoned.errors:
+        errors = abandoned.errors[:3]
+        raise RuntimeError(f"{result['failed']} of {case.requests} requests failed, and of abandoned ones: {errors}")
+    if before != after:
+        changed = sum(a != b for a, b in zip(before, after))
+        raise RuntimeError(f"{changed} of {len(before)} answers changed under load")
+    return env.server_row(
+        case=case.name, provider=provider, completed=float(result["completed"]), abandoned=float(abandoned.requests),
+        tokens_per_s=result["output_throughput"],
+        **{f"{m}_{p}_ms": result[f"{p}_{m}_ms"] for m in ("ttft", "tpot") for p in ("p50", "p99")},
+        host_mib=host, host_growth_mib=grown_host - host, device_mib=device, device_growth_mib=grown_device - device,
+    )  # fmt: skip
+
+
+def describe(row: ServerRow) -> str:
+    """Return a line about a row."""
+    return (
+        f"{row.completed:.0f} requests, {row.abandoned:.0f} abandoned   {row.tokens_per_s:.0f} tokens/s   "
+        f"first token {row.ttft_p50_ms:.0f} ms, p99 {row.ttft_p99_ms:.0f}   "
+        f"each {row.tpot_p50_ms:.2f} ms, p99 {row.tpot_p99_ms:.2f}   "
+        f"host {row.host_mib:.0f} {row.host_growth_mib:+.1f} MiB   "
+        f"GPU {row.device_mib:.0f} {row.device_growth_mib:+.1f} MiB"
+    )
+
+
+def chosen(prefix: str) -> list[str]:
+    """Return the cases that begin with `prefix`. Raise SystemExit if there are none."""
+    return chosen_of(SERVERS, prefix)

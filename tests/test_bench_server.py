@@ -1,0 +1,138 @@
+"""The benchmark of vLLM's HTTP server, with a small server in its place that speaks the same protocol."""
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+from bench import engine_worker, readme, results, server
+from bench.cases.engine import CHECKED, SERVERS
+from bench.results import Environment
+
+ENV = Environment("2026-01-01T00:00:00+00:00", "0" * 40, "some-gpu", "1", "2")
+CASE = "server-vllm-tiny-llama-nvfp4"
+VLLM = '''
+"""Stands for `vllm`: serve and bench serve. The mode is in the file MODE."""
+import http.server, json, pathlib, sys, time
+
+args, mode = sys.argv[1:], pathlib.Path(__file__).with_name("MODE").read_text()
+value = lambda flag: args[args.index(flag) + 1]
+
+
+class Answers(http.server.BaseHTTPRequestHandler):
+    asked = 0
+
+    def log_message(self, *args): pass
+
+    def do_GET(self):
+        self.send_response(200); self.end_headers()
+
+    def do_POST(self):
+        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        assert body["model"] == "bench" and body["temperature"] == 0.0
+        Answers.asked += 1
+        drift = Answers.asked if mode == "drifts" else 0
+        status = 500 if mode == "refuses" and body.get("stream") else 200
+        self.send_response(status); self.end_headers()
+        try:
+            if body.get("stream"):
+                for i in range(body["max_tokens"]):
+                    self.wfile.write(b"data: {}\\n"); self.wfile.flush()
+            else:
+                tokens = [sum(body["prompt"]) + i + drift for i in range(body["max_tokens"])]
+                self.wfile.write(json.dumps({"choices": [{"token_ids": tokens}]}).encode())
+        except OSError:
+            pass  # abandoned
+
+
+if args[0] == "serve":
+    folder = pathlib.Path(args[1])
+    assert (folder / "config.json").exists() and (folder / "tokenizer.json").exists()
+    assert value("--kv-cache-dtype") == "nvfp4" and "--no-enable-prefix-caching" in args
+    if mode == "dies":
+        sys.exit("RuntimeError: no kernel")
+    http.server.ThreadingHTTPServer((value("--host"), int(value("--port"))), Answers).serve_forever()
+else:
+    failed = 1 if mode == "fails" else 0
+    figures = {f"{p}_{m}_ms": 2.0 for m in ("ttft", "tpot") for p in ("p50", "p99")}
+    result = {"completed": int(value("--num-prompts")) - failed, "failed": failed, "output_throughput": 1000.0}
+    time.sleep(0.2)
+    pathlib.Path(value("--result-dir"), value("--result-filename")).write_text(json.dumps(result | figures))
+'''
+
+
+@pytest.fixture
+def vllm(tmp_path, monkeypatch):
+    """Return a function that chooses how the server behaves."""
+    (tmp_path / "vllm.py").write_text(VLLM)
+    monkeypatch.setattr(server, "COMMAND", [sys.executable, str(tmp_path / "vllm.py")])
+    monkeypatch.setattr(server, "tokenizer", lambda folder, size: (folder / "tokenizer.json").write_text("{}"))
+    readings = iter([(100.0, 4000.0), (101.5, 4000.0)])
+    monkeypatch.setattr(server, "memory", lambda pid: next(readings))
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    for name in ("PYTHONPATH", *engine_worker.VLLM_ENVIRONMENT):
+        monkeypatch.setenv(name, "")
+    return (tmp_path / "MODE").write_text
+
+
+def test_a_row_has_the_second_load(vllm):
+    vllm("works")
+    (row,) = server.measure(CASE, ("ours",), ENV)
+    assert row.completed == SERVERS[CASE].requests and row.abandoned >= server.ABANDONING
+    assert (row.host_mib, row.host_growth_mib, row.device_growth_mib) == (100.0, 1.5, 0.0)
+    assert row.tokens_per_s == 1000.0 and row.ttft_p99_ms == 2.0
+
+
+@pytest.mark.parametrize(
+    "mode, said",
+    [
+        ("fails", "1 of 100 requests failed"),
+        ("refuses", "status 500"),
+        ("drifts", f"{len(CHECKED)} of {len(CHECKED)} answers changed under load"),
+        ("dies", "RuntimeError: no kernel"),
+    ],
+)
+def test_no_row_for_a_server_that_errs(vllm, capsys, mode, said):
+    vllm(mode)
+    assert server.measure(CASE, ("ours",), ENV) == []
+    printed = capsys.readouterr().out
+    assert "no row: ours" in printed and said in printed
+
+
+def test_unknown_providers_are_refused():
+    with pytest.raises(SystemExit, match="no provider is named vlm; there are: ours"):
+        server.measure(CASE, ("vlm",), ENV)
+    with pytest.raises(SystemExit, match="no case begins with"):
+        server.chosen("x")
+
+
+def test_flags():
+    found = server.flags({"a_b": True, "c": False, "d": {"e": [1]}, "f": 2})
+    assert found == ["--a-b", "--no-c", "--d", '{"e": [1]}', "--f", "2"]
+
+
+def test_a_text_of_n_words_has_n_tokens(tmp_path):
+    tokenizers = pytest.importorskip("tokenizers")
+    server.tokenizer(tmp_path, 300)
+    words = tokenizers.Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
+    assert words.encode("w7 w299 w5").ids == [7, 299, 5] and words.decode([7, 299, 5]) == "w7 w299 w5"
+    assert json.loads((tmp_path / "tokenizer_config.json").read_text())["eos_token"] == "w2"
+
+
+@pytest.mark.parametrize("case", SERVERS.values(), ids=lambda case: case.name)
+def test_loads_fit(case):
+    assert case.longest * case.engine.token_bytes <= case.engine.memory
+    assert case.longest <= case.engine.config["max_position_embeddings"]
+    assert (1 + case.range) * (case.engine.prompt + case.engine.outputs) < case.longest
+
+
+def test_the_report_has_the_newest_rows(tmp_path):
+    figures = dict.fromkeys((f for f in results.columns(results.ServerRow)[7:]), 1.0)
+    rows = [ENV.server_row(case=CASE, provider=p, **figures) for p in ("ours", "vllm-triton")]
+    results.append(tmp_path / "some-gpu.csv", rows)
+    found = results.read_servers(tmp_path)
+    assert found == {"some-gpu": rows}
+    text = readme.measured_servers(found)
+    assert "`vllm-tiny-llama-nvfp4`" in text and "vllm-triton" in text and str(Path(ENV.commit[:9])) in text
+    assert readme.measured_servers({}) == "Not measured yet."
