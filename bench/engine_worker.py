@@ -62,7 +62,8 @@ def checkpoint(folder: str) -> Iterator[tuple[str, Any]]:
     them as they do with real ones, so all engines and any number of GPUs have the same model.
 
     Matrices are normals of variance 1 / fan-in, embeddings normals of variance 1, sinks normals, vectors of norms ones,
-    and biases small normals."""
+    and biases small normals. If embeddings are also the weights of the logits, these are as large as in other models,
+    and the last norm changes signs: otherwise a model without training repeats its input."""
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -70,19 +71,23 @@ def checkpoint(folder: str) -> Iterator[tuple[str, Any]]:
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    zero = "gemma" in config.model_type  # its norms add 1 to their weights
+    offset = 1.0 if "gemma" in config.model_type else 0.0  # its norms add 1 to their weights
     for name, meta in model.state_dict().items():
         if config.tie_word_embeddings and name.startswith("lm_head"):
             continue
         gen = torch.Generator(device).manual_seed(zlib.crc32(name.encode()))
         weight = torch.empty(meta.shape, dtype=torch.bfloat16, device=device)
         gain = next((g for part, g in GAINS.items() if part in name), 1.0)
-        if "sinks" in name or "embed" in name:
+        if "embed" in name and config.tie_word_embeddings:
+            weight.normal_(generator=gen).mul_(GAINS["lm_head"] * weight.shape[1] ** -0.5)
+        elif "sinks" in name or "embed" in name:
             weight.normal_(generator=gen)
         elif "bias" in name:
             weight.normal_(generator=gen).mul_(0.02)
+        elif name == "model.norm.weight" and config.tie_word_embeddings:
+            weight.normal_(generator=gen).sign_().sub_(offset)
         elif weight.ndim < 2:
-            weight.fill_(0.0 if zero else 1.0)
+            weight.fill_(1.0 - offset)
         else:
             fan_in = weight.shape[1]  # of experts, too: (experts, in, out)
             weight.normal_(generator=gen).mul_(gain * fan_in**-0.5)
@@ -126,7 +131,7 @@ def vllm_arguments(case: EngineCase, backend: str) -> dict[str, Any]:
     sizes = [n * (case.drafts + 1) for n in case.graph_sizes]
     found: dict[str, Any] = {
         "load_format": "dummy", "dtype": "bfloat16", "attention_backend": backend, "tensor_parallel_size": case.gpus,
-        "kv_cache_memory_bytes": case.memory, "max_num_batched_tokens": case.batched, "enable_chunked_prefill": True,
+        "kv_cache_memory_bytes": case.memory, "gpu_memory_utilization": 0.92 if case.layers is None else 0.2, "max_num_batched_tokens": case.batched, "enable_chunked_prefill": True,
         "max_num_seqs": max(case.requests, len(CHECKED)), "max_model_len": case.longest,
         "kv_cache_dtype": "auto" if case.kv == "bf16" else case.kv, "enable_prefix_caching": case.cached,
         "compilation_config": {

@@ -213,6 +213,7 @@ def memory(pid: int) -> tuple[float, float]:
 def measure(name: str, providers: tuple[str, ...], env: Environment) -> list[ServerRow]:
     """Return the rows of a case, and print why a provider has none."""
     case, rows = SERVERS[name], []
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that a server ends with this process
     unknown = [p for p in providers if p not in PROVIDERS]
     if unknown:
         raise SystemExit(f"no provider is named {', '.join(unknown)}; there are: {', '.join(PROVIDERS)}")

@@ -76,7 +76,7 @@ def make_rows(case: CacheWriteCase, gen: torch.Generator) -> list[torch.Tensor]:
     """Return Q, K and V, views of one packed tensor."""
     (hq, h), (dk, dv) = case.heads, case.dims
     width = [hq * dk, h * dk, h * dv]
-    x = torch.randn(case.tokens, sum(width) + 8 + case.shift, generator=gen, device=gen.device)
+    x = torch.randn(case.tokens, sum(width) + 16 + case.shift, generator=gen, device=gen.device)
     if case.data == "special":
         values = torch.tensor([float("nan"), float("inf"), -float("inf"), 0.0, -0.0, 1e-8, 3e4, 450.0, 0.017])
         picked = torch.randint(len(values), x.shape, generator=gen, device=gen.device)

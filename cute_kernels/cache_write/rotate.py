@@ -139,8 +139,8 @@ def load_signed(spec: cutlass.Constexpr, a, g, position: Int32, cos: cute.Tensor
 
 
 @cute.jit
-def normalise(spec: cutlass.Constexpr, a, g, values: cute.Tensor, words: cute.Tensor, inv_dim: Float32):
-    """Multiply a row (8, 2) by its inverse root mean square and by weights, in words (4, 2)."""
+def inverse_rms(a, g, values: cute.Tensor, inv_dim: Float32):
+    """Return the inverse root mean square of a row (8, 2)."""
     total, mask = Float32(0.0), group_mask(g.lanes)
     for half in cutlass.range_constexpr(2):
         for e in cutlass.range_constexpr(HALF):
@@ -148,22 +148,32 @@ def normalise(spec: cutlass.Constexpr, a, g, values: cute.Tensor, words: cute.Te
     for i in cutlass.range_constexpr(5):
         if (1 << i) < g.lanes:
             total += cute.arch.shuffle_sync_bfly(total, 1 << i, mask)
-    inverse = approximate("rsqrt", warp.fma(total, inv_dim, a.norm_eps))
-    weights = cute.make_rmem_tensor(HALF, Float32)
+    return approximate("rsqrt", warp.fma(total, inv_dim, a.norm_eps))
+
+
+@cute.jit
+def normalise(spec: cutlass.Constexpr, a, g, values: cute.Tensor, words: cute.Tensor, inv_dim: Float32):
+    """Multiply a row (8, 2) by its inverse root mean square and by weights, in words (4, 2)."""
+    inverse, weights = inverse_rms(a, g, values, inv_dim), cute.make_rmem_tensor(HALF, Float32)
     for half in cutlass.range_constexpr(2):
         memory.unpack(spec.dtype, words[None, half], weights)
         for e in cutlass.range_constexpr(HALF):
             values[e, half] = values[e, half] * inverse * (weights[e] + a.norm_offset)
 
 
+def rotate_pairs(values: cute.Tensor, cos: cute.Tensor, sin: cute.Tensor):
+    """Rotate a row (8, 2) of which each lane has both elements of its pairs (`whole_halves`)."""
+    for e in range(HALF):
+        first, second = values[e, 0], values[e, 1]
+        values[e, 0] = warp.fma(-second, sin[e], first * cos[e])
+        values[e, 1] = warp.fma(first, sin[e], second * cos[e])
+
+
 @cute.jit
 def rotate(a, g, values: cute.Tensor, cos: cute.Tensor, sin: cute.Tensor):
     """Rotate a row (8, 2). All lanes of the group call it."""
     if whole_halves(a, g):
-        for e in cutlass.range_constexpr(HALF):
-            first, second = values[e, 0], values[e, 1]
-            values[e, 0] = warp.fma(-second, sin[e], first * cos[e])
-            values[e, 1] = warp.fma(first, sin[e], second * cos[e])
+        rotate_pairs(values, cos, sin)
     else:
         rotated, other = a.rope_table.shape[1], cute.make_rmem_tensor((HALF, 2), Float32)
         if (a.rope & INTERLEAVED) != 0:

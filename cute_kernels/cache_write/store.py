@@ -6,7 +6,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, Uint8, Uint32, const_expr
 
-from ..device import memory, nvfp4, warp
+from ..device import copy, memory, nvfp4, warp
 from .places import divide
 from .spec import SF_VEC_SIZE
 
@@ -60,23 +60,47 @@ def pack_fp8(kind, values):
 
 
 @cute.jit
-def store_fp8(kind: cutlass.Constexpr, address: Int64, first: Int32, dim: Int32, values: cute.Tensor, scale: Float32):
-    """Store values, divided by `scale`, to elements `first` on of a row of `dim` elements of e4m3 or e5m2."""
+def fp8_words(kind: cutlass.Constexpr, values: cute.Tensor, scale: Float32):
+    """Return values, divided by `scale`, in words of e4m3 or e5m2."""
     words, inverse = cute.make_rmem_tensor(cute.size(values) // 4, Uint32), reciprocal(scale)
     for i in cutlass.range_constexpr(cute.size(words)):
         words[i] = pack_fp8(kind, [quotient(values[4 * i + e], scale, inverse) for e in range(4)])
-    memory.store(address + first, words, dim - first, 1)
+    return words
+
+
+@cute.jit
+def store_fp8(kind: cutlass.Constexpr, address: Int64, first: Int32, dim: Int32, values: cute.Tensor, scale: Float32):
+    """Store values, divided by `scale`, to elements `first` on of a row of `dim` elements of e4m3 or e5m2."""
+    memory.store(address + first, fp8_words(kind, values, scale), dim - first, 1)
+
+
+@cute.jit
+def nvfp4_words(values: cute.Tensor, scale: Float32):
+    """Return (words of e2m1, the scale factor) of 8 or 16 values. If they are 8, the lane lane ^ 1 has the other half
+    of the block."""
+    count = const_expr(cute.size(values))
+    f = nvfp4.compute_sf(nvfp4.block_amax(values, () if count == SF_VEC_SIZE else (1,)), scale)
+    words = cute.make_rmem_tensor(count // 8, Uint32)
+    for i in cutlass.range_constexpr(count // 8):
+        words[i] = Uint32(nvfp4.codes(cute.make_tensor(values.iterator + 8 * i, cute.make_layout(8)), f))
+    return words, f
+
+
+@cute.jit
+def store_block(address: Int64, sf: Int64, scale: Float32, values: cute.Tensor):
+    """Store 8 or 16 values as NVFP4 to an aligned address, and their scale factor to address `sf`; of 8, see
+    `nvfp4_words`, lanes of even numbers store it."""
+    words, f = nvfp4_words(values, scale)
+    copy.vector(words, memory.view(address, Uint32, cute.size(words), 4 * cute.size(words)))
+    if cute.size(values) == SF_VEC_SIZE or cute.arch.lane_idx() % 2 == 0:
+        memory.view(sf, Uint8, 1, 1)[0] = f.byte.to(Uint8)
 
 
 @cute.jit
 def store_nvfp4(target: TargetRow, first: Int32, dim: Int32, values: cute.Tensor):
-    """Store 8 or 16 values to elements `first` on of a row. If they are 8, the lane lane ^ 1 has the other half of the
-    block."""
+    """Store 8 or 16 values (`nvfp4_words`) to elements `first` on of a row."""
     count = const_expr(cute.size(values))
-    f = nvfp4.compute_sf(nvfp4.block_amax(values, () if count == SF_VEC_SIZE else (1,)), target.scale)
-    words = cute.make_rmem_tensor(count // 8, Uint32)
-    for i in cutlass.range_constexpr(count // 8):
-        words[i] = Uint32(nvfp4.codes(cute.make_tensor(values.iterator + 8 * i, cute.make_layout(8)), f))
+    words, f = nvfp4_words(values, target.scale)
     memory.store(target.address + first // 2, words, Int32(count // 2), 1)
     if const_expr(count == SF_VEC_SIZE):
         store_sf(target, first // SF_VEC_SIZE, dim // SF_VEC_SIZE, f)

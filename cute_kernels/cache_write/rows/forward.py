@@ -29,7 +29,7 @@ from ...device import memory
 from .. import places, rotate, store
 from ..args import CacheWriteArgs, fields, pack
 from ..spec import BYTES, SF_VEC_SIZE
-from . import THREADS, ctas_per_sm, dequantise, gather
+from . import THREADS, ctas_per_sm, dequantise, gather, whole
 
 STORED = {"nvfp4": "uint8"}  # types of rows and caches without an element type in the DSL -> stored type
 
@@ -207,16 +207,18 @@ def target_of(spec: cutlass.Constexpr, a, rows: TargetRows, head: Int32) -> stor
 @cute.kernel
 def kernel(spec: cutlass.Constexpr, a: CacheWriteArgs):
     g = with_arguments(spec, a, group_of(a))
-    first = first_rows(spec, a, g)
+    first, in_whole_vectors = first_rows(spec, a, g), cutlass.Boolean(False)
+    if const_expr(not spec.gather):
+        in_whole_vectors = whole.applies(spec, a, g)
     cute.arch.griddepcontrol_wait()
     cute.arch.griddepcontrol_launch_dependents()
     if g.token < tokens_of(spec, a):
         if const_expr(spec.gather):
             gather.gather_rows(spec, a, g)
         elif const_expr(spec.transform):
-            transform_rows(spec, a, g, first)
+            transform_rows(spec, a, g, first, in_whole_vectors)
         else:
-            plain_rows(spec, a, g, first)
+            plain_rows(spec, a, g, first, in_whole_vectors)
     if const_expr(a.kv_lens_out is not None):
         write_lengths(a)  # by all threads: there may be more requests than threads with rows
 
@@ -251,7 +253,7 @@ def write_lengths(a):
 
 
 @cute.jit
-def plain_rows(spec: cutlass.Constexpr, a, g: LaneGroup, rows: RowRange):
+def plain_rows(spec: cutlass.Constexpr, a, g: LaneGroup, rows: RowRange, in_whole_vectors):
     """Write the group's rows of K or V, which are not transformed, to the token's place, if it has one."""
     words = cute.make_rmem_tensor((4, 2), Uint32)
     words.fill(0)
@@ -263,7 +265,11 @@ def plain_rows(spec: cutlass.Constexpr, a, g: LaneGroup, rows: RowRange):
         slot = places.request_slot(a, g.token)
         at = places.place_of(a, g.token, places.position_of(a, g.token), slot)
         if at.page >= 0:
-            write_rows(spec, a, g, rows, targets_of(spec, a, rows.is_v, at), words)
+            to = targets_of(spec, a, rows.is_v, at)
+            if in_whole_vectors:
+                whole.write_rows(spec, g, rows, to, target_of(spec, a, to, rows.first), words)
+            else:
+                write_rows(spec, a, g, rows, to, words)
 
 
 class RowCursor(NamedTuple):
@@ -398,6 +404,40 @@ def fetch(a, g: LaneGroup, x: HeadRow, words: cute.Tensor, weights: cute.Tensor)
         load_words(g, x.weights, x.dim, weights)
 
 
+@cute.jit
+def transform_rows(spec: cutlass.Constexpr, a, g: LaneGroup, first: HeadRow, in_whole_vectors):
+    """Normalise and rotate the group's rows of Q and K, and write them and its rows of V. first: its first row."""
+    rotates = places.rotation_rows(a) > 0
+    cos, sin = (cute.make_rmem_tensor((rotate.HALF, 2), Float32) for _ in range(2))
+    words, weights = (cute.make_rmem_tensor((4, 2), Uint32) for _ in range(2))
+    words.fill(0)
+    weights.fill(0)
+    # Request the position, the slot and the first row, then wait for the position and for its cosines: in a decode
+    # step, the time of a launch is that of loads that wait for one another. The page is negative if K and V are not
+    # written.
+    turned, slot = places.request_rope_position(a, g.token), places.request_slot(a, g.token)
+    if g.own < row_count(a):
+        if in_whole_vectors:
+            whole.fetch(g, first.source, words)
+            if first.weights != 0:
+                whole.fetch(g, first.weights, weights)
+        else:
+            fetch(a, g, first, words, weights)
+    position = places.position_of(a, g.token)
+    rope_position = places.rope_position(a, position, turned)
+    if rotates and rope_position >= 0:
+        rotate.load_rotation(spec, a, g, rope_position, cos, sin)
+    at = places.place_of(a, g.token, position, slot)
+    page = at.page if rope_position >= 0 else Int32(-1)
+    place = places.CachePlace(cutlass.max(page, 0), at.row)
+    to_k, to_v = (targets_of(spec, a, cutlass.Boolean(is_v), place) for is_v in (False, True))
+    writes, turn = (rope_position >= 0, page >= 0), (rotates, cos, sin)
+    if in_whole_vectors:
+        whole.transform_rows(spec, a, g, words, weights, to_k, to_v, writes, turn)
+    else:
+        transform_any(spec, a, g, words, weights, to_k, to_v, writes, turn)
+
+
 # The loop over rows of Q, K and V: one iteration per row of the group.
 #   waits for   the loads of the row and of its weights, which the iteration before issued; in shuffles, for the other
 #               lanes of the group
@@ -407,27 +447,16 @@ def fetch(a, g: LaneGroup, x: HeadRow, words: cute.Tensor, weights: cute.Tensor)
 # loads alone to fill the memory's pipeline. A row is in registers before it is stored, so Q's output may be Q itself.
 # All groups have the same mix of rows. If some had the few rows of V alone, half of each warp would wait for the rest.
 @cute.jit
-def transform_rows(spec: cutlass.Constexpr, a, g: LaneGroup, first: HeadRow):
-    """Normalise and rotate the group's rows of Q and K, and write them and its rows of V. first: its first row."""
-    rotates = places.rotation_rows(a) > 0
-    values, cos, sin = (cute.make_rmem_tensor((rotate.HALF, 2), Float32) for _ in range(3))
-    words, held, weights, held_weights = (cute.make_rmem_tensor((4, 2), Uint32) for _ in range(4))
-    words.fill(0)
-    weights.fill(0)
+def transform_any(
+    spec: cutlass.Constexpr, a, g: LaneGroup, words: cute.Tensor, weights: cute.Tensor, to_k, to_v, writes, turn
+):  # fmt: skip
+    """Transform and write rows of any length and alignment. words, weights: the first row, and the weights of its norm.
+    to_k, to_v: where rows of K and V go. writes: whether Q, and whether K and V are written. turn: (whether rows are
+    rotated, cosines, sines)."""
+    rotates, cos, sin = turn
+    values = cute.make_rmem_tensor((rotate.HALF, 2), Float32)
+    held, held_weights = (cute.make_rmem_tensor((4, 2), Uint32) for _ in range(2))
     inv_dim = Float32(1.0) / Float32(a.k.shape[2])
-    # Request the position, the slot and the first row, then wait for the position and for its cosines: in a decode
-    # step, the time of a launch is that of loads that wait for one another. The page is negative if K and V are not
-    # written.
-    turned, slot = places.request_rope_position(a, g.token), places.request_slot(a, g.token)
-    if g.own < row_count(a):
-        fetch(a, g, first, words, weights)
-    position = places.position_of(a, g.token)
-    rope_position = places.rope_position(a, position, turned)
-    if rotates and rope_position >= 0:
-        rotate.load_rotation(spec, a, g, rope_position, cos, sin)
-    at = places.place_of(a, g.token, position, slot)
-    page = at.page if rope_position >= 0 else Int32(-1)
-    place = places.CachePlace(cutlass.max(page, 0), at.row)
     row = g.own
     while row < row_count(a):
         x = head_row(a, g, row)
@@ -437,7 +466,7 @@ def transform_rows(spec: cutlass.Constexpr, a, g: LaneGroup, first: HeadRow):
                 held[i, half], held_weights[i, half] = words[i, half], weights[i, half]
         if row + a.k_groups < row_count(a):
             fetch(a, g, head_row(a, g, row + a.k_groups), words, weights)
-        if (x.operand == Q and rope_position >= 0) or (x.operand != Q and page >= 0):
+        if (x.operand == Q and writes[0]) or (x.operand != Q and writes[1]):
             if x.operand != V:
                 if x.weights != 0:
                     rotate.normalise(spec, a, g, values, held_weights, inv_dim)
@@ -446,16 +475,18 @@ def transform_rows(spec: cutlass.Constexpr, a, g: LaneGroup, first: HeadRow):
             if x.operand == Q:
                 store_query(spec, a, g, x.head, values)
             else:
-                store_row(spec, a, g, place, x, values, held)
+                store_row(spec, a, g, to_k, to_v, x, values, held)
         row += a.k_groups
 
 
 @cute.jit
 def store_row(
-    spec: cutlass.Constexpr, a, g: LaneGroup, at: places.CachePlace, x: HeadRow, values: cute.Tensor, words: cute.Tensor
+    spec: cutlass.Constexpr, a, g: LaneGroup, to_k, to_v, x: HeadRow, values: cute.Tensor, words: cute.Tensor
 ):
     """Store a lane's two vectors of a row of K, or of V as it was read unless the cache is quantised."""
-    target = target_of(spec, a, targets_of(spec, a, x.operand == V, at), x.head)
+    target = target_of(spec, a, to_k, x.head)
+    if x.operand == V:
+        target = target_of(spec, a, to_v, x.head)
     for half in cutlass.range_constexpr(2):
         first = (g.lane + half * g.lanes) * rotate.HALF
         if first < x.dim:

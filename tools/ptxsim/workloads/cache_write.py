@@ -79,6 +79,7 @@ def transformed(base: CacheWriteCase) -> list[CacheWriteScenario]:
         replace(base, dims=(256, 256), rope="angles", rotary_dim=16, hostile=True, places="lists", in_place=True),
         replace(base, dims=(64, 64), heads=(0, 2), rope="cache", hostile=True, tokens=31, index=torch.int64),
         replace(base, dims=(48, 48), heads=(2, 2), q8=q8, scales="tensor"),
+        replace(base, norm="shared", rope="angles", heads=(2, 2), q8=q8, scales="tensor"),
         replace(base, shift=1, heads=(2, 2), tokens=3),
         replace(base, pages=0, rope="angles", interleaved=True, tokens=2),
         replace(

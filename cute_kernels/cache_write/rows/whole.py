@@ -1,0 +1,311 @@
+"""Rows of whole vectors: the loops of launches in which every lane has two whole, aligned vectors of every row.
+
+Nearly all launches are such. The addresses of a group's rows then advance by a stride, and no access needs a test: an
+iteration takes a third of the instructions of those in `forward`, which serve all other launches. `applies` is the same
+for all threads of a launch. The results of both are equal, bit for bit."""
+
+from typing import NamedTuple
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32, Int64, Uint32, const_expr
+
+from ...device import copy, memory
+from .. import places, rotate, store
+from ..spec import BYTES, SF_VEC_SIZE, VECTOR_BYTES
+
+Q, K, V = range(3)  # operands
+
+
+def stored_bytes(name) -> int:
+    """Return the bytes of 8 elements of a type."""
+    return {"nvfp4": 4, "e4m3": 8, "e5m2": 8}.get(name) or 8 * BYTES[name]
+
+
+def address_bits(tensor, modes):
+    """Return bits that are all 0 below a power of two if the tensor's address and its strides, in bytes, are multiples
+    of it."""
+    bits = tensor.iterator.toint()
+    for mode in modes:
+        bits = bits | Int64(tensor.stride[mode]) * (tensor.element_type.width // 8)
+    return bits
+
+
+def aligned(size, *bits):
+    """Return whether addresses and strides (`address_bits`) are multiples of `size` bytes."""
+    all_bits = bits[0]
+    for other in bits[1:]:
+        all_bits = all_bits | other
+    return (all_bits & (size - 1)) == 0
+
+
+@cute.jit
+def applies(spec: cutlass.Constexpr, a, g):
+    """Return whether the loops of this file serve the launch."""
+    per = const_expr(VECTOR_BYTES // BYTES[spec.dtype])
+    rows, caches = [a.k, a.v], [a.k_cache, a.v_cache]
+    size = const_expr(stored_bytes(spec.cache) * per // 8)
+    dim = 2 * per * g.lanes
+    found = a.k.shape[2] == dim and a.v.shape[2] == dim
+    found = found and aligned(VECTOR_BYTES, *(address_bits(t, (0, 1)) for t in rows))
+    found = found and aligned(size, *(address_bits(t, (0, 1, 2)) for t in caches))
+    if const_expr(spec.quantised):
+        found = found and a.k_scale_ptr.shape[0] <= 1 and a.v_scale_ptr.shape[0] <= 1
+    if const_expr(spec.cache == "nvfp4"):
+        found = found and a.v_sf_interleaved == 0
+    if const_expr(spec.transform):
+        found = found and aligned(VECTOR_BYTES, address_bits(a.q, (0, 1)), address_bits(a.q_out, (0, 1)))
+        found = found and aligned(VECTOR_BYTES, address_bits(a.q_weight, ()), address_bits(a.k_weight, ()))
+        found = found and a.q_weight.shape[0] <= dim and a.k_weight.shape[0] <= dim
+        found = found and (places.rotation_rows(a) == 0 or rotate.whole_halves(a, g))
+        found = found and (a.v.shape[1] == 0 or a.v.shape[0] >= a.k.shape[0])
+        if const_expr(spec.quantised):
+            found = found and aligned(8, address_bits(a.q_fp8, (0, 1))) and a.q_scale_ptr.shape[0] <= 1
+            found = found and (a.q_fp8.shape[0] == 0 or a.q_out.shape[0] == 0)
+    return found
+
+
+def load_two(address: Int64, apart, words: cute.Tensor):
+    """Load two vectors of 16 bytes, `apart` bytes from each other, as words (4, 2)."""
+    for half in range(2):
+        copy.vector(memory.view(address + half * apart, Uint32, 4, VECTOR_BYTES), words[None, half])
+
+
+def store_words(address: Int64, words: cute.Tensor):
+    """Store words to an address that is aligned to their size."""
+    copy.vector(words, memory.view(address, Uint32, cute.size(words), 4 * cute.size(words)))
+
+
+# ---- rows of K or V that are copied or quantised
+
+
+# One iteration per row of the group.
+#   waits for   the loads of its vectors, which the iteration before issued
+#   computes    their values in the cache's type
+#   stores      them, and the scale factors of NVFP4
+@cute.jit
+def write_rows(spec: cutlass.Constexpr, g, rows, to, target: store.TargetRow, words: cute.Tensor):
+    """Write the rows of a group to their place in the cache, as `forward.write_rows` does. target: of the group's first
+    row. words: this lane's vectors of that row."""
+    nvfp4 = const_expr(spec.cache == "nvfp4")
+    size = const_expr(stored_bytes(spec.cache) * (VECTOR_BYTES // BYTES[spec.dtype]) // 8)
+    begin, apart = (2 * g.lane, Int32(1)) if const_expr(nvfp4) else (g.lane, g.lanes)
+    source, step = rows.source + rows.first * rows.source_stride + begin * VECTOR_BYTES, rows.step * rows.source_stride
+    address, stride = target.address + begin * size, rows.step * to.stride
+    sf, sf_stride = target.sf + target.row * target.sf_row + g.lane, rows.step * to.sf_stride
+    held, values = cute.make_rmem_tensor((4, 2), Uint32), cute.make_rmem_tensor((8, 2), Float32)
+    head = rows.first
+    while head < rows.heads:
+        for half in cutlass.range_constexpr(2):
+            if const_expr(spec.quantised):
+                memory.unpack(spec.dtype, words[None, half], values[None, half])
+            else:
+                for i in cutlass.range_constexpr(4):
+                    held[i, half] = words[i, half]
+        head += rows.step
+        source += step
+        if head < rows.heads:
+            load_two(source, apart * VECTOR_BYTES, words)
+        if const_expr(nvfp4):
+            block = cute.make_tensor(values.iterator, cute.make_layout(SF_VEC_SIZE))
+            store.store_block(address, sf, target.scale, block)
+        else:
+            for half in cutlass.range_constexpr(2):
+                out = held[None, half]
+                if const_expr(spec.quantised):
+                    out = store.fp8_words(spec.cache, values[None, half], target.scale)
+                store_words(address + half * apart * size, out)
+        address += stride
+        sf += sf_stride
+
+
+# ---- rows of Q, K and V, normalised and rotated
+
+
+class LoadWalk(NamedTuple):
+    """Where a group loads its next row. address: of this lane's first vector. step: bytes to the group's next row of
+    the operand."""
+
+    operand: Int32
+    head: Int32
+    heads: Int32
+    address: Int64
+    step: Int64
+
+
+class StoreWalk(NamedTuple):
+    """Where a group stores its next row. address: of this lane's first vector. sf: of the scale factor of its block.
+    scale: `store.TargetRow.scale`."""
+
+    operand: Int32
+    head: Int32
+    heads: Int32
+    address: Int64
+    step: Int64
+    sf: Int64
+    sf_step: Int64
+    scale: Float32
+
+
+@cute.jit
+def operand_of(a, g, operand: Int32, row: Int32):
+    """Return (operand, head) of the row that is `row` rows behind the first one of an operand; behind the last row of
+    V, a head that V lacks."""
+    if operand == Q and row >= a.q.shape[1]:
+        operand, row = Int32(K), row - a.q.shape[1]
+    if operand == K and row >= a.k.shape[1]:
+        operand, row = Int32(V), row - a.k.shape[1]
+    return operand, row
+
+
+@cute.jit
+def load_walk(a, g, operand: Int32, row: Int32) -> LoadWalk:
+    """Return the walk from the row that is `row` rows behind the first one of an operand."""
+    operand, head = operand_of(a, g, operand, row)
+    address, stride, heads = a.q[g.token, 0, None].iterator.toint(), Int64(a.q.stride[1]), a.q.shape[1]
+    if operand == K:
+        address, stride, heads = a.k[g.token, 0, None].iterator.toint(), Int64(a.k.stride[1]), a.k.shape[1]
+    elif operand == V:
+        address, stride, heads = a.v[g.token, 0, None].iterator.toint(), Int64(a.v.stride[1]), a.v.shape[1]
+    stride = 2 * stride
+    address += head * stride + g.lane * VECTOR_BYTES
+    return LoadWalk(operand, head, heads, address, a.k_groups * stride)
+
+
+@cute.jit
+def store_walk(spec: cutlass.Constexpr, a, g, to_k, to_v, operand: Int32, row: Int32) -> StoreWalk:
+    """Return the walk from the row that is `row` rows behind the first one of an operand. to_k, to_v: where rows of K
+    and V go."""
+    operand, head = operand_of(a, g, operand, row)
+    size = const_expr(stored_bytes(spec.cache))
+    first, stride, sf, sf_stride = to_k.first.address, to_k.stride, to_k.first.sf, to_k.sf_stride
+    scale, heads, lane_bytes = Float32(1.0), a.k.shape[1], Int32(size)
+    sf_row = to_k.first.sf_row
+    if const_expr(spec.quantised):
+        scale = store.scale_of(spec, a, a.k_scale, a.k_scale_ptr, Int32(0))
+    if operand == V:
+        first, stride, sf, sf_stride = to_v.first.address, to_v.stride, to_v.first.sf, to_v.sf_stride
+        heads, sf_row = a.v.shape[1], to_v.first.sf_row
+        if const_expr(spec.quantised):
+            scale = store.scale_of(spec, a, a.v_scale, a.v_scale_ptr, Int32(0))
+    elif operand == Q:
+        first, stride = a.q_out[g.token, 0, None].iterator.toint(), 2 * Int64(a.q_out.stride[1])
+        heads, lane_bytes = a.q.shape[1], Int32(VECTOR_BYTES)
+        if const_expr(spec.quantised):
+            if a.q_fp8.shape[0] > 0:
+                first, stride = a.q_fp8[g.token, 0, None].iterator.toint(), Int64(a.q_fp8.stride[1])
+                lane_bytes, scale = Int32(8), a.q_scale
+                if a.q_scale_ptr.shape[0] > 0:
+                    scale = a.q_scale_ptr[0]
+    address = first + head * stride + g.lane * lane_bytes
+    sf += to_k.first.row * sf_row + head * sf_stride + (g.lane >> 1)
+    return StoreWalk(operand, head, heads, address, a.k_groups * stride, sf, a.k_groups * sf_stride, scale)
+
+
+@cute.jit
+def load_next(a, g, at: LoadWalk, words: cute.Tensor) -> LoadWalk:
+    """Load a row, if there is one, and return the walk from the next one."""
+    if at.head < at.heads:
+        load_two(at.address, g.lanes * VECTOR_BYTES, words)
+    found = at._replace(head=at.head + a.k_groups, address=at.address + at.step)
+    if found.head >= at.heads and at.operand < V:
+        found = load_walk(a, g, at.operand + 1, found.head - at.heads)
+    return found
+
+
+def fetch(g, address: Int64, words: cute.Tensor):
+    """Load a lane's two vectors of a row of Q, K or V or of weights."""
+    load_two(address + g.lane * VECTOR_BYTES, g.lanes * VECTOR_BYTES, words)
+
+
+@cute.jit
+def weights_of(a, operand: Int32):
+    """Return the address of the weights of the norm of an operand, 0 for none."""
+    address, count = a.q_weight.iterator.toint(), a.q_weight.shape[0]
+    if operand == K:
+        address, count = a.k_weight.iterator.toint(), a.k_weight.shape[0]
+    return address if operand != V and count > 0 else Int64(0)
+
+
+@cute.jit
+def add_offset(spec: cutlass.Constexpr, a, words: cute.Tensor, weights: cute.Tensor):
+    """Write to `weights` (8, 2) the weights in words, plus their offset."""
+    for half in cutlass.range_constexpr(2):
+        memory.unpack(spec.dtype, words[None, half], weights[None, half])
+        for e in cutlass.range_constexpr(rotate.HALF):
+            weights[e, half] = weights[e, half] + a.norm_offset
+
+
+# One iteration per row of the group.
+#   waits for   the loads of the row, which the iteration before the last one issued; in shuffles, for the other lanes
+#   computes    Q and K in fp32 registers: RMS norm, rotary embedding
+#   stores      Q in its output, 16 or 8 bits; K and V in the cache
+# Two rows are on their way while one is worked on: a token has few groups, and an SM few warps, if there are many rows.
+# The weights of a norm stay in registers as long as the operand does.
+@cute.jit
+def transform_rows(
+    spec: cutlass.Constexpr, a, g, words: cute.Tensor, weight_words: cute.Tensor, to_k, to_v, writes, turn
+):  # fmt: skip
+    """Normalise, rotate and write the rows of a group, as `forward.transform_any` does. words: the group's first row.
+    weight_words: the weights of its norm.
+    to_k, to_v: where rows of K and V go. writes: whether Q, and whether K and V are written. turn: (whether rows are
+    rotated, cosines, sines)."""
+    rotates, cos, sin = turn
+    ahead, held = (cute.make_rmem_tensor((4, 2), Uint32) for _ in range(2))
+    values, weights = (cute.make_rmem_tensor((rotate.HALF, 2), Float32) for _ in range(2))
+    inv_dim, apart = Float32(1.0) / Float32(a.k.shape[2]), g.lanes
+    ahead.fill(0)
+    x = store_walk(spec, a, g, to_k, to_v, Int32(Q), g.own)
+    at = load_next(a, g, load_walk(a, g, Int32(Q), g.own + a.k_groups), ahead)
+    weighted = weights_of(a, x.operand) != 0
+    add_offset(spec, a, weight_words, weights)
+    while x.head < x.heads:
+        for half in cutlass.range_constexpr(2):
+            memory.unpack(spec.dtype, words[None, half], values[None, half])
+            for i in cutlass.range_constexpr(4):
+                held[i, half], words[i, half] = words[i, half], ahead[i, half]
+        at = load_next(a, g, at, ahead)
+        if writes[0] if x.operand == Q else writes[1]:
+            if x.operand != V:
+                if weighted:
+                    inverse = rotate.inverse_rms(a, g, values, inv_dim)
+                    for half in cutlass.range_constexpr(2):
+                        for e in cutlass.range_constexpr(rotate.HALF):
+                            values[e, half] = values[e, half] * inverse * weights[e, half]
+                if rotates:
+                    rotate.rotate_pairs(values, cos, sin)
+            store_two(spec, a, x, apart, values, held)
+        y = x._replace(head=x.head + a.k_groups, address=x.address + x.step, sf=x.sf + x.sf_step)
+        if y.head >= x.heads and x.operand < V:
+            y = store_walk(spec, a, g, to_k, to_v, x.operand + 1, y.head - x.heads)
+            address = weights_of(a, y.operand)
+            weighted = address != 0
+            if weighted:
+                fetch(g, address, weight_words)
+                add_offset(spec, a, weight_words, weights)
+        x = y
+
+
+@cute.jit
+def store_two(spec: cutlass.Constexpr, a, x: StoreWalk, apart: Int32, values: cute.Tensor, words: cute.Tensor):
+    """Store a lane's two vectors of a row; words: as they were read."""
+    narrow = const_expr("e5m2" if spec.cache == "e5m2" else "e4m3")
+    if const_expr(not spec.quantised):
+        if x.operand != V:
+            for half in cutlass.range_constexpr(2):
+                memory.pack(spec.dtype, values[None, half], words[None, half])
+        for half in cutlass.range_constexpr(2):
+            store_words(x.address + half * apart * VECTOR_BYTES, words[None, half])
+    else:
+        if x.operand == Q and a.q_out.shape[0] > 0:
+            for half in cutlass.range_constexpr(2):
+                memory.pack(spec.dtype, values[None, half], words[None, half])
+                store_words(x.address + half * apart * VECTOR_BYTES, words[None, half])
+        elif const_expr(spec.cache == "nvfp4") and x.operand != Q:
+            for half in cutlass.range_constexpr(2):
+                sf = x.sf + half * (apart >> 1)
+                store.store_block(x.address + half * apart * 4, sf, x.scale, values[None, half])
+        else:
+            for half in cutlass.range_constexpr(2):
+                out = store.fp8_words(narrow, values[None, half], x.scale)
+                store_words(x.address + half * apart * 8, out)
