@@ -131,7 +131,8 @@ def vllm_arguments(case: EngineCase, backend: str) -> dict[str, Any]:
     sizes = [n * (case.drafts + 1) for n in case.graph_sizes]
     found: dict[str, Any] = {
         "load_format": "dummy", "dtype": "bfloat16", "attention_backend": backend, "tensor_parallel_size": case.gpus,
-        "kv_cache_memory_bytes": case.memory, "gpu_memory_utilization": 0.92 if case.layers is None else 0.2, "max_num_batched_tokens": case.batched, "enable_chunked_prefill": True,
+        "kv_cache_memory_bytes": case.memory, "gpu_memory_utilization": 0.92 if case.layers is None else 0.2,
+        "max_num_batched_tokens": case.batched, "enable_chunked_prefill": True,
         "max_num_seqs": max(case.requests, len(CHECKED)), "max_model_len": case.longest,
         "kv_cache_dtype": "auto" if case.kv == "bf16" else case.kv, "enable_prefix_caching": case.cached,
         "compilation_config": {

@@ -39,7 +39,7 @@ class CacheWriteCase:
     dtype of index tensors. hostile: some values of index tensors are extreme. scales: "float", "tensor" or "heads".
     norm: weights "" for none, "shared", "heads", or "k" for K alone. rope: "", "angles", "llama31" or "cache". q8: Q is
     written in 8 bits. in_place: Q is written over itself. data: "normal", or "special" with infinities, NaN, and
-    extremes. shift: elements by which rows, caches and weights are off an aligned address.
+    extremes. shift: elements by which rows, caches and weights are off an aligned address, cache_shift: caches.
     """
 
     dtype: str = "bf16"
@@ -64,6 +64,7 @@ class CacheWriteCase:
     q8: bool = False
     in_place: bool = False
     shift: int = 0
+    cache_shift: int = 0
     data: str = "normal"
 
 
@@ -91,14 +92,14 @@ def make_rows(case: CacheWriteCase, gen: torch.Generator) -> list[torch.Tensor]:
 def make_cache(case: CacheWriteCase, dims: tuple[int, int], dtype: torch.dtype, device: Any) -> Any:
     """Return a poisoned cache in the case's form, inside a larger tensor."""
     inner = (case.page_size, case.heads[1]) if case.layout == "NHD" else (case.heads[1], case.page_size)
-    pages = case.pages + 2
+    pages, shift = case.pages + 2, case.shift + case.cache_shift
     if case.stacked and dims[0] == dims[1]:
-        return poisoned(pages, 2, *inner, dims[0] + case.shift, dtype=dtype, device=device)[1:-1, ..., case.shift :]
+        return poisoned(pages, 2, *inner, dims[0] + shift, dtype=dtype, device=device)[1:-1, ..., shift:]
     if case.beside:
         both = poisoned(pages, *inner, sum(dims), dtype=dtype, device=device)[1:-1]
         return both.split(dims, -1)
-    whole = [poisoned(pages, *inner, dim + case.shift, dtype=dtype, device=device) for dim in dims]
-    return tuple(t[1:-1, ..., case.shift :] for t in whole)
+    whole = [poisoned(pages, *inner, dim + shift, dtype=dtype, device=device) for dim in dims]
+    return tuple(t[1:-1, ..., shift:] for t in whole)
 
 
 def spoil(values: torch.Tensor, gen: torch.Generator) -> torch.Tensor:

@@ -60,9 +60,9 @@ def pack_fp8(kind, values):
 
 
 @cute.jit
-def fp8_words(kind: cutlass.Constexpr, values: cute.Tensor, scale: Float32):
-    """Return values, divided by `scale`, in words of e4m3 or e5m2."""
-    words, inverse = cute.make_rmem_tensor(cute.size(values) // 4, Uint32), reciprocal(scale)
+def fp8_words(kind: cutlass.Constexpr, values: cute.Tensor, scale: Float32, inverse: Float32):
+    """Return values, divided by `scale`, in words of e4m3 or e5m2. inverse: `reciprocal(scale)`."""
+    words = cute.make_rmem_tensor(cute.size(values) // 4, Uint32)
     for i in cutlass.range_constexpr(cute.size(words)):
         words[i] = pack_fp8(kind, [quotient(values[4 * i + e], scale, inverse) for e in range(4)])
     return words
@@ -71,7 +71,7 @@ def fp8_words(kind: cutlass.Constexpr, values: cute.Tensor, scale: Float32):
 @cute.jit
 def store_fp8(kind: cutlass.Constexpr, address: Int64, first: Int32, dim: Int32, values: cute.Tensor, scale: Float32):
     """Store values, divided by `scale`, to elements `first` on of a row of `dim` elements of e4m3 or e5m2."""
-    memory.store(address + first, fp8_words(kind, values, scale), dim - first, 1)
+    memory.store(address + first, fp8_words(kind, values, scale, reciprocal(scale)), dim - first, 1)
 
 
 @cute.jit

@@ -21,8 +21,9 @@ SIGNS = 0x88888888 - (1 << 32)  # the sign bits of 8 codes, as an Int32
 
 class BlockScale(NamedTuple):
     """The scale factor of a block. byte: e4m3, in the low byte. value: the same in fp32. inverse: about 1 / value.
-    scale: the magnitude of what multiplies the values before the division by `value`; NaN if value is. signs: the
-    sign bits of 8 codes if that multiplier is negative, else 0. keep: the bits of 8 codes that may be set: none if value is 0, no sign if it is NaN."""
+    scale: the magnitude of what multiplies the values before the division by `value`; NaN if value is. signs: the sign
+    bits of 8 codes if that multiplier is negative, else 0. keep: the bits of 8 codes that may be set: none if value is
+    0, no sign if it is NaN."""
 
     byte: Uint16
     value: Float32

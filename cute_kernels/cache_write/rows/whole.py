@@ -40,15 +40,26 @@ def aligned(size, *bits):
 
 
 @cute.jit
+def fits(spec: cutlass.Constexpr, rows: cute.Tensor, cache: cute.Tensor, dim: Int32):
+    """Return whether rows of K or V and their cache fit the loops of this file. dim: elements that lanes have."""
+    found = rows.shape[2] == dim and aligned(VECTOR_BYTES, address_bits(rows, (0, 1)))
+    return found and aligned(store_bytes(spec), address_bits(cache, (0, 1, 2)))
+
+
+def store_bytes(spec) -> int:
+    """Return the bytes of the widest store to the cache: of a vector; of a block of NVFP4, if a lane has all of it."""
+    if spec.cache == "nvfp4" and not spec.transform:
+        return SF_VEC_SIZE // 2
+    return stored_bytes(spec.cache) * (VECTOR_BYTES // BYTES[spec.dtype]) // 8
+
+
+@cute.jit
 def applies(spec: cutlass.Constexpr, a, g):
     """Return whether the loops of this file serve the launch."""
-    per = const_expr(VECTOR_BYTES // BYTES[spec.dtype])
-    rows, caches = [a.k, a.v], [a.k_cache, a.v_cache]
-    size = const_expr(stored_bytes(spec.cache) * per // 8)
-    dim = 2 * per * g.lanes
-    found = a.k.shape[2] == dim and a.v.shape[2] == dim
-    found = found and aligned(VECTOR_BYTES, *(address_bits(t, (0, 1)) for t in rows))
-    found = found and aligned(size, *(address_bits(t, (0, 1, 2)) for t in caches))
+    dim = const_expr(2 * VECTOR_BYTES // BYTES[spec.dtype]) * g.lanes
+    found = fits(spec, a.k, a.k_cache, dim)
+    if a.v.shape[1] > 0:
+        found = found and fits(spec, a.v, a.v_cache, dim)
     if const_expr(spec.quantised):
         found = found and a.k_scale_ptr.shape[0] <= 1 and a.v_scale_ptr.shape[0] <= 1
     if const_expr(spec.cache == "nvfp4"):
@@ -94,7 +105,7 @@ def write_rows(spec: cutlass.Constexpr, g, rows, to, target: store.TargetRow, wo
     address, stride = target.address + begin * size, rows.step * to.stride
     sf, sf_stride = target.sf + target.row * target.sf_row + g.lane, rows.step * to.sf_stride
     held, values = cute.make_rmem_tensor((4, 2), Uint32), cute.make_rmem_tensor((8, 2), Float32)
-    head = rows.first
+    head, inverse = rows.first, store.reciprocal(target.scale)
     while head < rows.heads:
         for half in cutlass.range_constexpr(2):
             if const_expr(spec.quantised):
@@ -113,7 +124,7 @@ def write_rows(spec: cutlass.Constexpr, g, rows, to, target: store.TargetRow, wo
             for half in cutlass.range_constexpr(2):
                 out = held[None, half]
                 if const_expr(spec.quantised):
-                    out = store.fp8_words(spec.cache, values[None, half], target.scale)
+                    out = store.fp8_words(spec.cache, values[None, half], target.scale, inverse)
                 store_words(address + half * apart * size, out)
         address += stride
         sf += sf_stride
@@ -135,7 +146,7 @@ class LoadWalk(NamedTuple):
 
 class StoreWalk(NamedTuple):
     """Where a group stores its next row. address: of this lane's first vector. sf: of the scale factor of its block.
-    scale: `store.TargetRow.scale`."""
+    scale: `store.TargetRow.scale`; inverse: its reciprocal."""
 
     operand: Int32
     head: Int32
@@ -145,6 +156,7 @@ class StoreWalk(NamedTuple):
     sf: Int64
     sf_step: Int64
     scale: Float32
+    inverse: Float32
 
 
 @cute.jit
@@ -199,7 +211,8 @@ def store_walk(spec: cutlass.Constexpr, a, g, to_k, to_v, operand: Int32, row: I
                     scale = a.q_scale_ptr[0]
     address = first + head * stride + g.lane * lane_bytes
     sf += to_k.first.row * sf_row + head * sf_stride + (g.lane >> 1)
-    return StoreWalk(operand, head, heads, address, a.k_groups * stride, sf, a.k_groups * sf_stride, scale)
+    inverse = store.reciprocal(scale)
+    return StoreWalk(operand, head, heads, address, a.k_groups * stride, sf, a.k_groups * sf_stride, scale, inverse)
 
 
 @cute.jit
@@ -307,5 +320,5 @@ def store_two(spec: cutlass.Constexpr, a, x: StoreWalk, apart: Int32, values: cu
                 store.store_block(x.address + half * apart * 4, sf, x.scale, values[None, half])
         else:
             for half in cutlass.range_constexpr(2):
-                out = store.fp8_words(narrow, values[None, half], x.scale)
+                out = store.fp8_words(narrow, values[None, half], x.scale, x.inverse)
                 store_words(x.address + half * apart * 8, out)

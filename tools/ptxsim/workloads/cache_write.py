@@ -49,6 +49,7 @@ def appended(base: CacheWriteCase) -> list[CacheWriteScenario]:
     first = [
         base,
         replace(base, shift=1, tokens=5),
+        replace(base, cache_shift=4, tokens=5),
         replace(base, layout="HND", stacked=False, index=torch.int64, scales="heads", interleaved_sf=True, tokens=17),
         replace(base, stacked=False, page_size=5, pages=9, scales="tensor", data="special", dims=odd),
     ]
@@ -81,6 +82,7 @@ def transformed(base: CacheWriteCase) -> list[CacheWriteScenario]:
         replace(base, dims=(48, 48), heads=(2, 2), q8=q8, scales="tensor"),
         replace(base, norm="shared", rope="angles", heads=(2, 2), q8=q8, scales="tensor"),
         replace(base, shift=1, heads=(2, 2), tokens=3),
+        replace(base, cache_shift=4, heads=(2, 2), tokens=3),
         replace(base, pages=0, rope="angles", interleaved=True, tokens=2),
         replace(
             base, shift=1, norm="heads", rope="cache", q8=q8, places="table", interleaved_sf=True, index=torch.int64
