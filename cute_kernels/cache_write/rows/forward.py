@@ -30,6 +30,7 @@ from .. import places, rotate, store
 from ..args import CacheWriteArgs, fields, pack
 from ..spec import BYTES, SF_VEC_SIZE
 from . import THREADS, ctas_per_sm, dequantise, gather, whole
+from .whole import K, Q, V, row_count
 
 STORED = {"nvfp4": "uint8"}  # types of rows and caches without an element type in the DSL -> stored type
 
@@ -347,9 +348,6 @@ def write_rows(spec: cutlass.Constexpr, a, g: LaneGroup, rows: RowRange, to: Tar
         store_vectors(spec, a, g, rows, to, at, held)
 
 
-Q, K, V = range(3)  # operands
-
-
 class HeadRow(NamedTuple):
     """A row of a token. operand: Q, K or V. source, weights: addresses of the row and of its norm's weights, 0 for
     none. dim: elements of the row."""
@@ -359,11 +357,6 @@ class HeadRow(NamedTuple):
     source: Int64
     weights: Int64
     dim: Int32
-
-
-def row_count(a):
-    """Return the number of rows of a token: those of Q come first, then those of K, then those of V."""
-    return a.q.shape[1] + a.k.shape[1] + a.v.shape[1]
 
 
 @cute.jit

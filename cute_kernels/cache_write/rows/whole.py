@@ -159,10 +159,14 @@ class StoreWalk(NamedTuple):
     inverse: Float32
 
 
+def row_count(a):
+    """Return the number of rows of a token: those of Q come first, then those of K, then those of V."""
+    return a.q.shape[1] + a.k.shape[1] + a.v.shape[1]
+
+
 @cute.jit
 def operand_of(a, g, operand: Int32, row: Int32):
-    """Return (operand, head) of the row that is `row` rows behind the first one of an operand; behind the last row of
-    V, a head that V lacks."""
+    """Return (operand, head) of the row that is `row` rows behind the first one of an operand."""
     if operand == Q and row >= a.q.shape[1]:
         operand, row = Int32(K), row - a.q.shape[1]
     if operand == K and row >= a.k.shape[1]:
@@ -215,15 +219,10 @@ def store_walk(spec: cutlass.Constexpr, a, g, to_k, to_v, operand: Int32, row: I
     return StoreWalk(operand, head, heads, address, a.k_groups * stride, sf, a.k_groups * sf_stride, scale, inverse)
 
 
-@cute.jit
-def load_next(a, g, at: LoadWalk, words: cute.Tensor) -> LoadWalk:
-    """Load a row, if there is one, and return the walk from the next one."""
-    if at.head < at.heads:
-        load_two(at.address, g.lanes * VECTOR_BYTES, words)
-    found = at._replace(head=at.head + a.k_groups, address=at.address + at.step)
-    if found.head >= at.heads and at.operand < V:
-        found = load_walk(a, g, at.operand + 1, found.head - at.heads)
-    return found
+def load_row(a, g, at: LoadWalk, words: cute.Tensor) -> LoadWalk:
+    """Load a row, and return the walk from the group's next one."""
+    load_two(at.address, g.lanes * VECTOR_BYTES, words)
+    return at._replace(head=at.head + a.k_groups, address=at.address + at.step)
 
 
 def fetch(g, address: Int64, words: cute.Tensor):
@@ -268,16 +267,22 @@ def transform_rows(
     values, weights = (cute.make_rmem_tensor((rotate.HALF, 2), Float32) for _ in range(2))
     inv_dim, apart = Float32(1.0) / Float32(a.k.shape[2]), g.lanes
     ahead.fill(0)
-    x = store_walk(spec, a, g, to_k, to_v, Int32(Q), g.own)
-    at = load_next(a, g, load_walk(a, g, Int32(Q), g.own + a.k_groups), ahead)
+    row, step, end = g.own, a.k_groups, row_count(a)
+    at = LoadWalk(Int32(Q), row + step, Int32(0), Int64(0), Int64(0))
+    if row + step < end:
+        at = load_row(a, g, load_walk(a, g, Int32(Q), row + step), ahead)
+    x = store_walk(spec, a, g, to_k, to_v, Int32(Q), row)
     weighted = weights_of(a, x.operand) != 0
     add_offset(spec, a, weight_words, weights)
-    while x.head < x.heads:
+    while row < end:
         for half in cutlass.range_constexpr(2):
             memory.unpack(spec.dtype, words[None, half], values[None, half])
             for i in cutlass.range_constexpr(4):
                 held[i, half], words[i, half] = words[i, half], ahead[i, half]
-        at = load_next(a, g, at, ahead)
+        if row + 2 * step < end:
+            if at.head >= at.heads:
+                at = load_walk(a, g, at.operand + 1, at.head - at.heads)
+            at = load_row(a, g, at, ahead)
         if writes[0] if x.operand == Q else writes[1]:
             if x.operand != V:
                 if weighted:
@@ -288,15 +293,17 @@ def transform_rows(
                 if rotates:
                     rotate.rotate_pairs(values, cos, sin)
             store_two(spec, a, x, apart, values, held)
-        y = x._replace(head=x.head + a.k_groups, address=x.address + x.step, sf=x.sf + x.sf_step)
-        if y.head >= x.heads and x.operand < V:
-            y = store_walk(spec, a, g, to_k, to_v, x.operand + 1, y.head - x.heads)
-            address = weights_of(a, y.operand)
-            weighted = address != 0
-            if weighted:
-                fetch(g, address, weight_words)
-                add_offset(spec, a, weight_words, weights)
-        x = y
+        row += step
+        if row < end:
+            y = x._replace(head=x.head + step, address=x.address + x.step, sf=x.sf + x.sf_step)
+            if y.head >= x.heads:
+                y = store_walk(spec, a, g, to_k, to_v, x.operand + 1, y.head - x.heads)
+                address = weights_of(a, y.operand)
+                weighted = address != 0
+                if weighted:
+                    fetch(g, address, weight_words)
+                    add_offset(spec, a, weight_words, weights)
+            x = y
 
 
 @cute.jit
