@@ -162,6 +162,6 @@ def reduce_async(x: PtxInstruction, f: re.Match[str]) -> PtxOp:
                 point.complete_phase()
 
             m.count("red.async")
-            m.post(f"{t.say(x)} to {m.shared.name(int(to[i]))}", complete)
+            m.post(lambda to=int(to[i]): f"{t.say(x)} to {m.shared.name(to)}", complete)
 
     return effect(run, (x.args[0], "address"), (x.args[2], "address"), (x.args[1], f[2]))

@@ -54,7 +54,7 @@ def request(t: Threads, x: PtxInstruction, i: int, targets: list[tuple[int, int]
             m.shared.bytes[to : to + SIZE] = data
             complete_tx(m, barrier, words, SIZE)
 
-    m.post(f"{t.say(x)}, mbarrier {found[0][2].address}", complete)
+    m.post(lambda: f"{t.say(x)}, mbarrier {found[0][2].address}", complete)
 
 
 def answer(m: MachineState) -> np.ndarray:

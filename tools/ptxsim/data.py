@@ -330,6 +330,6 @@ def copies_arrive(x: PtxInstruction, f: re.Match[str]) -> PtxOp:
                 barrier.complete_phase()
 
             m.count("cp.async arrival")
-            m.post(f"{t.say(x)} at {barrier.address}", complete)
+            m.post(lambda barrier=barrier: f"{t.say(x)} at {barrier.address}", complete)
 
     return effect(run, (x.args[0], "address"))

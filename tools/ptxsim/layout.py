@@ -1,6 +1,7 @@
 """Layouts of elements: swizzles, tensor-map boxes, matrix descriptors, register fragments of matrix instructions."""
 
 from functools import cache
+from typing import Any
 
 import numpy as np
 
@@ -31,11 +32,11 @@ def box(tensor: TensorMap) -> tuple[np.ndarray, np.ndarray, int, int]:
     return index, flat // shape[0] * pitch + index[0] * unit, unit, len(flat) * unit
 
 
-def box_words(tensor: TensorMap, start: int) -> np.ndarray:
-    """Return the words of shared memory that a box at byte `start` touches."""
+def box_words(tensor: TensorMap, start: int) -> Any:
+    """Return the words of shared memory that a box at byte `start` touches, as a slice or an array."""
     _, linear, unit, size = box(tensor)
     if int(linear[-1]) + unit == size:  # no gaps
-        return np.arange(start >> 2, (start + size) >> 2)
+        return slice(start >> 2, (start + size) >> 2)
     return np.unique(swizzle(start + linear, tensor.swizzle) >> 2)
 
 

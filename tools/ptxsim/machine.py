@@ -3,8 +3,7 @@
 from collections import defaultdict, deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -25,10 +24,33 @@ POISON = {"B": 0x7F, "W": 0x7FC0DEAD, "H": 0x7FC1, "D": 0x7FF8_DEAD_7FC0_DEAD}  
 
 @dataclass
 class PendingOperation:
-    """A pending asynchronous operation."""
+    """A pending asynchronous operation. what: returns its text."""
 
-    what: str
+    what: Callable[[], str]
     complete: Callable[[], None]
+
+
+class lazy:  # noqa: N801
+    """A property computed at its first use; functools.cached_property takes a lock each time."""
+
+    def __init__(self, compute: Callable[[Any], Any]) -> None:
+        self.compute, self.name = compute, compute.__name__
+
+    def __get__(self, owner: Any, kind: Any) -> Any:
+        found = owner.__dict__[self.name] = self.compute(owner)
+        return found
+
+
+class Place(NamedTuple):
+    """An instruction that threads execute; its text is written only for messages."""
+
+    threads: "Threads"
+    x: Any
+
+    def __str__(self) -> str:
+        at = f" ({self.x.source})" if self.x.source else ""
+        names = ", ".join(map(str, self.threads.warps[:8].tolist()))
+        return f"line {self.x.line}{at}, warp {names}: {self.x.op}"
 
 
 @dataclass
@@ -40,50 +62,61 @@ class Threads:
     count: int
     pick: Any = None  # of a selection: its positions among the threads it was selected from
 
-    @cached_property
+    @lazy
     def index(self) -> np.ndarray:
         return np.arange(self.machine.threads)[self.where] if isinstance(self.where, slice) else self.where
 
-    @cached_property
+    @lazy
     def warp(self) -> np.ndarray:
         """Return the warp of each thread, numbered through all resident CTAs."""
         return self.index >> 5
 
-    @cached_property
+    @lazy
     def warps(self) -> np.ndarray:
         return distinct(self.warp)
 
-    @cached_property
+    @lazy
     def whole(self) -> bool:
         """Return whether all 32 lanes of every warp are here."""
         return self.count == 32 * len(self.warps)
 
+    @lazy
+    def first_slot(self) -> np.ndarray:
+        """Return the first slot of the cluster of each thread."""
+        return self.machine.first_slot[self.where]
+
     def select(self, mask: np.ndarray) -> "Threads | None":
         """Return the threads for which `mask` holds; None if there are none."""
-        pick = np.flatnonzero(mask)
+        (pick,) = mask.nonzero()
         return Threads(self.machine, self.index[pick], len(pick), pick) if len(pick) else None
 
     def merge(self, old: np.ndarray, values: np.ndarray) -> np.ndarray:
         """Return `old` of all threads with `values` in place of those selected."""
-        out = np.array(np.broadcast_to(old, np.shape(old)))
+        out = old.copy()
         out[self.pick] = values
         return out
 
-    def say(self, x: Any) -> str:
-        """Return the location as text: PTX line, source line, warps, opcode."""
-        at = f" ({x.source})" if x.source else ""
-        return f"line {x.line}{at}, warp {self._names}: {x.op}"
-
-    @cached_property
-    def _names(self) -> str:
-        return ", ".join(map(str, self.warps[:8].tolist()))
+    def say(self, x: Any) -> Place:
+        """Return the location, which is text in a message: PTX line, source line, warps, opcode."""
+        return Place(self, x)
 
 
 def distinct(ascending: np.ndarray) -> np.ndarray:
     """Return np.unique of ascending numbers, in a fraction of its time."""
-    first = np.ones(len(ascending), bool)
+    if len(ascending) and ascending[0] == ascending[-1]:
+        return ascending[:1]
+    first = np.empty(len(ascending), bool)
+    first[:1] = True
     np.not_equal(ascending[1:], ascending[:-1], out=first[1:])
     return ascending[first]
+
+
+def groups(values: np.ndarray) -> list[tuple[int, np.ndarray]]:
+    """Return each value, ascending, and a mask of the elements that have it."""
+    first = values == values[0]
+    if np.count_nonzero(first) == len(values):
+        return [(int(values[0]), first)]
+    return [(value, values == value) for value in np.unique(values).tolist()]
 
 
 @dataclass
@@ -197,7 +230,7 @@ class MachineState:
     # ------------------------------------------------------------- used by forms
     def flat(self, t: Threads, address: np.ndarray, size: int, x: Any) -> np.ndarray:
         """Convert shared addresses of threads to indices into shared.bytes."""
-        return self.shared.flat(self.first_slot[t.where], address, size, t.say(x))
+        return self.shared.flat(t.first_slot, address, size, t.say(x))
 
     def mbarrier(self, t: Threads, flat: int, x: Any) -> Mbarrier:
         found = self.mbarriers.get(int(flat))
@@ -212,8 +245,8 @@ class MachineState:
             raise Fault(f"{t.say(x)}: the mbarrier at {barrier.address} was initialised, but not fenced for async use")
         return barrier
 
-    def post(self, what: str, complete: Callable[[], None], queue: str = "") -> None:
-        """Start an async operation; the mode decides when it completes."""
+    def post(self, what: Callable[[], str], complete: Callable[[], None], queue: str = "") -> None:
+        """Start an async operation; the mode decides when it completes. what: returns its text."""
         if self.settings.mode == "eager":
             complete()
             self.events += 1

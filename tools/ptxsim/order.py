@@ -23,17 +23,25 @@ class VectorClock:
 
     def event(self, component: int, count: int) -> None:
         """Add event `count` of a component with data that needs no fence, since the async proxy itself wrote it."""
-        added = np.zeros(component + 1, np.int32)
-        added[component] = count
-        self.seen, self.fenced = joined(self.seen, added), joined(self.fenced, added)
+        self.seen, self.fenced = raised(self.seen, component, count), raised(self.fenced, component, count)
 
 
 def joined(a: np.ndarray, b: np.ndarray) -> np.ndarray:
-    """Return the elementwise maximum; a missing entry is 0."""
+    """Return the elementwise maximum; a missing entry is 0. No clock is changed in place, so it may be `a` or `b`."""
     if a.size < b.size:
         a, b = b, a
+    if not b.size:
+        return a
     out = a.copy()
-    np.maximum(out[: b.size], b, out=out[: b.size])
+    np.maximum(a[: b.size], b, out=out[: b.size])
+    return out
+
+
+def raised(clock: np.ndarray, component: int, count: int) -> np.ndarray:
+    """Return a clock with at least `count` events of a component."""
+    out = np.zeros(max(clock.size, component + 1), np.int32)
+    out[: clock.size] = clock
+    out[component] = max(out[component], count)
     return out
 
 
@@ -42,8 +50,13 @@ class HappensBefore:
         self.warps = warps
         self.components = warps
         self.seen = np.zeros((warps, warps + 64), np.int32)
-        self.seen[np.arange(warps), np.arange(warps)] = 1
         self.fenced = np.zeros_like(self.seen)
+        self.own = self.diagonal()  # each warp's own current event
+        self.own += 1
+
+    def diagonal(self) -> np.ndarray:
+        """Return a view of seen[w, w]."""
+        return self.seen.reshape(-1)[:: self.seen.shape[1] + 1]
 
     def component(self, count: int = 1) -> int:
         """Add `count` components without events and return the first."""
@@ -52,27 +65,37 @@ class HappensBefore:
         if self.components > self.seen.shape[1]:
             more = np.zeros((self.warps, self.components), np.int32)  # doubles the capacity
             self.seen, self.fenced = np.hstack([self.seen, more]), np.hstack([self.fenced, more])
+            self.own = self.diagonal()
         return first
 
     def now(self, warps: np.ndarray) -> np.ndarray:
         """Return each warp's own current event."""
-        return self.seen[warps, warps]
+        return self.own[warps]
+
+    def saw(self, warps: np.ndarray, component: np.ndarray) -> np.ndarray:
+        """Return how many events of a component each warp has seen; any number if the component is negative."""
+        return self.seen.reshape(-1)[warps * self.seen.shape[1] + component]
 
     def release(self, warps: np.ndarray, clock: VectorClock) -> None:
         """Release everything these warps did or saw so far to `clock`."""
-        clock.seen = joined(clock.seen, self.seen[warps].max(0))
-        clock.fenced = joined(clock.fenced, self.fenced[warps].max(0))
-        self.seen[warps, warps] += 1
+        clock.seen = joined(clock.seen, highest(self.seen[warps]))
+        clock.fenced = joined(clock.fenced, highest(self.fenced[warps]))
+        self.own[warps] += 1
 
     def acquire(self, warps: np.ndarray, clock: VectorClock) -> None:
-        n = clock.seen.size
-        if n:
-            self.seen[warps, :n] = np.maximum(self.seen[warps, :n], clock.seen)
-        n = clock.fenced.size
-        if n:
-            self.fenced[warps, :n] = np.maximum(self.fenced[warps, :n], clock.fenced)
+        for known, new in ((self.seen, clock.seen), (self.fenced, clock.fenced)):
+            n = new.size
+            if len(warps) == 1:
+                row = known[warps[0], :n]
+                np.maximum(row, new, out=row)
+            elif n:
+                known[warps, :n] = np.maximum(known[warps, :n], new)
 
     def fence_proxy(self, warps: np.ndarray) -> None:
         """fence.proxy.async: order all that these warps have seen before later async accesses."""
         self.fenced[warps] = np.maximum(self.fenced[warps], self.seen[warps])
-        self.seen[warps, warps] += 1
+        self.own[warps] += 1
+
+
+def highest(rows: np.ndarray) -> np.ndarray:
+    return rows[0] if len(rows) == 1 else rows.max(0)

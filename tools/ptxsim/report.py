@@ -27,7 +27,7 @@ def where(m: MachineState) -> str:
     for cluster, point in m.state.cluster.items():
         if point.arrived:
             lines.append(f"  cluster barrier {cluster}: {point.arrived} of {point.need} threads have arrived")
-    lines += [f"  under way: {one.what}" for queue in m.state.pending.values() for one in queue]
+    lines += [f"  under way: {one.what()}" for queue in m.state.pending.values() for one in queue]
     return "\n".join(lines)
 
 

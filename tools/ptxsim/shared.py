@@ -10,6 +10,7 @@ A shared address is (CTA rank in the cluster << 24) + offset, as on hardware; us
 from typing import Any
 
 import numpy as np
+from numpy import count_nonzero  # of a small mask, in a quarter of the time of any()
 
 from .call import elements
 from .faults import Fault
@@ -17,7 +18,8 @@ from .order import HappensBefore
 
 BASE = 1024  # bytes that the system keeps at the start of a CTA's shared memory
 RANK = 24  # bit of a shared address where the CTA rank begins
-EMPTY, SEVERAL = -1, -2  # in place of a component: never written; parts written by several warps, unordered
+EMPTY, SEVERAL = -1, -2  # in place of a component: never written; parts written by several warps, unordered. Event 0
+ALWAYS = np.iinfo(np.int32).max
 
 
 class SharedMemory:
@@ -30,17 +32,20 @@ class SharedMemory:
         self.writer = np.full(words, EMPTY, np.int32)
         self.event = np.zeros(words, np.int32)
         self.partly = np.zeros(words, bool)  # the last write was smaller than 4 bytes
-        self.readers = np.zeros((words, warps_per_slot), np.int32)  # last event at which each warp of the CTA read
+        self.readers = np.zeros((warps_per_slot, words), np.int32)  # last event at which each warp of the CTA read
         self.async_reader = np.full(words, EMPTY, np.int32)
         self.async_event = np.zeros(words, np.int32)
         self.updater = np.full(words, EMPTY, np.int32)  # last warp that updated the word by an atomic, and its event
         self.update_event = np.zeros(words, np.int32)
         self.updated = False  # whether any word was
-        self.async_reads = np.zeros(words, np.int16)
-        self.async_writes = np.zeros(words, np.int16)
+        self.async_read = False  # whether async_reader names any reader
+        self.async_reads, self.reads = np.zeros(words, np.int16), 0  # pending; the number of words in all of them
+        self.async_writes, self.writes = np.zeros(words, np.int16), 0
         self.exited: set[int] = set()  # slots of exited CTAs
-        warp = np.arange(slots * warps_per_slot)[:, None]  # and the warps of its own CTA
-        self.own = warp, warp // warps_per_slot * warps_per_slot + np.arange(warps_per_slot)
+        self.slot = np.arange(words) // (self.stride // 4)  # of each word
+        warp = np.arange(slots * warps_per_slot)
+        self.slot_of_warp, self.row = warp // warps_per_slot, warp % warps_per_slot * words  # row: in `readers`
+        self.own = warp[:, None], (warp // warps_per_slot * warps_per_slot)[:, None] + np.arange(warps_per_slot)
 
     def name(self, flat: int) -> str:
         slot, offset = divmod(flat, self.stride)
@@ -53,10 +58,10 @@ class SharedMemory:
         first_slot: of the cluster that each address belongs to."""
         address = address.astype(np.int64)
         offset = address & ((1 << RANK) - 1)
-        if offset.size and (offset.min() < BASE or offset.max() + size > BASE + self.size):
+        if count_nonzero((offset - BASE).view(np.uint64) >= np.uint64(max(0, self.size - size + 1))):
             bad = offset[(offset < BASE) | (offset + size > BASE + self.size)]
             raise Fault(f"{what}: {size} B at shared {int(bad[0]) - BASE:#x}, the CTA has {self.size} B")
-        if (offset % size).any():
+        if size > 1 and count_nonzero(offset & (size - 1)):
             raise Fault(f"{what}: shared {int(offset[offset % size != 0][0]) - BASE:#x} is not aligned to {size} B")
         slot = first_slot + (address >> RANK)
         if self.exited and np.isin(slot, list(self.exited)).any():
@@ -83,45 +88,51 @@ class SharedMemory:
             self.check_updates(by, words, f"{what}: reads")
         if not part and not strong:
             self.record_read(by, words)
-        items = (flat // dtype.itemsize) + np.arange(count)[:, None]
-        return elements(self.bytes, dtype)[items]
+        if count == 1:
+            return elements(self.bytes, dtype)[flat // dtype.itemsize][None]
+        size = dtype.itemsize * count
+        return elements(self.bytes, np.dtype(f"V{size}"))[flat // size].view(dtype).reshape(-1, count).T.copy()
+
+    def in_own(self, by: np.ndarray, words: np.ndarray) -> bool:
+        """Return whether all words lie in the CTA of the warps `by`."""
+        return not count_nonzero(self.slot[words] != self.slot_of_warp[by])
 
     def record_read(self, by: np.ndarray, words: np.ndarray) -> None:
         """Record a read. Only the last reader from other CTAs is kept per word."""
+        if self.in_own(by, words):
+            self.readers.reshape(-1)[self.row[by] + words] = self.order.now(by)
+            return
         by = np.broadcast_to(by, words.shape)
-        own = by // self.per_slot == words * 4 // self.stride
-        self.readers[words[own], by[own] % self.per_slot] = self.order.now(by[own])
-        if not own.all():
-            away = ~own
-            self.async_reader[words[away]], self.async_event[words[away]] = by[away], self.order.now(by[away])
+        own = self.slot[words] == self.slot_of_warp[by]
+        self.readers.reshape(-1)[self.row[by[own]] + words[own]] = self.order.now(by[own])
+        away, self.async_read = ~own, True
+        self.async_reader[words[away]], self.async_event[words[away]] = by[away], self.order.now(by[away])
 
-    def check_read(self, by: np.ndarray, words: np.ndarray, what: str, part: bool = False) -> None:
+    def check_read(self, by: np.ndarray, words: np.ndarray, what: Any, part: bool = False) -> None:
         """Check a read. part: less than a word is read, so a write to another part of the word is allowed to race.
 
         For a vector load (words two-dimensional) one written word suffices: compilers widen loads over padding."""
         writer = self.last_writer(words, what)
         empty = writer == EMPTY
-        if empty.any() and (words.ndim == 1 or empty.all(1).any()):
+        if count_nonzero(empty) and (words.ndim == 1 or empty.all(1).any()):
             raise Fault(f"{what}: reads {self._first(words, empty)}, which nothing has written")
-        self.check_order(self.order.seen[by, np.maximum(writer, 0)], words, what, part)
+        late = self.order.saw(by, writer) < self.event[words]
+        if count_nonzero(late):
+            self.refuse_late(late & ~self.partly[words] if part else late, words, what)
 
-    def last_writer(self, words: np.ndarray, what: str) -> np.ndarray:
+    def last_writer(self, words: np.ndarray, what: Any) -> np.ndarray:
         """Return the writers of words that are read now. Raise Fault if an async write is pending."""
-        if self.async_writes[words].any():
+        if self.writes and count_nonzero(self.async_writes[words]):
             raise Fault(
                 f"{what}: reads {self._first(words, self.async_writes[words] > 0)} while an async write is under way"
             )
         return self.writer[words]
 
-    def check_order(self, seen: np.ndarray, words: np.ndarray, what: str, part: bool = False) -> None:
-        """Check the order of reads. seen: how many events of each word's writer happen before the read."""
-        writer = self.writer[words]
-        late = (writer >= 0) & (seen < self.event[words])
-        if part:
-            late &= ~self.partly[words]
+    def refuse_late(self, late: np.ndarray, words: np.ndarray, what: Any) -> None:
+        """Raise Fault if a read does not happen after the last write."""
         if late.any():
             raise Fault(
-                f"{what}: reads {self._first(words, late)}, written by {self.who(int(writer[late].flat[0]))}, "
+                f"{what}: reads {self._first(words, late)}, written by {self.who(int(self.writer[words][late].flat[0]))}, "
                 "without synchronisation in between"
             )
 
@@ -131,45 +142,52 @@ class SharedMemory:
         words = self.words(flat, size)
         by = warps if words.ndim == 1 else warps[:, None]
         apart = self.check_write(by, words, what, size < 4)
-        items = (flat // values.dtype.itemsize) + np.arange(len(values))[:, None]
-        elements(self.bytes, values.dtype)[items] = values
-        self.writer[words], self.event[words] = np.where(apart, SEVERAL, by), self.order.now(by)
+        raw = values[0] if len(values) == 1 else np.ascontiguousarray(values.T).view(f"V{size}")[:, 0]
+        elements(self.bytes, raw.dtype)[flat // size] = raw
+        now = self.order.now(by)
+        if count_nonzero(apart):
+            self.writer[words], self.event[words] = np.where(apart, SEVERAL, by), np.where(apart, 0, now)
+        else:
+            self.writer[words], self.event[words] = by, now
         self.partly[words] = size < 4
-        clash = (self.writer[words] != by) & ~apart  # another warp of the same group wrote the word
-        if size >= 4 and clash.any():
-            raise Fault(f"{what}: several warps write {self._first(words, clash)} without synchronisation in between")
+        if size >= 4 and by.size > 1:
+            clash = (self.writer[words] != by) & ~apart  # another warp of the same group wrote the word
+            if count_nonzero(clash):
+                first = self._first(words, clash)
+                raise Fault(f"{what}: several warps write {first} without synchronisation in between")
 
-    def check_write(self, by: np.ndarray, words: np.ndarray, what: str, part: bool = False) -> np.ndarray:
-        """Check a write; return a mask of the words that other warps write in other parts at the same time, which is
-        allowed only for a `part` of a word."""
-        if self.async_writes[words].any():
+    def check_write(self, by: np.ndarray, words: Any, what: Any, part: bool = False) -> np.ndarray:
+        """Check a write of `words`, an array or a slice; return a mask of the words that other warps write in other
+        parts at the same time, which is allowed only for a `part` of a word."""
+        if self.writes and count_nonzero(self.async_writes[words]):
             raise Fault(
                 f"{what}: writes {self._first(words, self.async_writes[words] > 0)} while an async write is under way"
             )
-        if self.async_reads[words].any():
+        if self.reads and count_nonzero(self.async_reads[words]):
             raise Fault(
                 f"{what}: writes {self._first(words, self.async_reads[words] > 0)} while an async operation reads it"
             )
         writer = self.writer[words]
-        late = (writer >= 0) & (self.order.seen[by, np.maximum(writer, 0)] < self.event[words])
+        late = apart = self.order.saw(by, writer) < self.event[words]
         if self.updated:
             self.check_updates(by, words, f"{what}: overwrites")
-        apart = late & self.partly[words] if part else np.zeros_like(late)
-        late &= ~apart
-        if late.any():
-            raise Fault(
-                f"{what}: overwrites {self._first(words, late)}, written by {self.who(int(writer[late].flat[0]))}, "
-                "without synchronisation in between"
-            )
+        if count_nonzero(late):
+            apart = late & self.partly[words] if part else np.zeros_like(late)
+            late = late & ~apart
+            if late.any():
+                raise Fault(
+                    f"{what}: overwrites {self._first(words, late)}, written by "
+                    f"{self.who(int(writer[late].flat[0]))}, without synchronisation in between"
+                )
         self.check_readers(by, words, what)
-        return apart | (part & (writer == SEVERAL))
+        return apart | (writer == SEVERAL) if part else apart
 
     def update(self, warps: np.ndarray, flat: np.ndarray, size: int, what: str) -> None:
         """Record atomics of `warps` (n,) that update `size` bytes at flat (n,)."""
         words = self.words(flat, size)
         by = warps if words.ndim == 1 else warps[:, None]
         self.check_read(by, words, what, size < 4)
-        if self.async_reads[words].any():
+        if self.reads and count_nonzero(self.async_reads[words]):
             raise Fault(
                 f"{what}: updates {self._first(words, self.async_reads[words] > 0)}, which an async operation reads"
             )
@@ -179,8 +197,8 @@ class SharedMemory:
 
     def check_updates(self, by: np.ndarray, words: np.ndarray, what: str) -> None:
         updater = self.updater[words]
-        late = (updater >= 0) & (self.order.seen[by, np.maximum(updater, 0)] < self.update_event[words])
-        if late.any():
+        late = (updater >= 0) & (self.order.saw(by, updater) < self.update_event[words])
+        if count_nonzero(late):
             who = self.who(int(updater[late].flat[0]))
             raise Fault(f"{what} {self._first(words, late)}, updated by {who}, without synchronisation in between")
 
@@ -195,88 +213,131 @@ class SharedMemory:
             raise Fault(f"exit: CTA slot {slot} leaves, {who} reads {place} without synchronisation before that")
 
     def check_readers(self, by: np.ndarray, words: np.ndarray, what: str) -> None:
-        """Check that all reads of the words happen before the warps `by`: (1,), or one per word."""
-        if by.size == 1:  # the words of one operation lie in one CTA
-            start = int(words.flat[0]) * 4 // self.stride * self.per_slot
-            ordered = (self.readers[words].max(0) <= self.order.seen[by[0], start : start + self.per_slot]).all()
-            if ordered and (self.async_reader[words] == EMPTY).all():
-                return
-        first = words * 4 // self.stride * self.per_slot  # global number of the CTA's first warp
-        if (first == by // self.per_slot * self.per_slot).all():
-            late = self.readers[words] > self.order.seen[self.own][by]
+        """Check that all reads of the words happen before the warps `by`: (1,), or one per word. The words of one
+        operation lie in one CTA."""
+        if by.size == 1:
+            start = int(self.slot[words].flat[0]) * self.per_slot
+            last = self.readers[:, words].reshape(self.per_slot, -1).max(1)
+            ordered = not count_nonzero(last > self.order.seen[by.flat[0], start : start + self.per_slot])
         else:
-            seen = self.order.seen[by[..., None], first[..., None] + np.arange(self.per_slot)]
-            late = self.readers[words] > seen
-        by = np.broadcast_to(by, words.shape)
+            ordered = self.in_own(by, words)
+            if ordered:
+                late = self.readers[:, words] > self.order.seen[self.own].T[:, by]
+                ordered = not count_nonzero(late)
+        if not ordered:
+            self.refuse_readers(by, self._numbers(words), what)
+        if not self.async_read:
+            return
+        reader = self.async_reader[words]
+        late = (reader >= 0) & (self.order.saw(by, reader) < self.async_event[words])
+        if count_nonzero(late):
+            readers = f"{self.who(int(reader[late].flat[0]))} may still read"
+            raise Fault(f"{what}: overwrites {self._first(words, late)}, which {readers}")
+
+    def refuse_readers(self, by: np.ndarray, words: np.ndarray, what: Any) -> None:
+        """Raise Fault if a warp of a word's CTA, which need not be the writer's, may still read the word."""
+        first = self.slot[words] * self.per_slot  # global number of the CTA's first warp
+        seen = self.order.seen[by[..., None], first[..., None] + np.arange(self.per_slot)]
+        late = np.moveaxis(self.readers[:, words], 0, -1) > seen
         if late.any():
             where = np.argwhere(late)[0]
             reader, place = int(first[tuple(where[:-1])] + where[-1]), self.name(int(words[tuple(where[:-1])]) * 4)
             raise Fault(
                 f"{what}: overwrites {place}, which {self.who(reader)} has read, without synchronisation in between"
             )
-        reader = self.async_reader[words]
-        late = (reader >= 0) & (self.order.seen[by, np.maximum(reader, 0)] < self.async_event[words])
-        if late.any():
-            readers = f"{self.who(int(reader[late].flat[0]))} may still read"
-            raise Fault(f"{what}: overwrites {self._first(words, late)}, which {readers}")
 
     # ------------------------------------------------------------- async proxy
     def begin_read(self, warps: np.ndarray, words: np.ndarray, what: str, blank: bool = False) -> str:
         """Start an async read of `words` (k,) by `warps`. blank: words that nothing has written may be read; the
         result then names one of them, or is ""."""
-        writer = self.last_writer(words, what)
-        component, empty = np.maximum(writer, 0), writer == EMPTY
-        nothing = f"{what}: reads {self._first(words, empty)}, which nothing has written" if empty.any() else ""
-        if nothing and not blank:
-            raise Fault(nothing)
-        self.check_order(self.order.seen[warps].min(0)[component], words, what)
-        generic = (writer >= 0) & (writer < self.order.warps)
-        if generic.any():
-            stale = generic & (self.order.fenced[warps].min(0)[component] < self.event[words])
-            if stale.any():
-                raise Fault(
-                    f"{what}: reads {self._first(words, stale)} through the async proxy, written by "
-                    f"{self.who(int(writer[stale][0]))} without fence.proxy.async"
-                )
+        writer, nothing = self.last_writer(words, what), ""
+        if count_nonzero(self.ordered(warps)[writer] < self.event[words]):
+            empty = writer == EMPTY
+            nothing = f"{what}: reads {self._first(words, empty)}, which nothing has written" if empty.any() else ""
+            if nothing and not blank:
+                raise Fault(nothing)
+            self.refuse_late((writer >= 0) & (self.order.seen[warps].min(0)[writer] < self.event[words]), words, what)
+            self.refuse_stale(warps, words, f"{what}: reads")
         self.async_reads[words] += 1
+        self.reads += size_of(words)
         return nothing
 
-    def end_read(self, warps: np.ndarray, words: np.ndarray) -> None:
-        """End an async read; `warps` have waited for it."""
-        self.async_reads[words] -= 1
-        for warp in warps:
-            self.readers[words, warp % self.per_slot] = self.order.seen[warp, warp]
+    def ordered(self, warps: np.ndarray) -> np.ndarray:
+        """Return how many events of each component happen before an async access by all `warps`: those of threads only
+        if they are fenced. The last entries, for SEVERAL and EMPTY, are chosen so that EMPTY alone is refused."""
+        order, n = self.order, self.order.warps
+        known = np.empty(order.seen.shape[1] + 2, np.int32)
+        known[n:-2], known[:n] = lowest(order.seen[warps, n:]), lowest(order.fenced[warps, :n])
+        known[SEVERAL], known[EMPTY] = ALWAYS, -1
+        return known
 
-    def begin_write(self, warp: int, words: np.ndarray, what: str) -> None:
-        """Start an async write of `words` (k,) by `warp`."""
-        self.check_write(np.array([warp]), words, what)
+    def refuse_stale(self, warps: np.ndarray, words: Any, what: str) -> None:
+        """Raise Fault if a thread wrote words and no fence has carried the write over to the async proxy."""
         writer = self.writer[words]
         generic = (writer >= 0) & (writer < self.order.warps)
-        stale = generic & (self.order.fenced[warp, np.maximum(writer, 0)] < self.event[words])
+        stale = generic & (self.order.fenced[warps].min(0)[np.maximum(writer, 0)] < self.event[words])
         if stale.any():
             raise Fault(
-                f"{what}: overwrites {self._first(words, stale)} through the async proxy, written by "
+                f"{what} {self._first(words, stale)} through the async proxy, written by "
                 f"{self.who(int(writer[stale][0]))} without fence.proxy.async"
             )
-        self.async_writes[words] += 1
 
-    def begin_writes(self, words: np.ndarray, what: str) -> None:
+    def end_read(self, warps: np.ndarray, words: Any) -> None:
+        """End an async read; `warps` have waited for it."""
+        self.async_reads[words] -= 1
+        self.reads -= size_of(words)
+        for warp in warps.tolist():
+            self.readers[warp % self.per_slot][words] = self.order.own[warp]
+
+    def end_read_by_engine(self, words: Any, component: int, event: int) -> None:
+        """End an async read; any thread that has seen (component, event) may overwrite the words."""
+        self.async_reads[words] -= 1
+        self.reads -= size_of(words)
+        self.async_reader[words], self.async_event[words], self.async_read = component, event, True
+
+    def begin_write(self, warp: int, words: Any, what: Any) -> None:
+        """Start an async write of `words`, an array (k,) or a slice, by `warp`."""
+        warps = np.array([warp])
+        self.check_write(warps, words, what)
+        writer = self.writer[words]
+        if count_nonzero((self.ordered(warps)[writer] < self.event[words]) & (writer != EMPTY)):
+            self.refuse_stale(warps, words, f"{what}: overwrites")
+        self.expect_write(words)
+
+    def expect_write(self, words: Any) -> None:
+        self.async_writes[words] += 1
+        self.writes += size_of(words)
+
+    def begin_writes(self, words: np.ndarray, what: Any) -> None:
         """Start asynchronous writes of several threads, each to its own words (n, k)."""
         before = self.async_writes[words]
         np.add.at(self.async_writes, words, 1)
+        self.writes += words.size
         twice = self.async_writes[words] > before + 1
-        if twice.any():
+        if count_nonzero(twice):
             raise Fault(f"{what}: several threads write {self._first(words, twice)}")
 
-    def end_write(self, words: np.ndarray, component: Any, event: Any) -> None:
+    def end_write(self, words: Any, component: Any, event: Any) -> None:
         """End an async write; any thread that has seen (component, event), one or one per word, may read the words."""
         self.async_writes[words] -= 1
+        self.writes -= size_of(words)
         self.writer[words], self.event[words], self.partly[words] = component, event, False
-        self.readers[words] = 0
+        self.readers[:, words] = 0
         self.async_reader[words] = EMPTY
 
     def who(self, component: int) -> str:
         return f"warp {component}" if component < self.order.warps else "an async operation"
 
-    def _first(self, words: np.ndarray, bad: np.ndarray) -> str:
-        return self.name(int(words[bad].flat[0]) * 4)
+    def _numbers(self, words: Any) -> np.ndarray:
+        return np.arange(words.start, words.stop) if isinstance(words, slice) else words
+
+    def _first(self, words: Any, bad: np.ndarray) -> str:
+        return self.name(int(self._numbers(words)[bad].flat[0]) * 4)
+
+
+def size_of(words: Any) -> int:
+    return words.stop - words.start if isinstance(words, slice) else words.size
+
+
+def lowest(rows: np.ndarray) -> np.ndarray:
+    return rows[0] if len(rows) == 1 else rows.min(0)

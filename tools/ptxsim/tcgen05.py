@@ -281,11 +281,10 @@ def issue(t: Threads, x: PtxInstruction, i: int, pool: TmemPool, operation: Oper
 
     def complete() -> None:
         operation.run()
-        m.shared.async_reads[words] -= 1
-        m.shared.async_reader[words], m.shared.async_event[words] = mine, event
+        m.shared.end_read_by_engine(words, mine, event)
         engine.done = event
 
-    m.post(say, complete, queue=f"tcgen05 {pool.first}")
+    m.post(lambda: str(say), complete, queue=f"tcgen05 {pool.first}")
 
 
 @form(
@@ -324,7 +323,7 @@ def arrive(t: Threads, x: PtxInstruction, i: int, engine: Engine, targets: list[
             barrier.complete_phase()
         m.events += 1
 
-    m.post(f"{t.say(x)}, mbarrier {', '.join(barrier.address for barrier in barriers)}", complete, queue)
+    m.post(lambda: f"{t.say(x)}, mbarrier {', '.join(barrier.address for barrier in barriers)}", complete, queue)
 
 
 # ------------------------------------------------------------------------------------------------ mma

@@ -32,7 +32,7 @@ TYPES |= {"b16": "u2", "b32": "u4", "b64": "u8", "u16": "u2", "u8": "u1"}
 class BulkStore:
     """A bulk operation that reads shared memory."""
 
-    words: np.ndarray
+    words: Any  # of shared memory, an array or a slice
     warp: int
     complete: Any  # returns the result of exchange.Exchange.store
     done: bool = False
@@ -155,7 +155,7 @@ def issue_load(t: Threads, x: PtxInstruction, i: int, load: TensorBox, to: int, 
         elements(m.shared.bytes, values.dtype)[swizzle(to + linear, load.tensor.swizzle) // unit] = values
         complete_tx(m, barrier, words, size)
 
-    m.post(f"{say} to {m.shared.name(to)}, mbarrier {barrier.address}", complete)
+    m.post(lambda: f"{say} to {m.shared.name(to)}, mbarrier {barrier.address}", complete)
 
 
 def fill(tensor: TensorMap, unit: int) -> int:
@@ -171,8 +171,8 @@ def check_inside_cta(t: Threads, x: PtxInstruction, flat: int, size: int) -> Non
         raise Fault(f"{t.say(x)}: {size} B at {shared.name(flat)}, the CTA has {shared.size} B")
 
 
-def complete_tx(m: MachineState, barrier: Any, words: np.ndarray, size: int) -> None:
-    """Complete the bytes of a copy: `words` become readable by any thread that sees this phase of the mbarrier
+def complete_tx(m: MachineState, barrier: Any, words: Any, size: int) -> None:
+    """Complete the bytes of a copy: `words` (an array or a slice) become readable by any thread that sees this phase of the mbarrier
     complete."""
     m.shared.end_write(words, barrier.component, barrier.phase + 1)
     barrier.tx -= size
@@ -235,12 +235,12 @@ def issue_bulk(t: Threads, x: PtxInstruction, i: int, copy: BulkCopy, from_globa
     m = t.machine
     to, signal, source, size = copy
     barrier, say, warp = m.signalled(t, signal, x), t.say(x), int(t.warp[i])
-    words = np.arange(to >> 2, (to + size) >> 2)
+    words = slice(to >> 2, (to + size) >> 2)
     check_inside_cta(t, x, to, size)
     if update is None:  # several updates of one word may be pending
         m.shared.begin_write(warp, words, say)
     else:
-        m.shared.async_writes[words] += 1
+        m.shared.expect_write(words)
     m.count("bulk load")
     if from_global:
         if source % 16:
@@ -248,7 +248,7 @@ def issue_bulk(t: Threads, x: PtxInstruction, i: int, copy: BulkCopy, from_globa
         origin = None
     else:
         origin = int(m.shared.flat(m.first_slot[t.index[i : i + 1]], np.array([source]), 16, say)[0])
-        m.shared.begin_read(np.array([warp]), np.arange(origin >> 2, (origin + size) >> 2), say)
+        m.shared.begin_read(np.array([warp]), slice(origin >> 2, (origin + size) >> 2), say)
 
     past = m.memory.bulk_past(warp)
 
@@ -257,13 +257,12 @@ def issue_bulk(t: Threads, x: PtxInstruction, i: int, copy: BulkCopy, from_globa
             data = m.memory.load(past, U64(source) + np.arange(0, size, 16, dtype=U64), "V16", say).view(np.uint8)
         else:
             data = m.shared.bytes[origin : origin + size].copy()
-            from_words = np.arange(origin >> 2, (origin + size) >> 2)
-            m.shared.async_reads[from_words] -= 1
-            m.shared.async_reader[from_words], m.shared.async_event[from_words] = barrier.component, barrier.phase + 1
+            from_words = slice(origin >> 2, (origin + size) >> 2)
+            m.shared.end_read_by_engine(from_words, barrier.component, barrier.phase + 1)
         m.shared.bytes[to : to + size] = data if update is None else update(m.shared.bytes[to : to + size], data)
         complete_tx(m, barrier, words, size)
 
-    m.post(f"{say} to {m.shared.name(to)}, mbarrier {barrier.address}", complete)
+    m.post(lambda: f"{say} to {m.shared.name(to)}, mbarrier {barrier.address}", complete)
 
 
 @form(
@@ -288,7 +287,7 @@ def store_async(x: PtxInstruction, f: re.Match[str]) -> PtxOp:
                 m.shared.bytes[place : place + size] = data
                 complete_tx(m, object_, words, size)
 
-            m.post(f"{t.say(x)} to {m.shared.name(int(to[i]))}", complete)
+            m.post(lambda to=int(to[i]): f"{t.say(x)} to {m.shared.name(to)}", complete)
 
     return effect(run, (x.args[0], "address"), (x.args[2], "address"), *[(v, f[2]) for v in vector(x.args[1])])
 
@@ -350,7 +349,7 @@ def store_bulk(x: PtxInstruction, f: re.Match[str]) -> PtxOp:
                 where = U64(to) + np.arange(0, end - start, dtype.itemsize, dtype=U64)
                 return write_global(t, x, i, (where, values), (f[2], kind))
 
-            issue_store(t, x, i, np.arange(start >> 2, end >> 2), complete)
+            issue_store(t, x, i, slice(start >> 2, end >> 2), complete)
 
     return effect(run, (x.args[0], "address"), (x.args[1], "address"), (x.args[2], "u32"))
 
@@ -373,13 +372,13 @@ def write_global(
     return m.memory.store(warps, address, new, say, ASYNC | PENDING | ATOMIC)
 
 
-def issue_store(t: Threads, x: PtxInstruction, i: int, words: np.ndarray, complete: Any) -> None:
+def issue_store(t: Threads, x: PtxInstruction, i: int, words: Any, complete: Any) -> None:
     m, warp = t.machine, int(t.warp[i])
     m.shared.begin_read(np.array([warp]), words, t.say(x))
     m.count("tma store")
     store = BulkStore(words, warp, complete)
     m.state.bulk.setdefault(int(t.index[i]), BulkGroups()).open.append(store)
-    m.post(t.say(x), lambda: finish(store), queue="store")
+    m.post(lambda: str(t.say(x)), lambda: finish(store), queue="store")
 
 
 def finish(store: BulkStore) -> None:
