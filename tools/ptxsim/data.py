@@ -134,7 +134,7 @@ def parameter(x: PtxInstruction, outs: tuple[tuple[str, str], ...], dtype: Any) 
         where = np.atleast_1d(address) - U64(PARAMS)
         same = bool((where == where[0]).all())  # as nearly always
         got = read(t, x, "param", where[:1] if same else where, dtype, len(outs))
-        many = np.repeat(got, t.count, 1) if same else got
+        many = got.repeat(t.count, 1) if same else got
         return tuple(many) if len(outs) > 1 else many[0]
 
     return effect(run, (x.args[1], "address"), outs=outs)
@@ -146,7 +146,7 @@ def store(x: PtxInstruction, f: re.Match[str]) -> PtxOp:
     strong = order in WRITES
 
     def run(t: Threads, x: PtxInstruction, address: Any, *values: Any) -> None:
-        write(t, x, space or "generic", address, np.stack(values), ATOMIC if strong else 0)
+        write(t, x, space or "generic", address, np.array(values), ATOMIC if strong else 0)
         if strong:
             synchronise(t, address, space or "generic", Sync(False, True, False, order == "release", scope != "cta"))
 
@@ -154,9 +154,13 @@ def store(x: PtxInstruction, f: re.Match[str]) -> PtxOp:
 
 
 # ------------------------------------------------------------------------------------------------ matrices
-def rows_of(t: Threads, address: np.ndarray, matrix: int) -> np.ndarray:
-    """Return (warps, 8) addresses of the rows of matrix j: lanes 8 j to 8 j + 7 hold them."""
-    return address.reshape(-1, 32)[:, 8 * matrix : 8 * matrix + 8]
+def row_lanes(t: Threads, count: int) -> tuple[Threads, np.ndarray]:
+    """Return the lanes that name rows of `count` matrices, and a mask of them: lanes 8 j to 8 j + 7 of a warp name those
+    of matrix j."""
+    if count == 4:
+        return t, np.ones(t.count, bool)
+    named = t.index & 31 < 8 * count
+    return Threads(t.machine, t.index[named], np.count_nonzero(named)), named
 
 
 @form(r"ldmatrix\.sync\.aligned\.m8n8\.x([124])(\.trans)?\.shared(?:::cta)?\.b16", f"{MOVE}: ldmatrix", level=WARP)
@@ -166,13 +170,10 @@ def load_matrix(x: PtxInstruction, f: re.Match[str]) -> PtxOp:
     count, trans = int(f[1]), bool(f[2])
 
     def run(t: Threads, x: PtxInstruction, address: Any) -> Any:
-        out = []
-        for j in range(count):
-            rows = rows_of(t, address, j).reshape(-1)
-            some = Threads(t.machine, t.index.reshape(-1, 32)[:, :8].reshape(-1), len(rows))
-            got = read(some, x, "shared", rows, np.uint16, 8).T.reshape(-1, 8, 8)
-            got = got.transpose(0, 2, 1) if trans else got
-            out.append(np.ascontiguousarray(got).reshape(-1).view(U32))
+        some, named = row_lanes(t, count)
+        got = read(some, x, "shared", address[named], np.uint16, 8).T.reshape(-1, count, 8, 8)
+        got = got.transpose(1, 0, 3, 2) if trans else got.transpose(1, 0, 2, 3)
+        out = np.ascontiguousarray(got).reshape(count, -1).view(U32)
         return tuple(out) if count > 1 else out[0]
 
     return effect(run, (x.args[1], "address"), outs=tuple((r, "b32") for r in vector(x.args[0])))
@@ -183,12 +184,10 @@ def store_matrix(x: PtxInstruction, f: re.Match[str]) -> PtxOp:
     trans = bool(f[2])
 
     def run(t: Threads, x: PtxInstruction, address: Any, *values: Any) -> None:
-        for j, value in enumerate(values):
-            rows = rows_of(t, address, j).reshape(-1)
-            some = Threads(t.machine, t.index.reshape(-1, 32)[:, :8].reshape(-1), len(rows))
-            matrix = np.ascontiguousarray(value).view(np.uint16).reshape(-1, 8, 8)
-            matrix = matrix.transpose(0, 2, 1) if trans else matrix
-            write(some, x, "shared", rows, np.ascontiguousarray(matrix.reshape(-1, 8).T))
+        some, named = row_lanes(t, len(values))
+        rows = np.array(values).view(np.uint16).reshape(len(values), -1, 8, 8)
+        rows = rows.transpose(1, 0, 3, 2) if trans else rows.transpose(1, 0, 2, 3)
+        write(some, x, "shared", address[named], rows.reshape(-1, 8).T)
 
     return effect(run, (x.args[0], "address"), *[(value, "b32") for value in vector(x.args[1])])
 
@@ -224,7 +223,7 @@ def store_matrix_bytes(x: PtxInstruction, f: re.Match[str]) -> PtxOp:
 
     def run(t: Threads, x: PtxInstruction, address: Any, *values: Any) -> None:
         for j, value in enumerate(values):
-            rows = rows_of(t, address, j).reshape(-1)
+            rows = address.reshape(-1, 32)[:, 8 * j : 8 * j + 8].reshape(-1)
             some = Threads(t.machine, t.index.reshape(-1, 32)[:, :8].reshape(-1), len(rows))
             parts = np.ascontiguousarray(value).view(np.uint8).reshape(-1, 32, 4)
             matrix = np.empty((len(parts), 8, 16), np.uint8)

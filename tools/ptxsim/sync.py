@@ -9,7 +9,7 @@ import numpy as np
 from .barriers import BarrierState, Mbarrier
 from .faults import Fault
 from .forms import WARP, PtxOp, effect, form, refuse
-from .machine import MachineState, Threads, distinct
+from .machine import MachineState, Threads, distinct, groups
 from .order import VectorClock
 from .parse import PtxInstruction
 
@@ -61,10 +61,8 @@ def barriers_of(t: Threads, x: PtxInstruction, number: Any, *count: Any) -> Iter
     slot = t.index // m.per_cta
     if (number >= IDS).any():
         raise Fault(f"{t.say(x)}: barrier {number.max()}, a CTA has {IDS}")
-    for key in np.unique(slot * IDS + number).tolist():
-        s, i = divmod(key, IDS)
-        mine = (slot == s) & (number == i)
-        yield (s, i), mine, int(count[0][mine][0]) if count else m.per_cta
+    for key, mine in groups(slot * IDS + number):
+        yield divmod(key, IDS), mine, int(count[0][mine][0]) if count else m.per_cta
 
 
 def arrive_named(t: Threads, x: PtxInstruction, key: tuple[int, int], mine: np.ndarray, need: int, waits: bool) -> bool:
@@ -172,8 +170,7 @@ PLACE = r"(?:\.(?:release|acquire|relaxed))?(?:\.(?:cta|cluster))?(?:\.shared(?:
 
 def each_mbarrier(t: Threads, x: PtxInstruction, address: np.ndarray) -> list[tuple[int, np.ndarray]]:
     """Return (flat address, threads) for each mbarrier that the threads name."""
-    flat = t.machine.flat(t, address, 8, x)
-    return [(where, flat == where) for where in np.unique(flat).tolist()]
+    return groups(t.machine.flat(t, address, 8, x))
 
 
 @form(r"mbarrier\.init(?:\.shared(?:::cta)?)?\.b64", f"{MBARRIER}.init")
@@ -220,7 +217,7 @@ def mbarrier_arrive(x: PtxInstruction, f: re.Match[str]) -> PtxOp:
             total = int(number[mine].sum())
             if f[2] or what == "expect_tx":
                 barrier.tx += total
-                total = int(mine.sum())
+                total = np.count_nonzero(mine)
             elif what == "complete_tx":
                 barrier.tx -= total
             if what.startswith("arrive"):
@@ -237,8 +234,8 @@ def mbarrier_arrive(x: PtxInstruction, f: re.Match[str]) -> PtxOp:
 
 def check_initialised(t: Threads, x: PtxInstruction, flat: int, mine: np.ndarray) -> None:
     """Check that the initialisation of the mbarrier happens before its use by every thread `mine`."""
-    m = t.machine
-    m.shared.check_read(t.warp[mine], np.full(int(mine.sum()), flat >> 2), t.say(x))
+    warps = distinct(t.warp[mine])
+    t.machine.shared.check_read(warps, np.full(len(warps), flat >> 2), t.say(x))
 
 
 @form(rf"mbarrier\.(test_wait|try_wait)(\.parity)?{PLACE}\.b64", f"{MBARRIER}.try_wait", waits=True)
@@ -250,12 +247,14 @@ def mbarrier_wait(x: PtxInstruction, f: re.Match[str]) -> PtxOp:
             barrier = m.mbarrier(t, flat, x)
             check_initialised(t, x, flat, mine)
             if f[2]:
-                done[mine] = (barrier.phase & 1) != (expected[mine] & U32(1))
+                passed = mine & ((expected & U32(1)) != (barrier.phase & 1))
             else:
-                done[mine] = barrier.phase > (expected[mine] >> U64(32)).astype(np.int64)
-            if done[mine].any():
-                m.order.acquire(distinct(t.warp[mine & done]), barrier.released)
-        mark_failed(t, ~done)
+                passed = mine & ((expected >> U64(32)).astype(np.int64) < barrier.phase)
+            if np.count_nonzero(passed):
+                m.order.acquire(distinct(t.warp[passed]), barrier.released)
+                done |= passed
+        if np.count_nonzero(done) < t.count:
+            mark_failed(t, ~done)
         return done
 
     return effect(run, (x.args[1], "address"), (x.args[2], "u32" if f[2] else "b64"), outs=((x.args[0], "pred"),))
