@@ -254,6 +254,10 @@ def lop3(x: PtxInstruction, f: re.Match[str]) -> PtxOp:
 def shift(x: PtxInstruction, f: re.Match[str]) -> PtxOp:
     dtype = dtype_of(f[2])
     width = 8 * dtype.itemsize
+    move = operator.lshift if f[1] == "shl" else operator.rshift
+    if x.args[2].isdigit() and int(x.args[2]) < width:
+        known = dtype.type(int(x.args[2]))
+        return pure(x, lambda a, amount: move(a, known), f[2], f[2], "u32")
 
     def run(a: Any, amount: Any) -> Any:
         amount = np.asarray(amount)
@@ -280,12 +284,12 @@ def funnel(x: PtxInstruction, f: re.Match[str]) -> PtxOp:
 def greater(a: Any, b: Any) -> Any:
     """Return max: a NaN operand loses, +0 is greater than -0."""
     out = np.fmax(a, b)
-    return out if np.all(out) else np.where((a == 0) & (b == 0), np.where(np.signbit(a), b, a), out)
+    return out if np.count_nonzero(out) == np.size(out) else np.where((a == 0) & (b == 0), np.where(np.signbit(a), b, a), out)
 
 
 def lesser(a: Any, b: Any) -> Any:
     out = np.fmin(a, b)
-    return out if np.all(out) else np.where((a == 0) & (b == 0), np.where(np.signbit(a), a, b), out)
+    return out if np.count_nonzero(out) == np.size(out) else np.where((a == 0) & (b == 0), np.where(np.signbit(a), a, b), out)
 
 
 def extreme(which: str, nan: bool, magnitude: bool = False) -> Callable[..., Any]:

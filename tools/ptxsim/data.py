@@ -254,11 +254,11 @@ def copy_async(x: PtxInstruction, f: re.Match[str]) -> PtxOp:
                 data = m.memory.load(m.memory.past(t.warp[mine]), source[mine].astype(U64), f"V{size}", t.say(x))
                 got[mine, :amount] = data.view(np.uint8).reshape(-1, size)[:, :amount]
         flat = m.flat(t, target, size, x)
-        words = m.shared.words(flat, size).reshape(t.count, -1)
-        m.shared.check_write(t.warp[:, None], words, t.say(x))
+        words = m.shared.words(flat, size).reshape(-1, t.count)
+        m.shared.check_write(t.warp, words, t.say(x))
         m.shared.begin_writes(words, t.say(x))
         for i, thread in enumerate(t.index.tolist()):
-            m.state.copies.setdefault(thread, [[]])[-1].append((int(flat[i]), got[i], words[i]))
+            m.state.copies.setdefault(thread, [[]])[-1].append((int(flat[i]), got[i], words[:, i]))
 
     return effect(run, (x.args[0], "address"), (x.args[1], "address"), *[(text, "u32") for text in extra])
 

@@ -46,7 +46,7 @@ def power_of_two(y: Any) -> Any:
     whole = np.rint(steps)
     rest = steps - whole
     index = whole.astype(np.int64)
-    near = (powers()[index & (STEPS - 1)] + ((index >> 12) << 52)).view(F64)  # 2 ** (index / STEPS)
+    near = (powers()[index & (STEPS - 1)] + ((index & -STEPS) << 40)).view(F64)  # 2 ** (index / STEPS)
     return near + near * rest * (rest * (LN2 * LN2 / (2 * STEPS * STEPS)) + LN2 / STEPS)
 
 

@@ -49,10 +49,15 @@ def encode(values: np.ndarray, kind: str, saturate: bool = False) -> np.ndarray:
     values = np.asarray(values, np.float32)
     if saturate:
         values = np.clip(values, np.float32(-LARGEST[kind]), np.float32(LARGEST[kind]))
+    if kind == "bf16":  # in a third of the time of ml_dtypes
+        bits = values.view(np.uint32)
+        bits = ((bits + (bits >> np.uint32(16) & np.uint32(1)) + np.uint32(0x7FFF)) >> np.uint32(16)).astype(np.uint16)
+        nan = np.isnan(values)
+        return np.where(nan, np.uint16(0x7FFF), bits) if np.count_nonzero(nan) else bits
     out = values.astype(FLOATS[kind])
     bits = out.view(f"u{out.dtype.itemsize}")
-    if kind in ("bf16", "f16", "e4m3", "e5m2"):
-        nan = {"bf16": 0x7FFF, "f16": 0x7FFF, "e4m3": 0x7F, "e5m2": 0x7F}[kind]
+    if kind in ("f16", "e4m3", "e5m2"):
+        nan = {"f16": 0x7FFF, "e4m3": 0x7F, "e5m2": 0x7F}[kind]
         return np.where(np.isnan(values), bits.dtype.type(nan), bits)
     return bits
 
@@ -110,7 +115,15 @@ def sum_to_odd(a: Any, b: Any) -> Any:
 
 def fma(a: Any, b: Any, c: Any) -> Any:
     """Return a * b + c of float32 with one rounding."""
-    return sum_to_odd(np.asarray(a, np.float64) * b, np.asarray(c, np.float64)).astype(np.float32)
+    product = np.asarray(a, np.float64) * b  # exact
+    total = product + np.asarray(c, np.float64)
+    bits = total.view(np.uint64)
+    # The second rounding is harmless unless `total` lies in the middle between two float32, or is denormal as one.
+    middle = bits & np.uint64(0x1FFFFFFF) == np.uint64(0x10000000)
+    denormal = (bits << np.uint64(1)) - np.uint64(1) < np.uint64(897 << 53)
+    if np.count_nonzero(middle | denormal):
+        total = sum_to_odd(product, np.asarray(c, np.float64))
+    return total.astype(np.float32)
 
 
 def fma_to_odd(a: Any, b: Any, c: Any) -> Any:

@@ -69,9 +69,9 @@ class SharedMemory:
         return slot * self.stride + offset
 
     def words(self, flat: np.ndarray, size: int) -> np.ndarray:
-        """Return the words that accesses of `size` bytes touch: (n,) or (n, size / 4)."""
+        """Return the words that accesses of `size` bytes touch: (n,) or (size / 4, n)."""
         first = flat >> 2
-        return first if size <= 4 else first[:, None] + np.arange(size // 4)
+        return first if size <= 4 else first + np.arange(size // 4)[:, None]
 
     # ------------------------------------------------------------- generic proxy
     def load(
@@ -81,13 +81,12 @@ class SharedMemory:
         the like."""
         dtype = np.dtype(dtype)
         words = self.words(flat, dtype.itemsize * count)
-        by = warps if words.ndim == 1 else warps[:, None]
         part = dtype.itemsize * count < 4
-        self.check_read(by, words, what, part)
+        self.check_read(warps, words, what, part)
         if self.updated and not strong:
-            self.check_updates(by, words, f"{what}: reads")
+            self.check_updates(warps, words, f"{what}: reads")
         if not part and not strong:
-            self.record_read(by, words)
+            self.record_read(warps, words)
         if count == 1:
             return elements(self.bytes, dtype)[flat // dtype.itemsize][None]
         size = dtype.itemsize * count
@@ -114,7 +113,7 @@ class SharedMemory:
         For a vector load (words two-dimensional) one written word suffices: compilers widen loads over padding."""
         writer = self.last_writer(words, what)
         empty = writer == EMPTY
-        if count_nonzero(empty) and (words.ndim == 1 or empty.all(1).any()):
+        if count_nonzero(empty) and (words.ndim == 1 or empty.all(0).any()):
             raise Fault(f"{what}: reads {self._first(words, empty)}, which nothing has written")
         late = self.order.saw(by, writer) < self.event[words]
         if count_nonzero(late):
@@ -132,7 +131,7 @@ class SharedMemory:
         """Raise Fault if a read does not happen after the last write."""
         if late.any():
             raise Fault(
-                f"{what}: reads {self._first(words, late)}, written by {self.who(int(self.writer[words][late].flat[0]))}, "
+                f"{what}: reads {self._first(words, late)}, written by {self.who(first_of(self.writer[words], late))}, "
                 "without synchronisation in between"
             )
 
@@ -140,18 +139,17 @@ class SharedMemory:
         """Store values (count, n)."""
         size = values.dtype.itemsize * len(values)
         words = self.words(flat, size)
-        by = warps if words.ndim == 1 else warps[:, None]
-        apart = self.check_write(by, words, what, size < 4)
+        apart = self.check_write(warps, words, what, size < 4)
         raw = values[0] if len(values) == 1 else np.ascontiguousarray(values.T).view(f"V{size}")[:, 0]
         elements(self.bytes, raw.dtype)[flat // size] = raw
-        now = self.order.now(by)
+        now = self.order.now(warps)
         if count_nonzero(apart):
-            self.writer[words], self.event[words] = np.where(apart, SEVERAL, by), np.where(apart, 0, now)
+            self.writer[words], self.event[words] = np.where(apart, SEVERAL, warps), np.where(apart, 0, now)
         else:
-            self.writer[words], self.event[words] = by, now
+            self.writer[words], self.event[words] = warps, now
         self.partly[words] = size < 4
-        if size >= 4 and by.size > 1:
-            clash = (self.writer[words] != by) & ~apart  # another warp of the same group wrote the word
+        if size >= 4 and warps.size > 1:
+            clash = (self.writer[words] != warps) & ~apart  # another warp of the same group wrote the word
             if count_nonzero(clash):
                 first = self._first(words, clash)
                 raise Fault(f"{what}: several warps write {first} without synchronisation in between")
@@ -177,7 +175,7 @@ class SharedMemory:
             if late.any():
                 raise Fault(
                     f"{what}: overwrites {self._first(words, late)}, written by "
-                    f"{self.who(int(writer[late].flat[0]))}, without synchronisation in between"
+                    f"{self.who(first_of(writer, late))}, without synchronisation in between"
                 )
         self.check_readers(by, words, what)
         return apart | (writer == SEVERAL) if part else apart
@@ -185,21 +183,20 @@ class SharedMemory:
     def update(self, warps: np.ndarray, flat: np.ndarray, size: int, what: str) -> None:
         """Record atomics of `warps` (n,) that update `size` bytes at flat (n,)."""
         words = self.words(flat, size)
-        by = warps if words.ndim == 1 else warps[:, None]
-        self.check_read(by, words, what, size < 4)
+        self.check_read(warps, words, what, size < 4)
         if self.reads and count_nonzero(self.async_reads[words]):
             raise Fault(
                 f"{what}: updates {self._first(words, self.async_reads[words] > 0)}, which an async operation reads"
             )
-        self.check_readers(by, words, what)
+        self.check_readers(warps, words, what)
         self.updated = True
-        self.updater[words], self.update_event[words] = by, self.order.now(by)
+        self.updater[words], self.update_event[words] = warps, self.order.now(warps)
 
     def check_updates(self, by: np.ndarray, words: np.ndarray, what: str) -> None:
         updater = self.updater[words]
         late = (updater >= 0) & (self.order.saw(by, updater) < self.update_event[words])
         if count_nonzero(late):
-            who = self.who(int(updater[late].flat[0]))
+            who = self.who(first_of(updater, late))
             raise Fault(f"{what} {self._first(words, late)}, updated by {who}, without synchronisation in between")
 
     def check_exit(self, slot: int) -> None:
@@ -222,7 +219,8 @@ class SharedMemory:
         else:
             ordered = self.in_own(by, words)
             if ordered:
-                late = self.readers[:, words] > self.order.seen[self.own].T[:, by]
+                seen = self.order.seen[self.own].T[:, by]
+                late = self.readers[:, words] > (seen if words.ndim == 1 else seen[:, None])
                 ordered = not count_nonzero(late)
         if not ordered:
             self.refuse_readers(by, self._numbers(words), what)
@@ -231,19 +229,20 @@ class SharedMemory:
         reader = self.async_reader[words]
         late = (reader >= 0) & (self.order.saw(by, reader) < self.async_event[words])
         if count_nonzero(late):
-            readers = f"{self.who(int(reader[late].flat[0]))} may still read"
+            readers = f"{self.who(first_of(reader, late))} may still read"
             raise Fault(f"{what}: overwrites {self._first(words, late)}, which {readers}")
 
     def refuse_readers(self, by: np.ndarray, words: np.ndarray, what: Any) -> None:
         """Raise Fault if a warp of a word's CTA, which need not be the writer's, may still read the word."""
         first = self.slot[words] * self.per_slot  # global number of the CTA's first warp
-        seen = self.order.seen[by[..., None], first[..., None] + np.arange(self.per_slot)]
-        late = np.moveaxis(self.readers[:, words], 0, -1) > seen
+        each = np.arange(self.per_slot).reshape(-1, *[1] * words.ndim)
+        late = self.readers[:, words] > self.order.seen[by, first + each]
         if late.any():
-            where = np.argwhere(late)[0]
-            reader, place = int(first[tuple(where[:-1])] + where[-1]), self.name(int(words[tuple(where[:-1])]) * 4)
+            thread = late.any(0)
+            warp = first_of(first, thread) + int(np.argmax(late.T[thread.T][0]))
             raise Fault(
-                f"{what}: overwrites {place}, which {self.who(reader)} has read, without synchronisation in between"
+                f"{what}: overwrites {self._first(words, thread)}, which {self.who(warp)} has read, "
+                "without synchronisation in between"
             )
 
     # ------------------------------------------------------------- async proxy
@@ -309,7 +308,7 @@ class SharedMemory:
         self.writes += size_of(words)
 
     def begin_writes(self, words: np.ndarray, what: Any) -> None:
-        """Start asynchronous writes of several threads, each to its own words (n, k)."""
+        """Start asynchronous writes of several threads, each to its own words (k, n)."""
         before = self.async_writes[words]
         np.add.at(self.async_writes, words, 1)
         self.writes += words.size
@@ -332,7 +331,12 @@ class SharedMemory:
         return np.arange(words.start, words.stop) if isinstance(words, slice) else words
 
     def _first(self, words: Any, bad: np.ndarray) -> str:
-        return self.name(int(self._numbers(words)[bad].flat[0]) * 4)
+        return self.name(first_of(self._numbers(words), bad) * 4)
+
+
+def first_of(values: np.ndarray, which: np.ndarray) -> int:
+    """Return the first of (n,) or (k, n) values that is chosen, all of a thread before those of the next."""
+    return int(values.T[which.T][0])
 
 
 def size_of(words: Any) -> int:

@@ -1,6 +1,7 @@
 """Forms in which the lanes of a warp exchange values: shfl, vote, match, redux, elect, activemask."""
 
 import re
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -12,6 +13,7 @@ from .parse import PtxInstruction
 from .translate import dtype_of
 
 U32 = np.uint32
+ALL = U32(0xFFFFFFFF)
 SYNC = "Parallel Synchronization and Communication Instructions"
 LANES = np.arange(32)
 
@@ -19,7 +21,7 @@ LANES = np.arange(32)
 def lanes(t: Threads, values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Return (warps, 32) values by lane, and a mask of the lanes that execute the instruction."""
     if t.whole:
-        return values.reshape(-1, 32), np.ones((t.count // 32, 32), bool)
+        return values.reshape(-1, 32), everyone(t.count // 32)
     index = t.index
     warp = np.searchsorted(t.warps, t.warp)
     there = np.zeros((len(t.warps), 32), bool)
@@ -27,6 +29,13 @@ def lanes(t: Threads, values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     table = np.zeros(there.shape, values.dtype)
     table[warp, index & 31] = values
     return table, there
+
+
+@cache
+def everyone(warps: int) -> np.ndarray:
+    out = np.ones((warps, 32), bool)
+    out.flags.writeable = False
+    return out
 
 
 def scatter(t: Threads, table: np.ndarray) -> np.ndarray:
@@ -37,6 +46,8 @@ def scatter(t: Threads, table: np.ndarray) -> np.ndarray:
 def check_members(t: Threads, x: PtxInstruction, mask: np.ndarray) -> np.ndarray:
     """Return the (warps, 32) lanes that take part. Raise Fault if an executing lane is missing from its own member
     mask."""
+    if t.whole and not np.count_nonzero(mask != ALL):
+        return everyone(t.count // 32)
     table, there = lanes(t, mask)
     members = (table >> LANES.astype(U32)[None, :]) & U32(1)
     if not members.all() and (there & (members == 0)).any():
@@ -57,18 +68,30 @@ def shuffle(x: PtxInstruction, f: re.Match[str]) -> PtxOp:
     kind = f[1]
     value, _, valid = x.args[0].partition("|")
 
-    def run(t: Threads, x: PtxInstruction, a: Any, b: Any, c: Any, mask: Any) -> Any:
-        there = check_members(t, x, mask)
-        table, by, clamp = lanes(t, a)[0], lanes(t, b)[0].astype(np.int64) & 31, lanes(t, c)[0].astype(np.int64)
+    def sources(by: Any, clamp: Any) -> tuple[np.ndarray, np.ndarray]:
+        """Return the lane that each lane reads, and whether it lies inside the segment."""
         segment = (clamp >> 8) & 31
         low = LANES & segment
         limit = low | (clamp & 31 & ~segment)
-        source = {"idx": low | (by & ~segment), "bfly": LANES ^ by, "up": LANES - by, "down": LANES + by}[kind]
+        if kind == "idx":
+            source = low | (by & ~segment)
+        else:
+            source = LANES ^ by if kind == "bfly" else LANES - by if kind == "up" else LANES + by
         inside = source >= limit if kind == "up" else source <= limit
-        source = np.where(inside, source, LANES)
-        if (there & ~np.take_along_axis(there, source, 1)).any():
+        return np.where(inside, source, LANES), inside
+
+    known = sources(int(x.args[2], 0) & 31, int(x.args[3], 0)) if x.args[2].isdigit() and x.args[3].isdigit() else None
+
+    def run(t: Threads, x: PtxInstruction, a: Any, b: Any, c: Any, mask: Any) -> Any:
+        there, table = check_members(t, x, mask), lanes(t, a)[0]
+        if known:
+            source, inside = (np.broadcast_to(part, table.shape) for part in known)
+        else:
+            source, inside = sources(lanes(t, b)[0].astype(np.int64) & 31, lanes(t, c)[0].astype(np.int64))
+        at = source + np.arange(0, table.size, 32)[:, None]
+        if not t.whole and (there & ~there.reshape(-1)[at]).any():
             raise Fault(f"{t.say(x)}: reads a lane that does not take part")
-        out = scatter(t, np.take_along_axis(table, source, 1))
+        out = scatter(t, table.reshape(-1)[at])
         return (out, scatter(t, inside)) if valid else out
 
     outs = ((value, "b32"), (valid, "pred")) if valid else ((value, "b32"),)
@@ -150,6 +173,8 @@ def elect(x: PtxInstruction, f: re.Match[str]) -> PtxOp:
 
     def run(t: Threads, x: PtxInstruction, mask: Any) -> Any:
         there = check_members(t, x, mask)
+        if t.whole:
+            return np.zeros(t.count, U32), t.index & 31 == 0
         leader = np.argmax(there, 1)
         out = scatter(t, np.repeat(leader[:, None], 32, 1).astype(U32))
         return out, out == (t.index & 31)
