@@ -1,5 +1,6 @@
 """A kernel launch as the simulator takes it: PTX, global memory, parameters, tensor maps, grid."""
 
+from bisect import bisect_right
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -34,6 +35,7 @@ class Global:
 
     def __init__(self) -> None:
         self.bases = np.zeros(0, np.uint64)
+        self.starts: list[int] = []  # the same numbers
         self.buffers: list[np.ndarray] = []
         self.names: list[str] = []
         self._next = FIRST
@@ -45,6 +47,7 @@ class Global:
             raise ValueError(f"array {name}: must be C-contiguous, pass the buffer that it is a view of")
         address = self._next
         self.bases = np.append(self.bases, np.uint64(address))
+        self.starts.append(address)
         self.buffers.append(array.reshape(-1).view(np.uint8))
         self.names.append(name or f"buffer {len(self.names)}")
         self._next += (array.nbytes + 2 * GUARD) // GUARD * GUARD
@@ -55,10 +58,14 @@ class Global:
         `size` bytes is out of bounds or misaligned."""
         if not address.size:
             return []
-        if (address % np.uint64(size)).any():
+        if np.count_nonzero(address & np.uint64(size - 1)):  # sizes are powers of two
             raise Fault(
                 f"{what}: address {int(address[address % np.uint64(size) != 0][0]):#x} is not aligned to {size} B"
             )
+        low, high = int(address.min()), int(address.max())
+        index = bisect_right(self.starts, low) - 1
+        if index >= 0 and high + size <= self.starts[index] + self.buffers[index].size:
+            return [(index, (address - self.bases[index]).view(np.int64), slice(None))]
         owner = np.searchsorted(self.bases, address, "right") - 1
         found = []
         for index in [int(owner[0])] if (owner == owner[0]).all() else np.unique(owner).tolist():

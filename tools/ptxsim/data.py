@@ -5,9 +5,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from .call import elements
 from .exchange import ATOMIC, CONSTANT, STRONG, WEAK
 from .forms import WARP, PtxOp, effect, form, refuse
-from .machine import PARAMS, WINDOW, Threads, distinct
+from .machine import PARAMS, WINDOW, Threads, distinct, groups
 from .order import VectorClock
 from .parse import PtxInstruction, vector
 from .translate import dtype_of
@@ -248,8 +249,7 @@ def copy_async(x: PtxInstruction, f: re.Match[str]) -> PtxOp:
         m = t.machine
         keep = limits[0].astype(np.int64) if limits else np.full(t.count, size)
         got = np.zeros((t.count, size), np.uint8)
-        for amount in np.unique(keep).tolist():
-            mine = keep == amount
+        for amount, mine in groups(keep):
             if amount:
                 data = m.memory.load(m.memory.past(t.warp[mine]), source[mine].astype(U64), f"V{size}", t.say(x))
                 got[mine, :amount] = data.view(np.uint8).reshape(-1, size)[:, :amount]
@@ -257,34 +257,47 @@ def copy_async(x: PtxInstruction, f: re.Match[str]) -> PtxOp:
         words = m.shared.words(flat, size).reshape(-1, t.count)
         m.shared.check_write(t.warp, words, t.say(x))
         m.shared.begin_writes(words, t.say(x))
-        for i, thread in enumerate(t.index.tolist()):
-            m.state.copies.setdefault(thread, [[]])[-1].append((int(flat[i]), got[i], words[:, i]))
+        m.state.copies.append(Copies(t.index, m.copy_groups[t.index], flat // size, got.view(f"V{size}")[:, 0], words))
 
     return effect(run, (x.args[0], "address"), (x.args[1], "address"), *[(text, "u32") for text in extra])
 
 
+class Copies(NamedTuple):
+    """Copies of `size` bytes that threads have issued and not completed. group: number of the group of each."""
+
+    index: np.ndarray
+    group: np.ndarray
+    place: np.ndarray  # in shared memory, in `size` bytes
+    data: np.ndarray
+    words: np.ndarray  # (size / 4, n)
+
+    def part(self, which: np.ndarray) -> "Copies":
+        return Copies(*(values[..., which] for values in self))
+
+
 def finish_copies(t: Threads, keep: int) -> None:
     """Complete all but the newest `keep` committed groups of each thread."""
-    m, found, by = t.machine, [], []
-    for thread in t.index.tolist():
-        groups = m.state.copies.get(thread)
-        while groups and len(groups) - 1 > keep:
-            group = groups.pop(0)
-            found += group
-            by += [thread >> 5] * sum(len(words) for _, _, words in group)
-    if not found:
-        return
-    for flat, data, _ in found:
-        m.shared.bytes[flat : flat + len(data)] = data
-    warps = np.array(by)
-    m.shared.end_write(np.concatenate([words for _, _, words in found]), warps, m.order.now(warps))
+    m, left = t.machine, []
+    mine = np.zeros(m.threads, bool)
+    mine[t.index] = True
+    for copies in m.state.copies:
+        done = mine[copies.index] & (copies.group < m.copy_groups[copies.index] - keep)
+        if not np.count_nonzero(done):
+            left.append(copies)
+            continue
+        if np.count_nonzero(done) < len(done):
+            left.append(copies.part(~done))
+            copies = copies.part(done)
+        elements(m.shared.bytes, copies.data.dtype)[copies.place] = copies.data
+        warps = copies.index >> 5
+        m.shared.end_write(copies.words, warps, m.order.now(warps))
+    m.state.copies = left
 
 
 @form(r"cp\.async\.commit_group", COPY)
 def commit_copies(x: PtxInstruction, f: re.Match[str]) -> PtxOp:
     def run(t: Threads, x: PtxInstruction) -> None:
-        for thread in t.index.tolist():
-            t.machine.state.copies.setdefault(thread, [[]]).append([])
+        t.machine.copy_groups[t.index] += 1
 
     return effect(run)
 
@@ -295,8 +308,7 @@ def wait_copies(x: PtxInstruction, f: re.Match[str]) -> PtxOp:
 
     def run(t: Threads, x: PtxInstruction) -> None:
         if f[1] == "all":
-            for thread in t.index.tolist():
-                t.machine.state.copies.setdefault(thread, [[]]).append([])
+            t.machine.copy_groups[t.index] += 1
         finish_copies(t, keep)
 
     return effect(run)
@@ -320,7 +332,7 @@ def copies_arrive(x: PtxInstruction, f: re.Match[str]) -> PtxOp:
             barrier = m.mbarrier(t, int(flat[i]), x)
             barrier.pending += 0 if f[1] else 1
             some = Threads(m, t.index[i : i + 1], 1)
-            m.state.copies.setdefault(thread, [[]]).append([])
+            m.copy_groups[thread] += 1
 
             def complete(some: Threads = some, barrier: Any = barrier) -> None:
                 finish_copies(some, 0)

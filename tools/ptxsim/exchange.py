@@ -96,12 +96,14 @@ class Exchange:
         return Past(self.order.seen[one].copy(), self.order.fenced[one].copy(), np.zeros(1, np.int64), True)
 
     # ------------------------------------------------------------- accesses
-    def load(self, past: Past, address: np.ndarray, dtype: Any, what: str, how: str = WEAK) -> np.ndarray:
-        """Return elements of `dtype` at byte addresses (n,)."""
+    def load(
+        self, past: Past, address: np.ndarray, dtype: Any, what: Any, how: str = WEAK, fine: bool = False
+    ) -> np.ndarray:
+        """Return elements of `dtype` at byte addresses (n,). fine: they consist of elements below 4 bytes."""
 
         def check(index: int, offset: np.ndarray, which: Any) -> None:
             if index in self.shadows:
-                self.check_read(index, (offset, size), rows_of(past, which), what, how)
+                self.check_read(index, (offset, size), rows_of(past, which), what, (how, fine or size < 4))
 
         size = np.dtype(dtype).itemsize
         return self.memory.load(address, dtype, what, check if self.shadows else None)
@@ -138,13 +140,15 @@ class Exchange:
             late |= (kind & ASYNC == 0) & (past.fenced[rows, column] < event)
         return (writer > NOBODY) & (late | (kind & PENDING > 0))
 
-    def check_read(self, index: int, place: tuple[np.ndarray, int], past: Past, what: str, how: str) -> None:
-        """Check a read. place: offsets of the accesses and their size."""
-        shadow, words = self.shadows[index], words_of(*place)
-        if not shadow.writer[words].any():
+    def check_read(
+        self, index: int, place: tuple[np.ndarray, int], past: Past, what: Any, way: tuple[str, bool]
+    ) -> None:
+        """Check a read. place: offsets of the accesses and their size. way: how, and whether of parts of words."""
+        shadow, words, how = self.shadows[index], words_of(*place), way[0]
+        if not np.count_nonzero(shadow.writer[words]):
             return
         kind = shadow.kind[words]
-        apart = (kind & PARTLY > 0) & (place[1] < 4)
+        apart = (kind & PARTLY > 0) & way[1]
         late = (shadow.writer[words] != NOBODY if how == CONSTANT else self.unordered(shadow, words, past)) & ~apart
         if how == STRONG:
             late &= kind & ATOMIC == 0

@@ -1,6 +1,6 @@
 """Layouts of elements: swizzles, tensor-map boxes, matrix descriptors, register fragments of matrix instructions."""
 
-from functools import cache
+from functools import cache, lru_cache
 from typing import Any
 
 import numpy as np
@@ -15,23 +15,37 @@ def swizzle(address: np.ndarray, span: int) -> np.ndarray:
     return address ^ ((address >> 3) & SWIZZLE[span]) if span else address
 
 
-@cache
-def box(tensor: TensorMap) -> tuple[np.ndarray, np.ndarray, int, int]:
-    """Return the layout of a tensor map's box: (indices per dimension (rank, k), byte offsets (k,) in shared memory,
-    bytes per unit, bytes in all).
-
-    A unit is an element, or a byte that holds two 4-bit elements. With a swizzle the pitch of rows is its span,
-    even if they are narrower (seen on an H200); the bytes in all do not include such gaps."""
+def per_unit(tensor: TensorMap, wide: bool) -> int:
+    """Return the number of elements per unit of a box: 1, two of 4 bits, or if `wide` and if no row of the tensor ends
+    within them, those of 16 bytes."""
     size = FORMATS[tensor.format]
-    per_unit = 2 if size == 0.5 else 1
-    unit = 1 if size == 0.5 else int(size)
-    shape = (tensor.box[0] // per_unit, *tensor.box[1:])
+    return int(16 / size) if wide and tensor.dims[0] * size % 16 == 0 else max(1, int(1 / size))
+
+
+@cache
+def box(tensor: TensorMap, wide: bool = False) -> tuple[np.ndarray, np.ndarray, int, int]:
+    """Return the layout of a tensor map's box: (indices per dimension (rank, k), byte offsets (k,) in shared memory,
+    bytes per unit, bytes in all). wide: as in `per_unit`.
+
+    With a swizzle the pitch of rows is its span, even if they are narrower (seen on an H200); the bytes in all do not
+    include such gaps."""
+    count = per_unit(tensor, wide)
+    unit = int(count * FORMATS[tensor.format])
+    shape = (tensor.box[0] // count, *tensor.box[1:])
     flat = np.arange(int(np.prod(shape)))
     index = np.array(np.unravel_index(flat, shape[::-1])[::-1], np.int64)
     pitch = tensor.swizzle or shape[0] * unit
     return index, flat // shape[0] * pitch + index[0] * unit, unit, len(flat) * unit
 
 
+@lru_cache(1024)
+def box_units(tensor: TensorMap, start: int, wide: bool) -> np.ndarray:
+    """Return where the units of a box at byte `start` lie in shared memory, in units."""
+    _, linear, unit, _ = box(tensor, wide)
+    return swizzle(start + linear, tensor.swizzle) // unit
+
+
+@lru_cache(1024)
 def box_words(tensor: TensorMap, start: int) -> Any:
     """Return the words of shared memory that a box at byte `start` touches, as a slice or an array."""
     _, linear, unit, size = box(tensor)
@@ -41,18 +55,19 @@ def box_words(tensor: TensorMap, start: int) -> Any:
 
 
 def box_addresses(tensor: TensorMap, at: list[int], store: bool = False) -> tuple[np.ndarray, np.ndarray]:
-    """Return (global address of every unit of the box at coordinates `at`, whether it lies inside the tensor).
+    """Return (global address of every unit of the box at coordinates `at`, whether it lies inside the tensor). Units of
+    loads are wide.
 
     A store is cut off at 16 bytes, not at an element: it writes past an inner extent that is not a multiple of 16
     bytes (seen on an H200)."""
-    index, _, unit, _ = box(tensor)
-    per_unit = 2 if FORMATS[tensor.format] == 0.5 else 1
+    index, _, unit, _ = box(tensor, not store)
+    count = per_unit(tensor, not store)
     offset = np.zeros(index.shape[1], np.int64)
     inside = np.ones(index.shape[1], bool)
     for axis, (start, extent) in enumerate(zip(at, tensor.dims)):
-        place = index[axis] + (start // per_unit if axis == 0 else start)
+        place = index[axis] + (start // count if axis == 0 else start)
         if axis == 0:
-            extent = -(-extent * unit // per_unit // 16) * 16 // unit if store else extent // per_unit
+            extent = -(-extent * unit // count // 16) * 16 // unit if store else extent // count
         inside &= (place >= 0) & (place < extent)
         offset += place * (unit if axis == 0 else tensor.strides[axis - 1])
     return np.uint64(tensor.address) + offset.astype(np.uint64), inside

@@ -137,7 +137,7 @@ class EngineState:
     )
     wgmma: dict[int, Any] = field(default_factory=dict)  # warpgroup -> wgmma.WgmmaQueue
     bulk: dict[int, Any] = field(default_factory=dict)  # thread -> bulk groups
-    copies: dict[int, Any] = field(default_factory=dict)  # thread -> cp.async groups
+    copies: list[Any] = field(default_factory=list)  # data.Copies that are not complete
     named: dict[tuple[int, int], BarrierState] = field(default_factory=dict)  # (slot, id)
     cluster: dict[int, BarrierState] = field(default_factory=dict)
     # By address: released by strong operations on shared memory, or of scope .cta.
@@ -197,6 +197,7 @@ class MachineState:
         self.failed_at = np.full(self.threads, -1, np.int64)
         self.touched = np.ones(self.threads, bool)  # wgmma registers written since the last wgmma.fence
         self.undefined: dict[int, dict[str, str]] = {}  # warp -> undefined registers and the reasons (undefined.py)
+        self.copy_groups = np.zeros(self.threads, np.int32)  # of cp.async that each thread has committed
         self.cluster_phase = np.zeros(self.threads, np.int64)  # of the cluster barrier, after the last arrival
         self.cluster_waited = np.zeros(self.threads, np.int64)  # the same, after the last wait
         self.events = 0  # counts everything that may let a wait succeed

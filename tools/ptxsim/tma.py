@@ -16,7 +16,7 @@ from .convert import tf32 as to_tf32
 from .exchange import ASYNC, ATOMIC, PENDING, STRONG
 from .faults import Fault
 from .forms import PtxOp, effect, form
-from .layout import box, box_addresses, box_words, swizzle
+from .layout import box, box_addresses, box_units, box_words
 from .machine import PARAMS, MachineState, Threads
 from .parse import PtxInstruction, vector
 
@@ -137,7 +137,7 @@ class TensorBox:
 
 def issue_load(t: Threads, x: PtxInstruction, i: int, load: TensorBox, to: int, signal: int) -> None:
     m = t.machine
-    _, linear, unit, size = box(load.tensor)
+    _, linear, unit, size = box(load.tensor, True)
     barrier = m.signalled(t, signal, x)
     words = box_words(load.tensor, to)
     check_inside_cta(t, x, to, int(linear[-1]) + unit)
@@ -147,22 +147,25 @@ def issue_load(t: Threads, x: PtxInstruction, i: int, load: TensorBox, to: int, 
 
     def complete() -> None:
         source, inside = box_addresses(load.tensor, load.at)
-        values = np.full(len(linear), fill(load.tensor, unit), f"u{unit}")
+        values = blank(load.tensor, size).view(f"V{unit}")
         if inside.any():
-            values[inside] = m.memory.load(past, source[inside], f"u{unit}", say)
+            fine = FORMATS[load.tensor.format] < 4
+            got = m.memory.load(past, source[inside], values.dtype, say, fine=fine)
             if load.tensor.format == "tf32":  # rounded on the way
-                values[inside] = to_tf32("rn", False, False)(values[inside].view(np.float32))
-        elements(m.shared.bytes, values.dtype)[swizzle(to + linear, load.tensor.swizzle) // unit] = values
+                got = to_tf32("rn", False, False)(got.view(np.float32)).view(values.dtype)
+            values[inside] = got
+        elements(m.shared.bytes, values.dtype)[box_units(load.tensor, to, True)] = values
         complete_tx(m, barrier, words, size)
 
     m.post(lambda: f"{say} to {m.shared.name(to)}, mbarrier {barrier.address}", complete)
 
 
-def fill(tensor: TensorMap, unit: int) -> int:
-    """Return the bits of elements outside the tensor."""
+def blank(tensor: TensorMap, size: int) -> np.ndarray:
+    """Return `size` bytes of elements outside the tensor."""
     if tensor.fill == "zero":
-        return 0
-    return {2: 0x7FF7, 4: 0x7FF77FF7}[unit]
+        return np.zeros(size, np.uint8)
+    pattern = {2: np.uint16(0x7FF7), 4: np.uint32(0x7FF77FF7)}[int(FORMATS[tensor.format])]
+    return np.full(size // pattern.itemsize, pattern).view(np.uint8)
 
 
 def check_inside_cta(t: Threads, x: PtxInstruction, flat: int, size: int) -> None:
@@ -322,7 +325,7 @@ def store_box(t: Threads, x: PtxInstruction, i: int, tile: TensorBox, reduction:
     check_inside_cta(t, x, start, int(linear[-1]) + unit)
 
     def complete() -> list[Any]:
-        values = elements(m.shared.bytes, np.dtype(f"u{unit}"))[swizzle(start + linear, described.swizzle) // unit]
+        values = elements(m.shared.bytes, np.dtype(f"u{unit}"))[box_units(described, start, False)]
         return write_global(t, x, i, (where[inside], values[inside]), (reduction, described.format))
 
     issue_store(t, x, i, box_words(described, start), complete)
