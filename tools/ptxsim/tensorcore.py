@@ -5,6 +5,8 @@ over the accumulator and the products of one instruction along K (a product coun
 exponents, not normalised). Every addend is truncated toward zero at a number of bits below it; the sum is exact
 and is truncated to the significant bits."""
 
+import math
+
 import numpy as np
 
 from .numbers import NANS
@@ -29,21 +31,40 @@ def exponents(values: np.ndarray, least: int) -> np.ndarray:
 def multiply(a: np.ndarray, b: np.ndarray, total: np.ndarray, kinds: tuple[str, str]) -> np.ndarray:
     """Return a (..., m, k) @ b (..., n, k) transposed + total (..., m, n); all float32, of one instruction."""
     below, significant = BITS[kinds[0]]
-    left, right = exponents(a, LEAST[kinds[0]]), exponents(b, LEAST[kinds[1]])
-    largest = (left[..., :, None, :] + right[..., None, :, :]).max(-1)
-    largest = np.maximum(largest, exponents(total, -126))
-    unit = np.ldexp(1.0, np.maximum(largest, -500) - below)
-    products = a.astype(np.float64)[..., :, None, :] * b[..., None, :, :]
-    whole = np.trunc(products / unit[..., None]).sum(-1) + np.trunc(total / unit)
-    scale = np.ldexp(1.0, significant - np.frexp(whole)[1])
+    exact_in = np.float32 if below < 24 else np.float64  # numbers that hold the products and their sums
+    left, right = along(exponents(a, LEAST[kinds[0]]), -1), along(exponents(b, LEAST[kinds[1]]), -2)
+    step = max(1, 16384 // max(1, total.size))  # along K, so that temporary arrays stay in the cache
+    parts = [slice(i, i + step) for i in range(0, len(left), step)]
+    largest = exponents(total, -126)
+    for part in parts:
+        largest = np.maximum(largest, (left[part] + right[part]).max(0))
+    unit = power(np.maximum(largest, -500) - below)
+    whole = np.trunc(total / unit)
+    per_unit = (1 / np.maximum(unit, 2.0**-100) if exact_in == np.float32 else 1 / unit).astype(exact_in)
+    left, right = along(a.astype(exact_in), -1), along(b.astype(exact_in), -2)
+    for part in parts:
+        products = left[part] * right[part]
+        products *= per_unit
+        whole += np.trunc(products, out=products).sum(0)
+    scale = power(significant - np.maximum((whole.view(np.int64) >> 52 & 2047) - 1022, 0))
     exact = (np.trunc(whole * scale) / scale * unit).astype(np.float32)
     return with_specials(exact, a, b, total)
+
+
+def along(operand: np.ndarray, axis: int) -> np.ndarray:
+    """Return an operand with K first and a new axis for the rows of the other operand."""
+    return np.ascontiguousarray(np.expand_dims(np.moveaxis(operand, -1, 0), axis))
+
+
+def power(exponent: np.ndarray) -> np.ndarray:
+    """Return 2 ** exponent, from -1022 to 1023."""
+    return (exponent.astype(np.int64) + 1023 << 52).view(np.float64)
 
 
 def with_specials(sums: np.ndarray, a: np.ndarray, b: np.ndarray, total: np.ndarray | None = None) -> np.ndarray:
     """Return `sums` with infinity, or the one NaN of tensor cores, wherever a row of a, a row of b, or total is not
     finite."""
-    if all(np.isfinite(operand).all() for operand in (a, b, 0 if total is None else total)):
+    if all(map(finite, (a, b) if total is None else (a, b, total))):
         return sums
     with np.errstate(invalid="ignore"):
         rough = a.astype(np.float64) @ b.swapaxes(-1, -2) + (0 if total is None else total)
@@ -57,11 +78,16 @@ def product(a: np.ndarray, b: np.ndarray) -> np.ndarray:
     Each float32 operand is cut into slices of so few bits that every sum of k products of two slices is exact in
     float64; in most cases one slice suffices."""
     bits = (53 - (a.shape[1] - 1).bit_length()) // 2
-    left, right = (slices(np.where(np.isfinite(operand), operand, 0), bits) for operand in (a, b))
+    plain = [finite(operand) for operand in (a, b)]
+    left, right = (slices(x if good else np.where(np.isfinite(x), x, 0), bits) for x, good in zip((a, b), plain))
     sums = left[0] @ right[0].T
     for x, y in [(x, y) for x in left for y in right][1:]:
         sums += x @ y.T
-    return with_specials(sums, a, b)
+    return sums if all(plain) else with_specials(sums, a, b)
+
+
+def finite(values: np.ndarray) -> bool:
+    return np.count_nonzero(np.isfinite(values)) == values.size
 
 
 def slices(operand: np.ndarray, bits: int) -> list[np.ndarray]:
@@ -70,10 +96,10 @@ def slices(operand: np.ndarray, bits: int) -> list[np.ndarray]:
     rest = operand.astype(np.float64)
     found = []
     while True:
-        largest = max(rest.max(initial=0), -rest.min(initial=0))
-        unit = 2.0 ** (np.frexp(largest)[1] - bits)
-        whole = np.trunc(rest / unit) * unit
+        unit = 2.0 ** (math.frexp(np.abs(rest).max(initial=0))[1] - bits)
+        whole = np.trunc(rest * (1 / unit))
+        whole *= unit
         found.append(whole)
         rest = rest - whole
-        if not rest.any():
+        if not np.count_nonzero(rest):
             return found

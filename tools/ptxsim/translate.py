@@ -97,9 +97,17 @@ class RegisterMap:
             letter = register_class(kind)
             self.at[name] = (letter, self.count[letter])
             self.count[letter] += 1
+        self._rows: dict[tuple[str, ...], tuple[int, ...]] = {}
         # Registers of asynchronous MMAs: a wgmma.fence must follow a write to them.
         mmas = [x for x in kernel.instructions if x.op.startswith("wgmma.mma")]
         self.fenced = {name for x in mmas for text in x.args[:2] if text[0] == "{" for name in vector(text)}
+
+
+    def rows(self, names: tuple[str, ...]) -> tuple[int, ...]:
+        """Return the rows of registers of one class."""
+        if names not in self._rows:
+            self._rows[names] = tuple(self.at[name][1] for name in names)
+        return self._rows[names]
 
 
 class Translator:

@@ -131,12 +131,12 @@ def multiply(x: PtxInstruction, f: re.Match[str]) -> PtxOp:
     sign = numbers[0] * numbers[1] if len(numbers) > 1 else 1
     turned = (numbers[2:] if not in_registers else [0, *numbers[2:]]) or [0, 0]
     major = ["mn" if bit else "k" for bit in (*turned, 0, 0)[:2]]
-    names = vector(x.args[0])
+    names = tuple(vector(x.args[0]))
     sources = vector(x.args[1])
 
     def run(t: Threads, x: PtxInstruction, *values: Any) -> None:
         m = t.machine
-        rows = tuple(m.program.registers.at[name][1] for name in names)
+        rows = m.program.registers.rows(names)
         b, enable = values[-2], values[-1]
         m.count("wgmma")
         for j, (first, pipe) in enumerate(pipes(t)):
@@ -158,7 +158,7 @@ def multiply(x: PtxInstruction, f: re.Match[str]) -> PtxOp:
 
 def check_uniform(t: Threads, x: PtxInstruction, *operands: np.ndarray) -> None:
     for operand in operands:
-        if (operand != operand[0]).any():
+        if np.count_nonzero(operand != operand[0]):
             raise Fault(f"{t.say(x)}: a descriptor or scale-d differs inside the warpgroup")
 
 
@@ -212,16 +212,18 @@ def issue(t: Threads, x: PtxInstruction, pipe: WgmmaQueue, first: int, what: Pro
     if why or pipe.undefined or m.undefined:
         taint(m, pipe, warps, (rows, vector(x.args[0])), (why, keep))
     n = 2 * len(rows)
+    at = list(rows)
     if rows not in pipe.sums:
         if any(set(rows) & set(other) for other in pipe.sums):
             raise Fault(f"{t.say(x)}: accumulators overlap those of an mma under way")
         total = np.empty((64, n), F32)
-        total[accumulator(n)] = m.W[list(rows), first : first + 128].view(F32)
+        total[accumulator(n)] = m.W[at, first : first + 128].view(F32)
         pipe.sums[rows] = total
-        m.W[list(rows), first : first + 128] = UNREADABLE
+        m.W[at, first : first + 128] = UNREADABLE
 
     def run() -> None:
-        left, right = (a.values() if isinstance(a, WgmmaOperandTile) else a) * sign, b.values()
+        left, right = a.values() if isinstance(a, WgmmaOperandTile) else a, b.values()
+        left = left if sign == 1 else left * sign
         total = pipe.sums[rows]
         if not keep:
             total[:] = 0
