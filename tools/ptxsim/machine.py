@@ -194,7 +194,8 @@ class MachineState:
         self.done = np.zeros(self.threads, bool)
         self.blocked = np.zeros(self.threads, bool)  # inside a barrier
         self.failed = np.full(self.threads, -1, np.int32)  # unit at which a wait failed, at event `failed_at`
-        self.failed_at = np.full(self.threads, -1, np.int64)
+        self.failed_at = 0
+        self.groups: dict[tuple[int, int], Threads] = {}  # contiguous ones that have run, by first thread and number
         self.touched = np.ones(self.threads, bool)  # wgmma registers written since the last wgmma.fence
         self.undefined: dict[int, dict[str, str]] = {}  # warp -> undefined registers and the reasons (undefined.py)
         self.copy_groups = np.zeros(self.threads, np.int32)  # of cp.async that each thread has committed
@@ -227,6 +228,26 @@ class MachineState:
 
     def param_address(self, offset: int) -> np.uint64:
         return np.uint64(PARAMS + offset)
+
+    # ------------------------------------------------------------- used by the scheduler
+    def failures(self) -> np.ndarray:
+        """Return the unit at which a wait of each thread has failed since the last event, or -1."""
+        if self.failed_at != self.events:
+            self.failed.fill(-1)
+            self.failed_at = self.events
+        return self.failed
+
+    def group(self, index: np.ndarray, warps: np.ndarray) -> Threads:
+        """Return threads, ascending, of these warps."""
+        first, n = int(index[0]), len(index)
+        if int(index[-1]) - first + 1 != n:
+            group = Threads(self, index, n)
+        elif (first, n) in self.groups:
+            return self.groups[first, n]
+        else:
+            group = self.groups[first, n] = Threads(self, slice(first, first + n), n)
+        group.warps = warps
+        return group
 
     # ------------------------------------------------------------- used by forms
     def flat(self, t: Threads, address: np.ndarray, size: int, x: Any) -> np.ndarray:

@@ -33,8 +33,7 @@ class Program:
         self.names = Names()
         self.units = cut(self.kernel)
         self.flows: dict[int, Any] = {}  # by unit, for undefined.py
-        self.level = np.array([unit.level for unit in self.units], np.int8)
-        self.waits = np.array([unit.waits for unit in self.units])
+        self.level = np.array([*(unit.level for unit in self.units), 0], np.int8)  # 0: of no unit
 
     def changed(self, index: int, op: str, args: tuple[str, ...]) -> "Program":
         """Return the program with another instruction in place of one that does not branch. The units keep their

@@ -4,15 +4,15 @@ Modes: "eager", operations complete when issued; "late", only when no thread can
 same, newest first; "random", groups, parts of groups and operations in an order drawn from the seed."""
 
 import numpy as np
+from numpy import count_nonzero
 
 from .faults import Deadlock, Livelock
 from .forms import THREAD, WARP, WARPGROUP
-from .machine import MachineState, Threads, distinct
+from .machine import MachineState
 from .report import where
 from .sync import complete_cluster_phase
 from .undefined import follow
 
-NO_UNIT = np.iinfo(np.int32).max  # greater than every unit
 UNITS_PER_TURN = 64  # units that a group runs before the next group is chosen
 COMPLETION_CHANCES = (0.3, 0.3, 0.05, 0.01)  # random: probability that an operation completes after a step, by seed
 
@@ -20,7 +20,7 @@ COMPLETION_CHANCES = (0.3, 0.3, 0.05, 0.01)  # random: probability that an opera
 def run(m: MachineState) -> None:
     """Run until every thread has returned and every operation is complete."""
     with np.errstate(all="ignore"):
-        while not m.done.all():
+        while count_nonzero(m.done) < m.threads:
             chosen = choose(m)
             if chosen is None:
                 if complete_one(m):
@@ -59,72 +59,80 @@ def complete_one(m: MachineState) -> bool:
     return True
 
 
-def choose(m: MachineState, part_of_warp: bool = False) -> tuple[int, np.ndarray, int] | None:
-    """Return (unit, threads, level up to which they have converged); None if no thread can move.
+def choose(m: MachineState, part_of_warp: bool = False) -> tuple[int, np.ndarray, np.ndarray] | None:
+    """Return (unit, threads, their warps); None if no thread can move.
 
     part_of_warp: lanes may run a collective without the rest of their warp; its member mask then tells whether
     that is right."""
     program, pc = m.program, m.pc
-    live = ~m.done
-    able = live & ~m.blocked & ~((m.failed == pc) & (m.failed_at == m.events))
-    if not able.any():
-        return None
-    by_warp, live_warp = pc.reshape(-1, 32), live.reshape(-1, 32)
-    lowest = np.where(live_warp, by_warp, NO_UNIT).min(1)
-    together = ((by_warp == lowest[:, None]) | ~live_warp).all(1)
-    level = program.level[pc]
-    if level.any():
-        collective = (level == WARP) & (together.repeat(32) | part_of_warp)
-        able &= (level == THREAD) | collective | whole_warpgroups(m, lowest, together, level)
-        if not able.any():
-            return None
+    stuck = m.done | m.blocked | (m.failures() == pc)
     # In a diverged warp the lanes at the lowest unit go first, so that they catch up with the others.
-    first = np.where(able.reshape(-1, 32), by_warp, NO_UNIT).min(1)
-    candidates = first[first < NO_UNIT]
+    first = lowest(m, stuck)
+    level = program.level[first]
+    if count_nonzero(level):
+        together, groups = converged(m)
+        together |= part_of_warp
+        ready = (level == THREAD) | (level == WARP) & together | (level == WARPGROUP) & groups
+        if count_nonzero(ready) < len(ready):  # higher lanes of these warps may go
+            level = program.level[pc]
+            collective = (level == WARP) & together.repeat(32) | (level == WARPGROUP) & groups.repeat(32)
+            stuck |= ~((level == THREAD) | collective)
+            first = lowest(m, stuck)
+    candidates = set(first.tolist()) - {len(program.units)}
+    if not candidates:
+        return None
     random = m.settings.mode == "random"
     if random:
-        unit = int(m.random.choice(np.unique(candidates)))
+        unit = sorted(candidates)[int(m.random.integers(len(candidates)))]
     else:  # round robin: the next unit in program order
-        after = candidates[candidates > m.last]
-        unit = int((after if len(after) else candidates).min())
+        unit = min((number for number in candidates if number > m.last), default=min(candidates))
     m.last = unit
     warps = first == unit
     if random and program.level[unit] < WARPGROUP:
-        keep = m.random.random(int(warps.sum())) < 0.6
-        if keep.any():
+        keep = m.random.random(count_nonzero(warps)) < 0.6
+        if count_nonzero(keep):
             warps[warps] = keep
-    index = np.flatnonzero(able & (pc == unit) & warps.repeat(32))
-    return unit, index, convergence(m, index, together, live)
+    chosen = ((pc == unit) > stuck).reshape(-1, 32) & warps[:, None]
+    return unit, chosen.reshape(-1).nonzero()[0], warps.nonzero()[0]
 
 
-def whole_warpgroups(m: MachineState, lowest: np.ndarray, together: np.ndarray, level: np.ndarray) -> np.ndarray:
-    """Return a mask of the threads at a warpgroup unit that all four warps have reached."""
-    if not (level == WARPGROUP).any() or m.per_cta % 128:
-        return np.zeros(m.threads, bool)
-    groups = lowest.reshape(-1, 4)
-    whole = together.reshape(-1, 4).all(1) & (groups.min(1) == groups.max(1)) & ~m.done.reshape(-1, 128).any(1)
-    return (level == WARPGROUP) & whole.repeat(128)
+def lowest(m: MachineState, but: np.ndarray) -> np.ndarray:
+    """Return the lowest unit at which a lane of each warp stands, all lanes aside from those of a mask; the number of
+    units if there is none."""
+    return np.where(but.reshape(-1, 32), len(m.program.units), m.pc.reshape(-1, 32)).min(1)
 
 
-def convergence(m: MachineState, index: np.ndarray, together: np.ndarray, live: np.ndarray) -> int:
-    """Return the level of collectives that the chosen threads may run without another choice."""
-    warps = distinct(index >> 5)
-    if not together[warps].all() or len(index) != int(live.reshape(-1, 32)[warps].sum()):
+def converged(m: MachineState) -> tuple[np.ndarray, np.ndarray]:
+    """Return masks of the warps whose lanes all stand at one unit, exited ones aside, and of the warps of whole
+    warpgroups that do."""
+    first = lowest(m, m.done)
+    together = first >= np.where(m.done.reshape(-1, 32), -1, m.pc.reshape(-1, 32)).max(1)
+    if m.per_cta % 128:
+        return together, np.zeros_like(together)
+    by_group = first.reshape(-1, 4)
+    whole = together.reshape(-1, 4).all(1) & (by_group.min(1) == by_group.max(1))
+    return together, (whole & ~m.done.reshape(-1, 128).any(1)).repeat(4)
+
+
+def convergence(m: MachineState, index: np.ndarray, warps: np.ndarray) -> int:
+    """Return the level of collectives that the chosen threads, of these warps, may run without another choice."""
+    whole = len(index) == 32 * len(warps)
+    if not whole and len(index) != count_nonzero(~m.done.reshape(-1, 32)[warps]):
         return THREAD
-    groups = len(warps) % 4 == 0 and len(index) == 32 * len(warps)
-    if groups and (warps.reshape(-1, 4) == (warps[::4] // 4 * 4)[:, None] + np.arange(4)).all():
-        return WARPGROUP
+    if whole and len(warps) % 4 == 0:
+        first, last = warps[::4], warps[3::4]
+        if not count_nonzero((first & 3) | (last - first - 3)):
+            return WARPGROUP
     return WARP
 
 
-def step(m: MachineState, number: int, index: np.ndarray, level: int) -> None:
+def step(m: MachineState, number: int, index: np.ndarray, warps: np.ndarray) -> None:
     """Run a group until it splits, waits, needs other threads, or has run RUN units."""
-    n = len(index)
-    contiguous = index[-1] - index[0] + 1 == n
-    s = slice(int(index[0]), int(index[-1]) + 1) if contiguous else index
-    t = Threads(m, s, n)
+    n, units, level = len(index), m.program.units, convergence(m, index, warps)
+    t = m.group(index, warps)
+    s = t.where
     for _ in range(1 if m.settings.mode == "random" else UNITS_PER_TURN):
-        unit = m.program.units[number]
+        unit = units[number]
         code = unit.run or m.program.code(number)
         m.unit, m.stalled = number, None
         m.entered[number] = 1
@@ -137,23 +145,24 @@ def step(m: MachineState, number: int, index: np.ndarray, level: int) -> None:
             m.pc[index[~m.stalled]] = following
             return
         if unit.ends:
-            taken = np.broadcast_to(np.asarray(result), (n,))
+            taken = result if np.ndim(result) else np.full(n, result)
             if unit.ends == "return":
                 m.done[index[taken]] = True
                 exit_threads(m)
                 m.pc[index[~taken]] = following
                 m.events += 1
                 return
-            if taken.all():
+            count = count_nonzero(taken)
+            if count == n:
                 following = unit.target
-            elif taken.any():
+            elif count:
                 m.pc[s] = np.where(taken, unit.target, following)
                 return
         number = following
         m.pc[s] = number
-        if m.program.level[number] > level:
+        if units[number].level > level:
             return
-        if m.program.waits[number] and ((m.failed[s] == number) & (m.failed_at[s] == m.events)).any():
+        if units[number].waits and count_nonzero(m.failures()[s] == number):
             return
 
 

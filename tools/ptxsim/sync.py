@@ -159,8 +159,7 @@ def cluster_wait(x: PtxInstruction, f: re.Match[str]) -> PtxOp:
 def mark_failed(t: Threads, which: np.ndarray) -> None:
     """Mark these threads: they need not retry this unit before another event happens."""
     m = t.machine
-    m.failed[t.index[which]] = m.unit
-    m.failed_at[t.index[which]] = m.events
+    m.failures()[t.index[which]] = m.unit
 
 
 # ------------------------------------------------------------------------------------------------ mbarriers
