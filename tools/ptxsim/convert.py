@@ -35,7 +35,7 @@ def move(x: PtxInstruction, f: re.Match[str]) -> PtxOp:
             return total
 
         return PtxOp(join, ((x.args[0], f"b{bits}"),), tuple((part, f"b{width}") for part in out_of))
-    return pure(x, lambda a: np.array(a), f[1], f[1])  # a copy: registers are views of the register file
+    return pure(x, np.array, f[1], f[1])  # a copy: registers are views of the register file
 
 
 def unpack(x: PtxInstruction, kind: str, into: list[str]) -> PtxOp:

@@ -257,41 +257,45 @@ def copy_async(x: PtxInstruction, f: re.Match[str]) -> PtxOp:
         words = m.shared.words(flat, size).reshape(-1, t.count)
         m.shared.check_write(t.warp, words, t.say(x))
         m.shared.begin_writes(words, t.say(x))
-        m.state.copies.append(Copies(t.index, m.copy_groups[t.index], flat // size, got.view(f"V{size}")[:, 0], words))
+        data = got.view(f"V{size}")[:, 0]
+        m.state.copies.append(
+            Copies(t.index, m.copy_groups[t.index], flat // size, data, words, np.ones(t.count, bool))
+        )
 
     return effect(run, (x.args[0], "address"), (x.args[1], "address"), *[(text, "u32") for text in extra])
 
 
 class Copies(NamedTuple):
-    """Copies of `size` bytes that threads have issued and not completed. group: number of the group of each."""
+    """Copies of `size` bytes that threads have issued. group: number of the group of each; open: which are not
+    complete."""
 
     index: np.ndarray
     group: np.ndarray
     place: np.ndarray  # in shared memory, in `size` bytes
     data: np.ndarray
     words: np.ndarray  # (size / 4, n)
-
-    def part(self, which: np.ndarray) -> "Copies":
-        return Copies(*(values[..., which] for values in self))
+    open: np.ndarray
 
 
 def finish_copies(t: Threads, keep: int) -> None:
     """Complete all but the newest `keep` committed groups of each thread."""
-    m, left = t.machine, []
+    m, one = t.machine, int(t.index[0])
     mine = np.zeros(m.threads, bool)
     mine[t.index] = True
     for copies in m.state.copies:
-        done = mine[copies.index] & (copies.group < m.copy_groups[copies.index] - keep)
-        if not np.count_nonzero(done):
-            left.append(copies)
-            continue
-        if np.count_nonzero(done) < len(done):
-            left.append(copies.part(~done))
-            copies = copies.part(done)
-        elements(m.shared.bytes, copies.data.dtype)[copies.place] = copies.data
-        warps = copies.index >> 5
-        m.shared.end_write(copies.words, warps, m.order.now(warps))
-    m.state.copies = left
+        if t.count == 1:  # as each thread arrives by itself
+            at = int(copies.index.searchsorted(one))
+            found = at < len(copies.index) and copies.index[at] == one and copies.open[at]
+            done = np.array([at] if found else [], np.int64)
+        else:
+            (done,) = (copies.open & mine[copies.index]).nonzero()
+        done = done[copies.group[done] < m.copy_groups[copies.index[done]] - keep]
+        if len(done):
+            elements(m.shared.bytes, copies.data.dtype)[copies.place[done]] = copies.data[done]
+            warps = copies.index[done] >> 5
+            m.shared.end_write(copies.words[:, done], warps, m.order.now(warps))
+            copies.open[done] = False
+    m.state.copies = [copies for copies in m.state.copies if np.count_nonzero(copies.open)]
 
 
 @form(r"cp\.async\.commit_group", COPY)
@@ -327,20 +331,22 @@ def copies_arrive(x: PtxInstruction, f: re.Match[str]) -> PtxOp:
 
     def run(t: Threads, x: PtxInstruction, address: Any) -> None:
         m = t.machine
-        flat = m.flat(t, address, 8, x)
-        for i, thread in enumerate(t.index.tolist()):
-            barrier = m.mbarrier(t, int(flat[i]), x)
-            barrier.pending += 0 if f[1] else 1
-            some = Threads(m, t.index[i : i + 1], 1)
-            m.copy_groups[thread] += 1
+        for flat, mine in groups(m.flat(t, address, 8, x)):
+            barrier, index = m.mbarrier(t, flat, x), t.index[mine]
+            barrier.pending += 0 if f[1] else len(index)
+            m.copy_groups[index] += 1
+            # When operations complete at once, one may stand for those of all threads.
+            size = len(index) if m.settings.mode == "eager" and len(index) <= barrier.pending else 1
+            for first in range(0, len(index), size):
+                some = Threads(m, index[first : first + size], size)
 
-            def complete(some: Threads = some, barrier: Any = barrier) -> None:
-                finish_copies(some, 0)
-                m.order.release(some.warps, barrier.arriving)
-                barrier.pending -= 1
-                barrier.complete_phase()
+                def complete(some: Threads = some, barrier: Any = barrier) -> None:
+                    finish_copies(some, 0)
+                    m.order.release(some.warps, barrier.arriving)
+                    barrier.pending -= some.count
+                    barrier.complete_phase()
 
-            m.count("cp.async arrival")
-            m.post(lambda barrier=barrier: f"{t.say(x)} at {barrier.address}", complete)
+                m.post(lambda barrier=barrier: f"{t.say(x)} at {barrier.address}", complete)
+            m.state.counts["cp.async arrival"] = m.state.counts.get("cp.async arrival", 0) + len(index)
 
     return effect(run, (x.args[0], "address"))
