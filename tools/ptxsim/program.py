@@ -1,6 +1,7 @@
 """A PTX kernel cut into units: straight-line runs of instructions that a group of threads executes as one."""
 
 import copy
+import re
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
@@ -10,6 +11,8 @@ import numpy as np
 from .forms import require
 from .parse import PtxInstruction, PtxKernel, parse
 from .translate import Names, RegisterMap, Translator, build
+
+REGISTER = re.compile(r"%[\w$@]+")
 
 
 @dataclass
@@ -32,6 +35,10 @@ class Program:
         self.registers = RegisterMap(self.kernel)
         self.names = Names()
         self.units = cut(self.kernel)
+        self.home: dict[str, int] = {}  # register -> the only unit that names it, or -1
+        for number, unit in enumerate(self.units):
+            for name in registers_of(self.kernel, unit):
+                self.home[name] = -1 if name in self.home else number
         self.flows: dict[int, Any] = {}  # by unit, for undefined.py
         self.level = np.array([*(unit.level for unit in self.units), 0], np.int8)  # 0: of no unit
 
@@ -53,7 +60,8 @@ class Program:
         unit = self.units[number]
         if unit.run is None:
             name = f"unit_{number}"
-            translator = Translator(self.kernel, self.registers, self.names)
+            own = {name for name in registers_of(self.kernel, unit) if self.home[name] == number}
+            translator = Translator(self.kernel, self.registers, self.names, own)
             source = translator.unit(name, unit.first, unit.end)
             unit.run = build(self.names, name, source)
         return unit.run
@@ -66,6 +74,12 @@ class Program:
         guarded = [i for i, x in enumerate(self.kernel.instructions) if x.guard and not control(x)]
         out[guarded] &= np.frombuffer(active, bool)[guarded]
         return out
+
+
+def registers_of(kernel: PtxKernel, unit: Unit) -> set[str]:
+    """Return the registers that the instructions of a unit name."""
+    text = " ".join(part for x in kernel.instructions[unit.first : unit.end] for part in (x.guard, *x.args))
+    return set(REGISTER.findall(text))
 
 
 def control(x: PtxInstruction) -> str:

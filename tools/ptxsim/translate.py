@@ -1,12 +1,12 @@
 """Translate a unit (straight-line instructions) to Python source that runs it for all its threads at once.
 
 Registers live in local variables inside the unit and go back to the register file at its end, or before an
-instruction that touches the register file itself."""
+instruction that touches the register file itself; those that are written and then used in one unit alone do not."""
 
 import re
 import struct
 from collections.abc import Callable
-from functools import cache
+from functools import cache, lru_cache, partial
 from typing import Any
 
 import numpy as np
@@ -71,6 +71,13 @@ class Names:
     def __init__(self) -> None:
         self.values: dict[str, Any] = {"np": np, "where": np.where, "full": full}
         self._known: dict[int, str] = {}
+        self._filled: dict[str, str] = {}
+
+    def filled(self, name: str) -> str:
+        """Return the name of a function that returns an array of n times the constant `name`."""
+        if name not in self._filled:
+            self._filled[name] = self.add(lru_cache(4)(partial(constant_array, self.values[name])))
+        return self._filled[name]
 
     def add(self, value: Any) -> str:
         name = self._known.get(id(value))
@@ -79,6 +86,12 @@ class Names:
             self.values[name] = value
             self._known[id(value)] = name
         return name
+
+
+def constant_array(value: Any, n: int) -> np.ndarray:
+    out = np.full(n, value)
+    out.flags.writeable = False
+    return out
 
 
 def full(value: Any, n: int) -> np.ndarray:
@@ -111,33 +124,41 @@ class RegisterMap:
 
 
 class Translator:
-    """Writes the source of one unit. An instance is not reused."""
+    """Writes the source of one unit. An instance is not reused. own: the registers that no other unit names."""
 
-    def __init__(self, kernel: PtxKernel, registers: RegisterMap, names: Names) -> None:
+    def __init__(self, kernel: PtxKernel, registers: RegisterMap, names: Names, own: set[str] = frozenset()) -> None:
         self.kernel, self.registers, self.names = kernel, registers, names
+        self.own = set(own)  # those that the unit writes before it uses them stay
         self.lines: list[str] = []
         self.loaded: set[str] = set()
         self.dirty: set[str] = set()
         self.views: dict[tuple[str, str], str] = {}
+        self.arrays: set[str] = set()  # variables that certainly hold an array
 
     def unit(self, name: str, first: int, end: int) -> str:
         """Return the source of `name(t)`, t the threads, for instructions [first, end). The function returns the
         branch condition, or None if the last instruction falls through."""
         result = "None"
-        for i, x in enumerate(self.kernel.instructions[first:end], first):
-            if x.op.startswith("bra"):
-                result = self.guard(x) if x.guard else "True"
-            elif x.op in ("ret", "exit"):
-                result = self.guard(x) if x.guard else "True"
-            else:
+        part = self.kernel.instructions[first:end]
+        x = part[0]
+        try:
+            ops = []
+            for x in part:
+                branches = x.op.startswith("bra") or x.op in ("ret", "exit")
+                ops.append(None if branches else require(x)[0].make(x, require(x)[1]))
+                if ops[-1] and ops[-1].registers:
+                    self.own -= {name for text in x.args for name in vector(text)}
+            for i, (x, op) in enumerate(zip(part, ops), first):
+                if op is None:
+                    result = self.guard(x) if x.guard else "True"
+                    continue
                 if x.guard:
                     self.lines.append(f"if not m.active[{i}]: m.active[{i}] = bool(np.any({self.guard(x)}))")
-                try:
-                    self.instruction(x, require(x)[0].make(x, require(x)[1]))
-                except NotModelled:
-                    raise
-                except (ValueError, KeyError, IndexError, TypeError, AttributeError) as error:
-                    raise NotModelled(f"line {x.line}: {x.op} {', '.join(x.args)[:100]}: {error!r}") from error
+                self.instruction(x, op)
+        except NotModelled:
+            raise
+        except (ValueError, KeyError, IndexError, TypeError, AttributeError) as error:
+            raise NotModelled(f"line {x.line}: {x.op} {', '.join(x.args)[:100]}: {error!r}") from error
         self.lines.append(f"result = {result}")
         self.flush()
         body = "\n".join(f"  {line}" for line in self.lines)
@@ -145,15 +166,15 @@ class Translator:
 
     def instruction(self, x: PtxInstruction, op: PtxOp) -> None:
         if not op.effect:
-            arguments = ", ".join(self.read(text, kind) for text, kind in op.ins)
-            self.assign(x, op, f"{self.names.add(op.run)}({arguments})")
+            operands = [self.read(text, kind) for text, kind in op.ins]
+            self.assign(x, op, f"{self.names.add(op.run)}({', '.join(operands)})", any(map(self.is_array, operands)))
             return
+        operands = [self.array(self.read(text, kind)) for text, kind in op.ins]
         if op.registers:
-            operands = [f"full({self.read(text, kind)}, n)" for text, kind in op.ins]
             guard = f"full({self.guard(x)}, n)" if x.guard else "None"
             self.lines.append(f"a = [{', '.join(operands)}]; g = {guard}")
             self.flush()
-            self.loaded.clear()
+            self.loaded &= self.own
             self.views.clear()
             if x.guard:
                 self.lines.append("h = t.select(g)")
@@ -161,9 +182,8 @@ class Translator:
             else:
                 self.lines.append(f"{self.names.add(op.run)}(t, {self.names.add(x)}, *a)")
             return
-        operands = [f"full({self.read(text, kind)}, n)" for text, kind in op.ins]
         if not x.guard:
-            self.assign(x, op, f"{self.names.add(op.run)}({', '.join(['t', self.names.add(x), *operands])})")
+            self.assign(x, op, f"{self.names.add(op.run)}({', '.join(['t', self.names.add(x), *operands])})", True)
             return
         self.lines.append(f"a = [{', '.join(operands)}]; h = t.select(full({self.guard(x)}, n))")
         call = f"{self.names.add(op.run)}(h, {self.names.add(x)}, *[v[h.pick] for v in a])"
@@ -178,7 +198,19 @@ class Translator:
             self.lines.append(f"{old} = h.merge({old}, {value}) if h else {old}")
             self.wrote(register)
 
-    def assign(self, x: PtxInstruction, op: PtxOp, expression: str) -> None:
+    def is_array(self, expression: str) -> bool:
+        """Return whether an expression certainly gives an array of n threads."""
+        return expression.lstrip("~(").split(" ")[0].rstrip(")") in self.arrays
+
+    def array(self, expression: str) -> str:
+        """Return an expression as an array of n threads."""
+        if self.is_array(expression):
+            return expression
+        constant = expression[0] == "k" and expression.isalnum()
+        return f"{self.names.filled(expression)}(n)" if constant else f"full({expression}, n)"
+
+    def assign(self, x: PtxInstruction, op: PtxOp, expression: str, array: bool) -> None:
+        """Write the results of `expression` to registers. array: they are arrays of n threads."""
         if not op.outs:
             self.lines.append(expression)
             return
@@ -192,9 +224,11 @@ class Translator:
                 continue
             value = self.convert(value, kind, register)
             if x.guard:
-                value = f"where({self.guard(x)}, {value}, {self.load(register)})"
+                guard, old = self.guard(x), self.load(register)
+                value, array = f"where({guard}, {value}, {old})", array or self.is_array(guard) or self.is_array(old)
             self.lines.append(f"{self.variable(register)} = {value}")
             self.wrote(register)
+            (self.arrays.add if array else self.arrays.discard)(self.variable(register))
 
     def variable(self, register: str) -> str:
         letter, row = self.registers.at[register]
@@ -205,6 +239,8 @@ class Translator:
         if register not in self.loaded:
             self.lines.append(f"{name} = m.{name[0]}[{name[1:]}, s]")
             self.loaded.add(register)
+            self.own.discard(register)
+            self.arrays.add(name)
         return name
 
     def wrote(self, register: str) -> None:
@@ -216,10 +252,10 @@ class Translator:
     def flush(self) -> None:
         if self.dirty & self.registers.fenced:
             self.lines.append("m.touched[s] = True")
-        for register in sorted(self.dirty):
+        for register in sorted(self.dirty - self.own):
             name = self.variable(register)
             self.lines.append(f"m.{name[0]}[{name[1:]}, s] = {name}")
-        self.dirty.clear()
+        self.dirty &= self.own
 
     def guard(self, x: PtxInstruction) -> str:
         predicate = self.load(x.guard.lstrip("!"))
@@ -277,7 +313,8 @@ class Translator:
             return variable
         key = (name, dtype.str)
         if key not in self.views:
-            self.views[key] = f"{variable}_{dtype.str[1:]}"
+            view = self.views[key] = f"{variable}_{dtype.str[1:]}"
+            (self.arrays.add if variable in self.arrays else self.arrays.discard)(view)
             unsigned = self.type(f"u{dtype.itemsize}")
             value = variable if dtype.itemsize == WIDTH[letter] else f"{variable}.astype({unsigned})"
             value = value if dtype.kind == "u" else f"{value}.view({self.type(dtype)})"

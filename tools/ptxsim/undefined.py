@@ -5,15 +5,12 @@ from such sums are undefined as well, and to store one, to branch on it or to us
 They are tracked per warp; a register that only a part of a warp, or a guarded instruction, writes stays
 undefined."""
 
-import re
 from typing import Any, NamedTuple
 
 from .faults import Fault
 from .forms import require
 from .parse import PtxInstruction
-from .program import Program, control
-
-_REGISTER = re.compile(r"%[\w$@]+")
+from .program import REGISTER, Program, control
 
 
 class Flow(NamedTuple):
@@ -29,14 +26,14 @@ def flows(program: Program, number: int) -> list[Flow]:
     """Return the flows of the instructions of a unit."""
     unit, out = program.units[number], []
     for x in program.kernel.instructions[unit.first : unit.end]:
-        reads = set(_REGISTER.findall(x.guard))
+        reads = set(REGISTER.findall(x.guard))
         writes: tuple[str, ...] = ()
         carries = False
         if not control(x):
             form, found = require(x)
             op = form.make(x, found)
             for text, _ in op.ins:
-                reads |= set(_REGISTER.findall(text))
+                reads |= set(REGISTER.findall(text))
             writes = tuple(register for register, _ in op.outs)
             carries = bool(writes) and all(kind != "address" for _, kind in op.ins)
         out.append(Flow(x, frozenset(reads), writes, carries))
