@@ -11,6 +11,7 @@ from .barriers import BarrierState, Mbarrier
 from .call import KernelLaunch, TensorMap
 from .exchange import Exchange
 from .faults import Fault, NotModelled
+from .forms import WARP, WARPGROUP
 from .order import HappensBefore, VectorClock
 from .program import Program
 from .shared import RANK, SharedMemory
@@ -79,6 +80,12 @@ class Threads:
     def whole(self) -> bool:
         """Return whether all 32 lanes of every warp are here."""
         return self.count == 32 * len(self.warps)
+
+    @lazy
+    def level(self) -> int:
+        """Return the level of collectives that whole warps may run together."""
+        aligned = len(self.warps) % 4 == 0 and not ((self.warps[::4] & 3) | (self.warps[3::4] - self.warps[::4] - 3)).any()
+        return WARPGROUP if aligned else WARP
 
     @lazy
     def first_slot(self) -> np.ndarray:
@@ -180,10 +187,11 @@ class MachineState:
         size = program.kernel.shared_bytes + call.shared
         self.shared = SharedMemory(self.slots, size, self.per_cta // 32, self.order)
         memory.begin(self.order)
-        self.P, self.B, self.H, self.W, self.D = (
-            np.full((max(1, program.registers.count[letter]), self.threads), POISON.get(letter, 0), dtype)
+        self.P, self.B, self.H, self.W, self.D = self.files = [
+            (np.empty if letter in POISON else np.zeros)((program.registers.count[letter], self.threads), dtype)
             for letter, dtype in STORAGE.items()
-        )
+        ]
+        self.poisoned = {letter: np.zeros(program.registers.count[letter], bool) for letter in POISON}
         self.special = specials(call, blocks, shape)
         self.first_slot = np.arange(self.threads) // self.per_cta // self.cluster_size * self.cluster_size
         self.params, self.maps = pack(program, call)
@@ -230,6 +238,16 @@ class MachineState:
         return np.uint64(PARAMS + offset)
 
     # ------------------------------------------------------------- used by the scheduler
+    def enter(self, number: int) -> None:
+        """Note that a unit runs for the first time, and poison the registers that it is the first to name."""
+        self.entered[number] = 1
+        for letter, file in zip(STORAGE, self.files):
+            rows = self.program.units[number].rows.get(letter)
+            if rows is not None and letter in POISON:
+                new = rows[~self.poisoned[letter][rows]]
+                file[new] = POISON[letter]
+                self.poisoned[letter][new] = True
+
     def failures(self) -> np.ndarray:
         """Return the unit at which a wait of each thread has failed since the last event, or -1."""
         if self.failed_at != self.events:

@@ -3,7 +3,7 @@
 import copy
 import re
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -24,6 +24,7 @@ class Unit:
     ends: str  # "branch", "return" or "" (falls through)
     target: int = -1  # unit of a branch
     run: Callable[[Any], Any] | None = None
+    rows: dict[str, np.ndarray] = field(default_factory=dict)  # of the register file that it names, by class
 
 
 class Program:
@@ -64,6 +65,7 @@ class Program:
             translator = Translator(self.kernel, self.registers, self.names, own)
             source = translator.unit(name, unit.first, unit.end)
             unit.run = build(self.names, name, source)
+            unit.rows = self.registers.rows_by_class(translator.filed)
         return unit.run
 
     def executed(self, entered: bytes | bytearray, active: bytes | bytearray) -> np.ndarray:

@@ -69,15 +69,14 @@ def choose(m: MachineState, part_of_warp: bool = False) -> tuple[int, np.ndarray
     # In a diverged warp the lanes at the lowest unit go first, so that they catch up with the others.
     first = lowest(m, stuck)
     level = program.level[first]
-    if count_nonzero(level):
+    (rows,) = level.nonzero()
+    if len(rows) and not all_together(m, rows, first, level):  # other lanes of these warps may go
         together, groups = converged(m)
         together |= part_of_warp
-        ready = (level == THREAD) | (level == WARP) & together | (level == WARPGROUP) & groups
-        if count_nonzero(ready) < len(ready):  # higher lanes of these warps may go
-            level = program.level[pc]
-            collective = (level == WARP) & together.repeat(32) | (level == WARPGROUP) & groups.repeat(32)
-            stuck |= ~((level == THREAD) | collective)
-            first = lowest(m, stuck)
+        level = program.level[pc]
+        collective = (level == WARP) & together.repeat(32) | (level == WARPGROUP) & groups.repeat(32)
+        stuck |= ~((level == THREAD) | collective)
+        first = lowest(m, stuck)
     candidates = set(first.tolist()) - {len(program.units)}
     if not candidates:
         return None
@@ -102,6 +101,13 @@ def lowest(m: MachineState, but: np.ndarray) -> np.ndarray:
     return np.where(but.reshape(-1, 32), len(m.program.units), m.pc.reshape(-1, 32)).min(1)
 
 
+def all_together(m: MachineState, warps: np.ndarray, first: np.ndarray, level: np.ndarray) -> bool:
+    """Return whether all live lanes of these warps stand at the unit that is the warp's in `first`, and none at a unit of
+    warpgroups."""
+    away = (m.pc.reshape(-1, 32)[warps] != first[warps, None]) > m.done.reshape(-1, 32)[warps]
+    return not count_nonzero(away) and not count_nonzero(level[warps] == WARPGROUP)
+
+
 def converged(m: MachineState) -> tuple[np.ndarray, np.ndarray]:
     """Return masks of the warps whose lanes all stand at one unit, exited ones aside, and of the warps of whole
     warpgroups that do."""
@@ -114,28 +120,18 @@ def converged(m: MachineState) -> tuple[np.ndarray, np.ndarray]:
     return together, (whole & ~m.done.reshape(-1, 128).any(1)).repeat(4)
 
 
-def convergence(m: MachineState, index: np.ndarray, warps: np.ndarray) -> int:
-    """Return the level of collectives that the chosen threads, of these warps, may run without another choice."""
-    whole = len(index) == 32 * len(warps)
-    if not whole and len(index) != count_nonzero(~m.done.reshape(-1, 32)[warps]):
-        return THREAD
-    if whole and len(warps) % 4 == 0:
-        first, last = warps[::4], warps[3::4]
-        if not count_nonzero((first & 3) | (last - first - 3)):
-            return WARPGROUP
-    return WARP
-
-
 def step(m: MachineState, number: int, index: np.ndarray, warps: np.ndarray) -> None:
     """Run a group until it splits, waits, needs other threads, or has run RUN units."""
-    n, units, level = len(index), m.program.units, convergence(m, index, warps)
-    t = m.group(index, warps)
-    s = t.where
+    n, units, t = len(index), m.program.units, m.group(index, warps)
+    s, level = t.where, t.level  # of collectives that the threads may run without another choice
+    if not t.whole:
+        level = WARP if n == count_nonzero(~m.done.reshape(-1, 32)[warps]) else THREAD
     for _ in range(1 if m.settings.mode == "random" else UNITS_PER_TURN):
         unit = units[number]
         code = unit.run or m.program.code(number)
         m.unit, m.stalled = number, None
-        m.entered[number] = 1
+        if not m.entered[number]:
+            m.enter(number)
         if m.undefined:
             follow(m, number, t)
         m.steps += 1

@@ -7,6 +7,7 @@ import re
 import struct
 from collections.abc import Callable
 from functools import cache, lru_cache, partial
+from itertools import groupby
 from typing import Any
 
 import numpy as np
@@ -122,6 +123,11 @@ class RegisterMap:
             self._rows[names] = tuple(self.at[name][1] for name in names)
         return self._rows[names]
 
+    def rows_by_class(self, names: set[str]) -> dict[str, np.ndarray]:
+        """Return the rows of registers, by class."""
+        places = sorted(self.at[name] for name in names)
+        return {letter: np.array([row for _, row in found]) for letter, found in groupby(places, lambda at: at[0])}
+
 
 class Translator:
     """Writes the source of one unit. An instance is not reused. own: the registers that no other unit names."""
@@ -132,6 +138,7 @@ class Translator:
         self.lines: list[str] = []
         self.loaded: set[str] = set()
         self.dirty: set[str] = set()
+        self.filed: set[str] = set()  # registers that the unit reads from the register file, or writes to it
         self.views: dict[tuple[str, str], str] = {}
         self.arrays: set[str] = set()  # variables that certainly hold an array
 
@@ -147,7 +154,9 @@ class Translator:
                 branches = x.op.startswith("bra") or x.op in ("ret", "exit")
                 ops.append(None if branches else require(x)[0].make(x, require(x)[1]))
                 if ops[-1] and ops[-1].registers:
-                    self.own -= {name for text in x.args for name in vector(text)}
+                    named = {name for text in x.args for name in vector(text)}
+                    self.own -= named
+                    self.filed |= named & self.registers.at.keys()
             for i, (x, op) in enumerate(zip(part, ops), first):
                 if op is None:
                     result = self.guard(x) if x.guard else "True"
@@ -240,6 +249,7 @@ class Translator:
             self.lines.append(f"{name} = m.{name[0]}[{name[1:]}, s]")
             self.loaded.add(register)
             self.own.discard(register)
+            self.filed.add(register)
             self.arrays.add(name)
         return name
 
@@ -252,6 +262,7 @@ class Translator:
     def flush(self) -> None:
         if self.dirty & self.registers.fenced:
             self.lines.append("m.touched[s] = True")
+        self.filed |= self.dirty - self.own
         for register in sorted(self.dirty - self.own):
             name = self.variable(register)
             self.lines.append(f"m.{name[0]}[{name[1:]}, s] = {name}")
