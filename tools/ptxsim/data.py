@@ -280,6 +280,8 @@ class Copies(NamedTuple):
 def finish_copies(t: Threads, keep: int) -> None:
     """Complete all but the newest `keep` committed groups of each thread."""
     m, one = t.machine, int(t.index[0])
+    if not m.state.copies:
+        return
     mine = np.zeros(m.threads, bool)
     mine[t.index] = True
     for copies in m.state.copies:

@@ -92,6 +92,11 @@ class Threads:
         """Return the first slot of the cluster of each thread."""
         return self.machine.first_slot[self.where]
 
+    @lazy
+    def in_cluster(self) -> bool:
+        """Return whether all threads belong to one cluster."""
+        return bool(self.first_slot[0] == self.first_slot[-1])
+
     def select(self, mask: np.ndarray) -> "Threads | None":
         """Return the threads for which `mask` holds; None if there are none."""
         (pick,) = mask.nonzero()
@@ -187,11 +192,11 @@ class MachineState:
         size = program.kernel.shared_bytes + call.shared
         self.shared = SharedMemory(self.slots, size, self.per_cta // 32, self.order)
         memory.begin(self.order)
-        self.P, self.B, self.H, self.W, self.D = self.files = [
-            (np.empty if letter in POISON else np.zeros)((program.registers.count[letter], self.threads), dtype)
-            for letter, dtype in STORAGE.items()
+        self.files = program.spare.pop(self.threads, None) or [
+            np.empty((program.registers.count[letter], self.threads), dtype) for letter, dtype in STORAGE.items()
         ]
-        self.poisoned = {letter: np.zeros(program.registers.count[letter], bool) for letter in POISON}
+        self.P, self.B, self.H, self.W, self.D = self.files
+        self.poisoned = {letter: np.zeros(count, bool) for letter, count in program.registers.count.items()}
         self.special = specials(call, blocks, shape)
         self.first_slot = np.arange(self.threads) // self.per_cta // self.cluster_size * self.cluster_size
         self.params, self.maps = pack(program, call)
@@ -241,12 +246,10 @@ class MachineState:
     def enter(self, number: int) -> None:
         """Note that a unit runs for the first time, and poison the registers that it is the first to name."""
         self.entered[number] = 1
-        for letter, file in zip(STORAGE, self.files):
-            rows = self.program.units[number].rows.get(letter)
-            if rows is not None and letter in POISON:
-                new = rows[~self.poisoned[letter][rows]]
-                file[new] = POISON[letter]
-                self.poisoned[letter][new] = True
+        for letter, rows in self.program.units[number].rows.items():
+            new = rows[~self.poisoned[letter][rows]]
+            getattr(self, letter)[new] = POISON.get(letter, 0)
+            self.poisoned[letter][new] = True
 
     def failures(self) -> np.ndarray:
         """Return the unit at which a wait of each thread has failed since the last event, or -1."""

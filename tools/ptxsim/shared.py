@@ -68,6 +68,13 @@ class SharedMemory:
             raise Fault(f"{what}: shared memory of a CTA that has exited")
         return slot * self.stride + offset
 
+    def flat_of_one(self, first_slot: Any, address: Any, size: int) -> int | None:
+        """Return the index that `flat` gives for one address; None if it raises, or may raise, Fault."""
+        rank, offset = int(address) >> RANK, int(address) & ((1 << RANK) - 1)
+        if offset < BASE or offset + size > BASE + self.size or offset % size or self.exited:
+            return None
+        return (int(first_slot) + rank) * self.stride + offset
+
     def words(self, flat: np.ndarray, size: int) -> np.ndarray:
         """Return the words that accesses of `size` bytes touch: (n,) or (size / 4, n)."""
         first = flat >> 2

@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Iterator
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -169,7 +170,19 @@ PLACE = r"(?:\.(?:release|acquire|relaxed))?(?:\.(?:cta|cluster))?(?:\.shared(?:
 
 def each_mbarrier(t: Threads, x: PtxInstruction, address: np.ndarray) -> list[tuple[int, np.ndarray]]:
     """Return (flat address, threads) for each mbarrier that the threads name."""
+    if not np.count_nonzero(address != address[0]) and t.in_cluster:
+        flat = t.machine.shared.flat_of_one(t.first_slot[0], address[0], 8)
+        if flat is not None:
+            return [(flat, everyone(t.count))]
     return groups(t.machine.flat(t, address, 8, x))
+
+
+@lru_cache(64)
+def everyone(count: int) -> np.ndarray:
+    """Return a mask of all threads."""
+    out = np.ones(count, bool)
+    out.flags.writeable = False
+    return out
 
 
 @form(r"mbarrier\.init(?:\.shared(?:::cta)?)?\.b64", f"{MBARRIER}.init")
@@ -233,8 +246,11 @@ def mbarrier_arrive(x: PtxInstruction, f: re.Match[str]) -> PtxOp:
 
 def check_initialised(t: Threads, x: PtxInstruction, flat: int, mine: np.ndarray) -> None:
     """Check that the initialisation of the mbarrier happens before its use by every thread `mine`."""
-    warps = distinct(t.warp[mine])
-    t.machine.shared.check_read(warps, np.full(len(warps), flat >> 2), t.say(x))
+    warps, shared = t.warps if mine is everyone(t.count) else distinct(t.warp[mine]), t.machine.shared
+    word = flat >> 2
+    writer = shared.writer[word]
+    if shared.writes or writer < 0 or np.count_nonzero(shared.order.seen[warps, writer] < shared.event[word]):
+        shared.check_read(warps, np.full(len(warps), word), t.say(x))
 
 
 @form(rf"mbarrier\.(test_wait|try_wait)(\.parity)?{PLACE}\.b64", f"{MBARRIER}.try_wait", waits=True)
