@@ -10,7 +10,7 @@ import numpy as np
 from . import functions
 from .faults import Fault
 from .forms import PtxOp, form, pure, refuse
-from .numbers import decode, encode, flush, fma, fma_to_odd, one_nan, pair, rounded, sum_to_odd, unpair
+from .numbers import decode, encode, flush, fma, fma_to_odd, one_nan, rounded, sum_to_odd
 from .parse import PtxInstruction
 from .translate import dtype_of
 
@@ -399,8 +399,8 @@ def halves(x: PtxInstruction, kind: str, run: Callable[..., Any], count: int) ->
     single = kind[:-2]
 
     def both(*operands: Any) -> Any:
-        pairs = [pair(np.atleast_1d(a), single) for a in operands]
-        return unpair(*(encode(run(*(p[i] for p in pairs)), single) for i in range(2)))
+        values = [decode(np.array(a, U32)[..., None].view(np.uint16), single) for a in operands]
+        return encode(run(*values), single).view(U32)[..., 0]
 
     return pure(x, both, "b32", *["b32"] * count)
 
@@ -427,8 +427,8 @@ def packed(x: PtxInstruction, f: re.Match[str]) -> PtxOp:
     run = flushed(run) if f[3] else run
 
     def both(*operands: Any) -> Any:
-        values = np.broadcast_arrays(*[np.atleast_1d(a) for a in operands])
-        return one_nan(run(*[np.ascontiguousarray(v).view(np.float32) for v in values])).view(U64)
+        values = run(*[np.array(a, U64)[..., None].view(np.float32) for a in operands])
+        return one_nan(values.reshape(-1)).reshape(values.shape).view(U64)[..., 0]
 
     return pure(x, both, "b64", *["b64"] * (len(x.args) - 1))
 

@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -27,15 +28,17 @@ def move(x: PtxInstruction, f: re.Match[str]) -> PtxOp:
         bits = int(f[1].lstrip("busf"))
         width = bits // len(out_of)
         dtype = dtype_of(f"u{bits}")
-
-        def join(*parts: Any) -> Any:
-            total = np.asarray(parts[0]).astype(dtype)
-            for i, part in enumerate(parts[1:], 1):
-                total = total | (np.asarray(part).astype(dtype) << dtype.type(i * width))
-            return total
-
+        join = lambda *parts: packed(parts, dtype_of(f"u{width}")).view(dtype)[..., 0]  # noqa: E731
         return PtxOp(join, ((x.args[0], f"b{bits}"),), tuple((part, f"b{width}") for part in out_of))
     return pure(x, np.array, f[1], f[1])  # a copy: registers are views of the register file
+
+
+def packed(parts: tuple[Any, ...], dtype: Any) -> np.ndarray:
+    """Return (n, parts) elements, or (parts,) if all parts are scalars."""
+    out = np.empty((*max(map(np.shape, parts)), len(parts)), dtype)
+    for i, part in enumerate(parts):
+        out[..., i] = part
+    return out
 
 
 def unpack(x: PtxInstruction, kind: str, into: list[str]) -> PtxOp:
@@ -44,8 +47,7 @@ def unpack(x: PtxInstruction, kind: str, into: list[str]) -> PtxOp:
     part = dtype_of(f"u{width}")
 
     def run(a: Any) -> Any:
-        a = np.asarray(a)
-        return tuple((a >> a.dtype.type(i * width)).astype(part) for i in range(len(into)))
+        return tuple(np.array(np.array(a)[..., None].view(part).T, order="C"))
 
     if x.args[1].startswith("{"):
         raise refuse(x, "vector to vector")
@@ -73,8 +75,7 @@ def permute(x: PtxInstruction, f: re.Match[str]) -> PtxOp:
     places = [int(choice, 0) >> 4 * i & 7 for i in range(4)]
 
     def known(a: Any, b: Any) -> Any:
-        source = np.stack(np.broadcast_arrays(np.atleast_1d(a), b), -1)
-        return np.ascontiguousarray(source.view(np.uint8)[:, places]).view(U32)[:, 0]
+        return packed((a, b), U32).view(np.uint8).take(places, -1).view(U32)[..., 0]
 
     return pure(x, known, "b32", "b32", "b32")
 
@@ -190,7 +191,7 @@ def narrowing(to: str, mode: str | None, relu: bool, satfinite: bool) -> Callabl
 def convert_pair(x: PtxInstruction, f: re.Match[str]) -> PtxOp:
     """Convert and pack: d = {high: a, low: b}."""
     one = narrowing(f[4][:-2], f[1], bool(f[2]), bool(f[3]))
-    return pure(x, lambda a, b: (one(a).astype(U32) << U32(16)) | one(b), "b32", "f32", "f32")
+    return pure(x, lambda a, b: one(packed((b, a), np.float32)).view(U32)[..., 0], "b32", "f32", "f32")
 
 
 @form(r"cvt\.rn\.satfinite(\.relu)?\.(e4m3x2|e5m2x2|e2m1x2|e2m3x2|e3m2x2)\.(f32|f16x2)", CVT)
@@ -225,21 +226,21 @@ def halves(a: Any) -> tuple[Any, Any]:
 def convert_wide(x: PtxInstruction, f: re.Match[str]) -> PtxOp:
     """Widen pairs. Every value of the narrow formats is exact in f16, and every value of ue8m0 in bf16."""
     kind, to = f[3][:-2], f[2][:-2]
-    source = np.uint8 if kind == "e2m1" else np.uint16
+    table = wide_pairs(kind, to, bool(f[1]))
+    return pure(x, lambda a: table[a], "b32", "b8" if kind == "e2m1" else "b16")
 
-    def run(a: Any) -> Any:
-        a = np.atleast_1d(np.asarray(a, source))
-        if kind == "e2m1":
-            low, high = a & np.uint8(15), a >> np.uint8(4)
-        else:
-            low, high = (a & np.uint16(255)).astype(np.uint8), (a >> np.uint16(8)).astype(np.uint8)
-        pair = [decode(part, kind) for part in (low, high)]
-        if f[1]:
-            pair = [np.where(np.isnan(part), part, np.maximum(part, np.float32(0))) for part in pair]
-        low, high = (encode(part, to) for part in pair)
-        return low.astype(U32) | (high.astype(U32) << U32(16))
 
-    return pure(x, run, "b32", "b8" if kind == "e2m1" else "b16")
+@cache
+def wide_pairs(kind: str, to: str, relu: bool) -> np.ndarray:
+    """Return the widened pairs of all bits that a pair can have."""
+    if kind == "e2m1":
+        one = np.arange(256) & 15, np.arange(256) >> 4
+    else:
+        one = np.arange(65536) & 255, np.arange(65536) >> 8
+    values = decode(np.stack(one, 1).astype(np.uint8), kind)
+    if relu:
+        values = np.where(np.isnan(values), values, np.maximum(values, np.float32(0)))
+    return encode(values, to).view(U32)[:, 0]
 
 
 @form(r"cvt\.(rz|rp)(\.satfinite)?\.ue8m0x2\.(f32|bf16x2)", CVT)
