@@ -284,12 +284,20 @@ def funnel(x: PtxInstruction, f: re.Match[str]) -> PtxOp:
 def greater(a: Any, b: Any) -> Any:
     """Return max: a NaN operand loses, +0 is greater than -0."""
     out = np.fmax(a, b)
-    return out if np.count_nonzero(out) == np.size(out) else np.where((a == 0) & (b == 0), np.where(np.signbit(a), b, a), out)
+    return (
+        out
+        if np.count_nonzero(out) == np.size(out)
+        else np.where((a == 0) & (b == 0), np.where(np.signbit(a), b, a), out)
+    )
 
 
 def lesser(a: Any, b: Any) -> Any:
     out = np.fmin(a, b)
-    return out if np.count_nonzero(out) == np.size(out) else np.where((a == 0) & (b == 0), np.where(np.signbit(a), a, b), out)
+    return (
+        out
+        if np.count_nonzero(out) == np.size(out)
+        else np.where((a == 0) & (b == 0), np.where(np.signbit(a), a, b), out)
+    )
 
 
 def extreme(which: str, nan: bool, magnitude: bool = False) -> Callable[..., Any]:

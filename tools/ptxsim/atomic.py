@@ -3,6 +3,7 @@
 import operator
 import re
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -162,6 +163,6 @@ def reduce_async(x: PtxInstruction, f: re.Match[str]) -> PtxOp:
                 point.complete_phase()
 
             m.count("red.async")
-            m.post(lambda to=int(to[i]): f"{t.say(x)} to {m.shared.name(to)}", complete)
+            m.post(partial("{} to {}".format, t.say(x), m.shared.name(int(to[i]))), complete)
 
     return effect(run, (x.args[0], "address"), (x.args[2], "address"), (x.args[1], f[2]))

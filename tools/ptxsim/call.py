@@ -53,7 +53,7 @@ class Global:
         self._next += (array.nbytes + 2 * GUARD) // GUARD * GUARD
         return address
 
-    def locate(self, address: np.ndarray, size: int, what: str) -> list[tuple[int, np.ndarray, Any]]:
+    def locate(self, address: np.ndarray, size: int, what: object) -> list[tuple[int, np.ndarray, Any]]:
         """Return (number of the buffer, offsets, indices into `address`) per buffer. Raise Fault if an access of
         `size` bytes is out of bounds or misaligned."""
         if not address.size:
@@ -82,7 +82,7 @@ class Global:
             found.append((index, offset, which))
         return found
 
-    def load(self, address: np.ndarray, dtype: Any, what: str = "load", check: Any = None) -> np.ndarray:
+    def load(self, address: np.ndarray, dtype: Any, what: object = "load", check: Any = None) -> np.ndarray:
         """Return elements of `dtype` at byte addresses (n,). check: called with each item of `locate`."""
         dtype = np.dtype(dtype)
         out = np.empty(address.shape, dtype)
@@ -92,7 +92,7 @@ class Global:
             out[which] = elements(self.buffers[index], dtype)[offset // dtype.itemsize]
         return out
 
-    def store(self, address: np.ndarray, values: np.ndarray, what: str = "store", note: Any = None) -> None:
+    def store(self, address: np.ndarray, values: np.ndarray, what: object = "store", note: Any = None) -> None:
         """Write elements to byte addresses (n,); if two share an address, the last one wins. note: called with each
         item of `locate` and the elements (before, after, written)."""
         dtype = values.dtype

@@ -1,6 +1,7 @@
 """Forms that load and store memory: ld, st, ldmatrix, stmatrix, cp.async; atom and red are in atomic.py."""
 
 import re
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -156,12 +157,12 @@ def store(x: PtxInstruction, f: re.Match[str]) -> PtxOp:
 
 # ------------------------------------------------------------------------------------------------ matrices
 def row_lanes(t: Threads, count: int) -> tuple[Threads, np.ndarray]:
-    """Return the lanes that name rows of `count` matrices, and a mask of them: lanes 8 j to 8 j + 7 of a warp name those
-    of matrix j."""
+    """Return the lanes that name rows of `count` matrices, and a mask of them: lanes 8 j to 8 j + 7 of a warp name the
+    rows of matrix j."""
     if count == 4:
         return t, np.ones(t.count, bool)
     named = t.index & 31 < 8 * count
-    return Threads(t.machine, t.index[named], np.count_nonzero(named)), named
+    return Threads(t.machine, t.index[named], int(np.count_nonzero(named))), named
 
 
 @form(r"ldmatrix\.sync\.aligned\.m8n8\.x([124])(\.trans)?\.shared(?:::cta)?\.b16", f"{MOVE}: ldmatrix", level=WARP)
@@ -269,7 +270,7 @@ class Copies(NamedTuple):
     """Copies of `size` bytes that threads have issued. group: number of the group of each; open: which are not
     complete."""
 
-    index: np.ndarray
+    threads: np.ndarray
     group: np.ndarray
     place: np.ndarray  # in shared memory, in `size` bytes
     data: np.ndarray
@@ -286,15 +287,15 @@ def finish_copies(t: Threads, keep: int) -> None:
     mine[t.index] = True
     for copies in m.state.copies:
         if t.count == 1:  # as each thread arrives by itself
-            at = int(copies.index.searchsorted(one))
-            found = at < len(copies.index) and copies.index[at] == one and copies.open[at]
+            at = int(copies.threads.searchsorted(one))
+            found = at < len(copies.threads) and copies.threads[at] == one and copies.open[at]
             done = np.array([at] if found else [], np.int64)
         else:
-            (done,) = (copies.open & mine[copies.index]).nonzero()
-        done = done[copies.group[done] < m.copy_groups[copies.index[done]] - keep]
+            (done,) = (copies.open & mine[copies.threads]).nonzero()
+        done = done[copies.group[done] < m.copy_groups[copies.threads[done]] - keep]
         if len(done):
             elements(m.shared.bytes, copies.data.dtype)[copies.place[done]] = copies.data[done]
-            warps = copies.index[done] >> 5
+            warps = copies.threads[done] >> 5
             m.shared.end_write(copies.words[:, done], warps, m.order.now(warps))
             copies.open[done] = False
     m.state.copies = [copies for copies in m.state.copies if np.count_nonzero(copies.open)]
@@ -348,7 +349,7 @@ def copies_arrive(x: PtxInstruction, f: re.Match[str]) -> PtxOp:
                     barrier.pending -= some.count
                     barrier.complete_phase()
 
-                m.post(lambda barrier=barrier: f"{t.say(x)} at {barrier.address}", complete)
+                m.post(partial("{} at {}".format, t.say(x), barrier.address), complete)
             m.state.counts["cp.async arrival"] = m.state.counts.get("cp.async arrival", 0) + len(index)
 
     return effect(run, (x.args[0], "address"))

@@ -55,7 +55,7 @@ class Change(NamedTuple):
 class WriteInfo(NamedTuple):
     """A write. what: the instruction, for messages; kind: of the write."""
 
-    what: str
+    what: object
     kind: int
 
 
@@ -97,7 +97,7 @@ class Exchange:
 
     # ------------------------------------------------------------- accesses
     def load(
-        self, past: Past, address: np.ndarray, dtype: Any, what: Any, how: str = WEAK, fine: bool = False
+        self, past: Past, address: np.ndarray, dtype: Any, what: object, how: str = WEAK, fine: bool = False
     ) -> np.ndarray:
         """Return elements of `dtype` at byte addresses (n,). fine: they consist of elements below 4 bytes."""
 
@@ -108,7 +108,9 @@ class Exchange:
         size = np.dtype(dtype).itemsize
         return self.memory.load(address, dtype, what, check if self.shadows else None)
 
-    def store(self, warps: np.ndarray, address: np.ndarray, values: np.ndarray, what: str, kind: int = 0) -> list[Any]:
+    def store(
+        self, warps: np.ndarray, address: np.ndarray, values: np.ndarray, what: object, kind: int = 0
+    ) -> list[Any]:
         """Write elements to byte addresses (n,). kind: of the write, without PARTLY. Return the argument of
         `complete_stores`."""
         places: list[Any] = []
@@ -141,7 +143,7 @@ class Exchange:
         return (writer > NOBODY) & (late | (kind & PENDING > 0))
 
     def check_read(
-        self, index: int, place: tuple[np.ndarray, int], past: Past, what: Any, way: tuple[str, bool]
+        self, index: int, place: tuple[np.ndarray, int], past: Past, what: object, way: tuple[str, bool]
     ) -> None:
         """Check a read. place: offsets of the accesses and their size. way: how, and whether of parts of words."""
         shadow, words, how = self.shadows[index], words_of(*place), way[0]

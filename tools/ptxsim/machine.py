@@ -84,8 +84,9 @@ class Threads:
     @lazy
     def level(self) -> int:
         """Return the level of collectives that whole warps may run together."""
-        aligned = len(self.warps) % 4 == 0 and not ((self.warps[::4] & 3) | (self.warps[3::4] - self.warps[::4] - 3)).any()
-        return WARPGROUP if aligned else WARP
+        first, last = self.warps[::4], self.warps[3::4]
+        whole = len(first) == len(last) and not ((first & 3) | (last - first - 3)).any()
+        return WARPGROUP if whole else WARP
 
     @lazy
     def first_slot(self) -> np.ndarray:
@@ -192,7 +193,7 @@ class MachineState:
         size = program.kernel.shared_bytes + call.shared
         self.shared = SharedMemory(self.slots, size, self.per_cta // 32, self.order)
         memory.begin(self.order)
-        self.files = program.spare.pop(self.threads, None) or [
+        self.files = program.spare.pop(self.threads, []) or [
             np.empty((program.registers.count[letter], self.threads), dtype) for letter, dtype in STORAGE.items()
         ]
         self.P, self.B, self.H, self.W, self.D = self.files

@@ -102,7 +102,7 @@ def lowest(m: MachineState, but: np.ndarray) -> np.ndarray:
 
 
 def all_together(m: MachineState, warps: np.ndarray, first: np.ndarray, level: np.ndarray) -> bool:
-    """Return whether all live lanes of these warps stand at the unit that is the warp's in `first`, and none at a unit of
+    """Return whether all live lanes of these warps stand at their warp's unit in `first`, and none at a unit of
     warpgroups."""
     away = (m.pc.reshape(-1, 32)[warps] != first[warps, None]) > m.done.reshape(-1, 32)[warps]
     return not count_nonzero(away) and not count_nonzero(level[warps] == WARPGROUP)

@@ -51,7 +51,7 @@ class SharedMemory:
         slot, offset = divmod(flat, self.stride)
         return f"shared {offset - BASE:#x}" + (f" of CTA slot {slot}" if len(self.bytes) > self.stride else "")
 
-    def flat(self, first_slot: Any, address: np.ndarray, size: int, what: str) -> np.ndarray:
+    def flat(self, first_slot: Any, address: np.ndarray, size: int, what: object) -> np.ndarray:
         """Convert shared addresses to indices into `bytes`. Raise Fault if an access of `size` bytes is out of
         bounds or misaligned.
 
@@ -82,7 +82,7 @@ class SharedMemory:
 
     # ------------------------------------------------------------- generic proxy
     def load(
-        self, warps: np.ndarray, flat: np.ndarray, dtype: Any, count: int, what: str, strong: bool = False
+        self, warps: np.ndarray, flat: np.ndarray, dtype: Any, count: int, what: object, strong: bool = False
     ) -> np.ndarray:
         """Return (count, n) elements. warps: (n,) global warp numbers of the readers. strong: atomic, volatile and
         the like."""
@@ -114,7 +114,7 @@ class SharedMemory:
         away, self.async_read = ~own, True
         self.async_reader[words[away]], self.async_event[words[away]] = by[away], self.order.now(by[away])
 
-    def check_read(self, by: np.ndarray, words: np.ndarray, what: Any, part: bool = False) -> None:
+    def check_read(self, by: np.ndarray, words: np.ndarray, what: object, part: bool = False) -> None:
         """Check a read. part: less than a word is read, so a write to another part of the word is allowed to race.
 
         For a vector load (words two-dimensional) one written word suffices: compilers widen loads over padding."""
@@ -126,7 +126,7 @@ class SharedMemory:
         if count_nonzero(late):
             self.refuse_late(late & ~self.partly[words] if part else late, words, what)
 
-    def last_writer(self, words: np.ndarray, what: Any) -> np.ndarray:
+    def last_writer(self, words: np.ndarray, what: object) -> np.ndarray:
         """Return the writers of words that are read now. Raise Fault if an async write is pending."""
         if self.writes and count_nonzero(self.async_writes[words]):
             raise Fault(
@@ -134,7 +134,7 @@ class SharedMemory:
             )
         return self.writer[words]
 
-    def refuse_late(self, late: np.ndarray, words: np.ndarray, what: Any) -> None:
+    def refuse_late(self, late: np.ndarray, words: np.ndarray, what: object) -> None:
         """Raise Fault if a read does not happen after the last write."""
         if late.any():
             raise Fault(
@@ -142,7 +142,7 @@ class SharedMemory:
                 "without synchronisation in between"
             )
 
-    def store(self, warps: np.ndarray, flat: np.ndarray, values: np.ndarray, what: str) -> None:
+    def store(self, warps: np.ndarray, flat: np.ndarray, values: np.ndarray, what: object) -> None:
         """Store values (count, n)."""
         size = values.dtype.itemsize * len(values)
         words = self.words(flat, size)
@@ -161,7 +161,7 @@ class SharedMemory:
                 first = self._first(words, clash)
                 raise Fault(f"{what}: several warps write {first} without synchronisation in between")
 
-    def check_write(self, by: np.ndarray, words: Any, what: Any, part: bool = False) -> np.ndarray:
+    def check_write(self, by: np.ndarray, words: Any, what: object, part: bool = False) -> np.ndarray:
         """Check a write of `words`, an array or a slice; return a mask of the words that other warps write in other
         parts at the same time, which is allowed only for a `part` of a word."""
         if self.writes and count_nonzero(self.async_writes[words]):
@@ -187,7 +187,7 @@ class SharedMemory:
         self.check_readers(by, words, what)
         return apart | (writer == SEVERAL) if part else apart
 
-    def update(self, warps: np.ndarray, flat: np.ndarray, size: int, what: str) -> None:
+    def update(self, warps: np.ndarray, flat: np.ndarray, size: int, what: object) -> None:
         """Record atomics of `warps` (n,) that update `size` bytes at flat (n,)."""
         words = self.words(flat, size)
         self.check_read(warps, words, what, size < 4)
@@ -199,7 +199,7 @@ class SharedMemory:
         self.updated = True
         self.updater[words], self.update_event[words] = warps, self.order.now(warps)
 
-    def check_updates(self, by: np.ndarray, words: np.ndarray, what: str) -> None:
+    def check_updates(self, by: np.ndarray, words: np.ndarray, what: object) -> None:
         updater = self.updater[words]
         late = (updater >= 0) & (self.order.saw(by, updater) < self.update_event[words])
         if count_nonzero(late):
@@ -216,7 +216,7 @@ class SharedMemory:
             place, who = self.name(words.start * 4 + 4 * int(np.argmax(late))), self.who(int(reader[late][0]))
             raise Fault(f"exit: CTA slot {slot} leaves, {who} reads {place} without synchronisation before that")
 
-    def check_readers(self, by: np.ndarray, words: np.ndarray, what: str) -> None:
+    def check_readers(self, by: np.ndarray, words: np.ndarray, what: object) -> None:
         """Check that all reads of the words happen before the warps `by`: (1,), or one per word. The words of one
         operation lie in one CTA."""
         if by.size == 1:
@@ -239,7 +239,7 @@ class SharedMemory:
             readers = f"{self.who(first_of(reader, late))} may still read"
             raise Fault(f"{what}: overwrites {self._first(words, late)}, which {readers}")
 
-    def refuse_readers(self, by: np.ndarray, words: np.ndarray, what: Any) -> None:
+    def refuse_readers(self, by: np.ndarray, words: np.ndarray, what: object) -> None:
         """Raise Fault if a warp of a word's CTA, which need not be the writer's, may still read the word."""
         first = self.slot[words] * self.per_slot  # global number of the CTA's first warp
         each = np.arange(self.per_slot).reshape(-1, *[1] * words.ndim)
@@ -253,9 +253,9 @@ class SharedMemory:
             )
 
     # ------------------------------------------------------------- async proxy
-    def begin_read(self, warps: np.ndarray, words: np.ndarray, what: str, blank: bool = False) -> str:
-        """Start an async read of `words` (k,) by `warps`. blank: words that nothing has written may be read; the
-        result then names one of them, or is ""."""
+    def begin_read(self, warps: np.ndarray, words: Any, what: object, blank: bool = False) -> str:
+        """Start an async read of `words`, an array (k,) or a slice, by `warps`. blank: words that nothing has written
+        may be read; the result then names one of them, or is ""."""
         writer, nothing = self.last_writer(words, what), ""
         if count_nonzero(self.ordered(warps)[writer] < self.event[words]):
             empty = writer == EMPTY
@@ -277,7 +277,7 @@ class SharedMemory:
         known[SEVERAL], known[EMPTY] = ALWAYS, -1
         return known
 
-    def refuse_stale(self, warps: np.ndarray, words: Any, what: str) -> None:
+    def refuse_stale(self, warps: np.ndarray, words: Any, what: object) -> None:
         """Raise Fault if a thread wrote words and no fence has carried the write over to the async proxy."""
         writer = self.writer[words]
         generic = (writer >= 0) & (writer < self.order.warps)
@@ -301,7 +301,7 @@ class SharedMemory:
         self.reads -= size_of(words)
         self.async_reader[words], self.async_event[words], self.async_read = component, event, True
 
-    def begin_write(self, warp: int, words: Any, what: Any) -> None:
+    def begin_write(self, warp: int, words: Any, what: object) -> None:
         """Start an async write of `words`, an array (k,) or a slice, by `warp`."""
         warps = np.array([warp])
         self.check_write(warps, words, what)
@@ -314,7 +314,7 @@ class SharedMemory:
         self.async_writes[words] += 1
         self.writes += size_of(words)
 
-    def begin_writes(self, words: np.ndarray, what: Any) -> None:
+    def begin_writes(self, words: np.ndarray, what: object) -> None:
         """Start asynchronous writes of several threads, each to its own words (k, n)."""
         before = self.async_writes[words]
         np.add.at(self.async_writes, words, 1)

@@ -229,7 +229,7 @@ def mbarrier_arrive(x: PtxInstruction, f: re.Match[str]) -> PtxOp:
             total = int(number[mine].sum())
             if f[2] or what == "expect_tx":
                 barrier.tx += total
-                total = np.count_nonzero(mine)
+                total = int(np.count_nonzero(mine))
             elif what == "complete_tx":
                 barrier.tx -= total
             if what.startswith("arrive"):

@@ -384,7 +384,7 @@ def memory(m: MachineState, slot: int) -> tuple[int, int]:
     return slot * m.shared.stride, m.shared.size
 
 
-def lane_base(one: UmmaInstruction, address: int, say: str) -> int:
+def lane_base(one: UmmaInstruction, address: int, say: object) -> int:
     base = address >> 16
     if base not in (0, one.below):
         raise Fault(f"{say}: tensor memory lane {base}, M = {one.m} takes {'0 or 16' if one.below else '0'}")
@@ -436,7 +436,7 @@ def issue_mma(
 
 
 def tensor_operand(
-    one: UmmaInstruction, place: UmmaOperands, operation: Operation, tensor: TensorMemory, say: str
+    one: UmmaInstruction, place: UmmaOperands, operation: Operation, tensor: TensorMemory, say: object
 ) -> np.ndarray:
     """Return the columns of A in tensor memory: row r in the lane of row r of D, elements packed in 8 columns."""
     if one.packing == "padded" and one.formats[0].startswith(("e2", "e3")):

@@ -6,6 +6,7 @@ group."""
 
 import re
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -175,8 +176,8 @@ def check_inside_cta(t: Threads, x: PtxInstruction, flat: int, size: int) -> Non
 
 
 def complete_tx(m: MachineState, barrier: Any, words: Any, size: int) -> None:
-    """Complete the bytes of a copy: `words` (an array or a slice) become readable by any thread that sees this phase of the mbarrier
-    complete."""
+    """Complete the bytes of a copy: `words`, an array or a slice, become readable by any thread that sees this phase of
+    the mbarrier complete."""
     m.shared.end_write(words, barrier.component, barrier.phase + 1)
     barrier.tx -= size
     barrier.complete_phase()
@@ -290,7 +291,7 @@ def store_async(x: PtxInstruction, f: re.Match[str]) -> PtxOp:
                 m.shared.bytes[place : place + size] = data
                 complete_tx(m, object_, words, size)
 
-            m.post(lambda to=int(to[i]): f"{t.say(x)} to {m.shared.name(to)}", complete)
+            m.post(partial("{} to {}".format, t.say(x), m.shared.name(int(to[i]))), complete)
 
     return effect(run, (x.args[0], "address"), (x.args[2], "address"), *[(v, f[2]) for v in vector(x.args[1])])
 

@@ -55,7 +55,7 @@ class TensorMemory:
         self.stores: dict[int, list[TmemStore]] = {}  # by warp
 
     # ------------------------------------------------------------- checks
-    def check_owned(self, region: Region, say: str) -> None:
+    def check_owned(self, region: Region, say: object) -> None:
         columns = region[1]
         if columns.start < 0 or columns.stop > COLUMNS or not self.owned[columns].all():
             raise Fault(
@@ -67,7 +67,7 @@ class TensorMemory:
         edges = np.flatnonzero(np.diff(np.r_[False, self.owned, False].astype(np.int8)))
         return ", ".join(f"{a} to {b - 1}" for a, b in zip(edges[::2], edges[1::2])) or "none"
 
-    def check_read(self, by: int, region: Region, say: str, engine: int = EMPTY) -> None:
+    def check_read(self, by: int, region: Region, say: object, engine: int = EMPTY) -> None:
         """Check that the last writes happen before a read by warp `by`. engine: the reading engine; its own writes
         are in order."""
         self.check_owned(region, say)
@@ -80,7 +80,7 @@ class TensorMemory:
             first = int(writer[late].flat[0]), int(event[late].flat[0])
             raise Fault(f"{say}: reads {self.place(region, late)}, written by {self.who(*first)}")
 
-    def check_write(self, by: int, region: Region, say: str, engine: int = EMPTY) -> None:
+    def check_write(self, by: int, region: Region, say: object, engine: int = EMPTY) -> None:
         """Check that all writes and reads happen before a write by warp `by`."""
         self.check_owned(region, say)
         self.check_open(by, region, say, "overwrites")
@@ -103,7 +103,7 @@ class TensorMemory:
             first = int(reader[late].flat[0]), int(event[late].flat[0])
             raise Fault(f"{say}: overwrites {self.place(region, late)}, read by {self.who(*first)}")
 
-    def check_open(self, by: int, region: Region, say: str, does: str) -> None:
+    def check_open(self, by: int, region: Region, say: object, does: str) -> None:
         """Check that no tcgen05.st of the region is pending. A warp may store again before it waits."""
         bad = self.open[region] & ((self.writer[region] != by) | (does == "reads"))
         if bad.any():
@@ -131,13 +131,13 @@ class TensorMemory:
         return f"tensor memory lanes {lane} to {lane + CELL - 1}, column {column} of CTA slot {self.slot}"
 
     # ------------------------------------------------------------- accesses
-    def load(self, by: int, regions: list[Region], say: str) -> None:
+    def load(self, by: int, regions: list[Region], say: object) -> None:
         """Load by a warp. The read takes effect when the instruction is issued, see tcgen05.py."""
         for region in regions:
             self.check_read(by, region, say)
             self.readers[region[0], region[1], by - self.slot * self.warps] = self.order.seen[by, by]
 
-    def store(self, by: int, store: TmemStore, say: str) -> None:
+    def store(self, by: int, store: TmemStore, say: object) -> None:
         """Store by a warp; the store takes effect at the warp's next wait::st."""
         for region in store.regions:
             self.check_write(by, region, say)
@@ -186,7 +186,7 @@ class TmemPool:
             self.issuers[thread] = self.engines[engine.component] = engine
         return self.issuers[thread]
 
-    def allocate(self, slot: int, count: int, say: str) -> int:
+    def allocate(self, slot: int, count: int, say: object) -> int:
         """Return the first column. In a pair, the CTA that comes first allocates for both."""
         if count not in (32, 64, 128, 256, 512):
             raise Fault(f"{say}: {count} columns, must be a power of two from 32 to 512")
@@ -210,7 +210,7 @@ class TmemPool:
             "hardware would wait"
         )
 
-    def free(self, slot: int, by: int, column: int, count: int, say: str) -> None:
+    def free(self, slot: int, by: int, column: int, count: int, say: object) -> None:
         block = self.blocks.get(column)
         if block is None or block.count != count or slot not in block.holders - block.freed:
             held = self.tensors[slot].allocated()

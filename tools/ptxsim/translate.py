@@ -116,7 +116,6 @@ class RegisterMap:
         mmas = [x for x in kernel.instructions if x.op.startswith("wgmma.mma")]
         self.fenced = {name for x in mmas for text in x.args[:2] if text[0] == "{" for name in vector(text)}
 
-
     def rows(self, names: tuple[str, ...]) -> tuple[int, ...]:
         """Return the rows of registers of one class."""
         if names not in self._rows:
@@ -132,9 +131,9 @@ class RegisterMap:
 class Translator:
     """Writes the source of one unit. An instance is not reused. own: the registers that no other unit names."""
 
-    def __init__(self, kernel: PtxKernel, registers: RegisterMap, names: Names, own: set[str] = frozenset()) -> None:
+    def __init__(self, kernel: PtxKernel, registers: RegisterMap, names: Names, own: set[str]) -> None:
         self.kernel, self.registers, self.names = kernel, registers, names
-        self.own = set(own)  # those that the unit writes before it uses them stay
+        self.own = own  # those that the unit writes before it uses them stay
         self.lines: list[str] = []
         self.loaded: set[str] = set()
         self.dirty: set[str] = set()

@@ -82,7 +82,7 @@ class UmmaInstruction:
         return cells, slice(column, column + count)
 
 
-def decode_instruction(kind: str, group: int, bits: int, vector: str | None, say: str) -> UmmaInstruction:
+def decode_instruction(kind: str, group: int, bits: int, vector: str | None, say: object) -> UmmaInstruction:
     """Decode an instruction descriptor (PTX ISA, tcgen05: Instruction Descriptor). vector: scale vector size; None
     without block scaling."""
 
@@ -162,7 +162,7 @@ class UmmaOperandTile:
 
 
 def operand_tile(
-    memory: tuple[int, int], descriptor: int, shape: tuple[int, int, int, str, int], say: str
+    memory: tuple[int, int], descriptor: int, shape: tuple[int, int, int, str, int], say: object
 ) -> UmmaOperandTile:
     """Return the tile of a descriptor. memory: (start of the CTA's shared memory in shared.bytes, its user bytes).
     shape: the other arguments of `operand_layout`."""
@@ -198,7 +198,7 @@ def values(raw: np.ndarray, name: str, packing: str) -> np.ndarray:
     return decode(raw, name)
 
 
-def scale_factors(tensor: TensorMemory, column: int, one: UmmaInstruction, which: int, say: str) -> np.ndarray:
+def scale_factors(tensor: TensorMemory, column: int, one: UmmaInstruction, which: int, say: object) -> np.ndarray:
     """Return the scale factors (rows, count) of A (0) or B (1) per row. They must be the same in all lane quarters.
 
     Row r: lane r % 32, column r / 32. Layout B keeps the factors of the second half of N in lanes 64 to 127."""
