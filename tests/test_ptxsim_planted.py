@@ -1,6 +1,7 @@
 """The simulator finds the bugs planted in a small kernel, whatever the schedule, and passes the kernel without one."""
 
 import re
+from functools import cache
 
 import ml_dtypes
 import numpy as np
@@ -33,30 +34,42 @@ EXPECTED = {
 }
 
 
-def launch(bug: str, tmp_path) -> tuple:
-    """(call, pool, table, copied, out) of a problem of three pages, the last one ragged."""
+@pytest.fixture(scope="module")
+def compiled(tmp_path_factory):
+    """The kernel with a bug, which all modes share: (host function, PTX, bytes of shared memory)."""
     build.use_arch(ARCH)
     import cutlass.cute as cute
 
     from cute_kernels import abi
     from tests import planted
 
-    with build.host_functions() as hosts:
-        options = f"{build.OPTIONS} --generate-line-info --dump-dir {tmp_path}"
-        compiled = cute.compile(planted.forward, bug, abi.stream(), *planted.fake_args(), options=options)
+    @cache
+    def kernel(bug: str) -> tuple:
+        with build.host_functions() as hosts:
+            options = f"{build.OPTIONS} --generate-line-info --dump-dir {tmp_path_factory.mktemp('kernel')}"
+            found = cute.compile(planted.forward, bug, abi.stream(), *planted.fake_args(), options=options)
+        (host_function,) = hosts
+        return host_function, found.__ptx__, build._dynamic_shared(str(found.ir_module))
+
+    return kernel
+
+
+def launch(kernel: tuple) -> tuple:
+    """(call, pool, table, copied, out) of a problem of three pages, the last one ragged."""
+    host_function, ptx, shared = kernel
     rng = np.random.default_rng()
     pool = rng.standard_normal((PAGES, PAGE, 64)).astype(ml_dtypes.bfloat16)
     table = rng.permutation(PAGES)[:3].astype(np.int32)
     copied = np.full((3, PAGE, 64), np.nan, ml_dtypes.bfloat16)
     out = np.full((LENGTH, 64), np.nan, ml_dtypes.bfloat16)
     args = [pool, copied, table, out, LENGTH, 3]
-    (call,) = host.evaluate(*hosts, compiled.__ptx__, args, build._dynamic_shared(str(compiled.ir_module)))
+    (call,) = host.evaluate(host_function, ptx, args, shared)
     return call, pool, table, copied, out
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_no_bug(tmp_path, mode):
-    call, pool, table, copied, out = launch("", tmp_path)
+def test_no_bug(compiled, mode):
+    call, pool, table, copied, out = launch(compiled(""))
     run(call, mode=mode, seed=1)
     expected = (pool[table].astype(np.float32) + 1).astype(ml_dtypes.bfloat16)
     assert (copied == expected).all()
@@ -65,8 +78,8 @@ def test_no_bug(tmp_path, mode):
 
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("bug", EXPECTED)
-def test_planted_bug(tmp_path, bug, mode):
-    call, *_ = launch(bug, tmp_path)
+def test_planted_bug(compiled, bug, mode):
+    call, *_ = launch(compiled(bug))
     kind, message = EXPECTED[bug]
     with pytest.raises(kind) as caught:
         run(call, mode=mode, seed=1)
