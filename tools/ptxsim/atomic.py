@@ -95,6 +95,8 @@ def atomic(x: PtxInstruction, f: re.Match[str]) -> PtxOp:
         synchronise(t, address, space, sync)
         old = np.empty((count, t.count), dtype)
         place = None if vectors else shared_elements(t, x, space, address, dtype)
+        if place and what == "add" and dtype.kind != "f":
+            return added(*place, values[0])
         for pick in conflict_free_groups(address):
             if place:
                 memory, at = place[0], place[1][pick]
@@ -113,6 +115,20 @@ def atomic(x: PtxInstruction, f: re.Match[str]) -> PtxOp:
     ins = [(x.args[int(returns)], "address"), *[(source, stored) for source in sources]]
     outs = tuple((register, stored) for register in vector(x.args[0])) if returns and x.args[0] != "_" else ()
     return effect(run, *ins, outs=outs)
+
+
+def added(memory: np.ndarray, at: np.ndarray, values: np.ndarray) -> np.ndarray:
+    """Add integers to memory[at], for each place in thread order; return what each thread finds."""
+    order = np.argsort(at, kind="stable")
+    at, values = at[order], values[order]
+    (starts,) = np.r_[True, at[1:] != at[:-1]].nonzero()
+    before = np.cumsum(values, dtype=values.dtype) - values
+    before -= np.repeat(before[starts], np.diff(np.r_[starts, len(at)]))
+    found = memory[at] + before
+    memory[at] = found + values  # the last one holds the whole sum
+    out = np.empty_like(found)
+    out[order] = found
+    return out
 
 
 def conflict_free_groups(address: np.ndarray) -> list[np.ndarray]:

@@ -42,12 +42,22 @@ def logarithms() -> np.ndarray:
 
 def power_of_two(y: Any) -> Any:
     """Return 2 ** y of float64 numbers; y is clamped to +-1000."""
-    steps = np.maximum(np.minimum(y, 1000.0), -1000.0) * STEPS
-    whole = np.rint(steps)
-    rest = steps - whole
+    rest = np.maximum(np.minimum(y, 1000.0), -1000.0)
+    rest *= STEPS
+    whole = np.rint(rest)
+    rest -= whole
     index = whole.astype(np.int64)
-    near = (powers()[index & (STEPS - 1)] + ((index & -STEPS) << 40)).view(F64)  # 2 ** (index / STEPS)
-    return near + near * rest * (rest * (LN2 * LN2 / (2 * STEPS * STEPS)) + LN2 / STEPS)
+    bits = powers()[index & (STEPS - 1)]
+    index &= -STEPS
+    index <<= 40
+    bits += index
+    near = bits.view(F64)  # 2 ** (index / STEPS)
+    more = near * rest
+    rest *= LN2 * LN2 / (2 * STEPS * STEPS)
+    rest += LN2 / STEPS
+    more *= rest
+    more += near
+    return more
 
 
 def exp2(x: Any) -> Any:

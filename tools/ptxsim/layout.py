@@ -62,15 +62,25 @@ def box_addresses(tensor: TensorMap, at: list[int], store: bool = False) -> tupl
     bytes (seen on an H200)."""
     index, _, unit, _ = box(tensor, not store)
     count = per_unit(tensor, not store)
-    offset = np.zeros(index.shape[1], np.int64)
     inside = np.ones(index.shape[1], bool)
+    first = tensor.address
     for axis, (start, extent) in enumerate(zip(at, tensor.dims)):
-        place = index[axis] + (start // count if axis == 0 else start)
+        size = tensor.box[axis]
         if axis == 0:
             extent = -(-extent * unit // count // 16) * 16 // unit if store else extent // count
-        inside &= (place >= 0) & (place < extent)
-        offset += place * (unit if axis == 0 else tensor.strides[axis - 1])
-    return np.uint64(tensor.address) + offset.astype(np.uint64), inside
+            start, size = start // count, size // count
+        if start < 0 or start + size > extent:
+            place = index[axis] + start
+            inside &= (place >= 0) & (place < extent)
+        first += start * (unit if axis == 0 else tensor.strides[axis - 1])
+    return (box_offsets(tensor, not store) + first).view(np.uint64), inside
+
+
+@cache
+def box_offsets(tensor: TensorMap, wide: bool) -> np.ndarray:
+    """Return the distance of every unit of a box from the first one in global memory."""
+    index, _, unit, _ = box(tensor, wide)
+    return np.array([unit, *tensor.strides], np.int64) @ index
 
 
 @cache

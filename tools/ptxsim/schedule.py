@@ -98,7 +98,7 @@ def choose(m: MachineState, part_of_warp: bool = False) -> tuple[int, np.ndarray
 def lowest(m: MachineState, but: np.ndarray) -> np.ndarray:
     """Return the lowest unit at which a lane of each warp stands, all lanes aside from those of a mask; the number of
     units if there is none."""
-    return np.where(but.reshape(-1, 32), len(m.program.units), m.pc.reshape(-1, 32)).min(1)
+    return np.maximum(m.pc, but * np.int32(len(m.program.units))).reshape(-1, 32).min(1)
 
 
 def all_together(m: MachineState, warps: np.ndarray, first: np.ndarray, level: np.ndarray) -> bool:

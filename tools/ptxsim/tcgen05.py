@@ -262,10 +262,12 @@ def issue(t: Threads, x: PtxInstruction, i: int, pool: TmemPool, operation: Oper
     m, by, say = t.machine, int(t.warp[i]), t.say(x)
     engine = pool.engine(int(t.index[i]))
     mine = engine.component
-    words = np.concatenate(operation.words)
-    if len(operation.words) > 1:
-        words = np.unique(words)
-    m.shared.begin_read(np.array([by]), words, say)
+    words, warps = np.concatenate(operation.words), np.array([by])
+    try:
+        m.shared.begin_read(warps, words, say)
+    except Fault:
+        m.shared.begin_read(warps, np.unique(words), say)  # names the first word
+        raise
     for tensor, region in operation.reads:
         tensor.check_read(by, region, say, mine)
     for tensor, region, first in operation.writes:

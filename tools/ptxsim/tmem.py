@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from functools import cache
 
 import numpy as np
+from numpy import count_nonzero
 
 from .faults import Fault
 from .order import HappensBefore
@@ -50,7 +51,7 @@ class TensorMemory:
         shape = (LANES // CELL, COLUMNS)
         self.writer, self.event = np.full(shape, EMPTY, np.int32), np.zeros(shape, np.int32)
         self.reader, self.read_event = np.full(shape, EMPTY, np.int32), np.zeros(shape, np.int32)  # the last engine
-        self.readers = np.zeros((*shape, warps), np.int32)  # last event at which each warp of the CTA read
+        self.readers = np.zeros((warps, *shape), np.int32)  # last event at which each warp of the CTA read
         self.open = np.zeros(shape, bool)  # written by a tcgen05.st that has not been waited for
         self.stores: dict[int, list[TmemStore]] = {}  # by warp
 
@@ -72,11 +73,11 @@ class TensorMemory:
         are in order."""
         self.check_owned(region, say)
         writer, event = self.writer[region], self.event[region]
-        if (writer == EMPTY).any():
+        if count_nonzero(writer == EMPTY):
             raise Fault(f"{say}: reads {self.place(region, writer == EMPTY)}, which nothing has written")
         self.check_open(by, region, say, "reads")
         late = self.late(by, writer, event, engine)
-        if late.any():
+        if count_nonzero(late):
             first = int(writer[late].flat[0]), int(event[late].flat[0])
             raise Fault(f"{say}: reads {self.place(region, late)}, written by {self.who(*first)}")
 
@@ -86,33 +87,35 @@ class TensorMemory:
         self.check_open(by, region, say, "overwrites")
         writer, event = self.writer[region], self.event[region]
         late = self.late(by, writer, event, engine)
-        if late.any():
+        if count_nonzero(late):
             first = int(writer[late].flat[0]), int(event[late].flat[0])
             raise Fault(f"{say}: overwrites {self.place(region, late)}, written by {self.who(*first)}")
         start = self.slot * self.warps
-        unseen = self.readers[region] > self.order.seen[by, start : start + self.warps]
-        if unseen.any():
-            warp = start + int(np.argwhere(unseen)[0][-1])
+        unseen = self.readers[(slice(None), *region)] > self.order.seen[by, start : start + self.warps, None, None]
+        if count_nonzero(unseen):
+            warp = start + int(np.argwhere(np.moveaxis(unseen, 0, -1))[0][-1])
             raise Fault(
-                f"{say}: overwrites {self.place(region, np.any(unseen, axis=-1))}, which warp {warp} has read, "
+                f"{say}: overwrites {self.place(region, np.any(unseen, axis=0))}, which warp {warp} has read, "
                 "without synchronisation in between"
             )
         reader, event = self.reader[region], self.read_event[region]
         late = self.late(by, reader, event, engine)
-        if late.any():
+        if count_nonzero(late):
             first = int(reader[late].flat[0]), int(event[late].flat[0])
             raise Fault(f"{say}: overwrites {self.place(region, late)}, read by {self.who(*first)}")
 
     def check_open(self, by: int, region: Region, say: object, does: str) -> None:
         """Check that no tcgen05.st of the region is pending. A warp may store again before it waits."""
+        if not self.stores or not count_nonzero(self.open[region]):
+            return
         bad = self.open[region] & ((self.writer[region] != by) | (does == "reads"))
         if bad.any():
             where = self.place(region, bad)
             raise Fault(f"{say}: {does} {where}, stored by a tcgen05.st without tcgen05.wait::st")
 
     def late(self, by: int, component: np.ndarray, event: np.ndarray, engine: int) -> np.ndarray:
-        known = self.order.seen[by, np.maximum(component, 0)] >= event
-        return (component >= 0) & (component != engine) & ~known
+        late = self.order.seen[by][component] < event
+        return late & (component >= 0) & (component != engine) if count_nonzero(late) else late
 
     def who(self, component: int, event: int) -> str:
         engine = self.engines.get(component)
@@ -135,7 +138,7 @@ class TensorMemory:
         """Load by a warp. The read takes effect when the instruction is issued, see tcgen05.py."""
         for region in regions:
             self.check_read(by, region, say)
-            self.readers[region[0], region[1], by - self.slot * self.warps] = self.order.seen[by, by]
+            self.readers[by - self.slot * self.warps][region] = self.order.seen[by, by]
 
     def store(self, by: int, store: TmemStore, say: object) -> None:
         """Store by a warp; the store takes effect at the warp's next wait::st."""
@@ -155,7 +158,7 @@ class TensorMemory:
 
     def wrote(self, region: Region, component: int, event: int) -> None:
         self.writer[region], self.event[region] = component, event
-        self.readers[region] = 0
+        self.readers[(slice(None), *region)] = 0
         self.reader[region] = EMPTY
 
 
