@@ -42,7 +42,7 @@ def fragment(registers: Sequence[np.ndarray], kind: str, rows: int) -> np.ndarra
     """Return (warps, rows, k) float32 of A (rows 16) or of B transposed (rows 8)."""
     size, halves = BYTES[kind], rows // 8
     per, count = 4 // size, len(registers)
-    bits = np.stack(registers).view(f"u{size}").reshape(count, -1, 32, per)
+    bits = np.array(registers).view(f"u{size}").reshape(count, -1, 32, per)
     out = np.empty((bits.shape[1], rows, 4 * per * count // halves), np.float32)
     row, column = operand(count, per, halves)
     out[:, row, column] = decode(bits, kind).swapaxes(0, 1)
@@ -64,7 +64,7 @@ def multiply(x: PtxInstruction, f: re.Match[str]) -> PtxOp:
         right = fragment(values[len(a) : len(a) + len(b)], f[4], 8)
         sums = np.empty((len(left), 16, 8), np.float32)
         row, column = accumulator(len(c))
-        sums[:, row, column] = np.stack(values[len(a) + len(b) :]).reshape(len(c), -1, 32).swapaxes(0, 1)
+        sums[:, row, column] = np.array(values[len(a) + len(b) :]).reshape(len(c), -1, 32).swapaxes(0, 1)
         sums = tensorcore.multiply(left, right, sums, (f[3], f[4]))
         return tuple(sums[:, row, column].swapaxes(0, 1).reshape(len(c), -1))
 

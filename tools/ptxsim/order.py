@@ -6,6 +6,8 @@ a fence.proxy.async has carried over to the async proxy (PTX ISA, Memory Consist
 hand on both. An access is ordered after an event (c, k) if seen[w, c] >= k, whatever the schedule of this run
 happens to be."""
 
+from typing import Any
+
 import numpy as np
 
 
@@ -78,18 +80,16 @@ class HappensBefore:
 
     def release(self, warps: np.ndarray, clock: VectorClock) -> None:
         """Release everything these warps did or saw so far to `clock`."""
-        clock.seen = joined(clock.seen, highest(self.seen[warps]))
-        clock.fenced = joined(clock.fenced, highest(self.fenced[warps]))
-        self.own[warps] += 1
+        rows = rows_of(warps)
+        clock.seen = joined(clock.seen, self.seen[rows].max(0))
+        clock.fenced = joined(clock.fenced, self.fenced[rows].max(0))
+        self.own[rows] += 1
 
     def acquire(self, warps: np.ndarray, clock: VectorClock) -> None:
+        rows = rows_of(warps)
         for known, new in ((self.seen, clock.seen), (self.fenced, clock.fenced)):
-            n = new.size
-            if len(warps) == 1:
-                row = known[warps[0], :n]
-                np.maximum(row, new, out=row)
-            elif n:
-                known[warps, :n] = np.maximum(known[warps, :n], new)
+            if new.size:
+                known[rows, : new.size] = np.maximum(known[rows, : new.size], new)
 
     def fence_proxy(self, warps: np.ndarray) -> None:
         """fence.proxy.async: order all that these warps have seen before later async accesses."""
@@ -97,5 +97,7 @@ class HappensBefore:
         self.own[warps] += 1
 
 
-def highest(rows: np.ndarray) -> np.ndarray:
-    return rows[0] if len(rows) == 1 else rows.max(0)
+def rows_of(warps: np.ndarray) -> Any:
+    """Return ascending warps as a slice if they have no gaps, which saves a copy."""
+    first, last = int(warps[0]), int(warps[-1])
+    return slice(first, last + 1) if last - first + 1 == len(warps) else warps

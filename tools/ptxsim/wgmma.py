@@ -146,7 +146,7 @@ def multiply(x: PtxInstruction, f: re.Match[str]) -> PtxOp:
             check_uniform(t, x, b[part], enable[part], *([] if in_registers else [values[0][part]]))
             tile_a: Any
             if in_registers:
-                tile_a = fragment_values(np.stack([value[part] for value in values[:4]]), k, kind)
+                tile_a = fragment_values(np.array([value[part] for value in values[:4]]), k, kind)
             else:
                 tile_a = WgmmaOperandTile(m, first, descriptor(t, x, int(values[0][part][0])), (64, k, kind, major[0]))
             tile_b = WgmmaOperandTile(m, first, descriptor(t, x, int(b[part][0])), (n, k, f[5], major[1]))
