@@ -95,7 +95,7 @@ def atomic(x: PtxInstruction, f: re.Match[str]) -> PtxOp:
         synchronise(t, address, space, sync)
         old = np.empty((count, t.count), dtype)
         place = None if vectors else shared_elements(t, x, space, address, dtype)
-        if place and what == "add" and dtype.kind != "f":
+        if place and update is operator.add and dtype.kind != "f":
             return added(*place, values[0])
         for pick in conflict_free_groups(address):
             if place:
