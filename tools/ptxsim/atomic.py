@@ -96,7 +96,7 @@ def atomic(x: PtxInstruction, f: re.Match[str]) -> PtxOp:
         old = np.empty((count, t.count), dtype)
         place = None if vectors else shared_elements(t, x, space, address, dtype)
         if place and update is operator.add and dtype.kind != "f":
-            return added(*place, values[0])
+            return added(place[0], place[1], values[0])
         for pick in conflict_free_groups(address):
             if place:
                 memory, at = place[0], place[1][pick]

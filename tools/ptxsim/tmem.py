@@ -91,7 +91,7 @@ class TensorMemory:
             first = int(writer[late].flat[0]), int(event[late].flat[0])
             raise Fault(f"{say}: overwrites {self.place(region, late)}, written by {self.who(*first)}")
         start = self.slot * self.warps
-        unseen = self.readers[(slice(None), *region)] > self.order.seen[by, start : start + self.warps, None, None]
+        unseen = self.readers[:, region[0], region[1]] > self.order.seen[by, start : start + self.warps, None, None]
         if count_nonzero(unseen):
             warp = start + int(np.argwhere(np.moveaxis(unseen, 0, -1))[0][-1])
             raise Fault(
@@ -158,7 +158,7 @@ class TensorMemory:
 
     def wrote(self, region: Region, component: int, event: int) -> None:
         self.writer[region], self.event[region] = component, event
-        self.readers[(slice(None), *region)] = 0
+        self.readers[:, region[0], region[1]] = 0
         self.reader[region] = EMPTY
 
 

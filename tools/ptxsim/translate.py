@@ -31,6 +31,7 @@ def register_class(kind: str) -> str:
     return CLASS.get(kind) or CLASS[digits]
 
 
+@cache
 def dtype_of(kind: str) -> Any:
     """Return the numpy type of a PTX type; bf16, f8 and packed types are passed as bits."""
     if kind == "pred":
@@ -70,7 +71,7 @@ class Names:
     """Constants and functions that generated code refers to, shared by the units of a program."""
 
     def __init__(self) -> None:
-        self.values: dict[str, Any] = {"np": np, "where": np.where, "full": full}
+        self.values: dict[str, Any] = {"np": np, "where": np.where, "full": full, "note": note_active}
         self._known: dict[int, str] = {}
         self._filled: dict[str, str] = {}
 
@@ -93,6 +94,11 @@ def constant_array(value: Any, n: int) -> np.ndarray:
     out = np.full(n, value)
     out.flags.writeable = False
     return out
+
+
+def note_active(m: Any, index: int, guard: Any) -> None:
+    """Note whether the guard of an instruction holds for a thread."""
+    m.active[index] = bool(np.any(guard))
 
 
 def full(value: Any, n: int) -> np.ndarray:
@@ -138,7 +144,7 @@ class Translator:
         self.loaded: set[str] = set()
         self.dirty: set[str] = set()
         self.filed: set[str] = set()  # registers that the unit reads from the register file, or writes to it
-        self.views: dict[tuple[str, str], str] = {}
+        self.views: dict[str, dict[str, str]] = {}  # register -> type -> variable
         self.arrays: set[str] = set()  # variables that certainly hold an array
 
     def unit(self, name: str, first: int, end: int) -> str:
@@ -161,7 +167,7 @@ class Translator:
                     result = self.guard(x) if x.guard else "True"
                     continue
                 if x.guard:
-                    self.lines.append(f"if not m.active[{i}]: m.active[{i}] = bool(np.any({self.guard(x)}))")
+                    self.lines.append(f"m.active[{i}] or note(m, {i}, {self.guard(x)})")
                 self.instruction(x, op)
         except NotModelled:
             raise
@@ -255,8 +261,7 @@ class Translator:
     def wrote(self, register: str) -> None:
         self.loaded.add(register)
         self.dirty.add(register)
-        for key in [key for key in self.views if key[0] == register]:
-            del self.views[key]
+        self.views.pop(register, None)
 
     def flush(self) -> None:
         if self.dirty & self.registers.fenced:
@@ -321,15 +326,15 @@ class Translator:
         dtype = dtype_of(kind)
         if dtype == STORAGE[letter]:
             return variable
-        key = (name, dtype.str)
-        if key not in self.views:
-            view = self.views[key] = f"{variable}_{dtype.str[1:]}"
+        views = self.views.setdefault(name, {})
+        if dtype.str not in views:
+            view = views[dtype.str] = f"{variable}_{dtype.str[1:]}"
             (self.arrays.add if variable in self.arrays else self.arrays.discard)(view)
             unsigned = self.type(f"u{dtype.itemsize}")
             value = variable if dtype.itemsize == WIDTH[letter] else f"{variable}.astype({unsigned})"
             value = value if dtype.kind == "u" else f"{value}.view({self.type(dtype)})"
-            self.lines.append(f"{self.views[key]} = {value}")
-        return self.views[key]
+            self.lines.append(f"{view} = {value}")
+        return views[dtype.str]
 
     def special(self, name: str, kind: str) -> str:
         value = f"m.special[{name!r}][s]" if PER_THREAD.fullmatch(name) else f"m.uniform({name!r})"
