@@ -137,8 +137,8 @@ def step(m: MachineState, number: int, index: np.ndarray, warps: np.ndarray) -> 
         m.steps += 1
         result = code(t)
         following = number + 1
-        if m.stalled is not None:  # some threads stay in a barrier; those that it released have moved already
-            m.pc[index[~m.stalled]] = following
+        if m.stalled is not None:  # some threads stay in a barrier
+            m.pc[s] = np.where(m.stalled, number, following)
             return
         if unit.ends:
             taken = result if np.ndim(result) else np.full(n, result)
@@ -155,11 +155,11 @@ def step(m: MachineState, number: int, index: np.ndarray, warps: np.ndarray) -> 
                 m.pc[s] = np.where(taken, unit.target, following)
                 return
         number = following
-        m.pc[s] = number
         if units[number].level > level:
-            return
+            break
         if units[number].waits and count_nonzero(m.failures()[s] == number):
-            return
+            break
+    m.pc[s] = number
 
 
 def exit_threads(m: MachineState) -> None:

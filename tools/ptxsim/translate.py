@@ -145,6 +145,7 @@ class Translator:
         self.dirty: set[str] = set()
         self.filed: set[str] = set()  # registers that the unit reads from the register file, or writes to it
         self.views: dict[str, dict[str, str]] = {}  # register -> type -> variable
+        self.later: dict[str, str] = {}  # register -> expression of the variable that holds it, not assigned yet
         self.arrays: set[str] = set()  # variables that certainly hold an array
 
     def unit(self, name: str, first: int, end: int) -> str:
@@ -189,6 +190,7 @@ class Translator:
             self.lines.append(f"a = [{', '.join(operands)}]; g = {guard}")
             self.flush()
             self.loaded &= self.own
+            self.later = {register: value for register, value in self.later.items() if register in self.own}
             self.views.clear()
             if x.guard:
                 self.lines.append("h = t.select(g)")
@@ -236,6 +238,17 @@ class Translator:
                 if len(op.outs) == 1:
                     self.lines.append(value)
                 continue
+            letter, dtype = self.registers.at[register][0], dtype_of(kind)
+            if letter != "P" and not x.guard and dtype != STORAGE[letter] and dtype.itemsize == WIDTH[letter]:
+                variable = self.variable(register)
+                view = f"{variable}_{dtype.str[1:]}"
+                self.lines.append(f"{view} = {value}")
+                self.wrote(register)
+                self.views[register] = {dtype.str: view}
+                self.later[register] = f"{view}.view({self.type(STORAGE[letter])})"
+                for name in (variable, view):
+                    (self.arrays.add if array else self.arrays.discard)(name)
+                continue
             value = self.convert(value, kind, register)
             if x.guard:
                 guard, old = self.guard(x), self.load(register)
@@ -250,6 +263,8 @@ class Translator:
 
     def load(self, register: str) -> str:
         name = self.variable(register)
+        if register in self.later:
+            self.lines.append(f"{name} = {self.later.pop(register)}")
         if register not in self.loaded:
             self.lines.append(f"{name} = m.{name[0]}[{name[1:]}, s]")
             self.loaded.add(register)
@@ -262,6 +277,7 @@ class Translator:
         self.loaded.add(register)
         self.dirty.add(register)
         self.views.pop(register, None)
+        self.later.pop(register, None)
 
     def flush(self) -> None:
         if self.dirty & self.registers.fenced:
@@ -269,7 +285,7 @@ class Translator:
         self.filed |= self.dirty - self.own
         for register in sorted(self.dirty - self.own):
             name = self.variable(register)
-            self.lines.append(f"m.{name[0]}[{name[1:]}, s] = {name}")
+            self.lines.append(f"m.{name[0]}[{name[1:]}, s] = {self.later.get(register, name)}")
         self.dirty &= self.own
 
     def guard(self, x: PtxInstruction) -> str:
