@@ -193,10 +193,11 @@ class MachineState:
         size = program.kernel.shared_bytes + call.shared
         self.shared = SharedMemory(self.slots, size, self.per_cta // 32, self.order)
         memory.begin(self.order)
-        self.files = program.spare.pop(self.threads, []) or [
-            np.empty((program.registers.count[letter], self.threads), dtype) for letter, dtype in STORAGE.items()
-        ]
-        self.P, self.B, self.H, self.W, self.D = self.files
+        if not program.spare or program.spare[0].shape[1] < self.threads:
+            counts = program.registers.count
+            program.spare = [np.empty((counts[letter], self.threads), dtype) for letter, dtype in STORAGE.items()]
+        self.files, program.spare = program.spare, []  # taken, until the run gives them back
+        self.P, self.B, self.H, self.W, self.D = (file[:, : self.threads] for file in self.files)
         self.poisoned = {letter: np.zeros(count, bool) for letter, count in program.registers.count.items()}
         self.special = specials(call, blocks, shape)
         self.first_slot = np.arange(self.threads) // self.per_cta // self.cluster_size * self.cluster_size

@@ -40,7 +40,7 @@ class Program:
         for number, unit in enumerate(self.units):
             for name in registers_of(self.kernel, unit):
                 self.home[name] = -1 if name in self.home else number
-        self.spare: dict[int, list[np.ndarray]] = {}  # register files of a machine that has ended, by number of threads
+        self.spare: list[np.ndarray] = []  # register files of a machine that has ended
         self.flows: dict[int, Any] = {}  # by unit, for undefined.py
         self.level = np.array([*(unit.level for unit in self.units), 0], np.int8)  # 0: of no unit
 

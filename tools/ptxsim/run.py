@@ -75,7 +75,7 @@ def run(
         run_machine(machine)
         if "exit" not in call.beyond:
             check_exit(machine)
-        program.spare = {machine.threads: machine.files}  # to take new memory costs more than to overwrite it
+        program.spare = machine.files  # to take new memory costs more than to overwrite it
         executed = program.executed(machine.entered, machine.active)
         result.add(RunResult(machine.steps, machine.state.counts, {call.ptx: executed}, {call.ptx: phases_of(machine)}))
     return result
