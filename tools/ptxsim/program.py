@@ -2,6 +2,7 @@
 
 import copy
 import re
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -36,10 +37,9 @@ class Program:
         self.registers = RegisterMap(self.kernel)
         self.names = Names()
         self.units = cut(self.kernel)
-        self.home: dict[str, int] = {}  # register -> the only unit that names it, or -1
-        for number, unit in enumerate(self.units):
-            for name in registers_of(self.kernel, unit):
-                self.home[name] = -1 if name in self.home else number
+        named = [registers_of(self.kernel, unit) for unit in self.units]
+        count = Counter(name for names in named for name in names)
+        self.own = [{name for name in names if count[name] == 1} for names in named]  # registers of one unit alone
         self.spare: list[np.ndarray] = []  # register files of a machine that has ended
         self.flows: dict[int, Any] = {}  # by unit, for undefined.py
         self.level = np.array([*(unit.level for unit in self.units), 0], np.int8)  # 0: of no unit
@@ -62,8 +62,7 @@ class Program:
         unit = self.units[number]
         if unit.run is None:
             name = f"unit_{number}"
-            own = {name for name in registers_of(self.kernel, unit) if self.home[name] == number}
-            translator = Translator(self.kernel, self.registers, self.names, own)
+            translator = Translator(self.kernel, self.registers, self.names, set(self.own[number]))
             source = translator.unit(name, unit.first, unit.end)
             unit.run = build(self.names, name, source)
             unit.rows = self.registers.rows_by_class(translator.filed)
