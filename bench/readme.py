@@ -311,23 +311,23 @@ def pictured(results: dict[str, list[ResultRow]], folder: Path = FOLDER) -> str:
 
 
 def engine_headlines(results: dict[str, list[EngineRow]]) -> str:
-    """One sentence per GPU: tokens per second of each load of vLLM over those of the fastest other provider."""
+    """One sentence per GPU: tokens per second of each load over those of the engine's fastest other provider."""
     parts = []
     for gpu, rows in results.items():
-        found = []
-        for case in dict.fromkeys(r.case for r in rows if r.case.startswith("engine-vllm-")):
+        found: dict[str, list[str]] = {}
+        for case in dict.fromkeys(r.case for r in rows):
             run = [r for r in rows if r.case == case and r.date == max(r.date for r in rows if r.case == case)]
             ours = next((r for r in run if r.provider == "ours"), None)
             best = max((r for r in run if r.provider != "ours"), key=lambda r: r.tokens_per_s, default=None)
             if ours and best:
-                found.append(f"{ours.tokens_per_s / best.tokens_per_s:.2f} ({case.removeprefix('engine-vllm-')})")
+                engine, _, load = case.removeprefix("engine-").partition("-")
+                text = f"{ours.tokens_per_s / best.tokens_per_s:.2f} ({load})"
+                found.setdefault({"vllm": "vLLM", "sglang": "SGLang"}[engine], []).append(text)
         if found:
-            text = (
-                f"vLLM on {gpu}, offline: tokens per second with our backend over those with the fastest of its own, "
-            )
-            text += f"for nvfp4 over our own fp8 cache: {', '.join(found)}. "
-            text += "[Engines](docs/engines.md#whole-engines-measured) says what was run."
-            parts.append(textwrap.fill(text, 136, break_on_hyphens=False, break_long_words=False))
+            text = f"[Engines offline](docs/engines.md#whole-engines-measured) on {gpu}: tokens per second with our "
+            text += "backend over those with the fastest of their own, for nvfp4 over our own fp8 cache. "
+            text += " ".join(f"{engine}: {', '.join(loads)}." for engine, loads in found.items())
+            parts.append(textwrap.fill(text, 160, break_on_hyphens=False, break_long_words=False))
     return "\n\n".join(parts) or "Not measured yet."
 
 

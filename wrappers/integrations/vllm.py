@@ -9,8 +9,8 @@ tensors, and a CUDA graph that was captured for one batch holds for every other 
 kernel supports a configuration, `VllmBackend.validate_configuration` gives the reason, and vLLM refuses the backend at
 start.
 
-Written for vLLM 0.33, the engine of which has run it offline on an H200. Tests run it against vLLM's own files on the
-CPU reference. No HTTP server has run it.
+Written for vLLM 0.33, which has run it on an H200, offline and as an HTTP server. Tests run it against vLLM's own files
+on the CPU reference.
 """
 
 from dataclasses import dataclass, replace

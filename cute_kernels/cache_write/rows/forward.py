@@ -30,7 +30,7 @@ from .. import places, rotate, store
 from ..args import CacheWriteArgs, fields, pack
 from ..spec import BYTES, SF_VEC_SIZE
 from . import THREADS, ctas_per_sm, dequantise, gather, whole
-from .whole import K, Q, V, row_count
+from .whole import K, Q, TokenPlan, V, row_count
 
 STORED = {"nvfp4": "uint8"}  # types of rows and caches without an element type in the DSL -> stored type
 
@@ -424,11 +424,11 @@ def transform_rows(spec: cutlass.Constexpr, a, g: LaneGroup, first: HeadRow, in_
     page = at.page if rope_position >= 0 else Int32(-1)
     place = places.CachePlace(cutlass.max(page, 0), at.row)
     to_k, to_v = (targets_of(spec, a, cutlass.Boolean(is_v), place) for is_v in (False, True))
-    writes, turn = (rope_position >= 0, page >= 0), (rotates, cos, sin)
+    plan = TokenPlan(to_k, to_v, rope_position >= 0, page >= 0, rotates, cos, sin)
     if in_whole_vectors:
-        whole.transform_rows(spec, a, g, words, weights, to_k, to_v, writes, turn)
+        whole.transform_rows(spec, a, g, words, weights, plan)
     else:
-        transform_any(spec, a, g, words, weights, to_k, to_v, writes, turn)
+        transform_any(spec, a, g, words, weights, plan)
 
 
 # The loop over rows of Q, K and V: one iteration per row of the group.
@@ -441,12 +441,10 @@ def transform_rows(spec: cutlass.Constexpr, a, g: LaneGroup, first: HeadRow, in_
 # All groups have the same mix of rows. If some had the few rows of V alone, half of each warp would wait for the rest.
 @cute.jit
 def transform_any(
-    spec: cutlass.Constexpr, a, g: LaneGroup, words: cute.Tensor, weights: cute.Tensor, to_k, to_v, writes, turn
+    spec: cutlass.Constexpr, a, g: LaneGroup, words: cute.Tensor, weights: cute.Tensor, plan: TokenPlan
 ):  # fmt: skip
-    """Transform and write rows of any length and alignment. words, weights: the first row, and the weights of its norm.
-    to_k, to_v: where rows of K and V go. writes: whether Q, and whether K and V are written. turn: (whether rows are
-    rotated, cosines, sines)."""
-    rotates, cos, sin = turn
+    """Transform and write rows of any length and alignment. words, weights: the first row, and the weights of its
+    norm."""
     values = cute.make_rmem_tensor((rotate.HALF, 2), Float32)
     held, held_weights = (cute.make_rmem_tensor((4, 2), Uint32) for _ in range(2))
     inv_dim = Float32(1.0) / Float32(a.k.shape[2])
@@ -459,16 +457,16 @@ def transform_any(
                 held[i, half], held_weights[i, half] = words[i, half], weights[i, half]
         if row + a.k_groups < row_count(a):
             fetch(a, g, head_row(a, g, row + a.k_groups), words, weights)
-        if (x.operand == Q and writes[0]) or (x.operand != Q and writes[1]):
+        if (x.operand == Q and plan.writes_q) or (x.operand != Q and plan.writes_kv):
             if x.operand != V:
                 if x.weights != 0:
                     rotate.normalise(spec, a, g, values, held_weights, inv_dim)
-                if rotates:
-                    rotate.rotate(a, g, values, cos, sin)
+                if plan.rotates:
+                    rotate.rotate(a, g, values, plan.cos, plan.sin)
             if x.operand == Q:
                 store_query(spec, a, g, x.head, values)
             else:
-                store_row(spec, a, g, to_k, to_v, x, values, held)
+                store_row(spec, a, g, plan.to_k, plan.to_v, x, values, held)
         row += a.k_groups
 
 

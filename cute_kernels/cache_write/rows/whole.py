@@ -4,7 +4,7 @@ Nearly all launches are such. The addresses of a group's rows then advance by a 
 iteration takes a third of the instructions of those in `forward`, which serve all other launches. `applies` is the same
 for all threads of a launch. The results of both are equal, bit for bit."""
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import cutlass
 import cutlass.cute as cute
@@ -133,6 +133,19 @@ def write_rows(spec: cutlass.Constexpr, g, rows, to, target: store.TargetRow, wo
 # ---- rows of Q, K and V, normalised and rotated
 
 
+class TokenPlan(NamedTuple):
+    """How the rows of a token are transformed, and where they go. to_k, to_v: places of K and V (`forward.TargetRows`).
+    writes_q, writes_kv: whether Q, and whether K and V are written. rotates: whether Q and K are, by cos and sin."""
+
+    to_k: Any
+    to_v: Any
+    writes_q: cutlass.Boolean
+    writes_kv: cutlass.Boolean
+    rotates: cutlass.Boolean
+    cos: cute.Tensor
+    sin: cute.Tensor
+
+
 class LoadWalk(NamedTuple):
     """Where a group loads its next row. address: of this lane's first vector. step: bytes to the group's next row of
     the operand."""
@@ -189,9 +202,9 @@ def load_walk(a, g, operand: Int32, row: Int32) -> LoadWalk:
 
 
 @cute.jit
-def store_walk(spec: cutlass.Constexpr, a, g, to_k, to_v, operand: Int32, row: Int32) -> StoreWalk:
-    """Return the walk from the row that is `row` rows behind the first one of an operand. to_k, to_v: where rows of K
-    and V go."""
+def store_walk(spec: cutlass.Constexpr, a, g, plan: TokenPlan, operand: Int32, row: Int32) -> StoreWalk:
+    """Return the walk from the row that is `row` rows behind the first one of an operand."""
+    to_k, to_v = plan.to_k, plan.to_v
     operand, head = operand_of(a, g, operand, row)
     size = const_expr(stored_bytes(spec.cache))
     first, stride, sf, sf_stride = to_k.first.address, to_k.stride, to_k.first.sf, to_k.sf_stride
@@ -256,13 +269,10 @@ def add_offset(spec: cutlass.Constexpr, a, words: cute.Tensor, weights: cute.Ten
 # The weights of a norm stay in registers as long as the operand does.
 @cute.jit
 def transform_rows(
-    spec: cutlass.Constexpr, a, g, words: cute.Tensor, weight_words: cute.Tensor, to_k, to_v, writes, turn
+    spec: cutlass.Constexpr, a, g, words: cute.Tensor, weight_words: cute.Tensor, plan: TokenPlan
 ):  # fmt: skip
     """Normalise, rotate and write the rows of a group, as `forward.transform_any` does. words: the group's first row.
-    weight_words: the weights of its norm.
-    to_k, to_v: where rows of K and V go. writes: whether Q, and whether K and V are written. turn: (whether rows are
-    rotated, cosines, sines)."""
-    rotates, cos, sin = turn
+    weight_words: the weights of its norm."""
     ahead, held = (cute.make_rmem_tensor((4, 2), Uint32) for _ in range(2))
     values, weights = (cute.make_rmem_tensor((rotate.HALF, 2), Float32) for _ in range(2))
     inv_dim, apart = Float32(1.0) / Float32(a.k.shape[2]), g.lanes
@@ -271,7 +281,7 @@ def transform_rows(
     at = LoadWalk(Int32(Q), row + step, Int32(0), Int64(0), Int64(0))
     if row + step < end:
         at = load_row(a, g, load_walk(a, g, Int32(Q), row + step), ahead)
-    x = store_walk(spec, a, g, to_k, to_v, Int32(Q), row)
+    x = store_walk(spec, a, g, plan, Int32(Q), row)
     weighted = weights_of(a, x.operand) != 0
     add_offset(spec, a, weight_words, weights)
     while row < end:
@@ -283,21 +293,21 @@ def transform_rows(
             if at.head >= at.heads:
                 at = load_walk(a, g, at.operand + 1, at.head - at.heads)
             at = load_row(a, g, at, ahead)
-        if writes[0] if x.operand == Q else writes[1]:
+        if plan.writes_q if x.operand == Q else plan.writes_kv:
             if x.operand != V:
                 if weighted:
                     inverse = rotate.inverse_rms(a, g, values, inv_dim)
                     for half in cutlass.range_constexpr(2):
                         for e in cutlass.range_constexpr(rotate.HALF):
                             values[e, half] = values[e, half] * inverse * weights[e, half]
-                if rotates:
-                    rotate.rotate_pairs(values, cos, sin)
+                if plan.rotates:
+                    rotate.rotate_pairs(values, plan.cos, plan.sin)
             store_two(spec, a, x, apart, values, held)
         row += step
         if row < end:
             y = x._replace(head=x.head + step, address=x.address + x.step, sf=x.sf + x.sf_step)
             if y.head >= x.heads:
-                y = store_walk(spec, a, g, to_k, to_v, x.operand + 1, y.head - x.heads)
+                y = store_walk(spec, a, g, plan, x.operand + 1, y.head - x.heads)
                 address = weights_of(a, y.operand)
                 weighted = address != 0
                 if weighted:
