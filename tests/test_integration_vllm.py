@@ -18,7 +18,7 @@ from tests.fake_machine import FakeMachine
 from tests.gpu import repeated, without_values
 from tests.host_work import Work, host_work
 from tests.vllm_stubs import E4M3, DeviceCapability, Platform, reshape_and_cache_flash, stubs
-from wrappers import append_qkv, machine
+from wrappers import append_qkv, fp4, machine
 
 VERSION = "0.33.0"
 FILES = tuple(
@@ -529,9 +529,8 @@ def test_refused_by_the_layer(options, message, server):
         VllmImpl(HEADS, 64, 0.125, KV_HEADS, **options)
 
 
-@pytest.mark.parametrize("name", ["auto", "fp8, scales", "nvfp4"])
-def test_output_of_8_bits(name, server):
-    """With one static scale; the quotient of the scales is computed once for a scale."""
+def one_step(server, name):
+    """Return a model that has run a step, and a function that runs a layer with another output."""
     model = Model(server, CASES[name])
     model.step({0: 20, 1: 5})
     common = model.common({0: 1, 1: 3})
@@ -540,11 +539,18 @@ def test_output_of_8_bits(name, server):
     given = [t.unflatten(1, (-1, model.case.head_size)) for t in model.placed(model.inputs(4))["layers.0.attn"]]
     impl.do_kv_cache_update(layer, *given[1:], layer.kv_cache, common.slot_mapping)
 
-    def run(dtype, **options):
-        out = torch.zeros(given[0].shape, dtype=dtype, device=server.device)
+    def run(dtype, width=model.case.head_size, **options):
+        out = torch.zeros(*given[0].shape[:2], width, dtype=dtype, device=server.device)
         assert impl.forward(layer, *given, layer.kv_cache, metadata, out, **options) is out
         return out
 
+    return model, impl, run
+
+
+@pytest.mark.parametrize("name", ["auto", "fp8, scales", "nvfp4"])
+def test_output_of_8_bits(name, server):
+    """With one static scale; the quotient of the scales is computed once for a scale."""
+    model, impl, run = one_step(server, name)
     want = run(model.case.dtype).double()
     for scale in (0.05, 0.5, 0.5):
         scale = torch.tensor(scale, device=server.device)
@@ -552,14 +558,25 @@ def test_output_of_8_bits(name, server):
             got = run(E4M3, output_scale=scale).double() * scale.double()
             assert ((got - want).abs() <= want.abs() / 14 + scale.double() * 2**-9).all() and got.abs().max() > 0
             assert impl._out_factor[0] is scale
-    assert impl.fused_output_quant_supported("StaticTensor") and not impl.fused_output_quant_supported("nvfp4")
+    assert impl.fused_output_quant_supported("StaticTensor") and not impl.fused_output_quant_supported("Dynamic64")
 
 
-def test_output_with_scale_factors_is_refused(server):
-    model = Model(server, CASES["auto"])
-    layer, x = model.layers["layers.0.attn"], torch.zeros(1, HEADS, 64)
-    with pytest.raises(NotImplementedError, match="output_block_scale: given, must be None"):
-        layer.impl.forward(layer, x, x, x, layer.kv_cache, None, x, torch.ones(1), torch.ones(1))
+@pytest.mark.parametrize("name", ["auto", "fp8, scales"])
+def test_output_of_nvfp4(name, server):
+    """In the swizzle of its scale factors; the scale multiplies."""
+    model, impl, run = one_step(server, name)
+    want, size = run(model.case.dtype).double(), model.case.head_size
+    assert impl.fused_output_quant_supported("nvfp4")
+    for scale in (3.0, 300.0):
+        sf = torch.zeros(128, fp4.round_up(HEADS * size // 16, 4), dtype=E4M3, device=server.device)
+        data = run(
+            torch.uint8, size // 2, output_scale=torch.tensor(scale, device=server.device), output_block_scale=sf
+        )
+        got = fp4.load(fp4.FP4Tensor(data, sf, 0, want.shape), scale).double()
+        top = want.unflatten(2, (-1, 16)).abs().amax(3, keepdim=True)  # steps are at most a third of it, and rounded
+        assert ((got - want).unflatten(2, (-1, 16)).abs() <= top / 5 + 2**-9 / scale).all() and got.abs().max() > 0
+    with pytest.raises(ValueError, match="output_scale: None, must be a tensor if output_block_scale is given"):
+        run(torch.uint8, size // 2, output_block_scale=sf)
 
 
 def test_pages_of_nvfp4_with_gaps_are_refused(server):

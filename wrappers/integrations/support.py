@@ -21,10 +21,12 @@ def query_dtype(dtype: torch.dtype, cache: torch.dtype, arch: str | None) -> tor
     return E4M3 if cache is E4M3 and arch in ("sm_100a", "sm_103a") else dtype
 
 
-def refusal(arch: str, head_size: int, dtype: torch.dtype, cache: torch.dtype) -> str | None:
+def refusal(
+    arch: str, head_size: int, dtype: torch.dtype, cache: torch.dtype, out: torch.dtype | str | None = None
+) -> str | None:
     """Return why the context function has no kernel for these dtypes, or None if it has one.
 
-    dtype: the model's.
+    dtype: the model's. out: of the output, the model's if it is None.
 
     cache: the cache's dtype, which may differ from the model's; torch.uint8 is NVFP4. The reason is that of `explain`
     for a small call.
@@ -34,7 +36,8 @@ def refusal(arch: str, head_size: int, dtype: torch.dtype, cache: torch.dtype) -
     if cache is torch.uint8:
         kv, sf = _page(head_size // 2, cache), _page(head_size // 16, E4M3)
     table, one, starts = (torch.tensor(x, dtype=torch.int32, device="cpu") for x in ([[0]], [1], [0, 1]))
-    given: dict[str, Any] = {"out_dtype": dtype, "kv_cache_sf": sf, "arch": arch}
+    given: dict[str, Any] = {"out_dtype": dtype if out is None else out, "kv_cache_sf": sf, "arch": arch}
+    given["o_sf_scale"] = 1.0 if out == "nvfp4" else None
     try:
         found = explain(q, kv, None, table, one, 1, 1, 1.0, 1.0, 1, starts, None, **given)
     except (TypeError, ValueError) as error:

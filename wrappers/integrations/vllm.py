@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 import torch
-from vllm.model_executor.layers.quantization.utils.quant_utils import kFp8StaticTensorSym
+from vllm.model_executor.layers.quantization.utils.quant_utils import kFp8StaticTensorSym, kNvfp4Dynamic
 from vllm.platforms import current_platform
 from vllm.v1.attention.backend import (
     AttentionBackend,
@@ -33,6 +33,7 @@ from vllm.v1.kv_cache_interface import KVCacheLayout
 from .. import machine
 from ..attention.trtllm import trtllm_batch_context_with_kv_cache
 from ..cache_write.api import KVCacheTarget, append_qkv
+from ..fp4 import FP4Tensor
 from .support import ARCHS, E4M3, E5M2, HEAD_SIZES, PAGE_SIZES, query_dtype, refusal
 
 QUANTISED = {"fp8": E4M3, "fp8_e4m3": E4M3, "fp8_e5m2": E5M2, "nvfp4": torch.uint8}
@@ -172,12 +173,14 @@ class VllmImpl(AttentionImpl[VllmMetadata]):
         arch = None if capability is None else ARCHS.get((capability.major, capability.minor))
         self._cache_dtype = QUANTISED.get(kv_cache_dtype)
         sixteen = torch.bfloat16
-        self.supports_quant_query_input = query_dtype(sixteen, self._cache_dtype or sixteen, arch) is E4M3
+        cache_dtype = self._cache_dtype or sixteen
+        self.supports_quant_query_input = query_dtype(sixteen, cache_dtype, arch) is E4M3
+        self._fp4_output = arch is not None and refusal(arch, head_size, sixteen, cache_dtype, "nvfp4") is None
         self._window_left = -1 if sliding_window is None else sliding_window - 1  # keys before the token itself
         self._soft_cap = logits_soft_cap or None
         self._loaded_sinks = self.sinks = sinks
         self.slopes = None if alibi_slopes is None else torch.tensor(alibi_slopes, dtype=torch.float32)
-        self._out_factor: Any = None  # `output_scale` and V's scale of the last call, and their quotient
+        self._out_factor: Any = None  # see `_factor`: `output_scale`, what else it depends on, and the factor
         self._views: Any = None  # the cache, its address, and its views
 
     def process_weights_after_loading(self, act_dtype: torch.dtype) -> None:
@@ -191,8 +194,8 @@ class VllmImpl(AttentionImpl[VllmMetadata]):
             self.sinks.copy_(loaded)
 
     def fused_output_quant_supported(self, quant_key: Any) -> bool:
-        """Return whether `forward` writes quantised output: e4m3 with one static scale."""
-        return bool(quant_key == kFp8StaticTensorSym)
+        """Return whether `forward` writes quantised output: e4m3 with one static scale, or NVFP4 if a kernel does."""
+        return bool(quant_key == kFp8StaticTensorSym or (quant_key == kNvfp4Dynamic and self._fp4_output))
 
     def caches(self, kv_cache: torch.Tensor) -> tuple[Any, Any]:
         """Return (K, V), and (K's scale factors, V's) for NVFP4 or else None.
@@ -244,10 +247,12 @@ class VllmImpl(AttentionImpl[VllmMetadata]):
         """Write attention to output and return it.
 
         query, output: (tokens, heads, head_size). Rows of padding are undefined. output_scale: fp32, one element on the
-        device: attention is divided by it, and output is e4m3.
+        device: attention is divided by it, and output is e4m3. output_block_scale: e4m3 (tokens, heads * head_size /
+        16), both rounded up, in the 128x4 swizzle, written: attention is multiplied by output_scale, and output is
+        NVFP4, uint8 (tokens, heads, head_size / 2).
         """
-        if output_block_scale is not None:
-            raise NotImplementedError("output_block_scale: given, must be None")
+        if output_block_scale is not None and output_scale is None:
+            raise ValueError("output_scale: None, must be a tensor if output_block_scale is given")
         if attn_metadata is None:  # vLLM is profiling its memory
             return output.fill_(0)
         m, (caches, sf) = attn_metadata, self._held(kv_cache)
@@ -256,9 +261,15 @@ class VllmImpl(AttentionImpl[VllmMetadata]):
             scale, out_scale = scale * layer._k_scale_float, layer._v_scale_float
             if query.dtype == E4M3:
                 scale *= layer._q_scale_float
-        out_factor = out_scale if output_scale is None else self._divided(out_scale, output_scale)
+        out: Any = output
+        out_factor: Any = out_scale
+        if output_scale is not None:
+            out_factor = self._factor(out_scale, output_scale, output_block_scale is not None)
+        if output_block_scale is not None:
+            out = FP4Tensor(output, output_block_scale, 0, query.shape)
         options: dict[str, Any] = {
-            "window_left": self._window_left, "out": output, "sinks": self.sinks, "kv_cache_sf": sf,
+            "o_sf_scale": None if output_block_scale is None else 1.0,
+            "window_left": self._window_left, "out": out, "sinks": self.sinks, "kv_cache_sf": sf,
             "logits_soft_cap": self._soft_cap, "kv_layout": "HND", "alibi_slopes": self.slopes,
         }  # fmt: skip
         trtllm_batch_context_with_kv_cache(
@@ -267,16 +278,17 @@ class VllmImpl(AttentionImpl[VllmMetadata]):
         )  # fmt: skip
         return output
 
-    def _divided(self, out_scale: float, output_scale: torch.Tensor) -> torch.Tensor:
-        """Return V's scale over that of the output, on the device: the host does not wait for it.
+    def _factor(self, out_scale: float, output_scale: torch.Tensor, multiply: bool) -> torch.Tensor:
+        """Return V's scale over that of the output, or times it, on the device: the host does not wait for it.
 
-        The quotient is kept, and not computed again if the value of output_scale changes in place: other backends of
+        The result is kept, and not computed again if the value of output_scale changes in place: other backends of
         vLLM read it once, too. In a capture it is part of the graph, and is not kept.
         """
-        kept = self._out_factor
-        if kept is not None and kept[0] is output_scale and kept[1] == out_scale:
+        kept, asked = self._out_factor, (out_scale, multiply)
+        if kept is not None and kept[0] is output_scale and kept[1] == asked:
             return kept[2]  # type: ignore[no-any-return]
-        factor = out_scale / output_scale.reshape(1).float()
+        scale = output_scale.reshape(1).float()
+        factor = out_scale * scale if multiply else out_scale / scale
         if machine.current.may_keep(factor.device):
-            self._out_factor = output_scale, out_scale, factor
+            self._out_factor = output_scale, asked, factor
         return factor
