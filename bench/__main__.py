@@ -1,4 +1,4 @@
-"""python -m bench attention | topk | append [--cases PREFIX] | engine | server | serve | sparsity | plots | readme"""
+"""python -m bench attention | topk | append | engine | engine-error | server | serve | sparsity | plots | readme"""
 
 import argparse
 from collections.abc import Callable
@@ -159,6 +159,23 @@ def engine(args: argparse.Namespace) -> None:
             print(f"  {row.provider:16} {row.time_us:9.1f} us per token   {row.ratio_to_ours or 0.0:.3f} of ours")
 
 
+def engine_error(args: argparse.Namespace) -> None:
+    """Compare the log probabilities of engines' answers with those of the same model in fp32. Append to
+    bench/results/engine_errors/<gpu>.csv."""
+    import torch
+
+    from . import engine as bench
+    from . import engine_error as errors
+
+    if not torch.cuda.is_available():
+        raise SystemExit("the benchmark needs a CUDA device")
+    env = results.environment()
+    path = args.results or results.ENGINE_ERRORS / f"{env.gpu}.csv"
+    for name in bench.chosen(args.cases):
+        print(name, flush=True)
+        results.append(path, errors.measure(name, tuple(args.providers.split(",")), env))
+
+
 def server(args: argparse.Namespace) -> None:
     """Put vLLM's HTTP server under load, with our attention backend and with its own. Append to
     bench/results/servers/<gpu>.csv."""
@@ -232,6 +249,11 @@ def main() -> None:
     )
     one.add_argument("--results", type=Path, help="folder of the csv files; default: bench/results")
     one.set_defaults(run=engine)
+    one = verbs.add_parser("engine-error", help=engine_error.__doc__)
+    one.add_argument("--cases", default="engine-vllm-tiny-llama-bf16", help="measure the cases that begin with this")
+    one.add_argument("--providers", default="ours", help="comma-separated list of backends of the engine")
+    one.add_argument("--results", type=Path, help="csv to append to; default: bench/results/engine_errors/<gpu>.csv")
+    one.set_defaults(run=engine_error)
     one = verbs.add_parser("server", help=server.__doc__)
     one.add_argument("--cases", default="server-vllm-llama8b-", help="measure the cases that begin with this")
     one.add_argument("--providers", default="ours", help="comma-separated list of backends of vLLM")

@@ -10,12 +10,14 @@ from .results import (
     FOLDER,
     ROOT,
     EngineRow,
+    ErrorRow,
     ResultRow,
     ServerRow,
     SkipRow,
     newest,
     read_all,
     read_engines,
+    read_errors,
     read_servers,
     read_sparsity,
 )
@@ -358,6 +360,24 @@ def measured_engines(results: dict[str, list[EngineRow]]) -> str:
     return "\n\n".join(parts) or "Not measured yet."
 
 
+def measured_errors(results: dict[str, list[ErrorRow]]) -> str:
+    """Engines against fp32: one line per model and backend, from the newest run of each."""
+    head = ["model", "attention", "tokens", "mean", "90 %", "largest"]
+    parts = []
+    for gpu, rows in results.items():
+        chosen = list({(r.case, r.provider): r for r in rows}.values())
+        runs = sorted({(r.date, r.commit[:9], r.driver, r.torch) for r in chosen})
+        parts.append("\n".join(f"{gpu}, {date}, commit {c}, driver {d}, torch {t}." for date, c, d, t in runs))
+        lines = [head, ["---", "---"] + ["---:"] * (len(head) - 2)]
+        lines += [
+            [f"`{r.case.removeprefix('engine-')}`", r.provider, f"{r.tokens:.0f}", f"{r.mean:.4f}", f"{r.p90:.3f}",
+             f"{r.largest:.3f}"]
+            for r in chosen
+        ]  # fmt: skip
+        parts.append("\n".join("| " + " | ".join(cell) + " |" for cell in lines))
+    return "\n\n".join(parts) or "Not measured yet."
+
+
 def measured_servers(results: dict[str, list[ServerRow]]) -> str:
     """Servers: one line per load and backend, from the newest run of each."""
     head = ["load", "attention", "requests", "abandoned", "tokens/s", "first token, ms", "each token, ms",
@@ -398,6 +418,7 @@ def sections() -> dict[str, str]:
         "measured-parallel": measured_parallel(found),
         "measured-sparsity": measured_sparsity(read_sparsity()),
         "measured-engines": measured_engines(read_engines()),
+        "measured-engine-errors": measured_errors(read_errors()),
         "measured-servers": measured_servers(read_servers()),
     }
 

@@ -1,7 +1,8 @@
 """Rows of bench/results/<gpu>.csv: one per case and provider. All rows of a run share their date and commit.
 
 The file sparsity/<gpu>.csv beside it has one row per data set and skip-softmax factor, engines/<gpu>.csv has one per
-load and backend of an engine, and servers/<gpu>.csv one per load and backend of a server.
+load and backend of an engine, engine_errors/<gpu>.csv one per model and backend, and servers/<gpu>.csv one per load and
+backend of a server.
 """
 
 import csv
@@ -19,6 +20,7 @@ FOLDER = ROOT / "bench" / "results"
 SPARSITY = FOLDER / "sparsity"
 ENGINES = FOLDER / "engines"
 SERVERS = FOLDER / "servers"
+ENGINE_ERRORS = FOLDER / "engine_errors"
 
 
 @dataclass(frozen=True)
@@ -95,6 +97,23 @@ class EngineRow(Run):
 
 
 @dataclass(frozen=True)
+class ErrorRow(Run):
+    """The log probabilities of an engine's answers against those of the same model in fp32.
+
+    tokens: that were compared; distinct: different ones among them, few if the model repeats itself and shows nothing.
+    mean, p90, largest: absolute differences.
+    """
+
+    case: str
+    provider: str
+    tokens: float
+    distinct: float
+    mean: float
+    p90: float
+    largest: float
+
+
+@dataclass(frozen=True)
 class ServerRow(Run):
     """A server under a load of requests, while other clients abandon theirs.
 
@@ -120,6 +139,9 @@ class ServerRow(Run):
 @dataclass(frozen=True)
 class Environment(Run):
     """A run that makes rows."""
+
+    def error_row(self, **figures: Any) -> ErrorRow:
+        return ErrorRow(**asdict(self), **figures)
 
     def server_row(self, **figures: Any) -> ServerRow:
         return ServerRow(**asdict(self), **figures)
@@ -176,7 +198,7 @@ def text(value: object) -> str:
     return f"{value:.5g}" if isinstance(value, float) else str(value)
 
 
-def append(path: Path, rows: Iterable[ResultRow | SkipRow | EngineRow | ServerRow]) -> None:
+def append(path: Path, rows: Iterable[ResultRow | SkipRow | EngineRow | ErrorRow | ServerRow]) -> None:
     """Append rows of one kind to `path`. A new file gets the header first."""
     rows = list(rows)
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -195,7 +217,7 @@ def columns(kind: Any) -> tuple[str, ...]:
 
 
 def read(path: Path, kind: Any = ResultRow) -> list[Any]:
-    """Read all rows of one file, oldest first. kind: ResultRow, SkipRow, EngineRow or ServerRow."""
+    """Read all rows of one file, oldest first. kind: ResultRow, SkipRow, EngineRow, ErrorRow or ServerRow."""
     with open(path, newline="") as f:
         raw = list(csv.DictReader(f))
     texts = {f.name for f in fields(kind) if f.type is str}
@@ -210,6 +232,11 @@ def read_all(folder: Path = FOLDER) -> dict[str, list[ResultRow]]:
 def read_engines(folder: Path = ENGINES) -> dict[str, list[EngineRow]]:
     """Return the rows of each GPU's engines."""
     return {path.stem: read(path, EngineRow) for path in sorted(folder.glob("*.csv"))}
+
+
+def read_errors(folder: Path = ENGINE_ERRORS) -> dict[str, list[ErrorRow]]:
+    """Return the rows of each GPU's engines against fp32."""
+    return {path.stem: read(path, ErrorRow) for path in sorted(folder.glob("*.csv"))}
 
 
 def read_servers(folder: Path = SERVERS) -> dict[str, list[ServerRow]]:
