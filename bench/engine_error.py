@@ -4,14 +4,13 @@ An engine answers the prompts of the check, in a process of its own. Then transf
 seeded weights and eager attention in fp32, over each prompt and the tokens that the engine chose: so every token
 counts, also where two engines would choose others."""
 
-import json
 import tempfile
 from pathlib import Path
 from typing import Any
 
 from .cases.engine import CASES, CHECKED, EngineCase
 from .engine import Run, worker
-from .engine_worker import BACKENDS, checkpoint
+from .engine_worker import BACKENDS, checkpoint, write_config
 from .results import Environment, ErrorRow
 from .timing import quantile
 
@@ -25,7 +24,7 @@ class Reference:
 
         device = "cuda" if torch.cuda.is_available() else "cpu"
         with tempfile.TemporaryDirectory() as folder:
-            (Path(folder) / "config.json").write_text(json.dumps(case.config))
+            write_config(case, Path(folder))
             config = AutoConfig.from_pretrained(folder)
             with torch.device(device):
                 self.model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="eager")

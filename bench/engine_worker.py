@@ -94,6 +94,11 @@ def checkpoint(folder: str) -> Iterator[tuple[str, Any]]:
         yield name, weight
 
 
+def write_config(case: EngineCase, folder: Path) -> None:
+    """Write the model's config.json, which is all that engines need beside the seeded weights."""
+    (folder / "config.json").write_text(json.dumps(case.config))
+
+
 def use_plugins(folder: Path, group: str, *entries: str) -> None:
     """Let the engine find plugins, also in processes that it spawns, and where this package is not installed."""
     plugins = folder / "plugins" / "bench-0.dist-info"
@@ -260,7 +265,7 @@ def main() -> None:
     name, provider, passes = sys.argv[1], sys.argv[2], int(sys.argv[3])
     case = CASES[name] if provider != "own-fp8" else replace(CASES[name], kv="fp8")
     with tempfile.TemporaryDirectory() as folder:
-        (Path(folder) / "config.json").write_text(json.dumps(case.config))
+        write_config(case, Path(folder))
         begin = time.perf_counter()
         engine = ENGINES[case.engine](case, BACKENDS[case.engine][provider], Path(folder))
         started = time.perf_counter() - begin

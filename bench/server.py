@@ -24,7 +24,7 @@ from typing import Any
 
 from .cases.engine import ABANDONED_OUTPUTS, CHECKED, CHECKED_OUTPUTS, SERVERS, ServerCase
 from .engine import LAST_LINES, chosen_of
-from .engine_worker import BACKENDS, prepare_vllm, vllm_arguments
+from .engine_worker import BACKENDS, prepare_vllm, vllm_arguments, write_config
 from .results import Environment, ServerRow
 
 MODEL = "bench"  # the name under which the model is served
@@ -124,7 +124,7 @@ def free_port() -> int:
 @contextmanager
 def running(case: ServerCase, provider: str, folder: Path) -> Iterator[Server]:
     """Start a server, wait until it is healthy, and stop it at the end. Raise RuntimeError if it does not start."""
-    (folder / "config.json").write_text(json.dumps(case.engine.config))
+    write_config(case.engine, folder)
     tokenizer(folder, case.engine.config["vocab_size"])
     prepare_vllm(folder)
     os.environ.pop("VLLM_ENABLE_V1_MULTIPROCESSING", None)
