@@ -189,7 +189,8 @@ def server(args: argparse.Namespace) -> None:
     path = args.results or results.SERVERS / f"{env.gpu}.csv"
     for name in bench.chosen(args.cases):
         print(name, flush=True)
-        results.append(path, bench.measure(name, tuple(args.providers.split(",")), env))
+        for row in bench.measure(name, tuple(args.providers.split(",")), env):
+            results.append(path, [row])
 
 
 def sparsity(args: argparse.Namespace) -> None:

@@ -8,9 +8,12 @@ differ in the mean by at most `allowed`, which grows with the difference between
 """
 
 import json
+import os
+import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from dataclasses import dataclass
 from statistics import fmean, median
 from typing import Any
@@ -59,19 +62,30 @@ def allowed(kv: str, own: list[Agreement]) -> float:
     return max([LIMITS[kv], *(SLACK * a.difference for a in own)])
 
 
+def end_group(pid: int) -> None:
+    """Kill what is left of the processes that a process started, if it began a session of its own."""
+    with suppress(ProcessLookupError):
+        os.killpg(pid, signal.SIGKILL)
+
+
 def worker(case: str, provider: str, passes: int) -> dict[str, Any] | None:
     """Run a worker process; return its result, or None after printing why there is none."""
     command = [sys.executable, "-m", "bench.engine_worker", case, provider, str(passes)]
+    process = subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
+    )
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT)
+        out, err = process.communicate(timeout=TIMEOUT)
     except subprocess.TimeoutExpired:
         print(f"  no row: {provider}: still running after {TIMEOUT:.0f} s", flush=True)
         return None
-    lines = [line for line in done.stdout.splitlines() if line.startswith(MARK)]
+    finally:
+        end_group(process.pid)  # engines have processes of their own, which hold the GPU's memory
+    lines = [line for line in out.splitlines() if line.startswith(MARK)]
     if not lines:
-        said = (done.stdout + done.stderr).splitlines()
+        said = (out + err).splitlines()
         errors = [line for line in said if "Error" in line]
-        why = errors[-1].strip()[-300:] if errors else f"exit code {done.returncode}"
+        why = errors[-1].strip()[-300:] if errors else f"exit code {process.returncode}"
         print("\n".join([*said[-LAST_LINES:], f"  no row: {provider}: {why}"]), flush=True)
         return None
     found: dict[str, Any] = json.loads(lines[-1].removeprefix(MARK))

@@ -201,6 +201,8 @@ def text(value: object) -> str:
 def append(path: Path, rows: Iterable[ResultRow | SkipRow | EngineRow | ErrorRow | ServerRow]) -> None:
     """Append rows of one kind to `path`. A new file gets the header first."""
     rows = list(rows)
+    if not rows:
+        return  # a file without a header would get none later
     path.parent.mkdir(parents=True, exist_ok=True)
     new = not path.exists()
     with open(path, "a", newline="") as f:

@@ -1,4 +1,4 @@
-"""Put vLLM's HTTP server under load: tokens per second, latencies, errors, and what its memory does.
+"""Put vLLM's HTTP server under load: tokens per second, latencies, errors, and the growth of its memory.
 
 `vllm serve` runs on a port of this machine, with our attention backend or with one of its own. `vllm bench serve` sends
 it requests of mixed lengths, twice, while other clients abandon theirs in the middle. A provider gets a row if every
@@ -9,6 +9,7 @@ import http.client
 import json
 import os
 import random
+import re
 import signal
 import socket
 import subprocess
@@ -17,31 +18,35 @@ import tempfile
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from .cases.engine import ABANDONED_OUTPUTS, CHECKED, CHECKED_OUTPUTS, SERVERS, ServerCase
-from .engine import LAST_LINES, chosen_of
+from .engine import LAST_LINES, chosen_of, end_group
 from .engine_worker import BACKENDS, prepare_vllm, vllm_arguments, write_config
 from .results import Environment, ServerRow
 
 MODEL = "bench"  # the name under which the model is served
 COMMAND = [sys.executable, "-m", "vllm.entrypoints.cli.main"]  # `vllm`, also where it is not installed
-START, LOAD = 240.0, 400.0  # seconds for a server to start, and for a load
+START, LIMIT = 240.0, 400.0  # seconds for a server to start, and for a load
 PROVIDERS = tuple(p for p in BACKENDS["vllm"] if p != "own-fp8")
 ABANDONING = 8  # clients that abandon their requests
-PATIENCE = 40  # events after which they do so, at most
+PATIENCE = 40  # tokens after which they do so, at most
+DRAIN = 60.0  # seconds in which a server forgets abandoned requests
 MIB = 1 << 20
 
 
 @dataclass
-class Abandoned:
-    """The requests of the clients that abandon them: their number, and the errors that came back."""
+class Load:
+    """A load of requests: what `vllm bench serve` says of it, the requests that other clients abandoned, and their
+    errors."""
 
-    requests: int = 0
-    errors: list[str] = field(default_factory=list)
+    result: dict[str, Any]
+    abandoned: int
+    errors: list[str]
 
 
 class Server:
@@ -52,7 +57,7 @@ class Server:
 
     def ask(self, prompt: list[int], outputs: int, **options: Any) -> http.client.HTTPConnection:
         """Send a request of completion, and return the connection on which the answer comes."""
-        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=LOAD)
+        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=LIMIT)
         body = {"model": MODEL, "prompt": prompt, "max_tokens": outputs, "temperature": 0.0, "ignore_eos": True}
         connection.request("POST", "/v1/completions", json.dumps(body | options), {"Content-Type": "application/json"})
         return connection
@@ -70,26 +75,45 @@ class Server:
             connection.close()
         return found
 
-    def abandon(self, case: ServerCase, seed: int, stop: threading.Event, found: Abandoned) -> None:
-        """Send requests one after another until `stop`; close each connection after some events of the answer."""
+    def abandon(self, case: ServerCase, seed: int, stop: threading.Event) -> tuple[int, list[str]]:
+        """Send requests one after another until `stop`; close each connection after some tokens of the answer. Return
+        the number of requests, and the errors."""
         draw, vocabulary = random.Random(f"abandon {seed}"), case.engine.config["vocab_size"]
+        requests, errors = 0, []
         while not stop.is_set():
             length = draw.randint(1, 2 * case.engine.prompt)  # tokens
+            prompt, left = [draw.randrange(100, vocabulary) for _ in range(length)], draw.randint(0, PATIENCE)
+            requests += 1
             try:
-                connection = self.ask(
-                    [draw.randrange(100, vocabulary) for _ in range(length)], ABANDONED_OUTPUTS, stream=True
-                )
+                connection = self.ask(prompt, ABANDONED_OUTPUTS, stream=True)
                 response = connection.getresponse()
                 if response.status != 200:
-                    found.errors.append(f"status {response.status}: {response.read(300)!r}")
-                for _ in range(draw.randint(0, PATIENCE)):
+                    errors.append(f"status {response.status}: {response.read(300)!r}")
+                    left = 0
+                while left > 0:
                     line = response.readline()
-                    if b'"error"' in line:
-                        found.errors.append(repr(line[:300]))
+                    left -= line.startswith(b"data:")
+                    if not line or b'"error"' in line:
+                        errors.append(f"the answer ended: {line[:300]!r}")
+                        break
                 connection.close()
             except (OSError, http.client.HTTPException) as error:
-                found.errors.append(repr(error))
-            found.requests += 1
+                errors.append(repr(error))
+        return requests, errors
+
+    def wait_until_idle(self) -> None:
+        """Wait until the server has forgotten the requests that were abandoned. Raise RuntimeError if it does not."""
+        deadline = time.monotonic() + DRAIN
+        while True:
+            connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=LIMIT)
+            connection.request("GET", "/metrics")
+            text = connection.getresponse().read().decode()
+            running = re.findall(r"^vllm:num_requests_(?:running|waiting)\{.*\} (\S+)$", text, re.MULTILINE)
+            if running and not any(map(float, running)):
+                return
+            if time.monotonic() > deadline:
+                raise RuntimeError(f"the server still has requests after {DRAIN:.0f} s: {running}")
+            time.sleep(0.2)
 
 
 def tokenizer(folder: Path, vocabulary: int) -> None:
@@ -138,7 +162,7 @@ def running(case: ServerCase, provider: str, folder: Path) -> Iterator[Server]:
         )
         try:
             deadline = time.monotonic() + START
-            while not healthy(port):
+            while not (healthy(port) and process.poll() is None):
                 if process.poll() is not None or time.monotonic() > deadline:
                     last = log.read_text(errors="replace").splitlines()[-LAST_LINES:]
                     raise RuntimeError("\n".join([*last, f"the server did not start (exit code {process.poll()})"]))
@@ -149,14 +173,16 @@ def running(case: ServerCase, provider: str, folder: Path) -> Iterator[Server]:
 
 
 def end(process: "subprocess.Popen[bytes]") -> None:
-    """End a process and those that it started."""
-    if process.poll() is None:
+    """End a process and those that it started, which may outlive it."""
+    with suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGTERM)
-        try:
-            process.wait(30)
-        except subprocess.TimeoutExpired:
-            os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
+    try:
+        process.wait(30)
+    except subprocess.TimeoutExpired:
+        pass
+    finally:
+        end_group(process.pid)
+        process.wait()
 
 
 def healthy(port: int) -> bool:
@@ -169,13 +195,9 @@ def healthy(port: int) -> bool:
         return False
 
 
-def load(server: Server, case: ServerCase, seed: int, folder: Path) -> tuple[dict[str, Any], Abandoned]:
-    """Send the load, and return what `vllm bench serve` says of it, and what happened to abandoned requests."""
-    stop, found = threading.Event(), Abandoned()
-    clients = [
-        threading.Thread(target=server.abandon, args=(case, ABANDONING * seed + i, stop, found), daemon=True)
-        for i in range(ABANDONING)
-    ]
+def load(server: Server, case: ServerCase, seed: int, folder: Path) -> Load:
+    """Send a load. Raise RuntimeError if a request failed, abandoned ones included."""
+    stop = threading.Event()
     command = [*COMMAND, "bench", "serve"] + flags({
         "backend": "vllm", "base_url": f"http://127.0.0.1:{server.port}", "model": MODEL, "tokenizer": str(folder),
         "dataset_name": "random", "random_input_len": case.engine.prompt, "random_output_len": case.engine.outputs,
@@ -183,20 +205,25 @@ def load(server: Server, case: ServerCase, seed: int, folder: Path) -> tuple[dic
         "seed": seed, "temperature": 0.0, "percentile_metrics": "ttft,tpot", "metric_percentiles": "50,99",
         "result_dir": str(folder), "result_filename": f"load{seed}.json",
     })  # fmt: skip
-    for client in clients:
-        client.start()
-    try:
-        done = subprocess.run(
-            [*command, "--save-result", "--disable-tqdm"], capture_output=True, text=True, timeout=LOAD
-        )
-    finally:
-        stop.set()
-    for client in clients:
-        client.join(60)
+    with ThreadPoolExecutor(ABANDONING) as pool:
+        clients = [pool.submit(server.abandon, case, ABANDONING * seed + i, stop) for i in range(ABANDONING)]
+        try:
+            done = subprocess.run(
+                [*command, "--save-result", "--disable-tqdm"], capture_output=True, text=True, timeout=LIMIT
+            )
+        finally:
+            stop.set()
+        ended = [client.result() for client in clients]
     if done.returncode:
         raise RuntimeError("\n".join((done.stdout + done.stderr).splitlines()[-LAST_LINES:]))
     result: dict[str, Any] = json.loads((folder / f"load{seed}.json").read_text())
-    return result, found
+    errors = [error for _, found in ended for error in found]
+    if result["failed"] or result["completed"] != case.requests or errors:
+        raise RuntimeError(
+            f"{result['failed']} of {case.requests} requests failed, and {len(errors)} of those that were abandoned: "
+            f"{errors[:3]}"
+        )
+    return Load(result, sum(requests for requests, _ in ended), errors)
 
 
 def memory(pid: int) -> tuple[float, float]:
@@ -210,23 +237,25 @@ def memory(pid: int) -> tuple[float, float]:
     return host / MIB, (total - free) / MIB
 
 
-def measure(name: str, providers: tuple[str, ...], env: Environment) -> list[ServerRow]:
-    """Return the rows of a case, and print why a provider has none."""
-    case, rows = SERVERS[name], []
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that a server ends with this process
+def measure(name: str, providers: tuple[str, ...], env: Environment) -> Iterator[ServerRow]:
+    """Yield the rows of a case, and print why a provider has none."""
+    case = SERVERS[name]
     unknown = [p for p in providers if p not in PROVIDERS]
     if unknown:
         raise SystemExit(f"no provider is named {', '.join(unknown)}; there are: {', '.join(PROVIDERS)}")
-    for provider in providers:
-        with tempfile.TemporaryDirectory() as folder:
-            try:
-                row = observe(case, provider, Path(folder), env)
-            except (RuntimeError, OSError, subprocess.TimeoutExpired) as error:
-                print(f"  no row: {provider}: {error}", flush=True)
-                continue
-        print(f"  {provider:16} {describe(row)}", flush=True)
-        rows.append(row)
-    return rows
+    before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that a server ends with this process
+    try:
+        for provider in providers:
+            with tempfile.TemporaryDirectory() as folder:
+                try:
+                    row = observe(case, provider, Path(folder), env)
+                except Exception as error:
+                    print(f"  no row: {provider}: {type(error).__name__}: {error}", flush=True)
+                    continue
+            print(f"  {provider:16} {describe(row)}", flush=True)
+            yield row
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def observe(case: ServerCase, provider: str, folder: Path, env: Environment) -> ServerRow:
@@ -234,18 +263,18 @@ def observe(case: ServerCase, provider: str, folder: Path, env: Environment) -> 
     with running(case, provider, folder) as server:
         before = server.answers(case)
         load(server, case, 1, folder)  # brings the memory of allocators and caches to where it stays
+        server.wait_until_idle()
         host, device = memory(server.pid)
-        result, abandoned = load(server, case, 2, folder)
+        second = load(server, case, 2, folder)
+        server.wait_until_idle()
         after = server.answers(case)
         grown_host, grown_device = memory(server.pid)
-    if result["failed"] or result["completed"] != case.requests or abandoned.errors:
-        errors = abandoned.errors[:3]
-        raise RuntimeError(f"{result['failed']} of {case.requests} requests failed, and of abandoned ones: {errors}")
     if before != after:
         changed = sum(a != b for a, b in zip(before, after))
         raise RuntimeError(f"{changed} of {len(before)} answers changed under load")
+    result = second.result
     return env.server_row(
-        case=case.name, provider=provider, completed=float(result["completed"]), abandoned=float(abandoned.requests),
+        case=case.name, provider=provider, completed=float(result["completed"]), abandoned=float(second.abandoned),
         tokens_per_s=result["output_throughput"],
         **{f"{m}_{p}_ms": result[f"{p}_{m}_ms"] for m in ("ttft", "tpot") for p in ("p50", "p99")},
         host_mib=host, host_growth_mib=grown_host - host, device_mib=device, device_growth_mib=grown_device - device,

@@ -1,6 +1,7 @@
 """The benchmark of vLLM's HTTP server, with a small server in its place that speaks the same protocol."""
 
 import json
+import signal
 import sys
 from pathlib import Path
 
@@ -27,6 +28,8 @@ class Answers(http.server.BaseHTTPRequestHandler):
 
     def do_GET(self):
         self.send_response(200); self.end_headers()
+        left = 1 if mode == "remembers" else 0
+        self.wfile.write(b'vllm:num_requests_running{engine="0"} %d.0\\n' % left)
 
     def do_POST(self):
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
@@ -37,7 +40,7 @@ class Answers(http.server.BaseHTTPRequestHandler):
         self.send_response(status); self.end_headers()
         try:
             if body.get("stream"):
-                for i in range(body["max_tokens"]):
+                for i in range(2 if mode == "hangs up" else body["max_tokens"]):
                     self.wfile.write(b"data: {}\\n"); self.wfile.flush()
             else:
                 tokens = [sum(body["prompt"]) + i + drift for i in range(body["max_tokens"])]
@@ -54,7 +57,7 @@ if args[0] == "serve":
         sys.exit("RuntimeError: no kernel")
     http.server.ThreadingHTTPServer((value("--host"), int(value("--port"))), Answers).serve_forever()
 else:
-    failed = 1 if mode == "fails" else 0
+    failed = 1 if mode == "fails" or mode == "fails first" and value("--seed") == "1" else 0
     figures = {f"{p}_{m}_ms": 2.0 for m in ("ttft", "tpot") for p in ("p50", "p99")}
     result = {"completed": int(value("--num-prompts")) - failed, "failed": failed, "output_throughput": 1000.0}
     time.sleep(0.2)
@@ -71,14 +74,17 @@ def vllm(tmp_path, monkeypatch):
     readings = iter([(100.0, 4000.0), (101.5, 4000.0)])
     monkeypatch.setattr(server, "memory", lambda pid: next(readings))
     monkeypatch.setattr(sys, "path", list(sys.path))
-    for name in ("PYTHONPATH", *engine_worker.VLLM_ENVIRONMENT):
+    monkeypatch.setattr(server, "DRAIN", 0.0)
+    for name in ("PYTHONPATH", "VLLM_ENABLE_V1_MULTIPROCESSING", *engine_worker.VLLM_ENVIRONMENT):
         monkeypatch.setenv(name, "")
     return (tmp_path / "MODE").write_text
 
 
 def test_a_row_has_the_second_load(vllm):
     vllm("works")
+    before = signal.getsignal(signal.SIGTERM)
     (row,) = server.measure(CASE, ("ours",), ENV)
+    assert signal.getsignal(signal.SIGTERM) is before
     assert row.completed == SERVERS[CASE].requests and row.abandoned >= server.ABANDONING
     assert (row.host_mib, row.host_growth_mib, row.device_growth_mib) == (100.0, 1.5, 0.0)
     assert row.tokens_per_s == 1000.0 and row.ttft_p99_ms == 2.0
@@ -88,6 +94,9 @@ def test_a_row_has_the_second_load(vllm):
     "mode, said",
     [
         ("fails", "1 of 100 requests failed"),
+        ("fails first", "1 of 100 requests failed"),
+        ("hangs up", "the answer ended: b''"),
+        ("remembers", "the server still has requests"),
         ("refuses", "status 500"),
         ("drifts", f"{len(CHECKED)} of {len(CHECKED)} answers changed under load"),
         ("dies", "RuntimeError: no kernel"),
@@ -95,14 +104,14 @@ def test_a_row_has_the_second_load(vllm):
 )
 def test_no_row_for_a_server_that_errs(vllm, capsys, mode, said):
     vllm(mode)
-    assert server.measure(CASE, ("ours",), ENV) == []
+    assert list(server.measure(CASE, ("ours",), ENV)) == []
     printed = capsys.readouterr().out
     assert "no row: ours" in printed and said in printed
 
 
 def test_unknown_providers_are_refused():
     with pytest.raises(SystemExit, match="no provider is named vlm; there are: ours"):
-        server.measure(CASE, ("vlm",), ENV)
+        list(server.measure(CASE, ("vlm",), ENV))
     with pytest.raises(SystemExit, match="no case begins with"):
         server.chosen("x")
 

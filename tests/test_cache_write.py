@@ -390,6 +390,23 @@ def test_quantised_in_the_simulator(shape, scale):
         assert found.view(torch.uint8).equal(want.view(torch.uint8))
 
 
+@pytest.mark.kernels
+@pytest.mark.parametrize("scale", [1.0, 0.37, 2.0**-9])
+def test_codes_around_midpoints_in_the_simulator(scale):
+    """Values between two codes, exactly if the scale is a power of two, and their neighbours on both sides."""
+    middles = torch.tensor([0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0])
+    factors = torch.tensor([1.0, 1.125, 1.75, 0.4375, 2.0**-9, 3 * 2.0**-9, 30.0])
+    x = (factors[:, None] * middles / scale).half()
+    away = [torch.nextafter(x, torch.full_like(x, side)) for side in (0.0, 6e4)]
+    top = (6 * factors[:, None] / scale).half()
+    rows = torch.stack([torch.cat([top, a, -b, top], 1) for a, b in ((x, x), (away[0], away[1]))])
+    with simulated(ARCH, []):
+        got = wrappers.nvfp4_quantize(rows, scale)
+    for found, want in zip(got, fp4.nvfp4_quantize(rows, scale), strict=True):
+        assert found.view(torch.uint8).equal(want.view(torch.uint8))
+    assert len(set(fp4.unpack(got[0]).flatten().tolist())) >= 14, "nearly all codes"
+
+
 def test_dispatch():
     refused = "head_dim 576: must be at most 512"
     with pytest.raises(NotImplementedError, match=refused):

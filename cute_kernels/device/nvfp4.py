@@ -16,20 +16,18 @@ E2M1_MAX = 6.0  # code 7
 E4M3_MAX = 448.0  # largest e4m3 value
 COUNTER = 1.5 * 2.0**23  # its last bit counts ones
 COUNTER_BITS = 0x4B400000
-SIGNS = 0x88888888 - (1 << 32)  # the sign bits of 8 codes, as an Int32
 
 
 class BlockScale(NamedTuple):
-    """The scale factor of a block. byte: e4m3, in the low byte. value: the same in fp32. inverse: about 1 / value.
-    scale: the magnitude of what multiplies the values before the division by `value`; NaN if value is. signs: the sign
-    bits of 8 codes if that multiplier is negative, else 0. keep: the bits of 8 codes that may be set: none if value is
-    0, no sign if it is NaN."""
+    """The scale factor of a block. byte: e4m3, in the low byte. value: its magnitude in fp32. inverse: about 1 / value.
+    scale: the magnitude of what multiplies the values before the division by `value`; NaN if value is. A negative scale
+    makes negative factors, so codes have the signs of the values. keep: the bits of 8 codes that may be set: none if
+    value is 0, no sign if it is NaN."""
 
     byte: Uint16
     value: Float32
     inverse: Float32
     scale: Float32
-    signs: Int32
     keep: Int32
 
 
@@ -74,7 +72,7 @@ def compute_sf(top: Float32, scale: Float32):
     )
     value = cute.arch.inline_ptx(
         "{ .reg .b32 pair; .reg .b16 lo, hi; cvt.rn.f16x2.e4m3x2 pair, {$r0}; mov.b32 {lo, hi}, pair; "
-        "cvt.f32.f16 {$w0}, lo; }",
+        "cvt.f32.f16 {$w0}, lo; abs.f32 {$w0}, {$w0}; }",
         write_only_types=[Float32],
         read_only_args=[byte],
     )
@@ -83,12 +81,11 @@ def compute_sf(top: Float32, scale: Float32):
     )
     keep = Int32(0) if value == 0.0 else Int32(-1)
     keep = keep if value == value else Int32(0x77777777)
-    signs = Int32(SIGNS) if warp.bits(scale) < 0 else Int32(0)
-    return BlockScale(byte, value, inverse, cute.math.absf(scale) + (value - value), signs, keep)
+    return BlockScale(byte, value, inverse, cute.math.absf(scale) + (value - value), keep)
 
 
-def counted(magnitude):
-    """Return an fp32 value above `COUNTER` by the code of a magnitude; NaN counts as E2M1_MAX.
+def code_plus_counter(magnitude):
+    """Return `COUNTER` plus the code of a magnitude, as fp32; NaN counts as E2M1_MAX.
 
     The e2m1 grid has steps of 0.5 up to 2, then of 1 up to 4, then of 2. Counted in steps of one kind, from where these
     would begin if all codes before were of this kind, a magnitude is smallest in the steps of its own range. Each sum
@@ -118,7 +115,7 @@ def codes(values: cute.Tensor, f: BlockScale):
     word, signs, excess = Int32(0), Int32(0), 0
     for i in cutlass.range_constexpr(n - 1, -1, -1):
         magnitude = divide(cute.math.absf(values[i]) * f.scale, f.value, f.inverse)
-        word = word * 16 + warp.bits(counted(magnitude))
+        word = word * 16 + warp.bits(code_plus_counter(magnitude))
         excess += COUNTER_BITS << 4 * i
     bits = [warp.bits(values[i]) for i in range(n)]
     if const_expr(n == 8):
@@ -129,5 +126,4 @@ def codes(values: cute.Tensor, f: BlockScale):
         for i in cutlass.range_constexpr(n):
             signs = signs | (bits[i] >> 28 & 8) << (4 * i)
     excess = ((excess & 0xFFFFFFFF) ^ 0x80000000) - 0x80000000  # as Int32
-    flipped = f.signs if const_expr(n == 8) else f.signs & ((1 << 4 * n) - 1)
-    return (word - excess | signs ^ flipped) & f.keep
+    return (word - excess | signs) & f.keep

@@ -42,7 +42,7 @@ class lazy:  # noqa: N801
         return found
 
 
-class Place(NamedTuple):
+class SourceLocation(NamedTuple):
     """An instruction that threads execute; its text is written only for messages."""
 
     threads: "Threads"
@@ -109,9 +109,9 @@ class Threads:
         out[self.pick] = values
         return out
 
-    def say(self, x: Any) -> Place:
+    def say(self, x: Any) -> SourceLocation:
         """Return the location, which is text in a message: PTX line, source line, warps, opcode."""
-        return Place(self, x)
+        return SourceLocation(self, x)
 
 
 def distinct(ascending: np.ndarray) -> np.ndarray:

@@ -12,6 +12,7 @@ rounds. There is no shared memory, and no barrier.
 | `load_rotation` | all | `rope_table` | | cosines and sines in registers, for all rows |
 | `transform_rows` | groups of rows of Q, K and V | Q, K, V, weights | its group, by shuffles | Q's output, the cache |
 | `plain_rows` | groups of rows of K, or of V | K or V | | the cache |
+| `whole` | as these two, in launches of whole, aligned vectors | | | |
 | `gather_rows` | groups of rows of Q or K | Q, or K in the cache | | new Q, K and page table |
 
 The entry computes what depends on the arguments alone, such as the address of a first row, before its wait, while the
@@ -30,7 +31,7 @@ from .. import places, rotate, store
 from ..args import CacheWriteArgs, fields, pack
 from ..spec import BYTES, SF_VEC_SIZE
 from . import THREADS, ctas_per_sm, dequantise, gather, whole
-from .whole import K, Q, TokenPlan, V, row_count
+from .whole import K, Q, TokenParams, V, row_count
 
 STORED = {"nvfp4": "uint8"}  # types of rows and caches without an element type in the DSL -> stored type
 
@@ -424,11 +425,11 @@ def transform_rows(spec: cutlass.Constexpr, a, g: LaneGroup, first: HeadRow, in_
     page = at.page if rope_position >= 0 else Int32(-1)
     place = places.CachePlace(cutlass.max(page, 0), at.row)
     to_k, to_v = (targets_of(spec, a, cutlass.Boolean(is_v), place) for is_v in (False, True))
-    plan = TokenPlan(to_k, to_v, rope_position >= 0, page >= 0, rotates, cos, sin)
+    params = TokenParams(to_k, to_v, rope_position >= 0, page >= 0, rotates, cos, sin)
     if in_whole_vectors:
-        whole.transform_rows(spec, a, g, words, weights, plan)
+        whole.transform_rows(spec, a, g, words, weights, params)
     else:
-        transform_any(spec, a, g, words, weights, plan)
+        transform_any(spec, a, g, words, weights, params)
 
 
 # The loop over rows of Q, K and V: one iteration per row of the group.
@@ -441,7 +442,7 @@ def transform_rows(spec: cutlass.Constexpr, a, g: LaneGroup, first: HeadRow, in_
 # All groups have the same mix of rows. If some had the few rows of V alone, half of each warp would wait for the rest.
 @cute.jit
 def transform_any(
-    spec: cutlass.Constexpr, a, g: LaneGroup, words: cute.Tensor, weights: cute.Tensor, plan: TokenPlan
+    spec: cutlass.Constexpr, a, g: LaneGroup, words: cute.Tensor, weights: cute.Tensor, params: TokenParams
 ):  # fmt: skip
     """Transform and write rows of any length and alignment. words, weights: the first row, and the weights of its
     norm."""
@@ -457,16 +458,16 @@ def transform_any(
                 held[i, half], held_weights[i, half] = words[i, half], weights[i, half]
         if row + a.k_groups < row_count(a):
             fetch(a, g, head_row(a, g, row + a.k_groups), words, weights)
-        if (x.operand == Q and plan.writes_q) or (x.operand != Q and plan.writes_kv):
+        if (x.operand == Q and params.writes_q) or (x.operand != Q and params.writes_kv):
             if x.operand != V:
                 if x.weights != 0:
                     rotate.normalise(spec, a, g, values, held_weights, inv_dim)
-                if plan.rotates:
-                    rotate.rotate(a, g, values, plan.cos, plan.sin)
+                if params.rotates:
+                    rotate.rotate(a, g, values, params.cos, params.sin)
             if x.operand == Q:
                 store_query(spec, a, g, x.head, values)
             else:
-                store_row(spec, a, g, plan.to_k, plan.to_v, x, values, held)
+                store_row(spec, a, g, params.to_k, params.to_v, x, values, held)
         row += a.k_groups
 
 

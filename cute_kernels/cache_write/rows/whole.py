@@ -1,8 +1,8 @@
 """Rows of whole vectors: the loops of launches in which every lane has two whole, aligned vectors of every row.
 
-Nearly all launches are such. The addresses of a group's rows then advance by a stride, and no access needs a test: an
-iteration takes a third of the instructions of those in `forward`, which serve all other launches. `applies` is the same
-for all threads of a launch. The results of both are equal, bit for bit."""
+Nearly all launches are of this kind. The addresses of a group's rows then advance by a stride, and no access needs a
+test: an iteration takes a third of the instructions of those in `forward`, which serve all other launches. `applies` is
+the same for all threads of a launch. The results of both are equal, bit for bit."""
 
 from typing import Any, NamedTuple
 
@@ -99,7 +99,7 @@ def write_rows(spec: cutlass.Constexpr, g, rows, to, target: store.TargetRow, wo
     """Write the rows of a group to their place in the cache, as `forward.write_rows` does. target: of the group's first
     row. words: this lane's vectors of that row."""
     nvfp4 = const_expr(spec.cache == "nvfp4")
-    size = const_expr(stored_bytes(spec.cache) * (VECTOR_BYTES // BYTES[spec.dtype]) // 8)
+    size = const_expr(stored_bytes(spec.cache) * (VECTOR_BYTES // BYTES[spec.dtype]) // 8)  # of a vector, stored
     begin, apart = (2 * g.lane, Int32(1)) if const_expr(nvfp4) else (g.lane, g.lanes)
     source, step = rows.source + rows.first * rows.source_stride + begin * VECTOR_BYTES, rows.step * rows.source_stride
     address, stride = target.address + begin * size, rows.step * to.stride
@@ -133,9 +133,10 @@ def write_rows(spec: cutlass.Constexpr, g, rows, to, target: store.TargetRow, wo
 # ---- rows of Q, K and V, normalised and rotated
 
 
-class TokenPlan(NamedTuple):
+class TokenParams(NamedTuple):
     """How the rows of a token are transformed, and where they go. to_k, to_v: places of K and V (`forward.TargetRows`).
-    writes_q, writes_kv: whether Q, and whether K and V are written. rotates: whether Q and K are, by cos and sin."""
+    writes_q, writes_kv: whether Q, and whether K and V are written. rotates: whether Q and K are rotated, by `cos` and
+    `sin`."""
 
     to_k: Any
     to_v: Any
@@ -146,7 +147,7 @@ class TokenPlan(NamedTuple):
     sin: cute.Tensor
 
 
-class LoadWalk(NamedTuple):
+class LoadCursor(NamedTuple):
     """Where a group loads its next row. address: of this lane's first vector. step: bytes to the group's next row of
     the operand."""
 
@@ -157,7 +158,7 @@ class LoadWalk(NamedTuple):
     step: Int64
 
 
-class StoreWalk(NamedTuple):
+class StoreCursor(NamedTuple):
     """Where a group stores its next row. address: of this lane's first vector. sf: of the scale factor of its block.
     scale: `store.TargetRow.scale`; inverse: its reciprocal."""
 
@@ -178,7 +179,7 @@ def row_count(a):
 
 
 @cute.jit
-def operand_of(a, g, operand: Int32, row: Int32):
+def operand_of(a, operand: Int32, row: Int32):
     """Return (operand, head) of the row that is `row` rows behind the first one of an operand."""
     if operand == Q and row >= a.q.shape[1]:
         operand, row = Int32(K), row - a.q.shape[1]
@@ -188,9 +189,9 @@ def operand_of(a, g, operand: Int32, row: Int32):
 
 
 @cute.jit
-def load_walk(a, g, operand: Int32, row: Int32) -> LoadWalk:
-    """Return the walk from the row that is `row` rows behind the first one of an operand."""
-    operand, head = operand_of(a, g, operand, row)
+def load_cursor(a, g, operand: Int32, row: Int32) -> LoadCursor:
+    """Return the cursor at the row that is `row` rows behind the first one of an operand."""
+    operand, head = operand_of(a, operand, row)
     address, stride, heads = a.q[g.token, 0, None].iterator.toint(), Int64(a.q.stride[1]), a.q.shape[1]
     if operand == K:
         address, stride, heads = a.k[g.token, 0, None].iterator.toint(), Int64(a.k.stride[1]), a.k.shape[1]
@@ -198,14 +199,14 @@ def load_walk(a, g, operand: Int32, row: Int32) -> LoadWalk:
         address, stride, heads = a.v[g.token, 0, None].iterator.toint(), Int64(a.v.stride[1]), a.v.shape[1]
     stride = 2 * stride
     address += head * stride + g.lane * VECTOR_BYTES
-    return LoadWalk(operand, head, heads, address, a.k_groups * stride)
+    return LoadCursor(operand, head, heads, address, a.k_groups * stride)
 
 
 @cute.jit
-def store_walk(spec: cutlass.Constexpr, a, g, plan: TokenPlan, operand: Int32, row: Int32) -> StoreWalk:
-    """Return the walk from the row that is `row` rows behind the first one of an operand."""
-    to_k, to_v = plan.to_k, plan.to_v
-    operand, head = operand_of(a, g, operand, row)
+def store_cursor(spec: cutlass.Constexpr, a, g, params: TokenParams, operand: Int32, row: Int32) -> StoreCursor:
+    """Return the cursor at the row that is `row` rows behind the first one of an operand."""
+    to_k, to_v = params.to_k, params.to_v
+    operand, head = operand_of(a, operand, row)
     size = const_expr(stored_bytes(spec.cache))
     first, stride, sf, sf_stride = to_k.first.address, to_k.stride, to_k.first.sf, to_k.sf_stride
     scale, heads, lane_bytes = Float32(1.0), a.k.shape[1], Int32(size)
@@ -229,11 +230,11 @@ def store_walk(spec: cutlass.Constexpr, a, g, plan: TokenPlan, operand: Int32, r
     address = first + head * stride + g.lane * lane_bytes
     sf += to_k.first.row * sf_row + head * sf_stride + (g.lane >> 1)
     inverse = store.reciprocal(scale)
-    return StoreWalk(operand, head, heads, address, a.k_groups * stride, sf, a.k_groups * sf_stride, scale, inverse)
+    return StoreCursor(operand, head, heads, address, a.k_groups * stride, sf, a.k_groups * sf_stride, scale, inverse)
 
 
-def load_row(a, g, at: LoadWalk, words: cute.Tensor) -> LoadWalk:
-    """Load a row, and return the walk from the group's next one."""
+def load_row(a, g, at: LoadCursor, words: cute.Tensor) -> LoadCursor:
+    """Load a row, and return the cursor at the group's next one."""
     load_two(at.address, g.lanes * VECTOR_BYTES, words)
     return at._replace(head=at.head + a.k_groups, address=at.address + at.step)
 
@@ -269,7 +270,7 @@ def add_offset(spec: cutlass.Constexpr, a, words: cute.Tensor, weights: cute.Ten
 # The weights of a norm stay in registers as long as the operand does.
 @cute.jit
 def transform_rows(
-    spec: cutlass.Constexpr, a, g, words: cute.Tensor, weight_words: cute.Tensor, plan: TokenPlan
+    spec: cutlass.Constexpr, a, g, words: cute.Tensor, weight_words: cute.Tensor, params: TokenParams
 ):  # fmt: skip
     """Normalise, rotate and write the rows of a group, as `forward.transform_any` does. words: the group's first row.
     weight_words: the weights of its norm."""
@@ -278,10 +279,10 @@ def transform_rows(
     inv_dim, apart = Float32(1.0) / Float32(a.k.shape[2]), g.lanes
     ahead.fill(0)
     row, step, end = g.own, a.k_groups, row_count(a)
-    at = LoadWalk(Int32(Q), row + step, Int32(0), Int64(0), Int64(0))
+    at = LoadCursor(Int32(Q), row + step, Int32(0), Int64(0), Int64(0))
     if row + step < end:
-        at = load_row(a, g, load_walk(a, g, Int32(Q), row + step), ahead)
-    x = store_walk(spec, a, g, plan, Int32(Q), row)
+        at = load_row(a, g, load_cursor(a, g, Int32(Q), row + step), ahead)
+    x = store_cursor(spec, a, g, params, Int32(Q), row)
     weighted = weights_of(a, x.operand) != 0
     add_offset(spec, a, weight_words, weights)
     while row < end:
@@ -291,23 +292,23 @@ def transform_rows(
                 held[i, half], words[i, half] = words[i, half], ahead[i, half]
         if row + 2 * step < end:
             if at.head >= at.heads:
-                at = load_walk(a, g, at.operand + 1, at.head - at.heads)
+                at = load_cursor(a, g, at.operand + 1, at.head - at.heads)
             at = load_row(a, g, at, ahead)
-        if plan.writes_q if x.operand == Q else plan.writes_kv:
+        if params.writes_q if x.operand == Q else params.writes_kv:
             if x.operand != V:
                 if weighted:
                     inverse = rotate.inverse_rms(a, g, values, inv_dim)
                     for half in cutlass.range_constexpr(2):
                         for e in cutlass.range_constexpr(rotate.HALF):
                             values[e, half] = values[e, half] * inverse * weights[e, half]
-                if plan.rotates:
-                    rotate.rotate_pairs(values, plan.cos, plan.sin)
+                if params.rotates:
+                    rotate.rotate_pairs(values, params.cos, params.sin)
             store_two(spec, a, x, apart, values, held)
         row += step
         if row < end:
             y = x._replace(head=x.head + step, address=x.address + x.step, sf=x.sf + x.sf_step)
             if y.head >= x.heads:
-                y = store_walk(spec, a, g, plan, x.operand + 1, y.head - x.heads)
+                y = store_cursor(spec, a, g, params, x.operand + 1, y.head - x.heads)
                 address = weights_of(a, y.operand)
                 weighted = address != 0
                 if weighted:
@@ -317,7 +318,7 @@ def transform_rows(
 
 
 @cute.jit
-def store_two(spec: cutlass.Constexpr, a, x: StoreWalk, apart: Int32, values: cute.Tensor, words: cute.Tensor):
+def store_two(spec: cutlass.Constexpr, a, x: StoreCursor, apart: Int32, values: cute.Tensor, words: cute.Tensor):
     """Store a lane's two vectors of a row; words: as they were read."""
     narrow = const_expr("e5m2" if spec.cache == "e5m2" else "e4m3")
     if const_expr(not spec.quantised):
