@@ -94,8 +94,10 @@ def test_the_share_of_a_kernel_may_not_grow(tmp_path):
     coverage.write({"op/old": coverage.Missing(10, 100, {}), "op/other": coverage.Missing(1, 100, {})}, file)
     coverage.write({"op/old": coverage.Missing(5, 100, {})}, file)
     assert file.read_text() == "op,kernel,share,instructions\nop,old,0.0500,5\nop,other,0.0100,1\n"
-    assert not coverage.grown({"op/old": 0.0505, "op/new": 0.02}, file)
-    assert coverage.grown({"op/old": 0.052, "op/new": 0.03}, file) == [
+    share = [coverage.Missing(count, 10000, {}) for count in (505, 200, 520, 300)]
+    assert not coverage.grown({"op/old": share[0], "op/new": share[1]}, file)
+    assert not coverage.grown({"op/old": coverage.Missing(5, 90, {})}, file), "other instructions went"
+    assert coverage.grown({"op/old": share[2], "op/new": share[3]}, file) == [
         "op/old: 5.20% of its PTX never ran, 5.00% before",
         "op/new: 3.0% of its PTX never ran, a new kernel may have 2%",
     ]

@@ -131,26 +131,30 @@ def spans(sources: set[str]) -> str:
     return ", ".join(out)
 
 
-def baseline(file: Path = BASELINE) -> dict[str, float]:
-    """Return label (manifest.label) -> share that had never been executed when the baseline was written."""
+def baseline(file: Path = BASELINE) -> dict[str, tuple[float, int]]:
+    """Return label (manifest.label) -> (share, number) of the instructions that had never been executed when the
+    baseline was written."""
     with file.open() as lines:
-        return {f"{row['op']}/{row['kernel']}": float(row["share"]) for row in csv.DictReader(lines)}
+        return {
+            f"{row['op']}/{row['kernel']}": (float(row["share"]), int(row["instructions"]))
+            for row in csv.DictReader(lines)
+        }
 
 
-def grown(measured: Mapping[str, float], file: Path = BASELINE) -> list[str]:
-    """Return one line per kernel with too large a share of instructions that no case executed; empty if all is well.
+def grown(measured: Mapping[str, Missing], file: Path = BASELINE) -> list[str]:
+    """Return one line per kernel with too many instructions that no case executed; empty if all is well.
 
-    measured: label (`manifest.label(op, spec)`) -> `missing(result).share` of all runs of that kernel, merged by
-    `RunResult.add`. A kernel in the baseline may exceed its recorded share by SLACK; a kernel without a line may
-    have GOAL. Lines of the baseline that were not measured are not judged. In a test:
-
-        assert not coverage.grown({label: share for label, share in found.items()})"""
-    known_shares, out = baseline(file), []
-    for label, share in measured.items():
-        if label not in known_shares and share > GOAL:
-            out.append(f"{label}: {share:.1%} of its PTX never ran, a new kernel may have {GOAL:.0%}")
-        elif label in known_shares and share > known_shares[label] + SLACK:
-            out.append(f"{label}: {share:.2%} of its PTX never ran, {known_shares[label]:.2%} before")
+    measured: label (`manifest.label(op, spec)`) -> `missing(result)` of all runs of that kernel, merged by
+    `RunResult.add`. A kernel in the baseline may exceed its recorded share by SLACK, or have as many instructions that
+    never ran and fewer others; a kernel without a line may have GOAL. Lines of the baseline that were not measured are
+    not judged."""
+    known, out = baseline(file), []
+    for label, found in measured.items():
+        share, count = known.get(label, (GOAL, -1))
+        if label not in known and found.share > GOAL:
+            out.append(f"{label}: {found.share:.1%} of its PTX never ran, a new kernel may have {GOAL:.0%}")
+        elif label in known and found.share > share + SLACK and found.count > count:
+            out.append(f"{label}: {found.share:.2%} of its PTX never ran, {share:.2%} before")
     return out
 
 

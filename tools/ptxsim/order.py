@@ -98,6 +98,6 @@ class HappensBefore:
 
 
 def rows_of(warps: np.ndarray) -> Any:
-    """Return ascending warps as a slice if they have no gaps, which saves a copy."""
+    """Return distinct ascending warps as a slice if they have no gaps, which saves a copy."""
     first, last = int(warps[0]), int(warps[-1])
     return slice(first, last + 1) if last - first + 1 == len(warps) else warps
