@@ -87,10 +87,10 @@ def compute_sf(top: Float32, scale: Float32):
 def code_plus_counter(magnitude):
     """Return `COUNTER` plus the code of a magnitude, as fp32; NaN counts as E2M1_MAX.
 
-    The e2m1 grid has steps of 0.5 up to 2, then of 1 up to 4, then of 2. Counted in steps of one kind, from where these
-    would begin if all codes before were of this kind, a magnitude is smallest in the steps of its own range. Each sum
-    is rounded, to an even number of steps from halfway, as codes are. Minima and fp32 arithmetic alone, which are
-    different pipes, do this: comparisons and integers are issued half as fast."""
+    The e2m1 grid has steps of 0.5 up to 2 (codes 0 to 4), of 1 up to 4 (codes 4 to 6), and of 2 above. The code of a
+    magnitude m is therefore 2 m in the first range, m + 2 in the second, and m / 2 + 4 in the third, rounded to an
+    integer; and in each range it is the smallest of the three. Adding them to `COUNTER` rounds them, halves to even.
+    The fp32 pipe adds, and the integer pipe, which is half as fast, takes only the minima."""
     halves = warp.fma(magnitude, Float32(2.0), Float32(COUNTER))
     ones = magnitude + Float32(COUNTER + 2)
     twos = warp.fma(magnitude, Float32(0.5), Float32(COUNTER + 4))

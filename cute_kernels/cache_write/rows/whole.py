@@ -1,7 +1,7 @@
 """Rows of whole vectors: the loops of launches in which every lane has two whole, aligned vectors of every row.
 
 Nearly all launches are of this kind. The addresses of a group's rows then advance by a stride, and no access needs a
-test: an iteration takes a third of the instructions of those in `forward`, which serve all other launches. `applies` is
+test: an iteration has a third of the instructions of those in `forward`, which serve all other launches. `applies` is
 the same for all threads of a launch. The results of both are equal, bit for bit."""
 
 from typing import Any, NamedTuple
@@ -17,9 +17,10 @@ from ..spec import BYTES, SF_VEC_SIZE, VECTOR_BYTES
 Q, K, V = range(3)  # operands
 
 
-def stored_bytes(name) -> int:
-    """Return the bytes of 8 elements of a type."""
-    return {"nvfp4": 4, "e4m3": 8, "e5m2": 8}.get(name) or 8 * BYTES[name]
+def stored_vector_bytes(spec) -> int:
+    """Return the bytes that a vector of a row takes in the cache."""
+    bits = {"nvfp4": 4, "e4m3": 8, "e5m2": 8}.get(spec.cache) or 8 * BYTES[spec.cache]
+    return spec.elements * bits // 8
 
 
 def address_bits(tensor, modes):
@@ -43,14 +44,12 @@ def aligned(size, *bits):
 def fits(spec: cutlass.Constexpr, rows: cute.Tensor, cache: cute.Tensor, dim: Int32):
     """Return whether rows of K or V and their cache fit the loops of this file. dim: elements that lanes have."""
     found = rows.shape[2] == dim and aligned(VECTOR_BYTES, address_bits(rows, (0, 1)))
-    return found and aligned(store_bytes(spec), address_bits(cache, (0, 1, 2)))
+    return found and aligned(widest_store(spec), address_bits(cache, (0, 1, 2)))
 
 
-def store_bytes(spec) -> int:
+def widest_store(spec) -> int:
     """Return the bytes of the widest store to the cache: of a vector; of a block of NVFP4, if a lane has all of it."""
-    if spec.cache == "nvfp4" and not spec.transform:
-        return SF_VEC_SIZE // 2
-    return stored_bytes(spec.cache) * (VECTOR_BYTES // BYTES[spec.dtype]) // 8
+    return SF_VEC_SIZE // 2 if spec.cache == "nvfp4" and not spec.transform else stored_vector_bytes(spec)
 
 
 @cute.jit
@@ -76,10 +75,10 @@ def applies(spec: cutlass.Constexpr, a, g):
     return found
 
 
-def load_two(address: Int64, apart, words: cute.Tensor):
-    """Load two vectors of 16 bytes, `apart` bytes from each other, as words (4, 2)."""
+def load_two(address: Int64, vector_stride, words: cute.Tensor):
+    """Load two vectors of 16 bytes, `vector_stride` bytes from each other, as words (4, 2)."""
     for half in range(2):
-        copy.vector(memory.view(address + half * apart, Uint32, 4, VECTOR_BYTES), words[None, half])
+        copy.vector(memory.view(address + half * vector_stride, Uint32, 4, VECTOR_BYTES), words[None, half])
 
 
 def store_words(address: Int64, words: cute.Tensor):
@@ -99,12 +98,12 @@ def write_rows(spec: cutlass.Constexpr, g, rows, to, target: store.TargetRow, wo
     """Write the rows of a group to their place in the cache, as `forward.write_rows` does. target: of the group's first
     row. words: this lane's vectors of that row."""
     nvfp4 = const_expr(spec.cache == "nvfp4")
-    size = const_expr(stored_bytes(spec.cache) * (VECTOR_BYTES // BYTES[spec.dtype]) // 8)  # of a vector, stored
-    begin, apart = (2 * g.lane, Int32(1)) if const_expr(nvfp4) else (g.lane, g.lanes)
+    size = const_expr(stored_vector_bytes(spec))
+    begin, vector_stride = (2 * g.lane, Int32(1)) if const_expr(nvfp4) else (g.lane, g.lanes)
     source, step = rows.source + rows.first * rows.source_stride + begin * VECTOR_BYTES, rows.step * rows.source_stride
     address, stride = target.address + begin * size, rows.step * to.stride
     sf, sf_stride = target.sf + target.row * target.sf_row + g.lane, rows.step * to.sf_stride
-    held, values = cute.make_rmem_tensor((4, 2), Uint32), cute.make_rmem_tensor((8, 2), Float32)
+    raw, values = cute.make_rmem_tensor((4, 2), Uint32), cute.make_rmem_tensor((8, 2), Float32)
     head, inverse = rows.first, store.reciprocal(target.scale)
     while head < rows.heads:
         for half in cutlass.range_constexpr(2):
@@ -112,20 +111,20 @@ def write_rows(spec: cutlass.Constexpr, g, rows, to, target: store.TargetRow, wo
                 memory.unpack(spec.dtype, words[None, half], values[None, half])
             else:
                 for i in cutlass.range_constexpr(4):
-                    held[i, half] = words[i, half]
+                    raw[i, half] = words[i, half]
         head += rows.step
         source += step
         if head < rows.heads:
-            load_two(source, apart * VECTOR_BYTES, words)
+            load_two(source, vector_stride * VECTOR_BYTES, words)
         if const_expr(nvfp4):
             block = cute.make_tensor(values.iterator, cute.make_layout(SF_VEC_SIZE))
             store.store_block(address, sf, target.scale, block)
         else:
             for half in cutlass.range_constexpr(2):
-                out = held[None, half]
+                out = raw[None, half]
                 if const_expr(spec.quantised):
                     out = store.fp8_words(spec.cache, values[None, half], target.scale, inverse)
-                store_words(address + half * apart * size, out)
+                store_words(address + half * vector_stride * size, out)
         address += stride
         sf += sf_stride
 
@@ -207,7 +206,7 @@ def store_cursor(spec: cutlass.Constexpr, a, g, params: TokenParams, operand: In
     """Return the cursor at the row that is `row` rows behind the first one of an operand."""
     to_k, to_v = params.to_k, params.to_v
     operand, head = operand_of(a, operand, row)
-    size = const_expr(stored_bytes(spec.cache))
+    size = const_expr(stored_vector_bytes(spec))
     first, stride, sf, sf_stride = to_k.first.address, to_k.stride, to_k.first.sf, to_k.sf_stride
     scale, heads, lane_bytes = Float32(1.0), a.k.shape[1], Int32(size)
     sf_row = to_k.first.sf_row
@@ -274,51 +273,53 @@ def transform_rows(
 ):  # fmt: skip
     """Normalise, rotate and write the rows of a group, as `forward.transform_any` does. words: the group's first row.
     weight_words: the weights of its norm."""
-    ahead, held = (cute.make_rmem_tensor((4, 2), Uint32) for _ in range(2))
+    next_words, raw = (cute.make_rmem_tensor((4, 2), Uint32) for _ in range(2))
     values, weights = (cute.make_rmem_tensor((rotate.HALF, 2), Float32) for _ in range(2))
-    inv_dim, apart = Float32(1.0) / Float32(a.k.shape[2]), g.lanes
-    ahead.fill(0)
+    inv_dim, vector_stride = Float32(1.0) / Float32(a.k.shape[2]), g.lanes
+    next_words.fill(0)
     row, step, end = g.own, a.k_groups, row_count(a)
     at = LoadCursor(Int32(Q), row + step, Int32(0), Int64(0), Int64(0))
     if row + step < end:
-        at = load_row(a, g, load_cursor(a, g, Int32(Q), row + step), ahead)
+        at = load_row(a, g, load_cursor(a, g, Int32(Q), row + step), next_words)
     x = store_cursor(spec, a, g, params, Int32(Q), row)
-    weighted = weights_of(a, x.operand) != 0
+    has_weights = weights_of(a, x.operand) != 0
     add_offset(spec, a, weight_words, weights)
     while row < end:
         for half in cutlass.range_constexpr(2):
             memory.unpack(spec.dtype, words[None, half], values[None, half])
             for i in cutlass.range_constexpr(4):
-                held[i, half], words[i, half] = words[i, half], ahead[i, half]
+                raw[i, half], words[i, half] = words[i, half], next_words[i, half]
         if row + 2 * step < end:
             if at.head >= at.heads:
                 at = load_cursor(a, g, at.operand + 1, at.head - at.heads)
-            at = load_row(a, g, at, ahead)
+            at = load_row(a, g, at, next_words)
         if params.writes_q if x.operand == Q else params.writes_kv:
             if x.operand != V:
-                if weighted:
+                if has_weights:
                     inverse = rotate.inverse_rms(a, g, values, inv_dim)
                     for half in cutlass.range_constexpr(2):
                         for e in cutlass.range_constexpr(rotate.HALF):
                             values[e, half] = values[e, half] * inverse * weights[e, half]
                 if params.rotates:
                     rotate.rotate_pairs(values, params.cos, params.sin)
-            store_two(spec, a, x, apart, values, held)
+            store_two(spec, a, x, vector_stride, values, raw)
         row += step
         if row < end:
             y = x._replace(head=x.head + step, address=x.address + x.step, sf=x.sf + x.sf_step)
             if y.head >= x.heads:
                 y = store_cursor(spec, a, g, params, x.operand + 1, y.head - x.heads)
                 address = weights_of(a, y.operand)
-                weighted = address != 0
-                if weighted:
+                has_weights = address != 0
+                if has_weights:
                     fetch(g, address, weight_words)
                     add_offset(spec, a, weight_words, weights)
             x = y
 
 
 @cute.jit
-def store_two(spec: cutlass.Constexpr, a, x: StoreCursor, apart: Int32, values: cute.Tensor, words: cute.Tensor):
+def store_two(
+    spec: cutlass.Constexpr, a, x: StoreCursor, vector_stride: Int32, values: cute.Tensor, words: cute.Tensor
+):
     """Store a lane's two vectors of a row; words: as they were read."""
     narrow = const_expr("e5m2" if spec.cache == "e5m2" else "e4m3")
     if const_expr(not spec.quantised):
@@ -326,17 +327,17 @@ def store_two(spec: cutlass.Constexpr, a, x: StoreCursor, apart: Int32, values: 
             for half in cutlass.range_constexpr(2):
                 memory.pack(spec.dtype, values[None, half], words[None, half])
         for half in cutlass.range_constexpr(2):
-            store_words(x.address + half * apart * VECTOR_BYTES, words[None, half])
+            store_words(x.address + half * vector_stride * VECTOR_BYTES, words[None, half])
     else:
         if x.operand == Q and a.q_out.shape[0] > 0:
             for half in cutlass.range_constexpr(2):
                 memory.pack(spec.dtype, values[None, half], words[None, half])
-                store_words(x.address + half * apart * VECTOR_BYTES, words[None, half])
+                store_words(x.address + half * vector_stride * VECTOR_BYTES, words[None, half])
         elif const_expr(spec.cache == "nvfp4") and x.operand != Q:
             for half in cutlass.range_constexpr(2):
-                sf = x.sf + half * (apart >> 1)
-                store.store_block(x.address + half * apart * 4, sf, x.scale, values[None, half])
+                sf = x.sf + half * (vector_stride >> 1)
+                store.store_block(x.address + half * vector_stride * 4, sf, x.scale, values[None, half])
         else:
             for half in cutlass.range_constexpr(2):
                 out = store.fp8_words(narrow, values[None, half], x.scale, x.inverse)
-                store_words(x.address + half * apart * 8, out)
+                store_words(x.address + half * vector_stride * 8, out)
