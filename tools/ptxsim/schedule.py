@@ -109,8 +109,8 @@ def all_together(m: MachineState, warps: np.ndarray, first: np.ndarray, level: n
 
 
 def converged(m: MachineState) -> tuple[np.ndarray, np.ndarray]:
-    """Return masks of the warps whose lanes all stand at one unit, exited ones aside, and of the warps of whole
-    warpgroups that do."""
+    """Return two masks of warps: those of which all lanes that have not exited are at the same unit, and, of these,
+    those of which the whole warpgroup is at that unit."""
     first = lowest(m, m.done)
     together = first >= np.where(m.done.reshape(-1, 32), -1, m.pc.reshape(-1, 32)).max(1)
     if m.per_cta % 128:
