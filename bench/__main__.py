@@ -94,6 +94,15 @@ def chosen_of(family: Family, prefix: str, sweep: bool) -> list[str]:
     return found
 
 
+def environment() -> results.Environment:
+    """Return the environment of a run. Raise SystemExit if this machine has no GPU."""
+    import torch
+
+    if not torch.cuda.is_available():
+        raise SystemExit("the benchmark needs a CUDA device")
+    return results.environment()
+
+
 def measure(args: argparse.Namespace) -> None:
     """Measure the chosen cases on this machine's GPU, append the rows to the csv, print the table."""
     import torch
@@ -121,13 +130,9 @@ def measure(args: argparse.Namespace) -> None:
 
 def serve(args: argparse.Namespace) -> None:
     """Measure the steps of a request trace and append them to bench/results/<gpu>.csv."""
-    import torch
-
     from . import harness, prefill, trace
 
-    if not torch.cuda.is_available():
-        raise SystemExit("the benchmark needs a CUDA device")
-    env = results.environment()
+    env = environment()
     path = args.results or results.FOLDER / f"{env.gpu}.csv"
     providers = tuple(args.providers.split(",")) if args.providers else tuple(prefill.PROVIDERS)
     found = trace.measure(harness.Setup(providers), replace(trace.TRACE, requests=args.requests))
@@ -141,13 +146,9 @@ def serve(args: argparse.Namespace) -> None:
 def engine(args: argparse.Namespace) -> None:
     """Measure whole engines under loads of requests: vLLM and SGLang with our attention backend and with their own.
     Append to bench/results/<gpu>.csv and bench/results/engines/<gpu>.csv."""
-    import torch
-
     from . import engine as bench
 
-    if not torch.cuda.is_available():
-        raise SystemExit("the benchmark needs a CUDA device")
-    env = results.environment()
+    env = environment()
     folder = args.results or results.FOLDER
     providers = tuple(args.providers.split(",")) if args.providers else bench.PROVIDERS
     for name in bench.chosen(args.cases):
@@ -162,14 +163,10 @@ def engine(args: argparse.Namespace) -> None:
 def engine_error(args: argparse.Namespace) -> None:
     """Compare the log probabilities of engines' answers with those of the same model in fp32. Append to
     bench/results/engine_errors/<gpu>.csv."""
-    import torch
-
     from . import engine as bench
     from . import engine_error as errors
 
-    if not torch.cuda.is_available():
-        raise SystemExit("the benchmark needs a CUDA device")
-    env = results.environment()
+    env = environment()
     path = args.results or results.ENGINE_ERRORS / f"{env.gpu}.csv"
     for name in bench.chosen(args.cases):
         print(name, flush=True)
@@ -179,13 +176,9 @@ def engine_error(args: argparse.Namespace) -> None:
 def server(args: argparse.Namespace) -> None:
     """Put vLLM's HTTP server under load, with our attention backend and with its own. Append to
     bench/results/servers/<gpu>.csv."""
-    import torch
-
     from . import server as bench
 
-    if not torch.cuda.is_available():
-        raise SystemExit("the benchmark needs a CUDA device")
-    env = results.environment()
+    env = environment()
     path = args.results or results.SERVERS / f"{env.gpu}.csv"
     for name in bench.chosen(args.cases):
         print(name, flush=True)
@@ -196,13 +189,9 @@ def server(args: argparse.Namespace) -> None:
 def sparsity(args: argparse.Namespace) -> None:
     """Measure skip-softmax over threshold factors: blocks left out, time, error. Append to
     bench/results/sparsity/<gpu>.csv."""
-    import torch
-
     from . import harness, precision
 
-    if not torch.cuda.is_available():
-        raise SystemExit("the benchmark needs a CUDA device")
-    env = results.environment()
+    env = environment()
     path = args.results or results.SPARSITY / f"{env.gpu}.csv"
     rows = precision.study(precision.cases.SKIP, harness.Setup(("ours",), args.rounds), env)
     results.append(path, rows)
@@ -241,7 +230,7 @@ def main() -> None:
     one.set_defaults(run=serve)
     one = verbs.add_parser("engine", help=engine.__doc__)
     one.add_argument(
-        "--cases", default="engine-vllm-llama8b-b64-c8k-bf16", help="measure the cases that begin with this"
+        "--cases", default="engine-vllm-llama8b-b64-c8k-bf16", help="a case, or the beginning of names of cases"
     )
     one.add_argument("--providers", default="", help="comma-separated list; default: all that run on this machine")
     one.add_argument("--passes", type=int, default=3, help="timed passes of each process")
@@ -251,12 +240,14 @@ def main() -> None:
     one.add_argument("--results", type=Path, help="folder of the csv files; default: bench/results")
     one.set_defaults(run=engine)
     one = verbs.add_parser("engine-error", help=engine_error.__doc__)
-    one.add_argument("--cases", default="engine-vllm-tiny-llama-bf16", help="measure the cases that begin with this")
+    one.add_argument(
+        "--cases", default="engine-vllm-tiny-llama-bf16", help="a case, or the beginning of names of cases"
+    )
     one.add_argument("--providers", default="ours", help="comma-separated list of backends of the engine")
     one.add_argument("--results", type=Path, help="csv to append to; default: bench/results/engine_errors/<gpu>.csv")
     one.set_defaults(run=engine_error)
     one = verbs.add_parser("server", help=server.__doc__)
-    one.add_argument("--cases", default="server-vllm-llama8b-", help="measure the cases that begin with this")
+    one.add_argument("--cases", default="server-vllm-llama8b-", help="a case, or the beginning of names of cases")
     one.add_argument("--providers", default="ours", help="comma-separated list of backends of vLLM")
     one.add_argument("--results", type=Path, help="csv to append to; default: bench/results/servers/<gpu>.csv")
     one.set_defaults(run=server)

@@ -74,7 +74,7 @@ def main() -> None:
     name, provider = sys.argv[1:]
     case = replace(CASES[name], cached=True)
     if case.engine != "vllm":
-        raise SystemExit(f"{name}: the engine of a case must be vllm, whose kernels run in this process")
+        raise SystemExit(f"{name}: its engine is {case.engine}, must be vllm: only its kernels run in this process")
     with tempfile.TemporaryDirectory() as folder:
         write_config(case, Path(folder))
         found = profile(Vllm(case, BACKENDS["vllm"][provider], Path(folder)), case)

@@ -53,7 +53,7 @@ class RunningEngine(Protocol):
     cache_tokens: int
 
     def generate(self, prompts: list[list[int]], outputs: int, logprobs: bool) -> list[EngineAnswer]:
-        """Return what the engine generates, greedily, of exactly `outputs` tokens."""
+        """Return the engine's greedy answers, each of exactly `outputs` tokens. logprobs: with log probabilities."""
         ...
 
 
@@ -187,7 +187,7 @@ def seed_sglang() -> None:
 
 
 class Sglang:
-    """SGLang, the scheduler of which is a process of its own."""
+    """SGLang. Its scheduler is a process of its own."""
 
     def __init__(self, case: EngineCase, backend: str, folder: Path) -> None:
         if case.kv == "nvfp4" or case.drafts:

@@ -1,7 +1,7 @@
 """The measured sections of README and docs/: the newest runs in bench/results, between markers."""
 
 import textwrap
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -12,6 +12,7 @@ from .results import (
     EngineRow,
     ErrorRow,
     ResultRow,
+    Run,
     ServerRow,
     SkipRow,
     newest,
@@ -333,6 +334,14 @@ def engine_headlines(results: dict[str, list[EngineRow]]) -> str:
     return "\n\n".join(parts) or "Not measured yet."
 
 
+def dated_table(gpu: str, rows: Sequence[Run], head: list[str], lines: list[list[str]]) -> list[str]:
+    """Return a line per run that made the rows, and their table, of which the first two columns are text."""
+    runs = sorted({(r.date, r.commit[:9], r.driver, r.torch) for r in rows})
+    made = "\n".join(f"{gpu}, {date}, commit {c}, driver {d}, torch {t}." for date, c, d, t in runs)
+    cells = [head, ["---", "---"] + ["---:"] * (len(head) - 2), *lines]
+    return [made, "\n".join("| " + " | ".join(cell) + " |" for cell in cells)]
+
+
 def measured_engines(results: dict[str, list[EngineRow]]) -> str:
     """Whole engines: one line per load and backend, from the newest run of each load."""
     head = ["load", "attention", "tokens/s", "/ ours", "first pass, tokens/s", "first token, ms", "each token, ms",
@@ -342,10 +351,7 @@ def measured_engines(results: dict[str, list[EngineRow]]) -> str:
         newest_date = {r.case: r.date for r in rows}
         chosen = [r for r in rows if r.date == newest_date[r.case]]
         ours = {r.case: r.tokens_per_s for r in chosen if r.provider == "ours"}
-        runs = sorted({(r.date, r.commit[:9], r.driver, r.torch) for r in chosen})
-        parts.append("\n".join(f"{gpu}, {date}, commit {c}, driver {d}, torch {t}." for date, c, d, t in runs))
-        lines = [head, ["---", "---"] + ["---:"] * (len(head) - 2)]
-        lines += [
+        lines = [
             [
                 f"`{r.case.removeprefix('engine-')}`", r.provider,
                 f"{r.tokens_per_s:.{0 if r.tokens_per_s > 99 else 2}f}",
@@ -356,7 +362,7 @@ def measured_engines(results: dict[str, list[EngineRow]]) -> str:
             ]
             for r in chosen
         ]  # fmt: skip
-        parts.append("\n".join("| " + " | ".join(cell) + " |" for cell in lines))
+        parts += dated_table(gpu, chosen, head, lines)
     return "\n\n".join(parts) or "Not measured yet."
 
 
@@ -366,15 +372,12 @@ def measured_errors(results: dict[str, list[ErrorRow]]) -> str:
     parts = []
     for gpu, rows in results.items():
         chosen = list({(r.case, r.provider): r for r in rows}.values())
-        runs = sorted({(r.date, r.commit[:9], r.driver, r.torch) for r in chosen})
-        parts.append("\n".join(f"{gpu}, {date}, commit {c}, driver {d}, torch {t}." for date, c, d, t in runs))
-        lines = [head, ["---", "---"] + ["---:"] * (len(head) - 2)]
-        lines += [
+        lines = [
             [f"`{r.case.removeprefix('engine-')}`", r.provider, f"{r.tokens:.0f}", f"{r.mean:.4f}", f"{r.p90:.3f}",
              f"{r.largest:.3f}"]
             for r in chosen
         ]  # fmt: skip
-        parts.append("\n".join("| " + " | ".join(cell) + " |" for cell in lines))
+        parts += dated_table(gpu, chosen, head, lines)
     return "\n\n".join(parts) or "Not measured yet."
 
 
@@ -385,10 +388,7 @@ def measured_servers(results: dict[str, list[ServerRow]]) -> str:
     parts = []
     for gpu, rows in results.items():
         chosen = list({(r.case, r.provider): r for r in rows}.values())
-        runs = sorted({(r.date, r.commit[:9], r.driver, r.torch) for r in chosen})
-        parts.append("\n".join(f"{gpu}, {date}, commit {c}, driver {d}, torch {t}." for date, c, d, t in runs))
-        lines = [head, ["---", "---"] + ["---:"] * (len(head) - 2)]
-        lines += [
+        lines = [
             [
                 f"`{r.case.removeprefix('server-')}`", r.provider, f"{r.completed:.0f}", f"{r.abandoned:.0f}",
                 f"{r.tokens_per_s:.0f}", f"{r.ttft_p50_ms:.0f} ({r.ttft_p99_ms:.0f})",
@@ -397,7 +397,7 @@ def measured_servers(results: dict[str, list[ServerRow]]) -> str:
             ]
             for r in chosen
         ]  # fmt: skip
-        parts.append("\n".join("| " + " | ".join(cell) + " |" for cell in lines))
+        parts += dated_table(gpu, chosen, head, lines)
     return "\n\n".join(parts) or "Not measured yet."
 
 

@@ -41,12 +41,11 @@ MIB = 1 << 20
 
 @dataclass
 class Load:
-    """A load of requests: what `vllm bench serve` says of it, the requests that other clients abandoned, and their
-    errors."""
+    """A load of requests that were all answered. result: what `vllm bench serve` says of it. abandoned: the number of
+    requests that other clients abandoned."""
 
     result: dict[str, Any]
     abandoned: int
-    errors: list[str]
 
 
 class Server:
@@ -223,7 +222,7 @@ def load(server: Server, case: ServerCase, seed: int, folder: Path) -> Load:
             f"{result['failed']} of {case.requests} requests failed, and {len(errors)} of those that were abandoned: "
             f"{errors[:3]}"
         )
-    return Load(result, sum(requests for requests, _ in ended), errors)
+    return Load(result, sum(requests for requests, _ in ended))
 
 
 def memory(pid: int) -> tuple[float, float]:

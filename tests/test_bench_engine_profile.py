@@ -64,5 +64,5 @@ def test_gaps_are_what_no_kernel_fills(monkeypatch):
 
 def test_other_engines_are_refused(monkeypatch):
     monkeypatch.setattr("sys.argv", ["engine_profile", "engine-sglang-tiny-llama-bf16", "ours"])
-    with pytest.raises(SystemExit, match="must be vllm"):
+    with pytest.raises(SystemExit, match="its engine is sglang, must be vllm"):
         engine_profile.main()

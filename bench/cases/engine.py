@@ -36,7 +36,7 @@ MODELS = {
 GIB = 1 << 30
 CHECKED = (3, 17, 64, 129, 300, 517, 800, 1200)  # prompts of the check: tokens
 CHECKED_OUTPUTS = 48
-ABANDONED_OUTPUTS = 4096  # tokens for which a client asks that abandons its requests
+ABANDONED_OUTPUTS = 4096  # tokens that are asked for in requests that their clients abandon
 
 
 @dataclass(frozen=True)
@@ -47,8 +47,8 @@ class EngineCase:
     arrive at once. prompt: tokens of each prompt, or the median of log-normal lengths with `spread`, the sigma of
     their logarithm. outputs: tokens that each request generates. cached: the timed passes find all prompts in the
     prefix cache, so they show decoding; else each pass has other prompts. kv: type of the cache. memory: bytes of
-    the cache. batched: tokens of a step at most. gpus: that share the model. graphs, mode: the engine's CUDA graphs
-    and compilation. drafts: tokens that n-gram speculation proposes.
+    the cache. batched: tokens of a step at most. gpus: their number; they share the model. graphs, mode: the engine's
+    CUDA graphs and compilation. drafts: tokens that n-gram speculation proposes.
     """
 
     name: str
