@@ -1,23 +1,24 @@
 """Where a decode step of vLLM spends its time: `python -m bench.engine_profile CASE PROVIDER`.
 
-The engine runs in this process. All requests of a load generate 2 tokens, and then 34, with their prompts in the prefix
-cache: a step takes the difference, over 32. Times are sums of kernels by the part of the model that they belong to,
-which their names tell; the rest of a step is gaps, in which the GPU waits."""
+The engine runs in this process. All requests of a load generate 2 tokens, and then 66, with their prompts in the prefix
+cache: the kernels of a step take the difference, over 64. Times are sums of kernels by the part of the model that they
+belong to, which their names tell. The rest of a step, which takes as long as the median request waits for a token, is
+gaps, in which the GPU waits; gaps are negative if kernels run beside each other."""
 
 import os
 import re
+import statistics
 import sys
 import tempfile
-import time
 from collections import defaultdict
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from .cases.engine import CASES, EngineCase
-from .engine_worker import BACKENDS, RunningEngine, Vllm, write_config
+from .engine_worker import BACKENDS, RunningEngine, Vllm, timed, write_config
 
-STEPS = 32
+STEPS = 64
 PARTS = {  # in this order: names of attention kernels contain those of the libraries that they are made with
     "cache write": "cache_write|reshape_and_cache",
     "attention": "attention_|flash|unified_attention|fmha|paged",
@@ -58,16 +59,15 @@ def profile(engine: RunningEngine, case: EngineCase) -> dict[str, float]:
     prompts = case.prompts(2, case.lengths(0))
     for _ in range(2):  # fills the prefix cache; compiles what is compiled at a first use
         engine.generate(prompts, 2, False)
-    kernels, walls = [], []
+    kernels = []
     for outputs in (2, 2 + STEPS):
-        begin = time.perf_counter()
-        engine.generate(prompts, outputs, False)
-        walls.append(1e6 * (time.perf_counter() - begin))
         with profiler(activities=[ProfilerActivity.CUDA]) as traced:
             engine.generate(prompts, outputs, False)
         kernels.append(kernel_times(traced.key_averages()))
     found = step_of(kernels[0], kernels[1], STEPS)
-    return found | {"gaps": (walls[1] - walls[0]) / STEPS - sum(found.values())}
+    longer = replace(case, outputs=2 + STEPS)
+    step = statistics.median(1e3 * timed(engine, longer, 2)["tpot_p50_ms"] for _ in range(3))
+    return found | {"gaps": step - sum(found.values())}
 
 
 def main() -> None:

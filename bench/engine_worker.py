@@ -200,7 +200,7 @@ class Sglang:
         os.environ |= {FOLDER: str(folder), "SGLANG_PLUGINS": "seeded,cute_kernels"}
         options: dict[str, Any] = {"attention_backend": backend}
         if backend == "cute_kernels":
-            options["page_size"] = 64
+            options["page_size"] = 16
         if case.config["model_type"] == "gpt_oss":
             options["moe_runner_backend"] = "triton"
             if backend == "cute_kernels":  # SGLang allows only backends that it knows

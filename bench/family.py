@@ -1,14 +1,15 @@
 """Measure the prefill family against the context function.
 
 One batch runs through the context function and through the wrapper classes: plain, with a bit mask, with RoPE or with
-ALiBi, in pages of 64 tokens, in pages of one token and ragged. Decode also runs with pages of one token.
+ALiBi, in pages of 64 tokens, in pages of one token and ragged. Decode also runs with pages of one token. Each modifier
+has a case of its own, too, in which "own-bf16" is the same class without it.
 
 The provider of a row is "ours" (the function with pages of 64) or "ours-FORM"; the csv's ratio is its time over that of
 "ours".
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -29,7 +30,10 @@ from .workload import Inputs, check, csr, pages, shape_of, unpaged
 PREFILL = replace(case_of("family-bf16-causal-b2-s8192-h32x8-d128", (8192,) * 2, True), spare_pages=8)
 DECODE = replace(cases.decoding(64, 8192, (64, 8), 128, 64), name="family-decode-bf16-b64-s8192-h64x8-d128")
 HOST = "host-family"
-CASES = {case.name: case for case in (PREFILL, DECODE)}
+MODIFIED = {  # case -> provider of FORMS
+    f"prefill-{kind}-causal-b2-s8192-h32x8-d128-p64": f"ours-{kind}" for kind in ("mask", "rope", "alibi")
+}
+CASES = {case.name: case for case in (PREFILL, DECODE, *(replace(PREFILL, name=name) for name in MODIFIED))}
 Run = Callable[[], torch.Tensor]
 THETA = 1e4  # RoPE's theta: the default of the classes
 
@@ -144,11 +148,11 @@ def checked(provider: str, inputs: Inputs, out: torch.Tensor) -> str | None:
     return check(inputs, out, slopes=bias)
 
 
-def collect(case: AttentionCase, setup: Setup) -> dict[str, Call]:
-    """Return the calls of all forms of the chosen providers that pass the check."""
+def collect(case: AttentionCase, setup: Setup, forms: Collection[str] | None = None) -> dict[str, Call]:
+    """Return the calls of the forms (None: all) of the chosen providers that pass the check."""
     calls: dict[str, Call] = {}
     inputs = {page: cases.make_inputs(replace(case, page_size=page), setup.device) for page in (64, 1)}
-    for name, (page, make) in FORMS.items():
+    for name, (page, make) in ((name, FORMS[name]) for name in forms or FORMS):
         if name.partition("-")[0] in setup.providers:
             inputs[page]["out"].fill_(math.nan)  # remove the previous form's result
             run = ready(name, partial(make, inputs[page]), partial(checked, name, inputs[page]))
@@ -162,7 +166,14 @@ def measure(case: AttentionCase, top: Ceilings, setup: Setup) -> list[Measuremen
     print(case.name, flush=True)
     if case.name.startswith("family-decode"):
         return measure_decode(case, top, setup)
-    times = interleave(collect(case, setup), setup.clock, 1, setup.rounds)
+    if case.name in MODIFIED:
+        names = {MODIFIED[case.name]: "ours", "ours-paged": "own-bf16"}
+        calls = {names[form]: call for form, call in collect(case, setup, names).items()}
+    else:
+        calls = collect(case, setup)
+    if not calls:
+        return []
+    times = interleave(calls, setup.clock, 1, setup.rounds)
     shape = shape_of(cases.make_inputs(case, setup.device))
     found = [Measurement(case.name, p, t, shape.flops / t.median / 1e6) for p, t in times.items()]
     floor = shape.flops / top.tflops / 1e6

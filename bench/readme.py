@@ -314,24 +314,32 @@ def pictured(results: dict[str, list[ResultRow]], folder: Path = FOLDER) -> str:
 
 
 def engine_headlines(results: dict[str, list[EngineRow]]) -> str:
-    """One sentence per GPU: tokens per second of each load over those of the engine's fastest other provider."""
+    """One sentence per GPU: the range of tokens per second of an engine's loads over those of its fastest other
+    provider."""
     parts = []
     for gpu, rows in results.items():
-        found: dict[str, list[str]] = {}
+        found: dict[str, list[float]] = {}
         for case in dict.fromkeys(r.case for r in rows):
             run = [r for r in rows if r.case == case and r.date == max(r.date for r in rows if r.case == case)]
-            ours = next((r for r in run if r.provider == "ours"), None)
-            best = max((r for r in run if r.provider != "ours"), key=lambda r: r.tokens_per_s, default=None)
-            if ours and best:
-                engine, _, load = case.removeprefix("engine-").partition("-")
-                text = f"{ours.tokens_per_s / best.tokens_per_s:.2f} ({load})"
-                found.setdefault({"vllm": "vLLM", "sglang": "SGLang"}[engine], []).append(text)
+            ours = next((r.tokens_per_s for r in run if r.provider == "ours"), None)
+            others = [r.tokens_per_s for r in run if r.provider != "ours"]
+            if ours and others:
+                engine = {"vllm": "vLLM", "sglang": "SGLang"}[case.split("-")[1]]
+                found.setdefault(engine, []).append(ours / max(others))
         if found:
-            text = f"[Engines offline](docs/engines.md#whole-engines-measured) on {gpu}: tokens per second with our "
-            text += "backend over those with the fastest of their own, for nvfp4 over our own fp8 cache. "
-            text += " ".join(f"{engine}: {', '.join(loads)}." for engine, loads in found.items())
-            parts.append(textwrap.fill(text, 160, break_on_hyphens=False, break_long_words=False))
+            link = "[whole engines](docs/engines.md#whole-engines-measured)"
+            text = f"Tokens per second of {link} with our backend, on {gpu}, over those with the engine's fastest own "
+            text += "backend, or for an nvfp4 cache over those with our backend and fp8: "
+            text += ", ".join(f"{engine} {spread(ratios)}" for engine, ratios in found.items())
+            parts.append(textwrap.fill(f"{text}.", 160, break_on_hyphens=False, break_long_words=False))
     return "\n\n".join(parts) or "Not measured yet."
+
+
+def spread(ratios: list[float]) -> str:
+    """Return the range of the ratios of a number of loads, in words."""
+    if len(ratios) == 1:
+        return f"{ratios[0]:.2f} (one load)"
+    return f"{min(ratios):.2f} to {max(ratios):.2f} ({len(ratios)} loads)"
 
 
 def dated_table(gpu: str, rows: Sequence[Run], head: list[str], lines: list[list[str]]) -> list[str]:

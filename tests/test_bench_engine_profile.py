@@ -6,6 +6,7 @@ import pytest
 
 from bench import engine_profile
 from bench.cases.engine import CASES
+from bench.engine_worker import EngineAnswer
 
 KERNELS = {
     "cache_write_rows__bf16_bf16_append_0": "cache write",
@@ -35,16 +36,15 @@ def test_a_step_is_the_difference_of_two_runs():
 
 
 def test_gaps_are_what_no_kernel_fills(monkeypatch):
-    """A run of 2 tokens takes 1 ms, one of 34 takes 33 ms, of which kernels fill half; a pass before both is not
+    """A request waits 1 ms for each of its tokens, of which kernels fill half; a pass before all others is not
     counted."""
-    now, asked = [0.0], []
+    asked = []
 
     def generate(prompts, outputs, logprobs):
         asked.append(outputs)
-        now[0] += 1e-3 * (outputs - 1)
-        return []
+        return [EngineAnswer([0] * outputs, [], 0.0, 1e-3 * (outputs - 1), 0) for _ in prompts]
 
-    events = iter([{"nvjet": 500.0}, {"nvjet": 16500.0}])
+    events = iter([{"nvjet": 500.0}, {"nvjet": 32500.0}])
     made = [SimpleNamespace(key=k, self_device_time_total=us) for e in events for k, us in e.items()]
     traced = iter(made)
 
@@ -56,10 +56,9 @@ def test_gaps_are_what_no_kernel_fills(monkeypatch):
         def __exit__(self, *error): ...
 
     monkeypatch.setattr("torch.profiler.profile", Profiler)
-    monkeypatch.setattr(engine_profile.time, "perf_counter", lambda: now[0])
     case = CASES["engine-vllm-tiny-llama-bf16"]
     found = engine_profile.profile(SimpleNamespace(generate=generate), case)
-    assert asked == [2, 2, 2, 2, 34, 34] and found == pytest.approx({"GEMM": 500.0, "gaps": 500.0})
+    assert asked == [2, 2, 2, 66, 66, 66, 66] and found == pytest.approx({"GEMM": 500.0, "gaps": 500.0})
 
 
 def test_other_engines_are_refused(monkeypatch):

@@ -30,6 +30,13 @@ def test_all_forms_are_measured_and_checked(capsys):
     assert capsys.readouterr().out.count("no row: flashinfer-") == 3
 
 
+def test_a_modifier_stands_beside_the_class_without_it(monkeypatch):
+    monkeypatch.setattr(family, "MODIFIED", {TINY.name: "ours-alibi"})
+    found = family.measure(TINY, TOP, SETUP)
+    assert [r.provider for r in found] == ["ours", "own-bf16", "floor"]
+    assert all(name in family.FORMS for name in family.MODIFIED.values())
+
+
 @pytest.mark.parametrize("form", OURS)
 def test_a_wrong_form_has_no_row(monkeypatch, capsys, form):
     """One that computes what another form does, or writes nothing."""

@@ -5,7 +5,7 @@ imports little, and changes nothing unless the user enables it.
 
     VLLM_PLUGINS=cute_kernels vllm serve MODEL --attention-backend CUSTOM
     VLLM_PLUGINS=cute_kernels_topk vllm serve MODEL  # the sparse indexer's top-k
-    python -m sglang.launch_server --model-path MODEL --attention-backend cute_kernels --page-size 64
+    python -m sglang.launch_server --model-path MODEL --attention-backend cute_kernels --page-size 16
     SGLANG_PLUGINS=cute_kernels,cute_kernels_topk python -m sglang.launch_server --model-path MODEL  # DSA's top-k
 
 A plugin that takes a place which is not this package's own does nothing unless the engine's plugin variable names it:

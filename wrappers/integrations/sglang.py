@@ -1,6 +1,6 @@
 """SGLang's attention backend `cute_kernels`, over the context and the decode function.
 
-    python -m sglang.launch_server --model-path MODEL --attention-backend cute_kernels --page-size 64
+    python -m sglang.launch_server --model-path MODEL --attention-backend cute_kernels --page-size 16
 
 The plugin `cute_kernels` (`plugins.sglang`) registers it. The backend reads pools of 16 bits, e4m3 and e5m2 in place,
 with any page size. It supports windows, with or without pools of their own, soft caps and sinks; prompts, chunks,
