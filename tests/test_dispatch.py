@@ -13,18 +13,20 @@ ARCH = "sm_90a"
 BLACKWELL = ("sm_100a", "sm_103a")
 BASE = KernelRequest("bf16", "bf16", "bf16", 128, 128, 16, 4)
 WHOLE, SPLIT = replace(BASE, split_kv="never"), replace(BASE, split_kv="always")
+DIMS = (*sm90.USUAL, *sm90.WIDE)  # head dims of shipped kernels
 FEW_KERNELS = 200  # of an architecture, attention and top-k together
 
 
 def problems(way):
-    """Every problem that some kernel serves with whole tiles ("never" split), or with split keys ("always")."""
+    """Every problem that some kernel serves with whole tiles ("never" split), or with split keys ("always"), for the
+    head dims of shipped kernels."""
     every = product(("bf16", "fp16"), (8, 256, 1), (1, 3, 8), *[(False, True)] * 3, (1, 2, 64, 65, 1 << 30))
     for q, page, group, causal, window, cap, rows in every:
         base = KernelRequest(
             q, q, q, 128, 128, page, group, rows, split_kv=way, causal=causal, window=window, soft_cap=cap
         )  # fmt: skip
         if way == "never":
-            for qk, vo in sm90.TILES:
+            for qk, vo in DIMS:
                 for kv in (q, "e4m3", "nvfp4"):
                     yield replace(base, kv=kv, head_dim_qk=qk, head_dim_vo=vo)
                 for out in (q, "e4m3", "nvfp4"):
@@ -32,6 +34,8 @@ def problems(way):
             continue
         base = replace(base, causal=True)
         for (kind, dim, _), out, way in product(decode.TILES, (q, "e4m3", "nvfp4"), ("always", "fixed")):
+            if dim not in decode.SHIPPED:
+                continue
             kv = q if kind == "16-bit" else kind
             yield replace(base, kv=kv, out=out, head_dim_qk=dim, head_dim_vo=dim, split_kv=way,
                           drafts=window, skip=cap)  # fmt: skip
@@ -224,7 +228,7 @@ def test_blocks_of_keys_do_not_depend_on_the_batch():
 @pytest.mark.parametrize(
     "change, word",
     [
-        ({"head_dim_qk": 96, "head_dim_vo": 96}, "attention.sm90: head_dim (96, 96)"),
+        ({"head_dim_qk": 72, "head_dim_vo": 72}, "attention.sm90: head_dim (72, 72)"),
         ({"head_dim_vo": 64}, "attention.sm90: head_dim (128, 64)"),
         ({"kv": "fp16"}, "attention.sm90: kv fp16"),
         ({"q": "e4m3"}, "attention.sm90: kv bf16"),
@@ -235,7 +239,8 @@ def test_blocks_of_keys_do_not_depend_on_the_batch():
         ({"drafts": True, "alibi": True}, "attention.decode: alibi True"),
         ({"drafts": True, "causal": False}, "attention.decode: causal False"),
         ({"drafts": True, "head_dim_qk": 192}, "attention.decode: head_dim (192, 128)"),
-        ({"head_dim_qk": 192, "head_dim_vo": 192}, "attention.decode: head_dim (192, 192)"),
+        ({"head_dim_qk": 272, "head_dim_vo": 272}, "attention.decode: head_dim (272, 272)"),
+        ({"kv": "nvfp4", "head_dim_qk": 96, "head_dim_vo": 96}, "attention.decode: head_dim (96, 96)"),
         ({"q": "e4m3"}, "attention.decode: kv bf16"),
     ],
 )
@@ -286,9 +291,28 @@ def test_tiles_of_few_rows_do_not_depend_on_the_batch(arch):
         assert refusal is not None and refusal.field == "tile"
 
 
+@pytest.mark.parametrize("arch", [ARCH, *BLACKWELL])
+@pytest.mark.parametrize("kv", ["bf16", "e4m3", "nvfp4"])
+def test_every_multiple_of_16_is_a_head_dim(arch, kv):
+    """Over NVFP4 every multiple of 64. Kernels compute with as few more columns as their tiles allow."""
+    for dim in range(16, 257, 16):
+        for way in ("never", "always"):
+            one = replace(WHOLE, kv=kv, head_dim_qk=dim, head_dim_vo=dim, split_kv=way, rows=1)
+            if kv == "nvfp4" and dim % 64:
+                with pytest.raises(
+                    dispatch.UnsupportedRequest, match=f"head_dim .{dim}, {dim}.: must be multiples of 64"
+                ):
+                    dispatch.select(one, arch)
+                continue
+            op, spec = dispatch.select(one, arch)
+            splits = way == "always" and (kv, dim) != ("nvfp4", 192)  # decode has no tile for that
+            assert serves(spec, one) and (op == "attention.decode") == splits
+            assert dim <= spec.padded_qk == spec.padded_vo < dim + 2 * spec.head_dim_step
+
+
 def test_what_blackwell_lacks_is_named():
-    with pytest.raises(NotImplementedError, match="attention.sm100: head_dim .96, 96.") as error:
-        dispatch.select(replace(BASE, head_dim_qk=96, head_dim_vo=96), "sm_100a")
+    with pytest.raises(NotImplementedError, match="attention.sm100: head_dim .72, 72.") as error:
+        dispatch.select(replace(BASE, head_dim_qk=72, head_dim_vo=72), "sm_100a")
     assert error.value.field == "head_dim"
 
 

@@ -70,6 +70,17 @@ def test_lengths_around_edges_of_tiles_and_pages(case):
         matches_reference(replace(case, name=f"{len(lens)} requests", **lengths(lens)))
 
 
+PADDED = dims(*((dim, dim) for dim in (16, 32, 80, 96, 112, 160, 192, 224)))  # compiled at their first call
+
+
+@pytest.mark.parametrize(
+    "case", grid(BASE, {"": {}, "e4m3": CACHES["e4m3"]}, PADDED, {"": {}, "page 3": {"page_size": 3}})
+)
+def test_padded_head_dims(case):
+    matches_reference(case)
+    matches_reference(replace(case, q_lens=(2, 1, 1, 3), out_dtype="nvfp4", window_left=300))
+
+
 HEADS = [(1, 1), (4, 4), (6, 2), (5, 1), (8, 1), (16, 1), (40, 8), (128, 8), (64, 1), (96, 1)]
 
 

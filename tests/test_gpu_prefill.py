@@ -74,6 +74,18 @@ def test_modifiers(case):
             same(got, first, f"{sink=} {page=} {layout} {lse=}")
 
 
+PADDED = dims(*((dim, dim) for dim in (16, 32, 80, 96, 112, 160, 192, 224)))  # compiled at their first call
+TYPES = {"": {}, "e4m3": {"dtype": "fp8", "out_dtype": "nvfp4"}, "e4m3 cache": {"kv_dtype": "fp8"}}
+
+
+@pytest.mark.parametrize("case", grid(BASE, PADDED, TYPES, CAUSAL))
+def test_padded_head_dims(case):
+    matches_reference(replace(case, strided_q=True))
+    matches_reference(replace(case, q_lens=PACKED.q_lens, kv_lens=PACKED.kv_lens, page_size=64))
+    if not case.kv_dtype and case.causal:
+        matches_reference(replace(case, page_size=3))
+
+
 EIGHT = replace(BASE, dtype="fp8", out_dtype="bf16")
 
 

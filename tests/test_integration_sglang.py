@@ -397,7 +397,7 @@ def test_context_parallelism_is_refused(server, monkeypatch):
 
 
 @pytest.mark.parametrize("options, message", [
-    ({"head_dim": 96}, "head_dim 96, 96 of V"),
+    ({"head_dim": 72}, "head_dim 72, 72 of V"),
     ({"v_head_dim": 128}, "head_dim 64, 128 of V"),
     ({"is_cross_attention": True}, "cross attention"),
     ({"pos_encoding_mode": "ALIBI"}, "pos_encoding_mode 'ALIBI'"),

@@ -478,7 +478,7 @@ def test_a_slot_that_is_taken_is_not_taken_from_its_owner(slot):
 
 
 REFUSED = {
-    "head size": (Case(head_size=96), {}, "head_size not supported"),
+    "head size": (Case(head_size=72), {}, "head_size not supported"),
     "model in fp32": (Case(dtype=torch.float32), {}, "dtype not supported"),
     "fp16 cache of a bf16 model": (Case("float16"), {}, "kv_cache: with query torch.bfloat16, dtype torch.float16"),
     "int8 cache": (Case("int8_per_token_head"), {}, "kv_cache_dtype not supported"),

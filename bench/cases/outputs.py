@@ -77,7 +77,8 @@ def poisoned(shape: tuple[int, ...], start: int, device: torch.device | str = "c
     """
     tokens, heads, dim = shape
     data = torch.full((tokens, heads * every, dim // 2), POISON, dtype=torch.uint8, device=device)
-    size = fp4.round_up(start + tokens, fp4.SCALE_TILE[0]), heads * dim // fp4.BLOCK
+    columns = fp4.round_up(heads * dim // fp4.BLOCK, fp4.SCALE_TILE[1])
+    size = fp4.round_up(start + tokens, fp4.SCALE_TILE[0]), columns
     scale = torch.full(size, POISON, dtype=torch.uint8, device=device)
     return fp4.FP4Tensor(data[:, ::every], scale.view(torch.float8_e4m3fn), start)
 

@@ -56,6 +56,14 @@ def ragged(kv_dtype: str) -> AttentionCase:
     return replace(decoding(len(RAGGED), 0, (64, 8), 128, 16, kv_dtype), name=name, kv_lens=RAGGED)
 
 
+PADDED = (32, 80, 96, 112, 160, 192)  # head dims whose kernels are compiled at their first call
+
+
+def padded(dim: int) -> AttentionCase:
+    """Return a prefill case with a head_dim of PADDED."""
+    return replace(headline("causal", 2, 8192, (32, 8), dim, 64), name=f"prefill-bf16-d{dim}-causal-b2-s8192-h32x8-p64")
+
+
 PREFILL = {
     case.name: case
     for case in (
@@ -67,6 +75,7 @@ PREFILL = {
         replace(headline("causal", 1, 8192, (16, 8), 256, 64), name="prefill-bf16-d256-b1-s8192-h16x8-p64"),
         alone(512),
         alone(1024),
+        *(padded(dim) for dim in PADDED),
     )
 }
 DECODE = {
@@ -74,6 +83,7 @@ DECODE = {
     for case in (
         *(decoding(batch, n, (32, 8), 128, 16) for batch, n in ((1, 1024), (1, 8192), (4, 4096), (8, 1024))),
         *(ragged(kv_dtype) for kv_dtype in ("", "fp8", "nvfp4")),
+        *(decoding(64, 8192, (64, 8), dim, 64, kv_dtype) for kv_dtype in ("", "fp8") for dim in PADDED),
     )
 }
 SERVE = {case.name: case for case in (mixed("serve-bf16-mixed", 60), chunks("serve-bf16-chunks", 512))}

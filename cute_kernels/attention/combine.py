@@ -18,7 +18,14 @@ from .schedule import stream_k
 from .schedule.work import WorkTileInfo
 from .spec import SF_VEC_SIZE
 
+MIN_COLUMNS = 2  # of a row per lane
 SPLIT_GROUP = 8  # splits of which a warp loads all or none
+
+
+def columns_per_lane(dim):
+    """Return the columns of a row that a lane adds up, a power of two: with some head dims, the last lanes have
+    none."""
+    return max(MIN_COLUMNS, 1 << (-(-dim // 32) - 1).bit_length())
 
 
 @cute.jit
@@ -65,7 +72,9 @@ def merge(
     """
     m = geometry.tile_m(spec, geometry.num_rows(w.q_len, pack_factor))
     scale = epilogue.output_scale(a)
-    sf_lanes = const_expr(tuple(m for m in (1, 2, 4) if m * spec.head_dim_vo // 32 < SF_VEC_SIZE))
+    per = const_expr(columns_per_lane(spec.head_dim_vo))
+    sf_lanes = const_expr(tuple(m for m in (1, 2, 4) if m * per < SF_VEC_SIZE))
+    lane, lanes = cute.arch.lane_idx(), const_expr(spec.head_dim_vo // per)
     i, row = Int32(1), row_of(spec, warp, Int32(0))
     while row < rows:
         # sum over the splits
@@ -75,8 +84,10 @@ def merge(
         head = geometry.head_of(w.m_block * m + row, w.head_idx, pack_factor)
         normal = softmax.normalizer(row_max, row_sum, epilogue.sink_of(a, head))
         acc.store(acc.load() * (normal.inv_row_sum * scale))
-        epilogue.store_piece(spec, a, token, head, cute.arch.lane_idx(), acc, sf_lanes)
-        epilogue.store_lse(a, token, head, normal.lse, cute.arch.lane_idx() == 0)
+        epilogue.store_piece(
+            spec, a, token, head, lane, acc, sf_lanes, True if const_expr(lanes == 32) else lane < lanes
+        )
+        epilogue.store_lse(a, token, head, normal.lse, lane == 0)
         i, row = i + 1, row_of(spec, warp, i)
 
 
@@ -89,7 +100,7 @@ def add_splits(spec: cutlass.Constexpr, a, w: WorkTileInfo, row: Int32):
     columns of each O, which is loaded together with the LSEs.
     """
     dim, count, lane = const_expr(spec.head_dim_vo), w.split.num_splits, cute.arch.lane_idx()
-    per = const_expr(dim // 32)
+    per = const_expr(columns_per_lane(dim))
     step = const_expr(min(32, max(1, spec.tile.combine_columns // per // SPLIT_GROUP) * SPLIT_GROUP))
     acc = cute.make_rmem_tensor(per, Float32)
     acc.fill(0.0)
@@ -125,7 +136,11 @@ def load_splits(spec: cutlass.Constexpr, a, w: WorkTileInfo, row: Int32, first: 
     branches instead would make quantised kernels spill."""
     dim, o_partial = const_expr(spec.head_dim_vo), a.schedule.o_partial
     size = const_expr(spec.tile.m * (dim + 4))  # floats per slot: a constant, for short addresses
-    lane = (const_expr(dim // 32),), (cute.arch.lane_idx(),)
+    per = const_expr(columns_per_lane(dim))
+    own_lane = cute.arch.lane_idx()
+    if const_expr(dim < 32 * per):  # lanes without columns load those of the last one
+        own_lane = cutlass.min(own_lane, dim // per - 1)
+    lane = (per,), (own_lane,)
     begin = cute.local_tile(o_partial[w.split.first + first, row, None], *lane)
     near = cute.make_tensor(begin.iterator, cute.make_layout((SPLIT_GROUP, *lane[0]), stride=(size, 1)))
     for e in cutlass.range_constexpr(SPLIT_GROUP):

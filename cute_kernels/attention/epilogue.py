@@ -43,39 +43,43 @@ def store_piece(
     piece: Int32,
     values: cute.Tensor,
     sf_lanes: cutlass.Constexpr,
+    keep=True,
 ):
     """Store at most 16 values as the `piece`-th piece of an output row, in the type that the call asks for. sf_lanes:
-    the lanes lane ^ m, for every sum m of them, have the other pieces of a block of 16 values."""
+    the lanes lane ^ m, for every sum m of them, have the other pieces of a block of 16 values. keep: whether the row
+    has the piece; lanes without it must call, too."""
     if const_expr("nvfp4" in spec.out):
         if a.out.o_fp4.shape[0] > 0:
-            store_nvfp4(a, token, head, piece, values, sf_lanes)
+            store_nvfp4(a, token, head, piece, values, sf_lanes, keep)
         elif a.out.o_fp8.shape[0] > 0:
-            store_e4m3(a, token, head, piece, values)
+            store_e4m3(a, token, head, piece, values, keep)
         else:
-            store_16bit(a, token, head, piece, values)
+            store_16bit(a, token, head, piece, values, keep)
     else:
-        store_16bit(a, token, head, piece, values)
+        store_16bit(a, token, head, piece, values, keep)
 
 
 @cute.jit
-def store_16bit(a, token: Int32, head: Int32, piece: Int32, values: cute.Tensor):
+def store_16bit(a, token: Int32, head: Int32, piece: Int32, values: cute.Tensor, keep):
     target = cute.local_tile(a.out.o[token, head, None], (cute.size(values),), (piece,))
     out = cute.make_rmem_tensor(cute.size(values), target.element_type)
     warp.convert16(values, out)
-    copy.vector(out, target)
+    if keep:
+        copy.vector(out, target)
 
 
 @cute.jit
-def store_e4m3(a, token: Int32, head: Int32, piece: Int32, values: cute.Tensor):
+def store_e4m3(a, token: Int32, head: Int32, piece: Int32, values: cute.Tensor, keep):
     n = cute.size(values)
     target = cute.local_tile(a.out.o_fp8[token, head, None], (n,), (piece,))
     out = cute.make_rmem_tensor(n, target.element_type)
     warp.convert8(values, out)
-    copy.vector(out, target)
+    if keep:
+        copy.vector(out, target)
 
 
 @cute.jit
-def store_nvfp4(a, token: Int32, head: Int32, piece: Int32, values: cute.Tensor, sf_lanes: cutlass.Constexpr):
+def store_nvfp4(a, token: Int32, head: Int32, piece: Int32, values: cute.Tensor, sf_lanes: cutlass.Constexpr, keep):
     n = const_expr(cute.size(values))
     # scale factor of the block, over the lanes that share it
     f = nvfp4.compute_sf(nvfp4.block_amax(values, sf_lanes), a.out.o_sf_scale)
@@ -87,10 +91,11 @@ def store_nvfp4(a, token: Int32, head: Int32, piece: Int32, values: cute.Tensor,
     for i in cutlass.range_constexpr(n // each):
         some = cute.make_tensor(values.iterator + i * each, cute.make_layout(each))
         words[i] = nvfp4.codes(some, f).to(INTEGERS[each // 2])
-    copy.vector(out, target)
-    # one lane per block stores the scale factor
-    if cute.arch.lane_idx() & sum(sf_lanes) == 0:
-        block_scales.store_sf(a, token, head, piece * n // SF_VEC_SIZE, f)
+    if keep:
+        copy.vector(out, target)
+        # one lane per block stores the scale factor
+        if cute.arch.lane_idx() & sum(sf_lanes) == 0:
+            block_scales.store_sf(a, token, head, piece * n // SF_VEC_SIZE, f)
 
 
 @cute.jit

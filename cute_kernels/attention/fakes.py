@@ -57,7 +57,7 @@ def fake_args(spec) -> dict[str, Any]:
         "out_scale": Float32(1.0),
         "out_scale_ptr": vector(Float32),
         "o_fp8": abi.tensor(cutlass.Uint8, (None, None, vo), **bytewise),
-        "o_fp4": abi.tensor(cutlass.Uint8, (None, None, vo // 2), **bytewise),
+        "o_fp4": abi.tensor(cutlass.Uint8, (None, None, vo // 2), align=16, stride_divisibility=gcd(vo // 2, 16)),
         "o_sf": abi.tensor(cutlass.Uint8, (None,), align=4),
         "o_sf_start": Int32(0),
         "o_sf_scale": Float32(1.0),

@@ -5,10 +5,11 @@ presence of sinks and LSE, PDL) is an argument of every kernel. A feature that a
 cap, may be off in a call; see `args`.
 """
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
-from .request import KernelRequest
+from .request import KernelRequest, Refusal
 
 T = TypeVar("T")  # the op's tile config
 
@@ -16,6 +17,9 @@ DTYPES = ("bf16", "fp16")  # of 16 bits
 BITS = {"bf16": 16, "fp16": 16, "e4m3": 8, "e5m2": 8, "nvfp4": 4}  # per stored element
 SF_VEC_SIZE = 16  # elements that share a scale factor of NVFP4
 TMA_PAGES = (8, 16, 32, 64, 128, 256)  # page sizes, in rows, that TMA loads
+HEAD_DIM_UNIT = 16  # head dims are multiples of it: rows of 16 bytes, the unit of TMA's strides, in 8 bits
+BLOCK_SCALED_UNIT = 64  # the same of NVFP4 caches: scale factors of 4 bytes a row, the least that cp.async copies
+PADDED_DIMS = (32, 64, 96, 128, 160, 192, 256)  # head dims that kernels compute with
 PACK_GQA_MAX_Q = 64  # PackGQA for sequences of at most this many query tokens,
 PACK_GQA_MAX_GROUP = 1024  # and at most this many query heads per KV head: row * heads < 2^30, for `Divisor`
 
@@ -94,6 +98,21 @@ class AttentionSpec(Generic[T]):
         return self.head_dim_qk, self.head_dim_vo
 
     @property
+    def padded_qk(self) -> int:
+        """head_dim_qk as the kernel computes with it: TMA fills the columns past head_dim_qk with zeros."""
+        return padded(self.head_dim_qk, self.head_dim_step)
+
+    @property
+    def padded_vo(self) -> int:
+        """head_dim_vo as the kernel computes with it: columns of O past head_dim_vo are zeros, and are not stored."""
+        return padded(self.head_dim_vo, self.head_dim_step)
+
+    @property
+    def head_dim_step(self) -> int:
+        """The head dims that the kernel computes with are multiples of it."""
+        return self.tile.head_dim_steps[self.kv.bits < 16]  # type: ignore[attr-defined,no-any-return]
+
+    @property
     def name(self) -> str:
         """A short readable name, unique among the shipped specs of an op."""
         parts = [
@@ -110,6 +129,30 @@ class AttentionSpec(Generic[T]):
             self.tile.name,  # type: ignore[attr-defined]
         ]
         return "_".join(filter(None, parts))
+
+
+def padded(head_dim: int, step: int) -> int:
+    """Return the smallest of `PADDED_DIMS` that is a multiple of `step` and not below `head_dim`; 0 if there is none,
+    or if `head_dim` is no multiple of `HEAD_DIM_UNIT`."""
+    fits = (dim for dim in PADDED_DIMS if dim % step == 0 and dim >= head_dim)
+    return next(fits, 0) if head_dim % HEAD_DIM_UNIT == 0 < head_dim else 0
+
+
+def padded_dims(kv: str, dims: tuple[int, int], steps: tuple[int, int]) -> tuple[int, int]:
+    """Return the head dims with which a kernel over K and V of type `kv` computes. steps: `head_dim_steps` of its
+    tile."""
+    step = steps[BITS[kv] < 16]
+    return padded(dims[0], step), padded(dims[1], step)
+
+
+def refuse_dims(spec: AttentionSpec[T], found: tuple[int, int], known: Iterable[tuple[int, int]]) -> Refusal | None:
+    """Return the reason why no tile has the head dims of `spec`, or None. found: its `padded_dims`; known: those of the
+    tiles."""
+    unit = BLOCK_SCALED_UNIT if spec.kv.block_scaled else HEAD_DIM_UNIT
+    if found in known and not any(dim % unit for dim in spec.dims):
+        return None
+    dims = ", ".join(map(str, known))
+    return Refusal("head_dim", f"{spec.dims}: must be multiples of {unit} that can be padded to one of {dims}")
 
 
 def outputs(q: str, asked: str = "") -> tuple[str, ...]:

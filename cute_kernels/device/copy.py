@@ -38,24 +38,25 @@ class TmaOperand:
     bytes: cutlass.Constexpr  # of one stage
 
 
-def make_box(t, rows):
-    """Return the box of `rows` rows of t (rows, cols, ...), with a stride of 1 along cols.
+def make_box(t, rows, cols):
+    """Return the box of `rows` rows of t (rows, cols or fewer, ...), with a stride of 1 along cols.
 
     The box is as wide as the widest swizzle allows: at most SWIZZLE_BYTES."""
     bits = t.element_type.width
-    shape = rows, width(t.shape[1] * bits // 8) * 8 // bits
+    shape = rows, width(cols * bits // 8) * 8 // bits
     layout = cute.select(smem_layout(shape, 1, t.element_type), mode=[0, 1])
     atom, gmem = cpasync.make_tiled_tma_atom(cpasync.CopyBulkTensorTileG2SOp(), t, layout, shape)
     return TmaBox(atom, gmem, *shape)
 
 
 def operand(t, shape, stages, rows):
-    """Return the operand that fills stages of `shape` (rows, cols) from t (rows, cols, ...).
+    """Return the operand that fills stages of `shape` (rows, cols) from t (rows, cols or fewer, ...): TMA fills columns
+    that t does not have with zeros.
 
     rows: heights of the boxes, ascending."""
     layout = smem_layout(shape, stages, t.element_type)
     size = cute.size_in_bytes(t.element_type, cute.select(layout, mode=[0, 1]))
-    return TmaOperand(tuple(make_box(t, r) for r in rows), layout, size)
+    return TmaOperand(tuple(make_box(t, r, shape[1]) for r in rows), layout, size)
 
 
 def partition(b: TmaBox, smem, gmem):

@@ -9,7 +9,17 @@ from itertools import product
 from typing import Any, ClassVar
 
 from ..request import KernelRequest, Refusal
-from ..spec import DTYPES, AttentionSpec, KVSpec, LogitsSpec, MaskSpec, kv_source, outputs
+from ..spec import (
+    DTYPES,
+    AttentionSpec,
+    KVSpec,
+    LogitsSpec,
+    MaskSpec,
+    kv_source,
+    outputs,
+    padded_dims,
+    refuse_dims,
+)
 
 ARCHS = ("sm_90a", "sm_100a", "sm_103a")
 QUANTISED = {"e4m3": "e4m3", "e5m2": "e4m3", "nvfp4": "nvfp4"}  # type of a cache -> the type in the keys of `TILES`
@@ -32,6 +42,7 @@ class DecodeTileConfig:
     rows_per_warp: int = FEW_ROWS
     blackwell: bool = False
 
+    head_dim_steps: ClassVar[tuple[int, int]] = (32, 32)  # of `AttentionSpec`: with 16-bit K and V, with others
     load_warps: ClassVar[int] = 1  # warps that fill a stage together
     per_tile_pack_gqa: ClassVar[bool] = False  # PackGQA is the same for all tiles, see `work.WorkTileInfo`
     pdl_prologue: ClassVar[bool] = True  # a CTA finds its first tile during the previous kernel, see `pdl`
@@ -75,35 +86,48 @@ Spec = AttentionSpec[DecodeTileConfig]
 # Nearly all shared memory holds K and V in their storage type. A warp has 16 to 64 keys of a stage. Stages are small,
 # so that CTAs get equal shares of the work. More warps convert if registers suffice. Kernels with 16 rows per warp hold
 # more in registers (8 warps at most) and add up more of O in shared memory.
-TILES = {  # (type of the cache, head_dim, rows per warp) -> tile
+TILES = {  # (type of the cache, padded head_dim, rows per warp) -> tile
+    ("16-bit", 32, 8): DecodeTileConfig(64, 256, 6),
     ("16-bit", 64, 8): DecodeTileConfig(64, 128, 6),
+    ("16-bit", 96, 8): DecodeTileConfig(64, 128, 4),
     ("16-bit", 128, 8): DecodeTileConfig(64, 128, 3),
+    ("16-bit", 160, 8): DecodeTileConfig(32, 64, 5, 1),
+    ("16-bit", 192, 8): DecodeTileConfig(32, 64, 4, 1),
     ("16-bit", 256, 8): DecodeTileConfig(32, 64, 3, 1),
+    ("e4m3", 32, 8): DecodeTileConfig(64, 512, 6),
     ("e4m3", 64, 8): DecodeTileConfig(64, 256, 6),
+    ("e4m3", 96, 8): DecodeTileConfig(64, 256, 4),
     ("e4m3", 128, 8): DecodeTileConfig(64, 256, 3),
+    ("e4m3", 160, 8): DecodeTileConfig(64, 128, 5),
+    ("e4m3", 192, 8): DecodeTileConfig(64, 128, 4),
     ("e4m3", 256, 8): DecodeTileConfig(64, 128, 3),
     ("nvfp4", 64, 8): DecodeTileConfig(64, 512, 4),
     ("nvfp4", 128, 8): DecodeTileConfig(48, 384, 3, 3),
     ("nvfp4", 256, 8): DecodeTileConfig(64, 128, 5),
+    ("16-bit", 32, 16): DecodeTileConfig(64, 256, 6, 2, 16),
     ("16-bit", 64, 16): DecodeTileConfig(64, 128, 6, 2, 16),
+    ("16-bit", 96, 16): DecodeTileConfig(64, 128, 4, 2, 16),
     ("16-bit", 128, 16): DecodeTileConfig(64, 128, 3, 2, 16),
+    ("e4m3", 32, 16): DecodeTileConfig(64, 512, 6, 2, 16),
     ("e4m3", 64, 16): DecodeTileConfig(64, 256, 6, 2, 16),
+    ("e4m3", 96, 16): DecodeTileConfig(64, 256, 4, 2, 16),
     ("e4m3", 128, 16): DecodeTileConfig(64, 256, 3, 2, 16),
     ("nvfp4", 64, 16): DecodeTileConfig(64, 512, 4, 2, 16),
     ("nvfp4", 128, 16): DecodeTileConfig(64, 256, 5, 2, 16),
-    # none with head_dim 256: O and Q of 16 rows would take 192 registers per thread
+    # none with more: O and Q of 16 rows would take 120 registers per thread with head_dim 160, 192 with 256
 }
 USUAL = (64, 128)  # head dims
+SHIPPED = (*USUAL, 256)  # head dims with shipped kernels
 GATHERED = ("16-bit", "e4m3")  # cache types with a shipped kernel for pages of any size
-DIMS = tuple(sorted({dim for _, dim, _ in TILES}))
 BLACKWELL = TILES | {("e4m3", 128, 8): DecodeTileConfig(64, 128, 6)}  # the tile of TILES would spill there
 
 
 def spec_of(q: str, kv: str, dim: int, rows: int, arch: str) -> Spec:
     """Return the spec of these types with every modifier; with `rows` rows per warp if there is such a tile, else with
     `FEW_ROWS`."""
-    kind, tiles = QUANTISED.get(kv, "16-bit"), TILES if arch == "sm_90a" else BLACKWELL
-    tile: Any = tiles.get((kind, dim, rows)) or tiles.get((kind, dim, FEW_ROWS))
+    tiles = TILES if arch == "sm_90a" else BLACKWELL
+    kind, (wide, _) = QUANTISED.get(kv, "16-bit"), padded_dims(kv, (dim, dim), DecodeTileConfig.head_dim_steps)
+    tile: Any = tiles.get((kind, wide, rows)) or tiles.get((kind, wide, FEW_ROWS))
     if tile and arch != "sm_90a":
         tile = replace(tile, blackwell=True)
     mask, logits = MaskSpec("always", True, True), LogitsSpec(True, True)
@@ -129,8 +153,12 @@ def supports(spec: Spec) -> Refusal | None:
         return Refusal("kv", f"{spec.kv.dtype}: the kernel has {', '.join(kinds)}")
     if spec.out not in [outputs(spec.q, out) for out in DTYPES]:
         return Refusal("out", f"{', '.join(spec.out)}: the kernel has {', '.join((*DTYPES, 'e4m3', 'nvfp4'))}")
-    if spec.head_dim_qk != spec.head_dim_vo or spec.head_dim_qk not in DIMS:
-        return Refusal("head_dim", f"{spec.dims}: the kernel has {', '.join(map(str, DIMS))}")
+    dims = padded_dims(spec.kv.dtype, spec.dims, DecodeTileConfig.head_dim_steps)
+    kind = QUANTISED.get(spec.kv.dtype, "16-bit")
+    if spec.head_dim_qk != spec.head_dim_vo:
+        return Refusal("head_dim", f"{spec.dims}: must be equal")
+    if refusal := refuse_dims(spec, dims, [(dim, dim) for k, dim, rows in TILES if (k, rows) == (kind, FEW_ROWS)]):
+        return refusal
     if spec.mask.custom:
         return Refusal("custom_mask", "True: the kernel has the tree mask only")
     if spec.logits.alibi:
@@ -162,7 +190,7 @@ def shipped(arch: str) -> list[Spec]:
     """
     found = []
     for q, (kv, dim, rows) in product(QUERIES, TILES):
-        if q != "bf16" and dim not in USUAL or q == "e4m3" != kv:
+        if dim not in (SHIPPED if q == "bf16" else USUAL) or q == "e4m3" != kv:
             continue
         spec = spec_of(q, q if kv == "16-bit" else kv, dim, rows, arch)
         found.append(spec)

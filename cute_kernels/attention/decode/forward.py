@@ -39,7 +39,7 @@ from cutlass import Int32, const_expr
 from ...device import copy, pipeline
 from .. import fakes, load
 from ..args import AttentionArgs, pack
-from ..kv import arrivals, pages, scales, source
+from ..kv import arrivals, pages, scales, source, stage_columns
 from ..schedule import stream_k, work
 from . import reduce
 from .mainloop import mma_warp
@@ -77,7 +77,10 @@ class DecodeSharedStorage:
 def forward(spec: cutlass.Constexpr, stream, *flat):
     """Launch the kernel. flat: the arguments in the order of `args.fields`."""
     a, t = pack(spec, flat), spec.tile
-    k, v = (source(spec).operand(x, (t.n, x.shape[3]), t.stages) for x in (a.kv.k, a.kv.v))
+    k, v = (
+        source(spec).operand(x, (t.n, stage_columns(spec, x, dim)), t.stages)
+        for x, dim in ((a.kv.k, spec.padded_qk), (a.kv.v, spec.padded_vo))
+    )
     kernel(spec, DecodeKernelParams(a, k, v)).launch(
         grid=[a.schedule.grid, 1, 1],
         block=[32 * roles(spec).warps(), 1, 1],

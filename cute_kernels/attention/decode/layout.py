@@ -10,12 +10,12 @@ from typing import NamedTuple
 
 import cutlass
 
-from ...device import copy
+from ...device import copy, layout
 from ..spec import SF_VEC_SIZE
 
 
 class CachedRow(NamedTuple):
-    """A row of K or V in shared memory: `chunks` TMA boxes of `width` bytes."""
+    """A row of K or V in shared memory, padded: `chunks` TMA boxes of `width` bytes."""
 
     width: int
     chunks: int
@@ -23,7 +23,7 @@ class CachedRow(NamedTuple):
     @staticmethod
     def of(spec, dim) -> "CachedRow":
         size = dim * spec.kv.bits // 8
-        return CachedRow(min(size, copy.SWIZZLE_BYTES), max(1, size // copy.SWIZZLE_BYTES))
+        return CachedRow(layout.width(size), size // layout.width(size))
 
 
 def keys(spec):
@@ -34,7 +34,7 @@ def keys(spec):
 
 def columns(spec):
     """Return the number of output columns in a lane's piece of a chunk."""
-    return CachedRow.of(spec, spec.head_dim_vo).width // spec.kv.bits
+    return CachedRow.of(spec, spec.padded_vo).width // spec.kv.bits
 
 
 def first_column(spec, number, eighth):
@@ -44,8 +44,8 @@ def first_column(spec, number, eighth):
 
 
 def columns_at_once(spec):
-    """Return how many of a lane's columns one reduction pass adds up."""
-    return min(16, spec.head_dim_vo // 8)
+    """Return how many of a lane's columns one reduction pass adds up: a power of two."""
+    return next(count for count in (16, 8, 4) if spec.padded_vo // 8 % count == 0)
 
 
 def rows_at_once(spec):
@@ -57,7 +57,7 @@ def reduction_passes(spec):
     """Return the passes of the reduction over the warps that share rows, in order: (first row within a warp's rows,
     first of a lane's columns)."""
     rows = range(0, spec.tile.rows_per_warp, rows_at_once(spec))
-    return tuple(product(rows, range(0, spec.head_dim_vo // 8, columns_at_once(spec))))
+    return tuple(product(rows, range(0, spec.padded_vo // 8, columns_at_once(spec))))
 
 
 def rows_of_pass(spec, low, left):
@@ -102,10 +102,10 @@ def warps_per_group(spec, m):
 
 def scale_blocks(spec):
     """Return the number of scale factors that a lane needs per row of V."""
-    return max(1, spec.head_dim_vo // (8 * SF_VEC_SIZE)) if spec.kv.block_scaled else 1
+    return max(1, spec.padded_vo // (8 * SF_VEC_SIZE)) if spec.kv.block_scaled else 1
 
 
 def num_v_offsets(spec):
     """Return the number of V offsets that a lane keeps: 2 if adjacent keys have different swizzle patterns (128-byte
     rows), else 1."""
-    return 2 if CachedRow.of(spec, spec.head_dim_vo).width == copy.SWIZZLE_BYTES else 1
+    return 2 if CachedRow.of(spec, spec.padded_vo).width == copy.SWIZZLE_BYTES else 1

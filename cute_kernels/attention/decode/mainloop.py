@@ -71,12 +71,12 @@ def make_fragments(spec, a):
     rmem = cute.make_rmem_tensor
     lane = cute.arch.lane_idx()
     g, t = lane // 4, lane % 4
-    k, v = CachedRow.of(spec, spec.head_dim_qk), CachedRow.of(spec, spec.head_dim_vo)
+    k, v = CachedRow.of(spec, spec.padded_qk), CachedRow.of(spec, spec.padded_vo)
     pieces, rows = max(1, k.width // 64), 2 * num_n_tiles(spec)
     r = DecodeFragments(
         Divisor(geometry.qhead_per_kvhead(a)),
-        rmem((spec.head_dim_qk // 8, num_n_tiles(spec)), Uint32),
-        rmem((spec.head_dim_vo // 4, num_n_tiles(spec)), Float32),
+        rmem((spec.padded_qk // 8, num_n_tiles(spec)), Uint32),
+        rmem((spec.padded_vo // 4, num_n_tiles(spec)), Float32),
         softmax.make(rows),
         rmem(rows, Int32),
         *(rmem(rows, Float32) for _ in range(2)),
@@ -93,8 +93,8 @@ def make_fragments(spec, a):
 
 def set_sf_offsets(spec, a, r: DecodeFragments, g, t):
     """Set the offsets of the scale factors that lane 4 g + t reads."""
-    r.sf_offsets[0] = g * (spec.head_dim_qk // SF_VEC_SIZE) + t * (spec.head_dim_qk // 64)
-    size, inter = spec.head_dim_vo // SF_VEC_SIZE, a.kv.v_scales_interleaved
+    r.sf_offsets[0] = g * (spec.padded_qk // SF_VEC_SIZE) + t * (spec.padded_qk // 64)
+    size, inter = spec.padded_vo // SF_VEC_SIZE, a.kv.v_scales_interleaved
     linear, interleaved = 2 * t * size + g * size // 8, t // 2 * 4 * size + g * size // 8 * 4 + 2 * t % 4
     r.sf_offsets[1] = linear + inter * (interleaved - linear)
     r.sf_offsets[2] = size + inter * (1 - size)
@@ -120,7 +120,7 @@ def warp_tile(spec: cutlass.Constexpr, a, r: DecodeFragments, w: WorkTileInfo):
 def prefetches_q(spec):
     """Return whether Q of the next tile is fetched before O of this tile has left the registers, which hides the
     latency."""
-    return spec.head_dim_qk * num_n_tiles(spec) <= 128
+    return spec.padded_qk * num_n_tiles(spec) <= 128
 
 
 def rows_view(fragment):
@@ -240,7 +240,7 @@ def mainloop(spec: cutlass.Constexpr, a, s, r: DecodeFragments, tile: WarpTileSt
             pipeline.consumer_wait_cursor(s.v_pipe, prev.block, v_ready)
             if needs_pv:
                 # O^T += V^T @ P^T, one chunk of columns at a time
-                for b in cutlass.range_constexpr(CachedRow.of(spec, spec.head_dim_vo).chunks):
+                for b in cutlass.range_constexpr(CachedRow.of(spec, spec.padded_vo).chunks):
                     operands.load_v(spec, s, r, tile, prev, b, v)
                     operands.gemm_pv(spec, r, p, b, v)
             # release the V stage
@@ -272,7 +272,7 @@ def mma_warp(spec: cutlass.Constexpr, plan, s):
     r = make_fragments(spec, a)
     softmax_scale_log2 = softmax.device_scale(a.logits.softmax_scale_log2, a.logits.softmax_scale_ptr)
     cursor, t, turn = Int32(0), Int32(0), Int32(0)
-    words = cute.make_rmem_tensor((spec.head_dim_qk // 8, num_n_tiles(spec)), Uint32)
+    words = cute.make_rmem_tensor((spec.padded_qk // 8, num_n_tiles(spec)), Uint32)
     w = work.consumer_wait(spec, s, t)
     tile = warp_tile(spec, a, r, w)
     if w.is_valid != 0:

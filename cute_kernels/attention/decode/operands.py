@@ -49,15 +49,15 @@ def fill(spec, c, value):
 def allocate_v(spec):
     """Allocate the registers of one chunk of V."""
     count = keys(spec) // 16
-    words = (CachedRow.of(spec, spec.head_dim_vo).width // 32, 4, count)
+    words = (CachedRow.of(spec, spec.padded_vo).width // 32, 4, count)
     return VFragment(*(cute.make_rmem_tensor(shape, Uint32) for shape in (words, (scale_blocks(spec), 4, count))))
 
 
 @cute.jit
 def fetch_q(spec: cutlass.Constexpr, a, r, tile, words: cute.Tensor):
-    """Load this lane's rows g of Q as words (D / 8, n tile): zeros past the sequence, columns in the order of
-    chunks."""
-    w, row = tile.w, CachedRow.of(spec, spec.head_dim_qk)
+    """Load this lane's rows g of Q as words (D / 8, n tile): zeros past the sequence and past head_dim_qk, columns in
+    the order of chunks."""
+    w, row = tile.w, CachedRow.of(spec, spec.padded_qk)
     g, t = cute.arch.lane_idx() // 4, cute.arch.lane_idx() % 4
     # vectors of 8 elements in a lane's quarter of a chunk
     vectors = const_expr(row.width * 8 // spec.kv.bits // 4 // 8)
@@ -69,8 +69,14 @@ def fetch_q(spec: cutlass.Constexpr, a, r, tile, words: cute.Tensor):
             head = geometry.head_of(at, w.head_idx, r.pack_factor)
             source = a.query.q[w.q_start + token, head, None]
             for i in cutlass.range_constexpr(row.chunks * vectors):
-                piece = cute.local_tile(source, (8,), ((i // vectors * 4 + t) * vectors + i % vectors,))
-                load_query(piece, cute.local_tile(words[None, n_tile], (4,), (i,)))
+                number, target = (
+                    (i // vectors * 4 + t) * vectors + i % vectors,
+                    cute.local_tile(words[None, n_tile], (4,), (i,)),
+                )
+                if const_expr(spec.padded_qk == spec.head_dim_qk):
+                    load_query(cute.local_tile(source, (8,), (number,)), target)
+                elif number < spec.head_dim_qk // 8:
+                    load_query(cute.local_tile(source, (8,), (number,)), target)
 
 
 @cute.jit
@@ -105,7 +111,7 @@ def set_q(spec: cutlass.Constexpr, a, r, tile, words: cute.Tensor, softmax_scale
             capped = a.logits.soft_cap > 0.0
             r.to_log2[k] = logits.capped_to_log2(a.logits.soft_cap) if capped else r.score_to_log2[k]
         # the B operand
-        for i in cutlass.range_constexpr(spec.head_dim_qk // 8):
+        for i in cutlass.range_constexpr(spec.padded_qk // 8):
             r.q[i, n_tile] = in_order(fmt, own, i)
 
 
@@ -121,7 +127,7 @@ def in_order(fmt, words, i):
 def gemm_qk(spec, s, r, acc_s, stage, row):
     """Compute acc_s = K @ Q^T for the rows [row, row + keys) of a K stage."""
     name, fmt = quant.mma_sync_dtype(spec), quant.kv_format(spec)
-    k, n = CachedRow.of(spec, spec.head_dim_qk), spec.tile.n
+    k, n = CachedRow.of(spec, spec.padded_qk), spec.tile.n
     base = s.k.iterator.toint() + stage * (n * k.width * k.chunks) + row * k.width
     quarter = k.width // 4  # bytes of a chunk that a lane reads
     fill(spec, acc_s, 0.0)
@@ -149,7 +155,7 @@ def load_k_sf(spec, s, r, stage, row):
     """Load the scale factors of this lane's quarter of a row of K, each as a pair; None if the cache has none."""
     if not spec.kv.block_scaled:
         return None
-    count, size = spec.head_dim_qk // 64, spec.head_dim_qk // SF_VEC_SIZE
+    count, size = spec.padded_qk // 64, spec.padded_qk // SF_VEC_SIZE
     at = s.k_scales.iterator.toint() + (stage * spec.tile.n + row) * size + r.sf_offsets[0]
     both = quant.from_e4m3(mma.load_bytes(at, count))
     return [quant.broadcast(both[b // 2], b % 2) for b in range(count)]
@@ -159,7 +165,7 @@ def load_v_sf(spec, s, r, v: VFragment, stage, row, e, c):
     """Load the scale factors of the e-th of a lane's four keys among the 16 from row + 16 c on, if the cache has
     scale factors."""
     if spec.kv.block_scaled:
-        size, inside = spec.head_dim_vo // SF_VEC_SIZE, 16 * c + 8 * (e // 2)
+        size, inside = spec.padded_vo // SF_VEC_SIZE, 16 * c + 8 * (e // 2)
         base = s.v_scales.iterator.toint() + (stage * spec.tile.n + row + inside) * size + r.sf_offsets[1]
         for k in range(scale_blocks(spec)):
             v.scales[k, e, c] = mma.load_bytes(base + e % 2 * r.sf_offsets[2] + k * r.sf_offsets[3], 1)
@@ -169,7 +175,7 @@ def load_v_sf(spec, s, r, v: VFragment, stage, row, e, c):
 def load_v(spec: cutlass.Constexpr, s, r, tile, at: KeyCursor, b: cutlass.Constexpr, v: VFragment):
     """Load this lane's words of chunk `b` of V and the scale factors of each key; keys past kv_len become zeros
     (`zero_v`)."""
-    chunk, n, row, key = CachedRow.of(spec, spec.head_dim_vo), spec.tile.n, at.row, at.key
+    chunk, n, row, key = CachedRow.of(spec, spec.padded_vo), spec.tile.n, at.row, at.key
     stage, t = pipeline.cursor_stage(at.block), cute.arch.lane_idx() % 4
     # this lane's eighth of the chunk, for 4 keys in each 16: 2 t, 2 t + 1, 8 + 2 t, 9 + 2 t
     base = s.v.iterator.toint() + stage * (n * chunk.width * chunk.chunks) + row * chunk.width

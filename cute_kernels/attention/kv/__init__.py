@@ -22,6 +22,11 @@ def arrivals(spec, roles):
     return each * roles.warps("load_k") + LANES * roles.warps("load_scales")
 
 
+def stage_columns(spec, x, dim):
+    """Return the columns of a stage of K or V for a padded head dim, in elements of x as they are stored."""
+    return dim * spec.kv.bits // x.element_type.width
+
+
 def source(spec):
     """Return the module that loads the K and V of a spec."""
     return SOURCE[spec.kv.source]

@@ -103,7 +103,8 @@ def copy_rows(op: GatherOperand, count: cutlass.Constexpr, starts: cute.Tensor, 
     """Copy `count` rows into a stage (n, D), from row `first` on, a multiple of 8. Called by one warp. 32 / across rows
     at a time, box by box: `across` lanes copy a row of a box, and get its address once."""
     n, lane = const_expr(cute.size(stage, mode=[0])), cute.arch.lane_idx()
-    row_bytes = const_expr(op.gmem.shape[3] * op.gmem.element_type.width // 8)
+    row_bytes = const_expr(cute.size(stage, mode=[1]) * op.gmem.element_type.width // 8)
+    stored_bytes = const_expr(op.gmem.shape[3] * op.gmem.element_type.width // 8)  # fewer, if the head dim is padded
     box = const_expr(layout.width(row_bytes))
     across = const_expr(box // PIECE)
     rows, mine, byte = const_expr(32 // across), lane // across, lane % across * PIECE
@@ -116,6 +117,8 @@ def copy_rows(op: GatherOperand, count: cutlass.Constexpr, starts: cute.Tensor, 
         target = into[const_expr(c % period)] + const_expr(c // period * period * rows * box)
         for k in cutlass.range_constexpr(row_bytes // box):
             at = target + const_expr(k * n * box), start + byte + const_expr(k * box)
+            if const_expr((k + 1) * box > stored_bytes):
+                written = written if byte < stored_bytes - k * box else Int32(0)
             cute.arch.inline_ptx(text, read_only_args=[*at, written])
 
 

@@ -191,7 +191,7 @@ def zero_tail(spec: cutlass.Constexpr, stage: cute.Tensor, valid: Int32, tid: In
     kv_len and hold whatever the page held, and 0 * NaN is NaN. `threads` threads share the work. The caller must add a
     proxy fence and a barrier."""
     vec = const_expr(128 // stage.element_type.width)  # elements of a 16-byte store
-    per_row = const_expr(spec.head_dim_vo // vec)
+    per_row = const_expr(spec.padded_vo // vec)
     zeros = cute.make_rmem_tensor(vec, stage.element_type)
     zeros.fill(0.0)
     box = boxes(spec.tile.n)[-1]

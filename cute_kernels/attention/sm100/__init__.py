@@ -10,7 +10,17 @@ from itertools import product
 from typing import ClassVar, cast
 
 from ..request import KernelRequest, Refusal
-from ..spec import DTYPES, AttentionSpec, KVSpec, LogitsSpec, MaskSpec, kv_source, outputs
+from ..spec import (
+    DTYPES,
+    AttentionSpec,
+    KVSpec,
+    LogitsSpec,
+    MaskSpec,
+    kv_source,
+    outputs,
+    padded_dims,
+    refuse_dims,
+)
 
 ARCHS = ("sm_100a", "sm_103a")
 
@@ -33,6 +43,7 @@ class Sm100TileConfig:
     load_warps: int = 1
     ex2_emu: int = 0
     has_half_tiles: bool = False
+    head_dim_steps: ClassVar[tuple[int, int]] = (32, 64)  # of `AttentionSpec`: with 16-bit K and V, with others
     dequant_pieces: ClassVar[int] = 2  # pieces of rows that a lane dequantises at a time
     l2_bytes: ClassVar[int] = 32 << 20  # bytes of K and V in use at a time; L2 is 126 MB in two halves
     per_tile_pack_gqa: ClassVar[bool] = True  # see `work.WorkTileInfo`
@@ -53,28 +64,35 @@ class Sm100TileConfig:
 Spec = AttentionSpec[Sm100TileConfig]
 
 # Shared memory, 227 KiB, must hold `q_stages` stages of Q and `stages` stages each of K and V.
-TILES = {  # (head_dim_qk, head_dim_vo) -> tile
+TILES = {  # padded (head_dim_qk, head_dim_vo) -> tile
+    (32, 32): Sm100TileConfig(stages=4),
     (64, 64): Sm100TileConfig(stages=4),
+    (96, 96): Sm100TileConfig(stages=3),
     (128, 128): Sm100TileConfig(stages=2),
+    (160, 160): Sm100TileConfig(m=128, n=96),
     (192, 128): Sm100TileConfig(n=64, stages=3),
+    (192, 192): Sm100TileConfig(m=128, n=96),
     (256, 256): Sm100TileConfig(m=128, n=64),
 }
 FP8_TILES = {  # 8-bit Q, K and V
     (64, 64): Sm100TileConfig(stages=6, q_stages=2),
     (128, 128): Sm100TileConfig(stages=5),
     (192, 128): Sm100TileConfig(stages=4),
+    (192, 192): Sm100TileConfig(m=128, stages=3),
     (256, 256): Sm100TileConfig(m=128, stages=3),
 }
 QUANTISED_TILES = {  # quantised K and V: fewer keys, because softmax gives up registers to the prepare warpgroup
     (64, 64): Sm100TileConfig(n=96, stages=3, raw_stages=4),
     (128, 128): Sm100TileConfig(n=96, raw_stages=2),
     (192, 128): Sm100TileConfig(n=64, raw_stages=2),
+    (192, 192): Sm100TileConfig(m=128, n=64, stages=1, raw_stages=2),
     (256, 256): Sm100TileConfig(m=128, n=64, stages=1, raw_stages=2),
 }
 E4M3_QUERY_TILES = {  # quantised K and V with e4m3 Q, which is in shared memory as loaded and as fp16
     (64, 64): Sm100TileConfig(n=96, stages=3, raw_stages=4),
     (128, 128): Sm100TileConfig(n=96, raw_stages=1),
     (192, 128): Sm100TileConfig(n=64, stages=1, raw_stages=1),
+    (192, 192): Sm100TileConfig(m=128, n=64, stages=1, raw_stages=2),
     (256, 256): Sm100TileConfig(m=128, n=64, stages=1, raw_stages=2),
 }
 SHARED_TILES = {  # kernels in which CTAs share the keys of a request
@@ -82,18 +100,24 @@ SHARED_TILES = {  # kernels in which CTAs share the keys of a request
     (128, 128): Sm100TileConfig(m=128, n=96, stages=3),  # 128 keys take 688 bytes too many
 }
 SHARED_ROWS = 16  # up to so many rows per request and KV head, `decode` reads keys as fast and computes less
-ROWS = {dims: tile.m for dims, tile in TILES.items()}  # per tile: two O of head_dim 256 do not fit in tensor memory
+HALF = 128  # columns of O from which on a tile has one half: two O do not fit in tensor memory
 USUAL = ((64, 64), (128, 128))
+WIDE = ((192, 128), (256, 256))
 FP8 = "e4m3"
 QUANTISED = ("e4m3", "e5m2", "nvfp4")  # types of quantised caches
 EX2_EMU = {"sm_100a": 4}  # emulated of 16 exponentials; sm_103a's special function unit has twice the rate
 
 
+def tiles_of(q: str, kv: str) -> dict[tuple[int, int], Sm100TileConfig]:
+    """Return padded head dims -> tile of kernels of these types."""
+    return (FP8_TILES if q == FP8 else TILES) if q == kv else E4M3_QUERY_TILES if q == FP8 else QUANTISED_TILES
+
+
 def tile_of(q: str, kv: str, dims: tuple[int, int], arch: str) -> Sm100TileConfig:
     """Return the tile of a prefill kernel, or None if there is none for these head dims."""
-    tiles = (FP8_TILES if q == FP8 else TILES) if q == kv else E4M3_QUERY_TILES if q == FP8 else QUANTISED_TILES
-    tile = tiles.get(dims)
-    ex2_emu = EX2_EMU.get(arch, 0) if dims != (256, 256) else 0  # there MMAs take twice the time of exponentials
+    dims = padded_dims(kv, dims, Sm100TileConfig.head_dim_steps)
+    tile = tiles_of(q, kv).get(dims)
+    ex2_emu = EX2_EMU.get(arch, 0) if dims[1] <= HALF else 0  # beyond, MMAs take longer than exponentials
     return cast(Sm100TileConfig, tile and replace(tile, ex2_emu=ex2_emu))
 
 
@@ -138,13 +162,14 @@ def supports(spec: Spec) -> Refusal | None:
         return Refusal("kv", f"{spec.kv.dtype}: the kernel has {', '.join(dict.fromkeys((spec.q, *QUANTISED)))}")
     if spec.out not in [out[:count] for out in (outputs(spec.q, t) for t in DTYPES) for count in (1, 3)]:
         return Refusal("out", f"{', '.join(spec.out)}: the kernel has {', '.join((*DTYPES, 'e4m3', 'nvfp4'))}")
-    if spec.dims not in TILES:
-        return Refusal("head_dim", f"{spec.dims}: the kernel has {', '.join(map(str, TILES))}")
+    dims = padded_dims(spec.kv.dtype, spec.dims, Sm100TileConfig.head_dim_steps)
+    if refusal := refuse_dims(spec, dims, tiles_of(spec.q, spec.kv.dtype)):
+        return refusal
     if spec.mask.tree:
         return Refusal("drafts", "True: the kernel has no tree mask")
     if spec.logits.head_scales:
         return Refusal("head_scales", "True: must be False, since every kernel takes scales per head")
-    t, m = spec.tile, ROWS[spec.dims]
+    t, m = spec.tile, 256 if dims[1] <= HALF else 128
     if t is None or t.m != m or t.n not in (64, 96, 128) or t.load_warps != 1:
         return Refusal("tile", f"{t}: m must be {m}, n 64, 96 or 128, and load_warps 1")
     if t.has_half_tiles and (m < 256 or spec.logits.skip):
@@ -171,14 +196,14 @@ def shares(spec: Spec) -> Refusal | None:
 def shipped(arch: str) -> list[Spec]:
     """Return the specs that are compiled ahead of time; others are compiled at their first call.
 
-    - bf16 with each head_dim, fp16 and e4m3 with the usual ones: a spec per mask (causal, full) without modifiers, and
-      one that takes the other modifiers as values. That of e4m3 has all outputs.
+    - bf16 with `USUAL` and `WIDE` head dims, fp16 and e4m3 with the usual ones: a spec per mask (causal, full) without
+      modifiers, and one that takes the other modifiers as values. That of e4m3 has all outputs.
     - bf16 and fp16 with the usual head dims: pages of any size (causal, modifiers), a custom mask, causal with
       skip-softmax, and two in which CTAs share keys (causal, modifiers).
     - bf16 over quantised K and V (e4m3, nvfp4) with the usual head dims: causal, modifiers.
     """
     found = []
-    for q, dims in (*product(("bf16",), TILES), *product(("fp16", FP8), USUAL)):
+    for q, dims in (*product(("bf16",), (*USUAL, *WIDE)), *product(("fp16", FP8), USUAL)):
         request = KernelRequest(q, q, outputs(q)[0], *dims)
         some = replace(request, causal=True), replace(request, causal=False), replace(request, window=True)
         found += [candidate(one, arch) for one in some]

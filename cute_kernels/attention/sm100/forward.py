@@ -69,7 +69,7 @@ from ... import abi
 from ...device import copy, pipeline, tmem
 from .. import fakes, load, splits
 from ..args import AttentionArgs, pack
-from ..kv import arrivals, pages, scales, source
+from ..kv import arrivals, pages, scales, source, stage_columns
 from ..prepare import dequantises, operand_stages, scales_q_rows
 from ..schedule import tiles, work
 from ..spec import BITS
@@ -134,9 +134,12 @@ def forward(spec: cutlass.Constexpr, stream, *flat):
     """Make the TMA operands and launch the kernel. flat: the arguments of `args.AttentionArgs`, in order."""
     a = pack(spec, flat)
     t = spec.tile
-    k, v = (source(spec).operand(x, (t.n, x.shape[3]), t.raw_stages or t.stages) for x in (a.kv.k, a.kv.v))
+    k, v = (
+        source(spec).operand(x, (t.n, stage_columns(spec, x, dim)), t.raw_stages or t.stages)
+        for x, dim in ((a.kv.k, spec.padded_qk), (a.kv.v, spec.padded_vo))
+    )
     rows = cute.make_tensor(a.query.q.iterator, cute.select(a.query.q.layout, mode=[0, 2, 1]))
-    q = copy.operand(rows, (t.m, spec.head_dim_qk), t.q_stages, (t.m,))
+    q = copy.operand(rows, (t.m, spec.padded_qk), t.q_stages, (t.m,))
     kernel(spec, Sm100KernelParams(a, k, v, q)).launch(
         grid=[a.schedule.grid, 1, 1],
         block=[32 * roles(spec).warps(), 1, 1],
@@ -154,9 +157,9 @@ def shared(spec, plan):
     raw_k, raw_v = copy.allocate(smem, plan.k, kv.k.element_type), copy.allocate(smem, plan.v, kv.v.element_type)
     k, v = raw_k, raw_v
     if dequantises(spec):
-        k, v = (operand_stages(spec, smem, (t.n, dim), t.stages) for dim in spec.dims)
+        k, v = (operand_stages(spec, smem, (t.n, dim), t.stages) for dim in (spec.padded_qk, spec.padded_vo))
         if BITS[spec.q] < 16:  # 16-bit Q is converted in place
-            q = operand_stages(spec, smem, (t.m, spec.head_dim_qk), t.q_stages)
+            q = operand_stages(spec, smem, (t.m, spec.padded_qk), t.q_stages)
     work_smem = work.allocate(spec, smem)
     sm_stats = smem.allocate_tensor(cutlass.Float32, cute.make_layout((ROWS, groups(spec), 2)), 16)
     tmem_ptr = smem.allocate_tensor(Int32, cute.make_layout(1), 4)

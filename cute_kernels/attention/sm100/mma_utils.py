@@ -85,10 +85,10 @@ def q_descriptors(spec, s, q):
     They have 64 bits, so that ptxas keeps them in registers across the loop over blocks; those of K and V move and are
     low words alone. In 16 bits the mma warp then issues 214 SASS instructions per two KV blocks instead of 239.
     """
-    t, size = spec.tile, spec.head_dim_qk * operand_bytes(spec)
+    t, size = spec.tile, spec.padded_qk * operand_bytes(spec)
     width = layout.width(size)
     first = umma.make_descriptor(umma.k_major(width), s.q.iterator.toint() + pipeline.stage(s.q_pipe, q) * (t.m * size))
-    offsets, halves = k_offsets(spec, spec.head_dim_qk, t.m), range(q_stage(spec))
+    offsets, halves = k_offsets(spec, spec.padded_qk, t.m), range(q_stage(spec))
     return [[umma.offset_descriptor(first, half * ROWS * width + at) for at in offsets] for half in halves]
 
 
@@ -103,7 +103,7 @@ def kv_descriptor(spec, stages, i, ring, base, dim):
 @cute.jit
 def gemm_qk(spec: cutlass.Constexpr, s, base: Int32, slot, q_half, i: Uint32):
     """Issue S = Q @ K^T of K's item i and commit it to s_full. One thread. q_half: the half's `q_descriptors`."""
-    t, dim = spec.tile, spec.head_dim_qk
+    t, dim = spec.tile, spec.padded_qk
     width = const_expr(layout.width(dim * operand_bytes(spec)))
     k, offsets = kv_descriptor(spec, s.k, i, s.k_pipe, umma.k_major(width), dim), const_expr(k_offsets(spec, dim, t.n))
     instruction = const_expr(umma.instruction_descriptor(mma_kind(spec), mma_dtype(spec), ROWS, t.n))
@@ -117,7 +117,7 @@ def gemm_qk(spec: cutlass.Constexpr, s, base: Int32, slot, q_half, i: Uint32):
 def gemm_pv(spec: cutlass.Constexpr, s, at: TmemColumns, i: Uint32, parts: cutlass.Constexpr, is_first: Int32):
     """Issue O += P @ V of V's item i, for some `parts` of P (see `p_splits`). One thread. is_first: 1 for the block
     that O begins with, which overwrites O."""
-    t, dim = spec.tile, spec.head_dim_vo
+    t, dim = spec.tile, spec.padded_vo
     width, keys = const_expr(layout.width(dim * operand_bytes(spec))), umma.STEP // operand_bytes(spec)
     v = kv_descriptor(spec, s.v, i, s.v_pipe, umma.mn_major(width, t.n), dim)
     instruction = const_expr(umma.instruction_descriptor(mma_kind(spec), mma_dtype(spec), ROWS, dim, "mn"))

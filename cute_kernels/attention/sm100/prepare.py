@@ -74,9 +74,9 @@ def prepare_q(spec: cutlass.Constexpr, plan, s, w: work.WorkTileInfo, q: Int32, 
 @cute.jit
 def to_fp16(spec: cutlass.Constexpr, s, stage: Int32, q_ready_stage: Int32, share: Int32):
     """Convert bf16 rows of Q to fp16 in place, and store the scale of each: the rows of one of `WARPS` warps."""
-    m, boxes = spec.tile.m, const_expr(spec.head_dim_qk * 2 // 128)
+    m, boxes = spec.tile.m, const_expr(spec.padded_qk * 2 // 128)
     lane, rows = cute.arch.lane_idx(), const_expr(32 // LANES)
-    base = s.raw_q.iterator.toint() + stage * (m * spec.head_dim_qk * 2)
+    base = s.raw_q.iterator.toint() + stage * (m * spec.padded_qk * 2)
     words = cute.make_rmem_tensor(4 * boxes, Uint32)
     for r in cutlass.range(0, m // WARPS, rows, unroll=1):
         row = share * (m // WARPS) + r + lane // LANES

@@ -21,9 +21,11 @@ PIECE = 16  # bytes that a lane copies at a time
 @cute.jit
 def gather_q(spec: cutlass.Constexpr, plan, s, w: work.WorkTileInfo, q: Int32, share: Int32, shares: cutlass.Constexpr):
     """Copy packed rows of Q of a tile to item q of the pipeline: the share of one of `shares` warps. Rows past the
-    request's last are copies of that one. A warp alone copies only the halves that the tile has."""
+    request's last are copies of that one; columns past head_dim_qk are zeros. A warp alone copies only the halves that
+    the tile has."""
     count = spec.tile.m // shares if const_expr(shares > 1) else tile_q_stage(spec, w) * ROWS
-    a, m, size = plan.args, spec.tile.m, const_expr(spec.head_dim_qk * BITS[spec.q] // 8)
+    a, m, size = plan.args, spec.tile.m, const_expr(spec.padded_qk * BITS[spec.q] // 8)
+    stored = const_expr(spec.head_dim_qk * BITS[spec.q] // 8)
     width, pieces = const_expr(layout.width(size)), const_expr(size // PIECE)
     last = geometry.num_rows(w.q_len, w.pack_factor) - 1
     into = s.raw_q.iterator.toint() + pipeline.stage(s.q_pipe, q) * (m * size)
@@ -34,8 +36,12 @@ def gather_q(spec: cutlass.Constexpr, plan, s, w: work.WorkTileInfo, q: Int32, s
         head = geometry.head_of(q_row, w.head_idx, geometry.pack_divisor(w))
         source = a.query.q[token, head, None].iterator.toint() + byte
         target = into + byte // width * (m * width) + layout.swizzle(width, row, byte % width)
-        text = f"cp.async.cg.shared.global [{{$r0}}], [{{$r1}}], {PIECE};"
-        cute.arch.inline_ptx(text, read_only_args=[target, source])
+        text = f"cp.async.cg.shared.global [{{$r0}}], [{{$r1}}], {PIECE}"
+        if const_expr(stored == size):
+            cute.arch.inline_ptx(f"{text};", read_only_args=[target, source])
+        else:
+            written = Int32(PIECE) if byte < stored else Int32(0)
+            cute.arch.inline_ptx(f"{text}, {{$r2}};", read_only_args=[target, source, written])
     cute.arch.cp_async_commit_group()
     cute.arch.cp_async_wait_group(0)
     cute.arch.fence_proxy("async.shared", space="cta")

@@ -21,7 +21,7 @@ def q_stage(spec):
 def groups(spec):
     """Return the number of softmax warpgroups: 2, each with a slot of S and an O of its own. With head_dim 256 there is
     room for one O, hence 1 group, which uses both slots in turn."""
-    return SLOTS if spec.head_dim_vo <= ROWS else 1
+    return SLOTS if spec.padded_vo <= ROWS else 1
 
 
 def tile_q_stage(spec, w):

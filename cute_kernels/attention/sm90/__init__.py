@@ -9,7 +9,17 @@ from itertools import product
 from typing import ClassVar, cast
 
 from ..request import KernelRequest, Refusal
-from ..spec import DTYPES, AttentionSpec, KVSpec, LogitsSpec, MaskSpec, kv_source, outputs
+from ..spec import (
+    DTYPES,
+    AttentionSpec,
+    KVSpec,
+    LogitsSpec,
+    MaskSpec,
+    kv_source,
+    outputs,
+    padded_dims,
+    refuse_dims,
+)
 
 ARCHS = ("sm_90a",)
 FP8 = "e4m3"
@@ -41,6 +51,7 @@ class Sm90TileConfig:
     pdl_prologue: ClassVar[bool] = False  # see `pdl`
     counters_per_split: ClassVar[int] = 1  # counters per split of a tile
     e2m1: ClassVar[bool] = False  # the architecture has no conversion of e2m1 codes
+    head_dim_steps: ClassVar[tuple[int, int]] = (32, 64)  # of `AttentionSpec`: with 16-bit K and V, with others
     l2_bytes: ClassVar[int] = 16 << 20  # bytes of K and V in use at a time; Hopper's L2 is 50 MB in two halves
 
     @property
@@ -67,17 +78,23 @@ Spec = AttentionSpec[Sm90TileConfig]
 # 227 KiB of shared memory hold `q_stages` of Q, `stages` of K and of V; the 232 registers of a thread (160 with three
 # mma warpgroups) hold S, P, O and, with q_in_regs, Q. n depends on the head dims only: the rounding of a row depends on
 # n, and the result of a sequence must depend on that sequence alone.
-TILES = {  # (head_dim_qk, head_dim_vo) -> tile of kernels that take every modifier
+TILES = {  # padded (head_dim_qk, head_dim_vo) -> tile of kernels that take every modifier
+    (32, 32): Sm90TileConfig(128, 128, 4),
     (64, 64): Sm90TileConfig(128, 128, 4),
+    (96, 96): Sm90TileConfig(128, 128, 3),
     (128, 128): Sm90TileConfig(128, 128, 2),
+    (160, 160): Sm90TileConfig(128, 96, 3),
     (192, 128): Sm90TileConfig(128, 128, 2),
+    (192, 192): Sm90TileConfig(128, 96, 2),
     (256, 256): Sm90TileConfig(128, 80, 2),
 }
 USUAL = ((64, 64), (128, 128))
+WIDE = ((192, 128), (256, 256))
 FP8_TILES = {  # 8-bit Q, K and V; V is transposed by warps that do not load
     (64, 64): Sm90TileConfig(128, 128, 4, load_warps=1, promote_interval=16),
     (128, 128): Sm90TileConfig(128, 96, 3, load_warps=1, promote_interval=21),
     (192, 128): Sm90TileConfig(128, 128, 2, load_warps=1, promote_interval=16),
+    (192, 192): Sm90TileConfig(128, 64, 2, load_warps=1, promote_interval=32),
     (256, 256): Sm90TileConfig(64, 64, 3, load_warps=1, promote_interval=32),
 }
 FP8_HEADLINE_TILES = FP8_TILES | {
@@ -88,6 +105,7 @@ QUANTISED_TILES = {  # quantised K and V, dequantised by a prepare warpgroup
     (64, 64): Sm90TileConfig(128, 128, 3, raw_stages=3, load_warps=1),
     (128, 128): Sm90TileConfig(128, 128, 2, raw_stages=2, load_warps=1),
     (192, 128): Sm90TileConfig(128, 80, 2, raw_stages=2, load_warps=1),
+    (192, 192): Sm90TileConfig(128, 64, 2, raw_stages=2, load_warps=1),
     (256, 256): Sm90TileConfig(64, 48, 2, raw_stages=2, load_warps=1),
 }
 QUANTISED_HEADLINE_TILES = QUANTISED_TILES | {
@@ -105,13 +123,15 @@ SHARED_TILES = {  # (KV cache type, head_dim) -> tile of stream_k kernels: CTAs 
 }
 SHARED_ROWS = 16  # stream_k serves more rows; up to this many, `decode` reads keys as fast and computes less
 HEADLINE_TILES = TILES | {  # kernels that take no modifier
+    (32, 32): Sm90TileConfig(192, 128, 4, 2),
     (64, 64): Sm90TileConfig(192, 128, 4, 2),
+    (96, 96): Sm90TileConfig(128, 128, 4, 1, True),
     (128, 128): Sm90TileConfig(128, 128, 3, 1, True),
 }
 
 
 def tiles_of(q: str, kv: str, plain: bool) -> dict[tuple[int, int], Sm90TileConfig]:
-    """Return head dims -> tile of kernels of these types. plain: of kernels that take no modifier."""
+    """Return padded head dims -> tile of kernels of these types. plain: of kernels that take no modifier."""
     if q != kv:
         plainest = NVFP4_HEADLINE_TILES if kv == "nvfp4" else QUANTISED_HEADLINE_TILES
         tiles = plainest if plain else QUANTISED_TILES
@@ -122,10 +142,15 @@ def tiles_of(q: str, kv: str, plain: bool) -> dict[tuple[int, int], Sm90TileConf
     return HEADLINE_TILES if plain else TILES
 
 
+def tile_of(q: str, kv: str, dims: tuple[int, int], plain: bool) -> Sm90TileConfig:
+    """Return the tile of a kernel, of `tiles_of`; None if there is none for these head dims."""
+    return cast(Sm90TileConfig, tiles_of(q, kv, plain).get(padded_dims(kv, dims, Sm90TileConfig.head_dim_steps)))
+
+
 def headline(q: str, kv: str, dims: tuple[int, int], causal: bool) -> Spec:
     """Return the spec of a kernel that takes one mask, causal or none, and no modifier."""
-    mask, tile = MaskSpec("always" if causal else "never"), tiles_of(q, kv, True).get(dims)
-    return AttentionSpec(q, KVSpec(kv), outputs(q)[:1], *dims, mask, tile=cast(Sm90TileConfig, tile))
+    mask, tile = MaskSpec("always" if causal else "never"), tile_of(q, kv, dims, True)
+    return AttentionSpec(q, KVSpec(kv), outputs(q)[:1], *dims, mask, tile=tile)
 
 
 def general(q: str, kv: str, dims: tuple[int, int]) -> Spec:
@@ -134,9 +159,9 @@ def general(q: str, kv: str, dims: tuple[int, int]) -> Spec:
     With 16-bit queries its output is 16-bit. A call that asks for e4m3 or NVFP4 output gets a spec with all `outputs`,
     which is compiled at that call.
     """
-    mask, logits, tile = MaskSpec("value", window=True), LogitsSpec(soft_cap=True), tiles_of(q, kv, False).get(dims)
+    mask, logits, tile = MaskSpec("value", window=True), LogitsSpec(soft_cap=True), tile_of(q, kv, dims, False)
     out = outputs(q) if q == FP8 else outputs(q)[:1]
-    return AttentionSpec(q, KVSpec(kv), out, *dims, mask, logits, tile=cast(Sm90TileConfig, tile))
+    return AttentionSpec(q, KVSpec(kv), out, *dims, mask, logits, tile=tile)
 
 
 def shared(q: str, kv: str, dim: int) -> Spec:
@@ -173,10 +198,8 @@ def candidate(request: KernelRequest, arch: str, split: bool = False) -> Spec:
     logits = replace(spec.logits, skip=p.skip, alibi=p.alibi, head_scales=p.head_scales and p.kv in DTYPES)
     out = outputs(p.q, p.out) if len(spec.out) > 1 or p.out not in DTYPES else (p.out,)
     few = p.skip and p.kv not in DTYPES  # registers are scarce, and votes need some
-    tile = tiles_of(p.q, p.kv, False).get(dims) if few else spec.tile
-    return replace(
-        spec, kv=KVSpec(p.kv, kv_source(p)), out=out, mask=mask, logits=logits, tile=cast(Sm90TileConfig, tile)
-    )
+    tile = tile_of(p.q, p.kv, dims, False) if few else spec.tile
+    return replace(spec, kv=KVSpec(p.kv, kv_source(p)), out=out, mask=mask, logits=logits, tile=tile)
 
 
 def supports(spec: Spec) -> Refusal | None:
@@ -189,9 +212,9 @@ def supports(spec: Spec) -> Refusal | None:
         return Refusal("kv", f"{spec.kv.dtype}: the kernel has {', '.join(dict.fromkeys((spec.q, *QUANTISED)))}")
     if spec.out not in [out[:count] for out in (outputs(spec.q, t) for t in DTYPES) for count in (1, 3)]:
         return Refusal("out", f"{', '.join(spec.out)}: the kernel has {', '.join((*DTYPES, 'e4m3', 'nvfp4'))}")
-    tiles = tiles_of(spec.q, spec.kv.dtype, False)
-    if spec.dims not in tiles:
-        return Refusal("head_dim", f"{spec.dims}: the kernel has {', '.join(map(str, tiles))}")
+    dims = padded_dims(spec.kv.dtype, spec.dims, Sm90TileConfig.head_dim_steps)
+    if refusal := refuse_dims(spec, dims, tiles_of(spec.q, spec.kv.dtype, False)):
+        return refusal
     if spec.mask.tree:
         return Refusal("drafts", "True: the kernel has no tree mask")
     if spec.logits.head_scales:
@@ -224,7 +247,7 @@ def shares(spec: Spec) -> Refusal | None:
 def shipped(arch: str) -> list[Spec]:
     """Return the specs that a bundle holds; all others are compiled at their first call.
 
-    - bf16, each of `TILES`: two headline specs (causal, full) and the general one
+    - bf16, `USUAL` and `WIDE` head dims: two headline specs (causal, full) and the general one
     - fp16 and e4m3, head dims 64 and 128: the same
     - bf16 and fp16, 64 and 128: the causal headline and the general spec with gathered pages of any size; the general
       one with a custom mask; the causal headline with skip-softmax
@@ -232,7 +255,7 @@ def shipped(arch: str) -> list[Spec]:
     - stream_k: bf16 and fp16, and bf16 over e4m3 and NVFP4, 64 and 128
     """
     found = []
-    for q, dims in (*product(("bf16",), TILES), *product(("fp16", FP8), USUAL)):
+    for q, dims in (*product(("bf16",), (*USUAL, *WIDE)), *product(("fp16", FP8), USUAL)):
         found += [*(headline(q, q, dims, causal) for causal in (True, False)), general(q, q, dims)]
     for q, dims in product(DTYPES, USUAL):
         causal, whole = headline(q, q, dims, True), general(q, q, dims)

@@ -106,7 +106,18 @@ def vec_bits_of(spec, bits):
 
 def words_of(spec, bits):
     """Return the words that a lane has of a row of values of `bits` bits, which is also the row's 16-byte pieces."""
-    return spec.head_dim_vo * bits // 128
+    return spec.padded_vo * bits // 128
+
+
+def pieces_of(spec, bits):
+    """Return the 16-byte pieces of a row of values of `bits` bits that are stored: those before head_dim_vo. The
+    last one may be half a piece."""
+    return -(-spec.head_dim_vo * bits // 128)
+
+
+def allocate_words(spec, bits):
+    """Allocate the words of a lane, rounded up to whole transposes of the quad."""
+    return cute.make_rmem_tensor((words_of(spec, bits) + 3) // 4 * 4, Int32)
 
 
 @cute.jit
@@ -125,14 +136,30 @@ def gather_vecs(words: cute.Tensor, at: cutlass.Constexpr, vec_bits: cutlass.Con
 
 
 @cute.jit
+def store_piece(out: cute.Tensor, piece: cute.Tensor, number: Int32, whole: cutlass.Constexpr):
+    """Store the number-th piece of a row, if the row has it. whole: each row has it."""
+    size = const_expr(cute.size(piece))
+    if const_expr(cute.size(out) % size != 0):  # the row ends with half a piece, and rows are aligned to as much
+        for half in cutlass.range_constexpr(2):
+            if number * 2 + half < cute.size(out) // (size // 2):
+                some = cute.local_tile(piece, (size // 2,), (half,))
+                copy.vector(some, cute.local_tile(out, (size // 2,), (number * 2 + half,)))
+    else:
+        target = cute.local_tile(out, (size,), (number,))
+        if const_expr(whole):
+            copy.vector(piece, target)
+        elif number < cute.size(out) // size:
+            copy.vector(piece, target)
+
+
+@cute.jit
 def store_words(spec: cutlass.Constexpr, out: cute.Tensor, words: cute.Tensor, bits: cutlass.Constexpr, keep):
     """Store a row of values of `bits` bits, if `keep`. words: this lane's, in the order of the accumulator.
 
     The quad transposes them so that each lane holds whole 16-byte pieces, and stores 64 contiguous bytes at a time.
     """
     lane, vec_bits = cute.arch.lane_idx() % 4, vec_bits_of(spec, bits)
-    count, step = words_of(spec, bits), const_expr(4 if vec_bits <= 32 else 2)
-    each = const_expr(32 * step // out.element_type.width)  # elements that a lane stores
+    count, step = pieces_of(spec, bits), const_expr(4 if vec_bits <= 32 else 2)
     if const_expr(vec_bits <= 32):
         for k in cutlass.range_constexpr(0, count, 4):
             warp.quad_transpose(words, k)
@@ -143,38 +170,34 @@ def store_words(spec: cutlass.Constexpr, out: cute.Tensor, words: cute.Tensor, b
             for i in cutlass.range_constexpr(step):
                 piece[i] = words[k + i]
             number = k + lane if const_expr(vec_bits <= 32) else 2 * k + lane
-            target = cute.local_tile(out, (each,), (number,))
-            if const_expr(count % 4 == 0):
-                copy.vector(cute.recast_tensor(piece, out.element_type), target)
-            elif number < count:
-                copy.vector(cute.recast_tensor(piece, out.element_type), target)
+            store_piece(out, cute.recast_tensor(piece, out.element_type), number, count % 4 == 0)
 
 
 @cute.jit
 def store_16bit(spec: cutlass.Constexpr, a, token: Int32, head: Int32, values: cute.Tensor, keep):
     out = a.out.o[token, head, None]
-    words = cute.make_rmem_tensor(words_of(spec, 16), Int32)
+    words = allocate_words(spec, 16)
     warp.convert16(values, cute.recast_tensor(words, out.element_type))
     store_words(spec, out, words, 16, keep)
 
 
 @cute.jit
 def store_e4m3(spec: cutlass.Constexpr, a, token: Int32, head: Int32, values: cute.Tensor, keep):
-    words = cute.make_rmem_tensor(words_of(spec, 8), Int32)
-    warp.convert8(values, words)
+    words = allocate_words(spec, 8)
+    warp.convert8(values, cute.make_tensor(words.iterator, cute.make_layout(words_of(spec, 8))))
     store_words(spec, a.out.o_fp8[token, head, None], words, 8, keep)
 
 
 @cute.jit
 def store_nvfp4(spec: cutlass.Constexpr, a, token: Int32, head: Int32, values: cute.Tensor, keep):
     """Store a row in NVFP4. A block of 16 columns is four values of each lane of the quad, in either column order; each
-    lane stores the scale factors of four blocks."""
+    lane stores the scale factors of four blocks, as one word if a head has whole words."""
     lane, blocks = cute.arch.lane_idx() % 4, const_expr(spec.head_dim_vo // SF_VEC_SIZE)
-    words = cute.make_rmem_tensor(max(4, words_of(spec, 4)), Int32)
+    words = allocate_words(spec, 4)
     words.fill(0)
     for first in cutlass.range_constexpr(0, blocks, 4):
         sf_word = Int32(0)
-        for i in cutlass.range_constexpr(4):
+        for i in cutlass.range_constexpr(min(4, blocks - first)):
             block = const_expr(first + i)
             own = cute.make_rmem_tensor(4, Float32)
             for e in cutlass.range_constexpr(4):
@@ -183,7 +206,7 @@ def store_nvfp4(spec: cutlass.Constexpr, a, token: Int32, head: Int32, values: c
             words[block // 2] = words[block // 2] | nvfp4.codes(own, sf) << (16 * (block % 2))
             sf_word = sf_word | sf.byte.to(Int32) << (8 * i)
         if keep and lane == first // 4 % 4:
-            block_scales.store_sf4(a, token, head, first, sf_word)
+            block_scales.store_sf4(a, token, head, first, min(4, blocks - first), sf_word)
     store_words(spec, a.out.o_fp4[token, head, None], words, 4, keep)
 
 
@@ -208,11 +231,7 @@ def zero_pieces(out: cute.Tensor, pieces: cutlass.Constexpr, keep):
     piece.fill(0)
     if keep:
         for k in cutlass.range_constexpr(0, pieces, 4):
-            target = cute.local_tile(out, (128 // out.element_type.width,), (k + lane,))
-            if const_expr(pieces % 4 == 0):
-                copy.vector(cute.recast_tensor(piece, out.element_type), target)
-            elif lane < pieces % 4:
-                copy.vector(cute.recast_tensor(piece, out.element_type), target)
+            store_piece(out, cute.recast_tensor(piece, out.element_type), k + lane, pieces % 4 == 0)
 
 
 @cute.jit
@@ -220,16 +239,20 @@ def zero_row(spec: cutlass.Constexpr, a, token: Int32, head: Int32, keep):
     """Store a row of zeros to O in the output type of the call."""
     if const_expr(len(spec.out) > 1):
         if a.out.o_fp4.shape[0] > 0:
-            zero_pieces(a.out.o_fp4[token, head, None], words_of(spec, 4), keep)
-            block = cute.arch.lane_idx() % LANES * 4
-            if keep and block < spec.head_dim_vo // SF_VEC_SIZE:
-                block_scales.store_sf4(a, token, head, block, Int32(0))
+            zero_pieces(a.out.o_fp4[token, head, None], pieces_of(spec, 4), keep)
+            lane, blocks = cute.arch.lane_idx() % LANES, const_expr(spec.head_dim_vo // SF_VEC_SIZE)
+            if const_expr(blocks % 4 == 0):
+                if keep and lane * 4 < blocks:
+                    block_scales.store_sf4(a, token, head, lane * 4, 4, Int32(0))
+            elif keep and lane == 0:
+                for first in cutlass.range_constexpr(0, blocks, 4):
+                    block_scales.store_sf4(a, token, head, first, min(4, blocks - first), Int32(0))
         elif a.out.o_fp8.shape[0] > 0:
-            zero_pieces(a.out.o_fp8[token, head, None], words_of(spec, 8), keep)
+            zero_pieces(a.out.o_fp8[token, head, None], pieces_of(spec, 8), keep)
         else:
-            zero_pieces(a.out.o[token, head, None], words_of(spec, 16), keep)
+            zero_pieces(a.out.o[token, head, None], pieces_of(spec, 16), keep)
     else:
-        zero_pieces(a.out.o[token, head, None], words_of(spec, 16), keep)
+        zero_pieces(a.out.o[token, head, None], pieces_of(spec, 16), keep)
 
 
 @cute.jit

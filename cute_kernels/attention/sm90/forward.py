@@ -47,7 +47,7 @@ from ... import abi
 from ...device import copy, layout, pipeline, wgmma
 from .. import fakes, load, splits
 from ..args import AttentionArgs, pack
-from ..kv import arrivals, pages, scales, source
+from ..kv import arrivals, pages, scales, source, stage_columns
 from ..prepare import dequantises, mma_dtype, operand_stages
 from ..schedule import stream_k, tiles, work
 from . import promotion, skip
@@ -101,16 +101,16 @@ def forward(spec: cutlass.Constexpr, stream, *flat):
     a = pack(spec, flat)
     t, dt = spec.tile, abi.DTYPES[mma_dtype(spec)]
     k, v = (
-        source(spec).operand(x, (t.n, x.shape[3]), count)
-        for x, count in zip((a.kv.k, a.kv.v), loaded(spec), strict=True)
+        source(spec).operand(x, (t.n, stage_columns(spec, x, dim)), count)
+        for x, dim, count in zip((a.kv.k, a.kv.v), (spec.padded_qk, spec.padded_vo), loaded(spec), strict=True)
     )
     rows = cute.make_tensor(a.query.q.iterator, cute.select(a.query.q.layout, mode=[0, 2, 1]))
-    q = copy.operand(rows, (t.m, spec.head_dim_qk), t.q_stages, (t.m,))
+    q = copy.operand(rows, (t.m, spec.padded_qk), t.q_stages, (t.m,))
     mma_qk = wgmma.mma_nt(dt, t.warpgroups, t.n, t.q_in_regs)
     if const_expr(fp8(spec)):
-        mma_pv = wgmma.mma_nt(dt, t.warpgroups, spec.head_dim_vo, True)
+        mma_pv = wgmma.mma_nt(dt, t.warpgroups, spec.padded_vo, True)
     else:
-        mma_pv = wgmma.mma_nn(dt, t.warpgroups, spec.head_dim_vo)
+        mma_pv = wgmma.mma_nn(dt, t.warpgroups, spec.padded_vo)
     kernel(spec, Sm90KernelParams(a, k, v, q, mma_qk, mma_pv)).launch(
         grid=[a.schedule.grid, 1, 1],
         block=[32 * roles(spec).warps(), 1, 1],
@@ -128,7 +128,7 @@ def loaded(spec):
 
 def operand_q(spec, smem, raw_q):
     """Return the Q stages that MMAs read: those that Q is loaded to, if they have the size, else new ones."""
-    dt, shape = abi.DTYPES[mma_dtype(spec)], (spec.tile.m, spec.head_dim_qk)
+    dt, shape = abi.DTYPES[mma_dtype(spec)], (spec.tile.m, spec.padded_qk)
     if spec.q == mma_dtype(spec) or spec.tile.q_in_regs:
         return raw_q
     if raw_q.element_type.width < dt.width:
@@ -144,9 +144,9 @@ def shared(spec, plan):
     raw_k = k = copy.allocate(smem, plan.k, plan.args.kv.k.element_type)
     raw_v = v = copy.allocate(smem, plan.v, plan.args.kv.v.element_type)
     if prepared(spec)[pages.K]:
-        k = operand_stages(spec, smem, (t.n, spec.head_dim_qk), t.stages)
+        k = operand_stages(spec, smem, (t.n, spec.padded_qk), t.stages)
     if prepared(spec)[pages.V]:
-        shape = (spec.head_dim_vo, t.n) if fp8(spec) else (t.n, spec.head_dim_vo)
+        shape = (spec.padded_vo, t.n) if fp8(spec) else (t.n, spec.padded_vo)
         v = operand_stages(spec, smem, shape, t.stages)
     raw_q = copy.allocate(smem, plan.q, plan.args.query.q.element_type)
     q = operand_q(spec, smem, raw_q)

@@ -26,7 +26,7 @@ class PromotedAcc:
 
 def allocate(spec, smem):
     """Allocate the sums, fp32 (PIECE, pieces, threads), the PIECE values of neighbouring threads side by side."""
-    threads, pieces = 32 * roles(spec).warps("mma"), spec.head_dim_vo // 2 // PIECE
+    threads, pieces = 32 * roles(spec).warps("mma"), spec.padded_vo // 2 // PIECE
     layout = cute.make_layout((PIECE, pieces, threads), stride=(1, PIECE * threads, PIECE))
     return smem.allocate_tensor(Float32, layout, 16)
 

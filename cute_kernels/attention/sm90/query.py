@@ -27,9 +27,9 @@ def load_q(spec: cutlass.Constexpr, qk: cute.TiledMma, s, r, q: cute.Tensor, sta
             thread = warp.opaque(thread)  # compute the addresses again for each tile: no registers hold them between
         wgmma.load_a(qk, s.q[None, None, stage], q, thread)
         if const_expr(scales_q_rows(spec)):
-            words, own = cute.recast_tensor(q, Uint32), cute.make_rmem_tensor(spec.head_dim_qk // 8, Uint32)
+            words, own = cute.recast_tensor(q, Uint32), cute.make_rmem_tensor(spec.padded_qk // 8, Uint32)
             for row in cutlass.range_constexpr(cute.size(r.q_row_scales)):
-                at = const_expr([i // 2 * 4 + i % 2 * 2 + row for i in range(spec.head_dim_qk // 8)])
+                at = const_expr([i // 2 * 4 + i % 2 * 2 + row for i in range(spec.padded_qk // 8)])
                 for i in cutlass.range_constexpr(len(at)):
                     own[i] = words[at[i]]
                 r.q_row_scales[row] = quant.to_fp16(own)
@@ -40,11 +40,11 @@ def load_q(spec: cutlass.Constexpr, qk: cute.TiledMma, s, r, q: cute.Tensor, sta
 @cute.jit
 def load_q8(spec: cutlass.Constexpr, s, r, q: cute.Tensor, stage: Int32):
     """Load e4m3 Q of a stage into q as fp16. Per 16 columns of a row, a lane has two pairs, 8 columns apart."""
-    words, width = cute.recast_tensor(q, Uint32), const_expr(layout.width(spec.head_dim_qk))
-    base = s.raw_q.iterator.toint() + stage * (spec.tile.m * spec.head_dim_qk)
+    words, width = cute.recast_tensor(q, Uint32), const_expr(layout.width(spec.padded_qk))
+    base = s.raw_q.iterator.toint() + stage * (spec.tile.m * spec.padded_qk)
     for row in cutlass.range_constexpr(2):
         mine, byte = r.cols[row, 0][0], cute.arch.lane_idx() % LANES * 2
-        for k in cutlass.range_constexpr(spec.head_dim_qk // 16):
+        for k in cutlass.range_constexpr(spec.padded_qk // 16):
             box = base + const_expr(16 * k // width * (spec.tile.m * width))
             at = [box + layout.swizzle(width, mine, 16 * k % width + 8 * half + byte) for half in range(2)]
             pairs = [mma.load_bytes(address, 2) for address in at]
@@ -57,7 +57,7 @@ def convert_q(spec: cutlass.Constexpr, s, r, stage: Int32):
     """Convert Q of a stage, in shared memory, to the type that the MMA multiplies. Each warp converts its own rows."""
     t, thread = spec.tile, cute.arch.thread_idx()[0] - roles(spec).first_thread("mma")
     qk = wgmma.mma_nt(s.q.element_type, t.warpgroups, t.n, True)
-    q = cute.make_rmem_tensor(qk.get_slice(0).partition_shape_A((t.m, spec.head_dim_qk)), s.q.element_type)
+    q = cute.make_rmem_tensor(qk.get_slice(0).partition_shape_A((t.m, spec.padded_qk)), s.q.element_type)
     load_q(spec, qk, s, r, q, stage)
     cute.arch.barrier(barrier_id=WARPGROUP_BARRIER + warpgroup_idx(spec), number_of_threads=128)
     wgmma.store_a(qk, q, s.q[None, None, stage], thread)
@@ -69,21 +69,28 @@ def convert_q(spec: cutlass.Constexpr, s, r, stage: Int32):
 def gather_q(spec: cutlass.Constexpr, s, w: WorkTileInfo, a, stage: Int32):
     """Packed GQA: copy this warpgroup's 64 rows of Q, (token, head) pairs, into the swizzled stage.
 
-    Rows past the sequence repeat its last row. The stage may be written: q_pipe reports it full only after all mma
-    warps have released the item before.
+    Rows past the sequence repeat its last row; columns past head_dim_qk become zeros. The stage may be written: q_pipe
+    reports it full only after all mma warps have released the item before.
     """
     vec = const_expr(128 // s.raw_q.element_type.width)  # elements in 16 bytes
-    per_row = const_expr(spec.head_dim_qk // vec)
+    per_row = const_expr(spec.padded_qk // vec)
+    stored = const_expr(spec.head_dim_qk // vec)
     tid = cute.arch.thread_idx()[0] % 128
     rows = geometry.num_rows(w.q_len, w.pack_factor)
     count = const_expr(64 * per_row // 128)
     pieces = cute.make_rmem_tensor((vec, count), s.raw_q.element_type)
+    if const_expr(stored < per_row):
+        pieces.fill(0.0)
     for c in cutlass.range_constexpr(count):  # all loads are in flight before the first is stored
         i = tid + c * 128
         row = cutlass.min(w.m_block * spec.tile.m + warpgroup_idx(spec) * 64 + i // per_row, rows - 1)
         token = w.q_start + geometry.token_of(row, geometry.pack_divisor(w))
         head = geometry.head_of(row, w.head_idx, geometry.pack_divisor(w))
-        copy.vector(cute.local_tile(a.query.q[token, head, None], (vec,), (i % per_row,)), pieces[None, c])
+        source = cute.local_tile(a.query.q[token, head, None], (vec,), (i % per_row,))
+        if const_expr(stored == per_row):
+            copy.vector(source, pieces[None, c])
+        elif i % per_row < stored:
+            copy.vector(source, pieces[None, c])
     for c in cutlass.range_constexpr(count):
         i = tid + c * 128
         target = cute.local_tile(s.raw_q, (1, vec, 1), (warpgroup_idx(spec) * 64 + i // per_row, i % per_row, stage))

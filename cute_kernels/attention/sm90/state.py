@@ -76,7 +76,7 @@ def make_fragments(spec, plan, s) -> Sm90Fragments:
     qk, pv = plan.mma_qk.get_slice(base), plan.mma_pv.get_slice(base)
     vt = s.v if fp8(spec) else cute.make_tensor(s.v.iterator, cute.select(s.v.layout, mode=[1, 0, 2]))
     acc_s = cute.make_rmem_tensor(qk.partition_shape_C((t.m, t.n)), Float32)
-    acc_o = cute.make_rmem_tensor(pv.partition_shape_C((t.m, spec.head_dim_vo)), Float32)
+    acc_o = cute.make_rmem_tensor(pv.partition_shape_C((t.m, spec.padded_vo)), Float32)
     if fp8(spec):
         p = cute.make_rmem_tensor(pv.partition_shape_A((t.m, t.n)), s.v.element_type)
     else:
@@ -84,7 +84,7 @@ def make_fragments(spec, plan, s) -> Sm90Fragments:
     rows = cute.size(wgmma.rows_cols(acc_o), mode=[0])
     coords = plan.mma_qk.get_slice(tid).partition_C(cute.make_identity_tensor((t.m, t.n)))
     if spec.tile.q_in_regs:
-        q = cute.make_rmem_tensor(qk.partition_shape_A((t.m, spec.head_dim_qk)), abi.DTYPES[mma_dtype(spec)])
+        q = cute.make_rmem_tensor(qk.partition_shape_A((t.m, spec.padded_qk)), abi.DTYPES[mma_dtype(spec)])
     else:
         q = plan.mma_qk.make_fragment_A(qk.partition_A(s.q))
     return Sm90Fragments(

@@ -19,6 +19,11 @@ def spread(count: int, tokens: dict[int, int]) -> tuple[int, ...]:
     return tuple(tokens.get(i, 0) for i in range(count))
 
 
+def dims(case: AttentionCase, dim: int, **change: Any) -> AttentionCase:
+    """Return the case with a head_dim of `dim`."""
+    return replace(case, head_dim_qk=dim, head_dim_vo=dim, **change)
+
+
 def prefill() -> list[Scenario]:
     packed = AttentionCase(
         "", q_lens=(5, 0, 2), kv_lens=(1190, 9, 83), heads_q=6, heads_kv=2, data="needles", sink=True
@@ -46,6 +51,12 @@ def prefill() -> list[Scenario]:
         replace(packed, name="70 requests", q_lens=spread(MANY, {0: 1, 31: 2, 32: 1, 33: 2, 63: 1, 64: 2, 69: 1}),
                 kv_lens=spread(MANY, {0: 5, 20: 9, 31: 40, 32: 130, 33: 7, 64: 33, 69: 12})),
         replace(packed, name="far", far=True, heads_q=4, kv_lens=(40, 9, 83)),
+        # head dims that TMA, or a warp that copies rows, pads with zeros
+        dims(plain, 80, name="head_dim 80", page_size=8, soft_cap=9.0, window_left=300, strided_q=True),
+        dims(packed, 112, name="head_dim 112, pages of 3", page_size=3),
+        dims(packed, 80, name="head_dim 80, e4m3, NVFP4 output", dtype="fp8", out_dtype="nvfp4", kv_lens=(400, 9, 0)),
+        dims(plain, 160, name="head_dim 160, e4m3 cache", kv_dtype="fp8"),
+        dims(plain, 192, name="head_dim 192", q_lens=(130, 1)),
     ]  # fmt: skip
     levels = replace(
         packed, data="levels", scale=STEP_SCALE, q_lens=(5, 0, 30), kv_lens=(1190, 9, 700), skip=160.0
@@ -106,6 +117,9 @@ def decode() -> list[Scenario]:
                 window_left=4400, out_dtype="fp8", device=("out",), out_scale=4.0),
         replace(nvfp4, name="nvfp4, head_dim 256, interleaved", head_dim_qk=256, head_dim_vo=256, interleaved=True,
                 kv_lens=(300, 0, 83), heads_q=2),
+        dims(few, 80, name="head_dim 80, NVFP4 output", out_dtype="nvfp4", scale=1.0, data="normal"),
+        dims(many, 112, name="head_dim 112, e4m3, NVFP4 output", kv_dtype="fp8", out_dtype="nvfp4", page_size=3),
+        dims(few, 160, name="head_dim 160, shared heads", kv_lens=(900, 0, 83), heads_q=9, heads_kv=1),
         replace(e4m3, name="e4m3, large queries", q_unit=2.0**20, scale=2.0**-21, data="normal", kv_lens=(300, 0, 83)),
     ]  # fmt: skip
     first = replace(few, name="first", q_lens=(1, 1), kv_lens=(130, 300), heads_q=4, page_size=8)

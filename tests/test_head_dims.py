@@ -1,0 +1,80 @@
+"""Head dims that kernels pad: multiples of 16. Hopper's kernels run among the features of test_ptxsim_kernels.py."""
+
+import pytest
+
+from bench.cases import attention as cases
+from cute_kernels.attention import decode
+from cute_kernels.attention.request import KernelRequest
+from cute_kernels.attention.spec import HEAD_DIM_UNIT, PADDED_DIMS, padded
+from tests.conftest import ARCH, run_python
+
+DIMS = range(HEAD_DIM_UNIT, max(PADDED_DIMS) + 1, HEAD_DIM_UNIT)
+# A process of its own compiles and runs the kernels: one process has one architecture.
+SIMULATE = """
+import sys
+from dataclasses import replace
+from cute_kernels.attention import decode, sm100
+from cute_kernels.attention.request import KernelRequest
+from tools.ptxsim import workloads
+arch, dim = sys.argv[1], int(sys.argv[2])
+request = KernelRequest("bf16", "bf16", "bf16", dim, dim)
+for spec in (sm100.candidate(request, arch), decode.candidate(replace(request, kv="e4m3"), arch)):
+    for case in workloads.CASES["attention"](spec):
+        outcome = workloads.RUN["attention"](spec, case, arch, mode="eager")
+        assert outcome.error <= 1, (spec.name, case.name, outcome.error)
+        print(spec.name, case.name)
+"""
+
+
+@pytest.mark.parametrize("step", [32, 64])
+def test_a_padded_dim_is_the_next_that_kernels_have(step):
+    for dim in range(-16, 300):
+        fits = [p for p in PADDED_DIMS if p % step == 0 and p >= dim]
+        assert padded(dim, step) == (min(fits) if fits and dim > 0 and dim % HEAD_DIM_UNIT == 0 else 0), dim
+
+
+def decode_specs(dim):
+    for kv, rows in (("bf16", 1), ("e4m3", 1), ("bf16", 9), ("e4m3", 9)):
+        yield decode.candidate(KernelRequest(kv=kv, head_dim_qk=dim, head_dim_vo=dim, rows=rows), ARCH)
+
+
+@pytest.mark.parametrize("dim", DIMS)
+def test_lanes_of_decode_share_all_columns(dim):
+    """The passes of the reduction, and then the merge of splits, have each stored column once."""
+    layout = pytest.importorskip("cute_kernels.attention.decode.layout", reason="needs the DSL", exc_type=ImportError)
+    combine = pytest.importorskip("cute_kernels.attention.combine", reason="needs the DSL", exc_type=ImportError)
+    for spec in decode_specs(dim):
+        each, passes = layout.columns_at_once(spec), layout.reduction_passes(spec)
+        firsts = {first for _, first in passes}
+        assert sorted(first + i for first in firsts for i in range(each)) == list(range(spec.padded_vo // 8))
+        found = [layout.first_column(spec, n, eighth) for n in range(spec.padded_vo // 8) for eighth in range(8)]
+        assert sorted(found) == list(range(spec.padded_vo))
+        assert 32 % (2 * each) == 0, "threads of a row lie in one warp"
+        per = combine.columns_per_lane(dim)
+        assert dim % per == 0 and dim <= 32 * per and 16 % per == 0
+
+
+@pytest.mark.parametrize("dim", [16, 80, 96, 112, 160, 192])
+@pytest.mark.parametrize("function", ["context", "decode", "xqa"])
+def test_the_cpu_serves_them(function, dim):
+    tokens = 1 if function == "xqa" else 3
+    case = cases.AttentionCase(
+        "", function=function, q_lens=(tokens,) * 2, kv_lens=(19, 130), head_dim_qk=dim, head_dim_vo=dim, page_size=3,
+        sink=1.0,
+    )  # fmt: skip
+    problem = cases.make_call(case)
+    call, arguments = cases.FUNCTIONS[function]
+    given = arguments(case, problem)
+    call(**given)
+    inputs = cases.context_arguments(case, problem)
+    out = given["output" if function == "xqa" else "out"]
+    o, _ = cases.reference_of(inputs)
+    assert ((out.view(o.shape) - o).abs() <= case.limit(o)).all()
+
+
+@pytest.mark.kernels
+@pytest.mark.parametrize("arch, dim", [("sm_100a", 80), pytest.param("sm_103a", 192, marks=pytest.mark.full)])
+def test_kernels_of_blackwell(arch, dim):
+    done = run_python("-c", SIMULATE, arch, str(dim), CUTE_DSL_ARCH=arch)
+    assert done.returncode == 0, done.stderr
+    assert len(done.stdout.splitlines()) > 8 and f"_d{dim}_" in done.stdout
