@@ -64,6 +64,25 @@ def flash_attn_4(inputs: Inputs) -> dict[str, Variant]:
     return {"": (lambda: flash_attn_varlen_func(q, k, v, **how), rows)}
 
 
+def torch_sdpa(inputs: Inputs) -> dict[str, Variant]:
+    """Return the call of torch SDPA with its memory-efficient kernel, or what it has else, on expanded K and V. Raises
+    ValueError for a head_dim that other peers have."""
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+    from torch.nn.functional import scaled_dot_product_attention
+
+    shape, scale = shape_of(inputs), float(inputs["bmm1_scale"])
+    if shape.dim_qk <= 256:
+        raise ValueError(f"head_dim {shape.dim_qk}: measured above 256 only")
+    q, k, v = (t.transpose(1, 2).contiguous() for t in contiguous(inputs))
+    k, v = (t.repeat_interleave(shape.heads_q // shape.heads_kv, dim=1) for t in (k, v))
+
+    def run() -> torch.Tensor:
+        with sdpa_kernel([SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]):
+            return scaled_dot_product_attention(q, k, v, is_causal=shape.causal, scale=scale)
+
+    return {"": (run, lambda o: o.transpose(1, 2).flatten(0, 1))}
+
+
 def flashinfer(inputs: Inputs) -> dict[str, Variant]:
     """Return the call of flashinfer's fa3 prefill on the same pages. The plan is outside the timed call."""
     from flashinfer import BatchPrefillWithPagedKVCacheWrapper
@@ -91,4 +110,5 @@ PROVIDERS: dict[str, Callable[[Inputs], dict[str, Variant]]] = {
     "cudnn": cudnn,
     "flash-attn-4": flash_attn_4,
     "flashinfer": flashinfer,
+    "torch": torch_sdpa,
 }

@@ -310,6 +310,21 @@ def test_every_multiple_of_16_is_a_head_dim(arch, kv):
             assert dim <= spec.padded_qk == spec.padded_vo < dim + 2 * spec.head_dim_step
 
 
+def test_head_dim_512_is_hoppers():
+    """One kernel of prefill serves it, with whole tiles or with keys that CTAs share, however few rows there are."""
+    wide = replace(WHOLE, head_dim_qk=512, head_dim_vo=512)
+    for problem in (wide, replace(wide, rows=1), replace(wide, rows=1, split_kv="always"), replace(wide, window=True)):
+        op, spec = dispatch.select(problem, ARCH)
+        assert op == "attention.sm90" and serves(spec, problem) and spec.tile.o_parts == 2
+        assert (spec.schedule == "stream_k") == (problem.split_kv == "always")
+        with pytest.raises(dispatch.UnsupportedRequest, match="attention.sm100: head_dim .512, 512."):
+            dispatch.select(problem, "sm_100a")
+    for change, word in (({"skip": True}, "skip"), ({"out": "nvfp4"}, "out"), ({"kv": "e4m3"}, "head_dim")):
+        with pytest.raises(dispatch.UnsupportedRequest) as error:
+            dispatch.select(replace(wide, **change), ARCH)
+        assert error.value.field == word
+
+
 def test_what_blackwell_lacks_is_named():
     with pytest.raises(NotImplementedError, match="attention.sm100: head_dim .72, 72.") as error:
         dispatch.select(replace(BASE, head_dim_qk=72, head_dim_vo=72), "sm_100a")

@@ -89,6 +89,13 @@ def test_groups(case):
     matches_reference(case)
 
 
+@pytest.mark.parametrize("tokens", [1, 4, 20])
+@pytest.mark.parametrize("case", grid(BASE, dims((512, 512)), TYPES, {"": {}, "page 8": {"page_size": 8}}))
+def test_head_dim_512(case, tokens):
+    matches_reference(replace(case, q_lens=(tokens,) * 4))
+    matches_reference(replace(case, q_lens=(tokens, 1, 0, 1), kv_lens=(9000, 1, 0, 300), sink=False))
+
+
 def equal_queries(tokens):
     return {"q_lens": (tokens,) * 5, "kv_lens": (tokens, 2000, 129, 64 + tokens, 900)}
 

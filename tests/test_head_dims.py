@@ -5,10 +5,10 @@ import pytest
 from bench.cases import attention as cases
 from cute_kernels.attention import decode
 from cute_kernels.attention.request import KernelRequest
-from cute_kernels.attention.spec import HEAD_DIM_UNIT, PADDED_DIMS, padded
+from cute_kernels.attention.spec import HEAD_DIM_UNIT, PADDED_DIMS, PADDED_UP_TO, padded
 from tests.conftest import ARCH, run_python
 
-DIMS = range(HEAD_DIM_UNIT, max(PADDED_DIMS) + 1, HEAD_DIM_UNIT)
+DIMS = range(HEAD_DIM_UNIT, PADDED_UP_TO + 1, HEAD_DIM_UNIT)
 # A process of its own compiles and runs the kernels: one process has one architecture.
 SIMULATE = """
 import sys
@@ -28,8 +28,8 @@ for spec in (sm100.candidate(request, arch), decode.candidate(replace(request, k
 
 @pytest.mark.parametrize("step", [32, 64])
 def test_a_padded_dim_is_the_next_that_kernels_have(step):
-    for dim in range(-16, 300):
-        fits = [p for p in PADDED_DIMS if p % step == 0 and p >= dim]
+    for dim in range(-16, 600):
+        fits = [p for p in PADDED_DIMS if p % step == 0 and (p == dim or dim <= p <= PADDED_UP_TO)]
         assert padded(dim, step) == (min(fits) if fits and dim > 0 and dim % HEAD_DIM_UNIT == 0 else 0), dim
 
 

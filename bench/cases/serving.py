@@ -76,6 +76,7 @@ PREFILL = {
         alone(512),
         alone(1024),
         *(padded(dim) for dim in PADDED),
+        replace(headline("causal", 1, 8192, (8, 4), 512, 64), name="prefill-bf16-d512-causal-b1-s8192-h8x4-p64"),
     )
 }
 DECODE = {
@@ -84,6 +85,7 @@ DECODE = {
         *(decoding(batch, n, (32, 8), 128, 16) for batch, n in ((1, 1024), (1, 8192), (4, 4096), (8, 1024))),
         *(ragged(kv_dtype) for kv_dtype in ("", "fp8", "nvfp4")),
         *(decoding(64, 8192, (64, 8), dim, 64, kv_dtype) for kv_dtype in ("", "fp8") for dim in PADDED),
+        decoding(64, 8192, (16, 4), 512, 64),
     )
 }
 SERVE = {case.name: case for case in (mixed("serve-bf16-mixed", 60), chunks("serve-bf16-chunks", 512))}

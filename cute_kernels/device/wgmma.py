@@ -48,17 +48,17 @@ def store_a(mma: cute.TiledMma, regs: cute.Tensor, smem: cute.Tensor, thread: In
 
 
 @cute.jit
-def issue(mma: cute.TiledMma, acc: cute.Tensor, a: cute.Tensor, b: cute.Tensor, zero: cutlass.Constexpr):
+def issue(mma: cute.TiledMma, acc: cute.Tensor, a: cute.Tensor, b: cute.Tensor, zero: cutlass.Constexpr, part=0):
     """Issue acc (+)= a b over all of K, committed as one group; do not wait for it.
 
-    acc: the accumulator of one instruction (M = N = 1 repetitions). zero: overwrite acc."""
+    acc: the accumulator of one instruction (M = N = 1 repetitions). zero: overwrite acc. part: which N columns of b."""
     assert cute.size(acc, mode=[1]) == 1 and cute.size(acc, mode=[2]) == 1
     atom = cute.make_mma_atom(mma.op)  # a local atom: setting a field of a struct member in a loop breaks dominance
     atom.set(warpgroup.Field.ACCUMULATE, not zero)
     warpgroup.fence()
     whole = acc[None, 0, 0]
     for k in cutlass.range_constexpr(cute.size(a.shape[2])):
-        cute.mma_atom_call(atom, whole, a[None, 0, k], b[None, 0, k], whole)
+        cute.mma_atom_call(atom, whole, a[None, 0, k], b[None, part, k], whole)
         atom.set(warpgroup.Field.ACCUMULATE, True)
     warpgroup.commit_group()
 

@@ -7,7 +7,7 @@ import torch
 from ..explanation import explain
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
-HEAD_SIZES = [*range(16, 257, 16)]
+HEAD_SIZES = [*range(16, 257, 16), 512]
 PAGE_SIZES = [8, 16, 32, 64, 128, 256]  # fetched by TMA
 ARCHS = {(9, 0): "sm_90a", (10, 0): "sm_100a", (10, 3): "sm_103a"}
 

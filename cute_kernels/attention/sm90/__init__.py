@@ -28,14 +28,16 @@ QUANTISED = ("e4m3", "e5m2", "nvfp4")  # quantised KV cache types
 
 @dataclass(frozen=True)
 class Sm90TileConfig:
-    """Tile of a CTA: m query rows x n keys, with one mma warpgroup per 64 rows.
+    """Tile of a CTA: m query rows x n keys, with `o_parts` mma warpgroups per 64 rows.
 
     stages: stages of K, and of V, in flight. q_stages: stages of Q. q_in_regs: Q is a register operand of Q K^T, which
     saves a third of the reads of shared memory. raw_stages: stages of K and V as they are stored, if they are prepared;
     0: `stages`. load_warps: warps each for K and for V that fill a stage together, because issuing a TMA takes a warp
     tens of cycles. promote_interval: KV blocks after which O is added to fp32 sums in shared memory, 0: never. Hopper's
     8-bit MMAs add to O in 14 bits, rounding towards zero: without promotion, the mean of 2,048 equal values comes out
-    1.4 % short, that of 8,192 values 8 % (simulated, with sums that have the bits of an H200's).
+    1.4 % short, that of 8,192 values 8 % (simulated, with sums that have the bits of an H200's). o_parts: warpgroups
+    that have the same 64 rows, all of S, and a part each of the columns of O: 512 columns of 64 rows would take all
+    registers of a warpgroup.
     """
 
     m: int = 128
@@ -47,6 +49,7 @@ class Sm90TileConfig:
     raw_stages: int = 0
     load_warps: int = 2
     promote_interval: int = 0
+    o_parts: int = 1
     per_tile_pack_gqa: ClassVar[bool] = True  # `WorkTileInfo` says whether a tile's rows are packed
     pdl_prologue: ClassVar[bool] = False  # see `pdl`
     counters_per_split: ClassVar[int] = 1  # counters per split of a tile
@@ -56,7 +59,7 @@ class Sm90TileConfig:
 
     @property
     def warpgroups(self) -> int:
-        return self.m // 64
+        return self.m // 64 * self.o_parts
 
     @property
     def dequant_pieces(self) -> int:
@@ -70,7 +73,8 @@ class Sm90TileConfig:
 
     @property
     def name(self) -> str:
-        return f"m{self.m}n{self.n}s{self.stages}" + ("r" if self.q_in_regs else "")
+        parts = f"o{self.o_parts}" if self.o_parts > 1 else ""
+        return f"m{self.m}n{self.n}s{self.stages}" + ("r" if self.q_in_regs else "") + parts
 
 
 Spec = AttentionSpec[Sm90TileConfig]
@@ -87,6 +91,7 @@ TILES = {  # padded (head_dim_qk, head_dim_vo) -> tile of kernels that take ever
     (192, 128): Sm90TileConfig(128, 128, 2),
     (192, 192): Sm90TileConfig(128, 96, 2),
     (256, 256): Sm90TileConfig(128, 80, 2),
+    (512, 512): Sm90TileConfig(64, 48, 1, o_parts=2),
 }
 USUAL = ((64, 64), (128, 128))
 WIDE = ((192, 128), (256, 256))
@@ -116,16 +121,19 @@ NVFP4_HEADLINE_TILES = QUANTISED_TILES  # conversion is the bottleneck: it needs
 SHARED_TILES = {  # (KV cache type, head_dim) -> tile of stream_k kernels: CTAs share the keys of a sequence
     ("16-bit", 64): Sm90TileConfig(64, 128, 6, load_warps=1),
     ("16-bit", 128): Sm90TileConfig(64, 128, 3, load_warps=1),
+    ("16-bit", 512): Sm90TileConfig(64, 32, 2, load_warps=1, o_parts=2),
     ("e4m3", 64): Sm90TileConfig(64, 128, 4, raw_stages=4, load_warps=1),
     ("e4m3", 128): Sm90TileConfig(64, 128, 2, raw_stages=2, load_warps=1),
     ("nvfp4", 64): Sm90TileConfig(64, 128, 4, raw_stages=4, load_warps=1),
     ("nvfp4", 128): Sm90TileConfig(64, 128, 2, raw_stages=3, load_warps=1),
 }
-SHARED_ROWS = 16  # stream_k serves more rows; up to this many, `decode` reads keys as fast and computes less
+SHARED_ROWS = 16  # stream_k serves more rows; up to this many, `decode` reads keys as fast and computes less, up to
+DECODE_DIM = 256  # this head_dim
 HEADLINE_TILES = TILES | {  # kernels that take no modifier
     (32, 32): Sm90TileConfig(192, 128, 4, 2),
     (64, 64): Sm90TileConfig(192, 128, 4, 2),
     (96, 96): Sm90TileConfig(128, 128, 4, 1, True),
+    (512, 512): Sm90TileConfig(64, 48, 1, 2, o_parts=2),
     (128, 128): Sm90TileConfig(128, 128, 3, 1, True),
 }
 
@@ -179,7 +187,7 @@ def sharing(p: KernelRequest) -> Spec:
 
     Its tile is None if the request has at most SHARED_ROWS rows.
     """
-    spec, many = shared(p.q, p.kv, p.head_dim_qk), p.packed_rows > SHARED_ROWS
+    spec, many = shared(p.q, p.kv, p.head_dim_qk), p.packed_rows > SHARED_ROWS or p.head_dim_qk > DECODE_DIM
     mask = MaskSpec("always" if p.causal else "never", p.window, p.drafts, p.custom_mask)
     logits = LogitsSpec(p.soft_cap, p.skip, p.alibi, p.head_scales)
     out = (p.out,) if p.out in DTYPES else outputs(p.q, p.out)
@@ -222,6 +230,12 @@ def supports(spec: Spec) -> Refusal | None:
     t = spec.tile
     if t is None:
         return Refusal("tile", "None: must be the op's TileConfig")
+    if t.o_parts > 1 and spec.logits.skip:
+        return Refusal("skip", f"True: the kernel has no skip-softmax with head_dim {spec.head_dim_vo}")
+    if t.o_parts > 1 and len(spec.out) > 1:
+        return Refusal("out", f"{', '.join(spec.out)}: the kernel has 16 bits alone with head_dim {spec.head_dim_vo}")
+    if t.o_parts > 1 and t.m != 64:
+        return Refusal("tile", f"{t}: m must be 64 with o_parts")
     if t.m % 64 or not 64 <= t.m <= 192 or t.n % 16:
         return Refusal("tile", f"{t}: m must be 64, 128 or 192, and n a multiple of 16")
     if spec.kv.dtype != spec.q and t.m > 128:

@@ -10,6 +10,7 @@ from ...device import copy, nvfp4, warp, wgmma
 from .. import block_scales, epilogue, geometry, logits, quant, softmax
 from ..schedule.work import WorkTileInfo
 from ..spec import SF_VEC_SIZE
+from .groups import o_part
 from .roles import fp8, scaled_rows
 
 LANES = 4  # lanes that share a row of an accumulator
@@ -105,14 +106,20 @@ def vec_bits_of(spec, bits):
 
 
 def words_of(spec, bits):
-    """Return the words that a lane has of a row of values of `bits` bits, which is also the row's 16-byte pieces."""
-    return spec.padded_vo * bits // 128
+    """Return the words that a lane has of its part of a row of values of `bits` bits, which is also the part's 16-byte
+    pieces."""
+    return spec.padded_vo // spec.tile.o_parts * bits // 128
 
 
 def pieces_of(spec, bits):
-    """Return the 16-byte pieces of a row of values of `bits` bits that are stored: those before head_dim_vo. The
-    last one may be half a piece."""
-    return -(-spec.head_dim_vo * bits // 128)
+    """Return the 16-byte pieces of a part of a row of values of `bits` bits that are stored: those before head_dim_vo.
+    The last one may be half a piece."""
+    return -(-spec.head_dim_vo // spec.tile.o_parts * bits // 128)
+
+
+def first_piece(spec, bits):
+    """Return the number of the first 16-byte piece of this warpgroup's part of a row."""
+    return o_part(spec) * pieces_of(spec, bits)
 
 
 def allocate_words(spec, bits):
@@ -170,6 +177,8 @@ def store_words(spec: cutlass.Constexpr, out: cute.Tensor, words: cute.Tensor, b
             for i in cutlass.range_constexpr(step):
                 piece[i] = words[k + i]
             number = k + lane if const_expr(vec_bits <= 32) else 2 * k + lane
+            if const_expr(spec.tile.o_parts > 1):
+                number += first_piece(spec, bits)
             store_piece(out, cute.recast_tensor(piece, out.element_type), number, count % 4 == 0)
 
 
@@ -225,10 +234,13 @@ def store_row(spec: cutlass.Constexpr, a, token: Int32, head: Int32, values: cut
 
 
 @cute.jit
-def zero_pieces(out: cute.Tensor, pieces: cutlass.Constexpr, keep):
-    """Store zeros to a row of `pieces` 16-byte pieces, if `keep`."""
+def zero_pieces(spec: cutlass.Constexpr, out: cute.Tensor, bits: cutlass.Constexpr, keep):
+    """Store zeros to a row of values of `bits` bits, if `keep`."""
     lane, piece = cute.arch.lane_idx() % LANES, cute.make_rmem_tensor(4, Int32)
+    pieces = pieces_of(spec, bits)
     piece.fill(0)
+    if const_expr(spec.tile.o_parts > 1):
+        lane += first_piece(spec, bits)
     if keep:
         for k in cutlass.range_constexpr(0, pieces, 4):
             store_piece(out, cute.recast_tensor(piece, out.element_type), k + lane, pieces % 4 == 0)
@@ -239,7 +251,7 @@ def zero_row(spec: cutlass.Constexpr, a, token: Int32, head: Int32, keep):
     """Store a row of zeros to O in the output type of the call."""
     if const_expr(len(spec.out) > 1):
         if a.out.o_fp4.shape[0] > 0:
-            zero_pieces(a.out.o_fp4[token, head, None], pieces_of(spec, 4), keep)
+            zero_pieces(spec, a.out.o_fp4[token, head, None], 4, keep)
             lane, blocks = cute.arch.lane_idx() % LANES, const_expr(spec.head_dim_vo // SF_VEC_SIZE)
             if const_expr(blocks % 4 == 0):
                 if keep and lane * 4 < blocks:
@@ -248,11 +260,11 @@ def zero_row(spec: cutlass.Constexpr, a, token: Int32, head: Int32, keep):
                 for first in cutlass.range_constexpr(0, blocks, 4):
                     block_scales.store_sf4(a, token, head, first, min(4, blocks - first), Int32(0))
         elif a.out.o_fp8.shape[0] > 0:
-            zero_pieces(a.out.o_fp8[token, head, None], pieces_of(spec, 8), keep)
+            zero_pieces(spec, a.out.o_fp8[token, head, None], 8, keep)
         else:
-            zero_pieces(a.out.o[token, head, None], pieces_of(spec, 16), keep)
+            zero_pieces(spec, a.out.o[token, head, None], 16, keep)
     else:
-        zero_pieces(a.out.o[token, head, None], pieces_of(spec, 16), keep)
+        zero_pieces(spec, a.out.o[token, head, None], 16, keep)
 
 
 @cute.jit
@@ -279,4 +291,7 @@ def store(spec: cutlass.Constexpr, a, r, w: WorkTileInfo, scales: CallScales, em
             if const_expr(permuted_columns(spec)):
                 values = unpermute_columns(values)
             store_row(spec, a, w.q_start + token, head, values, keep)
-        epilogue.store_lse(a, w.q_start + token, head, lse, keep and cute.arch.lane_idx() % LANES == 0)
+        mine = keep and cute.arch.lane_idx() % LANES == 0
+        if const_expr(spec.tile.o_parts > 1):
+            mine = mine and o_part(spec) == 0
+        epilogue.store_lse(a, w.q_start + token, head, lse, mine)

@@ -12,7 +12,7 @@ further warpgroup has 64 rows of the tile. Start reading the computation at `mma
 | load_scales | 1, NVFP4 | as load_k | work_pipe full, raw_k_pipe, raw_v_pipe empty | raw_k_pipe, raw_v_pipe full |
 | prepare_k | 2 or 4, quantised K | 32, 64, 72, 80 | work_pipe, raw_k_pipe full, k_pipe empty | k_pipe full, raw empty |
 | prepare_v | 2 or 4, 4- or 8-bit V | 32 to 80 | work_pipe, raw_v_pipe full, v_pipe empty | v_pipe full, raw empty |
-| mma | 4 per 64 rows | 160, 208 to 232 | work_pipe, q_pipe, k_pipe, v_pipe full | q_pipe, k_pipe, v_pipe empty |
+| mma | 4 or 8 per 64 rows | 160, 208 to 232 | work_pipe, q_pipe, k_pipe, v_pipe full | q_pipe, k_pipe, v_pipe empty |
 
 Every role except schedule also releases work_pipe when it has read a tile. With skip-softmax, mma also signals its
 votes to load_v. Without stream_k, warp 0 of load_k finds the tiles. With three mma warpgroups, prepare_v is the two
@@ -24,6 +24,9 @@ spare warps of warpgroup 0. Registers are per thread; `roles` has them for each 
 - k_pipe, v_pipe (`stages`): one KV block each; freed when their MMA is done.
 - raw_k_pipe, raw_v_pipe (`raw_stages`, or `stages` if that is 0): K and V as they are stored, from load to prepare.
   If K or V is not prepared, its raw pipe is k_pipe or v_pipe itself.
+
+With head_dim 512, two warpgroups have the same 64 rows (`tile.o_parts`): both compute S, and each half of the columns of
+O. Each MMA of P V reads its half of V.
 
 Quantised K and V (of another type than Q) become fp16, which holds all of their values. Q becomes fp16, too, a bf16 Q
 with a power-of-two scale per row that goes into the row's score scale (`query.load_q`): in registers, in the stage that
@@ -106,11 +109,11 @@ def forward(spec: cutlass.Constexpr, stream, *flat):
     )
     rows = cute.make_tensor(a.query.q.iterator, cute.select(a.query.q.layout, mode=[0, 2, 1]))
     q = copy.operand(rows, (t.m, spec.padded_qk), t.q_stages, (t.m,))
-    mma_qk = wgmma.mma_nt(dt, t.warpgroups, t.n, t.q_in_regs)
+    mma_qk = wgmma.mma_nt(dt, t.m // 64, t.n, t.q_in_regs)
     if const_expr(fp8(spec)):
-        mma_pv = wgmma.mma_nt(dt, t.warpgroups, spec.padded_vo, True)
+        mma_pv = wgmma.mma_nt(dt, t.m // 64, spec.padded_vo, True)
     else:
-        mma_pv = wgmma.mma_nn(dt, t.warpgroups, spec.padded_vo)
+        mma_pv = wgmma.mma_nn(dt, t.m // 64, spec.padded_vo // t.o_parts)
     kernel(spec, Sm90KernelParams(a, k, v, q, mma_qk, mma_pv)).launch(
         grid=[a.schedule.grid, 1, 1],
         block=[32 * roles(spec).warps(), 1, 1],

@@ -20,6 +20,25 @@ def warpgroup_idx(spec):
     return cute.arch.make_warp_uniform(cute.arch.thread_idx()[0] // 128 - roles(spec).first_thread("mma") // 128)
 
 
+def row_group(spec):
+    """Return which 64 rows of the tile this warpgroup has."""
+    return warpgroup_idx(spec) if spec.tile.o_parts == 1 else warpgroup_idx(spec) // spec.tile.o_parts
+
+
+def o_part(spec):
+    """Return which part of the columns of O this warpgroup has."""
+    return 0 if spec.tile.o_parts == 1 else warpgroup_idx(spec) % spec.tile.o_parts
+
+
+@cute.jit
+def rows_barrier(spec: cutlass.Constexpr):
+    """Synchronise the warpgroups that share 64 rows."""
+    if const_expr(spec.tile.o_parts == 1):
+        cute.arch.barrier(barrier_id=WARPGROUP_BARRIER + warpgroup_idx(spec), number_of_threads=128)
+    else:  # all warpgroups: the tile has 64 rows
+        cute.arch.barrier(barrier_id=ALL_BARRIER, number_of_threads=128 * spec.tile.warpgroups)
+
+
 @cute.jit
 def warp_scheduler_barrier_sync(spec: cutlass.Constexpr):
     """Wait for this warpgroup's turn to issue MMAs."""

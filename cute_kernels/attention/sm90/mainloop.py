@@ -29,7 +29,7 @@ from ..prepare import dequantises, mma_dtype
 from ..schedule.work import WorkTileInfo
 from . import promotion
 from .epilogue import LANES
-from .groups import ALL_BARRIER, warp_scheduler_barrier_arrive, warp_scheduler_barrier_sync, warpgroup_idx
+from .groups import ALL_BARRIER, o_part, row_group, warp_scheduler_barrier_arrive, warp_scheduler_barrier_sync
 from .query import convert_q, gather_q, load_q
 from .roles import fp8, prepared, roles
 from .softmax import (
@@ -70,7 +70,7 @@ def mma_one_tile(
 
     # The other blocks, from high to low. A warpgroup without query tokens (its 64 rows are padding) computes none.
     n_block_min, n_block_max = tile.w.n_block_min, tile.w.n_block_max - 1
-    if const_expr(spec.tile.warpgroups > 1):
+    if const_expr(spec.tile.m > 64):
         if first_row(spec, tile.w) >= geometry.num_rows(tile.w.q_len, tile.w.pack_factor):
             n_block_min = n_block_max
     full_min, full_max = tile.w.n_block_full_min, tile.w.n_block_full_max
@@ -90,7 +90,7 @@ def mma_one_tile(
                 promotion.promote(spec, r.promoted, r.acc_o, hi - lo)
                 hi = lo
     # Pass the stages of the blocks that were not computed. Then add the promoted sums to O and release the Q stage.
-    if const_expr(spec.tile.warpgroups > 1):
+    if const_expr(spec.tile.m > 64):
         at = drain_blocks(spec, s, at, n_block_min - tile.w.n_block_min)
     finish_qk(spec, s, r, at)
     return at
@@ -280,7 +280,7 @@ def issue_pv(spec: cutlass.Constexpr, plan, s, r: Sm90Fragments, i: pipeline.Pip
     """Wait for V of item i, then issue acc_o += P V."""
     pipeline.consumer_wait(s.v_pipe, i)
     fence_before_mma(spec, pages.V)
-    wgmma.issue(plan.mma_pv, r.acc_o, r.p, r.v[None, None, None, pipeline.stage(s.v_pipe, i)], False)
+    wgmma.issue(plan.mma_pv, r.acc_o, r.p, r.v[None, None, None, pipeline.stage(s.v_pipe, i)], False, o_part(spec))
 
 
 def fence_before_mma(spec, which):
@@ -300,7 +300,7 @@ def finish_qk(spec: cutlass.Constexpr, s, r: Sm90Fragments, at: ConsumerState):
 
 def first_row(spec, w):
     """Return this warpgroup's first row of the tile, counted among the rows of the sequence."""
-    return w.m_block * spec.tile.m + 64 * warpgroup_idx(spec)
+    return w.m_block * spec.tile.m + 64 * row_group(spec)
 
 
 @cute.jit

@@ -9,7 +9,7 @@ from .. import geometry, quant
 from ..prepare import dequantises, mma_dtype, scales_q_rows
 from ..schedule.work import WorkTileInfo
 from .epilogue import LANES
-from .groups import WARPGROUP_BARRIER, warpgroup_idx
+from .groups import WARPGROUP_BARRIER, o_part, row_group, rows_barrier, warpgroup_idx
 from .roles import roles
 
 
@@ -67,7 +67,8 @@ def convert_q(spec: cutlass.Constexpr, s, r, stage: Int32):
 
 @cute.jit
 def gather_q(spec: cutlass.Constexpr, s, w: WorkTileInfo, a, stage: Int32):
-    """Packed GQA: copy this warpgroup's 64 rows of Q, (token, head) pairs, into the swizzled stage.
+    """Packed GQA: copy this warpgroup's 64 rows of Q, (token, head) pairs, into the swizzled stage. Warpgroups with the
+    same rows share the work.
 
     Rows past the sequence repeat its last row; columns past head_dim_qk become zeros. The stage may be written: q_pipe
     reports it full only after all mma warps have released the item before.
@@ -75,15 +76,17 @@ def gather_q(spec: cutlass.Constexpr, s, w: WorkTileInfo, a, stage: Int32):
     vec = const_expr(128 // s.raw_q.element_type.width)  # elements in 16 bytes
     per_row = const_expr(spec.padded_qk // vec)
     stored = const_expr(spec.head_dim_qk // vec)
-    tid = cute.arch.thread_idx()[0] % 128
+    threads, tid = const_expr(128 * spec.tile.o_parts), cute.arch.thread_idx()[0] % 128
+    if const_expr(spec.tile.o_parts > 1):
+        tid += 128 * o_part(spec)
     rows = geometry.num_rows(w.q_len, w.pack_factor)
-    count = const_expr(64 * per_row // 128)
+    count = const_expr(64 * per_row // threads)
     pieces = cute.make_rmem_tensor((vec, count), s.raw_q.element_type)
     if const_expr(stored < per_row):
         pieces.fill(0.0)
     for c in cutlass.range_constexpr(count):  # all loads are in flight before the first is stored
-        i = tid + c * 128
-        row = cutlass.min(w.m_block * spec.tile.m + warpgroup_idx(spec) * 64 + i // per_row, rows - 1)
+        i = tid + c * threads
+        row = cutlass.min(w.m_block * spec.tile.m + row_group(spec) * 64 + i // per_row, rows - 1)
         token = w.q_start + geometry.token_of(row, geometry.pack_divisor(w))
         head = geometry.head_of(row, w.head_idx, geometry.pack_divisor(w))
         source = cute.local_tile(a.query.q[token, head, None], (vec,), (i % per_row,))
@@ -92,8 +95,8 @@ def gather_q(spec: cutlass.Constexpr, s, w: WorkTileInfo, a, stage: Int32):
         elif i % per_row < stored:
             copy.vector(source, pieces[None, c])
     for c in cutlass.range_constexpr(count):
-        i = tid + c * 128
-        target = cute.local_tile(s.raw_q, (1, vec, 1), (warpgroup_idx(spec) * 64 + i // per_row, i % per_row, stage))
+        i = tid + c * threads
+        target = cute.local_tile(s.raw_q, (1, vec, 1), (row_group(spec) * 64 + i // per_row, i % per_row, stage))
         copy.vector(pieces[None, c], target[0, None, 0])
     cute.arch.fence_proxy("async.shared", space="cta")
-    cute.arch.barrier(barrier_id=WARPGROUP_BARRIER + warpgroup_idx(spec), number_of_threads=128)
+    rows_barrier(spec)

@@ -9,7 +9,7 @@ REGISTERS = {1: (40, 232), 2: (40, 232), 3: (32, 160)}  # (load, mma), without a
 DEQUANTISING = {1: (40, 80, 232), 2: (32, 64, 208)}
 Q_IN_REGISTERS = (32, 32, 224)  # dequantising with two mma warpgroups that hold Q in registers
 TRANSPOSING = {1: (40, 40, 232), 2: (32, 40, 216)}
-STREAM_K = (72, 72, 232)  # schedule "stream_k": tiles may be split among CTAs; one mma warpgroup
+STREAM_K = {1: (72, 72, 232), 2: (72, 72, 216)}  # schedule "stream_k": tiles may be split among CTAs
 WARPS = 4  # warps per warpgroup
 
 
@@ -45,13 +45,13 @@ def roles(spec) -> Roles:
     preparing: dict[str, int] = {}
     spare = WARPS - 2 * t.load_warps - split_kv
     if has_prepare_warpgroup(spec):
-        registers = STREAM_K if split_kv else (TRANSPOSING if fp8(spec) else DEQUANTISING)[t.warpgroups]
+        registers = STREAM_K[1] if split_kv else (TRANSPOSING if fp8(spec) else DEQUANTISING)[t.warpgroups]
         registers = Q_IN_REGISTERS if t.q_in_regs else registers
         loading |= {"load_scales": scales, "idle": spare - scales}
         groups = 1 + split_kv  # warpgroups: with one mma warpgroup, MMAs would wait for a single one
         preparing |= {"prepare_k": groups * keys, "prepare_v": groups * (WARPS - keys)}
     else:
-        load, mma = STREAM_K[::2] if split_kv else REGISTERS[t.warpgroups]
+        load, mma = STREAM_K[t.warpgroups][::2] if split_kv else REGISTERS[t.warpgroups]
         registers = load, load, mma
         loading |= {"prepare_v" if fp8(spec) else "idle": spare}
     each = loading, preparing, {"mma": WARPS * t.warpgroups}

@@ -8,10 +8,11 @@ from ...device import copy, wgmma
 from .. import geometry, quant, softmax, splits
 from ..schedule.work import WorkTileInfo
 from .epilogue import LANES
-from .roles import WARPS, roles
+from .groups import o_part
+from .roles import roles
 
 PIECE = 2  # neighbouring columns of a lane
-ROWS = 16  # rows that a warp merges at a time
+ROWS, VALUES = 16, 128  # rows that a warp merges at a time, if they have up to so many values
 
 
 def mma_thread_idx(spec):
@@ -31,11 +32,15 @@ def store_partial(spec: cutlass.Constexpr, a, s, r, w: WorkTileInfo, number: Int
         row, piece = r.cols[k, 0][0], cute.make_rmem_tensor(PIECE, Float32)
         if row < left:
             target = a.schedule.o_partial[w.split.slot, row, None]
-            for i in cutlass.range_constexpr(spec.head_dim_vo // (LANES * PIECE)):
+            count = const_expr(spec.head_dim_vo // spec.tile.o_parts // (LANES * PIECE))
+            for i in cutlass.range_constexpr(count):
                 for e in cutlass.range_constexpr(PIECE):
                     piece[e] = Float32(0.0) if const_expr(empty) else o[k, PIECE * i + e] * scale
-                copy.vector(piece, cute.local_tile(target, (PIECE,), (LANES * i + lane,)))
-            if lane == 0:
+                at = LANES * i + lane
+                if const_expr(spec.tile.o_parts > 1):
+                    at += o_part(spec) * LANES * count
+                copy.vector(piece, cute.local_tile(target, (PIECE,), (at,)))
+            if lane == 0 and (const_expr(spec.tile.o_parts == 1) or o_part(spec) == 0):
                 target[spec.head_dim_vo] = lse
     splits.record(s.splits, w, number, mma_thread_idx(spec))
 
@@ -43,5 +48,6 @@ def store_partial(spec: cutlass.Constexpr, a, s, r, w: WorkTileInfo, number: Int
 @cute.jit
 def merge(spec: cutlass.Constexpr, a, s, count: Int32):
     """Merge the tiles of the CTA's `count` splits that no other CTA will still add to."""
-    splits.barrier(WARPS)
-    splits.merge(spec, a, s.splits, count, mma_thread_idx(spec), WARPS, ROWS)
+    warps, rows = const_expr(roles(spec).warps("mma")), const_expr(min(ROWS, ROWS * VALUES // spec.head_dim_vo))
+    splits.barrier(warps)
+    splits.merge(spec, a, s.splits, count, mma_thread_idx(spec), warps, rows)

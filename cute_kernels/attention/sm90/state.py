@@ -13,7 +13,7 @@ from ..prepare import mma_dtype, scales_q_rows
 from ..schedule.work import WorkTileInfo
 from . import promotion
 from .epilogue import CallScales, RowScales
-from .groups import warpgroup_idx
+from .groups import row_group
 from .roles import fp8, roles, scaled_rows
 
 
@@ -72,11 +72,13 @@ def make_fragments(spec, plan, s) -> Sm90Fragments:
     """Make the fragments of this thread's warpgroup."""
     t = spec.tile
     tid = cute.arch.thread_idx()[0] - roles(spec).first_thread("mma")
-    base = warpgroup_idx(spec) * 128
+    base = row_group(spec) * 128
+    if t.o_parts > 1:
+        tid = base + tid % 128
     qk, pv = plan.mma_qk.get_slice(base), plan.mma_pv.get_slice(base)
     vt = s.v if fp8(spec) else cute.make_tensor(s.v.iterator, cute.select(s.v.layout, mode=[1, 0, 2]))
     acc_s = cute.make_rmem_tensor(qk.partition_shape_C((t.m, t.n)), Float32)
-    acc_o = cute.make_rmem_tensor(pv.partition_shape_C((t.m, spec.padded_vo)), Float32)
+    acc_o = cute.make_rmem_tensor(pv.partition_shape_C((t.m, spec.padded_vo // t.o_parts)), Float32)
     if fp8(spec):
         p = cute.make_rmem_tensor(pv.partition_shape_A((t.m, t.n)), s.v.element_type)
     else:
