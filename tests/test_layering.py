@@ -15,6 +15,8 @@ from pathlib import Path
 
 import pytest
 
+from cute_kernels.attention.barriers import COUNTS, IDS, NamedBarrier
+
 ROOT = Path(__file__).resolve().parents[1]
 FOLDERS = ("cute_kernels", "wrappers", "tools", "bench", "examples")
 FILES = sorted(f.relative_to(ROOT).as_posix() for folder in FOLDERS for f in (ROOT / folder).rglob("*.py"))
@@ -276,3 +278,25 @@ def test_cycles_are_seen(tmp_path, monkeypatch):
     monkeypatch.setitem(globals(), "ROOT", tmp_path)
     graph = {name: imports(f"p/{name[2:]}.py") & {"p.a", "p.b", "p.c"} for name in ("p.a", "p.b", "p.c")}
     assert cycle(graph) == ["p.a", "p.b", "p.c", "p.a"] and not cycle(graph | {"p.a": set()})
+
+
+def test_named_barriers_have_ids_of_their_own():
+    """Else code of two owners that meet in one kernel would wait for each other's threads."""
+    ids = [barrier + i for barrier in NamedBarrier for i in range(COUNTS.get(barrier, 1))]
+    assert len(ids) == len(set(ids)) and 0 < min(ids) and max(ids) < IDS
+
+
+def test_named_barriers_are_listed():
+    calls = [
+        (name, ast.unparse(argument))
+        for name in FILES
+        if name.startswith("cute_kernels/")
+        for node in ast.walk(ast.parse((ROOT / name).read_text()))
+        if isinstance(node, ast.Call)
+        for argument in (
+            *(k.value for k in node.keywords if k.arg == "barrier_id"),
+            *(node.args[:1] if ast.unparse(node.func).endswith("barrier_red_and") else ()),
+        )
+    ]
+    assert len(calls) > 8
+    assert not [call for call in calls if not call[1].startswith("NamedBarrier.")]

@@ -12,6 +12,7 @@ from cutlass import Int32, const_expr
 
 from ..device import copy, pipeline
 from . import geometry, pdl
+from .barriers import NamedBarrier
 from .kv import pages, scales, source
 from .kv.pages import KVBlock
 from .schedule import tiles, work
@@ -62,7 +63,7 @@ def load_or_reserve_q(spec: cutlass.Constexpr, plan, s, w: WorkTileInfo, q: Int3
 def prologue_prefetch(spec: cutlass.Constexpr, a, s, page_ids, which: cutlass.Constexpr, loader: Int32):
     """Wait for the previous kernel, then look up the pages of the CTA's expected first block. Called by one warp.
     Return the `PrologueWork`."""
-    cute.arch.barrier(barrier_id=pdl.PROLOGUE_BARRIER, number_of_threads=pdl.prologue_threads(spec))
+    cute.arch.barrier(barrier_id=NamedBarrier.PROLOGUE, number_of_threads=pdl.prologue_threads(spec))
     prologue = PrologueWork(*(cute.arch.make_warp_uniform(s.prologue_work[i]) for i in range(3)))
     cute.arch.griddepcontrol_wait()
     if prologue.n_block >= 0:

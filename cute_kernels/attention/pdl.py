@@ -9,8 +9,6 @@ from dataclasses import dataclass
 import cutlass.cute as cute
 from cutlass import Int32
 
-PROLOGUE_BARRIER = 1  # named barrier of the warps with a prologue
-
 
 def has_prologue(spec):
     """Return whether a CTA finds its first tile while the previous kernel may still run."""
@@ -18,7 +16,7 @@ def has_prologue(spec):
 
 
 def prologue_threads(spec):
-    """Return the number of threads at PROLOGUE_BARRIER: the schedule warp and those that load K and V."""
+    """Return the number of threads at the barrier of prologues: the schedule warp and those that load K and V."""
     return 32 * (1 + 2 * spec.tile.load_warps)
 
 

@@ -13,11 +13,11 @@ import cutlass.cute as cute
 from cutlass import Int32
 
 from . import combine, geometry
+from .barriers import NamedBarrier
 from .schedule import work
 from .schedule.work import WorkTileInfo
 
 MAX_SPLITS_PER_CTA = 2
-STORED_BARRIER, MERGE_BARRIER = 3, 4
 
 
 class SplitSmem(NamedTuple):
@@ -47,7 +47,7 @@ def record(smem: SplitSmem, w: WorkTileInfo, number: Int32, tid: Int32):
 
 def barrier(warps: int):
     """Synchronise the warps that store, record or merge splits, after the CTA's last tile."""
-    cute.arch.barrier(barrier_id=STORED_BARRIER, number_of_threads=32 * warps)
+    cute.arch.barrier(barrier_id=NamedBarrier.SPLITS_STORED, number_of_threads=32 * warps)
 
 
 def work_of_split(spec, smem: SplitSmem, i):
@@ -78,7 +78,7 @@ def merge(
     if tid < count:
         split = work_of_split(spec, smem, tid).split
         smem.last[tid] = combine.count_split(a, split.first, split.num_splits)
-    cute.arch.barrier(barrier_id=MERGE_BARRIER, number_of_threads=32 * warps)
+    cute.arch.barrier(barrier_id=NamedBarrier.SPLITS_COUNTED, number_of_threads=32 * warps)
     # merge the tiles that this CTA finished
     for i in cutlass.range(count, unroll=1):
         if smem.last[i] != 0:

@@ -21,6 +21,7 @@ from cutlass import Int32, Int64, const_expr
 from ...device import warp
 from ...device.divisor import Divisor, divide
 from .. import geometry, mask, pdl
+from ..barriers import NamedBarrier
 from . import work
 from .work import SplitInfo, WorkTileInfo
 
@@ -268,7 +269,7 @@ def first_work(spec: cutlass.Constexpr, a, s, pack_factor: Divisor):
                 # hand the first block to the load warps, then wait for the previous kernel
                 if cute.arch.lane_idx() == 0:
                     s.prologue_work[0], s.prologue_work[1], s.prologue_work[2] = batch_idx, first, keys
-                cute.arch.barrier_arrive(barrier_id=pdl.PROLOGUE_BARRIER, number_of_threads=pdl.prologue_threads(spec))
+                cute.arch.barrier_arrive(barrier_id=NamedBarrier.PROLOGUE, number_of_threads=pdl.prologue_threads(spec))
                 cute.arch.griddepcontrol_wait()
     return window, cta_units, unit
 

@@ -13,10 +13,9 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32
 
 from .. import softmax
+from ..barriers import NamedBarrier
 from . import skip_votes
 from .roles import ROWS, WARPS
-
-BARRIER = 1  # + half: named barrier of the 128 threads of a half
 
 
 class SkipRule(NamedTuple):
@@ -52,7 +51,7 @@ def vote(s, r, rows, rule: SkipRule, half: Int32, block: Int32):
     is_small = block_max[0] == -Float32.inf or (block_max[0] - rule.kept_max[0]) * r.reduced[0] < rule.log2_threshold
     votes = skip_votes.of_block(s.skip_votes, half, block)
     skip_votes.cast(votes, warp, is_small or r.tokens[0] >= rows.seqlen.q_len)
-    cute.arch.barrier(barrier_id=BARRIER + half, number_of_threads=ROWS)
+    cute.arch.barrier(barrier_id=NamedBarrier.VOTES + half, number_of_threads=ROWS)
     return SkipDecision(block_max, skip_votes.all_agree(votes))
 
 

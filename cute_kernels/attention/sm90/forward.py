@@ -25,8 +25,8 @@ spare warps of warpgroup 0. Registers are per thread; `roles` has them for each 
 - raw_k_pipe, raw_v_pipe (`raw_stages`, or `stages` if that is 0): K and V as they are stored, from load to prepare.
   If K or V is not prepared, its raw pipe is k_pipe or v_pipe itself.
 
-With head_dim 512, two warpgroups have the same 64 rows (`tile.o_parts`): both compute S, and each half of the columns of
-O. Each MMA of P V reads its half of V.
+With head_dim 512, two warpgroups have the same 64 rows (`tile.o_parts`): both compute S, and each has half of the
+columns of O, for which it reads half of V.
 
 Quantised K and V (of another type than Q) become fp16, which holds all of their values. Q becomes fp16, too, a bf16 Q
 with a power-of-two scale per row that goes into the row's score scale (`query.load_q`): in registers, in the stage that

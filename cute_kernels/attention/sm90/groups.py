@@ -1,4 +1,4 @@
-"""The mma warpgroups of a CTA: their index and their named barriers.
+"""The mma warpgroups of a CTA: their index, their rows and columns, and how they wait for each other.
 
 The warp scheduler barriers are those of FlashAttention-3: a warpgroup waits for its turn, issues its MMAs, and passes
 the turn to the next one, so that the softmax of one warpgroup runs under the MMAs of another. Without turns,
@@ -9,11 +9,8 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import const_expr
 
+from ..barriers import NamedBarrier
 from .roles import roles
-
-WARP_SCHEDULER_BARRIER = 1  # + index of the warpgroup that may issue MMAs
-ALL_BARRIER = 4  # all mma threads
-WARPGROUP_BARRIER = 5  # + index of the warpgroup: its 128 threads
 
 
 def warpgroup_idx(spec):
@@ -34,16 +31,16 @@ def o_part(spec):
 def rows_barrier(spec: cutlass.Constexpr):
     """Synchronise the warpgroups that share 64 rows."""
     if const_expr(spec.tile.o_parts == 1):
-        cute.arch.barrier(barrier_id=WARPGROUP_BARRIER + warpgroup_idx(spec), number_of_threads=128)
+        cute.arch.barrier(barrier_id=NamedBarrier.WARPGROUP + warpgroup_idx(spec), number_of_threads=128)
     else:  # all warpgroups: the tile has 64 rows
-        cute.arch.barrier(barrier_id=ALL_BARRIER, number_of_threads=128 * spec.tile.warpgroups)
+        cute.arch.barrier(barrier_id=NamedBarrier.MMA, number_of_threads=128 * spec.tile.warpgroups)
 
 
 @cute.jit
 def warp_scheduler_barrier_sync(spec: cutlass.Constexpr):
     """Wait for this warpgroup's turn to issue MMAs."""
     if const_expr(spec.tile.warpgroups > 1):
-        cute.arch.barrier(barrier_id=WARP_SCHEDULER_BARRIER + warpgroup_idx(spec), number_of_threads=256)
+        cute.arch.barrier(barrier_id=NamedBarrier.WARP_SCHEDULER + warpgroup_idx(spec), number_of_threads=256)
 
 
 @cute.jit
@@ -51,4 +48,4 @@ def warp_scheduler_barrier_arrive(spec: cutlass.Constexpr):
     """Pass the turn to the next warpgroup."""
     if const_expr(spec.tile.warpgroups > 1):
         after = (warpgroup_idx(spec) + 1) % spec.tile.warpgroups
-        cute.arch.barrier_arrive(barrier_id=WARP_SCHEDULER_BARRIER + after, number_of_threads=256)
+        cute.arch.barrier_arrive(barrier_id=NamedBarrier.WARP_SCHEDULER + after, number_of_threads=256)

@@ -24,12 +24,13 @@ from cutlass.cute.nvgpu import warpgroup
 from ...device import pipeline, warp, wgmma
 from .. import geometry, logits, mask
 from .. import softmax as online
+from ..barriers import NamedBarrier
 from ..kv import pages, source
 from ..prepare import dequantises, mma_dtype
 from ..schedule.work import WorkTileInfo
 from . import promotion
 from .epilogue import LANES
-from .groups import ALL_BARRIER, o_part, row_group, warp_scheduler_barrier_arrive, warp_scheduler_barrier_sync
+from .groups import o_part, row_group, warp_scheduler_barrier_arrive, warp_scheduler_barrier_sync
 from .query import convert_q, gather_q, load_q
 from .roles import fp8, prepared, roles
 from .softmax import (
@@ -132,7 +133,7 @@ def first_half_block(
             threads, tid = 128 * spec.tile.warpgroups, cute.arch.thread_idx()[0] - roles(spec).first_thread("mma")
             source(spec).zero_tail(spec, s.v[None, None, pipeline.stage(s.v_pipe, i)], valid, tid, threads)
             cute.arch.fence_proxy("async.shared", space="cta")
-            cute.arch.barrier(barrier_id=ALL_BARRIER, number_of_threads=threads)
+            cute.arch.barrier(barrier_id=NamedBarrier.MMA, number_of_threads=threads)
     if const_expr(spec.tile.promote_interval > 0):
         promotion.reset(spec, r.promoted)
 

@@ -6,10 +6,11 @@ from cutlass import Int32, Uint32, const_expr
 
 from ...device import copy, layout, mma, warp, wgmma
 from .. import geometry, quant
+from ..barriers import NamedBarrier
 from ..prepare import dequantises, mma_dtype, scales_q_rows
 from ..schedule.work import WorkTileInfo
 from .epilogue import LANES
-from .groups import WARPGROUP_BARRIER, o_part, row_group, rows_barrier, warpgroup_idx
+from .groups import o_part, row_group, rows_barrier, warpgroup_idx
 from .roles import roles
 
 
@@ -59,10 +60,10 @@ def convert_q(spec: cutlass.Constexpr, s, r, stage: Int32):
     qk = wgmma.mma_nt(s.q.element_type, t.warpgroups, t.n, True)
     q = cute.make_rmem_tensor(qk.get_slice(0).partition_shape_A((t.m, spec.padded_qk)), s.q.element_type)
     load_q(spec, qk, s, r, q, stage)
-    cute.arch.barrier(barrier_id=WARPGROUP_BARRIER + warpgroup_idx(spec), number_of_threads=128)
+    cute.arch.barrier(barrier_id=NamedBarrier.WARPGROUP + warpgroup_idx(spec), number_of_threads=128)
     wgmma.store_a(qk, q, s.q[None, None, stage], thread)
     cute.arch.fence_proxy("async.shared", space="cta")
-    cute.arch.barrier(barrier_id=WARPGROUP_BARRIER + warpgroup_idx(spec), number_of_threads=128)
+    cute.arch.barrier(barrier_id=NamedBarrier.WARPGROUP + warpgroup_idx(spec), number_of_threads=128)
 
 
 @cute.jit

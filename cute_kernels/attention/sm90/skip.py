@@ -28,13 +28,14 @@ from cutlass.cute.nvgpu import warpgroup
 from ...device import pipeline, warp
 from .. import geometry, load, logits, mask
 from .. import softmax as online
+from ..barriers import NamedBarrier
 from ..kv import pages, source
 from ..kv.pages import KVBlock
 from ..schedule import work
 from ..schedule.work import WorkTileInfo
 from . import promotion
 from .epilogue import LANES, scales_of
-from .groups import WARPGROUP_BARRIER, warp_scheduler_barrier_arrive, warp_scheduler_barrier_sync, warpgroup_idx
+from .groups import warp_scheduler_barrier_arrive, warp_scheduler_barrier_sync, warpgroup_idx
 from .mainloop import (
     fence_before_mma,
     finish_qk,
@@ -268,7 +269,7 @@ def vote(
         vote_state.lane_max[k] = lane_max
         below = lane_max == -Float32.inf or (lane_max - vote_state.kept_max[k]) * to_log2[k] < vote_state.log2_threshold
         lane_skips = lane_skips and (below or r.tokens[k] >= tile.w.q_len)
-    all_lanes = warp.barrier_red_and(WARPGROUP_BARRIER + warpgroup_idx(spec), 32 * WARPS, lane_skips) != 0
+    all_lanes = warp.barrier_red_and(NamedBarrier.WARPGROUP + warpgroup_idx(spec), 32 * WARPS, lane_skips) != 0
     skips = Int32(cute.arch.vote_all_sync(all_lanes))  # the same value, which the compiler now knows to be uniform
     publish_vote(spec, s, skips, stage)
     return skips
