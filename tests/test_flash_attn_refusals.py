@@ -54,7 +54,7 @@ def test_nothing_is_written_before_a_refusal(message):
 
 def test_nothing_is_written_where_no_kernel_serves(launches):
     given, *_ = appended("equal")
-    narrow = {name: given[name][..., :32].contiguous() for name in ("q", "k", "v", "k_cache", "v_cache")}
+    narrow = {name: given[name][..., :40].contiguous() for name in ("q", "k", "v", "k_cache", "v_cache")}
     for change, message in (
         ({"softmax_scale": -1.0}, "softmax_scale: -1.0, must be positive on CUDA"),
         (narrow, "q: no attention kernel"),

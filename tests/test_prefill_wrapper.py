@@ -268,7 +268,7 @@ def test_refused_before_a_launch(launches, name):
     "case,change,error,message",
     [
         (PLAIN, {"bmm1_scale": -1.0}, NotImplementedError, "bmm1_scale: -1.0"),
-        (replace(PLAIN, head_dim_qk=48, head_dim_vo=48), {}, NotImplementedError, r"head_dim \(48, 48\)"),
+        (replace(PLAIN, head_dim_qk=72, head_dim_vo=72), {}, NotImplementedError, r"head_dim \(72, 72\)"),
         (PLAIN, {"query": torch.zeros(T * HQ * D + 1).bfloat16()[1:].view(T, HQ, D)}, ValueError, "query: address"),
         (PLAIN, {"query": torch.zeros(T, HQ, D + 1).bfloat16()[..., :D]}, ValueError, "query: strides"),
         (PLAIN, {"out": torch.zeros(T, HQ, D + 4).bfloat16()[..., :D]}, ValueError, "out: strides"),
@@ -369,8 +369,8 @@ def test_explain(launches):
     assert said.runs is not None and said.runs.startswith("attention.sm90 bf16_d64_")
     assert dict(said.refused) == {"attention.sm100": "arch sm_90a: needs sm_100a or sm_103a"}
     assert "gather" in str(explain(**inputs_of(replace(PLAIN, page_size=24))))
-    refused = explain(**inputs_of(replace(PLAIN, head_dim_qk=48, head_dim_vo=48)))
-    assert refused.runs is None and "head_dim (48, 48)" in str(refused)
+    refused = explain(**inputs_of(replace(PLAIN, head_dim_qk=72, head_dim_vo=72)))
+    assert refused.runs is None and "head_dim (72, 72)" in str(refused)
     assert not launches
     with pytest.raises(ValueError, match="batch_size"):
         explain(**inputs_of(batch_size=7))

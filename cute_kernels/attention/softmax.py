@@ -16,6 +16,7 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, const_expr
 
 from ..device.warp import fma, reduce_across_quads
+from . import skip_rule
 from .logits import LOG2_E
 
 CHAINS = 4  # independent chains of a reduction in registers
@@ -207,7 +208,7 @@ def row_can_skip(
     """Skip-softmax: return whether all scores of row r of S^T are below its running maximum by 2^log2_threshold. The
     vote among rows is the role's."""
     top = reduce_across_quads(reduce(s[r, None], cute.arch.fmax), cute.arch.fmax)
-    return top == -Float32.inf or (top - st.row_max[r]) * softmax_scale_log2[r] < log2_threshold
+    return skip_rule.is_negligible(top, st.row_max[r], softmax_scale_log2[r], log2_threshold)
 
 
 @cute.jit

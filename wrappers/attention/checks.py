@@ -8,6 +8,7 @@ at every call, and with all tensors when the plan is made or if CUTE_KERNELS_CHE
 """
 
 from collections.abc import Callable
+from math import gcd
 from typing import Any
 
 import torch
@@ -143,7 +144,7 @@ def kernel_tensors(call: AttentionCall) -> None:
     if isinstance(call.out, fp4.FP4Tensor):
         out = name("out")
         check_last_stride(f"{out}.data", call.out.data)
-        _tma(f"{out}.data", call.out.data, TMA_BYTES)
+        _tma(f"{out}.data", call.out.data, TMA_BYTES, gcd(call.out.data.shape[2], TMA_BYTES))
         if call.out.scale.data_ptr() % 4:
             raise ValueError(f"{out}.scale: address {call.out.scale.data_ptr():#x}, must be a multiple of 4 bytes")
         if call.out.scale.numel() >= MOST_MASK:
@@ -185,10 +186,11 @@ def _amount(name: str, value: Any) -> None:
         raise ValueError(f"{name}: {value}, must be None, 0 (off) or positive and finite")
 
 
-def _tma(name: str, t: torch.Tensor, size: int) -> None:
+def _tma(name: str, t: torch.Tensor, size: int, row_size: int = 0) -> None:
+    """Raise unless the address is a multiple of `size` bytes, and strides are of `row_size`; 0: of `size`, too."""
     if t.data_ptr() % size:
         raise ValueError(f"{name}: address {t.data_ptr():#x}, must be a multiple of {size} bytes")
-    multiple = size // t.element_size()
+    multiple = (row_size or size) // t.element_size()
     if any(stride % multiple for stride in t.stride()[:-1]):
         need = f"all except the last must be multiples of {multiple}"
         raise ValueError(f"{name}: strides {t.stride()} (logical order), {need}")

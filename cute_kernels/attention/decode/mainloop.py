@@ -21,7 +21,7 @@ from ... import abi
 from ...device import mma, pipeline, warp
 from ...device.divisor import Divisor
 from ...device.layout import swizzle
-from .. import combine, geometry, logits, mask, quant, softmax
+from .. import combine, geometry, logits, mask, quant, skip_rule, softmax
 from ..logits import ScoreCols, ScoreRows
 from ..schedule import work
 from ..schedule.work import WorkTileInfo
@@ -154,7 +154,7 @@ def transform_logits(
     cols = ScoreCols(key + cute.arch.lane_idx() // 4, [8 * j for j in range(keys(spec) // 8)])
     logits.transform(spec, a, view, r.score_to_log2, rows, cols, a.logits.soft_cap > 0.0, masked)
     if a.logits.skip_threshold != -Float32.inf:
-        log2_threshold = a.logits.skip_threshold - cute.math.log2(Float32(tile.w.kv_len), fastmath=True)
+        log2_threshold = skip_rule.log2_threshold(a, tile.w.kv_len)
         needs_pv = not can_skip(view, r, tile, log2_threshold)
         if not needs_pv:
             operands.fill(spec, acc_s, -Float32.inf)

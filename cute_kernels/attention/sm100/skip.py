@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import cutlass.cute as cute
 from cutlass import Float32, Int32
 
-from .. import softmax
+from .. import skip_rule, softmax
 from ..barriers import NamedBarrier
 from . import skip_votes
 from .roles import ROWS, WARPS
@@ -30,8 +30,7 @@ def rule(spec, a, kv_len) -> Any:
     """Return the `SkipRule` of a tile, or None if the kernel skips no blocks."""
     if not spec.logits.skip:
         return None
-    log2_threshold = a.logits.skip_threshold - cute.math.log2(Float32(kv_len), fastmath=True)
-    return SkipRule(log2_threshold, cute.make_rmem_tensor(1, Float32))
+    return SkipRule(skip_rule.log2_threshold(a, kv_len), cute.make_rmem_tensor(1, Float32))
 
 
 class SkipDecision(NamedTuple):
@@ -48,7 +47,7 @@ def vote(s, r, rows, rule: SkipRule, half: Int32, block: Int32):
     warp = cute.arch.make_warp_uniform(cute.arch.warp_idx()) % WARPS
     block_max = cute.make_rmem_tensor((1, 1), Float32)
     block_max[0] = softmax.reduce(r.s[0, None], cute.arch.fmax)
-    is_small = block_max[0] == -Float32.inf or (block_max[0] - rule.kept_max[0]) * r.reduced[0] < rule.log2_threshold
+    is_small = skip_rule.is_negligible(block_max[0], rule.kept_max[0], r.reduced[0], rule.log2_threshold)
     votes = skip_votes.of_block(s.skip_votes, half, block)
     skip_votes.cast(votes, warp, is_small or r.tokens[0] >= rows.seqlen.q_len)
     cute.arch.barrier(barrier_id=NamedBarrier.VOTES + half, number_of_threads=ROWS)

@@ -26,7 +26,7 @@ from cutlass import Float32, Int32, const_expr
 from cutlass.cute.nvgpu import warpgroup
 
 from ...device import pipeline, warp
-from .. import geometry, load, logits, mask
+from .. import geometry, load, logits, mask, skip_rule
 from .. import softmax as online
 from ..barriers import NamedBarrier
 from ..kv import pages, source
@@ -165,7 +165,7 @@ def mma_one_tile(
 
     # the threshold of the votes, and the maxima of the kept blocks
     rows = cute.size(r.tokens)
-    log2_threshold = plan.args.logits.skip_threshold - cute.math.log2(Float32(tile.w.kv_len), fastmath=True)
+    log2_threshold = skip_rule.log2_threshold(plan.args, tile.w.kv_len)
     vote_state = SkipVoteState(tile, log2_threshold, *(cute.make_rmem_tensor(rows, Float32) for _ in range(2)))
     for k in cutlass.range_constexpr(rows):
         vote_state.kept_max[k] = r.st.row_max[k]  # exact after one block
@@ -267,7 +267,7 @@ def vote(
     for k in cutlass.range_constexpr(cute.size(r.tokens)):
         lane_max = online.reduce(scores[k, None], cute.arch.fmax)
         vote_state.lane_max[k] = lane_max
-        below = lane_max == -Float32.inf or (lane_max - vote_state.kept_max[k]) * to_log2[k] < vote_state.log2_threshold
+        below = skip_rule.is_negligible(lane_max, vote_state.kept_max[k], to_log2[k], vote_state.log2_threshold)
         lane_skips = lane_skips and (below or r.tokens[k] >= tile.w.q_len)
     all_lanes = warp.barrier_red_and(NamedBarrier.WARPGROUP + warpgroup_idx(spec), 32 * WARPS, lane_skips) != 0
     skips = Int32(cute.arch.vote_all_sync(all_lanes))  # the same value, which the compiler now knows to be uniform
