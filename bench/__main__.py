@@ -85,13 +85,14 @@ def append() -> Family:
     )
 
 
-def chosen_of(family: Family, prefix: str, sweep: bool) -> list[str]:
-    """Return the cases that begin with `prefix`, and with `sweep` those of the sweep. Raise SystemExit if there are
-    none."""
-    found = [name for name in family.cases if name.startswith((prefix, family.sweep) if sweep else prefix)]
-    if not found:
-        raise SystemExit(f"no case begins with {prefix!r}; there are: {', '.join(family.cases)}")
-    return found
+def chosen_of(family: Family, prefixes: str, sweep: bool) -> list[str]:
+    """Return the cases that begin with one of the comma-separated prefixes, and with `sweep` those of the sweep. Raise
+    SystemExit if none begins with one of them."""
+    every = prefixes.split(",")
+    for prefix in every:
+        if not any(name.startswith(prefix) for name in family.cases):
+            raise SystemExit(f"no case begins with {prefix!r}; there are: {', '.join(family.cases)}")
+    return [name for name in family.cases if name.startswith((*every, *[family.sweep][: int(sweep)]))]
 
 
 def environment() -> results.Environment:
@@ -217,7 +218,7 @@ def main() -> None:
     families = ("attention", "prefill-bf16", attention), ("topk", "topk", topk), ("append", "", append)
     for name, prefix, family in families:
         one = verbs.add_parser(name, help=f"measure {name}")
-        one.add_argument("--cases", default=prefix, help="measure the cases that begin with this prefix")
+        one.add_argument("--cases", default=prefix, help="measure the cases that begin with these prefixes")
         one.add_argument("--providers", default="", help="comma-separated list; default: all that run on this machine")
         one.add_argument("--sweep", action="store_true", help="also measure the sweep over lengths")
         one.add_argument("--rounds", type=int, default=15)

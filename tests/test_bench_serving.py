@@ -113,9 +113,9 @@ def test_sweeps_are_chosen_by_name_or_asked_for():
 
     assert kinds("sweep-decode") == {"sweep-decode"} and kinds("sweep-serve") == {"sweep-serve"}
     assert kinds("prefill-bf16", True) == {"prefill", "sweep"} and kinds("serve") == {"serve"}
-    assert kinds("decode-bf16") == {"decode"}
+    assert kinds("decode-bf16") == {"decode"} and kinds("decode-bf16,serve") == {"decode", "serve"}
     with pytest.raises(SystemExit, match="no case begins with 'decode-sweep'; there are: prefill-bf16-causal"):
-        kinds("decode-sweep")
+        kinds("decode-bf16,decode-sweep")
     for case in shapes.SWEEP_DECODE.values():
         assert plots.DECODE_SWEEP.match(case.name) and sum(case.kv_lens) <= shapes.SWEEP_TOKENS
     assert all(map(plots.SERVE_SWEEP.match, shapes.SWEEP_SERVE))
