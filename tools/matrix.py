@@ -129,7 +129,7 @@ def dims(*pairs: tuple[int, int]) -> dict[str, dict[str, Any]]:
     }
 
 
-PADDED = dims(*((dim, dim) for dim in (32, 80, 96, 112, 160, 192)))  # compiled at their first call
+PADDED = dims(*((dim, dim) for dim in (32, 80, 96, 112, 160, 192, 512)))  # compiled at their first call
 TRANSFORM = {"transform": True}
 ASKED: tuple[tuple[str, Any, str, dict[str, dict[str, Any]]], ...] = (  # arguments of `features`
     ("prefill", PREFILL, "Q, K and V", HALVES | {"e4m3": {"q": "e4m3", "kv": "e4m3"}}),
