@@ -14,6 +14,7 @@ BLACKWELL = ("sm_100a", "sm_103a")
 BASE = KernelRequest("bf16", "bf16", "bf16", 128, 128, 16, 4)
 WHOLE, SPLIT = replace(BASE, split_kv="never"), replace(BASE, split_kv="always")
 DIMS = (*sm90.USUAL, *sm90.WIDE)  # head dims of shipped kernels
+DECODED = dict.fromkeys((kind, dim) for kind, dim, _ in decode.TILES if dim in decode.SHIPPED)
 FEW_KERNELS = 200  # of an architecture, attention and top-k together
 
 
@@ -33,9 +34,7 @@ def problems(way):
                     yield replace(base, head_dim_qk=qk, head_dim_vo=vo, q="e4m3", kv="e4m3", out=out)
             continue
         base = replace(base, causal=True)
-        for (kind, dim, _), out, way in product(decode.TILES, (q, "e4m3", "nvfp4"), ("always", "fixed")):
-            if dim not in decode.SHIPPED:
-                continue
+        for (kind, dim), out, way in product(DECODED, (q, "e4m3", "nvfp4"), ("always", "fixed")):
             kv = q if kind == "16-bit" else kind
             yield replace(base, kv=kv, out=out, head_dim_qk=dim, head_dim_vo=dim, split_kv=way,
                           drafts=window, skip=cap)  # fmt: skip
