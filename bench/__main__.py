@@ -88,11 +88,11 @@ def append() -> Family:
 def chosen_of(family: Family, prefixes: str, sweep: bool) -> list[str]:
     """Return the cases that begin with one of the comma-separated prefixes, and with `sweep` those of the sweep. Raise
     SystemExit if none begins with one of them."""
-    every = prefixes.split(",")
+    every = tuple(prefixes.split(","))
     for prefix in every:
         if not any(name.startswith(prefix) for name in family.cases):
             raise SystemExit(f"no case begins with {prefix!r}; there are: {', '.join(family.cases)}")
-    return [name for name in family.cases if name.startswith((*every, *[family.sweep][: int(sweep)]))]
+    return [name for name in family.cases if name.startswith((*every, family.sweep) if sweep else every)]
 
 
 def environment() -> results.Environment:

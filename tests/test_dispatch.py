@@ -309,7 +309,7 @@ def test_every_multiple_of_16_is_a_head_dim(arch, kv):
             assert dim <= spec.padded_qk == spec.padded_vo < dim + 2 * spec.head_dim_step
 
 
-def test_head_dim_512_is_hoppers():
+def test_only_hopper_has_head_dim_512():
     """One kernel of prefill serves it, with whole tiles or with keys that CTAs share, however few rows there are."""
     wide = replace(WHOLE, head_dim_qk=512, head_dim_vo=512)
     for problem in (wide, replace(wide, rows=1), replace(wide, rows=1, split_kv="always"), replace(wide, window=True)):

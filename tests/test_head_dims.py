@@ -5,10 +5,10 @@ import pytest
 from bench.cases import attention as cases
 from cute_kernels.attention import decode
 from cute_kernels.attention.request import KernelRequest
-from cute_kernels.attention.spec import HEAD_DIM_UNIT, PADDED_DIMS, PADDED_UP_TO, padded
+from cute_kernels.attention.spec import HEAD_DIM_UNIT, MAX_PADDED_DIM, PADDED_DIMS, padded
 from tests.conftest import ARCH, run_python
 
-DIMS = range(HEAD_DIM_UNIT, PADDED_UP_TO + 1, HEAD_DIM_UNIT)
+DIMS = range(HEAD_DIM_UNIT, MAX_PADDED_DIM + 1, HEAD_DIM_UNIT)
 # A process of its own compiles and runs the kernels: one process has one architecture.
 SIMULATE = """
 import sys
@@ -29,7 +29,7 @@ for spec in (sm100.candidate(request, arch), decode.candidate(replace(request, k
 @pytest.mark.parametrize("step", [32, 64])
 def test_a_padded_dim_is_the_next_that_kernels_have(step):
     for dim in range(-16, 600):
-        fits = [p for p in PADDED_DIMS if p % step == 0 and (p == dim or dim <= p <= PADDED_UP_TO)]
+        fits = [p for p in PADDED_DIMS if p % step == 0 and (p == dim or dim <= p <= MAX_PADDED_DIM)]
         assert padded(dim, step) == (min(fits) if fits and dim > 0 and dim % HEAD_DIM_UNIT == 0 else 0), dim
 
 

@@ -129,14 +129,14 @@ def dims(*pairs: tuple[int, int]) -> dict[str, dict[str, Any]]:
     }
 
 
-PADDED = dims(*((dim, dim) for dim in (32, 80, 96, 112, 160, 192, 512)))  # compiled at their first call
+OTHER_DIMS = dims(*((dim, dim) for dim in (32, 80, 96, 112, 160, 192, 512)))  # a bundle holds no kernels of these
 TRANSFORM = {"transform": True}
 ASKED: tuple[tuple[str, Any, str, dict[str, dict[str, Any]]], ...] = (  # arguments of `features`
     ("prefill", PREFILL, "Q, K and V", HALVES | {"e4m3": {"q": "e4m3", "kv": "e4m3"}}),
     ("prefill", PREFILL, "KV", {kv: facts | {"q": "bf16"} for kv, facts in CACHES.items()}),
     ("prefill", replace(PREFILL, q="e4m3"), "KV", {"NVFP4 with e4m3 queries": {"q": "e4m3", "kv": "nvfp4"}}),
     ("prefill", PREFILL, "output", OUTPUTS),
-    ("prefill", PREFILL, "head_dim", dims((64, 64), (128, 128), (192, 128), (256, 256)) | PADDED),
+    ("prefill", PREFILL, "head_dim", dims((64, 64), (128, 128), (192, 128), (256, 256)) | OTHER_DIMS),
     ("prefill", PREFILL, "requests", REQUESTS),
     ("prefill", PREFILL, "page size", pages(1, 2, 5, 8, 16, 24, 32, 64, 128, 256, 300)),
     ("prefill", PREFILL, "query heads of a KV head", heads(1, 2, 3, 4, 5, 6, 7, 8, 16)),
@@ -147,7 +147,7 @@ ASKED: tuple[tuple[str, Any, str, dict[str, dict[str, Any]]], ...] = (  # argume
     ("decode", DECODE, "KV", HALVES | CACHES),
     ("decode", replace(DECODE, kv="nvfp4"), "KV", {"NVFP4 with interleaved V factors": {"interleaved": True}}),
     ("decode", DECODE, "output", OUTPUTS),
-    ("decode", DECODE, "head_dim", dims((64, 64), (128, 128), (256, 256)) | PADDED),
+    ("decode", DECODE, "head_dim", dims((64, 64), (128, 128), (256, 256)) | OTHER_DIMS),
     ("decode", DECODE, "page size", pages(1, 2, 5, 8, 16, 24, 32, 64, 128, 256, 300)),
     ("decode", DECODE, "query heads of a KV head", heads(1, 3, 4, 5, 8, 16, 64, 96)),
     ("decode", DECODE, "with", MODIFIERS | {"batch-invariant bits": {"split_kv": "fixed"}}),

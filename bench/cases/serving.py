@@ -56,11 +56,11 @@ def ragged(kv_dtype: str) -> AttentionCase:
     return replace(decoding(len(RAGGED), 0, (64, 8), 128, 16, kv_dtype), name=name, kv_lens=RAGGED)
 
 
-PADDED = (32, 80, 96, 112, 160, 192)  # head dims whose kernels are compiled at their first call
+OTHER_DIMS = (32, 80, 96, 112, 160, 192)  # a bundle holds no kernels of these head dims
 
 
-def padded(dim: int) -> AttentionCase:
-    """Return a prefill case with a head_dim of PADDED."""
+def other(dim: int) -> AttentionCase:
+    """Return a prefill case with a head_dim of OTHER_DIMS."""
     return replace(headline("causal", 2, 8192, (32, 8), dim, 64), name=f"prefill-bf16-d{dim}-causal-b2-s8192-h32x8-p64")
 
 
@@ -75,7 +75,7 @@ PREFILL = {
         replace(headline("causal", 1, 8192, (16, 8), 256, 64), name="prefill-bf16-d256-b1-s8192-h16x8-p64"),
         alone(512),
         alone(1024),
-        *(padded(dim) for dim in PADDED),
+        *(other(dim) for dim in OTHER_DIMS),
         replace(headline("causal", 1, 8192, (8, 4), 512, 64), name="prefill-bf16-d512-causal-b1-s8192-h8x4-p64"),
     )
 }
@@ -84,7 +84,7 @@ DECODE = {
     for case in (
         *(decoding(batch, n, (32, 8), 128, 16) for batch, n in ((1, 1024), (1, 8192), (4, 4096), (8, 1024))),
         *(ragged(kv_dtype) for kv_dtype in ("", "fp8", "nvfp4")),
-        *(decoding(64, 8192, (64, 8), dim, 64, kv_dtype) for kv_dtype in ("", "fp8") for dim in PADDED),
+        *(decoding(64, 8192, (64, 8), dim, 64, kv_dtype) for kv_dtype in ("", "fp8") for dim in OTHER_DIMS),
         decoding(64, 8192, (16, 4), 512, 64),
     )
 }

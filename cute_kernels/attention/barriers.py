@@ -7,15 +7,22 @@ IDS = 16  # of a CTA, by hardware
 
 
 class NamedBarrier(IntEnum):
-    """The first id of each barrier; `COUNTS` says how many it has."""
+    """The first id of each barrier.
 
-    WARP_SCHEDULER = 1  # + index of the warpgroup whose turn it is to issue MMAs (sm90)
-    WARPGROUP = 4  # + index of the mma warpgroup: its 128 threads (sm90)
-    MMA = 7  # all mma threads (sm90)
-    SPLITS_STORED = 8  # the warps that store, record or merge splits: all splits of the CTA are stored
-    SPLITS_COUNTED = 9  # the same warps: the splits are counted, so that it is known which tiles to merge
-    PROLOGUE = 10  # the warps with a prologue (`pdl`)
-    VOTES = 11  # + half of the tile: the votes of its 128 threads on a block (sm100)
+    WARP_SCHEDULER: an mma warpgroup of sm90 waits at the id of its index for its turn to issue MMAs. WARPGROUP: the 128
+    threads of an mma warpgroup of sm90 meet at the id of its index. MMA: all mma threads of sm90 meet. SPLITS_STORED:
+    the warps that merge splits wait until the CTA has stored its own. SPLITS_COUNTED: they wait until these are
+    counted, and then know which tiles to merge. PROLOGUE: the warps that begin before the previous kernel has ended
+    meet (`pdl`). VOTES: the 128 threads of a half of a tile of sm100 meet at the id of its number when they have voted.
+    """
+
+    WARP_SCHEDULER = 1
+    WARPGROUP = 4
+    MMA = 7
+    SPLITS_STORED = 8
+    SPLITS_COUNTED = 9
+    PROLOGUE = 10
+    VOTES = 11
 
 
-COUNTS = {NamedBarrier.WARP_SCHEDULER: 3, NamedBarrier.WARPGROUP: 3, NamedBarrier.VOTES: 2}  # ids, if not one
+COUNTS = {NamedBarrier.WARP_SCHEDULER: 3, NamedBarrier.WARPGROUP: 3, NamedBarrier.VOTES: 2}  # others have one id

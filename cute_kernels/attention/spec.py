@@ -19,8 +19,8 @@ SF_VEC_SIZE = 16  # elements that share a scale factor of NVFP4
 TMA_PAGES = (8, 16, 32, 64, 128, 256)  # page sizes, in rows, that TMA loads
 HEAD_DIM_UNIT = 16  # head dims are multiples of it: rows of 16 bytes, the unit of TMA's strides, in 8 bits
 BLOCK_SCALED_UNIT = 64  # the same of NVFP4 caches: scale factors of 4 bytes a row, the least that cp.async copies
-PADDED_DIMS = (32, 64, 96, 128, 160, 192, 256, 512)  # head dims that kernels compute with;
-PADDED_UP_TO = 256  # those up to this one also for smaller ones
+PADDED_DIMS = (32, 64, 96, 128, 160, 192, 256, 512)  # head dims that kernels compute with
+MAX_PADDED_DIM = 256  # no smaller head dim is padded to a larger one than this
 PACK_GQA_MAX_Q = 64  # PackGQA for sequences of at most this many query tokens,
 PACK_GQA_MAX_GROUP = 1024  # and at most this many query heads per KV head: row * heads < 2^30, for `Divisor`
 
@@ -135,7 +135,7 @@ class AttentionSpec(Generic[T]):
 def padded(head_dim: int, step: int) -> int:
     """Return the smallest of `PADDED_DIMS` that is a multiple of `step` and not below `head_dim`; 0 if there is none
     that serves it, or if `head_dim` is no multiple of `HEAD_DIM_UNIT`."""
-    fits = (dim for dim in PADDED_DIMS if dim % step == 0 and head_dim <= dim <= max(head_dim, PADDED_UP_TO))
+    fits = (dim for dim in PADDED_DIMS if dim % step == 0 and head_dim <= dim <= max(head_dim, MAX_PADDED_DIM))
     return next(fits, 0) if head_dim % HEAD_DIM_UNIT == 0 < head_dim else 0
 
 

@@ -42,7 +42,7 @@ class DecodeTileConfig:
     rows_per_warp: int = FEW_ROWS
     blackwell: bool = False
 
-    head_dim_steps: ClassVar[tuple[int, int]] = (32, 32)  # of `AttentionSpec`: with 16-bit K and V, with others
+    head_dim_steps: ClassVar[tuple[int, int]] = (32, 32)  # padded dims are multiples: of the first in 16 bits
     load_warps: ClassVar[int] = 1  # warps that fill a stage together
     per_tile_pack_gqa: ClassVar[bool] = False  # PackGQA is the same for all tiles, see `work.WorkTileInfo`
     pdl_prologue: ClassVar[bool] = True  # a CTA finds its first tile during the previous kernel, see `pdl`

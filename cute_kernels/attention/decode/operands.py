@@ -69,10 +69,8 @@ def fetch_q(spec: cutlass.Constexpr, a, r, tile, words: cute.Tensor):
             head = geometry.head_of(at, w.head_idx, r.pack_factor)
             source = a.query.q[w.q_start + token, head, None]
             for i in cutlass.range_constexpr(row.chunks * vectors):
-                number, target = (
-                    (i // vectors * 4 + t) * vectors + i % vectors,
-                    cute.local_tile(words[None, n_tile], (4,), (i,)),
-                )
+                number = (i // vectors * 4 + t) * vectors + i % vectors
+                target = cute.local_tile(words[None, n_tile], (4,), (i,))
                 if const_expr(spec.padded_qk == spec.head_dim_qk):
                     load_query(cute.local_tile(source, (8,), (number,)), target)
                 elif number < spec.head_dim_qk // 8:

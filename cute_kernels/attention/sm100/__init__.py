@@ -43,7 +43,7 @@ class Sm100TileConfig:
     load_warps: int = 1
     ex2_emu: int = 0
     has_half_tiles: bool = False
-    head_dim_steps: ClassVar[tuple[int, int]] = (32, 64)  # of `AttentionSpec`: with 16-bit K and V, with others
+    head_dim_steps: ClassVar[tuple[int, int]] = (32, 64)  # padded dims are multiples: of the first in 16 bits
     dequant_pieces: ClassVar[int] = 2  # pieces of rows that a lane dequantises at a time
     l2_bytes: ClassVar[int] = 32 << 20  # bytes of K and V in use at a time; L2 is 126 MB in two halves
     per_tile_pack_gqa: ClassVar[bool] = True  # see `work.WorkTileInfo`
@@ -100,7 +100,7 @@ SHARED_TILES = {  # kernels in which CTAs share the keys of a request
     (128, 128): Sm100TileConfig(m=128, n=96, stages=3),  # 128 keys take 688 bytes too many
 }
 SHARED_ROWS = 16  # up to so many rows per request and KV head, `decode` reads keys as fast and computes less
-HALF = 128  # columns of O from which on a tile has one half: two O do not fit in tensor memory
+HALF = 128  # with more columns of O, a tile has one half of the rows: two O do not fit in tensor memory
 USUAL = ((64, 64), (128, 128))
 WIDE = ((192, 128), (256, 256))
 FP8 = "e4m3"

@@ -54,7 +54,7 @@ class Sm90TileConfig:
     pdl_prologue: ClassVar[bool] = False  # see `pdl`
     counters_per_split: ClassVar[int] = 1  # counters per split of a tile
     e2m1: ClassVar[bool] = False  # the architecture has no conversion of e2m1 codes
-    head_dim_steps: ClassVar[tuple[int, int]] = (32, 64)  # of `AttentionSpec`: with 16-bit K and V, with others
+    head_dim_steps: ClassVar[tuple[int, int]] = (32, 64)  # padded dims are multiples: of the first in 16 bits
     l2_bytes: ClassVar[int] = 16 << 20  # bytes of K and V in use at a time; Hopper's L2 is 50 MB in two halves
 
     @property
@@ -127,8 +127,8 @@ SHARED_TILES = {  # (KV cache type, head_dim) -> tile of stream_k kernels: CTAs 
     ("nvfp4", 64): Sm90TileConfig(64, 128, 4, raw_stages=4, load_warps=1),
     ("nvfp4", 128): Sm90TileConfig(64, 128, 2, raw_stages=3, load_warps=1),
 }
-SHARED_ROWS = 16  # stream_k serves more rows; up to this many, `decode` reads keys as fast and computes less, up to
-DECODE_DIM = 256  # this head_dim
+SHARED_ROWS = 16  # stream_k serves more rows; up to this many, `decode` reads keys as fast and computes less
+DECODE_DIM = 256  # stream_k serves any number of rows with a larger head_dim, which `decode` does not have
 HEADLINE_TILES = TILES | {  # kernels that take no modifier
     (32, 32): Sm90TileConfig(192, 128, 4, 2),
     (64, 64): Sm90TileConfig(192, 128, 4, 2),
@@ -185,13 +185,13 @@ def shared(q: str, kv: str, dim: int) -> Spec:
 def sharing(p: KernelRequest) -> Spec:
     """Return the stream_k spec that would serve a request; `shares` refuses modifiers that it cannot serve.
 
-    Its tile is None if the request has at most SHARED_ROWS rows.
+    Its tile is None if `decode` serves the request: at most SHARED_ROWS rows, and a head_dim up to DECODE_DIM.
     """
-    spec, many = shared(p.q, p.kv, p.head_dim_qk), p.packed_rows > SHARED_ROWS or p.head_dim_qk > DECODE_DIM
+    spec, serves = shared(p.q, p.kv, p.head_dim_qk), p.packed_rows > SHARED_ROWS or p.head_dim_qk > DECODE_DIM
     mask = MaskSpec("always" if p.causal else "never", p.window, p.drafts, p.custom_mask)
     logits = LogitsSpec(p.soft_cap, p.skip, p.alibi, p.head_scales)
     out = (p.out,) if p.out in DTYPES else outputs(p.q, p.out)
-    kv, tile = KVSpec(p.kv, kv_source(p)), cast(Sm90TileConfig, spec.tile if many else None)
+    kv, tile = KVSpec(p.kv, kv_source(p)), cast(Sm90TileConfig, spec.tile if serves else None)
     return replace(spec, kv=kv, out=out, head_dim_vo=p.head_dim_vo, mask=mask, logits=logits, tile=tile)
 
 

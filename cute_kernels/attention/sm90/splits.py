@@ -12,7 +12,7 @@ from .groups import o_part
 from .roles import roles
 
 PIECE = 2  # neighbouring columns of a lane
-ROWS, VALUES = 16, 128  # rows that a warp merges at a time, if they have up to so many values
+ROWS, VALUES = 16, 128  # a warp merges so many rows of up to so many values at a time, fewer of longer ones
 
 
 def mma_thread_idx(spec):
