@@ -6,7 +6,8 @@ others.
 Process n of N takes every N-th test. A test that runs longer than `limit` seconds is killed with its process, and the
 process is restarted after it. After `seconds` no test begins; `--resume` then runs the rest, with as many processes.
 The program prints the tests that failed and those that did not end; `--out` (build/shards) holds pytest's output and
-its junit reports, for `python -m tools.matrix record`. Build the bundle first: processes do not share compilations.
+its junit reports, for `python -m tools.matrix record`. Build the bundle first. The processes compile what it lacks,
+and share it through the user's cache.
 """
 
 import argparse

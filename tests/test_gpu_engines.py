@@ -11,6 +11,7 @@ from bench.results import Environment
 
 TINY = [name for name in CASES if "-tiny-" in name]
 PEERS = {"vllm": "vllm-flash-attn", "sglang": "sglang-triton"}
+COMMON = {"bf16": 0.1, "fp8": 0.1, "nvfp4": 0.02}  # least share of the tokens before the answers part
 ENV = Environment("2026-01-01T00:00:00+00:00", "0" * 40, "some-gpu", "1", "2")
 
 pytestmark = pytest.mark.skipif(
@@ -36,11 +37,12 @@ def test_an_engine_answers_as_with_its_own_backend(name):
     _, figures = engine.measure(name, ("ours", peer), ENV, passes=1)
     ours = next((row for row in figures if row.provider == "ours"), None)
     assert ours is not None, "no row: see what was printed"
-    assert ours.reference == peer and ours.common > 0.1
+    assert ours.reference == peer and ours.common > COMMON[case.kv]
 
 
 @pytest.mark.parametrize("kv", ["bf16", "fp8", "nvfp4"])
 def test_a_server_answers_all_requests(kv):
+    """Other processes on the GPU would count as growth of its memory: run these tests alone."""
     if find_spec("vllm") is None:
         pytest.skip("vllm is not installed")
     (row,) = server.measure(f"server-vllm-tiny-llama-{kv}", ("ours",), ENV)

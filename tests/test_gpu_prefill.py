@@ -473,7 +473,7 @@ def test_a_tensor_on_the_cpu_is_refused(name):
 @pytest.mark.parametrize(
     "case,change,message",
     [
-        (replace(BASE, head_dim_qk=80, head_dim_vo=80), {}, r"head_dim \(80, 80\)"),
+        (replace(BASE, head_dim_qk=72, head_dim_vo=72), {}, r"head_dim \(72, 72\)"),
         (BASE, {"bmm1_scale": -0.1}, "bmm1_scale: -0.1"),
         (BASE, {"bmm1_scale": 0.0}, "bmm1_scale: 0.0"),
     ],
