@@ -18,7 +18,8 @@ QWEN3_8B: dict[str, Any] = LLAMA_8B | {
 GEMMA2_9B: dict[str, Any] = LLAMA_8B | {
     "architectures": ["Gemma2ForCausalLM"], "model_type": "gemma2", "hidden_size": 3584, "intermediate_size": 14336,
     "num_hidden_layers": 42, "num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 256,
-    "vocab_size": 256000, "rope_theta": 10000.0, "rms_norm_eps": 1e-6, "hidden_activation": "gelu_pytorch_tanh",
+    "vocab_size": 256000, "rope_theta": 10000.0, "rms_norm_eps": 1e-6,
+    "hidden_act": "gelu_pytorch_tanh", "hidden_activation": "gelu_pytorch_tanh",
     "attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0, "query_pre_attn_scalar": 256,
     "sliding_window": 4096, "tie_word_embeddings": True,
 }  # fmt: skip
