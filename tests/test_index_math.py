@@ -24,7 +24,7 @@ from cute_kernels.attention.sm90 import softmax as prefill
 from cute_kernels.attention.sm100 import roles as sm100_roles
 from cute_kernels.attention.spec import PACK_GQA_MAX_Q, AttentionSpec, MaskSpec
 from cute_kernels.device import layout as shared
-from cute_kernels.device.divisor import Divisor, Quotient, magic_of
+from cute_kernels.device.divisor import Divisor, Quotient, magic_of, quotient_params
 from cute_kernels.device.roles import Role, Roles
 
 SPECS = st.builds(
@@ -181,7 +181,8 @@ class Tensor(NamedTuple):
 
 def arguments(heads_q, heads_kv):
     query, kv = SimpleNamespace(q=Tensor((9, heads_q, 64))), SimpleNamespace(k=Tensor((5, heads_kv, 16, 64)))
-    return SimpleNamespace(query=query, kv=kv)
+    group = heads_q // heads_kv
+    return SimpleNamespace(query=query, kv=kv, launch=geometry.LaunchGeometry(group, magic_of(group), None, None, None))
 
 
 @pytest.mark.parametrize(
@@ -205,6 +206,18 @@ def test_a_group_of_very_many_heads_is_not_packed():
     most = geometry.PACK_GQA_MAX_GROUP
     found = [geometry.pack_factor(SimpleNamespace(schedule="tiles"), arguments(n, 1), 1) for n in (most, most + 1)]
     assert found == [most, 1] and (PACK_GQA_MAX_Q * most + 256) * most < 1 << 30
+
+
+@given(st.integers(1, 300), st.integers(1, 128), st.integers(1, 16), st.booleans())
+def test_all_heads_in_one_section(m_blocks, kv_heads, group, packed):
+    """The order of tiles is then a division by the number of tile heads, for which the host has the multiplier."""
+    a, heads = arguments(kv_heads * group, kv_heads), kv_heads if packed else kv_heads * group
+    quotients = [quotient_params(Int32(n)) for n in (kv_heads * group, kv_heads)]
+    a.launch = a.launch._replace(q_heads=quotients[0], kv_heads=quotients[1])
+    found = geometry.tile_heads_quotient(a, int(packed))
+    for tile in {0, heads - 1, heads * m_blocks // 2, heads * m_blocks - 1}:
+        place = m_blocks - 1 - int(Int32(tile) // found), int(Int32(tile) % found)
+        assert place == tiles.lpt_order(tile, m_blocks, heads, heads, 0)
 
 
 @given(st.lists(st.integers(1, 40), max_size=30), st.integers(1, 60))

@@ -94,6 +94,7 @@ class AttentionArgs(NamedTuple):
     logits: LogitsArgs
     out: OutArgs
     schedule: ScheduleArgs
+    launch: Any = None  # `geometry.LaunchGeometry`, which the host part of a launch computes from the shapes
 
 
 BLOCKS: tuple[Any, ...] = (QueryArgs, KVArgs, MaskArgs, LogitsArgs, OutArgs, ScheduleArgs)

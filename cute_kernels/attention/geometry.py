@@ -6,14 +6,49 @@ and the tile's head is the KV head. pack_factor is the number of rows per token:
 """
 
 from itertools import pairwise
+from typing import Any, NamedTuple
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Int32
+from cutlass import Int32, Uint32
 
 from ..device.clamp import clamp
-from ..device.divisor import SHIFT, Divisor
+from ..device.divisor import SHIFT, Divisor, Quotient, magic_of, quotient_params
+from .args import pack
 from .spec import PACK_GQA_MAX_GROUP, PACK_GQA_MAX_Q
+
+
+class LaunchGeometry(NamedTuple):
+    """Numbers that follow from the shapes of a launch. The host part computes them, since a division takes a warp of
+    the kernel about 150 cycles, and a CTA has nothing to do before its first tile is found.
+
+    qhead_per_kvhead, group_magic: query heads per KV head, and its magic number for `Divisor`. q_heads, kv_heads: the
+    multiplier and the shift of the number of query and of KV heads, for `Quotient`. l2_keys: K and V of all heads of a
+    sequence of so many keys fit in `tile.l2_bytes`; None in kernels without it.
+    """
+
+    qhead_per_kvhead: Int32
+    group_magic: Int32
+    q_heads: Any
+    kv_heads: Any
+    l2_keys: Any
+
+
+def launch_args(spec, flat):
+    """Return the arguments of a launch, in the order of `args.fields`, with its `LaunchGeometry`. Called on the
+    host."""
+    a = pack(spec, flat)
+    heads, kv_heads = a.query.q.shape[1], cutlass.max(a.kv.k.shape[1], 1)
+    group, l2_keys = cutlass.max(heads // kv_heads, 1), None
+    if spec.schedule == "tiles":
+        l2_keys = spec.tile.l2_bytes // (kv_row_bytes(spec) * kv_heads)
+    quotients = quotient_params(cutlass.max(heads, 1)), quotient_params(kv_heads)
+    return a._replace(launch=LaunchGeometry(group, magic_of(group), *quotients, l2_keys))
+
+
+def kv_row_bytes(spec):
+    """Return the bytes of a key's K and V of one head."""
+    return (spec.head_dim_qk + spec.head_dim_vo) * spec.kv.bits // 8
 
 
 def sequence_queries(a, b):
@@ -74,7 +109,12 @@ def batch_size(a):
 
 def qhead_per_kvhead(a):
     """Return the number of query heads per KV head."""
-    return a.query.q.shape[1] // a.kv.k.shape[1]
+    return a.launch.qhead_per_kvhead
+
+
+def group_divisor(a):
+    """Return the number of query heads per KV head as a `Divisor`."""
+    return Divisor(a.launch.qhead_per_kvhead, a.launch.group_magic)
 
 
 def pack_factor(spec, a, q_len):
@@ -105,6 +145,13 @@ def num_tile_heads(a, pack_gqa):
     """Return the number of tile heads: KV heads if packed (pack_gqa 1), else query heads."""
     heads = a.query.q.shape[1]
     return heads + pack_gqa * (a.kv.k.shape[1] - heads)
+
+
+def tile_heads_quotient(a, pack_gqa):
+    """Return `num_tile_heads` as a `Quotient`."""
+    (magic, shift), (packed_magic, packed_shift) = a.launch.q_heads, a.launch.kv_heads
+    magic += Uint32(pack_gqa) * (packed_magic - magic)  # modulo 2^32
+    return Quotient(num_tile_heads(a, pack_gqa), magic, shift + pack_gqa * (packed_shift - shift))
 
 
 def num_rows(q_len, pack_factor):
@@ -140,4 +187,4 @@ def head_of(row, head, pack_factor):
 
 def kv_head_of(spec, a, w):
     """Return the KV head of a tile."""
-    return w.head_idx if spec.schedule == "stream_k" else w.head_idx * w.pack_factor // qhead_per_kvhead(a)
+    return w.head_idx if spec.schedule == "stream_k" else w.head_idx * w.pack_factor // group_divisor(a)

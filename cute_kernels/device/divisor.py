@@ -39,20 +39,27 @@ class Divisor:
         return x * self.value
 
 
+def quotient_params(value):
+    """Return the multiplier and the shift of `Quotient`."""
+    more = sum((cutlass.min(cutlass.max(value - (1 << k), 0), 1) for k in range(31)), Int32(0))  # s
+    shift = Int32(more + 31)
+    return Uint32((Uint64(1) << Uint64(shift)) // Uint64(value) + Uint64(1)), shift
+
+
 class Quotient:
     """A divisor d >= 1: `x // d` and `x % d` for 0 <= x < 2^31, by a 32-bit multiplication and a shift.
 
     Exact: with s = ceil(log2 d), the multiplier floor(2^(31 + s) / d) + 1 fits 32 bits, and d times it exceeds
-    2^(31 + s) by at most 2^s."""
+    2^(31 + s) by at most 2^s. magic, shift: of `quotient_params(d)`, if the host has computed them."""
 
-    def __init__(self, value: Int32):
+    def __init__(self, value: Int32, magic: Uint32 | None = None, shift: Int32 | None = None):
         self.value = value
-        more = sum((cutlass.min(cutlass.max(value - (1 << k), 0), 1) for k in range(31)), Int32(0))  # s
-        self.shift = Uint64(more + 31)
-        self.magic = Uint32((Uint64(1) << self.shift) // Uint64(value) + Uint64(1))
+        if magic is None or shift is None:
+            magic, shift = quotient_params(value)
+        self.magic, self.shift = magic, shift
 
     def __rfloordiv__(self, x):
-        return Int32(Uint64(Uint32(x)) * Uint64(self.magic) >> self.shift)
+        return Int32(Uint64(Uint32(x)) * Uint64(self.magic) >> Uint64(self.shift))
 
     def __rmod__(self, x):
         return x - x // self * self.value

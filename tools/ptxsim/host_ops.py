@@ -225,6 +225,16 @@ def _integer(function: Callable[..., int]) -> Callable[[Op, list[Any]], int]:
     return lambda op, args: wrap(function(*args), op.result_types[0])
 
 
+def _natural(function: Callable[..., int]) -> Callable[[Op, list[Any]], int]:
+    """Evaluate an operation on unsigned integers, which have the type of the result."""
+
+    def evaluate(op: Op, args: list[Any]) -> int:
+        bits = bits_of(op.result_types[0])
+        return wrap(function(*(x % (1 << bits) for x in args)), op.result_types[0])
+
+    return evaluate
+
+
 def _unsigned(op: Op, args: list[Any]) -> int:
     return wrap(args[0] % (1 << bits_of(op.operand_types[0])), op.result_types[0])
 
@@ -338,6 +348,13 @@ INTEGER: dict[str, Callable[..., int]] = {
     "trunci": int,
     "index_cast": int,
 }
+UNSIGNED: dict[str, Callable[..., int]] = {
+    "divui": operator.floordiv,
+    "remui": operator.mod,
+    "minui": min,
+    "maxui": max,
+    "shrui": operator.rshift,
+}
 FLOAT: dict[str, Callable[..., float]] = {
     "addf": operator.add,
     "subf": operator.sub,
@@ -349,6 +366,7 @@ FLOAT: dict[str, Callable[..., float]] = {
     "sitofp": float,
 }
 ONE |= {f"arith.{name}": _integer(function) for name, function in INTEGER.items()}
+ONE |= {f"arith.{name}": _natural(function) for name, function in UNSIGNED.items()}
 ONE |= {f"arith.{name}": _float(function) for name, function in FLOAT.items()}
 MANY: dict[str, Callable[[Op, list[Any]], Sequence[Any]]] = {
     "cute.get_leaves": lambda op, args: flat(args[0]),

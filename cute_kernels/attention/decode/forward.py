@@ -37,8 +37,8 @@ import cutlass.cute as cute
 from cutlass import Int32, const_expr
 
 from ...device import copy, pipeline
-from .. import fakes, load
-from ..args import AttentionArgs, pack
+from .. import fakes, geometry, load
+from ..args import AttentionArgs
 from ..kv import arrivals, pages, scales, source, stage_columns
 from ..schedule import stream_k, work
 from . import reduce
@@ -76,7 +76,7 @@ class DecodeSharedStorage:
 @cute.jit
 def forward(spec: cutlass.Constexpr, stream, *flat):
     """Launch the kernel. flat: the arguments in the order of `args.fields`."""
-    a, t = pack(spec, flat), spec.tile
+    a, t = geometry.launch_args(spec, flat), spec.tile
     k, v = (
         source(spec).operand(x, (t.n, stage_columns(spec, x, dim)), t.stages)
         for x, dim in ((a.kv.k, spec.padded_qk), (a.kv.v, spec.padded_vo))

@@ -19,7 +19,6 @@ from cutlass import Float32, Int32, Uint32, const_expr
 
 from ... import abi
 from ...device import mma, pipeline, warp
-from ...device.divisor import Divisor
 from ...device.layout import swizzle
 from .. import combine, geometry, logits, mask, quant, skip_rule, softmax
 from ..logits import ScoreCols, ScoreRows
@@ -74,7 +73,7 @@ def make_fragments(spec, a):
     k, v = CachedRow.of(spec, spec.padded_qk), CachedRow.of(spec, spec.padded_vo)
     pieces, rows = max(1, k.width // 64), 2 * num_n_tiles(spec)
     r = DecodeFragments(
-        Divisor(geometry.qhead_per_kvhead(a)),
+        geometry.group_divisor(a),
         rmem((spec.padded_qk // 8, num_n_tiles(spec)), Uint32),
         rmem((spec.padded_vo // 4, num_n_tiles(spec)), Float32),
         softmax.make(rows),

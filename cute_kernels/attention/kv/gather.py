@@ -8,7 +8,7 @@ import cutlass.cute as cute
 from cutlass import Int32, Int64, const_expr
 
 from ...device import layout, pipeline
-from ...device.divisor import Quotient
+from ...device.divisor import Quotient, quotient_params
 from . import pages
 from .pages import KVBlock
 
@@ -22,11 +22,13 @@ class GatherOperand:
 
     gmem: cute.Tensor  # (pages, Hkv, P, D)
     layout: cute.ComposedLayout  # (rows, cols, stages) in shared memory
+    page_size: Any  # `quotient_params` of the rows of a page
 
 
 def operand(x, shape, stages):
     """Make the operand of x (pages, Hkv, P, D). shape: (n, D) of a stage."""
-    return GatherOperand(x, layout.smem_layout(shape, stages, x.element_type))
+    page_size = quotient_params(cutlass.max(x.shape[2], 1))
+    return GatherOperand(x, layout.smem_layout(shape, stages, x.element_type), page_size)
 
 
 class RowPageIds(NamedTuple):
@@ -40,7 +42,7 @@ class RowPageIds(NamedTuple):
 def page_id_cache(spec, op):
     """Allocate the `RowPageIds` of an operand."""
     page_ids = cute.make_rmem_tensor((spec.tile.n // spec.tile.load_warps + 31) // 32, Int32)
-    return RowPageIds(page_ids, Quotient(op.gmem.shape[2]))
+    return RowPageIds(page_ids, Quotient(op.gmem.shape[2], *op.page_size))
 
 
 @cute.jit

@@ -335,7 +335,7 @@ def produce_next(
 @cute.jit
 def schedule_warp(spec: cutlass.Constexpr, a, s):
     """Produce all tiles of this CTA, then an invalid one. Called by one warp."""
-    pack_factor, none = Divisor(geometry.qhead_per_kvhead(a)), Int32(0)
+    pack_factor, none = geometry.group_divisor(a), Int32(0)
     window, cta_units, unit = first_work(spec, a, s, pack_factor)
     work.producer_commit(s, none)
     more = Int32(1) if cta_units.begin < cta_units.end else none

@@ -15,9 +15,12 @@ at least WAVES * CTAs / tiles of the heads (`whole_sections`), which is WAVES wa
 sequence. With fewer heads, its long tiles would start last and end after all others.
 
 To follow the code: warp 0 of load_k (`load.load_kv`) calls `begin` once, then `produce_next` for each tile:
-`next_index` draws a tile's number from the counter, and `find` (number -> tile) calls `interleave`, `locate` (the
-sequence) and `lpt_order` (m_block and head). Every role reads the tile with `work.consume`. Three numbers are told
-apart: t, of a tile among the CTA's; launch_tile, in the order of the launch; seq_tile, within its sequence.
+`next_index` draws a tile's number from the counter, and `find` (number -> tile) calls `search`, unless the launch has
+one sequence, and `lpt_order` (m_block and head), unless all heads are one section. `search` calls `interleave` and
+`locate` (the sequence). A CTA computes nothing before its first tile is found, which is most of a short launch's time:
+so divisions are left to the host (`geometry.LaunchGeometry`) or done only where they decide something. Every role reads
+the tile with `work.consume`. Three numbers are told apart: t, of a tile among the CTA's; launch_tile, in the order of
+the launch; seq_tile, within its sequence.
 """
 
 from typing import NamedTuple
@@ -27,7 +30,7 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Uint32, Uint64
 
 from ...device import warp
-from ...device.divisor import Divisor, magic_of
+from ...device.divisor import Divisor
 from .. import geometry, mask
 from . import work
 from .work import WorkTileInfo
@@ -61,9 +64,8 @@ class SearchCursor(NamedTuple):
 
 
 class SchedulerSmem(NamedTuple):
-    """State of the scheduling warp, which has no registers for it. launch (3,): number of tiles, ratio of packed ones,
-    and the magic number of the query heads per KV head for `Divisor`. cursors (4, 2): the `SearchCursor` of each
-    kind."""
+    """State of the scheduling warp, which has no registers for it. launch (2,): number of tiles, ratio of packed ones.
+    cursors (4, 2): the `SearchCursor` of each kind."""
 
     launch: cute.Tensor
     cursors: cute.Tensor
@@ -71,7 +73,7 @@ class SchedulerSmem(NamedTuple):
 
 def allocate(smem) -> SchedulerSmem:
     """Allocate the scheduler's shared memory."""
-    launch, fields = cute.make_layout(3), cute.make_layout((len(SearchCursor._fields), 2))
+    launch, fields = cute.make_layout(2), cute.make_layout((len(SearchCursor._fields), 2))
     return SchedulerSmem(smem.allocate_tensor(Int32, launch, 16), smem.allocate_tensor(Int32, fields, 16))
 
 
@@ -144,7 +146,15 @@ def save_cursor(smem: SchedulerSmem, pack_gqa, cursor: SearchCursor):
 
 @cute.jit
 def begin(spec: cutlass.Constexpr, a, smem: SchedulerSmem):
-    """Count the tiles of the launch and set up the cursors: reads all sequences. Called by one warp."""
+    """Count the tiles of the launch and set up the cursors: reads all sequences, if there are several. Called by one
+    warp."""
+    if geometry.batch_size(a) > 1:
+        begin_search(spec, a, smem)
+
+
+@cute.jit
+def begin_search(spec: cutlass.Constexpr, a, smem: SchedulerSmem):
+    """Do the work of `begin` for several sequences."""
     count, packed_tiles, top, top_packed = Int32(0), Int32(0), Int32(-1), Int32(-1)
     for b in cutlass.range(cute.arch.lane_idx(), geometry.batch_size(a), 32, unroll=1):
         sequence = load_sequence(spec, a, b)
@@ -163,7 +173,7 @@ def begin(spec: cutlass.Constexpr, a, smem: SchedulerSmem):
     elif packed_tiles > 0:
         ratio = packed_ratio(packed_tiles, count)
     if cute.arch.lane_idx() == 0:
-        smem.launch[0], smem.launch[1], smem.launch[2] = count, ratio.to(Int32), magic_of(geometry.qhead_per_kvhead(a))
+        smem.launch[0], smem.launch[1] = count, ratio.to(Int32)
     for pack_gqa, bucket in enumerate((top, top_packed)):
         save_cursor(smem, pack_gqa, SearchCursor(bucket, Int32(0), Int32(0), Int32(-1)))
 
@@ -205,6 +215,28 @@ def locate(spec: cutlass.Constexpr, a, pack_gqa: Int32, kind_tile: Int32, cursor
 
 
 @cute.jit
+def search(spec: cutlass.Constexpr, a, launch_tile: Int32, smem: SchedulerSmem):
+    """Find tile `launch_tile` among the tiles of several sequences. Called by one warp.
+
+    Return (the launch's number of tiles; 1 if it has this tile, else 0; the tile's number in its sequence; the
+    `TileSequence`; batch_idx).
+    """
+    is_valid, seq_tile, batch, sequence = Int32(0), Int32(0), Int32(0), TileSequence(*(Int32(0),) * 6)
+    num_tiles, ratio = smem.launch[0], smem.launch[1].to(Uint32)
+    if launch_tile < num_tiles:
+        is_valid, packed_before = Int32(1), interleave(launch_tile, ratio)
+        pack_gqa = interleave(launch_tile + 1, ratio) - packed_before
+        # the tile's number among those of its kind: packed_before if packed, else launch_tile - packed_before
+        kind_tile = launch_tile - packed_before + pack_gqa * (2 * packed_before - launch_tile)
+        cursor = SearchCursor(*(smem.cursors[i, pack_gqa] for i in range(len(SearchCursor._fields))))
+        seq_tile, sequence, batch, cursor = locate(spec, a, pack_gqa, kind_tile, cursor)
+        save_cursor(smem, pack_gqa, cursor)
+        if batch >= geometry.batch_size(a):
+            is_valid = Int32(0)
+    return num_tiles, is_valid, seq_tile, sequence, batch
+
+
+@cute.jit
 def next_index(a, t: Int32):
     """Return the number, in the launch, of this CTA's t-th tile. Called by one warp. The first is the CTA's own index;
     later ones come from the launch's counter, which hands out as many numbers as the launch has tiles. Without a
@@ -222,47 +254,49 @@ def next_index(a, t: Int32):
 
 @cute.jit
 def find(spec: cutlass.Constexpr, a, launch_tile: Int32, smem: SchedulerSmem):
-    """Return the `WorkTileInfo` of tile `launch_tile` of the launch. Called by one warp."""
+    """Return the `WorkTileInfo` of tile `launch_tile` of the launch, and the launch's number of tiles. Called by one
+    warp."""
     is_valid, m_block, head, batch, seq_tile = Int32(0), Int32(0), Int32(0), Int32(0), Int32(0)
-    sequence, ratio = TileSequence(*(Int32(0),) * 6), smem.launch[1].to(Uint32)
+    sequence, num_tiles = TileSequence(*(Int32(0),) * 6), Int32(0)
     # tile of the launch -> sequence
-    if launch_tile < smem.launch[0]:
-        is_valid, packed_before = Int32(1), interleave(launch_tile, ratio)
-        pack_gqa = interleave(launch_tile + 1, ratio) - packed_before
-        # the tile's number among those of its kind: packed_before if packed, else launch_tile - packed_before
-        kind_tile = launch_tile - packed_before + pack_gqa * (2 * packed_before - launch_tile)
-        cursor = SearchCursor(*(smem.cursors[i, pack_gqa] for i in range(len(SearchCursor._fields))))
-        seq_tile, sequence, batch, cursor = locate(spec, a, pack_gqa, kind_tile, cursor)
-        save_cursor(smem, pack_gqa, cursor)
-        if batch >= geometry.batch_size(a):
-            is_valid = Int32(0)
+    if geometry.batch_size(a) == 1:
+        # the only sequence
+        sequence, seq_tile = load_sequence(spec, a, Int32(0)), launch_tile
+        num_tiles = sequence.num_tiles
+        if launch_tile < num_tiles:
+            is_valid = Int32(1)
+    else:
+        num_tiles, is_valid, seq_tile, sequence, batch = search(spec, a, launch_tile, smem)
     pack_factor = geometry.pack_factor(spec, a, sequence.q_len)
     rows = geometry.num_rows(sequence.q_len, pack_factor)
     m = geometry.tile_m(spec, rows)
     # tile of the sequence -> (m_block, head)
     if is_valid != 0:
-        row_bytes = (spec.head_dim_qk + spec.head_dim_vo) * spec.kv.bits // 8
-        heads = geometry.num_tile_heads(a, sequence.pack_gqa)
-        each = geometry.qhead_per_kvhead(a) + 1 - pack_factor  # tile heads per KV head
-        section = l2_section(sequence.kv_len, row_bytes, a.kv.k.shape[1], each, spec.tile.l2_bytes)
-        m_blocks, whole = (rows + m - 1) // m, Int32(0)
-        if section < heads:
-            whole = whole_sections(heads, section, cute.arch.grid_dim()[0], smem.launch[0])
-        m_block, head = lpt_order(seq_tile, m_blocks, heads, section, whole)
+        m_blocks, heads = (rows + m - 1) // m, geometry.tile_heads_quotient(a, sequence.pack_gqa)
+        # all heads are one section
+        m_block, head = m_blocks - 1 - seq_tile // heads, seq_tile % heads
+        if sequence.kv_len > a.launch.l2_keys:
+            each = geometry.qhead_per_kvhead(a) + 1 - pack_factor  # tile heads per KV head
+            row_bytes = geometry.kv_row_bytes(spec)
+            section = l2_section(sequence.kv_len, row_bytes, a.kv.k.shape[1], each, spec.tile.l2_bytes)
+            if section < heads.value:
+                whole = whole_sections(heads.value, section, cute.arch.grid_dim()[0], num_tiles)
+                m_block, head = lpt_order(seq_tile, m_blocks, heads.value, section, whole)
     seqlen = mask.seqlen_info(spec, a, sequence.q_len, sequence.kv_len)
-    magic = geometry.pack_magic(sequence.pack_gqa, smem.launch[2])
+    magic = geometry.pack_magic(sequence.pack_gqa, a.launch.group_magic)
     first, last = geometry.tile_tokens(m_block, m, sequence.q_len, Divisor(pack_factor, magic))
     blocks = (*mask.kv_range(spec, first, last, seqlen), *mask.full_range(spec, first, last, seqlen))
     w = WorkTileInfo(is_valid, m_block, head, sequence.q_start, sequence.q_len, sequence.kv_len, batch, *blocks)
-    return w._replace(pack_factor=pack_factor, pack_magic=magic)
+    return w._replace(pack_factor=pack_factor, pack_magic=magic), num_tiles
 
 
 @cute.jit
 def produce_next(spec: cutlass.Constexpr, a, s, t: Int32):
     """Find the CTA's t-th tile and produce it. Called by one warp. A tile that is not valid ends every role's loop."""
     launch_tile = next_index(a, t)
-    w, counters = find(spec, a, launch_tile, s.scheduler), a.schedule.counters
+    w, num_tiles = find(spec, a, launch_tile, s.scheduler)
+    counters = a.schedule.counters
     if w.is_valid == 0 and t > 0 and a.schedule.counter_base >= 0:
-        if cute.arch.lane_idx() == 0 and launch_tile == cute.arch.grid_dim()[0] + s.scheduler.launch[0] - 1:
+        if cute.arch.lane_idx() == 0 and launch_tile == cute.arch.grid_dim()[0] + num_tiles - 1:
             counters[a.schedule.counter_base] = 0  # this was the launch's last draw
     work.produce(s, t, w)

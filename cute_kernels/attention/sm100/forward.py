@@ -67,8 +67,8 @@ from cutlass import Int32, const_expr
 
 from ... import abi
 from ...device import copy, pipeline, tmem
-from .. import fakes, load, splits
-from ..args import AttentionArgs, pack
+from .. import fakes, geometry, load, splits
+from ..args import AttentionArgs
 from ..kv import arrivals, pages, scales, source, stage_columns
 from ..prepare import dequantises, operand_stages, scales_q_rows
 from ..schedule import tiles, work
@@ -132,7 +132,7 @@ class Sm100SharedStorage:
 @cute.jit
 def forward(spec: cutlass.Constexpr, stream, *flat):
     """Make the TMA operands and launch the kernel. flat: the arguments of `args.AttentionArgs`, in order."""
-    a = pack(spec, flat)
+    a = geometry.launch_args(spec, flat)
     t = spec.tile
     k, v = (
         source(spec).operand(x, (t.n, stage_columns(spec, x, dim)), t.raw_stages or t.stages)

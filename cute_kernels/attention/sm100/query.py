@@ -9,7 +9,6 @@ import cutlass.cute as cute
 from cutlass import Int32, const_expr
 
 from ...device import layout, pipeline
-from ...device.divisor import Divisor
 from .. import geometry, load
 from ..schedule import stream_k, work
 from ..spec import BITS
@@ -84,7 +83,7 @@ def schedule_and_load_q(spec: cutlass.Constexpr, plan, s):
     # split; an invalid one says that there are no more. With schedule "tiles", the warp of K does this. Here it is the
     # warp of Q, which only kernels over quantised caches lack, and those have no stream_k.
     a, t, q = plan.args, Int32(0), Int32(0)
-    pack_factor = Divisor(geometry.qhead_per_kvhead(a))
+    pack_factor = geometry.group_divisor(a)
     cta_units, state = stream_k.begin(spec, a)
     state = stream_k.produce_next(spec, a, s, t, cta_units, state, pack_factor)
     w = work.consume(spec, s, t)

@@ -48,8 +48,8 @@ from cutlass import Int32, const_expr
 
 from ... import abi
 from ...device import copy, layout, pipeline, wgmma
-from .. import fakes, load, splits
-from ..args import AttentionArgs, pack
+from .. import fakes, geometry, load, splits
+from ..args import AttentionArgs
 from ..kv import arrivals, pages, scales, source, stage_columns
 from ..prepare import dequantises, mma_dtype, operand_stages
 from ..schedule import stream_k, tiles, work
@@ -101,7 +101,7 @@ class Sm90SharedStorage:
 @cute.jit
 def forward(spec: cutlass.Constexpr, stream, *flat):
     """Make the kernel parameters from the flat arguments of `args` and launch the kernel on `stream`."""
-    a = pack(spec, flat)
+    a = geometry.launch_args(spec, flat)
     t, dt = spec.tile, abi.DTYPES[mma_dtype(spec)]
     k, v = (
         source(spec).operand(x, (t.n, stage_columns(spec, x, dim)), count)

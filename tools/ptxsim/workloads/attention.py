@@ -278,7 +278,8 @@ def attention_cases(spec: Any, thorough: bool = False) -> list[Scenario]:
     if not k.gathers and not k.custom and not k.same["kv_dtype"]:
         in_forms = ("ragged",)
     nothing = replace(many, name="nothing", q_lens=(9, 70), kv_lens=(0, 0))  # the first tile of a CTA sees no key
-    found.append(Scenario("many", (many,) if k.decodes else (many, nothing), sms, in_forms))
+    one = replace(short, name="one", q_lens=(150,), kv_lens=(keys,), sink=True)  # one request: no search for tiles
+    found.append(Scenario("many", (many,) if k.decodes else (many, nothing, one), sms, in_forms))
     if k.decodes:
         found += parts
     if k.several_tiles:  # one to three rounds of blocks in turn, beside a tile of many rows; needles first
