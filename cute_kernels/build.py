@@ -23,13 +23,13 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from . import manifest
+from . import archs, manifest
 
 # Without fmad=false ptxas fuses products and sums into FMAs as it likes. The bits of a result would then depend on the
 # code around it, and differ between kernels that compute the same, and from the PTX, which the simulator runs.
 OPTIONS = "--enable-tvm-ffi --keep-cubin --keep-ptx --ptxas-options='--fmad=false'"
-# The default, 3, makes large Blackwell kernels spill: 992 bytes of stack against 16 for NVIDIA's FMHA example.
-ARCH_OPTIONS = {"sm_100a": "--opt-level 2", "sm_103a": "--opt-level 2"}
+# The default, 3, makes large kernels with tensor memory spill: 992 bytes of stack against 16 for NVIDIA's FMHA example.
+ARCH_OPTIONS = dict.fromkeys(archs.having(archs.TCGEN05), "--opt-level 2")
 # Settings that move files or messages, not code.
 HARMLESS = ("ARCH", "DUMP_DIR", "CACHE_DIR", "NO_CACHE", "DISABLE_FILE_CACHING", "LIBS", "LOG_TO_CONSOLE", "LOG_LEVEL")
 # The target of host code. By default it is the processor that compiles it, and the code may run on no other.
