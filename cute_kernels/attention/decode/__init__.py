@@ -58,6 +58,11 @@ class DecodeTileConfig:
         return 4 * self.warpgroups
 
     @property
+    def prefills(self) -> bool:
+        """Whether each warp of a full tile has rows of its own, 16 of them: a tile for the rows of prompts."""
+        return self.rows_per_warp > FEW_ROWS and self.m == self.rows_per_warp * self.warps
+
+    @property
     def counters_per_split(self) -> int:
         """Counters per split tile: each warp counts the splits of its own rows, and merges them."""
         return self.warps
