@@ -1,6 +1,7 @@
 """The table of GPU architectures. Everything else that lists architectures follows from it. No torch, no DSL.
 
-A new architecture is a row. The kernels that need only what all rows have (`MMA_SYNC`, TMA, clusters) serve it then.
+A new architecture is a row. The kernels that need only what all rows have (`MMA_SYNC`, TMA, clusters) serve it then. A
+change of this file changes every artifact key.
 """
 
 from typing import NamedTuple

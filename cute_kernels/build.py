@@ -95,7 +95,8 @@ def build(op: str, spec: Any, arch: str, more: str = "") -> Compiled:
     """Compile kernel `op` for `spec`, in 1 to 15 s.
 
     more: options of cute.compile that do not change the code, such as --generate-line-info. Raise
-    NotImplementedError if `supports` refuses the spec, or ArchMismatch."""
+    NotImplementedError if `supports` refuses the spec or its shared memory exceeds the architecture's; or
+    ArchMismatch."""
     package = import_module(f"cute_kernels.{op}")
     reason = (
         package.supports(spec)
@@ -117,7 +118,9 @@ def build(op: str, spec: Any, arch: str, more: str = "") -> Compiled:
         with host_functions() as hosts:
             # An engine would compile the host function twice more, in 0.3 s, for calls from this process.
             fn = cute.compile(module.forward, spec, abi.stream(), *args.values(), options=options, no_jit_engine=True)
-        shared = _dynamic_shared(str(fn.ir_module))
+        shared, most = _dynamic_shared(str(fn.ir_module)), archs.of(arch).smem_per_cta
+        if shared is not None and shared > most:
+            raise NotImplementedError(f"{manifest.label(op, spec)}: {shared} bytes of shared memory, {arch} has {most}")
         return Compiled(op, spec, arch, fn, fn.__ptx__, fn.__cubin__, shared, *hosts)
 
 

@@ -7,10 +7,12 @@ that its code has (-1 without a disassembler).
 """
 
 import sys
+from contextlib import suppress
 from typing import Any
 
 from bench.cases.attention import AttentionCase
 from cute_kernels import build, catalog, cubin, manifest
+from cute_kernels.topk import dispatch as topk
 from tools.ptxsim import launcher
 from tools.ptxsim.workloads import CASES, RUN, common
 from tools.ptxsim.workloads.attention import call
@@ -22,7 +24,6 @@ PROMPTS = AttentionCase(
     "", q_lens=(150, 1, 70), kv_lens=(260, 330, 40), heads_q=4, heads_kv=2, sink=True, window_left=140, data="needles"
 )
 FULL = AttentionCase("", q_lens=(150, 9), kv_lens=(200, 330), heads_q=4, heads_kv=2, causal=False)
-ONE = {"merge_states": 0, "cache_write": 0, "topk": 0, "attention": 0}  # family -> the case of a shipped kernel
 
 
 def report(name: str, op: str, spec: Any, arch: str, error: float) -> None:
@@ -53,7 +54,11 @@ def shipped(name: str, arch: str) -> None:
 
 def main(arch: str, *names: str) -> None:
     for name in names:
-        if name in ("prompts", "full"):
+        if name == "large":  # a kernel of sm_90a that needs 200 KiB
+            with suppress(NotImplementedError):
+                raise SystemExit(build.build("topk.radix", topk.specs("fp32")[3], arch))
+            print(name, "is refused", flush=True)
+        elif name in ("prompts", "full"):
             prefill(name, PROMPTS if name == "prompts" else FULL, arch)
         else:
             shipped(name, arch)

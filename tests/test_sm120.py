@@ -73,7 +73,7 @@ def test_what_no_kernel_serves_is_named(arch, change):
 def ran():
     """Architecture -> lines of tests.on_sm120."""
     started = {
-        arch: start_python("-m", "tests.on_sm120", arch, *names, CUTE_DSL_ARCH=arch)
+        arch: start_python("-m", "tests.on_sm120", arch, *names, "large", CUTE_DSL_ARCH=arch)
         for arch, names in SIMULATED.items()
     }
     return {arch: finish(process) for arch, process in started.items()}
@@ -94,6 +94,12 @@ def test_kernels_fit_spill_nothing_and_are_right_in_the_simulator(ran, arch, nam
         spec = next(spec for _, spec in catalog.shipped(arch) if kernel.endswith(f"/{spec.name}"))
         kind = "16-bit" if spec.kv.bits == 16 else spec.kv.dtype
         assert 0 <= decode.smem_bytes(kind, spec.padded_qk, spec.tile) - int(shared) <= 1024, "what tiles are chosen by"
+
+
+@pytest.mark.kernels
+@pytest.mark.parametrize("arch", ARCHS)
+def test_a_kernel_that_needs_more_shared_memory_is_not_built(ran, arch):
+    assert "large is refused" in ran[arch].stdout.splitlines(), ran[arch].stderr[-2000:]
 
 
 @pytest.mark.full

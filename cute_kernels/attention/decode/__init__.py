@@ -1,4 +1,4 @@
-"""Decode: few query rows per sequence, on any architecture with mma.sync and TMA.
+"""Decode: few query rows per sequence, on any architecture with mma.sync and TMA; on `ALONE` ones also prefill.
 
 This file is plain Python. It states what the kernel can do (`supports`, and the constants that `dispatch` reads), which
 tile a spec gets (`TILES`) and which kernels are shipped. It imports no DSL: a process that runs a bundle has none.
