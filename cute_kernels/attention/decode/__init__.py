@@ -183,12 +183,10 @@ def spec_of(q: str, kv: str, dim: int, rows: int, arch: str) -> Spec:
 
 def candidate(request: KernelRequest, arch: str, split: bool = True) -> Spec:
     """Return the spec that would serve a request; `supports` says whether the kernel can. It always splits keys."""
-    p = request
-    # rows: the maximum over the batch, on which the bits of a request must not depend if CTAs may not share keys
-    many = p.split_kv in ("auto", "always") and p.packed_rows > FEW_ROWS
-    if arch in ALONE:
-        many = many or p.split_kv == "never"
-    full = "value" if arch in ALONE else "never"
+    p, alone = request, arch in ALONE
+    # rows: the maximum over the batch, on which the bits of a request must not depend with "never" and "fixed"
+    many = p.split_kv in ("auto", "always") and p.packed_rows > FEW_ROWS or alone and p.split_kv == "never"
+    full = "value" if alone else "never"  # elsewhere, other kernels serve calls without a causal mask
     spec = spec_of(p.q, p.kv, p.head_dim_qk, 2 * FEW_ROWS if many else FEW_ROWS, arch)
     mask = replace(spec.mask, causal="always" if p.causal else full, custom=p.custom_mask)
     logits = replace(spec.logits, alibi=p.alibi, head_scales=p.head_scales)
