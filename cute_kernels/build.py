@@ -23,13 +23,13 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from . import manifest
+from . import archs, manifest
 
 # Without fmad=false ptxas fuses products and sums into FMAs as it likes. The bits of a result would then depend on the
 # code around it, and differ between kernels that compute the same, and from the PTX, which the simulator runs.
 OPTIONS = "--enable-tvm-ffi --keep-cubin --keep-ptx --ptxas-options='--fmad=false'"
-# The default, 3, makes large Blackwell kernels spill: 992 bytes of stack against 16 for NVIDIA's FMHA example.
-ARCH_OPTIONS = {"sm_100a": "--opt-level 2", "sm_103a": "--opt-level 2"}
+# The default, 3, makes large kernels with tensor memory spill: 992 bytes of stack against 16 for NVIDIA's FMHA example.
+ARCH_OPTIONS = dict.fromkeys(archs.having(archs.TCGEN05), "--opt-level 2")
 # Settings that move files or messages, not code.
 HARMLESS = ("ARCH", "DUMP_DIR", "CACHE_DIR", "NO_CACHE", "DISABLE_FILE_CACHING", "LIBS", "LOG_TO_CONSOLE", "LOG_LEVEL")
 # The target of host code. By default it is the processor that compiles it, and the code may run on no other.
@@ -95,7 +95,8 @@ def build(op: str, spec: Any, arch: str, more: str = "") -> Compiled:
     """Compile kernel `op` for `spec`, in 1 to 15 s.
 
     more: options of cute.compile that do not change the code, such as --generate-line-info. Raise
-    NotImplementedError if `supports` refuses the spec, or ArchMismatch."""
+    NotImplementedError if `supports` refuses the spec or its shared memory exceeds the architecture's; or
+    ArchMismatch."""
     package = import_module(f"cute_kernels.{op}")
     reason = (
         package.supports(spec)
@@ -117,7 +118,9 @@ def build(op: str, spec: Any, arch: str, more: str = "") -> Compiled:
         with host_functions() as hosts:
             # An engine would compile the host function twice more, in 0.3 s, for calls from this process.
             fn = cute.compile(module.forward, spec, abi.stream(), *args.values(), options=options, no_jit_engine=True)
-        shared = _dynamic_shared(str(fn.ir_module))
+        shared, most = _dynamic_shared(str(fn.ir_module)), archs.of(arch).smem_per_cta
+        if shared is not None and shared > most:
+            raise NotImplementedError(f"{manifest.label(op, spec)}: {shared} bytes of shared memory, {arch} has {most}")
         return Compiled(op, spec, arch, fn, fn.__ptx__, fn.__cubin__, shared, *hosts)
 
 

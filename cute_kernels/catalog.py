@@ -5,7 +5,7 @@ from fnmatch import fnmatchcase
 from importlib import import_module
 from typing import Any
 
-from . import manifest
+from . import archs, manifest
 from .attention import dispatch as attention
 from .cache_write import dispatch as cache_write
 from .manifest import Kernel
@@ -18,7 +18,7 @@ FAMILIES = {  # operator family -> dispatch
     "cache_write": cache_write,
     "merge_states": merge_states,
 }
-ARCHS = ("sm_90a", "sm_100a", "sm_103a")
+ARCHS = archs.NAMES
 
 
 def shipped(arch: str) -> list[Kernel]:

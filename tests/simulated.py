@@ -10,6 +10,7 @@ from cute_kernels import catalog, manifest
 from tests.conftest import ARCH, ROOT
 from tests.kernels import BLACKWELL, COVERING, ORDERED
 from tools import ptxdiff
+from tools.matrix import SIMULATED
 from tools.ptxsim import coverage, launcher, memo, workloads
 from tools.ptxsim.faults import Fault
 from tools.ptxsim.machine import MODES
@@ -17,7 +18,9 @@ from tools.ptxsim.pool import pool
 from tools.ptxsim.run import RunResult
 
 SHIPPED = {manifest.label(op, spec): (op, spec) for op, spec in catalog.shipped(ARCH)}
-ELSEWHERE = {f"{arch} {manifest.label(op, spec)}": (arch, op, spec) for arch, op, spec in BLACKWELL}
+ELSEWHERE = {
+    f"{arch} {manifest.label(op, spec)}": (arch, op, spec) for arch, op, spec in BLACKWELL if (arch, op) in SIMULATED
+}
 FEATURES = {
     f"{family}/{case.name}": (family, number)
     for family, features in workloads.FEATURES.items()

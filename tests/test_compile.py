@@ -8,7 +8,7 @@ from collections import Counter
 
 import pytest
 
-from cute_kernels import build, catalog, cubin, manifest
+from cute_kernels import archs, build, catalog, cubin, manifest
 from cute_kernels.attention.sm90.roles import roles
 from cute_kernels.attention.sm100 import roles as sm100
 from cute_kernels.cache_write import rows
@@ -23,7 +23,6 @@ from tests.kernels import BLACKWELL, COVERING, SPILLED
 pytestmark = pytest.mark.kernels
 SHIPPED = catalog.shipped(ARCH)
 MANY_VALUES = 128 * 128  # scores or outputs of a tile, from which on registers are short
-SHARED_LIMIT = 227 * 1024  # bytes a CTA can have
 RESERVED = 1024  # bytes that the system adds to each CTA's; the manifest counts them
 REGISTERS = 65536  # of an SM
 BUNDLE_BYTES = 65_500_000
@@ -63,7 +62,7 @@ def disassembled(held, op, spec):
     """The entry of a kernel, which spills nothing, or a few values of a tile."""
     entry = held.find(op, spec)
     assert entry is not None, held.refusal(op, spec)
-    assert (op in NO_SHARED) == (entry["shared"] == 0) and entry["shared"] <= SHARED_LIMIT
+    assert (op in NO_SHARED) == (entry["shared"] == 0) and entry["shared"] <= archs.of(held.arch).smem_per_cta
     if entry["instructions"] is None:
         pytest.skip(f"nothing can disassemble: {cubin.INSTALL}")
     large = op == "attention.sm90" and spec.tile.m * max(spec.tile.n, spec.head_dim_vo) >= MANY_VALUES

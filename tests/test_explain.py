@@ -9,14 +9,13 @@ import torch
 
 import wrappers
 from bench.cases import topk as topk_cases
-from cute_kernels import manifest
-from cute_kernels.catalog import ARCHS
+from cute_kernels import archs, manifest
 from cute_kernels.topk import dispatch as topk_dispatch
 from tests.fake_machine import FakeMachine
 from tests.test_signatures import UPSTREAM, inputs_of, same
 from wrappers import cascade, explain, machine, page, prefill, quantization, rope
 from wrappers.cache_write import api as cache_write_api
-from wrappers.explanation import FUNCTIONS, SMS
+from wrappers.explanation import FUNCTIONS
 
 NAMES = [function.__name__ for function in FUNCTIONS]
 
@@ -65,11 +64,11 @@ def test_every_public_function_is_explained():
     assert all(getattr(wrappers, name) is function for name, function in zip(NAMES, FUNCTIONS, strict=True))
 
 
-@pytest.mark.parametrize("name, arch", [*product(NAMES, ARCHS)])
+@pytest.mark.parametrize("name, arch", [*product(NAMES, archs.NAMES)])
 def test_what_is_said_is_what_runs(name, arch):
     """On a machine of that architecture, and of tensors on the CPU without one."""
     ran = []
-    fake = FakeMachine(lambda op, spec: lambda *args: ran.append(f"{op} {spec.name}"), arch, SMS[arch])
+    fake = FakeMachine(lambda op, spec: lambda *args: ran.append(f"{op} {spec.name}"), arch, archs.of(arch).sms)
     for inputs in cases_of(name):
         before = untouched(inputs)
         said = explain(function=getattr(wrappers, name), arch=arch, **inputs)

@@ -363,8 +363,8 @@ def test_queries_of_blackwell(server, monkeypatch):
         model = Model(server, Case(E4M3), monkeypatch)
     model.step("EXTEND", {0: 20, 1: 3})
     model.step("DECODE", {0: 1, 1: 1})
-    monkeypatch.setattr(machine, "current", Fake("sm_120a"))
-    with pytest.raises(NotImplementedError, match="sm_120a: .*attention.sm100: arch sm_120a"):
+    monkeypatch.setattr(machine, "current", Fake("sm_80"))
+    with pytest.raises(NotImplementedError, match="sm_80: .*attention.sm100: arch sm_80"):
         Model(server, Case(head_dim=256), monkeypatch)
 
 

@@ -19,7 +19,7 @@ from bench.pages import README
 from bench.results import ROOT
 from cute_kernels import catalog
 from cute_kernels.attention.request import KernelRequest
-from tests import conftest, gpu, kernels
+from tests import conftest, gpu, kernels, test_sm120
 from tools import matrix, oracles, reference, site, static
 
 pytestmark = pytest.mark.by_shape
@@ -270,13 +270,17 @@ def test_matrix_tells_run_from_simulated_compiled_and_refused(monkeypatch):
 
 def test_values_of_equal_cells_share_a_row():
     lines = matrix.markdown({}).splitlines()
-    assert "| prefill | output | e4m3, NVFP4 | on demand | on demand | on demand |" in lines
-    assert "| prefill | with | a mask of drafts | no | no | no |" in lines
+    assert "| prefill | KV | e5m2, NVFP4 with e4m3 queries |" + " on demand |" * len(matrix.ARCHS) in lines
+    assert "| top-k | k | 20000 of 2 million |" + " no |" * len(matrix.ARCHS) in lines
 
 
 def test_simulated_is_what_ci_simulates():
+    def label(name):
+        return "attention.decode" if name == "prompts" else name.split("/")[0]
+
     here = {(conftest.ARCH, op) for op, _ in catalog.shipped(conftest.ARCH)}
-    assert matrix.SIMULATED == here | {(arch, op) for arch, op, _ in kernels.COVERING}
+    small = {(arch, label(name)) for arch, names in test_sm120.SIMULATED.items() for name in names}
+    assert matrix.SIMULATED == here | small | {(arch, op) for arch, op, _ in kernels.COVERING}
 
 
 def problems():

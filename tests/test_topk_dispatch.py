@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from bench import topk as bench
+from cute_kernels import archs
 from cute_kernels.topk import dispatch, radix, sort
 from cute_kernels.topk.request import TopKKernelRequest
 from cute_kernels.topk.spec import DTYPES, SortSpec
@@ -97,7 +98,7 @@ def test_explain_says_what_select_does(problem):
         rows = dispatch.explain(problem, arch)
         assert [op for op, _, _ in rows] == list(dispatch.KERNELS)
         (op, spec, reason), *_ = rows
-        assert spec == dispatch.candidate(problem)
+        assert spec == dispatch.candidate(problem, arch)
         assert (reason is None) == (arch != "sm_80" and spec is not None)
         if reason is None:
             assert dispatch.select(problem, arch) == (op, spec)
@@ -147,19 +148,35 @@ def test_sorts_that_no_kernel_does(spec, why):
 def test_every_plan_is_shipped_to_every_architecture():
     for arch in radix.ARCHS:
         found = dispatch.shipped(arch)
-        every = [plan for of in (dispatch.specs, dispatch.sort_specs) for dtype in DTYPES for plan in of(dtype)]
+        every = [plan for of in (dispatch.specs, dispatch.sort_specs) for dtype in DTYPES for plan in of(dtype, arch)]
         assert [plan for _, plan in found] == every
         assert len({plan.name for _, plan in found}) == len(found)
     assert dispatch.shipped("sm_80") == []
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("sms", [132, 148])
-def test_every_plan_is_somebodys(dtype, sms):
+@pytest.mark.parametrize(("arch", "sms"), [("sm_90a", 132), ("sm_100a", 148), ("sm_120a", 188), ("sm_121a", 48)])
+def test_every_plan_is_somebodys(dtype, arch, sms):
     """A plan that no problem gets would be compiled, tested and shipped for nothing."""
     lengths = sorted({size for e in range(12, 22) for size in (1 << e, 3 << e - 1, (1 << e) + 1)})
     found = {
-        dispatch.candidate(TopKKernelRequest(dtype, rows, length, k, sms))
+        dispatch.candidate(TopKKernelRequest(dtype, rows, length, k, sms), arch)
         for rows, length, k in product((1, 5, 8, 12, 16, 20, 30, 40, 50, 70, 100, 200), lengths, (1, 5633))
     }
-    assert {plan.name for plan in dispatch.specs(dtype)} == {plan.name for plan in found}
+    assert {plan.name for plan in dispatch.specs(dtype, arch)} == {plan.name for plan in found}
+
+
+@pytest.mark.parametrize("arch", archs.NAMES)
+def test_plans_fit_in_the_shared_memory_of_their_architecture(arch):
+    most = archs.of(arch).smem_per_cta
+    for dtype in DTYPES:
+        assert all(radix.smem_bytes(plan) <= most for plan in dispatch.specs(dtype, arch))
+        assert all(sort.smem_bytes(plan) <= most for plan in dispatch.sort_specs(dtype, arch))
+        assert all(plan.cluster <= archs.of(arch).max_cluster for plan in dispatch.specs(dtype, arch))
+
+
+def test_limits_of_sm_120a_are_named():
+    """Shared memory of 99 KiB holds fewer candidates and shorter rows."""
+    with pytest.raises(NotImplementedError, match="k must be at most 9728, or the rows at most 155648 elements"):
+        dispatch.select(TopKKernelRequest("fp32", 1, 1 << 21, 9729, 188), "sm_120a")
+    assert dispatch.select(TopKKernelRequest("fp32", 1, 155648, 155648, 188), "sm_120a")[1].cluster == 8

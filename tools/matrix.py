@@ -20,8 +20,9 @@ from pathlib import Path
 from typing import Any
 
 from bench.pages import fill
-from cute_kernels import catalog
+from cute_kernels import archs, catalog
 from cute_kernels.attention import dispatch as attention
+from cute_kernels.attention.decode import ALONE
 from cute_kernels.attention.request import KernelRequest
 from cute_kernels.cache_write import dispatch as cache_write
 from cute_kernels.cache_write.request import CacheWriteRequest
@@ -30,13 +31,11 @@ from cute_kernels.merge_states.request import MergeRequest
 from cute_kernels.topk import dispatch as topk
 from cute_kernels.topk.request import TopKKernelRequest
 
-ARCHS = {"sm_90a": "Hopper", "sm_100a": "B200", "sm_103a": "B300"}
+ARCHS = {arch.name: arch.product for arch in archs.TABLE}
 RUN = ("sm_90a",)  # architectures with GPU test runs
-SIMULATED = {("sm_90a", "attention.sm90"), ("sm_100a", "attention.sm100"), ("sm_103a", "attention.sm100")} | {
-    (arch, op)
-    for arch in catalog.ARCHS
-    for op in ("attention.decode", "topk.radix", "topk.sort", "cache_write.rows", "merge_states.rows")
-}  # (architecture, op) of the kernels that CI's simulator runs
+SIMULATED = {  # (architecture, op) of the kernels that CI's simulator runs; sm_121a has the code of sm_120a
+    (arch, op) for arch in ARCHS for op, _ in catalog.shipped(arch) if arch != "sm_121a" or op == "attention.decode"
+}
 RECORD = Path(__file__).resolve().parent.parent / "tests" / "data" / "hardware.csv"
 COLUMNS = ("arch", "feature", "gpu", "commit", "passed")
 
@@ -196,9 +195,10 @@ def record(path: Path = RECORD) -> dict[tuple[str, str], dict[str, str]]:
 def served(feature: Feature, arch: str) -> tuple[str, Any] | None:
     """Return (op, spec) of the kernel that serves the feature's problem on `arch`, None if all kernels refuse it.
 
-    Prefill has whole tiles, decode and xqa split keys.
+    Prefill has whole tiles, decode and xqa split keys; on the architectures `ALONE` one kernel serves all.
     """
     schedule = {"prefill": "tiles", "decode": "stream_k", "xqa": "stream_k"}.get(feature.op)
+    schedule = None if arch in ALONE else schedule
     answers = FAMILIES[feature.op].explain(feature.problem, arch)
     served = ((op, spec) for op, spec, reason in answers if reason is None)
     return next((one for one in served if schedule is None or one[1].schedule == schedule), None)

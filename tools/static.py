@@ -27,11 +27,12 @@ from typing import Any, NamedTuple
 
 from bench.pages import fill
 from cute_kernels import build, catalog, cubin
+from cute_kernels.attention import sm100
 
 from .ptxsim.pool import pool
 
 RECORD = Path(__file__).resolve().parents[1] / "tests" / "data" / "static.csv"
-OP, ARCHS = "attention.sm100", ("sm_100a", "sm_103a")
+OP, ARCHS = "attention.sm100", sm100.ARCHS
 COLUMNS = ("arch", "kernel", "stack", "role", "instructions", "stall", "exponentials", "stored")
 WORD = r"/\* 0x([0-9a-f]{16}) \*/"
 LINE = re.compile(rf"^\s*/\*([0-9a-f]{{4,}})\*/\s+(.*?)\s*;\s*{WORD}\s*\n\s*{WORD}", re.M)

@@ -8,6 +8,7 @@ from typing import Any, NoReturn
 
 import torch
 
+from cute_kernels import archs
 from cute_kernels.attention import dispatch
 from cute_kernels.topk import dispatch as topk_dispatch
 
@@ -46,7 +47,6 @@ OVER: dict[Any, Any] = {  # function -> the one that it calls as its last step
     engines.trtllm_fmha_v2_prefill: trtllm.trtllm_batch_context_with_kv_cache,
     topk.cooperative_topk: topk.persistent_topk,
 }
-SMS = {"sm_90a": 132, "sm_100a": 148, "sm_103a": 148}  # if there is no such GPU: of an H200, B200, B300
 
 
 @dataclass(frozen=True)
@@ -168,7 +168,7 @@ def explain(
         name = "reference (torch, fp32)" if attention else "reference (torch)"
         return Explanation(name, tuple((op, f"device {device}, must be a CUDA device") for op in ops))
     if sms is None:
-        sms = count if count is not None and arch == known else SMS.get(arch, SMS["sm_90a"])
+        sms = count if count is not None and arch == known else archs.of(arch).sms
     answers = _attention(asked, arch, sms) if attention else _top_k(asked, arch, sms)
     refused = tuple((op, str(reason)) for op, _, reason in answers if reason is not None)
     for op, spec, reason in answers:

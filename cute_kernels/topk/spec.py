@@ -5,11 +5,13 @@ k, windows and the choice between ties."""
 
 from dataclasses import dataclass
 
+from ..archs import TABLE
+
 BITS = {"fp32": 32, "fp16": 16, "bf16": 16}  # per key
 DTYPES = tuple(BITS)
 BINS = 2048  # per histogram
-SMEM_PER_CTA = 227 * 1024  # bytes that a CTA can have
-SMEM_PER_SM = 228 * 1024  # bytes for the CTAs of an SM; each takes 1024 more than it asks for
+SMEM_PER_CTA = max(arch.smem_per_cta for arch in TABLE)  # bytes that a CTA can have on some architecture
+SMEM_PER_SM = max(arch.smem_per_sm for arch in TABLE)  # bytes for the CTAs of an SM
 MAX_PULL_CLUSTER = 4  # largest cluster in which each thread sums the bins of all CTAs itself (topk/scope.py)
 
 

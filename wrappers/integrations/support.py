@@ -4,21 +4,24 @@ from typing import Any
 
 import torch
 
+from cute_kernels import archs
+
 from ..explanation import explain
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 HEAD_SIZES = [*range(16, 257, 16), 512]
 PAGE_SIZES = [8, 16, 32, 64, 128, 256]  # fetched by TMA
-ARCHS = {(9, 0): "sm_90a", (10, 0): "sm_100a", (10, 3): "sm_103a"}
+ARCHS = {arch.capability: arch.name for arch in archs.TABLE}
+E4M3_QUERIES = archs.having(archs.TCGEN05)
 
 
 def query_dtype(dtype: torch.dtype, cache: torch.dtype, arch: str | None) -> torch.dtype:
     """Return the dtype of a model's queries for a cache's dtype.
 
-    e4m3 for e4m3 caches on Blackwell, with MMAs that take both; for 16-bit queries a warpgroup would have to convert
-    the cache.
+    e4m3 for e4m3 caches on architectures with MMAs that take both (tcgen05); for 16-bit queries a warpgroup would have
+    to convert the cache.
     """
-    return E4M3 if cache is E4M3 and arch in ("sm_100a", "sm_103a") else dtype
+    return E4M3 if cache is E4M3 and arch in E4M3_QUERIES else dtype
 
 
 def refusal(

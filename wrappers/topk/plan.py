@@ -200,7 +200,7 @@ def plan_for(call: TopKCall, device_info: tuple[str, int] | None) -> TopKLaunchP
             field = "k" if any(arch in kernel.ARCHS for kernel in dispatch.KERNELS.values()) else "scores"
             raise NotImplementedError(f"{NAMES[call.function].get(field, field)}: {error}") from None
         fn, given = machine.current.kernel(op, spec, arch), machine.current.argument
-        sorter = dispatch.sort_spec(request_of(call, sms)) if call.sorted else None
+        sorter = dispatch.sort_spec(request_of(call, sms), arch) if call.sorted else None
         if sorter is not None:  # beyond the sort kernel's largest k the reference sorts: in torch, on the device
             sort = machine.current.kernel(dispatch.SORT, sorter, arch)
 

@@ -1,16 +1,20 @@
-"""Decode: few query rows per sequence, on any architecture with mma.sync and TMA.
+"""Decode: few query rows per sequence, on any architecture with mma.sync and TMA; on `ALONE` ones also prefill.
 
 This file is plain Python. It states what the kernel can do (`supports`, and the constants that `dispatch` reads), which
 tile a spec gets (`TILES`) and which kernels are shipped. It imports no DSL: a process that runs a bundle has none.
 """
 
 from dataclasses import dataclass, replace
+from functools import cache
 from itertools import product
 from typing import Any, ClassVar
 
+from ... import archs
 from ..request import KernelRequest, Refusal
 from ..spec import (
+    BITS,
     DTYPES,
+    SF_VEC_SIZE,
     AttentionSpec,
     KVSpec,
     LogitsSpec,
@@ -21,7 +25,8 @@ from ..spec import (
     refuse_dims,
 )
 
-ARCHS = ("sm_90a", "sm_100a", "sm_103a")
+ARCHS = archs.NAMES
+ALONE = archs.lacking(archs.WGMMA, archs.TCGEN05)  # architectures without a kernel of prefill: decode's serves it
 QUANTISED = {"e4m3": "e4m3", "e5m2": "e4m3", "nvfp4": "nvfp4"}  # type of a cache -> the type in the keys of `TILES`
 QUERIES = (*DTYPES, "e4m3")
 FEW_ROWS = 8  # rows per warp; kernels for calls with more rows have twice as many
@@ -32,7 +37,7 @@ class DecodeTileConfig:
     """The static shape of a CTA's tile: at most m query rows x n keys, with `stages` K stages and as many V stages.
 
     The mma warps of `warpgroups` compute `rows_per_warp` rows each, 8 or 16, on keys of their own. blackwell: the code
-    for sm_100a and sm_103a, which differs in `quant.kv_format` and `operands.fill`.
+    for architectures with a `cvt` of e2m1 codes, which differs in `quant.kv_format` and `operands.fill`.
     """
 
     m: int
@@ -51,6 +56,11 @@ class DecodeTileConfig:
     def warps(self) -> int:
         """The number of mma warps."""
         return 4 * self.warpgroups
+
+    @property
+    def prefills(self) -> bool:
+        """Whether each warp of a full tile has rows of its own, 16 of them: a tile for the rows of prompts."""
+        return self.rows_per_warp > FEW_ROWS and self.m == self.rows_per_warp * self.warps
 
     @property
     def counters_per_split(self) -> int:
@@ -116,30 +126,69 @@ TILES = {  # (type of the cache, padded head_dim, rows per warp) -> tile
     ("nvfp4", 128, 16): DecodeTileConfig(64, 256, 5, 2, 16),
     # none with more: O and Q of 16 rows would take 120 registers per thread with head_dim 160, 192 with 256
 }
+SMALL_STAGES = 6  # most stages of a tile that `small_tile` makes
 USUAL = (64, 128)  # head dims
 SHIPPED = (*USUAL, 256)  # head dims with shipped kernels
 GATHERED = ("16-bit", "e4m3")  # cache types with a shipped kernel for pages of any size
 BLACKWELL = TILES | {("e4m3", 128, 8): DecodeTileConfig(64, 128, 6)}  # the tile of TILES would spill there
 
 
+def columns_at_once(dim: int) -> int:
+    """Return how many of a lane's columns of `dim` one reduction pass adds up: a power of two."""
+    return next(count for count in (16, 8, 4) if dim // 8 % count == 0)
+
+
+def rows_at_once(dim: int, rows_per_warp: int) -> int:
+    """Return how many of a warp's rows one reduction pass adds up."""
+    return FEW_ROWS if columns_at_once(dim) == 16 else rows_per_warp
+
+
+def smem_bytes(kind: str, dim: int, tile: DecodeTileConfig) -> int:
+    """Return the bytes of shared memory per CTA, or slightly more: stages of K and V with their scale factors, O and
+    statistics of the reduction, tiles and mbarriers. kind, dim: as in `TILES`."""
+    row = 2 * dim * BITS.get(kind, 16) // 8 + 2 * dim // SF_VEC_SIZE * (kind == "nvfp4")
+    reduced = rows_at_once(dim, tile.rows_per_warp) * 8 * columns_at_once(dim) + 2 * tile.rows_per_warp
+    return tile.stages * tile.n * row + 4 * tile.warps * reduced + 1024
+
+
+def small_tile(kind: str, dim: int, rows: int, smem: int) -> DecodeTileConfig:
+    """Return the tile for `smem` bytes of shared memory: two mma warpgroups if two stages then fit, else one; as many
+    stages as fit."""
+    choices = product((2, 1), range(SMALL_STAGES, 0, -1))
+    tiles = [DecodeTileConfig(4 * groups * rows, 64 * groups, stages, groups, rows) for groups, stages in choices]
+    fit = [tile for tile in tiles if smem_bytes(kind, dim, tile) <= smem]
+    return next((tile for tile in fit if tile.stages > 1), fit[-1])
+
+
+@cache
+def tiles_of(arch: str) -> dict[tuple[str, int, int], DecodeTileConfig]:
+    """Return the tiles of an architecture, with the keys of `TILES`."""
+    row = archs.of(arch)
+    blackwell = archs.CVT_E2M1 in row.instructions
+    tiles = BLACKWELL if blackwell else TILES
+    if row.smem_per_cta < max(smem_bytes(kind, dim, tile) for (kind, dim, _), tile in TILES.items()):
+        tiles = {key: small_tile(*key, row.smem_per_cta) for key in tiles}
+    return {key: replace(tile, blackwell=blackwell) for key, tile in tiles.items()}
+
+
 def spec_of(q: str, kv: str, dim: int, rows: int, arch: str) -> Spec:
     """Return the spec of these types with every modifier; with `rows` rows per warp if there is such a tile, else with
     `FEW_ROWS`."""
-    tiles = TILES if arch == "sm_90a" else BLACKWELL
+    tiles = tiles_of(arch)
     kind, (wide, _) = QUANTISED.get(kv, "16-bit"), padded_dims(kv, (dim, dim), DecodeTileConfig.head_dim_steps)
     tile: Any = tiles.get((kind, wide, rows)) or tiles.get((kind, wide, FEW_ROWS))
-    if tile and arch != "sm_90a":
-        tile = replace(tile, blackwell=True)
     mask, logits = MaskSpec("always", True, True), LogitsSpec(True, True)
     return AttentionSpec(q, KVSpec(kv), outputs(q), dim, dim, mask, logits, "stream_k", tile)
 
 
 def candidate(request: KernelRequest, arch: str, split: bool = True) -> Spec:
     """Return the spec that would serve a request; `supports` says whether the kernel can. It always splits keys."""
-    p = request
-    many = p.split_kv in ("auto", "always") and p.packed_rows > FEW_ROWS  # rows: the maximum over the batch
+    p, alone = request, arch in ALONE
+    # rows: the maximum over the batch, on which the bits of a request must not depend with "never" and "fixed"
+    many = p.split_kv in ("auto", "always") and p.packed_rows > FEW_ROWS or alone and p.split_kv == "never"
+    full = "value" if alone else "never"  # elsewhere, other kernels serve calls without a causal mask
     spec = spec_of(p.q, p.kv, p.head_dim_qk, 2 * FEW_ROWS if many else FEW_ROWS, arch)
-    mask = replace(spec.mask, causal="always" if p.causal else "value", custom=p.custom_mask)
+    mask = replace(spec.mask, causal="always" if p.causal else full, custom=p.custom_mask)
     logits = replace(spec.logits, alibi=p.alibi, head_scales=p.head_scales)
     out = outputs(p.q, p.out)
     return replace(spec, kv=KVSpec(p.kv, kv_source(p)), head_dim_vo=p.head_dim_vo, mask=mask, logits=logits, out=out)
@@ -165,8 +214,8 @@ def supports(spec: Spec) -> Refusal | None:
         return Refusal("alibi", "True: the kernel has no ALiBi")
     if spec.logits.head_scales:
         return Refusal("head_scales", "True: the kernel has one scale for all heads")
-    if spec.mask.causal != "always":
-        return Refusal("causal", "False: the kernel is always causal")
+    if spec.mask.causal == "never":
+        return Refusal("causal", "False: the kernel is causal, or as the argument says")
     if spec.schedule != "stream_k":
         return Refusal("schedule", f"{spec.schedule}: the kernel has stream_k")
     if not (spec.logits.soft_cap and spec.logits.skip):
@@ -186,14 +235,17 @@ def shipped(arch: str) -> list[Spec]:
 
     For bf16 queries: one kernel per type of cache and head_dim, and one more with 16 rows per warp. For the usual head
     dims the same for fp16, and for e4m3 queries over e4m3 caches. For 16-bit queries, the usual head dims and the cache
-    types `GATHERED`, also one for pages of any size. Other kernels are compiled at their first call.
+    types `GATHERED`, also one for pages of any size. The architectures `ALONE` have none of the latter, none for e4m3
+    queries, and for fp16 queries only those over fp16. Other kernels are compiled at their first call.
     """
     found = []
     for q, (kv, dim, rows) in product(QUERIES, TILES):
         if dim not in (SHIPPED if q == "bf16" else USUAL) or q == "e4m3" != kv:
             continue
+        if arch in ALONE and (q == "e4m3" or q == "fp16" and kv != "16-bit"):
+            continue
         spec = spec_of(q, q if kv == "16-bit" else kv, dim, rows, arch)
         found.append(spec)
-        if q != "e4m3" and kv in GATHERED and dim in USUAL:
+        if q != "e4m3" and kv in GATHERED and dim in USUAL and arch not in ALONE:
             found.append(replace(spec, kv=replace(spec.kv, source="gather")))
     return found if arch in ARCHS else []

@@ -11,6 +11,7 @@ from typing import NamedTuple
 import cutlass
 
 from ...device import copy, layout
+from .. import decode
 from ..spec import SF_VEC_SIZE
 
 
@@ -45,12 +46,12 @@ def first_column(spec, number, eighth):
 
 def columns_at_once(spec):
     """Return how many of a lane's columns one reduction pass adds up: a power of two."""
-    return next(count for count in (16, 8, 4) if spec.padded_vo // 8 % count == 0)
+    return decode.columns_at_once(spec.padded_vo)
 
 
 def rows_at_once(spec):
     """Return how many of a warp's rows one reduction pass adds up."""
-    return 8 if columns_at_once(spec) == 16 else spec.tile.rows_per_warp
+    return decode.rows_at_once(spec.padded_vo, spec.tile.rows_per_warp)
 
 
 def reduction_passes(spec):

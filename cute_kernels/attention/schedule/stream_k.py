@@ -211,6 +211,10 @@ def find(spec: cutlass.Constexpr, a, unit: Int32, window: SequenceWindow, cta_un
     if m_blocks > 1:
         head = divide(tile, m_blocks)
         m_block = tile - head * m_blocks
+    if const_expr(not spec.tile.per_tile_pack_gqa and spec.tile.prefills):
+        # the first tile, the last one, the second one, ...: under a causal mask, later tiles have more keys
+        half = m_block // 2
+        m_block = half + m_block % 2 * (m_blocks - 1 - 2 * half)
     seqlen = mask.seqlen_info(spec, a, q_len, kv_len)
     first, last = geometry.tile_tokens(m_block, m, q_len, pack_factor)
     lo, hi = mask.kv_range(spec, first, last, seqlen)

@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from itertools import product
 from typing import ClassVar, cast
 
+from ... import archs
 from ..request import KernelRequest, Refusal
 from ..spec import (
     DTYPES,
@@ -22,7 +23,7 @@ from ..spec import (
     refuse_dims,
 )
 
-ARCHS = ("sm_100a", "sm_103a")
+ARCHS = archs.having(archs.TCGEN05)
 
 
 @dataclass(frozen=True)

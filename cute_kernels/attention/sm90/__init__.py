@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from itertools import product
 from typing import ClassVar, cast
 
+from ... import archs
 from ..request import KernelRequest, Refusal
 from ..spec import (
     DTYPES,
@@ -21,7 +22,7 @@ from ..spec import (
     refuse_dims,
 )
 
-ARCHS = ("sm_90a",)
+ARCHS = archs.having(archs.WGMMA)
 FP8 = "e4m3"
 QUANTISED = ("e4m3", "e5m2", "nvfp4")  # quantised KV cache types
 

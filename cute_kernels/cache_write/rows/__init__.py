@@ -3,11 +3,12 @@
 `supports` is the only statement of what the kernel can do. Nothing here imports the DSL, because a process that
 runs a bundle has none."""
 
+from ... import archs
 from ..request import CacheWriteRequest
 from ..spec import BYTES, CACHES, SF_VEC_SIZE, CacheWriteSpec
 
 Spec = CacheWriteSpec
-ARCHS = ("sm_90a", "sm_100a", "sm_103a")
+ARCHS = archs.NAMES
 THREADS = 256  # per CTA
 MAX_LANES = 32  # per row: a warp
 MAX_TRANSFORMED = 512  # elements of a row that a warp holds in registers

@@ -3,11 +3,12 @@
 `supports` is the only statement of what the kernel can do. Nothing here imports the DSL, because a process that
 runs a bundle has none."""
 
+from ... import archs
 from ..request import MergeRequest
 from ..spec import BYTES, MergeSpec
 
 Spec = MergeSpec
-ARCHS = ("sm_90a", "sm_100a", "sm_103a")
+ARCHS = archs.NAMES
 THREADS = 128  # per CTA; few, so that the rows of a decode step are spread over the SMs
 MAX_LANES = 32  # per row: a warp
 VECTORS = 2  # of a row that a lane holds

@@ -3,10 +3,11 @@
 `supports` is the only statement of what the kernel can do. Nothing here imports the DSL, because a process that
 runs a bundle has none."""
 
+from ... import archs
 from ..spec import BINS, BITS, MAX_PULL_CLUSTER, SMEM_PER_CTA, SMEM_PER_SM, TopKSpec
 
 Spec = TopKSpec
-ARCHS = ("sm_90a", "sm_100a", "sm_103a")
+ARCHS = archs.NAMES
 CLUSTERS = (1, 2, 3, 4, 8, 16)
 THREADS = (128, 256, 512, 1024)
 GROUP = 256  # positions of shared memory that a warp marks in one step; slices are padded to whole groups
@@ -30,11 +31,11 @@ def smem_bytes(spec: TopKSpec) -> int:
     return num_positions(spec) * (BITS[spec.dtype] // 8 + 4 * spec.stream) + histograms + lists + 512
 
 
-def ctas_per_sm(spec: TopKSpec) -> int:
-    """Return how many CTAs an SM holds at a time; the compiler is told this number. With more threads per SM,
-    registers would spill."""
+def ctas_per_sm(spec: TopKSpec, smem_per_sm: int = SMEM_PER_SM) -> int:
+    """Return how many CTAs an SM holds at a time; the compiler is told the number of an SM with SMEM_PER_SM bytes.
+    With more threads per SM, registers would spill."""
     threads = 1536 if spec.cluster == 1 and BITS[spec.dtype] == 32 else 1024
-    return min(SMEM_PER_SM // (smem_bytes(spec) + 1024), threads // spec.threads)
+    return min(smem_per_sm // (smem_bytes(spec) + 1024), threads // spec.threads)
 
 
 def max_k(spec: TopKSpec) -> int:

@@ -4,10 +4,11 @@ Python.
 `supports` is the only statement of what the kernel can do. Nothing here imports the DSL, because a process that
 runs a bundle has none."""
 
+from ... import archs
 from ..spec import BITS, SMEM_PER_CTA, SMEM_PER_SM, SortSpec
 
 Spec = SortSpec
-ARCHS = ("sm_90a", "sm_100a", "sm_103a")
+ARCHS = archs.NAMES
 DIGIT = 8  # bits of a key per pass
 DIGITS = 1 << DIGIT
 THREADS = (256, 512, 1024)  # at least one per digit

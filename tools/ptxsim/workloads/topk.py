@@ -113,7 +113,7 @@ def forced(spec: TopKSpec | SortSpec | None) -> Iterator[None]:
         yield
         return
     sorts = isinstance(spec, SortSpec)
-    chosen = (lambda problem: spec) if sorts else lambda problem, arch: (next(iter(dispatch.KERNELS)), spec)
+    chosen = (lambda problem, arch: spec) if sorts else lambda problem, arch: (next(iter(dispatch.KERNELS)), spec)
     with mock.patch.object(dispatch, "sort_spec" if sorts else "select", chosen):
         yield
 
