@@ -2,8 +2,9 @@
 
 from typing import Any, NamedTuple
 
+import cutlass
 import cutlass.cute as cute
-from cutlass import Int32
+from cutlass import Int32, const_expr
 
 from ...device import pipeline
 
@@ -115,3 +116,26 @@ def consume(spec, s, t: Int32):
     cute.arch.sync_warp()  # all lanes have read before one of them arrives
     pipeline.consumer_release(s.work_pipe, t)
     return w
+
+
+@cute.jit
+def for_each_tile(spec, s, body: cutlass.Constexpr, state, carries_tile: cutlass.Constexpr = False):
+    """Read the CTA's tiles up to the invalid one and call `state = body(w, t, state)` for each: the tile, its number and
+    what the role carries from tile to tile. Each stage is released as soon as the tile is read. Called by one warp.
+    Return the last state."""
+    t = Int32(0)
+    if const_expr(carries_tile):
+        w = consume(spec, s, t)
+        while w.is_valid != 0:
+            state = body(w, t, state)
+            t += 1
+            w = consume(spec, s, t)
+    else:
+        more = Int32(1)
+        while more != 0:
+            w = consume(spec, s, t)
+            more = w.is_valid
+            if w.is_valid != 0:
+                state = body(w, t, state)
+            t += 1
+    return state
