@@ -78,8 +78,8 @@ class SoftmaxCounters(NamedTuple):
 class SoftmaxState(NamedTuple):
     """What the role carries from tile to tile. num_partials: splits of tiles that the CTA has had."""
 
-    counters: SoftmaxCounters
     num_partials: Int32
+    counters: SoftmaxCounters
 
 
 def thread_coord(spec, s) -> ThreadCoord:
@@ -304,7 +304,7 @@ def softmax(spec: cutlass.Constexpr, plan, s):
         capped = a.logits.soft_cap > 0.0
 
     def softmax_tile(w, _, state):
-        at, count = state
+        count, at = state
         if const_expr(work.is_split_kv(spec)):
             # this CTA has a part of the tile: remember it for the merge
             if w.split.slot >= 0:
@@ -345,11 +345,10 @@ def softmax(spec: cutlass.Constexpr, plan, s):
             send_stats(s, coord, SoftmaxStats(r.st.row_sum[0], row_max))
             pipeline.mbarrier_wait(s.sm_stats_empty + coord.group, at.num_stats)
             at = SoftmaxCounters(at.num_blocks, at.num_stats + 1)
-        return SoftmaxState(at, count)
+        return SoftmaxState(count, at)
 
-    _, count = work.for_each_tile(
-        spec, s, softmax_tile, SoftmaxState(SoftmaxCounters(Int32(0), Int32(0)), Int32(0)), carries_tile=True
-    )
+    start = SoftmaxState(Int32(0), SoftmaxCounters(Int32(0), Int32(0)))
+    count = work.for_each_tile(spec, s, softmax_tile, start, carries_tile=True).num_partials
     # merge the splits
     if const_expr(work.is_split_kv(spec)):
         threads, tid = const_expr(roles(spec).warps("softmax")), cute.arch.thread_idx()[0]
