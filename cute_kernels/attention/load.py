@@ -1,7 +1,7 @@
 """The producer roles: load_k and load_v (`load_kv`, `tile.load_warps` warps each), and load_scales.
 
-A role is one loop over the CTA's tiles, with an inner loop over the KV blocks of a tile, highest block first. How a
-block reaches shared memory is the source's (`kv`).
+A role is one loop over the CTA's tiles (`work.for_each_tile`), with an inner loop over the KV blocks of a tile, highest
+block first. How a block reaches shared memory is the source's (`kv`).
 """
 
 from typing import Any, NamedTuple

@@ -1,4 +1,8 @@
-"""The pipeline of tiles, work_pipe: one warp of a CTA finds a tile and produces it, all other warps read it."""
+"""The pipeline of tiles, work_pipe: one warp of a CTA finds a tile and produces it, all other warps read it.
+
+The loop of a role over the tiles is `for_each_tile`. The mma roles have loops of their own: those of Hopper and of
+decode read a tile before they have finished the tile before it.
+"""
 
 from typing import Any, NamedTuple
 
@@ -65,6 +69,11 @@ def allocate(spec, smem):
     return smem.allocate_tensor(Int32, cute.make_layout(((fields(spec) + 3) // 4 * 4, STAGES[spec.schedule])), 16)
 
 
+def make_pipe(spec, smem, roles):
+    """Allocate and initialise work_pipe. Every warp reads the tiles, except those of the roles schedule and idle."""
+    return pipeline.make(smem, STAGES[spec.schedule], 1, roles.warps() - roles.warps("idle", "schedule"))
+
+
 def flatten(w: WorkTileInfo):
     """Return the words of a tile."""
     return (*w[:COMMON], *(w.split or ()), *(() if w.pack_factor is None else (w.pack_factor, w.pack_magic)))
@@ -120,9 +129,11 @@ def consume(spec, s, t: Int32):
 
 @cute.jit
 def for_each_tile(spec, s, body: cutlass.Constexpr, state, carries_tile: cutlass.Constexpr = False):
-    """Read the CTA's tiles up to the invalid one and call `state = body(w, t, state)` for each: the tile, its number and
-    what the role carries from tile to tile. Each stage is released as soon as the tile is read. Called by one warp.
-    Return the last state."""
+    """Run the loop of a role: read the CTA's tiles up to the invalid one and call `state = body(w, t, state)` for each.
+
+    w: the tile. t: its number. state: what the role carries from tile to tile, an Int32 or a NamedTuple. Each tile's
+    stage is released when the tile is read. carries_tile: read the next tile at the end of an iteration, in code of its
+    own, instead of at the beginning of the next iteration. Called by each warp of the role. Return the last state."""
     t = Int32(0)
     if const_expr(carries_tile):
         w = consume(spec, s, t)

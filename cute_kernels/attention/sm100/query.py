@@ -56,7 +56,7 @@ def load_q_tile(spec: cutlass.Constexpr, plan, s, w: work.WorkTileInfo, q: Int32
     if w.pack_factor > 1:
         pipeline.producer_acquire(s.q_pipe, q)
         gather_q(spec, plan, s, w, q, 0, 1)
-        pipeline.mbarrier_arrive(pipeline.full_barrier(s.q_pipe, q))
+        pipeline.producer_commit(s.q_pipe, q)
     else:
         load.fetch_q(spec, plan, s, w, q)
 
@@ -64,6 +64,7 @@ def load_q_tile(spec: cutlass.Constexpr, plan, s, w: work.WorkTileInfo, q: Int32
 @cute.jit
 def load_q(spec: cutlass.Constexpr, plan, s):
     """Load Q of all tiles of the CTA. One warp."""
+
     # Per tile that has keys, wait for a free stage of Q and fill it: by a TMA box, and its bytes complete the stage's
     # barrier, or, if rows are packed, by cp.async of 16 bytes per lane, a proxy fence and an arrival. The mma warp
     # releases the stage when the tile's last Q @ K^T is done. A gather takes a few thousand cycles per tile (4,096

@@ -31,8 +31,7 @@ def prepare_kv(spec: cutlass.Constexpr, plan, s, which: cutlass.Constexpr, share
             cute.arch.sync_warp()
             # release the loaded stage, commit the operand stage
             pipeline.consumer_release(raw_pipe, i)
-            with cute.arch.elect_one():
-                cute.arch.mbarrier_arrive(pipeline.full_barrier(operand_pipe, i))
+            pipeline.producer_commit(operand_pipe, i)
             i += 1
         return i
 
