@@ -131,7 +131,7 @@ def consume(spec, s, t: Int32):
 def for_each_tile(spec, s, body: cutlass.Constexpr, state, carries_tile: cutlass.Constexpr = False):
     """Run the loop of a role: read the CTA's tiles up to the invalid one and call `state = body(w, t, state)` for each.
 
-    w: the tile. t: its number. state: what the role carries from tile to tile, an Int32 or a NamedTuple. Each tile's
+    w: the tile. t: its number. state: the state of the role between two tiles, an Int32 or a NamedTuple. Each tile's
     stage is released when the tile is read. carries_tile: read the next tile at the end of an iteration, in code of its
     own, instead of at the beginning of the next iteration. Called by each warp of the role. Return the last state."""
     t = Int32(0)

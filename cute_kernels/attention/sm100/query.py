@@ -78,8 +78,8 @@ def load_q(spec: cutlass.Constexpr, plan, s):
     work.for_each_tile(spec, s, load_tile, Int32(0), carries_tile=True)
 
 
-class QueryWarpState(NamedTuple):
-    """What the warp that schedules and loads Q carries from tile to tile. q: the next item of q_pipe."""
+class QueryRoleState(NamedTuple):
+    """State of the warp that schedules and loads Q, between two tiles. q: the next item of q_pipe."""
 
     scheduler: stream_k.SchedulerState
     q: Int32
@@ -103,6 +103,6 @@ def schedule_and_load_q(spec: cutlass.Constexpr, plan, s):
         if w.n_block_max > w.n_block_min:
             load_q_tile(spec, plan, s, w, q)
             q += 1
-        return QueryWarpState(scheduler, q)
+        return QueryRoleState(scheduler, q)
 
-    work.for_each_tile(spec, s, load_tile, QueryWarpState(first, Int32(0)), carries_tile=True)
+    work.for_each_tile(spec, s, load_tile, QueryRoleState(first, Int32(0)), carries_tile=True)

@@ -75,8 +75,8 @@ class SoftmaxCounters(NamedTuple):
     num_stats: Int32
 
 
-class SoftmaxState(NamedTuple):
-    """What the role carries from tile to tile. num_partials: splits of tiles that the CTA has had."""
+class SoftmaxRoleState(NamedTuple):
+    """State of the role between two tiles. num_partials: number of splits that the CTA has had."""
 
     num_partials: Int32
     counters: SoftmaxCounters
@@ -345,9 +345,9 @@ def softmax(spec: cutlass.Constexpr, plan, s):
             send_stats(s, coord, SoftmaxStats(r.st.row_sum[0], row_max))
             pipeline.mbarrier_wait(s.sm_stats_empty + coord.group, at.num_stats)
             at = SoftmaxCounters(at.num_blocks, at.num_stats + 1)
-        return SoftmaxState(count, at)
+        return SoftmaxRoleState(count, at)
 
-    start = SoftmaxState(Int32(0), SoftmaxCounters(Int32(0), Int32(0)))
+    start = SoftmaxRoleState(Int32(0), SoftmaxCounters(Int32(0), Int32(0)))
     count = work.for_each_tile(spec, s, softmax_tile, start, carries_tile=True).num_partials
     # merge the splits
     if const_expr(work.is_split_kv(spec)):
