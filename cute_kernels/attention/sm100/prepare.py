@@ -49,7 +49,7 @@ def prepare_kv(spec: cutlass.Constexpr, plan, s, which: cutlass.Constexpr, share
             cute.arch.sync_warp()
             # release the raw stage, announce the operand
             pipeline.consumer_release(ring.raw, i)
-            pipeline.producer_commit(ring.operand, i)
+            pipeline.mbarrier_arrive(pipeline.full_barrier(ring.operand, i))
             i += 1
         return Items(i, q)
 
@@ -70,7 +70,7 @@ def prepare_q(spec: cutlass.Constexpr, plan, s, w: work.WorkTileInfo, q: Int32, 
         prepare.dequantise(stored, s.raw_q[None, None, stage], s.q[None, None, stage], None, share, WARPS)
     cute.arch.fence_proxy("async.shared", space="cta")
     cute.arch.sync_warp()
-    pipeline.producer_commit(s.q_ready_pipe, q)
+    pipeline.mbarrier_arrive(pipeline.full_barrier(s.q_ready_pipe, q))
 
 
 @cute.jit

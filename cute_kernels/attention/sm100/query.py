@@ -56,7 +56,7 @@ def load_q_tile(spec: cutlass.Constexpr, plan, s, w: work.WorkTileInfo, q: Int32
     if w.pack_factor > 1:
         pipeline.producer_acquire(s.q_pipe, q)
         gather_q(spec, plan, s, w, q, 0, 1)
-        pipeline.producer_commit(s.q_pipe, q)
+        pipeline.mbarrier_arrive(pipeline.full_barrier(s.q_pipe, q))
     else:
         load.fetch_q(spec, plan, s, w, q)
 
