@@ -1,7 +1,7 @@
 """The producer roles: load_k and load_v (`load_kv`, `tile.load_warps` warps each), and load_scales.
 
-A role is one loop over the CTA's tiles, with an inner loop over the KV blocks of a tile, highest block first. How a
-block reaches shared memory is the source's (`kv`).
+A role is one loop over the CTA's tiles (`work.for_each_tile`), with an inner loop over the KV blocks of a tile, highest
+block first. How a block reaches shared memory is the source's (`kv`).
 """
 
 from typing import Any, NamedTuple
@@ -25,6 +25,13 @@ class LoadTarget(NamedTuple):
     op: Any
     smem: cute.Tensor
     ring: pipeline.Pipeline
+
+
+class Items(NamedTuple):
+    """The next items of a role: kv, its number in the pipelines of K and V, and q, in those of Q."""
+
+    kv: Int32
+    q: Int32
 
 
 class PrologueWork(NamedTuple):
@@ -99,47 +106,46 @@ def load_kv(
     page_ids, prologue = source(spec).page_id_cache(spec, into.op), PrologueWork(Int32(0), Int32(-1), Int32(0))
     if const_expr(pdl.has_prologue(spec)):
         prologue = prologue_prefetch(spec, a, s, page_ids, which, loader)
-    i, t, q, more = Int32(0), Int32(0), Int32(0), Int32(1)
     if const_expr(produces_tiles):
         if loader == 0:
             tiles.begin(spec, a, s.scheduler)
-            tiles.produce_next(spec, a, s, t)
-    while more != 0:
-        # the tile
-        w = work.consume(spec, s, t)
-        more = w.is_valid
-        if w.is_valid != 0:
-            head = geometry.kv_head_of(spec, a, w)
-            sequence_pages = pages.of_sequence(a, w.batch_idx, which)
-            # Q
-            if const_expr(loads_q):
-                if loader == 0 and w.n_block_max > w.n_block_min:
-                    load_or_reserve_q(spec, plan, s, w, q)
-                    q += 1
-            # page ids of the first block, unless the prologue has them
-            first = KVBlock(loader, i, w.n_block_max - 1, head, w.kv_len)
-            if const_expr(not pdl.has_prologue(spec)):
+            tiles.produce_next(spec, a, s, Int32(0))
+
+    def load_tile(w, t, items):
+        i, q = items
+        head = geometry.kv_head_of(spec, a, w)
+        sequence_pages = pages.of_sequence(a, w.batch_idx, which)
+        # Q
+        if const_expr(loads_q):
+            if loader == 0 and w.n_block_max > w.n_block_min:
+                load_or_reserve_q(spec, plan, s, w, q)
+                q += 1
+        # page ids of the first block, unless the prologue has them
+        first = KVBlock(loader, i, w.n_block_max - 1, head, w.kv_len)
+        if const_expr(not pdl.has_prologue(spec)):
+            source(spec).prefetch_pages(spec, page_ids, sequence_pages, first)
+        elif w.n_block_max > w.n_block_min:
+            if (
+                t > 0
+                or w.batch_idx != prologue.batch_idx
+                or first.n_block != prologue.n_block
+                or w.kv_len != prologue.kv_len
+            ):
                 source(spec).prefetch_pages(spec, page_ids, sequence_pages, first)
-            elif w.n_block_max > w.n_block_min:
-                if (
-                    t > 0
-                    or w.batch_idx != prologue.batch_idx
-                    or first.n_block != prologue.n_block
-                    or w.kv_len != prologue.kv_len
-                ):
-                    source(spec).prefetch_pages(spec, page_ids, sequence_pages, first)
-            # K or V, and page ids of the next block
-            for n_block in cutlass.range(w.n_block_max - 1, w.n_block_min - 1, -1, unroll=1):
-                source(spec).fill(spec, *into, page_ids, sequence_pages, KVBlock(loader, i, n_block, head, w.kv_len))
-                i += 1
-                # produce the next tile after the first (highest) block; a tile without blocks does so below
-                if const_expr(produces_tiles):
-                    if loader == 0 and n_block == w.n_block_max - 1:
-                        tiles.produce_next(spec, a, s, t + 1)
+        # K or V, and page ids of the next block
+        for n_block in cutlass.range(w.n_block_max - 1, w.n_block_min - 1, -1, unroll=1):
+            source(spec).fill(spec, *into, page_ids, sequence_pages, KVBlock(loader, i, n_block, head, w.kv_len))
+            i += 1
+            # produce the next tile after the first (highest) block; a tile without blocks does so below
             if const_expr(produces_tiles):
-                if loader == 0 and w.n_block_max <= w.n_block_min:
+                if loader == 0 and n_block == w.n_block_max - 1:
                     tiles.produce_next(spec, a, s, t + 1)
-        t += 1
+        if const_expr(produces_tiles):
+            if loader == 0 and w.n_block_max <= w.n_block_min:
+                tiles.produce_next(spec, a, s, t + 1)
+        return Items(i, q)
+
+    work.for_each_tile(spec, s, load_tile, Items(Int32(0), Int32(0)))
 
 
 # The load_scales role (NVFP4 caches): one iteration per tile, an inner one per KV block.
@@ -152,20 +158,19 @@ def load_scales(spec: cutlass.Constexpr, plan, s, rings):
     """Load the scale factors of K and V for every tile of the CTA. Called by one warp. rings: the pipelines of the
     stages of K and of V."""
     a = plan.args
-    i, t, more = Int32(0), Int32(0), Int32(1)
-    while more != 0:
-        w = work.consume(spec, s, t)
-        more = w.is_valid
-        if w.is_valid != 0:
-            head = geometry.kv_head_of(spec, a, w)
-            k, v = (pages.of_sequence(a, w.batch_idx, which) for which in (pages.K, pages.V))
-            for n_block in cutlass.range(w.n_block_max - 1, w.n_block_min - 1, -1, unroll=1):
-                # pages
-                k_found = scales.find(spec, a.kv.k.shape[2], k, n_block, w.kv_len, Int32(0))
-                v_found = scales.find(spec, a.kv.v.shape[2], v, n_block, w.kv_len, a.kv.v_scales_interleaved)
-                # scale factors of K, then of V
-                at = KVBlock(Int32(0), i, n_block, head, w.kv_len)
-                scales.fill(spec, a.kv.k_scales, s.k_scales, rings[pages.K], k_found, at)
-                scales.fill(spec, a.kv.v_scales, s.v_scales, rings[pages.V], v_found, at)
-                i += 1
-        t += 1
+
+    def load_tile(w, _, i):
+        head = geometry.kv_head_of(spec, a, w)
+        k, v = (pages.of_sequence(a, w.batch_idx, which) for which in (pages.K, pages.V))
+        for n_block in cutlass.range(w.n_block_max - 1, w.n_block_min - 1, -1, unroll=1):
+            # pages
+            k_found = scales.find(spec, a.kv.k.shape[2], k, n_block, w.kv_len, Int32(0))
+            v_found = scales.find(spec, a.kv.v.shape[2], v, n_block, w.kv_len, a.kv.v_scales_interleaved)
+            # scale factors of K, then of V
+            at = KVBlock(Int32(0), i, n_block, head, w.kv_len)
+            scales.fill(spec, a.kv.k_scales, s.k_scales, rings[pages.K], k_found, at)
+            scales.fill(spec, a.kv.v_scales, s.v_scales, rings[pages.V], v_found, at)
+            i += 1
+        return i
+
+    work.for_each_tile(spec, s, load_tile, Int32(0))

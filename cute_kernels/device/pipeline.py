@@ -1,11 +1,13 @@
-"""mbarrier pipelines, addressed by one running counter.
+"""mbarrier pipelines, addressed by items.
 
 A pipeline has `stages` full and `stages` empty mbarriers. Producers and consumers each count the items they have
-passed. Item n uses stage n % stages, and its barriers complete in phase (n // stages) & 1, so the counter is all the
-state that a role carries. There are two cheaper forms:
+passed. Item n uses stage n % stages, and its barriers complete in phase (n // stages) & 1, so the number is all the
+state that a role carries. All functions here take an item in any of three forms, and `next_item` returns the form that
+it is given:
 
-- `PipelineState`, the stage and the phase of an item, if the division costs too much;
-- a cursor, stage and phase in one register (`advance_cursor`, `consumer_wait_cursor`), if registers are short.
+- its number n;
+- `PipelineState`, its stage and its phase, if the division costs too much;
+- `PackedState`, stage and phase in one register, if registers are short.
 
 The protocol, with TMA as the producer:
 
@@ -17,6 +19,8 @@ The protocol, with TMA as the producer:
     pipeline.consumer_wait(k_pipe, n)                           # consumer warps: wait for `full`
     ...                                                         # read stage(k_pipe, n)
     pipeline.consumer_release(k_pipe, n)                        # arrive at `empty`, once per warp
+
+A producer warp that writes the stage itself calls `producer_acquire`, then `producer_commit`.
 """
 
 from dataclasses import dataclass
@@ -57,8 +61,17 @@ class PipelineState(NamedTuple):
     phase: Int32
 
 
+PHASE_BIT = 16  # of the word of a `PackedState`; its lower bits are the stage
+
+
+class PackedState(NamedTuple):
+    """The stage and the phase of an item in one word."""
+
+    word: Int32
+
+
 def initial_state():
-    """Return the state of item 0."""
+    """Return the `PipelineState` of item 0."""
     return PipelineState(Int32(0), Int32(0))
 
 
@@ -71,15 +84,28 @@ def next_state(p: Pipeline, at: PipelineState):
     return PipelineState(index, phase)
 
 
+@cute.jit
+def next_packed_state(p: Pipeline, at: PackedState):
+    """Return the state of the next item."""
+    word = at.word + 1
+    if word & ((1 << PHASE_BIT) - 1) == p.stages:
+        word = (word - p.stages) ^ (1 << PHASE_BIT)
+    return PackedState(word)
+
+
 def next_item(p: Pipeline, n):
-    """Return the item after n, in the form of n: a number or a `PipelineState`."""
+    """Return the item after n, in the form of n."""
+    if isinstance(n, PackedState):
+        return next_packed_state(p, n)
     return next_state(p, n) if isinstance(n, PipelineState) else n + 1
 
 
 def stage(p: Pipeline, n):
-    """Return the stage of item n (a number or a `PipelineState`)."""
+    """Return the stage of item n."""
     if isinstance(n, PipelineState):
         return n.index
+    if isinstance(n, PackedState):
+        return n.word & ((1 << PHASE_BIT) - 1)
     return n & (p.stages - 1) if p.stages & (p.stages - 1) == 0 else n % p.stages
 
 
@@ -87,6 +113,8 @@ def phase(p: Pipeline, n):
     """Return the phase parity in which item n completes its barriers."""
     if isinstance(n, PipelineState):
         return n.phase
+    if isinstance(n, PackedState):
+        return (n.word >> PHASE_BIT) & 1
     return (n >> (p.stages.bit_length() - 1) if p.stages & (p.stages - 1) == 0 else n // p.stages) & 1
 
 
@@ -98,9 +126,18 @@ def empty_barrier(p: Pipeline, n):
     return p.full + p.stages + stage(p, n)
 
 
-def consumer_wait(p: Pipeline, n):
-    """Wait until item n is in its stage."""
-    cute.arch.mbarrier_wait(p.full + stage(p, n), phase(p, n))
+def consumer_try_wait(p: Pipeline, n):
+    """Return whether item n is in its stage, without waiting.
+
+    Pass the answer to `consumer_wait`. A test that is issued early hides its latency."""
+    return cute.arch.mbarrier_test_wait(full_barrier(p, n), phase(p, n))
+
+
+@cute.jit
+def consumer_wait(p: Pipeline, n: Any, ready=False):
+    """Wait until item n is in its stage. ready: the answer of `consumer_try_wait`."""
+    if not ready:
+        cute.arch.mbarrier_wait(full_barrier(p, n), phase(p, n))
 
 
 def producer_acquire(p: Pipeline, n):
@@ -114,6 +151,13 @@ def producer_acquire_tx(p: Pipeline, n: Int32, tx_bytes: Int32):
     producer_acquire(p, n)
     with cute.arch.elect_one():
         cute.arch.mbarrier_arrive_and_expect_tx(full_barrier(p, n), tx_bytes)
+
+
+@cute.jit
+def producer_commit(p: Pipeline, n: Any):
+    """Tell the consumers that item n is in its stage (one warp: one arrival)."""
+    with cute.arch.elect_one():
+        cute.arch.mbarrier_arrive(full_barrier(p, n))
 
 
 @cute.jit
@@ -134,45 +178,14 @@ def consumer_release_after(p: Pipeline, n: Any, value: Float32, below: Float32):
             cute.arch.mbarrier_arrive(empty_barrier(p, n))
 
 
-PHASE = 1 << 16  # the phase bit of a cursor; its lower bits are the stage. The cursor of item 0 is 0
-
-
-def cursor_stage(cursor):
-    """Return the stage of a cursor's item."""
-    return cursor & (PHASE - 1)
-
-
 @cute.jit
-def advance_cursor(p: Pipeline, cursor: Int32):
-    """Return the cursor of the next item."""
-    cursor += 1
-    if cursor & (PHASE - 1) == p.stages:
-        cursor = (cursor - p.stages) ^ PHASE
-    return cursor
-
-
-def consumer_try_wait(p: Pipeline, cursor):
-    """Return whether the item of a cursor is in its stage, without waiting.
-
-    Pass the answer to `consumer_wait_cursor`. A test that is issued early hides its latency."""
-    return cute.arch.mbarrier_test_wait(p.full + cursor_stage(cursor), (cursor >> (PHASE.bit_length() - 1)) & 1)
-
-
-@cute.jit
-def consumer_wait_cursor(p: Pipeline, cursor: Int32, ready=False):
-    """Wait until the item of a cursor is in its stage. ready: the answer of `consumer_try_wait`."""
-    if not ready:
-        cute.arch.mbarrier_wait(p.full + cursor_stage(cursor), (cursor >> (PHASE.bit_length() - 1)) & 1)
-
-
-@cute.jit
-def consumer_release_cursor(p: Pipeline, cursor: Int32, last):
-    """Free the stage of a cursor's item if `last` (one warp: one arrival).
+def consumer_release_if(p: Pipeline, n: Any, last):
+    """Free the stage of item n for the producer if `last` (one warp: one arrival).
 
     Lane 0 arrives instead of an elected lane: this needs no branch."""
     cute.arch.sync_warp()
     if last & (cute.arch.lane_idx() == 0):
-        cute.arch.mbarrier_arrive(p.full + p.stages + cursor_stage(cursor))
+        cute.arch.mbarrier_arrive(empty_barrier(p, n))
 
 
 @cute.jit

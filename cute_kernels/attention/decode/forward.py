@@ -93,13 +93,12 @@ def forward(spec: cutlass.Constexpr, stream, *flat):
 def shared(spec, plan):
     """Allocate a CTA's shared memory and initialise its pipelines."""
     smem, r, t = cutlass.utils.SmemAllocator(), roles(spec), spec.tile
-    count = work.STAGES[spec.schedule]
     return DecodeSharedStorage(
         k=copy.allocate(smem, plan.k, plan.args.kv.k.element_type),
         v=copy.allocate(smem, plan.v, plan.args.kv.v.element_type),
         work=work.allocate(spec, smem),
         prologue_work=smem.allocate_tensor(Int32, cute.make_layout(3)),
-        work_pipe=pipeline.make(smem, count, r.warps("schedule"), r.warps("load_k", "load_v", "load_scales", "mma")),
+        work_pipe=work.make_pipe(spec, smem, r),
         k_pipe=pipeline.make(smem, t.stages, arrivals(spec, r), r.warps("mma")),
         v_pipe=pipeline.make(smem, t.stages, arrivals(spec, r), r.warps("mma")),
         k_scales=scales.allocate(spec, smem, spec.head_dim_qk, t.stages),

@@ -179,13 +179,13 @@ def previous_keys(spec: cutlass.Constexpr, s, tile: WarpTileState, k: KeyCursor)
     low."""
     block, row = k.block, k.row - tile.key_shares * keys(spec)
     if row < 0:
-        block, row = pipeline.advance_cursor(s.k_pipe, block), row + spec.tile.n
+        block, row = pipeline.next_item(s.k_pipe, block), row + spec.tile.n
     return KeyCursor(block, row, k.key - tile.key_shares * keys(spec))
 
 
 def release_if_last(spec, pipe, tile: WarpTileState, k: KeyCursor):
     """Release the stage if these are this warp's last keys in it."""
-    pipeline.consumer_release_cursor(pipe, k.block, k.row < tile.key_shares * keys(spec))
+    pipeline.consumer_release_if(pipe, k.block, k.row < tile.key_shares * keys(spec))
 
 
 # The KV loop of one warp and one tile. An iteration handles two groups of the warp's keys: `prev`, which has scores
@@ -198,9 +198,9 @@ def release_if_last(spec, pipe, tile: WarpTileState, k: KeyCursor):
 # The outer loop holds the code that few keys need (soft cap, mask, skip-softmax), so that the inner loop fits the
 # instruction cache; the inner loop runs for as long as the keys need none of it.
 @cute.jit
-def mainloop(spec: cutlass.Constexpr, a, s, r: DecodeFragments, tile: WarpTileState, cursor: Int32):
-    """Compute O, row_max and row_sum of this warp's keys. `cursor`: of the tile's first block in k_pipe and v_pipe.
-    Return the cursor of the next tile's first block."""
+def mainloop(spec: cutlass.Constexpr, a, s, r: DecodeFragments, tile: WarpTileState, first: pipeline.PackedState):
+    """Compute O, row_max and row_sum of this warp's keys. first: item of the tile's first block in k_pipe and v_pipe.
+    Return the item of the next tile's first block."""
     softmax.reset(r.st, 0.0)
     operands.fill(spec, r.acc_o, 0.0)
     acc_s = cute.make_rmem_tensor((keys(spec) // 4, num_n_tiles(spec)), Float32)
@@ -208,11 +208,11 @@ def mainloop(spec: cutlass.Constexpr, a, s, r: DecodeFragments, tile: WarpTileSt
     v = operands.allocate_v(spec)
     row = spec.tile.n - (tile.key_shares - tile.key_share) * keys(spec)  # the warp's last keys of a block
     first_key = tile.w.n_block_min * spec.tile.n  # of the tile's lowest block: the warp ends when `cur` is below it
-    cur = KeyCursor(cursor, row, (tile.w.n_block_max - 1) * spec.tile.n + row)
+    cur = KeyCursor(first, row, (tile.w.n_block_max - 1) * spec.tile.n + row)
     # pass over keys past kv_len without arithmetic
     while cur.key >= cutlass.max(first_key, tile.w.kv_len):
         for pipe in (s.k_pipe, s.v_pipe):
-            pipeline.consumer_wait_cursor(pipe, cur.block)
+            pipeline.consumer_wait(pipe, cur.block)
             release_if_last(spec, pipe, tile, cur)
         cur = previous_keys(spec, s, tile, cur)
     # `prev` has no keys yet, so the first pass only issues Q K^T. row = n: release_if_last does nothing
@@ -231,12 +231,12 @@ def mainloop(spec: cutlass.Constexpr, a, s, r: DecodeFragments, tile: WarpTileSt
                 online_softmax(spec, r, acc_s, p)
             if cur.key >= first_key:
                 # S^T = K @ Q^T
-                pipeline.consumer_wait_cursor(s.k_pipe, cur.block, k_ready)
-                operands.gemm_qk(spec, s, r, acc_s, pipeline.cursor_stage(cur.block), cur.row)
+                pipeline.consumer_wait(s.k_pipe, cur.block, k_ready)
+                operands.gemm_qk(spec, s, r, acc_s, pipeline.stage(s.k_pipe, cur.block), cur.row)
                 # release the K stage
                 release_if_last(spec, s.k_pipe, tile, cur)
             # V of `prev`; the first pass, without P V, waits for V of its block a pass early, and releases nothing
-            pipeline.consumer_wait_cursor(s.v_pipe, prev.block, v_ready)
+            pipeline.consumer_wait(s.v_pipe, prev.block, v_ready)
             if needs_pv:
                 # O^T += V^T @ P^T, one chunk of columns at a time
                 for b in cutlass.range_constexpr(CachedRow.of(spec, spec.padded_vo).chunks):
@@ -263,14 +263,15 @@ def mainloop(spec: cutlass.Constexpr, a, s, r: DecodeFragments, tile: WarpTileSt
 #   releases    the tile in work_pipe when its output is stored
 # Q of the next tile is fetched before the reduction of this one if registers allow (`prefetches_q`), and becomes the
 # MMA's operand in the last pass, while other warps still compute. A merge reads the tile from work_pipe again, which
-# keeps it out of the registers of the mainloop.
+# keeps it out of the registers of the mainloop. This loop is its own, not `work.for_each_tile`: it reads the next tile
+# in the middle of an iteration and holds a stage until the tile's output is stored.
 @cute.jit
 def mma_warp(spec: cutlass.Constexpr, plan, s):
     """Run the mma role of one warp."""
     a = plan.args
     r = make_fragments(spec, a)
     softmax_scale_log2 = softmax.device_scale(a.logits.softmax_scale_log2, a.logits.softmax_scale_ptr)
-    cursor, t, turn = Int32(0), Int32(0), Int32(0)
+    block, t, turn = pipeline.PackedState(Int32(0)), Int32(0), Int32(0)
     words = cute.make_rmem_tensor((spec.padded_qk // 8, num_n_tiles(spec)), Uint32)
     w = work.consumer_wait(spec, s, t)
     tile = warp_tile(spec, a, r, w)
@@ -280,7 +281,7 @@ def mma_warp(spec: cutlass.Constexpr, plan, s):
         operands.set_q(spec, a, r, tile, words, softmax_scale_log2)
     while w.is_valid != 0:
         # O, row_max and row_sum of this warp's keys
-        cursor = mainloop(spec, a, s, r, tile, cursor)
+        block = mainloop(spec, a, s, r, tile, block)
         # the next tile and its Q
         w = work.consumer_wait(spec, s, t + 1)
         next_tile = warp_tile(spec, a, r, w)

@@ -20,10 +20,10 @@ from .layout import CachedRow, columns, keys, num_n_tiles, num_v_offsets, scale_
 
 
 class KeyCursor(NamedTuple):
-    """A group of `layout.keys` keys: the pipeline cursor of their block, their first row in the stage, and their first
-    key in the sequence."""
+    """A group of `layout.keys` keys: the item of their block in k_pipe and v_pipe, their first row in the stage, and
+    their first key in the sequence."""
 
-    block: Int32
+    block: pipeline.PackedState
     row: Int32
     key: Int32
 
@@ -174,7 +174,7 @@ def load_v(spec: cutlass.Constexpr, s, r, tile, at: KeyCursor, b: cutlass.Conste
     """Load this lane's words of chunk `b` of V and the scale factors of each key; keys past kv_len become zeros
     (`zero_v`)."""
     chunk, n, row, key = CachedRow.of(spec, spec.padded_vo), spec.tile.n, at.row, at.key
-    stage, t = pipeline.cursor_stage(at.block), cute.arch.lane_idx() % 4
+    stage, t = pipeline.stage(s.v_pipe, at.block), cute.arch.lane_idx() % 4
     # this lane's eighth of the chunk, for 4 keys in each 16: 2 t, 2 t + 1, 8 + 2 t, 9 + 2 t
     base = s.v.iterator.toint() + stage * (n * chunk.width * chunk.chunks) + row * chunk.width
     per = const_expr(chunk.width // 32)

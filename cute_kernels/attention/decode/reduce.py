@@ -75,8 +75,7 @@ def store(spec: cutlass.Constexpr, s, r, tile, turn: Int32, reduction_pass: cutl
                     piece[e] = r.acc_o[2 * (number + PIECE * i + e) + k % 2, k // 2]
                 copy.vector(piece, s.merge.o[own, row, (g * count + i) ^ (t + (k // 2 * 4 - low // 2)), None])
     cute.arch.sync_warp()
-    with cute.arch.elect_one():
-        cute.arch.mbarrier_arrive(pipeline.full_barrier(s.merge.ready, turn))
+    pipeline.producer_commit(s.merge.ready, turn)
 
 
 @cute.jit

@@ -1,9 +1,14 @@
-"""The pipeline of tiles, work_pipe: one warp of a CTA finds a tile and produces it, all other warps read it."""
+"""The pipeline of tiles, work_pipe: one warp of a CTA finds a tile and produces it, all other warps read it.
+
+The loop of a role over the tiles is `for_each_tile`. The mma roles have loops of their own: those of Hopper and of
+decode read a tile before they have finished the tile before it.
+"""
 
 from typing import Any, NamedTuple
 
+import cutlass
 import cutlass.cute as cute
-from cutlass import Int32
+from cutlass import Int32, const_expr
 
 from ...device import pipeline
 
@@ -64,6 +69,11 @@ def allocate(spec, smem):
     return smem.allocate_tensor(Int32, cute.make_layout(((fields(spec) + 3) // 4 * 4, STAGES[spec.schedule])), 16)
 
 
+def make_pipe(spec, smem, roles):
+    """Allocate and initialise work_pipe. Every warp reads the tiles, except those of the roles schedule and idle."""
+    return pipeline.make(smem, STAGES[spec.schedule], 1, roles.warps() - roles.warps("idle", "schedule"))
+
+
 def flatten(w: WorkTileInfo):
     """Return the words of a tile."""
     return (*w[:COMMON], *(w.split or ()), *(() if w.pack_factor is None else (w.pack_factor, w.pack_magic)))
@@ -115,3 +125,28 @@ def consume(spec, s, t: Int32):
     cute.arch.sync_warp()  # all lanes have read before one of them arrives
     pipeline.consumer_release(s.work_pipe, t)
     return w
+
+
+@cute.jit
+def for_each_tile(spec, s, body: cutlass.Constexpr, state, carries_tile: cutlass.Constexpr = False):
+    """Run the loop of a role: read the CTA's tiles up to the invalid one and call `state = body(w, t, state)` for each.
+
+    w: the tile. t: its number. state: the state of the role between two tiles, an Int32 or a NamedTuple. Each tile's
+    stage is released when the tile is read. carries_tile: read the next tile at the end of an iteration, in code of its
+    own, instead of at the beginning of the next iteration. Called by each warp of the role. Return the last state."""
+    t = Int32(0)
+    if const_expr(carries_tile):
+        w = consume(spec, s, t)
+        while w.is_valid != 0:
+            state = body(w, t, state)
+            t += 1
+            w = consume(spec, s, t)
+    else:
+        more = Int32(1)
+        while more != 0:
+            w = consume(spec, s, t)
+            more = w.is_valid
+            if w.is_valid != 0:
+                state = body(w, t, state)
+            t += 1
+    return state

@@ -207,9 +207,9 @@ def correction(spec: cutlass.Constexpr, plan, s):
     a = plan.args
     number = cute.arch.make_warp_uniform(cute.arch.warp_idx()) % WARPS
     row = number * 32 + cute.arch.lane_idx()
-    t, i, q = Int32(0), Int32(0), Int32(0)
-    w = work.consume(spec, s, t)
-    while w.is_valid != 0:
+
+    def correct_tile(w, _, at):
+        i, q = at
         if w.n_block_max > w.n_block_min:
             count = num_iterations(spec, w)
             for left in cutlass.range(count, 0, -1, unroll=1):
@@ -240,8 +240,9 @@ def correction(spec: cutlass.Constexpr, plan, s):
             correction_epilogue(spec, a, s, w, 0, row, at, True)
         if w.n_block_max > w.n_block_min:
             q += 1
-        t += 1
-        w = work.consume(spec, s, t)
+        return CorrectionCounters(i, q)
+
+    work.for_each_tile(spec, s, correct_tile, CorrectionCounters(Int32(0), Int32(0)), carries_tile=True)
     # all partial results are stored: softmax may merge them
     if const_expr(work.is_split_kv(spec)):
         splits.barrier(roles(spec).warps("softmax", "correction"))

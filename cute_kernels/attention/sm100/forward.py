@@ -177,7 +177,7 @@ def shared(spec, plan):
         scheduler=None if work.is_split_kv(spec) else tiles.allocate(smem),
         sm_stats=sm_stats,
         tmem_ptr=tmem_ptr,
-        work_pipe=pipeline.make(smem, work.STAGES[spec.schedule], 1, r.warps() - r.warps("idle")),
+        work_pipe=work.make_pipe(spec, smem, r),
         q_pipe=pipeline.make(smem, t.q_stages, 1, 1),
         raw_k_pipe=pipes[pages.K],
         raw_v_pipe=pipes[pages.V],

@@ -11,6 +11,7 @@ from cutlass import Int32, Uint32, const_expr
 
 from ...device import layout, mma, pipeline
 from .. import prepare, quant
+from ..load import Items
 from ..schedule import work
 from ..spec import KVSpec
 from .query import gather_q
@@ -30,9 +31,9 @@ def prepare_kv(spec: cutlass.Constexpr, plan, s, which: cutlass.Constexpr, share
     # A fifth warpgroup has 48 registers per thread and leaves softmax 160: with 128 keys per block softmax then spills
     # 72 to 128 bytes, with 96 none.
     ring = prepare.stage_pipelines(s, which)
-    i, t, q = Int32(0), Int32(0), Int32(0)
-    w = work.consume(spec, s, t)
-    while w.is_valid != 0:
+
+    def prepare_tile(w, _, items):
+        i, q = items
         # Q of the tile
         if w.n_block_max > w.n_block_min:
             prepare_q(spec, plan, s, w, q, share + which * (WARPS // 2))
@@ -50,8 +51,9 @@ def prepare_kv(spec: cutlass.Constexpr, plan, s, which: cutlass.Constexpr, share
             pipeline.consumer_release(ring.raw, i)
             pipeline.mbarrier_arrive(pipeline.full_barrier(ring.operand, i))
             i += 1
-        t += 1
-        w = work.consume(spec, s, t)
+        return Items(i, q)
+
+    work.for_each_tile(spec, s, prepare_tile, Items(Int32(0), Int32(0)), carries_tile=True)
 
 
 @cute.jit

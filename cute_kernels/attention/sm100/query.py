@@ -4,6 +4,8 @@ With schedule "stream_k" this warp also schedules. Over dequantised caches there
 and the prepare warps gather packed rows (`prepare`).
 """
 
+from typing import NamedTuple
+
 import cutlass
 import cutlass.cute as cute
 from cutlass import Int32, const_expr
@@ -61,18 +63,25 @@ def load_q_tile(spec: cutlass.Constexpr, plan, s, w: work.WorkTileInfo, q: Int32
 @cute.jit
 def load_q(spec: cutlass.Constexpr, plan, s):
     """Load Q of all tiles of the CTA. One warp."""
+
     # Per tile that has keys, wait for a free stage of Q and fill it: by a TMA box, and its bytes complete the stage's
     # barrier, or, if rows are packed, by cp.async of 16 bytes per lane, a proxy fence and an arrival. The mma warp
     # releases the stage when the tile's last Q @ K^T is done. A gather takes a few thousand cycles per tile (4,096
     # copies of 16 bytes for 256 rows of head_dim 128, 128 per lane), hidden by the tile before if Q has a second stage.
-    t, q = Int32(0), Int32(0)
-    w = work.consume(spec, s, t)
-    while w.is_valid != 0:
+    def load_tile(w, _, q):
         if w.n_block_max > w.n_block_min:
             load_q_tile(spec, plan, s, w, q)
             q += 1
-        t += 1
-        w = work.consume(spec, s, t)
+        return q
+
+    work.for_each_tile(spec, s, load_tile, Int32(0), carries_tile=True)
+
+
+class QueryRoleState(NamedTuple):
+    """State of the warp that schedules and loads Q, between two tiles. q: the next item of q_pipe."""
+
+    scheduler: stream_k.SchedulerState
+    q: Int32
 
 
 @cute.jit
@@ -82,15 +91,17 @@ def schedule_and_load_q(spec: cutlass.Constexpr, plan, s):
     # which has 4 stages: roles that are ahead, such as the loaders of K and V, find it there. A tile is whole or a
     # split; an invalid one says that there are no more. With schedule "tiles", the warp of K does this. Here it is the
     # warp of Q, which only kernels over quantised caches lack, and those have no stream_k.
-    a, t, q = plan.args, Int32(0), Int32(0)
+    a = plan.args
     pack_factor = geometry.group_divisor(a)
     cta_units, state = stream_k.begin(spec, a)
-    state = stream_k.produce_next(spec, a, s, t, cta_units, state, pack_factor)
-    w = work.consume(spec, s, t)
-    while w.is_valid != 0:
-        state = stream_k.produce_next(spec, a, s, t + 1, cta_units, state, pack_factor)
+    first = stream_k.produce_next(spec, a, s, Int32(0), cta_units, state, pack_factor)
+
+    def load_tile(w, t, at):
+        scheduler, q = at
+        scheduler = stream_k.produce_next(spec, a, s, t + 1, cta_units, scheduler, pack_factor)
         if w.n_block_max > w.n_block_min:
             load_q_tile(spec, plan, s, w, q)
             q += 1
-        t += 1
-        w = work.consume(spec, s, t)
+        return QueryRoleState(scheduler, q)
+
+    work.for_each_tile(spec, s, load_tile, QueryRoleState(first, Int32(0)), carries_tile=True)

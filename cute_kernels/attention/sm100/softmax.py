@@ -75,6 +75,13 @@ class SoftmaxCounters(NamedTuple):
     num_stats: Int32
 
 
+class SoftmaxRoleState(NamedTuple):
+    """State of the role between two tiles. num_partials: number of splits that the CTA has had."""
+
+    num_partials: Int32
+    counters: SoftmaxCounters
+
+
 def thread_coord(spec, s) -> ThreadCoord:
     number = cute.arch.make_warp_uniform(cute.arch.warp_idx()) - roles(spec).first("softmax")
     group = number // WARPS
@@ -295,9 +302,9 @@ def softmax(spec: cutlass.Constexpr, plan, s):
     a, r, coord, capped = plan.args, make_fragments(spec), thread_coord(spec, s), False
     if const_expr(spec.logits.soft_cap):
         capped = a.logits.soft_cap > 0.0
-    t, at, count = Int32(0), SoftmaxCounters(Int32(0), Int32(0)), Int32(0)
-    w = work.consume(spec, s, t)
-    while w.is_valid != 0:
+
+    def softmax_tile(w, _, state):
+        count, at = state
         if const_expr(work.is_split_kv(spec)):
             # this CTA has a part of the tile: remember it for the merge
             if w.split.slot >= 0:
@@ -338,8 +345,10 @@ def softmax(spec: cutlass.Constexpr, plan, s):
             send_stats(s, coord, SoftmaxStats(r.st.row_sum[0], row_max))
             pipeline.mbarrier_wait(s.sm_stats_empty + coord.group, at.num_stats)
             at = SoftmaxCounters(at.num_blocks, at.num_stats + 1)
-        t += 1
-        w = work.consume(spec, s, t)
+        return SoftmaxRoleState(count, at)
+
+    start = SoftmaxRoleState(Int32(0), SoftmaxCounters(Int32(0), Int32(0)))
+    count = work.for_each_tile(spec, s, softmax_tile, start, carries_tile=True).num_partials
     # merge the splits
     if const_expr(work.is_split_kv(spec)):
         threads, tid = const_expr(roles(spec).warps("softmax")), cute.arch.thread_idx()[0]

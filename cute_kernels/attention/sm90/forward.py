@@ -143,7 +143,7 @@ def operand_q(spec, smem, raw_q):
 def shared(spec, plan):
     """Allocate the CTA's shared memory and initialise its pipelines."""
     smem, r, t = cutlass.utils.SmemAllocator(), roles(spec), spec.tile
-    count, mma_warps, (raw_k_count, raw_v_count) = work.STAGES[spec.schedule], r.warps("mma"), loaded(spec)
+    mma_warps, (raw_k_count, raw_v_count) = r.warps("mma"), loaded(spec)
     raw_k = k = copy.allocate(smem, plan.k, plan.args.kv.k.element_type)
     raw_v = v = copy.allocate(smem, plan.v, plan.args.kv.v.element_type)
     if prepared(spec)[pages.K]:
@@ -154,7 +154,7 @@ def shared(spec, plan):
     raw_q = copy.allocate(smem, plan.q, plan.args.query.q.element_type)
     q = operand_q(spec, smem, raw_q)
     work_smem = work.allocate(spec, smem)
-    work_pipe = pipeline.make(smem, count, 1, r.warps() - r.warps("idle", "schedule"))
+    work_pipe = work.make_pipe(spec, smem, r)
     raw_k_pipe = k_pipe = pipeline.make(smem, raw_k_count, arrivals(spec, r), r.warps("prepare_k") or mma_warps)
     if prepared(spec)[pages.K]:
         k_pipe = pipeline.make(smem, t.stages, r.warps("prepare_k"), mma_warps)

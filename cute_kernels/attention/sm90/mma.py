@@ -30,7 +30,8 @@ def mma(spec: cutlass.Constexpr, plan, s):
     # each stage when the MMA that reads it is done, and stores O and LSE from registers.
     # The order at the end of a tile hides its epilogue: first the next tile is read, then P V of the tile's last block
     # and, where Q has room, Q K^T of the next tile's first block are issued together (`last_half_block`), and the
-    # epilogue runs under that Q K^T. So the loop carries the next tile, with its first Q K^T in flight.
+    # epilogue runs under that Q K^T. So the loop carries the next tile, with its first Q K^T in flight, and it is not
+    # `work.for_each_tile`, which reads tiles only between two iterations.
     # Warpgroups issue MMAs in turn: the last one passes the first turn to warpgroup 0.
     # Splits are merged after the last tile: with the loops of a merge inside this loop, the compiler keeps MMA
     # descriptors out of uniform registers, which costs 70 of 730 instructions a block.

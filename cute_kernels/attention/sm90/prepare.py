@@ -19,25 +19,23 @@ def prepare_kv(spec: cutlass.Constexpr, plan, s, which: cutlass.Constexpr, share
     # the operand stage. Both pipelines count the same items, so that one counter is all the state. Tiles that see
     # no key have no blocks.
     raw_pipe, operand_pipe = prepare.stage_pipelines(s, which)
-    i, t, more = Int32(0), Int32(0), Int32(1)
-    while more != 0:
-        w = work.consume(spec, s, t)
-        more = w.is_valid
-        if w.is_valid != 0:
-            for n_block in cutlass.range(w.n_block_max - 1, w.n_block_min - 1, -1, unroll=1):
-                # wait for the loaded stage and a free operand stage
-                pipeline.consumer_wait(raw_pipe, i)
-                pipeline.producer_acquire(operand_pipe, i)
-                # dequantise or transpose
-                prepare_stage(spec, plan.args, s, which, share, i, w.kv_len - n_block * spec.tile.n)
-                cute.arch.fence_proxy("async.shared", space="cta")
-                cute.arch.sync_warp()
-                # release the loaded stage, commit the operand stage
-                pipeline.consumer_release(raw_pipe, i)
-                with cute.arch.elect_one():
-                    cute.arch.mbarrier_arrive(pipeline.full_barrier(operand_pipe, i))
-                i += 1
-        t += 1
+
+    def prepare_tile(w, _, i):
+        for n_block in cutlass.range(w.n_block_max - 1, w.n_block_min - 1, -1, unroll=1):
+            # wait for the loaded stage and a free operand stage
+            pipeline.consumer_wait(raw_pipe, i)
+            pipeline.producer_acquire(operand_pipe, i)
+            # dequantise or transpose
+            prepare_stage(spec, plan.args, s, which, share, i, w.kv_len - n_block * spec.tile.n)
+            cute.arch.fence_proxy("async.shared", space="cta")
+            cute.arch.sync_warp()
+            # release the loaded stage, commit the operand stage
+            pipeline.consumer_release(raw_pipe, i)
+            pipeline.producer_commit(operand_pipe, i)
+            i += 1
+        return i
+
+    work.for_each_tile(spec, s, prepare_tile, Int32(0))
 
 
 @cute.jit

@@ -121,11 +121,10 @@ def load_v(spec: cutlass.Constexpr, plan, s, loader: Int32):
     # warpgroups leave out passes its stage unfilled, with zero bytes, so that items of K and V keep the same number
     # and the mma role waits for every V alike. Q goes first, because the tile's first Q K^T needs it.
     a, page_ids = plan.args, source(spec).page_id_cache(spec, plan.v)
-    i, t, q, more = Int32(0), Int32(0), Int32(0), Int32(1)
-    while more != 0:
-        w = work.consume(spec, s, t)
-        more = w.is_valid
-        if w.is_valid != 0 and w.n_block_max > w.n_block_min:
+
+    def load_tile(w, _, items):
+        i, q = items
+        if w.n_block_max > w.n_block_min:
             head = geometry.kv_head_of(spec, a, w)
             sequence_pages = pages.of_sequence(a, w.batch_idx, pages.V)
             # Q
@@ -140,7 +139,9 @@ def load_v(spec: cutlass.Constexpr, plan, s, loader: Int32):
                     source(spec).fill(spec, plan.v, s.v, s.v_pipe, page_ids, sequence_pages, at)
                 i += 1
             q += 1
-        t += 1
+        return load.Items(i, q)
+
+    work.for_each_tile(spec, s, load_tile, load.Items(Int32(0), Int32(0)))
 
 
 @cute.jit
