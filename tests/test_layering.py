@@ -50,7 +50,7 @@ UPSTREAM = {
 
 OPS = ("sm90", "decode", "radix", "sort", "rows")
 # Read where no DSL is installed: by the runtime, dispatch and the tools that list kernels.
-PLAIN = {f"cute_kernels/{name}.py" for name in ("__init__", "manifest", "paths", "catalog")} | {
+PLAIN = {f"cute_kernels/{name}.py" for name in ("__init__", "archs", "manifest", "paths", "catalog")} | {
     f"cute_kernels/{family}/{name}.py"
     for family in FAMILIES
     for name in ("__init__", "request", "spec", "args", "dispatch", *(f"{op}/__init__" for op in OPS))
