@@ -96,6 +96,10 @@ CASES = {
     "mixed": ((4, 2), [300, 1, 200, 1, 0, 7], [900, 40, 50000, 9000, 9, 7]),
     "packed": ((6, 2), [1, 3, 64], [100, 4096, 64]),
     "not packed": ((2, 2), [1, 65, 200], [100, 40000, 200]),
+    "one": ((4, 2), [300], [900]),  # without a search
+    "one packed": ((6, 2), [40], [40]),
+    "one over several sections": ((4, 2), [700], [120000]),
+    "one without keys": ((4, 2), [70], [0]),
     "nothing": ((4, 2), [0, 0], [0, 90]),
     **{f"random {seed}": ((4, 2), *batch_of(seed)) for seed in range(8)},
 }
