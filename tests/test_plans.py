@@ -17,6 +17,7 @@ from cute_kernels.merge_states import args as merge_states
 from cute_kernels.topk.args import SortArgs, TopKArgs
 from tests.fake_machine import FakeMachine
 from wrappers import machine, scratch
+from wrappers.attention import checks
 from wrappers.attention import plan as attention_plan
 
 CONTEXT, DECODE = wrappers.trtllm_batch_context_with_kv_cache, wrappers.trtllm_batch_decode_with_kv_cache
@@ -261,6 +262,20 @@ def test_more_tiles_than_prefill_counts(here, monkeypatch):
                 CONTEXT(**inputs)
             assert len(here.launches) == launches + (not refused)
         here.plans.clear()
+
+
+def test_more_heads_than_kernels_divide_exactly(here, monkeypatch):
+    inputs = cases.make_inputs(PLAIN)
+    heads, kv_heads = inputs["query"].shape[1], inputs["kv_cache"][0].shape[1]
+    most = heads * (heads // kv_heads)
+    for limit, refused in ((most, True), (most + 1, False)):
+        monkeypatch.setattr(checks, "MOST_ROWS", limit)
+        if refused:
+            with pytest.raises(NotImplementedError, match=f"^query: {heads} heads, {heads // kv_heads} per KV head; "):
+                CONTEXT(**inputs)
+        else:
+            CONTEXT(**inputs)
+        assert len(here.launches) == (not refused)
 
 
 def test_offsets_of_equal_requests(here):

@@ -350,6 +350,8 @@ def plan_for(call: AttentionCall, arch: str, sms: int) -> LaunchPlan:
         name = checks.names_of(call)(field)
         raise NotImplementedError(f"{name}: no attention kernel: {error}") from None
     checks.kernel_tensors(call)
+    if call.q.shape[1] * request.qhead_per_kvhead >= checks.MOST_ROWS:
+        raise _too_many_heads(call)
     here, heads, slots = machine.current, call.q.shape[1], ArgSlots(spec)
     stream_k = spec.schedule == "stream_k"
     packs = stream_k or request.rows <= PACK_GQA_MAX_Q and request.qhead_per_kvhead <= PACK_GQA_MAX_GROUP
@@ -493,6 +495,13 @@ def _too_many_tiles(call: AttentionCall, batch: int) -> NotImplementedError:
     return NotImplementedError(
         f"{checks.names_of(call)('q')}: {tokens} tokens of {heads} heads, {batch} requests, {need}"
     )
+
+
+def _too_many_heads(call: AttentionCall) -> NotImplementedError:
+    heads = call.q.shape[1]
+    group = heads // call.k.shape[1]
+    need = f"their product must be below {checks.MOST_ROWS} on CUDA, up to which kernels divide exactly"
+    return NotImplementedError(f"{checks.names_of(call)('q')}: {heads} heads, {group} per KV head; {need}")
 
 
 def _too_many_rows(call: AttentionCall) -> NotImplementedError:
