@@ -389,6 +389,6 @@ def test_arguments_come_in_blocks():
     for _, spec in dispatch.shipped(ARCH):
         names = args.fields(spec)
         packed = args.pack(spec, names)
-        held = {name: value for block in packed if block for name, value in block._asdict().items()}
+        held = {name: value for _, block in zip(args.BLOCKS, packed) for name, value in block._asdict().items()}
         assert len(set(names)) == len(names)
         assert all(held.pop(name) == name for name in names) and set(held.values()) <= {None}

@@ -50,7 +50,9 @@ def test_prompts_are_served_by_the_loop_of_decode(arch, way):
     for change in ({}, {"window": True}, {"kv": "e4m3"}, {"kv": "nvfp4"}, {"source": "ragged", "page_size": 0}):
         op, spec = dispatch.select(replace(PROMPT, split_kv=way, **change), arch)
         assert op == "attention.decode" and spec in decode.shipped(arch)
-        assert spec.tile.rows_per_warp == (8 if way == "fixed" else 16) and spec.tile.prefills == (way != "fixed")
+        assert spec.tile.rows_per_warp == (8 if way == "fixed" else 16) and spec.tile.alternates_m_blocks == (
+            way != "fixed"
+        )
     _, full = dispatch.select(replace(PROMPT, split_kv=way, causal=False), arch)
     assert full.mask.causal == "value"
 

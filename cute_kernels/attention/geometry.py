@@ -23,8 +23,8 @@ class LaunchGeometry(NamedTuple):
     the kernel about 150 cycles, and a CTA has nothing to do before its first tile is found.
 
     qhead_per_kvhead, group_magic: query heads per KV head, and its magic number for `Divisor`. q_heads, kv_heads: the
-    multiplier and the shift of the number of query and of KV heads, for `Quotient`. l2_keys: K and V of all heads of a
-    sequence of so many keys fit in `tile.l2_bytes`; None in kernels without it.
+    multiplier and the shift of the number of query and of KV heads, for `Quotient`. l2_keys: the most keys of a
+    sequence whose K and V, of all heads, fit in `tile.l2_bytes`; None with schedule "stream_k".
     """
 
     qhead_per_kvhead: Int32

@@ -58,8 +58,9 @@ class DecodeTileConfig:
         return 4 * self.warpgroups
 
     @property
-    def prefills(self) -> bool:
-        """Whether each warp of a full tile has rows of its own, 16 of them: a tile for the rows of prompts."""
+    def alternates_m_blocks(self) -> bool:
+        """Whether the tiles of a sequence come as the first, the last, the second, and so on, which gives CTAs equal
+        shares of a prompt: if each warp of a full tile has 16 rows of its own, a tile for the rows of prompts."""
         return self.rows_per_warp > FEW_ROWS and self.m == self.rows_per_warp * self.warps
 
     @property

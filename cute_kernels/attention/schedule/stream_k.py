@@ -211,7 +211,7 @@ def find(spec: cutlass.Constexpr, a, unit: Int32, window: SequenceWindow, cta_un
     if m_blocks > 1:
         head = divide(tile, m_blocks)
         m_block = tile - head * m_blocks
-    if const_expr(not spec.tile.per_tile_pack_gqa and spec.tile.prefills):
+    if const_expr(spec.tile.alternates_m_blocks):
         # the first tile, the last one, the second one, ...: under a causal mask, later tiles have more keys
         half = m_block // 2
         m_block = half + m_block % 2 * (m_blocks - 1 - 2 * half)

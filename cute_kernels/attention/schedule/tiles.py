@@ -17,10 +17,10 @@ sequence. With fewer heads, its long tiles would start last and end after all ot
 To follow the code: warp 0 of load_k (`load.load_kv`) calls `begin` once, then `produce_next` for each tile:
 `next_index` draws a tile's number from the counter, and `find` (number -> tile) calls `search`, unless the launch has
 one sequence, and `lpt_order` (m_block and head), unless all heads are one section. `search` calls `interleave` and
-`locate` (the sequence). A CTA computes nothing before its first tile is found, which is most of a short launch's time:
-so divisions are left to the host (`geometry.LaunchGeometry`) or done only where they decide something. Every role reads
-the tile with `work.consume`. Three numbers are told apart: t, of a tile among the CTA's; launch_tile, in the order of
-the launch; seq_tile, within its sequence.
+`locate` (the sequence). A CTA has nothing to compute before its first tile is found, so `find` divides only where it
+must: the host has computed what follows from shapes (`geometry.LaunchGeometry`). Every role reads the tile with
+`work.consume`. Three numbers are told apart: t, of a tile among the CTA's; launch_tile, in the order of the launch;
+seq_tile, within its sequence.
 """
 
 from typing import NamedTuple

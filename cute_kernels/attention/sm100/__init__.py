@@ -49,6 +49,7 @@ class Sm100TileConfig:
     l2_bytes: ClassVar[int] = 32 << 20  # bytes of K and V in use at a time; L2 is 126 MB in two halves
     per_tile_pack_gqa: ClassVar[bool] = True  # see `work.WorkTileInfo`
     pdl_prologue: ClassVar[bool] = False  # see `pdl`
+    alternates_m_blocks: ClassVar[bool] = False  # with split keys, tiles come in ascending order
     counters_per_split: ClassVar[int] = 1  # per part of a split tile
     e2m1: ClassVar[bool] = True  # the architecture converts e2m1 codes
 

@@ -53,6 +53,7 @@ class Sm90TileConfig:
     o_parts: int = 1
     per_tile_pack_gqa: ClassVar[bool] = True  # `WorkTileInfo` says whether a tile's rows are packed
     pdl_prologue: ClassVar[bool] = False  # see `pdl`
+    alternates_m_blocks: ClassVar[bool] = False  # with split keys, tiles come in ascending order
     counters_per_split: ClassVar[int] = 1  # counters per split of a tile
     e2m1: ClassVar[bool] = False  # the architecture has no conversion of e2m1 codes
     head_dim_steps: ClassVar[tuple[int, int]] = (32, 64)  # padded dims are multiples: of the first in 16 bits
