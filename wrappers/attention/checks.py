@@ -46,9 +46,9 @@ CACHES = {  # query -> K and V; torch.uint8: packed NVFP4
 }
 HEAD_SCALES: set[str] = set()  # public functions that accept one scale per query head
 OUTPUTS = (torch.float16, torch.bfloat16, E4M3)
-MOST_ROWS = (
-    1 << 30
-)  # bound of a query head, or of the query rows of a KV head if keys are split, x heads of a group (`Divisor`)
+# Bound of products that kernels divide by the query heads of a KV head (`Divisor`): query heads times these, and, if
+# keys are split, query rows of a KV head times these
+MOST_ROWS = 1 << 30
 MOST_KEYS = 1 << 30  # bound of the keys of a request, which kernels count in 32 bits
 MOST_MASK = 1 << 31  # bound of the bytes of a custom mask, or of an output's scale factors, likewise
 TMA_BYTES = 16  # alignment of a TMA descriptor's base address and of every stride except the last

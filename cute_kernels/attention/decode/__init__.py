@@ -59,8 +59,8 @@ class DecodeTileConfig:
 
     @property
     def alternates_m_blocks(self) -> bool:
-        """Whether the tiles of a sequence come as the first, the last, the second, and so on, which gives CTAs equal
-        shares of a prompt: if each warp of a full tile has 16 rows of its own, a tile for the rows of prompts."""
+        """Whether the m_blocks of a sequence come as the first, the last, the second, and so on, so that CTAs get equal
+        shares of a prompt. They do if each warp of a full tile has 16 rows of its own: such tiles are for prompts."""
         return self.rows_per_warp > FEW_ROWS and self.m == self.rows_per_warp * self.warps
 
     @property
