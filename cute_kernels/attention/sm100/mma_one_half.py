@@ -58,7 +58,8 @@ def mma_tile(spec: cutlass.Constexpr, s, base: Int32, w: work.WorkTileInfo, at: 
     # There, MMAs take 1,024 cycles for 64 keys, softmax about half of that: MMAs bind.
     #
     # If the last iteration has one block, the group that has none gets its signals all the same (s_full without an
-    # MMA, and the waits for its P): one count of iterations then serves all roles.
+    # MMA, and the waits for its P): one count of iterations then serves all roles. With two groups, the warp issues 219
+    # SASS instructions per two KV blocks in 16 bits (158 in e4m3); a count per group took 52 more.
     i, iteration = at.item, at.iteration & 1
     while left > 0:
         is_first = Int32(1) if left == w.n_block_max - w.n_block_min else Int32(0)
