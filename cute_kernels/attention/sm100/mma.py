@@ -1,7 +1,7 @@
 """The mma warp: it issues all MMAs of the CTA.
 
-A tile's loop over KV blocks is `mma_tile`, of which there are three: `mma_two_halves` (256 rows, two softmax
-warpgroups), `mma_pingpong` (128 rows, two) and `mma_one_group` (128 rows, one).
+A tile's loop over KV blocks is `mma_tile`, of which there are two: `mma_two_halves` (256 rows) and `mma_one_half` (128
+rows).
 """
 
 import cutlass
@@ -11,7 +11,7 @@ from cutlass import Int32, Uint32, const_expr
 from ...device import pipeline
 from ..prepare import dequantises
 from ..schedule import work
-from . import mma_one_group, mma_pingpong, mma_two_halves
+from . import mma_one_half, mma_two_halves
 from .mma_utils import MmaState
 from .roles import SLOTS, groups, is_static, num_iterations, pingpong_groups
 
@@ -23,10 +23,10 @@ def mma(spec: cutlass.Constexpr, plan, s):
     # releases stages by tcgen05.commit: the arrival comes when all MMAs issued so far are done.
     #
     # A kernel with tiles of 256 and of 128 rows has two of the loops and chooses by the rows of the tile's request.
-    # All three issue Q @ K^T ahead of P @ V, so that the tensor core has work while softmax makes the next P.
+    # Both issue Q @ K^T ahead of P @ V, so that the tensor core has work while softmax makes the next P.
     #
-    # SASS instructions that the warp issues per two KV blocks: 215 in 16 bits (flash-attn-4: 205) and 132 in e4m3
-    # (127); more in `mma_pingpong`. tests/test_static.py has the budgets.
+    # SASS instructions that the warp issues per two KV blocks: 213 in 16 bits (flash-attn-4: 205) and 132 in e4m3
+    # (127); more in `mma_one_half`. tests/test_static.py has the budgets.
     base, t, at = s.tmem_ptr[0], Int32(0), MmaState(Uint32(0), Uint32(0), Int32(0))
     w = work.consume(spec, s, t)
     while w.is_valid != 0:
@@ -36,16 +36,14 @@ def mma(spec: cutlass.Constexpr, plan, s):
             pipeline.consumer_wait(s.q_ready_pipe if const_expr(dequantises(spec)) else s.q_pipe, at.tile)
             # S = Q @ K^T and O += P @ V of all blocks
             i = at.item
-            if const_expr(groups(spec) < SLOTS):
-                i = mma_one_group.mma_tile(spec, s, base, w, at)
+            if const_expr(groups(spec) < SLOTS or is_static(n, SLOTS)):
+                i = mma_one_half.mma_tile(spec, s, base, w, at)
             elif const_expr(is_static(n, 1)):
                 i = mma_two_halves.mma_tile(spec, s, base, w, at)
-            elif const_expr(is_static(n, SLOTS)):
-                i = mma_pingpong.mma_tile(spec, s, base, w, at)
             elif n == 1:
                 i = mma_two_halves.mma_tile(spec, s, base, w, at)
             else:
-                i = mma_pingpong.mma_tile(spec, s, base, w, at)
+                i = mma_one_half.mma_tile(spec, s, base, w, at)
             at = MmaState(i, at.iteration + Uint32(num_iterations(spec, w)), at.tile + 1)
         t += 1
         w = work.consume(spec, s, t)
