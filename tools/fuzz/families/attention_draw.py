@@ -12,7 +12,7 @@ TMA_PAGES = (8, 16, 16, 32, 64, 64, 128, 256)
 ANY_PAGES = (1, 1, 2, 3, 5, 24, 48, 100)
 HEADS = ((1, 1), (2, 1), (4, 4), (4, 2), (6, 2), (8, 1), (8, 2), (5, 1), (7, 1), (16, 2), (16, 1), (24, 8), (40, 8))
 USUAL = (64, 128)  # head dims of most kernels
-LOGITS, SMALL = 3 << 23, 1 << 20  # most logits of a call
+LOGITS, SMALL = 3 << 23, 1 << 18  # most logits of a call
 DECODE = {
     "trtllm_batch_decode_with_kv_cache": 35, "xqa": 15, "xqa_batch_decode_with_kv_cache": 12,
     "BatchDecodeWithPagedKVCacheWrapper": 20, "flash_attn_with_kvcache": 18,

@@ -83,7 +83,7 @@ def draw(family: str, rng: Random, options: Options) -> Call:
         function = SLOTTED if case.places == "slots" else LISTED
     elif extra.get("fresh"):
         function = function.removesuffix("_inplace")
-    if mode == "bind" and (function != "append_qkv" or case.places != "slots"):
+    if mode == "bind" and (function != "append_qkv" or case.places != "slots" or case.in_place):
         mode = "eager"
     if mode == "graph" and extra.get("fresh"):
         mode = "eager"

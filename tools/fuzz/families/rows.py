@@ -78,7 +78,7 @@ def rotation(rope: RotaryEmbedding, dim: int, position: int) -> tuple[torch.Tens
         return tuple(table[position].chunk(2)) if 0 <= position < len(table) else None  # type: ignore[return-value]
     if position < 0:
         return None
-    angle = position * frequencies(rope, dim)
+    angle = float(torch.tensor(float(position))) * frequencies(rope, dim)  # fp32 holds the position
     return angle.cos().float(), angle.sin().float()
 
 
@@ -230,7 +230,8 @@ def quantise(case: CacheWriteCase, a: dict[str, Any]) -> None:
     for t, position in enumerate(numbers(a["pos_ids"])):
         at = rotation(rope, a["cos_sin_cache"].shape[1], position)
         for side, scale in (("q", a["quant_scale_q"]), ("k", a["quant_scale_kv"])):
-            for part in ("rope", "nope") if at is not None else ():
+            # parts in tensors of their own are written by two launches, of which the second rotates nothing
+            for part in ("rope", "nope") if at is not None else () if case.stacked else ("nope",):
                 x, out = a[f"{side}_{part}"][t].float(), a[f"{side}_{part}_out"]
                 values = turned(x, at, rope.interleaved) if part == "rope" and at is not None else x
                 _bytes(out)[t] = fp8(values * torch.tensor(scale, dtype=torch.float32), DTYPES[case.cache])

@@ -55,9 +55,14 @@ def draw(family: str, rng: Random, options: Options) -> Call:
 # ---- the right results
 
 
+def whole(scores: torch.Tensor) -> torch.Tensor:
+    """Return the bit patterns of scores. torch's own copies of a NaN may have other bits."""
+    return scores.contiguous().view(torch.int32 if scores.element_size() == 4 else torch.int16)
+
+
 def order(scores: torch.Tensor) -> torch.Tensor:
     """Return int64 numbers in the order of the scores' bit patterns, +NaN being the largest."""
-    bits = scores.contiguous().view(torch.int32 if scores.element_size() == 4 else torch.int16).long()
+    bits = whole(scores).long()
     most = 0x7FFFFFFF if scores.element_size() == 4 else 0x7FFF
     return torch.where(bits < 0, -(bits & most) - 1, bits)  # sign and magnitude; -0 lies below +0
 
@@ -111,7 +116,7 @@ def right(function: str, a: dict[str, Any]) -> dict[str, torch.Tensor]:
         if a["sorted"]:
             chosen = order(scores).gather(1, raw)
             raw = raw.gather(1, chosen.sort(dim=1, descending=True, stable=True).indices)
-        return {"values": scores.gather(1, raw), "indices": raw}
+        return {"values": whole(scores).gather(1, raw).view(scores.dtype), "indices": raw}
     if function in (PREFILL, DECODE, *VLLM):
         return {"indices": raw.int()}
     if function == RAGGED:
