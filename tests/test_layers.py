@@ -102,7 +102,8 @@ def test_a_step_may_change_its_tensors(launches, looked_up, name):
 
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_separate_tables_of_k_and_v(launches, looked_up, name):
-    inputs = INPUTS[name](replace(PLAIN, separate_tables=True))
+    inputs = INPUTS[name]() | {"uses_shared_paged_kv_idx": False}
+    inputs["block_tables"] = inputs["block_tables"][:, None].repeat(1, 2, 1)
     first = outcome(FUNCTIONS[name], inputs)
     assert not isinstance(first, tuple)
     for call in range(2, 5):

@@ -67,7 +67,9 @@ class Checker:
             if is_fatal(error):
                 raise DeviceLost(f"{type(error).__name__}: {error}") from error
             last = traceback.extract_tb(error.__traceback__)[-1]
-            return Verdict(FAILED, f"{type(error).__name__}: {error} ({last.filename.rsplit('/', 1)[-1]}:{last.lineno})")
+            return Verdict(
+                FAILED, f"{type(error).__name__}: {error} ({last.filename.rsplit('/', 1)[-1]}:{last.lineno})"
+            )
 
     def wait(self) -> None:
         if self.device.type == "cuda":

@@ -115,7 +115,9 @@ def _factor(number: float, tensor: torch.Tensor | None) -> torch.Tensor | float:
     return number if tensor is None else number * tensor.flatten().float()
 
 
-def _attend(p: AttentionCall, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, seen: torch.Tensor) -> list[torch.Tensor]:
+def _attend(
+    p: AttentionCall, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, seen: torch.Tensor
+) -> list[torch.Tensor]:
     """Return o (m, Hq, Dvo), lse and the largest logit (m, Hq) of a request, in base 2."""
     m, heads, dim = q.shape
     n, kv_heads = k.shape[:2]

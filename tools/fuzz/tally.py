@@ -62,7 +62,9 @@ class Tally:
     def table(self) -> str:
         lines = [f"| family | calls | {' | '.join(WORDS)} |", "| --- |" + " ---: |" * (len(WORDS) + 1)]
         for family in (*FAMILIES, "all"):
-            numbers = [sum(n for (f, w), n in self.words.items() if w == word and family in (f, "all")) for word in WORDS]
+            numbers = [
+                sum(n for (f, w), n in self.words.items() if w == word and family in (f, "all")) for word in WORDS
+            ]
             if sum(numbers):
                 lines.append(f"| {family} | {sum(numbers)} | {' | '.join(map(str, numbers))} |")
         return "\n".join(lines)

@@ -138,7 +138,12 @@ def judge(call: Call, problem: Problem, results: Results, device: torch.device) 
     factor = p.out_scale if p.out_scale_tensor is None else abs(p.out_scale) * float(p.out_scale_tensor.abs().max())
     # as `AttentionCase.atol`, and half a step of the smallest e4m3 values;: if n keys weigh alike, outputs and errors shrink as n^-0.5
     shrunk = (answer.keys.clamp(min=MANY_KEYS) / MANY_KEYS) ** -0.5
-    limit = (tolerance * abs(factor) * shrunk)[:, None, None] + tolerance * o.abs() + rounded(o, out_type) + (2.0**-10 if out_type == "fp8" else 0.0)
+    limit = (
+        (tolerance * abs(factor) * shrunk)[:, None, None]
+        + tolerance * o.abs()
+        + rounded(o, out_type)
+        + (2.0**-10 if out_type == "fp8" else 0.0)
+    )
     if skip:  # keys of at most `skip` of the largest probability's weight are left out
         values = p.v.float().nan_to_num() if p.v_scales is None else torch.full((1,), 6.0 * 448, device=device)
         limit = limit + 2 * skip * abs(factor) * values.abs().max()

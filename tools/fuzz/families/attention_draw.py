@@ -105,7 +105,7 @@ def _lengths(rng: Random, call: dict[str, Any], decode: bool, function: str, hea
     if function == SINGLE:
         n[0] = max(n[0], q[0], 1)
     while sum(a * b for a, b in zip(q, n)) * heads_q > LOGITS or sum(n) > (20_000 if heads_q <= 64 else 2000):
-        n = [max(rows, -(-x // 2)) if x > rows else x for x, rows in zip(n, q)]
+        n = [max(rows, x // 2) if x > rows else x for x, rows in zip(n, q)]
         if all(x <= rows for x, rows in zip(n, q)):
             q = [-(-x // 2) if not equal else max(1, q[0] // 2) for x in q]
             n = [min(x, rows) if function != "flash_attn_func" else x for x, rows in zip(n, q)]

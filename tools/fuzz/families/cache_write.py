@@ -124,7 +124,9 @@ def _as_append(call: Call, a: dict[str, Any]) -> dict[str, Any]:
         return a
     found = {"k": a["append_key"], "v": a["append_value"]}
     if "kv_cache_sf" in a:
-        found["cache"] = KVCacheTarget(a["paged_kv_cache"], a["kv_layout"], a["kv_cache_sf"], a["k_scale"], a["v_scale"])
+        found["cache"] = KVCacheTarget(
+            a["paged_kv_cache"], a["kv_layout"], a["kv_cache_sf"], a["k_scale"], a["v_scale"]
+        )
     else:
         found["cache"] = KVCacheTarget(a["paged_kv_cache"], a["kv_layout"])
     if "slot_mapping" in a:
@@ -170,8 +172,11 @@ def build(call: Call, device: torch.device) -> Work:
         else:
             returned = function(**tree)
         # rows of tokens that are not rotated are undefined
-        return {name: t.where(on[:, None, None] if t.dim() == 3 else on[:, None], 0.0) for name, t in
-                zip("qk", returned)} if fresh else {}
+        return (
+            {name: t.where(on[:, None, None] if t.dim() == 3 else on[:, None], 0.0) for name, t in zip("qk", returned)}
+            if fresh
+            else {}
+        )
 
     def judge(variant: int, tree: Any, results: Results) -> str:
         want = wanted[variant]
@@ -198,6 +203,7 @@ def smaller(call: Call) -> list[dict[str, Any]]:
         found.append(replace(case, heads=(h, h)))
     step = 16
     if dk > step and dk == dv:
-        found.append(replace(case, dims=(dk // 2 // step * step or step,) * 2, rotary_dim=None if not case.rotary_dim else 16))
+        found.append(
+            replace(case, dims=(dk // 2 // step * step or step,) * 2, rotary_dim=None if not case.rotary_dim else 16)
+        )
     return [{k: v for k, v in changed_fields(one).items() if k != "index"} for one in found]
-

@@ -23,7 +23,11 @@ def draw(family: str, rng: Random, options: Options) -> Call:
     function = rng.choice(FUNCTIONS)
     case: dict[str, Any] = {"n": rng.choice((1, 2, 9, 100, 700)), "m": rng.choice((1, 2, 8, 33))}
     if function.startswith("nvfp4"):
-        case |= {"dtype": rng.choice(tuple(DTYPES)), "scale": rng.choice((1.0, 0.37, 100.0)), "dim": rng.choice((1, 4, 8))}
+        case |= {
+            "dtype": rng.choice(tuple(DTYPES)),
+            "scale": rng.choice((1.0, 0.37, 100.0)),
+            "dim": rng.choice((1, 4, 8)),
+        }
         case |= {"device": rng.random() < 0.4, "strided": rng.random() < 0.3, "special": rng.random() < 0.2}
     elif "pack" in function:
         case["order"] = rng.choice(("big", "little"))
@@ -48,7 +52,9 @@ def _arguments(call: Call, seed: int) -> dict[str, Any]:
         x = torch.randn(n, m, dim * (2 if c["strided"] else 1), generator=gen)[..., :dim]
         if c["special"]:
             values = torch.tensor([0.0, -0.0, 1e-8, 3e4, 450.0, torch.inf, torch.nan])
-            x = torch.where(torch.rand(x.shape, generator=gen) < 0.1, values[torch.randint(7, x.shape, generator=gen)], x)
+            x = torch.where(
+                torch.rand(x.shape, generator=gen) < 0.1, values[torch.randint(7, x.shape, generator=gen)], x
+            )
         return {"x": x.to(DTYPES[c["dtype"]]), "global_scale": scale}
     if call.function == "packbits":
         return {"x": torch.randint(3, (n * m,), generator=gen), "bitorder": c["order"]}

@@ -206,5 +206,3 @@ def smaller(call: Call) -> list[dict[str, Any]]:
     if isinstance(case.data, tuple):
         found += [replace(case, data=one) for one in dict.fromkeys(case.data)]
     return [{k: v for k, v in changed_fields(one).items() if k != "function"} for one in found]
-
-
