@@ -15,6 +15,7 @@ from .memory import Memory
 
 RIGHT, REFUSED, SKIPPED, ON_DEMAND, FAILED = "right", "refused", "skipped", "on demand", "failed"
 REFUSALS = (NotImplementedError, ValueError, TypeError)
+UNBUILT = "the call cannot be built"  # a fault of the fuzzer
 STREAMS, ROUNDS = 3, 4  # of calls side by side
 
 
@@ -42,7 +43,7 @@ def is_fatal(error: BaseException) -> bool:
 
 def bits(t: torch.Tensor) -> torch.Tensor:
     """Return the bytes of a tensor's elements, as a copy."""
-    return t.detach().contiguous().view(-1).view(torch.uint8).clone()
+    return t.detach().clone(memory_format=torch.contiguous_format).view(-1).view(torch.uint8)
 
 
 class Checker:
@@ -80,6 +81,10 @@ class Checker:
             work: Work = FAMILIES[call.family].builds.build(call, self.device)
         except Refused as found:
             return Verdict(SKIPPED, str(found))
+        except Exception as error:
+            if is_fatal(error):
+                raise
+            return Verdict(FAILED, f"{UNBUILT}: {type(error).__name__}: {error}")
         tree = self.memory.place(work.variants[0], work.written)
         images = [self.memory.image(variant) for variant in work.variants]
         try:

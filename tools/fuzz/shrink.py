@@ -7,6 +7,7 @@ from dataclasses import replace
 from .call import Call, plain
 from .check import FAILED, Check, Verdict
 from .families import FAMILIES
+from .tally import general
 
 SIZES = ("q_lens", "kv_lens", "heads_q", "heads_kv", "rows", "width", "k", "tokens", "heads", "dims", "page_size",
          "pages", "head_dim_qk", "head_dim_vo", "n", "m", "dim", "function", "dtype", "kv_dtype", "cache")  # fmt: skip
@@ -30,6 +31,11 @@ def simpler(call: Call) -> Iterator[Call]:
         yield replace(call, case=plain(case))
 
 
+def kind_of(verdict: Verdict) -> str:
+    """Return the first words of a reason: a smaller call must fail in the same way."""
+    return general(verdict.reason).split(":")[0]
+
+
 def shrink(call: Call, verdict: Verdict, check: Check, seconds: float = 30.0) -> tuple[Call, Verdict]:
     """Return the smallest failing call that is found in the given time, and its verdict."""
     end, seen = time.monotonic() + seconds, {str(call)}
@@ -43,7 +49,7 @@ def shrink(call: Call, verdict: Verdict, check: Check, seconds: float = 30.0) ->
                 continue
             seen.add(str(candidate))
             found = check(candidate)
-            if found.word == FAILED:
+            if found.word == FAILED and kind_of(found) == kind_of(verdict):
                 call, verdict, searching = candidate, found, True
                 break
     return call, verdict

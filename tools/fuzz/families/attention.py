@@ -136,7 +136,7 @@ def judge(call: Call, problem: Problem, results: Results, device: torch.device) 
         o = o.clamp(-fp4.E4M3_MAX, fp4.E4M3_MAX)
     skip = case.skip if case.skip < 1 else 0.0
     factor = p.out_scale if p.out_scale_tensor is None else abs(p.out_scale) * float(p.out_scale_tensor.abs().max())
-    # as `AttentionCase.atol`, and half a step of the smallest e4m3 values;: if n keys weigh alike, outputs and errors shrink as n^-0.5
+    # as `AttentionCase.atol`: if n keys weigh alike, outputs and errors shrink as n^-0.5; half a step of small e4m3
     shrunk = (answer.keys.clamp(min=MANY_KEYS) / MANY_KEYS) ** -0.5
     limit = (
         (tolerance * abs(factor) * shrunk)[:, None, None]

@@ -112,6 +112,9 @@ def _lengths(rng: Random, call: dict[str, Any], decode: bool, function: str, hea
             n = [max(x, 1) if function in (SINGLE, "flash_attn_func") else x for x in n]
     if not sum(q):
         q[0] = 1
+    tma = call["dtype"] == "fp8" or call["kv_dtype"] or call["head_dim_qk"] not in USUAL or rng.random() < 0.5
+    if function == "flash_attn_func" and tma:  # its rows are pages of 8, 16, 32 or 64 rows
+        n = [max(8, n[0] // 8 * 8)] * batch
     call |= {"q_lens": q, "kv_lens": n}
 
 
@@ -119,7 +122,8 @@ def _modifiers(rng: Random, c: dict[str, Any], extra: dict[str, Any], decode: bo
     """Draw masks, modifiers of logits, scales and skip-softmax."""
     usual = c["head_dim_qk"] in USUAL and c["head_dim_vo"] in USUAL
     bits16, classes = c["dtype"] != "fp8", function in (PAGED, SINKS, RAGGED, SINGLE)
-    c["causal"] = decode or rng.random() < 0.65 or not tma
+    headline = tma and function != "flash_attn_func" and not c["kv_dtype"]  # has a kernel for full attention
+    c["causal"] = decode or rng.random() < 0.6 or not headline
     if function in ("flash_attn_with_kvcache",) and max(c["q_lens"]) > 1:
         c["causal"] = True
     if function == SINGLE and c["causal"] and c["kv_lens"][0] < c["q_lens"][0]:

@@ -105,15 +105,14 @@ def _flashinfer(call: Call, a: dict[str, Any]) -> dict[str, Any]:
     if call.function == SLOTTED:
         return found | {"slot_mapping": places}
     last = torch.ones(len(places.kv_indptr) - 1, dtype=places.kv_indptr.dtype)
-    return found | {"batch_indices": places.batch_indices, "positions": places.positions,
-                    "kv_indices": places.kv_indices, "kv_indptr": places.kv_indptr, "kv_last_page_len": last}  # fmt: skip
+    return found | places._asdict() | {"kv_last_page_len": last}
 
 
 def _arguments(call: Call, case: CacheWriteCase, seed: int) -> dict[str, Any]:
     a = cases.make_inputs(case, "cpu", seed)
     if call.extra.get("flashinfer"):
-        if "cache" not in a:
-            raise Refused("rows that are copied")
+        if "cache" not in a or case.cache != "nvfp4" or isinstance(a["places"], PageLists) != (call.function == LISTED):
+            raise Refused("a case of another function")
         return _flashinfer(call, a)
     return a
 
@@ -147,6 +146,9 @@ def _written(call: Call, a: Any) -> list[torch.Tensor]:
 
 def build(call: Call, device: torch.device) -> Work:
     case, function = case_from(call), getattr(wrappers, call.function)
+    name = cases.function_of(case).__name__
+    if call.function not in (name, name.removesuffix("_inplace")) and not call.extra.get("flashinfer"):
+        raise Refused(f"a case of {name}")
     variants = [_arguments(call, case, call.seed + i) for i in range(2 if call.mode == "graph" else 1)]
     wanted, rotated = [], []
     for a in variants:

@@ -108,7 +108,10 @@ def fp8(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 
 def nvfp4(x: torch.Tensor, factor: float | torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return (codes (..., D / 2), bytes of the block scales (..., D / 16)). factor: the forward scale, (H, 1) or one."""
+    """Return (codes (..., D / 2), bytes of the block scales (..., D / 16)).
+
+    factor: the forward scale, one number or (H, 1).
+    """
     wide = factor[..., None] if isinstance(factor, torch.Tensor) else factor
     blocks = x.float().unflatten(-1, (-1, 16))
     top = blocks.abs().amax(-1) * factor / 6
