@@ -64,6 +64,9 @@ class Checker:
             return Verdict(ON_DEMAND, str(found))
         except Broken as found:
             return Verdict(FAILED, str(found))
+        except torch.OutOfMemoryError:
+            torch.cuda.empty_cache()
+            return Verdict(SKIPPED, "out of memory")
         except Exception as error:
             if is_fatal(error):
                 raise DeviceLost(f"{type(error).__name__}: {error}") from error

@@ -39,6 +39,7 @@ def fuzz(args: argparse.Namespace, check: Callable[[Call], Verdict] | None = Non
     The file of the call at hand lies in the folder while the call runs, so that it is there if the process dies.
     """
     torch.set_num_threads(1)
+    torch.backends.cuda.matmul.allow_tf32 = False  # expected results are computed in fp32
     check = check or Checker(device_of(args.device), args.compile).check
     tally, folder = Tally(), Path(args.keep)
     start = shown = time.monotonic()
