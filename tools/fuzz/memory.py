@@ -29,7 +29,12 @@ def mapped(value: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
 def tensors_of(value: Any) -> list[torch.Tensor]:
     """Return all tensors of nested arguments, in order."""
     found: list[torch.Tensor] = []
-    mapped(value, lambda t: (found.append(t), t)[1])
+
+    def note(t: torch.Tensor) -> torch.Tensor:
+        found.append(t)
+        return t
+
+    mapped(value, note)
     return found
 
 

@@ -301,10 +301,11 @@ def _wrapped(call: Call, problems: list[Any], device: torch.device) -> Adapted:
         places = tree["index"] if on_device else index[variant]
         if decode:
             shape = *heads, case.head_dim_qk, case.page_size
-            wrapper.plan(*places, *shape, q_len_per_req=case.q_lens[0], **given)
+            given["q_len_per_req"] = case.q_lens[0]
+            wrapper.plan(*places, *shape, **given)
             if call.extra.get("fast"):
                 given.pop("o_data_type")
-                wrappers.fast_decode_plan(wrapper, *places, *shape, q_len_per_req=case.q_lens[0], **given)
+                wrappers.fast_decode_plan(wrapper, *places, *shape, **given)
             return
         given |= {"causal": case.causal, "head_dim_qk": case.head_dim_qk, "head_dim_vo": case.head_dim_vo}
         wrapper.plan(*places, *heads, **given, **({} if ragged else {"page_size": case.page_size}))

@@ -257,7 +257,8 @@ def draw(family: str, rng: Random, options: Options) -> Call:
         mode = "eager"  # dequantised in torch, with a copy from the host; or one object for all threads
     choice = rng.choice(("shape", "function"))
     seed = rng.randrange(1 << 30)
-    case = AttentionCase("fuzz", **{name: tuple(v) if isinstance(v, list) else v for name, v in c.items()},
-                         function={"xqa": "xqa"}.get(function, "decode" if decode else "context"))  # fmt: skip
+    values: dict[str, Any] = {name: tuple(v) if isinstance(v, list) else v for name, v in c.items()}
+    kind = "xqa" if function == "xqa" else "decode" if decode else "context"
+    case = AttentionCase("fuzz", **values | {"function": kind})
     fields = {name: value for name, value in changed_fields(case).items() if name != "name"}
     return Call(family, function, seed, mode, choice, fields, {k: v for k, v in extra.items() if v})

@@ -166,7 +166,8 @@ def store(case: CacheWriteCase, target: Any, side: int, rows: torch.Tensor, page
 
 def append(case: CacheWriteCase, a: dict[str, Any]) -> None:
     """Do what `append_qkv` does with its arguments. `out` must have a tensor if there is Q."""
-    q, k, v, target, norm, rope = (a.get(name) for name in ("q", "k", "v", "cache", "norm", "rope"))
+    given: list[Any] = [a.get(name) for name in ("q", "k", "v", "cache", "norm", "rope")]
+    q, k, v, target, norm, rope = given
     first = target.kv[:, 0] if isinstance(target.kv, torch.Tensor) else target.kv[0]
     size = first.shape[1] if target.layout == "NHD" else first.shape[2]
     found = places_of(a["places"], len(k), len(first), size)
@@ -177,7 +178,7 @@ def append(case: CacheWriteCase, a: dict[str, Any]) -> None:
         at = None if rope is None else rotation(rope, k.shape[2], positions[t])
         if rope is not None and at is None:
             continue
-        sides = []
+        sides: list[Any] = []
         for x, weight in ((q, norm and norm.q_weight), (k, norm and norm.k_weight)):
             if x is None or not (norm or rope):
                 sides.append(None if x is None else x[t])
@@ -208,7 +209,9 @@ def rotate(case: CacheWriteCase, a: dict[str, Any], inplace: bool = True) -> lis
     positions = rope_positions(a, len(q))
     for t, position in enumerate(positions):
         at = rotation(rope, q.shape[2], position)
-        for x in (q, k) if at is not None else ():
+        if at is None:
+            continue
+        for x in (q, k):
             x[t] = turned(x[t].float(), at, rope.interleaved).to(x.dtype)
     return [rotation(rope, q.shape[2], position) is not None for position in positions]
 
