@@ -15,7 +15,7 @@ LOG2E = math.log2(math.e)
 E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 
 
-class Answer(NamedTuple):
+class RightAttention(NamedTuple):
     """The right results of an attention call.
 
     o (T, Hq, Dvo) fp32 with the factor of the output, lse (T, Hq) fp32 in base 2. keys (T,): keys that a row sees, the
@@ -141,7 +141,7 @@ def _attend(
     return [o.transpose(0, 1), lse.T * LOG2E, peak.T * LOG2E]
 
 
-def attention(p: AttentionCall) -> Answer:
+def attention(p: AttentionCall) -> RightAttention:
     """Return the right results of a call. Rows with several owners are undefined."""
     tokens, heads, _ = p.q.shape
     device, r = p.q.device, p.requests
@@ -170,4 +170,4 @@ def attention(p: AttentionCall) -> Answer:
         keys[rows] = seen.sum(1).float()
     factor = _factor(p.out_scale, p.out_scale_tensor)
     o = o * (factor[:, None] if isinstance(factor, torch.Tensor) and factor.numel() > 1 else factor)
-    return Answer(o, lse, keys, owners, peak)
+    return RightAttention(o, lse, keys, owners, peak)

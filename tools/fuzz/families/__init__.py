@@ -6,7 +6,7 @@ from typing import NamedTuple
 from . import attention, attention_draw, cache_write, merging, small, topk
 
 
-class Family(NamedTuple):
+class FuzzFamily(NamedTuple):
     """Modules of a family. draws: has `draw`. builds: has `build` and `smaller`. weight: its share of calls."""
 
     draws: ModuleType
@@ -15,11 +15,11 @@ class Family(NamedTuple):
 
 
 FAMILIES = {
-    "decode": Family(attention_draw, attention, 30),
-    "prefill": Family(attention_draw, attention, 26),
-    "layers": Family(attention_draw, attention, 8),
-    "topk": Family(topk, topk, 14),
-    "cache": Family(cache_write, cache_write, 14),
-    "merge": Family(merging, merging, 4),
-    "small": Family(small, small, 4),
+    "decode": FuzzFamily(attention_draw, attention, 30),
+    "prefill": FuzzFamily(attention_draw, attention, 26),
+    "layers": FuzzFamily(attention_draw, attention, 8),
+    "topk": FuzzFamily(topk, topk, 14),
+    "cache": FuzzFamily(cache_write, cache_write, 14),
+    "merge": FuzzFamily(merging, merging, 4),
+    "small": FuzzFamily(small, small, 4),
 }

@@ -160,7 +160,7 @@ def judge(call: Call, problem: Problem, results: Results, device: torch.device) 
     return _judge_lse(call, case, results, answer, skip)
 
 
-def _judge_lse(call: Call, case: AttentionCase, results: Results, answer: plain.Answer, skip: float) -> str:
+def _judge_lse(call: Call, case: AttentionCase, results: Results, answer: plain.RightAttention, skip: float) -> str:
     if "lse" not in results:
         return ""
     limit = LOOSE_LSE if call.extra.get("rope") else case.lse_tolerance
