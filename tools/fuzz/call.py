@@ -43,9 +43,9 @@ class Work(NamedTuple):
     variants: the arguments on the CPU, one tree for each set of values, all of one structure. call: make the call with
     arguments on a device, and return results by name. written: the tensors of a tree that the call may write. judge:
     (variant, arguments after the call, results) -> "" or the first difference from the plain implementation. prepare:
-    called before the call and before each replay with the arguments and the number of the variant. whole: whether
-    results alone do not tell which bits must repeat, so that written tensors are compared too. checked: whether the CPU
-    path refuses this call because it reads its index tensors.
+    called before the call and before each replay with the arguments and the number of the variant. checked: whether the
+    CPU path refuses this call because it reads its index tensors. repeated: (variant, arguments after the call,
+    results) -> the tensors whose bits must repeat; None: the results and the written tensors.
     """
 
     variants: list[Tree]
@@ -54,6 +54,7 @@ class Work(NamedTuple):
     judge: Callable[[int, Tree, Results], str]
     prepare: Callable[[Tree, int], None] | None = None
     checked: bool = False
+    repeated: Callable[[int, Tree, Results], list[torch.Tensor]] | None = None
 
 
 class Options(NamedTuple):

@@ -117,7 +117,9 @@ class Checker:
             work.prepare(tree, variant)
         return work.call(tree)
 
-    def _bits(self, work: Work, tree: Any, results: Results) -> list[torch.Tensor]:
+    def _bits(self, work: Work, tree: Any, results: Results, variant: int) -> list[torch.Tensor]:
+        if work.repeated is not None:
+            return [bits(t) for t in work.repeated(variant, tree, results)]
         return [bits(t) for t in (*results.values(), *work.written(tree))]
 
     def _made(self, work: Work, tree: Any, images: list[torch.Tensor], variant: int) -> list[torch.Tensor]:
@@ -129,7 +131,7 @@ class Checker:
     def _judged(self, work: Work, tree: Any, image: torch.Tensor, variant: int, results: Results) -> list[torch.Tensor]:
         if wrong := self.memory.changed(image):
             raise Broken(wrong)
-        found = self._bits(work, tree, results)
+        found = self._bits(work, tree, results, variant)
         if wrong := work.judge(variant, tree, results):
             raise Broken(wrong)
         return found
@@ -173,7 +175,7 @@ class Checker:
                 with torch.cuda.stream(self.streams[number]):
                     for _ in range(ROUNDS):
                         memories[number].restore(images[0])
-                        found = self._bits(work, trees[number], work.call(trees[number]))
+                        found = self._bits(work, trees[number], work.call(trees[number]), 0)
                         self.streams[number].synchronize()
                         self._equal(want, found, f"stream {number} of {STREAMS}")
             except BaseException as error:  # noqa: BLE001 - the main thread raises it

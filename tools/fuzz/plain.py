@@ -5,7 +5,7 @@ hostile values say (`bench.cases.hostile`).
 """
 
 import math
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -20,7 +20,7 @@ class RightAttention(NamedTuple):
 
     o (T, Hq, Dvo) fp32 with the factor of the output, lse (T, Hq) fp32 in base 2. keys (T,): keys that a row sees, the
     fewest of its heads. owners (T,): requests that own a row. peak (T, Hq): the largest logit of a row in base 2, the
-    sink included.
+    sink included. magnitude (T, Hq, Dvo): o if V were |V| and the factor positive.
     """
 
     o: torch.Tensor
@@ -28,6 +28,7 @@ class RightAttention(NamedTuple):
     keys: torch.Tensor
     owners: torch.Tensor
     peak: torch.Tensor
+    magnitude: torch.Tensor
 
 
 def values_of(stored: torch.Tensor, scales: torch.Tensor | None) -> torch.Tensor:
@@ -118,7 +119,7 @@ def _factor(number: float, tensor: torch.Tensor | None) -> torch.Tensor | float:
 def _attend(
     p: AttentionCall, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, seen: torch.Tensor
 ) -> list[torch.Tensor]:
-    """Return o (m, Hq, Dvo), lse and the largest logit (m, Hq) of a request, in base 2."""
+    """Return o (m, Hq, Dvo), lse and the largest logit (m, Hq) of a request, in base 2, and the magnitude of o."""
     m, heads, dim = q.shape
     n, kv_heads = k.shape[:2]
     v = v.float().masked_fill(~seen.any(0)[:, None, None], 0.0)
@@ -137,15 +138,16 @@ def _attend(
     peak = torch.maximum(logits.amax(-1) if n else sink.expand(-1, m), sink)
     lse = torch.logsumexp(torch.cat([logits, sink[..., None].expand(-1, m, 1)], -1), -1)
     weights = torch.exp(logits - lse.masked_fill(lse == -math.inf, 0.0)[..., None])
-    o = (weights.view(kv_heads, heads // kv_heads, m, n) @ v.transpose(0, 1)[:, None]).flatten(0, 1)
-    return [o.transpose(0, 1), lse.T * LOG2E, peak.T * LOG2E]
+    of_group = weights.view(kv_heads, heads // kv_heads, m, n)
+    o, magnitude = ((of_group @ x.transpose(0, 1)[:, None]).flatten(0, 1).transpose(0, 1) for x in (v, v.abs()))
+    return [o, lse.T * LOG2E, peak.T * LOG2E, magnitude]
 
 
 def attention(p: AttentionCall) -> RightAttention:
     """Return the right results of a call. Rows with several owners are undefined."""
     tokens, heads, _ = p.q.shape
     device, r = p.q.device, p.requests
-    o = torch.zeros(tokens, heads, p.dim_vo, device=device)
+    o, magnitude = (torch.zeros(tokens, heads, p.dim_vo, device=device) for _ in range(2))
     lse = torch.full((tokens, heads), -math.inf, device=device)
     peak, keys = lse.clone(), torch.zeros(tokens, device=device)
     owners = torch.zeros(tokens, dtype=torch.int32, device=device)
@@ -166,8 +168,8 @@ def attention(p: AttentionCall) -> RightAttention:
             own = torch.arange(n - m, n, device=device)
             q, k = _turned(q, own, *p.rope), _turned(k, torch.arange(n, device=device), *p.rope)
         seen = _seen(p, b, rows, n)
-        o[rows], lse[rows], peak[rows] = _attend(p, q, k, v, seen)
+        o[rows], lse[rows], peak[rows], magnitude[rows] = _attend(p, q, k, v, seen)
         keys[rows] = seen.sum(1).float()
     factor = _factor(p.out_scale, p.out_scale_tensor)
-    o = o * (factor[:, None] if isinstance(factor, torch.Tensor) and factor.numel() > 1 else factor)
-    return RightAttention(o, lse, keys, owners, peak)
+    of_heads: Any = factor[:, None] if isinstance(factor, torch.Tensor) and factor.numel() > 1 else factor
+    return RightAttention(o * of_heads, lse, keys, owners, peak, magnitude * abs(of_heads))
