@@ -12,6 +12,8 @@ Shapes: T query tokens, B sequences, Hq query heads, Hkv KV heads, P rows per pa
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
+from .schedule import policy
+
 
 class QueryArgs(NamedTuple):
     """Q; read by `load` and by roles that gather Q."""
@@ -115,8 +117,8 @@ OPTIONAL: dict[str, Callable[[Any], bool]] = {  # field -> whether a spec has it
     "o_sf": lambda spec: "nvfp4" in spec.out,
     "o_sf_start": lambda spec: "nvfp4" in spec.out,
     "o_sf_scale": lambda spec: "nvfp4" in spec.out,
-    "o_partial": lambda spec: spec.schedule == "stream_k",
-    "blocks_per_split": lambda spec: spec.schedule == "stream_k",
+    "o_partial": policy.is_split_kv,
+    "blocks_per_split": policy.is_split_kv,
 }
 
 
