@@ -80,7 +80,7 @@ class ScheduleArgs(NamedTuple):
     grid: Any  # Int32                    CTAs to launch (persistent)
     counters: Any  # (N,)                 int32, zero before and after the launch
     counter_base: Any  # Int32            first counter of this launch, which no other launch in flight may share.
-    #                                     "tiles": one counter, or -1: static assignment. "stream_k":
+    #                                     Whole tiles: one counter, or -1: static assignment. Split KV:
     #                                     tile.counters_per_split per CTA or, with blocks_per_split, per slot
     enable_pdl: Any  # Int32              launch with programmatic stream serialisation
     o_partial: Any = None  # (slots, m, Dvo + 4)  fp32 scratch, contiguous: O, then LSE, of m rows of a split

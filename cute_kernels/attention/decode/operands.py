@@ -125,7 +125,8 @@ def in_order(fmt, words, i):
 
 def gemm_qk(spec, s, r, acc_s, stage, row):
     """Compute acc_s = K @ Q^T for the rows [row, row + keys) of a K stage."""
-    p, fmt = precision.of_mma_sync(spec), quant.kv_format(spec)
+    types = precision.of_mma_sync(spec)
+    mma_dtype, fmt = types.mma_dtype, types.kv_format
     k, n = CachedRow.of(spec, spec.padded_qk), spec.tile.n
     base = s.k.iterator.toint() + stage * (n * k.width * k.chunks) + row * k.width
     quarter = k.width // 4  # bytes of a chunk that a lane reads
@@ -147,7 +148,7 @@ def gemm_qk(spec, s, r, acc_s, stage, row):
                 a = [pairs[a_row][i + e] for e in range(2) for a_row in range(2)]
                 q = chunk * len(pairs[0]) + i
                 for n_tile in range(num_n_tiles(spec)):
-                    mma.issue(p.mma_dtype, acc_s[None, n_tile], 4 * m, a, [r.q[q, n_tile], r.q[q + 1, n_tile]])
+                    mma.issue(mma_dtype, acc_s[None, n_tile], 4 * m, a, [r.q[q, n_tile], r.q[q + 1, n_tile]])
 
 
 def load_k_sf(spec, s, r, stage, row):
@@ -198,7 +199,7 @@ def load_v(spec: cutlass.Constexpr, s, r, tile, at: KeyCursor, b: cutlass.Conste
 def zero_v(spec, v: VFragment, e, c):
     """Zero the e-th of a lane's keys of 16: rows past kv_len hold whatever the page held, and 0 * NaN is NaN. A scale
     factor may be NaN, too."""
-    if quant.kv_format(spec).zeroes_codes:
+    if precision.of_mma_sync(spec).kv_format.zeroes_codes:
         v.words[None, e, c].fill(0)
     if v.scales is not None:
         v.scales[None, e, c].fill(0)
@@ -218,7 +219,8 @@ def v_sf_pairs(spec, v: VFragment, c):
 
 def gemm_pv(spec, r, p, chunk, v: VFragment):
     """Compute O^T += V^T @ P^T for the columns of a chunk. p: words of P (two per 16 keys, n tile)."""
-    mma_dtype, fmt = precision.of_mma_sync(spec).mma_dtype, quant.kv_format(spec)
+    types = precision.of_mma_sync(spec)
+    mma_dtype, fmt = types.mma_dtype, types.kv_format
     for c in range(keys(spec) // 16):  # 16 keys, of which this lane has two pairs
         sf = v_sf_pairs(spec, v, c)
         for u in range(cute.size(v.words, mode=[0])):
