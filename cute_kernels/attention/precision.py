@@ -1,8 +1,8 @@
 """The precision of a kernel: in which types its MMAs run, and how Q, K and V get there from the types of the spec.
 
-Roles ask `of(spec)` what to do and test no types themselves. What an architecture makes of a precision (the layout of
-V, the range of P) is in `sm90.precision` and `sm100.precision`. A new type of K and V needs its bits (`spec.BITS`), its
-conversion (`quant`), its tiles, and a change here only if MMAs read it as it is stored.
+Roles ask `of(spec)` what to do and test no types themselves. The decisions of one architecture (the layout of V, the
+range of P) are in `sm90.precision` and `sm100.precision`. A new type of K and V needs its bits (`spec.BITS`), its
+conversion (`quant`) and its tiles. This file changes only if MMAs read the type as it is stored.
 """
 
 from dataclasses import dataclass
@@ -40,7 +40,7 @@ class Precision:
 
     @property
     def dequant_scale(self) -> float:
-        """What S and O must be multiplied by: K and V may be converted to numbers that are too small."""
+        """The factor by which S and O must be multiplied: K and V may be converted to numbers that are too small."""
         return self.kv_format.dequant_scale
 
     @property

@@ -1,4 +1,4 @@
-"""What the schedule of a spec implies for the rest of a kernel. Only this folder tests the names of schedules.
+"""Consequences of the schedule of a spec for the rest of a kernel. Only this folder tests the names of schedules.
 
 This module needs no DSL, because `args` is read without it.
 """

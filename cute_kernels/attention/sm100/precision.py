@@ -1,4 +1,4 @@
-"""What Blackwell's kernel makes of a precision (`..precision`): the kind of MMA, and how P is stored."""
+"""The decisions of Blackwell's kernel for a precision (`..precision`): the kind of MMA, and how P is stored."""
 
 from cutlass import Float32
 

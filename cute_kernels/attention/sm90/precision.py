@@ -1,4 +1,4 @@
-"""What Hopper's kernel makes of a precision (`..precision`): operands that are prepared, the layout of V, P's range.
+"""The decisions of Hopper's kernel for a precision (`..precision`): prepared operands, the layout of V, P's range.
 
 Three cases: 16-bit K and V are operands as loaded; quantised K and V are converted to fp16 by the prepare roles; with
 8-bit MMAs, K is an operand as loaded, and V is transposed, since WGMMA takes 8-bit operands only K-major.
