@@ -107,7 +107,7 @@ def fence_before_mma(spec: cutlass.Constexpr):
 
 
 def zeroes_tail(spec):
-    """Return whether the mma warp calls `zero_tail`. Of converted stages, the prepare role zeroes these rows."""
+    """Return whether the mma warp calls `zero_tail`. The prepare role zeroes these rows in converted stages."""
     return source(spec).PARTIAL_TAIL and not of(spec).converts_kv
 
 
