@@ -30,7 +30,7 @@ from ..schedule.work import WorkTileInfo
 from . import precision, promotion
 from .epilogue import LANES
 from .groups import o_part, row_group, warp_scheduler_barrier_arrive, warp_scheduler_barrier_sync
-from .query import operand_of, receive_q, release_q
+from .query import operand_of, overlap_next_qk, receive_q, release_q
 from .roles import roles
 from .softmax import (
     compute_p,
@@ -236,11 +236,6 @@ def last_half_block(spec: cutlass.Constexpr, plan, s, r: Sm90Fragments, next_w: 
 def next_tile_state(s, at: ConsumerState):
     """Return the `ConsumerState` of the first block of the next tile."""
     return ConsumerState(pipeline.next_item(s.k_pipe, at.kv), at.q + 1, Int32(1))
-
-
-def overlap_next_qk(spec):
-    """Report whether the first Q K^T of a tile is issued before the epilogue of the tile before: Q must have room."""
-    return spec.tile.q_in_regs or spec.tile.q_stages > 1
 
 
 @cute.jit

@@ -11,7 +11,7 @@ from ...device import pipeline
 from .. import geometry, mask
 from ..schedule import work
 from ..schedule.work import WorkTileInfo
-from . import mainloop, precision, skip, splits
+from . import mainloop, precision, query, skip, splits
 from .epilogue import CallScales, scales_of_call, store
 from .groups import warp_scheduler_barrier_arrive, warpgroup_idx
 from .roles import roles
@@ -45,7 +45,7 @@ def mma(spec: cutlass.Constexpr, plan, s):
     w, t, num_partials = next_tile(spec, a, s, r, scales, Int32(0), Int32(0))
     if w.is_valid != 0:
         # S = Q @ K^T of the first tile's first block
-        if const_expr(mainloop.overlap_next_qk(spec)):
+        if const_expr(query.overlap_next_qk(spec)):
             mainloop.issue_first_qk(spec, plan, s, r, w, at)
         while w.is_valid != 0:
             mask_start = geometry.mask_start(a, w.batch_idx) if const_expr(spec.mask.custom) else None

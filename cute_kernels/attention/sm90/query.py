@@ -1,7 +1,7 @@
 """Q of a tile: gathered for packed GQA, converted to the MMA's type, and an operand in shared memory or in registers.
 
-Only this file knows where the operand is (`tile.q_in_regs`). The main loop calls `receive_q` before the first Q K^T of
-a tile, `operand_of` for each, and `release_q` after the last.
+The main loop does not ask where the operand is (`tile.q_in_regs`): it calls `receive_q` before the first Q K^T of a
+tile, `operand_of` for each, and `release_q` after the last.
 """
 
 import cutlass
@@ -36,6 +36,11 @@ def make_fragment(spec, mma_qk, thread_qk, s):
         shape = thread_qk.partition_shape_A((spec.tile.m, spec.padded_qk))
         return cute.make_rmem_tensor(shape, precision.of(spec).mma_type)
     return mma_qk.make_fragment_A(thread_qk.partition_A(s.q))
+
+
+def overlap_next_qk(spec):
+    """Return whether the first Q K^T of a tile is issued before the epilogue of the tile before: Q must have room."""
+    return spec.tile.q_in_regs or spec.tile.q_stages > 1
 
 
 @cute.jit

@@ -44,9 +44,9 @@ from .mainloop import (
     issue_pv,
     issue_qk,
     next_tile_state,
-    overlap_next_qk,
     wait_first_qk,
 )
+from .query import overlap_next_qk
 from .roles import WARPS
 from .softmax import compute_p, convert_p, rescale_o, rows_of, transform_scores
 from .state import BlockFlags, ConsumerState, Sm90Fragments, Sm90TileState
