@@ -9,7 +9,8 @@ from cutlass import Int32, Uint32, const_expr
 from ...device import layout, pipeline, umma
 from ..kv import source
 from ..schedule import work
-from .precision import mma_instruction, mma_kind, of, operand_bytes, p_column, p_splits
+from . import precision
+from .precision import mma_kind, operand_bytes, p_column, p_splits
 from .roles import ROWS, q_stage
 
 S, O = 0, 256  # noqa: E741  first columns of S and of O in tensor memory
@@ -34,6 +35,11 @@ class TmemColumns(NamedTuple):
 def columns(base, slot, group) -> TmemColumns:
     """Return the addresses of a slot of S and of a group's O. base: of the CTA's tensor memory."""
     return TmemColumns(base + (S + slot * ROWS), base + (O + group * ROWS))
+
+
+def mma_instruction(spec, n, b_major="k"):
+    """Return the instruction descriptor of an MMA of ROWS rows and n columns. b_major: of the B operand."""
+    return umma.instruction_descriptor(mma_kind(spec), precision.of(spec).mma_dtype, ROWS, n, b_major)
 
 
 def k_offsets(spec, dim, rows):
@@ -102,13 +108,13 @@ def wait_operand(spec: cutlass.Constexpr, ring: pipeline.Pipeline, i: Uint32):
 @cute.jit
 def fence_before_mma(spec: cutlass.Constexpr):
     """Make K and V visible to MMAs, after the wait for them: gathered stages need a proxy fence, of 6 instructions."""
-    if const_expr(not of(spec).converts_kv):
+    if const_expr(not precision.of(spec).converts_kv):
         source(spec).fence_before_mma()
 
 
 def zeroes_tail(spec):
     """Return whether the mma warp calls `zero_tail`. The prepare role zeroes these rows in converted stages."""
-    return source(spec).PARTIAL_TAIL and not of(spec).converts_kv
+    return source(spec).PARTIAL_TAIL and not precision.of(spec).converts_kv
 
 
 @cute.jit

@@ -2,22 +2,15 @@
 
 from cutlass import Float32
 
-from ...device import umma
 from .. import softmax
 from ..precision import of as of
 
-ROWS = 128  # of an MMA
 P_MAX_OFFSET = 8.0  # log2 of P at row_max in e4m3, which ends at 448
 
 
 def mma_kind(spec):
     """Return the kind of tcgen05.mma."""
     return "f8f6f4" if of(spec).is_8bit else "f16"
-
-
-def mma_instruction(spec, n, b_major="k"):
-    """Return the instruction descriptor of an MMA of 128 rows and n columns. b_major: of the B operand."""
-    return umma.instruction_descriptor(mma_kind(spec), of(spec).mma_dtype, ROWS, n, b_major)
 
 
 def operand_bytes(spec):

@@ -24,21 +24,22 @@ def has_prepare_warpgroup(spec):
 
 def roles(spec) -> Roles:
     """Return the roles of a CTA's warps: load warpgroup, prepare warpgroups if any, mma warpgroups."""
-    t, sf_warps, schedule_warps = spec.tile, scales.load_warps(spec), policy.schedule_warps(spec)
+    t, split_kv = spec.tile, policy.is_split_kv(spec)
+    sf_warps, schedule_warps = scales.load_warps(spec), policy.schedule_warps(spec)
     keys = WARPS // 2 if precision.is_prepared(spec, pages.K) else 0  # of the warps of a prepare warpgroup, those for K
     loading: dict[str, int] = {"load_k": t.load_warps, "load_v": t.load_warps, "schedule": schedule_warps}
     preparing: dict[str, int] = {}
     spare = WARPS - 2 * t.load_warps - schedule_warps
     if has_prepare_warpgroup(spec):
         registers = (TRANSPOSING if precision.transposes_v(spec) else DEQUANTISING)[t.warpgroups]
-        registers = SPLIT_KV[1] if policy.is_split_kv(spec) else registers
+        registers = SPLIT_KV[1] if split_kv else registers
         registers = Q_IN_REGISTERS if t.q_in_regs else registers
         loading |= {"load_scales": sf_warps, "idle": spare - sf_warps}
         # With split KV there is one mma warpgroup, and its MMAs would wait for a single prepare warpgroup.
-        groups = 2 if policy.is_split_kv(spec) else 1
+        groups = 2 if split_kv else 1
         preparing |= {"prepare_k": groups * keys, "prepare_v": groups * (WARPS - keys)}
     else:
-        load, mma = SPLIT_KV[t.warpgroups][::2] if policy.is_split_kv(spec) else REGISTERS[t.warpgroups]
+        load, mma = SPLIT_KV[t.warpgroups][::2] if split_kv else REGISTERS[t.warpgroups]
         registers = load, load, mma
         loading |= {"prepare_v" if precision.prepares_any(spec) else "idle": spare}
     each = loading, preparing, {"mma": WARPS * t.warpgroups}
