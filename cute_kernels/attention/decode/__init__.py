@@ -37,7 +37,8 @@ class DecodeTileConfig:
     """The static shape of a CTA's tile: at most m query rows x n keys, with `stages` K stages and as many V stages.
 
     The mma warps of `warpgroups` compute `rows_per_warp` rows each, 8 or 16, on keys of their own. blackwell: the code
-    for architectures with a `cvt` of e2m1 codes, which differs in `quant.kv_format` and `operands.fill`.
+    for architectures with a `cvt` of e2m1 codes, which differs in `quant.kv_format` and `operands.fill`. end_blocks:
+    the time that the end of a tile takes, in KV blocks, for the schedule (`stream_k.end_units`).
     """
 
     m: int
@@ -46,9 +47,11 @@ class DecodeTileConfig:
     warpgroups: int = 2
     rows_per_warp: int = FEW_ROWS
     blackwell: bool = False
+    end_blocks: int = 0
 
     head_dim_steps: ClassVar[tuple[int, int]] = (32, 32)  # padded dims are multiples: of the first in 16 bits
     load_warps: ClassVar[int] = 1  # warps that fill a stage together
+    loops_over_boxes: ClassVar[bool] = True  # less code: that of all roles shares an instruction cache of 32 KB
     per_tile_pack_gqa: ClassVar[bool] = False  # PackGQA is the same for all tiles, see `work.WorkTileInfo`
     pdl_prologue: ClassVar[bool] = True  # a CTA finds its first tile during the previous kernel, see `pdl`
 
@@ -127,6 +130,7 @@ TILES = {  # (type of the cache, padded head_dim, rows per warp) -> tile
     ("nvfp4", 128, 16): DecodeTileConfig(64, 256, 5, 2, 16),
     # none with more: O and Q of 16 rows would take 120 registers per thread with head_dim 160, 192 with 256
 }
+END_BLOCKS = {"16-bit": 0, "e4m3": 2, "nvfp4": 2}  # type of the cache -> `end_blocks` of a tile
 SMALL_STAGES = 6  # most stages of a tile that `small_tile` makes
 USUAL = (64, 128)  # head dims
 SHIPPED = (*USUAL, 256)  # head dims with shipped kernels
@@ -144,12 +148,16 @@ def rows_at_once(dim: int, rows_per_warp: int) -> int:
     return FEW_ROWS if columns_at_once(dim) == 16 else rows_per_warp
 
 
+def row_bytes(kind: str, dim: int) -> int:
+    """Return the bytes of a key's K and V, with their scale factors. kind, dim: as in `TILES`."""
+    return 2 * dim * BITS.get(kind, 16) // 8 + 2 * dim // SF_VEC_SIZE * (kind == "nvfp4")
+
+
 def smem_bytes(kind: str, dim: int, tile: DecodeTileConfig) -> int:
     """Return the bytes of shared memory per CTA, or slightly more: stages of K and V with their scale factors, O and
     statistics of the reduction, tiles and mbarriers. kind, dim: as in `TILES`."""
-    row = 2 * dim * BITS.get(kind, 16) // 8 + 2 * dim // SF_VEC_SIZE * (kind == "nvfp4")
     reduced = rows_at_once(dim, tile.rows_per_warp) * 8 * columns_at_once(dim) + 2 * tile.rows_per_warp
-    return tile.stages * tile.n * row + 4 * tile.warps * reduced + 1024
+    return tile.stages * tile.n * row_bytes(kind, dim) + 4 * tile.warps * reduced + 1024
 
 
 def small_tile(kind: str, dim: int, rows: int, smem: int) -> DecodeTileConfig:
@@ -169,7 +177,10 @@ def tiles_of(arch: str) -> dict[tuple[str, int, int], DecodeTileConfig]:
     tiles = BLACKWELL if blackwell else TILES
     if row.smem_per_cta < max(smem_bytes(kind, dim, tile) for (kind, dim, _), tile in TILES.items()):
         tiles = {key: small_tile(*key, row.smem_per_cta) for key in tiles}
-    return {key: replace(tile, blackwell=blackwell) for key, tile in tiles.items()}
+    return {
+        (kind, dim, rows): replace(tile, blackwell=blackwell, end_blocks=END_BLOCKS[kind])
+        for (kind, dim, rows), tile in tiles.items()
+    }
 
 
 def spec_of(q: str, kv: str, dim: int, rows: int, arch: str) -> Spec:

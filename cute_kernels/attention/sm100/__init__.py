@@ -51,6 +51,8 @@ class Sm100TileConfig:
     pdl_prologue: ClassVar[bool] = False  # see `pdl`
     alternates_m_blocks: ClassVar[bool] = False  # with split keys, tiles come in ascending order
     counters_per_split: ClassVar[int] = 1  # per part of a split tile
+    end_blocks: ClassVar[int] = 0  # see `stream_k.end_units`
+    loops_over_boxes: ClassVar[bool] = False  # the code of loading TMA boxes is unrolled
     e2m1: ClassVar[bool] = True  # the architecture converts e2m1 codes
 
     @property

@@ -55,6 +55,8 @@ class Sm90TileConfig:
     pdl_prologue: ClassVar[bool] = False  # see `pdl`
     alternates_m_blocks: ClassVar[bool] = False  # with split keys, tiles come in ascending order
     counters_per_split: ClassVar[int] = 1  # counters per split of a tile
+    end_blocks: ClassVar[int] = 0  # see `stream_k.end_units`
+    loops_over_boxes: ClassVar[bool] = False  # the code of loading TMA boxes is unrolled
     e2m1: ClassVar[bool] = False  # the architecture has no conversion of e2m1 codes
     head_dim_steps: ClassVar[tuple[int, int]] = (32, 64)  # padded dims are multiples: of the first in 16 bits
     l2_bytes: ClassVar[int] = 16 << 20  # bytes of K and V in use at a time; Hopper's L2 is 50 MB in two halves
