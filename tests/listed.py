@@ -9,7 +9,7 @@ from cute_kernels.attention.schedule import tiles
 
 @cute.kernel
 def listing(spec: cutlass.Constexpr, a: args.AttentionArgs, found: cute.Tensor):
-    order = tiles.allocate(cutlass.utils.SmemAllocator())
+    order = tiles.allocate(spec, cutlass.utils.SmemAllocator())
     tiles.begin(spec, a, order)
     for tile in cutlass.range(found.shape[0], unroll=1):
         w, _ = tiles.find(spec, a, tile, order)

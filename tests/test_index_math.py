@@ -15,14 +15,13 @@ pytest.importorskip("cutlass", reason="index functions take min and max from the
 
 from cutlass import Int32
 
-from cute_kernels.attention import decode, geometry, mask, prepare, sm90, sm100
+from cute_kernels.attention import decode, geometry, mask, precision, prepare, sm90, sm100
 from cute_kernels.attention.decode import layout
-from cute_kernels.attention.kv import tma
+from cute_kernels.attention.kv import pages, tma
 from cute_kernels.attention.schedule import stream_k, tiles
-from cute_kernels.attention.sm90 import epilogue as prefill_epilogue
-from cute_kernels.attention.sm90 import softmax as prefill
+from cute_kernels.attention.sm90 import precision as sm90_precision
 from cute_kernels.attention.sm100 import roles as sm100_roles
-from cute_kernels.attention.spec import PACK_GQA_MAX_Q, AttentionSpec, MaskSpec
+from cute_kernels.attention.spec import PACK_GQA_MAX_Q, AttentionSpec, KVSpec, MaskSpec
 from cute_kernels.device import layout as shared
 from cute_kernels.device.divisor import Divisor, Quotient, magic_of, quotient_params
 from cute_kernels.device.roles import Role, Roles
@@ -383,17 +382,38 @@ def spread(addresses, size, lanes):
 def test_what_is_too_small_for_p_in_e4m3_adds_up_to_little(keys):
     """All keys of a request but one, each of half the smallest e4m3, which rounds to 0; P raised by as little as that
     allows, at most by 2^7, so that maxima may grow."""
-    raised = 4 + prefill_epilogue.extra_offset(keys)
+    raised = 4 + sm90_precision.extra_offset(keys)
     lost = keys * 2.0 ** -(10 + raised)
     assert 4 <= raised <= 7 and (lost <= 0.25 or raised == 7) and (raised == 4 or 2 * lost > 0.25)
 
 
 def test_p_in_e4m3_tells_where_it_is_full():
     def word(x):
-        return int(torch.tensor(x).to(torch.float8_e4m3fn).view(torch.uint8)) + (prefill.E4M3_TO_MSB & 0xFF)
+        return int(torch.tensor(x).to(torch.float8_e4m3fn).view(torch.uint8)) + (sm90_precision.E4M3_TO_MSB & 0xFF)
 
-    top = prefill.MSB_MASK & 0xFF
+    top = sm90_precision.MSB_MASK & 0xFF
     assert word(432.0) & top and word(float("nan")) & top and not word(431.9) & top and not word(0.0) & top
-    full, room = 2**prefill_epilogue.P_MAX_LOG2_E4M3, 2**prefill_epilogue.P_MAX_LOG2
+    full, room = 2**sm90_precision.P_MAX_LOG2_E4M3, 2**sm90_precision.P_MAX_LOG2
     assert full > 432 * (1 + 1e-4), "a row whose maximum follows is seen, however its exponential rounds"
-    assert 2 * room < torch.finfo(torch.float16).max and prefill.P_SUM_LIMIT < room * (1 - 1e-2)
+    assert 2 * room < torch.finfo(torch.float16).max and sm90_precision.P_SUM_LIMIT < room * (1 - 1e-2)
+
+
+@pytest.mark.parametrize(
+    "q, kv, mma, converts_kv, widens_q, scales_q_rows, prepared",
+    [
+        ("bf16", "bf16", "bf16", False, False, False, (False, False)),
+        ("e4m3", "e4m3", "e4m3", False, False, False, (False, True)),  # V is transposed
+        ("bf16", "e4m3", "fp16", True, False, True, (True, True)),
+        ("fp16", "e5m2", "fp16", True, False, False, (True, True)),
+        ("e4m3", "nvfp4", "fp16", True, True, False, (True, True)),
+    ],
+)
+def test_precision(q, kv, mma, converts_kv, widens_q, scales_q_rows, prepared):
+    spec = AttentionSpec(q, KVSpec(kv), tile=sm90.Sm90TileConfig())
+    p = precision.of(spec)
+    assert (p.mma_dtype, p.converts_kv, p.converts_q) == (mma, converts_kv, q != mma)
+    assert (p.widens_q, p.scales_q_rows) == (widens_q, scales_q_rows)
+    assert tuple(sm90_precision.is_prepared(spec, which) for which in (pages.K, pages.V)) == prepared
+    own = precision.of_mma_sync(spec)  # of mma.sync, which multiplies 16 bits and converts K and V in registers
+    assert own.mma_dtype == ("fp16" if mma == "e4m3" else mma) and not own.converts_kv
+    assert own.widens_q == (q == "e4m3")

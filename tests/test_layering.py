@@ -55,6 +55,7 @@ PLAIN = {f"cute_kernels/{name}.py" for name in ("__init__", "archs", "manifest",
     for family in FAMILIES
     for name in ("__init__", "request", "spec", "args", "dispatch", *(f"{op}/__init__" for op in OPS))
 }
+PLAIN |= {f"cute_kernels/attention/schedule/{name}.py" for name in ("__init__", "policy")}
 # The command lists without the DSL; build.py alone imports it, inside functions, after it has set the architecture.
 COMMAND = {f"cute_kernels/{name}.py" for name in ("bundle", "cubin", "cli", "__main__", "ops")}
 LATE_DSL = {"cute_kernels/build.py"}
@@ -204,6 +205,40 @@ def test_kernels_never_import_each_other(file):
 @pytest.mark.parametrize("file", [f for f in FILES if f in PLAIN | COMMAND | LATE_DSL])
 def test_plain_modules_import_no_dsl(file):
     assert not below(imports(file, top_only=file in LATE_DSL), "cutlass", "cute_kernels.abi", "cute_kernels.device")
+
+
+ROLES = [
+    file
+    for op in ("sm90", "sm100", "decode")
+    for file in FILES
+    if file.startswith(f"cute_kernels/attention/{op}/") and Path(file).name not in ("__init__.py", "precision.py")
+]
+# Named by `AttentionSpec`. How Q, K and V are stored is asked of `precision` and `kv.scales`, the rest of `policy`.
+NAMES_IN_SPECS = {"bf16", "fp16", "e4m3", "e5m2", "nvfp4", "tiles", "stream_k"}
+
+
+def comparisons(file: str) -> set[str]:
+    """Return the names of types and of schedules that a file compares, and the tests of block scales."""
+    constants = {
+        constant.value
+        for node in ast.walk(tree(file))
+        if isinstance(node, ast.Compare)
+        for constant in ast.walk(node)
+        if isinstance(constant, ast.Constant)
+    }
+    scaled = {node.attr for node in ast.walk(tree(file)) if isinstance(node, ast.Attribute)} & {"block_scaled"}
+    return constants & NAMES_IN_SPECS | scaled
+
+
+@pytest.mark.parametrize("file", ROLES)
+def test_roles_compare_no_types_and_no_schedules(file):
+    assert not comparisons(file)
+
+
+def test_comparisons_are_seen(tmp_path, monkeypatch):
+    (tmp_path / "a.py").write_text("x = spec.q == 'e4m3' or spec.kv.block_scaled\ny = f('bf16')\n")
+    monkeypatch.setitem(globals(), "ROOT", tmp_path)
+    assert comparisons("a.py") == {"e4m3", "block_scaled"}
 
 
 @pytest.mark.parametrize("file", [f for f in FILES if f.startswith("wrappers/")])

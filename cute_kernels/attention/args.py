@@ -12,6 +12,8 @@ Shapes: T query tokens, B sequences, Hq query heads, Hkv KV heads, P rows per pa
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
+from .schedule import policy
+
 
 class QueryArgs(NamedTuple):
     """Q; read by `load` and by roles that gather Q."""
@@ -78,7 +80,7 @@ class ScheduleArgs(NamedTuple):
     grid: Any  # Int32                    CTAs to launch (persistent)
     counters: Any  # (N,)                 int32, zero before and after the launch
     counter_base: Any  # Int32            first counter of this launch, which no other launch in flight may share.
-    #                                     "tiles": one counter, or -1: static assignment. "stream_k":
+    #                                     Whole tiles: one counter, or -1: static assignment. Split KV:
     #                                     tile.counters_per_split per CTA or, with blocks_per_split, per slot
     enable_pdl: Any  # Int32              launch with programmatic stream serialisation
     o_partial: Any = None  # (slots, m, Dvo + 4)  fp32 scratch, contiguous: O, then LSE, of m rows of a split
@@ -115,8 +117,8 @@ OPTIONAL: dict[str, Callable[[Any], bool]] = {  # field -> whether a spec has it
     "o_sf": lambda spec: "nvfp4" in spec.out,
     "o_sf_start": lambda spec: "nvfp4" in spec.out,
     "o_sf_scale": lambda spec: "nvfp4" in spec.out,
-    "o_partial": lambda spec: spec.schedule == "stream_k",
-    "blocks_per_split": lambda spec: spec.schedule == "stream_k",
+    "o_partial": policy.is_split_kv,
+    "blocks_per_split": policy.is_split_kv,
 }
 
 

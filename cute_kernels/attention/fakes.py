@@ -8,7 +8,7 @@ from cutlass import Float32, Int32
 
 from .. import abi
 from . import args
-from .spec import SF_VEC_SIZE
+from .spec import BITS, SF_VEC_SIZE
 
 STORED = {"nvfp4": "uint8"}  # cache types without an element type in the DSL -> stored type
 
@@ -31,7 +31,7 @@ def fake_args(spec) -> dict[str, Any]:
         return abi.tensor(dtype, (None,), align=4)
 
     found: dict[str, Any] = {
-        "q": abi.tensor(abi.DTYPES[spec.q], (None, None, qk), **(bytewise if spec.q == "e4m3" else wide)),
+        "q": abi.tensor(abi.DTYPES[spec.q], (None, None, qk), **(wide if BITS[spec.q] == 16 else bytewise)),
         "cu_seqlens_q": vector(Int32),
         "k": cache(qk),
         "v": cache(vo),

@@ -15,6 +15,7 @@ from cutlass import Int32, Uint32
 from ..device.clamp import clamp
 from ..device.divisor import SHIFT, Divisor, Quotient, magic_of, quotient_params
 from .args import pack
+from .schedule import policy
 from .spec import PACK_GQA_MAX_GROUP, PACK_GQA_MAX_Q
 
 
@@ -24,7 +25,8 @@ class LaunchGeometry(NamedTuple):
 
     qhead_per_kvhead, group_magic: query heads per KV head, and its magic number for `Divisor`. q_heads, kv_heads: the
     multiplier and the shift of the number of query and of KV heads, for `Quotient`. l2_keys: the most keys of a
-    sequence whose K and V, of all heads, fit in `tile.l2_bytes`; None with schedule "stream_k".
+    sequence whose K and V, of all heads, fit in `tile.l2_bytes`; None if no tile
+    scheduler asks (`policy.groups_heads_by_l2`).
     """
 
     qhead_per_kvhead: Int32
@@ -40,7 +42,7 @@ def launch_args(spec, flat):
     a = pack(spec, flat)
     heads, kv_heads = a.query.q.shape[1], cutlass.max(a.kv.k.shape[1], 1)
     group, l2_keys = cutlass.max(heads // kv_heads, 1), None
-    if spec.schedule == "tiles":
+    if policy.groups_heads_by_l2(spec):
         l2_keys = spec.tile.l2_bytes // (kv_row_bytes(spec) * kv_heads)
     quotients = quotient_params(cutlass.max(heads, 1)), quotient_params(kv_heads)
     return a._replace(launch=LaunchGeometry(group, magic_of(group), *quotients, l2_keys))
@@ -120,7 +122,7 @@ def group_divisor(a):
 def pack_factor(spec, a, q_len):
     """Return the number of rows per token for a sequence of q_len tokens: qhead_per_kvhead if its tiles are packed,
     else 1."""
-    if spec.schedule == "stream_k":
+    if policy.packs_all_tiles(spec):
         return qhead_per_kvhead(a)
     # few = 1 if q_len <= PACK_GQA_MAX_Q and qhead_per_kvhead <= PACK_GQA_MAX_GROUP, else 0
     few = cutlass.min(cutlass.max(PACK_GQA_MAX_Q + 1 - q_len, 0), 1) * cutlass.min(
@@ -187,4 +189,4 @@ def head_of(row, head, pack_factor):
 
 def kv_head_of(spec, a, w):
     """Return the KV head of a tile."""
-    return w.head_idx if spec.schedule == "stream_k" else w.head_idx * w.pack_factor // group_divisor(a)
+    return w.head_idx if policy.packs_all_tiles(spec) else w.head_idx * w.pack_factor // group_divisor(a)

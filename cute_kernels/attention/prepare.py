@@ -13,9 +13,8 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Int32, Uint32, const_expr
 
-from .. import abi
 from ..device import layout, mma, pipeline, warp
-from . import quant
+from . import precision, quant
 from .kv import pages, source
 from .quant import permute
 from .spec import SF_VEC_SIZE
@@ -24,21 +23,6 @@ KEY_HALVES = 2  # 2 shares of a stage have different keys; with 4 shares, pairs 
 MATRICES_IN_FLIGHT = {2: 2, 4: 4}  # shares -> matrices of 32 columns that a warp has in registers
 SWIZZLE_ROWS = 8  # rows after which a swizzle repeats
 BOX_COLS = 64  # fp16 columns per box of an operand stage
-
-
-def mma_dtype(spec):
-    """Return the operand type of the MMAs that read shared memory."""
-    return spec.q if spec.q == spec.kv.dtype else quant.mma_sync_dtype(spec)
-
-
-def dequantises(spec):
-    """Return whether K and V must be converted: their storage type is not the MMAs' operand type."""
-    return mma_dtype(spec) != spec.kv.dtype
-
-
-def scales_q_rows(spec):
-    """Return whether bf16 Q is converted to fp16 with a power-of-two scale per row: fp16 lacks bf16's range."""
-    return dequantises(spec) and spec.q == "bf16"
 
 
 @cute.jit
@@ -256,7 +240,7 @@ def dequantise(
     groups = const_expr(n // shares // SWIZZLE_ROWS)
     four = const_expr(dim // SF_VEC_SIZE * 4)
     mine = lane_of(spec, n, dim, sf)
-    count = const_expr(2 if spec.kv.block_scaled and groups % 2 == 0 else 1)  # at a time: as much as registers allow
+    count = const_expr(2 if sf is not None and groups % 2 == 0 else 1)  # at a time: as much as registers allow
     first = share * (groups * SWIZZLE_ROWS)
     source, target = raw.iterator.toint() + first * mine.pieces.width, into.iterator.toint() + first * 128
     scales = Int32(0) if const_expr(sf is None) else sf.address + first // 4 * four
@@ -280,9 +264,9 @@ def zero_rows(into: cute.Tensor, valid: Int32, share: Int32, shares: cutlass.Con
             mma.store(at + b * n * 128, [Uint32(0)] * 4)
 
 
-def operand_stages(spec, smem, shape, stages):
-    """Allocate the operand stages of K or V. shape: (rows, columns) of a stage."""
-    dtype = abi.DTYPES[mma_dtype(spec)]
+def allocate_operands(spec, smem, shape, stages):
+    """Allocate operand stages of K, V or Q. shape: (rows, columns) of a stage."""
+    dtype = precision.of(spec).mma_type
     kind = layout.smem_layout(shape, stages, dtype)
     return smem.allocate_tensor(dtype, kind.outer, 1024, kind.inner)
 
@@ -308,9 +292,10 @@ def stage_tensors(s, which, i):
 
 def stage_sf(spec, a, s, which, i):
     """Return the `SFLayout` of item i; None if the cache has no scale factors."""
-    if not spec.kv.block_scaled:
+    scales = (s.k_scales, s.v_scales)[which]
+    if scales is None:
         return None
-    stage = (s.k_scales, s.v_scales)[which][None, None, pipeline.stage(stage_pipelines(s, which).raw, i)]
+    stage = scales[None, None, pipeline.stage(stage_pipelines(s, which).raw, i)]
     if which == pages.K:
         return sf_linear(stage, spec.head_dim_qk)
     return sf_interleaved(stage, spec.head_dim_vo, a.kv.v_scales_interleaved)
@@ -330,9 +315,10 @@ def dequantise_stage(
     """Dequantise item i of the pipelines of K or V. Called by each of `shares` warps, for its rows. valid: keys of the
     block that are the sequence's; may exceed the block."""
     raw, into = stage_tensors(s, which, i)
-    dequantise(spec, raw, into, stage_sf(spec, a, s, which, i), share, shares)
+    sf = stage_sf(spec, a, s, which, i)
+    dequantise(spec, raw, into, sf, share, shares)
     # rows past the sequence: of V only, as P is 0 there; with block scales always, as a scale factor may be NaN
-    if const_expr(which == pages.V and (source(spec).PARTIAL_TAIL or spec.kv.block_scaled)):
+    if const_expr(which == pages.V and (source(spec).PARTIAL_TAIL or sf is not None)):
         if valid < spec.tile.n:
             cute.arch.sync_warp()
             zero_rows(into, valid, share, shares)

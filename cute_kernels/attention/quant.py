@@ -19,27 +19,25 @@ class KVFormat(NamedTuple):
     """How a 32-bit word of a cached row becomes pairs of 16-bit operands (`unpack_row`, `unpack_two_rows`).
 
     elements: per word. order: the order in which conversion returns them. dequant_scale: what the results of MMAs must
-    be multiplied by. The scale factors of blocks multiply the pairs: `scale_pairs`.
+    be multiplied by. The scale factors of blocks multiply the pairs: `scale_pairs`. zeroes_codes: whether words of V
+    past the last key must become zeros, because they may be NaN.
     """
 
     name: str
     elements: int
     order: tuple[int, ...]
     dequant_scale: float
+    zeroes_codes: bool = True
 
 
 FORMATS = (
     KVFormat("16-bit", 2, (0, 1), 1.0),
     KVFormat("e4m3", 4, (0, 1, 2, 3), 1.0),
     KVFormat("e5m2", 4, (0, 1, 2, 3), 1.0),
-    KVFormat("nvfp4", 8, (0, 2, 4, 6, 1, 3, 5, 7), 64.0),  # converted by way of e4m3
-    KVFormat("e2m1", 8, tuple(range(8)), 1.0),  # NVFP4 on architectures with a `cvt` of its codes
+    # converted by way of e4m3; no e2m1 code is NaN, but Hopper's decode zeroes them: 16 of its 692 instructions
+    KVFormat("nvfp4", 8, (0, 2, 4, 6, 1, 3, 5, 7), 64.0),
+    KVFormat("e2m1", 8, tuple(range(8)), 1.0, False),  # NVFP4 on architectures with a `cvt` of its codes
 )
-
-
-def mma_sync_dtype(spec):
-    """Return the operand type of `mma.sync`: the query's, or fp16 if the cache is quantised."""
-    return spec.q if spec.kv.bits == 16 else "fp16"
 
 
 def kv_format(spec) -> KVFormat:

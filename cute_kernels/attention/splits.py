@@ -14,7 +14,7 @@ from cutlass import Int32
 
 from . import combine, geometry
 from .barriers import NamedBarrier
-from .schedule import work
+from .schedule import policy, work
 from .schedule.work import WorkTileInfo
 
 MAX_SPLITS_PER_CTA = 2
@@ -30,7 +30,7 @@ class SplitSmem(NamedTuple):
 
 def allocate(spec, smem):
     """Allocate the `SplitSmem`; return None in kernels without split tiles."""
-    if not work.is_split_kv(spec):
+    if not policy.is_split_kv(spec):
         return None
     tiles = smem.allocate_tensor(Int32, cute.make_layout((work.fields(spec), MAX_SPLITS_PER_CTA)))
     return SplitSmem(tiles, smem.allocate_tensor(Int32, cute.make_layout(MAX_SPLITS_PER_CTA)))

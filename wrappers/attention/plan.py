@@ -16,6 +16,7 @@ import torch
 
 from cute_kernels.attention import args, dispatch
 from cute_kernels.attention.request import KernelRequest
+from cute_kernels.attention.schedule import policy
 from cute_kernels.attention.spec import PACK_GQA_MAX_GROUP, PACK_GQA_MAX_Q
 
 from .. import fp4, machine, overlap, reference, scratch
@@ -353,8 +354,8 @@ def plan_for(call: AttentionCall, arch: str, sms: int) -> LaunchPlan:
     if call.q.shape[1] * request.qhead_per_kvhead >= checks.MOST_ROWS:
         raise _too_many_heads(call)
     here, heads, slots = machine.current, call.q.shape[1], ArgSlots(spec)
-    stream_k = spec.schedule == "stream_k"
-    packs = stream_k or request.rows <= PACK_GQA_MAX_Q and request.qhead_per_kvhead <= PACK_GQA_MAX_GROUP
+    stream_k, few = policy.is_split_kv(spec), request.rows <= PACK_GQA_MAX_Q
+    packs = policy.packs_all_tiles(spec) or few and request.qhead_per_kvhead <= PACK_GQA_MAX_GROUP
     group = request.qhead_per_kvhead if packs else 1
     blocks = CHUNK // spec.tile.n if call.split_kv != "auto" else 0
     dtype, options = call.result_dtype, cast(tuple[Any, ...], call[OPTIONS])

@@ -102,8 +102,8 @@ def warps_per_group(spec, m):
 
 
 def scale_blocks(spec):
-    """Return the number of scale factors that a lane needs per row of V."""
-    return max(1, spec.padded_vo // (8 * SF_VEC_SIZE)) if spec.kv.block_scaled else 1
+    """Return the number of scale factors that a lane needs per row of a block-scaled V."""
+    return max(1, spec.padded_vo // (8 * SF_VEC_SIZE))
 
 
 def num_v_offsets(spec):

@@ -17,10 +17,9 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Uint32, const_expr
 
-from ... import abi
 from ...device import mma, pipeline, warp
 from ...device.layout import swizzle
-from .. import combine, geometry, logits, mask, quant, skip_rule, softmax
+from .. import combine, geometry, logits, mask, precision, skip_rule, softmax
 from ..logits import ScoreCols, ScoreRows
 from ..schedule import work
 from ..schedule.work import WorkTileInfo
@@ -85,7 +84,7 @@ def make_fragments(spec, a):
         r.k_offsets[i] = swizzle(k.width, g, t * (k.width // 4) + 16 * i)
     for i in range(num_v_offsets(spec)):
         r.v_offsets[i] = swizzle(v.width, 2 * t + i, g * (v.width // 8))
-    if spec.kv.block_scaled:
+    if a.kv.k_scales is not None:
         set_sf_offsets(spec, a, r, g, t)
     return r
 
@@ -168,7 +167,7 @@ def online_softmax(spec: cutlass.Constexpr, r: DecodeFragments, acc_s: cute.Tens
     softmax.update_max_and_rescale(r.st, view, rows_view(r.acc_o), r.to_log2, spec.tile.blackwell)
     for k in cutlass.range_constexpr(cute.size(r.tokens)):
         softmax.exp_and_sum(r.st, view, r.to_log2[k], k)
-    warp.convert16(acc_s, cute.recast_tensor(p, abi.DTYPES[quant.mma_sync_dtype(spec)]))
+    warp.convert16(acc_s, cute.recast_tensor(p, precision.of_mma_sync(spec).mma_type))
     for i in cutlass.range_constexpr(cute.size(p)):
         p[i] = mma.transpose(p[i])
 
@@ -205,7 +204,7 @@ def mainloop(spec: cutlass.Constexpr, a, s, r: DecodeFragments, tile: WarpTileSt
     operands.fill(spec, r.acc_o, 0.0)
     acc_s = cute.make_rmem_tensor((keys(spec) // 4, num_n_tiles(spec)), Float32)
     p = cute.make_rmem_tensor((keys(spec) // 8, num_n_tiles(spec)), Uint32)
-    v = operands.allocate_v(spec)
+    v = operands.allocate_v(spec, s)
     row = spec.tile.n - (tile.key_shares - tile.key_share) * keys(spec)  # the warp's last keys of a block
     first_key = tile.w.n_block_min * spec.tile.n  # of the tile's lowest block: the warp ends when `cur` is below it
     cur = KeyCursor(first, row, (tile.w.n_block_max - 1) * spec.tile.n + row)

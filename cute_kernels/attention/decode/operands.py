@@ -14,7 +14,7 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Uint32, const_expr
 
 from ...device import copy, mma, pipeline
-from .. import geometry, logits, quant
+from .. import geometry, logits, precision, quant
 from ..spec import SF_VEC_SIZE
 from .layout import CachedRow, columns, keys, num_n_tiles, num_v_offsets, scale_blocks
 
@@ -30,10 +30,10 @@ class KeyCursor(NamedTuple):
 
 class VFragment(NamedTuple):
     """Registers of a chunk of V: words (word, a lane's 4 keys, groups of 16 keys), and scale factors (block, a lane's 4
-    keys, groups of 16 keys)."""
+    keys, groups of 16 keys) or None."""
 
     words: cute.Tensor
-    scales: cute.Tensor
+    scales: Any
 
 
 def fill(spec, c, value):
@@ -46,11 +46,12 @@ def fill(spec, c, value):
         c[i] = Float32(value)
 
 
-def allocate_v(spec):
+def allocate_v(spec, s):
     """Allocate the registers of one chunk of V."""
     count = keys(spec) // 16
-    words = (CachedRow.of(spec, spec.padded_vo).width // 32, 4, count)
-    return VFragment(*(cute.make_rmem_tensor(shape, Uint32) for shape in (words, (scale_blocks(spec), 4, count))))
+    words = cute.make_rmem_tensor((CachedRow.of(spec, spec.padded_vo).width // 32, 4, count), Uint32)
+    has_scales = s.v_scales is not None
+    return VFragment(words, cute.make_rmem_tensor((scale_blocks(spec), 4, count), Uint32) if has_scales else None)
 
 
 @cute.jit
@@ -93,12 +94,12 @@ def load_query(piece: cute.Tensor, words: cute.Tensor):
 def set_q(spec: cutlass.Constexpr, a, r, tile, words: cute.Tensor, softmax_scale_log2: Float32):
     """Make the B operand of S^T from the fetched `words`: in the MMA's type, with the columns in the order in which the
     words of K, as stored, are converted. Also set the token and the score factors of each row."""
-    fmt = quant.kv_format(spec)
+    p = precision.of_mma_sync(spec)
     t = cute.arch.lane_idx() % 4
     for n_tile in cutlass.range_constexpr(num_n_tiles(spec)):
         # fp16 with a scale per row, if K is quantised
-        q_row_scale, own = Float32(fmt.dequant_scale), words[None, n_tile]
-        if const_expr(spec.q == "bf16" and quant.mma_sync_dtype(spec) == "fp16"):
+        q_row_scale, own = Float32(p.dequant_scale), words[None, n_tile]
+        if const_expr(p.scales_q_rows):
             q_row_scale *= quant.to_fp16(own)
         # token and score factors of this lane's rows of S
         for i in cutlass.range_constexpr(2):
@@ -110,7 +111,7 @@ def set_q(spec: cutlass.Constexpr, a, r, tile, words: cute.Tensor, softmax_scale
             r.to_log2[k] = logits.capped_to_log2(a.logits.soft_cap) if capped else r.score_to_log2[k]
         # the B operand
         for i in cutlass.range_constexpr(spec.padded_qk // 8):
-            r.q[i, n_tile] = in_order(fmt, own, i)
+            r.q[i, n_tile] = in_order(p.kv_format, own, i)
 
 
 def in_order(fmt, words, i):
@@ -124,7 +125,8 @@ def in_order(fmt, words, i):
 
 def gemm_qk(spec, s, r, acc_s, stage, row):
     """Compute acc_s = K @ Q^T for the rows [row, row + keys) of a K stage."""
-    name, fmt = quant.mma_sync_dtype(spec), quant.kv_format(spec)
+    types = precision.of_mma_sync(spec)
+    mma_dtype, fmt = types.mma_dtype, types.kv_format
     k, n = CachedRow.of(spec, spec.padded_qk), spec.tile.n
     base = s.k.iterator.toint() + stage * (n * k.width * k.chunks) + row * k.width
     quarter = k.width // 4  # bytes of a chunk that a lane reads
@@ -146,12 +148,12 @@ def gemm_qk(spec, s, r, acc_s, stage, row):
                 a = [pairs[a_row][i + e] for e in range(2) for a_row in range(2)]
                 q = chunk * len(pairs[0]) + i
                 for n_tile in range(num_n_tiles(spec)):
-                    mma.issue(name, acc_s[None, n_tile], 4 * m, a, [r.q[q, n_tile], r.q[q + 1, n_tile]])
+                    mma.issue(mma_dtype, acc_s[None, n_tile], 4 * m, a, [r.q[q, n_tile], r.q[q + 1, n_tile]])
 
 
 def load_k_sf(spec, s, r, stage, row):
     """Load the scale factors of this lane's quarter of a row of K, each as a pair; None if the cache has none."""
-    if not spec.kv.block_scaled:
+    if s.k_scales is None:
         return None
     count, size = spec.padded_qk // 64, spec.padded_qk // SF_VEC_SIZE
     at = s.k_scales.iterator.toint() + (stage * spec.tile.n + row) * size + r.sf_offsets[0]
@@ -162,7 +164,7 @@ def load_k_sf(spec, s, r, stage, row):
 def load_v_sf(spec, s, r, v: VFragment, stage, row, e, c):
     """Load the scale factors of the e-th of a lane's four keys among the 16 from row + 16 c on, if the cache has
     scale factors."""
-    if spec.kv.block_scaled:
+    if v.scales is not None:
         size, inside = spec.padded_vo // SF_VEC_SIZE, 16 * c + 8 * (e // 2)
         base = s.v_scales.iterator.toint() + (stage * spec.tile.n + row + inside) * size + r.sf_offsets[1]
         for k in range(scale_blocks(spec)):
@@ -195,16 +197,17 @@ def load_v(spec: cutlass.Constexpr, s, r, tile, at: KeyCursor, b: cutlass.Conste
 
 
 def zero_v(spec, v: VFragment, e, c):
-    """Zero the e-th of a lane's keys of 16: rows past kv_len hold whatever the page held, and 0 * NaN is NaN. No e2m1
-    code is NaN, but a scale factor may be. Hopper's kernel zeros the codes too: 16 of its 692 instructions."""
-    if not (spec.kv.block_scaled and spec.tile.e2m1):
+    """Zero the e-th of a lane's keys of 16: rows past kv_len hold whatever the page held, and 0 * NaN is NaN. A scale
+    factor may be NaN, too."""
+    if precision.of_mma_sync(spec).kv_format.zeroes_codes:
         v.words[None, e, c].fill(0)
-    v.scales[None, e, c].fill(0)
+    if v.scales is not None:
+        v.scales[None, e, c].fill(0)
 
 
 def v_sf_pairs(spec, v: VFragment, c):
     """Return the scale factors of 16 keys as pairs [pair of keys][block]; [None, None] if the cache has none."""
-    if not spec.kv.block_scaled:
+    if v.scales is None:
         return [None, None]
 
     def pair(k, e):  # bytes of two keys
@@ -216,7 +219,8 @@ def v_sf_pairs(spec, v: VFragment, c):
 
 def gemm_pv(spec, r, p, chunk, v: VFragment):
     """Compute O^T += V^T @ P^T for the columns of a chunk. p: words of P (two per 16 keys, n tile)."""
-    name, fmt = quant.mma_sync_dtype(spec), quant.kv_format(spec)
+    types = precision.of_mma_sync(spec)
+    mma_dtype, fmt = types.mma_dtype, types.kv_format
     for c in range(keys(spec) // 16):  # 16 keys, of which this lane has two pairs
         sf = v_sf_pairs(spec, v, c)
         for u in range(cute.size(v.words, mode=[0])):
@@ -229,4 +233,4 @@ def gemm_pv(spec, r, p, chunk, v: VFragment):
                 a = [by_column[e][i + a_row] for e in range(2) for a_row in range(2)]  # rows g and g + 8 of A = V^T
                 o = 2 * (chunk * columns(spec) + u * fmt.elements + i)
                 for n_tile in range(num_n_tiles(spec)):
-                    mma.issue(name, r.acc_o[None, n_tile], o, a, [p[2 * c, n_tile], p[2 * c + 1, n_tile]])
+                    mma.issue(mma_dtype, r.acc_o[None, n_tile], o, a, [p[2 * c, n_tile], p[2 * c + 1, n_tile]])

@@ -22,6 +22,11 @@ def scale_rows(spec):
     return 1 if gathers(spec) else min(BOXES[0], 1 << (spec.tile.n // 32).bit_length() - 1)
 
 
+def load_warps(spec):
+    """Return the number of warps that load scale factors: 1, or 0 if the cache has none."""
+    return int(spec.kv.block_scaled)
+
+
 def allocate(spec, smem, dim, stages):
     """Allocate the scale factors of all stages, (n, D / 16, stages) bytes; None if the cache has none."""
     n, size = spec.tile.n, dim // SF_VEC_SIZE

@@ -32,7 +32,7 @@ from cutlass import Float32, Int32, Uint32, Uint64
 from ...device import warp
 from ...device.divisor import Divisor
 from .. import geometry, mask
-from . import work
+from . import policy, work
 from .work import WorkTileInfo
 
 SHORT_KV_LEN = 2048  # keys
@@ -71,8 +71,10 @@ class SchedulerSmem(NamedTuple):
     cursors: cute.Tensor
 
 
-def allocate(smem) -> SchedulerSmem:
-    """Allocate the scheduler's shared memory."""
+def allocate(spec, smem) -> SchedulerSmem | None:
+    """Allocate the scheduler's shared memory; return None in kernels with a schedule warp (`stream_k`)."""
+    if policy.schedule_warps(spec) > 0:
+        return None
     launch, fields = cute.make_layout(2), cute.make_layout((len(SearchCursor._fields), 2))
     return SchedulerSmem(smem.allocate_tensor(Int32, launch, 16), smem.allocate_tensor(Int32, fields, 16))
 

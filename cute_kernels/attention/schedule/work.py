@@ -11,10 +11,7 @@ import cutlass.cute as cute
 from cutlass import Int32, const_expr
 
 from ...device import pipeline
-
-# Stages of work_pipe, by schedule. With 2, one tile is computed while the next one is loaded. Stream-K has 4, because
-# the mma warps of decode release a tile only when its output is stored.
-STAGES = {"tiles": 2, "stream_k": 4}
+from . import policy
 
 
 class SplitInfo(NamedTuple):
@@ -30,7 +27,8 @@ class WorkTileInfo(NamedTuple):
     """A tile and the facts about its sequence that every role needs.
 
     The KV blocks [n_block_min, n_block_max) have a key that a row of the tile sees (none if the range is empty); those
-    of [n_block_full_min, n_block_full_max) need no mask. split: a `SplitInfo`, with schedule "stream_k" only.
+    of [n_block_full_min, n_block_full_max) need no mask. split: a `SplitInfo`, or None in kernels
+    without split tiles (`policy.is_split_kv`).
     pack_factor: rows per token, see `geometry`, and pack_magic, its magic number for `Divisor`: only in kernels with
     `tile.per_tile_pack_gqa`.
     """
@@ -54,24 +52,19 @@ class WorkTileInfo(NamedTuple):
 COMMON = WorkTileInfo._fields.index("split")  # words that every kernel's tiles have
 
 
-def is_split_kv(spec):
-    """Return whether several CTAs may share a tile, each with some of its keys."""
-    return spec.schedule == "stream_k"
-
-
 def fields(spec):
     """Return the number of 32-bit words of a tile in shared memory."""
-    return COMMON + is_split_kv(spec) * len(SplitInfo._fields) + spec.tile.per_tile_pack_gqa * 2
+    return COMMON + policy.is_split_kv(spec) * len(SplitInfo._fields) + spec.tile.per_tile_pack_gqa * 2
 
 
 def allocate(spec, smem):
     """Allocate the stages of work_pipe, each aligned to 16 bytes, which a thread stores at once."""
-    return smem.allocate_tensor(Int32, cute.make_layout(((fields(spec) + 3) // 4 * 4, STAGES[spec.schedule])), 16)
+    return smem.allocate_tensor(Int32, cute.make_layout(((fields(spec) + 3) // 4 * 4, policy.work_stages(spec))), 16)
 
 
 def make_pipe(spec, smem, roles):
     """Allocate and initialise work_pipe. Every warp reads the tiles, except those of the roles schedule and idle."""
-    return pipeline.make(smem, STAGES[spec.schedule], 1, roles.warps() - roles.warps("idle", "schedule"))
+    return pipeline.make(smem, policy.work_stages(spec), 1, roles.warps() - roles.warps("idle", "schedule"))
 
 
 def flatten(w: WorkTileInfo):
@@ -107,7 +100,7 @@ def producer_commit(s, t: Int32):
 def of_words(spec, words):
     """Return the tile with these words, the inverse of `flatten`."""
     w, rest = WorkTileInfo(*words[:COMMON]), words[COMMON:]
-    if is_split_kv(spec):
+    if policy.is_split_kv(spec):
         w, rest = w._replace(split=SplitInfo(*rest[:3])), rest[3:]
     return w._replace(pack_factor=rest[0], pack_magic=rest[1]) if rest else w
 

@@ -10,9 +10,10 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, const_expr
 
 from ...device import pipeline, tmem, warp
-from .. import epilogue, geometry, logits, quant, softmax, splits
+from .. import epilogue, geometry, logits, softmax, splits
 from ..schedule import work
 from ..schedule.work import WorkTileInfo
+from . import precision
 from .mma_utils import O
 from .roles import ROWS, SLOTS, WARPS, groups, is_static, num_iterations, pingpong_groups, roles, tile_q_stage
 
@@ -120,7 +121,7 @@ def correction_epilogue(
     head = geometry.head_of(number, w.head_idx, geometry.pack_divisor(w))
     sink, scale_0, scale_1 = epilogue.sink_of(a, head), Float32(0.0), Float32(0.0)
     is_output, is_partial = token < w.q_len, False
-    if const_expr(work.is_split_kv(spec)):
+    if const_expr(w.split is not None):
         sink = -Float32.inf if w.split.slot >= 0 else sink  # the merge of splits adds it
         is_output, is_partial = is_output and w.split.slot < 0, is_output and w.split.slot >= 0
     lse, tile_groups = sink * logits.LOG2_E, const_expr(range(SLOTS) if is_pingpong else (group,))
@@ -129,9 +130,9 @@ def correction_epilogue(
         stats = combined_stats(s, group, row, at.num_iterations + at.tiles, is_pingpong)
         normal = softmax.normalizer(stats.row_max, stats.row_sum, sink)
         out_scale = a.out.out_scale * softmax.head_scale(a.out.out_scale_ptr, head)
-        if const_expr(work.is_split_kv(spec)):
+        if const_expr(w.split is not None):
             out_scale = Float32(1.0) if w.split.slot >= 0 else out_scale
-        lse, scale_0 = normal.lse, normal.inv_row_sum * (out_scale * const_expr(quant.kv_format(spec).dequant_scale))
+        lse, scale_0 = normal.lse, normal.inv_row_sum * (out_scale * const_expr(precision.of(spec).dequant_scale))
         if const_expr(is_pingpong):
             scale_0, scale_1 = scale_0 * stats.scale_0, scale_0 * stats.scale_1
         # wait until O is complete
@@ -173,7 +174,7 @@ def store_columns(
             values[e] = loaded[e] * out_row.scale_0
     if const_expr(is_pingpong):
         add_columns(s, w, out_row, c, values)
-    if const_expr(work.is_split_kv(spec)):
+    if const_expr(w.split is not None):
         if out_row.is_partial:
             epilogue.store_partial(spec, a, w.split.slot, out_row.number, Int32(c // LOAD_COLUMNS), values, out_row.lse)
     if out_row.is_output:
@@ -244,5 +245,5 @@ def correction(spec: cutlass.Constexpr, plan, s):
 
     work.for_each_tile(spec, s, correct_tile, CorrectionCounters(Int32(0), Int32(0)), carries_tile=True)
     # all partial results are stored: softmax may merge them
-    if const_expr(work.is_split_kv(spec)):
+    if const_expr(s.splits is not None):
         splits.barrier(roles(spec).warps("softmax", "correction"))

@@ -13,7 +13,7 @@ group. Start reading the computation at `mma.mma` and `softmax.softmax`; barrier
 | | | | p_full_o_rescaled, p_last_split, o_empty | |
 | load_k | 1 | as mma | raw_k_pipe, work_pipe empty | raw_k_pipe full, work_pipe full |
 | load_v | 1 | as mma | raw_v_pipe empty | raw_v_pipe full |
-| load_q | 1 or none | as mma | q_pipe empty; stream_k: work_pipe empty | q_pipe full; stream_k: work_pipe full |
+| load_q | 1 or none | as mma | q_pipe empty; split KV: work_pipe empty | q_pipe full; split KV: work_pipe full |
 | load_scales | 1, NVFP4 | as mma | raw_k_pipe, raw_v_pipe empty | raw_k_pipe, raw_v_pipe full |
 | prepare_k | 2 or none | 48, 96 | q_pipe, raw_k_pipe full, k_pipe empty | q_ready_pipe, k_pipe full, raw_k_pipe empty |
 | prepare_v | 2 or none | 48, 96 | q_pipe, raw_v_pipe full, v_pipe empty | q_ready_pipe, v_pipe full, raw_v_pipe empty |
@@ -23,12 +23,12 @@ group. Start reading the computation at `mma.mma` and `softmax.softmax`; barrier
 - Only over quantised caches, a prepare warpgroup (prepare_k, prepare_v) converts K, V and Q to fp16, and mma waits for
   q_ready_pipe instead of q_pipe. load_v then loads Q, and in place of load_q there is load_scales or an idle warp. If Q
   is bf16, softmax also waits for q_ready_pipe, for the scales of its rows.
-- With stream_k, load_q finds the tiles instead of load_k, correction stores the partial results of split tiles, and
+- With split KV, load_q finds the tiles instead of load_k, correction stores the partial results of split tiles, and
   softmax merges them behind the last tile (`splits`).
 
 Pipelines, a full and an empty mbarrier per stage:
 
-- work_pipe (2 stages, 4 with stream_k): the next tile; freed when read.
+- work_pipe (2 stages, 4 with split KV): the next tile; freed when read.
 - q_pipe (`q_stages`): Q of each tile that has keys; freed when the MMAs of its last Q @ K^T are done.
 - k_pipe, v_pipe (`stages`): one KV block each; freed when the MMAs that read it are done.
 - raw_k_pipe, raw_v_pipe (`raw_stages`, or `stages` if that is 0): K and V as stored, from load to prepare. If nothing
@@ -55,7 +55,7 @@ of them in 16 bits, a quarter in e4m3), which softmax has in registers by then.
 
 Shared memory: Q (`q_stages` x m x Dqk), K and V as loaded and, if prepared, as fp16 (n x Dqk, n x Dvo per stage), each
 1024-byte aligned; tiles, sm_stats, barriers; with quantised caches scale factors and row scales; with skip-softmax
-votes (`skip`); with stream_k the tiles of the CTA's splits (`..splits`).
+votes (`skip`); with split KV the tiles of the CTA's splits (`..splits`).
 """
 
 from dataclasses import dataclass
@@ -70,10 +70,9 @@ from ...device import copy, pipeline, tmem
 from .. import fakes, geometry, load, splits
 from ..args import AttentionArgs
 from ..kv import arrivals, pages, scales, source, stage_columns
-from ..prepare import dequantises, operand_stages, scales_q_rows
+from ..prepare import allocate_operands
 from ..schedule import tiles, work
-from ..spec import BITS
-from . import skip_votes
+from . import precision, skip_votes
 from .correction import correction
 from .mma import mma
 from .prepare import prepare_kv
@@ -105,7 +104,7 @@ class Sm100SharedStorage:
     k: cute.Tensor
     v: cute.Tensor
     work: cute.Tensor
-    scheduler: tiles.SchedulerSmem | None
+    scheduler: tiles.SchedulerSmem | None  # of load_k; None if load_q finds the tiles
     sm_stats: cute.Tensor  # (ROWS, groups, 2): `correction.SoftmaxStats`
     tmem_ptr: cute.Tensor  # (1,): address of the CTA's tensor memory
     work_pipe: pipeline.Pipeline
@@ -151,21 +150,21 @@ def forward(spec: cutlass.Constexpr, stream, *flat):
 
 def shared(spec, plan):
     """Allocate the shared memory and initialise the barriers."""
-    smem, r, t = cutlass.utils.SmemAllocator(), roles(spec), spec.tile
+    smem, r, t, p = cutlass.utils.SmemAllocator(), roles(spec), spec.tile, precision.of(spec)
     kv, raw = plan.args.kv, t.raw_stages or t.stages
     q = raw_q = copy.allocate(smem, plan.q, abi.DTYPES[spec.q])
     raw_k, raw_v = copy.allocate(smem, plan.k, kv.k.element_type), copy.allocate(smem, plan.v, kv.v.element_type)
     k, v = raw_k, raw_v
-    if dequantises(spec):
-        k, v = (operand_stages(spec, smem, (t.n, dim), t.stages) for dim in (spec.padded_qk, spec.padded_vo))
-        if BITS[spec.q] < 16:  # 16-bit Q is converted in place
-            q = operand_stages(spec, smem, (t.m, spec.padded_qk), t.q_stages)
+    if p.converts_kv:
+        k, v = (allocate_operands(spec, smem, (t.n, dim), t.stages) for dim in (spec.padded_qk, spec.padded_vo))
+    if p.widens_q:
+        q = allocate_operands(spec, smem, (t.m, spec.padded_qk), t.q_stages)
     work_smem = work.allocate(spec, smem)
     sm_stats = smem.allocate_tensor(cutlass.Float32, cute.make_layout((ROWS, groups(spec), 2)), 16)
     tmem_ptr = smem.allocate_tensor(Int32, cute.make_layout(1), 4)
     mbarriers = lambda arrivals: pipeline.make_mbarriers(smem, SLOTS, arrivals)  # noqa: E731
     pipes = [pipeline.make(smem, raw, arrivals(spec, r), r.warps(f"prepare_{x}") or 1) for x in "kv"]
-    operands = [pipeline.make(smem, t.stages, r.warps(f"prepare_{x}"), 1) for x in "kv"] if dequantises(spec) else pipes
+    operands = [pipeline.make(smem, t.stages, r.warps(f"prepare_{x}"), 1) for x in "kv"] if p.converts_kv else pipes
     return Sm100SharedStorage(
         raw_q=raw_q,
         q=q,
@@ -174,7 +173,7 @@ def shared(spec, plan):
         k=k,
         v=v,
         work=work_smem,
-        scheduler=None if work.is_split_kv(spec) else tiles.allocate(smem),
+        scheduler=tiles.allocate(spec, smem),
         sm_stats=sm_stats,
         tmem_ptr=tmem_ptr,
         work_pipe=work.make_pipe(spec, smem, r),
@@ -191,10 +190,8 @@ def shared(spec, plan):
         o_full=mbarriers(1),
         o_empty=mbarriers(WARPS),
         skip_votes=skip_votes.allocate(smem, groups(spec)) if spec.logits.skip else None,
-        q_ready_pipe=pipeline.make(smem, 2, WARPS, 1) if dequantises(spec) else None,
-        q_row_scales=smem.allocate_tensor(cutlass.Float32, cute.make_layout((t.m, 2)), 16)
-        if scales_q_rows(spec)
-        else None,
+        q_ready_pipe=pipeline.make(smem, 2, WARPS, 1) if p.converts_kv else None,
+        q_row_scales=smem.allocate_tensor(cutlass.Float32, cute.make_layout((t.m, 2)), 16) if p.scales_q_rows else None,
         k_scales=scales.allocate(spec, smem, spec.head_dim_qk, raw),
         v_scales=scales.allocate(spec, smem, spec.head_dim_vo, raw),
         splits=splits.allocate(spec, smem),
@@ -227,18 +224,18 @@ def kernel(spec: cutlass.Constexpr, plan: Sm100KernelParams):
             mma(spec, plan, s)
         elif warp == roles(spec).first("load_k"):
             into = load.LoadTarget(plan.k, s.raw_k, s.raw_k_pipe)
-            load.load_kv(spec, plan, s, into, pages.K, Int32(0), produces_tiles=not work.is_split_kv(spec))
+            load.load_kv(spec, plan, s, into, pages.K, Int32(0), produces_tiles=s.scheduler is not None)
         elif warp == roles(spec).first("load_v"):
             into = load.LoadTarget(plan.v, s.raw_v, s.raw_v_pipe)
-            load.load_kv(spec, plan, s, into, pages.V, Int32(0), loads_q=const_expr(dequantises(spec)))
-        elif const_expr(work.is_split_kv(spec)):
+            load.load_kv(spec, plan, s, into, pages.V, Int32(0), loads_q=roles(spec).warps("load_q") == 0)
+        elif const_expr(s.scheduler is None):
             schedule_and_load_q(spec, plan, s)
-        elif const_expr(not dequantises(spec)):
+        elif const_expr(roles(spec).warps("load_q") > 0):
             load_q(spec, plan, s)
-        elif const_expr(spec.kv.block_scaled):
+        elif const_expr(roles(spec).warps("load_scales") > 0):
             load.load_scales(spec, plan, s, (s.raw_k_pipe, s.raw_v_pipe))
         cute.arch.griddepcontrol_launch_dependents()
-    elif const_expr(dequantises(spec)):
+    elif const_expr(roles(spec).warps("prepare_k") > 0):
         cute.arch.setmaxregister_decrease(roles(spec).registers("prepare_k"))
         if warp < roles(spec).first("prepare_v"):
             prepare_kv(spec, plan, s, pages.K, warp - roles(spec).first("prepare_k"))

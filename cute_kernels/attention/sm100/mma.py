@@ -9,7 +9,6 @@ import cutlass.cute as cute
 from cutlass import Int32, Uint32, const_expr
 
 from ...device import pipeline
-from ..prepare import dequantises
 from ..schedule import work
 from . import mma_one_half, mma_two_halves
 from .mma_utils import MmaState
@@ -33,7 +32,7 @@ def mma(spec: cutlass.Constexpr, plan, s):
         if w.n_block_max > w.n_block_min:
             n = pingpong_groups(spec, w)
             # wait for Q
-            pipeline.consumer_wait(s.q_ready_pipe if const_expr(dequantises(spec)) else s.q_pipe, at.tile)
+            pipeline.consumer_wait(s.q_pipe if const_expr(s.q_ready_pipe is None) else s.q_ready_pipe, at.tile)
             # S = Q @ K^T and O += P @ V of all blocks
             i = at.item
             if const_expr(groups(spec) < SLOTS or is_static(n, SLOTS)):

@@ -10,21 +10,10 @@ import cutlass.cute as cute
 from cutlass import Int32, Uint32, const_expr
 
 from ...device import pipeline, tmem, umma
-from ..kv import source
-from ..prepare import dequantises
 from ..schedule import work
 from . import skip
-from .mma_utils import (
-    MmaState,
-    columns,
-    gemm_pv,
-    gemm_qk,
-    p_early_splits,
-    p_splits,
-    q_descriptors,
-    wait_operand,
-    zero_tail,
-)
+from .mma_utils import MmaState, columns, gemm_pv, gemm_qk, q_descriptors, wait_operand, zero_tail, zeroes_tail
+from .precision import p_early_splits, p_splits
 from .roles import SLOTS, groups
 
 
@@ -47,7 +36,7 @@ def mma_tile(spec: cutlass.Constexpr, s, base: Int32, w: work.WorkTileInfo, at: 
             with cute.arch.elect_one():
                 umma.commit(s.s_full + block)
     # zeros into V behind the request's last key, while S is computed
-    if const_expr(source(spec).PARTIAL_TAIL and not dequantises(spec)):
+    if const_expr(zeroes_tail(spec)):
         wait_operand(spec, s.v_pipe, at.item)
         zero_tail(spec, s, w, at.item)
     # Per group, wait for V and P of its block, issue P @ V, release V; then wait for K of the block after next, issue

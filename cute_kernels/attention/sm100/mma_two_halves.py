@@ -5,8 +5,6 @@ import cutlass.cute as cute
 from cutlass import Int32, const_expr
 
 from ...device import pipeline, tmem, umma
-from ..kv import source
-from ..prepare import dequantises
 from ..schedule import work
 from . import skip
 from .mma_utils import (
@@ -15,12 +13,12 @@ from .mma_utils import (
     fence_before_mma,
     gemm_pv,
     gemm_qk,
-    p_early_splits,
-    p_splits,
     q_descriptors,
     wait_operand,
     zero_tail,
+    zeroes_tail,
 )
+from .precision import p_early_splits, p_splits
 from .roles import SLOTS, is_static, pingpong_groups
 
 
@@ -54,7 +52,7 @@ def mma_tile(spec: cutlass.Constexpr, s, base: Int32, w: work.WorkTileInfo, at: 
         if left > 1:
             pipeline.consumer_wait(s.k_pipe, i + 1)
         fence_before_mma(spec)
-        if const_expr(source(spec).PARTIAL_TAIL and not dequantises(spec)):
+        if const_expr(zeroes_tail(spec)):
             if is_first != 0:
                 zero_tail(spec, s, w, i)
         for half in cutlass.range_constexpr(SLOTS):

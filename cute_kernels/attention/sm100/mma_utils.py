@@ -8,8 +8,9 @@ from cutlass import Int32, Uint32, const_expr
 
 from ...device import layout, pipeline, umma
 from ..kv import source
-from ..prepare import dequantises, mma_dtype
 from ..schedule import work
+from . import precision
+from .precision import mma_kind, operand_bytes, p_column, p_splits
 from .roles import ROWS, q_stage
 
 S, O = 0, 256  # noqa: E741  first columns of S and of O in tensor memory
@@ -36,40 +37,9 @@ def columns(base, slot, group) -> TmemColumns:
     return TmemColumns(base + (S + slot * ROWS), base + (O + group * ROWS))
 
 
-def fp8(spec):
-    """Return whether the MMAs multiply 8-bit numbers."""
-    return mma_dtype(spec) == "e4m3"
-
-
-def operand_bytes(spec):
-    """Return the bytes of an element of Q, K, V and P as the MMAs read them."""
-    return 1 if fp8(spec) else 2
-
-
-def mma_kind(spec):
-    """Return the kind of tcgen05.mma."""
-    return "f8f6f4" if fp8(spec) else "f16"
-
-
-def p_splits(spec):
-    """Return the number of parts in which softmax stores P, each of a power of two columns of tensor memory.
-
-    These parts are not the splits of stream-K (`schedule.stream_k`), which divide the keys of a tile among CTAs. In
-    e4m3 it is 2: with 4, ptxas computes all emulated exponentials before it stores the first part (half of P after 786
-    cycles instead of 616, all of it after 1,087 instead of 1,006).
-    """
-    return 3 if spec.tile.n % 3 == 0 else 2 if fp8(spec) else 4
-
-
-def p_early_splits(spec):
-    """Return the number of parts of P with which P @ V may begin: all but the last. In e4m3 that is half of P, because
-    MMAs are faster than the exponentials."""
-    return p_splits(spec) - 1
-
-
-def p_column(spec):
-    """Return the column of P within S: P takes the last columns."""
-    return spec.tile.n - spec.tile.n * operand_bytes(spec) // 4
+def mma_instruction(spec, n, b_major="k"):
+    """Return the instruction descriptor of an MMA of ROWS rows and n columns. b_major: of the B operand."""
+    return umma.instruction_descriptor(mma_kind(spec), precision.of(spec).mma_dtype, ROWS, n, b_major)
 
 
 def k_offsets(spec, dim, rows):
@@ -106,7 +76,7 @@ def gemm_qk(spec: cutlass.Constexpr, s, base: Int32, slot, q_half, i: Uint32):
     t, dim = spec.tile, spec.padded_qk
     width = const_expr(layout.width(dim * operand_bytes(spec)))
     k, offsets = kv_descriptor(spec, s.k, i, s.k_pipe, umma.k_major(width), dim), const_expr(k_offsets(spec, dim, t.n))
-    instruction = const_expr(umma.instruction_descriptor(mma_kind(spec), mma_dtype(spec), ROWS, t.n))
+    instruction = const_expr(mma_instruction(spec, t.n))
     for n in cutlass.range_constexpr(len(offsets)):
         b = umma.DescriptorLow(k + (offsets[n] >> 4), umma.k_major(width))
         umma.mma(mma_kind(spec), base + (S + slot * ROWS), q_half[n], b, instruction, n > 0)
@@ -120,7 +90,7 @@ def gemm_pv(spec: cutlass.Constexpr, s, at: TmemColumns, i: Uint32, parts: cutla
     t, dim = spec.tile, spec.padded_vo
     width, keys = const_expr(layout.width(dim * operand_bytes(spec))), umma.STEP // operand_bytes(spec)
     v = kv_descriptor(spec, s.v, i, s.v_pipe, umma.mn_major(width, t.n), dim)
-    instruction = const_expr(umma.instruction_descriptor(mma_kind(spec), mma_dtype(spec), ROWS, dim, "mn"))
+    instruction = const_expr(mma_instruction(spec, dim, "mn"))
     for part in parts:
         for n in range(part * t.n // p_splits(spec) // keys, (part + 1) * t.n // p_splits(spec) // keys):
             p = at.s + (p_column(spec) + n * umma.STEP // 4)
@@ -138,8 +108,13 @@ def wait_operand(spec: cutlass.Constexpr, ring: pipeline.Pipeline, i: Uint32):
 @cute.jit
 def fence_before_mma(spec: cutlass.Constexpr):
     """Make K and V visible to MMAs, after the wait for them: gathered stages need a proxy fence, of 6 instructions."""
-    if const_expr(not dequantises(spec)):
+    if const_expr(not precision.of(spec).converts_kv):
         source(spec).fence_before_mma()
+
+
+def zeroes_tail(spec):
+    """Return whether the mma warp calls `zero_tail`. The prepare role zeroes these rows in converted stages."""
+    return source(spec).PARTIAL_TAIL and not precision.of(spec).converts_kv
 
 
 @cute.jit

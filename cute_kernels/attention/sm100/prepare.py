@@ -14,6 +14,7 @@ from .. import prepare, quant
 from ..load import Items
 from ..schedule import work
 from ..spec import KVSpec
+from . import precision
 from .query import gather_q
 from .roles import WARPS
 
@@ -63,9 +64,9 @@ def prepare_q(spec: cutlass.Constexpr, plan, s, w: work.WorkTileInfo, q: Int32, 
     if w.pack_factor > 1:
         gather_q(spec, plan, s, w, q, share, WARPS)
     stage = pipeline.stage(s.q_pipe, q)
-    if const_expr(prepare.scales_q_rows(spec)):
+    if const_expr(precision.of(spec).scales_q_rows):
         to_fp16(spec, s, stage, pipeline.stage(s.q_ready_pipe, q), share)
-    elif const_expr(spec.q != prepare.mma_dtype(spec)):
+    elif const_expr(precision.of(spec).converts_q):
         stored = const_expr(replace(spec, kv=KVSpec(spec.q)))
         prepare.dequantise(stored, s.raw_q[None, None, stage], s.q[None, None, stage], None, share, WARPS)
     cute.arch.fence_proxy("async.shared", space="cta")

@@ -1,6 +1,6 @@
 """The warp that loads Q: by TMA, or, for packed rows, which are (token, head) pairs and form no TMA box, by cp.async.
 
-With schedule "stream_k" this warp also schedules. Over dequantised caches there is no such warp: the warp of V loads Q,
+With split KV this warp also schedules. Over dequantised caches there is no such warp: the warp of V loads Q,
 and the prepare warps gather packed rows (`prepare`).
 """
 
@@ -86,11 +86,11 @@ class QueryRoleState(NamedTuple):
 
 @cute.jit
 def schedule_and_load_q(spec: cutlass.Constexpr, plan, s):
-    """Produce the CTA's tiles and splits of tiles, and load their Q. One warp, with schedule "stream_k"."""
+    """Produce the CTA's tiles and splits of tiles, and load their Q. One warp, with split KV."""
     # As `load_q`, but before it loads Q of a tile, the warp finds the CTA's next tile and produces it in work_pipe,
     # which has 4 stages: roles that are ahead, such as the loaders of K and V, find it there. A tile is whole or a
-    # split; an invalid one says that there are no more. With schedule "tiles", the warp of K does this. Here it is the
-    # warp of Q, which only kernels over quantised caches lack, and those have no stream_k.
+    # split; an invalid one says that there are no more. Without split KV, the warp of K does this. Here it is the
+    # warp of Q, which only kernels over quantised caches lack, and those have no split KV.
     a = plan.args
     pack_factor = geometry.group_divisor(a)
     cta_units, state = stream_k.begin(spec, a)

@@ -6,7 +6,8 @@ in tensor memory.
 
 from ...device.roles import Role, Roles
 from .. import geometry
-from ..prepare import dequantises
+from ..kv import scales
+from . import precision
 
 SLOTS = 2  # S tiles that tensor memory has room for
 ROWS = 128  # rows of a half: one row per thread of a warpgroup, and per lane of tensor memory
@@ -49,7 +50,8 @@ def is_static(number, value):
     return isinstance(number, int) and number == value
 
 
-REGISTERS = {  # (groups, dequantises) -> registers per thread of softmax, correction, mma and loads, prepare
+# (groups, whether K and V are converted) -> registers per thread of softmax, correction, mma and loads, prepare
+REGISTERS = {
     (2, False): (184, 88, 56, 0),
     (2, True): (160, 64, 48, 48),
     (1, False): (240, 160, 96, 0),
@@ -59,10 +61,13 @@ REGISTERS = {  # (groups, dequantises) -> registers per thread of softmax, corre
 
 def roles(spec) -> Roles:
     """Return the roles in the order of warps; `forward` has the table of what they wait for and signal."""
-    softmax, correct, few, prepare = REGISTERS[groups(spec), dequantises(spec)]
-    last = "load_q" if not dequantises(spec) else "load_scales" if spec.kv.block_scaled else "idle"
+    converts_kv, sf_warps = precision.of(spec).converts_kv, scales.load_warps(spec)
+    softmax, correct, few, prepare = REGISTERS[groups(spec), converts_kv]
     table = [Role("softmax", groups(spec) * WARPS, softmax), Role("correction", WARPS, correct)]
-    table += [Role(name, 1, few) for name in ("mma", "load_k", "load_v", last)]
-    if dequantises(spec):
+    table += [Role(name, 1, few) for name in ("mma", "load_k", "load_v")]
+    if converts_kv:
+        table += [Role("load_scales", sf_warps, few), Role("idle", 1 - sf_warps, few)]
         table += [Role(name, WARPS // 2, prepare) for name in ("prepare_k", "prepare_v")]
+    else:
+        table.append(Role("load_q", 1, few))
     return Roles.of(*table)

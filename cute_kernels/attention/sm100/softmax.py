@@ -11,17 +11,15 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Uint32, const_expr
 
-from ... import abi
 from ...device import exp2, pipeline, tmem, warp
-from .. import geometry, logits, mask, quant, splits
+from .. import geometry, logits, mask, splits
 from .. import softmax as online
 from ..logits import ScoreCols, ScoreRows
-from ..prepare import mma_dtype, scales_q_rows
 from ..schedule import work
 from ..schedule.work import WorkTileInfo
-from . import skip
+from . import precision, skip
 from .correction import SoftmaxStats
-from .mma_utils import S, fp8, p_column, p_early_splits, p_splits
+from .mma_utils import S
 from .roles import ROWS, SLOTS, WARPS, groups, is_static, pingpong_groups, roles, tile_q_stage
 
 LOAD_COLUMNS = 32  # columns of S per load instruction
@@ -125,9 +123,7 @@ def send_stats(s, x: ThreadCoord, stats: SoftmaxStats):
 
 def pack_p(spec, r: Sm100Fragments, columns):
     """Return P of `columns` in the MMA's type, packed into 32-bit words."""
-    if fp8(spec):
-        return [warp.pack_e4m3([r.s[0, c + e] for e in range(4)]) for c in columns[::4]]
-    return [warp.pack_16bit(abi.DTYPES[mma_dtype(spec)], r.s[0, c], r.s[0, c + 1]) for c in columns[::2]]
+    return precision.of(spec).pack_p([r.s[0, c] for c in columns])
 
 
 def sum_p(spec, r: Sm100Fragments):
@@ -139,16 +135,6 @@ def sum_p(spec, r: Sm100Fragments):
     while len(parts) > 1:
         parts = [cute.arch.add_packed_f32x2(*pair) for pair in zip(parts[::2], parts[1::2])]
     return parts[0][0] + parts[0][1]
-
-
-def rescale_params(spec):
-    """Return when O is rescaled and where P lies. 16 bits: when the maximum has grown by RESCALE_THRESHOLD. e4m3, which
-    ends at 448: whenever it has grown, and P is 2^8 at the maximum, so that small values lose little."""
-    return (
-        online.RescaleParams(Float32(0.0), Float32(8.0))
-        if fp8(spec)
-        else online.RescaleParams(Float32(online.RESCALE_THRESHOLD), Float32(0.0))
-    )
 
 
 class SoftmaxFlags(NamedTuple):
@@ -218,10 +204,10 @@ def exp2_block(
     """Compute P of the block in r.s, store it to tensor memory, and update row_max and row_sum. scores: (1, columns)
     with the block's maximum: r.s, or the maximum itself if the vote on skipping has found it."""
     # row_max; its growth goes to correction first, which rescales O while P is computed
-    online.update_max(r.st, scores, r.reduced, 1, rescale_params(spec), fp8(spec))
+    online.update_max(r.st, scores, r.reduced, 1, precision.rescale_params(spec), precision.exact_max(spec))
     send_stats(s, x, SoftmaxStats(r.st.acc_scale[0], Float32(0.0)))
     # P = exp2(S * scale - row_max), stored in parts; the mma warp is told of all but the last, then of the last
-    count = const_expr(p_splits(spec))
+    count = const_expr(precision.p_splits(spec))
     columns = const_expr(spec.tile.n // count)
     scale, shift = (r.reduced[0],) * 2, (-r.st.row_max_scaled[0],) * 2
     for k in cutlass.range_constexpr(count):
@@ -233,8 +219,8 @@ def exp2_block(
                 r.s[0, c] = cute.math.exp2(logs[0], fastmath=True)
                 r.s[0, c + 1] = cute.math.exp2(logs[1], fastmath=True)
         words = pack_p(spec, r, range(k * columns, (k + 1) * columns))
-        tmem.store(x.s + (p_column(spec) + k * len(words)), words)
-        if const_expr(k + 1 in (p_early_splits(spec), count)):
+        tmem.store(x.s + (precision.p_column(spec) + k * len(words)), words)
+        if const_expr(k + 1 in (precision.p_early_splits(spec), count)):
             tmem.wait_store()
             tmem.fence_before_thread_sync()
             pipeline.mbarrier_arrive((s.p_last_split if k + 1 == count else s.p_full_o_rescaled) + x.slot)
@@ -273,9 +259,9 @@ def begin_tile(
     r.score[0] = (
         a.logits.softmax_scale_log2
         * online.head_scale(a.logits.softmax_scale_ptr, head)
-        * quant.kv_format(spec).dequant_scale
+        * precision.of(spec).dequant_scale
     )
-    if const_expr(scales_q_rows(spec)):
+    if const_expr(s.q_row_scales is not None):
         tile = at.num_stats - at.num_blocks
         pipeline.consumer_wait(s.q_ready_pipe, tile)
         r.score[0] *= s.q_row_scales[half * ROWS + coord.row, pipeline.stage(s.q_ready_pipe, tile)]
@@ -305,7 +291,7 @@ def softmax(spec: cutlass.Constexpr, plan, s):
 
     def softmax_tile(w, _, state):
         count, at = state
-        if const_expr(work.is_split_kv(spec)):
+        if const_expr(w.split is not None):
             # this CTA has a part of the tile: remember it for the merge
             if w.split.slot >= 0:
                 splits.record(s.splits, w, count, cute.arch.thread_idx()[0])
@@ -350,7 +336,7 @@ def softmax(spec: cutlass.Constexpr, plan, s):
     start = SoftmaxRoleState(Int32(0), SoftmaxCounters(Int32(0), Int32(0)))
     count = work.for_each_tile(spec, s, softmax_tile, start, carries_tile=True).num_partials
     # merge the splits
-    if const_expr(work.is_split_kv(spec)):
+    if const_expr(s.splits is not None):
         threads, tid = const_expr(roles(spec).warps("softmax")), cute.arch.thread_idx()[0]
         splits.barrier(roles(spec).warps("softmax", "correction"))
         splits.merge(spec, a, s.splits, count, tid, threads, MERGE_ROWS)

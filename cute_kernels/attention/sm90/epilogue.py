@@ -10,8 +10,8 @@ from ...device import copy, nvfp4, warp, wgmma
 from .. import block_scales, epilogue, geometry, logits, quant, softmax
 from ..schedule.work import WorkTileInfo
 from ..spec import SF_VEC_SIZE
+from . import precision
 from .groups import o_part
-from .roles import fp8, scaled_rows
 
 LANES = 4  # lanes that share a row of an accumulator
 
@@ -36,10 +36,11 @@ class RowScales(NamedTuple):
 def scales_of_call(spec: cutlass.Constexpr, a):
     """Return the `CallScales` of the call.
 
-    With `scaled_rows`, scales in device memory may be per head: then `softmax.init_rows` and `store` apply them.
+    With `precision.scales_rows`, scales in device memory may be per head: then `softmax.init_rows` and `store` apply
+    them.
     """
-    score, dequant_scale = a.logits.softmax_scale_log2, const_expr(quant.kv_format(spec).dequant_scale)
-    if const_expr(not scaled_rows(spec)):
+    score, dequant_scale = a.logits.softmax_scale_log2, const_expr(precision.of(spec).dequant_scale)
+    if const_expr(not precision.scales_rows(spec)):
         score = softmax.device_scale(score, a.logits.softmax_scale_ptr)
     if const_expr(dequant_scale != 1.0):
         score *= dequant_scale
@@ -47,7 +48,7 @@ def scales_of_call(spec: cutlass.Constexpr, a):
     if const_expr(spec.logits.soft_cap):
         if a.logits.soft_cap > 0.0:
             reduced = logits.capped_to_log2(a.logits.soft_cap)
-    out = a.out.out_scale if const_expr(scaled_rows(spec)) else epilogue.output_scale(a)
+    out = a.out.out_scale if const_expr(precision.scales_rows(spec)) else epilogue.output_scale(a)
     if const_expr(dequant_scale != 1.0):
         out *= dequant_scale
     return CallScales(score, reduced, out)
@@ -58,37 +59,12 @@ def scales_of(r, scales: CallScales) -> RowScales:
     return RowScales([scales.score] * 2, [scales.reduced] * 2) if r.scales is None else r.scales
 
 
-P_MAX_LOG2 = 14.0  # log2 of the largest P in 16 bits: fp16 ends at 2^16
-P_MAX_LOG2_E4M3 = 8.76  # the same in e4m3, which ends at 448; values from 432 = 2^8.755 on round to that
-
-
-def extra_offset(kv_len):
-    """Return log2 of the factor on P in e4m3 beyond 2^4: 1 from 4,097 keys on, 2 from 8,193, 3 from 16,385."""
-    above = cutlass.max(0, kv_len - 1) >> 12
-    return cutlass.min(1, above) + cutlass.min(1, above >> 1) + cutlass.min(1, above >> 2)
-
-
-def rescale_params(spec, kv_len) -> softmax.RescaleParams:
-    """Return the range of P for a sequence of kv_len keys.
-
-    In 16 bits, P is at most 1 for the running maximum, which may lag behind by 2^14. In e4m3, P is raised by
-    2^max_offset: keys that are 2^(10 + max_offset) times smaller than the running maximum round to zero, so that a
-    sequence of up to 2^15 keys loses in all less than a fourth of its largest one. A whole power of two keeps P exact
-    for a key that outweighs all others.
-    """
-    if not fp8(spec):
-        return softmax.RescaleParams(Float32(P_MAX_LOG2), Float32(0.0))
-    # The bits of 4.0, plus 1.0 for each step: a float that is uniform in the warp costs no register.
-    max_offset = warp.from_bits(cute.arch.make_warp_uniform(0x40800000 + (extra_offset(kv_len) << 21)))
-    return softmax.RescaleParams(P_MAX_LOG2_E4M3 - max_offset, max_offset)
-
-
 def permuted_columns(spec):
     """Report whether `prepare.transpose` permuted the columns of V, and so of O.
 
     Per 16 columns, lane q of a quad then has columns 4 q + (0, 2, 1, 3) instead of 2 q, 2 q + 1, 8 + 2 q, 9 + 2 q.
     """
-    return fp8(spec)
+    return precision.transposes_v(spec)
 
 
 @cute.jit

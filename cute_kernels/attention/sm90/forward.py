@@ -1,24 +1,24 @@
 """Attention forward for many query rows on Hopper: host part, shared memory, kernel entry.
 
 CTAs are persistent: each computes work tiles of `tile.m` query rows until the schedule has none left. Warpgroup 0 holds
-the load roles; one prepare warpgroup follows if K or V must be prepared (two with stream_k and quantised K and V); each
+the load roles; one prepare warpgroup follows if K or V must be prepared (two with split KV and quantised K and V); each
 further warpgroup has 64 rows of the tile. Start reading the computation at `mma`, then `mainloop`.
 
 | role | warps | registers | waits for | signals |
 | --- | --- | --- | --- | --- |
 | load_k | `load_warps` | 32, 40, 72 | work_pipe full, raw_k_pipe empty | raw_k_pipe full; warp 0: work_pipe full |
 | load_v | `load_warps` | as load_k | work_pipe full, raw_v_pipe, q_pipe empty | raw_v_pipe full; warp 0: q_pipe full |
-| schedule | 1, stream_k | as load_k | work_pipe empty | work_pipe full |
+| schedule | 1, split KV | as load_k | work_pipe empty | work_pipe full |
 | load_scales | 1, NVFP4 | as load_k | work_pipe full, raw_k_pipe, raw_v_pipe empty | raw_k_pipe, raw_v_pipe full |
 | prepare_k | 2 or 4, quantised K | 32, 64, 72, 80 | work_pipe, raw_k_pipe full, k_pipe empty | k_pipe full, raw empty |
 | prepare_v | 2 or 4, 4- or 8-bit V | 32 to 80 | work_pipe, raw_v_pipe full, v_pipe empty | v_pipe full, raw empty |
 | mma | 4 or 8 per 64 rows | 160, 208 to 232 | work_pipe, q_pipe, k_pipe, v_pipe full | q_pipe, k_pipe, v_pipe empty |
 
 Every role except schedule also releases work_pipe when it has read a tile. With skip-softmax, mma also signals its
-votes to load_v. Without stream_k, warp 0 of load_k finds the tiles. With three mma warpgroups, prepare_v is the two
+votes to load_v. Without split KV, warp 0 of load_k finds the tiles. With three mma warpgroups, prepare_v is the two
 spare warps of warpgroup 0. Registers are per thread; `roles` has them for each configuration. Pipelines:
 
-- work_pipe (2 stages, 4 with stream_k): the next tile, produced while the current one is loaded; freed when read.
+- work_pipe (2 stages, 4 with split KV): the next tile, produced while the current one is loaded; freed when read.
 - q_pipe (`q_stages`): Q of each tile that sees a key, or, with packed GQA, room for it, which mma fills. Freed after
   the tile's last Q K^T, or as soon as Q is in registers.
 - k_pipe, v_pipe (`stages`): one KV block each; freed when their MMA is done.
@@ -34,7 +34,7 @@ it was loaded to, or, if it was loaded as 8 bits, in a stage beside that.
 
 Shared memory: `q_stages` x Q (m x Dqk), `stages` x (K (n x Dqk) + V (n x Dvo)), 1024-byte aligned, barriers, tiles;
 if K or V is prepared, `raw_stages` of it as stored, with its scale factors; if O is promoted, its fp32 sums
-(`promotion`); with skip-softmax, votes (`skip`); with stream_k, the tiles of the CTA's splits (`..splits`).
+(`promotion`); with skip-softmax, votes (`skip`); with split KV, the tiles of the CTA's splits (`..splits`).
 
 Types, head dims and modifiers that the kernel has are in `supports`.
 """
@@ -46,17 +46,16 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Int32, const_expr
 
-from ... import abi
-from ...device import copy, layout, pipeline, wgmma
+from ...device import copy, pipeline
 from .. import fakes, geometry, load, splits
 from ..args import AttentionArgs
 from ..kv import arrivals, pages, scales, source, stage_columns
-from ..prepare import dequantises, mma_dtype, operand_stages
+from ..prepare import StagePipelines, allocate_operands
 from ..schedule import stream_k, tiles, work
-from . import promotion, skip
+from . import precision, promotion, query, skip
 from .mma import mma
 from .prepare import prepare_kv
-from .roles import WARPS, fp8, has_prepare_warpgroup, prepared, roles
+from .roles import WARPS, has_prepare_warpgroup, roles
 
 fake_args = fakes.fake_args
 
@@ -82,7 +81,7 @@ class Sm90SharedStorage:
     raw_k: cute.Tensor  # K as loaded; k itself if it is not prepared
     raw_v: cute.Tensor
     work: cute.Tensor
-    scheduler: tiles.SchedulerSmem | None
+    scheduler: tiles.SchedulerSmem | None  # of load_k; None in kernels with a schedule warp
     work_pipe: pipeline.Pipeline
     k_pipe: pipeline.Pipeline
     v_pipe: pipeline.Pipeline
@@ -102,19 +101,14 @@ class Sm90SharedStorage:
 def forward(spec: cutlass.Constexpr, stream, *flat):
     """Make the kernel parameters from the flat arguments of `args` and launch the kernel on `stream`."""
     a = geometry.launch_args(spec, flat)
-    t, dt = spec.tile, abi.DTYPES[mma_dtype(spec)]
+    t = spec.tile
     k, v = (
-        source(spec).operand(x, (t.n, stage_columns(spec, x, dim)), count)
-        for x, dim, count in zip((a.kv.k, a.kv.v), (spec.padded_qk, spec.padded_vo), loaded(spec), strict=True)
+        source(spec).operand(x, (t.n, stage_columns(spec, x, dim)), raw_stages(spec, which))
+        for which, (x, dim) in enumerate(((a.kv.k, spec.padded_qk), (a.kv.v, spec.padded_vo)))
     )
     rows = cute.make_tensor(a.query.q.iterator, cute.select(a.query.q.layout, mode=[0, 2, 1]))
     q = copy.operand(rows, (t.m, spec.padded_qk), t.q_stages, (t.m,))
-    mma_qk = wgmma.mma_nt(dt, t.m // 64, t.n, t.q_in_regs)
-    if const_expr(fp8(spec)):
-        mma_pv = wgmma.mma_nt(dt, t.m // 64, spec.padded_vo, True)
-    else:
-        mma_pv = wgmma.mma_nn(dt, t.m // 64, spec.padded_vo // t.o_parts)
-    kernel(spec, Sm90KernelParams(a, k, v, q, mma_qk, mma_pv)).launch(
+    kernel(spec, Sm90KernelParams(a, k, v, q, *precision.tiled_mmas(spec))).launch(
         grid=[a.schedule.grid, 1, 1],
         block=[32 * roles(spec).warps(), 1, 1],
         stream=stream,
@@ -123,62 +117,57 @@ def forward(spec: cutlass.Constexpr, stream, *flat):
     )
 
 
-def loaded(spec):
-    """Return the numbers of stages that (K, V) are loaded to."""
+def raw_stages(spec, which):
+    """Return the number of stages that K or V is loaded to."""
     t = spec.tile
-    return [t.raw_stages if made and t.raw_stages else t.stages for made in prepared(spec)]
+    return t.raw_stages if precision.is_prepared(spec, which) and t.raw_stages else t.stages
 
 
-def operand_q(spec, smem, raw_q):
-    """Return the Q stages that MMAs read: those that Q is loaded to, if they have the size, else new ones."""
-    dt, shape = abi.DTYPES[mma_dtype(spec)], (spec.tile.m, spec.padded_qk)
-    if spec.q == mma_dtype(spec) or spec.tile.q_in_regs:
-        return raw_q
-    if raw_q.element_type.width < dt.width:
-        return operand_stages(spec, smem, shape, spec.tile.q_stages)
-    kind = layout.smem_layout(shape, spec.tile.q_stages, dt)
-    return cute.make_tensor(cute.recast_ptr(raw_q.iterator, kind.inner, dt), kind.outer)
+def operand_stages(spec, smem, raw, which):
+    """Return the stages of K or V that MMAs read: `raw`, those that it is loaded to, unless it is prepared."""
+    if not precision.is_prepared(spec, which):
+        return raw
+    return allocate_operands(spec, smem, precision.operand_shape(spec, which), spec.tile.stages)
+
+
+def stage_pipelines(spec, smem, r, which):
+    """Make the pipelines of the loaded stages and of the operand stages of K or V; one is both if it is not
+    prepared."""
+    prepare_warps, mma_warps = r.warps(("prepare_k", "prepare_v")[which]), r.warps("mma")
+    raw = pipeline.make(smem, raw_stages(spec, which), arrivals(spec, r), prepare_warps or mma_warps)
+    operand = pipeline.make(smem, spec.tile.stages, prepare_warps, mma_warps) if prepare_warps else raw
+    return StagePipelines(raw, operand)
 
 
 def shared(spec, plan):
     """Allocate the CTA's shared memory and initialise its pipelines."""
     smem, r, t = cutlass.utils.SmemAllocator(), roles(spec), spec.tile
-    mma_warps, (raw_k_count, raw_v_count) = r.warps("mma"), loaded(spec)
-    raw_k = k = copy.allocate(smem, plan.k, plan.args.kv.k.element_type)
-    raw_v = v = copy.allocate(smem, plan.v, plan.args.kv.v.element_type)
-    if prepared(spec)[pages.K]:
-        k = operand_stages(spec, smem, (t.n, spec.padded_qk), t.stages)
-    if prepared(spec)[pages.V]:
-        shape = (spec.padded_vo, t.n) if fp8(spec) else (t.n, spec.padded_vo)
-        v = operand_stages(spec, smem, shape, t.stages)
+    raw_k = copy.allocate(smem, plan.k, plan.args.kv.k.element_type)
+    raw_v = copy.allocate(smem, plan.v, plan.args.kv.v.element_type)
+    k, v = (operand_stages(spec, smem, raw, which) for which, raw in enumerate((raw_k, raw_v)))
     raw_q = copy.allocate(smem, plan.q, plan.args.query.q.element_type)
-    q = operand_q(spec, smem, raw_q)
+    q = query.allocate(spec, smem, raw_q)
     work_smem = work.allocate(spec, smem)
     work_pipe = work.make_pipe(spec, smem, r)
-    raw_k_pipe = k_pipe = pipeline.make(smem, raw_k_count, arrivals(spec, r), r.warps("prepare_k") or mma_warps)
-    if prepared(spec)[pages.K]:
-        k_pipe = pipeline.make(smem, t.stages, r.warps("prepare_k"), mma_warps)
-    raw_v_pipe = v_pipe = pipeline.make(smem, raw_v_count, arrivals(spec, r), r.warps("prepare_v") or mma_warps)
-    if prepared(spec)[pages.V]:
-        v_pipe = pipeline.make(smem, t.stages, r.warps("prepare_v"), mma_warps)
+    k_pipes, v_pipes = (stage_pipelines(spec, smem, r, which) for which in (pages.K, pages.V))
     return Sm90SharedStorage(
         k=k,
         v=v,
         raw_k=raw_k,
         raw_v=raw_v,
         work=work_smem,
-        scheduler=None if work.is_split_kv(spec) else tiles.allocate(smem),
+        scheduler=tiles.allocate(spec, smem),
         work_pipe=work_pipe,
-        k_pipe=k_pipe,
-        v_pipe=v_pipe,
-        raw_k_pipe=raw_k_pipe,
-        raw_v_pipe=raw_v_pipe,
+        k_pipe=k_pipes.operand,
+        v_pipe=v_pipes.operand,
+        raw_k_pipe=k_pipes.raw,
+        raw_v_pipe=v_pipes.raw,
         raw_q=raw_q,
         q=q,
-        q_pipe=pipeline.make(smem, t.q_stages, 1, mma_warps),
-        k_scales=scales.allocate(spec, smem, spec.head_dim_qk, raw_k_count),
-        v_scales=scales.allocate(spec, smem, spec.head_dim_vo, raw_v_count),
-        o_promoted=promotion.allocate(spec, smem) if t.promote_interval else None,
+        q_pipe=pipeline.make(smem, t.q_stages, 1, r.warps("mma")),
+        k_scales=scales.allocate(spec, smem, spec.head_dim_qk, raw_stages(spec, pages.K)),
+        v_scales=scales.allocate(spec, smem, spec.head_dim_vo, raw_stages(spec, pages.V)),
+        o_promoted=promotion.allocate(spec, smem),
         skip_votes=skip.allocate(spec, smem),
         splits=splits.allocate(spec, smem),
     )
@@ -194,27 +183,29 @@ def load_v(spec: cutlass.Constexpr, plan, s, loader: Int32):
         load.load_kv(spec, plan, s, into, pages.V, loader, loads_q=True)
 
 
+def behind_load_v(spec):
+    """Return the first warp behind those of load_v."""
+    return roles(spec).first("load_v") + roles(spec).warps("load_v")
+
+
 @cute.jit
 def load_warpgroup(spec: cutlass.Constexpr, plan, s, warp: Int32):
     """Run the role of a warp of warpgroup 0, in the order of `roles`."""
     if warp < roles(spec).first("load_v"):
         into = load.LoadTarget(plan.k, s.raw_k, s.raw_k_pipe)
-        load.load_kv(spec, plan, s, into, pages.K, warp, produces_tiles=not work.is_split_kv(spec))
-    elif const_expr(work.is_split_kv(spec)):
-        if warp < roles(spec).first("load_v") + roles(spec).warps("load_v"):
-            load_v(spec, plan, s, warp - roles(spec).first("load_v"))
-        elif warp == roles(spec).first("schedule"):
+        load.load_kv(spec, plan, s, into, pages.K, warp, produces_tiles=s.scheduler is not None)
+    elif const_expr(behind_load_v(spec) == WARPS):  # no other role
+        load_v(spec, plan, s, warp - roles(spec).first("load_v"))
+    elif warp < behind_load_v(spec):
+        load_v(spec, plan, s, warp - roles(spec).first("load_v"))
+    elif const_expr(roles(spec).warps("schedule") > 0):
+        if warp == roles(spec).first("schedule"):
             stream_k.schedule_warp(spec, plan.args, s)
-        elif const_expr(spec.kv.block_scaled):
+        elif const_expr(roles(spec).warps("load_scales") > 0):
             load.load_scales(spec, plan, s, (s.raw_k_pipe, s.raw_v_pipe))
-    elif const_expr(not any(prepared(spec))):
-        load_v(spec, plan, s, warp - roles(spec).first("load_v"))
-    elif warp < roles(spec).first("load_v") + roles(spec).warps("load_v"):
-        load_v(spec, plan, s, warp - roles(spec).first("load_v"))
-    elif const_expr(not dequantises(spec)):
-        if const_expr(not has_prepare_warpgroup(spec)):
-            prepare_kv(spec, plan, s, pages.V, warp - roles(spec).first("prepare_v"))
-    elif const_expr(spec.kv.block_scaled):
+    elif const_expr(roles(spec).first("prepare_v") < WARPS):
+        prepare_kv(spec, plan, s, pages.V, warp - roles(spec).first("prepare_v"))
+    elif const_expr(roles(spec).warps("load_scales") > 0):
         if warp == roles(spec).first("load_scales"):
             load.load_scales(spec, plan, s, (s.raw_k_pipe, s.raw_v_pipe))
 
@@ -222,7 +213,7 @@ def load_warpgroup(spec: cutlass.Constexpr, plan, s, warp: Int32):
 @cute.jit
 def prepare_warpgroup(spec: cutlass.Constexpr, plan, s, warp: Int32):
     """Run the role of a warp of the prepare warpgroups."""
-    if const_expr(not dequantises(spec)):
+    if const_expr(roles(spec).warps("prepare_k") == 0):
         prepare_kv(spec, plan, s, pages.V, warp - roles(spec).first("prepare_v"))
     elif warp < roles(spec).first("prepare_v"):
         prepare_kv(spec, plan, s, pages.K, warp - roles(spec).first("prepare_k"))

@@ -26,17 +26,15 @@ from .. import geometry, logits, mask
 from .. import softmax as online
 from ..barriers import NamedBarrier
 from ..kv import pages, source
-from ..prepare import dequantises, mma_dtype
 from ..schedule.work import WorkTileInfo
-from . import promotion
+from . import precision, promotion
 from .epilogue import LANES
 from .groups import o_part, row_group, warp_scheduler_barrier_arrive, warp_scheduler_barrier_sync
-from .query import convert_q, gather_q, load_q
-from .roles import fp8, prepared, roles
+from .query import operand_of, overlap_next_qk, receive_q, release_q
+from .roles import roles
 from .softmax import (
     compute_p,
     convert_p,
-    exact_max_blocks,
     init_rows,
     mask_and_update_max,
     rescale_o,
@@ -74,12 +72,12 @@ def mma_one_tile(
     if const_expr(spec.tile.m > 64):
         if first_row(spec, tile.w) >= geometry.num_rows(tile.w.q_len, tile.w.pack_factor):
             n_block_min = n_block_max
-    full_min, full_max = tile.w.n_block_full_min, tile.w.n_block_full_max
-    segments = mask.segments(spec, n_block_min, n_block_max, full_min, full_max, exact_max_blocks(spec), capped)
+    full_min, full_max, exact = tile.w.n_block_full_min, tile.w.n_block_full_max, precision.exact_max_blocks(spec)
+    segments = mask.segments(spec, n_block_min, n_block_max, full_min, full_max, exact, capped)
     for g in cutlass.range_constexpr(len(segments)):
         segment = segments[g]
         flags = BlockFlags(capped, segment.masked, segment.is_first)
-        if const_expr(spec.tile.promote_interval == 0):
+        if const_expr(r.promoted is None):
             for n_block in cutlass.range(segment.n_block_max - 1, segment.n_block_min - 1, -1, unroll=1):
                 at = mma_one_n_block(spec, plan, s, r, tile, at, n_block, flags)
         else:  # the same loop, left after every `promote_interval` blocks to add acc_o to sums in fp32 (`promotion`)
@@ -127,15 +125,14 @@ def first_half_block(
         convert_p(spec, r, row)
     # zero the rows of V past the last key, which hold whatever their page holds: 0 * NaN is NaN
     valid = tile.seqlen.kv_len - n_block * spec.tile.n
-    if const_expr(source(spec).PARTIAL_TAIL and not prepared(spec)[pages.V]):
+    if const_expr(source(spec).PARTIAL_TAIL and not precision.is_prepared(spec, pages.V)):
         if valid < spec.tile.n and source(spec).has_partial_tail(spec, valid):
             pipeline.consumer_wait(s.v_pipe, i)
             threads, tid = 128 * spec.tile.warpgroups, cute.arch.thread_idx()[0] - roles(spec).first_thread("mma")
             source(spec).zero_tail(spec, s.v[None, None, pipeline.stage(s.v_pipe, i)], valid, tid, threads)
             cute.arch.fence_proxy("async.shared", space="cta")
             cute.arch.barrier(barrier_id=NamedBarrier.MMA, number_of_threads=threads)
-    if const_expr(spec.tile.promote_interval > 0):
-        promotion.reset(spec, r.promoted)
+    promotion.reset(spec, r.promoted)
 
 
 @cute.jit
@@ -188,11 +185,10 @@ def mma_one_n_block(
         convert_p(spec, r, 1)
         rescale_o(spec, r)
     else:
-        # Exponentials with the old maxima: of row 0 as many columns as registers allow while P V still reads r.p (in 16
-        # bits a whole row spills).
+        # Exponentials with the old maxima: of row 0 as many columns as registers allow while P V still reads r.p.
         transform_scores(spec, a, r, tile, n_block, flags)
         n = const_expr(spec.tile.n // LANES)
-        cut = const_expr(n if fp8(spec) else n // 8 * 4)
+        cut = const_expr(precision.columns_under_pv(spec, n))
         front = speculate_p(spec, r, tile, 0, range(cut))
         # release the K stage; wait for P V, release the V stage
         pipeline.consumer_release_after(s.k_pipe, next_at.kv, online.join_chains(front.sum_chains, online.add), below)
@@ -242,23 +238,10 @@ def next_tile_state(s, at: ConsumerState):
     return ConsumerState(pipeline.next_item(s.k_pipe, at.kv), at.q + 1, Int32(1))
 
 
-def overlap_next_qk(spec):
-    """Report whether the first Q K^T of a tile is issued before the epilogue of the tile before: Q must have room."""
-    return spec.tile.q_in_regs or spec.tile.q_stages > 1
-
-
 @cute.jit
 def wait_first_qk(spec: cutlass.Constexpr, plan, s, r: Sm90Fragments, w: WorkTileInfo, at: ConsumerState):
-    """Wait for the operands of a tile's first Q K^T: Q, gathered, loaded or converted as needed, and the first K."""
-    pipeline.consumer_wait(s.q_pipe, at.q)
-    if w.pack_factor > 1:
-        gather_q(spec, s, w, plan.args, pipeline.stage(s.q_pipe, at.q))
-    if const_expr(spec.tile.q_in_regs):
-        load_q(spec, plan.mma_qk, s, r, r.q, pipeline.stage(s.q_pipe, at.q))
-        cute.arch.sync_warp()  # all lanes have read before one of them arrives
-        pipeline.consumer_release(s.q_pipe, at.q)
-    elif const_expr(dequantises(spec) and spec.q != mma_dtype(spec)):
-        convert_q(spec, s, r, pipeline.stage(s.q_pipe, at.q))
+    """Wait for the operands of a tile's first Q K^T: Q, which `receive_q` makes an operand, and the first K."""
+    receive_q(spec, plan, s, r, w, at.q)
     pipeline.consumer_wait(s.k_pipe, at.kv)
     fence_before_mma(spec, pages.K)
 
@@ -272,7 +255,7 @@ def issue_first_qk(spec: cutlass.Constexpr, plan, s, r: Sm90Fragments, w: WorkTi
 @cute.jit
 def issue_qk(spec: cutlass.Constexpr, plan, s, r: Sm90Fragments, at: ConsumerState):
     """Issue acc_s = Q K^T of items at.q and at.kv, both of which are full."""
-    q = r.q if const_expr(spec.tile.q_in_regs) else r.q[None, None, None, pipeline.stage(s.q_pipe, at.q)]
+    q = operand_of(spec, s, r, at.q)
     wgmma.issue(plan.mma_qk, r.acc_s, q, r.k[None, None, None, pipeline.stage(s.k_pipe, at.kv)], True)
 
 
@@ -286,17 +269,15 @@ def issue_pv(spec: cutlass.Constexpr, plan, s, r: Sm90Fragments, i: pipeline.Pip
 
 def fence_before_mma(spec, which):
     """Make a stage of K or V that its source filled visible to MMAs. One that was prepared needs nothing."""
-    if not prepared(spec)[which]:
+    if not precision.is_prepared(spec, which):
         source(spec).fence_before_mma()
 
 
 @cute.jit
 def finish_qk(spec: cutlass.Constexpr, s, r: Sm90Fragments, at: ConsumerState):
     """After the last Q K^T of a tile: add the promoted sums to O and release the Q stage."""
-    if const_expr(spec.tile.promote_interval > 0):
-        promotion.finalize(r.promoted, r.acc_o)
-    if const_expr(not spec.tile.q_in_regs):
-        pipeline.consumer_release(s.q_pipe, at.q)
+    promotion.finalize(r.promoted, r.acc_o)
+    release_q(spec, s, at.q)
 
 
 def first_row(spec, w):

@@ -11,8 +11,8 @@ from ...device import pipeline
 from .. import geometry, mask
 from ..schedule import work
 from ..schedule.work import WorkTileInfo
-from . import mainloop, skip, splits
-from .epilogue import CallScales, rescale_params, scales_of_call, store
+from . import mainloop, precision, query, skip, splits
+from .epilogue import CallScales, scales_of_call, store
 from .groups import warp_scheduler_barrier_arrive, warpgroup_idx
 from .roles import roles
 from .state import ConsumerState, Sm90Fragments, Sm90TileState, make_fragments
@@ -45,12 +45,12 @@ def mma(spec: cutlass.Constexpr, plan, s):
     w, t, num_partials = next_tile(spec, a, s, r, scales, Int32(0), Int32(0))
     if w.is_valid != 0:
         # S = Q @ K^T of the first tile's first block
-        if const_expr(mainloop.overlap_next_qk(spec)):
+        if const_expr(query.overlap_next_qk(spec)):
             mainloop.issue_first_qk(spec, plan, s, r, w, at)
         while w.is_valid != 0:
             mask_start = geometry.mask_start(a, w.batch_idx) if const_expr(spec.mask.custom) else None
             seqlen = mask.seqlen_info(spec, a, w.q_len, w.kv_len)
-            tile = Sm90TileState(w, seqlen, scales, rescale_params(spec, w.kv_len), mask_start)
+            tile = Sm90TileState(w, seqlen, scales, precision.rescale_params(spec, w.kv_len), mask_start)
             # The KV blocks of the tile. With a soft cap that a call may turn off, either case has its own copy of the
             # code: a conditional among MMAs in flight makes the compiler wait for each of them.
             last = at
@@ -66,7 +66,7 @@ def mma(spec: cutlass.Constexpr, plan, s):
             num_partials = epilogue(spec, a, s, r, tile.w, scales, False, num_partials)
             at = mainloop.next_tile_state(s, last)
         warpgroup.wait_group(0)
-    if const_expr(work.is_split_kv(spec)):
+    if const_expr(s.splits is not None):
         splits.merge(spec, a, s, num_partials)
 
 
@@ -103,7 +103,7 @@ def epilogue(
 ):
     """Store O and LSE of a tile, or, if the tile is split among CTAs, of this CTA's split. empty: the tile sees no key.
     Returns the number of splits that the CTA has stored so far."""
-    if const_expr(work.is_split_kv(spec)):
+    if const_expr(w.split is not None):
         if w.split.slot >= 0:
             splits.store_partial(spec, a, s, r, w, num_partials, empty)
             num_partials += 1

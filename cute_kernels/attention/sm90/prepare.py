@@ -7,6 +7,7 @@ from cutlass import Int32, const_expr
 from ...device import pipeline
 from .. import prepare
 from ..schedule import work
+from . import precision
 from .roles import roles
 
 
@@ -43,7 +44,7 @@ def prepare_stage(spec: cutlass.Constexpr, a, s, which: cutlass.Constexpr, share
     """Prepare this warp's share of item i of K or V. valid: keys of the sequence from the block's first key on; keys of
     the block past them become zeros in V."""
     shares = const_expr(roles(spec).warps(("prepare_k", "prepare_v")[which]))
-    if const_expr(prepare.dequantises(spec)):
+    if const_expr(precision.of(spec).converts_kv):
         prepare.dequantise_stage(spec, a, s, which, share, shares, i, valid)
     else:
         prepare.transpose(*prepare.stage_tensors(s, which, i), valid, share, shares)

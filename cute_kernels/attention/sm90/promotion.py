@@ -2,6 +2,7 @@
 `tile.promote_interval` KV blocks a thread adds its accumulators to fp32 sums of its own in shared memory."""
 
 from dataclasses import dataclass
+from typing import Any
 
 import cutlass
 import cutlass.cute as cute
@@ -24,30 +25,39 @@ class PromotedAcc:
     counts: cute.Tensor
 
 
-def allocate(spec, smem):
-    """Allocate the sums, fp32 (PIECE, pieces, threads), the PIECE values of neighbouring threads side by side."""
+def allocate(spec, smem) -> Any:
+    """Allocate the sums, fp32 (PIECE, pieces, threads), the PIECE values of neighbouring threads side by side. Return
+    None in kernels that do not promote O."""
+    if spec.tile.promote_interval == 0:
+        return None
     threads, pieces = 32 * roles(spec).warps("mma"), spec.padded_vo // 2 // PIECE
     layout = cute.make_layout((PIECE, pieces, threads), stride=(1, PIECE * threads, PIECE))
     return smem.allocate_tensor(Float32, layout, 16)
 
 
-def make(spec, smem):
+def make(spec, smem) -> Any:
+    """Make the thread's `PromotedAcc`. Return None in kernels that do not promote O; the functions below then do
+    nothing."""
+    if smem is None:
+        return None
     thread = cute.arch.thread_idx()[0] - roles(spec).first_thread("mma")
     return PromotedAcc(smem[None, None, thread], *(cute.make_rmem_tensor(2, kind) for kind in (Float32, Int32)))
 
 
 @cute.jit
-def reset(spec: cutlass.Constexpr, acc: PromotedAcc):
+def reset(spec: cutlass.Constexpr, acc: Any):
     """Begin a tile: no sums so far."""
-    acc.acc_scales.fill(1.0)
-    acc.counts[0], acc.counts[1] = Int32(spec.tile.promote_interval), Int32(0)
+    if const_expr(acc is not None):
+        acc.acc_scales.fill(1.0)
+        acc.counts[0], acc.counts[1] = Int32(spec.tile.promote_interval), Int32(0)
 
 
 @cute.jit
-def rescale(acc: PromotedAcc, acc_scale: cute.Tensor):
+def rescale(acc: Any, acc_scale: cute.Tensor):
     """Apply the scale by which the rows of acc_o were multiplied to the sums, when these are next read."""
-    for k in cutlass.range_constexpr(2):
-        acc.acc_scales[k] = acc.acc_scales[k] * acc_scale[k]
+    if const_expr(acc is not None):
+        for k in cutlass.range_constexpr(2):
+            acc.acc_scales[k] = acc.acc_scales[k] * acc_scale[k]
 
 
 @cute.jit
@@ -68,10 +78,11 @@ def promote(spec: cutlass.Constexpr, acc: PromotedAcc, o: cute.Tensor, blocks: I
 
 
 @cute.jit
-def finalize(acc: PromotedAcc, o: cute.Tensor):
+def finalize(acc: Any, o: cute.Tensor):
     """End a tile: add the sums to O."""
-    if acc.counts[1] > 0:
-        add_promoted(acc, o)
+    if const_expr(acc is not None):
+        if acc.counts[1] > 0:
+            add_promoted(acc, o)
 
 
 @cute.jit

@@ -1,17 +1,73 @@
-"""Q of a tile before its first Q K^T: gathered for packed GQA, loaded into registers, converted to the MMA's type."""
+"""Q of a tile: gathered for packed GQA, converted to the MMA's type, and an operand in shared memory or in registers.
+
+The main loop does not ask where the operand is (`tile.q_in_regs`): it calls `receive_q` before the first Q K^T of a
+tile, `operand_of` for each, and `release_q` after the last.
+"""
 
 import cutlass
 import cutlass.cute as cute
 from cutlass import Int32, Uint32, const_expr
 
-from ...device import copy, layout, mma, warp, wgmma
+from ...device import copy, layout, mma, pipeline, warp, wgmma
 from .. import geometry, quant
 from ..barriers import NamedBarrier
-from ..prepare import dequantises, mma_dtype, scales_q_rows
+from ..prepare import allocate_operands
 from ..schedule.work import WorkTileInfo
+from . import precision
 from .epilogue import LANES
 from .groups import o_part, row_group, rows_barrier, warpgroup_idx
 from .roles import roles
+
+
+def allocate(spec, smem, raw_q):
+    """Return the Q stages that MMAs read: `raw_q`, to which Q is loaded, unless a converted Q has no room there."""
+    p, shape = precision.of(spec), (spec.tile.m, spec.padded_qk)
+    if spec.tile.q_in_regs or not p.converts_q:
+        return raw_q
+    if p.widens_q:
+        return allocate_operands(spec, smem, shape, spec.tile.q_stages)
+    kind = layout.smem_layout(shape, spec.tile.q_stages, p.mma_type)
+    return cute.make_tensor(cute.recast_ptr(raw_q.iterator, kind.inner, p.mma_type), kind.outer)
+
+
+def make_fragment(spec, mma_qk, thread_qk, s):
+    """Return the A operand of Q K^T: registers, or descriptors of the stages. thread_qk: a thread's part of mma_qk."""
+    if spec.tile.q_in_regs:
+        shape = thread_qk.partition_shape_A((spec.tile.m, spec.padded_qk))
+        return cute.make_rmem_tensor(shape, precision.of(spec).mma_type)
+    return mma_qk.make_fragment_A(thread_qk.partition_A(s.q))
+
+
+def overlap_next_qk(spec):
+    """Return whether the first Q K^T of a tile is issued before the epilogue of the tile before: Q must have room."""
+    return spec.tile.q_in_regs or spec.tile.q_stages > 1
+
+
+@cute.jit
+def receive_q(spec: cutlass.Constexpr, plan, s, r, w: WorkTileInfo, item: Int32):
+    """Wait for Q of a tile, an item of q_pipe, and make it an operand: gather packed rows, then load it into registers
+    and release its stage, or convert it in shared memory if necessary."""
+    pipeline.consumer_wait(s.q_pipe, item)
+    if w.pack_factor > 1:
+        gather_q(spec, s, w, plan.args, pipeline.stage(s.q_pipe, item))
+    if const_expr(spec.tile.q_in_regs):
+        load_q(spec, plan.mma_qk, s, r, r.q, pipeline.stage(s.q_pipe, item))
+        cute.arch.sync_warp()  # all lanes have read before one of them arrives
+        pipeline.consumer_release(s.q_pipe, item)
+    elif const_expr(precision.of(spec).converts_q):
+        convert_q(spec, s, r, pipeline.stage(s.q_pipe, item))
+
+
+def operand_of(spec, s, r, item):
+    """Return the operand of Q K^T for Q of an item of q_pipe."""
+    return r.q if spec.tile.q_in_regs else r.q[None, None, None, pipeline.stage(s.q_pipe, item)]
+
+
+@cute.jit
+def release_q(spec: cutlass.Constexpr, s, item: Int32):
+    """Release the stage of Q after the last Q K^T of its tile, unless `receive_q` has done it."""
+    if const_expr(not spec.tile.q_in_regs):
+        pipeline.consumer_release(s.q_pipe, item)
 
 
 @cute.jit
@@ -20,14 +76,14 @@ def load_q(spec: cutlass.Constexpr, qk: cute.TiledMma, s, r, q: cute.Tensor, sta
 
     bf16 becomes fp16 divided by a power of two per row, which goes to r.q_row_scales.
     """
-    if const_expr(mma_dtype(spec) == "fp16" and spec.q == "e4m3"):
+    if const_expr(precision.of(spec).widens_q):
         load_q8(spec, s, r, q, stage)
     else:
         thread = cute.arch.thread_idx()[0] - roles(spec).first_thread("mma")
-        if const_expr(dequantises(spec)):
+        if const_expr(precision.of(spec).converts_kv):
             thread = warp.opaque(thread)  # compute the addresses again for each tile: no registers hold them between
         wgmma.load_a(qk, s.q[None, None, stage], q, thread)
-        if const_expr(scales_q_rows(spec)):
+        if const_expr(precision.of(spec).scales_q_rows):
             words, own = cute.recast_tensor(q, Uint32), cute.make_rmem_tensor(spec.padded_qk // 8, Uint32)
             for row in cutlass.range_constexpr(cute.size(r.q_row_scales)):
                 at = const_expr([i // 2 * 4 + i % 2 * 2 + row for i in range(spec.padded_qk // 8)])

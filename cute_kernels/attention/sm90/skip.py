@@ -33,7 +33,7 @@ from ..kv import pages, source
 from ..kv.pages import KVBlock
 from ..schedule import work
 from ..schedule.work import WorkTileInfo
-from . import promotion
+from . import precision, promotion
 from .epilogue import LANES, scales_of
 from .groups import warp_scheduler_barrier_arrive, warp_scheduler_barrier_sync, warpgroup_idx
 from .mainloop import (
@@ -44,11 +44,11 @@ from .mainloop import (
     issue_pv,
     issue_qk,
     next_tile_state,
-    overlap_next_qk,
     wait_first_qk,
 )
-from .roles import WARPS, prepared
-from .softmax import compute_p, convert_p, exact_max_blocks, rescale_o, rows_of, transform_scores
+from .query import overlap_next_qk
+from .roles import WARPS
+from .softmax import compute_p, convert_p, rescale_o, rows_of, transform_scores
 from .state import BlockFlags, ConsumerState, Sm90Fragments, Sm90TileState
 
 
@@ -87,7 +87,7 @@ def allocate(spec, smem) -> Any:
 
 def waits_for_votes(spec):
     """Report whether V of a block is fetched only if a warpgroup keeps the block: if TMA fetches it, unprepared."""
-    return spec.logits.skip and spec.kv.source == "tma" and not any(prepared(spec))
+    return spec.logits.skip and spec.kv.source == "tma" and not precision.prepares_any(spec)
 
 
 @cute.jit
@@ -173,12 +173,12 @@ def mma_one_tile(
 
     # the other blocks, from high to low
     n_block_min, n_block_max = tile.w.n_block_min, tile.w.n_block_max - 1
-    full_min, full_max = tile.w.n_block_full_min, tile.w.n_block_full_max
-    segments = mask.segments(spec, n_block_min, n_block_max, full_min, full_max, exact_max_blocks(spec), capped)
+    full_min, full_max, exact = tile.w.n_block_full_min, tile.w.n_block_full_max, precision.exact_max_blocks(spec)
+    segments = mask.segments(spec, n_block_min, n_block_max, full_min, full_max, exact, capped)
     for g in cutlass.range_constexpr(len(segments)):
         segment = segments[g]
         flags = BlockFlags(capped, segment.masked, segment.is_first)
-        if const_expr(spec.tile.promote_interval == 0):
+        if const_expr(r.promoted is None):
             for n_block in cutlass.range(segment.n_block_max - 1, segment.n_block_min - 1, -1, unroll=1):
                 at = mma_one_n_block(spec, plan, s, r, vote_state, at, n_block, flags)
         else:  # the same loop, left after every `promote_interval` blocks to promote O
@@ -283,7 +283,7 @@ def softmax_kept_block(spec: cutlass.Constexpr, r: Sm90Fragments, vote_state: Sk
     for k in cutlass.range_constexpr(rows):
         vote_state.lane_max[k] = cute.arch.warp_reduction_max(vote_state.lane_max[k], threads_in_group=LANES)
     row_max = cute.make_tensor(vote_state.lane_max.iterator, cute.make_layout((rows, 1)))
-    exact_max = const_expr(exact_max_blocks(spec) > 0 and flags.is_first)
+    exact_max = const_expr(precision.exact_max_blocks(spec) > 0 and flags.is_first)
     online.update_max(r.st, row_max, scales_of(r, tile.scales).reduced, 1, tile.rescale_params, exact_max)
     for k in cutlass.range_constexpr(rows):
         vote_state.kept_max[k] = cute.arch.fmax(vote_state.kept_max[k], vote_state.lane_max[k])

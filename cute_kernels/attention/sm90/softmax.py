@@ -4,7 +4,7 @@ Exponentials usually do not wait for the block's maxima. `speculate_p` computes 
 did not change, which is nearly always right, because that maximum may lag behind (`update_max`, with a rescale
 threshold as in FlashAttention-4). `validate_p` then finds warps in which P left the range of its type and computes
 their P again. Blocks in which the maxima usually grow are computed with the maxima first: those on the diagonal and,
-with an 8-bit P, the first ones of a tile (`exact_max_blocks`).
+with an 8-bit P, the first ones of a tile (`precision.exact_max_blocks`).
 """
 
 from typing import Any, NamedTuple
@@ -13,28 +13,13 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Uint32, const_expr
 
-from ... import abi
-from ...device import warp, wgmma
+from ...device import wgmma
 from .. import geometry, logits
 from .. import softmax as online
 from ..logits import ScoreCols, ScoreRows
-from ..prepare import mma_dtype, scales_q_rows
-from . import promotion
-from .epilogue import LANES, P_MAX_LOG2, scales_of
-from .roles import fp8, scaled_rows
+from . import precision, promotion
+from .epilogue import LANES, scales_of
 from .state import Sm90Fragments, Sm90TileState
-
-# If the sum of some exponentials stays below this, none of them exceeds 2^P_MAX_LOG2 (3 % are for rounding).
-P_SUM_LIMIT = 0.97 * 2.0**P_MAX_LOG2
-E4M3_TO_MSB, MSB_MASK = 0x02020202, 0x80808080  # e4m3 is 0x7e at 448, 0x7f for NaN: plus 2, their top bit is set
-
-
-def exact_max_blocks(spec):
-    """Return the number of blocks after a tile's first in which row_max follows every growth.
-
-    In 8 bits that is 2: maxima that lag behind there would grow out of P's range later.
-    """
-    return 2 if fp8(spec) else 0
 
 
 def rows_of(r: Sm90Fragments, tile: Sm90TileState):
@@ -48,10 +33,10 @@ def init_rows(spec: cutlass.Constexpr, a, r: Sm90Fragments, tile: Sm90TileState,
     for k in cutlass.range_constexpr(cute.size(r.tokens)):
         row = tile.w.m_block * spec.tile.m + r.cols[k, 0][0]
         r.tokens[k] = geometry.token_of(row, pack_factor)
-        if const_expr(scaled_rows(spec)):
+        if const_expr(precision.scales_rows(spec)):
             head = geometry.head_of(row, tile.w.head_idx, pack_factor)
             r.scales.score[k] = tile.scales.score * online.head_scale(a.logits.softmax_scale_ptr, head)
-            if const_expr(scales_q_rows(spec)):
+            if const_expr(precision.of(spec).scales_q_rows):
                 r.scales.score[k] *= r.q_row_scales[k]
             if const_expr(spec.logits.soft_cap):
                 r.scales.reduced[k] = tile.scales.reduced if const_expr(capped) else r.scales.score[k]
@@ -80,7 +65,7 @@ def mask_and_update_max(
 ):
     """Apply bias, soft cap and mask to a block in acc_s, then bring row_max up to date with it."""
     scores, to_log2 = transform_scores(spec, a, r, tile, n_block, flags), scales_of(r, tile.scales).reduced
-    exact_max = const_expr(exact_max_blocks(spec) > 0)
+    exact_max = const_expr(precision.exact_max_blocks(spec) > 0)
     online.update_max(r.st, scores, to_log2, LANES, tile.rescale_params, exact_max=exact_max)
 
 
@@ -97,30 +82,22 @@ def convert_p(spec: cutlass.Constexpr, r: Sm90Fragments, row: cutlass.Constexpr)
 
 
 def pack_p(spec, values):
-    """Return the values of a row in the type of P, as words of four neighbours (8 bits) or two (16 bits)."""
-    if fp8(spec):
-        return [warp.pack_e4m3([values[i + e] for e in range(4)]) for i in range(0, cute.size(values), 4)]
-    return [
-        warp.pack_16bit(abi.DTYPES[mma_dtype(spec)], values[i], values[i + 1]) for i in range(0, cute.size(values), 2)
-    ]
+    """Return the values of a row in the type of P, as words."""
+    return precision.of(spec).pack_p([values[i] for i in range(cute.size(values))])
 
 
 def store_p(spec, r, words, row):
-    """Store the words of a row into r.p.
-
-    In 8 bits, each word holds four neighbours of the row's registers: `prepare.transpose` puts the keys of these side
-    by side in V.
-    """
+    """Store the words of a row into r.p."""
     into = cute.recast_tensor(r.p, Uint32)
     for i, word in enumerate(words):
-        into[i // 2 * 4 + i % 2 * 2 + row if fp8(spec) else 2 * i + row] = word
+        into[precision.p_word(spec, row, i)] = word
 
 
 class SpeculativeP(NamedTuple):
     """P of some columns of a row, valid if the row's maximum stays as it is.
 
-    words: P as `pack_p` returns it. sum_chains: partial sums of the exponentials (`reduce_chains`). overflow: in 8
-    bits, a word in which the top bit of some byte is set if P holds 448 or NaN.
+    words: P as `pack_p` returns it. sum_chains: partial sums of the exponentials (`reduce_chains`). overflow: see
+    `precision.add_overflow`.
     """
 
     words: list
@@ -137,10 +114,7 @@ def speculate_p(spec, r, tile, row, cols, before=None) -> SpeculativeP:
         values[i] = online.exp2_scaled(scores[col], scale, r.st.row_max_scaled[row])
     words = pack_p(spec, values)
     sum_chains = online.reduce_chains(values, online.add, before and before.sum_chains)
-    overflow = before.overflow if before else Uint32(0)
-    if fp8(spec):
-        for word in words:
-            overflow = overflow | (word + Uint32(E4M3_TO_MSB))
+    overflow = precision.add_overflow(spec, before.overflow if before else Uint32(0), words)
     return SpeculativeP(words, sum_chains, overflow)
 
 
@@ -151,11 +125,7 @@ def validate_p(spec: cutlass.Constexpr, r: Sm90Fragments, tile: Sm90TileState, r
     A warp in which P of some row may be out of range updates row_max, computes P of its rows again and rescales O; no
     P V may be in flight. Otherwise `row_sums` are added to row_sum.
     """
-    if const_expr(fp8(spec)):
-        again = (overflow & Uint32(MSB_MASK)) != 0
-    else:
-        again = row_sums[0] >= P_SUM_LIMIT or row_sums[1] >= P_SUM_LIMIT
-    if cute.arch.vote_any_sync(again):
+    if cute.arch.vote_any_sync(precision.exceeds_range(spec, row_sums, overflow)):
         scores, to_log2 = wgmma.rows_cols(r.acc_s), scales_of(r, tile.scales).reduced
         online.update_max(r.st, scores, to_log2, LANES, tile.rescale_params, exact_max=False)
         for row in cutlass.range_constexpr(cute.size(r.tokens)):
@@ -171,5 +141,4 @@ def validate_p(spec: cutlass.Constexpr, r: Sm90Fragments, tile: Sm90TileState, r
 def rescale_o(spec: cutlass.Constexpr, r: Sm90Fragments):
     """Multiply O by the scale that the last update of row_max left. No P V may be in flight."""
     online.rescale(r.st, wgmma.rows_cols(r.acc_o))
-    if const_expr(spec.tile.promote_interval > 0):
-        promotion.rescale(r.promoted, r.st.acc_scale)
+    promotion.rescale(r.promoted, r.st.acc_scale)

@@ -1,12 +1,13 @@
-"""Partial results of tiles that are split among CTAs (`stream_k`): store them, and merge the CTA's own (`..splits`)."""
+"""Partial results of tiles that are split among CTAs: store them, and merge the CTA's own (`..splits`)."""
 
 import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, const_expr
 
 from ...device import copy, wgmma
-from .. import geometry, quant, softmax, splits
+from .. import geometry, softmax, splits
 from ..schedule.work import WorkTileInfo
+from . import precision
 from .epilogue import LANES
 from .groups import o_part
 from .roles import roles
@@ -28,7 +29,7 @@ def store_partial(spec: cutlass.Constexpr, a, s, r, w: WorkTileInfo, number: Int
         scale, lse = Float32(0.0), -Float32.inf
         if const_expr(not empty):
             normal = softmax.row_normalizer(r.st, k, -Float32.inf, LANES)
-            scale, lse = normal.inv_row_sum * quant.kv_format(spec).dequant_scale, normal.lse
+            scale, lse = normal.inv_row_sum * precision.of(spec).dequant_scale, normal.lse
         row, piece = r.cols[k, 0][0], cute.make_rmem_tensor(PIECE, Float32)
         if row < left:
             target = a.schedule.o_partial[w.split.slot, row, None]

@@ -6,15 +6,13 @@ from typing import Any, NamedTuple
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Uint32
 
-from ... import abi
 from ...device import pipeline, wgmma
 from .. import mask, softmax
-from ..prepare import mma_dtype, scales_q_rows
 from ..schedule.work import WorkTileInfo
-from . import promotion
+from . import precision, promotion, query
 from .epilogue import CallScales, RowScales
 from .groups import row_group
-from .roles import fp8, roles, scaled_rows
+from .roles import roles
 
 
 @dataclass(frozen=True)
@@ -76,34 +74,26 @@ def make_fragments(spec, plan, s) -> Sm90Fragments:
     if t.o_parts > 1:
         tid = base + tid % 128
     qk, pv = plan.mma_qk.get_slice(base), plan.mma_pv.get_slice(base)
-    vt = s.v if fp8(spec) else cute.make_tensor(s.v.iterator, cute.select(s.v.layout, mode=[1, 0, 2]))
     acc_s = cute.make_rmem_tensor(qk.partition_shape_C((t.m, t.n)), Float32)
     acc_o = cute.make_rmem_tensor(pv.partition_shape_C((t.m, spec.padded_vo // t.o_parts)), Float32)
-    if fp8(spec):
-        p = cute.make_rmem_tensor(pv.partition_shape_A((t.m, t.n)), s.v.element_type)
-    else:
-        p = cute.make_rmem_tensor_like(wgmma.as_operand_a(acc_s), s.v.element_type)
+    p = precision.make_p(spec, pv, acc_s)
     rows = cute.size(wgmma.rows_cols(acc_o), mode=[0])
     coords = plan.mma_qk.get_slice(tid).partition_C(cute.make_identity_tensor((t.m, t.n)))
-    if spec.tile.q_in_regs:
-        q = cute.make_rmem_tensor(qk.partition_shape_A((t.m, spec.padded_qk)), abi.DTYPES[mma_dtype(spec)])
-    else:
-        q = plan.mma_qk.make_fragment_A(qk.partition_A(s.q))
     return Sm90Fragments(
-        q,
+        query.make_fragment(spec, plan.mma_qk, qk, s),
         plan.mma_qk.make_fragment_B(qk.partition_B(s.k)),
-        plan.mma_pv.make_fragment_B(pv.partition_B(vt)),
+        plan.mma_pv.make_fragment_B(pv.partition_B(precision.v_operand(spec, s.v))),
         acc_s,
         acc_o,
         p,
         softmax.make(rows),
         cute.make_rmem_tensor(rows, Int32),
         wgmma.rows_cols(coords),
-        scales_of_rows(spec, rows) if scaled_rows(spec) else None,
-        cute.make_rmem_tensor(rows, Float32) if scales_q_rows(spec) else None,
+        scales_of_rows(spec, rows) if precision.scales_rows(spec) else None,
+        cute.make_rmem_tensor(rows, Float32) if precision.of(spec).scales_q_rows else None,
         cute.make_rmem_tensor(rows, Float32) if spec.logits.alibi else None,
         cute.make_rmem_tensor(rows, Uint32) if spec.mask.custom else None,
-        promotion.make(spec, s.o_promoted) if spec.tile.promote_interval else None,
+        promotion.make(spec, s.o_promoted),
     )
 
 
