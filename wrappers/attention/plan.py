@@ -396,6 +396,16 @@ def _present(call: AttentionCall, slots: ArgSlots) -> tuple[tuple[str, int, Any]
     return tuple(found)
 
 
+def _ctas(request: KernelRequest, spec: Any, sms: int, blocks: int) -> int:
+    """Return the number of CTAs of a launch with split keys: all SMs or, if nearly all of them still work, a multiple
+    of the number of tiles. If lengths are equal, no CTA then has the end of one tile and the begin of the next."""
+    tiles = request.kv_heads * -(-request.packed_rows // spec.tile.m)
+    if blocks or not policy.is_split_kv(spec) or not tiles:
+        return sms
+    whole = sms // tiles * tiles
+    return whole if 16 * whole >= 15 * sms else sms
+
+
 def _defaults(call: AttentionCall, request: KernelRequest, spec: Any, sms: int, blocks: int) -> list[Any]:
     """Return the arguments of a launch: the call's options, and empty tensors for those that it lacks."""
     here, device, heads = machine.current, call.q.device, call.q.shape[1]
@@ -424,7 +434,7 @@ def _defaults(call: AttentionCall, request: KernelRequest, spec: Any, sms: int, 
         "o_sf": empty(torch.uint8),
         "o_sf_start": 0,
         "o_sf_scale": float(call.out_sf_scale or 1.0),
-        "grid": sms,
+        "grid": _ctas(request, spec, sms, blocks),
         "counters": empty(int32),
         "counter_base": 0,
         "enable_pdl": int(call.enable_pdl is not False),
