@@ -123,13 +123,13 @@ def test_scratch_is_kept_for_a_stream_and_new_in_a_capture(here, launches, monke
     counters = [a.counters.data_ptr() + 4 * a.counter_base for a in launches]
     assert where[0] == where[1] and len({*where[1:]}) == 6
     assert counters[0] == counters[1] and len({*counters[1:]}) == 6
-    assert counters[4] - counters[3] == 4 * launches[3].grid  # captured ones share an allocation, not a counter
+    assert counters[4] - counters[3] == 4 * SMS  # captured ones share an allocation, not a counter
     pool = here.counter_pools[launches[0].q.device]
     full = pool._replace(used=[len(pool.counters) - 1])
     monkeypatch.setitem(here.counter_pools, launches[0].q.device, full)  # then a capture has zeroed ones of its own
     here.capturing = True
     trtllm_batch_decode_with_kv_cache(**inputs)
-    assert launches[-1].counter_base == 0 and len(launches[-1].counters) == launches[-1].grid
+    assert launches[-1].counter_base == 0 and len(launches[-1].counters) == SMS
     here.capturing = False
     monkeypatch.setattr(scratch, "MAX_STREAMS", 2)
     here.stream = 9
