@@ -5,18 +5,38 @@ the keys of a sequence among CTAs (`schedule.stream_k`). `splits_pay` decides wh
 shapes alone: the public function that was called does not matter.
 """
 
+from collections.abc import Iterator
+from dataclasses import replace
 from functools import cache
+from itertools import product
 from typing import Any, NamedTuple
 
+from .. import shipped as policy
 from . import decode, sm90, sm100
 from .request import KernelRequest, Refusal
-from .spec import BITS
+from .spec import BITS, outputs
 
 OPS = {"attention.sm90": sm90, "attention.sm100": sm100, "attention.decode": decode}
 # (op, whether it splits keys), in the order in which they are asked
 SPLIT = (("attention.sm90", True), ("attention.sm100", True), ("attention.decode", True))
 WHOLE = (("attention.sm90", False), ("attention.sm100", False))
 FIXED = SPLIT[2:]  # the kernels that split at multiples of a fixed number of keys
+# Kinds of kernels in `shipped`: whether keys are split, and the fields of a request that such a kernel serves
+KINDS: dict[str, tuple[bool, dict[str, Any]]] = {
+    "causal": (False, {}),
+    "full": (False, {"causal": False}),
+    "modified": (False, {"window": True}),  # takes every modifier as a value
+    "gather": (False, {"page_size": 1}),  # pages of any size
+    "gather modified": (False, {"page_size": 1, "window": True}),
+    "custom mask": (False, {"causal": False, "custom_mask": True}),
+    "skip": (False, {"skip": True}),
+    "split": (True, {}),  # CTAs share the keys of a sequence
+    "split modified": (True, {"window": True}),
+    "8 rows": (True, {"rows": 8}),  # decode: query rows per warp; these kernels take every modifier
+    "16 rows": (True, {"rows": 16}),
+    "8 rows gather": (True, {"rows": 8, "page_size": 1}),
+    "16 rows gather": (True, {"rows": 16, "page_size": 1}),
+}
 # Query rows of a KV head: one MMA of `decode`, two of them, one tile of the other kernels that split keys
 FEW_ROWS, MORE_ROWS, MANY_ROWS = 8, 16, 64
 # A CTA of whole tiles could read keys so many times faster than its share of the memory's rate, by bits of a stored
@@ -109,9 +129,18 @@ def select(request: KernelRequest, arch: str) -> tuple[str, Any]:
     raise UnsupportedRequest(answers)
 
 
+def requests(row: policy.AttentionRow) -> Iterator[tuple[bool, KernelRequest]]:
+    """Return, for each kernel of a row of `shipped`, whether it splits keys, and a request that it serves."""
+    for q, kv, dims, kind in product(row.q, row.kv, row.head_dims, row.kinds):
+        split, change = KINDS[kind]
+        request = KernelRequest(q, q if kv == policy.SAME else kv, outputs(q)[0], *dims)
+        yield split, replace(request, **change)
+
+
 def shipped(arch: str) -> list[tuple[str, Any]]:
-    """Return all (op, spec) of a bundle for `arch`."""
-    return [(op, spec) for op, module in OPS.items() for spec in module.shipped(arch)]
+    """Return all (op, spec) of a bundle for `arch`, each once. Other kernels are compiled at their first call."""
+    rows = [row for row in policy.ATTENTION if arch in row.archs]
+    return [(row.op, OPS[row.op].candidate(one, arch, split)) for row in rows for split, one in requests(row)]
 
 
 @cache

@@ -2,13 +2,13 @@
 
 from dataclasses import replace
 from functools import lru_cache
-from itertools import product
 from typing import Any
 
 from .. import archs
+from .. import shipped as policy
 from . import radix, sort
 from .request import TopKKernelRequest
-from .spec import BITS, DTYPES, SMEM_PER_CTA, SortSpec, TopKSpec
+from .spec import BITS, SMEM_PER_CTA, SortSpec, TopKSpec
 
 KERNELS = {"topk.radix": radix}  # op -> its package, with `supports`
 SORT = "topk.sort"  # the op that sorts the selected elements
@@ -130,6 +130,8 @@ def sort_spec(request: TopKKernelRequest, arch: str = ARCH) -> SortSpec | None:
 
 def shipped(arch: str) -> list[tuple[str, TopKSpec | SortSpec]]:
     """Return all (op, spec) that a bundle of `arch` holds, each once: some request uses every spec."""
-    kernels = [(op, dtype) for (op, module), dtype in product(KERNELS.items(), DTYPES) if arch in module.ARCHS]
-    found: list[tuple[str, TopKSpec | SortSpec]] = [(op, spec) for op, dtype in kernels for spec in specs(dtype, arch)]
-    return found + [(SORT, spec) for dtype in DTYPES for spec in sort_specs(dtype, arch) if arch in sort.ARCHS]
+    found: list[tuple[str, TopKSpec | SortSpec]] = []
+    for row in policy.TOPK:
+        plans = sort_specs if row.op == SORT else specs
+        found += [(row.op, spec) for dtype in row.dtypes for spec in plans(dtype, arch) if arch in row.archs]
+    return found
