@@ -1,4 +1,4 @@
-"""What bundles hold: the only list of the shipped kernels. Pure data; a call that no row covers compiles its kernel.
+"""The shipped kernels: the only list of what bundles hold. Pure data. A call that no row covers compiles its kernel.
 
 A new row needs a reason: the calls of most models, or a measurement (docs/design.md, "Shipping is a policy"). A row
 stands for all combinations of its fields. `dispatch` of each family turns rows into specs.

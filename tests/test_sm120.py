@@ -28,6 +28,11 @@ def test_these_architectures_have_neither_wgmma_nor_tensor_memory():
         assert [(op, spec) for op, spec in catalog.shipped(arch)] == catalog.shipped(ARCHS[0])
 
 
+def test_an_architecture_without_a_row_is_named():
+    with pytest.raises(ValueError, match="arch: 'sm_80', must be one of sm_90a, sm_100a"):
+        archs.of("sm_80")
+
+
 @pytest.mark.parametrize("arch", ARCHS)
 def test_few_kernels_are_shipped(arch):
     assert len(catalog.shipped(arch)) < 60

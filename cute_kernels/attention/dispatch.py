@@ -48,7 +48,8 @@ MERGES = {MORE_ROWS: 550, MANY_ROWS: 2500, None: 2000}
 
 
 class Answer(NamedTuple):
-    """An op's answer to a request: the spec that it would run, and None or the reason why it refuses."""
+    """An op's answer to a request: the spec that it would run, and None or the reason why it refuses. spec: None if the
+    op does not have the architecture."""
 
     op: str
     spec: Any
@@ -89,13 +90,15 @@ def splits_pay(request: KernelRequest) -> bool:
     return bits == 4 and keys >= 8192 or saved > MERGES[MANY_ROWS]
 
 
-def refusal(module: Any, request: KernelRequest, spec: Any, arch: str) -> Refusal | None:
-    """Return None if an op serves a request with a spec, else the reason why not."""
+def answer(op: str, request: KernelRequest, arch: str, split: bool) -> Answer:
+    """Return an op's answer to a request. split: whether to ask for a kernel that splits keys."""
+    module = OPS[op]
     if arch not in module.ARCHS:
-        return Refusal("arch", f"{arch}: needs {' or '.join(module.ARCHS)}")
+        return Answer(op, None, Refusal("arch", f"{arch}: needs {' or '.join(module.ARCHS)}"))
+    spec: Any = module.candidate(request, arch, split)
     if request.source == "ragged" and spec.kv.block_scaled:
-        return Refusal("source", "ragged: block-scaled caches have pages")
-    return module.supports(spec)
+        return Answer(op, spec, Refusal("source", "ragged: block-scaled caches have pages"))
+    return Answer(op, spec, module.supports(spec))
 
 
 def explain(request: KernelRequest, arch: str) -> tuple[Answer, ...]:
@@ -108,11 +111,7 @@ def explain(request: KernelRequest, arch: str) -> tuple[Answer, ...]:
         order = (*FIXED, *WHOLE)
     elif request.split_kv == "always" or request.split_kv == "auto" and splits_pay(request):
         order = (*SPLIT, *WHOLE)
-    found = []
-    for op, split in order:
-        module = OPS[op]
-        spec: Any = module.candidate(request, arch, split)
-        found.append(Answer(op, spec, refusal(module, request, spec, arch)))
+    found = [answer(op, request, arch, split) for op, split in order]
     if request.split_kv == "auto" and request.packed_rows <= MANY_ROWS:
         held = _held(arch)
         found.sort(key=lambda a: a.reason is not None or (a.op, a.spec) not in held)

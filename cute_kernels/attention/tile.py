@@ -1,10 +1,11 @@
 """The protocols of tile configs: what shared seams may ask of `spec.tile`. Plain Python: it runs without the DSL.
 
 Each op has a frozen class of its own, which mypy checks against these protocols. An op's own files may ask for more.
+`Resources` says what a kernel with a tile takes of an SM, counted on integers before anything is compiled.
 """
 
 from collections.abc import Iterable
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 
 class TileConfig(Protocol):
@@ -77,6 +78,29 @@ class MergedTileConfig(TileConfig, Protocol):
     @property
     def combine_columns(self) -> int:
         """Registers per lane for the columns of splits that it merges, as far as O and Q leave room."""
+
+
+class Resources(NamedTuple):
+    """The resources that a kernel takes of an SM, and the limit of each. smem: bytes of shared memory per CTA. registers: of the thread that needs
+    most, besides those for addresses and state. tmem: columns of tensor memory."""
+
+    smem: int
+    smem_limit: int
+    registers: int = 0
+    register_limit: int = 0
+    tmem: int = 0
+    tmem_limit: int = 0
+
+    @property
+    def excess(self) -> str | None:
+        """The first resource of which there is too little, with numbers; None if the kernel fits."""
+        if self.smem > self.smem_limit:
+            return f"needs {self.smem} bytes of shared memory, must be at most {self.smem_limit}"
+        if self.registers > self.register_limit:
+            return f"needs {self.registers} registers per thread, must be at most {self.register_limit}"
+        if self.tmem > self.tmem_limit:
+            return f"needs {self.tmem} columns of tensor memory, must be at most {self.tmem_limit}"
+        return None
 
 
 def distinct_dims(pairs: Iterable[tuple[int, int]]) -> tuple[int, ...]:

@@ -12,6 +12,7 @@ from typing import ClassVar, NamedTuple
 
 from ... import archs
 from ..spec import BITS, SF_VEC_SIZE
+from ..tile import Resources
 
 FEW_ROWS = 8  # rows per warp; kernels for calls with more rows have twice as many
 QUANTISED = {"e4m3": "e4m3", "e5m2": "e4m3", "nvfp4": "nvfp4"}  # type of a cache -> its column of `TABLE`
@@ -153,7 +154,7 @@ QUANTISED_HEAD_DIMS = tuple(row.head_dim for row in TABLE if row.e4m3 or row.nvf
 
 
 class TileKey(NamedTuple):
-    """What a tile is chosen by. kind: a column of `TABLE`. head_dim: a padded one. rows: per warp."""
+    """The choice of a tile. kind: a column of `TABLE`. head_dim: a padded one. rows: per warp."""
 
     kind: str
     head_dim: int
@@ -201,6 +202,28 @@ def smem_bytes(kind: str, dim: int, tile: DecodeTileConfig) -> int:
     row = 2 * dim * bits_of(kind) // 8 + 2 * dim // SF_VEC_SIZE * (kind == "nvfp4")
     reduced = rows_at_once(dim, tile.rows_per_warp) * 8 * columns_at_once(dim) + 2 * tile.rows_per_warp
     return tile.stages * tile.n * row + 4 * tile.warps * reduced + 1024
+
+
+REGISTERS = 96  # per thread for O and Q of its warp
+
+
+def resources(key: TileKey, tile: DecodeTileConfig, smem: int) -> Resources:
+    """Return what a kernel takes of an SM with `smem` bytes of shared memory: O, in fp32, and Q, in 16 bits, of a
+    warp's rows are in registers."""
+    held = tile.rows_per_warp * key.head_dim * 3 // 64
+    return Resources(smem_bytes(key.kind, key.head_dim, tile), smem, held, REGISTERS)
+
+
+def propose(key: TileKey, smem: int) -> DecodeTileConfig | None:
+    """Return a tile for a padded head dim without a row, None if none fits: eight mma warps if three stages then fit,
+    else four. A measurement may find a better one."""
+    choices = product((2, 1), range(SMALL_STAGES, 0, -1))
+    each = 16 * max(1, 256 // (key.head_dim * bits_of(key.kind) // 8) // 2)  # keys per warp: 2 to 4 KiB of K
+    for groups, stages in choices:
+        tile = DecodeTileConfig(32 * groups, 4 * groups * each, stages, groups, key.rows)
+        if (stages > 2 or groups == 1) and resources(key, tile, smem).excess is None:
+            return tile
+    return None
 
 
 def small_tile(kind: str, dim: int, rows: int, smem: int) -> DecodeTileConfig:

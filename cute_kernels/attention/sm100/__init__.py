@@ -22,7 +22,7 @@ from ..spec import (
     refuse_dims,
 )
 from ..tile import PreparedTileConfig, WholeTileConfig
-from .tile_table import FP8, HALF, HEAD_DIMS, QUANTISED_HEAD_DIMS, Sm100TileConfig, column, kind_of, tile_of
+from .tile_table import FP8, HALF, HEAD_DIMS, QUANTISED_HEAD_DIMS, Sm100TileConfig, column, kind_of, resources, tile_of
 
 ARCHS = archs.having(archs.TCGEN05)
 QUANTISED = ("e4m3", "e5m2", "nvfp4")  # types of quantised caches
@@ -91,7 +91,13 @@ def supports(spec: Spec) -> Refusal | None:
         return Refusal("tile", f"{t}: has_half_tiles needs m = 256 and no skip-softmax")
     if spec.kv.dtype != spec.q and t.q_stages != 1:  # else row scales may be overwritten before softmax reads them
         return Refusal("tile", f"{t}: q_stages must be 1 over a quantised cache")
-    return None
+    return refuse_excess(spec, t)
+
+
+def refuse_excess(spec: Spec, t: Sm100TileConfig) -> Refusal | None:
+    """Return the refusal of a tile that does not fit on an SM, with numbers; None if it fits."""
+    excess = resources(spec, t, padded(spec.kv.dtype, spec.dims)).excess
+    return Refusal("tile", f"{t}: {excess}") if excess else None
 
 
 def supports_split(spec: Spec) -> Refusal | None:
@@ -105,4 +111,4 @@ def supports_split(spec: Spec) -> Refusal | None:
         return Refusal("rows", "split: serves causal masks, windows and soft caps")
     if spec.tile.m != 128 or spec.tile.n not in (64, 96, 128) or spec.tile.load_warps != 1 or spec.tile.has_half_tiles:
         return Refusal("tile", f"{spec.tile}: m must be 128, n 64, 96 or 128, and load_warps 1")
-    return None
+    return refuse_excess(spec, spec.tile)

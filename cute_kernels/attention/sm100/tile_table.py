@@ -5,9 +5,12 @@ A row of `TABLE` is a pair of padded head dims; its cells are the tiles, by type
 
 from dataclasses import dataclass, replace
 from functools import cache
+from itertools import product
 from typing import ClassVar, NamedTuple
 
-from ..tile import distinct_dims
+from ... import archs
+from ..spec import BITS, SF_VEC_SIZE, AttentionSpec, KVSpec
+from ..tile import Resources, distinct_dims
 
 FP8 = "e4m3"
 
@@ -143,3 +146,60 @@ def tile_of(q: str, kv: str, dims: tuple[int, int], arch: str) -> Sm100TileConfi
     tile = column(kind_of(q, kv)).get(dims)
     ex2_emu = EX2_EMU.get(arch, 0) if dims[1] <= HALF else 0  # beyond, MMAs take longer than exponentials
     return tile and replace(tile, ex2_emu=ex2_emu)
+
+
+# Bytes of shared memory for tiles of work and the scheduler, besides an mbarrier pair per stage of each pipeline
+WORK_BYTES = {"tiles": 192, "stream_k": 400}
+WORK_STAGES = {"tiles": 2, "stream_k": 4}
+STAGE_BYTES = 16
+SINGLE_MBARRIERS = 7 * 2 * 8  # bytes: seven pairs, see `forward.Sm100SharedStorage`
+SOFTMAX_REGISTERS = {  # (groups, whether K and V are dequantised) -> registers per thread, as `roles` has them
+    (2, False): 184,
+    (2, True): 160,
+    (1, False): 240,
+    (1, True): 208,
+}
+OTHER_REGISTERS = 56  # of a softmax thread, besides its row of S
+TMEM_COLUMNS = 512
+S_COLUMNS = 2 * 128  # of both slots
+
+
+def num_groups(head_dim_vo: int) -> int:
+    """Return the number of softmax warpgroups, each with an O of its own."""
+    return 2 if head_dim_vo <= HALF else 1
+
+
+def smem_bytes(spec: AttentionSpec[Sm100TileConfig], t: Sm100TileConfig, dims: tuple[int, int]) -> int:
+    """Return the bytes of shared memory that a kernel of `spec` with tile `t` allocates. dims: padded head dims."""
+    dequantises, raw, (qk, vo) = spec.q != spec.kv.dtype, t.raw_stages or t.stages, dims
+    found = raw * t.n * (qk + vo) * spec.kv.bits // 8 + t.q_stages * t.m * qk * BITS[spec.q] // 8
+    stages = 2 * raw + t.q_stages + WORK_STAGES[spec.schedule]
+    if dequantises:  # K and V as fp16, made from raw stages, and Q in place or besides
+        found += 2 * t.stages * t.n * (qk + vo) + (2 * t.q_stages * t.m * qk if BITS[spec.q] < 16 else 0)
+        found += 8 * t.m if spec.q == "bf16" else 0  # a scale per row of Q
+        stages += 2 * t.stages + 2
+    if spec.kv.block_scaled:
+        found += raw * t.n * (spec.head_dim_qk + spec.head_dim_vo) // SF_VEC_SIZE
+    stats = 128 * num_groups(vo) * 2 * 4
+    votes = 4 * num_groups(vo) * 2 * 4 if spec.logits.skip else 0
+    return found + stats + votes + SINGLE_MBARRIERS + WORK_BYTES[spec.schedule] + STAGE_BYTES * stages
+
+
+def resources(spec: AttentionSpec[Sm100TileConfig], t: Sm100TileConfig, dims: tuple[int, int]) -> Resources:
+    """Return what a kernel of `spec` with tile `t` takes of an SM: a softmax thread has a row of S in registers; S and
+    O are in tensor memory. dims: padded head dims."""
+    smem = min(row.smem_per_cta for row in archs.TABLE if archs.TCGEN05 in row.instructions)
+    groups = num_groups(dims[1])
+    limit, tmem = SOFTMAX_REGISTERS[groups, spec.q != spec.kv.dtype], S_COLUMNS + groups * max(dims[1], HALF)
+    return Resources(smem_bytes(spec, t, dims), smem, t.n + OTHER_REGISTERS, limit, tmem, TMEM_COLUMNS)
+
+
+def propose(q: str, kv: str, dims: tuple[int, int]) -> Sm100TileConfig | None:
+    """Return a tile that fits, for padded head dims without a row: the most keys, then stages. None if none fits. A
+    measurement may find a better one."""
+    spec = AttentionSpec[Sm100TileConfig](q, KVSpec(kv), (q,), *dims, tile=Sm100TileConfig())
+    for n, stages in product((128, 96, 64), (6, 5, 4, 3, 2, 1)):
+        tile = Sm100TileConfig(128 * num_groups(dims[1]), n, stages, raw_stages=stages if q != kv else 0)
+        if (stages > 1 or q != kv) and resources(spec, tile, dims).excess is None:
+            return tile
+    return None

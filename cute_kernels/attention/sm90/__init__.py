@@ -29,6 +29,7 @@ from .tile_table import (
     Sm90TileConfig,
     column,
     kind_of,
+    resources,
     split_tile_of,
     tile_of,
 )
@@ -136,7 +137,13 @@ def supports(spec: Spec) -> Refusal | None:
         return Refusal("tile", f"{t}: with a soft cap, q_stages must be 1 and q_in_regs False")
     if spec.kv.dtype == spec.q != FP8 and t.load_warps != 2:
         return Refusal("tile", f"{t}: load_warps must be 2 unless K or V is prepared")
-    return None
+    return refuse_excess(spec, t)
+
+
+def refuse_excess(spec: Spec, t: Sm90TileConfig) -> Refusal | None:
+    """Return the refusal of a tile that does not fit on an SM, with numbers; None if it fits."""
+    excess = resources(spec, t, padded(spec.kv.dtype, spec.dims)).excess
+    return Refusal("tile", f"{t}: {excess}") if excess else None
 
 
 def supports_split(spec: Spec) -> Refusal | None:
@@ -154,4 +161,4 @@ def supports_split(spec: Spec) -> Refusal | None:
     own = split_keys(spec.q, spec.kv.dtype, spec.head_dim_qk)
     if spec != replace(own, tile=spec.tile) or spec.tile.m != 64:
         return Refusal("rows", "split: serves a causal mask alone, pages that TMA fetches, outputs of the query's type")
-    return None
+    return refuse_excess(spec, spec.tile)

@@ -6,10 +6,12 @@ measured (bench/notes/attention-sm90.md). A new head dim is a new row.
 
 from dataclasses import dataclass, replace
 from functools import cache
+from itertools import product
 from typing import ClassVar, NamedTuple
 
-from ..spec import DTYPES
-from ..tile import distinct_dims
+from ... import archs
+from ..spec import BITS, DTYPES, SF_VEC_SIZE, AttentionSpec, KVSpec
+from ..tile import Resources, distinct_dims
 
 FP8 = "e4m3"
 
@@ -203,3 +205,67 @@ def split_tile_of(q: str, kv: str, dims: tuple[int, int]) -> Sm90TileConfig | No
         return None
     tiles = column(kind_of(q, kv)).get(dims)
     return tiles and tiles.split
+
+
+# Bytes of shared memory for tiles of work and the scheduler, besides an mbarrier pair per stage of each pipeline
+WORK_BYTES = {"tiles": 176, "stream_k": 392}
+WORK_STAGES = {"tiles": 2, "stream_k": 4}
+STAGE_BYTES = 16
+# Registers per thread of a mma warpgroup, as `roles` has them at least, by the columns of `TABLE`
+REGISTERS = {"half": 232, "fp8": 216, "quantised": 208, "nvfp4": 208}
+THREE_WARPGROUPS = 160  # with three mma warpgroups
+SPLIT_TWO_WARPGROUPS = 216  # with two, and the schedule "stream_k"
+Q_IN_REGS = 224  # over a quantised cache, with q_in_regs
+OTHER_REGISTERS = 32  # besides S, P, O and Q
+
+
+def smem_bytes(spec: AttentionSpec[Sm90TileConfig], t: Sm90TileConfig, dims: tuple[int, int]) -> int:
+    """Return the bytes of shared memory that a kernel of `spec` with tile `t` allocates. dims: padded head dims."""
+    fp8, dequantises = spec.q == spec.kv.dtype == FP8, spec.q != spec.kv.dtype
+    raw, (qk, vo) = t.raw_stages or t.stages, dims
+    raw_k, raw_v = raw if dequantises else t.stages, raw if dequantises or fp8 else t.stages
+    found = t.n * (raw_k * qk + raw_v * vo) * spec.kv.bits // 8
+    stages = raw_k + raw_v + t.q_stages + WORK_STAGES[spec.schedule]
+    if dequantises:  # fp16, made from raw stages
+        found, stages = found + 2 * t.stages * t.n * (qk + vo), stages + 2 * t.stages
+    elif fp8:  # V, transposed
+        found, stages = found + t.stages * t.n * vo, stages + t.stages
+    found += t.q_stages * t.m * qk * BITS[spec.q] // 8
+    if dequantises and BITS[spec.q] < 16 and not t.q_in_regs:
+        found += 2 * t.q_stages * t.m * qk
+    if spec.kv.block_scaled:
+        found += t.n * (raw_k * spec.head_dim_qk + raw_v * spec.head_dim_vo) // SF_VEC_SIZE
+    if t.promote_interval:
+        found += 4 * t.m * t.o_parts * vo
+    if spec.logits.skip and spec.kv.source == "tma" and not (dequantises or fp8):  # votes, and an mbarrier each
+        found += 12 * t.stages * t.warpgroups
+    return found + WORK_BYTES[spec.schedule] + STAGE_BYTES * stages
+
+
+def resources(spec: AttentionSpec[Sm90TileConfig], t: Sm90TileConfig, dims: tuple[int, int]) -> Resources:
+    """Return what a kernel of `spec` with tile `t` takes of an SM: S, P, O and perhaps Q of a thread are in registers.
+    dims: padded head dims."""
+    kind, p_bytes = kind_of(spec.q, spec.kv.dtype), 1 if spec.q == spec.kv.dtype == FP8 else 2
+    held = t.n // 2 + t.n * p_bytes // 8 + dims[1] // 2 // t.o_parts + t.q_in_regs * dims[0] // 4
+    limit = THREE_WARPGROUPS if t.warpgroups > 2 else REGISTERS[kind]
+    limit = SPLIT_TWO_WARPGROUPS if t.warpgroups == 2 and spec.schedule == "stream_k" else limit
+    limit = Q_IN_REGS if t.q_in_regs and kind != "half" else limit
+    smem = min(row.smem_per_cta for row in archs.TABLE if archs.WGMMA in row.instructions)
+    return Resources(smem_bytes(spec, t, dims), smem, held + OTHER_REGISTERS, limit)
+
+
+def propose(q: str, kv: str, dims: tuple[int, int]) -> Sm90TileConfig | None:
+    """Return a tile that fits, for padded head dims without a row: the most rows, then keys, then stages. None if none
+    fits. A measurement may find a better one."""
+    spec = AttentionSpec[Sm90TileConfig](q, KVSpec(kv), (q,), *dims, tile=Sm90TileConfig())
+    rows, keys = ((128, 1), (64, 1), (64, 2)), (128, 96, 80, 64, 48, 32)
+    for (m, o_parts), n, stages in product(rows, keys, (4, 3, 2, 1)):
+        tile = Sm90TileConfig(m, n, stages, o_parts=o_parts)
+        if q != kv:
+            tile = replace(tile, raw_stages=stages, load_warps=1)
+        elif q == FP8:
+            tile = replace(tile, load_warps=1, promote_interval=2048 // n)
+        if stages > 1 or o_parts > 1:
+            if resources(spec, tile, dims).excess is None:
+                return tile
+    return None
