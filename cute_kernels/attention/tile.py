@@ -81,8 +81,11 @@ class MergedTileConfig(TileConfig, Protocol):
 
 
 class Resources(NamedTuple):
-    """The resources that a kernel takes of an SM, and the limit of each. smem: bytes of shared memory per CTA. registers: of the thread that needs
-    most, besides those for addresses and state. tmem: columns of tensor memory."""
+    """The resources that a kernel takes of an SM, and the limit of each.
+
+    smem: bytes of shared memory per CTA. registers: of the thread that needs most, besides those for addresses and
+    state. tmem: columns of tensor memory.
+    """
 
     smem: int
     smem_limit: int
