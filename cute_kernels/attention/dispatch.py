@@ -21,22 +21,6 @@ OPS = {"attention.sm90": sm90, "attention.sm100": sm100, "attention.decode": dec
 SPLIT = (("attention.sm90", True), ("attention.sm100", True), ("attention.decode", True))
 WHOLE = (("attention.sm90", False), ("attention.sm100", False))
 FIXED = SPLIT[2:]  # the kernels that split at multiples of a fixed number of keys
-# Kinds of kernels in `shipped`: whether keys are split, and the fields of a request that such a kernel serves
-KINDS: dict[str, tuple[bool, dict[str, Any]]] = {
-    "causal": (False, {}),
-    "full": (False, {"causal": False}),
-    "modified": (False, {"window": True}),  # takes every modifier as a value
-    "gather": (False, {"page_size": 1}),  # pages of any size
-    "gather modified": (False, {"page_size": 1, "window": True}),
-    "custom mask": (False, {"causal": False, "custom_mask": True}),
-    "skip": (False, {"skip": True}),
-    "split": (True, {}),  # CTAs share the keys of a sequence
-    "split modified": (True, {"window": True}),
-    "8 rows": (True, {"rows": 8}),  # decode: query rows per warp; these kernels take every modifier
-    "16 rows": (True, {"rows": 16}),
-    "8 rows gather": (True, {"rows": 8, "page_size": 1}),
-    "16 rows gather": (True, {"rows": 16, "page_size": 1}),
-}
 # Query rows of a KV head: one MMA of `decode`, two of them, one tile of the other kernels that split keys
 FEW_ROWS, MORE_ROWS, MANY_ROWS = 8, 16, 64
 # A CTA of whole tiles could read keys so many times faster than its share of the memory's rate, by bits of a stored
@@ -45,6 +29,32 @@ FEW_ROWS, MORE_ROWS, MANY_ROWS = 8, 16, 64
 READ_RATE = {16: 2.5, 8: 0.95, 4: 0.56}
 # The time of a merge, in keys that a CTA reads meanwhile: with up to MORE_ROWS, up to MANY_ROWS, and more rows.
 MERGES = {MORE_ROWS: 550, MANY_ROWS: 2500, None: 2000}
+
+
+class Kind(NamedTuple):
+    """A kind of kernels in `shipped`. meaning: what they serve. split: they split keys. change: fields in which a
+    request that such a kernel serves differs from the default."""
+
+    meaning: str
+    split: bool
+    change: dict[str, Any]
+
+
+KINDS = {
+    "causal": Kind("a causal mask, no modifier", False, {}),
+    "full": Kind("no mask, and no modifier", False, {"causal": False}),
+    "modified": Kind("any mask but a custom one, windows, soft caps", False, {"window": True}),
+    "gather": Kind("causal, with pages of any size", False, {"page_size": 1}),
+    "gather modified": Kind("modified, with pages of any size", False, {"page_size": 1, "window": True}),
+    "custom mask": Kind("a custom mask, windows and soft caps", False, {"causal": False, "custom_mask": True}),
+    "skip": Kind("causal, with skip-softmax", False, {"skip": True}),
+    "split": Kind("causal, and CTAs share the keys of a sequence", True, {}),
+    "split modified": Kind("split, with windows and soft caps", True, {"window": True}),
+    "8 rows": Kind("few query rows and every modifier: 8 rows per warp", True, {"rows": 8}),
+    "16 rows": Kind("the same with 16 rows per warp", True, {"rows": 16}),
+    "8 rows gather": Kind("8 rows, with pages of any size", True, {"rows": 8, "page_size": 1}),
+    "16 rows gather": Kind("16 rows, with pages of any size", True, {"rows": 16, "page_size": 1}),
+}
 
 
 class Answer(NamedTuple):
@@ -131,9 +141,8 @@ def select(request: KernelRequest, arch: str) -> tuple[str, Any]:
 def requests(row: policy.AttentionRow) -> Iterator[tuple[bool, KernelRequest]]:
     """Return, for each kernel of a row of `shipped`, whether it splits keys, and a request that it serves."""
     for q, kv, dims, kind in product(row.q, row.kv, row.head_dims, row.kinds):
-        split, change = KINDS[kind]
         request = KernelRequest(q, q if kv == policy.SAME else kv, outputs(q)[0], *dims)
-        yield split, replace(request, **change)
+        yield KINDS[kind].split, replace(request, **KINDS[kind].change)
 
 
 def shipped(arch: str) -> list[tuple[str, Any]]:
