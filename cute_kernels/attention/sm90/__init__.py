@@ -61,11 +61,8 @@ def general(q: str, kv: str, dims: tuple[int, int]) -> Spec:
     With 16-bit queries its output is 16-bit. A call that asks for e4m3 or NVFP4 output gets a spec with all `outputs`,
     which is compiled at that call.
     """
-    mask, logits, tile = (
-        MaskSpec("value", window=True),
-        LogitsSpec(soft_cap=True),
-        tile_of(q, kv, padded(kv, dims), False),
-    )
+    mask, logits = MaskSpec("value", window=True), LogitsSpec(soft_cap=True)
+    tile = tile_of(q, kv, padded(kv, dims), False)
     out = outputs(q) if q == FP8 else outputs(q)[:1]
     return AttentionSpec(q, KVSpec(kv), out, *dims, mask, logits, tile=tile)
 
