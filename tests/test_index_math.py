@@ -221,26 +221,27 @@ def test_all_heads_in_one_section(m_blocks, kv_heads, group, packed):
         assert place == tiles.lpt_order(tile, m_blocks, heads, heads, 0)
 
 
-@given(st.lists(st.integers(1, 40), max_size=30), st.integers(1, 60))
-def test_shares_of_a_split_and_who_merges(each_tile, ctas):
-    """Shares differ by one unit at most. A tile of which several CTAs have parts is merged by the one that has its
-    begin, as the last tile of its share, which finds the slots in which the parts are; no two parts share a slot."""
-    units = sum(each_tile)
+@given(st.lists(st.integers(1, 40), max_size=30), st.integers(1, 60), st.integers(0, 3))
+def test_shares_of_a_split_and_who_merges(each_tile, ctas, ends):
+    """Shares differ by one unit at most. A tile of which several CTAs have blocks is merged by the one that has its
+    begin, as the last tile of its share, which finds the slots in which the parts are; no two parts share a slot.
+    ends: the units of a tile behind its blocks; a share that begins among them begins with the next tile."""
+    units = sum(each_tile) + ends * len(each_tile)
     starts = [stream_k.first_unit(units, c, ctas) for c in range(ctas + 1)]
     sizes = {b - a for a, b in zip(starts, starts[1:])}
     assert starts[0] == 0 and starts[-1] == units and max(sizes) - min(sizes) <= 1
     taken, first = set(), 0
-    for each in each_tile:
-        parts = [c for c in range(ctas) if max(starts[c], first) < min(starts[c + 1], first + each)]
-        assert [stream_k.cta_of_unit(u, units, ctas) for u in (first, first + each - 1)] == [parts[0], parts[-1]]
+    for blocks in each_tile:
+        parts = [c for c in range(ctas) if max(starts[c], first) < min(starts[c + 1], first + blocks)]
+        assert [stream_k.cta_of_unit(u, units, ctas) for u in (first, first + blocks - 1)] == [parts[0], parts[-1]]
         assert parts == list(range(parts[0], parts[-1] + 1))
         if len(parts) > 1:
-            assert first <= starts[parts[0] + 1] - 1 < first + each
+            assert first <= starts[parts[0] + 1] - 1 < first + blocks
             slots = [stream_k.split_slot(c, max(starts[c], first) - first, ctas) for c in parts]
             assert slots == [stream_k.split_slot(c, c - parts[0], ctas) for c in parts]
             assert not taken & set(slots) and max(slots) < 2 * ctas
             taken |= set(slots)
-        first += each
+        first += blocks + ends
 
 
 def of_drafts(spec):

@@ -101,6 +101,20 @@ def test_a_step_may_change_its_tensors(launches, looked_up, name):
 
 
 @pytest.mark.parametrize("name", FUNCTIONS)
+def test_separate_tables_of_k_and_v(launches, looked_up, name):
+    inputs = INPUTS[name]() | {"uses_shared_paged_kv_idx": False}
+    inputs["block_tables"] = inputs["block_tables"][:, None].repeat(1, 2, 1)
+    first = outcome(FUNCTIONS[name], inputs)
+    assert not isinstance(first, tuple)
+    for call in range(2, 5):
+        looked_up.clear()
+        assert equal(outcome(FUNCTIONS[name], inputs | {"block_tables": inputs["block_tables"].clone()}), first)
+        assert bool(looked_up) == (call == 2), f"call {call}"
+    shared = inputs | {"uses_shared_paged_kv_idx": True}
+    assert outcome(FUNCTIONS[name], shared)[0] is ValueError
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
 def test_another_batch_is_looked_up(launches, name):
     function = FUNCTIONS[name]
     inputs, other = INPUTS[name](out=None, lse=None), replace(PLAIN, q_lens=(3, 4, 2), kv_lens=(20, 31, 2))

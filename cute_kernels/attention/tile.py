@@ -49,6 +49,14 @@ class TileConfig(Protocol):
         so that CTAs get equal shares of a prompt."""
 
     @property
+    def end_blocks(self) -> int:
+        """The time that the end of a tile takes, in KV blocks, for the schedule "stream_k" (`stream_k.end_units`)."""
+
+    @property
+    def loops_over_boxes(self) -> bool:
+        """Whether TMA boxes are loaded in a loop, which is less code than a copy of it per box."""
+
+    @property
     def e2m1(self) -> bool:
         """Whether the architecture has a `cvt` of e2m1 codes."""
 

@@ -14,7 +14,7 @@ import torch
 
 from .. import machine
 from .bound import BoundLaunch, bound
-from .call import AttentionCall, sequences_of
+from .call import SEPARATE, SHARED, AttentionCall, sequences_of
 from .op import serve
 
 MOST_LAYERS = 1024  # caches of which a launch is kept
@@ -47,6 +47,7 @@ class Step(NamedTuple):
     offsets: Any  # of the queries, or None
     out: Any
     lse: Any
+    shared: Any  # whether K and V have the table in common
 
 
 def repeat(function: str, cache: Any, options: tuple[Any, ...], step: Step, bounds: Any) -> Any:
@@ -66,7 +67,7 @@ def repeat(function: str, cache: Any, options: tuple[Any, ...], step: Step, boun
         return None
     if not launch.fits(step.q, layer.kv, step.out):
         return None
-    requests = sequences_of(step.table, step.lens, step.offsets)
+    requests = sequences_of(step.table, step.lens, step.offsets, True, SHARED if step.shared is True else SEPARATE)
     if requests.shape_id != kept.requests.shape_id:
         return None
     return launch.launch(step.q, layer.kv, requests, step.out, step.lse)

@@ -118,7 +118,7 @@ def trtllm_batch_context_with_kv_cache(
         use_fp16_softmax, uses_spcompress, backend, logits_soft_cap, kv_block_scales, v_scales_interleaved,
         alibi_slopes,
     )  # fmt: skip
-    step = Step(query, block_tables, seq_lens, cum_seq_lens_q, out, lse)
+    step = Step(query, block_tables, seq_lens, cum_seq_lens_q, out, lse, uses_shared_paged_kv_idx)
     repeated = repeat(CONTEXT, kv_cache, options, step, (max_q_len, batch_size))
     if repeated is not None:
         return repeated
@@ -222,7 +222,7 @@ def trtllm_batch_decode_with_kv_cache(
         uses_shared_paged_kv_idx, return_lse, bmm1_scale_log2, enable_block_sparse_attention, cp_world, cp_rank,
         causal_seqlens_kv_global, bf16q_fp8kv_transform_mode, logits_soft_cap, v_scales_interleaved, batch_invariant,
     )  # fmt: skip
-    step = Step(query, block_tables, seq_lens, cum_seq_lens_q, out, lse)
+    step = Step(query, block_tables, seq_lens, cum_seq_lens_q, out, lse, uses_shared_paged_kv_idx)
     if (repeated := repeat(DECODE, kv_cache, options, step, None)) is not None:
         return repeated
     if backend not in BACKENDS:

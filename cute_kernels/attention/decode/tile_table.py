@@ -23,7 +23,8 @@ class DecodeTileConfig:
     """The static shape of a CTA's tile: at most m query rows x n keys, with `stages` K stages and as many V stages.
 
     The mma warps of `warpgroups` compute `rows_per_warp` rows each, 8 or 16, on keys of their own. blackwell: the code
-    for architectures with a `cvt` of e2m1 codes, which differs in `quant.kv_format` and `operands.fill`.
+    for architectures with a `cvt` of e2m1 codes, which differs in `quant.kv_format` and `operands.fill`. end_blocks:
+    the time that the end of a tile takes, in KV blocks, for the schedule (`stream_k.end_units`).
     """
 
     m: int
@@ -32,8 +33,10 @@ class DecodeTileConfig:
     warpgroups: int = 2
     rows_per_warp: int = FEW_ROWS
     blackwell: bool = False
+    end_blocks: int = 0
 
     load_warps: ClassVar[int] = 1
+    loops_over_boxes: ClassVar[bool] = True  # less code: that of all roles shares an instruction cache of 32 KB
     per_tile_pack_gqa: ClassVar[bool] = False
     pdl_prologue: ClassVar[bool] = True
 
@@ -148,6 +151,7 @@ TABLE = (
         nvfp4=DecodeTiles(_T(64, 128, 5)),
     ),
 )
+END_BLOCKS = {"half": 0, "e4m3": 2, "nvfp4": 2}  # column of `TABLE` -> `end_blocks` of a tile
 SMALL_STAGES = 6  # most stages of a tile that `small_tile` makes
 HEAD_DIMS = tuple(row.head_dim for row in TABLE if row.half)
 QUANTISED_HEAD_DIMS = tuple(row.head_dim for row in TABLE if row.e4m3 or row.nvfp4)
@@ -243,4 +247,4 @@ def tiles_of(arch: str) -> dict[TileKey, DecodeTileConfig]:
     tiles = measured(blackwell)
     if row.smem_per_cta < max(smem_bytes(key.kind, key.head_dim, tile) for key, tile in tiles.items()):
         tiles = {key: small_tile(*key, row.smem_per_cta) for key in tiles}
-    return {key: replace(tile, blackwell=blackwell) for key, tile in tiles.items()}
+    return {key: replace(tile, blackwell=blackwell, end_blocks=END_BLOCKS[key.kind]) for key, tile in tiles.items()}

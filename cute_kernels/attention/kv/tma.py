@@ -12,6 +12,7 @@ from . import pages
 from .pages import KVBlock
 
 BOXES = (8, 16, 32, 64)  # rows per TMA box; a load uses the largest that divides page and tile
+BATCH = 4  # boxes that a loop over boxes loads at a time, see `loops_over_boxes` of the tiles
 
 
 class BoxPages(NamedTuple):
@@ -127,15 +128,19 @@ def fill_boxes(
     stage = cute.arch.make_warp_uniform(pipeline.stage(p, at.item))
     # load the boxes
     into = StageTarget(smem, stage, p.full + stage, head)
-    if const_expr(k > 0 or count <= of):
+    if const_expr(spec.tile.loops_over_boxes and count > BATCH and count % BATCH == 0):
+        for g in cutlass.range_constexpr((count + group - 1) // group):
+            for c in cutlass.range(g * group, cutlass.min(count, (g + 1) * group), BATCH, unroll=1):
+                fetch(spec, op, k, into, box_pages, g, [c + i for i in range(BATCH)])
+    elif const_expr(k > 0 or count <= of):
         for c in cutlass.range_constexpr(0, count, of):
             box = c + at.loader if const_expr(of > 1) else c  # static if possible
-            fetch(spec, op, k, into, box_pages, c // group, box)
+            fetch(spec, op, k, into, box_pages, c // group, [box])
     else:  # such small pages are rare: not worth unrolled code
         for g in cutlass.range_constexpr((count + group - 1) // group):
             end = cutlass.min(count, (g + 1) * group)
             for c in cutlass.range(g * group, end, of, unroll=1):
-                fetch(spec, op, k, into, box_pages, g, c + at.loader)
+                fetch(spec, op, k, into, box_pages, g, [c + at.loader])
 
 
 class StageTarget(NamedTuple):
@@ -155,19 +160,23 @@ def fetch(
     into: StageTarget,
     box_pages: BoxPages,
     group: cutlass.Constexpr,
-    box: Any,
+    boxes: Any,
 ):
-    """Load one box, if the stage has it. Its page id is in register `group` of one lane. Called by one warp."""
+    """Load some boxes, as far as the stage has them. Their page ids are in register `group` of one lane each, and are
+    fetched from there before the first copy, so that their latencies overlap. Called by one warp."""
     b, count = op.boxes[k], const_expr(spec.tile.n // op.boxes[k].rows)
-    lane = box * (b.rows // op.boxes[0].rows)  # the shuffle reads only the low five bits
-    page, gmem = cute.arch.shuffle_sync(box_pages.page[group], lane), b.gmem
+    each = b.rows // op.boxes[0].rows  # lanes per box; the shuffle reads only the low five bits
+    page_ids = [cute.arch.shuffle_sync(box_pages.page[group], box * each) for box in boxes]
+    rows: Any = None
     if const_expr(box_pages.row is not None):
-        gmem = cute.domain_offset((cute.arch.shuffle_sync(box_pages.row[group], lane), 0, 0, 0), b.gmem)
-    s, g = copy.partition(b, into.smem, gmem)
-    if const_expr(count % spec.tile.load_warps == 0) or box < count:
-        for d in cutlass.range_constexpr(cute.size(s, mode=[2])):
-            dst = s[None, box, d, into.stage]
-            cute.copy_atom_call(b.atom, g[None, 0, d, into.head, page], dst, tma_bar_ptr=into.full)
+        rows = [cute.arch.shuffle_sync(box_pages.row[group], box * each) for box in boxes]
+    for i in cutlass.range_constexpr(len(boxes)):
+        gmem = b.gmem if const_expr(rows is None) else cute.domain_offset((rows[i], 0, 0, 0), b.gmem)
+        s, g = copy.partition(b, into.smem, gmem)
+        if const_expr(count % spec.tile.load_warps == 0) or boxes[i] < count:
+            for d in cutlass.range_constexpr(cute.size(s, mode=[2])):
+                dst = s[None, boxes[i], d, into.stage]
+                cute.copy_atom_call(b.atom, g[None, 0, d, into.head, page_ids[i]], dst, tma_bar_ptr=into.full)
 
 
 def operand(x, shape, stages):

@@ -2,9 +2,10 @@
 
 All units, in the order of tiles, are cut into contiguous shares, one per CTA, which differ by at most one unit; CTA c
 gets the c-th share. It may begin in the middle of one tile and end in the middle of another; such a tile is split among
-CTAs, and `combine` merges its splits. With blocks_per_split (batch-invariant decode), a unit is that many blocks and
-each unit is a split of its own: where the splits of a sequence end, and so its bits, do not depend on the rest of the
-batch.
+CTAs, and `combine` merges its splits. Behind the blocks of a tile come its `end_units`, which have no keys: they stand
+for the time that the end of a tile takes, so that a CTA with many short tiles gets fewer blocks. With blocks_per_split
+(batch-invariant decode), a unit is that many blocks and each unit is a split of its own: where the splits of a sequence
+end, and so its bits, do not depend on the rest of the batch.
 
 Everything is found from the lengths by one warp, 32 sequences at a time (`SequenceWindow`). To follow the code, in
 decode and sm90: `schedule_warp` -> `first_work` -> `find` (unit -> tile and split) for the CTA's first tile, then
@@ -102,6 +103,14 @@ def blocks_per_tile(spec, seqlen):
     return cutlass.max(hi - lo, 1)
 
 
+def end_units(spec, a):
+    """Return the units of a tile that have no keys, behind those of its blocks. Units of blocks_per_split blocks are
+    splits, and tiles of these have no others."""
+    if spec.tile.end_blocks == 0:
+        return 0
+    return spec.tile.end_blocks * (1 - cutlass.min(a.schedule.blocks_per_split, 1))
+
+
 def units_of_blocks(blocks, blocks_per_split):
     """Return the number of units of `blocks_per_split` blocks that cover `blocks`."""
     return divide(blocks + blocks_per_split - 1, blocks_per_split)
@@ -125,6 +134,7 @@ def load_sequence(spec: cutlass.Constexpr, a, b: Int32):
         units_per_tile = blocks_per_tile(spec, mask.seqlen_info(spec, a, q_len, kv_len))
         if a.schedule.blocks_per_split > 0:
             units_per_tile = units_of_blocks(units_per_tile, a.schedule.blocks_per_split)
+        units_per_tile += end_units(spec, a)
     return StreamKSequence(q_start, q_len, kv_len, num_tiles, units_per_tile)
 
 
@@ -181,9 +191,26 @@ def total_units(spec: cutlass.Constexpr, a, window: SequenceWindow):
 
 @cute.jit
 def cta_share(spec: cutlass.Constexpr, a, window: SequenceWindow):
-    """Return the units of this CTA. Called by one warp. window: the first sequences."""
+    """Return (the units of this CTA, the window where the search for them begins). Called by one warp. window: the
+    first sequences.
+
+    A share that begins among the `end_units` of a tile begins with the next tile instead: the CTA before it has the
+    rest of that tile.
+    """
     total, c, ctas = total_units(spec, a, window), cute.arch.block_idx()[0], cute.arch.grid_dim()[0]
-    return CtaUnits(first_unit(total, c, ctas), first_unit(total, c + 1, ctas), total)
+    begin, end = first_unit(total, c, ctas), first_unit(total, c + 1, ctas)
+    if const_expr(spec.tile.end_blocks > 0):
+        found, window = locate(spec, a, begin, window)
+        left = rest_of_tile(found)
+        if left <= end_units(spec, a):
+            begin += left
+    return CtaUnits(begin, end, total), window
+
+
+def rest_of_tile(found: UnitCoord):
+    """Return the number of units of the tile of a unit, from that unit on."""
+    units_per_tile = found.sequence.units_per_tile
+    return units_per_tile - (found.index - divide(found.index, units_per_tile) * units_per_tile)
 
 
 @cute.jit
@@ -219,12 +246,13 @@ def find(spec: cutlass.Constexpr, a, unit: Int32, window: SequenceWindow, cta_un
     first, last = geometry.tile_tokens(m_block, m, q_len, pack_factor)
     lo, hi = mask.kv_range(spec, first, last, seqlen)
     # how many of the tile's units this CTA takes; if not all: number of splits and the first one
-    slot, taken, count, base = Int32(-1), Int32(1), units_per_tile, unit - offset
+    key_units = units_per_tile - end_units(spec, a)
+    slot, taken, count, base = Int32(-1), Int32(1), key_units, unit - offset
     ctas = cute.arch.grid_dim()[0]
     if blocks_per_split == 0:
-        taken = cutlass.min(units_per_tile - offset, cta_units.end - unit)
-        if taken < units_per_tile:  # lane 0: the CTA of the tile's first unit, lane 1: of its last
-            end_unit = unit - offset + cute.arch.lane_idx() % 2 * (units_per_tile - 1)
+        taken = cutlass.min(key_units - offset, cta_units.end - unit)
+        if taken < key_units:  # lane 0: the CTA of the tile's first unit, lane 1: of its last with keys
+            end_unit = unit - offset + cute.arch.lane_idx() % 2 * (key_units - 1)
             end_cta = cta_of_unit(end_unit, cta_units.total, ctas)
             base = cute.arch.shuffle_sync(end_cta, 0)
             count = cute.arch.shuffle_sync(end_cta, 1) - base + 1
@@ -232,13 +260,17 @@ def find(spec: cutlass.Constexpr, a, unit: Int32, window: SequenceWindow, cta_un
     per = cutlass.max(blocks_per_split, 1)
     begins = mask.kv_range(spec, 0, q_len - 1, seqlen)[0] + offset * per
     lo, hi = cutlass.max(lo, begins), cutlass.min(hi, begins + taken * per)
-    if taken < units_per_tile:
+    if taken < key_units:
         slot = unit if blocks_per_split > 0 else split_slot(cute.arch.block_idx()[0], offset, ctas)
     blocks = (lo, hi, *mask.full_range(spec, first, last, seqlen), SplitInfo(slot, count, base))
     w = WorkTileInfo(found.is_valid, m_block, head, q_start, q_len, kv_len, found.batch_idx, *blocks)
     if const_expr(spec.tile.per_tile_pack_gqa):
         w = w._replace(pack_factor=pack_factor.value, pack_magic=Int32(pack_factor.magic))
-    return w, window, unit + taken
+    next_unit = unit + taken
+    if const_expr(spec.tile.end_blocks > 0):
+        if offset + taken == key_units:
+            next_unit += end_units(spec, a)
+    return w, window, next_unit
 
 
 @cute.jit
@@ -261,7 +293,7 @@ def first_work(spec: cutlass.Constexpr, a, s, pack_factor: Divisor):
         changed = now.own.q_start != window.own.q_start or now.own.q_len != window.own.q_len
         changed = cute.arch.vote_any_sync(changed or now.own.kv_len != window.own.kv_len)
         if (few and attempt < last) or (attempt == last and (not few or changed or last == 0)):
-            cta_units = cta_share(spec, hints, now)
+            cta_units, now = cta_share(spec, hints, now)
             w, window, unit = find(spec, hints, cta_units.begin, now, cta_units, pack_factor)
             more = Int32(1) if cta_units.begin < cta_units.end else Int32(0)
             work.producer_write(s, zero, w._replace(is_valid=w.is_valid * more))
@@ -297,7 +329,7 @@ def begin(spec: cutlass.Constexpr, a):
     """Return (the units of this CTA, its first `SchedulerState`). Called by one warp."""
     none = Int32(0)
     window = load_window(spec, a, none, none)
-    cta_units = cta_share(spec, a, window)
+    cta_units, window = cta_share(spec, a, window)
     return cta_units, SchedulerState(Int32(1), cta_units.begin, none, cta_units.end, none, window)
 
 

@@ -39,6 +39,8 @@ class Sm100TileConfig:
     pdl_prologue: ClassVar[bool] = False
     alternates_m_blocks: ClassVar[bool] = False  # with split keys, tiles come in ascending order
     counters_per_split: ClassVar[int] = 1
+    end_blocks: ClassVar[int] = 0
+    loops_over_boxes: ClassVar[bool] = False
     e2m1: ClassVar[bool] = True
 
     @property

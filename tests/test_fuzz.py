@@ -1,0 +1,283 @@
+"""The fuzzer on the CPU: it draws the same calls everywhere, finds planted bugs, shrinks them, and replays files."""
+
+import json
+from contextlib import suppress
+from dataclasses import replace
+
+import pytest
+import torch
+
+import wrappers
+from bench.cases import attention as cases
+from tests.emulated import emulation
+from tools.fuzz import call as calls
+from tools.fuzz import check as checking
+from tools.fuzz import machine as machines
+from tools.fuzz.__main__ import arguments, main
+from tools.fuzz.check import FAILED, REFUSED, RIGHT, Checker, DeviceLost, Verdict, is_fatal
+from tools.fuzz.draw import draw
+from tools.fuzz.families import FAMILIES
+from tools.fuzz.memory import Memory
+from tools.fuzz.run import fuzz
+from tools.fuzz.shrink import shrink, simpler
+from tools.fuzz.tally import Tally, read
+
+CPU = torch.device("cpu")
+DECODE = "trtllm_batch_decode_with_kv_cache"
+CASE = {"function": "decode", "q_lens": [1, 1, 1], "kv_lens": [40, 7, 300], "sink": 1.0, "window_left": 64}
+PLANTED = calls.Call("decode", DECODE, 5, case=CASE, extra={"on_device": True})
+NUMBERS = {"decode": 14, "prefill": 7, "layers": 3, "topk": 40, "cache": 25, "merge": 40, "small": 40}
+
+
+@pytest.fixture
+def checker():
+    return Checker(CPU)
+
+
+def test_a_call_is_the_same_wherever_it_is_drawn():
+    for family in FAMILIES:
+        for index in range(40):
+            first = draw(3, index, (family,))
+            again = draw(3, index, (family,))
+            assert str(first) == str(again) and first.family == family
+            assert calls.from_json(json.loads(str(first))) == first
+    assert len({str(draw(3, index)) for index in range(200)}) == 200
+    assert str(draw(3, 0)) != str(draw(4, 0))
+
+
+def test_every_public_function_is_drawn():
+    drawn = {draw(0, index).function for index in range(1200)}
+    drawn |= {"fast_decode_plan", "bind"}  # options of other functions
+    drawn |= {"explain", "single_prefill_with_kv_cache_return_lse", "rope_quantize_fp8_append_paged_kv_cache"}
+    missing = {name for name in wrappers.__all__ if name[0].islower()} - drawn
+    assert not missing
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_functions_are_right_on_the_cpu(checker, family):
+    """Some calls are refused, because the CPU path reads index tensors."""
+    for index in range(NUMBERS[family]):
+        call = draw(2, index, (family,), small=True)
+        verdict = checker.check(call)
+        refusal = verdict.word == REFUSED and call.extra.get("hostile")
+        assert verdict.word in (RIGHT, checking.SKIPPED) or refusal, (index, verdict, str(call))
+
+
+@pytest.mark.parametrize("function", [DECODE, "trtllm_batch_context_with_kv_cache", "xqa"])
+def test_the_path_of_the_gpu_with_emulated_kernels(checker, function):
+    """Kernels that compute in torch clamp what they read, so no hostile call is refused."""
+    case = {**CASE, "function": {DECODE: "decode", "xqa": "xqa"}.get(function, "context"), "layout": "NHD"}
+    with emulation() as fake:
+        for hostile in ("", "lengths", "pages"):
+            call = calls.Call("decode", function, 5, "eager", "shape", case, {"hostile": hostile} if hostile else {})
+            if function == "xqa":
+                call = replace(call, case=case | {"lse": False})
+            verdict = checker.check(call)
+            assert verdict.word == RIGHT, (verdict, str(call))
+        assert fake.launches
+
+
+# ---- planted bugs
+
+
+def planted(monkeypatch, after):
+    """Let `after` spoil the arguments and the result of the decode function."""
+    function, arguments = cases.FUNCTIONS["decode"]
+
+    def wrong(**given):
+        found = function(**given)
+        return after(given, found)
+
+    monkeypatch.setitem(cases.FUNCTIONS, "decode", (wrong, arguments))
+
+
+def beyond(given, found):
+    """Write the element behind the output."""
+    out = given["out"]
+    out.as_strided((1,), (1,), out.storage_offset() + out.numel()).fill_(1.0)
+    return found
+
+
+def spoiled_input(given, found):
+    given["query"].view(-1)[3] += 1
+    return found
+
+
+def wrong_value(given, found):
+    if int(given["seq_lens"].max()) > 20:
+        given["out"].view(-1)[-1] += 0.5
+    return found
+
+
+def wrong_lse(given, found):
+    given["lse"][0, 0] += 0.1
+    return found
+
+
+BUGS = {
+    "beyond the output": (beyond, "outside the outputs changed"),
+    "an input": (spoiled_input, "outside the outputs changed"),
+    "a value": (wrong_value, "out: 1 of"),
+    "the LSE": (wrong_lse, "lse: 1 of"),
+}
+
+
+@pytest.mark.parametrize("name", BUGS)
+def test_planted_bugs_are_found(checker, monkeypatch, name):
+    assert checker.check(PLANTED).word == RIGHT
+    bug, message = BUGS[name]
+    planted(monkeypatch, bug)
+    verdict = checker.check(PLANTED)
+    assert verdict.word == FAILED and message in verdict.reason, verdict
+
+
+def test_other_bits_of_a_second_call_are_found(checker, monkeypatch):
+    made = []
+
+    def flips(given, found):
+        made.append(0)
+        given["out"].view(torch.int16).view(-1)[0] ^= len(made) % 2
+        return found
+
+    planted(monkeypatch, flips)
+    verdict = checker.check(PLANTED)
+    assert verdict.word == FAILED and verdict.reason.startswith("a second call: "), verdict
+
+
+def test_a_refusal_must_have_written_nothing(checker, monkeypatch):
+    def refuses(given, found):
+        raise ValueError("seq_lens: no")
+
+    planted(monkeypatch, refuses)
+    verdict = checker.check(PLANTED)
+    assert verdict.word == FAILED and "refused (seq_lens: no), but" in verdict.reason
+    monkeypatch.setitem(cases.FUNCTIONS, "decode", (lambda **given: refuses(given, None), cases.decode_arguments))
+    assert checker.check(PLANTED) == Verdict(REFUSED, "ValueError: seq_lens: no")
+
+
+def test_an_unexpected_error_is_a_failure(checker, monkeypatch):
+    def fails(given, found):
+        raise KeyError("x")
+
+    planted(monkeypatch, fails)
+    verdict = checker.check(PLANTED)
+    assert verdict.word == FAILED and "KeyError: 'x' (test_fuzz.py:" in verdict.reason
+
+
+def test_a_wrong_selection_is_found(checker, monkeypatch):
+    def wrong(**given):
+        values, indices = wrappers.topk.top_k(**given)
+        indices[-1, -1] = indices[-1, 0]
+        return values, indices
+
+    monkeypatch.setattr(wrappers, "top_k", wrong)
+    call = calls.Call("topk", "top_k", 1, case={"rows": 4, "width": 30})
+    assert checker.check(call).reason.startswith("indices: 1 of")
+
+
+def test_a_wrong_byte_of_a_cache_is_found(checker, monkeypatch):
+    def wrong(**given):
+        wrappers.cache_write.api.append_qkv(**given)
+        given["cache"].kv.view(torch.int16)[0, 0, 0, 0, 0] ^= 1
+
+    call = calls.Call("cache", "append_qkv", 1, case={"tokens": 4})
+    assert checker.check(call).word == RIGHT
+    monkeypatch.setattr(wrappers, "append_qkv", wrong)
+    assert "memory after the call" in checker.check(call).reason
+
+
+# ---- shrinking, files, the command
+
+
+def test_a_failing_call_is_made_smaller(checker, monkeypatch):
+    planted(monkeypatch, wrong_value)
+    large = replace(
+        PLANTED, mode="graph", choice="function", case=CASE | {"soft_cap": 9.0, "heads_q": 8, "heads_kv": 2}
+    )
+    first = checker.check(large)
+    small, verdict = shrink(large, first, checker.check, 60.0)
+    assert verdict.word == FAILED and small.mode == "eager" and small.choice == "shape" and not small.extra
+    case = small.case
+    assert {"sink", "window_left", "soft_cap"}.isdisjoint(case) and len(case["q_lens"]) == 1, case
+    assert 20 < case["kv_lens"][0] <= 40 and (case["heads_q"], case["heads_kv"]) == (1, 1)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_simpler_calls_can_be_made(checker, family):
+    for index in range(2):
+        for candidate in list(simpler(draw(6, index, (family,), small=True)))[:12]:
+            with suppress(calls.Refused):
+                FAMILIES[family].builds.build(candidate, CPU)
+
+
+def options(folder, *given):
+    return arguments().parse_args(["--device", "cpu", "--keep", str(folder), "--shrink", "20", *given])
+
+
+def test_a_kept_file_replays(checker, monkeypatch, tmp_path, capsys):
+    planted(monkeypatch, beyond)
+    monkeypatch.setattr("tools.fuzz.run.draw", lambda *_: PLANTED)
+    tally = fuzz(options(tmp_path, "--calls", "1"))
+    assert tally.count(FAILED) == 1 and len(tally.files) == 2 and not list(tmp_path.glob("current*"))
+    assert calls.load(tmp_path / "failed-0-0.json") == PLANTED
+    assert "outside the outputs" in json.loads((tmp_path / "failed-0-0.json").read_text())["problem"]
+    assert main(["--device", "cpu", "--replay", *tally.files]) == 1
+    monkeypatch.undo()
+    assert main(["--device", "cpu", "--replay", *tally.files]) == 0
+    assert capsys.readouterr().out.splitlines()[-1].startswith("right: ")
+
+
+def test_a_lost_device_ends_the_process_and_leaves_the_call(tmp_path, capsys):
+    def lost(call):
+        raise DeviceLost("CUDA error: an illegal memory access was encountered")
+
+    tally = fuzz(options(tmp_path, "--calls", "5", "--seed", "7"), lost)
+    assert tally.count() == tally.count(FAILED) == 1 and tally.files == [str(tmp_path / "lost-7-0.json")]
+    assert calls.load(tmp_path / "lost-7-0.json") == draw(7, 0, small=True)
+    assert "DEVICE LOST at call 0 of seed 7" in capsys.readouterr().out
+    assert is_fatal(RuntimeError("CUDA error: an illegal memory access was encountered"))
+    assert not is_fatal(ValueError("seq_lens: 3"))
+
+
+def test_the_command_prints_a_table(tmp_path, capsys):
+    given = ["--device", "cpu", "--family", "merge,small", "--calls", "12", "--keep", str(tmp_path)]
+    assert main(given) == 0
+    out = capsys.readouterr().out
+    assert "| all | 12 | 12 | 0 | 0 | 0 | 0 |" in out and "12 calls; seeds 0, commit " in out
+    with pytest.raises(SystemExit, match="--family: none, must be of decode"):
+        main(["--family", "none"])
+
+
+def test_tallies_of_processes_are_added(tmp_path):
+    one, two = Tally(), Tally()
+    one.add("topk", FAILED, "out: 3 of 7 values")
+    two.add("topk", FAILED, "out: 4 of 9 values")
+    one.files.append("a.json")
+    one.write(tmp_path / "1.json")
+    two.merge(read(tmp_path / "1.json"))
+    two.merge(read(tmp_path / "missing.json"))
+    assert two.count(FAILED) == 2 and two.files == ["a.json"]
+    assert two.why() == "     2 failed: out: N of N values"
+
+
+def test_memory_beside_a_tensor_is_guarded():
+    memory, t = Memory(CPU), torch.arange(6.0).view(2, 3)[:, :2]
+    tree = memory.place({"a": t, "out": torch.zeros(4)}, lambda tree: [tree["out"]])
+    image = memory.image({"a": t, "out": torch.zeros(4)})
+    memory.restore(image)
+    assert torch.equal(tree["a"], t) and tree["a"].stride() == t.stride() and not memory.changed(image)
+    tree["out"].fill_(1.0)
+    assert not memory.changed(image) and memory.changed(image, everything=True)
+    tree["a"].as_strided((1,), (1,), tree["a"].storage_offset() + 2).fill_(9.0)  # between two rows
+    assert memory.changed(image)
+
+
+def test_only_kernels_of_a_bundle_are_run():
+    from cute_kernels import catalog
+    from cute_kernels.attention.sm90 import general
+
+    op, spec = catalog.shipped("sm_90a")[0]
+    assert len(machines.held("sm_90a")) == len(catalog.shipped("sm_90a")) and op
+    other = replace(general("bf16", "bf16", (64, 64)), head_dim_qk=96, head_dim_vo=96)
+    with pytest.raises(machines.OnDemand, match="d96"):
+        machines.Shipped().kernel("attention.sm90", other, "sm_90a")

@@ -1,0 +1,25 @@
+"""The families of functions that are drawn. Each has `draw`, `build` and `smaller`."""
+
+from types import ModuleType
+from typing import NamedTuple
+
+from . import attention, attention_draw, cache_write, merging, small, topk
+
+
+class FuzzFamily(NamedTuple):
+    """Modules of a family. draws: has `draw`. builds: has `build` and `smaller`. weight: its share of calls."""
+
+    draws: ModuleType
+    builds: ModuleType
+    weight: int
+
+
+FAMILIES = {
+    "decode": FuzzFamily(attention_draw, attention, 30),
+    "prefill": FuzzFamily(attention_draw, attention, 26),
+    "layers": FuzzFamily(attention_draw, attention, 8),
+    "topk": FuzzFamily(topk, topk, 14),
+    "cache": FuzzFamily(cache_write, cache_write, 14),
+    "merge": FuzzFamily(merging, merging, 4),
+    "small": FuzzFamily(small, small, 4),
+}
