@@ -55,5 +55,7 @@ def lacking(*instructions: str) -> tuple[str, ...]:
 
 
 def of(name: str) -> Arch:
-    """Return the row of an architecture; for one without a row, which no kernel serves, the first row."""
-    return BY_NAME.get(name, TABLE[0])
+    """Return the row of an architecture. Raise ValueError for a name without a row, which no kernel serves."""
+    if name not in BY_NAME:
+        raise ValueError(f"arch: {name!r}, must be one of {', '.join(NAMES)}")
+    return BY_NAME[name]

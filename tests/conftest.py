@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from bench.cases.choice import by_function
-from cute_kernels import build, manifest
+from cute_kernels import build, catalog, manifest
 from tools import matrix
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -33,6 +33,11 @@ with suppress(ImportError):  # a GPU machine may lack Hypothesis, which no test_
     # A slow machine is no failure: by default, Hypothesis fails an example that takes 0.2 s, or data that take long.
     settings.register_profile("no_clock", deadline=None, suppress_health_check=[HealthCheck.too_slow])
     settings.load_profile("no_clock")
+
+
+def specs_of(op: str, arch: str) -> list[Any]:
+    """Return the shipped specs of an op."""
+    return [spec for other, spec in catalog.shipped(arch) if other == op]
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -9,8 +9,10 @@ from collections import Counter
 import pytest
 
 from cute_kernels import archs, build, catalog, cubin, manifest
+from cute_kernels.attention.sm90 import tile_table as sm90_tiles
 from cute_kernels.attention.sm90.roles import roles
 from cute_kernels.attention.sm100 import roles as sm100
+from cute_kernels.attention.sm100 import tile_table as sm100_tiles
 from cute_kernels.cache_write import rows
 from cute_kernels.device import umma
 from cute_kernels.device.roles import launch_registers
@@ -26,6 +28,7 @@ MANY_VALUES = 128 * 128  # scores or outputs of a tile, from which on registers 
 RESERVED = 1024  # bytes that the system adds to each CTA's; the manifest counts them
 REGISTERS = 65536  # of an SM
 BUNDLE_BYTES = 65_500_000
+TILES = {"attention.sm90": sm90_tiles, "attention.sm100": sm100_tiles}
 NO_SHARED = {"cache_write.rows": rows, "merge_states.rows": merged_rows}  # kernels without shared memory
 
 
@@ -91,6 +94,9 @@ def as_its_op(entry, op, spec):
         kernel = NO_SHARED[op]
         assert 0 < entry["registers"] * kernel.THREADS * kernel.ctas_per_sm(spec) <= REGISTERS
         return None
+    if op in TILES:
+        counted = TILES[op].smem_bytes(spec, spec.tile, (spec.padded_qk, spec.padded_vo))
+        assert entry["shared"] == counted + RESERVED, "what `supports` refuses tiles by"
     counts = entry["instructions"]
     if spec.kv.source == "gather":  # K and V by cp.async; a box of Q is 128 bytes wide
         assert counts["LDGSTS"] > 0

@@ -5,16 +5,20 @@ from itertools import product
 
 import pytest
 
+from cute_kernels import shipped as policy
 from cute_kernels.attention import args, decode, dispatch, sm90, sm100
 from cute_kernels.attention.request import KernelRequest
 from cute_kernels.attention.spec import TMA_PAGES, LogitsSpec
+from tests.conftest import specs_of
 
 ARCH = "sm_90a"
 BLACKWELL = ("sm_100a", "sm_103a")
+HEAD_DIMS = [{"head_dim_qk": dim, "head_dim_vo": dim} for dim in (64, 128)]
 BASE = KernelRequest("bf16", "bf16", "bf16", 128, 128, 16, 4)
 WHOLE, SPLIT = replace(BASE, split_kv="never"), replace(BASE, split_kv="always")
-DIMS = (*sm90.USUAL, *sm90.WIDE)  # head dims of shipped kernels
-DECODED = dict.fromkeys((kind, dim) for kind, dim, _ in decode.TILES if dim in decode.SHIPPED)
+DIMS = (*policy.USUAL, *policy.WIDE)  # head dims of shipped kernels
+DECODED = [("half", 64), ("half", 128), ("half", 256)]  # (type of the cache, head_dim) of shipped decode kernels
+DECODED += [(kv, dim) for kv in ("e4m3", "nvfp4") for dim in (64, 128, 256)]
 FEW_KERNELS = 200  # of an architecture, attention and top-k together
 
 
@@ -33,9 +37,10 @@ def problems(way):
                 for out in (q, "e4m3", "nvfp4"):
                     yield replace(base, head_dim_qk=qk, head_dim_vo=vo, q="e4m3", kv="e4m3", out=out)
             continue
-        base = replace(base, causal=True)
+        if not causal:
+            continue
         for (kind, dim), out, way in product(DECODED, (q, "e4m3", "nvfp4"), ("always", "fixed")):
-            kv = q if kind == "16-bit" else kind
+            kv = q if kind == "half" else kind
             yield replace(base, kv=kv, out=out, head_dim_qk=dim, head_dim_vo=dim, split_kv=way,
                           drafts=window, skip=cap)  # fmt: skip
             yield replace(base, kv=kv, out=out, head_dim_qk=dim, head_dim_vo=dim, split_kv=way)
@@ -61,66 +66,133 @@ def serves(spec, problem):
     )
 
 
-def on_demand(spec):
-    """Whether the policy of `shipped` leaves a spec to its first call: pages of no TMA box, but for usual problems;
-    fp16 and e4m3 queries of other head dims than 64 and 128, and, in prefill, e4m3 with an output in fp16; of prefill
-    over quantised K and V all but causal bf16 of the usual head dims."""
-    if spec.schedule == "tiles" and spec.kv.dtype != spec.q:
-        shipped = spec.q == "bf16" and spec.dims in sm90.USUAL and spec.mask.causal != "never"
-        return not shipped or spec.kv.source == "gather"
-    usual = spec.dims in ((64, 64), (128, 128)) and not spec.kv.block_scaled and spec.q != "e4m3"
-    rare = spec.kv.source == "gather" and (not usual or spec.mask.causal == "never")
-    if spec.q != "bf16":
-        rare = rare or spec.dims not in ((64, 64), (128, 128))
-    return rare or (spec.q == "e4m3" and spec.out[0] == "fp16")
-
-
 def usual_types():
     """Fields of problems."""
     kinds = product(("bf16", "fp16"), (64, 128))
     return [{"q": q, "kv": q, "out": q, "head_dim_qk": dim, "head_dim_vo": dim} for q, dim in kinds]
 
 
-def test_every_problem_of_prefill_gets_a_shipped_spec_that_serves_it():
-    shipped, found, types = {s for s in sm90.shipped(ARCH) if s.schedule == "tiles"}, set(), usual_types()
-    more = ({"custom_mask": True}, {"skip": True, "qhead_per_kvhead": 1})
-    for problem in (*problems("never"), *(replace(WHOLE, **each, **also) for each in types for also in more)):
-        op, spec = dispatch.select(problem, ARCH)
+@pytest.mark.parametrize("arch", [ARCH, *BLACKWELL])
+def test_every_problem_of_prefill_is_served_and_every_shipped_kernel_serves_one(arch):
+    """With whole tiles, on every architecture that has an MMA for prefill."""
+    prefill, found = "attention.sm90" if arch == ARCH else "attention.sm100", set()
+    more = ({"custom_mask": True}, {"skip": True, "qhead_per_kvhead": 1}, {"out": "nvfp4"})
+    types = [*usual_types(), *({"kv": "e5m2"} | dim for dim in HEAD_DIMS)]
+    types += [{"q": "e4m3", "kv": "nvfp4"} | dim for dim in HEAD_DIMS]
+    some = (replace(WHOLE, **each, **also) for each in types for also in ({}, {"window": True}))
+    for problem in (*problems("never"), *some, *(replace(WHOLE, **t | also) for t in usual_types() for also in more)):
+        op, spec = dispatch.select(problem, arch)
         found.add(spec)
-        assert op == "attention.sm90" and serves(spec, problem)
-    assert shipped <= found and all(on_demand(spec) for spec in found - shipped)
+        assert op == prefill and serves(spec, problem)
+    assert {spec for spec in specs_of(prefill, arch) if spec.schedule == "tiles"} <= found
+
+
+@pytest.mark.parametrize("arch", [ARCH, *BLACKWELL])
+def test_every_problem_of_decode_is_served_and_every_shipped_kernel_serves_one(arch):
+    found = set()
+    types = [{"kv": "e5m2"} | dim for dim in HEAD_DIMS] + [{"q": "e4m3", "kv": "nvfp4"} | dim for dim in HEAD_DIMS]
+    some = (replace(SPLIT, **each, rows=rows) for each in types for rows in (1, 1 << 20))
+    for problem in (*problems("always"), *some):
+        op, spec = dispatch.select(problem, arch)
+        found.add((op, spec))
+        assert spec.schedule == "stream_k" and serves(spec, problem)
+    assert {(op, spec) for op, spec in dispatch.shipped(arch) if spec.schedule == "stream_k"} <= found
+
+
+USUAL_CALLS = [  # changes of BASE: calls of serving, none of which may wait for a compiler
+    {},
+    {"causal": False},
+    {"window": True},
+    {"soft_cap": True},
+    {"skip": True},
+    {"custom_mask": True, "causal": False},
+    {"page_size": 1},
+    {"page_size": 24, "window": True},
+    {"kv": "e4m3"},
+    {"kv": "nvfp4", "window": True},
+    {"q": "e4m3", "kv": "e4m3"},
+    {"q": "e4m3", "kv": "e4m3", "out": "nvfp4"},
+    {"head_dim_qk": 64, "head_dim_vo": 64},
+    {"head_dim_qk": 192, "window": True},
+    {"head_dim_qk": 256, "head_dim_vo": 256},
+    {"q": "fp16", "kv": "fp16", "out": "fp16"},
+    {"source": "ragged", "page_size": 0},
+]
+USUAL_DECODE_CALLS = [  # the same with one query token and 131,072 keys, where keys are split
+    {},
+    {"window": True},
+    {"soft_cap": True},
+    {"drafts": True},
+    {"out": "e4m3"},
+    {"page_size": 1},
+    {"kv": "e4m3"},
+    {"kv": "nvfp4"},
+    {"q": "e4m3", "kv": "e4m3"},
+    {"head_dim_qk": 256, "head_dim_vo": 256, "kv": "nvfp4"},
+    {"qhead_per_kvhead": 12},
+    {"qhead_per_kvhead": 64},
+    {"q": "fp16", "kv": "e4m3", "out": "fp16"},
+]
+
+
+@pytest.mark.parametrize("arch", [ARCH, *BLACKWELL])
+@pytest.mark.parametrize("change", USUAL_CALLS, ids=str)
+def test_usual_calls_have_a_shipped_kernel(arch, change):
+    assert dispatch.select(replace(BASE, rows=4096, kv_heads=8, keys=8192, **change), arch) in dispatch.shipped(arch)
+
+
+@pytest.mark.parametrize("arch", [ARCH, *BLACKWELL])
+@pytest.mark.parametrize("change", USUAL_DECODE_CALLS, ids=str)
+def test_usual_calls_of_decode_have_a_shipped_kernel(arch, change):
+    problem = replace(BASE, **{"rows": 1, "kv_heads": 8, "keys": 131072} | change)
+    op, spec = dispatch.select(problem, arch)
+    assert (op, spec) in dispatch.shipped(arch) and spec.schedule == "stream_k"
 
 
 def test_skip_softmax_of_prefill_joins_every_kernel():
-    """A call with a factor runs the spec of the call without one, and skip; others have no argument for a threshold."""
+    """A call with a factor runs the kernel of the call without one, and skip; others have no argument for a threshold.
+
+    Over a quantised cache, votes need the registers that Q would take."""
     for problem in problems("never"):
         (_, plain), (_, spec) = (dispatch.select(replace(problem, skip=skip), ARCH) for skip in (False, True))
-        wide = spec.kv.dtype in ("bf16", "fp16")
-        tile = plain.tile if wide else sm90.tiles_of(spec.q, spec.kv.dtype, False)[spec.dims]
+        tile = plain.tile if spec.kv.bits == 16 else replace(plain.tile, q_in_regs=False)
+        if spec.q == "e4m3":
+            tile = spec.tile
         assert spec == replace(plain, logits=replace(plain.logits, skip=True), tile=tile)
+        assert spec.tile.n == plain.tile.n
         assert args.has(spec, "skip_threshold") and not args.has(plain, "skip_threshold")
 
 
 @pytest.mark.parametrize("arch", [ARCH, *BLACKWELL])
-def test_every_problem_of_decode_gets_a_shipped_spec_that_serves_it(arch):
-    """More than 16 rows that ask for nothing else go to kernels of prefill whose CTAs share keys, all shipped."""
-    op_of_many, prefill = ("attention.sm90", sm90) if arch == ARCH else ("attention.sm100", sm100)
-    shared = {s for s in prefill.shipped(arch) if s.schedule == "stream_k"}
-    shipped, found = set(decode.shipped(arch)), set()
-    for problem in problems("always"):
-        p, (op, spec) = problem, dispatch.select(problem, arch)
-        found.add(spec)
-        assert serves(spec, p)
-        many = p.packed_rows > 8 and p.head_dim_qk < 256 and p.split_kv == "always"
-        typed = p.out in ("bf16", "fp16") and p.page_size in TMA_PAGES
-        plain = typed and not (p.drafts or p.skip) and (arch != ARCH or not (p.window or p.soft_cap))
-        usual = p.head_dim_qk < 256 and p.q != "e4m3" and (p.q == p.kv or p.q == "bf16" and arch == ARCH)
-        many_more = many and plain and usual and p.packed_rows > 16
-        assert op == (op_of_many if many_more else "attention.decode") and (spec in shared) == many_more
-        if not many_more:
-            assert spec.tile.rows_per_warp == (16 if many else 8)
-    shipped |= shared
-    assert shipped <= found and all(on_demand(spec) for spec in found - shipped)
+@pytest.mark.parametrize(
+    "change, prefill, rows",
+    [
+        ({"qhead_per_kvhead": 8}, False, 8),  # rows: per warp of decode
+        ({"qhead_per_kvhead": 9}, False, 16),
+        ({"qhead_per_kvhead": 16}, False, 16),
+        ({"qhead_per_kvhead": 17}, True, 0),
+        ({"rows": 4096}, True, 0),
+        ({"rows": 4096, "drafts": True}, False, 16),
+        ({"rows": 4096, "skip": True}, False, 16),
+        ({"rows": 4096, "out": "nvfp4"}, False, 16),
+        ({"rows": 4096, "page_size": 1}, False, 16),
+        ({"rows": 4096, "q": "e4m3", "kv": "e4m3"}, False, 16),
+        ({"rows": 4096, "head_dim_qk": 256, "head_dim_vo": 256}, False, 8),
+        ({"rows": 4096, "split_kv": "fixed"}, False, 8),
+    ],
+)
+def test_the_rows_of_a_sequence_choose_among_kernels_that_split_keys(arch, change, prefill, rows):
+    """More than 16 rows that ask for nothing else go to kernels of prefill whose CTAs share keys."""
+    op, spec = dispatch.select(replace(SPLIT, **{"rows": 1, "qhead_per_kvhead": 1} | change), arch)
+    assert (op != "attention.decode") == prefill and spec.schedule == "stream_k"
+    assert getattr(spec.tile, "rows_per_warp", 0) == rows
+
+
+def test_kernels_of_prefill_that_split_keys_differ_by_architecture():
+    """Hopper's read quantised caches, Blackwell's take windows and soft caps."""
+    for change, ops in (({"kv": "e4m3"}, ("sm90", "decode")), ({"window": True}, ("decode", "sm100"))):
+        found = (dispatch.select(replace(SPLIT, rows=64, **change), arch)[0] for arch in (ARCH, "sm_100a"))
+        assert tuple(found) == tuple(f"attention.{op}" for op in ops)
 
 
 # ---- whether CTAs share keys
@@ -203,7 +275,7 @@ def test_names_are_unique():
 def test_general_kernels_take_every_modifier_of_their_op():
     """A field of the launch that some kernel of an op has, all kernels but the headline ones have."""
     for op, module in dispatch.OPS.items():
-        specs = module.shipped(module.ARCHS[0])
+        specs = specs_of(op, module.ARCHS[0])
         for q, dims in {(spec.q, spec.dims) for spec in specs}:
             mine = [s for s in specs if (s.q, s.kv.block_scaled, s.mask.custom, s.dims) == (q, False, False, dims)]
             if op != "attention.decode":  # kernels of their own
@@ -255,36 +327,18 @@ def test_what_is_refused_is_named(change, word):
 def test_an_architecture_without_a_kernel_is_named():
     with pytest.raises(NotImplementedError, match=r"sm_80: needs sm_90a"):
         dispatch.select(BASE, "sm_80")
-    assert sm90.shipped("sm_100a") == [] == decode.shipped("sm_80") == sm100.shipped("sm_90a")
-
-
-@pytest.mark.parametrize("arch", BLACKWELL)
-def test_prefill_on_blackwell_serves_a_problem_or_names_what_it_lacks(arch):
-    shipped, found, lacking = {s for s in sm100.shipped(arch) if s.schedule == "tiles"}, set(), set()
-    more = product(usual_types(), ({"custom_mask": True}, {"skip": True}))
-    for problem in (*problems("never"), *(replace(WHOLE, **each, **also) for each, also in more)):
-        prefill_on_hopper, answer, *_ = (a for a in dispatch.explain(problem, arch) if a.op != "attention.decode")
-        if prefill_on_hopper.op != "attention.sm90":  # what is shipped comes first
-            prefill_on_hopper, answer = answer, prefill_on_hopper
-        assert prefill_on_hopper.reason.field == "arch"
-        if answer.reason is None:
-            found.add(answer.spec)
-            assert serves(answer.spec, problem)
-        else:
-            lacking.add(answer.reason.field)
-    assert shipped <= found
-    assert not lacking
+    assert dispatch.shipped("sm_80") == [] == specs_of("attention.sm90", "sm_100a") == specs_of("attention.sm100", ARCH)
 
 
 @pytest.mark.parametrize("arch", BLACKWELL)
 def test_tiles_of_few_rows_do_not_depend_on_the_batch(arch):
     """A kernel of prefill chooses for each request: the spec is the same whatever rows a call has."""
-    for spec in sm100.shipped(arch):
+    for spec in specs_of("attention.sm100", arch):
         alone = spec.logits.skip or spec.head_dim_vo > 128 or spec.schedule == "stream_k"
         assert spec.tile.m_choices == ((spec.tile.m,) if alone else (128, 256))
     short = replace(WHOLE, rows=1)
     assert dispatch.select(short, arch) == dispatch.select(replace(short, rows=1 << 30), arch)
-    few = sm100.shipped(arch)[0]
+    few = specs_of("attention.sm100", arch)[0]
     for other in (replace(few, logits=LogitsSpec(skip=True)), replace(few, tile=replace(few.tile, m=128))):
         refusal = sm100.supports(other)
         assert refusal is not None and refusal.field == "tile"
@@ -306,7 +360,7 @@ def test_every_multiple_of_16_is_a_head_dim(arch, kv):
             op, spec = dispatch.select(one, arch)
             splits = way == "always" and (kv, dim) != ("nvfp4", 192)  # decode has no tile for that
             assert serves(spec, one) and (op == "attention.decode") == splits
-            assert dim <= spec.padded_qk == spec.padded_vo < dim + 2 * spec.head_dim_step
+            assert dim <= spec.padded_qk == spec.padded_vo < dim + 64
 
 
 def test_only_hopper_has_head_dim_512():
@@ -338,7 +392,7 @@ def test_what_blackwell_lacks_is_named():
     ],
 )
 def test_decode_refuses_tiles_that_warps_cannot_share(tile, word):
-    spec = replace(decode.shipped(ARCH)[0], tile=tile)
+    spec = replace(specs_of("attention.decode", ARCH)[0], tile=tile)
     assert word in str(decode.supports(spec))
     assert decode.supports(replace(spec, tile=decode.DecodeTileConfig(48, 384, 3, 3))) is None
 
@@ -353,13 +407,13 @@ def test_decode_refuses_tiles_that_warps_cannot_share(tile, word):
     ],
 )
 def test_prefill_refuses_tiles(tile):
-    refusal = sm90.supports(replace(sm90.shipped(ARCH)[0], tile=tile))
+    refusal = sm90.supports(replace(specs_of("attention.sm90", ARCH)[0], tile=tile))
     assert refusal is not None and refusal.field == "tile"
 
 
 def test_prefill_of_blackwell_refuses_two_q_stages_over_a_quantised_cache():
     """Row scales of the tile after the next could be written before the softmax reads those of the tile."""
-    spec = next(spec for spec in sm100.shipped("sm_100a") if spec.kv.dtype != spec.q)
+    spec = next(spec for spec in specs_of("attention.sm100", "sm_100a") if spec.kv.dtype != spec.q)
     assert sm100.supports(spec) is None
     assert sm100.supports(replace(spec, tile=replace(spec.tile, q_stages=2))).field == "tile"
 
@@ -375,12 +429,12 @@ def test_prefill_with_a_soft_cap_refuses_tiles_that_begin_early(tile):
 
 def test_what_a_kernel_cannot_be_traced_with_is_refused():
     """Specs that no problem gives, but --spec of the artifact tool may."""
-    spec = decode.shipped(ARCH)[0]
+    spec = specs_of("attention.decode", ARCH)[0]
     for logits in (LogitsSpec(), LogitsSpec(soft_cap=True), LogitsSpec(skip=True)):
         refusal = decode.supports(replace(spec, logits=logits))
         assert refusal is not None and refusal.field == "logits"
     for op, module in dispatch.OPS.items():
-        refusal = module.supports(replace(module.shipped(module.ARCHS[0])[0], tile=None))
+        refusal = module.supports(replace(specs_of(op, module.ARCHS[0])[0], tile=None))
         assert refusal is not None and refusal.field == "tile", op
 
 

@@ -3,9 +3,9 @@
 import pytest
 
 from bench.cases import attention as cases
-from cute_kernels.attention import decode
+from cute_kernels.attention import decode, sm90, sm100
 from cute_kernels.attention.request import KernelRequest
-from cute_kernels.attention.spec import HEAD_DIM_UNIT, MAX_PADDED_DIM, PADDED_DIMS, padded
+from cute_kernels.attention.spec import HEAD_DIM_UNIT, MAX_PADDED_DIM, padded
 from tests.conftest import ARCH, run_python
 
 DIMS = range(HEAD_DIM_UNIT, MAX_PADDED_DIM + 1, HEAD_DIM_UNIT)
@@ -26,11 +26,24 @@ for spec in (sm100.candidate(request, arch), decode.candidate(replace(request, k
 """
 
 
-@pytest.mark.parametrize("step", [32, 64])
-def test_a_padded_dim_is_the_next_that_kernels_have(step):
-    for dim in range(-16, 600):
-        fits = [p for p in PADDED_DIMS if p % step == 0 and (p == dim or dim <= p <= MAX_PADDED_DIM)]
-        assert padded(dim, step) == (min(fits) if fits and dim > 0 and dim % HEAD_DIM_UNIT == 0 else 0), dim
+@pytest.mark.parametrize(
+    "known, want",
+    [
+        ((32, 64, 96, 128, 160, 192, 256, 512), {16: 32, 32: 32, 48: 64, 208: 256, 256: 256, 272: 0, 512: 512, 528: 0}),
+        ((64, 128, 192, 256), {16: 64, 80: 128, 144: 192, 240: 256, 512: 0}),
+    ],
+)
+def test_a_padded_dim_is_the_next_that_kernels_have(known, want):
+    """No head dim but 512 itself takes kernels of 512, and no kernel takes what is no multiple of 16."""
+    assert {dim: padded(dim, known) for dim in want} == want
+    assert not any(padded(dim, known) for dim in (-16, 0, 8, 72, 100, 264))
+
+
+@pytest.mark.parametrize("tile", [decode.DecodeTileConfig(64, 128, 3), sm90.Sm90TileConfig(), sm100.Sm100TileConfig()])
+@pytest.mark.parametrize("bits", [16, 8])
+def test_little_is_padded(tile, bits):
+    """Less than 64 columns of K and V, up to head_dim 256."""
+    assert all(dim <= padded(dim, tile.head_dims(bits)) < dim + 64 for dim in DIMS)
 
 
 def decode_specs(dim):

@@ -25,6 +25,7 @@ from cute_kernels.attention.spec import PACK_GQA_MAX_Q, AttentionSpec, KVSpec, M
 from cute_kernels.device import layout as shared
 from cute_kernels.device.divisor import Divisor, Quotient, magic_of, quotient_params
 from cute_kernels.device.roles import Role, Roles
+from tests.conftest import specs_of
 
 SPECS = st.builds(
     lambda causal, window, custom, m, n: AttentionSpec(
@@ -38,8 +39,8 @@ SPECS = st.builds(
 )
 LENGTHS = st.builds(mask.SeqlenInfo, st.integers(1, 400), st.integers(0, 700), st.integers(0, 500), st.integers(0, 1))
 EARLY_AND_FEW = list(product((0, 2), (False, True)))
-DECODE = decode.shipped("sm_90a")[0]
-BLACKWELL = sm100.shipped("sm_100a")[0]
+DECODE = specs_of("attention.decode", "sm_90a")[0]
+BLACKWELL = specs_of("attention.sm100", "sm_100a")[0]
 
 
 def causal(spec: AttentionSpec, n: mask.SeqlenInfo) -> bool:
@@ -286,7 +287,7 @@ def test_decode_tiles_are_as_small_as_their_rows_allow(rows, tile, each):
 
 
 def test_prefill_tiles_have_one_height():
-    spec = sm90.shipped("sm_90a")[0]
+    spec = specs_of("attention.sm90", "sm_90a")[0]
     assert all(geometry.tile_m(spec, rows) == spec.tile.m for rows in (0, 1, 63, 10**6))
 
 

@@ -48,12 +48,13 @@ UPSTREAM = {
     "wrappers/topk/api.py": {"top_k_page_table_transform"},
 }
 
-OPS = ("sm90", "decode", "radix", "sort", "rows")
+OPS = ("sm90", "sm100", "decode", "radix", "sort", "rows")
 # Read where no DSL is installed: by the runtime, dispatch and the tools that list kernels.
-PLAIN = {f"cute_kernels/{name}.py" for name in ("__init__", "archs", "manifest", "paths", "catalog")} | {
+PLAIN = {f"cute_kernels/{name}.py" for name in ("__init__", "archs", "manifest", "paths", "catalog", "shipped")} | {
     f"cute_kernels/{family}/{name}.py"
     for family in FAMILIES
-    for name in ("__init__", "request", "spec", "args", "dispatch", *(f"{op}/__init__" for op in OPS))
+    for name in ("__init__", "request", "spec", "tile", "args", "dispatch")
+    + tuple(f"{op}/{file}" for op in OPS for file in ("__init__", "tile_table"))
 }
 PLAIN |= {f"cute_kernels/attention/schedule/{name}.py" for name in ("__init__", "policy")}
 # The command lists without the DSL; build.py alone imports it, inside functions, after it has set the architecture.

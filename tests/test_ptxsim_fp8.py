@@ -10,7 +10,7 @@ import torch
 
 from bench.cases import attention as cases
 from bench.cases.attention import AttentionCase
-from cute_kernels.attention import sm90
+from cute_kernels.attention.sm90 import tile_table
 from tests.conftest import ARCH, ROOT
 from tools.ptxsim.workloads import distance, simulated
 from wrappers import single_prefill_with_kv_cache_return_lse
@@ -35,7 +35,7 @@ def run(case, **changes):
 @pytest.mark.parametrize("dims", DIMS)
 def test_v_reaches_its_place(dims):
     """A row that sees its own key alone gives the bits of its V: of all keys of two blocks, the second of them cut."""
-    n = sm90.FP8_TILES[dims].n
+    n = tile_table.column("fp8")[dims].general.n
     length = n + 37
     qk, vo = dims
     case = replace(ALONE, q_lens=(length,), kv_lens=(length,), head_dim_qk=qk, head_dim_vo=vo, window_left=0)

@@ -7,9 +7,8 @@ import numpy as np
 import pytest
 
 from cute_kernels import build
-from cute_kernels.attention import sm90
 from cute_kernels.attention.args import fields
-from tests.conftest import ARCH
+from tests.conftest import ARCH, specs_of
 from tools.ptxsim import host
 from tools.ptxsim.call import TensorMap
 from tools.ptxsim.faults import NotModelled
@@ -133,7 +132,7 @@ def test_parameters_must_be_those_of_the_ptx():
 
 @pytest.mark.kernels
 def test_a_shipped_kernel():
-    op, spec = "attention.sm90", sm90.shipped(ARCH)[0]
+    op, spec = "attention.sm90", specs_of("attention.sm90", ARCH)[0]
     compiled = build.build(op, spec, ARCH)
     page, heads, dim = 16, 2, spec.head_dim_qk
     kv = np.zeros((5, 2, heads, page, dim), ml_dtypes.bfloat16)  # K and V of a page side by side

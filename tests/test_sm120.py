@@ -6,8 +6,9 @@ import pytest
 
 from cute_kernels import archs, catalog, manifest
 from cute_kernels.attention import decode, dispatch
+from cute_kernels.attention.decode import tile_table
 from cute_kernels.attention.request import KernelRequest
-from tests.conftest import finish, run_python, start_python
+from tests.conftest import finish, run_python, specs_of, start_python
 
 ARCHS = decode.ALONE
 PROMPT = KernelRequest(page_size=64, qhead_per_kvhead=4, rows=4096)
@@ -27,6 +28,11 @@ def test_these_architectures_have_neither_wgmma_nor_tensor_memory():
         assert [(op, spec) for op, spec in catalog.shipped(arch)] == catalog.shipped(ARCHS[0])
 
 
+def test_an_architecture_without_a_row_is_named():
+    with pytest.raises(ValueError, match="arch: 'sm_80', must be one of sm_90a, sm_100a"):
+        archs.of("sm_80")
+
+
 @pytest.mark.parametrize("arch", ARCHS)
 def test_few_kernels_are_shipped(arch):
     assert len(catalog.shipped(arch)) < 60
@@ -34,11 +40,11 @@ def test_few_kernels_are_shipped(arch):
 
 @pytest.mark.parametrize("arch", archs.NAMES)
 def test_tiles_of_decode_fit_in_shared_memory(arch):
-    tiles = decode.tiles_of(arch)
-    assert tiles.keys() == decode.TILES.keys()
+    tiles = tile_table.tiles_of(arch)
+    assert tiles.keys() == tile_table.measured(False).keys()
     for (kind, dim, rows), tile in tiles.items():
-        assert decode.smem_bytes(kind, dim, tile) <= archs.of(arch).smem_per_cta
-        kv = "bf16" if kind == "16-bit" else kind
+        assert tile_table.smem_bytes(kind, dim, tile) <= archs.of(arch).smem_per_cta
+        kv = "bf16" if kind == "half" else kind
         spec = decode.spec_of("bf16", kv, dim, rows, arch)
         assert spec.tile == tile and decode.supports(spec) is None
 
@@ -49,7 +55,7 @@ def test_prompts_are_served_by_the_loop_of_decode(arch, way):
     """In tiles of 16 rows per warp; in those of 8 if bits must not depend on the rows of other sequences."""
     for change in ({}, {"window": True}, {"kv": "e4m3"}, {"kv": "nvfp4"}, {"source": "ragged", "page_size": 0}):
         op, spec = dispatch.select(replace(PROMPT, split_kv=way, **change), arch)
-        assert op == "attention.decode" and spec in decode.shipped(arch)
+        assert op == "attention.decode" and spec in specs_of("attention.decode", arch)
         assert spec.tile.rows_per_warp == (8 if way == "fixed" else 16) and spec.tile.alternates_m_blocks == (
             way != "fixed"
         )
@@ -95,8 +101,10 @@ def test_kernels_fit_spill_nothing_and_are_right_in_the_simulator(ran, arch, nam
     assert int(shared) <= archs.of(arch).smem_per_cta and (int(shared) > 0) == (kernel.split("/")[0] not in NO_SHARED)
     if kernel.startswith("attention."):
         spec = next(spec for _, spec in catalog.shipped(arch) if kernel.endswith(f"/{spec.name}"))
-        kind = "16-bit" if spec.kv.bits == 16 else spec.kv.dtype
-        assert 0 <= decode.smem_bytes(kind, spec.padded_qk, spec.tile) - int(shared) <= 1024, "what tiles are chosen by"
+        kind = tile_table.kind_of(spec.kv.dtype)
+        assert 0 <= tile_table.smem_bytes(kind, spec.padded_qk, spec.tile) - int(shared) <= 1024, (
+            "what tiles are chosen by"
+        )
 
 
 @pytest.mark.kernels

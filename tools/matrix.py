@@ -1,7 +1,7 @@
 """The support table: architecture x feature, from the requests that each kernel accepts.
 
     python -m tools.matrix              print the table
-    python -m tools.matrix readme       write it into docs/support.md
+    python -m tools.matrix readme       write it into docs/support.md, and the tables of head dims and of bundles
     python -m tools.matrix record REPORT... --gpu NAME --commit COMMIT
                                         add the results of a GPU test run (pytest --junitxml) to tests/data/hardware.csv
 
@@ -21,9 +21,13 @@ from typing import Any
 
 from bench.pages import fill
 from cute_kernels import archs, catalog
+from cute_kernels import shipped as policy
 from cute_kernels.attention import dispatch as attention
 from cute_kernels.attention.decode import ALONE
+from cute_kernels.attention.decode import tile_table as decode_tiles
 from cute_kernels.attention.request import KernelRequest
+from cute_kernels.attention.sm90 import tile_table as sm90_tiles
+from cute_kernels.attention.sm100 import tile_table as sm100_tiles
 from cute_kernels.cache_write import dispatch as cache_write
 from cute_kernels.cache_write.request import CacheWriteRequest
 from cute_kernels.merge_states import dispatch as merge_states
@@ -48,6 +52,35 @@ FAMILIES: dict[str, Any] = {
     "append": cache_write,
     "merge": merge_states,
 }
+
+
+TILE_COLUMNS: tuple[tuple[str, Any, dict[tuple[str, str], str]], ...] = (  # types -> column of a table of tiles
+    (
+        "prefill, Hopper",
+        sm90_tiles,
+        {
+            ("bf16, fp16", "the same"): "half",
+            ("e4m3", "e4m3"): "fp8",
+            ("any", "another 8-bit type"): "quantised",
+            ("any", "NVFP4"): "nvfp4",
+        },
+    ),
+    (
+        "prefill, Blackwell",
+        sm100_tiles,
+        {
+            ("bf16, fp16", "the same"): "half",
+            ("e4m3", "e4m3"): "fp8",
+            ("bf16, fp16", "e4m3, e5m2, NVFP4"): "quantised",
+            ("e4m3", "e5m2, NVFP4"): "e4m3_query",
+        },
+    ),
+    (
+        "decode",
+        decode_tiles,
+        {("bf16, fp16", "the same"): "half", ("any", "e4m3, e5m2"): "e4m3", ("any", "NVFP4"): "nvfp4"},
+    ),
+)
 
 
 @dataclass(frozen=True)
@@ -224,7 +257,50 @@ def markdown(ran: dict[tuple[str, str], dict[str, str]] | None = None) -> str:
         rows.setdefault((f.op, f.what, *(cell(f, arch, ran) for arch in ARCHS)), []).append(f.value)
     lines = [["", "", "", *(f"{arch} ({name})" for arch, name in ARCHS.items())], ["---"] * (len(ARCHS) + 3)]
     lines += [[op, what, ", ".join(values), *cells] for (op, what, *cells), values in rows.items()]
-    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+    return cells(lines)
+
+
+def cells(rows: Iterable[Any]) -> str:
+    """Return rows as lines of a Markdown table."""
+    return "\n".join("| " + " | ".join(map(str, row)) + " |" for row in rows)
+
+
+def dims_name(dims: tuple[int, int]) -> str:
+    """Return how documents name (head_dim_qk, head_dim_vo)."""
+    return str(dims[0]) if dims[0] == dims[1] else f"{dims[0]} with {dims[1]}"
+
+
+def head_dims() -> str:
+    """Return the head dims that attention kernels compute with, from the tables of tiles, as a Markdown table."""
+    lines: list[list[str]] = [["kernel", "queries", "K and V", "columns of a kernel"], ["---"] * 4]
+    for op, table, kinds in TILE_COLUMNS:
+        for (q, kv), column in kinds.items():
+            found = [getattr(row, "dims", (row[0], row[0])) for row in table.TABLE if getattr(row, column)]
+            lines.append([op, q, kv, ", ".join(map(dims_name, found))])
+    return cells(lines)
+
+
+def bundles() -> str:
+    """Return the rows of `shipped` as a Markdown table, and what their kinds are."""
+    same = {"q": "the query's type"}
+    lines = [["op", "architectures", "queries", "caches", "head_dim", "kinds"], ["---"] * 6]
+    for row in policy.ATTENTION:
+        caches, dims = ", ".join(same.get(kv, kv) for kv in row.kv), ", ".join(map(dims_name, row.head_dims))
+        arch = "all" if row.archs == archs.NAMES else ", ".join(row.archs)
+        lines.append([f"`{row.op}`", arch, ", ".join(row.q), caches, dims, ", ".join(row.kinds)])
+    counts = [[arch, len(catalog.shipped(arch))] for arch in ARCHS]
+    kinds = [[name, kind.meaning] for name, kind in attention.KINDS.items()]
+    tables: tuple[list[Any], ...] = (
+        lines,
+        [["kind", "serves"], ["---"] * 2, *kinds],
+        [["bundle", "kernels of all families"], ["---"] * 2, *counts],
+    )
+    return "\n\n".join(cells(table) for table in tables)
+
+
+def sections() -> dict[str, str]:
+    """Return the generated sections of documents: name -> body."""
+    return {"support": markdown(), "head-dims": head_dims(), "shipped": bundles()}
 
 
 def executed(reports: Iterable[Path]) -> dict[str, tuple[int, int]]:
@@ -258,8 +334,8 @@ def add(reports: Iterable[Path], arch: str, gpu: str, commit: str, path: Path = 
 
 
 def update() -> None:
-    """Write the table into its page."""
-    fill({"support": markdown()})
+    """Write the tables into their pages."""
+    fill(sections())
 
 
 def main() -> None:

@@ -167,8 +167,10 @@ def explain(
         ops = dispatch.OPS if attention else topk_dispatch.KERNELS
         name = "reference (torch, fp32)" if attention else "reference (torch)"
         return Explanation(name, tuple((op, f"device {device}, must be a CUDA device") for op in ops))
-    if sms is None:
-        sms = count if count is not None and arch == known else archs.of(arch).sms
+    if sms is None and count is not None and arch == known:
+        sms = count
+    elif sms is None:  # every op refuses an architecture without a row, whatever its SMs
+        sms = archs.of(arch).sms if arch in archs.NAMES else 1
     answers = _attention(asked, arch, sms) if attention else _top_k(asked, arch, sms)
     refused = tuple((op, str(reason)) for op, _, reason in answers if reason is not None)
     for op, spec, reason in answers:

@@ -5,12 +5,16 @@ the keys of a sequence among CTAs (`schedule.stream_k`). `splits_pay` decides wh
 shapes alone: the public function that was called does not matter.
 """
 
+from collections.abc import Iterator
+from dataclasses import replace
 from functools import cache
+from itertools import product
 from typing import Any, NamedTuple
 
+from .. import shipped as policy
 from . import decode, sm90, sm100
 from .request import KernelRequest, Refusal
-from .spec import BITS
+from .spec import BITS, outputs
 
 OPS = {"attention.sm90": sm90, "attention.sm100": sm100, "attention.decode": decode}
 # (op, whether it splits keys), in the order in which they are asked
@@ -27,8 +31,35 @@ READ_RATE = {16: 2.5, 8: 0.95, 4: 0.56}
 MERGES = {MORE_ROWS: 550, MANY_ROWS: 2500, None: 2000}
 
 
+class Kind(NamedTuple):
+    """A kind of kernels in `shipped`. meaning: what they serve. split: they split keys. change: fields in which a
+    request that such a kernel serves differs from the default."""
+
+    meaning: str
+    split: bool
+    change: dict[str, Any]
+
+
+KINDS = {
+    "causal": Kind("a causal mask, no modifier", False, {}),
+    "full": Kind("no mask, and no modifier", False, {"causal": False}),
+    "modified": Kind("any mask but a custom one, windows, soft caps", False, {"window": True}),
+    "gather": Kind("causal, with pages of any size", False, {"page_size": 1}),
+    "gather modified": Kind("modified, with pages of any size", False, {"page_size": 1, "window": True}),
+    "custom mask": Kind("a custom mask, windows and soft caps", False, {"causal": False, "custom_mask": True}),
+    "skip": Kind("causal, with skip-softmax", False, {"skip": True}),
+    "split": Kind("causal, and CTAs share the keys of a sequence", True, {}),
+    "split modified": Kind("split, with windows and soft caps", True, {"window": True}),
+    "8 rows": Kind("few query rows and every modifier: 8 rows per warp", True, {"rows": 8}),
+    "16 rows": Kind("the same with 16 rows per warp", True, {"rows": 16}),
+    "8 rows gather": Kind("8 rows, with pages of any size", True, {"rows": 8, "page_size": 1}),
+    "16 rows gather": Kind("16 rows, with pages of any size", True, {"rows": 16, "page_size": 1}),
+}
+
+
 class Answer(NamedTuple):
-    """An op's answer to a request: the spec that it would run, and None or the reason why it refuses."""
+    """An op's answer to a request: the spec that it would run, and None or the reason why it refuses. spec: None if the
+    op does not have the architecture."""
 
     op: str
     spec: Any
@@ -69,13 +100,15 @@ def splits_pay(request: KernelRequest) -> bool:
     return bits == 4 and keys >= 8192 or saved > MERGES[MANY_ROWS]
 
 
-def refusal(module: Any, request: KernelRequest, spec: Any, arch: str) -> Refusal | None:
-    """Return None if an op serves a request with a spec, else the reason why not."""
+def answer(op: str, request: KernelRequest, arch: str, split: bool) -> Answer:
+    """Return an op's answer to a request. split: whether to ask for a kernel that splits keys."""
+    module = OPS[op]
     if arch not in module.ARCHS:
-        return Refusal("arch", f"{arch}: needs {' or '.join(module.ARCHS)}")
+        return Answer(op, None, Refusal("arch", f"{arch}: needs {' or '.join(module.ARCHS)}"))
+    spec: Any = module.candidate(request, arch, split)
     if request.source == "ragged" and spec.kv.block_scaled:
-        return Refusal("source", "ragged: block-scaled caches have pages")
-    return module.supports(spec)
+        return Answer(op, spec, Refusal("source", "ragged: block-scaled caches have pages"))
+    return Answer(op, spec, module.supports(spec))
 
 
 def explain(request: KernelRequest, arch: str) -> tuple[Answer, ...]:
@@ -88,11 +121,7 @@ def explain(request: KernelRequest, arch: str) -> tuple[Answer, ...]:
         order = (*FIXED, *WHOLE)
     elif request.split_kv == "always" or request.split_kv == "auto" and splits_pay(request):
         order = (*SPLIT, *WHOLE)
-    found = []
-    for op, split in order:
-        module = OPS[op]
-        spec: Any = module.candidate(request, arch, split)
-        found.append(Answer(op, spec, refusal(module, request, spec, arch)))
+    found = [answer(op, request, arch, split) for op, split in order]
     if request.split_kv == "auto" and request.packed_rows <= MANY_ROWS:
         held = _held(arch)
         found.sort(key=lambda a: a.reason is not None or (a.op, a.spec) not in held)
@@ -109,9 +138,17 @@ def select(request: KernelRequest, arch: str) -> tuple[str, Any]:
     raise UnsupportedRequest(answers)
 
 
+def requests(row: policy.AttentionRow) -> Iterator[tuple[bool, KernelRequest]]:
+    """Return, for each kernel of a row of `shipped`, whether it splits keys, and a request that it serves."""
+    for q, kv, dims, kind in product(row.q, row.kv, row.head_dims, row.kinds):
+        request = KernelRequest(q, q if kv == policy.SAME else kv, outputs(q)[0], *dims)
+        yield KINDS[kind].split, replace(request, **KINDS[kind].change)
+
+
 def shipped(arch: str) -> list[tuple[str, Any]]:
-    """Return all (op, spec) of a bundle for `arch`."""
-    return [(op, spec) for op, module in OPS.items() for spec in module.shipped(arch)]
+    """Return all (op, spec) of a bundle for `arch`, each once. Other kernels are compiled at their first call."""
+    rows = [row for row in policy.ATTENTION if arch in row.archs]
+    return [(row.op, OPS[row.op].candidate(one, arch, split)) for row in rows for split, one in requests(row)]
 
 
 @cache

@@ -10,8 +10,9 @@ from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
 from .request import KernelRequest, Refusal
+from .tile import TileConfig
 
-T = TypeVar("T")  # the op's tile config
+T = TypeVar("T", bound=TileConfig)
 
 DTYPES = ("bf16", "fp16")  # of 16 bits
 BITS = {"bf16": 16, "fp16": 16, "e4m3": 8, "e5m2": 8, "nvfp4": 4}  # per stored element
@@ -19,7 +20,6 @@ SF_VEC_SIZE = 16  # elements that share a scale factor of NVFP4
 TMA_PAGES = (8, 16, 32, 64, 128, 256)  # page sizes, in rows, that TMA loads
 HEAD_DIM_UNIT = 16  # head dims are multiples of it: rows of 16 bytes, the unit of TMA's strides, in 8 bits
 BLOCK_SCALED_UNIT = 64  # the same of NVFP4 caches: scale factors of 4 bytes a row, the least that cp.async copies
-PADDED_DIMS = (32, 64, 96, 128, 160, 192, 256, 512)  # head dims that kernels compute with
 MAX_PADDED_DIM = 256  # no smaller head dim is padded to a larger one than this
 PACK_GQA_MAX_Q = 64  # PackGQA for sequences of at most this many query tokens,
 PACK_GQA_MAX_GROUP = 1024  # and at most this many query heads per KV head: row * heads < 2^30, for `Divisor`
@@ -80,7 +80,7 @@ class AttentionSpec(Generic[T]):
     q: type of Q and of P. out: types that the call may choose from; the first is the default. schedule: "tiles", one
     CTA per tile; or "stream_k", all CTAs get the same number of KV blocks and `combine` merges the splits of a tile.
     With "stream_k" all tiles are packed (PackGQA); with "tiles", those of sequences of at most `PACK_GQA_MAX_Q` query
-    tokens are.
+    tokens are. tile: the op's tile config; None in a spec that no kernel serves.
     """
 
     q: str = "bf16"
@@ -91,7 +91,7 @@ class AttentionSpec(Generic[T]):
     mask: MaskSpec = field(default_factory=MaskSpec)
     logits: LogitsSpec = field(default_factory=LogitsSpec)
     schedule: str = "tiles"
-    tile: T = None  # type: ignore[assignment]
+    tile: T | None = None
 
     @property
     def dims(self) -> tuple[int, int]:
@@ -101,17 +101,18 @@ class AttentionSpec(Generic[T]):
     @property
     def padded_qk(self) -> int:
         """head_dim_qk as the kernel computes with it: TMA fills the columns past head_dim_qk with zeros."""
-        return padded(self.head_dim_qk, self.head_dim_step)
+        return padded(self.head_dim_qk, self._head_dims)
 
     @property
     def padded_vo(self) -> int:
         """head_dim_vo as the kernel computes with it: columns of O past head_dim_vo are zeros, and are not stored."""
-        return padded(self.head_dim_vo, self.head_dim_step)
+        return padded(self.head_dim_vo, self._head_dims)
 
     @property
-    def head_dim_step(self) -> int:
-        """The head dims that the kernel computes with are multiples of it."""
-        return self.tile.head_dim_steps[self.kv.bits < 16]  # type: ignore[attr-defined,no-any-return]
+    def _head_dims(self) -> tuple[int, ...]:
+        if self.tile is None:
+            raise ValueError("tile: None, must be the op's tile config")
+        return self.tile.head_dims(self.kv.bits)
 
     @property
     def name(self) -> str:
@@ -127,23 +128,21 @@ class AttentionSpec(Generic[T]):
             "alibi" if self.logits.alibi else "",
             "heads" if self.logits.head_scales else "",
             self.kv.source,
-            self.tile.name,  # type: ignore[attr-defined]
+            self.tile.name if self.tile else "",
         ]
         return "_".join(filter(None, parts))
 
 
-def padded(head_dim: int, step: int) -> int:
-    """Return the smallest of `PADDED_DIMS` that is a multiple of `step` and not below `head_dim`; 0 if there is none
-    that serves it, or if `head_dim` is no multiple of `HEAD_DIM_UNIT`."""
-    fits = (dim for dim in PADDED_DIMS if dim % step == 0 and head_dim <= dim <= max(head_dim, MAX_PADDED_DIM))
+def padded(head_dim: int, known: tuple[int, ...]) -> int:
+    """Return the smallest of `known` that serves a head dim; 0 if there is none, or if `head_dim` is no multiple of
+    `HEAD_DIM_UNIT`. known: the head dims that a kernel computes with, ascending."""
+    fits = (dim for dim in known if head_dim == dim or head_dim <= dim <= MAX_PADDED_DIM)
     return next(fits, 0) if head_dim % HEAD_DIM_UNIT == 0 < head_dim else 0
 
 
-def padded_dims(kv: str, dims: tuple[int, int], steps: tuple[int, int]) -> tuple[int, int]:
-    """Return the head dims with which a kernel over K and V of type `kv` computes. steps: `head_dim_steps` of its
-    tile."""
-    step = steps[BITS[kv] < 16]
-    return padded(dims[0], step), padded(dims[1], step)
+def padded_dims(dims: tuple[int, int], known: tuple[int, ...]) -> tuple[int, int]:
+    """Return `padded` of (head_dim_qk, head_dim_vo)."""
+    return padded(dims[0], known), padded(dims[1], known)
 
 
 def refuse_dims(spec: AttentionSpec[T], found: tuple[int, int], known: Iterable[tuple[int, int]]) -> Refusal | None:

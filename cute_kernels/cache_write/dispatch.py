@@ -3,12 +3,12 @@
 from itertools import product
 
 from .. import families
+from .. import shipped as policy
 from . import rows
 from .request import CacheWriteRequest
 from .spec import CacheWriteSpec
 
 KERNELS = {"cache_write.rows": rows}  # op -> its package, with `supports`
-SHIPPED_CACHES = ("e4m3", "nvfp4")  # besides the rows' own type; others compile on demand
 
 
 def explain(request: CacheWriteRequest, arch: str) -> tuple[tuple[str, CacheWriteSpec, str | None], ...]:
@@ -25,9 +25,10 @@ def select(request: CacheWriteRequest, arch: str) -> tuple[str, CacheWriteSpec]:
 
 
 def shipped(arch: str) -> list[tuple[str, CacheWriteSpec]]:
-    """Return all (op, spec) that a bundle of `arch` holds, each once."""
-    found = [CacheWriteSpec("uint8", "uint8"), CacheWriteSpec("nvfp4", "fp32")]
-    for dtype, transform in product(("bf16", "fp16"), (False, True)):
-        found += [CacheWriteSpec(dtype, cache, transform) for cache in (dtype, *SHIPPED_CACHES)]
-    found += [CacheWriteSpec(dtype, dtype, True, True) for dtype in ("bf16", "fp16")]
-    return [(op, spec) for op, module in KERNELS.items() for spec in found if arch in module.ARCHS]
+    """Return all (op, spec) that a bundle of `arch` holds, each once. Other kernels compile on demand."""
+    found = []
+    for row in policy.CACHE_WRITE:
+        for dtype, cache, kind in product(row.dtypes, row.caches, row.kinds):
+            spec = CacheWriteSpec(dtype, cache, kind != "append", kind == "gather")
+            found += [(row.op, spec)] if arch in row.archs else []
+    return found

@@ -3,9 +3,10 @@
 from itertools import product
 
 from .. import families
+from .. import shipped as policy
 from . import rows
 from .request import MergeRequest
-from .spec import BYTES, MergeSpec
+from .spec import MergeSpec
 
 KERNELS = {"merge_states.rows": rows}  # op -> its package, with `supports`
 
@@ -25,5 +26,5 @@ def select(request: MergeRequest, arch: str) -> tuple[str, MergeSpec]:
 
 def shipped(arch: str) -> list[tuple[str, MergeSpec]]:
     """Return all (op, spec) that a bundle of `arch` holds, each once."""
-    found = [MergeSpec(dtype, pair) for dtype, pair in product(BYTES, (False, True))]
-    return [(op, spec) for op, module in KERNELS.items() for spec in found if arch in module.ARCHS]
+    rows = [row for row in policy.MERGE_STATES if arch in row.archs]
+    return [(r.op, MergeSpec(dtype, kind == "pair")) for r in rows for dtype, kind in product(r.dtypes, r.kinds)]

@@ -2,13 +2,13 @@
 
 from dataclasses import replace
 from functools import lru_cache
-from itertools import product
 from typing import Any
 
 from .. import archs
+from .. import shipped as policy
 from . import radix, sort
 from .request import TopKKernelRequest
-from .spec import BITS, DTYPES, SMEM_PER_CTA, SortSpec, TopKSpec
+from .spec import BITS, SMEM_PER_CTA, SortSpec, TopKSpec
 
 KERNELS = {"topk.radix": radix}  # op -> its package, with `supports`
 SORT = "topk.sort"  # the op that sorts the selected elements
@@ -85,11 +85,13 @@ def candidate(request: TopKKernelRequest, arch: str = ARCH) -> TopKSpec | None:
 
 def explain(request: TopKKernelRequest, arch: str) -> tuple[tuple[str, TopKSpec | None, str | None], ...]:
     """Return a row for every kernel of the operator: (op, the spec it would run, None or its reason to refuse)."""
-    rows = []
+    rows: list[tuple[str, TopKSpec | None, str | None]] = []
     for op, module in KERNELS.items():
+        if arch not in module.ARCHS:
+            rows.append((op, None, f"architecture {arch}: needs {' or '.join(module.ARCHS)}"))
+            continue
         spec = candidate(request, arch)
-        reason = None if arch in module.ARCHS else f"architecture {arch}: needs {' or '.join(module.ARCHS)}"
-        rows.append((op, spec, reason or (module.supports(spec) if spec else too_large(request, arch))))
+        rows.append((op, spec, module.supports(spec) if spec else too_large(request, arch)))
     return tuple(rows)
 
 
@@ -130,6 +132,8 @@ def sort_spec(request: TopKKernelRequest, arch: str = ARCH) -> SortSpec | None:
 
 def shipped(arch: str) -> list[tuple[str, TopKSpec | SortSpec]]:
     """Return all (op, spec) that a bundle of `arch` holds, each once: some request uses every spec."""
-    kernels = [(op, dtype) for (op, module), dtype in product(KERNELS.items(), DTYPES) if arch in module.ARCHS]
-    found: list[tuple[str, TopKSpec | SortSpec]] = [(op, spec) for op, dtype in kernels for spec in specs(dtype, arch)]
-    return found + [(SORT, spec) for dtype in DTYPES for spec in sort_specs(dtype, arch) if arch in sort.ARCHS]
+    found: list[tuple[str, TopKSpec | SortSpec]] = []
+    for row in (row for row in policy.TOPK if arch in row.archs):
+        plans = sort_specs if row.op == SORT else specs
+        found += [(row.op, spec) for dtype in row.dtypes for spec in plans(dtype, arch)]
+    return found

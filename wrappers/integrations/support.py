@@ -5,11 +5,14 @@ from typing import Any
 import torch
 
 from cute_kernels import archs
+from cute_kernels.attention import dispatch
+from cute_kernels.attention.spec import HEAD_DIM_UNIT, padded
 
 from ..explanation import explain
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
-HEAD_SIZES = [*range(16, 257, 16), 512]
+_PADDED = tuple(sorted({dim for op in dispatch.OPS.values() for dim in op.HEAD_DIMS}))  # that kernels compute with
+HEAD_SIZES = [dim for dim in range(HEAD_DIM_UNIT, _PADDED[-1] + 1, HEAD_DIM_UNIT) if padded(dim, _PADDED)]
 PAGE_SIZES = [8, 16, 32, 64, 128, 256]  # fetched by TMA
 ARCHS = {arch.capability: arch.name for arch in archs.TABLE}
 E4M3_QUERIES = archs.having(archs.TCGEN05)

@@ -11,8 +11,8 @@ from typing import NamedTuple
 import cutlass
 
 from ...device import copy, layout
-from .. import decode
 from ..spec import SF_VEC_SIZE
+from . import tile_table
 
 
 class CachedRow(NamedTuple):
@@ -46,12 +46,12 @@ def first_column(spec, number, eighth):
 
 def columns_at_once(spec):
     """Return how many of a lane's columns one reduction pass adds up: a power of two."""
-    return decode.columns_at_once(spec.padded_vo)
+    return tile_table.columns_at_once(spec.padded_vo)
 
 
 def rows_at_once(spec):
     """Return how many of a warp's rows one reduction pass adds up."""
-    return decode.rows_at_once(spec.padded_vo, spec.tile.rows_per_warp)
+    return tile_table.rows_at_once(spec.padded_vo, spec.tile.rows_per_warp)
 
 
 def reduction_passes(spec):

@@ -17,7 +17,8 @@ from bench.cases import attention as cases
 from bench.cases import forms
 from bench.cases.attention import AttentionCase
 from bench.cases.planted import STEP_SCALE
-from cute_kernels.attention.decode import FEW_ROWS, shipped
+from cute_kernels.attention import dispatch
+from cute_kernels.attention.decode import FEW_ROWS
 from wrappers import fp4
 from wrappers.attention.call import AttentionCall
 from wrappers.attention.op import serve
@@ -29,7 +30,11 @@ from .common import SMS, Outcome, distance, simulated
 Results = tuple[torch.Tensor, torch.Tensor | None]  # out (T, Hq, Dvo), lse
 SHARED_SMS = 7  # when CTAs share the keys of a request
 PARTS = 26  # splits of a long request, one per SM
-WIDE = {(s.kv.dtype, s.head_dim_qk) for s in shipped("sm_90a") if s.tile.rows_per_warp > FEW_ROWS}
+WIDE = {
+    (s.kv.dtype, s.head_dim_qk)
+    for op, s in dispatch.shipped("sm_90a")
+    if op == "attention.decode" and s.tile.rows_per_warp > FEW_ROWS
+}
 
 
 DECODE_STRUCTURES = {  # (KV dtype, head_dim, 8 rows per warp): every type, head_dim and number of rows at least twice

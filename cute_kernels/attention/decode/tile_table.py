@@ -1,0 +1,250 @@
+"""The tiles of decode's kernels: the only table of the head dims that they have. Plain Python.
+
+A row of `TABLE` is a padded head dim; its cells are the tiles, by type of the cache and by rows per warp. The tiles
+were measured (bench/notes/decode.md). A new head dim is a new row. Architectures with less shared memory get tiles that
+`small_tile` makes.
+"""
+
+from dataclasses import dataclass, replace
+from functools import cache
+from itertools import product
+from typing import ClassVar, NamedTuple
+
+from ... import archs
+from ..spec import BITS, SF_VEC_SIZE
+from ..tile import Resources
+
+FEW_ROWS = 8  # rows per warp; kernels for calls with more rows have twice as many
+QUANTISED = {"e4m3": "e4m3", "e5m2": "e4m3", "nvfp4": "nvfp4"}  # type of a cache -> its column of `TABLE`
+
+
+@dataclass(frozen=True)
+class DecodeTileConfig:
+    """The static shape of a CTA's tile: at most m query rows x n keys, with `stages` K stages and as many V stages.
+
+    The mma warps of `warpgroups` compute `rows_per_warp` rows each, 8 or 16, on keys of their own. blackwell: the code
+    for architectures with a `cvt` of e2m1 codes, which differs in `quant.kv_format` and `operands.fill`. end_blocks:
+    the time that the end of a tile takes, in KV blocks, for the schedule (`stream_k.end_units`).
+    """
+
+    m: int
+    n: int
+    stages: int
+    warpgroups: int = 2
+    rows_per_warp: int = FEW_ROWS
+    blackwell: bool = False
+    end_blocks: int = 0
+
+    load_warps: ClassVar[int] = 1
+    loops_over_boxes: ClassVar[bool] = True  # less code: that of all roles shares an instruction cache of 32 KB
+    per_tile_pack_gqa: ClassVar[bool] = False
+    pdl_prologue: ClassVar[bool] = True
+
+    @property
+    def warps(self) -> int:
+        """The number of mma warps."""
+        return 4 * self.warpgroups
+
+    @property
+    def alternates_m_blocks(self) -> bool:
+        """Whether the m_blocks of a sequence come as the first, the last, the second, and so on, so that CTAs get equal
+        shares of a prompt. They do if each warp of a full tile has 16 rows of its own: such tiles are for prompts."""
+        return self.rows_per_warp > FEW_ROWS and self.m == self.rows_per_warp * self.warps
+
+    @property
+    def counters_per_split(self) -> int:
+        """Counters per split tile: each warp counts the splits of its own rows, and merges them."""
+        return self.warps
+
+    @property
+    def combine_columns(self) -> int:
+        """Registers per lane for the columns of splits that it merges, as far as O and Q leave room."""
+        return 96 if self.rows_per_warp == FEW_ROWS and self.warpgroups < 3 else 32
+
+    @property
+    def m_choices(self) -> tuple[int, ...]:
+        """The numbers of rows that a tile may have, ascending: `rows_per_warp` times a divisor of the warps, at
+        most m."""
+        each = self.rows_per_warp
+        return tuple(n * each for n in range(1, self.warps + 1) if self.warps % n == 0 and n * each <= self.m)
+
+    @property
+    def name(self) -> str:
+        """The tile's part of a spec's name."""
+        name = f"m{self.m}n{self.n}s{self.stages}g{self.warpgroups}r{self.rows_per_warp}"
+        return name + ("b" if self.blackwell else "")
+
+    @property
+    def e2m1(self) -> bool:
+        """Whether the architecture has a `cvt` of e2m1 codes."""
+        return self.blackwell
+
+    def head_dims(self, bits: int) -> tuple[int, ...]:
+        """Return the head dims that kernels compute with. bits: per stored element of K and V."""
+        return HEAD_DIMS if bits == 16 else QUANTISED_HEAD_DIMS
+
+
+class DecodeTiles(NamedTuple):
+    """Tiles over caches of one type. few: 8 rows per warp. more: 16 rows; None: no kernel. few_blackwell: instead of
+    `few` on architectures with a `cvt` of e2m1 codes; None: `few`."""
+
+    few: DecodeTileConfig
+    more: DecodeTileConfig | None = None
+    few_blackwell: DecodeTileConfig | None = None
+
+
+class DecodeRow(NamedTuple):
+    """The tiles for a padded head dim, by type of the cache; e4m3 is also the column of e5m2. None: no kernel."""
+
+    head_dim: int
+    half: DecodeTiles | None = None
+    e4m3: DecodeTiles | None = None
+    nvfp4: DecodeTiles | None = None
+
+
+# Nearly all shared memory holds K and V in their storage type. A warp has 16 to 64 keys of a stage. Stages are small,
+# so that CTAs get equal shares of the work. More warps convert if registers suffice. Kernels with 16 rows per warp hold
+# more in registers (8 warps at most) and add up more of O in shared memory. From head_dim 160 on there are none: O and
+# Q of 16 rows would take 120 registers per thread with head_dim 160, 192 with 256.
+_T = DecodeTileConfig
+TABLE = (
+    DecodeRow(
+        32,
+        half=DecodeTiles(_T(64, 256, 6), _T(64, 256, 6, 2, 16)),
+        e4m3=DecodeTiles(_T(64, 512, 6), _T(64, 512, 6, 2, 16)),
+    ),
+    DecodeRow(
+        64,
+        half=DecodeTiles(_T(64, 128, 6), _T(64, 128, 6, 2, 16)),
+        e4m3=DecodeTiles(_T(64, 256, 6), _T(64, 256, 6, 2, 16)),
+        nvfp4=DecodeTiles(_T(64, 512, 4), _T(64, 512, 4, 2, 16)),
+    ),
+    DecodeRow(
+        96,
+        half=DecodeTiles(_T(64, 128, 4), _T(64, 128, 4, 2, 16)),
+        e4m3=DecodeTiles(_T(64, 256, 4), _T(64, 256, 4, 2, 16)),
+    ),
+    DecodeRow(
+        128,
+        half=DecodeTiles(_T(64, 128, 3), _T(64, 128, 3, 2, 16)),
+        e4m3=DecodeTiles(
+            _T(64, 256, 3),
+            _T(64, 256, 3, 2, 16),
+            few_blackwell=_T(64, 128, 6),  # the tile of `few` would spill there
+        ),
+        nvfp4=DecodeTiles(_T(48, 384, 3, 3), _T(64, 256, 5, 2, 16)),
+    ),
+    DecodeRow(
+        160,
+        half=DecodeTiles(_T(32, 64, 5, 1)),
+        e4m3=DecodeTiles(_T(64, 128, 5)),
+    ),
+    DecodeRow(
+        192,
+        half=DecodeTiles(_T(32, 64, 4, 1)),
+        e4m3=DecodeTiles(_T(64, 128, 4)),
+    ),
+    DecodeRow(
+        256,
+        half=DecodeTiles(_T(32, 64, 3, 1)),
+        e4m3=DecodeTiles(_T(64, 128, 3)),
+        nvfp4=DecodeTiles(_T(64, 128, 5)),
+    ),
+)
+END_BLOCKS = {"half": 0, "e4m3": 2, "nvfp4": 2}  # column of `TABLE` -> `end_blocks` of a tile
+SMALL_STAGES = 6  # most stages of a tile that `small_tile` makes
+HEAD_DIMS = tuple(row.head_dim for row in TABLE if row.half)
+QUANTISED_HEAD_DIMS = tuple(row.head_dim for row in TABLE if row.e4m3 or row.nvfp4)
+
+
+class TileKey(NamedTuple):
+    """The choice of a tile. kind: a column of `TABLE`. head_dim: a padded one. rows: per warp."""
+
+    kind: str
+    head_dim: int
+    rows: int
+
+
+def kind_of(kv: str) -> str:
+    """Return the column of `TABLE` for a type of cache."""
+    return QUANTISED.get(kv, "half")
+
+
+def bits_of(kind: str) -> int:
+    """Return the bits per stored element of a column of `TABLE`."""
+    return BITS.get(kind, 16)
+
+
+@cache
+def measured(blackwell: bool) -> dict[TileKey, DecodeTileConfig]:
+    """Return the tiles of `TABLE`. blackwell: of architectures with a `cvt` of e2m1 codes."""
+    found = {}
+    for row, kind in product(TABLE, ("half", "e4m3", "nvfp4")):
+        tiles: DecodeTiles | None = getattr(row, kind)
+        if tiles is None:
+            continue
+        few = tiles.few_blackwell if blackwell and tiles.few_blackwell else tiles.few
+        found[TileKey(kind, row.head_dim, FEW_ROWS)] = few
+        if tiles.more is not None:
+            found[TileKey(kind, row.head_dim, 2 * FEW_ROWS)] = tiles.more
+    return found
+
+
+def columns_at_once(dim: int) -> int:
+    """Return how many of a lane's columns of `dim` one reduction pass adds up: a power of two."""
+    return next(count for count in (16, 8, 4) if dim // 8 % count == 0)
+
+
+def rows_at_once(dim: int, rows_per_warp: int) -> int:
+    """Return how many of a warp's rows one reduction pass adds up."""
+    return FEW_ROWS if columns_at_once(dim) == 16 else rows_per_warp
+
+
+def smem_bytes(kind: str, dim: int, tile: DecodeTileConfig) -> int:
+    """Return the bytes of shared memory per CTA, or slightly more: stages of K and V with their scale factors, O and
+    statistics of the reduction, tiles and mbarriers. kind, dim: as in `TileKey`."""
+    row = 2 * dim * bits_of(kind) // 8 + 2 * dim // SF_VEC_SIZE * (kind == "nvfp4")
+    reduced = rows_at_once(dim, tile.rows_per_warp) * 8 * columns_at_once(dim) + 2 * tile.rows_per_warp
+    return tile.stages * tile.n * row + 4 * tile.warps * reduced + 1024
+
+
+REGISTERS = 96  # per thread for O and Q of its warp
+
+
+def resources(key: TileKey, tile: DecodeTileConfig, smem: int) -> Resources:
+    """Return what a kernel takes of an SM with `smem` bytes of shared memory: O, in fp32, and Q, in 16 bits, of a
+    warp's rows are in registers."""
+    held = tile.rows_per_warp * key.head_dim * 3 // 64
+    return Resources(smem_bytes(key.kind, key.head_dim, tile), smem, held, REGISTERS)
+
+
+def propose(key: TileKey, smem: int) -> DecodeTileConfig | None:
+    """Return a tile for a padded head dim without a row, None if none fits: eight mma warps if three stages then fit,
+    else four. A measurement may find a better one."""
+    choices = product((2, 1), range(SMALL_STAGES, 0, -1))
+    each = 16 * max(1, 256 // (key.head_dim * bits_of(key.kind) // 8) // 2)  # keys per warp: 2 to 4 KiB of K
+    for groups, stages in choices:
+        tile = DecodeTileConfig(32 * groups, 4 * groups * each, stages, groups, key.rows)
+        if (stages > 2 or groups == 1) and resources(key, tile, smem).excess is None:
+            return tile
+    return None
+
+
+def small_tile(kind: str, dim: int, rows: int, smem: int) -> DecodeTileConfig:
+    """Return the tile for `smem` bytes of shared memory: two mma warpgroups if two stages then fit, else one; as many
+    stages as fit."""
+    choices = product((2, 1), range(SMALL_STAGES, 0, -1))
+    tiles = [DecodeTileConfig(4 * groups * rows, 64 * groups, stages, groups, rows) for groups, stages in choices]
+    fit = [tile for tile in tiles if smem_bytes(kind, dim, tile) <= smem]
+    return next((tile for tile in fit if tile.stages > 1), fit[-1])
+
+
+@cache
+def tiles_of(arch: str) -> dict[TileKey, DecodeTileConfig]:
+    """Return the tiles of an architecture."""
+    row = archs.of(arch)
+    blackwell = archs.CVT_E2M1 in row.instructions
+    tiles = measured(blackwell)
+    if row.smem_per_cta < max(smem_bytes(key.kind, key.head_dim, tile) for key, tile in tiles.items()):
+        tiles = {key: small_tile(*key, row.smem_per_cta) for key in tiles}
+    return {key: replace(tile, blackwell=blackwell, end_blocks=END_BLOCKS[key.kind]) for key, tile in tiles.items()}

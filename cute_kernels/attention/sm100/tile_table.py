@@ -1,0 +1,207 @@
+"""The tiles of the kernels for Blackwell: the only table of the head dims that they have. Plain Python.
+
+A row of `TABLE` is a pair of padded head dims; its cells are the tiles, by types. A new head dim is a new row.
+"""
+
+from dataclasses import dataclass, replace
+from functools import cache
+from itertools import product
+from typing import ClassVar, NamedTuple
+
+from ... import archs
+from ..spec import BITS, SF_VEC_SIZE, AttentionSpec, KVSpec
+from ..tile import Resources, distinct_dims
+
+FP8 = "e4m3"
+
+
+@dataclass(frozen=True)
+class Sm100TileConfig:
+    """A tile of m query rows x n keys. m is two halves of 128 rows, or one half.
+
+    stages, q_stages: K, and as many V, tiles in flight; Q tiles. raw_stages: of K and V as stored, if they are
+    dequantised; 0 means `stages`. load_warps: warps that fill a stage together. ex2_emu: of 16 exponentials, those that
+    do without the special function unit in blocks that need no mask. has_half_tiles: requests of at most 128 rows get
+    tiles of one half.
+    """
+
+    m: int = 256
+    n: int = 128
+    stages: int = 2
+    q_stages: int = 1
+    raw_stages: int = 0
+    load_warps: int = 1
+    ex2_emu: int = 0
+    has_half_tiles: bool = False
+    dequant_pieces: ClassVar[int] = 2
+    l2_bytes: ClassVar[int] = 32 << 20  # L2 is 126 MB in two halves
+    per_tile_pack_gqa: ClassVar[bool] = True
+    pdl_prologue: ClassVar[bool] = False
+    alternates_m_blocks: ClassVar[bool] = False  # with split keys, tiles come in ascending order
+    counters_per_split: ClassVar[int] = 1
+    end_blocks: ClassVar[int] = 0
+    loops_over_boxes: ClassVar[bool] = False
+    e2m1: ClassVar[bool] = True
+
+    @property
+    def m_choices(self) -> tuple[int, ...]:
+        """Return the numbers of rows that a tile may have."""
+        return (self.m // 2, self.m) if self.has_half_tiles else (self.m,)
+
+    @property
+    def name(self) -> str:
+        return f"m{self.m}n{self.n}s{self.stages}" + (f"e{self.ex2_emu}" if self.ex2_emu else "")
+
+    def head_dims(self, bits: int) -> tuple[int, ...]:
+        """Return the head dims that kernels compute with. bits: per stored element of K and V."""
+        return HEAD_DIMS if bits == 16 else QUANTISED_HEAD_DIMS
+
+
+class Sm100Row(NamedTuple):
+    """The tiles for padded (head_dim_qk, head_dim_vo). half: Q, K and V have 16 bits. fp8: they have 8 bits. quantised:
+    16-bit queries over a quantised cache. e4m3_query: the same with e4m3 queries. split: in 16 bits, CTAs share the
+    keys of a sequence, whose head dims must equal the row's. None: no kernel."""
+
+    dims: tuple[int, int]
+    half: Sm100TileConfig | None = None
+    fp8: Sm100TileConfig | None = None
+    quantised: Sm100TileConfig | None = None
+    e4m3_query: Sm100TileConfig | None = None
+    split: Sm100TileConfig | None = None
+
+
+# Shared memory, 227 KiB, must hold `q_stages` stages of Q and `stages` stages each of K and V. Over a quantised cache a
+# KV block has fewer keys, because softmax gives up registers to the prepare warpgroup; e4m3 queries are in shared
+# memory as loaded and as fp16.
+_T = Sm100TileConfig
+TABLE = (
+    Sm100Row(
+        (32, 32),
+        half=_T(stages=4),
+    ),
+    Sm100Row(
+        (64, 64),
+        half=_T(stages=4),
+        fp8=_T(stages=6, q_stages=2),
+        quantised=_T(n=96, stages=3, raw_stages=4),
+        e4m3_query=_T(n=96, stages=3, raw_stages=4),
+        split=_T(m=128, stages=6),
+    ),
+    Sm100Row(
+        (96, 96),
+        half=_T(stages=3),
+    ),
+    Sm100Row(
+        (128, 128),
+        half=_T(stages=2),
+        fp8=_T(stages=5),
+        quantised=_T(n=96, raw_stages=2),
+        e4m3_query=_T(n=96, raw_stages=1),
+        split=_T(m=128, n=96, stages=3),  # 128 keys take 688 bytes too many
+    ),
+    Sm100Row(
+        (160, 160),
+        half=_T(m=128, n=96),
+    ),
+    Sm100Row(
+        (192, 128),
+        half=_T(n=64, stages=3),
+        fp8=_T(stages=4),
+        quantised=_T(n=64, raw_stages=2),
+        e4m3_query=_T(n=64, stages=1, raw_stages=1),
+    ),
+    Sm100Row(
+        (192, 192),
+        half=_T(m=128, n=96),
+        fp8=_T(m=128, stages=3),
+        quantised=_T(m=128, n=64, stages=1, raw_stages=2),
+        e4m3_query=_T(m=128, n=64, stages=1, raw_stages=2),
+    ),
+    Sm100Row(
+        (256, 256),
+        half=_T(m=128, n=64),
+        fp8=_T(m=128, stages=3),
+        quantised=_T(m=128, n=64, stages=1, raw_stages=2),
+        e4m3_query=_T(m=128, n=64, stages=1, raw_stages=2),
+    ),
+)
+HALF = 128  # with more columns of O, a tile has one half of the rows: two O do not fit in tensor memory
+EX2_EMU = {"sm_100a": 4}  # emulated of 16 exponentials; sm_103a's special function unit has twice the rate
+HEAD_DIMS = distinct_dims(row.dims for row in TABLE if row.half)
+QUANTISED_HEAD_DIMS = distinct_dims(row.dims for row in TABLE if row.fp8 or row.quantised or row.e4m3_query)
+
+
+def kind_of(q: str, kv: str) -> str:
+    """Return the column of `TABLE` for these types."""
+    return ("fp8" if q == FP8 else "half") if q == kv else "e4m3_query" if q == FP8 else "quantised"
+
+
+@cache
+def column(kind: str) -> dict[tuple[int, int], Sm100TileConfig]:
+    """Return padded head dims -> tile, for a column of `TABLE`."""
+    found = {row.dims: getattr(row, kind) for row in TABLE}
+    return {dims: tile for dims, tile in found.items() if tile}
+
+
+def tile_of(q: str, kv: str, dims: tuple[int, int], arch: str) -> Sm100TileConfig | None:
+    """Return the tile of a kernel with whole tiles, None if there is none for these padded head dims."""
+    tile = column(kind_of(q, kv)).get(dims)
+    ex2_emu = EX2_EMU.get(arch, 0) if dims[1] <= HALF else 0  # beyond, MMAs take longer than exponentials
+    return tile and replace(tile, ex2_emu=ex2_emu)
+
+
+# Bytes of shared memory for tiles of work and the scheduler, besides an mbarrier pair per stage of each pipeline
+WORK_BYTES = {"tiles": 192, "stream_k": 400}
+WORK_STAGES = {"tiles": 2, "stream_k": 4}
+STAGE_BYTES = 16
+SINGLE_MBARRIERS = 7 * 2 * 8  # bytes: seven pairs, see `forward.Sm100SharedStorage`
+SOFTMAX_REGISTERS = {  # (groups, whether K and V are dequantised) -> registers per thread, as `roles` has them
+    (2, False): 184,
+    (2, True): 160,
+    (1, False): 240,
+    (1, True): 208,
+}
+OTHER_REGISTERS = 56  # of a softmax thread, besides its row of S
+TMEM_COLUMNS = 512
+S_COLUMNS = 2 * 128  # of both slots
+
+
+def num_groups(head_dim_vo: int) -> int:
+    """Return the number of softmax warpgroups, each with an O of its own."""
+    return 2 if head_dim_vo <= HALF else 1
+
+
+def smem_bytes(spec: AttentionSpec[Sm100TileConfig], t: Sm100TileConfig, dims: tuple[int, int]) -> int:
+    """Return the bytes of shared memory that a kernel of `spec` with tile `t` allocates. dims: padded head dims."""
+    dequantises, raw, (qk, vo) = spec.q != spec.kv.dtype, t.raw_stages or t.stages, dims
+    found = raw * t.n * (qk + vo) * spec.kv.bits // 8 + t.q_stages * t.m * qk * BITS[spec.q] // 8
+    stages = 2 * raw + t.q_stages + WORK_STAGES[spec.schedule]
+    if dequantises:  # K and V as fp16, made from raw stages, and Q in place or besides
+        found += 2 * t.stages * t.n * (qk + vo) + (2 * t.q_stages * t.m * qk if BITS[spec.q] < 16 else 0)
+        found += 8 * t.m if spec.q == "bf16" else 0  # a scale per row of Q
+        stages += 2 * t.stages + 2
+    if spec.kv.block_scaled:
+        found += raw * t.n * (spec.head_dim_qk + spec.head_dim_vo) // SF_VEC_SIZE
+    stats = 128 * num_groups(vo) * 2 * 4
+    votes = 4 * num_groups(vo) * 2 * 4 if spec.logits.skip else 0
+    return found + stats + votes + SINGLE_MBARRIERS + WORK_BYTES[spec.schedule] + STAGE_BYTES * stages
+
+
+def resources(spec: AttentionSpec[Sm100TileConfig], t: Sm100TileConfig, dims: tuple[int, int]) -> Resources:
+    """Return what a kernel of `spec` with tile `t` takes of an SM: a softmax thread has a row of S in registers; S and
+    O are in tensor memory. dims: padded head dims."""
+    smem = min(row.smem_per_cta for row in archs.TABLE if archs.TCGEN05 in row.instructions)
+    groups = num_groups(dims[1])
+    limit, tmem = SOFTMAX_REGISTERS[groups, spec.q != spec.kv.dtype], S_COLUMNS + groups * max(dims[1], HALF)
+    return Resources(smem_bytes(spec, t, dims), smem, t.n + OTHER_REGISTERS, limit, tmem, TMEM_COLUMNS)
+
+
+def propose(q: str, kv: str, dims: tuple[int, int]) -> Sm100TileConfig | None:
+    """Return a tile that fits, for padded head dims without a row: the most keys, then stages. None if none fits. A
+    measurement may find a better one."""
+    spec = AttentionSpec[Sm100TileConfig](q, KVSpec(kv), (q,), *dims, tile=Sm100TileConfig())
+    for n, stages in product((128, 96, 64), (6, 5, 4, 3, 2, 1)):
+        tile = Sm100TileConfig(128 * num_groups(dims[1]), n, stages, raw_stages=stages if q != kv else 0)
+        if (stages > 1 or q != kv) and resources(spec, tile, dims).excess is None:
+            return tile
+    return None

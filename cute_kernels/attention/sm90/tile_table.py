@@ -1,0 +1,273 @@
+"""The tiles of the kernels for Hopper: the only table of the head dims that they have. Plain Python.
+
+A row of `TABLE` is a pair of padded head dims; its cells are the tiles, by types and by modifiers. The tiles were
+measured (bench/notes/attention-sm90.md). A new head dim is a new row.
+"""
+
+from dataclasses import dataclass, replace
+from functools import cache
+from itertools import product
+from typing import ClassVar, NamedTuple
+
+from ... import archs
+from ..spec import BITS, DTYPES, SF_VEC_SIZE, AttentionSpec, KVSpec
+from ..tile import Resources, distinct_dims
+
+FP8 = "e4m3"
+
+
+@dataclass(frozen=True)
+class Sm90TileConfig:
+    """Tile of a CTA: m query rows x n keys, with `o_parts` mma warpgroups per 64 rows.
+
+    stages: stages of K, and of V, in flight. q_stages: stages of Q. q_in_regs: Q is a register operand of Q K^T, which
+    saves a third of the reads of shared memory. raw_stages: stages of K and V as they are stored, if they are prepared;
+    0: `stages`. load_warps: warps each for K and for V that fill a stage together, because issuing a TMA takes a warp
+    tens of cycles. promote_interval: KV blocks after which O is added to fp32 sums in shared memory, 0: never. Hopper's
+    8-bit MMAs add to O in 14 bits, rounding towards zero: without promotion, the mean of 2,048 equal values comes out
+    1.4 % short, that of 8,192 values 8 % (simulated, with sums that have the bits of an H200's). o_parts: warpgroups
+    that have the same 64 rows, all of S, and a part each of the columns of O: 512 columns of 64 rows would take all
+    registers of a warpgroup.
+    """
+
+    m: int = 128
+    n: int = 128
+    stages: int = 2
+    q_stages: int = 1
+    q_in_regs: bool = False
+
+    raw_stages: int = 0
+    load_warps: int = 2
+    promote_interval: int = 0
+    o_parts: int = 1
+    per_tile_pack_gqa: ClassVar[bool] = True
+    pdl_prologue: ClassVar[bool] = False
+    alternates_m_blocks: ClassVar[bool] = False  # with split keys, tiles come in ascending order
+    counters_per_split: ClassVar[int] = 1
+    end_blocks: ClassVar[int] = 0
+    loops_over_boxes: ClassVar[bool] = False
+    e2m1: ClassVar[bool] = False
+    l2_bytes: ClassVar[int] = 16 << 20  # Hopper's L2 is 50 MB in two halves
+
+    @property
+    def warpgroups(self) -> int:
+        return self.m // 64 * self.o_parts
+
+    @property
+    def dequant_pieces(self) -> int:
+        """Return the pieces of rows that a lane dequantises at a time: as many as registers leave room for."""
+        return 2 if self.q_in_regs else 4
+
+    @property
+    def m_choices(self) -> tuple[int, ...]:
+        """Return the numbers of rows that a tile may have."""
+        return (self.m,)
+
+    @property
+    def name(self) -> str:
+        parts = f"o{self.o_parts}" if self.o_parts > 1 else ""
+        return f"m{self.m}n{self.n}s{self.stages}" + ("r" if self.q_in_regs else "") + parts
+
+    def head_dims(self, bits: int) -> tuple[int, ...]:
+        """Return the head dims that kernels compute with. bits: per stored element of K and V."""
+        return HEAD_DIMS if bits == 16 else QUANTISED_HEAD_DIMS
+
+
+class Sm90Tiles(NamedTuple):
+    """Tiles of kernels of the same types. general: the kernel takes every modifier. plain: it takes none; None: the
+    general tile. split: CTAs share the keys of a sequence, whose head dims must equal the row's; None: no kernel."""
+
+    general: Sm90TileConfig
+    plain: Sm90TileConfig | None = None
+    split: Sm90TileConfig | None = None
+
+
+class Sm90Row(NamedTuple):
+    """The tiles for padded (head_dim_qk, head_dim_vo). half: Q, K and V have 16 bits. fp8: they have 8 bits. quantised:
+    e4m3 and e5m2 caches, dequantised. nvfp4: NVFP4 caches. None: no kernel."""
+
+    dims: tuple[int, int]
+    half: Sm90Tiles | None = None
+    fp8: Sm90Tiles | None = None
+    quantised: Sm90Tiles | None = None
+    nvfp4: Sm90Tiles | None = None
+
+
+# 227 KiB of shared memory hold `q_stages` of Q, `stages` of K and of V; the 232 registers of a thread (160 with three
+# mma warpgroups) hold S, P, O and, with q_in_regs, Q. n depends on the head dims only: the rounding of a row depends on
+# n, and the result of a sequence must depend on that sequence alone. In 8 bits, warps that do not load transpose V.
+# NVFP4 has no plain tiles with q_in_regs: conversion is the bottleneck, and it needs the registers that Q would take.
+_T = Sm90TileConfig
+TABLE = (
+    Sm90Row(
+        (32, 32),
+        half=Sm90Tiles(_T(128, 128, 4), plain=_T(192, 128, 4, 2)),
+    ),
+    Sm90Row(
+        (64, 64),
+        half=Sm90Tiles(_T(128, 128, 4), plain=_T(192, 128, 4, 2), split=_T(64, 128, 6, load_warps=1)),
+        fp8=Sm90Tiles(
+            _T(128, 128, 4, load_warps=1, promote_interval=16),
+            plain=_T(192, 128, 4, 2, load_warps=1, promote_interval=16),
+        ),
+        quantised=Sm90Tiles(
+            _T(128, 128, 3, raw_stages=3, load_warps=1),
+            plain=_T(128, 128, 3, 1, True, raw_stages=3, load_warps=1),
+            split=_T(64, 128, 4, raw_stages=4, load_warps=1),
+        ),
+        nvfp4=Sm90Tiles(
+            _T(128, 128, 3, raw_stages=3, load_warps=1),
+            split=_T(64, 128, 4, raw_stages=4, load_warps=1),
+        ),
+    ),
+    Sm90Row(
+        (96, 96),
+        half=Sm90Tiles(_T(128, 128, 3), plain=_T(128, 128, 4, 1, True)),
+    ),
+    Sm90Row(
+        (128, 128),
+        half=Sm90Tiles(_T(128, 128, 2), plain=_T(128, 128, 3, 1, True), split=_T(64, 128, 3, load_warps=1)),
+        fp8=Sm90Tiles(
+            _T(128, 96, 3, load_warps=1, promote_interval=21),
+            plain=_T(192, 96, 3, raw_stages=2, load_warps=1, promote_interval=21),
+        ),
+        quantised=Sm90Tiles(
+            _T(128, 128, 2, raw_stages=2, load_warps=1),
+            plain=_T(128, 128, 2, 1, True, raw_stages=2, load_warps=1),
+            split=_T(64, 128, 2, raw_stages=2, load_warps=1),
+        ),
+        nvfp4=Sm90Tiles(
+            _T(128, 128, 2, raw_stages=2, load_warps=1),
+            split=_T(64, 128, 2, raw_stages=3, load_warps=1),
+        ),
+    ),
+    Sm90Row(
+        (160, 160),
+        half=Sm90Tiles(_T(128, 96, 3)),
+    ),
+    Sm90Row(
+        (192, 128),
+        half=Sm90Tiles(_T(128, 128, 2)),
+        fp8=Sm90Tiles(_T(128, 128, 2, load_warps=1, promote_interval=16)),
+        quantised=Sm90Tiles(_T(128, 80, 2, raw_stages=2, load_warps=1)),
+        nvfp4=Sm90Tiles(_T(128, 80, 2, raw_stages=2, load_warps=1)),
+    ),
+    Sm90Row(
+        (192, 192),
+        half=Sm90Tiles(_T(128, 96, 2)),
+        fp8=Sm90Tiles(_T(128, 64, 2, load_warps=1, promote_interval=32)),
+        quantised=Sm90Tiles(_T(128, 64, 2, raw_stages=2, load_warps=1)),
+        nvfp4=Sm90Tiles(_T(128, 64, 2, raw_stages=2, load_warps=1)),
+    ),
+    Sm90Row(
+        (256, 256),
+        half=Sm90Tiles(_T(128, 80, 2)),
+        fp8=Sm90Tiles(_T(64, 64, 3, load_warps=1, promote_interval=32)),
+        quantised=Sm90Tiles(_T(64, 48, 2, raw_stages=2, load_warps=1)),
+        nvfp4=Sm90Tiles(_T(64, 48, 2, raw_stages=2, load_warps=1)),
+    ),
+    Sm90Row(
+        (512, 512),
+        half=Sm90Tiles(
+            _T(64, 48, 1, o_parts=2), plain=_T(64, 48, 1, 2, o_parts=2), split=_T(64, 32, 2, load_warps=1, o_parts=2)
+        ),
+    ),
+)
+SPLIT_CACHES = (FP8, "nvfp4")  # quantised caches whose keys CTAs share, with bf16 queries
+HEAD_DIMS = distinct_dims(row.dims for row in TABLE if row.half)
+QUANTISED_HEAD_DIMS = distinct_dims(row.dims for row in TABLE if row.fp8 or row.quantised or row.nvfp4)
+
+
+def kind_of(q: str, kv: str) -> str:
+    """Return the column of `TABLE` for these types."""
+    return ("fp8" if q == FP8 else "half") if q == kv else "nvfp4" if kv == "nvfp4" else "quantised"
+
+
+@cache
+def column(kind: str) -> dict[tuple[int, int], Sm90Tiles]:
+    """Return padded head dims -> tiles, for a column of `TABLE`."""
+    found = {row.dims: getattr(row, kind) for row in TABLE}
+    return {dims: tiles for dims, tiles in found.items() if tiles}
+
+
+def tile_of(q: str, kv: str, dims: tuple[int, int], plain: bool) -> Sm90TileConfig | None:
+    """Return the tile of a kernel with whole tiles, None if there is none for these padded head dims. plain: it takes
+    no modifier."""
+    tiles = column(kind_of(q, kv)).get(dims)
+    if tiles is None:
+        return None
+    tile = tiles.plain if plain and tiles.plain else tiles.general
+    fewer = q == FP8 and kv == "e5m2"  # shared memory holds Q twice, as loaded and as fp16
+    return replace(tile, raw_stages=1) if fewer else tile
+
+
+def split_tile_of(q: str, kv: str, dims: tuple[int, int]) -> Sm90TileConfig | None:
+    """Return the tile of a kernel whose CTAs share the keys of a sequence, None if there is none."""
+    if not (q in DTYPES and q == kv or q == "bf16" and kv in SPLIT_CACHES):
+        return None
+    tiles = column(kind_of(q, kv)).get(dims)
+    return tiles and tiles.split
+
+
+# Bytes of shared memory for tiles of work and the scheduler, besides an mbarrier pair per stage of each pipeline
+WORK_BYTES = {"tiles": 176, "stream_k": 392}
+WORK_STAGES = {"tiles": 2, "stream_k": 4}
+STAGE_BYTES = 16
+# Registers per thread of a mma warpgroup, as `roles` has them at least, by the columns of `TABLE`
+REGISTERS = {"half": 232, "fp8": 216, "quantised": 208, "nvfp4": 208}
+THREE_WARPGROUPS = 160  # with three mma warpgroups
+SPLIT_TWO_WARPGROUPS = 216  # with two, and the schedule "stream_k"
+Q_IN_REGS = 224  # over a quantised cache, with q_in_regs
+OTHER_REGISTERS = 32  # besides S, P, O and Q
+
+
+def smem_bytes(spec: AttentionSpec[Sm90TileConfig], t: Sm90TileConfig, dims: tuple[int, int]) -> int:
+    """Return the bytes of shared memory that a kernel of `spec` with tile `t` allocates. dims: padded head dims."""
+    fp8, dequantises = spec.q == spec.kv.dtype == FP8, spec.q != spec.kv.dtype
+    raw, (qk, vo) = t.raw_stages or t.stages, dims
+    raw_k, raw_v = raw if dequantises else t.stages, raw if dequantises or fp8 else t.stages
+    found = t.n * (raw_k * qk + raw_v * vo) * spec.kv.bits // 8
+    stages = raw_k + raw_v + t.q_stages + WORK_STAGES[spec.schedule]
+    if dequantises:  # fp16, made from raw stages
+        found, stages = found + 2 * t.stages * t.n * (qk + vo), stages + 2 * t.stages
+    elif fp8:  # V, transposed
+        found, stages = found + t.stages * t.n * vo, stages + t.stages
+    found += t.q_stages * t.m * qk * BITS[spec.q] // 8
+    if dequantises and BITS[spec.q] < 16 and not t.q_in_regs:
+        found += 2 * t.q_stages * t.m * qk
+    if spec.kv.block_scaled:
+        found += t.n * (raw_k * spec.head_dim_qk + raw_v * spec.head_dim_vo) // SF_VEC_SIZE
+    if t.promote_interval:
+        found += 4 * t.m * t.o_parts * vo
+    if spec.logits.skip and spec.kv.source == "tma" and not (dequantises or fp8):  # votes, and an mbarrier each
+        found += 12 * t.stages * t.warpgroups
+    return found + WORK_BYTES[spec.schedule] + STAGE_BYTES * stages
+
+
+def resources(spec: AttentionSpec[Sm90TileConfig], t: Sm90TileConfig, dims: tuple[int, int]) -> Resources:
+    """Return what a kernel of `spec` with tile `t` takes of an SM: S, P, O and perhaps Q of a thread are in registers.
+    dims: padded head dims."""
+    kind, p_bytes = kind_of(spec.q, spec.kv.dtype), 1 if spec.q == spec.kv.dtype == FP8 else 2
+    held = t.n // 2 + t.n * p_bytes // 8 + dims[1] // 2 // t.o_parts + t.q_in_regs * dims[0] // 4
+    limit = THREE_WARPGROUPS if t.warpgroups > 2 else REGISTERS[kind]
+    limit = SPLIT_TWO_WARPGROUPS if t.warpgroups == 2 and spec.schedule == "stream_k" else limit
+    limit = Q_IN_REGS if t.q_in_regs and kind != "half" else limit
+    smem = min(row.smem_per_cta for row in archs.TABLE if archs.WGMMA in row.instructions)
+    return Resources(smem_bytes(spec, t, dims), smem, held + OTHER_REGISTERS, limit)
+
+
+def propose(q: str, kv: str, dims: tuple[int, int]) -> Sm90TileConfig | None:
+    """Return a tile that fits, for padded head dims without a row: the most rows, then keys, then stages. None if none
+    fits. A measurement may find a better one."""
+    spec = AttentionSpec[Sm90TileConfig](q, KVSpec(kv), (q,), *dims, tile=Sm90TileConfig())
+    rows, keys = ((128, 1), (64, 1), (64, 2)), (128, 96, 80, 64, 48, 32)
+    for (m, o_parts), n, stages in product(rows, keys, (4, 3, 2, 1)):
+        tile = Sm90TileConfig(m, n, stages, o_parts=o_parts)
+        if q != kv:
+            tile = replace(tile, raw_stages=stages, load_warps=1)
+        elif q == FP8:
+            tile = replace(tile, load_warps=1, promote_interval=2048 // n)
+        if stages > 1 or o_parts > 1:
+            if resources(spec, tile, dims).excess is None:
+                return tile
+    return None

@@ -1,0 +1,93 @@
+"""The shipped kernels: the only list of what bundles hold. Pure data. A call that no row covers compiles its kernel.
+
+A new row needs a reason: the calls of most models, or a measurement (docs/design.md, "Shipping is a policy"). A row
+stands for all combinations of its fields. `dispatch` of each family turns rows into specs.
+"""
+
+from typing import NamedTuple
+
+from . import archs
+
+SAME = "q"  # a cache of the query's type
+HOPPER, BLACKWELL = archs.having(archs.WGMMA), archs.having(archs.TCGEN05)
+SERVERS, SMALL = (*HOPPER, *BLACKWELL), archs.lacking(archs.WGMMA, archs.TCGEN05)
+HALVES = ("bf16", "fp16")
+USUAL = ((64, 64), (128, 128))
+WIDE = ((192, 128), (256, 256))
+
+
+class AttentionRow(NamedTuple):
+    """Kernels of an attention op. q: types of queries. kv: types of caches. head_dims: (head_dim_qk, head_dim_vo).
+    kinds: keys of `attention.dispatch.KINDS`, the requests that the kernels serve."""
+
+    op: str
+    archs: tuple[str, ...]
+    q: tuple[str, ...]
+    kv: tuple[str, ...]
+    head_dims: tuple[tuple[int, int], ...]
+    kinds: tuple[str, ...]
+
+
+class TopKRow(NamedTuple):
+    """All plans of a top-k op for rows of these types."""
+
+    op: str
+    archs: tuple[str, ...]
+    dtypes: tuple[str, ...]
+
+
+class CacheWriteRow(NamedTuple):
+    """Kernels that write rows to caches. dtypes: of the rows. caches: types of caches. kinds: "append", "transform" or
+    "gather", see `CacheWriteSpec`."""
+
+    op: str
+    archs: tuple[str, ...]
+    dtypes: tuple[str, ...]
+    caches: tuple[str, ...]
+    kinds: tuple[str, ...]
+
+
+class MergeRow(NamedTuple):
+    """Kernels that merge states. dtypes: of V. kinds: "states" in one tensor, or a "pair" of tensors."""
+
+    op: str
+    archs: tuple[str, ...]
+    dtypes: tuple[str, ...]
+    kinds: tuple[str, ...]
+
+
+PREFILL, PREFILL_BLACKWELL, DECODE = "attention.sm90", "attention.sm100", "attention.decode"
+ATTENTION = (
+    AttentionRow(PREFILL, HOPPER, ("bf16",), (SAME,), (*USUAL, *WIDE), ("causal", "full", "modified")),
+    AttentionRow(PREFILL, HOPPER, ("fp16", "e4m3"), (SAME,), USUAL, ("causal", "full", "modified")),
+    AttentionRow(PREFILL, HOPPER, HALVES, (SAME,), USUAL, ("gather", "gather modified", "custom mask", "skip")),
+    AttentionRow(PREFILL, HOPPER, ("bf16",), ("e4m3", "nvfp4"), USUAL, ("causal", "modified")),
+    AttentionRow(PREFILL, HOPPER, HALVES, (SAME,), USUAL, ("split",)),
+    AttentionRow(PREFILL, HOPPER, ("bf16",), ("e4m3", "nvfp4"), USUAL, ("split",)),
+    AttentionRow(PREFILL_BLACKWELL, BLACKWELL, ("bf16",), (SAME,), (*USUAL, *WIDE), ("causal", "full", "modified")),
+    AttentionRow(PREFILL_BLACKWELL, BLACKWELL, ("fp16", "e4m3"), (SAME,), USUAL, ("causal", "full", "modified")),
+    AttentionRow(
+        PREFILL_BLACKWELL, BLACKWELL, HALVES, (SAME,), USUAL, ("gather", "gather modified", "custom mask", "skip")
+    ),
+    AttentionRow(PREFILL_BLACKWELL, BLACKWELL, ("bf16",), ("e4m3", "nvfp4"), USUAL, ("causal", "modified")),
+    AttentionRow(PREFILL_BLACKWELL, BLACKWELL, HALVES, (SAME,), USUAL, ("split", "split modified")),
+    AttentionRow(DECODE, archs.NAMES, ("bf16",), (SAME, "e4m3", "nvfp4"), USUAL, ("8 rows", "16 rows")),
+    AttentionRow(DECODE, archs.NAMES, ("bf16",), (SAME, "e4m3", "nvfp4"), ((256, 256),), ("8 rows",)),
+    AttentionRow(DECODE, SERVERS, ("fp16",), (SAME, "e4m3", "nvfp4"), USUAL, ("8 rows", "16 rows")),
+    AttentionRow(DECODE, SMALL, ("fp16",), (SAME,), USUAL, ("8 rows", "16 rows")),
+    AttentionRow(DECODE, SERVERS, ("e4m3",), (SAME,), USUAL, ("8 rows", "16 rows")),
+    AttentionRow(DECODE, SERVERS, HALVES, (SAME, "e4m3"), USUAL, ("8 rows gather", "16 rows gather")),
+)
+TOPK = (
+    TopKRow("topk.radix", archs.NAMES, ("fp32", "fp16", "bf16")),
+    TopKRow("topk.sort", archs.NAMES, ("fp32", "fp16", "bf16")),
+)
+CACHE_WRITE = (
+    CacheWriteRow("cache_write.rows", archs.NAMES, ("uint8",), ("uint8",), ("append",)),
+    CacheWriteRow("cache_write.rows", archs.NAMES, ("nvfp4",), ("fp32",), ("append",)),
+    CacheWriteRow("cache_write.rows", archs.NAMES, ("bf16",), ("bf16", "e4m3", "nvfp4"), ("append", "transform")),
+    CacheWriteRow("cache_write.rows", archs.NAMES, ("fp16",), ("fp16", "e4m3", "nvfp4"), ("append", "transform")),
+    CacheWriteRow("cache_write.rows", archs.NAMES, ("bf16",), ("bf16",), ("gather",)),
+    CacheWriteRow("cache_write.rows", archs.NAMES, ("fp16",), ("fp16",), ("gather",)),
+)
+MERGE_STATES = (MergeRow("merge_states.rows", archs.NAMES, ("bf16", "fp16", "fp32"), ("states", "pair")),)

@@ -1,0 +1,135 @@
+"""The tables of tiles: every row fits on an SM, a head dim is one row, and seams ask tiles for no more than their
+protocols declare. `test_compile.py` compares the counted bytes with those of compiled kernels."""
+
+import ast
+from dataclasses import replace
+from itertools import product
+from typing import Any
+
+import pytest
+
+from cute_kernels import archs
+from cute_kernels.attention import decode, sm90, sm100, tile
+from cute_kernels.attention.decode import tile_table as decode_table
+from cute_kernels.attention.sm90 import tile_table as sm90_table
+from cute_kernels.attention.sm100 import tile_table as sm100_table
+from cute_kernels.attention.spec import AttentionSpec, KVSpec, LogitsSpec, MaskSpec, outputs
+from tests.conftest import ROOT
+from tools import tiles
+
+TABLES: dict[str, Any] = {"attention.sm90": sm90_table, "attention.sm100": sm100_table}
+OPS = {"attention.sm90": sm90, "attention.sm100": sm100}
+QUERIES, CACHES = ("bf16", "fp16", "e4m3"), ("bf16", "fp16", "e4m3", "e5m2", "nvfp4")
+SEAMS = [f for folder in (".", "kv", "schedule") for f in (ROOT / "cute_kernels/attention" / folder).glob("*.py")]
+GENERAL = {"mask": MaskSpec("value", window=True), "logits": LogitsSpec(soft_cap=True)}
+
+
+def rows(op):
+    """(spec, tile) of every cell of an op's table, for all types that share it."""
+    table = TABLES[op]
+    for q, kv, row in product(QUERIES, CACHES, table.TABLE):
+        if kv == "fp16" and q != kv or kv == "bf16" and q != kv:
+            continue
+        plain = AttentionSpec(q, KVSpec(kv), outputs(q)[:1], *row.dims)
+        general, split = replace(plain, **GENERAL), replace(plain, schedule="stream_k")
+        if op == "attention.sm100":
+            found = [(plain, table.tile_of(q, kv, row.dims, "sm_100a"))]
+            found += [(split, row.split)] if q == kv != "e4m3" else []
+        else:
+            found = [(general, table.tile_of(q, kv, row.dims, False)), (plain, table.tile_of(q, kv, row.dims, True))]
+            found += [(split, table.split_tile_of(q, kv, row.dims))]
+        yield from ((replace(spec, tile=t), t, row.dims) for spec, t in found if t)
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_every_tile_fits(op):
+    """Beside Q, K, V and what they are converted to, in the shared memory of its architecture; S, P and O in registers
+    or tensor memory. The error has the numbers."""
+    assert len(list(rows(op))) > 20
+    for spec, t, dims in rows(op):
+        assert TABLES[op].resources(spec, t, dims).excess is None, spec.name
+        assert OPS[op].supports(spec) is None, spec.name
+
+
+@pytest.mark.parametrize("arch", archs.NAMES)
+def test_every_tile_of_decode_fits(arch):
+    for key, t in decode_table.tiles_of(arch).items():
+        assert decode_table.resources(key, t, archs.of(arch).smem_per_cta).excess is None, key
+
+
+def test_what_does_not_fit_is_refused_with_numbers():
+    spec = AttentionSpec("bf16", KVSpec("bf16"), ("bf16",), 128, 128)
+    for module, t, why in (
+        (sm90, sm90.Sm90TileConfig(stages=4), "needs 295264 bytes of shared memory, must be at most 232448"),
+        (sm90, sm90.Sm90TileConfig(n=256, stages=1), "needs 288 registers per thread, must be at most 232"),
+        (sm100, sm100.Sm100TileConfig(stages=3), "needs 264640 bytes of shared memory, must be at most 232448"),
+    ):
+        refusal = module.supports(replace(spec, tile=t))
+        assert refusal is not None and refusal.field == "tile" and refusal.why.endswith(why), refusal
+    over = sm100_table.resources(spec, sm100.Sm100TileConfig(m=128, n=16, stages=1), (64, 512)).excess
+    assert over == "needs 768 columns of tensor memory, must be at most 512"
+    key = decode_table.TileKey("half", 256, 16)
+    excess = decode_table.resources(key, decode.DecodeTileConfig(32, 64, 3, 1, 16), 232448).excess
+    assert excess == "needs 192 registers per thread, must be at most 96"
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_registers_are_those_of_the_roles(op):
+    """The budgets with which tiles are checked, in plain Python, against the table of roles."""
+    roles = pytest.importorskip(f"cute_kernels.{op}.roles", reason="needs the DSL", exc_type=ImportError)
+    for spec, t, dims in rows(op):
+        role = "mma" if op == "attention.sm90" else "softmax"
+        assert TABLES[op].resources(spec, t, dims).register_limit <= roles.roles(spec).registers(role), spec.name
+
+
+@pytest.mark.parametrize("op", OPS)
+@pytest.mark.parametrize("kv", ["bf16", "e4m3", "nvfp4"])
+def test_a_proposed_tile_is_supported(op, kv):
+    """For head dims with a row, where `supports` can be asked; the measured tile may differ."""
+    for row in TABLES[op].TABLE:
+        spec = AttentionSpec("bf16", KVSpec(kv), ("bf16",), *row.dims)
+        if TABLES[op].tile_of("bf16", kv, row.dims, *((False,) if op == "attention.sm90" else ("sm_100a",))):
+            assert OPS[op].supports(replace(spec, tile=TABLES[op].propose("bf16", kv, row.dims))) is None
+
+
+def test_tiles_are_proposed_for_a_dim_without_a_row(capsys):
+    tiles.main(["224"])
+    lines = capsys.readouterr().out.splitlines()
+    found = {tuple(line.split(" ", 2)[:2]): line for line in lines}
+    assert {op for op, _ in found} == {"attention.sm90", "attention.sm100", "attention.decode"}
+    assert "Sm90TileConfig(m=128, n=96, stages=2" in found["attention.sm90", "half:"]
+    assert "of 232448 bytes" in found["attention.sm100", "half:"]
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_a_head_dim_is_one_row(op, monkeypatch):
+    """A new row serves its head dim: no other line of an op names one."""
+    module, table = OPS[op], TABLES[op]
+    row = next(row for row in table.TABLE if row.dims == (192, 192))._replace(dims=(224, 224))
+    new = (*table.TABLE, row)
+    known = tile.distinct_dims(r.dims for r in new if r.half)
+    for name, value in (("TABLE", new), ("HEAD_DIMS", known)):
+        monkeypatch.setattr(table, name, value)
+        monkeypatch.setattr(module, name, value, raising=False)
+    table.column.cache_clear()
+    try:
+        request = sm90.KernelRequest(head_dim_qk=224, head_dim_vo=224)
+        spec = module.candidate(request, module.ARCHS[0])
+        assert spec.padded_qk == spec.padded_vo == 224
+        refusal = module.supports(spec)
+        assert refusal is None or refusal.field == "tile"
+    finally:
+        monkeypatch.undo()
+        table.column.cache_clear()
+
+
+def test_seams_ask_tiles_only_for_what_protocols_declare():
+    declared = {name for protocol in (tile.WholeTileConfig, tile.PreparedTileConfig, tile.MergedTileConfig)
+                for base in protocol.__mro__ for name in vars(base)}  # fmt: skip
+    asked = {
+        node.attr
+        for file in SEAMS
+        for node in ast.walk(ast.parse(file.read_text()))
+        if isinstance(node, ast.Attribute) and ast.unparse(node.value).endswith("spec.tile")
+    }
+    assert len(asked) > 8 and asked <= declared
