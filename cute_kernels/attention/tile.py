@@ -53,8 +53,8 @@ class TileConfig(Protocol):
         """The time that the end of a tile takes, in KV blocks, for the schedule "stream_k" (`stream_k.end_units`)."""
 
     @property
-    def loops_over_boxes(self) -> bool:
-        """Whether TMA boxes are loaded in a loop, which is less code than a copy of it per box."""
+    def boxes_at_once(self) -> int:
+        """The TMA boxes that an iteration of the loop over the boxes of a stage loads; 0: that loop is unrolled."""
 
     @property
     def e2m1(self) -> bool:

@@ -24,7 +24,8 @@ class DecodeTileConfig:
 
     The mma warps of `warpgroups` compute `rows_per_warp` rows each, 8 or 16, on keys of their own. blackwell: the code
     for architectures with a `cvt` of e2m1 codes, which differs in `quant.kv_format` and `operands.fill`. end_blocks:
-    the time that the end of a tile takes, in KV blocks, for the schedule (`stream_k.end_units`).
+    the time that the end of a tile takes, in KV blocks, for the schedule (`stream_k.end_units`). boxes_at_once: TMA
+    boxes per iteration of the loop over them.
     """
 
     m: int
@@ -34,9 +35,9 @@ class DecodeTileConfig:
     rows_per_warp: int = FEW_ROWS
     blackwell: bool = False
     end_blocks: int = 0
+    boxes_at_once: int = 4
 
     load_warps: ClassVar[int] = 1
-    loops_over_boxes: ClassVar[bool] = True  # less code: that of all roles shares an instruction cache of 32 KB
     per_tile_pack_gqa: ClassVar[bool] = False
     pdl_prologue: ClassVar[bool] = True
 
@@ -152,6 +153,9 @@ TABLE = (
     ),
 )
 END_BLOCKS = {"half": 0, "e4m3": 2, "nvfp4": 2}  # column of `TABLE` -> `end_blocks` of a tile
+# Column of `TABLE` -> `boxes_at_once`. More are faster to issue, fewer are less code: with NVFP4, the code of all roles
+# that run at a time hardly fits the instruction cache, 32 KB.
+BOXES_AT_ONCE = {"half": 4, "e4m3": 4, "nvfp4": 2}
 SMALL_STAGES = 6  # most stages of a tile that `small_tile` makes
 HEAD_DIMS = tuple(row.head_dim for row in TABLE if row.half)
 QUANTISED_HEAD_DIMS = tuple(row.head_dim for row in TABLE if row.e4m3 or row.nvfp4)
@@ -247,4 +251,8 @@ def tiles_of(arch: str) -> dict[TileKey, DecodeTileConfig]:
     tiles = measured(blackwell)
     if row.smem_per_cta < max(smem_bytes(key.kind, key.head_dim, tile) for key, tile in tiles.items()):
         tiles = {key: small_tile(*key, row.smem_per_cta) for key in tiles}
-    return {key: replace(tile, blackwell=blackwell, end_blocks=END_BLOCKS[key.kind]) for key, tile in tiles.items()}
+    found = {}
+    for key, tile in tiles.items():
+        ends, boxes = END_BLOCKS[key.kind], BOXES_AT_ONCE[key.kind]
+        found[key] = replace(tile, blackwell=blackwell, end_blocks=ends, boxes_at_once=boxes)
+    return found

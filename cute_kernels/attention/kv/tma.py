@@ -12,7 +12,6 @@ from . import pages
 from .pages import KVBlock
 
 BOXES = (8, 16, 32, 64)  # rows per TMA box; a load uses the largest that divides page and tile
-BATCH = 4  # boxes that a loop over boxes loads at a time, see `loops_over_boxes` of the tiles
 
 
 class BoxPages(NamedTuple):
@@ -128,10 +127,11 @@ def fill_boxes(
     stage = cute.arch.make_warp_uniform(pipeline.stage(p, at.item))
     # load the boxes
     into = StageTarget(smem, stage, p.full + stage, head)
-    if const_expr(spec.tile.loops_over_boxes and count > BATCH and count % BATCH == 0):
+    at_once = const_expr(spec.tile.boxes_at_once)
+    if const_expr(0 < at_once < count and count % at_once == 0):
         for g in cutlass.range_constexpr((count + group - 1) // group):
-            for c in cutlass.range(g * group, cutlass.min(count, (g + 1) * group), BATCH, unroll=1):
-                fetch(spec, op, k, into, box_pages, g, [c + i for i in range(BATCH)])
+            for c in cutlass.range(g * group, cutlass.min(count, (g + 1) * group), at_once, unroll=1):
+                fetch(spec, op, k, into, box_pages, g, [c + i for i in range(at_once)])
     elif const_expr(k > 0 or count <= of):
         for c in cutlass.range_constexpr(0, count, of):
             box = c + at.loader if const_expr(of > 1) else c  # static if possible

@@ -40,7 +40,7 @@ class Sm100TileConfig:
     alternates_m_blocks: ClassVar[bool] = False  # with split keys, tiles come in ascending order
     counters_per_split: ClassVar[int] = 1
     end_blocks: ClassVar[int] = 0
-    loops_over_boxes: ClassVar[bool] = False
+    boxes_at_once: ClassVar[int] = 0
     e2m1: ClassVar[bool] = True
 
     @property

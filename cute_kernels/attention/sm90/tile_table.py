@@ -45,7 +45,7 @@ class Sm90TileConfig:
     alternates_m_blocks: ClassVar[bool] = False  # with split keys, tiles come in ascending order
     counters_per_split: ClassVar[int] = 1
     end_blocks: ClassVar[int] = 0
-    loops_over_boxes: ClassVar[bool] = False
+    boxes_at_once: ClassVar[int] = 0
     e2m1: ClassVar[bool] = False
     l2_bytes: ClassVar[int] = 16 << 20  # Hopper's L2 is 50 MB in two halves
 
