@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
-FOLDERS = ("cute_kernels", "wrappers", "bench", "tools")
+FOLDERS = ("cute_kernels", "wrappers", "bench", "tools", "tests/sim")
 DOCUMENTS = ("README.md", "CONTRIBUTING.md", "docs/*.md")
 WHOSE = 20  # the most uses in all texts together
 
