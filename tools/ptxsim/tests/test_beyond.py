@@ -1,5 +1,7 @@
 """Clusters that are cancelled before they are launched, and what only kernels of others may rely on."""
 
+import sys
+
 import numpy as np
 import pytest
 import test_engine
@@ -99,10 +101,16 @@ mbarrier.try_wait.parity.shared.b64 %p3, [%r7], 0;
 mov.u32 %r5, 0; ld.shared.b32 %r5, [%r6];
 """
 BEYOND = {
+    "init": (lambda: unfenced(), "was initialised, but not fenced for async use"),
     "exit": (lambda: small("eager", LEFT), "with 16 bytes missing"),
     "lanes": (lambda: small("eager", LANES), "may access lanes 32 to 63"),
     "relaxed": (lambda: execute(RELAXED), "without synchronisation in between"),
 }
+
+
+def unfenced() -> np.ndarray:
+    """Run `CANCEL` without its fence; return 7 for every 1."""
+    return 7 * cancelled(CANCEL.replace("fence.mbarrier_init.release.cluster;\n", ""))[0]
 
 
 @pytest.mark.parametrize("what", BEYOND)
@@ -118,8 +126,8 @@ def test_a_fault_but_for_kernels_that_rely_on_it(what: str, monkeypatch: pytest.
 
 
 def allow(monkeypatch: pytest.MonkeyPatch, beyond: tuple[str, ...]) -> None:
-    for module in (test_engine, test_tcgen05):
-        monkeypatch.setattr(module, "KernelLaunch", lambda *a, **k: KernelLaunch(*a, **k, beyond=beyond))
+    for module in (test_engine, test_tcgen05, sys.modules[__name__]):
+        monkeypatch.setattr(module, "KernelLaunch", lambda *a, **k: call.KernelLaunch(*a, **k, beyond=beyond))
 
 
 def test_a_lane_of_another_warp_stays_a_fault(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -130,5 +138,5 @@ def test_a_lane_of_another_warp_stays_a_fault(monkeypatch: pytest.MonkeyPatch) -
 
 def test_names_of_what_is_relied_on() -> None:
     assert set(call.BEYOND) == set(BEYOND)
-    with pytest.raises(ValueError, match="beyond: tidy, must be among exit, lanes, relaxed"):
+    with pytest.raises(ValueError, match="beyond: tidy, must be among exit, init, lanes, relaxed"):
         KernelLaunch("", [], beyond=("tidy",))

@@ -3,7 +3,7 @@ that name the instruction."""
 
 from .call import BEYOND, Global, KernelLaunch, TensorMap
 from .faults import Deadlock, Fault, Livelock, NotModelled
-from .kernel import CompiledKernel, launch, run_all
+from .kernel import CompiledKernel, TiledArray, launch, run_all
 from .machine import MODES
 from .runner import RunResult, run
 
@@ -19,6 +19,7 @@ __all__ = [
     "NotModelled",
     "RunResult",
     "TensorMap",
+    "TiledArray",
     "launch",
     "run",
     "run_all",

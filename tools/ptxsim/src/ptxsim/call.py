@@ -25,6 +25,7 @@ FORMATS = {  # CU_TENSOR_MAP_DATA_TYPE_* of cuTensorMapEncodeTiled: bytes per el
 
 BEYOND = {
     "exit": "work that is left over at exit, such as a barrier that waits for bytes, is harmless",
+    "init": "an async operation sees the initialisation of an mbarrier that no fence.mbarrier_init has made visible",
     "lanes": "a tensor memory lane below 32 in tcgen05.ld and st counts from the first lane that the warp may access",
     "relaxed": "a thread that waits for a relaxed arrival sees what happened before that arrival",
 }

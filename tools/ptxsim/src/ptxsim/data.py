@@ -243,7 +243,7 @@ COPY = f"{MOVE}: cp.async (non-bulk)"
 @form(rf"cp\.async\.(ca|cg)\.shared(?:::cta)?\.global{CACHE}", COPY)
 def copy_async(x: PtxInstruction, f: re.Match[str]) -> PtxOp:
     """Copy 16, 8 or 4 bytes per thread; bytes past src-size are zero."""
-    size = int(x.args[2])
+    size = int(x.args[2], 0)
     extra = [text for text in x.args[3:] if not is_policy(x, text)]
 
     def run(t: Threads, x: PtxInstruction, target: Any, source: Any, *limits: Any) -> None:
@@ -311,7 +311,7 @@ def commit_copies(x: PtxInstruction, f: re.Match[str]) -> PtxOp:
 
 @form(r"cp\.async\.wait_(group|all)", COPY)
 def wait_copies(x: PtxInstruction, f: re.Match[str]) -> PtxOp:
-    keep = int(x.args[0]) if f[1] == "group" else 0
+    keep = int(x.args[0], 0) if f[1] == "group" else 0
 
     def run(t: Threads, x: PtxInstruction) -> None:
         if f[1] == "all":

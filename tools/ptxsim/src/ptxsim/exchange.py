@@ -9,6 +9,7 @@ parts of one word are not checked. Atomics and other strong operations do not ra
 may overwrite their result, as the last user of a counter does, but no access may then use the word unordered.
 Reads before writes are not recorded: a write that comes too early for a reader elsewhere is not found."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -17,6 +18,7 @@ import numpy as np
 from .call import Global
 from .faults import Fault
 from .order import HappensBefore, VectorClock
+from .shared import line_of
 
 WEAK, STRONG, CONSTANT = "weak", "strong", "constant"  # plain; relaxed, volatile or atomic; ld.global.nc
 PARTLY, ATOMIC, ASYNC, PENDING = 1, 2, 4, 8  # kinds of a word's last write; PENDING: of a pending bulk store
@@ -31,6 +33,7 @@ class Shadow:
     writer: np.ndarray
     event: np.ndarray
     kind: np.ndarray
+    line: np.ndarray  # in the PTX, for messages; 0: unknown
 
 
 @dataclass
@@ -65,6 +68,7 @@ class Exchange:
         self.order = HappensBefore(0)  # of the CTAs that run
         self.shadows: dict[int, Shadow] = {}  # by number of the buffer
         self.flags: dict[int, VectorClock] = {}  # address of strong operations -> the clock that they release
+        self.instruction_at: Callable[[int], str] = str  # PTX line -> its instruction as text
         self.base = 0  # warps of the CTAs that ran before
         self.column = np.zeros(1, np.int64)  # of a writer, in `order`; -1: in nobody's past
 
@@ -157,7 +161,7 @@ class Exchange:
         if late.any():
             why = "in this launch" if how == CONSTANT else "without synchronisation in between"
             why = "which no fence.proxy.async has made visible" if past.bulk else why
-            raise Fault(f"{what}: reads {self.name(index, words, late)}, {why}")
+            raise Fault(f"{what}: reads {self.name(index, words, late)}, {why}{self.other(index, words, late)}")
 
     def write(self, index: int, offset: np.ndarray, by: np.ndarray, change: Change, how: WriteInfo) -> np.ndarray:
         """Check and record a write; return the words. by: warps."""
@@ -173,12 +177,12 @@ class Exchange:
             apart = (shadow.kind[words] & PARTLY > 0) & (size < 4)
             wrong = late & ~apart & differ(before, written, words)
             if wrong.any():
-                names = self.name(index, words, wrong)
-                raise Fault(f"{what}: overwrites {names}, without synchronisation in between")
+                names, other = self.name(index, words, wrong), self.other(index, words, wrong)
+                raise Fault(f"{what}: overwrites {names}, without synchronisation in between{other}")
         me = np.broadcast_to((by[:, None] if words.ndim == 2 else by) + self.base + 1, words.shape)
         shadow.writer[words] = np.where(late, SEVERAL, me)
         shadow.event[words] = self.order.now(by)[:, None] if words.ndim == 2 else self.order.now(by)
-        shadow.kind[words] = kind
+        shadow.kind[words], shadow.line[words] = kind, line_of(what)
         clash = (shadow.writer[words] != me) & ~late
         if clash.any() and not kind & ATOMIC:
             if size >= 4 and (clash & differ(after, written, words)).any():
@@ -190,9 +194,17 @@ class Exchange:
         if index not in self.shadows:
             count = -(-self.memory.buffers[index].size // 4)
             self.shadows[index] = Shadow(
-                np.zeros(count, np.int32), np.zeros(count, np.int32), np.zeros(count, np.uint8)
+                np.zeros(count, np.int32),
+                np.zeros(count, np.int32),
+                np.zeros(count, np.uint8),
+                np.zeros(count, np.int32),
             )
         return self.shadows[index]
+
+    def other(self, index: int, words: np.ndarray, bad: np.ndarray) -> str:
+        """Return a line for a message: the last write of the first bad word."""
+        line = int(self.shadows[index].line[int(words[bad].flat[0])])
+        return f"\n  the last write: {self.instruction_at(line)}" if line else ""
 
     def name(self, index: int, words: np.ndarray, bad: np.ndarray) -> str:
         word = int(words[bad].flat[0])

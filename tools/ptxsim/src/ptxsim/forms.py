@@ -63,10 +63,16 @@ def find(op: str) -> tuple[InstructionForm, re.Match[str]] | None:
     return None
 
 
+def text_of(x: PtxInstruction) -> str:
+    """Return an instruction as text, for messages: its operands are cut off where they are long."""
+    text = f"{x.op} {', '.join(x.args)}".strip()
+    return text if len(text) <= 160 else f"{text[:157]}..."
+
+
 def require(x: PtxInstruction) -> tuple[InstructionForm, re.Match[str]]:
     found = find(x.op)
     if found is None:
-        raise NotModelled(f"line {x.line}: no form for {x.op} {', '.join(x.args)[:100]}")
+        raise NotModelled(f"line {x.line}: no form for {text_of(x)}")
     return found
 
 
@@ -86,4 +92,4 @@ def effect(run: Callable[..., Any], *ins: tuple[str, str], outs: tuple[tuple[str
 
 
 def refuse(x: PtxInstruction, what: str) -> NotModelled:
-    return NotModelled(f"line {x.line}: {x.op}: {what} is not modelled")
+    return NotModelled(f"line {x.line}: {text_of(x)}: {what} is not modelled")

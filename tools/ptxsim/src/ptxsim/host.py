@@ -33,6 +33,7 @@ from .host_ir import (
     wrap,
 )
 from .host_ops import MANY, ONE, tensor_map
+from .parse import alone, parse_head
 
 
 @dataclass
@@ -257,28 +258,9 @@ def _launch(frame: Frame, op: Op, clusters: Mapping[str, tuple[int, ...]]) -> Ke
     )
 
 
-ENTRY = re.compile(r"^[^\n]*\.entry\s+([\w$]+)\s*\((.*?)^\}", re.MULTILINE | re.DOTALL)
-
-
-def alone(ptx: str, kernel: str) -> str:
-    """Return the PTX without other kernels; the lines keep their numbers."""
-    entries = {found[1]: found[0] for found in ENTRY.finditer(ptx)}
-    if kernel not in entries:
-        raise ValueError(f"kernel {kernel}: the PTX has {', '.join(entries)}")
-    for name, text in entries.items():
-        ptx = ptx if name == kernel else ptx.replace(text, "\n" * text.count("\n"))
-    return ptx
-
-
 def _sizes(ptx: str) -> list[tuple[int, int]]:
-    """Return (bytes, alignment) of the parameters of the only kernel of a PTX text of the DSL."""
-    found = ENTRY.search(ptx)
-    sizes = []
-    for param in re.findall(r"\.param ([^\n]*?),?\n", found[2].partition("\n)")[0] + "\n" if found else ""):
-        array = re.search(r"\.align (\d+) \.b8 \w+\[(\d+)\]", param)
-        scalar = re.match(r"\.[a-z]+(\d+)", param)
-        sizes.append((int(array[2]), int(array[1])) if array else (int(scalar[1]) // 8,) * 2)  # type: ignore[index]
-    return sizes
+    """Return (bytes, alignment) of the parameters of the only kernel of a PTX text."""
+    return [(size, align) for _, size, align in parse_head(ptx).params.values()]
 
 
 def _pack(frame: Frame, name: str, type_: str) -> tuple[bytes, int] | TensorMap | None:

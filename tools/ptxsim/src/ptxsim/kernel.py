@@ -1,6 +1,5 @@
 """Launch a kernel on arrays: from PTX alone, or from PTX and the host function that the CuTe DSL compiled with it."""
 
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -10,7 +9,7 @@ import numpy as np
 
 from . import host
 from .call import Global, KernelLaunch, TensorMap
-from .parse import parse
+from .parse import alone, entries, parse
 from .program import Program
 from .runner import RunResult, run
 
@@ -49,6 +48,21 @@ def run_all(calls: Sequence[KernelLaunch], **how: Any) -> RunResult:
     return total
 
 
+@dataclass(frozen=True)
+class TiledArray:
+    """An argument of `launch` that becomes a tensor map of an array (numpy, or a torch tensor on the CPU).
+
+    box: extents of a copy, in the order of the array's shape. swizzle: bytes of the span, 0, 32, 64 or 128. fill: the
+    value of elements outside the array, "zero" or "nan". format: a key of call.FORMATS; by default that of the array's
+    type, and bytes for 8-bit floats."""
+
+    array: Any
+    box: tuple[int, ...]
+    swizzle: int = 0
+    fill: str = "zero"
+    format: str = ""
+
+
 @cache
 def program(ptx: str) -> Program:
     """Return the translated kernel of a PTX text; its runs share it."""
@@ -63,15 +77,16 @@ def launch(
     cluster: Shape = 1,
     shared: int = 0,
     entry: str = "",
+    beyond: tuple[str, ...] = (),
 ) -> KernelLaunch:
     """Return the launch of a kernel of which there is no host function.
 
     args: a value per PTX parameter. An array (numpy, or a torch tensor on the CPU) becomes the address of its first
-    element, None the address 0. A number takes the type of the parameter; a numpy scalar or bytes must have its size;
-    `memory` of the launch resolves the array of a TensorMap, so pass those in a `KernelLaunch`. grid, block, cluster:
-    a number or up to three. block: needed if the PTX has no .reqntid. shared: dynamic shared memory in bytes per CTA.
-    entry: the kernel's name, needed if the PTX has several."""
-    text = host.alone(ptx, entry or only_entry(ptx))
+    element, None the address 0, a TiledArray a tensor map. A number takes the type of the parameter; a numpy scalar or
+    bytes must have its size. grid, block, cluster: a number or up to three. block: needed if the PTX has no .reqntid.
+    shared: dynamic shared memory in bytes per CTA. entry: the kernel's name, needed if the PTX has several. beyond:
+    keys of call.BEYOND."""
+    text = alone(ptx, entry or only_entry(ptx))
     kernel, memory = parse(text), Global()
     if len(args) != len(kernel.params):
         raise ValueError(f"{len(args)} arguments: kernel {kernel.name} takes {', '.join(kernel.params) or 'none'}")
@@ -83,15 +98,16 @@ def launch(
         except (ValueError, TypeError, OverflowError) as error:
             raise ValueError(f"argument {number}, .{kernel.types[name]} {name}: {error}") from None
     shapes = dim3(grid, "grid"), dim3(cluster, "cluster")
-    return KernelLaunch(text, params, *shapes, shared, None if block is None else dim3(block, "block"), memory)
+    threads = None if block is None else dim3(block, "block")
+    return KernelLaunch(text, params, *shapes, shared, threads, memory, beyond=beyond)
 
 
 def only_entry(ptx: str) -> str:
     """Return the name of the kernel of a PTX text that has one."""
-    names = re.findall(r"\.entry\s+([\w$]+)", ptx)
+    names = list(entries(ptx))
     if len(names) != 1:
         raise ValueError(f"entry: must be one of the kernels of the PTX, {', '.join(names) or 'which has none'}")
-    return str(names[0])
+    return names[0]
 
 
 def dim3(shape: Shape, name: str) -> tuple[int, int, int]:
@@ -106,8 +122,8 @@ def packed(
     value: Any, kind: str, size: int, memory: Global, owners: dict[tuple[int, int], int], name: str
 ) -> bytes | TensorMap:
     """Return an argument as the bytes of a parameter of PTX type `kind`; an array is added to `memory`."""
-    if isinstance(value, TensorMap):
-        return value
+    if isinstance(value, TiledArray):
+        return tensor_map(value, memory, owners, name)
     if isinstance(value, (bytes, np.generic)):
         data = value if isinstance(value, bytes) else value.tobytes()
     elif isinstance(value, np.ndarray) or value is None:
@@ -115,19 +131,29 @@ def packed(
             raise ValueError(f"an array, must be a number of {size} B")
         address = 0 if value is None else host.register(value, memory, owners, name)
         data = address.to_bytes(8, "little")
-    elif kind.startswith("f"):
+    elif not isinstance(value, (bool, int, float)):
+        raise TypeError(f"{type(value).__name__}, must be an array, a TiledArray, a number, bytes or None")
+    elif kind.startswith("f") or (isinstance(value, float) and kind in ("b32", "b64")):
         data = np.array(value, f"f{size}").tobytes()
     elif isinstance(value, float):
-        if size not in (4, 8):
-            raise ValueError(f"the float {value}, must be bytes or a numpy scalar of {size} B")
-        data = np.array(value, f"f{size}").tobytes()
-    elif isinstance(value, (bool, int)):
-        data = int(value).to_bytes(size, "little", signed=value < 0)
+        raise ValueError(f"the float {value}, must be an integer, bytes or a numpy scalar of {size} B")
     else:
-        raise TypeError(f"{type(value).__name__}, must be an array, a number, bytes, a TensorMap or None")
+        data = int(value).to_bytes(size, "little", signed=value < 0)
     if len(data) != size:
         raise ValueError(f"{len(data)} B, must be {size} B")
     return data
+
+
+def tensor_map(value: TiledArray, memory: Global, owners: dict[tuple[int, int], int], name: str) -> TensorMap:
+    """Return the tensor map of an array, which is added to `memory`."""
+    array = as_numpy(value.array)
+    known = {"float16": "f16", "bfloat16": "bf16", "float32": "f32"}
+    kind = known.get(str(value.array.dtype).removeprefix("torch."), f"u{8 * array.itemsize}")
+    if array.strides[-1:] != (array.itemsize,):
+        raise ValueError(f"strides {array.strides} B, the last must be {array.itemsize} B")
+    address = host.register(array, memory, owners, name)
+    dims, strides, box = array.shape[::-1], array.strides[-2::-1], tuple(value.box[::-1])
+    return TensorMap(address, dims, strides, box, value.format or kind, value.swizzle, value.fill)
 
 
 def as_numpy(value: Any) -> Any:

@@ -10,7 +10,7 @@ import numpy as np
 from .barriers import BarrierState, Mbarrier
 from .call import KernelLaunch, TensorMap
 from .exchange import Exchange
-from .faults import Fault, NotModelled
+from .faults import Fault
 from .forms import WARP, WARPGROUP
 from .order import HappensBefore, VectorClock
 from .program import Program
@@ -193,6 +193,7 @@ class MachineState:
         size = program.kernel.shared_bytes + call.shared
         self.shared = SharedMemory(self.slots, size, self.per_cta // 32, self.order)
         memory.begin(self.order)
+        self.shared.instruction_at = memory.instruction_at = program.instruction_at
         if not program.spare or program.spare[0].shape[1] < self.threads:
             counts = program.registers.count
             program.spare = [np.empty((counts[letter], self.threads), dtype) for letter, dtype in STORAGE.items()]
@@ -232,8 +233,6 @@ class MachineState:
         if name in ("clock", "clock64", "globaltimer", "globaltimer_lo"):
             return np.uint64(self.steps)
         values = {"dynamic_smem_size": self.call.shared, "total_smem_size": self.shared.size, "nsmid": 132, "smid": 0}
-        if name not in values:
-            raise NotModelled(f"special register %{name} is not modelled")
         return np.uint32(values[name])
 
     def shared_address(self, where: Any, offset: int) -> np.ndarray:
@@ -286,7 +285,7 @@ class MachineState:
     def signalled(self, t: Threads, flat: int, x: Any) -> Mbarrier:
         """Return an mbarrier that an async operation will signal."""
         barrier = self.mbarrier(t, flat, x)
-        if not barrier.visible:
+        if not barrier.visible and "init" not in self.call.beyond:
             raise Fault(f"{t.say(x)}: the mbarrier at {barrier.address} was initialised, but not fenced for async use")
         return barrier
 

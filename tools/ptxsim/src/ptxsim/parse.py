@@ -21,6 +21,8 @@ _LABEL = re.compile(r"([\w$]+):(?!:)")
 _SPACE = re.compile(r"\s*")
 _REGISTERS = re.compile(r"\.reg\s+\.(\w+)\s+(.*)", re.DOTALL)
 _SHARED = re.compile(r"\.shared\s+(?:\.align\s+(\d+)\s+)?\.(\w+)\s+([\w$]+)(\[(\d*)\])?")
+_ENTRY = re.compile(r"(?:\.(?:visible|weak)\s+)*\.entry\s+([\w$]+)")
+_BRACE = re.compile(r"[{}]")
 _INSTRUCTION = re.compile(r"(?:@(!?[%\w$@]+)\s+)?([a-z][\w.:]*)\s*(.*)", re.DOTALL)
 
 
@@ -69,8 +71,42 @@ def vector(text: str) -> list[str]:
 
 
 def _blank_comments(text: str) -> str:
-    text = re.sub(r"/\*.*?\*/", lambda found: "\n" * found[0].count("\n"), text, flags=re.DOTALL)
-    return re.sub(r"//[^\n]*", "", text)
+    """Return the text with spaces in place of comments: all else keeps its place."""
+    blank = lambda found: re.sub(r"[^\n]", " ", found[0])  # noqa: E731
+    return re.sub(r"/\*.*?\*/|//[^\n]*", blank, text, flags=re.DOTALL)
+
+
+def entries(ptx: str) -> dict[str, tuple[int, int]]:
+    """Return the kernels of a PTX text: name -> where it begins and ends."""
+    text, found, at = _blank_comments(ptx), {}, 0
+    while entry := _ENTRY.search(text, at):
+        depth, at = 0, entry.end()
+        while brace := _BRACE.search(text, at):
+            at, depth = brace.end(), depth + (1 if brace[0] == "{" else -1)
+            if not depth:
+                break
+        else:
+            at = len(text)  # cut off: `parse` says so
+        found[entry[1]] = entry.start(), at
+    return found
+
+
+def alone(ptx: str, kernel: str) -> str:
+    """Return the PTX without other kernels; the lines keep their numbers."""
+    places = entries(ptx)
+    if kernel not in places:
+        raise ValueError(f"kernel {kernel}: the PTX has {', '.join(places) or 'none'}")
+    for name, (start, end) in places.items():
+        if name != kernel:
+            ptx = ptx[:start] + re.sub(r"[^\n]", " ", ptx[start:end]) + ptx[end:]
+    return ptx
+
+
+def parse_head(ptx: str) -> PtxKernel:
+    """Return the kernel of a PTX text without its body: name, parameters, block."""
+    kernel = PtxKernel()
+    _head(_blank_comments(ptx), kernel)
+    return kernel
 
 
 def _head(text: str, kernel: PtxKernel) -> int:
@@ -89,6 +125,8 @@ def _head(text: str, kernel: PtxKernel) -> int:
         if not match:
             raise NotModelled(f"parameter {param!r}")
         align, kind, name, count = match.groups()
+        if kind not in BYTES:
+            raise NotModelled(f"parameter {param!r}: the type .{kind} is not modelled")
         size = BYTES[kind] * int(count or 1)
         alignment = int(align or BYTES[kind])
         offset = -(-offset // alignment) * alignment
@@ -135,6 +173,8 @@ def parse(text: str) -> PtxKernel:
     while True:
         found = _SPACE.match(text, at)
         at = found.end() if found else at
+        if at == len(text):
+            raise ValueError(f"kernel {kernel.name}: the text ends before the kernel does")
         if text[at] == "{":
             scopes.append(_Scope(created, {}))
             created += 1
@@ -159,7 +199,9 @@ def parse(text: str) -> PtxKernel:
                 source = f"{files[loc[1]].rsplit('/', 1)[-1]}:{loc[2]}"
             at = end
             continue
-        end = text.index(";", at)
+        end = text.find(";", at)
+        if end < 0:
+            raise ValueError(f"line {line}: {text[at:].strip()[:80]}: no semicolon ends this")
         statement = text[at:end].strip()
         at = end + 1
         if not statement:

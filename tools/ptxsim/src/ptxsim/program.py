@@ -68,6 +68,12 @@ class Program:
             unit.rows = self.registers.rows_by_class(translator.filed)
         return unit.run
 
+    def instruction_at(self, line: int) -> str:
+        """Return the instructions of a PTX line as text, with the source line."""
+        found = [x for x in self.kernel.instructions if x.line == line]
+        at = f" ({found[0].source})" if found and found[0].source else ""
+        return f"line {line}{at}: {'; '.join(x.op for x in found)}"
+
     def executed(self, entered: bytes | bytearray, active: bytes | bytearray) -> np.ndarray:
         """Return which instructions some thread executed (instructions,). entered: for each unit, whether it ran;
         active: for each instruction with a guard, whether the guard held for a thread. A branch counts, taken or

@@ -3,10 +3,11 @@
 For each 4-byte word the shadow records the last writer (component and event, see order.py), the warps that have
 read it since, and the number of pending asynchronous reads and writes. It records the last atomic, which must
 happen before later plain accesses. Accesses below 4 bytes by different warps to different parts of one word are
-not checked for order.
+not checked for order. The PTX lines of a word's last write and read are there for messages alone.
 
 A shared address is (CTA rank in the cluster << 24) + offset, as on hardware; user memory begins at offset 1024."""
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -32,6 +33,8 @@ class SharedMemory:
         self.writer = np.full(words, EMPTY, np.int32)
         self.event = np.zeros(words, np.int32)
         self.partly = np.zeros(words, bool)  # the last write was smaller than 4 bytes
+        self.write_line, self.read_line = np.zeros(words, np.int32), np.zeros(words, np.int32)  # 0: unknown
+        self.instruction_at: Callable[[int], str] = str  # line -> its instruction as text
         self.readers = np.zeros((warps_per_slot, words), np.int32)  # last event at which each warp of the CTA read
         self.async_reader = np.full(words, EMPTY, np.int32)
         self.async_event = np.zeros(words, np.int32)
@@ -94,6 +97,7 @@ class SharedMemory:
             self.check_updates(warps, words, f"{what}: reads")
         if not part and not strong:
             self.record_read(warps, words)
+            self.read_line[words] = line_of(what)
         if count == 1:
             return elements(self.bytes, dtype)[flat // dtype.itemsize][None]
         size = dtype.itemsize * count
@@ -131,6 +135,7 @@ class SharedMemory:
         if self.writes and count_nonzero(self.async_writes[words]):
             raise Fault(
                 f"{what}: reads {self._first(words, self.async_writes[words] > 0)} while an async write is under way"
+                f"{self.other(words, self.async_writes[words] > 0)}"
             )
         return self.writer[words]
 
@@ -139,7 +144,7 @@ class SharedMemory:
         if late.any():
             raise Fault(
                 f"{what}: reads {self._first(words, late)}, written by {self.who(first_of(self.writer[words], late))}, "
-                "without synchronisation in between"
+                f"without synchronisation in between{self.other(words, late)}"
             )
 
     def store(self, warps: np.ndarray, flat: np.ndarray, values: np.ndarray, what: object) -> None:
@@ -155,6 +160,7 @@ class SharedMemory:
         else:
             self.writer[words], self.event[words] = warps, now
         self.partly[words] = size < 4
+        self.write_line[words] = line_of(what)
         if size >= 4 and warps.size > 1:
             clash = (self.writer[words] != warps) & ~apart  # another warp of the same group wrote the word
             if count_nonzero(clash):
@@ -167,10 +173,12 @@ class SharedMemory:
         if self.writes and count_nonzero(self.async_writes[words]):
             raise Fault(
                 f"{what}: writes {self._first(words, self.async_writes[words] > 0)} while an async write is under way"
+                f"{self.other(words, self.async_writes[words] > 0)}"
             )
         if self.reads and count_nonzero(self.async_reads[words]):
             raise Fault(
                 f"{what}: writes {self._first(words, self.async_reads[words] > 0)} while an async operation reads it"
+                f"{self.other(words, self.async_reads[words] > 0, read=True)}"
             )
         writer = self.writer[words]
         late = apart = self.order.saw(by, writer) < self.event[words]
@@ -182,7 +190,7 @@ class SharedMemory:
             if late.any():
                 raise Fault(
                     f"{what}: overwrites {self._first(words, late)}, written by "
-                    f"{self.who(first_of(writer, late))}, without synchronisation in between"
+                    f"{self.who(first_of(writer, late))}, without synchronisation in between{self.other(words, late)}"
                 )
         self.check_readers(by, words, what)
         return apart | (writer == SEVERAL) if part else apart
@@ -194,9 +202,11 @@ class SharedMemory:
         if self.reads and count_nonzero(self.async_reads[words]):
             raise Fault(
                 f"{what}: updates {self._first(words, self.async_reads[words] > 0)}, which an async operation reads"
+                f"{self.other(words, self.async_reads[words] > 0, read=True)}"
             )
         self.check_readers(warps, words, what)
         self.updated = True
+        self.write_line[words] = line_of(what)
         self.updater[words], self.update_event[words] = warps, self.order.now(warps)
 
     def check_updates(self, by: np.ndarray, words: np.ndarray, what: object) -> None:
@@ -204,7 +214,8 @@ class SharedMemory:
         late = (updater >= 0) & (self.order.saw(by, updater) < self.update_event[words])
         if count_nonzero(late):
             who = self.who(first_of(updater, late))
-            raise Fault(f"{what} {self._first(words, late)}, updated by {who}, without synchronisation in between")
+            message = f"{what} {self._first(words, late)}, updated by {who}, without synchronisation in between"
+            raise Fault(f"{message}{self.other(words, late)}")
 
     def check_exit(self, slot: int) -> None:
         """Check that reads of a CTA's shared memory by other CTAs happen before its exit."""
@@ -237,7 +248,9 @@ class SharedMemory:
         late = (reader >= 0) & (self.order.saw(by, reader) < self.async_event[words])
         if count_nonzero(late):
             readers = f"{self.who(first_of(reader, late))} may still read"
-            raise Fault(f"{what}: overwrites {self._first(words, late)}, which {readers}")
+            raise Fault(
+                f"{what}: overwrites {self._first(words, late)}, which {readers}{self.other(words, late, True)}"
+            )
 
     def refuse_readers(self, by: np.ndarray, words: np.ndarray, what: object) -> None:
         """Raise Fault if a warp of a word's CTA, which need not be the writer's, may still read the word."""
@@ -249,7 +262,7 @@ class SharedMemory:
             warp = first_of(first, thread) + int(np.argmax(late.T[thread.T][0]))
             raise Fault(
                 f"{what}: overwrites {self._first(words, thread)}, which {self.who(warp)} has read, "
-                "without synchronisation in between"
+                f"without synchronisation in between{self.other(words, thread, read=True)}"
             )
 
     # ------------------------------------------------------------- async proxy
@@ -266,6 +279,7 @@ class SharedMemory:
             self.refuse_stale(warps, words, f"{what}: reads")
         self.async_reads[words] += 1
         self.reads += size_of(words)
+        self.read_line[words] = line_of(what)
         return nothing
 
     def ordered(self, warps: np.ndarray) -> np.ndarray:
@@ -285,7 +299,7 @@ class SharedMemory:
         if stale.any():
             raise Fault(
                 f"{what} {self._first(words, stale)} through the async proxy, written by "
-                f"{self.who(int(writer[stale][0]))} without fence.proxy.async"
+                f"{self.who(int(writer[stale][0]))} without fence.proxy.async{self.other(words, stale)}"
             )
 
     def end_read(self, warps: np.ndarray, words: Any) -> None:
@@ -309,6 +323,7 @@ class SharedMemory:
         if count_nonzero((self.ordered(warps)[writer] < self.event[words]) & (writer != EMPTY)):
             self.refuse_stale(warps, words, f"{what}: overwrites")
         self.expect_write(words)
+        self.write_line[words] = line_of(what)
 
     def expect_write(self, words: Any) -> None:
         self.async_writes[words] += 1
@@ -322,6 +337,7 @@ class SharedMemory:
         twice = self.async_writes[words] > before + 1
         if count_nonzero(twice):
             raise Fault(f"{what}: several threads write {self._first(words, twice)}")
+        self.write_line[words] = line_of(what)
 
     def end_write(self, words: Any, component: Any, event: Any) -> None:
         """End an async write; any thread that has seen (component, event), one or one per word, may read the words."""
@@ -334,11 +350,24 @@ class SharedMemory:
     def who(self, component: int) -> str:
         return f"warp {component}" if component < self.order.warps else "an async operation"
 
+    def other(self, words: Any, bad: np.ndarray, read: bool = False) -> str:
+        """Return a line for a message: the other instruction of a race, which last wrote, or read, the first bad
+        word."""
+        lines = self.read_line if read else self.write_line
+        line = int(lines[first_of(self._numbers(words), bad)])
+        return f"\n  the last {'read' if read else 'write'}: {self.instruction_at(line)}" if line else ""
+
     def _numbers(self, words: Any) -> np.ndarray:
         return np.arange(words.start, words.stop) if isinstance(words, slice) else words
 
     def _first(self, words: Any, bad: np.ndarray) -> str:
         return self.name(first_of(self._numbers(words), bad) * 4)
+
+
+def line_of(what: object) -> int:
+    """Return the PTX line of a place (machine.SourceLocation); 0 of other texts."""
+    x = getattr(what, "x", None)
+    return 0 if x is None else int(x.line)
 
 
 def first_of(values: np.ndarray, which: np.ndarray) -> int:

@@ -348,7 +348,7 @@ def fence(x: PtxInstruction, f: re.Match[str]) -> PtxOp:
 
 @form(r"setmaxnreg\.(inc|dec)\.sync\.aligned\.u32", "Miscellaneous Instructions: setmaxnreg", level=WARP)
 def setmaxnreg(x: PtxInstruction, f: re.Match[str]) -> PtxOp:
-    count = int(x.args[0])
+    count = int(x.args[0], 0)
     if not 24 <= count <= 256 or count % 8:
         raise Fault(f"line {x.line}: setmaxnreg {count}: a multiple of 8 from 24 to 256")
     return effect(lambda t, x: None)

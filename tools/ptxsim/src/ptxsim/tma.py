@@ -405,7 +405,7 @@ def commit_bulk(x: PtxInstruction, f: re.Match[str]) -> PtxOp:
 
 @form(r"cp\.async\.bulk\.wait_group(\.read)?", BULK)
 def wait_bulk(x: PtxInstruction, f: re.Match[str]) -> PtxOp:
-    keep = int(x.args[0])
+    keep = int(x.args[0], 0)
 
     def run(t: Threads, x: PtxInstruction) -> None:
         m = t.machine

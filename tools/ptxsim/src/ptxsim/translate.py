@@ -3,7 +3,6 @@
 Registers live in local variables inside the unit and go back to the register file at its end, or before an
 instruction that touches the register file itself; those that are written and then used in one unit alone do not."""
 
-import re
 import struct
 from collections.abc import Callable
 from functools import cache, lru_cache, partial
@@ -13,21 +12,29 @@ from typing import Any
 import numpy as np
 
 from .faults import NotModelled
-from .forms import PtxOp, require
+from .forms import PtxOp, require, text_of
 from .parse import PtxInstruction, PtxKernel, vector
 
 CLASS = {"pred": "P", "8": "B", "16": "H", "32": "W", "64": "D"}  # register class by width
 STORAGE: dict[str, Any] = {"P": np.bool_, "B": np.uint8, "H": np.uint16, "W": np.uint32, "D": np.uint64}
 WIDTH = {"B": 1, "H": 2, "W": 4, "D": 8}
-PER_THREAD = re.compile(
-    r"tid\..|is_explicit_cluster|laneid|warpid|lanemask_.*|.*cta.*|n?cluster.*"
-)  # special registers; others are uniform
+# Special registers that differ between threads or CTAs (machine.specials), and others (machine.MachineState.uniform).
+PER_THREAD = {
+    *(f"{name}.{axis}" for name in ("tid", "ctaid", "nctaid", "cluster_ctaid", "cluster_nctaid") for axis in "xyz"),
+    *(f"{name}.{axis}" for name in ("clusterid", "nclusterid") for axis in "xyz"),
+    *(f"lanemask_{which}" for which in ("eq", "lt", "le", "ge", "gt")),
+    *("laneid", "warpid", "cluster_ctarank", "cluster_nctarank", "is_explicit_cluster"),
+}
+UNIFORM = {
+    *("ntid.x", "ntid.y", "ntid.z", "clock", "clock64", "globaltimer", "globaltimer_lo"),
+    *("dynamic_smem_size", "total_smem_size", "nsmid", "smid"),
+}
 
 
 def register_class(kind: str) -> str:
     digits = kind.lstrip("busf")
     if kind != "pred" and digits not in CLASS:
-        raise NotModelled(f"registers of type .{kind}")
+        raise NotModelled(f"registers of type .{kind} are not modelled")
     return CLASS.get(kind) or CLASS[digits]
 
 
@@ -170,10 +177,12 @@ class Translator:
                 if x.guard:
                     self.lines.append(f"m.active[{i}] or note(m, {i}, {self.guard(x)})")
                 self.instruction(x, op)
-        except NotModelled:
-            raise
+        except NotModelled as error:
+            if str(error).startswith("line "):
+                raise
+            raise NotModelled(f"line {x.line}: {text_of(x)}: {error}") from None
         except (ValueError, KeyError, IndexError, TypeError, AttributeError) as error:
-            raise NotModelled(f"line {x.line}: {x.op} {', '.join(x.args)[:100]}: {error!r}") from error
+            raise NotModelled(f"line {x.line}: {text_of(x)}: {error!r}") from error
         self.lines.append(f"result = {result}")
         self.flush()
         body = "\n".join(f"  {line}" for line in self.lines)
@@ -211,7 +220,7 @@ class Translator:
         for i, (register, kind) in enumerate(op.outs):
             old = self.load(register)
             value = self.convert(f"r[{i}]" if many else "r", kind, register)
-            self.lines.append(f"{old} = h.merge({old}, {value}) if h else {old}")
+            self.lines.append(f"{old} = h.merge({self.array(old)}, {value}) if h else {old}")
             self.wrote(register)
 
     def is_array(self, expression: str) -> bool:
@@ -353,7 +362,9 @@ class Translator:
         return views[dtype.str]
 
     def special(self, name: str, kind: str) -> str:
-        value = f"m.special[{name!r}][s]" if PER_THREAD.fullmatch(name) else f"m.uniform({name!r})"
+        if name not in PER_THREAD | UNIFORM:
+            raise NotModelled(f"the special register %{name} is not modelled")
+        value = f"m.special[{name!r}][s]" if name in PER_THREAD else f"m.uniform({name!r})"
         return f"{value}.astype({self.type(dtype_of(kind))})" if kind not in ("u32", "b32") else value
 
     def address(self, text: str) -> str:

@@ -93,7 +93,7 @@ def fence_or_commit(x: PtxInstruction, f: re.Match[str]) -> PtxOp:
 
 @form(r"wgmma\.wait_group\.sync\.aligned", WGMMA, level=WARPGROUP, waits=True)
 def wait(x: PtxInstruction, f: re.Match[str]) -> PtxOp:
-    keep = int(x.args[0])
+    keep = int(x.args[0], 0)
 
     def run(t: Threads, x: PtxInstruction) -> None:
         m = t.machine
@@ -127,7 +127,7 @@ def multiply(x: PtxInstruction, f: re.Match[str]) -> PtxOp:
     if f[3] != "f32" or kind in ("s8", "u8"):
         raise refuse(x, f"{f[3]} += {kind} {f[5]}")
     in_registers = x.args[1].startswith("{")
-    numbers = [int(text) for text in x.args[4:]]
+    numbers = [int(text, 0) for text in x.args[4:]]
     sign = numbers[0] * numbers[1] if len(numbers) > 1 else 1
     turned = (numbers[2:] if not in_registers else [0, *numbers[2:]]) or [0, 0]
     major = ["mn" if bit else "k" for bit in (*turned, 0, 0)[:2]]
