@@ -39,5 +39,5 @@ def test_modes(mode):
 def test_documents_are_current():
     from ptxsim.calibrate.__main__ import documents
 
-    stale = [str(path) for path, text in documents().items() if path.read_text() != text]
+    stale = [str(path) for path, text in documents(Path(__file__).parents[1]).items() if path.read_text() != text]
     assert not stale, "python -m ptxsim.calibrate readme"

@@ -1,4 +1,4 @@
-"""What the simulator says of PTX that no run executed."""
+"""The report of PTX that no run executed."""
 
 import numpy as np
 from ptxsim import coverage

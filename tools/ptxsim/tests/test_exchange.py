@@ -1,4 +1,4 @@
-"""What CTAs hand each other through global memory: planted bugs are found in any schedule, correct code passes."""
+"""Values that CTAs hand each other through global memory: planted bugs are found in any schedule, right code passes."""
 
 import numpy as np
 import pytest

@@ -119,13 +119,13 @@ def compare(patterns: list[str], file: Path, mode: str) -> int:
     return int(bad > 0)
 
 
-def documents() -> dict[Path, str]:
-    """Return file -> text of everything that is generated from the record."""
+def documents(root: Path = HERE.parents[2]) -> dict[Path, str]:
+    """Return file -> text of everything that is generated from the record. root: the folder of README.md and src."""
     record = json.loads((HERE / "h200.json").read_text())
     verdicts = [judge(case, record) for case in CASES]
-    readme = HERE.parents[2] / "README.md"  # of a checkout
+    readme = root / "README.md"
     return {
-        HERE / "table.md": table(verdicts, record["gpu"], TEXT_ALONE) + "\n",
+        root / "src" / "ptxsim" / "calibrate" / "table.md": table(verdicts, record["gpu"], TEXT_ALONE) + "\n",
         readme: between(readme.read_text(), sections(verdicts, TEXT_ALONE)),
     }
 
@@ -146,6 +146,8 @@ def main() -> int:
     elif options.action == "compare":
         return compare(options.only, options.file, options.mode)
     elif options.action == "readme":
+        if not (HERE.parents[2] / "pyproject.toml").exists():
+            parser.error("readme: the package is installed, must be that of a checkout (pip install -e)")
         for path, text in documents().items():
             path.write_text(text)
     else:
