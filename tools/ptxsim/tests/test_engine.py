@@ -88,7 +88,7 @@ def test_packed_sums_are_rounded_as_they_say(rounding, low):
 
 @pytest.mark.parametrize(("flush", "low"), [("", 0x00400001), (".ftz", 0)])
 def test_packed_sums_flush_where_they_say(flush, low):
-    """sm_100a. Denormals are an operand and a result in the low half, and a result of normal numbers in the high half."""
+    """sm_100a. Denormals are an operand and a result in the low half, and a result of normal ones in the high half."""
     body = f"""mov.b64 %rd2, {{0f00400000, 0f00800001}}; mov.b64 %rd3, {{0f00000001, 0f80800000}};
     add.rm{flush}.f32x2 %rd4, %rd2, %rd3; mov.b64 {{%r6, %r7}}, %rd4;
     and.b32 %r5, %r0, 1; setp.eq.u32 %p1, %r5, 0; selp.b32 %r5, %r6, %r7, %p1;
