@@ -7,6 +7,7 @@ a value that raises NotModelled when it is used."""
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Any
 
 import ml_dtypes
@@ -258,6 +259,7 @@ def _launch(frame: Frame, op: Op, clusters: Mapping[str, tuple[int, ...]]) -> Ke
     )
 
 
+@lru_cache(64)
 def _sizes(ptx: str) -> list[tuple[int, int]]:
     """Return (bytes, alignment) of the parameters of the only kernel of a PTX text."""
     return [(size, align) for _, size, align in parse_head(ptx).params.values()]

@@ -6,6 +6,7 @@ coordinate tensor); Atom; a pointer is its address; a divisor of fast division i
 import math
 import re
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 from .faults import NotModelled
@@ -90,7 +91,8 @@ def type_list(text: str) -> tuple[str, ...]:
     return tuple(split(text[1:-1] if text == "()" or inner and len(inner[0]) == len(text) - 2 else text))
 
 
-def host_function(mlir: str) -> tuple[list[tuple[str, str]], tuple[Op, ...]]:
+@lru_cache(64)
+def host_function(mlir: str) -> tuple[tuple[tuple[str, str], ...], tuple[Op, ...]]:
     """Return (name, type) of the parameters, and the body, of the one function that launches kernels."""
     aliases = dict(re.findall(r"^(!\w+) = (.*)$", mlir, re.MULTILINE))
 
@@ -113,7 +115,7 @@ def host_function(mlir: str) -> tuple[list[tuple[str, str]], tuple[Op, ...]]:
     arguments = split(expand(lines[start])[lines[start].index("(") + 1 :], ")")[0]
     parameters = [re.match(r"(%\w+): (.*)", re.sub(r" \{.*?\}$", "", part)) for part in split(arguments)]
     numbered = [(i + 1, expand(lines[i])) for i in range(start + 1, end)]
-    return [(p[1], p[2]) for p in parameters if p], _parse(numbered)
+    return tuple((p[1], p[2]) for p in parameters if p), _parse(numbered)
 
 
 def _parse(lines: list[tuple[int, str]]) -> tuple[Op, ...]:
@@ -176,6 +178,7 @@ def parse_tree(text: str) -> Any:
     return None if text == "_" else int(text) if re.fullmatch(r"-?\d+", text) else text
 
 
+@lru_cache(4096)
 def form_of(type_: str) -> Any:
     """Return the static part of a value as its type states it, with Dynamic for open numbers; None if the type
     states nothing. Types in OPAQUE stay text."""

@@ -6,6 +6,7 @@ Registers and labels of scopes in braces (inline assembly) are renamed, so that 
 import re
 from bisect import bisect_right
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import NamedTuple
 
 from .faults import NotModelled
@@ -91,6 +92,7 @@ def entries(ptx: str) -> dict[str, tuple[int, int]]:
     return found
 
 
+@lru_cache(64)
 def alone(ptx: str, kernel: str) -> str:
     """Return the PTX without other kernels; the lines keep their numbers."""
     places = entries(ptx)
