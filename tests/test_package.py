@@ -486,7 +486,7 @@ def test_the_wheel_of_the_simulator_stands_alone(tmp_path):
     assert sorted(needs) == ["ml_dtypes", "numpy"]
     assert any(name.endswith("licenses/LICENSE") for name in described)
     assert (ours / "LICENSE").read_text() == (ROOT / "LICENSE").read_text()
-    softmax = str(ours / "tests" / "triton" / "softmax.ptx")
+    softmax = str(ours / "tests" / "from_triton" / "softmax.ptx")
     done = run_python("-c", SIMULATE, softmax, cwd=tmp_path, PYTHONPATH=str(site))
     assert done.stdout.split(maxsplit=2) == [str(site / "ptxsim" / "__init__.py"), "True", "set()\n"], done.stderr
 

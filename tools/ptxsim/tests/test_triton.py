@@ -1,4 +1,4 @@
-"""Kernels of Triton 3.8.0 (triton/kernels.py) give the right results in every mode, and a lost barrier is a fault."""
+"""Kernels of Triton 3.8.0 (from_triton/kernels.py) give the right results in every mode; a lost barrier is a fault."""
 
 from pathlib import Path
 from typing import Any
@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from ptxsim import MODES, Fault, TiledArray, launch, run
 
-FOLDER = Path(__file__).parent / "triton"
+FOLDER = Path(__file__).parent / "from_triton"
 M, N, K = 100, 72, 96
 
 
