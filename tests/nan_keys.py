@@ -9,7 +9,7 @@ import math
 import torch
 
 from bench.cases.attention import AttentionCase, make_call
-from tools.ptxsim.workloads import simulated
+from tests.sim.workloads import simulated
 from wrappers.attention.op import serve
 
 for dtype, nan in (("bf16", math.nan), ("fp8", 0x7F)):

@@ -13,9 +13,9 @@ from typing import Any
 from bench.cases.attention import AttentionCase
 from cute_kernels import build, catalog, cubin, manifest
 from cute_kernels.topk import dispatch as topk
-from tools.ptxsim import launcher
-from tools.ptxsim.workloads import CASES, RUN, common
-from tools.ptxsim.workloads.attention import call
+from tests.sim import launcher
+from tests.sim.workloads import CASES, RUN, common
+from tests.sim.workloads.attention import call
 from wrappers.machine import override
 
 SMS = 5

@@ -6,16 +6,18 @@ from concurrent.futures import Future
 from itertools import product
 from typing import Any
 
+from ptxsim.coverage import missing
+from ptxsim.faults import Fault
+from ptxsim.machine import MODES
+from ptxsim.runner import RunResult
+
 from cute_kernels import catalog, manifest
 from tests.conftest import ARCH, ROOT
 from tests.kernels import BLACKWELL, COVERING, ORDERED
+from tests.sim import coverage, launcher, memo, workloads
+from tests.sim.pool import pool
 from tools import ptxdiff
 from tools.matrix import SIMULATED
-from tools.ptxsim import coverage, launcher, memo, workloads
-from tools.ptxsim.faults import Fault
-from tools.ptxsim.machine import MODES
-from tools.ptxsim.pool import pool
-from tools.ptxsim.run import RunResult
 
 SHIPPED = {manifest.label(op, spec): (op, spec) for op, spec in catalog.shipped(ARCH)}
 ELSEWHERE = {
@@ -71,7 +73,7 @@ def problems_of_kernel(label: str, turn: int | None, everything: bool) -> list[s
     cases = workloads.CASES[family_of(op)](spec)
     eager, bits = in_eager(found, (ARCH, op, spec), cases, everything)
     if not found:
-        found += coverage.grown({label: coverage.missing(eager)})
+        found += coverage.grown({label: missing(eager)})
         others = MODES[1:] if eager.counts else ("random",)  # without asynchronous work only `random` differs
         chosen = list(product(cases, others)) if everything else dealt(cases, others, turn)
         in_other_modes(found, (ARCH, op, spec), chosen, bits, everything)

@@ -3,6 +3,7 @@ the public functions, and what the scenarios watch is noticed."""
 
 import pytest
 import torch
+from ptxsim.faults import Fault
 
 from bench.cases import attention as cases
 from bench.cases import memory
@@ -11,9 +12,8 @@ from cute_kernels import catalog
 from cute_kernels.attention.args import fields
 from cute_kernels.attention.softmax import RESCALE_THRESHOLD
 from tests.conftest import ARCH
-from tools.ptxsim.faults import Fault
-from tools.ptxsim.workloads import FEATURES, STRUCTURES, common
-from tools.ptxsim.workloads.attention import call, traits_of
+from tests.sim.workloads import FEATURES, STRUCTURES, common
+from tests.sim.workloads.attention import call, traits_of
 from wrappers.reference import LOG2E
 
 SCENARIOS = FEATURES["attention"]()

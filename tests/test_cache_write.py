@@ -16,7 +16,7 @@ from cute_kernels.cache_write.request import CacheWriteRequest
 from cute_kernels.cache_write.spec import CacheWriteSpec
 from tests.conftest import ARCH
 from tests.emulated import emulation
-from tools.ptxsim.workloads import simulated
+from tests.sim.workloads import simulated
 from wrappers import BlockTable, KVCacheTarget, PageLists, QueryOutput, RMSNorm, RotaryEmbedding, append_qkv, fp4
 from wrappers.cache_write.api import turns
 from wrappers.cache_write.call import CacheWriteCall, QueryTransform

@@ -10,7 +10,7 @@ import torch
 from bench.cases import attention as cases
 from bench.cases.attention import AttentionCase
 from tests.conftest import ARCH
-from tools.ptxsim.workloads import distance, simulated
+from tests.sim.workloads import distance, simulated
 
 EARLY = {0, 1, 2}  # the warps that guess: of a CTA, they are the first ones past griddepcontrol.wait that have read
 SOME = AttentionCase(

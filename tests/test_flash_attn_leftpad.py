@@ -6,8 +6,8 @@ import torch
 from tests.conftest import ARCH
 from tests.flash_attn_batches import E4M3, HALF, HKV, HQ, LSE, NAN, SINKS, D, check, ints, oracle
 from tests.host_work import torch_kernels
+from tests.sim.workloads import simulated
 from tests.test_flash_attn_rotary import tables, turned
-from tools.ptxsim.workloads import simulated
 from wrappers import explain, flash_attn_with_kvcache
 
 ROWS, LEFT, LENS, ENTRIES = 24, (3, 0, 8, 17), (20, 9, 8, 24), (2, 4, 0, 1)

@@ -6,7 +6,7 @@ import torch
 from tests.conftest import ARCH
 from tests.flash_attn_batches import BF16, E4M3, HALF, HKV, HQ, D, appended, check, ints, oracle
 from tests.host_work import torch_kernels
-from tools.ptxsim.workloads import simulated
+from tests.sim.workloads import simulated
 from wrappers import flash_attn_with_kvcache
 
 ROOM = 64  # positions of the tables

@@ -17,8 +17,8 @@ from cute_kernels.cache_write import dispatch
 from tests.flash_attn_batches import appended
 from tests.gpu import feature
 from tests.rope_calls import good_call
-from tools.ptxsim.workloads.cache_write import cache_write_cases, cache_write_features
-from tools.ptxsim.workloads.prepared import GatherCase, PreparedScenario, compared, prepared
+from tests.sim.workloads.cache_write import cache_write_cases, cache_write_features
+from tests.sim.workloads.prepared import GatherCase, PreparedScenario, compared, prepared
 from wrappers import KVCacheTarget, append_qkv, fp4, machine, nvfp4_dequantize, nvfp4_quantize, rope
 from wrappers.cache_write import plan
 

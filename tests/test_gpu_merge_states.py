@@ -13,7 +13,7 @@ from bench.cases.cache_write import copied
 from bench.cases.merge_states import IN_PLACE, PAIR, STATES, MergeCase
 from cute_kernels.merge_states import dispatch
 from tests.gpu import feature
-from tools.ptxsim.workloads.merge_states import merge_cases, merge_features
+from tests.sim.workloads.merge_states import merge_cases, merge_features
 from wrappers import merge_state, merge_state_in_place, merge_states
 from wrappers.merge import plan
 

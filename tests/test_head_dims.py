@@ -15,7 +15,7 @@ import sys
 from dataclasses import replace
 from cute_kernels.attention import decode, sm100
 from cute_kernels.attention.request import KernelRequest
-from tools.ptxsim import workloads
+from tests.sim import workloads
 arch, dim = sys.argv[1], int(sys.argv[2])
 request = KernelRequest("bf16", "bf16", "bf16", dim, dim)
 for spec in (sm100.candidate(request, arch), decode.candidate(replace(request, kv="e4m3"), arch)):

@@ -14,7 +14,7 @@ from bench.cases import hostile
 from bench.cases.attention import LSE_TOLERANCE, AttentionCase
 from cute_kernels.attention import geometry
 from tests.conftest import ARCH
-from tools.ptxsim.workloads import distance, simulated
+from tests.sim.workloads import distance, simulated
 from wrappers import reference
 from wrappers.attention.call import csr_sequences
 from wrappers.attention.op import serve

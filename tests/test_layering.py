@@ -6,7 +6,8 @@ merge_states}/dispatch -> kernels (sm90, sm100, combine, topk
 algorithms, rows) -> seams -> spec, geometry -> build, manifest, abi, device
 
 Beside that line: cute_kernels/paths and bundle stand on manifest and build; catalog, the command (cli) and ops, the
-other name of wrappers, stand on top of what they list, build and pass on.
+other name of wrappers, stand on top of what they list, build and pass on. The simulator, in tools/ptxsim, imports
+nothing of this project.
 """
 
 import ast
@@ -18,9 +19,12 @@ import pytest
 from cute_kernels.attention.barriers import COUNTS, IDS, NamedBarrier
 
 ROOT = Path(__file__).resolve().parents[1]
-FOLDERS = ("cute_kernels", "wrappers", "tools", "bench", "examples")
-FILES = sorted(f.relative_to(ROOT).as_posix() for folder in FOLDERS for f in (ROOT / folder).rglob("*.py"))
-TESTS = sorted(f.relative_to(ROOT).as_posix() for f in (ROOT / "tests").rglob("*.py"))
+FOLDERS = ("cute_kernels", "wrappers", "tools", "bench", "examples", "tests")
+SIMULATOR = "tools/ptxsim/src/ptxsim/"  # the package of a distribution of its own
+OUTSIDE = ("tools/ptxsim/build/",)  # where pip leaves copies
+ALL = sorted(f.relative_to(ROOT).as_posix() for folder in FOLDERS for f in (ROOT / folder).rglob("*.py"))
+TESTS = [f for f in ALL if f.startswith(("tests/", "tools/ptxsim/tests/")) and not f.startswith("tests/sim/")]
+FILES = [f for f in ALL if f not in TESTS and not f.startswith(OUTSIDE)]
 FILE_LINES, FUNCTION_LINES, PARAMETERS = 600, 120, 8
 BODY_LINES = 60  # of a function of wrappers, behind its signature and docstring
 FAMILIES = ("attention", "topk", "cache_write", "merge_states")
@@ -189,6 +193,16 @@ def test_cute_kernels_imports_nothing_above(file):
             assert not below(names, *others), f"{family} must not import another operator family"
         if parts[1] not in FAMILIES and file not in TOP:
             assert not below(names, f"cute_kernels.{family}", *map(module_of, TOP)), "shared modules know no operator"
+
+
+@pytest.mark.parametrize("file", [f for f in ALL if f.startswith(("tools/ptxsim/src/", "tools/ptxsim/tests/"))])
+def test_the_simulator_knows_no_project(file):
+    """It is a distribution of its own: it imports nothing of this repository, and the DSL and torch only in functions
+    that users of them call."""
+    assert not below(imports(file), "cute_kernels", "wrappers", "bench", "examples", "tests")
+    assert not [name for name in below(imports(file), "tools") if not name.startswith("tools.ptxsim.")]
+    if file.startswith(SIMULATOR):
+        assert not below(imports(file, top_only=True), "torch", "cutlass")
 
 
 @pytest.mark.parametrize("file", [f for f in FILES if f.split("/")[1] in FAMILIES and f.startswith("cute_kernels/")])

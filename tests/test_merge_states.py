@@ -15,7 +15,7 @@ from cute_kernels.merge_states.request import MergeRequest
 from cute_kernels.merge_states.spec import MergeSpec
 from tests.conftest import ARCH
 from tests.emulated import emulation
-from tools.ptxsim.workloads import simulated
+from tests.sim.workloads import simulated
 from wrappers import machine, merge_state, merge_state_in_place, merge_states
 from wrappers.merge import plan
 

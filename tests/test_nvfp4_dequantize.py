@@ -7,7 +7,7 @@ import wrappers
 from bench.cases import cache_write as cases
 from tests.conftest import ARCH
 from tests.emulated import emulation
-from tools.ptxsim.workloads import simulated
+from tests.sim.workloads import simulated
 from wrappers import fp4
 from wrappers.cache_write import quantize
 

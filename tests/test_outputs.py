@@ -6,7 +6,7 @@ import torch
 
 from bench.cases import outputs
 from tests.conftest import ARCH
-from tools.ptxsim.workloads import simulated
+from tests.sim.workloads import simulated
 from wrappers import fp4
 from wrappers.attention.op import serve
 

@@ -458,6 +458,39 @@ def test_an_sdist_holds_all_that_is_tracked_and_its_tests_run(tmp_path):
     assert done.returncode == 0, done.stdout + done.stderr
 
 
+# Runs a kernel in an environment that has the simulator's wheel; prints what else of ours or of compilers was imported.
+SIMULATE = """
+import sys, numpy as np, ptxsim
+from pathlib import Path
+ptx, x, y = Path(sys.argv[1]).read_text(), np.zeros((2, 400), np.float32), np.ones((2, 400), np.float32)
+ptxsim.run(ptxsim.launch(ptx, [x, y, 400, 400, None, None], grid=2, shared=16))
+others = {name.partition(".")[0] for name in sys.modules} & {"torch", "cutlass", "cute_kernels", "wrappers", "tools"}
+print(ptxsim.__file__, abs(y - 1 / 400).max() < 1e-6, others)
+"""
+
+
+def test_the_wheel_of_the_simulator_stands_alone(tmp_path):
+    """It needs numpy and ml_dtypes, has the record of the calibration and no tests, and simulates."""
+    if reason := why_no_wheel():
+        pytest.skip(reason)
+    ours, site = ROOT / "tools" / "ptxsim", tmp_path / "site"
+    shutil.copytree(ours, tmp_path / "tree", ignore=shutil.ignore_patterns("__pycache__", "build", "*.egg-info"))
+    with zipfile.ZipFile(run_hook("build_wheel", tmp_path / "tree", tmp_path)) as wheel:
+        names = wheel.namelist()
+        (metadata,) = (wheel.read(name).decode() for name in names if name.endswith(".dist-info/METADATA"))
+        wheel.extractall(site)
+    package = {path.relative_to(ours / "src").as_posix() for path in (ours / "src").rglob("*.py")}
+    described = {name for name in names if "dist-info" in name}
+    assert set(names) - described == package | {"ptxsim/py.typed", "ptxsim/calibrate/h200.json"}
+    needs = re.findall(r"^Requires-Dist: ([\w.-]+)(?!.*extra)", metadata, re.M)
+    assert sorted(needs) == ["ml_dtypes", "numpy"]
+    assert any(name.endswith("licenses/LICENSE") for name in described)
+    assert (ours / "LICENSE").read_text() == (ROOT / "LICENSE").read_text()
+    softmax = str(ours / "tests" / "from_triton" / "softmax.ptx")
+    done = run_python("-c", SIMULATE, softmax, cwd=tmp_path, PYTHONPATH=str(site))
+    assert done.stdout.split(maxsplit=2) == [str(site / "ptxsim" / "__init__.py"), "True", "set()\n"], done.stderr
+
+
 # Finds no kernel, says so, waits until one was built, and finds it.
 FIND = """
 import logging, sys

@@ -7,7 +7,7 @@ import pytest
 
 from bench.cases.attention import AttentionCase
 from tests.conftest import ARCH
-from tools.ptxsim.workloads import attention, simulated
+from tests.sim.workloads import attention, simulated
 
 LONG = AttentionCase(
     "long", function="decode", q_lens=(1,), kv_lens=(35 * 128 - 7,), heads_q=4, heads_kv=1, head_dim_qk=128,

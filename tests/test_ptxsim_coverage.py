@@ -1,102 +1,18 @@
-"""What the simulator says of PTX that no run executed."""
+"""The share of a kernel's PTX that no case executes may not grow."""
 
-import numpy as np
+from ptxsim.coverage import Missing
 
-from tools.ptxsim import coverage
-from tools.ptxsim.call import Global, KernelLaunch
-from tools.ptxsim.run import RunResult, run
-
-PTX = """.version 8.7
-.target sm_90a
-.address_size 64
-.file 1 "/somewhere/kernel.py"
-.visible .entry kernel(.param .b64 out, .param .b32 number) .reqntid 64, 1, 1
-{
-.reg .pred %p<8>;
-.reg .b32 %r<8>;
-.reg .b64 %rd<4>;
-.shared .align 8 .b64 barrier;
-ld.param.b64 %rd0, [out];
-ld.param.b32 %r1, [number];
-mov.u32 %r0, %tid.x;
-setp.ne.u32 %p1, %r1, 1;
-setp.eq.u32 %p2, %r1, 2;
-@%p1 bra $OTHER;
-.loc 1 40 3
-st.global.b32 [%rd0], 7;
-.loc 1 41 3
-st.global.b32 [%rd0], 8;
-.loc 1 50 3
-$OTHER: @%p2 st.global.b32 [%rd0], 9;
-setp.lt.u32 %p3, %r1, 5;
-@%p3 bra $FINE;
-trap;
-$FINE: mov.u32 %r3, barrier;
-setp.ne.u32 %p4, %r0, 0;
-@%p4 bra $READY;
-mbarrier.init.shared.b64 [%r3], 64;
-$READY: bar.sync 0;
-mbarrier.arrive.shared.b64 _, [%r3];
-LAB_WAIT: mbarrier.try_wait.parity.shared.b64 %p5, [%r3], 0;
-@%p5 bra DONE;
-bra LAB_WAIT;
-DONE: ret;
-mov.u32 %r4, 0;
-}
-"""
-
-
-def result(*numbers: int) -> RunResult:
-    total = RunResult()
-    for number in numbers:
-        memory, out = Global(), np.zeros(64, np.uint32)
-        params = [np.uint64(memory.add(out)).tobytes(), np.uint32(number).tobytes()]
-        total.add(run(KernelLaunch(PTX, list(params), memory=memory)))
-    return total
-
-
-def lines(found: coverage.Missing) -> list[int]:
-    kernel = coverage.known(PTX)[0]
-    return [kernel.instructions[i].line for i in found.places[PTX]]
-
-
-def test_branches_and_guards_decide():
-    assert lines(coverage.missing(result(1))) == [22]
-    assert lines(coverage.missing(result(2))) == [18, 20]
-    assert lines(coverage.missing(result(3))) == [18, 20, 22]
-
-
-def test_runs_add_up():
-    found = coverage.missing(result(1, 2))
-    assert found.count == 0 and found.share == 0 and found.total == 23
-
-
-def test_what_cannot_run_is_exempt():
-    kernel, reasons = coverage.known(PTX)
-    assert {kernel.instructions[i].line: reason for i, reason in reasons.items()} == {
-        25: "the kernel gives up here",
-        34: "repeats a wait that was not over at once",
-        36: "no path leads here",
-    }
-
-
-def test_the_report_names_lines_labels_and_sources():
-    text = coverage.report(result(3))
-    assert text.splitlines() == [
-        "never executed: 3 of 23 instructions, 13.0%",
-        "  lines 18-22 (3): st.global.b32 [%rd0], 7  [kernel.py:40-41,50]",
-    ]
-    assert "  lines 22-22 (1), $OTHER: st.global.b32 [%rd0], 9  [kernel.py:50]" in coverage.report(result(1))
+from tests.sim import coverage
 
 
 def test_the_share_of_a_kernel_may_not_grow(tmp_path):
     file = tmp_path / "baseline.csv"
-    coverage.write({"op/old": coverage.Missing(10, 100, {}), "op/other": coverage.Missing(1, 100, {})}, file)
-    coverage.write({"op/old": coverage.Missing(5, 100, {})}, file)
+    coverage.write({"op/old": Missing(10, 100, {}), "op/other": Missing(1, 100, {})}, file)
+    coverage.write({"op/old": Missing(5, 100, {})}, file)
     assert file.read_text() == "op,kernel,share,instructions\nop,old,0.0500,5\nop,other,0.0100,1\n"
-    share = [coverage.Missing(count, 10000, {}) for count in (505, 200, 520, 300)]
+    share = [Missing(count, 10000, {}) for count in (505, 200, 520, 300)]
     assert not coverage.grown({"op/old": share[0], "op/new": share[1]}, file)
-    assert not coverage.grown({"op/old": coverage.Missing(5, 90, {})}, file), "other instructions went"
+    assert not coverage.grown({"op/old": Missing(5, 90, {})}, file), "other instructions went"
     assert coverage.grown({"op/old": share[2], "op/new": share[3]}, file) == [
         "op/old: 5.20% of its PTX never ran, 5.00% before",
         "op/new: 3.0% of its PTX never ran, a new kernel may have 2%",

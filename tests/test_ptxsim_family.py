@@ -12,8 +12,8 @@ from bench.cases.attention import LSE_TOLERANCE, TOLERANCE, AttentionCase, expec
 from bench.cases.family import FamilyCase
 from tests import flash_attn_batches, test_decode_family
 from tests.conftest import ARCH, ROOT, run_python
-from tools.ptxsim.workloads import FEATURES, distance, simulated
-from tools.ptxsim.workloads.attention import call
+from tests.sim.workloads import FEATURES, distance, simulated
+from tests.sim.workloads.attention import call
 from wrappers import flash_attn_with_kvcache
 from wrappers.attention.op import serve
 

@@ -12,7 +12,7 @@ from bench.cases import attention as cases
 from bench.cases.attention import AttentionCase
 from cute_kernels.attention.sm90 import tile_table
 from tests.conftest import ARCH, ROOT
-from tools.ptxsim.workloads import distance, simulated
+from tests.sim.workloads import distance, simulated
 from wrappers import single_prefill_with_kv_cache_return_lse
 from wrappers.attention.op import serve
 

@@ -8,7 +8,7 @@ import torch
 
 from bench.cases import attention as cases
 from tests.conftest import ARCH, ROOT
-from tools.ptxsim.workloads import distance, simulated
+from tests.sim.workloads import distance, simulated
 from wrappers import single_prefill_with_kv_cache_return_lse
 
 pytestmark = pytest.mark.kernels

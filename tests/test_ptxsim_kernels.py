@@ -3,7 +3,7 @@
 All kernels run their cases in mode `eager`. Those that stand for a structure run each other mode too, in a case of its
 own, which must not change a bit; of Blackwell's a few do, in one mode each. The covering set of features runs in
 `eager`, by whatever kernels dispatch chooses. Of the bf16 and the fp16 kernel of a spec one is simulated where their
-PTX is equal but for types. Launches that build/simulated remembers (tools/ptxsim/memo.py) are not repeated. With --all,
+PTX is equal but for types. Launches that build/simulated remembers (tests/sim/memo.py) are not repeated. With --all,
 all kernels run all cases in all modes, twins too, of Blackwell's those that stand for a structure, and nothing is
 remembered.
 
@@ -11,11 +11,11 @@ The work begins, in processes of its own, when the kernels are compiled, and goe
 """
 
 import pytest
+from ptxsim.runner import RunResult
 
 from tests.kernels import COVERING, ORDERED
+from tests.sim import workloads
 from tests.simulated import ELSEWHERE, FEATURES, SHIPPED, dealt, equal_but_for_types, unwrapped
-from tools.ptxsim import workloads
-from tools.ptxsim.run import RunResult
 
 pytestmark = pytest.mark.kernels
 

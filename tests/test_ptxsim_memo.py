@@ -2,9 +2,9 @@
 
 import pytest
 import torch
+from ptxsim.runner import RunResult
 
-from tools.ptxsim import memo
-from tools.ptxsim.run import RunResult
+from tests.sim import memo
 
 
 @pytest.fixture

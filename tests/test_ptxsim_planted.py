@@ -6,13 +6,13 @@ from functools import cache
 import ml_dtypes
 import numpy as np
 import pytest
+from ptxsim import host
+from ptxsim.faults import Deadlock, Fault
+from ptxsim.machine import MODES
+from ptxsim.runner import run
 
 from cute_kernels import build
 from tests.conftest import ARCH
-from tools.ptxsim import host
-from tools.ptxsim.faults import Deadlock, Fault
-from tools.ptxsim.machine import MODES
-from tools.ptxsim.run import run
 
 pytestmark = pytest.mark.kernels
 LENGTH, PAGES = 70, 5

@@ -103,7 +103,7 @@ def test_commands_and_files_that_are_named_exist():
     text = "".join(path.read_text() for path in (*PAGES.values(), *BESIDE))
     targets = re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.M)
     assert set(re.findall(r"`make ([a-z-]+)", text)) | set(re.findall(r"^make ([a-z-]+)", text, re.M)) <= set(targets)
-    for module in set(re.findall(r"python -m ((?:tools|bench|examples)[\w.]*)", text)):
+    for module in set(re.findall(r"python -m ((?:tools|bench|examples|tests)[\w.]*)", text)):
         path = ROOT / module.replace(".", "/")
         assert path.with_suffix(".py").exists() or (path / "__main__.py").exists(), module
     for path in set(re.findall(r"`((?:bench|tests|tools|wrappers|cute_kernels|examples)/[\w/.]+)`", text)):

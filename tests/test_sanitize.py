@@ -8,14 +8,14 @@ from collections import Counter
 import numpy as np
 import pytest
 import torch
+from ptxsim import host
+from ptxsim.faults import Fault
+from ptxsim.runner import run
 
 from cute_kernels import build
 from cute_kernels.topk import dispatch
 from cute_kernels.topk.request import TopKKernelRequest
 from tests.conftest import ARCH
-from tools.ptxsim import host
-from tools.ptxsim.faults import Fault
-from tools.ptxsim.run import run
 from tools.sanitize import __main__ as runner
 from tools.sanitize import calls, under
 from tools.sanitize.report import Finding, lines, parse

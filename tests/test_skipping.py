@@ -13,8 +13,8 @@ from bench.cases.attention import AttentionCase
 from bench.cases.planted import STEP_SCALE
 from cute_kernels import catalog
 from tests.conftest import ARCH
-from tools.ptxsim.workloads import CASES, FEATURES
-from tools.ptxsim.workloads.common import distance
+from tests.sim.workloads import CASES, FEATURES
+from tests.sim.workloads.common import distance
 from wrappers import reference
 
 LEVELS = AttentionCase(

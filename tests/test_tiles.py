@@ -6,13 +6,13 @@ from typing import NamedTuple
 
 import numpy as np
 import pytest
+from ptxsim import host
+from ptxsim.runner import run
 
 from cute_kernels import build
 from cute_kernels.attention import args, sm90
 from cute_kernels.attention.spec import PACK_GQA_MAX_Q
 from tests.conftest import ARCH
-from tools.ptxsim import host
-from tools.ptxsim.run import run
 
 pytestmark = pytest.mark.kernels
 SPEC = sm90.headline("bf16", "bf16", (64, 64), True)

@@ -3,10 +3,10 @@ cubic of device/exp2.py."""
 
 import numpy as np
 import pytest
+from ptxsim.umma import decode_instruction, operand_layout
 
 from cute_kernels.device import exp2, layout, umma
 from tests.conftest import run_python
-from tools.ptxsim.umma import decode_instruction, operand_layout
 
 SIZE = 2  # bytes of an element
 

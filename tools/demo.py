@@ -42,7 +42,7 @@ PICTURE = demo_data.ROOT / "build" / "demo.png"
 NEXT = """\
 next: python -m examples.serve          continuous batching of a small decoder on one pool of pages
       python -m examples.sparse         attention to the keys that a top-k selects
-      python -m tools.ptxsim bf16_d128_causal    any kernel in the simulator, in four modes
+      python -m tests.sim bf16_d128_causal       any kernel in the simulator, in four modes
       cute-kernels list                 what was built; README says how to call it"""
 
 
@@ -229,7 +229,7 @@ def run(batch: LayerBatch, where: str, around: Callable[[], Any] = nullcontext) 
 
 def simulator() -> AbstractContextManager[Any]:
     """Return a context in which calls on CPU tensors run compiled kernels in the simulator."""
-    from .ptxsim.workloads.common import simulated
+    from tests.sim.workloads.common import simulated
 
     return simulated(ARCH, [], sms=4)
 

@@ -163,11 +163,10 @@ def flash_attention(case: OracleCase, data: Data) -> list[Any]:
     os.environ.update(FLASH_ATTENTION_ARCH=case.arch, FLASH_ATTENTION_NUM_SMS=str(SMS))
     import cutlass.utils
     from flash_attn.cute import interface
+    from ptxsim import host
     from torch._subclasses.fake_tensor import FakeTensorMode
 
     from cute_kernels import build
-
-    from .ptxsim import host
 
     for module in [m for name, m in sys.modules.items() if "flash_attn" in name] + [cutlass.utils]:
         if hasattr(module, "HardwareInfo"):
@@ -187,7 +186,7 @@ def flash_attention(case: OracleCase, data: Data) -> list[Any]:
 
 def arguments(case: OracleCase, data: Data, mlir: str) -> list[Any]:
     """Return the host function's arguments: q, k, v, o, lse, the scale; window sizes, a sink; the number of queries."""
-    from .ptxsim.host_ir import host_function
+    from ptxsim.host_ir import host_function
 
     types = [type_ for _, type_ in host_function(mlir)[0] if type_ != "!cuda.stream"]
     given = [*map(as_numpy, (data.q, data.k, data.v, data.o, data.lse)), case.dims[0] ** -0.5]
@@ -215,10 +214,9 @@ def cutlass_fmha(case: OracleCase, data: Data) -> list[Any]:
     """
     import cutlass.cute as cute
     from cutlass import Float32, Int32
+    from ptxsim import host
 
     from cute_kernels import abi, build
-
-    from .ptxsim import host
 
     if SOURCE not in os.environ:
         raise RuntimeError(f"{SOURCE} is not set: it names a checkout of NVIDIA/cutlass")
@@ -320,7 +318,7 @@ def cudnn(case: OracleCase, data: Data) -> list[Any]:
     the numbers of query tokens, keys, CTAs per head, heads, requests, query heads per KV head; the scale; in e4m3 a
     factor of O and scales of q, k, v and O; no row counts; in e4m3 the addresses of output scales that O does not have.
     """
-    from .ptxsim.call import Global, KernelLaunch, TensorMap
+    from ptxsim.call import Global, KernelLaunch, TensorMap
 
     module, ptx = cudnn_compiled(case)
     config, memory, none = module.CFG, Global(), np.zeros(16, np.uint8)
@@ -366,8 +364,8 @@ BEYOND = {FLASH: ("exit",), CUDNN: ("lanes", "relaxed"), CUTLASS: ()}  # see ptx
 def run(case: OracleCase, folder: str) -> dict[str, Any]:
     """Run a case and return its row of the record. The process must import the DSL for the case's architecture."""
     os.environ.update(CUTE_DSL_DUMP_DIR=folder, CUTE_DSL_KEEP_PTX="1")
-    from .ptxsim.run import RunResult
-    from .ptxsim.run import run as simulate
+    from ptxsim.runner import RunResult
+    from ptxsim.runner import run as simulate
 
     data, whole = Data(case), RunResult()
     for call in PEERS[case.kernel](case, data):  # one cluster at a time: a cluster may reuse the place of others

@@ -28,8 +28,7 @@ from typing import Any, NamedTuple
 from bench.pages import fill
 from cute_kernels import build, catalog, cubin
 from cute_kernels.attention import sm100
-
-from .ptxsim.pool import pool
+from tests.sim.pool import pool
 
 RECORD = Path(__file__).resolve().parents[1] / "tests" / "data" / "static.csv"
 OP, ARCHS = "attention.sm100", sm100.ARCHS

@@ -1,0 +1,383 @@
+"""Shared memory of the resident CTAs, with a shadow that finds races whatever the schedule of this run is.
+
+For each 4-byte word the shadow records the last writer (component and event, see order.py), the warps that have
+read it since, and the number of pending asynchronous reads and writes. It records the last atomic, which must
+happen before later plain accesses. Accesses below 4 bytes by different warps to different parts of one word are
+not checked for order. The PTX lines of a word's last write and read are there for messages alone.
+
+A shared address is (CTA rank in the cluster << 24) + offset, as on hardware; user memory begins at offset 1024."""
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+from numpy import count_nonzero  # of a small mask, in a quarter of the time of any()
+
+from .call import elements
+from .faults import Fault
+from .order import HappensBefore
+
+BASE = 1024  # bytes that the system keeps at the start of a CTA's shared memory
+RANK = 24  # bit of a shared address where the CTA rank begins
+EMPTY, SEVERAL = -1, -2  # in place of a component: never written; parts written by several warps, unordered. Event 0
+ALWAYS = np.iinfo(np.int32).max
+
+
+class SharedMemory:
+    def __init__(self, slots: int, size: int, warps_per_slot: int, order: HappensBefore) -> None:
+        """Allocate the memory. slots: CTAs. size: bytes per CTA, static and dynamic."""
+        self.size, self.order, self.per_slot = size, order, warps_per_slot
+        self.stride = -(-(BASE + size) // 1024) * 1024
+        self.bytes = np.full(slots * self.stride, 0xFF, np.uint8)  # NaN in every float type: stale reads show
+        words = self.bytes.size // 4
+        self.writer = np.full(words, EMPTY, np.int32)
+        self.event = np.zeros(words, np.int32)
+        self.partly = np.zeros(words, bool)  # the last write was smaller than 4 bytes
+        self.write_line, self.read_line = np.zeros(words, np.int32), np.zeros(words, np.int32)  # 0: unknown
+        self.instruction_at: Callable[[int], str] = str  # line -> its instruction as text
+        self.readers = np.zeros((warps_per_slot, words), np.int32)  # last event at which each warp of the CTA read
+        self.async_reader = np.full(words, EMPTY, np.int32)
+        self.async_event = np.zeros(words, np.int32)
+        self.updater = np.full(words, EMPTY, np.int32)  # last warp that updated the word by an atomic, and its event
+        self.update_event = np.zeros(words, np.int32)
+        self.updated = False  # whether any word was
+        self.async_read = False  # whether async_reader names any reader
+        self.async_reads, self.reads = np.zeros(words, np.int16), 0  # pending; the number of words in all of them
+        self.async_writes, self.writes = np.zeros(words, np.int16), 0
+        self.exited: set[int] = set()  # slots of exited CTAs
+        self.slot = np.arange(words) // (self.stride // 4)  # of each word
+        warp = np.arange(slots * warps_per_slot)
+        self.slot_of_warp, self.row = warp // warps_per_slot, warp % warps_per_slot * words  # row: in `readers`
+        self.own = warp[:, None], (warp // warps_per_slot * warps_per_slot)[:, None] + np.arange(warps_per_slot)
+
+    def name(self, flat: int) -> str:
+        slot, offset = divmod(flat, self.stride)
+        return f"shared {offset - BASE:#x}" + (f" of CTA slot {slot}" if len(self.bytes) > self.stride else "")
+
+    def flat(self, first_slot: Any, address: np.ndarray, size: int, what: object) -> np.ndarray:
+        """Convert shared addresses to indices into `bytes`. Raise Fault if an access of `size` bytes is out of
+        bounds or misaligned.
+
+        first_slot: of the cluster that each address belongs to."""
+        address = address.astype(np.int64)
+        offset = address & ((1 << RANK) - 1)
+        if count_nonzero((offset - BASE).view(np.uint64) >= np.uint64(max(0, self.size - size + 1))):
+            bad = offset[(offset < BASE) | (offset + size > BASE + self.size)]
+            raise Fault(f"{what}: {size} B at shared {int(bad[0]) - BASE:#x}, the CTA has {self.size} B")
+        if size > 1 and count_nonzero(offset & (size - 1)):
+            raise Fault(f"{what}: shared {int(offset[offset % size != 0][0]) - BASE:#x} is not aligned to {size} B")
+        slot = first_slot + (address >> RANK)
+        if self.exited and np.isin(slot, list(self.exited)).any():
+            raise Fault(f"{what}: shared memory of a CTA that has exited")
+        return slot * self.stride + offset
+
+    def flat_of_one(self, first_slot: Any, address: Any, size: int) -> int | None:
+        """Return the index that `flat` gives for one address; None if it raises, or may raise, Fault."""
+        rank, offset = int(address) >> RANK, int(address) & ((1 << RANK) - 1)
+        if offset < BASE or offset + size > BASE + self.size or offset % size or self.exited:
+            return None
+        return (int(first_slot) + rank) * self.stride + offset
+
+    def words(self, flat: np.ndarray, size: int) -> np.ndarray:
+        """Return the words that accesses of `size` bytes touch: (n,) or (size / 4, n)."""
+        first = flat >> 2
+        return first if size <= 4 else first + np.arange(size // 4)[:, None]
+
+    # ------------------------------------------------------------- generic proxy
+    def load(
+        self, warps: np.ndarray, flat: np.ndarray, dtype: Any, count: int, what: object, strong: bool = False
+    ) -> np.ndarray:
+        """Return (count, n) elements. warps: (n,) global warp numbers of the readers. strong: atomic, volatile and
+        the like."""
+        dtype = np.dtype(dtype)
+        words = self.words(flat, dtype.itemsize * count)
+        part = dtype.itemsize * count < 4
+        self.check_read(warps, words, what, part)
+        if self.updated and not strong:
+            self.check_updates(warps, words, f"{what}: reads")
+        if not part and not strong:
+            self.record_read(warps, words)
+            self.read_line[words] = line_of(what)
+        if count == 1:
+            return elements(self.bytes, dtype)[flat // dtype.itemsize][None]
+        size = dtype.itemsize * count
+        return elements(self.bytes, np.dtype(f"V{size}"))[flat // size].view(dtype).reshape(-1, count).T.copy()
+
+    def in_own(self, by: np.ndarray, words: np.ndarray) -> bool:
+        """Return whether all words lie in the CTA of the warps `by`."""
+        return not count_nonzero(self.slot[words] != self.slot_of_warp[by])
+
+    def record_read(self, by: np.ndarray, words: np.ndarray) -> None:
+        """Record a read. Only the last reader from other CTAs is kept per word."""
+        if self.in_own(by, words):
+            self.readers.reshape(-1)[self.row[by] + words] = self.order.now(by)
+            return
+        by = np.broadcast_to(by, words.shape)
+        own = self.slot[words] == self.slot_of_warp[by]
+        self.readers.reshape(-1)[self.row[by[own]] + words[own]] = self.order.now(by[own])
+        away, self.async_read = ~own, True
+        self.async_reader[words[away]], self.async_event[words[away]] = by[away], self.order.now(by[away])
+
+    def check_read(self, by: np.ndarray, words: np.ndarray, what: object, part: bool = False) -> None:
+        """Check a read. part: less than a word is read, so a write to another part of the word is allowed to race.
+
+        For a vector load (words two-dimensional) one written word suffices: compilers widen loads over padding."""
+        writer = self.last_writer(words, what)
+        empty = writer == EMPTY
+        if count_nonzero(empty) and (words.ndim == 1 or empty.all(0).any()):
+            raise Fault(f"{what}: reads {self._first(words, empty)}, which nothing has written")
+        late = self.order.saw(by, writer) < self.event[words]
+        if count_nonzero(late):
+            self.refuse_late(late & ~self.partly[words] if part else late, words, what)
+
+    def last_writer(self, words: np.ndarray, what: object) -> np.ndarray:
+        """Return the writers of words that are read now. Raise Fault if an async write is pending."""
+        if self.writes and count_nonzero(self.async_writes[words]):
+            raise Fault(
+                f"{what}: reads {self._first(words, self.async_writes[words] > 0)} while an async write is under way"
+                f"{self.other(words, self.async_writes[words] > 0)}"
+            )
+        return self.writer[words]
+
+    def refuse_late(self, late: np.ndarray, words: np.ndarray, what: object) -> None:
+        """Raise Fault if a read does not happen after the last write."""
+        if late.any():
+            raise Fault(
+                f"{what}: reads {self._first(words, late)}, written by {self.who(first_of(self.writer[words], late))}, "
+                f"without synchronisation in between{self.other(words, late)}"
+            )
+
+    def store(self, warps: np.ndarray, flat: np.ndarray, values: np.ndarray, what: object) -> None:
+        """Store values (count, n)."""
+        size = values.dtype.itemsize * len(values)
+        words = self.words(flat, size)
+        apart = self.check_write(warps, words, what, size < 4)
+        raw = values[0] if len(values) == 1 else np.ascontiguousarray(values.T).view(f"V{size}")[:, 0]
+        elements(self.bytes, raw.dtype)[flat // size] = raw
+        now = self.order.now(warps)
+        if count_nonzero(apart):
+            self.writer[words], self.event[words] = np.where(apart, SEVERAL, warps), np.where(apart, 0, now)
+        else:
+            self.writer[words], self.event[words] = warps, now
+        self.partly[words] = size < 4
+        self.write_line[words] = line_of(what)
+        if size >= 4 and warps.size > 1:
+            clash = (self.writer[words] != warps) & ~apart  # another warp of the same group wrote the word
+            if count_nonzero(clash):
+                first = self._first(words, clash)
+                raise Fault(f"{what}: several warps write {first} without synchronisation in between")
+
+    def check_write(self, by: np.ndarray, words: Any, what: object, part: bool = False) -> np.ndarray:
+        """Check a write of `words`, an array or a slice; return a mask of the words that other warps write in other
+        parts at the same time, which is allowed only for a `part` of a word."""
+        if self.writes and count_nonzero(self.async_writes[words]):
+            raise Fault(
+                f"{what}: writes {self._first(words, self.async_writes[words] > 0)} while an async write is under way"
+                f"{self.other(words, self.async_writes[words] > 0)}"
+            )
+        if self.reads and count_nonzero(self.async_reads[words]):
+            raise Fault(
+                f"{what}: writes {self._first(words, self.async_reads[words] > 0)} while an async operation reads it"
+                f"{self.other(words, self.async_reads[words] > 0, read=True)}"
+            )
+        writer = self.writer[words]
+        late = apart = self.order.saw(by, writer) < self.event[words]
+        if self.updated:
+            self.check_updates(by, words, f"{what}: overwrites")
+        if count_nonzero(late):
+            apart = late & self.partly[words] if part else np.zeros_like(late)
+            late = late & ~apart
+            if late.any():
+                raise Fault(
+                    f"{what}: overwrites {self._first(words, late)}, written by "
+                    f"{self.who(first_of(writer, late))}, without synchronisation in between{self.other(words, late)}"
+                )
+        self.check_readers(by, words, what)
+        return apart | (writer == SEVERAL) if part else apart
+
+    def update(self, warps: np.ndarray, flat: np.ndarray, size: int, what: object) -> None:
+        """Record atomics of `warps` (n,) that update `size` bytes at flat (n,)."""
+        words = self.words(flat, size)
+        self.check_read(warps, words, what, size < 4)
+        if self.reads and count_nonzero(self.async_reads[words]):
+            raise Fault(
+                f"{what}: updates {self._first(words, self.async_reads[words] > 0)}, which an async operation reads"
+                f"{self.other(words, self.async_reads[words] > 0, read=True)}"
+            )
+        self.check_readers(warps, words, what)
+        self.updated = True
+        self.write_line[words] = line_of(what)
+        self.updater[words], self.update_event[words] = warps, self.order.now(warps)
+
+    def check_updates(self, by: np.ndarray, words: np.ndarray, what: object) -> None:
+        updater = self.updater[words]
+        late = (updater >= 0) & (self.order.saw(by, updater) < self.update_event[words])
+        if count_nonzero(late):
+            who = self.who(first_of(updater, late))
+            message = f"{what} {self._first(words, late)}, updated by {who}, without synchronisation in between"
+            raise Fault(f"{message}{self.other(words, late)}")
+
+    def check_exit(self, slot: int) -> None:
+        """Check that reads of a CTA's shared memory by other CTAs happen before its exit."""
+        words = slice(slot * self.stride // 4, (slot + 1) * self.stride // 4)
+        seen = self.order.seen[slot * self.per_slot : (slot + 1) * self.per_slot].max(0)
+        reader = self.async_reader[words]
+        late = (reader >= 0) & (reader < self.order.warps) & (seen[np.maximum(reader, 0)] < self.async_event[words])
+        if late.any():
+            place, who = self.name(words.start * 4 + 4 * int(np.argmax(late))), self.who(int(reader[late][0]))
+            raise Fault(f"exit: CTA slot {slot} leaves, {who} reads {place} without synchronisation before that")
+
+    def check_readers(self, by: np.ndarray, words: np.ndarray, what: object) -> None:
+        """Check that all reads of the words happen before the warps `by`: (1,), or one per word. The words of one
+        operation lie in one CTA."""
+        if by.size == 1:
+            start = int(self.slot[words].flat[0]) * self.per_slot
+            last = self.readers[:, words].reshape(self.per_slot, -1).max(1)
+            ordered = not count_nonzero(last > self.order.seen[by.flat[0], start : start + self.per_slot])
+        else:
+            ordered = self.in_own(by, words)
+            if ordered:
+                seen = self.order.seen[self.own].T[:, by]
+                late = self.readers[:, words] > (seen if words.ndim == 1 else seen[:, None])
+                ordered = not count_nonzero(late)
+        if not ordered:
+            self.refuse_readers(by, self._numbers(words), what)
+        if not self.async_read:
+            return
+        reader = self.async_reader[words]
+        late = (reader >= 0) & (self.order.saw(by, reader) < self.async_event[words])
+        if count_nonzero(late):
+            readers = f"{self.who(first_of(reader, late))} may still read"
+            raise Fault(
+                f"{what}: overwrites {self._first(words, late)}, which {readers}{self.other(words, late, True)}"
+            )
+
+    def refuse_readers(self, by: np.ndarray, words: np.ndarray, what: object) -> None:
+        """Raise Fault if a warp of a word's CTA, which need not be the writer's, may still read the word."""
+        first = self.slot[words] * self.per_slot  # global number of the CTA's first warp
+        each = np.arange(self.per_slot).reshape(-1, *[1] * words.ndim)
+        late = self.readers[:, words] > self.order.seen[by, first + each]
+        if late.any():
+            thread = late.any(0)
+            warp = first_of(first, thread) + int(np.argmax(late.T[thread.T][0]))
+            raise Fault(
+                f"{what}: overwrites {self._first(words, thread)}, which {self.who(warp)} has read, "
+                f"without synchronisation in between{self.other(words, thread, read=True)}"
+            )
+
+    # ------------------------------------------------------------- async proxy
+    def begin_read(self, warps: np.ndarray, words: Any, what: object, blank: bool = False) -> str:
+        """Start an async read of `words`, an array (k,) or a slice, by `warps`. blank: words that nothing has written
+        may be read; the result then names one of them, or is ""."""
+        writer, nothing = self.last_writer(words, what), ""
+        if count_nonzero(self.ordered(warps)[writer] < self.event[words]):
+            empty = writer == EMPTY
+            nothing = f"{what}: reads {self._first(words, empty)}, which nothing has written" if empty.any() else ""
+            if nothing and not blank:
+                raise Fault(nothing)
+            self.refuse_late((writer >= 0) & (self.order.seen[warps].min(0)[writer] < self.event[words]), words, what)
+            self.refuse_stale(warps, words, f"{what}: reads")
+        self.async_reads[words] += 1
+        self.reads += size_of(words)
+        self.read_line[words] = line_of(what)
+        return nothing
+
+    def ordered(self, warps: np.ndarray) -> np.ndarray:
+        """Return how many events of each component happen before an async access by all `warps`: those of threads only
+        if they are fenced. The last entries, for SEVERAL and EMPTY, are chosen so that EMPTY alone is refused."""
+        order, n = self.order, self.order.warps
+        known = np.empty(order.seen.shape[1] + 2, np.int32)
+        known[n:-2], known[:n] = lowest(order.seen[warps, n:]), lowest(order.fenced[warps, :n])
+        known[SEVERAL], known[EMPTY] = ALWAYS, -1
+        return known
+
+    def refuse_stale(self, warps: np.ndarray, words: Any, what: object) -> None:
+        """Raise Fault if a thread wrote words and no fence has carried the write over to the async proxy."""
+        writer = self.writer[words]
+        generic = (writer >= 0) & (writer < self.order.warps)
+        stale = generic & (self.order.fenced[warps].min(0)[np.maximum(writer, 0)] < self.event[words])
+        if stale.any():
+            raise Fault(
+                f"{what} {self._first(words, stale)} through the async proxy, written by "
+                f"{self.who(int(writer[stale][0]))} without fence.proxy.async{self.other(words, stale)}"
+            )
+
+    def end_read(self, warps: np.ndarray, words: Any) -> None:
+        """End an async read; `warps` have waited for it."""
+        self.async_reads[words] -= 1
+        self.reads -= size_of(words)
+        for warp in warps.tolist():
+            self.readers[warp % self.per_slot][words] = self.order.own[warp]
+
+    def end_read_by_engine(self, words: Any, component: int, event: int) -> None:
+        """End an async read; any thread that has seen (component, event) may overwrite the words."""
+        self.async_reads[words] -= 1
+        self.reads -= size_of(words)
+        self.async_reader[words], self.async_event[words], self.async_read = component, event, True
+
+    def begin_write(self, warp: int, words: Any, what: object) -> None:
+        """Start an async write of `words`, an array (k,) or a slice, by `warp`."""
+        warps = np.array([warp])
+        self.check_write(warps, words, what)
+        writer = self.writer[words]
+        if count_nonzero((self.ordered(warps)[writer] < self.event[words]) & (writer != EMPTY)):
+            self.refuse_stale(warps, words, f"{what}: overwrites")
+        self.expect_write(words)
+        self.write_line[words] = line_of(what)
+
+    def expect_write(self, words: Any) -> None:
+        self.async_writes[words] += 1
+        self.writes += size_of(words)
+
+    def begin_writes(self, words: np.ndarray, what: object) -> None:
+        """Start asynchronous writes of several threads, each to its own words (k, n)."""
+        before = self.async_writes[words]
+        np.add.at(self.async_writes, words, 1)
+        self.writes += words.size
+        twice = self.async_writes[words] > before + 1
+        if count_nonzero(twice):
+            raise Fault(f"{what}: several threads write {self._first(words, twice)}")
+        self.write_line[words] = line_of(what)
+
+    def end_write(self, words: Any, component: Any, event: Any) -> None:
+        """End an async write; any thread that has seen (component, event), one or one per word, may read the words."""
+        self.async_writes[words] -= 1
+        self.writes -= size_of(words)
+        self.writer[words], self.event[words], self.partly[words] = component, event, False
+        self.readers[:, words] = 0
+        self.async_reader[words] = EMPTY
+
+    def who(self, component: int) -> str:
+        return f"warp {component}" if component < self.order.warps else "an async operation"
+
+    def other(self, words: Any, bad: np.ndarray, read: bool = False) -> str:
+        """Return a line for a message: the other instruction of a race, which last wrote, or read, the first bad
+        word."""
+        lines = self.read_line if read else self.write_line
+        line = int(lines[first_of(self._numbers(words), bad)])
+        return f"\n  the last {'read' if read else 'write'}: {self.instruction_at(line)}" if line else ""
+
+    def _numbers(self, words: Any) -> np.ndarray:
+        return np.arange(words.start, words.stop) if isinstance(words, slice) else words
+
+    def _first(self, words: Any, bad: np.ndarray) -> str:
+        return self.name(first_of(self._numbers(words), bad) * 4)
+
+
+def line_of(what: object) -> int:
+    """Return the PTX line of a place (machine.SourceLocation); 0 of other texts."""
+    x = getattr(what, "x", None)
+    return 0 if x is None else int(x.line)
+
+
+def first_of(values: np.ndarray, which: np.ndarray) -> int:
+    """Return the first of (n,) or (k, n) values that is chosen, all of a thread before those of the next."""
+    return int(values.T[which.T][0])
+
+
+def size_of(words: Any) -> int:
+    return words.stop - words.start if isinstance(words, slice) else words.size
+
+
+def lowest(rows: np.ndarray) -> np.ndarray:
+    return rows[0] if len(rows) == 1 else rows.min(0)
