@@ -12,6 +12,8 @@ import torch
 from wrappers.attention.call import AttentionCall
 
 LOG2E = math.log2(math.e)
+HALF_STEP = 2.0**-4  # of e4m3: the most that rounding changes a value, relative to it
+SMALLEST = 2.0**-14  # probabilities below this share of a row's largest become zero in e4m3
 E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 
 
@@ -20,7 +22,7 @@ class RightAttention(NamedTuple):
 
     o (T, Hq, Dvo) fp32 with the factor of the output, lse (T, Hq) fp32 in base 2. keys (T,): keys that a row sees, the
     fewest of its heads. owners (T,): requests that own a row. peak (T, Hq): the largest logit of a row in base 2, the
-    sink included. magnitude (T, Hq, Dvo): o if V were |V| and the factor positive.
+    sink included. e4m3_error (T, Hq, Dvo): the most that o changes if probabilities are rounded to e4m3.
     """
 
     o: torch.Tensor
@@ -28,7 +30,7 @@ class RightAttention(NamedTuple):
     keys: torch.Tensor
     owners: torch.Tensor
     peak: torch.Tensor
-    magnitude: torch.Tensor
+    e4m3_error: torch.Tensor
 
 
 def values_of(stored: torch.Tensor, scales: torch.Tensor | None) -> torch.Tensor:
@@ -119,7 +121,7 @@ def _factor(number: float, tensor: torch.Tensor | None) -> torch.Tensor | float:
 def _attend(
     p: AttentionCall, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, seen: torch.Tensor
 ) -> list[torch.Tensor]:
-    """Return o (m, Hq, Dvo), lse and the largest logit (m, Hq) of a request, in base 2, and the magnitude of o."""
+    """Return o (m, Hq, Dvo), lse and the largest logit (m, Hq) of a request, in base 2, and `e4m3_error`."""
     m, heads, dim = q.shape
     n, kv_heads = k.shape[:2]
     v = v.float().masked_fill(~seen.any(0)[:, None, None], 0.0)
@@ -138,16 +140,21 @@ def _attend(
     peak = torch.maximum(logits.amax(-1) if n else sink.expand(-1, m), sink)
     lse = torch.logsumexp(torch.cat([logits, sink[..., None].expand(-1, m, 1)], -1), -1)
     weights = torch.exp(logits - lse.masked_fill(lse == -math.inf, 0.0)[..., None])
-    of_group = weights.view(kv_heads, heads // kv_heads, m, n)
-    o, magnitude = ((of_group @ x.transpose(0, 1)[:, None]).flatten(0, 1).transpose(0, 1) for x in (v, v.abs()))
-    return [o, lse.T * LOG2E, peak.T * LOG2E, magnitude]
+    largest = weights.amax(-1, keepdim=True) if n else 0.0
+    error = weights * HALF_STEP + weights.clamp(max=SMALLEST * largest)  # type: ignore[arg-type]
+
+    def summed(p: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+        of_groups = p.view(kv_heads, heads // kv_heads, m, n) @ values.transpose(0, 1)[:, None]
+        return of_groups.flatten(0, 1).transpose(0, 1)
+
+    return [summed(weights, v), lse.T * LOG2E, peak.T * LOG2E, summed(error, v.abs())]
 
 
 def attention(p: AttentionCall) -> RightAttention:
     """Return the right results of a call. Rows with several owners are undefined."""
     tokens, heads, _ = p.q.shape
     device, r = p.q.device, p.requests
-    o, magnitude = (torch.zeros(tokens, heads, p.dim_vo, device=device) for _ in range(2))
+    o, e4m3_error = (torch.zeros(tokens, heads, p.dim_vo, device=device) for _ in range(2))
     lse = torch.full((tokens, heads), -math.inf, device=device)
     peak, keys = lse.clone(), torch.zeros(tokens, device=device)
     owners = torch.zeros(tokens, dtype=torch.int32, device=device)
@@ -168,8 +175,8 @@ def attention(p: AttentionCall) -> RightAttention:
             own = torch.arange(n - m, n, device=device)
             q, k = _turned(q, own, *p.rope), _turned(k, torch.arange(n, device=device), *p.rope)
         seen = _seen(p, b, rows, n)
-        o[rows], lse[rows], peak[rows], magnitude[rows] = _attend(p, q, k, v, seen)
+        o[rows], lse[rows], peak[rows], e4m3_error[rows] = _attend(p, q, k, v, seen)
         keys[rows] = seen.sum(1).float()
     factor = _factor(p.out_scale, p.out_scale_tensor)
     of_heads: Any = factor[:, None] if isinstance(factor, torch.Tensor) and factor.numel() > 1 else factor
-    return RightAttention(o * of_heads, lse, keys, owners, peak, magnitude * abs(of_heads))
+    return RightAttention(o * of_heads, lse, keys, owners, peak, e4m3_error * abs(of_heads))
