@@ -47,10 +47,11 @@ def flashinfer(inputs: Inputs) -> Callable[[], torch.Tensor]:
 
     q, (k, v), table = inputs["query"], inputs["kv_cache"], inputs["block_tables"]
     out, lens = torch.empty_like(q), inputs["seq_lens"].view(torch.uint32)[:, None]
-    scratch = workspace(q.device)
+    scratch, heads, page_size = workspace(q.device), k.shape[1], k.shape[2]
+    options = {"kv_layout": "HND", "sliding_win_size": inputs.get("window_left", -1) + 1}
 
     def run() -> torch.Tensor:
-        xqa(q[:, None], k, v, table, lens, out[:, None], *scratch, k.shape[1], k.shape[2], kv_layout="HND")
+        xqa(q[:, None], k, v, table, lens, out[:, None], *scratch, heads, page_size, **options)
         return out
 
     return run
@@ -75,10 +76,11 @@ def wider(case: AttentionCase) -> dict[str, AttentionCase]:
 
 
 def kv_bytes(case: AttentionCase) -> int:
-    """Return the bytes of K and V, read once, with their scale factors."""
+    """Return the bytes of the keys and values that the last token sees, read once, with their scale factors."""
     row = case.head_dim_qk + case.head_dim_vo
     size = row // 2 + row // 16 if case.kv_dtype == "nvfp4" else row * (1 if case.kv_dtype else 2)
-    return sum(case.kv_lens) * case.heads_kv * size
+    seen = [n if case.window_left < 0 else min(n, case.window_left + 1) for n in case.kv_lens]
+    return sum(seen) * case.heads_kv * size
 
 
 def inputs_of(case: AttentionCase, device: str) -> list[Inputs]:

@@ -304,8 +304,8 @@ def difference(case: CacheWriteCase, got: Any, want: Any) -> float:
     """Return the error of all memory after a call, over the tolerance.
 
     All bytes must be equal. If rows are normalised or rotated, one value in a hundred, and three standard deviations of
-    that count more, may be rounded to its neighbour; a rotation may change each value by `SLACK` times the largest one. Hostile cases allow 16 times as much, because
-    fp32 does not hold the angles of positions from 2^24 on exactly.
+    that count more, may be rounded to its neighbour; a rotation may change each value by `SLACK` times the largest one.
+    Hostile cases allow 16 times as much, because fp32 does not hold the angles of positions from 2^24 on exactly.
     """
     transforms, error = bool(case.norm or case.rope), 0.0
     codes = tensors_of(got["cache"].kv) if transforms and case.cache == "nvfp4" else []
