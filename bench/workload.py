@@ -164,6 +164,8 @@ def check(
             logits += slopes.view(*logits.shape[1:3], 1) * (keys - index[:, None])[:, None, None]
         if inputs.get("causal", True):
             logits.masked_fill_((keys > (length - count + index)[:, None])[:, None, None], -math.inf)
+        if (window := inputs.get("window_left", -1)) >= 0:
+            logits.masked_fill_((keys < (length - count + index - window)[:, None])[:, None, None], -math.inf)
         p = logits.softmax(-1)
         want = factor * torch.einsum("rhgn,nhd->rhgd", p, v)
         # for N(0, 1) data the sum of squares is e over the number of keys

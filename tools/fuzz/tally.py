@@ -2,9 +2,10 @@
 
 import json
 import re
-import subprocess
 from collections import Counter
 from pathlib import Path
+
+from bench import results
 
 from .check import FAILED, ON_DEMAND, REFUSED, RIGHT, SKIPPED
 from .families import FAMILIES
@@ -14,11 +15,10 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def commit() -> str:
-    """Return the commit of the working tree, "unknown" without git."""
+    """Return the measured commit, as in bench/results, or "unknown"."""
     try:
-        command = ["git", "describe", "--always", "--dirty", "--abbrev=9"]
-        return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout.strip()
-    except (OSError, subprocess.CalledProcessError):
+        return results.commit()
+    except (OSError, RuntimeError):
         return "unknown"
 
 
