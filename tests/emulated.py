@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from bench.cases import attention as cases
+from cute_kernels import dtypes
 from cute_kernels.attention import args, geometry
 from cute_kernels.attention.spec import PACK_GQA_MAX_Q
 from tests import emulated_merges, emulated_writes
@@ -76,10 +77,8 @@ def emulate(op, spec, launches):
 
 RANKS = dict(q=3, k=4, v=4, o=3, lse=2, page_table=3, k_scales=4, v_scales=4, o_fp8=3, o_fp4=3, tree_mask=2,
              o_partial=3)  # fmt: skip
-INTEGERS = ("grid", "counter_base", "enable_pdl", "window_left", "causal", "v_scales_interleaved", "blocks_per_split",
-            "o_sf_start")  # fmt: skip
-FLOATS = ("softmax_scale_log2", "out_scale", "soft_cap", "skip_threshold", "o_sf_scale")
-DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "e4m3": E4M3, "nvfp4": torch.uint8}
+INTEGERS, FLOATS = ({name for name, kind in args.KINDS.items() if kind == (one, 0)} for one in ("Int32", "Float32"))
+DTYPES = {name: getattr(torch, dtype) for name, dtype in dtypes.TORCH.items()}
 
 
 def check_arguments(spec, a):

@@ -54,7 +54,9 @@ UPSTREAM = {
 
 OPS = ("sm90", "sm100", "decode", "radix", "sort", "rows")
 # Read where no DSL is installed: by the runtime, dispatch and the tools that list kernels.
-PLAIN = {f"cute_kernels/{name}.py" for name in ("__init__", "archs", "manifest", "paths", "catalog", "shipped")} | {
+PLAIN = {
+    f"cute_kernels/{name}.py" for name in ("__init__", "archs", "dtypes", "manifest", "paths", "catalog", "shipped")
+} | {
     f"cute_kernels/{family}/{name}.py"
     for family in FAMILIES
     for name in ("__init__", "request", "spec", "tile", "args", "dispatch")

@@ -15,9 +15,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from .attention import checks
 from .attention.call import AttentionCall, SequenceBatch, TableLayout, pair, ragged_sequences, sequences_of
-from .attention.checks import E5M2, HEAD_SCALES, SIGNATURES
+from .attention.checks import EIGHT_BITS, HEAD_SCALES, SIGNATURES
 from .attention.op import serve
 from .checks import (
     check_flag,
@@ -39,7 +38,6 @@ __all__ = ["flash_attn_func", "flash_attn_varlen_func", "flash_attn_with_kvcache
 FUNC, VARLEN, CACHED = "flash_attn_func", "flash_attn_varlen_func", "flash_attn_with_kvcache"
 LN2 = 0.6931471805599453
 PAGES = 64, 32, 16, 8  # page sizes that TMA fetches, for reading a cache without a table
-EIGHT_BITS = checks.E4M3, E5M2
 TABLES, NEW = ("block_table", "page_table"), " + new keys"
 HINTS = frozenset("""
     pack_gqa scheduler_metadata sm_margin deterministic fa_version ver max_seqlen_k min_seqlen_k seqlen_k_per_split

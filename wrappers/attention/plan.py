@@ -31,10 +31,7 @@ NO_WINDOW = 1 << 30  # window_left for a call without a window, if the kernel su
 MOST_TILES = 1 << 31  # bound of the tiles of a launch with whole tiles, whatever the offsets
 CHUNK = 4096  # keys of a split in the batch-invariant mode, rounded down to whole KV blocks
 WIDE = {"bf16": torch.bfloat16, "fp16": torch.float16}
-TYPES = {
-    torch.bfloat16: "bf16", torch.float16: "fp16", checks.E4M3: "e4m3", checks.E5M2: "e5m2", torch.uint8: "nvfp4",
-    "nvfp4": "nvfp4",
-}  # fmt: skip
+TYPES: dict[Any, str] = {**checks.TYPES, "nvfp4": "nvfp4"}
 FIELDS = {  # field of KernelRequest -> field of AttentionCall
     "arch": "q", "kv": "k", "page_size": "k", "source": "k", "head_dim": "q", "out": "out_dtype", "rows": "q",
     "alibi": "alibi_slopes",
