@@ -137,6 +137,7 @@ MODIFIERS: dict[str, dict[str, Any]] = {
     "CUDA graph replay at other lengths": {},
 }
 FAMILY: dict[str, dict[str, Any]] = {  # RoPE: a kernel that writes caches rotates Q and K before
+    "chunked attention": {"chunk": True},
     "a custom mask": {"custom_mask": True},
     "ALiBi": {"alibi": True},
     "RoPE": {},

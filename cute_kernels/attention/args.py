@@ -48,6 +48,7 @@ class MaskArgs(NamedTuple):
     """The mask; read by `mask`."""
 
     window_left: Int32 = None  #          keys before position - window_left are masked; 2^30 for none
+    chunk: Int32 = None  #                keys before the position's chunk of so many are masked; 2^30 for none
     causal: Int32 = None  #               0: tokens see all keys
     tree_mask: Any = None  # (T | 0, W)  int32, bit t of a token's row: it sees draft token t; instead of causal
     custom_mask: Any = None  # (N,)       uint8: bit i * kv_len + j of a sequence, least significant first: token i sees
@@ -112,6 +113,7 @@ OPTIONAL: dict[str, Callable[[Any], bool]] = {  # field -> whether a spec has it
     "v_scales": lambda spec: spec.kv.block_scaled,
     "v_scales_interleaved": lambda spec: spec.kv.block_scaled,
     "window_left": lambda spec: spec.mask.window,
+    "chunk": lambda spec: spec.mask.chunk,
     "causal": lambda spec: spec.mask.causal == "value",
     "tree_mask": lambda spec: spec.mask.tree,
     "custom_mask": lambda spec: spec.mask.custom,

@@ -55,18 +55,31 @@ class KVSpec:
 class MaskSpec:
     """The mask. causal: "always" (bottom-right aligned), "never", or "value": the argument `causal` decides. window: a
     sliding window, `window_left`. tree: a tree mask for draft tokens. custom: a bit mask over all (token, key) of a
-    sequence; requires causal "value"."""
+    sequence; requires causal "value". chunk: a token
+    sees no key before its own chunk of positions."""
 
     causal: str = "always"
     window: bool = False
     tree: bool = False
     custom: bool = False
+    chunk: bool = False
+
+    @property
+    def bounded_left(self) -> bool:
+        """Whether a token may not see the first keys of its sequence."""
+        return self.window or self.chunk
 
     @property
     def name(self) -> str:
         """The mask's part of a spec's name."""
         kind = {"always": "causal", "never": "full", "value": "any"}[self.causal]
-        return kind + ("w" if self.window else "") + ("b" if self.tree else "") + ("m" if self.custom else "")
+        return (
+            kind
+            + ("w" if self.window else "")
+            + ("b" if self.tree else "")
+            + ("m" if self.custom else "")
+            + ("c" if self.chunk else "")
+        )
 
 
 @dataclass(frozen=True)
@@ -143,7 +156,7 @@ class AttentionSpec(Generic[T]):
 def exact_mask(request: KernelRequest) -> MaskSpec:
     """Return the mask of a request, for a kernel without any other mask."""
     p = request
-    return MaskSpec("always" if p.causal else "never", p.window, p.drafts, p.custom_mask)
+    return MaskSpec("always" if p.causal else "never", p.window, p.drafts, p.custom_mask, p.chunk)
 
 
 def general_mask(request: KernelRequest) -> MaskSpec:
