@@ -13,6 +13,7 @@ import torch
 
 import wrappers
 from bench.cases import attention, family
+from bench.cases.cache_write import copied
 from bench.cases.family import FamilyCase
 from tests import gpu, test_chunked
 from tests.flash_attn_batches import Batch
@@ -306,6 +307,6 @@ def test_attention_with_scales_on_the_host():
 def test_chunked_attention(q_lens, form):
     batch = Batch(q_lens, (333, 700), page=16, dtype=torch.bfloat16, heads=(4, 2))
     want = test_chunked.wanted(batch, 96).float()
-    vars(batch).update(attention.copied(vars(batch), CUDA))
+    vars(batch).update(copied(vars(batch), CUDA))
     got = test_chunked.call(batch, 96, form).cpu()
     close((got, None), (want, None), 2e-2, 2e-2)

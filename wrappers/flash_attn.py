@@ -119,7 +119,7 @@ def flash_attn_varlen_func(
         causal: row i of m sees keys up to i + n - m of n.
         window_size: (left, right); None or negative: unbounded. Keys from the row's position minus left on are seen.
             With causal, right is ignored; without, it must be 0, which means causal, or unbounded.
-        attention_chunk: a row sees no key before its own chunk of so many positions, as in Llama 4; 0: off. Only with
+        attention_chunk: a row sees no key before its own chunk of this many positions, as in Llama 4; 0: off. Only with
             causal. No kernel of a bundle has it, so the first call compiles one.
         softcap: c * tanh(s / c); None or 0: off.
         s_aux (or sinks, learnable_sink): (Hq,), added to each head's softmax denominator; natural-log units, not

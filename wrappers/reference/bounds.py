@@ -8,10 +8,10 @@ MOST = 1 << 31  # bound of the keys of a request
 
 
 class LeftBound(NamedTuple):
-    """What bounds the keys of a row on the left. The fields are those of `AttentionCall`, so that `of` copies them.
+    """The bound of the keys of a row on the left. The fields are those of `AttentionCall`, so that `of` copies them.
 
     window_left: a row at position p sees keys from p - window_left on; negative: off. chunk: it sees keys
-    from the begin of its own chunk of so many positions on; 0: off.
+    from the begin of its own chunk of this many positions on; 0: off.
     """
 
     window_left: int = -1
