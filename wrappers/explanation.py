@@ -42,6 +42,8 @@ FUNCTIONS: tuple[FunctionType, ...] = (
     topk.persistent_topk,
     topk.cooperative_topk,
 )  # type: ignore[assignment]
+# Functions with queries or results of another shape than the call's: a bound call cannot take their queries
+RESHAPED = (xqa.xqa, flash_attn.flash_attn_func, flash_attn.flash_attn_with_kvcache)
 OVER: dict[Any, Any] = {  # function -> the one that it calls as its last step
     engines.xqa_batch_decode_with_kv_cache: trtllm.trtllm_batch_decode_with_kv_cache,
     engines.trtllm_fmha_v2_prefill: trtllm.trtllm_batch_context_with_kv_cache,
