@@ -59,7 +59,8 @@ def emulate(op, spec, launches):
             out_scale_tensor=a.out_scale_ptr if len(a.out_scale_ptr) else None,
             causal={"always": True, "never": False}[kind] if kind != "value" else bool(a.causal),
             window_left=window if window < 1 << 30 else -1, chunk=chunk % (1 << 30),
-            soft_cap=getattr(a, "soft_cap", 0.0), sinks=a.sink if len(a.sink) else None, drafts=drafts if len(drafts) else None,
+            soft_cap=getattr(a, "soft_cap", 0.0), sinks=a.sink if len(a.sink) else None,
+            drafts=drafts if len(drafts) else None,
             interleaved=bool(getattr(a, "v_scales_interleaved", 0)), **factors,
         )  # fmt: skip
         o, lse = reference.paged_attention(problem)
