@@ -244,7 +244,7 @@ def flash_attn_with_kvcache(
         padding_of(cache_leftpad, table, name, (k_cache, v_cache), batch)
     if table is None:
         sizes = PAGES if cache_leftpad is None else (1,)
-        k_pages, v_pages, table = _without_table(k_cache, v_cache, cache_batch_idx, batch, plain, sizes=sizes)
+        k_pages, v_pages, table = without_table(k_cache, v_cache, cache_batch_idx, batch, plain, sizes=sizes)
     elif cache_batch_idx is not None:
         raise ValueError(f"cache_batch_idx: given, must be None with {name}")
     keys = pair("k_cache, v_cache", (k_pages, v_pages), "NHD")
@@ -296,7 +296,7 @@ def flash_attn_func(
     return_lse = _flags(return_softmax_lse=return_softmax_lse, return_lse=return_lse)
     batch, length = check_strided("q", q, 4).shape[:2]
     plain = not traced(q)
-    k_pages, v_pages, table = _without_table(k, v, None, batch, plain, ("k", "v"))
+    k_pages, v_pages, table = without_table(k, v, None, batch, plain, ("k", "v"))
     keys = pair("k, v", (k_pages, v_pages), "NHD")
     lens = _lengths(None, batch, k.shape[1], q.device, False, plain)
     given = {"s_aux": s_aux, "sinks": sinks, "learnable_sink": learnable_sink}
@@ -420,7 +420,7 @@ def _each_head(name: str, value: torch.Tensor) -> torch.Tensor:
     return value[0] if value.stride(1) else value[0, :1]
 
 
-def _without_table(
+def without_table(
     k: Any, v: Any, entries: torch.Tensor | None, batch: int, plain: bool,
     names: tuple[str, str] = ("k_cache", "v_cache"), sizes: tuple[int, ...] = PAGES,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
