@@ -11,16 +11,9 @@ import cutlass
 import cutlass.cute as cute
 from cutlass.cute.runtime import make_fake_stream, make_fake_tensor
 
-DTYPES: dict[str, Any] = {  # spec name -> CuTe type
-    "bf16": cutlass.BFloat16,
-    "fp16": cutlass.Float16,
-    "fp32": cutlass.Float32,
-    "e4m3": cutlass.Float8E4M3FN,
-    "e5m2": cutlass.Float8E5M2,
-    "int32": cutlass.Int32,
-    "int64": cutlass.Int64,
-    "uint8": cutlass.Uint8,
-}
+from . import dtypes
+
+DTYPES: dict[str, Any] = {name: getattr(cutlass, kind) for name, kind in dtypes.CUTE.items()}  # stored types
 
 
 def tensor(

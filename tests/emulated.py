@@ -8,8 +8,9 @@ from typing import Any
 import torch
 
 from bench.cases import attention as cases
+from cute_kernels import dtypes
 from cute_kernels.attention import args, geometry
-from cute_kernels.attention.spec import PACK_GQA_MAX_Q
+from cute_kernels.attention.spec import PACK_GQA_MAX_Q, LogitsSpec, MaskSpec
 from tests import emulated_merges, emulated_writes
 from tests.fake_machine import FakeMachine, promised
 from wrappers import FP4Tensor, fp4, machine, reference
@@ -49,7 +50,7 @@ def emulate(op, spec, launches):
         check_schedule(spec, a)
         launches.append(a)
         factors = {name: getattr(a, name).view(E4M3) if name in names else None for name in ("k_scales", "v_scales")}
-        window = getattr(a, "window_left", 1 << 30)
+        window, chunk = getattr(a, "window_left", 1 << 30), getattr(a, "chunk", 1 << 30)
         drafts, kind = getattr(a, "tree_mask", ()), spec.mask.causal
         problem = AttentionCall(
             "", a.q, a.k, a.v, new_sequences(a.page_table, a.kv_lens, a.cu_seqlens_q, SEPARATE), 0,
@@ -57,8 +58,9 @@ def emulate(op, spec, launches):
             scale_tensor=a.softmax_scale_ptr if len(a.softmax_scale_ptr) else None, out_scale=a.out_scale,
             out_scale_tensor=a.out_scale_ptr if len(a.out_scale_ptr) else None,
             causal={"always": True, "never": False}[kind] if kind != "value" else bool(a.causal),
-            window_left=window if window < 1 << 30 else -1, soft_cap=getattr(a, "soft_cap", 0.0),
-            sinks=a.sink if len(a.sink) else None, drafts=drafts if len(drafts) else None,
+            window_left=window if window < 1 << 30 else -1, chunk=chunk % (1 << 30),
+            soft_cap=getattr(a, "soft_cap", 0.0), sinks=a.sink if len(a.sink) else None,
+            drafts=drafts if len(drafts) else None,
             interleaved=bool(getattr(a, "v_scales_interleaved", 0)), **factors,
         )  # fmt: skip
         o, lse = reference.paged_attention(problem)
@@ -76,10 +78,8 @@ def emulate(op, spec, launches):
 
 RANKS = dict(q=3, k=4, v=4, o=3, lse=2, page_table=3, k_scales=4, v_scales=4, o_fp8=3, o_fp4=3, tree_mask=2,
              o_partial=3)  # fmt: skip
-INTEGERS = ("grid", "counter_base", "enable_pdl", "window_left", "causal", "v_scales_interleaved", "blocks_per_split",
-            "o_sf_start")  # fmt: skip
-FLOATS = ("softmax_scale_log2", "out_scale", "soft_cap", "skip_threshold", "o_sf_scale")
-DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "e4m3": E4M3, "nvfp4": torch.uint8}
+INTEGERS, FLOATS = ({name for name, kind in args.KINDS.items() if kind == (one, 0)} for one in ("Int32", "Float32"))
+DTYPES = {name: getattr(torch, dtype) for name, dtype in dtypes.TORCH.items()}
 
 
 def check_arguments(spec, a):
@@ -157,8 +157,8 @@ def emulation() -> Iterator[Any]:
 # ---- a kernel with every field, for requests in any form
 
 SPEC = SimpleNamespace(
-    mask=SimpleNamespace(custom=True, window=True, causal="value", tree=False),
-    logits=SimpleNamespace(alibi=True, soft_cap=True, skip=False), schedule="tiles", out=("bf16",),
+    mask=MaskSpec("value", window=True, custom=True),
+    logits=LogitsSpec(alibi=True, soft_cap=True), schedule="tiles", out=("bf16",),
     kv=SimpleNamespace(block_scaled=False), tile=SimpleNamespace(m=64, n=64),
 )  # fmt: skip
 

@@ -584,7 +584,7 @@ def test_one_bad_argument(name, argument):
 
 def test_every_public_function_is_called():
     called = {function for function, _ in GOOD.values()}
-    others = {wrappers.Explanation, wrappers.TopKTieBreak, wrappers.bind}  # test_binding.py
+    others = {wrappers.Explanation, wrappers.TopKTieBreak, wrappers.bind, wrappers.single_decode_with_kv_cache}
     others |= {wrappers.xqa_batch_decode_with_kv_cache, wrappers.trtllm_fmha_v2_prefill}  # test_engines.py
     others |= {wrappers.persistent_topk, wrappers.cooperative_topk}  # test_engines.py
     others |= {getattr(wrappers, name) for name in cache_write.__all__}  # test_append_qkv_refusals.py

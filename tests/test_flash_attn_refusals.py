@@ -178,7 +178,7 @@ REFUSALS = [
     (cache_call, {"cache_leftpad": EQUAL.lens + 1}, ValueError, "cache_leftpad: 10 of request 0, must be in .0, 9."),
     (plain_call, {"cache_leftpad": EQUAL.lens}, NotImplementedError, "cache_leftpad: Tensor, not supported"),
     (row_call, {"cache_leftpad": BATCH.lens}, NotImplementedError, "cache_leftpad: Tensor, not supported"),
-    (cache_call, {"attention_chunk": 16}, NotImplementedError, "attention_chunk: 16, not supported, must be 0"),
+    (cache_call, {"attention_chunk": -1}, ValueError, "attention_chunk: -1, must be"),
     (cache_call, {"qv": EQUAL.q}, NotImplementedError, "qv: Tensor, not supported"),
     (cache_call, {"out": torch.empty(4, 3, HQ, D).half()[:3, :2]}, ValueError, "out: strides .*, the first must be 2"),
     (plain_call, {"k": EQUAL.k}, ValueError, "k: shape .* must have 4 dimensions"),

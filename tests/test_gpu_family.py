@@ -13,8 +13,10 @@ import torch
 
 import wrappers
 from bench.cases import attention, family
+from bench.cases.cache_write import copied
 from bench.cases.family import FamilyCase
-from tests import gpu
+from tests import gpu, test_chunked
+from tests.flash_attn_batches import Batch
 from tests.gpu import captured, close, feature, same
 from tools import matrix
 
@@ -297,3 +299,14 @@ def test_attention_with_scales_on_the_host():
     want = in_graph(lambda: call(0.25, 0.5))
     same(in_graph(lambda: call(torch.tensor(0.25), torch.tensor([0.5]))), want)
     same(in_graph(lambda: call(torch.tensor(0.25), torch.full((1,), 0.5, device=CUDA))), want)
+
+
+@feature("prefill with chunked attention")
+@pytest.mark.parametrize("form", ["ragged", "paged"])
+@pytest.mark.parametrize("q_lens", [(150, 3), (1, 5)])
+def test_chunked_attention(q_lens, form):
+    batch = Batch(q_lens, (333, 700), page=16, dtype=torch.bfloat16, heads=(4, 2))
+    want = test_chunked.wanted(batch, 96).float()
+    vars(batch).update(copied(vars(batch), CUDA))
+    got = test_chunked.call(batch, 96, form).cpu()
+    close((got, None), (want, None), 2e-2, 2e-2)

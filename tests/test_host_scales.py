@@ -23,6 +23,7 @@ from tests.flash_attn_batches import good_call
 from tests.prefill_batches import HKV, HQ, D
 from tests.test_bad_calls import CODES, GOOD, SMALL, X, attention
 from tests.test_plans import Recorder
+from tests.test_signatures import inputs_of
 from wrappers import fp4, machine
 from wrappers.attention import plan
 from wrappers.prefill import values
@@ -95,6 +96,7 @@ FUNCTIONS: dict[str, Any] = {
     "trtllm_fmha_v2_prefill": fmha,
     "xqa": GOOD["xqa"][1],
     "single_prefill_with_kv_cache": single,
+    "single_decode_with_kv_cache": lambda: inputs_of("single_decode_with_kv_cache"),
     **{name: lambda name=name: flash(name)
        for name in ("flash_attn_varlen_func", "flash_attn_with_kvcache", "flash_attn_func")},
     "nvfp4_quantize": lambda: dict(X),

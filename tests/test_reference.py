@@ -67,7 +67,7 @@ def test_equals_torch(m, n, heads, causal, window_left):
     want = torch.nn.functional.scaled_dot_product_attention(
         *(t.transpose(0, 1)[None] for t in (q, k, v)), attn_mask=keep, scale=0.2, enable_gqa=True
     )[0].transpose(0, 1)
-    got, _ = reference.attention(q, k, v, scale=0.2, causal=causal, window_left=window_left)
+    got, _ = reference.attention(q, k, v, scale=0.2, causal=causal, left=reference.LeftBound(window_left))
     torch.testing.assert_close(got, want, rtol=2e-5, atol=2e-5)
 
 
@@ -83,7 +83,7 @@ def test_equals_brute_force(m, n, kv_heads, group, causal, window_left, cap, sin
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(dense, "BLOCK", block)  # several query blocks even at these sizes
         got = reference.attention(
-            q, k, v, scale=0.7, causal=causal, window_left=window_left, soft_cap=cap,
+            q, k, v, scale=0.7, causal=causal, left=reference.LeftBound(window_left), soft_cap=cap,
             of_heads=reference.HeadTerms(sinks),
         )  # fmt: skip
     close(got, brute(q, k, v, 0.7, causal, window_left, cap, sinks))
@@ -101,10 +101,10 @@ def test_large_logits_of_either_sign():
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
 def test_keys_that_are_not_kept_never_matter(bad):
     q, k, v = random_qkv(3, 8, 2, 1, 4)
-    want = reference.attention(q, k, v, scale=1.0, causal=True, window_left=2)
+    want = reference.attention(q, k, v, scale=1.0, causal=True, left=reference.LeftBound(2))
     k[7], v[7] = bad, bad  # kept by the last row only
     k[:3], v[:3] = bad, bad  # before every window
-    o, lse = reference.attention(q, k, v, scale=1.0, causal=True, window_left=2)
+    o, lse = reference.attention(q, k, v, scale=1.0, causal=True, left=reference.LeftBound(2))
     assert torch.equal(o[:2], want[0][:2]) and torch.equal(lse[:2], want[1][:2])
     assert not o[2].isfinite().any()
 

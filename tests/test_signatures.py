@@ -47,6 +47,9 @@ UPSTREAM = {
     "single_prefill_with_kv_cache": """
         q k v custom_mask packed_custom_mask causal kv_layout pos_encoding_mode allow_fp16_qk_reduction sm_scale
         window_left logits_soft_cap rope_scale rope_theta return_lse backend""",
+    "single_decode_with_kv_cache": """
+        q k v kv_layout pos_encoding_mode use_tensor_cores q_scale k_scale v_scale window_left logits_soft_cap sm_scale
+        rope_scale rope_theta return_lse""",
     "flash_attn_func": "q k v",
     "flash_attn_varlen_func": "q k v cu_seqlens_q cu_seqlens_k max_seqlen_q max_seqlen_k",
     "flash_attn_with_kvcache": "q k_cache v_cache k v",
@@ -100,6 +103,9 @@ def inputs_of(function):
     if function == "single_prefill_with_kv_cache":
         q, k, v = torch.randn(3, 40, 4, 64, generator=torch.Generator().manual_seed(0)).bfloat16()
         return {"q": q[:5], "k": k[:, :2], "v": v[:, :2], "causal": True}
+    if function == "single_decode_with_kv_cache":
+        q, k, v = torch.randn(3, 40, 4, 64, generator=torch.Generator().manual_seed(0)).bfloat16()
+        return {"q": q[5], "k": k[:, :2], "v": v[:, :2]}
     inputs = cases.make_inputs(PLAIN)
     if function == "xqa_batch_decode_with_kv_cache":
         return as_xqa_batch(inputs)

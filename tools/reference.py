@@ -28,7 +28,7 @@ GROUPS = {  # page -> (title, first sentence, names)
         "Attention of few query tokens per request. The guide is [Decode](../docs/decode.md).",
         (
             "trtllm_batch_decode_with_kv_cache", "xqa", "xqa_batch_decode_with_kv_cache",
-            "BatchDecodeWithPagedKVCacheWrapper", "fast_decode_plan",
+            "BatchDecodeWithPagedKVCacheWrapper", "fast_decode_plan", "single_decode_with_kv_cache",
         ),
     ),
     "flash-attention": (

@@ -54,6 +54,7 @@ from .rope import (
     rope_quantize_fp8,
     rope_quantize_fp8_append_paged_kv_cache,
 )
+from .single_decode import single_decode_with_kv_cache
 from .topk import (
     TopKTieBreak,
     cooperative_topk,
@@ -112,6 +113,7 @@ __all__ = [
     "rope_quantize_fp8",
     "rope_quantize_fp8_append_paged_kv_cache",
     "segment_packbits",
+    "single_decode_with_kv_cache",
     "single_prefill_with_kv_cache",
     "single_prefill_with_kv_cache_return_lse",
     "top_k",

@@ -7,15 +7,13 @@ from typing import Any
 from . import explanation
 from .attention.bound import BoundCall
 from .attention.call import AttentionCall
-from .attention.xqa import xqa
 from .cache_write.api import QueryOutput, append_qkv
 from .cache_write.bound import BoundAppend
 from .checks import listed
-from .flash_attn import flash_attn_func, flash_attn_varlen_func, flash_attn_with_kvcache
+from .flash_attn import flash_attn_varlen_func
 from .topk.bound import BoundTopK
 
-RESHAPED = xqa, flash_attn_func, flash_attn_with_kvcache  # their queries or results have another shape than the call's
-FUNCTIONS: tuple[Any, ...] = (*(function for function in explanation.FUNCTIONS if function not in RESHAPED), append_qkv)
+FUNCTIONS: tuple[Any, ...] = (*(f for f in explanation.FUNCTIONS if f not in explanation.RESHAPED), append_qkv)
 
 
 def bind(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

@@ -12,7 +12,7 @@ from cute_kernels import archs
 from cute_kernels.attention import dispatch
 from cute_kernels.topk import dispatch as topk_dispatch
 
-from . import flash_attn, machine, runtime, topk
+from . import flash_attn, machine, runtime, single_decode, topk
 from .attention import checks, engines, plan, trtllm, xqa
 from .attention import op as attention_op
 from .attention.call import AttentionCall
@@ -31,6 +31,7 @@ FUNCTIONS: tuple[FunctionType, ...] = (
     engines.xqa_batch_decode_with_kv_cache,
     engines.trtllm_fmha_v2_prefill,
     single.single_prefill_with_kv_cache,
+    single_decode.single_decode_with_kv_cache,
     flash_attn.flash_attn_func,
     flash_attn.flash_attn_varlen_func,
     flash_attn.flash_attn_with_kvcache,
@@ -42,6 +43,13 @@ FUNCTIONS: tuple[FunctionType, ...] = (
     topk.persistent_topk,
     topk.cooperative_topk,
 )  # type: ignore[assignment]
+# Functions with queries or results of another shape than the call's: a bound call cannot take their queries
+RESHAPED = (
+    xqa.xqa,
+    flash_attn.flash_attn_func,
+    flash_attn.flash_attn_with_kvcache,
+    single_decode.single_decode_with_kv_cache,
+)
 OVER: dict[Any, Any] = {  # function -> the one that it calls as its last step
     engines.xqa_batch_decode_with_kv_cache: trtllm.trtllm_batch_decode_with_kv_cache,
     engines.trtllm_fmha_v2_prefill: trtllm.trtllm_batch_context_with_kv_cache,

@@ -15,9 +15,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from .attention import checks
 from .attention.call import AttentionCall, SequenceBatch, TableLayout, pair, ragged_sequences, sequences_of
-from .attention.checks import E5M2, HEAD_SCALES, SIGNATURES
+from .attention.checks import EIGHT_BITS, HEAD_SCALES, SIGNATURES
 from .attention.op import serve
 from .checks import (
     check_flag,
@@ -39,7 +38,6 @@ __all__ = ["flash_attn_func", "flash_attn_varlen_func", "flash_attn_with_kvcache
 FUNC, VARLEN, CACHED = "flash_attn_func", "flash_attn_varlen_func", "flash_attn_with_kvcache"
 LN2 = 0.6931471805599453
 PAGES = 64, 32, 16, 8  # page sizes that TMA fetches, for reading a cache without a table
-EIGHT_BITS = checks.E4M3, E5M2
 TABLES, NEW = ("block_table", "page_table"), " + new keys"
 HINTS = frozenset("""
     pack_gqa scheduler_metadata sm_margin deterministic fa_version ver max_seqlen_k min_seqlen_k seqlen_k_per_split
@@ -50,12 +48,11 @@ REFUSED: dict[str, Any] = dict.fromkeys("""
     block_sparse_tensors dynamic_causal gather_kv_indices gather_kv_valid_length sfq sfk sfv rel_bias
     rel_bias_prep_cache rotary_cos rotary_sin rotary_seqlens cache_leftpad seqused_q
 """.split()) | {  # fmt: skip
-    "dropout_p": 0.0, "return_attn_probs": False, "only_qv": False, "attention_chunk": 0, "cp_world_size": 1,
-    "cp_rank": 0,
+    "dropout_p": 0.0, "return_attn_probs": False, "only_qv": False, "cp_world_size": 1, "cp_rank": 0,
 }  # fmt: skip
 _LOGITS = {
     "scale": "softmax_scale", "soft_cap": "softcap", "out_scale": "v_descale", "max_q_len": "max_seqlen_q",
-    "out_dtype": "out",
+    "out_dtype": "out", "chunk": "attention_chunk",
 }  # fmt: skip
 LAYOUTS = {name: TableLayout(name) for name in (*TABLES, "k")}
 _Tensor = torch.Tensor
@@ -89,6 +86,7 @@ class FlashAttnOptions(NamedTuple):
     descales: tuple[Any, Any, Any]
     num_splits: Any
     out: Any
+    attention_chunk: Any
 
 
 def flash_attn_varlen_func(
@@ -100,7 +98,8 @@ def flash_attn_varlen_func(
     softcap: float | None = 0.0, s_aux: torch.Tensor | None = None, sinks: torch.Tensor | None = None,
     learnable_sink: torch.Tensor | None = None, q_descale: torch.Tensor | None = None,
     k_descale: torch.Tensor | None = None, v_descale: torch.Tensor | None = None, num_splits: int = 0,
-    out: torch.Tensor | None = None, return_softmax_lse: bool = False, return_lse: bool = False, **others: Any,
+    out: torch.Tensor | None = None, return_softmax_lse: bool = False, return_lse: bool = False,
+    attention_chunk: int = 0, **others: Any,
 ) -> Any:  # fmt: skip
     """Compute attention of ragged queries over ragged K and V, or over a paged cache that holds the queries' tokens.
 
@@ -120,6 +119,8 @@ def flash_attn_varlen_func(
         causal: row i of m sees keys up to i + n - m of n.
         window_size: (left, right); None or negative: unbounded. Keys from the row's position minus left on are seen.
             With causal, right is ignored; without, it must be 0, which means causal, or unbounded.
+        attention_chunk: a row sees no key before its own chunk of this many positions, as in Llama 4; 0: off. Only with
+            causal. No kernel of a bundle has it, so the first call compiles one.
         softcap: c * tanh(s / c); None or 0: off.
         s_aux (or sinks, learnable_sink): (Hq,), added to each head's softmax denominator; natural-log units, not
             scaled. fp32; fp16 and bf16 are cast to it at each call.
@@ -170,7 +171,9 @@ def flash_attn_varlen_func(
         requests = sequences_of(table, seqused_k, cu_seqlens_q, plain, LAYOUTS[name])
     descales = q_descale, k_descale, v_descale
     given = {"s_aux": s_aux, "sinks": sinks, "learnable_sink": learnable_sink}
-    options = FlashAttnOptions(softmax_scale, causal, window_size, softcap, given, descales, num_splits, out)
+    options = FlashAttnOptions(
+        softmax_scale, causal, window_size, softcap, given, descales, num_splits, out, attention_chunk
+    )
     most = _most(max_seqlen_q, q.shape[0])
     found = serve(_attention_call(_signature(VARLEN, name, lens), q, keys, requests, most, options, return_lse))
     return (found[0], _natural(found[1])) if return_lse else found
@@ -189,7 +192,7 @@ def flash_attn_with_kvcache(
     v_descale: torch.Tensor | None = None, num_splits: int = 0, out: torch.Tensor | None = None,
     return_softmax_lse: bool = False, return_lse: bool = False,
     rotary_cos: torch.Tensor | None = None, rotary_sin: torch.Tensor | None = None, rotary_interleaved: bool = True,
-    **others: Any,
+    attention_chunk: int = 0, **others: Any,
 ) -> Any:  # fmt: skip
     """Compute attention over a cache, after appending k and v to it if they are given.
 
@@ -241,7 +244,7 @@ def flash_attn_with_kvcache(
         padding_of(cache_leftpad, table, name, (k_cache, v_cache), batch)
     if table is None:
         sizes = PAGES if cache_leftpad is None else (1,)
-        k_pages, v_pages, table = _without_table(k_cache, v_cache, cache_batch_idx, batch, plain, sizes=sizes)
+        k_pages, v_pages, table = without_table(k_cache, v_cache, cache_batch_idx, batch, plain, sizes=sizes)
     elif cache_batch_idx is not None:
         raise ValueError(f"cache_batch_idx: given, must be None with {name}")
     keys = pair("k_cache, v_cache", (k_pages, v_pages), "NHD")
@@ -256,7 +259,9 @@ def flash_attn_with_kvcache(
     flat, flat_out = (q, out) if packed else (q.flatten(0, 1), _flat(out, q, keys[1]))
     given = {"s_aux": s_aux, "sinks": sinks, "learnable_sink": learnable_sink}
     descales = q_descale, k_descale, v_descale
-    options = FlashAttnOptions(softmax_scale, causal, window_size, softcap, given, descales, num_splits, flat_out)
+    options = FlashAttnOptions(
+        softmax_scale, causal, window_size, softcap, given, descales, num_splits, flat_out, attention_chunk
+    )
     most = _most(max_seqlen_q, q.shape[0]) if packed else q.shape[1]
     requests = sequences_of(table, lens, cu_seqlens_q, plain, LAYOUTS[name])
     call = _attention_call(signature, flat, keys, requests, most, options, return_lse)
@@ -275,7 +280,8 @@ def flash_attn_func(
     s_aux: torch.Tensor | None = None, sinks: torch.Tensor | None = None, learnable_sink: torch.Tensor | None = None,
     q_descale: torch.Tensor | None = None, k_descale: torch.Tensor | None = None,
     v_descale: torch.Tensor | None = None, num_splits: int = 0, out: torch.Tensor | None = None,
-    return_softmax_lse: bool = False, return_lse: bool = False, **others: Any,
+    return_softmax_lse: bool = False, return_lse: bool = False,
+    attention_chunk: int = 0, **others: Any,
 ) -> Any:  # fmt: skip
     """Compute attention of requests of one length.
 
@@ -290,13 +296,15 @@ def flash_attn_func(
     return_lse = _flags(return_softmax_lse=return_softmax_lse, return_lse=return_lse)
     batch, length = check_strided("q", q, 4).shape[:2]
     plain = not traced(q)
-    k_pages, v_pages, table = _without_table(k, v, None, batch, plain, ("k", "v"))
+    k_pages, v_pages, table = without_table(k, v, None, batch, plain, ("k", "v"))
     keys = pair("k, v", (k_pages, v_pages), "NHD")
     lens = _lengths(None, batch, k.shape[1], q.device, False, plain)
     given = {"s_aux": s_aux, "sinks": sinks, "learnable_sink": learnable_sink}
     descales = q_descale, k_descale, v_descale
     flat_out = _flat(out, q, keys[1])
-    options = FlashAttnOptions(softmax_scale, causal, window_size, softcap, given, descales, num_splits, flat_out)
+    options = FlashAttnOptions(
+        softmax_scale, causal, window_size, softcap, given, descales, num_splits, flat_out, attention_chunk
+    )
     requests = sequences_of(table, lens, None, plain, LAYOUTS["k"])
     call = _attention_call(FUNC, q.flatten(0, 1), keys, requests, length, options, return_lse)
     return _shaped(serve(call), q, out, False, return_lse)
@@ -312,7 +320,7 @@ def _attention_call(
     """
     (_, heads, dim), (k, v) = q.shape, keys
     kv_heads = k.shape[1]
-    causal, left = _window(o.causal, o.window_size)
+    causal, left, chunk = _window(o.causal, o.window_size, o.attention_chunk)
     scale = max(dim, 1) ** -0.5 if o.softmax_scale is None else values.number("softmax_scale", o.softmax_scale)
     out_scale, scale_tensor, out_scale_tensor = 1.0, None, None
     for name, descale, t in zip(("q_descale", "k_descale", "v_descale"), o.descales, (q, k, v), strict=True):
@@ -328,8 +336,9 @@ def _attention_call(
     never = check_integer("num_splits", integer(o.num_splits), 0) == 1
     return AttentionCall(
         signature=signature, q=q, k=k, v=v, requests=requests, max_q_len=most, scale=scale, out_scale=out_scale,
-        causal=causal, window_left=left, soft_cap=real(o.softcap), split_kv="never" if never else "auto",
-        return_lse=return_lse, out_dtype=torch.bfloat16 if o.out is None and q.dtype in EIGHT_BITS else None, out=o.out,
+        causal=causal, window_left=left, chunk=chunk, soft_cap=real(o.softcap),
+        split_kv="never" if never else "auto", return_lse=return_lse, out=o.out,
+        out_dtype=torch.bfloat16 if o.out is None and q.dtype in EIGHT_BITS else None,
         sinks=_sinks(q, o.sinks), scale_tensor=scale_tensor, out_scale_tensor=out_scale_tensor,
     )  # fmt: skip
 
@@ -361,20 +370,21 @@ def _one(**given: Any) -> tuple[str, Any]:
     return found[0] if found else (next(iter(given)), None)
 
 
-def _window(causal: Any, size: Any) -> tuple[bool, int]:
-    """Return (causal, window_left) of a call."""
+def _window(causal: Any, size: Any, chunk: Any) -> tuple[bool, int, int]:
+    """Return (causal, window_left, chunk) of a call."""
     check_flag("causal", causal)
-    if size is None:
-        return causal, -1
-    if not isinstance(size, (tuple, list)) or len(size) != 2:
+    if size is not None and (not isinstance(size, (tuple, list)) or len(size) != 2):
         raise TypeError(f"window_size: {size!r}, must be (left, right)")
-    left, right = (-1 if side is None else check_integer("window_size", integer(side)) for side in size)
+    sides = (-1, -1) if size is None else size
+    left, right = (-1 if side is None else check_integer("window_size", integer(side)) for side in sides)
     if right > 0 and not causal:
         need = "right must be 0 or negative (unbounded) unless causal"
         raise NotImplementedError(f"window_size: {(left, right)}, a window of later keys is not supported: {need}")
-    if right == 0:
-        causal = True
-    return causal, left
+    causal = causal or right == 0
+    chunk = 0 if chunk is None else check_integer("attention_chunk", integer(chunk), 0)
+    if chunk and not causal:
+        raise NotImplementedError(f"attention_chunk: {chunk}, not supported without a causal mask, must be 0")
+    return causal, left, chunk
 
 
 def _most(given: Any, rows: Any) -> Any:
@@ -410,7 +420,7 @@ def _each_head(name: str, value: torch.Tensor) -> torch.Tensor:
     return value[0] if value.stride(1) else value[0, :1]
 
 
-def _without_table(
+def without_table(
     k: Any, v: Any, entries: torch.Tensor | None, batch: int, plain: bool,
     names: tuple[str, str] = ("k_cache", "v_cache"), sizes: tuple[int, ...] = PAGES,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip

@@ -10,16 +10,23 @@ Shapes: T query tokens, B sequences, Hq query heads, Hkv KV heads, P rows per pa
 """
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple, TypeAlias, get_type_hints
 
 from .schedule import policy
+
+# Kinds of arguments that are alike in all kernels: the names of an element type and the number of modes. From these
+# follow the fake tensors (`fakes`); the other arguments depend on the spec and are `Any`.
+Int32: TypeAlias = Annotated[Any, "Int32", 0]
+Float32: TypeAlias = Annotated[Any, "Float32", 0]
+Ints: TypeAlias = Annotated[Any, "Int32", 1]
+Floats: TypeAlias = Annotated[Any, "Float32", 1]
 
 
 class QueryArgs(NamedTuple):
     """Q; read by `load` and by roles that gather Q."""
 
     q: Any  # (T, Hq, Dqk)                spec.q; any token and head stride, last stride 1
-    cu_seqlens_q: Any  # (B + 1,)         int32
+    cu_seqlens_q: Ints  # (B + 1,)        int32
 
 
 class KVArgs(NamedTuple):
@@ -27,36 +34,37 @@ class KVArgs(NamedTuple):
 
     k: Any  # (pages, Hkv, P, Dqk)        spec.kv.dtype, nvfp4: packed e2m1 (uint8, half the width); any strides, last 1
     v: Any  # (pages, Hkv, P, Dvo)
-    kv_lens: Any  # (B,)                  int32: keys; with kv_starts: rows of the last page; ragged: (0,)
+    kv_lens: Ints  # (B,)                 int32: keys; with kv_starts: rows of the last page; ragged: (0,)
     page_table: Any  # (B, 2, M)          int32: [:, 0] pages of K, [:, 1] pages of V; any strides (0: shared); with
     #                                     kv_starts (1, 2, N): of all sequences, one after another; ragged: N = 0
-    kv_starts: Any  # (B + 1 | 0,)        int32: first entry of each sequence in page_table; ragged: its first row in k
+    kv_starts: Ints  # (B + 1 | 0,)       int32: first entry of each sequence in page_table; ragged: its first row in k
     #                                     and v, which then are one page
     k_scales: Any = None  # (pages, Hkv, P, Dqk / 16)  e4m3 as uint8; any strides, last 1
     v_scales: Any = None  # (pages, Hkv, P, Dvo / 16)
-    v_scales_interleaved: Any = None  # Int32  V scales of 4 tokens are interleaved
+    v_scales_interleaved: Int32 = None  # V scales of 4 tokens are interleaved
 
 
 class MaskArgs(NamedTuple):
     """The mask; read by `mask`."""
 
-    window_left: Any = None  # Int32      keys before position - window_left are masked; 2^30 for none
-    causal: Any = None  # Int32           0: tokens see all keys
+    window_left: Int32 = None  #          keys before position - window_left are masked; 2^30 for none
+    chunk: Int32 = None  #                keys before the position's chunk of so many are masked; 2^30 for none
+    causal: Int32 = None  #               0: tokens see all keys
     tree_mask: Any = None  # (T | 0, W)  int32, bit t of a token's row: it sees draft token t; instead of causal
     custom_mask: Any = None  # (N,)       uint8: bit i * kv_len + j of a sequence, least significant first: token i sees
     #                                     key j; instead of causal, which must be 0
-    mask_starts: Any = None  # (B + 1,)   int32: first byte of each sequence in custom_mask
+    mask_starts: Ints = None  # (B + 1,)  int32: first byte of each sequence in custom_mask
 
 
 class LogitsArgs(NamedTuple):
     """Scales and transforms of the logits; read by `logits` and `softmax`."""
 
-    softmax_scale_log2: Any  # Float32    softmax scale x log2(e)
+    softmax_scale_log2: Float32  #        softmax scale x log2(e)
     # (Hq | 1 | 0,)                       fp32 on the device, per head or for all, multiplies softmax_scale_log2
-    softmax_scale_ptr: Any
-    soft_cap: Any = None  # Float32       natural units, 0 for none
-    alibi_slopes: Any = None  # (Hq,)     fp32, natural units: slope * (key - token) is added before the soft cap
-    skip_threshold: Any = None  # Float32 skip-softmax: log2 of the threshold times kv_len, -inf for none
+    softmax_scale_ptr: Floats
+    soft_cap: Float32 = None  #           natural units, 0 for none
+    alibi_slopes: Floats = None  # (Hq,)  fp32, natural units: slope * (key - token) is added before the soft cap
+    skip_threshold: Float32 = None  #     skip-softmax: log2 of the threshold times kv_len, -inf for none
 
 
 class OutArgs(NamedTuple):
@@ -64,27 +72,27 @@ class OutArgs(NamedTuple):
 
     o: Any  # (T | 0, Hq, Dvo)            spec.out[0]; any token and head stride, last stride 1
     lse: Any  # (T | 0, Hq)               fp32, base 2, includes the sink; any strides
-    sink: Any  # (Hq | 0,)                fp32, natural-log units
-    out_scale: Any  # Float32             multiplies the normalised output
-    out_scale_ptr: Any  # (Hq | 1 | 0,)   fp32 on the device, per head or for all, multiplies out_scale
+    sink: Floats  # (Hq | 0,)             fp32, natural-log units
+    out_scale: Float32  #                 multiplies the normalised output
+    out_scale_ptr: Floats  # (Hq | 1 | 0,) fp32 on the device, per head or for all, multiplies out_scale
     o_fp8: Any = None  # (T | 0, Hq, Dvo) e4m3 as uint8, instead of o, which is then (0, Hq, Dvo)
     o_fp4: Any = None  # (T | 0, Hq, Dvo / 2)  uint8: packed e2m1, instead of o and o_fp8
     o_sf: Any = None  # (M x Hq Dvo / 16,)  e4m3 as uint8: scale factors of o_fp4, in the 128x4 layout
-    o_sf_start: Any = None  # Int32       row of o_sf of token 0
-    o_sf_scale: Any = None  # Float32     global scale, multiplies the output before its blocks are scaled
+    o_sf_start: Int32 = None  #           row of o_sf of token 0
+    o_sf_scale: Float32 = None  #         global scale, multiplies the output before its blocks are scaled
 
 
 class ScheduleArgs(NamedTuple):
     """The tile scheduler and split KV; read by `schedule` and `combine`."""
 
-    grid: Any  # Int32                    CTAs to launch (persistent)
-    counters: Any  # (N,)                 int32, zero before and after the launch
-    counter_base: Any  # Int32            first counter of this launch, which no other launch in flight may share.
+    grid: Int32  #                        CTAs to launch (persistent)
+    counters: Ints  # (N,)                int32, zero before and after the launch
+    counter_base: Int32  #                first counter of this launch, which no other launch in flight may share.
     #                                     Whole tiles: one counter, or -1: static assignment. Split KV:
     #                                     tile.counters_per_split per CTA or, with blocks_per_split, per slot
-    enable_pdl: Any  # Int32              launch with programmatic stream serialisation
+    enable_pdl: Int32  #                  launch with programmatic stream serialisation
     o_partial: Any = None  # (slots, m, Dvo + 4)  fp32 scratch, contiguous: O, then LSE, of m rows of a split
-    blocks_per_split: Any = None  # Int32 KV blocks per split; 0: equal shares for all CTAs
+    blocks_per_split: Int32 = None  #     KV blocks per split; 0: equal shares for all CTAs
 
 
 class AttentionArgs(NamedTuple):
@@ -105,6 +113,7 @@ OPTIONAL: dict[str, Callable[[Any], bool]] = {  # field -> whether a spec has it
     "v_scales": lambda spec: spec.kv.block_scaled,
     "v_scales_interleaved": lambda spec: spec.kv.block_scaled,
     "window_left": lambda spec: spec.mask.window,
+    "chunk": lambda spec: spec.mask.chunk,
     "causal": lambda spec: spec.mask.causal == "value",
     "tree_mask": lambda spec: spec.mask.tree,
     "custom_mask": lambda spec: spec.mask.custom,
@@ -119,6 +128,13 @@ OPTIONAL: dict[str, Callable[[Any], bool]] = {  # field -> whether a spec has it
     "o_sf_scale": lambda spec: "nvfp4" in spec.out,
     "o_partial": policy.is_split_kv,
     "blocks_per_split": policy.is_split_kv,
+}
+# field -> (element type, modes) of those that are alike in all kernels
+KINDS: dict[str, tuple[str, int]] = {
+    field: hint.__metadata__
+    for block in BLOCKS
+    for field, hint in get_type_hints(block, include_extras=True).items()
+    if hasattr(hint, "__metadata__")
 }
 
 

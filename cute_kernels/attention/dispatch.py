@@ -12,9 +12,10 @@ from itertools import product
 from typing import Any, NamedTuple
 
 from .. import shipped as policy
+from ..dtypes import BITS
 from . import decode, sm90, sm100
 from .request import KernelRequest, Refusal
-from .spec import BITS, outputs
+from .spec import outputs
 
 OPS = {"attention.sm90": sm90, "attention.sm100": sm100, "attention.decode": decode}
 # (op, whether it splits keys), in the order in which they are asked

@@ -1,4 +1,4 @@
-"""The masks: causal, sliding window, tree (draft tokens) and custom.
+"""The masks: causal, sliding window, chunks, tree (draft tokens) and custom.
 
 - `visible` defines the causal and window mask: the keys that a token sees. All else follows from it.
 - `kv_range` says which KV blocks a tile visits, `full_range` which of these need no mask. The schedulers (`schedule`)
@@ -28,7 +28,8 @@ class SeqlenInfo:
     """The lengths of a sequence and the values of its mask.
 
     non_causal: 1 if tokens see all keys; read if spec.mask.causal is "value". tree: 1 if the query tokens are draft
-    tokens with a tree mask instead of the causal one; read if spec.mask.tree.
+    tokens with a tree mask instead of the causal one; read if spec.mask.tree. chunk: positions per chunk;
+    read if spec.mask.chunk.
     """
 
     q_len: Int32
@@ -36,6 +37,7 @@ class SeqlenInfo:
     window_left: Int32
     non_causal: Int32 = 0  # type: ignore[assignment]
     tree: Int32 = 0  # type: ignore[assignment]
+    chunk: Int32 = 0  # type: ignore[assignment]
 
 
 def seqlen_info(spec, a, q_len, kv_len):
@@ -49,6 +51,7 @@ def seqlen_info(spec, a, q_len, kv_len):
         a.mask.window_left if spec.mask.window else 0,
         1 - a.mask.causal if spec.mask.causal == "value" else 0,
         cutlass.min(a.mask.tree_mask.shape[0], 1) if spec.mask.tree else 0,
+        a.mask.chunk if spec.mask.chunk else 0,
     )
 
 
@@ -65,6 +68,8 @@ def visible(spec, token, seqlen: SeqlenInfo):
         hi = cutlass.min(hi, causal_hi)
     if spec.mask.window:
         lo = cutlass.max(lo, position - seqlen.window_left)
+    if spec.mask.chunk:  # the first key of the position's own chunk
+        lo = cutlass.max(lo, cutlass.max(position, 0) // seqlen.chunk * seqlen.chunk)
     return lo, hi
 
 
@@ -114,14 +119,14 @@ def segments(
     mid = cutlass.max(n_block_min, cutlass.min(n_block_max - exact_max_blocks, n_block_full_max))
     left = cutlass.max(n_block_min, cutlass.min(mid, n_block_full_min))
     right = spec.mask.causal != "never" or spec.mask.tree
-    first = Segment(mid, n_block_max, right or spec.mask.window, True)
-    if merge_left_segment and spec.mask.window:
+    first = Segment(mid, n_block_max, right or spec.mask.bounded_left, True)
+    if merge_left_segment and spec.mask.bounded_left:
         return first, Segment(n_block_min, mid, True, False)
     cut = []
     if right or exact_max_blocks:
         cut.append(first)
     cut.append(Segment(left, mid, False, False))  # full blocks
-    if spec.mask.window:
+    if spec.mask.bounded_left:
         cut.append(Segment(n_block_min, left, True, False))
     return tuple(cut)
 
@@ -146,7 +151,7 @@ def apply(
             row = s[r, None]
             for k in cutlass.range_constexpr(0, cute.size(row), 32):
                 hidden = warp.shift_left(0xFFFFFFFF, cutlass.max(hi - k, 0))
-                if const_expr(spec.mask.window):
+                if const_expr(spec.mask.bounded_left):
                     hidden |= ~warp.shift_left(0xFFFFFFFF, cutlass.max(lo - k, 0))
                 for c in cutlass.range_constexpr(32):
                     row[k + c] = -Float32.inf if hidden & const_expr(1 << c) != 0 else row[k + c]
@@ -154,7 +159,7 @@ def apply(
         else:
             for c in cutlass.range_constexpr(cute.size(s, mode=[1])):
                 out = cols[c] >= hi
-                if const_expr(spec.mask.window):
+                if const_expr(spec.mask.bounded_left):
                     out = out or cols[c] < lo
                 s[r, c] = warp.select(out, -Float32.inf, s[r, c])
 

@@ -1,8 +1,9 @@
 """The precision of a kernel: in which types its MMAs run, and how Q, K and V get there from the types of the spec.
 
 Roles ask `of(spec)` what to do and test no types themselves. The decisions of one architecture (the layout of V, the
-range of P) are in `sm90.precision` and `sm100.precision`. A new type of K and V needs its bits (`spec.BITS`), its
-conversion (`quant`) and its tiles. This file changes only if MMAs read the type as it is stored.
+range of P) are in `sm90.precision` and `sm100.precision`. A new type of K and V needs a row of
+`dtypes.TABLE`, a place in `spec.QUANTISED`, and its conversion (`quant`). This file changes only if MMAs read the type
+as it is stored.
 """
 
 from dataclasses import dataclass
@@ -10,8 +11,8 @@ from typing import Any
 
 from .. import abi
 from ..device import warp
+from ..dtypes import BITS
 from . import quant
-from .spec import BITS
 
 
 @dataclass(frozen=True)

@@ -28,7 +28,7 @@ class KernelRequest:
     factors are interleaved in groups of 4 tokens. source: "paged", or "ragged": K and V are rows of one tensor, without
     pages (page_size 0). custom_mask: a bit mask, instead of causal, says which keys a token sees. alibi: a bias that
     grows with the key's distance is added to the logits. head_scales: the scale of the logits or of the output is per
-    query head.
+    query head. chunk: a token sees no key before its own chunk of positions; the mask is causal.
     """
 
     q: str = "bf16"
@@ -53,6 +53,7 @@ class KernelRequest:
     custom_mask: bool = False
     alibi: bool = False
     head_scales: bool = False
+    chunk: bool = False
 
     @property
     def packed_rows(self) -> int:

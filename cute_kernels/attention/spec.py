@@ -6,16 +6,23 @@ cap, may be off in a call; see `args`.
 """
 
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Generic, TypeVar
 
+from ..dtypes import BITS
 from .request import KernelRequest, Refusal
 from .tile import TileConfig
 
 T = TypeVar("T", bound=TileConfig)
 
 DTYPES = ("bf16", "fp16")  # of 16 bits
-BITS = {"bf16": 16, "fp16": 16, "e4m3": 8, "e5m2": 8, "nvfp4": 4}  # per stored element
+QUANTISED = ("e4m3", "e5m2", "nvfp4")  # types of K and V that kernels convert to fp16 (`quant`)
+CACHES = {  # type of queries -> types of K and V
+    "bf16": ("bf16", *QUANTISED),
+    "fp16": ("fp16", *QUANTISED),
+    "e4m3": ("e4m3", *(kv for kv in QUANTISED if kv != "e4m3")),
+    "e5m2": ("e5m2",),
+}
 SF_VEC_SIZE = 16  # elements that share a scale factor of NVFP4
 TMA_PAGES = (8, 16, 32, 64, 128, 256)  # page sizes, in rows, that TMA loads
 HEAD_DIM_UNIT = 16  # head dims are multiples of it: rows of 16 bytes, the unit of TMA's strides, in 8 bits
@@ -48,18 +55,31 @@ class KVSpec:
 class MaskSpec:
     """The mask. causal: "always" (bottom-right aligned), "never", or "value": the argument `causal` decides. window: a
     sliding window, `window_left`. tree: a tree mask for draft tokens. custom: a bit mask over all (token, key) of a
-    sequence; requires causal "value"."""
+    sequence; requires causal "value". chunk: a token
+    sees no key before its own chunk of positions."""
 
     causal: str = "always"
     window: bool = False
     tree: bool = False
     custom: bool = False
+    chunk: bool = False
+
+    @property
+    def bounded_left(self) -> bool:
+        """Whether a token may not see the first keys of its sequence."""
+        return self.window or self.chunk
 
     @property
     def name(self) -> str:
         """The mask's part of a spec's name."""
         kind = {"always": "causal", "never": "full", "value": "any"}[self.causal]
-        return kind + ("w" if self.window else "") + ("b" if self.tree else "") + ("m" if self.custom else "")
+        return (
+            kind
+            + ("w" if self.window else "")
+            + ("b" if self.tree else "")
+            + ("m" if self.custom else "")
+            + ("c" if self.chunk else "")
+        )
 
 
 @dataclass(frozen=True)
@@ -131,6 +151,29 @@ class AttentionSpec(Generic[T]):
             self.tile.name if self.tile else "",
         ]
         return "_".join(filter(None, parts))
+
+
+def exact_mask(request: KernelRequest) -> MaskSpec:
+    """Return the mask of a request, for a kernel without any other mask."""
+    p = request
+    return MaskSpec("always" if p.causal else "never", p.window, p.drafts, p.custom_mask, p.chunk)
+
+
+def general_mask(request: KernelRequest) -> MaskSpec:
+    """Return the mask of a kernel that takes the causal mask and a window as values, with the request's other masks."""
+    return replace(exact_mask(request), causal="value", window=True)
+
+
+def exact_logits(request: KernelRequest) -> LogitsSpec:
+    """Return the features between Q K^T and the softmax of a request, for a kernel without any other."""
+    return LogitsSpec(request.soft_cap, request.skip, request.alibi, request.head_scales)
+
+
+def is_plain(request: KernelRequest) -> bool:
+    """Return whether a kernel with one mask, causal or none, and a 16-bit output serves a request, apart from
+    skip-softmax and scales per head."""
+    mask, logits = replace(exact_mask(request), causal="always"), exact_logits(request)
+    return request.out in DTYPES and mask == MaskSpec() and not (logits.soft_cap or logits.alibi)
 
 
 def padded(head_dim: int, known: tuple[int, ...]) -> int:

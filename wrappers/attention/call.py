@@ -61,6 +61,7 @@ class AttentionCall(NamedTuple):
     out_scale: float = 1.0  # factor on the normalised output
     causal: bool = True
     window_left: int = -1  # negative: off
+    chunk: int = 0  # a token sees no key before its own chunk of this many positions; 0: off; needs causal
     soft_cap: float | None = None  # 0: off
     skip: float | None = None  # skip-softmax's threshold times kv_len; 0: off
     interleaved: bool = False  # v_scales are interleaved, as `fp4.deinterleave_v_scales` describes

@@ -9,9 +9,12 @@ at every call, and with all tensors when the plan is made or if CUTE_KERNELS_CHE
 
 from collections.abc import Callable
 from math import gcd
-from typing import Any
+from typing import Any, get_type_hints
 
 import torch
+
+from cute_kernels import dtypes
+from cute_kernels.attention import spec
 
 from .. import fp4
 from ..checks import (
@@ -37,13 +40,15 @@ SIGNATURES: dict[
     str, dict[str, str]
 ] = {}  # public function -> field of AttentionCall -> its name there, where it differs
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
-QUERIES = (torch.bfloat16, torch.float16, E4M3, E5M2)
-CACHES = {  # query -> K and V; torch.uint8: packed NVFP4
-    torch.bfloat16: (torch.bfloat16, E4M3, E5M2, torch.uint8),
-    torch.float16: (torch.float16, E4M3, E5M2, torch.uint8),
-    E4M3: (E4M3, E5M2, torch.uint8),
-    E5M2: (E5M2,),
+TYPES: dict[torch.dtype, str] = {  # of queries and caches -> name in specs; torch.uint8: packed NVFP4
+    getattr(torch, dtypes.TORCH[name]): name for name in (*spec.CACHES, *spec.QUANTISED)
 }
+CACHES = {  # query -> K and V
+    q: tuple(kv for name in spec.CACHES[of] for kv, kind in TYPES.items() if kind == name) for q, of in TYPES.items()
+    if of in spec.CACHES
+}  # fmt: skip
+QUERIES = tuple(CACHES)
+EIGHT_BITS = tuple(dtype for dtype, name in TYPES.items() if dtypes.BITS[name] == 8)
 HEAD_SCALES: set[str] = set()  # public functions that accept one scale per query head
 OUTPUTS = (torch.float16, torch.bfloat16, E4M3)
 # Bound of products that kernels divide by the query heads of a KV head (`Divisor`): query heads times these, and, if
@@ -52,6 +57,9 @@ MOST_ROWS = 1 << 30
 MOST_KEYS = 1 << 30  # bound of the keys of a request, which kernels count in 32 bits
 MOST_MASK = 1 << 31  # bound of the bytes of a custom mask, or of an output's scale factors, likewise
 TMA_BYTES = 16  # alignment of a TMA descriptor's base address and of every stride except the last
+
+_TYPES = get_type_hints(AttentionCall)
+FLAGS, INTEGERS = ([field for field, kind in _TYPES.items() if kind is one] for one in (bool, int))
 
 Names = Callable[[str], str]
 
@@ -94,13 +102,13 @@ def validate(call: AttentionCall) -> None:
 def scalars(call: AttentionCall) -> None:
     """Raise on a flag or a number of a wrong type, which a plan (found by equality) or a trace would accept."""
     name = names_of(call)
-    for field in ("causal", "interleaved", "return_lse"):
+    for field in FLAGS:
         check_flag(name(field), getattr(call, field))
     check_optional_flag(name("enable_pdl"), call.enable_pdl)
     for field in ("scale", "out_scale"):
         check_number(name(field), getattr(call, field), OR_TENSOR)
-    check_integer(name("window_left"), call.window_left)
-    check_integer(name("max_q_len"), call.max_q_len)
+    for field in INTEGERS:
+        check_integer(name(field), getattr(call, field))
     _amount(name("soft_cap"), call.soft_cap)
     _amount(name("skip"), call.skip)
     if call.rope is not None:

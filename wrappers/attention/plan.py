@@ -31,10 +31,7 @@ NO_WINDOW = 1 << 30  # window_left for a call without a window, if the kernel su
 MOST_TILES = 1 << 31  # bound of the tiles of a launch with whole tiles, whatever the offsets
 CHUNK = 4096  # keys of a split in the batch-invariant mode, rounded down to whole KV blocks
 WIDE = {"bf16": torch.bfloat16, "fp16": torch.float16}
-TYPES = {
-    torch.bfloat16: "bf16", torch.float16: "fp16", checks.E4M3: "e4m3", checks.E5M2: "e5m2", torch.uint8: "nvfp4",
-    "nvfp4": "nvfp4",
-}  # fmt: skip
+TYPES: dict[Any, str] = {**checks.TYPES, "nvfp4": "nvfp4"}
 FIELDS = {  # field of KernelRequest -> field of AttentionCall
     "arch": "q", "kv": "k", "page_size": "k", "source": "k", "head_dim": "q", "out": "out_dtype", "rows": "q",
     "alibi": "alibi_slopes",
@@ -154,6 +151,7 @@ def request_of(call: AttentionCall, sms: int = 132) -> KernelRequest:
         split_kv=call.split_kv,
         causal=(call.causal or single) and not masked,
         window=call.window_left >= 0,
+        chunk=call.chunk > 0,
         drafts=call.drafts is not None,
         soft_cap=bool(call.soft_cap),
         skip=bool(call.skip),
@@ -418,6 +416,7 @@ def _defaults(call: AttentionCall, request: KernelRequest, spec: Any, sms: int, 
         "kv_starts": empty(int32),
         "v_scales_interleaved": int(request.interleaved),
         "window_left": min(call.window_left, NO_WINDOW) if request.window else NO_WINDOW,
+        "chunk": min(call.chunk, NO_WINDOW) or NO_WINDOW,
         "causal": int(request.causal),
         "tree_mask": empty(int32, 1),
         "softmax_scale_log2": call.scale * LOG2E,

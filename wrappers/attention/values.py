@@ -10,10 +10,9 @@ from typing import Any
 import torch
 
 from ..checks import INF
+from ..reference.bounds import left_bound
 from .call import AttentionCall
 from .checks import Names, names_of
-
-MOST = 2**31  # bound of the keys of a request
 
 
 def check(call: AttentionCall, positive: bool = False) -> None:
@@ -34,8 +33,7 @@ def check(call: AttentionCall, positive: bool = False) -> None:
                     raise ValueError(f"{name(field)}: {value}{where}, must be {need}")
     starts, rows = _starts(call, name)
     lens = _lengths(call, name, starts)
-    window = min(call.window_left, MOST)
-    first = (lens - rows - window).clamp(min=0) if window >= 0 else torch.zeros_like(lens)
+    first = left_bound(call).first(lens - rows)
     if call.requests.form != "ragged":
         _pages(call, name, torch.where(rows > 0, first, lens), lens)
     if call.custom_mask is not None:

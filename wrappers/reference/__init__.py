@@ -1,5 +1,6 @@
 """Every public function in plain torch, fp32 inside: it serves calls without a kernel, and is the tests' oracle."""
 
+from .bounds import LeftBound, left_bound
 from .cache_write import write_rows
 from .dense import LOG2E, HeadTerms, attention
 from .gather_rows import gather_rows
@@ -10,10 +11,12 @@ from .topk import gather_bits, order_keys, sort_rows, top_k_rows
 __all__ = [
     "LOG2E",
     "HeadTerms",
+    "LeftBound",
     "attention",
     "gather",
     "gather_bits",
     "gather_rows",
+    "left_bound",
     "merge_state",
     "merge_states",
     "order_keys",

@@ -9,6 +9,8 @@ from typing import NamedTuple
 
 import torch
 
+from .bounds import LeftBound
+
 LOG2E = math.log2(math.e)
 BLOCK = 1 << 24  # fp32 elements of one logits block: 64 MiB; a few blocks are alive at a time
 INF = float("inf")
@@ -25,7 +27,7 @@ class HeadTerms(NamedTuple):
     slopes: torch.Tensor | None = None
 
 
-NONE = HeadTerms()
+NONE, UNBOUNDED = HeadTerms(), LeftBound()
 
 
 def attention(
@@ -35,15 +37,15 @@ def attention(
     *,
     scale: float | torch.Tensor,
     causal: "bool | torch.Tensor" = True,
-    window_left: int = -1,
+    left: LeftBound = UNBOUNDED,
     soft_cap: float = 0.0,
     of_heads: HeadTerms = NONE,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return (o, lse) of one request: o (m, Hq, Dvo) fp32, not scaled; lse (m, Hq) fp32, base 2, sink included.
 
     q (m, Hq, Dqk), k (n, Hkv, Dqk), v (n, Hkv, Dvo), any floating dtype; query head h reads KV head h // (Hq / Hkv).
-    Query row i has position p = i + n - m (bottom-right). Key j is kept if j <= p (causal) and j >= p - window_left
-    (window_left >= 0). Logits are s = scale * q.k (+ slope * (j - i)), with scale a number, (1,) or (Hq,); then
+    Query row i has position p = i + n - m (bottom-right). Key j is kept if j <= p (causal) and j >= left.first(p).
+    Logits are s = scale * q.k (+ slope * (j - i)), with scale a number, (1,) or (Hq,); then
     soft_cap * tanh(s / soft_cap) if soft_cap > 0. A row without kept keys gives o = 0 and lse = -inf
     (or sink * log2 e). Values of keys that are not kept never matter, NaN included.
 
@@ -68,7 +70,8 @@ def attention(
         for begin in range(0, m, rows):
             block = slice(begin, min(begin + rows, m))
             positions = torch.arange(block.start, block.stop, device=q.device) + (n - m)
-            span = _span(int(block.start) + n - m, int(block.stop) + n - m, n, causal, window_left)
+            first = left.first(positions)
+            span = _span(int(first.min()), int(block.stop) + n - m, n, causal)
             numbers = torch.arange(span.start, span.stop, device=q.device)
             logits = q[block, mine].float() @ keys[span].T * head_scale  # (rows, group, keys)
             if slopes is not None:
@@ -76,7 +79,7 @@ def attention(
                 logits = logits + slopes[mine].float()[None, :, None] * apart[:, None, :]
             if soft_cap > 0:
                 logits = soft_cap * torch.tanh(logits / soft_cap)
-            keep = _keep(positions, numbers, causal, window_left)
+            keep = _keep(positions, first, numbers, causal)
             if bits is not None and bits.dtype == torch.uint8:
                 keep &= _bits_keep(bits, (positions - (n - m))[:, None] * n + numbers)
             elif bits is not None:
@@ -85,20 +88,17 @@ def attention(
     return o, lse
 
 
-def _span(first: int, end: int, n: int, causal: bool, window_left: int) -> slice:
-    """Return the keys that any of the positions first..end-1 may keep."""
+def _span(first: int, end: int, n: int, causal: bool) -> slice:
+    """Return the keys from `first` on that any of the positions up to end - 1 may keep."""
     stop = max(0, min(n, end)) if causal else n
-    start = max(0, first - window_left) if window_left >= 0 else 0
-    return slice(min(start, stop), stop)
+    return slice(min(first, stop), stop)
 
 
-def _keep(positions: torch.Tensor, keys: torch.Tensor, causal: bool, window_left: int) -> torch.Tensor:
-    """Return a bool mask (rows, keys)."""
-    keep = torch.ones(len(positions), len(keys), dtype=torch.bool, device=positions.device)
+def _keep(positions: torch.Tensor, first: torch.Tensor, keys: torch.Tensor, causal: bool) -> torch.Tensor:
+    """Return a bool mask (rows, keys). first: the first key that each row may keep."""
+    keep = keys[None, :] >= first[:, None]
     if causal:
         keep &= keys[None, :] <= positions[:, None]
-    if window_left >= 0:
-        keep &= keys[None, :] >= positions[:, None] - window_left
     return keep
 
 

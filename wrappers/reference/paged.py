@@ -8,6 +8,7 @@ import torch
 
 from .. import fp4
 from ..attention.call import AttentionCall
+from .bounds import left_bound
 from .dense import HeadTerms, attention, rotate
 
 
@@ -142,7 +143,7 @@ def paged_attention(call: AttentionCall) -> tuple[torch.Tensor, torch.Tensor]:
             x.v,
             scale=_scale(call.scale, call.scale_tensor),
             causal=x.causal,
-            window_left=min(call.window_left, most_keys(call)),
+            left=left_bound(call),
             soft_cap=call.soft_cap or 0.0,
             of_heads=HeadTerms(call.sinks, call.alibi_slopes),
         )

@@ -11,10 +11,12 @@ from ... import archs
 from ..request import KernelRequest, Refusal
 from ..spec import (
     DTYPES,
+    QUANTISED,
     AttentionSpec,
     KVSpec,
     LogitsSpec,
     MaskSpec,
+    exact_mask,
     kv_source,
     outputs,
     padded_dims,
@@ -24,7 +26,6 @@ from ..tile import MergedTileConfig
 from .tile_table import (
     FEW_ROWS,
     HEAD_DIMS,
-    QUANTISED,
     QUANTISED_HEAD_DIMS,
     DecodeTileConfig,
     TileKey,
@@ -62,7 +63,7 @@ def candidate(request: KernelRequest, arch: str, split: bool = True) -> Spec:
     many = p.split_kv in ("auto", "always") and p.packed_rows > FEW_ROWS or alone and p.split_kv == "never"
     full = "value" if alone else "never"  # elsewhere, other kernels serve calls without a causal mask
     spec = spec_of(p.q, p.kv, p.head_dim_qk, 2 * FEW_ROWS if many else FEW_ROWS, arch)
-    mask = replace(spec.mask, causal="always" if p.causal else full, custom=p.custom_mask)
+    mask = replace(exact_mask(p), causal="always" if p.causal else full, window=True, tree=True)
     logits = replace(spec.logits, alibi=p.alibi, head_scales=p.head_scales)
     out = outputs(p.q, p.out)
     return replace(spec, kv=KVSpec(p.kv, kv_source(p)), head_dim_vo=p.head_dim_vo, mask=mask, logits=logits, out=out)

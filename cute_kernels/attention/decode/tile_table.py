@@ -11,11 +11,12 @@ from itertools import product
 from typing import ClassVar, NamedTuple
 
 from ... import archs
-from ..spec import BITS, SF_VEC_SIZE
+from ...dtypes import BITS
+from ..spec import SF_VEC_SIZE
 from ..tile import Resources
 
 FEW_ROWS = 8  # rows per warp; kernels for calls with more rows have twice as many
-QUANTISED = {"e4m3": "e4m3", "e5m2": "e4m3", "nvfp4": "nvfp4"}  # type of a cache -> its column of `TABLE`
+COLUMNS = {16: "half", 8: "e4m3", 4: "nvfp4"}  # bits per stored element -> column of `TABLE`
 
 
 @dataclass(frozen=True)
@@ -95,7 +96,8 @@ class DecodeTiles(NamedTuple):
 
 
 class DecodeRow(NamedTuple):
-    """The tiles for a padded head dim, by type of the cache; e4m3 is also the column of e5m2. None: no kernel."""
+    """The tiles for a padded head dim, by type of the cache; e4m3 is the column of all types of 8 bits. None: no
+    kernel."""
 
     head_dim: int
     half: DecodeTiles | None = None
@@ -171,7 +173,7 @@ class TileKey(NamedTuple):
 
 def kind_of(kv: str) -> str:
     """Return the column of `TABLE` for a type of cache."""
-    return QUANTISED.get(kv, "half")
+    return COLUMNS[BITS[kv]]
 
 
 def bits_of(kind: str) -> int:

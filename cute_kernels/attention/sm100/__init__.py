@@ -12,10 +12,15 @@ from ... import archs
 from ..request import KernelRequest, Refusal
 from ..spec import (
     DTYPES,
+    QUANTISED,
     AttentionSpec,
     KVSpec,
     LogitsSpec,
     MaskSpec,
+    exact_logits,
+    exact_mask,
+    general_mask,
+    is_plain,
     kv_source,
     outputs,
     padded_dims,
@@ -25,7 +30,6 @@ from ..tile import PreparedTileConfig, WholeTileConfig
 from .tile_table import FP8, HALF, HEAD_DIMS, QUANTISED_HEAD_DIMS, Sm100TileConfig, column, kind_of, resources, tile_of
 
 ARCHS = archs.having(archs.TCGEN05)
-QUANTISED = ("e4m3", "e5m2", "nvfp4")  # types of quantised caches
 SPLIT_ROWS = 16  # up to so many rows per request and KV head, `decode` reads keys as fast and computes less
 Spec = AttentionSpec[Sm100TileConfig]
 if TYPE_CHECKING:  # shared seams may ask this of a tile
@@ -44,8 +48,8 @@ def split_candidate(p: KernelRequest) -> Spec:
     modified = p.window or p.soft_cap
     dims = p.head_dim_qk, p.head_dim_vo
     tile = column("split").get(dims) if p.packed_rows > SPLIT_ROWS else None
-    mask = MaskSpec("always" if p.causal else "never", modified, p.drafts, p.custom_mask)
-    logits = LogitsSpec(modified, p.skip, p.alibi, p.head_scales)
+    mask = replace(exact_mask(p), window=modified)
+    logits = replace(exact_logits(p), soft_cap=modified)
     out = (p.out,) if p.out in DTYPES else outputs(p.q, p.out)
     return AttentionSpec(p.q, KVSpec(p.kv, kv_source(p)), out, *dims, mask, logits, "stream_k", tile)
 
@@ -55,12 +59,10 @@ def candidate(request: KernelRequest, arch: str, split: bool = False) -> Spec:
     if split:
         return split_candidate(request)
     p, dims = request, (request.head_dim_qk, request.head_dim_vo)
-    mask, logits = MaskSpec("always" if p.causal else "never"), LogitsSpec()
-    plain = p.out in DTYPES and not (p.window or p.soft_cap or p.drafts or p.custom_mask or p.alibi)
+    plain = is_plain(p)
     out = (p.out,) if plain else outputs(p.q, p.out)[: 1 if p.out in DTYPES and p.q in DTYPES else 3]
-    if not plain:
-        mask, logits = MaskSpec("value", window=True, tree=p.drafts, custom=p.custom_mask), LogitsSpec(soft_cap=True)
-    logits = replace(logits, skip=p.skip, alibi=p.alibi)
+    mask = exact_mask(p) if plain else general_mask(p)
+    logits = LogitsSpec(soft_cap=not plain, skip=p.skip, alibi=p.alibi)
     kv, tile = KVSpec(p.kv, kv_source(p)), tile_of(p.q, p.kv, padded(p.kv, dims), arch)
     if tile is not None and tile.m == 256 and not p.skip:  # the rule of skipping depends on the blocks before
         tile = replace(tile, has_half_tiles=True)

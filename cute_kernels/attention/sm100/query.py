@@ -11,9 +11,9 @@ import cutlass.cute as cute
 from cutlass import Int32, const_expr
 
 from ...device import layout, pipeline
+from ...dtypes import BITS
 from .. import geometry, load
 from ..schedule import stream_k, work
-from ..spec import BITS
 from .roles import ROWS, tile_q_stage
 
 PIECE = 16  # bytes that a lane copies at a time

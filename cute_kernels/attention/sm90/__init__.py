@@ -11,10 +11,15 @@ from ... import archs
 from ..request import KernelRequest, Refusal
 from ..spec import (
     DTYPES,
+    QUANTISED,
     AttentionSpec,
     KVSpec,
     LogitsSpec,
     MaskSpec,
+    exact_logits,
+    exact_mask,
+    general_mask,
+    is_plain,
     kv_source,
     outputs,
     padded_dims,
@@ -35,7 +40,6 @@ from .tile_table import (
 )
 
 ARCHS = archs.having(archs.WGMMA)
-QUANTISED = ("e4m3", "e5m2", "nvfp4")  # quantised KV cache types
 SPLIT_ROWS = 16  # stream_k serves more rows; up to this many, `decode` reads keys as fast and computes less
 DECODE_DIM = 256  # stream_k serves any number of rows with a larger head_dim, which `decode` does not have
 Spec = AttentionSpec[Sm90TileConfig]
@@ -79,10 +83,9 @@ def split_candidate(p: KernelRequest) -> Spec:
     Its tile is None if `decode` serves the request: at most SPLIT_ROWS rows, and a head_dim up to DECODE_DIM.
     """
     spec, serves = split_keys(p.q, p.kv, p.head_dim_qk), p.packed_rows > SPLIT_ROWS or p.head_dim_qk > DECODE_DIM
-    mask = MaskSpec("always" if p.causal else "never", p.window, p.drafts, p.custom_mask)
-    logits = LogitsSpec(p.soft_cap, p.skip, p.alibi, p.head_scales)
     out = (p.out,) if p.out in DTYPES else outputs(p.q, p.out)
     kv, tile = KVSpec(p.kv, kv_source(p)), spec.tile if serves else None
+    mask, logits = exact_mask(p), exact_logits(p)
     return replace(spec, kv=kv, out=out, head_dim_vo=p.head_dim_vo, mask=mask, logits=logits, tile=tile)
 
 
@@ -90,10 +93,9 @@ def candidate(request: KernelRequest, arch: str, split: bool = False) -> Spec:
     """Return the spec that would serve a request, with whole tiles or with split keys, if `supports` accepts it."""
     if split:
         return split_candidate(request)
-    p, dims = request, (request.head_dim_qk, request.head_dim_vo)
-    plain = p.out in DTYPES and not (p.window or p.soft_cap or p.drafts or p.custom_mask or p.alibi)
+    p, dims, plain = request, (request.head_dim_qk, request.head_dim_vo), is_plain(request)
     spec = headline(p.q, p.kv, dims, p.causal) if plain else general(p.q, p.kv, dims)
-    mask = replace(spec.mask, tree=p.drafts, custom=p.custom_mask)
+    mask = exact_mask(p) if plain else general_mask(p)
     logits = replace(spec.logits, skip=p.skip, alibi=p.alibi, head_scales=p.head_scales and p.kv in DTYPES)
     out = outputs(p.q, p.out) if len(spec.out) > 1 or p.out not in DTYPES else (p.out,)
     few = p.skip and p.kv not in DTYPES  # registers are scarce, and votes need some

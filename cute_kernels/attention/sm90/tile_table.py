@@ -10,7 +10,8 @@ from itertools import product
 from typing import ClassVar, NamedTuple
 
 from ... import archs
-from ..spec import BITS, DTYPES, SF_VEC_SIZE, AttentionSpec, KVSpec
+from ...dtypes import BITS
+from ..spec import DTYPES, SF_VEC_SIZE, AttentionSpec, KVSpec
 from ..tile import Resources, distinct_dims
 
 FP8 = "e4m3"

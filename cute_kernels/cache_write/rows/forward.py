@@ -33,11 +33,9 @@ from ..spec import BYTES, SF_VEC_SIZE
 from . import THREADS, ctas_per_sm, dequantise, gather, whole
 from .whole import K, Q, TokenParams, V, row_count
 
-STORED = {"nvfp4": "uint8"}  # types of rows and caches without an element type in the DSL -> stored type
-
 
 def fake_args(spec) -> dict[str, Any]:
-    dtype, cached = (abi.DTYPES[STORED.get(name, name)] for name in (spec.dtype, spec.cache))
+    dtype, cached = (abi.DTYPES[name] for name in (spec.dtype, spec.cache))
 
     tensors = [
         (dtype, 1, "q_weight k_weight"),

@@ -1,0 +1,88 @@
+"""Chunked attention: a token sees the keys of its own chunk of positions, up to its own position."""
+
+import pytest
+import torch
+
+from tests.conftest import ARCH, ROOT
+from tests.flash_attn_batches import Batch
+from tests.sim.workloads import distance, simulated
+from wrappers import explain, flash_attn_func, flash_attn_varlen_func, flash_attn_with_kvcache
+
+MEMORY = ROOT / "build" / "simulated"
+
+
+def expected(q, k, v, chunk):
+    """Return o of one request in float64."""
+    (m, heads, dim), n = q.shape, len(k)
+    k, v = (x.double().repeat_interleave(heads // x.shape[1], 1) for x in (k, v))
+    position, key = torch.arange(m)[:, None] + n - m, torch.arange(n)
+    seen = (key <= position) & (key // chunk == position // chunk)
+    s = (torch.einsum("mhd,nhd->hmn", q.double(), k) * dim**-0.5).masked_fill(~seen, -float("inf"))
+    return torch.einsum("hmn,nhd->mhd", s.softmax(2).nan_to_num(), v)
+
+
+def wanted(batch, chunk):
+    rows = zip(batch.q.split(batch.q_lens), batch.k.split(batch.kv_lens), batch.v.split(batch.kv_lens), strict=True)
+    return torch.cat([expected(q, k, v, chunk) for q, k, v in rows])
+
+
+def call(batch, chunk, form):
+    if form == "ragged":
+        options = {"cu_seqlens_k": batch.k_starts}
+        return flash_attn_varlen_func(
+            batch.q, batch.k, batch.v, batch.q_starts, max_seqlen_q=batch.max_q, causal=True, attention_chunk=chunk,
+            **options,
+        )  # fmt: skip
+    options = {"cu_seqlens_q": batch.q_starts, "max_seqlen_q": batch.max_q, "block_table": batch.table}
+    return flash_attn_with_kvcache(
+        batch.q, *batch.paged, cache_seqlens=batch.lens, causal=True, attention_chunk=chunk, **options
+    )
+
+
+@pytest.mark.parametrize("form", ["ragged", "paged"])
+@pytest.mark.parametrize("chunk", [1, 3, 16, 1 << 20])
+def test_a_token_sees_its_own_chunk(chunk, form):
+    batch = Batch(q_lens=(3, 0, 1, 20, 5), kv_lens=(9, 4, 17, 20, 2))
+    got = call(batch, chunk, form).double()
+    torch.testing.assert_close(got, wanted(batch, chunk), rtol=2e-3, atol=2e-3)
+
+
+def test_zero_is_off():
+    q = torch.randn(2, 9, 4, 64).half()
+    assert torch.equal(flash_attn_func(q, q, q, causal=True, attention_chunk=0), flash_attn_func(q, q, q, causal=True))
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "message"),
+    [
+        ({"attention_chunk": 16, "causal": False}, NotImplementedError, "attention_chunk: 16, not supported without a"),
+        ({"attention_chunk": -1}, ValueError, "attention_chunk: -1, must be"),
+        ({"attention_chunk": 2.0}, TypeError, "attention_chunk: 2.0, must be"),
+        ({"attention_chunk": True}, TypeError, "attention_chunk: True, must be"),
+    ],
+)
+def test_refusals(change, error, message):
+    q = torch.randn(2, 9, 4, 64).half()
+    with pytest.raises(error, match=f"^{message}"):
+        flash_attn_func(q, q, q, **{"causal": True} | change)
+
+
+@pytest.mark.parametrize("arch", ["sm_90a", "sm_100a", "sm_120a"])
+def test_kernels_serve_it(arch):
+    q = torch.zeros(2, 300, 8, 128).bfloat16()
+    for rows in (1, 300):
+        options = {"causal": True, "attention_chunk": 64, "function": flash_attn_func, "arch": arch}
+        assert "c_" in explain(q[:, :rows], q, q, **options).runs
+
+
+@pytest.mark.kernels
+@pytest.mark.parametrize(
+    ("q_lens", "kv_lens", "chunk", "form"),
+    [((150, 3), (333, 61), 100, "ragged"), ((1, 5), (700, 83), 96, "paged")],
+    ids=["prefill", "decode"],
+)
+def test_kernels_in_the_simulator(q_lens, kv_lens, chunk, form):
+    batch = Batch(q_lens, kv_lens, page=16, dtype=torch.bfloat16, heads=(2, 1))
+    with simulated(ARCH, [], 2, memory=MEMORY):
+        got = call(batch, chunk, form)
+    assert distance(got, wanted(batch, chunk).float(), 2e-2) <= 1
