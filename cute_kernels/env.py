@@ -24,7 +24,7 @@ DRIVER = "580"  # the oldest driver of CUDA 13
 BUILD_OR_UNPACK = "run cute-kernels build --arch {arch}, or cute-kernels unpack FILE --arch {arch}"
 
 
-class Fault(NamedTuple):
+class Diagnosis(NamedTuple):
     cause: str
     remedy: str
 
@@ -51,7 +51,7 @@ def report() -> list[str]:
     except ValueError as error:
         reason = str(error)
         lines.append(f"JIT: {reason}")
-        problems.append(Fault(reason, "unset CUTE_KERNELS_JIT, or set it to 0 or 1"))
+        problems.append(Diagnosis(reason, "unset CUTE_KERNELS_JIT, or set it to 0 or 1"))
     problems += compiler_problems(any(item.valid for item in held))
     lines.append(f"cache {paths.user_cache() or 'none'}")
     problems += cache_problems(needed=reason is None)
@@ -78,10 +78,10 @@ def requirement(distribution: str) -> str:
     return f"'{distribution}{extra}>={low}{f',<{high}' if high else ''}'"
 
 
-def missing(distribution: str) -> Fault | None:
+def missing(distribution: str) -> Diagnosis | None:
     if installed(distribution):
         return None
-    return Fault(
+    return Diagnosis(
         f"{distribution} is not installed: {USE[distribution]}", f"run pip install {requirement(distribution)}"
     )
 
@@ -92,34 +92,36 @@ def release(text: str) -> tuple[int, ...]:
     return tuple(map(int, found[0].split("."))) if found else ()
 
 
-def version_problem(distribution: str) -> Fault | None:
+def version_problem(distribution: str) -> Diagnosis | None:
     """Return the problem of an installed version that is outside the tested range, or None."""
     here = installed(distribution)
     low, high = VERSIONS[distribution]
     if here is None or (release(low) <= release(here) and (high is None or release(here) < release(high))):
         return None
     wanted = requirement(distribution)
-    return Fault(f"{distribution} {here} is outside the supported range {wanted}", f"run pip install {wanted}")
+    return Diagnosis(f"{distribution} {here} is outside the supported range {wanted}", f"run pip install {wanted}")
 
 
-def compiler_problems(served: bool) -> list[Fault]:
+def compiler_problems(served: bool) -> list[Diagnosis]:
     """Return the problems of the DSL and the linker. served: whether a bundle can be used, so that no DSL is needed."""
     if not paths.has_dsl():
-        found = Fault(
+        found = Diagnosis(
             f"{DSL}, the compiler, is not installed: {USE[DSL]}",
             "run pip install 'cute-kernels[build]', or unpack a bundle that another machine built",
         )
         return [] if served else [found]
     problems = [wrong] if (wrong := version_problem(DSL)) else []
     if not any(map(shutil.which, ("cc", "gcc", "clang"))):
-        problems.append(Fault("no C compiler on PATH: cute-kernels build cannot link a bundle", "install gcc or clang"))
+        problems.append(
+            Diagnosis("no C compiler on PATH: cute-kernels build cannot link a bundle", "install gcc or clang")
+        )
     return problems
 
 
 # ---- GPUs
 
 
-def gpus() -> tuple[list[str], list[str], list[Fault]]:
+def gpus() -> tuple[list[str], list[str], list[Diagnosis]]:
     """Return (the architectures of the GPUs that torch sees, a line for each GPU, problems)."""
     try:
         import_module("cute_kernels.ops")  # it raises if another module is called wrappers
@@ -136,25 +138,25 @@ def gpus() -> tuple[list[str], list[str], list[Fault]]:
             return [], said, []
         if isinstance(error, (ImportError, OSError)):
             remedy = f"mend that installation: pip install --force-reinstall {requirement(TORCH)}"
-            return [], said, [Fault(f"torch or wrappers cannot be imported: {error}", remedy)]
-        cannot = Fault(f"torch cannot use the GPUs: {error}", "run nvidia-smi, which must list them")
+            return [], said, [Diagnosis(f"torch or wrappers cannot be imported: {error}", remedy)]
+        cannot = Diagnosis(f"torch cannot use the GPUs: {error}", "run nvidia-smi, which must list them")
         return [], said, driver_problems() or [cannot]
     lines, problems = [], []
     for i, (name, arch) in enumerate(zip(names, archs)):
         lines.append(f"GPU {i}: {name}, {arch}{'' if arch in catalog.ARCHS else ': no kernels for it'}")
         if arch not in catalog.ARCHS:
             cause = f"GPU {i} ({name}, {arch}) is not supported: calls on it raise NotImplementedError"
-            problems.append(Fault(cause, f"use a GPU of {', '.join(catalog.ARCHS)}, or tensors on the CPU"))
+            problems.append(Diagnosis(cause, f"use a GPU of {', '.join(catalog.ARCHS)}, or tensors on the CPU"))
     if not archs:
         problems = driver_problems()
         if without:
             cause = f"torch {torch.__version__} is built without CUDA: calls run the reference on CPU tensors"
-            problems.append(Fault(cause, "to run kernels, install a torch of CUDA 13"))
+            problems.append(Diagnosis(cause, "to run kernels, install a torch of CUDA 13"))
         if not problems:
             hidden = os.environ.get("CUDA_VISIBLE_DEVICES")
             cause = "torch sees no GPU" + (f": CUDA_VISIBLE_DEVICES is {hidden!r}" if hidden is not None else "")
             problems.append(
-                Fault(cause, "unset CUDA_VISIBLE_DEVICES, or pass a GPU to this container or virtual machine")
+                Diagnosis(cause, "unset CUDA_VISIBLE_DEVICES, or pass a GPU to this container or virtual machine")
             )
     return archs, lines or ["GPUs: torch sees none"], problems
 
@@ -164,20 +166,20 @@ def driver() -> ctypes.CDLL:
     return ctypes.CDLL("libcuda.so.1")
 
 
-def driver_problems() -> list[Fault]:
+def driver_problems() -> list[Diagnosis]:
     """Return the problem of the CUDA driver: none is installed, or it is too old for CUDA 13."""
     update = f"install NVIDIA driver {DRIVER} or newer"
     try:
         library = driver()
     except OSError as error:
         cause = f"no CUDA driver, {error}: kernels cannot run here, calls on CPU tensors can"
-        return [Fault(cause, f"{update}; in a container, pass the GPU to it (docker run --gpus all)")]
+        return [Diagnosis(cause, f"{update}; in a container, pass the GPU to it (docker run --gpus all)")]
     number = ctypes.c_int()
     library.cuDriverGetVersion(ctypes.byref(number))
     if number.value >= 13000:
         return []
     serves = f"{number.value // 1000}.{number.value % 1000 // 10}"
-    return [Fault(f"the CUDA driver serves CUDA {serves}, the kernels need CUDA 13", update)]
+    return [Diagnosis(f"the CUDA driver serves CUDA {serves}, the kernels need CUDA 13", update)]
 
 
 # ---- bundles
@@ -233,7 +235,7 @@ def usable(item: Checked) -> str:
     return f"{which}, {content(held)}: compiled from other sources of cute_kernels; build it again"
 
 
-def bundle_problems(held: list[Checked], archs: list[str]) -> list[Fault]:
+def bundle_problems(held: list[Checked], archs: list[str]) -> list[Diagnosis]:
     """Return the problems of bundles, and those of the GPUs' architectures that no bundle serves."""
     problems = [problem for item in held if (problem := bundle_problem(item))]
     served = {item.manifest.arch for item in held if item.manifest and item.valid}
@@ -243,31 +245,31 @@ def bundle_problems(held: list[Checked], archs: list[str]) -> list[Fault]:
         if arch not in served:
             others = f"; there are bundles of {', '.join(sorted(served))}" if served else ""
             remedy = BUILD_OR_UNPACK.format(arch=arch)
-            problems.append(Fault(f"no usable bundle of {arch} in {roots}{others}", remedy))
+            problems.append(Diagnosis(f"no usable bundle of {arch} in {roots}{others}", remedy))
     return problems
 
 
-def bundle_problem(item: Checked) -> Fault | None:
+def bundle_problem(item: Checked) -> Diagnosis | None:
     """Return the problem of one bundle, or None."""
     folder, held, reason, count = item
     if os.strerror(errno.EACCES) in (reason or ""):
-        return Fault(f"bundle {folder}: {reason}", f"let this user read it: chmod -R a+rX {folder}")
+        return Diagnosis(f"bundle {folder}: {reason}", f"let this user read it: chmod -R a+rX {folder}")
     if held is None:
         again = BUILD_OR_UNPACK.format(arch="ARCH")
-        return Fault(f"bundle {folder} {reason}", f"it is truncated, or of another version: {again}")
+        return Diagnosis(f"bundle {folder} {reason}", f"it is truncated, or of another version: {again}")
     if held.host != manifest.HOST:
-        return Fault(f"bundle {folder} {held.problem(held.arch)}", f"build it on a {manifest.HOST} machine")
+        return Diagnosis(f"bundle {folder} {held.problem(held.arch)}", f"build it on a {manifest.HOST} machine")
     if held.arch not in catalog.ARCHS:
         cause = f"bundle {folder} is for {held.arch}, which this version does not have"
-        return Fault(cause, "install the version of cute-kernels that built it")
+        return Diagnosis(cause, "install the version of cute-kernels that built it")
     again = BUILD_OR_UNPACK.format(arch=held.arch)
     if reason:
-        return Fault(f"bundle {folder}: {reason}", f"it is truncated or changed: {again}")
+        return Diagnosis(f"bundle {folder}: {reason}", f"it is truncated or changed: {again}")
     if count == len(held.kernels):
         return None
     stale = len(held.kernels) - count
     cause = f"bundle {folder}: {stale} of {len(held.kernels)} kernels come from another version of cute_kernels"
-    return Fault(cause, f"{again}; or install the version that built it")
+    return Diagnosis(cause, f"{again}; or install the version that built it")
 
 
 # ---- the cache
@@ -278,22 +280,22 @@ def existing_parent(folder: Path) -> Path:
     return next(path for path in (folder, *folder.absolute().parents) if os.path.exists(path))
 
 
-def cache_problems(needed: bool) -> list[Fault]:
+def cache_problems(needed: bool) -> list[Diagnosis]:
     """Return the problems of the folders that compiled kernels go to. needed: whether a call may compile."""
     home, problems = paths.user_cache(), []
     remedy = "set XDG_CACHE_HOME to a folder that this user can write"
     if home is None:
         cause = "this user has no home directory: no cache holds bundles or compiled kernels"
-        problems.append(Fault(cause, remedy))
+        problems.append(Diagnosis(cause, remedy))
     elif needed and (why := unwritable(home)):
         cause = f"the cache {home} cannot be written, {why}: each process compiles its kernels anew"
-        problems.append(Fault(cause, remedy))
+        problems.append(Diagnosis(cause, remedy))
     folders = [*([home] if home else []), Path(os.environ.get("TMPDIR") or "/tmp")]
     free = {folder: shutil.disk_usage(existing_parent(folder)).free for folder in folders}
     full = [f"{folder} ({left >> 20} MB are free)" for folder, left in free.items() if left < FREE]
     if full:
         cause = f"the disk is full at {' and '.join(full)}: a build needs {FREE >> 20} MB"
-        problems.append(Fault(cause, "free space, or set XDG_CACHE_HOME and TMPDIR to folders on another disk"))
+        problems.append(Diagnosis(cause, "free space, or set XDG_CACHE_HOME and TMPDIR to folders on another disk"))
     return problems
 
 

@@ -9,7 +9,7 @@ It needs a package index and downloads about 1 GB, which it keeps; the folder th
 anew at each run. The Python that runs this tool builds the bundle, so it needs the DSL and a C compiler.
 
 torch for Linux is on the package index with CUDA alone, 3 GB with its libraries. So an environment has torch only where
-pip finds a build for the CPU (CPU_TORCH); in the others everything runs that needs no torch: the command, its builds, and
+pip finds a build for the CPU (CPU_TORCH). The others run everything that needs no torch: the command, its builds, and
 the hashes and symbols of a bundle."""
 
 import argparse
@@ -208,7 +208,7 @@ def tried(environment: Environment, folder: Path, made: dict[str, Path], packed:
     python = interpreter(environment.python)
     if python is None:
         return *row, f"not run: no Python {environment.python} on this machine"
-    place = folder / f"environment of {environment.name}"
+    place = folder / f"environment {ENVIRONMENTS.index(environment) + 1} of a stranger"
     done = []
     try:
         programs = install(environment, python, place, made[environment.source])
