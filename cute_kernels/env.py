@@ -135,7 +135,7 @@ def gpus() -> tuple[list[str], list[str], list[Diagnosis]]:
     except (ImportError, OSError, RuntimeError, AssertionError) as error:  # from a library, a driver or torch
         said = [f"GPUs: unknown, {error}"]
         if not installed(TORCH):
-            return [], said, []
+            return [], said, driver_problems()
         if isinstance(error, (ImportError, OSError)):
             remedy = f"mend that installation: pip install --force-reinstall {requirement(TORCH)}"
             return [], said, [Diagnosis(f"torch or wrappers cannot be imported: {error}", remedy)]

@@ -132,6 +132,17 @@ def test_no_torch(machine):
     assert said in done.stdout and len(done.stdout.splitlines()) <= SCREEN
 
 
+def test_no_torch_hides_no_driver(machine, versions, monkeypatch):
+    def none(*_):
+        raise OSError("libcuda.so.1: cannot open shared object file")
+
+    versions.pop("torch")
+    monkeypatch.setattr(env, "import_module", none)
+    monkeypatch.setattr(env, "driver", none)
+    first, second = machine.report()[1]
+    assert first.startswith("torch is not installed") and second.startswith("no CUDA driver, libcuda.so.1")
+
+
 def test_a_torch_that_does_not_import(machine, monkeypatch):
     def refuse(name):
         raise OSError("libcudart.so.13: cannot open shared object file")

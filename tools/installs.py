@@ -17,7 +17,7 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -52,7 +52,7 @@ except ImportError as error:
 """
 
 
-class Environment(NamedTuple):
+class Installation(NamedTuple):
     python: str
     source: str = "wheel"
     dsl: str | None = None
@@ -66,20 +66,20 @@ class Environment(NamedTuple):
 
 
 ENVIRONMENTS = (
-    Environment("3.10", dsl=OLD_DSL, ffi=OLD_FFI),
-    Environment("3.10", "sdist", dsl=NEW_DSL),
-    Environment("3.11", torch=CPU_TORCH),
-    Environment("3.11", "sdist", dsl=NEW_DSL, torch=CPU_TORCH),
-    Environment("3.11", dsl=OLD_DSL, ffi=OLD_FFI, torch=CPU_TORCH),
-    Environment("3.12", dsl=OLD_DSL, ffi=OLD_FFI),
-    Environment("3.12", "sdist", dsl=NEW_DSL),
-    Environment("3.13", dsl=OLD_DSL, ffi=OLD_FFI),
-    Environment("3.13", "sdist", dsl=NEW_DSL),
-    Environment("3.14", dsl=NEW_DSL),
+    Installation("3.10", dsl=OLD_DSL, ffi=OLD_FFI),
+    Installation("3.10", "sdist", dsl=NEW_DSL),
+    Installation("3.11", torch=CPU_TORCH),
+    Installation("3.11", "sdist", dsl=NEW_DSL, torch=CPU_TORCH),
+    Installation("3.11", dsl=OLD_DSL, ffi=OLD_FFI, torch=CPU_TORCH),
+    Installation("3.12", dsl=OLD_DSL, ffi=OLD_FFI),
+    Installation("3.12", "sdist", dsl=NEW_DSL),
+    Installation("3.13", dsl=OLD_DSL, ffi=OLD_FFI),
+    Installation("3.13", "sdist", dsl=NEW_DSL),
+    Installation("3.14", dsl=NEW_DSL),
 )
 
 
-class Refused(Exception):
+class StepFailed(Exception):
     """A step did not do what a user expects."""
 
 
@@ -92,20 +92,33 @@ def interpreter(version: str) -> Path | None:
     return found[-1] if found else Path(on_path) if on_path else None
 
 
-def run(*command: str, fails: bool = False, **env: str) -> str:
-    """Run a command and return its output. Raise Refused unless it ends as it should. env: all variables but these are
-    the tool's own, without those of this project and of Python."""
+def run(*command: str, **env: str) -> str:
+    """Run a command and return its output. Raise StepFailed if it fails. env: is added to the tool's own variables
+    without those of this project and of Python."""
+    status, said = ended(command, env)
+    if status:
+        raise StepFailed(f"{' '.join(command)}: exit status {status}\n{said[-3000:]}")
+    return said
+
+
+def run_failing(*command: str, **env: str) -> str:
+    """Run a command that must fail, and return its output."""
+    status, said = ended(command, env)
+    if not status:
+        raise StepFailed(f"{' '.join(command)}: did not fail\n{said[-3000:]}")
+    return said
+
+
+def ended(command: Sequence[str], env: dict[str, str]) -> tuple[int, str]:
     ours = {name: value for name, value in os.environ.items() if not name.startswith(("CUTE_", "PYTHON", "XDG_"))}
     done = subprocess.run(command, capture_output=True, text=True, env=ours | env, cwd="/")
-    if bool(done.returncode) != fails:
-        raise Refused(f"{' '.join(command)}: exit status {done.returncode}\n{done.stdout[-1500:]}{done.stderr[-1500:]}")
-    return done.stdout + done.stderr
+    return done.returncode, done.stdout + done.stderr
 
 
 def expect(text: str, *parts: str) -> None:
     for part in parts:
         if part not in text:
-            raise Refused(f"{part!r} is not in:\n{text}")
+            raise StepFailed(f"{part!r} is not in:\n{text}")
 
 
 def artefacts(folder: Path) -> dict[str, Path]:
@@ -135,7 +148,7 @@ def packed_bundle(folder: Path) -> Path:
     return file
 
 
-def install(environment: Environment, python: Path, folder: Path, artefact: Path) -> Path:
+def install(environment: Installation, python: Path, folder: Path, artefact: Path) -> Path:
     """Make an environment and install into it. Return its folder of programs."""
     shutil.rmtree(folder, ignore_errors=True)
     run(str(python), "-m", "venv", str(folder))
@@ -154,8 +167,8 @@ def install(environment: Environment, python: Path, folder: Path, artefact: Path
     return programs
 
 
-def steps(environment: Environment, programs: Path, packed: Path) -> Iterator[tuple[str, Callable[[], None]]]:
-    """Yield (what a user does, a function that does it and raises Refused)."""
+def steps(environment: Installation, programs: Path, packed: Path) -> Iterator[tuple[str, Callable[[], None]]]:
+    """Yield (what a user does, a function that does it and raises StepFailed)."""
     home = programs.parent / "home of a user"
     home.mkdir()
     bare = {"PATH": str(programs), "HOME": str(home)}  # no compiler
@@ -188,9 +201,9 @@ def steps(environment: Environment, programs: Path, packed: Path) -> Iterator[tu
         scratch.mkdir()
         arguments = ("build", "--arch", ARCH, "--out", str(out), "--only", ONLY, "--jobs", "1")
         if environment.dsl is None:
-            expect(run(command, *arguments, fails=True, **bare), "nvidia-cutlass-dsl, the compiler, is not installed")
+            expect(run_failing(command, *arguments, **bare), "nvidia-cutlass-dsl, the compiler, is not installed")
             return
-        expect(run(command, *arguments, fails=True, **bare), "no linker on PATH")
+        expect(run_failing(command, *arguments, **bare), "no linker on PATH")
         compiler = f"{programs}{os.pathsep}{os.environ['PATH']}"
         said = run(command, *arguments, **bare | {"PATH": compiler, "TMPDIR": str(scratch)})
         expect(said, f"{out}: 1 kernels, 0 compiled, 1 cached")
@@ -202,7 +215,7 @@ def steps(environment: Environment, programs: Path, packed: Path) -> Iterator[tu
     yield "build", build
 
 
-def tried(environment: Environment, folder: Path, made: dict[str, Path], packed: Path) -> tuple[str, ...]:
+def tried(environment: Installation, folder: Path, made: dict[str, Path], packed: Path) -> tuple[str, ...]:
     """Install and use one environment. Return a row of the table."""
     row = (environment.python, environment.source, environment.torch or "-", environment.dsl or "-", environment.ffi)
     python = interpreter(environment.python)
@@ -216,7 +229,7 @@ def tried(environment: Environment, folder: Path, made: dict[str, Path], packed:
         for name, step in steps(environment, programs, packed):
             step()
             done.append(name)
-    except Refused as error:
+    except StepFailed as error:
         print(f"{environment.name}: after {', '.join(done) or 'nothing'}: {error}", file=sys.stderr, flush=True)
         return *row, f"FAILED after {', '.join(done) or 'nothing'}"
     finally:
