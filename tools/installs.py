@@ -154,7 +154,7 @@ def install(environment: Installation, python: Path, folder: Path, artefact: Pat
     run(str(python), "-m", "venv", str(folder))
     programs = folder / "bin"
     cache = {"PIP_CACHE_DIR": str(folder.parent / "pip"), "PIP_DISABLE_PIP_VERSION_CHECK": "1"}
-    pip = (str(programs / "python"), "-m", "pip", "install", "-q")
+    pip = (str(programs / "python"), "-m", "pip", "install", "-q", "--no-compile")
     names = [f"apache-tvm-ffi=={environment.ffi}", "numpy"]
     if environment.torch:
         names.append(f"torch=={environment.torch}")
