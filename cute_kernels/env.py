@@ -217,6 +217,14 @@ def bundles() -> list[Checked]:
         for item in paths.bundles(arch):
             if item.folder not in found or item.problem is None:
                 found[item.folder] = item
+    for root in paths.bundle_roots():
+        try:
+            os.stat(root / manifest.FILE)
+        except PermissionError as error:  # which is said once, not for each architecture
+            found = {folder: item for folder, item in found.items() if root not in (folder, folder.parent)}
+            found[root] = FoundBundle(root, None, f"cannot be read: {error.strerror}")
+        except OSError:
+            continue
     return [checked(item) for item in found.values()]
 
 
@@ -253,7 +261,8 @@ def bundle_problem(item: Checked) -> Diagnosis | None:
     """Return the problem of one bundle, or None."""
     folder, held, reason, count = item
     if os.strerror(errno.EACCES) in (reason or ""):
-        return Diagnosis(f"bundle {folder}: {reason}", f"let this user read it: chmod -R a+rX {folder}")
+        remedy = f"let this user read it (chmod -R a+rX {folder}), or set CUTE_KERNELS_BUNDLE to a folder of this user"
+        return Diagnosis(f"bundle {folder}: {reason}", remedy)
     if held is None:
         again = BUILD_OR_UNPACK.format(arch="ARCH")
         return Diagnosis(f"bundle {folder} {reason}", f"it is truncated, or of another version: {again}")

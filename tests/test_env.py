@@ -393,12 +393,17 @@ def test_a_bundle_that_cannot_be_read(machine, monkeypatch, open_folder):
     (folder / manifest.FILE).chmod(0o000)
     said = as_nobody(machine.report)
     assert f"bundle {folder}: cannot be read: [Errno {errno.EACCES}] Permission denied" in said
-    assert f" -> let this user read it: chmod -R a+rX {folder}\n" in said
+    assert f" -> let this user read it (chmod -R a+rX {folder}), or set CUTE_KERNELS_BUNDLE to" in said
     (folder / manifest.FILE).chmod(0o644)
     library = folder / "attention-0123456789ab.so"
     library.chmod(0o000)
     said = as_nobody(machine.report)
     assert f"bundle {folder}: {library.name} cannot be read: Permission denied -> let this user read it" in said
+    open_folder.chmod(0o000)
+    said = as_nobody(machine.report)
+    assert said.count("Permission denied") == 1, "not for each architecture"
+    assert f"bundle {open_folder}: cannot be read: Permission denied -> let this user" in said
+    open_folder.chmod(0o755)
 
 
 @pytest.mark.parametrize("made", [False, True], ids=["parent", "folder"])

@@ -93,15 +93,24 @@ def test_json_that_is_no_manifest(made, text):
     assert cli.main(["list", "--out", str(made)]) == 1
 
 
-def test_the_hash_is_computed_once(made, monkeypatch):
-    """A kernel of a library that was loaded costs no second look at its bytes."""
+def test_a_hash_is_computed_once(made, monkeypatch):
+    """A kernel of a library that was loaded costs no second look at its bytes, nor does another library of the bundle
+    at the bytes of the runtime library."""
+    held = manifest.read(made)
+    shutil.copy(made / LIBRARY, made / "topk-0123456789ab.so")
+    held.libraries["topk"] = held.libraries["attention"] | {"file": "topk-0123456789ab.so"}
+    held.kernels[1]["library"] = "topk"
+    manifest.write(made, held)
     seen = []
-    check = manifest.file_problem
+    real = manifest.file_problem
     monkeypatch.setattr(
-        manifest, "file_problem", lambda folder, file: (seen.append(file["file"]), check(folder, file))[1]
+        manifest, "file_problem", lambda folder, file: (seen.append(file["file"]), real(folder, file))[1]
     )
-    assert lookup(FIRST) == lookup(SECOND) == "found True"
-    assert seen == [bundle.RUNTIME, LIBRARY]
+    for kernel in (FIRST, SECOND, FIRST):
+        assert lookup(kernel) == "found True"
+        runtime._KERNELS.clear()
+        runtime._HOT.clear()
+    assert seen == [bundle.RUNTIME, LIBRARY, "topk-0123456789ab.so"]
 
 
 # ---- full disks

@@ -44,8 +44,8 @@ def kernel(op: str, spec: Any, arch: str) -> Function:
     It takes the kernel's Args by position and runs on the current stream.
 
     Takes 0.13 us for a spec object that was seen before (hashing a nested spec costs over 1 us, so identity is tried
-    first), 0.7 ms to load from a bundle, and seconds to compile. The first kernel of a library takes about 30 ms more:
-    the hashes of the library and of the runtime library are checked. Raises KernelNotFound, which names the kernel and
+    first), 0.7 ms to load from a bundle, and seconds to compile. The first kernel of a bundle takes about 30 ms more:
+    the hashes of its library and of the runtime library are checked. Raises KernelNotFound, which names the kernel and
     the command that builds it, or ValueError if CUTE_KERNELS_JIT is needed and is neither 0 nor 1.
     """
     hit = _HOT.get((op, id(spec), arch))
@@ -109,7 +109,8 @@ def _module(folder: Path, needed: dict[str, str], library: dict[str, str]) -> An
     """Load a library of a bundle once, after a check of its hash and of that of the runtime library that it needs."""
     path = folder / library["file"]
     if path not in _MODULES:
-        for file in (needed, library):
+        loaded = any(other.parent == folder for other in _MODULES)  # with the runtime library
+        for file in (library,) if loaded else (needed, library):
             if problem := manifest.file_problem(folder, file):
                 raise OSError(problem)
         import tvm_ffi  # before the library, which takes its symbols from it
