@@ -203,9 +203,10 @@ def steps(environment: Installation, programs: Path, packed: Path) -> Iterator[t
         if environment.dsl is None:
             expect(run_failing(command, *arguments, **bare), "nvidia-cutlass-dsl, the compiler, is not installed")
             return
-        expect(run_failing(command, *arguments, **bare), "no linker on PATH")
+        spaces = bare | {"TMPDIR": str(scratch)}
+        expect(run_failing(command, *arguments, **spaces), "no linker on PATH")
         compiler = f"{programs}{os.pathsep}{os.environ['PATH']}"
-        said = run(command, *arguments, **bare | {"PATH": compiler, "TMPDIR": str(scratch)})
+        said = run(command, *arguments, **spaces | {"PATH": compiler})
         expect(said, f"{out}: 1 kernels, 0 compiled, 1 cached")
         expect(run(command, "verify", "--out", str(out), **bare), "1 kernels load, hashes match")
 
