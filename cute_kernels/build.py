@@ -11,6 +11,7 @@ import json
 import os
 import platform
 import re
+import shlex
 import sys
 import tempfile
 import threading
@@ -114,7 +115,7 @@ def build(op: str, spec: Any, arch: str, more: str = "") -> Compiled:
         module = import_module(f"cute_kernels.{op}.forward")
         args = module.fake_args(spec)
         _name(module, f"{op}__{spec.name}".replace(".", "_"), tuple(args))
-        options = f"{OPTIONS} {ARCH_OPTIONS.get(arch, '')} --dump-dir {folder} {more}"
+        options = f"{OPTIONS} {ARCH_OPTIONS.get(arch, '')} --dump-dir {shlex.quote(folder)} {more}"
         with host_functions() as hosts:
             # An engine would compile the host function twice more, in 0.3 s, for calls from this process.
             fn = cute.compile(module.forward, spec, abi.stream(), *args.values(), options=options, no_jit_engine=True)

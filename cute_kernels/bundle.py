@@ -7,8 +7,10 @@
 
 Kernels compile in processes, never in threads. A file of a published bundle is never rewritten, only replaced by
 one with another name. So a build that is interrupted at any point leaves the old bundle or the new one, both
-valid."""
+valid. There is one exception: a DSL of another version brings another runtime library under the same name. Between its
+replacement and that of the manifest the hashes differ, so that nothing loads until the next build."""
 
+import errno
 import json
 import os
 import re
@@ -32,6 +34,11 @@ LICENCE = (
     "copying {source} into the bundle: this is NVIDIA software under the licence of the CUTLASS DSL; read the licence "
     "before you pass the bundle on: https://docs.nvidia.com/cutlass/latest/media/docs/pythonDSL/license.html"
 )
+FULL_DISK = (
+    "the disk is full: free space, or name folders on another disk with --out and --objects, and with TMPDIR; "
+    "a build needs 400 MB"
+)
+UNWRITABLE = "this user may not write there: name other folders with --out and --objects, or set XDG_CACHE_HOME"
 UNUSED_DAYS = 14  # objects not used for this long are deleted
 TOGETHER = 24  # kernels per run of the disassembler
 
@@ -70,6 +77,14 @@ class Built:
 
     manifest: Manifest
     compiled: int  # kernels that had no cached object
+
+
+def remedy(error: BaseException | None) -> str:
+    """Return what a user can do about an error of the file system, as a line of its own, or an empty text."""
+    number = error.errno if isinstance(error, OSError) else None
+    if number in (errno.ENOSPC, errno.EDQUOT):
+        return f"\n{FULL_DISK}"
+    return f"\n{UNWRITABLE}" if number in (errno.EACCES, errno.EPERM, errno.EROFS) else ""
 
 
 def say(text: str) -> None:
@@ -155,6 +170,7 @@ def compile_missing(items: list[Item], arch: str, objects: Path, jobs: int) -> i
     if not missing:
         return 0
     failed: list[str] = []
+    advice: dict[str, None] = {}
     progress = Progress(len(missing))
     os.environ["CUTE_DSL_ARCH"] = arch  # inherited by the workers, which import the DSL after it is set
     workers = min(jobs, len(missing))
@@ -166,6 +182,7 @@ def compile_missing(items: list[Item], arch: str, objects: Path, jobs: int) -> i
                 name = manifest.label(item.op, item.spec)
                 if error is not None:
                     failed.append(f"{name}: {type(error).__name__}: {error}")
+                    advice[remedy(error)] = None
                 elif task.result() != item.key:
                     failed.append(f"{name}: the sources of cute_kernels changed during the build; run it again")
                 progress.step(name)
@@ -180,6 +197,7 @@ def compile_missing(items: list[Item], arch: str, objects: Path, jobs: int) -> i
         raise BuildError(
             f"{len(failed)} of {len(missing)} kernels failed to compile, so no bundle was published:\n"
             + "\n".join(failed)
+            + "".join(advice)
         )
     return len(missing)
 
@@ -214,10 +232,14 @@ def link(items: list[Item], bundle_paths: BundlePaths, libraries: list[str]) -> 
         objects = [str(bundle_paths.objects / f"{item.key}.o") for item in items]
         command = [compiler, "-shared", "-o", str(temporary), *objects, *libraries]
         command += ["-Wl,-rpath,$ORIGIN", "-Wl,--enable-new-dtags", "-Wl,-z,defs", "-Wl,--strip-all"]
-        done = subprocess.run(command, capture_output=True, text=True)
-        if done.returncode:
-            raise BuildError(f"linking {name} failed:\n{done.stderr}")
-        os.replace(temporary, target)
+        try:
+            done = subprocess.run(command, capture_output=True, text=True)
+            if done.returncode:
+                full = f"\n{FULL_DISK}" if os.strerror(errno.ENOSPC) in done.stderr else ""
+                raise BuildError(f"linking {name} failed:\n{done.stderr}{full}")
+            os.replace(temporary, target)
+        finally:
+            temporary.unlink(missing_ok=True)
     return {"file": name, "sha256": manifest.digest(target.read_bytes())}
 
 
@@ -331,13 +353,8 @@ def verify(out: Path, arch: str) -> list[str]:
     problem = found.problem(arch)
     if problem:
         return [f"{out} {problem}"]
-    problems = []
-    for file in [found.runtime, *found.libraries.values()]:
-        path = out / file["file"]
-        if not path.exists():
-            problems.append(f"{file['file']} is missing")
-        elif manifest.digest(path.read_bytes()) != file["sha256"]:
-            problems.append(f"{file['file']} does not have the hash in the manifest")
+    files = [found.runtime, *found.libraries.values()]
+    problems = [said for file in files if (said := manifest.file_problem(out, file))]
     if problems:
         return problems
     import tvm_ffi

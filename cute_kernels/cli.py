@@ -6,22 +6,18 @@ and without a compiler.
     cute-kernels list                                      the kernels of a bundle
     cute-kernels verify                                    hashes, loading, symbols
     cute-kernels show bf16_d128_causal_tma_m128n128s3r --sass
-    cute-kernels env                                       versions, GPUs, and the bundles that a process here finds
+    cute-kernels env                                       versions, GPUs, bundles found here, and what is wrong
 
 `build` and `show` need the DSL. cute_kernels/paths.py says where bundles lie."""
 
 import argparse
 import os
-import platform
 import sys
 import time
-from importlib import import_module
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-from . import __version__, archive, build, bundle, catalog, cubin, manifest, paths
-from .paths import FoundBundle
+from . import __version__, archive, build, bundle, catalog, cubin, env, manifest, paths
 
 
 def command_build(args: argparse.Namespace) -> int:
@@ -90,14 +86,10 @@ def command_list(args: argparse.Namespace) -> int:
     except (OSError, ValueError) as error:
         print(f"no bundle at {out}: {error}", file=sys.stderr)
         return 1
-    print(f"{out}: {content(found)}")
+    print(f"{out}: {env.content(found)}")
     for entry in found.kernels:
         print(f"{entry['op']}/{entry['name']:<60} {summary(entry)}")
     return 0
-
-
-def content(held: manifest.Manifest) -> str:
-    return f"{len(held.kernels)} kernels of {held.arch}, DSL {held.toolchain['dsl']}, CUDA {held.toolchain['cuda']}"
 
 
 def summary(facts: dict[str, Any]) -> str:
@@ -123,14 +115,14 @@ def command_verify(args: argparse.Namespace) -> int:
 
 def command_pack(args: argparse.Namespace) -> int:
     size = archive.pack(existing(args), args.arch, args.file)
-    print(f"{args.file}: {size / 2**20:.1f} MiB")
+    print(f"{args.file}: {size / 2**20:.1f} MiB\nsha256 {archive.digest_of(args.file)}")
     return 0
 
 
 def command_unpack(args: argparse.Namespace) -> int:
-    out = args.out or paths.bundle_folders(args.arch)[0]
-    held = archive.unpack(args.file, out, args.arch)
-    print(f"{out}: {content(held)}, hashes match")
+    out = args.out or default(paths.bundle_folders(args.arch), "--out")
+    held = archive.unpack(args.file, out, args.arch, args.sha256)
+    print(f"{out}: {env.content(held)}, hashes match")
     return 0
 
 
@@ -163,65 +155,8 @@ def command_show(args: argparse.Namespace) -> int:
 
 
 def command_env(args: argparse.Namespace) -> int:
-    """Print the versions, GPUs and bundles with which a process of this Python runs kernels. A part that is missing
-    is reported; it is no error."""
-    print(f"cute-kernels {__version__} in {manifest.PACKAGE}")
-    print(f"Python {platform.python_version()}, {manifest.HOST}")
-    for name in ("torch", "apache-tvm-ffi", "nvidia-cutlass-dsl"):
-        print(f"{name} {installed(name)}")
-    print("\n".join(gpus()))
-    found: dict[Path, FoundBundle] = {}
-    for arch in catalog.ARCHS:
-        for item in paths.bundles(arch):  # a folder that is itself a bundle is found for every architecture
-            if item.folder not in found or item.problem is None:
-                found[item.folder] = item
-    for item in found.values():
-        print(f"bundle {item.folder}: {usable(item)}")
-    if not found:
-        print(f"no bundle in {os.pathsep.join(map(str, paths.bundle_roots()))}")
-    try:
-        print(f"JIT: {paths.why_no_jit() or 'allowed'}")
-    except ValueError as error:
-        print(f"JIT: {error}")
+    print("\n".join(env.report()))
     return 0
-
-
-def installed(distribution: str) -> str:
-    try:
-        return version(distribution)
-    except PackageNotFoundError:
-        return "is not installed"
-
-
-def gpus() -> list[str]:
-    """Return a line for each GPU that torch sees, with its architecture."""
-    try:
-        import_module("cute_kernels.ops")  # it raises if another module is called wrappers
-        import torch
-
-        from wrappers import runtime
-
-        archs = [runtime.arch_of(i) for i in range(torch.cuda.device_count())]
-        names = [torch.cuda.get_device_name(i) for i in range(len(archs))]
-    except (ImportError, OSError, RuntimeError, AssertionError) as error:  # from a library, a driver or torch
-        return [f"GPUs: unknown, {error}"]
-    lines = [
-        f"GPU {i}: {name}, {arch}{'' if arch in catalog.ARCHS else ': no kernels for it'}"
-        for i, (name, arch) in enumerate(zip(names, archs))
-    ]
-    return lines or ["GPUs: torch sees none"]
-
-
-def usable(found: FoundBundle) -> str:
-    """Return how much of a bundle the installed sources can use."""
-    held = found.manifest
-    if held is None or found.problem:
-        return f"not usable, {found.problem}"
-    valid = len(bundle.still_valid(found.folder, held.arch, catalog.spec_type, held.toolchain))
-    if valid == len(held.kernels):
-        return f"usable, {content(held)}"
-    which = f"{valid} of its kernels usable" if valid else "not usable"
-    return f"{which}, {content(held)}: compiled from other sources of cute_kernels; build it again"
 
 
 def positive(text: str) -> int:
@@ -282,9 +217,10 @@ def arguments() -> argparse.ArgumentParser:
         verb = verbs.add_parser(name, parents=[common], help=said)
         verb.add_argument("file", type=Path, help="the packed file")
         verb.set_defaults(run=run)
-    verbs.add_parser("env", help="print versions, GPUs, the bundles found, and whether JIT is allowed").set_defaults(
-        run=command_env
-    )
+    verb.add_argument("--sha256", metavar="HEX", help="refuse a file that has another hash, before it is read")
+    verbs.add_parser(
+        "env", help="print versions, GPUs, the bundles found here, and for each problem its cause and its remedy"
+    ).set_defaults(run=command_env)
     return parser
 
 
@@ -295,8 +231,10 @@ def main(argv: list[str] | None = None) -> int:
             "nvidia-cutlass-dsl, the compiler, is not installed: run pip install cute-kernels[build]", file=sys.stderr
         )
         return 1
+    if args.run in (command_build, command_show) and (wrong := env.version_problem(env.DSL)):
+        print(f"{wrong.cause}: {wrong.remedy}", file=sys.stderr)
     try:
         return args.run(args)
     except (bundle.BuildError, build.ArchMismatch, NotImplementedError, OSError) as error:
-        print(error, file=sys.stderr)
+        print(f"{error}{bundle.remedy(error)}", file=sys.stderr)
         return 1

@@ -495,6 +495,15 @@ print(len(calls))
     assert any("compiled into" in line for (line,) in said)
 
 
+def test_a_kernel_compiles_where_temporary_files_have_a_space_in_their_name(tmp_path):
+    (tmp_path / "a b").mkdir()
+    done = run_python(
+        *build("--only", "merge_states.rows/bf16_states", out=tmp_path / "c d" / ARCH, objects=tmp_path / "e f"),
+        TMPDIR=str(tmp_path / "a b"),
+    )
+    assert compiled(done) == 1 and bundle.verify(tmp_path / "c d" / ARCH, ARCH) == []
+
+
 def test_other_architecture_is_refused_after_import():
     code = """
 import os

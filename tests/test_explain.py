@@ -175,10 +175,12 @@ def test_where_a_kernel_is_found(monkeypatch, tmp_path, name):
     (spec,) = (spec for other, spec in shipped if (other, spec.name) == (op, kernel))
     tools = {"dsl": "0", "cuda": "0", "settings": {}}
     entry = {"op": op, "spec": manifest.to_json(spec), "key": manifest.key(op, spec, "sm_90a", tools)}
+    entry |= {"library": "a", "symbol": "none"}
     bundle = tmp_path / "sm_90a"
     bundle.mkdir()
     (bundle / "a.so").touch()
-    manifest.write(bundle, manifest.Manifest("sm_90a", tools, {"a": {"file": "a.so", "sha256": ""}}, {}, [entry]))
+    files = [{"file": name, "sha256": manifest.digest(b"")} for name in ("a.so", "b.so")]
+    manifest.write(bundle, manifest.Manifest("sm_90a", tools, {"a": files[0]}, files[1], [entry]))
     served = explain(function=function, arch="sm_90a", **inputs)
     assert served.found == f"bundle {bundle}"
     assert f"{served}\n".startswith(f"runs: {said.runs}\nfound: bundle {bundle}\n")

@@ -16,7 +16,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
 FOLDERS = ("cute_kernels", "wrappers", "bench", "tools", "tests/sim")
-DOCUMENTS = ("README.md", "CONTRIBUTING.md", "docs/*.md")
+DOCUMENTS = ("README.md", "CONTRIBUTING.md", "SECURITY.md", "docs/*.md")
 WHOSE = 20  # the most uses in all texts together
 
 # A sentence begins with a text, a paragraph, a list item or a table cell, or after the end of another sentence.

@@ -53,10 +53,10 @@ PLAIN = {
 }
 PLAIN |= {f"cute_kernels/attention/schedule/{name}.py" for name in ("__init__", "policy")}
 # The command lists without the DSL; build.py alone imports it, inside functions, after it has set the architecture.
-COMMAND = {f"cute_kernels/{name}.py" for name in ("bundle", "cubin", "cli", "__main__", "ops")}
+COMMAND = {f"cute_kernels/{name}.py" for name in ("archive", "bundle", "cubin", "cli", "env", "__main__", "ops")}
 LATE_DSL = {"cute_kernels/build.py"}
-# Know every operator family. A user starts here, so that these may go up: ops to wrappers, and `env` inside functions.
-TOP = {"cute_kernels/catalog.py", "cute_kernels/cli.py", "cute_kernels/__main__.py", "cute_kernels/ops.py"}
+# Know every operator family. A user starts here, so that these may go up: ops to wrappers, and env inside functions.
+TOP = {f"cute_kernels/{name}.py" for name in ("catalog", "cli", "env", "__main__", "ops")}
 
 
 def tree(file: str) -> ast.Module:

@@ -23,6 +23,7 @@ import wrappers
 from cute_kernels import __main__, build, bundle, catalog, cli, manifest, ops, paths
 from cute_kernels.attention import dispatch
 from tests.conftest import ARCH, BLOCK_DSL, ROOT, finish, run_python
+from tests.fake_bundle import TOOLCHAIN
 from wrappers import runtime
 
 OP, SPEC = dispatch.shipped(ARCH)[0]
@@ -205,12 +206,15 @@ def test_a_bundle_that_cannot_be_used_does_not_hide_the_next(no_settings, monkey
     (broken / manifest.FILE).write_text("{")
     monkeypatch.setenv("CUTE_KERNELS_BUNDLE", str(tmp_path / "broken"))
     assert cli.main(["list"]) == 1 and f"no bundle at {broken}: " in capsys.readouterr().err
-    manifest.write(good, manifest.Manifest(ARCH, {"dsl": "4.8.1", "cuda": "13.0"}, {}, {}, []))
+    manifest.write(good, manifest.Manifest(ARCH, TOOLCHAIN, {}, EMPTY, []))
     monkeypatch.setenv("CUTE_KERNELS_BUNDLE", f"{tmp_path / 'broken'}{os.pathsep}{tmp_path / 'good'}")
     assert cli.main(["list"]) == 0 and capsys.readouterr().out.startswith(f"{good}: 0 kernels")
 
 
 # ---- libraries that do not load
+
+EMPTY = {"file": bundle.RUNTIME, "sha256": manifest.digest(b"")}
+LIBRARY = {"file": "attention.so", "sha256": manifest.digest(b"")}
 
 
 @pytest.fixture
@@ -223,9 +227,11 @@ def bundle_of_one(no_settings, monkeypatch, tmp_path):
     def make(name: str, loaded: bool) -> Path:
         folder = tmp_path / name
         folder.mkdir()
-        (folder / "attention.so").touch()
-        entry = {"key": manifest.key(OP, SPEC, ARCH, {}), "library": "attention", "symbol": "of_spec"}
-        manifest.write(folder, manifest.Manifest(ARCH, {}, {"attention": {"file": "attention.so"}}, {}, [entry]))
+        for file in (EMPTY, LIBRARY):
+            (folder / file["file"]).touch()
+        key = manifest.key(OP, SPEC, ARCH, TOOLCHAIN)
+        entry = {"op": OP, "key": key, "library": "attention", "symbol": "of_spec"}
+        manifest.write(folder, manifest.Manifest(ARCH, TOOLCHAIN, {"attention": LIBRARY}, EMPTY, [entry]))
         if loaded:
             runtime._MODULES[folder / "attention.so"] = SimpleNamespace(get_function=lambda symbol: symbol)
         return folder
@@ -265,7 +271,7 @@ def old_object(tmp_path, monkeypatch) -> bundle.Item:
     return item
 
 
-NONE = manifest.Manifest(ARCH, {}, {}, {}, [])
+NONE = manifest.Manifest(ARCH, TOOLCHAIN, {}, EMPTY, [])
 
 
 def test_a_build_keeps_the_objects_it_used(old_object, tmp_path):
@@ -542,7 +548,9 @@ def test_an_installed_package_builds_and_finds_bundles(installed):
     text = file.read_text()
     file.write_text(text + "changed = 1\n")
     try:
-        code = f"from cute_kernels import cli, paths; print(*map(cli.usable, paths.bundles('{ARCH}')))"
+        code = (
+            f"from cute_kernels import env, paths; print(*map(env.usable, map(env.checked, paths.bundles('{ARCH}'))))"
+        )
         assert installed.run("python", "-c", code).startswith(f"not usable, 1 kernels of {ARCH}, DSL ")
     finally:
         file.write_text(text)

@@ -27,7 +27,7 @@ PAGES = {path.relative_to(ROOT).as_posix(): path for path in pages.pages()}
 FAMILIES = ("prefill", "decode", "top-k", "low-precision", "caches", "drop-in")  # pages that begin with an example
 NEEDS_GPU = "# needs a GPU"  # the first line of a block that runs on CUDA only
 BLOCK = re.compile(r"^```python\n(.*?)^```", re.M | re.S)
-BESIDE = [ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md"]
+BESIDE = [ROOT / name for name in ("CONTRIBUTING.md", "CHANGELOG.md", "SECURITY.md")]
 NOTES = [path for folder in ("bench", "tests", "tools") for path in sorted((ROOT / folder).rglob("*.md"))]
 
 

@@ -8,6 +8,7 @@ A bundle needs torch, apache-tvm-ffi and a driver; the DSL is imported only to c
 what an entry of a bundle must match.
 """
 
+import errno
 import logging
 import os
 import tempfile
@@ -26,7 +27,7 @@ Function = Callable[..., None]
 
 LOG = logging.getLogger("cute_kernels")
 HOT_LIMIT = 4096  # spec objects remembered by identity
-_LOCK = threading.Lock()  # held while a kernel is loaded or compiled
+_LOCK = threading.Lock()  # held while a kernel is loaded or compiled; see `_after_fork`
 _KERNELS: dict[tuple[str, Any, str], Function] = {}
 _HOT: dict[tuple[str, int, str], tuple[Function, Any]] = {}  # by id(spec); keeps the spec, so its id is not reused
 _MODULES: dict[Path, Any] = {}  # loaded libraries; never unloaded, since their code may be in flight
@@ -43,8 +44,9 @@ def kernel(op: str, spec: Any, arch: str) -> Function:
     It takes the kernel's Args by position and runs on the current stream.
 
     Takes 0.13 us for a spec object that was seen before (hashing a nested spec costs over 1 us, so identity is tried
-    first), 0.7 ms to load from a bundle, and seconds to compile. Raises KernelNotFound, which names the kernel and the
-    command that builds it, or ValueError if CUTE_KERNELS_JIT is needed and is neither 0 nor 1.
+    first), 0.7 ms to load from a bundle, and seconds to compile. The first kernel of a bundle takes about 30 ms more:
+    the hashes of its library and of the runtime library are checked. Raises KernelNotFound, which names the kernel and
+    the command that builds it, or ValueError if CUTE_KERNELS_JIT is needed and is neither 0 nor 1.
     """
     hit = _HOT.get((op, id(spec), arch))
     if hit is not None:
@@ -89,11 +91,11 @@ def _from_bundles(op: str, spec: Any, arch: str) -> tuple[Function, str] | None:
         for folder, held, problem in paths.bundles(arch):
             entry = held.find(op, spec) if held and not problem else None
             if held and entry:
-                path = folder / held.libraries[entry["library"]]["file"]
+                library = held.libraries[entry["library"]]
                 try:
-                    function = _module(path).get_function(entry["symbol"])
+                    function = _module(folder, held.runtime, library).get_function(entry["symbol"])
                 except Exception as error:  # of any type: another bundle or the compiler may serve the call
-                    said = f"{path.name} does not load: {error}"
+                    said = f"{library['file']} does not load: {error}"
                     if _BROKEN.get(folder) != said:
                         LOG.warning("bundle %s: %s", folder, said)
                     _BROKEN[folder] = said
@@ -103,8 +105,14 @@ def _from_bundles(op: str, spec: Any, arch: str) -> tuple[Function, str] | None:
     return None
 
 
-def _module(path: Path) -> Any:
+def _module(folder: Path, needed: dict[str, str], library: dict[str, str]) -> Any:
+    """Load a library of a bundle once, after a check of its hash and of that of the runtime library that it needs."""
+    path = folder / library["file"]
     if path not in _MODULES:
+        loaded = any(other.parent == folder for other in _MODULES)  # with the runtime library
+        for file in (library,) if loaded else (needed, library):
+            if problem := manifest.file_problem(folder, file):
+                raise OSError(problem)
         import tvm_ffi  # before the library, which takes its symbols from it
 
         _MODULES[path] = tvm_ffi.load_module(path)
@@ -128,7 +136,15 @@ def _compile(op: str, spec: Any, arch: str) -> tuple[Function, str] | None:
     if folder is None:  # no home folder, or a read-only one: compile for this process only
         folder = Path(_scratch().name)
     kept = set(os.listdir(folder))
-    path = build.object_file(op, spec, arch, folder)
+    try:
+        path = build.object_file(op, spec, arch, folder)
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EROFS):
+            raise
+        raise KernelNotFound(
+            f"{manifest.label(op, spec)} for {arch} cannot be compiled into {folder}: {error.strerror}: free space "
+            "there and in the folder of temporary files, or set XDG_CACHE_HOME and TMPDIR to folders on another disk"
+        ) from error
     how = f"loaded from {path}" if path.name in kept else f"compiled into {path}"
     return build.load_object(path, manifest.symbol(op, spec, path.stem)), how
 
@@ -139,6 +155,15 @@ def _writable(folder: Path) -> Path | None:
     except OSError:
         return None
     return folder if os.access(folder, os.W_OK) else None
+
+
+def _after_fork() -> None:
+    """Free the lock in a forked process: the thread that held it exists in the parent alone."""
+    global _LOCK
+    _LOCK = threading.Lock()
+
+
+os.register_at_fork(after_in_child=_after_fork)
 
 
 @cache
