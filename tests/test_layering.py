@@ -12,6 +12,7 @@ nothing of this project.
 
 import ast
 import re
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -73,8 +74,13 @@ LATE_DSL = {"cute_kernels/build.py"}
 TOP = {"cute_kernels/catalog.py", "cute_kernels/cli.py", "cute_kernels/__main__.py", "cute_kernels/ops.py"}
 
 
+@cache
+def parsed(path: Path) -> ast.Module:
+    return ast.parse(path.read_text(), str(path))
+
+
 def tree(file: str) -> ast.Module:
-    return ast.parse((ROOT / file).read_text(), file)
+    return parsed(ROOT / file)
 
 
 def module_of(file: str) -> str:
@@ -353,7 +359,7 @@ def test_named_barriers_are_listed():
         (name, ast.unparse(argument))
         for name in FILES
         if name.startswith("cute_kernels/")
-        for node in ast.walk(ast.parse((ROOT / name).read_text()))
+        for node in ast.walk(tree(name))
         if isinstance(node, ast.Call)
         for argument in (
             *(k.value for k in node.keywords if k.arg == "barrier_id"),
