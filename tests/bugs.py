@@ -176,7 +176,7 @@ BUGS = (
         "call.k, call.next_n, call.page_size, call.tie_break, call.tie_break.__class__,",
         "call.k, call.next_n, call.page_size,", "test_plans.py::test_top_k"),
     Bug("host: decreasing offsets pass", "wrappers/prefill/values.py",
-        "good = numbers == sorted(numbers)", "good = True", "test_prefill_refusals.py"),
+        "good = numbers == sorted(numbers)", "good = True", "test_refusals.py"),
 )  # fmt: skip
 
 

@@ -588,8 +588,8 @@ def test_every_public_function_is_called():
     others |= {wrappers.xqa_batch_decode_with_kv_cache, wrappers.trtllm_fmha_v2_prefill}  # test_engines.py
     others |= {wrappers.persistent_topk, wrappers.cooperative_topk}  # test_engines.py
     others |= {getattr(wrappers, name) for name in cache_write.__all__}  # test_append_qkv_refusals.py
-    others |= {getattr(wrappers, name) for name in flash_attn.__all__}  # test_flash_attn_refusals.py
-    others |= {getattr(wrappers, name) for name in wrappers.prefill.__all__}  # test_prefill_refusals.py
+    others |= {getattr(wrappers, name) for name in flash_attn.__all__}  # test_refusals.py
+    others |= {getattr(wrappers, name) for name in wrappers.prefill.__all__}  # test_refusals.py
     assert {getattr(wrappers, name) for name in wrappers.__all__} - others <= called
     plain = {f for n, f in vars(fp4).items() if inspect.isfunction(f) and f.__module__ == fp4.__name__ and n[0] != "_"}
     parts = {fp4.nvfp4_quantize, fp4.quantizable, fp4.nvfp4_dequantize, fp4.dequantizable}  # of two in `wrappers`
