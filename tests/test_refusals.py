@@ -7,9 +7,9 @@ import pytest
 import torch
 
 from tests import flash_attn_batches as flash
+from tests.bad_values import contents
 from tests.flash_attn_batches import BATCH, EQUAL, SINKS, appended, equal, starts_of
 from tests.prefill_batches import BF16, E4M3, HALF, HKV, HQ, INF, NAN, WORKSPACE, Case, D, ints
-from tests.test_bad_calls import contents
 from wrappers import (
     BatchPrefillWithPagedKVCacheWrapper,
     BatchPrefillWithRaggedKVCacheWrapper,
