@@ -73,7 +73,7 @@ def problems_of_kernel(label: str, turn: int | None, everything: bool) -> list[s
     cases = workloads.CASES[family_of(op)](spec)
     eager, bits = in_eager(found, (ARCH, op, spec), cases, everything)
     if not found:
-        found += coverage.grown({label: missing(eager)})
+        found += coverage.uncovered(label, missing(eager))
         others = MODES[1:] if eager.counts else ("random",)  # without asynchronous work only `random` differs
         chosen = list(product(cases, others)) if everything else dealt(cases, others, turn)
         in_other_modes(found, (ARCH, op, spec), chosen, bits, everything)

@@ -14,12 +14,13 @@ import pytest
 import torch
 
 import wrappers
-from tests import test_bad_calls as bad_calls
-from tests.test_bad_calls import FAR, HOSTS, KINDS, MISMATCH, NONE, NUMBERS, OF_TWO, SIZES, VALUES
+from tests import bad_values as shared
+from tests import test_bad_calls
+from tests.bad_values import FAR, HOSTS, KINDS, MISMATCH, NONE, NUMBERS, OF_TWO, SIZES, VALUES
 from wrappers import BlockTable, KVCacheTarget, PageLists, QueryOutput, RMSNorm, RotaryEmbedding, append_qkv, machine
 
 E4M3 = torch.float8_e4m3fn
-one_thread = bad_calls.one_thread
+one_thread = shared.one_thread
 CLASSES = {
     "cache": (KVCacheTarget,), "places": (PageLists, BlockTable), "norm": (RMSNorm,), "rope": (RotaryEmbedding,),
     "out": (QueryOutput,),
@@ -135,12 +136,12 @@ def bad_values(name: str, field: str) -> dict[str, Any]:
     if field in OWN:
         return OWN[field]
     if field == "q" and good is None:
-        return bad_calls.not_tensors((3, 4, 32)) | {"fp16": rows(3, 4).half()}
+        return shared.not_tensors((3, 4, 32)) | {"fp16": rows(3, 4).half()}
     if field in WITHOUT_Q and "q" not in GOOD[name]:
-        return bad_calls.not_tensors((2,)) | {"given": WITHOUT_Q[field]}
+        return shared.not_tensors((2,)) | {"given": WITHOUT_Q[field]}
     if field == "places":
-        return bad_calls.tensors_like(good)
-    return bad_calls.bad_values("", good)
+        return shared.tensors_like(good)
+    return test_bad_calls.bad_values("", good)
 
 
 PAIRS = [(name, field) for name in GOOD for field in fields_of(name)]
@@ -161,10 +162,6 @@ def begins(field: str) -> tuple[str, ...]:
 def fault(error: BaseException, name: str, field: str, bad: str, value: Any) -> str | None:
     """What is wrong with a refusal."""
     said = str(error).strip('"')
-    if not isinstance(error, bad_calls.REFUSALS):
-        return f"raises {type(error).__name__}"
-    if error.__cause__ is not None or error.__context__ is not None and not error.__suppress_context__:
-        return "comes with a chain"
     mismatch = bad.split(" ", 1)[1] if bad[:2] in ("K ", "V ") else bad
     own = said.startswith(begins(field))
     others = [n for n in fields_of(name) if n != field and said.startswith(begins(n))]
@@ -174,7 +171,7 @@ def fault(error: BaseException, name: str, field: str, bad: str, value: Any) -> 
         return None if SHOWN[name, field, bad] in said else "says something else"
     if not re.search(r"must|required", said):
         return "does not say what is allowed"
-    if not (re.search(SIZES, said) if mismatch in MISMATCH else bad_calls.shows(said, value) or shows(said, value)):
+    if not (re.search(SIZES, said) if mismatch in MISMATCH else shared.shows(said, value) or shows(said, value)):
         return "does not show the value"
     return None
 
@@ -185,30 +182,6 @@ def shows(said: str, value: Any) -> bool:
     if isinstance(value, tuple) and re.match(r"\w+\.\w+\[[0-2]\]: ", said):
         return any(found.startswith(f"{one!r}, ") for one in value)
     return found.startswith((f"{type(value).__name__}, ", f"{value!r}, "))
-
-
-def outcome(here: machine.HostMachine, name: str, field: str, bad: str, value: Any) -> str | None:
-    """What is wrong with a refusal, or "accepted"; None: nothing."""
-    given = deepcopy(GOOD[name]) | {field: value}
-    before = bad_calls.contents(given)
-    try:
-        with machine.override(here):
-            call(given)
-    except BaseException as error:  # noqa: BLE001
-        wrong = fault(error, name, field, bad, value)
-        if wrong is not None:
-            return f"{wrong}: {type(error).__name__}: {str(error)[:170]}"
-        return "writes before it refuses" if bad_calls.contents(given) != before else None
-    return "accepted"
-
-
-def machine_of(host: str, name: str) -> machine.HostMachine:
-    """The CPU, a new machine with kernels, or one that has the plan of the good call."""
-    here = machine.HostMachine() if host == "cpu" else bad_calls.Kernels()
-    if host == "known":
-        with machine.override(here):
-            call(deepcopy(GOOD[name]))
-    return here
 
 
 # ---- what is accepted all the same
@@ -269,29 +242,26 @@ SHOWN: dict[tuple[str, str, str], str] = {  # what a message says instead of the
 @pytest.mark.parametrize("host", HOSTS)
 def test_good_calls_write(name, host):
     given = deepcopy(GOOD[name])
-    with machine.override(machine_of(host, name)):
+    with machine.override(shared.machine_of(host, lambda: call(deepcopy(GOOD[name])))):
         found = call(given)
     assert (found is None) == (given.get("q") is None)
-    caches = [*bad_calls.tensors_in(given["cache.kv"]), *bad_calls.tensors_in(given.get("cache.sf"))]
+    caches = [*shared.tensors_in(given["cache.kv"]), *shared.tensors_in(given.get("cache.sf"))]
     assert all((t.view(torch.uint8) != 0xA5).any() for t in caches)
 
 
 @pytest.mark.filterwarnings("ignore:Sparse invariant checks")
 @pytest.mark.parametrize("name,field", PAIRS)
 def test_one_bad_field(name, field):
-    faults = []
-    for host in HOSTS:
-        here = machine_of(host, name)
+    def allowed(host):
         tables = [ACCEPTED] if host == "cpu" else [ACCEPTED, ON_CUDA]
-        allowed = set[str]().union(
-            *(table.get(of, {}).get(field, ()) for table in tables for of in (name, "every call"))
-        )
-        for bad, value in bad_values(name, field).items():
-            if host == "new":
-                here.plans.clear()
-            wrong = outcome(here, name, field, bad, value)
-            if (wrong or "") != ("accepted" if bad in allowed else ""):
-                faults.append(f"{host}: {bad}: {wrong or 'refused'}")
+        return set[str]().union(*(table.get(of, {}).get(field, ()) for table in tables for of in (name, EVERY)))
+
+    def attempt(here, bad, value):
+        given = deepcopy(GOOD[name]) | {field: value}
+        return shared.outcome(here, call, given, lambda error: fault(error, name, field, bad, value))
+
+    good = lambda: call(deepcopy(GOOD[name]))  # noqa: E731
+    faults = shared.faults_of(HOSTS, good, bad_values(name, field), allowed, attempt)
     assert not faults, "\n".join(faults)
 
 

@@ -5,7 +5,6 @@ allowed, come without a chain, and leave the bytes of all tensors as they were. 
 """
 
 import inspect
-import math
 import re
 from copy import deepcopy
 from dataclasses import replace
@@ -19,15 +18,11 @@ import torch
 import wrappers
 from bench.cases import attention as cases
 from bench.cases import topk as topk_cases
-from tests import emulated, rope_calls, test_topk_wrapper
-from tests.fake_machine import FakeMachine
-from wrappers import flash_attn, fp4, machine, rope
+from tests import bad_values as shared
+from tests import rope_calls
+from tests.bad_values import E4M3, HOSTS, KINDS, MISMATCH, NONE, OF_TWO, SIZES, VALUES, not_tensors, tensors_in
+from wrappers import flash_attn, fp4, rope
 from wrappers.cache_write import api as cache_write
-
-E4M3 = torch.float8_e4m3fn
-POISON = 0xA5
-REFUSALS = (TypeError, ValueError, NotImplementedError)
-
 
 # ---- good calls: name -> (function, arguments)
 
@@ -140,71 +135,6 @@ GOOD: dict[str, tuple[Any, Any]] = {
 
 # ---- bad values, by the kind of an argument
 
-NONE: dict[str, Any] = {"None": None}
-FAR = 1 << 70
-NUMBERS = {"str": "3", "list": [3], "numpy": np.ones(2), "nan": math.nan, "inf": math.inf, "complex": 1j}
-KINDS: dict[str, dict[str, Any]] = {
-    "int": NONE | NUMBERS | {"float": 3.0, "True": True, "tensor": torch.ones(2), "far": FAR, "negative": -3},
-    "flag": NONE | NUMBERS | {"no": "no", "yes": "yes", "one": 1, "zero": 0, "1.0": 1.0, "tensor": torch.ones(1)},
-    "number": NONE | NUMBERS | {
-        "True": True, "-inf": -math.inf, "zero": 0.0, "negative": -1.0, "tensors": [torch.ones(1)],
-        "one": torch.ones(1), "two": torch.ones(2),
-    },
-    "scale": NONE | NUMBERS | {
-        "True": True, "-inf": -math.inf, "zero": 0.0, "negative": -1.0,
-        "two": torch.ones(2), "double": torch.ones(1).double(), "int tensor": torch.ones(1).int(),
-        "meta": torch.ones(1, device="meta"), "sparse": torch.ones(1).to_sparse(),
-        "nan tensor": torch.tensor([math.nan]), "inf tensor": torch.tensor([math.inf]), "empty": torch.ones(0),
-    },
-    "layout": {"None": None, "lower": "hnd", "HDN": "HDN", "int": 3, "list": ["HND"], "empty": ""},
-    "name": {"None": None, "other": "fa9", "int": 3, "empty": "", "True": True},
-    "dtype": {
-        "name": "bfloat16", "class": float, "int": 16, "fp64": torch.float64, "int32": torch.int32,
-        "list": [torch.float16],
-    },
-    "shape": NONE | {
-        "int": 16, "str": "516", "floats": (5.0, 2, 16), "negative": (-5, 2, 16), "short": (16,), "odd": (5, 2, 7),
-        "True": (True, 2, 16), "tensor": torch.ones(3),
-    },
-    "function": NONE | {"str": "xqa", "builtin": len, "helper": fp4.load},
-    "arch": {"int": 90, "list": ["sm_90a"], "other": "h100", "empty": ""},
-    "device": NONE | {"str": "cpux", "int": 1 << 20, "list": ["cpu"]},
-    "fp4": NONE | {"tensor": torch.ones(5, 2, 8, dtype=torch.uint8), "str": "fp4", "list": [1]},
-}  # fmt: skip
-MISMATCH = ("rank + 1", "flat", "no rows", "a row less", "a row more", "no columns", "columns")
-OF_TWO = ("bfloat16", "float16", "float8_e4m3fn", "uint8", "meta")  # wrong beside another tensor's
-
-
-def not_tensors(shape: tuple[int, ...]) -> dict[str, Any]:
-    return {"list": [1, 2], "tuple": (1, 2), "str": "tensor", "int": 3, "numpy": np.zeros(shape), "True": True}
-
-
-def tensors_like(t: torch.Tensor) -> dict[str, Any]:
-    """What is no tensor, and tensors that differ from `t` in one thing."""
-    dtypes = (torch.float32, torch.int64, torch.bool, torch.complex64, torch.float16, E4M3, torch.uint8)
-    bad = NONE | not_tensors(tuple(t.shape)) | {
-        "rank + 1": t[None], "meta": t.to("meta"), "sparse": torch.sparse_coo_tensor(size=t.shape, dtype=t.dtype),
-        **{str(d)[6:]: torch.zeros(t.shape).to(d) for d in dtypes if d != t.dtype},
-    }  # fmt: skip
-    if t.ndim:
-        bits = t.contiguous().view(BITS[t.element_size()])  # torch copies no e4m3
-        some = {
-            "flat": bits.flatten() if t.ndim > 1 else bits[0], "no rows": bits[:0], "a row less": bits[:-1].clone(),
-            "a row more": torch.cat([bits, bits[:1]]), "no columns": bits[..., :0].clone(),
-            "columns": bits[..., :-1].clone(), "strided": torch.stack([bits, bits], -1)[..., 0],
-            "expanded columns": bits[..., :1].clone().expand(bits.shape),
-        }  # fmt: skip
-        bad |= {name: recast(b, t.dtype) for name, b in some.items()}
-    return bad
-
-
-BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-
-
-def recast(bits: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Another dtype of as many bytes, whatever the strides."""
-    return torch.empty(0, dtype=dtype).set_(bits.untyped_storage(), bits.storage_offset(), bits.shape, bits.stride())
-
 
 INT = (
     "max_q_len", "batch_size", "window_left", "num_kv_heads", "page_size", "sliding_win_size", "q_seq_len", "k",
@@ -237,14 +167,17 @@ def bad_values(argument: str, good: Any) -> dict[str, Any]:
         k, v = good
         bad = NONE | {"str": "kv", "int": 3, "numpy": np.zeros((2, 2)), "dict": {0: k, 1: v}}
         bad |= {"one": (k,), "three": (k, k, v)}
-        for name, t in tensors_like(k).items():
+        for name, t in shared.tensors_like(k).items():
             bad |= {f"K {name}": (t, v), f"V {name}": (k, t)}
         return bad
     if isinstance(good, wrappers.FP4Tensor):
         return {"list": [1], "str": "fp4", "bf16": torch.zeros(5, 4, 64).bfloat16()}
     if isinstance(good, torch.Tensor):
-        return tensors_like(good)
+        return shared.tensors_like(good)
     return not_tensors((2,))
+
+
+one_thread = shared.one_thread
 
 
 @cache
@@ -283,20 +216,6 @@ PAIRS = [
 # ---- what a call does
 
 
-def tensors_in(value: Any) -> list[torch.Tensor]:
-    if isinstance(value, wrappers.FP4Tensor):
-        return [value.data, value.scale]
-    if isinstance(value, (list, tuple)):
-        return [t for v in value for t in tensors_in(v)]
-    return [value] if isinstance(value, torch.Tensor) else []
-
-
-def contents(arguments: dict[str, Any]) -> list[bytes]:
-    """Of all memory that the arguments reach."""
-    found = [t for t in tensors_in(list(arguments.values())) if t.layout == torch.strided and t.device.type == "cpu"]
-    return [torch.empty(0, dtype=torch.uint8).set_(t.untyped_storage()).numpy().tobytes() for t in found]
-
-
 OUTPUTS = ("out", "lse", "output", "out_raw_indices", "indices", "into")
 
 
@@ -304,7 +223,7 @@ def poisoned(name: str) -> dict[str, Any]:
     arguments = deepcopy(made(name))
     for output in OUTPUTS:
         for t in tensors_in(arguments.get(output)):
-            t.untyped_storage().fill_(POISON)
+            t.untyped_storage().fill_(shared.POISON)
     return arguments
 
 
@@ -312,10 +231,6 @@ def fault(error: BaseException, name: str, argument: str, bad: str, arguments: d
     """What is wrong with a refusal."""
     value = arguments[argument]
     said = str(error).strip('"')
-    if not isinstance(error, REFUSALS):
-        return f"raises {type(error).__name__}"
-    if error.__cause__ is not None or error.__context__ is not None and not error.__suppress_context__:
-        return "comes with a chain"
     if (name, argument, bad) in SHOWN and SHOWN[name, argument, bad] in said:
         return None
     named = [n for n in arguments if re.search(rf"\b{n}\b", said)]
@@ -324,82 +239,14 @@ def fault(error: BaseException, name: str, argument: str, bad: str, arguments: d
         return "does not name the argument"
     if not re.search(r"must|needs|required|not supported|serves|only", said):
         return "does not say what is allowed"
-    if not (re.search(SIZES, said) if mismatch in MISMATCH else shows(said, value)):
+    if not (re.search(SIZES, said) if mismatch in MISMATCH else shared.shows(said, value)):
         return "does not show the value"
     return None
-
-
-# A shape, a count or a bound of some, and where a message shows a value.
-SIZES = r"\((\d+,.*)?\)|\d+ (tokens|rows|columns|entries|elements)|head_dim \d+|\[0, \d+[)\]]"
-BEFORE = (
-    r": |\(|\b(a|an|dtype|layout|device|shape|is|kv|and V|with query|out|paged|the query's,|that of \w+,|"
-    r"of the scores,) "
-)
-WANTED = "a torch.Tensor", "an FP4Tensor", "None:"  # what else may be refused by its type alone
-KERNELS_NAMES = {torch.float16: "fp16", E4M3: "e4m3"}
-
-
-def shows(said: str, value: Any) -> bool:
-    """Whether a message shows a value where values stand; of a tensor, what is wrong with it."""
-    if value is None:
-        return re.search(r"(: |\()(None|NoneType), (must|required)", said) is not None
-    if isinstance(value, int) and value == FAR:
-        return str(FAR) in said
-    large = any(t.numel() > 64 for t in tensors_in(value))  # no message prints these, and to print them takes long
-    words = (set() if large else {repr(value)}) | {f"{type(value).__name__}, must be {wanted}" for wanted in WANTED}
-    if isinstance(value, (list, tuple)):
-        words |= {f"{type(value).__name__} of {len(value)},"} | {type(v).__name__ for v in value}
-        words |= set() if large else {str(tuple(value))}
-        words |= {"None, required"} if any(v is None for v in value) else set()
-    for t in tensors_in(value):
-        words |= {str(t.dtype), str(t.layout), str(t.device), str(tuple(t.shape))}
-        words |= {KERNELS_NAMES[t.dtype]} if t.dtype in KERNELS_NAMES else set()
-        if t.layout == torch.strided:
-            words |= set() if t.is_contiguous() else {"stride", "strides"}  # of the logical order
-            words |= {str(t.item())} if t.numel() == 1 and t.device.type == "cpu" else set()
-    return re.search(rf"({BEFORE})({'|'.join(map(re.escape, words))})(?!\w)", said) is not None
-
-
-class Kernels(FakeMachine):
-    """Kernels in torch, which check what compiled code does."""
-
-    def __init__(self) -> None:
-        super().__init__(self.emulated)
-
-    def emulated(self, op: str, spec: Any) -> Any:
-        if op.startswith("topk"):
-            return test_topk_wrapper.emulate(spec, [])
-        return emulated.emulate(op, spec, [])
 
 
 UNSERVED = (  # no kernel
     "context, nvfp4 cache", "packbits", "segment_packbits", "get_seq_lens", "get_batch_indices_positions",
 )  # fmt: skip
-HOSTS = ("cpu", "new", "known")
-
-
-def machine_of(host: str, name: str) -> machine.HostMachine:
-    """The CPU, a new machine with kernels, or one that has the plan of the good call."""
-    here = machine.HostMachine() if host == "cpu" else Kernels()
-    if host == "known":
-        with machine.override(here):
-            GOOD[name][0](**poisoned(name))
-    return here
-
-
-def outcome(here: machine.HostMachine, name: str, argument: str, bad: str, value: Any) -> str | None:
-    """What is wrong with a refusal, or "accepted"; None: nothing."""
-    arguments = poisoned(name) | {argument: value}
-    before = contents(arguments)
-    try:
-        with machine.override(here):
-            GOOD[name][0](**arguments)
-    except BaseException as error:  # noqa: BLE001
-        wrong = fault(error, name, argument, bad, arguments)
-        if wrong is not None:
-            return f"{wrong}: {type(error).__name__}: {str(error)[:150]}"
-        return "writes before it refuses" if contents(arguments) != before else None
-    return "accepted"
 
 
 # ---- what is accepted all the same, on every machine but where it says
@@ -502,7 +349,6 @@ ON_CPU: dict[str, dict[str, set[str]]] = {  # by the reference, where no kernel 
     "decode, ragged": {"bmm1_scale": SCALES},
     "xqa": {"q_scale": SCALES, "kv_scale": SCALES},
 }
-VALUES = {"nan tensor", "inf tensor"}
 FEWER = {"K a row less", "V a row less"}  # pages: a table may name the last
 ON_CUDA: dict[str, dict[str, set[str]]] = {  # values that only the device knows, see test_values.py
     "context": {
@@ -553,32 +399,24 @@ SHOWN = {  # what a message says instead of the argument's name and value
 }
 
 
-@pytest.fixture(autouse=True)
-def one_thread():
-    """Small tensors: threads cost more than they save."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
 @pytest.mark.filterwarnings("ignore:Sparse invariant checks")
 @pytest.mark.parametrize("name,argument", PAIRS)
 def test_one_bad_argument(name, argument):
-    faults = []
-    values = bad_values(argument, arguments_of(name)[argument])
-    for host in HOSTS[: 1 if name in UNSERVED else 3]:
-        here = machine_of(host, name)
+    function, values = GOOD[name][0], bad_values(argument, arguments_of(name)[argument])
+    values = {bad: value for bad, value in values.items() if (name, argument, bad) != NO_MACHINE}
+
+    def allowed(host):
         tables = ACCEPTED, ON_CPU if host == "cpu" else ON_CUDA
-        allowed = set[str]().union(*(table.get(name, {}).get(argument, ()) for table in tables))
-        for bad, value in values.items():
-            if (name, argument, bad) == NO_MACHINE:
-                continue
-            if host == "new":
-                here.plans.clear()
-            wrong = outcome(here, name, argument, bad, value)
-            if (wrong or "") != ("accepted" if bad in allowed else ""):
-                faults.append(f"{host}: {bad}: {wrong or 'refused'}")
+        return set[str]().union(*(table.get(name, {}).get(argument, ()) for table in tables))
+
+    def attempt(here, bad, value):
+        given = poisoned(name) | {argument: value}
+        return shared.outcome(
+            here, lambda x: function(**x), given, lambda error: fault(error, name, argument, bad, given)
+        )
+
+    hosts = HOSTS[: 1 if name in UNSERVED else 3]
+    faults = shared.faults_of(hosts, lambda: function(**poisoned(name)), values, allowed, attempt)
     assert not faults, "\n".join(faults)
 
 
@@ -588,8 +426,8 @@ def test_every_public_function_is_called():
     others |= {wrappers.xqa_batch_decode_with_kv_cache, wrappers.trtllm_fmha_v2_prefill}  # test_engines.py
     others |= {wrappers.persistent_topk, wrappers.cooperative_topk}  # test_engines.py
     others |= {getattr(wrappers, name) for name in cache_write.__all__}  # test_append_qkv_refusals.py
-    others |= {getattr(wrappers, name) for name in flash_attn.__all__}  # test_flash_attn_refusals.py
-    others |= {getattr(wrappers, name) for name in wrappers.prefill.__all__}  # test_prefill_refusals.py
+    others |= {getattr(wrappers, name) for name in flash_attn.__all__}  # test_refusals.py
+    others |= {getattr(wrappers, name) for name in wrappers.prefill.__all__}  # test_refusals.py
     assert {getattr(wrappers, name) for name in wrappers.__all__} - others <= called
     plain = {f for n, f in vars(fp4).items() if inspect.isfunction(f) and f.__module__ == fp4.__name__ and n[0] != "_"}
     parts = {fp4.nvfp4_quantize, fp4.quantizable, fp4.nvfp4_dequantize, fp4.dequantizable}  # of two in `wrappers`

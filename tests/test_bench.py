@@ -1,18 +1,13 @@
 """The benchmark's arithmetic, on the CPU: timing with a fake clock, checks of results, csv, plots, ncu's output."""
 
-import ast
-import csv
 from functools import partial
 
 import pytest
 import torch
 
-from bench import compare, decode, harness, plots, prefill, providers, readme, results, sparsity, timing, topk, workload
+from bench import decode, harness, prefill, providers, readme, results, timing, workload
 from bench.cases import attention as cases
-from bench.cases import precision
-from bench.pages import between
 from bench.results import Environment
-from tools import profile
 
 
 class FakeClock:
@@ -93,13 +88,6 @@ def test_calls_that_settle_the_clock_come_before_each_sample_and_do_not_count():
     assert names == "a" * 22 + "b" * 11 + "b" * 11 + "a" * 22 + "a" * 22 + "b" * 11
     assert [i for n, i in clock.log if n == "a"] == [i % 4 for i in range(1 + 3 * 22)]
     assert timing.interleave(named("a", "b"), Settling(clock.cost), **calls)["a"].median > 1000
-
-
-def test_short_calls_are_batched():
-    clock = FakeClock({"long": 5000.0, "short": 100.0})
-    timing.interleave(named("long", "short"), clock, sets=1, rounds=1, warmup=1, target_us=2000)
-    names = [n for n, _ in clock.log[2:]]
-    assert (names.count("long"), names.count("short")) == (1, 20)
 
 
 def test_host_clock_leaves_the_wait_for_the_gpu_out():
@@ -226,103 +214,6 @@ def test_ratio_above_one_means_that_ours_is_faster():
     assert results.with_ratios([ENV.row("x", "cudnn", 3.0)])[0].ratio_to_ours is None
 
 
-def test_rows_survive_the_csv(tmp_path):
-    path = tmp_path / "nvidia-h200.csv"
-    rows = run_rows()
-    results.append(path, rows[:3])
-    results.append(path, rows[3:])
-    with open(path, newline="") as f:
-        assert next(csv.reader(f)) == (
-            "date,commit,gpu,driver,torch,case,provider,time_us,tflops,gbps,ratio_to_ours".split(",")
-        )
-    back = results.read_all(tmp_path)["nvidia-h200"]
-    assert back == rows
-
-
-def test_newest_is_the_last_run_that_measured_ours():
-    later = Environment("2026-01-03T00:00:00+00:00", "def", *[getattr(ENV, n) for n in ("gpu", "driver", "torch")])
-    peers_only = [later.row("prefill-bf16-causal-b2-s8192-h32x8-d128-p64", "cudnn", 1.0)]
-    assert {r.commit for r in results.newest(run_rows() + peers_only, "prefill-")} == {"abc123"}
-    assert {r.commit for r in results.newest(run_rows() + run_rows(later), "prefill-")} == {"def"}
-
-
-def test_slug_and_commit(monkeypatch):
-    assert results.slug("NVIDIA H200") == "nvidia-h200"
-    monkeypatch.setenv("CUTE_KERNELS_COMMIT", "given")
-    assert results.commit() == "given"
-
-
-def test_measured_table_holds_the_figures_of_the_run(tmp_path):
-    assert readme.measured({}, tmp_path) == "Not measured yet."
-    text = readme.measured({"nvidia-h200": run_rows()}, tmp_path)
-    assert "| `prefill-bf16-causal-b2-s8192-h32x8-d128-p64` | 100 | 600 | 77% | 1.10 |  |  |" in text
-    assert "commit abc123" in text and "ours 7.5 us" in text
-
-
-def test_text_between_markers_is_replaced():
-    page = "a\n<!-- t:begin -->\nold\n<!-- t:end -->\nb\n"
-    assert between(page, "t", "new") == "a\n<!-- t:begin -->\nnew\n<!-- t:end -->\nb\n"
-    with pytest.raises(ValueError):
-        between("no markers", "t", "new")
-
-
-def test_plots_are_drawn_from_rows(tmp_path):
-    paths = plots.draw_all({"nvidia-h200": run_rows()}, tmp_path)
-    names = ("peers", "prefill-share", "prefill-lengths", "prefill-roofline")
-    assert [p.name for p in paths] == [f"nvidia-h200-{name}.png" for name in names]
-    for path in paths:
-        data = path.read_bytes()
-        assert data.startswith(b"\x89PNG") and len(data) > 10_000
-    only_headline = [r for r in run_rows() if r.case.startswith("prefill")]
-    assert [p.name for p in plots.draw_all({"g": only_headline}, tmp_path)] == ["g-peers.png", "g-prefill-share.png"]
-
-
-def test_decode_plot_has_a_bar_for_each_cache_and_case(tmp_path, monkeypatch):
-    drawn = []
-    monkeypatch.setattr(plots, "bars", lambda found, colours, words, path: drawn.append((found, colours)) or path)
-    rows = [r for r in results.read_all()["nvidia-h200"] if r.case.startswith("decode-")]
-    assert plots.decode_share(rows, "g", tmp_path) == tmp_path / "g-decode-share.png"
-    ((found, colours),) = drawn
-    newest = [r for r in plots.newest(rows, "decode-") if r.provider == "ours"]
-    assert len(found) == len(newest) == len({bar[:2] for bar in found}) and colours.keys() == {bar[1] for bar in found}
-    assert all(bar[3] == f"{r.time_us:.0f} us" for bar, r in zip(found, newest))
-    assert plots.decode_share([], "g", tmp_path) is None
-
-
-TENSOR = "sm__pipe_tensor_cycles_active.avg.pct_of_peak_sustained_elapsed"
-STALLED = "smsp__average_warps_issue_stalled_{}_per_issue_active.ratio"
-NCU = f"""==PROF== Connected to process 1
-"ID","Kernel Name","gpu__time_duration.sum","launch__registers_per_thread","{TENSOR}","{STALLED.format("barrier")}",\
-"{STALLED.format("wait")}","{STALLED.format("math")}"
-"","","nsecond","register/thread","%","inst","inst","inst"
-"0","attention_sm90","1,234,567","168","81.5","0.5","2.25","n/a"
-"""
-
-
-def test_ncu_output_becomes_a_short_report():
-    (kernel,) = profile.parse(NCU.splitlines())
-    assert kernel["gpu__time_duration.sum"] == ("1,234,567", "nsecond")
-    lines = profile.report(kernel).splitlines()
-    assert lines[0] == "attention_sm90"
-    stalls = [line.split() for line in lines[lines.index("  stalls (warps stalled a cycle that issues)") + 1 :]]
-    assert stalls == [["wait", "2.25"], ["barrier", "0.50"]]
-    assert any("168 register/thread" in line for line in lines) and any("81.5 %" in line for line in lines)
-    with pytest.raises(ValueError, match="ERROR"):
-        profile.parse(["==ERROR== no permission"])
-
-
-@pytest.mark.parametrize("name", ["prefill-tiny", "decode-tiny", "topk-fp32-3x100-k7"])
-def test_cases_of_all_operators_are_profiled(monkeypatch, name):
-    monkeypatch.setattr(cases, "PREFILL_BF16", {"prefill-tiny": prefill.case_of("prefill-tiny", (40, 40), True)})
-    monkeypatch.setattr(cases, "DECODE", {"decode-tiny": cases.decoding(3, 70, (4, 2), 64, 16)})
-    out = profile.call_of(name, "ours", "cpu")()
-    assert isinstance(out, torch.Tensor) and len(out) == {"p": 80, "d": 3, "t": 3}[name[0]]
-    with pytest.raises(SystemExit, match=f"no provider 'x' for {name}; there are: ours, "):
-        profile.call_of(name, "x", "cpu")
-    with pytest.raises(SystemExit, match="no case 'other'"):
-        profile.call_of("other", "ours", "cpu")
-
-
 class WallClock:
     def measure(self, call, sets):
         for i in sets:
@@ -361,47 +252,6 @@ def test_a_run_on_the_cpu_gives_checked_rows(monkeypatch, capsys):
 
 def case_flops(case):
     return 4 * sum(n * n for n in case.q_lens) * case.heads_q * case.head_dim_qk / 2
-
-
-def test_sweep_cases_hold_the_same_number_of_tokens():
-    cases = prefill.sweep_cases()
-    assert {sum(c.q_lens) for c in cases.values()} == {prefill.SWEEP_TOKENS}
-    assert all(plots.SWEEP.match(name) and name == case.name for name, case in cases.items())
-
-
-class Side:
-    """A checkout for `compare`: calls take `us`, the first one of a case longer."""
-
-    def __init__(self, name, us, bits, log):
-        self.name, self.us, self.bits, self.log = name, us, bits, log
-
-    def ask(self, **want):
-        self.log.append((self.name, *want.values()))
-        return {"bits": self.bits} if "open" in want else {"us": self.us}
-
-
-def test_checkouts_take_turns():
-    """A line has this one's median, and other / this of each, with a star where bits differ; a sample fills about
-    TARGET_US."""
-    log = []
-    sides = [Side("old", 500.0, "ab", log), Side("new", 300.0, "cd", log), Side("this", 400.0, "ab", log)]
-    assert compare.compare(sides, "prefill-x", rounds=3).split() == ["prefill-x", "400.00", "0.0%", "1.2500", "0.7500*"]
-    names = ("old", "new", "this")
-    assert log[:3] == [(name, "prefill-x") for name in names]
-    samples = [entry for entry in log[3:] if entry[1] > 1]
-    assert samples == [(names[(turn + i) % 3], 4, False) for turn in range(3) for i in range(3)]
-    log.clear()
-    compare.compare(sides, "host-x", rounds=1)
-    assert all(entry[-1] is True for entry in log[3:])
-
-
-def test_what_runs_in_a_checkout_uses_names_that_this_one_has():
-    modules = dict(prefill=prefill, decode=decode, topk=topk, cases=cases, precision=precision, sparsity=sparsity)
-    used = [node for node in ast.walk(ast.parse(compare.WORKER)) if isinstance(node, ast.Attribute)]
-    names = [(n.value.id, n.attr) for n in used if isinstance(n.value, ast.Name) and n.value.id in modules]
-    assert {module for module, _ in names} == modules.keys()
-    for module, name in names:
-        assert hasattr(modules[module], name), f"{module}.{name}"
 
 
 @pytest.mark.parametrize("tokens", [1, 3])

@@ -60,41 +60,6 @@ def test_our_dequantised_values_pass_the_check_and_others_do_not():
     assert append.check_dequantize(inputs, got * 2) == "other values than the reference"
 
 
-@pytest.mark.parametrize("name", [
-    "append-rope-bf16-n5-h4x2-d32-p16", "nvfp4-quantize-n4-h2-d32", "nvfp4-dequantize-n4-h2-d32",
-    "merge-states-n4-s2-h2-d32",
-])  # fmt: skip
-def test_rows_of_a_case(name, monkeypatch):
-    costs = Costs(ours=8.0, wrong=1.0, missing=1.0)
-
-    def wrong_of(i):
-        if hasattr(i, "data"):
-            return i.data
-        return (i.x[..., :16], i.x[..., :2]) if hasattr(i, "x") else getattr(i, "q", [i.v[0][:, 0]] * 2)
-
-    of_append = ((append, providers) for providers in ("PROVIDERS", "QUANTIZERS", "DEQUANTIZERS"))
-    for module, providers in (*of_append, (merging, "PROVIDERS")):
-        wrong = {"wrong": wrong_of}
-        monkeypatch.setattr(module, providers, costs.wrap(wrong | {"ours": getattr(module, providers)["ours"]}))
-    found = append.measure(name, TOP, setup_of(costs, "wrong", "ours", "missing"))
-    assert [(m.case, m.provider) for m in found] == [(name, "ours"), (name, "floor")]
-    size = append.parts_of(name)[0](name, "cpu", 0).bytes
-    assert found[0].timing.median == 8.0 and found[1].timing.median == size / TOP.gbps / 1e3
-
-
-def test_host_times_of_a_decode_step(monkeypatch):
-    monkeypatch.setattr(append, "HOST_CASE", "append-bf16-n2-h4x2-d32-p16")
-    monkeypatch.setattr(append, "MERGED", dict.fromkeys(append.MERGED, "merge-states-n2-s2-h4-d32"))
-    monkeypatch.setattr(
-        append, "host_times", lambda calls, setup: {name: call(0) or 1.0 for name, call in calls.items()}
-    )
-    found = append.host(setup_of(Costs()))
-    assert {m.case for m in found} == {
-        "host-append_paged_kv_cache", "host-append_qkv", "host-append_qkv-bound", "host-merge_states",
-        "host-merge_state", "host-nvfp4_quantize_append_paged_kv_cache_with_slot_mapping",
-    }  # fmt: skip
-
-
 def test_cases_are_distinct():
     assert len(set(append.CASES)) == len(append.CASES)
     assert {"append-rope-bf16-n64-h32x8-d128-p16", "nvfp4-quantize-n65536-h8-d128"} <= {*append.CASES}

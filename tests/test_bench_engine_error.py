@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from bench import engine_error, readme, results
+from bench import engine_error
 from bench.cases import engine as cases
 from bench.cases.engine import CHECKED, EngineCase
 from bench.engine_error import Reference
@@ -43,19 +43,3 @@ def test_every_token_counts(case, capsys):
     assert "28 tokens, 7 distinct" in capsys.readouterr().out
     shuffled = replace(case, layers=2)
     assert Reference(shuffled).logprobs(prompts[0], tokens[0]) != answers[0]["logprobs"], "layers count"
-
-
-def test_no_rows_without_an_engine(case):
-    assert engine_error.measure("small", ("ours",), ENV, lambda *_: None) == []
-    with pytest.raises(SystemExit, match="vllm has no provider fa3; it has: ours"):
-        engine_error.measure("small", ("fa3",), ENV)
-
-
-def test_the_report(tmp_path):
-    row = ENV.error_row(
-        case="engine-vllm-x", provider="ours", tokens=384.0, distinct=380.0, mean=0.035, p90=0.067, largest=0.128
-    )
-    results.append(tmp_path / "some-gpu.csv", [row])
-    assert results.read_errors(tmp_path) == {"some-gpu": [row]}
-    assert "| `vllm-x` | ours | 384 | 0.0350 | 0.067 | 0.128 |" in readme.measured_errors({"some-gpu": [row]})
-    assert readme.measured_errors({}) == "Not measured yet."

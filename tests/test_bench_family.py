@@ -6,8 +6,7 @@ from functools import partial
 import pytest
 import torch
 
-from bench import family, harness, timing, workload
-from bench.cases import attention as cases
+from bench import family, harness, workload
 
 TINY = replace(family.PREFILL, name="family-tiny", q_lens=(70, 70), kv_lens=(70, 70), heads_q=4, heads_kv=2)
 
@@ -30,13 +29,6 @@ def test_all_forms_are_measured_and_checked(capsys):
     assert capsys.readouterr().out.count("no row: flashinfer-") == 3
 
 
-def test_a_modifier_stands_beside_the_class_without_it(monkeypatch):
-    monkeypatch.setattr(family, "MODIFIED", {TINY.name: "ours-alibi"})
-    found = family.measure(TINY, TOP, SETUP)
-    assert [r.provider for r in found] == ["ours", "own-bf16", "floor"]
-    assert all(name in family.FORMS for name in family.MODIFIED.values())
-
-
 @pytest.mark.parametrize("form", OURS)
 def test_a_wrong_form_has_no_row(monkeypatch, capsys, form):
     """One that computes what another form does, or writes nothing."""
@@ -52,23 +44,3 @@ def test_bits_of_a_causal_mask():
     bits = family.causal_bits(workload.BatchShape((16,) * 2, (16,) * 2, 1, 1, 1, 1, True), torch.device("cpu"))
     rows = bits.view(2, 16, 2).int()
     assert (rows[..., 0] + 256 * rows[..., 1]).tolist() == [[(2 << i) - 1 for i in range(16)]] * 2
-
-
-def test_decode_with_pages_of_one_row():
-    case = replace(cases.decoding(3, 70, (4, 2), 64, 16), name="family-decode-tiny")
-    found = family.measure(case, TOP, SETUP)
-    assert [(r.provider, r.gbps and round(r.gbps, 3)) for r in found] == [
-        ("ours", 0.054), ("ours-p1", 0.054), ("floor", 4000)
-    ]  # fmt: skip
-
-
-def test_host_times_of_forms_and_of_plan(monkeypatch):
-    monkeypatch.setattr(family, "host_times", lambda calls, setup: timing.interleave(calls, setup.clock, 1, 1, 1))
-    assert [r.provider for r in family.host(SETUP)] == [*OURS, "ours-scales", "ours-plan"]
-
-
-def test_scales_that_give_a_wrong_result_have_no_host_row(monkeypatch, capsys):
-    monkeypatch.setattr(family, "FORMS", {})
-    monkeypatch.setattr(family, "scaled", lambda inputs: lambda: inputs["out"].fill_(0))
-    assert not family.host(SETUP)
-    assert "no row: ours-scales: " in capsys.readouterr().out

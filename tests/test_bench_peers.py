@@ -3,7 +3,7 @@
 import pytest
 from PIL import Image
 
-from bench import peers, plots, readme, results
+from bench import peers, plots, results
 from bench.results import FOLDER, Environment
 
 
@@ -51,40 +51,10 @@ def test_a_peer_that_did_not_run_stays_what_it_was_in_its_last_run():
     assert (point.peer, point.ratio, point.commit) == ("XQA", 1.2, "abc123")
 
 
-def test_the_table_has_the_fastest_peer_of_each_headline(monkeypatch):
-    names = {"serve-y": "mixed", "decode-bf16-x-p16": "decode", "family-bf16-x": "no form of its own", "none": "none"}
-    monkeypatch.setattr(peers, "HEADLINES", names)
-    newer = {("serve-y", "ours"): 210.0, ("serve-y", "flash-attn-4"): 420.0, ("serve-y", "flashinfer"): 189.0}
-    text = peers.headlines({"nvidia-x": FOUND + rows_of(newer, "2026-02-01", "def456"), "empty": []})
-    table, ranges = text.split("\n\n")
-    assert table.splitlines()[2:] == [
-        "| mixed | 210 us | flashinfer fa3 189 us | 0.90 | def456 |",
-        "| decode | 10.0 us | XQA 12.0 us | 1.20 | abc123 |",
-    ]
-    assert "| call, on nvidia-x | ours | best peer | peer / ours | commit |" in table
-    assert " ".join(ranges.split()) == (
-        "The best peer's time over ours, over all measured shapes: 0.80 to 0.90 (mixed batches and chunks, bf16; "
-        "2 shapes), 1.50 (prefill by plan and run, bf16; 1 shape), 1.10 (prefill, low precision; 1 shape), 1.20 to "
-        "2.00 (decode; 2 shapes) and 7.00 (top-k; 1 shape); nvidia-x, commits abc123 and def456."
-    )
-    assert peers.headlines({}) == peers.headlines({"g": []}) == "Not measured yet."
-
-
 def test_skip_softmax_is_no_headline():
     """It leaves out work that its dense peers do."""
     rows = rows_of({("prefill-skip75-x", "ours"): 10.0, ("prefill-skip75-x", "cudnn"): 20.0})
     assert len(peers.points(rows)) == 1 and peers.best(peers.points(rows)) == []
-
-
-def test_every_bar_is_a_point(tmp_path, monkeypatch):
-    drawn, save = [], plots.save
-    monkeypatch.setattr(plots, "save", lambda fig, path, **kept: drawn.append(fig) or save(fig, path, **kept))
-    path = plots.peers(FOUND, "g", tmp_path)
-    bars = [bar.get_width() + 1 for axis in drawn[0].axes for bar in axis.patches if bar.get_width()]
-    assert bars == pytest.approx([p.ratio for p in peers.points(FOUND)])
-    assert [axis.get_ylim()[0] for axis in drawn[0].axes] == [8.6, 1.6]  # a line a case and a line a family
-    assert Image.open(path).text["Description"] == plots.record(peers.points(FOUND))
-    assert "nvidia" not in readme.pictured({"g": FOUND}, tmp_path.parent) and plots.peers([], "g", tmp_path) is None
 
 
 @pytest.mark.parametrize("gpu", [gpu for gpu, rows in results.read_all().items() if peers.points(rows)])
@@ -96,15 +66,3 @@ def test_the_picture_is_drawn_from_the_rows_of_today(gpu):
 def test_every_headline_was_measured():
     measured = {p.case for rows in results.read_all().values() for p in peers.points(rows) if not p.form}
     assert peers.HEADLINES.keys() <= measured
-
-
-def test_parallel_steps_have_a_line_per_number_of_gpus():
-    times = {("parallel-a-x1", "heads"): 5.2, ("parallel-a-x1", "keys"): 6.0, ("parallel-a-x2", "keys"): 3.0}
-    text = readme.measured_parallel({"g": rows_of(times), "h": FOUND})
-    assert text.splitlines()[-2:] == ["| 1 | 5 us | 6 us |", "| 2 |  | 3 us |"]
-    assert readme.measured_parallel({"h": FOUND}) == "Not measured yet."
-
-
-def test_every_picture_has_a_text():
-    found = {path.stem.removeprefix(f"{gpu}-") for gpu in results.read_all() for path in FOLDER.glob(f"{gpu}-*.png")}
-    assert found - {"peers"} <= readme.PICTURES.keys()

@@ -6,10 +6,9 @@ from dataclasses import replace
 import pytest
 import torch
 
-from bench import decode, harness, plots, precision, readme, results, skipping, sparsity, timing, workload
+from bench import harness, precision, results, skipping, sparsity, workload
 from bench.cases import precision as cases
-from bench.cases.attention import make_inputs, reference_of
-from tools import demo_data, profile
+from bench.cases.attention import reference_of
 from wrappers import fp4, trtllm_batch_context_with_kv_cache
 from wrappers.explanation import call_of
 
@@ -103,29 +102,6 @@ def test_a_kernel_that_refuses_has_no_row(monkeypatch, capsys):
     assert "no row: ours: NotImplementedError: query: torch.float8_e4m3fn, no kernel" in capsys.readouterr().out
 
 
-def test_flashinfer_gets_scales_and_the_type_of_the_output(monkeypatch):
-    seen = {}
-
-    class Wrapper:
-        def __init__(self, space, layout):
-            assert layout == "HND"
-
-        def plan(self, *args, **given):
-            seen.update(given)
-
-        def run(self, query, cache, *scales, out):
-            seen["scales"] = [tuple(s.shape) for s in scales]
-            return out.copy_(precision.context(**inputs | {"out": out}))
-
-    monkeypatch.setattr(precision.family, "flashinfer", lambda form: Wrapper)
-    case = tiny(cases.PRECISION["prefill-fp8-causal-b2-s8192-h32x8-d128-p64"])
-    inputs = cases.make_inputs(case)
-    found = precision.measure(case, TOP, replace(SETUP, providers=("flashinfer",)))
-    assert [r.provider for r in found] == ["flashinfer", "floor"]
-    assert seen["scales"] == [(4,), (2,), (2,)] and seen["o_data_type"] == torch.bfloat16
-    assert seen["q_data_type"] == seen["kv_data_type"] == torch.float8_e4m3fn
-
-
 # ---- the rule of skip-softmax
 
 
@@ -177,34 +153,6 @@ def test_the_share_is_that_of_attention_that_skips(causal):
     assert 0.2 < want < 0.3
 
 
-def test_full_attention_sees_every_block():
-    q, k = torch.ones(5, 2), torch.arange(10.0)[:, None].expand(10, 2)
-    maxima = sparsity.block_maxima(q, k, 0.5, causal=False, rows=4, keys=4)
-    assert maxima[:, 0].tolist() == [[3.0] * 4, [7.0] * 4, [9.0] * 4]
-
-
-@pytest.mark.parametrize("data", cases.DATA)
-def test_data_is_in_the_pages_and_concentrated(data):
-    case = replace(TINY_SKIP, q_lens=(1030,), kv_lens=(1030,), head_dim_qk=64, head_dim_vo=64)
-    inputs = cases.concentrated(case, "cpu", data)
-    q, k, v, scale = cases.DATA[data](case, "cpu")
-    got_k, got_v = workload.tokens(inputs, 0, 1030)
-    assert torch.equal(got_k, k.bfloat16()) and torch.equal(got_v, v.bfloat16()) and inputs["bmm1_scale"] == scale
-    assert torch.equal(inputs["query"], q.bfloat16())
-    few = torch.softmax(scale * (q[-1] @ k[:, 0].T), -1).square().sum(-1).reciprocal()
-    plain = make_inputs(case)
-    p = torch.softmax(64**-0.5 * (plain["query"][-1].float() @ workload.tokens(plain, 0, 1030)[0][:, 0].float().T), -1)
-    assert float(few.max()) < 0.6 * float(p.square().sum(-1).reciprocal().min())
-
-
-def test_the_map_of_real_heads_keeps_logits():
-    data, _ = demo_data.load()
-    q, k, _, scale = cases.text(TINY_SKIP, "cpu")
-    want = torch.from_numpy(data["q"][:520, 0]).float() @ torch.from_numpy(data["k"][:520, 0]).float().T
-    torch.testing.assert_close(q[:, 0] @ k[:, 0].T, want, rtol=1e-4, atol=1e-3)
-    assert scale == pytest.approx(32**-0.5)
-
-
 def attention(inputs, rows=64, keys=128):
     """Attention by the rule, of one request."""
     factor, n = inputs[precision.FACTOR], len(inputs["query"])
@@ -228,66 +176,3 @@ def test_what_the_rule_leaves_out_is_allowed_and_nothing_else(rows, keys):
     assert workload.check(inputs, out) is None and workload.check(dense, out).startswith("off by")
     strong = attention(inputs | {precision.FACTOR: 519.0}, rows, keys)
     assert workload.check(precision.own_output(dense, **{precision.FACTOR: 1.0}), strong).startswith("off by")
-
-
-def test_skip_softmax_is_measured_over_factors(monkeypatch, tmp_path, capsys):
-    monkeypatch.setattr(
-        precision, "context", lambda **inputs: attention(inputs) if inputs.get(precision.FACTOR) else dense(inputs)
-    )
-
-    def dense(inputs):
-        return attention(inputs | {precision.FACTOR: 0.0})
-
-    (ours, own) = precision.measure(TINY_SKIP, TOP, SETUP)
-    assert (ours.provider, own.provider) == ("ours", "own-bf16") and ours.note.endswith("% of blocks left out")
-    rows = precision.study(TINY_SKIP, SETUP, ENV, (1e-30, 100.0, 400.0))
-    assert [(r.data, r.factor) for r in rows] == [(data, f) for data in cases.DATA for f in (1e-30, 100.0, 400.0)]
-    for first, *others in (rows[i : i + 3] for i in (0, 3, 6)):
-        assert (first.left_out, first.max_error, first.rms_error) == (0, 0, 0)
-        assert [r.left_out for r in others] == sorted(r.left_out for r in others)
-    assert any(r.left_out > 0.1 and r.max_error > 5 * r.rms_error > 0 for r in rows)
-    assert capsys.readouterr().out.count("% left out") == 9
-
-    path = tmp_path / "sparsity" / "nvidia-h200.csv"
-    results.append(path, [replace(rows[0], date="2026-01-01")])
-    results.append(path, rows)
-    found = results.read_sparsity(path.parent)
-    assert [replace(r, left_out=0, max_error=0, rms_error=0) for r in found["nvidia-h200"]] == [
-        replace(r, left_out=0, max_error=0, rms_error=0) for r in rows
-    ]
-    assert results.read_all(tmp_path) == {}  # files of the other kind are not read
-    assert [p.name for p in plots.draw_sparsity(found, tmp_path)] == ["nvidia-h200-skip-softmax.png"]
-    text = readme.measured_sparsity(found, tmp_path.relative_to(tmp_path))
-    assert "| heavy-tailed | 1e-30 | 0% | 2000 | 1.00 | 0 | 0 |" in text and "commit abc123" in text
-    assert readme.measured_sparsity({}) == "Not measured yet." and plots.sparsity([], "g", tmp_path) is None
-
-
-def test_tables_of_bf16_and_of_the_others_are_apart():
-    other = [ENV.row("prefill-kvnvfp4-x", p, t, 300.0) for p, t in (("ours", 10.0), ("own-fp8", 9.0), ("floor", 5.0))]
-    plain = [ENV.row("prefill-bf16-x", "ours", 20.0, 600.0)]
-    found = {"g": results.with_ratios(other + plain)}
-    table = readme.measured_precision(found)
-    assert "| `prefill-kvnvfp4-x` | 10 | 300 | 100% |  | 0.90 |  |" in table and "bf16-x" not in table
-    assert "kvnvfp4" not in readme.measured(found) and "bf16-x" in readme.measured(found)
-    assert readme.measured_precision({"g": plain}) == "Not measured yet."
-
-
-def test_decode_of_e4m3_queries(monkeypatch):
-    monkeypatch.setattr(harness, "L2_BYTES", 0)  # one input set
-    (case,) = cases.DECODE.values()
-    assert case.name in decode.CASES and case.name.startswith("decode-qfp8-")
-    found = decode.measure(tiny(replace(case, q_lens=(1, 1), kv_lens=(70, 70)), 1), TOP, SETUP)
-    assert [r.provider for r in found] == ["ours", "batch-invariant", "own-bf16-query", "floor"]
-
-
-def test_shares_of_the_table_are_of_the_case_s_floor():
-    times = timing.Timing(1, 1, 1)
-    found = [harness.Measurement("a", "ours", times, 650.0), harness.Measurement("a", "floor", times, 1300.0)]
-    lines = harness.table(found, harness.rows_of(found, ENV), TOP).splitlines()
-    assert "650  50.0%" in lines[2] and "1300 100.0%" in lines[3]
-
-
-def test_cases_are_profiled(monkeypatch):
-    name = "prefill-kvnvfp4-causal-b2-s8192-h32x8-d128-p64"
-    monkeypatch.setattr(cases, "PRECISION", {name: tiny(cases.PRECISION[name])})
-    assert profile.call_of(name, "ours", "cpu")().shape == (140, 4, 128)

@@ -1,13 +1,11 @@
 """The benchmark of vLLM's HTTP server, with a small server in its place that speaks the same protocol."""
 
-import json
 import signal
 import sys
-from pathlib import Path
 
 import pytest
 
-from bench import engine_worker, readme, results, server
+from bench import engine_worker, server
 from bench.cases.engine import CHECKED, SERVERS
 from bench.results import Environment
 
@@ -109,39 +107,8 @@ def test_no_row_for_a_server_that_errs(vllm, capsys, mode, said):
     assert "no row: ours" in printed and said in printed
 
 
-def test_unknown_providers_are_refused():
-    with pytest.raises(SystemExit, match="no provider is named vlm; there are: ours"):
-        list(server.measure(CASE, ("vlm",), ENV))
-    with pytest.raises(SystemExit, match="no case begins with"):
-        server.chosen("x")
-
-
-def test_flags():
-    found = server.flags({"a_b": True, "c": False, "d": {"e": [1]}, "f": 2})
-    assert found == ["--a-b", "--no-c", "--d", '{"e": [1]}', "--f", "2"]
-
-
-def test_a_text_of_n_words_has_n_tokens(tmp_path):
-    tokenizers = pytest.importorskip("tokenizers")
-    server.tokenizer(tmp_path, 300)
-    words = tokenizers.Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
-    assert words.encode("w7 w299 w5").ids == [7, 299, 5] and words.decode([7, 299, 5]) == "w7 w299 w5"
-    assert json.loads((tmp_path / "tokenizer_config.json").read_text())["eos_token"] == "w2"
-
-
 @pytest.mark.parametrize("case", SERVERS.values(), ids=lambda case: case.name)
 def test_loads_fit(case):
     assert case.longest * case.engine.token_bytes <= case.engine.memory
     assert case.longest <= case.engine.config["max_position_embeddings"]
     assert (1 + case.range) * (case.engine.prompt + case.engine.outputs) < case.longest
-
-
-def test_the_report_has_the_newest_rows(tmp_path):
-    figures = dict.fromkeys((f for f in results.columns(results.ServerRow)[7:]), 1.0)
-    rows = [ENV.server_row(case=CASE, provider=p, **figures) for p in ("ours", "vllm-triton")]
-    results.append(tmp_path / "some-gpu.csv", rows)
-    found = results.read_servers(tmp_path)
-    assert found == {"some-gpu": rows}
-    text = readme.measured_servers(found)
-    assert "`vllm-tiny-llama-nvfp4`" in text and "vllm-triton" in text and str(Path(ENV.commit[:9])) in text
-    assert readme.measured_servers({}) == "Not measured yet."

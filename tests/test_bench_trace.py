@@ -4,18 +4,10 @@ from dataclasses import replace
 
 import pytest
 
-from bench import harness, prefill, readme, results, trace
+from bench import trace
 from bench.trace import TraceRequest, TraceStep
 
 TINY = trace.Trace("tiny", 6, 2.0, (40.0, 0.8), (4.0, 0.5), 32, 400, (4, 2), 64, 16)
-
-
-class Clock:
-    """A call takes as many microseconds as it has query tokens."""
-
-    def measure(self, call, sets):
-        assert len(sets) == 1
-        return float(len(call(0)))
 
 
 def test_steps_keep_the_rules():
@@ -54,37 +46,3 @@ def test_a_request_waits_for_room():
     assert all(len(step.q_lens) == 1 for step in found) and made[1].first == 11
     with pytest.raises(ValueError, match="room: 39 tokens"):
         trace.steps_of(replace(TINY, room=39), [TraceRequest(0, 30, 40)])
-
-
-def test_time_passes_where_nobody_is_there():
-    made = [TraceRequest(0, 3, 4), TraceRequest(90, 3, 4)]
-    assert len(trace.steps_of(TINY, made)) == 4
-
-
-def test_a_run_on_the_cpu(monkeypatch, capsys):
-    """The reference as `ours`; a peer that is wrong in some step has no row."""
-
-    def peer(inputs):
-        late = len(inputs["seq_lens"]) > 1
-        variants = prefill.PROVIDERS["ours"](inputs)
-        run, rows = variants[""]
-        return {"": ((lambda: run() * 2) if late else run, rows)}
-
-    monkeypatch.setitem(prefill.PROVIDERS, "wrong", peer)
-    setup = harness.Setup(("ours", "wrong"), device="cpu", clock=Clock())
-    found = trace.measure(setup, TINY)
-    assert {row.provider for row in found} == {"ours"} and "no row: wrong" in capsys.readouterr().out
-    names = [row.case.removeprefix("tiny-") for row in found]
-    assert names == ["step-p50", "step-p90", "step-p99", "step-mean", "first-p50", "first-p90", "first-p99"]
-    steps = trace.steps_of(TINY, trace.requests_of(TINY))
-    assert found[2].timing.median == max(sum(step.q_lens) for step in steps)
-
-
-def test_the_table_has_a_line_a_provider():
-    def row(part, provider, us):
-        return results.ResultRow("2026-01-01", "abc", "gpu", "1", "2", f"trace-x-h1-p8-{part}", provider, us)
-
-    rows = [row("step-mean", "ours", 10.4), row("first-p99", "ours", 99.0), row("step-mean", "peer", 20.0)]
-    text = readme.measured_trace({"gpu": rows})
-    assert "| ours | 10 |  |  |  |  |  | 99 |" in text and "| peer | 20 |  |  |  |  |  |  |" in text
-    assert readme.measured_trace({"gpu": []}) == "Not measured yet."

@@ -1,7 +1,8 @@
 """The lower ends of the ranges in pyproject.toml: kernels compile with the oldest DSL that it allows, to the same PTX,
 and bundles of either end load and check their arguments under either apache-tvm-ffi. Other tests run the newest.
 
-Both are taken from the package index, 100 MB, into build/lowest; without an index these tests are skipped.
+Both are taken from the package index, 100 MB, into build/lowest; without an index these tests are skipped. A release
+promises the ranges, so they run with --all.
 """
 
 import os
@@ -105,6 +106,7 @@ def new(tmp_path_factory) -> Path:
     return bundle(tmp_path_factory.mktemp("new") / ARCH)
 
 
+@pytest.mark.full
 def test_the_oldest_compiler_gives_the_same_code(old):
     held = manifest.read(old)
     assert held.toolchain["dsl"] == DSL and len(held.kernels) == len(KERNELS)
@@ -130,6 +132,7 @@ op, spec = dispatch.shipped("sm_90a")[0]
 """
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(("built", "run"), [("old", "old"), ("old", "new"), ("new", "old")])
 def test_either_end_runs_bundles_of_either(request, lowest, built, run):
     folder = str(request.getfixturevalue(built))

@@ -174,7 +174,8 @@ def test_caches_without_a_table_are_pages(rows, page):
     k, v = whole[:, :, :HKV], whole[:, :, HKV:]
     turned = [t.transpose(1, 2).contiguous().transpose(1, 2) for t in (k, v)]
     for n in (3, 2, 1):
-        for cache, size in (((k, v), page), (turned, page if n == 1 else rows)):
+        mixed = (k, turned[1]), (turned[0], v)  # batch and rows have one stride in one of the two
+        for cache, size in (((k, v), page), *((c, page if n == 1 else rows) for c in (turned, *mixed))):
             cache = [t[3 - n :] for t in cache]
             got = flash_attn_with_kvcache(q[3 - n :], *cache, cache_seqlens=lens[3 - n :], causal=True, **LSE)
             found = [oracle(*part, causal=True) for part in zip(

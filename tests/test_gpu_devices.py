@@ -14,7 +14,7 @@ from bench.cases import topk
 from bench.cases.topk import TopKCase
 from tests import gpu
 from tests.gpu import in_threads
-from tools.sanitize.calls import moved
+from tools.sanitize import moved
 from wrappers import machine
 
 

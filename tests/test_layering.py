@@ -12,10 +12,12 @@ nothing of this project.
 
 import ast
 import re
+from functools import cache
 from pathlib import Path
 
 import pytest
 
+from cute_kernels import catalog
 from cute_kernels.attention.barriers import COUNTS, IDS, NamedBarrier
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -27,7 +29,12 @@ TESTS = [f for f in ALL if f.startswith(("tests/", "tools/ptxsim/tests/")) and n
 FILES = [f for f in ALL if f not in TESTS and not f.startswith(OUTSIDE)]
 FILE_LINES, FUNCTION_LINES, PARAMETERS = 600, 120, 8
 BODY_LINES = 60  # of a function of wrappers, behind its signature and docstring
-FAMILIES = ("attention", "topk", "cache_write", "merge_states")
+# From the tree: a family of operators has a dispatch, an op of it a folder with a forward. {family: folders of its ops}
+OPS = {
+    dispatch.parent.name: {forward.parent.name for forward in dispatch.parent.glob("*/forward.py")}
+    for dispatch in sorted((ROOT / "cute_kernels").glob("*/dispatch.py"))
+}
+FAMILIES = tuple(OPS)
 
 # Functions whose signature another library set: they may have as many parameters as it has. Methods and callbacks are
 # listed; functions are those of `wrappers.__all__`.
@@ -41,7 +48,6 @@ UPSTREAM = {
     "wrappers/prefill/ragged.py": {"__init__", "plan", "run", "forward"},
 }
 
-OPS = ("sm90", "sm100", "decode", "radix", "sort", "rows")
 # Read where no DSL is installed: by the runtime, dispatch and the tools that list kernels.
 PLAIN = {
     f"cute_kernels/{name}.py" for name in ("__init__", "archs", "dtypes", "manifest", "paths", "catalog", "shipped")
@@ -49,7 +55,7 @@ PLAIN = {
     f"cute_kernels/{family}/{name}.py"
     for family in FAMILIES
     for name in ("__init__", "request", "spec", "tile", "args", "dispatch")
-    + tuple(f"{op}/{file}" for op in OPS for file in ("__init__", "tile_table"))
+    + tuple(f"{op}/{file}" for op in OPS[family] for file in ("__init__", "tile_table"))
 }
 PLAIN |= {f"cute_kernels/attention/schedule/{name}.py" for name in ("__init__", "policy")}
 # The command lists without the DSL; build.py alone imports it, inside functions, after it has set the architecture.
@@ -59,8 +65,13 @@ LATE_DSL = {"cute_kernels/build.py"}
 TOP = {f"cute_kernels/{name}.py" for name in ("catalog", "cli", "env", "__main__", "ops")}
 
 
+@cache
+def parsed(path: Path) -> ast.Module:
+    return ast.parse(path.read_text(), str(path))
+
+
 def tree(file: str) -> ast.Module:
-    return ast.parse((ROOT / file).read_text(), file)
+    return parsed(ROOT / file)
 
 
 def module_of(file: str) -> str:
@@ -173,6 +184,12 @@ def test_files_of_tests_are_short():
     assert not {file: lines_of(file) for file in TESTS if lines_of(file) > FILE_LINES}
 
 
+def test_ops_are_those_that_are_shipped():
+    """A folder that no bundle holds would escape the rules below, and so would an op without a forward."""
+    folders = {f"{family}.{op}" for family, ops in OPS.items() for op in ops}
+    assert folders == {op for arch in catalog.ARCHS for op, _ in catalog.shipped(arch)}
+
+
 def test_exceptions_exist():
     """A name that is excused but gone must leave the list."""
     for file, names in UPSTREAM.items():
@@ -207,7 +224,7 @@ def test_the_simulator_knows_no_project(file):
 def test_kernels_never_import_each_other(file):
     """The folders of ops are separate, and only dispatch knows them; seams and facts import no kernel."""
     family, rest = file.split("/")[1], file.split("/")[2:]
-    folders = {f.parent.name for f in (ROOT / "cute_kernels" / family).glob("*/forward.py")}
+    folders = OPS[family]
     allowed = folders if rest == ["dispatch.py"] else {rest[0]} & folders
     forbidden = [f"cute_kernels.{family}.{folder}" for folder in sorted(folders - allowed)]
     assert not below(
@@ -222,9 +239,10 @@ def test_plain_modules_import_no_dsl(file):
 
 ROLES = [
     file
-    for op in ("sm90", "sm100", "decode")
+    for op in sorted(OPS["attention"])
     for file in FILES
-    if file.startswith(f"cute_kernels/attention/{op}/") and Path(file).name not in ("__init__.py", "precision.py")
+    if file.startswith(f"cute_kernels/attention/{op}/")
+    and Path(file).name not in ("__init__.py", "precision.py", "tile_table.py")
 ]
 # Named by `AttentionSpec`. How Q, K and V are stored is asked of `precision` and `kv.scales`, the rest of `policy`.
 NAMES_IN_SPECS = {"bf16", "fp16", "e4m3", "e5m2", "nvfp4", "tiles", "stream_k"}
@@ -339,7 +357,7 @@ def test_named_barriers_are_listed():
         (name, ast.unparse(argument))
         for name in FILES
         if name.startswith("cute_kernels/")
-        for node in ast.walk(ast.parse((ROOT / name).read_text()))
+        for node in ast.walk(tree(name))
         if isinstance(node, ast.Call)
         for argument in (
             *(k.value for k in node.keywords if k.arg == "barrier_id"),

@@ -142,7 +142,7 @@ def test_states_in_one_buffer_are_merged_in_place_by_the_kernel():
 
 
 @pytest.mark.parametrize("known", [False, True])
-@pytest.mark.parametrize("shared", ["shifted", "same", "s_other", "mask"])
+@pytest.mark.parametrize("shared", ["shifted", "shifted s", "same", "s_other", "mask"])
 def test_an_input_that_is_the_output_too(shared, known):
     """Merged into new tensors, then copied: all lanes of a launch may read and write in any order."""
     make = lambda: (torch.randn(6, 2, 8), torch.randn(6, 2), torch.randn(5, 2, 8), torch.randn(5, 2))  # noqa: E731
@@ -154,6 +154,8 @@ def test_an_input_that_is_the_output_too(shared, known):
             merge_state_in_place(v.clone(), s.clone(), v_other, s_other, mask.clone())
         if shared == "shifted":  # rows 1 to 5 of the memory of rows 0 to 4
             v_other = torch.as_strided(v, v.shape, v.stride(), v.stride(0))
+        elif shared == "shifted s":
+            s_other = torch.as_strided(s, s.shape, s.stride(), s.stride(0))
         elif shared == "same":
             v_other, s_other = v, s
         elif shared == "s_other":

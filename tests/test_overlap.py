@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 import wrappers
 from bench.cases import attention as cases
 from bench.cases import topk as topk_cases
-from tests.test_bad_calls import Kernels
+from tests.bad_values import Kernels
 from wrappers import machine, overlap
 from wrappers.attention import plan
 from wrappers.topk import plan as topk_plan

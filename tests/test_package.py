@@ -443,6 +443,8 @@ def test_a_wheel_holds_the_packages_and_what_describes_them(installed):
     assert 'Requires-Dist: nvidia-cutlass-dsl[cu13]<4.9,>=4.8.0; extra == "build"\n' in metadata
 
 
+@pytest.mark.full
+@pytest.mark.kernels
 def test_an_sdist_holds_all_that_is_tracked_and_its_tests_run(tmp_path):
     if reason := why_no_wheel():
         pytest.skip(reason)
@@ -518,6 +520,7 @@ assert not [name for name in sys.modules if name.split(".")[0] in ("cutlass", "n
 """
 
 
+@pytest.mark.full
 @pytest.mark.kernels
 def test_an_installed_package_builds_and_finds_bundles(installed):
     """Run the command of the error of an absent kernel: the process that waits then finds the kernel."""

@@ -292,6 +292,8 @@ def test_offsets_of_equal_requests(here):
     here.capturing = False
     DECODE(**inputs)
     assert here.launches[-1][2]["cu_seqlens_q"] is found[1], "another stream may still read what a plan had"
+    DECODE(**tokens_apart(replace(EQUAL, q_lens=(3, 3)), 3))
+    assert here.launches[-1][2]["cu_seqlens_q"].tolist() == [0, 3, 6], "as many requests of another length"
 
 
 @pytest.mark.parametrize("change", ["table", "table's memory", "transposed", "lengths", "lengths' memory", "offsets"])

@@ -20,7 +20,7 @@ from bench.results import ROOT
 from cute_kernels import catalog
 from cute_kernels.attention.request import KernelRequest
 from tests import conftest, gpu, kernels, test_sm120
-from tools import matrix, oracles, reference, site, static
+from tools import matrix, reference, site, static
 
 pytestmark = pytest.mark.by_shape
 PAGES = {path.relative_to(ROOT).as_posix(): path for path in pages.pages()}
@@ -34,13 +34,12 @@ NOTES = [path for folder in ("bench", "tests", "tools") for path in sorted((ROOT
 def test_generated_sections_are_up_to_date():
     assert pages.stale(matrix.sections()) == [], "run: python -m tools.matrix readme"
     assert pages.stale({"static": static.markdown()}) == [], "run: python -m tools.static readme"
-    assert pages.stale({"oracles": oracles.markdown()}) == [], "run: python -m tools.oracles readme"
     assert pages.stale(readme.sections()) == [], "run: make plots"
 
 
 def test_every_marker_belongs_to_a_generator():
     found = [name for path in PAGES.values() for name in re.findall(r"<!-- ([\w-]+):begin -->", path.read_text())]
-    assert sorted(found) == sorted([*matrix.sections(), "static", "oracles", *readme.sections()])
+    assert sorted(found) == sorted([*matrix.sections(), "static", *readme.sections()])
 
 
 def test_generated_links_lead_from_the_page_that_has_them():

@@ -54,18 +54,11 @@ def test_every_public_function_has_a_step():
     assert names == {f.__name__ for f in explanation.FUNCTIONS} | others
 
 
-SLOW = {"tables", "others"}  # groups that the first call of a process, below, covers in part
-
-
+# Full: the first call of a process, below, covers each group in part, and all of them are traced in modes of torch.
+@pytest.mark.full
 @compiles_test
-@pytest.mark.parametrize(
-    "group,dynamic",
-    [
-        pytest.param(group, dynamic, marks=() if dynamic and group not in SLOW else pytest.mark.full)
-        for group in compiled.EVERY
-        for dynamic in (False, True)
-    ],
-)
+@pytest.mark.parametrize("dynamic", [False, True])
+@pytest.mark.parametrize("group", compiled.EVERY)
 def test_compiled(group, dynamic, fresh_compiler):
     compiled.matches_eager(group, "cpu", dynamic=dynamic)
 

@@ -3,7 +3,8 @@ needed.
 
     python -m tools.static [KERNEL ...] [--arch sm_100a]   print the loops of shipped kernels: names, or parts of them
     python -m tools.static FILE.cubin ...                  of any kernel, such as a peer's
-    python -m tools.static record                          write those of Blackwell's prefill to tests/data/static.csv
+    python -m tools.static record                          write those of the kernels in docs/blackwell.md's table to
+                                                           tests/data/static.csv
     python -m tools.static record --peer NAME FILE.cubin   write those of a peer's kernel there
     python -m tools.static readme                          write a table of both into docs/blackwell.md
 
@@ -32,6 +33,7 @@ from tests.sim.pool import pool
 
 RECORD = Path(__file__).resolve().parents[1] / "tests" / "data" / "static.csv"
 OP, ARCHS = "attention.sm100", sm100.ARCHS
+RECORDED = ("bf16_d128_causal_tma_m256*", "e4m3_d128_causal_tma_m256*")  # our kernels in the table
 COLUMNS = ("arch", "kernel", "stack", "role", "instructions", "stall", "exponentials", "stored")
 WORD = r"/\* 0x([0-9a-f]{16}) \*/"
 LINE = re.compile(rf"^\s*/\*([0-9a-f]{{4,}})\*/\s+(.*?)\s*;\s*{WORD}\s*\n\s*{WORD}", re.M)
@@ -198,7 +200,7 @@ def is_peer(row: dict[str, Any]) -> bool:
 
 
 def rows_of_shipped(arch: str) -> list[dict[str, Any]]:
-    return [row for name, content in shipped(arch) for row in rows(arch, name, content)]
+    return [row for name, content in shipped(arch, *RECORDED) for row in rows(arch, name, content)]
 
 
 def record(arch: str, peer: str, new: list[dict[str, Any]]) -> None:
@@ -219,7 +221,7 @@ def pieces(kernel: str) -> int:
 
 
 def markdown() -> str:
-    """Return a table of the causal prefill kernels of head_dim 128 in 16 and 8 bits, ours and peers'."""
+    """Return a table of the recorded kernels, ours and peers'."""
     lines = ["| kernel | softmax | masked | emulated | first P | correction | MMA |", "| --- |" + " --- |" * 6]
     found: dict[tuple[str, str], dict[str, dict[str, str]]] = {}
     for row in recorded():
@@ -227,13 +229,12 @@ def markdown() -> str:
     for (arch, kernel), loops_of in sorted(
         found.items(), key=lambda item: (item[0][0], is_peer({"kernel": item[0][1]}))
     ):
-        if is_peer({"kernel": kernel}) or re.match("(bf16|e4m3)_d128_causal_tma_m256", kernel):
-            plain = loops_of["softmax"]
-            stored = plain["stored"].split()[pieces(kernel) - 1]
-            counts = [loops_of[role]["instructions"] for role in ("softmax", "softmax masked")]
-            emulated = f"{max(0, 1 - (int(plain['exponentials']) - 1) / 128):.1%}"
-            rest = [loops_of[role]["instructions"] for role in ("correction", "mma")]
-            lines.append(f"| {arch} {kernel} | {' | '.join([*counts, emulated, stored, *rest])} |")
+        plain = loops_of["softmax"]
+        stored = plain["stored"].split()[pieces(kernel) - 1]
+        counts = [loops_of[role]["instructions"] for role in ("softmax", "softmax masked")]
+        emulated = f"{max(0, 1 - (int(plain['exponentials']) - 1) / 128):.1%}"
+        rest = [loops_of[role]["instructions"] for role in ("correction", "mma")]
+        lines.append(f"| {arch} {kernel} | {' | '.join([*counts, emulated, stored, *rest])} |")
     return "\n".join(lines)
 
 

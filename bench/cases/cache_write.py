@@ -32,8 +32,9 @@ LARGE = 6e4  # above all values of a case, and below poison
 @dataclass(frozen=True)
 class CacheWriteCase:
     """One call. dtype: of the rows. cache: of the cache; equal to dtype for copies. heads: of Q and of K and V; no Q:
-    0. dims: of K and of V. page_size, pages: of the cache. layout: "NHD" or "HND". stacked: K and V are one tensor;
-    else they are side by side in one row of a wider tensor if `beside` is set, or two tensors. places: "slots", "lists"
+    0. dims: of K and of V. page_size, pages: of the cache; fewer_v: pages that V's lacks, if K and V are two tensors.
+    layout: "NHD" or "HND". stacked: K and V are one tensor; else they are side by side in one row of a wider tensor if
+    `beside` is set, or two tensors. places: "slots", "lists"
     or "table"; or, for FlashInfer's RoPE functions, "rows" or, with the positions of requests, "requests": Q and K are
     rotated in place, or quantised, where `stacked` puts the rotated part of a row and the rest in one tensor. index:
     dtype of index tensors. hostile: some values of index tensors are extreme. scales: "float", "tensor" or "heads".
@@ -49,6 +50,7 @@ class CacheWriteCase:
     dims: tuple[int, int] = (128, 128)
     page_size: int = 16
     pages: int = 5
+    fewer_v: int = 0
     layout: str = "NHD"
     stacked: bool = True
     beside: bool = False
@@ -98,7 +100,8 @@ def make_cache(case: CacheWriteCase, dims: tuple[int, int], dtype: torch.dtype, 
     if case.beside:
         both = poisoned(pages, *inner, sum(dims), dtype=dtype, device=device)[1:-1]
         return both.split(dims, -1)
-    whole = [poisoned(pages, *inner, dim + shift, dtype=dtype, device=device) for dim in dims]
+    counts = pages, pages - case.fewer_v
+    whole = [poisoned(n, *inner, dim + shift, dtype=dtype, device=device) for n, dim in zip(counts, dims)]
     return tuple(t[1:-1, ..., shift:] for t in whole)
 
 

@@ -194,10 +194,11 @@ def sharing_cases(k: KernelTraits) -> list[Scenario]:
 
 def promoting_calls(k: KernelTraits, short: AttentionCase) -> list[AttentionCase]:
     """Return calls in which sums are promoted: below a block that one request sees whole and the other in part; with
-    a cap and without, each with an output type that `short` does not combine with it."""
+    a cap and without, each with an output type that `short` does not combine with it. Some maxima grow two blocks
+    before the end, so that the promoted sums are rescaled and blocks follow."""
     n = k.block
     long = replace(
-        short, q_lens=(9, 2, 3, 9), kv_lens=(0, (k.promoted + 3) * n + 2, (k.promoted + 3) * n, 0),
+        short, q_lens=(9, 2, 9, 9), kv_lens=(0, (k.promoted + 3) * n + 2, (k.promoted + 3) * n, 0),
         heads_q=short.heads_q // 2, heads_kv=1, window_left=k.promoted * n + n // 2 if k.window else -1,
     )  # fmt: skip
     if not k.several:

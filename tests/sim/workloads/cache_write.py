@@ -51,7 +51,7 @@ def appended(base: CacheWriteCase) -> list[CacheWriteScenario]:
         replace(base, shift=1, tokens=5),
         replace(base, cache_shift=4, tokens=5),
         replace(base, layout="HND", stacked=False, index=torch.int64, scales="heads", interleaved_sf=True, tokens=17),
-        replace(base, stacked=False, page_size=5, pages=9, scales="tensor", data="special", dims=odd),
+        replace(base, stacked=False, page_size=5, pages=9, fewer_v=4, scales="tensor", data="special", dims=odd),
     ]
     second = [
         replace(base, places="lists", page_size=1, pages=23, stacked=False, beside=True, tokens=13),

@@ -1,17 +1,24 @@
-"""Small calls of every operator, for one process under compute-sanitizer.
+"""Run small calls of attention and top-k under compute-sanitizer.
 
-    python -m tools.sanitize.calls OP [--device cuda]
+    python -m tools.sanitize [--tool racecheck ...] [--op decode-bf16 ...] [--timeout 240] [--logs FOLDER]
+    python -m tools.sanitize --call OP [--device cuda]    the calls of one operator, as a tool runs them
 
-Inputs are made on the CPU and copied as whole storages, so that few kernels other than ours run. The calls cover each
+There is one process per tool and operator (`OPS`), one after another. Inputs are made on the CPU and copied as whole
+storages, so that few kernels other than ours run, and each result is compared with the reference. The calls cover each
 feature, each combination of types and head dimensions, and batches that give a CTA several tiles, whole and split.
-Needs torch and a bundle or the DSL.
+Build a bundle first. A line per process has the tool's summary; the exit status is the number of processes that failed
+or reported anything, the output of which is printed.
 """
 
 import argparse
-import math
+import os
+import shutil
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from itertools import chain
+from itertools import chain, product
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -19,13 +26,25 @@ import torch
 from bench.cases import attention, topk
 from bench.cases.attention import AttentionCase
 from bench.cases.topk import DECODE, PAGE_TABLE, PREFILL, RAGGED, TOP_K, TopKCase
-from wrappers import TopKTieBreak, machine
+from wrappers import TopKTieBreak
 
+ROOT = Path(__file__).resolve().parents[1]
+BARRIERS = ["--num-cuda-barriers", "256"]  # mbarriers per CTA that the tools track; the compiler's count may be too low
+ONLY_OURS = ["--kernel-name", "regex=attention_|topk_|cache_write_|merge_states_"]  # initcheck must see all that write
+TOOLS = {
+    "memcheck": ["--padding", "512"],  # the memory between two allocations belongs to none
+    "racecheck": BARRIERS + ONLY_OURS,
+    "synccheck": BARRIERS + ONLY_OURS,
+    "initcheck": [],
+}
+DONE, NOTHING = "calls, all right", ("ERROR SUMMARY: 0 errors", "RACECHECK SUMMARY: 0 hazards")
+# Every tensor is its own allocation: the memory beside it belongs to no tensor, and new memory has no old contents.
+ENVIRONMENT = {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
 DIMS = {"64": (64, 64), "128": (128, 128), "192x128": (192, 128), "256": (256, 256)}
 EQUAL_DIMS = {name: pair for name, pair in DIMS.items() if pair[0] == pair[1]}
 
 
-def _prefill_features() -> Iterator[AttentionCase]:
+def prefill_features() -> Iterator[AttentionCase]:
     """Yield page sizes with layouts and caches, rows and requests without keys, and scales on the device."""
     packed = AttentionCase("", q_lens=(5, 0, 2), kv_lens=(1190, 9, 83), heads_q=6, data="needles", sink=True)
     plain = replace(packed, q_lens=(3, 150), kv_lens=(61, 333), heads_q=2)
@@ -44,8 +63,8 @@ def _prefill_features() -> Iterator[AttentionCase]:
     yield from (replace(case, name=str(fields), **fields) for case, fields in changes)
 
 
-def _decode_features() -> Iterator[AttentionCase]:
-    """Yield the features of `_prefill_features`, and output types."""
+def decode_features() -> Iterator[AttentionCase]:
+    """Yield the features of `prefill_features`, and output types."""
     few = AttentionCase(
         "", q_lens=(1, 1, 1), kv_lens=(1300, 0, 83), heads_q=6, data="needles", sink=True, function="decode"
     )
@@ -133,9 +152,9 @@ def _few_top_k(rows: int, width: int, k: int) -> Iterator[TopKCase]:
 SOME = {(PAGE_TABLE, "fp32"), (RAGGED, "bf16")}
 Case = AttentionCase | TopKCase
 OPS: dict[str, Callable[[], Iterator[Case]]] = {
-    "prefill-features": _prefill_features,
+    "prefill-features": prefill_features,
     "prefill": _prefill,
-    "decode-features": _decode_features,
+    "decode-features": decode_features,
     "decode-bf16": lambda: _decode("", "bf16"),
     "decode-e4m3": lambda: _decode("fp8", "bf16"),
     "decode-nvfp4": lambda: _decode("nvfp4", "fp16"),
@@ -159,77 +178,78 @@ def moved(value: Any, device: str) -> Any:
     return torch.empty(0, dtype=value.dtype, device=device).set_(whole.untyped_storage(), *form)
 
 
-def distance(got: torch.Tensor, want: torch.Tensor, rtol: float, atol: "float | torch.Tensor") -> float:
-    """Return the largest error over the tolerance, infinite if only one of the values is finite."""
-    got, want = got.float(), want.float()
-    ratio = (got - want).abs() / (atol + rtol * want.abs())
-    ratio = torch.where((got == want) | (got.isnan() & want.isnan()), 0.0, ratio.nan_to_num(math.inf, math.inf))
-    return float(ratio.max()) if ratio.numel() else 0.0
-
-
-def attend(case: AttentionCase, device: str) -> float:
-    """Return the error of an attention call over its tolerance."""
+def attend(case: AttentionCase, device: str) -> None:
+    """Compare an attention call with its reference."""
     function, arguments = attention.FUNCTIONS[case.function]
     problem = attention.make_call(case)
     want, want_lse = attention.expected(case, problem)
     inputs = moved(arguments(case, problem), device)
     result = function(**inputs)
     out, lse = result if case.lse and case.function != "xqa" else (result, None)
-    out = (inputs["output"] if case.function == "xqa" else out).cpu().reshape(want.shape)
-    error = distance(out, want, 0.0, case.limit(want))
-    return error if lse is None else max(error, distance(lse.cpu(), want_lse, case.lse_tolerance, case.lse_tolerance))
+    out = (inputs["output"] if case.function == "xqa" else out).cpu().reshape(want.shape).float()
+    assert ((out - want).abs() <= case.limit(want)).all(), case
+    if lse is not None:
+        torch.testing.assert_close(lse.cpu(), want_lse, rtol=case.lse_tolerance, atol=case.lse_tolerance)
 
 
-def choose(case: TopKCase, device: str) -> float:
-    """Return 0 if a top-k call gives the reference's bits. Otherwise raise an AssertionError that names the
-    difference."""
+def choose(case: TopKCase, device: str) -> None:
+    """Compare the bits of a top-k call with the reference's."""
     inputs = topk.make_inputs(case)
     there = moved(inputs, device)
     with topk.on_reference():
         want = topk.call(case.function, inputs)
     topk.same({name: t.cpu() for name, t in topk.call(case.function, there).items()}, want, case)
-    return 0.0
 
 
-class Counting(machine.HostMachine):
-    """A machine that counts its launches."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.launches = 0
-
-    def kernel(self, op: str, spec: Any, arch: str) -> Callable[..., None]:
-        launch = super().kernel(op, spec, arch)
-
-        def counted(*args: Any) -> None:
-            self.launches += 1
-            launch(*args)
-
-        return counted
-
-
-def run(op: str, device: str) -> tuple[int, int]:
-    """Return (calls, launches) of an operator's calls. Each call is compared with the reference."""
-    count = 0
+def run(op: str, device: str) -> int:
+    """Make the calls of an operator and return their number."""
     torch.zeros(1, device=device)  # the tool gives up on a process that makes no CUDA context for 10 s
-    with machine.override(Counting()) as here:
-        for case in OPS[op]():
-            error = attend(case, device) if isinstance(case, AttentionCase) else choose(case, device)
-            if not error <= 1:
-                raise AssertionError(f"{case}: off by {error:.3g} times what is allowed")
-            count += 1
-    assert isinstance(here, Counting)
-    return count, here.launches
+    cases = list(OPS[op]())
+    for case in cases:
+        attend(case, device) if isinstance(case, AttentionCase) else choose(case, device)
+    return len(cases)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m tools.sanitize.calls", description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("op", choices=OPS)
+def is_clean(text: str) -> bool:
+    """Return whether the calls were right, and the tool ended and reported nothing."""
+    return DONE in text and any(line in text for line in NOTHING)
+
+
+def check(tool: str, op: str, args: argparse.Namespace) -> bool:
+    """Run the calls of an operator under a tool, and return whether they are clean."""
+    command = [args.sanitizer, "--tool", tool, "--print-limit", "100", "--show-backtrace", "no", *TOOLS[tool]]
+    command = ["timeout", "--kill-after=10", str(args.timeout), *command, sys.executable, "-m", "tools.sanitize"]
+    ended = subprocess.run(
+        [*command, "--call", op], cwd=ROOT, env=os.environ | ENVIRONMENT, text=True, errors="replace",
+        stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+    )  # fmt: skip
+    text, clean = ended.stdout, is_clean(ended.stdout)
+    if args.logs:
+        Path(args.logs).mkdir(parents=True, exist_ok=True)
+        Path(args.logs, f"{tool}-{op}.txt").write_text(text)
+    summary = [line for line in text.splitlines() if "SUMMARY" in line] or [f"did not end: status {ended.returncode}"]
+    print(f"{'clean' if clean else 'FOUND'} {tool} {op}: {summary[-1]}", flush=True)
+    print("" if clean else text, end="", flush=True)
+    return clean
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m tools.sanitize", description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("--tool", nargs="+", choices=TOOLS, default=list(TOOLS))
+    parser.add_argument("--op", nargs="+", choices=OPS, default=list(OPS))
+    parser.add_argument("--timeout", type=float, default=240, help="time limit of a process, in seconds")
+    parser.add_argument("--logs", help="folder for the output of each process")
+    toolkits = sorted(Path("/usr/local").glob("cuda*/bin/compute-sanitizer"))
+    found = shutil.which("compute-sanitizer") or (str(toolkits[0]) if toolkits else "compute-sanitizer")
+    parser.add_argument("--sanitizer", default=found, help="path of compute-sanitizer")
+    parser.add_argument("--call", choices=OPS, help="make the calls of this operator")
     parser.add_argument("--device", default="cuda")
     args = parser.parse_args()
-    calls, launches = run(args.op, args.device)
-    print(f"{calls} calls, {launches} launches, all right")
+    if args.call:
+        print(run(args.call, args.device), DONE)
+        return 0
+    return sum(not check(tool, op, args) for tool, op in product(args.tool, args.op))
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -1,0 +1,232 @@
+"""Bugs to plant in the sources: each is one replacement, and the check that must notice it.
+
+    python -m tests.bugs [--tree FOLDER] [--jobs N] [NAME ...]    plant each bug in a copy of the tree and run its check
+
+A check is a test that CI runs, or a kernel of Blackwell, which the simulator runs as `test_kernel_of_blackwell` does.
+Parts of a name select bugs. The exit status is the number of bugs that no check noticed.
+"""
+
+import argparse
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from pathlib import Path
+from typing import NamedTuple
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+class Bug(NamedTuple):
+    """A replacement in a file. check: a test's id below tests/, or an architecture and the name of a kernel."""
+
+    name: str
+    file: str
+    old: str
+    new: str
+    check: str
+
+    @property
+    def command(self) -> list[str]:
+        """Return the command that fails when the bug is planted."""
+        arch, _, kernel = self.check.partition(" ")
+        if arch.startswith("sm_"):
+            return [sys.executable, "-m", "tests.sim", kernel, "--arch", arch, "--mode", "eager"]
+        options = ("-q", "-x", "--no-header", "-p", "no:cacheprovider")
+        return [sys.executable, "-m", "pytest", *options, f"tests/{self.check}"]
+
+
+def shipped(kernel: str) -> str:
+    return f"test_ptxsim_kernels.py::test_shipped_kernel[{kernel}]"
+
+
+def feature(name: str) -> str:
+    return f"test_ptxsim_kernels.py::test_feature[{name}]"
+
+
+def index_math(test: str) -> str:
+    return f"test_index_math.py::{test}"
+
+
+ATTENTION, MASK = "cute_kernels/attention", "cute_kernels/attention/mask.py"
+DECODE = shipped("attention.decode/bf16_d64_causalwb_cap_skip_tma_m64n128s6g2r8")
+SM90 = shipped("attention.sm90/bf16_d64_causal_tma_m192n128s4")
+WINDOW = shipped("attention.sm90/bf16_d64_anyw_cap_tma_m128n128s4")
+FP8 = shipped("attention.sm90/e4m3_d128_causal_tma_m192n96s3")
+HALVES, PING_PONG = "sm_100a bf16_d64_causal_tma_m256n128s4e4", "sm_100a bf16_d128_causal_tma_m128n96s3"
+RADIX = shipped("topk.radix/fp32_c3t512_n46080")
+ROTATED = shipped("cache_write.rows/bf16_bf16_transform")
+STATES = shipped("merge_states.rows/bf16_states")
+
+BUGS = (
+    # ---- roles of decode
+    Bug("decode: K is released before it is read", f"{ATTENTION}/decode/mainloop.py",
+        "                pipeline.consumer_wait(s.k_pipe, cur.block, k_ready)\n",
+        "                pipeline.consumer_wait(s.k_pipe, cur.block, k_ready)\n"
+        "                release_if_last(spec, s.k_pipe, tile, cur)\n", DECODE),
+    Bug("decode: keys left of the window are not masked", f"{ATTENTION}/decode/mainloop.py",
+        "Uint32(prev.key - tile.w.n_block_full_min * spec.tile.n) <", "Uint32(prev.key) <",
+        feature("attention/decode: page 16, window, separate tables")),
+    Bug("decode: sums of warps are added without their scale", f"{ATTENTION}/decode/reduce.py",
+        "row_sum = warp.fma(scale, s.merge.stats[first + c, inside, 1], row_sum)",
+        "row_sum += s.merge.stats[first + c, inside, 1]", DECODE),
+    Bug("decode: a tile forgets its first row", f"{ATTENTION}/decode/reduce.py",
+        "at, dequant_scale = tile.first_row + row,", "at, dequant_scale = row,",
+        shipped("attention.decode/bf16_d256_causalwb_cap_skip_tma_m32n64s3g1r8")),
+    # ---- roles of sm90
+    Bug("sm90: V is released before P V has read it", f"{ATTENTION}/sm90/mainloop.py",
+        "        warpgroup.wait_group(0)\n        pipeline.consumer_release(s.v_pipe, i)\n        # row 0 becomes",
+        "        pipeline.consumer_release(s.v_pipe, i)\n        warpgroup.wait_group(0)\n        # row 0 becomes",
+        SM90),
+    Bug("sm90: a warpgroup without rows keeps its turn", f"{ATTENTION}/sm90/mainloop.py",
+        "        warp_scheduler_barrier_sync(spec)\n        warp_scheduler_barrier_arrive(spec)\n"
+        "        pipeline.consumer_release(s.k_pipe, next_kv)",
+        "        warp_scheduler_barrier_sync(spec)\n        pipeline.consumer_release(s.k_pipe, next_kv)", SM90),
+    Bug("sm90: zeroed rows of V lack the proxy fence", f"{ATTENTION}/sm90/mainloop.py",
+        '            cute.arch.fence_proxy("async.shared", space="cta")\n', "", SM90),
+    Bug("sm90: promoted sums are rescaled once only", f"{ATTENTION}/sm90/promotion.py",
+        "acc.acc_scales[k] = acc.acc_scales[k] * acc_scale[k]", "acc.acc_scales[k] = acc_scale[k]", FP8),
+    Bug("sm90: columns of transposed V stay permuted", f"{ATTENTION}/sm90/epilogue.py",
+        "(0, 2, 1, 3)[i % 4]]", "(0, 1, 2, 3)[i % 4]]", FP8),
+    Bug("sm90: a skipped V expects bytes", f"{ATTENTION}/sm90/skip.py",
+        "producer_acquire_tx(s.v_pipe, i, Int32(0))", "producer_acquire_tx(s.v_pipe, i, Int32(16))",
+        shipped("attention.sm90/bf16_d64_causal_skip_tma_m192n128s4")),
+    # ---- roles of sm100
+    Bug("sm100: alternating groups begin at the same block", f"{ATTENTION}/sm100/softmax.py",
+        "n_block = begin - ((own - begin) & (step - 1))", "n_block = begin", PING_PONG),
+    Bug("sm100: row sums of two groups are added unscaled", f"{ATTENTION}/sm100/correction.py",
+        "warp.fma(two.scale_or_sum, scale_1, one.scale_or_sum * scale_0)",
+        "warp.fma(two.scale_or_sum, scale_1, one.scale_or_sum)", PING_PONG),
+    Bug("sm100: O is read before its last P V", f"{ATTENTION}/sm100/correction.py",
+        "at.tiles if const_expr(groups(spec) == SLOTS)", "at.tiles - 1 if const_expr(groups(spec) == SLOTS)", HALVES),
+    Bug("sm100: a tile adds to the O of the tile before", f"{ATTENTION}/sm100/mma_utils.py",
+        "Int32(1) if n > 0 else 1 - is_first", "Int32(1)", HALVES),
+    Bug("sm100: stats are overwritten before they are read", f"{ATTENTION}/sm100/softmax.py",
+        "    pipeline.mbarrier_wait(s.sm_stats_empty + x.group, at.num_stats)\n    # row_sum\n",
+        "    # row_sum\n", HALVES),
+    # ---- masks, schedule and splits
+    Bug("mask: a block with masked keys counts as full", MASK,
+        "return (lo + t - 1) // t, cutlass.max(hi, 0) // t",
+        "return (lo + t - 1) // t, (cutlass.max(hi, 0) + t - 1) // t",
+        index_math("test_blocks_of_a_tile")),
+    Bug("schedule: the last section of heads is as wide as the others", f"{ATTENTION}/schedule/tiles.py",
+        "is_whole * section + (1 - is_whole) * (heads - whole * section)", "section",
+        index_math("test_order_visits_every_tile_once_longest_first")),
+    Bug("schedule: the counter of tiles is left behind", f"{ATTENTION}/schedule/tiles.py",
+        "cute.arch.grid_dim()[0] + num_tiles - 1:", "cute.arch.grid_dim()[0] + num_tiles:", SM90),
+    Bug("stream-k: the remainder goes to CTAs that have it already", f"{ATTENTION}/schedule/stream_k.py",
+        "units_per_cta * c + cutlass.min(c, total - units_per_cta * ctas)", "units_per_cta * c",
+        index_math("test_shares_of_a_split_and_who_merges")),
+    Bug("stream-k: two splits have one slot", f"{ATTENTION}/schedule/stream_k.py",
+        "return cta + ctas * cutlass.max(1 - distance, 0)", "return cta",
+        index_math("test_shares_of_a_split_and_who_merges")),
+    Bug("combine: sums of earlier splits keep their old unit", f"{ATTENTION}/combine.py",
+        "            acc.store(acc.load() * old)\n            for j", "            for j",
+        feature("attention/decode: 40 parts")),
+    Bug("combine: the counter of splits is left behind", f"{ATTENTION}/combine.py",
+        "        counters[own] = 0\n", "", DECODE),
+    # ---- top-k
+    Bug("top-k: ties before the first selected one are taken too", "cute_kernels/topk/radix/write.py",
+        "if (tie >= skip) & (tie < skip + take):", "if tie < skip + take:", RADIX),
+    Bug("top-k: the last ties of a row are not the last of each CTA", "cute_kernels/topk/radix/write.py",
+        "skip = clamp(skipped - earlier, 0, mine)", "skip = clamp(skipped, 0, mine)", RADIX),
+    Bug("top-k: a run that ends at the k-th key does not have it", "cute_kernels/topk/select.py",
+        "(above < k_left) & (k_left <= above + mine)", "(above < k_left) & (k_left < above + mine)",
+        feature("topk/ties fp32_c3t512_n46080")),
+    # ---- cache writing and merging
+    Bug("cache: a page that only K has is written in V", "cute_kernels/cache_write/places.py",
+        "cutlass.min(a.k_cache.shape[0], a.v_cache.shape[0])", "a.k_cache.shape[0]",
+        shipped("cache_write.rows/bf16_bf16_append")),
+    Bug("cache: interleaved factors go to the row of the token", "cute_kernels/cache_write/store.py",
+        "row - row % 4 + down, index - down * blocks", "row, index - down * blocks",
+        shipped("cache_write.rows/bf16_nvfp4_append")),
+    Bug("cache: the second half of rotated elements has angles of its own", "cute_kernels/cache_write/rotate.py",
+        "                    begin -= rotated >> 1\n", "                    begin -= 0\n", ROTATED),
+    Bug("cache: partly rotated rows exchange with the wrong lanes", "cute_kernels/cache_write/rotate.py",
+        "upper = vector >= g.lanes", "upper = vector > g.lanes", ROTATED),
+    Bug("merge: the sum of weights keeps its old unit", "cute_kernels/merge_states/rows/forward.py",
+        "total = r.lse[1] * scale", "total = r.lse[1]", STATES),
+    Bug("merge: V of a state without keys counts", "cute_kernels/merge_states/rows/forward.py",
+        "words[w, half, i] = words[w, half, i] & mask", "words[w, half, i] = words[w, half, i]", STATES),
+    # ---- host: wrappers
+    Bug("host: kept offsets of one length serve another", "wrappers/attention/plan.py",
+        "here.offsets.setdefault((device, batch, length), made)", "here.offsets.setdefault((device, batch), made)",
+        "test_plans.py::test_offsets_of_equal_requests"),
+    Bug("host: streams share the scratch of splits", "wrappers/scratch.py",
+        "key = plan.device, stream, plan.dim_vo,", "key = plan.device, plan.dim_vo,",
+        "test_plans.py::test_streams_have_scratch_of_their_own"),
+    Bug("host: a right window of 0 is not causal", "wrappers/flash_attn.py",
+        "    if right == 0:\n        causal = True\n", "", "test_flash_attn.py::test_options_in_every_form"),
+    Bug("host: V's strides are not seen when a cache becomes pages", "wrappers/flash_attn.py",
+        "all(t.stride(0) == rows * t.stride(1) for t in (k, v))", "k.stride(0) == rows * k.stride(1)",
+        "test_flash_attn.py::test_caches_without_a_table_are_pages"),
+    Bug("host: scales of KV heads are dealt to query heads in turn", "wrappers/prefill/values.py",
+        "value[:, None].expand(-1, all_heads // own).reshape(-1)", "value.repeat(all_heads // own)",
+        "test_low_precision.py"),
+    Bug("host: a known merge in place overlaps the other S", "wrappers/merge/plan.py",
+        "or -s_other_bytes < at_s_other - at_s < s_bytes)", ")",
+        "test_merge_states.py::test_an_input_that_is_the_output_too"),
+    Bug("host: a known cache write does not see memory that is shared later", "wrappers/cache_write/plan.py",
+        "if -b_bytes < apart < a_bytes and apart", "if 0 < apart < a_bytes and apart",
+        "test_cache_write.py::test_memory_that_is_shared_in_a_later_call"),
+    Bug("host: a plan of top-k serves both orders of ties", "wrappers/topk/plan.py",
+        "call.k, call.next_n, call.page_size, call.tie_break, call.tie_break.__class__,",
+        "call.k, call.next_n, call.page_size,", "test_plans.py::test_top_k"),
+    Bug("host: decreasing offsets pass", "wrappers/prefill/values.py",
+        "good = numbers == sorted(numbers)", "good = True", "test_refusals.py"),
+)  # fmt: skip
+
+
+def copy_of(tree: Path, folder: Path) -> None:
+    """Copy the tracked and the new files of a tree."""
+    listed = subprocess.run(
+        ["git", "ls-files", "-co", "--exclude-standard", "-z"], cwd=tree, capture_output=True, text=True, check=True
+    )
+    for name in filter(None, listed.stdout.split("\0")):
+        if (tree / name).is_file():
+            (folder / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy(tree / name, folder / name)
+
+
+def noticed(bug: Bug, tree: Path = ROOT) -> tuple[bool, str]:
+    """Plant a bug in a copy of the tree; return whether its check fails, and the last lines that the check printed."""
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        copy_of(tree, folder)
+        text = (folder / bug.file).read_text()
+        if text.count(bug.old) != 1:
+            raise ValueError(f"{bug.name}: {bug.file} has {text.count(bug.old)} places to change, must have 1")
+        (folder / bug.file).write_text(text.replace(bug.old, bug.new))
+        path = os.pathsep.join([str(folder), str(folder / "tools/ptxsim/src")])
+        hidden = {k: v for k, v in os.environ.items() if k not in ("PYTHONPATH", "CUTE_DSL_ARCH")}
+        run = subprocess.run(
+            bug.command, cwd=folder, env=hidden | {"PYTHONPATH": path, "XDG_CACHE_HOME": str(folder / "build")},
+            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+        )  # fmt: skip
+    return run.returncode == 1, "\n".join(run.stdout.splitlines()[-12:])  # 1: pytest ran and a test failed
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m tests.bugs", description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("name", nargs="*")
+    parser.add_argument("--tree", type=Path, default=ROOT)
+    parser.add_argument("--jobs", type=int, default=2)
+    parser.add_argument("-v", action="store_true", help="print what the checks printed")
+    args = parser.parse_args()
+    chosen = [bug for bug in BUGS if not args.name or any(part in bug.name for part in args.name)]
+    missed = 0
+    with ThreadPoolExecutor(args.jobs) as threads:
+        for bug, (seen, text) in zip(chosen, threads.map(partial(noticed, tree=args.tree), chosen)):
+            print(f"{'noticed' if seen else 'MISSED '} {bug.name}", flush=True)
+            if args.v or not seen:
+                print(text, flush=True)
+            missed += not seen
+    print(f"{len(chosen) - missed} of {len(chosen)} noticed")
+    return missed
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,1 +1,0 @@
-"""compute-sanitizer over all operators: memcheck, racecheck, synccheck, initcheck."""
