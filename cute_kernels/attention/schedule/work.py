@@ -1,7 +1,7 @@
 """The pipeline of tiles, work_pipe: one warp of a CTA finds a tile and produces it, all other warps read it.
 
-The loop of a role over the tiles is `for_each_tile`. The mma roles have loops of their own: Hopper's and decode's read
-a tile before they have finished the tile before it, and Blackwell's is not converted yet.
+The loop of a role over the tiles is `for_each_tile`. Only the mma roles of Hopper and of decode have loops of their
+own: they read a tile before they have finished the tile before it.
 """
 
 from typing import Any, NamedTuple

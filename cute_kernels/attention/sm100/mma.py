@@ -25,10 +25,10 @@ def mma(spec: cutlass.Constexpr, plan, s):
     # Both issue Q @ K^T ahead of P @ V, so that the tensor core has work while softmax makes the next P.
     #
     # SASS instructions that the warp issues per two KV blocks: 213 in 16 bits (flash-attn-4: 205) and 132 in e4m3
-    # (127); more in `mma_one_half`. tests/test_static.py has the budgets.
-    base, t, at = s.tmem_ptr[0], Int32(0), MmaState(Uint32(0), Uint32(0), Int32(0))
-    w = work.consume(spec, s, t)
-    while w.is_valid != 0:
+    # (127); more in `mma_one_half` (docs/blackwell.md has the counts).
+    base = s.tmem_ptr[0]
+
+    def mma_one_tile(w, _, at):
         if w.n_block_max > w.n_block_min:
             n = pingpong_groups(spec, w)
             # wait for Q
@@ -44,5 +44,6 @@ def mma(spec: cutlass.Constexpr, plan, s):
             else:
                 i = mma_one_half.mma_tile(spec, s, base, w, at)
             at = MmaState(i, at.iteration + Uint32(num_iterations(spec, w)), at.tile + 1)
-        t += 1
-        w = work.consume(spec, s, t)
+        return at
+
+    work.for_each_tile(spec, s, mma_one_tile, MmaState(Uint32(0), Uint32(0), Int32(0)), carries_tile=True)
