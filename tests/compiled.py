@@ -76,6 +76,11 @@ def flash_inputs(device: Any, size: int, seed: int) -> Given:
     return {"q": q, "k": k, "v": v, "causal": True}
 
 
+def single_decode_inputs(device: Any, size: int, seed: int) -> Given:
+    given = flash_inputs(device, size, seed)
+    return {"q": given["q"][0, -1], "k": given["k"][0], "v": given["v"][0]}
+
+
 def varlen_inputs(device: Any, size: int, seed: int) -> Given:
     batch, rows, keys = DENSE[size]
     given = flash_inputs(device, size, seed)
@@ -228,6 +233,7 @@ TABLES: dict[str, tuple[Callable[[Given], Results], Callable[..., Given]]] = {  
 }
 OTHERS: dict[str, Any] = {
     "single_prefill_with_kv_cache": (returning(wrappers.single_prefill_with_kv_cache, "q"), single_inputs),
+    "single_decode_with_kv_cache": (returning(wrappers.single_decode_with_kv_cache, "q"), single_decode_inputs),
     "flash_attn_func": (returning(wrappers.flash_attn_func, "q"), flash_inputs),
     "flash_attn_varlen_func": (returning(wrappers.flash_attn_varlen_func, "q"), varlen_inputs),
     "flash_attn_with_kvcache": (returning(wrappers.flash_attn_with_kvcache, "q"), kvcache_inputs),

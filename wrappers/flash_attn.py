@@ -375,13 +375,15 @@ def _window(causal: Any, size: Any, chunk: Any) -> tuple[bool, int, int]:
     check_flag("causal", causal)
     if size is not None and (not isinstance(size, (tuple, list)) or len(size) != 2):
         raise TypeError(f"window_size: {size!r}, must be (left, right)")
-    sides = (-1, -1) if size is None else size
-    left, right = (-1 if side is None else check_integer("window_size", integer(side)) for side in sides)
+    left, right = -1, -1
+    if size is not None:
+        left, right = (-1 if side is None else check_integer("window_size", integer(side)) for side in size)
     if right > 0 and not causal:
         need = "right must be 0 or negative (unbounded) unless causal"
         raise NotImplementedError(f"window_size: {(left, right)}, a window of later keys is not supported: {need}")
     causal = causal or right == 0
-    chunk = 0 if chunk is None else check_integer("attention_chunk", integer(chunk), 0)
+    if chunk.__class__ is not int or chunk < 0:
+        chunk = 0 if chunk is None else check_integer("attention_chunk", integer(chunk), 0)
     if chunk and not causal:
         raise NotImplementedError(f"attention_chunk: {chunk}, not supported without a causal mask, must be 0")
     return causal, left, chunk
