@@ -107,10 +107,12 @@ def as_its_op(entry, op, spec):
         assert counts["HMMA"] > 0 and "HGMMA" not in counts
     elif op == "attention.sm100":
         size = 1 if spec.q == spec.kv.dtype == "e4m3" else 2
-        each = (2 * spec.head_dim_qk + spec.tile.n) * size // umma.STEP  # of a group: the first Q K^T, and a block
+        first, block = (columns * size // umma.STEP for columns in (spec.head_dim_qk, spec.head_dim_qk + spec.tile.n))
+        copies = 1 if sm100.groups(spec) == sm100.SLOTS else 3  # LLVM peels two iterations of the loop of one group
         mmas = counts["UTCQMMA" if size == 1 else "UTCHMMA"]
         forms = len(spec.tile.m_choices)  # of tiles
-        assert mmas == forms * sm100.groups(spec) * each, "one MMA a step, no copy of loops"
+        steps = sm100.SLOTS * first + copies * sm100.groups(spec) * block  # Q K^T of a block per slot, and the loop
+        assert mmas == forms * steps, "one MMA a step, no copy of loops"
         assert entry["registers"] == launch_registers(sm100.roles(spec).warps()), "what `Roles.of` takes for granted"
     else:
         mmas = counts["QGMMA" if spec.q == spec.kv.dtype == "e4m3" else "HGMMA"]

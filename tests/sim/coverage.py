@@ -3,7 +3,7 @@
 from ptxsim.coverage import Missing
 
 # By op: the rest of these kernels is reached by features of other kernels, by types or by sizes that no small case has.
-LIMITS = {"attention.decode": 0.14, "attention.sm90": 0.15, "topk.radix": 0.35}
+LIMITS = {"attention.decode": 0.16, "attention.sm90": 0.15, "topk.radix": 0.35}
 GOAL = 0.02  # of other ops
 
 
