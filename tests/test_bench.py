@@ -1,5 +1,6 @@
 """The benchmark's arithmetic, on the CPU: timing with a fake clock, checks of results, csv, plots, ncu's output."""
 
+from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -161,6 +162,13 @@ def test_check_takes_right_results_and_refuses_wrong_ones(causal):
     hole = right.clone()
     hole[3, 1, 5] = float("nan")
     assert workload.check(inputs, hole) == "not finite"
+
+
+def test_check_knows_windows():
+    inputs = cases.make_inputs(replace(cases.decoding(2, 300, (2, 1), 64, 64), window_left=9))
+    right, _ = cases.reference_of(inputs)
+    assert workload.check(inputs, right) is None
+    assert workload.check(inputs, cases.reference_of(inputs | {"window_left": -1})[0]).startswith("off by")
 
 
 @pytest.mark.parametrize("kv_dtype", ["", "fp8", "nvfp4"])
