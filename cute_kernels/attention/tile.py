@@ -45,8 +45,8 @@ class TileConfig(Protocol):
 
     @property
     def alternates_m_blocks(self) -> bool:
-        """Whether the m_blocks of a sequence whose keys are split come as the first, the last, the second, and so on,
-        so that CTAs get equal shares of a prompt."""
+        """Whether CTAs that share keys visit the m_blocks of a sequence in the order first, last, second, and so on, so
+        that they get equal shares of a prompt."""
 
     @property
     def end_blocks(self) -> int:

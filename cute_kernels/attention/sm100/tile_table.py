@@ -10,6 +10,7 @@ from typing import ClassVar, NamedTuple
 
 from ... import archs
 from ...dtypes import BITS
+from ..schedule import policy
 from ..spec import SF_VEC_SIZE, AttentionSpec, KVSpec
 from ..tile import Resources, distinct_dims
 
@@ -60,8 +61,8 @@ class Sm100TileConfig:
 
 class Sm100Row(NamedTuple):
     """The tiles for padded (head_dim_qk, head_dim_vo). half: Q, K and V have 16 bits. fp8: they have 8 bits. quantised:
-    16-bit queries over a quantised cache. e4m3_query: the same with e4m3 queries. split: in 16 bits, CTAs share the
-    keys of a sequence, whose head dims must equal the row's. None: no kernel."""
+    16-bit queries over a quantised cache. e4m3_query: the same with e4m3 queries. split: the 16-bit kernel in which
+    CTAs share the keys of a sequence; its head dims are those of the row. None: there is no such kernel."""
 
     dims: tuple[int, int]
     half: Sm100TileConfig | None = None
@@ -153,7 +154,6 @@ def tile_of(q: str, kv: str, dims: tuple[int, int], arch: str) -> Sm100TileConfi
 
 # Bytes of shared memory for tiles of work and the scheduler, besides an mbarrier pair per stage of each pipeline
 WORK_BYTES = {"tiles": 192, "stream_k": 400}
-WORK_STAGES = {"tiles": 2, "stream_k": 4}
 STAGE_BYTES = 16
 SINGLE_MBARRIERS = 7 * 2 * 8  # bytes: seven pairs, see `forward.Sm100SharedStorage`
 SOFTMAX_REGISTERS = {  # (groups, whether K and V are dequantised) -> registers per thread, as `roles` has them
@@ -176,7 +176,7 @@ def smem_bytes(spec: AttentionSpec[Sm100TileConfig], t: Sm100TileConfig, dims: t
     """Return the bytes of shared memory that a kernel of `spec` with tile `t` allocates. dims: padded head dims."""
     dequantises, raw, (qk, vo) = spec.q != spec.kv.dtype, t.raw_stages or t.stages, dims
     found = raw * t.n * (qk + vo) * spec.kv.bits // 8 + t.q_stages * t.m * qk * BITS[spec.q] // 8
-    stages = 2 * raw + t.q_stages + WORK_STAGES[spec.schedule]
+    stages = 2 * raw + t.q_stages + policy.work_stages(spec)
     if dequantises:  # K and V as fp16, made from raw stages, and Q in place or besides
         found += 2 * t.stages * t.n * (qk + vo) + (2 * t.q_stages * t.m * qk if BITS[spec.q] < 16 else 0)
         found += 8 * t.m if spec.q == "bf16" else 0  # a scale per row of Q

@@ -76,7 +76,8 @@ class Sm90TileConfig:
 
 class Sm90Tiles(NamedTuple):
     """Tiles of kernels of the same types. general: the kernel takes every modifier. plain: it takes none; None: the
-    general tile. split: CTAs share the keys of a sequence, whose head dims must equal the row's; None: no kernel."""
+    general tile. split: CTAs share the keys of a sequence, and the head dims are those of the row; None: there is no
+    such kernel."""
 
     general: Sm90TileConfig
     plain: Sm90TileConfig | None = None
@@ -174,7 +175,7 @@ TABLE = (
         ),
     ),
 )
-SPLIT_CACHES = (FP8, "nvfp4")  # quantised caches whose keys CTAs share, with bf16 queries
+SPLIT_CACHES = (FP8, "nvfp4")  # caches of the kernels in which CTAs share keys; the queries have bf16
 HEAD_DIMS = distinct_dims(row.dims for row in TABLE if row.half)
 QUANTISED_HEAD_DIMS = distinct_dims(row.dims for row in TABLE if row.fp8 or row.quantised or row.nvfp4)
 
