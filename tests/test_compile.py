@@ -108,7 +108,9 @@ def as_its_op(entry, op, spec):
     elif op == "attention.sm100":
         size = 1 if spec.q == spec.kv.dtype == "e4m3" else 2
         first, block = (columns * size // umma.STEP for columns in (spec.head_dim_qk, spec.head_dim_qk + spec.tile.n))
-        copies = 1 if sm100.groups(spec) == sm100.SLOTS else 3  # LLVM peels two iterations of the loop of one group
+        copies = (
+            1 if sm100.groups(spec) == sm100.SLOTS else 3
+        )  # of one group, LLVM peels a block and unrolls by two slots
         mmas = counts["UTCQMMA" if size == 1 else "UTCHMMA"]
         forms = len(spec.tile.m_choices)  # of tiles
         steps = sm100.SLOTS * first + copies * sm100.groups(spec) * block  # Q K^T of a block per slot, and the loop

@@ -57,7 +57,7 @@ def ragged(kv_dtype: str) -> AttentionCase:
 
 
 def windowed(keys: int) -> AttentionCase:
-    """Return a decode batch whose tokens see their last `keys` keys, as in GPT-OSS."""
+    """Return a decode batch in which each token sees its last `keys` keys, as in GPT-OSS."""
     case = decoding(64, 8192, (64, 8), 64, 64)
     return replace(case, name=case.name.replace("bf16-", f"bf16-window{keys}-"), window_left=keys - 1)
 
