@@ -2,7 +2,7 @@
 
 One batch runs through the context function and through the wrapper classes: plain, with a bit mask, with RoPE or with
 ALiBi, in pages of 64 tokens, in pages of one token and ragged. Decode also runs with pages of one token. Each modifier
-has a case of its own, too, in which "own-bf16" is the same class without it.
+and each kind of bit mask has a case of its own, too, in which "own-bf16" is the same class without it.
 
 The provider of a row is "ours" (the function with pages of 64) or "ours-FORM"; the csv's ratio is its time over that of
 "ours".
@@ -30,18 +30,36 @@ from .workload import Inputs, check, csr, pages, shape_of, unpaged
 PREFILL = replace(case_of("family-bf16-causal-b2-s8192-h32x8-d128", (8192,) * 2, True), spare_pages=8)
 DECODE = replace(cases.decoding(64, 8192, (64, 8), 128, 64), name="family-decode-bf16-b64-s8192-h64x8-d128")
 HOST = "host-family"
-MODIFIED = {  # case -> provider of FORMS
-    f"prefill-{kind}-causal-b2-s8192-h32x8-d128-p64": f"ours-{kind}" for kind in ("mask", "rope", "alibi")
-}
-CASES = {case.name: case for case in (PREFILL, DECODE, *(replace(PREFILL, name=name) for name in MODIFIED))}
+DRAFTS = 64  # tokens of a tree, the last ones of a request
+MODIFIED = {  # case -> (provider of FORMS, what it changes in PREFILL)
+    f"prefill-{kind}-b2-s8192-h32x8-d128-p64": (form, change)
+    for kind, form, change in (
+        ("mask-causal", "ours-mask", {}), ("mask-tree", "ours-mask-tree", {}),
+        ("mask-drafts", "ours-mask-tree", {"q_lens": (DRAFTS,) * 2}),
+        ("mask-random", "ours-mask-random", {"causal": False}), ("rope-causal", "ours-rope", {}),
+        ("alibi-causal", "ours-alibi", {}),
+    )
+}  # fmt: skip
+OWN = (replace(PREFILL, name=name, **change) for name, (_, change) in MODIFIED.items())  # type: ignore[arg-type]
+CASES = {case.name: case for case in (PREFILL, DECODE, *OWN)}
 Run = Callable[[], torch.Tensor]
 THETA = 1e4  # RoPE's theta: the default of the classes
 
 
-def causal_bits(shape: Any, device: torch.device) -> torch.Tensor:
-    """Return the packed bit mask of all requests that keeps the same keys as a causal mask."""
-    bits = torch.ones(shape.length, shape.length, dtype=torch.bool, device=device).tril().flatten()
-    return wrappers.packbits(bits, "little").repeat(shape.batch)
+def mask_of(kind: str, shape: Any, device: torch.device) -> torch.Tensor:
+    """Return the mask of each request, bool (query rows, keys). kind: "causal"; "tree": the last `DRAFTS` tokens are
+    the nodes of a binary tree, and see their ancestors alone among these; "random": each bit is set with 1/2."""
+    (rows,), (keys,) = set(shape.q_lens), set(shape.kv_lens)
+    if kind == "random":
+        return torch.rand(rows, keys, device=device, generator=torch.Generator(device).manual_seed(0)) < 0.5
+    mask = torch.ones(rows, keys, dtype=torch.bool, device=device).tril(keys - rows)
+    if kind == "tree":
+        count = min(DRAFTS, rows)
+        tree = torch.eye(count, dtype=torch.bool)
+        for node in range(1, count):
+            tree[node] |= tree[(node - 1) // 2]
+        mask[-count:, -count:] = tree.to(device)
+    return mask
 
 
 def paged(inputs: Inputs, kind: Any = None, scales: tuple[torch.Tensor, ...] = (), **given: Any) -> Run:
@@ -97,9 +115,10 @@ def context(inputs: Inputs) -> Run:
     return lambda: wrappers.trtllm_batch_context_with_kv_cache(**inputs)
 
 
-def masked(inputs: Inputs) -> Run:
-    mask = causal_bits(shape_of(inputs), inputs["query"].device)
-    return paged(inputs, packed_custom_mask=mask, causal=False)
+def masked(inputs: Inputs, kind: str = "causal") -> Run:
+    shape = shape_of(inputs)
+    bits = wrappers.packbits(mask_of(kind, shape, inputs["query"].device).flatten(), "little")
+    return paged(inputs, packed_custom_mask=bits.repeat(shape.batch), causal=False)
 
 
 FORMS: dict[str, tuple[int, Callable[[Inputs], Run]]] = {  # provider -> page size of its inputs, maker of its call
@@ -108,6 +127,8 @@ FORMS: dict[str, tuple[int, Callable[[Inputs], Run]]] = {  # provider -> page si
     "ours-paged-p1": (1, paged),
     "ours-ragged": (64, ragged),
     "ours-mask": (64, masked),
+    "ours-mask-tree": (64, partial(masked, kind="tree")),
+    "ours-mask-random": (64, partial(masked, kind="random")),
     "ours-rope": (64, partial(paged, pos_encoding_mode="ROPE_LLAMA")),
     "ours-alibi": (64, partial(paged, pos_encoding_mode="ALIBI")),
     "flashinfer-paged": (64, lambda inputs: paged(inputs, flashinfer("Paged"))),
@@ -145,7 +166,9 @@ def checked(provider: str, inputs: Inputs, out: torch.Tensor) -> str | None:
     if provider.endswith("-rope"):
         return check(rotated(inputs), out)
     bias = slopes(out.shape[1], out.device) if provider.endswith("-alibi") else None
-    return check(inputs, out, slopes=bias)
+    kind = provider.removeprefix("ours-mask-")
+    mask = mask_of(kind, shape_of(inputs), out.device) if kind != provider else None
+    return check(inputs, out, slopes=bias, mask=mask)
 
 
 def collect(case: AttentionCase, setup: Setup, forms: Collection[str] | None = None) -> dict[str, Call]:
@@ -167,7 +190,7 @@ def measure(case: AttentionCase, top: Ceilings, setup: Setup) -> list[Measuremen
     if case.name.startswith("family-decode"):
         return measure_decode(case, top, setup)
     if case.name in MODIFIED:
-        names = {MODIFIED[case.name]: "ours", "ours-paged": "own-bf16"}
+        names = {MODIFIED[case.name][0]: "ours", "ours-paged": "own-bf16"}
         calls = {names[form]: call for form, call in collect(case, setup, names).items()}
     else:
         calls = collect(case, setup)

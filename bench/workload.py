@@ -131,7 +131,11 @@ def rows_of(t: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
 
 
 def check(
-    inputs: Inputs, out: torch.Tensor | FP4Tensor, seed: int = 0, slopes: torch.Tensor | None = None
+    inputs: Inputs,
+    out: torch.Tensor | FP4Tensor,
+    seed: int = 0,
+    slopes: torch.Tensor | None = None,
+    mask: torch.Tensor | None = None,
 ) -> str | None:
     """Compare `out` (tokens, heads, head_dim) with fp32 attention on a sample of rows. Return None if it agrees, else
     the error.
@@ -140,7 +144,7 @@ def check(
     the shortest, the longest and one other. All elements must be finite. Outputs over many keys are small, and the
     tolerance shrinks with them. If the inputs have a skip-softmax threshold, a kernel may leave out keys with a
     probability below that share of the row's largest: no tile size or order of blocks leaves out others. slopes: of
-    ALiBi, one per head.
+    ALiBi, one per head. mask: bool (query rows, keys) of each request, in place of the causal mask. All rows see a key.
     """
     query, scale, factor = inputs["query"], float(inputs["bmm1_scale"]), float(inputs["bmm2_scale"])
     starts, lens = inputs["cum_seq_lens_q"].tolist(), inputs["seq_lens"].tolist()
@@ -162,7 +166,9 @@ def check(
         keys = torch.arange(length, device=query.device)
         if slopes is not None:
             logits += slopes.view(*logits.shape[1:3], 1) * (keys - index[:, None])[:, None, None]
-        if inputs.get("causal", True):
+        if mask is not None:
+            logits.masked_fill_(~mask[index][:, None, None], -math.inf)
+        elif inputs.get("causal", True):
             logits.masked_fill_((keys > (length - count + index)[:, None])[:, None, None], -math.inf)
         if (window := inputs.get("window_left", -1)) >= 0:
             logits.masked_fill_((keys < (length - count + index - window)[:, None])[:, None, None], -math.inf)

@@ -40,7 +40,8 @@ def test_a_wrong_form_has_no_row(monkeypatch, capsys, form):
         assert f"no row: {form}: " in capsys.readouterr().out
 
 
-def test_bits_of_a_causal_mask():
-    bits = family.causal_bits(workload.BatchShape((16,) * 2, (16,) * 2, 1, 1, 1, 1, True), torch.device("cpu"))
-    rows = bits.view(2, 16, 2).int()
-    assert (rows[..., 0] + 256 * rows[..., 1]).tolist() == [[(2 << i) - 1 for i in range(16)]] * 2
+def test_masks():
+    shape = workload.BatchShape((3,) * 2, (5,) * 2, 1, 1, 1, 1, True)
+    causal, tree = (family.mask_of(kind, shape, torch.device("cpu")).int().tolist() for kind in ("causal", "tree"))
+    assert causal == [[1, 1, 1, 0, 0], [1, 1, 1, 1, 0], [1, 1, 1, 1, 1]]
+    assert tree == [[1, 1, 1, 0, 0], [1, 1, 1, 1, 0], [1, 1, 1, 0, 1]]

@@ -33,6 +33,10 @@ PLANS = {  # what an object plans and runs, one after another
                replace(PLAIN, form="ragged", layout="HND", strided=True, **AGAIN)),
     "sinks": (replace(PACKED, form="sinks", page_size=16), replace(PLAIN, form="sinks", window_left=100, **AGAIN)),
     "masks": (replace(PLAIN, page_size=16, **MASKED), replace(PLAIN, page_size=16, custom=True, packed=True, **AGAIN)),
+    "blocks of a mask": (
+        replace(PLAIN, heads_q=4, q_lens=(300, 5), kv_lens=(900, 500), page_size=16, custom=True, blocks=True),
+        replace(PLAIN, q_lens=(2, 130), kv_lens=(700, 257), page_size=16, window_left=300, custom=True, blocks=True),
+    ),
     "RoPE": (replace(PACKED, mode="ROPE_LLAMA"), replace(PACKED, page_size=16, soft_cap=4.0)),
     "ragged, RoPE": (replace(PACKED, form="ragged", mode="ROPE_LLAMA"),
                      replace(PACKED, form="ragged", soft_cap=4.0, causal=False, **AGAIN)),

@@ -2,6 +2,7 @@
 device."""
 
 from dataclasses import dataclass
+from itertools import product
 from typing import Any, NamedTuple
 
 import torch
@@ -10,6 +11,7 @@ import wrappers
 
 from .attention import DTYPES, SOFT_CAP_TOLERANCE, TOLERANCE
 
+BLOCK = 128  # rows and keys of a block of a mask
 SPARE = 3  # pages, or rows of ragged K and V, that belong to no request
 ROPE = {"rope_scale": 2.0, "rope_theta": 5e3}
 
@@ -20,8 +22,8 @@ class FamilyCase:
 
     stacked: K and V are one tensor; otherwise V has more pages than K. strided: Q, K, V and the output are slices of
     tensors with twice as many rows or heads. room: the least number of rows of the cache, so that cases can share one.
-    custom: a random mask that hides all keys from the first two rows; packed: the mask is given in bits. on_device:
-    plan gets index tensors on the device.
+    custom: a random mask that hides all keys from the first two rows; blocks: it hides some blocks of 128 rows x 128
+    keys and keeps others, whole; packed: the mask is given in bits. on_device: plan gets index tensors on the device.
     """
 
     name: str = ""
@@ -44,6 +46,7 @@ class FamilyCase:
     mode: str = "NONE"
     custom: bool = False
     packed: bool = False
+    blocks: bool = False
     on_device: bool = False
 
     @property
@@ -89,6 +92,10 @@ def make(case: FamilyCase, seed: int = 0) -> Tensors:
     if case.custom:
         bits = [torch.rand(m, n, generator=gen) < 0.5 for m, n in zip(case.q_lens, case.kv_lens)]
         for request in bits:
+            for row, column in product(range(0, len(request), BLOCK), range(0, request.shape[1], BLOCK)):
+                kind = int(torch.randint(3, (), generator=gen)) if case.blocks else 1
+                if kind != 1:
+                    request[row : row + BLOCK, column : column + BLOCK] = kind == 2
             request[:2] = False
         mask = torch.cat([request.flatten() for request in bits])
     sinks = torch.randn(case.heads_q, generator=gen) if case.form == "sinks" else None

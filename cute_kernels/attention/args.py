@@ -54,6 +54,8 @@ class MaskArgs(NamedTuple):
     custom_mask: Any = None  # (N,)       uint8: bit i * kv_len + j of a sequence, least significant first: token i sees
     #                                     key j; instead of causal, which must be 0
     mask_starts: Ints = None  # (B + 1,)  int32: first byte of each sequence in custom_mask
+    mask_blocks: Any = None  # (rows, N + 2)  int32 scratch, of any contents: the KV blocks of each tile, see
+    #                                     `mask_blocks`. rows: T x rows of a token // rows of a tile + B; N: KV blocks
 
 
 class LogitsArgs(NamedTuple):
@@ -118,6 +120,7 @@ OPTIONAL: dict[str, Callable[[Any], bool]] = {  # field -> whether a spec has it
     "tree_mask": lambda spec: spec.mask.tree,
     "custom_mask": lambda spec: spec.mask.custom,
     "mask_starts": lambda spec: spec.mask.custom,
+    "mask_blocks": lambda spec: spec.mask.custom,
     "alibi_slopes": lambda spec: spec.logits.alibi,
     "soft_cap": lambda spec: spec.logits.soft_cap,
     "skip_threshold": lambda spec: spec.logits.skip,

@@ -38,6 +38,7 @@ def fake_args(spec) -> dict[str, Any]:
         "k_scales": scales(qk),
         "v_scales": scales(vo),
         "tree_mask": abi.tensor(Int32, (None, None), align=4),
+        "mask_blocks": abi.tensor(Int32, (None, None), align=4),
         "custom_mask": abi.tensor(cutlass.Uint8, (None,), align=1),
         "o": abi.tensor(abi.DTYPES[spec.out[0]], (None, None, vo), **wide),
         "lse": abi.tensor(Float32, (None, None), align=4, last_stride_one=False),

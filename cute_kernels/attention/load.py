@@ -11,7 +11,7 @@ import cutlass.cute as cute
 from cutlass import Int32, const_expr
 
 from ..device import copy, pipeline
-from . import geometry, pdl
+from . import geometry, mask_blocks, pdl
 from .barriers import NamedBarrier
 from .kv import pages, scales, source
 from .kv.pages import KVBlock
@@ -81,6 +81,13 @@ def prologue_prefetch(spec: cutlass.Constexpr, a, s, page_ids, which: cutlass.Co
     return prologue
 
 
+def block_at(spec, a, w, position: KVBlock):
+    """Return the `KVBlock` at a position of a tile, which `position` has in place of the block, see `mask_blocks`."""
+    at = position.n_block
+    n_block, below = (mask_blocks.n_block_at(spec, a, w, i) for i in (at, at - 1))
+    return position._replace(n_block=n_block, next_n_block=below)
+
+
 # The load_k and load_v roles: one iteration per tile, an inner one per KV block, highest block first.
 #   waits for   work_pipe (the tile), then per block a free stage of k_pipe or v_pipe
 #   loads       the block by TMA or cp.async (`source(spec).fill`); page ids are looked up one block ahead
@@ -121,7 +128,7 @@ def load_kv(
                 load_or_reserve_q(spec, plan, s, w, q)
                 q += 1
         # page ids of the first block, unless the prologue has them
-        first = KVBlock(loader, i, w.n_block_max - 1, head, w.kv_len)
+        first = block_at(spec, a, w, KVBlock(loader, i, w.n_block_max - 1, head, w.kv_len))
         if const_expr(not pdl.has_prologue(spec)):
             source(spec).prefetch_pages(spec, page_ids, sequence_pages, first)
         elif w.n_block_max > w.n_block_min:
@@ -133,12 +140,13 @@ def load_kv(
             ):
                 source(spec).prefetch_pages(spec, page_ids, sequence_pages, first)
         # K or V, and page ids of the next block
-        for n_block in cutlass.range(w.n_block_max - 1, w.n_block_min - 1, -1, unroll=1):
-            source(spec).fill(spec, *into, page_ids, sequence_pages, KVBlock(loader, i, n_block, head, w.kv_len))
+        for position in cutlass.range(w.n_block_max - 1, w.n_block_min - 1, -1, unroll=1):
+            at = block_at(spec, a, w, KVBlock(loader, i, position, head, w.kv_len))
+            source(spec).fill(spec, *into, page_ids, sequence_pages, at)
             i += 1
             # produce the next tile after the first (highest) block; a tile without blocks does so below
             if const_expr(produces_tiles):
-                if loader == 0 and n_block == w.n_block_max - 1:
+                if loader == 0 and position == w.n_block_max - 1:
                     tiles.produce_next(spec, a, s, t + 1)
         if const_expr(produces_tiles):
             if loader == 0 and w.n_block_max <= w.n_block_min:
@@ -162,7 +170,8 @@ def load_scales(spec: cutlass.Constexpr, plan, s, rings):
     def load_tile(w, _, i):
         head = geometry.kv_head_of(spec, a, w)
         k, v = (pages.of_sequence(a, w.batch_idx, which) for which in (pages.K, pages.V))
-        for n_block in cutlass.range(w.n_block_max - 1, w.n_block_min - 1, -1, unroll=1):
+        for position in cutlass.range(w.n_block_max - 1, w.n_block_min - 1, -1, unroll=1):
+            n_block = mask_blocks.n_block_at(spec, a, w, position)
             # pages
             k_found = scales.find(spec, a.kv.k.shape[2], k, n_block, w.kv_len, Int32(0))
             v_found = scales.find(spec, a.kv.v.shape[2], v, n_block, w.kv_len, a.kv.v_scales_interleaved)

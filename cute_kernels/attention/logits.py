@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, Int64, const_expr
+from cutlass import Float32, Int32, const_expr
 
 from ..device.warp import fma
 from . import mask
@@ -78,8 +78,9 @@ def fetch_mask(spec: cutlass.Constexpr, a, rows: ScoreRows, mask_start: Int32, f
         count = const_expr(cute.size(rows.words) // cute.size(rows.tokens))  # words per row
         for i in cutlass.range_constexpr(cute.size(rows.words)):
             key = first + (cute.arch.lane_idx() % lanes + i % count * lanes) * 32
-            bit = Int64(rows.tokens[const_expr(i // count)]) * rows.seqlen.kv_len + key
-            rows.words[i] = mask.custom_word(a.mask.custom_mask, mask_start, bit)
+            rows.words[i] = mask.visible_word(
+                spec, a, mask_start, rows.tokens[const_expr(i // count)], key, rows.seqlen
+            )
 
 
 @cute.jit
@@ -102,14 +103,14 @@ def transform(
             for r in cutlass.range_constexpr(cute.size(s, mode=[0])):
                 cap(s[r, None], score_to_log2[r], a.logits.soft_cap)
     if masked:
-        # causal, window and kv_len
-        mask.apply(spec, s, rows.tokens, cols.at, cols.first, rows.seqlen)
-        if const_expr(spec.mask.custom):
-            if const_expr(cols.lanes == 1):  # the thread has one whole row
-                mask.apply_words(s, rows.words)
-            else:
-                for r in cutlass.range_constexpr(cute.size(s, mode=[0])):
-                    mask.apply_custom(s, r, rows.words[r], cols.at, cols.lane_col, cols.lanes)
+        if const_expr(not spec.mask.custom):
+            # causal, window and kv_len
+            mask.apply(spec, s, rows.tokens, cols.at, cols.first, rows.seqlen)
+        elif const_expr(cols.lanes == 1):  # words have all masks; the thread has one whole row
+            mask.apply_words(s, rows.words)
+        else:
+            for r in cutlass.range_constexpr(cute.size(s, mode=[0])):
+                mask.apply_custom(s, r, rows.words[r], cols.at, cols.lane_col, cols.lanes)
         if const_expr(spec.mask.tree):
             if rows.seqlen.tree != 0:
                 bits = cute.domain_offset((rows.start, 0), a.mask.tree_mask)

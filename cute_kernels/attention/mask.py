@@ -87,8 +87,6 @@ def full_range(spec, first, last, seqlen: SeqlenInfo):
     lo, hi = visible(spec, last, seqlen)[0], visible(spec, first, seqlen)[1]
     if spec.mask.tree:
         hi = cutlass.min(hi, seqlen.kv_len - seqlen.tree * seqlen.q_len)
-    if spec.mask.custom:
-        hi = 0
     return (lo + t - 1) // t, cutlass.max(hi, 0) // t
 
 
@@ -114,8 +112,11 @@ def segments(
     segment, for full blocks without the mask. The range must not contain the tile's highest block, which callers
     process before, with the mask: without a causal mask, it is the only block that can be masked on the right (kv_len).
     """
-    if spec.mask.custom:  # no block is full
-        return (Segment(n_block_min, n_block_max, True, True),)
+    if spec.mask.custom:  # positions in the tile's list (`mask_blocks`); masked blocks are the highest ones
+        mid = cutlass.max(n_block_min, cutlass.min(n_block_max - exact_max_blocks, n_block_full_max))
+        exact = cutlass.max(mid, n_block_max - exact_max_blocks)
+        rest = Segment(mid, exact, True, False), Segment(n_block_min, mid, False, False)
+        return (Segment(exact, n_block_max, True, True), *rest) if exact_max_blocks else rest
     mid = cutlass.max(n_block_min, cutlass.min(n_block_max - exact_max_blocks, n_block_full_max))
     left = cutlass.max(n_block_min, cutlass.min(mid, n_block_full_min))
     right = spec.mask.causal != "never" or spec.mask.tree
@@ -176,6 +177,18 @@ def apply_tree(
             if draft >= 0 and draft < 32 * bits.shape[1] and tokens[r] < q_len:
                 if (bits[tokens[r], draft // 32] >> (draft % 32)) & 1 == 0:
                     s[r, c] = -Float32.inf
+
+
+@cute.jit
+def visible_word(spec: cutlass.Constexpr, a, start: Int32, token: Int32, key: Int32, seqlen: SeqlenInfo):
+    """Return which of the keys [key, key + 32) a token sees, as bits: those of the custom mask, without the keys that
+    another mask hides or that the sequence does not have. start: the sequence's first byte in the custom mask."""
+    word = custom_word(a.mask.custom_mask, start, Int64(token) * seqlen.kv_len + key)
+    lo, hi = visible(spec, token, seqlen)
+    word &= ~warp.shift_left(0xFFFFFFFF, cutlass.max(hi - key, 0))
+    if const_expr(spec.mask.bounded_left):
+        word &= warp.shift_left(0xFFFFFFFF, cutlass.max(lo - key, 0))
+    return word
 
 
 @cute.jit

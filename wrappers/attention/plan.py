@@ -29,6 +29,7 @@ from .rope import rotated
 
 NO_WINDOW = 1 << 30  # window_left for a call without a window, if the kernel supports windows
 MOST_TILES = 1 << 31  # bound of the tiles of a launch with whole tiles, whatever the offsets
+HEADER = 2  # words of a list of KV blocks before its blocks
 CHUNK = 4096  # keys of a split in the batch-invariant mode, rounded down to whole KV blocks
 WIDE = {"bf16": torch.bfloat16, "fp16": torch.float16}
 TYPES: dict[Any, str] = {**checks.TYPES, "nvfp4": "nvfp4"}
@@ -163,6 +164,22 @@ def request_of(call: AttentionCall, sms: int = 132) -> KernelRequest:
     )
 
 
+class MaskLists(NamedTuple):
+    """The size of the lists of KV blocks that a launch with a custom mask makes, see `attention.mask_blocks`.
+
+    group: rows of a token in tiles with PackGQA. tile_m: the least number of rows of a tile. tile_n: keys of a block.
+    """
+
+    group: int
+    tile_m: int
+    tile_n: int
+
+    def empty(self, call: AttentionCall, q: torch.Tensor) -> torch.Tensor:
+        """Return int32 (rows, 2 + blocks of the longest possible request), uninitialised."""
+        rows, keys = q.shape[0] * self.group // self.tile_m + call.requests.batch, checks.most_keys(call)
+        return _empty((rows, HEADER + -(-keys // self.tile_n)), dtype=torch.int32, device=q.device)
+
+
 class ArgSlots:
     """The position of each argument in a kernel's launch, by name. Slots: a look-up takes a fifth of a dict's time."""
 
@@ -205,6 +222,7 @@ class LaunchPlan:
     counters_per_split: int  # of a tile
     split_keys: int  # keys of a split if splits do not depend on the batch, else 0
     checked: bool  # values are read and checked before a launch
+    lists: MaskLists | None = None  # with a custom mask
     offsets: Any = None  # (B + 1,) int32, offsets of requests of equal length, in the form of `HostMachine.argument`
 
     def bind(self, call: AttentionCall, capturing: bool) -> list[Any]:
@@ -264,6 +282,8 @@ class LaunchPlan:
                 raise _too_many_tiles(call._replace(q=q), self.batch)
             flat[slots.grid] = tiles if tiles < self.sms else self.sms
             flat[slots.counters], flat[slots.counter_base] = scratch.launch_counter(self.device, capturing)
+            if self.lists is not None:
+                flat[slots.mask_blocks] = self.lists.empty(call, q)
         elif tokens * factor * factor >= checks.MOST_ROWS:
             raise _too_many_rows(call._replace(q=q))
         elif self.split_keys:
@@ -382,7 +402,14 @@ def plan_for(call: AttentionCall, arch: str, sms: int) -> LaunchPlan:
         counters_per_split=spec.tile.counters_per_split,
         split_keys=blocks * spec.tile.n if stream_k else 0,
         checked=checking(),
+        lists=mask_lists(request, spec) if spec.mask.custom else None,
     )
+
+
+def mask_lists(request: KernelRequest, spec: Any) -> MaskLists:
+    """Return the `MaskLists` of the launches of a plan. Lengths on the device decide which tiles are packed."""
+    group = request.qhead_per_kvhead if request.qhead_per_kvhead <= PACK_GQA_MAX_GROUP else 1
+    return MaskLists(group, spec.tile.m_choices[0], spec.tile.n)
 
 
 def _present(call: AttentionCall, slots: ArgSlots) -> tuple[tuple[str, int, Any], ...]:

@@ -79,7 +79,7 @@ def fill(
     pipeline.producer_acquire(p, at.item)
     # use the page ids, then look up those of the next block
     starts = addresses(spec, op, page_ids, at)
-    prefetch_pages(spec, page_ids, sequence_pages, at._replace(n_block=at.n_block - 1))
+    prefetch_pages(spec, page_ids, sequence_pages, at._replace(n_block=at.next_n_block))
     # copy, and arrive when the copies have completed
     copy_rows(op, count, starts, smem[None, None, pipeline.stage(p, at.item)], at.loader * count)
     cute.arch.cp_async_mbarrier_arrive_noinc(pipeline.full_barrier(p, at.item))

@@ -12,13 +12,15 @@ K, V = 0, 1  # rows of a sequence's page table
 
 class KVBlock(NamedTuple):
     """A KV block as one load warp sees it. loader: index of the warp among those that fill a stage together. item: of
-    the pipeline. n_block: index of the block in the sequence. head: KV head."""
+    the pipeline. n_block: index of the block in the sequence. head: KV head. next_n_block: the block that the tile
+    visits next, less than 0 if there is none."""
 
     loader: Int32
     item: Int32
     n_block: Int32
     head: Int32
     kv_len: Int32
+    next_n_block: Int32 = -1  # type: ignore[assignment]
 
 
 class SequencePages(NamedTuple):

@@ -103,7 +103,7 @@ def fill(
     # page ids of the next block
     if const_expr(prefetched is not None):
         if at.n_block > 0:
-            prefetch_pages(spec, prefetched, sequence_pages, at._replace(n_block=at.n_block - 1))
+            prefetch_pages(spec, prefetched, sequence_pages, at._replace(n_block=at.next_n_block))
 
 
 @cute.jit

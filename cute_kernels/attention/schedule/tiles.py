@@ -27,11 +27,11 @@ from typing import NamedTuple
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, Uint32, Uint64
+from cutlass import Float32, Int32, Uint32, Uint64, const_expr
 
 from ...device import warp
 from ...device.divisor import Divisor
-from .. import geometry, mask
+from .. import geometry, mask, mask_blocks
 from . import policy, work
 from .work import WorkTileInfo
 
@@ -289,6 +289,10 @@ def find(spec: cutlass.Constexpr, a, launch_tile: Int32, smem: SchedulerSmem):
     first, last = geometry.tile_tokens(m_block, m, sequence.q_len, Divisor(pack_factor, magic))
     blocks = (*mask.kv_range(spec, first, last, seqlen), *mask.full_range(spec, first, last, seqlen))
     w = WorkTileInfo(is_valid, m_block, head, sequence.q_start, sequence.q_len, sequence.kv_len, batch, *blocks)
+    if const_expr(spec.mask.custom):
+        row, count, num_full = mask_blocks.listed_blocks(spec, a, sequence.q_start, batch, m_block)
+        w = w._replace(n_block_min=Int32(0), n_block_max=count, list_row=row)
+        w = w._replace(n_block_full_min=Int32(0), n_block_full_max=num_full)
     return w._replace(pack_factor=pack_factor, pack_magic=magic), num_tiles
 
 

@@ -29,6 +29,7 @@ class WorkTileInfo(NamedTuple):
     The KV blocks [n_block_min, n_block_max) have a key that a row of the tile sees (none if the range is empty); those
     of [n_block_full_min, n_block_full_max) need no mask. split: a `SplitInfo`, or None in kernels
     without split tiles (`policy.is_split_kv`).
+    list_row: with a custom mask, the tile's row of `mask_blocks`. Blocks are then positions in that list, from 0 on.
     pack_factor: rows per token, see `geometry`, and pack_magic, its magic number for `Divisor`: only in kernels with
     `tile.per_tile_pack_gqa`.
     """
@@ -45,6 +46,7 @@ class WorkTileInfo(NamedTuple):
     n_block_full_min: Int32
     n_block_full_max: Int32
     split: Any = None
+    list_row: Any = None
     pack_factor: Any = None
     pack_magic: Any = None
 
@@ -54,7 +56,8 @@ COMMON = WorkTileInfo._fields.index("split")  # words that every kernel's tiles 
 
 def fields(spec):
     """Return the number of 32-bit words of a tile in shared memory."""
-    return COMMON + policy.is_split_kv(spec) * len(SplitInfo._fields) + spec.tile.per_tile_pack_gqa * 2
+    own = policy.is_split_kv(spec) * len(SplitInfo._fields) + spec.mask.custom
+    return COMMON + own + spec.tile.per_tile_pack_gqa * 2
 
 
 def allocate(spec, smem):
@@ -69,7 +72,8 @@ def make_pipe(spec, smem, roles):
 
 def flatten(w: WorkTileInfo):
     """Return the words of a tile."""
-    return (*w[:COMMON], *(w.split or ()), *(() if w.pack_factor is None else (w.pack_factor, w.pack_magic)))
+    row = () if w.list_row is None else (w.list_row,)
+    return (*w[:COMMON], *(w.split or ()), *row, *(() if w.pack_factor is None else (w.pack_factor, w.pack_magic)))
 
 
 @cute.jit
@@ -102,6 +106,8 @@ def of_words(spec, words):
     w, rest = WorkTileInfo(*words[:COMMON]), words[COMMON:]
     if policy.is_split_kv(spec):
         w, rest = w._replace(split=SplitInfo(*rest[:3])), rest[3:]
+    if spec.mask.custom:
+        w, rest = w._replace(list_row=rest[0]), rest[1:]
     return w._replace(pack_factor=rest[0], pack_magic=rest[1]) if rest else w
 
 

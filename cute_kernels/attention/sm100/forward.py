@@ -67,7 +67,7 @@ from cutlass import Int32, const_expr
 
 from ... import abi
 from ...device import copy, pipeline, tmem
-from .. import fakes, geometry, load, splits
+from .. import fakes, geometry, load, mask_blocks, splits
 from ..args import AttentionArgs
 from ..kv import arrivals, pages, scales, source, stage_columns
 from ..prepare import allocate_operands
@@ -139,6 +139,7 @@ def forward(spec: cutlass.Constexpr, stream, *flat):
     )
     rows = cute.make_tensor(a.query.q.iterator, cute.select(a.query.q.layout, mode=[0, 2, 1]))
     q = copy.operand(rows, (t.m, spec.padded_qk), t.q_stages, (t.m,))
+    mask_blocks.launch(spec, a, stream)
     kernel(spec, Sm100KernelParams(a, k, v, q)).launch(
         grid=[a.schedule.grid, 1, 1],
         block=[32 * roles(spec).warps(), 1, 1],

@@ -36,13 +36,13 @@ def mma(spec: cutlass.Constexpr, plan, s):
             # S = Q @ K^T and O += P @ V of all blocks
             i = at.item
             if const_expr(groups(spec) < SLOTS or is_static(n, SLOTS)):
-                i = mma_one_half.mma_tile(spec, s, base, w, at)
+                i = mma_one_half.mma_tile(spec, plan.args, s, base, w, at)
             elif const_expr(is_static(n, 1)):
-                i = mma_two_halves.mma_tile(spec, s, base, w, at)
+                i = mma_two_halves.mma_tile(spec, plan.args, s, base, w, at)
             elif n == 1:
-                i = mma_two_halves.mma_tile(spec, s, base, w, at)
+                i = mma_two_halves.mma_tile(spec, plan.args, s, base, w, at)
             else:
-                i = mma_one_half.mma_tile(spec, s, base, w, at)
+                i = mma_one_half.mma_tile(spec, plan.args, s, base, w, at)
             at = MmaState(i, at.iteration + Uint32(num_iterations(spec, w)), at.tile + 1)
         return at
 

@@ -18,7 +18,7 @@ from .roles import SLOTS, groups
 
 
 @cute.jit
-def mma_tile(spec: cutlass.Constexpr, s, base: Int32, w: work.WorkTileInfo, at: MmaState):
+def mma_tile(spec: cutlass.Constexpr, a, s, base: Int32, w: work.WorkTileInfo, at: MmaState):
     """Issue the MMAs of tile `w`. One warp. Return the item of the pipelines of K and V after it."""
     q, left = q_descriptors(spec, s, at.tile), w.n_block_max - w.n_block_min
     owns_slot = const_expr(groups(spec) == SLOTS)
@@ -38,7 +38,7 @@ def mma_tile(spec: cutlass.Constexpr, s, base: Int32, w: work.WorkTileInfo, at: 
     # zeros into V behind the request's last key, while S is computed
     if const_expr(zeroes_tail(spec)):
         wait_operand(spec, s.v_pipe, at.item)
-        zero_tail(spec, s, w, at.item)
+        zero_tail(spec, a, s, w, at.item)
     # Per group, wait for V and P of its block, issue P @ V, release V; then wait for K of the block after next, issue
     # Q @ K^T into the slot that P leaves, release K. So softmax of a block runs under the MMAs of its neighbours.
     #

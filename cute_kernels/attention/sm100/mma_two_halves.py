@@ -23,7 +23,7 @@ from .roles import SLOTS, is_static, pingpong_groups
 
 
 @cute.jit
-def mma_tile(spec: cutlass.Constexpr, s, base: Int32, w: work.WorkTileInfo, at: MmaState):
+def mma_tile(spec: cutlass.Constexpr, a, s, base: Int32, w: work.WorkTileInfo, at: MmaState):
     """Issue the MMAs of tile `w`. One warp. Return the item of the pipelines of K and V after it."""
     q = q_descriptors(spec, s, at.tile)
     # S = Q @ K^T of the tile's first block, both halves
@@ -54,7 +54,7 @@ def mma_tile(spec: cutlass.Constexpr, s, base: Int32, w: work.WorkTileInfo, at: 
         fence_before_mma(spec)
         if const_expr(zeroes_tail(spec)):
             if is_first != 0:
-                zero_tail(spec, s, w, i)
+                zero_tail(spec, a, s, w, i)
         for half in cutlass.range_constexpr(SLOTS):
             tmem_columns = columns(base, half, half)
             # O += P @ V, all parts of P but the last

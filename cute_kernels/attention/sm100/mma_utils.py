@@ -7,6 +7,7 @@ import cutlass.cute as cute
 from cutlass import Int32, Uint32, const_expr
 
 from ...device import layout, pipeline, umma
+from .. import mask_blocks
 from ..kv import source
 from ..schedule import work
 from . import precision
@@ -118,13 +119,13 @@ def zeroes_tail(spec):
 
 
 @cute.jit
-def zero_tail(spec: cutlass.Constexpr, s, w: work.WorkTileInfo, i: Uint32):
+def zero_tail(spec: cutlass.Constexpr, a, s, w: work.WorkTileInfo, i: Uint32):
     """Write zeros to the rows of V, item i, past the request's last key: they may hold anything, and 0 * NaN is NaN.
 
     The mma warp does this, because it consumes V's stages. A warp that did not consume them once did it: it saw an old
     phase and zeroed an older block. No role waits for the zeros: S of the tile's first block is computed meanwhile.
     """
-    valid = w.kv_len - (w.n_block_max - 1) * spec.tile.n
+    valid = w.kv_len - mask_blocks.n_block_at(spec, a, w, w.n_block_max - 1) * spec.tile.n
     if valid < spec.tile.n and source(spec).has_partial_tail(spec, valid):
         stage = s.v[None, None, pipeline.stage(s.v_pipe, i)]
         source(spec).zero_tail(spec, stage, valid, cute.arch.lane_idx(), 32)

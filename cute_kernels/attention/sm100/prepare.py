@@ -10,7 +10,7 @@ import cutlass.cute as cute
 from cutlass import Int32, Uint32, const_expr
 
 from ...device import layout, mma, pipeline
-from .. import prepare, quant
+from .. import mask_blocks, prepare, quant
 from ..load import Items
 from ..schedule import work
 from ..spec import KVSpec
@@ -39,12 +39,12 @@ def prepare_kv(spec: cutlass.Constexpr, plan, s, which: cutlass.Constexpr, share
         if w.n_block_max > w.n_block_min:
             prepare_q(spec, plan, s, w, q, share + which * (WARPS // 2))
             q += 1
-        for n_block in cutlass.range(w.n_block_max - 1, w.n_block_min - 1, -1, unroll=1):
+        for position in cutlass.range(w.n_block_max - 1, w.n_block_min - 1, -1, unroll=1):
             # wait for the raw stage and a free operand stage
             pipeline.consumer_wait(ring.raw, i)
             pipeline.producer_acquire(ring.operand, i)
             # dequantise
-            valid = w.kv_len - n_block * spec.tile.n
+            valid = w.kv_len - mask_blocks.n_block_at(spec, plan.args, w, position) * spec.tile.n
             prepare.dequantise_stage(spec, plan.args, s, which, share, const_expr(WARPS // 2), i, valid)
             cute.arch.fence_proxy("async.shared", space="cta")
             cute.arch.sync_warp()

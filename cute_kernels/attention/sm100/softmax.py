@@ -5,6 +5,7 @@ all blocks of a tile of 128 rows. From the role to the exponentials: `softmax` -
 """
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 import cutlass
@@ -12,7 +13,7 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Uint32, const_expr
 
 from ...device import exp2, pipeline, tmem, warp
-from .. import geometry, logits, mask, splits
+from .. import geometry, logits, mask, mask_blocks, splits
 from .. import softmax as online
 from ..logits import ScoreCols, ScoreRows
 from ..schedule import work
@@ -158,7 +159,8 @@ def softmax_step(
 ):
     """Turn S of a KV block into P, or skip the block. Return the counters of the next block."""
     # prefetch the custom mask while S is computed
-    logits.fetch_mask(spec, a, x.rows, x.mask_start, n_block * spec.tile.n, 1)
+    if const_expr(flags.masked):
+        logits.fetch_mask(spec, a, x.rows, x.mask_start, n_block * spec.tile.n, 1)
     x = x._replace(coord=coord_at(spec, x.coord, at.num_blocks))
     # wait for S = Q @ K^T and load it
     pipeline.mbarrier_wait(s.s_full + x.coord.slot, x.coord.use)
@@ -251,7 +253,9 @@ def begin_tile(
     skip_rule = skip.rule(spec, a, w.kv_len)
     half = coord.group * (tile_q_stage(spec, w) - 1)
     first, last = geometry.tile_tokens(tile_q_stage(spec, w) * w.m_block + half, ROWS, w.q_len, w.pack_factor)
-    n_block_full_min, n_block_full_max = mask.full_range(spec, first, last, rows.seqlen)
+    n_block_full_min, n_block_full_max = w.n_block_full_min, w.n_block_full_max
+    if const_expr(not spec.mask.custom):
+        n_block_full_min, n_block_full_max = mask.full_range(spec, first, last, rows.seqlen)
     row = (tile_q_stage(spec, w) * w.m_block + half) * ROWS + coord.row
     head = geometry.head_of(row, w.head_idx, geometry.pack_divisor(w))
     # opaque: otherwise ptxas keeps all values that the token is made of in registers, and spills 32 bytes
@@ -297,28 +301,28 @@ def softmax(spec: cutlass.Constexpr, plan, s):
                 splits.record(s.splits, w, count, cute.arch.thread_idx()[0])
                 count += 1
         if w.n_block_max > w.n_block_min:
-            x = begin_tile(spec, a, s, r, coord, w, at, capped)
+            x, n_block_at = begin_tile(spec, a, s, r, coord, w, at, capped), partial(mask_blocks.n_block_at, spec, a, w)
             n = pingpong_groups(spec, w)
             # the group's first block of the tile: group 0 the tile's first, group 1 of two that alternate the second
             own = w.n_block_max - 1
             if const_expr(is_static(n, 1)):
-                at = softmax_step(spec, a, s, r, x, at, own, SoftmaxFlags(True, True))
+                at = softmax_step(spec, a, s, r, x, at, n_block_at(own), SoftmaxFlags(True, True))
             else:
                 own -= (n - 1) * coord.group
                 if own >= w.n_block_min:
-                    at = softmax_step(spec, a, s, r, x, at, own, SoftmaxFlags(True, True))
+                    at = softmax_step(spec, a, s, r, x, at, n_block_at(own), SoftmaxFlags(True, True))
             # its other blocks: masked on the right, full, masked on the left by a window
             for segment in mask.segments(spec, w.n_block_min, own, x.n_block_full_min, x.n_block_full_max):
                 flags, begin, end = SoftmaxFlags(segment.masked), segment.n_block_max - 1, segment.n_block_min
                 step = pingpong_groups(spec, w)  # n, computed again: n itself would be live across the first block
                 if const_expr(is_static(step, 1)):
-                    for n_block in cutlass.range(begin, end - 1, -1, unroll=1):
-                        at = softmax_step(spec, a, s, r, x, at, n_block, flags)
+                    for position in cutlass.range(begin, end - 1, -1, unroll=1):
+                        at = softmax_step(spec, a, s, r, x, at, n_block_at(position), flags)
                 else:
-                    n_block = begin - ((own - begin) & (step - 1))
-                    while n_block >= end:
-                        at = softmax_step(spec, a, s, r, x, at, n_block, flags)
-                        n_block -= step
+                    position = begin - ((own - begin) & (step - 1))
+                    while position >= end:
+                        at = softmax_step(spec, a, s, r, x, at, n_block_at(position), flags)
+                        position -= step
             # an odd number of blocks: in the last iteration group 1 has none
             if const_expr(not is_static(n, 1)):
                 if (w.n_block_max - w.n_block_min) & (n - 1) & coord.group != 0:

@@ -47,7 +47,7 @@ import cutlass.cute as cute
 from cutlass import Int32, const_expr
 
 from ...device import copy, pipeline
-from .. import fakes, geometry, load, splits
+from .. import fakes, geometry, load, mask_blocks, splits
 from ..args import AttentionArgs
 from ..kv import arrivals, pages, scales, source, stage_columns
 from ..prepare import StagePipelines, allocate_operands
@@ -108,6 +108,7 @@ def forward(spec: cutlass.Constexpr, stream, *flat):
     )
     rows = cute.make_tensor(a.query.q.iterator, cute.select(a.query.q.layout, mode=[0, 2, 1]))
     q = copy.operand(rows, (t.m, spec.padded_qk), t.q_stages, (t.m,))
+    mask_blocks.launch(spec, a, stream)
     kernel(spec, Sm90KernelParams(a, k, v, q, *precision.tiled_mmas(spec))).launch(
         grid=[a.schedule.grid, 1, 1],
         block=[32 * roles(spec).warps(), 1, 1],

@@ -22,7 +22,7 @@ from cutlass import Int32, Uint32, const_expr
 from cutlass.cute.nvgpu import warpgroup
 
 from ...device import pipeline, warp, wgmma
-from .. import geometry, logits, mask
+from .. import geometry, logits, mask, mask_blocks
 from .. import softmax as online
 from ..barriers import NamedBarrier
 from ..kv import pages, source
@@ -78,13 +78,15 @@ def mma_one_tile(
         segment = segments[g]
         flags = BlockFlags(capped, segment.masked, segment.is_first)
         if const_expr(r.promoted is None):
-            for n_block in cutlass.range(segment.n_block_max - 1, segment.n_block_min - 1, -1, unroll=1):
+            for position in cutlass.range(segment.n_block_max - 1, segment.n_block_min - 1, -1, unroll=1):
+                n_block = mask_blocks.n_block_at(spec, plan.args, tile.w, position)
                 at = mma_one_n_block(spec, plan, s, r, tile, at, n_block, flags)
         else:  # the same loop, left after every `promote_interval` blocks to add acc_o to sums in fp32 (`promotion`)
             hi = segment.n_block_max
             while hi > segment.n_block_min:
                 lo = cutlass.max(segment.n_block_min, hi - r.promoted.counts[0])
-                for n_block in cutlass.range(hi - 1, lo - 1, -1, unroll=1):
+                for position in cutlass.range(hi - 1, lo - 1, -1, unroll=1):
+                    n_block = mask_blocks.n_block_at(spec, plan.args, tile.w, position)
                     at = mma_one_n_block(spec, plan, s, r, tile, at, n_block, flags)
                 promotion.promote(spec, r.promoted, r.acc_o, hi - lo)
                 hi = lo
@@ -113,7 +115,7 @@ def first_half_block(
     online.reset(r.st, online.NO_KEY_MAX)
     r.acc_o.fill(0.0)
     init_rows(spec, a, r, tile, capped)
-    n_block = tile.w.n_block_max - 1
+    n_block = mask_blocks.n_block_at(spec, a, tile.w, tile.w.n_block_max - 1)
     logits.fetch_mask(spec, a, rows_of(r, tile), tile.mask_start, n_block * spec.tile.n, LANES)
     # wait for S, release the K stage
     warpgroup.wait_group(0)
@@ -165,7 +167,8 @@ def mma_one_n_block(
     # O += P @ V of the block before
     issue_pv(spec, plan, s, r, i)
     warp_scheduler_barrier_arrive(spec)
-    logits.fetch_mask(spec, a, rows_of(r, tile), tile.mask_start, n_block * spec.tile.n, LANES)
+    if const_expr(flags.masked):
+        logits.fetch_mask(spec, a, rows_of(r, tile), tile.mask_start, n_block * spec.tile.n, LANES)
     # wait for S
     warpgroup.wait_group(1)
     # `consumer_release_after` releases K only if its value is at least `below`. That always holds (exp >= 0 >=

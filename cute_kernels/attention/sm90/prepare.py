@@ -5,7 +5,7 @@ import cutlass.cute as cute
 from cutlass import Int32, const_expr
 
 from ...device import pipeline
-from .. import prepare
+from .. import mask_blocks, prepare
 from ..schedule import work
 from . import precision
 from .roles import roles
@@ -22,7 +22,8 @@ def prepare_kv(spec: cutlass.Constexpr, plan, s, which: cutlass.Constexpr, share
     raw_pipe, operand_pipe = prepare.stage_pipelines(s, which)
 
     def prepare_tile(w, _, i):
-        for n_block in cutlass.range(w.n_block_max - 1, w.n_block_min - 1, -1, unroll=1):
+        for position in cutlass.range(w.n_block_max - 1, w.n_block_min - 1, -1, unroll=1):
+            n_block = mask_blocks.n_block_at(spec, plan.args, w, position)
             # wait for the loaded stage and a free operand stage
             pipeline.consumer_wait(raw_pipe, i)
             pipeline.producer_acquire(operand_pipe, i)

@@ -26,7 +26,7 @@ from cutlass import Float32, Int32, const_expr
 from cutlass.cute.nvgpu import warpgroup
 
 from ...device import pipeline, warp
-from .. import geometry, load, logits, mask, skip_rule
+from .. import geometry, load, logits, mask, mask_blocks, skip_rule
 from .. import softmax as online
 from ..barriers import NamedBarrier
 from ..kv import pages, source
@@ -131,11 +131,11 @@ def load_v(spec: cutlass.Constexpr, plan, s, loader: Int32):
             if loader == 0:
                 load.load_or_reserve_q(spec, plan, s, w, q)
             # V of each block, once the votes on it are known
-            for n_block in cutlass.range(w.n_block_max - 1, w.n_block_min - 1, -1, unroll=1):
+            for position in cutlass.range(w.n_block_max - 1, w.n_block_min - 1, -1, unroll=1):
                 if all_skip(spec, s, i) != 0:
                     pipeline.producer_acquire_tx(s.v_pipe, i, Int32(0))
                 else:
-                    at = KVBlock(loader, i, n_block, head, w.kv_len)
+                    at = load.block_at(spec, a, w, KVBlock(loader, i, position, head, w.kv_len))
                     source(spec).fill(spec, plan.v, s.v, s.v_pipe, page_ids, sequence_pages, at)
                 i += 1
             q += 1
@@ -179,13 +179,15 @@ def mma_one_tile(
         segment = segments[g]
         flags = BlockFlags(capped, segment.masked, segment.is_first)
         if const_expr(r.promoted is None):
-            for n_block in cutlass.range(segment.n_block_max - 1, segment.n_block_min - 1, -1, unroll=1):
+            for position in cutlass.range(segment.n_block_max - 1, segment.n_block_min - 1, -1, unroll=1):
+                n_block = mask_blocks.n_block_at(spec, plan.args, tile.w, position)
                 at = mma_one_n_block(spec, plan, s, r, vote_state, at, n_block, flags)
         else:  # the same loop, left after every `promote_interval` blocks to promote O
             hi = segment.n_block_max
             while hi > segment.n_block_min:
                 lo = cutlass.max(segment.n_block_min, hi - r.promoted.counts[0])
-                for n_block in cutlass.range(hi - 1, lo - 1, -1, unroll=1):
+                for position in cutlass.range(hi - 1, lo - 1, -1, unroll=1):
+                    n_block = mask_blocks.n_block_at(spec, plan.args, tile.w, position)
                     at = mma_one_n_block(spec, plan, s, r, vote_state, at, n_block, flags)
                 promotion.promote(spec, r.promoted, r.acc_o, hi - lo)
                 hi = lo
@@ -221,7 +223,8 @@ def mma_one_n_block(
         # O += P @ V of the block before
         issue_pv(spec, plan, s, r, i)
         warp_scheduler_barrier_arrive(spec)
-        logits.fetch_mask(spec, a, rows_of(r, tile), tile.mask_start, n_block * spec.tile.n, LANES)
+        if const_expr(flags.masked):
+            logits.fetch_mask(spec, a, rows_of(r, tile), tile.mask_start, n_block * spec.tile.n, LANES)
         # wait for S, release the K stage
         warpgroup.wait_group(1)
         pipeline.consumer_release(s.k_pipe, next_kv)
@@ -232,7 +235,8 @@ def mma_one_n_block(
         # S = Q @ K^T
         issue_qk(spec, plan, s, r, next_at)
         warp_scheduler_barrier_arrive(spec)
-        logits.fetch_mask(spec, a, rows_of(r, tile), tile.mask_start, n_block * spec.tile.n, LANES)
+        if const_expr(flags.masked):
+            logits.fetch_mask(spec, a, rows_of(r, tile), tile.mask_start, n_block * spec.tile.n, LANES)
         # wait for S, release the K stage
         warpgroup.wait_group(0)
         pipeline.consumer_release(s.k_pipe, next_kv)

@@ -16,7 +16,10 @@ from wrappers.machine import HostMachine, override
 
 from .. import launcher
 
-INTEGERS = {"cu_seqlens_q", "kv_lens", "page_table", "kv_starts", "counters", "tree_mask", "mask_starts"}  # int32
+INTEGERS = {  # arguments of type int32
+    *("cu_seqlens_q", "kv_lens", "page_table", "kv_starts", "counters", "tree_mask", "mask_starts", "mask_blocks")
+}
+GARBAGE = 0x7F7F7F7F  # in integer scratch
 SMS = 2  # of the simulated GPU: CTAs of a persistent grid
 
 
@@ -33,8 +36,8 @@ class Outcome:
 
 class SimulatedMachine(HostMachine):
     """A GPU of `sms` SMs for CPU tensors; the simulator runs its kernels. how: arguments of `run.run`. only: the
-    kernel that calls must choose. A launch finds NaN in its scratch and zeros in its counters, and must leave the
-    counters zero."""
+    kernel that calls must choose. A launch finds NaN or garbage in its scratch and zeros in its counters. It must leave
+    the counters zero."""
 
     def __init__(self, arch: str, results: list[RunResult], sms: int, only: Any, how: dict[str, Any]):
         super().__init__()
@@ -51,7 +54,7 @@ class SimulatedMachine(HostMachine):
         def launch(*args: Any) -> None:
             counters, parts = scratch_of(op, spec, args)
             for part in parts:
-                part.fill_(math.nan)
+                part.fill_(math.nan if part.is_floating_point() else GARBAGE)
             check_zero(counters, "before")
             function(*args)
             check_zero(counters, "after")
@@ -84,7 +87,7 @@ def scratch_of(op: str, spec: Any, args: Sequence[Any]) -> tuple[list[torch.Tens
     for name in INTEGERS & named.keys():
         if named[name].dtype != torch.int32:
             raise Fault(f"{name}: {named[name].dtype}, must be torch.int32")
-    return [named["counters"]], [named[name] for name in ("o_partial",) if name in named]
+    return [named["counters"]], [named[name] for name in ("o_partial", "mask_blocks") if name in named]
 
 
 def check_zero(counters: list[torch.Tensor], when: str) -> None:

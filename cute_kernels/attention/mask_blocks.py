@@ -1,0 +1,171 @@
+"""The KV blocks that a tile visits under a custom mask, found on the device by a kernel that runs before attention.
+
+Without a custom mask, a tile visits a range of blocks that follows from lengths. A custom mask may hide any blocks, so
+`kernel` reads the bits once and writes a list for each tile (of all heads): the blocks in which some row sees some key.
+Blocks that need no mask, because every row sees every key, come first, and the masked ones behind them. The roles of
+the attention kernel then count positions in the list, from the highest to 0, where they otherwise count blocks:
+`n_block_at` turns a position into a block. With 8,192 causal tokens given as bits, half of the blocks are left out, and
+all but one of a tile's need no mask.
+
+A row of `mask_blocks`, the scratch memory of the lists, belongs to a tile (`list_row`). It has the number of listed
+blocks, the number of those that need no mask, then N entries. The unmasked blocks begin at entry 0, ascending. The
+masked ones begin at entry N - 1, and each next higher block is one entry further in front. N is at least the number of
+blocks of a sequence, so the two never meet.
+"""
+
+from typing import Any, NamedTuple
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Int32, Uint32, const_expr
+
+from ..device.clamp import clamp
+from ..device.divisor import Divisor
+from . import geometry, mask
+from .spec import PACK_GQA_MAX_GROUP
+
+WARPS = 32  # of a CTA: each finds one of 32 blocks at a time
+HEADER = 2  # words of a row before its entries
+WORD = 32  # keys per word of the mask
+EMPTY, MASKED, FULL = 0, 1, 2  # kinds of blocks
+
+
+class ListedBlocks(NamedTuple):
+    """The list of a tile: its row of `mask_blocks`, the number of its blocks, and of those that need no mask."""
+
+    row: Int32
+    count: Int32
+    num_full: Int32
+
+
+def first_row(spec, a, q_start, batch_idx):
+    """Return the row of the first tile of a sequence. It leaves room for as many tiles as the tokens before can have,
+    so that tiles share no row, and reads no other sequence."""
+    group = geometry.qhead_per_kvhead(a)
+    packs = cutlass.min(cutlass.max(PACK_GQA_MAX_GROUP + 1 - group, 0), 1)  # 1 if some sequences may be packed
+    return q_start * (1 + packs * (group - 1)) // spec.tile.m_choices[0] + batch_idx
+
+
+def list_row(spec, a, q_start, batch_idx, m_block):
+    """Return the row of a tile, clamped: sequences that overlap, which no caller may pass, may name the same rows."""
+    return clamp(first_row(spec, a, q_start, batch_idx) + m_block, 0, a.mask.mask_blocks.shape[0] - 1)
+
+
+def listed_blocks(spec, a, q_start, batch_idx, m_block):
+    """Return the `ListedBlocks` of a tile, for the scheduler."""
+    row, entries = list_row(spec, a, q_start, batch_idx, m_block), a.mask.mask_blocks.shape[1] - HEADER
+    count = clamp(a.mask.mask_blocks[row, 0], 0, entries)
+    return ListedBlocks(row, count, clamp(a.mask.mask_blocks[row, 1], 0, count))
+
+
+def n_block_at(spec, a, w, position):
+    """Return the KV block that a tile visits at a position: the position itself, unless there is a custom mask. The
+    block is clamped to those of the sequence, the highest of which a position below 0 gives, too."""
+    if not spec.mask.custom:
+        return position
+    num_full, entries = w.n_block_full_max, a.mask.mask_blocks.shape[1] - HEADER
+    masked = cutlass.min(cutlass.max(position - num_full + 1, 0), 1)  # 1 behind the full blocks, else 0
+    entry = position + masked * (entries - 1 + num_full - 2 * position)
+    found = a.mask.mask_blocks[w.list_row, HEADER + clamp(entry, 0, entries - 1)]
+    return clamp(found, 0, cutlass.max((w.kv_len + spec.tile.n - 1) // spec.tile.n - 1, 0))
+
+
+@cute.jit
+def find_sequence(spec: cutlass.Constexpr, a, row: Int32):
+    """Return the sequence whose tiles include `row`, -1 if there is none. Called by one warp."""
+    found = Int32(-1)
+    for b in cutlass.range(cute.arch.lane_idx(), geometry.batch_size(a), 32, unroll=1):
+        q_start, q_len = geometry.sequence_queries(a, b)
+        rows = geometry.num_rows(q_len, geometry.pack_factor(spec, a, q_len))
+        first, m = first_row(spec, a, q_start, b), geometry.tile_m(spec, rows)
+        if row >= first and row < first + (rows + m - 1) // m:
+            found = b
+    return cute.arch.warp_redux_sync(found, "max")
+
+
+@cute.jit
+def kind_of_block(spec: cutlass.Constexpr, a, start: Int32, tokens: Any, n_block: Int32, seqlen: mask.SeqlenInfo):
+    """Return the kind of a block for the tokens from tokens[0] to tokens[1]. Called by one warp: neighbouring lanes
+    have the words of a token. start: the first byte of the sequence in the custom mask."""
+    words = const_expr((spec.tile.n + WORD - 1) // WORD)
+    tail = const_expr(spec.tile.n % WORD or WORD)  # columns of the last word
+    at_once, lane = const_expr(32 // words), cute.arch.lane_idx()
+    column, first = lane % words, tokens[0] + lane // words
+    inside = Uint32(0xFFFFFFFF)
+    if column == words - 1:
+        inside = Uint32((1 << tail) - 1)
+    some, every = Uint32(0), Uint32(0xFFFFFFFF)
+    if lane < at_once * words:
+        for token in cutlass.range(first, tokens[1] + 1, at_once, unroll=4):
+            word = mask.visible_word(spec, a, start, token, n_block * spec.tile.n + column * WORD, seqlen)
+            some |= word & inside
+            every &= word | ~inside
+    some, every = cute.arch.warp_redux_sync(some, "or"), cute.arch.warp_redux_sync(every, "and")
+    kind = Int32(MASKED)
+    if some == 0:
+        kind = Int32(EMPTY)
+    elif every == 0xFFFFFFFF:
+        kind = Int32(FULL)
+    return kind
+
+
+@cute.jit
+def list_blocks(spec: cutlass.Constexpr, a, kinds: cute.Tensor, row: Int32, batch_idx: Int32):
+    """Write the list of the tile of `row`, which is one of the sequence. Called by all warps of the CTA: 32 blocks at a
+    time, each warp finds the kind of one, and warp 0 appends them."""
+    warp, lane = cute.arch.make_warp_uniform(cute.arch.warp_idx()), cute.arch.lane_idx()
+    q_start, q_len = geometry.sequence_queries(a, batch_idx)
+    seqlen = mask.seqlen_info(spec, a, q_len, geometry.sequence_keys(a, batch_idx))
+    pack_factor = geometry.pack_factor(spec, a, q_len)
+    magic = geometry.pack_magic(cutlass.min(pack_factor - 1, 1), a.launch.group_magic)
+    m = geometry.tile_m(spec, geometry.num_rows(q_len, pack_factor))
+    m_block = row - first_row(spec, a, q_start, batch_idx)
+    tokens = geometry.tile_tokens(m_block, m, q_len, Divisor(pack_factor, magic))
+    lo, hi = mask.kv_range(spec, tokens[0], tokens[1], seqlen)
+    entries = a.mask.mask_blocks.shape[1] - HEADER
+    hi, start = cutlass.min(hi, entries), geometry.mask_start(a, batch_idx)
+    out, num_full, num_masked = cute.domain_offset((row, 0), a.mask.mask_blocks), Int32(0), Int32(0)
+    for first in cutlass.range(lo, hi, WARPS, unroll=1):
+        # the kinds of 32 blocks
+        kind = Int32(EMPTY)
+        if first + warp < hi:
+            kind = kind_of_block(spec, a, start, tokens, first + warp, seqlen)
+        if lane == 0:
+            kinds[warp] = kind
+        cute.arch.barrier()
+        # append them
+        if warp == 0:
+            kind, before = kinds[lane], (Uint32(1) << Uint32(lane)) - Uint32(1)
+            full, masked = cute.arch.vote_ballot_sync(kind == FULL), cute.arch.vote_ballot_sync(kind == MASKED)
+            if kind == FULL:
+                out[0, HEADER + num_full + cute.arch.popc(Uint32(full) & before).to(Int32)] = first + lane
+            if kind == MASKED:
+                back = num_masked + cute.arch.popc(Uint32(masked) & before).to(Int32)
+                out[0, HEADER + entries - 1 - back] = first + lane
+            num_full += cute.arch.popc(Uint32(full)).to(Int32)
+            num_masked += cute.arch.popc(Uint32(masked)).to(Int32)
+        cute.arch.barrier()
+    if warp == 0 and lane == 0:
+        out[0, 0], out[0, 1] = num_full + num_masked, num_full
+
+
+@cute.kernel
+def kernel(spec: cutlass.Constexpr, a):
+    """Write the list of one tile per CTA."""
+    smem = cutlass.utils.SmemAllocator()
+    kinds = smem.allocate_tensor(Int32, cute.make_layout(WARPS), 16)
+    cute.arch.griddepcontrol_wait()  # with PDL: the previous kernel may write lengths and bits
+    row = cute.arch.block_idx()[0]
+    batch_idx = find_sequence(spec, a, row)
+    if batch_idx >= 0:
+        list_blocks(spec, a, kinds, row, batch_idx)
+    cute.arch.griddepcontrol_launch_dependents()
+
+
+def launch(spec, a, stream):
+    """Launch the kernel that writes the lists, in specs with a custom mask. Called on the host."""
+    if spec.mask.custom:
+        rows = a.mask.mask_blocks.shape[0]
+        kernel(spec, a).launch(
+            grid=[rows, 1, 1], block=[32 * WARPS, 1, 1], stream=stream, use_pdl=a.schedule.enable_pdl
+        )
