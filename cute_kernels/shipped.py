@@ -60,14 +60,26 @@ PREFILL, PREFILL_BLACKWELL, DECODE = "attention.sm90", "attention.sm100", "atten
 ATTENTION = (
     AttentionRow(PREFILL, HOPPER, ("bf16",), (SAME,), (*USUAL, *WIDE), ("causal", "full", "modified")),
     AttentionRow(PREFILL, HOPPER, ("fp16", "e4m3"), (SAME,), USUAL, ("causal", "full", "modified")),
-    AttentionRow(PREFILL, HOPPER, HALVES, (SAME,), USUAL, ("gather", "gather modified", "custom mask", "skip")),
+    AttentionRow(
+        PREFILL,
+        HOPPER,
+        HALVES,
+        (SAME,),
+        USUAL,
+        ("gather", "gather modified", "custom mask", "custom mask modified", "skip"),
+    ),
     AttentionRow(PREFILL, HOPPER, ("bf16",), ("e4m3", "nvfp4"), USUAL, ("causal", "modified")),
     AttentionRow(PREFILL, HOPPER, HALVES, (SAME,), USUAL, ("split",)),
     AttentionRow(PREFILL, HOPPER, ("bf16",), ("e4m3", "nvfp4"), USUAL, ("split",)),
     AttentionRow(PREFILL_BLACKWELL, BLACKWELL, ("bf16",), (SAME,), (*USUAL, *WIDE), ("causal", "full", "modified")),
     AttentionRow(PREFILL_BLACKWELL, BLACKWELL, ("fp16", "e4m3"), (SAME,), USUAL, ("causal", "full", "modified")),
     AttentionRow(
-        PREFILL_BLACKWELL, BLACKWELL, HALVES, (SAME,), USUAL, ("gather", "gather modified", "custom mask", "skip")
+        PREFILL_BLACKWELL,
+        BLACKWELL,
+        HALVES,
+        (SAME,),
+        USUAL,
+        ("gather", "gather modified", "custom mask modified", "skip"),
     ),
     AttentionRow(PREFILL_BLACKWELL, BLACKWELL, ("bf16",), ("e4m3", "nvfp4"), USUAL, ("causal", "modified")),
     AttentionRow(PREFILL_BLACKWELL, BLACKWELL, HALVES, (SAME,), USUAL, ("split", "split modified")),

@@ -76,7 +76,8 @@ def usual_types():
 def test_every_problem_of_prefill_is_served_and_every_shipped_kernel_serves_one(arch):
     """With whole tiles, on every architecture that has an MMA for prefill."""
     prefill, found = "attention.sm90" if arch == ARCH else "attention.sm100", set()
-    more = ({"custom_mask": True}, {"skip": True, "qhead_per_kvhead": 1}, {"out": "nvfp4"})
+    masked = {"custom_mask": True, "causal": False}
+    more = (masked, masked | {"window": True}, {"skip": True, "qhead_per_kvhead": 1}, {"out": "nvfp4"})
     types = [*usual_types(), *({"kv": "e5m2"} | dim for dim in HEAD_DIMS)]
     types += [{"q": "e4m3", "kv": "nvfp4"} | dim for dim in HEAD_DIMS]
     some = (replace(WHOLE, **each, **also) for each in types for also in ({}, {"window": True}))

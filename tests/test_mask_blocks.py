@@ -52,7 +52,7 @@ def test_lists(monkeypatch, window):
     t, lists = lists_of(case, monkeypatch)
     want = expected(case, t)
     for row, (full, masked) in want.items():
-        count, num_full, *entries = lists[row].tolist()
+        count, num_full, _, *entries = lists[row].tolist()
         assert (entries[:num_full], entries[len(entries) - (count - num_full) :][::-1]) == (full, masked)
     blocks = sum(-(-case.kv_lens[0] // TILE) for row in range(3))
     assert 0 < sum(len(full) for full, _ in want.values()) and sum(len(a) + len(b) for a, b in want.values()) < blocks

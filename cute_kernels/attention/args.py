@@ -54,7 +54,7 @@ class MaskArgs(NamedTuple):
     custom_mask: Any = None  # (N,)       uint8: bit i * kv_len + j of a sequence, least significant first: token i sees
     #                                     key j; instead of causal, which must be 0
     mask_starts: Ints = None  # (B + 1,)  int32: first byte of each sequence in custom_mask
-    mask_blocks: Any = None  # (rows, N + 2)  int32 scratch, of any contents: the KV blocks of each tile, see
+    mask_blocks: Any = None  # (rows, N + 3)  int32 scratch, of any contents: the KV blocks of each tile, see
     #                                     `mask_blocks`. rows: T x rows of a token // rows of a tile + B; N: KV blocks
 
 

@@ -47,7 +47,10 @@ KINDS = {
     "modified": Kind("any mask but a custom one, windows, soft caps", False, {"window": True}),
     "gather": Kind("causal, with pages of any size", False, {"page_size": 1}),
     "gather modified": Kind("modified, with pages of any size", False, {"page_size": 1, "window": True}),
-    "custom mask": Kind("a custom mask, windows and soft caps", False, {"causal": False, "custom_mask": True}),
+    "custom mask": Kind("a custom mask, no modifier", False, {"causal": False, "custom_mask": True}),
+    "custom mask modified": Kind(
+        "a custom mask, windows and soft caps", False, {"causal": False, "custom_mask": True, "window": True}
+    ),
     "skip": Kind("causal, with skip-softmax", False, {"skip": True}),
     "split": Kind("causal, and CTAs share the keys of a sequence", True, {}),
     "split modified": Kind("split, with windows and soft caps", True, {"window": True}),

@@ -39,7 +39,7 @@ def fake_args(spec) -> dict[str, Any]:
         "v_scales": scales(vo),
         "tree_mask": abi.tensor(Int32, (None, None), align=4),
         "mask_blocks": abi.tensor(Int32, (None, None), align=4),
-        "custom_mask": abi.tensor(cutlass.Uint8, (None,), align=1),
+        "custom_mask": abi.tensor(cutlass.Uint8, (None,), align=4),
         "o": abi.tensor(abi.DTYPES[spec.out[0]], (None, None, vo), **wide),
         "lse": abi.tensor(Float32, (None, None), align=4, last_stride_one=False),
         "o_fp8": abi.tensor(cutlass.Uint8, (None, None, vo), **bytewise),

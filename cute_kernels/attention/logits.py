@@ -12,7 +12,7 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, const_expr
 
 from ..device.warp import fma
-from . import mask
+from . import custom_mask, mask
 
 LOG2_E = 1.4426950408889634
 
@@ -71,16 +71,15 @@ def add_bias(s: cute.Tensor, rows: ScoreRows, cols: ScoreCols):
 
 
 @cute.jit
-def fetch_mask(spec: cutlass.Constexpr, a, rows: ScoreRows, mask_start: Int32, first: Int32, lanes: cutlass.Constexpr):
+def fetch_mask(spec: cutlass.Constexpr, rows: ScoreRows, bits: Any, first: Int32, lanes: cutlass.Constexpr):
     """Load this lane's words of the custom mask, 32 keys each, per row, for the block that begins at key `first`.
-    Called while the scores are computed, which hides the latency. mask_start: the sequence's first byte in the mask."""
+    Called while the scores are computed, which hides the latency. bits: the sequence's `custom_mask.MaskBits`."""
     if const_expr(spec.mask.custom):
         count = const_expr(cute.size(rows.words) // cute.size(rows.tokens))  # words per row
         for i in cutlass.range_constexpr(cute.size(rows.words)):
             key = first + (cute.arch.lane_idx() % lanes + i % count * lanes) * 32
-            rows.words[i] = mask.visible_word(
-                spec, a, mask_start, rows.tokens[const_expr(i // count)], key, rows.seqlen
-            )
+            token = rows.tokens[const_expr(i // count)]
+            rows.words[i] = custom_mask.visible_word(spec, bits, token, key, rows.seqlen)
 
 
 @cute.jit
@@ -107,10 +106,10 @@ def transform(
             # causal, window and kv_len
             mask.apply(spec, s, rows.tokens, cols.at, cols.first, rows.seqlen)
         elif const_expr(cols.lanes == 1):  # words have all masks; the thread has one whole row
-            mask.apply_words(s, rows.words)
+            custom_mask.apply_words(s, rows.words)
         else:
             for r in cutlass.range_constexpr(cute.size(s, mode=[0])):
-                mask.apply_custom(s, r, rows.words[r], cols.at, cols.lane_col, cols.lanes)
+                custom_mask.apply(s, r, rows.words[r], cols.at, cols.lane_col, cols.lanes)
         if const_expr(spec.mask.tree):
             if rows.seqlen.tree != 0:
                 bits = cute.domain_offset((rows.start, 0), a.mask.tree_mask)

@@ -1,4 +1,4 @@
-"""The masks: causal, sliding window, chunks, tree (draft tokens) and custom.
+"""The masks: causal, sliding window, chunks and tree (draft tokens). Custom masks are in `custom_mask`.
 
 - `visible` defines the causal and window mask: the keys that a token sees. All else follows from it.
 - `kv_range` says which KV blocks a tile visits, `full_range` which of these need no mask. The schedulers (`schedule`)
@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, Int64, Uint32, Uint64, const_expr
+from cutlass import Float32, Int32, const_expr
 
 from ..device import warp
 
@@ -177,61 +177,3 @@ def apply_tree(
             if draft >= 0 and draft < 32 * bits.shape[1] and tokens[r] < q_len:
                 if (bits[tokens[r], draft // 32] >> (draft % 32)) & 1 == 0:
                     s[r, c] = -Float32.inf
-
-
-@cute.jit
-def visible_word(spec: cutlass.Constexpr, a, start: Int32, token: Int32, key: Int32, seqlen: SeqlenInfo):
-    """Return which of the keys [key, key + 32) a token sees, as bits: those of the custom mask, without the keys that
-    another mask hides or that the sequence does not have. start: the sequence's first byte in the custom mask."""
-    word = custom_word(a.mask.custom_mask, start, Int64(token) * seqlen.kv_len + key)
-    lo, hi = visible(spec, token, seqlen)
-    word &= ~warp.shift_left(0xFFFFFFFF, cutlass.max(hi - key, 0))
-    if const_expr(spec.mask.bounded_left):
-        word &= warp.shift_left(0xFFFFFFFF, cutlass.max(lo - key, 0))
-    return word
-
-
-@cute.jit
-def custom_word(bits: cute.Tensor, start: Int32, bit: Int64):
-    """Return the bits [bit, bit + 32) of the custom mask that begins at byte `start`; zeros past the end of `bits`,
-    which must not be empty. There is no branch: with MMAs in flight, the compiler would wait for each."""
-    count = bits.shape[0]
-    first = Int32(cutlass.min(Int64(start) + (bit >> Int64(3)), Int64(count)))
-    word = Uint64(0)
-    for e in cutlass.range_constexpr(5):  # 5 bytes: the word may begin anywhere in a byte
-        byte = bits[first + cutlass.min(e, count - 1 - first)]
-        word |= Uint64(byte if e < count - first else cutlass.Uint8(0)) << Uint64(8 * e)
-    return Uint32(word >> Uint64(bit & Int64(7)))
-
-
-@cute.jit
-def apply_custom(
-    s: cute.Tensor,
-    r: cutlass.Constexpr,
-    word: Uint32,
-    cols: cutlass.Constexpr,
-    lane_col: Int32,
-    lanes: cutlass.Constexpr,
-):
-    """Apply a custom mask to row r of s: set it to -inf where the bit of column cols[c] + lane_col is 0.
-
-    cols: static. lane_col: the column offset of this lane, less than 8; cols[c] + lane_col must be in the same 32
-    columns as cols[c]. word: lane i of the `lanes` neighbours that share the row has the bits of columns 32 i to
-    32 i + 31.
-    """
-    lane = cute.arch.lane_idx()
-    mine = [
-        cute.arch.shuffle_sync(word, lane // lanes * lanes + i) >> Uint32(lane_col) for i in range(cols[-1] // 32 + 1)
-    ]
-    for c in cutlass.range_constexpr(cute.size(s, mode=[1])):
-        bit = mine[const_expr(cols[c] // 32)] & const_expr(1 << cols[c] % 32)
-        s[r, c] = warp.select(bit == 0, -Float32.inf, s[r, c])
-
-
-@cute.jit
-def apply_words(s: cute.Tensor, words: cute.Tensor):
-    """Apply a custom mask to the one row of s (1, cols), of which the thread has all columns. words: 32 columns
-    each."""
-    for c in cutlass.range_constexpr(cute.size(s, mode=[1])):
-        bit = words[const_expr(c // 32)] & const_expr(1 << c % 32)
-        s[0, c] = warp.select(bit == 0, -Float32.inf, s[0, c])

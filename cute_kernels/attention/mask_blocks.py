@@ -8,9 +8,9 @@ the attention kernel then count positions in the list, from the highest to 0, wh
 all but one of a tile's need no mask.
 
 A row of `mask_blocks`, the scratch memory of the lists, belongs to a tile (`list_row`). It has the number of listed
-blocks, the number of those that need no mask, then N entries. The unmasked blocks begin at entry 0, ascending. The
-masked ones begin at entry N - 1, and each next higher block is one entry further in front. N is at least the number of
-blocks of a sequence, so the two never meet.
+blocks, the number of those that need no mask, the last bytes of the mask (`custom_mask.tail_of`), then N entries. The
+unmasked blocks begin at entry 0, ascending. The masked ones begin at entry N - 1, and each next higher block is one
+entry further in front. N is at least the number of blocks of a sequence, so the two never meet.
 """
 
 from typing import Any, NamedTuple
@@ -21,11 +21,12 @@ from cutlass import Int32, Uint32, const_expr
 
 from ..device.clamp import clamp
 from ..device.divisor import Divisor
-from . import geometry, mask
+from . import custom_mask, geometry, mask
 from .spec import PACK_GQA_MAX_GROUP
 
 WARPS = 32  # of a CTA: each finds one of 32 blocks at a time
-HEADER = 2  # words of a row before its entries
+HEADER = 3  # words of a row before its entries
+TAIL = 2  # the word of the mask's last bytes
 WORD = 32  # keys per word of the mask
 EMPTY, MASKED, FULL = 0, 1, 2  # kinds of blocks
 
@@ -70,6 +71,11 @@ def n_block_at(spec, a, w, position):
     return clamp(found, 0, cutlass.max((w.kv_len + spec.tile.n - 1) // spec.tile.n - 1, 0))
 
 
+def mask_bits(a, w):
+    """Return the custom mask of the sequence of a tile."""
+    return custom_mask.mask_bits(a, w.batch_idx, Uint32(a.mask.mask_blocks[w.list_row, TAIL]))
+
+
 @cute.jit
 def find_sequence(spec: cutlass.Constexpr, a, row: Int32):
     """Return the sequence whose tiles include `row`, -1 if there is none. Called by one warp."""
@@ -84,9 +90,11 @@ def find_sequence(spec: cutlass.Constexpr, a, row: Int32):
 
 
 @cute.jit
-def kind_of_block(spec: cutlass.Constexpr, a, start: Int32, tokens: Any, n_block: Int32, seqlen: mask.SeqlenInfo):
+def kind_of_block(
+    spec: cutlass.Constexpr, bits: custom_mask.MaskBits, tokens: Any, n_block: Int32, seqlen: mask.SeqlenInfo
+):
     """Return the kind of a block for the tokens from tokens[0] to tokens[1]. Called by one warp: neighbouring lanes
-    have the words of a token. start: the first byte of the sequence in the custom mask."""
+    have the words of a token."""
     words = const_expr((spec.tile.n + WORD - 1) // WORD)
     tail = const_expr(spec.tile.n % WORD or WORD)  # columns of the last word
     at_once, lane = const_expr(32 // words), cute.arch.lane_idx()
@@ -96,8 +104,8 @@ def kind_of_block(spec: cutlass.Constexpr, a, start: Int32, tokens: Any, n_block
         inside = Uint32((1 << tail) - 1)
     some, every = Uint32(0), Uint32(0xFFFFFFFF)
     if lane < at_once * words:
-        for token in cutlass.range(first, tokens[1] + 1, at_once, unroll=4):
-            word = mask.visible_word(spec, a, start, token, n_block * spec.tile.n + column * WORD, seqlen)
+        for token in cutlass.range(first, tokens[1] + 1, at_once, unroll=8):
+            word = custom_mask.visible_word(spec, bits, token, n_block * spec.tile.n + column * WORD, seqlen)
             some |= word & inside
             every &= word | ~inside
     some, every = cute.arch.warp_redux_sync(some, "or"), cute.arch.warp_redux_sync(every, "and")
@@ -123,13 +131,13 @@ def list_blocks(spec: cutlass.Constexpr, a, kinds: cute.Tensor, row: Int32, batc
     tokens = geometry.tile_tokens(m_block, m, q_len, Divisor(pack_factor, magic))
     lo, hi = mask.kv_range(spec, tokens[0], tokens[1], seqlen)
     entries = a.mask.mask_blocks.shape[1] - HEADER
-    hi, start = cutlass.min(hi, entries), geometry.mask_start(a, batch_idx)
+    hi, bits = cutlass.min(hi, entries), custom_mask.mask_bits(a, batch_idx, custom_mask.tail_of(a))
     out, num_full, num_masked = cute.domain_offset((row, 0), a.mask.mask_blocks), Int32(0), Int32(0)
     for first in cutlass.range(lo, hi, WARPS, unroll=1):
         # the kinds of 32 blocks
         kind = Int32(EMPTY)
         if first + warp < hi:
-            kind = kind_of_block(spec, a, start, tokens, first + warp, seqlen)
+            kind = kind_of_block(spec, bits, tokens, first + warp, seqlen)
         if lane == 0:
             kinds[warp] = kind
         cute.arch.barrier()
@@ -146,7 +154,7 @@ def list_blocks(spec: cutlass.Constexpr, a, kinds: cute.Tensor, row: Int32, batc
             num_masked += cute.arch.popc(Uint32(masked)).to(Int32)
         cute.arch.barrier()
     if warp == 0 and lane == 0:
-        out[0, 0], out[0, 1] = num_full + num_masked, num_full
+        out[0, 0], out[0, 1], out[0, TAIL] = num_full + num_masked, num_full, Int32(bits.tail)
 
 
 @cute.kernel
@@ -160,6 +168,9 @@ def kernel(spec: cutlass.Constexpr, a):
     if batch_idx >= 0:
         list_blocks(spec, a, kinds, row, batch_idx)
     cute.arch.griddepcontrol_launch_dependents()
+
+
+kernel.set_name_prefix("attention_mask_blocks", remove_cutlass_symbol=True, keep_mangled_name=False)
 
 
 def launch(spec, a, stream):

@@ -55,7 +55,7 @@ class KVSpec:
 class MaskSpec:
     """The mask. causal: "always" (bottom-right aligned), "never", or "value": the argument `causal` decides. window: a
     sliding window, `window_left`. tree: a tree mask for draft tokens. custom: a bit mask over all (token, key) of a
-    sequence; requires causal "value". chunk: a token
+    sequence; requires causal "value" or "never". chunk: a token
     sees no key before its own chunk of positions."""
 
     causal: str = "always"

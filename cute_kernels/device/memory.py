@@ -19,6 +19,12 @@ def view(address: Int64, dtype, count, align):
     return cute.make_tensor(pointer, cute.make_layout(count))
 
 
+def load_word_if(address, condition):
+    """Return the word at an aligned address in global memory, 0 unless `condition`, without a branch."""
+    text = "{ .reg .pred p; setp.ne.u32 p, {$r1}, 0; mov.b32 {$w0}, 0; @p ld.global.b32 {$w0}, [{$r0}]; }"
+    return cute.arch.inline_ptx(text, write_only_types=[Uint32], read_only_args=[address, Uint32(condition)])
+
+
 @cute.jit
 def load(address: Int64, words: cute.Tensor, valid: Int32, unit: cutlass.Constexpr):
     """Load the first `valid` elements of a vector, of `unit` bytes each, into words of 32 bits. The others are 0."""

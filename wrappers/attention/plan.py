@@ -29,7 +29,7 @@ from .rope import rotated
 
 NO_WINDOW = 1 << 30  # window_left for a call without a window, if the kernel supports windows
 MOST_TILES = 1 << 31  # bound of the tiles of a launch with whole tiles, whatever the offsets
-HEADER = 2  # words of a list of KV blocks before its blocks
+HEADER = 3  # words of a list of KV blocks before its blocks
 CHUNK = 4096  # keys of a split in the batch-invariant mode, rounded down to whole KV blocks
 WIDE = {"bf16": torch.bfloat16, "fp16": torch.float16}
 TYPES: dict[Any, str] = {**checks.TYPES, "nvfp4": "nvfp4"}
@@ -57,10 +57,10 @@ def _flat(t: torch.Tensor) -> torch.Tensor:
     return t if t.ndim == 1 else t.reshape(-1)
 
 
-def _countable(mask: torch.Tensor) -> torch.Tensor:
+def _mask_words(mask: torch.Tensor) -> torch.Tensor:
     if mask.shape[0] >= checks.MOST_MASK:
         raise ValueError("custom_mask")
-    return mask
+    return mask if mask.data_ptr() % 4 == 0 else mask.clone()  # kernels read words
 
 
 class OptionalTensor(NamedTuple):
@@ -81,7 +81,7 @@ OPTIONAL_TENSORS = {  # the last fields of AttentionCall, in their order
     "k_scales": OptionalTensor(_whole, "k_scales", _as_bytes),
     "v_scales": OptionalTensor(_whole, "v_scales", _as_bytes),
     "drafts": OptionalTensor(_row, "tree_mask"),
-    "custom_mask": OptionalTensor(_row, "custom_mask", _countable),
+    "custom_mask": OptionalTensor(_row, "custom_mask", _mask_words),
     "mask_starts": OptionalTensor(_whole, "mask_starts"),
     "alibi_slopes": OptionalTensor(_whole, "alibi_slopes"),
 }

@@ -54,13 +54,13 @@ class ThreadCoord(NamedTuple):
 
 
 class Sm100TileState(NamedTuple):
-    """The tile at hand. capped: whether the call has a soft cap. mask_start: first byte of the custom mask of the
-    sequence. Blocks from n_block_full_min to n_block_full_max - 1 need no mask."""
+    """The tile at hand. capped: whether the call has a soft cap. mask_bits: the sequence's custom mask,
+    if there is one. Blocks from n_block_full_min to n_block_full_max - 1 need no mask."""
 
     coord: ThreadCoord
     rows: ScoreRows
     capped: Any
-    mask_start: Any
+    mask_bits: Any
     n_block_full_min: Int32
     n_block_full_max: Int32
     skip_rule: Any = None  # `skip.SkipRule`
@@ -160,7 +160,7 @@ def softmax_step(
     """Turn S of a KV block into P, or skip the block. Return the counters of the next block."""
     # prefetch the custom mask while S is computed
     if const_expr(flags.masked):
-        logits.fetch_mask(spec, a, x.rows, x.mask_start, n_block * spec.tile.n, 1)
+        logits.fetch_mask(spec, x.rows, x.mask_bits, n_block * spec.tile.n, 1)
     x = x._replace(coord=coord_at(spec, x.coord, at.num_blocks))
     # wait for S = Q @ K^T and load it
     pipeline.mbarrier_wait(s.s_full + x.coord.slot, x.coord.use)
@@ -249,7 +249,7 @@ def begin_tile(
 ):
     """Reset the thread's row for tile `w`: its token, scales and softmax state. Return the tile's state."""
     rows = ScoreRows(r.tokens, w.q_start, mask.seqlen_info(spec, a, w.q_len, w.kv_len), r.slopes, r.words)
-    start = geometry.mask_start(a, w.batch_idx) if const_expr(spec.mask.custom) else None
+    bits = mask_blocks.mask_bits(a, w) if const_expr(spec.mask.custom) else None
     skip_rule = skip.rule(spec, a, w.kv_len)
     half = coord.group * (tile_q_stage(spec, w) - 1)
     first, last = geometry.tile_tokens(tile_q_stage(spec, w) * w.m_block + half, ROWS, w.q_len, w.pack_factor)
@@ -275,7 +275,7 @@ def begin_tile(
     if const_expr(spec.logits.soft_cap):
         r.reduced[0] = logits.capped_to_log2(a.logits.soft_cap) if capped else r.score[0]
     online.reset(r.st, online.NO_KEY_MAX)
-    return Sm100TileState(coord, rows, capped, start, n_block_full_min, n_block_full_max, skip_rule)
+    return Sm100TileState(coord, rows, capped, bits, n_block_full_min, n_block_full_max, skip_rule)
 
 
 @cute.jit

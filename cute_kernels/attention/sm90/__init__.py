@@ -93,13 +93,15 @@ def candidate(request: KernelRequest, arch: str, split: bool = False) -> Spec:
     """Return the spec that would serve a request, with whole tiles or with split keys, if `supports` accepts it."""
     if split:
         return split_candidate(request)
-    p, dims, plain = request, (request.head_dim_qk, request.head_dim_vo), is_plain(request)
+    p, dims, plain = request, (request.head_dim_qk, request.head_dim_vo), is_plain(replace(request, custom_mask=False))
     spec = headline(p.q, p.kv, dims, p.causal) if plain else general(p.q, p.kv, dims)
     mask = exact_mask(p) if plain else general_mask(p)
     logits = replace(spec.logits, skip=p.skip, alibi=p.alibi, head_scales=p.head_scales and p.kv in DTYPES)
     out = outputs(p.q, p.out) if len(spec.out) > 1 or p.out not in DTYPES else (p.out,)
-    few = p.skip and p.kv not in DTYPES  # registers are scarce, and votes need some
-    tile = tile_of(p.q, p.kv, padded(p.kv, dims), False) if few else spec.tile
+    tile = spec.tile
+    # registers are scarce: votes need some, and words of a mask do, of which three mma warpgroups have none left
+    if p.skip and p.kv not in DTYPES or p.custom_mask and tile is not None and tile.warpgroups > 2:
+        tile = tile_of(p.q, p.kv, padded(p.kv, dims), False)
     return replace(spec, kv=KVSpec(p.kv, kv_source(p)), out=out, mask=mask, logits=logits, tile=tile)
 
 

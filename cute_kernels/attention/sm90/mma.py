@@ -8,7 +8,7 @@ from cutlass import Int32, const_expr
 from cutlass.cute.nvgpu import warpgroup
 
 from ...device import pipeline
-from .. import geometry, mask
+from .. import mask, mask_blocks
 from ..schedule import work
 from ..schedule.work import WorkTileInfo
 from . import mainloop, precision, query, skip, splits
@@ -48,9 +48,9 @@ def mma(spec: cutlass.Constexpr, plan, s):
         if const_expr(query.overlap_next_qk(spec)):
             mainloop.issue_first_qk(spec, plan, s, r, w, at)
         while w.is_valid != 0:
-            mask_start = geometry.mask_start(a, w.batch_idx) if const_expr(spec.mask.custom) else None
+            bits = mask_blocks.mask_bits(a, w) if const_expr(spec.mask.custom) else None
             seqlen = mask.seqlen_info(spec, a, w.q_len, w.kv_len)
-            tile = Sm90TileState(w, seqlen, scales, precision.rescale_params(spec, w.kv_len), mask_start)
+            tile = Sm90TileState(w, seqlen, scales, precision.rescale_params(spec, w.kv_len), bits)
             # The KV blocks of the tile. With a soft cap that a call may turn off, either case has its own copy of the
             # code: a conditional among MMAs in flight makes the compiler wait for each of them.
             last = at

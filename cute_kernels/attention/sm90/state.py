@@ -37,13 +37,13 @@ class Sm90Fragments:
 
 @dataclass(frozen=True)
 class Sm90TileState:
-    """The work tile that a warpgroup computes. mask_start: byte where the sequence's custom mask begins."""
+    """The work tile that a warpgroup computes. mask_bits: the sequence's custom mask, if there is one."""
 
     w: WorkTileInfo
     seqlen: mask.SeqlenInfo
     scales: CallScales
     rescale_params: softmax.RescaleParams
-    mask_start: Any = None
+    mask_bits: Any = None
 
 
 class BlockFlags(NamedTuple):
