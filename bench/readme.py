@@ -15,7 +15,9 @@ from .results import (
     ServerRow,
     SkipRow,
     newest,
+    read_accuracy,
     read_all,
+    read_determinism,
     read_engines,
     read_errors,
     read_sanitizers,
@@ -423,6 +425,8 @@ def sections() -> dict[str, str]:
         "measured-servers": measured_servers(read_servers()),
         "measured-sanitizers": trust.measured_sanitizers(read_sanitizers()),
         "measured-soaks": trust.measured_soaks(read_soaks()),
+        "measured-accuracy": trust.measured_accuracy(read_accuracy()),
+        "measured-determinism": trust.measured_determinism(read_determinism()),
     }
 
 

@@ -2,7 +2,8 @@
 
 The file sparsity/<gpu>.csv beside it has one row per data set and skip-softmax factor, engines/<gpu>.csv has one per
 load and backend of an engine, engine_errors/<gpu>.csv one per model and backend, and servers/<gpu>.csv one per load and
-backend of a server. Those in sanitizers/ and soaks/ have one per piece of calls and per scenario.
+backend of a server. Those in sanitizers/ and soaks/ have one per piece of calls and per scenario,
+those in accuracy/ and determinism/ one per case and provider.
 """
 
 import csv
@@ -24,6 +25,7 @@ ENGINE_ERRORS = FOLDER / "engine_errors"
 SANITIZERS = FOLDER / "sanitizers"
 SOAKS = FOLDER / "soaks"
 ACCURACY = FOLDER / "accuracy"
+DETERMINISM = FOLDER / "determinism"
 
 
 @dataclass(frozen=True)
@@ -168,8 +170,41 @@ class SoakRow(Run):
 
 
 @dataclass(frozen=True)
+class AccuracyRow(Run):
+    """The error of an output against fp64, in units of the right output's RMS (`bench.accuracy`).
+
+    format_error: RMS of the difference that a quantised cache or query makes. digest: of the output's bits.
+    """
+
+    case: str
+    provider: str
+    max_error: float
+    rms_error: float
+    format_error: float | None
+    digest: str
+
+
+@dataclass(frozen=True)
+class DeterminismRow(Run):
+    """How many of `count` comparisons found equal bits. kind: "runs" of one call; "batch": a request alone and in a
+    batch, also with `batch_invariant`; "devices": two GPUs of the type."""
+
+    case: str
+    provider: str
+    kind: str
+    equal: float
+    count: float
+
+
+@dataclass(frozen=True)
 class Environment(Run):
     """A run that makes rows."""
+
+    def accuracy_row(self, **figures: Any) -> AccuracyRow:
+        return AccuracyRow(**asdict(self), **figures)
+
+    def determinism_row(self, **figures: Any) -> DeterminismRow:
+        return DeterminismRow(**asdict(self), **figures)
 
     def sanitizer_row(self, **figures: Any) -> SanitizerRow:
         return SanitizerRow(**asdict(self), **figures)
@@ -281,6 +316,16 @@ def read_errors(folder: Path = ENGINE_ERRORS) -> dict[str, list[ErrorRow]]:
 def read_servers(folder: Path = SERVERS) -> dict[str, list[ServerRow]]:
     """Return the rows of each GPU's servers."""
     return {path.stem: read(path, ServerRow) for path in sorted(folder.glob("*.csv"))}
+
+
+def read_accuracy(folder: Path = ACCURACY) -> dict[str, list[AccuracyRow]]:
+    """Return the errors of each GPU."""
+    return {path.stem: read(path, AccuracyRow) for path in sorted(folder.glob("*.csv"))}
+
+
+def read_determinism(folder: Path = DETERMINISM) -> dict[str, list[DeterminismRow]]:
+    """Return the counts of equal bits of each GPU."""
+    return {path.stem: read(path, DeterminismRow) for path in sorted(folder.glob("*.csv"))}
 
 
 def read_sanitizers(folder: Path = SANITIZERS) -> dict[str, list[SanitizerRow]]:
