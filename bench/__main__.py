@@ -1,4 +1,5 @@
-"""python -m bench attention | topk | append | engine | engine-error | server | serve | sparsity | plots | readme"""
+"""python -m bench attention | topk | append | accuracy | engine | engine-error | server | serve | sparsity | plots |
+readme"""
 
 import argparse
 from collections.abc import Callable
@@ -199,6 +200,30 @@ def sparsity(args: argparse.Namespace) -> None:
     print(f"{len(rows)} rows -> {path}")
 
 
+def accuracy(args: argparse.Namespace) -> None:
+    """Compare attention with fp64, and count the calls that repeat their bits. Append to accuracy/<gpu>.csv and
+    determinism/<gpu>.csv of bench/results."""
+    import torch
+
+    from . import accuracy as bench
+    from . import harness
+
+    env, folder = environment(), args.results or results.FOLDER
+    setup = harness.Setup(tuple(args.providers.split(",")) if args.providers else tuple(bench.PROVIDERS))
+    chosen = [name for name in bench.CASES if name.startswith(tuple(args.cases.split(",")))]
+    if not chosen:
+        raise SystemExit(f"no case begins with {args.cases!r}; there are: {', '.join(bench.CASES)}")
+    for name in chosen:
+        rows, runs = bench.measure(bench.CASES[name], setup, env)
+        results.append(folder / "accuracy" / f"{env.gpu}.csv", rows)
+        counts = bench.determinism(bench.CASES[name], runs, setup, env)
+        results.append(folder / "determinism" / f"{env.gpu}.csv", counts)
+        print(name, *(f"{r.provider} {r.rms_error:.2g} ({r.max_error:.2g})" for r in rows), sep="  ", flush=True)
+        print("   ", *(f"{r.provider} {r.kind} {r.equal:.0f}/{r.count:.0f}" for r in counts), sep="  ", flush=True)
+        del runs
+        torch.cuda.empty_cache()
+
+
 def plots(args: argparse.Namespace) -> None:
     """Draw bench/results/*.png from the csv files."""
     from . import plots as draw
@@ -256,6 +281,11 @@ def main() -> None:
     one.add_argument("--rounds", type=int, default=15)
     one.add_argument("--results", type=Path, help="csv to append to; default: bench/results/sparsity/<gpu>.csv")
     one.set_defaults(run=sparsity)
+    one = verbs.add_parser("accuracy", help=accuracy.__doc__)
+    one.add_argument("--cases", default="accuracy-", help="measure the cases that begin with these prefixes")
+    one.add_argument("--providers", default="", help="comma-separated list; default: all that run on this machine")
+    one.add_argument("--results", type=Path, help="folder of the csv files; default: bench/results")
+    one.set_defaults(run=accuracy)
     verbs.add_parser("plots", help=plots.__doc__).set_defaults(run=plots)
     verbs.add_parser("readme", help=fill.__doc__).set_defaults(run=fill)
     args = parser.parse_args()

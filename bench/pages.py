@@ -2,9 +2,10 @@
 
 import os
 import re
+from collections.abc import Sequence
 from pathlib import Path
 
-from .results import ROOT
+from .results import ROOT, Run
 
 README, DOCS = ROOT / "README.md", ROOT / "docs"
 
@@ -49,3 +50,11 @@ def stale(sections: dict[str, str]) -> list[str]:
         return between(page.read_text(), name, placed(body, page)) != page.read_text()
 
     return [name for name, body in sections.items() if differs(holder(name), name, body)]
+
+
+def dated_table(gpu: str, rows: Sequence[Run], head: list[str], lines: list[list[str]]) -> list[str]:
+    """Return a line per run that made the rows, and their table, of which the first two columns are text."""
+    runs = sorted({(r.date, r.commit[:9], r.driver, r.torch) for r in rows})
+    made = "\n".join(f"{gpu}, {date}, commit {c}, driver {d}, torch {t}." for date, c, d, t in runs)
+    cells = [head, ["---", "---"] + ["---:"] * (len(head) - 2), *lines]
+    return [made, "\n".join("| " + " | ".join(cell) + " |" for cell in cells)]

@@ -1,25 +1,28 @@
 """The measured sections of README and docs/: the newest runs in bench/results, between markers."""
 
 import textwrap
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
-from . import pages, peers
+from . import pages, peers, trust
 from .results import (
     FOLDER,
     ROOT,
     EngineRow,
     ErrorRow,
     ResultRow,
-    Run,
     ServerRow,
     SkipRow,
     newest,
+    read_accuracy,
     read_all,
+    read_determinism,
     read_engines,
     read_errors,
+    read_sanitizers,
     read_servers,
+    read_soaks,
     read_sparsity,
 )
 
@@ -342,14 +345,6 @@ def spread(ratios: list[float]) -> str:
     return f"{min(ratios):.2f} to {max(ratios):.2f} ({len(ratios)} loads)"
 
 
-def dated_table(gpu: str, rows: Sequence[Run], head: list[str], lines: list[list[str]]) -> list[str]:
-    """Return a line per run that made the rows, and their table, of which the first two columns are text."""
-    runs = sorted({(r.date, r.commit[:9], r.driver, r.torch) for r in rows})
-    made = "\n".join(f"{gpu}, {date}, commit {c}, driver {d}, torch {t}." for date, c, d, t in runs)
-    cells = [head, ["---", "---"] + ["---:"] * (len(head) - 2), *lines]
-    return [made, "\n".join("| " + " | ".join(cell) + " |" for cell in cells)]
-
-
 def measured_engines(results: dict[str, list[EngineRow]]) -> str:
     """Whole engines: one line per load and backend, from the newest run of each load."""
     head = ["load", "attention", "tokens/s", "/ ours", "first pass, tokens/s", "first token, ms", "each token, ms",
@@ -370,7 +365,7 @@ def measured_engines(results: dict[str, list[EngineRow]]) -> str:
             ]
             for r in chosen
         ]  # fmt: skip
-        parts += dated_table(gpu, chosen, head, lines)
+        parts += pages.dated_table(gpu, chosen, head, lines)
     return "\n\n".join(parts) or "Not measured yet."
 
 
@@ -385,7 +380,7 @@ def measured_errors(results: dict[str, list[ErrorRow]]) -> str:
              f"{r.largest:.3f}"]
             for r in chosen
         ]  # fmt: skip
-        parts += dated_table(gpu, chosen, head, lines)
+        parts += pages.dated_table(gpu, chosen, head, lines)
     return "\n\n".join(parts) or "Not measured yet."
 
 
@@ -405,7 +400,7 @@ def measured_servers(results: dict[str, list[ServerRow]]) -> str:
             ]
             for r in chosen
         ]  # fmt: skip
-        parts += dated_table(gpu, chosen, head, lines)
+        parts += pages.dated_table(gpu, chosen, head, lines)
     return "\n\n".join(parts) or "Not measured yet."
 
 
@@ -428,6 +423,10 @@ def sections() -> dict[str, str]:
         "measured-engines": measured_engines(read_engines()),
         "measured-engine-errors": measured_errors(read_errors()),
         "measured-servers": measured_servers(read_servers()),
+        "measured-sanitizers": trust.measured_sanitizers(read_sanitizers()),
+        "measured-soaks": trust.measured_soaks(read_soaks()),
+        "measured-accuracy": trust.measured_accuracy(read_accuracy()),
+        "measured-determinism": trust.measured_determinism(read_determinism()),
     }
 
 

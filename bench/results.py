@@ -2,7 +2,8 @@
 
 The file sparsity/<gpu>.csv beside it has one row per data set and skip-softmax factor, engines/<gpu>.csv has one per
 load and backend of an engine, engine_errors/<gpu>.csv one per model and backend, and servers/<gpu>.csv one per load and
-backend of a server.
+backend of a server. Those in sanitizers/ and soaks/ have one per piece of calls and per scenario,
+those in accuracy/ and determinism/ one per case and provider.
 """
 
 import csv
@@ -21,6 +22,10 @@ SPARSITY = FOLDER / "sparsity"
 ENGINES = FOLDER / "engines"
 SERVERS = FOLDER / "servers"
 ENGINE_ERRORS = FOLDER / "engine_errors"
+SANITIZERS = FOLDER / "sanitizers"
+SOAKS = FOLDER / "soaks"
+ACCURACY = FOLDER / "accuracy"
+DETERMINISM = FOLDER / "determinism"
 
 
 @dataclass(frozen=True)
@@ -137,8 +142,75 @@ class ServerRow(Run):
 
 
 @dataclass(frozen=True)
+class SanitizerRow(Run):
+    """A piece of calls under a tool of compute-sanitizer.
+
+    errors: those of its summary, None if it did not end. status: "clean", "expected" (the tool reports what
+    `tools.sanitize.report` excuses, for this reason), "FOUND", "did not end" or "not begun".
+    """
+
+    tool: str
+    piece: str
+    calls: float
+    errors: float | None
+    seconds: float
+    status: str
+    reason: str
+
+
+@dataclass(frozen=True)
+class SoakRow(Run):
+    """A scenario of `tools.soak`. result: "held", "FAILED" or "skipped". detail: its figures, or what failed."""
+
+    scenario: str
+    result: str
+    seconds: float
+    seed: float
+    detail: str
+
+
+@dataclass(frozen=True)
+class AccuracyRow(Run):
+    """The error of an output against fp64, in units of the right output's RMS (`bench.accuracy`).
+
+    format_error: RMS of the difference that a quantised cache or query makes. digest: of the output's bits.
+    """
+
+    case: str
+    provider: str
+    max_error: float
+    rms_error: float
+    format_error: float | None
+    digest: str
+
+
+@dataclass(frozen=True)
+class DeterminismRow(Run):
+    """How many of `count` comparisons found equal bits. kind: "runs" of one call; "batch": a request alone and in a
+    batch, also with `batch_invariant`; "devices": two GPUs of the type."""
+
+    case: str
+    provider: str
+    kind: str
+    equal: float
+    count: float
+
+
+@dataclass(frozen=True)
 class Environment(Run):
     """A run that makes rows."""
+
+    def accuracy_row(self, **figures: Any) -> AccuracyRow:
+        return AccuracyRow(**asdict(self), **figures)
+
+    def determinism_row(self, **figures: Any) -> DeterminismRow:
+        return DeterminismRow(**asdict(self), **figures)
+
+    def sanitizer_row(self, **figures: Any) -> SanitizerRow:
+        return SanitizerRow(**asdict(self), **figures)
+
+    def soak_row(self, **figures: Any) -> SoakRow:
+        return SoakRow(**asdict(self), **figures)
 
     def error_row(self, **figures: Any) -> ErrorRow:
         return ErrorRow(**asdict(self), **figures)
@@ -198,7 +270,7 @@ def text(value: object) -> str:
     return f"{value:.5g}" if isinstance(value, float) else str(value)
 
 
-def append(path: Path, rows: Iterable[ResultRow | SkipRow | EngineRow | ErrorRow | ServerRow]) -> None:
+def append(path: Path, rows: Iterable[Run]) -> None:
     """Append rows of one kind to `path`. A new file gets the header first."""
     rows = list(rows)
     if not rows:
@@ -219,7 +291,7 @@ def columns(kind: Any) -> tuple[str, ...]:
 
 
 def read(path: Path, kind: Any = ResultRow) -> list[Any]:
-    """Read all rows of one file, oldest first. kind: ResultRow, SkipRow, EngineRow, ErrorRow or ServerRow."""
+    """Read all rows of one file, oldest first. kind: the class of the rows."""
     with open(path, newline="") as f:
         raw = list(csv.DictReader(f))
     texts = {f.name for f in fields(kind) if f.type is str}
@@ -244,6 +316,26 @@ def read_errors(folder: Path = ENGINE_ERRORS) -> dict[str, list[ErrorRow]]:
 def read_servers(folder: Path = SERVERS) -> dict[str, list[ServerRow]]:
     """Return the rows of each GPU's servers."""
     return {path.stem: read(path, ServerRow) for path in sorted(folder.glob("*.csv"))}
+
+
+def read_accuracy(folder: Path = ACCURACY) -> dict[str, list[AccuracyRow]]:
+    """Return the errors of each GPU."""
+    return {path.stem: read(path, AccuracyRow) for path in sorted(folder.glob("*.csv"))}
+
+
+def read_determinism(folder: Path = DETERMINISM) -> dict[str, list[DeterminismRow]]:
+    """Return the counts of equal bits of each GPU."""
+    return {path.stem: read(path, DeterminismRow) for path in sorted(folder.glob("*.csv"))}
+
+
+def read_sanitizers(folder: Path = SANITIZERS) -> dict[str, list[SanitizerRow]]:
+    """Return the rows of each GPU's runs of `tools.sanitize`."""
+    return {path.stem: read(path, SanitizerRow) for path in sorted(folder.glob("*.csv"))}
+
+
+def read_soaks(folder: Path = SOAKS) -> dict[str, list[SoakRow]]:
+    """Return the rows of each device's runs of `tools.soak`."""
+    return {path.stem: read(path, SoakRow) for path in sorted(folder.glob("*.csv"))}
 
 
 def read_sparsity(folder: Path = SPARSITY) -> dict[str, list[SkipRow]]:

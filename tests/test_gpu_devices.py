@@ -11,10 +11,10 @@ import torch
 
 from bench.cases import attention as cases
 from bench.cases import topk
+from bench.cases.cache_write import copied
 from bench.cases.topk import TopKCase
 from tests import gpu
 from tests.gpu import in_threads
-from tools.sanitize import moved
 from wrappers import machine
 
 
@@ -98,7 +98,7 @@ def test_the_current_device_does_not_matter(name):
     call = Call.of(name)
     results = []
     for device, current in ((SECOND, 0), (FIRST, 0), (FIRST, 1), (SECOND, 1), (SECOND, 0)):
-        inputs = moved(call.inputs, device)
+        inputs = copied(call.inputs, device)
         with torch.cuda.device(current):
             results.append(call.run(inputs))
             assert torch.cuda.current_device() == current
@@ -111,7 +111,7 @@ def test_the_current_device_does_not_matter(name):
 def test_devices_in_turn():
     """Calls on both devices under way at a time, each with plans and scratch of its own."""
     calls = {(name, device): Call.of(name) for name in NAMES for device in (FIRST, SECOND)}
-    inputs = {key: moved(call.inputs, key[1]) for key, call in calls.items()}
+    inputs = {key: copied(call.inputs, key[1]) for key, call in calls.items()}
     found: dict[Any, list[Any]] = {key: [] for key in calls}
     for _ in range(3):
         for key, call in calls.items():
@@ -127,7 +127,7 @@ def test_threads(own):
     """Two threads, each on a device of its own, meet every function for the first time at once, then again."""
     calls = {name: Call.of(name) for name in NAMES}
     devices = (FIRST, SECOND)
-    inputs = [{name: moved(call.inputs, device) for name, call in calls.items()} for device in devices]
+    inputs = [{name: copied(call.inputs, device) for name, call in calls.items()} for device in devices]
     results: list[dict[str, list[Any]]] = [{name: [] for name in NAMES} for _ in devices]
     torch.cuda.synchronize(0), torch.cuda.synchronize(1)
 
@@ -157,7 +157,7 @@ def test_graph_on_the_second_device(name, known):
     """Captured on a stream of the second device while the first is current, at lengths of 1; replayed at others, from
     either device. The first call of a plan may be the captured one, once the kernel is loaded."""
     call, field = Call.of(name), LENGTHS[name.split(",")[0]]
-    inputs = moved(call.inputs, SECOND)
+    inputs = copied(call.inputs, SECOND)
     want = call.run(inputs)
     if not known:
         machine.current.plans.clear(), machine.current.counter_pools.clear(), machine.current.split_scratch.clear()
@@ -182,7 +182,7 @@ def test_graph_on_the_second_device(name, known):
 def test_tensors_of_two_devices_are_refused(name):
     """Before any launch, by a name: a known plan or not."""
     call = Call.of(name)
-    inputs = moved(call.inputs, SECOND)
+    inputs = copied(call.inputs, SECOND)
     field = LENGTHS[name.split(",")[0]]
     for _ in range(2):
         with pytest.raises(ValueError, match=field):

@@ -1,57 +1,186 @@
-"""The sanitizer's runner without a GPU: its calls on the reference, and which output of a tool counts as clean."""
+"""The runner of compute-sanitizer without a GPU: its calls on the reference, the kernels that they launch, and which
+output of a tool counts as clean."""
 
-import argparse
 import re
+from contextlib import nullcontext
+from functools import partial
 
 import pytest
-import torch
 
-from cute_kernels import catalog
-from cute_kernels.topk import dispatch
-from cute_kernels.topk.request import TopKKernelRequest
+from bench import results, trust
+from bench.cases.cache_write import copied
+from bench.cases.choice import by_function
+from bench.results import Environment, SanitizerRow
+from cute_kernels import catalog, shipped
+from cute_kernels.attention import dispatch
 from tests.conftest import ARCH
-from tools import sanitize
+from tests.fake_machine import FakeMachine
+from tools.fuzz.families import FAMILIES
+from tools.sanitize import __main__ as command
+from tools.sanitize import calls, report
+from tools.sanitize.pieces import PIECES
+from wrappers import machine
+
+ENV = Environment("2026-01-02", "abc", "some-gpu", "1.2", "2.11")
+CLEAN = "3 calls, all right\n========= ERROR SUMMARY: 0 errors"
+RACE = """========= Error: Race reported between {} access at {}+0x6a0 in x.py
+=========     and {} access at {}+0x2340 in x.py [992 hazards]
+=========
+"""
+RACES = "3 calls, all right\n========= COMPUTE-SANITIZER\n{}========= RACECHECK SUMMARY: 992 hazards displayed"
 
 
-def ended(tmp_path, text):
-    """Return whether a tool that prints so is clean."""
-    tool = tmp_path / "sanitizer"
-    tool.write_text(f"#!/bin/sh\ncat <<'END'\n{text}\nEND\n")
-    tool.chmod(0o755)
-    return sanitize.check("racecheck", "xqa", argparse.Namespace(sanitizer=str(tool), timeout=600.0, logs=None))
+# ---- calls
 
 
-def test_a_process_that_failed_is_not_clean(tmp_path):
-    done = "3 calls, all right\n========= RACECHECK SUMMARY: 0 hazards displayed (0 errors, 0 warnings)"
-    assert ended(tmp_path, done)
-    for text in ("", "3 calls, all right", done.replace("0 hazards", "10 hazards"), done.split("\n")[1]):
-        assert not ended(tmp_path, text)
+@pytest.mark.parametrize("piece", ["prefill-custom-mask", "split-nvfp4", "xqa", "topk-sort", "cache-append"])
+def test_calls_are_right_on_the_reference(piece):
+    """On a GPU the same calls run kernels."""
+    assert calls.run(piece, calls.CPU) == len(PIECES[piece])
 
 
-def test_moved_keeps_strides():
-    wide = torch.arange(24.0).view(4, 6)
-    inner = wide[1:, ::2]
-    again = sanitize.moved({"a": (inner, 3)}, "meta")["a"][0]
-    assert again.stride() == inner.stride() and again.storage_offset() == inner.storage_offset()
-    assert again.untyped_storage().nbytes() == wide.untyped_storage().nbytes()
+def test_a_wrong_result_is_noticed(monkeypatch):
+    import wrappers
+
+    def wrong(**given):
+        values, indices = wrappers.topk.top_k(**given)
+        return values, indices.flip(0)
+
+    monkeypatch.setattr(wrappers, "top_k", wrong)
+    with pytest.raises(AssertionError, match="indices: "):
+        calls.run("topk-sort", calls.CPU)
 
 
-@pytest.mark.parametrize("op", ["prefill-features", "decode-features", "xqa", "topk-cta"])
-def test_calls(op):
-    """They are accepted and right; on a GPU the same calls run kernels."""
-    assert sanitize.run(op, "cpu") == len(list(sanitize.OPS[op]()))
+@pytest.fixture(scope="module")
+def launched():
+    """The kernels of every piece, which launch nothing here."""
+    found = {}
+    for piece, own in PIECES.items():
+        kernels = []
+        fake = FakeMachine(lambda op, spec, kernels=kernels: kernels.append((op, spec)) or (lambda *_: None))
+        for call in own:
+            work = FAMILIES[call.family].builds.build(call, calls.CPU)
+            with machine.override(fake), by_function() if call.choice == "function" else nullcontext():
+                tree = copied(work.variants[0], calls.CPU)
+                if work.prepare is not None:
+                    work.prepare(tree, 0)
+                work.call(tree)
+        found[piece] = kernels
+    return found
 
 
-def test_all_structures_of_top_k_are_called():
-    found = set()
-    for op in ("topk-cta", "topk-clusters", "topk-streamed"):
-        for case in sanitize.OPS[op]():
-            _, spec = dispatch.select(TopKKernelRequest(case.dtype, case.rows, case.width, case.k, 132), ARCH)
-            found.add((case.dtype, spec.stream, min(spec.cluster, 2)))
-    structures = ((False, 1), (False, 2), (True, 1), (True, 2))
-    assert found == {(dtype, *how) for dtype in ("fp32", "bf16") for how in structures}
+def test_pieces_launch_only_kernels_of_a_bundle_and_few_of_them(launched):
+    held = set(catalog.shipped(ARCH))
+    for piece, kernels in launched.items():
+        assert kernels and set(kernels) <= held, piece
+        assert len(set(kernels)) <= 6, piece  # a tool takes seconds for each
+
+
+def test_every_structure_of_attention_is_launched(launched):
+    """A kernel of each row, cache and kind of `shipped`."""
+    found = {kernel for kernels in launched.values() for kernel in kernels}
+    for row in (row for row in shipped.ATTENTION if ARCH in row.archs):
+        for kv in row.kv:
+            for kind in row.kinds:
+                one = row._replace(kv=(kv,), kinds=(kind,))
+                if row.q == ("fp16",):  # the bf16 kernels renamed, as test_ptxsim_kernels holds
+                    one = one._replace(q=("bf16",))
+                specs = [
+                    (row.op, dispatch.OPS[row.op].candidate(r, ARCH, split)) for split, r in dispatch.requests(one)
+                ]
+                assert found & set(specs), (row, kv, kind)
+
+
+def test_every_structure_of_the_other_families_is_launched(launched):
+    found = {kernel for kernels in launched.values() for kernel in kernels}
+    top_k = {(s.dtype, s.stream, s.cluster > 1) for op, s in found if op == "topk.radix"}
+    assert top_k >= {(d, stream, wide) for d in ("fp32", "bf16") for stream in (False, True) for wide in (False, True)}
+    sorts = {spec.threads for op, spec in found if op == "topk.sort"}
+    assert sorts == {spec.threads for op, spec in catalog.shipped(ARCH) if op == "topk.sort"}
+
+    def kinds(kernels):
+        """Copies in fp16 are those in bf16."""
+        writes = [spec for op, spec in kernels if op == "cache_write.rows"]
+        return {(s.cache.replace("fp16", "bf16"), s.transform, s.gather) for s in writes}
+
+    assert kinds(found) == kinds(catalog.shipped(ARCH))
+    merges = {kernel for kernel in catalog.shipped(ARCH) if kernel[0] == "merge_states.rows"}
+    assert merges <= found
 
 
 def test_every_kernel_passes_the_filter():
-    pattern = sanitize.ONLY_OURS[1].removeprefix("regex=")
+    pattern = command.ONLY_OURS[1].removeprefix("regex=")
     assert all(re.match(pattern, op.replace(".", "_")) for op, _ in catalog.shipped(ARCH))
+
+
+# ---- outputs
+
+
+def test_a_process_that_failed_is_not_clean():
+    assert report.read("memcheck", CLEAN) == report.Findings(report.CLEAN, 0, [])
+    for text in ("", "3 calls, all right", CLEAN.split("\n")[1]):
+        assert report.read("memcheck", text).status == report.UNFINISHED
+    found = report.read("memcheck", CLEAN.replace("0 errors", "10 errors"))
+    assert (found.status, found.errors) == (report.FOUND, 10), "errors that were not printed"
+
+
+def test_reports_are_expected_only_from_one_tool_and_kernel():
+    race = partial(RACE.format, "Write", "attention_decode__bf16", "Read")
+    found = report.read("racecheck", RACES.format(race("attention_decode__bf16")))
+    assert (found.status, found.errors) == (report.EXPECTED_ONLY, 992) and "mbarrier" in found.reason
+    prefill = RACES.format(race("attention_decode__bf16") + RACE.format(*("Write", "attention_sm90__x") * 2))
+    others = (
+        ("racecheck", prefill),
+        ("racecheck", RACES.format(RACE.format("Write", "attention_decode__x", "Write", "attention_decode__x"))),
+        ("synccheck", RACES.format(race("attention_decode__bf16"))),
+        ("memcheck", f"========= Invalid __global__ read of size 16 bytes\n=========     at topk_radix+0x10\n{CLEAN}"),
+    )
+    for tool, text in others:
+        found = report.read(tool, text)
+        assert found.status == report.FOUND and len(found.unexpected) == 1 and not found.reason, text
+
+
+# ---- the command
+
+
+def sanitizer(tmp_path, text, then=""):
+    """Return a tool that prints a text."""
+    tool = tmp_path / "sanitizer"
+    tool.write_text(f"#!/bin/sh\ncat <<'END'\n{text}\nEND\n{then}\n")
+    tool.chmod(0o755)
+    return ["--sanitizer", str(tool), "--out", str(tmp_path / "out")]
+
+
+@pytest.mark.parametrize(
+    ("text", "status", "bad"),
+    [(CLEAN, report.CLEAN, 0), (CLEAN.replace("0 errors", "2 errors"), report.FOUND, 4), ("", report.UNFINISHED, 4)],
+)
+def test_a_row_for_each_process(monkeypatch, tmp_path, capsys, text, status, bad):
+    monkeypatch.setattr(results, "environment", lambda: ENV)
+    given = [*sanitizer(tmp_path, text), "--tool", "memcheck", "synccheck", "--piece", "merge", "--jobs", "2"]
+    assert command.main(given) == bad
+    rows = results.read(tmp_path / "out" / command.FILE, SanitizerRow)
+    assert {(r.tool, r.piece) for r in rows} == {(t, f"merge-{p}") for t in given[5:7] for p in ("states", "pair")}
+    assert {r.status for r in rows} == {status} and {r.gpu for r in rows} == {"some-gpu"}
+    assert (tmp_path / "out" / "memcheck-merge-pair.txt").read_text().strip() == text
+    assert f"4 processes, {bad} not clean" in capsys.readouterr().out
+
+
+def test_pieces_that_do_not_begin_in_time_are_rows_too(monkeypatch, tmp_path):
+    monkeypatch.setattr(results, "environment", lambda: ENV)
+    assert command.main([*sanitizer(tmp_path, CLEAN), "--piece", "xqa", "--tool", "memcheck", "--minutes", "0"]) == 1
+    (row,) = results.read(tmp_path / "out" / command.FILE, SanitizerRow)
+    assert (row.status, row.errors) == ("not begun", None)
+
+
+def test_the_rows_of_a_run_are_kept_and_shown(monkeypatch, tmp_path):
+    monkeypatch.setattr(results, "SANITIZERS", tmp_path / "kept")
+    row = ENV.sanitizer_row(
+        tool="racecheck", piece="xqa", calls=3.0, errors=7.0, seconds=2.0, status=report.EXPECTED_ONLY, reason="order"
+    )
+    results.append(tmp_path / "run.csv", [row, ENV.sanitizer_row(**dict(
+        tool="memcheck", piece="xqa", calls=3.0, errors=0.0, seconds=2.0, status=report.CLEAN, reason="")),
+    ])  # fmt: skip
+    assert command.main(["--keep", str(tmp_path / "run.csv")]) == 0
+    text = trust.measured_sanitizers(results.read_sanitizers(tmp_path / "kept"))
+    assert "| `xqa` | 3 | 0 | 7 (1) |  |  |" in text and "1. order." in text

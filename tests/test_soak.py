@@ -1,0 +1,267 @@
+"""The scenarios of `tools.soak` without a GPU: on the reference and with emulated kernels. Each planted fault must be
+noticed by the scenario that is there for it."""
+
+import json
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+import wrappers
+from bench import results, trust
+from bench.results import ROOT, Environment, SoakRow
+from cute_kernels import bundle, catalog, manifest
+from tests import fake_bundle
+from tests.conftest import ARCH
+from tests.emulated import emulation
+from tools.soak import __main__ as command
+from tools.soak import damage, memory, scenarios
+from tools.soak.engine import MODELS, ServingEngine, Wrong
+from tools.soak.memory import Sample
+from tools.soak.probe import Probe
+from tools.soak.scenarios import CannotRun, Soak
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture
+def soak(tmp_path):
+    return Soak(CPU, 3, 0.0, 30, tmp_path)
+
+
+# ---- memory
+
+
+def test_flat_memory_may_wave_and_warm_up():
+    waves = [Sample(i, 500.0 * (i < 4) + 900 + i % 3, 10.0, 20.0, 700.0 + i % 2) for i in range(24)]
+    assert memory.grown(waves) == ""
+    with pytest.raises(ValueError, match="samples: 7, must be at least 8"):
+        memory.grown(waves[:7])
+
+
+@pytest.mark.parametrize("kind", memory.LIMITS)
+def test_memory_that_grows_is_named(kind):
+    step = memory.LIMITS[kind] / 8
+    leak = [Sample(i, 900.0, 10.0, 20.0, 700.0)._replace(**{kind: 50 + step * i}) for i in range(24)]
+    assert memory.grown(leak).startswith(f"{kind} memory grew by ")
+
+
+def test_a_leak_of_the_host_is_noticed(monkeypatch, soak):
+    kept = []
+    real = ServingEngine.step
+    monkeypatch.setattr(ServingEngine, "step", lambda self, check: kept.append(bytes(4 << 20)) or real(self, False))
+    with pytest.raises(Wrong, match="host memory grew by"):
+        scenarios.serving(soak)
+
+
+# ---- serving
+
+
+def test_serving_holds(soak):
+    found = scenarios.serving(soak)
+    assert found.startswith("60 steps, 0 replays, ") and "equal bits at the start, in the middle" in found
+    lines = (soak.out / "memory-cpu.csv").read_text().splitlines()
+    assert lines[0] == ",".join(Sample._fields) and len(lines) >= 20
+
+
+def test_requests_come_and_go():
+    """No page has two owners, none is lost, and the same seed serves the same requests."""
+    engines = [ServingEngine(MODELS[1], CPU, 5) for _ in range(2)]
+    pages = len(engines[0].kv)
+    for step in range(60):
+        for engine in engines:
+            engine.step(check=step == 40)
+        own = [page for request in engine.requests for page in request.pages]
+        assert sorted([*own, *engine.free]) == list(range(pages))
+    assert engines[0].count == engines[1].count and engines[0].count["left"] > 2
+    assert torch.equal(engines[0].kv.view(torch.uint8), engines[1].kv.view(torch.uint8))
+
+
+def spoiled(function):
+    def wrong(*args, **given):
+        found = function(*args, **given)
+        out = given.get("out") if given.get("out") is not None else found
+        out.view(-1)[3] += 0.5
+        return found
+
+    return wrong
+
+
+@pytest.mark.parametrize("name", ["trtllm_batch_decode_with_kv_cache", "trtllm_batch_context_with_kv_cache"])
+def test_a_wrong_result_of_serving_is_noticed(monkeypatch, name):
+    engine, real = ServingEngine(MODELS[0], CPU, 1), getattr(wrappers, name)
+    for _ in range(3):
+        engine.step(check=True)
+    monkeypatch.setattr(ServingEngine, "_compare", compare_with(ServingEngine._compare, real))
+    monkeypatch.setattr(wrappers, name, spoiled(real))
+    with pytest.raises(Wrong, match=f"{name}: 1 values are off"):
+        for _ in range(30):
+            engine.step(check=True)
+
+
+def compare_with(compare, real):
+    """`call_of` knows the public function, not the spoiled one."""
+    return lambda self, function, given, out: compare(
+        self, function if function.__name__ != "wrong" else real, given, out
+    )
+
+
+def test_bits_that_change_are_noticed(monkeypatch):
+    probe = Probe(CPU, 3, 6)
+    first = probe.digest()
+    assert len(first) >= 4
+    probe.compare(first, "again")
+    call = probe.calls[0]
+    with pytest.raises(Wrong, match="later: the bits of a call changed"):
+        probe.compare(first | {str(call): "0"}, "later")
+
+
+def test_a_probe_has_no_hostile_and_no_refused_calls():
+    probe = Probe(CPU, 1, 40)
+    assert 20 < len(probe.calls) <= 40 and not any(call.extra.get("hostile") for call in probe.calls)
+
+
+# ---- plans, with emulated kernels
+
+
+def test_plans_are_dropped_and_made_anew(soak):
+    with emulation() as fake:
+        fake.max_plans = 12
+        found = scenarios.plans(soak)
+    assert found.startswith("186 forms, at most 12 plans kept, ")
+
+
+def test_plans_that_are_never_dropped_are_noticed(soak, monkeypatch):
+    with emulation() as fake:
+        fake.max_plans = 12
+        monkeypatch.setattr(type(fake), "keep", lambda self, key, plan: self.plans.__setitem__(key, plan))
+        with pytest.raises(Wrong, match="plans of at most 12 were kept"):
+            scenarios.plans(soak)
+
+
+# ---- callers
+
+
+def test_threads_begin_together_and_errors_are_raised():
+    seen = []
+    scenarios.in_threads(8, seen.append)
+    assert sorted(seen) == list(range(8))
+    with pytest.raises(KeyError):
+        scenarios.in_threads(2, lambda number: {}[number])
+
+
+def test_a_thread_with_other_bits_is_noticed(soak, monkeypatch):
+    monkeypatch.setattr(scenarios, "THREADS", 3)
+    monkeypatch.setattr(scenarios, "FEW", 3)
+    assert "3 threads, 3 rounds" in scenarios.threads(soak)
+    real, made = Probe.results, []
+
+    def flips(self, work, tree):
+        found = real(self, work, tree)
+        made.append(0)
+        found[0].view(-1)[:1] ^= len(made) == 12
+        return found
+
+    monkeypatch.setattr(Probe, "results", flips)
+    with pytest.raises(Wrong, match=r"thread \d, round \d, .*other bits"):
+        scenarios.threads(soak)
+
+
+@pytest.mark.parametrize("name", ["devices", "shortage", "capture-shortage", "unloadable-kernel", "bundles"])
+def test_scenarios_that_need_a_gpu_say_so(soak, name):
+    with pytest.raises(CannotRun, match="needs a GPU"):
+        command.SCENARIOS[name](soak)
+
+
+# ---- damage
+
+
+def test_damaged_bundles_are_what_they_should_be(tmp_path):
+    good = fake_bundle.make(tmp_path / "good" / ARCH)
+    held = manifest.read(good)
+    kernel = catalog.shipped(ARCH)[0]
+    entry = held.find(*kernel)
+    entry["cubin"] = {"offset": 64, "size": 100}  # fake bundles hold no code of a device
+    manifest.write(good, held)
+    cut = damage.truncated(good, tmp_path / "cut")
+    assert any("truncated or changed" in said for said in bundle.verify(cut, ARCH))
+    zeros = damage.unloadable(good, tmp_path / "zeros", [kernel])
+    library = manifest.read(zeros).libraries[entry["library"]]
+    data, at = (zeros / library["file"]).read_bytes(), entry["cubin"]["offset"]
+    assert manifest.file_problem(zeros, library) is None and not any(data[at : at + entry["cubin"]["size"]])
+    assert bundle.verify(good, ARCH) == [] and damage.linked(good, tmp_path / "links") == held
+
+
+@pytest.mark.kernels
+def test_full_disks_and_read_only_caches(tmp_path):
+    """The real command, in processes of their own."""
+    given = ["--device", "cpu", "--scenario", "disk", "read-only-cache", "--out", str(tmp_path)]
+    ended = subprocess.run([sys.executable, "-m", "tools.soak", *given], cwd=ROOT, capture_output=True, text=True)
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    rows = results.read(tmp_path / command.FILE, SoakRow)
+    assert {(r.scenario, r.result) for r in rows} == {("disk", "held"), ("read-only-cache", "held")}
+
+
+def test_a_command_on_a_small_disk_sees_it(tmp_path):
+    code = f"open({str(tmp_path / 'x')!r}, 'wb').write(bytes(1 << 20))"
+    status, said, how = damage.on_small_disk(tmp_path, "64k", [sys.executable, "-c", code])
+    assert status and ("No space left" in said or "File too large" in said), (how, said)
+    assert not (tmp_path / "x").exists() or (tmp_path / "x").stat().st_size < 1 << 20
+
+
+# ---- the command
+
+
+def test_rows_and_status_of_the_command(tmp_path, capsys):
+    given = ["--device", "cpu", "--scenario", "plans", "devices", "--out", str(tmp_path)]
+    assert command.main(given) == 0
+    rows = results.read(tmp_path / command.FILE, SoakRow)
+    assert [(r.scenario, r.result, r.detail) for r in rows] == [
+        (name, command.SKIPPED, "needs a GPU") for name in ("plans", "devices")
+    ]
+    assert "2 scenarios, 0 failed" in capsys.readouterr().out
+
+
+def test_a_scenario_that_fails_or_dies_is_a_row(monkeypatch, tmp_path):
+    args = command.argparse.Namespace(out=str(tmp_path), seed=0, minutes=0.0, steps=0, device="cpu")
+    env = Environment("2026-01-02", "abc", "cpu", "", "2.11")
+
+    def process(answer, status):
+        def run(command_line, **given):
+            if answer:
+                Path(tmp_path, "threads.json").write_text(json.dumps(answer))
+            return subprocess.CompletedProcess(command_line, status)
+
+        return run
+
+    for answer, status, want in (
+        (["FAILED", "Wrong: bits"], 0, ("FAILED", "Wrong: bits")),
+        (None, -11, ("FAILED", "ended with status -11")),
+    ):
+        monkeypatch.setattr(command.subprocess, "run", process(answer, status))
+        row = command.apart("threads", args, env)
+        assert (row.result, row.detail) == want
+
+
+def test_errors_of_a_scenario_are_told_apart(monkeypatch, soak):
+    def fails(s):
+        raise Wrong("other bits")
+
+    monkeypatch.setitem(command.SCENARIOS, "threads", fails)
+    assert command.run("threads", soak) == ("FAILED", "Wrong: other bits")
+    assert command.run("devices", soak) == ("skipped", "needs a GPU")
+
+
+def test_the_rows_of_a_run_are_kept_and_shown(monkeypatch, tmp_path):
+    monkeypatch.setattr(results, "SOAKS", tmp_path / "kept")
+    env = Environment("2026-01-02", "abcdef", "some-gpu", "1.2", "2.11")
+    row = env.soak_row(scenario="plans", result="FAILED", seconds=4.0, seed=1.0, detail="old")
+    results.append(tmp_path / "soak.csv", [row, replace(row, result="held", detail="9 forms")])
+    assert command.main(["--keep", str(tmp_path / "soak.csv")]) == 0
+    text = trust.measured_soaks(results.read_soaks(tmp_path / "kept"))
+    assert "| `plans` | held: 9 forms | 4 |" in text and "old" not in text and "some-gpu, 2026-01-02" in text
+    assert os.listdir(tmp_path / "kept") == ["some-gpu.csv"]

@@ -1,0 +1,229 @@
+"""The calls that run under compute-sanitizer, in pieces of a few small calls: one piece for each structure of a kernel.
+
+racecheck takes some hundred times the time of a kernel, and each tool takes seconds to patch a kernel when it loads, so
+a piece launches at most a few kernels with few tiles. The calls are those of the fuzzer (`tools.fuzz.call.Call`), which
+makes their arguments and judges their results.
+"""
+
+from collections.abc import Iterator
+from typing import Any
+
+from bench.cases.topk import DECODE as ROW_DECODE
+from bench.cases.topk import PAGE_TABLE, RAGGED, TOP_K
+from bench.cases.topk import PREFILL as ROW_PREFILL
+from tools.fuzz.call import Call
+from wrappers import TopKTieBreak
+
+CONTEXT, DECODE, XQA = "trtllm_batch_context_with_kv_cache", "trtllm_batch_decode_with_kv_cache", "xqa"
+PAGED = "BatchPrefillWithPagedKVCacheWrapper"
+FEW = {"q_lens": (37, 3, 130), "kv_lens": (67, 40, 333), "heads_q": 2, "data": "needles", "sink": 1.0}
+PACKED = FEW | {"q_lens": (5, 0, 2), "kv_lens": (1190, 9, 83), "heads_q": 6}
+ONE = {"q_lens": (1, 1, 1), "kv_lens": (1300, 0, 83), "heads_q": 6, "data": "needles", "sink": 1.0}
+MANY = {"q_lens": (0, 1, 0, 2) * 18, "kv_lens": (5, 9, 0, 40) * 18}
+SHARED = {"q_lens": (40, 3), "kv_lens": (1300, 60), "heads_q": 2, "heads_kv": 1, "data": "needles", "sink": 1.0}
+DIMS = {"d64": (64, 64), "d128": (128, 128), "d192x128": (192, 128), "d256": (256, 256)}
+USUAL = ("d64", "d128")
+WINDOW, CAP = {"window_left": 50}, {"soft_cap": 9.0}
+FULL = {"causal": False}
+FP8 = {"dtype": "fp8", "out_dtype": "bf16", "sink": 0.0, "data": "normal"}
+CACHES: dict[str, dict[str, Any]] = {"bf16": {}, "e4m3": {"kv_dtype": "fp8"}, "nvfp4": {"kv_dtype": "nvfp4"}}
+
+
+def attend(function: str, base: dict[str, Any], *changes: dict[str, Any], dims: str = "d64", **extra: Any) -> Call:
+    """Return a call of an attention function. changes: of the fields of `base`; later ones win."""
+    qk, vo = DIMS[dims]
+    case: dict[str, Any] = base | {"head_dim_qk": qk, "head_dim_vo": vo}
+    case["function"] = {DECODE: "decode", XQA: "xqa"}.get(function, "context")
+    for change in changes:
+        case |= change
+    family = "prefill" if case["function"] == "context" else "decode"
+    return Call(family, function, 7, "eager", "function", case, extra)
+
+
+def _prefill() -> Iterator[tuple[str, tuple[Call, ...]]]:
+    masks: tuple[dict[str, Any], ...] = ({}, FULL, FULL | WINDOW)
+    for name in DIMS:
+        yield f"prefill-bf16-{name}", tuple(attend(CONTEXT, FEW, mask, dims=name) for mask in masks)
+    for name in USUAL:
+        yield f"prefill-e4m3-{name}", tuple(attend(CONTEXT, FEW, FP8, mask, dims=name) for mask in masks)
+    for kind in ("e4m3", "nvfp4"):
+        calls = [attend(CONTEXT, FEW, CACHES[kind], mask, dims=d) for d in USUAL for mask in ({}, WINDOW)]
+        yield f"prefill-prepared-{kind}", tuple(calls)
+    sources = ({"page_size": 3}, {"page_size": 1} | WINDOW)
+    yield "prefill-gather", tuple(attend(CONTEXT, FEW, source, dims=d) for d in USUAL for source in sources)
+    plain = {"sink": 0.0, "data": "normal"}
+    yield (
+        "prefill-custom-mask",
+        tuple(attend(PAGED, FEW, plain, dims=d, form="csr", custom=kind) for d, kind in zip(USUAL, ("bool", "packed"))),
+    )
+    yield "prefill-skip", tuple(attend(CONTEXT, FEW, plain, {"skip": 1e-3}, dims=d) for d in USUAL)
+    yield "prefill-fp16", (attend(CONTEXT, FEW, {"dtype": "fp16"}), attend(CONTEXT, FEW, {"dtype": "fp16"}, CAP))
+    yield "split-bf16", tuple(attend(DECODE, SHARED, dims=d) for d in USUAL)
+    yield "split-e4m3", tuple(attend(DECODE, SHARED, CACHES["e4m3"], dims=d) for d in USUAL)
+    yield "split-nvfp4", tuple(attend(DECODE, SHARED, CACHES["nvfp4"], dims=d) for d in USUAL)
+    yield (
+        "prefill-pages",
+        (
+            attend(CONTEXT, PACKED, {"page_size": 8, "layout": "NHD", "separate_tables": True}),
+            attend(CONTEXT, FEW, {"page_size": 16, "cache": "stacked", "layout": "NHD", "strided_q": True}),
+            attend(CONTEXT, FEW, {"page_size": 128, "window_left": 90}, CAP),
+            attend(
+                CONTEXT, PACKED, {"page_size": 256, "cache": "shared", "device": ("scale", "out"), "out_scale": -1.7}
+            ),
+        ),
+    )
+    yield (
+        "prefill-requests",
+        (
+            attend(CONTEXT, FEW, {"q_lens": (3, 200, 7), "kv_lens": (0, 9, 2)}),
+            attend(CONTEXT, PACKED, {"q_lens": (3, 40, 7), "kv_lens": (0, 9, 2), "sink": 0.0}),
+            attend(CONTEXT, PACKED, {"window_left": 0, "heads_q": 5, "heads_kv": 1, "uint32_lens": True}),
+            attend(CONTEXT, PACKED, MANY),
+        ),
+    )
+    lengths = {"q_lens": (140,) * 10, "kv_lens": (150,) * 10, "heads_q": 16, "heads_kv": 8}
+    yield "prefill-tiles", (attend(CONTEXT, FEW, lengths),)
+
+
+def _decode() -> Iterator[tuple[str, tuple[Call, ...]]]:
+    rows: dict[int, dict[str, Any]] = {8: {"heads_q": 6}, 16: {"heads_q": 12, "heads_kv": 1}}
+    for kind, cache in CACHES.items():
+        for count, fields in rows.items():
+            calls = [attend(DECODE, ONE, cache, fields, dims=d) for d in USUAL]
+            yield f"decode-{kind}-{count}-rows", (*calls, attend(DECODE, ONE, cache, fields, {"window_left": 200}, CAP))
+    yield "decode-d256", tuple(attend(DECODE, ONE, cache, dims="d256") for cache in CACHES.values())
+    few = zip(rows.values(), USUAL)
+    yield "decode-e4m3-queries", tuple(attend(DECODE, ONE, FP8, fields, dims=d) for fields, d in few)
+    for (count, fields), d in zip(rows.items(), USUAL):
+        gathered = [attend(DECODE, ONE, CACHES[kind], fields, {"page_size": 3}, dims=d) for kind in ("bf16", "e4m3")]
+        yield f"decode-gather-{count}-rows", tuple(gathered)
+    many: dict[str, Any] = {"q_lens": (1,) * 40, "kv_lens": (300, 9, 1, 60) * 10, "heads_kv": 4}
+    yield (
+        "decode-many",
+        (
+            attend(DECODE, ONE, many, {"heads_q": 8}),
+            attend(DECODE, ONE, many, {"heads_q": 40, "window_left": 200, "skip": 1e-30}),
+            attend(DECODE, ONE, MANY),
+        ),
+    )
+    yield (
+        "decode-invariant",
+        tuple(attend(DECODE, ONE, {"invariant": True, "kv_lens": (5000, 0, 83)}, changes) for changes in ({}, CAP)),
+    )
+    yield (
+        "decode-pages",
+        (
+            attend(DECODE, ONE, {"page_size": 8, "layout": "NHD"}),
+            attend(DECODE, ONE, {"page_size": 16, "window_left": 600, "separate_tables": True, "q_lens": (4, 0, 3)}),
+            attend(DECODE, ONE, {"page_size": 32, "strided_q": True, "uint32_lens": True}, dims="d128"),
+            attend(DECODE, ONE, {"page_size": 256, "cache": "shared"}),
+        ),
+    )
+    yield (
+        "decode-outputs",
+        (
+            attend(DECODE, ONE, CACHES["e4m3"], {"out_dtype": "fp8", "out_scale": 300.0, "o_scale": 3.0}),
+            attend(DECODE, ONE, CACHES["nvfp4"], {"out_dtype": "fp8", "interleaved": True, "separate_tables": True}),
+            attend(DECODE, ONE, {"q_lens": (3, 3, 3), "kv_lens": (900, 3, 83), "drafts": True}),
+            attend(
+                DECODE, ONE, {"device": ("log2", "out"), "out_scale": -0.3, "o_scale": 7.0, "q_lens": (4, 0, 3)}, CAP
+            ),
+        ),
+    )
+    flat = {"kv_lens": (600, 0, 83), "lse": False, "layout": "NHD", "uint32_lens": True}
+    yield "xqa", (
+        attend(XQA, ONE, flat, {"cache": "flat", "window_left": 300, "out_scale": 0.7, "zero_page": True}),
+        attend(XQA, ONE, flat, CACHES["e4m3"], {
+            "q_lens": (5, 5), "kv_lens": (512, 83), "drafts": True, "out_dtype": "fp8", "o_scale": 30.0,
+        }),
+        attend(XQA, ONE, flat, CACHES["nvfp4"], {"interleaved": True, "page_size": 32, "dtype": "fp16"}),
+    )  # fmt: skip
+
+
+def choose(function: str, rows: int, width: int, k: int, **fields: Any) -> Call:
+    return Call("topk", function, 7, case=dict(rows=rows, width=width, k=k, **fields))
+
+
+def _top_k() -> Iterator[tuple[str, tuple[Call, ...]]]:
+    """Yield calls of all functions on rows of one width, with ties, for 32-bit and 16-bit keys."""
+    for name, rows, width in (("cta", 5, 3000), ("cluster-4", 3, 20_001), ("cluster-16", 3, 70_001)):
+        for dtype in ("fp32", "bf16"):
+            own = rows, width, 300
+            mixed: dict[str, Any] = {"dtype": dtype, "lengths": "mixed"}
+            yield (
+                f"topk-{name}-{dtype}",
+                (
+                    choose(PAGE_TABLE, *own, data=("shelf", "special"), page_size=16, batch_map=True, **mixed),
+                    choose(RAGGED, *own, starts=True, tie_break=int(TopKTieBreak.LARGE), **mixed),
+                    choose(TOP_K, *own, dtype=dtype, data="257 ties"),
+                    choose(ROW_PREFILL, *own, data="low bits", starts=True, **mixed),
+                    choose(ROW_DECODE, *own, next_n=rows, **mixed),
+                ),
+            )
+    long = ((140, 50_003), (1, 1_600_003))
+    yield (
+        "topk-streamed",
+        tuple(
+            choose(function, *shape, 64, dtype=dtype, lengths="mixed", page_size=16 if function == PAGE_TABLE else 1)
+            for shape in long
+            for function, dtype in ((PAGE_TABLE, "fp32"), (RAGGED, "bf16"))
+        ),
+    )
+    yield (
+        "topk-sort",
+        tuple(
+            choose(TOP_K, 3, 9000, k, dtype=dtype, data=("special", "normal"), sorted=True)
+            for dtype, k in (("fp32", 300), ("bf16", 300), ("fp16", 3000))
+        ),
+    )
+
+
+def write(function: str, **fields: Any) -> Call:
+    return Call("cache", function, 7, case=fields)
+
+
+def _rows() -> Iterator[tuple[str, tuple[Call, ...]]]:
+    """Yield calls that write caches, quantise, rotate and merge states."""
+    own: dict[str, Any] = {"heads": (0, 2), "pages": 6}
+    lists, wide = {"places": "lists"}, {"tokens": 31, "page_size": 16, "pages": 9}
+    yield (
+        "cache-append",
+        (
+            write("append_paged_kv_cache", **own, **lists),
+            write("append_paged_kv_cache", **own, **lists, dtype="uint8", cache="uint8", dims=(72, 40), stacked=False),
+            write("append_qkv", **own, dtype="bf16", cache="e4m3", layout="HND", scales="heads"),
+            write("append_qkv", **own, dtype="bf16", cache="nvfp4", places="table"),
+            write("append_qkv", **own, dtype="fp16", cache="nvfp4", interleaved_sf=True, hostile=True),
+        ),
+    )
+    roped = {"heads": (8, 2), "rope": "cache"} | wide
+    yield (
+        "cache-transform",
+        (
+            write("append_qkv", **roped, norm="heads", places="table"),
+            write("append_qkv", **roped, cache="e4m3", norm="k", scales="tensor", q8=True),
+            write("append_qkv", **(roped | {"rope": "llama31"}), dtype="fp16", cache="nvfp4", rotary_dim=16),
+            write("apply_rope_pos_ids_inplace", **(roped | {"rope": "angles"}), places="rows"),
+        ),
+    )
+    yield (
+        "cache-gather",
+        tuple(
+            attend(PAGED, FEW, {"sink": 0.0, "data": "normal", "dtype": dtype}, form="csr", rope=True)
+            for dtype in ("bf16", "fp16")
+        ),
+    )
+    case = {"n": 33, "m": 8, "dtype": "fp32", "scale": 0.37, "dim": 4, "device": True, "strided": False}
+    yield "cache-dequantise", (Call("small", "nvfp4_dequantize", 7, case=case | {"special": False}),)
+    states = ({"dtype": "bf16"}, {"dtype": "fp16", "layout": "strided"}, {"dtype": "fp32", "data": "special"})
+    yield "merge-states", tuple(Call("merge", "merge_states", 7, case=fields) for fields in states)
+    yield (
+        "merge-pair",
+        (
+            *(Call("merge", "merge_state", 7, case=fields) for fields in states),
+            Call("merge", "merge_state_in_place", 7, case={"mask": "bool", "shift": 1}),
+        ),
+    )
+
+
+PIECES: dict[str, tuple[Call, ...]] = dict((*_prefill(), *_decode(), *_top_k(), *_rows()))

@@ -1,0 +1,66 @@
+"""Samples of host and device memory, and whether they stay flat."""
+
+import csv
+import gc
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+
+MIB = 1 << 20
+WARM_UP = 0.25  # share of the samples that is left out
+# The most by which the maximum of the last third may exceed that of the first one, in MiB. torch's blocks are 2 MiB.
+LIMITS = {"host": 16.0, "allocated": 1.0, "reserved": 6.0, "driver": 8.0}
+
+
+class Sample(NamedTuple):
+    """Memory in MiB after a number of steps. host: resident set of the process. allocated, reserved: torch's on the
+    device. driver: all that the device has lent, to any process."""
+
+    step: int
+    host: float
+    allocated: float = 0.0
+    reserved: float = 0.0
+    driver: float = 0.0
+
+
+def sample(step: int, device: torch.device) -> Sample:
+    """Return the memory in use, without what torch only keeps for later."""
+    gc.collect()
+    pages = int(Path("/proc/self/statm").read_text().split()[1])
+    host = pages * os.sysconf("SC_PAGE_SIZE") / MIB
+    if device.type != "cuda":
+        return Sample(step, host)
+    torch.cuda.synchronize(device)
+    torch.cuda.empty_cache()
+    free, total = torch.cuda.mem_get_info(device)
+    own = torch.cuda.memory_allocated(device), torch.cuda.memory_reserved(device), total - free
+    return Sample(step, host, *(size / MIB for size in own))
+
+
+def growth(samples: Sequence[Sample]) -> dict[str, float]:
+    """Return by how many MiB each kind of memory grew after the warm-up, from the first third to the last one. Raise
+    ValueError for fewer than eight samples."""
+    if len(samples) < 8:
+        raise ValueError(f"samples: {len(samples)}, must be at least 8")
+    kept = samples[int(WARM_UP * len(samples)) :]
+    third = len(kept) // 3
+    return {
+        name: max(getattr(s, name) for s in kept[-third:]) - max(getattr(s, name) for s in kept[:third])
+        for name in LIMITS
+    }
+
+
+def grown(samples: Sequence[Sample]) -> str:
+    """Return "" if memory is flat, else what grew."""
+    found = {name: size for name, size in growth(samples).items() if size > LIMITS[name]}
+    return ", ".join(f"{name} memory grew by {size:.1f} MiB, limit {LIMITS[name]}" for name, size in found.items())
+
+
+def write(path: Path, samples: Sequence[Sample]) -> None:
+    with open(path, "w", newline="") as file:
+        out = csv.writer(file, lineterminator="\n")
+        out.writerow(Sample._fields)
+        out.writerows([s.step, *(f"{size:.2f}" for size in s[1:])] for s in samples)
