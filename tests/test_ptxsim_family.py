@@ -41,7 +41,8 @@ PLANS = {  # what an object plans and runs, one after another
     "ragged, RoPE": (replace(PACKED, form="ragged", mode="ROPE_LLAMA"),
                      replace(PACKED, form="ragged", soft_cap=4.0, causal=False, **AGAIN)),
     "ALiBi": (replace(PACKED, form="ragged", mode="ALIBI", window_left=100),
-              replace(PACKED, form="ragged", mode="ALIBI", soft_cap=4.0, **AGAIN)),
+              replace(PACKED, form="ragged", mode="ALIBI", soft_cap=4.0, **AGAIN),
+              replace(PACKED, form="ragged", mode="ALIBI", q_lens=(70, 3), kv_lens=(400, 60))),
     "page 1, head_dim 192": (replace(ALONE, page_size=1, head_dim_qk=192, head_dim_vo=128),),
     "page 5, head_dim 256": (replace(ALONE, head_dim_qk=256, head_dim_vo=256),),
 }  # fmt: skip

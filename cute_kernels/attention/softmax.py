@@ -110,9 +110,12 @@ def add(x, y):
     return x + y
 
 
-def lane_row_max(st: SoftmaxState, s: cute.Tensor):
-    """Return, per row, the maximum of row_max and this lane's scores."""
-    return [cute.arch.fmax(st.row_max[r], reduce(s[r, None], cute.arch.fmax)) for r in range(cute.size(st.row_max))]
+def lane_row_max(st: SoftmaxState, s: cute.Tensor, offsets: Any = None):
+    """Return, per row, the maximum of row_max and this lane's scores, to which `offsets` are added."""
+    found = [reduce(s[r, None], cute.arch.fmax) for r in range(cute.size(st.row_max))]
+    if offsets is not None:
+        found = [top + offsets[r] for r, top in enumerate(found)]
+    return [cute.arch.fmax(st.row_max[r], top) for r, top in enumerate(found)]
 
 
 @cute.jit
@@ -123,15 +126,17 @@ def update_max(
     lanes: cutlass.Constexpr,
     rescale_params: RescaleParams,
     exact_max: cutlass.Constexpr,
+    offsets: Any = None,
 ):
     """Update row_max with a block of scores, rescale row_sum, and set acc_scale, by which `rescale` multiplies O.
 
-    softmax_scale_log2: per row. lanes: number of neighbouring lanes that share a row. row_max follows the row's maximum
+    softmax_scale_log2: per row. lanes: number of neighbouring lanes that share a row. offsets: per row, numbers to add
+    to the lane's scores; None adds nothing. row_max follows the row's maximum
     only when that has grown by more than rescale_threshold or, with `exact_max`, whenever it has grown. Until then P
     exceeds 2^max_offset by less than that factor, which costs no accuracy in floating point, and O needs no rescaling.
     Each row decides for itself, so that its result does not depend on its neighbours.
     """
-    top = lane_row_max(st, s)
+    top = lane_row_max(st, s, offsets)
     for r in cutlass.range_constexpr(cute.size(st.row_max)):
         m = cute.arch.warp_reduction_max(top[r], threads_in_group=lanes)
         old, shift = st.row_max[r], st.row_max_scaled[r]
@@ -179,10 +184,12 @@ def update_max_and_rescale(
 
 
 @cute.jit
-def exp_and_sum(st: SoftmaxState, s: cute.Tensor, softmax_scale_log2: Float32, r: cutlass.Constexpr):
-    """Replace row r of s by exp2((s - row_max) * softmax_scale_log2) and add it to row_sum."""
+def exp_and_sum(
+    st: SoftmaxState, s: cute.Tensor, softmax_scale_log2: Float32, row_max_scaled: Float32, r: cutlass.Constexpr
+):
+    """Replace row r of s by exp2(s * softmax_scale_log2 - row_max_scaled) and add it to row_sum."""
     for c in cutlass.range_constexpr(cute.size(s, mode=[1])):
-        s[r, c] = exp2_scaled(s[r, c], softmax_scale_log2, st.row_max_scaled[r])
+        s[r, c] = exp2_scaled(s[r, c], softmax_scale_log2, row_max_scaled)
     st.row_sum[r] += reduce(s[r, None], add)
 
 

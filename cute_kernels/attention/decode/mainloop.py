@@ -166,7 +166,7 @@ def online_softmax(spec: cutlass.Constexpr, r: DecodeFragments, acc_s: cute.Tens
     view = rows_view(acc_s)
     softmax.update_max_and_rescale(r.st, view, rows_view(r.acc_o), r.to_log2, spec.tile.blackwell)
     for k in cutlass.range_constexpr(cute.size(r.tokens)):
-        softmax.exp_and_sum(r.st, view, r.to_log2[k], k)
+        softmax.exp_and_sum(r.st, view, r.to_log2[k], r.st.row_max_scaled[k], k)
     warp.convert16(acc_s, cute.recast_tensor(p, precision.of_mma_sync(spec).mma_type))
     for i in cutlass.range_constexpr(cute.size(p)):
         p[i] = mma.transpose(p[i])

@@ -89,19 +89,26 @@ def split_candidate(p: KernelRequest) -> Spec:
     return replace(spec, kv=kv, out=out, head_dim_vo=p.head_dim_vo, mask=mask, logits=logits, tile=tile)
 
 
+def leaves_registers(request: KernelRequest, tile: Sm90TileConfig | None) -> bool:
+    """Return whether a tile for kernels without modifiers leaves registers for those that such kernels may have:
+    skip-softmax, the words of a custom mask, the slopes of ALiBi."""
+    p, some = request, request.custom_mask + request.alibi
+    if p.kv not in DTYPES:
+        return not (p.skip or some)
+    return not some or some == 1 and (tile is None or tile.warpgroups <= 2)
+
+
 def candidate(request: KernelRequest, arch: str, split: bool = False) -> Spec:
     """Return the spec that would serve a request, with whole tiles or with split keys, if `supports` accepts it."""
     if split:
         return split_candidate(request)
-    p, dims, plain = request, (request.head_dim_qk, request.head_dim_vo), is_plain(replace(request, custom_mask=False))
+    p, dims = request, (request.head_dim_qk, request.head_dim_vo)
+    plain = is_plain(replace(p, custom_mask=False, alibi=False))
     spec = headline(p.q, p.kv, dims, p.causal) if plain else general(p.q, p.kv, dims)
     mask = exact_mask(p) if plain else general_mask(p)
     logits = replace(spec.logits, skip=p.skip, alibi=p.alibi, head_scales=p.head_scales and p.kv in DTYPES)
     out = outputs(p.q, p.out) if len(spec.out) > 1 or p.out not in DTYPES else (p.out,)
-    tile = spec.tile
-    # registers are scarce: votes need some, and words of a mask do, of which three mma warpgroups have none left
-    if p.skip and p.kv not in DTYPES or p.custom_mask and tile is not None and tile.warpgroups > 2:
-        tile = tile_of(p.q, p.kv, padded(p.kv, dims), False)
+    tile = spec.tile if leaves_registers(p, spec.tile) else tile_of(p.q, p.kv, padded(p.kv, dims), False)
     return replace(spec, kv=KVSpec(p.kv, kv_source(p)), out=out, mask=mask, logits=logits, tile=tile)
 
 

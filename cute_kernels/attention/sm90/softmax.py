@@ -14,6 +14,7 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Uint32, const_expr
 
 from ...device import wgmma
+from ...device.warp import fma
 from .. import geometry, logits
 from .. import softmax as online
 from ..logits import ScoreCols, ScoreRows
@@ -23,7 +24,13 @@ from .state import Sm90Fragments, Sm90TileState
 
 
 def rows_of(r: Sm90Fragments, tile: Sm90TileState):
-    return ScoreRows(r.tokens, tile.w.q_start, tile.seqlen, r.slopes, r.words)
+    return ScoreRows(r.tokens, tile.w.q_start, tile.seqlen, r.slopes, r.words, r.offsets)
+
+
+def row_max_scaled(r: Sm90Fragments, scale, row):
+    """Return row_max of a row in log2 units, for scores without the row's offset. scale: of the row's scores."""
+    shift = r.st.row_max_scaled[row]
+    return shift if r.offsets is None else fma(-r.offsets[row], scale, shift)
 
 
 @cute.jit
@@ -66,13 +73,14 @@ def mask_and_update_max(
     """Apply bias, soft cap and mask to a block in acc_s, then bring row_max up to date with it."""
     scores, to_log2 = transform_scores(spec, a, r, tile, n_block, flags), scales_of(r, tile.scales).reduced
     exact_max = const_expr(precision.exact_max_blocks(spec) > 0)
-    online.update_max(r.st, scores, to_log2, LANES, tile.rescale_params, exact_max=exact_max)
+    online.update_max(r.st, scores, to_log2, LANES, tile.rescale_params, exact_max, r.offsets)
 
 
 @cute.jit
 def compute_p(r: Sm90Fragments, tile: Sm90TileState, row: cutlass.Constexpr):
     """Replace a row of acc_s by its exponentials and add them to row_sum."""
-    online.exp_and_sum(r.st, wgmma.rows_cols(r.acc_s), scales_of(r, tile.scales).reduced[row], row)
+    scale = scales_of(r, tile.scales).reduced[row]
+    online.exp_and_sum(r.st, wgmma.rows_cols(r.acc_s), scale, row_max_scaled(r, scale, row), row)
 
 
 @cute.jit
@@ -109,9 +117,9 @@ def speculate_p(spec, r, tile, row, cols, before=None) -> SpeculativeP:
     """Compute P of `cols` of a row without changing acc_s, row_max or row_sum. before: result for the columns in front,
     which the sums continue."""
     scores, scale = wgmma.rows_cols(r.acc_s)[row, None], scales_of(r, tile.scales).reduced[row]
-    values = cute.make_rmem_tensor(len(cols), Float32)
+    values, shift = cute.make_rmem_tensor(len(cols), Float32), row_max_scaled(r, scale, row)
     for i, col in enumerate(cols):
-        values[i] = online.exp2_scaled(scores[col], scale, r.st.row_max_scaled[row])
+        values[i] = online.exp2_scaled(scores[col], scale, shift)
     words = pack_p(spec, values)
     sum_chains = online.reduce_chains(values, online.add, before and before.sum_chains)
     overflow = precision.add_overflow(spec, before.overflow if before else Uint32(0), words)
@@ -127,7 +135,7 @@ def validate_p(spec: cutlass.Constexpr, r: Sm90Fragments, tile: Sm90TileState, r
     """
     if cute.arch.vote_any_sync(precision.exceeds_range(spec, row_sums, overflow)):
         scores, to_log2 = wgmma.rows_cols(r.acc_s), scales_of(r, tile.scales).reduced
-        online.update_max(r.st, scores, to_log2, LANES, tile.rescale_params, exact_max=False)
+        online.update_max(r.st, scores, to_log2, LANES, tile.rescale_params, False, r.offsets)
         for row in cutlass.range_constexpr(cute.size(r.tokens)):
             compute_p(r, tile, row)
             convert_p(spec, r, row)

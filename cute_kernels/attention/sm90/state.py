@@ -31,6 +31,7 @@ class Sm90Fragments:
     scales: Any = None  # `RowScales`, if rows have their own
     q_row_scales: Any = None  # power of two by which Q of each row was divided (bf16 Q multiplied as fp16)
     slopes: Any = None  # ALiBi slope of each row
+    offsets: Any = None  # number to add to the row's scores of the block at hand, see `logits.add_bias`
     words: Any = None  # bits of the custom mask of each row in the current block
     promoted: Any = None  # `PromotedAcc`, if O is promoted
 
@@ -92,9 +93,16 @@ def make_fragments(spec, plan, s) -> Sm90Fragments:
         scales_of_rows(spec, rows) if precision.scales_rows(spec) else None,
         cute.make_rmem_tensor(rows, Float32) if precision.of(spec).scales_q_rows else None,
         cute.make_rmem_tensor(rows, Float32) if spec.logits.alibi else None,
+        cute.make_rmem_tensor(rows, Float32) if has_offsets(spec) else None,
         cute.make_rmem_tensor(rows, Uint32) if spec.mask.custom else None,
         promotion.make(spec, s.o_promoted),
     )
+
+
+def has_offsets(spec):
+    """Return whether the softmax adds ALiBi's bias of a block's first column. A soft cap needs whole scores, and so do
+    the votes of skip-softmax."""
+    return spec.logits.alibi and not (spec.logits.soft_cap or spec.logits.skip)
 
 
 def scales_of_rows(spec, rows):
