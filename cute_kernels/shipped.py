@@ -67,16 +67,22 @@ ATTENTION = (
     AttentionRow(PREFILL_BLACKWELL, BLACKWELL, ("bf16",), (SAME,), (*USUAL, *WIDE), ("causal", "full", "modified")),
     AttentionRow(PREFILL_BLACKWELL, BLACKWELL, ("fp16", "e4m3"), (SAME,), USUAL, ("causal", "full", "modified")),
     AttentionRow(
-        PREFILL_BLACKWELL, BLACKWELL, HALVES, (SAME,), USUAL, ("gather", "gather modified", "custom mask", "skip")
+        PREFILL_BLACKWELL, BLACKWELL, ("bf16",), (SAME,), USUAL, ("gather", "gather modified", "custom mask", "skip")
     ),
-    AttentionRow(PREFILL_BLACKWELL, BLACKWELL, ("bf16",), ("e4m3", "nvfp4"), USUAL, ("causal", "modified")),
-    AttentionRow(PREFILL_BLACKWELL, BLACKWELL, HALVES, (SAME,), USUAL, ("split", "split modified")),
+    AttentionRow(PREFILL_BLACKWELL, BLACKWELL, ("bf16",), ("e4m3", "e5m2", "nvfp4"), USUAL, ("causal", "modified")),
+    AttentionRow(PREFILL_BLACKWELL, BLACKWELL, ("e4m3",), ("nvfp4",), USUAL, ("causal", "modified")),
+    AttentionRow(PREFILL_BLACKWELL, BLACKWELL, ("bf16",), (SAME, "e4m3", "nvfp4"), USUAL, ("quantised output",)),
+    AttentionRow(PREFILL_BLACKWELL, BLACKWELL, ("bf16",), (SAME,), USUAL, ("split", "split modified")),
+    AttentionRow(PREFILL_BLACKWELL, BLACKWELL, ("fp16", "e4m3"), (SAME,), USUAL, ("split",)),
+    AttentionRow(PREFILL_BLACKWELL, BLACKWELL, ("bf16",), ("e4m3", "nvfp4"), USUAL, ("split",)),
     AttentionRow(DECODE, archs.NAMES, ("bf16",), (SAME, "e4m3", "nvfp4"), USUAL, ("8 rows", "16 rows")),
     AttentionRow(DECODE, archs.NAMES, ("bf16",), (SAME, "e4m3", "nvfp4"), ((256, 256),), ("8 rows",)),
     AttentionRow(DECODE, SERVERS, ("fp16",), (SAME, "e4m3", "nvfp4"), USUAL, ("8 rows", "16 rows")),
     AttentionRow(DECODE, SMALL, ("fp16",), (SAME,), USUAL, ("8 rows", "16 rows")),
     AttentionRow(DECODE, SERVERS, ("e4m3",), (SAME,), USUAL, ("8 rows", "16 rows")),
     AttentionRow(DECODE, SERVERS, HALVES, (SAME, "e4m3"), USUAL, ("8 rows gather", "16 rows gather")),
+    AttentionRow(DECODE, BLACKWELL, ("bf16",), ("e5m2",), USUAL, ("8 rows", "16 rows")),
+    AttentionRow(DECODE, BLACKWELL, ("e4m3",), ("nvfp4",), USUAL, ("8 rows", "16 rows")),
 )
 TOPK = (
     TopKRow("topk.radix", archs.NAMES, ("fp32", "fp16", "bf16")),
