@@ -24,7 +24,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from . import archs, manifest
+from . import archs, device_code, manifest
 
 # Without fmad=false ptxas fuses products and sums into FMAs as it likes. The bits of a result would then depend on the
 # code around it, and differ between kernels that compute the same, and from the PTX, which the simulator runs.
@@ -36,6 +36,8 @@ HARMLESS = ("ARCH", "DUMP_DIR", "CACHE_DIR", "NO_CACHE", "DISABLE_FILE_CACHING",
 # The target of host code. By default it is the processor that compiles it, and the code may run on no other.
 HOST_CPUS = {"x86_64": ("x86-64-v2", "+sse4.2")}  # processor, and features in place of the detected ones
 HOST_ATTRIBUTES = ("minsize", "optsize")
+DEVICE_CODE = "kernels_binary"  # the DSL's name for the device code in a compiled module
+PROTECTED = 2  # LLVM's number for symbols that other libraries see and cannot replace
 _LOCK = threading.Lock()  # cute.compile from several threads aborts the process
 
 
@@ -60,6 +62,13 @@ class Compiled:
         """Write an object file with one visible symbol, the TVM FFI function `symbol`."""
         _make_portable(self.fn.ir_module)
         self.fn.export_to_c(str(path), function_name=symbol, export_only_tvm_ffi_symbols=True)
+
+    def export_host(self, path: Path, symbol: str) -> bytes:
+        """Write the same object file without the device code, and return that: see `device_code`. The next `export`
+        would lack it, too."""
+        code = _take_device_code(self.fn.ir_module, device_code.symbol(symbol))
+        self.export(path, symbol)
+        return code
 
 
 def use_arch(arch: str) -> None:
@@ -167,6 +176,29 @@ def _make_portable(module: Any) -> None:
                 op.attributes[name] = value
 
 
+def _take_device_code(module: Any, symbol: str) -> bytes:
+    """Replace the device code in a module by as many zeros, a variable that a library shows as `symbol`. Return the
+    code, as it is handed to the driver."""
+    from cutlass._mlir import ir
+
+    def refer(op: Any) -> Any:
+        if op.name == "llvm.mlir.addressof" and op.attributes["global_name"].value == DEVICE_CODE:
+            op.attributes["global_name"] = ir.FlatSymbolRefAttr.get(symbol)
+        return ir.WalkResult.ADVANCE
+
+    names = {str(op.attributes["sym_name"]): op for op in module.body.operations if "sym_name" in op.attributes}
+    attributes = names[f'"{DEVICE_CODE}"'].attributes
+    with module.context:
+        code = ir.StringAttr(attributes["value"]).value_bytes
+        del attributes["constant"]
+        attributes["value"] = ir.Attribute.parse(f"dense<0> : tensor<{len(code)}xi8>")
+        attributes["sym_name"] = ir.StringAttr.get(symbol)
+        attributes["linkage"] = ir.Attribute.parse("#llvm.linkage<external>")
+        attributes["visibility_"] = ir.IntegerAttr.get(ir.IntegerType.get_signless(64), PROTECTED)
+        module.operation.walk(refer)
+    return code
+
+
 def _dynamic_shared(host: str) -> int | None:
     """Return the largest constant that the host code stores to field 2, dynamicSmemBytes, of a cudaLaunchConfig_t."""
     field = (
@@ -192,9 +224,10 @@ def _name(module: Any, name: str, fields: tuple[str, ...]) -> None:
 def object_file(op: str, spec: Any, arch: str, folder: Path) -> Path:
     """Return `folder/<key>.o`, compiled now unless it exists.
 
-    `.cubin`, `.ptx`, `.mlir` (of the host function) and `.shared` (bytes) lie beside it. The object appears last
-    and in one step. Processes that want the same key wait for the first one. An existing object is found whatever
-    architecture the DSL of this process compiles for."""
+    `.host` (the object without its device code), `.code` (that code, packed), `.cubin`, `.ptx`, `.mlir` (of the host
+    function) and `.shared` (bytes) lie beside it. The object appears last and in one step. Processes that want the same
+    key wait for the first one. An existing object is found whatever architecture the DSL of this process compiles
+    for."""
     if "cutlass" not in sys.modules:
         os.environ.setdefault("CUTE_DSL_ARCH", arch)
     key = manifest.key(op, spec, arch, toolchain())
@@ -209,8 +242,11 @@ def object_file(op: str, spec: Any, arch: str, folder: Path) -> Path:
         manifest.write_atomic(path.with_suffix(".mlir"), compiled.host.encode())
         manifest.write_atomic(path.with_suffix(".shared"), manifest.canonical(compiled.shared).encode())
         with tempfile.TemporaryDirectory(dir=folder, prefix=".tmp-") as scratch:
-            exported = Path(scratch) / "kernel.o"
+            exported, host = Path(scratch) / "kernel.o", Path(scratch) / "host.o"
             compiled.export(exported, manifest.symbol(op, spec, key))
+            code = compiled.export_host(host, manifest.symbol(op, spec, key))
+            manifest.write_atomic(path.with_suffix(".host"), host.read_bytes())
+            manifest.write_atomic(path.with_suffix(".code"), device_code.pack(code))
             manifest.write_atomic(path, exported.read_bytes())
     return path
 

@@ -1,9 +1,10 @@
 """Build a bundle: the kernels of one architecture as shared libraries that run without the DSL.
 
     <bundle>/manifest.json                 written last: names, keys, hashes and resources of everything below
-    <bundle>/<family>-<12 hex>.so          one library per operator family; the digits are a hash of its kernels' keys
+    <bundle>/<family>-<12 hex>.so          one library per operator family; the digits are a hash of its kernels' keys.
+                                           Behind its end lies the device code, compressed (`device_code`)
     <bundle>/libcute_dsl_runtime.so        NVIDIA's runtime library, copied from the DSL; found by RUNPATH $ORIGIN
-    <objects>/<key>.o .cubin .ptx .mlir .shared  one compiled kernel each; shared by all bundles
+    <objects>/<key>.o and others           one compiled kernel each, see `build.object_file`; shared by all bundles
 
 Kernels compile in processes, never in threads. A file of a published bundle is never rewritten, only replaced by
 one with another name. So a build that is interrupted at any point leaves the old bundle or the new one, both
@@ -26,7 +27,7 @@ from multiprocessing import get_context, parent_process
 from pathlib import Path
 from typing import Any, TextIO
 
-from . import build, cubin, manifest
+from . import build, cubin, device_code, manifest
 from .manifest import Kernel, Manifest
 
 RUNTIME = "libcute_dsl_runtime.so"
@@ -39,6 +40,7 @@ FULL_DISK = (
     "a build needs 400 MB"
 )
 UNWRITABLE = "this user may not write there: name other folders with --out and --objects, or set XDG_CACHE_HOME"
+SUFFIXES = (".o", ".host", ".code", ".cubin", ".ptx", ".mlir", ".shared", ".facts")  # files of an object
 UNUSED_DAYS = 14  # objects not used for this long are deleted
 TOGETHER = 24  # kernels per run of the disassembler
 
@@ -205,7 +207,6 @@ def compile_missing(items: list[Item], arch: str, objects: Path, jobs: int) -> i
 def describe(item: Item, resources: dict[str, Any], objects: Path, library: bytes) -> dict[str, Any]:
     """Return the manifest entry of a compiled kernel. library: the content of its library."""
     path = objects / f"{item.key}.o"
-    code = path.with_suffix(".cubin").read_bytes()
     return {
         "op": item.op,
         "spec": manifest.to_json(item.spec),
@@ -214,14 +215,14 @@ def describe(item: Item, resources: dict[str, Any], objects: Path, library: byte
         "key": item.key,
         "library": item.family,
         "object_sha256": manifest.digest(path.read_bytes()),
-        "cubin": {"offset": library.index(code), "size": len(code), "sha256": manifest.digest(code)},
+        "code": device_code.describe(path.with_suffix(".code").read_bytes(), library),
         **resources,
     }
 
 
 def link(items: list[Item], bundle_paths: BundlePaths, libraries: list[str]) -> dict[str, str]:
-    """Link the items' objects to one shared library, as NVIDIA documents it, unless it exists. Return {file,
-    sha256}."""
+    """Link the items' host code to one shared library, as NVIDIA documents it, and append their device code, unless
+    the library exists. Return {file, sha256}."""
     name = f"{items[0].family}-{manifest.digest(manifest.canonical([i.key for i in items]).encode())[:12]}.so"
     target = bundle_paths.out / name
     if not target.exists():
@@ -229,14 +230,17 @@ def link(items: list[Item], bundle_paths: BundlePaths, libraries: list[str]) -> 
         if compiler is None:
             raise BuildError("no linker on PATH: install a C compiler (cc, gcc or clang)")
         temporary = bundle_paths.out / f".tmp-{name}"
-        objects = [str(bundle_paths.objects / f"{item.key}.o") for item in items]
-        command = [compiler, "-shared", "-o", str(temporary), *objects, *libraries]
+        objects = [bundle_paths.objects / item.key for item in items]
+        host = [str(path.with_suffix(".host")) for path in objects]
+        command = [compiler, "-shared", "-o", str(temporary), *host, *libraries]
         command += ["-Wl,-rpath,$ORIGIN", "-Wl,--enable-new-dtags", "-Wl,-z,defs", "-Wl,--strip-all"]
         try:
             done = subprocess.run(command, capture_output=True, text=True)
             if done.returncode:
                 full = f"\n{FULL_DISK}" if os.strerror(errno.ENOSPC) in done.stderr else ""
                 raise BuildError(f"linking {name} failed:\n{done.stderr}{full}")
+            with open(temporary, "ab") as file:
+                file.writelines(path.with_suffix(".code").read_bytes() for path in objects)
             os.replace(temporary, target)
         finally:
             temporary.unlink(missing_ok=True)
@@ -335,7 +339,7 @@ def prune(bundle_paths: BundlePaths, current: Manifest) -> None:
     for path in bundle_paths.objects.glob("*.o"):
         if unused(path, oldest):
             with manifest.locked(path.with_suffix(".lock")):  # another build may have used it just now
-                for suffix in (".o", ".cubin", ".ptx", ".mlir", ".shared", ".facts") if unused(path, oldest) else ():
+                for suffix in SUFFIXES if unused(path, oldest) else ():
                     path.with_suffix(suffix).unlink(missing_ok=True)
 
 
@@ -345,7 +349,7 @@ def unused(path: Path, since: float) -> bool:
 
 def verify(out: Path, arch: str) -> list[str]:
     """Return the problems of a bundle: files with a wrong hash, libraries that do not load, symbols that do not
-    resolve."""
+    resolve, device code that cannot be unpacked."""
     try:
         found = manifest.read(out)
     except (OSError, ValueError) as error:
@@ -365,6 +369,12 @@ def verify(out: Path, arch: str) -> list[str]:
         except Exception as error:  # the library is unusable, whatever the loader raises
             problems.append(f"{file['file']} does not load: {error}")
             continue
-        symbols = [entry["symbol"] for entry in found.kernels if entry["library"] == family]
-        problems += [f"{file['file']} lacks {symbol}" for symbol in symbols if not module.implements_function(symbol)]
+        for entry in (entry for entry in found.kernels if entry["library"] == family):
+            if not module.implements_function(entry["symbol"]):
+                problems.append(f"{file['file']} lacks {entry['symbol']}")
+                continue
+            try:
+                device_code.load(out / file["file"], entry)
+            except (OSError, ValueError) as error:
+                problems.append(f"{file['file']}: {error}")
     return problems

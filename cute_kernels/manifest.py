@@ -30,7 +30,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any, TypeVar, Union, get_args, get_origin, get_type_hints
 
-SCHEMA = 2
+SCHEMA = 3
 FILE = "manifest.json"
 PACKAGE = Path(__file__).resolve().parent
 Kernel = tuple[str, Any]  # (op, spec)
@@ -205,9 +205,9 @@ class Manifest:
     complete.
 
     libraries: family -> {file, sha256}. runtime: {file, sha256} of the DSL's runtime library. kernels: one dict
-    per kernel with op, spec, name, symbol, key, library (family), cubin {offset, size, sha256} (its bytes in the
-    library), object_sha256, and the resources of cute_kernels/cubin.py, null if no disassembler was installed.
-    File names are relative."""
+    per kernel with op, spec, name, symbol, key, library (family), code {offset, packed, size, sha256} (its device code:
+    place and bytes in the library, and the bytes and the hash when unpacked), object_sha256, and the resources of
+    cute_kernels/cubin.py, null if no disassembler was installed. File names are relative."""
 
     arch: str
     toolchain: dict[str, Any]
@@ -272,6 +272,10 @@ def parse(text: bytes) -> Manifest:
         ):
             if not all(isinstance(text, str) for text in texts):
                 raise ValueError(f"{texts}, must be strings")
+        for code in (entry["code"] for entry in held.kernels):
+            numbers = code["offset"], code["packed"], code["size"]
+            if not all(isinstance(number, int) and number >= 0 for number in numbers):
+                raise ValueError(f"{numbers}, must be sizes in bytes")
         lost = {entry["library"] for entry in held.kernels} - held.libraries.keys()
         if lost:
             raise ValueError(f"kernels of {', '.join(sorted(lost))}, a library that is not in it")
@@ -283,7 +287,7 @@ def parse(text: bytes) -> Manifest:
 
 
 def _texts(entry: dict[str, Any]) -> tuple[Any, ...]:
-    return tuple(entry[name] for name in ("op", "key", "library", "symbol"))
+    return (*(entry[name] for name in ("op", "key", "library", "symbol")), entry["code"]["sha256"])
 
 
 def file_problem(folder: Path, file: dict[str, str]) -> str | None:

@@ -1,4 +1,5 @@
-"""A bundle of empty C functions: it packs, unpacks, verifies and loads as a real one does."""
+"""A bundle of empty C functions, with a few bytes of device code: it packs, unpacks, verifies and loads as a real one
+does."""
 
 import io
 import lzma
@@ -10,11 +11,15 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from cute_kernels import archive, bundle, catalog, manifest
+from cute_kernels import archive, bundle, catalog, device_code, manifest
 from tests.conftest import ARCH
 
 TOOLCHAIN = {"dsl": "4.8.1", "cuda": "13.0", "settings": {}}
-FUNCTION = "int __tvm_ffi_{}(void *self, const void *args, int count, void *out) {{ return 0; }}\n"
+FUNCTION = (
+    "int __tvm_ffi_{0}(void *self, const void *args, int count, void *out) {{ return 0; }}\nchar {0}__code[%d];\n"
+)
+CODE_BYTES = 100  # of the device code of a kernel
+FUNCTION = FUNCTION % CODE_BYTES
 
 
 @cache
@@ -26,9 +31,14 @@ def compiled(code: str) -> bytes:
         return Path(out.name).read_bytes()
 
 
-def library(path: Path, code: str = "") -> dict[str, str]:
-    """Write the shared library of C code. Return {file, sha256}, as manifests have it."""
-    path.write_bytes(compiled(code))
+def packed_code(symbol: str) -> bytes:
+    """Return the packed device code of a kernel, whose first bytes are its symbol."""
+    return device_code.pack(symbol.encode().ljust(CODE_BYTES, b".")[:CODE_BYTES])
+
+
+def library(path: Path, code: str = "", more: bytes = b"") -> dict[str, str]:
+    """Write the shared library of C code, with `more` behind it. Return {file, sha256}, as manifests have it."""
+    path.write_bytes(compiled(code) + more)
     return {"file": path.name, "sha256": manifest.digest(path.read_bytes())}
 
 
@@ -41,7 +51,11 @@ def make(folder: Path, arch: str = ARCH, kernels: Iterable[manifest.Kernel] | No
         entry = {"op": op, "spec": manifest.to_json(spec), "key": key, "symbol": manifest.symbol(op, spec, key)}
         entries.append(entry | {"library": "attention"})
     code = "".join(FUNCTION.format(entry["symbol"]) for entry in entries) + more
-    libraries = {"attention": library(folder / "attention-0123456789ab.so", code)}
+    packed = [packed_code(entry["symbol"]) for entry in entries]
+    libraries = {"attention": library(folder / "attention-0123456789ab.so", code, b"".join(packed))}
+    content = (folder / "attention-0123456789ab.so").read_bytes()
+    for entry, one in zip(entries, packed):
+        entry["code"] = device_code.describe(one, content)
     runtime = library(folder / bundle.RUNTIME)
     manifest.write(folder, manifest.Manifest(arch, TOOLCHAIN, libraries, runtime, entries))
     return folder

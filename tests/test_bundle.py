@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from cute_kernels import archive, bundle, catalog, cubin, manifest
+from cute_kernels import archive, bundle, catalog, cubin, device_code, manifest
 from cute_kernels.attention import args, dispatch
 from tests.conftest import ARCH, BLOCK_DSL, ROOT, build_bundle, finish, run_python, start_python
 
@@ -189,6 +189,24 @@ assert runtime.kernel(op, replace(spec), "sm_90a") is first, "by value"
     assert done.returncode == 0, done.stderr
 
 
+def test_device_code_is_in_memory_before_a_call(load, small):
+    code = """
+import ctypes, pathlib
+from cute_kernels import device_code, manifest
+folder = pathlib.Path(os.environ["CUTE_KERNELS_BUNDLE"])
+held = manifest.read(folder)
+library = folder / held.libraries["attention"]["file"]
+runtime.kernel(op, spec, "sm_90a")
+loaded = ctypes.CDLL(str(library))
+for entry in held.kernels:
+    memory = (ctypes.c_char * entry["code"]["size"]).in_dll(loaded, device_code.symbol(entry["symbol"])).raw
+    wanted = entry["key"] == held.find(op, spec)["key"]
+    assert memory == (device_code.read(library, entry) if wanted else bytes(len(memory))), entry["name"]
+"""
+    done = load(code, small)
+    assert done.returncode == 0, done.stderr
+
+
 def test_threads_get_one_function(load, small):
     code = """
 from concurrent.futures import ThreadPoolExecutor
@@ -275,11 +293,13 @@ def test_kernels_are_disassembled_together_as_alone(small):
         assert entry["instructions"] == together == alone and alone["HMMA"] > 0
 
 
-def test_code_of_a_kernel_lies_in_its_library(small):
+def test_device_code_of_a_kernel_lies_compressed_in_its_library(small):
     held = manifest.read(small)
     for entry in held.kernels:
-        at, library = entry["cubin"], (small / held.libraries[entry["library"]]["file"]).read_bytes()
-        assert manifest.digest(library[at["offset"] : at["offset"] + at["size"]]) == at["sha256"]
+        library = small / held.libraries[entry["library"]]["file"]
+        code, cubin_file = device_code.read(library, entry), OBJECTS / f"{entry['key']}.cubin"
+        assert cubin_file.read_bytes() in code and cubin_file.read_bytes() not in library.read_bytes()
+        assert 3 * entry["code"]["packed"] < entry["code"]["size"] == len(code)
     assert {path.name for path in small.iterdir()} == {*archive.names(held), ".lock"}
 
 
@@ -361,7 +381,7 @@ def renamed(members, name):
         (lambda m: {manifest.FILE: m[manifest.FILE]}, "damaged"),
         (lambda m: m | {next(n for n in m if n.startswith("attention")): b"x"}, "does not have the hash"),
         (lambda m: renamed(m, "../outside.so"), "must be the name of a file"),
-        (lambda m: m | {manifest.FILE: m[manifest.FILE].replace(b'"schema": 2', b'"schema": 1')}, "schema 1"),
+        (lambda m: m | {manifest.FILE: m[manifest.FILE].replace(b'"schema": 3', b'"schema": 1')}, "schema 1"),
     ],
     ids=["order", "missing", "damaged", "outside", "schema"],
 )

@@ -44,7 +44,7 @@ def test_a_bundle_holds_what_is_shipped(held):
 
 
 def test_a_bundle_is_small(bundle, held):
-    """The promise of docs/bundles.md, with the DSL's runtime library, which is two thirds of it."""
+    """With the DSL's runtime library, which is most of it."""
     files = [manifest.FILE, *(file["file"] for file in (held.runtime, *held.libraries.values()))]
     assert sum((bundle / name).stat().st_size for name in files) <= BUNDLE_BYTES
 

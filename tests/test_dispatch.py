@@ -8,7 +8,7 @@ import pytest
 from cute_kernels import shipped as policy
 from cute_kernels.attention import args, decode, dispatch, sm90, sm100
 from cute_kernels.attention.request import KernelRequest
-from cute_kernels.attention.spec import TMA_PAGES, LogitsSpec
+from cute_kernels.attention.spec import TMA_PAGES, KVSpec, LogitsSpec, MaskSpec
 from tests.conftest import specs_of
 
 ARCH = "sm_90a"
@@ -80,6 +80,7 @@ def test_every_problem_of_prefill_is_served_and_every_shipped_kernel_serves_one(
     more = (masked, masked | {"window": True}, {"skip": True, "qhead_per_kvhead": 1}, {"out": "nvfp4"})
     types = [*usual_types(), *({"kv": "e5m2"} | dim for dim in HEAD_DIMS)]
     types += [{"q": "e4m3", "kv": "nvfp4"} | dim for dim in HEAD_DIMS]
+    types += [{"kv": kv, "out": "nvfp4"} | dim for kv in ("e4m3", "nvfp4") for dim in HEAD_DIMS]
     some = (replace(WHOLE, **each, **also) for each in types for also in ({}, {"window": True}))
     for problem in (*problems("never"), *some, *(replace(WHOLE, **t | also) for t in usual_types() for also in more)):
         op, spec = dispatch.select(problem, arch)
@@ -177,7 +178,11 @@ def test_skip_softmax_of_prefill_joins_every_kernel():
         ({"rows": 4096, "skip": True}, False, 16),
         ({"rows": 4096, "out": "nvfp4"}, False, 16),
         ({"rows": 4096, "page_size": 1}, False, 16),
-        ({"rows": 4096, "q": "e4m3", "kv": "e4m3"}, False, 16),
+        ({"rows": 4096, "q": "e4m3", "kv": "e4m3", "out": "nvfp4"}, False, 16),
+        ({"rows": 4096, "kv": "e4m3"}, True, 0),
+        ({"rows": 4096, "kv": "nvfp4"}, True, 0),
+        ({"rows": 4096, "kv": "e4m3", "window": True}, False, 16),
+        ({"rows": 4096, "kv": "e5m2"}, False, 16),
         ({"rows": 4096, "head_dim_qk": 256, "head_dim_vo": 256}, False, 8),
         ({"rows": 4096, "split_kv": "fixed"}, False, 8),
     ],
@@ -190,8 +195,8 @@ def test_the_rows_of_a_sequence_choose_among_kernels_that_split_keys(arch, chang
 
 
 def test_kernels_of_prefill_that_split_keys_differ_by_architecture():
-    """Hopper's read quantised caches, Blackwell's take windows and soft caps."""
-    for change, ops in (({"kv": "e4m3"}, ("sm90", "decode")), ({"window": True}, ("decode", "sm100"))):
+    """Blackwell's take windows and soft caps over 16-bit caches, and queries of e4m3."""
+    for change, ops in (({"window": True}, ("decode", "sm100")), ({"q": "e4m3", "kv": "e4m3"}, ("decode", "sm100"))):
         found = (dispatch.select(replace(SPLIT, rows=64, **change), arch)[0] for arch in (ARCH, "sm_100a"))
         assert tuple(found) == tuple(f"attention.{op}" for op in ops)
 
@@ -281,6 +286,7 @@ def test_general_kernels_take_every_modifier_of_their_op():
             mine = [s for s in specs if (s.q, s.kv.block_scaled, s.mask.custom, s.dims) == (q, False, False, dims)]
             if op != "attention.decode":  # kernels of their own
                 mine = [s for s in mine if not s.logits.skip and s.schedule == "tiles"]
+                mine = [s for s in mine if len(s.out) == 1 or s.q == "e4m3"]
             general = [set(args.fields(s)) for s in mine if s.mask.window]
             assert general and all(set(args.fields(s)) <= fields for s in mine for fields in general), op
 
@@ -417,6 +423,25 @@ def test_prefill_of_blackwell_refuses_two_q_stages_over_a_quantised_cache():
     spec = next(spec for spec in specs_of("attention.sm100", "sm_100a") if spec.kv.dtype != spec.q)
     assert sm100.supports(spec) is None
     assert sm100.supports(replace(spec, tile=replace(spec.tile, q_stages=2))).field == "tile"
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"out": ("fp16",)},
+        {"out": ("bf16", "e4m3", "nvfp4")},
+        {"kv": KVSpec("e4m3", "gather")},
+        {"kv": KVSpec("e5m2")},
+        {"mask": MaskSpec("always", window=True)},
+        {"logits": LogitsSpec(soft_cap=True)},
+        {"tile": sm100.Sm100TileConfig(m=128, n=96, q_stages=2)},
+        {"tile": sm100.Sm100TileConfig(m=256, n=96)},
+    ],
+    ids=str,
+)
+def test_shared_keys_of_a_quantised_cache_on_blackwell_refuse(change):
+    spec = dispatch.select(replace(SPLIT, kv="e4m3", rows=4096), "sm_100a")[1]
+    assert sm100.supports(spec) is None and sm100.supports(replace(spec, **change)) is not None
 
 
 @pytest.mark.parametrize("tile", [sm90.Sm90TileConfig(q_in_regs=True), sm90.Sm90TileConfig(q_stages=2)])

@@ -345,7 +345,11 @@ def test_a_bundle_of_another_architecture(machine):
         ({"host": "linux-riscv64"}, f" is for linux-riscv64 hosts, this is {manifest.HOST}", "build it on a linux-"),
         ({"arch": "sm_130a"}, " is for sm_130a, which this version does not have", "install the version of cute-kern"),
         ({"schema": 1}, " cannot be read: ", "it is truncated, or of another version: run cute-kernels build"),
-        ({"schema": 3}, " cannot be read: ", "it is truncated, or of another version: run cute-kernels build"),
+        (
+            {"schema": manifest.SCHEMA + 1},
+            " cannot be read: ",
+            "it is truncated, or of another version: run cute-kernels build",
+        ),
     ],
 )
 def test_a_foreign_bundle(machine, change, cause, remedy):

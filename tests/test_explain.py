@@ -175,7 +175,8 @@ def test_where_a_kernel_is_found(monkeypatch, tmp_path, name):
     (spec,) = (spec for other, spec in shipped if (other, spec.name) == (op, kernel))
     tools = {"dsl": "0", "cuda": "0", "settings": {}}
     entry = {"op": op, "spec": manifest.to_json(spec), "key": manifest.key(op, spec, "sm_90a", tools)}
-    entry |= {"library": "a", "symbol": "none"}
+    code = {"offset": 0, "packed": 0, "size": 0, "sha256": ""}
+    entry |= {"library": "a", "symbol": "none", "code": code}
     bundle = tmp_path / "sm_90a"
     bundle.mkdir()
     (bundle / "a.so").touch()

@@ -50,7 +50,8 @@ UPSTREAM = {
 
 # Read where no DSL is installed: by the runtime, dispatch and the tools that list kernels.
 PLAIN = {
-    f"cute_kernels/{name}.py" for name in ("__init__", "archs", "dtypes", "manifest", "paths", "catalog", "shipped")
+    f"cute_kernels/{name}.py"
+    for name in ("__init__", "archs", "dtypes", "manifest", "device_code", "paths", "catalog", "shipped")
 } | {
     f"cute_kernels/{family}/{name}.py"
     for family in FAMILIES

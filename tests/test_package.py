@@ -222,6 +222,7 @@ def bundle_of_one(no_settings, monkeypatch, tmp_path):
     """Make the bundle `name` of SPEC, whose library is an empty file; loaded: as if that had been loaded."""
     monkeypatch.setattr(runtime, "_MODULES", {})
     monkeypatch.setattr(runtime, "_BROKEN", {})
+    monkeypatch.setattr(runtime.device_code, "load", lambda library, entry: None)
     monkeypatch.setenv("CUTE_KERNELS_JIT", "0")
 
     def make(name: str, loaded: bool) -> Path:
@@ -230,7 +231,8 @@ def bundle_of_one(no_settings, monkeypatch, tmp_path):
         for file in (EMPTY, LIBRARY):
             (folder / file["file"]).touch()
         key = manifest.key(OP, SPEC, ARCH, TOOLCHAIN)
-        entry = {"op": OP, "key": key, "library": "attention", "symbol": "of_spec"}
+        code = {"offset": 0, "packed": 0, "size": 0, "sha256": ""}
+        entry = {"op": OP, "key": key, "library": "attention", "symbol": "of_spec", "code": code}
         manifest.write(folder, manifest.Manifest(ARCH, TOOLCHAIN, {"attention": LIBRARY}, EMPTY, [entry]))
         if loaded:
             runtime._MODULES[folder / "attention.so"] = SimpleNamespace(get_function=lambda symbol: symbol)

@@ -85,7 +85,7 @@ def test_a_truncated_manifest_is_no_bundle(made):
 
 
 @pytest.mark.parametrize(
-    "text", ["[]", "null", "1", '{"schema": 2}', "[" * 100_000, "\x00", '{"schema": 2, "kernels": {}}', "\udcff"]
+    "text", ["[]", "null", "1", '{"schema": 3}', "[" * 100_000, "\x00", '{"schema": 3, "kernels": {}}', "\udcff"]
 )
 def test_json_that_is_no_manifest(made, text):
     (made / manifest.FILE).write_bytes(text.encode(errors="surrogateescape"))
@@ -314,10 +314,10 @@ def test_processes_that_publish_one_bundle_at_once(made, monkeypatch, tmp_path):
     items = [bundle.item_of(*kernel, ARCH, toolchain) for kernel in (FIRST, SECOND)]
     for item in items:
         code = fake_bundle.FUNCTION.format(item.symbol)
-        command = ["cc", "-w", "-c", "-fPIC", "-x", "c", "-o", str(objects / f"{item.key}.o"), "-"]
+        command = ["cc", "-w", "-c", "-fPIC", "-x", "c", "-o", str(objects / f"{item.key}.host"), "-"]
         subprocess.run(command, input=code, text=True, check=True)
-        (objects / f"{item.key}.cubin").write_bytes((objects / f"{item.key}.o").read_bytes()[:4])
-        (objects / f"{item.key}.shared").write_text("0")
+        (objects / f"{item.key}.code").write_bytes(fake_bundle.packed_code(item.symbol))
+        (objects / f"{item.key}.o").touch()
     monkeypatch.setattr(build, "use_arch", lambda arch: None)
     monkeypatch.setattr(build, "toolchain", lambda: toolchain)
     monkeypatch.setattr(build, "runtime_libraries", lambda: [str(runtime_library)])

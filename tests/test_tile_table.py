@@ -34,10 +34,9 @@ def rows(op):
         general, split = replace(plain, **GENERAL), replace(plain, schedule="stream_k")
         if op == "attention.sm100":
             found = [(plain, table.tile_of(q, kv, row.dims, "sm_100a"))]
-            found += [(split, row.split)] if q == kv != "e4m3" else []
         else:
             found = [(general, table.tile_of(q, kv, row.dims, False)), (plain, table.tile_of(q, kv, row.dims, True))]
-            found += [(split, table.split_tile_of(q, kv, row.dims))]
+        found += [(split, table.split_tile_of(q, kv, row.dims))]
         yield from ((replace(spec, tile=t), t, row.dims) for spec, t in found if t)
 
 

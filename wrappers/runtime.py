@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 
-from cute_kernels import catalog, manifest, paths
+from cute_kernels import catalog, device_code, manifest, paths
 
 Function = Callable[..., None]
 
@@ -44,7 +44,7 @@ def kernel(op: str, spec: Any, arch: str) -> Function:
     It takes the kernel's Args by position and runs on the current stream.
 
     Takes 0.13 us for a spec object that was seen before (hashing a nested spec costs over 1 us, so identity is tried
-    first), 0.7 ms to load from a bundle, and seconds to compile. The first kernel of a bundle takes about 30 ms more:
+    first), 2 ms to load from a bundle, and seconds to compile. The first kernel of a bundle takes about 30 ms more:
     the hashes of its library and of the runtime library are checked. Raises KernelNotFound, which names the kernel and
     the command that builds it, or ValueError if CUTE_KERNELS_JIT is needed and is neither 0 nor 1.
     """
@@ -94,6 +94,7 @@ def _from_bundles(op: str, spec: Any, arch: str) -> tuple[Function, str] | None:
                 library = held.libraries[entry["library"]]
                 try:
                     function = _module(folder, held.runtime, library).get_function(entry["symbol"])
+                    device_code.load(folder / library["file"], entry)
                 except Exception as error:  # of any type: another bundle or the compiler may serve the call
                     said = f"{library['file']} does not load: {error}"
                     if _BROKEN.get(folder) != said:

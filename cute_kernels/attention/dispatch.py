@@ -45,6 +45,7 @@ KINDS = {
     "causal": Kind("a causal mask, no modifier", False, {}),
     "full": Kind("no mask, and no modifier", False, {"causal": False}),
     "modified": Kind("any mask but a custom one, windows, soft caps", False, {"window": True}),
+    "quantised output": Kind("modified, and outputs of e4m3 or NVFP4", False, {"window": True, "out": "nvfp4"}),
     "gather": Kind("causal, with pages of any size", False, {"page_size": 1}),
     "gather modified": Kind("modified, with pages of any size", False, {"page_size": 1, "window": True}),
     "custom mask": Kind("a custom mask, no modifier", False, {"causal": False, "custom_mask": True}),

@@ -165,21 +165,26 @@ def load_kv(
 def load_scales(spec: cutlass.Constexpr, plan, s, rings):
     """Load the scale factors of K and V for every tile of the CTA. Called by one warp. rings: the pipelines of the
     stages of K and of V."""
-    a = plan.args
 
     def load_tile(w, _, i):
-        head = geometry.kv_head_of(spec, a, w)
-        k, v = (pages.of_sequence(a, w.batch_idx, which) for which in (pages.K, pages.V))
-        for position in cutlass.range(w.n_block_max - 1, w.n_block_min - 1, -1, unroll=1):
-            n_block = mask_blocks.n_block_at(spec, a, w, position)
-            # pages
-            k_found = scales.find(spec, a.kv.k.shape[2], k, n_block, w.kv_len, Int32(0))
-            v_found = scales.find(spec, a.kv.v.shape[2], v, n_block, w.kv_len, a.kv.v_scales_interleaved)
-            # scale factors of K, then of V
-            at = KVBlock(Int32(0), i, n_block, head, w.kv_len)
-            scales.fill(spec, a.kv.k_scales, s.k_scales, rings[pages.K], k_found, at)
-            scales.fill(spec, a.kv.v_scales, s.v_scales, rings[pages.V], v_found, at)
-            i += 1
-        return i
+        return scales_of_blocks(spec, plan.args, s, rings, w, i)
 
     work.for_each_tile(spec, s, load_tile, Int32(0))
+
+
+@cute.jit
+def scales_of_blocks(spec: cutlass.Constexpr, a, s, rings, w: WorkTileInfo, i: Int32):
+    """Load the scale factors of the blocks of `w`, the first of which is item i. Return the next item."""
+    head = geometry.kv_head_of(spec, a, w)
+    k, v = (pages.of_sequence(a, w.batch_idx, which) for which in (pages.K, pages.V))
+    for position in cutlass.range(w.n_block_max - 1, w.n_block_min - 1, -1, unroll=1):
+        n_block = mask_blocks.n_block_at(spec, a, w, position)
+        # pages
+        k_found = scales.find(spec, a.kv.k.shape[2], k, n_block, w.kv_len, Int32(0))
+        v_found = scales.find(spec, a.kv.v.shape[2], v, n_block, w.kv_len, a.kv.v_scales_interleaved)
+        # scale factors of K, then of V
+        at = KVBlock(Int32(0), i, n_block, head, w.kv_len)
+        scales.fill(spec, a.kv.k_scales, s.k_scales, rings[pages.K], k_found, at)
+        scales.fill(spec, a.kv.v_scales, s.v_scales, rings[pages.V], v_found, at)
+        i += 1
+    return i

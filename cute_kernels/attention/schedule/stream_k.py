@@ -9,8 +9,8 @@ end, and so its bits, do not depend on the rest of the batch.
 
 Everything is found from the lengths by one warp, 32 sequences at a time (`SequenceWindow`). To follow the code, in
 decode and sm90: `schedule_warp` -> `first_work` -> `find` (unit -> tile and split) for the CTA's first tile, then
-`schedule_warp` -> `produce_next` -> `find` for each of the others. In sm100, `query.schedule_and_load_q` calls `begin`,
-then `produce_next` for every tile.
+`schedule_warp` -> `produce_next` -> `find` for each of the others. In sm100, `schedule.schedule_and_load_q` calls
+`begin`, then `produce_next` for every tile.
 """
 
 from typing import NamedTuple

@@ -27,7 +27,19 @@ from ..spec import (
     refuse_dims,
 )
 from ..tile import PreparedTileConfig, WholeTileConfig
-from .tile_table import FP8, HALF, HEAD_DIMS, QUANTISED_HEAD_DIMS, Sm100TileConfig, column, kind_of, resources, tile_of
+from .tile_table import (
+    FP8,
+    HALF,
+    HEAD_DIMS,
+    QUANTISED_HEAD_DIMS,
+    SPLIT_TYPES,
+    Sm100TileConfig,
+    column,
+    kind_of,
+    resources,
+    split_tile_of,
+    tile_of,
+)
 
 ARCHS = archs.having(archs.TCGEN05)
 SPLIT_ROWS = 16  # up to so many rows per request and KV head, `decode` reads keys as fast and computes less
@@ -47,7 +59,7 @@ def split_candidate(p: KernelRequest) -> Spec:
     head_dim; `supports_split` refuses that, and everything else that the kernel cannot do."""
     modified = p.window or p.soft_cap
     dims = p.head_dim_qk, p.head_dim_vo
-    tile = column("split").get(dims) if p.packed_rows > SPLIT_ROWS else None
+    tile = split_tile_of(p.q, p.kv, dims) if p.packed_rows > SPLIT_ROWS else None
     mask = replace(exact_mask(p), window=modified)
     logits = replace(exact_logits(p), soft_cap=modified)
     out = (p.out,) if p.out in DTYPES else outputs(p.q, p.out)
@@ -104,13 +116,18 @@ def refuse_excess(spec: Spec, t: Sm100TileConfig) -> Refusal | None:
 
 def supports_split(spec: Spec) -> Refusal | None:
     """Do the same as `supports` for a kernel in which CTAs share keys."""
-    if spec.tile is None or spec.dims not in column("split"):
+    if spec.tile is None or split_tile_of(spec.q, spec.kv.dtype, spec.dims) is None:
+        types = ", ".join(f"{q} over {kv}" for q, kv in SPLIT_TYPES)
         dims = " and ".join(str(dim) for dim, _ in column("split"))
-        return Refusal("rows", f"split: serves more than {SPLIT_ROWS} rows per request, with head_dim {dims}")
-    if spec.q not in DTYPES or spec.kv != KVSpec(spec.q) or spec.out != (spec.q,):
-        return Refusal("rows", "split: serves 16-bit queries, caches and outputs of one type, pages that TMA fetches")
-    if spec.mask != MaskSpec("always", spec.mask.window) or spec.logits != LogitsSpec(spec.logits.soft_cap):
-        return Refusal("rows", "split: serves causal masks, windows and soft caps")
-    if spec.tile.m != 128 or spec.tile.n not in (64, 96, 128) or spec.tile.load_warps != 1 or spec.tile.has_half_tiles:
-        return Refusal("tile", f"{spec.tile}: m must be 128, n 64, 96 or 128, and load_warps 1")
-    return refuse_excess(spec, spec.tile)
+        return Refusal("rows", f"split: serves more than {SPLIT_ROWS} rows per request, {types}, with head_dim {dims}")
+    if spec.kv.source != "tma" or spec.out not in [(t,) for t in DTYPES if t == spec.q or spec.q == FP8]:
+        return Refusal("rows", "split: serves 16-bit outputs, of the query's type if it has 16 bits, and pages of TMA")
+    window, soft_cap = (spec.mask.window, spec.logits.soft_cap) if spec.kv.dtype in DTYPES else (False, False)
+    if spec.mask != MaskSpec("always", window) or spec.logits != LogitsSpec(soft_cap):
+        return Refusal("rows", "split: serves causal masks, and over 16-bit caches windows and soft caps")
+    t = spec.tile
+    if t.m != 128 or t.n not in (64, 96, 128) or t.load_warps != 1 or t.has_half_tiles:
+        return Refusal("tile", f"{t}: m must be 128, n 64, 96 or 128, and load_warps 1")
+    if spec.kv.dtype != spec.q and t.q_stages != 1:
+        return Refusal("tile", f"{t}: q_stages must be 1 over a quantised cache")
+    return refuse_excess(spec, t)

@@ -14,17 +14,19 @@ group. Start reading the computation at `mma.mma` and `softmax.softmax`; barrier
 | load_k | 1 | as mma | raw_k_pipe, work_pipe empty | raw_k_pipe full, work_pipe full |
 | load_v | 1 | as mma | raw_v_pipe empty | raw_v_pipe full |
 | load_q | 1 or none | as mma | q_pipe empty; split KV: work_pipe empty | q_pipe full; split KV: work_pipe full |
-| load_scales | 1, NVFP4 | as mma | raw_k_pipe, raw_v_pipe empty | raw_k_pipe, raw_v_pipe full |
+| load_scales | 1, NVFP4 | as mma | raw_k_pipe, raw_v_pipe empty; | raw_k_pipe, raw_v_pipe full; |
+| | | | split KV: work_pipe empty | split KV: work_pipe full |
+| schedule | 1 or none | as mma | work_pipe empty | work_pipe full |
 | prepare_k | 2 or none | 48, 96 | q_pipe, raw_k_pipe full, k_pipe empty | q_ready_pipe, k_pipe full, raw_k_pipe empty |
 | prepare_v | 2 or none | 48, 96 | q_pipe, raw_v_pipe full, v_pipe empty | q_ready_pipe, v_pipe full, raw_v_pipe empty |
 
 - Registers are per thread, for 2 groups, 2 groups over quantised caches, 1 group, 1 group over quantised caches.
-- Every role except idle also waits for work_pipe full and releases it when it has read a tile.
+- Every role except schedule and idle also waits for work_pipe full and releases it when it has read a tile.
 - Only over quantised caches, a prepare warpgroup (prepare_k, prepare_v) converts K, V and Q to fp16, and mma waits for
-  q_ready_pipe instead of q_pipe. load_v then loads Q, and in place of load_q there is load_scales or an idle warp. If Q
-  is bf16, softmax also waits for q_ready_pipe, for the scales of its rows.
-- With split KV, load_q finds the tiles instead of load_k, correction stores the partial results of split tiles, and
-  softmax merges them behind the last tile (`splits`).
+  q_ready_pipe instead of q_pipe. load_v then loads Q, and in place of load_q there is load_scales, schedule or an idle
+  warp. If Q is bf16, softmax also waits for q_ready_pipe, for the scales of its rows.
+- With split KV, load_q, load_scales or schedule finds the tiles instead of load_k (`.schedule`), correction stores the
+  partial results of split tiles, and softmax merges them behind the last tile (`splits`).
 
 Pipelines, a full and an empty mbarrier per stage:
 
@@ -71,13 +73,14 @@ from .. import fakes, geometry, load, mask_blocks, splits
 from ..args import AttentionArgs
 from ..kv import arrivals, pages, scales, source, stage_columns
 from ..prepare import allocate_operands
-from ..schedule import tiles, work
+from ..schedule import stream_k, tiles, work
 from . import precision, skip_votes
 from .correction import correction
 from .mma import mma
 from .prepare import prepare_kv
-from .query import load_q, schedule_and_load_q
+from .query import load_q
 from .roles import ROWS, SLOTS, WARPS, groups, roles
+from .schedule import schedule_and_load_q, schedule_and_load_scales
 from .softmax import softmax
 
 fake_args = fakes.fake_args
@@ -229,12 +232,13 @@ def kernel(spec: cutlass.Constexpr, plan: Sm100KernelParams):
         elif warp == roles(spec).first("load_v"):
             into = load.LoadTarget(plan.v, s.raw_v, s.raw_v_pipe)
             load.load_kv(spec, plan, s, into, pages.V, Int32(0), loads_q=roles(spec).warps("load_q") == 0)
-        elif const_expr(s.scheduler is None):
-            schedule_and_load_q(spec, plan, s)
+        elif const_expr(roles(spec).warps("schedule") > 0):
+            stream_k.schedule_warp(spec, plan.args, s)
         elif const_expr(roles(spec).warps("load_q") > 0):
-            load_q(spec, plan, s)
+            (load_q if const_expr(s.scheduler is not None) else schedule_and_load_q)(spec, plan, s)
         elif const_expr(roles(spec).warps("load_scales") > 0):
-            load.load_scales(spec, plan, s, (s.raw_k_pipe, s.raw_v_pipe))
+            load_scales = load.load_scales if const_expr(s.scheduler is not None) else schedule_and_load_scales
+            load_scales(spec, plan, s, (s.raw_k_pipe, s.raw_v_pipe))
         cute.arch.griddepcontrol_launch_dependents()
     elif const_expr(roles(spec).warps("prepare_k") > 0):
         cute.arch.setmaxregister_decrease(roles(spec).registers("prepare_k"))

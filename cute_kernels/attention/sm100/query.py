@@ -1,10 +1,8 @@
 """The warp that loads Q: by TMA, or, for packed rows, which are (token, head) pairs and form no TMA box, by cp.async.
 
-With split KV this warp also schedules. Over dequantised caches there is no such warp: the warp of V loads Q,
-and the prepare warps gather packed rows (`prepare`).
+With split KV this warp also schedules (`schedule`). Over dequantised caches there is no such warp: the warp of V loads
+Q, and the prepare warps gather packed rows (`prepare`).
 """
-
-from typing import NamedTuple
 
 import cutlass
 import cutlass.cute as cute
@@ -13,7 +11,7 @@ from cutlass import Int32, const_expr
 from ...device import layout, pipeline
 from ...dtypes import BITS
 from .. import geometry, load
-from ..schedule import stream_k, work
+from ..schedule import work
 from .roles import ROWS, tile_q_stage
 
 PIECE = 16  # bytes that a lane copies at a time
@@ -75,33 +73,3 @@ def load_q(spec: cutlass.Constexpr, plan, s):
         return q
 
     work.for_each_tile(spec, s, load_tile, Int32(0), carries_tile=True)
-
-
-class QueryRoleState(NamedTuple):
-    """State of the warp that schedules and loads Q, between two tiles. q: the next item of q_pipe."""
-
-    scheduler: stream_k.SchedulerState
-    q: Int32
-
-
-@cute.jit
-def schedule_and_load_q(spec: cutlass.Constexpr, plan, s):
-    """Produce the CTA's tiles and splits of tiles, and load their Q. One warp, with split KV."""
-    # As `load_q`, but before it loads Q of a tile, the warp finds the CTA's next tile and produces it in work_pipe,
-    # which has 4 stages: roles that are ahead, such as the loaders of K and V, find it there. A tile is whole or a
-    # split; an invalid one says that there are no more. Without split KV, the warp of K does this. Here it is the
-    # warp of Q, which only kernels over quantised caches lack, and those have no split KV.
-    a = plan.args
-    pack_factor = geometry.group_divisor(a)
-    cta_units, state = stream_k.begin(spec, a)
-    first = stream_k.produce_next(spec, a, s, Int32(0), cta_units, state, pack_factor)
-
-    def load_tile(w, t, at):
-        scheduler, q = at
-        scheduler = stream_k.produce_next(spec, a, s, t + 1, cta_units, scheduler, pack_factor)
-        if w.n_block_max > w.n_block_min:
-            load_q_tile(spec, plan, s, w, q)
-            q += 1
-        return QueryRoleState(scheduler, q)
-
-    work.for_each_tile(spec, s, load_tile, QueryRoleState(first, Int32(0)), carries_tile=True)

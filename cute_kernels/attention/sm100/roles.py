@@ -7,6 +7,7 @@ in tensor memory.
 from ...device.roles import Role, Roles
 from .. import geometry
 from ..kv import scales
+from ..schedule import policy
 from . import precision
 
 SLOTS = 2  # S tiles that tensor memory has room for
@@ -62,11 +63,13 @@ REGISTERS = {
 def roles(spec) -> Roles:
     """Return the roles in the order of warps; `forward` has the table of what they wait for and signal."""
     converts_kv, sf_warps = precision.of(spec).converts_kv, scales.load_warps(spec)
+    schedule = min(policy.schedule_warps(spec), 1 - sf_warps)  # of the warp that loads no Q
     softmax, correct, few, prepare = REGISTERS[groups(spec), converts_kv]
     table = [Role("softmax", groups(spec) * WARPS, softmax), Role("correction", WARPS, correct)]
     table += [Role(name, 1, few) for name in ("mma", "load_k", "load_v")]
     if converts_kv:
-        table += [Role("load_scales", sf_warps, few), Role("idle", 1 - sf_warps, few)]
+        found = {"load_scales": sf_warps, "schedule": schedule, "idle": 1 - sf_warps - schedule}
+        table += [Role(name, warps, few) for name, warps in found.items()]
         table += [Role(name, WARPS // 2, prepare) for name in ("prepare_k", "prepare_v")]
     else:
         table.append(Role("load_q", 1, few))

@@ -11,7 +11,7 @@ from typing import ClassVar, NamedTuple
 from ... import archs
 from ...dtypes import BITS
 from ..schedule import policy
-from ..spec import SF_VEC_SIZE, AttentionSpec, KVSpec
+from ..spec import DTYPES, SF_VEC_SIZE, AttentionSpec, KVSpec
 from ..tile import Resources, distinct_dims
 
 FP8 = "e4m3"
@@ -61,8 +61,9 @@ class Sm100TileConfig:
 
 class Sm100Row(NamedTuple):
     """The tiles for padded (head_dim_qk, head_dim_vo). half: Q, K and V have 16 bits. fp8: they have 8 bits. quantised:
-    16-bit queries over a quantised cache. e4m3_query: the same with e4m3 queries. split: the 16-bit kernel in which
-    CTAs share the keys of a sequence; its head dims are those of the row. None: there is no such kernel."""
+    16-bit queries over a quantised cache. e4m3_query: the same with e4m3 queries. split, split_fp8, split_quantised:
+    kernels of the first three columns in which CTAs share the keys of a sequence; their head dims are those of the row.
+    None: there is no such kernel."""
 
     dims: tuple[int, int]
     half: Sm100TileConfig | None = None
@@ -70,6 +71,8 @@ class Sm100Row(NamedTuple):
     quantised: Sm100TileConfig | None = None
     e4m3_query: Sm100TileConfig | None = None
     split: Sm100TileConfig | None = None
+    split_fp8: Sm100TileConfig | None = None
+    split_quantised: Sm100TileConfig | None = None
 
 
 # Shared memory, 227 KiB, must hold `q_stages` stages of Q and `stages` stages each of K and V. Over a quantised cache a
@@ -88,6 +91,8 @@ TABLE = (
         quantised=_T(n=96, stages=3, raw_stages=4),
         e4m3_query=_T(n=96, stages=3, raw_stages=4),
         split=_T(m=128, stages=6),
+        split_fp8=_T(m=128, stages=8),
+        split_quantised=_T(m=128, n=96, stages=3, raw_stages=6),
     ),
     Sm100Row(
         (96, 96),
@@ -100,6 +105,8 @@ TABLE = (
         quantised=_T(n=96, raw_stages=2),
         e4m3_query=_T(n=96, raw_stages=1),
         split=_T(m=128, n=96, stages=3),  # 128 keys take 688 bytes too many
+        split_fp8=_T(m=128, stages=6),
+        split_quantised=_T(m=128, n=96, raw_stages=3),
     ),
     Sm100Row(
         (160, 160),
@@ -138,6 +145,13 @@ def kind_of(q: str, kv: str) -> str:
     return ("fp8" if q == FP8 else "half") if q == kv else "e4m3_query" if q == FP8 else "quantised"
 
 
+SPLIT_TYPES = {  # (type of queries, of K and V) -> the column of `TABLE` of kernels in which CTAs share keys
+    **{(q, q): "split" for q in DTYPES},
+    (FP8, FP8): "split_fp8",
+    **{("bf16", kv): "split_quantised" for kv in (FP8, "nvfp4")},
+}
+
+
 @cache
 def column(kind: str) -> dict[tuple[int, int], Sm100TileConfig]:
     """Return padded head dims -> tile, for a column of `TABLE`."""
@@ -150,6 +164,12 @@ def tile_of(q: str, kv: str, dims: tuple[int, int], arch: str) -> Sm100TileConfi
     tile = column(kind_of(q, kv)).get(dims)
     ex2_emu = EX2_EMU.get(arch, 0) if dims[1] <= HALF else 0  # beyond, MMAs take longer than exponentials
     return tile and replace(tile, ex2_emu=ex2_emu)
+
+
+def split_tile_of(q: str, kv: str, dims: tuple[int, int]) -> Sm100TileConfig | None:
+    """Return the tile of a kernel whose CTAs share the keys of a sequence, None if there is none."""
+    kind = SPLIT_TYPES.get((q, kv))
+    return column(kind).get(dims) if kind else None
 
 
 # Bytes of shared memory for tiles of work and the scheduler, besides an mbarrier pair per stage of each pipeline

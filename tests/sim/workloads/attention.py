@@ -42,8 +42,8 @@ DECODE_STRUCTURES = {  # (KV dtype, head_dim, 8 rows per warp): every type, head
     ("nvfp4", 128, True), ("nvfp4", 128, False),
 }  # fmt: skip
 GATHER_STRUCTURES = {("", 64, True)}
-# (KV dtype, head_dim) of decode kernels with prefill's code, with keys shared by CTAs
-SHARED_STRUCTURES = {("bf16", 128), ("e4m3", 64), ("nvfp4", 128)}
+# (query dtype, KV dtype, head_dim) of decode kernels with prefill's code, with keys shared by CTAs
+SHARED_STRUCTURES = {("bf16", "bf16", 128), ("bf16", "e4m3", 64), ("bf16", "nvfp4", 128), ("e4m3", "e4m3", 128)}
 # (KV dtype, head_dim, general) of prefill over quantised caches
 PREPARED_STRUCTURES = {("e4m3", 128, False), ("nvfp4", 64, True)}
 WIDE_STRUCTURES = {(192, True), (256, True)}  # (head_dim, general) of prefill beyond 128
@@ -85,8 +85,8 @@ class KernelTraits:
 def traits_of(spec: Any) -> KernelTraits:
     """Return the traits of a spec; nothing else here reads specs."""
     decodes = spec.schedule == "stream_k"
-    own = spec.kv.dtype == spec.q and not (decodes and spec.q == "e4m3")  # decode converts them like any cache
     shares = decodes and spec.tile.per_tile_pack_gqa
+    own = spec.kv.dtype == spec.q and (shares or not decodes or spec.q != "e4m3")  # decode converts e4m3 like any cache
     narrow = decodes and not shares and spec.tile.rows_per_warp == FEW_ROWS
     narrow = narrow and (spec.kv.dtype, spec.head_dim_qk) in WIDE
     same: dict[str, Any] = {
@@ -115,7 +115,8 @@ def structure(spec: Any) -> Any:
     another head dimension stands for it."""
     k, dim = traits_of(spec), spec.head_dim_qk
     if k.shares:
-        return ("shares", spec.kv.dtype, dim, k.window) if (spec.kv.dtype, dim) in SHARED_STRUCTURES else None
+        key = spec.q, spec.kv.dtype, dim
+        return ("shares", *key, k.window) if key in SHARED_STRUCTURES else None
     if k.decodes:
         key = k.same["kv_dtype"], dim, spec.tile.rows_per_warp == FEW_ROWS
         if k.gathers:
