@@ -124,6 +124,7 @@ def _decode() -> Iterator[tuple[str, tuple[Call, ...]]]:
         (
             attend(DECODE, ONE, CACHES["e4m3"], {"out_dtype": "fp8", "out_scale": 300.0, "o_scale": 3.0}),
             attend(DECODE, ONE, CACHES["nvfp4"], {"out_dtype": "fp8", "interleaved": True, "separate_tables": True}),
+            attend(DECODE, ONE, CACHES["nvfp4"], {"out_dtype": "nvfp4", "data": "normal"}),
             attend(DECODE, ONE, {"q_lens": (3, 3, 3), "kv_lens": (900, 3, 83), "drafts": True}),
             attend(
                 DECODE, ONE, {"device": ("log2", "out"), "out_scale": -0.3, "o_scale": 7.0, "q_lens": (4, 0, 3)}, CAP
