@@ -52,9 +52,10 @@ def _prefill() -> Iterator[tuple[str, tuple[Call, ...]]]:
     sources = ({"page_size": 3}, {"page_size": 1} | WINDOW)
     yield "prefill-gather", tuple(attend(CONTEXT, FEW, source, dims=d) for d in USUAL for source in sources)
     plain = {"sink": 0.0, "data": "normal"}
+    masked = [(d, kind, change) for d, kind in zip(USUAL, ("bool", "packed")) for change in ({}, WINDOW)]
     yield (
         "prefill-custom-mask",
-        tuple(attend(PAGED, FEW, plain, dims=d, form="csr", custom=kind) for d, kind in zip(USUAL, ("bool", "packed"))),
+        tuple(attend(PAGED, FEW, plain, change, dims=d, form="csr", custom=kind) for d, kind, change in masked),
     )
     yield "prefill-skip", tuple(attend(CONTEXT, FEW, plain, {"skip": 1e-3}, dims=d) for d in USUAL)
     yield "prefill-fp16", (attend(CONTEXT, FEW, {"dtype": "fp16"}), attend(CONTEXT, FEW, {"dtype": "fp16"}, CAP))
