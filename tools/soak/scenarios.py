@@ -19,7 +19,7 @@ from .engine import MODELS, ServingEngine, Wrong, bits
 from .probe import Probe, digest
 
 THREADS = 64
-FEW = 10  # calls of a probe in scenarios that repeat them often
+COUNT, FEW = 32, 10  # calls of a probe; in scenarios that repeat them often
 
 
 class CannotRun(Exception):
@@ -52,7 +52,7 @@ def gpu(s: Soak) -> None:
 
 def serving(s: Soak) -> str:
     """Random requests arrive, grow and leave. Memory stays flat, results are right, a fixed step keeps its bits."""
-    probe = Probe(s.device, s.seed)
+    probe = Probe(s.device, s.seed, COUNT)
     first = probe.digest()
     engines = [ServingEngine(model, s.device, s.seed) for model in MODELS]
     for engine in engines:
@@ -135,7 +135,8 @@ def plans(s: Soak) -> str:
     if over := [f"{name} {size:.1f} MiB" for name, size in grew.items() if size > memory.LIMITS[name]]:
         raise Wrong(f"memory grew in the last two rounds of plans: {', '.join(over)}")
     forms = rounds * (here.max_plans + 50)
-    return f"{forms} forms, at most {most} plans kept, {evictions} evictions, equal bits of call, bound call and graph"
+    kept = "call, bound call and replay" if graph is not None else "call and bound call"
+    return f"{forms} forms, at most {most} plans kept, {evictions} evictions, equal bits of {kept}"
 
 
 # ---- many callers
@@ -264,7 +265,7 @@ def fill(device: torch.device, spare: int) -> list[torch.Tensor]:
 def shortage(s: Soak) -> str:
     """The device's memory ends in the middle of a call: the call raises, and everything works when memory is free."""
     gpu(s)
-    probe = Probe(s.device, s.seed)
+    probe = Probe(s.device, s.seed, COUNT)
     wanted = dict(probe.run())
     spares, failed, served = (0, 1 << 12, 1 << 16, 1 << 21, 3 << 21, 1 << 25), 0, 0
     for spare in spares:
