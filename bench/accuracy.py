@@ -14,9 +14,12 @@ from functools import partial
 
 import torch
 
+from wrappers import machine
+
 from . import decode, harness, providers
 from .cases import precision
 from .cases.attention import AttentionCase
+from .cases.choice import by_function
 from .cases.precision import BF16, CaseDtypes
 from .results import AccuracyRow, DeterminismRow, Environment
 from .workload import Inputs, shape_of, tokens, unpaged
@@ -34,7 +37,9 @@ HALVES = ("bf16", "fp16")  # types that peers have on Hopper
 LENGTHS = 1 << 10, 1 << 15, 1 << 18
 SHARP = 4.0  # standard deviation of the logits of "sharp" data; 1 of "normal" data
 HEADS, DIM, PAGE = (8, 2), 128, 64
-FORMS = {"prefill": (64,), "decode": (1,) * 4}  # query tokens of each request; they are the last of its keys
+# Query tokens of each request; they are the last of its keys. "prefill": by the kernels of whole prompts, in which one
+# CTA reads all keys of a tile; "extend": by shapes, so that CTAs share the keys if they are many.
+FORMS = {"prefill": (64,), "extend": (64,), "decode": (1,) * 4}
 LOGITS = 1 << 27  # fp64 logits at a time: 1 GiB
 REPEATS = 20
 Run = Callable[[], torch.Tensor]
@@ -112,7 +117,15 @@ def ours(case: AccuracyCase, inputs: Inputs) -> Run:
     if case.form == "decode":
         return decode.ours(inputs)
     ((run, _),) = providers.ours(inputs).values()
-    return run
+    if case.form == "extend":
+        return run
+    own = machine.HostMachine()  # with plans of this choice of kernels
+
+    def whole() -> torch.Tensor:
+        with machine.override(own), by_function():
+            return run()
+
+    return whole
 
 
 def flash_attn_4(case: AccuracyCase, inputs: Inputs) -> Run:
@@ -164,7 +177,7 @@ def measure(case: AccuracyCase, setup: harness.Setup, env: Environment) -> tuple
 
     add("rounded", masked.to(inputs["out"].dtype), masked)
     for name, make in PROVIDERS.items():
-        if name not in setup.providers or name != "ours" and case.types not in HALVES:
+        if name not in setup.providers or name != "ours" and (case.types not in HALVES or case.form == "extend"):
             continue
         run = harness.ready(name, partial(make, case, inputs), finite)
         if run is not None:

@@ -64,7 +64,7 @@ def measured_accuracy(results: dict[str, list[AccuracyRow]]) -> str:
     for gpu, rows in results.items():
         newest = {(r.case, r.provider): r for r in rows}
         head = ["Q; K and V", "data", "keys", *OTHERS, "storing"]
-        for form in ("prefill", "decode"):
+        for form in ("prefill", "extend", "decode"):
             own = {key: r for key, r in newest.items() if key[0].startswith(f"accuracy-{form}-")}
             lines = []
             for case in dict.fromkeys(name for name, _ in own):

@@ -1,6 +1,7 @@
 """The benchmark of errors against fp64 and of equal bits, on the CPU: cases, the right output, rows and tables."""
 
 import math
+from copy import copy
 from dataclasses import replace
 
 import pytest
@@ -13,6 +14,8 @@ from bench.cases import precision
 from bench.cases.precision import BF16
 from bench.results import AccuracyRow, DeterminismRow
 from bench.workload import tokens
+from tests.emulated import emulation
+from wrappers.attention import plan
 
 ENV = results.Environment("2026-01-02T03:04:05+00:00", "abc123def", "some-gpu", "580.1", "2.11")
 SETUP = harness.Setup(("ours",), device="cpu")
@@ -20,12 +23,12 @@ SETUP = harness.Setup(("ours",), device="cpu")
 
 @pytest.fixture(autouse=True)
 def few_rows(monkeypatch):
-    monkeypatch.setattr(accuracy, "FORMS", {"prefill": (5,), "decode": (1, 1)})
+    monkeypatch.setattr(accuracy, "FORMS", {"prefill": (5,), "extend": (5,), "decode": (1, 1)})
     monkeypatch.setattr(accuracy, "REPEATS", 3)
 
 
 def test_cases_cover_types_and_lengths():
-    for form in ("prefill", "decode"):
+    for form in ("prefill", "extend", "decode"):
         for types in ("bf16", "fp16", "kve4m3", "kve5m2", "kvnvfp4", "qe4m3", "qe4m3kvnvfp4"):
             for keys in (1024, 32768, 262144):
                 assert f"accuracy-{form}-{types}-normal-s{keys}" in CASES
@@ -75,7 +78,7 @@ def test_data_are_the_same_values_in_every_type():
         assert torch.equal(inputs["kve4m3"]["query"], inputs["bf16"]["query"])
 
 
-@pytest.mark.parametrize("form", ["prefill", "decode"])
+@pytest.mark.parametrize("form", ["prefill", "extend", "decode"])
 def test_rows_of_a_case(form):
     case = AccuracyCase(form, "kve4m3", "normal", 300)
     rows, runs = accuracy.measure(case, SETUP, ENV)
@@ -177,3 +180,24 @@ def test_tables():
               for c in (case, case.replace("sharp", "normal"))]  # fmt: skip
     assert "| ours | decode: runs | 38 of 40 |" in trust.measured_determinism({"some-gpu": counts})
     assert trust.measured_accuracy({}) == trust.measured_determinism({}) == "Not run yet."
+
+
+@pytest.mark.by_shape
+def test_prefill_has_the_kernels_of_whole_prompts(monkeypatch):
+    """Both forms make the same call; only the choice of the kernel differs, and neither finds the other's plan."""
+    asked = []
+
+    def select(request, arch):
+        asked.append(request.split_kv)
+        return real(request, arch)
+
+    with emulation() as fake:
+        real = plan.dispatch.select
+        monkeypatch.setattr(plan.dispatch, "select", select)
+        monkeypatch.setattr(accuracy.machine, "HostMachine", lambda: own)
+        own = copy(fake)
+        own.plans = {}
+        for form in ("extend", "prefill", "extend", "prefill"):
+            case = AccuracyCase(form, "bf16", "normal", 80)
+            accuracy.ours(case, precision.make_inputs(case.attention(), "cpu"))()
+    assert asked == ["auto", "never"]

@@ -5,13 +5,14 @@ import re
 from contextlib import nullcontext
 from functools import partial
 
+import numpy as np
 import pytest
 
 from bench import results, trust
 from bench.cases.cache_write import copied
 from bench.cases.choice import by_function
-from bench.results import Environment, SanitizerRow
-from cute_kernels import catalog, shipped
+from bench.results import ROOT, Environment, SanitizerRow
+from cute_kernels import build, catalog, shipped
 from cute_kernels.attention import dispatch
 from tests.conftest import ARCH
 from tests.fake_machine import FakeMachine
@@ -184,3 +185,38 @@ def test_the_rows_of_a_run_are_kept_and_shown(monkeypatch, tmp_path):
     assert command.main(["--keep", str(tmp_path / "run.csv")]) == 0
     text = trust.measured_sanitizers(results.read_sanitizers(tmp_path / "kept"))
     assert "| `xqa` | 3 | 0 | 7 (1) |  |  |" in text and "1. order." in text
+
+
+# ---- minimal kernels
+
+
+def test_every_excuse_names_a_minimal_kernel():
+    """One that the same tool does not see, in the text of the module, which needs the DSL."""
+    variants = re.findall(
+        r'^    "(\w+)": Variant\("(\w+)", (\w+),', (ROOT / "tools/sanitize/minimal.py").read_text(), re.M
+    )
+    unseen = {(tool, name) for name, tool, seen in variants if seen == "False"}
+    named = {(e.tool, *re.findall(r"`tools\.sanitize\.minimal`, `(\w+)`", e.reason)) for e in report.EXPECTED}
+    assert named <= unseen and len(named) > 1 and len(variants) == 2 * len(unseen)
+
+
+@pytest.mark.kernels
+def test_minimal_kernels_are_right_in_the_simulator(tmp_path):
+    """In any order of warps: they have no race, whatever a tool says."""
+    build.use_arch(ARCH)
+    from ptxsim import host
+    from ptxsim.runner import run
+
+    from tools.sanitize import minimal
+
+    given = np.arange(1, 33, dtype=np.int32) * 7
+    for variant in minimal.VARIANTS:
+        with build.host_functions() as hosts:
+            fn = minimal.compiled(variant, str(tmp_path))
+        (host_function,) = hosts
+        want = minimal.expected(variant, given.tolist())
+        for mode in ("eager", "late", "random"):
+            out = np.zeros(64, np.int32)
+            (call,) = host.evaluate(host_function, fn.__ptx__, [given, out], build._dynamic_shared(str(fn.ir_module)))
+            run(call, mode)
+            assert out[: len(want)].tolist() == want, (variant, mode)

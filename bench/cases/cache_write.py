@@ -290,6 +290,8 @@ def copied(value: Any, device: Any) -> Any:
             )
         if isinstance(x, dict):
             return {key: copy(part) for key, part in x.items()}
+        if isinstance(x, wrappers.FP4Tensor):
+            return wrappers.FP4Tensor(copy(x.data), copy(x.scale), x.scale_start_index)
         if isinstance(x, tuple) and hasattr(x, "_fields"):
             return type(x)(*map(copy, x))
         return type(x)(map(copy, x)) if isinstance(x, (tuple, list)) else x

@@ -16,6 +16,7 @@ import subprocess
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor, as_completed
+from dataclasses import replace
 from itertools import product
 from pathlib import Path
 
@@ -39,6 +40,12 @@ TOOLS = {  # the slow ones first
 # Every tensor is its own allocation: the memory beside it belongs to no tensor, and new memory has no old contents.
 ENVIRONMENT = {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1", "OMP_NUM_THREADS": "1", "CUTE_KERNELS_JIT": "0"}
 FILE = "sanitizers.csv"
+
+
+def sanitizer_path() -> str:
+    """Return the path of compute-sanitizer on this machine, or its name."""
+    toolkits = sorted(Path("/usr/local").glob("cuda*/bin/compute-sanitizer"))
+    return shutil.which("compute-sanitizer") or (str(toolkits[0]) if toolkits else "compute-sanitizer")
 
 
 def command_of(tool: str, piece: str, args: argparse.Namespace, seconds: float) -> list[str]:
@@ -90,10 +97,17 @@ def sanitize(args: argparse.Namespace, env: Environment) -> int:
 
 
 def keep(path: Path) -> int:
-    """Add the rows of a run to those of its GPU."""
-    rows = results.read(path, SanitizerRow)
+    """Add the rows of a run to those of its GPU. Outputs beside the csv are read again, with the excuses of today."""
+    rows = []
+    for row in results.read(path, SanitizerRow):
+        output = path.with_name(f"{row.tool}-{row.piece}.txt")
+        if output.exists():
+            found = report.read(row.tool, output.read_text())
+            errors = None if found.errors is None else float(found.errors)
+            row = replace(row, status=found.status, errors=errors, reason=found.reason)
+        rows.append(row)
     results.append(results.SANITIZERS / f"{rows[0].gpu}.csv", rows)
-    return 0
+    return sum(row.status not in (report.CLEAN, report.EXPECTED_ONLY) for row in rows)
 
 
 def main(given: list[str] | None = None) -> int:
@@ -104,9 +118,7 @@ def main(given: list[str] | None = None) -> int:
     parser.add_argument("--timeout", type=float, default=240, help="time limit of a process, in seconds")
     parser.add_argument("--minutes", type=float, default=60, help="time limit of all; the rest does not begin")
     parser.add_argument("--out", default=str(ROOT / "build" / "sanitize"), help="folder of the csv and the outputs")
-    toolkits = sorted(Path("/usr/local").glob("cuda*/bin/compute-sanitizer"))
-    found = shutil.which("compute-sanitizer") or (str(toolkits[0]) if toolkits else "compute-sanitizer")
-    parser.add_argument("--sanitizer", default=found, help="path of compute-sanitizer")
+    parser.add_argument("--sanitizer", default=sanitizer_path(), help="path of compute-sanitizer")
     parser.add_argument("--call", choices=PIECES, help="make the calls of this piece")
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--keep", type=Path, help="a csv whose rows are added to bench/results")

@@ -52,9 +52,10 @@ def _prefill() -> Iterator[tuple[str, tuple[Call, ...]]]:
     sources = ({"page_size": 3}, {"page_size": 1} | WINDOW)
     yield "prefill-gather", tuple(attend(CONTEXT, FEW, source, dims=d) for d in USUAL for source in sources)
     plain = {"sink": 0.0, "data": "normal"}
+    masked = [(d, kind, change) for d, kind in zip(USUAL, ("bool", "packed")) for change in ({}, WINDOW)]
     yield (
         "prefill-custom-mask",
-        tuple(attend(PAGED, FEW, plain, dims=d, form="csr", custom=kind) for d, kind in zip(USUAL, ("bool", "packed"))),
+        tuple(attend(PAGED, FEW, plain, change, dims=d, form="csr", custom=kind) for d, kind, change in masked),
     )
     yield "prefill-skip", tuple(attend(CONTEXT, FEW, plain, {"skip": 1e-3}, dims=d) for d in USUAL)
     yield "prefill-fp16", (attend(CONTEXT, FEW, {"dtype": "fp16"}), attend(CONTEXT, FEW, {"dtype": "fp16"}, CAP))
@@ -124,6 +125,7 @@ def _decode() -> Iterator[tuple[str, tuple[Call, ...]]]:
         (
             attend(DECODE, ONE, CACHES["e4m3"], {"out_dtype": "fp8", "out_scale": 300.0, "o_scale": 3.0}),
             attend(DECODE, ONE, CACHES["nvfp4"], {"out_dtype": "fp8", "interleaved": True, "separate_tables": True}),
+            attend(DECODE, ONE, CACHES["nvfp4"], {"out_dtype": "nvfp4", "data": "normal"}),
             attend(DECODE, ONE, {"q_lens": (3, 3, 3), "kv_lens": (900, 3, 83), "drafts": True}),
             attend(
                 DECODE, ONE, {"device": ("log2", "out"), "out_scale": -0.3, "o_scale": 7.0, "q_lens": (4, 0, 3)}, CAP

@@ -16,8 +16,6 @@ from wrappers import machine
 
 from .engine import Wrong, bits
 
-COUNT = 32  # calls that are drawn
-
 
 class Probe:
     """Calls that the fuzzer draws, those of them that the device serves with kernels of a bundle.
@@ -25,7 +23,7 @@ class Probe:
     The machine of its calls has the plans and the scratch memory of its calls alone. families: to draw from, none: all.
     """
 
-    def __init__(self, device: torch.device, seed: int, count: int = COUNT, families: tuple[str, ...] = ()):
+    def __init__(self, device: torch.device, seed: int, count: int, families: tuple[str, ...] = ()):
         self.device = device
         self.machine = Shipped() if device.type == "cuda" else machine.current
         drawn = [draw(seed, index, families, small=True) for index in range(count)]
