@@ -27,7 +27,7 @@ from typing import NamedTuple
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, Uint32, Uint64
+from cutlass import Float32, Int32, Uint32, Uint64, const_expr
 
 from ...device import warp
 from ...device.divisor import Divisor
@@ -132,6 +132,8 @@ def load_sequence(spec: cutlass.Constexpr, a, b: Int32):
         rows = geometry.num_rows(q_len, pack_factor)
         m = geometry.tile_m(spec, rows)
         count = (rows + m - 1) // m * geometry.num_tile_heads(a, pack_gqa)
+        if const_expr(spec.tile.o_tiles > 1):
+            count *= spec.tile.o_tiles
         if count > 0:
             bucket = length_bucket(kv_len)
     return TileSequence(q_start, q_len, kv_len, pack_gqa, bucket, count)
@@ -272,7 +274,10 @@ def find(spec: cutlass.Constexpr, a, launch_tile: Int32, smem: SchedulerSmem):
     pack_factor = geometry.pack_factor(spec, a, sequence.q_len)
     rows = geometry.num_rows(sequence.q_len, pack_factor)
     m = geometry.tile_m(spec, rows)
-    # tile of the sequence -> (m_block, head)
+    # tile of the sequence -> (o_tile, m_block, head); tiles of the same rows are neighbours, so that L2 holds their K
+    o_tile = None
+    if const_expr(spec.tile.o_tiles > 1):
+        o_tile, seq_tile = seq_tile % spec.tile.o_tiles, seq_tile // spec.tile.o_tiles
     if is_valid != 0:
         m_blocks, heads = (rows + m - 1) // m, geometry.tile_heads_quotient(a, sequence.pack_gqa)
         # all heads are one section
@@ -289,7 +294,7 @@ def find(spec: cutlass.Constexpr, a, launch_tile: Int32, smem: SchedulerSmem):
     first, last = geometry.tile_tokens(m_block, m, sequence.q_len, Divisor(pack_factor, magic))
     blocks = (*mask.kv_range(spec, first, last, seqlen), *mask.full_range(spec, first, last, seqlen))
     w = WorkTileInfo(is_valid, m_block, head, sequence.q_start, sequence.q_len, sequence.kv_len, batch, *blocks)
-    return w._replace(pack_factor=pack_factor, pack_magic=magic), num_tiles
+    return w._replace(pack_factor=pack_factor, pack_magic=magic, o_tile=o_tile), num_tiles
 
 
 @cute.jit

@@ -30,7 +30,8 @@ class WorkTileInfo(NamedTuple):
     of [n_block_full_min, n_block_full_max) need no mask. split: a `SplitInfo`, or None in kernels
     without split tiles (`policy.is_split_kv`).
     pack_factor: rows per token, see `geometry`, and pack_magic, its magic number for `Divisor`: only in kernels with
-    `tile.per_tile_pack_gqa`.
+    `tile.per_tile_pack_gqa`. o_tile: which part of the columns of O the tile has, only in kernels with several
+    `tile.o_tiles`.
     """
 
     is_valid: Int32
@@ -47,6 +48,7 @@ class WorkTileInfo(NamedTuple):
     split: Any = None
     pack_factor: Any = None
     pack_magic: Any = None
+    o_tile: Any = None
 
 
 COMMON = WorkTileInfo._fields.index("split")  # words that every kernel's tiles have
@@ -54,7 +56,8 @@ COMMON = WorkTileInfo._fields.index("split")  # words that every kernel's tiles 
 
 def fields(spec):
     """Return the number of 32-bit words of a tile in shared memory."""
-    return COMMON + policy.is_split_kv(spec) * len(SplitInfo._fields) + spec.tile.per_tile_pack_gqa * 2
+    optional = policy.is_split_kv(spec) * len(SplitInfo._fields) + spec.tile.per_tile_pack_gqa * 2
+    return COMMON + optional + (spec.tile.o_tiles > 1)
 
 
 def allocate(spec, smem):
@@ -69,7 +72,7 @@ def make_pipe(spec, smem, roles):
 
 def flatten(w: WorkTileInfo):
     """Return the words of a tile."""
-    return (*w[:COMMON], *(w.split or ()), *(() if w.pack_factor is None else (w.pack_factor, w.pack_magic)))
+    return (*w[:COMMON], *(w.split or ()), *(x for x in w[COMMON + 1 :] if x is not None))
 
 
 @cute.jit
@@ -102,7 +105,14 @@ def of_words(spec, words):
     w, rest = WorkTileInfo(*words[:COMMON]), words[COMMON:]
     if policy.is_split_kv(spec):
         w, rest = w._replace(split=SplitInfo(*rest[:3])), rest[3:]
-    return w._replace(pack_factor=rest[0], pack_magic=rest[1]) if rest else w
+    if spec.tile.per_tile_pack_gqa:
+        w, rest = w._replace(pack_factor=rest[0], pack_magic=rest[1]), rest[2:]
+    return w._replace(o_tile=rest[0]) if rest else w
+
+
+def o_tile(w: WorkTileInfo):
+    """Return which part of the columns of O a tile has: 0, known at trace time, if it has all."""
+    return 0 if w.o_tile is None else w.o_tile
 
 
 def consumer_wait(spec, s, t: Int32):
