@@ -205,8 +205,8 @@ def planned(launches, checked=False):
             optional=attention_plan._present(p, slots), types=tuple(map(type, p[OPTIONS])), batch=p.requests.batch,
             device=device, single_device=True, dtype=torch.bfloat16, like_query=dim == p.q.shape[2], dim_vo=dim,
             heads=heads, return_lse=p.return_lse, out_is_16bit=True,
-            token_bytes=heads * 2 * max(p.q.shape[2], dim), pack_factor=1, num_tile_heads=heads, tile_m=64, sms=sms,
-            stream_k=False, counters_per_split=1, split_keys=0, checked=checked,
+            token_bytes=heads * 2 * max(p.q.shape[2], dim), pack_factor=1, num_tile_heads=heads, o_tiles=1, tile_m=64,
+            sms=sms, stream_k=False, counters_per_split=1, split_keys=0, checked=checked,
         )  # fmt: skip
 
     return plan_for

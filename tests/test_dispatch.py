@@ -370,19 +370,31 @@ def test_every_multiple_of_16_is_a_head_dim(arch, kv):
             assert dim <= spec.padded_qk == spec.padded_vo < dim + 64
 
 
-def test_only_hopper_has_head_dim_512():
-    """One kernel of prefill serves it, with whole tiles or with keys that CTAs share, however few rows there are."""
+@pytest.mark.parametrize("kv", ["bf16", "e4m3", "e5m2", "nvfp4"])
+@pytest.mark.parametrize("arch", [ARCH, *BLACKWELL])
+def test_head_dim_512_divides_the_columns_of_o(arch, kv):
+    """Among the warpgroups of a CTA on Hopper's prefill, elsewhere among tiles. Hopper decodes 16 bits with prefill's
+    code, which reads K once."""
+    wide = replace(WHOLE, kv=kv, head_dim_qk=512, head_dim_vo=512)
+    few = replace(wide, rows=1, split_kv="always")
+    for problem in (wide, replace(wide, window=True), few, replace(few, window=True)):
+        op, spec = dispatch.select(problem, arch)
+        splits = problem.split_kv == "always"
+        of_prefill = "attention.sm90" if arch == ARCH else "attention.sm100"
+        code_of_prefill = not splits or (arch, kv, problem.window) == (ARCH, "bf16", False)
+        assert op == (of_prefill if code_of_prefill else "attention.decode")
+        assert serves(spec, problem) and (spec.schedule == "stream_k") == splits
+        assert (getattr(spec.tile, "o_parts", 1), spec.tile.o_tiles) == ((2, 1) if op == "attention.sm90" else (1, 2))
+
+
+def test_small_shared_memory_has_no_head_dim_512_in_16_bits():
     wide = replace(WHOLE, head_dim_qk=512, head_dim_vo=512)
-    for problem in (wide, replace(wide, rows=1), replace(wide, rows=1, split_kv="always"), replace(wide, window=True)):
-        op, spec = dispatch.select(problem, ARCH)
-        assert op == "attention.sm90" and serves(spec, problem) and spec.tile.o_parts == 2
-        assert (spec.schedule == "stream_k") == (problem.split_kv == "always")
-        with pytest.raises(dispatch.UnsupportedRequest, match="attention.sm100: head_dim .512, 512."):
-            dispatch.select(problem, "sm_100a")
-    for change, word in (({"skip": True}, "skip"), ({"out": "nvfp4"}, "out"), ({"kv": "e4m3"}, "head_dim")):
-        with pytest.raises(dispatch.UnsupportedRequest) as error:
-            dispatch.select(replace(wide, **change), ARCH)
-        assert error.value.field == word
+    with pytest.raises(dispatch.UnsupportedRequest, match="the smallest tile needs 115968 bytes") as error:
+        dispatch.select(wide, "sm_120a")
+    assert error.value.field == "head_dim"
+    for kv in ("e4m3", "nvfp4"):
+        op, spec = dispatch.select(replace(wide, kv=kv), "sm_120a")
+        assert op == "attention.decode" and spec.tile.o_tiles == 2
 
 
 def test_what_blackwell_lacks_is_named():
@@ -461,7 +473,7 @@ def test_what_a_kernel_cannot_be_traced_with_is_refused():
         assert refusal is not None and refusal.field == "logits"
     for op, module in dispatch.OPS.items():
         refusal = module.supports(replace(specs_of(op, module.ARCHS[0])[0], tile=None))
-        assert refusal is not None and refusal.field == "tile", op
+        assert refusal is not None and refusal.field == ("head_dim" if module is decode else "tile"), op
 
 
 def test_arguments_come_in_blocks():

@@ -25,6 +25,7 @@ BASE = cases.AttentionCase(
 )  # fmt: skip
 D128 = replace(BASE, head_dim_qk=128, head_dim_vo=128)
 CACHES = {"": {}, "e4m3": {"kv_dtype": "fp8"}, "nvfp4": {"kv_dtype": "nvfp4"}}
+QUANTISED = {name: CACHES[name] for name in ("e4m3", "nvfp4")}
 DIMS = dims((64, 64), (128, 128), (256, 256))
 TYPES = values("dtype", "bf16", "fp16")
 
@@ -90,7 +91,15 @@ def test_groups(case):
 
 
 @pytest.mark.parametrize("tokens", [1, 4, 20])
-@pytest.mark.parametrize("case", grid(BASE, dims((512, 512)), TYPES, {"": {}, "page 8": {"page_size": 8}}))
+@pytest.mark.parametrize(
+    "case",
+    [
+        *grid(BASE, dims((512, 512)), TYPES, {"": {}, "page 8": {"page_size": 8}}),
+        *grid(
+            BASE, dims((512, 512)), QUANTISED, {"": {}, "page 12": {"page_size": 12}, "window": {"window_left": 500}}
+        ),
+    ],
+)
 def test_head_dim_512(case, tokens):
     matches_reference(replace(case, q_lens=(tokens,) * 4))
     matches_reference(replace(case, q_lens=(tokens, 1, 0, 1), kv_lens=(9000, 1, 0, 300), sink=False))

@@ -78,7 +78,10 @@ OTHER_DIMS = dims(*((dim, dim) for dim in (16, 32, 80, 96, 112, 160, 192, 224)))
 TYPES = {"": {}, "e4m3": {"dtype": "fp8", "out_dtype": "nvfp4"}, "e4m3 cache": {"kv_dtype": "fp8"}}
 
 
-@pytest.mark.parametrize("case", [*grid(BASE, OTHER_DIMS, TYPES, CAUSAL), *grid(BASE, dims((512, 512)), CAUSAL, CAP)])
+WIDE = grid(BASE, dims((512, 512)), TYPES | {"NVFP4 cache": {"kv_dtype": "nvfp4"}}, CAUSAL, CAP)
+
+
+@pytest.mark.parametrize("case", [*grid(BASE, OTHER_DIMS, TYPES, CAUSAL), *WIDE])
 def test_padded_head_dims(case):
     matches_reference(replace(case, strided_q=True))
     matches_reference(replace(case, q_lens=PACKED.q_lens, kv_lens=PACKED.kv_lens, page_size=64))

@@ -1,5 +1,7 @@
 """Head dims that kernels pad: multiples of 16. Hopper's kernels run among the features of test_ptxsim_kernels.py."""
 
+import itertools
+
 import pytest
 
 from bench.cases import attention as cases
@@ -16,9 +18,11 @@ from dataclasses import replace
 from cute_kernels.attention import decode, sm100
 from cute_kernels.attention.request import KernelRequest
 from tests.sim import workloads
-arch, dim, count = sys.argv[1], *map(int, sys.argv[2:])
-request = KernelRequest("bf16", "bf16", "bf16", dim, dim)
-for spec in (sm100.candidate(request, arch), decode.candidate(replace(request, kv="e4m3"), arch)):
+arch, dim, count = sys.argv[1], *map(int, sys.argv[2:4])
+request = KernelRequest("bf16", "bf16", "bf16", dim, dim, rows=1)
+for kernel in sys.argv[4:]:
+    op, q, kv = kernel.split("-")
+    spec = {"sm100": sm100, "decode": decode}[op].candidate(replace(request, q=q, kv=kv), arch)
     for case in workloads.CASES["attention"](spec)[:count]:
         outcome = workloads.RUN["attention"](spec, case, arch, mode="eager")
         assert outcome.error <= 1, (spec.name, case.name, outcome.error)
@@ -85,15 +89,40 @@ def test_the_cpu_serves_them(function, dim):
     assert ((out.view(o.shape) - o).abs() <= case.limit(o)).all()
 
 
+BOTH, WIDE = ("sm100-bf16-bf16", "decode-bf16-e4m3"), ("sm100-e4m3-e4m3", "sm100-bf16-nvfp4", "decode-bf16-nvfp4")
+
+
 @pytest.mark.kernels
 @pytest.mark.parametrize(
-    "arch, dim, count",  # of the cases of each kernel
+    "arch, dim, count, kernels",  # count: of the cases of each kernel
     [
-        ("sm_100a", 80, 1),
-        *(pytest.param(*one, 99, marks=pytest.mark.full) for one in (("sm_100a", 80), ("sm_103a", 192))),
+        ("sm_100a", 80, 1, BOTH),
+        ("sm_100a", 512, 1, BOTH[:1]),
+        *(pytest.param(*one, 99, BOTH, marks=pytest.mark.full) for one in (("sm_100a", 80), ("sm_103a", 192))),
+        pytest.param("sm_103a", 512, 99, BOTH + WIDE, marks=pytest.mark.full),
     ],
 )
-def test_kernels_of_blackwell(arch, dim, count):
-    done = run_python("-c", SIMULATE, arch, str(dim), str(count), CUTE_DSL_ARCH=arch)
+def test_kernels_of_blackwell(arch, dim, count, kernels):
+    done = run_python("-c", SIMULATE, arch, str(dim), str(count), *kernels, CUTE_DSL_ARCH=arch)
     assert done.returncode == 0, done.stderr
-    assert len(done.stdout.splitlines()) >= min(2 * count, 9) and f"_d{dim}_" in done.stdout
+    assert len(done.stdout.splitlines()) >= min(len(kernels) * count, 9) and f"_d{dim}_" in done.stdout
+
+
+@pytest.mark.parametrize("o_tiles", [2, 4])
+@pytest.mark.parametrize("interleaved", [0, 1])
+def test_tiles_with_a_part_of_o_find_the_scale_factors_of_their_columns(o_tiles, interleaved):
+    """Four rows of `o_tiles` parts, stored row by row or, interleaved, block by block."""
+    scales = pytest.importorskip("cute_kernels.attention.kv.scales", reason="needs the DSL", exc_type=ImportError)
+    blocks = 3 * o_tiles
+    stored = {(row, block): block * 4 + row if interleaved else row * blocks + block
+              for row, block in itertools.product(range(4), range(blocks))}  # fmt: skip
+    part = blocks // o_tiles
+    for o_tile in range(o_tiles):
+        copied = []
+        for row in range(4):
+            rows, first = scales.source_of_part(o_tiles, row, o_tile, interleaved)
+            copied += [(row + rows) * blocks + first * part + i for i in range(part)]
+        mine = {(row, block): block * 4 + row if interleaved else row * part + block
+                for row, block in itertools.product(range(4), range(part))}  # fmt: skip
+        for (row, block), at in mine.items():
+            assert copied[at] == stored[row, o_tile * part + block]

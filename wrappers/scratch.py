@@ -143,7 +143,7 @@ def split_scratch(plan: Any, capturing: bool) -> tuple[Any, Any, int]:
     stream = here.raw_stream(plan.device.index)
     if stream == PER_THREAD_STREAM:
         return *new_split_scratch(plan, slots, plan.sms), 0
-    key = plan.device, stream, plan.dim_vo, plan.tile_m, plan.counters_per_split
+    key = plan.device, stream, plan.dim_vo // plan.o_tiles, plan.tile_m, plan.counters_per_split
     found = here.split_scratch.get(key)
     if found is None:
         if len(here.split_scratch) >= MAX_STREAMS:
@@ -161,7 +161,8 @@ def new_split_scratch(plan: Any, slots: int, tiles: int) -> tuple[torch.Tensor, 
 
 
 def _new_partial(plan: Any, slots: int) -> torch.Tensor:
-    return torch.empty((slots, plan.tile_m, plan.dim_vo + 4), dtype=torch.float32, device=plan.device)
+    shape = slots, plan.tile_m, plan.dim_vo // plan.o_tiles + 4
+    return torch.empty(shape, dtype=torch.float32, device=plan.device)
 
 
 def _add_pool(device: torch.device) -> CounterPool:

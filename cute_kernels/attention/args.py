@@ -93,7 +93,7 @@ class ScheduleArgs(NamedTuple):
     #                                     Whole tiles: one counter, or -1: static assignment. Split KV:
     #                                     tile.counters_per_split per CTA or, with blocks_per_split, per slot
     enable_pdl: Int32  #                  launch with programmatic stream serialisation
-    o_partial: Any = None  # (slots, m, Dvo + 4)  fp32 scratch, contiguous: O, then LSE, of m rows of a split
+    o_partial: Any = None  # (slots, m, Dvo / o_tiles + 4)  fp32 scratch, contiguous: O, then LSE, of m rows of a split
     blocks_per_split: Int32 = None  #     KV blocks per split; 0: equal shares for all CTAs
 
 

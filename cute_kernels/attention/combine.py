@@ -72,9 +72,9 @@ def merge(
     """
     m = geometry.tile_m(spec, geometry.num_rows(w.q_len, pack_factor))
     scale = epilogue.output_scale(a)
-    per = const_expr(columns_per_lane(spec.head_dim_vo))
+    per = const_expr(columns_per_lane(spec.tile_vo))
     sf_lanes = const_expr(tuple(m for m in (1, 2, 4) if m * per < SF_VEC_SIZE))
-    lane, lanes = cute.arch.lane_idx(), const_expr(spec.head_dim_vo // per)
+    lane, lanes = cute.arch.lane_idx(), const_expr(spec.tile_vo // per)
     i, row = Int32(1), row_of(spec, warp, Int32(0))
     while row < rows:
         # sum over the splits
@@ -84,10 +84,11 @@ def merge(
         head = geometry.head_of(w.m_block * m + row, w.head_idx, pack_factor)
         normal = softmax.normalizer(row_max, row_sum, epilogue.sink_of(a, head))
         acc.store(acc.load() * (normal.inv_row_sum * scale))
+        piece = epilogue.first_piece(spec, w, per) + lane
         epilogue.store_piece(
-            spec, a, token, head, lane, acc, sf_lanes, True if const_expr(lanes == 32) else lane < lanes
+            spec, a, token, head, piece, acc, sf_lanes, True if const_expr(lanes == 32) else lane < lanes
         )
-        epilogue.store_lse(a, token, head, normal.lse, lane == 0)
+        epilogue.store_lse(a, token, head, normal.lse, epilogue.stores_lse(spec, w, lane == 0))
         i, row = i + 1, row_of(spec, warp, i)
 
 
@@ -99,7 +100,7 @@ def add_splits(spec: cutlass.Constexpr, a, w: WorkTileInfo, row: Int32):
     The loop takes as many splits at a time as registers hold: a lane has the LSE of one split and a share of the
     columns of each O, which is loaded together with the LSEs.
     """
-    dim, count, lane = const_expr(spec.head_dim_vo), w.split.num_splits, cute.arch.lane_idx()
+    dim, count, lane = const_expr(spec.tile_vo), w.split.num_splits, cute.arch.lane_idx()
     per = const_expr(columns_per_lane(dim))
     step = const_expr(min(32, max(1, spec.tile.combine_columns // per // SPLIT_GROUP) * SPLIT_GROUP))
     acc = cute.make_rmem_tensor(per, Float32)
@@ -134,7 +135,7 @@ def add_splits(spec: cutlass.Constexpr, a, w: WorkTileInfo, row: Int32):
 def load_splits(spec: cutlass.Constexpr, a, w: WorkTileInfo, row: Int32, first: Int32, pieces: cute.Tensor):
     """Load this lane's columns of a row of SPLIT_GROUP splits. Past the tile's last split, that one is loaded again:
     branches instead would make quantised kernels spill."""
-    dim, o_partial = const_expr(spec.head_dim_vo), a.schedule.o_partial
+    dim, o_partial = const_expr(spec.tile_vo), a.schedule.o_partial
     size = const_expr(spec.tile.m * (dim + 4))  # floats per slot: a constant, for short addresses
     per = const_expr(columns_per_lane(dim))
     own_lane = cute.arch.lane_idx()
@@ -162,7 +163,7 @@ def merge_rows(
 ):
     """Merge the splits of a tile for `rows_per_warp` rows from `first` on; the tile has `rows` rows. Called by one
     warp."""
-    dim, lane, count = const_expr(spec.head_dim_vo), cute.arch.lane_idx(), w.split.num_splits
+    dim, lane, count = const_expr(spec.tile_vo), cute.arch.lane_idx(), w.split.num_splits
     splits_at_once = const_expr(32 // rows_per_warp)
     per = const_expr(dim // 32)
     acc = cute.make_rmem_tensor((per, rows_per_warp), Float32)
@@ -205,5 +206,6 @@ def merge_rows(
             normal = softmax.normalizer(*sums, epilogue.sink_of(a, head))
             values = cute.make_rmem_tensor(per, Float32)
             values.store(acc[None, i].load() * (normal.inv_row_sum * scale))
-            epilogue.store_piece(spec, a, w.q_start + token, head, lane, values, ())
-            epilogue.store_lse(a, w.q_start + token, head, normal.lse, lane == 0)
+            piece = epilogue.first_piece(spec, w, per) + lane
+            epilogue.store_piece(spec, a, w.q_start + token, head, piece, values, ())
+            epilogue.store_lse(a, w.q_start + token, head, normal.lse, epilogue.stores_lse(spec, w, lane == 0))

@@ -7,6 +7,8 @@ from cutlass import Float32, Int32, Uint8, Uint16, Uint32, const_expr
 
 from ..device import copy, nvfp4, warp
 from . import block_scales, softmax
+from .schedule import work
+from .schedule.work import WorkTileInfo
 from .spec import SF_VEC_SIZE
 
 INTEGERS = {1: Uint8, 2: Uint16, 4: Uint32}  # bytes -> type
@@ -32,6 +34,17 @@ def store_lse(a, token: Int32, head: Int32, lse: Float32, mine):
     out = a.out.lse  # by itself: a branch that stores to `a` would carry all of its fields
     if mine and out.shape[0] > 0:
         out[token, head] = lse
+
+
+def first_piece(spec, w: WorkTileInfo, size: int):
+    """Return the number, in an output row, of the first piece of `size` values that a tile has: 0, known at trace time,
+    unless several tiles share the columns of O."""
+    return work.o_tile(w) * (spec.tile_vo // size)
+
+
+def stores_lse(spec, w: WorkTileInfo, mine):
+    """Return whether a thread stores the LSE of a row: `mine`, of the tile that has the first columns of O."""
+    return mine if spec.tile.o_tiles == 1 else mine & (w.o_tile == 0)
 
 
 @cute.jit
@@ -104,4 +117,4 @@ def store_partial(spec: cutlass.Constexpr, a, slot: Int32, row: Int32, piece: In
     target = a.schedule.o_partial[slot, row, None]
     copy.vector(values, cute.local_tile(target, (cute.size(values),), (piece,)))
     if piece == 0:
-        target[spec.head_dim_vo] = lse
+        target[spec.tile_vo] = lse

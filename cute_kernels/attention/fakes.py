@@ -45,6 +45,6 @@ def fake_args(spec) -> dict[str, Any]:
         "o_fp8": abi.tensor(cutlass.Uint8, (None, None, vo), **bytewise),
         "o_fp4": abi.tensor(cutlass.Uint8, (None, None, vo // 2), align=16, stride_divisibility=gcd(vo // 2, 16)),
         "o_sf": abi.tensor(cutlass.Uint8, (None,), align=4),
-        "o_partial": abi.tensor(Float32, (None, None, vo + 4), align=16, stride_divisibility=4),
+        "o_partial": abi.tensor(Float32, (None, None, spec.tile_vo + 4), align=16, stride_divisibility=4),
     }
     return {name: found[name] for name in args.fields(spec)}

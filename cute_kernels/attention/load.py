@@ -120,7 +120,7 @@ def load_kv(
 
     def load_tile(w, t, items):
         i, q = items
-        head = geometry.kv_head_of(spec, a, w)
+        head, o_tile = geometry.kv_head_of(spec, a, w), work.o_tile(w) if const_expr(which == pages.V) else 0
         sequence_pages = pages.of_sequence(a, w.batch_idx, which)
         # Q
         if const_expr(loads_q):
@@ -128,7 +128,7 @@ def load_kv(
                 load_or_reserve_q(spec, plan, s, w, q)
                 q += 1
         # page ids of the first block, unless the prologue has them
-        first = block_at(spec, a, w, KVBlock(loader, i, w.n_block_max - 1, head, w.kv_len))
+        first = block_at(spec, a, w, KVBlock(loader, i, w.n_block_max - 1, head, w.kv_len, o_tile))
         if const_expr(not pdl.has_prologue(spec)):
             source(spec).prefetch_pages(spec, page_ids, sequence_pages, first)
         elif w.n_block_max > w.n_block_min:
@@ -141,7 +141,7 @@ def load_kv(
                 source(spec).prefetch_pages(spec, page_ids, sequence_pages, first)
         # K or V, and page ids of the next block
         for position in cutlass.range(w.n_block_max - 1, w.n_block_min - 1, -1, unroll=1):
-            at = block_at(spec, a, w, KVBlock(loader, i, position, head, w.kv_len))
+            at = block_at(spec, a, w, KVBlock(loader, i, position, head, w.kv_len, o_tile))
             source(spec).fill(spec, *into, page_ids, sequence_pages, at)
             i += 1
             # produce the next tile after the first (highest) block; a tile without blocks does so below
@@ -185,6 +185,7 @@ def scales_of_blocks(spec: cutlass.Constexpr, a, s, rings, w: WorkTileInfo, i: I
         # scale factors of K, then of V
         at = KVBlock(Int32(0), i, n_block, head, w.kv_len)
         scales.fill(spec, a.kv.k_scales, s.k_scales, rings[pages.K], k_found, at)
-        scales.fill(spec, a.kv.v_scales, s.v_scales, rings[pages.V], v_found, at)
+        at = at._replace(o_tile=work.o_tile(w))
+        scales.fill(spec, a.kv.v_scales, s.v_scales, rings[pages.V], v_found, at, a.kv.v_scales_interleaved)
         i += 1
     return i

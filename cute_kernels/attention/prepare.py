@@ -7,6 +7,7 @@
 op's role loop (`sm90.prepare`, `sm100.prepare`).
 """
 
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import cutlass
@@ -17,12 +18,14 @@ from ..device import layout, mma, pipeline, warp
 from . import precision, quant
 from .kv import pages, source
 from .quant import permute
-from .spec import SF_VEC_SIZE
+from .spec import SF_VEC_SIZE, KVSpec
 
 KEY_HALVES = 2  # 2 shares of a stage have different keys; with 4 shares, pairs of them have different columns
 MATRICES_IN_FLIGHT = {2: 2, 4: 4}  # shares -> matrices of 32 columns that a warp has in registers
+MANY_COLUMNS = 256  # of V, with more of which `transpose` keeps fewer addresses
 SWIZZLE_ROWS = 8  # rows after which a swizzle repeats
 BOX_COLS = 64  # fp16 columns per box of an operand stage
+Q_LANES = 8  # lanes per row of Q: each has pieces of 16 bytes, 128 bytes apart
 
 
 @cute.jit
@@ -75,6 +78,11 @@ def transpose_keys(
         return at // width * (n * width) + layout.swizzle(width, matrix % 2 * 8 + row, at % width + matrix // 2 * 16)
 
     boxes = [source + box(k) for k in range(columns // 32)]
+    if const_expr(dim > MANY_COLUMNS):  # few addresses, and constants behind them: registers are short
+        source += col // width * (n * width)
+        starts = [layout.swizzle(width, matrix % 2 * 8 + row, 32 * k + matrix // 2 * 16) for k in range(width // 32)]
+        starts = [source + start for start in starts]
+        boxes = [starts[k % len(starts)] + const_expr(k // len(starts) * n * width) for k in range(columns // 32)]
     items = [(c, k) for c in range(n // 16 // KEY_HALVES) for k in range(columns // 32)]
     for g in cutlass.range_constexpr(0, len(items), MATRICES_IN_FLIGHT[shares]):
         # load, transposed
@@ -298,7 +306,7 @@ def stage_sf(spec, a, s, which, i):
     stage = scales[None, None, pipeline.stage(stage_pipelines(s, which).raw, i)]
     if which == pages.K:
         return sf_linear(stage, spec.head_dim_qk)
-    return sf_interleaved(stage, spec.head_dim_vo, a.kv.v_scales_interleaved)
+    return sf_interleaved(stage, spec.tile_vo, a.kv.v_scales_interleaved)
 
 
 @cute.jit
@@ -322,3 +330,32 @@ def dequantise_stage(
         if valid < spec.tile.n:
             cute.arch.sync_warp()
             zero_rows(into, valid, share, shares)
+
+
+@cute.jit
+def widen_q(spec: cutlass.Constexpr, s, stage: Int32, share: Int32, shares: cutlass.Constexpr):
+    """Convert a stage of 8-bit Q to fp16, in a stage beside it: the rows of one of `shares` warps."""
+    stored = const_expr(replace(spec, kv=KVSpec(spec.q)))
+    dequantise(stored, s.raw_q[None, None, stage], s.q[None, None, stage], None, share, shares)
+
+
+@cute.jit
+def q_to_fp16(spec: cutlass.Constexpr, s, stage: Int32, scale_stage: Int32, share: Int32, shares: cutlass.Constexpr):
+    """Convert bf16 rows of Q to fp16 in place, and store the scale of each to s.q_row_scales: the rows of one of
+    `shares` warps."""
+    m, boxes = spec.tile.m, const_expr(spec.padded_qk * 2 // 128)
+    lane, rows = cute.arch.lane_idx(), const_expr(32 // Q_LANES)
+    base = s.raw_q.iterator.toint() + stage * (m * spec.padded_qk * 2)
+    words = cute.make_rmem_tensor(4 * boxes, Uint32)
+    for r in cutlass.range(0, m // shares, rows, unroll=1):
+        row = share * (m // shares) + r + lane // Q_LANES
+        at = base + layout.swizzle(128, row, lane % Q_LANES * 16)
+        for b in cutlass.range_constexpr(boxes):
+            four = mma.load(at + b * m * 128, 4)
+            for e in cutlass.range_constexpr(4):
+                words[4 * b + e] = four[e]
+        q_row_scale = quant.to_fp16(words, Q_LANES)
+        for b in cutlass.range_constexpr(boxes):
+            mma.store(at + b * m * 128, [words[4 * b + e] for e in range(4)])
+        if lane % Q_LANES == 0:
+            s.q_row_scales[row, scale_stage] = q_row_scale

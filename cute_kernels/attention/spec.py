@@ -125,14 +125,24 @@ class AttentionSpec(Generic[T]):
 
     @property
     def padded_vo(self) -> int:
-        """head_dim_vo as the kernel computes with it: columns of O past head_dim_vo are zeros, and are not stored."""
-        return padded(self.head_dim_vo, self._head_dims)
+        """The columns of O that a tile computes: head_dim_vo or, with `tile.o_tiles`, its part of them. Columns past
+        head_dim_vo are zeros, and are not stored."""
+        return padded(self.head_dim_vo, self._head_dims) // self._tile.o_tiles
+
+    @property
+    def tile_vo(self) -> int:
+        """The columns of O that a tile stores."""
+        return self.head_dim_vo // self._tile.o_tiles
 
     @property
     def _head_dims(self) -> tuple[int, ...]:
+        return self._tile.head_dims(self.kv.bits)
+
+    @property
+    def _tile(self) -> T:
         if self.tile is None:
             raise ValueError("tile: None, must be the op's tile config")
-        return self.tile.head_dims(self.kv.bits)
+        return self.tile
 
     @property
     def name(self) -> str:

@@ -57,6 +57,10 @@ class TileConfig(Protocol):
         """The TMA boxes that an iteration of the loop over the boxes of a stage loads; 0: that loop is unrolled."""
 
     @property
+    def o_tiles(self) -> int:
+        """The tiles that have the same query rows, all of S, and a part each of the columns of O."""
+
+    @property
     def e2m1(self) -> bool:
         """Whether the architecture has a `cvt` of e2m1 codes."""
 

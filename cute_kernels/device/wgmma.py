@@ -10,8 +10,11 @@ One S = Q @ K^T:
 import cutlass
 import cutlass.cute as cute
 import cutlass.utils.hopper_helpers as hh
-from cutlass import Float32, Int32
+from cutlass import Float32, Int32, const_expr
 from cutlass.cute.nvgpu import OperandMajorMode, warpgroup
+
+from . import warp
+from .layout import smem_layout
 
 
 def mma_nt(dtype, warpgroups, n, a_in_registers=False):
@@ -51,16 +54,30 @@ def store_a(mma: cute.TiledMma, regs: cute.Tensor, smem: cute.Tensor, thread: In
 def issue(mma: cute.TiledMma, acc: cute.Tensor, a: cute.Tensor, b: cute.Tensor, zero: cutlass.Constexpr, part=0):
     """Issue acc (+)= a b over all of K, committed as one group; do not wait for it.
 
-    acc: the accumulator of one instruction (M = N = 1 repetitions). zero: overwrite acc. part: which N columns of b."""
-    assert cute.size(acc, mode=[1]) == 1 and cute.size(acc, mode=[2]) == 1
+    acc: the accumulator of neighbouring columns, those of one or several instructions. zero: overwrite acc. part: which
+    such columns of b."""
+    assert cute.size(acc, mode=[1]) == 1
     atom = cute.make_mma_atom(mma.op)  # a local atom: setting a field of a struct member in a loop breaks dominance
     atom.set(warpgroup.Field.ACCUMULATE, not zero)
     warpgroup.fence()
-    whole = acc[None, 0, 0]
+    count = const_expr(cute.size(acc, mode=[2]))
     for k in cutlass.range_constexpr(cute.size(a.shape[2])):
-        cute.mma_atom_call(atom, whole, a[None, 0, k], b[None, part, k], whole)
+        for n in cutlass.range_constexpr(count):
+            some = acc[None, 0, n]
+            cute.mma_atom_call(atom, some, a[None, 0, k], b[None, count * part + n, k], some)
         atom.set(warpgroup.Field.ACCUMULATE, True)
     warpgroup.commit_group()
+
+
+def recomputed(smem: cute.Tensor):
+    """Return stages (rows, cols, stages) with an address that the compiler does not trace back to another one, so that
+    it keeps no descriptors of them in registers across a loop."""
+    rows, cols, stages = (cute.size(smem, mode=[i]) for i in range(3))
+    kind = smem_layout((rows, cols), stages, smem.element_type)
+    address = cute.make_ptr(
+        cutlass.Uint8, warp.opaque(smem.iterator.toint()), cute.AddressSpace.smem, assumed_align=1024
+    )
+    return cute.make_tensor(cute.recast_ptr(address, kind.inner, smem.element_type), kind.outer)
 
 
 def rows_cols(acc):

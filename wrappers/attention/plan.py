@@ -216,6 +216,7 @@ class LaunchPlan:
     token_bytes: int  # bytes of a token of the query or of the output, the larger of both, if they are contiguous
     pack_factor: int  # rows of a token: the GQA group if it is packed into rows for all requests, else 1
     num_tile_heads: int
+    o_tiles: int  # tiles that share the columns of the output of a row
     tile_m: int  # the largest number of query rows of a tile
     sms: int
     stream_k: bool  # CTAs share the keys of a request
@@ -276,9 +277,9 @@ class LaunchPlan:
     def schedule(self, flat: list[Any], call: AttentionCall, q: torch.Tensor, capturing: bool) -> None:
         """Set the arguments of the tile scheduler or of split keys. q: replaces that of the call."""
         slots, factor, tokens = self.slots, self.pack_factor, q.shape[0]
-        tiles = self.num_tile_heads * (tokens * factor // self.tile_m + self.batch)
+        tiles = self.num_tile_heads * self.o_tiles * (tokens * factor // self.tile_m + self.batch)
         if not self.stream_k:
-            if self.batch * self.heads * (tokens // self.tile_m + 1) >= MOST_TILES:
+            if self.batch * self.heads * self.o_tiles * (tokens // self.tile_m + 1) >= MOST_TILES:
                 raise _too_many_tiles(call._replace(q=q), self.batch)
             flat[slots.grid] = tiles if tiles < self.sms else self.sms
             flat[slots.counters], flat[slots.counter_base] = scratch.launch_counter(self.device, capturing)
@@ -396,6 +397,7 @@ def plan_for(call: AttentionCall, arch: str, sms: int) -> LaunchPlan:
         token_bytes=heads * max(call.q.shape[2] * call.q.element_size(), request.head_dim_vo * size),
         pack_factor=group,
         num_tile_heads=heads // group,
+        o_tiles=spec.tile.o_tiles,
         tile_m=spec.tile.m,
         sms=sms,
         stream_k=stream_k,
@@ -424,7 +426,7 @@ def _present(call: AttentionCall, slots: ArgSlots) -> tuple[tuple[str, int, Any]
 def _ctas(request: KernelRequest, spec: Any, sms: int, blocks: int) -> int:
     """Return the number of CTAs of a launch with split keys: all SMs or, if nearly all of them still work, a multiple
     of the number of tiles. If lengths are equal, no CTA then has the end of one tile and the begin of the next."""
-    tiles = request.kv_heads * -(-request.packed_rows // spec.tile.m)
+    tiles = request.kv_heads * -(-request.packed_rows // spec.tile.m) * spec.tile.o_tiles
     if blocks or not policy.is_split_kv(spec) or not tiles:
         return sms
     whole = sms // tiles * tiles

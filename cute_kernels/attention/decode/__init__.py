@@ -30,6 +30,7 @@ from .tile_table import (
     DecodeTileConfig,
     TileKey,
     kind_of,
+    least_bytes,
     measured,
     tiles_of,
 )
@@ -98,7 +99,8 @@ def supports(spec: Spec) -> Refusal | None:
         return Refusal("logits", f"{spec.logits}: the kernel takes a soft cap and skip-softmax as values, off or not")
     t = spec.tile
     if t is None:
-        return Refusal("tile", "None: must be the op's TileConfig")
+        least = least_bytes(TileKey(kind_of(spec.kv.dtype), padded(spec.kv.dtype, spec.dims)[0], FEW_ROWS))
+        return Refusal("head_dim", f"{spec.dims}: the smallest tile needs {least} bytes of shared memory")
     if t.rows_per_warp not in (FEW_ROWS, 2 * FEW_ROWS) or t.m not in t.m_choices:
         return Refusal("tile", f"{t}: m must be rows_per_warp (8 or 16) times a divisor of {t.warps} warps")
     if t.n % (16 * t.warps):

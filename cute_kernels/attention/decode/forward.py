@@ -102,7 +102,7 @@ def shared(spec, plan):
         k_pipe=pipeline.make(smem, t.stages, arrivals(spec, r), r.warps("mma")),
         v_pipe=pipeline.make(smem, t.stages, arrivals(spec, r), r.warps("mma")),
         k_scales=scales.allocate(spec, smem, spec.head_dim_qk, t.stages),
-        v_scales=scales.allocate(spec, smem, spec.head_dim_vo, t.stages),
+        v_scales=scales.allocate(spec, smem, spec.tile_vo, t.stages),
         merge=reduce.allocate(spec, smem),
     )
 

@@ -101,6 +101,11 @@ def warps_per_group(spec, m):
     return count
 
 
+def sf_per_quarter(row: CachedRow):
+    """Return the number of scale factors of a quarter of a chunk of a block-scaled row, of two elements per byte."""
+    return row.width * 2 // (4 * SF_VEC_SIZE)
+
+
 def scale_blocks(spec):
     """Return the number of scale factors that a lane needs per row of a block-scaled V."""
     return max(1, spec.padded_vo // (8 * SF_VEC_SIZE))

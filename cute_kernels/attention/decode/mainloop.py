@@ -25,7 +25,16 @@ from ..schedule import work
 from ..schedule.work import WorkTileInfo
 from ..spec import SF_VEC_SIZE
 from . import operands, reduce
-from .layout import CachedRow, keys, num_n_tiles, num_v_offsets, reduction_passes, row_of_warp, warps_per_group
+from .layout import (
+    CachedRow,
+    keys,
+    num_n_tiles,
+    num_v_offsets,
+    reduction_passes,
+    row_of_warp,
+    sf_per_quarter,
+    warps_per_group,
+)
 from .operands import KeyCursor
 from .roles import roles
 
@@ -91,7 +100,8 @@ def make_fragments(spec, a):
 
 def set_sf_offsets(spec, a, r: DecodeFragments, g, t):
     """Set the offsets of the scale factors that lane 4 g + t reads."""
-    r.sf_offsets[0] = g * (spec.padded_qk // SF_VEC_SIZE) + t * (spec.padded_qk // 64)
+    k = CachedRow.of(spec, spec.padded_qk)
+    r.sf_offsets[0] = g * (spec.padded_qk // SF_VEC_SIZE) + t * sf_per_quarter(k)
     size, inter = spec.padded_vo // SF_VEC_SIZE, a.kv.v_scales_interleaved
     linear, interleaved = 2 * t * size + g * size // 8, t // 2 * 4 * size + g * size // 8 * 4 + 2 * t % 4
     r.sf_offsets[1] = linear + inter * (interleaved - linear)

@@ -16,7 +16,7 @@ from cutlass import Float32, Int32, Uint32, const_expr
 from ...device import copy, mma, pipeline
 from .. import geometry, logits, precision, quant
 from ..spec import SF_VEC_SIZE
-from .layout import CachedRow, columns, keys, num_n_tiles, num_v_offsets, scale_blocks
+from .layout import CachedRow, columns, keys, num_n_tiles, num_v_offsets, scale_blocks, sf_per_quarter
 
 
 class KeyCursor(NamedTuple):
@@ -152,13 +152,17 @@ def gemm_qk(spec, s, r, acc_s, stage, row):
 
 
 def load_k_sf(spec, s, r, stage, row):
-    """Load the scale factors of this lane's quarter of a row of K, each as a pair; None if the cache has none."""
+    """Load the scale factors of this lane's quarter of each chunk of a row of K, each as a pair; None if the cache has
+    none."""
     if s.k_scales is None:
         return None
-    count, size = spec.padded_qk // 64, spec.padded_qk // SF_VEC_SIZE
-    at = s.k_scales.iterator.toint() + (stage * spec.tile.n + row) * size + r.sf_offsets[0]
-    both = quant.from_e4m3(mma.load_bytes(at, count))
-    return [quant.broadcast(both[b // 2], b % 2) for b in range(count)]
+    k, size = CachedRow.of(spec, spec.padded_qk), spec.padded_qk // SF_VEC_SIZE
+    at, count = s.k_scales.iterator.toint() + (stage * spec.tile.n + row) * size + r.sf_offsets[0], sf_per_quarter(k)
+    found = []
+    for chunk in range(k.chunks):
+        both = quant.from_e4m3(mma.load_bytes(at + chunk * 4 * count, count))
+        found += [quant.broadcast(both[b // 2], b % 2) for b in range(count)]
+    return found
 
 
 def load_v_sf(spec, s, r, v: VFragment, stage, row, e, c):

@@ -105,7 +105,7 @@ def store_output(spec: cutlass.Constexpr, a, r, tile, row: Int32, column: Int32,
     """Normalise PIECE columns of a row, from `column` * PIECE on, and store them to the output, or to scratch if the
     tile is split; the first piece of a row also stores its LSE."""
     at, dequant_scale = tile.first_row + row, Float32(quant.kv_format(spec).dequant_scale)
-    keep = True if const_expr(spec.padded_vo == spec.head_dim_vo) else column < spec.head_dim_vo // PIECE
+    keep = True if const_expr(spec.padded_vo == spec.tile_vo) else column < spec.tile_vo // PIECE
     if tile.w.split.slot >= 0:
         normal = softmax.normalizer(stats.row_max, stats.row_sum, -Float32.inf)
         total.store(total.load() * (normal.inv_row_sum * dequant_scale))
@@ -116,8 +116,9 @@ def store_output(spec: cutlass.Constexpr, a, r, tile, row: Int32, column: Int32,
         head = geometry.head_of(at, tile.w.head_idx, r.pack_factor)
         normal = softmax.normalizer(stats.row_max, stats.row_sum, epilogue.sink_of(a, head))
         total.store(total.load() * (normal.inv_row_sum * dequant_scale * epilogue.output_scale(a)))
-        epilogue.store_piece(spec, a, tile.w.q_start + token, head, column, total, sf_lanes(spec), keep)
-        epilogue.store_lse(a, tile.w.q_start + token, head, normal.lse, column == 0)
+        piece, mine = epilogue.first_piece(spec, tile.w, PIECE) + column, epilogue.stores_lse(spec, tile.w, column == 0)
+        epilogue.store_piece(spec, a, tile.w.q_start + token, head, piece, total, sf_lanes(spec), keep)
+        epilogue.store_lse(a, tile.w.q_start + token, head, normal.lse, mine)
 
 
 @cute.jit

@@ -26,7 +26,8 @@ class DecodeTileConfig:
     The mma warps of `warpgroups` compute `rows_per_warp` rows each, 8 or 16, on keys of their own. blackwell: the code
     for architectures with a `cvt` of e2m1 codes, which differs in `quant.kv_format` and `operands.fill`. end_blocks:
     the time that the end of a tile takes, in KV blocks, for the schedule (`stream_k.end_units`). boxes_at_once: TMA
-    boxes per iteration of the loop over them.
+    boxes per iteration of the loop over them. o_tiles: tiles that have the same rows, all of S, and a part each of the
+    columns of O: with head_dim 512, O and Q of 8 rows would take 192 registers per thread.
     """
 
     m: int
@@ -37,6 +38,7 @@ class DecodeTileConfig:
     blackwell: bool = False
     end_blocks: int = 0
     boxes_at_once: int = 4
+    o_tiles: int = 1
 
     load_warps: ClassVar[int] = 1
     per_tile_pack_gqa: ClassVar[bool] = False
@@ -74,6 +76,7 @@ class DecodeTileConfig:
     def name(self) -> str:
         """The tile's part of a spec's name."""
         name = f"m{self.m}n{self.n}s{self.stages}g{self.warpgroups}r{self.rows_per_warp}"
+        name += f"o{self.o_tiles}" if self.o_tiles > 1 else ""
         return name + ("b" if self.blackwell else "")
 
     @property
@@ -153,6 +156,12 @@ TABLE = (
         e4m3=DecodeTiles(_T(64, 128, 3)),
         nvfp4=DecodeTiles(_T(64, 128, 5)),
     ),
+    DecodeRow(
+        512,
+        half=DecodeTiles(_T(32, 64, 2, 1, o_tiles=2)),
+        e4m3=DecodeTiles(_T(32, 64, 4, 1, o_tiles=2)),
+        nvfp4=DecodeTiles(_T(32, 64, 6, 1, o_tiles=2)),
+    ),
 )
 END_BLOCKS = {"half": 0, "e4m3": 2, "nvfp4": 2}  # column of `TABLE` -> `end_blocks` of a tile
 # Column of `TABLE` -> `boxes_at_once`. More are faster to issue, fewer are less code: with NVFP4, the code of all roles
@@ -209,19 +218,21 @@ def rows_at_once(dim: int, rows_per_warp: int) -> int:
 def smem_bytes(kind: str, dim: int, tile: DecodeTileConfig) -> int:
     """Return the bytes of shared memory per CTA, or slightly more: stages of K and V with their scale factors, O and
     statistics of the reduction, tiles and mbarriers. kind, dim: as in `TileKey`."""
-    row = 2 * dim * bits_of(kind) // 8 + 2 * dim // SF_VEC_SIZE * (kind == "nvfp4")
-    reduced = rows_at_once(dim, tile.rows_per_warp) * 8 * columns_at_once(dim) + 2 * tile.rows_per_warp
+    vo = dim // tile.o_tiles
+    row = (dim + vo) * bits_of(kind) // 8 + (dim + vo) // SF_VEC_SIZE * (kind == "nvfp4")
+    reduced = rows_at_once(vo, tile.rows_per_warp) * 8 * columns_at_once(vo) + 2 * tile.rows_per_warp
     return tile.stages * tile.n * row + 4 * tile.warps * reduced + 1024
 
 
-REGISTERS = 96  # per thread for O and Q of its warp
+# Rows per warp -> registers per thread for O and Q of its warp: S, P and the statistics of 16 rows take twice as many
+REGISTERS = {FEW_ROWS: 128, 2 * FEW_ROWS: 96}
 
 
 def resources(key: TileKey, tile: DecodeTileConfig, smem: int) -> Resources:
     """Return what a kernel takes of an SM with `smem` bytes of shared memory: O, in fp32, and Q, in 16 bits, of a
     warp's rows are in registers."""
-    held = tile.rows_per_warp * key.head_dim * 3 // 64
-    return Resources(smem_bytes(key.kind, key.head_dim, tile), smem, held, REGISTERS)
+    held = tile.rows_per_warp * (key.head_dim + 2 * key.head_dim // tile.o_tiles) // 64
+    return Resources(smem_bytes(key.kind, key.head_dim, tile), smem, held, REGISTERS[tile.rows_per_warp])
 
 
 def propose(key: TileKey, smem: int) -> DecodeTileConfig | None:
@@ -236,13 +247,26 @@ def propose(key: TileKey, smem: int) -> DecodeTileConfig | None:
     return None
 
 
-def small_tile(kind: str, dim: int, rows: int, smem: int) -> DecodeTileConfig:
+def small_tiles(key: TileKey, o_tiles: int) -> list[DecodeTileConfig]:
+    """Return the tiles among which `small_tile` chooses, from the largest to the smallest."""
+    choices, rows = product((2, 1) if o_tiles == 1 else (1,), range(SMALL_STAGES, 0, -1)), key.rows
+    return [
+        DecodeTileConfig(4 * groups * rows, 64 * groups, stages, groups, rows, o_tiles=o_tiles)
+        for groups, stages in choices
+    ]
+
+
+def small_tile(key: TileKey, o_tiles: int, smem: int) -> DecodeTileConfig | None:
     """Return the tile for `smem` bytes of shared memory: two mma warpgroups if two stages then fit, else one; as many
-    stages as fit."""
-    choices = product((2, 1), range(SMALL_STAGES, 0, -1))
-    tiles = [DecodeTileConfig(4 * groups * rows, 64 * groups, stages, groups, rows) for groups, stages in choices]
-    fit = [tile for tile in tiles if smem_bytes(kind, dim, tile) <= smem]
-    return next((tile for tile in fit if tile.stages > 1), fit[-1])
+    stages as fit. None if none fits."""
+    fit = [tile for tile in small_tiles(key, o_tiles) if smem_bytes(key.kind, key.head_dim, tile) <= smem]
+    return next((tile for tile in fit if tile.stages > 1), fit[-1] if fit else None)
+
+
+def least_bytes(key: TileKey) -> int:
+    """Return the bytes of shared memory of the smallest tile for a padded head dim that has a row."""
+    tile = measured(False)[key]
+    return smem_bytes(key.kind, key.head_dim, small_tiles(key, tile.o_tiles)[-1])
 
 
 @cache
@@ -252,7 +276,8 @@ def tiles_of(arch: str) -> dict[TileKey, DecodeTileConfig]:
     blackwell = archs.CVT_E2M1 in row.instructions
     tiles = measured(blackwell)
     if row.smem_per_cta < max(smem_bytes(key.kind, key.head_dim, tile) for key, tile in tiles.items()):
-        tiles = {key: small_tile(*key, row.smem_per_cta) for key in tiles}
+        small = {key: small_tile(key, tile.o_tiles, row.smem_per_cta) for key, tile in tiles.items()}
+        tiles = {key: tile for key, tile in small.items() if tile is not None}
     found = {}
     for key, tile in tiles.items():
         ends, boxes = END_BLOCKS[key.kind], BOXES_AT_ONCE[key.kind]

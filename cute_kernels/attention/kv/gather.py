@@ -91,6 +91,8 @@ def addresses(spec: cutlass.Constexpr, op: GatherOperand, page_ids: RowPageIds, 
     x, count = op.gmem, const_expr(spec.tile.n // spec.tile.load_warps)
     starts = cute.make_rmem_tensor(cute.size(page_ids.page), Int64)
     head = x.iterator.toint() + Int64(at.head) * x.stride[1] * (x.element_type.width // 8)
+    if const_expr(spec.tile.o_tiles > 1):
+        head += at.o_tile * const_expr(spec.padded_vo * spec.kv.bits // 8)
     for c in cutlass.range_constexpr(cute.size(page_ids.page)):
         row = at.n_block * spec.tile.n + at.loader * count + 32 * c + cute.arch.lane_idx()
         page, row = page_ids.page[c], row % page_ids.page_size

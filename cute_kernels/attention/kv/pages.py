@@ -1,6 +1,6 @@
 """From a row of a sequence to its page: the only reader of page tables."""
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import cutlass.cute as cute
 from cutlass import Int32
@@ -12,14 +12,16 @@ K, V = 0, 1  # rows of a sequence's page table
 
 class KVBlock(NamedTuple):
     """A KV block as one load warp sees it. loader: index of the warp among those that fill a stage together. item: of
-    the pipeline. n_block: index of the block in the sequence. head: KV head. next_n_block: the block that the tile
-    visits next, less than 0 if there is none."""
+    the pipeline. n_block: index of the block in the sequence. head: KV head. o_tile: which part of the columns of V the
+    stage gets, see `tile.o_tiles`; 0, known at trace time: the stage gets all columns, or it is one of K. next_n_block:
+    the block that the tile visits next, less than 0 if there is none."""
 
     loader: Int32
     item: Int32
     n_block: Int32
     head: Int32
     kv_len: Int32
+    o_tile: Any = 0
     next_n_block: Int32 = -1  # type: ignore[assignment]
 
 

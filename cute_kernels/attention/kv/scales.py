@@ -2,6 +2,7 @@
 stages that a source fills with the rows they belong to."""
 
 from math import gcd
+from typing import Any
 
 import cutlass
 import cutlass.cute as cute
@@ -62,6 +63,15 @@ def find(
     return found
 
 
+def source_of_part(o_tiles, row, o_tile, interleaved):
+    """Return where the scale factors of a row are that a tile with a part of the columns of O needs: (by how many rows
+    further on, which part of that row). row: in its group of 4. Interleaved factors of 4 rows are stored block by
+    block, so that a part of the blocks of 4 rows is all blocks of fewer rows."""
+    linear, mixed = row * o_tiles + o_tile, 4 * o_tile + row
+    part = linear + interleaved * (mixed - linear)
+    return part // o_tiles - row, part % o_tiles
+
+
 @cute.jit
 def fill(
     spec: cutlass.Constexpr,
@@ -70,12 +80,14 @@ def fill(
     p: pipeline.Pipeline,
     found: cute.Tensor,
     at: KVBlock,
+    interleaved: Any = 0,
 ):
     """Copy the scale factors of a block, (n, D / 16) bytes row by row, into the item's stage. Called by one warp.
 
     found: the pages from `find`; rows without a page become zeros. Every lane arrives when its copies have completed.
+    interleaved: 1 if groups of 4 rows are interleaved, see `source_of_part`.
     """
-    size, count = const_expr(scales.shape[3]), const_expr(scale_rows(spec))
+    size, count = const_expr(cute.size(smem, mode=[1])), const_expr(scale_rows(spec))
     piece = const_expr(gcd(size, PIECE))
     step = Int64(scales.stride[2])
     # wait for a free stage
@@ -91,8 +103,11 @@ def fill(
         if first_row < spec.tile.n:
             for e in cutlass.range_constexpr(count):
                 text = f"cp.async.ca.shared.global [{{$r0}}], [{{$r1}}], {piece}, {{$r2}};"
-                written = Int32(piece) if exists else Int32(0)
+                written, from_row = Int32(piece) if exists else Int32(0), source + e * step
+                if const_expr(size < scales.shape[3]):
+                    rows, part = source_of_part(spec.tile.o_tiles, (first_row + e) % 4, at.o_tile, interleaved)
+                    from_row += rows * step + part * size
                 for i in cutlass.range_constexpr(0, size, piece):
-                    cute.arch.inline_ptx(text, read_only_args=[target + e * size + i, source + e * step + i, written])
+                    cute.arch.inline_ptx(text, read_only_args=[target + e * size + i, from_row + i, written])
     # arrive when the copies have completed
     cute.arch.cp_async_mbarrier_arrive_noinc(pipeline.full_barrier(p, at.item))

@@ -126,7 +126,7 @@ def fill_boxes(
     head = cute.arch.make_warp_uniform(at.head)
     stage = cute.arch.make_warp_uniform(pipeline.stage(p, at.item))
     # load the boxes
-    into = StageTarget(smem, stage, p.full + stage, head)
+    into = StageTarget(smem, stage, p.full + stage, head, cute.size(smem, mode=[1]) // b.cols * at.o_tile)
     at_once = const_expr(spec.tile.boxes_at_once)
     if const_expr(0 < at_once < count and count % at_once == 0):
         for g in cutlass.range_constexpr((count + group - 1) // group):
@@ -144,12 +144,13 @@ def fill_boxes(
 
 
 class StageTarget(NamedTuple):
-    """The stage that boxes go to: its index and full barrier, and the KV head."""
+    """The stage that boxes go to: its index and full barrier, the KV head, and the number of the first box of a row."""
 
     smem: cute.Tensor
     stage: Int32
     full: cute.Pointer
     head: Int32
+    first_col: Any
 
 
 @cute.jit
@@ -176,7 +177,8 @@ def fetch(
         if const_expr(count % spec.tile.load_warps == 0) or boxes[i] < count:
             for d in cutlass.range_constexpr(cute.size(s, mode=[2])):
                 dst = s[None, boxes[i], d, into.stage]
-                cute.copy_atom_call(b.atom, g[None, 0, d, into.head, page_ids[i]], dst, tma_bar_ptr=into.full)
+                source = g[None, 0, into.first_col + d, into.head, page_ids[i]]
+                cute.copy_atom_call(b.atom, source, dst, tma_bar_ptr=into.full)
 
 
 def operand(x, shape, stages):

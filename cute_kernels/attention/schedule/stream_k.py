@@ -131,6 +131,8 @@ def load_sequence(spec: cutlass.Constexpr, a, b: Int32):
         kv_len = geometry.sequence_keys(a, b)
         rows = geometry.num_rows(q_len, geometry.pack_factor(spec, a, q_len))
         num_tiles = tiles_of_rows(spec, rows) * a.kv.k.shape[1]
+        if const_expr(spec.tile.o_tiles > 1):
+            num_tiles *= spec.tile.o_tiles
         units_per_tile = blocks_per_tile(spec, mask.seqlen_info(spec, a, q_len, kv_len))
         if a.schedule.blocks_per_split > 0:
             units_per_tile = units_of_blocks(units_per_tile, a.schedule.blocks_per_split)
@@ -232,9 +234,12 @@ def find(spec: cutlass.Constexpr, a, unit: Int32, window: SequenceWindow, cta_un
     q_start, q_len, kv_len, _, units_per_tile = found.sequence
     blocks_per_split, rows = a.schedule.blocks_per_split, geometry.num_rows(q_len, pack_factor)
     m, m_blocks = geometry.tile_m(spec, rows), tiles_of_rows(spec, rows)
-    # unit of the sequence -> (m_block, head, unit of the tile)
-    tile = divide(found.index, units_per_tile)
-    m_block, head, offset = Int32(0), tile, found.index - tile * units_per_tile
+    # unit of the sequence -> (o_tile, m_block, head, unit of the tile)
+    tile, o_tile = divide(found.index, units_per_tile), None
+    offset = found.index - tile * units_per_tile
+    if const_expr(spec.tile.o_tiles > 1):
+        o_tile, tile = tile % spec.tile.o_tiles, tile // spec.tile.o_tiles
+    m_block, head = Int32(0), tile
     if m_blocks > 1:
         head = divide(tile, m_blocks)
         m_block = tile - head * m_blocks
@@ -264,6 +269,7 @@ def find(spec: cutlass.Constexpr, a, unit: Int32, window: SequenceWindow, cta_un
         slot = unit if blocks_per_split > 0 else split_slot(cute.arch.block_idx()[0], offset, ctas)
     blocks = (lo, hi, *mask.full_range(spec, first, last, seqlen), SplitInfo(slot, count, base))
     w = WorkTileInfo(found.is_valid, m_block, head, q_start, q_len, kv_len, found.batch_idx, *blocks)
+    w = w._replace(o_tile=o_tile)
     if const_expr(spec.tile.per_tile_pack_gqa):
         w = w._replace(pack_factor=pack_factor.value, pack_magic=Int32(pack_factor.magic))
     next_unit = unit + taken

@@ -132,6 +132,8 @@ def load_sequence(spec: cutlass.Constexpr, a, b: Int32):
         rows = geometry.num_rows(q_len, pack_factor)
         m = geometry.tile_m(spec, rows)
         count = (rows + m - 1) // m * geometry.num_tile_heads(a, pack_gqa)
+        if const_expr(spec.tile.o_tiles > 1):
+            count *= spec.tile.o_tiles
         if count > 0:
             bucket = length_bucket(kv_len)
     return TileSequence(q_start, q_len, kv_len, pack_gqa, bucket, count)
@@ -272,7 +274,10 @@ def find(spec: cutlass.Constexpr, a, launch_tile: Int32, smem: SchedulerSmem):
     pack_factor = geometry.pack_factor(spec, a, sequence.q_len)
     rows = geometry.num_rows(sequence.q_len, pack_factor)
     m = geometry.tile_m(spec, rows)
-    # tile of the sequence -> (m_block, head)
+    # tile of the sequence -> (o_tile, m_block, head); tiles of the same rows are neighbours, so that L2 holds their K
+    o_tile = None
+    if const_expr(spec.tile.o_tiles > 1):
+        o_tile, seq_tile = seq_tile % spec.tile.o_tiles, seq_tile // spec.tile.o_tiles
     if is_valid != 0:
         m_blocks, heads = (rows + m - 1) // m, geometry.tile_heads_quotient(a, sequence.pack_gqa)
         # all heads are one section
@@ -293,7 +298,7 @@ def find(spec: cutlass.Constexpr, a, launch_tile: Int32, smem: SchedulerSmem):
         row, count, num_full = mask_blocks.listed_blocks(spec, a, sequence.q_start, batch, m_block)
         w = w._replace(n_block_min=Int32(0), n_block_max=count, list_row=row)
         w = w._replace(n_block_full_min=Int32(0), n_block_full_max=num_full)
-    return w._replace(pack_factor=pack_factor, pack_magic=magic), num_tiles
+    return w._replace(pack_factor=pack_factor, pack_magic=magic, o_tile=o_tile), num_tiles
 
 
 @cute.jit

@@ -31,7 +31,8 @@ class WorkTileInfo(NamedTuple):
     without split tiles (`policy.is_split_kv`).
     list_row: with a custom mask, the tile's row of `mask_blocks`. Blocks are then positions in that list, from 0 on.
     pack_factor: rows per token, see `geometry`, and pack_magic, its magic number for `Divisor`: only in kernels with
-    `tile.per_tile_pack_gqa`.
+    `tile.per_tile_pack_gqa`. o_tile: which part of the columns of O the tile has, only in kernels with several
+    `tile.o_tiles`.
     """
 
     is_valid: Int32
@@ -49,6 +50,7 @@ class WorkTileInfo(NamedTuple):
     list_row: Any = None
     pack_factor: Any = None
     pack_magic: Any = None
+    o_tile: Any = None
 
 
 COMMON = WorkTileInfo._fields.index("split")  # words that every kernel's tiles have
@@ -56,8 +58,8 @@ COMMON = WorkTileInfo._fields.index("split")  # words that every kernel's tiles 
 
 def fields(spec):
     """Return the number of 32-bit words of a tile in shared memory."""
-    own = policy.is_split_kv(spec) * len(SplitInfo._fields) + spec.mask.custom
-    return COMMON + own + spec.tile.per_tile_pack_gqa * 2
+    optional = policy.is_split_kv(spec) * len(SplitInfo._fields) + spec.mask.custom + spec.tile.per_tile_pack_gqa * 2
+    return COMMON + optional + (spec.tile.o_tiles > 1)
 
 
 def allocate(spec, smem):
@@ -72,8 +74,7 @@ def make_pipe(spec, smem, roles):
 
 def flatten(w: WorkTileInfo):
     """Return the words of a tile."""
-    row = () if w.list_row is None else (w.list_row,)
-    return (*w[:COMMON], *(w.split or ()), *row, *(() if w.pack_factor is None else (w.pack_factor, w.pack_magic)))
+    return (*w[:COMMON], *(w.split or ()), *(x for x in w[COMMON + 1 :] if x is not None))
 
 
 @cute.jit
@@ -108,7 +109,14 @@ def of_words(spec, words):
         w, rest = w._replace(split=SplitInfo(*rest[:3])), rest[3:]
     if spec.mask.custom:
         w, rest = w._replace(list_row=rest[0]), rest[1:]
-    return w._replace(pack_factor=rest[0], pack_magic=rest[1]) if rest else w
+    if spec.tile.per_tile_pack_gqa:
+        w, rest = w._replace(pack_factor=rest[0], pack_magic=rest[1]), rest[2:]
+    return w._replace(o_tile=rest[0]) if rest else w
+
+
+def o_tile(w: WorkTileInfo):
+    """Return which part of the columns of O a tile has: 0, known at trace time, if it has all."""
+    return 0 if w.o_tile is None else w.o_tile
 
 
 def consumer_wait(spec, s, t: Int32):

@@ -29,13 +29,15 @@ from ..spec import (
 from ..tile import PreparedTileConfig, WholeTileConfig
 from .tile_table import (
     FP8,
-    HALF,
     HEAD_DIMS,
+    KEYS,
+    MAX_TILE_VO,
     QUANTISED_HEAD_DIMS,
     SPLIT_TYPES,
     Sm100TileConfig,
     column,
     kind_of,
+    num_groups,
     resources,
     split_tile_of,
     tile_of,
@@ -98,9 +100,11 @@ def supports(spec: Spec) -> Refusal | None:
         return Refusal("drafts", "True: the kernel has no tree mask")
     if spec.logits.head_scales:
         return Refusal("head_scales", "True: must be False, since every kernel takes scales per head")
-    t, m = spec.tile, 256 if dims[1] <= HALF else 128
-    if t is None or t.m != m or t.n not in (64, 96, 128) or t.load_warps != 1:
-        return Refusal("tile", f"{t}: m must be {m}, n 64, 96 or 128, and load_warps 1")
+    t, o_tiles = spec.tile, -(-dims[1] // MAX_TILE_VO)
+    m = 128 * num_groups(dims[1] // o_tiles)
+    if t is None or (t.m, t.o_tiles, t.load_warps) != (m, o_tiles, 1) or t.n not in KEYS:
+        keys = ", ".join(map(str, KEYS))
+        return Refusal("tile", f"{t}: m must be {m}, n one of {keys}, o_tiles {o_tiles} and load_warps 1")
     if t.has_half_tiles and (m < 256 or spec.logits.skip):
         return Refusal("tile", f"{t}: has_half_tiles needs m = 256 and no skip-softmax")
     if spec.kv.dtype != spec.q and t.q_stages != 1:  # else row scales may be overwritten before softmax reads them
@@ -126,8 +130,8 @@ def supports_split(spec: Spec) -> Refusal | None:
     if spec.mask != MaskSpec("always", window) or spec.logits != LogitsSpec(soft_cap):
         return Refusal("rows", "split: serves causal masks, and over 16-bit caches windows and soft caps")
     t = spec.tile
-    if t.m != 128 or t.n not in (64, 96, 128) or t.load_warps != 1 or t.has_half_tiles:
-        return Refusal("tile", f"{t}: m must be 128, n 64, 96 or 128, and load_warps 1")
+    if t.m != 128 or t.n not in KEYS or t.load_warps != 1 or t.has_half_tiles:
+        return Refusal("tile", f"{t}: m must be 128, n one of {', '.join(map(str, KEYS))}, and load_warps 1")
     if spec.kv.dtype != spec.q and t.q_stages != 1:
         return Refusal("tile", f"{t}: q_stages must be 1 over a quantised cache")
     return refuse_excess(spec, t)

@@ -48,7 +48,7 @@ def recv_stats(s, group, row: Int32, item: Int32):
 def correction_rescale(spec: cutlass.Constexpr, address: Int32, scale: Float32):
     """Multiply each row of O by its scale. A warp does nothing if all of its scales are 1."""
     if cute.arch.vote_any_sync(scale != 1.0):
-        for c in cutlass.range_constexpr(0, spec.head_dim_vo, LOAD_COLUMNS):
+        for c in cutlass.range_constexpr(0, spec.tile_vo, LOAD_COLUMNS):
             values = tmem.load(address + c, LOAD_COLUMNS)
             tmem.wait_load()
             tmem.store(address + c, [v * scale for v in values])
@@ -143,14 +143,14 @@ def correction_epilogue(
         tmem.fence_after_thread_sync()
     # store O
     out_row = OutputRow(row, w.q_start + token, head, is_output, is_partial, lse, scale_0, scale_1)
-    for c in cutlass.range_constexpr(0, spec.head_dim_vo, LOAD_COLUMNS):
+    for c in cutlass.range_constexpr(0, spec.tile_vo, LOAD_COLUMNS):
         store_columns(spec, a, s, w, out_row, group, c, is_pingpong)
     # release O
     if w.n_block_max > w.n_block_min:
         tmem.fence_before_thread_sync()
         for g in tile_groups:
             pipeline.mbarrier_arrive(s.o_empty + g)
-    epilogue.store_lse(a, out_row.token, head, lse, is_output)
+    epilogue.store_lse(a, out_row.token, head, lse, epilogue.stores_lse(spec, w, is_output))
 
 
 @cute.jit
@@ -178,7 +178,8 @@ def store_columns(
         if out_row.is_partial:
             epilogue.store_partial(spec, a, w.split.slot, out_row.number, Int32(c // LOAD_COLUMNS), values, out_row.lse)
     if out_row.is_output:
-        epilogue.store_piece(spec, a, out_row.token, out_row.head, Int32(c // LOAD_COLUMNS), values, ())
+        piece = epilogue.first_piece(spec, w, LOAD_COLUMNS) + Int32(c // LOAD_COLUMNS)
+        epilogue.store_piece(spec, a, out_row.token, out_row.head, piece, values, ())
 
 
 @cute.jit

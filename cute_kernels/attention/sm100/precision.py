@@ -23,9 +23,9 @@ def p_splits(spec):
 
     These parts are not the splits of split tiles (`..splits`), which divide the keys of a tile among CTAs. In e4m3 it
     is 2: with 4, ptxas computes all emulated exponentials before it stores the first part (half of P after 786 cycles
-    instead of 616, all of it after 1,087 instead of 1,006).
+    instead of 616, all of it after 1,087 instead of 1,006). With 32 keys it is 2, an MMA each.
     """
-    return 3 if spec.tile.n % 3 == 0 else 2 if of(spec).is_8bit else 4
+    return 3 if spec.tile.n % 3 == 0 else 2 if of(spec).is_8bit or spec.tile.n < 64 else 4
 
 
 def p_early_splits(spec):

@@ -3,22 +3,17 @@
 Two warps convert K, two V; all four first convert Q of the tile. Q of fp16 stays as it is loaded.
 """
 
-from dataclasses import replace
-
 import cutlass
 import cutlass.cute as cute
-from cutlass import Int32, Uint32, const_expr
+from cutlass import Int32, const_expr
 
-from ...device import layout, mma, pipeline
-from .. import mask_blocks, prepare, quant
+from ...device import pipeline
+from .. import mask_blocks, prepare
 from ..load import Items
 from ..schedule import work
-from ..spec import KVSpec
 from . import precision
 from .query import gather_q
 from .roles import WARPS
-
-LANES = 8  # lanes per row of Q: each has pieces of 16 bytes, 128 bytes apart
 
 
 @cute.jit
@@ -65,31 +60,9 @@ def prepare_q(spec: cutlass.Constexpr, plan, s, w: work.WorkTileInfo, q: Int32, 
         gather_q(spec, plan, s, w, q, share, WARPS)
     stage = pipeline.stage(s.q_pipe, q)
     if const_expr(precision.of(spec).scales_q_rows):
-        to_fp16(spec, s, stage, pipeline.stage(s.q_ready_pipe, q), share)
+        prepare.q_to_fp16(spec, s, stage, pipeline.stage(s.q_ready_pipe, q), share, WARPS)
     elif const_expr(precision.of(spec).converts_q):
-        stored = const_expr(replace(spec, kv=KVSpec(spec.q)))
-        prepare.dequantise(stored, s.raw_q[None, None, stage], s.q[None, None, stage], None, share, WARPS)
+        prepare.widen_q(spec, s, stage, share, WARPS)
     cute.arch.fence_proxy("async.shared", space="cta")
     cute.arch.sync_warp()
     pipeline.mbarrier_arrive(pipeline.full_barrier(s.q_ready_pipe, q))
-
-
-@cute.jit
-def to_fp16(spec: cutlass.Constexpr, s, stage: Int32, q_ready_stage: Int32, share: Int32):
-    """Convert bf16 rows of Q to fp16 in place, and store the scale of each: the rows of one of `WARPS` warps."""
-    m, boxes = spec.tile.m, const_expr(spec.padded_qk * 2 // 128)
-    lane, rows = cute.arch.lane_idx(), const_expr(32 // LANES)
-    base = s.raw_q.iterator.toint() + stage * (m * spec.padded_qk * 2)
-    words = cute.make_rmem_tensor(4 * boxes, Uint32)
-    for r in cutlass.range(0, m // WARPS, rows, unroll=1):
-        row = share * (m // WARPS) + r + lane // LANES
-        at = base + layout.swizzle(128, row, lane % LANES * 16)
-        for b in cutlass.range_constexpr(boxes):
-            four = mma.load(at + b * m * 128, 4)
-            for e in cutlass.range_constexpr(4):
-                words[4 * b + e] = four[e]
-        q_row_scale = quant.to_fp16(words, LANES)
-        for b in cutlass.range_constexpr(boxes):
-            mma.store(at + b * m * 128, [words[4 * b + e] for e in range(4)])
-        if lane % LANES == 0:
-            s.q_row_scales[row, q_ready_stage] = q_row_scale

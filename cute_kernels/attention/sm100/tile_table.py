@@ -24,7 +24,8 @@ class Sm100TileConfig:
     stages, q_stages: K, and as many V, tiles in flight; Q tiles. raw_stages: of K and V as stored, if they are
     dequantised; 0 means `stages`. load_warps: warps that fill a stage together. ex2_emu: of 16 exponentials, those that
     do without the special function unit in blocks that need no mask. has_half_tiles: requests of at most 128 rows get
-    tiles of one half.
+    tiles of one half. o_tiles: tiles that have the same rows, all of S, and a part each of the columns of O, since 512
+    columns would take all of tensor memory.
     """
 
     m: int = 256
@@ -35,6 +36,7 @@ class Sm100TileConfig:
     load_warps: int = 1
     ex2_emu: int = 0
     has_half_tiles: bool = False
+    o_tiles: int = 1
     dequant_pieces: ClassVar[int] = 2
     l2_bytes: ClassVar[int] = 32 << 20  # L2 is 126 MB in two halves
     per_tile_pack_gqa: ClassVar[bool] = True
@@ -52,7 +54,8 @@ class Sm100TileConfig:
 
     @property
     def name(self) -> str:
-        return f"m{self.m}n{self.n}s{self.stages}" + (f"e{self.ex2_emu}" if self.ex2_emu else "")
+        parts = f"e{self.ex2_emu}" if self.ex2_emu else ""
+        return f"m{self.m}n{self.n}s{self.stages}" + parts + (f"o{self.o_tiles}" if self.o_tiles > 1 else "")
 
     def head_dims(self, bits: int) -> tuple[int, ...]:
         """Return the head dims that kernels compute with. bits: per stored element of K and V."""
@@ -133,6 +136,12 @@ TABLE = (
         quantised=_T(m=128, n=64, stages=1, raw_stages=2),
         e4m3_query=_T(m=128, n=64, stages=1, raw_stages=2),
     ),
+    Sm100Row(
+        (512, 512),
+        half=_T(m=128, n=32, o_tiles=2),
+        fp8=_T(m=128, n=64, stages=3, o_tiles=2),
+        quantised=_T(m=128, n=32, stages=1, raw_stages=2, o_tiles=2),
+    ),
 )
 HALF = 128  # with more columns of O, a tile has one half of the rows: two O do not fit in tensor memory
 EX2_EMU = {"sm_100a": 4}  # emulated of 16 exponentials; sm_103a's special function unit has twice the rate
@@ -185,16 +194,18 @@ SOFTMAX_REGISTERS = {  # (groups, whether K and V are dequantised) -> registers 
 OTHER_REGISTERS = 56  # of a softmax thread, besides its row of S
 TMEM_COLUMNS = 512
 S_COLUMNS = 2 * 128  # of both slots
+MAX_TILE_VO = TMEM_COLUMNS - S_COLUMNS  # columns of O of a tile
+KEYS = (128, 96, 64, 32)  # keys that a KV block may have
 
 
-def num_groups(head_dim_vo: int) -> int:
-    """Return the number of softmax warpgroups, each with an O of its own."""
-    return 2 if head_dim_vo <= HALF else 1
+def num_groups(tile_vo: int) -> int:
+    """Return the number of softmax warpgroups, each with an O of its own. tile_vo: the columns of O of a tile."""
+    return 2 if tile_vo <= HALF else 1
 
 
 def smem_bytes(spec: AttentionSpec[Sm100TileConfig], t: Sm100TileConfig, dims: tuple[int, int]) -> int:
     """Return the bytes of shared memory that a kernel of `spec` with tile `t` allocates. dims: padded head dims."""
-    dequantises, raw, (qk, vo) = spec.q != spec.kv.dtype, t.raw_stages or t.stages, dims
+    dequantises, raw, qk, vo = spec.q != spec.kv.dtype, t.raw_stages or t.stages, dims[0], dims[1] // t.o_tiles
     found = raw * t.n * (qk + vo) * spec.kv.bits // 8 + t.q_stages * t.m * qk * BITS[spec.q] // 8
     stages = 2 * raw + t.q_stages + policy.work_stages(spec)
     if dequantises:  # K and V as fp16, made from raw stages, and Q in place or besides
@@ -202,7 +213,7 @@ def smem_bytes(spec: AttentionSpec[Sm100TileConfig], t: Sm100TileConfig, dims: t
         found += 8 * t.m if spec.q == "bf16" else 0  # a scale per row of Q
         stages += 2 * t.stages + 2
     if spec.kv.block_scaled:
-        found += raw * t.n * (spec.head_dim_qk + spec.head_dim_vo) // SF_VEC_SIZE
+        found += raw * t.n * (spec.head_dim_qk + spec.head_dim_vo // t.o_tiles) // SF_VEC_SIZE
     stats = 128 * num_groups(vo) * 2 * 4
     votes = 4 * num_groups(vo) * 2 * 4 if spec.logits.skip else 0
     return found + stats + votes + SINGLE_MBARRIERS + WORK_BYTES[spec.schedule] + STAGE_BYTES * stages
@@ -212,8 +223,8 @@ def resources(spec: AttentionSpec[Sm100TileConfig], t: Sm100TileConfig, dims: tu
     """Return what a kernel of `spec` with tile `t` takes of an SM: a softmax thread has a row of S in registers; S and
     O are in tensor memory. dims: padded head dims."""
     smem = min(row.smem_per_cta for row in archs.TABLE if archs.TCGEN05 in row.instructions)
-    groups = num_groups(dims[1])
-    limit, tmem = SOFTMAX_REGISTERS[groups, spec.q != spec.kv.dtype], S_COLUMNS + groups * max(dims[1], HALF)
+    vo, groups = dims[1] // t.o_tiles, num_groups(dims[1] // t.o_tiles)
+    limit, tmem = SOFTMAX_REGISTERS[groups, spec.q != spec.kv.dtype], S_COLUMNS + groups * max(vo, HALF)
     return Resources(smem_bytes(spec, t, dims), smem, t.n + OTHER_REGISTERS, limit, tmem, TMEM_COLUMNS)
 
 
@@ -221,8 +232,10 @@ def propose(q: str, kv: str, dims: tuple[int, int]) -> Sm100TileConfig | None:
     """Return a tile that fits, for padded head dims without a row: the most keys, then stages. None if none fits. A
     measurement may find a better one."""
     spec = AttentionSpec[Sm100TileConfig](q, KVSpec(kv), (q,), *dims, tile=Sm100TileConfig())
-    for n, stages in product((128, 96, 64), (6, 5, 4, 3, 2, 1)):
-        tile = Sm100TileConfig(128 * num_groups(dims[1]), n, stages, raw_stages=stages if q != kv else 0)
+    o_tiles = -(-dims[1] // MAX_TILE_VO)
+    for n, stages in product(KEYS, (6, 5, 4, 3, 2, 1)):
+        m = 128 * num_groups(dims[1] // o_tiles)
+        tile = Sm100TileConfig(m, n, stages, raw_stages=stages if q != kv else 0, o_tiles=o_tiles)
         if (stages > 1 or q != kv) and resources(spec, tile, dims).excess is None:
             return tile
     return None

@@ -41,7 +41,7 @@ from .tile_table import (
 
 ARCHS = archs.having(archs.WGMMA)
 SPLIT_ROWS = 16  # stream_k serves more rows; up to this many, `decode` reads keys as fast and computes less
-DECODE_DIM = 256  # stream_k serves any number of rows with a larger head_dim, which `decode` does not have
+DECODE_DIM = 256  # stream_k serves any number of rows with a larger head_dim, since `decode` then reads K twice
 Spec = AttentionSpec[Sm90TileConfig]
 if TYPE_CHECKING:  # shared seams may ask this of a tile
     _WHOLE: type[WholeTileConfig] = Sm90TileConfig
@@ -133,8 +133,6 @@ def supports(spec: Spec) -> Refusal | None:
         return Refusal("tile", "None: must be the op's TileConfig")
     if t.o_parts > 1 and spec.logits.skip:
         return Refusal("skip", f"True: the kernel has no skip-softmax with head_dim {spec.head_dim_vo}")
-    if t.o_parts > 1 and len(spec.out) > 1:
-        return Refusal("out", f"{', '.join(spec.out)}: the kernel has 16 bits alone with head_dim {spec.head_dim_vo}")
     if t.o_parts > 1 and t.m != 64:
         return Refusal("tile", f"{t}: m must be 64 with o_parts")
     if t.m % 64 or not 64 <= t.m <= 192 or t.n % 16:

@@ -98,6 +98,11 @@ def first_piece(spec, bits):
     return o_part(spec) * pieces_of(spec, bits)
 
 
+def sf_blocks(spec):
+    """Return the NVFP4 blocks of a part of a row."""
+    return spec.head_dim_vo // spec.tile.o_parts // SF_VEC_SIZE
+
+
 def allocate_words(spec, bits):
     """Allocate the words of a lane, rounded up to whole transposes of the quad."""
     return cute.make_rmem_tensor((words_of(spec, bits) + 3) // 4 * 4, Int32)
@@ -154,7 +159,7 @@ def store_words(spec: cutlass.Constexpr, out: cute.Tensor, words: cute.Tensor, b
                 piece[i] = words[k + i]
             number = k + lane if const_expr(vec_bits <= 32) else 2 * k + lane
             if const_expr(spec.tile.o_parts > 1):
-                number += first_piece(spec, bits)
+                number += first_piece(spec, bits) * const_expr(4 // step)
             store_piece(out, cute.recast_tensor(piece, out.element_type), number, count % 4 == 0)
 
 
@@ -177,7 +182,7 @@ def store_e4m3(spec: cutlass.Constexpr, a, token: Int32, head: Int32, values: cu
 def store_nvfp4(spec: cutlass.Constexpr, a, token: Int32, head: Int32, values: cute.Tensor, keep):
     """Store a row in NVFP4. A block of 16 columns is four values of each lane of the quad, in either column order; each
     lane stores the scale factors of four blocks, as one word if a head has whole words."""
-    lane, blocks = cute.arch.lane_idx() % 4, const_expr(spec.head_dim_vo // SF_VEC_SIZE)
+    lane, blocks = cute.arch.lane_idx() % 4, sf_blocks(spec)
     words = allocate_words(spec, 4)
     words.fill(0)
     for first in cutlass.range_constexpr(0, blocks, 4):
@@ -191,7 +196,7 @@ def store_nvfp4(spec: cutlass.Constexpr, a, token: Int32, head: Int32, values: c
             words[block // 2] = words[block // 2] | nvfp4.codes(own, sf) << (16 * (block % 2))
             sf_word = sf_word | sf.byte.to(Int32) << (8 * i)
         if keep and lane == first // 4 % 4:
-            block_scales.store_sf4(a, token, head, first, min(4, blocks - first), sf_word)
+            block_scales.store_sf4(a, token, head, o_part(spec) * blocks + first, min(4, blocks - first), sf_word)
     store_words(spec, a.out.o_fp4[token, head, None], words, 4, keep)
 
 
@@ -228,13 +233,17 @@ def zero_row(spec: cutlass.Constexpr, a, token: Int32, head: Int32, keep):
     if const_expr(len(spec.out) > 1):
         if a.out.o_fp4.shape[0] > 0:
             zero_pieces(spec, a.out.o_fp4[token, head, None], 4, keep)
-            lane, blocks = cute.arch.lane_idx() % LANES, const_expr(spec.head_dim_vo // SF_VEC_SIZE)
+            lane, blocks = (
+                cute.arch.lane_idx() % LANES,
+                sf_blocks(spec),
+            )
+            before = o_part(spec) * blocks
             if const_expr(blocks % 4 == 0):
                 if keep and lane * 4 < blocks:
-                    block_scales.store_sf4(a, token, head, lane * 4, 4, Int32(0))
+                    block_scales.store_sf4(a, token, head, before + lane * 4, 4, Int32(0))
             elif keep and lane == 0:
                 for first in cutlass.range_constexpr(0, blocks, 4):
-                    block_scales.store_sf4(a, token, head, first, min(4, blocks - first), Int32(0))
+                    block_scales.store_sf4(a, token, head, before + first, min(4, blocks - first), Int32(0))
         elif a.out.o_fp8.shape[0] > 0:
             zero_pieces(spec, a.out.o_fp8[token, head, None], 8, keep)
         else:

@@ -95,6 +95,7 @@ class Sm90SharedStorage:
     o_promoted: Any = None  # (4, Dvo / 8, threads), sums of `promotion`
     skip_votes: Any = None  # `skip.SkipVotesSmem`
     splits: Any = None  # `splits.SplitSmem`
+    q_row_scales: Any = None  # (m, 1): scales of rows of Q that warpgroups share
 
 
 @cute.jit
@@ -171,6 +172,7 @@ def shared(spec, plan):
         o_promoted=promotion.allocate(spec, smem),
         skip_votes=skip.allocate(spec, smem),
         splits=splits.allocate(spec, smem),
+        q_row_scales=query.allocate_row_scales(spec, smem),
     )
 
 

@@ -252,7 +252,20 @@ def wait_first_qk(spec: cutlass.Constexpr, plan, s, r: Sm90Fragments, w: WorkTil
 @cute.jit
 def issue_first_qk(spec: cutlass.Constexpr, plan, s, r: Sm90Fragments, w: WorkTileInfo, at: ConsumerState):
     wait_first_qk(spec, plan, s, r, w, at)
-    issue_qk(spec, plan, s, r, at)
+    if const_expr(precision.prepares_any(spec) and spec.tile.o_parts > 1):
+        # With head_dim 512 and one stage, the compiler would keep up to 64 descriptors in registers and spill some.
+        q, k = (wgmma.recomputed(x) for x in (s.q, s.k))
+        wgmma.issue(plan.mma_qk, r.acc_s, *operands_of_qk(spec, plan, q, k), True)
+    else:
+        issue_qk(spec, plan, s, r, at)
+
+
+def operands_of_qk(spec, plan, q, k):
+    """Return the operands of Q K^T in the only stages of `q` and `k`."""
+    qk = plan.mma_qk.get_slice(row_group(spec) * 128)
+    a = plan.mma_qk.make_fragment_A(qk.partition_A(q))
+    b = plan.mma_qk.make_fragment_B(qk.partition_B(k))
+    return a[None, None, None, 0], b[None, None, None, 0]
 
 
 @cute.jit

@@ -51,8 +51,15 @@ def tiled_mmas(spec):
     t, dtype = spec.tile, of(spec).mma_type
     qk = wgmma.mma_nt(dtype, t.m // 64, t.n, t.q_in_regs)
     if transposes_v(spec):
-        return qk, wgmma.mma_nt(dtype, t.m // 64, spec.padded_vo, True)
-    return qk, wgmma.mma_nn(dtype, t.m // 64, spec.padded_vo // t.o_parts)
+        return qk, wgmma.mma_nt(dtype, t.m // 64, pv_columns(spec), True)
+    return qk, wgmma.mma_nn(dtype, t.m // 64, pv_columns(spec))
+
+
+def pv_columns(spec):
+    """Return the columns of O that an instruction of P V computes: all those of a warpgroup, but 128 of 256 in a CTA of
+    four warpgroups, where ptxas has no instruction of more than 128 registers."""
+    columns = spec.padded_vo // spec.tile.o_parts
+    return columns // 2 if columns > 192 and of(spec).converts_kv and spec.tile.warpgroups > 1 else columns
 
 
 def operand_shape(spec, which):

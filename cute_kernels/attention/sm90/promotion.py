@@ -30,7 +30,7 @@ def allocate(spec, smem) -> Any:
     None in kernels that do not promote O."""
     if spec.tile.promote_interval == 0:
         return None
-    threads, pieces = 32 * roles(spec).warps("mma"), spec.padded_vo // 2 // PIECE
+    threads, pieces = 32 * roles(spec).warps("mma"), spec.padded_vo // spec.tile.o_parts // 2 // PIECE
     layout = cute.make_layout((PIECE, pieces, threads), stride=(1, PIECE * threads, PIECE))
     return smem.allocate_tensor(Float32, layout, 16)
 

@@ -6,10 +6,10 @@ tile, `operand_of` for each, and `release_q` after the last.
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Int32, Uint32, const_expr
+from cutlass import Float32, Int32, Uint32, const_expr
 
 from ...device import copy, layout, mma, pipeline, warp, wgmma
-from .. import geometry, quant
+from .. import geometry, prepare, quant
 from ..barriers import NamedBarrier
 from ..prepare import allocate_operands
 from ..schedule.work import WorkTileInfo
@@ -28,6 +28,13 @@ def allocate(spec, smem, raw_q):
         return allocate_operands(spec, smem, shape, spec.tile.q_stages)
     kind = layout.smem_layout(shape, spec.tile.q_stages, p.mma_type)
     return cute.make_tensor(cute.recast_ptr(raw_q.iterator, kind.inner, p.mma_type), kind.outer)
+
+
+def allocate_row_scales(spec, smem):
+    """Allocate the scales of the rows of Q; None unless warpgroups that have the same rows convert bf16."""
+    if spec.tile.o_parts == 1 or not precision.of(spec).scales_q_rows:
+        return None
+    return smem.allocate_tensor(Float32, cute.make_layout((spec.tile.m, 1)), 16)
 
 
 def make_fragment(spec, mma_qk, thread_qk, s):
@@ -111,7 +118,33 @@ def load_q8(spec: cutlass.Constexpr, s, r, q: cute.Tensor, stage: Int32):
 
 @cute.jit
 def convert_q(spec: cutlass.Constexpr, s, r, stage: Int32):
-    """Convert Q of a stage, in shared memory, to the type that the MMA multiplies. Each warp converts its own rows."""
+    """Convert Q of a stage, in shared memory, to the type that the MMA multiplies. Each warp converts its own rows or,
+    if warpgroups have the same rows, a share of all."""
+    if const_expr(spec.tile.o_parts > 1):
+        convert_shared_q(spec, s, r, stage)
+    else:
+        convert_own_q(spec, s, r, stage)
+
+
+@cute.jit
+def convert_shared_q(spec: cutlass.Constexpr, s, r, stage: Int32):
+    """Do the work of `convert_q` for warpgroups that have the same rows. The loader overwrites neither Q nor the scales
+    of its rows before both have released the stage."""
+    number, warps = cute.arch.warp_idx() - roles(spec).first("mma"), const_expr(roles(spec).warps("mma"))
+    if const_expr(precision.of(spec).scales_q_rows):
+        prepare.q_to_fp16(spec, s, stage, 0, number, warps)
+    else:
+        prepare.widen_q(spec, s, stage, number, warps)
+    cute.arch.fence_proxy("async.shared", space="cta")
+    rows_barrier(spec)
+    if const_expr(precision.of(spec).scales_q_rows):
+        for k in cutlass.range_constexpr(cute.size(r.q_row_scales)):
+            r.q_row_scales[k] = s.q_row_scales[r.cols[k, 0][0], 0]
+
+
+@cute.jit
+def convert_own_q(spec: cutlass.Constexpr, s, r, stage: Int32):
+    """Do the work of `convert_q` for a warpgroup that has rows of its own."""
     t, thread = spec.tile, cute.arch.thread_idx()[0] - roles(spec).first_thread("mma")
     qk = wgmma.mma_nt(s.q.element_type, t.warpgroups, t.n, True)
     q = cute.make_rmem_tensor(qk.get_slice(0).partition_shape_A((t.m, spec.padded_qk)), s.q.element_type)

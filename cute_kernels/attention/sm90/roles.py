@@ -10,6 +10,8 @@ REGISTERS = {1: (40, 232), 2: (40, 232), 3: (32, 160)}  # (load, mma), without a
 DEQUANTISING = {1: (40, 80, 232), 2: (32, 64, 208)}
 Q_IN_REGISTERS = (32, 32, 224)  # dequantising with two mma warpgroups that hold Q in registers
 TRANSPOSING = {1: (40, 40, 232), 2: (32, 40, 216)}
+# With two mma warpgroups that have the same rows: dequantising, and (load, mma) of transposing
+DEQUANTISING_PARTS, TRANSPOSING_PARTS = (48, 48, 208), (56, 224)
 SPLIT_KV = {1: (72, 72, 232), 2: (72, 72, 216)}  # tiles may be split among CTAs
 WARPS = 4  # warps per warpgroup
 
@@ -17,9 +19,10 @@ WARPS = 4  # warps per warpgroup
 def has_prepare_warpgroup(spec):
     """Report whether the prepare roles have their own warpgroup, one warp on each of the SM's four schedulers.
 
-    Three mma warpgroups leave no registers for it.
+    Three mma warpgroups leave no registers for it, and neither do two that have 256 columns of O each and promote them.
     """
-    return precision.prepares_any(spec) and spec.tile.warpgroups < 3
+    promotes_wide = precision.transposes_v(spec) and spec.tile.o_parts > 1
+    return precision.prepares_any(spec) and spec.tile.warpgroups < 3 and not promotes_wide
 
 
 def roles(spec) -> Roles:
@@ -32,6 +35,7 @@ def roles(spec) -> Roles:
     spare = WARPS - 2 * t.load_warps - schedule_warps
     if has_prepare_warpgroup(spec):
         registers = (TRANSPOSING if precision.transposes_v(spec) else DEQUANTISING)[t.warpgroups]
+        registers = DEQUANTISING_PARTS if t.o_parts > 1 else registers
         registers = SPLIT_KV[1] if split_kv else registers
         registers = Q_IN_REGISTERS if t.q_in_regs else registers
         loading |= {"load_scales": sf_warps, "idle": spare - sf_warps}
@@ -40,6 +44,7 @@ def roles(spec) -> Roles:
         preparing |= {"prepare_k": groups * keys, "prepare_v": groups * (WARPS - keys)}
     else:
         load, mma = SPLIT_KV[t.warpgroups][::2] if split_kv else REGISTERS[t.warpgroups]
+        load, mma = TRANSPOSING_PARTS if precision.prepares_any(spec) and t.o_parts > 1 else (load, mma)
         registers = load, load, mma
         loading |= {"prepare_v" if precision.prepares_any(spec) else "idle": spare}
     each = loading, preparing, {"mma": WARPS * t.warpgroups}

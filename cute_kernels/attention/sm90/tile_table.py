@@ -47,6 +47,7 @@ class Sm90TileConfig:
     counters_per_split: ClassVar[int] = 1
     end_blocks: ClassVar[int] = 0
     boxes_at_once: ClassVar[int] = 0
+    o_tiles: ClassVar[int] = 1
     e2m1: ClassVar[bool] = False
     l2_bytes: ClassVar[int] = 16 << 20  # Hopper's L2 is 50 MB in two halves
 
@@ -57,7 +58,7 @@ class Sm90TileConfig:
     @property
     def dequant_pieces(self) -> int:
         """Return the pieces of rows that a lane dequantises at a time: as many as registers leave room for."""
-        return 2 if self.q_in_regs else 4
+        return 2 if self.q_in_regs or self.o_parts > 1 else 4
 
     @property
     def m_choices(self) -> tuple[int, ...]:
@@ -173,6 +174,9 @@ TABLE = (
         half=Sm90Tiles(
             _T(64, 48, 1, o_parts=2), plain=_T(64, 48, 1, 2, o_parts=2), split=_T(64, 32, 2, load_warps=1, o_parts=2)
         ),
+        fp8=Sm90Tiles(_T(64, 32, 1, load_warps=1, promote_interval=64, o_parts=2)),
+        quantised=Sm90Tiles(_T(64, 32, 1, raw_stages=2, load_warps=1, o_parts=2)),
+        nvfp4=Sm90Tiles(_T(64, 32, 1, raw_stages=2, load_warps=1, o_parts=2)),
     ),
 )
 SPLIT_CACHES = (FP8, "nvfp4")  # caches of the kernels in which CTAs share keys; the queries have bf16
@@ -240,7 +244,9 @@ def smem_bytes(spec: AttentionSpec[Sm90TileConfig], t: Sm90TileConfig, dims: tup
     if spec.kv.block_scaled:
         found += t.n * (raw_k * spec.head_dim_qk + raw_v * spec.head_dim_vo) // SF_VEC_SIZE
     if t.promote_interval:
-        found += 4 * t.m * t.o_parts * vo
+        found += 4 * t.m * vo
+    if t.o_parts > 1 and dequantises and spec.q == "bf16":  # a scale per row of Q
+        found += 4 * t.m
     if spec.logits.skip and spec.kv.source == "tma" and not (dequantises or fp8):  # votes, and an mbarrier each
         found += 12 * t.stages * t.warpgroups
     return found + WORK_BYTES[spec.schedule] + STAGE_BYTES * stages

@@ -58,6 +58,8 @@ def prefill() -> list[Scenario]:
         dims(plain, 160, name="head_dim 160, e4m3 cache", kv_dtype="fp8"),
         dims(plain, 192, name="head_dim 192", q_lens=(130, 1)),
         dims(plain, 512, name="head_dim 512", q_lens=(3, 70), kv_lens=(61, 133)),
+        dims(packed, 512, name="head_dim 512, e4m3, NVFP4 output", dtype="fp8", out_dtype="nvfp4", kv_lens=(133, 9, 0)),
+        dims(plain, 512, name="head_dim 512, NVFP4 cache", kv_dtype="nvfp4", q_lens=(3, 70), kv_lens=(61, 133)),
     ]  # fmt: skip
     levels = replace(
         packed, data="levels", scale=STEP_SCALE, q_lens=(5, 0, 30), kv_lens=(1190, 9, 700), skip=160.0
@@ -121,6 +123,8 @@ def decode() -> list[Scenario]:
         dims(few, 80, name="head_dim 80, NVFP4 output", out_dtype="nvfp4", scale=1.0, data="normal"),
         dims(many, 112, name="head_dim 112, e4m3, NVFP4 output", kv_dtype="fp8", out_dtype="nvfp4", page_size=3),
         dims(few, 512, name="head_dim 512", kv_lens=(300, 0, 83), q_lens=(1, 1, 9)),
+        dims(nvfp4, 512, name="head_dim 512, nvfp4, interleaved, pages of 12", kv_lens=(300, 0, 83), heads_q=2,
+             interleaved=True, page_size=12, window_left=200, out_dtype="nvfp4"),
         dims(few, 160, name="head_dim 160, shared heads", kv_lens=(900, 0, 83), heads_q=9, heads_kv=1),
         replace(e4m3, name="e4m3, large queries", q_unit=2.0**20, scale=2.0**-21, data="normal", kv_lens=(300, 0, 83)),
     ]  # fmt: skip
