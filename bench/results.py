@@ -141,12 +141,15 @@ class ServerRow(Run):
     device_growth_mib: float
 
 
+AND = " / "  # between reasons
+
+
 @dataclass(frozen=True)
 class SanitizerRow(Run):
     """A piece of calls under a tool of compute-sanitizer.
 
     errors: those of its summary, None if it did not end. status: "clean", "expected" (the tool reports what
-    `tools.sanitize.report` excuses, for this reason), "FOUND", "did not end" or "not begun".
+    `tools.sanitize.report` excuses, for these reasons), "FOUND", "did not end" or "not begun".
     """
 
     tool: str

@@ -2,7 +2,7 @@
 against fp64 and equal bits."""
 
 from . import pages
-from .results import AccuracyRow, DeterminismRow, SanitizerRow, SoakRow
+from .results import AND, AccuracyRow, DeterminismRow, SanitizerRow, SoakRow
 
 NOTHING = "Not run yet."
 TOOLS = ("memcheck", "racecheck", "synccheck", "initcheck")
@@ -13,22 +13,24 @@ def measured_sanitizers(results: dict[str, list[SanitizerRow]]) -> str:
     parts = []
     for gpu, rows in results.items():
         chosen = {(r.tool, r.piece): r for r in rows if r.status != "not begun"}
-        reasons = list(dict.fromkeys(r.reason for r in chosen.values() if r.reason))
+        reasons = list(dict.fromkeys(reason for r in chosen.values() if r.reason for reason in r.reason.split(AND)))
 
         def cell(row: SanitizerRow | None, reasons: list[str] = reasons) -> str:
             if row is None:
                 return ""
             if row.errors is None:
                 return f"did not end in {row.seconds:.0f} s"
-            note = f" ({reasons.index(row.reason) + 1})" if row.reason else ""
+            notes = [str(reasons.index(reason) + 1) for reason in row.reason.split(AND)] if row.reason else []
+            note = f" ({', '.join(notes)})" if notes else ""
             return f"{row.errors:,.0f}{note}" if row.status != "FOUND" else f"**{row.errors:,.0f}**"
 
         lines = []
-        for piece in dict.fromkeys(r.piece for r in chosen.values()):
+        for piece in sorted({r.piece for r in chosen.values()}):
             calls = next(r.calls for r in chosen.values() if r.piece == piece)
             lines.append([f"`{piece}`", f"{calls:.0f}", *(cell(chosen.get((tool, piece))) for tool in TOOLS)])
         parts += pages.dated_table(gpu, list(chosen.values()), ["piece", "calls", *TOOLS], lines)
-        parts += [f"{number}. {reason}." for number, reason in enumerate(reasons, 1)]
+        notes = [f"{number}. {reason[0].upper()}{reason[1:]}." for number, reason in enumerate(reasons, 1)]
+        parts += ["\n".join(notes)] if notes else []
     return "\n\n".join(parts) or NOTHING
 
 

@@ -3,6 +3,8 @@
 import re
 from typing import NamedTuple
 
+from bench.results import AND
+
 from .calls import DONE
 
 CLEAN, EXPECTED_ONLY, FOUND, UNFINISHED = "clean", "expected", "FOUND", "did not end"
@@ -96,4 +98,4 @@ def read(tool: str, text: str) -> Findings:
         return Findings(UNFINISHED, errors, [])
     if errors and not reasons:
         return Findings(FOUND, errors, ["reports that were not printed"])
-    return Findings(EXPECTED_ONLY if errors else CLEAN, errors, [], "; ".join(dict.fromkeys(reasons)))
+    return Findings(EXPECTED_ONLY if errors else CLEAN, errors, [], AND.join(dict.fromkeys(reasons)))

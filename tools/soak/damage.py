@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import wrappers
-from cute_kernels import bundle, catalog, manifest, paths
+from cute_kernels import bundle, catalog, device_code, manifest, paths
 from wrappers import machine, runtime
 
 from .engine import Wrong
@@ -92,17 +92,18 @@ def truncated(folder: Path, target: Path) -> Path:
 
 
 def unloadable(folder: Path, target: Path, kernels: list[manifest.Kernel]) -> Path:
-    """Make a bundle in which some kernels' code is zeros, behind the right hashes, and return its folder."""
+    """Make a bundle in which some kernels' device code is zeros, with the right hashes, and return its folder."""
     held = manifest.read(folder)
     library = held.libraries["attention"]
     linked(folder, target, library["file"])
-    data = bytearray((folder / library["file"]).read_bytes())
+    data = (folder / library["file"]).read_bytes()
     for kernel in kernels:
         entry: Any = held.find(*kernel)
-        at, size = entry["cubin"]["offset"], entry["cubin"]["size"]
-        data[at : at + size] = bytes(size)
+        packed = device_code.pack(bytes(entry["code"]["size"]))
+        data += packed
+        entry["code"] = device_code.describe(packed, data)
     (target / library["file"]).write_bytes(data)
-    library["sha256"] = manifest.digest(bytes(data))
+    library["sha256"] = manifest.digest(data)
     manifest.write(target, held)
     return target
 
