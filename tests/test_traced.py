@@ -368,15 +368,6 @@ def test_export(name):
     assert bits(program.module()(*tensors)) == bits(results(*CALLS[name]()))
 
 
-@pytest.mark.parametrize("name,dynamic", [("context", False), ("top_k", False), ("xqa, drafts", True)])
-def test_compile_under_autocast(name, dynamic):
-    torch.compiler.reset()  # else one test's variants count towards the next one's recompile limit
-    call, tensors = of_tensors(*CALLS[name]())
-    with torch.autocast("cpu", torch.bfloat16):
-        found = torch.compile(call, fullgraph=True, backend="aot_eager", dynamic=dynamic)(*tensors)
-    assert bits(found) == bits(results(*CALLS[name]()))
-
-
 FLAGS = [("context", "causal"), ("context", "enable_pdl"), ("decode", "enable_pdl"), ("top_k", "sorted")]
 
 

@@ -1,6 +1,6 @@
 """Two Triton kernels and the PTX that Triton 3.8.0 makes of them, which lies beside this file.
 
-`python kernels.py` writes the PTX anew; it needs Triton and no GPU. Debug sections, lines of comments and empty ones are
+`python kernels.py` writes the PTX anew; it needs Triton and no GPU. Debug sections, comments and empty lines are
 cut off.
 """
 
