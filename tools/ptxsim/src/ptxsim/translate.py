@@ -307,7 +307,7 @@ class Translator:
         return name if index == f"0:{count}" else f"{name}[{index}]", dtype
 
     def as_type(self, value: str, held: Any, wanted: Any) -> str:
-        """Return the expression of a value of type `held` whose bits, or whose low ones, are taken as `wanted`."""
+        """Return an expression of type `wanted` with the bits of a value of type `held`, or with its low ones."""
         if held == wanted:
             return value
         if held.itemsize == wanted.itemsize:
