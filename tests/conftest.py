@@ -50,7 +50,19 @@ def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "feature(*names): features, by tools.matrix, that a GPU test uses")
     gc.disable()  # until collection ends, see `pytest_collection_finish`
     if set(config.invocation_params.args) <= {"--all"}:  # all tests run, and some need the bundle: begin at once
-        config.stash[BUILDING] = start_build(ARCH, BUNDLE)
+        config.stash[BUILDING] = start_bundle(config)
+
+
+def whole_bundle(config: pytest.Config) -> bool:
+    """Return whether the tests compile all that is shipped, not only what they simulate: with --all, or on a GPU."""
+    return config.getoption("--all") or torch.cuda.is_available()
+
+
+def start_bundle(config: pytest.Config) -> subprocess.Popen[str]:
+    from tests.kernels import LATER, SHIPPED
+
+    chosen = () if whole_bundle(config) else SHIPPED.keys() - LATER
+    return start_build(ARCH, BUNDLE, *(argument for label in sorted(chosen) for argument in ("--only", label)))
 
 
 @pytest.fixture(autouse=True)
@@ -115,7 +127,7 @@ def pytest_collection_finish(session: pytest.Session) -> None:
     gc.enable()
     stash, option = session.config.stash, session.config.option
     if BUILDING not in stash and not option.collectonly and any("bundle" in x.fixturenames for x in session.items):
-        stash[BUILDING] = start_build(ARCH, BUNDLE)
+        stash[BUILDING] = start_bundle(session.config)
 
 
 def pytest_unconfigure(config: pytest.Config) -> None:
@@ -260,7 +272,7 @@ def fresh_compiler() -> None:
 
 @pytest.fixture(scope="session")
 def bundle(request: pytest.FixtureRequest) -> Path:
-    """The bundle of every shipped kernel of ARCH. When it is built, other long work starts in parallel to the tests."""
+    """The bundle of ARCH, see `whole_bundle`. When it is built, other long work starts in parallel to the tests."""
     out = built(request.config.stash[BUILDING], BUNDLE)
     for name in ("blackwell", "problems"):
         if any(name in item.fixturenames for item in request.session.items):

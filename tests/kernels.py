@@ -1,22 +1,59 @@
-"""The Blackwell kernels that the tests compile and simulate; no device runs them."""
+"""The kernels that the tests compile and simulate: all of Hopper's, and of Blackwell's, which no device here runs,
+one of each structure."""
 
+import re
 from typing import Any
 
-from cute_kernels import catalog
+from cute_kernels import catalog, manifest
 from cute_kernels.attention import sm90, sm100
+from tests.conftest import ARCH
 from tests.sim import workloads
+
+SHIPPED = {manifest.label(op, spec): (op, spec) for op, spec in catalog.shipped(ARCH)}
+
+
+def family_of(op: str) -> str:
+    return op.split(".")[0]
+
+
+def structures() -> list[str]:
+    """Return the labels of kernels that represent all structures."""
+    found = []
+    for family, choose in workloads.STRUCTURES.items():
+        of_family = {spec: label for label, (op, spec) in SHIPPED.items() if family_of(op) == family}
+        found += [of_family[spec] for spec in choose(list(of_family))]
+    return found
+
+
+def untyped(op: str, spec: Any) -> str:
+    """Return a text of a spec with bf16 and fp16 replaced by one word. Kernels with equal texts are twins."""
+    return re.sub("bf16|fp16", "half", f"{op} {manifest.canonical(manifest.to_json(spec))}")
+
+
+TWINS = {}  # the fp16 kernel -> the bf16 kernel, by label
+for label, (op, spec) in SHIPPED.items():
+    others = [other for other, kernel in SHIPPED.items() if other != label and untyped(*kernel) == untyped(op, spec)]
+    if others and '"fp16"' in manifest.canonical(manifest.to_json(spec)):
+        (TWINS[label],) = others
+
+# Twins that only --all compiles. The first one of each op and cache type shows that types alone differ.
+FIRST = {re.split(r"_[dct]\d", twin)[0]: twin for twin in reversed(TWINS)}
+LATER = TWINS.keys() - FIRST.values()
 
 SPILLED = 24  # bytes that prefill's largest tiles may spill: values of a tile, outside the loop over blocks
 BLACKWELL = [(arch, op, spec) for arch in catalog.ARCHS if arch not in sm90.ARCHS for op, spec in catalog.shipped(arch)]
 
 
 def covering() -> list[tuple[str, str, Any]]:
-    """Return one kernel of each structure in BLACKWELL, for sm_100a or sm_103a. test_sm120.py has those of others."""
+    """Return kernels of BLACKWELL, for sm_100a or sm_103a: of the op that Hopper lacks one of each structure, of others
+    a third of these, because Hopper's kernels have their code. test_sm120.py has those of other architectures."""
     found = []
     for op in dict.fromkeys(op for arch, op, _ in BLACKWELL if arch in sm100.ARCHS):
         for number, arch in enumerate(archs := sm100.ARCHS):
             specs = [spec for *where, spec in BLACKWELL if where == [arch, op]]
-            chosen = workloads.STRUCTURES[op.split(".")[0]](specs)
+            chosen = workloads.STRUCTURES[family_of(op)](specs)
+            if op != "attention.sm100" and len(chosen) > len(archs):
+                chosen = chosen[::3]
             found += [(arch, op, spec) for spec in chosen[number :: len(archs)]]
     return found
 

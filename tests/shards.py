@@ -76,6 +76,7 @@ def start(number: int, turn: int, args: argparse.Namespace, until: float) -> "su
     name = args.out / f"{number}.{turn}"
     environ = {NUMBER: number, COUNT: args.processes, LOG: log_of(args, number), LIMIT: args.limit, UNTIL: until}
     environ["OMP_NUM_THREADS"] = 1  # the references run on the CPU, which all processes share
+    environ["PYTEST_DISABLE_PLUGIN_AUTOLOAD"] = 1  # no GPU test needs one, and Hypothesis takes a second to import
     command = [sys.executable, "-m", "pytest", "-q", "-p", __spec__.name, "-p", "no:cacheprovider", "--tb=short"]
     with open(f"{name}.out", "wb") as out:
         return subprocess.Popen(

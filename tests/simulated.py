@@ -1,6 +1,5 @@
 """Work of the processes of test_ptxsim_kernels.py: kernels and features by label, and the errors of each."""
 
-import re
 from collections.abc import Callable
 from concurrent.futures import Future
 from itertools import product
@@ -11,15 +10,14 @@ from ptxsim.faults import Fault
 from ptxsim.machine import MODES
 from ptxsim.runner import RunResult
 
-from cute_kernels import catalog, manifest
+from cute_kernels import manifest
 from tests.conftest import ARCH, ROOT
-from tests.kernels import BLACKWELL, COVERING, ORDERED
+from tests.kernels import BLACKWELL, COVERING, ORDERED, SHIPPED, TWINS, family_of, structures
 from tests.sim import coverage, launcher, memo, workloads
 from tests.sim.pool import pool
 from tools import ptxdiff
 from tools.matrix import SIMULATED
 
-SHIPPED = {manifest.label(op, spec): (op, spec) for op, spec in catalog.shipped(ARCH)}
 ELSEWHERE = {
     f"{arch} {manifest.label(op, spec)}": (arch, op, spec) for arch, op, spec in BLACKWELL if (arch, op) in SIMULATED
 }
@@ -31,31 +29,6 @@ FEATURES = {
 MEMORY = ROOT / "build" / "simulated"
 
 
-def family_of(op: str) -> str:
-    return op.split(".")[0]
-
-
-def structures() -> list[str]:
-    """Return the labels of kernels that represent all structures."""
-    found = []
-    for family, choose in workloads.STRUCTURES.items():
-        of_family = {spec: label for label, (op, spec) in SHIPPED.items() if family_of(op) == family}
-        found += [of_family[spec] for spec in choose(list(of_family))]
-    return found
-
-
-def untyped(op: str, spec: Any) -> str:
-    """Return a text of a spec with bf16 and fp16 replaced by one word. Kernels with equal texts are twins."""
-    return re.sub("bf16|fp16", "half", f"{op} {manifest.canonical(manifest.to_json(spec))}")
-
-
-TWINS = {}  # the fp16 kernel -> the bf16 kernel, by label
-for label, (op, spec) in SHIPPED.items():
-    others = [other for other, kernel in SHIPPED.items() if other != label and untyped(*kernel) == untyped(op, spec)]
-    if others and '"fp16"' in manifest.canonical(manifest.to_json(spec)):
-        (TWINS[label],) = others
-
-
 def equal_but_for_types(label: str) -> bool:
     """Return whether the PTX of the two twins is equal when bf16 is replaced by f16."""
     texts = (launcher.load(*SHIPPED[name], ARCH).ptx for name in (label, TWINS[label]))
@@ -64,8 +37,8 @@ def equal_but_for_types(label: str) -> bool:
 
 
 def problems_of_kernel(label: str, turn: int | None, everything: bool) -> list[str]:
-    """Return the errors of a kernel. turn: index of the first case that also runs in modes other than `eager`; None if
-    none does."""
+    """Return the errors of a kernel. turn: number of the case that also runs in a mode other than `eager`; None if none
+    does."""
     if label in TWINS and not everything and equal_but_for_types(label):
         return []
     op, spec = SHIPPED[label]
@@ -108,9 +81,8 @@ def in_other_modes(
 
 
 def dealt(cases: list[Any], modes: tuple[str, ...], turn: int | None) -> list[tuple[Any, str]]:
-    """Give each of `modes` its own case, starting at the `turn`-th; cases repeat if there are fewer cases than
-    modes."""
-    return [] if turn is None else [(cases[(turn + i) % len(cases)], mode) for i, mode in enumerate(modes)]
+    """Return the case and the mode that the `turn`-th kernel runs besides `eager`; none for other kernels."""
+    return [] if turn is None else [(cases[turn % len(cases)], modes[turn % len(modes)])]
 
 
 def problems_of_feature(label: str, everything: bool) -> list[str]:

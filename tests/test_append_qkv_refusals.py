@@ -256,12 +256,15 @@ def test_one_bad_field(name, field):
         tables = [ACCEPTED] if host == "cpu" else [ACCEPTED, ON_CUDA]
         return set[str]().union(*(table.get(of, {}).get(field, ()) for table in tables for of in (name, EVERY)))
 
-    def attempt(here, bad, value):
-        given = deepcopy(GOOD[name]) | {field: value}
-        return shared.outcome(here, call, given, lambda error: fault(error, name, field, bad, value))
+    good = deepcopy(GOOD[name])
 
-    good = lambda: call(deepcopy(GOOD[name]))  # noqa: E731
-    faults = shared.faults_of(HOSTS, good, bad_values(name, field), allowed, attempt)
+    def attempt(here, bad, value):
+        nonlocal good
+        wrong = shared.outcome(here, call, good | {field: value}, lambda error: fault(error, name, field, bad, value))
+        good = deepcopy(GOOD[name]) if wrong else good  # a refusal has written nothing
+        return wrong
+
+    faults = shared.faults_of(HOSTS, lambda: call(deepcopy(GOOD[name])), bad_values(name, field), allowed, attempt)
     assert not faults, "\n".join(faults)
 
 

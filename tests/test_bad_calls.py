@@ -409,11 +409,16 @@ def test_one_bad_argument(name, argument):
         tables = ACCEPTED, ON_CPU if host == "cpu" else ON_CUDA
         return set[str]().union(*(table.get(name, {}).get(argument, ()) for table in tables))
 
+    good = poisoned(name)
+
     def attempt(here, bad, value):
-        given = poisoned(name) | {argument: value}
-        return shared.outcome(
+        nonlocal good
+        given = good | {argument: value}
+        wrong = shared.outcome(
             here, lambda x: function(**x), given, lambda error: fault(error, name, argument, bad, given)
         )
+        good = poisoned(name) if wrong else good  # a refusal has written nothing
+        return wrong
 
     hosts = HOSTS[: 1 if name in UNSERVED else 3]
     faults = shared.faults_of(hosts, lambda: function(**poisoned(name)), values, allowed, attempt)

@@ -7,15 +7,9 @@ import pytest
 import torch
 
 from bench import family, harness, workload
+from tests.test_bench import WallClock
 
 TINY = replace(family.PREFILL, name="family-tiny", q_lens=(70, 70), kv_lens=(70, 70), heads_q=4, heads_kv=2)
-
-
-class WallClock:
-    def measure(self, call, sets):
-        for i in sets:
-            call(i)
-        return 2000.0
 
 
 SETUP = harness.Setup(("ours", "flashinfer"), 2, "cpu", WallClock(), WallClock())

@@ -9,16 +9,9 @@ import torch
 from bench import harness, precision, results, skipping, sparsity, workload
 from bench.cases import precision as cases
 from bench.cases.attention import reference_of
+from tests.test_bench import WallClock
 from wrappers import fp4, trtllm_batch_context_with_kv_cache
 from wrappers.explanation import call_of
-
-
-class WallClock:
-    def measure(self, call, sets):
-        for i in sets:
-            call(i)
-        return 2000.0
-
 
 SETUP = harness.Setup(("ours",), 2, "cpu", WallClock(), WallClock())
 TOP = harness.Ceilings(700.0, 4000.0, 1300.0)

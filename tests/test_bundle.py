@@ -18,7 +18,7 @@ from tests.conftest import ARCH, BLOCK_DSL, ROOT, build_bundle, finish, run_pyth
 pytestmark = pytest.mark.kernels
 OP = "attention.decode"  # whose kernels have every argument
 SPEC = next(spec for op, spec in dispatch.shipped(ARCH) if op == OP)
-OTHER = [spec for op, spec in dispatch.shipped(ARCH) if op == OP][-1]
+OTHER = [spec for op, spec in dispatch.shipped(ARCH) if op == OP][1]
 OBJECTS = ROOT / "build" / "obj"
 
 # A process without the DSL, which forks for each program that it is sent: all programs find torch and the runtime
@@ -423,8 +423,7 @@ from cute_kernels import bundle, manifest
 from cute_kernels.attention import dispatch
 work, objects = map(Path, sys.argv[1:])
 arch = "sm_90a"
-first = dispatch.shipped(arch)[0]
-old, *_, new = [kernel for kernel in dispatch.shipped(arch) if kernel[0] == first[0]]
+old, new, *_ = [kernel for kernel in dispatch.shipped(arch) if kernel[0] == "attention.decode"]
 place = bundle.BundlePaths(work / "old", objects)
 bundle.build_bundle([old], arch, place, 1)
 class Crash(BaseException): pass

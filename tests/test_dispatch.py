@@ -1,7 +1,8 @@
 """Which spec a problem gets, and what is refused. Plain Python: no DSL."""
 
 from dataclasses import replace
-from itertools import product
+from functools import partial
+from itertools import islice, product
 
 import pytest
 
@@ -19,14 +20,22 @@ WHOLE, SPLIT = replace(BASE, split_kv="never"), replace(BASE, split_kv="always")
 DIMS = (*policy.USUAL, *policy.WIDE)  # head dims of shipped kernels
 DECODED = [("half", 64), ("half", 128), ("half", 256)]  # (type of the cache, head_dim) of shipped decode kernels
 DECODED += [(kv, dim) for kv in ("e4m3", "nvfp4") for dim in (64, 128, 256)]
+SAMPLED = 7  # no factor of a number of values
 FEW_KERNELS = 200  # of an architecture, attention and top-k together
 
 
-def problems(way):
-    """Every problem that some kernel serves with whole tiles ("never" split), or with split keys ("always"), for the
-    head dims of shipped kernels."""
+@pytest.fixture
+def every_problem(request):
+    """The function below for every problem with --all; otherwise for one in SAMPLED, in which all pairs of values of
+    fields meet."""
+    return partial(problems_of, 1 if request.config.getoption("--all") else SAMPLED)
+
+
+def problems_of(step, way):
+    """Problems that some kernel serves with whole tiles ("never" split), or with split keys ("always"), for the head
+    dims of shipped kernels."""
     every = product(("bf16", "fp16"), (8, 256, 1), (1, 3, 8), *[(False, True)] * 3, (1, 2, 64, 65, 1 << 30))
-    for q, page, group, causal, window, cap, rows in every:
+    for q, page, group, causal, window, cap, rows in islice(every, 0, None, step):
         base = KernelRequest(
             q, q, q, 128, 128, page, group, rows, split_kv=way, causal=causal, window=window, soft_cap=cap
         )  # fmt: skip
@@ -73,7 +82,7 @@ def usual_types():
 
 
 @pytest.mark.parametrize("arch", [ARCH, *BLACKWELL])
-def test_every_problem_of_prefill_is_served_and_every_shipped_kernel_serves_one(arch):
+def test_every_problem_of_prefill_is_served_and_every_shipped_kernel_serves_one(arch, every_problem):
     """With whole tiles, on every architecture that has an MMA for prefill."""
     prefill, found = "attention.sm90" if arch == ARCH else "attention.sm100", set()
     masked = {"custom_mask": True, "causal": False}
@@ -82,7 +91,8 @@ def test_every_problem_of_prefill_is_served_and_every_shipped_kernel_serves_one(
     types += [{"q": "e4m3", "kv": "nvfp4"} | dim for dim in HEAD_DIMS]
     types += [{"kv": kv, "out": "nvfp4"} | dim for kv in ("e4m3", "nvfp4") for dim in HEAD_DIMS]
     some = (replace(WHOLE, **each, **also) for each in types for also in ({}, {"window": True}))
-    for problem in (*problems("never"), *some, *(replace(WHOLE, **t | also) for t in usual_types() for also in more)):
+    others = (replace(WHOLE, **each | also) for each in usual_types() for also in more)
+    for problem in (*every_problem("never"), *some, *others):
         op, spec = dispatch.select(problem, arch)
         found.add(spec)
         assert op == prefill and serves(spec, problem)
@@ -90,11 +100,11 @@ def test_every_problem_of_prefill_is_served_and_every_shipped_kernel_serves_one(
 
 
 @pytest.mark.parametrize("arch", [ARCH, *BLACKWELL])
-def test_every_problem_of_decode_is_served_and_every_shipped_kernel_serves_one(arch):
+def test_every_problem_of_decode_is_served_and_every_shipped_kernel_serves_one(arch, every_problem):
     found = set()
     types = [{"kv": "e5m2"} | dim for dim in HEAD_DIMS] + [{"q": "e4m3", "kv": "nvfp4"} | dim for dim in HEAD_DIMS]
     some = (replace(SPLIT, **each, rows=rows) for each in types for rows in (1, 1 << 20))
-    for problem in (*problems("always"), *some):
+    for problem in (*every_problem("always"), *some):
         op, spec = dispatch.select(problem, arch)
         found.add((op, spec))
         assert spec.schedule == "stream_k" and serves(spec, problem)
@@ -151,11 +161,11 @@ def test_usual_calls_of_decode_have_a_shipped_kernel(arch, change):
     assert (op, spec) in dispatch.shipped(arch) and spec.schedule == "stream_k"
 
 
-def test_skip_softmax_of_prefill_joins_every_kernel():
+def test_skip_softmax_of_prefill_joins_every_kernel(every_problem):
     """A call with a factor runs the kernel of the call without one, and skip; others have no argument for a threshold.
 
     Over a quantised cache, votes need the registers that Q would take."""
-    for problem in problems("never"):
+    for problem in every_problem("never"):
         (_, plain), (_, spec) = (dispatch.select(replace(problem, skip=skip), ARCH) for skip in (False, True))
         tile = plain.tile if spec.kv.bits == 16 else replace(plain.tile, q_in_regs=False)
         if spec.q == "e4m3":
@@ -291,11 +301,11 @@ def test_general_kernels_take_every_modifier_of_their_op():
             assert general and all(set(args.fields(s)) <= fields for s in mine for fields in general), op
 
 
-def test_blocks_of_keys_do_not_depend_on_the_batch():
+def test_blocks_of_keys_do_not_depend_on_the_batch(every_problem):
     """n, which a row's rounding depends on, is the same whatever else a call holds: bits must not change with it.
     Decode's kernels of 16 rows are for rows that the longest request has; "fixed" does not ask."""
     widths: dict[tuple, set[int]] = {}
-    for problem in (*problems("never"), *problems("always")):
+    for problem in (*every_problem("never"), *every_problem("always")):
         _, spec = dispatch.select(problem, ARCH)
         rows_a_warp = getattr(spec.tile, "rows_per_warp", 0)
         key = problem.split_kv, spec.dims, spec.kv.bits, problem.q == problem.kv, rows_a_warp, spec.schedule

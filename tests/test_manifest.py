@@ -3,8 +3,10 @@
 import ast
 import json
 import shutil
+import tempfile
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
+from functools import cache
 from pathlib import Path
 from typing import Generic, TypeVar
 
@@ -109,22 +111,28 @@ def test_key_depends_on_each_part():
 
 
 LOADED = """
-import sys
-from importlib import import_module
-import_module(f"cute_kernels.{sys.argv[1]}.forward")
-print(*[module.__file__ for name, module in sorted(sys.modules.items()) if name.split(".")[0] == "cute_kernels"])
+import json, os, sys
+import cutlass.cute, torch
+for op in sys.argv[1:]:
+    if not os.fork():
+        __import__(f"cute_kernels.{op}.forward")
+        ours = [module.__file__ for name, module in sys.modules.items() if name.split(".")[0] == "cute_kernels"]
+        print(json.dumps([op, ours]), flush=True)
+        os._exit(0)
+    assert os.wait()[1] == 0, op
 """
 
 
-@pytest.mark.parametrize("op", OPS)
-def test_sources_are_what_the_kernel_module_imports(op):
+def test_sources_are_what_the_kernel_modules_import():
     """No file that an import really reads is missing; beyond those there are only what compiles, and late imports."""
-    done = run_python("-c", LOADED, op)
+    done = run_python("-c", LOADED, *OPS)
     assert done.returncode == 0, done.stderr
-    loaded = {Path(file) for file in done.stdout.split()}
-    sources = set(manifest.source_files(op))
-    assert loaded <= sources
-    assert {file.name for file in sources - loaded} <= {"build.py", "abi.py"}
+    loaded = dict(map(json.loads, done.stdout.splitlines()))
+    assert sorted(loaded) == OPS
+    for op, files in loaded.items():
+        sources, found = set(manifest.source_files(op)), {Path(file) for file in files}
+        assert found <= sources
+        assert {file.name for file in sources - found} <= {"build.py", "abi.py"}
 
 
 def test_no_traced_file_imports_by_a_computed_name():
@@ -138,27 +146,30 @@ def package(tmp_path) -> Path:
     return shutil.copytree(manifest.PACKAGE, tmp_path / "cute_kernels", ignore=shutil.ignore_patterns("__pycache__"))
 
 
+SOURCE = manifest.source.__wrapped__
+
+
+@cache
+def parsed(data: bytes) -> tuple[str, list[tuple[int, str]]]:
+    """What `manifest.source` says of a file of these bytes, wherever it lies."""
+    with tempfile.NamedTemporaryFile() as file:
+        Path(file.name).write_bytes(data)
+        return SOURCE(Path(file.name))
+
+
 @pytest.fixture
-def edited(tmp_path, package, monkeypatch):
-    """The hash of an op's sources after text was appended to files of a fresh copy of the package. Files of equal bytes
-    are parsed once, wherever they lie."""
-    parse, parsed = manifest.source.__wrapped__, {}
-
-    def source(file: Path):
-        data = file.read_bytes()
-        if data not in parsed:
-            parsed[data] = parse(file)
-        return parsed[data]
-
-    monkeypatch.setattr(manifest, "source", source)
+def edited(package, monkeypatch):
+    """The hash of an op's sources while text is appended to files of the package."""
+    monkeypatch.setattr(manifest, "source", lambda file: parsed(file.read_bytes()))
 
     def hash_with(op: str, files: Iterable[Path], text: str = "\nx = 1\n") -> str:
-        copy = tmp_path / f"edit{len(list(tmp_path.iterdir()))}" / package.name
-        shutil.copytree(package, copy)
-        for file in files:
-            with open(copy / file, "a") as out:
-                out.write(text)
-        return manifest.source_hash(op, copy)
+        before = {package / file: (package / file).read_text() for file in files}
+        for file, code in before.items():
+            file.write_text(code + text)
+        found = manifest.source_hash.__wrapped__(op, package)
+        for file, code in before.items():
+            file.write_text(code)
+        return found
 
     return hash_with
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch._dynamo.testing import CompileCounter
 
-from tests.prefill_batches import BF16, E4M3, HALF, HKV, HQ, NAN, WORKSPACE, Case, D, check, slope
+from tests.prefill_batches import BF16, E4M3, HALF, HKV, HQ, NAN, WORKSPACE, Case, D, check, ints, slope
 from wrappers import (
     BatchAttentionWithAttentionSinkWrapper,
     BatchPrefillWithPagedKVCacheWrapper,
@@ -160,117 +160,29 @@ def test_sink_constructor_takes_what_engines_pass():
 # ---- the documentation's examples, at smaller sizes
 
 
-def test_documented_example_of_paged():
-    num_layers, num_qo_heads, num_kv_heads, head_dim, max_num_pages, page_size = 2, 8, 2, 64, 128, 16
-    workspace_buffer = torch.empty(1024, dtype=torch.uint8)
-    prefill_wrapper = BatchPrefillWithPagedKVCacheWrapper(workspace_buffer, "NHD")
-    batch_size = 7
-    nnz_qo = 100
-    qo_indptr = torch.tensor([0, 33, 44, 55, 66, 77, 88, nnz_qo], dtype=torch.int32)
-    paged_kv_indices = torch.arange(max_num_pages).int()
-    paged_kv_indptr = torch.tensor([0, 17, 29, 44, 48, 66, 100, 128], dtype=torch.int32)
-    # 1 <= paged_kv_last_page_len <= page_size
-    paged_kv_last_page_len = torch.tensor([1, 7, 14, 4, 3, 1, 16], dtype=torch.int32)
-    q_at_layer = torch.randn(num_layers, nnz_qo, num_qo_heads, head_dim).half()
-    kv_cache_at_layer = torch.randn(
-        num_layers, max_num_pages, 2, page_size, num_kv_heads, head_dim, dtype=torch.float16
-    )
-    prefill_wrapper.plan(
-        qo_indptr,
-        paged_kv_indptr,
-        paged_kv_indices,
-        paged_kv_last_page_len,
-        num_qo_heads,
-        num_kv_heads,
-        head_dim,
-        page_size,
-        causal=True,
-    )
-    outputs = []
-    for i in range(num_layers):
-        q = q_at_layer[i]
-        kv_cache = kv_cache_at_layer[i]
-        o = prefill_wrapper.run(q, kv_cache)
-        outputs.append(o)
-    assert outputs[0].shape == torch.Size([100, num_qo_heads, head_dim])
-
-    mask_arr = []
-    qo_len = (qo_indptr[1:] - qo_indptr[:-1]).cpu().tolist()
-    kv_len = (page_size * (paged_kv_indptr[1:] - paged_kv_indptr[:-1] - 1) + paged_kv_last_page_len).cpu().tolist()
-    for i in range(batch_size):
-        mask_i = torch.tril(
-            torch.full((qo_len[i], kv_len[i]), True),
-            diagonal=(kv_len[i] - qo_len[i]),
-        )
-        mask_arr.append(mask_i.flatten())
-    mask = torch.cat(mask_arr, dim=0)
-    prefill_wrapper.plan(
-        qo_indptr,
-        paged_kv_indptr,
-        paged_kv_indices,
-        paged_kv_last_page_len,
-        num_qo_heads,
-        num_kv_heads,
-        head_dim,
-        page_size,
-        custom_mask=mask,
-    )
-    for i in range(num_layers):
-        q = q_at_layer[i]
-        kv_cache = kv_cache_at_layer[i]
-        o_custom = prefill_wrapper.run(q, kv_cache)
-        assert torch.allclose(o_custom, outputs[i], rtol=1e-3, atol=1e-3)
-
-
-def test_documented_example_of_ragged():
-    num_layers, num_qo_heads, num_kv_heads, head_dim = 2, 8, 2, 64
-    workspace_buffer = torch.empty(1024, dtype=torch.uint8)
-    prefill_wrapper = BatchPrefillWithRaggedKVCacheWrapper(workspace_buffer, "NHD")
-    batch_size = 7
-    nnz_kv = 100
-    nnz_qo = 100
-    qo_indptr = torch.tensor([0, 33, 44, 55, 66, 77, 88, nnz_qo], dtype=torch.int32)
-    kv_indptr = qo_indptr.clone()
-    q_at_layer = torch.randn(num_layers, nnz_qo, num_qo_heads, head_dim).half()
-    k_at_layer = torch.randn(num_layers, nnz_kv, num_kv_heads, head_dim).half()
-    v_at_layer = torch.randn(num_layers, nnz_kv, num_kv_heads, head_dim).half()
-    prefill_wrapper.plan(
-        qo_indptr,
-        kv_indptr,
-        num_qo_heads,
-        num_kv_heads,
-        head_dim,
-        causal=True,
-    )
-    outputs = []
-    for i in range(num_layers):
-        q = q_at_layer[i]
-        k = k_at_layer[i]
-        v = v_at_layer[i]
-        o = prefill_wrapper.run(q, k, v)
-        outputs.append(o)
-    assert outputs[0].shape == torch.Size([100, num_qo_heads, head_dim])
-
-    mask_arr = []
-    qo_len = (qo_indptr[1:] - qo_indptr[:-1]).cpu().tolist()
-    kv_len = (kv_indptr[1:] - kv_indptr[:-1]).cpu().tolist()
-    for i in range(batch_size):
-        mask_i = torch.tril(
-            torch.full((qo_len[i], kv_len[i]), True),
-            diagonal=(kv_len[i] - qo_len[i]),
-        )
-        mask_arr.append(mask_i.flatten())
-    mask = torch.cat(mask_arr, dim=0)
-    prefill_wrapper.plan(qo_indptr, kv_indptr, num_qo_heads, num_kv_heads, head_dim, custom_mask=mask)
-    outputs_custom_mask = []
-    for i in range(num_layers):
-        q = q_at_layer[i]
-        k = k_at_layer[i]
-        v = v_at_layer[i]
-        o_custom = prefill_wrapper.run(q, k, v)
-        outputs_custom_mask.append(o_custom)
-        assert torch.allclose(o_custom, outputs[i], rtol=1e-3, atol=1e-3)
-    assert outputs_custom_mask[0].shape == torch.Size([100, num_qo_heads, head_dim])
+@pytest.mark.parametrize("form", ["paged", "ragged"])
+def test_documented_example(form):
+    """Runs of two layers with a causal mask, then with the same mask given."""
+    layers, heads, kv_heads, dim, page = 2, 8, 2, 64, 16
+    q_starts = ints([0, 33, 44, 55, 66, 77, 88, 100])
+    q = torch.randn(layers, 100, heads, dim).half()
+    if form == "paged":
+        starts, last = ints([0, 17, 29, 44, 48, 66, 100, 128]), ints([1, 7, 14, 4, 3, 1, 16])
+        wrapper, dims = BatchPrefillWithPagedKVCacheWrapper(WORKSPACE, "NHD"), (heads, kv_heads, dim, page)
+        index, kv_lens = (q_starts, starts, torch.arange(128).int(), last), page * (starts.diff() - 1) + last
+        kv = [(cache,) for cache in torch.randn(layers, 128, 2, page, kv_heads, dim).half()]
+    else:
+        wrapper, dims = BatchPrefillWithRaggedKVCacheWrapper(WORKSPACE, "NHD"), (heads, kv_heads, dim)
+        index, kv_lens = (q_starts, q_starts.clone()), q_starts.diff()
+        kv = [*zip(*torch.randn(2, layers, 100, kv_heads, dim).half())]
+    wrapper.plan(*index, *dims, causal=True)
+    outputs = [wrapper.run(q[i], *kv[i]) for i in range(layers)]
+    assert outputs[0].shape == (100, heads, dim)
+    lens = zip(q_starts.diff().tolist(), kv_lens.tolist())
+    mask = torch.cat([torch.ones(m, n, dtype=torch.bool).tril(n - m).flatten() for m, n in lens])
+    wrapper.plan(*index, *dims, custom_mask=mask)
+    for i, causal in enumerate(outputs):
+        torch.testing.assert_close(wrapper.run(q[i], *kv[i]), causal, rtol=1e-3, atol=1e-3)
 
 
 # ---- the rest of the host

@@ -1,7 +1,7 @@
 """Every shipped kernel runs on the CPU: its PTX in the simulator, called through public functions.
 
-All kernels run their cases in mode `eager`. Those that stand for a structure run each other mode too, in a case of its
-own, which must not change a bit; of Blackwell's a few do, in one mode each. The covering set of features runs in
+All kernels run their cases in mode `eager`. Those that stand for a structure run one case in another mode too, which
+must not change a bit; they take the modes in turn, and of Blackwell's a few run. The covering set of features runs in
 `eager`, by whatever kernels dispatch chooses. Of the bf16 and the fp16 kernel of a spec one is simulated where their
 PTX is equal but for types. Launches that build/simulated remembers (tests/sim/memo.py) are not repeated. With --all,
 all kernels run all cases in all modes, twins too, of Blackwell's those that stand for a structure, and nothing is
@@ -10,17 +10,20 @@ remembered.
 The work begins, in processes of its own, when the kernels are compiled, and goes on beside the tests before these.
 """
 
+import re
+
 import pytest
 from ptxsim.runner import RunResult
 
-from tests.kernels import COVERING, ORDERED
+from tests.kernels import COVERING, LATER, ORDERED, SHIPPED
 from tests.sim import workloads
-from tests.simulated import ELSEWHERE, FEATURES, SHIPPED, dealt, equal_but_for_types, unwrapped
+from tests.simulated import ELSEWHERE, FEATURES, dealt, equal_but_for_types, unwrapped
 
 pytestmark = pytest.mark.kernels
+LABELS = [pytest.param(label, marks=pytest.mark.full if label in LATER else ()) for label in SHIPPED]
 
 
-@pytest.mark.parametrize("label", SHIPPED)
+@pytest.mark.parametrize("label", LABELS)
 def test_shipped_kernel(problems, label):
     assert not problems(label), "\n".join(problems(label))
 
@@ -39,17 +42,18 @@ def test_kernel_of_blackwell(problems, label):
     assert not problems(label), "\n".join(problems(label))
 
 
-@pytest.mark.parametrize("twin", [x for x in SHIPPED if x.startswith("attention.") and "/fp16" in x and "_kv" not in x])
+@pytest.mark.parametrize("twin", [x for x in LABELS if re.match(r"attention\.\w+/fp16(?!.*_kv)", x.values[0])])
 def test_types_alone_differ_between_twins(twin):
     """Else both are simulated. Kernels that convert a cache differ, and so do those of top-k."""
     assert equal_but_for_types(twin)
 
 
-def test_modes_are_dealt_to_cases():
+def test_modes_are_dealt_to_kernels():
     modes = ("late", "newest", "random")
     assert dealt(["a", "b", "c", "d"], modes, None) == []
-    assert dealt(["a", "b", "c", "d"], modes, 2) == [("c", "late"), ("d", "newest"), ("a", "random")]
-    assert dealt(["a", "b"], modes[2:], 3) == [("b", "random")]
+    assert [dealt(["a", "b"], modes, turn) for turn in range(4)] == [
+        [("a", "late")], [("b", "newest")], [("a", "random")], [("b", "late")],
+    ]  # fmt: skip
 
 
 def test_modes_that_delay_and_reorder_run_on_blackwell():

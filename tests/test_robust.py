@@ -223,7 +223,10 @@ def test_a_cache_that_cannot_be_written_is_left_alone(monkeypatch, nothing_loade
     """A user without rights compiles into a folder of the process alone."""
     top = Path(tempfile.mkdtemp())
     top.chmod(0o755)
-    cache = top / "cache"
+    cache, free = top / "cache", top / "free"
+    free.mkdir()
+    free.chmod(0o777)  # TMPDIR may be a folder that other users cannot write
+    monkeypatch.setattr(tempfile, "tempdir", str(free))
     {
         "a folder of root": cache.mkdir,
         "a file": cache.touch,

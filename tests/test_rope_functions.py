@@ -325,15 +325,14 @@ def written(result, given):
 FORMS = [(name, False) for name in rope.__all__] + [(name, True) for name in rope.__all__ if "fp8" in name]
 
 
-@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
 @pytest.mark.parametrize("name,new", FORMS)
-def test_under_torch_compile(name, new, backend):
+def test_under_torch_compile(name, new):
     """new: the outputs that a call may be given are not."""
     given = {name: t for name, t in good_call(name).items() if not (new and name.endswith("_out"))}
     again, function = cases.copied(given, "cpu"), getattr(wrappers, name)
     want = written(function(**given), given)
     torch.compiler.reset()
-    got = torch.compile(lambda **args: function(**args), backend=backend, fullgraph=True)(**again)
+    got = torch.compile(lambda **args: function(**args), backend="aot_eager", fullgraph=True)(**again)
     assert all(map(torch.equal, written(got, again), want))
 
 

@@ -9,12 +9,12 @@ import torch
 from torch._subclasses import FakeTensor, FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
 import wrappers
 from bench.cases import attention as cases
 from bench.cases import topk as topk_cases
+from tests.compiled import Seen
 from tests.test_plans import CONTEXT, DECODE, EQUAL, PLAIN, Recorder, decode_inputs, looks, tokens_apart
 from wrappers import machine, plain
 
@@ -118,18 +118,6 @@ def operators(graph):
     called = [(node.target, node.args) for node in graph.graph.nodes if node.op == "call_function"]
     assert len(called) < 50, "the inside of the reference"
     return [t for t, args in called if t in OPERATORS or args and args[0] in OPERATORS]
-
-
-class Seen(TorchDispatchMode):
-    """calls: (operator, positional arguments, others) of each."""
-
-    def __init__(self):
-        super().__init__()
-        self.calls = []
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        self.calls.append((function, args, kwargs or {}))
-        return function(*args, **(kwargs or {}))
 
 
 class Passing(TorchFunctionMode):
@@ -366,15 +354,6 @@ def test_export(name):
     program = torch.export.export(Module(call), tuple(tensors))
     assert len(operators(program.graph_module)) == 1
     assert bits(program.module()(*tensors)) == bits(results(*CALLS[name]()))
-
-
-@pytest.mark.parametrize("name,dynamic", [("context", False), ("top_k", False), ("xqa, drafts", True)])
-def test_compile_under_autocast(name, dynamic):
-    torch.compiler.reset()  # else one test's variants count towards the next one's recompile limit
-    call, tensors = of_tensors(*CALLS[name]())
-    with torch.autocast("cpu", torch.bfloat16):
-        found = torch.compile(call, fullgraph=True, backend="aot_eager", dynamic=dynamic)(*tensors)
-    assert bits(found) == bits(results(*CALLS[name]()))
 
 
 FLAGS = [("context", "causal"), ("context", "enable_pdl"), ("decode", "enable_pdl"), ("top_k", "sorted")]

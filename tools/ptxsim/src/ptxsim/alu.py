@@ -10,7 +10,7 @@ import numpy as np
 from . import functions
 from .faults import Fault
 from .forms import PtxOp, form, pure, refuse
-from .numbers import decode, encode, flush, fma, fma_to_odd, one_nan, rounded, sum_to_odd
+from .numbers import count_nonzero, decode, encode, flush, fma, fma_to_odd, one_nan, rounded, sum_to_odd
 from .parse import PtxInstruction
 from .translate import dtype_of
 
@@ -81,8 +81,8 @@ def integer_pairs(x: PtxInstruction, f: re.Match[str]) -> PtxOp:
     dtype, choose = dtype_of(f[3]), BINARY[f[1]]
 
     def run(a: Any, b: Any) -> Any:
-        out = choose(*(np.reshape(word, (-1, 1)).view(dtype) for word in (a, b)))  # a uniform operand is one word
-        return (np.maximum(out, dtype.type(0)) if f[2] else out).view(U32)[:, 0]
+        out = choose(*(np.array(word, U32)[..., None].view(dtype) for word in (a, b)))
+        return (np.maximum(out, dtype.type(0)) if f[2] else out).view(U32)[..., 0]
 
     return pure(x, run, "b32", "b32", "b32")
 
@@ -247,7 +247,7 @@ def lop3(x: PtxInstruction, f: re.Match[str]) -> PtxOp:
             out = out | ((a if i & 4 else ~a) & (b if i & 2 else ~b) & (c if i & 1 else ~c))
         return out
 
-    return pure(x, run, "b32", "b32", "b32", "b32")
+    return pure(x, run, "b32", "b32", "b32", "b32", known=x.args[4])
 
 
 @form(r"(shl|shr)\.([bus](?:16|32|64))", LOGIC)
@@ -257,7 +257,7 @@ def shift(x: PtxInstruction, f: re.Match[str]) -> PtxOp:
     move = operator.lshift if f[1] == "shl" else operator.rshift
     if x.args[2].isdigit() and int(x.args[2]) < width:
         known = dtype.type(int(x.args[2]))
-        return pure(x, lambda a, amount: move(a, known), f[2], f[2], "u32")
+        return pure(x, lambda a, amount: move(a, known), f[2], f[2], "u32", known=x.args[2])
 
     def run(a: Any, amount: Any) -> Any:
         amount = np.asarray(amount)
@@ -285,18 +285,14 @@ def greater(a: Any, b: Any) -> Any:
     """Return max: a NaN operand loses, +0 is greater than -0."""
     out = np.fmax(a, b)
     return (
-        out
-        if np.count_nonzero(out) == np.size(out)
-        else np.where((a == 0) & (b == 0), np.where(np.signbit(a), b, a), out)
+        out if count_nonzero(out) == np.size(out) else np.where((a == 0) & (b == 0), np.where(np.signbit(a), b, a), out)
     )
 
 
 def lesser(a: Any, b: Any) -> Any:
     out = np.fmin(a, b)
     return (
-        out
-        if np.count_nonzero(out) == np.size(out)
-        else np.where((a == 0) & (b == 0), np.where(np.signbit(a), a, b), out)
+        out if count_nonzero(out) == np.size(out) else np.where((a == 0) & (b == 0), np.where(np.signbit(a), a, b), out)
     )
 
 
@@ -532,7 +528,7 @@ def compare(x: PtxInstruction, f: re.Match[str]) -> PtxOp:
         return both if second else both[0]
 
     outs = tuple((register, "pred") for register in (first, second) if register)
-    return PtxOp(run, outs, tuple(ins))
+    return PtxOp(run, outs, tuple(ins), alike=x.op)
 
 
 @form(r"set\.(\w+)(\.ftz)?\.(u32|s32|f32)\.([busf](?:16|32|64))", COMPARE)

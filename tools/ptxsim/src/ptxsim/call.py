@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from .faults import Fault
+from .numbers import count_nonzero
 
 FIRST = 0x7F00_0000_0000  # address of the first buffer
 GUARD = 1 << 20  # minimum of unmapped bytes between buffers: a stray address hits no other buffer
@@ -59,23 +60,23 @@ class Global:
         `size` bytes is out of bounds or misaligned."""
         if not address.size:
             return []
-        if np.count_nonzero(address & np.uint64(size - 1)):  # sizes are powers of two
+        if count_nonzero(address & np.uint64(size - 1)):  # sizes are powers of two
             raise Fault(
                 f"{what}: address {int(address[address % np.uint64(size) != 0][0]):#x} is not aligned to {size} B"
             )
-        low, high = int(address.min()), int(address.max())
+        low, high = int(np.minimum.reduce(address)), int(np.maximum.reduce(address))
         index = bisect_right(self.starts, low) - 1
         if index >= 0 and high + size <= self.starts[index] + self.buffers[index].size:
             return [(index, (address - self.bases[index]).view(np.int64), slice(None))]
         owner = np.searchsorted(self.bases, address, "right") - 1
         found = []
-        for index in [int(owner[0])] if (owner == owner[0]).all() else np.unique(owner).tolist():
-            which = slice(None) if (owner == index).all() else np.flatnonzero(owner == index)
+        for index in [int(owner[0])] if not count_nonzero(owner != owner[0]) else np.unique(owner).tolist():
+            which = slice(None) if not count_nonzero(owner != index) else np.flatnonzero(owner == index)
             if index < 0:
                 raise Fault(f"{what}: address {int(address[which][0]):#x} lies below every buffer")
             offset = (address[which] - self.bases[index]).astype(np.int64)
             outside = offset + size > self.buffers[index].size
-            if outside.any():
+            if count_nonzero(outside):
                 raise Fault(
                     f"{what}: {size} B at offset {int(offset[outside][0])} of {self.names[index]}, "
                     f"which has {self.buffers[index].size} B"

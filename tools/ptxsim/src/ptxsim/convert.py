@@ -34,8 +34,8 @@ def move(x: PtxInstruction, f: re.Match[str]) -> PtxOp:
 
 
 def packed(parts: tuple[Any, ...], dtype: Any) -> np.ndarray:
-    """Return (n, parts) elements, or (parts,) if all parts are scalars."""
-    out = np.empty((*max(map(np.shape, parts)), len(parts)), dtype)
+    """Return the elements of the parts, side by side in a last dimension."""
+    out = np.empty((*np.broadcast(*parts).shape, len(parts)), dtype)
     for i, part in enumerate(parts):
         out[..., i] = part
     return out
@@ -77,7 +77,7 @@ def permute(x: PtxInstruction, f: re.Match[str]) -> PtxOp:
     def known(a: Any, b: Any) -> Any:
         return packed((a, b), U32).view(np.uint8).take(places, -1).view(U32)[..., 0]
 
-    return pure(x, known, "b32", "b32", "b32")
+    return pure(x, known, "b32", "b32", "b32", known=x.args[3])
 
 
 def nibble(mode: str | None, choice: Any, i: int) -> tuple[Any, Any]:

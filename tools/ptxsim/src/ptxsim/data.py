@@ -10,6 +10,7 @@ from .call import elements
 from .exchange import ATOMIC, CONSTANT, STRONG, WEAK
 from .forms import WARP, PtxOp, effect, form, refuse
 from .machine import PARAMS, WINDOW, Threads, distinct, groups
+from .numbers import count_nonzero
 from .order import VectorClock
 from .parse import PtxInstruction, vector
 from .translate import dtype_of
@@ -134,7 +135,7 @@ def load(x: PtxInstruction, f: re.Match[str]) -> PtxOp:
 def parameter(x: PtxInstruction, outs: tuple[tuple[str, str], ...], dtype: Any) -> PtxOp:
     def run(t: Threads, x: PtxInstruction, address: Any) -> Any:
         where = np.atleast_1d(address) - U64(PARAMS)
-        same = bool((where == where[0]).all())  # as nearly always
+        same = not count_nonzero(where != where[0])  # as nearly always
         got = read(t, x, "param", where[:1] if same else where, dtype, len(outs))
         many = got.repeat(t.count, 1) if same else got
         return tuple(many) if len(outs) > 1 else many[0]
@@ -162,7 +163,7 @@ def row_lanes(t: Threads, count: int) -> tuple[Threads, np.ndarray]:
     if count == 4:
         return t, np.ones(t.count, bool)
     named = t.index & 31 < 8 * count
-    return Threads(t.machine, t.index[named], int(np.count_nonzero(named))), named
+    return Threads(t.machine, t.index[named], int(count_nonzero(named))), named
 
 
 @form(r"ldmatrix\.sync\.aligned\.m8n8\.x([124])(\.trans)?\.shared(?:::cta)?\.b16", f"{MOVE}: ldmatrix", level=WARP)
@@ -298,7 +299,7 @@ def finish_copies(t: Threads, keep: int) -> None:
             warps = copies.threads[done] >> 5
             m.shared.end_write(copies.words[:, done], warps, m.order.now(warps))
             copies.open[done] = False
-    m.state.copies = [copies for copies in m.state.copies if np.count_nonzero(copies.open)]
+    m.state.copies = [copies for copies in m.state.copies if count_nonzero(copies.open)]
 
 
 @form(r"cp\.async\.commit_group", COPY)

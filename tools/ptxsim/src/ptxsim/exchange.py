@@ -17,6 +17,7 @@ import numpy as np
 
 from .call import Global
 from .faults import Fault
+from .numbers import count_nonzero
 from .order import HappensBefore, VectorClock
 from .shared import line_of
 
@@ -151,14 +152,14 @@ class Exchange:
     ) -> None:
         """Check a read. place: offsets of the accesses and their size. way: how, and whether of parts of words."""
         shadow, words, how = self.shadows[index], words_of(*place), way[0]
-        if not np.count_nonzero(shadow.writer[words]):
+        if not count_nonzero(shadow.writer[words]):
             return
         kind = shadow.kind[words]
         apart = (kind & PARTLY > 0) & way[1]
         late = (shadow.writer[words] != NOBODY if how == CONSTANT else self.unordered(shadow, words, past)) & ~apart
         if how == STRONG:
             late &= kind & ATOMIC == 0
-        if late.any():
+        if count_nonzero(late):
             why = "in this launch" if how == CONSTANT else "without synchronisation in between"
             why = "which no fence.proxy.async has made visible" if past.bulk else why
             raise Fault(f"{what}: reads {self.name(index, words, late)}, {why}{self.other(index, words, late)}")
@@ -171,12 +172,12 @@ class Exchange:
         shadow = self.shadow(index)
         words = words_of(offset, size)
         late = np.zeros(words.shape, bool)
-        if shadow.writer[words].any():
+        if count_nonzero(shadow.writer[words]):
             late = self.unordered(shadow, words, self.past(by)) & (shadow.kind[words] & ATOMIC == 0)
-        if late.any():
+        if count_nonzero(late):
             apart = (shadow.kind[words] & PARTLY > 0) & (size < 4)
             wrong = late & ~apart & differ(before, written, words)
-            if wrong.any():
+            if count_nonzero(wrong):
                 names, other = self.name(index, words, wrong), self.other(index, words, wrong)
                 raise Fault(f"{what}: overwrites {names}, without synchronisation in between{other}")
         me = np.broadcast_to((by[:, None] if words.ndim == 2 else by) + self.base + 1, words.shape)
@@ -184,7 +185,7 @@ class Exchange:
         shadow.event[words] = self.order.now(by)[:, None] if words.ndim == 2 else self.order.now(by)
         shadow.kind[words], shadow.line[words] = kind, line_of(what)
         clash = (shadow.writer[words] != me) & ~late
-        if clash.any() and not kind & ATOMIC:
+        if count_nonzero(clash) and not kind & ATOMIC:
             if size >= 4 and (clash & differ(after, written, words)).any():
                 raise Fault(f"{what}: several warps write {self.name(index, words, clash)}")
             shadow.writer[words[clash]] = SEVERAL

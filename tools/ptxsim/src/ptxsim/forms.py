@@ -22,6 +22,7 @@ class PtxOp(NamedTuple):
     ins: tuple[tuple[str, str], ...]  # (operand, PTX type); type "address" for [...]
     effect: bool = False
     registers: bool = False  # reads or writes the register file itself
+    alike: Any = None  # of pure functions: equal where instructions have the same function of each element
 
 
 class InstructionForm(NamedTuple):
@@ -81,10 +82,10 @@ def registered() -> list[InstructionForm]:
     return list(dict.fromkeys(one for many in _FORMS.values() for one in many))
 
 
-def pure(x: PtxInstruction, run: Callable[..., Any], out: str, *ins: str) -> PtxOp:
+def pure(x: PtxInstruction, run: Callable[..., Any], out: str, *ins: str, known: str = "") -> PtxOp:
     """Return dst = run(sources): the first operand is written with type `out`, the following are read with types
-    `ins`."""
-    return PtxOp(run, ((x.args[0], out),), tuple(zip(x.args[1:], ins)))
+    `ins`. `run` takes arrays of any shape and treats each element alone. known: an operand that `run` depends on."""
+    return PtxOp(run, ((x.args[0], out),), tuple(zip(x.args[1:], ins)), alike=(x.op, known))
 
 
 def effect(run: Callable[..., Any], *ins: tuple[str, str], outs: tuple[tuple[str, str], ...] = ()) -> PtxOp:

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from .numbers import rounded
+from .numbers import count_nonzero, rounded
 
 F64 = np.float64
 LN2 = float.fromhex("0x1.62e42fefa39efp-1")
@@ -70,7 +70,7 @@ def exp2_with_denormals(x: Any) -> Any:
     Below 2**-126 the result is the square of 2 ** (x / 2), as ptxas computes it; the root is rounded toward zero,
     which gives the bits of an H200 there."""
     result, low = exp2(x), x < np.float32(-126)
-    if not np.any(low):
+    if not count_nonzero(low):
         return result
     root = rounded(power_of_two(np.asarray(x, F64) * 0.5), "rz")
     return np.where(low, root * root, result)

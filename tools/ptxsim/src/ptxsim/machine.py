@@ -12,6 +12,7 @@ from .call import KernelLaunch, TensorMap
 from .exchange import Exchange
 from .faults import Fault
 from .forms import WARP, WARPGROUP
+from .numbers import count_nonzero
 from .order import HappensBefore, VectorClock
 from .program import Program
 from .shared import RANK, SharedMemory
@@ -85,7 +86,7 @@ class Threads:
     def level(self) -> int:
         """Return the level of collectives that whole warps may run together."""
         first, last = self.warps[::4], self.warps[3::4]
-        whole = len(first) == len(last) and not ((first & 3) | (last - first - 3)).any()
+        whole = len(first) == len(last) and not count_nonzero((first & 3) | (last - first - 3))
         return WARPGROUP if whole else WARP
 
     @lazy
@@ -127,7 +128,7 @@ def distinct(ascending: np.ndarray) -> np.ndarray:
 def groups(values: np.ndarray) -> list[tuple[int, np.ndarray]]:
     """Return each value, ascending, and a mask of the elements that have it."""
     first = values == values[0]
-    if np.count_nonzero(first) == len(values):
+    if count_nonzero(first) == len(values):
         return [(int(values[0]), first)]
     return [(value, values == value) for value in np.unique(values).tolist()]
 

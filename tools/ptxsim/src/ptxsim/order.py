@@ -81,8 +81,8 @@ class HappensBefore:
     def release(self, warps: np.ndarray, clock: VectorClock) -> None:
         """Release everything these warps did or saw so far to `clock`."""
         rows = rows_of(warps)
-        clock.seen = joined(clock.seen, self.seen[rows].max(0))
-        clock.fenced = joined(clock.fenced, self.fenced[rows].max(0))
+        clock.seen = joined(clock.seen, np.maximum.reduce(self.seen[rows]))
+        clock.fenced = joined(clock.fenced, np.maximum.reduce(self.fenced[rows]))
         self.own[rows] += 1
 
     def acquire(self, warps: np.ndarray, clock: VectorClock) -> None:

@@ -4,11 +4,11 @@ Modes: "eager", operations complete when issued; "late", only when no thread can
 same, newest first; "random", groups, parts of groups and operations in an order drawn from the seed."""
 
 import numpy as np
-from numpy import count_nonzero
 
 from .faults import Deadlock, Livelock
 from .forms import THREAD, WARP, WARPGROUP
 from .machine import MachineState
+from .numbers import count_nonzero
 from .report import where
 from .sync import complete_cluster_phase
 from .undefined import follow
@@ -98,7 +98,7 @@ def choose(m: MachineState, part_of_warp: bool = False) -> tuple[int, np.ndarray
 def lowest(m: MachineState, but: np.ndarray) -> np.ndarray:
     """Return the lowest unit at which a lane of each warp stands, all lanes aside from those of a mask; the number of
     units if there is none."""
-    return np.maximum(m.pc, but * np.int32(len(m.program.units))).reshape(-1, 32).min(1)
+    return np.minimum.reduce(np.maximum(m.pc, but * np.int32(len(m.program.units))).reshape(-1, 32), 1)
 
 
 def all_together(m: MachineState, warps: np.ndarray, first: np.ndarray, level: np.ndarray) -> bool:

@@ -11,6 +11,7 @@ from .barriers import BarrierState, Mbarrier
 from .faults import Fault
 from .forms import WARP, PtxOp, effect, form, refuse
 from .machine import MachineState, Threads, distinct, groups
+from .numbers import count_nonzero
 from .order import VectorClock
 from .parse import PtxInstruction
 
@@ -170,7 +171,7 @@ PLACE = r"(?:\.(?:release|acquire|relaxed))?(?:\.(?:cta|cluster))?(?:\.shared(?:
 
 def each_mbarrier(t: Threads, x: PtxInstruction, address: np.ndarray) -> list[tuple[int, np.ndarray]]:
     """Return (flat address, threads) for each mbarrier that the threads name."""
-    if not np.count_nonzero(address != address[0]) and t.in_cluster:
+    if not count_nonzero(address != address[0]) and t.in_cluster:
         flat = t.machine.shared.flat_of_one(t.first_slot[0], address[0], 8)
         if flat is not None:
             return [(flat, everyone(t.count))]
@@ -229,7 +230,7 @@ def mbarrier_arrive(x: PtxInstruction, f: re.Match[str]) -> PtxOp:
             total = int(number[mine].sum())
             if f[2] or what == "expect_tx":
                 barrier.tx += total
-                total = int(np.count_nonzero(mine))
+                total = int(count_nonzero(mine))
             elif what == "complete_tx":
                 barrier.tx -= total
             if what.startswith("arrive"):
@@ -249,7 +250,7 @@ def check_initialised(t: Threads, x: PtxInstruction, flat: int, mine: np.ndarray
     warps, shared = t.warps if mine is everyone(t.count) else distinct(t.warp[mine]), t.machine.shared
     word = flat >> 2
     writer = shared.writer[word]
-    if shared.writes or writer < 0 or np.count_nonzero(shared.order.seen[warps, writer] < shared.event[word]):
+    if shared.writes or writer < 0 or count_nonzero(shared.order.seen[warps, writer] < shared.event[word]):
         shared.check_read(warps, np.full(len(warps), word), t.say(x))
 
 
@@ -265,10 +266,10 @@ def mbarrier_wait(x: PtxInstruction, f: re.Match[str]) -> PtxOp:
                 passed = mine & ((expected & U32(1)) != (barrier.phase & 1))
             else:
                 passed = mine & ((expected >> U64(32)).astype(np.int64) < barrier.phase)
-            if np.count_nonzero(passed):
+            if count_nonzero(passed):
                 m.order.acquire(distinct(t.warp[passed]), barrier.released)
                 done |= passed
-        if np.count_nonzero(done) < t.count:
+        if count_nonzero(done) < t.count:
             mark_failed(t, ~done)
         return done
 

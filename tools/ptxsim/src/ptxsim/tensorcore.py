@@ -9,7 +9,7 @@ import math
 
 import numpy as np
 
-from .numbers import NANS
+from .numbers import NANS, count_nonzero
 
 BITS = {  # format -> (bits kept below the largest exponent, significant bits of the sum)
     "f16": (25, 24),
@@ -87,7 +87,7 @@ def product(a: np.ndarray, b: np.ndarray) -> np.ndarray:
 
 
 def finite(values: np.ndarray) -> bool:
-    return np.count_nonzero(np.isfinite(values)) == values.size
+    return count_nonzero(np.isfinite(values)) == values.size
 
 
 def slices(operand: np.ndarray, bits: int) -> list[np.ndarray]:
@@ -101,5 +101,5 @@ def slices(operand: np.ndarray, bits: int) -> list[np.ndarray]:
         whole *= unit
         found.append(whole)
         rest = rest - whole
-        if not np.count_nonzero(rest):
+        if not count_nonzero(rest):
             return found

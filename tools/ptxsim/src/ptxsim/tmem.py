@@ -9,9 +9,9 @@ from dataclasses import dataclass, field
 from functools import cache
 
 import numpy as np
-from numpy import count_nonzero
 
 from .faults import Fault
+from .numbers import count_nonzero
 from .order import HappensBefore
 from .shared import EMPTY
 

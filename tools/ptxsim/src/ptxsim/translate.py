@@ -4,7 +4,7 @@ Registers live in local variables inside the unit and go back to the register fi
 instruction that touches the register file itself; those that are written and then used in one unit alone do not."""
 
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cache, lru_cache, partial
 from itertools import groupby
 from typing import Any
@@ -13,7 +13,9 @@ import numpy as np
 
 from .faults import NotModelled
 from .forms import PtxOp, require, text_of
+from .numbers import count_nonzero
 from .parse import PtxInstruction, PtxKernel, vector
+from .together import order
 
 CLASS = {"pred": "P", "8": "B", "16": "H", "32": "W", "64": "D"}  # register class by width
 STORAGE: dict[str, Any] = {"P": np.bool_, "B": np.uint8, "H": np.uint16, "W": np.uint32, "D": np.uint64}
@@ -79,6 +81,7 @@ class Names:
 
     def __init__(self) -> None:
         self.values: dict[str, Any] = {"np": np, "where": np.where, "full": full, "note": note_active}
+        self.values |= {"rows_of": rows_of, "put_rows": put_rows}
         self._known: dict[int, str] = {}
         self._filled: dict[str, str] = {}
 
@@ -105,13 +108,22 @@ def constant_array(value: Any, n: int) -> np.ndarray:
 
 def note_active(m: Any, index: int, guard: Any) -> None:
     """Note whether the guard of an instruction holds for a thread."""
-    m.active[index] = bool(np.any(guard))
+    m.active[index] = bool(count_nonzero(guard))
 
 
 def full(value: Any, n: int) -> np.ndarray:
     """Return an array of n threads; a constant expression gives a scalar, which is repeated."""
     array = np.asarray(value)
     return array if array.ndim else np.full(n, array)
+
+
+def rows_of(file: np.ndarray, rows: np.ndarray, s: Any) -> np.ndarray:
+    """Return rows of a register file, of the threads `s`."""
+    return file[rows, s] if isinstance(s, slice) else file[rows[:, None], s]
+
+
+def put_rows(file: np.ndarray, rows: np.ndarray, s: Any, values: np.ndarray) -> None:
+    file[(rows, s) if isinstance(s, slice) else (rows[:, None], s)] = values
 
 
 class RegisterMap:
@@ -151,7 +163,9 @@ class Translator:
         self.loaded: set[str] = set()
         self.dirty: set[str] = set()
         self.filed: set[str] = set()  # registers that the unit reads from the register file, or writes to it
-        self.views: dict[str, dict[str, str]] = {}  # register -> type -> variable
+        self.views: dict[str, dict[str, str]] = {}  # register -> type -> expression
+        self.stacked: dict[str, tuple[str, int]] = {}  # register -> array of several registers that has it, and its row
+        self.stacks: dict[str, tuple[Any, int]] = {}  # such an array -> its type and number of rows
         self.later: dict[str, str] = {}  # register -> expression of the variable that holds it, not assigned yet
         self.arrays: set[str] = set()  # variables that certainly hold an array
 
@@ -170,13 +184,18 @@ class Translator:
                     named = {name for text in x.args for name in vector(text)}
                     self.own -= named
                     self.filed |= named & self.registers.at.keys()
-            for i, (x, op) in enumerate(zip(part, ops), first):
-                if op is None:
-                    result = self.guard(x) if x.guard else "True"
+            for group in order(part, ops):
+                x = part[group[0]]
+                if len(group) > 1 and self.together([op for i in group if (op := ops[i])]):
                     continue
-                if x.guard:
-                    self.lines.append(f"m.active[{i}] or note(m, {i}, {self.guard(x)})")
-                self.instruction(x, op)
+                for i in group:
+                    x, op = part[i], ops[i]
+                    if op is None:
+                        result = self.guard(x) if x.guard else "True"
+                        continue
+                    if x.guard:
+                        self.lines.append(f"m.active[{first + i}] or note(m, {first + i}, {self.guard(x)})")
+                    self.instruction(x, op)
         except NotModelled as error:
             if str(error).startswith("line "):
                 raise
@@ -200,6 +219,7 @@ class Translator:
             self.flush()
             self.loaded &= self.own
             self.later = {register: value for register, value in self.later.items() if register in self.own}
+            self.stacked = {register: place for register, place in self.stacked.items() if register in self.own}
             self.views.clear()
             if x.guard:
                 self.lines.append("h = t.select(g)")
@@ -222,6 +242,78 @@ class Translator:
             value = self.convert(f"r[{i}]" if many else "r", kind, register)
             self.lines.append(f"{old} = h.merge({self.array(old)}, {value}) if h else {old}")
             self.wrote(register)
+
+    def together(self, ops: list[PtxOp]) -> bool:
+        """Run instructions that do the same at once, on arrays with a row for each. Return False if they must run one
+        by one."""
+        outs, kind = [op.outs[0][0] for op in ops], ops[0].outs[0][1]
+        letters = {self.registers.at.get(register, ("",))[0] for register in outs}
+        columns = [
+            self.column([op.ins[i][0] for op in ops], operand_kind) for i, (_, operand_kind) in enumerate(ops[0].ins)
+        ]
+        if len(letters) > 1 or "" in letters or not any(array for _, array in columns):
+            return False
+        (letter,) = letters
+        value, dtype = f"{self.names.add(ops[0].run)}({', '.join(text for text, _ in columns)})", dtype_of(kind)
+        if dtype.itemsize != WIDTH.get(letter):  # predicates, and what is extended
+            value, dtype = self.convert(value, kind, outs[0]), np.dtype(STORAGE[letter])
+        name = f"R{len(self.stacks)}"
+        self.stacks[name] = dtype, len(outs)
+        self.lines.append(f"{name} = {value}")
+        for row, register in enumerate(outs):
+            self.wrote(register)
+            self.stacked[register] = name, row
+            self.later[register] = self.as_type(f"{name}[{row}]", dtype, np.dtype(STORAGE[letter]))
+            if dtype != STORAGE[letter]:
+                self.views[register] = {dtype.str: f"{name}[{row}]"}
+            self.arrays |= {self.variable(register), f"{name}[{row}]"}
+        return True
+
+    def column(self, texts: list[str], kind: str) -> tuple[str, bool]:
+        """Return an operand of several instructions as an expression with a row for each, or with one for all; and
+        whether it certainly has a column for each thread."""
+        if len(set(texts)) == 1:
+            value = self.read(texts[0], kind)
+            return value, self.is_array(value)
+        if not any(text[0] in "!%" or text in self.kernel.shared or text in self.kernel.params for text in texts):
+            return self.names.add(np.array([self.constant(text, kind) for text in texts])[:, None]), False
+        arrays = {self.stacked.get(text, ("",))[0] for text in texts}
+        letters = {self.registers.at.get(text, ("",))[0] for text in texts}
+        if len(arrays) == 1 and "" not in arrays:
+            return self.as_type(*self.part_of_stack(texts), dtype_of(kind)), True
+        if len(letters) == 1 and "" not in letters and not self.loaded & set(texts):
+            self.own -= set(texts)
+            self.filed |= set(texts)
+            letter, rows = self.rows(texts)
+            value = f"m.{letter}[{rows}, s]" if ":" in rows else f"rows_of(m.{letter}, {rows}, s)"
+            return self.as_type(value, np.dtype(STORAGE[letter]), dtype_of(kind)), True
+        parts = [self.array(self.read(text, kind)) for text in texts]
+        return f"np.concatenate(({', '.join(parts)})).reshape({len(parts)}, n)", True
+
+    def rows(self, registers: list[str]) -> tuple[str, str]:
+        """Return the class of registers, and their rows in its file as an index in generated code."""
+        (letter, *_), rows = zip(*(self.registers.at[register] for register in registers))
+        return letter, self.index(rows)
+
+    def index(self, rows: Sequence[int]) -> str:
+        whole = list(rows) == list(range(rows[0], rows[0] + len(rows)))
+        return f"{rows[0]}:{rows[0] + len(rows)}" if whole else self.names.add(np.array(rows))
+
+    def part_of_stack(self, registers: list[str]) -> tuple[str, Any]:
+        """Return the rows of registers that one array holds, and their type."""
+        name = self.stacked[registers[0]][0]
+        dtype, count = self.stacks[name]
+        index = self.index([self.stacked[register][1] for register in registers])
+        return name if index == f"0:{count}" else f"{name}[{index}]", dtype
+
+    def as_type(self, value: str, held: Any, wanted: Any) -> str:
+        """Return an expression of type `wanted` with the bits of a value of type `held`, or with its low ones."""
+        if held == wanted:
+            return value
+        if held.itemsize == wanted.itemsize:
+            return f"{value}.view({self.type(wanted)})"
+        low = f"{self.as_type(value, held, np.dtype(f'u{held.itemsize}'))}.astype({self.type(f'u{wanted.itemsize}')})"
+        return self.as_type(low, np.dtype(f"u{wanted.itemsize}"), wanted)
 
     def is_array(self, expression: str) -> bool:
         """Return whether an expression certainly gives an array of n threads."""
@@ -287,14 +379,25 @@ class Translator:
         self.dirty.add(register)
         self.views.pop(register, None)
         self.later.pop(register, None)
+        self.stacked.pop(register, None)
 
     def flush(self) -> None:
         if self.dirty & self.registers.fenced:
             self.lines.append("m.touched[s] = True")
         self.filed |= self.dirty - self.own
+        together: dict[str, list[str]] = {}
         for register in sorted(self.dirty - self.own):
+            if register in self.stacked:
+                together.setdefault(self.stacked[register][0], []).append(register)
+                continue
             name = self.variable(register)
             self.lines.append(f"m.{name[0]}[{name[1:]}, s] = {self.later.get(register, name)}")
+        for registers in together.values():
+            registers.sort(key=lambda register: self.stacked[register][1])
+            letter, rows = self.rows(registers)
+            values = self.as_type(*self.part_of_stack(registers), np.dtype(STORAGE[letter]))
+            one_slice = f"m.{letter}[{rows}, s] = {values}"
+            self.lines.append(one_slice if ":" in rows else f"put_rows(m.{letter}, {rows}, s, {values})")
         self.dirty &= self.own
 
     def guard(self, x: PtxInstruction) -> str:

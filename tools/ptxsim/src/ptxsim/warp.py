@@ -9,6 +9,7 @@ import numpy as np
 from .faults import Fault
 from .forms import WARP, PtxOp, effect, form
 from .machine import Threads
+from .numbers import count_nonzero
 from .parse import PtxInstruction
 from .translate import dtype_of
 
@@ -46,7 +47,7 @@ def scatter(t: Threads, table: np.ndarray) -> np.ndarray:
 def check_members(t: Threads, x: PtxInstruction, mask: np.ndarray) -> np.ndarray:
     """Return the (warps, 32) lanes that take part. Raise Fault if an executing lane is missing from its own member
     mask."""
-    if t.whole and not np.count_nonzero(mask != ALL):
+    if t.whole and not count_nonzero(mask != ALL):
         return everyone(t.count // 32)
     table, there = lanes(t, mask)
     members = (table >> LANES.astype(U32)[None, :]) & U32(1)

@@ -17,7 +17,7 @@ from .faults import Fault
 from .forms import WARPGROUP, PtxOp, form, refuse
 from .layout import accumulator, fragment, matrix, swizzle
 from .machine import MachineState, Threads
-from .numbers import decode
+from .numbers import count_nonzero, decode
 from .parse import PtxInstruction, vector
 
 WGMMA = "Asynchronous Warpgroup Level Matrix Instructions"
@@ -141,7 +141,7 @@ def multiply(x: PtxInstruction, f: re.Match[str]) -> PtxOp:
         m.count("wgmma")
         for j, (first, pipe) in enumerate(pipes(t)):
             part = slice(128 * j, 128 * j + 128)
-            if m.touched[first : first + 128].any():
+            if count_nonzero(m.touched[first : first + 128]):
                 raise Fault(f"{t.say(x)}: no wgmma.fence since the registers it uses were written")
             check_uniform(t, x, b[part], enable[part], *([] if in_registers else [values[0][part]]))
             tile_a: Any
@@ -158,7 +158,7 @@ def multiply(x: PtxInstruction, f: re.Match[str]) -> PtxOp:
 
 def check_uniform(t: Threads, x: PtxInstruction, *operands: np.ndarray) -> None:
     for operand in operands:
-        if np.count_nonzero(operand != operand[0]):
+        if count_nonzero(operand != operand[0]):
             raise Fault(f"{t.say(x)}: a descriptor or scale-d differs inside the warpgroup")
 
 

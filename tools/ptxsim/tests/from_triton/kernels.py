@@ -1,6 +1,7 @@
 """Two Triton kernels and the PTX that Triton 3.8.0 makes of them, which lies beside this file.
 
-`python kernels.py` writes the PTX anew; it needs Triton and no GPU. Debug sections are cut off.
+`python kernels.py` writes the PTX anew; it needs Triton and no GPU. Debug sections, comments and empty lines are
+cut off.
 """
 
 import re
@@ -58,9 +59,9 @@ def write(name, function, arch, signature, constants):
     ptx = made.asm["ptx"].partition("\t.file\t")[0]
     for number, file in re.findall(r'\t\.file\t(\d+) "(?:[^"]*/)?([^"]*)"', made.asm["ptx"]):
         ptx += f'\t.file\t{number} "{file}"\n'
-    (HERE / f"{name}.ptx").write_text(
-        f"// Triton {triton.__version__}, {made.metadata.shared} B of shared memory\n{ptx}"
-    )
+    code = [line for line in ptx.splitlines() if line.strip() and not line.lstrip().startswith("//")]
+    first = f"// Triton {triton.__version__}, {made.metadata.shared} B of shared memory"
+    (HERE / f"{name}.ptx").write_text("\n".join([first, *code, ""]))
 
 
 def main():

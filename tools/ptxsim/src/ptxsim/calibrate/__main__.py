@@ -2,7 +2,8 @@
 
 python -m ptxsim.calibrate device --out FILE     on a GPU: record the outputs of every case
 python -m ptxsim.calibrate compare [FILE]        here: simulate every case, print those without equal bits
-python -m ptxsim.calibrate readme                write table.md and the summary in the simulator's README
+python -m ptxsim.calibrate table                 print a line for each form: cases, evidence
+python -m ptxsim.calibrate readme                write the summary in the simulator's README
 python -m ptxsim.calibrate list | ptx --only X   names, forms and PTX of cases"""
 
 import argparse
@@ -17,7 +18,7 @@ from pathlib import Path
 
 from .case import CalibrationCase
 from .cases import CASES, TEXT_ALONE
-from .record import EQUAL, GOOD, UNSUPPORTED, between, digest, judge, merge, pack, sections, summary, table
+from .record import EQUAL, GOOD, UNSUPPORTED, CaseVerdict, between, digest, judge, merge, pack, sections, summary, table
 
 PATIENCE = 60.0  # seconds without a result after which a worker counts as hung
 HERE = Path(__file__).parent
@@ -119,20 +120,14 @@ def compare(patterns: list[str], file: Path, mode: str) -> int:
     return int(bad > 0)
 
 
-def documents(root: Path = HERE.parents[2]) -> dict[Path, str]:
-    """Return file -> text of everything that is generated from the record. root: the folder of README.md and src."""
-    record = json.loads((HERE / "h200.json").read_text())
-    verdicts = [judge(case, record) for case in CASES]
-    readme = root / "README.md"
-    return {
-        root / "src" / "ptxsim" / "calibrate" / "table.md": table(verdicts, record["gpu"], TEXT_ALONE) + "\n",
-        readme: between(readme.read_text(), sections(verdicts, TEXT_ALONE)),
-    }
+def readme_with(verdicts: list[CaseVerdict], root: Path = HERE.parents[2]) -> str:
+    """Return the simulator's README with the summary of these verdicts. root: its folder."""
+    return between((root / "README.md").read_text(), sections(verdicts, TEXT_ALONE))
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="ptxsim.calibrate", description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("action", choices=("device", "compare", "readme", "list", "ptx", "worker"))
+    parser.add_argument("action", choices=("device", "compare", "table", "readme", "list", "ptx", "worker"))
     parser.add_argument("file", nargs="?", type=Path, default=HERE / "h200.json", help="record to compare with")
     parser.add_argument("--out", type=Path, default=HERE / "h200.json", help="where `device` puts the record")
     parser.add_argument("--only", action="append", default=[], help="part of a case's name, or a pattern")
@@ -145,11 +140,15 @@ def main() -> int:
         worker([case for case in CASES if case.name in names])
     elif options.action == "compare":
         return compare(options.only, options.file, options.mode)
-    elif options.action == "readme":
-        if not (HERE.parents[2] / "pyproject.toml").exists():
+    elif options.action in ("table", "readme"):
+        record = json.loads(options.file.read_text())
+        verdicts = [judge(case, record) for case in CASES]
+        if options.action == "table":
+            print(table(verdicts, record["gpu"], TEXT_ALONE))
+        elif not (HERE.parents[2] / "pyproject.toml").exists():
             parser.error("readme: the package is installed, must be that of a checkout (pip install -e)")
-        for path, text in documents().items():
-            path.write_text(text)
+        else:
+            (HERE.parents[2] / "README.md").write_text(readme_with(verdicts))
     else:
         for case in chosen(options.only):
             print(case.ptx if options.action == "ptx" else f"{case.name} | {case.form} | {case.isa}")
