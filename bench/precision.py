@@ -17,7 +17,7 @@ from .results import Environment, SkipRow
 from .timing import Call, exactly, interleave
 from .workload import Inputs, check, shape_of
 
-CASES = cases.PRECISION | {cases.SKIP.name: cases.SKIP}
+CASES = cases.PRECISION | {case.name: case for case in (cases.SKIP, cases.SKIP_NONE)}
 TARGET = 0.75  # share of blocks that the skip75 case leaves out
 SETTLE_US = 100_000  # run before each sample: a type's power decides its clock, which interleaved types would share
 FACTORS = (1e-30, 1.0, 10.0, 100.0, 300.0, 1000.0, 3000.0, 10000.0)
@@ -71,11 +71,12 @@ def own_output(inputs: Inputs, **change: Any) -> Inputs:
 def measure_skip(case: AttentionCase, setup: Setup) -> list[Measurement]:
     """Measure ours with skip-softmax, ours without it, and the dense peers that the run chose.
 
-    The factor is the one with which the rule leaves out TARGET of the blocks of heavy-tailed data.
+    The factor is the one with which the rule leaves out TARGET of the blocks of heavy-tailed data, or none.
     """
     inputs = cases.concentrated(case, setup.device, "heavy-tailed")
     maxima, keys = sparsity.maxima_of(inputs), case.kv_lens[0]
-    factor = sparsity.factor_of(TARGET, maxima, keys)
+    none = case.name == cases.SKIP_NONE.name
+    factor = FACTORS[0] if none else sparsity.factor_of(TARGET, maxima, keys)
     note = f"factor {factor:.4g}, {sparsity.share(maxima, factor / keys):.1%} of blocks left out"
     del maxima
     calls = collect("ours", own_output(inputs, **{FACTOR: factor})) if "ours" in setup.providers else {}

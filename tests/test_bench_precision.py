@@ -29,7 +29,8 @@ def test_headline_names_are_those_of_the_targets():
     """What is held against bars by name."""
     shape = "b2-s8192-h32x8-d128-p64"
     wanted = {f"prefill-{kind}-{shape}" for kind in ("fp8-causal", "fp8-full", "kvfp8-causal", "kvnvfp4-causal")}
-    assert wanted | {"prefill-skip75-causal-b1-s32768-h32x8-d128-p64"} <= {*precision.CASES}
+    wanted |= {f"prefill-skip{share}-causal-b1-s32768-h32x8-d128-p64" for share in (0, 75)}
+    assert wanted <= {*precision.CASES}
     assert {*cases.WIDER} == {*cases.KINDS} == {cases.kind_of(name) for name in cases.PRECISION}
     for name, case in precision.CASES.items():
         heads = f"h{case.heads_q}x{case.heads_kv}-d{case.head_dim_qk}-p{case.page_size}"
@@ -158,6 +159,13 @@ def attention(inputs, rows=64, keys=128):
         logits = (scale * q @ k[:, h // group].T).masked_fill(hidden | ~torch.ones(n, n).tril().bool(), -math.inf)
         inputs["out"][:, h] = (logits.softmax(-1) @ v[:, h // group]).to(inputs["out"].dtype)
     return inputs["out"]
+
+
+@pytest.mark.parametrize("case, share", [(cases.SKIP, 75), (cases.SKIP_NONE, 0)])
+def test_a_case_of_skipping_leaves_out_its_share(case, share):
+    found = precision.measure(replace(TINY_SKIP, name=case.name), TOP, SETUP)
+    assert [r.provider for r in found[:2]] == ["ours", "own-bf16"]
+    assert abs(float(found[0].note.split(", ")[1].split("%")[0]) - share) < 15
 
 
 @pytest.mark.parametrize("rows, keys", [(64, 128), (32, 48)])

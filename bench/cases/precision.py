@@ -76,7 +76,8 @@ PRECISION = {
         _case("kvfp8outnvfp4", "causal", 2, 8192),
     )
 }
-SKIP = _case("skip75", "causal", 1, 32768)
+SKIP = _case("skip75", "causal", 1, 32768)  # skip-softmax that leaves out three quarters of the blocks
+SKIP_NONE = replace(SKIP, name=SKIP.name.replace("skip75", "skip0"))  # and that leaves out none
 DECODE = {  # cases with e4m3 queries
     case.name: case
     for case in (
