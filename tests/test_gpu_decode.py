@@ -75,7 +75,11 @@ OTHER_DIMS = dims(*((dim, dim) for dim in (16, 32, 80, 96, 112, 160, 192, 224)))
 
 
 @pytest.mark.parametrize(
-    "case", grid(BASE, {"": {}, "e4m3": CACHES["e4m3"]}, OTHER_DIMS, {"": {}, "page 3": {"page_size": 3}})
+    "case",
+    [
+        *grid(BASE, CACHES, OTHER_DIMS, {"": {}, "page 3": {"page_size": 3}}),
+        *grid(BASE, {"nvfp4": CACHES["nvfp4"]}, OTHER_DIMS, {"interleaved": {"interleaved": True, "page_size": 12}}),
+    ],
 )
 def test_padded_head_dims(case):
     matches_reference(case)

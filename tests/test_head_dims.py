@@ -3,12 +3,14 @@
 import itertools
 
 import pytest
+import torch
 
 from bench.cases import attention as cases
 from cute_kernels.attention import decode, sm90, sm100
 from cute_kernels.attention.request import KernelRequest
 from cute_kernels.attention.spec import HEAD_DIM_UNIT, MAX_PADDED_DIM, padded
 from tests.conftest import ARCH, run_python
+from wrappers.attention import checks
 
 DIMS = range(HEAD_DIM_UNIT, MAX_PADDED_DIM + 1, HEAD_DIM_UNIT)
 # A process of its own compiles and runs the kernels: one process has one architecture.
@@ -73,11 +75,12 @@ def test_lanes_of_decode_share_all_columns(dim):
 
 @pytest.mark.parametrize("dim", [16, 80, 96, 112, 160, 192])
 @pytest.mark.parametrize("function", ["context", "decode", "xqa"])
-def test_the_cpu_serves_them(function, dim):
+@pytest.mark.parametrize("kv_dtype", ["", "nvfp4"])
+def test_the_cpu_serves_them(function, dim, kv_dtype):
     tokens = 1 if function == "xqa" else 3
     case = cases.AttentionCase(
         "", function=function, q_lens=(tokens,) * 2, kv_lens=(19, 130), head_dim_qk=dim, head_dim_vo=dim, page_size=3,
-        sink=1.0,
+        sink=1.0, kv_dtype=kv_dtype,
     )  # fmt: skip
     problem = cases.make_call(case)
     call, arguments = cases.FUNCTIONS[function]
@@ -98,6 +101,7 @@ BOTH, WIDE = ("sm100-bf16-bf16", "decode-bf16-e4m3"), ("sm100-e4m3-e4m3", "sm100
     [
         ("sm_100a", 80, 1, BOTH),
         ("sm_100a", 512, 1, BOTH[:1]),
+        ("sm_100a", 80, 1, WIDE[1:2]),
         *(pytest.param(*one, 99, BOTH, marks=pytest.mark.full) for one in (("sm_100a", 80), ("sm_103a", 192))),
         pytest.param("sm_103a", 512, 99, BOTH + WIDE, marks=pytest.mark.full),
     ],
@@ -106,6 +110,44 @@ def test_kernels_of_blackwell(arch, dim, count, kernels):
     done = run_python("-c", SIMULATE, arch, str(dim), str(count), *kernels, CUTE_DSL_ARCH=arch)
     assert done.returncode == 0, done.stderr
     assert len(done.stdout.splitlines()) >= min(len(kernels) * count, 9) and f"_d{dim}_" in done.stdout
+
+
+@pytest.mark.parametrize("dim, size, scale", [(80, 8, 1), (32, 16, 2), (64, 16, 4), (512, 16, 16)])
+def test_rows_of_nvfp4_are_aligned_as_their_bytes_allow(dim, size, scale):
+    """size, scale: the bytes of which addresses of rows, and of rows of scale factors, are multiples."""
+    case = cases.AttentionCase("", head_dim_qk=dim, head_dim_vo=dim, kv_dtype="nvfp4", page_size=16)
+    call = cases.make_call(case)
+    checks.kernel_tensors(call)
+    for field, bytes_ in (("k", size), ("v", size), ("k_scales", scale), ("v_scales", scale)):
+        if bytes_ > 1:
+            with pytest.raises(ValueError, match=f"must be a multiple of {bytes_} bytes"):
+                checks.kernel_tensors(call._replace(**{field: moved(getattr(call, field), bytes_ // 2)}))
+        checks.kernel_tensors(call._replace(**{field: moved(getattr(call, field), bytes_)}))
+
+
+def moved(t, by):
+    """Return the values of a tensor of bytes at an address that is `by` bytes above a multiple of 64."""
+    memory = torch.empty(t.numel() + 128, dtype=torch.uint8)
+    first = -memory.data_ptr() % 64 + by
+    return memory[first : first + t.numel()].view(t.dtype).view(t.shape).copy_(t)
+
+
+@pytest.mark.parametrize("size", range(1, 9))
+@pytest.mark.parametrize("interleaved", [0, 1])
+def test_padded_scale_factors_lie_where_those_of_the_padded_head_dim_would(size, interleaved):
+    """Four rows of `size` factors, in a stage with rows of 8: every byte is written, and those of no block are 0."""
+    scales = pytest.importorskip("cute_kernels.attention.kv.scales", reason="needs the DSL", exc_type=ImportError)
+    padded, written = 8, {}
+    for row in range(4):
+        back, tail = scales.padded_row(padded, size, row, interleaved)
+        stored = range(row * size, (row + 1) * size)  # as the cache has them
+        at = [row * padded - back + i for i in range(size)] + [row * padded + tail + i for i in range(padded - size)]
+        written |= dict(zip(at, [*stored, *[None] * (padded - size)], strict=True))
+    assert sorted(written) == list(range(4 * padded))
+    for row, block in itertools.product(range(4), range(padded)):
+        factor = block * 4 + row if interleaved else row * size + block
+        where = block * 4 + row if interleaved else row * padded + block
+        assert written[where] == (factor if block < size else None)
 
 
 @pytest.mark.parametrize("o_tiles", [2, 4])

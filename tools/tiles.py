@@ -16,7 +16,7 @@ from cute_kernels import archs
 from cute_kernels.attention.decode import tile_table as decode
 from cute_kernels.attention.sm90 import tile_table as sm90
 from cute_kernels.attention.sm100 import tile_table as sm100
-from cute_kernels.attention.spec import BLOCK_SCALED_UNIT, AttentionSpec, KVSpec
+from cute_kernels.attention.spec import AttentionSpec, KVSpec
 from cute_kernels.attention.tile import Resources
 
 COLUMNS = {  # (op, column of its table) -> (type of queries, type of the cache)
@@ -42,10 +42,7 @@ def described(where: str, tile: Any, known: bool, taken: Resources | None) -> st
 
 def lines(dims: tuple[int, int]) -> Iterator[str]:
     """Return the lines of the output for padded (head_dim_qk, head_dim_vo)."""
-    block_scaled = not any(dim % BLOCK_SCALED_UNIT for dim in dims)
     for (op, kind), (q, kv) in COLUMNS.items():
-        if kind == "nvfp4" and not block_scaled:
-            continue
         measured = {row.dims: getattr(row, kind) for row in op.TABLE}.get(dims)
         tile = getattr(measured, "general", measured) or op.propose(q, kv, dims)
         spec: Any = AttentionSpec(q, KVSpec(kv), (q,), *dims)
@@ -53,7 +50,7 @@ def lines(dims: tuple[int, int]) -> Iterator[str]:
         yield described(f"{op.__name__.removeprefix('cute_kernels.').removesuffix('.tile_table')} {kind}:",
                         tile, measured is not None, taken)  # fmt: skip
     smem = max(arch.smem_per_cta for arch in archs.TABLE)
-    for kind in ("half", "e4m3", "nvfp4")[: 2 + block_scaled] if dims[0] == dims[1] else ():
+    for kind in ("half", "e4m3", "nvfp4") if dims[0] == dims[1] else ():
         for rows in (decode.FEW_ROWS, 2 * decode.FEW_ROWS):
             key = decode.TileKey(kind, dims[0], rows)
             known = decode.measured(False).get(key)

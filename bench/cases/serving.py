@@ -90,8 +90,8 @@ DECODE = {
     for case in (
         *(decoding(batch, n, (32, 8), 128, 16) for batch, n in ((1, 1024), (1, 8192), (4, 4096), (8, 1024))),
         *(ragged(kv_dtype) for kv_dtype in ("", "fp8", "nvfp4")),
-        *(decoding(64, 8192, (64, 8), dim, 64, kv_dtype) for kv_dtype in ("", "fp8") for dim in OTHER_DIMS),
-        *(decoding(64, 8192, (16, 4), 512, 64, kv_dtype) for kv_dtype in ("", "fp8")),
+        *(decoding(64, 8192, (64, 8), dim, 64, kv_dtype) for kv_dtype in ("", "fp8", "nvfp4") for dim in OTHER_DIMS),
+        *(decoding(64, 8192, (16, 4), 512, 64, kv_dtype) for kv_dtype in ("", "fp8", "nvfp4")),
         windowed(128),
     )
 }

@@ -20,7 +20,9 @@ def fake_args(spec) -> dict[str, Any]:
     cached, each = abi.DTYPES[spec.kv.dtype], max(1, 8 // spec.kv.bits)
 
     def cache(dim):
-        return abi.tensor(cached, (None, None, None, dim // each), **(wide if spec.kv.bits == 16 else bytewise))
+        size = gcd(dim // each, 16)  # NVFP4 rows that TMA does not load have as few as 8 bytes
+        narrow: Any = {"align": size, "stride_divisibility": size} if spec.kv.block_scaled else bytewise
+        return abi.tensor(cached, (None, None, None, dim // each), **(wide if spec.kv.bits == 16 else narrow))
 
     def scales(dim):
         size = gcd(dim // SF_VEC_SIZE, 16)

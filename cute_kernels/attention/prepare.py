@@ -305,8 +305,8 @@ def stage_sf(spec, a, s, which, i):
         return None
     stage = scales[None, None, pipeline.stage(stage_pipelines(s, which).raw, i)]
     if which == pages.K:
-        return sf_linear(stage, spec.head_dim_qk)
-    return sf_interleaved(stage, spec.tile_vo, a.kv.v_scales_interleaved)
+        return sf_linear(stage, spec.padded_qk)
+    return sf_interleaved(stage, spec.padded_vo, a.kv.v_scales_interleaved)
 
 
 @cute.jit

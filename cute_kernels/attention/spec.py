@@ -25,8 +25,8 @@ CACHES = {  # type of queries -> types of K and V
 }
 SF_VEC_SIZE = 16  # elements that share a scale factor of NVFP4
 TMA_PAGES = (8, 16, 32, 64, 128, 256)  # page sizes, in rows, that TMA loads
-HEAD_DIM_UNIT = 16  # head dims are multiples of it: rows of 16 bytes, the unit of TMA's strides, in 8 bits
-BLOCK_SCALED_UNIT = 64  # the same of NVFP4 caches: scale factors of 4 bytes a row, the least that cp.async copies
+HEAD_DIM_UNIT = 16  # head dims are multiples of it: rows of TMA_BYTES in 8 bits, a scale factor of NVFP4
+TMA_BYTES = 16  # strides of rows that TMA loads are multiples of it
 MAX_PADDED_DIM = 256  # no smaller head dim is padded to a larger one than this
 PACK_GQA_MAX_Q = 64  # PackGQA for sequences of at most this many query tokens,
 PACK_GQA_MAX_GROUP = 1024  # and at most this many query heads per KV head: row * heads < 2^30, for `Divisor`
@@ -201,11 +201,10 @@ def padded_dims(dims: tuple[int, int], known: tuple[int, ...]) -> tuple[int, int
 def refuse_dims(spec: AttentionSpec[T], found: tuple[int, int], known: Iterable[tuple[int, int]]) -> Refusal | None:
     """Return the reason why no tile has the head dims of `spec`, or None. found: its `padded_dims`; known: those of the
     tiles."""
-    unit = BLOCK_SCALED_UNIT if spec.kv.block_scaled else HEAD_DIM_UNIT
-    if found in known and not any(dim % unit for dim in spec.dims):
+    if found in known:
         return None
     dims = ", ".join(map(str, known))
-    return Refusal("head_dim", f"{spec.dims}: must be multiples of {unit} that can be padded to one of {dims}")
+    return Refusal("head_dim", f"{spec.dims}: must be multiples of {HEAD_DIM_UNIT} that can be padded to one of {dims}")
 
 
 def outputs(q: str, asked: str = "") -> tuple[str, ...]:
@@ -216,5 +215,6 @@ def outputs(q: str, asked: str = "") -> tuple[str, ...]:
 
 
 def kv_source(request: KernelRequest) -> str:
-    """Return the source of K and V that serves a request."""
-    return "tma" if request.source == "ragged" or request.page_size in TMA_PAGES else "gather"
+    """Return the source of K and V that serves a request. Rows of NVFP4 may be too short for TMA."""
+    short = any(dim * BITS[request.kv] // 8 % TMA_BYTES for dim in (request.head_dim_qk, request.head_dim_vo))
+    return "tma" if request.source == "ragged" or request.page_size in TMA_PAGES and not short else "gather"

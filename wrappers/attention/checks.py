@@ -145,12 +145,13 @@ def kernel_tensors(call: AttentionCall) -> None:
         raise NotImplementedError(f"{name('custom_mask')}: {size} bytes, must be less than {MOST_MASK} on CUDA")
     for field in ("q", "k", "v", "out"):
         t = getattr(call, field)
-        if isinstance(t, torch.Tensor):
-            _tma(name(field), t, TMA_BYTES)
+        if isinstance(t, torch.Tensor):  # rows of NVFP4 may have 8 bytes more than TMA could load
+            packed = t.dtype == torch.uint8 and field != "out"
+            _tma(name(field), t, gcd(t.shape[3], TMA_BYTES) if packed else TMA_BYTES)
     for field in ("k_scales", "v_scales"):
         t = getattr(call, field)
         if t is not None:
-            _tma(name(field), t, t.shape[3] if t.shape[3] in (4, 8, 16) else 4)
+            _tma(name(field), t, gcd(t.shape[3], TMA_BYTES))
     if isinstance(call.out, fp4.FP4Tensor):
         out = name("out")
         check_last_stride(f"{out}.data", call.out.data)

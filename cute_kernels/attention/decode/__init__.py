@@ -24,15 +24,17 @@ from ..spec import (
 )
 from ..tile import MergedTileConfig
 from .tile_table import (
+    DIMS_OF_KIND,
     FEW_ROWS,
-    HEAD_DIMS,
-    QUANTISED_HEAD_DIMS,
     DecodeTileConfig,
     TileKey,
     kind_of,
     least_bytes,
     measured,
     tiles_of,
+)
+from .tile_table import (
+    HEAD_DIMS as HEAD_DIMS,
 )
 
 ARCHS = archs.NAMES
@@ -45,7 +47,7 @@ if TYPE_CHECKING:  # shared seams may ask this of a tile
 
 def padded(kv: str, dims: tuple[int, int]) -> tuple[int, int]:
     """Return the head dims with which a kernel over K and V of type `kv` computes."""
-    return padded_dims(dims, HEAD_DIMS if kv in DTYPES else QUANTISED_HEAD_DIMS)
+    return padded_dims(dims, DIMS_OF_KIND[kind_of(kv)])
 
 
 def spec_of(q: str, kv: str, dim: int, rows: int, arch: str) -> Spec:

@@ -101,8 +101,8 @@ def shared(spec, plan):
         work_pipe=work.make_pipe(spec, smem, r),
         k_pipe=pipeline.make(smem, t.stages, arrivals(spec, r), r.warps("mma")),
         v_pipe=pipeline.make(smem, t.stages, arrivals(spec, r), r.warps("mma")),
-        k_scales=scales.allocate(spec, smem, spec.head_dim_qk, t.stages),
-        v_scales=scales.allocate(spec, smem, spec.tile_vo, t.stages),
+        k_scales=scales.allocate(spec, smem, spec.padded_qk, t.stages),
+        v_scales=scales.allocate(spec, smem, spec.padded_vo, t.stages),
         merge=reduce.allocate(spec, smem),
     )
 

@@ -86,7 +86,7 @@ class DecodeTileConfig:
 
     def head_dims(self, bits: int) -> tuple[int, ...]:
         """Return the head dims that kernels compute with. bits: per stored element of K and V."""
-        return HEAD_DIMS if bits == 16 else QUANTISED_HEAD_DIMS
+        return DIMS_OF_KIND[COLUMNS[bits]]
 
 
 class DecodeTiles(NamedTuple):
@@ -168,8 +168,8 @@ END_BLOCKS = {"half": 0, "e4m3": 2, "nvfp4": 2}  # column of `TABLE` -> `end_blo
 # that run at a time hardly fits the instruction cache, 32 KB.
 BOXES_AT_ONCE = {"half": 4, "e4m3": 4, "nvfp4": 2}
 SMALL_STAGES = 6  # most stages of a tile that `small_tile` makes
-HEAD_DIMS = tuple(row.head_dim for row in TABLE if row.half)
-QUANTISED_HEAD_DIMS = tuple(row.head_dim for row in TABLE if row.e4m3 or row.nvfp4)
+DIMS_OF_KIND = {kind: tuple(row.head_dim for row in TABLE if getattr(row, kind)) for kind in COLUMNS.values()}
+HEAD_DIMS = DIMS_OF_KIND["half"]
 
 
 class TileKey(NamedTuple):

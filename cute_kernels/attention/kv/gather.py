@@ -1,4 +1,4 @@
-"""KV blocks from pages of any size: row by row with cp.async, 16 bytes per lane."""
+"""KV blocks from pages of any size: row by row with cp.async, 16 bytes per lane, or 8 of NVFP4 rows that end there."""
 
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -13,7 +13,8 @@ from . import pages
 from .pages import KVBlock
 
 PARTIAL_TAIL = False  # rows past kv_len are always zeros
-PIECE = 16  # bytes per lane and copy
+NO_PAGE = -16  # address of a row without a page: aligned as cp.async wants even the address of no bytes
+PIECES = {16: "cg", 8: "ca"}  # bytes per lane and copy -> cache operator of cp.async
 
 
 @dataclass(frozen=True)
@@ -98,7 +99,7 @@ def addresses(spec: cutlass.Constexpr, op: GatherOperand, page_ids: RowPageIds, 
         page, row = page_ids.page[c], row % page_ids.page_size
         exists = page >= 0 and page < x.shape[0]
         element = Int64(page) * x.stride[0] + Int64(row) * x.stride[2]
-        starts[c] = head + element * (x.element_type.width // 8) if exists else Int64(-PIECE)
+        starts[c] = head + element * (x.element_type.width // 8) if exists else Int64(NO_PAGE)
     return starts
 
 
@@ -110,14 +111,15 @@ def copy_rows(op: GatherOperand, count: cutlass.Constexpr, starts: cute.Tensor, 
     row_bytes = const_expr(cute.size(stage, mode=[1]) * op.gmem.element_type.width // 8)
     stored_bytes = const_expr(op.gmem.shape[3] * op.gmem.element_type.width // 8)  # fewer, if the head dim is padded
     box = const_expr(layout.width(row_bytes))
-    across = const_expr(box // PIECE)
-    rows, mine, byte = const_expr(32 // across), lane // across, lane % across * PIECE
+    piece = const_expr(next(size for size in PIECES if stored_bytes % size == 0))
+    across = const_expr(box // piece)
+    rows, mine, byte = const_expr(32 // across), lane // across, lane % across * piece
     period = const_expr(max(1, 8 // rows))  # steps after which the swizzle repeats
     into = [stage.iterator.toint() + first * box + layout.swizzle(box, rows * i + mine, byte) for i in range(period)]
-    text = f"cp.async.cg.shared.global [{{$r0}}], [{{$r1}}], {PIECE}, {{$r2}};"
+    text = f"cp.async.{PIECES[piece]}.shared.global [{{$r0}}], [{{$r1}}], {piece}, {{$r2}};"
     for c in cutlass.range_constexpr(count // rows):
         start = cute.arch.shuffle_sync(starts[const_expr(rows * c // 32)], rows * c % 32 + mine)
-        written = Int32(PIECE) if start >= 0 else Int32(0)
+        written = Int32(piece) if start >= 0 else Int32(0)
         target = into[const_expr(c % period)] + const_expr(c // period * period * rows * box)
         for k in cutlass.range_constexpr(row_bytes // box):
             at = target + const_expr(k * n * box), start + byte + const_expr(k * box)

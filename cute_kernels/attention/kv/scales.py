@@ -1,5 +1,10 @@
 """Scale factors of block-scaled caches. Their rows are too short for TMA: one warp copies them with cp.async, into the
-stages that a source fills with the rows they belong to."""
+stages that a source fills with the rows they belong to.
+
+A row of scale factors in a stage has those of the padded head dim: behind the row's own there are zeros, so that padded
+columns never meet the NaN of another row. cp.async copies at least 4 bytes. Rows whose bytes are no multiple of 4 begin
+at any address, and go through registers instead, one or two bytes at a time (`fill_narrow`).
+"""
 
 from math import gcd
 from typing import Any
@@ -14,7 +19,8 @@ from . import pages
 from .pages import KVBlock
 from .tma import BOXES
 
-PIECE = 16  # largest number of bytes per lane and copy
+PIECE, LEAST = 16, 4  # largest and smallest number of bytes per lane and copy
+UNITS = {1: cutlass.Uint8, 2: cutlass.Uint16}  # bytes that go through registers at a time -> type
 
 
 def scale_rows(spec):
@@ -29,7 +35,7 @@ def load_warps(spec):
 
 
 def allocate(spec, smem, dim, stages):
-    """Allocate the scale factors of all stages, (n, D / 16, stages) bytes; None if the cache has none."""
+    """Allocate the scale factors of all stages, (n, D / 16, stages) bytes; None if the cache has none. dim: padded."""
     n, size = spec.tile.n, dim // SF_VEC_SIZE
     if not spec.kv.block_scaled:
         return None
@@ -39,6 +45,11 @@ def allocate(spec, smem, dim, stages):
 def gathers(spec):
     """Return whether pages may have any size."""
     return spec.kv.source == "gather"
+
+
+def has_narrow_rows(spec):
+    """Return whether rows of scale factors, of K or of V, go through registers."""
+    return spec.kv.block_scaled and any(gcd(dim // SF_VEC_SIZE, PIECE) < LEAST for dim in spec.dims)
 
 
 @cute.jit
@@ -72,6 +83,13 @@ def source_of_part(o_tiles, row, o_tile, interleaved):
     return part // o_tiles - row, part % o_tiles
 
 
+def padded_row(padded, size, row, interleaved):
+    """Return where a row of `size` scale factors goes in a stage with rows of `padded`: (by how many before the stage's
+    row, how far behind the beginning of that row its share of the zeros lies). row: in its group of 4. Interleaved
+    factors of 4 rows lie together, and so do their zeros."""
+    return interleaved * row * (padded - size), size + interleaved * (3 - row) * size
+
+
 @cute.jit
 def fill(
     spec: cutlass.Constexpr,
@@ -87,7 +105,25 @@ def fill(
     found: the pages from `find`; rows without a page become zeros. Every lane arrives when its copies have completed.
     interleaved: 1 if groups of 4 rows are interleaved, see `source_of_part`.
     """
-    size, count = const_expr(cute.size(smem, mode=[1])), const_expr(scale_rows(spec))
+    if const_expr(gcd(scales.shape[3], PIECE) < LEAST):
+        fill_narrow(spec, scales, smem, p, found, at, interleaved)
+    else:
+        fill_wide(spec, scales, smem, p, found, at, interleaved)
+
+
+@cute.jit
+def fill_wide(
+    spec: cutlass.Constexpr,
+    scales: cute.Tensor,
+    smem: cute.Tensor,
+    p: pipeline.Pipeline,
+    found: cute.Tensor,
+    at: KVBlock,
+    interleaved: Any,
+):
+    """Do the work of `fill` with cp.async."""
+    padded, count = const_expr(cute.size(smem, mode=[1])), const_expr(scale_rows(spec))
+    size = const_expr(min(padded, scales.shape[3]))
     piece = const_expr(gcd(size, PIECE))
     step = Int64(scales.stride[2])
     # wait for a free stage
@@ -103,11 +139,60 @@ def fill(
         if first_row < spec.tile.n:
             for e in cutlass.range_constexpr(count):
                 text = f"cp.async.ca.shared.global [{{$r0}}], [{{$r1}}], {piece}, {{$r2}};"
-                written, from_row = Int32(piece) if exists else Int32(0), source + e * step
+                written, into, start = Int32(piece) if exists else Int32(0), target, source
                 if const_expr(size < scales.shape[3]):
                     rows, part = source_of_part(spec.tile.o_tiles, (first_row + e) % 4, at.o_tile, interleaved)
-                    from_row += rows * step + part * size
+                    start += rows * step + part * size
+                if const_expr(size < padded):
+                    back, tail = padded_row(padded, size, (first_row + e) % 4, interleaved)
+                    for i in cutlass.range_constexpr(0, padded - size, piece):
+                        cute.arch.inline_ptx(text, read_only_args=[into + e * padded + tail + i, start, Int32(0)])
+                    into -= back
                 for i in cutlass.range_constexpr(0, size, piece):
-                    cute.arch.inline_ptx(text, read_only_args=[target + e * size + i, from_row + i, written])
+                    operands = [into + e * padded + i, start + e * step + i, written]
+                    cute.arch.inline_ptx(text, read_only_args=operands)
     # arrive when the copies have completed
     cute.arch.cp_async_mbarrier_arrive_noinc(pipeline.full_barrier(p, at.item))
+
+
+@cute.jit
+def fill_narrow(
+    spec: cutlass.Constexpr,
+    scales: cute.Tensor,
+    smem: cute.Tensor,
+    p: pipeline.Pipeline,
+    found: cute.Tensor,
+    at: KVBlock,
+    interleaved: Any,
+):
+    """Do the work of `fill` through registers."""
+    unit, count = const_expr(gcd(scales.shape[3], PIECE)), const_expr(scale_rows(spec))
+    size, padded = const_expr(scales.shape[3] // unit), const_expr(cute.size(smem, mode=[1]) // unit)
+    # wait for a free stage
+    pipeline.producer_acquire(p, at.item)
+    base = smem[None, None, pipeline.stage(p, at.item)].iterator
+    into = cute.make_tensor(cute.recast_ptr(base, dtype=UNITS[unit]), cute.make_layout(spec.tile.n * padded))
+    for c in cutlass.range_constexpr(cute.size(found)):
+        first_row, page, page_size = (32 * c + cute.arch.lane_idx()) * count, found[c], scales.shape[2]
+        row = at.n_block * spec.tile.n + first_row
+        row = row % page_size if const_expr(gathers(spec)) else row & (page_size - 1)
+        exists = (page >= 0) & (page < scales.shape[0])
+        if first_row < spec.tile.n:
+            values = cute.make_rmem_tensor((size, count), UNITS[unit])
+            values.fill(0)
+            # load
+            if exists:
+                for e in cutlass.range_constexpr(count):
+                    source = cute.recast_tensor(scales[page, at.head, row + e, None], UNITS[unit])
+                    for i in cutlass.range_constexpr(size):
+                        values[i, e] = source[i]
+            # store, with zeros behind
+            for e in cutlass.range_constexpr(count):
+                target = (first_row + e) * padded
+                back, tail = padded_row(padded, size, (first_row + e) % 4, interleaved)
+                for i in cutlass.range_constexpr(size):
+                    into[target - back + i] = values[i, e]
+                for i in cutlass.range_constexpr(padded - size):
+                    into[target + tail + i] = UNITS[unit](0)
+    # arrive, behind this lane's stores
+    cute.arch.mbarrier_arrive(pipeline.full_barrier(p, at.item))

@@ -196,8 +196,8 @@ def shared(spec, plan):
         skip_votes=skip_votes.allocate(smem, groups(spec)) if spec.logits.skip else None,
         q_ready_pipe=pipeline.make(smem, 2, WARPS, 1) if p.converts_kv else None,
         q_row_scales=smem.allocate_tensor(cutlass.Float32, cute.make_layout((t.m, 2)), 16) if p.scales_q_rows else None,
-        k_scales=scales.allocate(spec, smem, spec.head_dim_qk, raw),
-        v_scales=scales.allocate(spec, smem, spec.tile_vo, raw),
+        k_scales=scales.allocate(spec, smem, spec.padded_qk, raw),
+        v_scales=scales.allocate(spec, smem, spec.padded_vo, raw),
         splits=splits.allocate(spec, smem),
     )
 

@@ -213,7 +213,7 @@ def smem_bytes(spec: AttentionSpec[Sm100TileConfig], t: Sm100TileConfig, dims: t
         found += 8 * t.m if spec.q == "bf16" else 0  # a scale per row of Q
         stages += 2 * t.stages + 2
     if spec.kv.block_scaled:
-        found += raw * t.n * (spec.head_dim_qk + spec.head_dim_vo // t.o_tiles) // SF_VEC_SIZE
+        found += raw * t.n * (qk + vo) // SF_VEC_SIZE
     stats = 128 * num_groups(vo) * 2 * 4
     votes = 4 * num_groups(vo) * 2 * 4 if spec.logits.skip else 0
     return found + stats + votes + SINGLE_MBARRIERS + WORK_BYTES[spec.schedule] + STAGE_BYTES * stages

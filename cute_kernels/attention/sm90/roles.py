@@ -10,8 +10,8 @@ REGISTERS = {1: (40, 232), 2: (40, 232), 3: (32, 160)}  # (load, mma), without a
 DEQUANTISING = {1: (40, 80, 232), 2: (32, 64, 208)}
 Q_IN_REGISTERS = (32, 32, 224)  # dequantising with two mma warpgroups that hold Q in registers
 TRANSPOSING = {1: (40, 40, 232), 2: (32, 40, 216)}
-# With two mma warpgroups that have the same rows: dequantising, and (load, mma) of transposing
-DEQUANTISING_PARTS, TRANSPOSING_PARTS = (48, 48, 208), (56, 224)
+WIDE_LOAD = (48, 48, 208)  # dequantising with two mma warpgroups, if these have the same rows, or scales are narrow
+TRANSPOSING_PARTS = (56, 224)  # (load, mma) with two mma warpgroups that have the same rows
 SPLIT_KV = {1: (72, 72, 232), 2: (72, 72, 216)}  # tiles may be split among CTAs
 WARPS = 4  # warps per warpgroup
 
@@ -25,6 +25,12 @@ def has_prepare_warpgroup(spec):
     return precision.prepares_any(spec) and spec.tile.warpgroups < 3 and not promotes_wide
 
 
+def needs_wide_load(spec):
+    """Report whether the load roles need more registers than others of kernels that dequantise: for the addresses of
+    head_dim 512, or for scale factors that go through registers."""
+    return precision.of(spec).converts_kv and (spec.tile.o_parts > 1 or scales.has_narrow_rows(spec))
+
+
 def roles(spec) -> Roles:
     """Return the roles of a CTA's warps: load warpgroup, prepare warpgroups if any, mma warpgroups."""
     t, split_kv = spec.tile, policy.is_split_kv(spec)
@@ -35,7 +41,7 @@ def roles(spec) -> Roles:
     spare = WARPS - 2 * t.load_warps - schedule_warps
     if has_prepare_warpgroup(spec):
         registers = (TRANSPOSING if precision.transposes_v(spec) else DEQUANTISING)[t.warpgroups]
-        registers = DEQUANTISING_PARTS if t.o_parts > 1 else registers
+        registers = WIDE_LOAD if t.warpgroups > 1 and needs_wide_load(spec) else registers
         registers = SPLIT_KV[1] if split_kv else registers
         registers = Q_IN_REGISTERS if t.q_in_regs else registers
         loading |= {"load_scales": sf_warps, "idle": spare - sf_warps}

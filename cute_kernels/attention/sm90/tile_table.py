@@ -203,7 +203,7 @@ def tile_of(q: str, kv: str, dims: tuple[int, int], plain: bool) -> Sm90TileConf
     if tiles is None:
         return None
     tile = tiles.plain if plain and tiles.plain else tiles.general
-    fewer = q == FP8 and kv == "e5m2"  # shared memory holds Q twice, as loaded and as fp16
+    fewer = q == FP8 and kv == "e5m2" and tile.o_parts == 1  # shared memory holds Q twice, as loaded and as fp16
     return replace(tile, raw_stages=1) if fewer else tile
 
 
@@ -242,7 +242,7 @@ def smem_bytes(spec: AttentionSpec[Sm90TileConfig], t: Sm90TileConfig, dims: tup
     if dequantises and BITS[spec.q] < 16 and not t.q_in_regs:
         found += 2 * t.q_stages * t.m * qk
     if spec.kv.block_scaled:
-        found += t.n * (raw_k * spec.head_dim_qk + raw_v * spec.head_dim_vo) // SF_VEC_SIZE
+        found += t.n * (raw_k * qk + raw_v * vo) // SF_VEC_SIZE
     if t.promote_interval:
         found += 4 * t.m * vo
     if t.o_parts > 1 and dequantises and spec.q == "bf16":  # a scale per row of Q

@@ -56,6 +56,8 @@ def prefill() -> list[Scenario]:
         dims(packed, 112, name="head_dim 112, pages of 3", page_size=3),
         dims(packed, 80, name="head_dim 80, e4m3, NVFP4 output", dtype="fp8", out_dtype="nvfp4", kv_lens=(400, 9, 0)),
         dims(plain, 160, name="head_dim 160, e4m3 cache", kv_dtype="fp8"),
+        dims(plain, 160, name="head_dim 160, NVFP4 cache", kv_dtype="nvfp4"),
+        dims(packed, 80, name="head_dim 80, NVFP4 cache", kv_dtype="nvfp4", kv_lens=(400, 9, 83)),
         dims(plain, 192, name="head_dim 192", q_lens=(130, 1)),
         dims(plain, 512, name="head_dim 512", q_lens=(3, 70), kv_lens=(61, 133)),
         dims(packed, 512, name="head_dim 512, e4m3, NVFP4 output", dtype="fp8", out_dtype="nvfp4", kv_lens=(133, 9, 0)),
@@ -126,6 +128,8 @@ def decode() -> list[Scenario]:
         dims(nvfp4, 512, name="head_dim 512, nvfp4, interleaved, pages of 12", kv_lens=(300, 0, 83), heads_q=2,
              interleaved=True, page_size=12, window_left=200, out_dtype="nvfp4"),
         dims(few, 160, name="head_dim 160, shared heads", kv_lens=(900, 0, 83), heads_q=9, heads_kv=1),
+        dims(nvfp4, 112, name="head_dim 112, nvfp4, interleaved", interleaved=True, kv_lens=(500, 0, 83)),
+        dims(nvfp4, 192, name="head_dim 192, nvfp4, interleaved", interleaved=True, kv_lens=(300, 0, 83)),
         replace(e4m3, name="e4m3, large queries", q_unit=2.0**20, scale=2.0**-21, data="normal", kv_lens=(300, 0, 83)),
     ]  # fmt: skip
     first = replace(few, name="first", q_lens=(1, 1), kv_lens=(130, 300), heads_q=4, page_size=8)
