@@ -216,8 +216,9 @@ def record(arch: str, peer: str, new: list[dict[str, Any]]) -> None:
 
 
 def pieces(kernel: str) -> int:
-    """Return the number of stores of P before the MMAs begin: three of four; in our e4m3 kernels one of two."""
-    return 1 if kernel.startswith("e4m3_") else 3
+    """Return the number of stores to tensor memory before the MMAs begin with P: three of four parts; in our e4m3
+    kernels one of two parts; in cuDNN's the statistics and one of two parts."""
+    return 1 if kernel.startswith("e4m3_") else 2 if kernel.startswith("cudnn") else 3
 
 
 def markdown() -> str:
@@ -231,7 +232,8 @@ def markdown() -> str:
     ):
         plain = loops_of["softmax"]
         stored = plain["stored"].split()[pieces(kernel) - 1]
-        counts = [loops_of[role]["instructions"] for role in ("softmax", "softmax masked")]
+        masked = loops_of.get("softmax masked", {"instructions": "-"})  # without a mask, a peer has no such loop
+        counts = [loops["instructions"] for loops in (plain, masked)]
         emulated = f"{max(0, 1 - (int(plain['exponentials']) - 1) / 128):.1%}"
         rest = [loops_of[role]["instructions"] for role in ("correction", "mma")]
         lines.append(f"| {arch} {kernel} | {' | '.join([*counts, emulated, stored, *rest])} |")

@@ -3,12 +3,10 @@
 Operands lie in shared memory in blocks of columns, with rows of at most 128 bytes under TMA's swizzle of that width
 (`layout.smem_layout`); A may lie in tensor memory instead. D (m, n) is fp32, with row r in lane r of tensor memory.
 
-    b = umma.descriptor_low(umma.k_major(128), address)
+    b = umma.make_descriptor(umma.k_major(128), address)
     umma.mma("f16", d, a, b, umma.instruction_descriptor("f16", "bf16", 128, 128), keep=0)   # D = A B over STEP bytes
     umma.commit(mbarrier)   # arrive when D is complete
 """
-
-from typing import NamedTuple
 
 import cutlass.cute as cute
 from cutlass import Int32, Int64, Uint32
@@ -55,29 +53,27 @@ def offset_descriptor(descriptor, offset: int):
     return descriptor + Int64(offset >> 4)
 
 
-class DescriptorLow(NamedTuple):
-    """The low word of a descriptor that changes, and its static `base`.
-
-    Adding to the low word takes half the instructions of a 64-bit addition. Only the high word of `base` is read."""
-
-    low: Int32
-    base: int
-
-
 def descriptor_low(base: int, address):
     """Return the low word of the descriptor `base` for an operand at a shared-memory address."""
     return Int32(base & 0xFFFFFFFF) + ((address & 0x3FFFF) >> 4)
 
 
-def mma(kind: str, d, a, b: DescriptorLow, instruction: int, keep):
+def of_low(low, base: int):
+    """Return the descriptor with this low word and the high word of `base`. Additions to the low word take half the
+    instructions of 64-bit additions."""
+    text = f"mov.b64 {{$w0}}, {{{{$r0}}, {base >> 32:#x}}};"
+    return cute.arch.inline_ptx(text, read_only_args=[low], write_only_types=[Int64])
+
+
+def mma(kind: str, d, a, b, instruction: int, keep):
     """Issue D (+)= A B over STEP bytes of k. One thread calls it.
 
-    d: address in tensor memory. a: an Int64 descriptor, or an Int32 address in tensor memory. keep: accumulate to
-    D if not 0, else overwrite it."""
+    d: address in tensor memory. a: an Int64 descriptor, or an Int32 address in tensor memory. b: an Int64 descriptor.
+    keep: accumulate to D if not 0, else overwrite it."""
     operand = "[{$r1}]" if isinstance(a, Int32) else "{$r1}"
-    text = f"{{ .reg .pred p; .reg .b64 b; setp.ne.b32 p, {{$r4}}, 0; mov.b64 b, {{{{$r2}}, {b.base >> 32:#x}}}; "
-    text += f"tcgen05.mma.cta_group::1.kind::{kind} [{{$r0}}], {operand}, b, {{$r3}}, p; }}"
-    cute.arch.inline_ptx(text, read_only_args=[d, a, b.low, Uint32(instruction), Int32(keep)])
+    text = f"{{ .reg .pred p; setp.ne.b32 p, {{$r4}}, 0; tcgen05.mma.cta_group::1.kind::{kind} [{{$r0}}], {operand}, "
+    text += "{$r2}, {$r3}, p; }"
+    cute.arch.inline_ptx(text, read_only_args=[d, a, b, Uint32(instruction), Int32(keep)])
 
 
 def commit(barrier):

@@ -24,7 +24,7 @@ def mma(spec: cutlass.Constexpr, plan, s):
     # A kernel with tiles of 256 and of 128 rows has two of the loops and chooses by the rows of the tile's request.
     # Both issue Q @ K^T ahead of P @ V, so that the tensor core has work while softmax makes the next P.
     #
-    # SASS instructions that the warp issues per two KV blocks: 213 in 16 bits (flash-attn-4: 205) and 132 in e4m3
+    # SASS instructions that the warp issues per two KV blocks: 200 in 16 bits (flash-attn-4: 205) and 129 in e4m3
     # (127); more in `mma_one_half` (docs/blackwell.md has the counts).
     base = s.tmem_ptr[0]
 

@@ -12,7 +12,18 @@ from cutlass import Int32, Uint32, const_expr
 from ...device import pipeline, tmem, umma
 from ..schedule import work
 from . import skip
-from .mma_utils import MmaState, columns, gemm_pv, gemm_qk, q_descriptors, wait_operand, zero_tail, zeroes_tail
+from .mma_utils import (
+    MmaState,
+    columns,
+    gemm_pv,
+    gemm_qk,
+    k_descriptors,
+    q_descriptors,
+    v_descriptors,
+    wait_operand,
+    zero_tail,
+    zeroes_tail,
+)
 from .precision import p_early_splits, p_splits
 from .roles import SLOTS, groups
 
@@ -28,7 +39,8 @@ def mma_tile(spec: cutlass.Constexpr, a, s, base: Int32, w: work.WorkTileInfo, a
             item, is_last = at.item + block, left == block + 1
             wait_operand(spec, s.k_pipe, item)
             with cute.arch.elect_one():
-                gemm_qk(spec, s, base, block if const_expr(owns_slot) else Int32(item % SLOTS), q[0], item)
+                slot = block if const_expr(owns_slot) else Int32(item % SLOTS)
+                gemm_qk(spec, s, base, slot, q[0], k_descriptors(spec, s, item))
                 umma.commit(pipeline.empty_barrier(s.k_pipe, item))
                 if is_last:
                     umma.commit(pipeline.empty_barrier(s.q_pipe, at.tile))
@@ -47,8 +59,8 @@ def mma_tile(spec: cutlass.Constexpr, a, s, base: Int32, w: work.WorkTileInfo, a
     # There, MMAs take 1,024 cycles for 64 keys, softmax about half of that: MMAs bind.
     #
     # If the last iteration has one block, the group that has none gets its signals all the same (s_full without an
-    # MMA, and the waits for its P): one count of iterations then serves all roles. With two groups, the warp issues 219
-    # SASS instructions per two KV blocks in 16 bits (158 in e4m3); a count per group took 52 more.
+    # MMA, and the waits for its P): one count of iterations then serves all roles. With two groups, the warp issues 215
+    # SASS instructions per two KV blocks in 16 bits (152 in e4m3); a count per group took 52 more.
     i, iteration = at.item, at.iteration & 1
     while left > 0:
         is_first = Int32(1) if left == w.n_block_max - w.n_block_min else Int32(0)
@@ -68,12 +80,18 @@ def mma_tile(spec: cutlass.Constexpr, a, s, base: Int32, w: work.WorkTileInfo, a
                         kept -= skip.is_skipped(s, 0, i)
                 with cute.arch.elect_one():
                     if kept != 0:
-                        gemm_pv(spec, s, tmem_columns, v, range(p_early_splits(spec)), is_first)
+                        gemm_pv(spec, tmem_columns, v_descriptors(spec, s, v), range(p_early_splits(spec)), is_first)
                 pipeline.mbarrier_wait(s.p_last_split + slot, phase)
                 tmem.fence_after_thread_sync()
                 with cute.arch.elect_one():
                     if kept != 0:
-                        gemm_pv(spec, s, tmem_columns, v, range(p_early_splits(spec), p_splits(spec)), is_first)
+                        gemm_pv(
+                            spec,
+                            tmem_columns,
+                            v_descriptors(spec, s, v),
+                            range(p_early_splits(spec), p_splits(spec)),
+                            is_first,
+                        )
                     if const_expr(not owns_slot):
                         umma.commit(s.o_full)
                     umma.commit(pipeline.empty_barrier(s.v_pipe, v))
@@ -86,7 +104,7 @@ def mma_tile(spec: cutlass.Constexpr, a, s, base: Int32, w: work.WorkTileInfo, a
                 wait_operand(spec, s.k_pipe, k)
             with cute.arch.elect_one():
                 if left > SLOTS + group:
-                    gemm_qk(spec, s, base, slot, q[0], k)
+                    gemm_qk(spec, s, base, slot, q[0], k_descriptors(spec, s, k))
                     umma.commit(pipeline.empty_barrier(s.k_pipe, k))
                     if left == SLOTS + group + 1:
                         umma.commit(pipeline.empty_barrier(s.q_pipe, at.tile))

@@ -51,11 +51,7 @@ def k_offsets(spec, dim, rows):
 
 
 def q_descriptors(spec, s, q):
-    """Return the descriptors of Q, item q of its pipeline: for each half, one per MMA.
-
-    They have 64 bits, so that ptxas keeps them in registers across the loop over blocks; those of K and V move and are
-    low words alone. In 16 bits the mma warp then issues 214 SASS instructions per two KV blocks instead of 239.
-    """
+    """Return the descriptors of Q, item q of its pipeline: for each half, one per MMA."""
     t, size = spec.tile, spec.padded_qk * operand_bytes(spec)
     width = layout.width(size)
     first = umma.make_descriptor(umma.k_major(width), s.q.iterator.toint() + pipeline.stage(s.q_pipe, q) * (t.m * size))
@@ -63,40 +59,50 @@ def q_descriptors(spec, s, q):
     return [[umma.offset_descriptor(first, half * ROWS * width + at) for at in offsets] for half in halves]
 
 
-def kv_descriptor(spec, stages, i, ring, base, dim):
+def kv_descriptor(stages, i, ring, base, size):
     """Return the low word of the descriptor of K or V, item i of the pipeline `ring`. base: static descriptor of an
-    operand at address 0."""
-    return umma.descriptor_low(base, stages.iterator.toint()) + pipeline.stage(ring, i) * (
-        spec.tile.n * dim * operand_bytes(spec) >> 4
-    )
+    operand at address 0. size: bytes of a stage."""
+    return umma.descriptor_low(base, stages.iterator.toint()) + pipeline.stage(ring, i) * (size >> 4)
 
 
-@cute.jit
-def gemm_qk(spec: cutlass.Constexpr, s, base: Int32, slot, q_half, i: Uint32):
-    """Issue S = Q @ K^T of K's item i and commit it to s_full. One thread. q_half: the half's `q_descriptors`."""
-    t, dim = spec.tile, spec.padded_qk
-    width = const_expr(layout.width(dim * operand_bytes(spec)))
-    k, offsets = kv_descriptor(spec, s.k, i, s.k_pipe, umma.k_major(width), dim), const_expr(k_offsets(spec, dim, t.n))
-    instruction = const_expr(mma_instruction(spec, t.n))
-    for n in cutlass.range_constexpr(len(offsets)):
-        b = umma.DescriptorLow(k + (offsets[n] >> 4), umma.k_major(width))
-        umma.mma(mma_kind(spec), base + (S + slot * ROWS), q_half[n], b, instruction, n > 0)
+def k_descriptors(spec, s, i):
+    """Return the descriptors of K's item i, one per MMA.
+
+    One is made from its low word and the others by 64-bit additions, each of which ptxas makes one instruction as long
+    as the first stays in a pair of registers."""
+    dim, size = spec.padded_qk, spec.padded_qk * operand_bytes(spec)
+    base = umma.k_major(layout.width(size))
+    first = umma.of_low(kv_descriptor(s.k, i, s.k_pipe, base, spec.tile.n * size), base)
+    return [umma.offset_descriptor(first, at) for at in k_offsets(spec, dim, spec.tile.n)]
+
+
+def v_descriptors(spec, s, i):
+    """Return the descriptors of V's item i, one per MMA.
+
+    Each is made from its low word: both halves of a tile read them, and ptxas keeps them in registers meanwhile. With
+    64-bit additions the loop over blocks has 8 more instructions."""
+    t, size = spec.tile, spec.padded_vo * operand_bytes(spec)
+    width, keys = layout.width(size), umma.STEP // operand_bytes(spec)
+    base = umma.mn_major(width, t.n)
+    low = kv_descriptor(s.v, i, s.v_pipe, base, t.n * size)
+    return [umma.of_low(low + (key * width >> 4), base) for key in range(0, t.n, keys)]
+
+
+def gemm_qk(spec, s, base, slot, q_half, k):
+    """Issue S = Q @ K^T and commit it to s_full. One thread. q_half: the half's `q_descriptors`. k: `k_descriptors`."""
+    instruction = mma_instruction(spec, spec.tile.n)
+    for n, (a, b) in enumerate(zip(q_half, k, strict=True)):
+        umma.mma(mma_kind(spec), base + (S + slot * ROWS), a, b, instruction, n > 0)
     umma.commit(s.s_full + slot)
 
 
-@cute.jit
-def gemm_pv(spec: cutlass.Constexpr, s, at: TmemColumns, i: Uint32, parts: cutlass.Constexpr, is_first: Int32):
-    """Issue O += P @ V of V's item i, for some `parts` of P (see `p_splits`). One thread. is_first: 1 for the block
-    that O begins with, which overwrites O."""
-    t, dim = spec.tile, spec.padded_vo
-    width, keys = const_expr(layout.width(dim * operand_bytes(spec))), umma.STEP // operand_bytes(spec)
-    v = kv_descriptor(spec, s.v, i, s.v_pipe, umma.mn_major(width, t.n), dim)
-    instruction = const_expr(mma_instruction(spec, dim, "mn"))
-    for part in parts:
-        for n in range(part * t.n // p_splits(spec) // keys, (part + 1) * t.n // p_splits(spec) // keys):
-            p = at.s + (p_column(spec) + n * umma.STEP // 4)
-            b = umma.DescriptorLow(v + (n * keys * width >> 4), umma.mn_major(width, t.n))
-            umma.mma(mma_kind(spec), at.o, p, b, instruction, Int32(1) if n > 0 else 1 - is_first)
+def gemm_pv(spec, at: TmemColumns, v, parts, is_first):
+    """Issue O += P @ V for some `parts` of P (see `p_splits`), neighbours. One thread. v: `v_descriptors`. is_first: 1
+    for the block that O begins with, which overwrites O."""
+    instruction, count = mma_instruction(spec, spec.padded_vo, "mn"), p_splits(spec)
+    for n in range(parts[0] * len(v) // count, (parts[-1] + 1) * len(v) // count):
+        p = at.s + (p_column(spec) + n * umma.STEP // 4)
+        umma.mma(mma_kind(spec), at.o, p, v[n], instruction, Int32(1) if n > 0 else 1 - is_first)
 
 
 @cute.jit
