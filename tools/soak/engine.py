@@ -167,8 +167,9 @@ class ServingEngine:
             step = self.new_step(slots)
             self.decode(step)
             torch.cuda.synchronize(self.device)
-            graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph):
+            # torch's own stream for captures belongs to the device that captured first
+            graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream(self.device)
+            with torch.cuda.graph(graph, stream=stream):
                 chosen = self.decode(step)
             self.graphs[slots] = graph, step, chosen
 
