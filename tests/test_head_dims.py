@@ -10,6 +10,8 @@ from cute_kernels.attention import decode, sm90, sm100
 from cute_kernels.attention.request import KernelRequest
 from cute_kernels.attention.spec import HEAD_DIM_UNIT, MAX_PADDED_DIM, padded
 from tests.conftest import ARCH, run_python
+from tests.sim import workloads
+from tests.sim.workloads.attention_features import other_head_dims
 from wrappers.attention import checks
 
 DIMS = range(HEAD_DIM_UNIT, MAX_PADDED_DIM + 1, HEAD_DIM_UNIT)
@@ -110,6 +112,13 @@ def test_kernels_of_blackwell(arch, dim, count, kernels):
     done = run_python("-c", SIMULATE, arch, str(dim), str(count), *kernels, CUTE_DSL_ARCH=arch)
     assert done.returncode == 0, done.stderr
     assert len(done.stdout.splitlines()) >= min(len(kernels) * count, 9) and f"_d{dim}_" in done.stdout
+
+
+@pytest.mark.kernels
+@pytest.mark.full
+@pytest.mark.parametrize("scenario", other_head_dims(), ids=lambda scenario: scenario.name)
+def test_more_kernels_of_hopper(scenario):
+    assert workloads.RUN["attention"](None, scenario, ARCH, mode="eager").error <= 1
 
 
 @pytest.mark.parametrize("dim, size, scale", [(80, 8, 1), (32, 16, 2), (64, 16, 4), (512, 16, 16)])

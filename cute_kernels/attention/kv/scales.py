@@ -2,8 +2,8 @@
 stages that a source fills with the rows they belong to.
 
 A row of scale factors in a stage has those of the padded head dim: behind the row's own there are zeros, so that padded
-columns never meet the NaN of another row. cp.async copies at least 4 bytes. Rows whose bytes are no multiple of 4 begin
-at any address, and go through registers instead, one or two bytes at a time (`fill_narrow`).
+columns never meet the NaN of another row. cp.async copies at least 4 bytes. Rows of a number of bytes that 4 does not
+divide begin at any address, and go through registers instead, one or two bytes at a time (`fill_narrow`).
 """
 
 from math import gcd

@@ -56,11 +56,9 @@ def prefill() -> list[Scenario]:
         dims(packed, 112, name="head_dim 112, pages of 3", page_size=3),
         dims(packed, 80, name="head_dim 80, e4m3, NVFP4 output", dtype="fp8", out_dtype="nvfp4", kv_lens=(400, 9, 0)),
         dims(plain, 160, name="head_dim 160, e4m3 cache", kv_dtype="fp8"),
-        dims(plain, 160, name="head_dim 160, NVFP4 cache", kv_dtype="nvfp4"),
         dims(packed, 80, name="head_dim 80, NVFP4 cache", kv_dtype="nvfp4", kv_lens=(400, 9, 83)),
         dims(plain, 192, name="head_dim 192", q_lens=(130, 1)),
         dims(plain, 512, name="head_dim 512", q_lens=(3, 70), kv_lens=(61, 133)),
-        dims(packed, 512, name="head_dim 512, e4m3, NVFP4 output", dtype="fp8", out_dtype="nvfp4", kv_lens=(133, 9, 0)),
         dims(plain, 512, name="head_dim 512, NVFP4 cache", kv_dtype="nvfp4", q_lens=(3, 70), kv_lens=(61, 133)),
     ]  # fmt: skip
     levels = replace(
@@ -129,7 +127,6 @@ def decode() -> list[Scenario]:
              interleaved=True, page_size=12, window_left=200, out_dtype="nvfp4"),
         dims(few, 160, name="head_dim 160, shared heads", kv_lens=(900, 0, 83), heads_q=9, heads_kv=1),
         dims(nvfp4, 112, name="head_dim 112, nvfp4, interleaved", interleaved=True, kv_lens=(500, 0, 83)),
-        dims(nvfp4, 192, name="head_dim 192, nvfp4, interleaved", interleaved=True, kv_lens=(300, 0, 83)),
         replace(e4m3, name="e4m3, large queries", q_unit=2.0**20, scale=2.0**-21, data="normal", kv_lens=(300, 0, 83)),
     ]  # fmt: skip
     first = replace(few, name="first", q_lens=(1, 1), kv_lens=(130, 300), heads_q=4, page_size=8)
@@ -175,6 +172,21 @@ def xqa() -> list[Scenario]:
                 o_scale=30.0, page_size=128),
         replace(one, name="nvfp4, interleaved", kv_dtype="nvfp4", interleaved=True, page_size=32, zero_page=True),
     ]  # fmt: skip
+    return [Scenario(case.name, (case,), SHARED_SMS) for case in found]
+
+
+def other_head_dims() -> list[Scenario]:
+    """Return scenarios of more head dims, which `pytest --all` runs."""
+    prompts = AttentionCase(
+        "", q_lens=(3, 150), kv_lens=(61, 333), heads_q=2, heads_kv=2, data="needles", sink=True, kv_dtype="nvfp4"
+    )
+    packed = replace(prompts, q_lens=(5, 0, 2), kv_lens=(133, 9, 0), heads_q=6, kv_dtype="", dtype="fp8")
+    few = replace(prompts, q_lens=(1, 1, 1), kv_lens=(300, 0, 83), interleaved=True, function="decode")
+    found = [
+        dims(prompts, 160, name="head_dim 160, NVFP4 cache"),
+        dims(packed, 512, name="head_dim 512, e4m3, NVFP4 output", out_dtype="nvfp4"),
+        dims(few, 192, name="head_dim 192, nvfp4, interleaved"),
+    ]
     return [Scenario(case.name, (case,), SHARED_SMS) for case in found]
 
 
