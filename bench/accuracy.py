@@ -210,7 +210,7 @@ def in_batches(case: AccuracyCase, device: str, invariant: bool) -> tuple[int, i
 
 
 def only(inputs: Inputs, b: int, rows: int) -> Inputs:
-    """Return the call of one request of a batch whose requests have `rows` query tokens each."""
+    """Return the call of one request of a batch, in which each has `rows` query tokens."""
     length = int(inputs["seq_lens"][b])
     own: Inputs = {name: inputs[name][b * rows : (b + 1) * rows].clone() for name in ("query", "out")}
     starts = {"cum_seq_lens_q": rows, "cum_seq_lens_kv": length}

@@ -121,7 +121,7 @@ def main(given: list[str] | None = None) -> int:
     parser.add_argument("--sanitizer", default=sanitizer_path(), help="path of compute-sanitizer")
     parser.add_argument("--call", choices=PIECES, help="make the calls of this piece")
     parser.add_argument("--device", default="cuda")
-    parser.add_argument("--keep", type=Path, help="a csv whose rows are added to bench/results")
+    parser.add_argument("--keep", type=Path, help="add the rows of this csv to bench/results")
     args = parser.parse_args(given)
     if args.keep:
         return keep(args.keep)

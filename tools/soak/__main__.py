@@ -127,7 +127,7 @@ def main(given: list[str] | None = None) -> int:
     parser.add_argument("--out", default=str(ROOT / "build" / "soak"), help="folder of the csv and the outputs")
     parser.add_argument("--scenario", nargs="+", choices=SCENARIOS, default=list(SCENARIOS))
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
-    parser.add_argument("--keep", type=Path, help="a csv whose rows are added to bench/results")
+    parser.add_argument("--keep", type=Path, help="add the rows of this csv to bench/results")
     parser.add_argument("--inside", action="store_true", help=argparse.SUPPRESS)  # this process runs the scenario
     args = parser.parse_args(given)
     if args.keep:

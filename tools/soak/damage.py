@@ -81,7 +81,7 @@ def linked(folder: Path, target: Path, *without: str) -> manifest.Manifest:
 
 
 def truncated(folder: Path, target: Path) -> Path:
-    """Make a bundle whose library of attention is cut, and return its folder."""
+    """Make a bundle with a library of attention that is cut, and return its folder."""
     held = manifest.read(folder)
     name = held.libraries["attention"]["file"]
     linked(folder, target, name)
@@ -138,7 +138,7 @@ def bundles(s: Soak) -> str:
             answer = python(ATTEND, CUTE_KERNELS_BUNDLE=str(Path(top, name)), CUTE_KERNELS_JIT="0")
             if not answer.startswith("KernelNotFound") or str(Path(top, name)) not in answer:
                 raise Wrong(f"a {name} bundle: {answer}")
-            said.append(f"{name}: {answer.partition(f'bundle {Path(top, name)}: ')[2][:60]}")
+            said.append(f"{name}: {answer.partition(f'bundle {Path(top, name)}: ')[2].partition('   ')[0][:80]}")
     return f"{len(want)} calls behind a truncated bundle, equal bits; {'; '.join(said)}"
 
 
