@@ -21,6 +21,11 @@ def test_checks_are_run_by_ci():
     assert len({bug.name for bug in bugs.BUGS}) == len(bugs.BUGS) >= 30
 
 
+def test_every_bug_has_its_place():
+    """Else a change of the sources leaves a bug behind that cannot be planted."""
+    assert {bug.name: bugs.places(bug) for bug in bugs.BUGS if bugs.places(bug) != 1} == {}
+
+
 def test_a_check_that_passes_is_told(tmp_path):
     bug = bugs.Bug("none", "LICENSE", "Apache", "Apache", "test_no_clock.py")
     text = (bugs.ROOT / bug.file).read_text()
