@@ -41,7 +41,8 @@ def test_few_kernels_are_shipped(arch):
 @pytest.mark.parametrize("arch", archs.NAMES)
 def test_tiles_of_decode_fit_in_shared_memory(arch):
     tiles = tile_table.tiles_of(arch)
-    assert tiles.keys() == tile_table.measured(False).keys()
+    lacks = {("half", 512, 8)} if arch in ARCHS else set()  # of 99 KiB the smallest tile of two stages takes 113
+    assert tiles.keys() == tile_table.measured(False).keys() - lacks
     for (kind, dim, rows), tile in tiles.items():
         assert tile_table.smem_bytes(kind, dim, tile) <= archs.of(arch).smem_per_cta
         kv = "bf16" if kind == "half" else kind
