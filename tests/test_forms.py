@@ -15,6 +15,7 @@ from tests.fake_machine import FakeMachine
 from wrappers import fp4, machine, reference
 from wrappers.attention import checks, op, values
 from wrappers.attention import plan as attention_plan
+from wrappers.attention.bound import bound
 from wrappers.attention.call import (
     SEPARATE,
     AttentionCall,
@@ -458,6 +459,18 @@ def test_a_launch_gets_every_field(form, launches):
         torch.testing.assert_close(got.float(), want, rtol=1e-2, atol=1e-2)
         assert launches[-1].causal == (name not in ("mask", "all", "full"))
     assert len(launches) == 2 * len(CALLS) and len(machine.current.plans) == len(CALLS)
+
+
+def test_a_mask_that_begins_inside_a_word_is_copied_at_each_launch(launches):
+    p = problem(THREE, "csr", **CALLS["mask"])
+    room = torch.zeros(len(p.custom_mask) + 1, dtype=torch.uint8)
+    inside = p._replace(custom_mask=room[1:])
+    for mask in (p.custom_mask, 255 - p.custom_mask):
+        room[1:] = mask
+        want = reference.paged_attention(p._replace(custom_mask=mask))[0]
+        torch.testing.assert_close(op.serve(inside).float(), want, rtol=1e-2, atol=1e-2)
+        assert launches[-1].custom_mask.data_ptr() % 4 == 0
+    assert bound(p) is not None and bound(inside) is None
 
 
 @pytest.mark.parametrize("form", ["csr", "ragged"])

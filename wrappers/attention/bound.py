@@ -69,10 +69,11 @@ def bound(call: AttentionCall) -> BoundLaunch | None:
     """Return the launch of a call, or None if there is work to do at each call.
 
     That is so if something traces the call, if the reference runs it, in a capture, which owns the memory that is made
-    in it, with a rotation or a quantised output, and on a device that is not the current one.
+    in it, with a rotation, a quantised output or a custom mask that must be copied, and on a device that is not the
+    current one.
     """
     call = op.prepared(call)
-    if call.requests.shape_id is None or call.rope is not None:
+    if call.requests.shape_id is None or call.rope is not None or plan.between_words(call.custom_mask):
         return None
     found, here = plan.plan_of(call), machine.current
     if found is None or not found.out_is_16bit or found.checked:

@@ -57,10 +57,15 @@ def _flat(t: torch.Tensor) -> torch.Tensor:
     return t if t.ndim == 1 else t.reshape(-1)
 
 
+def between_words(mask: torch.Tensor | None) -> bool:
+    """Return whether a custom mask begins inside a word of 4 bytes. Kernels read whole words."""
+    return mask is not None and mask.data_ptr() % 4 != 0
+
+
 def _mask_words(mask: torch.Tensor) -> torch.Tensor:
     if mask.shape[0] >= checks.MOST_MASK:
         raise ValueError("custom_mask")
-    return mask if mask.data_ptr() % 4 == 0 else mask.clone()  # kernels read words
+    return mask.clone() if between_words(mask) else mask
 
 
 class OptionalTensor(NamedTuple):
