@@ -7,6 +7,7 @@ from wrappers.attention.call import AttentionCall, csr_sequences, ragged_sequenc
 from wrappers.reference import gather
 
 FORMS = ("csr", "ragged", "mask", "alibi")
+BLOCK = 128  # keys of a block that is hidden or seen whole
 SPARE = 3  # unused rows, or entries, before the first request's and after the last one's
 
 
@@ -51,7 +52,8 @@ def as_ragged(p: AttentionCall, lens: list[int]) -> AttentionCall:
 
 
 def with_mask(p: AttentionCall, lens: list[int], seed: int) -> AttentionCall:
-    """Add a random bit mask: a third of the bits are 0, and also whole bytes and most of a row.
+    """Add a random bit mask: a third of the bits are 0, and also whole bytes, most of the second row, and a block of
+    keys. All bits of another block are 1.
 
     Each request begins at a byte. The last byte of the last request is missing: kernels must hide keys past the
     tensor's end.
@@ -59,12 +61,14 @@ def with_mask(p: AttentionCall, lens: list[int], seed: int) -> AttentionCall:
     gen, device = torch.Generator().manual_seed(seed), p.q.device
     assert p.requests.cu_seqlens_q is not None
     counts = (p.requests.cu_seqlens_q[1:] - p.requests.cu_seqlens_q[:-1]).tolist()
-    sizes = [-(-m * n // 8) for m, n in zip(counts, lens)]
-    bits = torch.rand(sum(sizes), 8, generator=gen) > 0.33
-    bits[torch.rand(len(bits), generator=gen) < 0.2] = False
-    weights = 2 ** torch.arange(8)
-    packed = (bits * weights).sum(1).to(torch.uint8)
-    for m, n, start in zip(counts, lens, _starts(sizes, torch.device("cpu")).tolist()):
-        if m > 1 and n >= 16:  # zeros for most of the second row
-            packed[start + -(-n // 8) : start + 2 * n // 8] = 0
-    return p._replace(custom_mask=packed[:-1].to(device), mask_starts=_starts(sizes, device), causal=True)
+    weights, found = 2 ** torch.arange(8), []
+    for m, n in zip(counts, lens):
+        bits = torch.zeros(-(-m * n // 8), 8, dtype=torch.bool)
+        bits |= (torch.rand(bits.shape, generator=gen) > 0.33) & (torch.rand(len(bits), 1, generator=gen) >= 0.2)
+        mask = bits.view(-1)[: m * n].view(m, n)
+        mask[:, :BLOCK], mask[:, BLOCK : 2 * BLOCK] = True, False
+        mask[1:2, BLOCK if n > 2 * BLOCK else 8 :] = False
+        found.append((bits * weights).sum(1).to(torch.uint8))
+    packed = torch.cat([torch.empty(0, dtype=torch.uint8), *found])
+    starts = _starts([len(part) for part in found], device)
+    return p._replace(custom_mask=packed[:-1].to(device), mask_starts=starts, causal=True)

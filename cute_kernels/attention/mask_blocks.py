@@ -78,7 +78,7 @@ def mask_bits(a, w):
 
 @cute.jit
 def find_sequence(spec: cutlass.Constexpr, a, row: Int32):
-    """Return the sequence whose tiles include `row`, -1 if there is none. Called by one warp."""
+    """Return the sequence that `row` belongs to, -1 if there is none. Called by one warp."""
     found = Int32(-1)
     for b in cutlass.range(cute.arch.lane_idx(), geometry.batch_size(a), 32, unroll=1):
         q_start, q_len = geometry.sequence_queries(a, b)

@@ -210,7 +210,8 @@ def smem_bytes(spec: AttentionSpec[Sm100TileConfig], t: Sm100TileConfig, dims: t
     stages = 2 * raw + t.q_stages + policy.work_stages(spec)
     if dequantises:  # K and V as fp16, made from raw stages, and Q in place or besides
         found += 2 * t.stages * t.n * (qk + vo) + (2 * t.q_stages * t.m * qk if BITS[spec.q] < 16 else 0)
-        found += 8 * t.m if spec.q == "bf16" else 0  # a scale per row of Q
+        # a scale per row of Q, aligned to 16 bytes behind the mbarriers
+        found += 8 * t.m + 8 * (spec.schedule == "stream_k") if spec.q == "bf16" else 0
         stages += 2 * t.stages + 2
     if spec.kv.block_scaled:
         found += raw * t.n * (qk + vo) // SF_VEC_SIZE

@@ -19,8 +19,7 @@ from bench.cases import attention as cases
 from bench.cases import forms
 from bench.cases.attention import AttentionCase
 from bench.cases.planted import STEP_SCALE
-from cute_kernels.attention import dispatch
-from cute_kernels.attention.decode import FEW_ROWS
+from cute_kernels.attention.decode import FEW_ROWS, tile_table
 from wrappers import fp4
 from wrappers.attention.call import AttentionCall
 from wrappers.attention.op import serve
@@ -30,11 +29,9 @@ from .common import SMS, Outcome, distance, simulated
 Results = tuple[torch.Tensor, torch.Tensor | None]  # out (T, Hq, Dvo), lse
 SHARED_SMS = 7  # when CTAs share the keys of a request
 PARTS = 26  # splits of a long request, one per SM
-WIDE = {
-    (s.kv.dtype, s.head_dim_qk)
-    for op, s in dispatch.shipped("sm_90a")
-    if op == "attention.decode" and s.tile.rows_per_warp > FEW_ROWS
-}
+# (bits of K and V, padded head_dim) for which decode has tiles of more rows per warp than `FEW_ROWS`
+BITS = {"half": 16, "e4m3": 8, "nvfp4": 4}
+WIDE = {(BITS[key.kind], key.head_dim) for key in tile_table.measured(False) if key.rows > FEW_ROWS}
 
 
 DECODE_STRUCTURES = {  # (KV dtype, head_dim, 8 rows per warp): every type, head_dim and number of rows at least twice
@@ -88,7 +85,7 @@ def traits_of(spec: Any) -> KernelTraits:
     shares = decodes and spec.tile.per_tile_pack_gqa
     own = spec.kv.dtype == spec.q and (shares or not decodes or spec.q != "e4m3")  # decode converts e4m3 like any cache
     narrow = decodes and not shares and spec.tile.rows_per_warp == FEW_ROWS
-    narrow = narrow and (spec.kv.dtype, spec.head_dim_qk) in WIDE
+    narrow = narrow and (spec.kv.bits, spec.padded_qk) in WIDE
     same: dict[str, Any] = {
         "function": "decode" if decodes else "context",
         "dtype": {"e4m3": "fp8"}.get(spec.q, spec.q),
@@ -98,6 +95,7 @@ def traits_of(spec: Any) -> KernelTraits:
         "causal": spec.mask.causal != "never",
         "kv_dtype": "" if own else {"e4m3": "fp8"}.get(spec.kv.dtype, spec.kv.dtype),
     }
+    stages = max(spec.tile.stages, spec.tile.raw_stages) if shares else spec.tile.stages
     block, few, wide = spec.tile.n, FEW_ROWS if narrow else 0, decodes and not (shares or narrow)
     general = not decodes and spec.mask.causal == "value"
     mask, gathers = spec.mask, spec.kv.source == "gather"
@@ -106,7 +104,7 @@ def traits_of(spec: Any) -> KernelTraits:
     promoted = getattr(spec.tile, "promote_interval", 0)  # of Hopper's prefill
     return KernelTraits(
         decodes, shares, few, wide, mask.window, cap, general, gathers, mask.custom, skips, several, block,
-        block * spec.tile.stages, promoted, not decodes and len(spec.tile.m_choices) > 1, same,
+        block * stages, promoted, not decodes and len(spec.tile.m_choices) > 1, same,
     )  # fmt: skip
 
 
@@ -175,7 +173,8 @@ def sharing_cases(k: KernelTraits) -> list[Scenario]:
         soft_cap=12.0 if k.cap else 0.0,
     )  # fmt: skip
     boxes = [replace(short, page_size=page, lse=True) for page in (8, 32, 64)]
-    few = (0,) * 4  # keys: a CTA has more tiles than two rounds of the pipe that publishes them
+    # keys: a CTA has more tiles than two rounds of the pipe that publishes them, and of that of Q over quantised caches
+    few = (9,) * 10 if k.same["kv_dtype"] else (0,) * 4
     boxes[0] = replace(boxes[0], q_lens=(*short.q_lens, *(1,) * len(few)), kv_lens=(*short.kv_lens, *few))
     idle = (0,) * 127
     many = replace(short, name="many", q_lens=(*idle, 7, 0, 1), kv_lens=(*idle, k.block + 40, 7, 9), lse=True)
@@ -243,8 +242,8 @@ def attention_cases(spec: Any, thorough: bool = False) -> list[Scenario]:
     if not k.decodes:  # scores that exceed those of the blocks before by more than P's type can hold
         ragged = replace(ragged, data="peaks", heads_q=4)  # some requests have packed rows, some not
     short = AttentionCase(
-        "short", q_lens=second, kv_lens=(256, 0, 140), page_size=larger, lse=False, cache=stacked, window_left=other,
-        soft_cap=12.0 if k.cap else 0.0, **same,
+        "short", q_lens=second, kv_lens=(300 if k.custom else 256, 0, 140), page_size=larger, lse=False, cache=stacked,
+        window_left=other, soft_cap=12.0 if k.cap else 0.0, **same,
     )  # fmt: skip
     sms = SHARED_SMS if k.decodes else SMS
     keys = k.block + 40  # so that several CTAs have a share
@@ -277,10 +276,16 @@ def attention_cases(spec: Any, thorough: bool = False) -> list[Scenario]:
         box = replace(box, page_size=pages[-1], q_lens=(*idle, *box.q_lens), kv_lens=(*idle, *box.kv_lens))
         boxes = (box,) if k.gathers else (*other_boxes[:-1], box)
         return [Scenario("ragged", (ragged,), SMS, in_forms), Scenario("boxes", boxes, sms, box_forms)]
-    found = [Scenario("ragged", (ragged,), SMS, in_forms), Scenario("short", (short,), sms)]
+    found = [
+        Scenario("ragged", (ragged,), SMS, in_forms),
+        Scenario("short", (short,), sms, in_forms if k.custom else ()),
+    ]
     if k.general:  # code of its own with a cap, and a mask as the call requests
-        calls = replace(short, causal=False), replace(ragged, soft_cap=30.0)
-        found[1] = Scenario("short", calls, sms, in_forms if k.custom else ())
+        calls = [replace(short, causal=False), replace(ragged, soft_cap=30.0)]
+        calls += (
+            [replace(short, soft_cap=0.0, window_left=400)] if k.custom else []
+        )  # blocks that need no mask, without a cap
+        found[1] = Scenario("short", tuple(calls), sms, in_forms if k.custom else ())
     found.append(Scenario("boxes", tuple(other_boxes), sms, box_forms))
     if not k.gathers and not k.custom and not k.same["kv_dtype"]:
         in_forms = ("ragged",)
