@@ -58,7 +58,7 @@ def not_tensors(shape: tuple[int, ...]) -> dict[str, Any]:
 
 
 def tensors_like(t: torch.Tensor) -> dict[str, Any]:
-    """What is no tensor, and tensors that differ from `t` in one thing."""
+    """Return values that are no tensors, and tensors that differ from `t` in one property."""
     dtypes = (torch.float32, torch.int64, torch.bool, torch.complex64, torch.float16, E4M3, torch.uint8)
     bad = NONE | not_tensors(tuple(t.shape)) | {
         "rank + 1": t[None], "meta": t.to("meta"), "sparse": torch.sparse_coo_tensor(size=t.shape, dtype=t.dtype),
@@ -93,7 +93,7 @@ def tensors_in(value: Any) -> list[torch.Tensor]:
 
 
 def contents(arguments: dict[str, Any]) -> list[bytes]:
-    """Of all memory that the arguments reach."""
+    """Return the bytes of all memory that the arguments reach."""
     found = [t for t in tensors_in(list(arguments.values())) if t.layout == torch.strided and t.device.type == "cpu"]
     return [torch.empty(0, dtype=torch.uint8).set_(t.untyped_storage()).numpy().tobytes() for t in found]
 
@@ -154,7 +154,8 @@ def machine_of(host: str, good_call: Callable[[], Any]) -> machine.HostMachine:
 
 
 def outcome(here: machine.HostMachine, call: Any, arguments: dict[str, Any], fault: Callable[[Any], str | None]) -> str:
-    """What is wrong with a refusal, "accepted", or "" if nothing is wrong. fault: what is wrong with the message."""
+    """Return the fault of a refusal, "accepted" if the call was served, or "" if the refusal is right. fault: returns
+    the fault of an error."""
     before = contents(arguments)
     try:
         with machine.override(here):

@@ -32,7 +32,7 @@ def compiled(code: str) -> bytes:
 
 
 def packed_code(symbol: str) -> bytes:
-    """Return the packed device code of a kernel, whose first bytes are its symbol."""
+    """Return the packed device code of a kernel. It begins with the symbol of the kernel."""
     return device_code.pack(symbol.encode().ljust(CODE_BYTES, b".")[:CODE_BYTES])
 
 

@@ -160,7 +160,7 @@ def begins(field: str) -> tuple[str, ...]:
 
 
 def fault(error: BaseException, name: str, field: str, bad: str, value: Any) -> str | None:
-    """What is wrong with a refusal."""
+    """Return the fault of a refusal, None if there is none."""
     said = str(error).strip('"')
     mismatch = bad.split(" ", 1)[1] if bad[:2] in ("K ", "V ") else bad
     own = said.startswith(begins(field))

@@ -228,7 +228,7 @@ def poisoned(name: str) -> dict[str, Any]:
 
 
 def fault(error: BaseException, name: str, argument: str, bad: str, arguments: dict[str, Any]) -> str | None:
-    """What is wrong with a refusal."""
+    """Return the fault of a refusal, None if there is none."""
     value = arguments[argument]
     said = str(error).strip('"')
     if (name, argument, bad) in SHOWN and SHOWN[name, argument, bad] in said:

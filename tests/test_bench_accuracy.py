@@ -102,7 +102,7 @@ def test_an_error_is_measured():
 
 
 def test_providers_without_a_row(monkeypatch, capsys):
-    """A peer that refuses, and one whose output is not finite; peers have rows in 16 bits only."""
+    """One peer refuses and the other returns infinity. Peers have rows in 16 bits only."""
 
     def refuses(case, inputs):
         raise ValueError("head_dim")

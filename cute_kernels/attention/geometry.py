@@ -25,8 +25,8 @@ class LaunchGeometry(NamedTuple):
 
     qhead_per_kvhead, group_magic: query heads per KV head, and its magic number for `Divisor`. q_heads, kv_heads: the
     multiplier and the shift of the number of query and of KV heads, for `Quotient`. l2_keys: the most keys of a
-    sequence whose K and V, of all heads, fit in `tile.l2_bytes`; None where
-    the order of tiles does not depend on it (`policy.groups_heads_by_l2`).
+    sequence for which K and V of all heads fit in `tile.l2_bytes`; None where the order of tiles does not depend on it
+    (`policy.groups_heads_by_l2`).
     """
 
     qhead_per_kvhead: Int32

@@ -81,11 +81,10 @@ def prologue_prefetch(spec: cutlass.Constexpr, a, s, page_ids, which: cutlass.Co
     return prologue
 
 
-def block_at(spec, a, w, position: KVBlock):
-    """Return the `KVBlock` at a position of a tile, which `position` has in place of the block, see `mask_blocks`."""
-    at = position.n_block
-    n_block, below = (mask_blocks.n_block_at(spec, a, w, i) for i in (at, at - 1))
-    return position._replace(n_block=n_block, next_n_block=below)
+def block_at(spec, a, w, at: KVBlock):
+    """Replace at.n_block, a position of the tile, by the KV block that the tile visits there, and set the next one."""
+    n_block, below = (mask_blocks.n_block_at(spec, a, w, position) for position in (at.n_block, at.n_block - 1))
+    return at._replace(n_block=n_block, next_n_block=below)
 
 
 # The load_k and load_v roles: one iteration per tile, an inner one per KV block, highest block first.

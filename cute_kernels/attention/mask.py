@@ -112,12 +112,11 @@ def segments(
     segment, for full blocks without the mask. The range must not contain the tile's highest block, which callers
     process before, with the mask: without a causal mask, it is the only block that can be masked on the right (kv_len).
     """
+    mid = cutlass.max(n_block_min, cutlass.min(n_block_max - exact_max_blocks, n_block_full_max))
     if spec.mask.custom:  # positions in the tile's list (`mask_blocks`); masked blocks are the highest ones
-        mid = cutlass.max(n_block_min, cutlass.min(n_block_max - exact_max_blocks, n_block_full_max))
         exact = cutlass.max(mid, n_block_max - exact_max_blocks)
         rest = Segment(mid, exact, True, False), Segment(n_block_min, mid, False, False)
         return (Segment(exact, n_block_max, True, True), *rest) if exact_max_blocks else rest
-    mid = cutlass.max(n_block_min, cutlass.min(n_block_max - exact_max_blocks, n_block_full_max))
     left = cutlass.max(n_block_min, cutlass.min(mid, n_block_full_min))
     right = spec.mask.causal != "never" or spec.mask.tree
     first = Segment(mid, n_block_max, right or spec.mask.bounded_left, True)

@@ -22,10 +22,9 @@ from cutlass import Int32, Uint32, const_expr
 from ..device.clamp import clamp
 from ..device.divisor import Divisor
 from . import custom_mask, geometry, mask
-from .spec import PACK_GQA_MAX_GROUP
+from .spec import MASK_LIST_HEADER, PACK_GQA_MAX_GROUP
 
 WARPS = 32  # of a CTA: each finds one of 32 blocks at a time
-HEADER = 3  # words of a row before its entries
 TAIL = 2  # the word of the mask's last bytes
 WORD = 32  # keys per word of the mask
 EMPTY, MASKED, FULL = 0, 1, 2  # kinds of blocks
@@ -54,20 +53,20 @@ def list_row(spec, a, q_start, batch_idx, m_block):
 
 def listed_blocks(spec, a, q_start, batch_idx, m_block):
     """Return the `ListedBlocks` of a tile, for the scheduler."""
-    row, entries = list_row(spec, a, q_start, batch_idx, m_block), a.mask.mask_blocks.shape[1] - HEADER
+    row, entries = list_row(spec, a, q_start, batch_idx, m_block), a.mask.mask_blocks.shape[1] - MASK_LIST_HEADER
     count = clamp(a.mask.mask_blocks[row, 0], 0, entries)
     return ListedBlocks(row, count, clamp(a.mask.mask_blocks[row, 1], 0, count))
 
 
 def n_block_at(spec, a, w, position):
     """Return the KV block that a tile visits at a position: the position itself, unless there is a custom mask. The
-    block is clamped to those of the sequence, the highest of which a position below 0 gives, too."""
+    block is clamped to those of the sequence; a position below 0 gives any of them."""
     if not spec.mask.custom:
         return position
-    num_full, entries = w.n_block_full_max, a.mask.mask_blocks.shape[1] - HEADER
+    num_full, entries = w.n_block_full_max, a.mask.mask_blocks.shape[1] - MASK_LIST_HEADER
     masked = cutlass.min(cutlass.max(position - num_full + 1, 0), 1)  # 1 behind the full blocks, else 0
     entry = position + masked * (entries - 1 + num_full - 2 * position)
-    found = a.mask.mask_blocks[w.list_row, HEADER + clamp(entry, 0, entries - 1)]
+    found = a.mask.mask_blocks[w.list_row, MASK_LIST_HEADER + clamp(entry, 0, entries - 1)]
     return clamp(found, 0, cutlass.max((w.kv_len + spec.tile.n - 1) // spec.tile.n - 1, 0))
 
 
@@ -130,7 +129,7 @@ def list_blocks(spec: cutlass.Constexpr, a, kinds: cute.Tensor, row: Int32, batc
     m_block = row - first_row(spec, a, q_start, batch_idx)
     tokens = geometry.tile_tokens(m_block, m, q_len, Divisor(pack_factor, magic))
     lo, hi = mask.kv_range(spec, tokens[0], tokens[1], seqlen)
-    entries = a.mask.mask_blocks.shape[1] - HEADER
+    entries = a.mask.mask_blocks.shape[1] - MASK_LIST_HEADER
     hi, bits = cutlass.min(hi, entries), custom_mask.mask_bits(a, batch_idx, custom_mask.tail_of(a))
     out, num_full, num_masked = cute.domain_offset((row, 0), a.mask.mask_blocks), Int32(0), Int32(0)
     for first in cutlass.range(lo, hi, WARPS, unroll=1):
@@ -146,10 +145,10 @@ def list_blocks(spec: cutlass.Constexpr, a, kinds: cute.Tensor, row: Int32, batc
             kind, before = kinds[lane], (Uint32(1) << Uint32(lane)) - Uint32(1)
             full, masked = cute.arch.vote_ballot_sync(kind == FULL), cute.arch.vote_ballot_sync(kind == MASKED)
             if kind == FULL:
-                out[0, HEADER + num_full + cute.arch.popc(Uint32(full) & before).to(Int32)] = first + lane
+                out[0, MASK_LIST_HEADER + num_full + cute.arch.popc(Uint32(full) & before).to(Int32)] = first + lane
             if kind == MASKED:
                 back = num_masked + cute.arch.popc(Uint32(masked) & before).to(Int32)
-                out[0, HEADER + entries - 1 - back] = first + lane
+                out[0, MASK_LIST_HEADER + entries - 1 - back] = first + lane
             num_full += cute.arch.popc(Uint32(full)).to(Int32)
             num_masked += cute.arch.popc(Uint32(masked)).to(Int32)
         cute.arch.barrier()

@@ -23,6 +23,7 @@ CACHES = {  # type of queries -> types of K and V
     "e4m3": ("e4m3", *(kv for kv in QUANTISED if kv != "e4m3")),
     "e5m2": ("e5m2",),
 }
+MASK_LIST_HEADER = 3  # words of a list of KV blocks before its blocks (`mask_blocks`)
 SF_VEC_SIZE = 16  # elements that share a scale factor of NVFP4
 TMA_PAGES = (8, 16, 32, 64, 128, 256)  # page sizes, in rows, that TMA loads
 HEAD_DIM_UNIT = 16  # head dims are multiples of it: rows of TMA_BYTES in 8 bits, a scale factor of NVFP4
@@ -55,8 +56,7 @@ class KVSpec:
 class MaskSpec:
     """The mask. causal: "always" (bottom-right aligned), "never", or "value": the argument `causal` decides. window: a
     sliding window, `window_left`. tree: a tree mask for draft tokens. custom: a bit mask over all (token, key) of a
-    sequence; requires causal "value" or "never". chunk: a token
-    sees no key before its own chunk of positions."""
+    sequence; requires causal "value" or "never". chunk: a token sees no key before its own chunk of positions."""
 
     causal: str = "always"
     window: bool = False

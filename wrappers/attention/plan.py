@@ -17,7 +17,7 @@ import torch
 from cute_kernels.attention import args, dispatch
 from cute_kernels.attention.request import KernelRequest
 from cute_kernels.attention.schedule import policy
-from cute_kernels.attention.spec import PACK_GQA_MAX_GROUP, PACK_GQA_MAX_Q
+from cute_kernels.attention.spec import MASK_LIST_HEADER, PACK_GQA_MAX_GROUP, PACK_GQA_MAX_Q
 
 from .. import fp4, machine, overlap, reference, scratch
 from ..checks import INF, checking
@@ -29,7 +29,6 @@ from .rope import rotated
 
 NO_WINDOW = 1 << 30  # window_left for a call without a window, if the kernel supports windows
 MOST_TILES = 1 << 31  # bound of the tiles of a launch with whole tiles, whatever the offsets
-HEADER = 3  # words of a list of KV blocks before its blocks
 CHUNK = 4096  # keys of a split in the batch-invariant mode, rounded down to whole KV blocks
 WIDE = {"bf16": torch.bfloat16, "fp16": torch.float16}
 TYPES: dict[Any, str] = {**checks.TYPES, "nvfp4": "nvfp4"}
@@ -180,9 +179,9 @@ class MaskLists(NamedTuple):
     tile_n: int
 
     def empty(self, call: AttentionCall, q: torch.Tensor) -> torch.Tensor:
-        """Return int32 (rows, 2 + blocks of the longest possible request), uninitialised."""
+        """Return int32 (rows, MASK_LIST_HEADER + blocks of the longest possible request), uninitialised."""
         rows, keys = q.shape[0] * self.group // self.tile_m + call.requests.batch, checks.most_keys(call)
-        return _empty((rows, HEADER + -(-keys // self.tile_n)), dtype=torch.int32, device=q.device)
+        return _empty((rows, MASK_LIST_HEADER + -(-keys // self.tile_n)), dtype=torch.int32, device=q.device)
 
 
 class ArgSlots:

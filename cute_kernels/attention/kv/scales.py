@@ -111,6 +111,15 @@ def fill(
         fill_wide(spec, scales, smem, p, found, at, interleaved)
 
 
+def rows_of_lane(spec, scales, found, at: KVBlock, c):
+    """Return where the c-th rows of this lane are: (first row in the block, page, first row in the page, whether the
+    page exists). found: the pages from `find`."""
+    first_row, page, page_size = (32 * c + cute.arch.lane_idx()) * scale_rows(spec), found[c], scales.shape[2]
+    row = at.n_block * spec.tile.n + first_row
+    row = row % page_size if gathers(spec) else row & (page_size - 1)
+    return first_row, page, row, (page >= 0) & (page < scales.shape[0])
+
+
 @cute.jit
 def fill_wide(
     spec: cutlass.Constexpr,
@@ -130,10 +139,7 @@ def fill_wide(
     pipeline.producer_acquire(p, at.item)
     # copy
     for c in cutlass.range_constexpr(cute.size(found)):
-        first_row, page, page_size = (32 * c + cute.arch.lane_idx()) * count, found[c], scales.shape[2]
-        row = at.n_block * spec.tile.n + first_row
-        row = row % page_size if const_expr(gathers(spec)) else row & (page_size - 1)
-        exists = (page >= 0) & (page < scales.shape[0])
+        first_row, page, row, exists = rows_of_lane(spec, scales, found, at, c)
         source = scales[page if exists else Int32(0), at.head, row, None].iterator.toint()
         target = smem[first_row, None, pipeline.stage(p, at.item)].iterator.toint()
         if first_row < spec.tile.n:
@@ -173,10 +179,7 @@ def fill_narrow(
     base = smem[None, None, pipeline.stage(p, at.item)].iterator
     into = cute.make_tensor(cute.recast_ptr(base, dtype=UNITS[unit]), cute.make_layout(spec.tile.n * padded))
     for c in cutlass.range_constexpr(cute.size(found)):
-        first_row, page, page_size = (32 * c + cute.arch.lane_idx()) * count, found[c], scales.shape[2]
-        row = at.n_block * spec.tile.n + first_row
-        row = row % page_size if const_expr(gathers(spec)) else row & (page_size - 1)
-        exists = (page >= 0) & (page < scales.shape[0])
+        first_row, page, row, exists = rows_of_lane(spec, scales, found, at, c)
         if first_row < spec.tile.n:
             values = cute.make_rmem_tensor((size, count), UNITS[unit])
             values.fill(0)

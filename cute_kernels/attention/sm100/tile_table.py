@@ -176,7 +176,7 @@ def tile_of(q: str, kv: str, dims: tuple[int, int], arch: str) -> Sm100TileConfi
 
 
 def split_tile_of(q: str, kv: str, dims: tuple[int, int]) -> Sm100TileConfig | None:
-    """Return the tile of a kernel whose CTAs share the keys of a sequence, None if there is none."""
+    """Return the tile of the kernel in which CTAs share the keys of a sequence, or None if there is no such kernel."""
     kind = SPLIT_TYPES.get((q, kv))
     return column(kind).get(dims) if kind else None
 

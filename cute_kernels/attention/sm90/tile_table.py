@@ -208,7 +208,7 @@ def tile_of(q: str, kv: str, dims: tuple[int, int], plain: bool) -> Sm90TileConf
 
 
 def split_tile_of(q: str, kv: str, dims: tuple[int, int]) -> Sm90TileConfig | None:
-    """Return the tile of a kernel whose CTAs share the keys of a sequence, None if there is none."""
+    """Return the tile of the kernel in which CTAs share the keys of a sequence, or None if there is no such kernel."""
     if not (q in DTYPES and q == kv or q == "bf16" and kv in SPLIT_CACHES):
         return None
     tiles = column(kind_of(q, kv)).get(dims)
