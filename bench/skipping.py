@@ -4,7 +4,8 @@ and the result without them.
 A request's blocks of `keys` keys are visited from the last to the first, for a group of rows at a time (`ROWS`). A
 block is left out if every row that sees a key of it has exp(m_j - m) < factor / kv_len. Here m_j is the largest logit
 of the row in the block, and m is its largest logit in the blocks visited before that were not left out. The first block
-that a group visits is never left out.
+that a group visits is never left out. On Hopper, a group that keeps PROBE full blocks of its tile in turn keeps the
+next UNASKED ones without a vote (`Unasked`), and m takes no notice of these.
 """
 
 import math
@@ -13,6 +14,7 @@ from typing import NamedTuple
 import torch
 
 from cute_kernels.attention import dispatch
+from cute_kernels.attention.sm90 import tile_table
 from cute_kernels.attention.spec import PACK_GQA_MAX_Q
 from wrappers import machine
 from wrappers.attention import plan
@@ -87,11 +89,47 @@ def visible(p: AttentionCall, rows: RowGroups, first: int, end: int) -> torch.Te
 
 class OnlineSoftmax(NamedTuple):
     """Softmax state of all rows (heads, groups, rows), changed in place. top: maximum so far; total and o: sums
-    relative to it."""
+    relative to it; voted: maximum of the blocks that were kept by a vote."""
 
     top: torch.Tensor
     total: torch.Tensor
     o: torch.Tensor
+    voted: torch.Tensor
+
+
+class Unasked:
+    """Counts, for each (head, group), which blocks are kept without a vote. A kernel's tiles have `groups` groups, and
+    the `first` highest blocks of each tile do not count."""
+
+    def __init__(self, shape: tuple[int, int], groups: int, first: int, device: torch.device) -> None:
+        self.groups, self.first = groups, first
+        self.passed = torch.zeros(-(-shape[1] // groups), dtype=torch.int64, device=device)  # blocks of each tile
+        self.votes, self.kept, self.left = torch.zeros(3, *shape, dtype=torch.int64, device=device)
+
+    def of_tiles(self, x: torch.Tensor, fill: bool) -> torch.Tensor:
+        """(groups, ...) -> (tiles, all that a tile has)."""
+        pad = x.new_full((-len(x) % self.groups, *x.shape[1:]), fill)
+        return torch.cat((x, pad)).view(len(self.passed), -1)
+
+    def begin(self, seen: torch.Tensor, valid: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Begin a block, of which rows see the keys `seen` (groups, rows, keys). valid: (groups, rows).
+
+        Return whether it counts (groups,) and whether it is kept without a vote (heads, groups)."""
+        has, full = self.of_tiles(seen, False).any(1), self.of_tiles(seen | ~valid[..., None], True).all(1)
+        counts = has & full & (self.passed >= self.first)
+        self.passed += has
+        counts = counts.repeat_interleave(self.groups)[: seen.shape[0]]
+        return counts, counts & (self.left > 0)
+
+    def end(self, counts: torch.Tensor, unasked: torch.Tensor, kept: torch.Tensor) -> None:
+        """Count the block's votes."""
+        voted = counts & ~unasked
+        self.left -= unasked.long()
+        self.votes += voted.long()
+        self.kept += (voted & kept).long()
+        done = voted & (self.votes == tile_table.PROBE)
+        self.left[done & (self.kept == tile_table.PROBE)] = tile_table.UNASKED
+        self.votes[done], self.kept[done] = 0, 0
 
 
 def wanted(now: torch.Tensor, top: torch.Tensor) -> torch.Tensor:
@@ -107,11 +145,18 @@ def wanted(now: torch.Tensor, top: torch.Tensor) -> torch.Tensor:
     return torch.where(now == -INF, -INF, now - top).amax(-1)
 
 
-def add(state: OnlineSoftmax, s: torch.Tensor, top: torch.Tensor, v: torch.Tensor, kept: torch.Tensor) -> None:
+def add(
+    state: OnlineSoftmax,
+    s: torch.Tensor,
+    top: torch.Tensor,
+    v: torch.Tensor,
+    kept: torch.Tensor,
+    unasked: torch.Tensor,
+) -> None:
     """Add a block to the softmax state of the groups that keep it.
 
-    s: logits (heads, groups, rows, keys) in log2 units. top: the maxima of s. v: (heads, keys, D). kept: (heads,
-    groups).
+    s: logits (heads, groups, rows, keys) in log2 units. top: the maxima of s. v: (heads, keys, D). kept, unasked:
+    (heads, groups), whether it is kept, and whether without a vote.
     """
     new = torch.maximum(state.top, top)
     base = new.masked_fill(new == -INF, 0.0)
@@ -122,13 +167,21 @@ def add(state: OnlineSoftmax, s: torch.Tensor, top: torch.Tensor, v: torch.Tenso
     state.o.copy_(torch.where(chosen[..., None], o, state.o))
     state.total.copy_(torch.where(chosen, state.total * owed + weights.sum(-1), state.total))
     state.top.copy_(torch.where(chosen, new, state.top))
+    state.voted.copy_(torch.where(chosen & ~unasked[..., None], torch.maximum(state.voted, top), state.voted))
 
 
-def attend(p: AttentionCall, keys: int, few: int = PACK_GQA_MAX_Q, together: int = ROWS[HOPPER]) -> Skipped:
+def attend(
+    p: AttentionCall,
+    keys: int,
+    few: int = PACK_GQA_MAX_Q,
+    together: int = ROWS[HOPPER],
+    tile: tuple[int, int] | None = None,
+) -> Skipped:
     """Compute a prefill call with p.skip as kernels with blocks of `keys` keys compute it.
 
     Any dtypes and requests; no bit mask, ALiBi or scales per head. few: the largest number of query tokens of a request
-    with packed rows. together: rows that vote together.
+    with packed rows. together: rows that vote together. tile: of kernels that keep blocks without a vote, the groups of
+    a tile, and its highest blocks that do not count.
     """
     assert p.skip and p.alibi_slopes is None and p.custom_mask is None and p.drafts is None
     out = torch.zeros(*p.q.shape[:2], p.dim_vo, device=p.q.device)
@@ -143,8 +196,9 @@ def attend(p: AttentionCall, keys: int, few: int = PACK_GQA_MAX_Q, together: int
         shape = rows.q.shape[:3]
         state = OnlineSoftmax(
             torch.full(shape, -INF, device=k.device), torch.zeros(shape, device=k.device),
-            torch.zeros(*shape, p.dim_vo, device=k.device),
+            torch.zeros(*shape, p.dim_vo, device=k.device), torch.full(shape, -INF, device=k.device),
         )  # fmt: skip
+        counter = Unasked((shape[0], shape[1]), *tile, k.device) if tile else None
         least = math.log2(p.skip) - math.log2(max(1, length))
         for first in range((length - 1) // keys * keys, -1, -keys):
             end = min(first + keys, length)
@@ -156,12 +210,15 @@ def attend(p: AttentionCall, keys: int, few: int = PACK_GQA_MAX_Q, together: int
                 s = p.soft_cap * LOG2E * torch.tanh(s / (p.soft_cap * LOG2E))
             s = s.masked_fill(~seen, -INF)
             top = s.amax(-1)
-            want = wanted(top, state.top)  # (heads, groups)
-            kept, counted = want >= least, want > -INF
-            margin = min(margin, float((want - least).abs().min()))
+            want = wanted(top, state.voted)  # (heads, groups)
+            counts, unasked = counter.begin(seen, rows.valid) if counter else (want > INF, want > INF)
+            kept, counted = (want >= least) | unasked, want > -INF
+            margin = min(margin, float((want - least).abs().masked_fill(unasked, INF).min()))
             blocks += int(counted.sum())
             skipped += int((counted & ~kept).sum())
-            add(state, s, top, v[:, first:end], kept)
+            add(state, s, top, v[:, first:end], kept, unasked)
+            if counter:
+                counter.end(counts, unasked, kept)
         group = heads // len(rows.q)
 
         def tokens(x: torch.Tensor, m: int = m, group: int = group) -> torch.Tensor:
@@ -181,7 +238,10 @@ def of_kernel(p: AttentionCall) -> Skipped:
     """
     arch, _ = machine.current.device_info(p.q.device) or (HOPPER, 0)
     _, spec = dispatch.select(plan.request_of(p), arch)
-    return attend(p, spec.tile.n, together=ROWS[arch])
+    tile = None
+    if arch == HOPPER and tile_table.keeps_unasked(spec):
+        tile = spec.tile.m // ROWS[HOPPER], 1 + tile_table.exact_max_blocks(spec)
+    return attend(p, spec.tile.n, together=ROWS[arch], tile=tile)
 
 
 def expected(p: AttentionCall) -> tuple[torch.Tensor, torch.Tensor]:

@@ -137,6 +137,7 @@ def test_fp8_finds_a_needle_among_128k_keys_whose_values_have_a_large_mean():
 
 
 SKIPPING = replace(BASE, data="levels", scale=STEP_SCALE, kv_lens=(700, 1190, 3, 600), skip=160.0)
+LATE = {"data": "levels-late", "scale": STEP_SCALE / 2, "kv_lens": (9900, 10200, 3, 9800), "skip": 4000.0}
 
 
 @pytest.mark.parametrize(
@@ -145,7 +146,7 @@ SKIPPING = replace(BASE, data="levels", scale=STEP_SCALE, kv_lens=(700, 1190, 3,
         SKIPPING,
         DIMS,
         values("dtype", "bf16", "fp16"),
-        {"causal": {}, "full": {"causal": False}, "window-cap": {"window_left": 480, "soft_cap": 30.0}},
+        {"causal": {}, "full": {"causal": False}, "window-cap": {"window_left": 480, "soft_cap": 30.0}, "late": LATE},
         {"rows": {"q_lens": (210, 1, 0, 150)}, "packed": {"q_lens": (1, 5, 0, 16)}},
     ),
 )

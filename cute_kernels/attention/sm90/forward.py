@@ -56,6 +56,7 @@ from . import precision, promotion, query, skip
 from .mma import mma
 from .prepare import prepare_kv
 from .roles import WARPS, has_prepare_warpgroup, roles
+from .tile_table import waits_for_votes
 
 fake_args = fakes.fake_args
 
@@ -179,7 +180,7 @@ def shared(spec, plan):
 @cute.jit
 def load_v(spec: cutlass.Constexpr, plan, s, loader: Int32):
     """Run the `load_v` role in one warp."""
-    if const_expr(skip.waits_for_votes(spec)):
+    if const_expr(waits_for_votes(spec)):
         skip.load_v(spec, plan, s, loader)
     else:
         into = load.LoadTarget(plan.v, s.raw_v, s.raw_v_pipe)

@@ -45,6 +45,7 @@ from .softmax import (
     validate_p,
 )
 from .state import BlockFlags, ConsumerState, Sm90Fragments, Sm90TileState
+from .tile_table import exact_max_blocks
 
 
 @cute.jit
@@ -72,28 +73,46 @@ def mma_one_tile(
     if const_expr(spec.tile.m > 64):
         if first_row(spec, tile.w) >= geometry.num_rows(tile.w.q_len, tile.w.pack_factor):
             n_block_min = n_block_max
-    full_min, full_max, exact = tile.w.n_block_full_min, tile.w.n_block_full_max, precision.exact_max_blocks(spec)
+    full_min, full_max, exact = tile.w.n_block_full_min, tile.w.n_block_full_max, exact_max_blocks(spec)
     segments = mask.segments(spec, n_block_min, n_block_max, full_min, full_max, exact, capped)
     for g in cutlass.range_constexpr(len(segments)):
         segment = segments[g]
         flags = BlockFlags(capped, segment.masked, segment.is_first)
-        if const_expr(r.promoted is None):
-            for position in cutlass.range(segment.n_block_max - 1, segment.n_block_min - 1, -1, unroll=1):
-                n_block = mask_blocks.n_block_at(spec, plan.args, tile.w, position)
-                at = mma_one_n_block(spec, plan, s, r, tile, at, n_block, flags)
-        else:  # the same loop, left after every `promote_interval` blocks to add acc_o to sums in fp32 (`promotion`)
-            hi = segment.n_block_max
-            while hi > segment.n_block_min:
-                lo = cutlass.max(segment.n_block_min, hi - r.promoted.counts[0])
-                for position in cutlass.range(hi - 1, lo - 1, -1, unroll=1):
-                    n_block = mask_blocks.n_block_at(spec, plan.args, tile.w, position)
-                    at = mma_one_n_block(spec, plan, s, r, tile, at, n_block, flags)
-                promotion.promote(spec, r.promoted, r.acc_o, hi - lo)
-                hi = lo
+
+        def compute_block(at, n_block, flags=flags):
+            return mma_one_n_block(spec, plan, s, r, tile, at, n_block, flags)
+
+        at = for_each_n_block(spec, plan, r, tile, segment.n_block_min, segment.n_block_max, compute_block, at)
     # Pass the stages of the blocks that were not computed. Then add the promoted sums to O and release the Q stage.
     if const_expr(spec.tile.m > 64):
         at = drain_blocks(spec, s, at, n_block_min - tile.w.n_block_min)
     finish_qk(spec, s, r, at)
+    return at
+
+
+@cute.jit
+def for_each_n_block(
+    spec: cutlass.Constexpr,
+    plan,
+    r: Sm90Fragments,
+    tile: Sm90TileState,
+    lo: Int32,
+    hi: Int32,
+    body: cutlass.Constexpr,
+    at: ConsumerState,
+):
+    """Call `at = body(at, n_block)` for the KV blocks of the tile at positions [lo, hi), from high to low. Return the
+    last state."""
+    if const_expr(r.promoted is None):
+        for position in cutlass.range(hi - 1, lo - 1, -1, unroll=1):
+            at = body(at, mask_blocks.n_block_at(spec, plan.args, tile.w, position))
+    else:  # the same loop, left after every `promote_interval` blocks to add acc_o to sums in fp32 (`promotion`)
+        while hi > lo:
+            until = cutlass.max(lo, hi - r.promoted.counts[0])
+            for position in cutlass.range(hi - 1, until - 1, -1, unroll=1):
+                at = body(at, mask_blocks.n_block_at(spec, plan.args, tile.w, position))
+            promotion.promote(spec, r.promoted, r.acc_o, hi - until)
+            hi = until
     return at
 
 

@@ -111,14 +111,6 @@ def rescale_params(spec, kv_len) -> softmax.RescaleParams:
     return softmax.RescaleParams(P_MAX_LOG2_E4M3 - max_offset, max_offset)
 
 
-def exact_max_blocks(spec):
-    """Return the number of blocks after a tile's first in which row_max follows every growth.
-
-    In 8 bits that is 2: maxima that lag behind there would grow out of P's range later.
-    """
-    return 2 if of(spec).is_8bit else 0
-
-
 def columns_under_pv(spec, columns):
     """Return how many of a thread's columns of its first row get their exponentials while P V of the block before still
     reads P: in 8 bits all, in 16 bits half, since a whole row spills."""

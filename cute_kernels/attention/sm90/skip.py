@@ -13,6 +13,10 @@ one Q K^T and the next bounds how fast blocks are left out, so lanes share their
 and the vote is one reducing barrier: with three smaller changes, that took 75 % skipped from 1.32 to 1.39 times the
 dense speed (H200, b1 s32768).
 
+A vote costs exponentials their place under the own P V, so a warpgroup does not vote where that hardly pays: among the
+full blocks of a tile, it votes on `PROBE` blocks, and if it keeps them all, it keeps the next
+`UNASKED` ones without a vote, in the dense loop. The maxima of those do not enter m.
+
 V of a block that all warpgroups leave out is not fetched: its loaders wait for the votes (`load_v`), and V of a kept
 block arrives under its exponentials. V is always fetched if its pages are gathered, since those loaders look up page
 ids a block ahead, or if it is prepared.
@@ -26,14 +30,14 @@ from cutlass import Float32, Int32, const_expr
 from cutlass.cute.nvgpu import warpgroup
 
 from ...device import pipeline, warp
-from .. import geometry, load, logits, mask, mask_blocks, skip_rule
+from .. import geometry, load, logits, mask, skip_rule
 from .. import softmax as online
 from ..barriers import NamedBarrier
 from ..kv import pages, source
 from ..kv.pages import KVBlock
 from ..schedule import work
 from ..schedule.work import WorkTileInfo
-from . import precision, promotion
+from . import mainloop
 from .epilogue import LANES, scales_of
 from .groups import warp_scheduler_barrier_arrive, warp_scheduler_barrier_sync, warpgroup_idx
 from .mainloop import (
@@ -50,6 +54,7 @@ from .query import overlap_next_qk
 from .roles import WARPS
 from .softmax import compute_p, convert_p, rescale_o, rows_of, transform_scores
 from .state import BlockFlags, ConsumerState, Sm90Fragments, Sm90TileState
+from .tile_table import PROBE, UNASKED, exact_max_blocks, keeps_unasked, waits_for_votes
 
 
 class SkipVoteState(NamedTuple):
@@ -83,11 +88,6 @@ def allocate(spec, smem) -> Any:
         return None
     words = smem.allocate_tensor(Int32, cute.make_layout((spec.tile.stages, spec.tile.warpgroups)), 16)
     return SkipVotesSmem(words, pipeline.make_mbarriers(smem, cute.size(words), 1))
-
-
-def waits_for_votes(spec):
-    """Report whether V of a block is fetched only if a warpgroup keeps the block: if TMA fetches it, unprepared."""
-    return spec.logits.skip and spec.kv.source == "tma" and not precision.prepares_any(spec)
 
 
 @cute.jit
@@ -173,24 +173,31 @@ def mma_one_tile(
 
     # the other blocks, from high to low
     n_block_min, n_block_max = tile.w.n_block_min, tile.w.n_block_max - 1
-    full_min, full_max, exact = tile.w.n_block_full_min, tile.w.n_block_full_max, precision.exact_max_blocks(spec)
+    full_min, full_max, exact = tile.w.n_block_full_min, tile.w.n_block_full_max, exact_max_blocks(spec)
     segments = mask.segments(spec, n_block_min, n_block_max, full_min, full_max, exact, capped)
     for g in cutlass.range_constexpr(len(segments)):
         segment = segments[g]
         flags = BlockFlags(capped, segment.masked, segment.is_first)
-        if const_expr(r.promoted is None):
-            for position in cutlass.range(segment.n_block_max - 1, segment.n_block_min - 1, -1, unroll=1):
-                n_block = mask_blocks.n_block_at(spec, plan.args, tile.w, position)
-                at = mma_one_n_block(spec, plan, s, r, vote_state, at, n_block, flags)
-        else:  # the same loop, left after every `promote_interval` blocks to promote O
-            hi = segment.n_block_max
-            while hi > segment.n_block_min:
-                lo = cutlass.max(segment.n_block_min, hi - r.promoted.counts[0])
-                for position in cutlass.range(hi - 1, lo - 1, -1, unroll=1):
-                    n_block = mask_blocks.n_block_at(spec, plan.args, tile.w, position)
-                    at = mma_one_n_block(spec, plan, s, r, vote_state, at, n_block, flags)
-                promotion.promote(spec, r.promoted, r.acc_o, hi - lo)
-                hi = lo
+        hi, lo = segment.n_block_max, segment.n_block_min
+
+        def vote_on_block(at, n_block, flags=flags):
+            return mma_one_n_block(spec, plan, s, r, vote_state, at, n_block, flags)
+
+        def keep_block(at, n_block, flags=flags):
+            publish_vote(spec, s, Int32(0), pipeline.next_item(s.k_pipe, at.kv).index)
+            return mainloop.mma_one_n_block(spec, plan, s, r, tile, at, n_block, flags)
+
+        if const_expr(flags.masked or flags.is_first or not keeps_unasked(spec)):
+            at = mainloop.for_each_n_block(spec, plan, r, tile, lo, hi, vote_on_block, at)
+        else:
+            while hi > lo:
+                until = cutlass.max(lo, hi - PROBE)
+                at = mainloop.for_each_n_block(spec, plan, r, tile, until, hi, vote_on_block, at)
+                hi = until
+                if at.kept_in_turn >= PROBE:
+                    until = cutlass.max(lo, hi - UNASKED)
+                at = mainloop.for_each_n_block(spec, plan, r, tile, until, hi, keep_block, at)
+                hi = until
     # O += promoted sums, release the Q stage
     finish_qk(spec, s, r, at)
     return at
@@ -210,14 +217,14 @@ def mma_one_n_block(
     """Issue Q K^T of `n_block`, the item after at.kv, with the P V of item at.kv if that is pending. Find the maxima of
     `n_block` and vote on it under that P V. If it is kept, compute its softmax under the other warpgroup's MMAs.
 
-    Returns the `ConsumerState` of `n_block`, with pv_pending as the vote says.
+    Returns the `ConsumerState` of `n_block`, with kept_in_turn as the vote says.
     """
     i, next_at, a, tile = at.kv, at._replace(kv=pipeline.next_item(s.k_pipe, at.kv)), plan.args, vote_state.tile
     skips, next_kv = Int32(0), next_at.kv
     pipeline.consumer_wait(s.k_pipe, next_kv)
     fence_before_mma(spec, pages.K)
     warp_scheduler_barrier_sync(spec)
-    if at.pv_pending != 0:
+    if at.kept_in_turn != 0:
         # S = Q @ K^T
         issue_qk(spec, plan, s, r, next_at)
         # O += P @ V of the block before
@@ -248,7 +255,7 @@ def mma_one_n_block(
     pipeline.consumer_release(s.v_pipe, i)
     if skips == 0:
         softmax_kept_block(spec, r, vote_state, flags)
-    return next_at._replace(pv_pending=1 - skips)
+    return next_at._replace(kept_in_turn=(at.kept_in_turn + 1) * (1 - skips))
 
 
 @cute.jit
@@ -287,7 +294,7 @@ def softmax_kept_block(spec: cutlass.Constexpr, r: Sm90Fragments, vote_state: Sk
     for k in cutlass.range_constexpr(rows):
         vote_state.lane_max[k] = cute.arch.warp_reduction_max(vote_state.lane_max[k], threads_in_group=LANES)
     row_max = cute.make_tensor(vote_state.lane_max.iterator, cute.make_layout((rows, 1)))
-    exact_max = const_expr(precision.exact_max_blocks(spec) > 0 and flags.is_first)
+    exact_max = const_expr(exact_max_blocks(spec) > 0 and flags.is_first)
     online.update_max(r.st, row_max, scales_of(r, tile.scales).reduced, 1, tile.rescale_params, exact_max)
     for k in cutlass.range_constexpr(rows):
         vote_state.kept_max[k] = cute.arch.fmax(vote_state.kept_max[k], vote_state.lane_max[k])
@@ -304,7 +311,7 @@ def last_half_block(spec: cutlass.Constexpr, plan, s, r: Sm90Fragments, next_w: 
         if next_w.is_valid != 0:
             wait_first_qk(spec, plan, s, r, next_w, next_tile_state(s, at))
     # O += P @ V
-    if at.pv_pending != 0:
+    if at.kept_in_turn != 0:
         issue_pv(spec, plan, s, r, at.kv)
         warpgroup.wait_group(0)
     else:

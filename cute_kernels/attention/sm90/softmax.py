@@ -4,7 +4,7 @@ Exponentials usually do not wait for the block's maxima. `speculate_p` computes 
 did not change, which is nearly always right, because that maximum may lag behind (`update_max`, with a rescale
 threshold as in FlashAttention-4). `validate_p` then finds warps in which P left the range of its type and computes
 their P again. Blocks in which the maxima usually grow are computed with the maxima first: those on the diagonal and,
-with an 8-bit P, the first ones of a tile (`precision.exact_max_blocks`).
+with an 8-bit P, the first ones of a tile (`tile_table.exact_max_blocks`).
 """
 
 from typing import Any, NamedTuple
@@ -21,6 +21,7 @@ from ..logits import ScoreCols, ScoreRows
 from . import precision, promotion
 from .epilogue import LANES, scales_of
 from .state import Sm90Fragments, Sm90TileState
+from .tile_table import exact_max_blocks
 
 
 def rows_of(r: Sm90Fragments, tile: Sm90TileState):
@@ -72,7 +73,7 @@ def mask_and_update_max(
 ):
     """Apply bias, soft cap and mask to a block in acc_s, then bring row_max up to date with it."""
     scores, to_log2 = transform_scores(spec, a, r, tile, n_block, flags), scales_of(r, tile.scales).reduced
-    exact_max = const_expr(precision.exact_max_blocks(spec) > 0)
+    exact_max = const_expr(exact_max_blocks(spec) > 0)
     online.update_max(r.st, scores, to_log2, LANES, tile.rescale_params, exact_max, r.offsets)
 
 

@@ -58,13 +58,14 @@ class BlockFlags(NamedTuple):
 class ConsumerState(NamedTuple):
     """Pipeline items of the KV block and of the tile's Q that a warpgroup is at.
 
-    kv: `PipelineState` in k_pipe and v_pipe. q: running number in q_pipe. pv_pending: 1 if P V of item kv is still to
-    be issued, 0 if skip-softmax leaves the block out.
+    kv: `PipelineState` in k_pipe and v_pipe. q: running number in q_pipe. kept_in_turn: 0 if skip-softmax leaves the
+    block out; else P V of item kv is still to be issued, and this is the number of blocks since the last one that was
+    left out (`skip` counts them; without skip-softmax it stays 1).
     """
 
     kv: pipeline.PipelineState
     q: Int32
-    pv_pending: Int32
+    kept_in_turn: Int32
 
 
 def make_fragments(spec, plan, s) -> Sm90Fragments:

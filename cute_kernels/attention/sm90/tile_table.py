@@ -247,9 +247,33 @@ def smem_bytes(spec: AttentionSpec[Sm90TileConfig], t: Sm90TileConfig, dims: tup
         found += 4 * t.m * vo
     if t.o_parts > 1 and dequantises and spec.q == "bf16":  # a scale per row of Q
         found += 4 * t.m
-    if spec.logits.skip and spec.kv.source == "tma" and not (dequantises or fp8):  # votes, and an mbarrier each
+    if waits_for_votes(spec):  # votes, and an mbarrier each
         found += 12 * t.stages * t.warpgroups
     return found + WORK_BYTES[spec.schedule] + STAGE_BYTES * stages
+
+
+def exact_max_blocks(spec: AttentionSpec[Sm90TileConfig]) -> int:
+    """Return the number of blocks after a tile's first in which row_max follows every growth.
+
+    In 8 bits that is 2: maxima that lag behind there would grow out of P's range later.
+    """
+    return 2 if kind_of(spec.q, spec.kv.dtype) == "fp8" else 0
+
+
+# Skip-softmax. A warpgroup votes on PROBE full blocks of a tile and, if it keeps them all, keeps the next UNASKED
+# without a vote.
+PROBE, UNASKED = 8, 56
+
+
+def waits_for_votes(spec: AttentionSpec[Sm90TileConfig]) -> bool:
+    """Report whether V of a block is fetched only if a warpgroup keeps the block: if TMA fetches it, unprepared."""
+    return spec.logits.skip and spec.kv.source == "tma" and kind_of(spec.q, spec.kv.dtype) == "half"
+
+
+def keeps_unasked(spec: AttentionSpec[Sm90TileConfig]) -> bool:
+    """Report whether warpgroups keep blocks without a vote. They tell the loaders of V before they issue Q K^T of the
+    block: with one stage, a loader may not yet have read what they told before."""
+    return not waits_for_votes(spec) or (spec.tile is not None and spec.tile.stages > 1)
 
 
 def resources(spec: AttentionSpec[Sm90TileConfig], t: Sm90TileConfig, dims: tuple[int, int]) -> Resources:

@@ -18,7 +18,7 @@ from ptxsim.runner import RunResult
 from bench.cases import attention as cases
 from bench.cases import forms
 from bench.cases.attention import AttentionCase
-from bench.cases.planted import STEP_SCALE
+from bench.cases.planted import LEVEL_KEYS, STEP_SCALE
 from cute_kernels.attention.decode import FEW_ROWS, tile_table
 from wrappers import fp4
 from wrappers.attention.call import AttentionCall
@@ -156,7 +156,12 @@ def skipping_cases(k: KernelTraits) -> list[Scenario]:
     )
     boxes = [Scenario(f"page {size}", (replace(none, page_size=size),), SMS, ("csr",)) for size in (8, 32)]
     nothing = replace(none, name="nothing", kv_lens=(0, 0))
-    return [Scenario("skip", (some, none, nothing)), *boxes]
+    late = replace(  # blocks that are kept without a vote, some of which a vote would leave out, then votes again
+        some, name="late", q_lens=(70,), kv_lens=(77 * LEVEL_KEYS - 30,), heads_q=1, sink=False, data="levels-late",
+        scale=STEP_SCALE / 2, skip=4000.0,
+    )  # fmt: skip
+    lates = [Scenario("late", (late,))] if k.same["head_dim_qk"] == 64 else []
+    return [Scenario("skip", (some, none, nothing)), *lates, *boxes]
 
 
 def sharing_cases(k: KernelTraits) -> list[Scenario]:
