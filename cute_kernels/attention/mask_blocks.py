@@ -24,10 +24,13 @@ from ..device.divisor import Divisor
 from . import custom_mask, geometry, mask
 from .spec import MASK_LIST_HEADER, PACK_GQA_MAX_GROUP
 
-WARPS = 32  # of a CTA: each finds one of 32 blocks at a time
+# Warps of a CTA: neighbouring lanes read neighbouring words of a token, so a warp reads several blocks at once; SETS
+# warps read other blocks, and SHARES warps the same blocks of other tokens.
+SHARES, SETS = 4, 8
+WARPS = SHARES * SETS
 TAIL = 2  # the word of the mask's last bytes
 WORD = 32  # keys per word of the mask
-EMPTY, MASKED, FULL = 0, 1, 2  # kinds of blocks
+SEEN, HIDDEN = 1, 2  # bits of a word's state: some token sees some key of it; some does not. Blocks have those of words
 
 
 class ListedBlocks(NamedTuple):
@@ -88,38 +91,53 @@ def find_sequence(spec: cutlass.Constexpr, a, row: Int32):
     return cute.arch.warp_redux_sync(found, "max")
 
 
+def words_of_block(spec):
+    """Return the number of words that a token has in a block."""
+    return (spec.tile.n + WORD - 1) // WORD
+
+
 @cute.jit
-def kind_of_block(
-    spec: cutlass.Constexpr, bits: custom_mask.MaskBits, tokens: Any, n_block: Int32, seqlen: mask.SeqlenInfo
+def state_of_word(
+    spec: cutlass.Constexpr, bits: custom_mask.MaskBits, tokens: Any, word: Int32, hi: Int32, seqlen: mask.SeqlenInfo
 ):
-    """Return the kind of a block for the tokens from tokens[0] to tokens[1]. Called by one warp: neighbouring lanes
-    have the words of a token."""
-    words = const_expr((spec.tile.n + WORD - 1) // WORD)
-    tail = const_expr(spec.tile.n % WORD or WORD)  # columns of the last word
-    at_once, lane = const_expr(32 // words), cute.arch.lane_idx()
-    column, first = lane % words, tokens[0] + lane // words
-    inside = Uint32(0xFFFFFFFF)
+    """Return the state of a word of the tile, for every SHARES-th token from tokens[0] to tokens[1]. word: its number,
+    counted from the word of block 0. Blocks from `hi` on have none."""
+    words = const_expr(words_of_block(spec))
+    tail = const_expr(spec.tile.n % WORD or WORD)  # columns of a block's last word
+    n_block, column, inside = word // words, word % words, Uint32(0xFFFFFFFF)
     if column == words - 1:
         inside = Uint32((1 << tail) - 1)
     some, every = Uint32(0), Uint32(0xFFFFFFFF)
-    if lane < at_once * words:
-        for token in cutlass.range(first, tokens[1] + 1, at_once, unroll=8):
-            word = custom_mask.visible_word(spec, bits, token, n_block * spec.tile.n + column * WORD, seqlen)
-            some |= word & inside
-            every &= word | ~inside
-    some, every = cute.arch.warp_redux_sync(some, "or"), cute.arch.warp_redux_sync(every, "and")
-    kind = Int32(MASKED)
-    if some == 0:
-        kind = Int32(EMPTY)
-    elif every == 0xFFFFFFFF:
-        kind = Int32(FULL)
-    return kind
+    if n_block < hi:
+        for token in cutlass.range(tokens[0], tokens[1] + 1, SHARES, unroll=8):
+            seen = custom_mask.visible_word(spec, bits, token, n_block * spec.tile.n + column * WORD, seqlen)
+            some |= seen
+            every &= seen
+    state = Int32(0)
+    if some & inside != 0:
+        state = Int32(SEEN)
+    if ~every & inside != 0:
+        state |= HIDDEN
+    return state
 
 
 @cute.jit
-def list_blocks(spec: cutlass.Constexpr, a, kinds: cute.Tensor, row: Int32, batch_idx: Int32):
-    """Write the list of the tile of `row`, which is one of the sequence. Called by all warps of the CTA: 32 blocks at a
-    time, each warp finds the kind of one, and warp 0 appends them."""
+def state_of_block(spec: cutlass.Constexpr, states: cute.Tensor, block: Int32):
+    """Return the state of a block of this round, 0 past its end. states: (share, set and lane of a word)."""
+    state, words = Int32(0), const_expr(words_of_block(spec))
+    per_warp = const_expr(32 // words)
+    if block < per_warp * SETS:
+        first = block // per_warp * 32 + block % per_warp * words
+        for share in cutlass.range_constexpr(SHARES):
+            for column in cutlass.range_constexpr(words):
+                state |= states[share, first + column]
+    return state
+
+
+@cute.jit
+def list_blocks(spec: cutlass.Constexpr, a, states: cute.Tensor, row: Int32, batch_idx: Int32):
+    """Write the list of the tile of `row`, which is one of the sequence. Called by all warps of the CTA: a round finds
+    the states of as many blocks as the warps read at once, and warp 0 appends them."""
     warp, lane = cute.arch.make_warp_uniform(cute.arch.warp_idx()), cute.arch.lane_idx()
     q_start, q_len = geometry.sequence_queries(a, batch_idx)
     seqlen = mask.seqlen_info(spec, a, q_len, geometry.sequence_keys(a, batch_idx))
@@ -132,25 +150,29 @@ def list_blocks(spec: cutlass.Constexpr, a, kinds: cute.Tensor, row: Int32, batc
     entries = a.mask.mask_blocks.shape[1] - MASK_LIST_HEADER
     hi, bits = cutlass.min(hi, entries), custom_mask.mask_bits(a, batch_idx, custom_mask.tail_of(a))
     out, num_full, num_masked = cute.domain_offset((row, 0), a.mask.mask_blocks), Int32(0), Int32(0)
-    for first in cutlass.range(lo, hi, WARPS, unroll=1):
-        # the kinds of 32 blocks
-        kind = Int32(EMPTY)
-        if first + warp < hi:
-            kind = kind_of_block(spec, bits, tokens, first + warp, seqlen)
-        if lane == 0:
-            kinds[warp] = kind
+    per_warp = const_expr(32 // words_of_block(spec))
+    share, mine = warp % SHARES, warp // SHARES
+    for first in cutlass.range(lo, hi, per_warp * SETS, unroll=1):
+        # the states of the words of this round
+        state, word = Int32(0), (first + mine * per_warp) * words_of_block(spec) + lane
+        if lane < per_warp * words_of_block(spec):
+            state = state_of_word(spec, bits, (tokens[0] + share, tokens[1]), word, hi, seqlen)
+        states[share, mine * 32 + lane] = state
         cute.arch.barrier()
-        # append them
+        # append the blocks that some token sees
         if warp == 0:
-            kind, before = kinds[lane], (Uint32(1) << Uint32(lane)) - Uint32(1)
-            full, masked = cute.arch.vote_ballot_sync(kind == FULL), cute.arch.vote_ballot_sync(kind == MASKED)
-            if kind == FULL:
-                out[0, MASK_LIST_HEADER + num_full + cute.arch.popc(Uint32(full) & before).to(Int32)] = first + lane
-            if kind == MASKED:
-                back = num_masked + cute.arch.popc(Uint32(masked) & before).to(Int32)
-                out[0, MASK_LIST_HEADER + entries - 1 - back] = first + lane
-            num_full += cute.arch.popc(Uint32(full)).to(Int32)
-            num_masked += cute.arch.popc(Uint32(masked)).to(Int32)
+            before = (Uint32(1) << Uint32(lane)) - Uint32(1)
+            for piece in cutlass.range(0, per_warp * SETS, 32, unroll=1):
+                state, n_block = state_of_block(spec, states, piece + lane), first + piece + lane
+                full = cute.arch.vote_ballot_sync(state == SEEN)
+                masked = cute.arch.vote_ballot_sync(state == SEEN | HIDDEN)
+                if state == SEEN:
+                    out[0, MASK_LIST_HEADER + num_full + cute.arch.popc(Uint32(full) & before).to(Int32)] = n_block
+                if state == SEEN | HIDDEN:
+                    back = num_masked + cute.arch.popc(Uint32(masked) & before).to(Int32)
+                    out[0, MASK_LIST_HEADER + entries - 1 - back] = n_block
+                num_full += cute.arch.popc(Uint32(full)).to(Int32)
+                num_masked += cute.arch.popc(Uint32(masked)).to(Int32)
         cute.arch.barrier()
     if warp == 0 and lane == 0:
         out[0, 0], out[0, 1], out[0, TAIL] = num_full + num_masked, num_full, Int32(bits.tail)
@@ -160,12 +182,12 @@ def list_blocks(spec: cutlass.Constexpr, a, kinds: cute.Tensor, row: Int32, batc
 def kernel(spec: cutlass.Constexpr, a):
     """Write the list of one tile per CTA."""
     smem = cutlass.utils.SmemAllocator()
-    kinds = smem.allocate_tensor(Int32, cute.make_layout(WARPS), 16)
+    states = smem.allocate_tensor(Int32, cute.make_layout((SHARES, 32 * SETS), stride=(32 * SETS, 1)), 16)
     cute.arch.griddepcontrol_wait()  # with PDL: the previous kernel may write lengths and bits
     row = cute.arch.block_idx()[0]
     batch_idx = find_sequence(spec, a, row)
     if batch_idx >= 0:
-        list_blocks(spec, a, kinds, row, batch_idx)
+        list_blocks(spec, a, states, row, batch_idx)
     cute.arch.griddepcontrol_launch_dependents()
 
 
