@@ -4,8 +4,8 @@ and the result without them.
 A request's blocks of `keys` keys are visited from the last to the first, for a group of rows at a time (`ROWS`). A
 block is left out if every row that sees a key of it has exp(m_j - m) < factor / kv_len. Here m_j is the largest logit
 of the row in the block, and m is its largest logit in the blocks visited before that were not left out. The first block
-that a group visits is never left out. On Hopper, a group that keeps PROBE full blocks of its tile in turn keeps the
-next UNASKED ones without a vote (`Unasked`), and m takes no notice of these.
+that a group visits is never left out. On Hopper, a group that has kept many blocks in turn keeps some without a vote
+(`Unasked`), and m takes no notice of these.
 """
 
 import math
@@ -98,12 +98,13 @@ class OnlineSoftmax(NamedTuple):
 
 
 class Unasked:
-    """Counts, for each (head, group), which blocks are kept without a vote. A kernel's tiles have `groups` groups, and
-    the `first` highest blocks of each tile do not count."""
+    """Finds, for each (head, group), which blocks are kept without a vote. A kernel's tiles have `groups` groups, and
+    the `first` highest blocks of each tile are always decided by votes."""
 
     def __init__(self, shape: tuple[int, int], groups: int, first: int, device: torch.device) -> None:
         self.groups, self.first = groups, first
         self.passed = torch.zeros(-(-shape[1] // groups), dtype=torch.int64, device=device)  # blocks of each tile
+        self.counts = torch.zeros(shape[1], dtype=torch.bool, device=device)  # groups that may keep the block unasked
         self.votes, self.kept, self.left = torch.zeros(3, *shape, dtype=torch.int64, device=device)
 
     def of_tiles(self, x: torch.Tensor, fill: bool) -> torch.Tensor:
@@ -111,25 +112,31 @@ class Unasked:
         pad = x.new_full((-len(x) % self.groups, *x.shape[1:]), fill)
         return torch.cat((x, pad)).view(len(self.passed), -1)
 
+    def of_groups(self, tiles: torch.Tensor) -> torch.Tensor:
+        """(tiles,) -> (groups,)."""
+        return tiles.repeat_interleave(self.groups)[: self.votes.shape[1]]
+
     def begin(self, seen: torch.Tensor, valid: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Begin a block, of which rows see the keys `seen` (groups, rows, keys). valid: (groups, rows).
 
-        Return whether it counts (groups,) and whether it is kept without a vote (heads, groups)."""
+        Return its number in the tile of each group, -1 if the tile has no key of it, and whether it is kept without a
+        vote (heads, groups)."""
         has, full = self.of_tiles(seen, False).any(1), self.of_tiles(seen | ~valid[..., None], True).all(1)
-        counts = has & full & (self.passed >= self.first)
+        number = torch.where(has, self.passed, -1)
         self.passed += has
-        counts = counts.repeat_interleave(self.groups)[: seen.shape[0]]
-        return counts, counts & (self.left > 0)
+        self.counts = self.of_groups(full & (number >= self.first))
+        return self.of_groups(number), self.counts & (self.left > 0)
 
-    def end(self, counts: torch.Tensor, unasked: torch.Tensor, kept: torch.Tensor) -> None:
-        """Count the block's votes."""
-        voted = counts & ~unasked
+    def end(self, number: torch.Tensor, unasked: torch.Tensor, kept: torch.Tensor) -> None:
+        """End the block: count it."""
+        self.kept = torch.where(number < 0, self.kept, torch.where(kept, self.kept + 1, 0))
+        self.kept[:, number == 0] = 1  # the tile's first block, whoever sees it
+        voted = self.counts & ~unasked
         self.left -= unasked.long()
         self.votes += voted.long()
-        self.kept += (voted & kept).long()
-        done = voted & (self.votes == tile_table.PROBE)
-        self.left[done & (self.kept == tile_table.PROBE)] = tile_table.UNASKED
-        self.votes[done], self.kept[done] = 0, 0
+        done = voted & (self.votes == tile_table.VOTES)
+        self.left = torch.where(done & (self.kept >= tile_table.STEADY), tile_table.UNASKED * self.kept, self.left)
+        self.votes[done] = 0
 
 
 def wanted(now: torch.Tensor, top: torch.Tensor) -> torch.Tensor:
@@ -211,14 +218,14 @@ def attend(
             s = s.masked_fill(~seen, -INF)
             top = s.amax(-1)
             want = wanted(top, state.voted)  # (heads, groups)
-            counts, unasked = counter.begin(seen, rows.valid) if counter else (want > INF, want > INF)
+            number, unasked = counter.begin(seen, rows.valid) if counter else (want, want > INF)
             kept, counted = (want >= least) | unasked, want > -INF
             margin = min(margin, float((want - least).abs().masked_fill(unasked, INF).min()))
             blocks += int(counted.sum())
             skipped += int((counted & ~kept).sum())
             add(state, s, top, v[:, first:end], kept, unasked)
             if counter:
-                counter.end(counts, unasked, kept)
+                counter.end(number, unasked, kept)
         group = heads // len(rows.q)
 
         def tokens(x: torch.Tensor, m: int = m, group: int = group) -> torch.Tensor:

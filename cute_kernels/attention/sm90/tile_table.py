@@ -260,9 +260,9 @@ def exact_max_blocks(spec: AttentionSpec[Sm90TileConfig]) -> int:
     return 2 if kind_of(spec.q, spec.kv.dtype) == "fp8" else 0
 
 
-# Skip-softmax. A warpgroup votes on PROBE full blocks of a tile and, if it keeps them all, keeps the next UNASKED
-# without a vote.
-PROBE, UNASKED = 8, 56
+# Skip-softmax. After every VOTES votes on full blocks of a tile, a warpgroup that has kept at least STEADY blocks in
+# turn keeps UNASKED times as many without a vote.
+VOTES, STEADY, UNASKED = 4, 28, 2
 
 
 def waits_for_votes(spec: AttentionSpec[Sm90TileConfig]) -> bool:
