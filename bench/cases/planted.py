@@ -14,7 +14,7 @@ KEPT = 512
 STEP = 3.0
 STEP_SCALE = STEP / 16 * math.log(2)
 LEVEL_KEYS, LEVEL_ROWS, LEVELS = 128, 64, 4  # LEVELS: the number of kinds of rows
-LATE = 32 * LEVEL_KEYS
+LATE = 44 * LEVEL_KEYS
 
 
 def plant_keys(data: str, k: torch.Tensor, v: torch.Tensor) -> None:

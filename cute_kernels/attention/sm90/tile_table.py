@@ -262,7 +262,7 @@ def exact_max_blocks(spec: AttentionSpec[Sm90TileConfig]) -> int:
 
 # Skip-softmax. After every VOTES votes on full blocks of a tile, a warpgroup that has kept at least STEADY blocks in
 # turn keeps UNASKED times as many without a vote.
-VOTES, STEADY, UNASKED = 4, 28, 2
+VOTES, STEADY, UNASKED = 4, 40, 2
 
 
 def waits_for_votes(spec: AttentionSpec[Sm90TileConfig]) -> bool:

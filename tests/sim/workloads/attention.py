@@ -157,8 +157,8 @@ def skipping_cases(k: KernelTraits) -> list[Scenario]:
     boxes = [Scenario(f"page {size}", (replace(none, page_size=size),), SMS, ("csr",)) for size in (8, 32)]
     nothing = replace(none, name="nothing", kv_lens=(0, 0))
     late = replace(  # blocks that are kept without a vote, some of which a vote would leave out, then votes again
-        some, name="late", q_lens=(70,), kv_lens=(104 * LEVEL_KEYS - 30,), heads_q=1, sink=False, data="levels-late",
-        scale=STEP_SCALE / 2, skip=5500.0,
+        some, name="late", q_lens=(70,), kv_lens=(139 * LEVEL_KEYS - 30,), heads_q=1, sink=False, data="levels-late",
+        scale=STEP_SCALE / 2, skip=7300.0,
     )  # fmt: skip
     lates = [Scenario("late", (late,))] if k.same["head_dim_qk"] == 64 else []
     return [Scenario("skip", (some, none, nothing)), *lates, *boxes]
