@@ -76,6 +76,7 @@ ENVIRONMENTS = (
     Installation("3.13", dsl=OLD_DSL, ffi=OLD_FFI),
     Installation("3.13", "sdist", dsl=NEW_DSL),
     Installation("3.14", dsl=NEW_DSL),
+    Installation("3.14", "sdist", dsl=OLD_DSL, ffi=OLD_FFI),
 )
 
 
