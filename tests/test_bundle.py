@@ -1,17 +1,14 @@
 """Bundles: what a process without the DSL loads, what it refuses, and builds that are interrupted or run at once."""
 
-import io
 import json
 import re
 import shutil
 import subprocess
-import tarfile
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from cute_kernels import archive, bundle, catalog, cubin, device_code, manifest
+from cute_kernels import archive, bundle, cubin, device_code, manifest
 from cute_kernels.attention import args, dispatch
 from tests.conftest import ARCH, BLOCK_DSL, ROOT, build_bundle, finish, run_python, start_python
 
@@ -234,15 +231,6 @@ def test_missing_dsl_is_named(load, tmp_path):
     assert "JIT: nvidia-cutlass-dsl is not installed" in done.stderr
 
 
-def test_command_for_a_spec_that_is_not_shipped(load, tmp_path):
-    done = load(
-        'from dataclasses import replace\nruntime.kernel(op, replace(spec, head_dim_qk=32), "sm_90a")', tmp_path
-    )
-    command = re.search(rf"build --arch {ARCH} --spec '{OP}=(.*)'", done.stderr)
-    assert command, done.stderr
-    assert manifest.from_json(catalog.spec_type(OP), json.loads(command[1])) == replace(SPEC, head_dim_qk=32)
-
-
 # ---- what a bundle is refused for
 
 
@@ -353,45 +341,6 @@ def test_a_packed_bundle_is_the_bundle(packed, light, load, tmp_path):
     older = next(out.glob("attention-*.so"))
     older.rename(out / "attention-0123456789ab.so")
     assert unpack(packed, out).returncode == 0 and not (out / "attention-0123456789ab.so").exists()
-
-
-def repacked(folder: Path, file: Path, change) -> Path:
-    """A packed bundle whose members (name -> content) are changed, its runtime library in any case: that has 44 MB."""
-    members = {name: (folder / name).read_bytes() for name in archive.names(manifest.read(folder))}
-    members[bundle.RUNTIME] = b"x"
-    with tarfile.open(file, "w:xz", preset=0) as tar:
-        for name, data in change(members).items():
-            info = tarfile.TarInfo(name)
-            info.size = len(data)
-            tar.addfile(info, io.BytesIO(data))
-    return file
-
-
-def renamed(members, name):
-    """A manifest whose runtime library is called so."""
-    data = json.loads(members[manifest.FILE])
-    data["runtime"]["file"] = name
-    return members | {manifest.FILE: json.dumps(data).encode(), name: b"x"}
-
-
-@pytest.mark.parametrize(
-    "change, reason",
-    [
-        (lambda m: {name: m[name] for name in reversed(m)}, f"its first file must be {manifest.FILE}"),
-        (lambda m: {manifest.FILE: m[manifest.FILE]}, "damaged"),
-        (lambda m: m | {next(n for n in m if n.startswith("attention")): b"x"}, "does not have the hash"),
-        (lambda m: renamed(m, "../outside.so"), "must be the name of a file"),
-        (lambda m: m | {manifest.FILE: m[manifest.FILE].replace(b'"schema": 3', b'"schema": 1')}, "schema 1"),
-    ],
-    ids=["order", "missing", "damaged", "outside", "schema"],
-)
-def test_a_file_that_is_no_bundle_is_refused(copy, tmp_path, change, reason):
-    before = {p.name: p.read_bytes() for p in copy.iterdir()}
-    with pytest.raises(bundle.BuildError, match=reason) as error:
-        archive.unpack(repacked(copy, tmp_path / "other.tar.xz", change), copy, ARCH)
-    assert len(str(error.value).splitlines()) == 1
-    assert {p.name: p.read_bytes() for p in copy.iterdir()} == before and not (tmp_path / "outside.so").exists()
-    assert not list(tmp_path.glob(".tmp-*"))
 
 
 def test_a_bundle_of_another_architecture_is_refused_in_a_line(packed, tmp_path):

@@ -1,7 +1,6 @@
 """The fuzzer on the CPU: it draws the same calls everywhere, finds planted bugs, shrinks them, and replays files."""
 
 import json
-from contextlib import suppress
 from dataclasses import replace
 
 import pytest
@@ -19,8 +18,7 @@ from tools.fuzz.draw import draw
 from tools.fuzz.families import FAMILIES
 from tools.fuzz.memory import Memory
 from tools.fuzz.run import fuzz
-from tools.fuzz.shrink import shrink, simpler
-from tools.fuzz.tally import Tally, read
+from tools.fuzz.shrink import shrink
 
 CPU = torch.device("cpu")
 DECODE = "trtllm_batch_decode_with_kv_cache"
@@ -156,15 +154,6 @@ def test_a_refusal_must_have_written_nothing(checker, monkeypatch):
     assert checker.check(PLANTED) == Verdict(REFUSED, "ValueError: seq_lens: no")
 
 
-def test_an_unexpected_error_is_a_failure(checker, monkeypatch):
-    def fails(given, found):
-        raise KeyError("x")
-
-    planted(monkeypatch, fails)
-    verdict = checker.check(PLANTED)
-    assert verdict.word == FAILED and "KeyError: 'x' (test_fuzz.py:" in verdict.reason
-
-
 def test_a_wrong_selection_is_found(checker, monkeypatch):
     def wrong(**given):
         values, indices = wrappers.topk.top_k(**given)
@@ -203,14 +192,6 @@ def test_a_failing_call_is_made_smaller(checker, monkeypatch):
     assert 20 < case["kv_lens"][0] <= 40 and (case["heads_q"], case["heads_kv"]) == (1, 1)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-def test_simpler_calls_can_be_made(checker, family):
-    for index in range(2):
-        for candidate in list(simpler(draw(6, index, (family,), small=True)))[:12]:
-            with suppress(calls.Refused):
-                FAMILIES[family].builds.build(candidate, CPU)
-
-
 def options(folder, *given):
     return arguments().parse_args(["--device", "cpu", "--keep", str(folder), "--shrink", "20", *given])
 
@@ -247,18 +228,6 @@ def test_the_command_prints_a_table(tmp_path, capsys):
     assert "| all | 12 | 12 | 0 | 0 | 0 | 0 |" in out and "12 calls; seeds 0, commit " in out
     with pytest.raises(SystemExit, match="--family: none, must be of decode"):
         main(["--family", "none"])
-
-
-def test_tallies_of_processes_are_added(tmp_path):
-    one, two = Tally(), Tally()
-    one.add("topk", FAILED, "out: 3 of 7 values")
-    two.add("topk", FAILED, "out: 4 of 9 values")
-    one.files.append("a.json")
-    one.write(tmp_path / "1.json")
-    two.merge(read(tmp_path / "1.json"))
-    two.merge(read(tmp_path / "missing.json"))
-    assert two.count(FAILED) == 2 and two.files == ["a.json"]
-    assert two.why() == "     2 failed: out: N of N values"
 
 
 def test_memory_beside_a_tensor_is_guarded():

@@ -20,7 +20,6 @@ from tests.test_decode_wrapper import decode_of, xqa_inputs
 from tests.test_low_precision import OF_HEADS
 from wrappers import (
     BatchDecodeWithPagedKVCacheWrapper,
-    BatchPrefillWithPagedKVCacheWrapper,
     bind,
     checks,
     flash_attn_append,
@@ -36,19 +35,8 @@ from wrappers import (
     xqa,
 )
 from wrappers.attention import call, op, trtllm
-from wrappers.attention import checks as attention_checks
-from wrappers.attention import plan as attention_plan
-from wrappers.attention.bound import BoundLaunch
-from wrappers.cache_write import checks as cache_write_checks
-from wrappers.cache_write import plan as cache_write_plan
-from wrappers.cache_write.bound import BoundAppend
-from wrappers.merge import checks as merge_checks
-from wrappers.merge import plan as merge_plan
 from wrappers.prefill import values
-from wrappers.topk import checks as topk_checks
 from wrappers.topk import op as topk_op
-from wrappers.topk import plan as topk_plan
-from wrappers.topk.bound import BoundTopK
 
 # ---- the counts themselves
 
@@ -303,17 +291,6 @@ def test_work_of_a_bound_launch(keeping, name):
     assert work.within(bound), work
 
 
-@pytest.mark.parametrize("name", BOUND)
-def test_a_look_up_of_the_plan_exceeds_the_bound(keeping, monkeypatch, name):
-    """Every launch is served as the function serves its call."""
-    make, bound = BOUND[name]
-    run = make()
-    monkeypatch.setattr(BoundLaunch, "fits", lambda *_: False)
-    monkeypatch.setattr(BoundAppend, "_fits", lambda *_: False)
-    monkeypatch.setattr(BoundTopK, "run", lambda self, scores: topk_op.serve(self._call._replace(scores=scores)))
-    assert exceeds(run, bound, "functions")
-
-
 @pytest.mark.parametrize("name", PLANNED)
 def test_the_path_of_a_plain_call_is_counted(here, monkeypatch, name):
     for module in (op, topk_op):
@@ -334,39 +311,6 @@ def test_planning_again_exceeds_the_bound(here, monkeypatch, name):
     monkeypatch.setattr(here, "keep", lambda key, plan: None)
     makes_tensors = name != "merge_states"  # its plan does not
     assert exceeds(make(), bound, "functions", *["operators"] * makes_tensors)
-
-
-MERGES = {
-    "states": merge_checks.validate_states,
-    "pair": merge_checks.validate_pair,
-    "in_place": merge_checks.validate_in_place,
-}
-
-
-@pytest.mark.parametrize("name", PLANNED)
-def test_one_step_of_planning_exceeds_the_bound(here, monkeypatch, name):
-    """Every call is validated, as only a call without a plan should be."""
-    make, bound = PLANNED[name]
-    plans = (attention_plan, attention_checks), (topk_plan, topk_checks), (cache_write_plan, cache_write_checks)
-    for plan, validate in ((plan, module.validate) for plan, module in plans):
-        monkeypatch.setattr(plan, "run", lambda p, run=plan.run, validate=validate: (validate(p), run(p))[1])
-    for name, validate in MERGES.items():
-        run = getattr(merge_plan, name)
-        monkeypatch.setattr(merge_plan, name, lambda *p, run=run, validate=validate: (validate(*p), run(*p))[1])
-    assert exceeds(make(), bound, "functions")
-
-
-@pytest.mark.parametrize("name", PLANNED)
-def test_a_copy_exceeds_the_bound(here, monkeypatch, name):
-    """Every call copies its query, or its scores."""
-    make, bound = PLANNED[name]
-    for plan, field in ((attention_plan, "q"), (topk_plan, "scores"), (cache_write_plan, "k")):
-        copied = lambda p, field=field: p._replace(**{field: getattr(p, field).clone()})  # noqa: E731
-        monkeypatch.setattr(plan, "run", lambda p, run=plan.run, copied=copied: run(copied(p)))
-    for name in MERGES:
-        run = getattr(merge_plan, name)
-        monkeypatch.setattr(merge_plan, name, lambda v, *p, run=run: run(v.clone(), *p))
-    assert exceeds(make(), bound, "operators")
 
 
 # ---- layers with tables of their own
@@ -445,21 +389,6 @@ def test_work_of_plan():
     assert work.within(PLAN), work
 
 
-def test_preparing_a_plan_twice_exceeds_the_bound(monkeypatch):
-    prepare = BatchPrefillWithPagedKVCacheWrapper._prepare
-    twice = lambda *given: (prepare(*given), prepare(*given))[1]  # noqa: E731
-    monkeypatch.setattr(BatchPrefillWithPagedKVCacheWrapper, "_prepare", twice)
-    assert exceeds(planning(), PLAN, "functions")
-
-
-def test_a_copy_of_an_index_tensor_exceeds_the_bound(monkeypatch):
-    """One of the four tensors is copied."""
-    check = BatchPrefillWithPagedKVCacheWrapper._check_indices
-    copying = lambda self, given: (given[0].clone(), check(self, given))[1]  # noqa: E731
-    monkeypatch.setattr(BatchPrefillWithPagedKVCacheWrapper, "_check_indices", copying)
-    assert exceeds(planning(), PLAN, "operators")
-
-
 # ---- scales: numbers are multiplied on the host; tensors of heads need a few operators
 
 SCALES = {
@@ -478,19 +407,3 @@ def test_work_of_scales(name):
     work = host_work(scaling(scales))
     assert work.within(bound), work
     assert scaling((1.0, 2.0, 3.0))() == (1.0, None, 3.0, None)
-
-
-@pytest.mark.parametrize("name", SCALES)
-def test_checking_scales_twice_exceeds_the_bound(monkeypatch, name):
-    scales, bound = SCALES[name]
-    times = values.times
-    monkeypatch.setattr(values, "times", lambda *given: (times(*given), times(*given))[1])
-    assert exceeds(scaling(scales), bound, "functions")
-
-
-@pytest.mark.parametrize("name", SCALES)
-def test_a_copy_of_each_scale_exceeds_the_bound(name):
-    """A number is copied to a tensor."""
-    scales, bound = SCALES[name]
-    copied = lambda x: torch.tensor(x) if isinstance(x, float) else x.clone()  # noqa: E731
-    assert exceeds(lambda: scaling([copied(x) for x in scales])(), bound, "operators")

@@ -4,7 +4,6 @@ import os
 import re
 import shlex
 import shutil
-import signal
 import subprocess
 import sys
 import tarfile
@@ -16,11 +15,10 @@ from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
 import pytest
-import torch
 
 import cute_kernels
 import wrappers
-from cute_kernels import __main__, build, bundle, catalog, cli, manifest, ops, paths
+from cute_kernels import build, bundle, catalog, cli, manifest, ops, paths
 from cute_kernels.attention import dispatch
 from tests.conftest import ARCH, BLOCK_DSL, ROOT, finish, run_python
 from tests.fake_bundle import TOOLCHAIN
@@ -89,12 +87,6 @@ def test_jit_0_forbids(no_settings, monkeypatch):
         assert paths.why_no_jit() == (None if find_spec("cutlass") else "nvidia-cutlass-dsl is not installed")
 
 
-@pytest.mark.parametrize("chosen", ["", ":", "::"])
-def test_a_variable_that_names_no_folder_is_unset(no_settings, monkeypatch, chosen):
-    monkeypatch.setenv("CUTE_KERNELS_BUNDLE", chosen)
-    assert paths.bundle_roots() == [ROOT / "build" / "bundle", no_settings / "bundle"]
-
-
 def test_a_user_without_a_home_directory(no_settings, monkeypatch, tmp_path, capsys):
     def no_home() -> Path:
         raise RuntimeError("Could not determine home directory.")
@@ -128,41 +120,11 @@ def test_no_bundle_is_said_with_the_command_that_builds_one(no_settings, monkeyp
         cli.main([verb])
 
 
-def test_env_names_gpus_and_their_architectures(monkeypatch, capsys):
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda i: f"NVIDIA H20{i}")
-    monkeypatch.setattr(runtime, "arch_of", {0: "sm_90a", 1: "sm_80"}.get)
-    assert cli.main(["env"]) == 0
-    assert "\nGPU 0: NVIDIA H200, sm_90a\nGPU 1: NVIDIA H201, sm_80: no kernels for it\n" in capsys.readouterr().out
-
-
-@pytest.mark.parametrize(
-    "error", [OSError("no libcudart"), RuntimeError("no driver"), AssertionError("no CUDA")], ids=repr
-)
-def test_env_says_why_gpus_are_unknown(monkeypatch, capsys, error):
-    def refuse(*_):
-        raise error
-
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-    monkeypatch.setattr(torch.cuda, "get_device_name", refuse)
-    monkeypatch.setattr(runtime, "arch_of", refuse)
-    assert cli.main(["env"]) == 0
-    assert f"\nGPUs: unknown, {error}\n" in capsys.readouterr().out
-
-
 @pytest.mark.parametrize("command", [["build"], ["show", SPEC.name]])
 def test_what_compiles_names_what_is_missing(monkeypatch, capsys, command):
     monkeypatch.setattr(paths, "find_spec", lambda name: None)
     assert cli.main(command) == 1
     assert "nvidia-cutlass-dsl, the compiler, is not installed" in capsys.readouterr().err
-
-
-def test_a_summary_tells_what_was_counted():
-    facts = {"registers": 40, "stack": 0, "shared": 1024}
-    for counts, said in (({"HMMA": 8, "total": 90}, "8 HMMA"), ({"total": 90}, "90 instructions"), (None, "not dis")):
-        assert f"40 registers, 0 B stack, 1024 B shared, {said}" in cli.summary(facts | {"instructions": counts})
-    unknown = {"registers": None, "stack": None, "shared": 1024, "instructions": None}
-    assert cli.summary(unknown) == "1024 B shared, not disassembled"
 
 
 # ---- what users get wrong
@@ -326,19 +288,6 @@ def test_ops_names_a_module_that_was_imported(monkeypatch, file):
     ours = ROOT / "wrappers" / "__init__.py"
     with pytest.raises(ImportError, match=f"wrappers is {file or 'a folder without'}.* hides {ours}"):
         ops._require(ours)
-
-
-# ---- what describes the package
-
-
-def test_the_description_is_the_first_sentence_of_readme():
-    (text,) = re.findall(r'^description = "(.*)"$', (ROOT / "pyproject.toml").read_text(), re.M)
-    assert f"# cute_kernels {text}." in " ".join((ROOT / "README.md").read_text().split())
-
-
-def test_a_version_is_pinned_once():
-    pinned = re.findall(r'"([\w-]+)(?:\[\w+\])?==', (ROOT / "pyproject.toml").read_text())
-    assert pinned and len(pinned) == len(set(pinned))
 
 
 # ---- a wheel, outside the checkout
@@ -559,17 +508,6 @@ def test_an_installed_package_builds_and_finds_bundles(installed):
         assert installed.run("python", "-c", code).startswith(f"not usable, 1 kernels of {ARCH}, DSL ")
     finally:
         file.write_text(text)
-
-
-@pytest.mark.parametrize(("verb", "quiet"), [("list", True), ("show", True), ("env", True), ("build", False)])
-def test_only_what_prints_ends_with_its_pipe(monkeypatch, verb, quiet):
-    set_to = []
-    monkeypatch.setattr(sys, "argv", ["cute-kernels", verb])
-    monkeypatch.setattr(__main__, "main", lambda: 0)
-    monkeypatch.setattr(__main__.signal, "signal", lambda *chosen: set_to.append(chosen))
-    with pytest.raises(SystemExit, match="0"):
-        __main__.run()
-    assert set_to == ([(signal.SIGPIPE, signal.SIG_DFL)] if quiet else [])
 
 
 def test_version_of_the_command(capsys):

@@ -11,8 +11,6 @@ from bench.cases import attention as cases
 from cute_kernels.attention import args, sm100
 from tests.emulated import E4M3, PLAIN, check, inputs_of
 from wrappers import FP4Tensor, explain, fp4, scratch, trtllm_batch_context_with_kv_cache
-from wrappers.attention import op
-from wrappers.explanation import call_of
 
 # ---- the reference as the CPU's backend
 
@@ -381,76 +379,3 @@ def test_explain_on_the_cpu():
     inputs = inputs_of()
     assert "attention.sm90 bf16_d64" in str(explain(**inputs, arch="sm_90a"))
     assert explain(**inputs, arch="sm_80").runs is None and inputs["out"].isnan().all()
-
-
-# ---- torch.compile
-
-
-def op_arguments(inputs):
-    """What an adapter would give to the operator."""
-    p = call_of(trtllm_batch_context_with_kv_cache, **inputs)
-    given = p._asdict() | p.requests._asdict() | {"out_block_scales": None, "out_block_start": 0}
-    return tuple(given[name] for name in op.FIELDS)
-
-
-@pytest.mark.parametrize("name", ["plain", "nhd", "kv-len-0"])
-def test_opcheck(name):
-    torch.library.opcheck(torch.ops.cute_kernels.attention.default, op_arguments(inputs_of(cases.EDGE[name])))
-
-
-COMPILED = {
-    "plain": (PLAIN, {}),
-    "allocates": (PLAIN, {"out": None, "lse": None}),
-    "no lse": (PLAIN, {"lse": None, "return_lse": False}),
-    "stacked nhd": (cases.EDGE["stacked-nhd"], {"out": None}),
-    "shared": (cases.EDGE["shared"], {}),
-    "separate tables": (cases.EDGE["separate-tables"], {}),
-    "tensor scales": (PLAIN, {"bmm1_scale": torch.tensor(0.2), "bmm2_scale": torch.tensor([3.0])}),
-    "window, cap": (PLAIN, {"window_left": 4, "logits_soft_cap": 3.0}),
-    "full": (PLAIN, {"causal": False}),
-    "fp8": (replace(PLAIN, dtype="fp8"), {"out_dtype": torch.bfloat16}),
-    "nvfp4 cache": (replace(PLAIN, kv_dtype="nvfp4"), {}),
-}
-
-
-@pytest.mark.parametrize("name", COMPILED)
-def test_compiled_equals_eager(fresh_compiler, name):
-    case, change = COMPILED[name]
-    want = trtllm_batch_context_with_kv_cache(**inputs_of(case, **change))
-    compiled = torch.compile(trtllm_batch_context_with_kv_cache, fullgraph=True, backend="aot_eager")
-    inputs = inputs_of(case, **change)
-    got = compiled(**inputs)
-    for a, b in zip(*((r if isinstance(r, tuple) else (r,)) for r in (got, want)), strict=True):
-        assert torch.equal(a, b)
-    if inputs.get("out") is not None:
-        assert torch.equal(inputs["out"], want[0] if isinstance(want, tuple) else want)
-
-
-def test_compiled_with_varying_lengths(fresh_compiler):
-    compiled = torch.compile(trtllm_batch_context_with_kv_cache, fullgraph=True, backend="aot_eager", dynamic=True)
-    for lens in ((5, 37), (1, 2), (64, 33)):
-        inputs = inputs_of(replace(PLAIN, q_lens=lens, kv_lens=(70, 40)))
-        check(inputs, compiled(**inputs))
-
-
-def test_compiled_nvfp4_output(fresh_compiler):
-    extra = {"out_dtype": "nvfp4", "o_sf_scale": 200.0, "return_lse": False, "lse": None}
-    case = replace(PLAIN, dtype="fp8")
-    want = trtllm_batch_context_with_kv_cache(**inputs_of(case, **extra))
-
-    def packed(**inputs):
-        out = trtllm_batch_context_with_kv_cache(**inputs)
-        return out.data, out.scale
-
-    data, scale = torch.compile(packed, fullgraph=True, backend="aot_eager")(**inputs_of(case, **extra))
-    assert torch.equal(data, want.data)
-    columns = HQ * D // 16
-    assert torch.equal(fp4.read_scales(scale, T, columns).float(), fp4.read_scales(want.scale, T, columns).float())
-
-
-def test_compiled_refuses_what_eager_refuses(fresh_compiler):
-    compiled = torch.compile(trtllm_batch_context_with_kv_cache, fullgraph=True, backend="aot_eager")
-    with pytest.raises(Exception, match="use_fp16_softmax"):
-        compiled(**inputs_of(use_fp16_softmax=True))
-    with pytest.raises(Exception, match="logits_soft_cap: -1"):
-        compiled(**inputs_of(logits_soft_cap=-1.0))

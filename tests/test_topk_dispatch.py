@@ -13,7 +13,6 @@ from cute_kernels.topk import dispatch, radix, sort
 from cute_kernels.topk.request import TopKKernelRequest
 from cute_kernels.topk.spec import DTYPES, SortSpec
 from tests.conftest import ROOT
-from wrappers import topk
 
 ARCH = "sm_90a"
 SORTED = 16_384  # pairs that a CTA sorts
@@ -105,13 +104,6 @@ def test_explain_says_what_select_does(problem):
         else:
             with pytest.raises(NotImplementedError, match=f"no top-k kernel: {op}: {reason}"):
                 dispatch.select(problem, arch)
-
-
-def test_the_limit_is_written_down():
-    readme = (ROOT / "docs" / "top-k.md").read_text()
-    for number in (MOST, *LONGEST.values()):
-        assert str(number) in topk.__doc__
-    assert str(MOST) in readme and str(LONGEST["fp32"]) in readme
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

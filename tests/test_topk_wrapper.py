@@ -23,7 +23,6 @@ from wrappers import (
     top_k_page_table_transform,
     topk,
 )
-from wrappers.topk import plan
 from wrappers.topk.checks import DTYPES
 
 
@@ -197,28 +196,6 @@ def test_strided_logits_are_copied_and_left_alone(launches):
     check(TopKCase(cases.PREFILL), transposed)
 
 
-def test_positional_order_is_upstreams(launches):
-    i = inputs_of(TopKCase(PAGE_TABLE, starts=True, batch_map=True, given=False))
-    starts = torch.tensor([1, 2, 3], dtype=torch.int32)
-    out = top_k_page_table_transform(
-        i["input"], i["src_page_table"], i["lengths"], 7, i["row_to_batch"], False, TopKTieBreak.LARGE, True,
-        i["row_starts"], starts,
-    )  # fmt: skip
-    cases.same({"out": out}, cases.brute(PAGE_TABLE, i | {"page_table_row_starts": starts, "tie_break": 2}))
-    i = inputs_of(TopKCase(RAGGED, starts=True))
-    out = topk.top_k_ragged_transform(
-        i["input"], i["offsets"], i["lengths"], 7, False, TopKTieBreak.LARGE, True, i["row_starts"]
-    )
-    cases.same({"out": out}, cases.brute(RAGGED, i | {"tie_break": 2}))
-    i = inputs_of(TopKCase(TOP_K))
-    values, indices = top_k(i["input"], 7, True, False, TopKTieBreak.LARGE, True)
-    want = cases.brute(TOP_K, i | {"sorted": True, "tie_break": 2})
-    cases.same({"values": values, "indices": indices}, want)
-    i = inputs_of(replace(PLAIN[cases.DECODE]))
-    assert topk.top_k_per_row_decode(i["logits"], 3, i["seq_lens"], i["indices"], 3, 50, 1, 7) is None
-    cases.same({"indices": i["indices"]}, cases.brute(cases.DECODE, i))
-
-
 def test_the_forms_of_vllm(launches):
     """Lengths of two dimensions hold the end of each row; indices are columns of a wider buffer, written in place."""
     gen = torch.Generator().manual_seed(0)
@@ -281,14 +258,6 @@ def test_values_share_a_plan_and_shapes_do_not(here, function):
     assert len(here.plans) == 1 + len(changes)
 
 
-def test_plans_are_bounded(here):
-    here.max_plans = 3
-    for width in range(20, 28):
-        case = TopKCase(TOP_K, width=width)
-        check(case, inputs_of(case))
-        assert len(here.plans) <= 3
-
-
 @pytest.mark.parametrize("name", BAD)
 def test_refused_before_a_launch(launches, name):
     """As on the CPU, with a plan of the good call and without."""
@@ -342,56 +311,3 @@ def test_an_error_of_the_kernel_itself_comes_through(here):
     here.of = lambda *args: broken
     with pytest.raises(RuntimeError, match="launch failed"):
         top_k(torch.zeros(1, 2), 1)
-
-
-# ---- torch.compile
-
-COMPILED = {
-    **PLAIN,
-    "allocates": replace(PLAIN[PAGE_TABLE], given=False, data="relu", tie_break=TopKTieBreak.LARGE),
-    "pages": TopKCase(PAGE_TABLE, rows=6, lengths="wild", starts=True, page_size=4, batch_map=True),
-    "starts": TopKCase(PAGE_TABLE, rows=6, lengths="wild", starts=True, dtype="bf16"),
-    "sorted": TopKCase(TOP_K, data="special", sorted=True, dtype="fp16"),
-    "strided": TopKCase(cases.PREFILL, stride=2, lengths="mixed", pad_out=3),
-    "each row": TopKCase(cases.DECODE, rows=6, next_n=3, lengths="wild", each_row=True),
-}
-
-
-@pytest.mark.parametrize("name", COMPILED)
-def test_compiled_equals_eager(fresh_compiler, monkeypatch, name):
-    case = COMPILED[name]
-    compiled = torch.compile(getattr(topk, case.function), fullgraph=True, backend="aot_eager")
-    monkeypatch.setattr(cases.wrappers, case.function, compiled)
-    check(case, inputs_of(case))
-
-
-def test_compiled_with_varying_shapes(fresh_compiler, monkeypatch):
-    compiled = torch.compile(top_k_page_table_transform, fullgraph=True, backend="aot_eager", dynamic=True)
-    monkeypatch.setattr(cases.wrappers, PAGE_TABLE, compiled)
-    for rows, width, k in ((3, 50, 7), (5, 60, 9), (9, 33, 40)):
-        case = TopKCase(PAGE_TABLE, rows=rows, width=width, k=k, lengths="mixed")
-        check(case, inputs_of(case))
-
-
-def test_compiled_refuses_what_eager_refuses(fresh_compiler):
-    for function, change, message in (
-        (TOP_K, {"k": 51}, "k: 51"),
-        (PAGE_TABLE, {"page_size": 3}, "page_size: 3"),
-        (cases.PREFILL, {"num_rows": 2}, "num_rows: 2"),
-    ):
-        compiled = torch.compile(getattr(topk, function), fullgraph=True, backend="aot_eager")
-        with pytest.raises(Exception, match=message):
-            compiled(**inputs_of(PLAIN[function], **change))
-
-
-@pytest.mark.parametrize("function", [PAGE_TABLE, TOP_K, cases.PREFILL])
-def test_opcheck(launches, monkeypatch, function):
-    """With the arguments that an eager call gives to `run`."""
-    seen, run = [], plan.run
-    monkeypatch.setattr(plan, "run", lambda call: seen.append(call) or run(call))
-    inputs = inputs_of(PLAIN[function])
-    cases.call(function, inputs)
-    call = seen[0]
-    if function == TOP_K:
-        call = call._replace(values=torch.zeros(3, 7), indices=torch.zeros(3, 7, dtype=torch.int64))
-    torch.library.opcheck(torch.ops.cute_kernels.top_k_rows.default, tuple(call._replace(tie_break=0)[:-1]))
