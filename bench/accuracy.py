@@ -173,7 +173,7 @@ def measure(case: AccuracyCase, setup: harness.Setup, env: Environment) -> tuple
     def add(provider: str, out: torch.Tensor, right: torch.Tensor) -> None:
         largest, rms = relative(out.double() - right, right)
         figures = {"max_error": largest, "rms_error": rms, "format_error": stored, "digest": digest(out)}
-        rows.append(env.accuracy_row(case=case.name, provider=provider, **figures))
+        rows.append(env.make(AccuracyRow, case=case.name, provider=provider, **figures))
 
     add("rounded", masked.to(inputs["out"].dtype), masked)
     for name, make in PROVIDERS.items():
@@ -229,7 +229,7 @@ def determinism(
 
     def add(provider: str, kind: str, equal: int, count: int) -> None:
         figures = {"equal": float(equal), "count": float(count)}
-        found.append(env.determinism_row(case=case.name, provider=provider, kind=kind, **figures))
+        found.append(env.make(DeterminismRow, case=case.name, provider=provider, kind=kind, **figures))
 
     for name, run in runs.items():
         add(name, "runs", repeated(run, REPEATS), REPEATS)

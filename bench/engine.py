@@ -124,8 +124,7 @@ def measure(
         mid = runs[len(runs) // 2]
         speeds = [p["tokens_per_s"] for r in results for p in r["passes"]]
         engine_rows.append(
-            env.engine_row(
-                case=name, provider=provider, cache_tokens=results[0]["cache_tokens"],
+            env.make(EngineRow, case=name, provider=provider, cache_tokens=results[0]["cache_tokens"],
                 cold_tokens_per_s=median(r["warm"]["tokens_per_s"] for r in results),
                 passes=len(speeds), noise=(max(speeds) - min(speeds)) / mid["tokens_per_s"],
                 common=same[provider].common, difference=same[provider].difference, reference=reference,

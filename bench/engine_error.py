@@ -66,8 +66,7 @@ def measure(name: str, providers: tuple[str, ...], env: Environment, run: Run = 
         ]
         distinct = len({token for answer in result["answers"] for token in answer["tokens"]})
         rows.append(
-            env.error_row(
-                case=name, provider=provider, tokens=float(len(errors)), distinct=float(distinct),
+            env.make(ErrorRow, case=name, provider=provider, tokens=float(len(errors)), distinct=float(distinct),
                 mean=sum(errors) / len(errors), p90=quantile(0.9, errors), largest=max(errors),
             )
         )  # fmt: skip

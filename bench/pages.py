@@ -2,11 +2,13 @@
 
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
+from typing import TypeVar
 
 from .results import ROOT, Run
 
+AnyRows = TypeVar("AnyRows", bound=Sequence[Run])
 README, DOCS = ROOT / "README.md", ROOT / "docs"
 
 
@@ -52,9 +54,24 @@ def stale(sections: dict[str, str]) -> list[str]:
     return [name for name, body in sections.items() if differs(holder(name), name, body)]
 
 
-def dated_table(gpu: str, rows: Sequence[Run], head: list[str], lines: list[list[str]]) -> list[str]:
-    """Return a line per run that made the rows, and their table, of which the first two columns are text."""
+def table(head: Sequence[str], lines: Iterable[Sequence[object]], words: int = 1) -> str:
+    """Return a table of Markdown. words: the number of first columns that are text; the others are numbers."""
+    rows = [head, ["---"] * words + ["---:"] * (len(head) - words), *lines]
+    return "\n".join("| " + " | ".join(map(str, row)) + " |" for row in rows)
+
+
+def made(gpu: str, rows: Iterable[Run], more: str = "") -> str:
+    """Return a line per run that made the rows."""
     runs = sorted({(r.date, r.commit[:9], r.driver, r.torch) for r in rows})
-    made = "\n".join(f"{gpu}, {date}, commit {c}, driver {d}, torch {t}." for date, c, d, t in runs)
-    cells = [head, ["---", "---"] + ["---:"] * (len(head) - 2), *lines]
-    return [made, "\n".join("| " + " | ".join(cell) + " |" for cell in cells)]
+    return "\n".join(f"{gpu}, {date}, commit {c}, driver {d}, torch {t}{more}." for date, c, d, t in runs)
+
+
+def dated_table(gpu: str, rows: Sequence[Run], head: Sequence[str], lines: Iterable[Sequence[object]]) -> list[str]:
+    """Return a line per run that made the rows, and their table, of which the first two columns are text."""
+    return [made(gpu, rows), table(head, lines, 2)]
+
+
+def of_each_gpu(results: dict[str, AnyRows], make: Callable[[str, AnyRows], Iterable[str]]) -> str:
+    """Return the paragraphs that `make` has for the rows of each GPU; say so where there are none."""
+    parts = [part for gpu, rows in results.items() for part in make(gpu, rows) if part]
+    return "\n\n".join(parts) or "Not measured yet."

@@ -1,28 +1,26 @@
 """The measured sections of README and docs/: the newest runs in bench/results, between markers."""
 
 import textwrap
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
+from typing import NamedTuple
 
 from . import pages, peers, trust
+from .pages import of_each_gpu
 from .results import (
+    ENGINE_ERRORS,
+    ENGINES,
     FOLDER,
     ROOT,
+    SERVERS,
     EngineRow,
     ErrorRow,
     ResultRow,
     ServerRow,
     SkipRow,
     newest,
-    read_accuracy,
     read_all,
-    read_determinism,
-    read_engines,
-    read_errors,
-    read_sanitizers,
-    read_servers,
-    read_soaks,
     read_sparsity,
 )
 
@@ -97,121 +95,6 @@ def image(gpu: str, path: Path) -> str:
     return picture(f"{PICTURES.get(name, name)} ({gpu})", path)
 
 
-def section(
-    gpu: str,
-    rows: list[ResultRow],
-    prefix: str | tuple[str, ...],
-    head: list[str],
-    line: Callable[[list[ResultRow]], list[str]],
-    images: list[Path],
-    choose: Callable[[list[ResultRow], str], list[ResultRow]] = newest,
-) -> list[str]:
-    """Paragraphs of one GPU's newest run: what ran, the table, host time, plots. Several prefixes have no host time."""
-    chosen = [r for each in ((prefix,) if isinstance(prefix, str) else prefix) for r in choose(rows, each)]
-    if not chosen:
-        return []
-    runs = sorted({(r.date, r.commit[:9], r.driver, r.torch) for r in chosen})
-    parts = ["\n".join(f"{gpu}, {date}, commit {c}, driver {d}, torch {t}." for date, c, d, t in runs)]
-    lines = [head, ["---"] + ["---:"] * (len(head) - 1)]
-    lines += [line([r for r in chosen if r.case == case]) for case in dict.fromkeys(r.case for r in chosen)]
-    parts.append("\n".join("| " + " | ".join(cell) + " |" for cell in lines))
-    host = host_line(rows, f"host-{prefix.rstrip('-')}") if isinstance(prefix, str) else ""
-    parts += [host] if host else []
-    return parts + [image(gpu, path) for path in images if path.is_relative_to(ROOT)]
-
-
-def measured(results: dict[str, list[ResultRow]], folder: Path = FOLDER) -> str:
-    """Markdown of all GPUs' newest prefill runs; says so where there is none."""
-    head = ["case", "us", "TFLOP/s", "of matmul", *(f"{p} / ours" for p in PEERS)]
-    parts = []
-    for gpu, rows in results.items():
-        rows = [r for r in rows if not low(r)]
-        parts += section(gpu, rows, "prefill-", head, cells, sorted(folder.glob(f"{gpu}-prefill-*.png")))
-    return "\n\n".join(parts) or "Not measured yet."
-
-
-def measured_precision(results: dict[str, list[ResultRow]]) -> str:
-    """The same of low precision and skip-softmax; `of matmul` is of the matmul of the MMAs' type."""
-    head = ["case", "us", "TFLOP/s", "of matmul", *(f"{p} / ours" for p in PRECISION_PEERS)]
-    line, parts = partial(cells, peers=PRECISION_PEERS), list[str]()
-    for gpu, rows in results.items():
-        parts += section(gpu, [r for r in rows if low(r)], "prefill-", head, line, [])
-    return "\n\n".join(parts) or "Not measured yet."
-
-
-def measured_serving(results: dict[str, list[ResultRow]], folder: Path = FOLDER) -> str:
-    """The same of mixed batches and chunks; `of the floor`: its time over ours."""
-    head = ["case", "us", "TFLOP/s", "of the floor", *(f"{p} / ours" for p in SERVE_PEERS)]
-    line, parts = partial(cells, peers=SERVE_PEERS), list[str]()
-    for gpu, rows in results.items():
-        parts += section(gpu, rows, "serve-", head, line, sorted(folder.glob(f"{gpu}-serve-*.png")))
-    return "\n\n".join(parts) or "Not measured yet."
-
-
-TRACE = {  # last words of a case -> what they are
-    "step-mean": "step, mean",
-    "step-p50": "p50",
-    "step-p90": "p90",
-    "step-p99": "p99",
-    "first-p50": "first token, p50",
-    "first-p90": "p90",
-    "first-p99": "p99",
-}
-
-
-def measured_trace(results: dict[str, list[ResultRow]]) -> str:
-    """Attention of a trace: a line a provider."""
-    parts = []
-    for gpu, rows in results.items():
-        chosen = newest(rows, "trace-")
-        if not chosen:
-            continue
-        r = chosen[0]
-        parts.append(f"{gpu}, {r.date}, commit {r.commit[:9]}, driver {r.driver}, torch {r.torch}; microseconds.")
-        times = {("-".join(row.case.split("-")[-2:]), row.provider): f"{row.time_us:.0f}" for row in chosen}
-        lines = [["", *TRACE.values()], ["---", *["---:"] * len(TRACE)]]
-        for provider in dict.fromkeys(row.provider for row in chosen):
-            lines.append([provider, *(times.get((part, provider), "") for part in TRACE)])
-        parts.append("\n".join("| " + " | ".join(cell) + " |" for cell in lines))
-    return "\n\n".join(parts) or "Not measured yet."
-
-
-def measured_sparsity(found: dict[str, list[SkipRow]], folder: Path = FOLDER) -> str:
-    """Skip-softmax over factors: a line a data set and factor, and the plot."""
-    head = ["data", "factor", "blocks left out", "us", "dense / ours", "largest error", "RMS error"]
-    parts = []
-    for gpu, rows in found.items():
-        r = rows[0]
-        parts.append(f"{gpu}, {r.date}, commit {r.commit[:9]}, driver {r.driver}, torch {r.torch}, `{r.case}`.")
-        lines = [head, ["---"] + ["---:"] * (len(head) - 1)]
-        for r in rows:
-            errors = [f"{r.max_error:.2g}", f"{r.rms_error:.2g}"]
-            speed = [f"{r.time_us:.0f}", f"{r.dense_us / r.time_us:.2f}"]
-            lines.append([r.data, f"{r.factor:g}", f"{r.left_out:.0%}", *speed, *errors])
-        parts.append("\n".join("| " + " | ".join(cell) + " |" for cell in lines))
-        path = folder / f"{gpu}-skip-softmax.png"
-        parts += [image(gpu, path)] if path.is_file() else []
-    return "\n\n".join(parts) or "Not measured yet."
-
-
-def measured_parallel(results: dict[str, list[ResultRow]]) -> str:
-    """Return the steps of `examples.parallel`: a line per number of GPUs."""
-    parts = []
-    for gpu, rows in results.items():
-        found = [r for r in rows if r.case.startswith("parallel-")]
-        if not found:
-            continue
-        r = max(found, key=lambda row: row.date)
-        chosen = [row for row in found if row.run == r.run]
-        parts.append(f"{gpu}, {r.date}, commit {r.commit[:9]}, driver {r.driver}, torch {r.torch}.")
-        lines = [["GPUs", "heads per rank", "keys per rank"], ["---:"] * 3]
-        for case in dict.fromkeys(r.case for r in chosen):
-            times = {r.provider: f"{r.time_us:.0f} us" for r in chosen if r.case == case}
-            lines.append([case.rpartition("-x")[2], times.get("heads", ""), times.get("keys", "")])
-        parts.append("\n".join("| " + " | ".join(cell) + " |" for cell in lines))
-    return "\n\n".join(parts) or "Not measured yet."
-
-
 def outputs(rows: list[ResultRow]) -> str:
     """Return a sentence with the time of each top-k function on one case, or "" if none was measured."""
     found = newest(rows, "outputs-")
@@ -220,18 +103,8 @@ def outputs(rows: list[ResultRow]) -> str:
     return f"All functions on `topk-{case}`: {', '.join(times)}." if found else ""
 
 
-def measured_topk(results: dict[str, list[ResultRow]], folder: Path = FOLDER) -> str:
-    """The same of top-k."""
-    head = ["case", "ours, us", *(f"{p}, us (/ ours)" for p in TOPK_PEERS)]
-    parts = []
-    for gpu, rows in results.items():
-        found = section(gpu, rows, "topk-", head, topk_cells, sorted(folder.glob(f"{gpu}-topk-*.png")))
-        parts += [*found[:2], *filter(None, [outputs(rows)]), *found[2:]] if found else []
-    return "\n\n".join(parts) or "Not measured yet."
-
-
 def cache_cells(rows: list[ResultRow]) -> list[str]:
-    """One line of the table of caches and merged states."""
+    """Return one line of the table of caches and merged states."""
     by = {r.provider: r for r in rows}
     mine, floor = by["ours"], by["floor"]
     return [
@@ -245,97 +118,162 @@ def newest_of_each(rows: list[ResultRow], prefix: str) -> list[ResultRow]:
     return list({(r.case, r.provider): r for r in rows if r.case.startswith(prefix)}.values())
 
 
-def measured_caches(results: dict[str, list[ResultRow]]) -> str:
-    """The same of functions that write caches, quantise and merge states."""
-    head = ["case", "ours, us", "GB/s", "of copy", "flashinfer, us (/ ours)", "vLLM, us (/ ours)"]
-    parts = []
-    for gpu, rows in results.items():
-        parts += section(gpu, rows, CACHE_CASES, head, cache_cells, [], newest_of_each)
-        hosts = [r for r in newest_of_each(rows, "host-") if r.case in CACHE_HOSTS]
-        times = [f"`{r.case.removeprefix('host-')}` {r.time_us:.1f} us" for r in hosts]
-        parts += [f"Host time per call, with the kernel loaded: {', '.join(times)}."] if times else []
-    return "\n\n".join(parts) or "Not measured yet."
+def cache_hosts(rows: list[ResultRow]) -> str:
+    """Return a sentence with the host times of functions that write caches, quantise and merge states."""
+    hosts = [r for r in newest_of_each(rows, "host-") if r.case in CACHE_HOSTS]
+    times = [f"`{r.case.removeprefix('host-')}` {r.time_us:.1f} us" for r in hosts]
+    return f"Host time per call, with the kernel loaded: {', '.join(times)}." if times else ""
 
 
 def decode_cells(rows: list[ResultRow]) -> list[str]:
-    """One line of the decode table."""
+    """Return one line of the decode table."""
     by = {r.provider: r for r in rows}
     mine, floor = by["ours"], by.get("floor")
     line = [f"`{mine.case}`", f"{mine.time_us:.1f}", f"{mine.gbps:.0f}" if mine.gbps else ""]
     line.append(number(floor.ratio_to_ours, 2) if floor and floor.ratio_to_ours else "")
     own = next((r for name, r in by.items() if name.startswith("own-")), None)
-    line.append(beside(own))
-    return [*line, beside(by.get("batch-invariant")), beside(by.get("flashinfer"))]
+    return [*line, beside(own), beside(by.get("batch-invariant")), beside(by.get("flashinfer"))]
 
 
-def measured_decode(results: dict[str, list[ResultRow]], folder: Path = FOLDER) -> str:
-    """The same of decode attention."""
-    head = [
-        "case",
-        "ours, us",
-        "GB/s of K and V",
-        "floor / ours",
-        "next wider type, us (/ ours)",
-        "`batch_invariant`, us (/ ours)",
-        "flashinfer, us (/ ours)",
-    ]
-    parts = []
-    for gpu, rows in results.items():
-        parts += section(gpu, rows, "decode-", head, decode_cells, sorted(folder.glob(f"{gpu}-decode-*.png")))
-    return "\n\n".join(parts) or "Not measured yet."
+class Section(NamedTuple):
+    """A table of cases, one line each, from the newest runs.
 
+    prefixes: of the cases. head, line: of the table; line gets the rows of a case. kept: whether a row counts. host:
+    prefix of the cases with host times. more: returns a sentence below the table. pictures: part of the plots' names.
+    """
 
-def measured_family(results: dict[str, list[ResultRow]], folder: Path = FOLDER) -> str:
-    """The forms of the prefill family beside the context function: one line each, then host times."""
-    parts = []
-    for gpu, rows in results.items():
-        chosen = [r for r in newest(rows, "family-") if r.provider != "floor"]
+    prefixes: tuple[str, ...]
+    head: tuple[str, ...]
+    line: Callable[[list[ResultRow]], list[str]]
+    kept: Callable[[ResultRow], bool] = lambda row: True
+    host: str = ""
+    more: Callable[[list[ResultRow]], str] = lambda rows: ""
+    pictures: str = ""
+    choose: Callable[[list[ResultRow], str], list[ResultRow]] = newest
+
+    def paragraphs(self, gpu: str, rows: list[ResultRow]) -> Iterator[str]:
+        """Yield the runs of one GPU, the table, host times, sentences and plots."""
+        own = [r for r in rows if self.kept(r)]
+        chosen = [r for prefix in self.prefixes for r in self.choose(own, prefix)]
         if not chosen:
-            continue
-        r = chosen[0]
-        parts.append(f"{gpu}, {r.date}, commit {r.commit[:9]}, driver {r.driver}, torch {r.torch}.")
-        lines = [["case", "provider", "us", "/ ours"], ["---", "---", "---:", "---:"]]
-        lines += [[f"`{r.case}`", r.provider, f"{r.time_us:.1f}", number(r.ratio_to_ours or 0.0, 3)] for r in chosen]
-        parts.append("\n".join("| " + " | ".join(cell) + " |" for cell in lines))
-        parts += [host for host in [host_line(rows, "host-family")] if host]
-    return "\n\n".join(parts) or "Not measured yet."
+            return
+        cases = dict.fromkeys(r.case for r in chosen)
+        yield pages.made(gpu, chosen)
+        yield pages.table(self.head, (self.line([r for r in chosen if r.case == case]) for case in cases))
+        yield self.more(rows)
+        yield host_line(rows, self.host) if self.host else ""
+        if self.pictures:
+            yield from (image(gpu, path) for path in sorted(FOLDER.glob(f"{gpu}-{self.pictures}-*.png")))
 
 
-def pictured(results: dict[str, list[ResultRow]], folder: Path = FOLDER) -> str:
-    """Return the picture of the peers beside ours, and its caption."""
-    parts = []
-    for gpu, rows in results.items():
-        found, path = peers.points(rows), folder / f"{gpu}-peers.png"
-        if found and path.is_file():
-            names, runs = peers.listed(dict.fromkeys(p.peer for p in found)), peers.ran(gpu, (p.commit for p in found))
-            alt = f"Bars: the time of {names} over ours, case by case; right of 1 ours is faster"
-            parts.append(picture(alt, path))
-            parts.append(
-                f"The time of each peer over ours in the same run, case by case; {runs}. Right of 1, ours is faster."
-            )
-    return "\n\n".join(parts) or "Not measured yet."
+SECTIONS = {  # marker -> what stands there
+    "measured": Section(
+        ("prefill-",), ("case", "us", "TFLOP/s", "of matmul", *(f"{p} / ours" for p in PEERS)), cells,
+        lambda row: not low(row), "host-prefill", pictures="prefill",
+    ),
+    "measured-precision": Section(  # `of matmul`: of the matmul of the MMAs' type
+        ("prefill-",), ("case", "us", "TFLOP/s", "of matmul", *(f"{p} / ours" for p in PRECISION_PEERS)),
+        partial(cells, peers=PRECISION_PEERS), low,
+    ),
+    "measured-serving": Section(  # `of the floor`: its time over ours
+        ("serve-",), ("case", "us", "TFLOP/s", "of the floor", *(f"{p} / ours" for p in SERVE_PEERS)),
+        partial(cells, peers=SERVE_PEERS), host="host-serve", pictures="serve",
+    ),
+    "measured-decode": Section(
+        ("decode-",),
+        ("case", "ours, us", "GB/s of K and V", "floor / ours", "next wider type, us (/ ours)",
+         "`batch_invariant`, us (/ ours)", "flashinfer, us (/ ours)"),
+        decode_cells, host="host-decode", pictures="decode",
+    ),
+    "measured-topk": Section(
+        ("topk-",), ("case", "ours, us", *(f"{p}, us (/ ours)" for p in TOPK_PEERS)), topk_cells,
+        host="host-topk", more=outputs, pictures="topk",
+    ),
+    "measured-caches": Section(
+        CACHE_CASES, ("case", "ours, us", "GB/s", "of copy", "flashinfer, us (/ ours)", "vLLM, us (/ ours)"),
+        cache_cells, more=cache_hosts, choose=newest_of_each,
+    ),
+}  # fmt: skip
+TRACE = {  # last words of a case -> what they are
+    "step-mean": "step, mean",
+    "step-p50": "p50",
+    "step-p90": "p90",
+    "step-p99": "p99",
+    "first-p50": "first token, p50",
+    "first-p90": "p90",
+    "first-p99": "p99",
+}
 
 
-def engine_headlines(results: dict[str, list[EngineRow]]) -> str:
-    """One sentence per GPU: the range of tokens per second of an engine's loads over those of its fastest other
+def trace(gpu: str, rows: list[ResultRow]) -> Iterator[str]:
+    """Yield attention of a trace: a line per provider."""
+    if chosen := newest(rows, "trace-"):
+        times = {("-".join(row.case.split("-")[-2:]), row.provider): f"{row.time_us:.0f}" for row in chosen}
+        providers = dict.fromkeys(row.provider for row in chosen)
+        yield pages.made(gpu, chosen, "; microseconds")
+        lines = ([p, *(times.get((part, p), "") for part in TRACE)] for p in providers)
+        yield pages.table(["", *TRACE.values()], lines)
+
+
+def sparsity(gpu: str, rows: list[SkipRow]) -> Iterator[str]:
+    """Yield skip-softmax over factors: a line per data set and factor, and the plot."""
+    yield pages.made(gpu, rows, f", `{rows[0].case}`")
+    head = ["data", "factor", "blocks left out", "us", "dense / ours", "largest error", "RMS error"]
+    yield pages.table(head, (
+        [r.data, f"{r.factor:g}", f"{r.left_out:.0%}", f"{r.time_us:.0f}", f"{r.dense_us / r.time_us:.2f}",
+         f"{r.max_error:.2g}", f"{r.rms_error:.2g}"]
+        for r in rows
+    ))  # fmt: skip
+    path = FOLDER / f"{gpu}-skip-softmax.png"
+    yield image(gpu, path) if path.is_file() else ""
+
+
+def parallel(gpu: str, rows: list[ResultRow]) -> Iterator[str]:
+    """Yield the steps of `examples.parallel`: a line per number of GPUs."""
+    found = [r for r in rows if r.case.startswith("parallel-")]
+    chosen = [r for r in found if r.run == max(found, key=lambda row: row.date).run]
+    if chosen:
+        times = {(r.case, r.provider): f"{r.time_us:.0f} us" for r in chosen}
+        cases = dict.fromkeys(r.case for r in chosen)
+        yield pages.made(gpu, chosen)
+        lines = ([c.rpartition("-x")[2], *(times.get((c, form), "") for form in ("heads", "keys"))] for c in cases)
+        yield pages.table(["GPUs", "heads per rank", "keys per rank"], lines, 0)
+
+
+def family(gpu: str, rows: list[ResultRow]) -> Iterator[str]:
+    """Yield the forms of the prefill family beside the context function: one line each, then host times."""
+    if chosen := [r for r in newest(rows, "family-") if r.provider != "floor"]:
+        lines = [[f"`{r.case}`", r.provider, f"{r.time_us:.1f}", number(r.ratio_to_ours or 0.0, 3)] for r in chosen]
+        yield from pages.dated_table(gpu, chosen, ["case", "provider", "us", "/ ours"], lines)
+        yield host_line(rows, "host-family")
+
+
+def pictured(gpu: str, rows: list[ResultRow]) -> Iterator[str]:
+    """Yield the picture of the peers beside ours, and its caption."""
+    found, path = peers.points(rows), FOLDER / f"{gpu}-peers.png"
+    if found and path.is_file():
+        names, runs = peers.listed(dict.fromkeys(p.peer for p in found)), peers.ran(gpu, (p.commit for p in found))
+        yield picture(f"Bars: the time of {names} over ours, case by case; right of 1 ours is faster", path)
+        yield f"The time of each peer over ours in the same run, case by case; {runs}. Right of 1, ours is faster."
+
+
+def engine_headlines(gpu: str, rows: list[EngineRow]) -> Iterator[str]:
+    """Yield one sentence: the range of tokens per second of an engine's loads over those of its fastest other
     provider."""
-    parts = []
-    for gpu, rows in results.items():
-        found: dict[str, list[float]] = {}
-        for case in dict.fromkeys(r.case for r in rows):
-            run = [r for r in rows if r.case == case and r.date == max(r.date for r in rows if r.case == case)]
-            ours = next((r.tokens_per_s for r in run if r.provider == "ours"), None)
-            others = [r.tokens_per_s for r in run if r.provider != "ours"]
-            if ours and others:
-                engine = {"vllm": "vLLM", "sglang": "SGLang"}[case.split("-")[1]]
-                found.setdefault(engine, []).append(ours / max(others))
-        if found:
-            link = "[whole engines](docs/engines.md#whole-engines-measured)"
-            text = f"Tokens per second of {link} with our backend, on {gpu}, over those with the engine's fastest own "
-            text += "backend, or for an nvfp4 cache over those with our backend and fp8: "
-            text += ", ".join(f"{engine} {spread(ratios)}" for engine, ratios in found.items())
-            parts.append(textwrap.fill(f"{text}.", 160, break_on_hyphens=False, break_long_words=False))
-    return "\n\n".join(parts) or "Not measured yet."
+    found: dict[str, list[float]] = {}
+    for case in dict.fromkeys(r.case for r in rows):
+        run = [r for r in rows if r.case == case and r.date == max(r.date for r in rows if r.case == case)]
+        ours = next((r.tokens_per_s for r in run if r.provider == "ours"), None)
+        others = [r.tokens_per_s for r in run if r.provider != "ours"]
+        if ours and others:
+            engine = {"vllm": "vLLM", "sglang": "SGLang"}[case.split("-")[1]]
+            found.setdefault(engine, []).append(ours / max(others))
+    if found:
+        link = "[whole engines](docs/engines.md#whole-engines-measured)"
+        text = f"Tokens per second of {link} with our backend, on {gpu}, over those with the engine's fastest own "
+        text += "backend, or for an nvfp4 cache over those with our backend and fp8: "
+        text += ", ".join(f"{engine} {spread(ratios)}" for engine, ratios in found.items())
+        yield textwrap.fill(f"{text}.", 160, break_on_hyphens=False, break_long_words=False)
 
 
 def spread(ratios: list[float]) -> str:
@@ -345,88 +283,66 @@ def spread(ratios: list[float]) -> str:
     return f"{min(ratios):.2f} to {max(ratios):.2f} ({len(ratios)} loads)"
 
 
-def measured_engines(results: dict[str, list[EngineRow]]) -> str:
-    """Whole engines: one line per load and backend, from the newest run of each load."""
+def engines(gpu: str, rows: list[EngineRow]) -> list[str]:
+    """Return whole engines: one line per load and backend, from the newest run of each load."""
     head = ["load", "attention", "tokens/s", "/ ours", "first pass, tokens/s", "first token, ms", "each token, ms",
             "cache, tokens", "difference"]  # fmt: skip
-    parts = []
-    for gpu, rows in results.items():
-        newest_date = {r.case: r.date for r in rows}
-        chosen = [r for r in rows if r.date == newest_date[r.case]]
-        ours = {r.case: r.tokens_per_s for r in chosen if r.provider == "ours"}
-        lines = [
-            [
-                f"`{r.case.removeprefix('engine-')}`", r.provider,
-                f"{r.tokens_per_s:.{0 if r.tokens_per_s > 99 else 2}f}",
-                f"{r.tokens_per_s / ours[r.case]:.3f}" if r.case in ours else "",
-                "" if r.cold_tokens_per_s is None else f"{r.cold_tokens_per_s:.0f}",
-                f"{r.ttft_p50_ms:.0f} ({r.ttft_p99_ms:.0f})", f"{r.tpot_p50_ms:.2f} ({r.tpot_p99_ms:.2f})",
-                f"{r.cache_tokens:.0f}", "" if r.provider == r.reference else number(r.difference, 3),
-            ]
-            for r in chosen
-        ]  # fmt: skip
-        parts += pages.dated_table(gpu, chosen, head, lines)
-    return "\n\n".join(parts) or "Not measured yet."
+    newest_date = {r.case: r.date for r in rows}
+    chosen = [r for r in rows if r.date == newest_date[r.case]]
+    ours = {r.case: r.tokens_per_s for r in chosen if r.provider == "ours"}
+    return pages.dated_table(gpu, chosen, head, [
+        [
+            f"`{r.case.removeprefix('engine-')}`", r.provider, f"{r.tokens_per_s:.{0 if r.tokens_per_s > 99 else 2}f}",
+            f"{r.tokens_per_s / ours[r.case]:.3f}" if r.case in ours else "",
+            "" if r.cold_tokens_per_s is None else f"{r.cold_tokens_per_s:.0f}",
+            f"{r.ttft_p50_ms:.0f} ({r.ttft_p99_ms:.0f})", f"{r.tpot_p50_ms:.2f} ({r.tpot_p99_ms:.2f})",
+            f"{r.cache_tokens:.0f}", "" if r.provider == r.reference else number(r.difference, 3),
+        ]
+        for r in chosen
+    ])  # fmt: skip
 
 
-def measured_errors(results: dict[str, list[ErrorRow]]) -> str:
-    """Engines against fp32: one line per model and backend, from the newest run of each."""
-    head = ["model", "attention", "tokens", "mean", "90 %", "largest"]
-    parts = []
-    for gpu, rows in results.items():
-        chosen = list({(r.case, r.provider): r for r in rows}.values())
-        lines = [
-            [f"`{r.case.removeprefix('engine-')}`", r.provider, f"{r.tokens:.0f}", f"{r.mean:.4f}", f"{r.p90:.3f}",
-             f"{r.largest:.3f}"]
-            for r in chosen
-        ]  # fmt: skip
-        parts += pages.dated_table(gpu, chosen, head, lines)
-    return "\n\n".join(parts) or "Not measured yet."
+def errors(gpu: str, rows: list[ErrorRow]) -> list[str]:
+    """Return engines against fp32: one line per model and backend, from the newest run of each."""
+    chosen = list({(r.case, r.provider): r for r in rows}.values())
+    return pages.dated_table(gpu, chosen, ["model", "attention", "tokens", "mean", "90 %", "largest"], [
+        [f"`{r.case.removeprefix('engine-')}`", r.provider, f"{r.tokens:.0f}", f"{r.mean:.4f}", f"{r.p90:.3f}",
+         f"{r.largest:.3f}"]
+        for r in chosen
+    ])  # fmt: skip
 
 
-def measured_servers(results: dict[str, list[ServerRow]]) -> str:
-    """Servers: one line per load and backend, from the newest run of each."""
+def servers(gpu: str, rows: list[ServerRow]) -> list[str]:
+    """Return servers: one line per load and backend, from the newest run of each."""
     head = ["load", "attention", "requests", "abandoned", "tokens/s", "first token, ms", "each token, ms",
             "host memory, MiB", "GPU memory, MiB"]  # fmt: skip
-    parts = []
-    for gpu, rows in results.items():
-        chosen = list({(r.case, r.provider): r for r in rows}.values())
-        lines = [
-            [
-                f"`{r.case.removeprefix('server-')}`", r.provider, f"{r.completed:.0f}", f"{r.abandoned:.0f}",
-                f"{r.tokens_per_s:.0f}", f"{r.ttft_p50_ms:.0f} ({r.ttft_p99_ms:.0f})",
-                f"{r.tpot_p50_ms:.2f} ({r.tpot_p99_ms:.2f})", f"{r.host_mib:.0f} ({r.host_growth_mib:+.0f})",
-                f"{r.device_mib:.0f} ({r.device_growth_mib:+.0f})",
-            ]
-            for r in chosen
-        ]  # fmt: skip
-        parts += pages.dated_table(gpu, chosen, head, lines)
-    return "\n\n".join(parts) or "Not measured yet."
+    chosen = list({(r.case, r.provider): r for r in rows}.values())
+    return pages.dated_table(gpu, chosen, head, [
+        [
+            f"`{r.case.removeprefix('server-')}`", r.provider, f"{r.completed:.0f}", f"{r.abandoned:.0f}",
+            f"{r.tokens_per_s:.0f}", f"{r.ttft_p50_ms:.0f} ({r.ttft_p99_ms:.0f})",
+            f"{r.tpot_p50_ms:.2f} ({r.tpot_p99_ms:.2f})", f"{r.host_mib:.0f} ({r.host_growth_mib:+.0f})",
+            f"{r.device_mib:.0f} ({r.device_growth_mib:+.0f})",
+        ]
+        for r in chosen
+    ])  # fmt: skip
 
 
 def sections() -> dict[str, str]:
-    """Marker -> what stands there."""
-    found = read_all()
-    return {
-        "peers": pictured(found),
-        "headlines": f"{peers.headlines(found)}\n\n{engine_headlines(read_engines())}",
-        "measured": measured(found),
-        "measured-serving": measured_serving(found),
-        "measured-trace": measured_trace(found),
-        "measured-family": measured_family(found),
-        "measured-decode": measured_decode(found),
-        "measured-precision": measured_precision(found),
-        "measured-topk": measured_topk(found),
-        "measured-caches": measured_caches(found),
-        "measured-parallel": measured_parallel(found),
-        "measured-sparsity": measured_sparsity(read_sparsity()),
-        "measured-engines": measured_engines(read_engines()),
-        "measured-engine-errors": measured_errors(read_errors()),
-        "measured-servers": measured_servers(read_servers()),
-        "measured-sanitizers": trust.measured_sanitizers(read_sanitizers()),
-        "measured-soaks": trust.measured_soaks(read_soaks()),
-        "measured-accuracy": trust.measured_accuracy(read_accuracy()),
-        "measured-determinism": trust.measured_determinism(read_determinism()),
+    """Return marker -> what stands there."""
+    found, own = read_all(), read_all(ENGINES, EngineRow)
+    tables = {name: of_each_gpu(found, one.paragraphs) for name, one in SECTIONS.items()}
+    return tables | {
+        "peers": of_each_gpu(found, pictured),
+        "headlines": f"{peers.headlines(found)}\n\n{of_each_gpu(own, engine_headlines)}",
+        "measured-trace": of_each_gpu(found, trace),
+        "measured-family": of_each_gpu(found, family),
+        "measured-parallel": of_each_gpu(found, parallel),
+        "measured-sparsity": of_each_gpu(read_sparsity(), sparsity),
+        "measured-engines": of_each_gpu(own, engines),
+        "measured-engine-errors": of_each_gpu(read_all(ENGINE_ERRORS, ErrorRow), errors),
+        "measured-servers": of_each_gpu(read_all(SERVERS, ServerRow), servers),
+        **trust.sections(),
     }
 
 

@@ -14,7 +14,7 @@ from collections.abc import Iterable
 from dataclasses import asdict, dataclass, fields, replace
 from datetime import datetime, timezone
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 ROOT = Path(__file__).resolve().parent.parent
 FOLDER = ROOT / "bench" / "results"
@@ -199,35 +199,21 @@ class DeterminismRow(Run):
     count: float
 
 
+AnyRow = TypeVar("AnyRow", bound=Run)
+
+
 @dataclass(frozen=True)
 class Environment(Run):
     """A run that makes rows."""
 
-    def accuracy_row(self, **figures: Any) -> AccuracyRow:
-        return AccuracyRow(**asdict(self), **figures)
-
-    def determinism_row(self, **figures: Any) -> DeterminismRow:
-        return DeterminismRow(**asdict(self), **figures)
-
-    def sanitizer_row(self, **figures: Any) -> SanitizerRow:
-        return SanitizerRow(**asdict(self), **figures)
-
-    def soak_row(self, **figures: Any) -> SoakRow:
-        return SoakRow(**asdict(self), **figures)
-
-    def error_row(self, **figures: Any) -> ErrorRow:
-        return ErrorRow(**asdict(self), **figures)
-
-    def server_row(self, **figures: Any) -> ServerRow:
-        return ServerRow(**asdict(self), **figures)
-
-    def engine_row(self, **figures: Any) -> EngineRow:
-        return EngineRow(**asdict(self), **figures)
+    def make(self, kind: type[AnyRow], /, **figures: Any) -> AnyRow:
+        """Return a row of a kind."""
+        return kind(**asdict(self), **figures)
 
     def row(
         self, case: str, provider: str, time_us: float, tflops: float | None = None, gbps: float | None = None
     ) -> ResultRow:
-        return ResultRow(**asdict(self), case=case, provider=provider, time_us=time_us, tflops=tflops, gbps=gbps)
+        return self.make(ResultRow, case=case, provider=provider, time_us=time_us, tflops=tflops, gbps=gbps)
 
 
 def slug(name: str) -> str:
@@ -301,50 +287,15 @@ def read(path: Path, kind: Any = ResultRow) -> list[Any]:
     return [kind(**{c: r[c] if c in texts else float(r[c]) if r[c] else None for c in columns(kind)}) for r in raw]
 
 
-def read_all(folder: Path = FOLDER) -> dict[str, list[ResultRow]]:
-    """Return the rows of each GPU."""
-    return {path.stem: read(path) for path in sorted(folder.glob("*.csv"))}
-
-
-def read_engines(folder: Path = ENGINES) -> dict[str, list[EngineRow]]:
-    """Return the rows of each GPU's engines."""
-    return {path.stem: read(path, EngineRow) for path in sorted(folder.glob("*.csv"))}
-
-
-def read_errors(folder: Path = ENGINE_ERRORS) -> dict[str, list[ErrorRow]]:
-    """Return the rows of each GPU's engines against fp32."""
-    return {path.stem: read(path, ErrorRow) for path in sorted(folder.glob("*.csv"))}
-
-
-def read_servers(folder: Path = SERVERS) -> dict[str, list[ServerRow]]:
-    """Return the rows of each GPU's servers."""
-    return {path.stem: read(path, ServerRow) for path in sorted(folder.glob("*.csv"))}
-
-
-def read_accuracy(folder: Path = ACCURACY) -> dict[str, list[AccuracyRow]]:
-    """Return the errors of each GPU."""
-    return {path.stem: read(path, AccuracyRow) for path in sorted(folder.glob("*.csv"))}
-
-
-def read_determinism(folder: Path = DETERMINISM) -> dict[str, list[DeterminismRow]]:
-    """Return the counts of equal bits of each GPU."""
-    return {path.stem: read(path, DeterminismRow) for path in sorted(folder.glob("*.csv"))}
-
-
-def read_sanitizers(folder: Path = SANITIZERS) -> dict[str, list[SanitizerRow]]:
-    """Return the rows of each GPU's runs of `tools.sanitize`."""
-    return {path.stem: read(path, SanitizerRow) for path in sorted(folder.glob("*.csv"))}
-
-
-def read_soaks(folder: Path = SOAKS) -> dict[str, list[SoakRow]]:
-    """Return the rows of each device's runs of `tools.soak`."""
-    return {path.stem: read(path, SoakRow) for path in sorted(folder.glob("*.csv"))}
+def read_all(folder: Path = FOLDER, kind: Any = ResultRow) -> dict[str, list[Any]]:
+    """Return the rows of each GPU. kind: of the rows of this folder."""
+    return {path.stem: read(path, kind) for path in sorted(folder.glob("*.csv"))}
 
 
 def read_sparsity(folder: Path = SPARSITY) -> dict[str, list[SkipRow]]:
     """Return the rows of each GPU's newest run of skip-softmax."""
-    found = {path.stem: read(path, SkipRow) for path in sorted(folder.glob("*.csv"))}
-    return {gpu: [r for r in rows if r.date == max(r.date for r in rows)] for gpu, rows in found.items()}
+    return {gpu: [r for r in rows if r.date == max(r.date for r in rows)]
+            for gpu, rows in read_all(folder, SkipRow).items()}  # fmt: skip
 
 
 def complete_runs(rows: Iterable[ResultRow], prefix: str) -> dict[str, dict[tuple[str, str], list[ResultRow]]]:

@@ -272,8 +272,9 @@ def observe(case: ServerCase, provider: str, folder: Path, env: Environment) -> 
         changed = sum(a != b for a, b in zip(before, after))
         raise RuntimeError(f"{changed} of {len(before)} answers changed under load")
     result = second.result
-    return env.server_row(
-        case=case.name, provider=provider, completed=float(result["completed"]), abandoned=float(second.abandoned),
+    return env.make(
+        ServerRow, case=case.name, provider=provider, completed=float(result["completed"]),
+        abandoned=float(second.abandoned),
         tokens_per_s=result["output_throughput"],
         **{f"{m}_{p}_ms": result[f"{p}_{m}_ms"] for m in ("ttft", "tpot") for p in ("p50", "p99")},
         host_mib=host, host_growth_mib=grown_host - host, device_mib=device, device_growth_mib=grown_device - device,

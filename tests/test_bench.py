@@ -289,6 +289,5 @@ def test_a_decode_run_on_the_cpu_gives_checked_rows(monkeypatch, capsys, tokens)
     assert found[0].gbps == pytest.approx(decode.kv_bytes(case) / 2000e3)
     rows = harness.rows_of(found, ENV)
     assert rows[2].time_us == pytest.approx(decode.kv_bytes(case) / 4000e3)
-    text = readme.measured_decode({"nvidia-h200": rows})
+    text = "\n".join(readme.SECTIONS["measured-decode"].paragraphs("nvidia-h200", rows))
     assert f"| `{case.name}` | 2000.0 | 0 |" in text and "| 2000.0 (1.00) |" in text and "Host time" in text
-    assert readme.measured_decode({}) == "Not measured yet."

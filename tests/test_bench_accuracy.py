@@ -171,15 +171,14 @@ def test_the_command_appends_rows(monkeypatch, tmp_path, capsys):
 def test_tables():
     case = "accuracy-decode-kve4m3-sharp-s32768"
     make = dict(case=case, max_error=0.0123, rms_error=0.00171, format_error=0.071, digest="0")
-    old = ENV.accuracy_row(provider="ours", **make | {"rms_error": 0.5})
-    rows = [old, *(ENV.accuracy_row(provider=provider, **make) for provider in ("rounded", "ours"))]
-    text = trust.measured_accuracy({"some-gpu": rows})
+    old = ENV.make(AccuracyRow, provider="ours", **make | {"rms_error": 0.5})
+    rows = [old, *(ENV.make(AccuracyRow, provider=provider, **make) for provider in ("rounded", "ours"))]
+    text = "\n\n".join(trust.accuracy("some-gpu", rows))
     assert "| bf16; e4m3 | sharp | 32,768 | 0.17 (1.2) | 0.17 (1.2) |  |  | 7.1 |" in text and "50 (" not in text
     assert text.startswith("Decode. some-gpu, 2026-01-02T03:04:05+00:00, commit abc123def, driver 580.1")
-    counts = [ENV.determinism_row(case=c, provider="ours", kind="runs", equal=19.0, count=20.0)
+    counts = [ENV.make(DeterminismRow, case=c, provider="ours", kind="runs", equal=19.0, count=20.0)
               for c in (case, case.replace("sharp", "normal"))]  # fmt: skip
-    assert "| ours | decode: runs | 38 of 40 |" in trust.measured_determinism({"some-gpu": counts})
-    assert trust.measured_accuracy({}) == trust.measured_determinism({}) == "Not run yet."
+    assert "| ours | decode: runs | 38 of 40 |" in trust.determinism("some-gpu", counts)[1]
 
 
 @pytest.mark.by_shape

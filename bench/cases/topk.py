@@ -440,7 +440,7 @@ def _refusals(function: str) -> dict[str, Any]:
     tests/test_bad_calls.py has every bad value of each argument alone; here are those that it lacks, and those that
     only other arguments make wrong."""
     scores, k = ("logits", "top_k") if function in PER_ROW else ("input", "k")
-    bad = {
+    bad: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
         "k large": ({k: 2**31}, ValueError, f"{k}: 2147483648"),
     }
     per_row = {PAGE_TABLE: ["lengths"], RAGGED: ["lengths", "offsets"], TOP_K: []}.get(function, [])

@@ -69,8 +69,8 @@ def check(tool: str, piece: str, args: argparse.Namespace, env: Environment, end
         found = report.read(tool, text)
         Path(args.out, f"{tool}-{piece}.txt").write_text(text)
     spent = time.monotonic() - start
-    row = env.sanitizer_row(
-        tool=tool, piece=piece, calls=float(len(PIECES[piece])), seconds=spent, status=found.status,
+    row = env.make(
+        SanitizerRow, tool=tool, piece=piece, calls=float(len(PIECES[piece])), seconds=spent, status=found.status,
         errors=None if found.errors is None else float(found.errors), reason=found.reason,
     )  # fmt: skip
     last = "" if found.status != report.UNFINISHED else " ".join(text.strip().splitlines()[-1:])[:200]

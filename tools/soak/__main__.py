@@ -75,8 +75,8 @@ def apart(name: str, args: argparse.Namespace, env: Environment) -> SoakRow:
         except subprocess.TimeoutExpired:
             end = f"did not end in {limit:.0f} s"
     result, detail = json.loads(answer.read_text()) if answer.exists() else (FAILED, end)
-    row = env.soak_row(
-        scenario=name, result=result, seconds=time.monotonic() - start, seed=float(args.seed), detail=detail
+    row = env.make(
+        SoakRow, scenario=name, result=result, seconds=time.monotonic() - start, seed=float(args.seed), detail=detail
     )
     print(f"{result:7} {name} ({row.seconds:.0f} s): {detail}", flush=True)
     return row
