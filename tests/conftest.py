@@ -44,6 +44,9 @@ def specs_of(op: str, arch: str) -> list[Any]:
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--all", action="store_true", help="run all tests, and repeat simulations with remembered results")
+    parser.addoption(
+        "--quick", action="store_true", help="one in four cases of the tests that take no seconds and no kernels"
+    )
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -78,6 +81,11 @@ def kernels_by_function(request: pytest.FixtureRequest) -> Iterator[None]:
         yield
 
 
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Do not even read the tests of a GPU for `--quick`."""
+    return True if config.getoption("--quick") and collection_path.name.startswith("test_gpu_") else None
+
+
 def features_of(item: pytest.Item) -> set[str]:
     """Return the names in a test's `feature` markers. Each must be a feature of tools.matrix."""
     names = {name for mark in item.iter_markers("feature") for name in mark.args}
@@ -95,8 +103,8 @@ def imports_engine(item: pytest.Item) -> bool:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leave out tests marked `full` unless --all is given, mark GPU tests as `kernels` and store their features for
-    junit reports.
+    """Leave out tests by their markers and the options, mark GPU tests as `kernels` and store their features for junit
+    reports.
 
     Tests that need kernels come last, because the kernels are compiled meanwhile.
     """
@@ -104,11 +112,21 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         item.user_properties += [("feature", name) for name in sorted(features_of(item))]
         if item.path.name.startswith("test_gpu_"):
             item.add_marker(pytest.mark.kernels)
-    if not config.getoption("--all"):
-        full = [item for item in items if item.get_closest_marker("full")]
-        items[:] = [item for item in items if not item.get_closest_marker("full")]
-        config.hook.pytest_deselected(items=full)
-    items.sort(key=order)
+    if config.getoption("--quick"):
+        kept = quick(items)
+    else:
+        kept = [item for item in items if config.getoption("--all") or not item.get_closest_marker("full")]
+    config.hook.pytest_deselected(items=list(set(items) - set(kept)))
+    items[:] = sorted(kept, key=order)
+
+
+def quick(items: list[pytest.Item]) -> list[pytest.Item]:
+    """Return one in four cases of each test that no marker leaves out, the first one included."""
+    cases: dict[tuple[Path, str], list[pytest.Item]] = defaultdict(list)
+    for item in items:
+        if not any(item.get_closest_marker(mark) for mark in ("kernels", "slow", "full")):
+            cases[item.path, getattr(item, "originalname", item.name)].append(item)
+    return [item for own in cases.values() for item in own[::4]]
 
 
 def order(item: pytest.Item) -> tuple[bool, bool]:

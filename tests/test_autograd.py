@@ -59,6 +59,7 @@ def test_refused_on_every_machine(name, argument, called):
     function(**inputs)  # in grad mode, too
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name,argument,called", [REFUSED[0], REFUSED[6], REFUSED[9]])
 def test_refused_by_compiled_calls(name, argument, called):
     """With fullgraph=True the sentence is in Dynamo's own error, which is a RuntimeError too."""

@@ -399,6 +399,7 @@ SHOWN = {  # what a message says instead of the argument's name and value
 }
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:Sparse invariant checks")
 @pytest.mark.parametrize("name,argument", PAIRS)
 def test_one_bad_argument(name, argument):

@@ -13,6 +13,8 @@ from tests.test_bench import WallClock
 from wrappers import fp4, trtllm_batch_context_with_kv_cache
 from wrappers.explanation import call_of
 
+pytestmark = pytest.mark.slow
+
 SETUP = harness.Setup(("ours",), 2, "cpu", WallClock(), WallClock())
 TOP = harness.Ceilings(700.0, 4000.0, 1300.0)
 ENV = results.Environment("2026-01-02T03:04:05+00:00", "abc123", "nvidia-h200", "580.1", "2.13.0")

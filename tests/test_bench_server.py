@@ -9,6 +9,8 @@ from bench import engine_worker, server
 from bench.cases.engine import CHECKED, SERVERS
 from bench.results import Environment
 
+pytestmark = pytest.mark.slow
+
 ENV = Environment("2026-01-01T00:00:00+00:00", "0" * 40, "some-gpu", "1", "2")
 CASE = "server-vllm-tiny-llama-nvfp4"
 VLLM = '''

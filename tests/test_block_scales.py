@@ -141,6 +141,7 @@ def test_other_types_are_refused(name, dtype):
             call((k.to(dtype), v.to(dtype)))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["context", "xqa_batch_decode", "single", "append"])
 def test_factors_in_uint8_under_compile(name):
     call, (k, v) = BOTH[name]

@@ -8,6 +8,8 @@ from tests.fake_machine import FakeMachine
 from tools import demo, demo_data
 from wrappers import machine
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(scope="module")
 def batch():

@@ -64,6 +64,7 @@ def draft_rows(inputs, case, masks):
     return torch.stack(out)
 
 
+@pytest.mark.slow
 def test_drafts_and_other_lengths_under_compile():
     torch.compiler.reset()
     compiled = torch.compile(trtllm_batch_decode_with_kv_cache, fullgraph=True, backend="aot_eager", dynamic=True)

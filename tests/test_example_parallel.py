@@ -7,6 +7,8 @@ import pytest
 from examples import parallel
 from tests.conftest import run_python
 
+pytestmark = pytest.mark.slow
+
 
 def test_ranks_give_what_one_gives():
     done = run_python("-m", "examples.parallel", "--keys", "1024")

@@ -5,6 +5,8 @@ import torch
 
 from examples import decoder, serve
 
+pytestmark = pytest.mark.slow
+
 SIZES = serve.CPU | {"requests": 10, "budget": 48, "outputs": (1, 24)}
 
 

@@ -382,6 +382,7 @@ def test_no_value_of_a_device_is_read():
     assert flash_attn_varlen_func(**there(given | paged), **descales).dtype == BF16
 
 
+@pytest.mark.slow
 def test_torch_compile_holds_calls_in_one_graph():
     given, whole, _ = appended("equal")
     caches = given.pop("k_cache"), given.pop("v_cache")
@@ -484,6 +485,7 @@ def both(q, k, v):
     return flash_attn_func(q, k, v), flash_attn_with_kvcache(q, k, v, cache_seqlens=5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("known", [False, True])
 def test_traced_calls_neither_keep_nor_use_constants(known, fresh_compiler):
     with machine.override(machine.HostMachine()) as here:
@@ -499,6 +501,7 @@ def test_traced_calls_neither_keep_nor_use_constants(known, fresh_compiler):
         assert all(map(torch.equal, got, want))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("causal", [False, True])
 def test_symbolic_sizes(causal):
     """A comparison of sizes, or of a window's bound, is no symbol to the operator; a flag may be one to the caller."""

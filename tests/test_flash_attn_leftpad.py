@@ -233,6 +233,7 @@ def test_explain():
     assert explain(function=flash_attn_with_kvcache, arch="sm_90a", **given).runs.startswith("attention.decode fp16")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dynamic", [False, True])
 def test_under_torch_compile(dynamic, fresh_compiler):
     given, _ = made(2, lens=(20, 9, 8, 20))

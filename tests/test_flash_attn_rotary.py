@@ -148,6 +148,7 @@ def test_in_the_simulator(form):
     assert torch.equal(given["v_cache"], again["v_cache"])
 
 
+@pytest.mark.slow
 def test_under_torch_compile():
     given, *_ = appended("equal")
     cos, sin = tables(D)

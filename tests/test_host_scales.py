@@ -382,6 +382,7 @@ ONE_OF_EACH = [
 ]  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", ONE_OF_EACH, ids=named)
 def test_one_graph_holds_for_every_value(case, fresh_compiler):
     function, given = prepared(case)

@@ -123,6 +123,7 @@ for op in sys.argv[1:]:
 """
 
 
+@pytest.mark.slow
 def test_sources_are_what_the_kernel_modules_import():
     """No file that an import really reads is missing; beyond those there are only what compiles, and late imports."""
     done = run_python("-c", LOADED, *OPS)
@@ -174,6 +175,7 @@ def edited(package, monkeypatch):
     return hash_with
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("op", OPS)
 def test_key_changes_with_each_source_and_with_nothing_else(op, package, edited):
     before = manifest.source_hash(op, package)

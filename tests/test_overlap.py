@@ -33,6 +33,7 @@ def views(draw):
     return dtype, shape, strides, draw(st.integers(0, 20))
 
 
+@pytest.mark.slow
 @settings(max_examples=1500)
 @given(views(), views())
 def test_every_pair_of_views(first, second):
@@ -101,6 +102,7 @@ def test_cases_have_every_tensor():
     assert {"context.sinks", "context.lse", "decode.mask", "xqa.mask", "xqa.seq_lens", "decode.bmm1_scale"} <= names
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("known", [False, True, "checked"])
 @pytest.mark.parametrize("function,output", [(f, o) for table in (ATTENTION, TOPK) for f in table for o in table[f]])
 def test_outputs_are_apart_from_every_tensor(monkeypatch, function, output, known):

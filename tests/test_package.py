@@ -428,6 +428,7 @@ print(ptxsim.__file__, abs(y - 1 / 400).max() < 1e-6, others)
 """
 
 
+@pytest.mark.slow
 def test_the_wheel_of_the_simulator_stands_alone(tmp_path):
     """It needs numpy and ml_dtypes, has the record of the calibration and no tests, and simulates."""
     if reason := why_no_wheel():

@@ -215,6 +215,7 @@ def test_runs_pass_tensors_on_as_they_are(monkeypatch):
     assert (p.k.data_ptr(), p.v.data_ptr(), p.max_q_len) == (case.k.data_ptr(), case.v.data_ptr(), len(case.q))
 
 
+@pytest.mark.slow
 def test_torch_compile_holds_runs_in_one_graph():
     case = Case()
     of_paged, of_ragged = case.paged(causal=True, custom_mask=case.custom_mask), case.ragged(window_left=2)
@@ -232,6 +233,7 @@ OF_PAGED = BatchPrefillWithPagedKVCacheWrapper(WORKSPACE)
 OF_RAGGED = BatchPrefillWithRaggedKVCacheWrapper(WORKSPACE)
 
 
+@pytest.mark.slow
 def test_torch_compile_keeps_its_graph_for_later_plans():
     """Of other lengths: one graph of static sizes, one of dynamic ones. Numbers of globals are constants of a graph."""
 

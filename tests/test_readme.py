@@ -39,6 +39,7 @@ GENERATORS = {  # command -> the sections that it writes
 }
 
 
+@pytest.mark.slow
 def test_generated_sections_are_up_to_date():
     assert [command for command, sections in GENERATORS.items() if pages.stale(sections())] == [], "run these"
 
@@ -159,6 +160,7 @@ def test_readme_is_short():
 needs_mkdocs = pytest.mark.skipif(not importlib.util.find_spec("material"), reason="MkDocs and its theme are missing")
 
 
+@pytest.mark.slow
 @needs_mkdocs
 def test_the_site_builds(tmp_path, monkeypatch):
     """Without a warning; pages fetch nothing, pictures have a text, mentions of functions lead to the reference."""
@@ -250,6 +252,7 @@ def test_matrix_tells_run_from_simulated_compiled_and_refused(monkeypatch):
     assert cells == ["compiled, simulated", "compiled"]
 
 
+@pytest.mark.slow
 def test_values_of_equal_cells_share_a_row():
     lines = matrix.markdown({}).splitlines()
     cells = " | ".join(("on demand", *["compiled, simulated"] * 2, *["on demand"] * 2))
@@ -299,6 +302,7 @@ class Collected:
         self.items = session.items
 
 
+@pytest.mark.slow
 def test_gpu_tests_show_every_feature_that_a_kernel_has():
     """A served feature that no GPU test carries could never be `run`, and a refused one that a test carries is none."""
     kept = Collected()

@@ -299,6 +299,7 @@ def test_a_fork_while_a_thread_loads_does_not_wait_for_it(made):
         thread.join()
 
 
+@pytest.mark.slow
 def test_a_spawned_process_finds_kernels(made):
     """It imports everything anew and takes specs and folders as pickles."""
     with multiprocessing.get_context("spawn").Pool(1) as pool:

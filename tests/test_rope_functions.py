@@ -325,6 +325,7 @@ def written(result, given):
 FORMS = [(name, False) for name in rope.__all__] + [(name, True) for name in rope.__all__ if "fp8" in name]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name,new", FORMS)
 def test_under_torch_compile(name, new):
     """new: the outputs that a call may be given are not."""

@@ -21,6 +21,8 @@ from tools.sanitize import calls, report
 from tools.sanitize.pieces import PIECES
 from wrappers import machine
 
+pytestmark = pytest.mark.slow
+
 ENV = Environment("2026-01-02", "abc", "some-gpu", "1.2", "2.11")
 CLEAN = "3 calls, all right\n========= ERROR SUMMARY: 0 errors"
 RACE = """========= Error: Race reported between {} access at {}+0x6a0 in x.py

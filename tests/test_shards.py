@@ -3,7 +3,11 @@
 import subprocess
 import sys
 
+import pytest
+
 from tests.conftest import ROOT
+
+pytestmark = pytest.mark.slow
 
 LIMIT = 600  # seconds of a test, and of all: far more than a slow and busy machine needs
 SUITE = f"""

@@ -23,6 +23,8 @@ from tools.soak.memory import Sample
 from tools.soak.probe import Probe
 from tools.soak.scenarios import Soak
 
+pytestmark = pytest.mark.slow
+
 CPU = torch.device("cpu")
 
 

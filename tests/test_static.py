@@ -5,6 +5,8 @@ import pytest
 from tests.kernels import COVERING
 from tools import proven, static
 
+pytestmark = pytest.mark.slow
+
 STALLED = 2 << 41  # high word of an instruction
 
 

@@ -22,6 +22,8 @@ from wrappers import KVCacheTarget, append_qkv, explanation, machine, scratch
 from wrappers.attention import call
 from wrappers.prefill import values
 
+pytestmark = pytest.mark.slow
+
 CPU = torch.device("cpu")
 compiles = [  # 5 to 20 s each: not for `make quick`
     pytest.mark.kernels,

@@ -223,6 +223,7 @@ COMPUTED = {
 FAKES = {"made inside": fakes_inside, "used outside": fakes_outside, "a fake query": fake_query_inside}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", CALLS)
 @pytest.mark.parametrize("how", RECORDED)
 def test_one_operator_is_recorded(how, name):
@@ -319,6 +320,7 @@ def test_functionalize_writes_to_what_was_given():
     assert bits([inputs["out"], inputs["lse"]]) == bits(results(*CALLS["context, outputs given"]())[-2:])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["decode, drafts", "decode, nvfp4", "xqa", "page table, new", "top_k_per_row_decode"])
 def test_opcheck(name):
     with Seen() as seen:
@@ -348,6 +350,7 @@ class Module(torch.nn.Module):
         return self.call(*tensors)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", SOME)
 def test_export(name):
     call, tensors = of_tensors(*CALLS[name]())
@@ -359,6 +362,7 @@ def test_export(name):
 FLAGS = [("context", "causal"), ("context", "enable_pdl"), ("decode", "enable_pdl"), ("top_k", "sorted")]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name,flag", FLAGS)
 @pytest.mark.parametrize("how", ["compile", "make_fx"])
 def test_flags_that_compare_symbolic_sizes(how, name, flag):

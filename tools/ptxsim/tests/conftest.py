@@ -5,3 +5,4 @@ import pytest
 
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "kernels: simulates many kernels: more than ten seconds")
+    config.addinivalue_line("markers", "slow: takes seconds")

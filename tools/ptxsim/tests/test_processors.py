@@ -10,6 +10,8 @@ import numpy as np
 import pytest
 from ptxsim import functions, tensorcore
 
+pytestmark = pytest.mark.slow
+
 RECORDED = json.loads(form_digests.RECORD.read_text())
 
 

@@ -329,6 +329,7 @@ def factor_words(case: Case, scale: np.ndarray, which: int) -> np.ndarray:
     return out.reshape(128, 64).view(np.uint32)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", CASES, ids=name)
 def test_mma(case: Case) -> None:
     """D = A * B + D * 2^-shift for one instruction, D in the layout of M and cta_group."""
