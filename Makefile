@@ -32,8 +32,8 @@ PIP := $(PYTHON) -m pip install -qq --disable-pip-version-check
 demo: $(SHOWN) $(WEIGHTS)
 	@$(PYTHON) -m tools.demo
 
-# The linter beside one in four cases of the tests that compile no kernel, 2 minutes; what CI runs, 15 on 2 cores; everything,
-# and nothing remembered.
+# The linter beside one in four cases of the tests that compile no kernel, 2 minutes; what CI runs, 15 on 2 cores;
+# everything, and nothing remembered.
 quick: $(READY)
 	@$(MAKE) --no-print-directory -j2 lint some
 

@@ -73,18 +73,6 @@ def test_refused_by_compiled_calls(name, argument, called):
 
 
 @pytest.mark.parametrize("name", ["context", "top_k"])
-def test_refused_by_transforms(name):
-    function, inputs = CALLS[name]()
-    first = next(iter(inputs))
-
-    def loss(x):
-        return results(function, inputs | {first: x})[0].float().sum()
-
-    with pytest.raises(RuntimeError, match=f"^{first}: requires grad"):
-        torch.func.grad(loss)(inputs[first])
-
-
-@pytest.mark.parametrize("name", ["context", "top_k"])
 def test_refused_by_the_operators(name):
     """A graph that was made of other tensors calls them alone."""
     call, tensors = of_tensors(*CALLS[name]())

@@ -1,21 +1,16 @@
 """The benchmark of errors against fp64 and of equal bits, on the CPU: cases, the right output, rows and tables."""
 
 import math
-from copy import copy
 from dataclasses import replace
 
 import pytest
 import torch
 
-from bench import __main__ as command
 from bench import accuracy, harness, results, trust
 from bench.accuracy import CASES, AccuracyCase
 from bench.cases import precision
-from bench.cases.precision import BF16
 from bench.results import AccuracyRow, DeterminismRow
 from bench.workload import tokens
-from tests.emulated import emulation
-from wrappers.attention import plan
 
 ENV = results.Environment("2026-01-02T03:04:05+00:00", "abc123def", "some-gpu", "580.1", "2.11")
 SETUP = harness.Setup(("ours",), device="cpu")
@@ -65,19 +60,6 @@ def test_the_right_output(monkeypatch, form, types):
         torch.testing.assert_close(whole[request * m + row], want, rtol=1e-10, atol=1e-10)
 
 
-def test_data_are_the_same_values_in_every_type():
-    for form in accuracy.FORMS:
-        inputs = {
-            types: precision.make_inputs(AccuracyCase(form, types, "normal", 70).attention(), "cpu")
-            for types in accuracy.TYPES
-        }
-        k = tokens(inputs["bf16"], 0, 70)[0].float()
-        for types, own in inputs.items():
-            apart = (tokens(own, 0, 70)[0].float() - k).abs().max()
-            assert apart < 1.0 and (types in ("bf16", "fp16")) == bool(apart < 2**-6), types
-        assert torch.equal(inputs["kve4m3"]["query"], inputs["bf16"]["query"])
-
-
 @pytest.mark.parametrize("form", ["prefill", "extend", "decode"])
 def test_rows_of_a_case(form):
     case = AccuracyCase(form, "kve4m3", "normal", 300)
@@ -91,35 +73,9 @@ def test_rows_of_a_case(form):
                                                            for k in kinds]  # fmt: skip
 
 
-def test_sixteen_bits_have_no_error_of_storing():
-    rows, _ = accuracy.measure(AccuracyCase("decode", "fp16", "normal", 100), SETUP, ENV)
-    assert {r.format_error for r in rows} == {None} and rows[1].rms_error < 5e-4
-
-
 def test_an_error_is_measured():
     right = torch.tensor([3.0, -3.0, 3.0, -3.0], dtype=torch.float64)
     assert accuracy.relative(torch.tensor([0.3, 0.0, 0.0, 0.0]), right) == pytest.approx((0.1, 0.05))
-
-
-def test_providers_without_a_row(monkeypatch, capsys):
-    """One peer refuses and the other returns infinity. Peers have rows in 16 bits only."""
-
-    def refuses(case, inputs):
-        raise ValueError("head_dim")
-
-    def infinite(case, inputs):
-        return lambda: torch.full((5, 8, 128), math.inf)
-
-    monkeypatch.setattr(
-        accuracy, "PROVIDERS", {"ours": accuracy.ours, "flash-attn-4": refuses, "cudnn": infinite}
-    )  # fmt: skip
-    setup = replace(SETUP, providers=tuple(accuracy.PROVIDERS))
-    rows, _ = accuracy.measure(AccuracyCase("prefill", "bf16", "normal", 40), setup, ENV)
-    assert [r.provider for r in rows] == ["rounded", "ours"]
-    said = capsys.readouterr().out
-    assert "no row: flash-attn-4: ValueError: head_dim" in said and "no row: cudnn: not finite" in said
-    accuracy.measure(AccuracyCase("prefill", "kvnvfp4", "normal", 40), setup, ENV)
-    assert capsys.readouterr().out == ""
 
 
 def test_a_peer_without_a_mask_has_its_own_right_output(monkeypatch):
@@ -135,39 +91,6 @@ def test_a_peer_without_a_mask_has_its_own_right_output(monkeypatch):
     assert rows[1].provider == "cudnn" and rows[1].rms_error < 3e-3
 
 
-def test_bits_that_change_are_counted():
-    outputs = iter([1.0, 1.0, 2.0, 1.0])
-    assert accuracy.repeated(lambda: torch.tensor([next(outputs)]), 3) == 2
-
-
-def test_a_request_alone_is_the_same_request():
-    case = AccuracyCase("decode", "bf16", "normal", 200)
-    batch = replace(case.attention(BF16), q_lens=(1,) * 3, kv_lens=(200, 70, 130))
-    inputs = precision.make_inputs(batch, "cpu")
-    right = accuracy.attention64(inputs)
-    for b, n in enumerate(batch.kv_lens):
-        alone = accuracy.only(inputs, b, 1)
-        assert alone["block_tables"].shape == (1, -(-n // accuracy.PAGE)) and alone["max_kv_len"] == n
-        torch.testing.assert_close(accuracy.attention64(alone), right[b : b + 1], rtol=0, atol=0)
-
-
-def test_the_command_appends_rows(monkeypatch, tmp_path, capsys):
-    name = "accuracy-decode-bf16-normal-s1024"
-    monkeypatch.setattr(command, "environment", lambda: ENV)
-    monkeypatch.setattr(accuracy, "CASES", {name: AccuracyCase("decode", "bf16", "normal", 64)})
-    monkeypatch.setattr(harness, "Setup", lambda providers: replace(SETUP, providers=providers))
-    args = ["accuracy", "--providers", "ours", "--results", str(tmp_path)]
-    monkeypatch.setattr("sys.argv", ["bench", *args])
-    command.main()
-    rows = results.read(tmp_path / "accuracy" / "some-gpu.csv", AccuracyRow)
-    counts = results.read(tmp_path / "determinism" / "some-gpu.csv", DeterminismRow)
-    assert len(rows) == 2 and len(rows[1].digest) == 16 and [r.kind for r in counts][0] == "runs"
-    assert "ours runs 3/3" in capsys.readouterr().out
-    monkeypatch.setattr("sys.argv", ["bench", "accuracy", "--cases", "no"])
-    with pytest.raises(SystemExit, match="no case begins with 'no'"):
-        command.main()
-
-
 def test_tables():
     case = "accuracy-decode-kve4m3-sharp-s32768"
     make = dict(case=case, max_error=0.0123, rms_error=0.00171, format_error=0.071, digest="0")
@@ -179,24 +102,3 @@ def test_tables():
     counts = [ENV.make(DeterminismRow, case=c, provider="ours", kind="runs", equal=19.0, count=20.0)
               for c in (case, case.replace("sharp", "normal"))]  # fmt: skip
     assert "| ours | decode: runs | 38 of 40 |" in trust.determinism("some-gpu", counts)[1]
-
-
-@pytest.mark.by_shape
-def test_prefill_has_the_kernels_of_whole_prompts(monkeypatch):
-    """Both forms make the same call; only the choice of the kernel differs, and neither finds the other's plan."""
-    asked = []
-
-    def select(request, arch):
-        asked.append(request.split_kv)
-        return real(request, arch)
-
-    with emulation() as fake:
-        real = plan.dispatch.select
-        monkeypatch.setattr(plan.dispatch, "select", select)
-        monkeypatch.setattr(accuracy.machine, "HostMachine", lambda: own)
-        own = copy(fake)
-        own.plans = {}
-        for form in ("extend", "prefill", "extend", "prefill"):
-            case = AccuracyCase(form, "bf16", "normal", 80)
-            accuracy.ours(case, precision.make_inputs(case.attention(), "cpu"))()
-    assert asked == ["auto", "never"]

@@ -4,9 +4,8 @@ from dataclasses import replace
 from functools import partial
 
 import pytest
-import torch
 
-from bench import family, harness, workload
+from bench import family, harness
 from tests.test_bench import WallClock
 
 TINY = replace(family.PREFILL, name="family-tiny", q_lens=(70, 70), kv_lens=(70, 70), heads_q=4, heads_kv=2)
@@ -32,10 +31,3 @@ def test_a_wrong_form_has_no_row(monkeypatch, capsys, form):
         monkeypatch.setattr(family, "FORMS", {form: (page, make)})
         assert not family.collect(TINY, SETUP)
         assert f"no row: {form}: " in capsys.readouterr().out
-
-
-def test_masks():
-    shape = workload.BatchShape((3,) * 2, (5,) * 2, 1, 1, 1, 1, True)
-    causal, tree = (family.mask_of(kind, shape, torch.device("cpu")).int().tolist() for kind in ("causal", "tree"))
-    assert causal == [[1, 1, 1, 0, 0], [1, 1, 1, 1, 0], [1, 1, 1, 1, 1]]
-    assert tree == [[1, 1, 1, 0, 0], [1, 1, 1, 1, 0], [1, 1, 1, 0, 1]]

@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from bench import harness, precision, results, skipping, sparsity, workload
+from bench import harness, precision, skipping, sparsity, workload
 from bench.cases import precision as cases
 from bench.cases.attention import reference_of
 from tests.test_bench import WallClock
@@ -17,7 +17,6 @@ pytestmark = pytest.mark.slow
 
 SETUP = harness.Setup(("ours",), 2, "cpu", WallClock(), WallClock())
 TOP = harness.Ceilings(700.0, 4000.0, 1300.0)
-ENV = results.Environment("2026-01-02T03:04:05+00:00", "abc123", "nvidia-h200", "580.1", "2.13.0")
 
 
 def tiny(case, n=70, batch=2):
@@ -87,17 +86,6 @@ def test_wrong_outputs_of_every_type_are_refused(kind):
         assert workload.check(inputs, stored(o)) == "not finite"
 
 
-def test_a_kernel_that_refuses_has_no_row(monkeypatch, capsys):
-    def refuse(**_):
-        raise NotImplementedError("query: torch.float8_e4m3fn, no kernel")
-
-    monkeypatch.setattr(precision, "context", refuse)
-    for case in (tiny(cases.PRECISION["prefill-fp8-causal-b2-s8192-h32x8-d128-p64"]), TINY_SKIP):
-        assert precision.measure(case, TOP, SETUP) == []
-    assert precision.study(TINY_SKIP, SETUP, ENV) == []
-    assert "no row: ours: NotImplementedError: query: torch.float8_e4m3fn, no kernel" in capsys.readouterr().out
-
-
 # ---- the rule of skip-softmax
 
 
@@ -161,13 +149,6 @@ def attention(inputs, rows=64, keys=128):
         logits = (scale * q @ k[:, h // group].T).masked_fill(hidden | ~torch.ones(n, n).tril().bool(), -math.inf)
         inputs["out"][:, h] = (logits.softmax(-1) @ v[:, h // group]).to(inputs["out"].dtype)
     return inputs["out"]
-
-
-@pytest.mark.parametrize("case, skips", [(cases.SKIP, True), (cases.SKIP_NONE, False)])
-def test_a_case_of_skipping_leaves_out_some_blocks_or_none(case, skips):
-    found = precision.measure(replace(TINY_SKIP, name=case.name), TOP, SETUP)
-    assert [r.provider for r in found[:2]] == ["ours", "own-bf16"]
-    assert (float(found[0].note.split(", ")[1].split("%")[0]) > 0) == skips
 
 
 @pytest.mark.parametrize("rows, keys", [(64, 128), (32, 48)])

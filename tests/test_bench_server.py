@@ -107,10 +107,3 @@ def test_no_row_for_a_server_that_errs(vllm, capsys, mode, said):
     assert list(server.measure(CASE, ("ours",), ENV)) == []
     printed = capsys.readouterr().out
     assert "no row: ours" in printed and said in printed
-
-
-@pytest.mark.parametrize("case", SERVERS.values(), ids=lambda case: case.name)
-def test_loads_fit(case):
-    assert case.longest * case.engine.token_bytes <= case.engine.memory
-    assert case.longest <= case.engine.config["max_position_embeddings"]
-    assert (1 + case.range) * (case.engine.prompt + case.engine.outputs) < case.longest

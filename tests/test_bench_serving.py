@@ -155,10 +155,3 @@ def test_a_wrong_part_or_ours_that_fails_leaves_no_own_parts(monkeypatch, capsys
     monkeypatch.setitem(prefill.PROVIDERS, "ours", lambda inputs: {}["gone"])
     assert serving.measure(TINY, TOP, setup("ours")) == []
     assert "no row: ours: KeyError: 'gone'" in capsys.readouterr().out
-
-
-def test_a_decode_provider_that_writes_nothing_has_no_row(monkeypatch, capsys):
-    """Though the one before wrote the right result where it points to."""
-    monkeypatch.setitem(decode.PROVIDERS, "batch-invariant", lambda inputs: lambda: inputs["out"])
-    found = decode.measure(cases.decoding(2, 20, (4, 2), 64, 16), TOP, setup("ours"))
-    assert [r.provider for r in found] == ["ours", "floor"] and "no row: batch-invariant: " in capsys.readouterr().out

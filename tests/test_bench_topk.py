@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from bench import harness, plots, topk
+from bench import harness, topk
 from bench.harness import Ceilings, Setup
 from tests.test_bench import ENV
 
@@ -50,25 +50,10 @@ def missing(i):
 # ---- cases
 
 
-def test_a_name_says_what_the_inputs_are():
-    i = topk.make("sweep-topk-bf16-3x100-k7", "cpu", 5)
-    assert i.scores.shape == (3, 100) and i.scores.dtype == torch.bfloat16 and i.k == 7
-    assert i.indices.shape == (3, 7) and i.table.shape == (3, 2) and i.bytes == 600
-    assert i.lengths.tolist() == [100] * 3 and i.zeros.tolist() == [0] * 3
-    assert torch.equal(i.scores, topk.make("topk-bf16-3x100-k7", "cpu", 5).scores)
-    assert not torch.equal(i.scores, topk.make("topk-bf16-3x100-k7", "cpu", 6).scores)
-
-
 @pytest.mark.parametrize("name", ["topk-fp64-3x100-k7", "topk-fp32-3x100", "topk-fp32-100-k7", f"{NAME}-x", ""])
 def test_other_names_are_refused(name):
     with pytest.raises(ValueError, match="must end as"):
         topk.make(name, "cpu", 0)
-
-
-def test_input_sets_are_many_and_differ():
-    sets = topk.inputs_of(NAME, "cpu")
-    assert len(sets) == SETS
-    assert len({float(i.scores[0, 0]) for i in sets}) == SETS
 
 
 # ---- the check of a result
@@ -110,18 +95,6 @@ def test_sorted_cases_are_checked_for_their_order():
         assert topk.check(i, torch.tensor([indices])) == said
 
 
-def test_sorted_cases_ask_for_what_is_sorted():
-    i = topk.make("topk-sorted-bf16-3x100-k7", "cpu", 5)
-    assert i.sorted and not topk.make("topk-bf16-3x100-k7", "cpu", 5).sorted
-    for name in ("ours", "torch"):
-        assert topk.check(i, topk.PROVIDERS[name](i)) is None
-    assert topk.check(i, topk.ragged(i)) == "not in descending order"
-
-
-def test_equal_indices_are_found_apart_from_each_other():
-    assert topk.check(inputs_with([[1.0, 3.0, 3.0, 3.0]], 3), torch.tensor([[1, 2, 1]])) == "an index comes twice"
-
-
 # ---- who gets a row, and what stands in it
 
 
@@ -139,19 +112,3 @@ def test_measure_gives_rows_to_those_that_pass(monkeypatch, capsys):
     assert "no row: wrong: not the largest scores" in said and "no row: missing: ImportError: no such module" in said
     rows = harness.rows_of(found, ENV)
     assert rows[1].ratio_to_ours == 3 and NAME in harness.table(found, rows, TOP)
-
-
-def test_no_rows_where_nobody_passes(monkeypatch):
-    monkeypatch.setattr(topk, "PROVIDERS", {"wrong": smallest})
-    assert topk.measure(NAME, TOP, setup_of(Costs(), "wrong")) == []
-
-
-# ---- README and plot
-
-
-def test_cases_have_names_that_are_understood():
-    """The plot takes all lengths of the sweep; headline cases are told from them and from each other."""
-    assert all(plots.TOPK_SWEEP.match(name) for name in topk.SWEEP)
-    every = (*topk.HEADLINE, *topk.SORTED, *topk.SWEEP)
-    assert len(set(every)) == len(every) and topk.OUTPUTS in topk.HEADLINE
-    assert all(name.startswith("topk-") for name in topk.HEADLINE + topk.SORTED)

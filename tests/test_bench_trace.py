@@ -38,11 +38,3 @@ def test_two_requests_by_hand():
     assert said.waits == {"p50": 20.0, "p90": 30.0, "p99": 30.0}
     assert said.steps == {"p50": 3.0, "p90": 20.0, "p99": 20.0}
     assert said.total == 36.0 and said.tokens == pytest.approx(58 / 36e-6)
-
-
-def test_a_request_waits_for_room():
-    made = [TraceRequest(0, 30, 40), TraceRequest(0, 20, 30)]
-    found = trace.steps_of(replace(TINY, room=60), made)
-    assert all(len(step.q_lens) == 1 for step in found) and made[1].first == 11
-    with pytest.raises(ValueError, match="room: 39 tokens"):
-        trace.steps_of(replace(TINY, room=39), [TraceRequest(0, 30, 40)])

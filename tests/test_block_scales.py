@@ -11,7 +11,6 @@ from wrappers import (
     BatchPrefillWithRaggedKVCacheWrapper,
     FP4Tensor,
     append_paged_kv_cache,
-    explain,
     fp4,
     machine,
     nvfp4_dequantize,
@@ -141,15 +140,6 @@ def test_other_types_are_refused(name, dtype):
             call((k.to(dtype), v.to(dtype)))
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["context", "xqa_batch_decode", "single", "append"])
-def test_factors_in_uint8_under_compile(name):
-    call, (k, v) = BOTH[name]
-    torch.compiler.reset()
-    compiled = torch.compile(lambda k, v: call((k, v)), fullgraph=True, backend="aot_eager")
-    assert torch.equal(compiled(k.view(UINT8), v.view(UINT8)), call((k, v)))
-
-
 def test_one_tensor_of_both():
     stacked, both = CODES.transpose(0, 1).contiguous(), FACTORS.view(UINT8).transpose(0, 1).contiguous()
     found = xqa_batch_decode_with_kv_cache(Q[:2], stacked, None, TABLE, LENS, None, SCALE, kv_cache_sf=both)
@@ -167,15 +157,6 @@ def test_a_plan_serves_both_types():
     for factors in given:
         assert [t.dtype for t in factors] == [UINT8, UINT8]
         assert [t.data_ptr() for t in factors] == [k.data_ptr(), v.data_ptr()]
-
-
-def test_explain():
-    given = Q, tuple(CODES), None, TABLE, LENS, 2, None, SCALE, 1.0, 2, STARTS, None
-    found = [
-        str(explain(*given, kv_layout="NHD", kv_cache_sf=(FACTORS[0].view(dtype), FACTORS[1]), arch="sm_90a"))
-        for dtype in (E4M3, UINT8)
-    ]
-    assert found[0] == found[1] and "runs: attention" in found[0]
 
 
 def test_fp4():

@@ -87,18 +87,3 @@ def test_nan_is_passed_on():
     v, s = cascade.merge_state(*a, *b)
     assert v[2, 1].isnan().all() and s[2, 1].isnan()
     assert v.isnan().sum() == D and s.isnan().sum() == 1
-
-
-def test_what_requires_grad_is_refused():
-    (a, b), _ = states(4, 6)
-    b[0].requires_grad_()
-    with pytest.raises(RuntimeError, match="v_b: requires grad"):
-        cascade.merge_state(*a, *b)
-    with torch.no_grad():
-        cascade.merge_state(*a, *b)
-
-
-def test_an_output_that_overlaps_itself_is_refused():
-    (a, b), _ = states(4, 6)
-    with pytest.raises(ValueError, match="v: strides .* must not overlap each other"):
-        cascade.merge_state_in_place(a[0][:1].expand(N, H, D), a[1], *b)

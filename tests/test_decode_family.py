@@ -200,17 +200,6 @@ def test_splits_ask_for_bits_that_do_not_depend_on_the_batch(monkeypatch):
     assert all(p.causal and p.requests.cu_seqlens_q is None for p in seen)
 
 
-def test_torch_compile_holds_runs_in_one_graph():
-    case = case_of()
-    wrapper = planned(case, window_left=3)
-
-    def step(q, cache):
-        return wrapper.run(q, cache, k_scale=2.0, return_lse=True)
-
-    got = torch.compile(step, fullgraph=True, backend="eager")(case.q, tuple(case.cache))
-    assert all(map(torch.equal, got, step(case.q, tuple(case.cache))))
-
-
 def test_no_kernel_is_said_by_name(launches):
     case = case_of(page=8)
     q, cache = case.q.to(torch.float8_e5m2), tuple(t.to(torch.float8_e5m2) for t in case.cache)

@@ -21,13 +21,6 @@ def decode_of(case, **changes):
     return cases.as_decode(cases.make_inputs(case)) | changes
 
 
-@pytest.mark.parametrize("name", CASES)
-def test_cpu_gives_what_prefill_gives(name):
-    case = CASES[name]
-    inputs = cases.make_inputs(case)
-    check(inputs, trtllm_batch_decode_with_kv_cache(**cases.as_decode(inputs)), case.tolerance)
-
-
 @pytest.mark.parametrize("name", SQUARE)
 def test_launch_of_every_case(launches, name):
     case = SQUARE[name]
@@ -111,19 +104,6 @@ def test_scratch_is_kept_for_a_stream_and_new_in_a_capture(here, launches, monke
     here.stream = 9
     trtllm_batch_decode_with_kv_cache(**inputs)
     assert len(here.split_scratch) == 1
-
-
-def test_explain(here):
-    """Nothing is launched or written; arguments are refused in the words of the function that was asked for."""
-    inputs, (given, _) = decode_of(replace(PLAIN, q_lens=(1, 2))), xqa_inputs()
-    for function, call, head in ((trtllm_batch_decode_with_kv_cache, inputs, "bf16"), (xqa, given, "fp16")):
-        said = wrappers.explain(function=function, **call)
-        assert said.runs is not None and said.runs.startswith(f"attention.decode {head}_d64")
-        assert "more than 16 rows" in dict(said.refused)["attention.sm90"]
-        assert wrappers.explain(function=function, arch="sm_80", **call).runs is None
-    assert not here.launches and inputs["out"].isnan().all() and given["output"].isnan().all()
-    with pytest.raises(TypeError, match="^k_cache, v_cache: K is"):
-        wrappers.explain(function=xqa, **given | {"v_cache": given["v_cache"].float()})
 
 
 def test_a_planned_call_sees_what_its_key_does_not_hold(launches):
@@ -488,23 +468,6 @@ def test_many_rows_take_the_code_of_prefill(here, arch):
     few, modified = "attention.decode", "attention.sm100" if op == "sm100" else "attention.decode"
     want = {"many": f"attention.{op}", "few": few, "window": modified, "cap": modified, "gathered": few}
     assert served == want and len(here.launches) == len(want)
-
-
-def test_more_rows_than_a_kernel_divides(here, launches, monkeypatch):
-    inputs = decode_of(PLAIN)
-    trtllm_batch_decode_with_kv_cache(**inputs)
-    tokens, heads = inputs["query"].shape[:2]
-    group = launches[0].q.shape[1] // launches[0].k.shape[1]
-    for most, fits in ((tokens * group * group + 1, True), (tokens * group * group, False)):
-        monkeypatch.setattr(checks, "MOST_ROWS", most)
-        for known in (True, False):  # a plan
-            if not known:
-                here.plans.clear()
-            if fits:
-                trtllm_batch_decode_with_kv_cache(**inputs)
-            else:
-                with pytest.raises(NotImplementedError, match=f"query: {tokens} tokens of {heads} heads"):
-                    trtllm_batch_decode_with_kv_cache(**inputs)
 
 
 def test_more_keys_than_a_kernel_counts(here, launches, monkeypatch):

@@ -15,7 +15,7 @@ from typing import NamedTuple
 import pytest
 import torch
 
-from cute_kernels import bundle, catalog, cli, env, manifest, paths
+from cute_kernels import bundle, catalog, env, manifest, paths
 from tests import children, fake_bundle
 from tests.conftest import ARCH, ROOT, run_python
 from wrappers import runtime
@@ -132,17 +132,6 @@ def test_no_torch(machine):
     assert said in done.stdout and len(done.stdout.splitlines()) <= SCREEN
 
 
-def test_no_torch_hides_no_driver(machine, versions, monkeypatch):
-    def none(*_):
-        raise OSError("libcuda.so.1: cannot open shared object file")
-
-    versions.pop("torch")
-    monkeypatch.setattr(env, "import_module", none)
-    monkeypatch.setattr(env, "driver", none)
-    first, second = machine.report()[1]
-    assert first.startswith("torch is not installed") and second.startswith("no CUDA driver, libcuda.so.1")
-
-
 def test_a_torch_that_does_not_import(machine, monkeypatch):
     def refuse(name):
         raise OSError("libcudart.so.13: cannot open shared object file")
@@ -189,26 +178,6 @@ def test_a_version_outside_the_range(machine, versions, name, version, wanted):
         f"{name} {version} is outside the supported range {wanted}",
         f"run pip install {wanted}",
     )
-
-
-@pytest.mark.parametrize(
-    ("name", "version"),
-    [("torch", "2.11"), ("torch", "2.20.1+cpu"), ("apache-tvm-ffi", "0.1.11"), ("nvidia-cutlass-dsl", "4.8.7.dev0")],
-)
-def test_a_version_inside_the_range(machine, versions, name, version):
-    versions[name] = version
-    assert machine.report()[1] == {}
-
-
-def test_a_build_names_a_dsl_of_another_version(machine, versions, monkeypatch, capsys):
-    def build_bundle(*_):
-        raise bundle.BuildError("enough")
-
-    monkeypatch.setattr(bundle, "build_bundle", build_bundle)
-    versions["nvidia-cutlass-dsl"] = "4.7.1"
-    assert cli.main(["build"]) == 1
-    first, last = capsys.readouterr().err.splitlines()
-    assert first.startswith("nvidia-cutlass-dsl 4.7.1 is outside the supported range") and last == "enough"
 
 
 def test_no_linker(machine, monkeypatch):
@@ -314,13 +283,6 @@ def test_a_truncated_manifest(machine):
     os.truncate(file, file.stat().st_size // 2)
     (cause, remedy), _ = machine.report()[1].items()
     assert cause.startswith(f"bundle {machine.bundle} cannot be read: {file}: ") and "truncated" in remedy
-
-
-@pytest.mark.parametrize("name", ["attention-0123456789ab.so", bundle.RUNTIME])
-def test_a_bundle_that_lacks_a_library(machine, name):
-    (machine.bundle / name).unlink()
-    (cause, remedy), _ = machine.report()[1].items()
-    assert cause.startswith(f"bundle {machine.bundle}: ") and name in cause and "cute-kernels build" in remedy
 
 
 def edit(folder: Path, **values: object) -> None:
@@ -431,13 +393,6 @@ def test_a_cache_that_cannot_be_written(machine, monkeypatch, open_folder, made)
     assert as_nobody(machine.report) == "", "nothing is compiled"
 
 
-def test_a_cache_in_the_place_of_a_file(machine, monkeypatch):
-    (machine.folder / "file").touch()
-    monkeypatch.setenv("XDG_CACHE_HOME", str(machine.folder / "file"))
-    cause, _ = machine.only()
-    assert f"cannot be written, {machine.folder / 'file'} is no folder" in cause
-
-
 def test_a_user_without_a_home(machine, monkeypatch):
     """The user's id is in no list, as in many containers, and HOME is not set."""
     for name in ("HOME", "XDG_CACHE_HOME"):
@@ -451,13 +406,6 @@ def test_a_user_without_a_home(machine, monkeypatch):
     assert f"- {cause}\n  -> set XDG_CACHE_HOME to a folder that this user can write" in said
 
 
-def test_unpack_for_a_user_without_a_home(monkeypatch, tmp_path):
-    monkeypatch.delenv("CUTE_KERNELS_BUNDLE", raising=False)
-    monkeypatch.setattr(paths, "homes", lambda: [])
-    with pytest.raises(SystemExit, match="^--out: must be given, because this user has no home directory"):
-        cli.main(["unpack", str(tmp_path / "file")])
-
-
 def test_a_full_disk(machine, monkeypatch):
     monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=(12 << 20) + 5))
     monkeypatch.setenv("TMPDIR", "/var/tmp")
@@ -466,12 +414,3 @@ def test_a_full_disk(machine, monkeypatch):
         f"the disk is full at {cache} (12 MB are free) and /var/tmp (12 MB are free): a build needs 400 MB",
         "free space, or set XDG_CACHE_HOME and TMPDIR to folders on another disk",
     )
-
-
-def test_everything_at_once_is_one_screen(machine, versions, monkeypatch):
-    versions.clear()
-    shutil.rmtree(machine.bundle)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
-    monkeypatch.setenv("XDG_CACHE_HOME", "/dev/null")
-    monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=0))
-    assert len(machine.report()[1]) >= 6

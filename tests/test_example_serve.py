@@ -77,12 +77,3 @@ def test_what_cannot_end_is_refused(found):
         served(pages=2)
     with pytest.raises(ValueError, match="budget: 0"):
         served(budget=0)
-
-
-def test_report_and_drawing(found, capsys, tmp_path):
-    _, _, requests, steps = found
-    pool = serve.Pool(torch.empty(1, 2, SIZES["pages"], 16, 1, 1))
-    serve.report(requests, steps, pool, tmp_path / "timeline.png")
-    text = capsys.readouterr().out
-    assert f"10 requests, {sum(r.total - r.prompt for r in requests)} output tokens" in text
-    assert (tmp_path / "timeline.png").read_bytes().startswith(b"\x89PNG")

@@ -382,23 +382,6 @@ def test_no_value_of_a_device_is_read():
     assert flash_attn_varlen_func(**there(given | paged), **descales).dtype == BF16
 
 
-@pytest.mark.slow
-def test_torch_compile_holds_calls_in_one_graph():
-    given, whole, _ = appended("equal")
-    caches = given.pop("k_cache"), given.pop("v_cache")
-    kept = [t.clone() for t in caches]
-
-    def step(q, k_cache, v_cache, k, v):
-        rest = {name: t for name, t in given.items() if name not in ("q", "k", "v")}
-        o, lse = flash_attn_with_kvcache(q, k_cache, v_cache, k, v, **rest)
-        return o, lse, flash_attn_varlen_func(BATCH.q, BATCH.k, BATCH.v, BATCH.q_starts, BATCH.k_starts, causal=True)
-
-    args = given["q"], *caches, given["k"], given["v"]
-    got = torch.compile(step, fullgraph=True, backend="eager")(*args)
-    want = step(given["q"], *kept, given["k"], given["v"])
-    assert all(map(torch.equal, got, want)) and all(map(torch.equal, caches, kept))
-
-
 # ---- constants that describe requests of one length
 
 DENSE = dict(zip("qkv", (equal(EQUAL.q), *(t.nan_to_num() for t in EQUAL.dense))))

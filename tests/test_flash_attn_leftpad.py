@@ -8,7 +8,7 @@ from tests.flash_attn_batches import E4M3, HALF, HKV, HQ, LSE, NAN, SINKS, D, ch
 from tests.host_work import torch_kernels
 from tests.sim.workloads import simulated
 from tests.test_flash_attn_rotary import tables, turned
-from wrappers import explain, flash_attn_with_kvcache
+from wrappers import flash_attn_with_kvcache
 
 ROWS, LEFT, LENS, ENTRIES = 24, (3, 0, 8, 17), (20, 9, 8, 24), (2, 4, 0, 1)
 BATCH = len(LENS)
@@ -226,31 +226,6 @@ def test_a_capture_keeps_nothing(here):
         check(flash_attn_with_kvcache(**given), wanted(given["q"], seen))
     tables = {launch.page_table.data_ptr() for launch in here.launches}
     assert len(tables) == 3  # each call has a table of its own: later values must not change what a graph reads
-
-
-def test_explain():
-    given, _ = made(1)
-    assert explain(function=flash_attn_with_kvcache, arch="sm_90a", **given).runs.startswith("attention.decode fp16")
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("dynamic", [False, True])
-def test_under_torch_compile(dynamic, fresh_compiler):
-    given, _ = made(2, lens=(20, 9, 8, 20))
-    new = torch.randn(BATCH, 2, HKV, D).half()
-    for cache in (given["k_cache"], given["v_cache"]):
-        cache.nan_to_num_()
-    caches = given.pop("k_cache"), given.pop("v_cache")
-    kept = [t.clone() for t in caches]
-
-    def step(q, k_cache, v_cache, k, v, lens, left):
-        options = {"cache_seqlens": lens, "cache_leftpad": left, "causal": True} | LSE
-        return flash_attn_with_kvcache(q, k_cache, v_cache, k, v, **options)
-
-    rest = new, new, given["cache_seqlens"], given["cache_leftpad"]
-    got = torch.compile(step, fullgraph=True, backend="eager", dynamic=dynamic)(given["q"], *caches, *rest)
-    want = step(given["q"], *kept, *rest)
-    assert all(map(torch.equal, got, want)) and all(map(torch.equal, caches, kept))
 
 
 @pytest.mark.kernels

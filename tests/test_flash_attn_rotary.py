@@ -148,23 +148,6 @@ def test_in_the_simulator(form):
     assert torch.equal(given["v_cache"], again["v_cache"])
 
 
-@pytest.mark.slow
-def test_under_torch_compile():
-    given, *_ = appended("equal")
-    cos, sin = tables(D)
-    caches = given.pop("k_cache"), given.pop("v_cache")
-    kept = [t.clone() for t in caches]
-
-    def step(q, k_cache, v_cache, k, v, cos, sin):
-        rest = {name: t for name, t in given.items() if name not in ("q", "k", "v")}
-        return flash_attn_with_kvcache(q, k_cache, v_cache, k, v, rotary_cos=cos, rotary_sin=sin, **rest)
-
-    rows = given["k"], given["v"], cos, sin
-    got = torch.compile(step, fullgraph=True, backend="eager")(given["q"], *caches, *rows)
-    want = step(given["q"], *kept, *rows)
-    assert all(map(torch.equal, got, want)) and all(map(torch.equal, caches, kept))
-
-
 def test_nothing_new():
     """No new row: the call attends to what is there."""
     given, *_ = appended("equal")

@@ -12,7 +12,7 @@ from bench.cases import outputs
 from bench.cases.planted import KEPT, STEP, STEP_SCALE
 from tests import gpu
 from tests.gpu import captured, close, dims, feature, features, grid, in_threads, same, values
-from wrappers import explain, machine, trtllm_batch_decode_with_kv_cache
+from wrappers import machine, trtllm_batch_decode_with_kv_cache
 
 pytestmark = pytest.mark.skipif(
     not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0), reason="needs an sm_90 device"
@@ -407,15 +407,6 @@ def test_needle_in_128k_keys(case):
     assert (want[0][0, 1] - 100).abs().max() < 5  # NVFP4 has 96 for 100
 
 
-def test_explain_names_the_kernel():
-    """Many rows go to prefill's kernels, but for invariant bits."""
-    said = [str(explain(function=trtllm_batch_decode_with_kv_cache, **gpu.call_of(case, CUDA)[0])) for case in (
-        BASE, replace(BASE, q_lens=(9,) * 4), replace(BASE, q_lens=(9,) * 4, invariant=True))]  # fmt: skip
-    few, many, invariant = (text.splitlines()[0] for text in said)
-    assert few == invariant and few.startswith("runs: attention.decode bf16_d64_") and few.endswith("r8")
-    assert many.startswith("runs: attention.sm90 bf16_d64_causal_tma_m64")
-
-
 # ---- xqa
 
 XQA = replace(
@@ -487,27 +478,4 @@ def test_xqa_of_quantised_caches(case):
     ),
 )
 def test_xqa_drafts(case):
-    matches_reference(case)
-
-
-@pytest.mark.by_shape
-@pytest.mark.parametrize(
-    "case",
-    grid(
-        D128,
-        {"context": {"function": "context"}, "decode": {}},
-        CACHES,
-        {
-            "one long": {"q_lens": (1,), "kv_lens": (40_000,)},
-            "few rows": {"q_lens": (4, 16, 1, 0), "kv_lens": (9000, 16, 0, 70)},
-            "many requests": {"q_lens": (1, 2) * 70, "kv_lens": (700, 3000) * 70},
-            "many rows": {"q_lens": (300, 2), "kv_lens": (5000, 9000)},
-        },
-        {"": {}, "window": {"window_left": 137}, "invariant": {"invariant": True}},
-    ),
-)
-def test_kernels_that_shapes_choose(case):
-    """What users call: the shape decides between split keys and whole tiles, whatever the function is named."""
-    if case.invariant and case.function == "context":
-        case = replace(case, invariant=False, soft_cap=4.0)
     matches_reference(case)

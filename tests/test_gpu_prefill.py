@@ -15,7 +15,7 @@ from bench.cases import forms, outputs, serving
 from bench.cases.planted import STEP_SCALE
 from tests import gpu
 from tests.gpu import captured, dims, feature, features, grid, in_threads, marked, same, values
-from wrappers import explain, machine, trtllm_batch_context_with_kv_cache
+from wrappers import machine, trtllm_batch_context_with_kv_cache
 from wrappers.attention.op import serve
 
 pytestmark = pytest.mark.skipif(
@@ -23,7 +23,6 @@ pytestmark = pytest.mark.skipif(
 )
 
 CUDA = torch.device("cuda", 0)
-BAD = cases.refusals()
 BASE = cases.AttentionCase("", q_lens=(70, 1, 0, 150), kv_lens=(200, 259, 3, 90), heads_q=8, heads_kv=2, sink=True)
 PACKED = replace(BASE, q_lens=(1, 5, 0, 16), kv_lens=(131, 5, 7, 300))
 DIMS = dims((64, 64), (128, 128), (192, 128), (256, 256))
@@ -438,31 +437,6 @@ def test_planned_calls_never_synchronise():
 # ---- around the kernel
 
 
-@pytest.mark.parametrize("name", BAD)
-def test_refused_before_a_launch(name):
-    """With a plan of the good call in place: what the plan's key does not hold, the compiled code refuses."""
-    change, error, message = BAD[name]
-
-    def moved(value):
-        if isinstance(value, (tuple, list)):
-            return type(value)(map(moved, value))
-        if not isinstance(value, torch.Tensor) or value.device.type != "cpu":
-            return value
-        return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=CUDA).copy_(value)
-
-    change = {key: moved(value) for key, value in change.items() if not hasattr(value, "scale_start_index")}
-    if not change or name == "nvfp4 out.scale":
-        pytest.skip("an FP4Tensor: checked on the CPU")
-    good = make(cases.EDGE["plain"])
-    run(good)
-    bad = make(cases.EDGE["plain"]) | change
-    with pytest.raises(error, match=message):
-        trtllm_batch_context_with_kv_cache(**bad)
-    torch.cuda.synchronize()
-    if "out" not in change:
-        assert bad["out"].isnan().all()
-
-
 @pytest.mark.parametrize("name", ["seq_lens", "block_tables", "cum_seq_lens_q", "sinks", "kv_cache", "out", "lse"])
 def test_a_tensor_on_the_cpu_is_refused(name):
     inputs = make(cases.EDGE["plain"])
@@ -471,19 +445,6 @@ def test_a_tensor_on_the_cpu_is_refused(name):
     inputs[name] = tuple(t.cpu() for t in value) if isinstance(value, tuple) else value.cpu()
     with pytest.raises(ValueError, match=f"^{name}.*device cpu"):
         trtllm_batch_context_with_kv_cache(**inputs)
-
-
-@pytest.mark.parametrize(
-    "case,change,message",
-    [
-        (replace(BASE, head_dim_qk=72, head_dim_vo=72), {}, r"head_dim \(72, 72\)"),
-        (BASE, {"bmm1_scale": -0.1}, "bmm1_scale: -0.1"),
-        (BASE, {"bmm1_scale": 0.0}, "bmm1_scale: 0.0"),
-    ],
-)
-def test_what_no_kernel_does(case, change, message):
-    with pytest.raises(NotImplementedError, match=message):
-        trtllm_batch_context_with_kv_cache(**make(case, **change))
 
 
 @pytest.mark.parametrize(
@@ -586,15 +547,3 @@ def test_misaligned_query(shift):
     inputs["query"] = torch.zeros(q.numel() + 8, dtype=q.dtype, device=CUDA)[shift : shift + q.numel()].view(q.shape)
     with pytest.raises(ValueError, match="query: address"):
         trtllm_batch_context_with_kv_cache(**inputs)
-
-
-def test_compiled_by_torch():
-    torch.compiler.reset()
-    inputs = make(BASE, out=None, lse=None)
-    compiled = torch.compile(trtllm_batch_context_with_kv_cache, fullgraph=True, backend="aot_eager")
-    same(compiled(**inputs), run(inputs))
-
-
-def test_explain_names_the_kernel():
-    assert str(explain(**make(BASE))).startswith("runs: attention.sm90 bf16_d64_causal_tma_")
-    assert str(explain(**make(PACKED))).startswith("runs: attention.sm90 bf16_d64_causal_tma_")

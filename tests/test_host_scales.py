@@ -6,17 +6,13 @@ GPU's.
 """
 
 import inspect
-import itertools
 import math
 import re
-from collections import Counter
 from typing import Any
 
 import pytest
 import torch
-from torch._subclasses import FakeTensor, FakeTensorMode
-from torch.autograd.profiler import profile
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_leaves
 
 import wrappers
 from tests.flash_attn_batches import good_call
@@ -304,25 +300,6 @@ def test_cuda_refuses_a_number_that_is_not_positive(gpu):
             outcome(("trtllm_batch_context_with_kv_cache", "bmm1_scale"), scale)
 
 
-READS = {"aten::item", "aten::_local_scalar_dense"}
-
-
-@every
-def test_nothing_but_the_read_is_done_for_a_tensor(case):
-    """The operations of torch are those of a call with a number: no copy to the device, none of its values read."""
-    done = []
-    for scale in (number_of(case), torch.tensor([VALUE])):
-        function, given = prepared(case, "meta")
-        given[case[1]] = scale
-        function(**given)  # what is kept between calls is made
-        with profile() as seen:
-            function(**given)
-        done.append(Counter(event.name for event in seen.function_events))
-    extra = done[1] - done[0]
-    assert not done[0] - done[1] and set(extra) == (set() if takes_no_number(case) else READS)
-    assert all(count == 1 for count in extra.values())
-
-
 # ---- beside scales of a device
 
 
@@ -333,39 +310,6 @@ def test_products_with_scales_of_heads():
 
 
 # ---- where something traces the call: the value is read by the operator
-
-
-@every
-def test_fakes_of_a_device(case):
-    """Data and scale are fakes: the value is not known, and torch refuses operations on two devices but where a tensor
-    without dimensions is the host's."""
-    function, given = prepared(case, "meta")
-    with FakeTensorMode(allow_non_fake_inputs=True) as mode:
-        given = {n: fakes(t, mode) for n, t in given.items()}
-        returned = [function(**given | {case[1]: torch.empty(shape)}) for shape in ((), (1,), (1, 1))]
-    found = [t for t in tree_leaves(returned) if isinstance(t, torch.Tensor)]
-    assert all(isinstance(t, FakeTensor) and t.is_meta for t in found)
-
-
-def test_products_of_fakes():
-    host, there, heads = torch.ones(1), torch.ones(1, 1, device="meta"), torch.ones(HQ, device="meta")
-    with FakeTensorMode(allow_non_fake_inputs=True) as mode:
-        host, there, heads = (mode.from_tensor(t) for t in (host, there, heads))
-        for a, b in itertools.permutations((host, there, heads), 2):
-            scale, tensor, *_ = values.combine_scales(0.5, None, a, None, there.device, (HQ, HQ))
-            scale, tensor = values.times("q_scale", b, there.device, scale, tensor, (HQ, HQ), 0)
-            assert scale == 0.5 and tensor.is_meta and tensor.numel() == max(a.numel(), b.numel())
-        function, given = prepared(("xqa", "q_scale"), "meta")
-        given = {n: fakes(t, mode) for n, t in given.items()}
-        for a, b in itertools.product((host, there), repeat=2):
-            function(**given | {"q_scale": a, "kv_scale": b})
-
-
-def fakes(value: Any, mode: FakeTensorMode) -> Any:
-    if isinstance(value, wrappers.FP4Tensor):
-        data, scale = fakes([value.data, value.scale], mode)
-        return wrappers.FP4Tensor(data, scale, value.scale_start_index, value.original_shape)
-    return tree_map(lambda t: mode.from_tensor(t) if isinstance(t, torch.Tensor) else t, value)
 
 
 def compiled(function: Any, given: dict[str, Any], name: str) -> Any:
@@ -380,19 +324,6 @@ ONE_OF_EACH = [
     ("xqa", "kv_scale"), ("BatchPrefillWithPagedKVCacheWrapper.run", "v_scale"), ("flash_attn_func", "k_descale"),
     ("nvfp4_quantize", "global_scale"), ("nvfp4_quantize_append_paged_kv_cache_with_slot_mapping", "v_scale"),
 ]  # fmt: skip
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("case", ONE_OF_EACH, ids=named)
-def test_one_graph_holds_for_every_value(case, fresh_compiler):
-    function, given = prepared(case)
-    call = compiled(function, given, case[1])
-    for value in (0.5, 2.0):
-        scale = torch.tensor([value])
-        returned = call(scale)
-        want = outcome(case, scale)
-        got = [t for t in tree_leaves([returned, list(given.values())]) if isinstance(t, torch.Tensor)]
-        assert bits(got) == bits(want)
 
 
 def test_the_operator_of_a_traced_call_checks_the_value(fresh_compiler):

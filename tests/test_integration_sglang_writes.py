@@ -6,9 +6,6 @@ import pytest
 import torch
 
 from tests import test_integration_sglang as sglang
-from tests.fake_machine import FakeMachine
-from tests.host_work import Work, host_work
-from wrappers import append_qkv, machine
 
 engine, server = sglang.engine, sglang.server
 
@@ -59,25 +56,3 @@ def test_a_pool_that_writes_its_rows_itself(server, monkeypatch):
     model.backend._plain = _is_plain(model.pool)
     model.step("EXTEND", {0: 20})
     assert Own.written == 2 and not model.backend._plain
-
-
-OPERATORS = dict(zip(sglang.CASES, (14, 12, 15, 14, 19, 18), strict=True))  # of a decode layer, its views included
-
-
-@pytest.mark.parametrize("name", sglang.CASES)
-def test_host_work_of_a_decode_layer(name, engine, monkeypatch):
-    """Two launches: rows are written, then attention is computed. A copy exceeds the bound."""
-    engine.device, launches = torch.device("cpu"), []
-    model = sglang.Model(engine, sglang.CASES[name], monkeypatch)
-    model.step("EXTEND", {0: 20, 1: 3})
-    batch = model.batch("DECODE", {0: 1, 1: 1})
-    model.backend.init_forward_metadata(batch)
-    given = model.inputs(2)[0]
-    with machine.override(FakeMachine(lambda op, spec: lambda *flat: launches.append(op))), torch.inference_mode():
-        run = lambda: model.layers[0](*given[:3], batch, **dict(zip(["sinks"], given[3:])))  # noqa: E731
-        work, bound = host_work(run), Work(49, OPERATORS[name])
-        assert work.within(bound), work
-        assert [op.partition(".")[0] for op in launches] == ["cache_write", "attention"] * 3  # of three calls
-        copies = lambda q, k, *more: append_qkv(q, k.clone(), *more)  # noqa: E731
-        monkeypatch.setattr("wrappers.integrations.sglang.append_qkv", copies)
-        assert not host_work(run).within(bound)

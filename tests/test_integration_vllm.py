@@ -14,11 +14,9 @@ import pytest
 import torch
 
 from tests.engine_files import Engine, attention, compare, engine_files, entry_points
-from tests.fake_machine import FakeMachine
 from tests.gpu import repeated, without_values
-from tests.host_work import Work, host_work
 from tests.vllm_stubs import E4M3, DeviceCapability, Platform, reshape_and_cache_flash, stubs
-from wrappers import append_qkv, fp4, machine
+from wrappers import fp4
 
 VERSION = "0.33.0"
 FILES = tuple(
@@ -388,23 +386,6 @@ def test_the_bytes_are_those_of_vllms_operator(name, server):
     reshape_and_cache_flash(*rows, *caches, slots, CASES[name].kv_cache_dtype, *scales)
     found, want = (layer.kv_cache.contiguous().view(torch.uint8) for layer in (found, want))
     assert torch.equal(found, want) and (found != 255).any()
-
-
-@pytest.mark.parametrize("name", CASES)
-def test_host_work_of_a_write(name, engine, monkeypatch):
-    """One launch, and views of int64 slots and of NVFP4's two tensors of factors, of two operators each. A copy exceeds
-    the bound."""
-    engine.platform.device, launches = torch.device("cpu"), []
-    model = Model(engine, CASES[name])
-    layer, (rows, slots) = model.layers["layers.0.attn"], rows_to_write(model)
-    with machine.override(FakeMachine(lambda op, spec: lambda *flat: launches.append(op))), torch.inference_mode():
-        write = lambda: layer.impl.do_kv_cache_update(layer, *rows, layer.kv_cache, slots)  # noqa: E731
-        work, bound = host_work(write), Work(*((14, 4) if "nvfp4" in name else (13, 2)))
-        assert work.within(bound), work
-        assert len(launches) == 3 and all(op.startswith("cache_write") for op in launches)  # of three calls
-        copies = lambda q, k, *more: append_qkv(q, k.clone(), *more)  # noqa: E731
-        monkeypatch.setattr("wrappers.integrations.vllm.append_qkv", copies)
-        assert not host_work(write).within(bound)
 
 
 def test_memory_is_measured_without_metadata(server):

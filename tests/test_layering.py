@@ -267,12 +267,6 @@ def test_roles_compare_no_types_and_no_schedules(file):
     assert not comparisons(file)
 
 
-def test_comparisons_are_seen(tmp_path, monkeypatch):
-    (tmp_path / "a.py").write_text("x = spec.q == 'e4m3' or spec.kv.block_scaled\ny = f('bf16')\n")
-    monkeypatch.setitem(globals(), "ROOT", tmp_path)
-    assert comparisons("a.py") == {"e4m3", "block_scaled"}
-
-
 @pytest.mark.parametrize("file", [f for f in FILES if f.startswith("wrappers/")])
 def test_wrappers_import_plain_modules_only(file):
     """A process that runs a bundle has no DSL. The runtime may import build, inside the function that compiles."""
@@ -302,13 +296,6 @@ def test_no_two_classes_share_a_name():
     """One word means one thing, in the product and in its tools; examples are programs of their own."""
     shared = shared_names([file for file in FILES if not file.startswith("examples/")])
     assert not shared, "\n".join(shared)
-
-
-def test_shared_names_are_seen(tmp_path, monkeypatch):
-    (tmp_path / "a.py").write_text("class Row: ...\nclass Tile:\n    class Box: ...\n")
-    (tmp_path / "b.py").write_text("def f():\n    class Row: ...\nclass Rows: ...\n")
-    monkeypatch.setitem(globals(), "ROOT", tmp_path)
-    assert shared_names(["a.py", "b.py"]) == ["Row: a.py:1, b.py:2"]
 
 
 def cycle(graph: dict[str, set[str]]) -> list[str]:

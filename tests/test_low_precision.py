@@ -320,15 +320,6 @@ def test_one_number_for_all_heads_is_no_scale_of_heads():
     torch.testing.assert_close(one, many, rtol=1e-3, atol=1e-3)
 
 
-def test_scales_of_heads_in_one_graph(fresh_compiler):
-    low = Low(E5M2, E5M2)
-    (k, v), wrapper = low.of(low.rows, True)[0], low.ragged(causal=True)
-    step = lambda q, k, v, *scales: wrapper.run(q, k, v, *scales)  # noqa: E731
-    compiled = torch.compile(step, fullgraph=True, backend="eager")
-    given = low.case.q, k, v, *OF_HEADS.values()
-    assert torch.equal(compiled(*given), step(*given))
-
-
 def test_only_the_prefill_family_has_scales_of_heads():
     inputs = cases.make_inputs(PLAIN)
     for name in ("bmm1_scale", "bmm2_scale"):

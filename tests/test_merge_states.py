@@ -7,7 +7,6 @@ import pytest
 import torch
 from torch._subclasses import FakeTensorMode
 
-import wrappers
 from bench.cases import merge_states as cases
 from bench.cases.merge_states import IN_PLACE, PAIR, STATES, MergeCase
 from cute_kernels.merge_states import dispatch, rows
@@ -221,24 +220,6 @@ def test_other_devices(function):
 
 
 @pytest.mark.parametrize("function", FUNCTIONS)
-def test_under_torch_compile(function):
-    case = MergeCase(function, "fp32", dim=24, mask="bool" if function == IN_PLACE else "")
-    inputs = cases.make_inputs(case)
-    want, graphs = expected(case, inputs), []
-
-    def backend(graph, _):
-        graphs.append(graph)
-        return graph.forward
-
-    compiled = torch.compile(lambda **given: getattr(wrappers, function)(**given), backend=backend, fullgraph=True)
-    found = compiled(**inputs)
-    got = (inputs["v"], inputs["s"]) if function == IN_PLACE else found
-    assert cases.difference(case, got, want) <= 1
-    called = [str(node.target) for node in graphs[0].graph.nodes if node.op == "call_function"]
-    assert [name for name in called if "cute_kernels" in name] == [f"cute_kernels.{function}.default"]
-
-
-@pytest.mark.parametrize("function", FUNCTIONS)
 def test_tensors_without_memory(function):
     inputs = cases.make_inputs(MergeCase(function, mask="bool"))
     real = cases.run(MergeCase(function), {name: t.clone() for name, t in inputs.items()})
@@ -253,15 +234,6 @@ def test_tensors_without_memory(function):
         for name in list(inputs)[1:]:
             with machine.override(here), pytest.raises(TypeError, match=f"{name}: a FakeTensor, must have memory"):
                 cases.run(MergeCase(function), inputs | {name: FakeTensorMode().from_tensor(inputs[name])})
-
-
-def test_transforms_of_functions():
-    """vmap gets torch operations."""
-    v, s = torch.randn(4, 5, 3, 2, 8), torch.randn(4, 5, 3, 2)
-    got = torch.vmap(merge_states)(v, s)
-    torch.testing.assert_close(got, tuple(torch.stack(t) for t in zip(*map(merge_states, v, s))))
-    got = torch.vmap(merge_state)(v[:, :, 0], s[:, :, 0], v[:, :, 1], s[:, :, 1])
-    torch.testing.assert_close(got, tuple(torch.stack(t) for t in zip(*map(merge_states, v[:, :, :2], s[:, :, :2]))))
 
 
 def test_dispatch():

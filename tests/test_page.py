@@ -287,11 +287,3 @@ def test_no_value_is_read_by_the_host():
         quantization.pack_segments(flags, tables[1], tables[1], 9, torch.empty(9, dtype=torch.uint8))
         with pytest.raises(AssertionError, match="_local_scalar_dense"):
             cache[tables[0].argmax()]
-
-
-def test_under_torch_compile():
-    rows, cache = (data(3, HEADS, DIM), data(3, HEADS, DIM, seed=1)), data(PAGES, 2, 4, HEADS, DIM)
-    tables, where = tuple(map(ints, (INDICES, INDPTR, LAST))), tuple(map(ints, ([0, 2, 9], [0, 3, 4])))
-    wanted = [loop(cache[:, side], rows[side], [0, 2, 9], [0, 3, 4]) for side in (0, 1)]
-    torch.compile(page.append_paged_kv_cache, backend="eager", fullgraph=True)(*rows, *where, cache, *tables)
-    assert all(bits(cache[:, side]).equal(wanted[side]) for side in (0, 1))

@@ -215,20 +215,6 @@ def test_runs_pass_tensors_on_as_they_are(monkeypatch):
     assert (p.k.data_ptr(), p.v.data_ptr(), p.max_q_len) == (case.k.data_ptr(), case.v.data_ptr(), len(case.q))
 
 
-@pytest.mark.slow
-def test_torch_compile_holds_runs_in_one_graph():
-    case = Case()
-    of_paged, of_ragged = case.paged(causal=True, custom_mask=case.custom_mask), case.ragged(window_left=2)
-
-    def step(q, k, v, cache):
-        o = of_paged.run(q, cache, k_scale=2.0), of_ragged.run(q, k, v)
-        return *o, single_prefill_with_kv_cache(q, k, v, causal=True, pos_encoding_mode="ALIBI")
-
-    args = case.q, case.k, case.v, tuple(case.cache)
-    got = torch.compile(step, fullgraph=True, backend="eager")(*args)
-    assert all(map(torch.equal, got, step(*args)))
-
-
 OF_PAGED = BatchPrefillWithPagedKVCacheWrapper(WORKSPACE)
 OF_RAGGED = BatchPrefillWithRaggedKVCacheWrapper(WORKSPACE)
 

@@ -360,22 +360,3 @@ def test_a_capture_allocates_no_counters(here):
     assert counters_of(here, (5, 5), capturing=True) == [-1, -1]
     assert here.counter_pools == {} and len(here.launches[0].counters) == 0 and not here.waits
     assert counters_of(here, (5,)) == [0]
-
-
-def test_explain(launches):
-    said = explain(**inputs_of())
-    assert said.runs is not None and said.runs.startswith("attention.sm90 bf16_d64_")
-    assert dict(said.refused) == {"attention.sm100": "arch sm_90a: needs sm_100a or sm_103a"}
-    assert "gather" in str(explain(**inputs_of(replace(PLAIN, page_size=24))))
-    refused = explain(**inputs_of(replace(PLAIN, head_dim_qk=72, head_dim_vo=72)))
-    assert refused.runs is None and "head_dim (72, 72)" in str(refused)
-    assert not launches
-    with pytest.raises(ValueError, match="batch_size"):
-        explain(**inputs_of(batch_size=7))
-
-
-def test_explain_on_the_cpu():
-    assert "reference" in str(explain(**inputs_of())) and "cpu" in str(explain(**inputs_of()))
-    inputs = inputs_of()
-    assert "attention.sm90 bf16_d64" in str(explain(**inputs, arch="sm_90a"))
-    assert explain(**inputs, arch="sm_80").runs is None and inputs["out"].isnan().all()

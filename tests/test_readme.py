@@ -373,18 +373,6 @@ def test_record_counts_passed_tests_that_carry_a_feature(report, tmp_path):
     assert rows.keys() == {("sm_90a", bf16)} and rows["sm_90a", bf16]["passed"] == "2"
 
 
-def test_a_record_replaces_the_rows_of_what_ran(report, tmp_path):
-    bf16, cap, nvfp4, sinks = FEATURES
-    path, good = tmp_path / "hardware.csv", pytest.ExitCode.OK
-    matrix.add([report({"a": (FEATURES, "pass")}, good)], "sm_90a", "nvidia-h200", "abc", path)
-    later = {"a": ((bf16,), "pass"), "b": ((cap,), "assert False"), "c": ((nvfp4,), "pytest.skip()")}
-    matrix.add([report(later)], "sm_90a", "nvidia-h200", "def", path)
-    rows = matrix.record(path)
-    assert {name: row["commit"] for (_, name), row in rows.items()} == {bf16: "def", nvfp4: "abc", sinks: "abc"}
-    matrix.add([report(later)], "sm_100a", "b200", "123", path)
-    assert len(matrix.record(path)) == 4 and rows.items() <= matrix.record(path).items()
-
-
 def test_unknown_features_and_those_of_cpu_tests_are_refused(report, capsys):
     report({"a": (("prefill KV int8",), "pass")}, pytest.ExitCode.USAGE_ERROR)
     assert "tools.matrix has no feature prefill KV int8" in capsys.readouterr().err

@@ -9,7 +9,6 @@ import shutil
 import subprocess
 import tempfile
 import threading
-from concurrent.futures import Future
 from pathlib import Path
 
 import pytest
@@ -136,33 +135,6 @@ def test_a_build_on_a_full_disk_says_what_to_do(monkeypatch, capsys, number):
     assert os.strerror(number) in said and "/cache/obj/x.o" in said and said.endswith(f"\n{bundle.FULL_DISK}\n")
 
 
-@pytest.mark.parametrize(("number", "advice"), [(errno.ENOSPC, bundle.FULL_DISK), (errno.EROFS, bundle.UNWRITABLE)])
-def test_workers_that_cannot_write_say_what_to_do_once(monkeypatch, tmp_path, number, advice):
-    class Pool:
-        def __init__(self, *_, **__):
-            pass
-
-        def __enter__(self):
-            return self
-
-        def __exit__(self, *_):
-            pass
-
-        def submit(self, *_):
-            task: Future[str] = Future()
-            task.set_exception(OSError(number, os.strerror(number)))
-            return task
-
-    monkeypatch.setattr(bundle, "ProcessPoolExecutor", Pool)
-    items = [bundle.Item(*kernel, f"{i:064}", "symbol") for i, kernel in enumerate((FIRST, SECOND))]
-    with pytest.raises(bundle.BuildError) as error:
-        bundle.compile_missing(items, ARCH, tmp_path, 1)
-    lines = str(error.value).splitlines()
-    assert lines[0].startswith("2 of 2 kernels failed to compile, so no bundle was published")
-    assert sorted(line.partition(":")[0] for line in lines[1:3]) == sorted(map(manifest.label, *zip(FIRST, SECOND)))
-    assert lines[3:] == [advice]
-
-
 def test_a_linker_on_a_full_disk_leaves_nothing(monkeypatch, tmp_path):
     def linker(command, **_):
         out = Path(command[command.index("-o") + 1])
@@ -252,17 +224,6 @@ def test_a_cache_that_cannot_be_written_is_left_alone(monkeypatch, nothing_loade
         assert not cache.is_dir() or not list(cache.iterdir())
     finally:
         shutil.rmtree(top)
-
-
-def test_a_build_into_a_folder_of_another_user_says_what_to_do(monkeypatch, tmp_path, capsys):
-    def build_bundle(kernels, arch, bundle_paths, *_):
-        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(bundle_paths.out))
-
-    monkeypatch.setattr(bundle, "build_bundle", build_bundle)
-    monkeypatch.setattr(paths, "has_dsl", lambda: True)
-    assert cli.main(["build", "--out", "/root/bundle"]) == 1
-    said = capsys.readouterr().err
-    assert "Permission denied: '/root/bundle'" in said and said.endswith(f"\n{bundle.UNWRITABLE}\n")
 
 
 # ---- processes

@@ -229,15 +229,6 @@ SMALL = [
 ]
 
 
-@pytest.mark.parametrize("function, numbers, plain", SMALL, ids=["max_q_len", "sm_count"])
-def test_numbers_of_numpy_that_are_not_used(function, numbers, plain):
-    inputs = inputs_of(function.__name__)
-    if "q_len_per_req" in numbers:
-        inputs = cases.as_decode(cases.make_inputs(replace(PLAIN, q_lens=(2, 2))))
-    want = results(function.__name__, (), inputs | numbers | plain)
-    assert all(map(same, results(function.__name__, (), inputs | numbers), want))
-
-
 NESTED = torch.nested.nested_tensor([torch.zeros(2, 64), torch.zeros(3, 64)]).half()
 JAGGED = torch.nested.nested_tensor([torch.zeros(2, 64), torch.zeros(3, 64)], layout=torch.jagged).half()
 ODD = [  # what raised errors of torch's or Python's own

@@ -320,18 +320,6 @@ def test_functionalize_writes_to_what_was_given():
     assert bits([inputs["out"], inputs["lse"]]) == bits(results(*CALLS["context, outputs given"]())[-2:])
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["decode, drafts", "decode, nvfp4", "xqa", "page table, new", "top_k_per_row_decode"])
-def test_opcheck(name):
-    with Seen() as seen:
-        results(*CALLS[name]())
-    ((operator, args, given),) = [call for call in seen.calls if call[0] in OPERATORS]
-    checks = ["test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic"]
-    if "nvfp4" not in name:  # torch compares no e4m3 on the CPU
-        checks.append("test_schema")
-    torch.library.opcheck(operator, args, given, test_utils=checks)
-
-
 @pytest.mark.parametrize("name", SOME)
 def test_vmap_says_that_it_knows_no_rule(name):
     function, inputs = CALLS[name]()
