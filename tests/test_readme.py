@@ -21,7 +21,7 @@ from bench.results import ROOT
 from cute_kernels import catalog
 from cute_kernels.attention.request import KernelRequest
 from tests import conftest, gpu, kernels, test_sm120
-from tools import matrix, reference, site, static
+from tools import matrix, reference, site
 
 pytestmark = pytest.mark.by_shape
 PAGES = {path.relative_to(ROOT).as_posix(): path for path in pages.pages()}
@@ -34,7 +34,6 @@ NOTES = [path for folder in ("bench", "tests", "tools") for path in sorted((ROOT
 
 GENERATORS = {  # command -> the sections that it writes
     "python -m tools.matrix readme": cache(matrix.sections),
-    "python -m tools.static readme": lambda: {"static": static.markdown()},
     "make plots": cache(readme.sections),
 }
 

@@ -2,6 +2,7 @@
 
 import pytest
 
+from tests.conftest import ROOT
 from tests.kernels import COVERING
 from tools import proven, static
 
@@ -63,9 +64,4 @@ def test_forms_are_told_with_all_qualifiers():
 
 
 def object_of(entry, suffix):
-    return static.RECORD.parents[2] / "build" / "obj" / f"{entry['key']}.{suffix}"
-
-
-def test_peers_are_on_record():
-    """What docs/blackwell.md compares with, on both architectures."""
-    assert {row["arch"] for row in static.recorded() if static.is_peer(row)} == set(static.ARCHS)
+    return ROOT / "build" / "obj" / f"{entry['key']}.{suffix}"

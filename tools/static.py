@@ -3,10 +3,6 @@ needed.
 
     python -m tools.static [KERNEL ...] [--arch sm_100a]   print the loops of shipped kernels: names, or parts of them
     python -m tools.static FILE.cubin ...                  of any kernel, such as a peer's
-    python -m tools.static record                          write those of the kernels in docs/blackwell.md's table to
-                                                           tests/data/static.csv
-    python -m tools.static record --peer NAME FILE.cubin   write those of a peer's kernel there
-    python -m tools.static readme                          write a table of both into docs/blackwell.md
 
 A loop is the code between a backward branch and its target. The steady path through it counts: the shortest path that
 contains all MMAs and all conversions of P, and neither a wait's slow path nor an unnecessary rescale. A warp's count is
@@ -18,23 +14,16 @@ alone. stored: that sum at each store of P to tensor memory. Both ignore memory,
 """
 
 import argparse
-import csv
 import re
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-from bench.pages import fill
 from cute_kernels import build, catalog, cubin
-from cute_kernels.attention import sm100
-from tests.sim.pool import pool
 
-RECORD = Path(__file__).resolve().parents[1] / "tests" / "data" / "static.csv"
-OP, ARCHS = "attention.sm100", sm100.ARCHS
-RECORDED = ("bf16_d128_causal_tma_m256*", "e4m3_d128_causal_tma_m256*")  # our kernels in the table
-COLUMNS = ("arch", "kernel", "stack", "role", "instructions", "stall", "exponentials", "stored")
+OP = "attention.sm100"
 WORD = r"/\* 0x([0-9a-f]{16}) \*/"
 LINE = re.compile(rf"^\s*/\*([0-9a-f]{{4,}})\*/\s+(.*?)\s*;\s*{WORD}\s*\n\s*{WORD}", re.M)
 TEXT = re.compile(r"^(?:@(!?U?P[0-9T]+)\s+)?(\S+)\s*(.*)$")
@@ -105,11 +94,6 @@ class SassLoop:
             clock += i.stall
         return found
 
-    def row(self) -> dict[str, Any]:
-        stored = " ".join(map(str, self.stored)) if self.role.startswith("softmax") else ""
-        return {"role": self.role, "instructions": len(self.path), "stall": self.stall,
-                "exponentials": self.exponentials, "stored": stored}  # fmt: skip
-
 
 def worth(i: SassInstruction) -> int:
     """Return whether a steady path must contain the instruction."""
@@ -176,17 +160,6 @@ def shipped(arch: str, *patterns: str) -> Iterator[tuple[str, bytes]]:
             yield kernel[1].name, build.build(*kernel, arch).cubin
 
 
-def rows(arch: str, name: str, content: bytes) -> list[dict[str, Any]]:
-    """Return the csv rows of a kernel. stack: bytes per thread for spills."""
-    known = {"arch": arch, "kernel": name, "stack": cubin.usage(content)["stack"]}
-    return [known | loop.row() for loop in of_cubin(content)]
-
-
-def recorded(path: Path = RECORD) -> list[dict[str, str]]:
-    with path.open(newline="") as file:
-        return list(csv.DictReader(file))
-
-
 def show(name: str, found: list[SassLoop]) -> None:
     print(name)
     for loop in found:
@@ -195,75 +168,12 @@ def show(name: str, found: list[SassLoop]) -> None:
         print(f"  {loop.role:15}{len(loop.path):5} instructions, stall {loop.stall}{stored}; {kinds}")
 
 
-def is_peer(row: dict[str, Any]) -> bool:
-    return " " in row["kernel"]
-
-
-def rows_of_shipped(arch: str) -> list[dict[str, Any]]:
-    return [row for name, content in shipped(arch, *RECORDED) for row in rows(arch, name, content)]
-
-
-def record(arch: str, peer: str, new: list[dict[str, Any]]) -> None:
-    """Replace the rows of our kernels, or those of a peer."""
-    kept = []
-    for row in recorded() if RECORD.exists() else []:
-        if row["arch"] != arch or (row["kernel"] != peer if peer else is_peer(row)):
-            kept.append(row)
-    with RECORD.open("w", newline="") as out:
-        writer = csv.DictWriter(out, COLUMNS, lineterminator="\n")
-        writer.writeheader()
-        writer.writerows(sorted(kept + new, key=lambda row: (row["arch"], row["kernel"])))
-
-
-def pieces(kernel: str) -> int:
-    """Return the number of stores to tensor memory before the MMAs begin with P: three of four parts; in our e4m3
-    kernels one of two parts; in cuDNN's the statistics and one of two parts."""
-    return 1 if kernel.startswith("e4m3_") else 2 if kernel.startswith("cudnn") else 3
-
-
-def markdown() -> str:
-    """Return a table of the recorded kernels, ours and peers'."""
-    lines = ["| kernel | softmax | masked | emulated | first P | correction | MMA |", "| --- |" + " --- |" * 6]
-    found: dict[tuple[str, str], dict[str, dict[str, str]]] = {}
-    for row in recorded():
-        found.setdefault((row["arch"], row["kernel"]), {}).setdefault(row["role"], row)  # the first loop: 256-row tiles
-    for (arch, kernel), loops_of in sorted(
-        found.items(), key=lambda item: (item[0][0], is_peer({"kernel": item[0][1]}))
-    ):
-        plain = loops_of["softmax"]
-        stored = plain["stored"].split()[pieces(kernel) - 1]
-        masked = loops_of.get("softmax masked", {"instructions": "-"})  # without a mask, a peer has no such loop
-        counts = [loops["instructions"] for loops in (plain, masked)]
-        emulated = f"{max(0, 1 - (int(plain['exponentials']) - 1) / 128):.1%}"
-        rest = [loops_of[role]["instructions"] for role in ("correction", "mma")]
-        lines.append(f"| {arch} {kernel} | {' | '.join([*counts, emulated, stored, *rest])} |")
-    return "\n".join(lines)
-
-
-def update() -> None:
-    fill({"static": markdown()})
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m tools.static", description=__doc__.splitlines()[0])
-    parser.add_argument("what", nargs="*", help="names of shipped kernels, cubins, or `record`")
+    parser.add_argument("what", nargs="*", help="names of shipped kernels, or cubins")
     parser.add_argument("--arch", default="sm_100a")
-    parser.add_argument(
-        "--peer", default="", help="name of a peer's kernel, with a space in it, for the rows of a file"
-    )
-    args = parser.parse_intermixed_args()
+    args = parser.parse_args()
     files = [Path(x) for x in args.what if x.endswith(".cubin")]
-    if args.what[:1] == ["record"]:
-        if args.peer:
-            record(args.arch, args.peer, rows(args.arch, args.peer, files[0].read_bytes()))
-            return
-        with pool(len(ARCHS)) as processes:  # each process compiles for one architecture
-            for arch, new in zip(ARCHS, processes.map(rows_of_shipped, ARCHS)):
-                record(arch, "", new)
-        return
-    if args.what == ["readme"]:
-        update()
-        return
     for file in files:
         show(file.name, of_cubin(file.read_bytes()))
     if not files:
