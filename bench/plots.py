@@ -323,15 +323,8 @@ def rows_and_lengths(rows: list[ResultRow], gpu: str, folder: Path) -> Path | No
 
 
 PLOTS: tuple[Callable[[list[ResultRow], str, Path], Path | None], ...] = (
-    peers,
-    share,
-    decode_share,
-    batches_and_lengths,
-    serving,
-    lengths,
-    roofline,
-    rows_and_lengths,
-)
+    peers, share, decode_share, batches_and_lengths, serving, lengths, roofline, rows_and_lengths,
+)  # fmt: skip
 
 
 def draw_all(results: dict[str, list[ResultRow]], folder: Path = FOLDER) -> list[Path]:

@@ -22,25 +22,14 @@ from .timing import Call, Timing, exactly, interleave
 
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 HEADLINE = (
-    "topk-fp32-1x32768-k2048",
-    "topk-fp32-1x131072-k2048",
-    "topk-fp32-4x65536-k512",
-    "topk-fp32-64x16384-k2048",
-    "topk-fp32-64x65536-k2048",
-    "topk-bf16-64x65536-k2048",
-    "topk-fp32-16x524288-k2048",
-    "topk-fp32-32x129280-k1024",
-    "topk-fp32-1024x65536-k2048",
-    "topk-fp32-4096x8192-k2048",
-    "topk-fp32-4096x65536-k2048",
-)
+    "topk-fp32-1x32768-k2048", "topk-fp32-1x131072-k2048", "topk-fp32-4x65536-k512", "topk-fp32-64x16384-k2048",
+    "topk-fp32-64x65536-k2048", "topk-bf16-64x65536-k2048", "topk-fp32-16x524288-k2048", "topk-fp32-32x129280-k1024",
+    "topk-fp32-1024x65536-k2048", "topk-fp32-4096x8192-k2048", "topk-fp32-4096x65536-k2048",
+)  # fmt: skip
 SORTED = (
-    "topk-sorted-fp32-1x32768-k2048",
-    "topk-sorted-fp32-64x65536-k2048",
-    "topk-sorted-bf16-64x65536-k2048",
-    "topk-sorted-fp32-4096x8192-k2048",
-    "topk-sorted-fp32-64x65536-k8192",
-)
+    "topk-sorted-fp32-1x32768-k2048", "topk-sorted-fp32-64x65536-k2048", "topk-sorted-bf16-64x65536-k2048",
+    "topk-sorted-fp32-4096x8192-k2048", "topk-sorted-fp32-64x65536-k8192",
+)  # fmt: skip
 SWEEP = tuple(
     f"sweep-topk-fp32-{rows}x{length}-k{min(2048, length // 4)}"
     for rows, most in ((1, 20), (16, 20), (128, 18), (1024, 17))

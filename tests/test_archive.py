@@ -74,17 +74,8 @@ def edited(content: dict[str, bytes], change: Callable) -> dict[str, bytes]:
 
 
 NAMES = (
-    "../outside.so",
-    "/tmp/outside.so",
-    "a/b.so",
-    "..",
-    ".",
-    "",
-    "manifest.json",
-    ".lock",
-    ".tmp-a.so",
-    "a\\b.so\n",
-)
+    "../outside.so", "/tmp/outside.so", "a/b.so", "..", ".", "", "manifest.json", ".lock", ".tmp-a.so", "a\\b.so\n",
+)  # fmt: skip
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -18,14 +18,9 @@ from pathlib import Path
 from typing import Any
 
 SECTIONS = (
-    "SpeedOfLight",
-    "ComputeWorkloadAnalysis",
-    "MemoryWorkloadAnalysis",
-    "SchedulerStats",
-    "WarpStateStats",
-    "LaunchStats",
-    "Occupancy",
-)
+    "SpeedOfLight", "ComputeWorkloadAnalysis", "MemoryWorkloadAnalysis", "SchedulerStats", "WarpStateStats",
+    "LaunchStats", "Occupancy",
+)  # fmt: skip
 METRICS = (  # metrics that no section contains
     "sm__pipe_tensor_cycles_active.avg.pct_of_peak_sustained_elapsed",
     "dram__bytes_read.sum",

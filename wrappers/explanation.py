@@ -25,24 +25,12 @@ from .topk import plan as topk_plan
 from .topk.checks import TopKCall
 
 FUNCTIONS: tuple[FunctionType, ...] = (
-    trtllm.trtllm_batch_context_with_kv_cache,
-    trtllm.trtllm_batch_decode_with_kv_cache,
-    xqa.xqa,
-    engines.xqa_batch_decode_with_kv_cache,
-    engines.trtllm_fmha_v2_prefill,
-    single.single_prefill_with_kv_cache,
-    single_decode.single_decode_with_kv_cache,
-    flash_attn.flash_attn_func,
-    flash_attn.flash_attn_varlen_func,
-    flash_attn.flash_attn_with_kvcache,
-    topk.top_k,
-    topk.top_k_page_table_transform,
-    topk.top_k_ragged_transform,
-    topk.top_k_per_row_prefill,
-    topk.top_k_per_row_decode,
-    topk.persistent_topk,
-    topk.cooperative_topk,
-)  # type: ignore[assignment]
+    trtllm.trtllm_batch_context_with_kv_cache, trtllm.trtllm_batch_decode_with_kv_cache, xqa.xqa,
+    engines.xqa_batch_decode_with_kv_cache, engines.trtllm_fmha_v2_prefill, single.single_prefill_with_kv_cache,
+    single_decode.single_decode_with_kv_cache, flash_attn.flash_attn_func, flash_attn.flash_attn_varlen_func,
+    flash_attn.flash_attn_with_kvcache, topk.top_k, topk.top_k_page_table_transform, topk.top_k_ragged_transform,
+    topk.top_k_per_row_prefill, topk.top_k_per_row_decode, topk.persistent_topk, topk.cooperative_topk,
+)  # type: ignore[assignment]  # fmt: skip
 # Functions with queries or results of another shape than the call's: a bound call cannot take their queries
 RESHAPED = (
     xqa.xqa,

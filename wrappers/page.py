@@ -27,12 +27,9 @@ from .plain import traced
 from .scalars import integer, scale_of
 
 __all__ = [
-    "append_paged_kv_cache",
-    "get_batch_indices_positions",
-    "get_seq_lens",
-    "nvfp4_quantize_append_paged_kv_cache",
+    "append_paged_kv_cache", "get_batch_indices_positions", "get_seq_lens", "nvfp4_quantize_append_paged_kv_cache",
     "nvfp4_quantize_append_paged_kv_cache_with_slot_mapping",
-]
+]  # fmt: skip
 CACHE, CACHE_SF = "paged_kv_cache", "kv_cache_sf"
 
 

@@ -44,19 +44,11 @@ from .page import CACHE, sides
 from .scalars import integer, real
 
 __all__ = [
-    "apply_llama31_rope",
-    "apply_llama31_rope_inplace",
-    "apply_llama31_rope_pos_ids",
-    "apply_llama31_rope_pos_ids_inplace",
-    "apply_rope",
-    "apply_rope_inplace",
-    "apply_rope_pos_ids",
-    "apply_rope_pos_ids_inplace",
-    "apply_rope_with_cos_sin_cache",
-    "apply_rope_with_cos_sin_cache_inplace",
-    "rope_quantize_fp8",
-    "rope_quantize_fp8_append_paged_kv_cache",
-]
+    "apply_llama31_rope", "apply_llama31_rope_inplace", "apply_llama31_rope_pos_ids",
+    "apply_llama31_rope_pos_ids_inplace", "apply_rope", "apply_rope_inplace", "apply_rope_pos_ids",
+    "apply_rope_pos_ids_inplace", "apply_rope_with_cos_sin_cache", "apply_rope_with_cos_sin_cache_inplace",
+    "rope_quantize_fp8", "rope_quantize_fp8_append_paged_kv_cache",
+]  # fmt: skip
 BACKENDS = ("cuda", "cutile")  # upstream's; a hint here
 Pair = tuple[torch.Tensor, torch.Tensor]
 

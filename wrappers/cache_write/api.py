@@ -18,14 +18,8 @@ from .checks import NAMES, QKV, SINGLE, STORED, WIDE, query_dtypes
 from .op import serve
 
 __all__ = [
-    "BlockTable",
-    "KVCacheTarget",
-    "PageLists",
-    "QueryOutput",
-    "RMSNorm",
-    "RotaryEmbedding",
-    "append_qkv",
-]
+    "BlockTable", "KVCacheTarget", "PageLists", "QueryOutput", "RMSNorm", "RotaryEmbedding", "append_qkv",
+]  # fmt: skip
 
 
 class KVCacheTarget(NamedTuple):

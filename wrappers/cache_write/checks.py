@@ -87,15 +87,8 @@ NAMES: dict[str, dict[str, str]] = {
 }
 OUTPUTS = ("k_cache", "v_cache", "k_sf", "v_sf")
 LISTS = (
-    "batch_indices",
-    "positions",
-    "page_table",
-    "kv_indices",
-    "kv_indptr",
-    "kv_last_page_len",
-    "cu_seqlens",
-    "kv_lens",
-)
+    "batch_indices", "positions", "page_table", "kv_indices", "kv_indptr", "kv_last_page_len", "cu_seqlens", "kv_lens",
+)  # fmt: skip
 LAST_PAGES = (APPEND, NVFP4_APPEND)  # take kv_last_page_len
 INPUTS = ("k", "v", "slots", *LISTS, "k_scale_ptr", "v_scale_ptr")
 

@@ -14,11 +14,7 @@ from .ragged import BatchPrefillWithRaggedKVCacheWrapper
 from .single import single_prefill_with_kv_cache, single_prefill_with_kv_cache_return_lse
 
 __all__ = [
-    "BatchAttentionWithAttentionSinkWrapper",
-    "BatchDecodeWithPagedKVCacheWrapper",
-    "BatchPrefillWithPagedKVCacheWrapper",
-    "BatchPrefillWithRaggedKVCacheWrapper",
-    "fast_decode_plan",
-    "single_prefill_with_kv_cache",
-    "single_prefill_with_kv_cache_return_lse",
-]
+    "BatchAttentionWithAttentionSinkWrapper", "BatchDecodeWithPagedKVCacheWrapper",
+    "BatchPrefillWithPagedKVCacheWrapper", "BatchPrefillWithRaggedKVCacheWrapper", "fast_decode_plan",
+    "single_prefill_with_kv_cache", "single_prefill_with_kv_cache_return_lse",
+]  # fmt: skip

@@ -9,20 +9,6 @@ from .paged import gather, paged_attention, store
 from .topk import gather_bits, order_keys, sort_rows, top_k_rows
 
 __all__ = [
-    "LOG2E",
-    "HeadTerms",
-    "LeftBound",
-    "attention",
-    "gather",
-    "gather_bits",
-    "gather_rows",
-    "left_bound",
-    "merge_state",
-    "merge_states",
-    "order_keys",
-    "paged_attention",
-    "store",
-    "sort_rows",
-    "top_k_rows",
-    "write_rows",
-]
+    "LOG2E", "HeadTerms", "LeftBound", "attention", "gather", "gather_bits", "gather_rows", "left_bound", "merge_state",
+    "merge_states", "order_keys", "paged_attention", "store", "sort_rows", "top_k_rows", "write_rows",
+]  # fmt: skip

@@ -34,12 +34,6 @@ from .api import (
 from .checks import TopKTieBreak
 
 __all__ = [
-    "TopKTieBreak",
-    "cooperative_topk",
-    "persistent_topk",
-    "top_k",
-    "top_k_page_table_transform",
-    "top_k_per_row_decode",
-    "top_k_per_row_prefill",
-    "top_k_ragged_transform",
-]
+    "TopKTieBreak", "cooperative_topk", "persistent_topk", "top_k", "top_k_page_table_transform",
+    "top_k_per_row_decode", "top_k_per_row_prefill", "top_k_ragged_transform",
+]  # fmt: skip

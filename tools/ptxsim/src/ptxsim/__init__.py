@@ -8,20 +8,7 @@ from .machine import MODES
 from .runner import RunResult, run
 
 __all__ = [
-    "BEYOND",
-    "MODES",
-    "CompiledKernel",
-    "Deadlock",
-    "Fault",
-    "Global",
-    "KernelLaunch",
-    "Livelock",
-    "NotModelled",
-    "RunResult",
-    "TensorMap",
-    "TiledArray",
-    "launch",
-    "run",
-    "run_all",
-]
+    "BEYOND", "MODES", "CompiledKernel", "Deadlock", "Fault", "Global", "KernelLaunch", "Livelock", "NotModelled",
+    "RunResult", "TensorMap", "TiledArray", "launch", "run", "run_all",
+]  # fmt: skip
 __version__ = "0.1.0"

@@ -64,20 +64,8 @@ def atomic(x: PtxInstruction, f: re.Match[str]) -> PtxOp:
     what = next((part for part in parts if part in UPDATE), "")
     kind = parts[-1]
     known = {
-        "relaxed",
-        "acquire",
-        "release",
-        "acq_rel",
-        "cta",
-        "cluster",
-        "gpu",
-        "sys",
-        "noftz",
-        "v2",
-        "v4",
-        "v8",
-        what,
-    }
+        "relaxed", "acquire", "release", "acq_rel", "cta", "cluster", "gpu", "sys", "noftz", "v2", "v4", "v8", what,
+    }  # fmt: skip
     if not what or not KINDS.fullmatch(kind) or set(parts[:-1]) - known - set(SPACES) - {"L2::cache_hint"}:
         raise refuse(x, "this form")
     space = next((part for part in parts if part in SPACES), "generic")

@@ -10,13 +10,7 @@ from .data import bell, double16, narrow, pairs16, pairs32, single16, single32, 
 F, H, C = "Floating-Point Instructions: ", "Half Precision Floating-Point Instructions: ", "Comparison Instructions: "
 BINARY = (
     *(
-        "add.f32",
-        "add.rn.f32",
-        "add.rz.f32",
-        "add.rm.f32",
-        "add.rp.f32",
-        "add.ftz.f32",
-        "add.rn.ftz.f32",
+        "add.f32", "add.rn.f32", "add.rz.f32", "add.rm.f32", "add.rp.f32", "add.ftz.f32", "add.rn.ftz.f32",
         "add.sat.f32",
     ),
     *("add.rm.ftz.f32", "add.ftz.sat.f32", "sub.f32", "sub.rn.ftz.f32", "sub.rp.f32", "sub.sat.f32"),
@@ -24,7 +18,7 @@ BINARY = (
     *("div.rn.f32", "div.rz.f32", "div.rm.f32", "div.rp.f32", "div.rn.ftz.f32"),
     *("min.f32", "max.f32", "min.ftz.f32", "max.ftz.f32", "min.NaN.f32", "max.NaN.f32", "max.ftz.NaN.f32"),
     *("min.xorsign.abs.f32", "max.NaN.xorsign.abs.f32", "copysign.f32"),
-)
+)  # fmt: skip
 TERNARY = ("fma.rn.f32", "fma.rz.f32", "fma.rm.f32", "fma.rp.f32", "fma.rn.ftz.f32", "fma.rn.sat.f32", "mad.rn.f32")
 UNARY = ("neg.f32", "abs.f32", "neg.ftz.f32", "abs.ftz.f32", "sqrt.rn.f32", "sqrt.rz.f32", "sqrt.rn.ftz.f32")
 UNARY_SLOW = ("rcp.rn.f32", "rcp.rp.f32", "rcp.rn.ftz.f32", "sqrt.rm.f32")
@@ -82,20 +76,10 @@ def packed() -> Iterator[Sketch]:
     """Yield cases of f16x2 and bf16x2, and the scalar forms of both."""
     binary = {
         "f16": (
-            "add",
-            "add.rn",
-            "add.ftz",
-            "add.sat",
-            "sub",
-            "mul",
-            "mul.ftz.sat",
-            "min",
-            "max",
-            "max.NaN",
-            "min.ftz.NaN",
+            "add", "add.rn", "add.ftz", "add.sat", "sub", "mul", "mul.ftz.sat", "min", "max", "max.NaN", "min.ftz.NaN",
         ),
         "bf16": ("add.rn", "sub.rn", "mul.rn", "min", "max", "min.NaN", "max.NaN", "max.NaN.xorsign.abs"),
-    }
+    }  # fmt: skip
     ternary = {
         "f16": ("fma.rn", "fma.rn.ftz", "fma.rn.relu", "fma.rn.sat", "fma.rn.ftz.relu"),
         "bf16": ("fma.rn", "fma.rn.relu"),

@@ -20,16 +20,8 @@ TERNARY = (
     *("dp4a.u32.u32", "dp4a.s32.s32", "dp4a.s32.u32", "dp4a.u32.s32", "dp2a.lo.s32.s32", "dp2a.hi.u32.s32"),
 )
 UNARY = (
-    "neg.s32",
-    "abs.s32",
-    "popc.b32",
-    "clz.b32",
-    "brev.b32",
-    "bfind.s32",
-    "bfind.u32",
-    "bfind.shiftamt.s32",
-    "cnot.b32",
-)
+    "neg.s32", "abs.s32", "popc.b32", "clz.b32", "brev.b32", "bfind.s32", "bfind.u32", "bfind.shiftamt.s32", "cnot.b32",
+)  # fmt: skip
 MODES = ("f4e", "b4e", "rc8", "ecl", "ecr", "rc16")
 
 

@@ -98,15 +98,8 @@ def atomic_data(op: str, kind: str) -> tuple[np.ndarray, np.ndarray, bool]:
 def atomics() -> Iterator[Sketch]:
     """Yield cases of atomics, each thread at its own address: the old value and the memory afterwards."""
     integers: tuple[str, ...] = (
-        "add.u32",
-        "min.s32",
-        "max.s32",
-        "min.u32",
-        "max.u32",
-        "inc.u32",
-        "dec.u32",
-        "exch.b32",
-    )
+        "add.u32", "min.s32", "max.s32", "min.u32", "max.u32", "inc.u32", "dec.u32", "exch.b32",
+    )  # fmt: skip
     integers += ("and.b32", "or.b32", "xor.b32", "add.u64", "min.s64", "max.u64", "exch.b64", "xor.b64")
     floats = ("add.f32", "add.noftz.f16x2", "add.noftz.bf16x2", "min.noftz.f16x2", "max.noftz.bf16x2")
     for op in integers + floats:
