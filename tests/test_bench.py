@@ -60,28 +60,6 @@ def test_each_round_holds_each_provider_and_the_order_turns():
     assert rounds == ["abc", "bca", "cab"]
 
 
-def test_calls_that_settle_the_clock_come_before_each_sample_and_do_not_count():
-    class Settling(FakeClock):
-        """Whoever follows another provider pays for the clock that it finds, for ten calls."""
-
-        def measure(self, call, sets):
-            total = 0.0
-            for i in sets:
-                total += super().measure(call, [i])
-                others = [n for n, _ in self.log[-10:] if n != self.log[-1][0]]
-                total += 500 * len(others) / 10
-            return total / len(sets)
-
-    clock = Settling({"a": 1000.0, "b": 2000.0})
-    calls = dict(sets=4, rounds=3, warmup=1, target_us=2000)
-    times = timing.interleave(named("a", "b"), clock, **calls, settle_us=20_000)
-    assert times == {"a": timing.Timing(1000, 1000, 1000), "b": timing.Timing(2000, 2000, 2000)}
-    names = "".join(n for n, _ in clock.log[2:])
-    assert names == "a" * 22 + "b" * 11 + "b" * 11 + "a" * 22 + "a" * 22 + "b" * 11
-    assert [i for n, i in clock.log if n == "a"] == [i % 4 for i in range(1 + 3 * 22)]
-    assert timing.interleave(named("a", "b"), Settling(clock.cost), **calls)["a"].median > 1000
-
-
 def make_inputs(causal=True, batch=2, length=70, heads=(4, 2), dim=64, page=16, separate=False, layout="HND"):
     """Equal requests in shuffled pages, and the contiguous K and V they were made from."""
     gen = torch.Generator().manual_seed(1)

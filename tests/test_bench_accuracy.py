@@ -1,7 +1,6 @@
 """The benchmark of errors against fp64 and of equal bits, on the CPU: cases, the right output, rows and tables."""
 
 import math
-from dataclasses import replace
 
 import pytest
 import torch
@@ -71,24 +70,6 @@ def test_rows_of_a_case(form):
     kinds = ["runs", "batch"] + ["batch, batch_invariant"] * (form == "decode")
     assert [(r.kind, r.equal, r.count) for r in counts] == [(k, 3 if k == "runs" else 6, 3 if k == "runs" else 6)
                                                            for k in kinds]  # fmt: skip
-
-
-def test_an_error_is_measured():
-    right = torch.tensor([3.0, -3.0, 3.0, -3.0], dtype=torch.float64)
-    assert accuracy.relative(torch.tensor([0.3, 0.0, 0.0, 0.0]), right) == pytest.approx((0.1, 0.05))
-
-
-def test_a_peer_without_a_mask_has_its_own_right_output(monkeypatch):
-    """A stand-in for cuDNN that sees all keys has the error of rounding."""
-
-    def whole(case, inputs):
-        return lambda: accuracy.attention64(inputs, causal=False).bfloat16()
-
-    monkeypatch.setattr(accuracy, "PROVIDERS", {"cudnn": whole})
-    rows, _ = accuracy.measure(
-        AccuracyCase("prefill", "bf16", "sharp", 30), replace(SETUP, providers=("cudnn",)), ENV
-    )  # fmt: skip
-    assert rows[1].provider == "cudnn" and rows[1].rms_error < 3e-3
 
 
 def test_tables():

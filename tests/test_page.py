@@ -232,28 +232,6 @@ def test_nvfp4_rows_of_slots(layout, dtype):
     assert torch.equal(codes, before)
 
 
-def test_what_the_names_of_arguments_do_not_fit():
-    cache, rows = data(PAGES, 2, 4, HEADS, DIM), (data(2, HEADS, DIM),) * 2
-    with pytest.raises(TypeError, match="append_key: dtype torch.bfloat16, must be that of paged_kv_cache, "):
-        append(rows, [0, 0], [0, 1], cache.to(E4M3))
-    with pytest.raises(ValueError, match="overlaps the memory of paged_kv_cache"):
-        append(rows, [0, 0], [0, 1], cache[:, :1])
-    with pytest.raises(ValueError, match="overlaps the memory of append_key"):
-        append((cache[0, 0, :2], rows[1]), [0, 0], [0, 1], cache)
-    with pytest.raises(ValueError, match="must not overlap each other"):
-        append(rows, [0, 0], [0, 1], cache[:1].expand(PAGES, 2, 4, HEADS, DIM))
-    with pytest.raises(RuntimeError, match="append_value: requires grad"):
-        append((rows[0], rows[1].clone().requires_grad_()), [0, 0], [0, 1], cache)
-    with pytest.raises(KeyError, match="kv_layout: 'hnd', must be 'HND' or 'NHD'"):
-        append(rows, [0, 0], [0, 1], cache, "hnd")
-    for scale in (0.0, float("nan"), torch.tensor([-1.0])):
-        with pytest.raises(ValueError, match="v_scale: .* must be (positive|finite)"):
-            page.nvfp4_quantize_append_paged_kv_cache(
-                *rows, ints([0, 0]), ints([0, 1]), torch.zeros(2, 2, 4, HEADS, DIM // 2, dtype=torch.uint8),
-                torch.zeros(2, 2, 4, HEADS, DIM // 16).to(E4M3), ints([0]), ints([0, 1]), ints([2]), 1.0, scale,
-            )  # fmt: skip
-
-
 class NoValues(TorchDispatchMode):
     """Fails where the host would read a value of a tensor or copy one of its own to a device: what waits for a GPU, and
     what no CUDA graph takes."""

@@ -151,27 +151,6 @@ def test_later_names_and_hints():
     assert torch.equal(ragged.run(case.q, case.k, case.v, enable_pdl=True), out)
 
 
-def test_positions_are_those_of_the_documentation():
-    case = Case()
-    q, k, v, m = next(iter(case.requests()))
-    rope = ("ROPE_LLAMA", False, 0.2, 4, 3.0, 2.0, 100.0)
-    names = ("pos_encoding_mode", "allow_fp16_qk_reduction", "sm_scale", "window_left", "logits_soft_cap", "rope_scale",
-             "rope_theta")  # fmt: skip
-    named = dict(zip(names, rope))
-    single = single_prefill_with_kv_cache(q, k, v, m, None, False, "NHD", *rope, True, "fa3")
-    want = oracle(q, k, v, mask=m, scale=0.2, window=4, cap=3.0, mode="ROPE_LLAMA", rope=(2.0, 100.0))
-    check(single, want)
-    paged, ragged = case.paged(**named, causal=True), case.ragged(**named, causal=True)
-    by_position = BatchPrefillWithPagedKVCacheWrapper(WORKSPACE, "NHD", False, *[None] * 6, "fa2")
-    by_position.plan(*case.index, HQ, HKV, D, 4, None, None, True, *rope, "float16", None, True)
-    cache = tuple(case.cache)
-    assert torch.equal(paged.run(case.q, cache), by_position.run(case.q, cache, None, None, False))
-    by_position = BatchPrefillWithRaggedKVCacheWrapper(WORKSPACE, "NHD", False, None, None, None, None, "auto")
-    rope = ("ROPE_LLAMA", False, 4, 3.0, 0.2, 2.0, 100.0)
-    by_position.plan(case.qo_indptr, case.kv_indptr, HQ, HKV, D, None, None, True, *rope, "float16", None)
-    assert torch.equal(ragged.run(case.q, case.k, case.v), by_position.run(case.q, case.k, case.v, False))
-
-
 def test_forward_puts_modifiers_in_the_place_of_planned_ones():
     case, cache = Case(), None
     cache = tuple(case.cache)

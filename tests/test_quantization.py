@@ -61,22 +61,3 @@ def test_hostile_offsets_read_nothing_outside():
     packed([-(1 << 63), (1 << 63) - 1, -5], [(1 << 63) - 1, -(1 << 63)])
     packed([7, -1, 99, 3], [3, -9, 2])
     assert quantization.pack_segments(bits[:0], torch.tensor([0, 5]), torch.tensor([0]), 2).tolist() == [0, 0]
-
-
-def test_bad_calls():
-    bits, starts = torch.ones(12, dtype=torch.bool), torch.tensor([0, 12])
-    with pytest.raises(ValueError, match="bitorder: 'bit', must be one of big, little"):
-        quantization.packbits(bits, "bit")
-    with pytest.raises(ValueError, match=r"x: shape \(3, 4\), must have 1 dimensions"):
-        quantization.packbits(bits.view(3, 4))
-    for offsets in ([0, 13], [4, 3], [-1, 3]):
-        with pytest.raises(ValueError, match=r"indptr: .* must rise and lie in \[0, 12\], the elements of x"):
-            quantization.segment_packbits(bits, torch.tensor(offsets))
-    with pytest.raises(TypeError, match="indptr: dtype torch.float32"):
-        quantization.segment_packbits(bits, starts.float())
-    with pytest.raises(TypeError, match="bits: dtype torch.uint8"):
-        quantization.pack_segments(bits.byte(), starts, starts, 2)
-    with pytest.raises(ValueError, match="byte_starts: .* must be"):
-        quantization.pack_segments(bits, starts, torch.tensor([0, 1, 2]), 2)
-    with pytest.raises(ValueError, match=r"out: shape \(3,\), must be \(2,\)"):
-        quantization.pack_segments(bits, starts, starts, 2, torch.empty(3, dtype=torch.uint8))

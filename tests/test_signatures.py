@@ -1,4 +1,4 @@
-"""Signatures: upstream's names at upstream's positions, what is ours by keyword only, and what arguments may be."""
+"""Signatures: calls by position, hints, and what arguments may be."""
 
 import inspect
 from dataclasses import replace
@@ -20,70 +20,12 @@ from wrappers import trtllm_batch_decode_with_kv_cache as decode
 
 PLAIN = replace(cases.EDGE["plain"], q_lens=(1, 2), kv_lens=(9, 40))
 
-LLAMA31 = "rotary_dim interleave rope_scale rope_theta low_freq_factor high_freq_factor old_context_len"
-# FlashInfer 0.7.2; FlashAttention 2 and 3, whose order ends where theirs differ; the last four: vLLM, by position.
-UPSTREAM = {
-    "trtllm_batch_context_with_kv_cache": """
-        query kv_cache workspace_buffer block_tables seq_lens max_q_len max_kv_len bmm1_scale bmm2_scale batch_size
-        cum_seq_lens_q cum_seq_lens_kv window_left out out_dtype o_sf_scale o_sf_vec_size kv_layout enable_pdl sinks
-        kv_cache_sf skip_softmax_threshold_scale_factor uses_shared_paged_kv_idx causal lse return_lse
-        multi_ctas_kv_counter_buffer use_fp16_softmax uses_spcompress backend""",
-    "trtllm_batch_decode_with_kv_cache": """
-        query kv_cache workspace_buffer block_tables seq_lens max_seq_len bmm1_scale bmm2_scale window_left out
-        out_dtype o_sf_scale o_sf_vec_size sinks kv_layout enable_pdl backend q_len_per_req o_scale mask max_q_len
-        cum_seq_lens_q skip_softmax_threshold_scale_factor kv_cache_sf uses_shared_paged_kv_idx lse return_lse
-        bmm1_scale_log2 multi_ctas_kv_counter_buffer enable_block_sparse_attention cp_world cp_rank
-        causal_seqlens_kv_global bf16q_fp8kv_transform_mode request_order request_order_plan""",
-    "xqa": """
-        q k_cache v_cache page_table seq_lens output workspace_buffer semaphores num_kv_heads page_size sinks q_scale
-        kv_scale sliding_win_size kv_layout sm_count enable_pdl rcp_out_scale q_seq_len mask""",
-    "xqa_batch_decode_with_kv_cache": """
-        query kv_cache workspace_buffer block_tables seq_lens max_seq_len bmm1_scale bmm2_scale window_left out sinks
-        kv_layout enable_pdl q_len_per_req o_scale mask kv_cache_sf q_cu_seq_lens""",
-    "trtllm_fmha_v2_prefill": """
-        qkv input_layout workspace_buffer seq_lens max_q_len max_kv_len bmm1_scale bmm2_scale batch_size
-        cum_seq_lens_q cum_seq_lens_kv block_tables out out_dtype sinks pos_encoding_mode logits_soft_cap_scale
-        mask_mode window_left chunked_attention_size save_softmax_stats skip_softmax_threshold_scale_factor""",
-    "single_prefill_with_kv_cache": """
-        q k v custom_mask packed_custom_mask causal kv_layout pos_encoding_mode allow_fp16_qk_reduction sm_scale
-        window_left logits_soft_cap rope_scale rope_theta return_lse backend""",
-    "single_decode_with_kv_cache": """
-        q k v kv_layout pos_encoding_mode use_tensor_cores q_scale k_scale v_scale window_left logits_soft_cap sm_scale
-        rope_scale rope_theta return_lse""",
-    "flash_attn_func": "q k v",
-    "flash_attn_varlen_func": "q k v cu_seqlens_q cu_seqlens_k max_seqlen_q max_seqlen_k",
-    "flash_attn_with_kvcache": "q k_cache v_cache k v",
-    "top_k": "input k sorted deterministic tie_break dsa_graph_safe",
-    "top_k_page_table_transform": """
-        input src_page_table lengths k row_to_batch deterministic tie_break dsa_graph_safe row_starts
-        page_table_row_starts""",
-    "top_k_ragged_transform": "input offsets lengths k deterministic tie_break dsa_graph_safe row_starts",
-    "top_k_per_row_prefill": "logits row_starts row_ends indices num_rows stride0 stride1 top_k",
-    "top_k_per_row_decode": "logits next_n seq_lens indices num_rows stride0 stride1 top_k",
-    "apply_rope": "q k indptr offsets rotary_dim interleave rope_scale rope_theta",
-    "apply_rope_inplace": "q k indptr offsets rotary_dim interleave rope_scale rope_theta",
-    "apply_rope_pos_ids": "q k pos_ids rotary_dim interleave rope_scale rope_theta",
-    "apply_rope_pos_ids_inplace": "q k pos_ids rotary_dim interleave rope_scale rope_theta",
-    "apply_llama31_rope": f"q k indptr offsets {LLAMA31}",
-    "apply_llama31_rope_inplace": f"q k indptr offsets {LLAMA31}",
-    "apply_llama31_rope_pos_ids": f"q k pos_ids {LLAMA31}",
-    "apply_llama31_rope_pos_ids_inplace": f"q k pos_ids {LLAMA31}",
-    "apply_rope_with_cos_sin_cache": "positions query key head_size cos_sin_cache is_neox",
-    "apply_rope_with_cos_sin_cache_inplace": "positions query key head_size cos_sin_cache is_neox",
-    "rope_quantize_fp8": """
-        q_rope k_rope q_nope k_nope cos_sin_cache pos_ids is_neox quantize_dtype quant_scale_q quant_scale_kv
-        q_rope_out k_rope_out q_nope_out k_nope_out enable_pdl backend""",
-    "rope_quantize_fp8_append_paged_kv_cache": """
-        q_rope k_rope q_nope k_nope v cos_sin_cache pos_ids paged_kv_cache kv_indices kv_indptr batch_indices
-        positions is_neox quantize_dtype quant_scale_q quant_scale_kv page_size kv_layout q_rope_out q_nope_out
-        enable_pdl""",
-    "persistent_topk": "logits lengths output workspace k max_seq_len",
-    "cooperative_topk": "logits lengths output workspace k max_seq_len",
-}
-KEYWORDS = {  # upstream's, by keyword only
-    "xqa": {"q_cu_seq_lens", "k_sf_cache", "v_sf_cache"},
-    "top_k_page_table_transform": {"page_size", "out", "out_raw_indices"},
-}
+FUNCTIONS = [
+    "trtllm_batch_context_with_kv_cache", "trtllm_batch_decode_with_kv_cache", "xqa", "xqa_batch_decode_with_kv_cache",
+    "trtllm_fmha_v2_prefill", "single_prefill_with_kv_cache", "single_decode_with_kv_cache", "flash_attn_func",
+    "flash_attn_varlen_func", "flash_attn_with_kvcache", *topk_cases.FUNCTIONS, *rope.__all__, "persistent_topk",
+    "cooperative_topk",
+]  # fmt: skip
 
 
 def inputs_of(function):
@@ -125,21 +67,13 @@ def same(a, b):
     return a.dtype == b.dtype and a.shape == b.shape and torch.equal(a.view(torch.uint8), b.view(torch.uint8))
 
 
-@pytest.mark.parametrize("function", UPSTREAM)
-def test_positions_are_upstreams(function):
-    parameters = inspect.signature(getattr(wrappers, function)).parameters.values()
-    by_position = [p.name for p in parameters if p.kind == p.POSITIONAL_OR_KEYWORD]
-    assert by_position == UPSTREAM[function].split()
-    others = {p.name for p in parameters if p.name not in by_position and p.kind != p.VAR_KEYWORD}
-    assert others >= KEYWORDS.get(function, set())
-    assert all(p.kind == p.KEYWORD_ONLY and p.default is not p.empty for p in parameters if p.name in others)
-
-
-@pytest.mark.parametrize("function", UPSTREAM)
+@pytest.mark.parametrize("function", FUNCTIONS)
 def test_a_call_through_every_position(function):
-    inputs, names = inputs_of(function), UPSTREAM[function].split()
-    want = results(function, (), {name: v.clone() if isinstance(v, torch.Tensor) else v for name, v in inputs.items()})
+    """The positions, which are upstream's, are on record (test_promises.py)."""
     parameters = inspect.signature(getattr(wrappers, function)).parameters
+    names = [name for name, p in parameters.items() if p.kind == p.POSITIONAL_OR_KEYWORD]
+    inputs = inputs_of(function)
+    want = results(function, (), {name: v.clone() if isinstance(v, torch.Tensor) else v for name, v in inputs.items()})
     args = [inputs.pop(name, parameters[name].default) for name in names]
     got = results(function, args, inputs)
     assert len(got) == len(want) and all(any(same(a, b) for b in want) for a in got)
