@@ -111,11 +111,8 @@ def measure(args: argparse.Namespace) -> None:
 
     from . import harness
 
-    if not torch.cuda.is_available():
-        raise SystemExit("the benchmark needs a CUDA device")
-    family: Family = args.family()
+    env, family = environment(), args.family()
     chosen = chosen_of(family, args.cases, args.sweep)
-    env = results.environment()
     path = args.results or results.FOLDER / f"{env.gpu}.csv"
     setup = harness.Setup(tuple(args.providers.split(",")) if args.providers else family.providers, args.rounds)
     top, found = harness.ceilings(setup)
@@ -237,55 +234,51 @@ def fill(args: argparse.Namespace) -> None:
     readme.update()
 
 
+Options = dict[str, tuple[Any, str]]  # name -> (default, help)
+CASES = "a case, or the beginning of names of cases"
+PROVIDERS: Options = {"providers": ("", "comma-separated list; default: all that run on this machine")}
+ROUNDS: Options = {"rounds": (15, "times that each provider runs in turn")}
+VERBS: dict[str, tuple[Callable[[argparse.Namespace], None], Options]] = {  # name -> (function, its options)
+    "serve": (serve, PROVIDERS | {"requests": (200, "of the trace")}),
+    "engine": (engine, PROVIDERS | {
+        "cases": ("engine-vllm-llama8b-b64-c8k-bf16", CASES), "passes": (3, "timed passes of each process"),
+        "rounds": (1, "processes of each provider; odd rounds in the reverse order"),
+    }),
+    "engine-error": (engine_error, {
+        "cases": ("engine-vllm-tiny-llama-bf16", CASES),
+        "providers": ("ours", "comma-separated list of backends of the engine"),
+    }),
+    "server": (server, {
+        "cases": ("server-vllm-llama8b-", CASES), "providers": ("ours", "comma-separated list of backends of vLLM"),
+    }),
+    "sparsity": (sparsity, ROUNDS),
+    "accuracy": (accuracy, PROVIDERS | {"cases": ("accuracy-", "measure the cases that begin with these prefixes")}),
+}  # fmt: skip
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m bench", description=__doc__)
     verbs = parser.add_subparsers(required=True)
-    families = ("attention", "prefill-bf16", attention), ("topk", "topk", topk), ("append", "", append)
-    for name, prefix, family in families:
-        one = verbs.add_parser(name, help=f"measure {name}")
-        one.add_argument("--cases", default=prefix, help="measure the cases that begin with these prefixes")
-        one.add_argument("--providers", default="", help="comma-separated list; default: all that run on this machine")
+
+    def add(name: str, run: Callable[[argparse.Namespace], None], options: Options, about: str | None) -> Any:
+        one = verbs.add_parser(name, help=about)
+        for option, (default, what) in options.items():
+            one.add_argument(f"--{option}", default=default, type=type(default), help=what)
+        one.add_argument("--results", type=Path, help="csv, or folder of several, to append to; default: bench/results")
+        one.set_defaults(run=run)
+        return one
+
+    for name, prefix, family in (
+        ("attention", "prefill-bf16", attention),
+        ("topk", "topk", topk),
+        ("append", "", append),
+    ):
+        own = {"cases": (prefix, "measure the cases that begin with these prefixes")} | PROVIDERS | ROUNDS
+        one = add(name, measure, own, f"measure {name}")
         one.add_argument("--sweep", action="store_true", help="also measure the sweep over lengths")
-        one.add_argument("--rounds", type=int, default=15)
-        one.add_argument("--results", type=Path, help="csv to append to; default: bench/results/<gpu>.csv")
-        one.set_defaults(run=measure, family=family)
-    one = verbs.add_parser("serve", help=serve.__doc__)
-    one.add_argument("--requests", type=int, default=200)
-    one.add_argument("--providers", default="", help="comma-separated list; default: all that run on this machine")
-    one.add_argument("--results", type=Path, help="csv to append to; default: bench/results/<gpu>.csv")
-    one.set_defaults(run=serve)
-    one = verbs.add_parser("engine", help=engine.__doc__)
-    one.add_argument(
-        "--cases", default="engine-vllm-llama8b-b64-c8k-bf16", help="a case, or the beginning of names of cases"
-    )
-    one.add_argument("--providers", default="", help="comma-separated list; default: all that run on this machine")
-    one.add_argument("--passes", type=int, default=3, help="timed passes of each process")
-    one.add_argument(
-        "--rounds", type=int, default=1, help="processes of each provider; odd rounds in the reverse order"
-    )
-    one.add_argument("--results", type=Path, help="folder of the csv files; default: bench/results")
-    one.set_defaults(run=engine)
-    one = verbs.add_parser("engine-error", help=engine_error.__doc__)
-    one.add_argument(
-        "--cases", default="engine-vllm-tiny-llama-bf16", help="a case, or the beginning of names of cases"
-    )
-    one.add_argument("--providers", default="ours", help="comma-separated list of backends of the engine")
-    one.add_argument("--results", type=Path, help="csv to append to; default: bench/results/engine_errors/<gpu>.csv")
-    one.set_defaults(run=engine_error)
-    one = verbs.add_parser("server", help=server.__doc__)
-    one.add_argument("--cases", default="server-vllm-llama8b-", help="a case, or the beginning of names of cases")
-    one.add_argument("--providers", default="ours", help="comma-separated list of backends of vLLM")
-    one.add_argument("--results", type=Path, help="csv to append to; default: bench/results/servers/<gpu>.csv")
-    one.set_defaults(run=server)
-    one = verbs.add_parser("sparsity", help=sparsity.__doc__)
-    one.add_argument("--rounds", type=int, default=15)
-    one.add_argument("--results", type=Path, help="csv to append to; default: bench/results/sparsity/<gpu>.csv")
-    one.set_defaults(run=sparsity)
-    one = verbs.add_parser("accuracy", help=accuracy.__doc__)
-    one.add_argument("--cases", default="accuracy-", help="measure the cases that begin with these prefixes")
-    one.add_argument("--providers", default="", help="comma-separated list; default: all that run on this machine")
-    one.add_argument("--results", type=Path, help="folder of the csv files; default: bench/results")
-    one.set_defaults(run=accuracy)
+        one.set_defaults(family=family)
+    for name, (run, options) in VERBS.items():
+        add(name, run, options, run.__doc__)
     verbs.add_parser("plots", help=plots.__doc__).set_defaults(run=plots)
     verbs.add_parser("readme", help=fill.__doc__).set_defaults(run=fill)
     args = parser.parse_args()
