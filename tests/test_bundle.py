@@ -247,13 +247,6 @@ def test_refused(load, edit, change, reason):
     assert "KernelNotFound" in done.stderr and reason in done.stderr
 
 
-def test_second_bundle_serves(load, edit, small):
-    """A bundle that is refused does not hide the next one."""
-    broken = edit(lambda d: d.update(host="linux-aarch64"))
-    done = load(FIND, f"{broken}:{small}", CUTE_KERNELS_JIT="0")
-    assert done.returncode == 0, done.stderr
-
-
 def test_verify_tells_a_damaged_file(copy):
     arguments = ("-m", "cute_kernels", "verify", "--arch", ARCH, "--out", str(copy))
     assert run_python(*arguments).returncode == 0

@@ -268,35 +268,3 @@ def test_a_spawned_process_finds_kernels(made):
         assert pool.apply(bundle.verify, (made, ARCH)) == []
         (fresh,) = pool.starmap(archive.pack, [(made, ARCH, made.parent / "packed")])
     assert fresh == (made.parent / "packed").stat().st_size
-
-
-def test_processes_that_publish_one_bundle_at_once(made, monkeypatch, tmp_path):
-    """Two builds whose kernels are compiled link, write the manifest and prune, one after the other."""
-    toolchain = fake_bundle.TOOLCHAIN
-    objects = tmp_path / "obj"
-    objects.mkdir()
-    runtime_library = made / bundle.RUNTIME
-    items = [bundle.item_of(*kernel, ARCH, toolchain) for kernel in (FIRST, SECOND)]
-    for item in items:
-        code = fake_bundle.FUNCTION.format(item.symbol)
-        command = ["cc", "-w", "-c", "-fPIC", "-x", "c", "-o", str(objects / f"{item.key}.host"), "-"]
-        subprocess.run(command, input=code, text=True, check=True)
-        (objects / f"{item.key}.code").write_bytes(fake_bundle.packed_code(item.symbol))
-        (objects / f"{item.key}.o").touch()
-    monkeypatch.setattr(build, "use_arch", lambda arch: None)
-    monkeypatch.setattr(build, "toolchain", lambda: toolchain)
-    monkeypatch.setattr(build, "runtime_libraries", lambda: [str(runtime_library)])
-    monkeypatch.setattr(bundle, "resources_of", lambda paths, arch: [{}] * len(paths))
-    monkeypatch.setattr(bundle.cubin, "disassembler", lambda: None)
-    out = bundle.BundlePaths(tmp_path / "out", objects)
-    wanted = ([FIRST], [SECOND], [FIRST], [SECOND])
-
-    def publish(kernels):
-        return str(bundle.build_bundle(kernels, ARCH, out, 1, catalog.spec_type).compiled)
-
-    found = [children.start(lambda kernels=kernels: publish(kernels)) for kernels in wanted]
-    assert [child.result() for child in found] == ["0"] * 4
-    assert bundle.verify(out.out, ARCH) == []
-    held = manifest.read(out.out)
-    assert {(entry["op"], entry["name"]) for entry in held.kernels} == {(op, spec.name) for op, spec in (FIRST, SECOND)}
-    assert {path.name for path in out.out.iterdir()} == {*archive.names(held), ".lock"}

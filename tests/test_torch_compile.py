@@ -9,6 +9,7 @@ import threading
 import weakref
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from itertools import cycle
 from types import SimpleNamespace
 
 import pytest
@@ -65,8 +66,7 @@ def test_compiled(group, dynamic, fresh_compiler):
     compiled.matches_eager(group, "cpu", dynamic=dynamic)
 
 
-@pytest.mark.parametrize("around", AROUND)
-@pytest.mark.parametrize("group", compiled.EVERY)
+@pytest.mark.parametrize("group,around", zip(compiled.EVERY, cycle(AROUND)))
 def test_in_a_mode_of_torch(group, around, fresh_compiler):
     compiled.matches_eager(group, "cpu", AROUND[around], runs=((0, 0), (0, 1)), backend="aot_eager")
 

@@ -224,8 +224,7 @@ FAKES = {"made inside": fakes_inside, "used outside": fakes_outside, "a fake que
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", CALLS)
-@pytest.mark.parametrize("how", RECORDED)
+@pytest.mark.parametrize("how,name", [(h, n) for h in RECORDED for n in (CALLS if h == "symbolic" else SOME)])
 def test_one_operator_is_recorded(how, name):
     assert bits(RECORDED[how](*CALLS[name]())) == bits(results(*CALLS[name]()))
 
@@ -347,7 +346,7 @@ def test_export(name):
     assert bits(program.module()(*tensors)) == bits(results(*CALLS[name]()))
 
 
-FLAGS = [("context", "causal"), ("context", "enable_pdl"), ("decode", "enable_pdl"), ("top_k", "sorted")]
+FLAGS = [("context", "causal"), ("decode", "enable_pdl"), ("top_k", "sorted")]
 
 
 @pytest.mark.slow

@@ -1,54 +1,25 @@
 """The simulator computes the same bits on every processor, whatever vector code numpy and BLAS have for it."""
 
-import json
 import os
 import subprocess
 import sys
 
-import form_digests
 import numpy as np
 import pytest
 from ptxsim import functions, tensorcore
 
-pytestmark = pytest.mark.slow
 
-RECORDED = json.loads(form_digests.RECORD.read_text())
-
-
-def supported() -> list[str]:
-    """The vector features that numpy has code for and this processor has."""
+@pytest.mark.kernels
+def test_an_h200s_results_without_the_processors_vector_code():
+    """Without numpy's vector code, and with the BLAS kernels of another processor."""
     from numpy._core import _multiarray_umath as core
 
-    return [name for name in core.__cpu_dispatch__ if core.__cpu_features__[name]]
-
-
-def differing(found: dict[str, str]) -> list[str]:
-    return [name for name in RECORDED.keys() | found.keys() if RECORDED.get(name) != found.get(name)]
-
-
-def start(**env: str) -> subprocess.Popen[str]:
-    """Start the program that prints the digests; `env` is added to the environment."""
+    features = [name for name in core.__cpu_dispatch__ if core.__cpu_features__[name]]
     path = os.pathsep.join(filter(None, sys.path))
-    environ = os.environ | {"PYTHONPATH": path} | env
-    pipe = subprocess.PIPE
-    return subprocess.Popen([sys.executable, form_digests.__file__], env=environ, stdout=pipe, stderr=pipe, text=True)
-
-
-def test_bits_are_those_on_record():
-    assert not differing(form_digests.all_digests())
-
-
-def test_bits_without_the_processors_vector_code():
-    """Two processes: without all features, and without the widest one; with BLAS kernels of other processors."""
-    features = supported()
-    processes = [
-        start(NPY_DISABLE_CPU_FEATURES=" ".join(disabled), OPENBLAS_CORETYPE=blas)
-        for disabled, blas in ((features, "Prescott"), (features[-1:], "Sandybridge"))
-    ]
-    for process in processes:
-        out, err = process.communicate()
-        assert process.returncode == 0, err
-        assert not differing(json.loads(out))
+    env = {"PYTHONPATH": path, "NPY_DISABLE_CPU_FEATURES": " ".join(features), "OPENBLAS_CORETYPE": "Prescott"}
+    command = [sys.executable, "-m", "ptxsim.calibrate", "compare"]
+    done = subprocess.run(command, env=os.environ | env, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
 
 
 @pytest.mark.parametrize("name", ["exp2", "log2", "tanh", "sin", "cos"])
