@@ -29,6 +29,7 @@ import torch
 from bench.cases.attention import SOFT_CAP_TOLERANCE, TOLERANCE
 from cute_kernels import manifest
 from tests.conftest import ROOT
+from tests.flash_attn_batches import oracle
 
 INDEX = os.environ.get("PIP_INDEX_URL", "https://pypi.org/simple").rstrip("/")
 SECONDS = 60  # timeout of a request
@@ -115,17 +116,7 @@ def attention(
 
     window counts the token itself. slopes: of ALiBi, (heads,).
     """
-    k, v = (t.double().repeat_interleave(q.shape[1] // t.shape[1], 1) for t in (k, v))
-    logits = torch.einsum("qhd,khd->hqk", q.double(), k) * scale
-    back = torch.arange(len(q))[:, None] + len(k) - len(q) - torch.arange(len(k))
-    if slopes is not None:
-        logits = logits - slopes.double()[:, None, None] * back
-    if soft_cap is not None:
-        logits = soft_cap * torch.tanh(logits / soft_cap)
-    logits = logits.masked_fill((back < 0) | (back >= (window or len(k))), -torch.inf)
-    if sinks is not None:
-        logits = torch.cat([logits, sinks.double()[:, None, None].expand(-1, len(q), 1)], 2)
-    return torch.einsum("hqk,khd->qhd", logits.softmax(2)[..., : len(k)], v)
+    return oracle(q, k, v, True, (window - 1 if window else -1, -1), soft_cap or 0.0, scale, sinks, slopes)[0]
 
 
 NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float8_e4m3fn: "fp8"}  # names in bench.cases

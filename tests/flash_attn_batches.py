@@ -18,13 +18,14 @@ def starts_of(lens):
     return ints(0, *lens).cumsum(0).int()
 
 
-def oracle(q, k, v, causal=False, window=(-1, -1), cap=0.0, scale=None, sinks=None):
-    """Return o (m, Hq, Dv) and lse (Hq, m) of one request in float64, with natural logarithms."""
+def oracle(q, k, v, causal=False, window=(-1, -1), cap=0.0, scale=None, sinks=None, slopes=None):
+    """Return o (m, Hq, Dv) and lse (Hq, m) of one request in float64, with natural logarithms. slopes: of ALiBi."""
     (m, heads, dim), n = q.shape, len(k)
     k, v = (x.double().repeat_interleave(heads // x.shape[1], 1) for x in (k, v))
     s = torch.einsum("mhd,nhd->hmn", q.double(), k) * (dim**-0.5 if scale is None else scale)
-    s = cap * torch.tanh(s / cap) if cap else s
     at, key = torch.arange(m)[:, None] + n - m, torch.arange(n)
+    s = s if slopes is None else s - slopes.double()[:, None, None] * (at - key)
+    s = cap * torch.tanh(s / cap) if cap else s
     left, right = window[0], 0 if causal else window[1]
     seen = (key >= at - left if left >= 0 else key >= 0) & (key <= at + right if right >= 0 else key >= 0)
     s = s.masked_fill(~seen, -INF)

@@ -1,7 +1,6 @@
 """FlashAttention's functions on the CPU against attention in float64; new keys, kernels, clients."""
 
 import math
-from contextlib import contextmanager
 from functools import partial
 from types import SimpleNamespace
 
@@ -434,25 +433,6 @@ def test_streams_have_constants_of_their_own(here):
     assert len(here.waits) == 2, "once for counters, once for offsets"
 
 
-def test_the_stream_of_another_device_is_asked_there(monkeypatch):
-    """Which captures, or not. The machine is that of a host with two GPUs."""
-    here, at = machine.HostMachine(), [0]
-
-    @contextmanager
-    def on(device):
-        before, at[0] = at[0], device.index
-        yield
-        at[0] = before
-
-    for name, value in {"on": on, "current_device": lambda: at[0], "is_capturing": lambda: at[0] == 1,
-                        "raw_stream": lambda index: 40 + index}.items():  # fmt: skip
-        monkeypatch.setattr(here, name, value)
-    for _ in range(2):
-        assert [here.uncaptured_stream(torch.device("cuda", index)) for index in (0, 1)] == [40, None]
-        at[0] = 1
-    assert here.uncaptured_stream(torch.device("cpu")) == 0 and at == [1]
-
-
 def test_constants_stop_growing_and_are_never_dropped(here, monkeypatch):
     flash_attn_func(**DENSE)
     before = dict(here.constants)
@@ -482,24 +462,6 @@ def test_traced_calls_neither_keep_nor_use_constants(known, fresh_compiler):
         assert here.constants == before
         want = want or both(*DENSE.values())
         assert all(map(torch.equal, got, want))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("causal", [False, True])
-def test_symbolic_sizes(causal):
-    """A comparison of sizes, or of a window's bound, is no symbol to the operator; a flag may be one to the caller."""
-
-    def step(q, k, v, flat, right):
-        whole = flash_attn_func(q, k, v, causal=causal, return_lse=k.shape[1] > 2)
-        window = flash_attn_func(q, k, v, window_size=(2, right), causal=causal)
-        cached = flash_attn_with_kvcache(q, k, v, cache_seqlens=EQUAL.lens, causal=q.shape[1] > 1)
-        return *whole, window, cached, flash_attn_varlen_func(flat, *rest, causal=flat.shape[0] > 1)
-
-    rest = BATCH.k, BATCH.v, BATCH.q_starts, BATCH.k_starts
-    args = equal(EQUAL.q), *(t.nan_to_num() for t in EQUAL.dense), BATCH.q, -1
-    torch.compiler.reset()
-    got = torch.compile(step, fullgraph=True, backend="eager", dynamic=True)(*args)
-    assert all(map(torch.equal, got, step(*args)))
 
 
 # ---- what clients call

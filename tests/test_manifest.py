@@ -5,10 +5,10 @@ import json
 import shutil
 import tempfile
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
-from typing import Generic, TypeVar
+from typing import TypeVar
 
 import pytest
 
@@ -35,47 +35,6 @@ def test_specs_survive_json(op):
 
 
 T = TypeVar("T")
-
-
-@dataclass(frozen=True)
-class Odd:
-    sizes: tuple[int, ...] = ()
-    pair: tuple[int, str] | None = None
-    scale: float = 1.0
-
-
-@dataclass(frozen=True)
-class Of(Generic[T]):
-    """A spec whose tile is of its op's own class."""
-
-    tile: T
-    spare: T | None = None
-    more: tuple[T, ...] = ()
-
-
-@pytest.mark.parametrize(
-    ("hint", "value"),
-    [
-        (Odd, Odd()),
-        (Odd, Odd((1, 2), (3, "x"), 0.5)),
-        (Of[Odd], Of(Odd((1,)))),
-        (Of[Odd], Of(Odd(), Odd((2,)), (Odd((3,)), Odd()))),
-        (Of[Of[int]], Of(Of(1, None, (2,)))),
-    ],
-    ids=str,
-)
-def test_dataclasses_survive_json(hint, value):
-    assert manifest.from_json(hint, json.loads(manifest.canonical(manifest.to_json(value)))) == value
-
-
-@pytest.mark.parametrize(
-    ("hint", "data"),
-    [(Of[Odd], {"tile": 1}), (Of[int], {"tile": {}}), (Of[int], {"tile": 1, "spare": "x"}), (Of[int], {"tail": 1})],
-    ids=str,
-)
-def test_a_type_variable_stands_for_one_type(hint, data):
-    with pytest.raises(TypeError):
-        manifest.from_json(hint, data)
 
 
 TILE = manifest.to_json(SPEC.tile)

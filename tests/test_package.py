@@ -87,32 +87,6 @@ def test_jit_0_forbids(no_settings, monkeypatch):
         assert paths.why_no_jit() == (None if find_spec("cutlass") else "nvidia-cutlass-dsl is not installed")
 
 
-def test_a_user_without_a_home_directory(no_settings, monkeypatch, tmp_path, capsys):
-    def no_home() -> Path:
-        raise RuntimeError("Could not determine home directory.")
-
-    monkeypatch.delenv("XDG_CACHE_HOME")
-    monkeypatch.setattr(Path, "home", no_home)
-    assert paths.homes() == [ROOT / "build"]
-    asked = []
-
-    def object_file(op, spec, arch, folder):
-        asked.append(folder)
-        raise FileNotFoundError("enough")
-
-    monkeypatch.setattr(build, "object_file", object_file)
-    monkeypatch.setattr(paths, "find_spec", lambda name: True)
-    with pytest.raises(FileNotFoundError, match="enough"):
-        runtime._compile(OP, SPEC, ARCH)
-    assert asked.pop() == Path(runtime._scratch().name)
-    assert cli.main(["show", SPEC.name]) == 1 and capsys.readouterr().err == "enough\n"
-    assert asked == [ROOT / "build" / "obj"]
-    monkeypatch.setattr(manifest, "PACKAGE", tmp_path / "cute_kernels")
-    with pytest.raises(SystemExit, match="^--out: must be given, because this user has no home"):
-        cli.main(["build"])
-    assert cli.main(["env"]) == 0
-
-
 @pytest.mark.parametrize("verb", ["list", "verify"])
 def test_no_bundle_is_said_with_the_command_that_builds_one(no_settings, monkeypatch, tmp_path, verb):
     monkeypatch.setenv("CUTE_KERNELS_BUNDLE", str(tmp_path / "none"))

@@ -3,13 +3,13 @@
 import math
 from dataclasses import replace
 
-import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from bench.cases import attention as cases
+from tests.flash_attn_batches import oracle
 from wrappers import fp4, reference, trtllm_batch_context_with_kv_cache
 from wrappers.explanation import call_of
 from wrappers.reference import dense
@@ -31,26 +31,9 @@ def visible(i, m, n, causal, window_left):
 
 
 def brute(q, k, v, scale, causal, window_left=-1, soft_cap=0.0, sinks=None):
-    """A softmax at a time, in float64."""
-    q, k, v = (t.double().numpy() for t in (q, k, v))
-    m, heads, _ = q.shape
-    n, group = len(k), heads // k.shape[1]
-    o, lse = np.zeros((m, heads, v.shape[2])), np.full((m, heads), -np.inf)
-    for i in range(m):
-        keys = visible(i, m, n, causal, window_left)
-        for h in range(heads):
-            s = k[keys, h // group] @ q[i, h] * scale
-            if soft_cap:
-                s = soft_cap * np.tanh(s / soft_cap)
-            sink = -np.inf if sinks is None else float(sinks[h])
-            top = max([sink, *s])
-            if top == -np.inf:
-                continue
-            p = np.exp(s - top)
-            total = p.sum() + np.exp(sink - top)
-            o[i, h] = p @ v[keys, h // group] / total
-            lse[i, h] = (top + np.log(total)) * LOG2E
-    return torch.from_numpy(o).float(), torch.from_numpy(lse).float()
+    """Return o and lse, of base 2, of float64."""
+    o, lse = oracle(q, k, v, causal, (window_left, -1), soft_cap, scale, sinks)
+    return o.float(), lse.T.float() * LOG2E
 
 
 def close(got, want, tolerance=2e-5):

@@ -11,7 +11,7 @@ from bench import topk as bench
 from cute_kernels import archs
 from cute_kernels.topk import dispatch, radix, sort
 from cute_kernels.topk.request import TopKKernelRequest
-from cute_kernels.topk.spec import DTYPES, SortSpec
+from cute_kernels.topk.spec import DTYPES
 from tests.conftest import ROOT
 
 ARCH = "sm_90a"
@@ -107,14 +107,6 @@ def test_explain_says_what_select_does(problem):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_plans_are_supported_and_have_names(dtype):
-    plans = dispatch.specs(dtype)
-    assert [radix.supports(plan) for plan in plans] == [None] * len(plans)
-    assert len({plan.name for plan in plans}) == len(plans)
-    assert {plan.dtype for plan in plans} == {dtype}
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
 def test_the_smallest_kernel_that_holds_a_row_sorts_it(dtype):
     every = dispatch.sort_specs(dtype)
     assert [sort.supports(spec) for spec in every] == [None] * len(every)
@@ -122,28 +114,6 @@ def test_the_smallest_kernel_that_holds_a_row_sorts_it(dtype):
         assert dispatch.sort_spec(TopKKernelRequest(dtype, 3, 1 << 20, k)).capacity == most
     assert dispatch.sort_spec(TopKKernelRequest(dtype, 3, 1 << 20, SORTED + 1)) is None
     assert f"k up to {SORTED}" in (ROOT / "docs" / "top-k.md").read_text()
-
-
-@pytest.mark.parametrize(
-    ("spec", "why"),
-    [
-        (SortSpec("fp64"), "dtype fp64"),
-        (SortSpec(threads=128), "threads 128"),
-        (SortSpec(items=0), "items 0"),
-        (SortSpec(threads=1024, items=25), "items 25: needs 238592 bytes"),
-    ],
-)
-def test_sorts_that_no_kernel_does(spec, why):
-    assert sort.supports(spec).startswith(why)
-
-
-def test_every_plan_is_shipped_to_every_architecture():
-    for arch in radix.ARCHS:
-        found = dispatch.shipped(arch)
-        every = [plan for of in (dispatch.specs, dispatch.sort_specs) for dtype in DTYPES for plan in of(dtype, arch)]
-        assert [plan for _, plan in found] == every
-        assert len({plan.name for _, plan in found}) == len(found)
-    assert dispatch.shipped("sm_80") == []
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
