@@ -2,7 +2,6 @@
 
 python -m ptxsim.calibrate device --out FILE     on a GPU: record the outputs of every case
 python -m ptxsim.calibrate compare [FILE]        here: simulate every case, print those without equal bits
-python -m ptxsim.calibrate table                 print a line for each form: cases, evidence
 python -m ptxsim.calibrate readme                write the summary in the simulator's README
 python -m ptxsim.calibrate list | ptx --only X   names, forms and PTX of cases"""
 
@@ -18,7 +17,7 @@ from pathlib import Path
 
 from .case import CalibrationCase
 from .cases import CASES, TEXT_ALONE
-from .record import EQUAL, GOOD, UNSUPPORTED, CaseVerdict, between, digest, judge, merge, pack, sections, summary, table
+from .record import EQUAL, GOOD, UNSUPPORTED, CaseVerdict, between, digest, judge, merge, pack, sections, summary
 
 PATIENCE = 60.0  # seconds without a result after which a worker counts as hung
 HERE = Path(__file__).parent
@@ -127,7 +126,7 @@ def readme_with(verdicts: list[CaseVerdict], root: Path = HERE.parents[2]) -> st
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="ptxsim.calibrate", description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("action", choices=("device", "compare", "table", "readme", "list", "ptx", "worker"))
+    parser.add_argument("action", choices=("device", "compare", "readme", "list", "ptx", "worker"))
     parser.add_argument("file", nargs="?", type=Path, default=HERE / "h200.json", help="record to compare with")
     parser.add_argument("--out", type=Path, default=HERE / "h200.json", help="where `device` puts the record")
     parser.add_argument("--only", action="append", default=[], help="part of a case's name, or a pattern")
@@ -140,15 +139,11 @@ def main() -> int:
         worker([case for case in CASES if case.name in names])
     elif options.action == "compare":
         return compare(options.only, options.file, options.mode)
-    elif options.action in ("table", "readme"):
-        record = json.loads(options.file.read_text())
-        verdicts = [judge(case, record) for case in CASES]
-        if options.action == "table":
-            print(table(verdicts, record["gpu"], TEXT_ALONE))
-        elif not (HERE.parents[2] / "pyproject.toml").exists():
+    elif options.action == "readme":
+        if not (HERE.parents[2] / "pyproject.toml").exists():
             parser.error("readme: the package is installed, must be that of a checkout (pip install -e)")
-        else:
-            (HERE.parents[2] / "README.md").write_text(readme_with(verdicts))
+        record = json.loads(options.file.read_text())
+        (HERE.parents[2] / "README.md").write_text(readme_with([judge(case, record) for case in CASES]))
     else:
         for case in chosen(options.only):
             print(case.ptx if options.action == "ptx" else f"{case.name} | {case.form} | {case.isa}")

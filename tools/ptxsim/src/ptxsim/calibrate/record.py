@@ -128,26 +128,6 @@ def summary(verdict: CaseVerdict) -> str:
     return verdict.result + (f", max error {verdict.error:.1e}" if verdict.error else "")
 
 
-def table(verdicts: list[CaseVerdict], gpu: str, text_alone: tuple[tuple[str, str], ...]) -> str:
-    """Return Markdown: a line per form with the worst result of its cases, then the forms without a case."""
-    rank = (EQUAL, REFUSED, NAN, CLOSE, MISSING, STALE, CRASHED, UNSUPPORTED, FAULT, DIFFERS)
-    worst: dict[tuple[str, str], CaseVerdict] = {}
-    counts: dict[tuple[str, str], int] = {}
-    for verdict in verdicts:
-        key = (verdict.case.isa, verdict.case.form)
-        counts[key] = counts.get(key, 0) + 1
-        order = (rank.index(verdict.result), verdict.error)
-        if key not in worst or order > (rank.index(worst[key].result), worst[key].error):
-            worst[key] = verdict
-    rows = ["| form | PTX ISA section | cases | evidence |", "| --- | --- | --- | --- |"]
-    for (isa, form), verdict in worst.items():
-        good = f"calibrated on {gpu}: " if verdict.result in GOOD else ""
-        text = form.replace("|", "\\|")
-        rows.append(f"| `{text}` | {isa} | {counts[isa, form]} | {good}{summary(verdict)} |")
-    rows += [f"| `{form}` | {isa} | 0 | ISA text alone |" for form, isa in text_alone]
-    return "\n".join(rows)
-
-
 def sections(verdicts: list[CaseVerdict], text_alone: tuple[tuple[str, str], ...]) -> str:
     """Return Markdown: a line per section of the PTX ISA with the number of its cases by result."""
     counts: dict[str, Counter[str]] = defaultdict(Counter)
