@@ -69,14 +69,9 @@ def input_sets(set_bytes: int, l2_bytes: int) -> int:
 
 
 def interleave(
-    calls: Mapping[str, Call],
-    clock: CallClock,
-    sets: int,
-    rounds: int = 15,
-    warmup: int = 3,
-    target_us: float = 2000,
+    calls: Mapping[str, Call], clock: CallClock, sets: int, rounds: int = 15, warmup: int = 3, target_us: float = 2000,
     settle_us: float = 0,
-) -> dict[str, Timing]:
+) -> dict[str, Timing]:  # fmt: skip
     """Time every provider in every round, so that clock drift affects all of them alike.
 
     The order rotates by one each round, so that no provider always follows the same other one. A sample is a run of

@@ -131,12 +131,9 @@ def rows_of(t: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
 
 
 def check(
-    inputs: Inputs,
-    out: torch.Tensor | FP4Tensor,
-    seed: int = 0,
-    slopes: torch.Tensor | None = None,
+    inputs: Inputs, out: torch.Tensor | FP4Tensor, seed: int = 0, slopes: torch.Tensor | None = None,
     mask: torch.Tensor | None = None,
-) -> str | None:
+) -> str | None:  # fmt: skip
     """Compare `out` (tokens, heads, head_dim) with fp32 attention on a sample of rows. Return None if it agrees, else
     the error.
 

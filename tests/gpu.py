@@ -113,13 +113,9 @@ def run(function: str, inputs: dict[str, Any]) -> tuple[torch.Tensor, torch.Tens
 
 
 def close(
-    got: Sequence[Any],
-    want: Sequence[Any],
-    rtol: float,
-    atol: Any,
-    what: object = "",
+    got: Sequence[Any], want: Sequence[Any], rtol: float, atol: Any, what: object = "",
     limit_lse: float = cases.LSE_TOLERANCE,
-) -> None:
+) -> None:  # fmt: skip
     """Compare (o, lse or None) with fp32. atol: of o, a number or a tensor that broadcasts with o."""
     limit = torch.as_tensor(atol, device=want[0].device) + rtol * want[0].abs()
     off = ~((got[0].float() - want[0]).abs() <= limit)  # NaN is off

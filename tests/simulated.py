@@ -68,12 +68,9 @@ def in_eager(
 
 
 def in_other_modes(
-    found: list[str],
-    kernel: tuple[str, str, Any],
-    chosen: list[tuple[Any, str]],
-    bits: dict[str, str],
+    found: list[str], kernel: tuple[str, str, Any], chosen: list[tuple[Any, str]], bits: dict[str, str],
     everything: bool,
-) -> None:
+) -> None:  # fmt: skip
     """Run pairs (case, mode) and compare the bits. bits: of each case in `eager`."""
     for case, mode in chosen:
         outcome = run(found, kernel, case, mode, everything)

@@ -121,12 +121,9 @@ def arguments_of_serve(function: Any, *args: Any, **kwargs: Any) -> tuple[Any, .
 
 
 def explain(
-    *args: Any,
-    function: Callable[..., Any] = trtllm.trtllm_batch_context_with_kv_cache,
-    arch: str | None = None,
-    sms: int | None = None,
-    **kwargs: Any,
-) -> Explanation:
+    *args: Any, function: Callable[..., Any] = trtllm.trtllm_batch_context_with_kv_cache, arch: str | None = None,
+    sms: int | None = None, **kwargs: Any,
+) -> Explanation:  # fmt: skip
     """Return which kernel would serve a call of a public function of attention or top-k, and where it is found.
 
     Raises as the function does on bad arguments. Launches no kernel of this package; writes, loads and compiles

@@ -43,12 +43,9 @@ class FP4Tensor:
     dtype = "nvfp4"
 
     def __init__(
-        self,
-        data: torch.Tensor,
-        scale: torch.Tensor,
-        scale_start_index: int = 0,
+        self, data: torch.Tensor, scale: torch.Tensor, scale_start_index: int = 0,
         original_shape: tuple[int, ...] | None = None,
-    ):
+    ):  # fmt: skip
         check_strided("data", data)
         check_strided("scale", scale, 2)
         if data.dtype != torch.uint8:

@@ -31,16 +31,10 @@ NONE, UNBOUNDED = HeadTerms(), LeftBound()
 
 
 def attention(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    *,
-    scale: float | torch.Tensor,
-    causal: "bool | torch.Tensor" = True,
-    left: LeftBound = UNBOUNDED,
-    soft_cap: float = 0.0,
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, scale: float | torch.Tensor,
+    causal: "bool | torch.Tensor" = True, left: LeftBound = UNBOUNDED, soft_cap: float = 0.0,
     of_heads: HeadTerms = NONE,
-) -> tuple[torch.Tensor, torch.Tensor]:
+) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     """Return (o, lse) of one request: o (m, Hq, Dvo) fp32, not scaled; lse (m, Hq) fp32, base 2, sink included.
 
     q (m, Hq, Dqk), k (n, Hkv, Dqk), v (n, Hkv, Dvo), any floating dtype; query head h reads KV head h // (Hq / Hkv).

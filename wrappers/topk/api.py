@@ -75,15 +75,9 @@ def top_k_page_table_transform(
 
 
 def top_k_ragged_transform(
-    input: torch.Tensor,
-    offsets: torch.Tensor,
-    lengths: torch.Tensor,
-    k: int,
-    deterministic: bool = True,
-    tie_break: int = TopKTieBreak.NONE,
-    dsa_graph_safe: bool = False,
-    row_starts: torch.Tensor | None = None,
-) -> torch.Tensor:
+    input: torch.Tensor, offsets: torch.Tensor, lengths: torch.Tensor, k: int, deterministic: bool = True,
+    tie_break: int = TopKTieBreak.NONE, dsa_graph_safe: bool = False, row_starts: torch.Tensor | None = None,
+) -> torch.Tensor:  # fmt: skip
     """Return offsets[i] + x for the indices x of the k largest scores of each row i, ascending, then -1.
 
     No offset is added to -1.
@@ -105,13 +99,9 @@ def top_k_ragged_transform(
 
 
 def top_k(
-    input: torch.Tensor,
-    k: int,
-    sorted: bool = False,
-    deterministic: bool = True,
-    tie_break: int = TopKTieBreak.NONE,
+    input: torch.Tensor, k: int, sorted: bool = False, deterministic: bool = True, tie_break: int = TopKTieBreak.NONE,
     dsa_graph_safe: bool = False,
-) -> tuple[torch.Tensor, torch.Tensor]:
+) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     """Return (values, indices) of the k largest scores of each row, both (R, k): the scores' dtype, and int64.
 
     input: (R, V), as in `top_k_page_table_transform`; k <= V. The order is by ascending index; with sorted=True by
@@ -126,15 +116,9 @@ def top_k(
 
 
 def top_k_per_row_prefill(
-    logits: torch.Tensor,
-    row_starts: torch.Tensor,
-    row_ends: torch.Tensor,
-    indices: torch.Tensor,
-    num_rows: int,
-    stride0: int,
-    stride1: int,
-    top_k: int,
-) -> None:
+    logits: torch.Tensor, row_starts: torch.Tensor, row_ends: torch.Tensor, indices: torch.Tensor, num_rows: int,
+    stride0: int, stride1: int, top_k: int,
+) -> None:  # fmt: skip
     """Write the indices of the top_k largest logits of each row's window, relative to its start, ascending, then -1.
 
     Args (FlagGems, vLLM):
@@ -164,15 +148,9 @@ def top_k_per_row_prefill(
 
 
 def top_k_per_row_decode(
-    logits: torch.Tensor,
-    next_n: int,
-    seq_lens: torch.Tensor,
-    indices: torch.Tensor,
-    num_rows: int,
-    stride0: int,
-    stride1: int,
-    top_k: int,
-) -> None:
+    logits: torch.Tensor, next_n: int, seq_lens: torch.Tensor, indices: torch.Tensor, num_rows: int, stride0: int,
+    stride1: int, top_k: int,
+) -> None:  # fmt: skip
     """Write the indices of the top_k largest logits of each row's window, with next_n rows per request.
 
     Row r's window is [0, end) with end = seq_lens[r // next_n] - next_n + r % next_n + 1, clamped to the row. The other
@@ -200,13 +178,9 @@ def top_k_per_row_decode(
 
 
 def persistent_topk(
-    logits: torch.Tensor,
-    lengths: torch.Tensor,
-    output: torch.Tensor,
-    workspace: torch.Tensor | None,
-    k: int,
+    logits: torch.Tensor, lengths: torch.Tensor, output: torch.Tensor, workspace: torch.Tensor | None, k: int,
     max_seq_len: int,
-) -> None:
+) -> None:  # fmt: skip
     """Write the indices of the k largest of the first lengths[i] logits of each row i to output, ascending, then -1.
 
     The signature is vLLM's; its indexer calls this operator by default. Raises as `top_k_per_row_prefill` does.
@@ -233,13 +207,9 @@ def persistent_topk(
 
 
 def cooperative_topk(
-    logits: torch.Tensor,
-    lengths: torch.Tensor,
-    output: torch.Tensor,
-    workspace: torch.Tensor | None,
-    k: int,
+    logits: torch.Tensor, lengths: torch.Tensor, output: torch.Tensor, workspace: torch.Tensor | None, k: int,
     max_seq_len: int,
-) -> None:
+) -> None:  # fmt: skip
     """Do what `persistent_topk` does, under the name that vLLM calls if a batch has few rows; any number of rows here.
 
     >>> output = torch.empty(1, 2, dtype=torch.int32)

@@ -70,15 +70,9 @@ def program(ptx: str) -> Program:
 
 
 def launch(
-    ptx: str,
-    args: Sequence[Any],
-    grid: Shape = 1,
-    block: Shape | None = None,
-    cluster: Shape = 1,
-    shared: int = 0,
-    entry: str = "",
-    beyond: tuple[str, ...] = (),
-) -> KernelLaunch:
+    ptx: str, args: Sequence[Any], grid: Shape = 1, block: Shape | None = None, cluster: Shape = 1, shared: int = 0,
+    entry: str = "", beyond: tuple[str, ...] = (),
+) -> KernelLaunch:  # fmt: skip
     """Return the launch of a kernel of which there is no host function.
 
     args: a value per PTX parameter. An array (numpy, or a torch tensor on the CPU) becomes the address of its first

@@ -169,13 +169,9 @@ class MachineState:
     """The CTAs of whole clusters that are resident together."""
 
     def __init__(
-        self,
-        program: Program,
-        call: KernelLaunch,
-        memory: Exchange,
-        blocks: list[tuple[int, int, int]],
+        self, program: Program, call: KernelLaunch, memory: Exchange, blocks: list[tuple[int, int, int]],
         settings: Settings,
-    ) -> None:
+    ) -> None:  # fmt: skip
         """Set up the CTAs. blocks: indices of the CTAs, those of a cluster one after the other in rank order."""
         self.program, self.call, self.memory, self.settings = program, call, memory, settings
         self.random = np.random.default_rng(settings.seed)

@@ -44,15 +44,9 @@ class RunResult:
 
 
 def run(
-    call: KernelLaunch,
-    mode: str = "eager",
-    seed: int = 0,
-    blocks: Iterable[Block] | None = None,
-    resident: int = 4,
-    program: Program | None = None,
-    limit: int = 2_000_000,
-    exact: bool = False,
-) -> RunResult:
+    call: KernelLaunch, mode: str = "eager", seed: int = 0, blocks: Iterable[Block] | None = None, resident: int = 4,
+    program: Program | None = None, limit: int = 2_000_000, exact: bool = False,
+) -> RunResult:  # fmt: skip
     """Execute the grid of `call`; its arrays hold the results.
 
     mode: when asynchronous operations complete, see schedule.py. blocks: CTAs to run (default: the whole grid);
