@@ -38,13 +38,13 @@ def equal_but_for_types(label: str) -> bool:
 
 def problems_of_kernel(label: str, turn: int | None, everything: bool) -> list[str]:
     """Return the errors of a kernel. turn: number of the case that also runs in a mode other than `eager`; None if none
-    does. An attention kernel that stands for no structure runs every second case."""
+    does. A kernel that stands for no structure runs every second case."""
     if label in TWINS and not everything and equal_but_for_types(label):
         return []
     op, spec = SHIPPED[label]
     found: list[str] = []
     cases = workloads.CASES[family_of(op)](spec)
-    some = turn is None and not everything and family_of(op) == "attention"
+    some = turn is None and not everything
     eager, bits = in_eager(found, (ARCH, op, spec), cases[::2] if some else cases, everything)
     if not found:
         found += [] if some else coverage.uncovered(label, missing(eager))
