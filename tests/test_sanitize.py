@@ -5,13 +5,14 @@ import re
 from contextlib import nullcontext
 from functools import partial
 
+import numpy as np
 import pytest
 
-from bench import results
+from bench import results, trust
 from bench.cases.cache_write import copied
 from bench.cases.choice import by_function
-from bench.results import Environment, SanitizerRow
-from cute_kernels import catalog, shipped
+from bench.results import ROOT, Environment, SanitizerRow
+from cute_kernels import build, catalog, shipped
 from cute_kernels.attention import dispatch
 from tests.conftest import ARCH
 from tests.fake_machine import FakeMachine
@@ -39,6 +40,18 @@ RACES = "3 calls, all right\n========= COMPUTE-SANITIZER\n{}========= RACECHECK 
 def test_calls_are_right_on_the_reference(piece):
     """On a GPU the same calls run kernels."""
     assert calls.run(piece, calls.CPU) == len(PIECES[piece])
+
+
+def test_a_wrong_result_is_noticed(monkeypatch):
+    import wrappers
+
+    def wrong(**given):
+        values, indices = wrappers.topk.top_k(**given)
+        return values, indices.flip(0)
+
+    monkeypatch.setattr(wrappers, "top_k", wrong)
+    with pytest.raises(AssertionError, match="indices: "):
+        calls.run("topk-sort", calls.CPU)
 
 
 @pytest.fixture(scope="module")
@@ -154,3 +167,64 @@ def test_a_row_for_each_process(monkeypatch, tmp_path, capsys, text, status, bad
     assert {r.status for r in rows} == {status} and {r.gpu for r in rows} == {"some-gpu"}
     assert (tmp_path / "out" / "memcheck-merge-pair.txt").read_text().strip() == text
     assert f"4 processes, {bad} not clean" in capsys.readouterr().out
+
+
+def test_pieces_that_do_not_begin_in_time_are_rows_too(monkeypatch, tmp_path):
+    monkeypatch.setattr(results, "environment", lambda: ENV)
+    assert command.main([*sanitizer(tmp_path, CLEAN), "--piece", "xqa", "--tool", "memcheck", "--minutes", "0"]) == 1
+    (row,) = results.read(tmp_path / "out" / command.FILE, SanitizerRow)
+    assert (row.status, row.errors) == ("not begun", None)
+
+
+def test_the_rows_of_a_run_are_kept_and_shown(monkeypatch, tmp_path):
+    monkeypatch.setattr(results, "SANITIZERS", tmp_path / "kept")
+    row = ENV.sanitizer_row(
+        tool="racecheck",
+        piece="xqa",
+        calls=3.0,
+        errors=7.0,
+        seconds=2.0,
+        status=report.EXPECTED_ONLY,
+        reason=f"order{results.AND}a cursor",
+    )
+    results.append(tmp_path / "run.csv", [row, ENV.sanitizer_row(**dict(
+        tool="memcheck", piece="xqa", calls=3.0, errors=0.0, seconds=2.0, status=report.CLEAN, reason="")),
+    ])  # fmt: skip
+    assert command.main(["--keep", str(tmp_path / "run.csv")]) == 0
+    text = trust.measured_sanitizers(results.read_sanitizers(tmp_path / "kept"))
+    assert "| `xqa` | 3 | 0 | 7 (1, 2) |  |  |" in text and "1. Order.\n2. A cursor." in text
+
+
+# ---- minimal kernels
+
+
+def test_every_excuse_names_a_minimal_kernel():
+    """One that the same tool does not see, in the text of the module, which needs the DSL."""
+    variants = re.findall(
+        r'^    "(\w+)": Variant\("(\w+)", (\w+),', (ROOT / "tools/sanitize/minimal.py").read_text(), re.M
+    )
+    unseen = {(tool, name) for name, tool, seen in variants if seen == "False"}
+    named = {(e.tool, *re.findall(r"`tools\.sanitize\.minimal`, `(\w+)`", e.reason)) for e in report.EXPECTED}
+    assert named <= unseen and len(named) > 1 and len(variants) == 2 * len(unseen)
+
+
+@pytest.mark.kernels
+def test_minimal_kernels_are_right_in_the_simulator(tmp_path):
+    """In any order of warps: they have no race, whatever a tool says."""
+    build.use_arch(ARCH)
+    from ptxsim import host
+    from ptxsim.runner import run
+
+    from tools.sanitize import minimal
+
+    given = np.arange(1, 33, dtype=np.int32) * 7
+    for variant in minimal.VARIANTS:
+        with build.host_functions() as hosts:
+            fn = minimal.compiled(variant, str(tmp_path))
+        (host_function,) = hosts
+        want = minimal.expected(variant, given.tolist())
+        for mode in ("eager", "late", "random"):
+            out = np.zeros(64, np.int32)
+            (call,) = host.evaluate(host_function, fn.__ptx__, [given, out], build._dynamic_shared(str(fn.ir_module)))
+            run(call, mode)
+            assert out[: len(want)].tolist() == want, (variant, mode)

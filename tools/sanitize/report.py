@@ -36,7 +36,7 @@ def pair(level: str, first: str, second: str, kernel: str) -> re.Pattern[str]:
 
 ONE_LANE = (
     "an mbarrier orders the pair: each warp synchronises its lanes, one lane arrives, all wait; racecheck does not "
-    "carry the order of the other lanes over that one arrival"
+    "carry the order of the other lanes over that one arrival (`tools.sanitize.minimal`, `one_arrives`)"
 )
 # The only place that excuses a report.
 EXPECTED = (
@@ -46,7 +46,7 @@ EXPECTED = (
         "racecheck",
         pair("Warning", "Read", "Write", "attention_sm90__"),
         "the warp that finds tiles reads its cursor, all lanes shuffle and vote with what they read, and one lane "
-        "writes the cursor; racecheck wants a syncwarp before the write",
+        "writes the cursor; racecheck wants a syncwarp before the write (`tools.sanitize.minimal`, `shuffled`)",
     ),
     Expected(
         "synccheck",
@@ -55,7 +55,7 @@ EXPECTED = (
             r"\nby thread \((?:\d|[1-5]\d|6[0-3]),0,0\) in block .*"
         ),
         "the warps that load K and V wait at the named barrier of the prologue, each in its own copy of the code, and "
-        "the schedule warp arrives; synccheck wants one place for all",
+        "the schedule warp arrives; synccheck wants one place for all (`tools.sanitize.minimal`, `barrier_apart`)",
     ),
 )
 
