@@ -16,6 +16,7 @@ from cutlass.cute.nvgpu import cpasync
 from .layout import smem_layout, width
 
 SWIZZLE_BYTES = 128  # the widest row of a box
+LINE_BYTES = 128  # per line of a dense operand
 
 
 @dataclass(frozen=True)
@@ -36,6 +37,17 @@ class TmaOperand:
     boxes: tuple[TmaBox, ...]
     layout: cute.ComposedLayout  # (rows, cols, stages) in shared memory
     bytes: cutlass.Constexpr  # of one stage
+
+
+@dataclass(frozen=True)
+class DenseOperand(TmaOperand):
+    """An operand whose rows lie one behind the other in shared memory, unpadded, without a swizzle. If they do so in
+    global memory, too, TMA can copy them as lines of LINE_BYTES, whatever their length. Lines are faster: TMA takes as
+    long for a row of 32 bytes as for one of 128."""
+
+    line_boxes: tuple[TmaBox, ...]  # the same bytes as those of `boxes`, as lines
+    line_layout: cute.Layout  # (lines, LINE_BYTES, stages) in shared memory
+    as_lines: cutlass.Int32  # whether the rows lie one behind the other in global memory
 
 
 def make_box(t, rows, cols):
@@ -59,6 +71,29 @@ def operand(t, shape, stages, rows):
     return TmaOperand(tuple(make_box(t, r, shape[1]) for r in rows), layout, size)
 
 
+def make_dense_box(t, rows, cols):
+    """Return the box of `rows` rows of t (rows, cols, ...), as wide as t, without a swizzle."""
+    layout = cute.make_layout((rows, cols), stride=(cols, 1))
+    atom, gmem = cpasync.make_tiled_tma_atom(cpasync.CopyBulkTensorTileG2SOp(), t, layout, (rows, cols))
+    return TmaBox(atom, gmem, rows, cols)
+
+
+def dense_operand(t, shape, stages, rows):
+    """Return the `DenseOperand` that fills stages of `shape` (rows, cols) from t (rows, cols, ...) of 8 bits.
+
+    cols: a multiple of 16. rows: heights of the boxes, ascending, multiples of 8, so that boxes consist of whole lines.
+    Whoever copies lines must make sure that t, too, has a multiple of 8 rows."""
+    n, cols = shape
+    layout = cute.make_layout((n, cols, stages), stride=(cols, 1, n * cols))
+    line_layout = cute.make_layout((n * cols // LINE_BYTES, LINE_BYTES, stages), stride=(LINE_BYTES, 1, n * cols))
+    count = cutlass.max(t.shape[0] * cols // LINE_BYTES, 1)  # TMA needs a row, also if t is too short for a line
+    lines = cute.make_layout((count, LINE_BYTES, *t.shape[2:]), stride=(LINE_BYTES, 1, *t.stride[2:]))
+    line_boxes = (make_dense_box(cute.make_tensor(t.iterator, lines), r * cols // LINE_BYTES, LINE_BYTES) for r in rows)
+    boxes = (make_dense_box(t, r, cols) for r in rows)
+    as_lines = cutlass.Int32(t.stride[0] == cols)
+    return DenseOperand(tuple(boxes), layout, n * cols, tuple(line_boxes), line_layout, as_lines)
+
+
 def partition(b: TmaBox, smem, gmem):
     """Return views for `cute.copy`: (smem[box, row tile, col tile, stage], gmem[box, row tile, col tile, ...])."""
     s = cute.local_tile(smem, (b.rows, b.cols), (None,) * cute.rank(smem))
@@ -68,6 +103,8 @@ def partition(b: TmaBox, smem, gmem):
 
 def allocate(smem, op: TmaOperand, dtype):
     """Allocate the stages of an operand in shared memory, aligned to 1024 bytes as a swizzle of 128 bytes needs."""
+    if isinstance(op, DenseOperand):
+        return smem.allocate_tensor(dtype, op.layout, 1024)
     return smem.allocate_tensor(dtype, op.layout.outer, 1024, op.layout.inner)
 
 

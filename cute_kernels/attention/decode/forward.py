@@ -39,9 +39,10 @@ from cutlass import Int32, const_expr
 from ...device import copy, pipeline
 from .. import fakes, geometry, load
 from ..args import AttentionArgs
-from ..kv import arrivals, pages, scales, source, stage_columns
+from ..kv import arrivals, pages, scales, source, stage_columns, tma
 from ..schedule import stream_k, work
 from . import reduce
+from .layout import is_dense
 from .mainloop import mma_warp
 from .roles import roles
 
@@ -73,14 +74,19 @@ class DecodeSharedStorage:
     merge: reduce.ReduceSmem
 
 
+def operand(spec, x, dim):
+    """Make the operand of the source of K or V. dim: its padded head dim."""
+    t = spec.tile
+    if is_dense(spec):
+        return tma.operand(x, (t.n, spec.head_dim_vo), t.stages, copy.dense_operand)
+    return source(spec).operand(x, (t.n, stage_columns(spec, x, dim)), t.stages)
+
+
 @cute.jit
 def forward(spec: cutlass.Constexpr, stream, *flat):
     """Launch the kernel. flat: the arguments in the order of `args.fields`."""
-    a, t = geometry.launch_args(spec, flat), spec.tile
-    k, v = (
-        source(spec).operand(x, (t.n, stage_columns(spec, x, dim)), t.stages)
-        for x, dim in ((a.kv.k, spec.padded_qk), (a.kv.v, spec.padded_vo))
-    )
+    a = geometry.launch_args(spec, flat)
+    k, v = operand(spec, a.kv.k, spec.padded_qk), operand(spec, a.kv.v, spec.padded_vo)
     kernel(spec, DecodeKernelParams(a, k, v)).launch(
         grid=[a.schedule.grid, 1, 1],
         block=[32 * roles(spec).warps(), 1, 1],

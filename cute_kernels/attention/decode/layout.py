@@ -14,17 +14,56 @@ from ...device import copy, layout
 from ..spec import SF_VEC_SIZE
 from . import tile_table
 
+DENSE_CHUNK = 32  # bytes of a dense row of K of which a lane has a quarter, two words
+
 
 class CachedRow(NamedTuple):
-    """A row of K or V in shared memory, padded: `chunks` TMA boxes of `width` bytes."""
+    """A row of K or V as lanes read it from a stage: `chunks` pieces of `width` bytes, which are swizzled TMA boxes
+    unless rows are dense (`is_dense`). Dense rows have three numbers more."""
 
     width: int
     chunks: int
+    pitch: int = 0  # bytes from one dense row to the next; 0: rows are padded
+    tail: int = 0  # bytes of K behind the last chunk
+    valid: int = 0  # bytes of V in the last chunk
 
     @staticmethod
-    def of(spec, dim) -> "CachedRow":
+    def of_k(spec) -> "CachedRow":
+        if not is_dense(spec):
+            return CachedRow._padded(spec, spec.padded_qk)
+        size = spec.head_dim_qk
+        return CachedRow(DENSE_CHUNK, size // DENSE_CHUNK, size, size % DENSE_CHUNK)
+
+    @staticmethod
+    def of_v(spec) -> "CachedRow":
+        row, size = CachedRow._padded(spec, spec.padded_vo), spec.head_dim_vo
+        return row._replace(pitch=size, valid=size - (row.chunks - 1) * row.width) if is_dense(spec) else row
+
+    @staticmethod
+    def _padded(spec, dim) -> "CachedRow":
         size = dim * spec.kv.bits // 8
         return CachedRow(layout.width(size), size // layout.width(size))
+
+    @property
+    def row_bytes(self) -> int:
+        """The bytes from one row to the next."""
+        return self.pitch or self.width
+
+    @property
+    def stage_bytes(self) -> int:
+        """The bytes of a stage per row."""
+        return self.pitch or self.width * self.chunks
+
+    def offset(self, n, key, chunk):
+        """Return the offset of a chunk of row `key` in a stage of n rows, apart from the swizzle."""
+        return key * self.pitch + chunk * self.width if self.pitch else (chunk * n + key) * self.width
+
+
+def is_dense(spec):
+    """Return whether rows of K and V lie in shared memory one behind the other, unpadded and without a swizzle
+    (`copy.DenseOperand`). Rows of 8-bit elements that TMA loads do, if they are no multiple of 64 bytes: swizzled boxes
+    would have rows of 32 bytes, or padding."""
+    return spec.kv.bits == 8 and spec.kv.source == "tma" and spec.head_dim_vo % 64 != 0
 
 
 def keys(spec):
@@ -35,7 +74,7 @@ def keys(spec):
 
 def columns(spec):
     """Return the number of output columns in a lane's piece of a chunk."""
-    return CachedRow.of(spec, spec.padded_vo).width // spec.kv.bits
+    return CachedRow.of_v(spec).width // spec.kv.bits
 
 
 def first_column(spec, number, eighth):
@@ -113,5 +152,21 @@ def scale_blocks(spec):
 
 def num_v_offsets(spec):
     """Return the number of V offsets that a lane keeps: 2 if adjacent keys have different swizzle patterns (128-byte
-    rows), else 1."""
-    return 2 if CachedRow.of(spec, spec.padded_vo).width == copy.SWIZZLE_BYTES else 1
+    rows) or, of dense rows, if the last chunk is shorter than the others, else 1."""
+    v = CachedRow.of_v(spec)
+    return 2 if (v.valid < v.width if v.pitch else v.width == copy.SWIZZLE_BYTES) else 1
+
+
+def v_offset_of(spec, chunk, key):
+    """Return which of its V offsets a lane adds to read a chunk of a key, and the key to which it adds it."""
+    v = CachedRow.of_v(spec)
+    if v.pitch:
+        return int(chunk + 1 == v.chunks and v.valid < v.width), key
+    own = key % 2 if num_v_offsets(spec) == 2 else 0
+    return own, key - own
+
+
+def q_words(spec):
+    """Return the words of a row of Q that a lane has, of two columns each."""
+    k = CachedRow.of_k(spec)
+    return (k.width * k.chunks + k.tail) * 8 // spec.kv.bits // 8

@@ -27,9 +27,11 @@ from ..spec import SF_VEC_SIZE
 from . import operands, reduce
 from .layout import (
     CachedRow,
+    is_dense,
     keys,
     num_n_tiles,
     num_v_offsets,
+    q_words,
     reduction_passes,
     row_of_warp,
     sf_per_quarter,
@@ -78,29 +80,44 @@ def make_fragments(spec, a):
     rmem = cute.make_rmem_tensor
     lane = cute.arch.lane_idx()
     g, t = lane // 4, lane % 4
-    k, v = CachedRow.of(spec, spec.padded_qk), CachedRow.of(spec, spec.padded_vo)
-    pieces, rows = max(1, k.width // 64), 2 * num_n_tiles(spec)
+    k, v = CachedRow.of_k(spec), CachedRow.of_v(spec)
+    pieces, rows = max(1, k.width // 64) + (k.tail > 0), 2 * num_n_tiles(spec)
     r = DecodeFragments(
         geometry.group_divisor(a),
-        rmem((spec.padded_qk // 8, num_n_tiles(spec)), Uint32),
+        rmem((q_words(spec), num_n_tiles(spec)), Uint32),
         rmem((spec.padded_vo // 4, num_n_tiles(spec)), Float32),
         softmax.make(rows),
         rmem(rows, Int32),
         *(rmem(rows, Float32) for _ in range(2)),
         *(rmem(count, Int32) for count in (pieces, num_v_offsets(spec), 4)),
     )
-    for i in range(pieces):
-        r.k_offsets[i] = swizzle(k.width, g, t * (k.width // 4) + 16 * i)
-    for i in range(num_v_offsets(spec)):
-        r.v_offsets[i] = swizzle(v.width, 2 * t + i, g * (v.width // 8))
+    if is_dense(spec):
+        set_dense_offsets(r, k, v, g, t)
+    else:
+        for i in range(pieces):
+            r.k_offsets[i] = swizzle(k.width, g, t * (k.width // 4) + 16 * i)
+        for i in range(num_v_offsets(spec)):
+            r.v_offsets[i] = swizzle(v.width, 2 * t + i, g * (v.width // 8))
     if a.kv.k_scales is not None:
         set_sf_offsets(spec, a, r, g, t)
     return r
 
 
+def set_dense_offsets(r: DecodeFragments, k: CachedRow, v: CachedRow, g, t):
+    """Set the offsets of what lane 4 g + t reads of dense rows: of K in a chunk and in the tail, of V in a chunk and in
+    the last chunk. Eighths that the last chunk lacks are those before them: their columns of O are not stored."""
+    each = v.width // 8
+    r.k_offsets[0] = g * k.pitch + t * (k.width // 4)
+    if k.tail:
+        r.k_offsets[1] = g * k.pitch + t * (k.tail // 4)
+    r.v_offsets[0] = 2 * t * v.pitch + g * each
+    if v.valid < v.width:
+        r.v_offsets[1] = 2 * t * v.pitch + cutlass.min(g * each, v.valid - each)
+
+
 def set_sf_offsets(spec, a, r: DecodeFragments, g, t):
     """Set the offsets of the scale factors that lane 4 g + t reads."""
-    k = CachedRow.of(spec, spec.padded_qk)
+    k = CachedRow.of_k(spec)
     r.sf_offsets[0] = g * (spec.padded_qk // SF_VEC_SIZE) + t * sf_per_quarter(k)
     size, inter = spec.padded_vo // SF_VEC_SIZE, a.kv.v_scales_interleaved
     linear, interleaved = 2 * t * size + g * size // 8, t // 2 * 4 * size + g * size // 8 * 4 + 2 * t % 4
@@ -248,7 +265,7 @@ def mainloop(spec: cutlass.Constexpr, a, s, r: DecodeFragments, tile: WarpTileSt
             pipeline.consumer_wait(s.v_pipe, prev.block, v_ready)
             if needs_pv:
                 # O^T += V^T @ P^T, one chunk of columns at a time
-                for b in cutlass.range_constexpr(CachedRow.of(spec, spec.padded_vo).chunks):
+                for b in cutlass.range_constexpr(CachedRow.of_v(spec).chunks):
                     operands.load_v(spec, s, r, tile, prev, b, v)
                     operands.gemm_pv(spec, r, p, b, v)
             # release the V stage
@@ -281,7 +298,7 @@ def mma_warp(spec: cutlass.Constexpr, plan, s):
     r = make_fragments(spec, a)
     softmax_scale_log2 = softmax.device_scale(a.logits.softmax_scale_log2, a.logits.softmax_scale_ptr)
     block, t, turn = pipeline.PackedState(Int32(0)), Int32(0), Int32(0)
-    words = cute.make_rmem_tensor((spec.padded_qk // 8, num_n_tiles(spec)), Uint32)
+    words = cute.make_rmem_tensor((q_words(spec), num_n_tiles(spec)), Uint32)
     w = work.consumer_wait(spec, s, t)
     tile = warp_tile(spec, a, r, w)
     if w.is_valid != 0:

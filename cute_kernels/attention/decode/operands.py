@@ -16,7 +16,7 @@ from cutlass import Float32, Int32, Uint32, const_expr
 from ...device import copy, mma, pipeline
 from .. import geometry, logits, precision, quant
 from ..spec import SF_VEC_SIZE
-from .layout import CachedRow, columns, keys, num_n_tiles, num_v_offsets, scale_blocks, sf_per_quarter
+from .layout import CachedRow, columns, keys, num_n_tiles, q_words, scale_blocks, sf_per_quarter, v_offset_of
 
 
 class KeyCursor(NamedTuple):
@@ -49,7 +49,7 @@ def fill(spec, c, value):
 def allocate_v(spec, s):
     """Allocate the registers of one chunk of V."""
     count = keys(spec) // 16
-    words = cute.make_rmem_tensor((CachedRow.of(spec, spec.padded_vo).width // 32, 4, count), Uint32)
+    words = cute.make_rmem_tensor((CachedRow.of_v(spec).width // 32, 4, count), Uint32)
     has_scales = s.v_scales is not None
     return VFragment(words, cute.make_rmem_tensor((scale_blocks(spec), 4, count), Uint32) if has_scales else None)
 
@@ -58,7 +58,7 @@ def allocate_v(spec, s):
 def fetch_q(spec: cutlass.Constexpr, a, r, tile, words: cute.Tensor):
     """Load this lane's rows g of Q as words (D / 8, n tile): zeros past the sequence and past head_dim_qk, columns in
     the order of chunks."""
-    w, row = tile.w, CachedRow.of(spec, spec.padded_qk)
+    w, row = tile.w, CachedRow.of_k(spec)
     g, t = cute.arch.lane_idx() // 4, cute.arch.lane_idx() % 4
     # vectors of 8 elements in a lane's quarter of a chunk
     vectors = const_expr(row.width * 8 // spec.kv.bits // 4 // 8)
@@ -72,21 +72,28 @@ def fetch_q(spec: cutlass.Constexpr, a, r, tile, words: cute.Tensor):
             for i in cutlass.range_constexpr(row.chunks * vectors):
                 number = (i // vectors * 4 + t) * vectors + i % vectors
                 target = cute.local_tile(words[None, n_tile], (4,), (i,))
-                if const_expr(spec.padded_qk == spec.head_dim_qk):
+                if const_expr(row.pitch > 0 or spec.padded_qk == spec.head_dim_qk):
                     load_query(cute.local_tile(source, (8,), (number,)), target)
                 elif number < spec.head_dim_qk // 8:
                     load_query(cute.local_tile(source, (8,), (number,)), target)
+            if const_expr(row.tail > 0):
+                # the last 16 columns, of which a lane has 4
+                last = const_expr(cute.size(words, mode=[0]) // 2 - 1)
+                number = 8 * row.chunks + t
+                load_query(
+                    cute.local_tile(source, (4,), (number,)), cute.local_tile(words[None, n_tile], (2,), (last,))
+                )
 
 
 @cute.jit
 def load_query(piece: cute.Tensor, words: cute.Tensor):
-    """Load 8 elements of Q as words of pairs; e4m3 becomes fp16, which holds its values exactly."""
+    """Load 4 or 8 elements of Q as words of pairs; e4m3 becomes fp16, which holds its values exactly."""
     if const_expr(piece.element_type.width == 16):
         copy.vector(piece, cute.recast_tensor(words, piece.element_type))
     else:
-        stored = cute.make_rmem_tensor(8, piece.element_type)
+        stored = cute.make_rmem_tensor(cute.size(piece), piece.element_type)
         copy.vector(piece, stored)
-        for i in cutlass.range_constexpr(2):
+        for i in cutlass.range_constexpr(cute.size(words) // 2):
             words[2 * i], words[2 * i + 1] = quant.from_e4m3(cute.recast_tensor(stored, Uint32)[i])
 
 
@@ -110,7 +117,7 @@ def set_q(spec: cutlass.Constexpr, a, r, tile, words: cute.Tensor, softmax_scale
             capped = a.logits.soft_cap > 0.0
             r.to_log2[k] = logits.capped_to_log2(a.logits.soft_cap) if capped else r.score_to_log2[k]
         # the B operand
-        for i in cutlass.range_constexpr(spec.padded_qk // 8):
+        for i in cutlass.range_constexpr(q_words(spec)):
             r.q[i, n_tile] = in_order(p.kv_format, own, i)
 
 
@@ -127,26 +134,27 @@ def gemm_qk(spec, s, r, acc_s, stage, row):
     """Compute acc_s = K @ Q^T for the rows [row, row + keys) of a K stage."""
     types = precision.of_mma_sync(spec)
     mma_dtype, fmt = types.mma_dtype, types.kv_format
-    k, n = CachedRow.of(spec, spec.padded_qk), spec.tile.n
-    base = s.k.iterator.toint() + stage * (n * k.width * k.chunks) + row * k.width
+    k, n = CachedRow.of_k(spec), spec.tile.n
+    base = s.k.iterator.toint() + stage * (n * k.stage_bytes) + row * k.row_bytes
     quarter = k.width // 4  # bytes of a chunk that a lane reads
     fill(spec, acc_s, 0.0)
     for m in range(keys(spec) // 16):  # 16 keys, of which this lane has two: rows g and g + 8 of the A operand
         offsets = (16 * m, 16 * m + 8)
         sf = [load_k_sf(spec, s, r, stage, row + offset) for offset in offsets]
-        for chunk in range(k.chunks):
+        for chunk in range(k.chunks + (k.tail > 0)):
             # load this lane's quarter of the chunk, for both keys, and convert it
             pairs: list[list[Any]] = [[], []]
+            whole = chunk < k.chunks
             for a_row, offset in enumerate(offsets):
                 for piece in range(max(1, quarter // 16)):
-                    address = base + (chunk * n + offset) * k.width + r.k_offsets[piece]
-                    for word in mma.load(address, min(4, quarter // 4)):
+                    address = base + k.offset(n, offset, chunk) + r.k_offsets[piece if whole else 1]
+                    for word in mma.load(address, min(4, quarter // 4) if whole else 1):
                         block = (chunk * quarter // 4 + len(pairs[a_row]) // 4) // 2
                         pairs[a_row] += quant.scale_pairs(quant.unpack_row(fmt, word), sf[a_row], block)
             # S^T += K @ Q^T, 16 columns per MMA
             for i in range(0, len(pairs[0]), 2):
                 a = [pairs[a_row][i + e] for e in range(2) for a_row in range(2)]
-                q = chunk * len(pairs[0]) + i
+                q = chunk * (quarter * 8 // spec.kv.bits // 2) + i
                 for n_tile in range(num_n_tiles(spec)):
                     mma.issue(mma_dtype, acc_s[None, n_tile], 4 * m, a, [r.q[q, n_tile], r.q[q + 1, n_tile]])
 
@@ -156,7 +164,7 @@ def load_k_sf(spec, s, r, stage, row):
     none."""
     if s.k_scales is None:
         return None
-    k, size = CachedRow.of(spec, spec.padded_qk), spec.padded_qk // SF_VEC_SIZE
+    k, size = CachedRow.of_k(spec), spec.padded_qk // SF_VEC_SIZE
     at, count = s.k_scales.iterator.toint() + (stage * spec.tile.n + row) * size + r.sf_offsets[0], sf_per_quarter(k)
     found = []
     for chunk in range(k.chunks):
@@ -179,16 +187,15 @@ def load_v_sf(spec, s, r, v: VFragment, stage, row, e, c):
 def load_v(spec: cutlass.Constexpr, s, r, tile, at: KeyCursor, b: cutlass.Constexpr, v: VFragment):
     """Load this lane's words of chunk `b` of V and the scale factors of each key; keys past kv_len become zeros
     (`zero_v`)."""
-    chunk, n, row, key = CachedRow.of(spec, spec.padded_vo), spec.tile.n, at.row, at.key
+    chunk, n, row, key = CachedRow.of_v(spec), spec.tile.n, at.row, at.key
     stage, t = pipeline.stage(s.v_pipe, at.block), cute.arch.lane_idx() % 4
     # this lane's eighth of the chunk, for 4 keys in each 16: 2 t, 2 t + 1, 8 + 2 t, 9 + 2 t
-    base = s.v.iterator.toint() + stage * (n * chunk.width * chunk.chunks) + row * chunk.width
+    base = s.v.iterator.toint() + stage * (n * chunk.stage_bytes) + row * chunk.row_bytes
     per = const_expr(chunk.width // 32)
     for c in cutlass.range_constexpr(keys(spec) // 16):
         for e in cutlass.range_constexpr(4):
-            inside = const_expr(16 * c + 8 * (e // 2))
-            own = const_expr(e % 2 if num_v_offsets(spec) == 2 else 0)
-            words = mma.load(base + (b * n + inside + e % 2 - own) * chunk.width + r.v_offsets[own], per)
+            own, inside = v_offset_of(spec, b, 16 * c + 8 * (e // 2) + e % 2)
+            words = mma.load(base + chunk.offset(n, inside, b) + r.v_offsets[own], per)
             for u in cutlass.range_constexpr(per):
                 v.words[u, e, c] = words[u]
             load_v_sf(spec, s, r, v, stage, row, e, c)

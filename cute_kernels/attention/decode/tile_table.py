@@ -217,7 +217,8 @@ def rows_at_once(dim: int, rows_per_warp: int) -> int:
 
 def smem_bytes(kind: str, dim: int, tile: DecodeTileConfig) -> int:
     """Return the bytes of shared memory per CTA, or slightly more: stages of K and V with their scale factors, O and
-    statistics of the reduction, tiles and mbarriers. kind, dim: as in `TileKey`."""
+    statistics of the reduction, tiles and mbarriers. kind, dim: as in `TileKey`. A head dim that is padded to `dim`
+    takes less if its rows are dense (`layout.is_dense`), which are not padded in shared memory."""
     vo = dim // tile.o_tiles
     row = (dim + vo) * bits_of(kind) // 8 + (dim + vo) // SF_VEC_SIZE * (kind == "nvfp4")
     reduced = rows_at_once(vo, tile.rows_per_warp) * 8 * columns_at_once(vo) + 2 * tile.rows_per_warp

@@ -68,7 +68,7 @@ def prefetch_pages(spec: cutlass.Constexpr, page_ids: Any, sequence_pages: pages
 @cute.jit
 def fill(
     spec: cutlass.Constexpr,
-    op: copy.TmaOperand,
+    op: Any,
     smem: cute.Tensor,
     p: pipeline.Pipeline,
     prefetched: Any,
@@ -87,19 +87,13 @@ def fill(
         prefetch_pages(spec, page_ids, sequence_pages, at)
     if sequence_pages.start >= 0:  # ragged: the largest boxes
         page_size = Int32(op.boxes[-1].rows)
-    # the largest box that divides the page
-    for k in cutlass.range_constexpr(len(op.boxes)):
-        rows, largest = op.boxes[k].rows, const_expr(k + 1 == len(op.boxes))
-        if page_size >= rows and (largest or page_size == rows):
-            fill_boxes(
-                spec,
-                op,
-                k,
-                smem,
-                p,
-                page_ids.box_pages if const_expr(largest) else BoxPages(page_ids.box_pages.page, None),
-                at,
-            )
+    if const_expr(not isinstance(op, copy.DenseOperand)):
+        fill_page_boxes(spec, op, op.boxes, smem, p, page_ids.box_pages, page_size, at)
+    elif op.as_lines != 0 and sequence_pages.start < 0:  # ragged rows may begin inside a line
+        lines = cute.make_tensor(smem.iterator, op.line_layout)
+        fill_page_boxes(spec, op, op.line_boxes, lines, p, page_ids.box_pages, page_size, at)
+    else:
+        fill_page_boxes(spec, op, op.boxes, smem, p, page_ids.box_pages, page_size, at)
     # page ids of the next block
     if const_expr(prefetched is not None):
         if at.n_block > 0:
@@ -107,18 +101,39 @@ def fill(
 
 
 @cute.jit
+def fill_page_boxes(
+    spec: cutlass.Constexpr,
+    op: copy.TmaOperand,
+    boxes: Any,
+    smem: cute.Tensor,
+    p: pipeline.Pipeline,
+    box_pages: BoxPages,
+    page_size: Int32,
+    at: KVBlock,
+):
+    """Load this warp's share of a KV block in the largest of `boxes` that divide the page. boxes: the operand's, of the
+    rows of `BOXES` or of the lines of as many rows."""
+    for k in cutlass.range_constexpr(len(boxes)):
+        rows, largest = BOXES[k], const_expr(k + 1 == len(boxes))
+        if page_size >= rows and (largest or page_size == rows):
+            of = box_pages if const_expr(largest) else BoxPages(box_pages.page, None)
+            fill_boxes(spec, op, (boxes[0], boxes[k]), smem, p, of, at)
+
+
+@cute.jit
 def fill_boxes(
     spec: cutlass.Constexpr,
     op: copy.TmaOperand,
-    k: cutlass.Constexpr,
+    boxes: Any,
     smem: cute.Tensor,
     p: pipeline.Pipeline,
     box_pages: BoxPages,
     at: KVBlock,
 ):
-    """Wait for a free stage and load this warp's boxes of it, of the operand's k-th box size."""
-    b, n, of = op.boxes[k], spec.tile.n, spec.tile.load_warps
-    count, group = n // b.rows, 32 * op.boxes[0].rows // b.rows  # boxes per stage; boxes per register of `box_pages`
+    """Wait for a free stage and load this warp's boxes of it. boxes: the smallest box, and the one to load."""
+    b, of = boxes[1], spec.tile.load_warps
+    each = b.rows // boxes[0].rows  # smallest boxes in a box
+    count, group = spec.tile.n // (BOXES[0] * each), 32 // each  # boxes per stage; boxes per register of `box_pages`
     size = op.bytes // count * ((count - at.loader + of - 1) // of) if const_expr(of > 1) else op.bytes
     # wait for a free stage and announce this warp's bytes
     pipeline.producer_acquire_tx(p, at.item, size)
@@ -131,16 +146,16 @@ def fill_boxes(
     if const_expr(0 < at_once < count and count % at_once == 0):
         for g in cutlass.range_constexpr((count + group - 1) // group):
             for c in cutlass.range(g * group, cutlass.min(count, (g + 1) * group), at_once, unroll=1):
-                fetch(spec, op, k, into, box_pages, g, [c + i for i in range(at_once)])
-    elif const_expr(k > 0 or count <= of):
+                fetch(spec, boxes, into, box_pages, g, [c + i for i in range(at_once)])
+    elif const_expr(each > 1 or count <= of):
         for c in cutlass.range_constexpr(0, count, of):
             box = c + at.loader if const_expr(of > 1) else c  # static if possible
-            fetch(spec, op, k, into, box_pages, c // group, [box])
+            fetch(spec, boxes, into, box_pages, c // group, [box])
     else:  # such small pages are rare: not worth unrolled code
         for g in cutlass.range_constexpr((count + group - 1) // group):
             end = cutlass.min(count, (g + 1) * group)
             for c in cutlass.range(g * group, end, of, unroll=1):
-                fetch(spec, op, k, into, box_pages, g, [c + at.loader])
+                fetch(spec, boxes, into, box_pages, g, [c + at.loader])
 
 
 class StageTarget(NamedTuple):
@@ -156,35 +171,38 @@ class StageTarget(NamedTuple):
 @cute.jit
 def fetch(
     spec: cutlass.Constexpr,
-    op: copy.TmaOperand,
-    k: cutlass.Constexpr,
+    boxes: Any,
     into: StageTarget,
     box_pages: BoxPages,
     group: cutlass.Constexpr,
-    boxes: Any,
+    numbers: Any,
 ):
     """Load some boxes, as far as the stage has them. Their page ids are in register `group` of one lane each, and are
-    fetched from there before the first copy, so that their latencies overlap. Called by one warp."""
-    b, count = op.boxes[k], const_expr(spec.tile.n // op.boxes[k].rows)
-    each = b.rows // op.boxes[0].rows  # lanes per box; the shuffle reads only the low five bits
-    page_ids = [cute.arch.shuffle_sync(box_pages.page[group], box * each) for box in boxes]
+    fetched from there before the first copy, so that their latencies overlap. Called by one warp. boxes: as in
+    `fill_boxes`. numbers: of the boxes in the stage."""
+    b, each = boxes[1], boxes[1].rows // boxes[0].rows  # lanes per box; the shuffle reads only the low five bits
+    count = const_expr(spec.tile.n // (BOXES[0] * each))
+    page_ids = [cute.arch.shuffle_sync(box_pages.page[group], box * each) for box in numbers]
     rows: Any = None
     if const_expr(box_pages.row is not None):
-        rows = [cute.arch.shuffle_sync(box_pages.row[group], box * each) for box in boxes]
-    for i in cutlass.range_constexpr(len(boxes)):
+        rows = [cute.arch.shuffle_sync(box_pages.row[group], box * each) for box in numbers]
+        if const_expr(boxes[0].rows != BOXES[0]):  # rows of a box are lines: as many in each 8 rows of the page
+            rows = [row // BOXES[0] * boxes[0].rows for row in rows]
+    for i in cutlass.range_constexpr(len(numbers)):
         gmem = b.gmem if const_expr(rows is None) else cute.domain_offset((rows[i], 0, 0, 0), b.gmem)
         s, g = copy.partition(b, into.smem, gmem)
-        if const_expr(count % spec.tile.load_warps == 0) or boxes[i] < count:
+        if const_expr(count % spec.tile.load_warps == 0) or numbers[i] < count:
             for d in cutlass.range_constexpr(cute.size(s, mode=[2])):
-                dst = s[None, boxes[i], d, into.stage]
+                dst = s[None, numbers[i], d, into.stage]
                 source = g[None, 0, into.first_col + d, into.head, page_ids[i]]
                 cute.copy_atom_call(b.atom, source, dst, tma_bar_ptr=into.full)
 
 
-def operand(x, shape, stages):
-    """Make the TMA operand of x (pages, Hkv, P, D). shape: (n, D) of a stage."""
+def operand(x, shape, stages, make=copy.operand):
+    """Make the TMA operand of x (pages, Hkv, P, D). shape: (n, D) of a stage. make: `copy.operand` or
+    `copy.dense_operand`."""
     rows = cute.make_tensor(x.iterator, cute.select(x.layout, mode=[2, 3, 1, 0]))
-    return copy.operand(rows, shape, stages, boxes(shape[0]))
+    return make(rows, shape, stages, boxes(shape[0]))
 
 
 def fence_before_mma():

@@ -186,6 +186,9 @@ def other_head_dims() -> list[Scenario]:
         dims(prompts, 160, name="head_dim 160, NVFP4 cache"),
         dims(packed, 512, name="head_dim 512, e4m3, NVFP4 output", out_dtype="nvfp4"),
         dims(few, 192, name="head_dim 192, nvfp4, interleaved"),
+        dims(few, 48, name="head_dim 48, e4m3", kv_dtype="", dtype="fp8", out_dtype="bf16", interleaved=False),
+        dims(few, 208, name="head_dim 208, e4m3 cache", kv_dtype="fp8", interleaved=False),
+        dims(few, 96, name="head_dim 96, e4m3 cache, 12 rows", kv_dtype="fp8", interleaved=False, q_lens=(4, 1, 1)),
     ]
     return [Scenario(case.name, (case,), SHARED_SMS) for case in found]
 
