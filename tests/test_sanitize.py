@@ -176,25 +176,6 @@ def test_pieces_that_do_not_begin_in_time_are_rows_too(monkeypatch, tmp_path):
     assert (row.status, row.errors) == ("not begun", None)
 
 
-def test_the_rows_of_a_run_are_kept_and_shown(monkeypatch, tmp_path):
-    monkeypatch.setattr(results, "SANITIZERS", tmp_path / "kept")
-    row = ENV.sanitizer_row(
-        tool="racecheck",
-        piece="xqa",
-        calls=3.0,
-        errors=7.0,
-        seconds=2.0,
-        status=report.EXPECTED_ONLY,
-        reason=f"order{results.AND}a cursor",
-    )
-    results.append(tmp_path / "run.csv", [row, ENV.sanitizer_row(**dict(
-        tool="memcheck", piece="xqa", calls=3.0, errors=0.0, seconds=2.0, status=report.CLEAN, reason="")),
-    ])  # fmt: skip
-    assert command.main(["--keep", str(tmp_path / "run.csv")]) == 0
-    text = trust.measured_sanitizers(results.read_sanitizers(tmp_path / "kept"))
-    assert "| `xqa` | 3 | 0 | 7 (1, 2) |  |  |" in text and "1. Order.\n2. A cursor." in text
-
-
 # ---- minimal kernels
 
 
