@@ -8,7 +8,7 @@ from functools import partial
 import numpy as np
 import pytest
 
-from bench import results, trust
+from bench import results
 from bench.cases.cache_write import copied
 from bench.cases.choice import by_function
 from bench.results import ROOT, Environment, SanitizerRow
