@@ -75,6 +75,11 @@ def initial_state():
     return PipelineState(Int32(0), Int32(0))
 
 
+def state_of(p: Pipeline, n):
+    """Return the `PipelineState` of item number n."""
+    return PipelineState(Int32(stage(p, n)), Int32(phase(p, n)))
+
+
 @cute.jit
 def next_state(p: Pipeline, at: PipelineState):
     """Return the state of the next item."""

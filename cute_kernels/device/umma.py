@@ -45,12 +45,27 @@ def instruction_descriptor(kind: str, dtype: str, m: int, n: int, b_major: str =
 
 def make_descriptor(base: int, address):
     """Return the descriptor `base` for an operand at a shared-memory address."""
-    return Int64(base) + Int64((address & 0x3FFFF) >> 4)
+    text = f"{{ .reg .b32 a; bfe.u32 a, {{$r0}}, 4, 14; cvt.u64.u32 {{$w0}}, a; add.s64 {{$w0}}, {{$w0}}, {base}; }}"
+    return cute.arch.inline_ptx(text, write_only_types=[Int64], read_only_args=[address])
 
 
 def offset_descriptor(descriptor, offset: int):
     """Return the descriptor of the operand `offset` bytes behind."""
     return descriptor + Int64(offset >> 4)
+
+
+def offset_descriptor_here(descriptor, offset: int):
+    """Return what `offset_descriptor` returns, added at this place, because NVVM does not move inline PTX.
+
+    ptxas makes the sum one instruction if the MMA that reads it comes next. It takes two instructions for a sum that
+    several blocks of code share, or that is constant in a loop and computed in it again."""
+    text = f"add.s64 {{$w0}}, {{$r0}}, {offset >> 4};"
+    return cute.arch.inline_ptx(text, write_only_types=[Int64], read_only_args=[descriptor])
+
+
+def stage_descriptor(descriptor, stage, size: int):
+    """Return the descriptor of the operand `stage` stages of `size` bytes behind, by one multiply-add."""
+    return descriptor + Int64(Uint32(stage) * Uint32(size >> 4))
 
 
 def descriptor_low(base: int, address):
@@ -59,24 +74,28 @@ def descriptor_low(base: int, address):
 
 
 def of_low(low, base: int):
-    """Return the descriptor with this low word and the high word of `base`. Additions to the low word take half the
-    instructions of 64-bit additions."""
+    """Return the descriptor with this low word and the high word of `base`."""
     text = f"mov.b64 {{$w0}}, {{{{$r0}}, {base >> 32:#x}}};"
     return cute.arch.inline_ptx(text, read_only_args=[low], write_only_types=[Int64])
 
 
 def mma(kind: str, d, a, b, instruction: int, keep):
-    """Issue D (+)= A B over STEP bytes of k. One thread calls it.
+    """Issue D (+)= A B over STEP bytes of k. One warp calls it.
 
     d: address in tensor memory. a: an Int64 descriptor, or an Int32 address in tensor memory. b: an Int64 descriptor.
-    keep: accumulate to D if not 0, else overwrite it."""
+    keep: accumulate to D if not 0, else overwrite it.
+
+    Each MMA has an election of its own, which elects the same thread every time. ptxas drops it, because the
+    instruction is issued once per warp. It keeps one that has several instructions behind it."""
     operand = "[{$r1}]" if isinstance(a, Int32) else "{$r1}"
     text = f"{{ .reg .pred p; setp.ne.b32 p, {{$r4}}, 0; tcgen05.mma.cta_group::1.kind::{kind} [{{$r0}}], {operand}, "
     text += "{$r2}, {$r3}, p; }"
-    cute.arch.inline_ptx(text, read_only_args=[d, a, b, Uint32(instruction), Int32(keep)])
+    with cute.arch.elect_one():
+        cute.arch.inline_ptx(text, read_only_args=[d, a, b, Uint32(instruction), Int32(keep)])
 
 
 def commit(barrier):
-    """Arrive at an mbarrier when all MMAs that this thread has issued are complete. One thread calls it."""
+    """Arrive at an mbarrier when all MMAs that this warp has issued are complete. One warp calls it."""
     text = "tcgen05.commit.cta_group::1.mbarrier::arrive::one.shared::cluster.b64 [{$r0}];"
-    cute.arch.inline_ptx(text, read_only_args=[barrier.toint()])
+    with cute.arch.elect_one():
+        cute.arch.inline_ptx(text, read_only_args=[barrier.toint()])

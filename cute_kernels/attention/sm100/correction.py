@@ -139,7 +139,7 @@ def correction_epilogue(
     if const_expr(w.split is not None):
         sink = -Float32.inf if w.split.slot >= 0 else sink  # the merge of splits adds it
         is_output, is_partial = is_output and w.split.slot < 0, is_output and w.split.slot >= 0
-    lse, tile_groups = sink * logits.LOG2_E, const_expr(range(SLOTS) if is_pingpong else (group,))
+    lse = sink * logits.LOG2_E
     if w.n_block_max > w.n_block_min:
         # row_sum and row_max
         stats = combined_stats(s, group, row, at.num_iterations + at.tiles, is_pingpong)
@@ -151,7 +151,7 @@ def correction_epilogue(
         if const_expr(is_pingpong):
             scale_0, scale_1 = scale_0 * stats.scale_0, scale_0 * stats.scale_1
         # wait until O is complete
-        for g in tile_groups:
+        for g in const_expr(range(SLOTS) if is_pingpong else (group,)):
             pipeline.mbarrier_wait(
                 s.o_full + g, at.tiles if const_expr(groups(spec) == SLOTS) else at.num_iterations - 1
             )
@@ -160,11 +160,9 @@ def correction_epilogue(
     out_row = OutputRow(row, w.q_start + token, head, is_output, is_partial, lse, scale_0, scale_1)
     for c in cutlass.range_constexpr(0, spec.tile_vo, LOAD_COLUMNS):
         store_columns(spec, a, s, w, out_row, group, c, is_pingpong)
-    # release O
+    # O may be overwritten after this warp's next arrival at p_full_o_rescaled
     if w.n_block_max > w.n_block_min:
         tmem.fence_before_thread_sync()
-        for g in tile_groups:
-            pipeline.mbarrier_arrive(s.o_empty + g)
     epilogue.store_lse(a, out_row.token, head, lse, epilogue.stores_lse(spec, w, is_output))
 
 
@@ -219,8 +217,9 @@ def correction(spec: cutlass.Constexpr, plan, s):
     # The warp waits for o_full at every block, even if it rescales nothing: a wait tests only the parity of a phase, so
     # after a wait left out, the next one would be satisfied by the phase two before its own.
     #
-    # Per tile, wait for row_sum and row_max and for o_full, normalise O and store it, and release O (o_empty) to the
-    # next tile's first P @ V. It takes 24 instructions per block of both halves, if nothing is rescaled.
+    # Per tile, wait for row_sum and row_max and for o_full, normalise O and store it. The next tile's first P @ V,
+    # which overwrites O, waits for the arrivals behind that. It takes 24 instructions per block of both halves, if
+    # nothing is rescaled.
     a = plan.args
     number = cute.arch.make_warp_uniform(cute.arch.warp_idx()) % WARPS
     row = number * 32 + cute.arch.lane_idx()

@@ -8,9 +8,9 @@ group. Start reading the computation at `mma.mma` and `softmax.softmax`; barrier
 | role | warps | registers | waits for | signals |
 | --- | --- | --- | --- | --- |
 | softmax | 4 per group | 184, 160, 240, 208 | s_full, sm_stats_empty | sm_stats_full, p_full_o_rescaled, p_last_split |
-| correction | 4 | 88, 64, 160, 104 | sm_stats_full, o_full | sm_stats_empty, p_full_o_rescaled, o_empty |
+| correction | 4 | 88, 64, 160, 104 | sm_stats_full, o_full | sm_stats_empty, p_full_o_rescaled |
 | mma | 1 | 56, 48, 96, 96 | q_pipe or q_ready_pipe, k_pipe, v_pipe full; | s_full, o_full; q, k, v_pipe empty |
-| | | | p_full_o_rescaled, p_last_split, o_empty | |
+| | | | p_full_o_rescaled, p_last_split | |
 | load_k | 1 | as mma | raw_k_pipe, work_pipe empty | raw_k_pipe full, work_pipe full |
 | load_v | 1 | as mma | raw_v_pipe empty | raw_v_pipe full |
 | load_q | 1 or none | as mma | q_pipe empty; split KV: work_pipe empty | q_pipe full; split KV: work_pipe full |
@@ -44,10 +44,10 @@ Barriers without stages, two of each, for the slots of S (s_full, p_full_o_resca
 
 - s_full (mma -> softmax): S of a block is complete.
 - sm_stats_full (softmax -> correction), sm_stats_empty (back): the factor on O for a block, or row_sum and row_max.
-- p_full_o_rescaled (softmax and correction -> mma): all parts of P but the last are stored, and O is rescaled.
+- p_full_o_rescaled (softmax and correction -> mma): all parts of P but the last are stored, and O is rescaled. For a
+  tile's first block it says that O of the tile before is stored: the same warps of correction did that.
 - p_last_split (softmax -> mma): the last part of P is stored.
 - o_full (mma -> correction): O is complete, per tile, or, with one group, per block.
-- o_empty (correction -> mma): O of the tile is stored and may be overwritten.
 
 Order of accesses to O: the MMAs of a group are in order, P @ V of a block in front of Q @ K^T of its next, so that
 s_full of a block says that O of the block before is complete. If one group has both slots, o_full says it.
@@ -122,7 +122,6 @@ class Sm100SharedStorage:
     p_full_o_rescaled: cute.Pointer
     p_last_split: cute.Pointer
     o_full: cute.Pointer
-    o_empty: cute.Pointer
     skip_votes: Any = None  # `skip_votes.allocate`
     q_ready_pipe: Any = None
     q_row_scales: Any = None  # (m, 2): scales of rows of Q, by stage of q_ready_pipe
@@ -192,7 +191,6 @@ def shared(spec, plan):
         p_full_o_rescaled=mbarriers(2 * WARPS),
         p_last_split=mbarriers(WARPS),
         o_full=mbarriers(1),
-        o_empty=mbarriers(WARPS),
         skip_votes=skip_votes.allocate(smem, groups(spec)) if spec.logits.skip else None,
         q_ready_pipe=pipeline.make(smem, 2, WARPS, 1) if p.converts_kv else None,
         q_row_scales=smem.allocate_tensor(cutlass.Float32, cute.make_layout((t.m, 2)), 16) if p.scales_q_rows else None,

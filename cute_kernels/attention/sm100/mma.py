@@ -24,8 +24,9 @@ def mma(spec: cutlass.Constexpr, plan, s):
     # A kernel with tiles of 256 and of 128 rows has two of the loops and chooses by the rows of the tile's request.
     # Both issue Q @ K^T ahead of P @ V, so that the tensor core has work while softmax makes the next P.
     #
-    # SASS instructions that the warp issues per two KV blocks: 200 in 16 bits (flash-attn-4: 205) and 129 in e4m3
-    # (127); more in `mma_one_half` (docs/blackwell.md has the counts).
+    # SASS instructions that the warp issues per two KV blocks: 157 in 16 bits (flash-attn-4: 205, cuDNN: 148 to 160)
+    # and 101 in e4m3 (127). Each MMA has an election of its own (`umma.mma`), which ptxas drops: all that a group of
+    # MMAs needs stays in uniform registers. One election around the loop took 274, as nothing is uniform inside it.
     base = s.tmem_ptr[0]
 
     def mma_one_tile(w, _, at):

@@ -15,10 +15,12 @@ from . import skip
 from .mma_utils import (
     MmaState,
     columns,
+    first_descriptors,
     gemm_pv,
     gemm_qk,
     k_descriptors,
     q_descriptors,
+    q_descriptors_of_first_block,
     v_descriptors,
     wait_operand,
     zero_tail,
@@ -27,26 +29,27 @@ from .mma_utils import (
 from .precision import p_early_splits, p_splits
 from .roles import SLOTS, groups
 
+OFFSET = umma.offset_descriptor  # 61 instructions less than with `offset_descriptor_here`
+
 
 @cute.jit
 def mma_tile(spec: cutlass.Constexpr, a, s, base: Int32, w: work.WorkTileInfo, at: MmaState):
     """Issue the MMAs of tile `w`. One warp. Return the item of the pipelines of K and V after it."""
-    q, left = q_descriptors(spec, s, at.tile), w.n_block_max - w.n_block_min
+    first, left = first_descriptors(spec, s, at.tile), w.n_block_max - w.n_block_min
     owns_slot = const_expr(groups(spec) == SLOTS)
     # S = Q @ K^T of the tile's first two blocks, one in each slot; release K, and Q after the tile's last Q @ K^T
     for block in cutlass.range_constexpr(SLOTS):
         if left > block:
             item, is_last = at.item + block, left == block + 1
             wait_operand(spec, s.k_pipe, item)
-            with cute.arch.elect_one():
-                slot = block if const_expr(owns_slot) else Int32(item % SLOTS)
-                gemm_qk(spec, s, base, slot, q[0], k_descriptors(spec, s, item))
-                umma.commit(pipeline.empty_barrier(s.k_pipe, item))
-                if is_last:
-                    umma.commit(pipeline.empty_barrier(s.q_pipe, at.tile))
+            slot = block if const_expr(owns_slot) else Int32(item % SLOTS)
+            q = q_descriptors_of_first_block(spec, s, at.tile, 0)
+            gemm_qk(spec, s, base, slot, q, k_descriptors(spec, s, first, item, OFFSET))
+            umma.commit(pipeline.empty_barrier(s.k_pipe, item))
+            if is_last:
+                umma.commit(pipeline.empty_barrier(s.q_pipe, at.tile))
         elif const_expr(owns_slot):
-            with cute.arch.elect_one():
-                umma.commit(s.s_full + block)
+            umma.commit(s.s_full + block)
     # zeros into V behind the request's last key, while S is computed
     if const_expr(zeroes_tail(spec)):
         wait_operand(spec, s.v_pipe, at.item)
@@ -59,16 +62,14 @@ def mma_tile(spec: cutlass.Constexpr, a, s, base: Int32, w: work.WorkTileInfo, a
     # There, MMAs take 1,024 cycles for 64 keys, softmax about half of that: MMAs bind.
     #
     # If the last iteration has one block, the group that has none gets its signals all the same (s_full without an
-    # MMA, and the waits for its P): one count of iterations then serves all roles. With two groups, the warp issues 215
-    # SASS instructions per two KV blocks in 16 bits (152 in e4m3); a count per group took 52 more.
+    # MMA, and the waits for its P): one count of iterations then serves all roles. With two groups, the warp issues 167
+    # SASS instructions per two KV blocks in 16 bits (146 in e4m3); a count per group took 52 more.
     i, iteration = at.item, at.iteration & 1
     while left > 0:
         is_first = Int32(1) if left == w.n_block_max - w.n_block_min else Int32(0)
         for group in cutlass.range_constexpr(groups(spec)):
             v, k = i + group, i + (SLOTS + group)
             slot, phase = (group, iteration) if const_expr(owns_slot) else (Int32(i % SLOTS), Int32(i // SLOTS))
-            if is_first != 0:
-                pipeline.mbarrier_wait(s.o_empty + group, at.tile - 1)
             if left > group:
                 wait_operand(spec, s.v_pipe, v)
                 # O += P @ V, all parts of P but the last, then the last
@@ -78,23 +79,16 @@ def mma_tile(spec: cutlass.Constexpr, a, s, base: Int32, w: work.WorkTileInfo, a
                 if const_expr(spec.logits.skip):
                     if is_first == 0:
                         kept -= skip.is_skipped(s, 0, i)
-                with cute.arch.elect_one():
-                    if kept != 0:
-                        gemm_pv(spec, tmem_columns, v_descriptors(spec, s, v), range(p_early_splits(spec)), is_first)
+                v_operands = v_descriptors(spec, s, first, v, OFFSET)
+                if kept != 0:
+                    gemm_pv(spec, tmem_columns, v_operands, range(p_early_splits(spec)), is_first)
                 pipeline.mbarrier_wait(s.p_last_split + slot, phase)
                 tmem.fence_after_thread_sync()
-                with cute.arch.elect_one():
-                    if kept != 0:
-                        gemm_pv(
-                            spec,
-                            tmem_columns,
-                            v_descriptors(spec, s, v),
-                            range(p_early_splits(spec), p_splits(spec)),
-                            is_first,
-                        )
-                    if const_expr(not owns_slot):
-                        umma.commit(s.o_full)
-                    umma.commit(pipeline.empty_barrier(s.v_pipe, v))
+                if kept != 0:
+                    gemm_pv(spec, tmem_columns, v_operands, range(p_early_splits(spec), p_splits(spec)), is_first)
+                if const_expr(not owns_slot):
+                    umma.commit(s.o_full)
+                umma.commit(pipeline.empty_barrier(s.v_pipe, v))
             else:
                 # no block for this group: consume its signals
                 pipeline.mbarrier_wait(s.p_full_o_rescaled + slot, phase)
@@ -102,17 +96,16 @@ def mma_tile(spec: cutlass.Constexpr, a, s, base: Int32, w: work.WorkTileInfo, a
             # S = Q @ K^T of the block after next
             if left > SLOTS + group:
                 wait_operand(spec, s.k_pipe, k)
-            with cute.arch.elect_one():
-                if left > SLOTS + group:
-                    gemm_qk(spec, s, base, slot, q[0], k_descriptors(spec, s, k))
-                    umma.commit(pipeline.empty_barrier(s.k_pipe, k))
-                    if left == SLOTS + group + 1:
-                        umma.commit(pipeline.empty_barrier(s.q_pipe, at.tile))
-                elif const_expr(owns_slot):
-                    if left > SLOTS:  # group 1, if group 0 has one more block: s_full without an S, as said above
-                        umma.commit(s.s_full + group)
-                    else:  # the last iteration: O of the group is complete
-                        umma.commit(s.o_full + group)
+                q = q_descriptors(spec, first, 0, OFFSET)
+                gemm_qk(spec, s, base, slot, q, k_descriptors(spec, s, first, k, OFFSET))
+                umma.commit(pipeline.empty_barrier(s.k_pipe, k))
+                if left == SLOTS + group + 1:
+                    umma.commit(pipeline.empty_barrier(s.q_pipe, at.tile))
+            elif const_expr(owns_slot):
+                if left > SLOTS:  # group 1, if group 0 has one more block: s_full without an S, as said above
+                    umma.commit(s.s_full + group)
+                else:  # the last iteration: O of the group is complete
+                    umma.commit(s.o_full + group)
         i += groups(spec)
         iteration ^= 1
         left -= groups(spec)

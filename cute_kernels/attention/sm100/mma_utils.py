@@ -4,7 +4,7 @@ from typing import Any, NamedTuple
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Int32, Uint32, const_expr
+from cutlass import Int32, Int64, Uint32, const_expr
 
 from ...device import layout, pipeline, umma
 from .. import mask_blocks
@@ -12,7 +12,7 @@ from ..kv import source
 from ..schedule import work
 from . import precision
 from .precision import mma_kind, operand_bytes, p_column, p_splits
-from .roles import ROWS, q_stage
+from .roles import ROWS
 
 S, O = 0, 256  # noqa: E741  first columns of S and of O in tensor memory
 
@@ -50,54 +50,80 @@ def k_offsets(spec, dim, rows):
     return [at // width * (rows * width) + at % width for at in range(0, size, umma.STEP)]
 
 
-def q_descriptors(spec, s, q):
-    """Return the descriptors of Q, item q of its pipeline: for each half, one per MMA."""
-    t, size = spec.tile, spec.padded_qk * operand_bytes(spec)
-    width = layout.width(size)
-    first = umma.make_descriptor(umma.k_major(width), s.q.iterator.toint() + pipeline.stage(s.q_pipe, q) * (t.m * size))
-    offsets, halves = k_offsets(spec, spec.padded_qk, t.m), range(q_stage(spec))
-    return [[umma.offset_descriptor(first, half * ROWS * width + at) for at in offsets] for half in halves]
+class FirstDescriptors(NamedTuple):
+    """Descriptors of the first operands of a tile's Q, and of stage 0 of K and of V."""
+
+    q: Int64
+    k: Int64
+    v: Int64
 
 
-def kv_descriptor(stages, i, ring, base, size):
-    """Return the low word of the descriptor of K or V, item i of the pipeline `ring`. base: static descriptor of an
-    operand at address 0. size: bytes of a stage."""
-    return umma.descriptor_low(base, stages.iterator.toint()) + pipeline.stage(ring, i) * (size >> 4)
+def q_address(spec, s, q):
+    """Return the address of Q, item q of its pipeline, in shared memory."""
+    return s.q.iterator.toint() + pipeline.stage(s.q_pipe, q) * (spec.tile.m * spec.padded_qk * operand_bytes(spec))
 
 
-def k_descriptors(spec, s, i):
-    """Return the descriptors of K's item i, one per MMA.
+def k_base(spec):
+    """Return the descriptor of an operand of Q or K at address 0."""
+    return umma.k_major(layout.width(spec.padded_qk * operand_bytes(spec)))
 
-    One is made from its low word and the others by 64-bit additions, each of which ptxas makes one instruction as long
-    as the first stays in a pair of registers."""
+
+def v_base(spec):
+    """Return the descriptor of an operand of V at address 0."""
+    return umma.mn_major(layout.width(spec.padded_vo * operand_bytes(spec)), spec.tile.n)
+
+
+def first_descriptors(spec, s, q) -> FirstDescriptors:
+    """Return the first descriptors for a tile. q: item of Q's pipeline."""
+    k, v = (x.iterator.toint() for x in (s.k, s.v))
+    make = umma.make_descriptor
+    return FirstDescriptors(make(k_base(spec), q_address(spec, s, q)), make(k_base(spec), k), make(v_base(spec), v))
+
+
+def q_offsets(spec, half):
+    """Return the byte offset of the operand of each MMA in a half of Q."""
     dim, size = spec.padded_qk, spec.padded_qk * operand_bytes(spec)
-    base = umma.k_major(layout.width(size))
-    first = umma.of_low(kv_descriptor(s.k, i, s.k_pipe, base, spec.tile.n * size), base)
-    return [umma.offset_descriptor(first, at) for at in k_offsets(spec, dim, spec.tile.n)]
+    return [half * ROWS * layout.width(size) + at for at in k_offsets(spec, dim, spec.tile.m)]
 
 
-def v_descriptors(spec, s, i):
-    """Return the descriptors of V's item i, one per MMA.
-
-    Each is made from its low word: both halves of a tile read them, and ptxas keeps them in registers meanwhile. With
-    64-bit additions the loop over blocks has 8 more instructions."""
-    t, size = spec.tile, spec.padded_vo * operand_bytes(spec)
-    width, keys = layout.width(size), umma.STEP // operand_bytes(spec)
-    base = umma.mn_major(width, t.n)
-    low = kv_descriptor(s.v, i, s.v_pipe, base, t.n * size)
-    return [umma.of_low(low + (key * width >> 4), base) for key in range(0, t.n, keys)]
+def q_descriptors(spec, first: FirstDescriptors, half, offset):
+    """Return the descriptors of a half of Q, one per MMA. offset: `umma.offset_descriptor` or `offset_descriptor_here`,
+    whichever takes fewer instructions in the loop that calls this."""
+    return [offset(first.q, at) for at in q_offsets(spec, half)]
 
 
-def gemm_qk(spec, s, base, slot, q_half, k):
-    """Issue S = Q @ K^T and commit it to s_full. One thread. q_half: the half's `q_descriptors`. k: `k_descriptors`."""
+def q_descriptors_of_first_block(spec, s, q, half):
+    """Return what `q_descriptors` returns, made from low words: ptxas would share 64-bit sums with the loop over the
+    other blocks, where they would take two instructions each."""
+    low = umma.descriptor_low(k_base(spec), q_address(spec, s, q))
+    return [umma.of_low(low + (at >> 4), k_base(spec)) for at in q_offsets(spec, half)]
+
+
+def k_descriptors(spec, s, first: FirstDescriptors, i, offset):
+    """Return the descriptors of K's item i, one per MMA. offset: see `q_descriptors`."""
+    dim, rows = spec.padded_qk, spec.tile.n
+    k = umma.stage_descriptor(first.k, pipeline.stage(s.k_pipe, i), rows * dim * operand_bytes(spec))
+    return [offset(k, at) for at in k_offsets(spec, dim, rows)]
+
+
+def v_descriptors(spec, s, first: FirstDescriptors, i, offset):
+    """Return the descriptors of V's item i, one per MMA. offset: see `q_descriptors`."""
+    rows, size = spec.tile.n, spec.padded_vo * operand_bytes(spec)
+    v = umma.stage_descriptor(first.v, pipeline.stage(s.v_pipe, i), rows * size)
+    keys = umma.STEP // operand_bytes(spec)
+    return [offset(v, key * layout.width(size)) for key in range(0, rows, keys)]
+
+
+def gemm_qk(spec, s, base, slot, q, k):
+    """Issue S = Q @ K^T and commit it to s_full. One warp. q, k: descriptors, one per MMA."""
     instruction = mma_instruction(spec, spec.tile.n)
-    for n, (a, b) in enumerate(zip(q_half, k, strict=True)):
+    for n, (a, b) in enumerate(zip(q, k, strict=True)):
         umma.mma(mma_kind(spec), base + (S + slot * ROWS), a, b, instruction, n > 0)
     umma.commit(s.s_full + slot)
 
 
 def gemm_pv(spec, at: TmemColumns, v, parts, is_first):
-    """Issue O += P @ V for some `parts` of P (see `p_splits`), neighbours. One thread. v: `v_descriptors`. is_first: 1
+    """Issue O += P @ V for some `parts` of P (see `p_splits`), neighbours. One warp. v: `v_descriptors`. is_first: 1
     for the block that O begins with, which overwrites O."""
     instruction, count = mma_instruction(spec, spec.padded_vo, "mn"), p_splits(spec)
     for n in range(parts[0] * len(v) // count, (parts[-1] + 1) * len(v) // count):
