@@ -20,11 +20,10 @@ from .roles import ROWS, SLOTS, WARPS, groups, is_static, num_iterations, pingpo
 LOAD_COLUMNS = 16  # columns of O in registers, and stored, at a time: an NVFP4 block. With 32, one kernel spilled
 
 
-class SoftmaxStats(NamedTuple):
-    """Statistics of a row, from softmax to correction. scale_or_sum: the factor on O, or, at a tile's end, row_sum.
-    row_max: at a tile's end, the maximum in log2 units."""
+class RowStats(NamedTuple):
+    """Statistics of a row at a tile's end, from softmax to correction. row_max: in log2 units."""
 
-    scale_or_sum: Float32
+    row_sum: Float32
     row_max: Float32
 
 
@@ -42,13 +41,37 @@ def arrive(mbarrier, row: Int32):
         cute.arch.mbarrier_arrive(mbarrier)
 
 
+def slot_of(spec, group, i):
+    """Return the slot of S that a group uses in iteration i. Opaque: NVVM would mask each multiple of it anew."""
+    return group if groups(spec) == SLOTS else warp.opaque(i & (SLOTS - 1))
+
+
+def next_iteration(spec, i):
+    """Return the iteration behind i. If each group owns a slot, only the parity counts, which takes an instruction less
+    than the number."""
+    return i ^ 1 if groups(spec) == SLOTS else i + 1
+
+
+def acc_scale_index(spec, group, row, slot):
+    """Return the index in sm_stats of a row's factor on O, for the block in a slot of S."""
+    return row, group, 0 if groups(spec) == SLOTS else slot
+
+
 @cute.jit
-def recv_stats(s, group, row: Int32, item: Int32):
-    """Wait for the stats number `item` that a group's `softmax.send_stats` sent, and return them."""
-    pipeline.mbarrier_wait(s.sm_stats_full + group, item)
-    stats = SoftmaxStats(s.sm_stats[row, group, 0], s.sm_stats[row, group, 1])
+def recv_acc_scale(spec: cutlass.Constexpr, s, group, row: Int32, i: Int32):
+    """Wait for the factor on O that a group's `softmax.send_acc_scale` sent in iteration i, and return it."""
+    slot = slot_of(spec, group, i)
+    pipeline.mbarrier_wait(s.acc_scale_full + slot, i if const_expr(groups(spec) == SLOTS) else i >> 1)
+    return s.sm_stats[acc_scale_index(spec, group, row, slot)]
+
+
+@cute.jit
+def recv_row_stats(s, group, row: Int32, tile: Int32):
+    """Wait for what a group's `softmax.send_row_stats` sent for tile number `tile` with keys, and return it."""
+    pipeline.mbarrier_wait(s.row_stats_full + group, tile)
+    stats = RowStats(s.sm_stats[row, group, 0], s.sm_stats[row, group, 1])
     cute.arch.sync_warp()
-    arrive(s.sm_stats_empty + group, row)
+    arrive(s.row_stats_empty + group, row)
     return stats
 
 
@@ -65,11 +88,6 @@ def correction_rescale(spec: cutlass.Constexpr, address: Int32, scale: Float32):
         tmem.fence_before_thread_sync()
 
 
-def slot_of(spec, group, i):
-    """Return the slot of S that a group uses in iteration i."""
-    return group if groups(spec) == SLOTS else i % SLOTS
-
-
 class CombinedStats(NamedTuple):
     """Statistics of a row over all groups that have blocks of it. row_max: log2 units. scale_0, scale_1: 2^(row_max of
     the group - row_max), for the group of the tile's first block and, if two groups alternate, for the other."""
@@ -81,16 +99,16 @@ class CombinedStats(NamedTuple):
 
 
 @cute.jit
-def combined_stats(s, group: cutlass.Constexpr, row: Int32, item: Int32, is_pingpong: cutlass.Constexpr):
+def combined_stats(s, group: cutlass.Constexpr, row: Int32, tile: Int32, is_pingpong: cutlass.Constexpr):
     """Return the statistics of a row from one group, or, with `is_pingpong`, from both."""
-    one = recv_stats(s, group, row, item)
-    result = CombinedStats(one.row_max, one.scale_or_sum, Float32(1.0), Float32(0.0))
+    one = recv_row_stats(s, group, row, tile)
+    result = CombinedStats(one.row_max, one.row_sum, Float32(1.0), Float32(0.0))
     if const_expr(is_pingpong):
-        two = recv_stats(s, 1, row, item)
+        two = recv_row_stats(s, 1, row, tile)
         row_max = cute.arch.fmax(one.row_max, two.row_max)
         finite_max = Float32(0.0) if row_max == -Float32.inf else row_max
         scale_0, scale_1 = (cute.math.exp2(x.row_max - finite_max, fastmath=True) for x in (one, two))
-        row_sum = warp.fma(two.scale_or_sum, scale_1, one.scale_or_sum * scale_0)
+        row_sum = warp.fma(two.row_sum, scale_1, one.row_sum * scale_0)
         result = CombinedStats(row_max, row_sum, scale_0, scale_1)
     return result
 
@@ -111,7 +129,7 @@ class OutputRow(NamedTuple):
 
 
 class CorrectionCounters(NamedTuple):
-    """Iterations and tiles that have keys, before the stats at the tile's end."""
+    """Iterations (see `next_iteration`) and tiles that have keys, before the stats at the tile's end."""
 
     num_iterations: Int32
     tiles: Int32
@@ -142,7 +160,7 @@ def correction_epilogue(
     lse = sink * logits.LOG2_E
     if w.n_block_max > w.n_block_min:
         # row_sum and row_max
-        stats = combined_stats(s, group, row, at.num_iterations + at.tiles, is_pingpong)
+        stats = combined_stats(s, group, row, at.tiles, is_pingpong)
         normal = softmax.normalizer(stats.row_max, stats.row_sum, sink)
         out_scale = a.out.out_scale * softmax.head_scale(a.out.out_scale_ptr, head)
         if const_expr(w.split is not None):
@@ -211,9 +229,13 @@ def add_columns(s, w: WorkTileInfo, out_row: OutputRow, c: cutlass.Constexpr, va
 @cute.jit
 def correction(spec: cutlass.Constexpr, plan, s):
     """Rescale, normalise and store O of all tiles of the CTA. One warpgroup."""
-    # Per block and group, wait for the stats, release them, rescale O unless all scales of the warp are 1, and tell the
-    # mma warp (p_full_o_rescaled). O of the block before is complete then: the stats come after S of the block, and its
+    # Per block and group, wait for the factor on O, rescale O unless all factors of the warp are 1, and tell the mma warp
+    # (p_full_o_rescaled). O of the block before is complete then: the factor comes after S of the block, and its
     # Q @ K^T was issued behind P @ V of the block before. With one group Q @ K^T is a block ahead, and o_full says it.
+    #
+    # No barrier says that the factors have been read. Softmax writes the next ones of a slot after the next S of that
+    # slot, whose Q @ K^T waits for the arrivals of this warp, and these come behind a vote on the factors of all lanes.
+    #
     # The warp waits for o_full at every block, even if it rescales nothing: a wait tests only the parity of a phase, so
     # after a wait left out, the next one would be satisfied by the phase two before its own.
     #
@@ -229,17 +251,17 @@ def correction(spec: cutlass.Constexpr, plan, s):
         if w.n_block_max > w.n_block_min:
             # the tile's first block has no O to rescale
             for group in cutlass.range_constexpr(groups(spec)):
-                recv_stats(s, group, row, i + q)
+                recv_acc_scale(spec, s, group, row, i)
                 arrive(s.p_full_o_rescaled + slot_of(spec, group, i), row)
-            i += 1
+            i = next_iteration(spec, i)
             for _ in cutlass.range(num_iterations(spec, w) - 1, 0, -1, unroll=1):
                 for group in cutlass.range_constexpr(groups(spec)):
-                    scale = recv_stats(s, group, row, i + q).scale_or_sum
+                    scale = recv_acc_scale(spec, s, group, row, i)
                     if const_expr(groups(spec) < SLOTS):
                         pipeline.mbarrier_wait(s.o_full, i - 1)
                     correction_rescale(spec, o_address(s, group), scale)
                     arrive(s.p_full_o_rescaled + slot_of(spec, group, i), row)
-                i += 1
+                i = next_iteration(spec, i)
         # the tile's O and LSE: one row per half, or one of both groups
         n, at = pingpong_groups(spec, w), CorrectionCounters(i, q)
         if const_expr(is_static(n, 1)):

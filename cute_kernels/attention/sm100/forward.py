@@ -7,8 +7,9 @@ group. Start reading the computation at `mma.mma` and `softmax.softmax`; barrier
 
 | role | warps | registers | waits for | signals |
 | --- | --- | --- | --- | --- |
-| softmax | 4 per group | 184, 160, 240, 208 | s_full, sm_stats_empty | sm_stats_full, p_full_o_rescaled, p_last_split |
-| correction | 4 | 88, 64, 160, 104 | sm_stats_full, o_full | sm_stats_empty, p_full_o_rescaled |
+| softmax | 4 per group | 184, 160, 240, 208 | s_full, row_stats_empty | acc_scale_full, row_stats_full, |
+| | | | | p_full_o_rescaled, p_last_split |
+| correction | 4 | 88, 64, 160, 104 | acc_scale_full, row_stats_full, o_full | row_stats_empty, p_full_o_rescaled |
 | mma | 1 | 56, 48, 96, 96 | q_pipe or q_ready_pipe, k_pipe, v_pipe full; | s_full, o_full; q, k, v_pipe empty |
 | | | | p_full_o_rescaled, p_last_split | |
 | load_k | 1 | as mma | raw_k_pipe, work_pipe empty | raw_k_pipe full, work_pipe full |
@@ -40,10 +41,12 @@ Pipelines, a full and an empty mbarrier per stage:
   when the last Q @ K^T of tile t + 1 is done, which mma issues after it has waited for all P of tile t; softmax reads
   the row scales of a tile before it computes P. With `q_stages` = 2, this would not hold for row scales.
 
-Barriers without stages, two of each, for the slots of S (s_full, p_full_o_rescaled, p_last_split) or the groups:
+Barriers without stages, two of each, for the slots of S (s_full, acc_scale_full, p_full_o_rescaled, p_last_split) or
+the groups:
 
 - s_full (mma -> softmax): S of a block is complete.
-- sm_stats_full (softmax -> correction), sm_stats_empty (back): the factor on O for a block, or row_sum and row_max.
+- acc_scale_full (softmax -> correction): the factor on O for a block. It needs no empty barrier (see `correction`).
+- row_stats_full (softmax -> correction), row_stats_empty (back): row_sum and row_max of a tile.
 - p_full_o_rescaled (softmax and correction -> mma): all parts of P but the last are stored, and O is rescaled. For a
   tile's first block it says that O of the tile before is stored: the same warps of correction did that.
 - p_last_split (softmax -> mma): the last part of P is stored.
@@ -108,7 +111,7 @@ class Sm100SharedStorage:
     v: cute.Tensor
     work: cute.Tensor
     scheduler: tiles.SchedulerSmem | None  # of load_k; None if load_q finds the tiles
-    sm_stats: cute.Tensor  # (ROWS, groups, 2): `correction.SoftmaxStats`
+    sm_stats: cute.Tensor  # (ROWS, groups, 2): factors on O (`correction.acc_scale_index`), then `correction.RowStats`
     tmem_ptr: cute.Tensor  # (1,): address of the CTA's tensor memory
     work_pipe: pipeline.Pipeline
     q_pipe: pipeline.Pipeline
@@ -117,8 +120,9 @@ class Sm100SharedStorage:
     k_pipe: pipeline.Pipeline
     v_pipe: pipeline.Pipeline
     s_full: cute.Pointer
-    sm_stats_full: cute.Pointer
-    sm_stats_empty: cute.Pointer
+    acc_scale_full: cute.Pointer
+    row_stats_full: cute.Pointer
+    row_stats_empty: cute.Pointer
     p_full_o_rescaled: cute.Pointer
     p_last_split: cute.Pointer
     o_full: cute.Pointer
@@ -186,8 +190,9 @@ def shared(spec, plan):
         k_pipe=operands[pages.K],
         v_pipe=operands[pages.V],
         s_full=mbarriers(1),
-        sm_stats_full=mbarriers(WARPS),
-        sm_stats_empty=mbarriers(WARPS),
+        acc_scale_full=mbarriers(WARPS),
+        row_stats_full=mbarriers(WARPS),
+        row_stats_empty=mbarriers(WARPS),
         p_full_o_rescaled=mbarriers(2 * WARPS),
         p_last_split=mbarriers(WARPS),
         o_full=mbarriers(1),

@@ -49,7 +49,9 @@ def mma_block(
     # Wait for V and the next K; per half, wait for P, issue P @ V and at once Q @ K^T of the next block. So the softmax
     # of a half runs under the MMAs of the other half. MMAs of a half are in order: s_full of a block also says that O
     # of the block before is complete, on which correction relies. Softmax announces P in two parts, so that P @ V
-    # begins while the last part is computed. wait for V of this block and K of the next, with one fence behind both
+    # begins while the last part is computed.
+    #
+    # wait for V of this block and K of the next, with one fence behind both
     pipeline.consumer_wait(s.v_pipe, at.v)
     if const_expr(has_next):
         pipeline.consumer_wait(s.k_pipe, at.k)

@@ -19,7 +19,7 @@ from ..logits import ScoreCols, ScoreRows
 from ..schedule import work
 from ..schedule.work import WorkTileInfo
 from . import precision, skip
-from .correction import SoftmaxStats
+from .correction import RowStats, acc_scale_index
 from .mma_utils import S
 from .roles import ROWS, SLOTS, WARPS, groups, is_static, pingpong_groups, roles, tile_q_stage
 
@@ -67,11 +67,10 @@ class Sm100TileState(NamedTuple):
 
 
 class SoftmaxCounters(NamedTuple):
-    """Counters of the group, over all tiles: iterations, in each of which it had a block or passed, and stats sent to
-    correction, which are one per iteration and one per tile."""
+    """Counters of the group: iterations, in each of which it had a block or passed, and tiles that have keys."""
 
     num_blocks: Int32
-    num_stats: Int32
+    num_tiles: Int32
 
 
 class SoftmaxRoleState(NamedTuple):
@@ -115,11 +114,21 @@ def load_s(spec: cutlass.Constexpr, r: Sm100Fragments, x: ThreadCoord):
 
 
 @cute.jit
-def send_stats(s, x: ThreadCoord, stats: SoftmaxStats):
-    """Send the row's stats to correction, through shared memory."""
-    s.sm_stats[x.row, x.group, 0], s.sm_stats[x.row, x.group, 1] = stats.scale_or_sum, stats.row_max
+def send_acc_scale(spec: cutlass.Constexpr, s, x: ThreadCoord, scale: Float32):
+    """Send a block's factor on the row of O to correction, through shared memory. S of the block has arrived, so that
+    correction has read the factor that was there before (see `correction.correction`)."""
+    s.sm_stats[acc_scale_index(spec, x.group, x.row, x.slot)] = scale
     cute.arch.sync_warp()
-    pipeline.mbarrier_arrive(s.sm_stats_full + x.group)
+    pipeline.mbarrier_arrive(s.acc_scale_full + x.slot)
+
+
+@cute.jit
+def send_row_stats(s, x: ThreadCoord, stats: RowStats):
+    """Send the row's stats to correction at the tile's end, when it has read the factors on O. x: at the last block."""
+    pipeline.mbarrier_wait(s.p_full_o_rescaled + x.slot, x.use)
+    s.sm_stats[x.row, x.group, 0], s.sm_stats[x.row, x.group, 1] = stats.row_sum, stats.row_max
+    cute.arch.sync_warp()
+    pipeline.mbarrier_arrive(s.row_stats_full + x.group)
 
 
 def pack_p(spec, r: Sm100Fragments, columns):
@@ -172,7 +181,7 @@ def softmax_step(
     if const_expr(spec.logits.skip and not flags.is_first):
         block_max, skips = skip.vote(s, r, x.rows, x.skip_rule, x.coord.group, at.num_blocks)
         if skips != 0:
-            skip_block(s, x.coord, at)
+            skip_block(spec, s, x.coord)
         else:
             x.skip_rule.kept_max[0] = cute.arch.fmax(x.skip_rule.kept_max[0], block_max[0])
             exp2_block(spec, s, r, x.coord, at, block_max, flags.masked)
@@ -180,17 +189,16 @@ def softmax_step(
         exp2_block(spec, s, r, x.coord, at, r.s, flags.masked)
         if const_expr(spec.logits.skip):
             x.skip_rule.kept_max[0] = r.st.row_max[0]  # exact after one block
-    return SoftmaxCounters(at.num_blocks + 1, at.num_stats + 1)
+    return SoftmaxCounters(at.num_blocks + 1, at.num_tiles)
 
 
 @cute.jit
-def skip_block(s, x: ThreadCoord, at: SoftmaxCounters):
+def skip_block(spec: cutlass.Constexpr, s, x: ThreadCoord):
     """Send all signals of a block that the group skips or does not have: O stays as it is."""
-    send_stats(s, x, SoftmaxStats(Float32(1.0), Float32(0.0)))
+    send_acc_scale(spec, s, x, Float32(1.0))
     tmem.fence_before_thread_sync()
     pipeline.mbarrier_arrive(s.p_full_o_rescaled + x.slot)
     pipeline.mbarrier_arrive(s.p_last_split + x.slot)
-    pipeline.mbarrier_wait(s.sm_stats_empty + x.group, at.num_stats)
 
 
 @cute.jit
@@ -207,7 +215,7 @@ def exp2_block(
     with the block's maximum: r.s, or the maximum itself if the vote on skipping has found it."""
     # row_max; its growth goes to correction first, which rescales O while P is computed
     online.update_max(r.st, scores, r.reduced, 1, precision.rescale_params(spec), precision.exact_max(spec))
-    send_stats(s, x, SoftmaxStats(r.st.acc_scale[0], Float32(0.0)))
+    send_acc_scale(spec, s, x, r.st.acc_scale[0])
     # P = exp2(S * scale - row_max), stored in parts; the mma warp is told of all but the last, then of the last
     count = const_expr(precision.p_splits(spec))
     columns = const_expr(spec.tile.n // count)
@@ -226,8 +234,9 @@ def exp2_block(
             tmem.wait_store()
             tmem.fence_before_thread_sync()
             pipeline.mbarrier_arrive((s.p_last_split if k + 1 == count else s.p_full_o_rescaled) + x.slot)
-    # wait until correction has read the stats; this also keeps the sum behind P, on which the mma warp waits
-    pipeline.mbarrier_wait(s.sm_stats_empty + x.group, at.num_stats)
+    # this wait is over already, but ptxas moves no instruction across it: else parts of the sum delay P (1,045 cycles
+    # instead of 825 until the MMAs may begin)
+    pipeline.mbarrier_wait(s.s_full + x.slot, x.use)
     # row_sum
     sum_of_p = sum_p(spec, r)
     if const_expr(not masked and spec.tile.ex2_emu > 0):
@@ -266,7 +275,7 @@ def begin_tile(
         * precision.of(spec).dequant_scale
     )
     if const_expr(s.q_row_scales is not None):
-        tile = at.num_stats - at.num_blocks
+        tile = at.num_tiles
         pipeline.consumer_wait(s.q_ready_pipe, tile)
         r.score[0] *= s.q_row_scales[half * ROWS + coord.row, pipeline.stage(s.q_ready_pipe, tile)]
     r.reduced[0] = r.score[0]
@@ -282,8 +291,7 @@ def begin_tile(
 def softmax(spec: cutlass.Constexpr, plan, s):
     """Compute P and the row statistics of all tiles of the CTA. The softmax warpgroups."""
     # Per block (`softmax_step`): wait for S, mask it, find row_max and send the growth to correction; store P in parts,
-    # with an arrival for all but the last and one for the last; then wait until correction has read the stats, and add
-    # P to row_sum. Stats go first because correction needs them to rescale O, which P @ V waits for as it waits for P.
+    # with an arrival for all but the last and one for the last; then add P to row_sum. The growth goes first because correction needs them to rescale O, which P @ V waits for as it waits for P.
     # Per tile, send row_sum and row_max, by which correction normalises O.
     #
     # Blocks run from high to low. The group's first block is masked; the others are cut into segments, so
@@ -303,6 +311,8 @@ def softmax(spec: cutlass.Constexpr, plan, s):
         if w.n_block_max > w.n_block_min:
             x, n_block_at = begin_tile(spec, a, s, r, coord, w, at, capped), partial(mask_blocks.n_block_at, spec, a, w)
             n = pingpong_groups(spec, w)
+            # correction has read the stats of the tile before, whose place the factors on O take
+            pipeline.mbarrier_wait(s.row_stats_empty + coord.group, at.num_tiles - 1)
             # the group's first block of the tile: group 0 the tile's first, group 1 of two that alternate the second
             own = w.n_block_max - 1
             if const_expr(is_static(n, 1)):
@@ -328,13 +338,13 @@ def softmax(spec: cutlass.Constexpr, plan, s):
                 if (w.n_block_max - w.n_block_min) & (n - 1) & coord.group != 0:
                     mine = coord_at(spec, coord, at.num_blocks)
                     pipeline.mbarrier_wait(s.s_full + mine.slot, mine.use)
-                    skip_block(s, mine, at)
-                    at = SoftmaxCounters(at.num_blocks + 1, at.num_stats + 1)
+                    skip_block(spec, s, mine)
+                    at = SoftmaxCounters(at.num_blocks + 1, at.num_tiles)
             # send row_sum and row_max
             row_max = -Float32.inf if r.st.row_max[0] == -Float32.inf else r.st.row_max_scaled[0]
-            send_stats(s, coord, SoftmaxStats(r.st.row_sum[0], row_max))
-            pipeline.mbarrier_wait(s.sm_stats_empty + coord.group, at.num_stats)
-            at = SoftmaxCounters(at.num_blocks, at.num_stats + 1)
+            last = coord_at(spec, coord, at.num_blocks - 1)
+            send_row_stats(s, last, RowStats(r.st.row_sum[0], row_max))
+            at = SoftmaxCounters(at.num_blocks, at.num_tiles + 1)
         return SoftmaxRoleState(count, at)
 
     start = SoftmaxRoleState(Int32(0), SoftmaxCounters(Int32(0), Int32(0)))
