@@ -105,7 +105,7 @@ BUGS = (
     Bug("sm100: a tile adds to the O of the tile before", f"{ATTENTION}/sm100/mma_utils.py",
         "Int32(1) if n > 0 else 1 - is_first", "Int32(1)", HALVES),
     Bug("sm100: factors on O are overwritten before they are read", f"{ATTENTION}/sm100/softmax.py",
-        "    pipeline.mbarrier_wait(s.p_full_o_rescaled + x.slot, x.use)\n    s.sm_stats", "    s.sm_stats", HALVES),
+        "    pipeline.mbarrier_wait(s.p_full_o_rescaled + x.slot, x.use)\n    # row_sum\n", "    # row_sum\n", HALVES),
     # ---- masks, schedule and splits
     Bug("mask: a block with masked keys counts as full", MASK,
         "return (lo + t - 1) // t, cutlass.max(hi, 0) // t",

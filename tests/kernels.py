@@ -64,7 +64,7 @@ COVERING = covering()
 # seconds each; `random` takes three times as long. They cover pipelines with two halves, with alternating blocks and
 # with blocks shared among CTAs, and one group with two slots for S.
 ORDERED = {
-    ("sm_100a", "bf16_d128_causal_tma_m256n128s2e4"): ("few", "late"),
+    ("sm_100a", "bf16_d128_causal_tma_m256n128s2e2"): ("few", "late"),
     ("sm_100a", "bf16_d128_causal_tma_m128n96s3"): ("boxes", "newest"),
     ("sm_103a", "bf16_d256_anyw_cap_tma_m128n64s2"): ("ragged", "newest"),
 }

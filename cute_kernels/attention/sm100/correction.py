@@ -229,18 +229,18 @@ def add_columns(s, w: WorkTileInfo, out_row: OutputRow, c: cutlass.Constexpr, va
 @cute.jit
 def correction(spec: cutlass.Constexpr, plan, s):
     """Rescale, normalise and store O of all tiles of the CTA. One warpgroup."""
-    # Per block and group, wait for the factor on O, rescale O unless all factors of the warp are 1, and tell the mma warp
-    # (p_full_o_rescaled). O of the block before is complete then: the factor comes after S of the block, and its
-    # Q @ K^T was issued behind P @ V of the block before. With one group Q @ K^T is a block ahead, and o_full says it.
+    # Per block and group, wait for the factor on O, rescale O unless all factors of the warp are 1, and tell the mma
+    # warp (p_full_o_rescaled). O of the block before is complete then: the factor comes after S of the block, and its Q
+    # @ K^T was issued behind P @ V of the block before. With one group Q @ K^T is a block ahead, and o_full says it.
     #
-    # No barrier says that the factors have been read. Softmax writes the next ones of a slot after the next S of that
-    # slot, whose Q @ K^T waits for the arrivals of this warp, and these come behind a vote on the factors of all lanes.
+    # The arrivals at p_full_o_rescaled also tell softmax that the factors have been read: they come behind a vote on
+    # those of all lanes.
     #
     # The warp waits for o_full at every block, even if it rescales nothing: a wait tests only the parity of a phase, so
     # after a wait left out, the next one would be satisfied by the phase two before its own.
     #
     # Per tile, wait for row_sum and row_max and for o_full, normalise O and store it. The next tile's first P @ V,
-    # which overwrites O, waits for the arrivals behind that. It takes 24 instructions per block of both halves, if
+    # which overwrites O, waits for the arrivals behind that. It takes 21 instructions per block of both halves, if
     # nothing is rescaled.
     a = plan.args
     number = cute.arch.make_warp_uniform(cute.arch.warp_idx()) % WARPS

@@ -7,8 +7,8 @@ group. Start reading the computation at `mma.mma` and `softmax.softmax`; barrier
 
 | role | warps | registers | waits for | signals |
 | --- | --- | --- | --- | --- |
-| softmax | 4 per group | 184, 160, 240, 208 | s_full, row_stats_empty | acc_scale_full, row_stats_full, |
-| | | | | p_full_o_rescaled, p_last_split |
+| softmax | 4 per group | 184, 160, 240, 208 | s_full, p_full_o_rescaled, | acc_scale_full, p_full_o_rescaled, |
+| | | | row_stats_empty | p_last_split, row_stats_full |
 | correction | 4 | 88, 64, 160, 104 | acc_scale_full, row_stats_full, o_full | row_stats_empty, p_full_o_rescaled |
 | mma | 1 | 56, 48, 96, 96 | q_pipe or q_ready_pipe, k_pipe, v_pipe full; | s_full, o_full; q, k, v_pipe empty |
 | | | | p_full_o_rescaled, p_last_split | |
@@ -45,10 +45,10 @@ Barriers without stages, two of each, for the slots of S (s_full, acc_scale_full
 the groups:
 
 - s_full (mma -> softmax): S of a block is complete.
-- acc_scale_full (softmax -> correction): the factor on O for a block. It needs no empty barrier (see `correction`).
+- acc_scale_full (softmax -> correction): the factor on O for a block. p_full_o_rescaled says that it has been read.
 - row_stats_full (softmax -> correction), row_stats_empty (back): row_sum and row_max of a tile.
-- p_full_o_rescaled (softmax and correction -> mma): all parts of P but the last are stored, and O is rescaled. For a
-  tile's first block it says that O of the tile before is stored: the same warps of correction did that.
+- p_full_o_rescaled (softmax and correction -> mma, softmax): all parts of P but the last are stored, and O is rescaled.
+  For a tile's first block it says that O of the tile before is stored: the same warps of correction did that.
 - p_last_split (softmax -> mma): the last part of P is stored.
 - o_full (mma -> correction): O is complete, per tile, or, with one group, per block.
 

@@ -115,8 +115,7 @@ def load_s(spec: cutlass.Constexpr, r: Sm100Fragments, x: ThreadCoord):
 
 @cute.jit
 def send_acc_scale(spec: cutlass.Constexpr, s, x: ThreadCoord, scale: Float32):
-    """Send a block's factor on the row of O to correction, through shared memory. S of the block has arrived, so that
-    correction has read the factor that was there before (see `correction.correction`)."""
+    """Send a block's factor on the row of O to correction, through shared memory."""
     s.sm_stats[acc_scale_index(spec, x.group, x.row, x.slot)] = scale
     cute.arch.sync_warp()
     pipeline.mbarrier_arrive(s.acc_scale_full + x.slot)
@@ -124,8 +123,7 @@ def send_acc_scale(spec: cutlass.Constexpr, s, x: ThreadCoord, scale: Float32):
 
 @cute.jit
 def send_row_stats(s, x: ThreadCoord, stats: RowStats):
-    """Send the row's stats to correction at the tile's end, when it has read the factors on O. x: at the last block."""
-    pipeline.mbarrier_wait(s.p_full_o_rescaled + x.slot, x.use)
+    """Send the row's stats to correction at the tile's end, in place of the factors on O, which it has read."""
     s.sm_stats[x.row, x.group, 0], s.sm_stats[x.row, x.group, 1] = stats.row_sum, stats.row_max
     cute.arch.sync_warp()
     pipeline.mbarrier_arrive(s.row_stats_full + x.group)
@@ -199,6 +197,7 @@ def skip_block(spec: cutlass.Constexpr, s, x: ThreadCoord):
     tmem.fence_before_thread_sync()
     pipeline.mbarrier_arrive(s.p_full_o_rescaled + x.slot)
     pipeline.mbarrier_arrive(s.p_last_split + x.slot)
+    pipeline.mbarrier_wait(s.p_full_o_rescaled + x.slot, x.use)
 
 
 @cute.jit
@@ -234,9 +233,9 @@ def exp2_block(
             tmem.wait_store()
             tmem.fence_before_thread_sync()
             pipeline.mbarrier_arrive((s.p_last_split if k + 1 == count else s.p_full_o_rescaled) + x.slot)
-    # this wait is over already, but ptxas moves no instruction across it: else parts of the sum delay P (1,045 cycles
-    # instead of 825 until the MMAs may begin)
-    pipeline.mbarrier_wait(s.s_full + x.slot, x.use)
+    # wait until correction has read the factor on O; besides, ptxas moves no instruction across a wait: without one,
+    # parts of the sum delay P (1,045 cycles instead of 825 until the MMAs may begin)
+    pipeline.mbarrier_wait(s.p_full_o_rescaled + x.slot, x.use)
     # row_sum
     sum_of_p = sum_p(spec, r)
     if const_expr(not masked and spec.tile.ex2_emu > 0):
@@ -290,12 +289,13 @@ def begin_tile(
 @cute.jit
 def softmax(spec: cutlass.Constexpr, plan, s):
     """Compute P and the row statistics of all tiles of the CTA. The softmax warpgroups."""
-    # Per block (`softmax_step`): wait for S, mask it, find row_max and send the growth to correction; store P in parts,
-    # with an arrival for all but the last and one for the last; then add P to row_sum. The growth goes first because correction needs them to rescale O, which P @ V waits for as it waits for P.
+    # Per block (`softmax_step`): wait for S, mask it, find row_max and send the factor on O to correction; store P in
+    # parts, with an arrival for all but the last and one for the last; then add P to row_sum. The factor goes first
+    # because P @ V waits for the rescaled O as it waits for P.
     # Per tile, send row_sum and row_max, by which correction normalises O.
     #
     # Blocks run from high to low. The group's first block is masked; the others are cut into segments, so
-    # that full blocks have a loop without predicates: 563 instead of 604 instructions per block of 128 x 128.
+    # that full blocks have a loop without predicates: 496 instead of 599 instructions per block of 128 x 128.
     # Splits are merged behind the last tile, by these warps: they have the registers for it.
     a, r, coord, capped = plan.args, make_fragments(spec), thread_coord(spec, s), False
     if const_expr(spec.logits.soft_cap):
@@ -342,8 +342,7 @@ def softmax(spec: cutlass.Constexpr, plan, s):
                     at = SoftmaxCounters(at.num_blocks + 1, at.num_tiles)
             # send row_sum and row_max
             row_max = -Float32.inf if r.st.row_max[0] == -Float32.inf else r.st.row_max_scaled[0]
-            last = coord_at(spec, coord, at.num_blocks - 1)
-            send_row_stats(s, last, RowStats(r.st.row_sum[0], row_max))
+            send_row_stats(s, coord, RowStats(r.st.row_sum[0], row_max))
             at = SoftmaxCounters(at.num_blocks, at.num_tiles + 1)
         return SoftmaxRoleState(count, at)
 

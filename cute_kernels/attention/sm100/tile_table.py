@@ -144,7 +144,10 @@ TABLE = (
     ),
 )
 HALF = 128  # with more columns of O, a tile has one half of the rows: two O do not fit in tensor memory
-EX2_EMU = {"sm_100a": 4}  # emulated of 16 exponentials; sm_103a's special function unit has twice the rate
+# Emulated of 16 exponentials, where they take longer than the MMAs (8-bit operands, or head_dim 64), and elsewhere. In
+# the latter case two suffice: P @ V begins so early that a period of two blocks takes 2,012 cycles, and its MMAs 2,048
+# (none: 2,100; four: 1,948, for 64 instructions more per block). sm_103a's special function unit has twice the rate.
+EX2_EMU = {"sm_100a": (4, 2)}
 HEAD_DIMS = distinct_dims(row.dims for row in TABLE if row.half)
 QUANTISED_HEAD_DIMS = distinct_dims(row.dims for row in TABLE if row.fp8 or row.quantised or row.e4m3_query)
 
@@ -170,8 +173,10 @@ def column(kind: str) -> dict[tuple[int, int], Sm100TileConfig]:
 
 def tile_of(q: str, kv: str, dims: tuple[int, int], arch: str) -> Sm100TileConfig | None:
     """Return the tile of a kernel with whole tiles, None if there is none for these padded head dims."""
-    tile = column(kind_of(q, kv)).get(dims)
-    ex2_emu = EX2_EMU.get(arch, 0) if dims[1] <= HALF else 0  # beyond, MMAs take longer than exponentials
+    kind = kind_of(q, kv)
+    tile = column(kind).get(dims)
+    exponentials_bind = kind == "fp8" or sum(dims) < 2 * HALF
+    ex2_emu = EX2_EMU.get(arch, (0, 0))[not exponentials_bind] if dims[1] <= HALF else 0
     return tile and replace(tile, ex2_emu=ex2_emu)
 
 
