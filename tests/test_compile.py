@@ -110,13 +110,11 @@ def as_its_op(entry, op, spec):
     elif op == "attention.sm100":
         size = 1 if spec.q == spec.kv.dtype == "e4m3" else 2
         first, block = (columns * size // umma.STEP for columns in (spec.head_dim_qk, spec.head_dim_qk + spec.tile.n))
-        copies = (
-            1 if sm100.groups(spec) == sm100.SLOTS else 3
-        )  # of one group, LLVM peels a block and unrolls by two slots
         mmas = counts["UTCQMMA" if size == 1 else "UTCHMMA"]
-        forms = len(spec.tile.m_choices)  # of tiles
-        steps = sm100.SLOTS * first + copies * sm100.groups(spec) * block  # Q K^T of a block per slot, and the loop
-        assert mmas == forms * steps, "one MMA a step, no copy of loops"
+        halves = 2 * sm100.SLOTS * block  # Q K^T of the first block, the loop, P V of the last block
+        one_half = sm100.SLOTS * first + sm100.groups(spec) * block  # Q K^T of a block per slot, and the loop
+        steps = sum(one_half if m == sm100.ROWS else halves for m in spec.tile.m_choices)
+        assert mmas == steps, "one MMA a step, no copy of loops"
         assert entry["registers"] == launch_registers(sm100.roles(spec).warps()), "what `Roles.of` takes for granted"
     else:
         mmas = counts["QGMMA" if spec.q == spec.kv.dtype == "e4m3" else "HGMMA"]

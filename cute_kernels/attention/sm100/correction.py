@@ -20,7 +20,7 @@ from .roles import ROWS, SLOTS, WARPS, groups, is_static, num_iterations, pingpo
 LOAD_COLUMNS = 16  # columns of O in registers, and stored, at a time: an NVFP4 block. With 32, one kernel spilled
 
 
-class RowStats(NamedTuple):
+class SoftmaxStats(NamedTuple):
     """Statistics of a row at a tile's end, from softmax to correction. row_max: in log2 units."""
 
     row_sum: Float32
@@ -69,7 +69,7 @@ def recv_acc_scale(spec: cutlass.Constexpr, s, group, row: Int32, i: Int32):
 def recv_row_stats(s, group, row: Int32, tile: Int32):
     """Wait for what a group's `softmax.send_row_stats` sent for tile number `tile` with keys, and return it."""
     pipeline.mbarrier_wait(s.row_stats_full + group, tile)
-    stats = RowStats(s.sm_stats[row, group, 0], s.sm_stats[row, group, 1])
+    stats = SoftmaxStats(s.sm_stats[row, group, 0], s.sm_stats[row, group, 1])
     cute.arch.sync_warp()
     arrive(s.row_stats_empty + group, row)
     return stats

@@ -111,7 +111,7 @@ class Sm100SharedStorage:
     v: cute.Tensor
     work: cute.Tensor
     scheduler: tiles.SchedulerSmem | None  # of load_k; None if load_q finds the tiles
-    sm_stats: cute.Tensor  # (ROWS, groups, 2): factors on O (`correction.acc_scale_index`), then `correction.RowStats`
+    sm_stats: cute.Tensor  # (ROWS, groups, 2): factors on O, at a tile's end `correction.SoftmaxStats`
     tmem_ptr: cute.Tensor  # (1,): address of the CTA's tensor memory
     work_pipe: pipeline.Pipeline
     q_pipe: pipeline.Pipeline

@@ -19,7 +19,7 @@ from ..logits import ScoreCols, ScoreRows
 from ..schedule import work
 from ..schedule.work import WorkTileInfo
 from . import precision, skip
-from .correction import RowStats, acc_scale_index
+from .correction import SoftmaxStats, acc_scale_index
 from .mma_utils import S
 from .roles import ROWS, SLOTS, WARPS, groups, is_static, pingpong_groups, roles, tile_q_stage
 
@@ -122,7 +122,7 @@ def send_acc_scale(spec: cutlass.Constexpr, s, x: ThreadCoord, scale: Float32):
 
 
 @cute.jit
-def send_row_stats(s, x: ThreadCoord, stats: RowStats):
+def send_row_stats(s, x: ThreadCoord, stats: SoftmaxStats):
     """Send the row's stats to correction at the tile's end, in place of the factors on O, which it has read."""
     s.sm_stats[x.row, x.group, 0], s.sm_stats[x.row, x.group, 1] = stats.row_sum, stats.row_max
     cute.arch.sync_warp()
@@ -342,7 +342,7 @@ def softmax(spec: cutlass.Constexpr, plan, s):
                     at = SoftmaxCounters(at.num_blocks + 1, at.num_tiles)
             # send row_sum and row_max
             row_max = -Float32.inf if r.st.row_max[0] == -Float32.inf else r.st.row_max_scaled[0]
-            send_row_stats(s, coord, RowStats(r.st.row_sum[0], row_max))
+            send_row_stats(s, coord, SoftmaxStats(r.st.row_sum[0], row_max))
             at = SoftmaxCounters(at.num_blocks, at.num_tiles + 1)
         return SoftmaxRoleState(count, at)
 
