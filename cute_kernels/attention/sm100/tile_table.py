@@ -144,10 +144,7 @@ TABLE = (
     ),
 )
 HALF = 128  # with more columns of O, a tile has one half of the rows: two O do not fit in tensor memory
-# Emulated of 16 exponentials, where they take longer than the MMAs (8-bit operands, or head_dim 64), and elsewhere. In
-# the latter case two suffice: P @ V begins so early that a period of two blocks takes 2,012 cycles, and its MMAs 2,048
-# (none: 2,100; four: 1,948, for 64 instructions more per block). sm_103a's special function unit has twice the rate.
-EX2_EMU = {"sm_100a": (4, 2)}
+EX2_EMU_ARCHS = ("sm_100a",)  # sm_103a's special function unit has twice the rate
 HEAD_DIMS = distinct_dims(row.dims for row in TABLE if row.half)
 QUANTISED_HEAD_DIMS = distinct_dims(row.dims for row in TABLE if row.fp8 or row.quantised or row.e4m3_query)
 
@@ -175,9 +172,21 @@ def tile_of(q: str, kv: str, dims: tuple[int, int], arch: str) -> Sm100TileConfi
     """Return the tile of a kernel with whole tiles, None if there is none for these padded head dims."""
     kind = kind_of(q, kv)
     tile = column(kind).get(dims)
-    exponentials_bind = kind == "fp8" or sum(dims) < 2 * HALF
-    ex2_emu = EX2_EMU.get(arch, (0, 0))[not exponentials_bind] if dims[1] <= HALF else 0
-    return tile and replace(tile, ex2_emu=ex2_emu)
+    return tile and replace(tile, ex2_emu=emulated(kind, dims) if arch in EX2_EMU_ARCHS else 0)
+
+
+def emulated(kind: str, dims: tuple[int, int]) -> int:
+    """Return how many of 16 exponentials do without the special function unit.
+
+    Four where they take longer than the MMAs: head_dim 64, or 8-bit operands up to head_dim 128. Two where they take
+    as long: P @ V then begins so early that a period of two blocks takes 2,012 cycles, and its MMAs 2,048 (with none
+    2,100; with four 1,948, for 64 instructions more per block). None where MMAs or, over quantised caches, reads of
+    shared memory take longer."""
+    if dims[1] > HALF:
+        return 0
+    if kind == "fp8" or sum(dims) < 2 * HALF:
+        return 4
+    return 2 if kind == "half" and sum(dims) == 2 * HALF else 0
 
 
 def split_tile_of(q: str, kv: str, dims: tuple[int, int]) -> Sm100TileConfig | None:
