@@ -252,6 +252,7 @@ def correction(spec: cutlass.Constexpr, plan, s):
             # the tile's first block has no O to rescale
             for group in cutlass.range_constexpr(groups(spec)):
                 recv_acc_scale(spec, s, group, row, i)
+                cute.arch.sync_warp()  # all lanes have seen this phase; for other blocks the vote says it
                 arrive(s.p_full_o_rescaled + slot_of(spec, group, i), row)
             i = next_iteration(spec, i)
             for _ in cutlass.range(num_iterations(spec, w) - 1, 0, -1, unroll=1):
