@@ -17,7 +17,19 @@ class TileConfig(Protocol):
 
     @property
     def m(self) -> int:
-        """The most query rows of a tile."""
+        """The most query rows of a tile that a CTA computes."""
+
+    @property
+    def cluster(self) -> int:
+        """The CTAs of a cluster, which have one tile of the schedule: neighbouring rows, the same keys."""
+
+    @property
+    def v_parts(self) -> int:
+        """The parts of columns in which V is loaded."""
+
+    @property
+    def s_parts(self) -> int:
+        """The parts of keys in which a block of K is loaded."""
 
     @property
     def n(self) -> int:
@@ -25,7 +37,7 @@ class TileConfig(Protocol):
 
     @property
     def m_choices(self) -> tuple[int, ...]:
-        """The numbers of rows that a tile may have, ascending."""
+        """The numbers of rows that a tile of the schedule may have, ascending."""
 
     @property
     def load_warps(self) -> int:

@@ -24,9 +24,10 @@ def mma_nt(dtype, warpgroups, n, a_in_registers=False):
     return hh.make_trivial_tiled_mma(dtype, dtype, k, k, Float32, (warpgroups, 1, 1), (64, n), src)
 
 
-def mma_nn(dtype, warpgroups, n):
-    """Return the tiled MMA of C(m, n) += A(m, k) B(k, n): A in registers, B row-major in shared memory."""
-    k, mn, src = OperandMajorMode.K, OperandMajorMode.MN, source(True)
+def mma_nn(dtype, warpgroups, n, a_in_registers=True):
+    """Return the tiled MMA of C(m, n) += A(m, k) B(k, n): A in registers or, K-major, in shared memory; B row-major in
+    shared memory."""
+    k, mn, src = OperandMajorMode.K, OperandMajorMode.MN, source(a_in_registers)
     return hh.make_trivial_tiled_mma(dtype, dtype, k, mn, Float32, (warpgroups, 1, 1), (64, n), src)
 
 

@@ -1,10 +1,14 @@
-"""KV blocks by TMA. A box is a page, a part of a page or, if ragged, some neighbouring rows."""
+"""KV blocks by TMA. A box is a page, a part of a page or, if ragged, some neighbouring rows.
+
+In a cluster, every CTA expects whole blocks, and loads its share of the columns of each box into all of them, by
+multicast. A box may arrive at a CTA before that CTA has announced its bytes: the phase completes after both.
+"""
 
 from typing import Any, NamedTuple
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Int32, const_expr
+from cutlass import Int16, Int32, const_expr
 
 from ...device import copy, pipeline
 from .. import pdl
@@ -52,15 +56,22 @@ def page_id_cache(spec, op):
 
 
 @cute.jit
-def prefetch_pages(spec: cutlass.Constexpr, page_ids: Any, sequence_pages: pages.SequencePages, at: KVBlock):
+def prefetch_pages(
+    spec: cutlass.Constexpr,
+    page_ids: Any,
+    sequence_pages: pages.SequencePages,
+    at: KVBlock,
+    rows: cutlass.Constexpr = 0,
+):
     """Look up the pages of a block ahead of its `fill`. Lane c has rows [8 c, 8 c + 8), and those 256 rows further on.
-    Boxes past kv_len get a page past the pool; their table entries are never read."""
+    Boxes past kv_len get a page past the pool; their table entries are never read. rows: of a stage; 0: `tile.n`."""
     if const_expr(page_ids is not None):
+        n = const_expr(rows or spec.tile.n)
         for c in cutlass.range_constexpr(cute.size(page_ids.box_pages.page)):
             first = (32 * c + cute.arch.lane_idx()) * BOXES[0]
-            row = at.n_block * spec.tile.n + first
+            row = at.n_block * n + first
             page_ids.box_pages.page[c], page_ids.box_pages.row[c] = Int32(page_ids.pool), Int32(0)
-            if row < at.kv_len and first < spec.tile.n:
+            if row < at.kv_len and first < n:
                 page_ids.box_pages.page[c] = pages.page_of(sequence_pages, row, page_ids.page_size)
                 page_ids.box_pages.row[c] = pages.row_in_page(sequence_pages, row, page_ids.page_size)
 
@@ -75,8 +86,8 @@ def fill(
     sequence_pages: pages.SequencePages,
     at: KVBlock,
 ):
-    """Load a KV block, rows [n_block n, (n_block + 1) n) of a KV head, into the item's stage. Called by each of the
-    `tile.load_warps` warps, for its share of the boxes.
+    """Load a KV block, rows [n_block n, (n_block + 1) n) of a KV head, into the item's stage of n rows. Called by each
+    of the `tile.load_warps` warps, for its share of the boxes.
 
     prefetched: the page ids from `prefetch_pages`, which are then looked up for the next block, n_block - 1; or None,
     then they are looked up here. Boxes past kv_len are read from a page past the pool, which TMA fills with zeros.
@@ -84,7 +95,7 @@ def fill(
     page_size, page_ids = op.boxes[0].gmem.shape[0], prefetched
     if const_expr(prefetched is None):
         page_ids = PageIdCache(box_pages(spec), page_size, op.boxes[0].gmem.shape[3])
-        prefetch_pages(spec, page_ids, sequence_pages, at)
+        prefetch_pages(spec, page_ids, sequence_pages, at, const_expr(cute.size(smem, mode=[0])))
     if sequence_pages.start >= 0:  # ragged: the largest boxes
         page_size = Int32(op.boxes[-1].rows)
     if const_expr(not isinstance(op, copy.DenseOperand)):
@@ -133,7 +144,8 @@ def fill_boxes(
     """Wait for a free stage and load this warp's boxes of it. boxes: the smallest box, and the one to load."""
     b, of = boxes[1], spec.tile.load_warps
     each = b.rows // boxes[0].rows  # smallest boxes in a box
-    count, group = spec.tile.n // (BOXES[0] * each), 32 // each  # boxes per stage; boxes per register of `box_pages`
+    count = const_expr(cute.size(smem, mode=[0]) // b.rows)  # boxes per stage
+    group = 32 // each  # boxes per register of `box_pages`
     size = op.bytes // count * ((count - at.loader + of - 1) // of) if const_expr(of > 1) else op.bytes
     # wait for a free stage and announce this warp's bytes
     pipeline.producer_acquire_tx(p, at.item, size)
@@ -181,7 +193,7 @@ def fetch(
     fetched from there before the first copy, so that their latencies overlap. Called by one warp. boxes: as in
     `fill_boxes`. numbers: of the boxes in the stage."""
     b, each = boxes[1], boxes[1].rows // boxes[0].rows  # lanes per box; the shuffle reads only the low five bits
-    count = const_expr(spec.tile.n // (BOXES[0] * each))
+    count = const_expr(cute.size(into.smem, mode=[0]) // b.rows)
     page_ids = [cute.arch.shuffle_sync(box_pages.page[group], box * each) for box in numbers]
     rows: Any = None
     if const_expr(box_pages.row is not None):
@@ -192,17 +204,27 @@ def fetch(
         gmem = b.gmem if const_expr(rows is None) else cute.domain_offset((rows[i], 0, 0, 0), b.gmem)
         s, g = copy.partition(b, into.smem, gmem)
         if const_expr(count % spec.tile.load_warps == 0) or numbers[i] < count:
-            for d in cutlass.range_constexpr(cute.size(s, mode=[2])):
-                dst = s[None, numbers[i], d, into.stage]
-                source = g[None, 0, into.first_col + d, into.head, page_ids[i]]
-                cute.copy_atom_call(b.atom, source, dst, tma_bar_ptr=into.full)
+            if const_expr(spec.tile.cluster > 1):
+                share = const_expr(cute.size(s, mode=[2]) // spec.tile.cluster)
+                first = cute.arch.make_warp_uniform(cute.arch.block_idx_in_cluster()) * share
+                for d in cutlass.range_constexpr(share):
+                    dst = s[None, numbers[i], first + d, into.stage]
+                    source = g[None, 0, into.first_col + first + d, into.head, page_ids[i]]
+                    mask = Int16((1 << spec.tile.cluster) - 1)
+                    cute.copy_atom_call(b.atom, source, dst, tma_bar_ptr=into.full, mcast_mask=mask)
+            else:
+                for d in cutlass.range_constexpr(cute.size(s, mode=[2])):
+                    dst = s[None, numbers[i], d, into.stage]
+                    source = g[None, 0, into.first_col + d, into.head, page_ids[i]]
+                    cute.copy_atom_call(b.atom, source, dst, tma_bar_ptr=into.full)
 
 
-def operand(x, shape, stages, make=copy.operand):
-    """Make the TMA operand of x (pages, Hkv, P, D). shape: (n, D) of a stage. make: `copy.operand` or
-    `copy.dense_operand`."""
+def operand(spec, x, shape, stages, make=copy.operand):
+    """Make the TMA operand of x (pages, Hkv, P, D). shape: (n, D) of a stage. make: `copy.operand` or, without a
+    cluster, `copy.dense_operand`."""
     rows = cute.make_tensor(x.iterator, cute.select(x.layout, mode=[2, 3, 1, 0]))
-    return make(rows, shape, stages, boxes(shape[0]))
+    options = {"multicast": True} if spec.tile.cluster > 1 else {}
+    return make(rows, shape, stages, boxes(shape[0]), **options)
 
 
 def fence_before_mma():
@@ -220,7 +242,7 @@ def zero_tail(spec: cutlass.Constexpr, stage: cute.Tensor, valid: Int32, tid: In
     kv_len and hold whatever the page held, and 0 * NaN is NaN. `threads` threads share the work. The caller must add a
     proxy fence and a barrier."""
     vec = const_expr(128 // stage.element_type.width)  # elements of a 16-byte store
-    per_row = const_expr(spec.padded_vo // vec)
+    per_row = const_expr(cute.size(stage, mode=[1]) // vec)
     zeros = cute.make_rmem_tensor(vec, stage.element_type)
     zeros.fill(0.0)
     box = boxes(spec.tile.n)[-1]

@@ -55,7 +55,7 @@ def padded(kv: str, dims: tuple[int, int]) -> tuple[int, int]:
 
 def headline(q: str, kv: str, dims: tuple[int, int], causal: bool) -> Spec:
     """Return the spec of a kernel that takes one mask, causal or none, and no modifier."""
-    mask, tile = MaskSpec("always" if causal else "never"), tile_of(q, kv, padded(kv, dims), True)
+    mask, tile = MaskSpec("always" if causal else "never"), tile_of(q, kv, padded(kv, dims), True, cluster=True)
     return AttentionSpec(q, KVSpec(kv), outputs(q)[:1], *dims, mask, tile=tile)
 
 
@@ -66,7 +66,7 @@ def general(q: str, kv: str, dims: tuple[int, int]) -> Spec:
     which is compiled at that call.
     """
     mask, logits = MaskSpec("value", window=True), LogitsSpec(soft_cap=True)
-    tile = tile_of(q, kv, padded(kv, dims), False)
+    tile = tile_of(q, kv, padded(kv, dims), False, cluster=True)
     out = outputs(q) if q == FP8 else outputs(q)[:1]
     return AttentionSpec(q, KVSpec(kv), out, *dims, mask, logits, tile=tile)
 
@@ -98,6 +98,17 @@ def leaves_registers(request: KernelRequest, tile: Sm90TileConfig | None) -> boo
     return not some or some == 1 and (tile is None or tile.warpgroups <= 2)
 
 
+def is_operand(kv: KVSpec) -> bool:
+    """Return whether MMAs read K and V as TMA loads them."""
+    return kv.source == "tma" and kv.dtype in DTYPES
+
+
+def fits_cluster(kv: KVSpec, mask: MaskSpec) -> bool:
+    """Return whether the CTAs of a cluster can load K and V together: by TMA, and the blocks that follow from lengths,
+    since the list of blocks of a custom mask is that of 64 rows."""
+    return is_operand(kv) and not mask.custom
+
+
 def candidate(request: KernelRequest, arch: str, split: bool = False) -> Spec:
     """Return the spec that would serve a request, with whole tiles or with split keys, if `supports` accepts it."""
     if split:
@@ -108,7 +119,11 @@ def candidate(request: KernelRequest, arch: str, split: bool = False) -> Spec:
     mask = exact_mask(p) if plain else general_mask(p)
     logits = replace(spec.logits, skip=p.skip, alibi=p.alibi, head_scales=p.head_scales and p.kv in DTYPES)
     out = outputs(p.q, p.out) if len(spec.out) > 1 or p.out not in DTYPES else (p.out,)
-    tile = spec.tile if leaves_registers(p, spec.tile) else tile_of(p.q, p.kv, padded(p.kv, dims), False)
+    tile = spec.tile
+    if not fits_cluster(KVSpec(p.kv, kv_source(p)), mask):
+        tile = tile_of(p.q, p.kv, padded(p.kv, dims), plain)
+    if not leaves_registers(p, tile):
+        tile = tile_of(p.q, p.kv, padded(p.kv, dims), False)
     return replace(spec, kv=KVSpec(p.kv, kv_source(p)), out=out, mask=mask, logits=logits, tile=tile)
 
 
@@ -133,6 +148,8 @@ def supports(spec: Spec) -> Refusal | None:
         return Refusal("tile", "None: must be the op's TileConfig")
     if t.o_parts > 1 and spec.logits.skip:
         return Refusal("skip", f"True: the kernel has no skip-softmax with head_dim {spec.head_dim_vo}")
+    if refusal := refuse_parts(spec, t):
+        return refusal
     if t.o_parts > 1 and t.m != 64:
         return Refusal("tile", f"{t}: m must be 64 with o_parts")
     if t.m % 64 or not 64 <= t.m <= 192 or t.n % 16:
@@ -144,6 +161,16 @@ def supports(spec: Spec) -> Refusal | None:
     if spec.kv.dtype == spec.q != FP8 and t.load_warps != 2:
         return Refusal("tile", f"{t}: load_warps must be 2 unless K or V is prepared")
     return refuse_excess(spec, t)
+
+
+def refuse_parts(spec: Spec, t: Sm90TileConfig) -> Refusal | None:
+    """Return the refusal of a cluster, or of warpgroups that share scores, where the kernel has none; None if it is
+    fine."""
+    if t.cluster > 1 and (t.o_parts < 2 or not fits_cluster(spec.kv, spec.mask)):
+        return Refusal("tile", f"{t}: a cluster needs o_parts of 2, and 16-bit K and V that TMA loads without a list")
+    if t.s_parts > 1 and (t.s_parts != t.o_parts or t.v_stages or t.stages > 1 or t.n % 32 or not is_operand(spec.kv)):
+        return Refusal("tile", f"{t}: s_parts must be o_parts, with a stage of 16-bit K and V each, which TMA loads")
+    return None
 
 
 def refuse_excess(spec: Spec, t: Sm90TileConfig) -> Refusal | None:

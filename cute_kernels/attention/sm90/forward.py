@@ -6,7 +6,7 @@ further warpgroup has 64 rows of the tile. Start reading the computation at `mma
 
 | role | warps | registers | waits for | signals |
 | --- | --- | --- | --- | --- |
-| load_k | `load_warps` | 32, 40, 72 | work_pipe full, raw_k_pipe empty | raw_k_pipe full; warp 0: work_pipe full |
+| load_k | `load_warps` | 32 to 72 | work_pipe full, raw_k_pipe empty | raw_k_pipe full; warp 0: work_pipe full |
 | load_v | `load_warps` | as load_k | work_pipe full, raw_v_pipe, q_pipe empty | raw_v_pipe full; warp 0: q_pipe full |
 | schedule | 1, split KV | as load_k | work_pipe empty | work_pipe full |
 | load_scales | 1, NVFP4 | as load_k | work_pipe full, raw_k_pipe, raw_v_pipe empty | raw_k_pipe, raw_v_pipe full |
@@ -21,18 +21,25 @@ spare warps of warpgroup 0. Registers are per thread; `roles` has them for each 
 - work_pipe (2 stages, 4 with split KV): the next tile, produced while the current one is loaded; freed when read.
 - q_pipe (`q_stages`): Q of each tile that sees a key, or, with packed GQA, room for it, which mma fills. Freed after
   the tile's last Q K^T, or as soon as Q is in registers.
-- k_pipe, v_pipe (`stages`): one KV block each; freed when their MMA is done.
+- k_pipe, v_pipe (`stages`): one KV block each, or, with parts (`v_parts`, `s_parts`), what a warpgroup needs of it;
+  freed when their MMA is done.
 - raw_k_pipe, raw_v_pipe (`raw_stages`, or `stages` if that is 0): K and V as they are stored, from load to prepare.
   If K or V is not prepared, its raw pipe is k_pipe or v_pipe itself.
 
-With head_dim 512, two warpgroups have the same 64 rows (`tile.o_parts`): both compute S, and each has half of the
-columns of O, for which it reads half of V.
+With head_dim 512, two warpgroups have the same 64 rows (`tile.o_parts`), and each has half of the columns of O, for
+which it reads half of V. Both compute S or, with `tile.s_parts`, half of it each (`shared_scores`).
+
+With `tile.cluster`, the CTAs of a cluster have one tile of the schedule, m rows each, and so the same KV blocks, which
+they load together: each fetches half of the columns of every box of K and V, for both, by multicast. A stage of
+either CTA is then filled by both, and freed by the warps of both. CTA 0 finds the tiles and sends them (`work.send`).
+If the last tile has rows for CTA 0 alone, CTA 1 computes rows that nobody stores.
 
 Quantised K and V (of another type than Q) become fp16, which holds all of their values. Q becomes fp16, too, a bf16 Q
 with a power-of-two scale per row that goes into the row's score scale (`query.load_q`): in registers, in the stage that
 it was loaded to, or, if it was loaded as 8 bits, in a stage beside that.
 
 Shared memory: `q_stages` x Q (m x Dqk), `stages` x (K (n x Dqk) + V (n x Dvo)), 1024-byte aligned, barriers, tiles;
+if scores are shared, three stages of P (m x n), maxima and sums of rows (`shared_scores`);
 if K or V is prepared, `raw_stages` of it as stored, with its scale factors; if O is promoted, its fp32 sums
 (`promotion`); with skip-softmax, votes (`skip`); with split KV, the tiles of the CTA's splits (`..splits`).
 
@@ -52,7 +59,7 @@ from ..args import AttentionArgs
 from ..kv import arrivals, pages, scales, source, stage_columns
 from ..prepare import StagePipelines, allocate_operands
 from ..schedule import stream_k, tiles, work
-from . import precision, promotion, query, skip
+from . import precision, promotion, query, shared_scores, skip
 from .mma import mma
 from .prepare import prepare_kv
 from .roles import WARPS, has_prepare_warpgroup, roles
@@ -97,6 +104,7 @@ class Sm90SharedStorage:
     skip_votes: Any = None  # `skip.SkipVotesSmem`
     splits: Any = None  # `splits.SplitSmem`
     q_row_scales: Any = None  # (m, 1): scales of rows of Q that warpgroups share
+    scores: Any = None  # `shared_scores.ScoresSmem`
 
 
 @cute.jit
@@ -105,8 +113,10 @@ def forward(spec: cutlass.Constexpr, stream, *flat):
     a = geometry.launch_args(spec, flat)
     t = spec.tile
     k, v = (
-        source(spec).operand(x, (t.n, stage_columns(spec, x, dim)), raw_stages(spec, which))
-        for which, (x, dim) in enumerate(((a.kv.k, spec.padded_qk), (a.kv.v, spec.padded_vo)))
+        source(spec).operand(spec, x, (n, stage_columns(spec, x, dim)), raw_stages(spec, which))
+        for which, (x, n, dim) in enumerate(
+            ((a.kv.k, t.s_columns, spec.padded_qk), (a.kv.v, t.n, spec.padded_vo // t.v_parts))
+        )
     )
     rows = cute.make_tensor(a.query.q.iterator, cute.select(a.query.q.layout, mode=[0, 2, 1]))
     q = copy.operand(rows, (t.m, spec.padded_qk), t.q_stages, (t.m,))
@@ -114,6 +124,7 @@ def forward(spec: cutlass.Constexpr, stream, *flat):
     kernel(spec, Sm90KernelParams(a, k, v, q, *precision.tiled_mmas(spec))).launch(
         grid=[a.schedule.grid, 1, 1],
         block=[32 * roles(spec).warps(), 1, 1],
+        cluster=[t.cluster, 1, 1] if t.cluster > 1 else None,
         stream=stream,
         min_blocks_per_mp=1,
         use_pdl=a.schedule.enable_pdl,
@@ -121,9 +132,11 @@ def forward(spec: cutlass.Constexpr, stream, *flat):
 
 
 def raw_stages(spec, which):
-    """Return the number of stages that K or V is loaded to."""
+    """Return the number of stages that K or V is loaded to; each part of K or V has its own."""
     t = spec.tile
-    return t.raw_stages if precision.is_prepared(spec, which) and t.raw_stages else t.stages
+    if precision.is_prepared(spec, which) and t.raw_stages:
+        return t.raw_stages
+    return (t.v_stages or t.stages) * t.v_parts if which == pages.V else t.stages * t.s_parts
 
 
 def operand_stages(spec, smem, raw, which):
@@ -137,7 +150,9 @@ def stage_pipelines(spec, smem, r, which):
     """Make the pipelines of the loaded stages and of the operand stages of K or V; one is both if it is not
     prepared."""
     prepare_warps, mma_warps = r.warps(("prepare_k", "prepare_v")[which]), r.warps("mma")
-    raw = pipeline.make(smem, raw_stages(spec, which), arrivals(spec, r), prepare_warps or mma_warps)
+    mma_warps //= (spec.tile.s_parts, spec.tile.v_parts)[which]
+    readers = prepare_warps or mma_warps
+    raw = pipeline.make(smem, raw_stages(spec, which), arrivals(spec, r), readers, spec.tile.cluster)
     operand = pipeline.make(smem, spec.tile.stages, prepare_warps, mma_warps) if prepare_warps else raw
     return StagePipelines(raw, operand)
 
@@ -150,6 +165,7 @@ def shared(spec, plan):
     k, v = (operand_stages(spec, smem, raw, which) for which, raw in enumerate((raw_k, raw_v)))
     raw_q = copy.allocate(smem, plan.q, plan.args.query.q.element_type)
     q = query.allocate(spec, smem, raw_q)
+    scores = shared_scores.allocate(spec, smem)  # here, since P is aligned as Q is
     work_smem = work.allocate(spec, smem)
     work_pipe = work.make_pipe(spec, smem, r)
     k_pipes, v_pipes = (stage_pipelines(spec, smem, r, which) for which in (pages.K, pages.V))
@@ -174,6 +190,7 @@ def shared(spec, plan):
         skip_votes=skip.allocate(spec, smem),
         splits=splits.allocate(spec, smem),
         q_row_scales=query.allocate_row_scales(spec, smem),
+        scores=scores,
     )
 
 
@@ -230,7 +247,11 @@ def kernel(spec: cutlass.Constexpr, plan: Sm90KernelParams):
     """Set up shared memory, then run each warp's role with the registers of its warpgroup."""
     s = shared(spec, plan)
     cute.arch.mbarrier_init_fence()
-    cute.arch.barrier()
+    if const_expr(spec.tile.cluster > 1):
+        cute.arch.cluster_arrive_relaxed()
+        cute.arch.cluster_wait()
+    else:
+        cute.arch.barrier()
     cute.arch.griddepcontrol_wait()  # with PDL: roles read what the previous kernel wrote
     warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
     if warp < WARPS:
@@ -246,3 +267,7 @@ def kernel(spec: cutlass.Constexpr, plan: Sm90KernelParams):
         prepare_warpgroup(spec, plan, s, warp)
     else:
         mma(spec, plan, s)
+    if const_expr(spec.tile.cluster > 1):
+        # no CTA may end before the others have written to it and arrived at its barriers for the last time
+        cute.arch.cluster_arrive()
+        cute.arch.cluster_wait()

@@ -29,7 +29,7 @@ from ..kv import pages, source
 from ..schedule.work import WorkTileInfo
 from . import precision, promotion
 from .epilogue import LANES
-from .groups import o_part, row_group, warp_scheduler_barrier_arrive, warp_scheduler_barrier_sync
+from .groups import o_part, row_group, warp_scheduler_barrier_arrive, warp_scheduler_barrier_sync, warpgroup_idx
 from .query import operand_of, overlap_next_qk, receive_q, release_q
 from .roles import roles
 from .softmax import (
@@ -44,7 +44,7 @@ from .softmax import (
     transform_scores,
     validate_p,
 )
-from .state import BlockFlags, ConsumerState, Sm90Fragments, Sm90TileState
+from .state import BlockFlags, ConsumerState, Sm90Fragments, Sm90TileState, next_block, v_item
 from .tile_table import exact_max_blocks
 
 
@@ -66,7 +66,7 @@ def mma_one_tile(
     # S = Q @ K^T of the highest block, unless the tile before has issued it
     if const_expr(not overlap_next_qk(spec)):
         issue_first_qk(spec, plan, s, r, tile.w, at)
-    first_half_block(spec, plan.args, s, r, tile, at.kv, capped)
+    first_half_block(spec, plan.args, s, r, tile, at, capped)
 
     # The other blocks, from high to low. A warpgroup without query tokens (its 64 rows are padding) computes none.
     n_block_min, n_block_max = tile.w.n_block_min, tile.w.n_block_max - 1
@@ -123,10 +123,10 @@ def first_half_block(
     s,
     r: Sm90Fragments,
     tile: Sm90TileState,
-    i: pipeline.PipelineState,
+    at: ConsumerState,
     capped: cutlass.Constexpr,
 ):
-    """Begin a tile: wait for S of its highest KV block, item i, and compute P into r.p. Its P V is then pending.
+    """Begin a tile: wait for S of its highest KV block, that of `at`, and compute P into r.p. Its P V is then pending.
 
     The highest block is the only one that may reach past the last key.
     """
@@ -138,22 +138,32 @@ def first_half_block(
     logits.fetch_mask(spec, rows_of(r, tile), tile.mask_bits, n_block * spec.tile.n, LANES)
     # wait for S, release the K stage
     warpgroup.wait_group(0)
-    pipeline.consumer_release(s.k_pipe, i)
+    pipeline.consumer_release(s.k_pipe, at.kv)
     # softmax
     mask_and_update_max(spec, a, r, tile, n_block, BlockFlags(capped, True, True))
     for row in cutlass.range_constexpr(cute.size(r.tokens)):
         compute_p(r, tile, row)
         convert_p(spec, r, row)
-    # zero the rows of V past the last key, which hold whatever their page holds: 0 * NaN is NaN
+    zero_tail(spec, s, tile, n_block, at)
+    promotion.reset(spec, r.promoted)
+
+
+@cute.jit
+def zero_tail(spec: cutlass.Constexpr, s, tile: Sm90TileState, n_block: Int32, at: ConsumerState):
+    """Zero the rows of V past the last key, which hold whatever their page holds: 0 * NaN is NaN."""
     valid = tile.seqlen.kv_len - n_block * spec.tile.n
     if const_expr(source(spec).PARTIAL_TAIL and not precision.is_prepared(spec, pages.V)):
         if valid < spec.tile.n and source(spec).has_partial_tail(spec, valid):
-            pipeline.consumer_wait(s.v_pipe, i)
+            pipeline.consumer_wait(s.v_pipe, v_item(at))
             threads, tid = 128 * spec.tile.warpgroups, cute.arch.thread_idx()[0] - roles(spec).first_thread("mma")
-            source(spec).zero_tail(spec, s.v[None, None, pipeline.stage(s.v_pipe, i)], valid, tid, threads)
+            if const_expr(spec.tile.v_parts > 1):  # each warpgroup has a part of its own
+                threads, tid = 128, tid % 128
+            source(spec).zero_tail(spec, s.v[None, None, pipeline.stage(s.v_pipe, v_item(at))], valid, tid, threads)
             cute.arch.fence_proxy("async.shared", space="cta")
-            cute.arch.barrier(barrier_id=NamedBarrier.MMA, number_of_threads=threads)
-    promotion.reset(spec, r.promoted)
+            if const_expr(spec.tile.v_parts > 1):
+                cute.arch.barrier(barrier_id=NamedBarrier.WARPGROUP + warpgroup_idx(spec), number_of_threads=threads)
+            else:
+                cute.arch.barrier(barrier_id=NamedBarrier.MMA, number_of_threads=threads)
 
 
 @cute.jit
@@ -167,8 +177,8 @@ def mma_one_n_block(
     n_block: Int32,
     flags: cutlass.Constexpr,
 ):
-    """Issue Q K^T of `n_block`, the item after at.kv, and the pending P V of item at.kv, and compute the softmax of
-    `n_block` under that P V and the other warpgroups' MMAs.
+    """Issue Q K^T of `n_block`, the block after that of `at`, and the pending P V of the block of `at`, and compute the
+    softmax of `n_block` under that P V and the other warpgroups' MMAs.
 
     Returns the `ConsumerState` of `n_block`, the P V of which is then pending.
     """
@@ -177,7 +187,7 @@ def mma_one_n_block(
     # written only after `wait_group(0)`, when P V no longer reads it. Except in the blocks with `flags.is_first`, the
     # highest ones, exponentials do not wait for the maxima (`speculate_p`), which made FP8 17 % faster
     # (bench/notes/attention-sm90.md, 2026-11-23).
-    i, next_at, a = at.kv, at._replace(kv=pipeline.next_item(s.k_pipe, at.kv)), plan.args
+    i, next_at, a = v_item(at), next_block(spec, s, at), plan.args
     pipeline.consumer_wait(s.k_pipe, next_at.kv)
     fence_before_mma(spec, pages.K)
     warp_scheduler_barrier_sync(spec)
@@ -232,32 +242,32 @@ def mma_one_n_block(
 
 @cute.jit
 def last_half_block(spec: cutlass.Constexpr, plan, s, r: Sm90Fragments, next_w: WorkTileInfo, at: ConsumerState):
-    """Finish a tile: issue the pending P V of item at.kv and wait for it. If Q has room, the first Q K^T of the next
-    tile is issued too and runs under this tile's epilogue.
+    """Finish a tile: issue the pending P V, that of the block of `at`, and wait for it. If Q has room, the first Q K^T
+    of the next tile is issued too and runs under this tile's epilogue.
 
     That Q K^T is issued even after the last tile, where nobody reads its result: a branch around it would make the
     compiler wait after each MMA in flight.
     """
     if const_expr(overlap_next_qk(spec)):
         if next_w.is_valid != 0:
-            wait_first_qk(spec, plan, s, r, next_w, next_tile_state(s, at))
+            wait_first_qk(spec, plan, s, r, next_w, next_tile_state(spec, s, at))
         warp_scheduler_barrier_sync(spec)
         # O += P @ V, and S = Q @ K^T of the next tile
-        issue_pv(spec, plan, s, r, at.kv)
-        issue_qk(spec, plan, s, r, next_tile_state(s, at))
+        issue_pv(spec, plan, s, r, v_item(at))
+        issue_qk(spec, plan, s, r, next_tile_state(spec, s, at))
         warp_scheduler_barrier_arrive(spec)
         warpgroup.wait_group(1)
     else:
         # O += P @ V
-        issue_pv(spec, plan, s, r, at.kv)
+        issue_pv(spec, plan, s, r, v_item(at))
         warpgroup.wait_group(0)
     # release the V stage
-    pipeline.consumer_release(s.v_pipe, at.kv)
+    pipeline.consumer_release(s.v_pipe, v_item(at))
 
 
-def next_tile_state(s, at: ConsumerState):
+def next_tile_state(spec, s, at: ConsumerState):
     """Return the `ConsumerState` of the first block of the next tile."""
-    return ConsumerState(pipeline.next_item(s.k_pipe, at.kv), at.q + 1, Int32(1))
+    return next_block(spec, s, at)._replace(q=at.q + 1, kept_in_turn=Int32(1))
 
 
 @cute.jit
@@ -272,19 +282,26 @@ def wait_first_qk(spec: cutlass.Constexpr, plan, s, r: Sm90Fragments, w: WorkTil
 def issue_first_qk(spec: cutlass.Constexpr, plan, s, r: Sm90Fragments, w: WorkTileInfo, at: ConsumerState):
     wait_first_qk(spec, plan, s, r, w, at)
     if const_expr(precision.prepares_any(spec) and spec.tile.o_parts > 1):
-        # With head_dim 512 and one stage, the compiler would keep up to 64 descriptors in registers and spill some.
-        q, k = (wgmma.recomputed(x) for x in (s.q, s.k))
-        wgmma.issue(plan.mma_qk, r.acc_s, *operands_of_qk(spec, plan, q, k), True)
+        issue_recomputed_qk(spec, plan, s, r, at)
     else:
         issue_qk(spec, plan, s, r, at)
 
 
-def operands_of_qk(spec, plan, q, k):
-    """Return the operands of Q K^T in the only stages of `q` and `k`."""
+@cute.jit
+def issue_recomputed_qk(spec: cutlass.Constexpr, plan, s, r: Sm90Fragments, at: ConsumerState):
+    """Do the work of `issue_qk` with one stage of Q, and of K for each warpgroup. With head_dim 512, the compiler would
+    keep up to 64 descriptors in registers and spill some, or compute each with 6 instructions instead of 2."""
+    q, k = (wgmma.recomputed(x) for x in (s.q, s.k))
+    stage = pipeline.stage(s.k_pipe, at.kv) if const_expr(spec.tile.s_parts > 1) else 0
+    wgmma.issue(plan.mma_qk, r.acc_s, *operands_of_qk(spec, plan, q, k, stage), True)
+
+
+def operands_of_qk(spec, plan, q, k, stage):
+    """Return the operands of Q K^T in the only stage of `q` and in a stage of `k`."""
     qk = plan.mma_qk.get_slice(row_group(spec) * 128)
     a = plan.mma_qk.make_fragment_A(qk.partition_A(q))
     b = plan.mma_qk.make_fragment_B(qk.partition_B(k))
-    return a[None, None, None, 0], b[None, None, None, 0]
+    return a[None, None, None, 0], b[None, None, None, stage]
 
 
 @cute.jit
@@ -299,7 +316,8 @@ def issue_pv(spec: cutlass.Constexpr, plan, s, r: Sm90Fragments, i: pipeline.Pip
     """Wait for V of item i, then issue acc_o += P V."""
     pipeline.consumer_wait(s.v_pipe, i)
     fence_before_mma(spec, pages.V)
-    wgmma.issue(plan.mma_pv, r.acc_o, r.p, r.v[None, None, None, pipeline.stage(s.v_pipe, i)], False, o_part(spec))
+    part = o_part(spec) if spec.tile.v_parts == 1 else 0
+    wgmma.issue(plan.mma_pv, r.acc_o, r.p, r.v[None, None, None, pipeline.stage(s.v_pipe, i)], False, part)
 
 
 def fence_before_mma(spec, which):

@@ -7,19 +7,20 @@ import cutlass.cute as cute
 from cutlass import Int32, const_expr
 from cutlass.cute.nvgpu import warpgroup
 
-from ...device import pipeline
 from .. import mask, mask_blocks
 from ..schedule import work
 from ..schedule.work import WorkTileInfo
-from . import mainloop, precision, query, skip, splits
+from . import mainloop, precision, query, shared_scores, skip, splits
 from .epilogue import CallScales, scales_of_call, store
 from .groups import warp_scheduler_barrier_arrive, warpgroup_idx
 from .roles import roles
-from .state import ConsumerState, Sm90Fragments, Sm90TileState, make_fragments
+from .state import Sm90Fragments, Sm90TileState, initial_state, make_fragments
 
 
 def main_loop(spec):
     """Return the module that computes the KV blocks of a tile, by its `mma_one_tile` and `last_half_block`."""
+    if spec.tile.s_parts > 1:
+        return shared_scores
     return skip if spec.logits.skip else mainloop
 
 
@@ -41,7 +42,7 @@ def mma(spec: cutlass.Constexpr, plan, s):
     scales = scales_of_call(spec, a)
     if warpgroup_idx(spec) == spec.tile.warpgroups - 1:
         warp_scheduler_barrier_arrive(spec)
-    at = ConsumerState(pipeline.initial_state(), Int32(0), Int32(1))
+    at = initial_state(spec)
     w, t, num_partials = next_tile(spec, a, s, r, scales, Int32(0), Int32(0))
     if w.is_valid != 0:
         # S = Q @ K^T of the first tile's first block
@@ -64,7 +65,7 @@ def mma(spec: cutlass.Constexpr, plan, s):
             w, t, num_partials = next_tile(spec, a, s, r, scales, t, num_partials)
             main_loop(spec).last_half_block(spec, plan, s, r, w, last)
             num_partials = epilogue(spec, a, s, r, tile.w, scales, False, num_partials)
-            at = mainloop.next_tile_state(s, last)
+            at = mainloop.next_tile_state(spec, s, last)
         warpgroup.wait_group(0)
     if const_expr(s.splits is not None):
         splits.merge(spec, a, s, num_partials)

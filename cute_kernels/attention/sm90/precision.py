@@ -49,10 +49,10 @@ def scales_rows(spec):
 def tiled_mmas(spec):
     """Return the tiled MMAs of S = Q K^T and O = P V."""
     t, dtype = spec.tile, of(spec).mma_type
-    qk = wgmma.mma_nt(dtype, t.m // 64, t.n, t.q_in_regs)
+    qk = wgmma.mma_nt(dtype, t.m // 64, t.s_columns, t.q_in_regs)
     if transposes_v(spec):
         return qk, wgmma.mma_nt(dtype, t.m // 64, pv_columns(spec), True)
-    return qk, wgmma.mma_nn(dtype, t.m // 64, pv_columns(spec))
+    return qk, wgmma.mma_nn(dtype, t.m // 64, pv_columns(spec), t.s_parts == 1)
 
 
 def pv_columns(spec):

@@ -12,6 +12,7 @@ Q_IN_REGISTERS = (32, 32, 224)  # dequantising with two mma warpgroups that hold
 TRANSPOSING = {1: (40, 40, 232), 2: (32, 40, 216)}
 WIDE_LOAD = (48, 48, 208)  # dequantising with two mma warpgroups, if these have the same rows, or scales are narrow
 TRANSPOSING_PARTS = (56, 224)  # (load, mma) with two mma warpgroups that have the same rows
+SHARED_SCORES = (56, 224)  # (load, mma) with mma warpgroups that have a part each of the scores
 SPLIT_KV = {1: (72, 72, 232), 2: (72, 72, 216)}  # tiles may be split among CTAs
 WARPS = 4  # warps per warpgroup
 
@@ -51,6 +52,7 @@ def roles(spec) -> Roles:
     else:
         load, mma = SPLIT_KV[t.warpgroups][::2] if split_kv else REGISTERS[t.warpgroups]
         load, mma = TRANSPOSING_PARTS if precision.prepares_any(spec) and t.o_parts > 1 else (load, mma)
+        load, mma = SHARED_SCORES if t.s_parts > 1 else (load, mma)
         registers = load, load, mma
         loading |= {"prepare_v" if precision.prepares_any(spec) else "idle": spare}
     each = loading, preparing, {"mma": WARPS * t.warpgroups}

@@ -164,7 +164,7 @@ def mma_one_tile(
     if const_expr(not overlap_next_qk(spec)):
         issue_first_qk(spec, plan, s, r, tile.w, at)
     publish_vote(spec, s, Int32(0), at.kv.index)
-    first_half_block(spec, plan.args, s, r, tile, at.kv, capped)
+    first_half_block(spec, plan.args, s, r, tile, at, capped)
 
     # the threshold of the votes, and the maxima of the kept blocks
     rows = cute.size(r.tokens)
@@ -312,7 +312,7 @@ def last_half_block(spec: cutlass.Constexpr, plan, s, r: Sm90Fragments, next_w: 
     next tile as `mainloop.last_half_block` does."""
     if const_expr(overlap_next_qk(spec)):
         if next_w.is_valid != 0:
-            wait_first_qk(spec, plan, s, r, next_w, next_tile_state(s, at))
+            wait_first_qk(spec, plan, s, r, next_w, next_tile_state(spec, s, at))
     # O += P @ V
     if at.kept_in_turn != 0:
         issue_pv(spec, plan, s, r, at.kv)
@@ -324,5 +324,5 @@ def last_half_block(spec: cutlass.Constexpr, plan, s, r: Sm90Fragments, next_w: 
     # S = Q @ K^T of the next tile
     if const_expr(overlap_next_qk(spec)):
         warp_scheduler_barrier_sync(spec)
-        issue_qk(spec, plan, s, r, next_tile_state(s, at))
+        issue_qk(spec, plan, s, r, next_tile_state(spec, s, at))
         warp_scheduler_barrier_arrive(spec)

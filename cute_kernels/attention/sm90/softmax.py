@@ -20,6 +20,7 @@ from .. import softmax as online
 from ..logits import ScoreCols, ScoreRows
 from . import precision, promotion
 from .epilogue import LANES, scales_of
+from .groups import o_part
 from .state import Sm90Fragments, Sm90TileState
 from .tile_table import exact_max_blocks
 
@@ -60,9 +61,12 @@ def transform_scores(
     """Apply bias, soft cap and mask to the scores of a block in acc_s. Return them as a (rows, cols) view."""
     scores = wgmma.rows_cols(r.acc_s)
     lane_col = r.cols[0, 0][1]
-    at = [8 * (c // 2) + c % 2 for c in range(spec.tile.n // LANES)]
+    at = [8 * (c // 2) + c % 2 for c in range(spec.tile.s_columns // LANES)]
     rows = rows_of(r, tile)
-    cols = ScoreCols(n_block * spec.tile.n + lane_col, at, lane_col, LANES)
+    first = n_block * spec.tile.n + lane_col
+    if const_expr(spec.tile.s_parts > 1):
+        first += o_part(spec) * spec.tile.s_columns
+    cols = ScoreCols(first, at, lane_col, LANES)
     logits.transform(spec, a, scores, scales_of(r, tile.scales).score, rows, cols, flags.capped, flags.masked)
     return scores
 

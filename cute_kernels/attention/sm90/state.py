@@ -11,8 +11,9 @@ from .. import mask, softmax
 from ..schedule.work import WorkTileInfo
 from . import precision, promotion, query
 from .epilogue import CallScales, RowScales
-from .groups import row_group
+from .groups import o_part, row_group
 from .roles import roles
+from .tile_table import P_STAGES
 
 
 @dataclass(frozen=True)
@@ -34,6 +35,7 @@ class Sm90Fragments:
     offsets: Any = None  # number to add to the row's scores of the block at hand, see `logits.add_bias`
     words: Any = None  # bits of the custom mask of each row in the current block
     promoted: Any = None  # `PromotedAcc`, if O is promoted
+    shared_p: Any = None  # descriptors of the stages of P, if warpgroups share it; p is then this warpgroup's part
 
 
 @dataclass(frozen=True)
@@ -58,14 +60,46 @@ class BlockFlags(NamedTuple):
 class ConsumerState(NamedTuple):
     """Pipeline items of the KV block and of the tile's Q that a warpgroup is at.
 
-    kv: `PipelineState` in k_pipe and v_pipe. q: running number in q_pipe. kept_in_turn: 0 if skip-softmax leaves the
-    block out; else P V of item kv is still to be issued, and this is the number of blocks since the last one that was
-    left out (`skip` counts them; without skip-softmax it stays 1).
+    kv: `PipelineState` in k_pipe and, unless v is there, in v_pipe; where a block of K has a part per warpgroup, of
+    this warpgroup's part. v: `PipelineState` in v_pipe of this warpgroup's part of V. p: the stage of P, where
+    warpgroups share it. q: running number in q_pipe. kept_in_turn: 0 if skip-softmax leaves the block out; else P V of
+    item kv is still to be issued, and this is the number of blocks since the last one that was left out (`skip` counts
+    them; without skip-softmax it stays 1).
     """
 
     kv: pipeline.PipelineState
     q: Int32
     kept_in_turn: Int32
+    v: Any = None
+    p: Any = None
+
+
+def initial_state(spec):
+    """Return the `ConsumerState` of the first block of the first tile."""
+    t, zero = spec.tile, Int32(0)
+    own = pipeline.PipelineState(Int32(o_part(spec)), zero) if t.v_parts > 1 else None  # of this warpgroup's parts
+    kv = pipeline.initial_state() if t.s_parts == 1 else own
+    return ConsumerState(kv, zero, Int32(1), own, zero if t.s_parts > 1 else None)
+
+
+def next_block(spec, s, at: ConsumerState):
+    """Return the `ConsumerState` of the block after that of `at`."""
+    t = spec.tile
+    kv = pipeline.next_item(s.k_pipe, at.kv) if t.s_parts == 1 else pipeline.skip_states(s.k_pipe, at.kv, t.s_parts)
+    v = None if at.v is None else pipeline.skip_states(s.v_pipe, at.v, t.v_parts)
+    return at._replace(kv=kv, v=v, p=None if at.p is None else next_p_stage(at.p))
+
+
+@cute.jit
+def next_p_stage(stage: Int32):
+    """Return the stage of P of the next block."""
+    after = stage + 1
+    return after if after < P_STAGES else Int32(0)
+
+
+def v_item(at: ConsumerState):
+    """Return the item of v_pipe with the V of a block, or with this warpgroup's part of it."""
+    return at.kv if at.v is None else at.v
 
 
 def make_fragments(spec, plan, s) -> Sm90Fragments:
@@ -76,11 +110,11 @@ def make_fragments(spec, plan, s) -> Sm90Fragments:
     if t.o_parts > 1:
         tid = base + tid % 128
     qk, pv = plan.mma_qk.get_slice(base), plan.mma_pv.get_slice(base)
-    acc_s = cute.make_rmem_tensor(qk.partition_shape_C((t.m, t.n)), Float32)
+    acc_s = cute.make_rmem_tensor(qk.partition_shape_C((t.m, t.s_columns)), Float32)
     acc_o = cute.make_rmem_tensor(pv.partition_shape_C((t.m, spec.padded_vo // t.o_parts)), Float32)
     p = precision.make_p(spec, pv, acc_s)
     rows = cute.size(wgmma.rows_cols(acc_o), mode=[0])
-    coords = plan.mma_qk.get_slice(tid).partition_C(cute.make_identity_tensor((t.m, t.n)))
+    coords = plan.mma_qk.get_slice(tid).partition_C(cute.make_identity_tensor((t.m, t.s_columns)))
     return Sm90Fragments(
         query.make_fragment(spec, plan.mma_qk, qk, s),
         plan.mma_qk.make_fragment_B(qk.partition_B(s.k)),
@@ -97,6 +131,7 @@ def make_fragments(spec, plan, s) -> Sm90Fragments:
         cute.make_rmem_tensor(rows, Float32) if has_offsets(spec) else None,
         cute.make_rmem_tensor(rows, Uint32) if spec.mask.custom else None,
         promotion.make(spec, s.o_promoted),
+        None if s.scores is None else plan.mma_pv.make_fragment_A(pv.partition_A(s.scores.p)),
     )
 
 

@@ -28,7 +28,11 @@ class Sm90TileConfig:
     8-bit MMAs add to O in 14 bits, rounding towards zero: without promotion, the mean of 2,048 equal values comes out
     1.4 % short, that of 8,192 values 8 % (simulated, with sums that have the bits of an H200's). o_parts: warpgroups
     that have the same 64 rows, all of S, and a part each of the columns of O: 512 columns of 64 rows would take all
-    registers of a warpgroup.
+    registers of a warpgroup. cluster: CTAs that compute neighbouring tiles of the same KV head as one tile of the
+    schedule, m rows each; they load each block of K and V together, by multicast, and V in the parts of `o_parts`.
+    v_stages: stages of V, if they are not as many as those of K; 0: `stages`. s_parts: the warpgroups that have the
+    same rows have a part each of the keys of a block, so of S and P, and share P through shared memory
+    (`shared_scores`); 1: each has all of S.
     """
 
     m: int = 128
@@ -41,6 +45,9 @@ class Sm90TileConfig:
     load_warps: int = 2
     promote_interval: int = 0
     o_parts: int = 1
+    cluster: int = 1
+    v_stages: int = 0
+    s_parts: int = 1
     per_tile_pack_gqa: ClassVar[bool] = True
     pdl_prologue: ClassVar[bool] = False
     alternates_m_blocks: ClassVar[bool] = False  # with split keys, tiles come in ascending order
@@ -56,19 +63,31 @@ class Sm90TileConfig:
         return self.m // 64 * self.o_parts
 
     @property
+    def v_parts(self) -> int:
+        """Return the parts of columns in which V is loaded: each is freed by the warpgroups that need it."""
+        return self.o_parts if self.cluster > 1 or self.s_parts > 1 else 1
+
+    @property
+    def s_columns(self) -> int:
+        """Return the keys of a block of which a warpgroup has the scores."""
+        return self.n // self.s_parts
+
+    @property
     def dequant_pieces(self) -> int:
         """Return the pieces of rows that a lane dequantises at a time: as many as registers leave room for."""
         return 2 if self.q_in_regs or self.o_parts > 1 else 4
 
     @property
     def m_choices(self) -> tuple[int, ...]:
-        """Return the numbers of rows that a tile may have."""
-        return (self.m,)
+        """Return the numbers of rows that a tile of the schedule may have."""
+        return (self.m * self.cluster,)
 
     @property
     def name(self) -> str:
-        parts = f"o{self.o_parts}" if self.o_parts > 1 else ""
-        return f"m{self.m}n{self.n}s{self.stages}" + ("r" if self.q_in_regs else "") + parts
+        parts = (f"o{self.o_parts}" if self.o_parts > 1 else "") + (f"p{self.s_parts}" if self.s_parts > 1 else "")
+        stages = f"s{self.stages}" + (f"v{self.v_stages}" if self.v_stages else "")
+        cluster = f"c{self.cluster}" if self.cluster > 1 else ""
+        return f"m{self.m}n{self.n}{stages}" + ("r" if self.q_in_regs else "") + parts + cluster
 
     def head_dims(self, bits: int) -> tuple[int, ...]:
         """Return the head dims that kernels compute with. bits: per stored element of K and V."""
@@ -78,11 +97,12 @@ class Sm90TileConfig:
 class Sm90Tiles(NamedTuple):
     """Tiles of kernels of the same types. general: the kernel takes every modifier. plain: it takes none; None: the
     general tile. split: CTAs share the keys of a sequence, and the head dims are those of the row; None: there is no
-    such kernel."""
+    such kernel. cluster: instead of `plain` and `general`, where TMA loads K and V and no list of blocks says which."""
 
     general: Sm90TileConfig
     plain: Sm90TileConfig | None = None
     split: Sm90TileConfig | None = None
+    cluster: Sm90TileConfig | None = None
 
 
 class Sm90Row(NamedTuple):
@@ -172,13 +192,18 @@ TABLE = (
     Sm90Row(
         (512, 512),
         half=Sm90Tiles(
-            _T(64, 48, 1, o_parts=2), plain=_T(64, 48, 1, 2, o_parts=2), split=_T(64, 32, 2, load_warps=1, o_parts=2)
+            _T(64, 48, 1, o_parts=2),
+            plain=_T(64, 48, 1, 2, o_parts=2),
+            split=_T(64, 32, 2, load_warps=1, o_parts=2),
         ),
         fp8=Sm90Tiles(_T(64, 32, 1, load_warps=1, promote_interval=64, o_parts=2)),
         quantised=Sm90Tiles(_T(64, 32, 1, raw_stages=2, load_warps=1, o_parts=2)),
         nvfp4=Sm90Tiles(_T(64, 32, 1, raw_stages=2, load_warps=1, o_parts=2)),
     ),
 )
+# Two CTAs load K and V together, and their warpgroups share scores. These kernels are compiled and simulated, but no
+# device has run them, so `TABLE` does not name this tile: the field `cluster` of its row (`half`, (512, 512)) takes it.
+CLUSTER_512 = _T(64, 64, 1, o_parts=2, cluster=2, s_parts=2)
 SPLIT_CACHES = (FP8, "nvfp4")  # caches of the kernels in which CTAs share keys; the queries have bf16
 HEAD_DIMS = distinct_dims(row.dims for row in TABLE if row.half)
 QUANTISED_HEAD_DIMS = distinct_dims(row.dims for row in TABLE if row.fp8 or row.quantised or row.nvfp4)
@@ -196,13 +221,13 @@ def column(kind: str) -> dict[tuple[int, int], Sm90Tiles]:
     return {dims: tiles for dims, tiles in found.items() if tiles}
 
 
-def tile_of(q: str, kv: str, dims: tuple[int, int], plain: bool) -> Sm90TileConfig | None:
+def tile_of(q: str, kv: str, dims: tuple[int, int], plain: bool, cluster: bool = False) -> Sm90TileConfig | None:
     """Return the tile of a kernel with whole tiles, None if there is none for these padded head dims. plain: it takes
-    no modifier."""
+    no modifier. cluster: several CTAs may load K and V together."""
     tiles = column(kind_of(q, kv)).get(dims)
     if tiles is None:
         return None
-    tile = tiles.plain if plain and tiles.plain else tiles.general
+    tile = cluster and tiles.cluster or plain and tiles.plain or tiles.general
     fewer = q == FP8 and kv == "e5m2" and tile.o_parts == 1  # shared memory holds Q twice, as loaded and as fp16
     return replace(tile, raw_stages=1) if fewer else tile
 
@@ -219,8 +244,10 @@ def split_tile_of(q: str, kv: str, dims: tuple[int, int]) -> Sm90TileConfig | No
 WORK_BYTES = {"tiles": 176, "stream_k": 392}
 WORK_STAGES = {"tiles": 2, "stream_k": 4}
 STAGE_BYTES = 16
-# Registers per thread of a mma warpgroup, as `roles` has them at least, by the columns of `TABLE`
-REGISTERS = {"half": 232, "fp8": 216, "quantised": 208, "nvfp4": 208}
+QUAD = 4  # lanes that share a row of S
+P_STAGES = 3  # of P that warpgroups share: one is written, and P V of two blocks may be in flight
+# Registers per thread of a mma warpgroup, as `roles` has them at least, by the columns of `TABLE`; with `s_parts`
+REGISTERS = {"half": 232, "fp8": 216, "quantised": 208, "nvfp4": 208, "shared scores": 224}
 THREE_WARPGROUPS = 160  # with three mma warpgroups
 SPLIT_TWO_WARPGROUPS = 216  # with two, and the schedule "stream_k"
 Q_IN_REGS = 224  # over a quantised cache, with q_in_regs
@@ -231,9 +258,9 @@ def smem_bytes(spec: AttentionSpec[Sm90TileConfig], t: Sm90TileConfig, dims: tup
     """Return the bytes of shared memory that a kernel of `spec` with tile `t` allocates. dims: padded head dims."""
     fp8, dequantises = spec.q == spec.kv.dtype == FP8, spec.q != spec.kv.dtype
     raw, (qk, vo) = t.raw_stages or t.stages, dims
-    raw_k, raw_v = raw if dequantises else t.stages, raw if dequantises or fp8 else t.stages
+    raw_k, raw_v = raw if dequantises else t.stages, raw if dequantises or fp8 else t.v_stages or t.stages
     found = t.n * (raw_k * qk + raw_v * vo) * spec.kv.bits // 8
-    stages = raw_k + raw_v + t.q_stages + WORK_STAGES[spec.schedule]
+    stages = raw_k * t.s_parts + raw_v * t.v_parts + t.q_stages + WORK_STAGES[spec.schedule]
     if dequantises:  # fp16, made from raw stages
         found, stages = found + 2 * t.stages * t.n * (qk + vo), stages + 2 * t.stages
     elif fp8:  # V, transposed
@@ -247,6 +274,8 @@ def smem_bytes(spec: AttentionSpec[Sm90TileConfig], t: Sm90TileConfig, dims: tup
         found += 4 * t.m * vo
     if t.o_parts > 1 and dequantises and spec.q == "bf16":  # a scale per row of Q
         found += 4 * t.m
+    if t.s_parts > 1:  # P of some blocks, maxima and sums of rows
+        found += 2 * t.m * t.n * P_STAGES + 4 * t.m * t.s_parts * (1 + QUAD)
     if waits_for_votes(spec):  # votes, and an mbarrier each
         found += 12 * t.stages * t.warpgroups
     return found + WORK_BYTES[spec.schedule] + STAGE_BYTES * stages
@@ -280,7 +309,8 @@ def resources(spec: AttentionSpec[Sm90TileConfig], t: Sm90TileConfig, dims: tupl
     """Return what a kernel of `spec` with tile `t` takes of an SM: S, P, O and perhaps Q of a thread are in registers.
     dims: padded head dims."""
     kind, p_bytes = kind_of(spec.q, spec.kv.dtype), 1 if spec.q == spec.kv.dtype == FP8 else 2
-    held = t.n // 2 + t.n * p_bytes // 8 + dims[1] // 2 // t.o_parts + t.q_in_regs * dims[0] // 4
+    kind = "shared scores" if t.s_parts > 1 else kind
+    held = t.s_columns // 2 + t.s_columns * p_bytes // 8 + dims[1] // 2 // t.o_parts + t.q_in_regs * dims[0] // 4
     limit = THREE_WARPGROUPS if t.warpgroups > 2 else REGISTERS[kind]
     limit = SPLIT_TWO_WARPGROUPS if t.warpgroups == 2 and spec.schedule == "stream_k" else limit
     limit = Q_IN_REGS if t.q_in_regs and kind != "half" else limit
