@@ -40,7 +40,7 @@ for label, (op, spec) in SHIPPED.items():
 FIRST = {re.split(r"_[dct]\d", twin)[0]: twin for twin in reversed(TWINS)}
 LATER = TWINS.keys() - FIRST.values()
 
-SPILLED = 24  # bytes that prefill's largest tiles may spill: values of a tile, outside the loop over blocks
+SPILLED = 24  # bytes that some tiles of prefill may spill: values of a tile, outside the loop over blocks
 BLACKWELL = [(arch, op, spec) for arch in catalog.ARCHS if arch not in sm90.ARCHS for op, spec in catalog.shipped(arch)]
 
 
