@@ -61,7 +61,7 @@ def test_which_kernels_have_clusters(change, cluster):
     assert op == "attention.sm90" and tile.cluster == cluster
     assert tile.m_choices == (tile.m * cluster,)
     if cluster > 1:
-        for worse in ({"o_parts": 1, "s_parts": 1}, {"stages": 2}, {"v_stages": 2}, {"n": 48}):
+        for worse in ({"o_parts": 1, "s_parts": 1}, {"stages": 2}, {"n": 48}):
             refusal = sm90.supports(replace(spec, tile=replace(tile, **worse)))
             assert refusal is not None and refusal.field == "tile"
 

@@ -168,7 +168,7 @@ def refuse_parts(spec: Spec, t: Sm90TileConfig) -> Refusal | None:
     fine."""
     if t.cluster > 1 and (t.o_parts < 2 or not fits_cluster(spec.kv, spec.mask)):
         return Refusal("tile", f"{t}: a cluster needs o_parts of 2, and 16-bit K and V that TMA loads without a list")
-    if t.s_parts > 1 and (t.s_parts != t.o_parts or t.v_stages or t.stages > 1 or t.n % 32 or not is_operand(spec.kv)):
+    if t.s_parts > 1 and (t.s_parts != t.o_parts or t.stages > 1 or t.n % 32 or not is_operand(spec.kv)):
         return Refusal("tile", f"{t}: s_parts must be o_parts, with a stage of 16-bit K and V each, which TMA loads")
     return None
 

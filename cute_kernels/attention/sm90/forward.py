@@ -136,7 +136,7 @@ def raw_stages(spec, which):
     t = spec.tile
     if precision.is_prepared(spec, which) and t.raw_stages:
         return t.raw_stages
-    return (t.v_stages or t.stages) * t.v_parts if which == pages.V else t.stages * t.s_parts
+    return t.stages * (t.v_parts if which == pages.V else t.s_parts)
 
 
 def operand_stages(spec, smem, raw, which):

@@ -130,9 +130,6 @@ def first_half_block(
 
     The highest block is the only one that may reach past the last key.
     """
-    # O = 0, row_max = -inf, row_sum = 0
-    online.reset(r.st, online.NO_KEY_MAX)
-    r.acc_o.fill(0.0)
     init_rows(spec, a, r, tile, capped)
     n_block = mask_blocks.n_block_at(spec, a, tile.w, tile.w.n_block_max - 1)
     logits.fetch_mask(spec, rows_of(r, tile), tile.mask_bits, n_block * spec.tile.n, LANES)

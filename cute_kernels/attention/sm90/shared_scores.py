@@ -13,8 +13,9 @@ other, and P V of both follow each other on the tensor cores, so that each half 
 of the time, in which the next one arrives: one stage of each suffices. A barrier says that P of both halves is there,
 and whether P of some row left the range of its type. It comes while P V of the block before still runs.
 
-O must not be touched while an MMA is in flight, even in a branch: ptxas then waits for each single MMA. So `mma_blocks`
-ends at a block whose P is out of range; that P is computed again outside, and `mma_blocks` begins anew.
+No code may change O while an MMA is in flight, not even in a branch: ptxas would then wait for each single MMA. If P of
+a block is out of range, the loop of `mma_blocks` therefore ends. `mma_blocks` then computes this P again and rescales
+O, and `mma_one_tile` calls it again for the remaining blocks.
 """
 
 from dataclasses import dataclass
@@ -108,9 +109,6 @@ def first_half_block(
     capped: cutlass.Constexpr,
 ):
     """Begin a tile: wait for S of its highest KV block, that of `at`, and compute P. Its P V is then pending."""
-    # O = 0, row_max = -inf, row_sum = 0
-    online.reset(r.st, online.NO_KEY_MAX)
-    r.acc_o.fill(0.0)
     init_rows(spec, a, r, tile, capped)
     n_block = mask_blocks.n_block_at(spec, a, tile.w, tile.w.n_block_max - 1)
     # wait for S, release the K stage

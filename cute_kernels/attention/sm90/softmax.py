@@ -37,7 +37,10 @@ def row_max_scaled(r: Sm90Fragments, scale, row):
 
 @cute.jit
 def init_rows(spec: cutlass.Constexpr, a, r: Sm90Fragments, tile: Sm90TileState, capped: cutlass.Constexpr):
-    """Set the token, the scales and the ALiBi slope of each of this thread's rows."""
+    """Begin a tile: O = 0, row_max = -inf, row_sum = 0; the token, the scales and the ALiBi slope of each of this
+    thread's rows."""
+    online.reset(r.st, online.NO_KEY_MAX)
+    r.acc_o.fill(0.0)
     pack_factor = geometry.pack_divisor(tile.w)
     for k in cutlass.range_constexpr(cute.size(r.tokens)):
         row = tile.w.m_block * spec.tile.m + r.cols[k, 0][0]

@@ -30,9 +30,8 @@ class Sm90TileConfig:
     that have the same 64 rows, all of S, and a part each of the columns of O: 512 columns of 64 rows would take all
     registers of a warpgroup. cluster: CTAs that compute neighbouring tiles of the same KV head as one tile of the
     schedule, m rows each; they load each block of K and V together, by multicast, and V in the parts of `o_parts`.
-    v_stages: stages of V, if they are not as many as those of K; 0: `stages`. s_parts: the warpgroups that have the
-    same rows have a part each of the keys of a block, so of S and P, and share P through shared memory
-    (`shared_scores`); 1: each has all of S.
+    s_parts: the warpgroups that have the same rows have a part each of the keys of a block, so of S and P, and share P
+    through shared memory (`shared_scores`); 1: each has all of S.
     """
 
     m: int = 128
@@ -46,7 +45,6 @@ class Sm90TileConfig:
     promote_interval: int = 0
     o_parts: int = 1
     cluster: int = 1
-    v_stages: int = 0
     s_parts: int = 1
     per_tile_pack_gqa: ClassVar[bool] = True
     pdl_prologue: ClassVar[bool] = False
@@ -85,9 +83,8 @@ class Sm90TileConfig:
     @property
     def name(self) -> str:
         parts = (f"o{self.o_parts}" if self.o_parts > 1 else "") + (f"p{self.s_parts}" if self.s_parts > 1 else "")
-        stages = f"s{self.stages}" + (f"v{self.v_stages}" if self.v_stages else "")
         cluster = f"c{self.cluster}" if self.cluster > 1 else ""
-        return f"m{self.m}n{self.n}{stages}" + ("r" if self.q_in_regs else "") + parts + cluster
+        return f"m{self.m}n{self.n}s{self.stages}" + ("r" if self.q_in_regs else "") + parts + cluster
 
     def head_dims(self, bits: int) -> tuple[int, ...]:
         """Return the head dims that kernels compute with. bits: per stored element of K and V."""
@@ -258,7 +255,7 @@ def smem_bytes(spec: AttentionSpec[Sm90TileConfig], t: Sm90TileConfig, dims: tup
     """Return the bytes of shared memory that a kernel of `spec` with tile `t` allocates. dims: padded head dims."""
     fp8, dequantises = spec.q == spec.kv.dtype == FP8, spec.q != spec.kv.dtype
     raw, (qk, vo) = t.raw_stages or t.stages, dims
-    raw_k, raw_v = raw if dequantises else t.stages, raw if dequantises or fp8 else t.v_stages or t.stages
+    raw_k, raw_v = raw if dequantises else t.stages, raw if dequantises or fp8 else t.stages
     found = t.n * (raw_k * qk + raw_v * vo) * spec.kv.bits // 8
     stages = raw_k * t.s_parts + raw_v * t.v_parts + t.q_stages + WORK_STAGES[spec.schedule]
     if dequantises:  # fp16, made from raw stages
