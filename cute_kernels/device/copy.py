@@ -41,13 +41,13 @@ class TmaOperand:
 
 @dataclass(frozen=True)
 class DenseOperand(TmaOperand):
-    """An operand whose rows lie one behind the other in shared memory, unpadded, without a swizzle. If they do so in
-    global memory, too, TMA can copy them as lines of LINE_BYTES, whatever their length. Lines are faster: TMA takes as
-    long for a row of 32 bytes as for one of 128."""
+    """An operand with contiguous rows in shared memory: they have no padding and no swizzle. If the rows are contiguous
+    in global memory too, TMA can copy them as lines of LINE_BYTES, whatever the length of a row. Lines are faster,
+    because TMA takes as long for a row of 32 bytes as for a row of 128 bytes."""
 
     line_boxes: tuple[TmaBox, ...]  # the same bytes as those of `boxes`, as lines
     line_layout: cute.Layout  # (lines, LINE_BYTES, stages) in shared memory
-    as_lines: cutlass.Int32  # whether the rows lie one behind the other in global memory
+    as_lines: cutlass.Int32  # whether the rows are contiguous in global memory
 
 
 def make_box(t, rows, cols, multicast=False):

@@ -38,8 +38,8 @@ from . import dsmem
 
 @dataclass(frozen=True)
 class Pipeline:
-    """The mbarriers of a pipeline: its full barriers, then its empty ones. cluster: the CTAs that fill stages together,
-    whose consumers arrive at the empty barriers of all of them."""
+    """The mbarriers of a pipeline: its full barriers, then its empty ones. cluster: the number of CTAs that fill stages
+    together. A consumer then arrives at the empty barriers of all these CTAs."""
 
     full: cute.Pointer  # `stages` full mbarriers, then `stages` empty ones
     stages: cutlass.Constexpr

@@ -60,7 +60,7 @@ class CachedRow(NamedTuple):
 
 
 def is_dense(spec):
-    """Return whether rows of K and V lie in shared memory one behind the other, unpadded and without a swizzle
+    """Return whether rows of K and V are contiguous in shared memory, without padding and without a swizzle
     (`copy.DenseOperand`). Rows of 8-bit elements that TMA loads do, if they are no multiple of 64 bytes: swizzled boxes
     would have rows of 32 bytes, or padding."""
     return spec.kv.bits == 8 and spec.kv.source == "tma" and spec.head_dim_vo % 64 != 0

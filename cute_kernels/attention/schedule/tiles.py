@@ -1,7 +1,7 @@
 """The dynamic persistent tile scheduler: whole tiles, one CTA each, in LPT (longest processing time first) order.
 
-With `tile.cluster`, a tile is that of a cluster: read "cluster" for "CTA" here. Its CTA 0 finds the tiles, and each of
-its CTAs gets the same one but for the rows (`work.produce`).
+With `tile.cluster`, a cluster computes a tile: read "cluster" for "CTA" below. CTA 0 of the cluster finds the tile and
+sends it to all of its CTAs, each of which computes other rows of it (`work.produce`).
 
 Dynamic: a CTA starts with the tile of its own index and draws later ones from an atomic counter, so that all CTAs end
 together for any lengths. Which CTA computes a tile does not affect the result. The last draw of a launch resets the

@@ -311,7 +311,7 @@ def softmax(spec: cutlass.Constexpr, plan, s):
         if w.n_block_max > w.n_block_min:
             x, n_block_at = begin_tile(spec, a, s, r, coord, w, at, capped), partial(mask_blocks.n_block_at, spec, a, w)
             n = pingpong_groups(spec, w)
-            # correction has read the stats of the tile before, whose place the factors on O take
+            # wait until correction has read the statistics of the tile before: the factors on O overwrite them
             pipeline.mbarrier_wait(s.row_stats_empty + coord.group, at.num_tiles - 1)
             # the group's first block of the tile: group 0 the tile's first, group 1 of two that alternate the second
             own = w.n_block_max - 1
