@@ -284,20 +284,6 @@ def looked_up(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 
 
 @pytest.fixture
-def clusters(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Put the tile of clusters into Hopper's table of tiles, which does not name it, and forget plans of calls before
-    and after the test."""
-    from cute_kernels.attention.sm90 import tile_table
-    from wrappers import machine
-
-    table, dims = tile_table.column("half"), (512, 512)
-    monkeypatch.setitem(table, dims, table[dims]._replace(cluster=tile_table.CLUSTER_512))
-    machine.current.plans.clear(), machine.current.layers.clear()
-    yield
-    machine.current.plans.clear(), machine.current.layers.clear()
-
-
-@pytest.fixture
 def fresh_compiler() -> None:
     torch.compiler.reset()  # otherwise one test's variants count towards the next one's recompile limit
 

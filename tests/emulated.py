@@ -126,9 +126,8 @@ def check_schedule(spec, a):
     q_lens, group = a.cu_seqlens_q.diff().tolist(), a.q.shape[1] // a.k.shape[1]
     pack_factor = [group if spec.schedule == "stream_k" or n <= PACK_GQA_MAX_Q else 1 for n in q_lens]
     rows = [n * each for n, each in zip(q_lens, pack_factor)]
-    m, cluster = spec.tile.m_choices[-1], spec.tile.cluster
-    ctas = cluster * sum(-(-n // m) * (a.q.shape[1] // each) for n, each in zip(rows, pack_factor))
-    promised(1 <= a.grid <= SMS and (a.grid >= ctas or a.grid == SMS) and a.grid % cluster == 0)
+    tiles = sum(-(-n // spec.tile.m) * (a.q.shape[1] // each) for n, each in zip(rows, pack_factor))
+    promised(1 <= a.grid <= SMS and (a.grid >= tiles or a.grid == SMS))
     promised(not a.counters.any() and -1 <= a.counter_base < max(1, len(a.counters)))
     promised(a.enable_pdl in (0, 1) and 0 <= getattr(a, "window_left", 0) <= 1 << 30)
     if spec.schedule == "tiles":
@@ -207,7 +206,7 @@ def planned(launches, checked=False):
             device=device, single_device=True, dtype=torch.bfloat16, like_query=dim == p.q.shape[2], dim_vo=dim,
             heads=heads, return_lse=p.return_lse, out_is_16bit=True,
             token_bytes=heads * 2 * max(p.q.shape[2], dim), pack_factor=1, num_tile_heads=heads, o_tiles=1, tile_m=64,
-            sms=sms, cluster=1, stream_k=False, counters_per_split=1, split_keys=0, checked=checked,
+            sms=sms, stream_k=False, counters_per_split=1, split_keys=0, checked=checked,
         )  # fmt: skip
 
     return plan_for

@@ -63,7 +63,7 @@ LISTED = {"starts": 2, "lengths": 4, "pages": 2, "any bytes": 8}
 CALLS: dict[str, tuple[AttentionCase, tuple[str, ...], dict[str, int]]] = {  # case, forms, kind -> seed
     "prefill": (BASE, (), ALL),
     "prefill, window": (replace(WHOLE, window_left=30, causal=False), (), SOME),
-    "prefill, clusters": (replace(WHOLE, head_dim_qk=512, head_dim_vo=512), (), {"pages": 1, "any bytes": 2}),
+    "prefill, shared scores": (replace(WHOLE, head_dim_qk=512, head_dim_vo=512), (), {"pages": 1, "any bytes": 2}),
     "prefill, gathered": (replace(WHOLE, **BY_FIVE), ("csr",), LISTED),
     "prefill, gathered, packed": (replace(BASE, page_size=1), (), {"lengths": 3, "pages": 1, "fewer pages of V": 2}),
     "prefill, ragged": (WHOLE, ("ragged",), {"starts": 2, "falling starts": 1, "no pages": 2, "any bytes": 4}),
@@ -90,10 +90,8 @@ def test_the_reference_clamps_alike(in_forms):
 
 @pytest.mark.kernels
 @pytest.mark.parametrize("name", CALLS)
-def test_simulated_kernels_stay_inside_their_tensors(name, request):
+def test_simulated_kernels_stay_inside_their_tensors(name):
     case, in_forms, kinds = CALLS[name]
-    if name == "prefill, clusters":
-        request.getfixturevalue("clusters")
     with simulated(ARCH, [], 7):
         for kind, seed in kinds.items():
             p = hostile.spoilt(case, hostile.made(case, in_forms), kind, seed)

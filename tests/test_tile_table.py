@@ -38,7 +38,7 @@ def rows(op):
             found = [(general, table.tile_of(q, kv, row.dims, False)), (plain, table.tile_of(q, kv, row.dims, True))]
         found += [(split, table.split_tile_of(q, kv, row.dims))]
         if op == "attention.sm90" and row.dims == (512, 512) and q == kv != table.FP8:
-            found += [(general, table.CLUSTER_512), (plain, table.CLUSTER_512)]
+            found += [(some, table.tile_of(q, kv, row.dims, True, shared=True)) for some in (general, plain)]
         yield from ((replace(spec, tile=t), t, row.dims) for spec, t in found if t)
 
 

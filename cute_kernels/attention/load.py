@@ -92,9 +92,9 @@ def block_at(spec, a, w, at: KVBlock):
 #   loads       the block by TMA or cp.async (`source(spec).fill`); page ids are looked up one block ahead
 #   releases    work_pipe as soon as the tile is read; the load itself signals the full barrier of the stage
 # In kernels without a schedule warp, loader 0 of one role is the tile scheduler too (`produces_tiles`): it produces the
-# next tile after the first (highest) block of this one, while the blocks are on their way; in a cluster, that of CTA 0
-# does so for all CTAs. Loader 0 of one role may also load Q (`loads_q`), before the tile's first block. With a PDL
-# prologue, the page ids of the CTA's first block are there already if it is the expected one.
+# next tile after the first (highest) block of this one, while the blocks are on their way. Loader 0 of one role may
+# also load Q (`loads_q`), before the tile's first block. With a PDL prologue, the page ids of the CTA's first block are
+# there already if it is the expected one.
 @cute.jit
 def load_kv(
     spec: cutlass.Constexpr,
@@ -108,15 +108,12 @@ def load_kv(
 ):
     """Load this warp's share of K or V for every tile of the CTA. which: `pages.K` or `pages.V`. loader: index of the
     warp among those that fill a stage together."""
-    a, finder = plan.args, loader  # the warp with finder 0 finds the tiles
-    parts = const_expr(spec.tile.v_parts if which == pages.V else spec.tile.s_parts)
-    if const_expr(spec.tile.cluster > 1):
-        finder += cute.arch.block_idx_in_cluster()
+    a = plan.args
     page_ids, prologue = source(spec).page_id_cache(spec, into.op), PrologueWork(Int32(0), Int32(-1), Int32(0))
     if const_expr(pdl.has_prologue(spec)):
         prologue = prologue_prefetch(spec, a, s, page_ids, which, loader)
     if const_expr(produces_tiles):
-        if finder == 0:
+        if loader == 0:
             tiles.begin(spec, a, s.scheduler)
             tiles.produce_next(spec, a, s, Int32(0))
 
@@ -143,23 +140,18 @@ def load_kv(
                 source(spec).prefetch_pages(spec, page_ids, sequence_pages, first)
         # K or V, and page ids of the next block
         for position in cutlass.range(w.n_block_max - 1, w.n_block_min - 1, -1, unroll=1):
-            if const_expr(parts == 1):
-                at = block_at(spec, a, w, KVBlock(loader, i, position, head, w.kv_len, o_tile))
+            at = block_at(spec, a, w, KVBlock(loader, i, position, head, w.kv_len, o_tile))
+            if const_expr(spec.tile.pieces == 1):
                 source(spec).fill(spec, *into, page_ids, sequence_pages, at)
             else:
-                for part in cutlass.range_constexpr(parts):  # of the columns of V, or of the keys of K
-                    item, columns = i * parts + part, const_expr(part if which == pages.V else 0)
-                    at = block_at(spec, a, w, KVBlock(loader, item, position, head, w.kv_len, columns))
-                    if const_expr(which == pages.K):
-                        at = at._replace(n_block=at.n_block * parts + part)
-                    source(spec).fill(spec, *into, page_ids, sequence_pages, at)
+                source(spec).fill_pieces(spec, *into, page_ids, sequence_pages, at)
             i += 1
             # produce the next tile after the first (highest) block; a tile without blocks does so below
             if const_expr(produces_tiles):
-                if finder == 0 and position == w.n_block_max - 1:
+                if loader == 0 and position == w.n_block_max - 1:
                     tiles.produce_next(spec, a, s, t + 1)
         if const_expr(produces_tiles):
-            if finder == 0 and w.n_block_max <= w.n_block_min:
+            if loader == 0 and w.n_block_max <= w.n_block_min:
                 tiles.produce_next(spec, a, s, t + 1)
         return Items(i, q)
 

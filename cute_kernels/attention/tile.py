@@ -17,19 +17,11 @@ class TileConfig(Protocol):
 
     @property
     def m(self) -> int:
-        """The most query rows of a tile that a CTA computes."""
+        """The most query rows of a tile."""
 
     @property
-    def cluster(self) -> int:
-        """The CTAs of a cluster, which have one tile of the schedule: neighbouring rows, the same keys."""
-
-    @property
-    def v_parts(self) -> int:
-        """The parts of columns in which V is loaded."""
-
-    @property
-    def s_parts(self) -> int:
-        """The parts of keys in which a block of K is loaded."""
+    def pieces(self) -> int:
+        """The stages that a block of K takes, each with some of its columns, and a block of V, each with some keys."""
 
     @property
     def n(self) -> int:
@@ -37,7 +29,7 @@ class TileConfig(Protocol):
 
     @property
     def m_choices(self) -> tuple[int, ...]:
-        """The numbers of rows that a tile of the schedule may have, ascending."""
+        """The numbers of rows that a tile may have, ascending."""
 
     @property
     def load_warps(self) -> int:

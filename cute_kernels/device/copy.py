@@ -50,27 +50,25 @@ class DenseOperand(TmaOperand):
     as_lines: cutlass.Int32  # whether the rows are contiguous in global memory
 
 
-def make_box(t, rows, cols, multicast=False):
+def make_box(t, rows, cols):
     """Return the box of `rows` rows of t (rows, cols or fewer, ...), with a stride of 1 along cols.
 
-    The box is as wide as the widest swizzle allows: at most SWIZZLE_BYTES. multicast: a copy says which CTAs of the
-    cluster get the box (`mcast_mask`)."""
+    The box is as wide as the widest swizzle allows: at most SWIZZLE_BYTES."""
     bits = t.element_type.width
     shape = rows, width(cols * bits // 8) * 8 // bits
     layout = cute.select(smem_layout(shape, 1, t.element_type), mode=[0, 1])
-    op = cpasync.CopyBulkTensorTileG2SMulticastOp() if multicast else cpasync.CopyBulkTensorTileG2SOp()
-    atom, gmem = cpasync.make_tiled_tma_atom(op, t, layout, shape)
+    atom, gmem = cpasync.make_tiled_tma_atom(cpasync.CopyBulkTensorTileG2SOp(), t, layout, shape)
     return TmaBox(atom, gmem, *shape)
 
 
-def operand(t, shape, stages, rows, multicast=False):
+def operand(t, shape, stages, rows):
     """Return the operand that fills stages of `shape` (rows, cols) from t (rows, cols or fewer, ...): TMA fills columns
     that t does not have with zeros.
 
-    rows: heights of the boxes, ascending. multicast: see `make_box`."""
+    rows: heights of the boxes, ascending."""
     layout = smem_layout(shape, stages, t.element_type)
     size = cute.size_in_bytes(t.element_type, cute.select(layout, mode=[0, 1]))
-    return TmaOperand(tuple(make_box(t, r, shape[1], multicast) for r in rows), layout, size)
+    return TmaOperand(tuple(make_box(t, r, shape[1]) for r in rows), layout, size)
 
 
 def make_dense_box(t, rows, cols):

@@ -1,16 +1,11 @@
-"""Distributed shared memory (DSMEM): accesses to the shared memory of the CTAs of the cluster, in words of 32 bits.
+"""Distributed shared memory (DSMEM): reads of the shared memory of other CTAs of the cluster, in words of 32 bits.
 
-Where each CTA writes only its own shared memory, it publishes what it wrote, and reads what others wrote, like this:
+Each CTA writes only its own shared memory. A CTA publishes what it wrote, and reads what others wrote, like this:
 
     dsmem.fence_release()                               # order this thread's writes before its arrival
     cute.arch.cluster_arrive_relaxed()
     cute.arch.cluster_wait()                            # acquire: the other CTAs' writes are visible
     count = dsmem.load(dsmem.address(counts, rank), i)  # counts[i] of CTA `rank`
-
-A thread that sends words to another CTA signals an mbarrier there, which counts their bytes:
-
-    dsmem.arrive_and_expect_tx(dsmem.address_of(full, rank), 16)
-    dsmem.send(dsmem.address(words, rank), 0, (a, b, c, d), dsmem.address_of(full, rank))
 """
 
 import cutlass.cute as cute
@@ -21,13 +16,8 @@ def address(tensor, rank):
     """Return the `shared::cluster` address of `tensor` in CTA `rank` (PTX `mapa`).
 
     Compute it next to its use: addresses that are hoisted out of loops spill."""
-    return address_of(tensor.iterator, rank)
-
-
-def address_of(pointer, rank):
-    """Return the `shared::cluster` address of `pointer` in CTA `rank`."""
     text = "mapa.shared::cluster.u32 {$w0}, {$r0}, {$r1};"
-    own = Uint32(pointer.toint())
+    own = Uint32(tensor.iterator.toint())
     return cute.arch.inline_ptx(text, write_only_types=[Uint32], read_only_args=[own, Uint32(rank)])
 
 
@@ -47,33 +37,6 @@ def load_vector(base, word, into):
     words = cute.arch.inline_ptx(text, write_only_types=[Uint32] * count, read_only_args=[Int32(base) + 4 * word])
     for i in range(count):
         into[i] = words[i]
-
-
-def arrive_if(mbarrier, rank, condition):
-    """Arrive at an mbarrier in CTA `rank` if `condition`, without a branch. It orders no writes of this thread."""
-    text = (
-        "{ .reg .pred p; .reg .b32 a; setp.ne.u32 p, {$r2}, 0; @p mapa.shared::cluster.u32 a, {$r0}, {$r1}; "
-        "@p mbarrier.arrive.shared::cluster.b64 _, [a]; }"
-    )
-    own, args = Uint32(mbarrier.toint()), (Uint32(rank), Uint32(condition))
-    cute.arch.inline_ptx(text, write_only_types=[], read_only_args=[own, *args])
-
-
-def arrive_and_expect_tx(mbarrier, tx_bytes):
-    """Arrive at the mbarrier at a `shared::cluster` address and expect `tx_bytes`."""
-    text = "mbarrier.arrive.expect_tx.shared::cluster.b64 _, [{$r0}], {$r1};"
-    cute.arch.inline_ptx(text, write_only_types=[], read_only_args=[mbarrier, Uint32(tx_bytes)])
-
-
-def send(base, word, values, mbarrier):
-    """Store four words behind an `address`, from word `word` on, and complete their bytes at the mbarrier at a
-    `shared::cluster` address, which must be in the same CTA."""
-    text = (
-        "st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v4.b32 "
-        "[{$r0}], {{$r1}, {$r2}, {$r3}, {$r4}}, [{$r5}];"
-    )
-    words = [Uint32(value) for value in values]
-    cute.arch.inline_ptx(text, write_only_types=[], read_only_args=[base + 4 * word, *words, mbarrier])
 
 
 def fence_release():

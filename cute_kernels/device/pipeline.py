@@ -21,9 +21,6 @@ The protocol, with TMA as the producer:
     pipeline.consumer_release(k_pipe, n)                        # arrive at `empty`, once per warp
 
 A producer warp that writes the stage itself calls `producer_acquire`, then `producer_commit`.
-
-The CTAs of a cluster may fill their stages together, by multicast (`cluster`): then each of them has such a pipeline,
-and a stage is free when the consumers of all CTAs have released it.
 """
 
 from dataclasses import dataclass
@@ -31,39 +28,29 @@ from typing import Any, NamedTuple
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, Int64, const_expr
-
-from . import dsmem
+from cutlass import Float32, Int32, Int64
 
 
 @dataclass(frozen=True)
 class Pipeline:
-    """The mbarriers of a pipeline: its full barriers, then its empty ones. cluster: the number of CTAs that fill stages
-    together. A consumer then arrives at the empty barriers of all these CTAs."""
+    """The mbarriers of a pipeline: its full barriers, then its empty ones."""
 
     full: cute.Pointer  # `stages` full mbarriers, then `stages` empty ones
     stages: cutlass.Constexpr
-    cluster: cutlass.Constexpr = 1
 
 
 @cute.jit
-def make(
-    smem,
-    stages: cutlass.Constexpr,
-    producers: cutlass.Constexpr,
-    consumers: cutlass.Constexpr,
-    cluster: cutlass.Constexpr = 1,
-):
+def make(smem, stages: cutlass.Constexpr, producers: cutlass.Constexpr, consumers: cutlass.Constexpr):
     """Allocate and initialise a pipeline.
 
-    producers, consumers: arrivals of a CTA that complete a phase of a full and of an empty barrier. The caller adds the
-    fence (`mbarrier_init_fence`) and a CTA barrier, or that of the cluster, before the first use."""
-    p = Pipeline(smem.allocate_array(Int64, 2 * stages), stages, cluster)
+    producers, consumers: arrivals that complete a phase of a full and of an empty barrier. The caller adds the
+    fence (`mbarrier_init_fence`) and a CTA barrier before the first use."""
+    p = Pipeline(smem.allocate_array(Int64, 2 * stages), stages)
     if cute.arch.warp_idx() == 0:
         with cute.arch.elect_one():
             for i in cutlass.range_constexpr(stages):
                 cute.arch.mbarrier_init(p.full + i, producers)
-                cute.arch.mbarrier_init(p.full + stages + i, consumers * cluster)
+                cute.arch.mbarrier_init(p.full + stages + i, consumers)
     return p
 
 
@@ -99,17 +86,6 @@ def next_state(p: Pipeline, at: PipelineState):
     index, phase = at.index + 1, at.phase
     if index == p.stages:
         index, phase = Int32(0), phase ^ 1
-    return PipelineState(index, phase)
-
-
-@cute.jit
-def skip_states(p: Pipeline, at: PipelineState, count: cutlass.Constexpr):
-    """Return the state of the item `count` items further on; `count` divides the number of stages."""
-    index, phase = at.index, at.phase ^ 1
-    if const_expr(p.stages > count):
-        index, phase = index + count, at.phase
-        if index >= p.stages:
-            index, phase = index - p.stages, phase ^ 1
     return PipelineState(index, phase)
 
 
@@ -192,16 +168,8 @@ def producer_commit(p: Pipeline, n: Any):
 @cute.jit
 def consumer_release(p: Pipeline, n: Any):
     """Free the stage of item n for the producer (one warp: one arrival)."""
-    if const_expr(p.cluster > 1):
-        _arrive_in_cluster(p, n, cute.arch.lane_idx() < p.cluster)
-    else:
-        with cute.arch.elect_one():
-            cute.arch.mbarrier_arrive(empty_barrier(p, n))
-
-
-def _arrive_in_cluster(p: Pipeline, n, condition):
-    """Arrive at the empty barriers of all CTAs of the cluster, lane i at that of CTA i, if its `condition` holds."""
-    dsmem.arrive_if(empty_barrier(p, n), cute.arch.lane_idx(), condition)
+    with cute.arch.elect_one():
+        cute.arch.mbarrier_arrive(empty_barrier(p, n))
 
 
 @cute.jit
@@ -210,13 +178,9 @@ def consumer_release_after(p: Pipeline, n: Any, value: Float32, below: Float32):
 
     value: never less than `below`, which the compiler cannot know. So it moves neither the release nor a wait for
     MMAs behind it above the code that computes `value`."""
-    if const_expr(p.cluster > 1):
-        late = value < below  # false for NaN
-        _arrive_in_cluster(p, n, (cute.arch.lane_idx() < p.cluster) & (late == False))  # noqa: E712
-    else:
-        with cute.arch.elect_one():
-            if not value < below:
-                cute.arch.mbarrier_arrive(empty_barrier(p, n))
+    with cute.arch.elect_one():
+        if not value < below:
+            cute.arch.mbarrier_arrive(empty_barrier(p, n))
 
 
 @cute.jit
@@ -224,12 +188,9 @@ def consumer_release_if(p: Pipeline, n: Any, last):
     """Free the stage of item n for the producer if `last` (one warp: one arrival).
 
     Lane 0 arrives instead of an elected lane: this needs no branch."""
-    if const_expr(p.cluster > 1):
-        _arrive_in_cluster(p, n, last & (cute.arch.lane_idx() < p.cluster))
-    else:
-        cute.arch.sync_warp()
-        if last & (cute.arch.lane_idx() == 0):
-            cute.arch.mbarrier_arrive(empty_barrier(p, n))
+    cute.arch.sync_warp()
+    if last & (cute.arch.lane_idx() == 0):
+        cute.arch.mbarrier_arrive(empty_barrier(p, n))
 
 
 @cute.jit

@@ -52,20 +52,28 @@ def store_a(mma: cute.TiledMma, regs: cute.Tensor, smem: cute.Tensor, thread: In
 
 
 @cute.jit
-def issue(mma: cute.TiledMma, acc: cute.Tensor, a: cute.Tensor, b: cute.Tensor, zero: cutlass.Constexpr, part=0):
-    """Issue acc (+)= a b over all of K, committed as one group; do not wait for it.
+def issue(
+    mma: cute.TiledMma,
+    acc: cute.Tensor,
+    a: cute.Tensor,
+    b: cute.Tensor,
+    zero: cutlass.Constexpr,
+    part=0,
+    first: cutlass.Constexpr = 0,
+):
+    """Issue acc (+)= a b over all of K that b has, committed as one group; do not wait for it.
 
     acc: the accumulator of neighbouring columns, those of one or several instructions. zero: overwrite acc. part: which
-    such columns of b."""
+    such columns of b. first: the step of a that multiplies the first one of b."""
     assert cute.size(acc, mode=[1]) == 1
     atom = cute.make_mma_atom(mma.op)  # a local atom: setting a field of a struct member in a loop breaks dominance
     atom.set(warpgroup.Field.ACCUMULATE, not zero)
     warpgroup.fence()
     count = const_expr(cute.size(acc, mode=[2]))
-    for k in cutlass.range_constexpr(cute.size(a.shape[2])):
+    for k in cutlass.range_constexpr(cute.size(b.shape[2])):
         for n in cutlass.range_constexpr(count):
             some = acc[None, 0, n]
-            cute.mma_atom_call(atom, some, a[None, 0, k], b[None, count * part + n, k], some)
+            cute.mma_atom_call(atom, some, a[None, 0, first + k], b[None, count * part + n, k], some)
         atom.set(warpgroup.Field.ACCUMULATE, True)
     warpgroup.commit_group()
 

@@ -222,7 +222,6 @@ class LaunchPlan:
     num_tile_heads: int
     o_tiles: int  # tiles that share the columns of the output of a row
     tile_m: int  # the largest number of query rows of a tile
-    cluster: int  # CTAs of a tile
     sms: int
     stream_k: bool  # CTAs share the keys of a request
     counters_per_split: int  # of a tile
@@ -286,8 +285,7 @@ class LaunchPlan:
         if not self.stream_k:
             if self.batch * self.heads * self.o_tiles * (tokens // self.tile_m + 1) >= MOST_TILES:
                 raise _too_many_tiles(call._replace(q=q), self.batch)
-            ctas = tiles * self.cluster
-            flat[slots.grid] = ctas if ctas < self.sms else self.sms
+            flat[slots.grid] = tiles if tiles < self.sms else self.sms
             flat[slots.counters], flat[slots.counter_base] = scratch.launch_counter(self.device, capturing)
             if self.lists is not None:
                 flat[slots.mask_blocks] = self.lists.empty(call, q)
@@ -404,9 +402,8 @@ def plan_for(call: AttentionCall, arch: str, sms: int) -> LaunchPlan:
         pack_factor=group,
         num_tile_heads=heads // group,
         o_tiles=spec.tile.o_tiles,
-        tile_m=spec.tile.m_choices[-1],
-        cluster=spec.tile.cluster,
-        sms=sms // spec.tile.cluster * spec.tile.cluster or spec.tile.cluster,
+        tile_m=spec.tile.m,
+        sms=sms,
         stream_k=stream_k,
         counters_per_split=spec.tile.counters_per_split,
         split_keys=blocks * spec.tile.n if stream_k else 0,

@@ -78,8 +78,8 @@ def operand(spec, x, dim):
     """Make the operand of the source of K or V. dim: its padded head dim."""
     t = spec.tile
     if is_dense(spec):
-        return tma.operand(spec, x, (t.n, spec.head_dim_vo), t.stages, copy.dense_operand)
-    return source(spec).operand(spec, x, (t.n, stage_columns(spec, x, dim)), t.stages)
+        return tma.operand(x, (t.n, spec.head_dim_vo), t.stages, copy.dense_operand)
+    return source(spec).operand(x, (t.n, stage_columns(spec, x, dim)), t.stages)
 
 
 @cute.jit

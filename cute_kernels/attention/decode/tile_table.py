@@ -42,9 +42,7 @@ class DecodeTileConfig:
 
     load_warps: ClassVar[int] = 1
     per_tile_pack_gqa: ClassVar[bool] = False
-    cluster: ClassVar[int] = 1
-    v_parts: ClassVar[int] = 1
-    s_parts: ClassVar[int] = 1
+    pieces: ClassVar[int] = 1
     pdl_prologue: ClassVar[bool] = True
 
     @property

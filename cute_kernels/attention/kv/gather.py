@@ -26,7 +26,7 @@ class GatherOperand:
     page_size: Any  # `quotient_params` of the rows of a page
 
 
-def operand(_spec, x, shape, stages):
+def operand(x, shape, stages):
     """Make the operand of x (pages, Hkv, P, D). shape: (n, D) of a stage."""
     page_size = quotient_params(cutlass.max(x.shape[2], 1))
     return GatherOperand(x, layout.smem_layout(shape, stages, x.element_type), page_size)

@@ -1,14 +1,10 @@
-"""KV blocks by TMA. A box is a page, a part of a page or, if ragged, some neighbouring rows.
-
-In a cluster, every CTA expects whole blocks, and loads its share of the columns of each box into all of them, by
-multicast. A box may arrive at a CTA before that CTA has announced its bytes: the phase completes after both.
-"""
+"""KV blocks by TMA. A box is a page, a part of a page or, if ragged, some neighbouring rows."""
 
 from typing import Any, NamedTuple
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Int16, Int32, const_expr
+from cutlass import Int32, const_expr
 
 from ...device import copy, pipeline
 from .. import pdl
@@ -50,28 +46,21 @@ def page_id_cache(spec, op):
     """Allocate the `PageIdCache` of an operand; None in kernels that look up no pages ahead."""
     return (
         PageIdCache(box_pages(spec), op.boxes[0].gmem.shape[0], op.boxes[0].gmem.shape[3])
-        if pdl.has_prologue(spec)
+        if pdl.has_prologue(spec) or spec.tile.pieces > 1
         else None
     )
 
 
 @cute.jit
-def prefetch_pages(
-    spec: cutlass.Constexpr,
-    page_ids: Any,
-    sequence_pages: pages.SequencePages,
-    at: KVBlock,
-    rows: cutlass.Constexpr = 0,
-):
+def prefetch_pages(spec: cutlass.Constexpr, page_ids: Any, sequence_pages: pages.SequencePages, at: KVBlock):
     """Look up the pages of a block ahead of its `fill`. Lane c has rows [8 c, 8 c + 8), and those 256 rows further on.
-    Boxes past kv_len get a page past the pool; their table entries are never read. rows: of a stage; 0: `tile.n`."""
+    Boxes past kv_len get a page past the pool; their table entries are never read."""
     if const_expr(page_ids is not None):
-        n = const_expr(rows or spec.tile.n)
         for c in cutlass.range_constexpr(cute.size(page_ids.box_pages.page)):
             first = (32 * c + cute.arch.lane_idx()) * BOXES[0]
-            row = at.n_block * n + first
+            row = at.n_block * spec.tile.n + first
             page_ids.box_pages.page[c], page_ids.box_pages.row[c] = Int32(page_ids.pool), Int32(0)
-            if row < at.kv_len and first < n:
+            if row < at.kv_len and first < spec.tile.n:
                 page_ids.box_pages.page[c] = pages.page_of(sequence_pages, row, page_ids.page_size)
                 page_ids.box_pages.row[c] = pages.row_in_page(sequence_pages, row, page_ids.page_size)
 
@@ -86,8 +75,8 @@ def fill(
     sequence_pages: pages.SequencePages,
     at: KVBlock,
 ):
-    """Load a KV block, rows [n_block n, (n_block + 1) n) of a KV head, into the item's stage of n rows. Called by each
-    of the `tile.load_warps` warps, for its share of the boxes.
+    """Load a KV block, rows [n_block n, (n_block + 1) n) of a KV head, into the item's stage. Called by each of the
+    `tile.load_warps` warps, for its share of the boxes.
 
     prefetched: the page ids from `prefetch_pages`, which are then looked up for the next block, n_block - 1; or None,
     then they are looked up here. Boxes past kv_len are read from a page past the pool, which TMA fills with zeros.
@@ -95,20 +84,62 @@ def fill(
     page_size, page_ids = op.boxes[0].gmem.shape[0], prefetched
     if const_expr(prefetched is None):
         page_ids = PageIdCache(box_pages(spec), page_size, op.boxes[0].gmem.shape[3])
-        prefetch_pages(spec, page_ids, sequence_pages, at, const_expr(cute.size(smem, mode=[0])))
-    if sequence_pages.start >= 0:  # ragged: the largest boxes
-        page_size = Int32(op.boxes[-1].rows)
-    if const_expr(not isinstance(op, copy.DenseOperand)):
-        fill_page_boxes(spec, op, op.boxes, smem, p, page_ids.box_pages, page_size, at)
-    elif op.as_lines != 0 and sequence_pages.start < 0:  # ragged rows may begin inside a line
-        lines = cute.make_tensor(smem.iterator, op.line_layout)
-        fill_page_boxes(spec, op, op.line_boxes, lines, p, page_ids.box_pages, page_size, at)
-    else:
-        fill_page_boxes(spec, op, op.boxes, smem, p, page_ids.box_pages, page_size, at)
+        prefetch_pages(spec, page_ids, sequence_pages, at)
+    fill_stage(spec, op, smem, p, page_ids.box_pages, sequence_pages, at)
     # page ids of the next block
     if const_expr(prefetched is not None):
         if at.n_block > 0:
             prefetch_pages(spec, prefetched, sequence_pages, at._replace(n_block=at.next_n_block))
+
+
+@cute.jit
+def fill_pieces(
+    spec: cutlass.Constexpr,
+    op: Any,
+    smem: cute.Tensor,
+    p: pipeline.Pipeline,
+    prefetched: PageIdCache,
+    sequence_pages: pages.SequencePages,
+    at: KVBlock,
+):
+    """Do the work of `fill` for a block that takes `tile.pieces` stages, each with some of its columns or, if a stage
+    has fewer rows than a block, some rows. at.item counts blocks here."""
+    rows = const_expr(cute.size(smem, mode=[0]))
+    lanes = const_expr(rows // BOXES[0] if rows < spec.tile.n else 0)  # of a piece, see `prefetch_pages`
+    found, own = box_pages(spec), box_pages(spec)
+    for x, ahead in zip(found, prefetched.box_pages, strict=True):
+        x[0] = ahead[0]
+    # page ids of the next block
+    if at.n_block > 0:
+        prefetch_pages(spec, prefetched, sequence_pages, at._replace(n_block=at.next_n_block))
+    for i in cutlass.range(spec.tile.pieces, unroll=1):
+        for x, y in zip(own, found, strict=True):
+            x[0] = y[0] if const_expr(lanes == 0) else cute.arch.shuffle_sync(y[0], cute.arch.lane_idx() + lanes * i)
+        piece = at._replace(item=at.item * spec.tile.pieces + i, o_tile=i if const_expr(lanes == 0) else 0)
+        fill_stage(spec, op, smem, p, own, sequence_pages, piece)
+
+
+@cute.jit
+def fill_stage(
+    spec: cutlass.Constexpr,
+    op: Any,
+    smem: cute.Tensor,
+    p: pipeline.Pipeline,
+    box_pages: BoxPages,
+    sequence_pages: pages.SequencePages,
+    at: KVBlock,
+):
+    """Load this warp's share of the boxes of a stage, the pages of which are known."""
+    page_size = op.boxes[0].gmem.shape[0]
+    if sequence_pages.start >= 0:  # ragged: the largest boxes
+        page_size = Int32(op.boxes[-1].rows)
+    if const_expr(not isinstance(op, copy.DenseOperand)):
+        fill_page_boxes(spec, op, op.boxes, smem, p, box_pages, page_size, at)
+    elif op.as_lines != 0 and sequence_pages.start < 0:  # ragged rows may begin inside a line
+        lines = cute.make_tensor(smem.iterator, op.line_layout)
+        fill_page_boxes(spec, op, op.line_boxes, lines, p, box_pages, page_size, at)
+    else:
+        fill_page_boxes(spec, op, op.boxes, smem, p, box_pages, page_size, at)
 
 
 @cute.jit
@@ -204,36 +235,27 @@ def fetch(
         gmem = b.gmem if const_expr(rows is None) else cute.domain_offset((rows[i], 0, 0, 0), b.gmem)
         s, g = copy.partition(b, into.smem, gmem)
         if const_expr(count % spec.tile.load_warps == 0) or numbers[i] < count:
-            if const_expr(spec.tile.cluster > 1):
-                share = const_expr(cute.size(s, mode=[2]) // spec.tile.cluster)
-                first = cute.arch.make_warp_uniform(cute.arch.block_idx_in_cluster()) * share
-                for d in cutlass.range_constexpr(share):
-                    dst = s[None, numbers[i], first + d, into.stage]
-                    source = g[None, 0, into.first_col + first + d, into.head, page_ids[i]]
-                    mask = Int16((1 << spec.tile.cluster) - 1)
-                    cute.copy_atom_call(b.atom, source, dst, tma_bar_ptr=into.full, mcast_mask=mask)
-            else:
-                for d in cutlass.range_constexpr(cute.size(s, mode=[2])):
-                    dst = s[None, numbers[i], d, into.stage]
-                    source = g[None, 0, into.first_col + d, into.head, page_ids[i]]
-                    cute.copy_atom_call(b.atom, source, dst, tma_bar_ptr=into.full)
+            for d in cutlass.range_constexpr(cute.size(s, mode=[2])):
+                dst = s[None, numbers[i], d, into.stage]
+                source = g[None, 0, into.first_col + d, into.head, page_ids[i]]
+                cute.copy_atom_call(b.atom, source, dst, tma_bar_ptr=into.full)
 
 
-def operand(spec, x, shape, stages, make=copy.operand):
-    """Make the TMA operand of x (pages, Hkv, P, D). shape: (n, D) of a stage. make: `copy.operand` or, without a
-    cluster, `copy.dense_operand`."""
+def operand(x, shape, stages, make=copy.operand):
+    """Make the TMA operand of x (pages, Hkv, P, D). shape: (n, D) of a stage. make: `copy.operand` or
+    `copy.dense_operand`."""
     rows = cute.make_tensor(x.iterator, cute.select(x.layout, mode=[2, 3, 1, 0]))
-    options = {"multicast": True} if spec.tile.cluster > 1 else {}
-    return make(rows, shape, stages, boxes(shape[0]), **options)
+    return make(rows, shape, stages, boxes(shape[0]))
 
 
 def fence_before_mma():
     """Do nothing: an MMA may read what TMA has written."""
 
 
-def has_partial_tail(spec, valid):
-    """Return whether a block of `valid` rows ends inside a box, so that `zero_tail` has work to do."""
-    return valid % boxes(spec.tile.n)[-1] != 0
+def has_partial_tail(n, valid):
+    """Return whether a stage of n rows, of which the first `valid` exist, ends inside a box, so that `zero_tail` has
+    work to do."""
+    return valid % boxes(n)[-1] != 0
 
 
 @cute.jit
@@ -245,7 +267,7 @@ def zero_tail(spec: cutlass.Constexpr, stage: cute.Tensor, valid: Int32, tid: In
     per_row = const_expr(cute.size(stage, mode=[1]) // vec)
     zeros = cute.make_rmem_tensor(vec, stage.element_type)
     zeros.fill(0.0)
-    box = boxes(spec.tile.n)[-1]
+    box = boxes(cute.size(stage, mode=[0]))[-1]
     rows = (valid + box - 1) // box * box - valid
     for i in cutlass.range(tid, rows * per_row, threads, unroll=1):
         copy.vector(zeros, cute.local_tile(stage, (1, vec), (valid + i // per_row, i % per_row))[0, None])

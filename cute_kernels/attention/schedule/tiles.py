@@ -1,8 +1,5 @@
 """The dynamic persistent tile scheduler: whole tiles, one CTA each, in LPT (longest processing time first) order.
 
-With `tile.cluster`, a cluster computes a tile: read "cluster" for "CTA" below. CTA 0 of the cluster finds the tile and
-sends it to all of its CTAs, each of which computes other rows of it (`work.produce`).
-
 Dynamic: a CTA starts with the tile of its own index and draws later ones from an atomic counter, so that all CTAs end
 together for any lengths. Which CTA computes a tile does not affect the result. The last draw of a launch resets the
 counter: no state passes from launch to launch.
@@ -243,21 +240,13 @@ def search(spec: cutlass.Constexpr, a, launch_tile: Int32, smem: SchedulerSmem):
     return num_tiles, is_valid, seq_tile, sequence, batch
 
 
-def num_clusters(spec):
-    """Return the number of CTAs, or clusters, that compute tiles."""
-    ctas = cute.arch.grid_dim()[0]
-    return ctas if spec.tile.cluster == 1 else ctas // spec.tile.cluster
-
-
 @cute.jit
-def next_index(spec: cutlass.Constexpr, a, t: Int32):
+def next_index(a, t: Int32):
     """Return the number, in the launch, of this CTA's t-th tile. Called by one warp. The first is the CTA's own index;
     later ones come from the launch's counter, which hands out as many numbers as the launch has tiles. Without a
     counter, tiles are assigned statically, with a stride of the grid."""
-    ctas, own = num_clusters(spec), cute.arch.block_idx()[0]
-    if const_expr(spec.tile.cluster > 1):
-        own = own // spec.tile.cluster
-    launch_tile = t * ctas + own
+    ctas = cute.arch.grid_dim()[0]
+    launch_tile = t * ctas + cute.arch.block_idx()[0]
     if t > 0 and a.schedule.counter_base >= 0:
         got = Int32(0)
         if cute.arch.lane_idx() == 0:
@@ -298,7 +287,7 @@ def find(spec: cutlass.Constexpr, a, launch_tile: Int32, smem: SchedulerSmem):
             row_bytes = geometry.kv_row_bytes(spec)
             section = l2_section(sequence.kv_len, row_bytes, a.kv.k.shape[1], each, spec.tile.l2_bytes)
             if section < heads.value:
-                whole = whole_sections(heads.value, section, num_clusters(spec), num_tiles)
+                whole = whole_sections(heads.value, section, cute.arch.grid_dim()[0], num_tiles)
                 m_block, head = lpt_order(seq_tile, m_blocks, heads.value, section, whole)
     seqlen = mask.seqlen_info(spec, a, sequence.q_len, sequence.kv_len)
     magic = geometry.pack_magic(sequence.pack_gqa, a.launch.group_magic)
@@ -315,10 +304,10 @@ def find(spec: cutlass.Constexpr, a, launch_tile: Int32, smem: SchedulerSmem):
 @cute.jit
 def produce_next(spec: cutlass.Constexpr, a, s, t: Int32):
     """Find the CTA's t-th tile and produce it. Called by one warp. A tile that is not valid ends every role's loop."""
-    launch_tile = next_index(spec, a, t)
+    launch_tile = next_index(a, t)
     w, num_tiles = find(spec, a, launch_tile, s.scheduler)
     counters = a.schedule.counters
     if w.is_valid == 0 and t > 0 and a.schedule.counter_base >= 0:
-        if cute.arch.lane_idx() == 0 and launch_tile == num_clusters(spec) + num_tiles - 1:
+        if cute.arch.lane_idx() == 0 and launch_tile == cute.arch.grid_dim()[0] + num_tiles - 1:
             counters[a.schedule.counter_base] = 0  # this was the launch's last draw
     work.produce(s, t, w)

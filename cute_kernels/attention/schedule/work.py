@@ -10,7 +10,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Int32, const_expr
 
-from ...device import dsmem, pipeline
+from ...device import pipeline
 from . import policy
 
 
@@ -26,7 +26,6 @@ class SplitInfo(NamedTuple):
 class WorkTileInfo(NamedTuple):
     """A tile and the facts about its sequence that every role needs.
 
-    m_block: which rows of the sequence the CTA has, in units of its `tile.m`.
     The KV blocks [n_block_min, n_block_max) have a key that a row of the tile sees (none if the range is empty); those
     of [n_block_full_min, n_block_full_max) need no mask. split: a `SplitInfo`, or None in kernels
     without split tiles (`policy.is_split_kv`).
@@ -69,10 +68,8 @@ def allocate(spec, smem):
 
 
 def make_pipe(spec, smem, roles):
-    """Allocate and initialise work_pipe. Every warp reads the tiles, except those of the roles schedule and idle. In a
-    cluster, CTA 0 waits until the warps of all CTAs have read a stage."""
-    readers = roles.warps() - roles.warps("idle", "schedule")
-    return pipeline.make(smem, policy.work_stages(spec), 1, readers, spec.tile.cluster)
+    """Allocate and initialise work_pipe. Every warp reads the tiles, except those of the roles schedule and idle."""
+    return pipeline.make(smem, policy.work_stages(spec), 1, roles.warps() - roles.warps("idle", "schedule"))
 
 
 def flatten(w: WorkTileInfo):
@@ -82,29 +79,10 @@ def flatten(w: WorkTileInfo):
 
 @cute.jit
 def produce(s, t: Int32, w: WorkTileInfo):
-    """Wait for a free stage, then produce the CTA's t-th tile. Called by one warp. In a cluster, CTA 0 produces the
-    tiles of all CTAs."""
+    """Wait for a free stage, then produce the CTA's t-th tile. Called by one warp."""
     pipeline.producer_acquire(s.work_pipe, t)
-    if const_expr(s.work_pipe.cluster > 1):
-        send(s, t, w)
-    else:
-        producer_write(s, t, w)
-        producer_commit(s, t)
-
-
-@cute.jit
-def send(s, t: Int32, w: WorkTileInfo):
-    """Write a tile of the cluster to each of its CTAs, lane i to CTA i, which has the i-th of the tile's m_blocks."""
-    lane, cluster = cute.arch.lane_idx(), const_expr(s.work_pipe.cluster)
-    if lane < cluster:
-        full = dsmem.address_of(pipeline.full_barrier(s.work_pipe, t), lane)
-        into, count = dsmem.address(s.work, lane), const_expr(cute.size(s.work, mode=[0]))
-        words = [*flatten(w._replace(m_block=w.m_block * cluster + lane))]
-        words += [Int32(0)] * (count - len(words))
-        dsmem.arrive_and_expect_tx(full, 4 * count)
-        for i in cutlass.range_constexpr(0, count, 4):
-            dsmem.send(into, pipeline.stage(s.work_pipe, t) * count + i, words[i : i + 4], full)
-    cute.arch.sync_warp()
+    producer_write(s, t, w)
+    producer_commit(s, t)
 
 
 @cute.jit

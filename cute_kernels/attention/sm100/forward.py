@@ -140,7 +140,7 @@ def forward(spec: cutlass.Constexpr, stream, *flat):
     a = geometry.launch_args(spec, flat)
     t = spec.tile
     k, v = (
-        source(spec).operand(spec, x, (t.n, stage_columns(spec, x, dim)), t.raw_stages or t.stages)
+        source(spec).operand(x, (t.n, stage_columns(spec, x, dim)), t.raw_stages or t.stages)
         for x, dim in ((a.kv.k, spec.padded_qk), (a.kv.v, spec.padded_vo))
     )
     rows = cute.make_tensor(a.query.q.iterator, cute.select(a.query.q.layout, mode=[0, 2, 1]))

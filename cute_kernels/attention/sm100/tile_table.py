@@ -40,9 +40,7 @@ class Sm100TileConfig:
     dequant_pieces: ClassVar[int] = 2
     l2_bytes: ClassVar[int] = 32 << 20  # L2 is 126 MB in two halves
     per_tile_pack_gqa: ClassVar[bool] = True
-    cluster: ClassVar[int] = 1
-    v_parts: ClassVar[int] = 1
-    s_parts: ClassVar[int] = 1
+    pieces: ClassVar[int] = 1
     pdl_prologue: ClassVar[bool] = False
     alternates_m_blocks: ClassVar[bool] = False  # with split keys, tiles come in ascending order
     counters_per_split: ClassVar[int] = 1

@@ -55,7 +55,7 @@ def padded(kv: str, dims: tuple[int, int]) -> tuple[int, int]:
 
 def headline(q: str, kv: str, dims: tuple[int, int], causal: bool) -> Spec:
     """Return the spec of a kernel that takes one mask, causal or none, and no modifier."""
-    mask, tile = MaskSpec("always" if causal else "never"), tile_of(q, kv, padded(kv, dims), True, cluster=True)
+    mask, tile = MaskSpec("always" if causal else "never"), tile_of(q, kv, padded(kv, dims), True, shared=True)
     return AttentionSpec(q, KVSpec(kv), outputs(q)[:1], *dims, mask, tile=tile)
 
 
@@ -66,7 +66,7 @@ def general(q: str, kv: str, dims: tuple[int, int]) -> Spec:
     which is compiled at that call.
     """
     mask, logits = MaskSpec("value", window=True), LogitsSpec(soft_cap=True)
-    tile = tile_of(q, kv, padded(kv, dims), False, cluster=True)
+    tile = tile_of(q, kv, padded(kv, dims), False, shared=True)
     out = outputs(q) if q == FP8 else outputs(q)[:1]
     return AttentionSpec(q, KVSpec(kv), out, *dims, mask, logits, tile=tile)
 
@@ -98,15 +98,9 @@ def leaves_registers(request: KernelRequest, tile: Sm90TileConfig | None) -> boo
     return not some or some == 1 and (tile is None or tile.warpgroups <= 2)
 
 
-def is_operand(kv: KVSpec) -> bool:
-    """Return whether MMAs read K and V as TMA loads them."""
-    return kv.source == "tma" and kv.dtype in DTYPES
-
-
-def fits_cluster(kv: KVSpec, mask: MaskSpec) -> bool:
-    """Return whether the CTAs of a cluster can load K and V together: by TMA, and the blocks that follow from lengths,
-    since the list of blocks of a custom mask is that of 64 rows."""
-    return is_operand(kv) and not mask.custom
+def can_share_scores(kv: KVSpec, mask: MaskSpec) -> bool:
+    """Return whether warpgroups that have the same rows can have a part each of the scores."""
+    return kv.source == "tma" and kv.dtype in DTYPES and not mask.custom
 
 
 def candidate(request: KernelRequest, arch: str, split: bool = False) -> Spec:
@@ -120,7 +114,7 @@ def candidate(request: KernelRequest, arch: str, split: bool = False) -> Spec:
     logits = replace(spec.logits, skip=p.skip, alibi=p.alibi, head_scales=p.head_scales and p.kv in DTYPES)
     out = outputs(p.q, p.out) if len(spec.out) > 1 or p.out not in DTYPES else (p.out,)
     tile = spec.tile
-    if not fits_cluster(KVSpec(p.kv, kv_source(p)), mask):
+    if not can_share_scores(KVSpec(p.kv, kv_source(p)), mask):
         tile = tile_of(p.q, p.kv, padded(p.kv, dims), plain)
     if not leaves_registers(p, tile):
         tile = tile_of(p.q, p.kv, padded(p.kv, dims), False)
@@ -158,18 +152,19 @@ def supports(spec: Spec) -> Refusal | None:
         return Refusal("tile", f"{t}: m must be 64 or 128 over quantised K and V")
     if spec.logits.soft_cap and (t.q_in_regs or t.q_stages > 1):  # no MMA may be in flight when `mma` branches
         return Refusal("tile", f"{t}: with a soft cap, q_stages must be 1 and q_in_regs False")
-    if spec.kv.dtype == spec.q != FP8 and t.load_warps != 2:
-        return Refusal("tile", f"{t}: load_warps must be 2 unless K or V is prepared")
+    if spec.kv.dtype == spec.q != FP8 and t.load_warps != 2 and t.pieces == 1:
+        return Refusal("tile", f"{t}: load_warps must be 2, or 1 with pieces, unless K or V is prepared")
     return refuse_excess(spec, t)
 
 
 def refuse_parts(spec: Spec, t: Sm90TileConfig) -> Refusal | None:
-    """Return the refusal of a cluster, or of warpgroups that share scores, where the kernel has none; None if it is
-    fine."""
-    if t.cluster > 1 and (t.o_parts < 2 or not fits_cluster(spec.kv, spec.mask)):
-        return Refusal("tile", f"{t}: a cluster needs o_parts of 2, and 16-bit K and V that TMA loads without a list")
-    if t.s_parts > 1 and (t.s_parts != t.o_parts or t.stages > 1 or t.n % 32 or not is_operand(spec.kv)):
-        return Refusal("tile", f"{t}: s_parts must be o_parts, with a stage of 16-bit K and V each, which TMA loads")
+    """Return the refusal of a tile with `s_parts` or `pieces` where the kernel has none; None if it is fine."""
+    if t.s_parts == t.pieces == 1:
+        return None
+    if t.s_parts != t.o_parts or not can_share_scores(spec.kv, spec.mask):
+        return Refusal("tile", f"{t}: s_parts must be o_parts, over 16-bit K and V of TMA, without a custom mask")
+    if t.pieces % (2 * t.stages) or t.n % (16 * t.pieces):
+        return Refusal("tile", f"{t}: pieces must be a multiple of twice the stages, and have 16 keys or more")
     return None
 
 

@@ -21,25 +21,19 @@ spare warps of warpgroup 0. Registers are per thread; `roles` has them for each 
 - work_pipe (2 stages, 4 with split KV): the next tile, produced while the current one is loaded; freed when read.
 - q_pipe (`q_stages`): Q of each tile that sees a key, or, with packed GQA, room for it, which mma fills. Freed after
   the tile's last Q K^T, or as soon as Q is in registers.
-- k_pipe, v_pipe (`stages`): one KV block each, or, with parts (`v_parts`, `s_parts`), what a warpgroup needs of it;
-  freed when their MMA is done.
+- k_pipe, v_pipe (`stages`): one KV block each, or a piece of it (`tile.pieces`); freed when their MMA is done.
 - raw_k_pipe, raw_v_pipe (`raw_stages`, or `stages` if that is 0): K and V as they are stored, from load to prepare.
   If K or V is not prepared, its raw pipe is k_pipe or v_pipe itself.
 
 With head_dim 512, two warpgroups have the same 64 rows (`tile.o_parts`), and each has half of the columns of O, for
 which it reads half of V. Both compute S or, with `tile.s_parts`, half of it each (`shared_scores`).
 
-With `tile.cluster`, the CTAs of a cluster have one tile of the schedule, m rows each, and so the same KV blocks, which
-they load together: each fetches half of the columns of every box of K and V, for both, by multicast. A stage of
-either CTA is then filled by both, and freed by the warps of both. CTA 0 finds the tiles and sends them (`work.send`).
-If the last tile has rows for CTA 0 alone, CTA 1 computes rows that nobody stores.
-
 Quantised K and V (of another type than Q) become fp16, which holds all of their values. Q becomes fp16, too, a bf16 Q
 with a power-of-two scale per row that goes into the row's score scale (`query.load_q`): in registers, in the stage that
 it was loaded to, or, if it was loaded as 8 bits, in a stage beside that.
 
 Shared memory: `q_stages` x Q (m x Dqk), `stages` x (K (n x Dqk) + V (n x Dvo)), 1024-byte aligned, barriers, tiles;
-if scores are shared, three stages of P (m x n), maxima and sums of rows (`shared_scores`);
+if scores are shared, two stages of P (m x n), maxima and sums of rows (`shared_scores`);
 if K or V is prepared, `raw_stages` of it as stored, with its scale factors; if O is promoted, its fp32 sums
 (`promotion`); with skip-softmax, votes (`skip`); with split KV, the tiles of the CTA's splits (`..splits`).
 
@@ -113,9 +107,9 @@ def forward(spec: cutlass.Constexpr, stream, *flat):
     a = geometry.launch_args(spec, flat)
     t = spec.tile
     k, v = (
-        source(spec).operand(spec, x, (n, stage_columns(spec, x, dim)), raw_stages(spec, which))
+        source(spec).operand(x, (n, stage_columns(spec, x, dim)), raw_stages(spec, which))
         for which, (x, n, dim) in enumerate(
-            ((a.kv.k, t.s_columns, spec.padded_qk), (a.kv.v, t.n, spec.padded_vo // t.v_parts))
+            ((a.kv.k, t.n, spec.padded_qk // t.pieces), (a.kv.v, t.n // t.pieces, spec.padded_vo))
         )
     )
     rows = cute.make_tensor(a.query.q.iterator, cute.select(a.query.q.layout, mode=[0, 2, 1]))
@@ -124,7 +118,6 @@ def forward(spec: cutlass.Constexpr, stream, *flat):
     kernel(spec, Sm90KernelParams(a, k, v, q, *precision.tiled_mmas(spec))).launch(
         grid=[a.schedule.grid, 1, 1],
         block=[32 * roles(spec).warps(), 1, 1],
-        cluster=[t.cluster, 1, 1] if t.cluster > 1 else None,
         stream=stream,
         min_blocks_per_mp=1,
         use_pdl=a.schedule.enable_pdl,
@@ -132,11 +125,8 @@ def forward(spec: cutlass.Constexpr, stream, *flat):
 
 
 def raw_stages(spec, which):
-    """Return the number of stages that K or V is loaded to; each part of K or V has its own."""
-    t = spec.tile
-    if precision.is_prepared(spec, which) and t.raw_stages:
-        return t.raw_stages
-    return t.stages * (t.v_parts if which == pages.V else t.s_parts)
+    """Return the number of stages that K or V is loaded to."""
+    return precision.is_prepared(spec, which) and spec.tile.raw_stages or spec.tile.stages
 
 
 def operand_stages(spec, smem, raw, which):
@@ -150,9 +140,8 @@ def stage_pipelines(spec, smem, r, which):
     """Make the pipelines of the loaded stages and of the operand stages of K or V; one is both if it is not
     prepared."""
     prepare_warps, mma_warps = r.warps(("prepare_k", "prepare_v")[which]), r.warps("mma")
-    mma_warps //= (spec.tile.s_parts, spec.tile.v_parts)[which]
     readers = prepare_warps or mma_warps
-    raw = pipeline.make(smem, raw_stages(spec, which), arrivals(spec, r), readers, spec.tile.cluster)
+    raw = pipeline.make(smem, raw_stages(spec, which), arrivals(spec, r), readers)
     operand = pipeline.make(smem, spec.tile.stages, prepare_warps, mma_warps) if prepare_warps else raw
     return StagePipelines(raw, operand)
 
@@ -247,11 +236,7 @@ def kernel(spec: cutlass.Constexpr, plan: Sm90KernelParams):
     """Set up shared memory, then run each warp's role with the registers of its warpgroup."""
     s = shared(spec, plan)
     cute.arch.mbarrier_init_fence()
-    if const_expr(spec.tile.cluster > 1):
-        cute.arch.cluster_arrive_relaxed()
-        cute.arch.cluster_wait()
-    else:
-        cute.arch.barrier()
+    cute.arch.barrier()
     cute.arch.griddepcontrol_wait()  # with PDL: roles read what the previous kernel wrote
     warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
     if warp < WARPS:
@@ -267,7 +252,3 @@ def kernel(spec: cutlass.Constexpr, plan: Sm90KernelParams):
         prepare_warpgroup(spec, plan, s, warp)
     else:
         mma(spec, plan, s)
-    if const_expr(spec.tile.cluster > 1):
-        # no CTA may end before the others have written to it and arrived at its barriers for the last time
-        cute.arch.cluster_arrive()
-        cute.arch.cluster_wait()

@@ -29,7 +29,7 @@ from ..kv import pages, source
 from ..schedule.work import WorkTileInfo
 from . import precision, promotion
 from .epilogue import LANES
-from .groups import o_part, row_group, warp_scheduler_barrier_arrive, warp_scheduler_barrier_sync, warpgroup_idx
+from .groups import o_part, row_group, warp_scheduler_barrier_arrive, warp_scheduler_barrier_sync
 from .query import operand_of, overlap_next_qk, receive_q, release_q
 from .roles import roles
 from .softmax import (
@@ -44,7 +44,7 @@ from .softmax import (
     transform_scores,
     validate_p,
 )
-from .state import BlockFlags, ConsumerState, Sm90Fragments, Sm90TileState, next_block, v_item
+from .state import BlockFlags, ConsumerState, Sm90Fragments, Sm90TileState, next_block
 from .tile_table import exact_max_blocks
 
 
@@ -150,17 +150,12 @@ def zero_tail(spec: cutlass.Constexpr, s, tile: Sm90TileState, n_block: Int32, a
     """Zero the rows of V past the last key, which hold whatever their page holds: 0 * NaN is NaN."""
     valid = tile.seqlen.kv_len - n_block * spec.tile.n
     if const_expr(source(spec).PARTIAL_TAIL and not precision.is_prepared(spec, pages.V)):
-        if valid < spec.tile.n and source(spec).has_partial_tail(spec, valid):
-            pipeline.consumer_wait(s.v_pipe, v_item(at))
+        if valid < spec.tile.n and source(spec).has_partial_tail(spec.tile.n, valid):
+            pipeline.consumer_wait(s.v_pipe, at.kv)
             threads, tid = 128 * spec.tile.warpgroups, cute.arch.thread_idx()[0] - roles(spec).first_thread("mma")
-            if const_expr(spec.tile.v_parts > 1):  # each warpgroup has a part of its own
-                threads, tid = 128, tid % 128
-            source(spec).zero_tail(spec, s.v[None, None, pipeline.stage(s.v_pipe, v_item(at))], valid, tid, threads)
+            source(spec).zero_tail(spec, s.v[None, None, pipeline.stage(s.v_pipe, at.kv)], valid, tid, threads)
             cute.arch.fence_proxy("async.shared", space="cta")
-            if const_expr(spec.tile.v_parts > 1):
-                cute.arch.barrier(barrier_id=NamedBarrier.WARPGROUP + warpgroup_idx(spec), number_of_threads=threads)
-            else:
-                cute.arch.barrier(barrier_id=NamedBarrier.MMA, number_of_threads=threads)
+            cute.arch.barrier(barrier_id=NamedBarrier.MMA, number_of_threads=threads)
 
 
 @cute.jit
@@ -184,7 +179,7 @@ def mma_one_n_block(
     # written only after `wait_group(0)`, when P V no longer reads it. Except in the blocks with `flags.is_first`, the
     # highest ones, exponentials do not wait for the maxima (`speculate_p`), which made FP8 17 % faster
     # (bench/notes/attention-sm90.md, 2026-11-23).
-    i, next_at, a = v_item(at), next_block(spec, s, at), plan.args
+    i, next_at, a = at.kv, next_block(spec, s, at), plan.args
     pipeline.consumer_wait(s.k_pipe, next_at.kv)
     fence_before_mma(spec, pages.K)
     warp_scheduler_barrier_sync(spec)
@@ -250,16 +245,16 @@ def last_half_block(spec: cutlass.Constexpr, plan, s, r: Sm90Fragments, next_w: 
             wait_first_qk(spec, plan, s, r, next_w, next_tile_state(spec, s, at))
         warp_scheduler_barrier_sync(spec)
         # O += P @ V, and S = Q @ K^T of the next tile
-        issue_pv(spec, plan, s, r, v_item(at))
+        issue_pv(spec, plan, s, r, at.kv)
         issue_qk(spec, plan, s, r, next_tile_state(spec, s, at))
         warp_scheduler_barrier_arrive(spec)
         warpgroup.wait_group(1)
     else:
         # O += P @ V
-        issue_pv(spec, plan, s, r, v_item(at))
+        issue_pv(spec, plan, s, r, at.kv)
         warpgroup.wait_group(0)
     # release the V stage
-    pipeline.consumer_release(s.v_pipe, v_item(at))
+    pipeline.consumer_release(s.v_pipe, at.kv)
 
 
 def next_tile_state(spec, s, at: ConsumerState):
@@ -286,15 +281,14 @@ def issue_first_qk(spec: cutlass.Constexpr, plan, s, r: Sm90Fragments, w: WorkTi
 
 @cute.jit
 def issue_recomputed_qk(spec: cutlass.Constexpr, plan, s, r: Sm90Fragments, at: ConsumerState):
-    """Do the work of `issue_qk` with one stage of Q, and of K for each warpgroup. With head_dim 512, the compiler would
+    """Do the work of `issue_qk` with one stage of Q and of K."""
+    wgmma.issue(plan.mma_qk, r.acc_s, *recomputed_qk(spec, plan, s, 0), True)
+
+
+def recomputed_qk(spec, plan, s, stage):
+    """Return the operands of Q K^T in the only stage of Q and in a stage of K. With head_dim 512, the compiler would
     keep up to 64 descriptors in registers and spill some, or compute each with 6 instructions instead of 2."""
     q, k = (wgmma.recomputed(x) for x in (s.q, s.k))
-    stage = pipeline.stage(s.k_pipe, at.kv) if const_expr(spec.tile.s_parts > 1) else 0
-    wgmma.issue(plan.mma_qk, r.acc_s, *operands_of_qk(spec, plan, q, k, stage), True)
-
-
-def operands_of_qk(spec, plan, q, k, stage):
-    """Return the operands of Q K^T in the only stage of `q` and in a stage of `k`."""
     qk = plan.mma_qk.get_slice(row_group(spec) * 128)
     a = plan.mma_qk.make_fragment_A(qk.partition_A(q))
     b = plan.mma_qk.make_fragment_B(qk.partition_B(k))
@@ -313,8 +307,7 @@ def issue_pv(spec: cutlass.Constexpr, plan, s, r: Sm90Fragments, i: pipeline.Pip
     """Wait for V of item i, then issue acc_o += P V."""
     pipeline.consumer_wait(s.v_pipe, i)
     fence_before_mma(spec, pages.V)
-    part = o_part(spec) if spec.tile.v_parts == 1 else 0
-    wgmma.issue(plan.mma_pv, r.acc_o, r.p, r.v[None, None, None, pipeline.stage(s.v_pipe, i)], False, part)
+    wgmma.issue(plan.mma_pv, r.acc_o, r.p, r.v[None, None, None, pipeline.stage(s.v_pipe, i)], False, o_part(spec))
 
 
 def fence_before_mma(spec, which):

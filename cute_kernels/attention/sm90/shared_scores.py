@@ -8,14 +8,21 @@ P V of both reads it. A row then has one maximum, which both know, but two sums,
       mma_exact_block     a block in which maxima usually grow: the warpgroups exchange those of their halves first
       mma_blocks          other blocks: exponentials with the old maxima, and no wait between two blocks
 
-A block needs half of the keys of K and half of the columns of V per warpgroup. Q K^T of one warpgroup, that of the
-other, and P V of both follow each other on the tensor cores, so that each half of K and of V is free for more than half
-of the time, in which the next one arrives: one stage of each suffices. A barrier says that P of both halves is there,
-and whether P of some row left the range of its type. It comes while P V of the block before still runs.
+Shared memory bounds this loop: 64 rows read all of K and V there, and TMA writes all of it. An MMA of 64 keys reads a
+third less for Q K^T than two of 32 keys, and blocks of 128 keys give each warpgroup 64. Such a block has no room, so K
+comes in pieces of some columns and V in pieces of some keys (`tile.pieces`), each a stage. Both warpgroups read each
+piece, and free it as soon as they have multiplied it, while they multiply the next one. A block takes each stage an
+even number of times, so a piece has the same stage and phase in every block.
+
+The order is that of `mainloop`, Q K^T of a block before P V of the block visited before. But from the piece number LEAD
+of K on, pieces of K and of V take turns, so that both keep flowing, and the last ones of V are issued in the softmax.
 
 No code may change O while an MMA is in flight, not even in a branch: ptxas would then wait for each single MMA. If P of
 a block is out of range, the loop of `mma_blocks` therefore ends. `mma_blocks` then computes this P again and rescales
 O, and `mma_one_tile` calls it again for the remaining blocks.
+
+P has two stages: P of a block replaces that of the second block before, which nobody reads any more. A warpgroup that
+has S of the block has seen its last pieces of K, for which both warpgroups had freed the first ones, behind that P V.
 """
 
 from dataclasses import dataclass
@@ -30,14 +37,18 @@ from ...device import layout, pipeline, warp, wgmma
 from .. import mask, mask_blocks
 from .. import softmax as online
 from ..barriers import NamedBarrier
+from ..kv import source
 from ..schedule.work import WorkTileInfo
 from . import precision
 from .epilogue import LANES, scales_of
-from .groups import o_part, rows_barrier, warp_scheduler_barrier_arrive, warp_scheduler_barrier_sync
-from .mainloop import finish_qk, issue_recomputed_qk, wait_first_qk, zero_tail
+from .groups import o_part, rows_barrier, warpgroup_idx
+from .mainloop import finish_qk, recomputed_qk
+from .query import receive_q
 from .softmax import compute_p, convert_p, init_rows, rescale_o, speculate_p, store_p, transform_scores
-from .state import BlockFlags, ConsumerState, Sm90Fragments, Sm90TileState, next_block, v_item
+from .state import BlockFlags, ConsumerState, Sm90Fragments, Sm90TileState, next_block
 from .tile_table import P_STAGES
+
+LEAD = 3  # pieces of K that are multiplied before V of the block before, the last pieces of which come in the softmax
 
 
 @dataclass(frozen=True)
@@ -76,9 +87,8 @@ def mma_one_tile(
     """Do the work of `mainloop.mma_one_tile`. Between two segments no MMA is in flight, P of the block of `at` is
     complete, and its P V is pending."""
     # S = Q @ K^T of the highest block, and its P
-    wait_first_qk(spec, plan, s, r, tile.w, at)
-    issue_recomputed_qk(spec, plan, s, r, at)
-    first_half_block(spec, plan.args, s, r, tile, at, capped)
+    receive_q(spec, plan, s, r, tile.w, at.q)
+    at = first_half_block(spec, plan, s, r, tile, at, capped)
     # the other blocks, from high to low
     last, full_min, full_max = tile.w.n_block_max - 1, tile.w.n_block_full_min, tile.w.n_block_full_max
     segments = mask.segments(spec, tile.w.n_block_min, last, full_min, full_max, 0, capped)
@@ -101,24 +111,30 @@ def mma_one_tile(
 @cute.jit
 def first_half_block(
     spec: cutlass.Constexpr,
-    a,
+    plan,
     s,
     r: Sm90Fragments,
     tile: Sm90TileState,
     at: ConsumerState,
     capped: cutlass.Constexpr,
 ):
-    """Begin a tile: wait for S of its highest KV block, that of `at`, and compute P. Its P V is then pending."""
-    init_rows(spec, a, r, tile, capped)
-    n_block = mask_blocks.n_block_at(spec, a, tile.w, tile.w.n_block_max - 1)
-    # wait for S, release the K stage
+    """Begin a tile: compute S and P of its highest KV block, that of `at`. Its P V is then pending. Returns `at` with
+    the number of keys of the block."""
+    init_rows(spec, plan.args, r, tile, capped)
+    n_block = mask_blocks.n_block_at(spec, plan.args, tile.w, tile.w.n_block_max - 1)
+    for i in cutlass.range_constexpr(spec.tile.pieces):
+        issue_qk(spec, plan, s, r, i)
+        if const_expr(i > 0):
+            warpgroup.wait_group(1)
+            pipeline.consumer_release(s.k_pipe, piece(spec, s, i - 1))
+    # wait for S, release the last piece of K
     warpgroup.wait_group(0)
-    pipeline.consumer_release(s.k_pipe, at.kv)
+    pipeline.consumer_release(s.k_pipe, piece(spec, s, -1))
     # softmax
-    transform_scores(spec, a, r, tile, n_block, BlockFlags(capped, True, True))
+    transform_scores(spec, plan.args, r, tile, n_block, BlockFlags(capped, True, True))
     write_exact_p(spec, s, r, tile, at)
-    zero_tail(spec, s, tile, n_block, at)
     rows_barrier(spec)
+    return at._replace(keys=cutlass.min(tile.seqlen.kv_len - n_block * spec.tile.n, spec.tile.n))
 
 
 @cute.jit
@@ -134,17 +150,15 @@ def mma_exact_block(
 ):
     """Issue Q K^T of the block at `position`, which follows that of `at`, and the pending P V, and compute P with the
     maxima of both halves. Returns the `ConsumerState` of the block, the P V of which is then pending."""
-    next_at = issue_next_qk(spec, plan, s, r, at)
-    # O += P @ V of the block before
-    issue_pv(spec, plan, s, r, at)
-    # wait for S
-    warpgroup.wait_group(1)
-    transform_scores(spec, plan.args, r, tile, mask_blocks.n_block_at(spec, plan.args, tile.w, position), flags)
+    next_at, n_block = next_block(spec, s, at), mask_blocks.n_block_at(spec, plan.args, tile.w, position)
+    issue_qk_and_pv(spec, plan, s, r, at, Int32(0))
+    transform_scores(spec, plan.args, r, tile, n_block, flags)
+    issue_pv(spec, plan, s, r, at, -2)
+    issue_pv(spec, plan, s, r, at, -1)
     write_exact_p(spec, s, r, tile, next_at)
-    # release the K stage; wait for P V, release the V stage
-    pipeline.consumer_release_after(s.k_pipe, next_at.kv, wgmma.rows_cols(r.acc_s)[0, 0], least_sum(tile))
+    # wait for P V, release its last V
     warpgroup.wait_group(0)
-    pipeline.consumer_release(s.v_pipe, v_item(at))
+    release_last_v(spec, s, Int32(1))
     rescale_o(spec, r)
     rows_barrier(spec)
     return next_at
@@ -169,39 +183,34 @@ def mma_blocks(
     flags: cutlass.Constexpr,
 ):
     """Compute the blocks from the cursor down to `n_block_min`, or to one at which maxima have to be exchanged. The
-    exponentials of a block, with the old maxima, run under P V of the block before and the other warpgroup's MMAs.
-    Returns the next `BlockCursor`."""
+    exponentials of a block, with the old maxima, run under P V of the block before. Returns the next `BlockCursor`."""
     at, position = cursor
-    fits, has_pv = Int32(1), Int32(0)  # has_pv: whether P V of the block before that of `at` is in flight
+    fits, has_pv = Int32(1), Int32(0)  # has_pv: whether the end of P V of the block before that of `at` is in flight
+    columns = range(const_expr(spec.tile.s_columns // LANES))
     while fits != 0 and position >= n_block_min:
-        next_at = issue_next_qk(spec, plan, s, r, at)
-        # wait for the P V in flight, release its V stage, which is the only one
-        warpgroup.wait_group(1)
-        pipeline.consumer_release_if(s.v_pipe, v_item(at), has_pv != 0)
-        # O += P @ V of the block before
-        issue_pv(spec, plan, s, r, at)
-        # wait for S
-        warpgroup.wait_group(1)
-        transform_scores(spec, plan.args, r, tile, mask_blocks.n_block_at(spec, plan.args, tile.w, position), flags)
-        # exponentials with the old maxima; release the K stage
-        columns = range(const_expr(spec.tile.s_columns // LANES))
-        rows = [speculate_p(spec, r, tile, row, columns) for row in range(2)]
-        sums = [online.join_chains(row.sum_chains, online.add) for row in rows]
-        pipeline.consumer_release_after(s.k_pipe, next_at.kv, sums[0], least_sum(tile))
-        for row in cutlass.range_constexpr(2):
-            store_p(spec, r, rows[row].words, row)
+        next_at, n_block = next_block(spec, s, at), mask_blocks.n_block_at(spec, plan.args, tile.w, position)
+        issue_qk_and_pv(spec, plan, s, r, at, has_pv)
+        # exponentials with the old maxima, between the last pieces of P V
+        transform_scores(spec, plan.args, r, tile, n_block, flags)
+        issue_pv(spec, plan, s, r, at, -2)
+        row0 = speculate_p(spec, r, tile, 0, columns)
+        store_p(spec, r, row0.words, 0)
+        issue_pv(spec, plan, s, r, at, -1)
+        row1 = speculate_p(spec, r, tile, 1, columns)
+        store_p(spec, r, row1.words, 1)
         write_p(spec, s, r, next_at)
         # wait until P of both halves is there; accept it if all rows are in range
-        exceeds = precision.exceeds_range(spec, sums, rows[0].overflow | rows[1].overflow)
+        sums = [online.join_chains(row.sum_chains, online.add) for row in (row0, row1)]
+        exceeds = precision.exceeds_range(spec, sums, row0.overflow | row1.overflow)
         threads = const_expr(128 * spec.tile.warpgroups)
         fits = warp.barrier_red_and(NamedBarrier.MMA, threads, exceeds == False)  # noqa: E712
         fits = cute.arch.make_warp_uniform(fits)
         for row in cutlass.range_constexpr(2):
             r.st.row_sum[row] += sums[row] if fits != 0 else Float32(0.0)
         at, position, has_pv = next_at, position - 1, Int32(1)
-    # wait for the last P V, release the V stage
+    # wait for P V, release its last V
     warpgroup.wait_group(0)
-    pipeline.consumer_release(s.v_pipe, v_item(at))
+    release_last_v(spec, s, has_pv)
     # the maxima of both halves, P again
     if fits == 0:
         write_exact_p(spec, s, r, tile, at)
@@ -210,30 +219,66 @@ def mma_blocks(
     return BlockCursor(at, position)
 
 
-@cute.jit
-def issue_next_qk(spec: cutlass.Constexpr, plan, s, r: Sm90Fragments, at: ConsumerState):
-    """Wait for K of the block after that of `at`, and issue acc_s = Q K^T in this warpgroup's turn. Returns the
-    `ConsumerState` of that block."""
-    next_at = next_block(spec, s, at)
-    pipeline.consumer_wait(s.k_pipe, next_at.kv)
-    warp_scheduler_barrier_sync(spec)
-    issue_recomputed_qk(spec, plan, s, r, next_at)
-    warp_scheduler_barrier_arrive(spec)
-    return next_at
+def piece(spec, s, i):
+    """Return the `PipelineState` of piece i of a block, in k_pipe and in v_pipe. i: from 0, or from -1 down."""
+    return pipeline.state_of(s.k_pipe, i % spec.tile.pieces)
 
 
 @cute.jit
-def issue_pv(spec: cutlass.Constexpr, plan, s, r: Sm90Fragments, at: ConsumerState):
-    """Wait for V of the block of `at`, then issue acc_o += P V."""
-    v = v_item(at)
-    pipeline.consumer_wait(s.v_pipe, v)
-    p = r.shared_p[None, None, None, at.p]
-    wgmma.issue(plan.mma_pv, r.acc_o, p, r.v[None, None, None, pipeline.stage(s.v_pipe, v)], False)
+def issue_qk_and_pv(spec: cutlass.Constexpr, plan, s, r: Sm90Fragments, at: ConsumerState, has_pv: Int32):
+    """Issue acc_s = Q K^T of the block after that of `at`, and P V of that block but for its last two pieces, and
+    wait for S. has_pv: whether the end of P V of the block before is in flight, the V of which is then released."""
+    for i in cutlass.range_constexpr(spec.tile.pieces):
+        # a piece of S += Q @ K^T, a piece of O += P @ V
+        issue_qk(spec, plan, s, r, i)
+        if const_expr(i >= LEAD):
+            issue_pv(spec, plan, s, r, at, i - LEAD)
+        # wait for the pieces before, release them
+        warpgroup.wait_group(2 if const_expr(i >= LEAD) else 1)
+        if const_expr(i == 0):
+            release_last_v(spec, s, has_pv)
+        else:
+            pipeline.consumer_release(s.k_pipe, piece(spec, s, i - 1))
+        if const_expr(i > LEAD):
+            pipeline.consumer_release(s.v_pipe, piece(spec, s, i - 1 - LEAD))
+    # wait for S, release the last piece of K
+    issue_pv(spec, plan, s, r, at, -LEAD)
+    warpgroup.wait_group(1)
+    pipeline.consumer_release(s.k_pipe, piece(spec, s, -1))
+    pipeline.consumer_release(s.v_pipe, piece(spec, s, -LEAD - 1))
 
 
-def least_sum(tile: Sm90TileState):
-    """Return what no sum of exponentials is below, for `pipeline.consumer_release_after`. See `mainloop`."""
-    return -cute.math.absf(tile.scales.reduced)
+@cute.jit
+def release_last_v(spec: cutlass.Constexpr, s, condition: Int32):
+    """Release the pieces of V that `issue_qk_and_pv` leaves in flight, if `condition` is not 0."""
+    for i in cutlass.range_constexpr(LEAD):
+        pipeline.consumer_release_if(s.v_pipe, piece(spec, s, i - LEAD), condition != 0)
+
+
+@cute.jit
+def issue_qk(spec: cutlass.Constexpr, plan, s, r: Sm90Fragments, i: cutlass.Constexpr):
+    """Wait for piece i of K of the next block, and issue acc_s (+)= Q K^T with it."""
+    at, steps = piece(spec, s, i), const_expr(spec.padded_qk // spec.tile.pieces // 16)  # of 16 columns
+    pipeline.consumer_wait(s.k_pipe, at)
+    q, k = recomputed_qk(spec, plan, s, pipeline.stage(s.k_pipe, at))
+    wgmma.issue(plan.mma_qk, r.acc_s, q, k, i == 0, o_part(spec), i * steps)
+
+
+@cute.jit
+def issue_pv(spec: cutlass.Constexpr, plan, s, r: Sm90Fragments, at: ConsumerState, i: cutlass.Constexpr):
+    """Wait for piece i of V of the block of `at`, zero its rows past the last key, which hold whatever their page holds
+    (0 * NaN is NaN), and issue acc_o += P V with it. i: from 0, or from -1 down."""
+    t, stage = spec.tile, pipeline.stage(s.v_pipe, piece(spec, s, i))
+    pipeline.consumer_wait(s.v_pipe, piece(spec, s, i))
+    keys, first = const_expr(t.n // t.pieces), const_expr(i % t.pieces * (t.n // t.pieces))
+    valid = at.keys - first
+    if valid > 0 and valid < keys and source(spec).has_partial_tail(keys, valid):
+        own = cute.local_tile(s.v[None, None, stage], (keys, spec.padded_vo // t.o_parts), (0, o_part(spec)))
+        source(spec).zero_tail(spec, own, valid, cute.arch.thread_idx()[0] % 128, 128)
+        cute.arch.fence_proxy("async.shared", space="cta")
+        cute.arch.barrier(barrier_id=NamedBarrier.WARPGROUP + warpgroup_idx(spec), number_of_threads=128)
+    p, v = r.shared_p[None, None, None, at.p], r.v[None, None, None, stage]
+    wgmma.issue(plan.mma_pv, r.acc_o, p, v, False, o_part(spec), first // 16)
 
 
 @cute.jit
@@ -277,13 +322,17 @@ def write_p(spec: cutlass.Constexpr, s, r: Sm90Fragments, at: ConsumerState):
 def last_half_block(spec: cutlass.Constexpr, plan, s, r: Sm90Fragments, next_w: WorkTileInfo, at: ConsumerState):
     """Finish a tile: issue the pending P V, wait for it, and add up the sums of both halves."""
     # O += P @ V
-    issue_pv(spec, plan, s, r, at)
+    for i in cutlass.range_constexpr(spec.tile.pieces):
+        issue_pv(spec, plan, s, r, at, i)
+        if const_expr(i > 0):
+            warpgroup.wait_group(1)
+            pipeline.consumer_release(s.v_pipe, piece(spec, s, i - 1))
     own, lane = o_part(spec), cute.arch.lane_idx() % LANES
     for row in cutlass.range_constexpr(cute.size(r.tokens)):
         s.scores.row_sum[r.cols[row, 0][0], lane, own] = r.st.row_sum[row]
     rows_barrier(spec)
     for row in cutlass.range_constexpr(cute.size(r.tokens)):
         r.st.row_sum[row] += s.scores.row_sum[r.cols[row, 0][0], lane, 1 - own]
-    # release the V stage
+    # release the last piece of V
     warpgroup.wait_group(0)
-    pipeline.consumer_release(s.v_pipe, v_item(at))
+    pipeline.consumer_release(s.v_pipe, piece(spec, s, -1))

@@ -11,7 +11,7 @@ from .. import mask, softmax
 from ..schedule.work import WorkTileInfo
 from . import precision, promotion, query
 from .epilogue import CallScales, RowScales
-from .groups import o_part, row_group
+from .groups import row_group
 from .roles import roles
 from .tile_table import P_STAGES
 
@@ -60,46 +60,32 @@ class BlockFlags(NamedTuple):
 class ConsumerState(NamedTuple):
     """Pipeline items of the KV block and of the tile's Q that a warpgroup is at.
 
-    kv: `PipelineState` in k_pipe and, unless v is there, in v_pipe; where a block of K has a part per warpgroup, of
-    this warpgroup's part. v: `PipelineState` in v_pipe of this warpgroup's part of V. p: the stage of P, where
-    warpgroups share it. q: running number in q_pipe. kept_in_turn: 0 if skip-softmax leaves the block out; else P V of
-    item kv is still to be issued, and this is the number of blocks since the last one that was left out (`skip` counts
-    them; without skip-softmax it stays 1).
+    kv: `PipelineState` in k_pipe and v_pipe; None if blocks are loaded in pieces, since each piece then has the same
+    stage and phase in every block. q: running number in q_pipe. kept_in_turn: 0 if skip-softmax leaves the block out;
+    else P V of item kv is still to be issued, and this is the number of blocks since the last one that was left out
+    (`skip` counts them; without skip-softmax it stays 1). p: the stage of P, where warpgroups share it. keys: there,
+    the keys of the block that the sequence has, if they are fewer than n; else n.
     """
 
-    kv: pipeline.PipelineState
+    kv: Any
     q: Int32
     kept_in_turn: Int32
-    v: Any = None
     p: Any = None
+    keys: Any = None
 
 
 def initial_state(spec):
     """Return the `ConsumerState` of the first block of the first tile."""
-    t, zero = spec.tile, Int32(0)
-    own = pipeline.PipelineState(Int32(o_part(spec)), zero) if t.v_parts > 1 else None  # of this warpgroup's parts
-    kv = pipeline.initial_state() if t.s_parts == 1 else own
-    return ConsumerState(kv, zero, Int32(1), own, zero if t.s_parts > 1 else None)
+    if spec.tile.s_parts > 1:
+        return ConsumerState(None, Int32(0), Int32(1), Int32(0), Int32(spec.tile.n))
+    return ConsumerState(pipeline.initial_state(), Int32(0), Int32(1))
 
 
 def next_block(spec, s, at: ConsumerState):
     """Return the `ConsumerState` of the block after that of `at`."""
-    t = spec.tile
-    kv = pipeline.next_item(s.k_pipe, at.kv) if t.s_parts == 1 else pipeline.skip_states(s.k_pipe, at.kv, t.s_parts)
-    v = None if at.v is None else pipeline.skip_states(s.v_pipe, at.v, t.v_parts)
-    return at._replace(kv=kv, v=v, p=None if at.p is None else next_p_stage(at.p))
-
-
-@cute.jit
-def next_p_stage(stage: Int32):
-    """Return the stage of P of the next block."""
-    after = stage + 1
-    return after if after < P_STAGES else Int32(0)
-
-
-def v_item(at: ConsumerState):
-    """Return the item of v_pipe with the V of a block, or with this warpgroup's part of it."""
-    return at.kv if at.v is None else at.v
+    if spec.tile.s_parts > 1:
+        return at._replace(p=(at.p + 1) % P_STAGES, keys=Int32(spec.tile.n))
+    return at._replace(kv=pipeline.next_item(s.k_pipe, at.kv))
 
 
 def make_fragments(spec, plan, s) -> Sm90Fragments:

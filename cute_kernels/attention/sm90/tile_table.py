@@ -28,10 +28,9 @@ class Sm90TileConfig:
     8-bit MMAs add to O in 14 bits, rounding towards zero: without promotion, the mean of 2,048 equal values comes out
     1.4 % short, that of 8,192 values 8 % (simulated, with sums that have the bits of an H200's). o_parts: warpgroups
     that have the same 64 rows, all of S, and a part each of the columns of O: 512 columns of 64 rows would take all
-    registers of a warpgroup. cluster: CTAs that compute neighbouring tiles of the same KV head as one tile of the
-    schedule, m rows each; they load each block of K and V together, by multicast, and V in the parts of `o_parts`.
-    s_parts: the warpgroups that have the same rows have a part each of the keys of a block, so of S and P, and share P
-    through shared memory (`shared_scores`); 1: each has all of S.
+    registers of a warpgroup. s_parts: the warpgroups that have the same rows have a part each of the keys of a
+    block, so of S and P, and share P through shared memory (`shared_scores`); 1: each has all of S. pieces: with
+    s_parts, the stages that a block of K takes, each with some of its columns, and a block of V, each with some keys.
     """
 
     m: int = 128
@@ -44,8 +43,8 @@ class Sm90TileConfig:
     load_warps: int = 2
     promote_interval: int = 0
     o_parts: int = 1
-    cluster: int = 1
     s_parts: int = 1
+    pieces: int = 1
     per_tile_pack_gqa: ClassVar[bool] = True
     pdl_prologue: ClassVar[bool] = False
     alternates_m_blocks: ClassVar[bool] = False  # with split keys, tiles come in ascending order
@@ -61,11 +60,6 @@ class Sm90TileConfig:
         return self.m // 64 * self.o_parts
 
     @property
-    def v_parts(self) -> int:
-        """Return the parts of columns in which V is loaded: each is freed by the warpgroups that need it."""
-        return self.o_parts if self.cluster > 1 or self.s_parts > 1 else 1
-
-    @property
     def s_columns(self) -> int:
         """Return the keys of a block of which a warpgroup has the scores."""
         return self.n // self.s_parts
@@ -77,14 +71,13 @@ class Sm90TileConfig:
 
     @property
     def m_choices(self) -> tuple[int, ...]:
-        """Return the numbers of rows that a tile of the schedule may have."""
-        return (self.m * self.cluster,)
+        """Return the numbers of rows that a tile may have."""
+        return (self.m,)
 
     @property
     def name(self) -> str:
         parts = (f"o{self.o_parts}" if self.o_parts > 1 else "") + (f"p{self.s_parts}" if self.s_parts > 1 else "")
-        cluster = f"c{self.cluster}" if self.cluster > 1 else ""
-        return f"m{self.m}n{self.n}s{self.stages}" + ("r" if self.q_in_regs else "") + parts + cluster
+        return f"m{self.m}n{self.n}s{self.stages}" + ("r" if self.q_in_regs else "") + parts
 
     def head_dims(self, bits: int) -> tuple[int, ...]:
         """Return the head dims that kernels compute with. bits: per stored element of K and V."""
@@ -94,12 +87,12 @@ class Sm90TileConfig:
 class Sm90Tiles(NamedTuple):
     """Tiles of kernels of the same types. general: the kernel takes every modifier. plain: it takes none; None: the
     general tile. split: CTAs share the keys of a sequence, and the head dims are those of the row; None: there is no
-    such kernel. cluster: instead of `plain` and `general`, where TMA loads K and V and no list of blocks says which."""
+    such kernel. shared: instead of `plain` and `general`, where warpgroups can share scores (`shared_scores`)."""
 
     general: Sm90TileConfig
     plain: Sm90TileConfig | None = None
     split: Sm90TileConfig | None = None
-    cluster: Sm90TileConfig | None = None
+    shared: Sm90TileConfig | None = None
 
 
 class Sm90Row(NamedTuple):
@@ -192,15 +185,13 @@ TABLE = (
             _T(64, 48, 1, o_parts=2),
             plain=_T(64, 48, 1, 2, o_parts=2),
             split=_T(64, 32, 2, load_warps=1, o_parts=2),
+            shared=_T(64, 128, 4, load_warps=1, o_parts=2, s_parts=2, pieces=8),
         ),
         fp8=Sm90Tiles(_T(64, 32, 1, load_warps=1, promote_interval=64, o_parts=2)),
         quantised=Sm90Tiles(_T(64, 32, 1, raw_stages=2, load_warps=1, o_parts=2)),
         nvfp4=Sm90Tiles(_T(64, 32, 1, raw_stages=2, load_warps=1, o_parts=2)),
     ),
 )
-# Two CTAs load K and V together, and their warpgroups share scores. These kernels are compiled and simulated, but no
-# device has run them, so `TABLE` does not name this tile: the field `cluster` of its row (`half`, (512, 512)) takes it.
-CLUSTER_512 = _T(64, 64, 1, o_parts=2, cluster=2, s_parts=2)
 SPLIT_CACHES = (FP8, "nvfp4")  # caches of the kernels in which CTAs share keys; the queries have bf16
 HEAD_DIMS = distinct_dims(row.dims for row in TABLE if row.half)
 QUANTISED_HEAD_DIMS = distinct_dims(row.dims for row in TABLE if row.fp8 or row.quantised or row.nvfp4)
@@ -218,13 +209,13 @@ def column(kind: str) -> dict[tuple[int, int], Sm90Tiles]:
     return {dims: tiles for dims, tiles in found.items() if tiles}
 
 
-def tile_of(q: str, kv: str, dims: tuple[int, int], plain: bool, cluster: bool = False) -> Sm90TileConfig | None:
+def tile_of(q: str, kv: str, dims: tuple[int, int], plain: bool, shared: bool = False) -> Sm90TileConfig | None:
     """Return the tile of a kernel with whole tiles, None if there is none for these padded head dims. plain: it takes
-    no modifier. cluster: several CTAs may load K and V together."""
+    no modifier. shared: warpgroups can share scores."""
     tiles = column(kind_of(q, kv)).get(dims)
     if tiles is None:
         return None
-    tile = cluster and tiles.cluster or plain and tiles.plain or tiles.general
+    tile = shared and tiles.shared or plain and tiles.plain or tiles.general
     fewer = q == FP8 and kv == "e5m2" and tile.o_parts == 1  # shared memory holds Q twice, as loaded and as fp16
     return replace(tile, raw_stages=1) if fewer else tile
 
@@ -242,7 +233,7 @@ WORK_BYTES = {"tiles": 176, "stream_k": 392}
 WORK_STAGES = {"tiles": 2, "stream_k": 4}
 STAGE_BYTES = 16
 QUAD = 4  # lanes that share a row of S
-P_STAGES = 3  # of P that warpgroups share: one is written, and P V of two blocks may be in flight
+P_STAGES = 2  # of P that warpgroups share: one is written while P V reads the other
 # Registers per thread of a mma warpgroup, as `roles` has them at least, by the columns of `TABLE`; with `s_parts`
 REGISTERS = {"half": 232, "fp8": 216, "quantised": 208, "nvfp4": 208, "shared scores": 224}
 THREE_WARPGROUPS = 160  # with three mma warpgroups
@@ -256,8 +247,8 @@ def smem_bytes(spec: AttentionSpec[Sm90TileConfig], t: Sm90TileConfig, dims: tup
     fp8, dequantises = spec.q == spec.kv.dtype == FP8, spec.q != spec.kv.dtype
     raw, (qk, vo) = t.raw_stages or t.stages, dims
     raw_k, raw_v = raw if dequantises else t.stages, raw if dequantises or fp8 else t.stages
-    found = t.n * (raw_k * qk + raw_v * vo) * spec.kv.bits // 8
-    stages = raw_k * t.s_parts + raw_v * t.v_parts + t.q_stages + WORK_STAGES[spec.schedule]
+    found = t.n * (raw_k * qk + raw_v * vo) * spec.kv.bits // 8 // t.pieces
+    stages = raw_k + raw_v + t.q_stages + WORK_STAGES[spec.schedule]
     if dequantises:  # fp16, made from raw stages
         found, stages = found + 2 * t.stages * t.n * (qk + vo), stages + 2 * t.stages
     elif fp8:  # V, transposed
