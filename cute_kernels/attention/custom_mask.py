@@ -13,7 +13,7 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, Uint32, const_expr
 
 from ..device import memory, warp
-from . import geometry, mask
+from . import mask
 
 WORD_BYTES = 4
 
@@ -28,20 +28,20 @@ class MaskBits(NamedTuple):
     start: Int64
 
 
-def mask_bits(a, batch_idx, tail):
-    """Return the `MaskBits` of a sequence."""
+def mask_bits(a, start, tail):
+    """Return the `MaskBits` of a sequence. start: its first byte."""
     bits = a.mask.custom_mask
-    start = Int64(geometry.mask_start(a, batch_idx)) * 8
-    return MaskBits(bits.iterator.toint(), bits.shape[0] // WORD_BYTES, tail, start)
+    return MaskBits(bits.iterator.toint(), bits.shape[0] // WORD_BYTES, tail, Int64(start) * 8)
 
 
 @cute.jit
 def tail_of(a):
-    """Return the bytes behind the last whole word of the call's mask, as a word; zeros follow them."""
-    count, tail = a.mask.custom_mask.shape[0], Uint32(0)
-    for e in cutlass.range(count // WORD_BYTES * WORD_BYTES, count, unroll=1):
-        tail |= Uint32(a.mask.custom_mask[e]) << Uint32(e % WORD_BYTES * 8)
-    return tail
+    """Return the bytes behind the last whole word of the call's mask, as a word; zeros follow them. Called by one
+    warp."""
+    lane, tail, behind = cute.arch.lane_idx(), Uint32(0), a.mask.custom_mask.shape[0] % WORD_BYTES
+    if lane < behind:
+        tail = Uint32(a.mask.custom_mask[a.mask.custom_mask.shape[0] - behind + lane]) << Uint32(8 * lane)
+    return cute.arch.warp_redux_sync(tail, "or")
 
 
 @cute.jit
@@ -62,11 +62,47 @@ def visible_word(spec: cutlass.Constexpr, bits: MaskBits, token: Int32, key: Int
     shift = Int32(first & Int64(31)) + key
     index, shift = index + (shift >> 5), shift & 31
     word = word_at(bits, index) >> Uint32(shift) | warp.shift_left(word_at(bits, index + 1), 32 - shift)
+    return without_hidden(spec, word, token, key, seqlen)
+
+
+@cute.jit
+def without_hidden(spec: cutlass.Constexpr, word: Uint32, token: Int32, key: Int32, seqlen: mask.SeqlenInfo):
+    """Return the bits of the keys [key, key + 32) without those that another mask hides from a token or that the
+    sequence does not have."""
     lo, hi = mask.visible(spec, token, seqlen)
     word &= ~warp.shift_left(0xFFFFFFFF, cutlass.max(hi - key, 0))
     if const_expr(spec.mask.bounded_left):
         word &= warp.shift_left(0xFFFFFFFF, cutlass.max(lo - key, 0))
     return word
+
+
+def is_aligned(bits, key, seqlen):
+    """Return whether one word has the bits of a token for [key, key + 32), whichever token it is."""
+    return ((Int32(bits.start) + key) | seqlen.kv_len) & 31 == 0
+
+
+def is_inside(bits, token, key, seqlen, aligned):
+    """Return whether `load_inside` may read the bits of a token, and of those before, for [key, key + 32)."""
+    first = bits.start + key + Int64(token) * seqlen.kv_len
+    return (first >> Int64(5)) + 1 - Int32(aligned) < bits.words
+
+
+def load_inside(bits, token, key, seqlen, aligned):
+    """Load the words that have a token's bits for [key, key + 32): two, or one if they are known to be aligned. A
+    caller may load those of many tokens before it looks at one (`visible_inside`)."""
+    first = bits.start + key
+    if aligned:
+        row = bits.address + (first >> Int64(3))
+        return memory.load_words(row + Int64(token) * (seqlen.kv_len >> 3), 0, 1)
+    return memory.load_words(bits.address, first + Int64(token) * seqlen.kv_len >> Int64(5), 2)
+
+
+def visible_inside(spec, bits, words, token, key, seqlen):
+    """Return `visible_word` from the words that `load_inside` has returned."""
+    word = words[0]
+    if len(words) == 2:
+        word = warp.shift_right_wide(words[0], words[1], Int32(bits.start) + key + token * seqlen.kv_len)
+    return without_hidden(spec, word, token, key, seqlen)
 
 
 @cute.jit

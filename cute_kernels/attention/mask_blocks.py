@@ -19,15 +19,17 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Int32, Uint32, const_expr
 
+from ..device import warp
 from ..device.clamp import clamp
-from ..device.divisor import Divisor
+from ..device.divisor import Divisor, divide
 from . import custom_mask, geometry, mask
-from .spec import MASK_LIST_HEADER, PACK_GQA_MAX_GROUP
+from .spec import MASK_LIST_HEADER, PACK_GQA_MAX_GROUP, PACK_GQA_MAX_Q
 
 # Warps of a CTA: neighbouring lanes read neighbouring words of a token, so a warp reads several blocks at once; SETS
-# warps read other blocks, and SHARES warps the same blocks of other tokens.
-SHARES, SETS = 4, 8
-WARPS = SHARES * SETS
+# warps read other blocks, and SHARES warps the same blocks of other tokens. A warp loads the words of BATCH tokens
+# before it looks at one.
+SHARES, SETS = 2, 8
+WARPS, BATCH = SHARES * SETS, 32
 TAIL = 2  # the word of the mask's last bytes
 WORD = 32  # keys per word of the mask
 SEEN, HIDDEN = 1, 2  # bits of a word's state: some token sees some key of it; some does not. Blocks have those of words
@@ -41,12 +43,16 @@ class ListedBlocks(NamedTuple):
     num_full: Int32
 
 
+def most_rows(a):
+    """Return the most rows that a token has in tiles of some sequence: those of its KV head if it may be packed."""
+    group = geometry.qhead_per_kvhead(a)
+    return 1 + cutlass.min(cutlass.max(PACK_GQA_MAX_GROUP + 1 - group, 0), 1) * (group - 1)
+
+
 def first_row(spec, a, q_start, batch_idx):
     """Return the row of the first tile of a sequence. It leaves room for as many tiles as the tokens before can have,
     so that tiles share no row, and reads no other sequence."""
-    group = geometry.qhead_per_kvhead(a)
-    packs = cutlass.min(cutlass.max(PACK_GQA_MAX_GROUP + 1 - group, 0), 1)  # 1 if some sequences may be packed
-    return q_start * (1 + packs * (group - 1)) // spec.tile.m_choices[0] + batch_idx
+    return q_start * most_rows(a) // spec.tile.m_choices[0] + batch_idx
 
 
 def list_row(spec, a, q_start, batch_idx, m_block):
@@ -75,25 +81,71 @@ def n_block_at(spec, a, w, position):
 
 def mask_bits(a, w):
     """Return the custom mask of the sequence of a tile."""
-    return custom_mask.mask_bits(a, w.batch_idx, Uint32(a.mask.mask_blocks[w.list_row, TAIL]))
+    tail = Uint32(a.mask.mask_blocks[w.list_row, TAIL])
+    return custom_mask.mask_bits(a, geometry.mask_start(a, w.batch_idx), tail)
+
+
+def num_m_blocks(spec, a, q_len):
+    """Return the number of tiles of a sequence of q_len tokens, of all heads."""
+    rows = geometry.num_rows(q_len, geometry.pack_factor(spec, a, q_len))
+    m = geometry.tile_m(spec, rows)
+    return divide(rows + m - 1, m)
 
 
 @cute.jit
 def find_sequence(spec: cutlass.Constexpr, a, row: Int32):
-    """Return the sequence that `row` belongs to, -1 if there is none. Called by one warp."""
+    """Return the last sequence that `row` belongs to, -1 if there is none. Called by one warp."""
     found = Int32(-1)
     for b in cutlass.range(cute.arch.lane_idx(), geometry.batch_size(a), 32, unroll=1):
         q_start, q_len = geometry.sequence_queries(a, b)
-        rows = geometry.num_rows(q_len, geometry.pack_factor(spec, a, q_len))
-        first, m = first_row(spec, a, q_start, b), geometry.tile_m(spec, rows)
-        if row >= first and row < first + (rows + m - 1) // m:
+        first = first_row(spec, a, q_start, b)
+        if row >= first and row < first + num_m_blocks(spec, a, q_len):
             found = b
     return cute.arch.warp_redux_sync(found, "max")
+
+
+@cute.jit
+def find_tile(spec: cutlass.Constexpr, a, tile: Int32):
+    """Return the sequence of the tile with this number in the launch, -1 if there is none, its number in the sequence,
+    and the launch's number of tiles. Tiles of sequences a warp apart follow each other. Called by one warp."""
+    lane, batch_size, count = cute.arch.lane_idx(), geometry.batch_size(a), Int32(0)
+    for b in cutlass.range(lane, batch_size, 32, unroll=1):
+        count += num_m_blocks(spec, a, geometry.sequence_queries(a, b)[1])
+    upto = warp.prefix_sum(count)
+    # the sequence, among those of the lane that has the tile
+    batch_idx, m_block, rest = Int32(-1), Int32(0), tile - upto + count
+    for b in cutlass.range(lane, batch_size, 32, unroll=1):
+        count = num_m_blocks(spec, a, geometry.sequence_queries(a, b)[1])
+        if rest >= 0 and rest < count:
+            batch_idx, m_block = b, rest
+        rest -= count
+    batch_idx, m_block = (cute.arch.warp_redux_sync(x, "max") for x in (batch_idx, m_block))
+    return batch_idx, m_block, cute.arch.shuffle_sync(upto, 31)
 
 
 def words_of_block(spec):
     """Return the number of words that a token has in a block."""
     return (spec.tile.n + WORD - 1) // WORD
+
+
+@cute.jit
+def join_words(
+    spec: cutlass.Constexpr,
+    bits: custom_mask.MaskBits,
+    tokens: Any,
+    key: Int32,
+    seqlen: mask.SeqlenInfo,
+    aligned: cutlass.Constexpr,
+):
+    """Return which of the keys [key, key + 32) some token sees, and which every one sees, for BATCH tokens from
+    tokens[0] on; behind tokens[1], that token again. Without a branch, so that all loads are in flight together."""
+    batch = [cutlass.min(tokens[0] + i * SHARES, tokens[1]) for i in range(BATCH)]
+    loaded = [custom_mask.load_inside(bits, token, key, seqlen, aligned) for token in batch]
+    some, every = Uint32(0), Uint32(0xFFFFFFFF)
+    for words, token in zip(loaded, batch):
+        seen = custom_mask.visible_inside(spec, bits, words, token, key, seqlen)
+        some, every = some | seen, every & seen
+    return some, every
 
 
 @cute.jit
@@ -104,15 +156,27 @@ def state_of_word(
     counted from the word of block 0. Blocks from `hi` on have none."""
     words = const_expr(words_of_block(spec))
     tail = const_expr(spec.tile.n % WORD or WORD)  # columns of a block's last word
-    n_block, column, inside = word // words, word % words, Uint32(0xFFFFFFFF)
+    n_block, column, inside = divide(word, words), word % words, Uint32(0xFFFFFFFF)
     if column == words - 1:
         inside = Uint32((1 << tail) - 1)
     some, every = Uint32(0), Uint32(0xFFFFFFFF)
     if n_block < hi:
-        for token in cutlass.range(tokens[0], tokens[1] + 1, SHARES, unroll=8):
-            seen = custom_mask.visible_word(spec, bits, token, n_block * spec.tile.n + column * WORD, seqlen)
-            some |= seen
-            every &= seen
+        key = n_block * spec.tile.n + column * WORD
+        aligned = custom_mask.is_aligned(bits, key, seqlen)
+        for first in cutlass.range(tokens[0], tokens[1] + 1, SHARES * BATCH, unroll=1):
+            some_here, every_here = Uint32(0), Uint32(0xFFFFFFFF)
+            last = cutlass.min(first + SHARES * (BATCH - 1), tokens[1])
+            if not custom_mask.is_inside(bits, last, key, seqlen, aligned):
+                for token in cutlass.range(first, last + 1, SHARES, unroll=1):
+                    seen = custom_mask.visible_word(spec, bits, token, key, seqlen)
+                    some_here |= seen
+                    every_here &= seen
+            elif aligned:
+                some_here, every_here = join_words(spec, bits, (first, last), key, seqlen, True)
+            else:
+                some_here, every_here = join_words(spec, bits, (first, last), key, seqlen, False)
+            some |= some_here
+            every &= every_here
     state = Int32(0)
     if some & inside != 0:
         state = Int32(SEEN)
@@ -135,23 +199,27 @@ def state_of_block(spec: cutlass.Constexpr, states: cute.Tensor, block: Int32):
 
 
 @cute.jit
-def list_blocks(spec: cutlass.Constexpr, a, states: cute.Tensor, row: Int32, batch_idx: Int32):
-    """Write the list of the tile of `row`, which is one of the sequence. Called by all warps of the CTA: a round finds
-    the states of as many blocks as the warps read at once, and warp 0 appends them."""
-    warp, lane = cute.arch.make_warp_uniform(cute.arch.warp_idx()), cute.arch.lane_idx()
+def list_blocks(spec: cutlass.Constexpr, a, states: cute.Tensor, batch_idx: Int32, m_block: Int32, tail: Uint32):
+    """Write the list of a tile. Called by all warps of the CTA: a round finds the states of as many blocks as the warps
+    read at once, and warp 0 appends them."""
+    warp_idx, lane = cute.arch.make_warp_uniform(cute.arch.warp_idx()), cute.arch.lane_idx()
     q_start, q_len = geometry.sequence_queries(a, batch_idx)
+    row, start = first_row(spec, a, q_start, batch_idx) + m_block, geometry.mask_start(a, batch_idx)
     seqlen = mask.seqlen_info(spec, a, q_len, geometry.sequence_keys(a, batch_idx))
+    # the lists of sequences that overlap may have the same row: that of the last sequence stays
+    writes = False
+    if warp_idx == 0 and row < a.mask.mask_blocks.shape[0]:
+        writes = find_sequence(spec, a, row) == batch_idx
     pack_factor = geometry.pack_factor(spec, a, q_len)
     magic = geometry.pack_magic(cutlass.min(pack_factor - 1, 1), a.launch.group_magic)
     m = geometry.tile_m(spec, geometry.num_rows(q_len, pack_factor))
-    m_block = row - first_row(spec, a, q_start, batch_idx)
     tokens = geometry.tile_tokens(m_block, m, q_len, Divisor(pack_factor, magic))
     lo, hi = mask.kv_range(spec, tokens[0], tokens[1], seqlen)
     entries = a.mask.mask_blocks.shape[1] - MASK_LIST_HEADER
-    hi, bits = cutlass.min(hi, entries), custom_mask.mask_bits(a, batch_idx, custom_mask.tail_of(a))
+    hi, bits = cutlass.min(hi, entries), custom_mask.mask_bits(a, start, tail)
     out, num_full, num_masked = cute.domain_offset((row, 0), a.mask.mask_blocks), Int32(0), Int32(0)
     per_warp = const_expr(32 // words_of_block(spec))
-    share, mine = warp % SHARES, warp // SHARES
+    share, mine = warp_idx % SHARES, warp_idx // SHARES
     for first in cutlass.range(lo, hi, per_warp * SETS, unroll=1):
         # the states of the words of this round
         state, word = Int32(0), (first + mine * per_warp) * words_of_block(spec) + lane
@@ -160,7 +228,7 @@ def list_blocks(spec: cutlass.Constexpr, a, states: cute.Tensor, row: Int32, bat
         states[share, mine * 32 + lane] = state
         cute.arch.barrier()
         # append the blocks that some token sees
-        if warp == 0:
+        if writes:
             before = (Uint32(1) << Uint32(lane)) - Uint32(1)
             for piece in cutlass.range(0, per_warp * SETS, 32, unroll=1):
                 state, n_block = state_of_block(spec, states, piece + lane), first + piece + lane
@@ -174,21 +242,32 @@ def list_blocks(spec: cutlass.Constexpr, a, states: cute.Tensor, row: Int32, bat
                 num_full += cute.arch.popc(Uint32(full)).to(Int32)
                 num_masked += cute.arch.popc(Uint32(masked)).to(Int32)
         cute.arch.barrier()
-    if warp == 0 and lane == 0:
+    if writes and lane == 0:
         out[0, 0], out[0, 1], out[0, TAIL] = num_full + num_masked, num_full, Int32(bits.tail)
 
 
 @cute.kernel
 def kernel(spec: cutlass.Constexpr, a):
-    """Write the list of one tile per CTA."""
+    """Write the lists of tiles whose numbers are a grid apart: of one tile, unless sequences overlap."""
     smem = cutlass.utils.SmemAllocator()
     states = smem.allocate_tensor(Int32, cute.make_layout((SHARES, 32 * SETS), stride=(32 * SETS, 1)), 16)
     cute.arch.griddepcontrol_wait()  # with PDL: the previous kernel may write lengths and bits
-    row = cute.arch.block_idx()[0]
-    batch_idx = find_sequence(spec, a, row)
-    if batch_idx >= 0:
-        list_blocks(spec, a, states, row, batch_idx)
-    cute.arch.griddepcontrol_launch_dependents()
+    cute.arch.griddepcontrol_launch_dependents()  # the attention kernel waits for the end of this one
+    number, total, tail = cute.arch.block_idx()[0], Int32(0), custom_mask.tail_of(a)
+    searching = True
+    while searching:
+        batch_idx, m_block, total = find_tile(spec, a, number)
+        if batch_idx >= 0:
+            list_blocks(spec, a, states, batch_idx, m_block, tail)
+        number += cute.arch.grid_dim()[0]
+        searching = number < total
+
+
+def num_tiles(spec, a):
+    """Return the most tiles that sequences which do not overlap can have."""
+    tokens, batch = a.query.q.shape[0], geometry.batch_size(a)
+    packed = cutlass.min(tokens, PACK_GQA_MAX_Q * batch)  # tokens of packed tiles
+    return (tokens + packed * (most_rows(a) - 1)) // spec.tile.m_choices[0] + batch
 
 
 kernel.set_name_prefix("attention_mask_blocks", remove_cutlass_symbol=True, keep_mangled_name=False)
@@ -197,7 +276,12 @@ kernel.set_name_prefix("attention_mask_blocks", remove_cutlass_symbol=True, keep
 def launch(spec, a, stream):
     """Launch the kernel that writes the lists, in specs with a custom mask. Called on the host."""
     if spec.mask.custom:
-        rows = a.mask.mask_blocks.shape[0]
         kernel(spec, a).launch(
-            grid=[rows, 1, 1], block=[32 * WARPS, 1, 1], stream=stream, use_pdl=a.schedule.enable_pdl
+            grid=[num_tiles(spec, a), 1, 1],
+            block=[32 * WARPS, 1, 1],
+            stream=stream,
+            use_pdl=a.schedule.enable_pdl,
+            # 64 registers a thread: two CTAs fit on an SM. Left alone, ptxas takes 40 and waits for words one by one.
+            max_number_threads=[1024, 1, 1],
+            min_blocks_per_mp=1,
         )

@@ -19,6 +19,14 @@ def view(address: Int64, dtype, count, align):
     return cute.make_tensor(pointer, cute.make_layout(count))
 
 
+def load_words(address, index, count):
+    """Return `count` words from number `index` on, behind an aligned address in global memory. Loads stay in order."""
+    loads = " ".join(f"ld.global.b32 {{$w{i}}}, [a+{4 * i}];" for i in range(count))
+    text = f"{{ .reg .b64 a; mad.wide.s32 a, {{$r1}}, 4, {{$r0}}; {loads} }}"
+    found = cute.arch.inline_ptx(text, write_only_types=[Uint32] * count, read_only_args=[address, Int32(index)])
+    return found if count > 1 else (found,)
+
+
 def load_word_if(address, condition):
     """Return the word at an aligned address in global memory, 0 unless `condition`, without a branch."""
     text = "{ .reg .pred p; setp.ne.u32 p, {$r1}, 0; mov.b32 {$w0}, 0; @p ld.global.b32 {$w0}, [{$r0}]; }"

@@ -88,6 +88,12 @@ def from_bits(x):
     return cute.arch.inline_ptx("mov.b32 {$w0}, {$r0};", write_only_types=[Float32], read_only_args=[x])
 
 
+def shift_right_wide(low, high, count):
+    """Return the lower word of two, shifted right by count % 32 bits."""
+    text = "shf.r.wrap.b32 {$w0}, {$r0}, {$r1}, {$r2};"
+    return cute.arch.inline_ptx(text, write_only_types=[Uint32], read_only_args=[low, high, Uint32(count)])
+
+
 def shift_left(x, count):
     """Return a word shifted left by `count` bits; `count` may exceed 31 (PTX `shl` clamps it)."""
     text = "shl.b32 {$w0}, {$r0}, {$r1};"
