@@ -26,7 +26,7 @@ from bench import results
 from bench.results import Environment, SanitizerRow
 
 from . import calls, report
-from .pieces import PIECES
+from .pieces import ON_DEMAND, PIECES
 
 ROOT = Path(__file__).resolve().parents[2]
 BARRIERS = ["--num-cuda-barriers", "256"]  # mbarriers per CTA that the tools track; the compiler's count may be too low
@@ -38,7 +38,7 @@ TOOLS = {  # the slow ones first
     "synccheck": BARRIERS + ONLY_OURS,
 }
 # Every tensor is its own allocation: the memory beside it belongs to no tensor, and new memory has no old contents.
-ENVIRONMENT = {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1", "OMP_NUM_THREADS": "1", "CUTE_KERNELS_JIT": "0"}
+ENVIRONMENT = {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1", "OMP_NUM_THREADS": "1"}
 FILE = "sanitizers.csv"
 
 
@@ -61,8 +61,9 @@ def check(tool: str, piece: str, args: argparse.Namespace, env: Environment, end
     if seconds < 1:
         found, text = report.Findings("not begun", None, []), ""
     else:
+        compiles = {"CUTE_KERNELS_JIT": str(int(piece in ON_DEMAND))}
         ended = subprocess.run(
-            command_of(tool, piece, args, seconds), cwd=ROOT, env=os.environ | ENVIRONMENT, text=True,
+            command_of(tool, piece, args, seconds), cwd=ROOT, env=os.environ | ENVIRONMENT | compiles, text=True,
             errors="replace", stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
         )  # fmt: skip
         text = ended.stdout

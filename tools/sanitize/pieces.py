@@ -228,4 +228,5 @@ def _rows() -> Iterator[tuple[str, tuple[Call, ...]]]:
     )
 
 
+ON_DEMAND = ("prefill-bf16-d512",)  # pieces that compile their kernels: no bundle holds shared scores
 PIECES: dict[str, tuple[Call, ...]] = dict((*_prefill(), *_decode(), *_top_k(), *_rows()))

@@ -8,6 +8,7 @@ import torch
 
 import wrappers
 from tools.fuzz import plain
+from tools.fuzz.check import bits
 from wrappers.explanation import call_of
 
 SLOTS = (4, 8, 16)  # requests of a captured step
@@ -52,10 +53,6 @@ class DecodeStep(NamedTuple):
     lens: torch.Tensor
     scores: torch.Tensor
     out: torch.Tensor
-
-
-def bits(t: torch.Tensor) -> torch.Tensor:
-    return t.detach().contiguous().view(torch.uint8).clone()
 
 
 class ServingEngine:
