@@ -54,6 +54,7 @@ def test_modes_are_dealt_to_kernels():
     assert [dealt(["a", "b"], modes, turn) for turn in range(4)] == [
         [("a", "late")], [("b", "newest")], [("a", "random")], [("b", "late")],
     ]  # fmt: skip
+    assert {dealt([*"abcdef"], modes, turn)[0][0] for turn in range(9)} == {*"abcd"}
 
 
 def test_modes_that_delay_and_reorder_run_on_blackwell():
