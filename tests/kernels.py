@@ -79,14 +79,14 @@ BLACKWELL = [(arch, op, spec) for arch in catalog.ARCHS if arch not in sm90.ARCH
 
 def covering() -> list[tuple[str, str, Any]]:
     """Return kernels of BLACKWELL, for sm_100a or sm_103a: of the op that Hopper lacks one of each structure, of others
-    a sixth of these, because Hopper's kernels have their code. test_sm120.py has those of other architectures."""
+    one for either, because Hopper's kernels have their code. test_sm120.py has those of other architectures."""
     found = []
     for op in dict.fromkeys(op for arch, op, _ in BLACKWELL if arch in sm100.ARCHS):
         for number, arch in enumerate(archs := sm100.ARCHS):
             specs = [spec for *where, spec in BLACKWELL if where == [arch, op]]
             chosen = workloads.STRUCTURES[family_of(op)](specs)
-            if op != "attention.sm100" and len(chosen) > len(archs):
-                chosen = chosen[::6]
+            if op != "attention.sm100":
+                chosen = chosen[:: len(chosen) // len(archs)][: len(archs)]
             found += [(arch, op, spec) for spec in chosen[number :: len(archs)]]
     return found
 
