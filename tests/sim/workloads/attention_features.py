@@ -52,7 +52,7 @@ def prefill() -> list[Scenario]:
                 kv_lens=spread(MANY, {0: 5, 20: 9, 31: 40, 32: 130, 33: 7, 64: 33, 69: 12})),
         replace(packed, name="far", far=True, heads_q=4, kv_lens=(40, 9, 83)),
         # head dims that TMA, or a warp that copies rows, pads with zeros
-        dims(plain, 80, name="head_dim 80", page_size=8, soft_cap=9.0, window_left=300, strided_q=True),
+        dims(plain, 80, name="head_dim 80", page_size=8, strided_q=True),
         dims(packed, 112, name="head_dim 112, pages of 3", page_size=3),
         dims(packed, 80, name="head_dim 80, e4m3, NVFP4 output", dtype="fp8", out_dtype="nvfp4", kv_lens=(400, 9, 0)),
         dims(packed, 80, name="head_dim 80, NVFP4 cache", kv_dtype="nvfp4", kv_lens=(400, 9, 83)),
