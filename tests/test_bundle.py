@@ -9,13 +9,15 @@ from pathlib import Path
 import pytest
 
 from cute_kernels import archive, bundle, cubin, device_code, manifest
-from cute_kernels.attention import args, dispatch
+from cute_kernels.attention import dispatch
+from cute_kernels.merge_states import args as merge_states
 from tests.conftest import ARCH, BLOCK_DSL, ROOT, build_bundle, finish, run_python, start_python
+from tests.kernels import LATER, SHIPPED
 
 pytestmark = pytest.mark.kernels
 OP = "attention.decode"  # whose kernels have every argument
 SPEC = next(spec for op, spec in dispatch.shipped(ARCH) if op == OP)
-OTHER = [spec for op, spec in dispatch.shipped(ARCH) if op == OP][1]
+OTHER = [spec for label, (op, spec) in SHIPPED.items() if op == OP and label not in LATER][1]
 OBJECTS = ROOT / "build" / "obj"
 
 # A process without the DSL, which forks for each program that it is sent: all programs find torch and the runtime
@@ -353,9 +355,9 @@ import os, shutil, sys
 from pathlib import Path
 from cute_kernels import bundle, manifest
 from cute_kernels.attention import dispatch
-work, objects = map(Path, sys.argv[1:])
-arch = "sm_90a"
-old, new, *_ = [kernel for kernel in dispatch.shipped(arch) if kernel[0] == "attention.decode"]
+work, objects, *names = sys.argv[1:]
+work, objects, arch = Path(work), Path(objects), "sm_90a"
+old, new = (next(x for x in dispatch.shipped(arch) if x[1].name == name) for name in names)
 place = bundle.BundlePaths(work / "old", objects)
 bundle.build_bundle([old], arch, place, 1)
 class Crash(BaseException): pass
@@ -394,7 +396,7 @@ print(seen)
 
 
 def test_interrupted_build_leaves_a_valid_bundle(small, tmp_path):
-    done = run_python("-c", CRASH, str(tmp_path), str(OBJECTS))
+    done = run_python("-c", CRASH, str(tmp_path), str(OBJECTS), SPEC.name, OTHER.name)
     assert done.returncode == 0, done.stderr
     seen = json.loads(done.stdout.splitlines()[-1].lower())
     assert seen[0] == [True, False] and seen[-1] == [False, True] and len(seen) >= 4
@@ -412,11 +414,13 @@ def test_two_builds_at_once_make_one_bundle(small, tmp_path):
     assert bundle.verify(out, ARCH) == []
 
 
+QUICK = "merge_states.rows/bf16_states"  # a kernel that compiles in a second
+
+
 def test_jit_in_two_processes_compiles_once(tmp_path):
     code = f"""
 import logging, sys
-from cute_kernels import build
-from cute_kernels.attention import dispatch
+from cute_kernels import build, catalog, manifest
 from wrappers import runtime
 logging.basicConfig(stream=sys.stdout, format="%(levelname)s %(name)s %(message)s")
 logging.getLogger("cute_kernels").setLevel("INFO")
@@ -425,13 +429,13 @@ def counted(*a):
     calls.append(a)
     return real(*a)
 build.build = counted
-op, spec = next(kernel for kernel in dispatch.shipped("{ARCH}") if kernel[0] == "{OP}")
+op, spec = next(kernel for kernel in catalog.shipped("{ARCH}") if manifest.label(*kernel) == "{QUICK}")
 fn = runtime.kernel(op, spec, "{ARCH}")
 assert runtime.kernel(op, spec, "{ARCH}") is fn
 try:
     fn()
 except TypeError as error:
-    assert "Expects {len(args.fields(SPEC))} parameters" in str(error)
+    assert "Expects {len(merge_states.fields(SHIPPED[QUICK][1]))} parameters" in str(error)
 print(len(calls))
 """
     env = {"XDG_CACHE_HOME": str(tmp_path), "CUTE_KERNELS_BUNDLE": "/nowhere", "CUTE_DSL_ARCH": ARCH}
@@ -442,14 +446,14 @@ print(len(calls))
     (path,) = (tmp_path / "cute_kernels" / "obj").glob("*.o")
     for (line,) in said:  # one each, of a kernel that was there or that it waited for or compiled
         how = rf"(compiled into|loaded from) {path}"
-        assert re.fullmatch(rf"INFO cute_kernels {OP}/{SPEC.name} for {ARCH}: {how}, \d+\.\d{{4}} s", line)
+        assert re.fullmatch(rf"INFO cute_kernels {QUICK} for {ARCH}: {how}, \d+\.\d{{4}} s", line)
     assert any("compiled into" in line for (line,) in said)
 
 
 def test_a_kernel_compiles_where_temporary_files_have_a_space_in_their_name(tmp_path):
     (tmp_path / "a b").mkdir()
     done = run_python(
-        *build("--only", "merge_states.rows/bf16_states", out=tmp_path / "c d" / ARCH, objects=tmp_path / "e f"),
+        *build("--only", QUICK, out=tmp_path / "c d" / ARCH, objects=tmp_path / "e f"),
         TMPDIR=str(tmp_path / "a b"),
     )
     assert compiled(done) == 1 and bundle.verify(tmp_path / "c d" / ARCH, ARCH) == []

@@ -1,4 +1,5 @@
-"""Every shipped kernel compiles without a GPU and holds the instructions it should. Reads the bundle's manifest."""
+"""Shipped kernels compile without a GPU and hold the instructions they should: those of `kernels.ordinary`, with
+--all every one. Reads the manifests of bundles."""
 
 import platform
 import re

@@ -88,7 +88,7 @@ def test_opcheck(operator, group, name):
 
 @pytest.mark.skipif(CUDA_HOME is None, reason="torch needs the CUDA toolkit to compile ahead of time")
 def test_a_decode_step_compiled_ahead_of_time(tmp_path):
-    compiled.ahead_of_time_matches("cuda", tmp_path / "layer.pt2")
+    compiled.exported_matches("cuda", tmp_path / "layer.pt2")
 
 
 # ---- memory of pools that belong to others

@@ -152,10 +152,10 @@ def test_flash_attention_whose_bits_depend_on_the_request_only():
 
 @pytest.mark.parametrize("form", ["ragged", "tabled", "entries"])
 def test_flash_attention_of_a_left_window(form):
-    batch = flash_attn_batches.Batch(page=8)
+    batch = flash_attn_batches.Batch(page=8, dtype=torch.bfloat16)
     with simulated(ARCH, [], SMS, memory=MEMORY):
         got = getattr(batch, form)(window_size=(5, -1), return_lse=True)
-    flash_attn_batches.check(got, batch.want(window=(5, -1)))
+    flash_attn_batches.check(got, batch.want(window=(5, -1)), TOLERANCE["bf16"])
 
 
 def test_small_pages_of_nvfp4():
@@ -169,7 +169,7 @@ def test_small_pages_of_nvfp4():
 
 
 @pytest.mark.parametrize(("function", "dim", "page"), [
-    ("context", 128, 12), pytest.param("context", 256, 16, marks=pytest.mark.full), ("decode", 128, 12)
+    ("context", 80, 12), pytest.param("context", 256, 16, marks=pytest.mark.full), ("decode", 128, 12)
 ])  # fmt: skip
 def test_interleaved_factors_of_v(function, dim, page):
     """Requests that end within four rows."""

@@ -1,11 +1,11 @@
-"""Every shipped kernel runs on the CPU: its PTX in the simulator, called through public functions.
+"""Shipped kernels run on the CPU: their PTX in the simulator, called through public functions.
 
-Kernels that stand for a structure run all their cases in mode `eager`, others every second case. The former run one
-case in another mode too, which must not change a bit; they take the modes in turn, and of Blackwell's a few run. The
-covering set of features runs in `eager`, by whatever kernels dispatch chooses. Of the bf16 and the fp16 kernel of a
-spec one is simulated where their PTX is equal but for types. Launches that build/simulated remembers
-(tests/sim/memo.py) are not repeated. With --all, all kernels run all cases in all modes, twins too, of Blackwell's
-those that stand for a structure, and nothing is remembered.
+Kernels that stand for a structure run all their cases in mode `eager`, others of `kernels.ordinary` every second case.
+The former run one case in another mode too, which must not change a bit; they take the modes in turn, and of
+Blackwell's a few run. The covering set of features runs in `eager`, by whatever kernels dispatch chooses. Of the bf16
+and the fp16 kernel of a spec one is simulated where their PTX is equal but for types. Launches that build/simulated
+remembers (tests/sim/memo.py) are not repeated. With --all, all kernels run all cases in all modes, twins too, of
+Blackwell's those that stand for a structure, and nothing is remembered.
 
 The work begins, in processes of its own, when the kernels are compiled, and goes on beside the tests before these.
 """
@@ -54,6 +54,7 @@ def test_modes_are_dealt_to_kernels():
     assert [dealt(["a", "b"], modes, turn) for turn in range(4)] == [
         [("a", "late")], [("b", "newest")], [("a", "random")], [("b", "late")],
     ]  # fmt: skip
+    assert {dealt([*"abcdef"], modes, turn)[0][0] for turn in range(9)} == {*"abcd"}
 
 
 def test_modes_that_delay_and_reorder_run_on_blackwell():

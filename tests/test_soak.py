@@ -175,6 +175,7 @@ def test_damaged_bundles_are_what_they_should_be(tmp_path):
     assert bundle.verify(good, ARCH) == [] and damage.linked(good, tmp_path / "links") == held
 
 
+@pytest.mark.full  # test_robust.py provokes both in this process
 @pytest.mark.kernels
 def test_full_disks_and_read_only_caches(tmp_path):
     """The real command, in processes of their own."""

@@ -73,7 +73,8 @@ def test_in_a_mode_of_torch(group, around, fresh_compiler):
 
 @compiles_test
 def test_the_first_call_of_a_process():
-    done = run_python("-c", "from tests import compiled; compiled.first_call('cpu', 'default')")
+    """In one size. Other sizes, which compile anew, are those of `test_compiled`."""
+    done = run_python("-c", "from tests import compiled; compiled.first_call('cpu', 'default', sizes=(0, 0))")
     assert done.returncode == 0, done.stderr
     assert done.stdout.split() == ["equal"]
 
@@ -113,9 +114,14 @@ def test_opcheck_covers_every_operator():
     assert compiled.operators() == {operator for operator, _, _ in compiled.OPERATORS}
 
 
+def test_an_exported_decode_step():
+    compiled.exported_matches("cpu")
+
+
+@pytest.mark.full
 @compiles_test
 def test_a_decode_step_compiled_ahead_of_time(tmp_path):
-    compiled.ahead_of_time_matches("cpu", tmp_path / "layer.pt2")
+    compiled.exported_matches("cpu", tmp_path / "layer.pt2")
 
 
 # ---- memory that is kept between calls

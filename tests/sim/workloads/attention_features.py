@@ -52,21 +52,18 @@ def prefill() -> list[Scenario]:
                 kv_lens=spread(MANY, {0: 5, 20: 9, 31: 40, 32: 130, 33: 7, 64: 33, 69: 12})),
         replace(packed, name="far", far=True, heads_q=4, kv_lens=(40, 9, 83)),
         # head dims that TMA, or a warp that copies rows, pads with zeros
-        dims(plain, 80, name="head_dim 80", page_size=8, soft_cap=9.0, window_left=300, strided_q=True),
+        dims(plain, 80, name="head_dim 80", page_size=8, strided_q=True),
         dims(packed, 112, name="head_dim 112, pages of 3", page_size=3),
         dims(packed, 80, name="head_dim 80, e4m3, NVFP4 output", dtype="fp8", out_dtype="nvfp4", kv_lens=(400, 9, 0)),
-        dims(plain, 160, name="head_dim 160, e4m3 cache", kv_dtype="fp8"),
         dims(packed, 80, name="head_dim 80, NVFP4 cache", kv_dtype="nvfp4", kv_lens=(400, 9, 83)),
-        dims(plain, 192, name="head_dim 192", q_lens=(130, 1)),
         dims(plain, 512, name="head_dim 512", q_lens=(3, 70), kv_lens=(61, 133)),
-        dims(plain, 512, name="head_dim 512, NVFP4 cache", kv_dtype="nvfp4", q_lens=(3, 70), kv_lens=(61, 133)),
     ]  # fmt: skip
     levels = replace(
         packed, data="levels", scale=STEP_SCALE, q_lens=(5, 0, 30), kv_lens=(1190, 9, 700), skip=160.0
     )  # some blocks are skipped
     skips = (
         replace(levels, window_left=800, soft_cap=30.0),
-        replace(levels, heads_q=2, q_lens=(3, 150), kv_lens=(61, 600), causal=False),
+        replace(levels, heads_q=2, q_lens=(3, 150), kv_lens=(61, 600), causal=False, soft_cap=30.0),
     )
     # dependencies of a plan: calls that differ in one parameter, and at last one equal to the first
     first = replace(packed, name="first", q_lens=(5, 2, 3), kv_lens=(40, 83, 9), heads_q=4, page_size=8)
@@ -94,7 +91,7 @@ def decode() -> list[Scenario]:
     found = [
         replace(few, name="page 8, NHD", page_size=8, layout="NHD"),
         replace(many, name="page 16, window, separate tables", page_size=16, window_left=600, separate_tables=True),
-        replace(many, name="page 128, fp16, stacked NHD", page_size=128, dtype="fp16", cache="stacked", layout="NHD"),
+        replace(few, name="page 128, fp16, stacked NHD", page_size=128, dtype="fp16", cache="stacked", layout="NHD"),
         replace(d128, name="page 32, strided, NVFP4 output, uint32", page_size=32, strided_q=True, uint32_lens=True,
                 out_dtype="nvfp4"),
         replace(few, name="page 256, shared NHD", page_size=256, cache="shared", layout="NHD", kv_lens=(900, 0, 83)),
@@ -102,8 +99,8 @@ def decode() -> list[Scenario]:
         replace(few, name="scale 1", scale=1.0, data="normal", sink=30.0),
         replace(many, name="scale 1, 12 rows", scale=1.0, data="normal", fresh=True),
         replace(e4m3, name="e4m3, e4m3 output", out_dtype="fp8", out_scale=300.0, o_scale=3.0, page_size=8),
-        replace(e4m3, name="e4m3, 12 rows", q_lens=(4, 1), kv_lens=(1100, 300), page_size=64, o_scale=2.0, sink=False),
-        replace(e4m3, name="e4m3, scale 1", q_lens=(4, 1), kv_lens=(700, 300), scale=1.0, data="normal"),
+        dims(e4m3, 64, name="e4m3, 12 rows", q_lens=(4, 1), kv_lens=(1100, 300), page_size=64, o_scale=2.0, sink=False),
+        replace(e4m3, name="e4m3, scale 1", q_lens=(2, 1), kv_lens=(700, 300), scale=1.0, data="normal"),
         replace(nvfp4, name="nvfp4", page_size=8),
         replace(nvfp4, name="nvfp4, interleaved, e4m3 output", q_lens=(4, 1), kv_lens=(1100, 300), page_size=16,
                 interleaved=True, out_dtype="fp8", separate_tables=True),
@@ -118,15 +115,11 @@ def decode() -> list[Scenario]:
         replace(few, name="invariant", invariant=True, kv_lens=(4300, 0, 83), q_lens=(1, 2, 3)),
         replace(few, name="invariant, window", invariant=True, kv_lens=(5000, 0, 83), heads_q=3, heads_kv=1,
                 window_left=4400, out_dtype="fp8", device=("out",), out_scale=4.0),
-        replace(nvfp4, name="nvfp4, head_dim 256, interleaved", head_dim_qk=256, head_dim_vo=256, interleaved=True,
-                kv_lens=(300, 0, 83), heads_q=2),
         dims(few, 80, name="head_dim 80, NVFP4 output", out_dtype="nvfp4", scale=1.0, data="normal"),
         dims(many, 112, name="head_dim 112, e4m3, NVFP4 output", kv_dtype="fp8", out_dtype="nvfp4", page_size=3),
         dims(few, 512, name="head_dim 512", kv_lens=(300, 0, 83), q_lens=(1, 1, 9)),
         dims(nvfp4, 512, name="head_dim 512, nvfp4, interleaved, pages of 12", kv_lens=(300, 0, 83), heads_q=2,
              interleaved=True, page_size=12, window_left=200, out_dtype="nvfp4"),
-        dims(few, 160, name="head_dim 160, shared heads", kv_lens=(900, 0, 83), heads_q=9, heads_kv=1),
-        dims(nvfp4, 112, name="head_dim 112, nvfp4, interleaved", interleaved=True, kv_lens=(500, 0, 83)),
         replace(e4m3, name="e4m3, large queries", q_unit=2.0**20, scale=2.0**-21, data="normal", kv_lens=(300, 0, 83)),
     ]  # fmt: skip
     first = replace(few, name="first", q_lens=(1, 1), kv_lens=(130, 300), heads_q=4, page_size=8)
@@ -139,7 +132,7 @@ def decode() -> list[Scenario]:
     ]  # fmt: skip
     turns = [replace(first, name=str(fact), **fact) for fact in facts]
     rows = (  # K and V without pages, of which CTAs share the keys
-        few, replace(many, window_left=600), replace(e4m3, page_size=64), replace(e4m3, dtype="fp8", out_dtype="bf16"),
+        few, replace(many, window_left=600), replace(e4m3, page_size=64), dims(e4m3, 64, dtype="fp8", out_dtype="bf16"),
         replace(few, head_dim_qk=256, head_dim_vo=256, kv_lens=(300, 0, 83)),
         replace(d128, q_lens=(9, 0, 20), kv_lens=(900, 40, 283), heads_q=6, heads_kv=2),
         replace(e4m3, q_lens=(9, 0, 20), kv_lens=(900, 40, 283)),
@@ -180,12 +173,19 @@ def other_head_dims() -> list[Scenario]:
     prompts = AttentionCase(
         "", q_lens=(3, 150), kv_lens=(61, 333), heads_q=2, heads_kv=2, data="needles", sink=True, kv_dtype="nvfp4"
     )
-    packed = replace(prompts, q_lens=(5, 0, 2), kv_lens=(133, 9, 0), heads_q=6, kv_dtype="", dtype="fp8")
+    plain = replace(prompts, kv_dtype="")
+    packed = replace(plain, q_lens=(5, 0, 2), kv_lens=(133, 9, 0), heads_q=6, dtype="fp8")
     few = replace(prompts, q_lens=(1, 1, 1), kv_lens=(300, 0, 83), interleaved=True, function="decode")
     found = [
         dims(prompts, 160, name="head_dim 160, NVFP4 cache"),
+        dims(prompts, 160, name="head_dim 160, e4m3 cache", kv_dtype="fp8"),
+        dims(prompts, 512, name="head_dim 512, NVFP4 cache", q_lens=(3, 70), kv_lens=(61, 133)),
+        dims(plain, 192, name="head_dim 192", q_lens=(130, 1)),
         dims(packed, 512, name="head_dim 512, e4m3, NVFP4 output", out_dtype="nvfp4"),
+        dims(few, 112, name="head_dim 112, nvfp4, interleaved", heads_q=3, heads_kv=1, kv_lens=(500, 0, 83)),
+        dims(few, 160, name="head_dim 160, shared heads", kv_dtype="", interleaved=False, heads_q=9, heads_kv=1),
         dims(few, 192, name="head_dim 192, nvfp4, interleaved"),
+        dims(few, 256, name="head_dim 256, nvfp4, interleaved"),
         dims(few, 48, name="head_dim 48, e4m3", kv_dtype="", dtype="fp8", out_dtype="bf16", interleaved=False),
         dims(few, 208, name="head_dim 208, e4m3 cache", kv_dtype="fp8", interleaved=False),
         dims(few, 96, name="head_dim 96, e4m3 cache, 12 rows", kv_dtype="fp8", interleaved=False, q_lens=(4, 1, 1)),

@@ -188,7 +188,7 @@ def topk_features() -> list[TopKScenario]:
 def patterns() -> list[TopKScenario]:
     """Return cases with every kind of bit pattern, both tie breaks, with the values themselves and without."""
     found = []
-    for name in ("fp32_c1t256_n8192", "bf16_c2t512_n92160", "fp16_c8t512_n92160"):
+    for name in ("fp32_c1t256_n8192", "bf16_c4t512_n92160", "fp16_c2t512_n92160"):
         plan = kernel(name)
         call = TopKCase(TOP_K, plan.dtype, 4, 2700, 300)
         special = ("special", "all bits", "tiny", "negative")
@@ -275,7 +275,7 @@ def pages() -> list[TopKScenario]:
     large = replace(call, dtype="bf16", page_size=16, batch_map=True)
     return [
         TopKScenario("pages", tuple(calls), kernel("fp32_c1t256_n8192")),
-        TopKScenario("pages of a cluster", (large, replace(large, tie_break=LARGE)), kernel("bf16_c8t512_n92160")),
+        TopKScenario("pages of a cluster", (large, replace(large, tie_break=LARGE)), kernel("bf16_c4t512_n92160")),
     ]
 
 
@@ -322,9 +322,9 @@ def memory() -> list[TopKScenario]:
     return [
         TopKScenario("far rows", (far, hollow, table, output), kernel("fp32_c1t256_n8192")),
         TopKScenario(
-            "far rows of 16 bits", (replace(far, dtype="bf16", pad=(1 << 30) + 1),), kernel("bf16_c2t512_n92160")
+            "far rows of 16 bits", (replace(far, dtype="bf16", pad=(1 << 30) + 1),), kernel("bf16_c4t512_n92160")
         ),
-        TopKScenario("two launches", (again,), kernel("fp32_c2t512_n46080"), times=2),
+        TopKScenario("two launches", (again,), kernel("fp32_c3t512_n46080"), times=2),
         TopKScenario("two launches, streamed", (again,), kernel("fp32_c1t512_s6144"), times=2),
     ]
 
