@@ -54,6 +54,8 @@ BASE = AttentionCase(
 WHOLE = replace(BASE, heads_kv=2)  # heads that are not packed into rows
 DECODE = replace(BASE, function="decode")
 BY_FIVE = {"page_size": 5}  # no TMA box fits
+WINDOW = {"window_left": 300}  # longer than all requests
+D128 = {"head_dim_qk": 128, "head_dim_vo": 128}
 SOME = {"rising offsets": 0, "pages": 1, "any bytes": 2}
 ALL = {
     "lengths": 0, "rising offsets": 1, "falling offsets": 2, "pages": 3, "fewer pages of V": 4, "no columns": 5,
@@ -64,14 +66,18 @@ CALLS: dict[str, tuple[AttentionCase, tuple[str, ...], dict[str, int]]] = {  # c
     "prefill": (BASE, (), ALL),
     "prefill, window": (replace(WHOLE, window_left=30, causal=False), (), SOME),
     "prefill, shared scores": (replace(WHOLE, head_dim_qk=512, head_dim_vo=512), (), {"pages": 1, "any bytes": 2}),
-    "prefill, gathered": (replace(WHOLE, **BY_FIVE), ("csr",), LISTED),
-    "prefill, gathered, packed": (replace(BASE, page_size=1), (), {"lengths": 3, "pages": 1, "fewer pages of V": 2}),
+    "prefill, gathered": (replace(WHOLE, **WINDOW, **BY_FIVE), ("csr",), LISTED),
+    "prefill, gathered, packed": (
+        replace(BASE, page_size=1, **WINDOW),
+        (),
+        {"lengths": 3, "pages": 1, "fewer pages of V": 2},
+    ),
     "prefill, ragged": (WHOLE, ("ragged",), {"starts": 2, "falling starts": 1, "no pages": 2, "any bytes": 4}),
     "prefill, mask": (WHOLE, ("csr", "mask"), {"starts": 2, "mask starts": 18, "no mask": 0}),
     "decode": (DECODE, (), ALL),
-    "decode, nvfp4": (replace(DECODE, kv_dtype="nvfp4"), (), SOME | {"no pages": 3}),
+    "decode, nvfp4": (replace(DECODE, kv_dtype="nvfp4", **D128), (), SOME | {"no pages": 3}),
     "decode, many rows": (replace(DECODE, q_lens=(3, 0, 21)), (), ALL),
-    "decode, many rows, nvfp4": (replace(DECODE, q_lens=(3, 0, 21), dtype="bf16", kv_dtype="nvfp4"), (), SOME),
+    "decode, many rows, nvfp4": (replace(DECODE, q_lens=(3, 0, 21), kv_dtype="nvfp4", **D128), (), SOME),
     "decode, parts of their own": (replace(DECODE, invariant=True), (), SOME | {"no columns": 3}),
     "decode, gathered": (replace(DECODE, **BY_FIVE), ("csr",), LISTED | {"fewer pages of V": 0}),
 }

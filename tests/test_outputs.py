@@ -14,7 +14,7 @@ E4M3 = torch.float8_e4m3fn
 SMS = 5  # of decode, so that every KV block is a part of its own, and the sums of parts are exact
 CALLS = {  # arguments of `outputs.known`, and the first row of the scale factors
     "decode, e4m3 query, head_dim 64": (("decode", "e4m3", 64, (3, 1), "", (512, 1)), 127),
-    "decode, 16 rows a warp": (("decode", "bf16", 128, (12, 1), "e4m3", (1, 16, 0)), 3),
+    "decode, 16 rows a warp": (("decode", "bf16", 64, (12, 1), "e4m3", (1, 16, 0)), 3),
     "decode, 16 bits, head_dim 256": (("decode", "bf16", 256, (2, 2), "", (128,)), 128),
     "prefill": (("prefill", "bf16", 64, (2, 1), "", (128, 0, 1)), 122),
     "prefill, e4m3 query": (("prefill", "e4m3", 64, (2, 1), "", (128, 0, 1)), 5),

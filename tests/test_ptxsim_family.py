@@ -56,7 +56,7 @@ SINGLE = {
 
 EXCHANGED = (  # features of the decode function on whole tiles, of the context function on split keys
     "decode: page 16, window, separate tables", "decode: cap, device scales", "decode: scale 1, 12 rows",
-    "decode: e4m3, scale 1", "decode: nvfp4, head_dim 64, interleaved, NHD", "decode: no keys",
+    "decode: e4m3, scale 1", "decode: no keys",
     "prefill: page 16, strided, stacked", "prefill: page 128, cap, window", "prefill: no keys, sink",
     "prefill: page 256, shared, device scales", "prefill: window 0, 5 heads",
 )  # fmt: skip

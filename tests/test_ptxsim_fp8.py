@@ -32,7 +32,7 @@ def run(case, **changes):
     return p, out, lse
 
 
-@pytest.mark.parametrize("dims", DIMS)
+@pytest.mark.parametrize("dims", [DIMS[0], pytest.param(DIMS[1], marks=pytest.mark.full)])
 def test_v_reaches_its_place(dims):
     """A row that sees its own key alone gives the bits of its V: of all keys of two blocks, the second of them cut."""
     n = tile_table.column("fp8")[dims].general.n
@@ -61,7 +61,7 @@ def test_scales_a_head(dtype):
     """Of e4m3 k and v and of q, with heads of a KV head as rows of one tile and as tiles of their own."""
     gen, case = torch.Generator().manual_seed(0), replace(ALONE, dtype=dtype)
     for rows in (5, 70):
-        shapes = (rows, 4, 64), (90, 2, 64), (90, 2, 64)
+        shapes = (rows, 4, 128), (90, 2, 128), (90, 2, 128)
         q, k, v = (torch.randn(*shape, generator=gen).to(torch.float8_e4m3fn) for shape in shapes)
         q = q.to(cases.DTYPES[dtype])
         scales = {f"{n}_scale": torch.rand(x.shape[1], generator=gen) + 0.5 for n, x in zip("qkv", (q, k, v))}

@@ -54,7 +54,6 @@ def prefill() -> list[Scenario]:
         # head dims that TMA, or a warp that copies rows, pads with zeros
         dims(plain, 80, name="head_dim 80", page_size=8, strided_q=True),
         dims(packed, 112, name="head_dim 112, pages of 3", page_size=3),
-        dims(packed, 80, name="head_dim 80, e4m3, NVFP4 output", dtype="fp8", out_dtype="nvfp4", kv_lens=(400, 9, 0)),
         dims(packed, 80, name="head_dim 80, NVFP4 cache", kv_dtype="nvfp4", kv_lens=(400, 9, 83)),
         dims(plain, 512, name="head_dim 512", q_lens=(3, 70), kv_lens=(61, 133)),
     ]  # fmt: skip
@@ -181,6 +180,7 @@ def other_head_dims() -> list[Scenario]:
         dims(prompts, 160, name="head_dim 160, e4m3 cache", kv_dtype="fp8"),
         dims(prompts, 512, name="head_dim 512, NVFP4 cache", q_lens=(3, 70), kv_lens=(61, 133)),
         dims(plain, 192, name="head_dim 192", q_lens=(130, 1)),
+        dims(packed, 80, name="head_dim 80, e4m3, NVFP4 output", out_dtype="nvfp4", kv_lens=(400, 9, 0)),
         dims(packed, 512, name="head_dim 512, e4m3, NVFP4 output", out_dtype="nvfp4"),
         dims(few, 112, name="head_dim 112, nvfp4, interleaved", heads_q=3, heads_kv=1, kv_lens=(500, 0, 83)),
         dims(few, 160, name="head_dim 160, shared heads", kv_dtype="", interleaved=False, heads_q=9, heads_kv=1),
