@@ -16,6 +16,7 @@ import torch
 
 from bench.cases.choice import by_function
 from cute_kernels import build, catalog, manifest
+from tests.sim.pool import BEHIND
 from tools import matrix
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -129,11 +130,12 @@ def quick(items: list[pytest.Item]) -> list[pytest.Item]:
     return [item for own in cases.values() for item in own[::4]]
 
 
-def order(item: pytest.Item) -> tuple[bool, bool]:
-    """Sort tests that need kernels later, and those that wait for simulations last; tests of an engine stay
-    together."""
+def order(item: pytest.Item) -> tuple[bool, int]:
+    """Sort tests that need kernels later, then those that wait for Blackwell's bundles, and those that wait for
+    simulations last; tests of an engine stay together."""
     kernels = item.get_closest_marker("kernels") is not None and not imports_engine(item)
-    return kernels, "problems" in getattr(item, "fixturenames", ())
+    waits = [name in getattr(item, "fixturenames", ()) for name in ("blackwell", "problems")]
+    return kernels, 2 * waits[1] + waits[0]
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
@@ -203,13 +205,12 @@ def compile_in_marked_tests_only(request: pytest.FixtureRequest, monkeypatch: py
         monkeypatch.setattr(build, "object_file", refuse)
 
 
-def start_python(*arguments: str, cwd: Path = ROOT, **env: str) -> subprocess.Popen[str]:
-    """Start the tests' Python; `env` is added to the environment."""
+def start_python(*arguments: str, cwd: Path = ROOT, behind: int = 0, **env: str) -> subprocess.Popen[str]:
+    """Start the tests' Python; `env` is added to the environment. behind: by how much it is nicer than this process."""
     pipe = subprocess.PIPE
     outside = {name: value for name, value in os.environ.items() if name != "CUTE_DSL_ARCH" or OUTSIDE}
-    return subprocess.Popen(
-        [sys.executable, *arguments], cwd=cwd, env=outside | env, stdin=pipe, stdout=pipe, stderr=pipe, text=True
-    )
+    command = ["nice", "-n", str(behind), sys.executable, *arguments] if behind else [sys.executable, *arguments]
+    return subprocess.Popen(command, cwd=cwd, env=outside | env, stdin=pipe, stdout=pipe, stderr=pipe, text=True)
 
 
 def finish(process: subprocess.Popen[str]) -> subprocess.CompletedProcess[str]:
@@ -229,6 +230,7 @@ def start_build(arch: str, out: Path, *only: str, jobs: int = 0) -> subprocess.P
     jobs = jobs or len(os.sched_getaffinity(0))
     return start_python(
         *("-m", "cute_kernels", "build", "--arch", arch, "--jobs", str(jobs), "--out", str(out), *only),
+        behind=BEHIND,
         CUTE_DSL_ARCH=arch,
     )
 

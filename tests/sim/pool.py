@@ -4,6 +4,8 @@ import multiprocessing
 import os
 from concurrent.futures import ProcessPoolExecutor
 
+BEHIND = 5  # by how much processes that compile and simulate are nicer than pytest, which runs its tests one by one
+
 
 def pool(jobs: int = 0) -> ProcessPoolExecutor:
     """Return a pool of `jobs` processes; 0 means one per core that this process may use."""
@@ -14,5 +16,6 @@ def pool(jobs: int = 0) -> ProcessPoolExecutor:
 def _one_thread() -> None:
     import torch
 
+    os.nice(BEHIND)
     torch.set_num_threads(1)
     os.environ |= {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}  # before numpy's BLAS starts its own threads
