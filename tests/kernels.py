@@ -49,7 +49,8 @@ def words(value: Any, name: str = "") -> dict[str, str]:
     return {name: str(value)} if isinstance(value, str | bool | list) else {}
 
 
-TOGETHER = ((".kv.dtype", ".kv.source"), (".mask.custom", ".mask.causal"))  # fields whose code depends on both
+# Pairs of fields: some code depends on the values of both.
+TOGETHER = ((".kv.dtype", ".kv.source"), (".mask.custom", ".mask.causal"))
 
 
 def shown(label: str) -> set[Any]:

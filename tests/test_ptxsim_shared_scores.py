@@ -52,20 +52,20 @@ def test_shared_scores(name):
     ],
 )
 def test_which_kernels_share_scores(change, shared):
-    """Those whose K and V come by TMA, in the type of the MMAs, without a list of blocks."""
+    """They are the kernels in which TMA loads K and V of 16 bits, and which have no custom mask."""
     op, spec = dispatch.select(replace(WIDE, **change), ARCH)
     tile = spec.tile
-    assert op == "attention.sm90" and (tile.s_parts > 1) == (tile.pieces > 1) == shared
+    assert op == "attention.sm90" and (tile.pieces > 1) == shared
     if shared:
-        for worse in ({"o_parts": 1}, {"s_parts": 1}, {"pieces": 1}, {"stages": 3}, {"n": 64}):
+        for worse in ({"o_parts": 1}, {"load_warps": 2}, {"stages": 3}, {"n": 64}):
             refusal = sm90.supports(replace(spec, tile=replace(tile, **worse)))
             assert refusal is not None and refusal.field == "tile"
 
 
-def test_warpgroups_share_scores_over_boxes_of_16_bits_without_a_list():
+def test_pieces_need_tma_16_bits_and_no_custom_mask():
     tile = dispatch.select(WIDE, ARCH)[1].tile
     for change in ({"page_size": 3}, {"custom_mask": True, "causal": False}, {"kv": "e4m3"}):
         spec = sm90.candidate(replace(WIDE, **change), ARCH)
         assert sm90.supports(spec) is None
         refusal = sm90.supports(replace(spec, tile=tile))
-        assert refusal is not None and "s_parts must be" in refusal.why
+        assert refusal is not None and "pieces need o_parts" in refusal.why

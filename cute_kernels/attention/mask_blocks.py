@@ -107,7 +107,8 @@ def find_sequence(spec: cutlass.Constexpr, a, row: Int32):
 @cute.jit
 def find_tile(spec: cutlass.Constexpr, a, tile: Int32):
     """Return the sequence of the tile with this number in the launch, -1 if there is none, its number in the sequence,
-    and the launch's number of tiles. Tiles of sequences a warp apart follow each other. Called by one warp."""
+    and the launch's number of tiles. Lane i counts the tiles of the sequences i, i + 32 and so on. Called by one
+    warp."""
     lane, batch_size, count = cute.arch.lane_idx(), geometry.batch_size(a), Int32(0)
     for b in cutlass.range(lane, batch_size, 32, unroll=1):
         count += num_m_blocks(spec, a, geometry.sequence_queries(a, b)[1])
@@ -248,7 +249,8 @@ def list_blocks(spec: cutlass.Constexpr, a, states: cute.Tensor, batch_idx: Int3
 
 @cute.kernel
 def kernel(spec: cutlass.Constexpr, a):
-    """Write the lists of tiles whose numbers are a grid apart: of one tile, unless sequences overlap."""
+    """Write the list of the tile with this CTA's number. If sequences overlap, the launch may have more tiles than CTAs:
+    the CTA then also writes those of the tiles a grid size, two grid sizes and so on behind it."""
     smem = cutlass.utils.SmemAllocator()
     states = smem.allocate_tensor(Int32, cute.make_layout((SHARES, 32 * SETS), stride=(32 * SETS, 1)), 16)
     cute.arch.griddepcontrol_wait()  # with PDL: the previous kernel may write lengths and bits

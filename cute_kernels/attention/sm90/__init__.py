@@ -142,7 +142,7 @@ def supports(spec: Spec) -> Refusal | None:
         return Refusal("tile", "None: must be the op's TileConfig")
     if t.o_parts > 1 and spec.logits.skip:
         return Refusal("skip", f"True: the kernel has no skip-softmax with head_dim {spec.head_dim_vo}")
-    if refusal := refuse_parts(spec, t):
+    if refusal := refuse_pieces(spec, t):
         return refusal
     if t.o_parts > 1 and t.m != 64:
         return Refusal("tile", f"{t}: m must be 64 with o_parts")
@@ -152,17 +152,17 @@ def supports(spec: Spec) -> Refusal | None:
         return Refusal("tile", f"{t}: m must be 64 or 128 over quantised K and V")
     if spec.logits.soft_cap and (t.q_in_regs or t.q_stages > 1):  # no MMA may be in flight when `mma` branches
         return Refusal("tile", f"{t}: with a soft cap, q_stages must be 1 and q_in_regs False")
-    if spec.kv.dtype == spec.q != FP8 and t.load_warps != 2 and t.pieces == 1:
+    if spec.kv.dtype == spec.q != FP8 and t.load_warps != (2 if t.pieces == 1 else 1):
         return Refusal("tile", f"{t}: load_warps must be 2, or 1 with pieces, unless K or V is prepared")
     return refuse_excess(spec, t)
 
 
-def refuse_parts(spec: Spec, t: Sm90TileConfig) -> Refusal | None:
-    """Return the refusal of a tile with `s_parts` or `pieces` where the kernel has none; None if it is fine."""
-    if t.s_parts == t.pieces == 1:
+def refuse_pieces(spec: Spec, t: Sm90TileConfig) -> Refusal | None:
+    """Return the refusal of a tile that loads blocks in pieces, if the kernel cannot; None if it can or need not."""
+    if t.pieces == 1:
         return None
-    if t.s_parts != t.o_parts or not can_share_scores(spec.kv, spec.mask):
-        return Refusal("tile", f"{t}: s_parts must be o_parts, over 16-bit K and V of TMA, without a custom mask")
+    if t.o_parts == 1 or not can_share_scores(spec.kv, spec.mask):
+        return Refusal("tile", f"{t}: pieces need o_parts, and 16-bit K and V that TMA loads, without a custom mask")
     if t.pieces % (2 * t.stages) or t.n % (16 * t.pieces):
         return Refusal("tile", f"{t}: pieces must be a multiple of twice the stages, and have 16 keys or more")
     return None

@@ -226,8 +226,9 @@ def piece(spec, s, i):
 
 @cute.jit
 def issue_qk_and_pv(spec: cutlass.Constexpr, plan, s, r: Sm90Fragments, at: ConsumerState, has_pv: Int32):
-    """Issue acc_s = Q K^T of the block after that of `at`, and P V of that block but for its last two pieces, and
-    wait for S. has_pv: whether the end of P V of the block before is in flight, the V of which is then released."""
+    """Issue acc_s = Q K^T of the next block and P V of the block of `at`, except for its last two pieces. Wait for S.
+
+    has_pv: whether the end of the P V before that is in flight; its pieces of V are then released."""
     for i in cutlass.range_constexpr(spec.tile.pieces):
         # a piece of S += Q @ K^T, a piece of O += P @ V
         issue_qk(spec, plan, s, r, i)

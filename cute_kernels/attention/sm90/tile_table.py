@@ -28,9 +28,8 @@ class Sm90TileConfig:
     8-bit MMAs add to O in 14 bits, rounding towards zero: without promotion, the mean of 2,048 equal values comes out
     1.4 % short, that of 8,192 values 8 % (simulated, with sums that have the bits of an H200's). o_parts: warpgroups
     that have the same 64 rows, all of S, and a part each of the columns of O: 512 columns of 64 rows would take all
-    registers of a warpgroup. s_parts: the warpgroups that have the same rows have a part each of the keys of a
-    block, so of S and P, and share P through shared memory (`shared_scores`); 1: each has all of S. pieces: with
-    s_parts, the stages that a block of K takes, each with some of its columns, and a block of V, each with some keys.
+    registers of a warpgroup. pieces: the stages that a block of K takes, each with some of its
+    columns, and a block of V, each with some keys. The warpgroups that have the same rows then share scores.
     """
 
     m: int = 128
@@ -43,7 +42,6 @@ class Sm90TileConfig:
     load_warps: int = 2
     promote_interval: int = 0
     o_parts: int = 1
-    s_parts: int = 1
     pieces: int = 1
     per_tile_pack_gqa: ClassVar[bool] = True
     pdl_prologue: ClassVar[bool] = False
@@ -58,6 +56,12 @@ class Sm90TileConfig:
     @property
     def warpgroups(self) -> int:
         return self.m // 64 * self.o_parts
+
+    @property
+    def s_parts(self) -> int:
+        """Return the warpgroups that have a part each of the keys of a block, so of S and P, and share P through shared
+        memory (`shared_scores`); 1 if each has all of S."""
+        return self.o_parts if self.pieces > 1 else 1
 
     @property
     def s_columns(self) -> int:
@@ -185,7 +189,7 @@ TABLE = (
             _T(64, 48, 1, o_parts=2),
             plain=_T(64, 48, 1, 2, o_parts=2),
             split=_T(64, 32, 2, load_warps=1, o_parts=2),
-            shared=_T(64, 128, 4, load_warps=1, o_parts=2, s_parts=2, pieces=8),
+            shared=_T(64, 128, 4, load_warps=1, o_parts=2, pieces=8),
         ),
         fp8=Sm90Tiles(_T(64, 32, 1, load_warps=1, promote_interval=64, o_parts=2)),
         quantised=Sm90Tiles(_T(64, 32, 1, raw_stages=2, load_warps=1, o_parts=2)),
