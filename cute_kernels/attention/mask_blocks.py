@@ -249,8 +249,8 @@ def list_blocks(spec: cutlass.Constexpr, a, states: cute.Tensor, batch_idx: Int3
 
 @cute.kernel
 def kernel(spec: cutlass.Constexpr, a):
-    """Write the list of the tile with this CTA's number. If sequences overlap, the launch may have more tiles than CTAs:
-    the CTA then also writes those of the tiles a grid size, two grid sizes and so on behind it."""
+    """Write the list of the tile with this CTA's number. If sequences overlap, the launch may have more tiles than
+    CTAs: the CTA then also writes the lists of the tiles a grid size, two grid sizes and so on behind it."""
     smem = cutlass.utils.SmemAllocator()
     states = smem.allocate_tensor(Int32, cute.make_layout((SHARES, 32 * SETS), stride=(32 * SETS, 1)), 16)
     cute.arch.griddepcontrol_wait()  # with PDL: the previous kernel may write lengths and bits
