@@ -54,7 +54,7 @@ def test_memory_that_grows_is_named(kind):
 def test_a_leak_of_the_host_is_noticed(monkeypatch, soak):
     kept = []
     real = ServingEngine.step
-    monkeypatch.setattr(ServingEngine, "step", lambda self, check: kept.append(bytes(4 << 20)) or real(self, False))
+    monkeypatch.setattr(ServingEngine, "step", lambda self, check: kept.append(b"x" * (4 << 20)) or real(self, False))
     with pytest.raises(Wrong, match="host memory grew by"):
         scenarios.serving(soak)
 
