@@ -64,7 +64,7 @@ class Compiled:
         self.fn.export_to_c(str(path), function_name=symbol, export_only_tvm_ffi_symbols=True)
 
     def export_host(self, path: Path, symbol: str) -> bytes:
-        """Write the same object file without the device code, and return that: see `device_code`. The next `export`
+        """Write the same object file without the device code, and return that: see `device_code`. A later `export`
         would lack it, too."""
         code = _take_device_code(self.fn.ir_module, device_code.symbol(symbol))
         self.export(path, symbol)
@@ -221,33 +221,35 @@ def _name(module: Any, name: str, fields: tuple[str, ...]) -> None:
     inner.__signature__ = inspect.Signature([*head, *(inspect.Parameter(field, kind) for field in fields)])  # type: ignore[attr-defined]
 
 
-def object_file(op: str, spec: Any, arch: str, folder: Path) -> Path:
-    """Return `folder/<key>.o`, compiled now unless it exists.
+def object_file(op: str, spec: Any, arch: str, folder: Path, part: str = ".o") -> Path:
+    """Return `folder/<key>` with the suffix `part`, compiled now unless it exists.
 
-    `.host` (the object without its device code), `.code` (that code, packed), `.cubin`, `.ptx`, `.mlir` (of the host
-    function) and `.shared` (bytes) lie beside it. The object appears last and in one step. Processes that want the same
-    key wait for the first one. An existing object is found whatever architecture the DSL of this process compiles
-    for."""
+    part: `.o`, an object that `load_object` takes; `.host`, that object without its device code, which lies in `.code`,
+    packed, for a bundle; or `.ptx` alone. `.cubin`, `.mlir` (of the host function) and `.shared` (bytes) lie beside
+    each. The part appears last and in one step. Processes that want the same key wait for the first one. An existing
+    part is found whatever architecture the DSL of this process compiles for."""
     if "cutlass" not in sys.modules:
         os.environ.setdefault("CUTE_DSL_ARCH", arch)
     key = manifest.key(op, spec, arch, toolchain())
-    path = folder / f"{key}.o"
+    path = folder / f"{key}{part}"
     with manifest.locked(folder / f"{key}.lock"):
         if path.exists():
-            os.utime(path)  # used: see prune() of bundle.py
+            os.utime(path.with_suffix(".ptx"))  # used: see prune() of bundle.py
             return path
         compiled = build(op, spec, arch)
         manifest.write_atomic(path.with_suffix(".cubin"), compiled.cubin)
-        manifest.write_atomic(path.with_suffix(".ptx"), compiled.ptx.encode())
         manifest.write_atomic(path.with_suffix(".mlir"), compiled.host.encode())
         manifest.write_atomic(path.with_suffix(".shared"), manifest.canonical(compiled.shared).encode())
+        manifest.write_atomic(path.with_suffix(".ptx"), compiled.ptx.encode())
         with tempfile.TemporaryDirectory(dir=folder, prefix=".tmp-") as scratch:
-            exported, host = Path(scratch) / "kernel.o", Path(scratch) / "host.o"
-            compiled.export(exported, manifest.symbol(op, spec, key))
-            code = compiled.export_host(host, manifest.symbol(op, spec, key))
-            manifest.write_atomic(path.with_suffix(".host"), host.read_bytes())
-            manifest.write_atomic(path.with_suffix(".code"), device_code.pack(code))
-            manifest.write_atomic(path, exported.read_bytes())
+            exported, symbol = Path(scratch) / "kernel.o", manifest.symbol(op, spec, key)
+            if part == ".o":
+                compiled.export(exported, symbol)
+            elif part == ".host":
+                code = compiled.export_host(exported, symbol)
+                manifest.write_atomic(path.with_suffix(".code"), device_code.pack(code))
+            if exported.exists():
+                manifest.write_atomic(path, exported.read_bytes())
     return path
 
 

@@ -4,7 +4,7 @@
     <bundle>/<family>-<12 hex>.so          one library per operator family; the digits are a hash of its kernels' keys.
                                            Behind its end lies the device code, compressed (`device_code`)
     <bundle>/libcute_dsl_runtime.so        NVIDIA's runtime library, copied from the DSL; found by RUNPATH $ORIGIN
-    <objects>/<key>.o and others           one compiled kernel each, see `build.object_file`; shared by all bundles
+    <objects>/<key>.host and others        one compiled kernel each, see `build.object_file`; shared by all bundles
 
 Kernels compile in processes, never in threads. A file of a published bundle is never rewritten, only replaced by
 one with another name. So a build that is interrupted at any point leaves the old bundle or the new one, both
@@ -130,7 +130,7 @@ def end_with_parent() -> None:
 
 def compile_one(op: str, spec: Any, arch: str, objects: Path) -> str:
     """Compile a kernel in a worker process, and return the key of its object."""
-    return build.object_file(op, spec, arch, objects).stem
+    return build.object_file(op, spec, arch, objects, ".host").stem
 
 
 def resources_of(paths: list[Path], arch: str) -> list[dict[str, Any]]:
@@ -158,17 +158,17 @@ def cached_resources(path: Path) -> dict[str, Any] | None:
 def use(path: Path) -> bool:
     """Return whether an object exists, with its resources if they can be read, and mark it as used for `prune`."""
     try:
-        os.utime(path)
+        os.utime(path.with_suffix(".ptx"))
     except FileNotFoundError:
         return False
-    return cubin.disassembler() is None or path.with_suffix(".facts").exists()
+    return path.exists() and (cubin.disassembler() is None or path.with_suffix(".facts").exists())
 
 
 def compile_missing(items: list[Item], arch: str, objects: Path, jobs: int) -> int:
     """Compile the items without an object, in `jobs` processes, and return their number.
 
     Raise BuildError with every kernel that failed; the objects of the others are kept."""
-    missing = [item for item in items if not use(objects / f"{item.key}.o")]
+    missing = [item for item in items if not use(objects / f"{item.key}.host")]
     if not missing:
         return 0
     failed: list[str] = []
@@ -189,7 +189,7 @@ def compile_missing(items: list[Item], arch: str, objects: Path, jobs: int) -> i
                     failed.append(f"{name}: the sources of cute_kernels changed during the build; run it again")
                 progress.step(name)
             if not failed:
-                paths = [objects / f"{item.key}.o" for item in missing]
+                paths = [objects / f"{item.key}.host" for item in missing]
                 shares = [paths[i : i + TOGETHER] for i in range(0, len(paths), TOGETHER)]
                 list(pool.map(resources_of, shares, [arch] * len(shares)))
         except BaseException:
@@ -206,7 +206,7 @@ def compile_missing(items: list[Item], arch: str, objects: Path, jobs: int) -> i
 
 def describe(item: Item, resources: dict[str, Any], objects: Path, library: bytes) -> dict[str, Any]:
     """Return the manifest entry of a compiled kernel. library: the content of its library."""
-    path = objects / f"{item.key}.o"
+    path = objects / f"{item.key}.host"
     return {
         "op": item.op,
         "spec": manifest.to_json(item.spec),
@@ -309,7 +309,7 @@ def publish(items: list[Item], arch: str, toolchain: dict[str, Any], bundle_path
     families = sorted({item.family for item in items})
     linked = {f: link([i for i in items if i.family == f], bundle_paths, libraries) for f in families}
     content = {f: (bundle_paths.out / lib["file"]).read_bytes() for f, lib in linked.items()}
-    resources = resources_of([bundle_paths.objects / f"{item.key}.o" for item in items], arch)
+    resources = resources_of([bundle_paths.objects / f"{item.key}.host" for item in items], arch)
     result = Manifest(
         arch=arch,
         toolchain=toolchain,
@@ -336,7 +336,7 @@ def prune(bundle_paths: BundlePaths, current: Manifest) -> None:
     """Delete the files that no manifest names, and the objects that were unused for UNUSED_DAYS."""
     prune_folder(bundle_paths.out, current)
     oldest = time.time() - UNUSED_DAYS * 86400
-    for path in bundle_paths.objects.glob("*.o"):
+    for path in bundle_paths.objects.glob("*.ptx"):
         if unused(path, oldest):
             with manifest.locked(path.with_suffix(".lock")):  # another build may have used it just now
                 for suffix in SUFFIXES if unused(path, oldest) else ():

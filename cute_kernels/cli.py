@@ -140,7 +140,7 @@ def command_show(args: argparse.Namespace) -> int:
         )
         return 2
     op, spec = found[0]
-    path = build.object_file(op, spec, args.arch, objects(args))
+    path = build.object_file(op, spec, args.arch, objects(args), ".ptx")
     print(
         f"{manifest.label(op, spec)} {args.arch}\nspec {manifest.canonical(manifest.to_json(spec))}\nkey  {path.stem}"
     )

@@ -206,8 +206,8 @@ class Manifest:
 
     libraries: family -> {file, sha256}. runtime: {file, sha256} of the DSL's runtime library. kernels: one dict
     per kernel with op, spec, name, symbol, key, library (family), code {offset, packed, size, sha256} (its device code:
-    place and bytes in the library, and the bytes and the hash when unpacked), object_sha256, and the resources of
-    cute_kernels/cubin.py, null if no disassembler was installed. File names are relative."""
+    place and bytes in the library, and the bytes and the hash when unpacked), object_sha256 (of its host code), and
+    the resources of cute_kernels/cubin.py, null if no disassembler was installed. File names are relative."""
 
     arch: str
     toolchain: dict[str, Any]

@@ -27,7 +27,7 @@ FULL = AttentionCase("", q_lens=(150, 9), kv_lens=(200, 330), heads_q=4, heads_k
 
 
 def report(name: str, op: str, spec: Any, arch: str, error: float) -> None:
-    path = build.object_file(op, spec, arch, launcher.OBJECTS)
+    path = build.object_file(op, spec, arch, launcher.OBJECTS, ".ptx")
     blob, shared, spills = path.with_suffix(".cubin").read_bytes(), int(path.with_suffix(".shared").read_text()), -1
     if cubin.disassembler():
         (counts,), used = cubin.counts([blob], arch), cubin.usage(blob)

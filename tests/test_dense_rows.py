@@ -8,14 +8,14 @@ import pytest
 pytest.importorskip("cutlass", reason="needs the DSL")
 
 from bench.cases.attention import AttentionCase
-from cute_kernels import build
 from cute_kernels.attention import decode
 from cute_kernels.attention.decode import layout, mainloop, tile_table
 from cute_kernels.attention.kv import tma
 from cute_kernels.attention.request import KernelRequest
 from cute_kernels.attention.spec import HEAD_DIM_UNIT, MAX_PADDED_DIM
 from cute_kernels.device.copy import LINE_BYTES
-from tests.conftest import ARCH, ROOT
+from tests.conftest import ARCH
+from tests.sim import launcher
 from tests.sim.workloads import attention, simulated
 
 DIMS = [dim for dim in range(HEAD_DIM_UNIT, MAX_PADDED_DIM + 1, HEAD_DIM_UNIT) if dim % 64]
@@ -59,9 +59,9 @@ def test_rows_without_pages_are_loaded_one_by_one():
 def test_tiles_are_chosen_by_the_shared_memory_of_padded_rows(dim):
     spec = spec_of(dim)
     counted = tile_table.smem_bytes("e4m3", spec.padded_vo, spec.tile)
-    allocated = build.object_file("attention.decode", spec, ARCH, ROOT / "build" / "obj").with_suffix(".shared")
+    allocated = launcher.load("attention.decode", spec, ARCH).shared
     saved = 2 * (spec.padded_vo - dim) * spec.tile.n * spec.tile.stages
-    assert 0 <= counted - saved - int(allocated.read_text()) <= 1024
+    assert 0 <= counted - saved - allocated <= 1024
 
 
 def test_rows_are_dense_where_boxes_would_be_narrow_or_padded():

@@ -114,7 +114,7 @@ def test_the_oldest_compiler_gives_the_same_code(old):
         entry = held.find(op, spec)
         assert entry and entry["stack"] <= SPILLED, "spills, see test_compile.py"
         before = (OBJECTS / f"{entry['key']}.ptx").read_text()
-        assert build.object_file(op, spec, ARCH, OBJECTS).with_suffix(".ptx").read_text() == before, op
+        assert build.object_file(op, spec, ARCH, OBJECTS, ".ptx").read_text() == before, op
 
 
 # Every library of a bundle loads, and a call passes all checks until the launch finds no GPU.

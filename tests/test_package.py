@@ -203,7 +203,7 @@ def test_a_library_that_a_build_replaces_is_looked_for_again(bundle_of_one, monk
 def old_object(tmp_path, monkeypatch) -> bundle.Item:
     """An item whose object was not used for longer than objects are kept."""
     item = bundle.Item(OP, SPEC, "0" * 64, "symbol")
-    for suffix in (".o", ".facts"):
+    for suffix in (".host", ".ptx", ".facts"):
         (tmp_path / f"{item.key}{suffix}").touch()
         os.utime(tmp_path / f"{item.key}{suffix}", (0, 0))
     return item
@@ -216,14 +216,14 @@ def test_a_build_keeps_the_objects_it_used(old_object, tmp_path):
     place = bundle.BundlePaths(tmp_path / "out", tmp_path)
     assert bundle.compile_missing([old_object], ARCH, tmp_path, 1) == 0
     bundle.prune(place, NONE)
-    assert (tmp_path / f"{old_object.key}.o").exists()
-    os.utime(tmp_path / f"{old_object.key}.o", (0, 0))
+    assert (tmp_path / f"{old_object.key}.host").exists()
+    os.utime(tmp_path / f"{old_object.key}.ptx", (0, 0))
     bundle.prune(place, NONE)
-    assert not list(tmp_path.glob(f"{old_object.key}.[of]*"))
+    assert not list(tmp_path.glob(f"{old_object.key}.[hpf]*"))
 
 
 def test_an_object_that_another_build_takes_meanwhile_is_kept(old_object, tmp_path, monkeypatch):
-    path = tmp_path / f"{old_object.key}.o"
+    path = tmp_path / f"{old_object.key}.ptx"
 
     @contextmanager
     def locked(lock):
