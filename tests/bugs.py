@@ -56,10 +56,10 @@ DECODE = shipped("attention.decode/bf16_d64_causalwb_cap_skip_tma_m64n128s6g2r8"
 SM90 = shipped("attention.sm90/bf16_d64_causal_tma_m192n128s4")
 WINDOW = shipped("attention.sm90/bf16_d64_anyw_cap_tma_m128n128s4")
 FP8 = shipped("attention.sm90/e4m3_d128_causal_tma_m192n96s3")
-HALVES, PING_PONG = "sm_100a bf16_d64_causal_tma_m256n128s4e4", "sm_100a bf16_d128_causal_tma_m128n96s3"
+HALVES, PING_PONG = "sm_100a bf16_d64_causal_tma_m256n128s4e4", "sm_103a bf16_d128_causal_tma_m128n96s3"
 RADIX = shipped("topk.radix/fp32_c3t512_n46080")
 ROTATED = shipped("cache_write.rows/bf16_bf16_transform")
-SHARED_SCORES = "test_ptxsim_shared_scores.py::test_shared_scores[full]"
+SHARED_SCORES = "test_ptxsim_shared_scores.py::test_shared_scores[causal]"
 STATES = shipped("merge_states.rows/bf16_states")
 
 BUGS = (

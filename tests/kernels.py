@@ -81,7 +81,7 @@ BLACKWELL = [(arch, op, spec) for arch in catalog.ARCHS if arch not in sm90.ARCH
 
 # Structures of Blackwell's prefill that others stand for without --all: another head dim with the same loops, and CTAs
 # that share the keys of an e4m3 cache, as they do those of NVFP4.
-ALIKE = {(128, True), (192, True), ("shares", "bf16", "e4m3", 64, False)}
+ALIKE = {(192, False), ("shares", "bf16", "e4m3", 64, False)}
 
 
 def covering() -> list[tuple[str, str, Any]]:
@@ -109,6 +109,6 @@ COVERING = covering()
 # with blocks shared among CTAs, and one group with two slots for S.
 ORDERED = {
     ("sm_100a", "bf16_d128_causal_tma_m256n128s2e2"): ("few", "late"),
-    ("sm_100a", "bf16_d128_causal_tma_m128n96s3"): ("boxes", "newest"),
-    ("sm_103a", "bf16_d256_anyw_cap_tma_m128n64s2"): ("ragged", "newest"),
+    ("sm_103a", "bf16_d128_causal_tma_m128n96s3"): ("boxes", "newest"),
+    ("sm_100a", "bf16_d256_causal_tma_m128n64s2"): ("ragged", "newest"),
 }

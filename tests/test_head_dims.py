@@ -101,7 +101,7 @@ BOTH, WIDE = ("sm100-bf16-bf16", "decode-bf16-e4m3"), ("sm100-e4m3-e4m3", "sm100
 @pytest.mark.parametrize(
     "arch, dim, count, kernels",  # count: of the cases of each kernel
     [
-        ("sm_100a", 80, 1, BOTH[:1]),
+        pytest.param("sm_100a", 80, 1, BOTH[:1], marks=pytest.mark.full),
         ("sm_100a", 512, 1, BOTH[:1]),
         pytest.param("sm_100a", 80, 1, WIDE[1:2], marks=pytest.mark.full),
         *(pytest.param(*one, 99, BOTH, marks=pytest.mark.full) for one in (("sm_100a", 80), ("sm_103a", 192))),

@@ -79,7 +79,7 @@ def test_the_first_call_of_a_process():
     assert done.stdout.split() == ["equal"]
 
 
-@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=compiles)])
+@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=[*compiles, pytest.mark.full])])
 def test_functional_call(backend, fresh_compiler):
     compiled.functional_call_matches(CPU, backend=backend)
 

@@ -35,15 +35,15 @@ WIDE = {(BITS[key.kind], key.head_dim) for key in tile_table.measured(False) if 
 
 
 DECODE_STRUCTURES = {  # (KV dtype, head_dim, 8 rows per warp): every type, head_dim and number of rows at least twice
-    ("", 64, True), ("", 128, False), ("", 256, True), ("fp8", 64, False), ("fp8", 128, True), ("nvfp4", 64, True),
-    ("nvfp4", 128, True), ("nvfp4", 128, False),
+    ("", 64, True), ("", 64, False), ("", 128, True), ("", 256, True), ("fp8", 64, False), ("fp8", 128, True),
+    ("nvfp4", 64, True), ("nvfp4", 128, True), ("nvfp4", 128, False),
 }  # fmt: skip
 GATHER_STRUCTURES = {("", 64, True)}
 # (query dtype, KV dtype, head_dim) of decode kernels with prefill's code, with keys shared by CTAs
 SHARED_STRUCTURES = {("bf16", "bf16", 128), ("bf16", "e4m3", 64), ("bf16", "nvfp4", 128), ("e4m3", "e4m3", 128)}
 # (KV dtype, head_dim, general) of prefill over quantised caches
 PREPARED_STRUCTURES = {("e4m3", 128, False), ("nvfp4", 64, True)}
-WIDE_STRUCTURES = {(192, True), (256, True)}  # (head_dim, general) of prefill beyond 128
+WIDE_STRUCTURES = {(192, False), (256, False)}  # (head_dim, general) of prefill beyond 128
 
 
 @dataclass(frozen=True)
@@ -130,7 +130,7 @@ def structure(spec: Any) -> Any:
         return "skips" if dim == 64 else None
     if k.gathers:
         return "gathers" if dim == 64 and k.general else None
-    if dim > 128 and (dim, k.general) not in WIDE_STRUCTURES:
+    if dim > 128 and (dim, k.general) not in WIDE_STRUCTURES or (dim, k.general) == (128, True):
         return None
     return dim, k.general
 

@@ -42,7 +42,7 @@ def prefill() -> list[Scenario]:
         # scores of any size
         replace(packed, name="scale 1", scale=1.0, data="normal", kv_lens=(700, 9, 83), sink=30.0),
         replace(packed, name="scale 1, fp16", scale=1.0, data="normal", kv_lens=(700, 9, 83), dtype="fp16"),
-        replace(wide, name="scale 1, head_dim 128", scale=1.0, data="normal", causal=False, fresh=True, strided_q=True),
+        replace(wide, name="scale 1, head_dim 128", scale=1.0, data="normal", fresh=True, strided_q=True),
         # rows and tiles without keys
         replace(plain, name="no keys, sink", q_lens=(3, 200, 7), kv_lens=(0, 9, 2)),
         replace(packed, name="no keys", q_lens=(3, 40, 7), kv_lens=(0, 9, 2), sink=False),
@@ -54,7 +54,6 @@ def prefill() -> list[Scenario]:
         # head dims that TMA, or a warp that copies rows, pads with zeros
         dims(plain, 80, name="head_dim 80", page_size=8, strided_q=True),
         dims(packed, 112, name="head_dim 112, pages of 3", page_size=3),
-        dims(packed, 80, name="head_dim 80, NVFP4 cache", kv_dtype="nvfp4", kv_lens=(400, 9, 83)),
         dims(plain, 512, name="head_dim 512", q_lens=(3, 70), kv_lens=(61, 133)),
     ]  # fmt: skip
     levels = replace(
@@ -105,7 +104,7 @@ def decode() -> list[Scenario]:
                 interleaved=True, out_dtype="fp8", separate_tables=True),
         replace(nvfp4, name="nvfp4, head_dim 64, interleaved, NHD", head_dim_qk=64, head_dim_vo=64, page_size=64,
                 interleaved=True, layout="NHD"),
-        replace(many, name="no keys", q_lens=(2, 9, 3), kv_lens=(0, 4, 300), sink=False),
+        replace(many, name="no keys", q_lens=(2, 4, 3), kv_lens=(0, 4, 300), sink=False),
         replace(few, name="70 requests", kv_lens=spread(MANY, {0: 5, 31: 40, 32: 300, 33: 7, 63: 1, 64: 133, 69: 12}),
                 q_lens=spread(MANY, {0: 1, 20: 1, 31: 2, 32: 1, 33: 2, 64: 2, 69: 1})),
         replace(many, name="drafts", drafts=True, q_lens=(40, 3), kv_lens=(256, 60), heads_q=2, heads_kv=1),
@@ -117,14 +116,12 @@ def decode() -> list[Scenario]:
         dims(few, 80, name="head_dim 80, NVFP4 output", out_dtype="nvfp4", scale=1.0, data="normal"),
         dims(many, 112, name="head_dim 112, e4m3, NVFP4 output", kv_dtype="fp8", out_dtype="nvfp4", page_size=3),
         dims(few, 512, name="head_dim 512", kv_lens=(300, 0, 83), q_lens=(1, 1, 9)),
-        dims(nvfp4, 512, name="head_dim 512, nvfp4, interleaved, pages of 12", kv_lens=(300, 0, 83), heads_q=2,
-             interleaved=True, page_size=12, window_left=200, out_dtype="nvfp4"),
         replace(e4m3, name="e4m3, large queries", q_unit=2.0**20, scale=2.0**-21, data="normal", kv_lens=(300, 0, 83)),
     ]  # fmt: skip
     first = replace(few, name="first", q_lens=(1, 1), kv_lens=(130, 300), heads_q=4, page_size=8)
     facts: list[dict[str, Any]] = [
-        {"dtype": "fp16"}, {"out_dtype": "fp8"}, {"kv_dtype": "fp8"}, {"layout": "NHD"}, {"device": ("scale",)},
-        {"q_lens": (1, 7)}, {"head_dim_qk": 128, "head_dim_vo": 128}, {"kv_dtype": "fp8", "out_dtype": "fp8"},
+        {"dtype": "fp16"}, {"out_dtype": "fp8"}, {"dtype": "fp16", "kv_dtype": "fp8"}, {"layout": "NHD"},
+        {"device": ("scale",)}, {"q_lens": (1, 7)}, {"head_dim_qk": 128, "head_dim_vo": 128},
         {"dtype": "fp16", "kv_dtype": "fp8", "out_dtype": "fp8"}, {"q_lens": (2, 2)}, {"kv_dtype": "nvfp4"},
         {"kv_dtype": "nvfp4", "interleaved": True}, {"drafts": True}, {"lse": False, "scale": 0.2},
         {"out_dtype": "nvfp4"}, {"dtype": "fp8", "out_dtype": "bf16"}, {"dtype": "fp8", "out_dtype": "nvfp4"},
@@ -134,7 +131,7 @@ def decode() -> list[Scenario]:
         few, replace(many, window_left=600), replace(e4m3, page_size=64), dims(e4m3, 64, dtype="fp8", out_dtype="bf16"),
         replace(few, head_dim_qk=256, head_dim_vo=256, kv_lens=(300, 0, 83)),
         replace(d128, q_lens=(9, 0, 20), kv_lens=(900, 40, 283), heads_q=6, heads_kv=2),
-        replace(e4m3, q_lens=(9, 0, 20), kv_lens=(900, 40, 283)),
+        dims(e4m3, 64, q_lens=(9, 0, 20), kv_lens=(900, 40, 283)),
     )  # fmt: skip
     parts = replace(few, name="40 parts", q_lens=(1,), kv_lens=(5000,), heads_q=8, heads_kv=1, scale=1.0, data="normal")
     return [
@@ -145,7 +142,7 @@ def decode() -> list[Scenario]:
         Scenario("skip", (
             replace(skip, skip=above, kept=KEPT), replace(skip, skip=below),
             replace(skip, data="steps-mixed", skip=above, heads_q=3, heads_kv=1),
-            replace(skip, skip=above, kept=KEPT, heads_q=12, heads_kv=1, head_dim_qk=128, head_dim_vo=128),
+            replace(skip, skip=above, kept=KEPT, heads_q=12, heads_kv=1),
             replace(skip, skip=below, kept=KEPT, soft_cap=100.0, heads_q=3, heads_kv=1, scale=1.4 * STEP_SCALE),
         ), 1),
     ]  # fmt: skip
@@ -176,6 +173,7 @@ def other_head_dims() -> list[Scenario]:
     packed = replace(plain, q_lens=(5, 0, 2), kv_lens=(133, 9, 0), heads_q=6, dtype="fp8")
     few = replace(prompts, q_lens=(1, 1, 1), kv_lens=(300, 0, 83), interleaved=True, function="decode")
     found = [
+        dims(prompts, 80, name="head_dim 80, NVFP4 cache"),
         dims(prompts, 160, name="head_dim 160, NVFP4 cache"),
         dims(prompts, 160, name="head_dim 160, e4m3 cache", kv_dtype="fp8"),
         dims(prompts, 512, name="head_dim 512, NVFP4 cache", q_lens=(3, 70), kv_lens=(61, 133)),
@@ -186,6 +184,14 @@ def other_head_dims() -> list[Scenario]:
         dims(few, 160, name="head_dim 160, shared heads", kv_dtype="", interleaved=False, heads_q=9, heads_kv=1),
         dims(few, 192, name="head_dim 192, nvfp4, interleaved"),
         dims(few, 256, name="head_dim 256, nvfp4, interleaved"),
+        dims(
+            few,
+            512,
+            name="head_dim 512, nvfp4, interleaved, pages of 12",
+            page_size=12,
+            window_left=200,
+            out_dtype="nvfp4",
+        ),
         dims(few, 48, name="head_dim 48, e4m3", kv_dtype="", dtype="fp8", out_dtype="bf16", interleaved=False),
         dims(few, 208, name="head_dim 208, e4m3 cache", kv_dtype="fp8", interleaved=False),
         dims(few, 96, name="head_dim 96, e4m3 cache, 12 rows", kv_dtype="fp8", interleaved=False, q_lens=(4, 1, 1)),
