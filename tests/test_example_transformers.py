@@ -15,10 +15,6 @@ from wrappers import fp4, machine
 from wrappers.integrations import transformers as integration
 from wrappers.integrations.transformers import PagedCache, StorageFormat, register
 
-needs_gpu = pytest.mark.skipif(
-    not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0), reason="needs an sm_90 device"
-)
-DEVICES = ["cpu", pytest.param("cuda", marks=[needs_gpu, pytest.mark.kernels])]
 E4M3, E5M2, U8 = torch.float8_e4m3fn, torch.float8_e5m2, torch.uint8  # the last: NVFP4
 LENGTHS = (3, 40, 1, 27)  # some with more keys than the window has
 
@@ -37,7 +33,6 @@ def llama():
     return tiny("llama")
 
 
-@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("name", example.MODELS)
 def test_as_exact_as_eager_attention(name, device):
     model = tiny(name, device)
@@ -146,7 +141,6 @@ def attend(cache, lens, dim=64, dtype=torch.bfloat16, device="cpu"):
 
 
 @torch.inference_mode()
-@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("name", CACHES)
 def test_pools_of_every_dtype(name, device):
     """A prompt and three decode steps against attention in float64 over what the pools hold, and its bytes."""

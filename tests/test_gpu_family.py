@@ -17,14 +17,11 @@ from bench.cases.cache_write import copied
 from bench.cases.family import FamilyCase
 from tests import gpu, test_chunked
 from tests.flash_attn_batches import Batch
-from tests.gpu import captured, close, feature, same
+from tests.gpu import CUDA, HOPPER, captured, close, feature, same
 from tools import matrix
 
-pytestmark = pytest.mark.skipif(
-    not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0), reason="needs an sm_90 device"
-)
+pytestmark = HOPPER
 
-CUDA = torch.device("cuda", 0)
 BASE = FamilyCase()
 PACKED = replace(BASE, q_lens=(1, 5, 0, 16), kv_lens=(131, 5, 7, 300))
 PAGES = (1, 2, 5, 16, 24, 64, 300)
