@@ -23,7 +23,7 @@ from wrappers.prefill import values
 
 Given = dict[str, Any]
 Results = tuple[torch.Tensor, ...]
-SIZES = (0, 1)  # of a step's inputs: the second one has other numbers of requests, tokens, pages and scores
+# The inputs of a step have two sizes, 0 and 1: the second has other numbers of requests, tokens, pages and scores.
 LENS = (((1, 1), (19, 37)), ((1, 1, 1), (40, 3, 130)))  # (query lengths, lengths) of decoding requests, by size
 CHUNKS = (((5, 37), (19, 37)), ((1, 9, 20), (40, 9, 50)))  # of requests with several query tokens
 DENSE = ((2, 5, 48), (3, 7, 64))  # requests, query tokens and keys of each, by size

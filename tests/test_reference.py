@@ -14,7 +14,6 @@ from wrappers import fp4, reference, trtllm_batch_context_with_kv_cache
 from wrappers.explanation import call_of
 from wrappers.reference import dense
 
-CPU = torch.device("cpu")
 LOG2E = math.log2(math.e)
 
 

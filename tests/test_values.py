@@ -15,7 +15,7 @@ from wrappers import checks, reference
 from wrappers.attention import plan, values
 from wrappers.explanation import call_of
 
-CONTEXT, DECODE, XQA = (cases.FUNCTIONS[name][0] for name in ("context", "decode", "xqa"))
+CONTEXT, DECODE = (cases.FUNCTIONS[name][0] for name in ("context", "decode"))
 CASE = replace(cases.EDGE["plain"], q_lens=(2, 3), kv_lens=(19, 33), spare_pages=1)  # 4 columns: 2 and 3 used
 PAGES, SPAN = 6, 4 * 16  # of the pool; keys that a row of the table holds
 
