@@ -395,6 +395,7 @@ XQA_BAD = {  # what other arguments make wrong; test_bad_calls.py has the bad va
         "mask: None, required",
     ),
     "interleaved": ({"v_scales_interleaved": True}, ValueError, "v_scales_interleaved: True"),
+    "e5m2": (dict.fromkeys(("k_cache", "v_cache"), SF.to(torch.float8_e5m2)), TypeError, "k_cache: dtype .*e5m2"),
     "output strides": (
         {
             "q": torch.zeros(3, 1, 2, 6, 64).half(),
