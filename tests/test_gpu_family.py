@@ -303,7 +303,7 @@ def test_attention_with_scales_on_the_host():
 @pytest.mark.parametrize("q_lens", [(150, 3), (1, 5)])
 def test_chunked_attention(q_lens, form):
     batch = Batch(q_lens, (333, 700), page=16, dtype=torch.bfloat16, heads=(4, 2))
-    want = test_chunked.wanted(batch, 96).float()
+    want = batch.want(causal=True, chunk=96)[0].float()
     vars(batch).update(copied(vars(batch), CUDA))
     got = test_chunked.call(batch, 96, form).cpu()
     close((got, None), (want, None), 2e-2, 2e-2)
