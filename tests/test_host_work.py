@@ -2,7 +2,6 @@
 with a bound that planning again, one step of planning or one copy exceeds. `python -m bench` measures the times."""
 
 from functools import partial
-from unittest.mock import patch
 
 import pytest
 import torch
@@ -12,7 +11,7 @@ from bench.cases import topk as topk_cases
 from tests import rope_calls
 from tests.emulated import PLAIN, inputs_of
 from tests.fake_machine import FakeMachine
-from tests.host_work import OperatorCounter, Work, count_functions, host_work
+from tests.host_work import Work, count_functions, host_work, operators_of
 from tests.prefill_batches import HKV, HQ, WORKSPACE, Case, D
 from tests.test_decode_wrapper import decode_of, xqa_inputs
 from tests.test_low_precision import OF_HEADS
@@ -24,7 +23,6 @@ from wrappers import (
     flash_attn_with_kvcache,
     machine,
     merge_state_in_place,
-    plain,
     rope,
     topk,
     trtllm_batch_context_with_kv_cache,
@@ -308,10 +306,7 @@ def test_layers_that_alternate_describe_each_table_once(here, made, tables):
     assert one <= PLANNED["context"][1].functions
     for _ in range(3):
         assert [count_functions(run) for run in layers] == [one] * tables
-    with patch.object(plain, "_modes", lambda: 0), OperatorCounter() as operators:
-        for run in layers:
-            run()
-    assert len(made) == tables and not operators.count
+    assert not operators_of(lambda: [run() for run in layers]) and len(made) == tables
 
 
 def test_the_table_that_was_used_longest_ago_is_dropped(here, made):
