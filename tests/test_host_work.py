@@ -10,7 +10,6 @@ from bench import append, merging
 from bench.cases import topk as topk_cases
 from tests import rope_calls
 from tests.emulated import PLAIN, inputs_of
-from tests.fake_machine import FakeMachine
 from tests.host_work import Work, count_functions, host_work, operators_of
 from tests.prefill_batches import HKV, HQ, WORKSPACE, Case, D
 from tests.test_decode_wrapper import decode_of, xqa_inputs
@@ -21,7 +20,6 @@ from wrappers import (
     flash_attn_append,
     flash_attn_func,
     flash_attn_with_kvcache,
-    machine,
     merge_state_in_place,
     rope,
     topk,
@@ -227,18 +225,11 @@ def test_work_of_a_step(here, monkeypatch, name):
 
 
 @pytest.fixture
-def keeping():
-    """Provide a machine with kernels that do nothing, so that only host work remains."""
-    with machine.override(FakeMachine(lambda op, spec: lambda *flat: None)) as fake:
-        yield fake
-
-
-@pytest.fixture
-def here(keeping, monkeypatch):
+def here(quiet, monkeypatch):
     """Provide such a machine on which functions keep no launches of layers: each call looks for its plan."""
     monkeypatch.setattr(trtllm, "repeat", lambda *_: None)
     monkeypatch.setattr(trtllm, "keep", lambda function, cache, options, call: op.serve(call))
-    return keeping
+    return quiet
 
 
 @pytest.mark.parametrize("name", PLANNED)
@@ -249,7 +240,7 @@ def test_work_of_a_planned_call(here, name):
 
 
 @pytest.mark.parametrize("name", BOUND)
-def test_work_of_a_bound_launch(keeping, name):
+def test_work_of_a_bound_launch(quiet, name):
     make, bound = BOUND[name]
     work = host_work(make())
     assert work.within(bound), work
