@@ -353,6 +353,7 @@ def test_queries_of_blackwell(server, monkeypatch):
         patch.setattr(machine.current, "device_info", lambda device: ("sm_100a", 148))
         assert Model(server, Case(), monkeypatch).backend._query_dtype is torch.bfloat16
         model = Model(server, Case(E4M3), monkeypatch)
+    assert model.backend._query_dtype is E4M3
     model.step("EXTEND", {0: 20, 1: 3})
     model.step("DECODE", {0: 1, 1: 1})
     monkeypatch.setattr(machine.current, "device_info", lambda device: ("sm_80", 148))
