@@ -12,18 +12,18 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import wrappers
 from bench.cases import attention, family, topk
 from bench.cases.family import FamilyCase
+from tests.host_work import Seen
 from wrappers import machine
 from wrappers.prefill import values
 
 Given = dict[str, Any]
 Results = tuple[torch.Tensor, ...]
-SIZES = (0, 1)  # of a step's inputs: the second one has other numbers of requests, tokens, pages and scores
+# The inputs of a step have two sizes, 0 and 1: the second has other numbers of requests, tokens, pages and scores.
 LENS = (((1, 1), (19, 37)), ((1, 1, 1), (40, 3, 130)))  # (query lengths, lengths) of decoding requests, by size
 CHUNKS = (((5, 37), (19, 37)), ((1, 9, 20), (40, 9, 50)))  # of requests with several query tokens
 DENSE = ((2, 5, 48), (3, 7, 64))  # requests, query tokens and keys of each, by size
@@ -323,18 +323,6 @@ def matches_eager(
         assert not wrong, f"{wrong}, size {size}, seed {seed}"
         assert found.keys() == want.keys()
     return compiled
-
-
-class Seen(TorchDispatchMode):
-    """A record of calls of operators: `calls` holds (operator, positional arguments, others)."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.calls: list[tuple[Any, tuple[Any, ...], dict[str, Any]]] = []
-
-    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.calls.append((function, args, kwargs or {}))
-        return function(*args, **(kwargs or {}))
 
 
 def operators() -> set[str]:

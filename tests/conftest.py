@@ -275,6 +275,12 @@ def launches(here: Any) -> list[Any]:
     return here.launches
 
 
+@pytest.fixture(params=["cpu", "launched"])
+def launched(request: pytest.FixtureRequest) -> list[Any] | None:
+    """Run a test on the CPU, where this is None, and on a machine with kernels, of which this lists the launches."""
+    return None if request.param == "cpu" else request.getfixturevalue("launches")
+
+
 @pytest.fixture
 def looked_up(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """The attention calls of this test that look for their plan."""

@@ -10,13 +10,13 @@ import torch
 from bench.cases import attention as cases
 from cute_kernels import dtypes
 from cute_kernels.attention import args, geometry
-from cute_kernels.attention.spec import PACK_GQA_MAX_Q, LogitsSpec, MaskSpec
+from cute_kernels.attention.sm100 import Sm100TileConfig
+from cute_kernels.attention.spec import PACK_GQA_MAX_Q
 from tests import emulated_merges, emulated_writes
 from tests.fake_machine import FakeMachine, promised
 from wrappers import FP4Tensor, fp4, machine, reference
-from wrappers.attention import checks
-from wrappers.attention import plan as attention_plan
-from wrappers.attention.call import OPTIONS, SEPARATE, AttentionCall, listed_sequences, new_sequences
+from wrappers.attention.call import SEPARATE, AttentionCall, listed_sequences, new_sequences
+from wrappers.reference import paged
 
 E4M3 = torch.float8_e4m3fn
 SMS = 132
@@ -33,6 +33,13 @@ def check(inputs, result, tolerance=1e-2):
     torch.testing.assert_close(o.float(), want_o, rtol=tolerance, atol=tolerance)
     if lse is not None:
         torch.testing.assert_close(lse, want_lse, rtol=1e-3, atol=1e-3)
+
+
+def requests_of(a):
+    if not len(a.kv_starts):
+        return new_sequences(a.page_table, a.kv_lens, a.cu_seqlens_q, SEPARATE)
+    form = "csr" if len(a.kv_lens) else "ragged"
+    return listed_sequences(a.page_table, a.kv_lens, a.cu_seqlens_q, a.kv_starts, form)
 
 
 def emulate(op, spec, launches):
@@ -53,14 +60,15 @@ def emulate(op, spec, launches):
         window, chunk = getattr(a, "window_left", 1 << 30), getattr(a, "chunk", 1 << 30)
         drafts, kind = getattr(a, "tree_mask", ()), spec.mask.causal
         problem = AttentionCall(
-            "", a.q, a.k, a.v, new_sequences(a.page_table, a.kv_lens, a.cu_seqlens_q, SEPARATE), 0,
+            "", a.q, a.k, a.v, requests_of(a), 0,
             scale=a.softmax_scale_log2 / reference.LOG2E,
             scale_tensor=a.softmax_scale_ptr if len(a.softmax_scale_ptr) else None, out_scale=a.out_scale,
             out_scale_tensor=a.out_scale_ptr if len(a.out_scale_ptr) else None,
             causal={"always": True, "never": False}[kind] if kind != "value" else bool(a.causal),
             window_left=window if window < 1 << 30 else -1, chunk=chunk % (1 << 30),
             soft_cap=getattr(a, "soft_cap", 0.0), sinks=a.sink if len(a.sink) else None,
-            drafts=drafts if len(drafts) else None,
+            drafts=drafts if len(drafts) else None, custom_mask=getattr(a, "custom_mask", None),
+            mask_starts=getattr(a, "mask_starts", None), alibi_slopes=getattr(a, "alibi_slopes", None),
             interleaved=bool(getattr(a, "v_scales_interleaved", 0)), **factors,
         )  # fmt: skip
         o, lse = reference.paged_attention(problem)
@@ -77,16 +85,17 @@ def emulate(op, spec, launches):
 
 
 RANKS = dict(q=3, k=4, v=4, o=3, lse=2, page_table=3, k_scales=4, v_scales=4, o_fp8=3, o_fp4=3, tree_mask=2,
-             o_partial=3)  # fmt: skip
+             mask_blocks=2, o_partial=3)  # fmt: skip
 INTEGERS, FLOATS = ({name for name, kind in args.KINDS.items() if kind == (one, 0)} for one in ("Int32", "Float32"))
 DTYPES = {name: getattr(torch, dtype) for name, dtype in dtypes.TORCH.items()}
 
 
 def check_arguments(spec, a):
     """Check the arguments as compiled code does, and the promises of its callers."""
-    types = dict.fromkeys(("lse", "sink", "softmax_scale_ptr", "out_scale_ptr", "o_partial"), torch.float32)
+    floats = ("lse", "sink", "softmax_scale_ptr", "out_scale_ptr", "o_partial", "alibi_slopes")
+    types = dict.fromkeys(floats, torch.float32)
     types |= dict.fromkeys(("k", "v"), DTYPES[spec.kv.dtype]) | dict(q=DTYPES[spec.q], o=DTYPES[spec.out[0]])
-    types |= dict.fromkeys(("k_scales", "v_scales", "o_fp8", "o_fp4", "o_sf"), torch.uint8)
+    types |= dict.fromkeys(("k_scales", "v_scales", "o_fp8", "o_fp4", "o_sf", "custom_mask"), torch.uint8)
     for name, value in vars(a).items():
         if name in INTEGERS or name in FLOATS:
             if type(value) is not (int if name in INTEGERS else float):
@@ -115,9 +124,13 @@ def check_arguments(spec, a):
     if len(getattr(a, "o_fp4", ())):
         rows, left = divmod(len(a.o_sf), heads * spec.head_dim_vo // fp4.BLOCK)
         promised(rows % 128 == left == 0 <= a.o_sf_start <= rows - tokens and a.o_sf_scale > 0)
-    batch = len(a.kv_lens)
-    promised(a.page_table.shape[:2] == (batch, 2) and a.cu_seqlens_q.shape == (batch + 1,))
-    promised(len(a.sink) in (0, heads) and len(a.softmax_scale_ptr) in (0, 1) and len(a.out_scale_ptr) in (0, 1))
+    batch = len(a.cu_seqlens_q) - 1
+    promised(len(a.kv_lens) in (batch, 0) and len(a.kv_starts) in (batch + 1, 0) and len(a.kv_lens) + len(a.kv_starts))
+    promised(a.page_table.shape[:2] == (1 if len(a.kv_starts) else batch, 2))
+    scales = (0, 1, heads) if isinstance(spec.tile, Sm100TileConfig) else (0, 1)
+    promised(len(a.sink) in (0, heads) and len(a.softmax_scale_ptr) in scales and len(a.out_scale_ptr) in scales)
+    promised(len(getattr(a, "mask_starts", a.cu_seqlens_q)) == batch + 1)
+    promised(len(getattr(a, "alibi_slopes", a.q[0])) == heads)
     promised(a.softmax_scale_log2 > 0 and tokens and heads and batch)
 
 
@@ -134,7 +147,7 @@ def check_schedule(spec, a):
         return
     slots, counters = 2 * a.grid, a.grid
     if a.blocks_per_split:
-        blocks = [-(-n // spec.tile.n) for n in a.kv_lens.tolist()]
+        blocks = [-(-n // spec.tile.n) for n, *_ in paged.keys_of(SimpleNamespace(k=a.k, requests=requests_of(a)))]
         cut = [-(-n // geometry.tile_m(spec, n)) for n in rows]  # as the kernel splits them
         slots = sum(m * max(1, -(-n // a.blocks_per_split)) for m, n in zip(cut, blocks)) * a.k.shape[1]
         counters = slots
@@ -145,68 +158,10 @@ def check_schedule(spec, a):
 
 
 @contextmanager
-def emulation() -> Iterator[Any]:
+def emulation(arch: str = "sm_90a") -> Iterator[Any]:
     """Yield a machine with kernels that compute in torch; it lists `launches` and kernel `specs` of the calls in the
     block."""
-    fake: Any = FakeMachine(lambda op, spec: fake.specs.append(spec) or emulate(op, spec, fake.launches))
+    fake: Any = FakeMachine(lambda op, spec: fake.specs.append(spec) or emulate(op, spec, fake.launches), arch)
     fake.launches, fake.specs = [], []
     with machine.override(fake):
         yield fake
-
-
-# ---- a kernel with every field, for requests in any form
-
-SPEC = SimpleNamespace(
-    mask=MaskSpec("value", window=True, custom=True),
-    logits=LogitsSpec(alibi=True, soft_cap=True), schedule="tiles", out=("bf16",),
-    kv=SimpleNamespace(block_scaled=False), tile=SimpleNamespace(m=64, n=64),
-)  # fmt: skip
-
-
-def planned(launches, checked=False):
-    """In place of `plan_for`: a kernel that has every field, and computes in torch what it is given."""
-
-    def kernel(*flat):
-        a = SimpleNamespace(**dict(zip(args.fields(SPEC), flat, strict=True)))
-        launches.append(a)
-        if not len(a.kv_starts):
-            requests = new_sequences(a.page_table, a.kv_lens, a.cu_seqlens_q, SEPARATE)
-        else:
-            form = "csr" if len(a.kv_lens) else "ragged"
-            requests = listed_sequences(a.page_table, a.kv_lens, a.cu_seqlens_q, a.kv_starts, form)
-        masked = {"custom_mask": a.custom_mask, "mask_starts": a.mask_starts} if len(a.mask_starts) else {}
-        p = AttentionCall(
-            "", a.q, a.k, a.v, requests, 0, scale=a.softmax_scale_log2 / reference.LOG2E, out_scale=a.out_scale,
-            causal=bool(a.causal), window_left=a.window_left if a.window_left < 1 << 30 else -1, soft_cap=a.soft_cap,
-            **masked,
-            alibi_slopes=a.alibi_slopes if len(a.alibi_slopes) else None, sinks=a.sink if len(a.sink) else None,
-            scale_tensor=a.softmax_scale_ptr if len(a.softmax_scale_ptr) else None,
-            out_scale_tensor=a.out_scale_ptr if len(a.out_scale_ptr) else None,
-        )  # fmt: skip
-        o, lse = reference.paged_attention(p)
-        reference.store(o, a.o)
-        if len(a.lse):
-            a.lse.copy_(lse)
-
-    def plan_for(p, arch, sms):
-        request = attention_plan.request_of(p)
-        checks.kernel_tensors(p)
-        heads, dim, device = p.q.shape[1], p.dim_vo, p.q.device
-        none, empty = torch.empty(0, dtype=torch.int32), torch.empty(0)
-        default = dict(
-            kv_starts=none, window_left=p.window_left if request.window else 1 << 30, causal=int(request.causal),
-            custom_mask=none.to(torch.uint8), mask_starts=none, softmax_scale_log2=p.scale * reference.LOG2E,
-            softmax_scale_ptr=empty, soft_cap=p.soft_cap or 0.0, alibi_slopes=empty, sink=empty, out_scale=p.out_scale,
-            out_scale_ptr=empty, enable_pdl=1, lse=torch.empty(0, heads), grid=sms, counters=none, counter_base=0,
-        )  # fmt: skip
-        slots = attention_plan.ArgSlots(SPEC)
-        return attention_plan.LaunchPlan(
-            fn=kernel, flat=[default.get(name) for name in args.fields(SPEC)], slots=slots,
-            optional=attention_plan._present(p, slots), types=tuple(map(type, p[OPTIONS])), batch=p.requests.batch,
-            device=device, single_device=True, dtype=torch.bfloat16, like_query=dim == p.q.shape[2], dim_vo=dim,
-            heads=heads, return_lse=p.return_lse, out_is_16bit=True,
-            token_bytes=heads * 2 * max(p.q.shape[2], dim), pack_factor=1, num_tile_heads=heads, o_tiles=1, tile_m=64,
-            sms=sms, stream_k=False, counters_per_split=1, split_keys=0, checked=checked,
-        )  # fmt: skip
-
-    return plan_for

@@ -4,6 +4,7 @@ No GPU is needed, because compiled code checks every argument before it calls CU
 """
 
 import ctypes
+import math
 from typing import Any
 
 import tvm_ffi
@@ -40,7 +41,7 @@ def tensor(shape: tuple[int, ...], dtype: str, strides: tuple[int, ...] | None =
     boundary."""
     kind = dtype.rstrip("0123456789")
     if strides is None:
-        strides = tuple(_product(shape[i + 1 :]) for i in range(len(shape)))
+        strides = tuple(math.prod(shape[i + 1 :]) for i in range(len(shape)))
     dims = ctypes.c_int64 * len(shape)
     sizes, steps = dims(*shape), dims(*strides)
     managed = _DLManagedTensor(
@@ -61,10 +62,3 @@ class _Holder:
 
     def __dlpack_device__(self) -> tuple[int, int]:
         return CUDA, 0
-
-
-def _product(values: tuple[int, ...]) -> int:
-    result = 1
-    for value in values:
-        result *= value
-    return result

@@ -18,8 +18,9 @@ def starts_of(lens):
     return ints(0, *lens).cumsum(0).int()
 
 
-def oracle(q, k, v, causal=False, window=(-1, -1), cap=0.0, scale=None, sinks=None, slopes=None):
-    """Return o (m, Hq, Dv) and lse (Hq, m) of one request in float64, with natural logarithms. slopes: of ALiBi."""
+def oracle(q, k, v, causal=False, window=(-1, -1), cap=0.0, scale=None, sinks=None, slopes=None, chunk=0):
+    """Return o (m, Hq, Dv) and lse (Hq, m) of one request in float64, with natural logarithms. slopes: of ALiBi. chunk:
+    positions in a chunk; a token sees no key of another one."""
     (m, heads, dim), n = q.shape, len(k)
     k, v = (x.double().repeat_interleave(heads // x.shape[1], 1) for x in (k, v))
     s = torch.einsum("mhd,nhd->hmn", q.double(), k) * (dim**-0.5 if scale is None else scale)
@@ -28,6 +29,7 @@ def oracle(q, k, v, causal=False, window=(-1, -1), cap=0.0, scale=None, sinks=No
     s = cap * torch.tanh(s / cap) if cap else s
     left, right = window[0], 0 if causal else window[1]
     seen = (key >= at - left if left >= 0 else key >= 0) & (key <= at + right if right >= 0 else key >= 0)
+    seen = seen & (key // chunk == at // chunk) if chunk else seen
     s = s.masked_fill(~seen, -INF)
     sink = torch.full((heads, m, 1), -INF) if sinks is None else sinks.double()[:, None, None].expand(-1, m, 1)
     lse = torch.cat([s, sink], 2).logsumexp(2)

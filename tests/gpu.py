@@ -19,6 +19,10 @@ from tools import matrix
 from wrappers import fp4
 from wrappers.attention.op import serve
 
+HOPPER = pytest.mark.skipif(
+    not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0), reason="needs an sm_90 device"
+)
+CUDA = torch.device("cuda", 0)
 OPS = {"context": "prefill", "decode": "decode", "xqa": "xqa"}  # AttentionCase.function -> Feature.op
 
 

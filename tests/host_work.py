@@ -33,41 +33,45 @@ class Work(NamedTuple):
         return self.functions <= bound.functions and self.operators <= bound.operators
 
 
-class OperatorCounter(TorchDispatchMode):
-    """Count the torch operators that run while this mode is active."""
+# Operators that launch no kernel: views and allocations.
+FREE = ("empty", "empty_like", "new_empty", "view", "as_strided", "transpose", "select", "slice", "unsqueeze",
+        "_unsafe_view", "expand", "alias", "detach", "unflatten", "permute")  # fmt: skip
+# Operators for which the host reads a value of a tensor or copies one of its own to a device: they wait for a GPU, and
+# no CUDA graph takes them.
+WAITS = {"_local_scalar_dense", "nonzero", "equal", "is_nonzero", "lift_fresh", "lift", "masked_select", "_unique2",
+         "unique_dim", "unique_consecutive"}  # fmt: skip
+
+
+class Seen(TorchDispatchMode):
+    """A record of calls of operators: `calls` holds (operator, positional arguments, others)."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.count = 0
+        self.calls: list[tuple[Any, tuple[Any, ...], dict[str, Any]]] = []
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.count += 1
-        return func(*args, **(kwargs or {}))
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.calls.append((function, args, kwargs or {}))
+        return function(*args, **(kwargs or {}))
+
+    def names(self) -> list[str]:
+        return [function.overloadpacket.__name__ for function, _, _ in self.calls]
 
 
-class KernelLister(OperatorCounter):
-    """List the torch operators that launch a kernel: all but views and allocations."""
+def operators_of(call: Callable[[], Any]) -> list[str]:
+    """Return the torch operators of a warm call.
 
-    FREE = ("empty", "empty_like", "new_empty", "view", "as_strided", "transpose", "select", "slice", "unsqueeze",
-            "_unsafe_view", "expand", "alias", "detach", "unflatten", "permute")  # fmt: skip
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.found: list[str] = []
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        name = func.overloadpacket.__name__
-        if name not in self.FREE:
-            self.found.append(name)
-        return func(*args, **(kwargs or {}))
+    A public function takes its traced path while a dispatch mode is active. The mode is hidden from it here, so that
+    the path of a plain call is seen.
+    """
+    call()
+    with patch.object(plain, "_modes", lambda: 0), Seen() as seen:
+        call()
+    return seen.names()
 
 
 def torch_kernels(call: Callable[[], Any]) -> list[str]:
-    """Return the torch operators of a warm call that launch a kernel. The mode is hidden, as in `host_work`."""
-    call()
-    with patch.object(plain, "_modes", lambda: 0), KernelLister() as seen:
-        call()
-    return seen.found
+    """Return the torch operators of a warm call that launch a kernel."""
+    return [name for name in operators_of(call) if name not in FREE]
 
 
 def count_functions(call: Callable[[], Any]) -> int:
@@ -90,14 +94,6 @@ def count_functions(call: Callable[[], Any]) -> int:
 
 
 def host_work(call: Callable[[], Any]) -> Work:
-    """Count the work of `call` when it is warm: run it once to warm it up, once to count functions and once to count
-    operators.
-
-    A public function takes its traced path while a dispatch mode is active. The counting mode is hidden from it, so
-    that the path of a plain call is counted.
-    """
-    call()
-    functions = count_functions(call)
-    with patch.object(plain, "_modes", lambda: 0), OperatorCounter() as operators:
-        call()
-    return Work(functions, operators.count)
+    """Count the work of `call` when it is warm."""
+    operators = operators_of(call)
+    return Work(count_functions(call), len(operators))

@@ -12,7 +12,6 @@ from cute_kernels import abi
 from cute_kernels.device import copy, pipeline
 
 PAGE = 32  # rows per page, of 64 columns
-BUGS = ("bytes", "arrival", "fence", "page", "ragged", "wait", "barrier", "early")
 
 
 @dataclass(frozen=True)

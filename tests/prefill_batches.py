@@ -66,6 +66,13 @@ def oracle(q, k, v, *, causal=False, scale=None, window=-1, cap=0.0, mask=None, 
     return o, lse
 
 
+def meant(options):
+    """Return the options of `oracle` that are those of a plan."""
+    names = {"window_left": "window", "logits_soft_cap": "cap", "sm_scale": "scale", "pos_encoding_mode": "mode"}
+    rope = options.get("rope_scale", 1.0), options.get("rope_theta", 1e4)
+    return {names.get(k, k): v for k, v in options.items() if not k.startswith("rope")} | {"rope": rope}
+
+
 class Case:
     """A batch of requests in all forms. Slots of the pool that no request uses hold NaN."""
 

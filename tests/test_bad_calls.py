@@ -166,7 +166,7 @@ def bad_values(argument: str, good: Any) -> dict[str, Any]:
     if isinstance(good, tuple):
         k, v = good
         bad = NONE | {"str": "kv", "int": 3, "numpy": np.zeros((2, 2)), "dict": {0: k, 1: v}}
-        bad |= {"one": (k,), "three": (k, k, v)}
+        bad |= {"one": (k,), "three": (k, k, v), "both double": (k.double(), v.double())}
         for name, t in shared.tensors_like(k).items():
             bad |= {f"K {name}": (t, v), f"V {name}": (k, t)}
         return bad

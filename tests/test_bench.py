@@ -60,49 +60,18 @@ def test_each_round_holds_each_provider_and_the_order_turns():
     assert rounds == ["abc", "bca", "cab"]
 
 
-def make_inputs(causal=True, batch=2, length=70, heads=(4, 2), dim=64, page=16, separate=False, layout="HND"):
-    """Equal requests in shuffled pages, and the contiguous K and V they were made from."""
-    gen = torch.Generator().manual_seed(1)
-    used = -(-length // page)
-    q = torch.randn(batch * length, heads[0], dim, generator=gen)
-    k, v = (torch.randn(batch, used * page, heads[1], dim, generator=gen) for _ in range(2))
-    tables = [torch.randperm(batch * used, generator=gen).int().view(batch, used) for _ in range(2 if separate else 1)]
-    caches = []
-    for rows, table in zip((k, v), (tables * 2)[:2]):
-        cache = torch.empty(batch * used, heads[1], page, dim)
-        cache[table.flatten().long()] = rows.view(batch * used, page, heads[1], dim).transpose(1, 2)
-        caches.append(cache.transpose(1, 2) if layout == "NHD" else cache)
-    inputs = {
-        "query": q,
-        "kv_cache": tuple(caches),
-        "kv_layout": layout,
-        "block_tables": torch.stack(tables, 1) if separate else tables[0],
-        "seq_lens": torch.full((batch,), length, dtype=torch.int32),
-        "cum_seq_lens_q": torch.arange(0, (batch + 1) * length, length, dtype=torch.int32),
-        "max_q_len": length,
-        "max_kv_len": length,
-        "batch_size": batch,
-        "bmm1_scale": dim**-0.5,
-        "bmm2_scale": 1.0,
-        "causal": causal,
-    }
-    return inputs, k[:, :length], v[:, :length]
-
-
-def sdpa(inputs, k, v, causal):
-    shape = workload.shape_of(inputs)
-    q = inputs["query"].unflatten(0, (shape.batch, shape.length))
-    args = [t.transpose(1, 2) for t in (q, k, v)]
+def sdpa(inputs, causal):
+    args = [t.transpose(1, 2) for t in workload.contiguous(inputs)]
     out = torch.nn.functional.scaled_dot_product_attention(*args, is_causal=causal, enable_gqa=True)
     return out.transpose(1, 2).flatten(0, 1)
 
 
 @pytest.mark.parametrize("causal", [True, False])
 def test_check_takes_right_results_and_refuses_wrong_ones(causal):
-    inputs, k, v = make_inputs(causal)
-    right = sdpa(inputs, k, v, causal)
+    inputs = cases.make_inputs(replace(prefill.case_of("tiny", (70, 70), causal), page_size=16))
+    right = sdpa(inputs, causal)
     assert workload.check(inputs, right) is None
-    assert workload.check(inputs, sdpa(inputs, k, v, not causal))  # the other mask
+    assert workload.check(inputs, sdpa(inputs, not causal))  # the other mask
     assert workload.check(inputs, right.roll(1, dims=1))  # heads in another order
     assert workload.check(inputs, right * 1.1)
     assert workload.check(inputs, right[:, :, :-1])
@@ -133,6 +102,9 @@ def test_check_reads_every_cache_and_allows_less_where_outputs_are_small(kv_dtyp
 ENV = Environment("2026-01-02T03:04:05+00:00", "abc123", "nvidia-h200", "580.1", "2.13.0")
 
 
+TOP = harness.Ceilings(700.0, 4000.0)
+
+
 class WallClock:
     def measure(self, call, sets):
         for i in sets:
@@ -140,12 +112,16 @@ class WallClock:
         return 2000.0
 
 
+def setup_of(*providers):
+    return harness.Setup(providers, 2, "cpu", WallClock(), WallClock())
+
+
 def test_a_run_on_the_cpu_gives_checked_rows(monkeypatch, capsys):
     """The whole path with the reference as `ours`, a right peer, a wrong one and one that is missing."""
 
     def contiguous(factor, inputs):
         def call():
-            return factor * sdpa(inputs, *workload.contiguous(inputs)[1:], inputs["causal"])
+            return factor * sdpa(inputs, inputs["causal"])
 
         return {"slow": (call, lambda o: o), "": (call, lambda o: o)}
 
@@ -155,9 +131,8 @@ def test_a_run_on_the_cpu_gives_checked_rows(monkeypatch, capsys):
     peers = {"right": partial(contiguous, 1), "wrong": partial(contiguous, 2), "missing": missing}
     monkeypatch.setattr(prefill, "PROVIDERS", {"ours": providers.ours, **peers})
     case = prefill.case_of("prefill-tiny", (40, 40), True)
-    setup = harness.Setup(("ours", *peers), 2, "cpu", WallClock(), WallClock())
-    top = harness.Ceilings(700.0, 4000.0)
-    found = prefill.measure(case, top, setup) + prefill.host(case, setup)
+    setup = setup_of("ours", *peers)
+    found = prefill.measure(case, TOP, setup) + prefill.host(case, setup)
     assert [(r.provider, r.note) for r in found] == [
         ("ours", ""), ("right", "slow"), ("floor", ""), ("ours", ""), ("right", "slow")
     ]  # fmt: skip
@@ -166,7 +141,7 @@ def test_a_run_on_the_cpu_gives_checked_rows(monkeypatch, capsys):
     rows = harness.rows_of(found[:3], ENV)
     assert [r.case for r in rows] == ["prefill-tiny"] * 3 and rows[1].ratio_to_ours == pytest.approx(1)
     assert rows[2].tflops == 700 and rows[2].time_us == pytest.approx(case_flops(case) / 700e6)
-    assert "prefill-tiny" in harness.table(found, rows, top)
+    assert "prefill-tiny" in harness.table(found, rows, TOP)
 
 
 def case_flops(case):
@@ -188,8 +163,8 @@ def test_a_decode_run_on_the_cpu_gives_checked_rows(monkeypatch, capsys, tokens)
         return run
 
     monkeypatch.setattr(decode, "PROVIDERS", decode.PROVIDERS | {"wrong": wrong})
-    setup = harness.Setup(("ours", "wrong", "flashinfer"), 2, "cpu", WallClock(), WallClock())
-    found = decode.measure(case, harness.Ceilings(700.0, 4000.0), setup) + decode.host(setup)
+    setup = setup_of("ours", "wrong", "flashinfer")
+    found = decode.measure(case, TOP, setup) + decode.host(setup)
     assert [(r.case, r.provider) for r in found] == [
         (case.name, "ours"), (case.name, "batch-invariant"), (case.name, "floor"), ("host-decode", "ours")
     ]  # fmt: skip

@@ -7,7 +7,7 @@ from bench.cases.engine import CASES, CHECKED, MODELS
 from bench.results import Environment
 
 ENV = Environment("2026-01-01T00:00:00+00:00", "0" * 40, "some-gpu", "1", "2")
-BF16, NVFP4 = "engine-vllm-tiny-llama-bf16", "engine-vllm-tiny-llama-nvfp4"
+BF16 = "engine-vllm-tiny-llama-bf16"
 VLLM = [p for p in engine_worker.BACKENDS["vllm"] if p != "own-fp8"]
 
 

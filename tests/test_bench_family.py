@@ -5,14 +5,13 @@ from functools import partial
 
 import pytest
 
-from bench import family, harness
-from tests.test_bench import WallClock
+from bench import family
+from tests.test_bench import TOP, setup_of
 
 TINY = replace(family.PREFILL, name="family-tiny", q_lens=(70, 70), kv_lens=(70, 70), heads_q=4, heads_kv=2)
 
 
-SETUP = harness.Setup(("ours", "flashinfer"), 2, "cpu", WallClock(), WallClock())
-TOP = harness.Ceilings(700.0, 4000.0)
+SETUP = setup_of("ours", "flashinfer")
 OURS = [name for name in family.FORMS if name.startswith("ours")]
 
 

@@ -9,13 +9,13 @@ import torch
 from bench import harness, precision, skipping, sparsity, workload
 from bench.cases import precision as cases
 from bench.cases.attention import reference_of
-from tests.test_bench import WallClock
+from tests.test_bench import setup_of
 from wrappers import fp4, trtllm_batch_context_with_kv_cache
 from wrappers.explanation import call_of
 
 pytestmark = pytest.mark.slow
 
-SETUP = harness.Setup(("ours",), 2, "cpu", WallClock(), WallClock())
+SETUP = setup_of("ours")
 TOP = harness.Ceilings(700.0, 4000.0, 1300.0)
 
 

@@ -13,6 +13,7 @@ from bench.cases import attention as cases
 from bench.cases import serving as shapes
 from cute_kernels.attention import dispatch
 from tests.fake_machine import FakeMachine
+from tests.test_bench import TOP, setup_of
 from wrappers import machine
 
 TARGETS = """
@@ -37,28 +38,6 @@ TINY = replace(
 TINY_CHUNKS = replace(TINY, name="serve-tiny-chunks", q_lens=(70, 30), kv_lens=(90, 130))
 
 
-class WallClock:
-    """What each call says that it takes, else `us`."""
-
-    def __init__(self, us=2000.0):
-        self.us = us
-
-    def measure(self, call, sets):
-        took = [call(i) for i in sets]
-        return took[0] if isinstance(took[0], float) else self.us
-
-
-TOP = harness.Ceilings(700.0, 4000.0)
-
-
-def setup(*providers, us=2000.0):
-    return harness.Setup(providers, 2, "cpu", WallClock(us), WallClock(us))
-
-
-def family():
-    return command.attention()
-
-
 @pytest.fixture(autouse=True)
 def one_input_set(monkeypatch):
     """Tiny caches would take turns by the thousand."""
@@ -69,7 +48,7 @@ def one_input_set(monkeypatch):
 
 
 def test_names_are_those_of_the_targets():
-    assert {*TARGETS} <= {*command.chosen_of(family(), "", False)} and {*TARGETS} <= CASES.keys()
+    assert {*TARGETS} <= {*command.chosen_of(command.attention(), "", False)} and {*TARGETS} <= CASES.keys()
     for name, case in CASES.items():
         assert name == case.name and f"-h{case.heads_q}x{case.heads_kv}-" in name
         assert name.endswith(f"-p{case.page_size}")
@@ -150,8 +129,8 @@ def test_parts_hold_each_request_once():
 def test_a_wrong_part_or_ours_that_fails_leaves_no_own_parts(monkeypatch, capsys, wrong):
     """One that is off, and one that writes nothing."""
     monkeypatch.setitem(serving.PARTS, "own-decode", lambda inputs: lambda: wrong(inputs))
-    assert [r.provider for r in serving.measure(TINY, TOP, setup("ours"))] == ["ours", "floor"]
+    assert [r.provider for r in serving.measure(TINY, TOP, setup_of("ours"))] == ["ours", "floor"]
     assert "no row: own-decode: " in capsys.readouterr().out
     monkeypatch.setitem(prefill.PROVIDERS, "ours", lambda inputs: {}["gone"])
-    assert serving.measure(TINY, TOP, setup("ours")) == []
+    assert serving.measure(TINY, TOP, setup_of("ours")) == []
     assert "no row: ours: KeyError: 'gone'" in capsys.readouterr().out

@@ -9,19 +9,16 @@ import pytest
 import torch
 
 import wrappers
-from tests.emulated import PLAIN, inputs_of, planned
-from tests.fake_machine import FakeMachine
+from tests.emulated import PLAIN, emulation, inputs_of
 from tests.prefill_batches import HKV, HQ, WORKSPACE, Case, D
 from tests.test_decode_wrapper import decode_of
 from wrappers import BatchDecodeWithPagedKVCacheWrapper as Decode
 from wrappers import (
     bind,
     flash_attn_varlen_func,
-    machine,
     trtllm_batch_context_with_kv_cache,
     trtllm_batch_decode_with_kv_cache,
 )
-from wrappers.attention import plan
 
 CONTEXT, DECODE = trtllm_batch_context_with_kv_cache, trtllm_batch_decode_with_kv_cache
 CALLS = {
@@ -144,15 +141,6 @@ def test_top_k():
 # ---- runs of the classes
 
 
-@pytest.fixture
-def here_of_any_form(monkeypatch):
-    """Emulated kernels for requests in any form."""
-    found = []
-    monkeypatch.setattr(plan, "plan_for", planned(found))
-    with machine.override(FakeMachine(lambda op, spec: None)):
-        yield found
-
-
 def paged(case, **options):
     wrapper = case.paged(causal=True, **options)
     return lambda q=case.q, cache=tuple(case.cache), **given: wrapper.run(q, cache, **given)
@@ -169,7 +157,7 @@ def case():
 
 
 @pytest.mark.parametrize("kind", [paged, ragged])
-def test_runs_of_other_layers(here_of_any_form, looked_up, case, kind):
+def test_runs_of_other_layers(here, looked_up, case, kind):
     """Each layer has a cache, an output and a query of its own; only the first run looks for a plan."""
     run = kind(case)
     first = run()
@@ -182,7 +170,7 @@ def test_runs_of_other_layers(here_of_any_form, looked_up, case, kind):
 
 
 @pytest.mark.parametrize("kind", [paged, ragged])
-def test_other_arguments_are_not_those_of_the_last_run(here_of_any_form, case, kind):
+def test_other_arguments_are_not_those_of_the_last_run(here, case, kind):
     run = kind(case)
     for options in ({}, {"return_lse": True}, {"sinks": torch.ones(HQ)}, {"k_scale": 2.0}, {}, {"enable_pdl": False}):
         assert equal(run(**options), kind(case)(**options)), options
@@ -190,17 +178,19 @@ def test_other_arguments_are_not_those_of_the_last_run(here_of_any_form, case, k
 
 
 @pytest.mark.parametrize("kind", [paged, ragged])
-def test_scales_in_tensors_are_read_at_each_run(here_of_any_form, case, kind):
+def test_scales_in_tensors_are_read_at_each_run(case, kind):
     run, scale, others = kind(case), torch.ones(1), torch.ones(HKV)
-    for value in (1.0, 3.0):
-        scale.fill_(value)
-        others.fill_(value)
-        assert equal(run(k_scale=scale, v_scale=scale), kind(case)(k_scale=value, v_scale=value))
-        assert equal(run(q_scale=scale, k_scale=others), kind(case)(q_scale=value, k_scale=torch.full((HKV,), value)))
+    with emulation("sm_100a"):  # whose kernels take a scale for each head
+        for value in (1.0, 3.0):
+            scale.fill_(value)
+            others.fill_(value)
+            assert equal(run(k_scale=scale, v_scale=scale), kind(case)(k_scale=value, v_scale=value))
+            want = kind(case)(q_scale=value, k_scale=torch.full((HKV,), value))
+            assert equal(run(q_scale=scale, k_scale=others), want)
 
 
 @pytest.mark.parametrize("kind", [paged, ragged])
-def test_runs_refuse_what_their_plan_does_not_fit(here_of_any_form, case, kind):
+def test_runs_refuse_what_their_plan_does_not_fit(here, case, kind):
     run, rows = kind(case), case.cache if kind is paged else (case.k, case.v)
     run()
     for bad in (case.q[1:], case.q[:, :1], case.q.half()):
@@ -212,7 +202,7 @@ def test_runs_refuse_what_their_plan_does_not_fit(here_of_any_form, case, kind):
 
 
 @pytest.mark.parametrize("kind", [paged, ragged])
-def test_a_query_and_keys_are_not_kept(here_of_any_form, case, kind):
+def test_a_query_and_keys_are_not_kept(here, case, kind):
     """Those of a prefill batch may take gigabytes."""
     run = kind(case)
     rows = tuple(t.clone() for t in (case.cache if kind is paged else (case.k, case.v)))
@@ -220,14 +210,14 @@ def test_a_query_and_keys_are_not_kept(here_of_any_form, case, kind):
     for _ in range(2):
         run(q, rows, out=out)
     gone = [weakref.ref(t.untyped_storage()) for t in (q, out, *rows)]
-    here_of_any_form.clear()
+    here.launches.clear()
     del q, out, rows
     gc.collect()
     assert [found() for found in gone] == [None] * 4
 
 
 @pytest.mark.parametrize("kind", ["paged", "ragged", "decode"])
-def test_every_other_argument_of_run_is_compared(here_of_any_form, case, kind, monkeypatch):
+def test_every_other_argument_of_run_is_compared(here, case, kind, monkeypatch):
     """An argument that is left out would have the value of the last run."""
     wrapper = Decode(WORKSPACE, case.layout) if kind == "decode" else getattr(case, kind)(causal=True)
     if kind == "decode":
@@ -243,7 +233,7 @@ def test_every_other_argument_of_run_is_compared(here_of_any_form, case, kind, m
         assert any(value is mark for value in seen[-1]), name
 
 
-def test_sinks_that_require_grad_later_are_refused(here_of_any_form, case):
+def test_sinks_that_require_grad_later_are_refused(here, case):
     run, sinks = paged(case), torch.ones(HQ)
     run(sinks=sinks)
     run(sinks=sinks)
@@ -252,7 +242,7 @@ def test_sinks_that_require_grad_later_are_refused(here_of_any_form, case):
         run(sinks=sinks)
 
 
-def test_a_new_plan_forgets_the_last_run(here_of_any_form, case):
+def test_a_new_plan_forgets_the_last_run(here, case):
     wrapper, other = case.paged(causal=True), Case(dtype=torch.bfloat16, q_lens=(2, 1), kv_lens=(4, 8), seed=1)
     wrapper.run(case.q, tuple(case.cache))
     wrapper.plan(*other.index, HQ, HKV, D, other.page, causal=True, **other.options)

@@ -11,21 +11,6 @@ from wrappers import explain, flash_attn_func, flash_attn_varlen_func, flash_att
 MEMORY = ROOT / "build" / "simulated"
 
 
-def expected(q, k, v, chunk):
-    """Return o of one request in float64."""
-    (m, heads, dim), n = q.shape, len(k)
-    k, v = (x.double().repeat_interleave(heads // x.shape[1], 1) for x in (k, v))
-    position, key = torch.arange(m)[:, None] + n - m, torch.arange(n)
-    seen = (key <= position) & (key // chunk == position // chunk)
-    s = (torch.einsum("mhd,nhd->hmn", q.double(), k) * dim**-0.5).masked_fill(~seen, -float("inf"))
-    return torch.einsum("hmn,nhd->mhd", s.softmax(2).nan_to_num(), v)
-
-
-def wanted(batch, chunk):
-    rows = zip(batch.q.split(batch.q_lens), batch.k.split(batch.kv_lens), batch.v.split(batch.kv_lens), strict=True)
-    return torch.cat([expected(q, k, v, chunk) for q, k, v in rows])
-
-
 def call(batch, chunk, form):
     if form == "ragged":
         options = {"cu_seqlens_k": batch.k_starts}
@@ -44,7 +29,7 @@ def call(batch, chunk, form):
 def test_a_token_sees_its_own_chunk(chunk, form):
     batch = Batch(q_lens=(3, 0, 1, 20, 5), kv_lens=(9, 4, 17, 20, 2))
     got = call(batch, chunk, form).double()
-    torch.testing.assert_close(got, wanted(batch, chunk), rtol=2e-3, atol=2e-3)
+    torch.testing.assert_close(got, batch.want(causal=True, chunk=chunk)[0], rtol=2e-3, atol=2e-3)
 
 
 def test_zero_is_off():
@@ -85,4 +70,4 @@ def test_kernels_in_the_simulator(q_lens, kv_lens, chunk, form):
     batch = Batch(q_lens, kv_lens, page=16, dtype=torch.bfloat16, heads=(2, 1))
     with simulated(ARCH, [], 2, memory=MEMORY):
         got = call(batch, chunk, form)
-    assert distance(got, wanted(batch, chunk).float(), 2e-2) <= 1
+    assert distance(got, batch.want(causal=True, chunk=chunk)[0].float(), 2e-2) <= 1

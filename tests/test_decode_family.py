@@ -5,7 +5,7 @@ from functools import partial
 import pytest
 import torch
 
-from tests.prefill_batches import HKV, HQ, WORKSPACE, Case, D, check, ints
+from tests.prefill_batches import HKV, HQ, WORKSPACE, Case, D, check, ints, meant
 from wrappers import BatchDecodeWithPagedKVCacheWrapper as Decode
 from wrappers import fast_decode_plan, get_seq_lens
 from wrappers.prefill import batch
@@ -40,19 +40,12 @@ MODIFIERS = {
 }  # fmt: skip
 
 
-def meant(options):
-    names = {"window_left": "window", "logits_soft_cap": "cap", "sm_scale": "scale", "pos_encoding_mode": "mode"}
-    rope = options.get("rope_scale", 1.0), options.get("rope_theta", 1e4)
-    kept = {names[name]: value for name, value in options.items() if not name.startswith("rope")}
-    return {"causal": True, "rope": rope} | kept
-
-
 @pytest.mark.parametrize("q_len", [1, 2])
 @pytest.mark.parametrize("page,layout", [(1, "NHD"), (4, "NHD"), (4, "HND"), (5, "HND")])
 @pytest.mark.parametrize("name", MODIFIERS)
 def test_modifiers_pages_and_layouts(name, page, layout, q_len):
     case, options = case_of(q_len, page=page, layout=layout), MODIFIERS[name]
-    want = case.want(**meant(options))
+    want = case.want(causal=True, **meant(options))
     wrapper = planned(case, **options)
     check(wrapper.run(case.q, tuple(case.cache), return_lse=True), want)
     check(wrapper.run_return_lse(case.q, torch.stack(case.cache, 1)), want)

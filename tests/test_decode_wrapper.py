@@ -43,11 +43,8 @@ def test_few_equal_tiles_get_equally_many_ctas(launches, requests, ctas):
     assert SMS == 132 and [a.grid for a in launches] == [ctas]
 
 
-@pytest.mark.parametrize("launched", [False, True])
 @pytest.mark.parametrize("q_len", [1, 3])
-def test_requests_of_equal_length(request, launched, q_len):
-    if launched:
-        request.getfixturevalue("launches")
+def test_requests_of_equal_length(launched, q_len):
     case = replace(PLAIN, q_lens=(q_len,) * 3, kv_lens=(9, 40, 17))
     inputs = decode_of(case)
     ragged = [t.clone() for t in trtllm_batch_decode_with_kv_cache(**inputs)]
@@ -56,10 +53,7 @@ def test_requests_of_equal_length(request, launched, q_len):
     assert all(map(torch.equal, trtllm_batch_decode_with_kv_cache(**plain), ragged))
 
 
-@pytest.mark.parametrize("launched", [False, True])
-def test_scales(request, launched):
-    if launched:
-        request.getfixturevalue("launches")
+def test_scales(launched):
     case = replace(PLAIN, q_lens=(1, 2))
     inputs = decode_of(case, bmm1_scale=0.2, bmm2_scale=0.5, o_scale=3.0)
     want = [t.clone() for t in trtllm_batch_decode_with_kv_cache(**inputs | {"bmm2_scale": 1.5, "o_scale": 1.0})]
@@ -208,11 +202,8 @@ VARIANTS = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("launched", [False, True])
 @pytest.mark.parametrize("name", VARIANTS)
-def test_xqa(request, launched, name):
-    if launched:
-        request.getfixturevalue("launches")
+def test_xqa(launched, name):
     inputs, rows = xqa_inputs()
     inputs |= VARIANTS[name]
     assert xqa(**inputs) is None
@@ -248,13 +239,10 @@ def test_xqa_of_quantised_caches(kind, layout):
     torch.testing.assert_close(inputs["output"].double(), want, rtol=2e-3, atol=2e-3)
 
 
-@pytest.mark.parametrize("launched", [False, True])
 @pytest.mark.parametrize("cache", ["tuple", "stacked"])
 @pytest.mark.parametrize("layout", ["HND", "NHD"])
 @pytest.mark.parametrize("kind", ["fp8", "nvfp4"])
-def test_quantised_caches(request, kind, layout, cache, launched):
-    if launched:
-        request.getfixturevalue("launches")
+def test_quantised_caches(kind, layout, cache, launched):
     case = replace(PLAIN, kv_dtype=kind, layout=layout, cache=cache)
     inputs = cases.make_inputs(case)
     for _ in range(2):
@@ -262,10 +250,7 @@ def test_quantised_caches(request, kind, layout, cache, launched):
         check(inputs, trtllm_batch_decode_with_kv_cache(**cases.as_decode(inputs)), case.tolerance)
 
 
-@pytest.mark.parametrize("launched", [False, True])
-def test_interleaved_scales_of_v(request, launched):
-    if launched:
-        request.getfixturevalue("launches")
+def test_interleaved_scales_of_v(launched):
     inputs = cases.make_inputs(replace(PLAIN, kv_dtype="nvfp4"))
     want = [t.clone() for t in trtllm_batch_decode_with_kv_cache(**cases.as_decode(inputs))]
     k, v = inputs["kv_block_scales"]
@@ -277,12 +262,9 @@ def test_interleaved_scales_of_v(request, launched):
     assert all(map(torch.equal, got, want))
 
 
-@pytest.mark.parametrize("launched", [False, True])
 @pytest.mark.parametrize("given", [False, True])
-def test_e4m3_output(request, launched, given):
+def test_e4m3_output(launched, given):
     """Rounded and saturated; bmm2_scale includes 1 / o_scale."""
-    if launched:
-        request.getfixturevalue("launches")
     inputs = decode_of(PLAIN, bmm2_scale=400.0)
     o, _ = cases.reference_of(cases.make_inputs(PLAIN) | {"bmm2_scale": 400.0})
     out = torch.zeros(o.shape, dtype=torch.float8_e4m3fn) if given else None
@@ -336,14 +318,12 @@ def test_memory_of_a_known_nvfp4_output(launches):
     assert len(launches) == 1
 
 
-@pytest.mark.parametrize("launched", [False, True])
 @pytest.mark.parametrize("change", [{"batch_invariant": True}, {"skip_softmax_threshold_scale_factor": 1e-30}], ids=str)
-def test_options_that_keep_the_result(request, launched, change):
-    made = request.getfixturevalue("launches") if launched else []
+def test_options_that_keep_the_result(launched, change):
     case = replace(PLAIN, q_lens=(1, 2, 17), kv_lens=(9000, 70, 5000))
     inputs = cases.make_inputs(case)
     check(inputs, trtllm_batch_decode_with_kv_cache(**cases.as_decode(inputs), **change), case.tolerance)
-    for a in made:
+    for a in launched or ():
         assert (a.blocks_per_split > 0) == ("batch_invariant" in change)
         assert a.skip_threshold == (-math.inf if a.blocks_per_split else math.log2(1e-30))
 
@@ -415,6 +395,7 @@ XQA_BAD = {  # what other arguments make wrong; test_bad_calls.py has the bad va
         "mask: None, required",
     ),
     "interleaved": ({"v_scales_interleaved": True}, ValueError, "v_scales_interleaved: True"),
+    "e5m2": (dict.fromkeys(("k_cache", "v_cache"), SF.to(torch.float8_e5m2)), TypeError, "k_cache: dtype .*e5m2"),
     "output strides": (
         {
             "q": torch.zeros(3, 1, 2, 6, 64).half(),

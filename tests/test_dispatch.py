@@ -6,8 +6,9 @@ from itertools import islice, product
 
 import pytest
 
+from cute_kernels import archs, catalog
 from cute_kernels import shipped as policy
-from cute_kernels.attention import args, decode, dispatch, sm90, sm100
+from cute_kernels.attention import args, decode, dispatch, sm100
 from cute_kernels.attention.request import KernelRequest
 from cute_kernels.attention.spec import TMA_PAGES, KVSpec, LogitsSpec, MaskSpec
 from tests.conftest import specs_of
@@ -21,7 +22,6 @@ DIMS = (*policy.USUAL, *policy.WIDE)  # head dims of shipped kernels
 DECODED = [("half", 64), ("half", 128), ("half", 256)]  # (type of the cache, head_dim) of shipped decode kernels
 DECODED += [(kv, dim) for kv in ("e4m3", "nvfp4") for dim in (64, 128, 256)]
 SAMPLED = 7  # no factor of a number of values
-FEW_KERNELS = 200  # of an architecture, attention and top-k together
 
 
 @pytest.fixture
@@ -270,18 +270,10 @@ def test_a_call_may_say_how_keys_are_split(way, want):
         assert schedule(rows=rows, keys=keys, split_kv=way) == want
 
 
-def test_few_kernels_are_shipped(capsys):
+@pytest.mark.parametrize("arch", archs.NAMES)
+def test_few_kernels_are_shipped(arch):
     """A policy, not a product: of each types and head_dim one headline spec a mask and the general ones."""
-    from cute_kernels.cache_write import dispatch as cache_write
-    from cute_kernels.merge_states import dispatch as merge_states
-    from cute_kernels.topk import dispatch as topk
-
-    for arch in (ARCH, *BLACKWELL):
-        counts = [len(family.shipped(arch)) for family in (dispatch, topk, cache_write, merge_states)]
-        with capsys.disabled():
-            of_others = f"{counts[1]} of top-k, {counts[2]} that write rows, {counts[3]} that merge states"
-            print(f"\n{arch}: {counts[0]} attention kernels, {of_others}", end="")
-        assert sum(counts) < FEW_KERNELS
+    assert len(catalog.shipped(arch)) < (60 if arch in decode.ALONE else 200)
 
 
 def test_names_are_unique():
@@ -333,12 +325,13 @@ def test_blocks_of_keys_do_not_depend_on_the_batch(every_problem):
         ({"q": "e4m3"}, "attention.decode: kv bf16"),
     ],
 )
-def test_what_is_refused_is_named(change, word):
+@pytest.mark.parametrize("arch", [ARCH, BLACKWELL[0]])
+def test_what_is_refused_is_named(change, word, arch):
     for base in (WHOLE, SPLIT, replace(BASE, rows=1), replace(BASE, split_kv="fixed")):
         with pytest.raises(dispatch.UnsupportedRequest) as error:
-            dispatch.select(replace(base, **change), ARCH)
-        assert word in str(error.value)
-        assert error.value.field in {answer.reason.field for answer in dispatch.explain(replace(base, **change), ARCH)}
+            dispatch.select(replace(base, **change), arch)
+        assert word.replace("sm90", "sm90" if arch == ARCH else "sm100") in str(error.value)
+        assert error.value.field in {answer.reason.field for answer in dispatch.explain(replace(base, **change), arch)}
         assert error.value.field not in ("arch", "rows")
 
 
@@ -403,83 +396,38 @@ def test_small_shared_memory_has_no_head_dim_512_in_16_bits():
         assert op == "attention.decode" and spec.tile.o_tiles == 2
 
 
-def test_what_blackwell_lacks_is_named():
-    with pytest.raises(NotImplementedError, match="attention.sm100: head_dim .72, 72.") as error:
-        dispatch.select(replace(BASE, head_dim_qk=72, head_dim_vo=72), "sm_100a")
-    assert error.value.field == "head_dim"
+FEW, CAPPED, RAW = replace(SPLIT, rows=1), replace(WHOLE, soft_cap=True), replace(WHOLE, kv="e4m3")
+SHARED = replace(SPLIT, kv="e4m3", rows=4096)
+REFUSED = [  # (problem, what another spec than its own has, or its tile, and the field: words of the refusal)
+    (FEW, {"m": 64, "n": 384, "warpgroups": 3}, "tile: m must be rows_per_warp (8 or 16)"),
+    (FEW, {"m": 48, "warpgroups": 3}, "tile: n must be a multiple"),
+    *((FEW, {"logits": logits}, "logits: takes a soft cap and skip-softmax as values")
+      for logits in (LogitsSpec(), LogitsSpec(soft_cap=True), LogitsSpec(skip=True))),
+    (FEW, {"tile": None}, "head_dim: the smallest tile needs"),
+    *((CAPPED, change, "tile: m must be 64, 128 or 192, and n a ") for change in ({"m": 96}, {"m": 256}, {"n": 100})),
+    (CAPPED, {"load_warps": 1}, "tile: load_warps must be 2"),
+    *((CAPPED, change, "tile: with a soft cap") for change in ({"q_in_regs": True}, {"q_stages": 2})),
+    (CAPPED, {"tile": None}, "tile: must be the op's TileConfig"),
+    (RAW, {"q_stages": 2}, "tile: q_stages must be 1 over a quantised cache"),
+    (RAW, {"tile": None}, "tile: must be"),
+    (SHARED, {"q_stages": 2}, "tile: q_stages must be 1 over a quantised cache"),
+    (SHARED, {"m": 256}, "tile: m must be 128"),
+    *((SHARED, {"out": out}, "rows: serves 16-bit outputs") for out in (("fp16",), ("bf16", "e4m3", "nvfp4"))),
+    (SHARED, {"kv": KVSpec("e4m3", "gather")}, "rows: pages of TMA"),
+    (SHARED, {"kv": KVSpec("e5m2")}, "rows: bf16 over e4m3, bf16 over nvfp4"),
+    (SHARED, {"mask": MaskSpec("always", window=True)}, "rows: serves causal masks"),
+    (SHARED, {"logits": LogitsSpec(soft_cap=True)}, "rows: serves causal masks"),
+]  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    "tile, word",
-    [
-        (decode.DecodeTileConfig(64, 384, 3, 3), "m must be rows_per_warp (8 or 16)"),
-        (decode.DecodeTileConfig(48, 128, 3, 3), "n must be a multiple"),
-    ],
-)
-def test_decode_refuses_tiles_that_warps_cannot_share(tile, word):
-    spec = replace(specs_of("attention.decode", ARCH)[0], tile=tile)
-    assert word in str(decode.supports(spec))
-    assert decode.supports(replace(spec, tile=decode.DecodeTileConfig(48, 384, 3, 3))) is None
-
-
-@pytest.mark.parametrize(
-    "tile",
-    [
-        sm90.Sm90TileConfig(96),
-        sm90.Sm90TileConfig(256),
-        sm90.Sm90TileConfig(128, 100),
-        sm90.Sm90TileConfig(load_warps=1),
-    ],
-)
-def test_prefill_refuses_tiles(tile):
-    refusal = sm90.supports(replace(specs_of("attention.sm90", ARCH)[0], tile=tile))
-    assert refusal is not None and refusal.field == "tile"
-
-
-def test_prefill_of_blackwell_refuses_two_q_stages_over_a_quantised_cache():
-    """Row scales of the tile after the next could be written before the softmax reads those of the tile."""
-    spec = next(spec for spec in specs_of("attention.sm100", "sm_100a") if spec.kv.dtype != spec.q)
-    assert sm100.supports(spec) is None
-    assert sm100.supports(replace(spec, tile=replace(spec.tile, q_stages=2))).field == "tile"
-
-
-@pytest.mark.parametrize(
-    "change",
-    [
-        {"out": ("fp16",)},
-        {"out": ("bf16", "e4m3", "nvfp4")},
-        {"kv": KVSpec("e4m3", "gather")},
-        {"kv": KVSpec("e5m2")},
-        {"mask": MaskSpec("always", window=True)},
-        {"logits": LogitsSpec(soft_cap=True)},
-        {"tile": sm100.Sm100TileConfig(m=128, n=96, q_stages=2)},
-        {"tile": sm100.Sm100TileConfig(m=256, n=96)},
-    ],
-    ids=str,
-)
-def test_shared_keys_of_a_quantised_cache_on_blackwell_refuse(change):
-    spec = dispatch.select(replace(SPLIT, kv="e4m3", rows=4096), "sm_100a")[1]
-    assert sm100.supports(spec) is None and sm100.supports(replace(spec, **change)) is not None
-
-
-@pytest.mark.parametrize("tile", [sm90.Sm90TileConfig(q_in_regs=True), sm90.Sm90TileConfig(q_stages=2)])
-def test_prefill_with_a_soft_cap_refuses_tiles_that_begin_early(tile):
-    """Their first Q K^T is in flight where the code for capped scores, or for others, is chosen."""
-    spec = replace(sm90.general("bf16", "bf16", (128, 128)), tile=tile)
-    refusal = sm90.supports(spec)
-    assert refusal is not None and refusal.field == "tile" and "soft cap" in refusal.why
-    assert sm90.supports(replace(spec, logits=LogitsSpec())) is None
-
-
-def test_what_a_kernel_cannot_be_traced_with_is_refused():
+@pytest.mark.parametrize("problem, change, words", REFUSED)
+def test_what_a_kernel_cannot_be_traced_with_is_refused(problem, change, words):
     """Specs that no problem gives, but --spec of the artifact tool may."""
-    spec = specs_of("attention.decode", ARCH)[0]
-    for logits in (LogitsSpec(), LogitsSpec(soft_cap=True), LogitsSpec(skip=True)):
-        refusal = decode.supports(replace(spec, logits=logits))
-        assert refusal is not None and refusal.field == "logits"
-    for op, module in dispatch.OPS.items():
-        refusal = module.supports(replace(specs_of(op, module.ARCHS[0])[0], tile=None))
-        assert refusal is not None and refusal.field == ("head_dim" if module is decode else "tile"), op
+    op, spec = dispatch.select(problem, "sm_100a" if problem in (RAW, SHARED) else ARCH)
+    assert dispatch.OPS[op].supports(spec) is None
+    other = change if hasattr(spec, next(iter(change))) else {"tile": replace(spec.tile, **change)}
+    refusal, (field, text) = dispatch.OPS[op].supports(replace(spec, **other)), words.split(": ")
+    assert refusal.field == field and text in refusal.why
 
 
 def test_arguments_come_in_blocks():

@@ -24,13 +24,10 @@ def packed(masks):
     return words.to(torch.uint16)
 
 
-@pytest.mark.parametrize("launched", [False, True])
 @pytest.mark.parametrize("q_len", [1, 5, 33, 64])
 @pytest.mark.parametrize("form", ["equal", "ragged", "causal"])
-def test_masks_of_drafts(request, launched, q_len, form):
+def test_masks_of_drafts(launched, q_len, form):
     """Each row against attention on the keys that its mask leaves."""
-    if launched:
-        request.getfixturevalue("launches")
     q_lens = (q_len, q_len, 0, 3) if form == "ragged" else (q_len, q_len)
     lens = (q_len + 20, q_len, 7, 90)[: len(q_lens)]
     masks = [torch.ones(n, n).bool().tril() if form == "causal" else tree(n, b) for b, n in enumerate(q_lens)]
@@ -76,12 +73,9 @@ def test_drafts_and_other_lengths_under_compile():
         assert all(map(torch.equal, compiled(**decode_of(case, **given)), want))
 
 
-@pytest.mark.parametrize("launched", [False, True])
 @pytest.mark.parametrize("ragged", [False, True])
-def test_xqa_drafts(request, launched, ragged):
+def test_xqa_drafts(launched, ragged):
     """As the decode function does it, with implicit 1 / sqrt(D)."""
-    if launched:
-        request.getfixturevalue("launches")
     q_lens = (5, 0, 2) if ragged else (5, 5, 5)
     case = replace(PLAIN, q_lens=q_lens, kv_lens=(40, 9, 5), dtype="fp16", layout="NHD")
     inputs = decode_of(case, mask=packed([tree(n, b) for b, n in enumerate(q_lens)]))

@@ -162,11 +162,9 @@ def test_prefill_of_one_tensor(layout, mask, window, change):
     torch.testing.assert_close(fmha(**given), want)
 
 
-@pytest.mark.parametrize("launched", [False, True])
 @pytest.mark.parametrize("layout", ["NHD", "HND"])
-def test_prefill_as_sglang_calls_it(request, launched, layout):
+def test_prefill_as_sglang_calls_it(launched, layout):
     """K and V are halves of one allocation; the entries of V count from K's base."""
-    seen = request.getfixturevalue("launches") if launched else []
     inputs = cases.make_inputs(replace(PLAIN, layout=layout))
     k, v = inputs["kv_cache"]
     pages, gap = k.shape[0], 2
@@ -177,8 +175,7 @@ def test_prefill_as_sglang_calls_it(request, launched, layout):
         "qkv": (inputs["query"], halves), "block_tables": torch.stack([table, table + pages + gap], 1),
     }  # fmt: skip
     torch.testing.assert_close(fmha(**given), context(inputs))
-    assert len(seen) == 2 * launched
-    seen.clear()
+    assert launched is None or len(launched) == 2
     memory = whole.view(torch.int16).numpy()  # each half in a storage of its own, as pools that happen to lie so
     apart = tuple(torch.from_numpy(memory[x]).view(k.dtype) for x in (slice(0, pages), slice(pages + gap, None)))
     assert apart[0].untyped_storage()._cdata != apart[1].untyped_storage()._cdata

@@ -46,24 +46,19 @@ OPTIONS = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("emulated", [False, True])
 @pytest.mark.parametrize("entries", [False, True])
 @pytest.mark.parametrize("name", OPTIONS)
-def test_keys_begin_behind_the_padding(name, entries, emulated, request):
-    here = request.getfixturevalue("here") if emulated else None
+def test_keys_begin_behind_the_padding(name, entries, launched):
     options, meant = OPTIONS[name]
     for queries in (1, 5):
         given, seen = made(queries, entries)
         check(flash_attn_with_kvcache(**given, **options), wanted(given["q"], seen, **meant))
-    if here is not None:
-        assert here.launches[-1].kv_lens.tolist() == [end - first for first, end in zip(LEFT, LENS)]
-        assert here.launches[-1].kv_lens.dtype == torch.int32
+    if launched is not None:
+        assert launched[-1].kv_lens.tolist() == [end - first for first, end in zip(LEFT, LENS)]
+        assert launched[-1].kv_lens.dtype == torch.int32
 
 
-@pytest.mark.parametrize("emulated", [False, True])
-def test_packed_queries_and_8_bits(emulated, request):
-    if emulated:
-        request.getfixturevalue("here")
+def test_packed_queries_and_8_bits(launched):
     for dtype, tolerance in ((HALF, 2e-3), (E4M3, 2e-3)):
         given, seen = made(dtype=dtype)
         q, starts = given["q"].flatten(0, 1)[:6], ints(0, 3, 3, 4, 6)
@@ -88,10 +83,8 @@ def test_no_padding_is_no_change():
 
 @pytest.mark.parametrize("rotary", [False, True])
 @pytest.mark.parametrize("entries", [False, True])
-@pytest.mark.parametrize("emulated", [False, True])
-def test_new_keys(emulated, entries, rotary, request):
+def test_new_keys(launched, entries, rotary):
     """They go to row cache_seqlens, and rotary positions count from row 0, as in FlashAttention."""
-    here = request.getfixturevalue("here") if emulated else None
     end = tuple(n + 2 for n in LENS[:-1]) + (21,)
     given, seen = made(2, entries, lens=end)
     old = [n - 2 for n in end]
@@ -118,9 +111,9 @@ def test_new_keys(emulated, entries, rotary, request):
             torch.testing.assert_close(rows, seen[b][which][-2:].double(), rtol=2**-10, atol=2**-12)
             cache[entry, n : n + 2] = NAN
         torch.testing.assert_close(cache, was, rtol=0, atol=0, equal_nan=True)
-    if here is not None:
-        assert len(here.launches) == 2
-        assert here.launches[1].kv_lens.tolist() == [n - first for n, first in zip(end, LEFT)]
+    if launched is not None:
+        assert len(launched) == 2
+        assert launched[1].kv_lens.tolist() == [n - first for n, first in zip(end, LEFT)]
 
 
 HOSTILE = (-(2**31), -(2**31) + 1, -25, -1, 0, 7, 23, 24, 25, 48, MOST - 1, MOST)

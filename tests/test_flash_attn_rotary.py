@@ -40,9 +40,7 @@ def rotated_batch(whole, old, counts, cos, sin, interleaved):
 @pytest.mark.parametrize("form", ["equal", "packed", "entries"])
 @pytest.mark.parametrize("interleaved", [True, False])
 @pytest.mark.parametrize("dim", [D, 16])
-@pytest.mark.parametrize("emulated", [False, True])
-def test_new_keys_and_queries_are_rotated(form, interleaved, dim, emulated, request):
-    here = request.getfixturevalue("here") if emulated else None
+def test_new_keys_and_queries_are_rotated(form, interleaved, dim, launched):
     given, whole, old = appended(form)
     counts = (3, 0, 1) if form == "packed" else (2, 2, 2)
     if form == "packed":
@@ -62,9 +60,9 @@ def test_new_keys_and_queries_are_rotated(form, interleaved, dim, emulated, requ
         for t in range(had, has):  # rounded once: at most one step of fp16 away
             found = given["k_cache"][b, t] if form == "entries" else given["k_cache"][whole.table[b, t // 4], t % 4]
             torch.testing.assert_close(found, rows[t], rtol=2**-10, atol=2**-12)
-    if here is not None:
-        assert len(here.launches) == 2
-        assert torch.equal(here.launches[1].kv_lens, whole.lens)
+    if launched is not None:
+        assert len(launched) == 2
+        assert torch.equal(launched[1].kv_lens, whole.lens)
 
 
 def test_the_default_rotates_neighbours():

@@ -10,7 +10,6 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.emulated import planned
 from tests.fake_machine import FakeMachine
 from wrappers import fp4, machine, reference
 from wrappers.attention import checks, op, values
@@ -43,7 +42,7 @@ def starts_of(counts):
 # ---- requests, given one by one, and stored in each form
 
 
-def dense_requests(lens, heads=(4, 2), dims=(8, 8), seed=0):
+def dense_requests(lens, heads=(4, 2), dims=(16, 16), seed=0):
     """(q, k, v) of each request of `lens`, pairs of query and key rows, bf16."""
     gen = torch.Generator().manual_seed(seed)
     shapes = [((m, heads[0], dims[0]), (n, heads[1], dims[0]), (n, heads[1], dims[1])) for m, n in lens]
@@ -54,7 +53,7 @@ def paged(rows, size, seed):
     """A pool (pages, H, size, D) that holds each request's rows, with page ids of each; NaN in all other rows."""
     counts = [-(-len(t) // size) for t in rows]
     ids = torch.randperm(sum(counts) + 2, generator=torch.Generator().manual_seed(seed)).int()
-    pool = torch.full((len(ids), rows[0].shape[1] if rows else 1, size, rows[0].shape[2] if rows else 8), math.nan)
+    pool = torch.full((len(ids), rows[0].shape[1] if rows else 1, size, rows[0].shape[2] if rows else 16), math.nan)
     pool, found = pool.to(BF16), []
     for t, count in zip(rows, counts, strict=True):
         mine, ids = ids[:count], ids[count:]
@@ -224,26 +223,6 @@ def listed(form="csr", **change):
 
 
 MASK = {"custom_mask": torch.full((6,), 255, dtype=torch.uint8), "mask_starts": ints(0, 3, 6)}
-HOSTILE: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {  # form, values -> what they are computed as
-    "csr, far": ("csr", {"kv_starts": ints(-5, 3, 1 << 30)}, {"kv_starts": ints(0, 3, SPAN)}),
-    "csr, falling": ("csr", {"kv_starts": ints(3, 0, SPAN)}, {"kv_starts": ints(0, 0, SPAN)}),
-    "csr, last": ("csr", {"kv_lens": ints(1 << 30, -4)}, {"kv_lens": ints(3, 0)}),
-    "csr, none": ("csr", {"kv_starts": ints(0, 0, SPAN), "kv_lens": ints(3, 1)},
-                  {"kv_starts": ints(0, 0, SPAN), "kv_lens": ints(-9, 1)}),
-    "csr, queries": ("csr", {"cu_seqlens_q": ints(-9, 2, 99)}, {"cu_seqlens_q": ints(0, 2, 5)}),
-    "ragged, far": ("ragged", {"kv_starts": ints(-5, 3, 1 << 30)}, {"kv_starts": ints(0, 3, 11)}),
-    "ragged, falling": ("ragged", {"kv_starts": ints(9, 2, 11)}, {"kv_starts": ints(2, 2, 11)}),
-    "mask, before": ("csr", MASK | {"mask_starts": ints(-1, 3, 0)}, MASK),
-    "mask, past": ("csr", MASK | {"mask_starts": ints(0, 1 << 30, 0)}, MASK | {"mask_starts": ints(0, 6, 6)}),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("name", HOSTILE)
-def test_the_reference_clamps(name):
-    form, bad, good = HOSTILE[name]
-    p, q = ({"k": listed(form).k.nan_to_num(), "v": listed(form).v.nan_to_num()} | change for change in (bad, good))
-    got, want = (reference.paged_attention(listed(form, **change)) for change in (p, q))
-    assert all(map(torch.equal, got, want)) and not got[0].isnan().any() and got[0].any()
 
 
 def test_bytes_past_the_mask_hide():
@@ -257,7 +236,7 @@ def test_bytes_past_the_mask_hide():
 
 def test_pages_outside_their_pool_are_zeros():
     table = torch.stack([ints(0, 1, 2, 3, 4), ints(0, 1, 2, 3, 4)])[None]
-    k, v = torch.ones(5, 2, 3, 8, dtype=BF16), torch.ones(7, 2, 3, 8, dtype=BF16)
+    k, v = torch.ones(5, 2, 3, 16, dtype=BF16), torch.ones(7, 2, 3, 16, dtype=BF16)
     p = listed(k=k, v=v, page_table=table)
     near, _ = reference.paged_attention(p)
     assert torch.equal(near, torch.ones_like(near))
@@ -294,7 +273,7 @@ def test_values_are_refused_on_the_cpu_and_where_they_are_checked(name, monkeypa
     with pytest.raises(ValueError, match=f"^{message}"):
         op.serve(p)
     with machine.override(FakeMachine(lambda op, spec: lambda *flat: None)):
-        monkeypatch.setattr(attention_plan, "plan_for", planned([], checked=True))
+        monkeypatch.setattr(attention_plan, "checking", lambda: True)
         with pytest.raises(ValueError, match=f"^{message}"):
             op.serve(p)
 
@@ -393,7 +372,7 @@ def test_slopes_that_require_grad_are_refused():
     with pytest.raises(RuntimeError, match="^alibi_slopes: requires grad"):
         op.serve(p)
     with torch.no_grad():
-        assert op.serve(p).shape == (5, 4, 8)
+        assert op.serve(p).shape == (5, 4, 16)
 
 
 @pytest.mark.parametrize("field", ["custom_mask", "mask_starts", "alibi_slopes", "kv_starts"])
@@ -436,14 +415,6 @@ def test_requests_of_a_trace_have_no_facts():
 # ---- plans and launches
 
 
-@pytest.fixture
-def launches(monkeypatch):
-    found: list[Any] = []
-    monkeypatch.setattr(attention_plan, "plan_for", planned(found))
-    with machine.override(FakeMachine(lambda op, spec: None)):
-        yield found
-
-
 CALLS: dict[str, dict[str, Any]] = {
     "plain": {}, "mask": MASK, "slopes": {"alibi_slopes": EVERYTHING["alibi_slopes"]}, "full": {"causal": False},
     "all": MASK | {"alibi_slopes": EVERYTHING["alibi_slopes"], "window_left": 4, "soft_cap": 3.0},
@@ -457,7 +428,6 @@ def test_a_launch_gets_every_field(form, launches):
         got = op.serve(p)
         want, _ = reference.paged_attention(p)
         torch.testing.assert_close(got.float(), want, rtol=1e-2, atol=1e-2)
-        assert launches[-1].causal == (name not in ("mask", "all", "full"))
     assert len(launches) == 2 * len(CALLS) and len(machine.current.plans) == len(CALLS)
 
 
@@ -476,7 +446,7 @@ def test_a_mask_that_begins_inside_a_word_is_copied_at_each_launch(launches):
 @pytest.mark.parametrize("form", ["csr", "ragged"])
 def test_a_plan_does_not_depend_on_how_many_keys_there_are(form, launches):
     """Nor on the bytes of a mask. Only the power of two above the mean number of keys is part of a plan."""
-    pool = torch.randn(40, 2, 3, 8).to(BF16)
+    pool = torch.randn(40, 2, 3, 16).to(BF16)
     for lens in ([(3, 70), (2, 40)], [(3, 100), (2, 1)], [(1, 0), (4, 91)]):
         three = dense_requests(lens)
         fields = dict(zip(("custom_mask", "mask_starts"), packed([torch.ones(m, n) > 0 for m, n in lens])))
@@ -499,7 +469,7 @@ def test_facts():
 
 
 def test_bounds_that_vary_under_a_plan(launches, monkeypatch):
-    many = torch.zeros(1, 2, 1, 8, dtype=BF16).expand(2, 2, 1 << 28, 8)
+    many = torch.zeros(1, 2, 1, 16, dtype=BF16).expand(2, 2, 1 << 28, 16)
     requests = csr_sequences(ints(0, 5), ints(0, 0), ints(0, 0, 0), ints(0))
     p = listed()._replace(k=many, v=many, requests=requests)
     op.serve(p)
@@ -508,7 +478,7 @@ def test_bounds_that_vary_under_a_plan(launches, monkeypatch):
         op.serve(p._replace(requests=longer))
     p = listed("ragged")
     op.serve(p)
-    rows = p.k[:, :, :1].expand(1, 2, 1 << 30, 8)
+    rows = p.k[:, :, :1].expand(1, 2, 1 << 30, 16)
     with pytest.raises(NotImplementedError, match="^k: 1073741824 rows, must be less than"):
         op.serve(p._replace(k=rows, v=rows))
     with pytest.raises(ValueError, match="^kv: K .* may differ in the last dimension only"):
@@ -553,13 +523,11 @@ EMPTY = {
 
 
 @pytest.mark.parametrize("name", EMPTY)
-@pytest.mark.parametrize("where", ["cpu", "kernels"])
-def test_nothing_to_attend_to(name, where, request):
-    launches = request.getfixturevalue("launches") if where == "kernels" else []
+def test_nothing_to_attend_to(name, launched):
     requests = EMPTY[name]()
     p = problem(THREE, name.split(",")[0])._replace(requests=requests)
-    out = op.serve(p._replace(out=torch.zeros(5, 4, 8, dtype=BF16)))
-    assert out.shape == (5, 4, 8) and not out.any()
-    assert len(launches) == (where == "kernels" and requests.batch > 0)
+    out = op.serve(p._replace(out=torch.zeros(5, 4, 16, dtype=BF16)))
+    assert out.shape == (5, 4, 16) and not out.any()
+    assert launched is None or len(launched) == (requests.batch > 0)
     none = p._replace(q=p.q[:0], requests=requests._replace(cu_seqlens_q=requests.cu_seqlens_q * 0))
-    assert op.serve(none).shape == (0, 4, 8)
+    assert op.serve(none).shape == (0, 4, 16)

@@ -15,18 +15,15 @@ from bench.cases import cache_write as cases
 from bench.cases.cache_write import CacheWriteCase
 from cute_kernels.cache_write import dispatch
 from tests.flash_attn_batches import appended
-from tests.gpu import feature
+from tests.gpu import CUDA, HOPPER, feature
 from tests.rope_calls import good_call
 from tests.sim.workloads.cache_write import cache_write_cases, cache_write_features
 from tests.sim.workloads.prepared import GatherCase, PreparedScenario, compared, prepared
 from wrappers import KVCacheTarget, append_qkv, fp4, machine, nvfp4_dequantize, nvfp4_quantize, rope
 from wrappers.cache_write import plan
 
-pytestmark = pytest.mark.skipif(
-    not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0), reason="needs an sm_90 device"
-)
+pytestmark = HOPPER
 
-CUDA = torch.device("cuda", 0)
 FEATURES = {"bf16": "copied bf16", "fp16": "copied fp16", "uint8": "copied one byte", "e4m3": "quantised to e4m3",
             "e5m2": "quantised to e5m2", "nvfp4": "quantised to NVFP4"}  # fmt: skip
 COPIES = (("bf16", "bf16"), ("fp16", "fp16"), ("uint8", "uint8"))

@@ -11,13 +11,11 @@ from torch.utils.cpp_extension import CUDA_HOME
 import wrappers
 from tests import compiled
 from tests.conftest import run_python
-from tests.gpu import captured
+from tests.gpu import HOPPER, captured
 from wrappers import machine
 from wrappers.attention import call
 
-pytestmark = pytest.mark.skipif(
-    not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0), reason="needs an sm_90 device"
-)
+pytestmark = HOPPER
 
 GRAPHS = ("reduce-overhead", "max-autotune")
 MODES = ("default", *GRAPHS)

@@ -11,14 +11,11 @@ from bench.cases import attention as cases
 from bench.cases import outputs
 from bench.cases.planted import KEPT, STEP, STEP_SCALE
 from tests import gpu
-from tests.gpu import captured, close, dims, feature, features, grid, in_threads, same, values
+from tests.gpu import CUDA, HOPPER, captured, close, dims, feature, features, grid, in_threads, same, values
 from wrappers import machine, trtllm_batch_decode_with_kv_cache
 
-pytestmark = pytest.mark.skipif(
-    not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0), reason="needs an sm_90 device"
-)
+pytestmark = HOPPER
 
-CUDA = torch.device("cuda", 0)
 BASE = cases.AttentionCase(
     "", q_lens=(1, 1, 1, 1), kv_lens=(2000, 1, 0, 300), heads_q=8, heads_kv=2, page_size=64, sink=True,
     function="decode",

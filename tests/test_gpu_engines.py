@@ -8,15 +8,14 @@ import torch
 from bench import engine, server
 from bench.cases.engine import CASES
 from bench.results import Environment
+from tests.gpu import HOPPER
 
 TINY = [name for name in CASES if "-tiny-" in name]
 PEERS = {"vllm": "vllm-flash-attn", "sglang": "sglang-triton"}
 COMMON = {"bf16": 0.1, "fp8": 0.1, "nvfp4": 0.02}  # least share of the tokens before the answers part
 ENV = Environment("2026-01-01T00:00:00+00:00", "0" * 40, "some-gpu", "1", "2")
 
-pytestmark = pytest.mark.skipif(
-    not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0), reason="needs an sm_90 device"
-)
+pytestmark = HOPPER
 
 
 def needs(name):

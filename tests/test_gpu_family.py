@@ -17,14 +17,11 @@ from bench.cases.cache_write import copied
 from bench.cases.family import FamilyCase
 from tests import gpu, test_chunked
 from tests.flash_attn_batches import Batch
-from tests.gpu import captured, close, feature, same
+from tests.gpu import CUDA, HOPPER, captured, close, feature, same
 from tools import matrix
 
-pytestmark = pytest.mark.skipif(
-    not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0), reason="needs an sm_90 device"
-)
+pytestmark = HOPPER
 
-CUDA = torch.device("cuda", 0)
 BASE = FamilyCase()
 PACKED = replace(BASE, q_lens=(1, 5, 0, 16), kv_lens=(131, 5, 7, 300))
 PAGES = (1, 2, 5, 16, 24, 64, 300)
@@ -306,7 +303,7 @@ def test_attention_with_scales_on_the_host():
 @pytest.mark.parametrize("q_lens", [(150, 3), (1, 5)])
 def test_chunked_attention(q_lens, form):
     batch = Batch(q_lens, (333, 700), page=16, dtype=torch.bfloat16, heads=(4, 2))
-    want = test_chunked.wanted(batch, 96).float()
+    want = batch.want(causal=True, chunk=96)[0].float()
     vars(batch).update(copied(vars(batch), CUDA))
     got = test_chunked.call(batch, 96, form).cpu()
     close((got, None), (want, None), 2e-2, 2e-2)

@@ -10,12 +10,10 @@ from bench.cases import hostile, topk
 from bench.cases.attention import LSE_TOLERANCE, AttentionCase
 from bench.cases.topk import TopKCase
 from tests import gpu
+from tests.gpu import CUDA, HOPPER
 
-pytestmark = pytest.mark.skipif(
-    not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0), reason="needs an sm_90 device"
-)
+pytestmark = HOPPER
 
-CUDA = torch.device("cuda", 0)
 SEEDS = range(3)
 OUTPUTS = ("out", "lse", "output")
 BASE = AttentionCase(

@@ -12,16 +12,13 @@ from bench.cases import merge_states as cases
 from bench.cases.cache_write import copied
 from bench.cases.merge_states import IN_PLACE, PAIR, STATES, MergeCase
 from cute_kernels.merge_states import dispatch
-from tests.gpu import feature
+from tests.gpu import CUDA, HOPPER, feature
 from tests.sim.workloads.merge_states import merge_cases, merge_features
 from wrappers import merge_state_in_place, merge_states
 from wrappers.merge import plan
 
-pytestmark = pytest.mark.skipif(
-    not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0), reason="needs an sm_90 device"
-)
+pytestmark = HOPPER
 
-CUDA = torch.device("cuda", 0)
 INF, NAN = float("inf"), float("nan")
 DTYPES = [pytest.param(name, marks=feature(f"merge V {name}")) for name in cases.DTYPES]
 FUNCTIONS = [

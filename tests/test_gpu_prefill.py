@@ -14,15 +14,12 @@ from bench.cases import attention as cases
 from bench.cases import forms, outputs, serving
 from bench.cases.planted import STEP_SCALE
 from tests import gpu
-from tests.gpu import captured, dims, feature, features, grid, in_threads, marked, same, values
+from tests.gpu import CUDA, HOPPER, captured, dims, feature, features, grid, in_threads, marked, same, values
 from wrappers import machine, trtllm_batch_context_with_kv_cache
 from wrappers.attention.op import serve
 
-pytestmark = pytest.mark.skipif(
-    not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0), reason="needs an sm_90 device"
-)
+pytestmark = HOPPER
 
-CUDA = torch.device("cuda", 0)
 BASE = cases.AttentionCase("", q_lens=(70, 1, 0, 150), kv_lens=(200, 259, 3, 90), heads_q=8, heads_kv=2, sink=True)
 PACKED = replace(BASE, q_lens=(1, 5, 0, 16), kv_lens=(131, 5, 7, 300))
 DIMS = dims((64, 64), (128, 128), (192, 128), (256, 256))

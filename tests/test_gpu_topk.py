@@ -13,14 +13,11 @@ import wrappers
 from bench.cases import topk as cases
 from bench.cases.topk import DECODE, FUNCTIONS, PAGE_TABLE, PER_ROW, PLAIN, PREFILL, RAGGED, TOP_K, TopKCase
 from cute_kernels.topk import dispatch, radix
-from tests.gpu import captured, feature, in_threads
+from tests.gpu import CUDA, HOPPER, captured, feature, in_threads
 from wrappers import TopKTieBreak, machine, reference, top_k
 
-pytestmark = pytest.mark.skipif(
-    not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0), reason="needs an sm_90 device"
-)
+pytestmark = HOPPER
 
-CUDA = torch.device("cuda", 0)
 WIDTHS = (1, 2, 31, 127, 128, 129, 1000, 4095, 8193, 16384, 65536, 129280, 200001, 524288, 786433, 1_000_000, 1_200_000)
 KS = (1, 2, 3, 7, 8, 31, 32, 33, 127, 128, 255, 256, 257, 511, 513, 1000, 1024, 2047, 2048, 2049, 3000, 4095, 4096)
 SORTED = (1, 2, 31, 32, 33, 127, 128, 129, 500, 2047, 2048, 2049, 5000, 16_383, 16_384, 16_385)

@@ -2,7 +2,6 @@
 with a bound that planning again, one step of planning or one copy exceeds. `python -m bench` measures the times."""
 
 from functools import partial
-from unittest.mock import patch
 
 import pytest
 import torch
@@ -11,8 +10,7 @@ from bench import append, merging
 from bench.cases import topk as topk_cases
 from tests import rope_calls
 from tests.emulated import PLAIN, inputs_of
-from tests.fake_machine import FakeMachine
-from tests.host_work import OperatorCounter, Work, count_functions, host_work
+from tests.host_work import Work, count_functions, host_work, operators_of
 from tests.prefill_batches import HKV, HQ, WORKSPACE, Case, D
 from tests.test_decode_wrapper import decode_of, xqa_inputs
 from tests.test_low_precision import OF_HEADS
@@ -22,9 +20,7 @@ from wrappers import (
     flash_attn_append,
     flash_attn_func,
     flash_attn_with_kvcache,
-    machine,
     merge_state_in_place,
-    plain,
     rope,
     topk,
     trtllm_batch_context_with_kv_cache,
@@ -229,18 +225,11 @@ def test_work_of_a_step(here, monkeypatch, name):
 
 
 @pytest.fixture
-def keeping():
-    """Provide a machine with kernels that do nothing, so that only host work remains."""
-    with machine.override(FakeMachine(lambda op, spec: lambda *flat: None)) as fake:
-        yield fake
-
-
-@pytest.fixture
-def here(keeping, monkeypatch):
+def here(quiet, monkeypatch):
     """Provide such a machine on which functions keep no launches of layers: each call looks for its plan."""
     monkeypatch.setattr(trtllm, "repeat", lambda *_: None)
     monkeypatch.setattr(trtllm, "keep", lambda function, cache, options, call: op.serve(call))
-    return keeping
+    return quiet
 
 
 @pytest.mark.parametrize("name", PLANNED)
@@ -251,7 +240,7 @@ def test_work_of_a_planned_call(here, name):
 
 
 @pytest.mark.parametrize("name", BOUND)
-def test_work_of_a_bound_launch(keeping, name):
+def test_work_of_a_bound_launch(quiet, name):
     make, bound = BOUND[name]
     work = host_work(make())
     assert work.within(bound), work
@@ -308,10 +297,7 @@ def test_layers_that_alternate_describe_each_table_once(here, made, tables):
     assert one <= PLANNED["context"][1].functions
     for _ in range(3):
         assert [count_functions(run) for run in layers] == [one] * tables
-    with patch.object(plain, "_modes", lambda: 0), OperatorCounter() as operators:
-        for run in layers:
-            run()
-    assert len(made) == tables and not operators.count
+    assert not operators_of(lambda: [run() for run in layers]) and len(made) == tables
 
 
 def test_the_table_that_was_used_longest_ago_is_dropped(here, made):

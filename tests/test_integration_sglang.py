@@ -349,21 +349,14 @@ def test_queries_of_blackwell(server, monkeypatch):
     """e4m3 over an e4m3 pool, which MMAs there take as it is; and what no kernel does is refused."""
     from wrappers import machine
 
-    class Fake(machine.HostMachine):
-        def __init__(self, arch):
-            super().__init__()
-            self.arch = arch
-
-        def device_info(self, device):
-            return self.arch, 148
-
     with monkeypatch.context() as patch:
-        patch.setattr(machine, "current", Fake("sm_100a"))
+        patch.setattr(machine.current, "device_info", lambda device: ("sm_100a", 148))
         assert Model(server, Case(), monkeypatch).backend._query_dtype is torch.bfloat16
         model = Model(server, Case(E4M3), monkeypatch)
+    assert model.backend._query_dtype is E4M3
     model.step("EXTEND", {0: 20, 1: 3})
     model.step("DECODE", {0: 1, 1: 1})
-    monkeypatch.setattr(machine, "current", Fake("sm_80"))
+    monkeypatch.setattr(machine.current, "device_info", lambda device: ("sm_80", 148))
     with pytest.raises(NotImplementedError, match="sm_80: .*attention.sm100: arch sm_80"):
         Model(server, Case(head_dim=256), monkeypatch)
 

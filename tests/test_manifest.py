@@ -8,7 +8,6 @@ from collections.abc import Iterable
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
-from typing import TypeVar
 
 import pytest
 
@@ -32,9 +31,6 @@ def read(op: str, data: object):
 def test_specs_survive_json(op):
     for spec in [spec for other, spec in SHIPPED if other == op]:
         assert read(op, json.loads(manifest.canonical(manifest.to_json(spec)))) == spec
-
-
-T = TypeVar("T")
 
 
 TILE = manifest.to_json(SPEC.tile)

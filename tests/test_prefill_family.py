@@ -4,13 +4,11 @@ import pytest
 import torch
 from torch._dynamo.testing import CompileCounter
 
-from tests.prefill_batches import BF16, E4M3, HALF, HKV, HQ, NAN, WORKSPACE, Case, D, check, ints, slope
+from tests.prefill_batches import BF16, HALF, HKV, HQ, NAN, WORKSPACE, Case, D, check, ints, meant, slope
 from wrappers import (
     BatchAttentionWithAttentionSinkWrapper,
     BatchPrefillWithPagedKVCacheWrapper,
     BatchPrefillWithRaggedKVCacheWrapper,
-    nvfp4_dequantize,
-    nvfp4_quantize,
     single_prefill_with_kv_cache,
     single_prefill_with_kv_cache_return_lse,
 )
@@ -36,17 +34,11 @@ MODIFIERS = {
 }  # fmt: skip
 
 
-def oracle_options(options):
-    names = {"window_left": "window", "logits_soft_cap": "cap", "sm_scale": "scale", "pos_encoding_mode": "mode"}
-    rope = options.get("rope_scale", 1.0), options.get("rope_theta", 1e4)
-    return {names.get(k, k): v for k, v in options.items() if not k.startswith("rope")} | {"rope": rope}
-
-
 @pytest.mark.parametrize("name", MODIFIERS)
 def test_modifiers_of_batches_and_of_single_requests(name):
     """Against the oracle; paged, ragged and single agree to the bit, masks in both forms too."""
     case, options = Case(), dict(MODIFIERS[name])
-    want = case.want(**oracle_options(options))
+    want = case.want(**meant(options))
     masked = options.pop("masked", False)
     mask = {"custom_mask": case.custom_mask} if masked else {}
     paged = case.paged(**options, **mask).run_return_lse(case.q, tuple(case.cache))
@@ -100,27 +92,6 @@ def test_bf16_and_names_of_dtypes():
     o = wrapper.run(case.q, tuple(case.cache))
     assert o.dtype == HALF
     check((o, case.ragged().run_return_lse(case.q, case.k, case.v)[1]), case.want(), 1e-2)
-
-
-def test_e4m3_caches_with_scales():
-    case = Case()
-    k, v = (t.nan_to_num(0.0).to(E4M3) for t in case.cache)
-    case.k, case.v = case.k.to(E4M3).to(HALF), case.v.to(E4M3).to(HALF)
-    o, lse = case.want(scale=2 * D**-0.5)
-    wrapper = case.paged(kv_data_type=E4M3)
-    check(wrapper.run(case.q, (k, v), 2.0, 0.5, True), (o / 2, lse))
-
-
-def test_nvfp4_caches():
-    """As the context function computes with them."""
-    case = Case(page=8)
-    k, v = (nvfp4_quantize(t.nan_to_num(0.0), 1.0) for t in case.cache)
-    wrapper = case.paged(kv_data_type=torch.uint8, causal=True)
-    got = wrapper.run(case.q, (k[0], v[0]), kv_cache_sf=(k[1], v[1]))
-    want = case.paged(causal=True).run(case.q, tuple(nvfp4_dequantize(*t).half() for t in (k, v)))
-    torch.testing.assert_close(got, want, rtol=2e-3, atol=2e-3)
-    with pytest.raises(ValueError, match="kv_cache_sf: None, required"):
-        wrapper.run(case.q, (k[0], v[0]))
 
 
 @pytest.mark.parametrize("number", [float, int, torch.tensor, lambda x: torch.tensor([x])])

@@ -10,7 +10,7 @@ import torch
 from bench.cases import attention as cases
 from cute_kernels.attention import args, sm100
 from tests.emulated import E4M3, PLAIN, check, inputs_of
-from wrappers import FP4Tensor, explain, fp4, scratch, trtllm_batch_context_with_kv_cache
+from wrappers import explain, fp4, scratch, trtllm_batch_context_with_kv_cache
 
 # ---- the reference as the CPU's backend
 
@@ -63,32 +63,6 @@ def test_fp8_query_output_types(out_dtype):
     assert torch.equal(o.float(), (fp4.e4m3(want) if o.dtype == E4M3 else want.to(out_dtype)).float())
 
 
-def test_fp8_output_saturates():
-    inputs = inputs_of(replace(PLAIN, dtype="fp8"), bmm2_scale=1e6)
-    o, _ = trtllm_batch_context_with_kv_cache(**inputs)
-    assert o.float().abs().max() == 448 and not o.float().isnan().any()
-
-
-@pytest.mark.parametrize("start", [None, 0, 77])
-def test_nvfp4_output(start):
-    inputs = inputs_of(replace(PLAIN, dtype="fp8", heads_q=6, heads_kv=2, q_lens=(0, 50), kv_lens=(4, 61)))
-    want, _ = cases.reference_of(inputs)
-    tokens = len(want)
-    inputs |= {"o_sf_scale": 300.0, "o_sf_vec_size": 16, "out_dtype": "nvfp4", "return_lse": False}
-    if start is not None:
-        scale = torch.full((128, 24), 7.0).to(E4M3)
-        inputs |= {"out": FP4Tensor(torch.zeros(tokens, 6, 32, dtype=torch.uint8), scale, start)}
-    out = trtllm_batch_context_with_kv_cache(**inputs)
-    assert isinstance(out, FP4Tensor) and out.original_shape == (tokens, 6, 64)
-    data, scales = fp4.nvfp4_quantize(want.flatten(1), 300.0)
-    assert torch.equal(out.data.flatten(1), data)
-    got = fp4.read_scales(out.scale, tokens, 24, start or 0)
-    assert torch.equal(got.float(), scales.float())
-    if start is not None:
-        assert out.data is inputs["out"].data and out.scale is scale
-        assert (scale.view(torch.uint8) == torch.tensor(7.0).to(E4M3).view(torch.uint8)).sum() >= (128 - tokens) * 24
-
-
 @pytest.mark.parametrize("dtype", ["bf16", "nvfp4"])
 def test_no_tokens(dtype):
     extra = {"out_dtype": "nvfp4", "o_sf_scale": 1.0} if dtype == "nvfp4" else {}
@@ -119,19 +93,6 @@ def test_refused_before_anything_is_written(name):
         trtllm_batch_context_with_kv_cache(**inputs)
     if "out" not in change:
         assert inputs["out"].isnan().all()
-
-
-def test_nvfp4_cache_needs_scales_of_its_shape():
-    inputs = inputs_of(replace(PLAIN, kv_dtype="nvfp4"))
-    k, v = inputs["kv_block_scales"]
-    for bad, error, message in (
-        (None, ValueError, "kv_cache_sf: None, required"),
-        ((k, v[:, :1]), ValueError, r"kv_block_scales \(V"),
-        ((k, v.float()), TypeError, "kv_block_scales: K is"),
-        ((k.float(), v.float()), TypeError, r"kv_block_scales \(K\): dtype"),
-    ):
-        with pytest.raises(error, match=message):
-            trtllm_batch_context_with_kv_cache(**inputs | {"kv_block_scales": bad})
 
 
 # ---- the path to a launch

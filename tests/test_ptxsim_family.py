@@ -12,6 +12,7 @@ from bench.cases.attention import LSE_TOLERANCE, TOLERANCE, AttentionCase, expec
 from bench.cases.family import FamilyCase
 from tests import flash_attn_batches, test_decode_family
 from tests.conftest import ARCH, ROOT, run_python
+from tests.prefill_batches import check, meant
 from tests.sim.workloads import FEATURES, distance, simulated
 from tests.sim.workloads.attention import call
 from wrappers import flash_attn_with_kvcache
@@ -98,7 +99,7 @@ def test_decode_class(page, q_len, options):
     wrapper = test_decode_family.planned(case, **options)
     with simulated(ARCH, [], SMS, memory=MEMORY):
         got = wrapper.run(case.q, case.cache, return_lse=True)
-    test_decode_family.check(got, case.want(**test_decode_family.meant(options)))
+    check(got, case.want(causal=True, **meant(options)))
 
 
 @pytest.mark.full  # it compiles a kernel that no bundle holds
@@ -109,7 +110,7 @@ def test_decode_with_alibi(monkeypatch):
     wrapper = test_decode_family.planned(case, **options)
     with simulated(ARCH, [], SMS, memory=MEMORY):
         got = wrapper.run(case.q, case.cache, return_lse=True)
-    test_decode_family.check(got, case.want(**test_decode_family.meant(options)))
+    check(got, case.want(causal=True, **meant(options)))
 
 
 def test_decode_with_scales_per_head(monkeypatch):

@@ -5,16 +5,11 @@ from dataclasses import replace
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from bench.cases import attention as cases
 from tests.flash_attn_batches import oracle
-from wrappers import fp4, reference, trtllm_batch_context_with_kv_cache
-from wrappers.explanation import call_of
-from wrappers.reference import dense
+from wrappers import fp4, reference
 
-CPU = torch.device("cpu")
 LOG2E = math.log2(math.e)
 
 
@@ -52,24 +47,6 @@ def test_equals_torch(m, n, heads, causal, window_left):
     )[0].transpose(0, 1)
     got, _ = reference.attention(q, k, v, scale=0.2, causal=causal, left=reference.LeftBound(window_left))
     torch.testing.assert_close(got, want, rtol=2e-5, atol=2e-5)
-
-
-@settings(max_examples=60)
-@given(
-    m=st.integers(0, 9), n=st.integers(0, 12), kv_heads=st.integers(1, 2), group=st.integers(1, 3),
-    causal=st.booleans(), window_left=st.integers(-1, 8), cap=st.sampled_from([0.0, 0.5, 5.0]),
-    sink=st.booleans(), block=st.integers(1, 40), dims=st.sampled_from([(4, 4), (6, 3)]), seed=st.integers(0, 99),
-)  # fmt: skip
-def test_equals_brute_force(m, n, kv_heads, group, causal, window_left, cap, sink, block, dims, seed):
-    q, k, v = random_qkv(m, n, kv_heads * group, kv_heads, *dims, seed=seed)
-    sinks = torch.randn(kv_heads * group, generator=torch.Generator().manual_seed(seed)) * 3 if sink else None
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(dense, "BLOCK", block)  # several query blocks even at these sizes
-        got = reference.attention(
-            q, k, v, scale=0.7, causal=causal, left=reference.LeftBound(window_left), soft_cap=cap,
-            of_heads=reference.HeadTerms(sinks),
-        )  # fmt: skip
-    close(got, brute(q, k, v, 0.7, causal, window_left, cap, sinks))
 
 
 def test_large_logits_of_either_sign():
@@ -118,15 +95,6 @@ def test_sink_limits():
     assert (o.abs() < 1e-20).all() and torch.allclose(lse, torch.tensor(200 * LOG2E))
 
 
-@pytest.mark.parametrize("sink", [None, 1.5])
-def test_rows_without_keys(sink):
-    q, k, v = random_qkv(5, 2, 2, 1, 4)
-    sinks = None if sink is None else torch.full((2,), sink)
-    o, lse = reference.attention(q, k, v, scale=1.0, causal=True, of_heads=reference.HeadTerms(sinks))
-    assert (o[:3] == 0).all() and (o[3:] != 0).any()
-    assert (lse[:3] == (-math.inf if sink is None else torch.tensor(sink * LOG2E))).all()
-
-
 def brute_paged(inputs, case):
     """The case token by token out of the caches, in float64."""
     k, v = inputs["kv_cache"] if isinstance(inputs["kv_cache"], tuple) else (0, 0)
@@ -160,25 +128,6 @@ def test_paged_cases(name):
     close(got, brute_paged(inputs, case), 5e-5)
 
 
-def test_page_size_and_layout_do_not_change_bits():
-    case = replace(cases.EDGE["plain"], q_lens=(5, 40), kv_lens=(133, 41))
-    results = [
-        cases.reference_of(cases.make_inputs(replace(case, page_size=p, layout=layout)))
-        for p in cases.PAGE_SIZES
-        for layout in ("HND", "NHD")
-    ]
-    for o, lse in results[1:]:
-        assert torch.equal(o, results[0][0]) and torch.equal(lse, results[0][1])
-
-
-@pytest.mark.parametrize("layout", ["HND", "NHD"])
-@pytest.mark.parametrize("dtype", ["fp8", "bf16"])
-def test_fp8_cache(dtype, layout):
-    case = replace(cases.EDGE["plain"], dtype=dtype, kv_dtype="fp8", layout=layout)
-    inputs = cases.make_inputs(case)
-    close(cases.reference_of(inputs), brute_paged(inputs, case), 5e-5)
-
-
 @pytest.mark.parametrize("cache,layout", [("tuple", "HND"), ("tuple", "NHD"), ("stacked", "HND"), ("shared", "NHD")])
 def test_nvfp4_cache_is_attention_on_dequantised_values(cache, layout):
     case = replace(cases.EDGE["plain"], kv_dtype="nvfp4", cache=cache, layout=layout)
@@ -190,14 +139,3 @@ def test_nvfp4_cache_is_attention_on_dequantised_values(cache, layout):
     else:
         wide = tuple(fp4.nvfp4_dequantize(d, s).bfloat16() for d, s in zip(data, scales, strict=True))
     close(got, brute_paged(inputs | {"kv_cache": wide}, case), 2e-2)  # bf16 rounds code * scale
-
-
-def test_interleaved_v_scales():
-    inputs = cases.make_inputs(replace(cases.EDGE["plain"], kv_dtype="nvfp4", page_size=16))
-    problem = call_of(trtllm_batch_context_with_kv_cache, **inputs)
-    want = reference.paged_attention(problem)
-    linear = problem.v_scales
-    stored = linear.unflatten(-2, (-1, 4)).transpose(-1, -2).reshape(linear.shape)
-    got = reference.paged_attention(problem._replace(v_scales=stored, interleaved=True))
-    assert not torch.equal(stored.float(), linear.float())
-    assert torch.equal(got[0], want[0]) and torch.equal(got[1], want[1])

@@ -15,7 +15,7 @@ from cute_kernels.cache_write.args import ANGLES, FROM_FIRST, INTERLEAVED, PAGES
 from cute_kernels.cache_write.spec import CacheWriteSpec
 from tests.emulated import emulation
 from tests.rope_calls import good_call
-from tests.test_cache_write import turned
+from tests.test_cache_write import refused, turned
 from wrappers import RotaryEmbedding, rope
 from wrappers.cache_write import plan
 
@@ -360,25 +360,6 @@ def test_tensors_without_values(name, new):
 # ---- refusals
 
 
-def refused(error, message, name, **changes):
-    function, args = getattr(wrappers, name), good_call(name)
-    given = args | changes
-    before = [t.clone() for t in cases.storages(given)]
-    for host in ("cpu", "new", "known"):
-        if host == "cpu":
-            with pytest.raises(error, match=message):
-                function(**given)
-        else:
-            with emulation() as machine:
-                if host == "known":
-                    function(**cases.copied(args, "cpu"))
-                count = len(machine.launches)
-                with pytest.raises(error, match=message):
-                    function(**given)
-                assert len(machine.launches) == count
-    assert all(map(torch.equal, before, cases.storages(given)))
-
-
 X = torch.ones(5, 2, 48).bfloat16()
 LONG = torch.ones(5, 3, 528).bfloat16()
 WORDS = torch.ones(5, 3, 32).bfloat16()
@@ -434,4 +415,4 @@ CACHED = "apply_rope_with_cos_sin_cache"
      {"paged_kv_cache": poisoned(2, 3, 16, 2, 40).unbind()}),
 ])  # fmt: skip
 def test_refusals(error, message, name, changes):
-    refused(error, message, name, **changes)
+    refused(error, message, getattr(wrappers, name), good_call(name), changes)

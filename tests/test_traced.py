@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 import wrappers
 from bench.cases import attention as cases
 from bench.cases import topk as topk_cases
-from tests.compiled import Seen
+from tests.host_work import Seen
 from tests.test_plans import CONTEXT, DECODE, EQUAL, PLAIN, Recorder, decode_inputs, looks, tokens_apart
 from wrappers import machine, plain
 

@@ -11,11 +11,10 @@ import torch
 import wrappers
 from bench.cases import attention as cases
 from bench.cases import topk as topk_cases
-from wrappers import checks, reference
+from wrappers import checks
 from wrappers.attention import plan, values
-from wrappers.explanation import call_of
 
-CONTEXT, DECODE, XQA = (cases.FUNCTIONS[name][0] for name in ("context", "decode", "xqa"))
+CONTEXT, DECODE = (cases.FUNCTIONS[name][0] for name in ("context", "decode"))
 CASE = replace(cases.EDGE["plain"], q_lens=(2, 3), kv_lens=(19, 33), spare_pages=1)  # 4 columns: 2 and 3 used
 PAGES, SPAN = 6, 4 * 16  # of the pool; keys that a row of the table holds
 
@@ -141,33 +140,6 @@ def test_an_empty_pool_has_no_keys():
     CONTEXT(**inputs_of(kv_cache=(empty, empty), seq_lens=ints(0, 0)))
     with pytest.raises(ValueError, match=r"^seq_lens: 1 of request 0, must be in \[0, 0\]: kv_cache has no pages"):
         CONTEXT(**inputs_of(kv_cache=(empty, empty), seq_lens=ints(1, 0)))
-
-
-HOSTILE = {  # -> the values that it is computed with
-    "lengths": ({"seq_lens": ints(-7, 1 << 30)}, {"seq_lens": ints(0, SPAN)}),
-    "offsets": ({"cum_seq_lens_q": ints(-9, 2, 1 << 30)}, {"cum_seq_lens_q": ints(0, 2, 5)}),
-    "falling": ({"cum_seq_lens_q": ints(0, 3, 1)}, {"cum_seq_lens_q": ints(0, 3, 3)}),
-}
-
-
-@pytest.mark.parametrize("name", HOSTILE)
-def test_the_reference_by_itself_clamps(name):
-    """As kernels do: their hostile cases are compared with it."""
-    bad, good = (inputs_of(change) for change in HOSTILE[name])
-    for inputs in (bad, good):
-        inputs["block_tables"].clamp_(0, PAGES - 1)
-        inputs["kv_cache"] = tuple(t.nan_to_num() for t in inputs["kv_cache"])
-    got, want = (reference.paged_attention(call_of(CONTEXT, **inputs)) for inputs in (bad, good))
-    assert all(map(torch.equal, got, want)) and not got[0].isnan().any()
-
-
-def test_pages_outside_the_pool_are_zeros_to_the_reference():
-    far, none = (inputs_of(table(1, 1, page)) for page in (PAGES, -1))
-    got, want = (reference.paged_attention(call_of(CONTEXT, **inputs)) for inputs in (far, none))
-    assert all(map(torch.equal, got, want))
-    empty = torch.zeros(0, 2, 16, 64).bfloat16()
-    o, lse = reference.paged_attention(call_of(CONTEXT, **inputs_of(kv_cache=(empty, empty), sinks=None)))
-    assert not o.any() and (lse == -math.inf).all()
 
 
 def test_the_variable_is_parsed_strictly(monkeypatch):
