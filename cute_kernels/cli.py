@@ -21,7 +21,7 @@ from . import __version__, archive, build, bundle, catalog, cubin, env, manifest
 
 
 def command_build(args: argparse.Namespace) -> int:
-    kernels = catalog.shipped(args.arch)
+    kernels = list(catalog.shipped(args.arch))
     keep = catalog.spec_type if args.only or args.spec else None
     if keep:
         chosen = {only: [kernel for kernel in kernels if catalog.matches(kernel, only)] for only in args.only}
