@@ -74,56 +74,44 @@ def approximate() -> Iterator[Sketch]:
 
 def packed() -> Iterator[Sketch]:
     """Yield cases of f16x2 and bf16x2, and the scalar forms of both."""
-    binary = {
+    two = {
         "f16": (
             "add", "add.rn", "add.ftz", "add.sat", "sub", "mul", "mul.ftz.sat", "min", "max", "max.NaN", "min.ftz.NaN",
+            "fma.rn", "fma.rn.ftz", "fma.rn.relu", "fma.rn.sat", "fma.rn.ftz.relu",
         ),
-        "bf16": ("add.rn", "sub.rn", "mul.rn", "min", "max", "min.NaN", "max.NaN", "max.NaN.xorsign.abs"),
+        "bf16": (
+            "add.rn", "sub.rn", "mul.rn", "min", "max", "min.NaN", "max.NaN", "max.NaN.xorsign.abs", "fma.rn",
+            "fma.rn.relu",
+        ),
     }  # fmt: skip
-    ternary = {
-        "f16": ("fma.rn", "fma.rn.ftz", "fma.rn.relu", "fma.rn.sat", "fma.rn.ftz.relu"),
-        "bf16": ("fma.rn", "fma.rn.relu"),
-    }
+    one = {"f16": ("add", "mul.sat", "min.NaN", "fma.rn"), "bf16": ("add.rn", "mul.rn", "max", "fma.rn")}
     for kind in ("f16", "bf16"):
-        for op in binary[kind]:
-            full = f"{op}.{kind}x2"
-            yield elementwise(H + op.split(".")[0], full, pairs16(kind, full), np.uint32, real=kind)
-        for op in ternary[kind]:
-            full = f"{op}.{kind}x2"
-            yield elementwise(H + op.split(".")[0], full, triples(pairs16(kind, full), full), np.uint32, real=kind)
+        for op in (*(f"{name}.{kind}x2" for name in two[kind]), *(f"{name}.{kind}" for name in one[kind])):
+            pair = pairs16(kind, op)
+            words = triples(pair, op) if op.startswith("fma") else pair
+            data = words if op.endswith("x2") else tuple(word.astype(np.uint16) for word in words)
+            yield elementwise(H + op.split(".")[0], op, data, data[0].dtype, real=kind)
         for op in ("neg", "abs"):
             yield elementwise(H + op, f"{op}.{kind}x2", (double16(op + kind),), np.uint32, real=kind)
             yield elementwise(H + op, f"{op}.{kind}", (single16(op + kind),), np.uint16, real=kind)
-        for op in ("add.rn", "mul.rn", "max") if kind == "bf16" else ("add", "mul.sat", "min.NaN"):
-            full = f"{op}.{kind}"
-            a, b = pairs16(kind, full)
-            halves = (a.astype(np.uint16), b.astype(np.uint16))
-            yield elementwise(H + op.split(".")[0], full, halves, np.uint16, real=kind)
-        fma = f"fma.rn.{kind}"
-        a, b, c = triples(pairs16(kind, fma), fma)
-        halves3 = (a.astype(np.uint16), b.astype(np.uint16), c.astype(np.uint16))
-        yield elementwise(H + "fma", fma, halves3, np.uint16, real=kind)
 
 
 def packed_approximate() -> Iterator[Sketch]:
     """Yield cases of ex2 and tanh of 16-bit numbers. The errors are the ISA's largest ones, doubled."""
     for op, kind, tolerance, floor in (
         ("ex2.approx.f16", "f16", 2.0**-8.9, 2.0**-14),
-        ("ex2.approx.f16x2", "f16", 2.0**-8.9, 2.0**-14),
         ("ex2.approx.ftz.bf16", "bf16", 2.0**-6, 0.0),
-        ("ex2.approx.ftz.bf16x2", "bf16", 2.0**-6, 0.0),
         ("tanh.approx.f16", "f16", 2.0**-9.9, 1.0),
-        ("tanh.approx.f16x2", "f16", 2.0**-9.9, 1.0),
         ("tanh.approx.bf16", "bf16", 2.0**-7, 1.0),
-        ("tanh.approx.bf16x2", "bf16", 2.0**-7, 1.0),
     ):
-        values = narrow((random(op).rand(192) * 24 - 12).astype(np.float32), kind)
-        values[:64] = single16(op)[:64]
-        data = values | values[::-1].astype(np.uint32) << 16 if op.endswith("x2") else values
-        data = data[np.isfinite(widen(data, kind)).reshape(len(data), -1).all(1)]
-        data = data[: len(data) // 32 * 32]
-        more = dict(real=kind, tolerance=tolerance, floor=floor)
-        yield elementwise(H + op.split(".")[0], op, (data,), data.dtype, **more)
+        for full in (op, f"{op}x2"):
+            values = narrow((random(full).rand(192) * 24 - 12).astype(np.float32), kind)
+            values[:64] = single16(full)[:64]
+            data = values | values[::-1].astype(np.uint32) << 16 if full.endswith("x2") else values
+            data = data[np.isfinite(widen(data, kind)).reshape(len(data), -1).all(1)]
+            data = data[: len(data) // 32 * 32]
+            more = dict(real=kind, tolerance=tolerance, floor=floor)
+            yield elementwise(H + op.split(".")[0], full, (data,), data.dtype, **more)
 
 
 def compared() -> Iterator[Sketch]:

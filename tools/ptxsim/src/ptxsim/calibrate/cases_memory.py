@@ -152,24 +152,13 @@ def reductions() -> Iterator[Sketch]:
     body = "atom.add.release.gpu.global.u32 %t1, [$g0], $a;\nred.relaxed.gpu.global.max.u32 [$g0+4], $a;"
     counts = random(form).randint(0, 1000, 128).astype(np.uint32)
     yield Sketch(form, form, P + "atom", body, (counts,), (), (np.zeros(2, np.uint32),), (0,), grid=(4, 1, 1))
-    for vector, kind, count in (
-        ("v2", "f32", 2),
-        ("v4", "f32", 4),
-        ("v2", "f16x2", 2),
-        ("v4", "bf16x2", 4),
-        ("v8", "bf16", 8),
-    ):
-        if vector == "v8":
-            op = "red.global.add.noftz.v8.bf16"
-            words, dtype = 8, np.uint16
-        else:
-            noftz = "" if kind == "f32" else ".noftz"
-            op = f"red.global.add{noftz}.{vector}.{kind}"
-            words, dtype = count, np.uint32
+    for count, kind in ((2, "f32"), (4, "f32"), (2, "f16x2"), (4, "bf16x2"), (8, "bf16")):
+        op = f"red.global.add{'' if kind == 'f32' else '.noftz'}.v{count}.{kind}"
+        dtype = np.uint16 if kind == "bf16" else np.uint32
         keys = pairs(KEYS32, np.uint32, op)[0] if kind == "f32" else pairs16(kind.split("x")[0], op)[0]
-        values = keys.astype(dtype)[: 32 * words].reshape(32, words)
+        values = keys.astype(dtype)[: 32 * count].reshape(32, count)
         memory = values.reshape(-1)[random(op).permutation(values.size)].copy()
-        size = words * np.dtype(dtype).itemsize
+        size = count * np.dtype(dtype).itemsize
         body = f"mul.wide.u32 %q1, $tid, {size};\nadd.s64 %q1, $g0, %q1;\n{op} [%q1], $a;"
         real = kind.split("x")[0]
         yield Sketch(op, op, P + "red", body, (values,), (), (memory,), (0,), real=real)
