@@ -2,7 +2,7 @@
 readme"""
 
 import argparse
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -96,6 +96,19 @@ def chosen_of(family: Family, prefixes: str, sweep: bool) -> list[str]:
     return [name for name in family.cases if name.startswith((*every, family.sweep) if sweep else every)]
 
 
+def each_of(cases: Iterable[str], prefix: str) -> Iterator[str]:
+    """Yield the case of an engine that has this name, or else those that begin so, and print each."""
+    from .engine import chosen_of
+
+    for name in chosen_of(cases, prefix):
+        print(name, flush=True)
+        yield name
+
+
+def providers_of(args: argparse.Namespace, default: Iterable[str] = ()) -> tuple[str, ...]:
+    return tuple(args.providers.split(",")) if args.providers else tuple(default)
+
+
 def environment() -> results.Environment:
     """Return the environment of a run. Raise SystemExit if this machine has no GPU."""
     import torch
@@ -114,7 +127,7 @@ def measure(args: argparse.Namespace) -> None:
     env, family = environment(), args.family()
     chosen = chosen_of(family, args.cases, args.sweep)
     path = args.results or results.FOLDER / f"{env.gpu}.csv"
-    setup = harness.Setup(tuple(args.providers.split(",")) if args.providers else family.providers, args.rounds)
+    setup = harness.Setup(providers_of(args, family.providers), args.rounds)
     top, found = harness.ceilings(setup)
     found = [r for r in found if r.case.startswith(family.ceilings)]
     for name in chosen:
@@ -133,8 +146,8 @@ def serve(args: argparse.Namespace) -> None:
 
     env = environment()
     path = args.results or results.FOLDER / f"{env.gpu}.csv"
-    providers = tuple(args.providers.split(",")) if args.providers else tuple(prefill.PROVIDERS)
-    found = trace.measure(harness.Setup(providers), replace(trace.TRACE, requests=args.requests))
+    setup = harness.Setup(providers_of(args, prefill.PROVIDERS))
+    found = trace.measure(setup, replace(trace.TRACE, requests=args.requests))
     rows = harness.rows_of(found, env)
     results.append(path, rows)
     for row in rows:
@@ -149,10 +162,8 @@ def engine(args: argparse.Namespace) -> None:
 
     env = environment()
     folder = args.results or results.FOLDER
-    providers = tuple(args.providers.split(",")) if args.providers else bench.PROVIDERS
-    for name in bench.chosen(args.cases):
-        print(name, flush=True)
-        rows, figures = bench.measure(name, providers, env, args.passes, args.rounds)
+    for name in each_of(bench.CASES, args.cases):
+        rows, figures = bench.measure(name, providers_of(args, bench.PROVIDERS), env, args.passes, args.rounds)
         results.append(folder / f"{env.gpu}.csv", rows)
         results.append(folder / "engines" / f"{env.gpu}.csv", figures)
         for row in rows:
@@ -162,14 +173,12 @@ def engine(args: argparse.Namespace) -> None:
 def engine_error(args: argparse.Namespace) -> None:
     """Compare the log probabilities of engines' answers with those of the same model in fp32. Append to
     bench/results/engine_errors/<gpu>.csv."""
-    from . import engine as bench
     from . import engine_error as errors
 
     env = environment()
     path = args.results or results.ENGINE_ERRORS / f"{env.gpu}.csv"
-    for name in bench.chosen(args.cases):
-        print(name, flush=True)
-        results.append(path, errors.measure(name, tuple(args.providers.split(",")), env))
+    for name in each_of(errors.CASES, args.cases):
+        results.append(path, errors.measure(name, providers_of(args), env))
 
 
 def server(args: argparse.Namespace) -> None:
@@ -179,9 +188,8 @@ def server(args: argparse.Namespace) -> None:
 
     env = environment()
     path = args.results or results.SERVERS / f"{env.gpu}.csv"
-    for name in bench.chosen(args.cases):
-        print(name, flush=True)
-        for row in bench.measure(name, tuple(args.providers.split(",")), env):
+    for name in each_of(bench.SERVERS, args.cases):
+        for row in bench.measure(name, providers_of(args), env):
             results.append(path, [row])
 
 
@@ -206,7 +214,7 @@ def accuracy(args: argparse.Namespace) -> None:
     from . import harness
 
     env, folder = environment(), args.results or results.FOLDER
-    setup = harness.Setup(tuple(args.providers.split(",")) if args.providers else tuple(bench.PROVIDERS))
+    setup = harness.Setup(providers_of(args, bench.PROVIDERS))
     chosen = [name for name in bench.CASES if name.startswith(tuple(args.cases.split(",")))]
     if not chosen:
         raise SystemExit(f"no case begins with {args.cases!r}; there are: {', '.join(bench.CASES)}")
