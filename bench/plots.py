@@ -10,6 +10,7 @@ from typing import Any
 from . import peers as beside
 from .results import FOLDER, ResultRow, SkipRow, newest
 
+Style = dict[str, tuple[str, str]]  # label of a line -> colour, marker
 # Okabe-Ito colours, distinct with any colour vision; the marker shape repeats the distinction.
 STYLE = {
     "ours": ("#D55E00", "o"),
@@ -67,6 +68,23 @@ def save(fig: Any, path: Path, **metadata: str) -> Path:
     fig.savefig(path, dpi=130, metadata=metadata)
     pyplot.close(fig)
     return path
+
+
+def curves(axis: Any, style: Style, points: list[tuple[str, Any, Any]], size: int = 5) -> None:
+    """Draw a line per label of a style. points: (label, x, y)."""
+    for label, (colour, marker) in style.items():
+        if line := sorted((x, y) for name, x, y in points if name == label):
+            axis.plot(*zip(*line), color=colour, marker=marker, ms=size, label=label)
+
+
+def words(axis: Any, title: str, x: str, y: str = "", legend: str = "") -> None:
+    """Set the texts of an axis. legend: its place, if there is one."""
+    axis.set_title(title, fontsize=9)
+    axis.set_xlabel(x)
+    if y:
+        axis.set_ylabel(y)
+    if legend:
+        axis.legend(fontsize=8, frameon=False, loc=legend)
 
 
 def log_ticks(axis: Any, found: Iterable[int]) -> None:
@@ -217,10 +235,8 @@ def roofline(rows: list[ResultRow], gpu: str, folder: Path) -> Path | None:
     axis.set_yticks(ROOFLINE_TICKS, [str(t) for t in ROOFLINE_TICKS])
     axis.set_ylim(ROOFLINE_TICKS[0], ROOFLINE_TICKS[-1])
     axis.minorticks_off()
-    axis.set_xlabel("FLOP per byte of Q, K, V and O")
-    axis.set_ylabel("TFLOP/s")
-    axis.set_title(f"Roofline of prefill attention, {gpu}, bf16", fontsize=9)
-    axis.legend(fontsize=8, frameon=False, loc="lower right")
+    title = f"Roofline of prefill attention, {gpu}, bf16"
+    words(axis, title, "FLOP per byte of Q, K, V and O", "TFLOP/s", "lower right")
     return save(fig, folder / f"{gpu}-prefill-roofline.png")
 
 
@@ -231,17 +247,13 @@ def lengths(rows: list[ResultRow], gpu: str, folder: Path) -> Path | None:
         return None
     fig, axes = figure(2)
     for axis, mask in zip(axes, ("causal", "full")):
-        for provider, (colour, marker) in STYLE.items():
-            line = sorted((s, r.tflops) for kind, s, r in found if kind == mask and r.provider == provider)
-            if line:
-                axis.plot(*zip(*line), color=colour, marker=marker, ms=5, label=provider)
+        curves(axis, STYLE, [(r.provider, s, r.tflops) for kind, s, r in found if kind == mask])
         mm = matmul_rate(r for kind, _, r in found if kind == mask)
         if mm:
             axis.axhline(mm, color="black", lw=1, ls="--", label="bf16 matmul")
         log_ticks(axis, {s for kind, s, _ in found if kind == mask})
         axis.set_ylim(0, 1.08 * max([mm or 0, *(r.tflops or 0 for _, _, r in found)]))
-        axis.set_xlabel("sequence length (32768 tokens in all)")
-        axis.set_title(f"{mask}, bf16, 32x8 heads, D128, {gpu}", fontsize=9)
+        words(axis, f"{mask}, bf16, 32x8 heads, D128, {gpu}", "sequence length (32768 tokens in all)")
     axes[0].set_ylabel("TFLOP/s" + " (causal counts half the work)")
     axes[1].legend(fontsize=8, frameon=False, loc="lower right")
     return save(fig, folder / f"{gpu}-prefill-lengths.png")
@@ -261,15 +273,12 @@ def batches_and_lengths(rows: list[ResultRow], gpu: str, folder: Path) -> Path |
     if not panels:
         return None
     fig, axes = figure(len(panels))
+    style = dict(zip((f"batch {b}" for b in sorted({b for _, b, _, _ in found})), SERVE_STYLE.values()))
     for axis, provider in zip(axes, panels):
-        for batch, (colour, marker) in zip(sorted({b for _, b, _, _ in found}), SERVE_STYLE.values()):
-            line = sorted((n, y) for p, b, n, y in found if (p, b) == (provider, batch))
-            if line:
-                axis.plot(*zip(*line), color=colour, marker=marker, ms=5, label=f"batch {batch}")
+        curves(axis, style, [(f"batch {b}", n, y) for p, b, n, y in found if p == provider])
         log_ticks(axis, (n for _, _, n, _ in found))
         axis.set_ylim(0, 5 + max(100, *(y for *_, y in found)))
-        axis.set_xlabel("keys of a request")
-        axis.set_title(f"decode, {provider}, bf16, 32x8 heads, D128, pages of 16, {gpu}", fontsize=9)
+        words(axis, f"decode, {provider}, bf16, 32x8 heads, D128, pages of 16, {gpu}", "keys of a request")
     axes[0].set_ylabel("% of the copy rate of the same run, of K and V")
     axes[-1].legend(fontsize=8, frameon=False, loc="lower right")
     return save(fig, folder / f"{gpu}-decode-lengths.png")
@@ -282,19 +291,13 @@ def serving(rows: list[ResultRow], gpu: str, folder: Path) -> Path | None:
         return None
     fig, (mixed, chunks) = figure(2)
     for axis, kind, value in ((mixed, "mixed-n", "time_us"), (chunks, "chunks-q", "tflops")):
-        for provider, (colour, marker) in SERVE_STYLE.items():
-            line = sorted((n, getattr(r, value)) for k, n, r in found if (k, r.provider) == (kind, provider))
-            if line:
-                axis.plot(*zip(*line), color=colour, marker=marker, ms=5, label=provider)
+        curves(axis, SERVE_STYLE, [(r.provider, n, getattr(r, value)) for k, n, r in found if k == kind])
         axis.set_ylim(0, None)
     log_ticks(chunks, (n for kind, n, _ in found if kind == "chunks-q"))
-    mixed.set_xlabel("decode tokens over 1k to 7k keys each")
-    mixed.set_ylabel(f"us, {gpu}")
-    mixed.set_title("four chunks of 1024 over 2k to 14k, and decode tokens", fontsize=9)
-    chunks.set_xlabel("query tokens of a chunk")
-    chunks.set_ylabel("TFLOP/s")
-    chunks.set_title("four chunks over 4k, 8k, 16k and 32k, bf16, 32x8 heads, D128, pages of 16", fontsize=9)
-    mixed.legend(fontsize=8, frameon=False, loc="lower right")
+    title = "four chunks of 1024 over 2k to 14k, and decode tokens"
+    words(mixed, title, "decode tokens over 1k to 7k keys each", f"us, {gpu}", "lower right")
+    title = "four chunks over 4k, 8k, 16k and 32k, bf16, 32x8 heads, D128, pages of 16"
+    words(chunks, title, "query tokens of a chunk", "TFLOP/s")
     return save(fig, folder / f"{gpu}-serve-sweep.png")
 
 
@@ -306,17 +309,13 @@ def rows_and_lengths(rows: list[ResultRow], gpu: str, folder: Path) -> Path | No
         return None
     fig, axes = figure(len(counts))
     for axis, count in zip(axes, counts):
-        for provider, (colour, marker) in TOPK_STYLE.items():
-            line = sorted((n, r.time_us) for c, n, r in found if c == count and r.provider == provider)
-            if line:
-                axis.plot(*zip(*line), color=colour, marker=marker, ms=4, label=provider)
+        curves(axis, TOPK_STYLE, [(r.provider, n, r.time_us) for c, n, r in found if c == count], 4)
         ticks = sorted({n for c, n, _ in found if c == count})[::2]
         axis.set_xscale("log", base=2)
         axis.set_yscale("log")
         axis.set_ylim(1, None)
         axis.set_xticks(ticks, [f"{n // 1024}k" for n in ticks])
-        axis.set_xlabel("row length")
-        axis.set_title(f"{count} row{'s' if count > 1 else ''}, fp32, k 2048 or length / 4", fontsize=9)
+        words(axis, f"{count} row{'s' if count > 1 else ''}, fp32, k 2048 or length / 4", "row length")
     axes[0].set_ylabel(f"us, {gpu}")
     axes[-1].legend(fontsize=8, frameon=False, loc="upper left")
     return save(fig, folder / f"{gpu}-topk-lengths.png")
@@ -337,15 +336,12 @@ def sparsity(rows: list[SkipRow], gpu: str, folder: Path) -> Path | None:
     if not rows:
         return None
     fig, (axis,) = figure()
-    for data, (colour, marker) in zip(dict.fromkeys(r.data for r in rows), STYLE.values()):
-        line = sorted((100 * r.left_out, r.dense_us / r.time_us) for r in rows if r.data == data)
-        axis.plot(*zip(*line), color=colour, marker=marker, ms=5, label=data)
+    style = dict(zip(dict.fromkeys(r.data for r in rows), STYLE.values()))
+    curves(axis, style, [(r.data, 100 * r.left_out, r.dense_us / r.time_us) for r in rows])
     axis.axhline(1, color="black", lw=1, ls="--", label="without skip-softmax")
     axis.set_ylim(0, None)
-    axis.set_xlabel("% of blocks left out, by the rule")
-    axis.set_ylabel("dense time / time")
-    axis.set_title(f"Skip-softmax, {short(rows[0].case)}, bf16, {gpu}", fontsize=9)
-    axis.legend(fontsize=8, frameon=False, loc="upper left")
+    title = f"Skip-softmax, {short(rows[0].case)}, bf16, {gpu}"
+    words(axis, title, "% of blocks left out, by the rule", "dense time / time", "upper left")
     return save(fig, folder / f"{gpu}-skip-softmax.png")
 
 
