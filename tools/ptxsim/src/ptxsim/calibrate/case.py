@@ -247,3 +247,10 @@ def elementwise(isa: str, op: str, ins: tuple[np.ndarray, ...], out: np.dtype | 
     label = str(more.pop("name", name))
     outs = (np.full(len(ins[0]), 0xEE, np.uint8).astype(out),)
     return Sketch(label, form, isa, body, ins, outs, threads=len(ins[0]), **more)  # type: ignore[arg-type]
+
+
+def named(
+    isa: str, form: str, op: str, ins: tuple[np.ndarray, ...], out: np.dtype | type = np.uint32, name: str = ""
+) -> Sketch:
+    """Return an elementwise sketch with its form for a name, if it has no other."""
+    return elementwise(isa, op, ins, out, form=form, name=name or form)

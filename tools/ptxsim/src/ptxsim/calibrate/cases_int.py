@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterator
 
 import numpy as np
 
-from .case import Sketch, elementwise, random
+from .case import Sketch, elementwise, named, random
 from .data import KEYS_INT, pairs, triples
 
 N, L, C = "Integer Arithmetic Instructions: ", "Logic and Shift Instructions: ", "Comparison Instructions: "
@@ -90,13 +90,13 @@ def carries() -> Iterator[Sketch]:
     add = "add.cc.u32 %t1, $a, $b;\naddc.cc.u32 %t2, $b, $c;\naddc.u32 $x, %t1, %t2;"
     sub = "sub.cc.u32 %t1, $a, $b;\nsubc.cc.u32 %t2, $b, $c;\nsubc.u32 $x, %t1, %t2;"
     mad = "mad.lo.cc.u32 %t1, $a, $b, $c;\nmadc.hi.u32 $x, $a, $b, %t1;"
-    long = "add.cc.u64 %q1, $a, $b;\naddc.u64 $x, $b, 0;"
-    for form, op in (("add.cc.u32, addc.cc.u32, addc.u32", add), ("sub.cc.u32, subc.cc.u32, subc.u32", sub)):
-        yield elementwise(E + form[:3], op, triples(keys(form), form), np.uint32, form=form, name=form)
-    form = "mad.lo.cc.u32, madc.hi.u32"
-    yield elementwise(E + "mad", mad, triples(keys(form), form), np.uint32, form=form, name=form)
-    form = "add.cc.u64, addc.u64"
-    yield elementwise(E + "add", long, wide(form), np.uint64, form=form, name=form)
+    for form, op in (
+        *(("add.cc.u32, addc.cc.u32, addc.u32", add), ("sub.cc.u32, subc.cc.u32, subc.u32", sub)),
+        ("mad.lo.cc.u32, madc.hi.u32", mad),
+    ):
+        yield named(E + form[:3], form, op, triples(keys(form), form))
+    form, op = "add.cc.u64, addc.u64", "add.cc.u64 %q1, $a, $b;\naddc.u64 $x, $b, 0;"
+    yield named(E + "add", form, op, wide(form), np.uint64)
 
 
 def fields() -> Iterator[Sketch]:
@@ -135,9 +135,7 @@ def logic() -> Iterator[Sketch]:
     yield elementwise(L + "or", "or.b64", wide("or"), np.uint64)
     for lut in (0x01, 0x1B, 0x80, 0x96, 0xCA, 0xE8, 0xF8):
         op = f"lop3.b32 $x, $a, $b, $c, {lut};"
-        yield elementwise(
-            L + "lop3", op, triples(keys("lop3"), "lop3"), np.uint32, form="lop3.b32", name=f"lop3.b32 {lut:#x}"
-        )
+        yield named(L + "lop3", "lop3.b32", op, triples(keys("lop3"), "lop3"), name=f"lop3.b32 {lut:#x}")
     form = "and.pred, or.pred, xor.pred, not.pred"
     op = """setp.lt.s32 %p1, $a, $b;
         setp.gt.u32 %p2, $a, $b;
@@ -149,7 +147,7 @@ def logic() -> Iterator[Sketch]:
         @%p4 or.b32 $x, $x, 2;
         @!%p5 or.b32 $x, $x, 4;
         @%p6 or.b32 $x, $x, 8;"""
-    yield elementwise(L + "and", op, keys("pred"), np.uint32, form=form, name=form)
+    yield named(L + "and", form, op, keys("pred"))
     rng = random("prmt")
     a, b, c = rng.randint(0, 1 << 32, (3, 128), dtype=np.uint64).astype(np.uint32)
     yield elementwise(M + "prmt", "prmt.b32", (a, b, c), np.uint32)
@@ -167,7 +165,7 @@ def compared() -> Iterator[Sketch]:
     ):
         for form in (f"setp.{kind}" for kind in kinds):
             op = f"{form} %p1, $a, $b;\n{chosen}, %p1;"
-            yield elementwise(C + "setp", op, (a, b), a.dtype, form=form, name=form)
+            yield named(C + "setp", form, op, (a, b), a.dtype)
     for op in ("set.lt.u32.s32", "set.ge.s32.u32", "set.ne.f32.u32"):
         yield elementwise(C + "set", op, keys(op), np.uint32)
 
@@ -182,7 +180,7 @@ def moves() -> Iterator[Sketch]:
         ("mov.b64 {b32, b32}", long, wide("mov")[0]),
         ("mov.b64 {b16, b16, b16, b16}", quarter, wide("mov")[1]),
     ):
-        yield elementwise(M + "mov", op, (data,), data.dtype, form=form, name=form)
+        yield named(M + "mov", form, op, (data,), data.dtype)
 
 
 def sketches() -> Iterator[Sketch]:

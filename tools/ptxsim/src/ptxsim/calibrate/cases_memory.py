@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from .case import Sketch, elementwise, random
+from .case import Sketch, named, random
 from .data import KEYS16, KEYS32, KEYS_INT, pairs, pairs16
 
 M, P = "Data Movement Instructions: ", "Parallel Synchronization Instructions: "
@@ -239,7 +239,7 @@ def control() -> Iterator[Sketch]:
         setp.lt.u32 %p1, %t1, $a;
         @%p1 bra AGAIN;
         DONE:"""
-    yield elementwise("Control Flow Instructions: bra", body, (count,), np.uint32, form=form, name=form)
+    yield named("Control Flow Instructions: bra", form, body, (count,))
     form = "brx.idx, exit under a guard"
     body = """TABLE: .branchtargets ZERO, ONE, TWO, TWO;
         mov.b32 $x, 5;
@@ -256,7 +256,7 @@ def control() -> Iterator[Sketch]:
         TWO:
         mov.b32 $x, 12;
         END:"""
-    yield elementwise("Control Flow Instructions: brx.idx", body, (count,), np.uint32, form=form, name=form)
+    yield named("Control Flow Instructions: brx.idx", form, body, (count,))
     form = "bar.sync a, b; bar.arrive; bar.warp.sync"
     body = """shl.b32 %t1, $tid, 2;
         add.s32 %t1, $smem, %t1;
@@ -277,14 +277,13 @@ def control() -> Iterator[Sketch]:
         form = f"bar.red.{op}"
         head = "setp.gt.u32 %p1, $a, 4;\n"
         tail = f"{form} $x, 2, 64, !%p1;" if op == "popc.u32" else f"{form} %p2, 2, 64, %p1;\nselp.b32 $x, 1, 0, %p2;"
-        yield elementwise(P + "bar", head + tail, (count,), np.uint32, form=form, name=form)
-    form = "griddepcontrol.wait, griddepcontrol.launch_dependents"
+        yield named(P + "bar", form, head + tail, (count,))
     body = "griddepcontrol.wait;\nadd.u32 $x, $a, 1;\ngriddepcontrol.launch_dependents;"
-    yield elementwise(P + "griddepcontrol", body, (count,), np.uint32, form=form, name=form)
-    form = "setmaxnreg.dec.sync.aligned.u32, setmaxnreg.inc.sync.aligned.u32"
+    yield named(P + "griddepcontrol", "griddepcontrol.wait, griddepcontrol.launch_dependents", body, (count,))
     body = "setmaxnreg.dec.sync.aligned.u32 40;\nadd.u32 $x, $a, 1;\nsetmaxnreg.inc.sync.aligned.u32 64;"
     data = random("setmaxnreg").randint(0, 99, 128).astype(np.uint32)
-    yield elementwise("Miscellaneous Instructions: setmaxnreg", body, (data,), np.uint32, form=form, name=form)
+    form = "setmaxnreg.dec.sync.aligned.u32, setmaxnreg.inc.sync.aligned.u32"
+    yield named("Miscellaneous Instructions: setmaxnreg", form, body, (data,))
 
 
 def sketches() -> Iterator[Sketch]:
