@@ -48,7 +48,7 @@ def draw(family: str, rng: Random, options: Options) -> Call:
         extra["hostile"] = True
     mode = rng.choices(("eager", "graph", "threads"), (76, 16, 8))[0]
     case = TopKCase(own, **changes)
-    fields = {name: value for name, value in changed_fields(case).items() if name != "function"}
+    fields = changed_fields(case, "function")
     return Call(family, function, rng.randrange(1 << 30), mode, "shape", fields, extra)
 
 
@@ -205,4 +205,4 @@ def smaller(call: Call) -> list[dict[str, Any]]:
                 found.append(replace(case, **{field: less}))
     if isinstance(case.data, tuple):
         found += [replace(case, data=one) for one in dict.fromkeys(case.data)]
-    return [{k: v for k, v in changed_fields(one).items() if k != "function"} for one in found]
+    return [changed_fields(one, "function") for one in found]
