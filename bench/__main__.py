@@ -233,7 +233,7 @@ def plots(args: argparse.Namespace) -> None:
     """Draw bench/results/*.png from the csv files."""
     from . import plots as draw
 
-    for path in draw.draw_all(results.read_all()) + draw.draw_sparsity(results.read_sparsity()):
+    for path in draw.draw_all(results.read_all()) + draw.draw_all(results.read_sparsity(), (draw.sparsity,)):
         print(path)
 
 

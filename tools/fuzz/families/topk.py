@@ -156,13 +156,10 @@ def _arguments(call: Call, case: TopKCase, seed: int) -> dict[str, Any]:
     return a
 
 
-def _names(function: str) -> tuple[str, ...]:
-    return ("output",) if function in VLLM else cases.OUTPUTS[function]
-
-
 def build(call: Call, device: torch.device) -> Work:
     case = case_of(TopKCase, call, function=PREFILL if call.function in VLLM else call.function)
-    function, names = getattr(wrappers, call.function), _names(call.function)
+    function = getattr(wrappers, call.function)
+    names = ("output",) if call.function in VLLM else cases.OUTPUTS[call.function]
     variants = [_arguments(call, case, call.seed + i) for i in range(2 if call.mode == "graph" else 1)]
 
     def run(tree: Any) -> Results:
