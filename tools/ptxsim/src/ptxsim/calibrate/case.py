@@ -35,7 +35,7 @@ class TensorMapArg:
 
 @dataclass(frozen=True, eq=False)
 class CaseBase:
-    """What a sketch and its case have in common.
+    """The fields that a sketch and its case share.
 
     shared: dynamic bytes. real: format of the outputs, "f16", "bf16" or "f32", if they are compared as numbers; ""
     compares their bits. tolerance: of |simulated - device| / max(|device|, floor); 0 requires equal bits, except NaN
