@@ -86,21 +86,19 @@ def append() -> Family:
     )
 
 
-def chosen_of(family: Family, prefixes: str, sweep: bool) -> list[str]:
-    """Return the cases that begin with one of the comma-separated prefixes, and with `sweep` those of the sweep. Raise
-    SystemExit if none begins with one of them."""
+def chosen_of(cases: Iterable[str], prefixes: str, *more: str) -> list[str]:
+    """Return the cases that begin with one of the comma-separated prefixes, or with one of `more`. Raise SystemExit if
+    none begins with one of the former."""
     every = tuple(prefixes.split(","))
     for prefix in every:
-        if not any(name.startswith(prefix) for name in family.cases):
-            raise SystemExit(f"no case begins with {prefix!r}; there are: {', '.join(family.cases)}")
-    return [name for name in family.cases if name.startswith((*every, family.sweep) if sweep else every)]
+        if not any(name.startswith(prefix) for name in cases):
+            raise SystemExit(f"no case begins with {prefix!r}; there are: {', '.join(cases)}")
+    return [name for name in cases if name.startswith((*every, *more))]
 
 
 def each_of(cases: Iterable[str], prefix: str) -> Iterator[str]:
     """Yield the case of an engine that has this name, or else those that begin so, and print each."""
-    from .engine import chosen_of
-
-    for name in chosen_of(cases, prefix):
+    for name in [name for name in cases if name == prefix] or chosen_of(cases, prefix):
         print(name, flush=True)
         yield name
 
@@ -125,7 +123,7 @@ def measure(args: argparse.Namespace) -> None:
     from . import harness
 
     env, family = environment(), args.family()
-    chosen = chosen_of(family, args.cases, args.sweep)
+    chosen = chosen_of(family.cases, args.cases, *[family.sweep] * args.sweep)
     path = args.results or results.FOLDER / f"{env.gpu}.csv"
     setup = harness.Setup(providers_of(args, family.providers), args.rounds)
     top, found = harness.ceilings(setup)
@@ -215,10 +213,7 @@ def accuracy(args: argparse.Namespace) -> None:
 
     env, folder = environment(), args.results or results.FOLDER
     setup = harness.Setup(providers_of(args, bench.PROVIDERS))
-    chosen = [name for name in bench.CASES if name.startswith(tuple(args.cases.split(",")))]
-    if not chosen:
-        raise SystemExit(f"no case begins with {args.cases!r}; there are: {', '.join(bench.CASES)}")
-    for name in chosen:
+    for name in chosen_of(bench.CASES, args.cases):
         rows, runs = bench.measure(bench.CASES[name], setup, env)
         results.append(folder / "accuracy" / f"{env.gpu}.csv", rows)
         counts = bench.determinism(bench.CASES[name], runs, setup, env)

@@ -149,14 +149,6 @@ def describe(provider: str, result: dict[str, Any]) -> str:
     )
 
 
-def chosen_of(cases: Iterable[str], prefix: str) -> list[str]:
-    """Return the case of this name, or else those that begin with `prefix`. Raise SystemExit if there are none."""
-    found = [name for name in cases if name == prefix] or [name for name in cases if name.startswith(prefix)]
-    if not found:
-        raise SystemExit(f"no case begins with {prefix!r}; there are: {', '.join(cases)}")
-    return found
-
-
 def refuse_others(providers: Iterable[str], known: Iterable[str]) -> None:
     """Raise SystemExit if a provider is not among those that are known."""
     if unknown := [p for p in providers if p not in known]:
