@@ -2,7 +2,7 @@
 readme"""
 
 import argparse
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -86,14 +86,25 @@ def append() -> Family:
     )
 
 
-def chosen_of(family: Family, prefixes: str, sweep: bool) -> list[str]:
-    """Return the cases that begin with one of the comma-separated prefixes, and with `sweep` those of the sweep. Raise
-    SystemExit if none begins with one of them."""
+def chosen_of(cases: Iterable[str], prefixes: str, *more: str) -> list[str]:
+    """Return the cases that begin with one of the comma-separated prefixes, or with one of `more`. Raise SystemExit if
+    none begins with one of the former."""
     every = tuple(prefixes.split(","))
     for prefix in every:
-        if not any(name.startswith(prefix) for name in family.cases):
-            raise SystemExit(f"no case begins with {prefix!r}; there are: {', '.join(family.cases)}")
-    return [name for name in family.cases if name.startswith((*every, family.sweep) if sweep else every)]
+        if not any(name.startswith(prefix) for name in cases):
+            raise SystemExit(f"no case begins with {prefix!r}; there are: {', '.join(cases)}")
+    return [name for name in cases if name.startswith((*every, *more))]
+
+
+def each_of(cases: Iterable[str], prefix: str) -> Iterator[str]:
+    """Yield the case of an engine that has this name, or else those that begin so, and print each."""
+    for name in [name for name in cases if name == prefix] or chosen_of(cases, prefix):
+        print(name, flush=True)
+        yield name
+
+
+def providers_of(args: argparse.Namespace, default: Iterable[str] = ()) -> tuple[str, ...]:
+    return tuple(args.providers.split(",")) if args.providers else tuple(default)
 
 
 def environment() -> results.Environment:
@@ -112,9 +123,9 @@ def measure(args: argparse.Namespace) -> None:
     from . import harness
 
     env, family = environment(), args.family()
-    chosen = chosen_of(family, args.cases, args.sweep)
+    chosen = chosen_of(family.cases, args.cases, *[family.sweep] * args.sweep)
     path = args.results or results.FOLDER / f"{env.gpu}.csv"
-    setup = harness.Setup(tuple(args.providers.split(",")) if args.providers else family.providers, args.rounds)
+    setup = harness.Setup(providers_of(args, family.providers), args.rounds)
     top, found = harness.ceilings(setup)
     found = [r for r in found if r.case.startswith(family.ceilings)]
     for name in chosen:
@@ -133,8 +144,8 @@ def serve(args: argparse.Namespace) -> None:
 
     env = environment()
     path = args.results or results.FOLDER / f"{env.gpu}.csv"
-    providers = tuple(args.providers.split(",")) if args.providers else tuple(prefill.PROVIDERS)
-    found = trace.measure(harness.Setup(providers), replace(trace.TRACE, requests=args.requests))
+    setup = harness.Setup(providers_of(args, prefill.PROVIDERS))
+    found = trace.measure(setup, replace(trace.TRACE, requests=args.requests))
     rows = harness.rows_of(found, env)
     results.append(path, rows)
     for row in rows:
@@ -149,10 +160,8 @@ def engine(args: argparse.Namespace) -> None:
 
     env = environment()
     folder = args.results or results.FOLDER
-    providers = tuple(args.providers.split(",")) if args.providers else bench.PROVIDERS
-    for name in bench.chosen(args.cases):
-        print(name, flush=True)
-        rows, figures = bench.measure(name, providers, env, args.passes, args.rounds)
+    for name in each_of(bench.CASES, args.cases):
+        rows, figures = bench.measure(name, providers_of(args, bench.PROVIDERS), env, args.passes, args.rounds)
         results.append(folder / f"{env.gpu}.csv", rows)
         results.append(folder / "engines" / f"{env.gpu}.csv", figures)
         for row in rows:
@@ -162,14 +171,12 @@ def engine(args: argparse.Namespace) -> None:
 def engine_error(args: argparse.Namespace) -> None:
     """Compare the log probabilities of engines' answers with those of the same model in fp32. Append to
     bench/results/engine_errors/<gpu>.csv."""
-    from . import engine as bench
     from . import engine_error as errors
 
     env = environment()
     path = args.results or results.ENGINE_ERRORS / f"{env.gpu}.csv"
-    for name in bench.chosen(args.cases):
-        print(name, flush=True)
-        results.append(path, errors.measure(name, tuple(args.providers.split(",")), env))
+    for name in each_of(errors.CASES, args.cases):
+        results.append(path, errors.measure(name, providers_of(args), env))
 
 
 def server(args: argparse.Namespace) -> None:
@@ -179,9 +186,8 @@ def server(args: argparse.Namespace) -> None:
 
     env = environment()
     path = args.results or results.SERVERS / f"{env.gpu}.csv"
-    for name in bench.chosen(args.cases):
-        print(name, flush=True)
-        for row in bench.measure(name, tuple(args.providers.split(",")), env):
+    for name in each_of(bench.SERVERS, args.cases):
+        for row in bench.measure(name, providers_of(args), env):
             results.append(path, [row])
 
 
@@ -206,11 +212,8 @@ def accuracy(args: argparse.Namespace) -> None:
     from . import harness
 
     env, folder = environment(), args.results or results.FOLDER
-    setup = harness.Setup(tuple(args.providers.split(",")) if args.providers else tuple(bench.PROVIDERS))
-    chosen = [name for name in bench.CASES if name.startswith(tuple(args.cases.split(",")))]
-    if not chosen:
-        raise SystemExit(f"no case begins with {args.cases!r}; there are: {', '.join(bench.CASES)}")
-    for name in chosen:
+    setup = harness.Setup(providers_of(args, bench.PROVIDERS))
+    for name in chosen_of(bench.CASES, args.cases):
         rows, runs = bench.measure(bench.CASES[name], setup, env)
         results.append(folder / "accuracy" / f"{env.gpu}.csv", rows)
         counts = bench.determinism(bench.CASES[name], runs, setup, env)
@@ -225,7 +228,7 @@ def plots(args: argparse.Namespace) -> None:
     """Draw bench/results/*.png from the csv files."""
     from . import plots as draw
 
-    for path in draw.draw_all(results.read_all()) + draw.draw_sparsity(results.read_sparsity()):
+    for path in draw.draw_all(results.read_all()) + draw.draw_all(results.read_sparsity(), (draw.sparsity,)):
         print(path)
 
 

@@ -13,9 +13,9 @@ import wrappers
 from wrappers import KVCacheTarget, PageLists, QueryOutput, RMSNorm, RotaryEmbedding, append_qkv, fp4, machine
 
 from . import merging
-from .harness import Ceilings, Measurement, Setup, host_times, ready, rotated
-from .timing import Call, exactly, interleave
-from .topk import every, graph, per_call
+from .harness import Ceilings, Measurement, Setup, host_times, rotated
+from .timing import Call
+from .topk import beside_floor, every
 
 SHAPE = "h32x8-d128-p16"
 CASES = (
@@ -293,20 +293,9 @@ def parts_of(name: str) -> tuple[Callable[..., Any], dict[str, Callable[[Any], A
 
 def measure(name: str, top: Ceilings, setup: Setup) -> list[Measurement]:
     """Measure all providers on one case. The floor is the time to move its bytes at this run's copy rate."""
-    print(name, flush=True)
     maker, providers, checker = parts_of(name)
     sets: Any = rotated(lambda seed: maker(name, setup.device, seed), lambda inputs: inputs.bytes)
-    calls: dict[str, Call] = {}
-    for provider in setup.providers:
-        run = providers.get(provider)
-        if run and ready(provider, partial(partial, run, sets[0]), partial(checker, sets[0])):
-            calls[provider] = graph(run, sets) if setup.device == "cuda" else partial(every, run, sets)
-    if not calls:
-        return []
-    size, floor = sets[0].bytes, sets[0].bytes / top.gbps / 1e3
-    times = {p: per_call(t, len(sets)) for p, t in interleave(calls, setup.clock, 1, setup.rounds).items()}
-    found = [Measurement(name, p, t, gbps=size / t.median / 1e3) for p, t in times.items()]
-    return [*found, Measurement(name, "floor", exactly(floor), gbps=top.gbps)]
+    return beside_floor(name, sets, providers, checker, top, setup)
 
 
 def host(setup: Setup) -> list[Measurement]:

@@ -100,9 +100,7 @@ def measure(
     rounds: each provider runs that often, odd rounds in the reverse order; its row is the median run.
     """
     case = CASES[name]
-    unknown = [p for p in providers if p not in PROVIDERS]
-    if unknown:
-        raise SystemExit(f"no provider is named {', '.join(unknown)}; there are: {', '.join(PROVIDERS)}")
+    refuse_others(providers, PROVIDERS)
     providers = tuple(p for p in providers if p in BACKENDS[case.engine] and (p != "own-fp8" or case.kv == "nvfp4"))
     found: dict[str, list[dict[str, Any]]] = {}
     for i in range(rounds):
@@ -151,14 +149,7 @@ def describe(provider: str, result: dict[str, Any]) -> str:
     )
 
 
-def chosen_of(cases: Iterable[str], prefix: str) -> list[str]:
-    """Return the case of this name, or else those that begin with `prefix`. Raise SystemExit if there are none."""
-    found = [name for name in cases if name == prefix] or [name for name in cases if name.startswith(prefix)]
-    if not found:
-        raise SystemExit(f"no case begins with {prefix!r}; there are: {', '.join(cases)}")
-    return found
-
-
-def chosen(prefix: str) -> list[str]:
-    """Return the cases that begin with `prefix`. Raise SystemExit if there are none."""
-    return chosen_of(CASES, prefix)
+def refuse_others(providers: Iterable[str], known: Iterable[str]) -> None:
+    """Raise SystemExit if a provider is not among those that are known."""
+    if unknown := [p for p in providers if p not in known]:
+        raise SystemExit(f"no provider is named {', '.join(unknown)}; there are: {', '.join(known)}")

@@ -22,7 +22,7 @@ from . import decode
 from .cases import attention as cases
 from .cases import precision
 from .cases.attention import AttentionCase
-from .harness import Ceilings, Measurement, Setup, host_times, ready
+from .harness import Ceilings, Measurement, Setup, calls_of, host_times
 from .prefill import HOST_CASE, case_of
 from .timing import Call, exactly, interleave
 from .workload import Inputs, check, csr, pages, shape_of, unpaged
@@ -178,9 +178,7 @@ def collect(case: AttentionCase, setup: Setup, forms: Collection[str] | None = N
     for name, (page, make) in ((name, FORMS[name]) for name in forms or FORMS):
         if name.partition("-")[0] in setup.providers:
             inputs[page]["out"].fill_(math.nan)  # remove the previous form's result
-            run = ready(name, partial(make, inputs[page]), partial(checked, name, inputs[page]))
-            if run is not None:
-                calls[name] = partial(lambda run, _: run(), run)
+            calls |= calls_of(name, partial(make, inputs[page]), partial(checked, name, inputs[page]))
     return calls
 
 
@@ -223,8 +221,7 @@ def host(setup: Setup) -> list[Measurement]:
     calls = collect(case, setup)
     if "ours" in setup.providers:
         low = precision.make_inputs(precision.typed(case, precision.KINDS["fp8"]), setup.device)
-        run = ready("ours-scales", partial(scaled, low), partial(check, low))
-        calls |= {} if run is None else {"ours-scales": partial(lambda run, _: run(), run)}
+        calls |= calls_of("ours-scales", partial(scaled, low), partial(check, low))
     if "ours-paged" in calls:
         inputs = cases.make_inputs(case, setup.device)
         shape, index = shape_of(inputs), [t.cpu() for t in csr(inputs)]

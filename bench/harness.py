@@ -102,6 +102,12 @@ def ready(name: str, make: Callable[[], Callable[[], T]], check: Callable[[T], s
     return None if wrong else run
 
 
+def calls_of(name: str, make: Callable[[], Callable[[], T]], check: Callable[[T], str | None]) -> dict[str, Call]:
+    """Return {name: the call} if it is `ready`, else {}."""
+    run = ready(name, make, check)
+    return {} if run is None else {name: in_turns([run])}
+
+
 def in_turns(runs: Sequence[Callable[[], object]]) -> Call:
     """Return a call that runs runs[i] on input set i."""
     return lambda i: runs[i]()

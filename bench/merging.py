@@ -2,13 +2,15 @@
 
 import re
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 import wrappers
-from wrappers import reference
+from wrappers import machine
+
+from .cases import merge_states as cases
+from .cases.merge_states import PAIR, STATES, MergeCase
 
 SHAPE = "h32-d128"
 CASES = (
@@ -21,24 +23,17 @@ CHECKED = 48  # tokens of which the rows are compared
 TOLERANCE = 2**-7  # relative error of bf16 outputs
 
 
-@dataclass(frozen=True)
-class MergeInputs:
-    """States (N, S, H, D), (N, S, H) of `merge_states`; or pairs of (N, H, D), (N, H) of `merge_state`."""
+class MergeInputs(NamedTuple):
+    """A case, and the arguments of its function."""
 
-    v: tuple[torch.Tensor, ...]
-    s: tuple[torch.Tensor, ...]
-
-    @property
-    def output(self) -> torch.Size:
-        """The shape of the output."""
-        shape = self.v[0].shape
-        return torch.Size((shape[0], *shape[-2:]))
+    case: MergeCase
+    given: dict[str, torch.Tensor]
 
     @property
     def bytes(self) -> int:
         """Return the bytes that are read and written."""
-        read = sum(t.numel() * t.element_size() for t in (*self.v, *self.s))
-        return read + self.output.numel() * 2 + self.output[:-1].numel() * 4
+        read = sum(t.numel() * t.element_size() for t in self.given.values())
+        return read + self.case.tokens * self.case.heads * (2 * self.case.dim + 4)
 
 
 def make(name: str, device: str, seed: int) -> MergeInputs:
@@ -46,22 +41,14 @@ def make(name: str, device: str, seed: int) -> MergeInputs:
     found = re.fullmatch(r"merge-state(s?)-n(\d+)(?:-s(\d+))?-h(\d+)-d(\d+)", name)
     if not found or bool(found[1]) != bool(found[3]):
         raise ValueError(f"case {name!r}: must look like merge-states-n64-s4-{SHAPE} or merge-state-n64-{SHAPE}")
-    gen = torch.Generator(device).manual_seed(seed)
-    tokens, heads, dim = int(found[2]), int(found[4]), int(found[5])
-    shape = (tokens, int(found[3]), heads) if found[3] else (tokens, heads)
-    count = 1 if found[3] else 2
-    options: dict[str, Any] = {"generator": gen, "device": device}
-    return MergeInputs(
-        tuple(torch.randn(*shape, dim, dtype=torch.bfloat16, **options) for _ in range(count)),
-        tuple(3 * torch.randn(*shape, **options) for _ in range(count)),
-    )
+    tokens, states, heads, dim = (int(x or 0) for x in found.groups()[1:])
+    case = MergeCase(STATES if states else PAIR, "bf16", tokens, states, heads, dim)
+    return MergeInputs(case, {name: t.clone() for name, t in cases.make_inputs(case, device, seed).items()})
 
 
 def called(module: Any, i: MergeInputs) -> Any:
     """Call the function of a module that has FlashInfer's."""
-    if len(i.v) == 1:
-        return module.merge_states(i.v[0], i.s[0])
-    return module.merge_state(i.v[0], i.s[0], i.v[1], i.s[1])
+    return getattr(module, i.case.function)(**i.given)
 
 
 def ours(i: MergeInputs) -> Any:
@@ -79,11 +66,11 @@ PROVIDERS: dict[str, Callable[[Any], Any]] = {"ours": ours, "flashinfer": flashi
 
 def check(i: MergeInputs, got: Any) -> str | None:
     """Return None if some rows are close to the reference, else the reason."""
-    token = torch.linspace(0, len(i.v[0]) - 1, min(CHECKED, len(i.v[0])), device=i.v[0].device).long()
-    v, s = ([t[token].cpu() for t in side] for side in (i.v, i.s))
-    want = reference.merge_states(v[0], s[0]) if len(v) == 1 else reference.merge_state(v[0], s[0], v[1], s[1])
+    token = torch.linspace(0, i.case.tokens - 1, min(CHECKED, i.case.tokens)).long()
+    with machine.override(machine.HostMachine()):
+        want = called(wrappers, i._replace(given={name: t.cpu()[token] for name, t in i.given.items()}))
     for found, wanted, tolerance in zip(got, want, (TOLERANCE, 1e-4), strict=True):
-        apart = (found[token].cpu().double() - wanted.double()).abs() / (1 + wanted.double().abs())
+        apart = (found.cpu()[token].double() - wanted.double()).abs() / (1 + wanted.double().abs())
         if not bool((apart <= tolerance).all()):
             return "far from the reference"
     return None

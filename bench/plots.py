@@ -10,6 +10,7 @@ from typing import Any
 from . import peers as beside
 from .results import FOLDER, ResultRow, SkipRow, newest
 
+Style = dict[str, tuple[str, str]]  # label of a line -> colour, marker
 # Okabe-Ito colours, distinct with any colour vision; the marker shape repeats the distinction.
 STYLE = {
     "ours": ("#D55E00", "o"),
@@ -59,14 +60,31 @@ def figure(columns: int = 1, height: float = 4.2) -> tuple[Any, Any]:
     return fig, axes[0]
 
 
-def save(fig: Any, path: Path, **metadata: str) -> Path:
-    """Save and close a figure. metadata: texts stored in the file."""
+def save(fig: Any, name: str, **metadata: str) -> Path:
+    """Save a figure in bench/results and close it. metadata: texts stored in the file."""
     from matplotlib import pyplot
 
-    path.parent.mkdir(parents=True, exist_ok=True)
+    path = FOLDER / name
     fig.savefig(path, dpi=130, metadata=metadata)
     pyplot.close(fig)
     return path
+
+
+def curves(axis: Any, style: Style, points: list[tuple[str, Any, Any]], size: int = 5) -> None:
+    """Draw a line per label of a style. points: (label, x, y)."""
+    for label, (colour, marker) in style.items():
+        if line := sorted((x, y) for name, x, y in points if name == label):
+            axis.plot(*zip(*line), color=colour, marker=marker, ms=size, label=label)
+
+
+def words(axis: Any, title: str, x: str, y: str = "", legend: str = "") -> None:
+    """Set the texts of an axis. legend: its place, if there is one."""
+    axis.set_title(title, fontsize=9)
+    axis.set_xlabel(x)
+    if y:
+        axis.set_ylabel(y)
+    if legend:
+        axis.legend(fontsize=8, frameon=False, loc=legend)
 
 
 def log_ticks(axis: Any, found: Iterable[int]) -> None:
@@ -96,7 +114,7 @@ def short(case: str) -> str:
 Bar = tuple[str, str, float, str]  # group, series, percent, text beside the bar
 
 
-def bars(found: list[Bar], colours: dict[str, str], words: tuple[str, str], path: Path) -> Path:
+def bars(found: list[Bar], colours: dict[str, str], words: tuple[str, str], file: str) -> Path:
     """Draw horizontal bars: one group per measured case, one bar per series. words = (title, axis label that names the
     100 %)."""
     groups = list(dict.fromkeys(group for group, *_ in found))
@@ -115,7 +133,7 @@ def bars(found: list[Bar], colours: dict[str, str], words: tuple[str, str], path
     axis.set_xlabel(words[1], fontsize=9)
     axis.set_title(words[0], fontsize=9)
     fig.legend(loc="outside lower center", ncols=len(series), fontsize=8, frameon=False)
-    return save(fig, path)
+    return save(fig, file)
 
 
 def record(found: list[beside.Point]) -> str:
@@ -151,7 +169,7 @@ def panel(axis: Any, found: list[beside.Point]) -> None:
     axis.set_xlabel("time of the peer / ours, in one run", fontsize=8)
 
 
-def peers(rows: list[ResultRow], gpu: str, folder: Path) -> Path | None:
+def peers(rows: list[ResultRow], gpu: str) -> Path | None:
     """Plot each peer's time over ours: attention, and top-k beside it."""
     found = beside.points(rows)
     halves = [half for half in ([p for p in found if (p.prefix == "topk-") == top] for top in (False, True)) if half]
@@ -165,10 +183,10 @@ def peers(rows: list[ResultRow], gpu: str, folder: Path) -> Path | None:
     names = dict.fromkeys(p.peer for p in found)
     handles = [axes[0].barh(0, 0, color=PEER_STYLE[name], label=name) for name in names]
     fig.legend(handles=handles, loc="outside lower center", ncols=len(handles), fontsize=8, frameon=False)
-    return save(fig, folder / f"{gpu}-peers.png", Description=record(found))
+    return save(fig, f"{gpu}-peers.png", Description=record(found))
 
 
-def share(rows: list[ResultRow], gpu: str, folder: Path) -> Path | None:
+def share(rows: list[ResultRow], gpu: str) -> Path | None:
     """Plot the share of the same run's matmul rate as bars: one group per headline case."""
     rows = newest(rows, "prefill-bf16-")
     floor = {r.case: r.tflops for r in rows if r.provider == "floor" and r.tflops}
@@ -177,10 +195,10 @@ def share(rows: list[ResultRow], gpu: str, folder: Path) -> Path | None:
     title = f"Prefill attention, {gpu}: ours paged, cudnn and flash-attn-4 contiguous"
     words = title, "% of the bf16 matmul rate of the same run; at the bars: TFLOP/s"
     colours = {provider: colour for provider, (colour, _) in STYLE.items()}
-    return bars(found, colours, words, folder / f"{gpu}-prefill-share.png") if found else None
+    return bars(found, colours, words, f"{gpu}-prefill-share.png") if found else None
 
 
-def decode_share(rows: list[ResultRow], gpu: str, folder: Path) -> Path | None:
+def decode_share(rows: list[ResultRow], gpu: str) -> Path | None:
     """Plot the share of the copy rate at which decode reads K and V: one bar per cache type."""
     rows = newest(rows, "decode-")
     ratio = {r.case: r.ratio_to_ours for r in rows if r.provider == "floor" and r.ratio_to_ours}
@@ -191,10 +209,10 @@ def decode_share(rows: list[ResultRow], gpu: str, folder: Path) -> Path | None:
         found.append((shape.replace("-", " "), types, 100 * ratio[r.case], f"{r.time_us:.0f} us"))
     colours = dict(zip(dict.fromkeys(bar[1] for bar in found), (colour for colour, _ in STYLE.values())))
     words = f"Decode attention, bf16 Q but where said, {gpu}", "% of the copy rate of the same run, of K and V"
-    return bars(found, colours, words, folder / f"{gpu}-decode-share.png") if found else None
+    return bars(found, colours, words, f"{gpu}-decode-share.png") if found else None
 
 
-def roofline(rows: list[ResultRow], gpu: str, folder: Path) -> Path | None:
+def roofline(rows: list[ResultRow], gpu: str) -> Path | None:
     """Plot TFLOP/s over operations per byte that must move, below the two measured ceilings."""
     chosen = newest(rows, "prefill-bf16-") + newest(rows, "sweep-bf16-")
     mm, copy = matmul_rate(chosen), copy_rate(rows)
@@ -217,37 +235,31 @@ def roofline(rows: list[ResultRow], gpu: str, folder: Path) -> Path | None:
     axis.set_yticks(ROOFLINE_TICKS, [str(t) for t in ROOFLINE_TICKS])
     axis.set_ylim(ROOFLINE_TICKS[0], ROOFLINE_TICKS[-1])
     axis.minorticks_off()
-    axis.set_xlabel("FLOP per byte of Q, K, V and O")
-    axis.set_ylabel("TFLOP/s")
-    axis.set_title(f"Roofline of prefill attention, {gpu}, bf16", fontsize=9)
-    axis.legend(fontsize=8, frameon=False, loc="lower right")
-    return save(fig, folder / f"{gpu}-prefill-roofline.png")
+    title = f"Roofline of prefill attention, {gpu}, bf16"
+    words(axis, title, "FLOP per byte of Q, K, V and O", "TFLOP/s", "lower right")
+    return save(fig, f"{gpu}-prefill-roofline.png")
 
 
-def lengths(rows: list[ResultRow], gpu: str, folder: Path) -> Path | None:
+def lengths(rows: list[ResultRow], gpu: str) -> Path | None:
     """Plot TFLOP/s over sequence length: one panel causal, one full."""
     found = [(m[1], int(m[2]), r) for r in newest(rows, "sweep-bf16-") if (m := SWEEP.match(r.case)) and r.tflops]
     if not found:
         return None
     fig, axes = figure(2)
     for axis, mask in zip(axes, ("causal", "full")):
-        for provider, (colour, marker) in STYLE.items():
-            line = sorted((s, r.tflops) for kind, s, r in found if kind == mask and r.provider == provider)
-            if line:
-                axis.plot(*zip(*line), color=colour, marker=marker, ms=5, label=provider)
+        curves(axis, STYLE, [(r.provider, s, r.tflops) for kind, s, r in found if kind == mask])
         mm = matmul_rate(r for kind, _, r in found if kind == mask)
         if mm:
             axis.axhline(mm, color="black", lw=1, ls="--", label="bf16 matmul")
         log_ticks(axis, {s for kind, s, _ in found if kind == mask})
         axis.set_ylim(0, 1.08 * max([mm or 0, *(r.tflops or 0 for _, _, r in found)]))
-        axis.set_xlabel("sequence length (32768 tokens in all)")
-        axis.set_title(f"{mask}, bf16, 32x8 heads, D128, {gpu}", fontsize=9)
+        words(axis, f"{mask}, bf16, 32x8 heads, D128, {gpu}", "sequence length (32768 tokens in all)")
     axes[0].set_ylabel("TFLOP/s" + " (causal counts half the work)")
     axes[1].legend(fontsize=8, frameon=False, loc="lower right")
-    return save(fig, folder / f"{gpu}-prefill-lengths.png")
+    return save(fig, f"{gpu}-prefill-lengths.png")
 
 
-def batches_and_lengths(rows: list[ResultRow], gpu: str, folder: Path) -> Path | None:
+def batches_and_lengths(rows: list[ResultRow], gpu: str) -> Path | None:
     """Plot decode's share of the copy rate over length: one line per batch size, one panel for ours and one for
     flashinfer."""
     chosen = newest(rows, "sweep-decode-")
@@ -261,44 +273,35 @@ def batches_and_lengths(rows: list[ResultRow], gpu: str, folder: Path) -> Path |
     if not panels:
         return None
     fig, axes = figure(len(panels))
+    style = dict(zip((f"batch {b}" for b in sorted({b for _, b, _, _ in found})), SERVE_STYLE.values()))
     for axis, provider in zip(axes, panels):
-        for batch, (colour, marker) in zip(sorted({b for _, b, _, _ in found}), SERVE_STYLE.values()):
-            line = sorted((n, y) for p, b, n, y in found if (p, b) == (provider, batch))
-            if line:
-                axis.plot(*zip(*line), color=colour, marker=marker, ms=5, label=f"batch {batch}")
+        curves(axis, style, [(f"batch {b}", n, y) for p, b, n, y in found if p == provider])
         log_ticks(axis, (n for _, _, n, _ in found))
         axis.set_ylim(0, 5 + max(100, *(y for *_, y in found)))
-        axis.set_xlabel("keys of a request")
-        axis.set_title(f"decode, {provider}, bf16, 32x8 heads, D128, pages of 16, {gpu}", fontsize=9)
+        words(axis, f"decode, {provider}, bf16, 32x8 heads, D128, pages of 16, {gpu}", "keys of a request")
     axes[0].set_ylabel("% of the copy rate of the same run, of K and V")
     axes[-1].legend(fontsize=8, frameon=False, loc="lower right")
-    return save(fig, folder / f"{gpu}-decode-lengths.png")
+    return save(fig, f"{gpu}-decode-lengths.png")
 
 
-def serving(rows: list[ResultRow], gpu: str, folder: Path) -> Path | None:
+def serving(rows: list[ResultRow], gpu: str) -> Path | None:
     """Plot mixed batches (time over the number of decode tokens) and prompt chunks (TFLOP/s over their size)."""
     found = [(m[1], int(m[2]), r) for r in newest(rows, "sweep-serve-") if (m := SERVE_SWEEP.match(r.case))]
     if not found:
         return None
     fig, (mixed, chunks) = figure(2)
     for axis, kind, value in ((mixed, "mixed-n", "time_us"), (chunks, "chunks-q", "tflops")):
-        for provider, (colour, marker) in SERVE_STYLE.items():
-            line = sorted((n, getattr(r, value)) for k, n, r in found if (k, r.provider) == (kind, provider))
-            if line:
-                axis.plot(*zip(*line), color=colour, marker=marker, ms=5, label=provider)
+        curves(axis, SERVE_STYLE, [(r.provider, n, getattr(r, value)) for k, n, r in found if k == kind])
         axis.set_ylim(0, None)
     log_ticks(chunks, (n for kind, n, _ in found if kind == "chunks-q"))
-    mixed.set_xlabel("decode tokens over 1k to 7k keys each")
-    mixed.set_ylabel(f"us, {gpu}")
-    mixed.set_title("four chunks of 1024 over 2k to 14k, and decode tokens", fontsize=9)
-    chunks.set_xlabel("query tokens of a chunk")
-    chunks.set_ylabel("TFLOP/s")
-    chunks.set_title("four chunks over 4k, 8k, 16k and 32k, bf16, 32x8 heads, D128, pages of 16", fontsize=9)
-    mixed.legend(fontsize=8, frameon=False, loc="lower right")
-    return save(fig, folder / f"{gpu}-serve-sweep.png")
+    title = "four chunks of 1024 over 2k to 14k, and decode tokens"
+    words(mixed, title, "decode tokens over 1k to 7k keys each", f"us, {gpu}", "lower right")
+    title = "four chunks over 4k, 8k, 16k and 32k, bf16, 32x8 heads, D128, pages of 16"
+    words(chunks, title, "query tokens of a chunk", "TFLOP/s")
+    return save(fig, f"{gpu}-serve-sweep.png")
 
 
-def rows_and_lengths(rows: list[ResultRow], gpu: str, folder: Path) -> Path | None:
+def rows_and_lengths(rows: list[ResultRow], gpu: str) -> Path | None:
     """Plot top-k time over row length, one panel per number of rows, and the time to read the scores once."""
     found = [(int(m[1]), int(m[2]), r) for r in newest(rows, "sweep-topk-") if (m := TOPK_SWEEP.match(r.case))]
     counts = sorted({count for count, _, _ in found})
@@ -306,49 +309,38 @@ def rows_and_lengths(rows: list[ResultRow], gpu: str, folder: Path) -> Path | No
         return None
     fig, axes = figure(len(counts))
     for axis, count in zip(axes, counts):
-        for provider, (colour, marker) in TOPK_STYLE.items():
-            line = sorted((n, r.time_us) for c, n, r in found if c == count and r.provider == provider)
-            if line:
-                axis.plot(*zip(*line), color=colour, marker=marker, ms=4, label=provider)
+        curves(axis, TOPK_STYLE, [(r.provider, n, r.time_us) for c, n, r in found if c == count], 4)
         ticks = sorted({n for c, n, _ in found if c == count})[::2]
         axis.set_xscale("log", base=2)
         axis.set_yscale("log")
         axis.set_ylim(1, None)
         axis.set_xticks(ticks, [f"{n // 1024}k" for n in ticks])
-        axis.set_xlabel("row length")
-        axis.set_title(f"{count} row{'s' if count > 1 else ''}, fp32, k 2048 or length / 4", fontsize=9)
+        words(axis, f"{count} row{'s' if count > 1 else ''}, fp32, k 2048 or length / 4", "row length")
     axes[0].set_ylabel(f"us, {gpu}")
     axes[-1].legend(fontsize=8, frameon=False, loc="upper left")
-    return save(fig, folder / f"{gpu}-topk-lengths.png")
+    return save(fig, f"{gpu}-topk-lengths.png")
 
 
-PLOTS: tuple[Callable[[list[ResultRow], str, Path], Path | None], ...] = (
+Plot = Callable[[list[Any], str], Path | None]
+PLOTS: tuple[Plot, ...] = (
     peers, share, decode_share, batches_and_lengths, serving, lengths, roofline, rows_and_lengths,
 )  # fmt: skip
 
 
-def draw_all(results: dict[str, list[ResultRow]], folder: Path = FOLDER) -> list[Path]:
+def draw_all(results: dict[str, list[Any]], plots: tuple[Plot, ...] = PLOTS) -> list[Path]:
     """Draw every plot for which there are rows."""
-    return [path for gpu, rows in results.items() for plot in PLOTS if (path := plot(rows, gpu, folder))]
+    return [path for gpu, rows in results.items() for plot in plots if (path := plot(rows, gpu))]
 
 
-def sparsity(rows: list[SkipRow], gpu: str, folder: Path) -> Path | None:
+def sparsity(rows: list[SkipRow], gpu: str) -> Path | None:
     """Plot the speedup over dense attention against the share of blocks left out: one line per data set."""
     if not rows:
         return None
     fig, (axis,) = figure()
-    for data, (colour, marker) in zip(dict.fromkeys(r.data for r in rows), STYLE.values()):
-        line = sorted((100 * r.left_out, r.dense_us / r.time_us) for r in rows if r.data == data)
-        axis.plot(*zip(*line), color=colour, marker=marker, ms=5, label=data)
+    style = dict(zip(dict.fromkeys(r.data for r in rows), STYLE.values()))
+    curves(axis, style, [(r.data, 100 * r.left_out, r.dense_us / r.time_us) for r in rows])
     axis.axhline(1, color="black", lw=1, ls="--", label="without skip-softmax")
     axis.set_ylim(0, None)
-    axis.set_xlabel("% of blocks left out, by the rule")
-    axis.set_ylabel("dense time / time")
-    axis.set_title(f"Skip-softmax, {short(rows[0].case)}, bf16, {gpu}", fontsize=9)
-    axis.legend(fontsize=8, frameon=False, loc="upper left")
-    return save(fig, folder / f"{gpu}-skip-softmax.png")
-
-
-def draw_sparsity(found: dict[str, list[SkipRow]], folder: Path = FOLDER) -> list[Path]:
-    """Draw the skip-softmax plot of each GPU that has rows."""
-    return [path for gpu, rows in found.items() if (path := sparsity(rows, gpu, folder))]
+    title = f"Skip-softmax, {short(rows[0].case)}, bf16, {gpu}"
+    words(axis, title, "% of blocks left out, by the rule", "dense time / time", "upper left")
+    return save(fig, f"{gpu}-skip-softmax.png")

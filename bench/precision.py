@@ -12,7 +12,7 @@ from wrappers import trtllm_batch_context_with_kv_cache as context
 from . import family, prefill, sparsity
 from .cases import precision as cases
 from .cases.attention import AttentionCase
-from .harness import Ceilings, Measurement, Setup, ready
+from .harness import Ceilings, Measurement, Setup, calls_of
 from .results import Environment, SkipRow
 from .timing import Call, exactly, interleave
 from .workload import Inputs, check, shape_of
@@ -26,8 +26,7 @@ FACTOR = "skip_softmax_threshold_scale_factor"
 
 def collect(name: str, inputs: Inputs) -> dict[str, Call]:
     """Return our call under `name` if its result passes the check, else nothing."""
-    run = ready(name, lambda: partial(context, **inputs), partial(check, inputs))
-    return {} if run is None else {name: partial(lambda run, _: run(), run)}
+    return calls_of(name, lambda: partial(context, **inputs), partial(check, inputs))
 
 
 def flashinfer(inputs: Inputs) -> family.Run:
@@ -51,8 +50,7 @@ def measure(case: AttentionCase, top: Ceilings, setup: Setup) -> list[Measuremen
         for name, types in cases.WIDER[kind].items():
             calls |= collect(name, cases.make_inputs(cases.typed(case, types), setup.device))
     if "flashinfer" in setup.providers and kind == "fp8":
-        run = ready("flashinfer", partial(flashinfer, inputs), partial(check, inputs))
-        calls |= {} if run is None else {"flashinfer": partial(lambda run, _: run(), run)}
+        calls |= calls_of("flashinfer", partial(flashinfer, inputs), partial(check, inputs))
     if not calls:
         return []
     flops = shape_of(inputs).flops

@@ -292,10 +292,10 @@ def read_all(folder: Path = FOLDER, kind: Any = ResultRow) -> dict[str, list[Any
     return {path.stem: read(path, kind) for path in sorted(folder.glob("*.csv"))}
 
 
-def read_sparsity(folder: Path = SPARSITY) -> dict[str, list[SkipRow]]:
+def read_sparsity() -> dict[str, list[SkipRow]]:
     """Return the rows of each GPU's newest run of skip-softmax."""
     return {gpu: [r for r in rows if r.date == max(r.date for r in rows)]
-            for gpu, rows in read_all(folder, SkipRow).items()}  # fmt: skip
+            for gpu, rows in read_all(SPARSITY, SkipRow).items()}  # fmt: skip
 
 
 def complete_runs(rows: Iterable[ResultRow], prefix: str) -> dict[str, dict[tuple[str, str], list[ResultRow]]]:

@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from .cases.engine import ABANDONED_OUTPUTS, CHECKED, CHECKED_OUTPUTS, SERVERS, ServerCase
-from .engine import LAST_LINES, chosen_of, end_group
+from .engine import LAST_LINES, end_group, refuse_others
 from .engine_worker import BACKENDS, prepare_vllm, vllm_arguments, write_config
 from .results import Environment, ServerRow
 
@@ -239,9 +239,7 @@ def memory(pid: int) -> tuple[float, float]:
 def measure(name: str, providers: tuple[str, ...], env: Environment) -> Iterator[ServerRow]:
     """Yield the rows of a case, and print why a provider has none."""
     case = SERVERS[name]
-    unknown = [p for p in providers if p not in PROVIDERS]
-    if unknown:
-        raise SystemExit(f"no provider is named {', '.join(unknown)}; there are: {', '.join(PROVIDERS)}")
+    refuse_others(providers, PROVIDERS)
     before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that a server ends with this process
     try:
         for provider in providers:
@@ -290,8 +288,3 @@ def describe(row: ServerRow) -> str:
         f"host {row.host_mib:.0f} {row.host_growth_mib:+.1f} MiB   "
         f"GPU {row.device_mib:.0f} {row.device_growth_mib:+.1f} MiB"
     )
-
-
-def chosen(prefix: str) -> list[str]:
-    """Return the cases that begin with `prefix`. Raise SystemExit if there are none."""
-    return chosen_of(SERVERS, prefix)

@@ -155,7 +155,7 @@ def every(run: Callable[[Any], object], sets: list[Any], _: int) -> None:
 
 
 def collect(
-    sets: list[TopKInputs], functions: dict[str, Callable[[TopKInputs], torch.Tensor]], setup: Setup
+    sets: list[Any], functions: dict[str, Callable[[Any], Any]], setup: Setup, check: Callable[..., str | None] = check
 ) -> dict[str, Call]:
     """Return the calls, on all sets, of the functions that pass the check. Print each function left out, with the
     reason."""
@@ -177,10 +177,16 @@ def per_call(timing: Timing, sets: int) -> Timing:
 
 def measure(name: str, top: Ceilings, setup: Setup) -> list[Measurement]:
     """Measure all providers on one case. The floor is the time to read the scores once at this run's copy rate."""
+    return beside_floor(name, inputs_of(name, setup.device), PROVIDERS, check, top, setup)
+
+
+def beside_floor(
+    name: str, sets: list[Any], providers: dict[str, Any], check: Callable[..., str | None], top: Ceilings, setup: Setup
+) -> list[Measurement]:  # fmt: skip
+    """Measure the chosen providers on the sets of a case, and add the floor: the time for a set's bytes at this run's
+    copy rate."""
     print(name, flush=True)
-    sets = inputs_of(name, setup.device)
-    chosen = {p: PROVIDERS[p] for p in setup.providers if p in PROVIDERS}
-    calls = collect(sets, chosen, setup)
+    calls = collect(sets, {p: providers[p] for p in setup.providers if p in providers}, setup, check)
     if not calls:
         return []
     size, floor = sets[0].bytes, sets[0].bytes / top.gbps / 1e3

@@ -48,7 +48,7 @@ def one_input_set(monkeypatch):
 
 
 def test_names_are_those_of_the_targets():
-    assert {*TARGETS} <= {*command.chosen_of(command.attention(), "", False)} and {*TARGETS} <= CASES.keys()
+    assert {*TARGETS} <= {*command.chosen_of(command.attention().cases, "")} and {*TARGETS} <= CASES.keys()
     for name, case in CASES.items():
         assert name == case.name and f"-h{case.heads_q}x{case.heads_kv}-" in name
         assert name.endswith(f"-p{case.page_size}")

@@ -154,8 +154,8 @@ def merge(name):
 
 
 def merge_in_place():
-    inputs = merging.make("merge-state-n64-h32-d128", "cpu", 0)
-    state, other = zip(inputs.v, inputs.s)
+    given = merging.make("merge-state-n64-h32-d128", "cpu", 0).given
+    state, other = (given["v_a"], given["s_a"]), (given["v_b"], given["s_b"])
     return lambda: merge_state_in_place(*state, *other)
 
 

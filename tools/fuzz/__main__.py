@@ -16,7 +16,7 @@ import time
 from pathlib import Path
 
 from .families import FAMILIES
-from .run import MOST_FAILURES, SHRINKING, device_of, fuzz, replay
+from .run import SHRINKING, device_of, fuzz, replay
 from .tally import ROOT, Tally, commit, read
 
 GRACE = 45.0  # seconds that a process may take longer than its time before it is ended
@@ -91,8 +91,6 @@ def main(given: list[str] | None = None) -> int:
         print("\n".join(tally.files))
     return 0 if well else 1
 
-
-__all__ = ["MOST_FAILURES", "main"]
 
 if __name__ == "__main__":
     raise SystemExit(main())

@@ -85,14 +85,10 @@ def case_of(kind: Any, call: Call, **fixed: Any) -> Any:
     return kind(**{name: frozen(value) for name, value in call.case.items()} | fixed)
 
 
-def changed_fields(case: Any) -> dict[str, Any]:
-    """Return the fields of a case that differ from their defaults, as JSON values."""
-    found = {}
-    for field in dataclasses.fields(case):
-        value = getattr(case, field.name)
-        if value != field.default:
-            found[field.name] = plain(value)
-    return found
+def changed_fields(case: Any, without: str) -> dict[str, Any]:
+    """Return the fields of a case that differ from their defaults, but for one, as JSON values."""
+    values = ((field, getattr(case, field.name)) for field in dataclasses.fields(case) if field.name != without)
+    return {field.name: plain(value) for field, value in values if value != field.default}
 
 
 def from_json(data: dict[str, Any]) -> Call:

@@ -24,6 +24,7 @@ import torch
 
 from bench import results
 from bench.results import Environment, SoakRow
+from tools.fuzz.run import device_of
 from tools.fuzz.tally import commit
 
 from . import damage, scenarios
@@ -84,9 +85,7 @@ def apart(name: str, args: argparse.Namespace, env: Environment) -> SoakRow:
 
 def environment(device: str) -> Environment:
     """Return the environment of a run; on the CPU one that names it."""
-    if device == "cuda":
-        if not torch.cuda.is_available():
-            raise SystemExit("--device cuda: no CUDA device is available; --device cpu tests the CPU path")
+    if device_of(device).type == "cuda":
         return results.environment()
     date = datetime.now(timezone.utc).isoformat(timespec="seconds")
     return Environment(date, commit(), "cpu", "", torch.__version__)

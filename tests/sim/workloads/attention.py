@@ -4,9 +4,7 @@ A scenario is one or more calls of public functions on the same device, one afte
 scratch and outputs hold NaN; results are compared with the fp32 reference of the same data, and with those of an
 equal call before."""
 
-import hashlib
 import math
-import time
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Any
@@ -24,7 +22,7 @@ from wrappers import fp4
 from wrappers.attention.call import AttentionCall
 from wrappers.attention.op import serve
 
-from .common import SMS, Outcome, distance, simulated
+from .common import SMS, Outcome, digest, distance, outcome, simulated
 
 Results = tuple[torch.Tensor, torch.Tensor | None]  # out (T, Hq, Dvo), lse
 SHARED_SMS = 7  # when CTAs share the keys of a request
@@ -361,36 +359,28 @@ def call(case: AttentionCase, in_forms: tuple[str, ...] = ()) -> tuple[Results, 
         error = max(error, distance(lse, want_lse, case.lse_tolerance))
     if case.invariant:
         m, first = case.q_lens[0], launched(*cases.alone(case, problem))
-        if bits_of(*first) != bits_of(out[:m], None if lse is None else lse[:m]):
+        if digest(first) != digest((out[:m], None if lse is None else lse[:m])):
             raise Fault("the bits of the first request depend on the rest of its batch")
     return (out, lse), error
-
-
-def bits_of(*tensors: torch.Tensor | None) -> str:
-    integers = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
-    found = (t.contiguous().view(integers[t.element_size()]).numpy().tobytes() for t in tensors if t is not None)
-    return hashlib.sha256(b"".join(found)).hexdigest()
 
 
 def run_attention(spec: Any, scenario: Scenario, arch: str, **how: Any) -> Outcome:
     """Run the scenario's calls; return their largest error and the bits of all of them. spec: the kernel that they
     must run."""
-    results: list[RunResult] = []
+    launches: list[RunResult] = []
     bits: dict[AttentionCase, str] = {}
     results_of: list[tuple[AttentionCase, Results]] = []
-    error, start = 0.0, time.perf_counter()
-    with simulated(arch, results, scenario.sms, spec, **how):
-        for case in scenario.calls:
-            tensors, worst = call(case, scenario.forms)
-            error, found = max(error, worst), bits_of(*tensors)
-            results_of.append((case, tensors))
-            if bits.setdefault(case, found) != found:
-                raise Fault(f"{case.name}: an equal call gives other bits")
+
+    def run(case: AttentionCase) -> tuple[float, Results]:
+        tensors, error = call(case, scenario.forms)
+        results_of.append((case, tensors))
+        if bits.setdefault(case, digest(tensors)) != digest(tensors):
+            raise Fault(f"{case.name}: an equal call gives other bits")
+        return error, tensors
+
+    with simulated(arch, launches, scenario.sms, spec, **how):
+        found = outcome(scenario.calls, run, launches)
     for case, tensors in results_of:
-        if bits_of(*tensors) != bits[case]:
+        if digest(tensors) != bits[case]:
             raise Fault(f"{case.name}: a later call changes the results")
-    seconds = time.perf_counter() - start
-    whole = RunResult()
-    for result in results:
-        whole.add(result)
-    return Outcome(error, hashlib.sha256("".join(bits.values()).encode()).hexdigest(), seconds, whole)
+    return found

@@ -1,7 +1,5 @@
 """Small problems for kernels that write rows, called through the public functions and compared with the reference."""
 
-import hashlib
-import time
 from dataclasses import dataclass, replace
 from typing import Any
 from unittest import mock
@@ -15,7 +13,7 @@ from cute_kernels.cache_write.spec import CacheWriteSpec
 from wrappers.cache_write import plan
 from wrappers.machine import HostMachine, override
 
-from .common import SMS, Outcome, SimulatedMachine
+from .common import SMS, Outcome, SimulatedMachine, outcome
 from .prepared import PreparedScenario, dequantize_cases, gather_cases, key_append_cases, run_prepared
 
 
@@ -152,22 +150,17 @@ def run_cache_write(
     if isinstance(case, PreparedScenario):
         assert spec is not None
         return run_prepared(spec, case, arch, **how)
-    results, digest, error, seconds = RunResult(), hashlib.sha256(), 0.0, 0.0
     launches: list[RunResult] = []
     simulated = SimulatedMachine(arch, launches, SMS, spec, how)
-    for call in case.calls:
+
+    def run(call: CacheWriteCase) -> tuple[float, list[torch.Tensor]]:
         inputs = cases.make_inputs(call)
         expected = cases.copied(inputs, "cpu")
         function = cases.function_of(call)
         with override(HostMachine()):
             function(**expected)
         with override(simulated), mock.patch.object(plan, "THREADS", case.threads):
-            start = time.perf_counter()
             function(**inputs)
-            seconds += time.perf_counter() - start
-        error = max(error, cases.difference(call, inputs, expected))
-        for flat in cases.storages(inputs):
-            digest.update(flat.numpy().tobytes())
-    for result in launches:
-        results.add(result)
-    return Outcome(error, digest.hexdigest(), seconds, results)
+        return cases.difference(call, inputs, expected), cases.storages(inputs)
+
+    return outcome(case.calls, run, launches)

@@ -1,7 +1,8 @@
 """Run public functions on simulated kernels and compare their results with the reference."""
 
+import hashlib
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -30,7 +31,6 @@ class Outcome:
 
     error: float
     bits: str
-    seconds: float
     result: RunResult
 
 
@@ -76,6 +76,28 @@ def simulated(
     kernel, see `choice`. The arguments are those of `SimulatedMachine`."""
     with override(SimulatedMachine(arch, results, sms, only, how)) as machine, by_function():
         yield machine  # type: ignore[misc]
+
+
+def bits(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.contiguous().view(torch.uint8)
+
+
+def digest(tensors: Iterable[torch.Tensor | None]) -> str:
+    return hashlib.sha256(b"".join(bits(t).numpy().tobytes() for t in tensors if t is not None)).hexdigest()
+
+
+def outcome(
+    calls: Iterable[Any], run: Callable[[Any], tuple[float, Iterable[torch.Tensor | None]]], launches: list[RunResult]
+) -> Outcome:
+    """Run calls one after the other. run: returns the error and the results of a call. launches: get a result each."""
+    error, found, whole = 0.0, [], RunResult()
+    for call in calls:
+        worst, results = run(call)
+        error = max(error, worst)
+        found.append(digest(results))
+    for launch in launches:
+        whole.add(launch)
+    return Outcome(error, " ".join(found), whole)
 
 
 def scratch_of(op: str, spec: Any, args: Sequence[Any]) -> tuple[list[torch.Tensor], list[torch.Tensor]]:

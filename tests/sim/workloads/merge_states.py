@@ -1,8 +1,6 @@
 """Small problems for kernels that merge states, called through the public functions and compared with the reference."""
 
-import hashlib
 import math
-import time
 from dataclasses import dataclass, replace
 from typing import Any
 from unittest import mock
@@ -16,7 +14,7 @@ from cute_kernels.merge_states.spec import MergeSpec
 from wrappers.machine import HostMachine, override
 from wrappers.merge import plan
 
-from .common import SMS, Outcome, SimulatedMachine
+from .common import SMS, Outcome, SimulatedMachine, outcome
 
 
 @dataclass(frozen=True)
@@ -82,23 +80,17 @@ def poisoned(like: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
 
 
 def run_merge(spec: MergeSpec | None, case: MergeScenario, arch: str, **how: Any) -> Outcome:
-    results, digest, error, seconds = RunResult(), hashlib.sha256(), 0.0, 0.0
     launches: list[RunResult] = []
     simulated = SimulatedMachine(arch, launches, SMS, spec, how)
-    for call in case.calls:
+
+    def run(call: MergeCase) -> tuple[float, tuple[torch.Tensor, torch.Tensor]]:
         inputs, given = cases.make_inputs(call), cases.make_inputs(call)
         with override(HostMachine()):
             expected = cases.run(call, given)
         before = [cases.outside(t) for t in inputs.values()]
         with override(simulated), mock.patch.object(plan, "_new_empty", poisoned):
-            start = time.perf_counter()
             got = cases.run(call, inputs)
-            seconds += time.perf_counter() - start
-        error = max(error, cases.difference(call, got, expected))
-        if not all(map(torch.equal, before, (cases.outside(t) for t in inputs.values()))):
-            error = math.inf
-        for t in got:
-            digest.update(t.contiguous().view(torch.uint8).numpy().tobytes())
-    for result in launches:
-        results.add(result)
-    return Outcome(error, digest.hexdigest(), seconds, results)
+        kept = all(map(torch.equal, before, (cases.outside(t) for t in inputs.values())))
+        return cases.difference(call, got, expected) if kept else math.inf, got
+
+    return outcome(case.calls, run, launches)

@@ -1,8 +1,6 @@
 """Small calls of kernels that write rows, as functions of attention make them before their own launch."""
 
-import hashlib
 import math
-import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
@@ -22,7 +20,7 @@ from wrappers.cache_write.checks import KVCACHE
 from wrappers.cache_write.op import serve
 from wrappers.machine import HostMachine, override
 
-from .common import SMS, Outcome, SimulatedMachine
+from .common import SMS, Outcome, SimulatedMachine, outcome
 
 
 @dataclass(frozen=True)
@@ -239,20 +237,15 @@ def compared(case: GatherCase | KeyAppendCase | DequantizeCase, dtype: str) -> C
 
 
 def run_prepared(spec: CacheWriteSpec, case: PreparedScenario, arch: str, **how: Any) -> Outcome:
-    results, digest, error, seconds = RunResult(), hashlib.sha256(), 0.0, 0.0
     launches: list[RunResult] = []
     simulated = SimulatedMachine(arch, launches, SMS, spec, how)
-    for one in case.calls:
+
+    def run_call(one: GatherCase | KeyAppendCase | DequantizeCase) -> tuple[float, list[torch.Tensor]]:
         (run, out), (expect, wanted) = (prepared(one, spec.dtype) for _ in range(2))
         with override(HostMachine()):
             expect()
         with override(simulated):
-            start = time.perf_counter()
             run()
-            seconds += time.perf_counter() - start
-        error = max(error, cases.difference(compared(one, spec.dtype), out, wanted))
-        for flat in cases.storages(out):
-            digest.update(flat.numpy().tobytes())
-    for result in launches:
-        results.add(result)
-    return Outcome(error, digest.hexdigest(), seconds, results)
+        return cases.difference(compared(one, spec.dtype), out, wanted), cases.storages(out)
+
+    return outcome(case.calls, run_call, launches)

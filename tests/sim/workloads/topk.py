@@ -1,8 +1,6 @@
 """Small problems for top-k kernels, called through the public functions."""
 
-import hashlib
 import math
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -19,7 +17,7 @@ from cute_kernels.topk import dispatch, radix
 from cute_kernels.topk.spec import DTYPES, SortSpec, TopKSpec
 from wrappers import TopKTieBreak, machine, reference
 
-from .common import Outcome, SimulatedMachine
+from .common import Outcome, SimulatedMachine, bits, outcome
 
 SMALL, LARGE = TopKTieBreak.SMALL, TopKTieBreak.LARGE
 SMS = 132  # of the simulated GPU, for dispatch
@@ -119,30 +117,27 @@ def forced(spec: TopKSpec | SortSpec | None) -> Iterator[None]:
 
 
 def run_topk(spec: TopKSpec | SortSpec | None, case: TopKScenario, arch: str, **how: Any) -> Outcome:
-    results, digest, right, seconds = RunResult(), hashlib.sha256(), True, 0.0
     launches: list[RunResult] = []
     spec = spec or case.spec
     kind = SortingMachine if isinstance(spec, SortSpec) else SimulatedMachine
+
+    def run(call: TopKCase) -> tuple[float, list[torch.Tensor]]:
+        inputs, right, results = cases.make_inputs(call), True, []
+        before = {name: bits(t).clone() for name, t in inputs.items() if checked(name, t)}
+        expected = cases.brute(call.function, inputs)
+        for _ in range(case.times):
+            got = cases.call(call.function, inputs)
+            try:
+                cases.same(got, expected)
+            except AssertionError:
+                right = False
+            right &= all(torch.equal(bits(inputs[name]), t) for name, t in before.items())
+            right &= all(intact(inputs[name]) for name in cases.OUTPUTS[call.function] if name in inputs)
+            results += [got[name].clone() for name in sorted(got)]
+        return 0.0 if right else math.inf, results
+
     with machine.override(kind(arch, launches, SMS, None, how)), forced(spec):
-        for call in case.calls:
-            inputs = cases.make_inputs(call)
-            before = {name: bits(t).clone() for name, t in inputs.items() if checked(name, t)}
-            expected = cases.brute(call.function, inputs)
-            for _ in range(case.times):
-                start = time.perf_counter()
-                got = cases.call(call.function, inputs)
-                seconds += time.perf_counter() - start
-                try:
-                    cases.same(got, expected)
-                except AssertionError:
-                    right = False
-                right &= all(torch.equal(bits(inputs[name]), t) for name, t in before.items())
-                right &= all(intact(inputs[name]) for name in cases.OUTPUTS[call.function] if name in inputs)
-                for name in sorted(got):
-                    digest.update(bits(got[name]).numpy().tobytes())
-    for result in launches:
-        results.add(result)
-    return Outcome(0.0 if right else math.inf, digest.hexdigest(), seconds, results)
+        return outcome(case.calls, run, launches)
 
 
 def checked(name: str, value: Any) -> bool:
@@ -152,12 +147,6 @@ def checked(name: str, value: Any) -> bool:
         and name not in ("out", "out_raw_indices", "indices")
         and value.untyped_storage().nbytes() < cases.LARGE
     )
-
-
-def bits(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a tensor's bit patterns, contiguous."""
-    kinds = {2: torch.int16, 4: torch.int32, 8: torch.int64}
-    return tensor.view(kinds[tensor.element_size()]).contiguous()
 
 
 def intact(output: torch.Tensor) -> bool:

@@ -10,13 +10,13 @@ import torch
 
 from bench.cases import attention as cases
 from bench.cases import forms, hostile
-from bench.cases.attention import DTYPES, MANY_KEYS, SOFT_CAP_TOLERANCE, AttentionCase
+from bench.cases.attention import MANY_KEYS, SOFT_CAP_TOLERANCE, AttentionCase
 from bench.cases.outputs import rounded
 from wrappers import FP4Tensor, fp4
 from wrappers.attention.call import AttentionCall, Rope
 
 from .. import plain
-from ..call import Call, Results, Work, case_of
+from ..call import Call, Results, Work, case_of, changed_fields
 from ..memory import mapped, tensors_of
 from . import adapters
 
@@ -244,13 +244,4 @@ def smaller(call: Call) -> list[dict[str, Any]]:
         with_(heads_q=case.heads_q // case.heads_kv, heads_kv=1)
     if case.heads_q > case.heads_kv:
         with_(heads_q=case.heads_kv)
-    return [{**_fields(changed)} for changed in found]
-
-
-def _fields(case: AttentionCase) -> dict[str, Any]:
-    from ..call import changed_fields
-
-    return {name: value for name, value in changed_fields(case).items() if name != "name"}
-
-
-__all__ = ["DTYPES", "build", "judge", "problem_of", "smaller"]
+    return [changed_fields(changed, "name") for changed in found]

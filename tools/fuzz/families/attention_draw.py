@@ -29,10 +29,7 @@ LAYERS = {
     "BatchPrefillWithPagedKVCacheWrapper": 1, "single_prefill_with_kv_cache": 1,
 }  # fmt: skip
 BOUND = [name for name in LAYERS if not name.startswith("Batch")]
-SPLIT, PAGED, SINKS, RAGGED = (
-    "BatchDecodeWithPagedKVCacheWrapper", "BatchPrefillWithPagedKVCacheWrapper",
-    "BatchAttentionWithAttentionSinkWrapper", "BatchPrefillWithRaggedKVCacheWrapper",
-)  # fmt: skip
+SPLIT, PAGED, SINKS, RAGGED = PLANNED
 SINGLE, CONTEXT, TRTLLM = (
     "single_prefill_with_kv_cache",
     "trtllm_batch_context_with_kv_cache",
@@ -260,5 +257,5 @@ def draw(family: str, rng: Random, options: Options) -> Call:
     values: dict[str, Any] = {name: tuple(v) if isinstance(v, list) else v for name, v in c.items()}
     kind = "xqa" if function == "xqa" else "decode" if decode else "context"
     case = AttentionCase("fuzz", **values | {"function": kind})
-    fields = {name: value for name, value in changed_fields(case).items() if name != "name"}
+    fields = changed_fields(case, "name")
     return Call(family, function, seed, mode, choice, fields, {k: v for k, v in extra.items() if v})

@@ -90,7 +90,7 @@ def draw(family: str, rng: Random, options: Options) -> Call:
         mode = "eager"
     if mode == "threads" and function != "append_paged_kv_cache" and case.in_place:
         mode = "eager"
-    fields = {name: value for name, value in changed_fields(case).items() if name != "index"}
+    fields = changed_fields(case, "index")
     return Call(family, function, rng.randrange(1 << 30), mode, "shape", fields, {k: v for k, v in extra.items() if v})
 
 
@@ -209,4 +209,4 @@ def smaller(call: Call) -> list[dict[str, Any]]:
         found.append(
             replace(case, dims=(dk // 2 // step * step or step,) * 2, rotary_dim=None if not case.rotary_dim else 16)
         )
-    return [{k: v for k, v in changed_fields(one).items() if k != "index"} for one in found]
+    return [changed_fields(one, "index") for one in found]

@@ -23,7 +23,7 @@ def draw(family: str, rng: Random, options: Options) -> Call:
         rng.choice(("normal", "normal", "special")), rng.choice((1.0, 3.0, 30.0)),
     )  # fmt: skip
     mode = rng.choices(("eager", "graph", "threads"), (76, 16, 8))[0]
-    fields = {name: value for name, value in changed_fields(case).items() if name != "function"}
+    fields = changed_fields(case, "function")
     return Call(family, function, rng.randrange(1 << 30), mode, "shape", fields)
 
 
@@ -78,4 +78,4 @@ def smaller(call: Call) -> list[dict[str, Any]]:
         found += [replace(case, **{field: less}) for less in (value // 2, value - 1) if 1 <= less < value]
     if case.dim > 8:
         found.append(replace(case, dim=max(8, case.dim // 16 * 8)))
-    return [{k: v for k, v in changed_fields(one).items() if k != "function"} for one in found]
+    return [changed_fields(one, "function") for one in found]

@@ -48,7 +48,7 @@ def draw(family: str, rng: Random, options: Options) -> Call:
         extra["hostile"] = True
     mode = rng.choices(("eager", "graph", "threads"), (76, 16, 8))[0]
     case = TopKCase(own, **changes)
-    fields = {name: value for name, value in changed_fields(case).items() if name != "function"}
+    fields = changed_fields(case, "function")
     return Call(family, function, rng.randrange(1 << 30), mode, "shape", fields, extra)
 
 
@@ -156,13 +156,10 @@ def _arguments(call: Call, case: TopKCase, seed: int) -> dict[str, Any]:
     return a
 
 
-def _names(function: str) -> tuple[str, ...]:
-    return ("output",) if function in VLLM else cases.OUTPUTS[function]
-
-
 def build(call: Call, device: torch.device) -> Work:
     case = case_of(TopKCase, call, function=PREFILL if call.function in VLLM else call.function)
-    function, names = getattr(wrappers, call.function), _names(call.function)
+    function = getattr(wrappers, call.function)
+    names = ("output",) if call.function in VLLM else cases.OUTPUTS[call.function]
     variants = [_arguments(call, case, call.seed + i) for i in range(2 if call.mode == "graph" else 1)]
 
     def run(tree: Any) -> Results:
@@ -205,4 +202,4 @@ def smaller(call: Call) -> list[dict[str, Any]]:
                 found.append(replace(case, **{field: less}))
     if isinstance(case.data, tuple):
         found += [replace(case, data=one) for one in dict.fromkeys(case.data)]
-    return [{k: v for k, v in changed_fields(one).items() if k != "function"} for one in found]
+    return [changed_fields(one, "function") for one in found]

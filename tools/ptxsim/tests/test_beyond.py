@@ -6,11 +6,8 @@ import numpy as np
 import pytest
 import test_engine
 import test_tcgen05
-from ptxsim import call
-from ptxsim.call import Global, KernelLaunch
-from ptxsim.faults import Fault
-from ptxsim.machine import MODES
-from ptxsim.runner import RunResult, run
+from ptxsim import BEYOND as NAMES
+from ptxsim import MODES, Fault, KernelLaunch, RunResult, kernel, launch, run
 from test_engine import execute
 from test_tcgen05 import WAIT, small
 
@@ -56,9 +53,8 @@ FORM = "clusterlaunchcontrol.try_cancel.async.shared::cta.mbarrier::complete_tx:
 
 def cancelled(text: str = CANCEL, **how) -> tuple[np.ndarray, RunResult]:
     """How often each CTA of a grid of 4 x 3 x 2 in pairs did its part."""
-    memory, out = Global(), np.zeros((2, 3, 4), np.uint32)
-    params = [memory.add(out).to_bytes(8, "little")]
-    return out, run(KernelLaunch(text.replace("TRY_CANCEL", FORM), params, (4, 3, 2), (2, 1, 1), memory=memory), **how)
+    out = np.zeros((2, 3, 4), np.uint32)
+    return out, run(launch(text.replace("TRY_CANCEL", FORM), [out], (4, 3, 2), cluster=2), **how)
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -127,7 +123,7 @@ def test_a_fault_but_for_kernels_that_rely_on_it(what: str, monkeypatch: pytest.
 
 def allow(monkeypatch: pytest.MonkeyPatch, beyond: tuple[str, ...]) -> None:
     for module in (test_engine, test_tcgen05, sys.modules[__name__]):
-        monkeypatch.setattr(module, "KernelLaunch", lambda *a, **k: call.KernelLaunch(*a, **k, beyond=beyond))
+        monkeypatch.setattr(module, "launch", lambda *a, **k: kernel.launch(*a, **k, beyond=beyond))
 
 
 def test_a_lane_of_another_warp_stays_a_fault(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -137,6 +133,6 @@ def test_a_lane_of_another_warp_stays_a_fault(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_names_of_what_is_relied_on() -> None:
-    assert set(call.BEYOND) == set(BEYOND)
+    assert set(NAMES) == set(BEYOND)
     with pytest.raises(ValueError, match="beyond: tidy, must be among exit, init, lanes, relaxed"):
         KernelLaunch("", [], beyond=("tidy",))

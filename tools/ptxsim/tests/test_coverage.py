@@ -1,9 +1,7 @@
 """The report of PTX that no run executed."""
 
 import numpy as np
-from ptxsim import coverage
-from ptxsim.call import Global, KernelLaunch
-from ptxsim.runner import RunResult, run
+from ptxsim import RunResult, coverage, launch, run
 
 PTX = """.version 8.7
 .target sm_90a
@@ -48,9 +46,7 @@ mov.u32 %r4, 0;
 def result(*numbers: int) -> RunResult:
     total = RunResult()
     for number in numbers:
-        memory, out = Global(), np.zeros(64, np.uint32)
-        params = [np.uint64(memory.add(out)).tobytes(), np.uint32(number).tobytes()]
-        total.add(run(KernelLaunch(PTX, list(params), memory=memory)))
+        total.add(run(launch(PTX, [np.zeros(64, np.uint32), number])))
     return total
 
 

@@ -3,14 +3,10 @@
 import ml_dtypes
 import numpy as np
 import pytest
-from ptxsim import numbers, tensorcore
+from ptxsim import MODES, Deadlock, Fault, Livelock, NotModelled, TiledArray, launch, numbers, run
 from ptxsim.__main__ import main, unknown_forms
-from ptxsim.call import Global, KernelLaunch, TensorMap
-from ptxsim.faults import Deadlock, Fault, Livelock, NotModelled
 from ptxsim.forms import find, registered
-from ptxsim.machine import MODES
 from ptxsim.parse import parse
-from ptxsim.runner import run
 
 HEAD = """.version 8.7
 .target sm_90a
@@ -38,10 +34,8 @@ STORE = "st.global.b32 [%rd1], %r5;\nret;\n}\n"
 
 def execute(body: str, threads: int = 64, grid: int = 1, cluster: int = 1, **how) -> np.ndarray:
     """Run `body`, which leaves its result in %r5; one u32 a thread. %r4: shared word of the thread."""
-    memory, out = Global(), np.full(threads * grid, 0xDEAD, np.uint32)
-    params: list[bytes | TensorMap] = [np.uint64(memory.add(out, "out")).tobytes()]
-    ptx = HEAD.format(threads=threads) + body + STORE
-    run(KernelLaunch(ptx, params, (grid, 1, 1), (cluster, 1, 1), 4096, memory=memory), **how)
+    out = np.full(threads * grid, 0xDEAD, np.uint32)
+    run(launch(HEAD.format(threads=threads) + body + STORE, [out], grid, cluster=cluster, shared=4096), **how)
     return out
 
 
@@ -108,12 +102,8 @@ def test_loops_diverge_and_meet_again():
 
 
 def test_an_unknown_form_names_its_line(tmp_path):
-    with pytest.raises(NotModelled, match=r"line 21: no form for frob\.u32 %r5, %r0"):
-        execute("frob.u32 %r5, %r0;\n")
     with pytest.raises(NotModelled, match=r"line 21: .*multimem"):
         execute("multimem.ld_reduce.global.add.u32 %r5, [%rd0];\n")
-    with pytest.raises(NotModelled, match="special register %pm0"):
-        execute("mov.u32 %r5, %pm0;\n")
     (tmp_path / "kernel.ptx").write_text(HEAD.format(threads=32) + "frob.u32 %r5, %r0;\n" + STORE)
     assert unknown_forms(tmp_path / "kernel.ptx") == {"frob.u32": 1}
     assert main(["forms", str(tmp_path / "kernel.ptx")]) == 1
@@ -135,7 +125,7 @@ def test_a_fault_names_the_source_line():
 @pytest.mark.parametrize(
     ("body", "message"),
     [
-        ("ld.global.b32 %r5, [%rd1+4];\n", r"4 B at offset 256 of out, which has 256 B"),
+        ("ld.global.b32 %r5, [%rd1+4];\n", r"4 B at offset 256 of argument 0, which has 256 B"),
         ("ld.global.b32 %r5, [%rd1+-1048576];\n", r"lies below every buffer|offset"),
         ("ld.global.b32 %r5, [%rd1+2];\n", r"is not aligned to 4 B"),
         ("add.s32 %r4, %r4, 4096; st.shared.b32 [%r4], %r0; mov.u32 %r5, 0;\n", r"4 B at shared 0x10\d0, the CTA has"),
@@ -314,13 +304,8 @@ def test_byte_matrices():
 @pytest.mark.parametrize("swizzle", [0, 128])
 def test_gather_and_scatter_of_four_rows(swizzle, mode):
     """sm_100a: rows 5, 0, 9 (outside: zeros) and 3 of a column block, stored to rows 1, 2, 7 and 0 elsewhere."""
-    memory, rng = Global(), np.random.default_rng()
-    source, target = rng.integers(0, 1 << 16, (8, 96), np.uint16), np.zeros((8, 64), np.uint16)
-    box = (64, 1)
-    maps = [
-        TensorMap(memory.add(source), (96, 8), (192,), box, "bf16", swizzle),
-        TensorMap(memory.add(target), (64, 8), (128,), box, "bf16", swizzle),
-    ]
+    source = np.random.default_rng().integers(0, 1 << 16, (8, 96), np.uint16)
+    target = np.zeros((8, 64), np.uint16)
     ptx = """.target sm_100a
     .extern .shared .align 1024 .b8 dynamic[];
     .visible .entry kernel(.param .align 64 .b8 a[128], .param .align 64 .b8 b[128]) .reqntid 32, 1, 1 {
@@ -338,19 +323,10 @@ def test_gather_and_scatter_of_four_rows(swizzle, mode):
     cp.async.bulk.tensor.2d.global.shared::cta.tile::scatter4.bulk_group [%rd1, {%r5, %r6, %r7, %r8, %r9}], [%r3];
     cp.async.bulk.commit_group; cp.async.bulk.wait_group 0; OUT: ret; }
     """
-    run(KernelLaunch(ptx, list(maps), shared=2048, memory=memory), mode=mode)
+    run(launch(ptx, [TiledArray(array, (1, 64), swizzle) for array in (source, target)], shared=2048), mode=mode)
     expected = np.zeros_like(target)
     expected[[1, 2, 0]] = source[[5, 0, 3], 32:]
     assert (target == expected).all()
-
-
-@pytest.mark.parametrize("kind", ["bf16", "f16", "e4m3", "e5m2"])
-def test_encode_and_decode_are_inverse(kind):
-    dtype = np.uint8 if kind[0] == "e" else np.uint16
-    bits = np.arange(1 << (8 * np.dtype(dtype).itemsize)).astype(dtype)
-    values = numbers.decode(bits, kind)
-    finite = np.isfinite(values)
-    assert (numbers.encode(values[finite], kind) == bits[finite]).all()
 
 
 @pytest.mark.parametrize("place", range(4))
@@ -365,22 +341,9 @@ def test_every_pair_of_e2m1_codes_becomes_fp16(place):
 
 
 def test_fma_rounds_once():
-    """1 - 2^-24 and 1 + 2^-23 multiply to just above a tie that the addend decides."""
-    rng = np.random.default_rng()
-    a, b, c = (rng.integers(0, 1 << 32, 20000, np.uint32).view(np.float32) for _ in range(3))
-    with np.errstate(all="ignore"):
-        got = numbers.fma(a, b, c)
-        exact = a.astype(np.longdouble) * b.astype(np.longdouble) + c.astype(np.longdouble)  # 64-bit significand
-        expected = exact.astype(np.float32)
-        near = np.abs(got.astype(np.float64) - exact.astype(np.float64))
-        ulp = np.spacing(np.abs(expected)).astype(np.float64)
-    fine = ~np.isfinite(exact.astype(np.float64)) | ~np.isfinite(expected) | (near <= 0.5000001 * ulp)
-    assert fine.all()
-
-
-def test_fp8_sums_lose_bits_and_bf16_sums_do_not():
-    a = np.array([[1.0] + [2.0**-9] * 31], np.float32)
-    b = np.ones((1, 32), np.float32)
-    large = np.array([[32.0]], np.float32)
-    assert tensorcore.multiply(a, b, large, ("e4m3", "e4m3"))[0, 0] == 33.0  # 2^-9 lies 14 bits below 32
-    assert tensorcore.multiply(a, b, large, ("bf16", "bf16"))[0, 0] == np.float32(33 + 31 * 2.0**-9)
+    """(1 - 2^-24) (1 + 2^-23) lies 2^-47 below a tie of normal numbers, 2^-150 (1 - 2^-40) just below one of denormal
+    ones. float64 does not hold the sums."""
+    got = numbers.fma(1 - 2**-24, np.float32(1 + 2**-23), np.float32(2**-47) * np.float32([1 - 2**-24, 1, 1 + 2**-23]))
+    assert got.tolist() == [1, 1, 1 + 2**-23]
+    odd = np.float32(2**-127 + 2**-149)
+    assert numbers.fma(2**-75 * (1 + 2**-20), np.float32(2**-75 * (1 - 2**-20)), odd) == odd

@@ -2,10 +2,7 @@
 
 import numpy as np
 import pytest
-from ptxsim.call import Global, KernelLaunch, TensorMap
-from ptxsim.faults import Fault
-from ptxsim.machine import MODES
-from ptxsim.runner import run
+from ptxsim import MODES, Fault, launch, run
 
 CTAS, THREADS = 3, 64
 HEAD = f""".version 8.7
@@ -47,12 +44,9 @@ SUMS = 3 * np.arange(THREADS, 0, -1) + (0 + 64 + 128)
 
 class Launches:
     def __init__(self, body: str) -> None:
-        self.memory = Global()
-        self.part, self.counters = np.zeros((CTAS, THREADS), np.uint32), np.zeros(4, np.uint32)
+        part, self.counters = np.zeros((CTAS, THREADS), np.uint32), np.zeros(4, np.uint32)
         self.out = np.zeros(THREADS, np.uint32)
-        arrays = (self.part, self.counters, self.out)
-        params: list[bytes | TensorMap] = [np.uint64(self.memory.add(array)).tobytes() for array in arrays]
-        self.call = KernelLaunch(f"{HEAD}{body}ret;\n}}\n", params, (CTAS, 1, 1), shared=4096, memory=self.memory)
+        self.call = launch(f"{HEAD}{body}ret;\n}}\n", [part, self.counters, self.out], CTAS, shared=4096)
 
     def run(self, **how) -> np.ndarray:
         self.out[:] = 0
@@ -153,7 +147,9 @@ def test_ctas_that_write_parts_of_a_word(resident):
 def test_the_read_only_path_is_for_what_nobody_writes():
     body = "st.global.b32 [%rd1], %r2; bar.sync 0; ld.global{}.b32 %r5, [%rd1]; st.global.b32 [%rd5], 7;\n"
     assert (Launches(body.format("")).run() == 7).all()
-    with pytest.raises(Fault, match="ld.global.nc.b32: reads offset 0 of buffer 0, written by warp 0, in this launch"):
+    with pytest.raises(
+        Fault, match="ld.global.nc.b32: reads offset 0 of argument 0, written by warp 0, in this launch"
+    ):
         Launches(body.format(".nc")).run()
     assert (Launches("ld.global.nc.b32 %r5, [%rd1]; st.global.b32 [%rd5], %r5;\n").run() == 0).all()
 
@@ -173,11 +169,7 @@ def test_bulk_copies_read_what_was_fenced_for_them(mode):
     assert (Launches(COPY.format("fence.proxy.async;")).run(mode=mode) == rows).all()
     barrier_first = COPY.format("").replace("fence.proxy.async;", "")
     with pytest.raises(Fault, match="bulk.*reads offset 0 .*, which no fence.proxy.async has made visible"):
-        Launches(
-            barrier_first.replace("1;\nmbarrier", "1; fence.mbarrier_init.release.cluster;\nmbarrier", 1).replace(
-                "[%r4], 1;", "[%r4], 1; fence.mbarrier_init.release.cluster;"
-            )
-        ).run(mode=mode)
+        Launches(barrier_first.replace("[%r4], 1;", "[%r4], 1; fence.mbarrier_init.release.cluster;")).run(mode=mode)
 
 
 STORED = """setp.ne.u32 %p1, %r1, 0; @%p1 bra OUT; mul.lo.s32 %r6, %r0, 4; add.s32 %r6, %r3, %r6;
@@ -190,7 +182,7 @@ cp.async.bulk.wait_group{} 0; READ: bar.sync 0; ld.global.b32 %r5, [%rd1]; st.gl
 @pytest.mark.parametrize("mode", MODES)
 def test_bulk_stores_are_there_when_they_are_complete(mode):
     assert (Launches(STORED.format("")).run(mode=mode) == np.arange(64) + 1).all()
-    with pytest.raises(Fault, match="reads offset 0 of buffer 0, written by warp 0, without synchronisation"):
+    with pytest.raises(Fault, match="reads offset 0 of argument 0, written by warp 0, without synchronisation"):
         Launches(STORED.format(".read")).run(mode=mode)
 
 

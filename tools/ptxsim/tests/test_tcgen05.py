@@ -5,9 +5,7 @@ from dataclasses import dataclass
 import ml_dtypes
 import numpy as np
 import pytest
-from ptxsim.call import Global, KernelLaunch
-from ptxsim.faults import Fault, NotModelled
-from ptxsim.runner import run
+from ptxsim import MODES, Fault, NotModelled, launch, run
 
 RNG = np.random.default_rng(0)
 FORMATS = {
@@ -24,7 +22,6 @@ FORMATS = {
 CODES = {"f16": 0, "bf16": 1, "tf32": 2, "e4m3": 0, "e5m2": 1, "e2m3": 3, "e3m2": 4, "e2m1": 5}
 LAYOUT = {0: 0, 128: 2, 64: 4, 32: 6}  # descriptor bits 61-63 by swizzle
 B_AT, SCALES_AT, IMAGE = 16384, 32768, 40960  # where operands lie in the shared memory of a CTA; bytes
-EVERY = ("eager", "late", "newest", "random")
 START = """\
 mov.u32 %tid, %tid.x; mov.u32 %rank, %cluster_ctarank; and.b32 %odd, %rank, 1; shr.u32 %warp, %tid, 5;
 mad.lo.u32 %row, %rank, 128, %tid; mov.u32 %smem, smem; mov.u32 %bar, bar; mov.u32 %slot, slot;
@@ -104,9 +101,8 @@ def simulate(body: str, image: np.ndarray, fill: np.ndarray, mode: str = "eager"
     head = ".version 9.0\n.target sm_100a\n.address_size 64\n"
     entry = ".visible .entry k(.param .u64 image, .param .u64 fill, .param .u64 out)\n.reqntid 128, 1, 1\n{\n"
     ptx = head + entry + "\n".join(names) + "\n" + text.replace("; ", ";\n") + "\n}\n"
-    memory, out = Global(), np.zeros_like(fill)
-    params = [memory.add(array).to_bytes(8, "little") for array in (image, fill, out)]
-    run(KernelLaunch(ptx, params, (group, 1, 1), (group, 1, 1), memory=memory), mode=mode)  # type: ignore[arg-type]
+    out = np.zeros_like(fill)
+    run(launch(ptx, [image, fill, out], group, cluster=group), mode=mode)
     return out
 
 
@@ -435,7 +431,7 @@ def small(mode: str, change: tuple[str, str]) -> None:
         simulate(everything["body"], image, np.zeros((128, 32), np.uint32), mode)
 
 
-@pytest.mark.parametrize("mode", EVERY)
+@pytest.mark.parametrize("mode", MODES)
 def test_right(mode: str) -> None:
     small(mode, ("bar.sync 0;", "bar.sync 0;"))
 

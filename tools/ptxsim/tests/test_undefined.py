@@ -2,10 +2,7 @@
 
 import numpy as np
 import pytest
-from ptxsim.call import Global, KernelLaunch, TensorMap
-from ptxsim.faults import Fault
-from ptxsim.machine import MODES
-from ptxsim.runner import run
+from ptxsim import MODES, Fault, launch, run
 
 HEAD = """.version 8.7
 .target sm_90a
@@ -33,9 +30,8 @@ STORE = "st.global.f32 [%rd1], %f8;\nret;\n}\n"
 
 
 def execute(body: str, mode: str) -> np.ndarray:
-    memory, out = Global(), np.zeros(128, np.float32)
-    params: list[bytes | TensorMap] = [np.uint64(memory.add(out, "out")).tobytes()]
-    run(KernelLaunch(HEAD + body + STORE, params, shared=4096, memory=memory), mode=mode)
+    out = np.zeros(128, np.float32)
+    run(launch(HEAD + body + STORE, [out], shared=4096), mode=mode)
     return out
 
 

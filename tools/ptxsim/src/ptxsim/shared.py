@@ -21,6 +21,7 @@ BASE = 1024  # bytes that the system keeps at the start of a CTA's shared memory
 RANK = 24  # bit of a shared address where the CTA rank begins
 EMPTY, SEVERAL = -1, -2  # in place of a component: never written; parts written by several warps, unordered. Event 0
 ALWAYS = np.iinfo(np.int32).max
+UNDER_WAY, BETWEEN = " while an async write is under way", "without synchronisation in between"
 
 
 class SharedMemory:
@@ -133,19 +134,14 @@ class SharedMemory:
     def last_writer(self, words: np.ndarray, what: object) -> np.ndarray:
         """Return the writers of words that are read now. Raise Fault if an async write is pending."""
         if self.writes and count_nonzero(self.async_writes[words]):
-            raise Fault(
-                f"{what}: reads {self._first(words, self.async_writes[words] > 0)} while an async write is under way"
-                f"{self.other(words, self.async_writes[words] > 0)}"
-            )
+            raise self.race(f"{what}: reads", words, self.async_writes[words] > 0, UNDER_WAY)
         return self.writer[words]
 
     def refuse_late(self, late: np.ndarray, words: np.ndarray, what: object) -> None:
         """Raise Fault if a read does not happen after the last write."""
         if late.any():
-            raise Fault(
-                f"{what}: reads {self._first(words, late)}, written by {self.who(first_of(self.writer[words], late))}, "
-                f"without synchronisation in between{self.other(words, late)}"
-            )
+            who = self.who(first_of(self.writer[words], late))
+            raise self.race(f"{what}: reads", words, late, f", written by {who}, {BETWEEN}")
 
     def store(self, warps: np.ndarray, flat: np.ndarray, values: np.ndarray, what: object) -> None:
         """Store values (count, n)."""
@@ -171,15 +167,10 @@ class SharedMemory:
         """Check a write of `words`, an array or a slice; return a mask of the words that other warps write in other
         parts at the same time, which is allowed only for a `part` of a word."""
         if self.writes and count_nonzero(self.async_writes[words]):
-            raise Fault(
-                f"{what}: writes {self._first(words, self.async_writes[words] > 0)} while an async write is under way"
-                f"{self.other(words, self.async_writes[words] > 0)}"
-            )
+            raise self.race(f"{what}: writes", words, self.async_writes[words] > 0, UNDER_WAY)
         if self.reads and count_nonzero(self.async_reads[words]):
-            raise Fault(
-                f"{what}: writes {self._first(words, self.async_reads[words] > 0)} while an async operation reads it"
-                f"{self.other(words, self.async_reads[words] > 0, read=True)}"
-            )
+            said = " while an async operation reads it"
+            raise self.race(f"{what}: writes", words, self.async_reads[words] > 0, said, read=True)
         writer = self.writer[words]
         late = apart = self.order.saw(by, writer) < self.event[words]
         if self.updated:
@@ -188,10 +179,8 @@ class SharedMemory:
             apart = late & self.partly[words] if part else np.zeros_like(late)
             late = late & ~apart
             if late.any():
-                raise Fault(
-                    f"{what}: overwrites {self._first(words, late)}, written by "
-                    f"{self.who(first_of(writer, late))}, without synchronisation in between{self.other(words, late)}"
-                )
+                who = self.who(first_of(writer, late))
+                raise self.race(f"{what}: overwrites", words, late, f", written by {who}, {BETWEEN}")
         self.check_readers(by, words, what)
         return apart | (writer == SEVERAL) if part else apart
 
@@ -200,10 +189,8 @@ class SharedMemory:
         words = self.words(flat, size)
         self.check_read(warps, words, what, size < 4)
         if self.reads and count_nonzero(self.async_reads[words]):
-            raise Fault(
-                f"{what}: updates {self._first(words, self.async_reads[words] > 0)}, which an async operation reads"
-                f"{self.other(words, self.async_reads[words] > 0, read=True)}"
-            )
+            said = ", which an async operation reads"
+            raise self.race(f"{what}: updates", words, self.async_reads[words] > 0, said, read=True)
         self.check_readers(warps, words, what)
         self.updated = True
         self.write_line[words] = line_of(what)
@@ -214,8 +201,7 @@ class SharedMemory:
         late = (updater >= 0) & (self.order.saw(by, updater) < self.update_event[words])
         if count_nonzero(late):
             who = self.who(first_of(updater, late))
-            message = f"{what} {self._first(words, late)}, updated by {who}, without synchronisation in between"
-            raise Fault(f"{message}{self.other(words, late)}")
+            raise self.race(what, words, late, f", updated by {who}, {BETWEEN}")
 
     def check_exit(self, slot: int) -> None:
         """Check that reads of a CTA's shared memory by other CTAs happen before its exit."""
@@ -248,9 +234,7 @@ class SharedMemory:
         late = (reader >= 0) & (self.order.saw(by, reader) < self.async_event[words])
         if count_nonzero(late):
             readers = f"{self.who(first_of(reader, late))} may still read"
-            raise Fault(
-                f"{what}: overwrites {self._first(words, late)}, which {readers}{self.other(words, late, True)}"
-            )
+            raise self.race(f"{what}: overwrites", words, late, f", which {readers}", read=True)
 
     def refuse_readers(self, by: np.ndarray, words: np.ndarray, what: object) -> None:
         """Raise Fault if a warp of a word's CTA, which need not be the writer's, may still read the word."""
@@ -260,10 +244,8 @@ class SharedMemory:
         if late.any():
             thread = late.any(0)
             warp = first_of(first, thread) + int(np.argmax(late.T[thread.T][0]))
-            raise Fault(
-                f"{what}: overwrites {self._first(words, thread)}, which {self.who(warp)} has read, "
-                f"without synchronisation in between{self.other(words, thread, read=True)}"
-            )
+            said = f", which {self.who(warp)} has read, {BETWEEN}"
+            raise self.race(f"{what}: overwrites", words, thread, said, read=True)
 
     # ------------------------------------------------------------- async proxy
     def begin_read(self, warps: np.ndarray, words: Any, what: object, blank: bool = False) -> str:
@@ -297,10 +279,9 @@ class SharedMemory:
         generic = (writer >= 0) & (writer < self.order.warps)
         stale = generic & (self.order.fenced[warps].min(0)[np.maximum(writer, 0)] < self.event[words])
         if stale.any():
-            raise Fault(
-                f"{what} {self._first(words, stale)} through the async proxy, written by "
-                f"{self.who(int(writer[stale][0]))} without fence.proxy.async{self.other(words, stale)}"
-            )
+            who = self.who(int(writer[stale][0]))
+            said = f" through the async proxy, written by {who} without fence.proxy.async"
+            raise self.race(what, words, stale, said)
 
     def end_read(self, warps: np.ndarray, words: Any) -> None:
         """End an async read; `warps` have waited for it."""
@@ -350,12 +331,13 @@ class SharedMemory:
     def who(self, component: int) -> str:
         return f"warp {component}" if component < self.order.warps else "an async operation"
 
-    def other(self, words: Any, bad: np.ndarray, read: bool = False) -> str:
-        """Return a line for a message: the other instruction of a race, which last wrote, or read, the first bad
-        word."""
+    def race(self, does: object, words: Any, bad: np.ndarray, said: str, read: bool = False) -> Fault:
+        """Return a fault: what is done to the first bad word, what is said of it, and the other instruction of the
+        race, which last wrote, or read, that word."""
         lines = self.read_line if read else self.write_line
         line = int(lines[first_of(self._numbers(words), bad)])
-        return f"\n  the last {'read' if read else 'write'}: {self.instruction_at(line)}" if line else ""
+        other = f"\n  the last {'read' if read else 'write'}: {self.instruction_at(line)}" if line else ""
+        return Fault(f"{does} {self._first(words, bad)}{said}{other}")
 
     def _numbers(self, words: Any) -> np.ndarray:
         return np.arange(words.start, words.stop) if isinstance(words, slice) else words

@@ -72,24 +72,17 @@ class TensorMemory:
         """Check that the last writes happen before a read by warp `by`. engine: the reading engine; its own writes
         are in order."""
         self.check_owned(region, say)
-        writer, event = self.writer[region], self.event[region]
+        writer = self.writer[region]
         if count_nonzero(writer == EMPTY):
             raise Fault(f"{say}: reads {self.place(region, writer == EMPTY)}, which nothing has written")
         self.check_open(by, region, say, "reads")
-        late = self.late(by, writer, event, engine)
-        if count_nonzero(late):
-            first = int(writer[late].flat[0]), int(event[late].flat[0])
-            raise Fault(f"{say}: reads {self.place(region, late)}, written by {self.who(*first)}")
+        self.check_late(by, region, (writer, self.event[region]), engine, say, "reads {}, written")
 
     def check_write(self, by: int, region: Region, say: object, engine: int = EMPTY) -> None:
         """Check that all writes and reads happen before a write by warp `by`."""
         self.check_owned(region, say)
         self.check_open(by, region, say, "overwrites")
-        writer, event = self.writer[region], self.event[region]
-        late = self.late(by, writer, event, engine)
-        if count_nonzero(late):
-            first = int(writer[late].flat[0]), int(event[late].flat[0])
-            raise Fault(f"{say}: overwrites {self.place(region, late)}, written by {self.who(*first)}")
+        self.check_late(by, region, (self.writer[region], self.event[region]), engine, say, "overwrites {}, written")
         start = self.slot * self.warps
         unseen = self.readers[:, region[0], region[1]] > self.order.seen[by, start : start + self.warps, None, None]
         if count_nonzero(unseen):
@@ -98,11 +91,7 @@ class TensorMemory:
                 f"{say}: overwrites {self.place(region, np.any(unseen, axis=0))}, which warp {warp} has read, "
                 "without synchronisation in between"
             )
-        reader, event = self.reader[region], self.read_event[region]
-        late = self.late(by, reader, event, engine)
-        if count_nonzero(late):
-            first = int(reader[late].flat[0]), int(event[late].flat[0])
-            raise Fault(f"{say}: overwrites {self.place(region, late)}, read by {self.who(*first)}")
+        self.check_late(by, region, (self.reader[region], self.read_event[region]), engine, say, "overwrites {}, read")
 
     def check_open(self, by: int, region: Region, say: object, does: str) -> None:
         """Check that no tcgen05.st of the region is pending. A warp may store again before it waits."""
@@ -113,9 +102,16 @@ class TensorMemory:
             where = self.place(region, bad)
             raise Fault(f"{say}: {does} {where}, stored by a tcgen05.st without tcgen05.wait::st")
 
-    def late(self, by: int, component: np.ndarray, event: np.ndarray, engine: int) -> np.ndarray:
+    def check_late(
+        self, by: int, region: Region, last: tuple[np.ndarray, np.ndarray], engine: int, say: object, what: str
+    ) -> None:
+        """Check that what components did to the region happens before what warp `by` or `engine` does. last: the
+        component and its event of each word."""
+        component, event = last
         late = self.order.seen[by][component] < event
-        return late & (component >= 0) & (component != engine) if count_nonzero(late) else late
+        if count_nonzero(late) and count_nonzero(late := late & (component >= 0) & (component != engine)):
+            who = self.who(int(component[late].flat[0]), int(event[late].flat[0]))
+            raise Fault(f"{say}: {what.format(self.place(region, late))} by {who}")
 
     def who(self, component: int, event: int) -> str:
         engine = self.engines.get(component)

@@ -8,7 +8,7 @@ tensor maps. %t<n> %h<n> %q<n> %p<n> are free 32-, 16-, 64-bit and predicate reg
 
 import re
 import zlib
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass, fields, replace
 from string import Template
 
 import numpy as np
@@ -34,38 +34,43 @@ class TensorMapArg:
 
 
 @dataclass(frozen=True, eq=False)
-class CalibrationCase:
-    """One launch. outputs: numbers of the arguments that are compared.
+class CaseBase:
+    """The fields that a sketch and its case share.
 
-    real: format of the outputs, "f16", "bf16" or "f32", if they are compared as numbers; "" compares their bits.
-    tolerance: of |simulated - device| / max(|device|, floor); 0 requires equal bits, except NaN payloads."""
+    shared: dynamic bytes. real: format of the outputs, "f16", "bf16" or "f32", if they are compared as numbers; ""
+    compares their bits. tolerance: of |simulated - device| / max(|device|, floor); 0 requires equal bits, except NaN
+    payloads."""
 
     name: str
     form: str
     isa: str
-    ptx: str
-    args: tuple[np.ndarray | TensorMapArg, ...]
-    outputs: tuple[int, ...]
-    threads: int
-    grid: tuple[int, int, int]
-    cluster: tuple[int, int, int]
-    shared: int
-    real: str
-    tolerance: float
-    floor: float
+    _: KW_ONLY
+    threads: int = 32
+    grid: tuple[int, int, int] = (1, 1, 1)
+    cluster: tuple[int, int, int] = (1, 1, 1)
+    shared: int = 0
+    real: str = ""
+    tolerance: float = 0.0
+    floor: float = 0.0
 
 
 @dataclass(frozen=True, eq=False)
-class Sketch:
+class CalibrationCase(CaseBase):
+    """One launch. outputs: numbers of the arguments that are compared."""
+
+    ptx: str
+    args: tuple[np.ndarray | TensorMapArg, ...]
+    outputs: tuple[int, ...]
+
+
+@dataclass(frozen=True, eq=False)
+class Sketch(CaseBase):
     """The input of `build`. ins and outs have one row per thread of the grid.
 
     inout: output registers start with the values of their array. image: bytes copied to shared memory before the
-    body, one row per CTA, or one for all. dump: bytes of shared memory copied out after the body. shared: dynamic
-    bytes, more if image or dump need them. changed: the buffers that are compared."""
+    body, one row per CTA, or one for all. dump: bytes of shared memory copied out after the body. Shared memory has
+    room for both. changed: the buffers that are compared."""
 
-    name: str
-    form: str
-    isa: str
     body: str
     ins: tuple[np.ndarray, ...] = ()
     outs: tuple[np.ndarray, ...] = ()
@@ -74,14 +79,7 @@ class Sketch:
     maps: tuple[TensorMapArg, ...] = ()
     image: np.ndarray | None = None
     dump: int = 0
-    shared: int = 0
     inout: bool = False
-    threads: int = 32
-    grid: tuple[int, int, int] = (1, 1, 1)
-    cluster: tuple[int, int, int] = (1, 1, 1)
-    real: str = ""
-    tolerance: float = 0.0
-    floor: float = 0.0
 
 
 def random(name: str) -> np.random.RandomState:
@@ -162,7 +160,7 @@ def build(sketch: Sketch) -> CalibrationCase:
     ctas = s.grid[0] * s.grid[1] * s.grid[2]
     args: list[np.ndarray | TensorMapArg] = [*s.ins, *s.outs, *s.buffers]
     first = len(s.ins) + len(s.outs)
-    args += [TensorMapArg(first + m.array, m.dims, m.strides, m.box, m.format, m.swizzle, m.fill) for m in s.maps]
+    args += [replace(m, array=first + m.array) for m in s.maps]
     outputs = [*range(len(s.ins), first), *(first + i for i in s.changed)]
     shared = max(s.shared, s.dump, 0 if s.image is None else s.image.shape[-1])
     w.names.update(tid=w.new("r"), cta=w.new("r"), gt=w.new("r"), smem=w.new("r"))
@@ -203,21 +201,8 @@ def build(sketch: Sketch) -> CalibrationCase:
         args.append(np.full((ctas, s.dump), 0xEE, np.uint8))
     w.add("ret;")
     text = module(w.lines, args, s.threads, shared)
-    return CalibrationCase(
-        s.name,
-        s.form,
-        s.isa,
-        text,
-        tuple(args),
-        tuple(outputs),
-        s.threads,
-        s.grid,
-        s.cluster,
-        shared,
-        s.real,
-        s.tolerance,
-        s.floor,
-    )
+    common = {field.name: getattr(s, field.name) for field in fields(CaseBase)} | {"shared": shared}
+    return CalibrationCase(**common, ptx=text, args=tuple(args), outputs=tuple(outputs))
 
 
 def module(lines: list[str], args: list[np.ndarray | TensorMapArg], threads: int, shared: int) -> str:
@@ -262,3 +247,10 @@ def elementwise(isa: str, op: str, ins: tuple[np.ndarray, ...], out: np.dtype | 
     label = str(more.pop("name", name))
     outs = (np.full(len(ins[0]), 0xEE, np.uint8).astype(out),)
     return Sketch(label, form, isa, body, ins, outs, threads=len(ins[0]), **more)  # type: ignore[arg-type]
+
+
+def named(
+    isa: str, form: str, op: str, ins: tuple[np.ndarray, ...], out: np.dtype | type = np.uint32, name: str = ""
+) -> Sketch:
+    """Return an elementwise sketch with its form for a name, if it has no other."""
+    return elementwise(isa, op, ins, out, form=form, name=name or form)

@@ -12,7 +12,7 @@ P, Q = "Parallel Synchronization Instructions: ", "Data Movement Instructions: "
 SYNC = "barrier.cluster.arrive.aligned;\nbarrier.cluster.wait.aligned;"
 
 
-def single(name: str, isa: str, script: str, **more: object) -> Sketch:
+def single(name: str, script: str) -> Sketch:
     """Return a sketch of one warp; lane 0 runs the script with the address of 64 bytes of shared memory in %t1 and
     results in $x."""
     body = f"""
@@ -23,8 +23,7 @@ def single(name: str, isa: str, script: str, **more: object) -> Sketch:
         REST:
     """
     outs = (np.zeros((32, 8), np.uint32),)
-    options: dict = dict(shared=64, inout=True) | more
-    return Sketch(name, name, P + isa, body, (), outs, **options)
+    return Sketch(name, name, P + "mbarrier", body, (), outs, shared=64, inout=True)
 
 
 def test(register: str, parity: int) -> str:
@@ -53,7 +52,7 @@ def counts() -> Iterator[Sketch]:
         {test("$x6", 1)}
         mbarrier.test_wait.shared.b64 %p2, [%t1], %q2;
         selp.b32 $x7, 1, 0, %p2;"""
-    yield single("mbarrier.arrive, test_wait, pending_count", "mbarrier", script)
+    yield single("mbarrier.arrive, test_wait, pending_count", script)
     script = f"""{init}
         mbarrier.arrive.shared.b64 %q1, [%t1], 3;
         {test("$x0", 0)}
@@ -69,7 +68,7 @@ def counts() -> Iterator[Sketch]:
         mbarrier.init.shared.b64 [%t1], 1;
         {test("$x6", 0)}
         {test("$x7", 1)}"""
-    yield single("mbarrier.arrive count, noComplete, inval, several phases", "mbarrier", script)
+    yield single("mbarrier.arrive count, noComplete, inval, several phases", script)
     script = f"""{init}
         mbarrier.arrive_drop.shared.b64 %q1, [%t1];
         mbarrier.arrive.shared.b64 %q1, [%t1], 2;
@@ -79,7 +78,7 @@ def counts() -> Iterator[Sketch]:
         {test("$x2", 1)}
         mbarrier.arrive.shared.b64 %q2, [%t1];
         {test("$x3", 1)}"""
-    yield single("mbarrier.arrive_drop", "mbarrier", script)
+    yield single("mbarrier.arrive_drop", script)
     script = f"""mbarrier.init.shared.b64 [%t1], 2;
         mbarrier.arrive.expect_tx.shared.b64 %q1, [%t1], 64;
         {pending("$x0", "%q1")}
@@ -97,21 +96,21 @@ def counts() -> Iterator[Sketch]:
         mbarrier.arrive.shared.b64 %q2, [%t1], 2;
         {test("$x6", 1)}
         {test("$x7", 0)}"""
-    yield single("mbarrier.expect_tx, mbarrier.complete_tx, arrive.expect_tx", "mbarrier", script)
+    yield single("mbarrier.expect_tx, mbarrier.complete_tx, arrive.expect_tx", script)
     script = f"""mbarrier.init.shared.b64 [%t1], 1;
         mbarrier.complete_tx.relaxed.cta.shared::cta.b64 [%t1], 48;
         mbarrier.arrive.shared.b64 %q1, [%t1];
         {test("$x0", 0)}
         mbarrier.expect_tx.relaxed.cta.shared::cta.b64 [%t1], 48;
         {test("$x1", 0)}"""
-    yield single("mbarrier.complete_tx before expect_tx", "mbarrier", script)
+    yield single("mbarrier.complete_tx before expect_tx", script)
     script = f"""mbarrier.init.shared.b64 [%t1], 1048575;
         mbarrier.arrive.shared.b64 %q1, [%t1], 1048574;
         {pending("$x0", "%q1")}
         mbarrier.arrive.shared.b64 %q1, [%t1], 1;
         {pending("$x1", "%q1")}
         {test("$x2", 0)}"""
-    yield single("mbarrier.init 2^20 - 1", "mbarrier", script)
+    yield single("mbarrier.init 2^20 - 1", script)
 
 
 def forms() -> Iterator[Sketch]:
@@ -128,7 +127,7 @@ def forms() -> Iterator[Sketch]:
         )
     ):
         script += f"\n{op}\nselp.b32 $x{i}, 1, 0, %p2;"
-    yield single("mbarrier.try_wait, test_wait: scopes, time limit", "mbarrier", script)
+    yield single("mbarrier.try_wait, test_wait: scopes, time limit", script)
 
 
 def handoff() -> Iterator[Sketch]:
@@ -256,11 +255,19 @@ BARRIER = """setp.ne.u32 %p1, $tid, 0;
 """
 
 
+def awaited(first: str, every: str = "") -> str:
+    """Return code in which thread 0 runs `first`, all threads run `every`, and all wait for the CTA's own mbarrier."""
+    return f"""{BARRIER.format(count=1)}
+        @%p1 bra LATER;
+        {first}
+        LATER:
+        {every}{wait("%t10", 0, "WAIT")}"""
+
+
 def signals() -> Iterator[Sketch]:
     """Yield cases of mbarriers of the other CTA."""
     outs = (np.zeros(64, np.uint32),)
-    head = BARRIER.format(count=32)
-    body = f"""{head}
+    body = f"""{BARRIER.format(count=32)}
         mad.lo.u32 %t4, $tid, 4, %t2;
         st.shared::cluster.b32 [%t4], $tid;
         mbarrier.arrive.release.cluster.shared::cluster.b64 _, [%t11];
@@ -268,66 +275,40 @@ def signals() -> Iterator[Sketch]:
         mad.lo.u32 %t4, $tid, 4, $smem;
         ld.shared.b32 $x, [%t4];"""
     yield paired("mbarrier.arrive.release.cluster.shared::cluster", P + "mbarrier", body, outs=outs)
-    head = BARRIER.format(count=1)
-    body = f"""{head}
-        @%p1 bra LATER;
-        mbarrier.arrive.expect_tx.release.cluster.shared::cluster.b64 _, [%t11], 128;
-        LATER:
-        mad.lo.u32 %t4, $tid, 4, %t2;
-        st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.b32 [%t4], $tid, [%t11];
-        {wait("%t10", 0, "WAIT")}"""
+    expect = "mbarrier.arrive.expect_tx.release.cluster.shared::cluster.b64 _, [%t11], 128;"
+    store = "st.async.weak.shared::cluster.mbarrier::complete_tx::bytes"
+    body = awaited(expect, f"mad.lo.u32 %t4, $tid, 4, %t2;\n{store}.b32 [%t4], $tid, [%t11];\n")
     yield paired("st.async.b32, mbarrier.arrive.expect_tx.shared::cluster", Q + "st.async", body)
-    body = f"""{head}
-        @%p1 bra LATER;
-        mbarrier.arrive.expect_tx.shared.b64 %q1, [%t10], 512;
-        LATER:
-        mad.lo.u32 %t4, $tid, 16, %t2;
-        st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v4.b32 [%t4], {{$tid, %t1, 7, 8}}, [%t11];
-        {wait("%t10", 0, "WAIT")}"""
+    vector = f"mad.lo.u32 %t4, $tid, 16, %t2;\n{store}.v4.b32 [%t4], {{$tid, %t1, 7, 8}}, [%t11];\n"
+    body = awaited("mbarrier.arrive.expect_tx.shared.b64 %q1, [%t10], 512;", vector)
     yield paired("st.async.v4.b32", Q + "st.async", body)
     for op in ("add.u32", "min.s32", "or.b32", "inc.u32"):
-        form = f"red.async.relaxed.cluster.global.{op}".replace(".global", "")
-        body = f"""{head}
-            @%p1 bra LATER;
-            mbarrier.arrive.expect_tx.shared.b64 %q1, [%t10], 128;
-            LATER:
-            mad.lo.u32 %t4, $tid, 4, %t2;
-            red.async.relaxed.cluster.shared::cluster.mbarrier::complete_tx::bytes.{op} [%t4], $tid, [%t11];
-            {wait("%t10", 0, "WAIT")}"""
-        yield paired(form, P + "red.async", body)
+        reduce = f"red.async.relaxed.cluster.shared::cluster.mbarrier::complete_tx::bytes.{op} [%t4], $tid, [%t11];"
+        expect = "mbarrier.arrive.expect_tx.shared.b64 %q1, [%t10], 128;"
+        body = awaited(expect, f"mad.lo.u32 %t4, $tid, 4, %t2;\n{reduce}\n")
+        yield paired(f"red.async.relaxed.cluster.{op}", P + "red.async", body)
 
 
 def transfers() -> Iterator[Sketch]:
     """Yield cases of bulk copies between CTAs and of multicast."""
-    head = BARRIER.format(count=1)
     form = "cp.async.bulk.shared::cluster.shared::cta"
-    body = f"""{head}
-        @%p1 bra LATER;
-        mbarrier.arrive.expect_tx.shared.b64 %q1, [%t10], 192;
+    body = awaited(f"""mbarrier.arrive.expect_tx.shared.b64 %q1, [%t10], 192;
         fence.proxy.async.shared::cta;
         add.s32 %t4, $smem, 256;
-        {form}.mbarrier::complete_tx::bytes [%t2], [%t4], 192, [%t11];
-        LATER:
-        {wait("%t10", 0, "WAIT")}"""
+        {form}.mbarrier::complete_tx::bytes [%t2], [%t4], 192, [%t11];""")
     yield paired(form, B, body)
     for op in ("add.u32", "min.s32", "max.u32", "xor.b32", "dec.u32"):
         form = f"cp.reduce.async.bulk.shared::cluster.shared::cta.mbarrier::complete_tx::bytes.{op}"
-        body = f"""{head}
-            @%p1 bra LATER;
-            mbarrier.arrive.expect_tx.shared.b64 %q1, [%t10], 192;
+        body = awaited(f"""mbarrier.arrive.expect_tx.shared.b64 %q1, [%t10], 192;
             add.s32 %t4, $smem, 256;
-            {form} [%t2], [%t4], 192, [%t11];
-            LATER:
-            {wait("%t10", 0, "WAIT")}"""
+            {form} [%t2], [%t4], 192, [%t11];""")
         yield paired(form, "Asynchronous Copy Instructions: cp.reduce.async.bulk", body)
     what = packed_map("bf16", (40, 9), (16, 4))
     size = 128
     for mask in (1, 2, 3):
         form = "cp.async.bulk.tensor.2d, multicast::cluster"
-        op = "cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes.multicast::cluster"
-        body = f"""{head}
-            @%p1 bra LATER;
-            setp.eq.u32 %p3, %t1, 0;
+        op = f"{TILE.format('shared::cluster')}.multicast::cluster"
+        body = awaited(f"""setp.eq.u32 %p3, %t1, 0;
             shr.u32 %t4, {mask}, %t1;
             and.b32 %t4, %t4, 1;
             mul.lo.u32 %t4, %t4, {size};
@@ -336,36 +317,26 @@ def transfers() -> Iterator[Sketch]:
             mov.b32 %t13, 2;
             mov.b16 %h1, {mask};
             add.s32 %t5, $smem, 128;
-            @%p3 {op} [%t5], [$m0, {{%t12, %t13}}], [%t10], %h1;
-            LATER:
-            {wait("%t10", 0, "WAIT")}"""
+            @%p3 {op} [%t5], [$m0, {{%t12, %t13}}], [%t10], %h1;""")
         name = f"{form} mask {mask}"
         more = dict(buffers=(tensor(name, what),), maps=(what,))
         yield replace(paired(name, T, body, **more), form=form)
     form = "cp.async.bulk.shared::cluster.global.multicast::cluster"
     op = form.replace(".multicast", ".mbarrier::complete_tx::bytes.multicast")
-    body = f"""{head}
-        @%p1 bra LATER;
-        mbarrier.arrive.expect_tx.shared.b64 %q1, [%t10], 320;
+    body = awaited(f"""mbarrier.arrive.expect_tx.shared.b64 %q1, [%t10], 320;
         mov.b16 %h1, 3;
         mul.lo.u32 %t4, %t1, 160;
         cvt.u64.u32 %q2, %t4;
         add.s64 %q2, $g0, %q2;
         add.s32 %t5, $smem, %t4;
-        {op} [%t5], [%q2], 160, [%t10], %h1;
-        LATER:
-        {wait("%t10", 0, "WAIT")}"""
+        {op} [%t5], [%q2], 160, [%t10], %h1;""")
     data = random(form).randint(0, 256, 512).astype(np.uint8)
     yield paired(form, B, body, buffers=(data,))
     form = "cp.async.bulk.tensor.2d, tile to the other CTA's barrier"
-    body = f"""{head}
-        @%p1 bra LATER;
-        mbarrier.arrive.expect_tx.shared.b64 %q1, [%t10], {size};
+    body = awaited(f"""mbarrier.arrive.expect_tx.shared.b64 %q1, [%t10], {size};
         mov.b32 %t12, 8;
         mov.b32 %t13, 2;
-        {TILE.format("shared::cluster")} [%t2], [$m0, {{%t12, %t13}}], [%t11];
-        LATER:
-        {wait("%t10", 0, "WAIT")}"""
+        {TILE.format("shared::cluster")} [%t2], [$m0, {{%t12, %t13}}], [%t11];""")
     yield paired(form, T, body, buffers=(tensor(form, what),), maps=(what,))
 
 

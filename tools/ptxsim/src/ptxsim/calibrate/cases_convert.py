@@ -89,42 +89,25 @@ def from_integer() -> Iterator[Sketch]:
         [edges, rng.randint(0, 1 << 63, 52, dtype=np.uint64) >> rng.randint(0, 63, 52).astype(np.uint64)]
     )
     data[40:] = ~data[40:]
-    for how in ("rn", "rz", "rm", "rp"):
-        for kind in ("s32", "u32", "s64", "u64"):
-            op = f"cvt.{how}.f32.{kind}"
-            yield elementwise(D, op, (data.astype(INT[kind]),), np.uint32)
-    for op in ("cvt.rn.f32.s16", "cvt.rn.f32.u16", "cvt.rn.f32.s8", "cvt.rn.f32.u8"):
-        yield elementwise(D, op, (data.astype(np.uint16),), np.uint32)
-    for op, kind in (
-        ("cvt.rn.f16.s32", "s32"),
-        ("cvt.rn.f16.u16", "u16"),
-        ("cvt.rn.bf16.s32", "s32"),
-        ("cvt.rn.bf16.u64", "u64"),
-    ):
-        yield elementwise(D, op, (data.astype(INT[kind]),), np.uint16)
+    single = [f"cvt.{how}.f32.{kind}" for how in ("rn", "rz", "rm", "rp") for kind in ("s32", "u32", "s64", "u64")]
+    single += ["cvt.rn.f32.s16", "cvt.rn.f32.u16", "cvt.rn.f32.s8", "cvt.rn.f32.u8"]
+    for op in (*single, "cvt.rn.f16.s32", "cvt.rn.f16.u16", "cvt.rn.bf16.s32", "cvt.rn.bf16.u64"):
+        *_, to, kind = op.split(".")
+        yield elementwise(D, op, (data.astype(INT[kind]),), np.uint32 if to == "f32" else np.uint16)
 
 
 def between_integers() -> Iterator[Sketch]:
     """Yield cases of truncation, extension by the source's sign, saturation."""
     a, b = pairs32("between")
-    long = a | b.astype(np.uint64) << np.uint64(32)
-    for op in (
-        "cvt.s8.s32",
-        "cvt.u8.u32",
-        "cvt.s16.s32",
-        "cvt.sat.s8.s32",
-        "cvt.sat.u8.s32",
-        "cvt.sat.u16.s32",
-        "cvt.sat.s16.u32",
+    given = {np.uint16: a.astype(np.uint16), np.uint32: a, np.uint64: a | b.astype(np.uint64) << np.uint64(32)}
+    for kinds in (
+        *("s8.s32", "u8.u32", "s16.s32", "sat.s8.s32", "sat.u8.s32", "sat.u16.s32", "sat.s16.u32"),
+        *("s64.s32", "u64.u32", "u64.s32", "s64.u32"),
+        *("u32.u64", "s32.s64", "sat.s32.s64", "sat.u32.s64", "sat.s32.u64"),
+        *("s32.s8", "u32.u8", "s32.s16", "u32.u16", "u32.s16", "s32.u16", "s16.s8"),
     ):
-        yield elementwise(D, op, (a,), np.uint16)
-    for op in ("cvt.s64.s32", "cvt.u64.u32", "cvt.u64.s32", "cvt.s64.u32"):
-        yield elementwise(D, op, (a,), np.uint64)
-    for op in ("cvt.u32.u64", "cvt.s32.s64", "cvt.sat.s32.s64", "cvt.sat.u32.s64", "cvt.sat.s32.u64"):
-        yield elementwise(D, op, (long,), np.uint32)
-    for op in ("cvt.s32.s8", "cvt.u32.u8", "cvt.s32.s16", "cvt.u32.u16", "cvt.u32.s16", "cvt.s32.u16"):
-        yield elementwise(D, op, (a.astype(np.uint16),), np.uint32)
-    yield elementwise(D, "cvt.s16.s8", (a.astype(np.uint16),), np.uint16)
+        *_, to, source = kinds.split(".")
+        yield elementwise(D, f"cvt.{kinds}", (given[INT[source]],), INT[to])
     c = a[::-1].copy()
     for op in ("cvt.pack.sat.s16.s32", "cvt.pack.sat.u16.s32"):
         yield elementwise(D + ".pack", op, (a, b), np.uint32)

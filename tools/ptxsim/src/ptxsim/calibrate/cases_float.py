@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from .case import Sketch, elementwise, random
+from .case import Sketch, elementwise, named, random
 from .data import bell, double16, narrow, pairs16, pairs32, single16, single32, triples, widen
 
 F, H, C = "Floating-Point Instructions: ", "Half Precision Floating-Point Instructions: ", "Comparison Instructions: "
@@ -48,9 +48,7 @@ def single() -> Iterator[Sketch]:
         yield elementwise(F + op.split(".")[0], op, (single32(op),), np.uint32, real="f32")
     for kind in ("finite", "infinite", "number", "notanumber", "normal", "subnormal"):
         op = f"testp.{kind}.f32 %p1, $a;\nselp.b32 $x, 1, 0, %p1;"
-        yield elementwise(
-            F + "testp", op, (single32("testp"),), np.uint32, name=f"testp.{kind}", form=f"testp.{kind}.f32"
-        )
+        yield named(F + "testp", f"testp.{kind}.f32", op, (single32("testp"),), name=f"testp.{kind}")
 
 
 def approximate() -> Iterator[Sketch]:
@@ -74,56 +72,44 @@ def approximate() -> Iterator[Sketch]:
 
 def packed() -> Iterator[Sketch]:
     """Yield cases of f16x2 and bf16x2, and the scalar forms of both."""
-    binary = {
+    two = {
         "f16": (
             "add", "add.rn", "add.ftz", "add.sat", "sub", "mul", "mul.ftz.sat", "min", "max", "max.NaN", "min.ftz.NaN",
+            "fma.rn", "fma.rn.ftz", "fma.rn.relu", "fma.rn.sat", "fma.rn.ftz.relu",
         ),
-        "bf16": ("add.rn", "sub.rn", "mul.rn", "min", "max", "min.NaN", "max.NaN", "max.NaN.xorsign.abs"),
+        "bf16": (
+            "add.rn", "sub.rn", "mul.rn", "min", "max", "min.NaN", "max.NaN", "max.NaN.xorsign.abs", "fma.rn",
+            "fma.rn.relu",
+        ),
     }  # fmt: skip
-    ternary = {
-        "f16": ("fma.rn", "fma.rn.ftz", "fma.rn.relu", "fma.rn.sat", "fma.rn.ftz.relu"),
-        "bf16": ("fma.rn", "fma.rn.relu"),
-    }
+    one = {"f16": ("add", "mul.sat", "min.NaN", "fma.rn"), "bf16": ("add.rn", "mul.rn", "max", "fma.rn")}
     for kind in ("f16", "bf16"):
-        for op in binary[kind]:
-            full = f"{op}.{kind}x2"
-            yield elementwise(H + op.split(".")[0], full, pairs16(kind, full), np.uint32, real=kind)
-        for op in ternary[kind]:
-            full = f"{op}.{kind}x2"
-            yield elementwise(H + op.split(".")[0], full, triples(pairs16(kind, full), full), np.uint32, real=kind)
+        for op in (*(f"{name}.{kind}x2" for name in two[kind]), *(f"{name}.{kind}" for name in one[kind])):
+            pair = pairs16(kind, op)
+            words = triples(pair, op) if op.startswith("fma") else pair
+            data = words if op.endswith("x2") else tuple(word.astype(np.uint16) for word in words)
+            yield elementwise(H + op.split(".")[0], op, data, data[0].dtype, real=kind)
         for op in ("neg", "abs"):
             yield elementwise(H + op, f"{op}.{kind}x2", (double16(op + kind),), np.uint32, real=kind)
             yield elementwise(H + op, f"{op}.{kind}", (single16(op + kind),), np.uint16, real=kind)
-        for op in ("add.rn", "mul.rn", "max") if kind == "bf16" else ("add", "mul.sat", "min.NaN"):
-            full = f"{op}.{kind}"
-            a, b = pairs16(kind, full)
-            halves = (a.astype(np.uint16), b.astype(np.uint16))
-            yield elementwise(H + op.split(".")[0], full, halves, np.uint16, real=kind)
-        fma = f"fma.rn.{kind}"
-        a, b, c = triples(pairs16(kind, fma), fma)
-        halves3 = (a.astype(np.uint16), b.astype(np.uint16), c.astype(np.uint16))
-        yield elementwise(H + "fma", fma, halves3, np.uint16, real=kind)
 
 
 def packed_approximate() -> Iterator[Sketch]:
     """Yield cases of ex2 and tanh of 16-bit numbers. The errors are the ISA's largest ones, doubled."""
     for op, kind, tolerance, floor in (
         ("ex2.approx.f16", "f16", 2.0**-8.9, 2.0**-14),
-        ("ex2.approx.f16x2", "f16", 2.0**-8.9, 2.0**-14),
         ("ex2.approx.ftz.bf16", "bf16", 2.0**-6, 0.0),
-        ("ex2.approx.ftz.bf16x2", "bf16", 2.0**-6, 0.0),
         ("tanh.approx.f16", "f16", 2.0**-9.9, 1.0),
-        ("tanh.approx.f16x2", "f16", 2.0**-9.9, 1.0),
         ("tanh.approx.bf16", "bf16", 2.0**-7, 1.0),
-        ("tanh.approx.bf16x2", "bf16", 2.0**-7, 1.0),
     ):
-        values = narrow((random(op).rand(192) * 24 - 12).astype(np.float32), kind)
-        values[:64] = single16(op)[:64]
-        data = values | values[::-1].astype(np.uint32) << 16 if op.endswith("x2") else values
-        data = data[np.isfinite(widen(data, kind)).reshape(len(data), -1).all(1)]
-        data = data[: len(data) // 32 * 32]
-        more = dict(real=kind, tolerance=tolerance, floor=floor)
-        yield elementwise(H + op.split(".")[0], op, (data,), data.dtype, **more)
+        for full in (op, f"{op}x2"):
+            values = narrow((random(full).rand(192) * 24 - 12).astype(np.float32), kind)
+            values[:64] = single16(full)[:64]
+            data = values | values[::-1].astype(np.uint32) << 16 if full.endswith("x2") else values
+            data = data[np.isfinite(widen(data, kind)).reshape(len(data), -1).all(1)]
+            data = data[: len(data) // 32 * 32]
+            more = dict(real=kind, tolerance=tolerance, floor=floor)
+            yield elementwise(H + op.split(".")[0], full, (data,), data.dtype, **more)
 
 
 def compared() -> Iterator[Sketch]:
@@ -131,16 +117,13 @@ def compared() -> Iterator[Sketch]:
     for kind in COMPARISONS:
         for suffix in ("f32", "ftz.f32") if kind in ("eq", "ltu") else ("f32",):
             op = f"setp.{kind}.{suffix} %p1, $a, $b;\nselp.b32 $x, 1, 0, %p1;"
-            form = f"setp.{kind}.{suffix}"
-            yield elementwise(C + "setp", op, pairs32("setp"), np.uint32, name=form, form=form)
+            yield named(C + "setp", f"setp.{kind}.{suffix}", op, pairs32("setp"))
     for kind in ("eq", "neu", "lt", "geu", "nan"):
-        form = f"setp.{kind}.f16x2 p|q"
         op = f"setp.{kind}.f16x2 %p1|%p2, $a, $b;\nselp.b32 $x, 1, 0, %p1;\n@%p2 add.u32 $x, $x, 2;"
-        yield elementwise(H + "setp", op, pairs16("f16", "setp"), np.uint32, name=form, form=form)
-    form = "setp.lt.bf16"
+        yield named(H + "setp", f"setp.{kind}.f16x2 p|q", op, pairs16("f16", "setp"))
     a, b = pairs16("bf16", "setp")
     op = "setp.lt.bf16 %p1, $a, $b;\nselp.b16 $x, 1, 0, %p1;"
-    yield elementwise(H + "setp", op, (a.astype(np.uint16), b.astype(np.uint16)), np.uint16, name=form, form=form)
+    yield named(H + "setp", "setp.lt.bf16", op, (a.astype(np.uint16), b.astype(np.uint16)), np.uint16)
     for combine in ("and", "or", "xor"):
         form = f"setp.gt.{combine}.f32 p|q, .., !c"
         op = (
@@ -149,7 +132,7 @@ def compared() -> Iterator[Sketch]:
         )
         a, b = pairs32("setp")
         c = random("setp").randint(0, 2, len(a), dtype=np.uint32)
-        yield elementwise(C + "setp", op, (a, b, c), np.uint32, name=form, form=form)
+        yield named(C + "setp", form, op, (a, b, c))
     for op in ("set.lt.u32.f32", "set.geu.f32.f32", "set.eq.s32.f32", "set.nan.ftz.u32.f32"):
         yield elementwise(C + "set", op, pairs32(op), np.uint32)
     for op in ("slct.f32.f32", "slct.ftz.b32.f32"):
@@ -166,9 +149,8 @@ def double() -> Iterator[Sketch]:
         array[:4] = np.array([0.0, value, 1e-310, -1.5]).view(np.uint64)
     for name in ("add.rn.f64", "mul.rn.f64", "div.rn.f64", "max.f64"):
         op = f"{name} %q1, $a, $b;\nadd.rn.f64 $x, %q1, 0d3FF0000000000000;"
-        yield elementwise(F + name[:3], op, (a, b), np.uint64, form=name, name=name)
-    name = "fma.rn.f64"
-    yield elementwise(F + "fma", "fma.rn.f64 $x, $a, $b, $c;", (a, b, c), np.uint64, form=name, name=name)
+        yield named(F + name[:3], name, op, (a, b), np.uint64)
+    yield named(F + "fma", "fma.rn.f64", "fma.rn.f64 $x, $a, $b, $c;", (a, b, c), np.uint64)
 
 
 def sketches() -> Iterator[Sketch]:

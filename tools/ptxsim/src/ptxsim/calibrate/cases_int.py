@@ -1,10 +1,10 @@
 """Cases of integer arithmetic, bits, shifts, selection."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import numpy as np
 
-from .case import Sketch, elementwise, random
+from .case import Sketch, elementwise, named, random
 from .data import KEYS_INT, pairs, triples
 
 N, L, C = "Integer Arithmetic Instructions: ", "Logic and Shift Instructions: ", "Comparison Instructions: "
@@ -29,6 +29,30 @@ def keys(name: str, dtype: type = np.uint32) -> tuple[np.ndarray, np.ndarray]:
     return pairs(KEYS_INT, dtype, name)
 
 
+def wide(name: str) -> tuple[np.ndarray, np.ndarray]:
+    """Return 64-bit pairs; the upper half comes from another pair."""
+    a, b = keys(name)
+    order = random(name).permutation(len(a))
+    return a | a[order].astype(np.uint64) << np.uint64(32), b | b[order].astype(np.uint64) << np.uint64(32)
+
+
+def short(name: str) -> tuple[np.ndarray, np.ndarray]:
+    """Return 16-bit pairs."""
+    a, b = keys(name)
+    return a.astype(np.uint16), b.astype(np.uint16)
+
+
+def wide_addend(name: str) -> tuple[np.ndarray, ...]:
+    """Return 32-bit pairs and 64-bit addends."""
+    pair = keys(name)
+    return *pair, random(name).randint(0, 1 << 63, len(pair[0]), dtype=np.uint64) * np.uint64(2)
+
+
+def without_zero(pair: tuple[np.ndarray, np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
+    """Return pairs without a zero divisor, for which the ISA leaves the result open."""
+    return pair[0], np.where(pair[1] == 0, pair[1].dtype.type(5), pair[1])
+
+
 def shifts(name: str, bits: int) -> tuple[np.ndarray, np.ndarray]:
     """Return values, and shift distances up to and past the width."""
     rng = random(name)
@@ -39,65 +63,40 @@ def shifts(name: str, bits: int) -> tuple[np.ndarray, np.ndarray]:
     ), b
 
 
+ARITHMETIC: tuple[tuple[tuple[str, ...], Callable[[str], tuple[np.ndarray, ...]], type], ...] = (
+    (BINARY + PACKED, keys, np.uint32),  # forms, inputs, type of the results
+    (TERNARY, lambda op: triples(keys(op), op), np.uint32),
+    (UNARY, lambda op: keys(op)[1:], np.uint32),
+    (("mul.wide.s32", "mul.wide.u32"), keys, np.uint64),
+    (("mul.wide.s16", "mul.wide.u16"), short, np.uint32),
+    (("mad.wide.s32", "mad.wide.u32"), wide_addend, np.uint64),
+    (("add.s16", "sub.u16", "mul.lo.s16", "mul.hi.s16", "mul.hi.u16", "min.s16", "max.u16"), short, np.uint16),
+    (("add.s64", "sub.u64", "mul.lo.s64", "mul.hi.s64", "mul.hi.u64", "min.s64", "max.u64"), wide, np.uint64),
+    (("neg.s64", "abs.s64", "brev.b64"), lambda op: wide(op)[:1], np.uint64),
+    (("popc.b64", "clz.b64", "bfind.s64", "bfind.u64"), lambda op: wide(op)[1:], np.uint32),
+    (("div.s32", "div.u32", "rem.s32", "rem.u32"), lambda op: without_zero(keys(op)), np.uint32),
+    (("div.s64", "rem.u64", "rem.s64"), lambda op: without_zero(wide(op)), np.uint64),
+    (("div.s16", "rem.u16"), lambda op: without_zero(short(op)), np.uint16),
+)
+
+
 def arithmetic() -> Iterator[Sketch]:
-    for op in BINARY + PACKED:
-        yield elementwise(N + op.split(".")[0], op, keys(op), np.uint32)
-    for op in TERNARY:
-        yield elementwise(N + op.split(".")[0], op, triples(keys(op), op), np.uint32)
-    for op in UNARY:
-        yield elementwise(N + op.split(".")[0], op, (keys(op)[1],), np.uint32)
-    for op in ("mul.wide.s32", "mul.wide.u32"):
-        yield elementwise(N + "mul", op, keys(op), np.uint64)
-    for op in ("mul.wide.s16", "mul.wide.u16"):
-        a, b = keys(op)
-        yield elementwise(N + "mul", op, (a.astype(np.uint16), b.astype(np.uint16)), np.uint32)
-    for op in ("mad.wide.s32", "mad.wide.u32"):
-        a, b = keys(op)
-        c = random(op).randint(0, 1 << 63, len(a), dtype=np.uint64) * np.uint64(2)
-        yield elementwise(N + "mad", op, (a, b, c), np.uint64)
-    for op in ("add.s16", "sub.u16", "mul.lo.s16", "mul.hi.s16", "mul.hi.u16", "min.s16", "max.u16"):
-        a, b = keys(op)
-        yield elementwise(N + op.split(".")[0], op, (a.astype(np.uint16), b.astype(np.uint16)), np.uint16)
-    for op in ("add.s64", "sub.u64", "mul.lo.s64", "mul.hi.s64", "mul.hi.u64", "min.s64", "max.u64"):
-        a, b = wide(op)
-        yield elementwise(N + op.split(".")[0], op, (a, b), np.uint64)
-    for op in ("neg.s64", "abs.s64", "brev.b64"):
-        yield elementwise(N + op.split(".")[0], op, (wide(op)[0],), np.uint64)
-    for op in ("popc.b64", "clz.b64", "bfind.s64", "bfind.u64"):
-        yield elementwise(N + op.split(".")[0], op, (wide(op)[1],), np.uint32)
-
-
-def wide(name: str) -> tuple[np.ndarray, np.ndarray]:
-    """Return 64-bit pairs; the upper half comes from another pair."""
-    a, b = keys(name)
-    order = random(name).permutation(len(a))
-    return a | a[order].astype(np.uint64) << np.uint64(32), b | b[order].astype(np.uint64) << np.uint64(32)
-
-
-def division() -> Iterator[Sketch]:
-    """Yield cases of division without a zero divisor, for which the ISA leaves the result open."""
-    for op in ("div.s32", "div.u32", "rem.s32", "rem.u32"):
-        a, b = keys(op)
-        yield elementwise(N + op[:3], op, (a, np.where(b == 0, np.uint32(5), b)), np.uint32)
-    for op in ("div.s64", "rem.u64", "rem.s64"):
-        a, b = wide(op)
-        yield elementwise(N + op[:3], op, (a, np.where(b == 0, np.uint64(5), b)), np.uint64)
-    for op in ("div.s16", "rem.u16"):
-        a, b = (part.astype(np.uint16) for part in keys(op))
-        yield elementwise(N + op[:3], op, (a, np.where(b == 0, np.uint16(5), b)), np.uint16)
+    for ops, inputs, out in ARITHMETIC:
+        for op in ops:
+            yield elementwise(N + op.split(".")[0], op, inputs(op), out)
 
 
 def carries() -> Iterator[Sketch]:
     add = "add.cc.u32 %t1, $a, $b;\naddc.cc.u32 %t2, $b, $c;\naddc.u32 $x, %t1, %t2;"
     sub = "sub.cc.u32 %t1, $a, $b;\nsubc.cc.u32 %t2, $b, $c;\nsubc.u32 $x, %t1, %t2;"
     mad = "mad.lo.cc.u32 %t1, $a, $b, $c;\nmadc.hi.u32 $x, $a, $b, %t1;"
-    long = "add.cc.u64 %q1, $a, $b;\naddc.u64 $x, $b, 0;"
-    for form, op in (("add.cc.u32, addc.cc.u32, addc.u32", add), ("sub.cc.u32, subc.cc.u32, subc.u32", sub)):
-        yield elementwise(E + form[:3], op, triples(keys(form), form), np.uint32, form=form, name=form)
-    form = "mad.lo.cc.u32, madc.hi.u32"
-    yield elementwise(E + "mad", mad, triples(keys(form), form), np.uint32, form=form, name=form)
-    form = "add.cc.u64, addc.u64"
-    yield elementwise(E + "add", long, wide(form), np.uint64, form=form, name=form)
+    for form, op in (
+        *(("add.cc.u32, addc.cc.u32, addc.u32", add), ("sub.cc.u32, subc.cc.u32, subc.u32", sub)),
+        ("mad.lo.cc.u32, madc.hi.u32", mad),
+    ):
+        yield named(E + form[:3], form, op, triples(keys(form), form))
+    form, op = "add.cc.u64, addc.u64", "add.cc.u64 %q1, $a, $b;\naddc.u64 $x, $b, 0;"
+    yield named(E + "add", form, op, wide(form), np.uint64)
 
 
 def fields() -> Iterator[Sketch]:
@@ -118,19 +117,10 @@ def fields() -> Iterator[Sketch]:
         yield elementwise(N + "bmsk", op, (position, length), np.uint32)
     for op in ("szext.clamp.s32", "szext.wrap.u32"):
         yield elementwise(N + "szext", op, (value, position), np.uint32)
-    for op, bits in (
-        ("shl.b32", 32),
-        ("shr.u32", 32),
-        ("shr.s32", 32),
-        ("shl.b64", 64),
-        ("shr.u64", 64),
-        ("shr.s64", 64),
-    ):
-        a, b = shifts(op, bits)
-        yield elementwise(L + op[:3], op, (a, b), a.dtype)
-    for op in ("shl.b16", "shr.u16", "shr.s16"):
-        a, b = shifts(op, 16)
-        yield elementwise(L + op[:3], op, (a, b), np.uint16)
+    for bits in (32, 64, 16):
+        for op in (f"shl.b{bits}", f"shr.u{bits}", f"shr.s{bits}"):
+            a, b = shifts(op, bits)
+            yield elementwise(L + op[:3], op, (a, b), a.dtype)
     for op in ("shf.l.wrap.b32", "shf.r.wrap.b32", "shf.l.clamp.b32", "shf.r.clamp.b32"):
         a, c = shifts(op, 32)
         yield elementwise(L + "shf", op, (a, a[::-1].copy(), c), np.uint32)
@@ -140,15 +130,12 @@ def logic() -> Iterator[Sketch]:
     for op in ("and.b32", "or.b32", "xor.b32"):
         yield elementwise(L + op.split(".")[0], op, keys(op), np.uint32)
     for op in ("and.b16", "xor.b16"):
-        a, b = keys(op)
-        yield elementwise(L + op.split(".")[0], op, (a.astype(np.uint16), b.astype(np.uint16)), np.uint16)
+        yield elementwise(L + op.split(".")[0], op, short(op), np.uint16)
     yield elementwise(L + "not", "not.b32", (keys("not")[1],), np.uint32)
     yield elementwise(L + "or", "or.b64", wide("or"), np.uint64)
     for lut in (0x01, 0x1B, 0x80, 0x96, 0xCA, 0xE8, 0xF8):
         op = f"lop3.b32 $x, $a, $b, $c, {lut};"
-        yield elementwise(
-            L + "lop3", op, triples(keys("lop3"), "lop3"), np.uint32, form="lop3.b32", name=f"lop3.b32 {lut:#x}"
-        )
+        yield named(L + "lop3", "lop3.b32", op, triples(keys("lop3"), "lop3"), name=f"lop3.b32 {lut:#x}")
     form = "and.pred, or.pred, xor.pred, not.pred"
     op = """setp.lt.s32 %p1, $a, $b;
         setp.gt.u32 %p2, $a, $b;
@@ -160,7 +147,7 @@ def logic() -> Iterator[Sketch]:
         @%p4 or.b32 $x, $x, 2;
         @!%p5 or.b32 $x, $x, 4;
         @%p6 or.b32 $x, $x, 8;"""
-    yield elementwise(L + "and", op, keys("pred"), np.uint32, form=form, name=form)
+    yield named(L + "and", form, op, keys("pred"))
     rng = random("prmt")
     a, b, c = rng.randint(0, 1 << 32, (3, 128), dtype=np.uint64).astype(np.uint32)
     yield elementwise(M + "prmt", "prmt.b32", (a, b, c), np.uint32)
@@ -169,23 +156,16 @@ def logic() -> Iterator[Sketch]:
 
 
 def compared() -> Iterator[Sketch]:
-    for kind in ("eq", "ne", "lt", "le", "gt", "ge"):
-        form = f"setp.{kind}.s32"
-        op = f"{form} %p1, $a, $b;\nselp.b32 $x, $a, $b, %p1;"
-        yield elementwise(C + "setp", op, keys("setp"), np.uint32, form=form, name=form)
-    for kind in ("lo", "ls", "hi", "hs"):
-        form = f"setp.{kind}.u32"
-        op = f"{form} %p1, $a, $b;\nselp.b32 $x, 1, 0, %p1;"
-        yield elementwise(C + "setp", op, keys("setp"), np.uint32, form=form, name=form)
-    for kind in ("lt.s64", "ge.u64", "ne.b64"):
-        form = f"setp.{kind}"
-        op = f"{form} %p1, $a, $b;\nselp.b64 $x, $a, $b, %p1;"
-        yield elementwise(C + "setp", op, wide("setp"), np.uint64, form=form, name=form)
-    for kind in ("lt.s16", "gt.u16"):
-        form = f"setp.{kind}"
-        op = f"{form} %p1, $a, $b;\nselp.b16 $x, $a, $b, %p1;"
-        a, b = keys("setp")
-        yield elementwise(C + "setp", op, (a.astype(np.uint16), b.astype(np.uint16)), np.uint16, form=form, name=form)
+    signed = ("eq.s32", "ne.s32", "lt.s32", "le.s32", "gt.s32", "ge.s32")
+    for kinds, chosen, (a, b) in (
+        (signed, "selp.b32 $x, $a, $b", keys("setp")),
+        (("lo.u32", "ls.u32", "hi.u32", "hs.u32"), "selp.b32 $x, 1, 0", keys("setp")),
+        (("lt.s64", "ge.u64", "ne.b64"), "selp.b64 $x, $a, $b", wide("setp")),
+        (("lt.s16", "gt.u16"), "selp.b16 $x, $a, $b", short("setp")),
+    ):
+        for form in (f"setp.{kind}" for kind in kinds):
+            op = f"{form} %p1, $a, $b;\n{chosen}, %p1;"
+            yield named(C + "setp", form, op, (a, b), a.dtype)
     for op in ("set.lt.u32.s32", "set.ge.s32.u32", "set.ne.f32.u32"):
         yield elementwise(C + "set", op, keys(op), np.uint32)
 
@@ -200,9 +180,9 @@ def moves() -> Iterator[Sketch]:
         ("mov.b64 {b32, b32}", long, wide("mov")[0]),
         ("mov.b64 {b16, b16, b16, b16}", quarter, wide("mov")[1]),
     ):
-        yield elementwise(M + "mov", op, (data,), data.dtype, form=form, name=form)
+        yield named(M + "mov", form, op, (data,), data.dtype)
 
 
 def sketches() -> Iterator[Sketch]:
-    for family in (arithmetic, division, carries, fields, logic, compared, moves):
+    for family in (arithmetic, carries, fields, logic, compared, moves):
         yield from family()

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from .case import Sketch, elementwise, random
+from .case import Sketch, named, random
 from .data import KEYS16, KEYS32, KEYS_INT, pairs, pairs16
 
 M, P = "Data Movement Instructions: ", "Parallel Synchronization Instructions: "
@@ -152,24 +152,13 @@ def reductions() -> Iterator[Sketch]:
     body = "atom.add.release.gpu.global.u32 %t1, [$g0], $a;\nred.relaxed.gpu.global.max.u32 [$g0+4], $a;"
     counts = random(form).randint(0, 1000, 128).astype(np.uint32)
     yield Sketch(form, form, P + "atom", body, (counts,), (), (np.zeros(2, np.uint32),), (0,), grid=(4, 1, 1))
-    for vector, kind, count in (
-        ("v2", "f32", 2),
-        ("v4", "f32", 4),
-        ("v2", "f16x2", 2),
-        ("v4", "bf16x2", 4),
-        ("v8", "bf16", 8),
-    ):
-        if vector == "v8":
-            op = "red.global.add.noftz.v8.bf16"
-            words, dtype = 8, np.uint16
-        else:
-            noftz = "" if kind == "f32" else ".noftz"
-            op = f"red.global.add{noftz}.{vector}.{kind}"
-            words, dtype = count, np.uint32
+    for count, kind in ((2, "f32"), (4, "f32"), (2, "f16x2"), (4, "bf16x2"), (8, "bf16")):
+        op = f"red.global.add{'' if kind == 'f32' else '.noftz'}.v{count}.{kind}"
+        dtype = np.uint16 if kind == "bf16" else np.uint32
         keys = pairs(KEYS32, np.uint32, op)[0] if kind == "f32" else pairs16(kind.split("x")[0], op)[0]
-        values = keys.astype(dtype)[: 32 * words].reshape(32, words)
+        values = keys.astype(dtype)[: 32 * count].reshape(32, count)
         memory = values.reshape(-1)[random(op).permutation(values.size)].copy()
-        size = words * np.dtype(dtype).itemsize
+        size = count * np.dtype(dtype).itemsize
         body = f"mul.wide.u32 %q1, $tid, {size};\nadd.s64 %q1, $g0, %q1;\n{op} [%q1], $a;"
         real = kind.split("x")[0]
         yield Sketch(op, op, P + "red", body, (values,), (), (memory,), (0,), real=real)
@@ -250,7 +239,7 @@ def control() -> Iterator[Sketch]:
         setp.lt.u32 %p1, %t1, $a;
         @%p1 bra AGAIN;
         DONE:"""
-    yield elementwise("Control Flow Instructions: bra", body, (count,), np.uint32, form=form, name=form)
+    yield named("Control Flow Instructions: bra", form, body, (count,))
     form = "brx.idx, exit under a guard"
     body = """TABLE: .branchtargets ZERO, ONE, TWO, TWO;
         mov.b32 $x, 5;
@@ -267,7 +256,7 @@ def control() -> Iterator[Sketch]:
         TWO:
         mov.b32 $x, 12;
         END:"""
-    yield elementwise("Control Flow Instructions: brx.idx", body, (count,), np.uint32, form=form, name=form)
+    yield named("Control Flow Instructions: brx.idx", form, body, (count,))
     form = "bar.sync a, b; bar.arrive; bar.warp.sync"
     body = """shl.b32 %t1, $tid, 2;
         add.s32 %t1, $smem, %t1;
@@ -288,14 +277,13 @@ def control() -> Iterator[Sketch]:
         form = f"bar.red.{op}"
         head = "setp.gt.u32 %p1, $a, 4;\n"
         tail = f"{form} $x, 2, 64, !%p1;" if op == "popc.u32" else f"{form} %p2, 2, 64, %p1;\nselp.b32 $x, 1, 0, %p2;"
-        yield elementwise(P + "bar", head + tail, (count,), np.uint32, form=form, name=form)
-    form = "griddepcontrol.wait, griddepcontrol.launch_dependents"
+        yield named(P + "bar", form, head + tail, (count,))
     body = "griddepcontrol.wait;\nadd.u32 $x, $a, 1;\ngriddepcontrol.launch_dependents;"
-    yield elementwise(P + "griddepcontrol", body, (count,), np.uint32, form=form, name=form)
-    form = "setmaxnreg.dec.sync.aligned.u32, setmaxnreg.inc.sync.aligned.u32"
+    yield named(P + "griddepcontrol", "griddepcontrol.wait, griddepcontrol.launch_dependents", body, (count,))
     body = "setmaxnreg.dec.sync.aligned.u32 40;\nadd.u32 $x, $a, 1;\nsetmaxnreg.inc.sync.aligned.u32 64;"
     data = random("setmaxnreg").randint(0, 99, 128).astype(np.uint32)
-    yield elementwise("Miscellaneous Instructions: setmaxnreg", body, (data,), np.uint32, form=form, name=form)
+    form = "setmaxnreg.dec.sync.aligned.u32, setmaxnreg.inc.sync.aligned.u32"
+    yield named("Miscellaneous Instructions: setmaxnreg", form, body, (data,))
 
 
 def sketches() -> Iterator[Sketch]:

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from .case import Sketch, elementwise, random
+from .case import Sketch, elementwise, named, random
 from .data import bell, double16, small
 
 M, P = "Data Movement Instructions: ", "Parallel Synchronization Instructions: "
@@ -24,12 +24,11 @@ def shuffles() -> Iterator[Sketch]:
         for width in (32, 16, 8, 4):
             clamp = (0 if kind == "up" else 31) | (32 - width) << 8
             op = f"shfl.sync.{kind}.b32 $x|%p1, $a, $b, {clamp}, {FULL};\n@%p1 xor.b32 $x, $x, 0x80000000;"
-            form, name = f"shfl.sync.{kind}.b32 d|p", f"shfl.sync.{kind} width {width}"
-            yield elementwise(M + "shfl.sync", op, (values, lanes), np.uint32, form=form, name=name)
+            name = f"shfl.sync.{kind} width {width}"
+            yield named(M + "shfl.sync", f"shfl.sync.{kind}.b32 d|p", op, (values, lanes), name=name)
         clamp = 2 if kind == "up" else 11
         op = f"shfl.sync.{kind}.b32 $x|%p1, $a, 3, {clamp}, {FULL};\n@%p1 xor.b32 $x, $x, 0x80000000;"
-        form, name = f"shfl.sync.{kind}.b32 d|p", f"shfl.sync.{kind} clamp"
-        yield elementwise(M + "shfl.sync", op, (values,), np.uint32, form=form, name=name)
+        yield named(M + "shfl.sync", f"shfl.sync.{kind}.b32 d|p", op, (values,), name=f"shfl.sync.{kind} clamp")
     op = """and.b32 %t1, $tid, 16;
         setp.eq.u32 %p1, %t1, 0;
         mov.b32 $x, 7;
@@ -40,21 +39,17 @@ def shuffles() -> Iterator[Sketch]:
         shfl.sync.bfly.b32 $x, $a, 5, 31, 0xffff;
         BOTH:"""
     data = (values, np.uint32(16) + lanes % np.uint32(16))
-    yield elementwise(
-        M + "shfl.sync", op, data, np.uint32, form="shfl.sync with part of the warp", name="shfl.sync parts"
-    )
+    yield named(M + "shfl.sync", "shfl.sync with part of the warp", op, data, name="shfl.sync parts")
 
 
 def votes() -> Iterator[Sketch]:
     value = np.concatenate([np.zeros(32), np.ones(32), words("vote", 64) % 2]).astype(np.uint32)
     for kind in ("all", "any", "uni"):
         op = f"setp.ne.u32 %p1, $a, 0;\nvote.sync.{kind}.pred %p2, %p1, {FULL};\nselp.b32 $x, 1, 0, %p2;"
-        form = f"vote.sync.{kind}.pred"
-        yield elementwise(P + "vote.sync", op, (value,), np.uint32, form=form, name=form)
-    form = "vote.sync.ballot.b32"
+        yield named(P + "vote.sync", f"vote.sync.{kind}.pred", op, (value,))
     for sign in ("", "!"):
         op = f"setp.ne.u32 %p1, $a, 0;\nvote.sync.ballot.b32 $x, {sign}%p1, {FULL};"
-        yield elementwise(P + "vote.sync", op, (value,), np.uint32, form=form, name=form + sign)
+        yield named(P + "vote.sync", "vote.sync.ballot.b32", op, (value,), name=f"vote.sync.ballot.b32{sign}")
     op = """setp.ne.u32 %p1, $a, 0;
         mov.b32 $x, 9;
         setp.lt.u32 %p2, $tid, 11;
@@ -63,36 +58,31 @@ def votes() -> Iterator[Sketch]:
         vote.sync.all.pred %p3, %p1, 0x7ff;
         @%p3 or.b32 $x, $x, 0x80000000;
         DONE:"""
-    name = "vote.sync with a member mask"
-    yield elementwise(P + "vote.sync", op, (value[64:96],), np.uint32, form=name, name=name)
+    yield named(P + "vote.sync", "vote.sync with a member mask", op, (value[64:96],))
     few = words("match", 64, 4)
-    form = "match.any.sync.b32"
-    yield elementwise(P + "match.sync", f"{form} $x, $a, {FULL};", (few,), np.uint32, form=form, name=form)
+    yield named(P + "match.sync", "match.any.sync.b32", f"match.any.sync.b32 $x, $a, {FULL};", (few,))
     form = "match.any.sync.b64"
     data = few.astype(np.uint64) << np.uint64(33)
     op = f"{form} %t1, $a, {FULL};\nmov.b64 $x, {{%t1, %t1}};"
-    yield elementwise(P + "match.sync", op, (data,), np.uint64, form=form, name=form)
-    form = "match.all.sync.b32 d|p"
+    yield named(P + "match.sync", form, op, (data,), np.uint64)
     op = f"match.all.sync.b32 $x|%p1, $a, {FULL};\n@%p1 xor.b32 $x, $x, 5;"
     data32 = np.concatenate([few, np.full(32, 3, np.uint32)])
-    yield elementwise(P + "match.sync", op, (data32,), np.uint32, form=form, name=form)
+    yield named(P + "match.sync", "match.all.sync.b32 d|p", op, (data32,))
 
 
 def reductions() -> Iterator[Sketch]:
     value = words("redux")
     for op in ("add.u32", "add.s32", "min.u32", "min.s32", "max.u32", "max.s32", "and.b32", "or.b32", "xor.b32"):
-        form = f"redux.sync.{op}"
-        yield elementwise(P + "redux.sync", f"{form} $x, $a, {FULL};", (value,), np.uint32, form=form, name=form)
+        yield named(P + "redux.sync", f"redux.sync.{op}", f"redux.sync.{op} $x, $a, {FULL};", (value,))
     op = """mov.b32 $x, 1;
         setp.gt.u32 %p1, $tid, 20;
         @!%p1 bra DONE;
         redux.sync.max.s32 $x, $a, 0xffe00000;
         DONE:"""
-    name = "redux.sync with a member mask"
-    yield elementwise(P + "redux.sync", op, (value[:32],), np.uint32, form=name, name=name)
+    yield named(P + "redux.sync", "redux.sync with a member mask", op, (value[:32],))
     form = "elect.sync"
     op = f"elect.sync $x|%p1, {FULL};\nselp.b32 %t1, 256, 0, %p1;\nadd.u32 $x, $x, %t1;"
-    yield elementwise(P + form, op, (value,), np.uint32, form=form, name=form)
+    yield named(P + form, form, op, (value,))
     op = """mov.b32 $x, 1;
         and.b32 %t2, $tid, 6;
         setp.eq.u32 %p2, %t2, 4;
@@ -102,8 +92,7 @@ def reductions() -> Iterator[Sketch]:
         @%p1 add.u32 $x, $x, 256;
         xor.b32 $x, $x, %t3;
         DONE:"""
-    form = "activemask, elect.sync with a member mask"
-    yield elementwise(P + "activemask", op, (value[:32],), np.uint32, form=form, name=form)
+    yield named(P + "activemask", "activemask, elect.sync with a member mask", op, (value[:32],))
     masks = "\n".join(
         f"mov.u32 %t1, %lanemask_{kind};\nmad.lo.u32 $x, $x, 3, %t1;" for kind in ("eq", "le", "lt", "ge", "gt")
     )
@@ -112,7 +101,7 @@ def reductions() -> Iterator[Sketch]:
         {masks}
         mov.u32 %t1, %laneid;
         mad.lo.u32 $x, %t1, 1000, $x;"""
-    yield elementwise("Special Registers", op, (value,), np.uint32, form=form, name=form)
+    yield named("Special Registers", form, op, (value,))
 
 
 def staged() -> Iterator[Sketch]:

@@ -124,6 +124,14 @@ MN_MAJOR = {span: OperandDescriptor(0, 16 * span, 8 * span, span) for span in (3
 }
 
 
+BEHIND = replace(K_MAJOR[128], start=8192)  # an operand behind one that begins at 0
+
+
+def drawn(name: str, shape: WgmmaForm, size: int, form: str = "") -> Sketch:
+    """Return the sketch of a case whose shared memory, of `size` bytes, holds random small integers."""
+    return sketch(name, shape, integers(name, size, shape.kinds[1]), **({"form": form} if form else {}))
+
+
 def plain() -> Iterator[Sketch]:
     """Yield cases of types and widths: 128-byte swizzle, K-major."""
     for kinds, out, n in (
@@ -144,7 +152,7 @@ def plain() -> Iterator[Sketch]:
         (("s8", "s8"), "s32", 32),
         (("u8", "s8"), "s32", 16),
     ):
-        shape = WgmmaForm(n, K_MAJOR[128], replace(K_MAJOR[128], start=8192), kinds, out)
+        shape = WgmmaForm(n, K_MAJOR[128], BEHIND, kinds, out)
         name = f"{shape.op()} shared"
         image = np.concatenate([integers(name, 8192, kinds[0]), integers(name + "b", max(n, 8) * 128, kinds[1])])
         yield sketch(name, shape, image)
@@ -161,25 +169,20 @@ def layouts() -> Iterator[Sketch]:
             gap = replace(K_MAJOR[span], stride=K_MAJOR[span].stride + 1024 - 8 * span % 1024 if span else 384)
             for label, a in (("packed", K_MAJOR[span]), ("gaps", gap)):
                 shape = WgmmaForm(32, a, replace(a, start=16384), (kind, kind))
-                name = f"layout {kind} K-major swizzle {span} {label}"
-                yield sketch(name, shape, integers(name, 32768, kind))
+                yield drawn(f"layout {kind} K-major swizzle {span} {label}", shape, 32768)
     for span in (0, 32, 64, 128):
         for trans in ((1, 0), (0, 1), (1, 1)):
             pair = [(MN_MAJOR if t else K_MAJOR)[span] for t in trans]
             shape = WgmmaForm(64, pair[0], replace(pair[1], start=16384), ("bf16", "bf16"), flags=(1, 1, *trans))
-            name = f"layout bf16 swizzle {span} trans {trans[0]} {trans[1]}"
-            yield sketch(name, shape, integers(name, 32768, "bf16"))
+            yield drawn(f"layout bf16 swizzle {span} trans {trans[0]} {trans[1]}", shape, 32768)
         odd = OperandDescriptor(0, 2048 + 1024, 1024, span) if span else OperandDescriptor(0, 2048, 256)
         shape = WgmmaForm(128, odd, replace(odd, start=16384), ("f16", "f16"), flags=(1, 1, 1, 1))
-        name = f"layout f16 MN-major swizzle {span} gaps"
-        yield sketch(name, shape, integers(name, 49152, "f16"))
+        yield drawn(f"layout f16 MN-major swizzle {span} gaps", shape, 49152)
         swapped = OperandDescriptor(0, odd.stride, odd.leading, span)
         shape = WgmmaForm(32, swapped, replace(swapped, start=16384), ("f16", "f16"), flags=(1, 1, 1, 1))
-        name = f"layout f16 MN-major swizzle {span} offsets swapped"
-        yield sketch(name, shape, integers(name, 32768, "f16"))
+        yield drawn(f"layout f16 MN-major swizzle {span} offsets swapped", shape, 32768)
         shape = WgmmaForm(96, OperandDescriptor(), replace(MN_MAJOR[span]), flags=(1, 1, 0, 1), registers=True)
-        name = f"layout bf16 A registers B MN-major swizzle {span}"
-        yield sketch(name, shape, integers(name, 16384, "bf16"))
+        yield drawn(f"layout bf16 A registers B MN-major swizzle {span}", shape, 16384)
 
 
 def steps() -> Iterator[Sketch]:
@@ -187,9 +190,8 @@ def steps() -> Iterator[Sketch]:
     for span in (32, 64, 128):
         a = K_MAJOR[span]
         shape = WgmmaForm(16, a, replace(a, start=8192), steps=span // 32, advance=(32, 32))
-        name = f"steps K-major swizzle {span}"
-        yield sketch(name, shape, integers(name, 16384, "bf16"))
-    shape = WgmmaForm(16, K_MAJOR[128], replace(K_MAJOR[128], start=8192), ("e4m3", "e4m3"), steps=4, advance=(32, 32))
+        yield drawn(f"steps K-major swizzle {span}", shape, 16384)
+    shape = WgmmaForm(16, K_MAJOR[128], BEHIND, ("e4m3", "e4m3"), steps=4, advance=(32, 32))
     yield sketch("steps e4m3 swizzle 128", shape, integers("steps e4m3", 16384, "e4m3"))
     shape = WgmmaForm(16, K_MAJOR[128], MN_MAJOR[128], steps=4, advance=(32, 2048), flags=(1, 1, 0, 1))
     shape = replace(shape, b=replace(shape.b, start=8192), n=64)
@@ -211,10 +213,9 @@ def steps() -> Iterator[Sketch]:
 def flags() -> Iterator[Sketch]:
     """Yield cases of imm-scale, scale-d, chained accumulation, groups."""
     for a_scale, b_scale in ((-1, 1), (1, -1), (-1, -1)):
-        shape = WgmmaForm(8, K_MAJOR[128], replace(K_MAJOR[128], start=8192), flags=(a_scale, b_scale, 0, 0))
-        name = f"imm-scale {a_scale} {b_scale}"
-        yield sketch(name, shape, integers(name, 16384, "bf16"), form="wgmma.mma_async imm-scale-a, imm-scale-b")
-    shape = WgmmaForm(8, K_MAJOR[128], replace(K_MAJOR[128], start=8192), flags=(-1, 1, 0, 0), registers=True)
+        shape = WgmmaForm(8, K_MAJOR[128], BEHIND, flags=(a_scale, b_scale, 0, 0))
+        yield drawn(f"imm-scale {a_scale} {b_scale}", shape, 16384, form="wgmma.mma_async imm-scale-a, imm-scale-b")
+    shape = WgmmaForm(8, K_MAJOR[128], BEHIND, flags=(-1, 1, 0, 0), registers=True)
     yield sketch(
         "imm-scale registers", shape, integers("imm", 16384, "bf16"), form="wgmma.mma_async imm-scale-a, imm-scale-b"
     )
@@ -223,27 +224,25 @@ def flags() -> Iterator[Sketch]:
             16, K_MAJOR[64], replace(K_MAJOR[64], start=8192), (kind, kind), out, accumulate=False, steps=2
         )
         shape = replace(shape, advance=(32, 32))
-        name = f"scale-d {out}"
-        yield sketch(name, shape, integers(name, 16384, kind), form=f"wgmma.mma_async scale-d, D {out}")
+        yield drawn(f"scale-d {out}", shape, 16384, form=f"wgmma.mma_async scale-d, D {out}")
 
 
 def rounding() -> Iterator[Sketch]:
     """Yield random numbers, special values and cancellation; the ISA leaves the order and rounding of sums open."""
-    start = replace(K_MAJOR[128], start=8192)
     for kind in ("bf16", "f16", "tf32"):
         values = bell(random("rounding" + kind), 16384 // WIDTH[kind]).astype(np.float32)
         image = (values if kind == "tf32" else narrow(values, kind)).view(np.uint8)
-        shape = WgmmaForm(16, K_MAJOR[128], start, (kind, kind), steps=4, advance=(32, 32), accumulate=False)
+        shape = WgmmaForm(16, K_MAJOR[128], BEHIND, (kind, kind), steps=4, advance=(32, 32), accumulate=False)
         name = f"rounding {kind}"
         yield sketch(name, shape, image, form=f"wgmma.mma_async {kind} rounding")
     for kind, out, tolerance in (("e4m3", "f32", 0.0), ("e5m2", "f32", 0.0), ("e4m3", "f16", 2.0**-9)):
         codes = random("rounding" + kind).randint(0, 256, 16384).astype(np.uint8) & np.uint8(0xBF)  # below 2
-        shape = WgmmaForm(16, K_MAJOR[128], start, (kind, kind), out, steps=4, advance=(32, 32), accumulate=False)
+        shape = WgmmaForm(16, K_MAJOR[128], BEHIND, (kind, kind), out, steps=4, advance=(32, 32), accumulate=False)
         name = f"rounding {kind} {out}"
         more = dict(tolerance=tolerance, floor=8.0)
         yield sketch(name, shape, codes, form=f"wgmma.mma_async {kind}, D {out}, rounding", **more)
     halves = narrow(bell(random("rounding f16 f16"), 8192), "f16").view(np.uint8)
-    shape = WgmmaForm(16, K_MAJOR[128], start, ("f16", "f16"), "f16", steps=4, advance=(32, 32), accumulate=False)
+    shape = WgmmaForm(16, K_MAJOR[128], BEHIND, ("f16", "f16"), "f16", steps=4, advance=(32, 32), accumulate=False)
     more = dict(tolerance=2.0**-8, floor=4.0)
     yield sketch("rounding f16 f16", shape, halves, form="wgmma.mma_async f16, D f16, rounding", **more)
     for kind in ("bf16", "f16"):
@@ -251,20 +250,20 @@ def rounding() -> Iterator[Sketch]:
         image = np.tile(integers("special" + kind, 1024, kind), 16)
         for i in range(6):  # rows of A with 16-byte chunks that the swizzle leaves in place
             image[1024 * i : 1024 * i + 12] = special[24 * i : 24 * i + 12]
-        shape = WgmmaForm(8, K_MAJOR[128], start, (kind, kind))
+        shape = WgmmaForm(8, K_MAJOR[128], BEHIND, (kind, kind))
         more = dict(tolerance=2.0**-16, floor=1e-30)
         yield sketch(
             f"special values {kind}", shape, image, form=f"wgmma.mma_async {kind} NaN, infinity, denormals", **more
         )
     denormal = np.tile(np.array([0x0001, 0x0003, 0x8002, 0x03FF], np.uint16), 2048).view(np.uint8).copy()
     denormal[8192:] = integers("denormal", 8192, "f16")
-    shape = WgmmaForm(8, K_MAJOR[128], start, ("f16", "f16"), accumulate=False)
+    shape = WgmmaForm(8, K_MAJOR[128], BEHIND, ("f16", "f16"), accumulate=False)
     yield sketch("denormals f16", shape, denormal, form="wgmma.mma_async f16 NaN, infinity, denormals")
 
 
 def groups() -> Iterator[Sketch]:
     """Yield cases of wait_group with a group left open, and of two groups over different accumulators."""
-    shape = WgmmaForm(8, K_MAJOR[128], replace(K_MAJOR[128], start=8192))
+    shape = WgmmaForm(8, K_MAJOR[128], BEHIND)
     text = body(shape).splitlines()
     mma = next(line for line in text if line.startswith("wgmma.mma"))
     second = mma.replace("$x", "$y").replace("%q2", "%q4")
