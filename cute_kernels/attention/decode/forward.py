@@ -129,10 +129,10 @@ def kernel(spec: cutlass.Constexpr, plan: DecodeKernelParams):
             cute.arch.griddepcontrol_wait()
         if warp < roles(spec).first("load_v"):
             # load_k
-            load.load_kv(spec, plan, s, load.LoadTarget(plan.k, s.k, s.k_pipe), pages.K, warp)
+            load.load_kv(spec, plan, s, pages.LoadTarget(plan.k, s.k, s.k_pipe), pages.K, warp)
         elif warp < roles(spec).first("schedule"):
             # load_v
-            into = load.LoadTarget(plan.v, s.v, s.v_pipe)
+            into = pages.LoadTarget(plan.v, s.v, s.v_pipe)
             load.load_kv(spec, plan, s, into, pages.V, warp - roles(spec).first("load_v"))
         elif warp == roles(spec).first("schedule"):
             stream_k.schedule_warp(spec, plan.args, s)

@@ -230,10 +230,10 @@ def kernel(spec: cutlass.Constexpr, plan: Sm100KernelParams):
         if warp == roles(spec).first("mma"):
             mma(spec, plan, s)
         elif warp == roles(spec).first("load_k"):
-            into = load.LoadTarget(plan.k, s.raw_k, s.raw_k_pipe)
+            into = pages.LoadTarget(plan.k, s.raw_k, s.raw_k_pipe)
             load.load_kv(spec, plan, s, into, pages.K, Int32(0), produces_tiles=s.scheduler is not None)
         elif warp == roles(spec).first("load_v"):
-            into = load.LoadTarget(plan.v, s.raw_v, s.raw_v_pipe)
+            into = pages.LoadTarget(plan.v, s.raw_v, s.raw_v_pipe)
             load.load_kv(spec, plan, s, into, pages.V, Int32(0), loads_q=roles(spec).warps("load_q") == 0)
         elif const_expr(roles(spec).warps("schedule") > 0):
             stream_k.schedule_warp(spec, plan.args, s)

@@ -189,7 +189,7 @@ def load_v(spec: cutlass.Constexpr, plan, s, loader: Int32):
     if const_expr(waits_for_votes(spec)):
         skip.load_v(spec, plan, s, loader)
     else:
-        into = load.LoadTarget(plan.v, s.raw_v, s.raw_v_pipe)
+        into = pages.LoadTarget(plan.v, s.raw_v, s.raw_v_pipe)
         load.load_kv(spec, plan, s, into, pages.V, loader, loads_q=True)
 
 
@@ -202,7 +202,7 @@ def behind_load_v(spec):
 def load_warpgroup(spec: cutlass.Constexpr, plan, s, warp: Int32):
     """Run the role of a warp of warpgroup 0, in the order of `roles`."""
     if warp < roles(spec).first("load_v"):
-        into = load.LoadTarget(plan.k, s.raw_k, s.raw_k_pipe)
+        into = pages.LoadTarget(plan.k, s.raw_k, s.raw_k_pipe)
         load.load_kv(spec, plan, s, into, pages.K, warp, produces_tiles=s.scheduler is not None)
     elif const_expr(behind_load_v(spec) == WARPS):  # no other role
         load_v(spec, plan, s, warp - roles(spec).first("load_v"))
