@@ -20,7 +20,7 @@ from cute_kernels.attention.schedule import policy
 from cute_kernels.attention.spec import MASK_LIST_HEADER, PACK_GQA_MAX_GROUP, PACK_GQA_MAX_Q
 
 from .. import fp4, machine, overlap, reference, scratch
-from ..checks import INF, checking
+from ..checks import INF, checking, raise_reason
 from ..fp4 import FP4Tensor
 from ..reference import LOG2E
 from . import checks, values
@@ -484,7 +484,7 @@ def plan_of(call: AttentionCall) -> LaunchPlan | None:
         key = key_of(call)
         plan = here.plans.get(key)
     except (AttributeError, IndexError, TypeError, ValueError, RuntimeError):
-        raise_reason(call)
+        raise_reason(checks.validate_launch, call)
         raise
     if plan is None or plan.types != tuple(map(type, key[0])):
         checks.validate(call)
@@ -508,15 +508,8 @@ def run(call: AttentionCall) -> Any:
         capturing = here.is_capturing()
         return plan.launch(plan.bind(call, capturing), call, call.q, call.out, call.lse, capturing)
     except Exception:
-        raise_reason(call)
+        raise_reason(checks.validate_launch, call)
         raise
-
-
-def raise_reason(call: AttentionCall) -> None:
-    """Raise the error that names the argument for which a call failed, if there is one."""
-    why = checks.reason(call)
-    if why is not None:
-        raise why from None
 
 
 def _check_rows(call: AttentionCall) -> None:

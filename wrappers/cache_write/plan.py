@@ -15,9 +15,9 @@ from cute_kernels.cache_write.request import CacheWriteRequest
 from cute_kernels.cache_write.spec import CacheWriteSpec
 
 from .. import machine, overlap, reference
-from ..checks import checking
+from ..checks import checking, raise_reason
 from .call import CacheWriteCall, QueryTransform
-from .checks import FP8, block_scaled, reason, validate
+from .checks import FP8, block_scaled, validate
 
 DTYPES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float8_e4m3fn: "e4m3", torch.float8_e5m2: "e5m2"}
 THREADS = 1 << 19  # about as many threads as two GPUs hold: with fewer, each group has one row
@@ -138,7 +138,7 @@ def plan_of(call: CacheWriteCall) -> CacheWritePlan:
         key = key_of(call)
         plan = here.plans.get(key)
     except (AttributeError, TypeError, RuntimeError):
-        raise_reason(call)
+        raise_reason(validate, call)
         raise
     if plan is None:
         validate(call)
@@ -165,15 +165,8 @@ def run(call: CacheWriteCall) -> None:
             validate(call)
         plan.fn(*plan.bind(call))
     except Exception:
-        raise_reason(call)
+        raise_reason(validate, call)
         raise
-
-
-def raise_reason(call: CacheWriteCall) -> None:
-    """Raise the error that names the argument for which a call failed, if there is one."""
-    why = reason(call)
-    if why is not None:
-        raise why from None
 
 
 def _as_bytes(t: torch.Tensor) -> torch.Tensor:

@@ -15,8 +15,8 @@ from cute_kernels.merge_states.args import MergeArgs, fields
 from cute_kernels.merge_states.request import MergeRequest
 
 from .. import machine, overlap, reference
-from ..checks import check_apart, checking
-from .checks import reason, validate_in_place, validate_pair, validate_states
+from ..checks import check_apart, checking, raise_reason
+from .checks import validate_in_place, validate_pair, validate_states
 
 DTYPES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
 _AT = MergeArgs(*range(len(MergeArgs._fields)))  # position of each argument; all specs have the first ones
@@ -60,10 +60,8 @@ def states(v: torch.Tensor, s: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor
         plan = here.plans.get(key)
         grad = _is_grad_enabled() and (v.requires_grad or s.requires_grad)
     except (AttributeError, TypeError, RuntimeError):
-        why = reason(validate_states, v, s)
-        if why is None:
-            raise
-        raise why from None
+        raise_reason(validate_states, v, s)
+        raise
     if plan is None:
         validate_states(v, s)
         device_info = here.device_info(v.device)
@@ -81,10 +79,8 @@ def states(v: torch.Tensor, s: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor
     try:
         plan.fn(*flat)
     except Exception:
-        why = reason(validate_states, v, s)
-        if why is None:
-            raise
-        raise why from None
+        raise_reason(validate_states, v, s)
+        raise
     return out, lse
 
 
@@ -101,10 +97,8 @@ def pair(
         plan = here.plans.get(key)
         grad = _is_grad_enabled() and (v_a.requires_grad or s_a.requires_grad or v_b.requires_grad or s_b.requires_grad)
     except (AttributeError, TypeError, RuntimeError):
-        why = reason(validate_pair, v_a, s_a, v_b, s_b)
-        if why is None:
-            raise
-        raise why from None
+        raise_reason(validate_pair, v_a, s_a, v_b, s_b)
+        raise
     if plan is None:
         validate_pair(v_a, s_a, v_b, s_b)
         device_info = here.device_info(v_a.device)
@@ -127,10 +121,8 @@ def pair(
         flat[_S], flat[_V_OUT], flat[_S_OUT], flat[_S_OTHER] = s_a, out, lse, s_b
         plan.fn(*flat)
     except Exception:
-        why = reason(validate_pair, v_a, s_a, v_b, s_b)
-        if why is None:
-            raise
-        raise why from None
+        raise_reason(validate_pair, v_a, s_a, v_b, s_b)
+        raise
     return out, lse
 
 
@@ -150,10 +142,8 @@ def in_place(
             v.requires_grad or s.requires_grad or v_other.requires_grad or s_other.requires_grad
         )
     except (AttributeError, TypeError, RuntimeError):
-        why = reason(validate_in_place, v, s, v_other, s_other, mask)
-        if why is None:
-            raise
-        raise why from None
+        raise_reason(validate_in_place, v, s, v_other, s_other, mask)
+        raise
     if plan is None:
         validate_in_place(v, s, v_other, s_other, mask)
         device_info = here.device_info(v.device)
@@ -179,10 +169,8 @@ def in_place(
             flat[_MASK] = mask.view(_uint8)
         plan.fn(*flat)
     except Exception:
-        why = reason(validate_in_place, v, s, v_other, s_other, mask)
-        if why is None:
-            raise
-        raise why from None
+        raise_reason(validate_in_place, v, s, v_other, s_other, mask)
+        raise
     return None
 
 

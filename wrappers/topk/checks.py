@@ -163,15 +163,6 @@ def _outputs_apart(call: TopKCall, names: dict[str, str]) -> None:
         check_apart(given, {names.get(f, f): getattr(call, f) for f in INPUTS})
 
 
-def reason(call: TopKCall) -> Exception | None:
-    """Return the error that explains why a call failed, or None if its arguments fit."""
-    try:
-        validate(with_ints(call))
-    except (TypeError, ValueError) as found:
-        return found
-    return None
-
-
 def stated(call: TopKCall) -> None:
     """Check num_rows, stride0 and stride1 against the tensor; a stride that is never used may have any value."""
     num_rows, *strides = call.layout

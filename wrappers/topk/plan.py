@@ -11,8 +11,8 @@ from cute_kernels.topk.args import TopKArgs
 from cute_kernels.topk.request import TopKKernelRequest
 
 from .. import machine, overlap, reference, scratch
-from ..checks import checking
-from .checks import DTYPES, NAMES, PER_ROW, TOP_K, WINDOWS, TopKCall, TopKTieBreak, reason, validate, with_ints
+from ..checks import checking, raise_reason
+from .checks import DTYPES, NAMES, PER_ROW, TOP_K, WINDOWS, TopKCall, TopKTieBreak, validate, with_ints
 from .values import check as check_values
 
 AT = TopKArgs(*range(len(TopKArgs._fields)))  # position of each argument in a launch
@@ -75,7 +75,7 @@ def plan_of(call: TopKCall) -> TopKLaunchPlan:
         key = key_of(call)
         plan = here.plans.get(key)
     except (AttributeError, TypeError, RuntimeError):
-        raise_reason(call)
+        raise_reason(validate, with_ints(call))
         raise
     if plan is None:
         call = with_ints(call)
@@ -100,15 +100,8 @@ def run(call: TopKCall) -> tuple[Any, Any, Any]:
     try:
         return launch(plan, bind(plan, call), call)
     except Exception:
-        raise_reason(call)
+        raise_reason(validate, with_ints(call))
         raise
-
-
-def raise_reason(call: TopKCall) -> None:
-    """Raise the error that names the argument for which a call failed, if there is one."""
-    why = reason(call)
-    if why is not None:
-        raise why from None
 
 
 def bind(plan: TopKLaunchPlan, call: TopKCall) -> list[Any]:
