@@ -439,11 +439,7 @@ def _ctas(request: KernelRequest, spec: Any, sms: int, blocks: int) -> int:
 
 def _defaults(call: AttentionCall, request: KernelRequest, spec: Any, sms: int, blocks: int) -> list[Any]:
     """Return the arguments of a launch: the call's options, and empty tensors for those that it lacks."""
-    here, device, heads = machine.current, call.q.device, call.q.shape[1]
-
-    def empty(dtype: torch.dtype, *shape: int) -> Any:
-        return here.argument(torch.empty(0, *shape, dtype=dtype, device=device))
-
+    empty, heads = partial(machine.current.empty, call.q.device), call.q.shape[1]
     fp32, int32 = torch.float32, torch.int32
     default: dict[str, Any] = {
         "kv_starts": empty(int32),

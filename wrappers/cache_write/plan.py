@@ -274,18 +274,13 @@ def plan_for(call: CacheWriteCall, device_info: tuple[str, int] | None) -> Cache
     """
     k, v, spec, device = call.k, call.v, spec_of(call), call.k.device
     fn: Callable[..., Any] = partial(reference.write_rows, spec)
-    given: Callable[[torch.Tensor], Any] = lambda tensor: tensor  # noqa: E731
     if device_info is not None:
         op, spec = kernel_of(call, device_info[0])
-        fn, given = machine.current.kernel(op, spec, device_info[0]), machine.current.argument
+        fn = machine.current.kernel(op, spec, device_info[0])
     lanes = rows.lanes(max(k.shape[2], v.shape[2]), spec.elements)
     queries = 0 if call.transform is None or call.transform.q is None else call.transform.q.shape[1]
     shared = queries + k.shape[1] + (v.shape[1] if spec.transform else 0)  # rows of a token that its groups share
-    names = fields(spec)
-
-    def empty(dtype: torch.dtype, *shape: int) -> Any:
-        return given(torch.empty(0, *shape, dtype=dtype, device=device))
-
+    names, empty = fields(spec), partial(machine.current.empty, device)
     stores, wide, t = _stores(call), _wide(call), call.transform or NO_TRANSFORM
     fp8 = torch.float8_e5m2 if spec.cache == "e5m2" else torch.float8_e4m3fn
     dim = k.shape[2]

@@ -148,7 +148,7 @@ def in_place(
         validate_in_place(v, s, v_other, s_other, mask)
         device_info = here.device_info(v.device)
         if device_info is None or not v.numel():
-            return replace(v, s, mask, *reference.merge_state(v, s, v_other, s_other))
+            return replace_by_reference(v, s, v_other, s_other, mask)
         plan = plan_for(v, True, device_info)
         plan.copies = gapped(v) or gapped(v_other)
         given = (v, s, v_other, s_other) if mask is None else (v, s, v_other, s_other, mask)
@@ -204,6 +204,11 @@ def replace(v: Any, s: Any, mask: Any, new_v: torch.Tensor, new_s: torch.Tensor)
     s.copy_(new_s)
 
 
+def replace_by_reference(v: Any, s: Any, v_other: Any, s_other: Any, mask: Any) -> None:
+    """Serve `merge_state_in_place` by torch operations."""
+    replace(v, s, mask, *reference.merge_state(v, s, v_other, s_other))
+
+
 def gapped(v: torch.Tensor) -> bool:
     """Return whether the elements of a row are not neighbours."""
     return v.stride(-1) != 1 and v.shape[-1] > 1
@@ -219,7 +224,7 @@ def plan_for(v: torch.Tensor, is_pair: bool, device_info: tuple[str, int]) -> Me
     lanes = rows.lanes(dim, spec.elements)
     values: dict[str, Any] = dict.fromkeys(fields(spec)) | {"lanes_log2": lanes.bit_length() - 1, "enable_pdl": 1}
     if is_pair:
-        values["mask"] = machine.current.argument(torch.empty(0, dtype=_uint8, device=v.device))
+        values["mask"] = machine.current.empty(v.device, _uint8)
     return MergePlan(
         fn=machine.current.kernel(op, spec, device_info[0]),
         flat=list(values.values()),

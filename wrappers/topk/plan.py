@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -184,7 +185,6 @@ def plan_for(call: TopKCall, device_info: tuple[str, int] | None) -> TopKLaunchP
     (rows, width), device = scores.shape, scores.device
     fn: Callable[..., Any] = reference.top_k_rows
     sort: Callable[..., Any] | None = reference.sort_rows if call.sorted else None
-    given: Callable[[torch.Tensor], Any] = lambda tensor: tensor  # noqa: E731
     if device_info is not None:
         arch, sms = device_info
         try:
@@ -192,13 +192,10 @@ def plan_for(call: TopKCall, device_info: tuple[str, int] | None) -> TopKLaunchP
         except NotImplementedError as error:
             field = "k" if any(arch in kernel.ARCHS for kernel in dispatch.KERNELS.values()) else "scores"
             raise NotImplementedError(f"{NAMES[call.function].get(field, field)}: {error}") from None
-        fn, given = machine.current.kernel(op, spec, arch), machine.current.argument
+        fn = machine.current.kernel(op, spec, arch)
         sorter = dispatch.sort_spec(request_of(call, sms), arch) if call.sorted else None
         if sorter is not None:  # beyond the sort kernel's largest k the reference sorts: in torch, on the device
             sort = machine.current.kernel(dispatch.SORT, sorter, arch)
-
-    def empty(dtype: torch.dtype, *shape: int) -> Any:
-        return given(torch.empty(0, *shape, dtype=dtype, device=device))
 
     def likes() -> list[torch.Tensor]:
         types = torch.int32, scores.dtype, torch.int64
@@ -206,6 +203,7 @@ def plan_for(call: TopKCall, device_info: tuple[str, int] | None) -> TopKLaunchP
 
     keeps = device_info is not None and machine.current.uncaptured_stream(device) is not None
     like_out, like_values, like_indices = scratch.kept(likes, device) if keeps else likes()
+    empty = partial(machine.current.empty, device)
     none = empty(torch.int32)
     flat = TopKArgs(
         scores=None, starts=none, lengths=none, out=empty(torch.int32, k), raw=empty(torch.int32, k),
