@@ -95,7 +95,8 @@ def get_batch_indices_positions(
             check_operand(name, out, 1, (torch.int32,), device, "that of append_indptr")
             check_shape(name, out, (nnz,), "nnz")
     given = {name: t for name, t in outputs.items() if t is not None}
-    _apart(given, {"append_indptr": append_indptr, "seq_lens": seq_lens})
+    if not any(map(traced, given.values())):
+        check_apart(given, {"append_indptr": append_indptr, "seq_lens": seq_lens})
     if batch:
         row, starts = torch.arange(nnz, device=device), append_indptr.to(torch.int64)
         request = torch.searchsorted(starts[:-1], row, right=True) - 1  # the last one that starts at or before the row
@@ -141,12 +142,6 @@ def sides(name: str, value: Any, layout: Any) -> tuple[torch.Tensor, torch.Tenso
 def _are_rows(t: Any) -> bool:
     """Report whether t holds keys or values of pages with one row, without the dimension of P."""
     return isinstance(t, torch.Tensor) and t.ndim == 3 and t.layout is torch.strided
-
-
-def _apart(outputs: dict[str, torch.Tensor], inputs: dict[str, Any]) -> None:
-    """Call `check_apart` unless the outputs have no memory of their own."""
-    if not any(map(traced, outputs.values())):
-        check_apart(outputs, inputs)
 
 
 def append_paged_kv_cache(

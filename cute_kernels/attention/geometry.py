@@ -48,6 +48,12 @@ def launch_args(spec, flat):
     return a._replace(launch=LaunchGeometry(group, magic_of(group), *quotients, l2_keys))
 
 
+def launch(kernel, warps, a, stream):
+    """Launch an attention kernel with its parameters: CTAs of `warps` warps, one per SM. Called on the host."""
+    grid, block = [a.schedule.grid, 1, 1], [32 * warps, 1, 1]
+    kernel.launch(grid=grid, block=block, stream=stream, min_blocks_per_mp=1, use_pdl=a.schedule.enable_pdl)
+
+
 def kv_row_bytes(spec):
     """Return the bytes of a key's K and V of one head."""
     return (spec.head_dim_qk + spec.head_dim_vo) * spec.kv.bits // 8

@@ -156,19 +156,6 @@ class SFLayout(NamedTuple):
     block_stride: Any
 
 
-def sf_linear(stage, dim):
-    """Return the layout of scale factors that are stored row by row."""
-    size = dim // SF_VEC_SIZE
-    return SFLayout(stage.iterator.toint(), size, 4 * size, 1)
-
-
-def sf_interleaved(stage, dim, interleaves):
-    """Return the layout of V's scale factors: row by row or, if `interleaves` is 1, block by block for each four
-    rows."""
-    size = dim // SF_VEC_SIZE
-    return SFLayout(stage.iterator.toint(), size + interleaves * (1 - size), 4 * size, 1 + 3 * interleaves)
-
-
 class DequantLane(NamedTuple):
     """A lane's pieces of `SWIZZLE_ROWS` rows, as byte offsets from the first row. source: per pass and group. target:
     per pass, of the first half. sf_offsets: per pass, or None. block: from a scale factor to the next of its row.
@@ -292,14 +279,15 @@ def stage_tensors(s, which, i):
 
 
 def stage_sf(spec, a, s, which, i):
-    """Return the `SFLayout` of item i; None if the cache has no scale factors."""
+    """Return the `SFLayout` of item i; None if the cache has no scale factors. They are stored row by row or, those of
+    V if the call says so, block by block for each four rows."""
     scales = (s.k_scales, s.v_scales)[which]
     if scales is None:
         return None
     stage = scales[None, None, pipeline.stage(stage_pipelines(s, which).raw, i)]
-    if which == pages.K:
-        return sf_linear(stage, spec.padded_qk)
-    return sf_interleaved(stage, spec.padded_vo, a.kv.v_scales_interleaved)
+    size = (spec.padded_qk, spec.padded_vo)[which] // SF_VEC_SIZE
+    mixed = 0 if which == pages.K else a.kv.v_scales_interleaved
+    return SFLayout(stage.iterator.toint(), size + mixed * (1 - size), 4 * size, 1 + 3 * mixed)
 
 
 @cute.jit

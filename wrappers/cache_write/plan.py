@@ -247,14 +247,6 @@ def rotated(call: CacheWriteCall) -> int:
     return 0 if t.rope_table is None else t.rope_table.shape[1]
 
 
-def kernel_of(call: CacheWriteCall, arch: str) -> tuple[str, CacheWriteSpec]:
-    """Return (op, spec) of the kernel that serves a valid call. Raises NotImplementedError if there is none."""
-    spec = spec_of(call)
-    head_dim = max(call.k.shape[2], call.v.shape[2])
-    request = CacheWriteRequest(spec.dtype, spec.cache, spec.transform, head_dim, rotated(call))
-    return dispatch.select(request, arch)
-
-
 def _stores(call: CacheWriteCall) -> bool:
     """Return whether there are rows of K or V, and a cache with rows."""
     pages, page_size = min(call.k_cache.shape[0], call.v_cache.shape[0]), call.k_cache.shape[1 if call.nhd else 2]
@@ -275,7 +267,9 @@ def plan_for(call: CacheWriteCall, device_info: tuple[str, int] | None) -> Cache
     k, v, spec, device = call.k, call.v, spec_of(call), call.k.device
     fn: Callable[..., Any] = partial(reference.write_rows, spec)
     if device_info is not None:
-        op, spec = kernel_of(call, device_info[0])
+        dim, turned = max(call.k.shape[2], call.v.shape[2]), rotated(call)
+        request = CacheWriteRequest(spec.dtype, spec.cache, spec.transform, dim, turned)
+        op, spec = dispatch.select(request, device_info[0])
         fn = machine.current.kernel(op, spec, device_info[0])
     lanes = rows.lanes(max(k.shape[2], v.shape[2]), spec.elements)
     queries = 0 if call.transform is None or call.transform.q is None else call.transform.q.shape[1]

@@ -87,13 +87,7 @@ def forward(spec: cutlass.Constexpr, stream, *flat):
     """Launch the kernel. flat: the arguments in the order of `args.fields`."""
     a = geometry.launch_args(spec, flat)
     k, v = operand(spec, a.kv.k, spec.padded_qk), operand(spec, a.kv.v, spec.padded_vo)
-    kernel(spec, DecodeKernelParams(a, k, v)).launch(
-        grid=[a.schedule.grid, 1, 1],
-        block=[32 * roles(spec).warps(), 1, 1],
-        stream=stream,
-        min_blocks_per_mp=1,
-        use_pdl=a.schedule.enable_pdl,
-    )
+    geometry.launch(kernel(spec, DecodeKernelParams(a, k, v)), roles(spec).warps(), a, stream)
 
 
 def shared(spec, plan):

@@ -146,13 +146,7 @@ def forward(spec: cutlass.Constexpr, stream, *flat):
     rows = cute.make_tensor(a.query.q.iterator, cute.select(a.query.q.layout, mode=[0, 2, 1]))
     q = copy.operand(rows, (t.m, spec.padded_qk), t.q_stages, (t.m,))
     mask_blocks.launch(spec, a, stream)
-    kernel(spec, Sm100KernelParams(a, k, v, q)).launch(
-        grid=[a.schedule.grid, 1, 1],
-        block=[32 * roles(spec).warps(), 1, 1],
-        stream=stream,
-        min_blocks_per_mp=1,
-        use_pdl=a.schedule.enable_pdl,
-    )
+    geometry.launch(kernel(spec, Sm100KernelParams(a, k, v, q)), roles(spec).warps(), a, stream)
 
 
 def shared(spec, plan):

@@ -247,15 +247,9 @@ def wait_first_qk(spec: cutlass.Constexpr, plan, s, r: Sm90Fragments, w: WorkTil
 def issue_first_qk(spec: cutlass.Constexpr, plan, s, r: Sm90Fragments, w: WorkTileInfo, at: ConsumerState):
     wait_first_qk(spec, plan, s, r, w, at)
     if const_expr(precision.prepares_any(spec) and spec.tile.o_parts > 1):
-        issue_recomputed_qk(spec, plan, s, r, at)
+        wgmma.issue(plan.mma_qk, r.acc_s, *recomputed_qk(spec, plan, s, 0), True)
     else:
         issue_qk(spec, plan, s, r, at)
-
-
-@cute.jit
-def issue_recomputed_qk(spec: cutlass.Constexpr, plan, s, r: Sm90Fragments, at: ConsumerState):
-    """Do the work of `issue_qk` with one stage of Q and of K."""
-    wgmma.issue(plan.mma_qk, r.acc_s, *recomputed_qk(spec, plan, s, 0), True)
 
 
 def recomputed_qk(spec, plan, s, stage):

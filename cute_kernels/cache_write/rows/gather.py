@@ -55,18 +55,13 @@ def owner(offsets: cute.Tensor, x: Int32):
     return low if offsets[low] <= x and x < offsets[low + 1] else Int32(-1)
 
 
-def entries_of(a):
-    """Return the number of entries of all requests."""
-    return places.divide(a.k.shape[0], places.page_size_of(a))
-
-
 @cute.jit
 def key_count(a, request: Int32):
     """Return the number of keys of a request, clamped as attention kernels clamp it."""
     page_size, count = Int32(places.page_size_of(a)), Int32(0)
     if a.kv_indptr.shape[0] > 0:
-        most, last = entries_of(a), page_size
-        pages = clamp(a.kv_indptr[request + 1], 0, most) - clamp(a.kv_indptr[request], 0, most)
+        entries, last = places.divide(a.k.shape[0], places.page_size_of(a)), page_size  # of all requests
+        pages = clamp(a.kv_indptr[request + 1], 0, entries) - clamp(a.kv_indptr[request], 0, entries)
         if a.kv_lens.shape[0] > 0:
             last = clamp(a.kv_lens[request], 0, page_size)
         if pages > 0:
