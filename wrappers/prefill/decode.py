@@ -13,13 +13,8 @@ from . import values
 from .batch import PrefillBatch
 
 DECODE = "BatchDecodeWithPagedKVCacheWrapper"
-SIGNATURES[DECODE] = {
-    "kv": "paged_kv_cache", "k": "paged_kv_cache (K)", "v": "paged_kv_cache (V)", "page_table": "indices",
-    "kv_lens": "last_page_len", "kv_starts": "indptr", "out_scale": "v_scale", "soft_cap": "logits_soft_cap",
-    "scales": "kv_cache_sf", "k_scales": "kv_cache_sf (K)", "v_scales": "kv_cache_sf (V)",
-    "interleaved": "v_scales_interleaved", "out_dtype": "o_data_type", "max_q_len": "q_len_per_req",
-    "skip": "skip_softmax_threshold_scale_factor", "alibi_slopes": "pos_encoding_mode", "rope": "pos_encoding_mode",
-    "scale": "sm_scale x q_scale x k_scale",
+SIGNATURES[DECODE] = values.NAMES | values.PAGED_KV | {
+    "page_table": "indices", "kv_lens": "last_page_len", "kv_starts": "indptr", "max_q_len": "q_len_per_req",
 }  # fmt: skip
 HEAD_SCALES.add(DECODE)
 

@@ -13,15 +13,9 @@ from . import values
 from .batch import PrefillBatch
 
 PAGED = "BatchPrefillWithPagedKVCacheWrapper"
-SIGNATURES[PAGED] = {
-    "kv": "paged_kv_cache", "k": "paged_kv_cache (K)", "v": "paged_kv_cache (V)", "page_table": "paged_kv_indices",
-    "kv_lens": "paged_kv_last_page_len", "kv_starts": "paged_kv_indptr", "cu_seqlens_q": "qo_indptr",
-    "out_scale": "v_scale", "soft_cap": "logits_soft_cap", "scales": "kv_cache_sf",
-    "k_scales": "kv_cache_sf (K)", "v_scales": "kv_cache_sf (V)", "interleaved": "v_scales_interleaved",
-    "out_dtype": "o_data_type",
-    "max_q_len": "max_token_per_sequence", "skip": "skip_softmax_threshold_scale_factor", "mask_starts": "custom_mask",
-    "alibi_slopes": "pos_encoding_mode", "rope": "pos_encoding_mode",
-    "scale": "sm_scale x q_scale x k_scale",
+SIGNATURES[PAGED] = values.NAMES | values.PAGED_KV | {
+    "page_table": "paged_kv_indices", "kv_lens": "paged_kv_last_page_len", "kv_starts": "paged_kv_indptr",
+    "cu_seqlens_q": "qo_indptr", "max_q_len": "max_token_per_sequence",
 }  # fmt: skip
 HEAD_SCALES.add(PAGED)
 

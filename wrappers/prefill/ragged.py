@@ -12,13 +12,9 @@ from . import values
 from .batch import PrefillBatch
 
 RAGGED = "BatchPrefillWithRaggedKVCacheWrapper"
-SIGNATURES[RAGGED] = {
+SIGNATURES[RAGGED] = values.NAMES | {
     "kv": "k, v", "page_table": "kv_indptr", "kv_lens": "kv_indptr", "kv_starts": "kv_indptr",
-    "cu_seqlens_q": "qo_indptr", "out_scale": "v_scale", "soft_cap": "logits_soft_cap",
-    "scales": "kv_cache_sf", "k_scales": "kv_cache_sf (K)", "v_scales": "kv_cache_sf (V)",
-    "out_dtype": "o_data_type", "max_q_len": "max_token_per_sequence", "mask_starts": "custom_mask",
-    "alibi_slopes": "pos_encoding_mode", "rope": "pos_encoding_mode",
-    "scale": "sm_scale x q_scale x k_scale",
+    "cu_seqlens_q": "qo_indptr", "max_q_len": "max_token_per_sequence",
 }  # fmt: skip
 HEAD_SCALES.add(RAGGED)
 
