@@ -5,6 +5,7 @@ get torch operations.
 """
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -47,21 +48,13 @@ def serve(function: str, *given: Any) -> Any:
     return (operations if transformed() else operator)(*given)
 
 
-@torch.library.impl("cute_kernels::merge_states", ("cpu", "cuda"))
-def _states(v: torch.Tensor, s: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    out, lse = plan.states(v, s)
-    return out.contiguous(), lse.contiguous()
+def _run(function: str, *given: Any) -> Any:
+    found = SERVED[function][0](*given)
+    return found and tuple(t.contiguous() for t in found)
 
 
-@torch.library.impl("cute_kernels::merge_state", ("cpu", "cuda"))
-def _pair(*given: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    out, lse = plan.pair(*given)
-    return out.contiguous(), lse.contiguous()
-
-
-@torch.library.impl("cute_kernels::merge_state_in_place", ("cpu", "cuda"))
-def _in_place(*given: Any) -> None:
-    plan.in_place(*given)
+for name in SCHEMAS:
+    torch.library.impl(f"cute_kernels::{name}", ("cpu", "cuda"), partial(_run, name))
 
 
 @torch.library.register_fake("cute_kernels::merge_states")
