@@ -22,9 +22,9 @@ from .attention.call import pair
 from .cache_write.call import PAGES, SLOTS, CacheWriteCall
 from .cache_write.checks import APPEND, NVFP4_APPEND, NVFP4_SLOTS, OFFSETS
 from .cache_write.op import serve
-from .checks import INF, check_apart, check_integer, check_operand, check_shape
+from .checks import check_apart, check_integer, check_operand, check_shape
 from .plain import traced
-from .scalars import integer, scale_of
+from .scalars import dequantisation, integer
 
 __all__ = [
     "append_paged_kv_cache", "get_batch_indices_positions", "get_seq_lens", "nvfp4_quantize_append_paged_kv_cache",
@@ -193,7 +193,8 @@ def _nvfp4(
 ) -> None:  # fmt: skip
     """Complete a call that quantises its rows, and make it. k_scale, v_scale: global dequantisation scales."""
     (k_cache, v_cache), (k_sf, v_sf) = sides(CACHE, cache, kv_layout), sides(CACHE_SF, cache_sf, kv_layout)
-    (k_factor, k_ptr), (v_factor, v_ptr) = _forward("k_scale", k_scale, call.k), _forward("v_scale", v_scale, call.k)
+    k_factor, k_ptr = dequantisation("k_scale", k_scale, call.k, "append_key", True)
+    v_factor, v_ptr = dequantisation("v_scale", v_scale, call.k, "append_key", True)
     serve(
         call._replace(
             k_cache=k_cache, v_cache=v_cache, nhd=kv_layout == "NHD", k_sf=k_sf, v_sf=v_sf,
@@ -201,15 +202,6 @@ def _nvfp4(
         ),
         cache, cache_sf,
     )  # fmt: skip
-
-
-def _forward(name: str, scale: Any, rows: Any) -> tuple[float, torch.Tensor | None]:
-    """Return 1 / scale for a positive number, or 1.0 and an fp32 tensor (1,) of the scale."""
-    if scale.__class__ is float and 0 < scale < INF:
-        return 1.0 / scale, None
-    device = rows.device if isinstance(rows, torch.Tensor) else None
-    number, tensor = scale_of(name, scale, device, "that of append_key", positive=True)
-    return (1.0 / number, None) if tensor is None else (1.0, tensor.reshape(1))
 
 
 def nvfp4_quantize_append_paged_kv_cache(
