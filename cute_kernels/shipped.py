@@ -28,32 +28,16 @@ class AttentionRow(NamedTuple):
     kinds: tuple[str, ...]
 
 
-class TopKRow(NamedTuple):
-    """All plans of a top-k op for rows of these types."""
+class ElementRow(NamedTuple):
+    """Kernels of another op. dtypes: of the rows; top-k has all plans of a type. kinds: of kernels that write caches,
+    "append", "transform" or "gather", see `CacheWriteSpec`; of those that merge, "states" in one tensor or a "pair" of
+    tensors. caches: types of caches."""
 
     op: str
-    archs: tuple[str, ...]
     dtypes: tuple[str, ...]
-
-
-class CacheWriteRow(NamedTuple):
-    """Kernels that write rows to caches. dtypes: of the rows. caches: types of caches. kinds: "append", "transform" or
-    "gather", see `CacheWriteSpec`."""
-
-    op: str
-    archs: tuple[str, ...]
-    dtypes: tuple[str, ...]
-    caches: tuple[str, ...]
-    kinds: tuple[str, ...]
-
-
-class MergeRow(NamedTuple):
-    """Kernels that merge states. dtypes: of V. kinds: "states" in one tensor, or a "pair" of tensors."""
-
-    op: str
-    archs: tuple[str, ...]
-    dtypes: tuple[str, ...]
-    kinds: tuple[str, ...]
+    kinds: tuple[str, ...] = ()
+    caches: tuple[str, ...] = ()
+    archs: tuple[str, ...] = archs.NAMES
 
 
 PREFILL, PREFILL_BLACKWELL, DECODE = "attention.sm90", "attention.sm100", "attention.decode"
@@ -96,16 +80,13 @@ ATTENTION = (
     AttentionRow(DECODE, BLACKWELL, ("bf16",), ("e5m2",), USUAL, ("8 rows", "16 rows")),
     AttentionRow(DECODE, BLACKWELL, ("e4m3",), ("nvfp4",), USUAL, ("8 rows", "16 rows")),
 )
-TOPK = (
-    TopKRow("topk.radix", archs.NAMES, ("fp32", "fp16", "bf16")),
-    TopKRow("topk.sort", archs.NAMES, ("fp32", "fp16", "bf16")),
-)
+TOPK = tuple(ElementRow(op, ("fp32", "fp16", "bf16")) for op in ("topk.radix", "topk.sort"))
 CACHE_WRITE = (
-    CacheWriteRow("cache_write.rows", archs.NAMES, ("uint8",), ("uint8",), ("append",)),
-    CacheWriteRow("cache_write.rows", archs.NAMES, ("nvfp4",), ("fp32",), ("append",)),
-    CacheWriteRow("cache_write.rows", archs.NAMES, ("bf16",), ("bf16", "e4m3", "nvfp4"), ("append", "transform")),
-    CacheWriteRow("cache_write.rows", archs.NAMES, ("fp16",), ("fp16", "e4m3", "nvfp4"), ("append", "transform")),
-    CacheWriteRow("cache_write.rows", archs.NAMES, ("bf16",), ("bf16",), ("gather",)),
-    CacheWriteRow("cache_write.rows", archs.NAMES, ("fp16",), ("fp16",), ("gather",)),
+    ElementRow("cache_write.rows", ("uint8",), ("append",), ("uint8",)),
+    ElementRow("cache_write.rows", ("nvfp4",), ("append",), ("fp32",)),
+    ElementRow("cache_write.rows", ("bf16",), ("append", "transform"), ("bf16", "e4m3", "nvfp4")),
+    ElementRow("cache_write.rows", ("fp16",), ("append", "transform"), ("fp16", "e4m3", "nvfp4")),
+    ElementRow("cache_write.rows", ("bf16",), ("gather",), ("bf16",)),
+    ElementRow("cache_write.rows", ("fp16",), ("gather",), ("fp16",)),
 )
-MERGE_STATES = (MergeRow("merge_states.rows", archs.NAMES, ("bf16", "fp16", "fp32"), ("states", "pair")),)
+MERGE_STATES = (ElementRow("merge_states.rows", ("bf16", "fp16", "fp32"), ("states", "pair")),)

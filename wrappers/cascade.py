@@ -17,7 +17,7 @@ RuntimeError for a tensor that requires grad, in grad mode, NotImplementedError 
 
 import torch
 
-from .merge.op import serve_in_place, serve_pair, serve_states
+from .merge.op import serve
 
 __all__ = ["merge_state", "merge_state_in_place", "merge_states"]
 
@@ -34,7 +34,7 @@ def merge_state(
     >>> merge_state(a, torch.tensor([[0.0]]), b, torch.tensor([[3.0]]).log2())
     (tensor([[[4., 4.]]]), tensor([[2.]]))
     """
-    return serve_pair(v_a, s_a, v_b, s_b)
+    return serve("merge_state", v_a, s_a, v_b, s_b)
 
 
 def merge_state_in_place(
@@ -50,7 +50,7 @@ def merge_state_in_place(
     >>> v, s
     (tensor([[[1., 1.]]]), tensor([[0.]]))
     """
-    serve_in_place(v, s, v_other, s_other, mask)
+    serve("merge_state_in_place", v, s, v_other, s_other, mask)
 
 
 def merge_states(v: torch.Tensor, s: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -64,4 +64,4 @@ def merge_states(v: torch.Tensor, s: torch.Tensor) -> tuple[torch.Tensor, torch.
     >>> merge_states(torch.tensor([1.0, 2.0, 6.0]).view(1, 3, 1, 1), torch.zeros(1, 3, 1))[0]
     tensor([[[3.]]])
     """
-    return serve_states(v, s)
+    return serve("merge_states", v, s)

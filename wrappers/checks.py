@@ -6,6 +6,7 @@ values. With 0, the default, values are read on the CPU only, and kernels clamp 
 """
 
 import os
+from collections.abc import Callable
 from functools import cache
 from typing import Any, NoReturn
 
@@ -37,6 +38,20 @@ def checking() -> bool:
     if found not in ("0", "1"):
         raise ValueError(f"CUTE_KERNELS_CHECK: {found!r}, must be 0 or 1")
     return found == "1"
+
+
+def raise_reason(validate: Callable[..., Any], *given: Any) -> None:
+    """Raise the error that names the argument for which a call failed, if `validate` finds one."""
+    try:
+        validate(*given)
+    except Exception as why:
+        raise why from None
+
+
+def check_device(name: str, t: torch.Tensor, device: torch.device, owner: str) -> None:
+    """Check where a tensor is. owner: the tensor that has this device, for the message."""
+    if t.device != device:
+        raise ValueError(f"{name}: device {t.device}, must be {owner}, {device}")
 
 
 def check_strided(name: str, value: Any, ndim: int | None = None) -> torch.Tensor:
@@ -102,7 +117,7 @@ def check_operand(
     device: None for any. owner: the tensor that has this device, for the message.
     """
     check_strided(name, value, ndim)
-    if device is not None and value.device != device:
+    if device is not None and value.device != device:  # not `check_device`: planned calls come here
         raise ValueError(f"{name}: device {value.device}, must be {owner}, {device}")
     check_one_of(f"{name}: dtype", value.dtype, dtypes)
     check_last_stride(name, value)

@@ -22,7 +22,6 @@ from .scalars import integer
 from .topk import checks as topk_checks
 from .topk import op as topk_op
 from .topk import plan as topk_plan
-from .topk.checks import TopKCall
 
 FUNCTIONS: tuple[FunctionType, ...] = (
     trtllm.trtllm_batch_context_with_kv_cache, trtllm.trtllm_batch_decode_with_kv_cache, xqa.xqa,
@@ -164,7 +163,10 @@ def explain(
         sms = count
     elif sms is None:  # every op refuses an architecture without a row, whatever its SMs
         sms = archs.of(arch).sms if arch in archs.NAMES else 1
-    answers = _attention(asked, arch, sms) if attention else _top_k(asked, arch, sms)
+    if attention:
+        answers = _attention(asked, arch, sms)
+    else:
+        answers = [*topk_dispatch.explain(topk_plan.request_of(asked, sms), arch)]
     refused = tuple((op, str(reason)) for op, _, reason in answers if reason is not None)
     for op, spec, reason in answers:
         if reason is None:
@@ -184,8 +186,3 @@ def _attention(call: AttentionCall, arch: str, sms: int) -> list[tuple[str, Any,
                 why = error
         answers.append((op, spec, why))
     return answers
-
-
-def _top_k(call: TopKCall, arch: str, sms: int) -> list[tuple[str, Any, Any]]:
-    """Return (op, spec, reason why it refuses or None) of every top-k op."""
-    return [*topk_dispatch.explain(topk_plan.request_of(call, sms), arch)]

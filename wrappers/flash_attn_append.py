@@ -110,7 +110,11 @@ def append(call: AttentionCall, new: NewKeyValues) -> AttentionCall:
         refuse_grad({"k": new.k, "v": new.v})
     if plain and not was_checked(call, new):
         check(call, new)
-    write = _write_call(call, new, total if eager else lens)
+    # the lengths before the call or, without a transform, with its rows
+    write = CacheWriteCall(
+        KVCACHE, new.k, new.v, call.k, call.v, False, PAGES, page_table=call.requests.page_table[:, 0],
+        cu_seqlens=new.starts, kv_lens=total if eager else lens,
+    )  # fmt: skip
     q, queries = call.q, None
     if wide:
         transform = QueryTransform(rope=FROM_FIRST, kv_lens_out=None if eager else total)
@@ -183,14 +187,6 @@ def together(call: AttentionCall, new: NewKeyValues) -> bool:
     if offsets is None:
         return not isinstance(new.counts, torch.Tensor) and new.counts == call.max_q_len
     return offsets is new.starts
-
-
-def _write_call(call: AttentionCall, new: NewKeyValues, lens: torch.Tensor) -> CacheWriteCall:
-    """Return the call that writes K and V. lens: keys before it, or, without a transform, with its rows."""
-    return CacheWriteCall(
-        KVCACHE, new.k, new.v, call.k, call.v, False, PAGES, page_table=call.requests.page_table[:, 0],
-        cu_seqlens=new.starts, kv_lens=lens,
-    )  # fmt: skip
 
 
 def _query_call(call: AttentionCall, transform: QueryTransform) -> CacheWriteCall:

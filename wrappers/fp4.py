@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from .checks import INF, check_apart, check_integer, check_one_of, check_shape, check_strided, listed
+from .checks import INF, check_apart, check_device, check_integer, check_one_of, check_shape, check_strided, listed
 from .scalars import integer, scale_of
 
 BLOCK = 16  # elements that share a scale factor
@@ -54,7 +54,7 @@ class FP4Tensor:
             raise ValueError(f"scale: dtype {scale.dtype}, must be one of {listed(SCALE_TYPES)}")
         if data.ndim < 2:
             raise ValueError(f"data: shape {tuple(data.shape)}, must have at least 2 dimensions")
-        _same_device("scale", scale, "data", data)
+        check_device("scale", scale, data.device, "that of data")
         if not scale.is_contiguous():
             raise ValueError(f"scale: strides {scale.stride()}, must be contiguous")
         if scale.shape[0] % SCALE_TILE[0]:
@@ -150,11 +150,6 @@ def _swizzled(name: str, scales: Any, rows: int, columns: int, start: Any) -> No
         raise ValueError(f"start: {start}, the {rows} rows from it must be within the {scales.shape[0]} rows of {name}")
 
 
-def _same_device(name: str, t: torch.Tensor, other_name: str, other: Any) -> None:
-    if t.device != other.device:
-        raise ValueError(f"{name}: device {t.device}, must be that of {other_name}, {other.device}")
-
-
 def _global(value: Any, other_name: str, other: torch.Tensor) -> Any:
     """Return a checked global scale as a number or a tensor without dimensions. other: the tensor with its device."""
     if value.__class__ is float and 0 < value < INF:
@@ -218,7 +213,7 @@ def dequantizable(data: Any, scales: Any, global_scale: Any) -> tuple[torch.Tens
     _bytes("data", data, BLOCK // 2)
     scales = _check_scales("scales", scales)
     check_shape("scales", scales, (*data.shape[:-1], data.shape[-1] * 2 // BLOCK), f"one per {BLOCK} elements of data")
-    _same_device("scales", scales, "data", data)
+    check_device("scales", scales, data.device, "that of data")
     return scales, _global(global_scale, "data", data)
 
 
@@ -258,7 +253,7 @@ def write_scales(scales: torch.Tensor, into: torch.Tensor, start: int = 0) -> No
     """Write linear scales (rows, K) to rows `start` on of the swizzled contiguous `into`; the rest keeps its bytes."""
     _check_scales("scales", scales, 2)
     _swizzled("into", into, scales.shape[0], scales.shape[1], start)
-    _same_device("into", into, "scales", scales)
+    check_device("into", into, scales.device, "that of scales")
     check_apart({"into": into}, {"scales": scales})
     offsets = _offsets(len(scales), start, scales.shape[1], into.shape[1], scales.device)
     into.view(torch.uint8).view(-1)[offsets.flatten()] = scales.view(torch.uint8).flatten()
@@ -300,7 +295,7 @@ def store(x: torch.Tensor, out: FP4Tensor, global_scale: float) -> None:
     _floats("x", x)
     _packed("out", out)
     check_shape("x", x, (*out.shape[:-1], out.shape[-1] * 2), "the unpacked shape of out")
-    _same_device("x", x, "out", out)
+    check_device("x", x, out.device, "that of out")
     data, scales = nvfp4_quantize(x.flatten(1), global_scale)
     out.data.copy_(data.view(out.data.shape))
     write_scales(scales, out.scale, out.scale_start_index)

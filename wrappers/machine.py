@@ -91,6 +91,11 @@ class HostMachine:
         """Return a tensor in the form that compiled functions convert fastest, for tensors that are passed often."""
         return runtime.argument(tensor)
 
+    def empty(self, device: torch.device, dtype: torch.dtype, *shape: int) -> Any:
+        """Return the argument for a tensor that a call lacks, of (0, *shape) elements on its device."""
+        made = torch.empty(0, *shape, dtype=dtype, device=device)
+        return made if self.device_info(device) is None else self.argument(made)
+
     def synchronize(self, device: torch.device) -> None:
         """Wait for the current stream of a device."""
         if device.type == "cuda":

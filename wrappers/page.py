@@ -22,9 +22,9 @@ from .attention.call import pair
 from .cache_write.call import PAGES, SLOTS, CacheWriteCall
 from .cache_write.checks import APPEND, NVFP4_APPEND, NVFP4_SLOTS, OFFSETS
 from .cache_write.op import serve
-from .checks import INF, check_apart, check_integer, check_operand, check_shape
+from .checks import check_apart, check_integer, check_operand, check_shape
 from .plain import traced
-from .scalars import integer, scale_of
+from .scalars import dequantisation, integer
 
 __all__ = [
     "append_paged_kv_cache", "get_batch_indices_positions", "get_seq_lens", "nvfp4_quantize_append_paged_kv_cache",
@@ -95,7 +95,8 @@ def get_batch_indices_positions(
             check_operand(name, out, 1, (torch.int32,), device, "that of append_indptr")
             check_shape(name, out, (nnz,), "nnz")
     given = {name: t for name, t in outputs.items() if t is not None}
-    _apart(given, {"append_indptr": append_indptr, "seq_lens": seq_lens})
+    if not any(map(traced, given.values())):
+        check_apart(given, {"append_indptr": append_indptr, "seq_lens": seq_lens})
     if batch:
         row, starts = torch.arange(nnz, device=device), append_indptr.to(torch.int64)
         request = torch.searchsorted(starts[:-1], row, right=True) - 1  # the last one that starts at or before the row
@@ -141,12 +142,6 @@ def sides(name: str, value: Any, layout: Any) -> tuple[torch.Tensor, torch.Tenso
 def _are_rows(t: Any) -> bool:
     """Report whether t holds keys or values of pages with one row, without the dimension of P."""
     return isinstance(t, torch.Tensor) and t.ndim == 3 and t.layout is torch.strided
-
-
-def _apart(outputs: dict[str, torch.Tensor], inputs: dict[str, Any]) -> None:
-    """Call `check_apart` unless the outputs have no memory of their own."""
-    if not any(map(traced, outputs.values())):
-        check_apart(outputs, inputs)
 
 
 def append_paged_kv_cache(
@@ -198,7 +193,8 @@ def _nvfp4(
 ) -> None:  # fmt: skip
     """Complete a call that quantises its rows, and make it. k_scale, v_scale: global dequantisation scales."""
     (k_cache, v_cache), (k_sf, v_sf) = sides(CACHE, cache, kv_layout), sides(CACHE_SF, cache_sf, kv_layout)
-    (k_factor, k_ptr), (v_factor, v_ptr) = _forward("k_scale", k_scale, call.k), _forward("v_scale", v_scale, call.k)
+    k_factor, k_ptr = dequantisation("k_scale", k_scale, call.k, "append_key", True)
+    v_factor, v_ptr = dequantisation("v_scale", v_scale, call.k, "append_key", True)
     serve(
         call._replace(
             k_cache=k_cache, v_cache=v_cache, nhd=kv_layout == "NHD", k_sf=k_sf, v_sf=v_sf,
@@ -206,15 +202,6 @@ def _nvfp4(
         ),
         cache, cache_sf,
     )  # fmt: skip
-
-
-def _forward(name: str, scale: Any, rows: Any) -> tuple[float, torch.Tensor | None]:
-    """Return 1 / scale for a positive number, or 1.0 and an fp32 tensor (1,) of the scale."""
-    if scale.__class__ is float and 0 < scale < INF:
-        return 1.0 / scale, None
-    device = rows.device if isinstance(rows, torch.Tensor) else None
-    number, tensor = scale_of(name, scale, device, "that of append_key", positive=True)
-    return (1.0 / number, None) if tensor is None else (1.0, tensor.reshape(1))
 
 
 def nvfp4_quantize_append_paged_kv_cache(

@@ -108,12 +108,14 @@ def _rotate(
     return q_out, k_out
 
 
-def _by_requests(q: Any, k: Any, indptr: Any, offsets: Any, rope: RotaryEmbedding, inplace: bool) -> Pair:
+def _by_requests(q: Any, k: Any, indptr: Any, offsets: Any, inplace: bool, *angles: Any) -> Pair:
+    rope = _angles(q, k, *angles)
     requests = check_strided("indptr", indptr, 1), check_strided("offsets", offsets, 1)
     return _rotate(ROPE, q, k, rope, inplace, requests)
 
 
-def _by_positions(q: Any, k: Any, pos_ids: Any, rope: RotaryEmbedding, inplace: bool) -> Pair:
+def _by_positions(q: Any, k: Any, pos_ids: Any, inplace: bool, *angles: Any) -> Pair:
+    rope = _angles(q, k, *angles)
     return _rotate(ROPE, q, k, rope._replace(positions=check_strided("pos_ids", pos_ids, 1)), inplace)
 
 
@@ -140,8 +142,7 @@ def apply_rope(
     >>> q[:, 0, 0]  # cos(p) - sin(p) at positions 0, 1 and 5
     tensor([ 1.0000, -0.3013,  1.2422], dtype=torch.float16)
     """
-    rope = _angles(q, k, rotary_dim, interleave, rope_scale, rope_theta)
-    return _by_requests(q, k, indptr, offsets, rope, False)
+    return _by_requests(q, k, indptr, offsets, False, rotary_dim, interleave, rope_scale, rope_theta)
 
 
 def apply_rope_inplace(
@@ -158,7 +159,7 @@ def apply_rope_inplace(
     >>> x[:, 1, 0]
     tensor([ 1.0000, -0.3013], dtype=torch.float16)
     """
-    _by_requests(q, k, indptr, offsets, _angles(q, k, rotary_dim, interleave, rope_scale, rope_theta), True)
+    _by_requests(q, k, indptr, offsets, True, rotary_dim, interleave, rope_scale, rope_theta)
 
 
 def apply_rope_pos_ids(
@@ -175,8 +176,7 @@ def apply_rope_pos_ids(
     >>> k[:, 0, 0]
     tensor([1.2422, 1.0000], dtype=torch.float16)
     """
-    rope = _angles(q, k, rotary_dim, interleave, rope_scale, rope_theta)
-    return _by_positions(q, k, pos_ids, rope, False)
+    return _by_positions(q, k, pos_ids, False, rotary_dim, interleave, rope_scale, rope_theta)
 
 
 def apply_rope_pos_ids_inplace(
@@ -193,7 +193,7 @@ def apply_rope_pos_ids_inplace(
     >>> q[:, 0, 0]
     tensor([ 1.0000, -0.3013], dtype=torch.float16)
     """
-    _by_positions(q, k, pos_ids, _angles(q, k, rotary_dim, interleave, rope_scale, rope_theta), True)
+    _by_positions(q, k, pos_ids, True, rotary_dim, interleave, rope_scale, rope_theta)
 
 
 def apply_llama31_rope(
@@ -213,8 +213,7 @@ def apply_llama31_rope(
     tensor([-0.3013,  0.7886], dtype=torch.float16)
     """
     llama31 = low_freq_factor, high_freq_factor, old_context_len
-    rope = _angles(q, k, rotary_dim, interleave, rope_scale, rope_theta, llama31)
-    return _by_requests(q, k, indptr, offsets, rope, False)
+    return _by_requests(q, k, indptr, offsets, False, rotary_dim, interleave, rope_scale, rope_theta, llama31)
 
 
 def apply_llama31_rope_inplace(
@@ -232,8 +231,7 @@ def apply_llama31_rope_inplace(
     tensor([-0.3013,  0.7886], dtype=torch.float16)
     """
     llama31 = low_freq_factor, high_freq_factor, old_context_len
-    rope = _angles(q, k, rotary_dim, interleave, rope_scale, rope_theta, llama31)
-    _by_requests(q, k, indptr, offsets, rope, True)
+    _by_requests(q, k, indptr, offsets, True, rotary_dim, interleave, rope_scale, rope_theta, llama31)
 
 
 def apply_llama31_rope_pos_ids(
@@ -251,8 +249,7 @@ def apply_llama31_rope_pos_ids(
     tensor([0.7886, 1.0000], dtype=torch.float16)
     """
     llama31 = low_freq_factor, high_freq_factor, old_context_len
-    rope = _angles(q, k, rotary_dim, interleave, rope_scale, rope_theta, llama31)
-    return _by_positions(q, k, pos_ids, rope, False)
+    return _by_positions(q, k, pos_ids, False, rotary_dim, interleave, rope_scale, rope_theta, llama31)
 
 
 def apply_llama31_rope_pos_ids_inplace(
@@ -271,8 +268,7 @@ def apply_llama31_rope_pos_ids_inplace(
     tensor([0.7886, 1.0000], dtype=torch.float16)
     """
     llama31 = low_freq_factor, high_freq_factor, old_context_len
-    rope = _angles(q, k, rotary_dim, interleave, rope_scale, rope_theta, llama31)
-    _by_positions(q, k, pos_ids, rope, True)
+    _by_positions(q, k, pos_ids, True, rotary_dim, interleave, rope_scale, rope_theta, llama31)
 
 
 def _table(table: Any, dim: int, owner: str) -> torch.Tensor:

@@ -76,6 +76,22 @@ def scale_of(
     return number, tensor
 
 
+def dequantisation(
+    name: str, value: Any, rows: Any, owner: str, inverse: bool, per_head: bool = False
+) -> tuple[float, torch.Tensor | None]:
+    """Return a dequantisation scale of `rows` as a number and None, or as 1.0 and a tensor. inverse: a number is passed
+    as its reciprocal. per_head: the tensor may have one element per head; `cache_write.checks` knows how many."""
+    if value.__class__ is float and 0 < value < inf:
+        return 1.0 / value if inverse else value, None
+    if per_head and isinstance(value, torch.Tensor) and value.numel() > 1:
+        return 1.0, value
+    device = rows.device if isinstance(rows, torch.Tensor) else None
+    number, tensor = scale_of(name, value, device, f"that of {owner}", positive=True)
+    if tensor is not None:
+        return 1.0, tensor.reshape(1)
+    return 1.0 / number if inverse else float(number), None
+
+
 def check_scale(
     name: str, value: Any, tensor: torch.Tensor | None, device: torch.device | None, heads: int = 1,
     owner: str = "the query's", positive: bool = False,

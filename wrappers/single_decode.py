@@ -16,10 +16,8 @@ from .scratch import constant, filled
 __all__ = ["single_decode_with_kv_cache"]
 NAME = "single_decode_with_kv_cache"
 LAYOUT = TableLayout("k")
-SIGNATURES[NAME] = {
-    "kv": "k, v", "page_table": "k", "kv_lens": "k", "max_q_len": "q", "out_scale": "v_scale", "out_dtype": "o_dtype",
-    "soft_cap": "logits_soft_cap", "scales": "k, v", "alibi_slopes": "pos_encoding_mode", "rope": "pos_encoding_mode",
-    "scale": "sm_scale x q_scale x k_scale",
+SIGNATURES[NAME] = values.NAMES | {
+    "kv": "k, v", "page_table": "k", "kv_lens": "k", "max_q_len": "q", "out_dtype": "o_dtype", "scales": "k, v",
 }  # fmt: skip
 HEAD_SCALES.add(NAME)
 

@@ -111,26 +111,18 @@ class AttentionArgs(NamedTuple):
 
 BLOCKS: tuple[Any, ...] = (QueryArgs, KVArgs, MaskArgs, LogitsArgs, OutArgs, ScheduleArgs)
 OPTIONAL: dict[str, Callable[[Any], bool]] = {  # field -> whether a spec has it; every spec has the fields not listed
-    "k_scales": lambda spec: spec.kv.block_scaled,
-    "v_scales": lambda spec: spec.kv.block_scaled,
-    "v_scales_interleaved": lambda spec: spec.kv.block_scaled,
+    **dict.fromkeys(("k_scales", "v_scales", "v_scales_interleaved"), lambda spec: spec.kv.block_scaled),
     "window_left": lambda spec: spec.mask.window,
     "chunk": lambda spec: spec.mask.chunk,
     "causal": lambda spec: spec.mask.causal == "value",
     "tree_mask": lambda spec: spec.mask.tree,
-    "custom_mask": lambda spec: spec.mask.custom,
-    "mask_starts": lambda spec: spec.mask.custom,
-    "mask_blocks": lambda spec: spec.mask.custom,
+    **dict.fromkeys(("custom_mask", "mask_starts", "mask_blocks"), lambda spec: spec.mask.custom),
     "alibi_slopes": lambda spec: spec.logits.alibi,
     "soft_cap": lambda spec: spec.logits.soft_cap,
     "skip_threshold": lambda spec: spec.logits.skip,
     "o_fp8": lambda spec: "e4m3" in spec.out,
-    "o_fp4": lambda spec: "nvfp4" in spec.out,
-    "o_sf": lambda spec: "nvfp4" in spec.out,
-    "o_sf_start": lambda spec: "nvfp4" in spec.out,
-    "o_sf_scale": lambda spec: "nvfp4" in spec.out,
-    "o_partial": policy.is_split_kv,
-    "blocks_per_split": policy.is_split_kv,
+    **dict.fromkeys(("o_fp4", "o_sf", "o_sf_start", "o_sf_scale"), lambda spec: "nvfp4" in spec.out),
+    **dict.fromkeys(("o_partial", "blocks_per_split"), policy.is_split_kv),
 }
 # field -> (element type, modes) of those that are alike in all kernels
 KINDS: dict[str, tuple[str, int]] = {

@@ -106,26 +106,17 @@ def visible_inside(spec, bits, words, token, key, seqlen):
 
 
 @cute.jit
-def apply(
-    s: cute.Tensor,
-    r: cutlass.Constexpr,
-    word: Uint32,
-    cols: cutlass.Constexpr,
-    lane_col: Int32,
-    lanes: cutlass.Constexpr,
-):
-    """Apply a custom mask to row r of s: set it to -inf where the bit of column cols[c] + lane_col is 0.
+def apply(s: cute.Tensor, r: cutlass.Constexpr, rows: mask.ScoreRows, cols: mask.ScoreCols):
+    """Apply a custom mask to row r of s: set it to -inf where the bit of column at[c] + lane_col is 0.
 
-    cols: static. lane_col: the column offset of this lane, less than 8; cols[c] + lane_col must be in the same 32
-    columns as cols[c]. word: lane i of the `lanes` neighbours that share the row has the bits of columns 32 i to
-    32 i + 31.
+    lane_col must be less than 8, and at[c] + lane_col in the same 32 columns as at[c]. Lane i of the `lanes` neighbours
+    that share the row has the bits of columns 32 i to 32 i + 31.
     """
-    lane = cute.arch.lane_idx()
-    mine = [
-        cute.arch.shuffle_sync(word, lane // lanes * lanes + i) >> Uint32(lane_col) for i in range(cols[-1] // 32 + 1)
-    ]
+    lane, at, lanes = cute.arch.lane_idx(), const_expr(cols.at), const_expr(cols.lanes)
+    words, first = range(at[-1] // 32 + 1), lane // lanes * lanes
+    mine = [cute.arch.shuffle_sync(rows.words[r], first + i) >> Uint32(cols.lane_col) for i in words]
     for c in cutlass.range_constexpr(cute.size(s, mode=[1])):
-        bit = mine[const_expr(cols[c] // 32)] & const_expr(1 << cols[c] % 32)
+        bit = mine[const_expr(at[c] // 32)] & const_expr(1 << at[c] % 32)
         s[r, c] = warp.select(bit == 0, -Float32.inf, s[r, c])
 
 

@@ -65,28 +65,18 @@ def store_piece(
         if a.out.o_fp4.shape[0] > 0:
             store_nvfp4(a, token, head, piece, values, sf_lanes, keep)
         elif a.out.o_fp8.shape[0] > 0:
-            store_e4m3(a, token, head, piece, values, keep)
+            store_elements(a.out.o_fp8[token, head, None], warp.convert8, piece, values, keep)
         else:
-            store_16bit(a, token, head, piece, values, keep)
+            store_elements(a.out.o[token, head, None], warp.convert16, piece, values, keep)
     else:
-        store_16bit(a, token, head, piece, values, keep)
+        store_elements(a.out.o[token, head, None], warp.convert16, piece, values, keep)
 
 
 @cute.jit
-def store_16bit(a, token: Int32, head: Int32, piece: Int32, values: cute.Tensor, keep):
-    target = cute.local_tile(a.out.o[token, head, None], (cute.size(values),), (piece,))
+def store_elements(row: cute.Tensor, convert: cutlass.Constexpr, piece: Int32, values: cute.Tensor, keep):
+    target = cute.local_tile(row, (cute.size(values),), (piece,))
     out = cute.make_rmem_tensor(cute.size(values), target.element_type)
-    warp.convert16(values, out)
-    if keep:
-        copy.vector(out, target)
-
-
-@cute.jit
-def store_e4m3(a, token: Int32, head: Int32, piece: Int32, values: cute.Tensor, keep):
-    n = cute.size(values)
-    target = cute.local_tile(a.out.o_fp8[token, head, None], (n,), (piece,))
-    out = cute.make_rmem_tensor(n, target.element_type)
-    warp.convert8(values, out)
+    convert(values, out)
     if keep:
         copy.vector(out, target)
 

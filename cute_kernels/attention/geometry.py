@@ -5,6 +5,7 @@ PackGQA, its rows are (token, query head) of one KV head, with the head fastest:
 and the tile's head is the KV head. pack_factor is the number of rows per token: qhead_per_kvhead if packed, else 1.
 """
 
+from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -12,9 +13,10 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Int32, Uint32
 
+from ..device import copy
 from ..device.clamp import clamp
 from ..device.divisor import SHIFT, Divisor, Quotient, magic_of, quotient_params
-from .args import pack
+from .args import AttentionArgs, pack
 from .schedule import policy
 from .spec import PACK_GQA_MAX_GROUP, PACK_GQA_MAX_Q
 
@@ -46,6 +48,25 @@ def launch_args(spec, flat):
         l2_keys = spec.tile.l2_bytes // (kv_row_bytes(spec) * kv_heads)
     quotients = quotient_params(cutlass.max(heads, 1)), quotient_params(kv_heads)
     return a._replace(launch=LaunchGeometry(group, magic_of(group), *quotients, l2_keys))
+
+
+@dataclass(frozen=True)
+class KernelParams:
+    """Parameters of an attention kernel, made by the host part. k, v: operands of `kv.source`, TMA descriptors or
+    tensors to gather from. The others are None in kernels without them."""
+
+    args: AttentionArgs
+    k: Any
+    v: Any
+    q: copy.TmaOperand | None = None
+    mma_qk: cute.TiledMma | None = None
+    mma_pv: cute.TiledMma | None = None
+
+
+def launch(kernel, warps, a, stream):
+    """Launch an attention kernel with its parameters: CTAs of `warps` warps, one per SM. Called on the host."""
+    grid, block = [a.schedule.grid, 1, 1], [32 * warps, 1, 1]
+    kernel.launch(grid=grid, block=block, stream=stream, min_blocks_per_mp=1, use_pdl=a.schedule.enable_pdl)
 
 
 def kv_row_bytes(spec):

@@ -4,7 +4,7 @@ A role is one loop over the CTA's tiles (`work.for_each_tile`), with an inner lo
 block first. How a block reaches shared memory is the source's (`kv`).
 """
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import cutlass
 import cutlass.cute as cute
@@ -14,17 +14,9 @@ from ..device import copy, pipeline
 from . import geometry, mask_blocks, pdl
 from .barriers import NamedBarrier
 from .kv import pages, scales, source
-from .kv.pages import KVBlock
+from .kv.pages import KVBlock, LoadTarget
 from .schedule import tiles, work
 from .schedule.work import WorkTileInfo
-
-
-class LoadTarget(NamedTuple):
-    """Where K or V goes. op: operand of the source. smem (n, D, stages). ring: the pipeline of the stages."""
-
-    op: Any
-    smem: cute.Tensor
-    ring: pipeline.Pipeline
 
 
 class Items(NamedTuple):
@@ -142,9 +134,9 @@ def load_kv(
         for position in cutlass.range(w.n_block_max - 1, w.n_block_min - 1, -1, unroll=1):
             at = block_at(spec, a, w, KVBlock(loader, i, position, head, w.kv_len, o_tile))
             if const_expr(spec.tile.pieces == 1):
-                source(spec).fill(spec, *into, page_ids, sequence_pages, at)
+                source(spec).fill(spec, into, page_ids, sequence_pages, at)
             else:
-                source(spec).fill_pieces(spec, *into, page_ids, sequence_pages, at)
+                source(spec).fill_pieces(spec, into, page_ids, sequence_pages, at)
             i += 1
             # produce the next tile after the first (highest) block; a tile without blocks does so below
             if const_expr(produces_tiles):
@@ -186,8 +178,8 @@ def scales_of_blocks(spec: cutlass.Constexpr, a, s, rings, w: WorkTileInfo, i: I
         v_found = scales.find(spec, a.kv.v.shape[2], v, n_block, w.kv_len, a.kv.v_scales_interleaved)
         # scale factors of K, then of V
         at = KVBlock(Int32(0), i, n_block, head, w.kv_len)
-        scales.fill(spec, a.kv.k_scales, s.k_scales, rings[pages.K], k_found, at)
-        at = at._replace(o_tile=work.o_tile(w))
-        scales.fill(spec, a.kv.v_scales, s.v_scales, rings[pages.V], v_found, at, a.kv.v_scales_interleaved)
+        scales.fill(spec, LoadTarget(a.kv.k_scales, s.k_scales, rings[pages.K]), k_found, at)
+        at, into = at._replace(o_tile=work.o_tile(w)), LoadTarget(a.kv.v_scales, s.v_scales, rings[pages.V])
+        scales.fill(spec, into, v_found, at, a.kv.v_scales_interleaved)
         i += 1
     return i

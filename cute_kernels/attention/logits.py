@@ -4,8 +4,7 @@ Every mainloop calls `transform`, and `transform` calls `mask.apply`, which appl
 masked or capped is static in prefill, which has a loop for each case, and a value in decode.
 """
 
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import cutlass
 import cutlass.cute as cute
@@ -13,33 +12,9 @@ from cutlass import Float32, Int32, const_expr
 
 from ..device.warp import fma
 from . import custom_mask, mask
+from .mask import ScoreCols, ScoreRows
 
 LOG2_E = 1.4426950408889634
-
-
-class ScoreRows(NamedTuple):
-    """The rows of a thread's view of scores (rows, cols). tokens: per row, in the sequence. start: the sequence's first
-    query token in the batch. slopes: of ALiBi, in units of raw scores. words: of the custom mask, per row
-    (`fetch_mask`). offsets: where the softmax adds a number per row and block to the scores, that number, in units of
-    raw scores (`add_bias`)."""
-
-    tokens: cute.Tensor
-    start: Int32
-    seqlen: mask.SeqlenInfo
-    slopes: Any = None
-    words: Any = None
-    offsets: Any = None
-
-
-@dataclass(frozen=True)
-class ScoreCols:
-    """The columns of a thread's view of scores: keys first + at[c]. at: static numbers. lane_col: the column offset of
-    this lane, which `first` includes. lanes: number of neighbouring lanes that share a row."""
-
-    first: Int32
-    at: cutlass.Constexpr
-    lane_col: Int32 = 0  # type: ignore[assignment]
-    lanes: cutlass.Constexpr = 1
 
 
 @cute.jit
@@ -89,35 +64,23 @@ def fetch_mask(spec: cutlass.Constexpr, rows: ScoreRows, bits: Any, first: Int32
 
 
 @cute.jit
-def transform(
-    spec: cutlass.Constexpr,
-    a,
-    s: cute.Tensor,
-    score_to_log2: cute.Tensor,
-    rows: ScoreRows,
-    cols: ScoreCols,
-    capped,
-    masked,
-):
-    """Transform scores s (rows, cols) in place: ALiBi bias, the soft cap if `capped`, the masks if `masked`.
-    score_to_log2 (rows): the factor of scores before the cap."""
+def transform(spec: cutlass.Constexpr, a, s: cute.Tensor, rows: ScoreRows, cols: ScoreCols, capped, masked):
+    """Transform scores s (rows, cols) in place: ALiBi bias, the soft cap if `capped`, the masks if `masked`."""
     if const_expr(spec.logits.alibi):
         add_bias(s, rows, cols)
     if const_expr(spec.logits.soft_cap):
         if capped:
             for r in cutlass.range_constexpr(cute.size(s, mode=[0])):
-                cap(s[r, None], score_to_log2[r], a.logits.soft_cap)
+                cap(s[r, None], rows.to_log2[r], a.logits.soft_cap)
     if masked:
         if const_expr(not spec.mask.custom):
             # causal, window and kv_len
-            mask.apply(spec, s, rows.tokens, cols.at, cols.first, rows.seqlen)
+            mask.apply(spec, s, rows, cols)
         elif const_expr(cols.lanes == 1):  # words have all masks; the thread has one whole row
             custom_mask.apply_words(s, rows.words)
         else:
             for r in cutlass.range_constexpr(cute.size(s, mode=[0])):
-                custom_mask.apply(s, r, rows.words[r], cols.at, cols.lane_col, cols.lanes)
+                custom_mask.apply(s, r, rows, cols)
         if const_expr(spec.mask.tree):
             if rows.seqlen.tree != 0:
-                bits = cute.domain_offset((rows.start, 0), a.mask.tree_mask)
-                draft = cols.first - (rows.seqlen.kv_len - rows.seqlen.q_len)
-                mask.apply_tree(s, bits, rows.tokens, cols.at, draft, rows.seqlen.q_len)
+                mask.apply_tree(s, cute.domain_offset((rows.start, 0), a.mask.tree_mask), rows, cols)

@@ -40,6 +40,32 @@ class SeqlenInfo:
     chunk: Int32 = 0  # type: ignore[assignment]
 
 
+class ScoreRows(NamedTuple):
+    """The rows of a thread's view of scores (rows, cols). tokens: per row, in the sequence. start: the sequence's first
+    query token in the batch. to_log2: per row, the factor of scores before the soft cap. slopes: of ALiBi, in units of
+    raw scores. words: of the custom mask, per row (`logits.fetch_mask`). offsets: where the softmax adds a number per
+    row and block to the scores, that number, in units of raw scores (`logits.add_bias`)."""
+
+    tokens: cute.Tensor
+    start: Int32
+    seqlen: SeqlenInfo
+    to_log2: Any
+    slopes: Any = None
+    words: Any = None
+    offsets: Any = None
+
+
+@dataclass(frozen=True)
+class ScoreCols:
+    """The columns of a thread's view of scores: keys first + at[c]. at: static numbers. lane_col: the column offset of
+    this lane, which `first` includes. lanes: number of neighbouring lanes that share a row."""
+
+    first: Int32
+    at: cutlass.Constexpr
+    lane_col: Int32 = 0  # type: ignore[assignment]
+    lanes: cutlass.Constexpr = 1
+
+
 def seqlen_info(spec, a, q_len, kv_len):
     """Return the `SeqlenInfo` of a sequence. If the call's custom mask is empty (0 bytes), kv_len is 0: no token sees a
     key, and no kernel reads the mask."""
@@ -132,22 +158,15 @@ def segments(
 
 
 @cute.jit
-def apply(
-    spec: cutlass.Constexpr,
-    s: cute.Tensor,
-    tokens: cute.Tensor,
-    cols: cutlass.Constexpr,
-    first_key: Int32,
-    seqlen: SeqlenInfo,
-):
-    """Set s (rows, cols) to -inf where tokens[row] does not see key first_key + cols[c]: the causal mask, the window
-    and kv_len. cols: static numbers. first_key: includes the column offset of this lane."""
+def apply(spec: cutlass.Constexpr, s: cute.Tensor, rows: ScoreRows, cols: ScoreCols):
+    """Set s (rows, cols) to -inf where the row's token does not see the key of the column: the causal mask, the window
+    and kv_len."""
     for r in cutlass.range_constexpr(cute.size(s, mode=[0])):
         # the visible keys of the row, as columns
-        lo, hi = visible(spec, tokens[r], seqlen)
-        lo, hi = lo - first_key, hi - first_key
+        lo, hi = visible(spec, rows.tokens[r], rows.seqlen)
+        lo, hi = lo - cols.first, hi - cols.first
         # the thread has a whole row (sm100): one word of bits masks 32 consecutive columns
-        if const_expr(list(cols) == list(range(len(cols)))):
+        if const_expr(list(cols.at) == list(range(len(cols.at)))):
             row = s[r, None]
             for k in cutlass.range_constexpr(0, cute.size(row), 32):
                 hidden = warp.shift_left(0xFFFFFFFF, cutlass.max(hi - k, 0))
@@ -158,21 +177,21 @@ def apply(
         # the row is spread over lanes (the WGMMA layout of sm90; decode): one comparison per column
         else:
             for c in cutlass.range_constexpr(cute.size(s, mode=[1])):
-                out = cols[c] >= hi
+                out = cols.at[c] >= hi
                 if const_expr(spec.mask.bounded_left):
-                    out = out or cols[c] < lo
+                    out = out or cols.at[c] < lo
                 s[r, c] = warp.select(out, -Float32.inf, s[r, c])
 
 
 @cute.jit
-def apply_tree(
-    s: cute.Tensor, bits: cute.Tensor, tokens: cute.Tensor, cols: cutlass.Constexpr, first_draft: Int32, q_len: Int32
-):
-    """Apply the tree mask: set s to -inf for draft token t = first_draft + cols[c] if bit t of bits[tokens[row]] is 0.
+def apply_tree(s: cute.Tensor, bits: cute.Tensor, rows: ScoreRows, cols: ScoreCols):
+    """Apply the tree mask: set s to -inf for draft token t of the sequence if bit t of bits[token of the row] is 0.
     Keys that are not draft tokens do not change, nor do rows past the sequence's q_len tokens."""
+    tokens, q_len = rows.tokens, rows.seqlen.q_len
+    first_draft = cols.first - (rows.seqlen.kv_len - q_len)
     for r in cutlass.range_constexpr(cute.size(s, mode=[0])):
         for c in cutlass.range_constexpr(cute.size(s, mode=[1])):
-            draft = first_draft + cols[c]
+            draft = first_draft + cols.at[c]
             if draft >= 0 and draft < 32 * bits.shape[1] and tokens[r] < q_len:
                 if (bits[tokens[r], draft // 32] >> (draft % 32)) & 1 == 0:
                     s[r, c] = -Float32.inf

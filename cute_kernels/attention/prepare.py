@@ -3,8 +3,8 @@
 - e4m3 V for e4m3 MMAs: `transpose`, because the MMA needs V with the keys contiguous.
 - Quantised K and V for fp16 MMAs: `dequantise_stage`.
 
-`shares` warps share a stage. Each makes its part visible to the MMA with a proxy fence, then arrives; both are in the
-op's role loop (`sm90.prepare`, `sm100.prepare`).
+Several warps share a stage (`Share`). Each makes its part visible to the MMA with a proxy fence, then arrives; both are
+in the op's role loop (`sm90.prepare`, `sm100.prepare`).
 """
 
 from dataclasses import replace
@@ -28,19 +28,26 @@ BOX_COLS = 64  # fp16 columns per box of an operand stage
 Q_LANES = 8  # lanes per row of Q: each has pieces of 16 bytes, 128 bytes apart
 
 
+class Share(NamedTuple):
+    """A warp's share of work: `number` of `count`, which is static."""
+
+    number: Int32
+    count: Any
+
+
 @cute.jit
-def transpose(raw: cute.Tensor, into: cute.Tensor, valid: Int32, share: Int32, shares: cutlass.Constexpr):
-    """Transpose an 8-bit stage (n keys, D) to (D, n); keys from `valid` on become zeros. Called by each of `shares`
-    warps, 2 or 4, for its share.
+def transpose(raw: cute.Tensor, into: cute.Tensor, valid: Int32, share: Share):
+    """Transpose an 8-bit stage (n keys, D) to (D, n); keys from `valid` on become zeros. Called by each of 2 or 4
+    warps, for its share.
 
     In each 16 rows of the result, the first 8 are the even columns of V, the others the odd ones. In each 16 columns,
     columns 4 q to 4 q + 3 are the keys 2 q, 2 q + 1, 8 + 2 q, 9 + 2 q: those of a WGMMA accumulator in lane q of a
     quad, so that four neighbouring exponentials of a lane are four neighbours of the operand P.
     """
     if valid < cute.size(raw, mode=[0]):
-        transpose_keys(raw, into, valid, share, shares, True)
+        transpose_keys(raw, into, valid, share, True)
     else:
-        transpose_keys(raw, into, valid, share, shares, False)
+        transpose_keys(raw, into, valid, share, False)
 
 
 # The transpose loop of one warp and one stage: an iteration per MATRICES_IN_FLIGHT matrices (32 columns x 16 keys).
@@ -50,14 +57,7 @@ def transpose(raw: cute.Tensor, into: cute.Tensor, valid: Int32, share: Int32, s
 #   releases    nothing: the caller fences and arrives
 # Several loads are in flight before their results are used. Only the copy of the loop for partial blocks masks keys.
 @cute.jit
-def transpose_keys(
-    raw: cute.Tensor,
-    into: cute.Tensor,
-    valid: Int32,
-    share: Int32,
-    shares: cutlass.Constexpr,
-    is_partial: cutlass.Constexpr,
-):
+def transpose_keys(raw: cute.Tensor, into: cute.Tensor, valid: Int32, share: Share, is_partial: cutlass.Constexpr):
     """Do the work of `transpose`. is_partial: `valid` is less than the keys of the block.
 
     A matrix of 8 keys x 8 pairs of columns, transposed as it is read, gives a lane two keys of a pair of columns.
@@ -68,8 +68,8 @@ def transpose_keys(
     lane = cute.arch.lane_idx()
     row, matrix, quad = lane % 8, lane // 8, lane % 4
     width, across = const_expr(layout.width(dim)), const_expr(layout.width(n))
-    column_share, side = share // KEY_HALVES, share % KEY_HALVES
-    columns = const_expr(dim // (shares // KEY_HALVES))  # per share
+    column_share, side = share.number // KEY_HALVES, share.number % KEY_HALVES
+    columns = const_expr(dim // (share.count // KEY_HALVES))  # per share
     col = column_share * columns
     source, target = raw.iterator.toint(), into.iterator.toint() + col * across
 
@@ -84,9 +84,9 @@ def transpose_keys(
         starts = [source + start for start in starts]
         boxes = [starts[k % len(starts)] + const_expr(k // len(starts) * n * width) for k in range(columns // 32)]
     items = [(c, k) for c in range(n // 16 // KEY_HALVES) for k in range(columns // 32)]
-    for g in cutlass.range_constexpr(0, len(items), MATRICES_IN_FLIGHT[shares]):
+    for g in cutlass.range_constexpr(0, len(items), MATRICES_IN_FLIGHT[share.count]):
         # load, transposed
-        some = items[g : g + MATRICES_IN_FLIGHT[shares]]
+        some = items[g : g + MATRICES_IN_FLIGHT[share.count]]
         words = [warp.ldmatrix_x4_trans(boxes[k] + (c * KEY_HALVES + side) * (16 * width)) for c, k in some]
         for i in cutlass.range_constexpr(len(some)):
             (c, k), w = some[i], words[i]
@@ -156,19 +156,6 @@ class SFLayout(NamedTuple):
     block_stride: Any
 
 
-def sf_linear(stage, dim):
-    """Return the layout of scale factors that are stored row by row."""
-    size = dim // SF_VEC_SIZE
-    return SFLayout(stage.iterator.toint(), size, 4 * size, 1)
-
-
-def sf_interleaved(stage, dim, interleaves):
-    """Return the layout of V's scale factors: row by row or, if `interleaves` is 1, block by block for each four
-    rows."""
-    size = dim // SF_VEC_SIZE
-    return SFLayout(stage.iterator.toint(), size + interleaves * (1 - size), 4 * size, 1 + 3 * interleaves)
-
-
 class DequantLane(NamedTuple):
     """A lane's pieces of `SWIZZLE_ROWS` rows, as byte offsets from the first row. source: per pass and group. target:
     per pass, of the first half. sf_offsets: per pass, or None. block: from a scale factor to the next of its row.
@@ -234,22 +221,15 @@ def dequantise_rows(fmt, x: DequantLane, at: DequantCursor, four, count):
 #               and stores them in the operand's swizzle (`dequantise_rows`)
 #   releases    nothing: the caller fences and arrives
 @cute.jit
-def dequantise(
-    spec: cutlass.Constexpr,
-    raw: cute.Tensor,
-    into: cute.Tensor,
-    sf: Any,
-    share: Int32,
-    shares: cutlass.Constexpr,
-):
-    """Convert a raw stage to an fp16 stage (n, D). Called by each of `shares` warps, for its rows. sf: `SFLayout`, or
+def dequantise(spec: cutlass.Constexpr, raw: cute.Tensor, into: cute.Tensor, sf: Any, share: Share):
+    """Convert a raw stage to an fp16 stage (n, D). Called by each warp that shares it, for its rows. sf: `SFLayout`, or
     None. There are no bank conflicts, except for loads of 4-bit rows of 256 columns."""
     n, dim = const_expr(cute.size(into, mode=[0])), const_expr(cute.size(into, mode=[1]))
-    groups = const_expr(n // shares // SWIZZLE_ROWS)
+    groups = const_expr(n // share.count // SWIZZLE_ROWS)
     four = const_expr(dim // SF_VEC_SIZE * 4)
     mine = lane_of(spec, n, dim, sf)
     count = const_expr(2 if sf is not None and groups % 2 == 0 else 1)  # at a time: as much as registers allow
-    first = share * (groups * SWIZZLE_ROWS)
+    first = share.number * (groups * SWIZZLE_ROWS)
     source, target = raw.iterator.toint() + first * mine.pieces.width, into.iterator.toint() + first * 128
     scales = Int32(0) if const_expr(sf is None) else sf.address + first // 4 * four
     for _ in cutlass.range(0, groups, count, unroll=1):
@@ -260,13 +240,13 @@ def dequantise(
 
 
 @cute.jit
-def zero_rows(into: cute.Tensor, valid: Int32, share: Int32, shares: cutlass.Constexpr):
+def zero_rows(into: cute.Tensor, valid: Int32, share: Share):
     """Zero the rows from `valid` on of an fp16 stage (n, D): they hold whatever the page held, and 0 * NaN is NaN.
-    Called by each of `shares` warps, for its rows."""
+    Called by each warp that shares it, for its rows."""
     n, dim = const_expr(cute.size(into, mode=[0])), const_expr(cute.size(into, mode=[1]))
-    count, pieces = const_expr(n // shares), const_expr(BOX_COLS // 8)
-    first, lane = cutlass.max(share * count, valid), cute.arch.lane_idx()
-    for i in cutlass.range(lane, ((share + 1) * count - first) * pieces, 32, unroll=1):
+    count, pieces = const_expr(n // share.count), const_expr(BOX_COLS // 8)
+    first, lane = cutlass.max(share.number * count, valid), cute.arch.lane_idx()
+    for i in cutlass.range(lane, ((share.number + 1) * count - first) * pieces, 32, unroll=1):
         at = into.iterator.toint() + layout.swizzle(128, first + i // pieces, i % pieces * 16)
         for b in cutlass.range_constexpr(dim // BOX_COLS):
             mma.store(at + b * n * 128, [Uint32(0)] * 4)
@@ -299,56 +279,48 @@ def stage_tensors(s, which, i):
 
 
 def stage_sf(spec, a, s, which, i):
-    """Return the `SFLayout` of item i; None if the cache has no scale factors."""
+    """Return the `SFLayout` of item i; None if the cache has no scale factors. They are stored row by row or, those of
+    V if the call says so, block by block for each four rows."""
     scales = (s.k_scales, s.v_scales)[which]
     if scales is None:
         return None
     stage = scales[None, None, pipeline.stage(stage_pipelines(s, which).raw, i)]
-    if which == pages.K:
-        return sf_linear(stage, spec.padded_qk)
-    return sf_interleaved(stage, spec.padded_vo, a.kv.v_scales_interleaved)
+    size = (spec.padded_qk, spec.padded_vo)[which] // SF_VEC_SIZE
+    mixed = 0 if which == pages.K else a.kv.v_scales_interleaved
+    return SFLayout(stage.iterator.toint(), size + mixed * (1 - size), 4 * size, 1 + 3 * mixed)
 
 
 @cute.jit
-def dequantise_stage(
-    spec: cutlass.Constexpr,
-    a,
-    s,
-    which: cutlass.Constexpr,
-    share: Int32,
-    shares: cutlass.Constexpr,
-    i: Int32,
-    valid: Int32,
-):
-    """Dequantise item i of the pipelines of K or V. Called by each of `shares` warps, for its rows. valid: keys of the
-    block that are the sequence's; may exceed the block."""
+def dequantise_stage(spec: cutlass.Constexpr, a, s, which: cutlass.Constexpr, share: Share, i: Int32, valid: Int32):
+    """Dequantise item i of the pipelines of K or V. Called by each warp that shares it, for its rows. valid: keys of
+    the block that are the sequence's; may exceed the block."""
     raw, into = stage_tensors(s, which, i)
     sf = stage_sf(spec, a, s, which, i)
-    dequantise(spec, raw, into, sf, share, shares)
+    dequantise(spec, raw, into, sf, share)
     # rows past the sequence: of V only, as P is 0 there; with block scales always, as a scale factor may be NaN
     if const_expr(which == pages.V and (source(spec).PARTIAL_TAIL or sf is not None)):
         if valid < spec.tile.n:
             cute.arch.sync_warp()
-            zero_rows(into, valid, share, shares)
+            zero_rows(into, valid, share)
 
 
 @cute.jit
-def widen_q(spec: cutlass.Constexpr, s, stage: Int32, share: Int32, shares: cutlass.Constexpr):
-    """Convert a stage of 8-bit Q to fp16, in a stage beside it: the rows of one of `shares` warps."""
+def widen_q(spec: cutlass.Constexpr, s, stage: Int32, share: Share):
+    """Convert a stage of 8-bit Q to fp16, in a stage beside it: the rows of one warp."""
     stored = const_expr(replace(spec, kv=KVSpec(spec.q)))
-    dequantise(stored, s.raw_q[None, None, stage], s.q[None, None, stage], None, share, shares)
+    dequantise(stored, s.raw_q[None, None, stage], s.q[None, None, stage], None, share)
 
 
 @cute.jit
-def q_to_fp16(spec: cutlass.Constexpr, s, stage: Int32, scale_stage: Int32, share: Int32, shares: cutlass.Constexpr):
-    """Convert bf16 rows of Q to fp16 in place, and store the scale of each to s.q_row_scales: the rows of one of
-    `shares` warps."""
+def q_to_fp16(spec: cutlass.Constexpr, s, stage: Int32, scale_stage: Int32, share: Share):
+    """Convert bf16 rows of Q to fp16 in place, and store the scale of each to s.q_row_scales: the rows of one
+    warp."""
     m, boxes = spec.tile.m, const_expr(spec.padded_qk * 2 // 128)
     lane, rows = cute.arch.lane_idx(), const_expr(32 // Q_LANES)
     base = s.raw_q.iterator.toint() + stage * (m * spec.padded_qk * 2)
     words = cute.make_rmem_tensor(4 * boxes, Uint32)
-    for r in cutlass.range(0, m // shares, rows, unroll=1):
-        row = share * (m // shares) + r + lane // Q_LANES
+    for r in cutlass.range(0, m // share.count, rows, unroll=1):
+        row = share.number * (m // share.count) + r + lane // Q_LANES
         at = base + layout.swizzle(128, row, lane % Q_LANES * 16)
         for b in cutlass.range_constexpr(boxes):
             four = mma.load(at + b * m * 128, 4)

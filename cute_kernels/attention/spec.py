@@ -198,6 +198,18 @@ def padded_dims(dims: tuple[int, int], known: tuple[int, ...]) -> tuple[int, int
     return padded(dims[0], known), padded(dims[1], known)
 
 
+def refuse_types(spec: AttentionSpec[T], outs: Iterable[int] = (1, 3)) -> Refusal | None:
+    """Return the reason why no attention op has the types of `spec`, or None. outs: how many of `outputs` a kernel may
+    have."""
+    queries, caches = (*DTYPES, "e4m3"), tuple(dict.fromkeys((spec.q, *QUANTISED)))
+    for name, dtype, known in (("q", spec.q, queries), ("kv", spec.kv.dtype, caches)):
+        if dtype not in known:
+            return Refusal(name, f"{dtype}: the kernel has {', '.join(known)}")
+    if spec.out not in [outputs(spec.q, dtype)[:count] for dtype in DTYPES for count in outs]:
+        return Refusal("out", f"{', '.join(spec.out)}: the kernel has {', '.join((*DTYPES, 'e4m3', 'nvfp4'))}")
+    return None
+
+
 def refuse_dims(spec: AttentionSpec[T], found: tuple[int, int], known: Iterable[tuple[int, int]]) -> Refusal | None:
     """Return the reason why no tile has the head dims of `spec`, or None. found: its `padded_dims`; known: those of the
     tiles."""

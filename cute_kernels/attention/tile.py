@@ -7,6 +7,8 @@ Each op has a frozen class of its own, which mypy checks against these protocols
 from collections.abc import Iterable
 from typing import NamedTuple, Protocol
 
+from .request import Refusal
+
 
 class TileConfig(Protocol):
     """The static shape of the tiles of a CTA, as every op has it."""
@@ -120,6 +122,10 @@ class Resources(NamedTuple):
         if self.tmem > self.tmem_limit:
             return f"needs {self.tmem} columns of tensor memory, must be at most {self.tmem_limit}"
         return None
+
+    def refusal(self, tile: TileConfig) -> Refusal | None:
+        """Return the refusal of a tile that takes more than there is, with numbers; None if it fits."""
+        return Refusal("tile", f"{tile}: {self.excess}") if self.excess else None
 
 
 def distinct_dims(pairs: Iterable[tuple[int, int]]) -> tuple[int, ...]:

@@ -19,6 +19,17 @@ def view(address: Int64, dtype, count, align):
     return cute.make_tensor(pointer, cute.make_layout(count))
 
 
+def row_of(tensor, *at):
+    """Return the address of a row, the last dimension of a tensor."""
+    where = (*at, None)
+    return tensor[where].iterator.toint()
+
+
+def bytes_of(tensor, mode):
+    """Return a stride in bytes."""
+    return Int64(tensor.stride[mode]) * (tensor.element_type.width // 8)
+
+
 def load_words(address, index, count):
     """Return `count` words from number `index` on, behind an aligned address in global memory. Loads stay in order."""
     loads = " ".join(f"ld.global.b32 {{$w{i}}}, [a+{4 * i}];" for i in range(count))

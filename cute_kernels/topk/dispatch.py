@@ -4,7 +4,7 @@ from dataclasses import replace
 from functools import lru_cache
 from typing import Any
 
-from .. import archs
+from .. import archs, families
 from .. import shipped as policy
 from . import radix, sort
 from .request import TopKKernelRequest
@@ -110,11 +110,7 @@ def select(request: TopKKernelRequest, arch: str) -> tuple[str, TopKSpec]:
     """Return (op, spec) of the kernel that serves the request.
 
     Raise NotImplementedError with every kernel's reason to refuse if there is none."""
-    rows = explain(request, arch)
-    for op, spec, reason in rows:
-        if spec is not None and reason is None:
-            return op, spec
-    raise NotImplementedError("no top-k kernel: " + "; ".join(f"{op}: {reason}" for op, _, reason in rows))
+    return families.select(explain(request, arch), "no top-k kernel")
 
 
 def sort_specs(dtype: str, arch: str = ARCH) -> tuple[SortSpec, ...]:

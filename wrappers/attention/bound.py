@@ -5,8 +5,9 @@ from typing import Any
 import torch
 
 from .. import machine
+from ..checks import raise_reason
 from ..plain import traced
-from . import op, plan
+from . import checks, op, plan
 from .call import AttentionCall, SequenceBatch
 
 _is_grad_enabled = torch.is_grad_enabled  # a module global: saves an attribute look-up, 20 ns
@@ -61,7 +62,8 @@ class BoundLaunch:
         try:
             return p.launch(flat, self.call, q, out, lse, machine.current.is_capturing())
         except Exception:
-            plan.raise_reason(self.call._replace(q=q, k=kv[0], v=kv[1], requests=r, out=out, lse=lse))
+            failed = self.call._replace(q=q, k=kv[0], v=kv[1], requests=r, out=out, lse=lse)
+            raise_reason(checks.validate_launch, failed)
             raise
 
 

@@ -21,6 +21,7 @@ from ..checks import (
     INF,
     NUMBERS,
     check_apart,
+    check_device,
     check_flag,
     check_integer,
     check_last_stride,
@@ -118,14 +119,10 @@ def scalars(call: AttentionCall) -> None:
         check_number(name("rope_theta"), call.rope.theta, positive=True)
 
 
-def reason(call: AttentionCall) -> Exception | None:
-    """Return the error that explains why a call failed, or None if its arguments fit."""
-    try:
-        validate(call)
-        kernel_tensors(call)
-    except (TypeError, ValueError, NotImplementedError) as found:
-        return found
-    return None
+def validate_launch(call: AttentionCall) -> None:
+    """Raise on the first argument that does not fit, or that compiled code cannot read."""
+    validate(call)
+    kernel_tensors(call)
 
 
 def kernel_tensors(call: AttentionCall) -> None:
@@ -171,8 +168,7 @@ def most_keys(call: AttentionCall) -> int:
 
 def check_tensor(name: str, value: Any, ndim: int, device: torch.device) -> torch.Tensor:
     check_strided(name, value, ndim)
-    if value.device != device:
-        raise ValueError(f"{name}: device {value.device}, must be the query's, {device}")
+    check_device(name, value, device, "the query's")
     return value
 
 
@@ -183,8 +179,8 @@ def drafts_of(mask: Any, lead: tuple[int, ...], most: Any, most_name: str, devic
     check_one_of("mask: dtype", mask.dtype, (torch.uint16,))
     why = f"the query's rows, two words per 32 of {most_name}"
     check_shape("mask", mask, (*lead, (most + 31) // 32 * 2), why)
-    if mask.device != device and device.type in ("cpu", "cuda"):
-        raise ValueError(f"mask: device {mask.device}, must be the query's, {device}")
+    if device.type in ("cpu", "cuda"):
+        check_device("mask", mask, device, "the query's")
     return mask.contiguous().view(torch.int32).reshape(-1, (most + 31) // 32)
 
 

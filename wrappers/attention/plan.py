@@ -20,7 +20,7 @@ from cute_kernels.attention.schedule import policy
 from cute_kernels.attention.spec import MASK_LIST_HEADER, PACK_GQA_MAX_GROUP, PACK_GQA_MAX_Q
 
 from .. import fp4, machine, overlap, reference, scratch
-from ..checks import INF, checking
+from ..checks import INF, checking, raise_reason
 from ..fp4 import FP4Tensor
 from ..reference import LOG2E
 from . import checks, values
@@ -290,7 +290,7 @@ class LaunchPlan:
             if self.lists is not None:
                 flat[slots.mask_blocks] = self.lists.empty(call, q)
         elif tokens * factor * factor >= checks.MOST_ROWS:
-            raise _too_many_rows(call._replace(q=q))
+            raise _too_many_rows(call, f"{tokens} tokens of {self.heads} heads", "tokens x {0} x {0}")
         elif self.split_keys:
             splits = tiles * (-(-checks.most_keys(call) // self.split_keys) or 1)
             flat[slots.o_partial], flat[slots.counters] = scratch.new_split_scratch(self, splits, splits)
@@ -375,7 +375,7 @@ def plan_for(call: AttentionCall, arch: str, sms: int) -> LaunchPlan:
         raise NotImplementedError(f"{name}: no attention kernel: {error}") from None
     checks.kernel_tensors(call)
     if call.q.shape[1] * request.qhead_per_kvhead >= checks.MOST_ROWS:
-        raise _too_many_heads(call)
+        raise _too_many_rows(call, f"{call.q.shape[1]} heads", "their product")
     here, heads, slots = machine.current, call.q.shape[1], ArgSlots(spec)
     stream_k, few = policy.is_split_kv(spec), request.rows <= PACK_GQA_MAX_Q
     packs = policy.packs_all_tiles(spec) or few and request.qhead_per_kvhead <= PACK_GQA_MAX_GROUP
@@ -439,11 +439,7 @@ def _ctas(request: KernelRequest, spec: Any, sms: int, blocks: int) -> int:
 
 def _defaults(call: AttentionCall, request: KernelRequest, spec: Any, sms: int, blocks: int) -> list[Any]:
     """Return the arguments of a launch: the call's options, and empty tensors for those that it lacks."""
-    here, device, heads = machine.current, call.q.device, call.q.shape[1]
-
-    def empty(dtype: torch.dtype, *shape: int) -> Any:
-        return here.argument(torch.empty(0, *shape, dtype=dtype, device=device))
-
+    empty, heads = partial(machine.current.empty, call.q.device), call.q.shape[1]
     fp32, int32 = torch.float32, torch.int32
     default: dict[str, Any] = {
         "kv_starts": empty(int32),
@@ -484,7 +480,7 @@ def plan_of(call: AttentionCall) -> LaunchPlan | None:
         key = key_of(call)
         plan = here.plans.get(key)
     except (AttributeError, IndexError, TypeError, ValueError, RuntimeError):
-        raise_reason(call)
+        raise_reason(checks.validate_launch, call)
         raise
     if plan is None or plan.types != tuple(map(type, key[0])):
         checks.validate(call)
@@ -508,15 +504,8 @@ def run(call: AttentionCall) -> Any:
         capturing = here.is_capturing()
         return plan.launch(plan.bind(call, capturing), call, call.q, call.out, call.lse, capturing)
     except Exception:
-        raise_reason(call)
+        raise_reason(checks.validate_launch, call)
         raise
-
-
-def raise_reason(call: AttentionCall) -> None:
-    """Raise the error that names the argument for which a call failed, if there is one."""
-    why = checks.reason(call)
-    if why is not None:
-        raise why from None
 
 
 def _check_rows(call: AttentionCall) -> None:
@@ -540,20 +529,11 @@ def _too_many_tiles(call: AttentionCall, batch: int) -> NotImplementedError:
     )
 
 
-def _too_many_heads(call: AttentionCall) -> NotImplementedError:
-    heads = call.q.shape[1]
-    group = heads // call.k.shape[1]
-    need = f"their product must be below {checks.MOST_ROWS} on CUDA, up to which kernels divide exactly"
-    return NotImplementedError(f"{checks.names_of(call)('q')}: {heads} heads, {group} per KV head; {need}")
-
-
-def _too_many_rows(call: AttentionCall) -> NotImplementedError:
-    tokens, heads = call.q.shape[:2]
-    group = heads // call.k.shape[1]
-    need = f"tokens x {group} x {group} must be below {checks.MOST_ROWS} on CUDA, up to which kernels divide exactly"
-    return NotImplementedError(
-        f"{checks.names_of(call)('q')}: {tokens} tokens of {heads} heads, {group} per KV head; {need}"
-    )
+def _too_many_rows(call: AttentionCall, given: str, factors: str) -> NotImplementedError:
+    """Return the error of a call with too many of what is given. factors: of the product that is bounded."""
+    group = call.q.shape[1] // call.k.shape[1]
+    need = f"{factors.format(group)} must be below {checks.MOST_ROWS} on CUDA, up to which kernels divide exactly"
+    return NotImplementedError(f"{checks.names_of(call)('q')}: {given}, {group} per KV head; {need}")
 
 
 def run_reference(call: AttentionCall) -> Any:

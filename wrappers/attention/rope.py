@@ -140,21 +140,16 @@ def plan_for(call: AttentionCall) -> RotationPlan:
     if known is not None:
         return known
     found = here.device_info(device)
-    lanes = rows.lanes(dim, 8)
-    spec, given = CacheWriteSpec(TYPES[dtype], TYPES[dtype], True, True), here.argument
+    lanes, empty = rows.lanes(dim, 8), partial(here.empty, device)
+    spec = CacheWriteSpec(TYPES[dtype], TYPES[dtype], True, True)
     fn: Callable[..., Any] = lambda *flat: reference.gather_rows(spec, *flat)  # noqa: E731
-    if found is None:
-        given = lambda tensor: tensor  # noqa: E731
-    else:
+    if found is not None:
         request = CacheWriteRequest(TYPES[dtype], TYPES[dtype], True, dim, dim, True)
         try:
             op, spec = dispatch.select(request, found[0])
         except NotImplementedError as error:
             raise NotImplementedError(f"pos_encoding_mode: 'ROPE_LLAMA': {error}") from None
         fn = here.kernel(op, spec, found[0])
-
-    def empty(kind: torch.dtype, *shape: int) -> Any:
-        return given(torch.empty(0, *shape, dtype=kind, device=device))
 
     names = fields(spec)
     values = dict.fromkeys(names, empty(torch.int32)) | dict(

@@ -11,10 +11,10 @@ from cute_kernels.cache_write.rows import ROTATED
 from ..checks import INF, UnknownName, check_flag, check_integer, check_number, check_one_of, check_strided
 from ..page import sides
 from ..plain import traced
-from ..scalars import integer, real, scale_of
+from ..scalars import dequantisation, integer, real
 from ..scratch import constant
 from .call import PAGES, SLOTS, CacheWriteCall, QueryTransform
-from .checks import NAMES, QKV, SINGLE, STORED, WIDE, query_dtypes
+from .checks import QKV, SINGLE, STORED, WIDE, query_dtypes
 from .op import serve
 
 __all__ = [
@@ -204,19 +204,6 @@ def _refuse_angles(rope: RotaryEmbedding) -> None:
             raise error(f"rope.{field}: {found}, must be {wanted} with rope.cos_sin_cache")
 
 
-def _scale(field: str, value: Any, k: torch.Tensor, inverse: bool) -> tuple[float, torch.Tensor | None]:
-    """Return a dequantisation scale as a number and None, or as 1.0 and a tensor. inverse: a number is passed as its
-    reciprocal."""
-    if value.__class__ is float and 0 < value < INF:
-        return 1.0 / value if inverse else value, None
-    if isinstance(value, torch.Tensor) and value.numel() > 1:  # one per head: `checks` knows how many
-        return 1.0, value
-    number, tensor = scale_of(NAMES[QKV][field], value, k.device, "that of k", positive=True)
-    if tensor is not None:
-        return 1.0, tensor.reshape(1)
-    return 1.0 / number if inverse else float(number), None
-
-
 def _refuse_scale(name: str, value: Any, what: str) -> None:
     """Raise on a scale of values that are not quantised, unless it is 1."""
     if not isinstance(value, (int, float)) or value != 1:
@@ -308,8 +295,8 @@ def append_qkv(
         form, slots = SLOTS, places
     else:
         raise TypeError(f"places: {type(places).__name__}, must be a torch.Tensor, PageLists or BlockTable")
-    k_number, k_ptr = _scale("k_scale", k_scale, k, sf is not None)
-    v_number, v_ptr = _scale("v_scale", v_scale, k, sf is not None)
+    k_number, k_ptr = dequantisation("cache.k_scale", k_scale, k, "k", sf is not None, True)
+    v_number, v_ptr = dequantisation("cache.v_scale", v_scale, k, "k", sf is not None, True)
     copied = q is None and norm is None and rope is None
     if sf is None and (getattr(k_cache, "dtype", None) == k.dtype or k.dtype in SINGLE):
         if k_ptr is not None or v_ptr is not None or k_number != 1.0 or v_number != 1.0:
@@ -352,7 +339,7 @@ def _transform(
         _check_rope(rope, k.shape[2])
         table, flags = rope_table(rope, k)
         positions = rope.positions
-    number, tensor = _scale("q_scale", scale, k, False)
+    number, tensor = dequantisation("out.scale", scale, k, "k", False, True)
     if (tensor is not None or number != 1.0) and getattr(result, "dtype", None) in WIDE:
         _refuse_scale("out.scale", scale, "only an 8-bit Q is divided by it")
     eps, offset = norm.eps, norm.offset

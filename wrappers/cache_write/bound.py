@@ -5,7 +5,7 @@ from typing import Any
 import torch
 
 from .. import machine
-from ..checks import check_strided
+from ..checks import check_strided, raise_reason
 from ..plain import traced
 from . import checks, op, plan
 from .call import CacheWriteCall
@@ -67,7 +67,7 @@ class BoundAppend:
         try:
             p.fn(*flat)
         except Exception:
-            plan.raise_reason(self._with(q, k, v, places, positions, out))
+            raise_reason(checks.validate, self._with(q, k, v, places, positions, out))
             raise
         return out
 

@@ -9,6 +9,7 @@ from cute_kernels.cache_write.rows import MAX_TRANSFORMED, ROTATED
 
 from ..checks import (
     check_apart,
+    check_device,
     check_last_stride,
     check_number,
     check_one_of,
@@ -164,11 +165,6 @@ def rows(call: CacheWriteCall) -> None:
             raise ValueError(f"{name}: shape {tuple(t.shape)}, the last dimension must be a multiple of {BLOCK}")
 
 
-def _same_device(call: CacheWriteCall, name: str, t: torch.Tensor) -> None:
-    if t.device != call.k.device:
-        raise ValueError(f"{name}: device {t.device}, must be that of {name_of(call, 'k')}, {call.k.device}")
-
-
 def _as_nhd(call: CacheWriteCall, t: torch.Tensor) -> tuple[int, int, int, int]:
     """Return the shape of a cache as (pages, P, H, D)."""
     return (t.shape[0], *((t.shape[1], t.shape[2]) if call.nhd else (t.shape[2], t.shape[1])), t.shape[3])
@@ -181,7 +177,7 @@ def _pair(call: CacheWriteCall, fields: tuple[str, str], dtypes: Any) -> None:
         name, t = name_of(call, field), getattr(call, field)
         check_one_of(f"{name}: dtype", check_strided(name, t, 4).dtype, dtypes)
         check_last_stride(name, t)
-        _same_device(call, name, t)
+        check_device(name, t, call.k.device, f"that of {name_of(call, 'k')}")
     pair = name_of(call, fields[0]).removesuffix(" (K)")
     if first.dtype != second.dtype and dtypes is not SCALE_TYPES:
         raise TypeError(f"{pair}: K is {first.dtype} and V {second.dtype}, must be the same")
@@ -215,7 +211,7 @@ def caches(call: CacheWriteCall) -> None:
             (tokens, _as_nhd(call, cache)[2], cache.shape[3] * packed),
             f"rows, heads and head_dim of {cache_name}",
         )
-        _same_device(call, name, t)
+        check_device(name, t, call.k.device, f"that of {name_of(call, 'k')}")
         if block_scaled(call):
             sf_name, sf = name_of(call, f"{side}_sf"), getattr(call, f"{side}_sf")
             shape = (*cache.shape[:3], cache.shape[3] * 2 // BLOCK)
@@ -349,12 +345,3 @@ def rotation_table(name: str, table: Any, k: torch.Tensor, tables: int) -> None:
         raise ValueError(f"{name}: shape {tuple(table.shape)}, must be {allowed}")
     if table.stride(0) * table.element_size() % size or not traced(table) and table.data_ptr() % size:
         raise ValueError(f"{name}: strides {table.stride()}, rows must begin at multiples of {size} bytes")
-
-
-def reason(call: CacheWriteCall) -> Exception | None:
-    """Return what is wrong with a call, or None."""
-    try:
-        validate(call)
-    except Exception as error:
-        return error
-    return None

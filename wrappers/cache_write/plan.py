@@ -15,9 +15,9 @@ from cute_kernels.cache_write.request import CacheWriteRequest
 from cute_kernels.cache_write.spec import CacheWriteSpec
 
 from .. import machine, overlap, reference
-from ..checks import checking
+from ..checks import checking, raise_reason
 from .call import CacheWriteCall, QueryTransform
-from .checks import FP8, block_scaled, reason, validate
+from .checks import FP8, block_scaled, validate
 
 DTYPES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float8_e4m3fn: "e4m3", torch.float8_e5m2: "e5m2"}
 THREADS = 1 << 19  # about as many threads as two GPUs hold: with fewer, each group has one row
@@ -138,7 +138,7 @@ def plan_of(call: CacheWriteCall) -> CacheWritePlan:
         key = key_of(call)
         plan = here.plans.get(key)
     except (AttributeError, TypeError, RuntimeError):
-        raise_reason(call)
+        raise_reason(validate, call)
         raise
     if plan is None:
         validate(call)
@@ -165,15 +165,8 @@ def run(call: CacheWriteCall) -> None:
             validate(call)
         plan.fn(*plan.bind(call))
     except Exception:
-        raise_reason(call)
+        raise_reason(validate, call)
         raise
-
-
-def raise_reason(call: CacheWriteCall) -> None:
-    """Raise the error that names the argument for which a call failed, if there is one."""
-    why = reason(call)
-    if why is not None:
-        raise why from None
 
 
 def _as_bytes(t: torch.Tensor) -> torch.Tensor:
@@ -254,14 +247,6 @@ def rotated(call: CacheWriteCall) -> int:
     return 0 if t.rope_table is None else t.rope_table.shape[1]
 
 
-def kernel_of(call: CacheWriteCall, arch: str) -> tuple[str, CacheWriteSpec]:
-    """Return (op, spec) of the kernel that serves a valid call. Raises NotImplementedError if there is none."""
-    spec = spec_of(call)
-    head_dim = max(call.k.shape[2], call.v.shape[2])
-    request = CacheWriteRequest(spec.dtype, spec.cache, spec.transform, head_dim, rotated(call))
-    return dispatch.select(request, arch)
-
-
 def _stores(call: CacheWriteCall) -> bool:
     """Return whether there are rows of K or V, and a cache with rows."""
     pages, page_size = min(call.k_cache.shape[0], call.v_cache.shape[0]), call.k_cache.shape[1 if call.nhd else 2]
@@ -281,18 +266,15 @@ def plan_for(call: CacheWriteCall, device_info: tuple[str, int] | None) -> Cache
     """
     k, v, spec, device = call.k, call.v, spec_of(call), call.k.device
     fn: Callable[..., Any] = partial(reference.write_rows, spec)
-    given: Callable[[torch.Tensor], Any] = lambda tensor: tensor  # noqa: E731
     if device_info is not None:
-        op, spec = kernel_of(call, device_info[0])
-        fn, given = machine.current.kernel(op, spec, device_info[0]), machine.current.argument
+        dim, turned = max(call.k.shape[2], call.v.shape[2]), rotated(call)
+        request = CacheWriteRequest(spec.dtype, spec.cache, spec.transform, dim, turned)
+        op, spec = dispatch.select(request, device_info[0])
+        fn = machine.current.kernel(op, spec, device_info[0])
     lanes = rows.lanes(max(k.shape[2], v.shape[2]), spec.elements)
     queries = 0 if call.transform is None or call.transform.q is None else call.transform.q.shape[1]
     shared = queries + k.shape[1] + (v.shape[1] if spec.transform else 0)  # rows of a token that its groups share
-    names = fields(spec)
-
-    def empty(dtype: torch.dtype, *shape: int) -> Any:
-        return given(torch.empty(0, *shape, dtype=dtype, device=device))
-
+    names, empty = fields(spec), partial(machine.current.empty, device)
     stores, wide, t = _stores(call), _wide(call), call.transform or NO_TRANSFORM
     fp8 = torch.float8_e5m2 if spec.cache == "e5m2" else torch.float8_e4m3fn
     dim = k.shape[2]

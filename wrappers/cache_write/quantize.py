@@ -4,6 +4,7 @@ Those that quantise rows of a cache write to a tensor instead of a cache; one ke
 """
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -127,10 +128,11 @@ def quantize_plan(x: torch.Tensor, arch: str) -> QuantizePlan:
         op, spec = dispatch.select(CacheWriteRequest(DTYPES[x.dtype], "nvfp4", False, dim), arch)
     except NotImplementedError as error:
         raise NotImplementedError(f"x: {error}") from None
-    lanes, none, scales = rows.lanes(dim, spec.elements), empty(x, torch.int32), empty(x, torch.float32)
+    lanes, empty = rows.lanes(dim, spec.elements), partial(machine.current.empty, x.device)
+    none, scales = empty(torch.int32), empty(torch.float32)
     values = dict.fromkeys(fields(spec), none) | dict(
-        nhd=1, places=ROWS, wide=0, page_table=empty(x, torch.int32, 1), lanes_log2=lanes.bit_length() - 1,
-        v=empty(x, x.dtype, 0, dim), k_groups=groups(shape[0], shape[1], lanes), v_groups=0, enable_pdl=1,
+        nhd=1, places=ROWS, wide=0, page_table=empty(torch.int32, 1), lanes_log2=lanes.bit_length() - 1,
+        v=empty(x.dtype, 0, dim), k_groups=groups(shape[0], shape[1], lanes), v_groups=0, enable_pdl=1,
         k_scale=1.0, v_scale=1.0,
         k_scale_ptr=scales, v_scale_ptr=scales, v_sf_interleaved=0, scales_multiply=1,
     )  # fmt: skip
@@ -143,13 +145,8 @@ def dequantize_plan(data: torch.Tensor, arch: str) -> QuantizePlan:
         op, spec = dispatch.select(CacheWriteRequest("nvfp4", "fp32"), arch)
     except NotImplementedError as error:
         raise NotImplementedError(f"data: {error}") from None
-    given = dict(enable_pdl=1, k_scale=1.0, k_scale_ptr=empty(data, torch.float32))
+    given = dict(enable_pdl=1, k_scale=1.0, k_scale_ptr=machine.current.empty(data.device, torch.float32))
     return made(op, spec, arch, dict.fromkeys(fields(spec)) | given, data.device)
-
-
-def empty(x: torch.Tensor, dtype: torch.dtype, *more: int) -> Any:
-    """Return the argument for an absent tensor, on the device of x."""
-    return machine.current.argument(torch.empty(0, *more, dtype=dtype, device=x.device))
 
 
 def made(

@@ -1,11 +1,10 @@
 """Checks of a call that merges states. Every message names an argument of the caller's function."""
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
 
-from ..checks import check_apart, check_memory, check_one_of, check_shape, check_strided
+from ..checks import check_apart, check_device, check_memory, check_one_of, check_shape, check_strided
 from ..plain import refuse_grad, traced
 
 FLOATS = (torch.float16, torch.bfloat16, torch.float32)
@@ -19,8 +18,7 @@ def check_state(v_name: str, v: Any, s_name: str, s: Any, ndim: int = 3) -> None
     check_memory(s_name, s, v)
     check_one_of(f"{s_name}: dtype", s.dtype, (torch.float32,))
     check_shape(s_name, s, tuple(v.shape[:-1]), f"that of {v_name} without head_dim")
-    if s.device != v.device:
-        raise ValueError(f"{s_name}: device {s.device}, must be that of {v_name}, {v.device}")
+    check_device(s_name, s, v.device, f"that of {v_name}")
     refuse_grad({v_name: v, s_name: s})
 
 
@@ -29,8 +27,7 @@ def check_alike(name: str, v: torch.Tensor, first_name: str, first: torch.Tensor
     check_shape(name, v, tuple(first.shape), f"that of {first_name}")
     if v.dtype != first.dtype:
         raise TypeError(f"{name}: dtype {v.dtype}, must be that of {first_name}, {first.dtype}")
-    if v.device != first.device:
-        raise ValueError(f"{name}: device {v.device}, must be that of {first_name}, {first.device}")
+    check_device(name, v, first.device, f"that of {first_name}")
 
 
 def validate_states(v: Any, s: Any) -> None:
@@ -55,16 +52,6 @@ def validate_in_place(v: Any, s: Any, v_other: Any, s_other: Any, mask: Any) -> 
         check_memory("mask", mask, v)
         check_one_of("mask: dtype", mask.dtype, (torch.bool, torch.uint8))
         check_shape("mask", mask, (v.shape[0],), "rows of v")
-        if mask.device != v.device:
-            raise ValueError(f"mask: device {mask.device}, must be that of v, {v.device}")
+        check_device("mask", mask, v.device, "that of v")
     if not traced(v):
         check_apart({"v": v, "s": s}, {})
-
-
-def reason(validate: Callable[..., None], *given: Any) -> Exception | None:
-    """Return the error that `validate` raises for a call, None for a valid call."""
-    try:
-        validate(*given)
-    except Exception as error:
-        return error
-    return None

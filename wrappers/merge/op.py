@@ -4,6 +4,8 @@ The functions here are the last step of those of `cascade`. torch.func's transfo
 get torch operations.
 """
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -23,49 +25,36 @@ for name, schema in SCHEMAS.items():
     torch.library.define(f"cute_kernels::{name}", schema, tags=torch.Tag.pt2_compliant_tag)
 
 
-def serve_states(v: Any, s: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    if not traced(v):
-        return plan.states(v, s)
-    validate_states(v, s)
-    return reference.merge_states(v, s) if transformed() else torch.ops.cute_kernels.merge_states.default(v, s)
+def in_place_operator(*given: Any) -> None:
+    names = "v", "s", "v_other", "s_other", "mask"
+    write(torch.ops.cute_kernels.merge_state_in_place.default, **dict(zip(names, given, strict=True)))
 
 
-def serve_pair(v_a: Any, s_a: Any, v_b: Any, s_b: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    if not traced(v_a):
-        return plan.pair(v_a, s_a, v_b, s_b)
-    validate_pair(v_a, s_a, v_b, s_b)
-    if transformed():
-        return reference.merge_state(v_a, s_a, v_b, s_b)
-    return torch.ops.cute_kernels.merge_state.default(v_a, s_a, v_b, s_b)
+SERVED: dict[str, tuple[Callable[..., Any], ...]] = {  # function -> kernel, checks, torch operations, operator
+    "merge_states": (
+        plan.states, validate_states, reference.merge_states, torch.ops.cute_kernels.merge_states.default,
+    ),
+    "merge_state": (plan.pair, validate_pair, reference.merge_state, torch.ops.cute_kernels.merge_state.default),
+    "merge_state_in_place": (plan.in_place, validate_in_place, plan.replace_by_reference, in_place_operator),
+}  # fmt: skip
 
 
-def serve_in_place(v: Any, s: Any, v_other: Any, s_other: Any, mask: Any) -> None:
-    if not traced(v):
-        plan.in_place(v, s, v_other, s_other, mask)
-        return
-    validate_in_place(v, s, v_other, s_other, mask)
-    if transformed():
-        plan.replace(v, s, mask, *reference.merge_state(v, s, v_other, s_other))
-    else:
-        operator = torch.ops.cute_kernels.merge_state_in_place.default
-        write(operator, v=v, s=s, v_other=v_other, s_other=s_other, mask=mask)
+def serve(function: str, *given: Any) -> Any:
+    """Run a call of a function of `cascade`."""
+    kernel, validate, operations, operator = SERVED[function]
+    if not traced(given[0]):
+        return kernel(*given)
+    validate(*given)
+    return (operations if transformed() else operator)(*given)
 
 
-@torch.library.impl("cute_kernels::merge_states", ("cpu", "cuda"))
-def _states(v: torch.Tensor, s: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    out, lse = plan.states(v, s)
-    return out.contiguous(), lse.contiguous()
+def _run(function: str, *given: Any) -> Any:
+    found = SERVED[function][0](*given)
+    return found and tuple(t.contiguous() for t in found)
 
 
-@torch.library.impl("cute_kernels::merge_state", ("cpu", "cuda"))
-def _pair(*given: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    out, lse = plan.pair(*given)
-    return out.contiguous(), lse.contiguous()
-
-
-@torch.library.impl("cute_kernels::merge_state_in_place", ("cpu", "cuda"))
-def _in_place(*given: Any) -> None:
-    plan.in_place(*given)
+for name in SCHEMAS:
+    torch.library.impl(f"cute_kernels::{name}", ("cpu", "cuda"), partial(_run, name))
 
 
 @torch.library.register_fake("cute_kernels::merge_states")

@@ -15,8 +15,8 @@ from cute_kernels.merge_states.args import MergeArgs, fields
 from cute_kernels.merge_states.request import MergeRequest
 
 from .. import machine, overlap, reference
-from ..checks import check_apart, checking
-from .checks import reason, validate_in_place, validate_pair, validate_states
+from ..checks import check_apart, checking, raise_reason
+from .checks import validate_in_place, validate_pair, validate_states
 
 DTYPES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
 _AT = MergeArgs(*range(len(MergeArgs._fields)))  # position of each argument; all specs have the first ones
@@ -60,10 +60,8 @@ def states(v: torch.Tensor, s: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor
         plan = here.plans.get(key)
         grad = _is_grad_enabled() and (v.requires_grad or s.requires_grad)
     except (AttributeError, TypeError, RuntimeError):
-        why = reason(validate_states, v, s)
-        if why is None:
-            raise
-        raise why from None
+        raise_reason(validate_states, v, s)
+        raise
     if plan is None:
         validate_states(v, s)
         device_info = here.device_info(v.device)
@@ -81,10 +79,8 @@ def states(v: torch.Tensor, s: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor
     try:
         plan.fn(*flat)
     except Exception:
-        why = reason(validate_states, v, s)
-        if why is None:
-            raise
-        raise why from None
+        raise_reason(validate_states, v, s)
+        raise
     return out, lse
 
 
@@ -101,10 +97,8 @@ def pair(
         plan = here.plans.get(key)
         grad = _is_grad_enabled() and (v_a.requires_grad or s_a.requires_grad or v_b.requires_grad or s_b.requires_grad)
     except (AttributeError, TypeError, RuntimeError):
-        why = reason(validate_pair, v_a, s_a, v_b, s_b)
-        if why is None:
-            raise
-        raise why from None
+        raise_reason(validate_pair, v_a, s_a, v_b, s_b)
+        raise
     if plan is None:
         validate_pair(v_a, s_a, v_b, s_b)
         device_info = here.device_info(v_a.device)
@@ -127,10 +121,8 @@ def pair(
         flat[_S], flat[_V_OUT], flat[_S_OUT], flat[_S_OTHER] = s_a, out, lse, s_b
         plan.fn(*flat)
     except Exception:
-        why = reason(validate_pair, v_a, s_a, v_b, s_b)
-        if why is None:
-            raise
-        raise why from None
+        raise_reason(validate_pair, v_a, s_a, v_b, s_b)
+        raise
     return out, lse
 
 
@@ -150,15 +142,13 @@ def in_place(
             v.requires_grad or s.requires_grad or v_other.requires_grad or s_other.requires_grad
         )
     except (AttributeError, TypeError, RuntimeError):
-        why = reason(validate_in_place, v, s, v_other, s_other, mask)
-        if why is None:
-            raise
-        raise why from None
+        raise_reason(validate_in_place, v, s, v_other, s_other, mask)
+        raise
     if plan is None:
         validate_in_place(v, s, v_other, s_other, mask)
         device_info = here.device_info(v.device)
         if device_info is None or not v.numel():
-            return replace(v, s, mask, *reference.merge_state(v, s, v_other, s_other))
+            return replace_by_reference(v, s, v_other, s_other, mask)
         plan = plan_for(v, True, device_info)
         plan.copies = gapped(v) or gapped(v_other)
         given = (v, s, v_other, s_other) if mask is None else (v, s, v_other, s_other, mask)
@@ -179,10 +169,8 @@ def in_place(
             flat[_MASK] = mask.view(_uint8)
         plan.fn(*flat)
     except Exception:
-        why = reason(validate_in_place, v, s, v_other, s_other, mask)
-        if why is None:
-            raise
-        raise why from None
+        raise_reason(validate_in_place, v, s, v_other, s_other, mask)
+        raise
     return None
 
 
@@ -216,6 +204,11 @@ def replace(v: Any, s: Any, mask: Any, new_v: torch.Tensor, new_s: torch.Tensor)
     s.copy_(new_s)
 
 
+def replace_by_reference(v: Any, s: Any, v_other: Any, s_other: Any, mask: Any) -> None:
+    """Serve `merge_state_in_place` by torch operations."""
+    replace(v, s, mask, *reference.merge_state(v, s, v_other, s_other))
+
+
 def gapped(v: torch.Tensor) -> bool:
     """Return whether the elements of a row are not neighbours."""
     return v.stride(-1) != 1 and v.shape[-1] > 1
@@ -231,7 +224,7 @@ def plan_for(v: torch.Tensor, is_pair: bool, device_info: tuple[str, int]) -> Me
     lanes = rows.lanes(dim, spec.elements)
     values: dict[str, Any] = dict.fromkeys(fields(spec)) | {"lanes_log2": lanes.bit_length() - 1, "enable_pdl": 1}
     if is_pair:
-        values["mask"] = machine.current.argument(torch.empty(0, dtype=_uint8, device=v.device))
+        values["mask"] = machine.current.empty(v.device, _uint8)
     return MergePlan(
         fn=machine.current.kernel(op, spec, device_info[0]),
         flat=list(values.values()),

@@ -233,8 +233,9 @@ class PrefillBatch:
             "alibi_slopes": values.alibi_slopes(self._shape.qo, self.device) if m.mode == "ALIBI" else None,
         }  # fmt: skip
 
-    def _override(self, m: LogitsModifiers) -> None:
-        """Replace the modifiers of the plan by those of forward."""
+    def _override(self, *modifiers: Any) -> None:
+        """Replace the modifiers of the plan by those of forward, in the order of `values.modifiers_of`."""
+        m = values.modifiers_of(*modifiers)
         self._plan_of_run()
         values.check_rope(m.rope, self._types)
         self._modify(m)
@@ -279,11 +280,20 @@ class PrefillBatch:
             return launch.launch(q, kv, None, out, lse)
         return None
 
-    def _serve(self, call: AttentionCall, others: tuple[Any, ...], scales: tuple[Any, ...]) -> Any:
-        """Return the result of a run's call, and keep its launch for the runs that repeat it.
+    def _serve(self, others: tuple[Any, ...], scale: Any, scales: tuple[Any, Any, Any], **fields: Any) -> Any:
+        """Return the result of a run, and keep its launch for the runs that repeat it.
 
-        scales: as run got them. A number that the host reads of a tensor, or a product, would not follow its values.
+        others: as in `_repeat`. scale: the factor on the logits. scales: q_scale, k_scale and v_scale as run got them;
+        a number that the host reads of a tensor, or a product, would not follow its values. fields: of `AttentionCall`,
+        without those that plan determines.
         """
+        scale, scale_tensor, out_scale, out_scale_tensor = values.combine_scales(
+            scale, *scales, self.device, self._shape
+        )
+        call = AttentionCall(
+            scale=scale, scale_tensor=scale_tensor, out_scale=out_scale, out_scale_tensor=out_scale_tensor, **fields,
+            **self._planned_options,
+        )  # fmt: skip
         launch = None if any(isinstance(scale, _Tensor) for scale in scales) else bound(call)
         if launch is None:
             return serve(call)

@@ -4,7 +4,7 @@ from typing import Any
 
 import torch
 
-from ..attention.call import AttentionCall, SequenceBatch, csr_sequences, pair
+from ..attention.call import SequenceBatch, csr_sequences, pair
 from ..attention.checks import HEAD_SCALES, SIGNATURES
 from ..checks import check_flag, check_integer
 from ..page import paged_kv
@@ -13,13 +13,8 @@ from . import values
 from .batch import PrefillBatch
 
 DECODE = "BatchDecodeWithPagedKVCacheWrapper"
-SIGNATURES[DECODE] = {
-    "kv": "paged_kv_cache", "k": "paged_kv_cache (K)", "v": "paged_kv_cache (V)", "page_table": "indices",
-    "kv_lens": "last_page_len", "kv_starts": "indptr", "out_scale": "v_scale", "soft_cap": "logits_soft_cap",
-    "scales": "kv_cache_sf", "k_scales": "kv_cache_sf (K)", "v_scales": "kv_cache_sf (V)",
-    "interleaved": "v_scales_interleaved", "out_dtype": "o_data_type", "max_q_len": "q_len_per_req",
-    "skip": "skip_softmax_threshold_scale_factor", "alibi_slopes": "pos_encoding_mode", "rope": "pos_encoding_mode",
-    "scale": "sm_scale x q_scale x k_scale",
+SIGNATURES[DECODE] = values.NAMES | values.PAGED_KV | {
+    "page_table": "indices", "kv_lens": "last_page_len", "kv_starts": "indptr", "max_q_len": "q_len_per_req",
 }  # fmt: skip
 HEAD_SCALES.add(DECODE)
 
@@ -157,19 +152,13 @@ class BatchDecodeWithPagedKVCacheWrapper(PrefillBatch):
         if isinstance(q, torch.Tensor) and q.dim() == 3 and q.shape[0] != requests.batch * self._q_len:
             planned = f"{requests.batch} x {self._q_len}, the requests of plan x q_len_per_req"
             raise ValueError(f"q: {q.shape[0]} tokens, must be {planned}")
-        scale, scale_tensor, out_scale, out_scale_tensor = values.combine_scales(
-            self._scale, q_scale, k_scale, v_scale, self.device, self._shape
-        )
-        k_scales = v_scales = None
-        if kv_cache_sf is not None:
-            k_scales, v_scales = views("kv_cache_sf", kv_cache_sf, self._kv_layout)
-        call = AttentionCall(
-            signature=DECODE, q=q, k=k, v=v, requests=requests, max_q_len=self._q_len, scale=scale,
-            out_scale=out_scale, skip=real(skip_softmax_threshold_scale_factor), interleaved=v_scales_interleaved,
-            return_lse=return_lse, enable_pdl=enable_pdl, out=out, lse=lse, sinks=sinks, scale_tensor=scale_tensor,
-            out_scale_tensor=out_scale_tensor, k_scales=k_scales, v_scales=v_scales, **self._planned_options,
+        k_scales, v_scales = (None, None) if kv_cache_sf is None else views("kv_cache_sf", kv_cache_sf, self._kv_layout)
+        return self._serve(
+            others, self._scale, (q_scale, k_scale, v_scale), signature=DECODE, q=q, k=k, v=v, requests=requests,
+            max_q_len=self._q_len, skip=real(skip_softmax_threshold_scale_factor), interleaved=v_scales_interleaved,
+            return_lse=return_lse, enable_pdl=enable_pdl, out=out, lse=lse, sinks=sinks, k_scales=k_scales,
+            v_scales=v_scales,
         )  # fmt: skip
-        return self._serve(call, others, (q_scale, k_scale, v_scale))
 
     def forward(
         self, q: torch.Tensor, paged_kv_cache: torch.Tensor | tuple[torch.Tensor, torch.Tensor],
@@ -182,9 +171,7 @@ class BatchDecodeWithPagedKVCacheWrapper(PrefillBatch):
 
         FlashInfer keeps this method for older callers.
         """
-        self._override(values.modifiers_of(
-            True, pos_encoding_mode, sm_scale, window_left, logits_soft_cap, rope_scale, rope_theta
-        ))  # fmt: skip
+        self._override(True, pos_encoding_mode, sm_scale, window_left, logits_soft_cap, rope_scale, rope_theta)
         return self.run(
             q, paged_kv_cache, q_scale=q_scale, k_scale=k_scale, v_scale=v_scale, return_lse=return_lse
         )  # fmt: skip

@@ -4,7 +4,7 @@ from typing import Any
 
 import torch
 
-from ..attention.call import AttentionCall, SequenceBatch, csr_sequences, pair
+from ..attention.call import SequenceBatch, csr_sequences, pair
 from ..attention.checks import HEAD_SCALES, SIGNATURES
 from ..checks import check_integer
 from ..page import get_seq_lens, paged_kv
@@ -13,15 +13,9 @@ from . import values
 from .batch import PrefillBatch
 
 PAGED = "BatchPrefillWithPagedKVCacheWrapper"
-SIGNATURES[PAGED] = {
-    "kv": "paged_kv_cache", "k": "paged_kv_cache (K)", "v": "paged_kv_cache (V)", "page_table": "paged_kv_indices",
-    "kv_lens": "paged_kv_last_page_len", "kv_starts": "paged_kv_indptr", "cu_seqlens_q": "qo_indptr",
-    "out_scale": "v_scale", "soft_cap": "logits_soft_cap", "scales": "kv_cache_sf",
-    "k_scales": "kv_cache_sf (K)", "v_scales": "kv_cache_sf (V)", "interleaved": "v_scales_interleaved",
-    "out_dtype": "o_data_type",
-    "max_q_len": "max_token_per_sequence", "skip": "skip_softmax_threshold_scale_factor", "mask_starts": "custom_mask",
-    "alibi_slopes": "pos_encoding_mode", "rope": "pos_encoding_mode",
-    "scale": "sm_scale x q_scale x k_scale",
+SIGNATURES[PAGED] = values.NAMES | values.PAGED_KV | {
+    "page_table": "paged_kv_indices", "kv_lens": "paged_kv_last_page_len", "kv_starts": "paged_kv_indptr",
+    "cu_seqlens_q": "qo_indptr", "max_q_len": "max_token_per_sequence",
 }  # fmt: skip
 HEAD_SCALES.add(PAGED)
 
@@ -210,21 +204,14 @@ class BatchPrefillWithPagedKVCacheWrapper(PrefillBatch):
         if window_left is not None and self._planned is not None and window_left != self._window_left:
             raise ValueError(f"window_left: {window_left}, must be None or plan's, {self._window_left}")
         (_, _, _, _, mask, mask_starts), requests, max_q_len = self._ready(q, k, v)
-        scale: Any = self._scale if sm_scale is None else values.number("sm_scale", sm_scale)
-        scale, scale_tensor, out_scale, out_scale_tensor = values.combine_scales(
-            scale, q_scale, k_scale, v_scale, self.device, self._shape
-        )
-        k_scales = v_scales = None
-        if kv_cache_sf is not None:
-            k_scales, v_scales = views("kv_cache_sf", kv_cache_sf, self._kv_layout)
-        call = AttentionCall(
-            signature=PAGED, q=q, k=k, v=v, requests=requests, max_q_len=max_q_len, scale=scale, out_scale=out_scale,
-            skip=real(skip_softmax_threshold_scale_factor), interleaved=v_scales_interleaved, return_lse=return_lse,
-            enable_pdl=enable_pdl, out=out, lse=lse, sinks=sinks, scale_tensor=scale_tensor,
-            out_scale_tensor=out_scale_tensor, k_scales=k_scales, v_scales=v_scales, custom_mask=mask,
-            mask_starts=mask_starts, **self._planned_options,
+        scale = self._scale if sm_scale is None else values.number("sm_scale", sm_scale)
+        k_scales, v_scales = (None, None) if kv_cache_sf is None else views("kv_cache_sf", kv_cache_sf, self._kv_layout)
+        return self._serve(
+            others, scale, (q_scale, k_scale, v_scale), signature=PAGED, q=q, k=k, v=v, requests=requests,
+            max_q_len=max_q_len, skip=real(skip_softmax_threshold_scale_factor), interleaved=v_scales_interleaved,
+            return_lse=return_lse, enable_pdl=enable_pdl, out=out, lse=lse, sinks=sinks, k_scales=k_scales,
+            v_scales=v_scales, custom_mask=mask, mask_starts=mask_starts,
         )  # fmt: skip
-        return self._serve(call, others, (q_scale, k_scale, v_scale))
 
     def forward(
         self, q: torch.Tensor, paged_kv_cache: torch.Tensor | tuple[torch.Tensor, torch.Tensor], causal: bool = False,
@@ -238,9 +225,7 @@ class BatchPrefillWithPagedKVCacheWrapper(PrefillBatch):
 
         FlashInfer keeps this method for older callers.
         """
-        self._override(values.modifiers_of(
-            causal, pos_encoding_mode, sm_scale, window_left, logits_soft_cap, rope_scale, rope_theta
-        ))  # fmt: skip
+        self._override(causal, pos_encoding_mode, sm_scale, window_left, logits_soft_cap, rope_scale, rope_theta)
         return self.run(q, paged_kv_cache, k_scale=k_scale, v_scale=v_scale, return_lse=return_lse)
 
     def _keys(self, given: tuple[torch.Tensor, ...], page_size: int) -> torch.Tensor:

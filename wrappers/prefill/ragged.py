@@ -4,7 +4,7 @@ from typing import Any
 
 import torch
 
-from ..attention.call import AttentionCall, SequenceBatch, ragged_sequences
+from ..attention.call import SequenceBatch, ragged_sequences
 from ..attention.checks import HEAD_SCALES, SIGNATURES
 from ..checks import check_strided
 from ..plain import traced
@@ -12,13 +12,9 @@ from . import values
 from .batch import PrefillBatch
 
 RAGGED = "BatchPrefillWithRaggedKVCacheWrapper"
-SIGNATURES[RAGGED] = {
+SIGNATURES[RAGGED] = values.NAMES | {
     "kv": "k, v", "page_table": "kv_indptr", "kv_lens": "kv_indptr", "kv_starts": "kv_indptr",
-    "cu_seqlens_q": "qo_indptr", "out_scale": "v_scale", "soft_cap": "logits_soft_cap",
-    "scales": "kv_cache_sf", "k_scales": "kv_cache_sf (K)", "v_scales": "kv_cache_sf (V)",
-    "out_dtype": "o_data_type", "max_q_len": "max_token_per_sequence", "mask_starts": "custom_mask",
-    "alibi_slopes": "pos_encoding_mode", "rope": "pos_encoding_mode",
-    "scale": "sm_scale x q_scale x k_scale",
+    "cu_seqlens_q": "qo_indptr", "max_q_len": "max_token_per_sequence",
 }  # fmt: skip
 HEAD_SCALES.add(RAGGED)
 
@@ -158,19 +154,12 @@ class BatchPrefillWithRaggedKVCacheWrapper(PrefillBatch):
             one = isinstance(o_scale, (int, float)) and o_scale == 1
             values.refuse(o_scale=None if one else o_scale)
         (_, _, _, _, mask, mask_starts), requests, max_q_len = self._ready(q, k, v)
-        scale, scale_tensor, out_scale, out_scale_tensor = values.combine_scales(
-            self._scale, q_scale, k_scale, v_scale, self.device, self._shape
-        )
-        k_scales = v_scales = None
-        if kv_cache_sf is not None:
-            k_scales, v_scales = scales_of(kv_cache_sf, layout)
-        call = AttentionCall(
-            signature=RAGGED, q=q, k=k, v=v, requests=requests, max_q_len=max_q_len, scale=scale, out_scale=out_scale,
-            return_lse=return_lse, enable_pdl=enable_pdl, out=out, lse=lse, sinks=sinks, scale_tensor=scale_tensor,
-            out_scale_tensor=out_scale_tensor, k_scales=k_scales, v_scales=v_scales, custom_mask=mask,
-            mask_starts=mask_starts, **self._planned_options,
+        k_scales, v_scales = (None, None) if kv_cache_sf is None else scales_of(kv_cache_sf, layout)
+        return self._serve(
+            others, self._scale, (q_scale, k_scale, v_scale), signature=RAGGED, q=q, k=k, v=v, requests=requests,
+            max_q_len=max_q_len, return_lse=return_lse, enable_pdl=enable_pdl, out=out, lse=lse, sinks=sinks,
+            k_scales=k_scales, v_scales=v_scales, custom_mask=mask, mask_starts=mask_starts,
         )  # fmt: skip
-        return self._serve(call, others, (q_scale, k_scale, v_scale))
 
     def forward(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool = False,
@@ -182,9 +171,7 @@ class BatchPrefillWithRaggedKVCacheWrapper(PrefillBatch):
 
         FlashInfer keeps this method for older callers.
         """
-        self._override(values.modifiers_of(
-            causal, pos_encoding_mode, sm_scale, window_left, logits_soft_cap, rope_scale, rope_theta
-        ))  # fmt: skip
+        self._override(causal, pos_encoding_mode, sm_scale, window_left, logits_soft_cap, rope_scale, rope_theta)
         return self.run(q, k, v, return_lse=return_lse)
 
     def _keys(self, given: tuple[torch.Tensor, ...], page_size: int) -> torch.Tensor:

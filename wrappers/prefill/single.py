@@ -14,12 +14,9 @@ from . import values
 from .ragged import rows_of, scales_of
 
 SINGLE = "single_prefill_with_kv_cache"
-SIGNATURES[SINGLE] = {
+SIGNATURES[SINGLE] = values.NAMES | {
     "kv": "k, v", "page_table": "k", "kv_lens": "k", "kv_starts": "k", "cu_seqlens_q": "q", "max_q_len": "q",
-    "out_scale": "v_scale", "soft_cap": "logits_soft_cap", "out_dtype": "o_dtype",
-    "scales": "kv_cache_sf", "k_scales": "kv_cache_sf (K)", "v_scales": "kv_cache_sf (V)",
-    "mask_starts": "custom_mask", "alibi_slopes": "pos_encoding_mode", "rope": "pos_encoding_mode",
-    "scale": "sm_scale x q_scale x k_scale",
+    "out_dtype": "o_dtype",
 }  # fmt: skip
 HEAD_SCALES.add(SINGLE)
 

@@ -30,6 +30,13 @@ from ..scratch import kept
 
 BACKENDS = ("auto", "fa2", "fa3", "cudnn", "cutlass", "trtllm-gen", "cute-dsl")  # upstream's; a hint here
 MODES = ("NONE", "ROPE_LLAMA", "ALIBI")
+NAMES = {  # field of `AttentionCall` -> its name in all functions of the family, unless these say otherwise
+    "out_scale": "v_scale", "soft_cap": "logits_soft_cap", "scales": "kv_cache_sf", "k_scales": "kv_cache_sf (K)",
+    "v_scales": "kv_cache_sf (V)", "interleaved": "v_scales_interleaved", "out_dtype": "o_data_type",
+    "skip": "skip_softmax_threshold_scale_factor", "mask_starts": "custom_mask", "alibi_slopes": "pos_encoding_mode",
+    "rope": "pos_encoding_mode", "scale": "sm_scale x q_scale x k_scale",
+}  # fmt: skip
+PAGED_KV = {"kv": "paged_kv_cache", "k": "paged_kv_cache (K)", "v": "paged_kv_cache (V)"}
 _Tensor = torch.Tensor
 _slopes: dict[tuple[torch.device, int], torch.Tensor] = {}
 

@@ -5,9 +5,10 @@ from typing import Any
 import torch
 
 from .. import machine
+from ..checks import raise_reason
 from ..plain import traced
 from . import op, plan
-from .checks import PER_ROW, TOP_K, TopKCall
+from .checks import PER_ROW, TOP_K, TopKCall, validate, with_ints
 
 
 class BoundTopK:
@@ -40,7 +41,7 @@ class BoundTopK:
         try:
             return self._result(plan.launch(p, flat.copy(), call))
         except Exception:
-            plan.raise_reason(call)
+            raise_reason(validate, with_ints(call))
             raise
 
     def _result(self, found: tuple[Any, Any, Any]) -> Any:

@@ -136,7 +136,8 @@ def validate(call: TopKCall) -> None:
         if value is not None or (field == "raw" and call.function in PER_ROW):
             _integers(name, value, 2, call.scores)
             check_shape(name, value, (rows, call.k), "rows, k")
-    _outputs_apart(call, names)
+    given = {names.get(f, f): getattr(call, f) for f in OUTPUTS if getattr(call, f) is not None}
+    check_apart(given, {names.get(f, f): getattr(call, f) for f in INPUTS})
 
 
 def scalars(call: TopKCall, width: int) -> None:
@@ -155,21 +156,6 @@ def scalars(call: TopKCall, width: int) -> None:
 
 INPUTS = ("scores", "starts", "lengths", "table", "row_to_batch", "table_starts", "offsets")
 OUTPUTS = ("out", "raw", "values", "indices")
-
-
-def _outputs_apart(call: TopKCall, names: dict[str, str]) -> None:
-    given = {names.get(f, f): getattr(call, f) for f in OUTPUTS if getattr(call, f) is not None}
-    if given:
-        check_apart(given, {names.get(f, f): getattr(call, f) for f in INPUTS})
-
-
-def reason(call: TopKCall) -> Exception | None:
-    """Return the error that explains why a call failed, or None if its arguments fit."""
-    try:
-        validate(with_ints(call))
-    except (TypeError, ValueError) as found:
-        return found
-    return None
 
 
 def stated(call: TopKCall) -> None:

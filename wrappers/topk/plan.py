@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -11,8 +12,8 @@ from cute_kernels.topk.args import TopKArgs
 from cute_kernels.topk.request import TopKKernelRequest
 
 from .. import machine, overlap, reference, scratch
-from ..checks import checking
-from .checks import DTYPES, NAMES, PER_ROW, TOP_K, WINDOWS, TopKCall, TopKTieBreak, reason, validate, with_ints
+from ..checks import checking, raise_reason
+from .checks import DTYPES, NAMES, PER_ROW, TOP_K, WINDOWS, TopKCall, TopKTieBreak, validate, with_ints
 from .values import check as check_values
 
 AT = TopKArgs(*range(len(TopKArgs._fields)))  # position of each argument in a launch
@@ -75,7 +76,7 @@ def plan_of(call: TopKCall) -> TopKLaunchPlan:
         key = key_of(call)
         plan = here.plans.get(key)
     except (AttributeError, TypeError, RuntimeError):
-        raise_reason(call)
+        raise_reason(validate, with_ints(call))
         raise
     if plan is None:
         call = with_ints(call)
@@ -100,15 +101,8 @@ def run(call: TopKCall) -> tuple[Any, Any, Any]:
     try:
         return launch(plan, bind(plan, call), call)
     except Exception:
-        raise_reason(call)
+        raise_reason(validate, with_ints(call))
         raise
-
-
-def raise_reason(call: TopKCall) -> None:
-    """Raise the error that names the argument for which a call failed, if there is one."""
-    why = reason(call)
-    if why is not None:
-        raise why from None
 
 
 def bind(plan: TopKLaunchPlan, call: TopKCall) -> list[Any]:
@@ -191,7 +185,6 @@ def plan_for(call: TopKCall, device_info: tuple[str, int] | None) -> TopKLaunchP
     (rows, width), device = scores.shape, scores.device
     fn: Callable[..., Any] = reference.top_k_rows
     sort: Callable[..., Any] | None = reference.sort_rows if call.sorted else None
-    given: Callable[[torch.Tensor], Any] = lambda tensor: tensor  # noqa: E731
     if device_info is not None:
         arch, sms = device_info
         try:
@@ -199,13 +192,10 @@ def plan_for(call: TopKCall, device_info: tuple[str, int] | None) -> TopKLaunchP
         except NotImplementedError as error:
             field = "k" if any(arch in kernel.ARCHS for kernel in dispatch.KERNELS.values()) else "scores"
             raise NotImplementedError(f"{NAMES[call.function].get(field, field)}: {error}") from None
-        fn, given = machine.current.kernel(op, spec, arch), machine.current.argument
+        fn = machine.current.kernel(op, spec, arch)
         sorter = dispatch.sort_spec(request_of(call, sms), arch) if call.sorted else None
         if sorter is not None:  # beyond the sort kernel's largest k the reference sorts: in torch, on the device
             sort = machine.current.kernel(dispatch.SORT, sorter, arch)
-
-    def empty(dtype: torch.dtype, *shape: int) -> Any:
-        return given(torch.empty(0, *shape, dtype=dtype, device=device))
 
     def likes() -> list[torch.Tensor]:
         types = torch.int32, scores.dtype, torch.int64
@@ -213,6 +203,7 @@ def plan_for(call: TopKCall, device_info: tuple[str, int] | None) -> TopKLaunchP
 
     keeps = device_info is not None and machine.current.uncaptured_stream(device) is not None
     like_out, like_values, like_indices = scratch.kept(likes, device) if keeps else likes()
+    empty = partial(machine.current.empty, device)
     none = empty(torch.int32)
     flat = TopKArgs(
         scores=None, starts=none, lengths=none, out=empty(torch.int32, k), raw=empty(torch.int32, k),

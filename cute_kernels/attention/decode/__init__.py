@@ -10,8 +10,6 @@ from typing import TYPE_CHECKING
 from ... import archs
 from ..request import KernelRequest, Refusal
 from ..spec import (
-    DTYPES,
-    QUANTISED,
     AttentionSpec,
     KVSpec,
     LogitsSpec,
@@ -21,6 +19,7 @@ from ..spec import (
     outputs,
     padded_dims,
     refuse_dims,
+    refuse_types,
 )
 from ..tile import MergedTileConfig
 from .tile_table import (
@@ -39,7 +38,6 @@ from .tile_table import (
 
 ARCHS = archs.NAMES
 ALONE = archs.lacking(archs.WGMMA, archs.TCGEN05)  # architectures without a kernel of prefill: decode's serves it
-QUERIES = (*DTYPES, "e4m3")
 Spec = AttentionSpec[DecodeTileConfig]
 if TYPE_CHECKING:  # shared seams may ask this of a tile
     _MERGED: type[MergedTileConfig] = DecodeTileConfig
@@ -74,12 +72,8 @@ def candidate(request: KernelRequest, arch: str, split: bool = True) -> Spec:
 
 def supports(spec: Spec) -> Refusal | None:
     """Return None if the kernel runs `spec`, else the reason why not: the only statement of what the kernel can do."""
-    if spec.q not in QUERIES:
-        return Refusal("q", f"{spec.q}: the kernel has {', '.join(QUERIES)}")
-    if spec.kv.dtype not in (kinds := dict.fromkeys((spec.q, *QUANTISED))):
-        return Refusal("kv", f"{spec.kv.dtype}: the kernel has {', '.join(kinds)}")
-    if spec.out not in [outputs(spec.q, out) for out in DTYPES]:
-        return Refusal("out", f"{', '.join(spec.out)}: the kernel has {', '.join((*DTYPES, 'e4m3', 'nvfp4'))}")
+    if refusal := refuse_types(spec, (3,)):
+        return refusal
     if spec.head_dim_qk != spec.head_dim_vo:
         return Refusal("head_dim", f"{spec.dims}: must be equal")
     known = [

@@ -30,7 +30,6 @@ Shared memory: `stages` x (K (n x Dqk) + V (n x Dvo)) in their storage type, 102
 """
 
 from dataclasses import dataclass
-from typing import Any
 
 import cutlass
 import cutlass.cute as cute
@@ -38,7 +37,6 @@ from cutlass import Int32, const_expr
 
 from ...device import copy, pipeline
 from .. import fakes, geometry, load
-from ..args import AttentionArgs
 from ..kv import arrivals, pages, scales, source, stage_columns, tma
 from ..schedule import stream_k, work
 from . import reduce
@@ -47,15 +45,6 @@ from .mainloop import mma_warp
 from .roles import roles
 
 fake_args = fakes.fake_args
-
-
-@dataclass(frozen=True)
-class DecodeKernelParams:
-    """The kernel's parameters, made by the host function."""
-
-    args: AttentionArgs
-    k: Any  # `operand` of the source of K and V: TMA descriptors, or tensors to gather from
-    v: Any
 
 
 @dataclass(frozen=True)
@@ -87,13 +76,7 @@ def forward(spec: cutlass.Constexpr, stream, *flat):
     """Launch the kernel. flat: the arguments in the order of `args.fields`."""
     a = geometry.launch_args(spec, flat)
     k, v = operand(spec, a.kv.k, spec.padded_qk), operand(spec, a.kv.v, spec.padded_vo)
-    kernel(spec, DecodeKernelParams(a, k, v)).launch(
-        grid=[a.schedule.grid, 1, 1],
-        block=[32 * roles(spec).warps(), 1, 1],
-        stream=stream,
-        min_blocks_per_mp=1,
-        use_pdl=a.schedule.enable_pdl,
-    )
+    geometry.launch(kernel(spec, geometry.KernelParams(a, k, v)), roles(spec).warps(), a, stream)
 
 
 def shared(spec, plan):
@@ -114,7 +97,7 @@ def shared(spec, plan):
 
 
 @cute.kernel
-def kernel(spec: cutlass.Constexpr, plan: DecodeKernelParams):
+def kernel(spec: cutlass.Constexpr, plan: geometry.KernelParams):
     """Run the role of each warp. The mma warps come last."""
     s = shared(spec, plan)
     cute.arch.mbarrier_init_fence()
@@ -129,10 +112,10 @@ def kernel(spec: cutlass.Constexpr, plan: DecodeKernelParams):
             cute.arch.griddepcontrol_wait()
         if warp < roles(spec).first("load_v"):
             # load_k
-            load.load_kv(spec, plan, s, load.LoadTarget(plan.k, s.k, s.k_pipe), pages.K, warp)
+            load.load_kv(spec, plan, s, pages.LoadTarget(plan.k, s.k, s.k_pipe), pages.K, warp)
         elif warp < roles(spec).first("schedule"):
             # load_v
-            into = load.LoadTarget(plan.v, s.v, s.v_pipe)
+            into = pages.LoadTarget(plan.v, s.v, s.v_pipe)
             load.load_kv(spec, plan, s, into, pages.V, warp - roles(spec).first("load_v"))
         elif warp == roles(spec).first("schedule"):
             stream_k.schedule_warp(spec, plan.args, s)

@@ -20,7 +20,7 @@ from cutlass import Float32, Int32, Uint32, const_expr
 from ...device import mma, pipeline, warp
 from ...device.layout import swizzle
 from .. import combine, geometry, logits, mask, precision, skip_rule, softmax
-from ..logits import ScoreCols, ScoreRows
+from ..mask import ScoreCols, ScoreRows
 from ..schedule import work
 from ..schedule.work import WorkTileInfo
 from ..spec import SF_VEC_SIZE
@@ -175,9 +175,9 @@ def transform_logits(
     is needed; if not (skip-softmax), set their scores to -inf."""
     view, needs_pv, n = rows_view(acc_s), True, spec.tile.n
     masked = key >= tile.w.n_block_full_max * n or key < tile.w.n_block_full_min * n
-    rows = ScoreRows(r.tokens, tile.w.q_start, tile.seqlen)
+    rows = ScoreRows(r.tokens, tile.w.q_start, tile.seqlen, r.score_to_log2)
     cols = ScoreCols(key + cute.arch.lane_idx() // 4, [8 * j for j in range(keys(spec) // 8)])
-    logits.transform(spec, a, view, r.score_to_log2, rows, cols, a.logits.soft_cap > 0.0, masked)
+    logits.transform(spec, a, view, rows, cols, a.logits.soft_cap > 0.0, masked)
     if a.logits.skip_threshold != -Float32.inf:
         log2_threshold = skip_rule.log2_threshold(a, tile.w.kv_len)
         needs_pv = not can_skip(view, r, tile, log2_threshold)

@@ -10,7 +10,7 @@ from cutlass import Int32, Int64, const_expr
 from ...device import layout, pipeline
 from ...device.divisor import Quotient, quotient_params
 from . import pages
-from .pages import KVBlock
+from .pages import KVBlock, LoadTarget
 
 PARTIAL_TAIL = False  # rows past kv_len are always zeros
 NO_PAGE = -16  # address of a row without a page: aligned as cp.async wants even the address of no bytes
@@ -61,13 +61,7 @@ def prefetch_pages(spec: cutlass.Constexpr, page_ids: RowPageIds, sequence_pages
 
 @cute.jit
 def fill(
-    spec: cutlass.Constexpr,
-    op: GatherOperand,
-    smem: cute.Tensor,
-    p: pipeline.Pipeline,
-    page_ids: RowPageIds,
-    sequence_pages: pages.SequencePages,
-    at: KVBlock,
+    spec: cutlass.Constexpr, into: LoadTarget, page_ids: RowPageIds, sequence_pages: pages.SequencePages, at: KVBlock
 ):
     """Copy a KV block, rows [n_block n, (n_block + 1) n) of a KV head, into the item's stage, and look up the pages of
     the next block, n_block - 1. Called by each of the `tile.load_warps` warps, for its share of the rows.
@@ -75,15 +69,15 @@ def fill(
     page_ids: from `prefetch_pages`. Rows past kv_len and rows without a page become zeros. Every lane arrives when its
     copies have completed.
     """
-    count = const_expr(spec.tile.n // spec.tile.load_warps)
+    count, (op, smem, ring) = const_expr(spec.tile.n // spec.tile.load_warps), into
     # wait for a free stage
-    pipeline.producer_acquire(p, at.item)
+    pipeline.producer_acquire(ring, at.item)
     # use the page ids, then look up those of the next block
     starts = addresses(spec, op, page_ids, at)
     prefetch_pages(spec, page_ids, sequence_pages, at._replace(n_block=at.next_n_block))
     # copy, and arrive when the copies have completed
-    copy_rows(op, count, starts, smem[None, None, pipeline.stage(p, at.item)], at.loader * count)
-    cute.arch.cp_async_mbarrier_arrive_noinc(pipeline.full_barrier(p, at.item))
+    copy_rows(op, count, starts, smem[None, None, pipeline.stage(ring, at.item)], at.loader * count)
+    cute.arch.cp_async_mbarrier_arrive_noinc(pipeline.full_barrier(ring, at.item))
 
 
 @cute.jit

@@ -5,6 +5,7 @@ from typing import Any, NamedTuple
 import cutlass.cute as cute
 from cutlass import Int32
 
+from ...device import pipeline
 from .. import geometry
 
 K, V = 0, 1  # rows of a sequence's page table
@@ -23,6 +24,14 @@ class KVBlock(NamedTuple):
     kv_len: Int32
     o_tile: Any = 0
     next_n_block: Int32 = -1  # type: ignore[assignment]
+
+
+class LoadTarget(NamedTuple):
+    """Where K or V goes. op: operand of the source. smem (n, D, stages). ring: the pipeline of the stages."""
+
+    op: Any
+    smem: cute.Tensor
+    ring: pipeline.Pipeline
 
 
 class SequencePages(NamedTuple):

@@ -16,7 +16,7 @@ from cutlass import Int32, Int64, const_expr
 from ...device import pipeline
 from ..spec import SF_VEC_SIZE
 from . import pages
-from .pages import KVBlock
+from .pages import KVBlock, LoadTarget
 from .tma import BOXES
 
 PIECE, LEAST = 16, 4  # largest and smallest number of bytes per lane and copy
@@ -91,24 +91,16 @@ def padded_row(padded, size, row, interleaved):
 
 
 @cute.jit
-def fill(
-    spec: cutlass.Constexpr,
-    scales: cute.Tensor,
-    smem: cute.Tensor,
-    p: pipeline.Pipeline,
-    found: cute.Tensor,
-    at: KVBlock,
-    interleaved: Any = 0,
-):
+def fill(spec: cutlass.Constexpr, into: LoadTarget, found: cute.Tensor, at: KVBlock, interleaved: Any = 0):
     """Copy the scale factors of a block, (n, D / 16) bytes row by row, into the item's stage. Called by one warp.
 
-    found: the pages from `find`; rows without a page become zeros. Every lane arrives when its copies have completed.
-    interleaved: 1 if groups of 4 rows are interleaved, see `source_of_part`.
+    into: op is the tensor of scale factors. found: the pages from `find`; rows without a page become zeros. Every lane
+    arrives when its copies have completed. interleaved: 1 if groups of 4 rows are interleaved, see `source_of_part`.
     """
-    if const_expr(gcd(scales.shape[3], PIECE) < LEAST):
-        fill_narrow(spec, scales, smem, p, found, at, interleaved)
+    if const_expr(gcd(into.op.shape[3], PIECE) < LEAST):
+        fill_narrow(spec, into, found, at, interleaved)
     else:
-        fill_wide(spec, scales, smem, p, found, at, interleaved)
+        fill_wide(spec, into, found, at, interleaved)
 
 
 def rows_of_lane(spec, scales, found, at: KVBlock, c):
@@ -121,63 +113,49 @@ def rows_of_lane(spec, scales, found, at: KVBlock, c):
 
 
 @cute.jit
-def fill_wide(
-    spec: cutlass.Constexpr,
-    scales: cute.Tensor,
-    smem: cute.Tensor,
-    p: pipeline.Pipeline,
-    found: cute.Tensor,
-    at: KVBlock,
-    interleaved: Any,
-):
+def fill_wide(spec: cutlass.Constexpr, into: LoadTarget, found: cute.Tensor, at: KVBlock, interleaved: Any):
     """Do the work of `fill` with cp.async."""
+    scales, smem, ring = into
     padded, count = const_expr(cute.size(smem, mode=[1])), const_expr(scale_rows(spec))
     size = const_expr(min(padded, scales.shape[3]))
     piece = const_expr(gcd(size, PIECE))
     step = Int64(scales.stride[2])
     # wait for a free stage
-    pipeline.producer_acquire(p, at.item)
+    pipeline.producer_acquire(ring, at.item)
     # copy
     for c in cutlass.range_constexpr(cute.size(found)):
         first_row, page, row, exists = rows_of_lane(spec, scales, found, at, c)
         source = scales[page if exists else Int32(0), at.head, row, None].iterator.toint()
-        target = smem[first_row, None, pipeline.stage(p, at.item)].iterator.toint()
+        target = smem[first_row, None, pipeline.stage(ring, at.item)].iterator.toint()
         if first_row < spec.tile.n:
             for e in cutlass.range_constexpr(count):
                 text = f"cp.async.ca.shared.global [{{$r0}}], [{{$r1}}], {piece}, {{$r2}};"
-                written, into, start = Int32(piece) if exists else Int32(0), target, source
+                written, to, start = Int32(piece) if exists else Int32(0), target, source
                 if const_expr(size < scales.shape[3]):
                     rows, part = source_of_part(spec.tile.o_tiles, (first_row + e) % 4, at.o_tile, interleaved)
                     start += rows * step + part * size
                 if const_expr(size < padded):
                     back, tail = padded_row(padded, size, (first_row + e) % 4, interleaved)
                     for i in cutlass.range_constexpr(0, padded - size, piece):
-                        cute.arch.inline_ptx(text, read_only_args=[into + e * padded + tail + i, start, Int32(0)])
-                    into -= back
+                        cute.arch.inline_ptx(text, read_only_args=[to + e * padded + tail + i, start, Int32(0)])
+                    to -= back
                 for i in cutlass.range_constexpr(0, size, piece):
-                    operands = [into + e * padded + i, start + e * step + i, written]
+                    operands = [to + e * padded + i, start + e * step + i, written]
                     cute.arch.inline_ptx(text, read_only_args=operands)
     # arrive when the copies have completed
-    cute.arch.cp_async_mbarrier_arrive_noinc(pipeline.full_barrier(p, at.item))
+    cute.arch.cp_async_mbarrier_arrive_noinc(pipeline.full_barrier(ring, at.item))
 
 
 @cute.jit
-def fill_narrow(
-    spec: cutlass.Constexpr,
-    scales: cute.Tensor,
-    smem: cute.Tensor,
-    p: pipeline.Pipeline,
-    found: cute.Tensor,
-    at: KVBlock,
-    interleaved: Any,
-):
+def fill_narrow(spec: cutlass.Constexpr, into: LoadTarget, found: cute.Tensor, at: KVBlock, interleaved: Any):
     """Do the work of `fill` through registers."""
+    scales, smem, ring = into
     unit, count = const_expr(gcd(scales.shape[3], PIECE)), const_expr(scale_rows(spec))
     size, padded = const_expr(scales.shape[3] // unit), const_expr(cute.size(smem, mode=[1]) // unit)
     # wait for a free stage
-    pipeline.producer_acquire(p, at.item)
-    base = smem[None, None, pipeline.stage(p, at.item)].iterator
-    into = cute.make_tensor(cute.recast_ptr(base, dtype=UNITS[unit]), cute.make_layout(spec.tile.n * padded))
+    pipeline.producer_acquire(ring, at.item)
+    base = smem[None, None, pipeline.stage(ring, at.item)].iterator
+    to = cute.make_tensor(cute.recast_ptr(base, dtype=UNITS[unit]), cute.make_layout(spec.tile.n * padded))
     for c in cutlass.range_constexpr(cute.size(found)):
         first_row, page, row, exists = rows_of_lane(spec, scales, found, at, c)
         if first_row < spec.tile.n:
@@ -194,8 +172,8 @@ def fill_narrow(
                 target = (first_row + e) * padded
                 back, tail = padded_row(padded, size, (first_row + e) % 4, interleaved)
                 for i in cutlass.range_constexpr(size):
-                    into[target - back + i] = values[i, e]
+                    to[target - back + i] = values[i, e]
                 for i in cutlass.range_constexpr(padded - size):
-                    into[target + tail + i] = UNITS[unit](0)
+                    to[target + tail + i] = UNITS[unit](0)
     # arrive, behind this lane's stores
-    cute.arch.mbarrier_arrive(pipeline.full_barrier(p, at.item))
+    cute.arch.mbarrier_arrive(pipeline.full_barrier(ring, at.item))

@@ -9,7 +9,7 @@ from cutlass import Int32, const_expr
 from ...device import copy, pipeline
 from .. import pdl
 from . import pages
-from .pages import KVBlock
+from .pages import KVBlock, LoadTarget
 
 BOXES = (8, 16, 32, 64)  # rows per TMA box; a load uses the largest that divides page and tile
 
@@ -66,26 +66,18 @@ def prefetch_pages(spec: cutlass.Constexpr, page_ids: Any, sequence_pages: pages
 
 
 @cute.jit
-def fill(
-    spec: cutlass.Constexpr,
-    op: Any,
-    smem: cute.Tensor,
-    p: pipeline.Pipeline,
-    prefetched: Any,
-    sequence_pages: pages.SequencePages,
-    at: KVBlock,
-):
+def fill(spec: cutlass.Constexpr, into: LoadTarget, prefetched: Any, sequence_pages: pages.SequencePages, at: KVBlock):
     """Load a KV block, rows [n_block n, (n_block + 1) n) of a KV head, into the item's stage. Called by each of the
     `tile.load_warps` warps, for its share of the boxes.
 
     prefetched: the page ids from `prefetch_pages`, which are then looked up for the next block, n_block - 1; or None,
     then they are looked up here. Boxes past kv_len are read from a page past the pool, which TMA fills with zeros.
     """
-    page_size, page_ids = op.boxes[0].gmem.shape[0], prefetched
+    page_ids, gmem = prefetched, into.op.boxes[0].gmem
     if const_expr(prefetched is None):
-        page_ids = PageIdCache(box_pages(spec), page_size, op.boxes[0].gmem.shape[3])
+        page_ids = PageIdCache(box_pages(spec), gmem.shape[0], gmem.shape[3])
         prefetch_pages(spec, page_ids, sequence_pages, at)
-    fill_stage(spec, op, smem, p, page_ids.box_pages, sequence_pages, at)
+    fill_stage(spec, into, page_ids.box_pages, sequence_pages, at)
     # page ids of the next block
     if const_expr(prefetched is not None):
         if at.n_block > 0:
@@ -94,17 +86,11 @@ def fill(
 
 @cute.jit
 def fill_pieces(
-    spec: cutlass.Constexpr,
-    op: Any,
-    smem: cute.Tensor,
-    p: pipeline.Pipeline,
-    prefetched: PageIdCache,
-    sequence_pages: pages.SequencePages,
-    at: KVBlock,
+    spec: cutlass.Constexpr, into: LoadTarget, prefetched: PageIdCache, sequence_pages: pages.SequencePages, at: KVBlock
 ):
     """Do the work of `fill` for a block that takes `tile.pieces` stages, each with some of its columns or, if a stage
     has fewer rows than a block, some rows. at.item counts blocks here."""
-    rows = const_expr(cute.size(smem, mode=[0]))
+    rows = const_expr(cute.size(into.smem, mode=[0]))
     lanes = const_expr(rows // BOXES[0] if rows < spec.tile.n else 0)  # of a piece, see `prefetch_pages`
     found, own = box_pages(spec), box_pages(spec)
     for x, ahead in zip(found, prefetched.box_pages, strict=True):
@@ -116,42 +102,30 @@ def fill_pieces(
         for x, y in zip(own, found, strict=True):
             x[0] = y[0] if const_expr(lanes == 0) else cute.arch.shuffle_sync(y[0], cute.arch.lane_idx() + lanes * i)
         piece = at._replace(item=at.item * spec.tile.pieces + i, o_tile=i if const_expr(lanes == 0) else 0)
-        fill_stage(spec, op, smem, p, own, sequence_pages, piece)
+        fill_stage(spec, into, own, sequence_pages, piece)
 
 
 @cute.jit
 def fill_stage(
-    spec: cutlass.Constexpr,
-    op: Any,
-    smem: cute.Tensor,
-    p: pipeline.Pipeline,
-    box_pages: BoxPages,
-    sequence_pages: pages.SequencePages,
-    at: KVBlock,
+    spec: cutlass.Constexpr, into: LoadTarget, box_pages: BoxPages, sequence_pages: pages.SequencePages, at: KVBlock
 ):
     """Load this warp's share of the boxes of a stage, the pages of which are known."""
+    op = into.op
     page_size = op.boxes[0].gmem.shape[0]
     if sequence_pages.start >= 0:  # ragged: the largest boxes
         page_size = Int32(op.boxes[-1].rows)
     if const_expr(not isinstance(op, copy.DenseOperand)):
-        fill_page_boxes(spec, op, op.boxes, smem, p, box_pages, page_size, at)
+        fill_page_boxes(spec, into, op.boxes, box_pages, page_size, at)
     elif op.as_lines != 0 and sequence_pages.start < 0:  # ragged rows may begin inside a line
-        lines = cute.make_tensor(smem.iterator, op.line_layout)
-        fill_page_boxes(spec, op, op.line_boxes, lines, p, box_pages, page_size, at)
+        lines = into._replace(smem=cute.make_tensor(into.smem.iterator, op.line_layout))
+        fill_page_boxes(spec, lines, op.line_boxes, box_pages, page_size, at)
     else:
-        fill_page_boxes(spec, op, op.boxes, smem, p, box_pages, page_size, at)
+        fill_page_boxes(spec, into, op.boxes, box_pages, page_size, at)
 
 
 @cute.jit
 def fill_page_boxes(
-    spec: cutlass.Constexpr,
-    op: copy.TmaOperand,
-    boxes: Any,
-    smem: cute.Tensor,
-    p: pipeline.Pipeline,
-    box_pages: BoxPages,
-    page_size: Int32,
-    at: KVBlock,
+    spec: cutlass.Constexpr, into: LoadTarget, boxes: Any, box_pages: BoxPages, page_size: Int32, at: KVBlock
 ):
     """Load this warp's share of a KV block in the largest of `boxes` that divide the page. boxes: the operand's, of the
     rows of `BOXES` or of the lines of as many rows."""
@@ -159,46 +133,38 @@ def fill_page_boxes(
         rows, largest = BOXES[k], const_expr(k + 1 == len(boxes))
         if page_size >= rows and (largest or page_size == rows):
             of = box_pages if const_expr(largest) else BoxPages(box_pages.page, None)
-            fill_boxes(spec, op, (boxes[0], boxes[k]), smem, p, of, at)
+            fill_boxes(spec, into, (boxes[0], boxes[k]), of, at)
 
 
 @cute.jit
-def fill_boxes(
-    spec: cutlass.Constexpr,
-    op: copy.TmaOperand,
-    boxes: Any,
-    smem: cute.Tensor,
-    p: pipeline.Pipeline,
-    box_pages: BoxPages,
-    at: KVBlock,
-):
+def fill_boxes(spec: cutlass.Constexpr, into: LoadTarget, boxes: Any, box_pages: BoxPages, at: KVBlock):
     """Wait for a free stage and load this warp's boxes of it. boxes: the smallest box, and the one to load."""
-    b, of = boxes[1], spec.tile.load_warps
+    b, of, (op, smem, ring) = boxes[1], spec.tile.load_warps, into
     each = b.rows // boxes[0].rows  # smallest boxes in a box
     count = const_expr(cute.size(smem, mode=[0]) // b.rows)  # boxes per stage
     group = 32 // each  # boxes per register of `box_pages`
     size = op.bytes // count * ((count - at.loader + of - 1) // of) if const_expr(of > 1) else op.bytes
     # wait for a free stage and announce this warp's bytes
-    pipeline.producer_acquire_tx(p, at.item, size)
+    pipeline.producer_acquire_tx(ring, at.item, size)
     # A coordinate that the compiler knows to be warp-uniform costs one move to a uniform register, any other a loop.
     head = cute.arch.make_warp_uniform(at.head)
-    stage = cute.arch.make_warp_uniform(pipeline.stage(p, at.item))
+    stage = cute.arch.make_warp_uniform(pipeline.stage(ring, at.item))
     # load the boxes
-    into = StageTarget(smem, stage, p.full + stage, head, cute.size(smem, mode=[1]) // b.cols * at.o_tile)
+    target = StageTarget(smem, stage, ring.full + stage, head, cute.size(smem, mode=[1]) // b.cols * at.o_tile)
     at_once = const_expr(spec.tile.boxes_at_once)
     if const_expr(0 < at_once < count and count % at_once == 0):
         for g in cutlass.range_constexpr((count + group - 1) // group):
             for c in cutlass.range(g * group, cutlass.min(count, (g + 1) * group), at_once, unroll=1):
-                fetch(spec, boxes, into, box_pages, g, [c + i for i in range(at_once)])
+                fetch(spec, boxes, target, box_pages, g, [c + i for i in range(at_once)])
     elif const_expr(each > 1 or count <= of):
         for c in cutlass.range_constexpr(0, count, of):
             box = c + at.loader if const_expr(of > 1) else c  # static if possible
-            fetch(spec, boxes, into, box_pages, c // group, [box])
+            fetch(spec, boxes, target, box_pages, c // group, [box])
     else:  # such small pages are rare: not worth unrolled code
         for g in cutlass.range_constexpr((count + group - 1) // group):
             end = cutlass.min(count, (g + 1) * group)
             for c in cutlass.range(g * group, end, of, unroll=1):
-                fetch(spec, boxes, into, box_pages, g, [c + at.loader])
+                fetch(spec, boxes, target, box_pages, g, [c + at.loader])
 
 
 class StageTarget(NamedTuple):

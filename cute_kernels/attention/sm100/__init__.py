@@ -12,7 +12,6 @@ from ... import archs
 from ..request import KernelRequest, Refusal
 from ..spec import (
     DTYPES,
-    QUANTISED,
     AttentionSpec,
     KVSpec,
     LogitsSpec,
@@ -25,6 +24,7 @@ from ..spec import (
     outputs,
     padded_dims,
     refuse_dims,
+    refuse_types,
 )
 from ..tile import PreparedTileConfig, WholeTileConfig
 from .tile_table import (
@@ -87,12 +87,8 @@ def supports(spec: Spec) -> Refusal | None:
     """Return None if the kernel runs `spec`, else the reason why not. Nothing else says what the kernel can do."""
     if spec.schedule == "stream_k":
         return supports_split(spec)
-    if spec.q not in (*DTYPES, FP8):
-        return Refusal("q", f"{spec.q}: the kernel has {', '.join((*DTYPES, FP8))}")
-    if spec.kv.dtype not in (spec.q, *QUANTISED):
-        return Refusal("kv", f"{spec.kv.dtype}: the kernel has {', '.join(dict.fromkeys((spec.q, *QUANTISED)))}")
-    if spec.out not in [out[:count] for out in (outputs(spec.q, t) for t in DTYPES) for count in (1, 3)]:
-        return Refusal("out", f"{', '.join(spec.out)}: the kernel has {', '.join((*DTYPES, 'e4m3', 'nvfp4'))}")
+    if refusal := refuse_types(spec):
+        return refusal
     dims = padded(spec.kv.dtype, spec.dims)
     if refusal := refuse_dims(spec, dims, column(kind_of(spec.q, spec.kv.dtype))):
         return refusal
@@ -109,13 +105,7 @@ def supports(spec: Spec) -> Refusal | None:
         return Refusal("tile", f"{t}: has_half_tiles needs m = 256 and no skip-softmax")
     if spec.kv.dtype != spec.q and t.q_stages != 1:  # else row scales may be overwritten before softmax reads them
         return Refusal("tile", f"{t}: q_stages must be 1 over a quantised cache")
-    return refuse_excess(spec, t)
-
-
-def refuse_excess(spec: Spec, t: Sm100TileConfig) -> Refusal | None:
-    """Return the refusal of a tile that does not fit on an SM, with numbers; None if it fits."""
-    excess = resources(spec, t, padded(spec.kv.dtype, spec.dims)).excess
-    return Refusal("tile", f"{t}: {excess}") if excess else None
+    return resources(spec, t, padded(spec.kv.dtype, spec.dims)).refusal(t)
 
 
 def supports_split(spec: Spec) -> Refusal | None:
@@ -134,4 +124,4 @@ def supports_split(spec: Spec) -> Refusal | None:
         return Refusal("tile", f"{t}: m must be 128, n one of {', '.join(map(str, KEYS))}, and load_warps 1")
     if spec.kv.dtype != spec.q and t.q_stages != 1:
         return Refusal("tile", f"{t}: q_stages must be 1 over a quantised cache")
-    return refuse_excess(spec, t)
+    return resources(spec, t, padded(spec.kv.dtype, spec.dims)).refusal(t)

@@ -114,10 +114,12 @@ def combined_stats(s, group: cutlass.Constexpr, row: Int32, tile: Int32, is_ping
 
 
 class OutputRow(NamedTuple):
-    """A row of O. number: in its tile. is_output, is_partial: whether it goes to the output, or to the partial result
-    of a split tile. lse: log2 units. scale_0, scale_1: factors on O of the group of the tile's first block, and of the
-    other."""
+    """A row of O. group, is_pingpong: static, as `correction_epilogue` has them. number: in its tile. is_output,
+    is_partial: whether it goes to the output, or to the partial result of a split tile. lse: log2 units. scale_0,
+    scale_1: factors on O of the group of the tile's first block, and of the other."""
 
+    group: Any
+    is_pingpong: Any
     number: Int32
     token: Int32
     head: Int32
@@ -175,9 +177,10 @@ def correction_epilogue(
             )
         tmem.fence_after_thread_sync()
     # store O
-    out_row = OutputRow(row, w.q_start + token, head, is_output, is_partial, lse, scale_0, scale_1)
+    numbers = row, w.q_start + token, head
+    out_row = OutputRow(group, is_pingpong, *numbers, is_output, is_partial, lse, scale_0, scale_1)
     for c in cutlass.range_constexpr(0, spec.tile_vo, LOAD_COLUMNS):
-        store_columns(spec, a, s, w, out_row, group, c, is_pingpong)
+        store_columns(spec, a, s, w, out_row, c)
     # O may be overwritten after this warp's next arrival at p_full_o_rescaled
     if w.n_block_max > w.n_block_min:
         tmem.fence_before_thread_sync()
@@ -185,25 +188,16 @@ def correction_epilogue(
 
 
 @cute.jit
-def store_columns(
-    spec: cutlass.Constexpr,
-    a,
-    s,
-    w: WorkTileInfo,
-    out_row: OutputRow,
-    group: cutlass.Constexpr,
-    c: cutlass.Constexpr,
-    is_pingpong: cutlass.Constexpr,
-):
+def store_columns(spec: cutlass.Constexpr, a, s, w: WorkTileInfo, out_row: OutputRow, c: cutlass.Constexpr):
     """Store columns c to c + LOAD_COLUMNS - 1 of the thread's row of O; zeros if no row of the tile sees a key."""
     values = cute.make_rmem_tensor(LOAD_COLUMNS, Float32)
     values.fill(0.0)
     if w.n_block_max > w.n_block_min:
-        loaded = tmem.load(o_address(s, group) + c, LOAD_COLUMNS)
+        loaded = tmem.load(o_address(s, out_row.group) + c, LOAD_COLUMNS)
         tmem.wait_load()
         for e in cutlass.range_constexpr(LOAD_COLUMNS):
             values[e] = loaded[e] * out_row.scale_0
-    if const_expr(is_pingpong):
+    if const_expr(out_row.is_pingpong):
         add_columns(s, w, out_row, c, values)
     if const_expr(w.split is not None):
         if out_row.is_partial:

@@ -73,7 +73,6 @@ from cutlass import Int32, const_expr
 from ... import abi
 from ...device import copy, pipeline, tmem
 from .. import fakes, geometry, load, mask_blocks, splits
-from ..args import AttentionArgs
 from ..kv import arrivals, pages, scales, source, stage_columns
 from ..prepare import allocate_operands
 from ..schedule import stream_k, tiles, work
@@ -87,16 +86,6 @@ from .schedule import schedule_and_load_q, schedule_and_load_scales
 from .softmax import softmax
 
 fake_args = fakes.fake_args
-
-
-@dataclass(frozen=True)
-class Sm100KernelParams:
-    """Everything that the host part makes for the kernel. k, v: operands of `kv.source`."""
-
-    args: AttentionArgs
-    k: Any
-    v: Any
-    q: copy.TmaOperand
 
 
 @dataclass(frozen=True)
@@ -146,13 +135,7 @@ def forward(spec: cutlass.Constexpr, stream, *flat):
     rows = cute.make_tensor(a.query.q.iterator, cute.select(a.query.q.layout, mode=[0, 2, 1]))
     q = copy.operand(rows, (t.m, spec.padded_qk), t.q_stages, (t.m,))
     mask_blocks.launch(spec, a, stream)
-    kernel(spec, Sm100KernelParams(a, k, v, q)).launch(
-        grid=[a.schedule.grid, 1, 1],
-        block=[32 * roles(spec).warps(), 1, 1],
-        stream=stream,
-        min_blocks_per_mp=1,
-        use_pdl=a.schedule.enable_pdl,
-    )
+    geometry.launch(kernel(spec, geometry.KernelParams(a, k, v, q)), roles(spec).warps(), a, stream)
 
 
 def shared(spec, plan):
@@ -206,7 +189,7 @@ def shared(spec, plan):
 
 
 @cute.kernel
-def kernel(spec: cutlass.Constexpr, plan: Sm100KernelParams):
+def kernel(spec: cutlass.Constexpr, plan: geometry.KernelParams):
     """Run the roles: each warp takes the registers of its role and serves all tiles of the CTA."""
     s = shared(spec, plan)
     warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
@@ -230,10 +213,10 @@ def kernel(spec: cutlass.Constexpr, plan: Sm100KernelParams):
         if warp == roles(spec).first("mma"):
             mma(spec, plan, s)
         elif warp == roles(spec).first("load_k"):
-            into = load.LoadTarget(plan.k, s.raw_k, s.raw_k_pipe)
+            into = pages.LoadTarget(plan.k, s.raw_k, s.raw_k_pipe)
             load.load_kv(spec, plan, s, into, pages.K, Int32(0), produces_tiles=s.scheduler is not None)
         elif warp == roles(spec).first("load_v"):
-            into = load.LoadTarget(plan.v, s.raw_v, s.raw_v_pipe)
+            into = pages.LoadTarget(plan.v, s.raw_v, s.raw_v_pipe)
             load.load_kv(spec, plan, s, into, pages.V, Int32(0), loads_q=roles(spec).warps("load_q") == 0)
         elif const_expr(roles(spec).warps("schedule") > 0):
             stream_k.schedule_warp(spec, plan.args, s)

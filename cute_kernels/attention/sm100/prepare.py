@@ -10,6 +10,7 @@ from cutlass import Int32, const_expr
 from ...device import pipeline
 from .. import mask_blocks, prepare
 from ..load import Items
+from ..prepare import Share
 from ..schedule import work
 from . import precision
 from .query import gather_q
@@ -32,7 +33,7 @@ def prepare_kv(spec: cutlass.Constexpr, plan, s, which: cutlass.Constexpr, share
         i, q = items
         # Q of the tile
         if w.n_block_max > w.n_block_min:
-            prepare_q(spec, plan, s, w, q, share + which * (WARPS // 2))
+            prepare_q(spec, plan, s, w, q, Share(share + which * (WARPS // 2), WARPS))
             q += 1
         for position in cutlass.range(w.n_block_max - 1, w.n_block_min - 1, -1, unroll=1):
             # wait for the raw stage and a free operand stage
@@ -40,7 +41,7 @@ def prepare_kv(spec: cutlass.Constexpr, plan, s, which: cutlass.Constexpr, share
             pipeline.producer_acquire(ring.operand, i)
             # dequantise
             valid = w.kv_len - mask_blocks.n_block_at(spec, plan.args, w, position) * spec.tile.n
-            prepare.dequantise_stage(spec, plan.args, s, which, share, const_expr(WARPS // 2), i, valid)
+            prepare.dequantise_stage(spec, plan.args, s, which, Share(share, WARPS // 2), i, valid)
             cute.arch.fence_proxy("async.shared", space="cta")
             cute.arch.sync_warp()
             # release the raw stage, announce the operand
@@ -53,16 +54,16 @@ def prepare_kv(spec: cutlass.Constexpr, plan, s, which: cutlass.Constexpr, share
 
 
 @cute.jit
-def prepare_q(spec: cutlass.Constexpr, plan, s, w: work.WorkTileInfo, q: Int32, share: Int32):
+def prepare_q(spec: cutlass.Constexpr, plan, s, w: work.WorkTileInfo, q: Int32, share: Share):
     """Convert Q of a tile, item q of its pipeline: the rows of one of `WARPS` warps. Packed rows are gathered first."""
     pipeline.consumer_wait(s.q_pipe, q)
     if w.pack_factor > 1:
-        gather_q(spec, plan, s, w, q, share, WARPS)
+        gather_q(spec, plan, s, w, q, share)
     stage = pipeline.stage(s.q_pipe, q)
     if const_expr(precision.of(spec).scales_q_rows):
-        prepare.q_to_fp16(spec, s, stage, pipeline.stage(s.q_ready_pipe, q), share, WARPS)
+        prepare.q_to_fp16(spec, s, stage, pipeline.stage(s.q_ready_pipe, q), share)
     elif const_expr(precision.of(spec).converts_q):
-        prepare.widen_q(spec, s, stage, share, WARPS)
+        prepare.widen_q(spec, s, stage, share)
     cute.arch.fence_proxy("async.shared", space="cta")
     cute.arch.sync_warp()
     pipeline.mbarrier_arrive(pipeline.full_barrier(s.q_ready_pipe, q))

@@ -11,6 +11,7 @@ from cutlass import Int32, const_expr
 from ...device import layout, pipeline
 from ...dtypes import BITS
 from .. import geometry, load
+from ..prepare import Share
 from ..schedule import work
 from .roles import ROWS, tile_q_stage
 
@@ -18,18 +19,18 @@ PIECE = 16  # bytes that a lane copies at a time
 
 
 @cute.jit
-def gather_q(spec: cutlass.Constexpr, plan, s, w: work.WorkTileInfo, q: Int32, share: Int32, shares: cutlass.Constexpr):
-    """Copy packed rows of Q of a tile to item q of the pipeline: the share of one of `shares` warps. Rows past the
+def gather_q(spec: cutlass.Constexpr, plan, s, w: work.WorkTileInfo, q: Int32, share: Share):
+    """Copy packed rows of Q of a tile to item q of the pipeline: the share of one warp. Rows past the
     request's last are copies of that one; columns past head_dim_qk are zeros. A warp alone copies only the halves that
     the tile has."""
-    count = spec.tile.m // shares if const_expr(shares > 1) else tile_q_stage(spec, w) * ROWS
+    count = spec.tile.m // share.count if const_expr(share.count > 1) else tile_q_stage(spec, w) * ROWS
     a, m, size = plan.args, spec.tile.m, const_expr(spec.padded_qk * BITS[spec.q] // 8)
     stored = const_expr(spec.head_dim_qk * BITS[spec.q] // 8)
     width, pieces = const_expr(layout.width(size)), const_expr(size // PIECE)
     last = geometry.num_rows(w.q_len, w.pack_factor) - 1
     into = s.raw_q.iterator.toint() + pipeline.stage(s.q_pipe, q) * (m * size)
     for i in cutlass.range(cute.arch.lane_idx(), count * pieces, 32, unroll=4):
-        row, byte = share * (m // shares) + i // pieces, i % pieces * PIECE
+        row, byte = share.number * (m // share.count) + i // pieces, i % pieces * PIECE
         q_row = cutlass.min(w.m_block * m + row, last)
         token = w.q_start + geometry.token_of(q_row, geometry.pack_divisor(w))
         head = geometry.head_of(q_row, w.head_idx, geometry.pack_divisor(w))
@@ -52,7 +53,7 @@ def load_q_tile(spec: cutlass.Constexpr, plan, s, w: work.WorkTileInfo, q: Int32
     """Load Q of a tile to item q of the pipeline. One warp."""
     if w.pack_factor > 1:
         pipeline.producer_acquire(s.q_pipe, q)
-        gather_q(spec, plan, s, w, q, 0, 1)
+        gather_q(spec, plan, s, w, q, Share(Int32(0), 1))
         pipeline.mbarrier_arrive(pipeline.full_barrier(s.q_pipe, q))
     else:
         load.fetch_q(spec, plan, s, w, q)

@@ -15,11 +15,6 @@ ROWS = 128  # rows of a half: one row per thread of a warpgroup, and per lane of
 WARPS = 4  # warps of a warpgroup
 
 
-def q_stage(spec):
-    """Return the number of halves of the largest tile: 1 or 2."""
-    return spec.tile.m // ROWS
-
-
 def groups(spec):
     """Return the number of softmax warpgroups: 2, each with a slot of S and an O of its own. With head_dim 256 there is
     room for one O, hence 1 group, which uses both slots in turn."""
@@ -30,7 +25,7 @@ def tile_q_stage(spec, w):
     """Return the number of halves of tile `w`. With 2 halves, each group has one; with 1, all groups alternate over its
     KV blocks. The result is an int if all tiles of the kernel have the same number."""
     if len(spec.tile.m_choices) == 1:
-        return q_stage(spec)
+        return spec.tile.m // ROWS
     return geometry.tile_m(spec, geometry.num_rows(w.q_len, w.pack_factor)) // ROWS
 
 

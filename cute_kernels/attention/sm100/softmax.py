@@ -15,7 +15,7 @@ from cutlass import Float32, Int32, Uint32, const_expr
 from ...device import exp2, pipeline, tmem, warp
 from .. import geometry, logits, mask, mask_blocks, splits
 from .. import softmax as online
-from ..logits import ScoreCols, ScoreRows
+from ..mask import ScoreCols, ScoreRows
 from ..schedule import work
 from ..schedule.work import WorkTileInfo
 from . import precision, skip
@@ -54,9 +54,10 @@ class ThreadCoord(NamedTuple):
 
 
 class Sm100TileState(NamedTuple):
-    """The tile at hand. capped: whether the call has a soft cap. mask_bits: the sequence's custom mask,
-    if there is one. Blocks from n_block_full_min to n_block_full_max - 1 need no mask."""
+    """The tile at hand, with the thread's fragments r. capped: whether the call has a soft cap. mask_bits: the
+    sequence's custom mask, if there is one. Blocks from n_block_full_min to n_block_full_max - 1 need no mask."""
 
+    r: Sm100Fragments
     coord: ThreadCoord
     rows: ScoreRows
     capped: Any
@@ -155,36 +156,29 @@ class SoftmaxFlags(NamedTuple):
 
 @cute.jit
 def softmax_step(
-    spec: cutlass.Constexpr,
-    a,
-    s,
-    r: Sm100Fragments,
-    x: Sm100TileState,
-    at: SoftmaxCounters,
-    n_block: Int32,
-    flags: cutlass.Constexpr,
+    spec: cutlass.Constexpr, a, s, x: Sm100TileState, at: SoftmaxCounters, n_block: Int32, flags: cutlass.Constexpr
 ):
     """Turn S of a KV block into P, or skip the block. Return the counters of the next block."""
     # prefetch the custom mask while S is computed
     if const_expr(flags.masked):
         logits.fetch_mask(spec, x.rows, x.mask_bits, n_block * spec.tile.n, 1)
-    x = x._replace(coord=coord_at(spec, x.coord, at.num_blocks))
+    x, r = x._replace(coord=coord_at(spec, x.coord, at.num_blocks)), x.r
     # wait for S = Q @ K^T and load it
     pipeline.mbarrier_wait(s.s_full + x.coord.slot, x.coord.use)
     tmem.fence_after_thread_sync()
     load_s(spec, r, x.coord)
     # ALiBi, soft cap, masks
     cols = ScoreCols(n_block * spec.tile.n, list(range(spec.tile.n)))
-    logits.transform(spec, a, r.s, r.score, x.rows, cols, x.capped, flags.masked)
+    logits.transform(spec, a, r.s, x.rows, cols, x.capped, flags.masked)
     if const_expr(spec.logits.skip and not flags.is_first):
         block_max, skips = skip.vote(s, r, x.rows, x.skip_rule, x.coord.group, at.num_blocks)
         if skips != 0:
             skip_block(spec, s, x.coord)
         else:
             x.skip_rule.kept_max[0] = cute.arch.fmax(x.skip_rule.kept_max[0], block_max[0])
-            exp2_block(spec, s, r, x.coord, at, block_max, flags.masked)
+            exp2_block(spec, s, x, block_max, flags.masked)
     else:
-        exp2_block(spec, s, r, x.coord, at, r.s, flags.masked)
+        exp2_block(spec, s, x, r.s, flags.masked)
         if const_expr(spec.logits.skip):
             x.skip_rule.kept_max[0] = r.st.row_max[0]  # exact after one block
     return SoftmaxCounters(at.num_blocks + 1, at.num_tiles)
@@ -201,17 +195,10 @@ def skip_block(spec: cutlass.Constexpr, s, x: ThreadCoord):
 
 
 @cute.jit
-def exp2_block(
-    spec: cutlass.Constexpr,
-    s,
-    r: Sm100Fragments,
-    x: ThreadCoord,
-    at: SoftmaxCounters,
-    scores: cute.Tensor,
-    masked: cutlass.Constexpr,
-):
+def exp2_block(spec: cutlass.Constexpr, s, tile: Sm100TileState, scores: cute.Tensor, masked: cutlass.Constexpr):
     """Compute P of the block in r.s, store it to tensor memory, and update row_max and row_sum. scores: (1, columns)
     with the block's maximum: r.s, or the maximum itself if the vote on skipping has found it."""
+    x, r = tile.coord, tile.r
     # row_max; its growth goes to correction first, which rescales O while P is computed
     online.update_max(r.st, scores, r.reduced, 1, precision.rescale_params(spec), precision.exact_max(spec))
     send_acc_scale(spec, s, x, r.st.acc_scale[0])
@@ -256,7 +243,8 @@ def begin_tile(
     capped,
 ):
     """Reset the thread's row for tile `w`: its token, scales and softmax state. Return the tile's state."""
-    rows = ScoreRows(r.tokens, w.q_start, mask.seqlen_info(spec, a, w.q_len, w.kv_len), r.slopes, r.words)
+    seqlen = mask.seqlen_info(spec, a, w.q_len, w.kv_len)
+    rows = ScoreRows(r.tokens, w.q_start, seqlen, r.score, r.slopes, r.words)
     bits = mask_blocks.mask_bits(a, w) if const_expr(spec.mask.custom) else None
     skip_rule = skip.rule(spec, a, w.kv_len)
     half = coord.group * (tile_q_stage(spec, w) - 1)
@@ -283,7 +271,7 @@ def begin_tile(
     if const_expr(spec.logits.soft_cap):
         r.reduced[0] = logits.capped_to_log2(a.logits.soft_cap) if capped else r.score[0]
     online.reset(r.st, online.NO_KEY_MAX)
-    return Sm100TileState(coord, rows, capped, bits, n_block_full_min, n_block_full_max, skip_rule)
+    return Sm100TileState(r, coord, rows, capped, bits, n_block_full_min, n_block_full_max, skip_rule)
 
 
 @cute.jit
@@ -316,22 +304,22 @@ def softmax(spec: cutlass.Constexpr, plan, s):
             # the group's first block of the tile: group 0 the tile's first, group 1 of two that alternate the second
             own = w.n_block_max - 1
             if const_expr(is_static(n, 1)):
-                at = softmax_step(spec, a, s, r, x, at, n_block_at(own), SoftmaxFlags(True, True))
+                at = softmax_step(spec, a, s, x, at, n_block_at(own), SoftmaxFlags(True, True))
             else:
                 own -= (n - 1) * coord.group
                 if own >= w.n_block_min:
-                    at = softmax_step(spec, a, s, r, x, at, n_block_at(own), SoftmaxFlags(True, True))
+                    at = softmax_step(spec, a, s, x, at, n_block_at(own), SoftmaxFlags(True, True))
             # its other blocks: masked on the right, full, masked on the left by a window
             for segment in mask.segments(spec, w.n_block_min, own, x.n_block_full_min, x.n_block_full_max):
                 flags, begin, end = SoftmaxFlags(segment.masked), segment.n_block_max - 1, segment.n_block_min
                 step = pingpong_groups(spec, w)  # n, computed again: n itself would be live across the first block
                 if const_expr(is_static(step, 1)):
                     for position in cutlass.range(begin, end - 1, -1, unroll=1):
-                        at = softmax_step(spec, a, s, r, x, at, n_block_at(position), flags)
+                        at = softmax_step(spec, a, s, x, at, n_block_at(position), flags)
                 else:
                     position = begin - ((own - begin) & (step - 1))
                     while position >= end:
-                        at = softmax_step(spec, a, s, r, x, at, n_block_at(position), flags)
+                        at = softmax_step(spec, a, s, x, at, n_block_at(position), flags)
                         position -= step
             # an odd number of blocks: in the last iteration group 1 has none
             if const_expr(not is_static(n, 1)):

@@ -11,7 +11,6 @@ from ... import archs
 from ..request import KernelRequest, Refusal
 from ..spec import (
     DTYPES,
-    QUANTISED,
     AttentionSpec,
     KVSpec,
     LogitsSpec,
@@ -24,6 +23,7 @@ from ..spec import (
     outputs,
     padded_dims,
     refuse_dims,
+    refuse_types,
 )
 from ..tile import PreparedTileConfig, WholeTileConfig
 from .tile_table import (
@@ -125,12 +125,8 @@ def supports(spec: Spec) -> Refusal | None:
     """Return None if the kernel can run `spec`, else the reason. Nothing else states what the kernel can do."""
     if spec.schedule == "stream_k":
         return supports_split(spec)
-    if spec.q not in (*DTYPES, FP8):
-        return Refusal("q", f"{spec.q}: the kernel has {', '.join((*DTYPES, FP8))}")
-    if spec.kv.dtype not in (spec.q, *QUANTISED):
-        return Refusal("kv", f"{spec.kv.dtype}: the kernel has {', '.join(dict.fromkeys((spec.q, *QUANTISED)))}")
-    if spec.out not in [out[:count] for out in (outputs(spec.q, t) for t in DTYPES) for count in (1, 3)]:
-        return Refusal("out", f"{', '.join(spec.out)}: the kernel has {', '.join((*DTYPES, 'e4m3', 'nvfp4'))}")
+    if refusal := refuse_types(spec):
+        return refusal
     if refusal := refuse_dims(spec, padded(spec.kv.dtype, spec.dims), column(kind_of(spec.q, spec.kv.dtype))):
         return refusal
     if spec.mask.tree:
@@ -154,7 +150,7 @@ def supports(spec: Spec) -> Refusal | None:
         return Refusal("tile", f"{t}: with a soft cap, q_stages must be 1 and q_in_regs False")
     if spec.kv.dtype == spec.q != FP8 and t.load_warps != (2 if t.pieces == 1 else 1):
         return Refusal("tile", f"{t}: load_warps must be 2, or 1 with pieces, unless K or V is prepared")
-    return refuse_excess(spec, t)
+    return resources(spec, t, padded(spec.kv.dtype, spec.dims)).refusal(t)
 
 
 def refuse_pieces(spec: Spec, t: Sm90TileConfig) -> Refusal | None:
@@ -166,12 +162,6 @@ def refuse_pieces(spec: Spec, t: Sm90TileConfig) -> Refusal | None:
     if t.pieces % (2 * t.stages) or t.n % (16 * t.pieces):
         return Refusal("tile", f"{t}: pieces must be a multiple of twice the stages, and have 16 keys or more")
     return None
-
-
-def refuse_excess(spec: Spec, t: Sm90TileConfig) -> Refusal | None:
-    """Return the refusal of a tile that does not fit on an SM, with numbers; None if it fits."""
-    excess = resources(spec, t, padded(spec.kv.dtype, spec.dims)).excess
-    return Refusal("tile", f"{t}: {excess}") if excess else None
 
 
 def supports_split(spec: Spec) -> Refusal | None:
@@ -189,4 +179,4 @@ def supports_split(spec: Spec) -> Refusal | None:
     own = split_keys(spec.q, spec.kv.dtype, spec.head_dim_qk)
     if spec != replace(own, tile=spec.tile) or spec.tile.m != 64:
         return Refusal("rows", "split: serves a causal mask alone, pages that TMA fetches, outputs of the query's type")
-    return refuse_excess(spec, spec.tile)
+    return resources(spec, spec.tile, padded(spec.kv.dtype, spec.dims)).refusal(spec.tile)

@@ -54,9 +54,9 @@ def scales_of_call(spec: cutlass.Constexpr, a):
     return CallScales(score, reduced, out)
 
 
-def scales_of(r, scales: CallScales) -> RowScales:
+def scales_of(r) -> RowScales:
     """Return the scales of both of this thread's rows: their own, or those of the call."""
-    return RowScales([scales.score] * 2, [scales.reduced] * 2) if r.scales is None else r.scales
+    return RowScales([r.call_scales.score] * 2, [r.call_scales.reduced] * 2) if r.scales is None else r.scales
 
 
 def permuted_columns(spec):
@@ -253,7 +253,7 @@ def zero_row(spec: cutlass.Constexpr, a, token: Int32, head: Int32, keep):
 
 
 @cute.jit
-def store(spec: cutlass.Constexpr, a, r, w: WorkTileInfo, scales: CallScales, empty: cutlass.Constexpr):
+def store(spec: cutlass.Constexpr, a, r, w: WorkTileInfo, empty: cutlass.Constexpr):
     """Normalise this thread's rows and store those of the sequence to O and LSE. empty: no row sees a key."""
     o = wgmma.rows_cols(r.acc_o)
     for k in cutlass.range_constexpr(cute.size(o, mode=[0])):
@@ -269,7 +269,7 @@ def store(spec: cutlass.Constexpr, a, r, w: WorkTileInfo, scales: CallScales, em
             values = cute.make_rmem_tensor(cute.size(o, mode=[1]), Float32)
             normal = softmax.row_normalizer(r.st, k, sink, LANES)
             lse = normal.lse
-            scale = normal.inv_row_sum * scales.out
+            scale = normal.inv_row_sum * r.call_scales.out
             if const_expr(r.scales is not None):
                 scale *= softmax.head_scale(a.out.out_scale_ptr, head)
             values.store(o[k, None].load() * scale)

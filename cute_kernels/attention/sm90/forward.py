@@ -49,7 +49,6 @@ from cutlass import Int32, const_expr
 
 from ...device import copy, pipeline
 from .. import fakes, geometry, load, mask_blocks, splits
-from ..args import AttentionArgs
 from ..kv import arrivals, pages, scales, source, stage_columns
 from ..prepare import StagePipelines, allocate_operands
 from ..schedule import stream_k, tiles, work
@@ -60,18 +59,6 @@ from .roles import WARPS, has_prepare_warpgroup, roles
 from .tile_table import waits_for_votes
 
 fake_args = fakes.fake_args
-
-
-@dataclass(frozen=True)
-class Sm90KernelParams:
-    """Kernel parameters that the host part makes: arguments, TMA operands, tiled MMAs."""
-
-    args: AttentionArgs
-    k: Any  # operand of the source of K, as v
-    v: Any
-    q: copy.TmaOperand
-    mma_qk: cute.TiledMma
-    mma_pv: cute.TiledMma
 
 
 @dataclass(frozen=True)
@@ -115,13 +102,8 @@ def forward(spec: cutlass.Constexpr, stream, *flat):
     rows = cute.make_tensor(a.query.q.iterator, cute.select(a.query.q.layout, mode=[0, 2, 1]))
     q = copy.operand(rows, (t.m, spec.padded_qk), t.q_stages, (t.m,))
     mask_blocks.launch(spec, a, stream)
-    kernel(spec, Sm90KernelParams(a, k, v, q, *precision.tiled_mmas(spec))).launch(
-        grid=[a.schedule.grid, 1, 1],
-        block=[32 * roles(spec).warps(), 1, 1],
-        stream=stream,
-        min_blocks_per_mp=1,
-        use_pdl=a.schedule.enable_pdl,
-    )
+    params = geometry.KernelParams(a, k, v, q, *precision.tiled_mmas(spec))
+    geometry.launch(kernel(spec, params), roles(spec).warps(), a, stream)
 
 
 def raw_stages(spec, which):
@@ -189,7 +171,7 @@ def load_v(spec: cutlass.Constexpr, plan, s, loader: Int32):
     if const_expr(waits_for_votes(spec)):
         skip.load_v(spec, plan, s, loader)
     else:
-        into = load.LoadTarget(plan.v, s.raw_v, s.raw_v_pipe)
+        into = pages.LoadTarget(plan.v, s.raw_v, s.raw_v_pipe)
         load.load_kv(spec, plan, s, into, pages.V, loader, loads_q=True)
 
 
@@ -202,7 +184,7 @@ def behind_load_v(spec):
 def load_warpgroup(spec: cutlass.Constexpr, plan, s, warp: Int32):
     """Run the role of a warp of warpgroup 0, in the order of `roles`."""
     if warp < roles(spec).first("load_v"):
-        into = load.LoadTarget(plan.k, s.raw_k, s.raw_k_pipe)
+        into = pages.LoadTarget(plan.k, s.raw_k, s.raw_k_pipe)
         load.load_kv(spec, plan, s, into, pages.K, warp, produces_tiles=s.scheduler is not None)
     elif const_expr(behind_load_v(spec) == WARPS):  # no other role
         load_v(spec, plan, s, warp - roles(spec).first("load_v"))
@@ -232,7 +214,7 @@ def prepare_warpgroup(spec: cutlass.Constexpr, plan, s, warp: Int32):
 
 
 @cute.kernel
-def kernel(spec: cutlass.Constexpr, plan: Sm90KernelParams):
+def kernel(spec: cutlass.Constexpr, plan: geometry.KernelParams):
     """Set up shared memory, then run each warp's role with the registers of its warpgroup."""
     s = shared(spec, plan)
     cute.arch.mbarrier_init_fence()

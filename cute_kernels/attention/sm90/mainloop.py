@@ -49,24 +49,17 @@ from .tile_table import exact_max_blocks
 
 
 @cute.jit
-def mma_one_tile(
-    spec: cutlass.Constexpr,
-    plan,
-    s,
-    r: Sm90Fragments,
-    tile: Sm90TileState,
-    at: ConsumerState,
-    capped: cutlass.Constexpr,
-):
+def mma_one_tile(spec: cutlass.Constexpr, plan, s, tile: Sm90TileState, at: ConsumerState, capped: cutlass.Constexpr):
     """Compute the KV blocks of a work tile, all but the P V of the lowest one, which `last_half_block` issues.
 
     at: pipeline items of the tile's Q and of its highest KV block. capped: whether scores are soft-capped.
     Returns the `ConsumerState` of the lowest block.
     """
     # S = Q @ K^T of the highest block, unless the tile before has issued it
+    r = tile.r
     if const_expr(not overlap_next_qk(spec)):
         issue_first_qk(spec, plan, s, r, tile.w, at)
-    first_half_block(spec, plan.args, s, r, tile, at, capped)
+    first_half_block(spec, plan.args, s, tile, at, capped)
 
     # The other blocks, from high to low. A warpgroup without query tokens (its 64 rows are padding) computes none.
     n_block_min, n_block_max = tile.w.n_block_min, tile.w.n_block_max - 1
@@ -80,9 +73,9 @@ def mma_one_tile(
         flags = BlockFlags(capped, segment.masked, segment.is_first)
 
         def compute_block(at, n_block, flags=flags):
-            return mma_one_n_block(spec, plan, s, r, tile, at, n_block, flags)
+            return mma_one_n_block(spec, plan, s, tile, at, n_block, flags)
 
-        at = for_each_n_block(spec, plan, r, tile, segment.n_block_min, segment.n_block_max, compute_block, at)
+        at = for_each_n_block(spec, plan, tile, segment.n_block_min, segment.n_block_max, compute_block, at)
     # Pass the stages of the blocks that were not computed. Then add the promoted sums to O and release the Q stage.
     if const_expr(spec.tile.m > 64):
         at = drain_blocks(spec, s, at, n_block_min - tile.w.n_block_min)
@@ -92,17 +85,11 @@ def mma_one_tile(
 
 @cute.jit
 def for_each_n_block(
-    spec: cutlass.Constexpr,
-    plan,
-    r: Sm90Fragments,
-    tile: Sm90TileState,
-    lo: Int32,
-    hi: Int32,
-    body: cutlass.Constexpr,
-    at: ConsumerState,
+    spec: cutlass.Constexpr, plan, tile: Sm90TileState, lo: Int32, hi: Int32, body: cutlass.Constexpr, at: ConsumerState
 ):
     """Call `at = body(at, n_block)` for the KV blocks of the tile at positions [lo, hi), from high to low. Return the
     last state."""
+    r = tile.r
     if const_expr(r.promoted is None):
         for position in cutlass.range(hi - 1, lo - 1, -1, unroll=1):
             at = body(at, mask_blocks.n_block_at(spec, plan.args, tile.w, position))
@@ -117,29 +104,22 @@ def for_each_n_block(
 
 
 @cute.jit
-def first_half_block(
-    spec: cutlass.Constexpr,
-    a,
-    s,
-    r: Sm90Fragments,
-    tile: Sm90TileState,
-    at: ConsumerState,
-    capped: cutlass.Constexpr,
-):
+def first_half_block(spec: cutlass.Constexpr, a, s, tile: Sm90TileState, at: ConsumerState, capped: cutlass.Constexpr):
     """Begin a tile: wait for S of its highest KV block, that of `at`, and compute P into r.p. Its P V is then pending.
 
     The highest block is the only one that may reach past the last key.
     """
-    init_rows(spec, a, r, tile, capped)
+    r = tile.r
+    init_rows(spec, a, tile, capped)
     n_block = mask_blocks.n_block_at(spec, a, tile.w, tile.w.n_block_max - 1)
-    logits.fetch_mask(spec, rows_of(r, tile), tile.mask_bits, n_block * spec.tile.n, LANES)
+    logits.fetch_mask(spec, rows_of(tile), tile.mask_bits, n_block * spec.tile.n, LANES)
     # wait for S, release the K stage
     warpgroup.wait_group(0)
     pipeline.consumer_release(s.k_pipe, at.kv)
     # softmax
-    mask_and_update_max(spec, a, r, tile, n_block, BlockFlags(capped, True, True))
+    mask_and_update_max(spec, a, tile, n_block, BlockFlags(capped, True, True))
     for row in cutlass.range_constexpr(cute.size(r.tokens)):
-        compute_p(r, tile, row)
+        compute_p(tile, row)
         convert_p(spec, r, row)
     zero_tail(spec, s, tile, n_block, at)
     promotion.reset(spec, r.promoted)
@@ -160,14 +140,7 @@ def zero_tail(spec: cutlass.Constexpr, s, tile: Sm90TileState, n_block: Int32, a
 
 @cute.jit
 def mma_one_n_block(
-    spec: cutlass.Constexpr,
-    plan,
-    s,
-    r: Sm90Fragments,
-    tile: Sm90TileState,
-    at: ConsumerState,
-    n_block: Int32,
-    flags: cutlass.Constexpr,
+    spec: cutlass.Constexpr, plan, s, tile: Sm90TileState, at: ConsumerState, n_block: Int32, flags: cutlass.Constexpr
 ):
     """Issue Q K^T of `n_block`, the block after that of `at`, and the pending P V of the block of `at`, and compute the
     softmax of `n_block` under that P V and the other warpgroups' MMAs.
@@ -179,7 +152,7 @@ def mma_one_n_block(
     # written only after `wait_group(0)`, when P V no longer reads it. Except in the blocks with `flags.is_first`, the
     # highest ones, exponentials do not wait for the maxima (`speculate_p`), which made FP8 17 % faster
     # (bench/notes/attention-sm90.md, 2026-11-23).
-    i, next_at, a = at.kv, next_block(spec, s, at), plan.args
+    i, next_at, a, r = at.kv, next_block(spec, s, at), plan.args, tile.r
     pipeline.consumer_wait(s.k_pipe, next_at.kv)
     fence_before_mma(spec, pages.K)
     warp_scheduler_barrier_sync(spec)
@@ -189,31 +162,31 @@ def mma_one_n_block(
     issue_pv(spec, plan, s, r, i)
     warp_scheduler_barrier_arrive(spec)
     if const_expr(flags.masked):
-        logits.fetch_mask(spec, rows_of(r, tile), tile.mask_bits, n_block * spec.tile.n, LANES)
+        logits.fetch_mask(spec, rows_of(tile), tile.mask_bits, n_block * spec.tile.n, LANES)
     # wait for S
     warpgroup.wait_group(1)
     # `consumer_release_after` releases K only if its value is at least `below`. That always holds (exp >= 0 >=
     # -|scale|), but the compiler cannot know it: it keeps the release behind the scores, `wait_group(0)` behind that.
-    below = -cute.math.absf(tile.scales.reduced)
+    below = -cute.math.absf(r.call_scales.reduced)
     if const_expr(flags.is_first):
         # the exact maxima first, then the exponentials of row 0
-        mask_and_update_max(spec, a, r, tile, n_block, flags)
-        compute_p(r, tile, 0)
+        mask_and_update_max(spec, a, tile, n_block, flags)
+        compute_p(tile, 0)
         # release the K stage; wait for P V, release the V stage
         pipeline.consumer_release_after(s.k_pipe, next_at.kv, wgmma.rows_cols(r.acc_s)[0, 0], below)
         warpgroup.wait_group(0)
         pipeline.consumer_release(s.v_pipe, i)
         # row 0 becomes an operand while row 1 is computed
         convert_p(spec, r, 0)
-        compute_p(r, tile, 1)
+        compute_p(tile, 1)
         convert_p(spec, r, 1)
         rescale_o(spec, r)
     else:
         # Exponentials with the old maxima: of row 0 as many columns as registers allow while P V still reads r.p.
-        transform_scores(spec, a, r, tile, n_block, flags)
+        transform_scores(spec, a, tile, n_block, flags)
         n = const_expr(spec.tile.n // LANES)
         cut = const_expr(precision.columns_under_pv(spec, n))
-        front = speculate_p(spec, r, tile, 0, range(cut))
+        front = speculate_p(spec, tile, 0, range(cut))
         # release the K stage; wait for P V, release the V stage
         pipeline.consumer_release_after(s.k_pipe, next_at.kv, online.join_chains(front.sum_chains, online.add), below)
         warpgroup.wait_group(0)
@@ -222,13 +195,13 @@ def mma_one_n_block(
         # after the wait; otherwise the compiler waits after each MMA. (A NaN may have the bit: its P stays NaN.)
         zero = Uint32(warp.bits(r.st.row_sum[0]) >> Int32(31))
         # the rest of row 0 and row 1
-        row0 = speculate_p(spec, r, tile, 0, range(cut, n), front) if const_expr(cut < n) else front._replace(words=[])
+        row0 = speculate_p(spec, tile, 0, range(cut, n), front) if const_expr(cut < n) else front._replace(words=[])
         store_p(spec, r, [word | zero for word in front.words] + row0.words, 0)
-        row1 = speculate_p(spec, r, tile, 1, range(n))
+        row1 = speculate_p(spec, tile, 1, range(n))
         store_p(spec, r, row1.words, 1)
         # accept P, or compute it again with new maxima and rescale O
         row_sums = [online.join_chains(row.sum_chains, online.add) for row in (row0, row1)]
-        validate_p(spec, r, tile, row_sums, row0.overflow | row1.overflow)
+        validate_p(spec, tile, row_sums, row0.overflow | row1.overflow)
     return next_at
 
 
@@ -274,15 +247,9 @@ def wait_first_qk(spec: cutlass.Constexpr, plan, s, r: Sm90Fragments, w: WorkTil
 def issue_first_qk(spec: cutlass.Constexpr, plan, s, r: Sm90Fragments, w: WorkTileInfo, at: ConsumerState):
     wait_first_qk(spec, plan, s, r, w, at)
     if const_expr(precision.prepares_any(spec) and spec.tile.o_parts > 1):
-        issue_recomputed_qk(spec, plan, s, r, at)
+        wgmma.issue(plan.mma_qk, r.acc_s, *recomputed_qk(spec, plan, s, 0), True)
     else:
         issue_qk(spec, plan, s, r, at)
-
-
-@cute.jit
-def issue_recomputed_qk(spec: cutlass.Constexpr, plan, s, r: Sm90Fragments, at: ConsumerState):
-    """Do the work of `issue_qk` with one stage of Q and of K."""
-    wgmma.issue(plan.mma_qk, r.acc_s, *recomputed_qk(spec, plan, s, 0), True)
 
 
 def recomputed_qk(spec, plan, s, stage):

@@ -11,7 +11,7 @@ from .. import mask, mask_blocks
 from ..schedule import work
 from ..schedule.work import WorkTileInfo
 from . import mainloop, precision, query, shared_scores, skip, splits
-from .epilogue import CallScales, scales_of_call, store
+from .epilogue import store
 from .groups import warp_scheduler_barrier_arrive, warpgroup_idx
 from .roles import roles
 from .state import Sm90Fragments, Sm90TileState, initial_state, make_fragments
@@ -39,11 +39,10 @@ def mma(spec: cutlass.Constexpr, plan, s):
     cute.arch.setmaxregister_increase(roles(spec).registers("mma"))
     a = plan.args
     r = make_fragments(spec, plan, s)
-    scales = scales_of_call(spec, a)
     if warpgroup_idx(spec) == spec.tile.warpgroups - 1:
         warp_scheduler_barrier_arrive(spec)
     at = initial_state(spec)
-    w, t, num_partials = next_tile(spec, a, s, r, scales, Int32(0), Int32(0))
+    w, t, num_partials = next_tile(spec, a, s, r, Int32(0), Int32(0))
     if w.is_valid != 0:
         # S = Q @ K^T of the first tile's first block
         if const_expr(query.overlap_next_qk(spec)):
@@ -51,20 +50,20 @@ def mma(spec: cutlass.Constexpr, plan, s):
         while w.is_valid != 0:
             bits = mask_blocks.mask_bits(a, w) if const_expr(spec.mask.custom) else None
             seqlen = mask.seqlen_info(spec, a, w.q_len, w.kv_len)
-            tile = Sm90TileState(w, seqlen, scales, precision.rescale_params(spec, w.kv_len), bits)
+            tile = Sm90TileState(r, w, seqlen, precision.rescale_params(spec, w.kv_len), bits)
             # The KV blocks of the tile. With a soft cap that a call may turn off, either case has its own copy of the
             # code: a conditional among MMAs in flight makes the compiler wait for each of them.
             last = at
             if const_expr(not spec.logits.soft_cap):
-                last = main_loop(spec).mma_one_tile(spec, plan, s, r, tile, at, False)
+                last = main_loop(spec).mma_one_tile(spec, plan, s, tile, at, False)
             elif a.logits.soft_cap > 0.0:
-                last = main_loop(spec).mma_one_tile(spec, plan, s, r, tile, at, True)
+                last = main_loop(spec).mma_one_tile(spec, plan, s, tile, at, True)
             else:
-                last = main_loop(spec).mma_one_tile(spec, plan, s, r, tile, at, False)
+                last = main_loop(spec).mma_one_tile(spec, plan, s, tile, at, False)
             # the next tile, the last P V of this one, its epilogue
-            w, t, num_partials = next_tile(spec, a, s, r, scales, t, num_partials)
+            w, t, num_partials = next_tile(spec, a, s, r, t, num_partials)
             main_loop(spec).last_half_block(spec, plan, s, r, w, last)
-            num_partials = epilogue(spec, a, s, r, tile.w, scales, False, num_partials)
+            num_partials = epilogue(spec, a, s, r, tile.w, False, num_partials)
             at = mainloop.next_tile_state(spec, s, last)
         warpgroup.wait_group(0)
     if const_expr(s.splits is not None):
@@ -80,12 +79,12 @@ class NextTile(NamedTuple):
 
 
 @cute.jit
-def next_tile(spec: cutlass.Constexpr, a, s, r: Sm90Fragments, scales: CallScales, t: Int32, num_partials: Int32):
+def next_tile(spec: cutlass.Constexpr, a, s, r: Sm90Fragments, t: Int32, num_partials: Int32):
     """Return the first of the CTA's tiles from number t on that sees a key. Tiles before it, which see none, are stored
     as zeros."""
     w = work.consume(spec, s, t)
     while w.is_valid != 0 and w.n_block_max <= w.n_block_min:
-        num_partials = epilogue(spec, a, s, r, w, scales, True, num_partials)
+        num_partials = epilogue(spec, a, s, r, w, True, num_partials)
         t += 1
         w = work.consume(spec, s, t)
     return NextTile(w, t + 1, num_partials)
@@ -93,14 +92,7 @@ def next_tile(spec: cutlass.Constexpr, a, s, r: Sm90Fragments, scales: CallScale
 
 @cute.jit
 def epilogue(
-    spec: cutlass.Constexpr,
-    a,
-    s,
-    r: Sm90Fragments,
-    w: WorkTileInfo,
-    scales: CallScales,
-    empty: cutlass.Constexpr,
-    num_partials: Int32,
+    spec: cutlass.Constexpr, a, s, r: Sm90Fragments, w: WorkTileInfo, empty: cutlass.Constexpr, num_partials: Int32
 ):
     """Store O and LSE of a tile, or, if the tile is split among CTAs, of this CTA's split. empty: the tile sees no key.
     Returns the number of splits that the CTA has stored so far."""
@@ -109,7 +101,7 @@ def epilogue(
             splits.store_partial(spec, a, s, r, w, num_partials, empty)
             num_partials += 1
         else:
-            store(spec, a, r, w, scales, empty)
+            store(spec, a, r, w, empty)
     else:
-        store(spec, a, r, w, scales, empty)
+        store(spec, a, r, w, empty)
     return num_partials

@@ -44,8 +44,8 @@ def prepare_kv(spec: cutlass.Constexpr, plan, s, which: cutlass.Constexpr, share
 def prepare_stage(spec: cutlass.Constexpr, a, s, which: cutlass.Constexpr, share: Int32, i: Int32, valid: Int32):
     """Prepare this warp's share of item i of K or V. valid: keys of the sequence from the block's first key on; keys of
     the block past them become zeros in V."""
-    shares = const_expr(roles(spec).warps(("prepare_k", "prepare_v")[which]))
+    own = prepare.Share(share, roles(spec).warps(("prepare_k", "prepare_v")[which]))
     if const_expr(precision.of(spec).converts_kv):
-        prepare.dequantise_stage(spec, a, s, which, share, shares, i, valid)
+        prepare.dequantise_stage(spec, a, s, which, own, i, valid)
     else:
-        prepare.transpose(*prepare.stage_tensors(s, which, i), valid, share, shares)
+        prepare.transpose(*prepare.stage_tensors(s, which, i), valid, own)

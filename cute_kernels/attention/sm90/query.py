@@ -130,11 +130,11 @@ def convert_q(spec: cutlass.Constexpr, s, r, stage: Int32):
 def convert_shared_q(spec: cutlass.Constexpr, s, r, stage: Int32):
     """Do the work of `convert_q` for warpgroups that have the same rows. The loader overwrites neither Q nor the scales
     of its rows before both have released the stage."""
-    number, warps = cute.arch.warp_idx() - roles(spec).first("mma"), const_expr(roles(spec).warps("mma"))
+    share = prepare.Share(cute.arch.warp_idx() - roles(spec).first("mma"), roles(spec).warps("mma"))
     if const_expr(precision.of(spec).scales_q_rows):
-        prepare.q_to_fp16(spec, s, stage, 0, number, warps)
+        prepare.q_to_fp16(spec, s, stage, 0, share)
     else:
-        prepare.widen_q(spec, s, stage, number, warps)
+        prepare.widen_q(spec, s, stage, share)
     cute.arch.fence_proxy("async.shared", space="cta")
     rows_barrier(spec)
     if const_expr(precision.of(spec).scales_q_rows):

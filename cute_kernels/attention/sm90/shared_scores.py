@@ -75,20 +75,13 @@ def allocate(spec, smem):
 
 
 @cute.jit
-def mma_one_tile(
-    spec: cutlass.Constexpr,
-    plan,
-    s,
-    r: Sm90Fragments,
-    tile: Sm90TileState,
-    at: ConsumerState,
-    capped: cutlass.Constexpr,
-):
+def mma_one_tile(spec: cutlass.Constexpr, plan, s, tile: Sm90TileState, at: ConsumerState, capped: cutlass.Constexpr):
     """Do the work of `mainloop.mma_one_tile`. Between two segments no MMA is in flight, P of the block of `at` is
     complete, and its P V is pending."""
+    r = tile.r
     # S = Q @ K^T of the highest block, and its P
     receive_q(spec, plan, s, r, tile.w, at.q)
-    at = first_half_block(spec, plan, s, r, tile, at, capped)
+    at = first_half_block(spec, plan, s, tile, at, capped)
     # the other blocks, from high to low
     last, full_min, full_max = tile.w.n_block_max - 1, tile.w.n_block_full_min, tile.w.n_block_full_max
     segments = mask.segments(spec, tile.w.n_block_min, last, full_min, full_max, 0, capped)
@@ -98,32 +91,26 @@ def mma_one_tile(
         position = segment.n_block_max - 1
         if const_expr(flags.is_first):
             while position >= segment.n_block_min:
-                at = mma_exact_block(spec, plan, s, r, tile, at, position, flags)
+                at = mma_exact_block(spec, plan, s, tile, at, position, flags)
                 position -= 1
         else:
             while position >= segment.n_block_min:
                 cursor = BlockCursor(at, position)
-                at, position = mma_blocks(spec, plan, s, r, tile, cursor, segment.n_block_min, flags)
+                at, position = mma_blocks(spec, plan, s, tile, cursor, segment.n_block_min, flags)
     finish_qk(spec, s, r, at)
     return at
 
 
 @cute.jit
 def first_half_block(
-    spec: cutlass.Constexpr,
-    plan,
-    s,
-    r: Sm90Fragments,
-    tile: Sm90TileState,
-    at: ConsumerState,
-    capped: cutlass.Constexpr,
+    spec: cutlass.Constexpr, plan, s, tile: Sm90TileState, at: ConsumerState, capped: cutlass.Constexpr
 ):
     """Begin a tile: compute S and P of its highest KV block, that of `at`. Its P V is then pending. Returns `at` with
     the number of keys of the block."""
-    init_rows(spec, plan.args, r, tile, capped)
+    init_rows(spec, plan.args, tile, capped)
     n_block = mask_blocks.n_block_at(spec, plan.args, tile.w, tile.w.n_block_max - 1)
     for i in cutlass.range_constexpr(spec.tile.pieces):
-        issue_qk(spec, plan, s, r, i)
+        issue_qk(spec, plan, s, tile.r, i)
         if const_expr(i > 0):
             warpgroup.wait_group(1)
             pipeline.consumer_release(s.k_pipe, piece(spec, s, i - 1))
@@ -131,31 +118,25 @@ def first_half_block(
     warpgroup.wait_group(0)
     pipeline.consumer_release(s.k_pipe, piece(spec, s, -1))
     # softmax
-    transform_scores(spec, plan.args, r, tile, n_block, BlockFlags(capped, True, True))
-    write_exact_p(spec, s, r, tile, at)
+    transform_scores(spec, plan.args, tile, n_block, BlockFlags(capped, True, True))
+    write_exact_p(spec, s, tile, at)
     rows_barrier(spec)
     return at._replace(keys=cutlass.min(tile.seqlen.kv_len - n_block * spec.tile.n, spec.tile.n))
 
 
 @cute.jit
 def mma_exact_block(
-    spec: cutlass.Constexpr,
-    plan,
-    s,
-    r: Sm90Fragments,
-    tile: Sm90TileState,
-    at: ConsumerState,
-    position: Int32,
-    flags: cutlass.Constexpr,
+    spec: cutlass.Constexpr, plan, s, tile: Sm90TileState, at: ConsumerState, position: Int32, flags: cutlass.Constexpr
 ):
     """Issue Q K^T of the block at `position`, which follows that of `at`, and the pending P V, and compute P with the
     maxima of both halves. Returns the `ConsumerState` of the block, the P V of which is then pending."""
     next_at, n_block = next_block(spec, s, at), mask_blocks.n_block_at(spec, plan.args, tile.w, position)
+    r = tile.r
     issue_qk_and_pv(spec, plan, s, r, at, Int32(0))
-    transform_scores(spec, plan.args, r, tile, n_block, flags)
+    transform_scores(spec, plan.args, tile, n_block, flags)
     issue_pv(spec, plan, s, r, at, -2)
     issue_pv(spec, plan, s, r, at, -1)
-    write_exact_p(spec, s, r, tile, next_at)
+    write_exact_p(spec, s, tile, next_at)
     # wait for P V, release its last V
     warpgroup.wait_group(0)
     release_last_v(spec, s, Int32(1))
@@ -176,7 +157,6 @@ def mma_blocks(
     spec: cutlass.Constexpr,
     plan,
     s,
-    r: Sm90Fragments,
     tile: Sm90TileState,
     cursor: BlockCursor,
     n_block_min: Int32,
@@ -185,18 +165,19 @@ def mma_blocks(
     """Compute the blocks from the cursor down to `n_block_min`, or to one at which maxima have to be exchanged. The
     exponentials of a block, with the old maxima, run under P V of the block before. Returns the next `BlockCursor`."""
     at, position = cursor
+    r = tile.r
     fits, has_pv = Int32(1), Int32(0)  # has_pv: whether the end of P V of the block before that of `at` is in flight
     columns = range(const_expr(spec.tile.s_columns // LANES))
     while fits != 0 and position >= n_block_min:
         next_at, n_block = next_block(spec, s, at), mask_blocks.n_block_at(spec, plan.args, tile.w, position)
         issue_qk_and_pv(spec, plan, s, r, at, has_pv)
         # exponentials with the old maxima, between the last pieces of P V
-        transform_scores(spec, plan.args, r, tile, n_block, flags)
+        transform_scores(spec, plan.args, tile, n_block, flags)
         issue_pv(spec, plan, s, r, at, -2)
-        row0 = speculate_p(spec, r, tile, 0, columns)
+        row0 = speculate_p(spec, tile, 0, columns)
         store_p(spec, r, row0.words, 0)
         issue_pv(spec, plan, s, r, at, -1)
-        row1 = speculate_p(spec, r, tile, 1, columns)
+        row1 = speculate_p(spec, tile, 1, columns)
         store_p(spec, r, row1.words, 1)
         write_p(spec, s, r, next_at)
         # wait until P of both halves is there; accept it if all rows are in range
@@ -213,7 +194,7 @@ def mma_blocks(
     release_last_v(spec, s, has_pv)
     # the maxima of both halves, P again
     if fits == 0:
-        write_exact_p(spec, s, r, tile, at)
+        write_exact_p(spec, s, tile, at)
         rescale_o(spec, r)
         rows_barrier(spec)
     return BlockCursor(at, position)
@@ -283,8 +264,9 @@ def issue_pv(spec: cutlass.Constexpr, plan, s, r: Sm90Fragments, at: ConsumerSta
 
 
 @cute.jit
-def update_common_max(spec: cutlass.Constexpr, s, r: Sm90Fragments, tile: Sm90TileState):
+def update_common_max(spec: cutlass.Constexpr, s, tile: Sm90TileState):
     """Bring row_max up to date with the scores of a block in both warpgroups, as `softmax.update_max` does."""
+    r = tile.r
     top = online.lane_row_max(r.st, wgmma.rows_cols(r.acc_s), r.offsets)
     count, own = const_expr(cute.size(r.tokens)), o_part(spec)
     both = cute.make_rmem_tensor((count, 1), Float32)
@@ -295,18 +277,18 @@ def update_common_max(spec: cutlass.Constexpr, s, r: Sm90Fragments, tile: Sm90Ti
     rows_barrier(spec)
     for row in cutlass.range_constexpr(count):
         both[row, 0] = cute.arch.fmax(both[row, 0], s.scores.row_max[r.cols[row, 0][0], 1 - own])
-    online.update_max(r.st, both, scales_of(r, tile.scales).reduced, 1, tile.rescale_params, False)
+    online.update_max(r.st, both, scales_of(r).reduced, 1, tile.rescale_params, False)
 
 
 @cute.jit
-def write_exact_p(spec: cutlass.Constexpr, s, r: Sm90Fragments, tile: Sm90TileState, at: ConsumerState):
+def write_exact_p(spec: cutlass.Constexpr, s, tile: Sm90TileState, at: ConsumerState):
     """Compute P of the block of `at` with the maxima of both halves, add it to row_sum, and write it to its stage. O is
     then to be rescaled, and P complete after a barrier."""
-    update_common_max(spec, s, r, tile)
-    for row in cutlass.range_constexpr(cute.size(r.tokens)):
-        compute_p(r, tile, row)
-        convert_p(spec, r, row)
-    write_p(spec, s, r, at)
+    update_common_max(spec, s, tile)
+    for row in cutlass.range_constexpr(cute.size(tile.r.tokens)):
+        compute_p(tile, row)
+        convert_p(spec, tile.r, row)
+    write_p(spec, s, tile.r, at)
 
 
 @cute.jit

@@ -123,6 +123,7 @@ def load_v(spec: cutlass.Constexpr, plan, s, loader: Int32):
     # warpgroups leave out passes its stage unfilled, with zero bytes, so that items of K and V keep the same number
     # and the mma role waits for every V alike. Q goes first, because the tile's first Q K^T needs it.
     a, page_ids = plan.args, source(spec).page_id_cache(spec, plan.v)
+    into = pages.LoadTarget(plan.v, s.v, s.v_pipe)
 
     def load_tile(w, _, items):
         i, q = items
@@ -138,7 +139,7 @@ def load_v(spec: cutlass.Constexpr, plan, s, loader: Int32):
                     pipeline.producer_acquire_tx(s.v_pipe, i, Int32(0))
                 else:
                     at = load.block_at(spec, a, w, KVBlock(loader, i, position, head, w.kv_len))
-                    source(spec).fill(spec, plan.v, s.v, s.v_pipe, page_ids, sequence_pages, at)
+                    source(spec).fill(spec, into, page_ids, sequence_pages, at)
                 i += 1
             q += 1
         return load.Items(i, q)
@@ -147,24 +148,17 @@ def load_v(spec: cutlass.Constexpr, plan, s, loader: Int32):
 
 
 @cute.jit
-def mma_one_tile(
-    spec: cutlass.Constexpr,
-    plan,
-    s,
-    r: Sm90Fragments,
-    tile: Sm90TileState,
-    at: ConsumerState,
-    capped: cutlass.Constexpr,
-):
+def mma_one_tile(spec: cutlass.Constexpr, plan, s, tile: Sm90TileState, at: ConsumerState, capped: cutlass.Constexpr):
     """Compute the KV blocks of a work tile as `mainloop.mma_one_tile` does, without those that are left out.
 
     Returns the `ConsumerState` of the last block, kept or not.
     """
+    r = tile.r
     # S = Q @ K^T of the first block, where the tile before has not issued it; the first block is always kept
     if const_expr(not overlap_next_qk(spec)):
         issue_first_qk(spec, plan, s, r, tile.w, at)
     publish_vote(spec, s, Int32(0), at.kv.index)
-    first_half_block(spec, plan.args, s, r, tile, at, capped)
+    first_half_block(spec, plan.args, s, tile, at, capped)
 
     # the threshold of the votes, and the maxima of the kept blocks
     rows = cute.size(r.tokens)
@@ -183,23 +177,23 @@ def mma_one_tile(
         hi, lo = segment.n_block_max, segment.n_block_min
 
         def vote_on_block(at, n_block, flags=flags):
-            return mma_one_n_block(spec, plan, s, r, vote_state, at, n_block, flags)
+            return mma_one_n_block(spec, plan, s, vote_state, at, n_block, flags)
 
         def keep_block(at, n_block, flags=flags):
             publish_vote(spec, s, Int32(0), pipeline.next_item(s.k_pipe, at.kv).index)
             counted = at._replace(kept_in_turn=at.kept_in_turn + 1)
-            return mainloop.mma_one_n_block(spec, plan, s, r, tile, counted, n_block, flags)
+            return mainloop.mma_one_n_block(spec, plan, s, tile, counted, n_block, flags)
 
         if const_expr(flags.masked or flags.is_first or not keeps_unasked(spec)):
-            at = mainloop.for_each_n_block(spec, plan, r, tile, lo, hi, vote_on_block, at)
+            at = mainloop.for_each_n_block(spec, plan, tile, lo, hi, vote_on_block, at)
         else:
             while hi > lo:
                 until = cutlass.max(lo, hi - VOTES)
-                at = mainloop.for_each_n_block(spec, plan, r, tile, until, hi, vote_on_block, at)
+                at = mainloop.for_each_n_block(spec, plan, tile, until, hi, vote_on_block, at)
                 hi = until
                 if at.kept_in_turn >= STEADY:
                     until = cutlass.max(lo, hi - UNASKED * at.kept_in_turn)
-                at = mainloop.for_each_n_block(spec, plan, r, tile, until, hi, keep_block, at)
+                at = mainloop.for_each_n_block(spec, plan, tile, until, hi, keep_block, at)
                 hi = until
     # O += promoted sums, release the Q stage
     finish_qk(spec, s, r, at)
@@ -211,7 +205,6 @@ def mma_one_n_block(
     spec: cutlass.Constexpr,
     plan,
     s,
-    r: Sm90Fragments,
     vote_state: SkipVoteState,
     at: ConsumerState,
     n_block: Int32,
@@ -223,7 +216,7 @@ def mma_one_n_block(
     Returns the `ConsumerState` of `n_block`, with kept_in_turn as the vote says.
     """
     i, next_at, a, tile = at.kv, at._replace(kv=pipeline.next_item(s.k_pipe, at.kv)), plan.args, vote_state.tile
-    skips, next_kv = Int32(0), next_at.kv
+    skips, next_kv, r = Int32(0), next_at.kv, tile.r
     pipeline.consumer_wait(s.k_pipe, next_kv)
     fence_before_mma(spec, pages.K)
     warp_scheduler_barrier_sync(spec)
@@ -234,50 +227,43 @@ def mma_one_n_block(
         issue_pv(spec, plan, s, r, i)
         warp_scheduler_barrier_arrive(spec)
         if const_expr(flags.masked):
-            logits.fetch_mask(spec, rows_of(r, tile), tile.mask_bits, n_block * spec.tile.n, LANES)
+            logits.fetch_mask(spec, rows_of(tile), tile.mask_bits, n_block * spec.tile.n, LANES)
         # wait for S, release the K stage
         warpgroup.wait_group(1)
         pipeline.consumer_release(s.k_pipe, next_kv)
         # maxima and vote; its barrier keeps the wait for P V behind it
-        skips = vote(spec, a, s, r, vote_state, next_kv.index, n_block, flags)
+        skips = vote(spec, a, s, vote_state, next_kv.index, n_block, flags)
         warpgroup.wait_group(0)
     else:
         # S = Q @ K^T
         issue_qk(spec, plan, s, r, next_at)
         warp_scheduler_barrier_arrive(spec)
         if const_expr(flags.masked):
-            logits.fetch_mask(spec, rows_of(r, tile), tile.mask_bits, n_block * spec.tile.n, LANES)
+            logits.fetch_mask(spec, rows_of(tile), tile.mask_bits, n_block * spec.tile.n, LANES)
         # wait for S, release the K stage
         warpgroup.wait_group(0)
         pipeline.consumer_release(s.k_pipe, next_kv)
         # maxima and vote
-        skips = vote(spec, a, s, r, vote_state, next_kv.index, n_block, flags)
+        skips = vote(spec, a, s, vote_state, next_kv.index, n_block, flags)
         # V is not read here, but its stage is free only after V has landed, or is known never to come
         pipeline.consumer_wait(s.v_pipe, i)
     # release the V stage
     pipeline.consumer_release(s.v_pipe, i)
     if skips == 0:
-        softmax_kept_block(spec, r, vote_state, flags)
+        softmax_kept_block(spec, vote_state, flags)
     return next_at._replace(kept_in_turn=(at.kept_in_turn + 1) * (1 - skips))
 
 
 @cute.jit
 def vote(
-    spec: cutlass.Constexpr,
-    a,
-    s,
-    r: Sm90Fragments,
-    vote_state: SkipVoteState,
-    stage: Int32,
-    n_block: Int32,
-    flags: cutlass.Constexpr,
+    spec: cutlass.Constexpr, a, s, vote_state: SkipVoteState, stage: Int32, n_block: Int32, flags: cutlass.Constexpr
 ):
     """Apply bias, soft cap and mask to a block in acc_s, find its maxima, and vote.
 
     Returns 1 if the warpgroup leaves the block out, else 0. stage: stage of the block's V.
     """
-    tile, to_log2 = vote_state.tile, scales_of(r, vote_state.tile.scales).reduced
-    scores = transform_scores(spec, a, r, tile, n_block, flags)
+    tile, r = vote_state.tile, vote_state.tile.r
+    scores, to_log2 = transform_scores(spec, a, tile, n_block, flags), scales_of(r).reduced
     lane_skips = True
     for k in cutlass.range_constexpr(cute.size(r.tokens)):
         lane_max = online.reduce(scores[k, None], cute.arch.fmax)
@@ -291,17 +277,18 @@ def vote(
 
 
 @cute.jit
-def softmax_kept_block(spec: cutlass.Constexpr, r: Sm90Fragments, vote_state: SkipVoteState, flags: cutlass.Constexpr):
+def softmax_kept_block(spec: cutlass.Constexpr, vote_state: SkipVoteState, flags: cutlass.Constexpr):
     """Compute P of a kept block into r.p and rescale O to the new maxima. No P V may be in flight."""
-    rows, tile = cute.size(r.tokens), vote_state.tile
+    tile, r = vote_state.tile, vote_state.tile.r
+    rows = cute.size(r.tokens)
     for k in cutlass.range_constexpr(rows):
         vote_state.lane_max[k] = cute.arch.warp_reduction_max(vote_state.lane_max[k], threads_in_group=LANES)
     row_max = cute.make_tensor(vote_state.lane_max.iterator, cute.make_layout((rows, 1)))
     exact_max = const_expr(exact_max_blocks(spec) > 0 and flags.is_first)
-    online.update_max(r.st, row_max, scales_of(r, tile.scales).reduced, 1, tile.rescale_params, exact_max)
+    online.update_max(r.st, row_max, scales_of(r).reduced, 1, tile.rescale_params, exact_max)
     for k in cutlass.range_constexpr(rows):
         vote_state.kept_max[k] = cute.arch.fmax(vote_state.kept_max[k], vote_state.lane_max[k])
-        compute_p(r, tile, k)
+        compute_p(tile, k)
         convert_p(spec, r, k)
     rescale_o(spec, r)
 

@@ -17,7 +17,7 @@ from ...device import wgmma
 from ...device.warp import fma
 from .. import geometry, logits
 from .. import softmax as online
-from ..logits import ScoreCols, ScoreRows
+from ..mask import ScoreCols, ScoreRows
 from . import precision, promotion
 from .epilogue import LANES, scales_of
 from .groups import o_part
@@ -25,8 +25,9 @@ from .state import Sm90Fragments, Sm90TileState
 from .tile_table import exact_max_blocks
 
 
-def rows_of(r: Sm90Fragments, tile: Sm90TileState):
-    return ScoreRows(r.tokens, tile.w.q_start, tile.seqlen, r.slopes, r.words, r.offsets)
+def rows_of(tile: Sm90TileState):
+    r = tile.r
+    return ScoreRows(r.tokens, tile.w.q_start, tile.seqlen, scales_of(r).score, r.slopes, r.words, r.offsets)
 
 
 def row_max_scaled(r: Sm90Fragments, scale, row):
@@ -36,58 +37,54 @@ def row_max_scaled(r: Sm90Fragments, scale, row):
 
 
 @cute.jit
-def init_rows(spec: cutlass.Constexpr, a, r: Sm90Fragments, tile: Sm90TileState, capped: cutlass.Constexpr):
+def init_rows(spec: cutlass.Constexpr, a, tile: Sm90TileState, capped: cutlass.Constexpr):
     """Begin a tile: O = 0, row_max = -inf, row_sum = 0; the token, the scales and the ALiBi slope of each of this
     thread's rows."""
+    r, pack_factor = tile.r, geometry.pack_divisor(tile.w)
     online.reset(r.st, online.NO_KEY_MAX)
     r.acc_o.fill(0.0)
-    pack_factor = geometry.pack_divisor(tile.w)
     for k in cutlass.range_constexpr(cute.size(r.tokens)):
         row = tile.w.m_block * spec.tile.m + r.cols[k, 0][0]
         r.tokens[k] = geometry.token_of(row, pack_factor)
         if const_expr(precision.scales_rows(spec)):
             head = geometry.head_of(row, tile.w.head_idx, pack_factor)
-            r.scales.score[k] = tile.scales.score * online.head_scale(a.logits.softmax_scale_ptr, head)
+            r.scales.score[k] = r.call_scales.score * online.head_scale(a.logits.softmax_scale_ptr, head)
             if const_expr(precision.of(spec).scales_q_rows):
                 r.scales.score[k] *= r.q_row_scales[k]
             if const_expr(spec.logits.soft_cap):
-                r.scales.reduced[k] = tile.scales.reduced if const_expr(capped) else r.scales.score[k]
+                r.scales.reduced[k] = r.call_scales.reduced if const_expr(capped) else r.scales.score[k]
         if const_expr(spec.logits.alibi):
             head = geometry.head_of(row, tile.w.head_idx, pack_factor)
-            r.slopes[k] = logits.slope_of(a, head, scales_of(r, tile.scales).score[k])
+            r.slopes[k] = logits.slope_of(a, head, scales_of(r).score[k])
 
 
 @cute.jit
-def transform_scores(
-    spec: cutlass.Constexpr, a, r: Sm90Fragments, tile: Sm90TileState, n_block: Int32, flags: cutlass.Constexpr
-):
+def transform_scores(spec: cutlass.Constexpr, a, tile: Sm90TileState, n_block: Int32, flags: cutlass.Constexpr):
     """Apply bias, soft cap and mask to the scores of a block in acc_s. Return them as a (rows, cols) view."""
-    scores = wgmma.rows_cols(r.acc_s)
-    lane_col = r.cols[0, 0][1]
+    r = tile.r
+    scores, lane_col = wgmma.rows_cols(r.acc_s), r.cols[0, 0][1]
     at = [8 * (c // 2) + c % 2 for c in range(spec.tile.s_columns // LANES)]
-    rows = rows_of(r, tile)
     first = n_block * spec.tile.n + lane_col
     if const_expr(spec.tile.s_parts > 1):
         first += o_part(spec) * spec.tile.s_columns
     cols = ScoreCols(first, at, lane_col, LANES)
-    logits.transform(spec, a, scores, scales_of(r, tile.scales).score, rows, cols, flags.capped, flags.masked)
+    logits.transform(spec, a, scores, rows_of(tile), cols, flags.capped, flags.masked)
     return scores
 
 
 @cute.jit
-def mask_and_update_max(
-    spec: cutlass.Constexpr, a, r: Sm90Fragments, tile: Sm90TileState, n_block: Int32, flags: cutlass.Constexpr
-):
+def mask_and_update_max(spec: cutlass.Constexpr, a, tile: Sm90TileState, n_block: Int32, flags: cutlass.Constexpr):
     """Apply bias, soft cap and mask to a block in acc_s, then bring row_max up to date with it."""
-    scores, to_log2 = transform_scores(spec, a, r, tile, n_block, flags), scales_of(r, tile.scales).reduced
+    scores, r = transform_scores(spec, a, tile, n_block, flags), tile.r
     exact_max = const_expr(exact_max_blocks(spec) > 0)
-    online.update_max(r.st, scores, to_log2, LANES, tile.rescale_params, exact_max, r.offsets)
+    online.update_max(r.st, scores, scales_of(r).reduced, LANES, tile.rescale_params, exact_max, r.offsets)
 
 
 @cute.jit
-def compute_p(r: Sm90Fragments, tile: Sm90TileState, row: cutlass.Constexpr):
+def compute_p(tile: Sm90TileState, row: cutlass.Constexpr):
     """Replace a row of acc_s by its exponentials and add them to row_sum."""
-    scale = scales_of(r, tile.scales).reduced[row]
+    r = tile.r
+    scale = scales_of(r).reduced[row]
     online.exp_and_sum(r.st, wgmma.rows_cols(r.acc_s), scale, row_max_scaled(r, scale, row), row)
 
 
@@ -121,10 +118,11 @@ class SpeculativeP(NamedTuple):
     overflow: Any
 
 
-def speculate_p(spec, r, tile, row, cols, before=None) -> SpeculativeP:
+def speculate_p(spec, tile, row, cols, before=None) -> SpeculativeP:
     """Compute P of `cols` of a row without changing acc_s, row_max or row_sum. before: result for the columns in front,
     which the sums continue."""
-    scores, scale = wgmma.rows_cols(r.acc_s)[row, None], scales_of(r, tile.scales).reduced[row]
+    r = tile.r
+    scores, scale = wgmma.rows_cols(r.acc_s)[row, None], scales_of(r).reduced[row]
     values, shift = cute.make_rmem_tensor(len(cols), Float32), row_max_scaled(r, scale, row)
     for i, col in enumerate(cols):
         values[i] = online.exp2_scaled(scores[col], scale, shift)
@@ -135,17 +133,18 @@ def speculate_p(spec, r, tile, row, cols, before=None) -> SpeculativeP:
 
 
 @cute.jit
-def validate_p(spec: cutlass.Constexpr, r: Sm90Fragments, tile: Sm90TileState, row_sums, overflow):
+def validate_p(spec: cutlass.Constexpr, tile: Sm90TileState, row_sums, overflow):
     """Accept the speculative P of both rows, or compute it again.
 
     A warp in which P of some row may be out of range updates row_max, computes P of its rows again and rescales O; no
     P V may be in flight. Otherwise `row_sums` are added to row_sum.
     """
+    r = tile.r
     if cute.arch.vote_any_sync(precision.exceeds_range(spec, row_sums, overflow)):
-        scores, to_log2 = wgmma.rows_cols(r.acc_s), scales_of(r, tile.scales).reduced
+        scores, to_log2 = wgmma.rows_cols(r.acc_s), scales_of(r).reduced
         online.update_max(r.st, scores, to_log2, LANES, tile.rescale_params, False, r.offsets)
         for row in cutlass.range_constexpr(cute.size(r.tokens)):
-            compute_p(r, tile, row)
+            compute_p(tile, row)
             convert_p(spec, r, row)
         rescale_o(spec, r)
     else:

@@ -10,7 +10,7 @@ from ...device import pipeline, wgmma
 from .. import mask, softmax
 from ..schedule.work import WorkTileInfo
 from . import precision, promotion, query
-from .epilogue import CallScales, RowScales
+from .epilogue import CallScales, RowScales, scales_of_call
 from .groups import row_group
 from .roles import roles
 from .tile_table import P_STAGES
@@ -29,6 +29,7 @@ class Sm90Fragments:
     st: softmax.SoftmaxState
     tokens: cute.Tensor  # query token of each of this thread's rows
     cols: cute.Tensor  # (rows, cols), coordinates of acc_s in the tile
+    call_scales: CallScales
     scales: Any = None  # `RowScales`, if rows have their own
     q_row_scales: Any = None  # power of two by which Q of each row was divided (bf16 Q multiplied as fp16)
     slopes: Any = None  # ALiBi slope of each row
@@ -40,11 +41,12 @@ class Sm90Fragments:
 
 @dataclass(frozen=True)
 class Sm90TileState:
-    """The work tile that a warpgroup computes. mask_bits: the sequence's custom mask, if there is one."""
+    """The work tile that a warpgroup computes, with its fragments r. mask_bits: the sequence's custom mask, if there
+    is one."""
 
+    r: Sm90Fragments
     w: WorkTileInfo
     seqlen: mask.SeqlenInfo
-    scales: CallScales
     rescale_params: softmax.RescaleParams
     mask_bits: Any = None
 
@@ -111,6 +113,7 @@ def make_fragments(spec, plan, s) -> Sm90Fragments:
         softmax.make(rows),
         cute.make_rmem_tensor(rows, Int32),
         wgmma.rows_cols(coords),
+        scales_of_call(spec, plan.args),
         scales_of_rows(spec, rows) if precision.scales_rows(spec) else None,
         cute.make_rmem_tensor(rows, Float32) if precision.of(spec).scales_q_rows else None,
         cute.make_rmem_tensor(rows, Float32) if spec.logits.alibi else None,

@@ -126,17 +126,6 @@ def tokens_of(spec, a):
     return a.q.shape[0] + a.k.shape[0] if spec.gather else a.k.shape[0]
 
 
-def row_of(tensor, *at):
-    """Return the address of a row of a tensor."""
-    where = (*at, None)
-    return tensor[where].iterator.toint()
-
-
-def bytes_of(tensor, mode):
-    """Return a stride in bytes."""
-    return Int64(tensor.stride[mode]) * (tensor.element_type.width // 8)
-
-
 class CacheStrides(NamedTuple):
     """Strides of a cache or of its scale factors, in bytes."""
 
@@ -147,19 +136,19 @@ class CacheStrides(NamedTuple):
 
 @cute.jit
 def strides_of(a, cache: cute.Tensor) -> CacheStrides:
-    head, row = bytes_of(cache, 1), bytes_of(cache, 2)
+    head, row = memory.bytes_of(cache, 1), memory.bytes_of(cache, 2)
     if a.nhd > 0:
         head, row = row, head
-    return CacheStrides(bytes_of(cache, 0), head, row)
+    return CacheStrides(memory.bytes_of(cache, 0), head, row)
 
 
 @cute.jit
 def rows_of(a, g: LaneGroup) -> RowRange:
     """Return the rows of a group: of K or, in the last groups of a token, of V."""
-    is_v, source, source_stride = g.own >= a.k_groups, row_of(a.k, g.token, 0), bytes_of(a.k, 1)
+    is_v, source, source_stride = g.own >= a.k_groups, memory.row_of(a.k, g.token, 0), memory.bytes_of(a.k, 1)
     dim, first, step, heads = a.k.shape[2], g.own, a.k_groups, a.k.shape[1]
     if is_v:
-        source, source_stride = row_of(a.v, g.token, 0), bytes_of(a.v, 1)
+        source, source_stride = memory.row_of(a.v, g.token, 0), memory.bytes_of(a.v, 1)
         dim, first, step, heads = a.v.shape[2], g.own - a.k_groups, a.v_groups, a.v.shape[1]
     return RowRange(is_v, source, source_stride, dim, first, step, heads)
 
@@ -362,13 +351,13 @@ class HeadRow(NamedTuple):
 def head_row(a, g: LaneGroup, row: Int32) -> HeadRow:
     """Return row `row` of the group's token."""
     operand, head, dim = Int32(Q), row, a.k.shape[2]
-    source, weights, count = row_of(a.q, g.token, row), a.q_weight.iterator.toint(), a.q_weight.shape[0]
+    source, weights, count = memory.row_of(a.q, g.token, row), a.q_weight.iterator.toint(), a.q_weight.shape[0]
     if row >= a.q.shape[1]:
         operand, head = Int32(K), row - a.q.shape[1]
-        source, weights, count = row_of(a.k, g.token, head), a.k_weight.iterator.toint(), a.k_weight.shape[0]
+        source, weights, count = memory.row_of(a.k, g.token, head), a.k_weight.iterator.toint(), a.k_weight.shape[0]
         if head >= a.k.shape[1]:
             operand, head, dim, count = Int32(V), head - a.k.shape[1], a.v.shape[2], 0
-            source = row_of(a.v, g.token, head)
+            source = memory.row_of(a.v, g.token, head)
     if count == 0:
         weights = Int64(0)
     elif count > dim:  # per head
@@ -496,12 +485,12 @@ def store_query(spec: cutlass.Constexpr, a, g: LaneGroup, head: Int32, values: c
         first = (g.lane + half * g.lanes) * rotate.HALF
         if first < dim:
             if a.q_out.shape[0] > 0:
-                memory.store_values(spec.dtype, row_of(a.q_out, g.token, head), first, dim, values[None, half])
+                memory.store_values(spec.dtype, memory.row_of(a.q_out, g.token, head), first, dim, values[None, half])
             if const_expr(spec.quantised):
                 if a.q_fp8.shape[0] > 0:
                     scale = a.q_scale
                     if a.q_scale_ptr.shape[0] > 0:
                         scale = a.q_scale_ptr[cutlass.min(head, a.q_scale_ptr.shape[0] - 1)]
                     kind = const_expr("e5m2" if spec.cache == "e5m2" else "e4m3")
-                    address = row_of(a.q_fp8, g.token, head)
+                    address = memory.row_of(a.q_fp8, g.token, head)
                     store.store_fp8(kind, address, first, dim, values[None, half], scale)

@@ -55,18 +55,13 @@ def owner(offsets: cute.Tensor, x: Int32):
     return low if offsets[low] <= x and x < offsets[low + 1] else Int32(-1)
 
 
-def entries_of(a):
-    """Return the number of entries of all requests."""
-    return places.divide(a.k.shape[0], places.page_size_of(a))
-
-
 @cute.jit
 def key_count(a, request: Int32):
     """Return the number of keys of a request, clamped as attention kernels clamp it."""
     page_size, count = Int32(places.page_size_of(a)), Int32(0)
     if a.kv_indptr.shape[0] > 0:
-        most, last = entries_of(a), page_size
-        pages = clamp(a.kv_indptr[request + 1], 0, most) - clamp(a.kv_indptr[request], 0, most)
+        entries, last = places.divide(a.k.shape[0], places.page_size_of(a)), page_size  # of all requests
+        pages = clamp(a.kv_indptr[request + 1], 0, entries) - clamp(a.kv_indptr[request], 0, entries)
         if a.kv_lens.shape[0] > 0:
             last = clamp(a.kv_lens[request], 0, page_size)
         if pages > 0:
@@ -113,12 +108,6 @@ def write_entry(a, entry: Int32, page: Int32):
     a.tables_out[line, 1, column] = a.tables[line, 1, column]
 
 
-def row_address(tensor, row, *rest):
-    """Return the address of a row of a tensor of 16 bits."""
-    where = (row, *rest, None)
-    return tensor[where].iterator.toint()
-
-
 @cute.jit
 def rows_of(a, g) -> HeadRows:
     """Return the rows of a group's token, and write its entry of the page table if it is the first of its page."""
@@ -127,7 +116,7 @@ def rows_of(a, g) -> HeadRows:
     target, target_stride = a.q_out.iterator.toint(), Int64(a.q_out.stride[1])
     heads, position = a.q.shape[1], Int32(0)
     if g.token < queries:
-        source, target = row_address(a.q, g.token, 0), row_address(a.q_out, g.token, 0)
+        source, target = memory.row_of(a.q, g.token, 0), memory.row_of(a.q_out, g.token, 0)
         position = query_position(a, g.token)
     else:
         row, page_size = g.token - queries, Int32(places.page_size_of(a))
@@ -148,7 +137,7 @@ def rows_of(a, g) -> HeadRows:
             cutlass.max(page, 0) * Int64(a.k_cache.stride[0]) + within * row_stride
         )
         source_stride, target_stride = head_stride, Int64(a.k.stride[1])
-        target = row_address(a.k, row, 0)
+        target = memory.row_of(a.k, row, 0)
     return HeadRows(source, 2 * source_stride, target, 2 * target_stride, heads, position)
 
 

@@ -87,20 +87,15 @@ def group_of(a) -> RowGroup:
     return RowGroup(tid & (lanes - 1), lanes, token, row - token * heads)
 
 
-def bytes_of(tensor, mode):
-    """Return a stride in bytes."""
-    return Int64(tensor.stride[mode]) * (tensor.element_type.width // 8)
-
-
 def row_of(tensor, g: RowGroup):
     """Return the address of a group's row of V, of its first state."""
-    token, head = bytes_of(tensor, 0), bytes_of(tensor, cute.rank(tensor) - 2)
+    token, head = memory.bytes_of(tensor, 0), memory.bytes_of(tensor, cute.rank(tensor) - 2)
     return tensor.iterator.toint() + g.token * token + g.head * head
 
 
 def lse_of(tensor, g: RowGroup):
     """Return the address of the S of a group's row, of its first state."""
-    token, head = bytes_of(tensor, 0), bytes_of(tensor, cute.rank(tensor) - 1)
+    token, head = memory.bytes_of(tensor, 0), memory.bytes_of(tensor, cute.rank(tensor) - 1)
     return tensor.iterator.toint() + g.token * token + g.head * head
 
 
@@ -110,7 +105,7 @@ def is_aligned(spec, a):
     for tensor in (a.v, a.v_out, a.v_other) if spec.pair else (a.v, a.v_out):
         bits |= tensor.iterator.toint()
         for mode in range(cute.rank(tensor) - 1):
-            bits |= bytes_of(tensor, mode)
+            bits |= memory.bytes_of(tensor, mode)
     return bits & (VECTOR_BYTES - 1) == 0
 
 
@@ -183,7 +178,7 @@ def add_all(
 
 def several(a, g: RowGroup, state, count):
     """Return the addresses of V, and of S, of `count` states of a row."""
-    v, v_step, s, s_step = row_of(a.v, g), bytes_of(a.v, 1), lse_of(a.s, g), bytes_of(a.s, 1)
+    v, v_step, s, s_step = row_of(a.v, g), memory.bytes_of(a.v, 1), lse_of(a.s, g), memory.bytes_of(a.s, 1)
     numbers = [Int64(state + i) for i in range(count)]
     return tuple(v + i * v_step for i in numbers), tuple(s + i * s_step for i in numbers)
 
