@@ -2,7 +2,6 @@
 
 import csv
 import gc
-import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -16,8 +15,9 @@ LIMITS = {"host": 16.0, "allocated": 1.0, "reserved": 6.0, "driver": 8.0}
 
 
 class Sample(NamedTuple):
-    """Memory in MiB after a number of steps. host: resident set of the process. allocated, reserved: torch's on the
-    device. driver: all that the device has lent, to any process."""
+    """Memory in MiB after a number of steps. host: of the process, resident or swapped out, without mapped files, whose
+    pages the system drops at will. allocated, reserved: torch's on the device. driver: all that the device has lent, to
+    any process."""
 
     step: int
     host: float
@@ -29,8 +29,8 @@ class Sample(NamedTuple):
 def sample(step: int, device: torch.device) -> Sample:
     """Return the memory in use, without what torch only keeps for later."""
     gc.collect()
-    pages = int(Path("/proc/self/statm").read_text().split()[1])
-    host = pages * os.sysconf("SC_PAGE_SIZE") / MIB
+    fields = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
+    host = sum(int(fields[name].split()[0]) for name in ("RssAnon", "VmSwap")) / 1024
     if device.type != "cuda":
         return Sample(step, host)
     torch.cuda.synchronize(device)
