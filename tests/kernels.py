@@ -32,11 +32,11 @@ def untyped(op: str, spec: Any) -> str:
     return re.sub("bf16|fp16", "half", f"{op} {manifest.canonical(manifest.to_json(spec))}")
 
 
-TWINS = {}  # the fp16 kernel -> the bf16 kernel, by label
-for label, (op, spec) in SHIPPED.items():
-    others = [other for other, kernel in SHIPPED.items() if other != label and untyped(*kernel) == untyped(op, spec)]
-    if others and '"fp16"' in manifest.canonical(manifest.to_json(spec)):
-        (TWINS[label],) = others
+FP16 = {label for label, (_, spec) in SHIPPED.items() if '"fp16"' in manifest.canonical(manifest.to_json(spec))}
+OTHERS = {untyped(*SHIPPED[label]): label for label in SHIPPED if label not in FP16}
+TWINS = {  # the fp16 kernel -> the bf16 kernel, by label
+    label: OTHERS[text] for label in SHIPPED if label in FP16 and (text := untyped(*SHIPPED[label])) in OTHERS
+}
 
 # The first twin of each op and of each type of cache shows that types alone differ.
 FIRST = {re.split(r"_[a-z]*\d*$|_[dct]\d", twin)[0]: twin for twin in reversed(TWINS)}
