@@ -1,5 +1,6 @@
 """Processes that simulate: spawned, because torch's threads do not survive a fork, with one thread each."""
 
+import gc
 import multiprocessing
 import os
 from concurrent.futures import ProcessPoolExecutor
@@ -17,5 +18,7 @@ def _one_thread() -> None:
     import torch
 
     os.nice(BEHIND)
+    gc.freeze()  # what was imported stays, and what a simulation makes is seldom part of a cycle
+    gc.set_threshold(50_000, 20, 20)
     torch.set_num_threads(1)
     os.environ |= {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}  # before numpy's BLAS starts its own threads
