@@ -125,8 +125,8 @@ def decode_step(rotary, **given):
 
 
 STEPS = {  # an append and attention: views of q, k, v and of the table; the lengths, the output, its view; Q rotated
-    "append": (partial(decode_step, False), Work(82, 9)),
-    "append and rotary": (partial(decode_step, True), Work(85, 10)),
+    "append": (partial(decode_step, False), Work(81, 9)),
+    "append and rotary": (partial(decode_step, True), Work(84, 10)),
 }
 
 
