@@ -47,6 +47,18 @@ def dequantize():
     return wrappers.nvfp4_dequantize, dict(zip(("data", "scales"), function(**inputs)))
 
 
+def merge_masked():
+    def merged(v, s, **others):
+        wrappers.merge_state_in_place(v, s, **others)
+        return v, s
+
+    draw = torch.Generator().manual_seed(5)
+    v, v_other = (torch.randn(3, 2, 16, generator=draw) for _ in range(2))
+    s, s_other = (torch.randn(3, 2, generator=draw) for _ in range(2))
+    mask = torch.tensor([True, False, True])
+    return merged, {"v": v, "s": s, "v_other": v_other, "s_other": s_other, "mask": mask}
+
+
 CALLS = {  # name -> (public function, its arguments), made anew
     "context": lambda: context(out=None, **ONE),
     "context, outputs given": context,
@@ -72,7 +84,8 @@ CALLS = {  # name -> (public function, its arguments), made anew
     "top_k, sorted": lambda: top_k(topk_cases.TOP_K, sorted=True),
     "page table, new": lambda: top_k(topk_cases.PAGE_TABLE, given=False),
 }
-HELPERS = {"quantize": quantize, "dequantize": dequantize}  # torch operations, where something traces them
+# Torch operations where something traces them, or, of merging, where torch.func transforms it.
+HELPERS = {"quantize": quantize, "dequantize": dequantize, "merge, masked": merge_masked}
 PACKED = "context, nvfp4 out"  # no kernel; its scales are allocated by torch, plainly where fakes leave their mode
 SOME = ("context", "decode, equal", "xqa, drafts", "top_k")
 WRITTEN = ("out", "lse", "output", "indices", "out_raw_indices")
