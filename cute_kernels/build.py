@@ -22,7 +22,7 @@ from functools import cache
 from importlib import import_module
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from . import archs, device_code, manifest
 
@@ -36,6 +36,7 @@ HARMLESS = ("ARCH", "DUMP_DIR", "CACHE_DIR", "NO_CACHE", "DISABLE_FILE_CACHING",
 # The target of host code. By default it is the processor that compiles it, and the code may run on no other.
 HOST_CPUS = {"x86_64": ("x86-64-v2", "+sse4.2")}  # processor, and features in place of the detected ones
 HOST_ATTRIBUTES = ("minsize", "optsize")
+Part = Literal[".o", ".host", ".ptx"]  # what `object_file` makes of a kernel
 DEVICE_CODE = "kernels_binary"  # the DSL's name for the device code in a compiled module
 PROTECTED = 2  # LLVM's number for symbols that other libraries see and cannot replace
 _LOCK = threading.Lock()  # cute.compile from several threads aborts the process
@@ -221,7 +222,7 @@ def _name(module: Any, name: str, fields: tuple[str, ...]) -> None:
     inner.__signature__ = inspect.Signature([*head, *(inspect.Parameter(field, kind) for field in fields)])  # type: ignore[attr-defined]
 
 
-def object_file(op: str, spec: Any, arch: str, folder: Path, part: str = ".o") -> Path:
+def object_file(op: str, spec: Any, arch: str, folder: Path, part: Part = ".o") -> Path:
     """Return `folder/<key>` with the suffix `part`, compiled now unless it exists.
 
     part: `.o`, an object that `load_object` takes; `.host`, that object without its device code, which lies in `.code`,
@@ -248,7 +249,7 @@ def object_file(op: str, spec: Any, arch: str, folder: Path, part: str = ".o") -
             elif part == ".host":
                 code = compiled.export_host(exported, symbol)
                 manifest.write_atomic(path.with_suffix(".code"), device_code.pack(code))
-            if exported.exists():
+            if part != ".ptx":
                 manifest.write_atomic(path, exported.read_bytes())
     return path
 

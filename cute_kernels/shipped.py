@@ -29,9 +29,9 @@ class AttentionRow(NamedTuple):
 
 
 class ElementRow(NamedTuple):
-    """Kernels of another op. dtypes: of the rows; top-k has all plans of a type. kinds: of kernels that write caches,
-    "append", "transform" or "gather", see `CacheWriteSpec`; of those that merge, "states" in one tensor or a "pair" of
-    tensors. caches: types of caches."""
+    """Kernels of an op other than attention. dtypes: of the rows. Top-k needs no more, because all plans of a type are
+    shipped. kinds: kernels that write caches are "append", "transform" or "gather", see `CacheWriteSpec`; kernels that
+    merge states take "states" in one tensor or a "pair" of tensors. caches: types of the caches that are written."""
 
     op: str
     dtypes: tuple[str, ...]

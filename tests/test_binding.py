@@ -180,7 +180,7 @@ def test_other_arguments_are_not_those_of_the_last_run(here, case, kind):
 @pytest.mark.parametrize("kind", [paged, ragged])
 def test_scales_in_tensors_are_read_at_each_run(case, kind):
     run, scale, others = kind(case), torch.ones(1), torch.ones(HKV)
-    with emulation("sm_100a"):  # whose kernels take a scale for each head
+    with emulation("sm_100a"):  # kernels there take one scale per head
         for value in (1.0, 3.0):
             scale.fill_(value)
             others.fill_(value)

@@ -184,7 +184,8 @@ def test_a_library_that_does_not_load_hides_nothing(bundle_of_one, monkeypatch):
     broken, good = bundle_of_one("broken", False), bundle_of_one("good", True)
     monkeypatch.setenv("CUTE_KERNELS_BUNDLE", f"{broken}{os.pathsep}{good}")
     assert runtime._obtain(OP, SPEC, ARCH) == "of_spec"
-    assert said[0].startswith(f"bundle {broken}: attention.so does not load: ") and "file too short" in said[0]
+    (text,) = said
+    assert text.startswith(f"bundle {broken}: attention.so does not load: ") and "file too short" in text
     monkeypatch.setenv("CUTE_KERNELS_BUNDLE", str(broken))
     with pytest.raises(runtime.KernelNotFound, match=f"bundle {broken}: attention.so does not load: "):
         runtime._obtain(OP, SPEC, ARCH)

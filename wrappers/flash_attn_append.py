@@ -110,7 +110,7 @@ def append(call: AttentionCall, new: NewKeyValues) -> AttentionCall:
         refuse_grad({"k": new.k, "v": new.v})
     if plain and not was_checked(call, new):
         check(call, new)
-    # the lengths before the call or, without a transform, with its rows
+    # The lengths count the keys before the call. Without a transform, they count the new keys too.
     write = CacheWriteCall(
         KVCACHE, new.k, new.v, call.k, call.v, False, PAGES, page_table=call.requests.page_table[:, 0],
         cu_seqlens=new.starts, kv_lens=total if eager else lens,

@@ -24,7 +24,7 @@ from .cache_write.checks import APPEND, NVFP4_APPEND, NVFP4_SLOTS, OFFSETS
 from .cache_write.op import serve
 from .checks import check_apart, check_integer, check_operand, check_shape
 from .plain import traced
-from .scalars import dequantisation, integer
+from .scalars import dequantisation_scale, integer
 
 __all__ = [
     "append_paged_kv_cache", "get_batch_indices_positions", "get_seq_lens", "nvfp4_quantize_append_paged_kv_cache",
@@ -193,8 +193,8 @@ def _nvfp4(
 ) -> None:  # fmt: skip
     """Complete a call that quantises its rows, and make it. k_scale, v_scale: global dequantisation scales."""
     (k_cache, v_cache), (k_sf, v_sf) = sides(CACHE, cache, kv_layout), sides(CACHE_SF, cache_sf, kv_layout)
-    k_factor, k_ptr = dequantisation("k_scale", k_scale, call.k, "append_key", True)
-    v_factor, v_ptr = dequantisation("v_scale", v_scale, call.k, "append_key", True)
+    k_factor, k_ptr = dequantisation_scale("k_scale", k_scale, call.k, "append_key", True)
+    v_factor, v_ptr = dequantisation_scale("v_scale", v_scale, call.k, "append_key", True)
     serve(
         call._replace(
             k_cache=k_cache, v_cache=v_cache, nhd=kv_layout == "NHD", k_sf=k_sf, v_sf=v_sf,

@@ -76,7 +76,7 @@ def scale_of(
     return number, tensor
 
 
-def dequantisation(
+def dequantisation_scale(
     name: str, value: Any, rows: Any, owner: str, inverse: bool, per_head: bool = False
 ) -> tuple[float, torch.Tensor | None]:
     """Return a dequantisation scale of `rows` as a number and None, or as 1.0 and a tensor. inverse: a number is passed

@@ -279,15 +279,15 @@ def stage_tensors(s, which, i):
 
 
 def stage_sf(spec, a, s, which, i):
-    """Return the `SFLayout` of item i; None if the cache has no scale factors. They are stored row by row or, those of
-    V if the call says so, block by block for each four rows."""
+    """Return the `SFLayout` of item i; None if the cache has no scale factors. Scale factors are stored row by row. If
+    the call says that those of V are interleaved, they are stored block by block, in groups of four rows."""
     scales = (s.k_scales, s.v_scales)[which]
     if scales is None:
         return None
     stage = scales[None, None, pipeline.stage(stage_pipelines(s, which).raw, i)]
     size = (spec.padded_qk, spec.padded_vo)[which] // SF_VEC_SIZE
-    mixed = 0 if which == pages.K else a.kv.v_scales_interleaved
-    return SFLayout(stage.iterator.toint(), size + mixed * (1 - size), 4 * size, 1 + 3 * mixed)
+    interleaved = 0 if which == pages.K else a.kv.v_scales_interleaved
+    return SFLayout(stage.iterator.toint(), size + interleaved * (1 - size), 4 * size, 1 + 3 * interleaved)
 
 
 @cute.jit

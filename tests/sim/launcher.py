@@ -24,7 +24,7 @@ def load(op: str, spec: Any, arch: str, lines: bool = False) -> CompiledKernel:
     if lines:
         found = build.build(op, spec, arch, "--generate-line-info")
         return CompiledKernel(found.ptx, found.host, found.shared or 0)
-    part = ".host" if (op, spec) in catalog.shipped(arch) else ".ptx"  # a bundle needs the former
+    part: build.Part = ".host" if (op, spec) in catalog.shipped(arch) else ".ptx"  # a bundle needs the former
     path = build.object_file(op, spec, arch, OBJECTS, part)
     text = {suffix: path.with_suffix(suffix).read_text() for suffix in (".ptx", ".mlir", ".shared")}
     shared = int(text[".shared"]) if text[".shared"] != manifest.canonical(None) else 0

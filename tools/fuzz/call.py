@@ -86,7 +86,7 @@ def case_of(kind: Any, call: Call, **fixed: Any) -> Any:
 
 
 def changed_fields(case: Any, without: str) -> dict[str, Any]:
-    """Return the fields of a case that differ from their defaults, but for one, as JSON values."""
+    """Return, as JSON values, the fields of a case that differ from their defaults. without: a field to leave out."""
     values = ((field, getattr(case, field.name)) for field in dataclasses.fields(case) if field.name != without)
     return {field.name: plain(value) for field, value in values if value != field.default}
 

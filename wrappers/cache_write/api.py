@@ -11,7 +11,7 @@ from cute_kernels.cache_write.rows import ROTATED
 from ..checks import INF, UnknownName, check_flag, check_integer, check_number, check_one_of, check_strided
 from ..page import sides
 from ..plain import traced
-from ..scalars import dequantisation, integer, real
+from ..scalars import dequantisation_scale, integer, real
 from ..scratch import constant
 from .call import PAGES, SLOTS, CacheWriteCall, QueryTransform
 from .checks import QKV, SINGLE, STORED, WIDE, query_dtypes
@@ -295,8 +295,8 @@ def append_qkv(
         form, slots = SLOTS, places
     else:
         raise TypeError(f"places: {type(places).__name__}, must be a torch.Tensor, PageLists or BlockTable")
-    k_number, k_ptr = dequantisation("cache.k_scale", k_scale, k, "k", sf is not None, True)
-    v_number, v_ptr = dequantisation("cache.v_scale", v_scale, k, "k", sf is not None, True)
+    k_number, k_ptr = dequantisation_scale("cache.k_scale", k_scale, k, "k", sf is not None, True)
+    v_number, v_ptr = dequantisation_scale("cache.v_scale", v_scale, k, "k", sf is not None, True)
     copied = q is None and norm is None and rope is None
     if sf is None and (getattr(k_cache, "dtype", None) == k.dtype or k.dtype in SINGLE):
         if k_ptr is not None or v_ptr is not None or k_number != 1.0 or v_number != 1.0:
@@ -339,7 +339,7 @@ def _transform(
         _check_rope(rope, k.shape[2])
         table, flags = rope_table(rope, k)
         positions = rope.positions
-    number, tensor = dequantisation("out.scale", scale, k, "k", False, True)
+    number, tensor = dequantisation_scale("out.scale", scale, k, "k", False, True)
     if (tensor is not None or number != 1.0) and getattr(result, "dtype", None) in WIDE:
         _refuse_scale("out.scale", scale, "only an 8-bit Q is divided by it")
     eps, offset = norm.eps, norm.offset

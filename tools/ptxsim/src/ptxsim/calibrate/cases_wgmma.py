@@ -128,7 +128,7 @@ BEHIND = replace(K_MAJOR[128], start=8192)  # an operand behind one that begins 
 
 
 def drawn(name: str, shape: WgmmaForm, size: int, form: str = "") -> Sketch:
-    """Return the sketch of a case whose shared memory, of `size` bytes, holds random small integers."""
+    """Return the sketch of a case. Its shared memory has `size` bytes of small random integers."""
     return sketch(name, shape, integers(name, size, shape.kinds[1]), **({"form": form} if form else {}))
 
 
