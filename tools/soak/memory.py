@@ -1,6 +1,7 @@
 """Samples of host and device memory, and whether they stay flat."""
 
 import csv
+import ctypes
 import gc
 from collections.abc import Sequence
 from pathlib import Path
@@ -15,8 +16,8 @@ LIMITS = {"host": 16.0, "allocated": 1.0, "reserved": 6.0, "driver": 8.0}
 
 
 class Sample(NamedTuple):
-    """Memory in MiB after a number of steps. host: of the process, resident or swapped out, without mapped files, whose
-    pages the system drops at will. allocated, reserved: torch's on the device. driver: all that the device has lent, to
+    """Memory in MiB after a number of steps. host: of the process, resident or swapped out, without what the C library
+    keeps for later and without mapped files, whose pages the system drops at will. allocated, reserved: torch's on the device. driver: all that the device has lent, to
     any process."""
 
     step: int
@@ -27,8 +28,11 @@ class Sample(NamedTuple):
 
 
 def sample(step: int, device: torch.device) -> Sample:
-    """Return the memory in use, without what torch only keeps for later."""
+    """Return the memory in use, without what torch and the C library only keep for later: a leak that is served from
+    freed memory would not be seen. Only glibc can be told to give it back."""
     gc.collect()
+    if trim := getattr(ctypes.CDLL(None), "malloc_trim", None):
+        trim(0)
     fields = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
     host = sum(int(fields[name].split()[0]) for name in ("RssAnon", "VmSwap")) / 1024
     if device.type != "cuda":
