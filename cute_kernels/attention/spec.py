@@ -146,11 +146,13 @@ class AttentionSpec(Generic[T]):
 
     @property
     def name(self) -> str:
-        """A short readable name, unique among the shipped specs of an op."""
+        """A short readable name, unique among the shipped specs of an op: kernels of tiles for 16-bit queries are shipped
+        with one type of outputs, and with all."""
+        many = len(self.out) > 1 and self.schedule == "tiles" and self.q in DTYPES
         parts = [
             self.q,
             f"kv{self.kv.dtype}" if self.kv.dtype != self.q else "",
-            f"o{self.out[0]}" if self.out[0] != outputs(self.q)[0] else "",
+            "oany" if many else f"o{self.out[0]}" if self.out[0] != outputs(self.q)[0] else "",
             f"d{self.head_dim_qk}" + (f"x{self.head_dim_vo}" if self.head_dim_vo != self.head_dim_qk else ""),
             self.mask.name,
             "cap" if self.logits.soft_cap else "",
