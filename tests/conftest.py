@@ -315,7 +315,7 @@ def blackwell(request, tmp_path_factory) -> Callable[[str], manifest.Manifest]:
     chosen = kernels.BLACKWELL if request.config.getoption("--all") else kernels.COVERING
     folder, only = tmp_path_factory.mktemp("bundle"), defaultdict(list)
     for arch, op, spec in chosen:
-        only[arch] += ["--spec", f"{op}={manifest.canonical(manifest.to_json(spec))}"]  # some names are the begin of others
+        only[arch] += ["--spec", f"{op}={manifest.canonical(manifest.to_json(spec))}"]  # --only takes parts of names
     building = {arch: start_build(arch, folder / arch, *arguments, jobs=1) for arch, arguments in only.items()}
     request.addfinalizer(lambda: [process.kill() for process in building.values()])
     return cache(lambda arch: manifest.read(built(building[arch], folder / arch)))

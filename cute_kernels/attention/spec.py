@@ -146,8 +146,8 @@ class AttentionSpec(Generic[T]):
 
     @property
     def name(self) -> str:
-        """A short readable name, unique among the shipped specs of an op: kernels of tiles for 16-bit queries are shipped
-        with one type of outputs, and with all."""
+        """A short readable name, unique among the shipped specs of an op. Prefill kernels of 16-bit queries have one
+        type of outputs, or all."""
         many = len(self.out) > 1 and self.schedule == "tiles" and self.q in DTYPES
         parts = [
             self.q,
