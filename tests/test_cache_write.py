@@ -217,7 +217,7 @@ NOWHERE = {  # places of two tokens that name no row
 @pytest.mark.parametrize("name", NOWHERE)
 def test_q_without_entries(name, where):
     """Q is written, K and V are not, and other functions that transform are no exception."""
-    x, cache = torch.ones(2, 1, 16).half(), torch.zeros(1, 2, 4, 1, 16).half()
+    x, cache = (t.bfloat16() for t in (torch.ones(2, 1, 16), torch.zeros(1, 2, 4, 1, 16)))
     with where():
         assert torch.equal(append_qkv(x, x, x, KVCacheTarget(cache), NOWHERE[name]), x)
     assert not cache.any()
@@ -227,7 +227,7 @@ def test_q_without_entries(name, where):
 def test_lengths_of_more_requests_than_threads_have_rows():
     """One token of the first of 700 requests."""
     lens, total = torch.arange(700, dtype=torch.int32), torch.full((700,), -5, dtype=torch.int32)
-    k, cache = torch.ones(1, 1, 16).half(), torch.zeros(2, 1, 4, 16).half()
+    k, cache = torch.ones(1, 1, 16).bfloat16(), torch.zeros(2, 1, 4, 16).bfloat16()
     starts = torch.ones(701, dtype=torch.int32)
     starts[0] = 0
     table = torch.zeros(700, 1, dtype=torch.int32)

@@ -33,7 +33,7 @@ def test_blocks_are_of_all_kinds():
 
 
 @pytest.mark.kernels
-@pytest.mark.parametrize("name", CALLS)
+@pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.full if n == "prefill" else ()) for n in CALLS])
 def test_bytes(name):
     arguments, start = CALLS[name]
     p, o = outputs.known(*arguments)

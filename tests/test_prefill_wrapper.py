@@ -311,8 +311,8 @@ def test_streams_and_captured_launches_never_share_a_counter(here):
     assert here.waits == [torch.device("cpu")], "another stream must find zeros"
 
 
-def test_counters_run_out_into_static_rounds(here, monkeypatch):
-    monkeypatch.setattr(scratch, "POOL_SIZE", 2)
+def test_counters_run_out_into_static_rounds(here):
+    here.max_counters = 2
     assert sorted(counters_of(here, (5,)) + counters_of(here, (5, 5), True)) == [-1, 0, 1]
     assert counters_of(here, (5, 6)) == [0, -1]
 

@@ -18,7 +18,7 @@ CASES = {  # types of q, k and v; head_dim
     "bf16": ("bf16", "bf16", 64),
     "fp8": ("fp8", "fp8", 64),
     "fp8 d128": ("fp8", "fp8", 128),
-    "bf16 over fp8": ("bf16", "fp8", 64),
+    "bf16 over fp8": ("bf16", "fp8", 128),
     "shared scores": ("bf16", "bf16", 512),
 }
 

@@ -28,6 +28,7 @@ class HostMachine:
 
     # At this size `plans` is emptied, `offsets` and `constants` stop growing: a caller may vary shapes for ever.
     max_plans = 4096
+    max_counters = 1 << 22  # 16 MiB; each captured launch takes one for good, a decode launch one per MMA warp
     is_capturing = staticmethod(torch.cuda.is_current_stream_capturing)  # of the current device's stream
     raw_stream = staticmethod(_raw_stream)  # device index -> handle of its current stream
     current_device = staticmethod(_get_device)

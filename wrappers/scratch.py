@@ -14,7 +14,6 @@ import torch
 
 from . import machine
 
-POOL_SIZE = 1 << 22  # 16 MiB per device; each captured launch takes one for good, a decode launch one per MMA warp
 MAX_STREAMS = 64  # the scratch of this many streams is kept, 4 to 20 MB each
 PER_THREAD_STREAM = 2  # CUDA's handle of the per-thread default stream: one handle for several streams
 _LOCK = threading.Lock()
@@ -24,7 +23,7 @@ T = TypeVar("T")
 class CounterPool(NamedTuple):
     """The counters of a device for launches, and their owners. All are zero before and after every launch."""
 
-    counters: torch.Tensor  # (POOL_SIZE,) int32
+    counters: torch.Tensor  # (max_counters,) int32
     argument: Any  # the same, in the form that launches take
     of_stream: dict[int, int]  # raw stream -> counter: launches of one stream never overlap
     used: list[int]  # one element: the number of counters with an owner
@@ -167,6 +166,7 @@ def _new_partial(plan: Any, slots: int) -> torch.Tensor:
 
 def _add_pool(device: torch.device) -> CounterPool:
     """Allocate the counters of a device. Waits, once per device: a launch of another stream must find zeros."""
-    counters = kept(lambda: torch.zeros(POOL_SIZE, dtype=torch.int32, device=device), device, wait=True)
-    made = CounterPool(counters, machine.current.argument(counters), {PER_THREAD_STREAM: -1}, [0])
-    return machine.current.counter_pools.setdefault(device, made)
+    here = machine.current
+    counters = kept(lambda: torch.zeros(here.max_counters, dtype=torch.int32, device=device), device, wait=True)
+    made = CounterPool(counters, here.argument(counters), {PER_THREAD_STREAM: -1}, [0])
+    return here.counter_pools.setdefault(device, made)

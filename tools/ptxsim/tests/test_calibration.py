@@ -8,7 +8,7 @@ import pytest
 from ptxsim.calibrate import cases, record
 from ptxsim.calibrate.__main__ import readme_with
 
-pytestmark = pytest.mark.kernels  # it simulates: 14 s
+pytestmark = pytest.mark.kernels  # it simulates: 10 s
 RECORD = json.loads((Path(record.__file__).parent / "h200.json").read_text())
 FORMS = {case.name: case for case in cases.CASES}
 
@@ -32,11 +32,13 @@ def test_case(name):
     assert verdict.result in record.GOOD, f"{verdict.result}: {verdict.detail}"
 
 
-@pytest.mark.parametrize("mode", ["late", "newest", "random"])
-def test_modes(mode):
-    """Asynchronous forms give the same whenever they complete."""
+@pytest.mark.parametrize(("turn", "mode"), enumerate(("late", "newest", "random")))
+def test_modes(turn, mode):
+    """Asynchronous forms give the same whenever they complete. Neighbouring cases, which resemble each other, take the
+    modes in turn."""
     chosen = [case for case in cases.CASES if "async" in case.ptx or "mbarrier" in case.ptx]
-    verdicts = [record.judge(case, RECORD, mode) for case in chosen]
+    assert len(chosen) > 100
+    verdicts = [record.judge(case, RECORD, mode) for case in chosen[turn::3]]
     bad = [
         f"{v.case.name}: {v.result} {v.detail}" for v in verdicts if v.result not in (*record.GOOD, record.UNSUPPORTED)
     ]
