@@ -38,7 +38,7 @@ demo:
 shown: $(SHOWN) $(WEIGHTS)
 	@:
 
-# The linter beside one in four cases of the tests that compile no kernel, 2 minutes; what CI runs, 15 on 2 cores;
+# The linter beside: one in four cases of the tests that compile no kernel, 2 minutes; what CI runs, 15 on 2 cores;
 # everything, and nothing remembered.
 quick: $(READY)
 	@$(MAKE) --no-print-directory -j2 lint some

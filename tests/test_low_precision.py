@@ -366,8 +366,8 @@ SERVED = {  # call -> (it, the kernel that it launches)
     "e5m2 cache": (lambda: family("ragged", BF16, E5M2, out=BF16), "bf16_kve5m2_d64_"),
     "NVFP4 cache": (lambda: family("paged", HALF, NVFP4), "fp16_kvnvfp4_d64_"),
     "context, NVFP4": (lambda: trtllm("context", kv="nvfp4"), "fp16_kvnvfp4_d64_"),
-    "context, e4m3 out": (lambda: trtllm("context", out_dtype=E4M3), "fp16_d64_any"),
-    "context, NVFP4 out": (lambda: trtllm("context", out_dtype="nvfp4", o_sf_scale=1.0), "fp16_d64_any"),
+    "context, e4m3 out": (lambda: trtllm("context", out_dtype=E4M3), "fp16_oany_d64_any"),
+    "context, NVFP4 out": (lambda: trtllm("context", out_dtype="nvfp4", o_sf_scale=1.0), "fp16_oany_d64_any"),
 }  # fmt: skip
 
 
