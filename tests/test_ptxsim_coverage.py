@@ -1,10 +1,18 @@
-"""The share of a kernel's PTX that no case executes is limited."""
+"""The share of a kernel's PTX that no case executes is limited, and cases reach the kernel that they are for."""
 
+from functools import partial
+
+import pytest
 from ptxsim.coverage import Missing
 
+from bench.cases import attention as cases
+from bench.cases import forms
 from cute_kernels import catalog
 from tests.conftest import ARCH
-from tests.sim import coverage
+from tests.fake_machine import FakeMachine
+from tests.sim import coverage, workloads
+from tests.sim.workloads import attention
+from wrappers import machine
 
 
 def test_the_share_of_a_kernel_is_limited():
@@ -16,3 +24,22 @@ def test_the_share_of_a_kernel_is_limited():
 
 def test_limits_are_of_ops_that_exist():
     assert coverage.LIMITS.keys() <= {op for op, _ in catalog.shipped(ARCH)}
+
+
+def recorded(served, op, spec):
+    """A kernel that does nothing, listed in `served`."""
+    served.append(spec)
+    return lambda *args: None
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("arch", catalog.ARCHS)
+def test_the_first_case_of_each_kernel_is_served_by_it(arch):
+    """Else the simulator runs another kernel in its place, or none."""
+    for op, spec in catalog.shipped(arch):
+        if op.startswith("attention."):
+            scenario, served = workloads.CASES["attention"](spec)[0], []
+            with machine.override(FakeMachine(partial(recorded, served), arch, scenario.sms)):
+                run = attention.listed if scenario.forms else attention.launched
+                run(scenario.calls[0], forms.apply(cases.make_call(scenario.calls[0]), scenario.forms))
+            assert spec in served, f"{spec.name}: {scenario.name} is served by {[found.name for found in served]}"

@@ -84,10 +84,13 @@ def traits_of(spec: Any) -> KernelTraits:
     own = spec.kv.dtype == spec.q and (shares or not decodes or spec.q != "e4m3")  # decode converts e4m3 like any cache
     narrow = decodes and not shares and spec.tile.rows_per_warp == FEW_ROWS
     narrow = narrow and (spec.kv.bits, spec.padded_qk) in WIDE
+    out = spec.out[0] if spec.q == "e4m3" else ""
+    if len(spec.out) > 1 and not decodes and not out:  # another kernel serves outputs of the queries' type
+        out = "fp8"
     same: dict[str, Any] = {
         "function": "decode" if decodes else "context",
         "dtype": {"e4m3": "fp8"}.get(spec.q, spec.q),
-        "out_dtype": spec.out[0] if spec.q == "e4m3" else "",
+        "out_dtype": out,
         "head_dim_qk": spec.head_dim_qk,
         "head_dim_vo": spec.head_dim_vo,
         "causal": spec.mask.causal != "never",
@@ -134,11 +137,13 @@ def structure(spec: Any) -> Any:
 
 
 def structures(specs: Iterable[Any]) -> list[Any]:
-    """Return a shipped spec of every structure, bf16 if there is one: these also run in other modes than `eager`."""
+    """Return a shipped spec of every structure, bf16 if there is one, with all types of outputs if there is one: these
+    also run in other modes than `eager`."""
     found: dict[Any, Any] = {}
     for spec in sorted(specs, key=lambda spec: traits_of(spec).same["dtype"]):
-        if structure(spec):
-            found.setdefault(structure(spec), spec)
+        key = structure(spec)
+        if key and (key not in found or len(spec.out) > len(found[key].out)):
+            found[key] = spec
     return list(found.values())
 
 
