@@ -144,7 +144,7 @@ def pytest_collection_finish(session: pytest.Session) -> None:
     The collected tests stay until the end, so the garbage collector need not traverse them: that takes 0.8 s each time.
     """
     gc.freeze()
-    gc.set_threshold(10_000, 20, 20)
+    gc.set_threshold(10_000, 20, 20)  # few objects of a test are part of a cycle
     gc.enable()
     stash, option = session.config.stash, session.config.option
     if BUILDING not in stash and not option.collectonly and any("bundle" in x.fixturenames for x in session.items):

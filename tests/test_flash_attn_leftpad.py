@@ -228,12 +228,12 @@ def test_in_the_simulator(queries):
     given, seen = made(queries, dtype=torch.bfloat16)
     given["q"] = given["q"].bfloat16()
     with simulated(ARCH, []):
-        check(flash_attn_with_kvcache(**given, causal=True), wanted(given["q"], seen, causal=True), 2e-2)
+        check(flash_attn_with_kvcache(**given, causal=True), wanted(given["q"], seen, causal=True), 1e-2)
         for cache in (given["k_cache"], given["v_cache"]):
             cache.nan_to_num_()
         hostile = {"cache_leftpad": ints(-9, MOST, -MOST - 1, 25), "cache_seqlens": ints(99, MOST, MOST, -1)}
         o, lse = flash_attn_with_kvcache(**given | hostile, causal=True)
     whole = wanted(given["q"], list(zip(given["k_cache"], given["v_cache"])), causal=True)
     for b in (0, 2):
-        torch.testing.assert_close(o[b].double(), whole[0][b], rtol=2e-2, atol=2e-2)
+        torch.testing.assert_close(o[b].double(), whole[0][b], rtol=1e-2, atol=1e-2)
     assert not o[[1, 3]].any() and (lse[[1, 3]] == -torch.inf).all()

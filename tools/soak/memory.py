@@ -16,9 +16,8 @@ LIMITS = {"host": 16.0, "allocated": 1.0, "reserved": 6.0, "driver": 8.0}
 
 
 class Sample(NamedTuple):
-    """Memory in MiB after a number of steps. host: of the process, resident or swapped out, without what the C library
-    keeps for later and without mapped files, whose pages the system drops at will. allocated, reserved: torch's on the
-    device. driver: all that the device has lent, to any process."""
+    """Memory in MiB after a number of steps. host: anonymous memory of the process, resident or swapped out, without
+    freed memory. allocated, reserved: torch's on the device. driver: what the driver has lent to all processes."""
 
     step: int
     host: float
