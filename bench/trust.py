@@ -41,10 +41,15 @@ def sanitizers(gpu: str, rows: list[SanitizerRow]) -> list[str]:
 
 
 def soaks(gpu: str, rows: list[SoakRow]) -> list[str]:
-    """Return a line per scenario, from the newest run of each."""
-    chosen = list({r.scenario: r for r in rows}.values())
-    lines = [[f"`{r.scenario}`", f"{r.result}: {r.detail}", f"{r.seconds:.0f}"] for r in chosen]
-    return dated_table(gpu, chosen, ["scenario", "result", "seconds"], lines)
+    """Return a line per scenario: its newest run, and how many runs held for how many seconds in all."""
+    chosen = list({r.scenario: r for r in rows if r.result != "skipped"}.values())
+    lines = []
+    for newest in chosen:
+        own = [r for r in rows if r.scenario == newest.scenario and r.result != "skipped"]
+        held = [r.seconds for r in own if r.result == "held"]
+        count = f"{len(held)} of {len(own)}"
+        lines.append([f"`{newest.scenario}`", f"{newest.result}: {newest.detail}", count, f"{sum(held):,.0f}"])
+    return dated_table(gpu, chosen, ["scenario", "newest run", "runs that held", "seconds of these"], lines)
 
 
 OTHERS = ("rounded", "ours", "flash-attn-4", "cudnn")
