@@ -140,7 +140,8 @@ def check_schedule(spec, a):
     pack_factor = [group if spec.schedule == "stream_k" or n <= PACK_GQA_MAX_Q else 1 for n in q_lens]
     rows = [n * each for n, each in zip(q_lens, pack_factor)]
     tiles = sum(-(-n // spec.tile.m) * (a.q.shape[1] // each) for n, each in zip(rows, pack_factor))
-    promised(1 <= a.grid <= SMS and (a.grid >= tiles or a.grid == SMS))
+    most = SMS * spec.tile.ctas_per_sm
+    promised(1 <= a.grid <= most and (a.grid >= tiles or a.grid == most))
     promised(not a.counters.any() and -1 <= a.counter_base < max(1, len(a.counters)))
     promised(a.enable_pdl in (0, 1) and 0 <= getattr(a, "window_left", 0) <= 1 << 30)
     if spec.schedule == "tiles":

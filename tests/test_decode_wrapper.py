@@ -43,6 +43,18 @@ def test_few_equal_tiles_get_equally_many_ctas(launches, requests, ctas):
     assert SMS == 132 and [a.grid for a in launches] == [ctas]
 
 
+@pytest.mark.parametrize("requests, ctas", [(1, 4), (40, 160), (70, 264)])
+def test_narrow_windows_get_two_ctas_of_an_sm(here, launches, requests, ctas):
+    """No tile is split where there are CTAs for all. Scratch is not shared with launches of fewer CTAs."""
+    case = replace(PLAIN, q_lens=(1,) * requests, kv_lens=(70,) * requests, heads_q=8, heads_kv=4)
+    trtllm_batch_decode_with_kv_cache(**decode_of(case))
+    trtllm_batch_decode_with_kv_cache(**decode_of(replace(case, window_left=40)))
+    plain, windowed = launches
+    assert windowed.grid == ctas and len(windowed.o_partial) == 4 * SMS == 2 * len(plain.o_partial)
+    assert len(windowed.counters) == 2 * SMS * 4  # each of four warps counts for itself
+    assert len(here.split_scratch) == 2
+
+
 @pytest.mark.parametrize("q_len", [1, 3])
 def test_requests_of_equal_length(launched, q_len):
     case = replace(PLAIN, q_lens=(q_len,) * 3, kv_lens=(9, 40, 17))

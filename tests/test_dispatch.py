@@ -105,11 +105,32 @@ def test_every_problem_of_decode_is_served_and_every_shipped_kernel_serves_one(a
     found = set()
     types = [{"kv": "e5m2"} | dim for dim in HEAD_DIMS] + [{"q": "e4m3", "kv": "nvfp4"} | dim for dim in HEAD_DIMS]
     some = (replace(SPLIT, **each, rows=rows) for each in types for rows in (1, 1 << 20))
-    for problem in (*every_problem("always"), *some):
+    caches = product(("bf16", "e4m3", "nvfp4"), HEAD_DIMS)
+    narrow = (replace(SPLIT, kv=kv, **dim, rows=1, visible_keys=200) for kv, dim in caches)
+    for problem in (*every_problem("always"), *some, *narrow):
         op, spec = dispatch.select(problem, arch)
         found.add((op, spec))
         assert spec.schedule == "stream_k" and serves(spec, problem)
     assert {(op, spec) for op, spec in dispatch.shipped(arch) if spec.schedule == "stream_k"} <= found
+
+
+@pytest.mark.parametrize(
+    "change, ctas_per_sm",
+    [
+        ({}, 2),
+        ({"visible_keys": 257}, 1),
+        ({"split_kv": "fixed"}, 1),
+        ({"page_size": 1}, 1),
+        ({"rows": 2}, 1),
+        ({"q": "fp16", "out": "fp16"}, 1),  # none is shipped, so the one for any number of keys comes first
+        ({"head_dim_qk": 256, "head_dim_vo": 256}, 1),
+    ],
+)
+def test_narrow_windows_are_served_by_two_ctas_of_an_sm(change, ctas_per_sm):
+    request = KernelRequest(kv="e4m3", rows=1, qhead_per_kvhead=8, kv_heads=512, window=True, visible_keys=256)
+    op, spec = dispatch.select(replace(request, **change), ARCH)
+    assert (op, spec.tile.ctas_per_sm) == ("attention.decode", ctas_per_sm)
+    assert dispatch.select(replace(request, **change), "sm_100a")[1].tile.ctas_per_sm == 1
 
 
 USUAL_CALLS = [  # changes of BASE: calls of serving, none of which may wait for a compiler
@@ -224,7 +245,8 @@ def schedule(arch=ARCH, **change):
     [
         (1, 8, 131072, "stream_k"),  # decode
         (1, 2048, 8192, "stream_k"),
-        (1, 64, 1024, "tiles"),  # a tile a head, which all CTAs read at the full rate, needs no merge
+        (1, 64, 700, "tiles"),  # a tile a head, which all CTAs read at the full rate, needs no merge
+        (1, 64, 1024, "stream_k"),
         (4, 8, 131072, "stream_k"),  # few query tokens over many keys
         (16, 32, 131072, "stream_k"),
         (16, 8, 512, "tiles"),

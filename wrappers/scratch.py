@@ -130,24 +130,24 @@ def split_scratch(plan: Any, capturing: bool) -> tuple[Any, Any, int]:
 
     plan: an `attention.plan.LaunchPlan`.
     """
-    here, slots, counters = machine.current, 2 * plan.sms, plan.sms * plan.counters_per_split
+    here, slots, counters = machine.current, 2 * plan.most_ctas, plan.most_ctas * plan.counters_per_split
     if capturing:
         pool = here.counter_pools.get(plan.device)
         first = pool.take(counters) if pool else -1
         if pool and first >= 0:
             return _new_partial(plan, slots), pool.argument, first
-        return *new_split_scratch(plan, slots, plan.sms), 0
+        return *new_split_scratch(plan, slots, plan.most_ctas), 0
     if plan.device not in here.counter_pools:
         _add_pool(plan.device)  # later captures need them
     stream = here.raw_stream(plan.device.index)
     if stream == PER_THREAD_STREAM:
-        return *new_split_scratch(plan, slots, plan.sms), 0
-    key = plan.device, stream, plan.dim_vo // plan.o_tiles, plan.tile_m, plan.counters_per_split
+        return *new_split_scratch(plan, slots, plan.most_ctas), 0
+    key = plan.device, stream, plan.dim_vo // plan.o_tiles, plan.tile_m, plan.counters_per_split, plan.most_ctas
     found = here.split_scratch.get(key)
     if found is None:
         if len(here.split_scratch) >= MAX_STREAMS:
             here.split_scratch.clear()
-        new, zeros = kept(lambda: new_split_scratch(plan, slots, plan.sms), plan.device)
+        new, zeros = kept(lambda: new_split_scratch(plan, slots, plan.most_ctas), plan.device)
         found = here.split_scratch.setdefault(key, (here.argument(new), here.argument(zeros)))
     return *found, 0
 

@@ -56,10 +56,10 @@ def ragged(kv_dtype: str) -> AttentionCase:
     return replace(decoding(len(RAGGED), 0, (64, 8), 128, 16, kv_dtype), name=name, kv_lens=RAGGED)
 
 
-def windowed(keys: int) -> AttentionCase:
+def windowed(keys: int, kv_dtype: str) -> AttentionCase:
     """Return a decode batch in which each token sees its last `keys` keys, as in GPT-OSS."""
-    case = decoding(64, 8192, (64, 8), 64, 64)
-    return replace(case, name=case.name.replace("bf16-", f"bf16-window{keys}-"), window_left=keys - 1)
+    case = decoding(64, 8192, (64, 8), 64, 64, kv_dtype)
+    return replace(case, name=case.name.replace("-b64", f"-window{keys}-b64"), window_left=keys - 1)
 
 
 OTHER_DIMS = (32, 80, 96, 112, 160, 192)  # a bundle holds no kernels of these head dims
@@ -92,7 +92,7 @@ DECODE = {
         *(ragged(kv_dtype) for kv_dtype in ("", "fp8", "nvfp4")),
         *(decoding(64, 8192, (64, 8), dim, 64, kv_dtype) for kv_dtype in ("", "fp8", "nvfp4") for dim in OTHER_DIMS),
         *(decoding(64, 8192, (16, 4), 512, 64, kv_dtype) for kv_dtype in ("", "fp8", "nvfp4")),
-        windowed(128),
+        *(windowed(128, kv_dtype) for kv_dtype in ("", "fp8", "nvfp4")),
     )
 }
 SERVE = {case.name: case for case in (mixed("serve-bf16-mixed", 60), chunks("serve-bf16-chunks", 512))}

@@ -57,6 +57,11 @@ KINDS = {
     "split modified": Kind("split, with windows and soft caps", True, {"window": True}),
     "8 rows": Kind("few query rows and every modifier: 8 rows per warp", True, {"rows": 8}),
     "16 rows": Kind("the same with 16 rows per warp", True, {"rows": 16}),
+    "8 rows window": Kind(
+        f"8 rows, and a window of at most {decode.WINDOW_KEYS} keys",
+        True,
+        {"rows": 8, "visible_keys": decode.WINDOW_KEYS},
+    ),
     "8 rows gather": Kind("8 rows, with pages of any size", True, {"rows": 8, "page_size": 1}),
     "16 rows gather": Kind("16 rows, with pages of any size", True, {"rows": 16, "page_size": 1}),
 }
@@ -90,7 +95,7 @@ def splits_pay(request: KernelRequest) -> bool:
     """
     if request.source == "ragged":  # split keys without pages are simulated, but no device has run them
         return False
-    rows, heads, keys, sms = request.packed_rows, request.kv_heads, request.keys, request.sms
+    rows, heads, keys, sms = request.packed_rows, request.kv_heads, request.seen_keys, request.sms
     bits, tiles = BITS[request.kv], heads * -(-rows // 128)
     if rows > MANY_ROWS:  # each MANY_ROWS rows read the keys: at the same time, or the keys are not in the L2
         idle = min(1 - 4.1 * heads / sms, 1 - 1.6 * tiles / sms)
@@ -99,7 +104,7 @@ def splits_pay(request: KernelRequest) -> bool:
     if rows <= FEW_ROWS:  # a merge takes next to nothing
         if heads >= sms:
             return bits < 16 or request.page_size != 8  # boxes of 8 rows cost `decode` 2 %
-        return bits < 16 or saved > 0 or not 512 < keys < 4096
+        return bits < 16 or saved > 0 or not 512 < keys < 1024
     if rows <= MORE_ROWS:
         return bits == 4 or bits == 8 and keys <= 512 or keys >= 8192 or saved > MERGES[MORE_ROWS]
     return bits == 4 and keys >= 8192 or saved > MERGES[MANY_ROWS]
@@ -119,14 +124,18 @@ def answer(op: str, request: KernelRequest, arch: str, split: bool) -> Answer:
 def explain(request: KernelRequest, arch: str) -> tuple[Answer, ...]:
     """Return the answers to a request, those that are asked first at the beginning.
 
-    With few rows, a kernel that is shipped comes before one that would have to be compiled.
+    With few rows, a kernel that is shipped comes before one that would have to be compiled. Where a kernel for narrow
+    windows would serve the request, the one for any number of keys is asked after it.
     """
     order: tuple[tuple[str, bool], ...] = (*WHOLE, *FIXED)
     if request.split_kv == "fixed":
         order = (*FIXED, *WHOLE)
     elif request.split_kv == "always" or request.split_kv == "auto" and splits_pay(request):
         order = (*SPLIT, *WHOLE)
-    found = [answer(op, request, arch, split) for op, split in order]
+    asked: dict[str, tuple[KernelRequest, ...]] = dict.fromkeys(OPS, (request,))
+    if request.visible_keys <= decode.WINDOW_KEYS:
+        asked["attention.decode"] = (request, replace(request, visible_keys=KernelRequest.visible_keys))
+    found = list(dict.fromkeys(answer(op, one, arch, split) for op, split in order for one in asked[op]))
     if request.split_kv == "auto" and request.packed_rows <= MANY_ROWS:
         held = _held(arch)
         found.sort(key=lambda a: a.reason is not None or (a.op, a.spec) not in held)

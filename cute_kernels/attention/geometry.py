@@ -63,10 +63,13 @@ class KernelParams:
     mma_pv: cute.TiledMma | None = None
 
 
-def launch(kernel, warps, a, stream):
-    """Launch an attention kernel with its parameters: CTAs of `warps` warps, one per SM. Called on the host."""
-    grid, block = [a.schedule.grid, 1, 1], [32 * warps, 1, 1]
-    kernel.launch(grid=grid, block=block, stream=stream, min_blocks_per_mp=1, use_pdl=a.schedule.enable_pdl)
+def launch(spec, kernel, warps, a, stream):
+    """Launch an attention kernel with its parameters: CTAs of `warps` warps, `tile.ctas_per_sm` on an SM. Called on the
+    host."""
+    how: dict[str, Any] = {"min_blocks_per_mp": spec.tile.ctas_per_sm, "use_pdl": a.schedule.enable_pdl}
+    if spec.tile.ctas_per_sm > 1:
+        how["preferred_smem_carveout"] = 100
+    kernel.launch(grid=[a.schedule.grid, 1, 1], block=[32 * warps, 1, 1], stream=stream, **how)
 
 
 def kv_row_bytes(spec):

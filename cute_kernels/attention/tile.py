@@ -34,6 +34,10 @@ class TileConfig(Protocol):
         """The numbers of rows that a tile may have, ascending."""
 
     @property
+    def ctas_per_sm(self) -> int:
+        """The CTAs that an SM has room for."""
+
+    @property
     def load_warps(self) -> int:
         """Warps that fill a stage of K, or of V, together."""
 

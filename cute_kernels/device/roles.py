@@ -11,9 +11,9 @@ from typing import NamedTuple
 REGISTER_FILE = 65536  # registers of an SM
 
 
-def launch_registers(warps: int) -> int:
-    """Return the registers per thread with which a CTA of `warps` warps is launched, alone on its SM."""
-    return min(255, REGISTER_FILE // (32 * warps)) // 8 * 8
+def launch_registers(warps: int, ctas_per_sm: int = 1) -> int:
+    """Return the registers per thread with which CTAs of `warps` warps are launched."""
+    return min(255, REGISTER_FILE // (32 * warps * ctas_per_sm)) // 8 * 8
 
 
 class Role(NamedTuple):
@@ -30,7 +30,7 @@ class Roles(NamedTuple):
     table: tuple[Role, ...]
 
     @staticmethod
-    def of(*table: Role) -> "Roles":
+    def of(*table: Role, ctas_per_sm: int = 1) -> "Roles":
         """Make the table of roles.
 
         Raise ValueError if the warps are no whole warpgroups, if the warps of a warpgroup differ in registers, or
@@ -39,9 +39,9 @@ class Roles(NamedTuple):
         each = [role.registers for role in table for _ in range(role.warps)]
         if len(each) % 4 or any(len(set(each[i : i + 4])) > 1 for i in range(0, len(each), 4)):
             raise ValueError(f"roles: {table}, must be warpgroups of four warps with equal registers")
-        if sum(each) > launch_registers(len(each)) * len(each):
-            most = launch_registers(len(each)) * len(each) * 32
-            raise ValueError(f"roles: {table}, need {sum(each) * 32} registers, must be at most {most}")
+        held = launch_registers(len(each), ctas_per_sm) * len(each)
+        if sum(each) > held:
+            raise ValueError(f"roles: {table}, need {sum(each) * 32} registers, must be at most {held * 32}")
         return Roles(tuple(role for role in table if role.warps))
 
     def first(self, name: str) -> int:

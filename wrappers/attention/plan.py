@@ -133,6 +133,12 @@ def _keys(call: AttentionCall) -> int:
     return 1 << max(mean - 1, 0).bit_length()
 
 
+def _visible_keys(call: AttentionCall, rows: int) -> int:
+    """Return an upper bound of the keys that a request of at most `rows` tokens sees."""
+    windows = [width for width in (call.window_left + 1, call.chunk) if width > 0]
+    return min([KernelRequest.visible_keys, *(width + rows for width in windows)])
+
+
 def request_of(call: AttentionCall, sms: int = 132) -> KernelRequest:
     """Return the kernel request of a valid call on a GPU of `sms` SMs."""
     rows, kv_heads = min(call.max_q_len, call.q.shape[0]), call.k.shape[1]
@@ -157,6 +163,7 @@ def request_of(call: AttentionCall, sms: int = 132) -> KernelRequest:
         causal=(call.causal or single) and not masked,
         window=call.window_left >= 0,
         chunk=call.chunk > 0,
+        visible_keys=_visible_keys(call, rows),
         drafts=call.drafts is not None,
         soft_cap=bool(call.soft_cap),
         skip=bool(call.skip),
@@ -222,7 +229,7 @@ class LaunchPlan:
     num_tile_heads: int
     o_tiles: int  # tiles that share the columns of the output of a row
     tile_m: int  # the largest number of query rows of a tile
-    sms: int
+    most_ctas: int  # of a launch: those that are on the GPU at a time
     stream_k: bool  # CTAs share the keys of a request
     counters_per_split: int  # of a tile
     split_keys: int  # keys of a split if splits do not depend on the batch, else 0
@@ -285,7 +292,7 @@ class LaunchPlan:
         if not self.stream_k:
             if self.batch * self.heads * self.o_tiles * (tokens // self.tile_m + 1) >= MOST_TILES:
                 raise _too_many_tiles(call._replace(q=q), self.batch)
-            flat[slots.grid] = tiles if tiles < self.sms else self.sms
+            flat[slots.grid] = tiles if tiles < self.most_ctas else self.most_ctas
             flat[slots.counters], flat[slots.counter_base] = scratch.launch_counter(self.device, capturing)
             if self.lists is not None:
                 flat[slots.mask_blocks] = self.lists.empty(call, q)
@@ -380,12 +387,12 @@ def plan_for(call: AttentionCall, arch: str, sms: int) -> LaunchPlan:
     stream_k, few = policy.is_split_kv(spec), request.rows <= PACK_GQA_MAX_Q
     packs = policy.packs_all_tiles(spec) or few and request.qhead_per_kvhead <= PACK_GQA_MAX_GROUP
     group = request.qhead_per_kvhead if packs else 1
-    blocks = CHUNK // spec.tile.n if call.split_kv != "auto" else 0
+    blocks, most_ctas = CHUNK // spec.tile.n if call.split_kv != "auto" else 0, sms * spec.tile.ctas_per_sm
     dtype, options = call.result_dtype, cast(tuple[Any, ...], call[OPTIONS])
     size = dtype.itemsize if isinstance(dtype, torch.dtype) else 0  # a packed output is compared separately
     return LaunchPlan(
         fn=here.kernel(op, spec, arch),
-        flat=_defaults(call, request, spec, sms, blocks),
+        flat=_defaults(call, request, spec, most_ctas, blocks),
         slots=slots,
         optional=_present(call, slots),
         types=tuple(map(type, options)),
@@ -403,7 +410,7 @@ def plan_for(call: AttentionCall, arch: str, sms: int) -> LaunchPlan:
         num_tile_heads=heads // group,
         o_tiles=spec.tile.o_tiles,
         tile_m=spec.tile.m,
-        sms=sms,
+        most_ctas=most_ctas,
         stream_k=stream_k,
         counters_per_split=spec.tile.counters_per_split,
         split_keys=blocks * spec.tile.n if stream_k else 0,
@@ -427,17 +434,20 @@ def _present(call: AttentionCall, slots: ArgSlots) -> tuple[tuple[str, int, Any]
     return tuple(found)
 
 
-def _ctas(request: KernelRequest, spec: Any, sms: int, blocks: int) -> int:
-    """Return the number of CTAs of a launch with split keys: all SMs or, if nearly all of them still work, a multiple
-    of the number of tiles. If lengths are equal, no CTA then has the end of one tile and the begin of the next."""
+def _ctas(request: KernelRequest, spec: Any, most: int, blocks: int) -> int:
+    """Return the number of CTAs of a launch with split keys: all that the GPU has room for or, if nearly all SMs still
+    work, a multiple of the number of tiles. If lengths are equal, no CTA then has the end of one tile and the begin of
+    the next. Tiles of few keys, of which an SM has several, are not split as long as there are CTAs for all."""
     tiles = request.kv_heads * -(-request.packed_rows // spec.tile.m) * spec.tile.o_tiles
     if blocks or not policy.is_split_kv(spec) or not tiles:
-        return sms
-    whole = sms // tiles * tiles
-    return whole if 16 * whole >= 15 * sms else sms
+        return most
+    if spec.tile.ctas_per_sm > 1:
+        return min(tiles, most)
+    whole = most // tiles * tiles
+    return whole if 16 * whole >= 15 * most else most
 
 
-def _defaults(call: AttentionCall, request: KernelRequest, spec: Any, sms: int, blocks: int) -> list[Any]:
+def _defaults(call: AttentionCall, request: KernelRequest, spec: Any, most_ctas: int, blocks: int) -> list[Any]:
     """Return the arguments of a launch: the call's options, and empty tensors for those that it lacks."""
     empty, heads = partial(machine.current.empty, call.q.device), call.q.shape[1]
     fp32, int32 = torch.float32, torch.int32
@@ -462,7 +472,7 @@ def _defaults(call: AttentionCall, request: KernelRequest, spec: Any, sms: int, 
         "o_sf": empty(torch.uint8),
         "o_sf_start": 0,
         "o_sf_scale": float(call.out_sf_scale or 1.0),
-        "grid": _ctas(request, spec, sms, blocks),
+        "grid": _ctas(request, spec, most_ctas, blocks),
         "counters": empty(int32),
         "counter_base": 0,
         "enable_pdl": int(call.enable_pdl is not False),

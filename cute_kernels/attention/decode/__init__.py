@@ -25,6 +25,7 @@ from ..tile import MergedTileConfig
 from .tile_table import (
     DIMS_OF_KIND,
     FEW_ROWS,
+    WINDOW_KEYS,
     DecodeTileConfig,
     TileKey,
     kind_of,
@@ -48,11 +49,12 @@ def padded(kv: str, dims: tuple[int, int]) -> tuple[int, int]:
     return padded_dims(dims, DIMS_OF_KIND[kind_of(kv)])
 
 
-def spec_of(q: str, kv: str, dim: int, rows: int, arch: str) -> Spec:
-    """Return the spec of these types with every modifier; with `rows` rows per warp if there is such a tile, else with
-    `FEW_ROWS`."""
-    tiles, key = tiles_of(arch), TileKey(kind_of(kv), padded(kv, (dim, dim))[0], rows)
-    tile = tiles.get(key) or tiles.get(key._replace(rows=FEW_ROWS))
+def spec_of(q: str, kv: str, dim: int, rows: int, arch: str, window: bool = False) -> Spec:
+    """Return the spec of these types with every modifier; with `rows` rows per warp, and for windows of few keys, if
+    there are such tiles, else with `FEW_ROWS`, and for any number of keys."""
+    tiles, key = tiles_of(arch), TileKey(kind_of(kv), padded(kv, (dim, dim))[0], rows, window)
+    plain = key._replace(window=False)
+    tile = tiles.get(key) or tiles.get(plain) or tiles.get(plain._replace(rows=FEW_ROWS))
     mask, logits = MaskSpec("always", True, True), LogitsSpec(True, True)
     return AttentionSpec(q, KVSpec(kv), outputs(q), dim, dim, mask, logits, "stream_k", tile)
 
@@ -63,7 +65,8 @@ def candidate(request: KernelRequest, arch: str, split: bool = True) -> Spec:
     # rows: the maximum over the batch, on which the bits of a request must not depend with "never" and "fixed"
     many = p.split_kv in ("auto", "always") and p.packed_rows > FEW_ROWS or alone and p.split_kv == "never"
     full = "value" if alone else "never"  # elsewhere, other kernels serve calls without a causal mask
-    spec = spec_of(p.q, p.kv, p.head_dim_qk, 2 * FEW_ROWS if many else FEW_ROWS, arch)
+    narrow = p.split_kv in ("auto", "always") and p.visible_keys <= WINDOW_KEYS and kv_source(p) == "tma"
+    spec = spec_of(p.q, p.kv, p.head_dim_qk, 2 * FEW_ROWS if many else FEW_ROWS, arch, narrow)
     mask = replace(exact_mask(p), causal="always" if p.causal else full, window=True, tree=True)
     logits = replace(spec.logits, alibi=p.alibi, head_scales=p.head_scales)
     out = outputs(p.q, p.out)

@@ -1,4 +1,5 @@
 """Decode: host function and device entry. CTAs are persistent; each gets the same number of KV blocks (stream-K).
+Narrow windows have two CTAs on an SM (`tile_table`), other calls one.
 
 | role        | warps            | registers | waits for                        | signals                            |
 | ----------- | ---------------- | --------- | -------------------------------- | ---------------------------------- |
@@ -8,11 +9,11 @@
 | load_scales | 1 (NVFP4), idle  | 72 (56)   | work_pipe full, k_ and v_pipe    | work_pipe empty, k_pipe and v_pipe |
 |             | in other kernels |           | empty                            | full (cp.async)                    |
 | mma         | 4, 8 or 12       | 248, 216  | work_pipe full, k_pipe full,     | k_pipe empty, v_pipe empty,        |
-|             |                  | or 152    | v_pipe full, s.merge.ready       | s.merge.ready, work_pipe empty     |
+|             |                  | (152)     | v_pipe full, s.merge.ready       | s.merge.ready, work_pipe empty     |
 
 `load_warps` is 1 in all decode tiles. Registers are per thread (`roles.REGISTERS`); those in parentheses go with 12 mma
-warps. All mma warps compute the same few query rows on different keys, or groups of them do if a tile has more rows
-than a warp (`mainloop`).
+warps. With two CTAs on an SM, each has 4 mma warps of 200 registers, and 56 for the others. All mma warps compute the
+same few query rows on different keys, or groups of them do if a tile has more rows than a warp (`mainloop`).
 
 Pipelines (`device.pipeline`):
 - work_pipe, 4 stages: a tile (`WorkTileInfo`). The load roles release it as soon as they have read it, mma when the
@@ -76,7 +77,7 @@ def forward(spec: cutlass.Constexpr, stream, *flat):
     """Launch the kernel. flat: the arguments in the order of `args.fields`."""
     a = geometry.launch_args(spec, flat)
     k, v = operand(spec, a.kv.k, spec.padded_qk), operand(spec, a.kv.v, spec.padded_vo)
-    geometry.launch(kernel(spec, geometry.KernelParams(a, k, v)), roles(spec).warps(), a, stream)
+    geometry.launch(spec, kernel(spec, geometry.KernelParams(a, k, v)), roles(spec).warps(), a, stream)
 
 
 def shared(spec, plan):

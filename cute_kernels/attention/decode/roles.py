@@ -3,12 +3,13 @@
 from ...device.roles import Role, Roles
 from ..kv import scales
 
-REGISTERS = {1: (72, 248), 2: (72, 216), 3: (56, 152)}  # mma warpgroups -> registers per thread: (other roles, mma)
+# (mma warpgroups, CTAs on an SM) -> registers per thread: (other roles, mma)
+REGISTERS = {(1, 1): (72, 248), (2, 1): (72, 216), (3, 1): (56, 152), (1, 2): (56, 200)}
 
 
 def roles(spec) -> Roles:
     """Return the table of a kernel: name, warps, registers per thread, in the order of the warps."""
-    load_regs, mma_regs = REGISTERS[spec.tile.warpgroups]
+    load_regs, mma_regs = REGISTERS[spec.tile.warpgroups, spec.tile.ctas_per_sm]
     return Roles.of(
         Role("load_k", spec.tile.load_warps, load_regs),
         Role("load_v", spec.tile.load_warps, load_regs),
@@ -16,4 +17,5 @@ def roles(spec) -> Roles:
         Role("load_scales", scales.load_warps(spec), load_regs),
         Role("idle", 1 - scales.load_warps(spec), load_regs),
         Role("mma", spec.tile.warps, mma_regs),
+        ctas_per_sm=spec.tile.ctas_per_sm,
     )

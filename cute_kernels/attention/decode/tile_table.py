@@ -27,7 +27,8 @@ class DecodeTileConfig:
     for architectures with a `cvt` of e2m1 codes, which differs in `quant.kv_format` and `operands.fill`. end_blocks:
     the time that the end of a tile takes, in KV blocks, for the schedule (`stream_k.end_units`). boxes_at_once: TMA
     boxes per iteration of the loop over them. o_tiles: tiles that have the same rows, all of S, and a part each of the
-    columns of O: with head_dim 512, O and Q of 8 rows would take 192 registers per thread.
+    columns of O: with head_dim 512, O and Q of 8 rows would take 192 registers per thread. ctas_per_sm: CTAs that an
+    SM has room for: one computes while another ends its tile.
     """
 
     m: int
@@ -39,6 +40,7 @@ class DecodeTileConfig:
     end_blocks: int = 0
     boxes_at_once: int = 4
     o_tiles: int = 1
+    ctas_per_sm: int = 1
 
     load_warps: ClassVar[int] = 1
     per_tile_pack_gqa: ClassVar[bool] = False
@@ -64,7 +66,7 @@ class DecodeTileConfig:
     @property
     def combine_columns(self) -> int:
         """Registers per lane for the columns of splits that it merges, as far as O and Q leave room."""
-        return 96 if self.rows_per_warp == FEW_ROWS and self.warpgroups < 3 else 32
+        return 96 if self.rows_per_warp == FEW_ROWS and self.warpgroups < 3 and self.ctas_per_sm == 1 else 32
 
     @property
     def m_choices(self) -> tuple[int, ...]:
@@ -78,6 +80,7 @@ class DecodeTileConfig:
         """The tile's part of a spec's name."""
         name = f"m{self.m}n{self.n}s{self.stages}g{self.warpgroups}r{self.rows_per_warp}"
         name += f"o{self.o_tiles}" if self.o_tiles > 1 else ""
+        name += f"x{self.ctas_per_sm}" if self.ctas_per_sm > 1 else ""
         return name + ("b" if self.blackwell else "")
 
     @property
@@ -92,11 +95,13 @@ class DecodeTileConfig:
 
 class DecodeTiles(NamedTuple):
     """Tiles over caches of one type. few: 8 rows per warp. more: 16 rows; None: no kernel. few_blackwell: instead of
-    `few` on architectures with a `cvt` of e2m1 codes; None: `few`."""
+    `few` on architectures with a `cvt` of e2m1 codes; None: `few`. window: instead of `few` on Hopper, if tokens see at
+    most `WINDOW_KEYS` keys; None: `few`."""
 
     few: DecodeTileConfig
     more: DecodeTileConfig | None = None
     few_blackwell: DecodeTileConfig | None = None
+    window: DecodeTileConfig | None = None
 
 
 class DecodeRow(NamedTuple):
@@ -113,7 +118,10 @@ class DecodeRow(NamedTuple):
 # so that CTAs get equal shares of the work. More warps convert if registers suffice. Kernels with 16 rows per warp hold
 # more in registers (8 warps at most) and add up more of O in shared memory. From head_dim 160 on there are none: O and
 # Q of 16 rows would take 120 registers per thread with head_dim 160, 192 with 256.
+# Where tokens see few keys, the end of a tile takes as long as its keys (bench/notes/decode.md): two CTAs of four mma
+# warps then share an SM.
 _T = DecodeTileConfig
+_WINDOW = DecodeTileConfig(32, 128, 1, 1, ctas_per_sm=2)
 TABLE = (
     DecodeRow(
         32,
@@ -122,9 +130,9 @@ TABLE = (
     ),
     DecodeRow(
         64,
-        half=DecodeTiles(_T(64, 128, 6), _T(64, 128, 6, 2, 16)),
-        e4m3=DecodeTiles(_T(64, 256, 6), _T(64, 256, 6, 2, 16)),
-        nvfp4=DecodeTiles(_T(64, 512, 4), _T(64, 512, 4, 2, 16)),
+        half=DecodeTiles(_T(64, 128, 6), _T(64, 128, 6, 2, 16), window=replace(_WINDOW, stages=3)),
+        e4m3=DecodeTiles(_T(64, 256, 6), _T(64, 256, 6, 2, 16), window=replace(_WINDOW, stages=5)),
+        nvfp4=DecodeTiles(_T(64, 512, 4), _T(64, 512, 4, 2, 16), window=replace(_WINDOW, stages=8)),
     ),
     DecodeRow(
         96,
@@ -138,8 +146,9 @@ TABLE = (
             _T(64, 256, 3),
             _T(64, 256, 3, 2, 16),
             few_blackwell=_T(64, 128, 6),  # the tile of `few` would spill there
+            window=replace(_WINDOW, stages=2),
         ),
-        nvfp4=DecodeTiles(_T(48, 384, 3, 3), _T(64, 256, 5, 2, 16)),
+        nvfp4=DecodeTiles(_T(48, 384, 3, 3), _T(64, 256, 5, 2, 16), window=replace(_WINDOW, stages=5)),
     ),
     DecodeRow(
         160,
@@ -169,16 +178,19 @@ END_BLOCKS = {"half": 0, "e4m3": 2, "nvfp4": 2}  # column of `TABLE` -> `end_blo
 # that run at a time hardly fits the instruction cache, 32 KB.
 BOXES_AT_ONCE = {"half": 4, "e4m3": 4, "nvfp4": 2}
 SMALL_STAGES = 6  # most stages of a tile that `small_tile` makes
+WINDOW_KEYS = 256  # most keys that the tokens of a request see, if `DecodeTiles.window` serves it
 DIMS_OF_KIND = {kind: tuple(row.head_dim for row in TABLE if getattr(row, kind)) for kind in COLUMNS.values()}
 HEAD_DIMS = DIMS_OF_KIND["half"]
 
 
 class TileKey(NamedTuple):
-    """The choice of a tile. kind: a column of `TABLE`. head_dim: a padded one. rows: per warp."""
+    """The choice of a tile. kind: a column of `TABLE`. head_dim: a padded one. rows: per warp. window: for tokens
+    that see at most `WINDOW_KEYS` keys."""
 
     kind: str
     head_dim: int
     rows: int
+    window: bool = False
 
 
 def kind_of(kv: str) -> str:
@@ -203,6 +215,8 @@ def measured(blackwell: bool) -> dict[TileKey, DecodeTileConfig]:
         found[TileKey(kind, row.head_dim, FEW_ROWS)] = few
         if tiles.more is not None:
             found[TileKey(kind, row.head_dim, 2 * FEW_ROWS)] = tiles.more
+        if tiles.window is not None:
+            found[TileKey(kind, row.head_dim, FEW_ROWS, True)] = tiles.window
     return found
 
 
@@ -275,8 +289,8 @@ def least_bytes(key: TileKey) -> int:
 def tiles_of(arch: str) -> dict[TileKey, DecodeTileConfig]:
     """Return the tiles of an architecture."""
     row = archs.of(arch)
-    blackwell = archs.CVT_E2M1 in row.instructions
-    tiles = measured(blackwell)
+    blackwell, windows = archs.CVT_E2M1 in row.instructions, archs.WGMMA in row.instructions
+    tiles = {key: tile for key, tile in measured(blackwell).items() if windows or not key.window}
     if row.smem_per_cta < max(smem_bytes(key.kind, key.head_dim, tile) for key, tile in tiles.items()):
         small = {key: small_tile(key, tile.o_tiles, row.smem_per_cta) for key, tile in tiles.items()}
         tiles = {key: tile for key, tile in small.items() if tile is not None}

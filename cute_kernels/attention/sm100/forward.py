@@ -135,7 +135,7 @@ def forward(spec: cutlass.Constexpr, stream, *flat):
     rows = cute.make_tensor(a.query.q.iterator, cute.select(a.query.q.layout, mode=[0, 2, 1]))
     q = copy.operand(rows, (t.m, spec.padded_qk), t.q_stages, (t.m,))
     mask_blocks.launch(spec, a, stream)
-    geometry.launch(kernel(spec, geometry.KernelParams(a, k, v, q)), roles(spec).warps(), a, stream)
+    geometry.launch(spec, kernel(spec, geometry.KernelParams(a, k, v, q)), roles(spec).warps(), a, stream)
 
 
 def shared(spec, plan):

@@ -44,6 +44,7 @@ class Sm100TileConfig:
     pdl_prologue: ClassVar[bool] = False
     alternates_m_blocks: ClassVar[bool] = False  # with split keys, tiles come in ascending order
     counters_per_split: ClassVar[int] = 1
+    ctas_per_sm: ClassVar[int] = 1
     end_blocks: ClassVar[int] = 0
     boxes_at_once: ClassVar[int] = 0
     e2m1: ClassVar[bool] = True

@@ -103,7 +103,7 @@ def forward(spec: cutlass.Constexpr, stream, *flat):
     q = copy.operand(rows, (t.m, spec.padded_qk), t.q_stages, (t.m,))
     mask_blocks.launch(spec, a, stream)
     params = geometry.KernelParams(a, k, v, q, *precision.tiled_mmas(spec))
-    geometry.launch(kernel(spec, params), roles(spec).warps(), a, stream)
+    geometry.launch(spec, kernel(spec, params), roles(spec).warps(), a, stream)
 
 
 def raw_stages(spec, which):

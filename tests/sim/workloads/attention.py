@@ -64,6 +64,7 @@ class KernelTraits:
     few_rows: int  # query rows per request from which another kernel serves it; 0: none does
     wide: bool  # decode of more rows; on Blackwell it serves them if a call skips blocks
     window: bool
+    narrow: bool  # decode for windows of few keys
     cap: bool
     general: bool  # causal or full, as the call requests
     gathers: bool  # pages of any size
@@ -104,8 +105,8 @@ def traits_of(spec: Any) -> KernelTraits:
     several = len(spec.out) > 1
     promoted = getattr(spec.tile, "promote_interval", 0)  # of Hopper's prefill
     return KernelTraits(
-        decodes, shares, few, wide, mask.window, cap, general, gathers, mask.custom, skips, several, block,
-        block * stages, promoted, not decodes and len(spec.tile.m_choices) > 1, same,
+        decodes, shares, few, wide, mask.window, spec.tile.ctas_per_sm > 1, cap, general, gathers, mask.custom, skips,
+        several, block, block * stages, promoted, not decodes and len(spec.tile.m_choices) > 1, same,
     )  # fmt: skip
 
 
@@ -116,6 +117,8 @@ def structure(spec: Any) -> Any:
     if k.shares:
         key = spec.q, spec.kv.dtype, dim
         return ("shares", *key, k.window) if key in SHARED_STRUCTURES else None
+    if k.narrow:  # the code of the kernel for any number of keys, in another tile
+        return None
     if k.decodes:
         key = k.same["kv_dtype"], dim, spec.tile.rows_per_warp == FEW_ROWS
         if k.gathers:
@@ -225,7 +228,8 @@ def attention_cases(spec: Any, thorough: bool = False) -> list[Scenario]:
     if k.shares:
         return sharing_cases(k)
     twin = (k.gathers or bool(k.same["kv_dtype"]) and not k.decodes) and structure(spec) is None
-    window = (300 if k.general else 75) if k.window else -1
+    wider = k.general or k.decodes and not k.narrow  # a narrower window is served by another kernel
+    window = (300 if wider else 75) if k.window else -1
     other = -1 if k.cap or k.decodes else window  # a kernel with a window serves calls without one
     first, second = ((5, 0, 40), (2, 1, 3)) if k.decodes else ((3, 0, 150), (9, 1, 197))
     if k.few_rows:
@@ -277,6 +281,10 @@ def attention_cases(spec: Any, thorough: bool = False) -> list[Scenario]:
         lens = tuple(37 * i % 131 for i in range(40))
         crowd = replace(short, name="crowd", q_lens=(each,) * len(lens), kv_lens=lens)
         parts = Scenario("long", (long,), PARTS), Scenario("crowd", (crowd,), sms)
+    if k.narrow:
+        box, *others = (replace(call, window_left=window) for call in (other_boxes[-1], many, crowd))
+        listed = Scenario("boxes", (box, replace(others[1], page_size=8)), sms, box_forms)
+        return [Scenario("ragged", (ragged,), SMS, in_forms), listed, Scenario("many", tuple(others), sms)]
     if twin and k.decodes:
         return [Scenario("ragged", (ragged,), SMS, in_forms), Scenario("boxes", (other_boxes[-1], many), sms), *parts]
     if twin:
