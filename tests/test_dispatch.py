@@ -120,10 +120,11 @@ def test_every_problem_of_decode_is_served_and_every_shipped_kernel_serves_one(a
         ({}, 2),
         ({"visible_keys": 257}, 1),
         ({"split_kv": "fixed"}, 1),
-        ({"split_kv": "always"}, 1),
+        ({"split_kv": "always"}, 2),
         ({"page_size": 1}, 1),
         ({"rows": 2}, 1),
-        ({"q": "fp16", "out": "fp16"}, 1),  # none is shipped, so the one for any number of keys comes first
+        ({"q": "fp16", "out": "fp16"}, 1),  # none is shipped
+        ({"q": "fp16", "out": "fp16", "split_kv": "always"}, 1),
         ({"head_dim_qk": 256, "head_dim_vo": 256}, 1),
     ],
 )

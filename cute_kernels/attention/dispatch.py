@@ -124,18 +124,17 @@ def answer(op: str, request: KernelRequest, arch: str, split: bool) -> Answer:
 def explain(request: KernelRequest, arch: str) -> tuple[Answer, ...]:
     """Return the answers to a request, those that are asked first at the beginning.
 
-    With few rows, a kernel that is shipped comes before one that would have to be compiled. Where a kernel for narrow
-    windows would serve the request, the one for any number of keys is asked after it.
+    With few rows, a kernel that is shipped comes before one that would have to be compiled. Kernels for narrow
+    windows serve requests only if they are shipped.
     """
     order: tuple[tuple[str, bool], ...] = (*WHOLE, *FIXED)
     if request.split_kv == "fixed":
         order = (*FIXED, *WHOLE)
     elif request.split_kv == "always" or request.split_kv == "auto" and splits_pay(request):
         order = (*SPLIT, *WHOLE)
-    asked: dict[str, tuple[KernelRequest, ...]] = dict.fromkeys(OPS, (request,))
-    if request.visible_keys <= decode.WINDOW_KEYS:
-        asked["attention.decode"] = (request, replace(request, visible_keys=KernelRequest.visible_keys))
-    found = list(dict.fromkeys(answer(op, one, arch, split) for op, split in order for one in asked[op]))
+    if arch in decode.ARCHS and ("attention.decode", decode.candidate(request, arch)) not in _held(arch):
+        request = replace(request, visible_keys=KernelRequest.visible_keys)
+    found = [answer(op, request, arch, split) for op, split in order]
     if request.split_kv == "auto" and request.packed_rows <= MANY_ROWS:
         held = _held(arch)
         found.sort(key=lambda a: a.reason is not None or (a.op, a.spec) not in held)

@@ -91,7 +91,10 @@ def _decode() -> Iterator[tuple[str, tuple[Call, ...]]]:
     for kind, cache in CACHES.items():
         for count, fields in rows.items():
             calls = [attend(DECODE, ONE, cache, fields, dims=d) for d in USUAL]
-            yield f"decode-{kind}-{count}-rows", (*calls, attend(DECODE, ONE, cache, fields, {"window_left": 200}, CAP))
+            yield f"decode-{kind}-{count}-rows", (*calls, attend(DECODE, ONE, cache, fields, {"window_left": 600}, CAP))
+    narrow = {"window_left": 200}
+    quantised = [attend(DECODE, ONE, CACHES[kind], narrow, rows[8], dims="d128") for kind in ("e4m3", "nvfp4")]
+    yield "decode-windows", (*(attend(DECODE, ONE, cache, narrow, rows[8]) for cache in CACHES.values()), *quantised)
     yield "decode-d256", tuple(attend(DECODE, ONE, cache, dims="d256") for cache in CACHES.values())
     few = zip(rows.values(), USUAL)
     yield "decode-e4m3-queries", tuple(attend(DECODE, ONE, FP8, fields, dims=d) for fields, d in few)

@@ -65,7 +65,7 @@ def candidate(request: KernelRequest, arch: str, split: bool = True) -> Spec:
     # rows: the maximum over the batch, on which the bits of a request must not depend with "never" and "fixed"
     many = p.split_kv in ("auto", "always") and p.packed_rows > FEW_ROWS or alone and p.split_kv == "never"
     full = "value" if alone else "never"  # elsewhere, other kernels serve calls without a causal mask
-    narrow = p.split_kv == "auto" and p.visible_keys <= WINDOW_KEYS and kv_source(p) == "tma"
+    narrow = p.split_kv in ("auto", "always") and p.visible_keys <= WINDOW_KEYS and kv_source(p) == "tma"
     spec = spec_of(p.q, p.kv, p.head_dim_qk, 2 * FEW_ROWS if many else FEW_ROWS, arch, narrow)
     mask = replace(exact_mask(p), causal="always" if p.causal else full, window=True, tree=True)
     logits = replace(spec.logits, alibi=p.alibi, head_scales=p.head_scales)

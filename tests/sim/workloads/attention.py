@@ -118,7 +118,7 @@ def structure(spec: Any) -> Any:
         key = spec.q, spec.kv.dtype, dim
         return ("shares", *key, k.window) if key in SHARED_STRUCTURES else None
     if k.narrow:  # the code of the kernel for any number of keys, in another tile
-        return None
+        return "narrow" if (k.same["kv_dtype"], dim) == ("", 64) else None
     if k.decodes:
         key = k.same["kv_dtype"], dim, spec.tile.rows_per_warp == FEW_ROWS
         if k.gathers:
