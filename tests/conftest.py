@@ -46,7 +46,7 @@ def specs_of(op: str, arch: str) -> list[Any]:
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--all", action="store_true", help="run all tests, and repeat simulations with remembered results")
     parser.addoption(
-        "--quick", action="store_true", help="one in four cases of the tests that take no seconds and no kernels"
+        "--quick", action="store_true", help="one in six cases of the tests that take no seconds and no kernels"
     )
 
 
@@ -122,12 +122,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def quick(items: list[pytest.Item]) -> list[pytest.Item]:
-    """Return one in four cases of each test that no marker leaves out, the first one included."""
+    """Return one in six cases of each test that no marker leaves out, the first one included."""
     cases: dict[tuple[Path, str], list[pytest.Item]] = defaultdict(list)
     for item in items:
         if not any(item.get_closest_marker(mark) for mark in ("kernels", "slow", "full")):
             cases[item.path, getattr(item, "originalname", item.name)].append(item)
-    return [item for own in cases.values() for item in own[::4]]
+    return [item for own in cases.values() for item in own[::6]]
 
 
 def order(item: pytest.Item) -> tuple[bool, int]:
