@@ -35,7 +35,8 @@ with suppress(ImportError):  # a GPU machine may lack Hypothesis, which no test_
 
     # A slow machine is no failure: by default, Hypothesis fails an example that takes 0.2 s, or data that take long.
     settings.register_profile("no_clock", deadline=None, suppress_health_check=[HealthCheck.too_slow])
-    settings.load_profile("no_clock")
+    settings.register_profile("quick", settings.get_profile("no_clock"), max_examples=20)
+    settings.load_profile("quick" if "--quick" in sys.argv else "no_clock")
 
 
 def specs_of(op: str, arch: str) -> list[Any]:
