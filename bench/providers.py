@@ -22,10 +22,13 @@ def ours(inputs: Inputs) -> dict[str, Variant]:
 
 
 def cudnn(inputs: Inputs) -> dict[str, Variant]:
-    """Return calls of torch SDPA with the cuDNN backend: heads or tokens outermost, K and V grouped or expanded."""
+    """Return calls of torch SDPA with the cuDNN backend: heads or tokens outermost, K and V grouped or expanded. Raises
+    ValueError for a window."""
     from torch.nn.functional import scaled_dot_product_attention
 
     shape, scale = shape_of(inputs), float(inputs["bmm1_scale"])
+    if shape.window >= 0:
+        raise ValueError(f"window {shape.window}: torch has none")
     q, k, v = (t.transpose(1, 2) for t in contiguous(inputs))  # (b, h, s, d); tokens outermost in memory
     # set once for the process: a context manager around each call would count as host time of the peer
     torch.backends.cuda.enable_cudnn_sdp(True)
@@ -50,7 +53,9 @@ def flash_attn_4(inputs: Inputs) -> dict[str, Variant]:
     from flash_attn.cute.interface import flash_attn_func, flash_attn_varlen_func
 
     shape = shape_of(inputs)
-    how = {"softmax_scale": float(inputs["bmm1_scale"]), "causal": shape.causal}
+    how: dict[str, Any] = {"softmax_scale": float(inputs["bmm1_scale"]), "causal": shape.causal}
+    if shape.window >= 0:
+        how["window_size"] = (shape.window, 0)
 
     def rows(result: Any) -> torch.Tensor:
         return (result[0] if isinstance(result, tuple) else result).flatten(0, -3)
@@ -98,6 +103,7 @@ def flashinfer(inputs: Inputs) -> dict[str, Variant]:
         cache[0].shape[2],
         head_dim_vo=shape.dim_vo,
         causal=shape.causal,
+        window_left=shape.window,
         sm_scale=float(inputs["bmm1_scale"]),
         q_data_type=query.dtype,
         kv_data_type=query.dtype,

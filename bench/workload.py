@@ -22,7 +22,8 @@ NVFP4_ERROR = 0.3  # RMS error of an NVFP4 output, relative to the standard devi
 
 @dataclass(frozen=True)
 class BatchShape:
-    """The shape of a batch. The query tokens of a request are its last tokens."""
+    """The shape of a batch. The query tokens of a request are its last tokens. window: keys before a token that it
+    sees, -1 for all."""
 
     q_lens: tuple[int, ...]
     kv_lens: tuple[int, ...]
@@ -31,6 +32,7 @@ class BatchShape:
     dim_qk: int
     dim_vo: int
     causal: bool
+    window: int = -1
 
     @property
     def batch(self) -> int:
@@ -52,8 +54,10 @@ class BatchShape:
     @property
     def flops(self) -> float:
         """Return the operations of both matrix products. With a causal mask, half of a request's query x query part is
-        left out."""
+        left out, and with a window all keys before it."""
         pairs = sum(m * (n - m / 2 if self.causal else n) for m, n in zip(self.q_lens, self.kv_lens))
+        if self.window >= 0:
+            pairs -= sum(max(0, i - self.window) for m, n in zip(self.q_lens, self.kv_lens) for i in range(n - m, n))
         return 2 * self.heads_q * (self.dim_qk + self.dim_vo) * pairs
 
     @property
@@ -68,8 +72,8 @@ def shape_of(inputs: Inputs) -> BatchShape:
     query, (k, v), starts = inputs["query"], pages(inputs), inputs["cum_seq_lens_q"]
     q_lens, kv_lens = (starts[1:] - starts[:-1]).tolist(), inputs["seq_lens"].tolist()
     dim_vo = v.shape[3] * (2 if v.dtype == torch.uint8 else 1)
-    heads = query.shape[1], k.shape[1]
-    return BatchShape(tuple(q_lens), tuple(kv_lens), *heads, query.shape[2], dim_vo, inputs.get("causal", True))
+    heads, masks = (query.shape[1], k.shape[1]), (inputs.get("causal", True), inputs.get("window_left", -1))
+    return BatchShape(tuple(q_lens), tuple(kv_lens), *heads, query.shape[2], dim_vo, *masks)
 
 
 def pages(inputs: Inputs) -> tuple[torch.Tensor, torch.Tensor]:

@@ -88,6 +88,8 @@ def test_work_of_requests_that_differ():
     pairs = sum(n - m + i + 0.5 for m, n in zip(TINY.q_lens, TINY.kv_lens) for i in range(m))
     assert shape.flops == 2 * 4 * (64 + 64) * pairs
     assert replace(shape, causal=False).flops == 2 * 4 * 128 * sum(m * n for m, n in zip(TINY.q_lens, TINY.kv_lens))
+    seen = sum(min(n - m + i, 9) + 0.5 for m, n in zip(TINY.q_lens, TINY.kv_lens) for i in range(m))
+    assert replace(shape, window=9).flops == 2 * 4 * 128 * seen
     assert shape.bytes == 2 * (4 * 103 * 128 + 2 * 577 * 128)
     wide = replace(shape, dim_qk=192, dim_vo=128)
     assert wide.flops == shape.flops * 320 / 128 and wide.bytes == shape.bytes * 320 // 128

@@ -343,6 +343,15 @@ def test_streams_have_scratch_of_their_own(here):
     assert len({t.data_ptr() for found in seen.values() for pair in found for t in pair}) == 8
 
 
+def test_launches_of_more_ctas_have_more_scratch(here):
+    """Though all else in their plans is equal."""
+    DECODE(**decode_inputs(PLAIN))
+    (plan,) = here.plans.values()
+    parts, counters, _ = scratch.split_scratch(plan, False)
+    more_parts, more_counters, _ = scratch.split_scratch(replace(plan, most_ctas=2 * plan.most_ctas), False)
+    assert len(more_parts) == 2 * len(parts) and len(more_counters) == 2 * len(counters)
+
+
 def test_equal_calls_share_a_plan(here):
     for _ in range(3):
         for function, inputs in everything():

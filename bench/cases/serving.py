@@ -62,6 +62,12 @@ def windowed(keys: int, kv_dtype: str) -> AttentionCase:
     return replace(case, name=case.name.replace("-b64", f"-window{keys}-b64"), window_left=keys - 1)
 
 
+def windowed_prompts(keys: int, heads: tuple[int, int], dim: int) -> AttentionCase:
+    """Return prompts in which each token sees its last `keys` keys."""
+    case = headline("causal", 2, 8192, heads, dim, 64, f"bf16-window{keys}")
+    return replace(case, window_left=keys - 1)
+
+
 OTHER_DIMS = (32, 80, 96, 112, 160, 192)  # a bundle holds no kernels of these head dims
 
 
@@ -81,6 +87,8 @@ PREFILL = {
         replace(headline("causal", 1, 8192, (16, 8), 256, 64), name="prefill-bf16-d256-b1-s8192-h16x8-p64"),
         alone(512),
         alone(1024),
+        windowed_prompts(128, (64, 8), 64),
+        windowed_prompts(1024, (32, 8), 128),
         *(other(dim) for dim in OTHER_DIMS),
         replace(headline("causal", 1, 8192, (8, 4), 512, 64), name="prefill-bf16-d512-causal-b1-s8192-h8x4-p64"),
     )
