@@ -32,14 +32,30 @@ def recorded(served, op, spec):
     return lambda *args: None
 
 
+def check_served(arch, spec, scenario, case):
+    served = []
+    with machine.override(FakeMachine(partial(recorded, served), arch, scenario.sms)):
+        run = attention.listed if scenario.forms else attention.launched
+        run(case, forms.apply(cases.make_call(case), scenario.forms))
+    assert not served or spec in served, f"{spec.name}: {scenario.name} is served by {[s.name for s in served]}"
+    return served
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("arch", catalog.ARCHS)
 def test_the_first_case_of_each_kernel_is_served_by_it(arch):
     """Else the simulator runs another kernel in its place, or none."""
     for op, spec in catalog.shipped(arch):
         if op.startswith("attention."):
-            scenario, served = workloads.CASES["attention"](spec)[0], []
-            with machine.override(FakeMachine(partial(recorded, served), arch, scenario.sms)):
-                run = attention.listed if scenario.forms else attention.launched
-                run(scenario.calls[0], forms.apply(cases.make_call(scenario.calls[0]), scenario.forms))
-            assert spec in served, f"{spec.name}: {scenario.name} is served by {[found.name for found in served]}"
+            scenario = workloads.CASES["attention"](spec)[0]
+            assert check_served(arch, spec, scenario, scenario.calls[0])
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("arch", catalog.ARCHS)
+def test_every_case_of_each_kernel_is_served_by_it(arch):
+    """Mutants run these cases, too. Some calls without keys launch nothing."""
+    for op, spec in catalog.shipped(arch):
+        for scenario in workloads.CASES["attention"](spec, thorough=True) if op.startswith("attention.") else ():
+            for case in scenario.calls:
+                check_served(arch, spec, scenario, case)

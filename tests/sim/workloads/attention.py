@@ -317,7 +317,8 @@ def attention_cases(spec: Any, thorough: bool = False) -> list[Scenario]:
     if k.promoted:
         found.append(Scenario("promoted", tuple(promoting_calls(k, short)), sms))
     if thorough and not (k.gathers or k.custom):
-        more = replace(ragged, kv_lens=(0, 1000, 0, 700, 0), window_left=-1 if other < 0 else 600, sink=False)
+        wide = 600 if k.window and not k.decodes else -1  # without a window, another kernel may serve the call
+        more = replace(ragged, kv_lens=(0, 1000, 0, 700, 0), window_left=wide, sink=False)
         found += [Scenario(f"page {p}", (replace(more, page_size=p),), sms) for p in (8, 16, 64)]
     return found
 
