@@ -36,7 +36,7 @@ with suppress(ImportError):  # a GPU machine may lack Hypothesis, which no test_
     # A slow machine is no failure: by default, Hypothesis fails an example that takes 0.2 s, or data that take long.
     settings.register_profile("no_clock", deadline=None, suppress_health_check=[HealthCheck.too_slow])
     settings.register_profile("quick", settings.get_profile("no_clock"), max_examples=20)
-    settings.load_profile("quick" if "--quick" in sys.argv else "no_clock")
+    settings.load_profile("no_clock")
 
 
 def specs_of(op: str, arch: str) -> list[Any]:
@@ -54,6 +54,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "feature(*names): features, by tools.matrix, that a GPU test uses")
     gc.disable()  # until collection ends, see `pytest_collection_finish`
+    if config.getoption("--quick"):
+        settings.load_profile("quick")
     if set(config.invocation_params.args) <= {"--all"}:  # all tests run, and some need the bundle: begin at once
         config.stash[BUILDING] = start_bundle(config)
 

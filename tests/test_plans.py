@@ -343,6 +343,20 @@ def test_streams_have_scratch_of_their_own(here):
     assert len({t.data_ptr() for found in seen.values() for pair in found for t in pair}) == 8
 
 
+@pytest.mark.parametrize(
+    "change, most",
+    [
+        ({"window_left": 99}, 100 + 4),  # the tokens of a request are at most the next power of two
+        ({"window_left": 99, "causal": False}, 1 << 30),  # each token sees all later ones
+        ({}, 1 << 30),
+    ],
+)
+def test_visible_keys_are_bounded_by_a_causal_window(change, most):
+    p = cases.make_call(replace(PLAIN, q_lens=(3, 1), kv_lens=(90, 40)))
+    request = attention_plan.request_of(p._replace(**change))
+    assert (request.visible_keys, request.causal) == (most, change.get("causal", True))
+
+
 def test_launches_of_more_ctas_have_more_scratch(here):
     """Though all else in their plans is equal."""
     DECODE(**decode_inputs(PLAIN))

@@ -95,7 +95,7 @@ def splits_pay(request: KernelRequest) -> bool:
     """
     if request.source == "ragged":  # split keys without pages are simulated, but no device has run them
         return False
-    rows, heads, keys, sms = request.packed_rows, request.kv_heads, request.seen_keys, request.sms
+    rows, heads, keys, sms = request.packed_rows, request.kv_heads, request.keys, request.sms
     bits, tiles = BITS[request.kv], heads * -(-rows // 128)
     if rows > MANY_ROWS:  # each MANY_ROWS rows read the keys: at the same time, or the keys are not in the L2
         idle = min(1 - 4.1 * heads / sms, 1 - 1.6 * tiles / sms)
@@ -132,7 +132,8 @@ def explain(request: KernelRequest, arch: str) -> tuple[Answer, ...]:
         order = (*FIXED, *WHOLE)
     elif request.split_kv == "always" or request.split_kv == "auto" and splits_pay(request):
         order = (*SPLIT, *WHOLE)
-    if arch in decode.ARCHS and ("attention.decode", decode.candidate(request, arch)) not in _held(arch):
+    narrow = arch in decode.ARCHS and request.visible_keys <= decode.WINDOW_KEYS
+    if narrow and ("attention.decode", decode.candidate(request, arch)) not in _held(arch):
         request = replace(request, visible_keys=KernelRequest.visible_keys)
     found = [answer(op, request, arch, split) for op, split in order]
     if request.split_kv == "auto" and request.packed_rows <= MANY_ROWS:

@@ -68,7 +68,7 @@ def launch(spec, kernel, warps, a, stream):
     host."""
     how: dict[str, Any] = {"min_blocks_per_mp": spec.tile.ctas_per_sm, "use_pdl": a.schedule.enable_pdl}
     if spec.tile.ctas_per_sm > 1:
-        how["preferred_smem_carveout"] = 100
+        how["preferred_smem_carveout"] = 100  # percent; otherwise the DSL asks a GPU, which a build may lack
     kernel.launch(grid=[a.schedule.grid, 1, 1], block=[32 * warps, 1, 1], stream=stream, **how)
 
 

@@ -58,11 +58,6 @@ class KernelRequest:
     visible_keys: int = 1 << 30
 
     @property
-    def seen_keys(self) -> int:
-        """Upper bound of the keys that a sequence has and its tokens see."""
-        return min(self.keys, self.visible_keys)
-
-    @property
     def packed_rows(self) -> int:
         """Upper bound of the query rows that share the keys of a KV head."""
         return self.rows * self.qhead_per_kvhead

@@ -31,7 +31,7 @@ class Roles(NamedTuple):
 
     @staticmethod
     def of(*table: Role, ctas_per_sm: int = 1) -> "Roles":
-        """Make the table of roles.
+        """Make the table of roles. ctas_per_sm: CTAs that share the registers of an SM.
 
         Raise ValueError if the warps are no whole warpgroups, if the warps of a warpgroup differ in registers, or
         if the roles want more registers than the CTA is launched with: the last role to ask for them would wait

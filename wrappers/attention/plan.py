@@ -134,7 +134,8 @@ def _keys(call: AttentionCall) -> int:
 
 
 def _visible_keys(call: AttentionCall, rows: int) -> int:
-    """Return an upper bound of the keys that a request of at most `rows` tokens sees."""
+    """Return an upper bound of the keys that the tokens of a request see, of which there are at most `rows`. The mask
+    must be causal: otherwise a window has no end."""
     windows = [width for width in (call.window_left + 1, call.chunk) if width > 0]
     return min([KernelRequest.visible_keys, *(width + rows for width in windows)])
 
@@ -147,6 +148,7 @@ def request_of(call: AttentionCall, sms: int = 132) -> KernelRequest:
         rows = 1 << max(rows - 1, 0).bit_length()
     single = call.q.shape[0] == 1 or equal and call.max_q_len == 1  # the last row of its request sees all keys
     ragged, masked = call.requests.form == "ragged", call.custom_mask is not None
+    causal = (call.causal or single) and not masked
     return KernelRequest(
         q=TYPES[call.q.dtype],
         kv=TYPES[call.k.dtype],
@@ -160,10 +162,10 @@ def request_of(call: AttentionCall, sms: int = 132) -> KernelRequest:
         keys=_keys(call),
         sms=sms,
         split_kv=call.split_kv,
-        causal=(call.causal or single) and not masked,
+        causal=causal,
         window=call.window_left >= 0,
         chunk=call.chunk > 0,
-        visible_keys=_visible_keys(call, rows),
+        visible_keys=_visible_keys(call, rows) if causal else KernelRequest.visible_keys,
         drafts=call.drafts is not None,
         soft_cap=bool(call.soft_cap),
         skip=bool(call.skip),
@@ -387,7 +389,8 @@ def plan_for(call: AttentionCall, arch: str, sms: int) -> LaunchPlan:
     stream_k, few = policy.is_split_kv(spec), request.rows <= PACK_GQA_MAX_Q
     packs = policy.packs_all_tiles(spec) or few and request.qhead_per_kvhead <= PACK_GQA_MAX_GROUP
     group = request.qhead_per_kvhead if packs else 1
-    blocks, most_ctas = CHUNK // spec.tile.n if call.split_kv != "auto" else 0, sms * spec.tile.ctas_per_sm
+    blocks = CHUNK // spec.tile.n if call.split_kv != "auto" else 0
+    most_ctas = sms * spec.tile.ctas_per_sm
     dtype, options = call.result_dtype, cast(tuple[Any, ...], call[OPTIONS])
     size = dtype.itemsize if isinstance(dtype, torch.dtype) else 0  # a packed output is compared separately
     return LaunchPlan(

@@ -64,7 +64,7 @@ class KernelTraits:
     few_rows: int  # query rows per request from which another kernel serves it; 0: none does
     wide: bool  # decode of more rows; on Blackwell it serves them if a call skips blocks
     window: bool
-    narrow: bool  # decode for windows of few keys
+    narrow_window: bool  # decode for windows of few keys
     cap: bool
     general: bool  # causal or full, as the call requests
     gathers: bool  # pages of any size
@@ -117,7 +117,7 @@ def structure(spec: Any) -> Any:
     if k.shares:
         key = spec.q, spec.kv.dtype, dim
         return ("shares", *key, k.window) if key in SHARED_STRUCTURES else None
-    if k.narrow:  # the code of the kernel for any number of keys, in another tile
+    if k.narrow_window:  # the code of the kernel for any number of keys, in another tile
         return "narrow" if (k.same["kv_dtype"], dim) == ("", 64) else None
     if k.decodes:
         key = k.same["kv_dtype"], dim, spec.tile.rows_per_warp == FEW_ROWS
@@ -228,7 +228,7 @@ def attention_cases(spec: Any, thorough: bool = False) -> list[Scenario]:
     if k.shares:
         return sharing_cases(k)
     twin = (k.gathers or bool(k.same["kv_dtype"]) and not k.decodes) and structure(spec) is None
-    wider = k.general or k.decodes and not k.narrow  # a narrower window is served by another kernel
+    wider = k.general or k.decodes and not k.narrow_window  # a narrower window is served by another kernel
     window = (300 if wider else 75) if k.window else -1
     other = -1 if k.cap or k.decodes else window  # a kernel with a window serves calls without one
     first, second = ((5, 0, 40), (2, 1, 3)) if k.decodes else ((3, 0, 150), (9, 1, 197))
@@ -281,10 +281,10 @@ def attention_cases(spec: Any, thorough: bool = False) -> list[Scenario]:
         lens = tuple(37 * i % 131 for i in range(40))
         crowd = replace(short, name="crowd", q_lens=(each,) * len(lens), kv_lens=lens)
         parts = Scenario("long", (long,), PARTS), Scenario("crowd", (crowd,), sms)
-    if k.narrow:
+    if k.narrow_window:
         box, *others = (replace(call, window_left=window) for call in (other_boxes[-1], many, crowd))
-        listed = Scenario("boxes", (box, replace(others[1], page_size=8)), sms, box_forms)
-        return [Scenario("ragged", (ragged,), SMS, in_forms), listed, Scenario("many", tuple(others), sms)]
+        in_boxes = Scenario("boxes", (box, replace(others[1], page_size=8)), sms, box_forms)
+        return [Scenario("ragged", (ragged,), SMS, in_forms), in_boxes, Scenario("many", tuple(others), sms)]
     if twin and k.decodes:
         return [Scenario("ragged", (ragged,), SMS, in_forms), Scenario("boxes", (other_boxes[-1], many), sms), *parts]
     if twin:
@@ -317,8 +317,8 @@ def attention_cases(spec: Any, thorough: bool = False) -> list[Scenario]:
     if k.promoted:
         found.append(Scenario("promoted", tuple(promoting_calls(k, short)), sms))
     if thorough and not (k.gathers or k.custom):
-        wide = 600 if k.window and not k.decodes else -1  # without a window, another kernel may serve the call
-        more = replace(ragged, kv_lens=(0, 1000, 0, 700, 0), window_left=wide, sink=False)
+        window = 600 if k.window and not k.decodes else -1  # without a window, another kernel may serve the call
+        more = replace(ragged, kv_lens=(0, 1000, 0, 700, 0), window_left=window, sink=False)
         found += [Scenario(f"page {p}", (replace(more, page_size=p),), sms) for p in (8, 16, 64)]
     return found
 
