@@ -66,18 +66,24 @@ def own_output(inputs: Inputs, **change: Any) -> Inputs:
     return inputs | {"out": torch.full_like(inputs["out"], torch.nan)} | change
 
 
-def measure_skip(case: AttentionCase, setup: Setup) -> list[Measurement]:
-    """Measure ours with skip-softmax, ours without it, and the dense peers that the run chose.
+def with_factor(case: AttentionCase, inputs: Inputs) -> tuple[Inputs, str]:
+    """Return the call of a skip-softmax case, with an output of its own, and its factor and sparsity in words.
+    inputs: the call without a factor.
 
-    The factor is the one with which the rule leaves out TARGET of the blocks of heavy-tailed data, or none.
+    The factor is the one with which the rule leaves out TARGET of the blocks, or none.
     """
-    inputs = cases.concentrated(case, setup.device, "heavy-tailed")
     maxima, keys = sparsity.maxima_of(inputs), case.kv_lens[0]
     none = case.name == cases.SKIP_NONE.name
     factor = FACTORS[0] if none else sparsity.factor_of(TARGET, maxima, keys)
     note = f"factor {factor:.4g}, {sparsity.share(maxima, factor / keys):.1%} of blocks left out"
-    del maxima
-    calls = collect("ours", own_output(inputs, **{FACTOR: factor})) if "ours" in setup.providers else {}
+    return own_output(inputs, **{FACTOR: factor}), note
+
+
+def measure_skip(case: AttentionCase, setup: Setup) -> list[Measurement]:
+    """Measure ours with skip-softmax, ours without it, and the dense peers that the run chose, on heavy-tailed data."""
+    inputs = cases.concentrated(case, setup.device, "heavy-tailed")
+    skipping, note = with_factor(case, inputs)
+    calls = collect("ours", skipping) if "ours" in setup.providers else {}
     if calls:
         calls |= collect("own-bf16", inputs)
     calls |= prefill.collect([inputs], tuple(p for p in setup.providers if p != "ours"))

@@ -87,6 +87,7 @@ def known(case: str, device: str) -> tuple[dict[str, Any], Callable[[], Any]]:
     """Return the providers of a benchmark case (prefill, decode or top-k), each a function of the inputs, and the
     function that makes the inputs."""
     from bench import decode, prefill, topk
+    from bench import precision as measured
     from bench.cases import attention as cases
     from bench.cases import precision, serving
 
@@ -95,12 +96,15 @@ def known(case: str, device: str) -> tuple[dict[str, Any], Callable[[], Any]]:
         return dict(prefill.PROVIDERS), partial(cases.make_inputs, prefills[case], device)
     if case in precision.PRECISION:
         return {"ours": prefill.PROVIDERS["ours"]}, partial(precision.make_inputs, precision.PRECISION[case], device)
+    if case in measured.CASES:  # of skip-softmax
+        dense = partial(precision.concentrated, measured.CASES[case], device, "heavy-tailed")
+        return {"ours": prefill.PROVIDERS["ours"]}, lambda: measured.with_factor(measured.CASES[case], dense())[0]
     if case in decodes:
         return dict(decode.PROVIDERS), partial(cases.make_inputs, decodes[case], device)
     if case.startswith("topk-"):
         calls = {name: partial(partial, run) for name, run in topk.PROVIDERS.items()}
         return dict(calls), partial(topk.make, case, device, 0)
-    names = ", ".join([*prefills, *precision.PRECISION, *decodes, *topk.HEADLINE])
+    names = ", ".join([*prefills, *measured.CASES, *decodes, *topk.HEADLINE])
     raise SystemExit(f"no case {case!r}; there are: {names}, and all that end as topk-fp32-64x65536-k2048")
 
 
