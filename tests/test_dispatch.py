@@ -105,9 +105,10 @@ def test_every_problem_of_decode_is_served_and_every_shipped_kernel_serves_one(a
     found = set()
     types = [{"kv": "e5m2"} | dim for dim in HEAD_DIMS] + [{"q": "e4m3", "kv": "nvfp4"} | dim for dim in HEAD_DIMS]
     some = (replace(SPLIT, **each, rows=rows) for each in types for rows in (1, 1 << 20))
-    caches = product(("bf16", "e4m3", "nvfp4"), HEAD_DIMS)
+    caches = list(product(("bf16", "e4m3", "nvfp4"), HEAD_DIMS))
     narrow = (replace(BASE, kv=kv, **dim, rows=1, visible_keys=200) for kv, dim in caches)
-    for problem in (*every_problem("always"), *some, *narrow):
+    many = (replace(BASE, kv=kv, **dim, rows=1, kv_heads=132) for kv, dim in caches)
+    for problem in (*every_problem("always"), *some, *narrow, *many):
         op, spec = dispatch.select(problem, arch)
         found.add((op, spec))
         assert spec.schedule == "stream_k" and serves(spec, problem)
@@ -130,6 +131,31 @@ def test_every_problem_of_decode_is_served_and_every_shipped_kernel_serves_one(a
 )
 def test_narrow_windows_are_served_by_two_ctas_of_an_sm(change, ctas_per_sm):
     request = KernelRequest(kv="e4m3", rows=1, qhead_per_kvhead=8, kv_heads=512, window=True, visible_keys=256)
+    op, spec = dispatch.select(replace(request, **change), ARCH)
+    assert (op, spec.tile.ctas_per_sm) == ("attention.decode", ctas_per_sm)
+    assert dispatch.select(replace(request, **change), "sm_100a")[1].tile.ctas_per_sm == 1
+
+
+@pytest.mark.parametrize(
+    "change, ctas_per_sm",
+    [
+        ({}, 2),
+        ({"kv_heads": 131}, 1),
+        ({"sms": 78, "kv_heads": 78}, 2),
+        ({"keys": 1 << 17}, 2),
+        ({"rows": 2}, 1),
+        ({"split_kv": "fixed"}, 1),
+        ({"split_kv": "always"}, 1),
+        ({"page_size": 1}, 1),
+        ({"kv": "e5m2"}, 1),  # none is shipped
+        ({"kv": "nvfp4"}, 1),
+        ({"head_dim_qk": 128, "head_dim_vo": 128}, 1),
+    ],
+)
+def test_many_tiles_over_e4m3_are_served_by_two_ctas_of_an_sm(change, ctas_per_sm):
+    request = KernelRequest(
+        kv="e4m3", head_dim_qk=64, head_dim_vo=64, rows=1, qhead_per_kvhead=8, kv_heads=132, keys=300
+    )
     op, spec = dispatch.select(replace(request, **change), ARCH)
     assert (op, spec.tile.ctas_per_sm) == ("attention.decode", ctas_per_sm)
     assert dispatch.select(replace(request, **change), "sm_100a")[1].tile.ctas_per_sm == 1

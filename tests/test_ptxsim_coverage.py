@@ -34,7 +34,7 @@ def recorded(served, op, spec):
 
 def check_served(arch, spec, scenario, case):
     served = []
-    with machine.override(FakeMachine(partial(recorded, served), arch, scenario.sms)):
+    with machine.override(FakeMachine(partial(recorded, served), arch, scenario.sms)), scenario.choice:
         run = attention.listed if scenario.forms else attention.launched
         run(case, forms.apply(cases.make_call(case), scenario.forms))
     assert not served or spec in served, f"{spec.name}: {scenario.name} is served by {[s.name for s in served]}"

@@ -1,6 +1,6 @@
 """Choose kernels by the function that is called instead of by shapes, so that small cases reach every kernel."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -10,6 +10,25 @@ from wrappers.attention import plan
 
 SPLIT = ("trtllm_batch_decode_with_kv_cache", "xqa", "BatchDecodeWithPagedKVCacheWrapper")
 WHOLE = ("trtllm_batch_context_with_kv_cache", "BatchPrefill", "BatchAttention", "single_prefill_with_kv_cache")
+
+
+USUAL = plan.request_of  # of the choice that users see
+
+
+@contextmanager
+def _requests(request_of: Callable[..., KernelRequest]) -> Iterator[None]:
+    before, plan.request_of = plan.request_of, request_of
+    try:
+        yield
+    finally:
+        plan.request_of = before
+
+
+@contextmanager
+def by_shapes() -> Iterator[None]:
+    """Choose kernels as for users, also inside `by_function`. Plans are kept: use a machine that has made none."""
+    with _requests(USUAL):
+        yield
 
 
 @contextmanager
@@ -28,8 +47,5 @@ def by_function() -> Iterator[None]:
         way = "always" if call.signature.startswith(SPLIT) else "never" if call.signature.startswith(WHOLE) else "auto"
         return replace(request, split_kv=way)
 
-    plan.request_of = chosen
-    try:
+    with _requests(chosen):
         yield
-    finally:
-        plan.request_of = request_of

@@ -62,6 +62,7 @@ KINDS = {
         True,
         {"rows": 8, "visible_keys": decode.WINDOW_KEYS},
     ),
+    "8 rows many": Kind("8 rows, and a tile for every SM", True, {"rows": 8, "kv_heads": KernelRequest.sms}),
     "8 rows gather": Kind("8 rows, with pages of any size", True, {"rows": 8, "page_size": 1}),
     "16 rows gather": Kind("16 rows, with pages of any size", True, {"rows": 16, "page_size": 1}),
 }
@@ -116,6 +117,8 @@ def answer(op: str, request: KernelRequest, arch: str, split: bool) -> Answer:
     if arch not in module.ARCHS:
         return Answer(op, None, Refusal("arch", f"{arch}: needs {' or '.join(module.ARCHS)}"))
     spec: Any = module.candidate(request, arch, split)
+    if module is decode and (op, spec) not in _held(arch):
+        spec = decode.for_any(spec, arch)
     if request.source == "ragged" and spec.kv.block_scaled:
         return Answer(op, spec, Refusal("source", "ragged: block-scaled caches have pages"))
     return Answer(op, spec, module.supports(spec))
@@ -124,17 +127,14 @@ def answer(op: str, request: KernelRequest, arch: str, split: bool) -> Answer:
 def explain(request: KernelRequest, arch: str) -> tuple[Answer, ...]:
     """Return the answers to a request, those that are asked first at the beginning.
 
-    With few rows, a kernel that is shipped comes before one that would have to be compiled. Kernels for narrow
-    windows serve requests only if they are shipped.
+    With few rows, a kernel that is shipped comes before one that would have to be compiled. Kernels of decode that are
+    not for any call serve requests only if they are shipped.
     """
     order: tuple[tuple[str, bool], ...] = (*WHOLE, *FIXED)
     if request.split_kv == "fixed":
         order = (*FIXED, *WHOLE)
     elif request.split_kv == "always" or request.split_kv == "auto" and splits_pay(request):
         order = (*SPLIT, *WHOLE)
-    narrow = arch in decode.ARCHS and request.visible_keys <= decode.WINDOW_KEYS
-    if narrow and ("attention.decode", decode.candidate(request, arch)) not in _held(arch):
-        request = replace(request, visible_keys=KernelRequest.visible_keys)
     found = [answer(op, request, arch, split) for op, split in order]
     if request.split_kv == "auto" and request.packed_rows <= MANY_ROWS:
         held = _held(arch)

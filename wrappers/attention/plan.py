@@ -14,7 +14,7 @@ from typing import Any, NamedTuple, cast
 
 import torch
 
-from cute_kernels.attention import args, dispatch
+from cute_kernels.attention import args, decode, dispatch
 from cute_kernels.attention.request import KernelRequest
 from cute_kernels.attention.schedule import policy
 from cute_kernels.attention.spec import MASK_LIST_HEADER, PACK_GQA_MAX_GROUP, PACK_GQA_MAX_Q
@@ -444,7 +444,7 @@ def _ctas(request: KernelRequest, spec: Any, most: int, blocks: int) -> int:
     tiles = request.kv_heads * -(-request.packed_rows // spec.tile.m) * spec.tile.o_tiles
     if blocks or not policy.is_split_kv(spec) or not tiles:
         return most
-    if spec.tile.ctas_per_sm > 1:
+    if spec.tile.ctas_per_sm > 1 and decode.is_narrow(request):
         return min(tiles, most)
     whole = most // tiles * tiles
     return whole if 16 * whole >= 15 * most else most

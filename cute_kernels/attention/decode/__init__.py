@@ -23,8 +23,11 @@ from ..spec import (
 )
 from ..tile import MergedTileConfig
 from .tile_table import (
+    ANY,
     DIMS_OF_KIND,
     FEW_ROWS,
+    MANY,
+    NARROW,
     WINDOW_KEYS,
     DecodeTileConfig,
     TileKey,
@@ -49,14 +52,34 @@ def padded(kv: str, dims: tuple[int, int]) -> tuple[int, int]:
     return padded_dims(dims, DIMS_OF_KIND[kind_of(kv)])
 
 
-def spec_of(q: str, kv: str, dim: int, rows: int, arch: str, window: bool = False) -> Spec:
-    """Return the spec of these types with every modifier; with `rows` rows per warp, and for windows of few keys, if
-    there are such tiles, else with `FEW_ROWS`, and for any number of keys."""
-    tiles, key = tiles_of(arch), TileKey(kind_of(kv), padded(kv, (dim, dim))[0], rows, window)
-    plain = key._replace(window=False)
+def spec_of(q: str, kv: str, dim: int, rows: int, arch: str, work: str = ANY) -> Spec:
+    """Return the spec of these types with every modifier; with `rows` rows per warp, and for calls of `work`, if there
+    are such tiles, else with `FEW_ROWS`, and for any call."""
+    tiles, key = tiles_of(arch), TileKey(kind_of(kv), padded(kv, (dim, dim))[0], rows, work)
+    plain = key._replace(work=ANY)
     tile = tiles.get(key) or tiles.get(plain) or tiles.get(plain._replace(rows=FEW_ROWS))
     mask, logits = MaskSpec("always", True, True), LogitsSpec(True, True)
     return AttentionSpec(q, KVSpec(kv), outputs(q), dim, dim, mask, logits, "stream_k", tile)
+
+
+def is_narrow(request: KernelRequest) -> bool:
+    """Return whether the tokens of a request see few keys."""
+    return request.visible_keys <= WINDOW_KEYS
+
+
+def work_of(request: KernelRequest) -> str:
+    """Return the work of a request with few rows, as in `TileKey`: the bits of its results depend on it."""
+    if request.split_kv not in ("auto", "always") or kv_source(request) != "tma":
+        return ANY
+    if is_narrow(request):
+        return NARROW
+    return MANY if request.split_kv == "auto" and request.kv_heads >= request.sms else ANY
+
+
+def for_any(spec: Spec, arch: str) -> Spec:
+    """Return the spec with the tile for any call."""
+    dim, rows = padded(spec.kv.dtype, spec.dims)[0], spec.tile.rows_per_warp if spec.tile else FEW_ROWS
+    return replace(spec, tile=tiles_of(arch).get(TileKey(kind_of(spec.kv.dtype), dim, rows)))
 
 
 def candidate(request: KernelRequest, arch: str, split: bool = True) -> Spec:
@@ -65,8 +88,7 @@ def candidate(request: KernelRequest, arch: str, split: bool = True) -> Spec:
     # rows: the maximum over the batch, on which the bits of a request must not depend with "never" and "fixed"
     many = p.split_kv in ("auto", "always") and p.packed_rows > FEW_ROWS or alone and p.split_kv == "never"
     full = "value" if alone else "never"  # elsewhere, other kernels serve calls without a causal mask
-    narrow = p.split_kv in ("auto", "always") and p.visible_keys <= WINDOW_KEYS and kv_source(p) == "tma"
-    spec = spec_of(p.q, p.kv, p.head_dim_qk, 2 * FEW_ROWS if many else FEW_ROWS, arch, narrow)
+    spec = spec_of(p.q, p.kv, p.head_dim_qk, 2 * FEW_ROWS if many else FEW_ROWS, arch, work_of(p))
     mask = replace(exact_mask(p), causal="always" if p.causal else full, window=True, tree=True)
     logits = replace(spec.logits, alibi=p.alibi, head_scales=p.head_scales)
     out = outputs(p.q, p.out)

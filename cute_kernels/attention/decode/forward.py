@@ -1,5 +1,5 @@
 """Decode: host function and device entry. CTAs are persistent; each gets the same number of KV blocks (stream-K).
-Narrow windows have two CTAs on an SM (`tile_table`), other calls one.
+Some calls have two CTAs on an SM (`tile_table.TileKey.work`), others one.
 
 | role        | warps            | registers | waits for                        | signals                            |
 | ----------- | ---------------- | --------- | -------------------------------- | ---------------------------------- |

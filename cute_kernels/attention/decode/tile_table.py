@@ -95,13 +95,14 @@ class DecodeTileConfig:
 
 class DecodeTiles(NamedTuple):
     """Tiles over caches of one type. few: 8 rows per warp. more: 16 rows; None: no kernel. few_blackwell: instead of
-    `few` on architectures with a `cvt` of e2m1 codes; None: `few`. window: instead of `few` on Hopper, if tokens see at
-    most `WINDOW_KEYS` keys; None: `few`."""
+    `few` on architectures with a `cvt` of e2m1 codes; None: `few`. narrow, many: instead of `few` on Hopper, for calls
+    of `TileKey.work`; None: `few`."""
 
     few: DecodeTileConfig
     more: DecodeTileConfig | None = None
     few_blackwell: DecodeTileConfig | None = None
-    window: DecodeTileConfig | None = None
+    narrow: DecodeTileConfig | None = None
+    many: DecodeTileConfig | None = None
 
 
 class DecodeRow(NamedTuple):
@@ -119,9 +120,9 @@ class DecodeRow(NamedTuple):
 # more in registers (8 warps at most) and add up more of O in shared memory. From head_dim 160 on there are none: O and
 # Q of 16 rows would take 120 registers per thread with head_dim 160, 192 with 256.
 # Where tokens see few keys, the end of a tile takes as long as its keys (bench/notes/decode.md): two CTAs of four mma
-# warps then share an SM.
+# warps then share an SM. With e4m3 and head_dim 64, they also read more at a time, if there are tiles for all SMs.
 _T = DecodeTileConfig
-_WINDOW = DecodeTileConfig(32, 128, 1, 1, ctas_per_sm=2)
+_NARROW = DecodeTileConfig(32, 128, 1, 1, ctas_per_sm=2)
 TABLE = (
     DecodeRow(
         32,
@@ -130,9 +131,14 @@ TABLE = (
     ),
     DecodeRow(
         64,
-        half=DecodeTiles(_T(64, 128, 6), _T(64, 128, 6, 2, 16), window=replace(_WINDOW, stages=3)),
-        e4m3=DecodeTiles(_T(64, 256, 6), _T(64, 256, 6, 2, 16), window=replace(_WINDOW, stages=5)),
-        nvfp4=DecodeTiles(_T(64, 512, 4), _T(64, 512, 4, 2, 16), window=replace(_WINDOW, stages=8)),
+        half=DecodeTiles(_T(64, 128, 6), _T(64, 128, 6, 2, 16), narrow=replace(_NARROW, stages=3)),
+        e4m3=DecodeTiles(
+            _T(64, 256, 6),
+            _T(64, 256, 6, 2, 16),
+            narrow=replace(_NARROW, stages=5),
+            many=_T(32, 256, 3, 1, ctas_per_sm=2),
+        ),
+        nvfp4=DecodeTiles(_T(64, 512, 4), _T(64, 512, 4, 2, 16), narrow=replace(_NARROW, stages=8)),
     ),
     DecodeRow(
         96,
@@ -146,9 +152,9 @@ TABLE = (
             _T(64, 256, 3),
             _T(64, 256, 3, 2, 16),
             few_blackwell=_T(64, 128, 6),  # the tile of `few` would spill there
-            window=replace(_WINDOW, stages=2),
+            narrow=replace(_NARROW, stages=2),
         ),
-        nvfp4=DecodeTiles(_T(48, 384, 3, 3), _T(64, 256, 5, 2, 16), window=replace(_WINDOW, stages=5)),
+        nvfp4=DecodeTiles(_T(48, 384, 3, 3), _T(64, 256, 5, 2, 16), narrow=replace(_NARROW, stages=5)),
     ),
     DecodeRow(
         160,
@@ -178,19 +184,22 @@ END_BLOCKS = {"half": 0, "e4m3": 2, "nvfp4": 2}  # column of `TABLE` -> `end_blo
 # that run at a time hardly fits the instruction cache, 32 KB.
 BOXES_AT_ONCE = {"half": 4, "e4m3": 4, "nvfp4": 2}
 SMALL_STAGES = 6  # most stages of a tile that `small_tile` makes
-WINDOW_KEYS = 256  # most keys that the tokens of a request see, if `DecodeTiles.window` serves it
+WINDOW_KEYS = 256  # most keys that the tokens of a `NARROW` call see
 DIMS_OF_KIND = {kind: tuple(row.head_dim for row in TABLE if getattr(row, kind)) for kind in COLUMNS.values()}
 HEAD_DIMS = DIMS_OF_KIND["half"]
 
 
+ANY, NARROW, MANY = "any", "narrow", "many"
+
+
 class TileKey(NamedTuple):
-    """The choice of a tile. kind: a column of `TABLE`. head_dim: a padded one. rows: per warp. window: for tokens
-    that see at most `WINDOW_KEYS` keys."""
+    """The choice of a tile. kind: a column of `TABLE`. head_dim: a padded one. rows: per warp. work: the calls that the
+    tile is for: `ANY`; `NARROW`, whose tokens see at most `WINDOW_KEYS` keys; `MANY`, with a tile for every SM."""
 
     kind: str
     head_dim: int
     rows: int
-    window: bool = False
+    work: str = ANY
 
 
 def kind_of(kv: str) -> str:
@@ -215,8 +224,9 @@ def measured(blackwell: bool) -> dict[TileKey, DecodeTileConfig]:
         found[TileKey(kind, row.head_dim, FEW_ROWS)] = few
         if tiles.more is not None:
             found[TileKey(kind, row.head_dim, 2 * FEW_ROWS)] = tiles.more
-        if tiles.window is not None:
-            found[TileKey(kind, row.head_dim, FEW_ROWS, True)] = tiles.window
+        for work in (NARROW, MANY):
+            if (tile := getattr(tiles, work)) is not None:
+                found[TileKey(kind, row.head_dim, FEW_ROWS, work)] = tile
     return found
 
 
@@ -289,8 +299,8 @@ def least_bytes(key: TileKey) -> int:
 def tiles_of(arch: str) -> dict[TileKey, DecodeTileConfig]:
     """Return the tiles of an architecture."""
     row = archs.of(arch)
-    blackwell, windows = archs.CVT_E2M1 in row.instructions, archs.WGMMA in row.instructions
-    tiles = {key: tile for key, tile in measured(blackwell).items() if windows or not key.window}
+    blackwell, hopper = archs.CVT_E2M1 in row.instructions, archs.WGMMA in row.instructions
+    tiles = {key: tile for key, tile in measured(blackwell).items() if hopper or key.work == ANY}
     if row.smem_per_cta < max(smem_bytes(key.kind, key.head_dim, tile) for key, tile in tiles.items()):
         small = {key: small_tile(key, tile.o_tiles, row.smem_per_cta) for key, tile in tiles.items()}
         tiles = {key: tile for key, tile in small.items() if tile is not None}

@@ -6,6 +6,7 @@ equal call before."""
 
 import math
 from collections.abc import Iterable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -16,6 +17,7 @@ from ptxsim.runner import RunResult
 from bench.cases import attention as cases
 from bench.cases import forms
 from bench.cases.attention import AttentionCase
+from bench.cases.choice import by_shapes
 from bench.cases.planted import LEVEL_KEYS, STEP_SCALE
 from cute_kernels.attention.decode import FEW_ROWS, tile_table
 from wrappers import fp4
@@ -26,6 +28,7 @@ from .common import SMS, Outcome, digest, distance, outcome, simulated
 
 Results = tuple[torch.Tensor, torch.Tensor | None]  # out (T, Hq, Dvo), lse
 SHARED_SMS = 7  # when CTAs share the keys of a request
+MANY_SMS = 5  # fewer than the tiles of a call of three requests
 PARTS = 26  # splits of a long request, one per SM
 # (bits of K and V, padded head_dim) for which decode has tiles of more rows per warp than `FEW_ROWS`
 BITS = {"half": 16, "e4m3": 8, "nvfp4": 4}
@@ -47,12 +50,18 @@ WIDE_STRUCTURES = {(192, False), (256, False)}  # (head_dim, general) of prefill
 @dataclass(frozen=True)
 class Scenario:
     """Calls on a device of `sms` SMs; equal cases get the same data. forms: names of `bench.cases.forms` to apply to
-    their problems."""
+    their problems. by_shapes: the kernel is chosen as for users."""
 
     name: str
     calls: tuple[AttentionCase, ...]
     sms: int = SMS
     forms: tuple[str, ...] = ()
+    by_shapes: bool = False
+
+    @property
+    def choice(self) -> AbstractContextManager[None]:
+        """Return a context in which the kernel is chosen."""
+        return by_shapes() if self.by_shapes else nullcontext()
 
 
 @dataclass(frozen=True)
@@ -64,7 +73,7 @@ class KernelTraits:
     few_rows: int  # query rows per request from which another kernel serves it; 0: none does
     wide: bool  # decode of more rows; on Blackwell it serves them if a call skips blocks
     window: bool
-    narrow_window: bool  # decode for windows of few keys
+    work: str  # of decode's tile
     cap: bool
     general: bool  # causal or full, as the call requests
     gathers: bool  # pages of any size
@@ -103,9 +112,10 @@ def traits_of(spec: Any) -> KernelTraits:
     mask, gathers = spec.mask, spec.kv.source == "gather"
     cap, skips = spec.logits.soft_cap, spec.logits.skip and not decodes
     several = len(spec.out) > 1
+    work = next((key.work for key, tile in tile_table.tiles_of("sm_90a").items() if tile == spec.tile), tile_table.ANY)
     promoted = getattr(spec.tile, "promote_interval", 0)  # of Hopper's prefill
     return KernelTraits(
-        decodes, shares, few, wide, mask.window, spec.tile.ctas_per_sm > 1, cap, general, gathers, mask.custom, skips,
+        decodes, shares, few, wide, mask.window, work, cap, general, gathers, mask.custom, skips,
         several, block, block * stages, promoted, not decodes and len(spec.tile.m_choices) > 1, same,
     )  # fmt: skip
 
@@ -117,8 +127,8 @@ def structure(spec: Any) -> Any:
     if k.shares:
         key = spec.q, spec.kv.dtype, dim
         return ("shares", *key, k.window) if key in SHARED_STRUCTURES else None
-    if k.narrow_window:  # the code of the kernel for any number of keys, in another tile
-        return "narrow" if (k.same["kv_dtype"], dim) == ("", 64) else None
+    if k.work != tile_table.ANY:  # the code of the kernel for any call, in another tile
+        return "narrow" if (k.work, k.same["kv_dtype"], dim) == (tile_table.NARROW, "", 64) else None
     if k.decodes:
         key = k.same["kv_dtype"], dim, spec.tile.rows_per_warp == FEW_ROWS
         if k.gathers:
@@ -228,7 +238,7 @@ def attention_cases(spec: Any, thorough: bool = False) -> list[Scenario]:
     if k.shares:
         return sharing_cases(k)
     twin = (k.gathers or bool(k.same["kv_dtype"]) and not k.decodes) and structure(spec) is None
-    wider = k.general or k.decodes and not k.narrow_window  # a narrower window is served by another kernel
+    wider = k.general or k.decodes and k.work != tile_table.NARROW  # a narrower window is served by another kernel
     window = (300 if wider else 75) if k.window else -1
     other = -1 if k.cap or k.decodes else window  # a kernel with a window serves calls without one
     first, second = ((5, 0, 40), (2, 1, 3)) if k.decodes else ((3, 0, 150), (9, 1, 197))
@@ -281,10 +291,15 @@ def attention_cases(spec: Any, thorough: bool = False) -> list[Scenario]:
         lens = tuple(37 * i % 131 for i in range(40))
         crowd = replace(short, name="crowd", q_lens=(each,) * len(lens), kv_lens=lens)
         parts = Scenario("long", (long,), PARTS), Scenario("crowd", (crowd,), sms)
-    if k.narrow_window:
+    if k.work != tile_table.ANY:
         box, *others = (replace(call, window_left=window) for call in (other_boxes[-1], many, crowd))
-        in_boxes = Scenario("boxes", (box, replace(others[1], page_size=8)), sms, box_forms)
-        return [Scenario("ragged", (ragged,), SMS, in_forms), in_boxes, Scenario("many", tuple(others), sms)]
+        of_shapes = k.work == tile_table.MANY  # each call has tiles for all SMs
+        pair = box, replace(others[1], page_size=8)
+        return [
+            Scenario("ragged", (ragged,), SMS, in_forms, of_shapes),
+            Scenario("boxes", pair, MANY_SMS if of_shapes else sms, box_forms, of_shapes),
+            Scenario("many", tuple(others), sms, (), of_shapes),
+        ]
     if twin and k.decodes:
         return [Scenario("ragged", (ragged,), SMS, in_forms), Scenario("boxes", (other_boxes[-1], many), sms), *parts]
     if twin:
@@ -392,7 +407,7 @@ def run_attention(spec: Any, scenario: Scenario, arch: str, **how: Any) -> Outco
             raise Fault(f"{case.name}: an equal call gives other bits")
         return error, tensors
 
-    with simulated(arch, launches, scenario.sms, spec, **how):
+    with simulated(arch, launches, scenario.sms, spec, **how), scenario.choice:
         found = outcome(scenario.calls, run, launches)
     for case, tensors in results_of:
         if digest(tensors) != bits[case]:
