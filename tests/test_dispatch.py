@@ -148,11 +148,12 @@ def test_narrow_windows_are_served_by_two_ctas_of_an_sm(change, ctas_per_sm):
         ({"split_kv": "always"}, 1),
         ({"page_size": 1}, 1),
         ({"kv": "e5m2"}, 1),  # none is shipped
-        ({"kv": "nvfp4"}, 1),
+        ({"kv": "nvfp4"}, 2),
+        ({"kv": "bf16"}, 2),
         ({"head_dim_qk": 128, "head_dim_vo": 128}, 1),
     ],
 )
-def test_many_tiles_over_e4m3_are_served_by_two_ctas_of_an_sm(change, ctas_per_sm):
+def test_many_tiles_are_served_by_two_ctas_of_an_sm(change, ctas_per_sm):
     request = KernelRequest(
         kv="e4m3", head_dim_qk=64, head_dim_vo=64, rows=1, qhead_per_kvhead=8, kv_heads=132, keys=300
     )

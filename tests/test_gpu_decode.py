@@ -69,12 +69,13 @@ def test_lengths_around_edges_of_tiles_and_pages(case):
 
 
 @pytest.mark.by_shape
+@pytest.mark.parametrize("cache", CACHES)
 @pytest.mark.parametrize("window_left", [-1, 500])
 @pytest.mark.parametrize("requests", [66, 70, 128, 131, 300])
-def test_many_tiles(requests, window_left):
-    """There are tiles for all SMs, two CTAs on each over e4m3."""
+def test_many_tiles(requests, window_left, cache):
+    """There are tiles for all SMs, and two CTAs on each."""
     lens = [37 * i * i % 3001 for i in range(requests)]
-    many = replace(BASE, **CACHES["e4m3"], **lengths(lens), window_left=window_left, name=f"{requests} requests")
+    many = replace(BASE, **CACHES[cache], **lengths(lens), window_left=window_left, name=f"{requests} requests")
     q_lens = tuple((1, 0, 2)[i % 3] for i in range(requests))
     for case in (many, replace(many, q_lens=q_lens, heads_q=6)):
         matches_reference(case)

@@ -162,7 +162,8 @@ def requests(row: policy.AttentionRow) -> Iterator[tuple[bool, KernelRequest]]:
 def shipped(arch: str) -> list[tuple[str, Any]]:
     """Return all (op, spec) of a bundle for `arch`, each once. Other kernels are compiled at their first call."""
     rows = [row for row in policy.ATTENTION if arch in row.archs]
-    return [(row.op, OPS[row.op].candidate(one, arch, split)) for row in rows for split, one in requests(row)]
+    found = ((row.op, OPS[row.op].candidate(one, arch, split)) for row in rows for split, one in requests(row))
+    return list(dict.fromkeys(found))
 
 
 @cache

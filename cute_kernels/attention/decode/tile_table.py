@@ -120,7 +120,7 @@ class DecodeRow(NamedTuple):
 # more in registers (8 warps at most) and add up more of O in shared memory. From head_dim 160 on there are none: O and
 # Q of 16 rows would take 120 registers per thread with head_dim 160, 192 with 256.
 # Where tokens see few keys, the end of a tile takes as long as its keys (bench/notes/decode.md): two CTAs of four mma
-# warps then share an SM. With e4m3 and head_dim 64, they also read more at a time, if there are tiles for all SMs.
+# warps then share an SM. With head_dim 64, they also gain if there are tiles for all SMs.
 _T = DecodeTileConfig
 _NARROW = DecodeTileConfig(32, 128, 1, 1, ctas_per_sm=2)
 TABLE = (
@@ -131,14 +131,24 @@ TABLE = (
     ),
     DecodeRow(
         64,
-        half=DecodeTiles(_T(64, 128, 6), _T(64, 128, 6, 2, 16), narrow=replace(_NARROW, stages=3)),
+        half=DecodeTiles(
+            _T(64, 128, 6),
+            _T(64, 128, 6, 2, 16),
+            narrow=replace(_NARROW, stages=3),
+            many=replace(_NARROW, stages=3),
+        ),
         e4m3=DecodeTiles(
             _T(64, 256, 6),
             _T(64, 256, 6, 2, 16),
             narrow=replace(_NARROW, stages=5),
             many=_T(32, 256, 3, 1, ctas_per_sm=2),
         ),
-        nvfp4=DecodeTiles(_T(64, 512, 4), _T(64, 512, 4, 2, 16), narrow=replace(_NARROW, stages=8)),
+        nvfp4=DecodeTiles(
+            _T(64, 512, 4),
+            _T(64, 512, 4, 2, 16),
+            narrow=replace(_NARROW, stages=8),
+            many=_T(32, 256, 5, 1, ctas_per_sm=2),
+        ),
     ),
     DecodeRow(
         96,
