@@ -6,6 +6,7 @@ makes their arguments and judges their results.
 """
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 from bench.cases.topk import DECODE as ROW_DECODE
@@ -95,6 +96,9 @@ def _decode() -> Iterator[tuple[str, tuple[Call, ...]]]:
     narrow = {"window_left": 200}
     quantised = [attend(DECODE, ONE, CACHES[kind], narrow, rows[8], dims="d128") for kind in ("e4m3", "nvfp4")]
     yield "decode-windows", (*(attend(DECODE, ONE, cache, narrow, rows[8]) for cache in CACHES.values()), *quantised)
+    tiles: dict[str, Any] = {"q_lens": (1,) * 33, "kv_lens": (300, 9, 600) * 11, "heads_q": 8, "heads_kv": 4}
+    shared = [attend(DECODE, ONE, tiles, cache) for cache in CACHES.values()]  # a tile for each of Hopper's 132 SMs
+    yield "decode-tiles", tuple(replace(call, choice="shape") for call in shared)
     yield "decode-d256", tuple(attend(DECODE, ONE, cache, dims="d256") for cache in CACHES.values())
     few = zip(rows.values(), USUAL)
     yield "decode-e4m3-queries", tuple(attend(DECODE, ONE, FP8, fields, dims=d) for fields, d in few)
