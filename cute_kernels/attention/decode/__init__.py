@@ -86,9 +86,9 @@ def candidate(request: KernelRequest, arch: str, split: bool = True) -> Spec:
     """Return the spec that would serve a request; `supports` says whether the kernel can. It always splits keys."""
     p, alone = request, arch in ALONE
     # rows: the maximum over the batch, on which the bits of a request must not depend with "never" and "fixed"
-    many = p.split_kv in ("auto", "always") and p.packed_rows > FEW_ROWS or alone and p.split_kv == "never"
+    more = p.split_kv in ("auto", "always") and p.packed_rows > FEW_ROWS or alone and p.split_kv == "never"
     full = "value" if alone else "never"  # elsewhere, other kernels serve calls without a causal mask
-    spec = spec_of(p.q, p.kv, p.head_dim_qk, 2 * FEW_ROWS if many else FEW_ROWS, arch, work_of(p))
+    spec = spec_of(p.q, p.kv, p.head_dim_qk, 2 * FEW_ROWS if more else FEW_ROWS, arch, work_of(p))
     mask = replace(exact_mask(p), causal="always" if p.causal else full, window=True, tree=True)
     logits = replace(spec.logits, alibi=p.alibi, head_scales=p.head_scales)
     out = outputs(p.q, p.out)

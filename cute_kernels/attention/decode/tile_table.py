@@ -197,9 +197,7 @@ SMALL_STAGES = 6  # most stages of a tile that `small_tile` makes
 WINDOW_KEYS = 256  # most keys that the tokens of a `NARROW` call see
 DIMS_OF_KIND = {kind: tuple(row.head_dim for row in TABLE if getattr(row, kind)) for kind in COLUMNS.values()}
 HEAD_DIMS = DIMS_OF_KIND["half"]
-
-
-ANY, NARROW, MANY = "any", "narrow", "many"
+ANY, NARROW, MANY = "any", "narrow", "many"  # `TileKey.work`
 
 
 class TileKey(NamedTuple):

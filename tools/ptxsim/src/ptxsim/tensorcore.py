@@ -32,7 +32,8 @@ def multiply(a: np.ndarray, b: np.ndarray, total: np.ndarray, kinds: tuple[str, 
     """Return a (..., m, k) @ b (..., n, k) transposed + total (..., m, n); all float32, of one instruction."""
     below, significant = BITS[kinds[0]]
     exact_in = np.float32 if below < 24 else np.float64  # numbers that hold the products and their sums
-    left, right = along(exponents(a, LEAST[kinds[0]]), -1), along(exponents(b, LEAST[kinds[1]]), -2)
+    columns, rows = along(a)[..., None], along(b)[..., None, :]
+    left, right = exponents(columns, LEAST[kinds[0]]), exponents(rows, LEAST[kinds[1]])
     step = max(1, 16384 // max(1, total.size))  # along K, so that temporary arrays stay in the cache
     parts = [slice(i, i + step) for i in range(0, len(left), step)]
     largest = exponents(total, -126)
@@ -41,7 +42,7 @@ def multiply(a: np.ndarray, b: np.ndarray, total: np.ndarray, kinds: tuple[str, 
     unit = power(np.maximum(largest, -500) - below)
     whole = np.trunc(total / unit)
     per_unit = (1 / np.maximum(unit, 2.0**-100) if exact_in == np.float32 else 1 / unit).astype(exact_in)
-    left, right = along(a.astype(exact_in), -1), along(b.astype(exact_in), -2)
+    left, right = columns.astype(exact_in), rows.astype(exact_in)
     for part in parts:
         products = left[part] * right[part]
         products *= per_unit
@@ -51,9 +52,9 @@ def multiply(a: np.ndarray, b: np.ndarray, total: np.ndarray, kinds: tuple[str, 
     return with_specials(exact, a, b, total)
 
 
-def along(operand: np.ndarray, axis: int) -> np.ndarray:
-    """Return an operand with K first and a new axis for the rows of the other operand."""
-    return np.ascontiguousarray(np.expand_dims(np.moveaxis(operand, -1, 0), axis))
+def along(operand: np.ndarray) -> np.ndarray:
+    """Return an operand with K first."""
+    return np.ascontiguousarray(operand.transpose(operand.ndim - 1, *range(operand.ndim - 1)))
 
 
 def power(exponent: np.ndarray) -> np.ndarray:
