@@ -284,7 +284,8 @@ def attention_cases(spec: Any, thorough: bool = False) -> list[Scenario]:
     if k.decodes:
         many = replace(many, drafts=True, skip=1e-30, soft_cap=0.0)
     else:
-        many, other_boxes[-1] = replace(many, heads_q=6), replace(other_boxes[-1], heads_kv=1)
+        many = replace(many, heads_q=6, q_lens=(*idle, 30, 0, 29))  # packed tiles of more than 64 rows
+        other_boxes[-1] = replace(other_boxes[-1], heads_kv=1)
     if k.decodes:  # tiles of more splits than a warp loads at once, more requests than a window holds
         each = 1 if k.few_rows else 3
         long = replace(short, name="long", q_lens=(each,), kv_lens=(PARTS * k.block - 7,), heads_q=3, heads_kv=1)
@@ -322,7 +323,10 @@ def attention_cases(spec: Any, thorough: bool = False) -> list[Scenario]:
         in_forms = ("ragged",)
     nothing = replace(many, name="nothing", q_lens=(9, 70), kv_lens=(0, 0))  # the first tile of a CTA sees no key
     one = replace(short, name="one", q_lens=(150,), kv_lens=(keys,), sink=True)  # one request: no search for tiles
-    found.append(Scenario("many", (many,) if k.decodes else (many, nothing, one), sms, in_forms))
+    calls = [many] if k.decodes else [many, nothing, one]
+    if k.cap and not k.decodes:  # code of its own without a cap
+        calls.append(replace(many, soft_cap=0.0, window_left=window))
+    found.append(Scenario("many", tuple(calls), sms, in_forms))
     if k.decodes:
         found += parts
     if k.several_tiles:  # one to three rounds of blocks in turn, beside a tile of many rows; needles first
