@@ -10,13 +10,12 @@ from wrappers.attention import plan
 
 SPLIT = ("trtllm_batch_decode_with_kv_cache", "xqa", "BatchDecodeWithPagedKVCacheWrapper")
 WHOLE = ("trtllm_batch_context_with_kv_cache", "BatchPrefill", "BatchAttention", "single_prefill_with_kv_cache")
-
-
-USUAL = plan.request_of  # of the choice that users see
+USUAL = plan.request_of  # the request of a user's call
 
 
 @contextmanager
 def _requests(request_of: Callable[..., KernelRequest]) -> Iterator[None]:
+    """Let `request_of` make the requests of calls."""
     before, plan.request_of = plan.request_of, request_of
     try:
         yield
@@ -25,8 +24,8 @@ def _requests(request_of: Callable[..., KernelRequest]) -> Iterator[None]:
 
 
 @contextmanager
-def by_shapes() -> Iterator[None]:
-    """Choose kernels as for users, also inside `by_function`. Plans are kept: use a machine that has made none."""
+def by_shape() -> Iterator[None]:
+    """Choose kernels as for users, also inside `by_function`. A machine keeps its plans: use one that has none."""
     with _requests(USUAL):
         yield
 

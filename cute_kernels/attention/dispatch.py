@@ -62,7 +62,7 @@ KINDS = {
         True,
         {"rows": 8, "visible_keys": decode.WINDOW_KEYS},
     ),
-    "8 rows many": Kind("8 rows, and a tile for every SM", True, {"rows": 8, "kv_heads": KernelRequest.sms}),
+    "8 rows many": Kind("8 rows, and at least as many tiles as SMs", True, {"rows": 8, "kv_heads": KernelRequest.sms}),
     "8 rows gather": Kind("8 rows, with pages of any size", True, {"rows": 8, "page_size": 1}),
     "16 rows gather": Kind("16 rows, with pages of any size", True, {"rows": 16, "page_size": 1}),
 }
@@ -118,7 +118,7 @@ def answer(op: str, request: KernelRequest, arch: str, split: bool) -> Answer:
         return Answer(op, None, Refusal("arch", f"{arch}: needs {' or '.join(module.ARCHS)}"))
     spec: Any = module.candidate(request, arch, split)
     if module is decode and (op, spec) not in _held(arch):
-        spec = decode.for_any(spec, arch)
+        spec = decode.for_all_calls(spec, arch)
     if request.source == "ragged" and spec.kv.block_scaled:
         return Answer(op, spec, Refusal("source", "ragged: block-scaled caches have pages"))
     return Answer(op, spec, module.supports(spec))
@@ -127,8 +127,8 @@ def answer(op: str, request: KernelRequest, arch: str, split: bool) -> Answer:
 def explain(request: KernelRequest, arch: str) -> tuple[Answer, ...]:
     """Return the answers to a request, those that are asked first at the beginning.
 
-    With few rows, a kernel that is shipped comes before one that would have to be compiled. Kernels of decode that are
-    not for any call serve requests only if they are shipped.
+    With few rows, a kernel that is shipped comes before one that would have to be compiled. A kernel of decode that
+    serves some calls only (`decode.TileKey.work`) is chosen only if it is shipped.
     """
     order: tuple[tuple[str, bool], ...] = (*WHOLE, *FIXED)
     if request.split_kv == "fixed":

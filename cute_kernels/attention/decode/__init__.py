@@ -53,8 +53,8 @@ def padded(kv: str, dims: tuple[int, int]) -> tuple[int, int]:
 
 
 def spec_of(q: str, kv: str, dim: int, rows: int, arch: str, work: str = ANY) -> Spec:
-    """Return the spec of these types with every modifier; with `rows` rows per warp, and for calls of `work`, if there
-    are such tiles, else with `FEW_ROWS`, and for any call."""
+    """Return the spec of these types with every modifier. Its tile has `rows` rows per warp and serves calls of `work`,
+    as in `TileKey`; if there is none, the tile serves all calls; if there is none of `rows`, it has `FEW_ROWS`."""
     tiles, key = tiles_of(arch), TileKey(kind_of(kv), padded(kv, (dim, dim))[0], rows, work)
     plain = key._replace(work=ANY)
     tile = tiles.get(key) or tiles.get(plain) or tiles.get(plain._replace(rows=FEW_ROWS))
@@ -63,12 +63,12 @@ def spec_of(q: str, kv: str, dim: int, rows: int, arch: str, work: str = ANY) ->
 
 
 def is_narrow(request: KernelRequest) -> bool:
-    """Return whether the tokens of a request see few keys."""
+    """Return whether the tokens of a request see at most `WINDOW_KEYS` keys."""
     return request.visible_keys <= WINDOW_KEYS
 
 
 def work_of(request: KernelRequest) -> str:
-    """Return the work of a request with few rows, as in `TileKey`: the bits of its results depend on it."""
+    """Return the work of a request, as in `TileKey`. The last bits of its results depend on it."""
     if request.split_kv not in ("auto", "always") or kv_source(request) != "tma":
         return ANY
     if is_narrow(request):
@@ -76,8 +76,8 @@ def work_of(request: KernelRequest) -> str:
     return MANY if request.split_kv == "auto" and request.kv_heads >= request.sms else ANY
 
 
-def for_any(spec: Spec, arch: str) -> Spec:
-    """Return the spec with the tile for any call."""
+def for_all_calls(spec: Spec, arch: str) -> Spec:
+    """Return the spec with the tile that serves all calls."""
     dim, rows = padded(spec.kv.dtype, spec.dims)[0], spec.tile.rows_per_warp if spec.tile else FEW_ROWS
     return replace(spec, tile=tiles_of(arch).get(TileKey(kind_of(spec.kv.dtype), dim, rows)))
 

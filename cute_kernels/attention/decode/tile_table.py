@@ -95,8 +95,8 @@ class DecodeTileConfig:
 
 class DecodeTiles(NamedTuple):
     """Tiles over caches of one type. few: 8 rows per warp. more: 16 rows; None: no kernel. few_blackwell: instead of
-    `few` on architectures with a `cvt` of e2m1 codes; None: `few`. narrow, many: instead of `few` on Hopper, for calls
-    of `TileKey.work`; None: `few`."""
+    `few` on architectures with a `cvt` of e2m1 codes; None: `few`. narrow, many: instead of `few` on Hopper, for the
+    calls that `TileKey` describes; None: `few`."""
 
     few: DecodeTileConfig
     more: DecodeTileConfig | None = None
@@ -120,7 +120,7 @@ class DecodeRow(NamedTuple):
 # more in registers (8 warps at most) and add up more of O in shared memory. From head_dim 160 on there are none: O and
 # Q of 16 rows would take 120 registers per thread with head_dim 160, 192 with 256.
 # Where tokens see few keys, the end of a tile takes as long as its keys (bench/notes/decode.md): two CTAs of four mma
-# warps then share an SM. With head_dim 64, they also gain if there are tiles for all SMs.
+# warps then share an SM. With head_dim 64, that is also faster if there are as many tiles as SMs.
 _T = DecodeTileConfig
 _NARROW = DecodeTileConfig(32, 128, 1, 1, ctas_per_sm=2)
 TABLE = (
@@ -194,7 +194,7 @@ END_BLOCKS = {"half": 0, "e4m3": 2, "nvfp4": 2}  # column of `TABLE` -> `end_blo
 # that run at a time hardly fits the instruction cache, 32 KB.
 BOXES_AT_ONCE = {"half": 4, "e4m3": 4, "nvfp4": 2}
 SMALL_STAGES = 6  # most stages of a tile that `small_tile` makes
-WINDOW_KEYS = 256  # most keys that the tokens of a `NARROW` call see
+WINDOW_KEYS = 256  # `TileKey.work`
 DIMS_OF_KIND = {kind: tuple(row.head_dim for row in TABLE if getattr(row, kind)) for kind in COLUMNS.values()}
 HEAD_DIMS = DIMS_OF_KIND["half"]
 ANY, NARROW, MANY = "any", "narrow", "many"  # `TileKey.work`
@@ -202,7 +202,9 @@ ANY, NARROW, MANY = "any", "narrow", "many"  # `TileKey.work`
 
 class TileKey(NamedTuple):
     """The choice of a tile. kind: a column of `TABLE`. head_dim: a padded one. rows: per warp. work: the calls that the
-    tile is for: `ANY`; `NARROW`, whose tokens see at most `WINDOW_KEYS` keys; `MANY`, with a tile for every SM."""
+    tile serves. A tile of `ANY` serves all calls. A tile of `NARROW` serves calls in which a request's tokens see at
+    most `WINDOW_KEYS` keys. A tile of `MANY` serves calls that have at least as many tiles as the GPU has SMs.
+    """
 
     kind: str
     head_dim: int

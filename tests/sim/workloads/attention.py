@@ -17,7 +17,7 @@ from ptxsim.runner import RunResult
 from bench.cases import attention as cases
 from bench.cases import forms
 from bench.cases.attention import AttentionCase
-from bench.cases.choice import by_shapes
+from bench.cases.choice import by_shape
 from bench.cases.planted import LEVEL_KEYS, STEP_SCALE
 from cute_kernels.attention.decode import FEW_ROWS, tile_table
 from wrappers import fp4
@@ -50,18 +50,18 @@ WIDE_STRUCTURES = {(192, False), (256, False)}  # (head_dim, general) of prefill
 @dataclass(frozen=True)
 class Scenario:
     """Calls on a device of `sms` SMs; equal cases get the same data. forms: names of `bench.cases.forms` to apply to
-    their problems. by_shapes: the kernel is chosen as for users."""
+    their problems. chosen_by_shape: the kernel is chosen as for users."""
 
     name: str
     calls: tuple[AttentionCase, ...]
     sms: int = SMS
     forms: tuple[str, ...] = ()
-    by_shapes: bool = False
+    chosen_by_shape: bool = False
 
     @property
     def choice(self) -> AbstractContextManager[None]:
         """Return a context in which the kernel is chosen."""
-        return by_shapes() if self.by_shapes else nullcontext()
+        return by_shape() if self.chosen_by_shape else nullcontext()
 
 
 @dataclass(frozen=True)
@@ -294,12 +294,12 @@ def attention_cases(spec: Any, thorough: bool = False) -> list[Scenario]:
         parts = Scenario("long", (long,), PARTS), Scenario("crowd", (crowd,), sms)
     if k.work != tile_table.ANY:
         box, *others = (replace(call, window_left=window) for call in (other_boxes[-1], many, crowd))
-        of_shapes = k.work == tile_table.MANY  # each call has tiles for all SMs
+        many_tiles = k.work == tile_table.MANY  # of each call: at least as many as SMs
         pair = box, replace(others[1], page_size=8)
         return [
-            Scenario("ragged", (ragged,), SMS, in_forms, of_shapes),
-            Scenario("boxes", pair, MANY_SMS if of_shapes else sms, box_forms, of_shapes),
-            Scenario("many", tuple(others), sms, (), of_shapes),
+            Scenario("ragged", (ragged,), SMS, in_forms, many_tiles),
+            Scenario("boxes", pair, MANY_SMS if many_tiles else sms, box_forms, many_tiles),
+            Scenario("many", tuple(others), sms, (), many_tiles),
         ]
     if twin and k.decodes:
         return [Scenario("ragged", (ragged,), SMS, in_forms), Scenario("boxes", (other_boxes[-1], many), sms), *parts]
