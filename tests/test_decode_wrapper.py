@@ -59,8 +59,8 @@ def test_narrow_windows_get_two_ctas_of_an_sm(here, launches, requests, ctas):
 @pytest.mark.parametrize("kv_dtype", ["", "fp8", "nvfp4"])
 @pytest.mark.parametrize("requests, ctas", [(32, 128), (34, 264), (64, 256), (70, 264)])
 def test_as_many_tiles_as_sms_get_two_ctas_of_an_sm(launches, requests, ctas, kv_dtype):
-    """Each request has four tiles. From 33 requests on, there are two CTAs on an SM. They share tiles, unless nearly all
-    CTAs can take one tile each."""
+    """Each request has four tiles. From 33 requests on, there are two CTAs on an SM. They share tiles, unless nearly
+    all CTAs can take one tile each."""
     lens = {"q_lens": (1,) * requests, "kv_lens": (70,) * requests}
     case = replace(PLAIN, **lens, heads_q=8, heads_kv=4, head_dim_qk=64, head_dim_vo=64, kv_dtype=kv_dtype)
     trtllm_batch_decode_with_kv_cache(**decode_of(case))
