@@ -11,6 +11,7 @@ PEERS = (
     "flash-attn-4",
     "flashinfer",
     "torch",
+    "vllm",
 )  # a provider's name may also end in the form of the call: "flashinfer-paged"
 FAMILIES = {  # prefix of the cases -> their description
     "serve-": "mixed batches and chunks, bf16",
@@ -27,6 +28,7 @@ NAMES = {  # (prefix, provider) -> displayed name of the peer
     ("family-", "flashinfer"): "flashinfer fa3",
     ("decode-", "flashinfer"): "XQA",
     ("topk-", "torch"): "torch.topk",
+    ("topk-", "vllm"): "vLLM",
 }
 HEADLINES = {  # case -> the call, in words
     "prefill-bf16-causal-b2-s8192-h32x8-d128-p64": "prefill, 2 prompts of 8192 tokens, bf16",

@@ -38,6 +38,7 @@ PEER_STYLE = {
     "flashinfer": "#E69F00",
     "XQA": "#56B4E9",
     "torch.topk": "#888888",
+    "vLLM": "#D55E00",
 }
 PEER_TICKS, FAR_TICKS = (0.5, 0.6, 0.7, 0.8, 0.9, 1, 1.1, 1.2, 1.3, 1.5, 1.7, 2, 2.5), (0.5, 0.7, 1, 2, 3, 5, 10, 20)
 TOPK_SWEEP = re.compile(r"sweep-topk-fp32-(\d+)x(\d+)-k")

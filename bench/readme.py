@@ -27,7 +27,7 @@ from .results import (
 PEERS = ("cudnn", "flash-attn-4", "flashinfer")
 PRECISION_PEERS = ("own-bf16", "own-fp8", "flashinfer")
 SERVE_PEERS = ("own-parts", "flash-attn-4", "flashinfer")
-TOPK_PEERS = ("torch", "flashinfer", "floor")
+TOPK_PEERS = ("torch", "flashinfer", "vllm", "floor")
 CACHE_CASES = ("append-", "nvfp4-", "merge-")
 CACHE_HOSTS = [
     f"host-{name}"

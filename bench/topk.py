@@ -4,7 +4,7 @@ rate."""
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -22,9 +22,10 @@ from .timing import Call, Timing, exactly, interleave
 
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 HEADLINE = (
-    "topk-fp32-1x32768-k2048", "topk-fp32-1x131072-k2048", "topk-fp32-4x65536-k512", "topk-fp32-64x16384-k2048",
-    "topk-fp32-64x65536-k2048", "topk-bf16-64x65536-k2048", "topk-fp32-16x524288-k2048", "topk-fp32-32x129280-k1024",
-    "topk-fp32-1024x65536-k2048", "topk-fp32-4096x8192-k2048", "topk-fp32-4096x65536-k2048",
+    "topk-fp32-1x32768-k2048", "topk-fp32-1x131072-k2048", "topk-fp32-4x65536-k512", "topk-fp32-8x131072-k2048",
+    "topk-fp32-64x2048-k512", "topk-fp32-64x16384-k2048", "topk-fp32-64x65536-k2048", "topk-bf16-64x65536-k2048",
+    "topk-fp32-16x524288-k2048", "topk-fp32-32x129280-k1024", "topk-fp32-1024x65536-k2048", "topk-fp32-4096x8192-k2048",
+    "topk-fp32-4096x65536-k2048",
 )  # fmt: skip
 SORTED = (
     "topk-sorted-fp32-1x32768-k2048", "topk-sorted-fp32-64x65536-k2048", "topk-sorted-bf16-64x65536-k2048",
@@ -101,12 +102,35 @@ def flashinfer(i: TopKInputs) -> torch.Tensor:
     return peer.top_k_ragged_transform(i.scores, i.zeros, i.lengths, i.k)
 
 
+@cache
+def workspace(device: torch.device) -> torch.Tensor:
+    """Return the scratch memory of vLLM's kernels."""
+    return torch.zeros(1 << 20, dtype=torch.uint8, device=device)
+
+
+def vllm(i: TopKInputs) -> torch.Tensor:
+    """The kernel that vLLM 0.33 chooses for the indexer of sparse attention. Raises ValueError if it has none."""
+    from vllm import _custom_ops as peer
+
+    (rows, length), (stride0, stride1) = i.scores.shape, i.scores.stride()
+    if i.sorted or i.scores.dtype != torch.float32:
+        raise ValueError("vLLM selects from fp32 scores, without sorting")
+    if i.k in (512, 1024, 2048):
+        ops = torch.ops._C
+        run = ops.cooperative_topk if rows <= 64 and stride0 % 4 == 0 else ops.persistent_topk
+        run(i.scores, i.lengths, i.indices, workspace(i.scores.device), i.k, length)
+    else:
+        peer.top_k_per_row_decode(i.scores, 1, i.lengths, i.indices, rows, stride0, stride1, i.k)
+    return i.indices
+
+
 # ours: the function that writes least. torch: writes values and 64-bit indices, unsorted, which is faster. In sorted
 # cases every provider writes values and 64-bit indices.
 PROVIDERS: dict[str, Callable[[TopKInputs], torch.Tensor]] = {
     "ours": lambda i: in_order(i) if i.sorted else ragged(i),
     "torch": lambda i: torch.topk(i.scores, i.k, sorted=i.sorted).indices,
     "flashinfer": flashinfer,
+    "vllm": vllm,
 }
 FUNCTIONS: dict[str, Callable[[TopKInputs], torch.Tensor]] = {
     "top_k_ragged_transform": ragged,

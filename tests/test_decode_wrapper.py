@@ -43,6 +43,18 @@ def test_few_equal_tiles_get_equally_many_ctas(launches, requests, ctas):
     assert SMS == 132 and [a.grid for a in launches] == [ctas]
 
 
+@pytest.mark.parametrize("requests, ctas", [(61, 132), (62, 62), (64, 64), (66, 66), (67, 132)])
+@pytest.mark.parametrize("kv_dtype, dim", [("", 128), ("", 256), ("fp8", 128), ("fp8", 256), ("", 64), ("nvfp4", 128)])
+def test_one_cta_for_each_pair_of_sms(launches, requests, ctas, kv_dtype, dim):
+    """Where that many read K and V as fast as the memory allows, tiles that nearly fill the pairs are not split. Each
+    request has one tile."""
+    lens = {"q_lens": (1,) * requests, "kv_lens": (70,) * requests}
+    case = replace(PLAIN, **lens, heads_q=8, heads_kv=1, head_dim_qk=dim, head_dim_vo=dim, kv_dtype=kv_dtype)
+    trtllm_batch_decode_with_kv_cache(**decode_of(case))
+    shared = dim == 64 or kv_dtype == "nvfp4"
+    assert [a.grid for a in launches] == [2 * ctas if shared and ctas < 132 else ctas]
+
+
 @pytest.mark.parametrize("requests, ctas", [(1, 4), (40, 160), (70, 264)])
 def test_narrow_windows_get_two_ctas_of_an_sm(here, launches, requests, ctas):
     """No tile is split where there are CTAs for all. Scratch is not shared with launches of fewer CTAs."""

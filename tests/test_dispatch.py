@@ -107,7 +107,7 @@ def test_every_problem_of_decode_is_served_and_every_shipped_kernel_serves_one(a
     some = (replace(SPLIT, **each, rows=rows) for each in types for rows in (1, 1 << 20))
     caches = list(product(("bf16", "e4m3", "nvfp4"), HEAD_DIMS))
     narrow = (replace(BASE, kv=kv, **dim, rows=1, visible_keys=200) for kv, dim in caches)
-    many = (replace(BASE, kv=kv, **dim, rows=1, kv_heads=132) for kv, dim in caches)
+    many = (replace(BASE, kv=kv, **dim, rows=1, kv_heads=6 * 132) for kv, dim in caches)
     for problem in (*every_problem("always"), *some, *narrow, *many):
         op, spec = dispatch.select(problem, arch)
         found.add((op, spec))
@@ -150,7 +150,9 @@ def test_narrow_windows_are_served_by_two_ctas_of_an_sm(change, ctas_per_sm):
         ({"kv": "e5m2"}, 1),  # none is shipped
         ({"kv": "nvfp4"}, 2),
         ({"kv": "bf16"}, 2),
-        ({"head_dim_qk": 128, "head_dim_vo": 128}, 1),
+        ({"head_dim_qk": 128, "head_dim_vo": 128, "kv_heads": 6 * 132 - 1}, 1),
+        ({"head_dim_qk": 128, "head_dim_vo": 128, "kv_heads": 6 * 132}, 2),
+        ({"head_dim_qk": 128, "head_dim_vo": 128, "kv_heads": 6 * 132, "kv": "nvfp4"}, 1),
     ],
 )
 def test_many_tiles_are_served_by_two_ctas_of_an_sm(change, ctas_per_sm):

@@ -54,6 +54,13 @@ def test_a_row_is_shared_only_where_all_rows_run_at_once(sms):
             assert plan.cluster * rows <= sms and rows <= dispatch.resident_rows(plan, sms)
 
 
+@pytest.mark.parametrize("rows, cluster", [(7, 16), (8, 8), (14, 8), (15, 4)])
+def test_clusters_that_hold_rows_have_one_cta_on_an_sm(rows, cluster):
+    """Seven GPCs of an H200 have 18 SMs, room for one cluster of 16 each or two of 8."""
+    plan = dispatch.candidate(TopKKernelRequest("fp32", rows, 131072, 2048, 132))
+    assert (plan.cluster, plan.stream) == (cluster, False)
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_readmes_table_of_plans(dtype):
     """One row or many, of lengths on both sides of each bound; k of many long rows."""

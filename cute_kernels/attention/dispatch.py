@@ -62,7 +62,9 @@ KINDS = {
         True,
         {"rows": 8, "visible_keys": decode.WINDOW_KEYS},
     ),
-    "8 rows many": Kind("8 rows, and at least as many tiles as SMs", True, {"rows": 8, "kv_heads": KernelRequest.sms}),
+    "8 rows many": Kind(
+        "8 rows, and many tiles", True, {"rows": 8, "kv_heads": decode.MANY_PER_SM * KernelRequest.sms}
+    ),
     "8 rows gather": Kind("8 rows, with pages of any size", True, {"rows": 8, "page_size": 1}),
     "16 rows gather": Kind("16 rows, with pages of any size", True, {"rows": 16, "page_size": 1}),
 }

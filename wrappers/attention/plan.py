@@ -440,12 +440,17 @@ def _present(call: AttentionCall, slots: ArgSlots) -> tuple[tuple[str, int, Any]
 def _ctas(request: KernelRequest, spec: Any, most: int, blocks: int) -> int:
     """Return the number of CTAs of a launch with split keys: all that the GPU has room for or, if nearly all SMs still
     work, a multiple of the number of tiles. If lengths are equal, no CTA then has the end of one tile and the begin of
-    the next. Tiles of few keys, of which an SM has several, are not split as long as there are CTAs for all."""
+    the next. Tiles of few keys, of which an SM has several, are not split as long as there are CTAs for all. Nor are
+    tiles that are nearly as many as TPCs, pairs of SMs, if one CTA for each TPC keeps the memory busy: a split would
+    add the time of a merge."""
     tiles = request.kv_heads * -(-request.packed_rows // spec.tile.m) * spec.tile.o_tiles
     if blocks or not policy.is_split_kv(spec) or not tiles:
         return most
     if spec.tile.ctas_per_sm > 1 and decode.is_narrow(request):
         return min(tiles, most)
+    tpcs = most // 2
+    if decode.one_cta_per_tpc(spec) and tiles <= tpcs and 16 * tiles >= 15 * tpcs:
+        return tiles
     whole = most // tiles * tiles
     return whole if 16 * whole >= 15 * most else most
 

@@ -5,7 +5,7 @@ This file is plain Python: it states what the kernel can do (`supports`) and whi
 """
 
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from ... import archs
 from ..request import KernelRequest, Refusal
@@ -24,6 +24,7 @@ from ..spec import (
 from ..tile import MergedTileConfig
 from .tile_table import (
     ANY,
+    CTA_PER_TPC,
     DIMS_OF_KIND,
     FEW_ROWS,
     MANY,
@@ -33,11 +34,15 @@ from .tile_table import (
     TileKey,
     kind_of,
     least_bytes,
+    many_from,
     measured,
     tiles_of,
 )
 from .tile_table import (
     HEAD_DIMS as HEAD_DIMS,
+)
+from .tile_table import (
+    MANY_PER_SM as MANY_PER_SM,
 )
 
 ARCHS = archs.NAMES
@@ -73,7 +78,19 @@ def work_of(request: KernelRequest) -> str:
         return ANY
     if is_narrow(request):
         return NARROW
-    return MANY if request.split_kv == "auto" and request.kv_heads >= request.sms else ANY
+    dim = padded(request.kv, (request.head_dim_qk, request.head_dim_vo))[0]
+    many = request.kv_heads >= request.sms * many_from(kind_of(request.kv), dim)
+    return MANY if request.split_kv == "auto" and many else ANY
+
+
+def one_cta_per_tpc(spec: AttentionSpec[Any]) -> bool:
+    """Return whether one CTA for each TPC, a pair of SMs, reads K and V as fast as the memory allows (`CTA_PER_TPC`).
+
+    Measured on Hopper, for tiles of 8 rows per warp."""
+    t = spec.tile
+    if not isinstance(t, DecodeTileConfig) or t.blackwell or t.ctas_per_sm > 1 or t.rows_per_warp > FEW_ROWS:
+        return False
+    return padded(spec.kv.dtype, spec.dims)[0] in CTA_PER_TPC[kind_of(spec.kv.dtype)]
 
 
 def for_all_calls(spec: Spec, arch: str) -> Spec:

@@ -120,7 +120,7 @@ class DecodeRow(NamedTuple):
 # more in registers (8 warps at most) and add up more of O in shared memory. From head_dim 160 on there are none: O and
 # Q of 16 rows would take 120 registers per thread with head_dim 160, 192 with 256.
 # Where tokens see few keys, the end of a tile takes as long as its keys (bench/notes/decode.md): two CTAs of four mma
-# warps then share an SM. With head_dim 64, that is also faster if there are as many tiles as SMs.
+# warps then share an SM. That is also faster with some tiles if there are many of them (`many_from`).
 _T = DecodeTileConfig
 _NARROW = DecodeTileConfig(32, 128, 1, 1, ctas_per_sm=2)
 TABLE = (
@@ -163,6 +163,7 @@ TABLE = (
             _T(64, 256, 3, 2, 16),
             few_blackwell=_T(64, 128, 6),  # the tile of `few` would spill there
             narrow=replace(_NARROW, stages=2),
+            many=replace(_NARROW, stages=2),
         ),
         nvfp4=DecodeTiles(_T(48, 384, 3, 3), _T(64, 256, 5, 2, 16), narrow=replace(_NARROW, stages=5)),
     ),
@@ -193,6 +194,12 @@ END_BLOCKS = {"half": 0, "e4m3": 2, "nvfp4": 2}  # column of `TABLE` -> `end_blo
 # Column of `TABLE` -> `boxes_at_once`. More are faster to issue, fewer are less code: with NVFP4, the code of all roles
 # that run at a time hardly fits the instruction cache, 32 KB.
 BOXES_AT_ONCE = {"half": 4, "e4m3": 4, "nvfp4": 2}
+# (column of `TABLE`, head_dim) -> tiles per SM from which on `many` serves a call; with the others, 1
+MANY_FROM = {("e4m3", 128): 6}
+MANY_PER_SM = max(MANY_FROM.values())  # tiles per SM from which on all tiles of `MANY` serve
+# Column of `TABLE` -> head dims with which one CTA for each TPC, a pair of SMs, reads K and V as fast as the memory
+# allows. With the others, its arithmetic takes longer.
+CTA_PER_TPC: dict[str, tuple[int, ...]] = {"half": (128, 192, 256), "e4m3": (128, 256), "nvfp4": ()}
 SMALL_STAGES = 6  # most stages of a tile that `small_tile` makes
 WINDOW_KEYS = 256  # `TileKey.work`
 DIMS_OF_KIND = {kind: tuple(row.head_dim for row in TABLE if getattr(row, kind)) for kind in COLUMNS.values()}
@@ -203,13 +210,18 @@ ANY, NARROW, MANY = "any", "narrow", "many"  # `TileKey.work`
 class TileKey(NamedTuple):
     """The choice of a tile. kind: a column of `TABLE`. head_dim: a padded one. rows: per warp. work: the calls that the
     tile serves. A tile of `ANY` serves all calls. A tile of `NARROW` serves calls in which a request's tokens see at
-    most `WINDOW_KEYS` keys. A tile of `MANY` serves calls that have at least as many tiles as the GPU has SMs.
+    most `WINDOW_KEYS` keys. A tile of `MANY` serves calls that have many tiles (`many_from`).
     """
 
     kind: str
     head_dim: int
     rows: int
     work: str = ANY
+
+
+def many_from(kind: str, dim: int) -> int:
+    """Return the tiles per SM from which on the tile of `MANY` serves a call. kind, dim: as in `TileKey`."""
+    return MANY_FROM.get((kind, dim), 1)
 
 
 def kind_of(kv: str) -> str:

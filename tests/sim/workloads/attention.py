@@ -294,7 +294,7 @@ def attention_cases(spec: Any, thorough: bool = False) -> list[Scenario]:
         parts = Scenario("long", (long,), PARTS), Scenario("crowd", (crowd,), sms)
     if k.work != tile_table.ANY:
         box, *others = (replace(call, window_left=window) for call in (other_boxes[-1], many, crowd))
-        many_tiles = k.work == tile_table.MANY  # of each call: at least as many as SMs
+        many_tiles = k.work == tile_table.MANY  # of each call: as many as SMs, or more
         pair = box, replace(others[1], page_size=8)
         return [
             Scenario("ragged", (ragged,), SMS, in_forms, many_tiles),
