@@ -103,6 +103,15 @@ def test_blocks_of_a_tile(spec, n, group, pack, cut, data):
     assert walked == list(range(hi - 2, lo - 1, -1))
 
 
+@pytest.mark.parametrize(
+    "keys, blocks", [(0, 2), (4096, 2), (8192, 2), (8193, 6), (16_384, 6), (16_385, 14), (1 << 20, 14)]
+)
+def test_blocks_with_exact_maxima(keys, blocks):
+    """More where P of e4m3 is raised by more, none in 16 bits."""
+    found = {spec.q: sm90_precision.exact_max_blocks(spec, keys) for spec in specs_of("attention.sm90", "sm_90a")}
+    assert found["e4m3"] == blocks and found["bf16"] == 0
+
+
 @given(st.integers(1, 9), st.integers(1, 40), st.integers(1, 64), st.integers(1, 20), st.integers(1, 5))
 def test_order_visits_every_tile_once_longest_first(m_blocks, heads, section, ctas, requests):
     section, launch = min(section, heads), m_blocks * heads * requests

@@ -56,6 +56,15 @@ def test_long_rows_do_not_lose_what_they_add_up():
     assert abs(float(lse) - math.log2(keys)) < 1e-3
 
 
+def test_maxima_of_long_sequences_are_exact_in_more_blocks():
+    """P of more than 16,384 keys is raised by 2^7, so that row_max follows in 15 blocks, of the 20 in the window."""
+    lens = {"q_lens": (3,), "kv_lens": (16_500,), "window_left": 2400}
+    case = replace(ALONE, **lens, head_dim_qk=64, head_dim_vo=64, page_size=64)
+    p, out, lse = run(case)
+    want, want_lse = cases.expected(case, p)
+    assert distance(out, want, case.tolerance) <= 1 and distance(lse, want_lse, case.lse_tolerance) <= 1
+
+
 @pytest.mark.parametrize("dtype", ["fp8", "bf16"])
 def test_scales_a_head(dtype):
     """Of e4m3 k and v and of q, with heads of a KV head as rows of one tile and as tiles of their own."""

@@ -130,26 +130,27 @@ def segments(
 ):
     """Cut [n_block_min, n_block_max) into segments, from high blocks to low; return only those that may hold a block.
 
-    The first segment has the `exact_max_blocks` highest blocks and all blocks masked on the right (causal). Then come
-    the full blocks, then those masked on the left (window). merge_left_segment: with a window, full blocks take the
-    code of those masked on the left.
+    The first segment has the `exact_max_blocks` highest blocks, a number that may be known at run time only, and all
+    blocks masked on the right (causal). Then come the full blocks, then those masked on the left (window).
+    merge_left_segment: with a window, full blocks take the code of those masked on the left.
 
     A caller loops over the segments at trace time. It writes its loop over blocks once; the loop is compiled once per
     segment, for full blocks without the mask. The range must not contain the tile's highest block, which callers
     process before, with the mask: without a causal mask, it is the only block that can be masked on the right (kv_len).
     """
+    has_exact = not isinstance(exact_max_blocks, int) or exact_max_blocks > 0
     mid = cutlass.max(n_block_min, cutlass.min(n_block_max - exact_max_blocks, n_block_full_max))
     if spec.mask.custom:  # positions in the tile's list (`mask_blocks`); masked blocks are the highest ones
         exact = cutlass.max(mid, n_block_max - exact_max_blocks)
         rest = Segment(mid, exact, True, False), Segment(n_block_min, mid, False, False)
-        return (Segment(exact, n_block_max, True, True), *rest) if exact_max_blocks else rest
+        return (Segment(exact, n_block_max, True, True), *rest) if has_exact else rest
     left = cutlass.max(n_block_min, cutlass.min(mid, n_block_full_min))
     right = spec.mask.causal != "never" or spec.mask.tree
     first = Segment(mid, n_block_max, right or spec.mask.bounded_left, True)
     if merge_left_segment and spec.mask.bounded_left:
         return first, Segment(n_block_min, mid, True, False)
     cut = []
-    if right or exact_max_blocks:
+    if right or has_exact:
         cut.append(first)
     cut.append(Segment(left, mid, False, False))  # full blocks
     if spec.mask.bounded_left:

@@ -45,7 +45,6 @@ from .softmax import (
     validate_p,
 )
 from .state import BlockFlags, ConsumerState, Sm90Fragments, Sm90TileState, next_block
-from .tile_table import exact_max_blocks
 
 
 @cute.jit
@@ -66,7 +65,8 @@ def mma_one_tile(spec: cutlass.Constexpr, plan, s, tile: Sm90TileState, at: Cons
     if const_expr(spec.tile.m > 64):
         if first_row(spec, tile.w) >= geometry.num_rows(tile.w.q_len, tile.w.pack_factor):
             n_block_min = n_block_max
-    full_min, full_max, exact = tile.w.n_block_full_min, tile.w.n_block_full_max, exact_max_blocks(spec)
+    full_min, full_max = tile.w.n_block_full_min, tile.w.n_block_full_max
+    exact = precision.exact_max_blocks(spec, tile.w.kv_len)
     segments = mask.segments(spec, n_block_min, n_block_max, full_min, full_max, exact, capped)
     for g in cutlass.range_constexpr(len(segments)):
         segment = segments[g]

@@ -12,6 +12,7 @@ from ...device import warp, wgmma
 from .. import softmax
 from ..kv import pages
 from ..precision import of as of
+from . import tile_table
 
 P_MAX_LOG2 = 14.0  # log2 of the largest P in 16 bits: fp16 ends at 2^16
 P_MAX_LOG2_E4M3 = 8.76  # the same in e4m3, which ends at 448; values from 432 = 2^8.755 on round to that
@@ -94,6 +95,18 @@ def extra_offset(kv_len):
     """Return log2 of the factor on P in e4m3 beyond 2^4: 1 from 4,097 keys on, 2 from 8,193, 3 from 16,385."""
     above = cutlass.max(0, kv_len - 1) >> 12
     return cutlass.min(1, above) + cutlass.min(1, above >> 1) + cutlass.min(1, above >> 2)
+
+
+def exact_max_blocks(spec, kv_len):
+    """Return the number of blocks after a tile's first in which row_max follows every growth.
+
+    It is 0 in 16 bits, known at trace time. In 8 bits it is 2, and 6 or 14 where P is raised by 2^6 or 2^7: row_max may
+    lag behind less there, and a block in which it would lag too far is computed twice.
+    """
+    if not of(spec).is_8bit:
+        return 0
+    steps = extra_offset(kv_len)
+    return tile_table.exact_max_blocks(spec) + 2 * steps * (steps - 1)
 
 
 def rescale_params(spec, kv_len) -> softmax.RescaleParams:

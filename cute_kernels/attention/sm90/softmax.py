@@ -4,7 +4,7 @@ Exponentials usually do not wait for the block's maxima. `speculate_p` computes 
 did not change, which is nearly always right, because that maximum may lag behind (`update_max`, with a rescale
 threshold as in FlashAttention-4). `validate_p` then finds warps in which P left the range of its type and computes
 their P again. Blocks in which the maxima usually grow are computed with the maxima first: those on the diagonal and,
-with an 8-bit P, the first ones of a tile (`tile_table.exact_max_blocks`).
+with an 8-bit P, the first ones of a tile (`precision.exact_max_blocks`).
 """
 
 from typing import Any, NamedTuple
