@@ -277,8 +277,8 @@ def smem_bytes(spec: AttentionSpec[Sm90TileConfig], t: Sm90TileConfig, dims: tup
 def exact_max_blocks(spec: AttentionSpec[Sm90TileConfig]) -> int:
     """Return the least number of blocks after a tile's first in which row_max follows every growth.
 
-    In 8 bits that is 2: maxima that lag behind there would grow out of P's range later. Of a long sequence it follows
-    in more (`precision.exact_max_blocks`), unless blocks are skipped.
+    In 8 bits that is 2: maxima that lag behind there would grow out of P's range later. Long sequences have more of
+    them (`precision.exact_max_blocks`), unless blocks are skipped.
     """
     return 2 if kind_of(spec.q, spec.kv.dtype) == "fp8" else 0
 
