@@ -132,7 +132,7 @@ tensors = dict(
 )
 numbers = dict(
     softmax_scale_log2=1.0, out_scale=1.0, soft_cap=0.0, skip_threshold=0.0, window_left=0, causal=1, grid=132,
-    counter_base=0, enable_pdl=0, blocks_per_split=0, o_sf_start=0, o_sf_scale=1.0,
+    counter_base=0, enable_pdl=0, blocks_per_split=0, whole_ctas=0, whole_tiles=0, o_sf_start=0, o_sf_scale=1.0,
 )
 good = {name: (tensors | numbers)[name] for name in args.fields(spec)}
 cases = {

@@ -55,6 +55,23 @@ def test_one_cta_for_each_pair_of_sms(launches, requests, ctas, kv_dtype, dim):
     assert [a.grid for a in launches] == [2 * ctas if shared and ctas < 132 else ctas]
 
 
+@pytest.mark.parametrize(
+    "requests, kv_dtype, shares",
+    [
+        (64, "fp8", (128, 2)), (320, "nvfp4", (128, 10)), (66, "fp8", (132, 2)), (96, "fp8", (128, 3)),
+        (33, "fp8", (0, 0)), (80, "fp8", (0, 0)), (31, "fp8", (0, 0)), (64, "", None),
+    ],
+)  # fmt: skip
+def test_whole_tiles_of_equal_requests(launches, requests, kv_dtype, shares):
+    """Each request has four tiles. Nearly all of 132 CTAs must get equally many of them; 16-bit caches never ask."""
+    lens = {"q_lens": (1,) * requests, "kv_lens": (70,) * requests}
+    case = replace(PLAIN, **lens, heads_q=8, heads_kv=4, head_dim_qk=128, head_dim_vo=128, kv_dtype=kv_dtype)
+    trtllm_batch_decode_with_kv_cache(**decode_of(case))
+    (a,) = launches
+    found = None if kv_dtype == "" else (a.whole_ctas, a.whole_tiles)
+    assert found == shares and (found is None) == (not hasattr(a, "whole_ctas"))
+
+
 @pytest.mark.parametrize("requests, ctas", [(1, 4), (40, 160), (70, 264)])
 def test_narrow_windows_get_two_ctas_of_an_sm(here, launches, requests, ctas):
     """No tile is split where there are CTAs for all. Scratch is not shared with launches of fewer CTAs."""

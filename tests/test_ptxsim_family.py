@@ -203,3 +203,16 @@ def test_the_other_kernel(monkeypatch, name):
 def test_a_nan_key_shows_on_blackwell():
     done = run_python("-m", "tests.nan_keys", CUTE_DSL_ARCH="sm_100a")
     assert done.stdout.split("\n")[:4] == ["bf16 1 True", "bf16 13 True", "fp8 1 True", "fp8 13 True"], done.stderr
+
+
+def test_equal_tiles_are_not_split():
+    """17 of 18 CTAs take two tiles each if all lengths are equal. Otherwise all CTAs have equal shares, and tiles are
+    split: scratch, which is NaN before a launch, is written."""
+    lens = (300,) * 17
+    case = AttentionCase("", q_lens=(1,) * 17, kv_lens=lens, heads_q=2, heads_kv=2, kv_dtype="fp8", function="decode")
+    for kv_lens in (lens, (*lens[1:], 40)):
+        p = make_call(replace(case, kv_lens=kv_lens))
+        with simulated(ARCH, [], 18, memory=MEMORY) as here:
+            assert distance(serve(p), expected(case, p)[0], case.tolerance) <= 1
+            ((o_partial, _),) = here.split_scratch.values()
+        assert bool(o_partial.isnan().all()) == (kv_lens == lens)

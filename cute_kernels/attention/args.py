@@ -95,6 +95,8 @@ class ScheduleArgs(NamedTuple):
     enable_pdl: Int32  #                  launch with programmatic stream serialisation
     o_partial: Any = None  # (slots, m, Dvo / o_tiles + 4)  fp32 scratch, contiguous: O, then LSE, of m rows of a split
     blocks_per_split: Int32 = None  #     KV blocks per split; 0: equal shares for all CTAs
+    whole_ctas: Int32 = None  #           if all tiles have equally many KV blocks, so many CTAs take
+    whole_tiles: Int32 = None  #          so many tiles each, and no tile is split; 0: equal shares for all CTAs
 
 
 class AttentionArgs(NamedTuple):
@@ -123,6 +125,7 @@ OPTIONAL: dict[str, Callable[[Any], bool]] = {  # field -> whether a spec has it
     "o_fp8": lambda spec: "e4m3" in spec.out,
     **dict.fromkeys(("o_fp4", "o_sf", "o_sf_start", "o_sf_scale"), lambda spec: "nvfp4" in spec.out),
     **dict.fromkeys(("o_partial", "blocks_per_split"), policy.is_split_kv),
+    **dict.fromkeys(("whole_ctas", "whole_tiles"), policy.prefers_whole_tiles),
 }
 # field -> (element type, modes) of those that are alike in all kernels
 KINDS: dict[str, tuple[str, int]] = {

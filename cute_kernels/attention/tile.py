@@ -63,6 +63,10 @@ class TileConfig(Protocol):
         """The time that the end of a tile takes, in KV blocks, for the schedule "stream_k" (`stream_k.end_units`)."""
 
     @property
+    def prefers_whole_tiles(self) -> bool:
+        """Whether, of equal tiles, fewer CTAs that take whole ones are faster than all CTAs that split them."""
+
+    @property
     def boxes_at_once(self) -> int:
         """The TMA boxes that an iteration of the loop over the boxes of a stage loads; 0: that loop is unrolled."""
 

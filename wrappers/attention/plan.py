@@ -455,10 +455,21 @@ def _ctas(request: KernelRequest, spec: Any, most: int, blocks: int) -> int:
     return whole if 16 * whole >= 15 * most else most
 
 
+def _whole_shares(request: KernelRequest, spec: Any, most: int, blocks: int) -> tuple[int, int]:
+    """Return how many CTAs of a launch take how many whole tiles each if all tiles are equal; (0, 0): all CTAs get
+    equal shares. All of these CTAs must get equally many tiles, and nearly all SMs must work."""
+    tiles = request.kv_heads * -(-request.packed_rows // spec.tile.m) * spec.tile.o_tiles
+    each = -(-tiles // most)
+    ctas = tiles // max(each, 1)
+    fits = each > 1 and ctas * each == tiles and 16 * ctas >= 15 * most
+    return (ctas, each) if fits and not blocks and policy.prefers_whole_tiles(spec) else (0, 0)
+
+
 def _defaults(call: AttentionCall, request: KernelRequest, spec: Any, most_ctas: int, blocks: int) -> list[Any]:
     """Return the arguments of a launch: the call's options, and empty tensors for those that it lacks."""
     empty, heads = partial(machine.current.empty, call.q.device), call.q.shape[1]
     fp32, int32 = torch.float32, torch.int32
+    whole_ctas, whole_tiles = _whole_shares(request, spec, most_ctas, blocks)
     default: dict[str, Any] = {
         "kv_starts": empty(int32),
         "v_scales_interleaved": int(request.interleaved),
@@ -485,6 +496,8 @@ def _defaults(call: AttentionCall, request: KernelRequest, spec: Any, most_ctas:
         "counter_base": 0,
         "enable_pdl": int(call.enable_pdl is not False),
         "blocks_per_split": blocks,
+        "whole_ctas": whole_ctas,
+        "whole_tiles": whole_tiles,
     }
     return [default.get(name) for name in args.fields(spec)]
 

@@ -64,6 +64,12 @@ class DecodeTileConfig:
         return self.warps
 
     @property
+    def prefers_whole_tiles(self) -> bool:
+        """Whether, of equal tiles, fewer CTAs that take whole ones are faster than all CTAs that split them: where the
+        ends of tiles take long."""
+        return self.end_blocks > 0 or self.ctas_per_sm > 1
+
+    @property
     def combine_columns(self) -> int:
         """Registers per lane for the columns of splits that it merges, as far as O and Q leave room."""
         return 96 if self.rows_per_warp == FEW_ROWS and self.warpgroups < 3 and self.ctas_per_sm == 1 else 32

@@ -16,6 +16,11 @@ def is_split_kv(spec: Any) -> bool:
     return bool(spec.schedule == "stream_k")
 
 
+def prefers_whole_tiles(spec: Any) -> bool:
+    """Return whether CTAs take whole tiles if all tiles are equal (`ScheduleArgs.whole_tiles`)."""
+    return is_split_kv(spec) and bool(spec.tile.prefers_whole_tiles)
+
+
 def packs_all_tiles(spec: Any) -> bool:
     """Return whether every tile is packed (PackGQA), so that a tile's head is a KV head; otherwise only tiles of
     sequences with few query tokens are."""

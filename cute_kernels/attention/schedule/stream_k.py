@@ -7,13 +7,16 @@ for the time that the end of a tile takes, so that a CTA with many short tiles g
 (batch-invariant decode), a unit is that many blocks and each unit is a split of its own: where the splits of a sequence
 end, and so its bits, do not depend on the rest of the batch.
 
+If all tiles have equally many units, and the host found that nearly all CTAs can take equally many whole tiles
+(`ScheduleArgs.whole_tiles`), these CTAs do, and the others get nothing: no tile is split.
+
 Everything is found from the lengths by one warp, 32 sequences at a time (`SequenceWindow`). To follow the code, in
 decode and sm90: `schedule_warp` -> `first_work` -> `find` (unit -> tile and split) for the CTA's first tile, then
 `schedule_warp` -> `produce_next` -> `find` for each of the others. In sm100, `schedule.schedule_and_load_q` calls
 `begin`, then `produce_next` for every tile.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import cutlass
 import cutlass.cute as cute
@@ -23,7 +26,7 @@ from ...device import warp
 from ...device.divisor import Divisor, divide
 from .. import geometry, mask, pdl
 from ..barriers import NamedBarrier
-from . import work
+from . import policy, work
 from .work import SplitInfo, WorkTileInfo
 
 MAX_UNITS = (1 << 31) - 1  # per launch: CTAs count units in 32 bits
@@ -59,11 +62,12 @@ class UnitCoord(NamedTuple):
 
 
 class CtaUnits(NamedTuple):
-    """The units [begin, end) of a CTA, of `total` in the launch."""
+    """The units [begin, end) of a CTA, of `total` in the launch. ctas: CTAs that have units; None: all."""
 
     begin: Int32
     end: Int32
     total: Int32
+    ctas: Any = None
 
 
 def first_unit(total, c, ctas):
@@ -174,21 +178,27 @@ def locate(spec: cutlass.Constexpr, a, unit: Int32, window: SequenceWindow):
 
 @cute.jit
 def total_units(spec: cutlass.Constexpr, a, window: SequenceWindow):
-    """Return the number of units of the launch. Called by one warp. window: the first sequences.
+    """Return (the number of units of the launch, the most units of a tile). Called by one warp. window: the first
+    sequences.
 
-    Return 0 if there is no room for them: decreasing offsets make sequences overlap, and so more tiles than the rows
-    could have.
+    Both are 0 if there is no room for the units: decreasing offsets make sequences overlap, and so more tiles than the
+    rows could have. The most units of a tile are found only in kernels with `prefers_whole_tiles`.
     """
     count, room = Int64(window.own.num_tiles) * window.own.units_per_tile, Int64(MAX_UNITS)
+    most = window.own.units_per_tile
     for b in cutlass.range(cute.arch.lane_idx() + 32, geometry.batch_size(a), 32, unroll=2):
         more = load_sequence(spec, a, b)
         count += Int64(more.num_tiles) * more.units_per_tile
+        if const_expr(policy.prefers_whole_tiles(spec)):
+            most = cutlass.max(most, more.units_per_tile)
     count = cutlass.min(count, Int64(1) << 40)  # the sum of the upper parts of 32 lanes fits in 32 bits
     upper = cute.arch.warp_redux_sync(Int32(count >> 16), "add")
     total = (Int64(upper) << 16) + cute.arch.warp_redux_sync(Int32(count & 0xFFFF), "add")
     if a.schedule.blocks_per_split > 0:  # each unit is a split with a slot
         room = Int64(a.schedule.o_partial.shape[0])
-    return Int32(total) if total <= room else Int32(0)
+    if const_expr(policy.prefers_whole_tiles(spec)):
+        most = cute.arch.warp_redux_sync(most, "max")
+    return (Int32(total), most) if total <= room else (Int32(0), Int32(0))
 
 
 @cute.jit
@@ -199,13 +209,19 @@ def cta_share(spec: cutlass.Constexpr, a, window: SequenceWindow):
     A share that begins among the `end_units` of a tile begins with the next tile instead: the CTA before it has the
     rest of that tile.
     """
-    total, c, ctas = total_units(spec, a, window), cute.arch.block_idx()[0], cute.arch.grid_dim()[0]
+    (total, most), c, ctas = total_units(spec, a, window), cute.arch.block_idx()[0], cute.arch.grid_dim()[0]
+    if const_expr(policy.prefers_whole_tiles(spec)):
+        whole = a.schedule.whole_ctas
+        if Int64(whole * a.schedule.whole_tiles) * most == total:  # all tiles are equal
+            ctas = cutlass.max(whole, 1)
     begin, end = first_unit(total, c, ctas), first_unit(total, c + 1, ctas)
     if const_expr(spec.tile.end_blocks > 0):
         found, window = locate(spec, a, begin, window)
         left = rest_of_tile(found)
         if left <= end_units(spec, a):
             begin += left
+    if const_expr(policy.prefers_whole_tiles(spec)):
+        return CtaUnits(cutlass.min(begin, total), cutlass.min(end, total), total, ctas), window
     return CtaUnits(begin, end, total), window
 
 
@@ -258,7 +274,8 @@ def find(spec: cutlass.Constexpr, a, unit: Int32, window: SequenceWindow, cta_un
         taken = cutlass.min(key_units - offset, cta_units.end - unit)
         if taken < key_units:  # lane 0: the CTA of the tile's first unit, lane 1: of its last with keys
             end_unit = unit - offset + cute.arch.lane_idx() % 2 * (key_units - 1)
-            end_cta = cta_of_unit(end_unit, cta_units.total, ctas)
+            shares = ctas if const_expr(cta_units.ctas is None) else cta_units.ctas
+            end_cta = cta_of_unit(end_unit, cta_units.total, shares)
             base = cute.arch.shuffle_sync(end_cta, 0)
             count = cute.arch.shuffle_sync(end_cta, 1) - base + 1
     # the KV blocks of the taken units
@@ -292,7 +309,7 @@ def first_work(spec: cutlass.Constexpr, a, s, pack_factor: Divisor):
     zero = Int32(0)
     batch_idx, keys = zero, zero
     window = SequenceWindow(zero, zero, zero, StreamKSequence(*[zero] * 5))
-    cta_units, unit = CtaUnits(zero, zero, zero), zero
+    cta_units, unit = CtaUnits(zero, zero, zero, zero if policy.prefers_whole_tiles(spec) else None), zero
     # attempt 0: before the previous kernel has ended; attempt 1: after that
     for attempt in cutlass.range(last + 1, unroll=1):
         now, first = load_window(spec, hints, zero, zero), zero - 1
@@ -361,9 +378,7 @@ def produce_next(
     """Produce the CTA's t-th tile, or an invalid one if there is no more. Called by one warp. pack_factor: rows per
     token. Return the next `SchedulerState`."""
     more, end = Int32(1) if state.unit < state.end else Int32(0), state.end
-    w, window, unit = find(
-        spec, a, state.unit, state.window, CtaUnits(cta_units.begin, end, cta_units.total), pack_factor
-    )
+    w, window, unit = find(spec, a, state.unit, state.window, cta_units._replace(end=end), pack_factor)
     work.produce(s, t, w._replace(is_valid=w.is_valid * more))
     return advance(spec, a, t, SchedulerState(more, unit, state.skipped_begin, end, state.skipped_count, window))
 

@@ -46,6 +46,7 @@ class Sm100TileConfig:
     counters_per_split: ClassVar[int] = 1
     ctas_per_sm: ClassVar[int] = 1
     end_blocks: ClassVar[int] = 0
+    prefers_whole_tiles: ClassVar[bool] = False
     boxes_at_once: ClassVar[int] = 0
     e2m1: ClassVar[bool] = True
 
