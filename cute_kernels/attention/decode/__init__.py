@@ -86,7 +86,8 @@ def work_of(request: KernelRequest) -> str:
 def one_cta_per_tpc(spec: AttentionSpec[Any]) -> bool:
     """Return whether one CTA for each TPC, a pair of SMs, reads K and V as fast as the memory allows (`CTA_PER_TPC`).
 
-    Measured on Hopper, for tiles of 8 rows per warp."""
+    This was measured on an H200, for tiles of 8 rows per warp.
+    """
     t = spec.tile
     if not isinstance(t, DecodeTileConfig) or t.blackwell or t.ctas_per_sm > 1 or t.rows_per_warp > FEW_ROWS:
         return False
