@@ -109,7 +109,7 @@ def workspace(device: torch.device) -> torch.Tensor:
 
 
 def vllm(i: TopKInputs) -> torch.Tensor:
-    """The kernel that vLLM 0.33 chooses for the indexer of sparse attention. Raises ValueError if it has none."""
+    """Call the kernel that vLLM 0.33 chooses for the indexer of sparse attention. Raise ValueError if it has none."""
     from vllm import _custom_ops as peer
 
     (rows, length), (stride0, stride1) = i.scores.shape, i.scores.stride()

@@ -95,8 +95,8 @@ class ScheduleArgs(NamedTuple):
     enable_pdl: Int32  #                  launch with programmatic stream serialisation
     o_partial: Any = None  # (slots, m, Dvo / o_tiles + 4)  fp32 scratch, contiguous: O, then LSE, of m rows of a split
     blocks_per_split: Int32 = None  #     KV blocks per split; 0: equal shares for all CTAs
-    whole_ctas: Int32 = None  #           if all tiles have equally many KV blocks, so many CTAs take
-    whole_tiles: Int32 = None  #          so many tiles each, and no tile is split; 0: equal shares for all CTAs
+    whole_ctas: Int32 = None  #           CTAs that take whole tiles if all tiles have equally many KV blocks
+    whole_tiles: Int32 = None  #          tiles of each of these CTAs; 0: equal shares for all CTAs
 
 
 class AttentionArgs(NamedTuple):

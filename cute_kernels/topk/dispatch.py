@@ -43,13 +43,14 @@ def fitted(spec: Any, smem: int) -> Any:
 
 def resident_rows(spec: TopKSpec, sms: int, arch: str = ARCH) -> int:
     """Return how many rows the GPU processes at a time. A cluster lies within one GPC; some GPCs have fewer SMs, then
-    a cluster waits for its turn. Clusters that hold their rows count with one CTA on an SM: where two share one, fewer
-    CTAs with longer slices are faster."""
+    a cluster waits for its turn. If clusters hold their rows, an SM counts as room for one CTA: where two CTAs share an
+    SM, fewer CTAs with longer slices are faster."""
     row = archs.of(arch)
     resident = radix.ctas_per_sm(spec, row.smem_per_sm)
     if spec.cluster == 1:
         return sms * resident
-    resident = resident if spec.stream else 1
+    if not spec.stream:
+        resident = 1
     full, rest = divmod(sms, row.sms_per_gpc)
     return full * (row.sms_per_gpc * resident // spec.cluster) + rest * resident // spec.cluster
 

@@ -443,26 +443,37 @@ def _ctas(request: KernelRequest, spec: Any, most: int, blocks: int) -> int:
     the next. Tiles of few keys, of which an SM has several, are not split as long as there are CTAs for all. Nor are
     tiles that are nearly as many as TPCs, pairs of SMs, if one CTA for each TPC keeps the memory busy: a split would
     add the time of a merge."""
-    tiles = request.kv_heads * -(-request.packed_rows // spec.tile.m) * spec.tile.o_tiles
+    tiles = _most_tiles(request, spec)
     if blocks or not policy.is_split_kv(spec) or not tiles:
         return most
     if spec.tile.ctas_per_sm > 1 and decode.is_narrow(request):
         return min(tiles, most)
     tpcs = most // 2
-    if decode.one_cta_per_tpc(spec) and tiles <= tpcs and 16 * tiles >= 15 * tpcs:
+    if decode.one_cta_per_tpc(spec) and tiles <= tpcs and _nearly_all(tiles, tpcs):
         return tiles
     whole = most // tiles * tiles
-    return whole if 16 * whole >= 15 * most else most
+    return whole if _nearly_all(whole, most) else most
 
 
 def _whole_shares(request: KernelRequest, spec: Any, most: int, blocks: int) -> tuple[int, int]:
-    """Return how many CTAs of a launch take how many whole tiles each if all tiles are equal; (0, 0): all CTAs get
-    equal shares. All of these CTAs must get equally many tiles, and nearly all SMs must work."""
-    tiles = request.kv_heads * -(-request.packed_rows // spec.tile.m) * spec.tile.o_tiles
+    """Return `ScheduleArgs.whole_ctas` and `whole_tiles` of a launch of `most` CTAs. They are 0 if there are no more
+    tiles than CTAs (`_ctas`), or if no number of CTAs that is nearly `most` divides the tiles."""
+    tiles = _most_tiles(request, spec)
+    if blocks or not policy.prefers_whole_tiles(spec) or tiles <= most:
+        return 0, 0
     each = -(-tiles // most)
-    ctas = tiles // max(each, 1)
-    fits = each > 1 and ctas * each == tiles and 16 * ctas >= 15 * most
-    return (ctas, each) if fits and not blocks and policy.prefers_whole_tiles(spec) else (0, 0)
+    ctas, rest = divmod(tiles, each)
+    return (ctas, each) if rest == 0 and _nearly_all(ctas, most) else (0, 0)
+
+
+def _most_tiles(request: KernelRequest, spec: Any) -> int:
+    """Return the most tiles that a launch with split keys has."""
+    return int(request.kv_heads * -(-request.packed_rows // spec.tile.m) * spec.tile.o_tiles)
+
+
+def _nearly_all(ctas: int, places: int) -> bool:
+    """Return whether so many CTAs leave few of the places for CTAs idle."""
+    return 16 * ctas >= 15 * places
 
 
 def _defaults(call: AttentionCall, request: KernelRequest, spec: Any, most_ctas: int, blocks: int) -> list[Any]:
