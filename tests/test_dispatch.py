@@ -107,7 +107,7 @@ def test_every_problem_of_decode_is_served_and_every_shipped_kernel_serves_one(a
     some = (replace(SPLIT, **each, rows=rows) for each in types for rows in (1, 1 << 20))
     caches = list(product(("bf16", "e4m3", "nvfp4"), HEAD_DIMS))
     narrow = (replace(BASE, kv=kv, **dim, rows=1, visible_keys=200) for kv, dim in caches)
-    many = (replace(BASE, kv=kv, **dim, rows=1, kv_heads=6 * 132) for kv, dim in caches)
+    many = (replace(BASE, kv=kv, **dim, rows=1, kv_heads=decode.MANY_PER_SM * 132) for kv, dim in caches)
     for problem in (*every_problem("always"), *some, *narrow, *many):
         op, spec = dispatch.select(problem, arch)
         found.add((op, spec))

@@ -81,6 +81,16 @@ def test_many_tiles(requests, window_left, cache):
         matches_reference(case)
 
 
+@pytest.mark.by_shape
+@pytest.mark.parametrize("cache", CACHES)
+@pytest.mark.parametrize("requests", [32, 64, 128])
+def test_equal_requests(requests, cache):
+    """With 8 KV heads, 128 or 256 CTAs of a GPU of 132 SMs take whole tiles, equally many each."""
+    for base in (BASE, D128):
+        case = replace(base, **CACHES[cache], **lengths((700,) * requests), name=f"{requests} requests")
+        matches_reference(replace(case, heads_kv=8))
+
+
 OTHER_DIMS = dims(*((dim, dim) for dim in (16, 32, 80, 96, 112, 160, 192, 224)))  # a bundle holds no kernels of these
 
 

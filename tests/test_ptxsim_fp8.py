@@ -56,7 +56,7 @@ def test_long_rows_do_not_lose_what_they_add_up():
     assert abs(float(lse) - math.log2(keys)) < 1e-3
 
 
-def test_maxima_of_long_sequences_are_exact_in_more_blocks():
+def test_a_sequence_of_more_than_16384_keys():
     """P of more than 16,384 keys is raised by 2^7, so that row_max follows in 15 blocks, of the 20 in the window."""
     lens = {"q_lens": (3,), "kv_lens": (16_500,), "window_left": 2400}
     case = replace(ALONE, **lens, head_dim_qk=64, head_dim_vo=64, page_size=64)
