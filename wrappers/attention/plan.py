@@ -14,7 +14,7 @@ from typing import Any, NamedTuple, cast
 
 import torch
 
-from cute_kernels.attention import args, decode, dispatch
+from cute_kernels.attention import args, dispatch
 from cute_kernels.attention.request import KernelRequest
 from cute_kernels.attention.schedule import policy
 from cute_kernels.attention.spec import MASK_LIST_HEADER, PACK_GQA_MAX_GROUP, PACK_GQA_MAX_Q
@@ -23,7 +23,7 @@ from .. import fp4, machine, overlap, reference, scratch
 from ..checks import INF, checking, raise_reason
 from ..fp4 import FP4Tensor
 from ..reference import LOG2E
-from . import checks, values
+from . import checks, launch_size, values
 from .call import OPTIONAL, OPTIONS, AttentionCall
 from .rope import rotated
 
@@ -437,50 +437,11 @@ def _present(call: AttentionCall, slots: ArgSlots) -> tuple[tuple[str, int, Any]
     return tuple(found)
 
 
-def _ctas(request: KernelRequest, spec: Any, most: int, blocks: int) -> int:
-    """Return the number of CTAs of a launch with split keys: all that the GPU has room for or, if nearly all SMs still
-    work, a multiple of the number of tiles. If lengths are equal, no CTA then has the end of one tile and the begin of
-    the next. Tiles of few keys, of which an SM has several, are not split as long as there are CTAs for all. Nor are
-    tiles that are nearly as many as TPCs, pairs of SMs, if one CTA for each TPC keeps the memory busy: a split would
-    add the time of a merge."""
-    tiles = _most_tiles(request, spec)
-    if blocks or not policy.is_split_kv(spec) or not tiles:
-        return most
-    if spec.tile.ctas_per_sm > 1 and decode.is_narrow(request):
-        return min(tiles, most)
-    tpcs = most // 2
-    if decode.one_cta_per_tpc(spec) and tiles <= tpcs and _nearly_all(tiles, tpcs):
-        return tiles
-    whole = most // tiles * tiles
-    return whole if _nearly_all(whole, most) else most
-
-
-def _whole_shares(request: KernelRequest, spec: Any, most: int, blocks: int) -> tuple[int, int]:
-    """Return `ScheduleArgs.whole_ctas` and `whole_tiles` of a launch of `most` CTAs. They are 0 if there are no more
-    tiles than CTAs (`_ctas`), or if no number of CTAs that is nearly `most` divides the tiles."""
-    tiles = _most_tiles(request, spec)
-    if blocks or not policy.prefers_whole_tiles(spec) or tiles <= most:
-        return 0, 0
-    each = -(-tiles // most)
-    ctas, rest = divmod(tiles, each)
-    return (ctas, each) if rest == 0 and _nearly_all(ctas, most) else (0, 0)
-
-
-def _most_tiles(request: KernelRequest, spec: Any) -> int:
-    """Return the most tiles that a launch with split keys has."""
-    return int(request.kv_heads * -(-request.packed_rows // spec.tile.m) * spec.tile.o_tiles)
-
-
-def _nearly_all(ctas: int, places: int) -> bool:
-    """Return whether so many CTAs leave few of the places for CTAs idle."""
-    return 16 * ctas >= 15 * places
-
-
 def _defaults(call: AttentionCall, request: KernelRequest, spec: Any, most_ctas: int, blocks: int) -> list[Any]:
     """Return the arguments of a launch: the call's options, and empty tensors for those that it lacks."""
     empty, heads = partial(machine.current.empty, call.q.device), call.q.shape[1]
     fp32, int32 = torch.float32, torch.int32
-    whole_ctas, whole_tiles = _whole_shares(request, spec, most_ctas, blocks)
+    whole_ctas, whole_tiles = launch_size.whole_shares(request, spec, most_ctas, blocks)
     default: dict[str, Any] = {
         "kv_starts": empty(int32),
         "v_scales_interleaved": int(request.interleaved),
@@ -502,7 +463,7 @@ def _defaults(call: AttentionCall, request: KernelRequest, spec: Any, most_ctas:
         "o_sf": empty(torch.uint8),
         "o_sf_start": 0,
         "o_sf_scale": float(call.out_sf_scale or 1.0),
-        "grid": _ctas(request, spec, most_ctas, blocks),
+        "grid": launch_size.ctas(request, spec, most_ctas, blocks),
         "counters": empty(int32),
         "counter_base": 0,
         "enable_pdl": int(call.enable_pdl is not False),
