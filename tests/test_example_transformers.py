@@ -218,20 +218,63 @@ def test_cache_refuses(llama):
     for request, tokens, error, text in (
         (0, 5, ValueError, "request: 0, already admitted"), (1, 41, ValueError, r"tokens: 41, must be in \[1, 40\]"),
         (1, 0, ValueError, r"tokens: 0, must be in \[1, 40\]"), (1, 30, MemoryError, "request: 1, needs 2 pages, 1"),
+        (2, 5, ValueError, r"request: 2, must be in \[0, 1\]"), (-1, 5, ValueError, "request: -1, must be in"),
+        (1.0, 5, TypeError, "request: 1.0, must be an int"), (1, 5.0, TypeError, "tokens: 5.0, must be an int"),
     ):  # fmt: skip
+        free = list(cache._free)
         with pytest.raises(error, match=f"^{text}"):
             cache.admit(request, tokens)
+        assert cache._free == free and cache._live.tolist() == [1, 0], "a refusal takes no pages"
+    for request, text in ((1, "not admitted"), (2, "must be in"), (-1, "must be in")):
+        with pytest.raises(ValueError, match=f"^request: {request}, {text}"):
+            cache.release(request)
     for lens in ([33, 0], [0, 1], [1]):
         with pytest.raises(ValueError, match="has pages for|entries"):
             cache.extend(lens)
     assert cache.seq_lens.tolist() == [0, 0]
     cache.extend([30, 0])
     for lens in ([3, 0], [-1, 0]):  # 33 in two chunks
-        with pytest.raises(ValueError, match="has pages for 2"):
+        with pytest.raises(ValueError, match="has pages for 32 tokens, 30 of them are taken"):
             cache.extend(lens)
     assert cache.extend([2, 0]).tolist() == [[30, 31]]
     cache.release(0)
     cache.admit(1, 40)
+
+
+@pytest.mark.parametrize("how", ["called", "replayed"])
+def test_tokens_past_the_pages_are_refused_after_decode_steps(how):
+    """Of a request with pages for 32 tokens. The host knows the steps that it called; the device knows all."""
+    cache = PagedCache(2, pages=5, max_tokens=64, page_size=16, device="cpu")
+    cache.admit(0, 32)
+    cache.admit(1, 20)
+    cache.extend([28, 3])
+    for _ in range(2):
+        if how == "called":
+            cache.extend()
+        else:  # as the graph of a step does
+            cache.seq_lens += cache._live
+    before = cache.seq_lens.tolist(), cache._rows.tolist()
+    with pytest.raises(ValueError, match=r"^lens\[0\]: 3, must be in \[0, 2\]: request 0 has pages for 32 tokens, 30"):
+        cache.extend([3, 0])
+    assert (cache.seq_lens.tolist(), cache._rows.tolist()) == before, "nothing has changed"
+    assert cache.extend([2, 1]).tolist() == [[30, 31, 5]]
+    with pytest.raises(ValueError, match=r"request 0 has pages for 32 tokens, 32 of them are taken"):
+        cache.extend()
+    assert cache.seq_lens.tolist() == [32, 6]
+    cache.release(0)
+    assert cache.extend().tolist() == [[0], [6]]
+
+
+def test_rows_of_steps_past_the_pages_go_to_page_0():
+    """A graph replays steps that nobody counts: they may reach no page of another request, nor leave the table."""
+    cache = PagedCache(2, pages=4, max_tokens=32, page_size=16, device="cpu")
+    cache.admit(0, 16)
+    cache.admit(1, 16)
+    for length in (16, 31, 32, 33, 1000, 2**31 - 2):
+        cache.seq_lens[0] = length
+        cache._seen = [0, 0]  # the host has called none of the steps
+        cache.extend()
+        assert 0 <= cache._rows[0] < 16, "of page 0, which no request owns"
 
 
 @torch.no_grad()

@@ -27,6 +27,8 @@ from transformers import AttentionInterface
 from .. import machine
 from ..attention.trtllm import trtllm_batch_context_with_kv_cache, trtllm_batch_decode_with_kv_cache
 from ..cache_write.api import KVCacheTarget, append_qkv
+from ..checks import check_integer
+from ..scalars import integer
 from .support import E4M3, E5M2, query_dtype
 
 NAME = "cute_kernels"  # of the attention function
@@ -53,7 +55,8 @@ class PagedCache:
     Lengths and block tables stay on the device and keep their addresses: a captured `extend()` and forward may be
     replayed for ever, also after `release` and `admit`, since a slot without a request has length 0 and counts as one.
 
-    Page 0 belongs to no request: slots without a request write there. So `pages` is one more than requests can have.
+    Page 0 belongs to no request: slots without a request write there, and so does a request past its pages. So `pages`
+    is one more than requests can have.
     """
 
     def __init__(
@@ -82,19 +85,22 @@ class PagedCache:
         self._rows = self._slots  # (T,) int64: row of each new token in a pool seen as (pages * page_size, ...)
         self._free = list(range(pages - 1, 0, -1))
         self._owned: dict[int, list[int]] = {}  # slot -> pages of its request
-        self._prompt = [0] * batch  # prompt tokens of each slot that `extend` has announced
+        self._seen = [0] * batch  # tokens of each slot that the host knows; replayed steps are not among them
         self._pools: dict[int, KVCacheTarget] = {}  # of each layer
         self._sinks: dict[int, torch.Tensor] = {}
 
     def admit(self, request: int, tokens: int) -> None:
         """Give a request, which takes a free slot of the batch, pages for `tokens` tokens.
 
-        Raises ValueError if the slot is taken or tokens exceeds max_tokens, MemoryError if too few pages are free.
+        request: the slot, from 0 to batch - 1. Raises ValueError if there is no such slot, if it is taken, or if tokens
+        exceeds max_tokens, and MemoryError if too few pages are free. A call that raises changes nothing.
         """
+        request, tokens = self._slot(request), check_integer("tokens", integer(tokens))
+        if request in self._owned:
+            raise ValueError(f"request: {request}, already admitted")
+        if not 0 < tokens <= self.max_tokens:
+            raise ValueError(f"tokens: {tokens}, must be in [1, {self.max_tokens}]")
         count = -(-tokens // self.page_size)
-        if request in self._owned or not 0 < tokens <= self.max_tokens:
-            allowed = f"tokens: {tokens}, must be in [1, {self.max_tokens}]"
-            raise ValueError(f"request: {request}, already admitted" if request in self._owned else allowed)
         if count > len(self._free):
             raise MemoryError(f"request: {request}, needs {count} pages, {len(self._free)} are free")
         self._owned[request] = pages = [self._free.pop() for _ in range(count)]
@@ -102,9 +108,11 @@ class PagedCache:
         self._live[request] = 1
 
     def release(self, request: int) -> None:
-        """Take a request's pages back and free its slot."""
+        """Take a request's pages back and free its slot. Raises ValueError for a slot without a request."""
+        if self._slot(request) not in self._owned:
+            raise ValueError(f"request: {request}, not admitted")
         self._free += self._owned.pop(request)
-        self._prompt[request] = 0
+        self._seen[request] = 0
         self.block_tables[request] = self.seq_lens[request] = self._live[request] = 0
 
     def extend(self, lens: Sequence[int] | None = None) -> torch.Tensor:
@@ -113,23 +121,29 @@ class PagedCache:
         Lengths grow; the forward that follows writes the tokens' keys and values. Returns position_ids: int64
         (1, sum of lens) for tokens packed in the order of requests, or (batch, 1).
 
-        With lens, a request gets a prompt, a chunk of one, or nothing (0). Raises ValueError if a request has no pages
-        for its prompt. Copies lens to the device. Without lens there is no copy and no wait, shapes are fixed, and the
-        call may be captured; nothing checks lengths, and a request must stay within the tokens of its `admit`.
+        With lens, a request gets a prompt, a chunk of one, or nothing (0). Reads the lengths from the device and copies
+        lens there, so it waits. Raises ValueError, before anything is changed, if the pages of a request cannot hold
+        its tokens, those of replayed steps included.
+
+        Without lens there is no copy and no wait, shapes are fixed, and the call may be captured. The host then knows
+        the steps that it called, not those that a graph replayed: ValueError if the former alone fill the pages of a
+        request. The keys of a request that is replayed past its pages go to page 0.
         """
         if lens is None:
+            steps = [int(request in self._owned) for request in range(len(self._seen))]
+            self._check_room(steps, self._seen)
+            if machine.current.uncaptured_stream(self.seq_lens.device) is not None:  # a captured step runs later
+                self._seen = [known + count for known, count in zip(self._seen, steps)]
             self.cu_seq_lens_q, self.max_q_len = None, 1
             self.seq_lens += self._live
             request, positions = self._slots, (self.seq_lens - 1).clamp(min=0).long()
         else:
             if len(lens) != len(self._slots):
                 raise ValueError(f"lens: {len(lens)} entries, must be {len(self._slots)}, one per slot")
-            for number, count in enumerate(lens):
-                room = self.page_size * len(self._owned.get(number, ())) - self._prompt[number]
-                if not 0 <= count <= room:
-                    why = f"request {number} has pages for {room} tokens"
-                    raise ValueError(f"lens[{number}]: {count}, must be in [0, {room}]: {why}")
-            self._prompt = [known + count for known, count in zip(self._prompt, lens)]
+            lens = [check_integer(f"lens[{i}]", integer(count)) for i, count in enumerate(lens)]
+            known = self.seq_lens.tolist()
+            self._check_room(lens, known)
+            self._seen = [before + count for before, count in zip(known, lens)]
             starts = [0, *accumulate(lens)]
             self.cu_seq_lens_q = torch.tensor(starts, dtype=torch.int32, device=self.seq_lens.device)
             self.max_q_len = max(lens)
@@ -138,9 +152,25 @@ class PagedCache:
             request = torch.repeat_interleave(self._slots, counts, output_size=starts[-1])
             from_end = self.cu_seq_lens_q[request + 1] - torch.arange(starts[-1], device=self.seq_lens.device)
             positions = self.seq_lens[request] - from_end
-        page = self.block_tables[request, positions // self.page_size].long()
+        entries, width = positions // self.page_size, self.block_tables.shape[1]
+        page = self.block_tables[request, entries.clamp(max=width - 1)].long() * (entries < width)
         self._rows = page * self.page_size + positions % self.page_size
         return positions[:, None] if lens is None else positions[None]
+
+    def _slot(self, request: int) -> int:
+        request, batch = check_integer("request", integer(request)), len(self._seen)
+        if not 0 <= request < batch:
+            raise ValueError(f"request: {request}, must be in [0, {batch - 1}], the slots of the batch")
+        return request
+
+    def _check_room(self, lens: Sequence[int], known: Sequence[int]) -> None:
+        """Raise unless the pages of each request hold lens[request] more tokens than the `known` ones."""
+        for request, (count, held) in enumerate(zip(lens, known)):
+            pages = self.page_size * len(self._owned.get(request, ()))
+            room = max(pages - held, 0)
+            if not 0 <= count <= room:
+                why = f"request {request} has pages for {pages} tokens, {held} of them are taken"
+                raise ValueError(f"lens[{request}]: {count}, must be in [0, {room}]: {why}")
 
     @property
     def last_rows(self) -> torch.Tensor:
