@@ -1,6 +1,7 @@
 """Merged states against float64 in the simulator; launches, plans and refusals of `merge_state` and its like, on a
 machine whose kernels compute in torch; dispatch. `test_cascade.py` compares them with attention over all keys."""
 
+import contextlib
 from dataclasses import replace
 
 import pytest
@@ -140,32 +141,42 @@ def test_states_in_one_buffer_are_merged_in_place_by_the_kernel():
     torch.testing.assert_close((both[:, 0].double(), sums[:, 0].double()), want, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("known", [False, True])
-@pytest.mark.parametrize("shared", ["shifted", "shifted s", "same", "s_other", "mask"])
-def test_an_input_that_is_the_output_too(shared, known):
-    """Merged into new tensors, then copied: all lanes of a launch may read and write in any order."""
-    make = lambda: (torch.randn(6, 2, 8), torch.randn(6, 2), torch.randn(5, 2, 8), torch.randn(5, 2))  # noqa: E731
-    torch.manual_seed(0)
-    v, s, v_other, s_other = make()
-    v, s, mask = v[:5], s[:5], torch.ones(5).byte()
-    with emulation() as here:
-        if known:
-            merge_state_in_place(v.clone(), s.clone(), v_other, s_other, mask.clone())
-        if shared == "shifted":  # rows 1 to 5 of the memory of rows 0 to 4
-            v_other = torch.as_strided(v, v.shape, v.stride(), v.stride(0))
-        elif shared == "shifted s":
-            s_other = torch.as_strided(s, s.shape, s.stride(), s.stride(0))
-        elif shared == "same":
-            v_other, s_other = v, s
-        elif shared == "s_other":
-            s_other = v.flatten()[:10].view(5, 2)
-        else:
-            mask = s.view(torch.uint8).flatten()[:5]
-        want, rows_of = oracle(torch.stack([v, v_other], 1), torch.stack([s, s_other], 1)), mask != 0
-        want[0][~rows_of], want[1][~rows_of] = v[~rows_of].double(), s[~rows_of].double()
-        merge_state_in_place(v, s, v_other, s_other, mask)
-        assert here.launches[-1]["v_out"].data_ptr() != v.data_ptr()
-    torch.testing.assert_close((v.double(), s.double()), want, rtol=1e-5, atol=1e-5)
+@pytest.mark.parametrize("place", ["cpu", "planned", "known"])
+@pytest.mark.parametrize("shared", ["v_other", "same v_other", "s_other", "mask", "v"])
+def test_memory_that_an_output_shares_is_refused(shared, place):
+    """As in all functions that write to given tensors; nothing is written."""
+    v, s, other = torch.randn(6, 2, 8), torch.randn(6, 2), (torch.randn(5, 2, 8), torch.randn(5, 2))
+    given = {"v": v[:5], "s": s[:5], "v_other": other[0], "s_other": other[1], "mask": torch.ones(5).byte()}
+    change = {
+        "v_other": {"v_other": v[1:]}, "same v_other": {"v_other": v[:5]}, "s_other": {"s_other": s[1:]},
+        "mask": {"mask": s.view(torch.uint8).flatten()[:5]}, "v": {"s": v.flatten()[:10].view(5, 2)},
+    }[shared]  # fmt: skip
+    before = v.clone(), s.clone()
+    with emulation() if place != "cpu" else contextlib.nullcontext():
+        if place == "known":
+            merge_state_in_place(*(t.clone() for t in given.values()))
+        named = {"v": "s: .* overlaps the memory of v"}.get(
+            shared, "(v|s): .* overlaps the memory of " + shared.split()[-1]
+        )
+        with pytest.raises(ValueError, match=f"^{named}"):
+            merge_state_in_place(**given | change)
+    assert torch.equal(v, before[0]) and torch.equal(s, before[1])
+
+
+@pytest.mark.parametrize("auto", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+def test_autocast_changes_nothing(auto, dtype):
+    v, s = torch.randn(2, 5, 3, 16).to(dtype), torch.randn(2, 5, 3)
+    calls = (
+        lambda: merge_state(v[0], s[0], v[1], s[1]),
+        lambda: merge_states(v.transpose(0, 1), s.transpose(0, 1)),
+        lambda: (a := (v[0].clone(), s[0].clone()), merge_state_in_place(*a, v[1], s[1]))[0],
+    )
+    for call in calls:
+        want = call()
+        with torch.autocast("cpu", auto):
+            got = call()
+        assert all(map(torch.equal, got, want)) and got[0].dtype == dtype
 
 
 def test_outputs_that_share_memory_are_refused_by_a_known_plan():

@@ -40,10 +40,11 @@ def merge_state(
 def merge_state_in_place(
     v: torch.Tensor, s: torch.Tensor, v_other: torch.Tensor, s_other: torch.Tensor, mask: torch.Tensor | None = None
 ) -> None:
-    """Write `merge_state(v, s, v_other, s_other)` to v and s. The elements of v, and of s, may not overlap each other.
+    """Write `merge_state(v, s, v_other, s_other)` to v and s.
 
-    mask: bool or uint8 (n,), the rows to merge; the others keep their bytes. None: all rows. Raises as `merge_state`
-    does, before anything is written. FlashInfer's function.
+    v, s, v_other, s_other: two states, as in `merge_state`. v and s may share no memory with each other or with another
+    argument, and their elements may not overlap. mask: bool or uint8 (n,), the rows to merge; the others keep their
+    bytes. None: all rows. Raises as `merge_state` does, before anything is written. FlashInfer's function.
 
     >>> v, s = torch.zeros(1, 1, 2), torch.full((1, 1), -torch.inf)  # of no keys
     >>> merge_state_in_place(v, s, torch.ones(1, 1, 2), torch.zeros(1, 1))

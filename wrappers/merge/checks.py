@@ -54,4 +54,4 @@ def validate_in_place(v: Any, s: Any, v_other: Any, s_other: Any, mask: Any) -> 
         check_shape("mask", mask, (v.shape[0],), "rows of v")
         check_device("mask", mask, v.device, "that of v")
     if not traced(v):
-        check_apart({"v": v, "s": s}, {})
+        check_apart({"v": v, "s": s}, {"v_other": v_other, "s_other": s_other, "mask": mask})

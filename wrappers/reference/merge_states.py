@@ -18,5 +18,7 @@ def merge_states(v: torch.Tensor, s: torch.Tensor) -> tuple[torch.Tensor, torch.
 def merge_state(
     v_a: torch.Tensor, s_a: torch.Tensor, v_b: torch.Tensor, s_b: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Merge two states (N, H, D), (N, H)."""
-    return merge_states(torch.stack([v_a, v_b], 1), torch.stack([s_a, s_b], 1))
+    """Merge two states (N, H, D), (N, H). Autocast changes `torch.stack`, and refuses one of fp16 under bf16."""
+    first = (torch.arange(2, device=v_a.device) == 0)[:, None]
+    s = torch.where(first, s_a[:, None], s_b[:, None])
+    return merge_states(torch.where(first[..., None], v_a[:, None], v_b[:, None]), s)
