@@ -38,6 +38,7 @@ class FakeMachine(HostMachine):
         self.device: int | None = None
         self.stream = 0
         self.capturing = self.warming = False
+        self.capture = 0  # its id
         self.host_scales = False
         self.waits: list[torch.device] = []  # devices that were waited for
 
@@ -71,6 +72,10 @@ class FakeMachine(HostMachine):
 
     def uncaptured_stream(self, device: torch.device) -> int | None:
         return None if self.capturing else self.stream
+
+    def capture_id(self, stream: int) -> int:
+        promised(self.capturing, "asked outside a capture")
+        return self.capture
 
     def may_keep(self, device: torch.device) -> bool:
         return not self.capturing and not self.warming

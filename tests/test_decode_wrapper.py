@@ -130,20 +130,23 @@ def test_max_q_len_is_a_hint(launches):
     check(inputs, trtllm_batch_decode_with_kv_cache(**cases.as_decode(inputs) | {"max_q_len": 1}), PLAIN.tolerance)
 
 
-def test_scratch_is_kept_for_a_stream_and_new_in_a_capture(here, launches, monkeypatch):
+def test_scratch_is_kept_for_a_stream_and_counters_for_a_stream_of_a_capture(here, launches, monkeypatch):
     inputs = decode_of(PLAIN)
-    streams = ((0, False), (0, False), (7, False), (0, True), (0, True), (2, False), (2, False))
-    for here.stream, here.capturing in streams:
+    streams = ((0, 0), (0, 0), (7, 0), (0, 1), (0, 1), (7, 1), (0, 2), (2, 0), (2, 0))
+    for here.stream, here.capture in streams:
+        here.capturing = here.capture > 0
         trtllm_batch_decode_with_kv_cache(**inputs)
     where = [a.o_partial.data_ptr() for a in launches]
     counters = [a.counters.data_ptr() + 4 * a.counter_base for a in launches]
-    assert where[0] == where[1] and len({*where[1:]}) == 6
-    assert counters[0] == counters[1] and len({*counters[1:]}) == 6
-    assert counters[4] - counters[3] == 4 * SMS  # captured ones share an allocation, not a counter
+    assert where[0] == where[1] and len({*where[1:]}) == 8
+    assert counters[0] == counters[1] and counters[3] == counters[4], "launches that cannot overlap"
+    assert len({*counters}) == 7, "streams, captures, and streams of one handle"
+    assert counters[5] - counters[3] == counters[6] - counters[5] == 4 * SMS  # captured ones share an allocation
     pool = here.counter_pools[launches[0].q.device]
+    assert pool.used[0] == 3 * SMS, "by graphs and their streams, not by launches"
     full = pool._replace(used=[len(pool.counters) - 1])
     monkeypatch.setitem(here.counter_pools, launches[0].q.device, full)  # then a capture has zeroed ones of its own
-    here.capturing = True
+    here.capturing, here.capture = True, 3
     trtllm_batch_decode_with_kv_cache(**inputs)
     assert launches[-1].counter_base == 0 and len(launches[-1].counters) == SMS
     here.capturing = False

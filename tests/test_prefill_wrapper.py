@@ -294,9 +294,9 @@ def test_an_error_of_the_kernel_itself_comes_through(here):
         trtllm_batch_context_with_kv_cache(**inputs_of())
 
 
-def counters_of(here, streams, capturing=False):
-    """Indices that launches on these streams get, one after the other."""
-    here.capturing = capturing
+def counters_of(here, streams, capture=0):
+    """Indices that launches on these streams get, one after the other. capture: the id of a capture, 0 for none."""
+    here.capturing, here.capture = capture > 0, capture
     first = len(here.launches)
     for here.stream in streams:
         trtllm_batch_context_with_kv_cache(**inputs_of())
@@ -305,19 +305,28 @@ def counters_of(here, streams, capturing=False):
 
 def test_streams_and_captured_launches_never_share_a_counter(here):
     a, b, again, per_thread = counters_of(here, (0, 77, 0, scratch.PER_THREAD_STREAM))
-    captured = counters_of(here, (0, 0, 77), capturing=True)
-    assert a == again and per_thread == -1
-    assert len({a, b, *captured}) == 5 and min(a, b, *captured) >= 0
+    first, second, other = counters_of(here, (0, 0, 77), capture=1)
+    (of_next,) = counters_of(here, (0,), capture=2)
+    assert a == again and per_thread == -1 and first == second
+    assert len({a, b, first, other, of_next}) == 5 and min(a, b, first, other, of_next) >= 0
     assert here.waits == [torch.device("cpu")], "another stream must find zeros"
+
+
+def test_captures_of_many_launches_take_few_counters(here):
+    """A model of 80 layers, captured for 51 batch sizes, would take 4,080 by launches."""
+    counters_of(here, (0,))
+    for capture in range(1, 52):
+        counters_of(here, (0,) * 3, capture)
+    assert here.counter_pools[torch.device("cpu")].used == [1 + 51]
 
 
 def test_counters_run_out_into_static_rounds(here):
     here.max_counters = 2
-    assert sorted(counters_of(here, (5,)) + counters_of(here, (5, 5), True)) == [-1, 0, 1]
+    assert counters_of(here, (5,)) + counters_of(here, (5,), 1) + counters_of(here, (5,), 2) == [0, 1, -1]
     assert counters_of(here, (5, 6)) == [0, -1]
 
 
 def test_a_capture_allocates_no_counters(here):
-    assert counters_of(here, (5, 5), capturing=True) == [-1, -1]
+    assert counters_of(here, (5, 5), capture=1) == [-1, -1]
     assert here.counter_pools == {} and len(here.launches[0].counters) == 0 and not here.waits
     assert counters_of(here, (5,)) == [0]

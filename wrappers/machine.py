@@ -23,12 +23,12 @@ class HostMachine:
 
     layers: see `attention.layers`. plans: launch plans by the static properties of a call, for all public functions.
     offsets: offsets of queries of equal length, by device, batch and length. constants, counter_pools, split_scratch:
-    see `scratch`.
+    see `scratch`. captures: the counters that the latest capture of a stream has taken, likewise.
     """
 
     # At this size `plans` is emptied, `offsets` and `constants` stop growing: a caller may vary shapes for ever.
     max_plans = 4096
-    max_counters = 1 << 22  # 16 MiB; each captured launch takes one for good, a decode launch one per MMA warp
+    max_counters = 1 << 22  # 16 MiB; a captured graph takes one for good, with decode also one per MMA warp
     is_capturing = staticmethod(torch.cuda.is_current_stream_capturing)  # of the current device's stream
     raw_stream = staticmethod(_raw_stream)  # device index -> handle of its current stream
     current_device = staticmethod(_get_device)
@@ -42,6 +42,7 @@ class HostMachine:
         self.constants: dict[tuple[Any, ...], torch.Tensor] = {}
         self.counter_pools: dict[torch.device, Any] = {}
         self.split_scratch: dict[Any, tuple[Any, Any]] = {}
+        self.captures: dict[Any, tuple[int, dict[int, tuple[Any, int]]]] = {}
 
     def device_info(self, device: torch.device) -> tuple[str, int] | None:
         """Return (architecture, SM count) of a device that compiled kernels serve, else None (the reference)."""
@@ -61,6 +62,10 @@ class HostMachine:
             with self.on(device):
                 return self.uncaptured_stream(device)
         return None if self.is_capturing() else self.raw_stream(device.index)
+
+    def capture_id(self, stream: int) -> int:
+        """Return the id of the capture of a stream, by its handle. No other capture of the process has it."""
+        return runtime.capture_id(stream)
 
     def may_keep(self, device: torch.device) -> bool:
         """Return whether the tensors of a call on a device's current stream may be kept after the call.

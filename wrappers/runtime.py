@@ -8,6 +8,7 @@ A bundle needs torch, apache-tvm-ffi and a driver; the DSL is imported only to c
 what an entry of a bundle must match.
 """
 
+import ctypes
 import errno
 import logging
 import os
@@ -21,7 +22,7 @@ from typing import Any
 
 import torch
 
-from cute_kernels import catalog, device_code, manifest, paths
+from cute_kernels import catalog, device_code, env, manifest, paths
 
 Function = Callable[..., None]
 
@@ -127,6 +128,16 @@ def argument(tensor: torch.Tensor) -> Any:
     return tvm_ffi.from_dlpack(tensor)
 
 
+def capture_id(stream: int) -> int:
+    """Return the driver's id of the capture that a stream takes part in. stream: its handle."""
+    status, number = ctypes.c_int(), ctypes.c_uint64()
+    where: Any = ctypes.byref(status), ctypes.byref(number), None, None, None
+    code = ctypes.CDLL("libcuda.so.1").cuStreamGetCaptureInfo_v2(ctypes.c_void_p(stream), *where)
+    if code:
+        raise RuntimeError(f"cuStreamGetCaptureInfo: CUDA error {code}")
+    return number.value
+
+
 def _compile(op: str, spec: Any, arch: str) -> tuple[Function, str] | None:
     if paths.why_no_jit():
         return None
@@ -179,8 +190,11 @@ def _missing(op: str, spec: Any, arch: str) -> str:
         which = f"--only {manifest.label(op, spec)}"
     else:
         which = f"--spec '{op}={manifest.canonical(manifest.to_json(spec))}'"
-    command = f"python -m cute_kernels build --arch {arch} {which}"
-    return "\n".join([*lines, f"  to build it, with nvidia-cutlass-dsl installed: {command}"])
+    command = f"python -m cute_kernels build --arch {arch}"
+    lines += [f"  to build all kernels that are shipped: {command}", f"  to build this one: {command} {which}"]
+    if not paths.has_dsl():
+        lines.append(f"  nvidia-cutlass-dsl, the compiler, is not installed: {env.get_compiler()}")
+    return "\n".join(lines)
 
 
 def report(arch: str, wanted: tuple[str, Any] | None = None) -> list[str]:

@@ -1,8 +1,9 @@
 """Counters, scratch memory and constant tensors of a device, kept since an allocation takes as long as a launch.
 
-Launches of one stream never overlap, so what is kept belongs to a stream. A captured launch has its own, since its
-graph may be replayed beside any other launch. Counters and scratch memory are kept in the form of
-`HostMachine.argument`. Whatever is kept is allocated by `kept`.
+Launches of one stream never overlap, so what is kept belongs to a stream. A graph may be replayed beside any other
+launch, but not beside itself: so the launches that one capture records on one stream share counters, which belong to
+the graph. Counters and scratch memory are kept in the form of `HostMachine.argument`. Whatever is kept is allocated by
+`kept`.
 """
 
 import threading
@@ -103,19 +104,38 @@ def pages_in_order(device: torch.device, batch: int, pages: int) -> torch.Tensor
     return constant(steps, device, True, 1 << max(count - 1, 0).bit_length(), 1)[:count].view(batch, pages)
 
 
+def captured_counters(device: torch.device, count: int) -> tuple[Any, int]:
+    """Return (counters, first index) of `count` counters for a launch that is being captured; with index -1 none.
+
+    They are those of the earlier launches that this capture has recorded on this stream, or new ones, which the graph
+    owns for good: nobody says when a graph is destroyed. (None, -1) if the device has none, or none left.
+    """
+    here, stream = machine.current, machine.current.raw_stream(device.index)
+    pool, capture = here.counter_pools.get(device), here.capture_id(stream)
+    owner = device, stream, threading.get_ident() if stream == PER_THREAD_STREAM else 0
+    known, counters = here.captures.get(owner, (None, {}))
+    if known != capture:
+        if len(here.captures) >= MAX_STREAMS:
+            here.captures.clear()  # captures that go on take others
+        counters = {}
+        here.captures[owner] = capture, counters
+    found = counters.get(count)
+    if found is None:
+        first = -1 if pool is None else pool.take(count)
+        counters[count] = found = (None, -1) if pool is None or first < 0 else (pool.argument, first)
+    return found
+
+
 def launch_counter(device: torch.device, capturing: bool) -> tuple[Any, int]:
     """Return (counters, index) for a launch on the current stream, captured or not; with index -1 the kernel uses none.
 
     The counters are allocated outside captures: inside, zeroing them would become a graph node.
     """
     here = machine.current
-    pool = here.counter_pools.get(device)
-    if pool is None:
-        if capturing:
-            return torch.empty(0, dtype=torch.int32, device=device), -1
-        pool = _add_pool(device)
     if capturing:
-        return pool.argument, pool.take(1)
+        counters, first = captured_counters(device, 1)
+        return torch.empty(0, dtype=torch.int32, device=device) if first < 0 else counters, first
+    pool = here.counter_pools.get(device) or _add_pool(device)
     stream = here.raw_stream(device.index)
     index = pool.of_stream.get(stream)
     if index is None:
@@ -132,10 +152,9 @@ def split_scratch(plan: Any, capturing: bool) -> tuple[Any, Any, int]:
     """
     here, slots, counters = machine.current, 2 * plan.most_ctas, plan.most_ctas * plan.counters_per_split
     if capturing:
-        pool = here.counter_pools.get(plan.device)
-        first = pool.take(counters) if pool else -1
-        if pool and first >= 0:
-            return _new_partial(plan, slots), pool.argument, first
+        argument, first = captured_counters(plan.device, counters)
+        if first >= 0:
+            return _new_partial(plan, slots), argument, first
         return *new_split_scratch(plan, slots, plan.most_ctas), 0
     if plan.device not in here.counter_pools:
         _add_pool(plan.device)  # later captures need them
