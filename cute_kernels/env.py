@@ -78,6 +78,11 @@ def requirement(distribution: str) -> str:
     return f"'{distribution}{extra}>={low}{f',<{high}' if high else ''}'"
 
 
+def get_compiler() -> str:
+    """Return the remedy for a missing compiler. No index has cute-kernels, so it names the compiler's distribution."""
+    return f"run pip install {requirement(DSL)}"
+
+
 def missing(distribution: str) -> Diagnosis | None:
     if installed(distribution):
         return None
@@ -107,7 +112,7 @@ def compiler_problems(served: bool) -> list[Diagnosis]:
     if not paths.has_dsl():
         found = Diagnosis(
             f"{DSL}, the compiler, is not installed: {USE[DSL]}",
-            "run pip install 'cute-kernels[build]', or unpack a bundle that another machine built",
+            f"{get_compiler()}, or unpack a bundle that another machine built",
         )
         return [] if served else [found]
     problems = [wrong] if (wrong := version_problem(DSL)) else []

@@ -157,7 +157,7 @@ def test_no_dsl_matters_where_no_bundle_serves(machine, versions):
     shutil.rmtree(machine.bundle)
     problems = machine.report()[1]
     remedy = problems.pop("nvidia-cutlass-dsl, the compiler, is not installed: nothing can be compiled")
-    assert "run pip install 'cute-kernels[build]'" in remedy and "unpack a bundle" in remedy
+    assert "run pip install 'nvidia-cutlass-dsl[cu13]>=4.8.0,<4.9'" in remedy and "unpack a bundle" in remedy
     assert len(problems) == 1, "the bundle"
 
 

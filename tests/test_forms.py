@@ -304,7 +304,7 @@ BAD: dict[str, tuple[Any, type, str]] = {
     "pools": (lambda: listed(v=listed().v[:0]), ValueError, "kv: K .* may differ in pages, of which both or neither"),
     "page": (lambda: listed(v=listed().v[:, :, :2]), ValueError, "kv: K .* may differ in pages"),
     "mask's type": (lambda: listed(**MASK | {"custom_mask": torch.ones(6, dtype=torch.bool)}), TypeError,
-                    "custom_mask: dtype torch.bool, must be one of torch.uint8"),
+                    "custom_mask: dtype torch.bool, must be torch.uint8"),
     "mask's rank": (lambda: listed(**MASK | {"custom_mask": MASK["custom_mask"][None]}), ValueError,
                     r"custom_mask: shape \(1, 6\), must have 1 dimensions"),
     "no mask starts": (lambda: listed(custom_mask=MASK["custom_mask"]), TypeError, "mask_starts: NoneType, must be"),

@@ -245,8 +245,8 @@ TWO = r"(shape \(2,\)|device cpu), must"
 BAD = {
     "nan": (torch.tensor([math.nan]), ValueError, "nan, must be finite"),
     "inf": (torch.tensor(math.inf), ValueError, "inf, must be finite"),
-    "double": (torch.ones(1).double(), TypeError, "dtype torch.float64, must be one of torch.float32"),
-    "half": (torch.ones(1).half(), TypeError, "dtype torch.float16, must be one of torch.float32"),
+    "double": (torch.ones(1).double(), TypeError, "dtype torch.float64, must be torch.float32"),
+    "half": (torch.ones(1).half(), TypeError, "dtype torch.float16, must be torch.float32"),
     "two, as there are heads": (torch.ones(HKV), ValueError, TWO),
 }
 

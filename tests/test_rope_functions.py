@@ -395,7 +395,7 @@ CACHED = "apply_rope_with_cos_sin_cache"
     (ValueError, r"^cos_sin_cache: shape \(9, 16\), must have the 32 columns of q_rope", FP8,
      {"cos_sin_cache": torch.ones(9, 16)}),
     (ValueError, r"^k_nope_out: shape \(5, 2, 48\), must be \(5, 2, 16\)", FP8, {"k_nope_out": poisoned(5, 2, 48)}),
-    (TypeError, "^k_nope_out: dtype torch.float8_e5m2, must be one of torch.float8_e4m3fn", FP8,
+    (TypeError, "^k_nope_out: dtype torch.float8_e5m2, must be torch.float8_e4m3fn", FP8,
      {"k_nope_out": poisoned(5, 2, 16, dtype=E5M2), "quantize_dtype": E4M3}),
     (ValueError, "^k_nope_out: shape .*, overlaps the memory of k_nope", FP8, dict(zip(
         ("q_nope", "k_nope", "k_nope_out"), (torch.ones(5, 3, 16).bfloat16(), X[..., :16], X.view(E4M3)[..., :16])))),

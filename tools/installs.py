@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from cute_kernels import __version__
+from cute_kernels.env import DSL, requirement
 
 ROOT = Path(__file__).resolve().parents[1]
 ARCH = "sm_90a"
@@ -183,7 +184,7 @@ def steps(environment: Installation, programs: Path, packed: Path) -> Iterator[t
         if environment.torch is None:
             expect(said, "torch is not installed: no function of wrappers runs")
         if environment.dsl is None:
-            expect(said, "nvidia-cutlass-dsl, the compiler, is not installed", "pip install 'cute-kernels[build]'")
+            expect(said, "nvidia-cutlass-dsl, the compiler, is not installed", f"pip install {requirement(DSL)}")
         else:
             expect(said, "no C compiler on PATH")
 

@@ -16,6 +16,7 @@ from torch._subclasses import FakeTensor
 from . import overlap
 
 INF = float("inf")
+FP32_LEAST, FP32_MOST = 2.0**-126, (2 - 2.0**-23) * 2.0**127  # float32's normal numbers; kernels flush smaller ones
 FLAGS = bool, torch.SymBool  # the second: a comparison of sizes that torch.compile traces
 INTEGERS = int, torch.SymInt
 NUMBERS = int, float, torch.SymInt, torch.SymFloat
@@ -87,21 +88,41 @@ def check_optional_flag(name: str, value: Any) -> None:
 
 
 def check_number(name: str, value: Any, or_else: str = "", positive: bool = False) -> None:
-    """Check for a finite float or int, or one that torch.compile traces. or_else: the alternatives, for the message."""
+    """Check for a float or int, or one that torch.compile traces, that float32 holds as a normal number or as 0.
+
+    Kernels take numbers in float32. or_else: the alternatives, for the message. positive: whether 0 and negative
+    numbers are refused.
+    """
     if isinstance(value, bool) or not isinstance(value, NUMBERS):
         raise TypeError(f"{name}: {value!r}, must be a float{or_else}")
-    if not (0 if positive else -INF) < value < INF:
-        raise ValueError(f"{name}: {value}, must be {'positive and ' if positive else ''}finite")
+    if not (FP32_LEAST <= value <= FP32_MOST or not positive and (value == 0 or -FP32_MOST <= value <= -FP32_LEAST)):
+        sign = "positive and " if positive else ""
+        raise ValueError(f"{name}: {value}, must be {sign}finite in float32{too_small(value)}")
+
+
+def too_small(value: Any) -> str:
+    """Return what the message on a refused number adds if the number is too small for float32."""
+    return f", not below {FP32_LEAST:.3g}" if 0 < abs(value) < FP32_LEAST else ""
 
 
 def check_one_of(what: str, value: Any, allowed: Any) -> None:
     if value not in allowed:
-        raise TypeError(f"{what} {value}, must be one of {listed(allowed)}")
+        raise TypeError(f"{what} {value}, must be {'one of ' if len(allowed) > 1 else ''}{listed(allowed)}")
 
 
 def check_shape(name: str, t: torch.Tensor, shape: tuple[int, ...], why: str) -> None:
     if tuple(t.shape) != shape:
         raise ValueError(f"{name}: shape {tuple(t.shape)}, must be {shape} ({why})")
+
+
+def swapped(heads: int, found: int, rows: int, layout: str) -> str:
+    """Return what a message on the heads of a cache adds if its heads seem to be rows of a page, and its rows heads.
+
+    heads: those of K and V, or of the query, which are a multiple of them. found, rows: the cache has them. layout: the
+    caller's name of the layout.
+    """
+    fits = rows and heads % rows == 0
+    return f"; heads and rows look swapped ({found} and {rows}): check {layout}" if fits else ""
 
 
 def check_last_stride(name: str, t: torch.Tensor) -> None:

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from inspect import signature
 from re import fullmatch
 from types import FunctionType
 from typing import Any, NoReturn
@@ -120,10 +121,12 @@ def arguments_of_serve(function: Any, *args: Any, **kwargs: Any) -> tuple[Any, .
 
 
 def explain(
-    *args: Any, function: Callable[..., Any] = trtllm.trtllm_batch_context_with_kv_cache, arch: str | None = None,
-    sms: int | None = None, **kwargs: Any,
+    *args: Any, function: Callable[..., Any] | None = None, arch: str | None = None, sms: int | None = None,
+    **kwargs: Any,
 ) -> Explanation:  # fmt: skip
     """Return which kernel would serve a call of a public function of attention or top-k, and where it is found.
+
+    function: the one that is called; None: `trtllm_batch_context_with_kv_cache`. args, kwargs: its arguments.
 
     Raises as the function does on bad arguments. Launches no kernel of this package; writes, loads and compiles
     nothing. torch operations that the function does before its kernel do run: xqa's product of two scale tensors,
@@ -136,7 +139,7 @@ def explain(
     >>> explain(torch.zeros(64, 65536), 2048, function=top_k, arch="sm_90a").runs
     'topk.radix fp32_c2t512_n46080'
     """
-    asked = call_of(function, *args, **kwargs)
+    asked = call_of(_named(function, args, kwargs), *args, **kwargs)
     attention = isinstance(asked, AttentionCall)
     if torch.is_grad_enabled():
         (attention_op if attention else topk_op).refuse_grad(asked)
@@ -167,11 +170,24 @@ def explain(
         answers = _attention(asked, arch, sms)
     else:
         answers = [*topk_dispatch.explain(topk_plan.request_of(asked, sms), arch)]
-    refused = tuple((op, str(reason)) for op, _, reason in answers if reason is not None)
+    refused = tuple((op, str(reason)) for op, reason in dispatch.refusals(answers))
     for op, spec, reason in answers:
         if reason is None:
             return Explanation(f"{op} {spec.name}", refused, runtime.where(op, spec, arch))
     return Explanation(None, refused)
+
+
+def _named(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Return the function, or the default, of which the arguments must be if none is named."""
+    if function is not None:
+        return function
+    default = trtllm.trtllm_batch_context_with_kv_cache
+    try:
+        signature(default).bind(*args, **kwargs)
+    except TypeError as error:
+        given = f"None, which means {default.__name__}, but the arguments are not its own ({error})"
+        raise TypeError(f"function: {given}; must be the function that takes them") from None
+    return default
 
 
 def _attention(call: AttentionCall, arch: str, sms: int) -> list[tuple[str, Any, Any]]:

@@ -52,7 +52,7 @@ REFUSED: dict[str, Any] = dict.fromkeys("""
 }  # fmt: skip
 _LOGITS = {
     "scale": "softmax_scale", "soft_cap": "softcap", "out_scale": "v_descale", "max_q_len": "max_seqlen_q",
-    "out_dtype": "out", "chunk": "attention_chunk",
+    "out_dtype": "out", "chunk": "attention_chunk", "kv_layout": "the order (..., rows, heads, head_dim)",
 }  # fmt: skip
 LAYOUTS = {name: TableLayout(name) for name in (*TABLES, "k")}
 _Tensor = torch.Tensor
@@ -71,7 +71,7 @@ for _table, _lens in product(TABLES, ("cache_seqlens", f"cache_seqlens{NEW}")):
         "kv": "k_cache, v_cache", "k": "k_cache", "v": "v_cache", "page_table": _table, "kv_lens": _lens,
         "scales": "k_cache, v_cache",
     }  # fmt: skip
-SIGNATURES[FUNC] = _LOGITS | {"kv": "k, v", "page_table": "k", "kv_lens": "k", "scales": "k, v"}
+SIGNATURES[FUNC] = _LOGITS | {"kv": "k, v", "page_table": "k", "kv_lens": "k", "scales": "k, v", "max_q_len": "q"}
 HEAD_SCALES |= {name for name in SIGNATURES if name.startswith((FUNC, VARLEN, CACHED))}
 
 
@@ -263,7 +263,8 @@ def flash_attn_with_kvcache(
         softmax_scale, causal, window_size, softcap, given, descales, num_splits, flat_out, attention_chunk
     )
     most = _most(max_seqlen_q, q.shape[0]) if packed else q.shape[1]
-    requests = sequences_of(table, lens, cu_seqlens_q, plain, LAYOUTS[name])
+    offsets = cu_seqlens_q if packed else _offsets(q, plain)
+    requests = sequences_of(table, lens, offsets, plain, LAYOUTS[name])
     call = _attention_call(signature, flat, keys, requests, most, options, return_lse)
     if cache_leftpad is not None:
         check_padding(call, cache_leftpad)
@@ -305,7 +306,7 @@ def flash_attn_func(
     options = FlashAttnOptions(
         softmax_scale, causal, window_size, softcap, given, descales, num_splits, flat_out, attention_chunk
     )
-    requests = sequences_of(table, lens, None, plain, LAYOUTS["k"])
+    requests = sequences_of(table, lens, _offsets(q, plain), plain, LAYOUTS["k"])
     call = _attention_call(FUNC, q.flatten(0, 1), keys, requests, length, options, return_lse)
     return _shaped(serve(call), q, out, False, return_lse)
 
@@ -475,6 +476,11 @@ def _flat(out: Any, q: torch.Tensor, v: torch.Tensor) -> torch.Tensor | None:
     if batch > 1 and length > 1 and out.stride(0) != length * out.stride(1):
         raise ValueError(f"out: strides {out.stride()}, the first must be {length} times the second")
     return out.view(batch * length, *out.shape[2:])
+
+
+def _offsets(q: torch.Tensor, plain: bool) -> torch.Tensor | None:
+    """Return the offsets of the queries q (B, S, Hq, D): None, which means S for each request, unless S is 0."""
+    return None if q.shape[1] else constant(filled, q.device, plain, q.shape[0] + 1, 0)
 
 
 def _natural(lse: torch.Tensor) -> torch.Tensor:

@@ -12,7 +12,17 @@ from typing import Any
 
 import torch
 
-from .checks import INF, check_apart, check_device, check_integer, check_one_of, check_shape, check_strided, listed
+from .checks import (
+    FP32_LEAST,
+    FP32_MOST,
+    check_apart,
+    check_device,
+    check_integer,
+    check_one_of,
+    check_shape,
+    check_strided,
+    listed,
+)
 from .scalars import integer, scale_of
 
 BLOCK = 16  # elements that share a scale factor
@@ -152,7 +162,7 @@ def _swizzled(name: str, scales: Any, rows: int, columns: int, start: Any) -> No
 
 def _global(value: Any, other_name: str, other: torch.Tensor) -> Any:
     """Return a checked global scale as a number or a tensor without dimensions. other: the tensor with its device."""
-    if value.__class__ is float and 0 < value < INF:
+    if value.__class__ is float and FP32_LEAST <= value <= FP32_MOST:
         return value
     number, tensor = scale_of("global_scale", value, other.device, f"that of {other_name}", positive=True)
     return number if tensor is None else tensor.reshape(())
@@ -269,7 +279,11 @@ def read_scales(swizzled: torch.Tensor, rows: int, columns: int, start: int = 0)
 
 
 def empty(shape: tuple[int, ...], device: torch.device) -> FP4Tensor:
-    """Return an uninitialised FP4Tensor for values of `shape` (rows, ..., D), with at least one tile of scale rows."""
+    """Return an FP4Tensor for values of `shape` (rows, ..., D), with at least one tile of scale rows.
+
+    Data and scale factors are uninitialised, but a row's columns of factors that stand for no element are 0: a GEMM
+    multiplies whole tiles by them, and NaN there would reach the results of the row.
+    """
     _sizes("shape", shape)
     if not isinstance(device, torch.device):
         raise TypeError(f"device: {device!r}, must be a torch.device")
@@ -282,7 +296,8 @@ def empty(shape: tuple[int, ...], device: torch.device) -> FP4Tensor:
     rows = max(SCALE_TILE[0], round_up(shape[0], SCALE_TILE[0]))
     data = torch.empty(*shape[:-1], shape[-1] // 2, dtype=torch.uint8, device=device)
     columns = _scale_columns(width)
-    return FP4Tensor(data, torch.empty(rows, columns, dtype=torch.float8_e4m3fn, device=device), 0, tuple(shape))
+    new = torch.empty if columns * BLOCK == width else torch.zeros
+    return FP4Tensor(data, new(rows, columns, dtype=torch.float8_e4m3fn, device=device), 0, tuple(shape))
 
 
 def _packed(name: str, value: Any) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from . import machine
-from .checks import check_last_stride, check_number, check_one_of, check_strided
+from .checks import FP32_LEAST, FP32_MOST, check_last_stride, check_number, check_one_of, check_strided
 from .plain import traced
 
 OR_TENSOR = " or a float32 tensor of one element"
@@ -81,7 +81,7 @@ def dequantisation_scale(
 ) -> tuple[float, torch.Tensor | None]:
     """Return a dequantisation scale of `rows` as a number and None, or as 1.0 and a tensor. inverse: a number is passed
     as its reciprocal. per_head: the tensor may have one element per head; `cache_write.checks` knows how many."""
-    if value.__class__ is float and 0 < value < inf:
+    if value.__class__ is float and FP32_LEAST <= value <= FP32_MOST:
         return 1.0 / value if inverse else value, None
     if per_head and isinstance(value, torch.Tensor) and value.numel() > 1:
         return 1.0, value

@@ -5,7 +5,7 @@ the keys of a sequence among CTAs (`schedule.stream_k`). `splits_pay` decides wh
 shapes alone: the public function that was called does not matter.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from functools import cache
 from itertools import product
@@ -79,14 +79,23 @@ class Answer(NamedTuple):
     reason: Refusal | None
 
 
+def refusals(answers: Iterable[tuple[str, Any, Any]]) -> list[tuple[str, Any]]:
+    """Return (op, reason) of the answers that refuse, each once: first those that a caller can act on.
+
+    Kernels for another number of rows come behind them, and kernels for another architecture last.
+    """
+    found = dict.fromkeys((op, reason) for op, _, reason in answers if reason is not None)
+    return sorted(found, key=lambda each: {"rows": 1, "arch": 2}.get(getattr(each[1], "field", ""), 0))
+
+
 class UnsupportedRequest(NotImplementedError):
     """No op serves a request. field: the field of the request that was refused; "rows" or "arch" only if no other
     field was."""
 
     def __init__(self, answers: tuple[Answer, ...]):
-        super().__init__("; ".join(dict.fromkeys(f"{op}: {reason}" for op, _, reason in answers)))
-        fields = [reason.field for _, _, reason in answers if reason]
-        self.field = next((f for f in fields if f not in ("rows", "arch")), next(iter(fields), "arch"))
+        found = refusals(answers)
+        super().__init__("; ".join(f"{op}: {reason}" for op, reason in found))
+        self.field = found[0][1].field if found else "arch"
 
 
 def splits_pay(request: KernelRequest) -> bool:

@@ -215,9 +215,10 @@ def refuse_types(spec: AttentionSpec[T], outs: Iterable[int] = (1, 3)) -> Refusa
 def refuse_dims(spec: AttentionSpec[T], found: tuple[int, int], known: Iterable[tuple[int, int]]) -> Refusal | None:
     """Return the reason why no tile has the head dims of `spec`, or None. found: its `padded_dims`; known: those of the
     tiles."""
-    if found in known:
+    each = dict.fromkeys(known)
+    if found in each:
         return None
-    dims = ", ".join(map(str, known))
+    dims = ", ".join(map(str, each))
     return Refusal("head_dim", f"{spec.dims}: must be multiples of {HEAD_DIM_UNIT} that can be padded to one of {dims}")
 
 

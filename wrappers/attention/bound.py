@@ -1,5 +1,6 @@
 """Launches that keep their plan and all their arguments but the query, K and V, the requests, and the outputs."""
 
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -8,16 +9,31 @@ from .. import machine
 from ..checks import raise_reason
 from ..plain import traced
 from . import checks, op, plan
-from .call import AttentionCall, SequenceBatch
+from .call import AttentionCall, SequenceBatch, renumbered
 
-_is_grad_enabled = torch.is_grad_enabled  # a module global: saves an attribute look-up, 20 ns
+_is_grad_enabled, _Tensor = torch.is_grad_enabled, torch.Tensor  # module globals: each saves a look-up, 20 ns
+
+
+def memory_of(given: Iterable[Any]) -> list[Any]:
+    """Return the memory and layout of the tensors among arguments, also of those in tuples and lists.
+
+    A launch that is kept has views of some of them, which do not follow a tensor that gets other memory (`t.set_(...)`,
+    `t.data = ...`) or another layout. So who keeps a launch compares this, beside the tensors themselves.
+    """
+    found: list[Any] = []
+    for value in given:
+        if isinstance(value, _Tensor):
+            found.append((value.data_ptr(), value.shape, value.stride()))
+        elif value.__class__ is tuple or value.__class__ is list:
+            found += memory_of(value)
+    return found
 
 
 class BoundLaunch:
     """A launch of calls that differ in their queries, K and V, and perhaps in their requests.
 
     All other arguments are checked and put in their places once. Tensors among them are read at each launch, so their
-    values may change in place. No query, K, V or output of a call is kept.
+    values may change in place, but not their memory (`memory_of`). No query, K, V or output of a call is kept.
     """
 
     __slots__ = ("_flat", "_plan", "call")
@@ -87,11 +103,20 @@ def bound(call: AttentionCall) -> BoundLaunch | None:
 class BoundCall:
     """A call of a public function that is repeated with other queries. See `wrappers.bind`."""
 
-    __slots__ = ("_call", "_kv", "_launch")
+    __slots__ = ("_call", "_kv", "_launch", "_new")
 
     def __init__(self, call: AttentionCall) -> None:
-        self._launch, self._kv = bound(call), (call.k, call.v)
+        self._launch, self._kv, self._new = bound(call), (call.k, call.v), False
         self._call: Any = call._replace(q=None, out=None, lse=None)  # type: ignore[arg-type]
+
+    def __getstate__(self) -> AttentionCall:
+        """Return what a copy or a pickle holds: the call, without its launch."""
+        return self._call
+
+    def __setstate__(self, call: AttentionCall) -> None:
+        """Restore a copy, or an object of another process. Its first run makes the launch."""
+        self._call, self._kv = call._replace(requests=renumbered(call.requests)), (call.k, call.v)
+        self._launch, self._new = None, True
 
     def run(self, q: torch.Tensor, out: Any = None, lse: Any = None) -> Any:
         """Return the result of the call with another query.
@@ -100,6 +125,9 @@ class BoundCall:
         lse: receive the results; None: new tensors. Raises as the function that was bound does.
         """
         call, launch = self._call, self._launch
+        if self._new:
+            self._launch = launch = bound(call._replace(q=q))
+            self._new = False
         if launch is not None and launch.fits(q, self._kv, out):
             return launch.launch(q, self._kv, None, out, lse)
         return op.serve(call._replace(q=q, out=out, lse=lse))

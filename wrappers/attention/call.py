@@ -220,6 +220,15 @@ def listed_sequences(table: Any, lens: Any, offsets: Any, starts: Any, form: str
     return _numbered(made, shape_id)
 
 
+def renumbered(r: SequenceBatch) -> SequenceBatch:
+    """Return the requests of a copy or of another process, in which their shape_id has another meaning."""
+    if r.shape_id is None:
+        return r
+    if r.form == "table":
+        return new_sequences(r.page_table, r.kv_lens, r.cu_seqlens_q, SEPARATE)._replace(unsigned=r.unsigned)
+    return listed_sequences(r.page_table, r.kv_lens, r.cu_seqlens_q, r.kv_starts, r.form)
+
+
 def _strided_all(starts: Any, table: Any, lens: Any, offsets: Any) -> bool:
     given = (starts, table, lens) if offsets is None else (starts, table, lens, offsets)
     return all(isinstance(t, _Tensor) and t.layout is _strided for t in given)

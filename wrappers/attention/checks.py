@@ -18,7 +18,8 @@ from cute_kernels.attention import spec
 
 from .. import fp4
 from ..checks import (
-    INF,
+    FP32_LEAST,
+    FP32_MOST,
     NUMBERS,
     check_apart,
     check_device,
@@ -33,6 +34,8 @@ from ..checks import (
     check_shape,
     check_strided,
     listed,
+    swapped,
+    too_small,
 )
 from ..scalars import OR_TENSOR, check_scale
 from .call import AttentionCall, Rope
@@ -58,6 +61,8 @@ MOST_ROWS = 1 << 30
 MOST_KEYS = 1 << 30  # bound of the keys of a request, which kernels count in 32 bits
 MOST_MASK = 1 << 31  # bound of the bytes of a custom mask, or of an output's scale factors, likewise
 TMA_BYTES = 16  # alignment of a TMA descriptor's base address and of every stride except the last
+
+Q_LEN = "q_len_per_req"  # the argument with the number of query tokens of each request
 
 _TYPES = get_type_hints(AttentionCall)
 FLAGS, INTEGERS = ([field for field, kind in _TYPES.items() if kind is one] for one in (bool, int))
@@ -128,7 +133,7 @@ def validate_launch(call: AttentionCall) -> None:
 def kernel_tensors(call: AttentionCall) -> None:
     """Raise if compiled code cannot read these tensors, or does not support this scale."""
     name = names_of(call)
-    if not call.scale > 0:
+    if not call.scale >= FP32_LEAST:
         raise NotImplementedError(
             f"{name('scale')}: {call.scale}, must be positive on CUDA: kernels take the row maximum before they scale"
         )
@@ -178,6 +183,8 @@ def drafts_of(mask: Any, lead: tuple[int, ...], most: Any, most_name: str, devic
     check_strided("mask", mask)
     check_one_of("mask: dtype", mask.dtype, (torch.uint16,))
     why = f"the query's rows, two words per 32 of {most_name}"
+    if most_name == Q_LEN and mask.dim() == 3 and mask.shape[0] == lead[0] and most < mask.shape[1]:
+        why += f"; pass {Q_LEN}={mask.shape[1]}"
     check_shape("mask", mask, (*lead, (most + 31) // 32 * 2), why)
     if device.type in ("cpu", "cuda"):
         check_device("mask", mask, device, "the query's")
@@ -189,17 +196,19 @@ def _amount(name: str, value: Any) -> None:
         return
     if isinstance(value, bool) or not isinstance(value, NUMBERS):
         raise TypeError(f"{name}: {value!r}, must be a float or None")
-    if not 0 <= value < INF:
-        raise ValueError(f"{name}: {value}, must be None, 0 (off) or positive and finite")
+    if value != 0 and not FP32_LEAST <= value <= FP32_MOST:
+        need = f"must be None, 0 (off) or positive and finite in float32{too_small(value)}"
+        raise ValueError(f"{name}: {value}, {need}")
 
 
 def _tma(name: str, t: torch.Tensor, size: int, row_size: int = 0) -> None:
     """Raise unless the address is a multiple of `size` bytes, and strides are of `row_size`; 0: of `size`, too."""
     if t.data_ptr() % size:
         raise ValueError(f"{name}: address {t.data_ptr():#x}, must be a multiple of {size} bytes")
-    multiple = (row_size or size) // t.element_size()
-    if any(stride % multiple for stride in t.stride()[:-1]):
-        need = f"all except the last must be multiples of {multiple}"
+    size = row_size or size
+    multiple = size // t.element_size()
+    if any(stride % multiple for stride, extent in zip(t.stride()[:-1], t.shape) if extent > 1):
+        need = f"all except the last must be multiples of {multiple}, since kernels copy {size} aligned bytes at a time"
         raise ValueError(f"{name}: strides {t.stride()} (logical order), {need}")
 
 
@@ -223,7 +232,8 @@ def _caches(call: AttentionCall, name: Names) -> None:
     if page_size == 0 and not ragged or (kv_heads == 0 and q.shape[1] > 0):
         raise ValueError(f"{kv}: shape {tuple(k.shape)}, must have at least one head and one row per page")
     if kv_heads and q.shape[1] % kv_heads:
-        raise ValueError(f"{name('q')}: {q.shape[1]} heads, must be a multiple of {kv}'s {kv_heads}")
+        hint = swapped(q.shape[1], kv_heads, page_size, name("kv_layout"))
+        raise ValueError(f"{name('q')}: {q.shape[1]} heads, must be a multiple of {kv}'s {kv_heads}{hint}")
 
 
 def _block_scales(call: AttentionCall, name: Names) -> None:
@@ -272,14 +282,19 @@ def _requests(call: AttentionCall, name: Names) -> None:
         if call.q.shape[0] != batch * call.max_q_len:
             tokens = f"{batch} x {call.max_q_len}"
             both = f"{name(counted)}, {name('max_q_len')}"
-            raise ValueError(f"{name('q')}: {call.q.shape[0]} tokens, must be {tokens} ({both})")
+            length, rest = divmod(call.q.shape[0], batch) if batch else (0, 0)
+            hint = f"; pass {name('max_q_len')}={length}" if name("max_q_len") == Q_LEN and length and not rest else ""
+            raise ValueError(f"{name('q')}: {call.q.shape[0]} tokens, must be {tokens} ({both}){hint}")
     else:
         offsets = check_operand(name("cu_seqlens_q"), r.cu_seqlens_q, 1, (torch.int32,), device)
         check_shape(name("cu_seqlens_q"), offsets, (batch + 1,), "batch_size + 1")
     if r.form != "ragged":
         table = check_operand(name("page_table"), r.page_table, 3, (torch.int32,), device)
         rows = batch if r.form == "table" else 1
-        check_shape(name("page_table"), table, (rows, 2, table.shape[2]), "requests, K and V, pages")
+        if table.stride(1):
+            check_shape(name("page_table"), table, (rows, 2, table.shape[2]), "requests, K and V, pages")
+        else:  # the caller's table has no dimension of K and V
+            check_shape(name("page_table"), table[:, 0], (rows, table.shape[2]), "requests, pages")
 
 
 def _custom_mask(call: AttentionCall, name: Names) -> None:

@@ -23,6 +23,7 @@ from .. import fp4, machine, overlap, reference, scratch
 from ..checks import INF, checking, raise_reason
 from ..fp4 import FP4Tensor
 from ..reference import LOG2E
+from ..strides import launch_ordinary
 from . import checks, launch_size, values
 from .call import OPTIONAL, OPTIONS, AttentionCall
 from .rope import rotated
@@ -63,7 +64,7 @@ def between_words(mask: torch.Tensor | None) -> bool:
 
 def _mask_words(mask: torch.Tensor) -> torch.Tensor:
     if mask.shape[0] >= checks.MOST_MASK:
-        raise ValueError("custom_mask")
+        raise NotImplementedError(f"custom_mask: {mask.shape[0]} bytes, must be less than {checks.MOST_MASK} on CUDA")
     return mask.clone() if between_words(mask) else mask
 
 
@@ -262,10 +263,10 @@ class LaunchPlan:
         q, out, lse: replace those of the call.
         """
         slots, tokens = self.slots, q.shape[0]
-        o = self.new_output(q) if out is None else self.given_output(q, out)
+        o = self.new_output(q) if out is None else self.given_output(call, q, out)
         if lse is not None:
             if lse.shape != (tokens, self.heads) or not self.lse_apart(lse, q, out):
-                raise ValueError("lse")
+                raise _refused(call, "lse", lse, (tokens, self.heads))
             flat[slots.lse] = lse
         elif self.return_lse:
             flat[slots.lse] = lse = _empty((tokens, self.heads), dtype=torch.float32, device=self.device)
@@ -284,7 +285,11 @@ class LaunchPlan:
         else:
             self.pass_quantised(flat, o)
         self.schedule(flat, call, q, capturing)
-        self.fn(*flat)
+        try:
+            self.fn(*flat)
+        except Exception:
+            if not launch_ordinary(self.fn, flat):
+                raise
         return result
 
     def schedule(self, flat: list[Any], call: AttentionCall, q: torch.Tensor, capturing: bool) -> None:
@@ -307,17 +312,17 @@ class LaunchPlan:
             shared = scratch.split_scratch(self, capturing)
             flat[slots.o_partial], flat[slots.counters], flat[slots.counter_base] = shared
 
-    def given_output(self, q: torch.Tensor, out: Any) -> Any:
+    def given_output(self, call: AttentionCall, q: torch.Tensor, out: Any) -> Any:
         """Return the caller's output with the shape of the call, after a check that it overlaps nothing."""
         if out.__class__ is FP4Tensor:
-            return self.given_fp4(q, out)
-        tokens = q.shape[0]
-        if out.shape != (tokens, self.heads, self.dim_vo) or not (whole := out.is_contiguous()) and overlap.folded(out):
-            raise ValueError("out")
-        apart, size = out.data_ptr() - q.data_ptr(), tokens * self.token_bytes
+            return self.given_fp4(call, q, out)
+        shape = q.shape[0], self.heads, self.dim_vo
+        if out.shape != shape or not (whole := out.is_contiguous()) and overlap.folded(out):
+            raise _refused(call, "out", out, shape)
+        apart, size = out.data_ptr() - q.data_ptr(), q.shape[0] * self.token_bytes
         reach = size if apart < 0 or q.is_contiguous() else _most(q)
         if (-size < apart < reach or not whole) and overlap.overlap(out, q):
-            raise ValueError("out")
+            raise _refused(call, "out", out, shape)
         return out
 
     def lse_apart(self, lse: torch.Tensor, q: torch.Tensor, out: Any) -> bool:
@@ -336,12 +341,12 @@ class LaunchPlan:
             return fp4.empty(shape, self.device)
         return _empty(shape, dtype=self.dtype, device=self.device)
 
-    def given_fp4(self, q: torch.Tensor, out: FP4Tensor) -> FP4Tensor:
+    def given_fp4(self, call: AttentionCall, q: torch.Tensor, out: FP4Tensor) -> FP4Tensor:
         """Return the caller's NVFP4 output with the shape of the call, after a check that it overlaps nothing."""
         o = FP4Tensor(out.data, out.scale, out.scale_start_index, (q.shape[0], q.shape[1], self.dim_vo))
         pairs = (o.data, q), (o.scale, q), (o.data, o.scale)
         if overlap.folded(o.data) or any(overlap.overlap(a, b) for a, b in pairs):
-            raise ValueError("out")
+            raise _refused(call, "out", o.data, (*o.data.shape[:2], self.dim_vo // 2))
         return o
 
     def pass_quantised(self, flat: list[Any], o: Any) -> None:
@@ -513,9 +518,18 @@ def run(call: AttentionCall) -> Any:
 
 def _check_rows(call: AttentionCall) -> None:
     """Raise on a property of CSR or ragged requests that is not part of their plan's key."""
-    rows, r = call.k.shape[2], call.requests
-    if rows * (r.page_table.shape[2] or 1) >= checks.MOST_KEYS or r.form == "ragged" and rows != call.v.shape[2]:
-        raise ValueError("k")
+    rows, r, name = call.k.shape[2], call.requests, checks.names_of(call)
+    if r.form == "ragged" and rows != call.v.shape[2]:
+        raise ValueError(f"{name('kv')}: K has {rows} rows and V {call.v.shape[2]}, must be equal")
+    if rows * (r.page_table.shape[2] or 1) >= checks.MOST_KEYS:
+        raise NotImplementedError(f"{name('k')}: {rows} rows, must be less than {checks.MOST_KEYS} tokens on CUDA")
+
+
+def _refused(call: AttentionCall, field: str, t: torch.Tensor, shape: tuple[int, ...]) -> ValueError:
+    """Return the error for an output that does not fit the launch of a call with another query than the call's."""
+    own = "must not overlap the query, another output or itself"
+    layout = f"shape {tuple(t.shape)}, strides {t.stride()}"
+    return ValueError(f"{checks.names_of(call)(field)}: {layout}, must be of shape {shape}, and {own}")
 
 
 def _most(q: torch.Tensor) -> int:

@@ -196,7 +196,9 @@ def _paged(name: str, cache: Any, page_size: int, heads: int, layout: Any) -> to
         raise ValueError(f"{name}: shape {tuple(cache.shape)}, must have 2 or 4 dimensions")
     inner = (page_size, heads) if layout == "NHD" else (heads, page_size)
     if cache.shape[1:3] != inner and layout in ("NHD", "HND"):
-        check_shape(name, cache, (cache.shape[0], *inner, cache.shape[3]), f"{layout}, page_size, num_kv_heads")
+        check_shape(
+            name, cache, (cache.shape[0], *inner, cache.shape[3]), f"kv_layout {layout}, page_size, num_kv_heads"
+        )
     return cache
 
 

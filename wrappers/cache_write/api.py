@@ -8,7 +8,16 @@ import torch
 from cute_kernels.cache_write.args import ANGLES, INTERLEAVED
 from cute_kernels.cache_write.rows import ROTATED
 
-from ..checks import INF, UnknownName, check_flag, check_integer, check_number, check_one_of, check_strided
+from ..checks import (
+    FP32_LEAST,
+    FP32_MOST,
+    UnknownName,
+    check_flag,
+    check_integer,
+    check_number,
+    check_one_of,
+    check_strided,
+)
 from ..page import sides
 from ..plain import traced
 from ..scalars import dequantisation_scale, integer, real
@@ -172,14 +181,11 @@ def _check_rope(rope: RotaryEmbedding, head_dim: int) -> None:
 
 def _number(name: str, value: Any, positive: bool = False) -> float:
     """Return a number as a float, after a check."""
-    if value.__class__ is float and (0 if positive else -INF) < value < INF:
+    if value.__class__ is float and FP32_LEAST <= value <= FP32_MOST:
         return value
     value = value if isinstance(value, int) else real(value)
     check_number(name, value, positive=positive)
-    try:
-        return float(value)
-    except OverflowError:
-        raise ValueError(f"{name}: {value}, must be finite as a float") from None
+    return float(value)
 
 
 def _check_llama31(value: Any) -> None:

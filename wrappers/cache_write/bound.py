@@ -7,6 +7,7 @@ import torch
 from .. import machine
 from ..checks import check_strided, raise_reason
 from ..plain import traced
+from ..strides import launch_ordinary
 from . import checks, op, plan
 from .call import CacheWriteCall
 
@@ -16,17 +17,30 @@ _is_grad_enabled = torch.is_grad_enabled  # a module global: saves an attribute 
 class BoundAppend:
     """A call of `append_qkv` that is repeated with other rows. See `wrappers.bind`."""
 
-    __slots__ = ("_base", "_call", "_distances", "_dtype", "_flat", "_forms", "_kv", "_out", "_plan", "_sf")
+    __slots__ = ("_base", "_call", "_distances", "_dtype", "_flat", "_forms", "_kv", "_new", "_out", "_plan", "_sf")
 
     def __init__(self, call: CacheWriteCall, kv: Any, sf: Any, out: torch.Tensor | None) -> None:
         """Bind a call. kv, sf: as `op.serve` takes them. out: the output of Q that the caller gave."""
         t = call.transform
-        self._kv, self._sf, self._out, self._flat = kv, sf, out, None
+        self._kv, self._sf, self._out, self._new = kv, sf, out, False
+        self._flat: list[Any] | None = None
         self._dtype = None if t is None or t.q is None else t.q_out.dtype
         # the rows would stay allocated as long as the launch is kept
         self._call = call._replace(k=None, v=None, transform=t and t._replace(q=None, q_out=None))
-        if traced(call.k):
-            return
+        if not traced(call.k):
+            self._bind(call)
+
+    def __getstate__(self) -> tuple[Any, ...]:
+        """Return what a copy or a pickle holds: the call, without its launch."""
+        return self._call, self._kv, self._sf, self._out, self._dtype
+
+    def __setstate__(self, state: tuple[Any, ...]) -> None:
+        """Restore a copy, or an object of another process. Its first run makes the launch."""
+        self._call, self._kv, self._sf, self._out, self._dtype = state
+        self._flat, self._new = None, True
+
+    def _bind(self, call: CacheWriteCall) -> None:
+        t = call.transform
         checks.validate(call)
         found, here = plan.plan_of(call), machine.current
         current = found.single_device or here.current_device() == found.device.index
@@ -55,6 +69,9 @@ class BoundAppend:
                 if not isinstance(q, torch.Tensor):
                     check_strided("q", q, 3)
                 out = torch.empty(q.shape, dtype=self._dtype, device=q.device)
+        if self._new and not traced(k):
+            self._bind(self._with(q, k, v, places, positions, out))
+            self._new = False
         if traced(k) or not self._fits(q, k, v, places, positions, out):
             op.serve(self._with(q, k, v, places, positions, out), self._kv, self._sf)
             return out
@@ -67,8 +84,9 @@ class BoundAppend:
         try:
             p.fn(*flat)
         except Exception:
-            raise_reason(checks.validate, self._with(q, k, v, places, positions, out))
-            raise
+            if not launch_ordinary(p.fn, flat):
+                raise_reason(checks.validate, self._with(q, k, v, places, positions, out))
+                raise
         return out
 
     def _fits(self, q: Any, k: Any, v: Any, places: Any, positions: Any, out: Any) -> bool:

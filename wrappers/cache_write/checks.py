@@ -16,10 +16,12 @@ from ..checks import (
     check_operand,
     check_shape,
     check_strided,
+    swapped,
 )
 from ..fp4 import BLOCK, SCALE_TYPES
 from ..plain import refuse_grad, traced
 from ..scalars import check_scale, on_host
+from ..strides import ordinary
 from .call import PAGES, ROWS, SLOTS, CacheWriteCall, QueryTransform
 
 OFFSETS = (torch.int32, torch.int64)
@@ -44,7 +46,7 @@ _QKV = {
     "k_scale_ptr": "cache.k_scale", "v_scale_ptr": "cache.v_scale", "q_out": "out.out", "q_scale": "out.scale",
     "q_scale_ptr": "out.scale", "rope_positions": "rope.positions", "q_weight": "norm.q_weight",
     "k_weight": "norm.k_weight", "norm_eps": "norm.eps", "norm_offset": "norm.offset",
-    "rope_table": "rope.cos_sin_cache", "v_sf_interleaved": "cache.v_sf_interleaved",
+    "rope_table": "rope.cos_sin_cache", "v_sf_interleaved": "cache.v_sf_interleaved", "kv_layout": "cache.layout",
 }  # fmt: skip
 ROPE, ROPE_CACHED = "apply_rope", "apply_rope_with_cos_sin_cache"  # and all that differ from these in a suffix
 ROPE_FP8, ROPE_FP8_PAGED = "rope_quantize_fp8", "rope_quantize_fp8_append_paged_kv_cache"
@@ -149,8 +151,8 @@ def in_place(x: Any, out: Any) -> bool:
     """Return whether the output of Q or K is the tensor itself: each row is read before it is written."""
     if x is None or out is x or traced(x) or traced(out):
         return out is x
-    same = x.dtype == out.dtype and x.shape == out.shape and x.stride() == out.stride()
-    return same and x.data_ptr() == out.data_ptr()
+    same = x.dtype == out.dtype and x.shape == out.shape and x.data_ptr() == out.data_ptr()
+    return same and ordinary(x).stride() == ordinary(out).stride()
 
 
 def rows(call: CacheWriteCall) -> None:
@@ -205,12 +207,9 @@ def caches(call: CacheWriteCall) -> None:
         name, t = name_of(call, side), getattr(call, side)
         cache_name, cache = name_of(call, f"{side}_cache"), getattr(call, f"{side}_cache")
         tokens = t.shape[0] if call.places == SLOTS else call.k.shape[0]  # SLOTS: `places` compares
-        check_shape(
-            name,
-            t,
-            (tokens, _as_nhd(call, cache)[2], cache.shape[3] * packed),
-            f"rows, heads and head_dim of {cache_name}",
-        )
+        _, size, heads, dim = _as_nhd(call, cache)
+        hint = swapped(t.shape[1], heads, size, name_of(call, "kv_layout")) if t.shape[1] != heads else ""
+        check_shape(name, t, (tokens, heads, dim * packed), f"rows, heads and head_dim of {cache_name}{hint}")
         check_device(name, t, call.k.device, f"that of {name_of(call, 'k')}")
         if block_scaled(call):
             sf_name, sf = name_of(call, f"{side}_sf"), getattr(call, f"{side}_sf")
@@ -343,5 +342,6 @@ def rotation_table(name: str, table: Any, k: torch.Tensor, tables: int) -> None:
     if width % (ROTATED // tables) or not 0 < width <= dim // tables or not table.shape[0]:
         allowed = f"(at least 1, a multiple of {ROTATED // tables} up to {'half ' * (tables - 1)}head_dim {dim})"
         raise ValueError(f"{name}: shape {tuple(table.shape)}, must be {allowed}")
-    if table.stride(0) * table.element_size() % size or not traced(table) and table.data_ptr() % size:
+    step = table.stride(0) * table.element_size() if table.shape[0] > 1 else 0
+    if step % size or not traced(table) and table.data_ptr() % size:
         raise ValueError(f"{name}: strides {table.stride()}, rows must begin at multiples of {size} bytes")

@@ -6,10 +6,10 @@ from typing import Any, NamedTuple
 import torch
 
 from .. import machine
-from ..attention.bound import BoundLaunch, bound
-from ..attention.call import AttentionCall, SequenceBatch, listed_sequences
+from ..attention.bound import BoundLaunch, bound, memory_of
+from ..attention.call import AttentionCall, SequenceBatch, renumbered
 from ..attention.op import serve
-from ..checks import check_flag, check_integer, check_operand, check_strided
+from ..checks import check_flag, check_integer, check_operand, check_strided, swapped
 from ..plain import traced
 from ..scalars import integer
 from . import values
@@ -51,7 +51,8 @@ class PrefillBatch:
     _planned: BatchPlan | None = None
     _planned_options: dict[str, Any]  # fields of `AttentionCall` that plan determines
     _split_kv = "auto"  # likewise
-    _bound: tuple[BoundLaunch, tuple[Any, ...]] | None = None  # of the last run, with its other arguments
+    # of the last run, with its other arguments and their memory
+    _bound: tuple[BoundLaunch, tuple[Any, ...], list[Any]] | None = None
     _shape = HeadShape(0, 1, 1, 1, 0)
     _types: TensorTypes
 
@@ -76,14 +77,15 @@ class PrefillBatch:
             if starts is not None and self._buffer("qk_indptr_buf", starts).shape[0] != batch + 1:
                 raise ValueError(f"qk_indptr_buf: {starts.shape[0]} elements, must be batch_size + 1, {batch + 1}")
 
+    def __getstate__(self) -> dict[str, Any]:
+        """Return what a copy or a pickle holds: all but the launch, which each object makes at its first run."""
+        return {name: value for name, value in self.__dict__.items() if name != "_bound"}
+
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Restore a copy, or an object of another process: a shape_id has another meaning there."""
         self.__dict__.update(state)
-        self._bound = None
         if self._planned is not None:
-            r = self._planned.requests
-            made = listed_sequences(r.page_table, r.kv_lens, r.cu_seqlens_q, r.kv_starts, r.form)
-            self._planned = self._planned._replace(requests=made)
+            self._planned = self._planned._replace(requests=renumbered(self._planned.requests))
 
     @property
     def is_cuda_graph_enabled(self) -> bool:
@@ -275,8 +277,9 @@ class PrefillBatch:
         """
         if self._bound is None:
             return None
-        launch, before = self._bound
-        if all(map(is_, others, before)) and launch.fits(q, kv, out) and launch.takes(kv):
+        launch, before, memory = self._bound
+        same = all(map(is_, others, before)) and memory_of(others) == memory
+        if same and launch.fits(q, kv, out) and launch.takes(kv):
             return launch.launch(q, kv, None, out, lse)
         return None
 
@@ -297,7 +300,7 @@ class PrefillBatch:
         launch = None if any(isinstance(scale, _Tensor) for scale in scales) else bound(call)
         if launch is None:
             return serve(call)
-        self._bound = launch, others
+        self._bound = launch, others, memory_of(others)
         return launch.launch(call.q, (call.k, call.v), None, call.out, call.lse)
 
     def _refuse(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
@@ -321,7 +324,8 @@ class PrefillBatch:
             ),
         ):
             if found != value:
-                raise ValueError(f"{name}: {found} ({what}), must be plan's {planned}, {value}")
+                hint = swapped(shape.kv, k.shape[1], k.shape[2], "kv_layout") if planned == "num_kv_heads" else ""
+                raise ValueError(f"{name}: {found} ({what}), must be plan's {planned}, {value}{hint}")
         if keys is not None and keys > k.shape[2]:
             raise ValueError(f"k: {k.shape[2]} rows, must be at least the last of plan's {self._NAMES[1]}, {keys}")
 

@@ -12,7 +12,8 @@ from .. import machine
 from ..attention.call import Rope
 from ..attention.checks import CACHES, MOST_MASK, OUTPUTS, QUERIES
 from ..checks import (
-    INF,
+    FP32_LEAST,
+    FP32_MOST,
     UnknownName,
     check_flag,
     check_integer,
@@ -198,7 +199,7 @@ def times(
     value: the other scale: a number, or an fp32 tensor of one element or of (heads[of],). tensor: None, or of one
     element or (heads[0],). Reads no value of a device.
     """
-    if value.__class__ is float and -INF < value < INF:
+    if value.__class__ is float and FP32_LEAST <= value <= FP32_MOST:
         return scale * value, tensor
     number, given = split_scale(name, value)
     if given is None:

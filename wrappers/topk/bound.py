@@ -14,17 +14,32 @@ from .checks import PER_ROW, TOP_K, TopKCall, validate, with_ints
 class BoundTopK:
     """A call of a top-k function that is repeated with other scores. See `wrappers.bind`."""
 
-    __slots__ = ("_call", "_flat", "_layout", "_plan")
+    __slots__ = ("_call", "_flat", "_layout", "_new", "_plan")
 
     def __init__(self, call: TopKCall) -> None:
         self._call = call._replace(scores=None)  # they would stay allocated as long as the launch is kept
-        self._flat, self._plan, self._layout = None, None, None
-        if traced(call.scores):
-            return
+        self._new = False  # the next run makes the launch
+        self._flat: list[Any] | None = None
+        self._plan: plan.TopKLaunchPlan | None = None
+        self._layout: tuple[Any, ...] | None = None
+        if not traced(call.scores):
+            self._bind(call)
+
+    def _bind(self, call: TopKCall) -> None:
+        """Make the launch of a call with scores, unless the reference serves it."""
         op.refuse_grad(call)
         self._plan = found = plan.plan_of(call)
         if found.single_device and machine.current.device_info(found.device) is not None:
             self._flat, self._layout = plan.bind(found, call), _layout(call.scores)
+
+    def __getstate__(self) -> TopKCall:
+        """Return what a copy or a pickle holds: the call, without its launch."""
+        return self._call
+
+    def __setstate__(self, call: TopKCall) -> None:
+        """Restore a copy, or an object of another process. Its first run makes the launch."""
+        self._call, self._new = call, True
+        self._flat = self._plan = self._layout = None
 
     def run(self, scores: torch.Tensor, out: torch.Tensor | None = None) -> Any:
         """Return what the bound function returns, for other scores.
@@ -35,6 +50,9 @@ class BoundTopK:
         call = self._call._replace(scores=scores)
         if out is not None:
             call = call._replace(**{"raw" if call.function in PER_ROW else "out": out})
+        if self._new and not traced(scores):
+            self._bind(call)
+            self._new = False
         p, flat = self._plan, self._flat
         if flat is None or p is None or out is not None or traced(scores) or _layout(scores) != self._layout:
             return self._result(op.serve(call))

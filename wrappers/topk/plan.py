@@ -12,7 +12,8 @@ from cute_kernels.topk.args import TopKArgs
 from cute_kernels.topk.request import TopKKernelRequest
 
 from .. import machine, overlap, reference, scratch
-from ..checks import checking, raise_reason
+from ..checks import check_apart, checking, raise_reason
+from ..strides import launch_ordinary
 from .checks import DTYPES, NAMES, PER_ROW, TOP_K, WINDOWS, TopKCall, TopKTieBreak, validate, with_ints
 from .values import check as check_values
 
@@ -141,7 +142,11 @@ def launch(plan: TopKLaunchPlan, flat: list[Any], call: TopKCall) -> tuple[Any, 
         validate(call)
         check_values(call)
     if plan.rows:
-        plan.fn(*flat)
+        try:
+            plan.fn(*flat)
+        except Exception:
+            if not launch_ordinary(plan.fn, flat):
+                raise
         if plan.sort is not None:
             plan.sort(values, indices, 1)
     return out, values, indices
@@ -149,25 +154,20 @@ def launch(plan: TopKLaunchPlan, flat: list[Any], call: TopKCall) -> tuple[Any, 
 
 def _place_outputs(plan: TopKLaunchPlan, flat: list[Any], call: TopKCall) -> None:
     """Set the outputs that are given, after a check that they overlap neither the scores nor each other."""
-    scores, out, raw = call.scores, call.out, call.raw
+    scores, out, raw, names = call.scores, call.out, call.raw, NAMES[call.function]
     at, at_out = scores.data_ptr(), 0
     if out is not None:
         at_out = out.data_ptr()
         if -plan.out_bytes < at_out - at < plan.scores_bytes:  # rare
-            _refuse_overlap(out, scores)
+            check_apart({"out": out}, {names["scores"]: scores})
         flat[_OUT] = out
     if raw is not None:
         at_raw = raw.data_ptr()
         if -plan.raw_bytes < at_raw - at < plan.scores_bytes:
-            _refuse_overlap(raw, scores)
+            check_apart({names.get("raw", "raw"): raw}, {names["scores"]: scores})
         if out is not None and -plan.raw_bytes < at_raw - at_out < plan.out_bytes:
-            _refuse_overlap(raw, out)
+            check_apart({names.get("raw", "raw"): raw}, {"out": out})
         flat[_RAW] = raw
-
-
-def _refuse_overlap(output: torch.Tensor, other: torch.Tensor) -> None:
-    if overlap.overlap(output, other):
-        raise ValueError("overlap")
 
 
 def request_of(call: TopKCall, sms: int) -> TopKKernelRequest:
