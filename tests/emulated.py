@@ -74,7 +74,8 @@ def emulate(op, spec, launches):
         o, lse = reference.paged_attention(problem)
         fp8, packed = getattr(a, "o_fp8", ()), getattr(a, "o_fp4", ())
         if len(packed):
-            scale = a.o_sf.view(E4M3).view(-1, packed[0].numel() * 2 // fp4.BLOCK)
+            columns = fp4.round_up(packed[0].numel() * 2 // fp4.BLOCK, fp4.SCALE_TILE[1])
+            scale = a.o_sf.view(E4M3).view(-1, columns)
             reference.store(o, FP4Tensor(packed, scale, a.o_sf_start), a.o_sf_scale)
         else:
             reference.store(o, fp8.view(E4M3) if len(fp8) else a.o)
@@ -122,7 +123,8 @@ def check_arguments(spec, a):
         promised(len(t) in (0, tokens) and (name == "tree_mask" or t.shape[1] == heads), name)
     promised(sum(len(getattr(a, name, ())) > 0 for name in ("o", "o_fp8", "o_fp4")) == 1 or tokens == 0)
     if len(getattr(a, "o_fp4", ())):
-        rows, left = divmod(len(a.o_sf), heads * spec.head_dim_vo // fp4.BLOCK)
+        columns = fp4.round_up(heads * spec.head_dim_vo // fp4.BLOCK, fp4.SCALE_TILE[1])
+        rows, left = divmod(len(a.o_sf), columns)
         promised(rows % 128 == left == 0 <= a.o_sf_start <= rows - tokens and a.o_sf_scale > 0)
     batch = len(a.cu_seqlens_q) - 1
     promised(len(a.kv_lens) in (batch, 0) and len(a.kv_starts) in (batch + 1, 0) and len(a.kv_lens) + len(a.kv_starts))

@@ -1,8 +1,10 @@
 """Launches that are kept: `bind`, and the runs of the classes. Kernels are emulated on the CPU, so results count."""
 
 import contextlib
+import copy
 import gc
 import inspect
+import pickle
 import weakref
 
 import pytest
@@ -10,12 +12,15 @@ import torch
 
 import wrappers
 from tests.emulated import PLAIN, emulation, inputs_of
+from tests.fake_machine import FakeMachine
 from tests.prefill_batches import HKV, HQ, WORKSPACE, Case, D
 from tests.test_decode_wrapper import decode_of
 from wrappers import BatchDecodeWithPagedKVCacheWrapper as Decode
 from wrappers import (
     bind,
     flash_attn_varlen_func,
+    machine,
+    reference,
     trtllm_batch_context_with_kv_cache,
     trtllm_batch_decode_with_kv_cache,
 )
@@ -120,6 +125,27 @@ def test_nothing_is_kept_of_a_capture(launches, here, looked_up):
     here.capturing = False
     layer.run(inputs["query"])
     assert len(looked_up) == 2
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_a_bound_call_may_be_copied_and_sent(launches, looked_up, name):
+    """A copy binds at its first run, and not again."""
+    function, inputs = CALLS[name]()
+    layer = bind(function, **inputs)
+    want = layer.run(inputs["query"])
+    for other in (copy.copy(layer), copy.deepcopy(layer), pickle.loads(pickle.dumps(layer))):
+        looked_up.clear()
+        assert equal(other.run(inputs["query"]), want) and len(looked_up) == 1
+        assert equal(other.run(inputs["query"]), want) and len(looked_up) == 1
+
+
+def test_a_bound_top_k_may_be_copied_and_sent():
+    scores = torch.randn(3, 50)
+    with machine.override(FakeMachine(lambda op, spec: reference.top_k_rows)):
+        layer = bind(wrappers.top_k, scores, 5)
+        want = layer.run(scores)
+        for other in (copy.copy(layer), copy.deepcopy(layer), pickle.loads(pickle.dumps(layer))):
+            assert equal(other.run(scores), want) and other._flat is not None and equal(other.run(scores), want)
 
 
 def test_top_k():

@@ -1,5 +1,6 @@
 """A bound `append_qkv`: other rows, places and positions than those of the call. Kernels are emulated on the CPU."""
 
+import copy
 import gc
 import weakref
 from dataclasses import replace
@@ -159,6 +160,23 @@ def test_wrong_arguments_are_refused_by_name(launches):
     assert not launches
     with pytest.raises(ValueError, match="^places: "):
         bind(append_qkv, **inputs | {"places": inputs["places"][:0].view(0, 1)})
+
+
+@pytest.mark.parametrize("how", [copy.copy, copy.deepcopy])
+def test_a_bound_append_may_be_copied(launches, how):
+    """A copy binds at its first run. A deep one has caches of its own."""
+    inputs = cases.make_inputs(FULL) | {"out": None}
+    rows = [inputs[name] for name in "qkv"]
+    layer = bind(append_qkv, **inputs)
+    q = layer.run(*rows)
+    other = how(layer)
+    assert other._flat is None
+    other._call.k_cache.view(torch.uint8).zero_()
+    assert torch.equal(other.run(*rows), q) and other._flat is not None
+    assert other._call.k_cache.view(torch.uint8).any() and torch.equal(other.run(*rows), q)
+    assert (other._call.k_cache.data_ptr() == layer._call.k_cache.data_ptr()) == (how is copy.copy)
+    with pytest.raises(TypeError, match="^q: None, must be a torch.Tensor"):
+        how(layer).run(None, *rows[1:])
 
 
 def test_rows_are_not_kept(quiet):

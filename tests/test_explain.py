@@ -1,6 +1,7 @@
 """`explain`: what it says of a call is what the call does, which it does not make."""
 
 import inspect
+import re
 from dataclasses import replace
 from itertools import product
 
@@ -132,6 +133,37 @@ def test_the_context_function_is_asked_by_position():
     assert explain(*args, **inputs, arch="sm_90a").runs.startswith("attention.sm90 bf16_d64")
 
 
+def test_reasons_that_a_caller_can_act_on_come_first():
+    """Of head dims (576, 512): each kernel once, each head dim once, and the reason is not the number of rows."""
+    q, k, v = (
+        torch.zeros(2, heads, *rows, dim).half()
+        for heads, rows, dim in ((8, (), 576), (1, (16,), 576), (1, (16,), 512))
+    )
+    table, lens = torch.zeros(2, 1, dtype=torch.int32), torch.ones(2, dtype=torch.int32)
+    decode = wrappers.trtllm_batch_decode_with_kv_cache
+    for dims in ((576, 512), (576, 576)):
+        call = q[..., : dims[0]], (k[..., : dims[0]], (k if dims[1] == 576 else v)[..., : dims[1]])
+        said = explain(*call, None, table, lens, None, function=decode, arch="sm_90a")
+        assert said.runs is None and len(set(said.refused)) == len(said.refused)
+        assert all(f"head_dim {dims}" in why or why.startswith("arch") for _, why in said.refused)
+        assert said.refused[-1][1].startswith("arch") and not said.refused[0][1].startswith("arch")
+        for _, why in said.refused:
+            found = re.findall(r"\(\d+, \d+\)", why.partition(":")[2])
+            assert len(set(found)) == len(found), why
+        with machine.override(FakeMachine(lambda op, spec: None)), pytest.raises(NotImplementedError) as error:
+            decode(*call, None, table, lens, None)
+        assert re.match(r"query: no attention kernel: attention.sm90: head_dim", str(error.value))
+
+
+def test_arguments_of_another_function_than_the_default_are_told_so():
+    inputs = inputs_of("trtllm_batch_decode_with_kv_cache")
+    names = ("query", "kv_cache", "workspace_buffer", "block_tables", "seq_lens", "max_seq_len")
+    with pytest.raises(TypeError, match="^function: None, which means trtllm_batch_context_with_kv_cache, but the arg"):
+        explain(*(inputs[name] for name in names), arch="sm_90a")
+    with pytest.raises(TypeError, match="^trtllm_batch_decode_with_kv_cache.. missing 3"):
+        explain(*(inputs[name] for name in names[:3]), function=wrappers.trtllm_batch_decode_with_kv_cache)
+
+
 def test_other_functions_are_refused():
     with pytest.raises(TypeError, match="^function: nvfp4_quantize, must be one of trtllm_batch_context.*, top_k,"):
         explain(torch.zeros(1, 16), function=wrappers.nvfp4_quantize)
@@ -171,7 +203,9 @@ def test_where_a_kernel_is_found(monkeypatch, tmp_path, name):
     missing = explain(function=function, arch="sm_90a", **inputs)
     label = "/".join(said.runs.split())
     assert missing.runs == said.runs and f"no bundle in {tmp_path}" in missing.found
-    assert f"build --arch sm_90a --only {label}" in missing.found
+    everything, one = missing.found.splitlines()[-2:]
+    assert everything.endswith("to build all kernels that are shipped: python -m cute_kernels build --arch sm_90a")
+    assert one.endswith(f"to build this one: python -m cute_kernels build --arch sm_90a --only {label}")
     op, kernel = said.runs.split()
     shipped = [*wrappers.explanation.dispatch.shipped("sm_90a"), *topk_dispatch.shipped("sm_90a")]
     (spec,) = (spec for other, spec in shipped if (other, spec.name) == (op, kernel))

@@ -2,12 +2,16 @@
 
 import itertools
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
 
-from wrappers import FP4Tensor, fp4
+import wrappers
+from bench.cases import attention as cases
+from tests.emulated import PLAIN, inputs_of
+from wrappers import FP4Tensor, fp4, machine
 
 E4M3 = torch.float8_e4m3fn
 
@@ -171,6 +175,38 @@ def test_store_and_load_an_output():
     data, scales = fp4.nvfp4_quantize(x.flatten(1), 300.0)
     assert torch.equal(fp4.load(out, 300.0), fp4.nvfp4_dequantize(data, scales, 300.0).view(131, 3, 32))
     assert (fp4.load(out, 300.0) - x).square().mean().sqrt() < 0.3 * x.std()
+
+
+@pytest.mark.parametrize("shape", [(3, 3, 80), (130, 1, 16), (2, 1, 112), (0, 3, 80)])
+def test_factors_that_pad_the_rows_of_a_new_output_are_0(shape, monkeypatch):
+    """A GEMM over tiles of 128 x 4 multiplies by them. Memory that is not written holds NaN here."""
+    empty = lambda *size, dtype, device: torch.full(size, 0x7F, dtype=torch.uint8).view(dtype)  # noqa: E731
+    monkeypatch.setattr(fp4.torch, "empty", empty)
+    out = fp4.empty(shape, torch.device("cpu"))
+    columns = shape[1] * shape[2] // 16
+    rows, padded = out.scale.shape
+    assert padded % 4 == 0 and columns < padded
+    for row, column in itertools.product(range(rows), range(columns, padded)):
+        assert out.scale.view(torch.uint8).flatten()[fp4.swizzled_offset(row, column, padded)] == 0
+
+
+@pytest.mark.parametrize("function", ["context", "decode"])
+def test_outputs_of_attention_have_no_nan_beside_their_factors(here, function, monkeypatch):
+    case = replace(PLAIN, heads_q=3, heads_kv=3, head_dim_qk=80, head_dim_vo=80)
+    inputs = inputs_of(case, out=None, lse=None, return_lse=False, out_dtype="nvfp4", o_sf_scale=1.0)
+    empty = torch.empty
+    dirty = lambda *size, dtype=None, **how: (  # noqa: E731
+        empty(*size, dtype=dtype, **how).fill_(torch.nan) if dtype is torch.float8_e4m3fn
+        else empty(*size, dtype=dtype, **how)
+    )  # fmt: skip
+    monkeypatch.setattr(fp4.torch, "empty", dirty)
+    given = inputs if function == "context" else cases.as_decode(inputs)
+    run = getattr(wrappers, f"trtllm_batch_{function}_with_kv_cache")
+    with machine.override(machine.HostMachine()):
+        on_cpu = run(**given)
+    for out in (on_cpu, run(**given)):
+        padding = fp4.swizzled_offset(torch.arange(len(out.data)), torch.tensor(15), 16)
+        assert out.scale.shape[1] == 16 and not out.scale.view(torch.uint8).flatten()[padding].any()
 
 
 def test_empty_output_has_a_tile_of_scales():

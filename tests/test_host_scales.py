@@ -10,6 +10,7 @@ import math
 import re
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch.utils._pytree import tree_leaves
@@ -260,6 +261,41 @@ def test_bad_tensors_are_refused_by_name(case):
         with pytest.raises(error) as found:
             function(**given | {case[1]: scale})
         assert re.search(rf"\b{name}\b.*: {message}", str(found.value)), f"{bad}: {found.value}"
+
+
+@every
+def test_numbers_that_are_not_normal_in_float32_are_refused(case):
+    """A kernel would get 0 or an infinity for them. A tensor holds the subnormal ones, which kernels flush to 0."""
+    function, given = prepared(case, "meta")
+    name = re.sub(r"^scale_([qkv])$", r"\1_scale", case[1])
+    bad: list[Any] = [torch.tensor([1e-39])]
+    if not takes_no_number(case):
+        bad += [1e-46, 1e-39, 1e39, 10**39, np.float64(1e-46)]
+    for scale in bad:
+        with pytest.raises(ValueError) as found:
+            function(**given | {case[1]: scale})
+        assert re.search(rf"\b{name}\b.*: 1.*, must be (positive and )?finite in float32", str(found.value)), scale
+
+
+@pytest.mark.parametrize("value", [1e-46, 1e-39, 1e39])
+def test_other_numbers_that_are_not_normal_in_float32_are_refused(value):
+    """Each decides a branch by being 0 or not, which the kernel would take otherwise."""
+    context = attention(SMALL, "context")
+    for argument in ("logits_soft_cap", "skip_softmax_threshold_scale_factor"):
+        with pytest.raises(
+            ValueError, match=f"^{argument}: {re.escape(str(value))}, must be None, 0 .off. or positive and finite in"
+        ):
+            wrappers.trtllm_batch_context_with_kv_cache(**context | {argument: value})
+    with pytest.raises(ValueError, match=f"^softcap: {re.escape(str(value))}, must be None, 0"):
+        wrappers.flash_attn_func(**good_call("flash_attn_func") | {"softcap": value})
+    with pytest.raises(ValueError, match=f"^softmax_scale: {re.escape(str(value))}, must be finite in float32"):
+        wrappers.flash_attn_func(**good_call("flash_attn_func") | {"softmax_scale": value})
+    with pytest.raises(
+        ValueError, match=f"^o_sf_scale: {re.escape(str(value))}, must be positive and finite in float32"
+    ):
+        wrappers.trtllm_batch_context_with_kv_cache(
+            **context | {"out": None, "out_dtype": "nvfp4", "o_sf_scale": value}
+        )
 
 
 @pytest.mark.parametrize("case", POSITIVE, ids=named)

@@ -194,6 +194,28 @@ def test_caches_that_change(launches, name):
         assert equal(outcome(function, swapped), fresh(function, swapped))
 
 
+@pytest.mark.parametrize("how", ["set_", "data"])
+@pytest.mark.parametrize("argument", ["bmm1_scale", "bmm2_scale", "sinks", "kv_cache_sf"])
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_arguments_that_get_other_memory(launches, name, argument, how):
+    """A launch has views of scales and of factors, which would stay at the old memory."""
+    case = replace(PLAIN, kv_dtype="nvfp4", cache="stacked") if argument == "kv_cache_sf" else PLAIN
+    inputs = inputs_of(case) if name == "context" else decode_of(case)
+    factors = inputs.pop("kv_block_scales" if name == "context" else "kv_cache_sf")
+    inputs |= {"out": None, "lse": None, "kv_cache_sf": factors}
+    if argument != "kv_cache_sf":
+        inputs[argument] = torch.rand(4) if argument == "sinks" else torch.tensor([[0.25]])
+    warm(FUNCTIONS[name], inputs)
+    before, given = outcome(FUNCTIONS[name], inputs), inputs[argument]
+    other = (given.view(torch.uint8) ^ 8).view(given.dtype)
+    if how == "set_":
+        given.set_(other)
+    else:
+        given.data = other
+    got = outcome(FUNCTIONS[name], inputs)
+    assert not equal(got, before) and equal(got, fresh(FUNCTIONS[name], inputs))
+
+
 @pytest.mark.parametrize("stacked", [True, False])
 def test_what_is_kept_of_a_cache_is_forgotten_with_it(launches, stacked):
     inputs = INPUTS["decode"](out=None, lse=None)

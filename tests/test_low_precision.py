@@ -288,10 +288,10 @@ WRONG = [(q, kv) for q in checks.QUERIES for kv in checks.QUERIES if kv not in c
 @pytest.mark.parametrize("q,kv", [*WRONG, (E5M2, NVFP4)], ids=name_of)
 def test_types_that_nothing_takes_together(q, kv):
     case = Case()
-    with pytest.raises(TypeError, match=f"kv_data_type: {kv}, must be (one of )?torch.float8"):
+    with pytest.raises(TypeError, match=f"kv_data_type: {kv}, must be"):
         case.paged(q_data_type=q, kv_data_type=kv, o_data_type=HALF)
     rows = torch.zeros(4, HKV, D).to(kv)
-    with pytest.raises(TypeError, match=f"k, v: with query {q}, dtype {kv}, must be (one of )?torch.float8"):
+    with pytest.raises(TypeError, match=f"k, v: with query {q}, dtype {kv}, must be"):
         single_prefill_with_kv_cache(torch.zeros(4, HQ, D).to(q), rows, rows, o_dtype=HALF)
 
 

@@ -90,6 +90,20 @@ def test_a_plan_may_be_copied_and_sent(form):
     assert copy.deepcopy(type(wrapper)(WORKSPACE))._planned is None
 
 
+@pytest.mark.parametrize("form", ["paged", "ragged"])
+def test_a_plan_that_has_run_may_be_copied_and_sent(here, form):
+    """A launch is kept with memory that no copy can have: a copy makes its own at its first run."""
+    case = Case()
+    wrapper = getattr(case, form)(causal=True)
+    run = (case.q, tuple(case.cache)) if form == "paged" else (case.q, *case.rows())
+    want = wrapper.run(*run)
+    assert wrapper._bound is not None
+    for other in (pickle.loads(pickle.dumps(wrapper)), copy.deepcopy(wrapper), copy.copy(wrapper)):
+        assert other._bound is None
+        assert torch.equal(other.run(*run), want) and torch.equal(other.run(*run), want)
+        assert other._bound is not None and other._bound[0] is not wrapper._bound[0]
+
+
 def test_a_plan_cannot_be_captured():
     case = Case()
     wrapper = case.paged()

@@ -263,7 +263,7 @@ def flash_attn_with_kvcache(
         softmax_scale, causal, window_size, softcap, given, descales, num_splits, flat_out, attention_chunk
     )
     most = _most(max_seqlen_q, q.shape[0]) if packed else q.shape[1]
-    offsets = cu_seqlens_q if packed else _offsets(q, plain)
+    offsets = cu_seqlens_q if packed or q.shape[1] else constant(filled, q.device, plain, batch + 1, 0)
     requests = sequences_of(table, lens, offsets, plain, LAYOUTS[name])
     call = _attention_call(signature, flat, keys, requests, most, options, return_lse)
     if cache_leftpad is not None:
@@ -306,7 +306,8 @@ def flash_attn_func(
     options = FlashAttnOptions(
         softmax_scale, causal, window_size, softcap, given, descales, num_splits, flat_out, attention_chunk
     )
-    requests = sequences_of(table, lens, _offsets(q, plain), plain, LAYOUTS["k"])
+    offsets = None if length else constant(filled, q.device, plain, batch + 1, 0)
+    requests = sequences_of(table, lens, offsets, plain, LAYOUTS["k"])
     call = _attention_call(FUNC, q.flatten(0, 1), keys, requests, length, options, return_lse)
     return _shaped(serve(call), q, out, False, return_lse)
 
@@ -476,11 +477,6 @@ def _flat(out: Any, q: torch.Tensor, v: torch.Tensor) -> torch.Tensor | None:
     if batch > 1 and length > 1 and out.stride(0) != length * out.stride(1):
         raise ValueError(f"out: strides {out.stride()}, the first must be {length} times the second")
     return out.view(batch * length, *out.shape[2:])
-
-
-def _offsets(q: torch.Tensor, plain: bool) -> torch.Tensor | None:
-    """Return the offsets of the queries q (B, S, Hq, D): None, which means S for each request, unless S is 0."""
-    return None if q.shape[1] else constant(filled, q.device, plain, q.shape[0] + 1, 0)
 
 
 def _natural(lse: torch.Tensor) -> torch.Tensor:

@@ -14,18 +14,18 @@ from .call import AttentionCall, SequenceBatch, renumbered
 _is_grad_enabled, _Tensor = torch.is_grad_enabled, torch.Tensor  # module globals: each saves a look-up, 20 ns
 
 
-def memory_of(given: Iterable[Any]) -> list[Any]:
-    """Return the memory and layout of the tensors among arguments, also of those in tuples and lists.
+def tensors_of(given: Iterable[Any]) -> list[torch.Tensor]:
+    """Return the tensors among arguments, also those in tuples and lists.
 
     A launch that is kept has views of some of them, which do not follow a tensor that gets other memory (`t.set_(...)`,
-    `t.data = ...`) or another layout. So who keeps a launch compares this, beside the tensors themselves.
+    `t.data = ...`). So whoever keeps a launch compares where their memory begins, beside the tensors themselves.
     """
-    found: list[Any] = []
+    found: list[torch.Tensor] = []
     for value in given:
         if isinstance(value, _Tensor):
-            found.append((value.data_ptr(), value.shape, value.stride()))
-        elif value.__class__ is tuple or value.__class__ is list:
-            found += memory_of(value)
+            found.append(value)
+        elif isinstance(value, (tuple, list)):
+            found += tensors_of(value)
     return found
 
 
@@ -33,7 +33,7 @@ class BoundLaunch:
     """A launch of calls that differ in their queries, K and V, and perhaps in their requests.
 
     All other arguments are checked and put in their places once. Tensors among them are read at each launch, so their
-    values may change in place, but not their memory (`memory_of`). No query, K, V or output of a call is kept.
+    values may change in place, but not their memory (`tensors_of`). No query, K, V or output of a call is kept.
     """
 
     __slots__ = ("_flat", "_plan", "call")

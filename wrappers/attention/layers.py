@@ -13,7 +13,7 @@ from weakref import ref
 import torch
 
 from .. import machine
-from .bound import BoundLaunch, bound, memory_of
+from .bound import BoundLaunch, bound, tensors_of
 from .call import SEPARATE, SHARED, AttentionCall, sequences_of
 from .op import serve
 
@@ -25,14 +25,15 @@ _Tensor, _is_dynamo_compiling = torch.Tensor, torch.compiler.is_dynamo_compiling
 class Layer(NamedTuple):
     """A layer's cache, and the launch that a function keeps for it.
 
-    caches: weak references to its tensors. options: all arguments that a step does not change. memory: of the caches
-    and the options. tried: whether these options were seen twice. launch: set at that time if the call can be bound.
-    kv: K and V as the launch takes them.
+    caches: weak references to its tensors. options: all arguments that a step does not change. tensors: those among
+    the options. addresses: of the memory of the caches, and of these tensors. tried: whether these options were seen
+    twice. launch: set at that time if the call can be bound. kv: K and V as the launch takes them.
     """
 
     caches: tuple[Any, ...]
     options: tuple[Any, ...]
-    memory: list[Any]
+    tensors: list[torch.Tensor]
+    addresses: tuple[list[int], list[int]]
     tried: bool = False
     launch: BoundLaunch | None = None
     kv: tuple[Any, ...] = ()
@@ -60,7 +61,7 @@ def repeat(function: str, cache: Any, options: tuple[Any, ...], step: Step, boun
         return None
     caches = cache if cache.__class__ is tuple and cache else (cache,)
     layer = machine.current.layers.get((function, id(caches[0])))
-    if layer is None or layer.launch is None or not _same(options, layer.options) or not _holds(layer, caches, options):
+    if layer is None or layer.launch is None or not _same(options, layer.options) or not _holds(layer, caches):
         return None
     launch, kept = layer.launch, layer.launch.call
     if bounds is not None and (bounds != (kept.max_q_len, kept.requests.batch) or not set(map(type, bounds)) == {int}):
@@ -83,7 +84,7 @@ def keep(function: str, cache: Any, options: tuple[Any, ...], call: AttentionCal
         return result
     layers, key = here.layers, (function, id(caches[0]))
     before = layers.get(key)
-    if before is not None and _same(options, before.options) and _holds(before, caches, options):
+    if before is not None and _same(options, before.options) and _holds(before, caches):
         if not before.tried:
             launch = None if any(map(_is_read, options)) else bound(call)
             kv = () if launch is None else (_alias(call.k), _alias(call.v))
@@ -92,18 +93,20 @@ def keep(function: str, cache: Any, options: tuple[Any, ...], call: AttentionCal
     if len(layers) >= MOST_LAYERS:
         layers.clear()
     held = tuple(ref(t, partial(_forget, layers, key)) for t in caches)
-    layers[key] = Layer(held, options, memory_of((*caches, *options)))
+    tensors = tensors_of(options)
+    layers[key] = Layer(held, options, tensors, ([t.data_ptr() for t in caches], [t.data_ptr() for t in tensors]))
     return result
 
 
-def _holds(layer: Layer, caches: tuple[Any, ...], options: tuple[Any, ...]) -> bool:
-    """Return whether a layer's caches are these tensors, and all tensors have the memory that they had."""
+def _holds(layer: Layer, caches: tuple[Any, ...]) -> bool:
+    """Return whether a layer's caches are these tensors, and all its tensors have the memory that they had."""
     if len(caches) != len(layer.caches):
         return False
-    for t, known in zip(caches, layer.caches):
-        if known() is not t:
+    of_caches, of_tensors = layer.addresses
+    for t, known, address in zip(caches, layer.caches, of_caches):
+        if known() is not t or t.data_ptr() != address:
             return False
-    return memory_of((*caches, *options)) == layer.memory
+    return [t.data_ptr() for t in layer.tensors] == of_tensors
 
 
 def _same(options: tuple[Any, ...], before: tuple[Any, ...]) -> bool:

@@ -4,7 +4,16 @@ from typing import Any
 
 import torch
 
-from ..checks import check_flag, check_integer, check_number, check_one_of, check_shape, check_strided
+from ..checks import (
+    FP32_LEAST,
+    FP32_MOST,
+    check_flag,
+    check_integer,
+    check_number,
+    check_one_of,
+    check_shape,
+    check_strided,
+)
 from ..fp4 import SCALE_TYPES
 from ..plain import traced
 from ..scalars import integer, product, real, scale_of
@@ -150,7 +159,7 @@ def _requests(table: Any, lens: Any, q: torch.Tensor, offsets: torch.Tensor | No
 
 def _split(name: str, value: Any, device: torch.device) -> tuple[float, torch.Tensor | None]:
     """Return (float, tensor), the product of which is a scale."""
-    if value.__class__ is float:
+    if value.__class__ is float and FP32_LEAST <= value <= FP32_MOST:
         return value, None
     scale, tensor = scale_of(name, value, device)
     return float(scale), tensor

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 import torch
 
 from .. import machine
-from ..attention.bound import BoundLaunch, bound, memory_of
+from ..attention.bound import BoundLaunch, bound, tensors_of
 from ..attention.call import AttentionCall, SequenceBatch, renumbered
 from ..attention.op import serve
 from ..checks import check_flag, check_integer, check_operand, check_strided, swapped
@@ -51,8 +51,8 @@ class PrefillBatch:
     _planned: BatchPlan | None = None
     _planned_options: dict[str, Any]  # fields of `AttentionCall` that plan determines
     _split_kv = "auto"  # likewise
-    # of the last run, with its other arguments and their memory
-    _bound: tuple[BoundLaunch, tuple[Any, ...], list[Any]] | None = None
+    # of the last run, with its other arguments, the tensors among them, and where their memory begins
+    _bound: tuple[BoundLaunch, tuple[Any, ...], list[torch.Tensor], list[int]] | None = None
     _shape = HeadShape(0, 1, 1, 1, 0)
     _types: TensorTypes
 
@@ -277,8 +277,8 @@ class PrefillBatch:
         """
         if self._bound is None:
             return None
-        launch, before, memory = self._bound
-        same = all(map(is_, others, before)) and memory_of(others) == memory
+        launch, before, tensors, addresses = self._bound
+        same = all(map(is_, others, before)) and [t.data_ptr() for t in tensors] == addresses
         if same and launch.fits(q, kv, out) and launch.takes(kv):
             return launch.launch(q, kv, None, out, lse)
         return None
@@ -300,7 +300,8 @@ class PrefillBatch:
         launch = None if any(isinstance(scale, _Tensor) for scale in scales) else bound(call)
         if launch is None:
             return serve(call)
-        self._bound = launch, others, memory_of(others)
+        tensors = tensors_of(others)
+        self._bound = launch, others, tensors, [t.data_ptr() for t in tensors]
         return launch.launch(call.q, (call.k, call.v), None, call.out, call.lse)
 
     def _refuse(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
