@@ -1,8 +1,8 @@
 """Measure the prefill family against the context function.
 
-One batch runs through the context function and through the wrapper classes: plain, with a bit mask, with RoPE or with
-ALiBi, in pages of 64 tokens, in pages of one token and ragged. Decode also runs with pages of one token. Each modifier
-and each kind of bit mask has a case of its own, too, in which "own-bf16" is the same class without it.
+One batch runs through the context function and through the wrapper classes, in pages of 64 tokens, in pages of one
+token and ragged. Decode also runs with pages of one token. Each modifier (RoPE, ALiBi) and each kind of bit mask has a
+case of its own instead, in which "own-bf16" is the same class without it.
 
 The provider of a row is "ours" (the function with pages of 64) or "ours-FORM"; the csv's ratio is its time over that of
 "ours".
@@ -42,6 +42,7 @@ MODIFIED = {  # case -> (provider of FORMS, what it changes in PREFILL)
 }  # fmt: skip
 OWN = (replace(PREFILL, name=name, **change) for name, (_, change) in MODIFIED.items())  # type: ignore[arg-type]
 CASES = {case.name: case for case in (PREFILL, DECODE, *OWN)}
+OWN_CASE = {form for form, _ in MODIFIED.values()}  # forms that the case of the family leaves to these
 Run = Callable[[], torch.Tensor]
 THETA = 1e4  # RoPE's theta: the default of the classes
 
@@ -183,7 +184,7 @@ def collect(case: AttentionCase, setup: Setup, forms: Collection[str] | None = N
 
 
 def measure(case: AttentionCase, top: Ceilings, setup: Setup) -> list[Measurement]:
-    """Measure all forms of a case, interleaved."""
+    """Measure the forms of a case, interleaved."""
     print(case.name, flush=True)
     if case.name.startswith("family-decode"):
         return measure_decode(case, top, setup)
@@ -191,7 +192,7 @@ def measure(case: AttentionCase, top: Ceilings, setup: Setup) -> list[Measuremen
         names = {MODIFIED[case.name][0]: "ours", "ours-paged": "own-bf16"}
         calls = {names[form]: call for form, call in collect(case, setup, names).items()}
     else:
-        calls = collect(case, setup)
+        calls = collect(case, setup, [name for name in FORMS if name not in OWN_CASE])
     if not calls:
         return []
     times = interleave(calls, setup.clock, 1, setup.rounds)
