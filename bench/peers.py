@@ -1,10 +1,12 @@
-"""Ours beside the peers: the points of README's picture and the rows of its table. All come from bench/results."""
+"""Ours beside the peers: the points of the pictures, README's table and sentences, and the tables of benchmarks.md that
+hold the same figures with their cases. All come from bench/results."""
 
 import textwrap
 from collections.abc import Iterable
 from typing import NamedTuple
 
-from .results import ResultRow, complete_runs
+from . import pages
+from .results import EngineRow, ResultRow, complete_runs
 
 PEERS = (
     "cudnn",
@@ -30,6 +32,7 @@ NAMES = {  # (prefix, provider) -> displayed name of the peer
     ("topk-", "torch"): "torch.topk",
     ("topk-", "vllm"): "vLLM",
 }
+ENGINE_BACKENDS = "vllm-", "sglang-"  # beginnings of the providers that are an engine's own backends
 HEADLINES = {  # case -> the call, in words
     "prefill-bf16-causal-b2-s8192-h32x8-d128-p64": "prefill, 2 prompts of 8192 tokens, bf16",
     "prefill-fp8-causal-b2-s8192-h32x8-d128-p64": "the same prompts in e4m3",
@@ -92,20 +95,6 @@ def listed(words: Iterable[str]) -> str:
     return f"{', '.join(first)} and {last}" if first else last
 
 
-def ran(gpu: str, commits: Iterable[str]) -> str:
-    found = sorted(set(commits))
-    return f"{gpu}, commit{'s' if len(found) > 1 else ''} {listed(found)}"
-
-
-def span(ratios: list[float]) -> str:
-    low, high = (f"{f(ratios):.2f}" for f in (min, max))
-    return low if low == high else f"{low} to {high}"
-
-
-def shapes(count: int) -> str:
-    return f"{count} shape{'s' if count > 1 else ''}"
-
-
 def best(found: Iterable[Point]) -> list[Point]:
     """Return the fastest peer of each case and form that computes the same; peers have no skip-softmax."""
     chosen: dict[tuple[str, str], Point] = {}
@@ -116,35 +105,85 @@ def best(found: Iterable[Point]) -> list[Point]:
     return list(chosen.values())
 
 
+def headlines(found: Iterable[Point]) -> list[tuple[str, Point]]:
+    """Return the call in words and the fastest peer, per case of HEADLINES that was measured beside a peer."""
+    by = {point.case: point for point in best(found) if not point.form}
+    return [(words, by[case]) for case, words in HEADLINES.items() if case in by]
+
+
 def time(us: float) -> str:
     return f"{us:.0f} us" if us >= 100 else f"{us:.1f} us"
 
 
-def table(gpu: str, fastest: list[Point]) -> str:
-    """Return the table of one GPU: a line per case of HEADLINES that was measured beside a peer."""
-    by = {point.case: point for point in fastest if not point.form}
-    lines = [[f"call, on {gpu}", "ours", "best peer", "peer / ours", "commit"], ["---", "---:", "---:", "---:", "---"]]
-    for case, words in HEADLINES.items():
-        if p := by.get(case):
-            lines.append([words, time(p.ours_us), f"{p.peer} {time(p.peer_us)}", f"{p.ratio:.2f}", p.commit])
-    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+def cells(point: Point) -> list[str]:
+    """Return the figures of a point as README and benchmarks.md show them."""
+    return [time(point.ours_us), f"{point.peer} {time(point.peer_us)}", f"{point.ratio:.2f}"]
 
 
-def ranges(gpu: str, fastest: list[Point]) -> str:
-    """Return the sentence that gives the range of the ratio over all measured shapes of each family."""
-    by: dict[str, list[float]] = {}
-    for point in fastest:
-        by.setdefault(FAMILIES[point.prefix], []).append(point.ratio)
-    parts = listed(f"{span(ratios)} ({name}; {shapes(len(ratios))})" for name, ratios in by.items())
-    where = ran(gpu, (p.commit for p in fastest))
-    return f"The best peer's time over ours, over all measured shapes: {parts}; {where}."
+def headline_table(gpu: str, found: Iterable[Point]) -> str:
+    """Return README's table."""
+    lines = ([words, *cells(point)] for words, point in headlines(found))
+    return pages.table([f"call, on {gpu}", "ours", "fastest peer", "peer / ours"], lines)
 
 
-def headlines(results: dict[str, list[ResultRow]]) -> str:
-    """Return the table and the ranges of each GPU that has rows of peers."""
-    parts = []
-    for gpu, rows in results.items():
-        fastest = best(points(rows))
-        if fastest:
-            parts += [table(gpu, fastest), textwrap.fill(ranges(gpu, fastest), 144, break_on_hyphens=False)]
-    return "\n\n".join(parts) or "Not measured yet."
+def full_table(gpu: str, found: Iterable[Point]) -> str:
+    """Return the table of the fastest peer of each case."""
+    names = [(f"`{p.case}`{f' ({p.form})' if p.form else ''}", p) for p in best(found)]
+    lines = ([name, *cells(point), point.commit] for name, point in names)
+    return pages.table([f"case, on {gpu}", "ours", "fastest peer", "peer / ours", "commit"], lines)
+
+
+class Range(NamedTuple):
+    """The ratios of a family. ratios: (ratio, case, peer) of each measured shape or load."""
+
+    name: str
+    of: str  # "shape" or "load"
+    ratios: list[tuple[float, str, str]]
+
+    @property
+    def measured(self) -> str:
+        return f"{len(self.ratios)} {self.of}{'s' if len(self.ratios) > 1 else ''}"
+
+    @property
+    def span(self) -> str:
+        low, high = (f"{f(self.ratios)[0]:.2f}" for f in (min, max))
+        return low if low == high else f"{low} to {high}"
+
+
+def kernel_ranges(found: Iterable[Point]) -> list[Range]:
+    """Return the time of the fastest peer over ours, per family."""
+    by: dict[str, list[tuple[float, str, str]]] = {}
+    for point in best(found):
+        by.setdefault(FAMILIES[point.prefix], []).append((point.ratio, point.case, point.peer))
+    return [Range(name, "shape", ratios) for name, ratios in by.items()]
+
+
+def engine_ranges(rows: list[EngineRow]) -> list[Range]:
+    """Return the tokens per second of an engine's loads with our backend, over those with the engine's fastest own one,
+    per engine, from the newest run of each load."""
+    by: dict[str, list[tuple[float, str, str]]] = {}
+    for case in dict.fromkeys(r.case for r in rows):
+        run = [r for r in rows if r.case == case and r.date == max(r.date for r in rows if r.case == case)]
+        ours = [r.tokens_per_s for r in run if r.provider == "ours"]
+        own = [r for r in run if r.provider.startswith(ENGINE_BACKENDS)]  # not "own-fp8", ours over another cache
+        if ours and own:
+            peer = max(own, key=lambda r: r.tokens_per_s)
+            engine = {"vllm": "vLLM", "sglang": "SGLang"}[case.split("-")[1]]
+            by.setdefault(engine, []).append((ours[0] / peer.tokens_per_s, case, peer.provider))
+    return [Range(name, "load", ratios) for name, ratios in by.items()]
+
+
+def range_table(head: str, found: list[Range]) -> str:
+    """Return a table with the lowest and the highest ratio of each family, their cases and their peers."""
+
+    def end(ratio: float, case: str, peer: str) -> str:
+        return f"{ratio:.2f} (`{case}`, {peer})"
+
+    lines = ([r.name, r.measured, r.span, end(*min(r.ratios)), end(*max(r.ratios))] for r in found)
+    return pages.table([head, "measured", "range", "lowest", "highest"], lines, 5)
+
+
+def range_sentence(text: str, found: list[Range]) -> str:
+    """Return a sentence that ends in the range of each family."""
+    parts = listed(f"{r.span} ({r.name}; {r.measured})" for r in found)
+    return textwrap.fill(f"{text}: {parts}.", 144, break_on_hyphens=False, break_long_words=False)

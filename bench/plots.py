@@ -2,6 +2,7 @@
 over sequence length; share of the copy rate in decode; mixed batches; speed of skip-softmax over sparsity; top-k times
 over row length."""
 
+import io
 import re
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -62,12 +63,16 @@ def figure(columns: int = 1, height: float = 4.2) -> tuple[Any, Any]:
 
 
 def save(fig: Any, name: str, **metadata: str) -> Path:
-    """Save a figure in bench/results and close it. metadata: texts stored in the file."""
+    """Save a figure in bench/results, in 64 colours, and close it. metadata: texts stored in the file."""
     from matplotlib import pyplot
+    from PIL import Image, PngImagePlugin
 
-    path = FOLDER / name
-    fig.savefig(path, dpi=130, metadata=metadata)
+    path, drawn, info = FOLDER / name, io.BytesIO(), PngImagePlugin.PngInfo()
+    fig.savefig(drawn, dpi=130)
     pyplot.close(fig)
+    for key, text in metadata.items():
+        info.add_text(key, text)
+    Image.open(drawn).convert("RGB").quantize(64).save(path, optimize=True, pnginfo=info)
     return path
 
 
@@ -180,11 +185,35 @@ def peers(rows: list[ResultRow], gpu: str) -> Path | None:
     fig, axes = figure(len(halves), height=1.2 + 0.22 * most)
     for axis, half in zip(axes, halves):
         panel(axis, half)
-    fig.suptitle(beside.ran(gpu, (p.commit for p in found)), fontsize=9)
+    fig.suptitle(gpu, fontsize=9)
     names = dict.fromkeys(p.peer for p in found)
     handles = [axes[0].barh(0, 0, color=PEER_STYLE[name], label=name) for name in names]
     fig.legend(handles=handles, loc="outside lower center", ncols=len(handles), fontsize=8, frameon=False)
     return save(fig, f"{gpu}-peers.png", Description=record(found))
+
+
+def headlines(rows: list[ResultRow], gpu: str) -> Path | None:
+    """Plot the time of the fastest peer over ours for the calls of README's table, large enough for a telephone."""
+    found = beside.headlines(beside.points(rows))
+    if not found:
+        return None
+    fig, (axis,) = figure(height=0.9 + 0.52 * len(found))
+    fig.set_figwidth(5)
+    for place, (words, point) in enumerate(found):
+        axis.barh(place, point.ratio - 1, 0.4, left=1, color=PEER_STYLE[point.peer])
+        for text, end in (
+            (f"{point.ratio:.2f} {point.peer}", (max(1.0, point.ratio), place)),
+            (words, (1, place - 0.42)),
+        ):
+            axis.annotate(text, end, (4, 0), textcoords="offset points", va="center", fontsize=10)
+    axis.axvline(1, color=STYLE["ours"][0], lw=1.5)
+    axis.grid(axis="y", visible=False)
+    axis.set_xlim(0.95, 0.35 + max(point.ratio for _, point in found))
+    axis.set_ylim(len(found) - 0.5, -0.8)
+    axis.set_yticks([])
+    axis.spines["left"].set_visible(False)
+    axis.set_xlabel(f"time of the fastest peer / ours, {gpu}", fontsize=10)
+    return save(fig, f"{gpu}-headlines.png", Description=record([point for _, point in found]))
 
 
 def share(rows: list[ResultRow], gpu: str) -> Path | None:
@@ -324,7 +353,7 @@ def rows_and_lengths(rows: list[ResultRow], gpu: str) -> Path | None:
 
 Plot = Callable[[list[Any], str], Path | None]
 PLOTS: tuple[Plot, ...] = (
-    peers, share, decode_share, batches_and_lengths, serving, lengths, roofline, rows_and_lengths,
+    headlines, peers, share, decode_share, batches_and_lengths, serving, lengths, roofline, rows_and_lengths,
 )  # fmt: skip
 
 

@@ -1,6 +1,5 @@
 """The measured sections of README and docs/: the newest runs in bench/results, between markers."""
 
-import textwrap
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -241,46 +240,49 @@ def parallel(gpu: str, rows: list[ResultRow]) -> Iterator[str]:
 
 
 def family(gpu: str, rows: list[ResultRow]) -> Iterator[str]:
-    """Yield the forms of the prefill family beside the context function: one line each, then host times."""
-    if chosen := [r for r in newest(rows, "family-") if r.provider != "floor"]:
+    """Yield the forms of the prefill family beside the context function: one line each, then host times. Older runs
+    also have forms that now have a case of their own, in another table."""
+    from .family import FORMS, OWN_CASE
+
+    forms = FORMS.keys() - OWN_CASE | {"ours-p1"}
+    if chosen := [r for r in newest(rows, "family-") if r.provider in forms]:
         lines = [[f"`{r.case}`", r.provider, f"{r.time_us:.1f}", number(r.ratio_to_ours or 0.0, 3)] for r in chosen]
         yield from pages.dated_table(gpu, chosen, ["case", "provider", "us", "/ ours"], lines)
         yield host_line(rows, "host-family")
 
 
-def pictured(gpu: str, rows: list[ResultRow]) -> Iterator[str]:
-    """Yield the picture of the peers beside ours, and its caption."""
+def headline_picture(gpu: str, rows: list[ResultRow]) -> Iterator[str]:
+    """Yield README's picture."""
+    path = FOLDER / f"{gpu}-headlines.png"
+    if peers.points(rows) and path.is_file():
+        yield picture("Bars: the time of the fastest peer over ours in eight calls; right of 1 ours is faster", path)
+
+
+def headlines(gpu: str, rows: list[ResultRow], engines: list[EngineRow]) -> Iterator[str]:
+    """Yield README's table, and the range of the ratios of each family and engine."""
+    if found := peers.points(rows):
+        yield peers.headline_table(gpu, found)
+        text = "The fastest peer's time over ours, over all measured shapes"
+        yield peers.range_sentence(text, peers.kernel_ranges(found))
+    if ranges := peers.engine_ranges(engines):
+        text = (
+            "Tokens per second of [whole engines](docs/engines.md#whole-engines-measured) with our backend over those "
+        )
+        yield peers.range_sentence(f"{text}with the engine's fastest own", ranges)
+
+
+def beside_peers(gpu: str, rows: list[ResultRow], engines: list[EngineRow]) -> Iterator[str]:
+    """Yield the picture of all peers, the ranges of the ratios, and the fastest peer of each case."""
     found, path = peers.points(rows), FOLDER / f"{gpu}-peers.png"
-    if found and path.is_file():
-        names, runs = peers.listed(dict.fromkeys(p.peer for p in found)), peers.ran(gpu, (p.commit for p in found))
-        yield picture(f"Bars: the time of {names} over ours, case by case; right of 1 ours is faster", path)
-        yield f"The time of each peer over ours in the same run, case by case; {runs}. Right of 1, ours is faster."
-
-
-def engine_headlines(gpu: str, rows: list[EngineRow]) -> Iterator[str]:
-    """Yield one sentence: the range of tokens per second of an engine's loads over those of its fastest other
-    provider."""
-    found: dict[str, list[float]] = {}
-    for case in dict.fromkeys(r.case for r in rows):
-        run = [r for r in rows if r.case == case and r.date == max(r.date for r in rows if r.case == case)]
-        ours = next((r.tokens_per_s for r in run if r.provider == "ours"), None)
-        others = [r.tokens_per_s for r in run if r.provider != "ours"]
-        if ours and others:
-            engine = {"vllm": "vLLM", "sglang": "SGLang"}[case.split("-")[1]]
-            found.setdefault(engine, []).append(ours / max(others))
-    if found:
-        link = "[whole engines](docs/engines.md#whole-engines-measured)"
-        text = f"Tokens per second of {link} with our backend, on {gpu}, over those with the engine's fastest own "
-        text += "backend, or for an nvfp4 cache over those with our backend and fp8: "
-        text += ", ".join(f"{engine} {spread(ratios)}" for engine, ratios in found.items())
-        yield textwrap.fill(f"{text}.", 160, break_on_hyphens=False, break_long_words=False)
-
-
-def spread(ratios: list[float]) -> str:
-    """Return the range of the ratios of a number of loads, in words."""
-    if len(ratios) == 1:
-        return f"{ratios[0]:.2f} (one load)"
-    return f"{min(ratios):.2f} to {max(ratios):.2f} ({len(ratios)} loads)"
+    if not found:
+        return
+    yield peers.range_table(f"fastest peer's time / ours, on {gpu}", peers.kernel_ranges(found))
+    if ranges := peers.engine_ranges(engines):
+        yield peers.range_table(f"tokens per second with our backend / with the engine's fastest own, on {gpu}", ranges)
+    if path.is_file():
+        names = peers.listed(dict.fromkeys(p.peer for p in found))
+        yield picture(f"Bars: the time of {names} over ours, case by case ({gpu}); right of 1 ours is faster", path)
+    yield peers.full_table(gpu, found)
 
 
 def engines(gpu: str, rows: list[EngineRow]) -> list[str]:
@@ -333,8 +335,9 @@ def sections() -> dict[str, str]:
     found, own = read_all(), read_all(ENGINES, EngineRow)
     tables = {name: of_each_gpu(found, one.paragraphs) for name, one in SECTIONS.items()}
     return tables | {
-        "peers": of_each_gpu(found, pictured),
-        "headlines": f"{peers.headlines(found)}\n\n{of_each_gpu(own, engine_headlines)}",
+        "headline-picture": of_each_gpu(found, headline_picture),
+        "headlines": of_each_gpu(found, lambda gpu, rows: headlines(gpu, rows, own.get(gpu, []))),
+        "peers": of_each_gpu(found, lambda gpu, rows: beside_peers(gpu, rows, own.get(gpu, []))),
         "measured-trace": of_each_gpu(found, trace),
         "measured-family": of_each_gpu(found, family),
         "measured-parallel": of_each_gpu(found, parallel),

@@ -1,10 +1,14 @@
-"""README's picture and table: every point is a pair of rows of one run, the picture is drawn from today's rows."""
+"""The pictures and tables of peers: every point is a pair of rows of one run, pictures are drawn from today's rows, and
+README's are small enough for a telephone."""
+
+import re
 
 import pytest
 from PIL import Image
 
 from bench import peers, plots, results
-from bench.results import FOLDER, Environment
+from bench.pages import README
+from bench.results import FOLDER, ROOT, Environment
 
 
 def rows_of(
@@ -57,10 +61,62 @@ def test_skip_softmax_is_no_headline():
     assert len(peers.points(rows)) == 1 and peers.best(peers.points(rows)) == []
 
 
-@pytest.mark.parametrize("gpu", [gpu for gpu, rows in results.read_all().items() if peers.points(rows)])
-def test_the_picture_is_drawn_from_the_rows_of_today(gpu):
+GPUS = [gpu for gpu, rows in results.read_all().items() if peers.points(rows)]
+
+
+@pytest.mark.parametrize("gpu", GPUS)
+def test_the_pictures_are_drawn_from_the_rows_of_today(gpu):
     found = peers.points(results.read_all()[gpu])
-    assert Image.open(FOLDER / f"{gpu}-peers.png").text["Description"] == plots.record(found), "run: make plots"
+    shown = [point for _, point in peers.headlines(found)]
+    for name, points in (("peers", found), ("headlines", shown)):
+        drawn = Image.open(FOLDER / f"{gpu}-{name}.png")
+        assert drawn.text["Description"] == plots.record(points), "run: make plots"
+
+
+@pytest.mark.parametrize("gpu", GPUS)
+def test_the_first_picture_is_for_a_telephone(gpu):
+    """At the width of a screen of 360 points, letters of 10 points keep two thirds of their size, and it loads fast."""
+    path = FOLDER / f"{gpu}-headlines.png"
+    first = re.search(r"!\[[^]]*\]\(([^)]*)\)", README.read_text())[1]
+    assert first == path.relative_to(ROOT).as_posix()
+    assert Image.open(path).width <= 700 and path.stat().st_size < 40_000
+    assert sum(file.stat().st_size for file in FOLDER.glob("*.png")) < 1_000_000
+
+
+def test_a_headline_is_the_fastest_peer():
+    rows = rows_of(
+        {("decode-bf16-b64-s8192-h64x8-d128-p64", name): t for name, t in (("ours", 5.0), ("flashinfer", 6.0))}
+    )
+    (found,) = peers.headlines(peers.points(rows))
+    assert peers.cells(found[1]) == ["5.0 us", "XQA 6.0 us", "1.20"]
+    line = peers.headline_table("g", peers.points(rows)).splitlines()[-1]
+    assert line == "| decode, 64 requests of 8192 keys, bf16 | 5.0 us | XQA 6.0 us | 1.20 |"
+    assert "| `decode-bf16-b64-s8192-h64x8-d128-p64` | 5.0 us | XQA 6.0 us | 1.20 | abc123 |" in peers.full_table(
+        "g", peers.points(rows)
+    )
+
+
+def test_ranges_name_their_ends():
+    (found,) = peers.kernel_ranges(p for p in peers.points(FOUND) if p.prefix == "decode-")
+    assert (found.name, found.measured, found.span) == ("decode", "2 shapes", "1.20 to 2.00")
+    assert peers.range_sentence("All", [found]) == "All: 1.20 to 2.00 (decode; 2 shapes)."
+    ends = "1.20 (`decode-bf16-x-p16`, XQA) | 2.00 (`decode-bf16-x-p16-q4`, XQA)"
+    assert peers.range_table("g", [found]).splitlines()[-1] == f"| decode | 2 shapes | 1.20 to 2.00 | {ends} |"
+
+
+def test_ranges_of_engines_are_over_their_own_backends():
+    """The newest run counts, the fastest backend, and not ours over another cache."""
+
+    def row(date, case, provider, rate):
+        figures = dict.fromkeys(results.columns(results.EngineRow), 1.0) | {"tokens_per_s": rate}
+        texts = {"date": date, "case": case, "provider": provider, "commit": "", "gpu": "", "driver": "", "torch": ""}
+        return results.EngineRow(**figures | texts | {"reference": ""})
+
+    case, other = "engine-vllm-a", "engine-vllm-b"
+    rows = [row("1", case, "ours", 9.0), row("1", case, "vllm-a", 1.0), row("2", case, "ours", 3.0)]
+    rows += [row("2", case, "vllm-a", 2.0), row("2", case, "vllm-b", 1.0)]
+    rows += [row("2", other, "ours", 3.0), row("2", other, "own-fp8", 1.0)]
+    assert peers.engine_ranges(rows) == [peers.Range("vLLM", "load", [(1.5, case, "vllm-a")])]
 
 
 def test_every_headline_was_measured():
