@@ -61,6 +61,10 @@ def model_of(config: Any, device: str, seed: int = 0) -> Any:
     return model.to(device)
 
 
+Report = Callable[[str], None]  # prints how far a model is
+EVERY = 8  # tokens between two reports
+
+
 class Generated(NamedTuple):
     tokens: list[torch.Tensor]  # per request: prompt and output without the last token, for which no logits exist
     logits: list[torch.Tensor]  # per request (its tokens, vocabulary)
@@ -68,7 +72,9 @@ class Generated(NamedTuple):
 
 
 @torch.no_grad()
-def generate(model: Any, prompts: list[torch.Tensor], count: int, page_size: int = 16) -> Generated:
+def generate(
+    model: Any, prompts: list[torch.Tensor], count: int, page_size: int = 16, report: Report = lambda text: None
+) -> Generated:
     """Generate `count` tokens (at least 3) per request, greedily: the first from the prompt's logits, then one per
     step."""
     model.set_attn_implementation(register())
@@ -81,6 +87,7 @@ def generate(model: Any, prompts: list[torch.Tensor], count: int, page_size: int
     def forward(tokens: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         return model(tokens, position_ids=positions, paged_cache=cache, use_cache=False).logits
 
+    report(f"{sum(lens)} tokens of prompts")
     logits = forward(torch.cat(prompts)[None], cache.extend(lens))[0]
     tokens = logits[cache.last_rows].argmax(-1, keepdim=True)  # (requests, 1): the next step's, at a fixed address
 
@@ -92,7 +99,9 @@ def generate(model: Any, prompts: list[torch.Tensor], count: int, page_size: int
     inputs, steps = [tokens.clone()], [step()]  # the first step is eager: it loads the kernels
     decode = captured(step) if device.type == "cuda" else step
     start = seconds(device)
-    for _ in range(count - 2):
+    for made in range(2, count):
+        if made % EVERY == 0:
+            report(f"{made} of {count} tokens")
         inputs.append(tokens.clone())
         steps.append(decode().clone())  # the next replay overwrites this memory
     rate = len(lens) * (count - 2) / (seconds(device) - start)
@@ -136,7 +145,8 @@ class Errors(NamedTuple):
     eager: float  # in bf16
 
 
-def errors(model: Any, found: Generated) -> Errors:
+def errors(model: Any, found: Generated, report: Report = lambda text: None) -> Errors:
+    report("eager attention in fp32 and bf16")
     exact = eager(copy.deepcopy(model).float(), found.tokens)
 
     def error(logits: list[torch.Tensor]) -> float:
@@ -154,13 +164,16 @@ def main() -> None:
     args = parser.parse_args()
     device = "cuda" if torch.cuda.is_available() else "cpu"
     prompts = [torch.randint(3, VOCABULARY, (n,), device=device) for n in PROMPTS]
-    print(f"{len(PROMPTS)} requests of {PROMPTS} tokens, {args.tokens} more each; {device}")
-    print(f"{'model':<10}{'largest logit':>15}{'error, ours':>15}{'error, eager':>15}{'tokens/s':>15}")
+    print(f"{len(PROMPTS)} requests of {PROMPTS} tokens, {args.tokens} more each; {device}", flush=True)
     for name in args.models:
+
+        def report(text: str, name: str = name) -> None:
+            print(f"{name:<8} {text}", flush=True)
+
         model = model_of(config_of(name, args.hidden, args.layers), device)
-        found = generate(model, prompts, args.tokens)
-        e = errors(model, found)
-        print(f"{name:<10}{e.largest:>15.2f}{e.ours:>15.3f}{e.eager:>15.3f}{found.rate:>15.0f}", flush=True)
+        found = generate(model, prompts, args.tokens, report=report)
+        e = errors(model, found, report)
+        report(f"{found.rate:.0f} tokens/s; largest logit {e.largest:.2f}; error {e.ours:.3f}, of eager {e.eager:.3f}")
         assert e.ours <= 2 * e.eager, f"{name}: further from fp32 than twice eager attention in bf16"
 
 

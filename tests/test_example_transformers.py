@@ -1,5 +1,8 @@
 """transformers on the paged cache: four tiny models against eager attention, requests that come and go, refusals."""
 
+import contextlib
+import io
+import sys
 from types import SimpleNamespace
 
 import pytest
@@ -61,6 +64,33 @@ def test_an_option_that_is_lost_shows(name, change, phase, monkeypatch):
     model = tiny(name)
     e = example.errors(model, example.generate(model, prompts_of(LENGTHS), 3))
     assert e.ours > 2 * e.eager
+
+
+def test_the_program_prints_as_it_goes(monkeypatch):
+    """Before each stage of each model it has printed, and flushed, which one it is: a pipe shows it at once."""
+    shown = io.StringIO()
+
+    class Pipe(io.StringIO):
+        def flush(self):
+            shown.write(self.getvalue()[len(shown.getvalue()) :])
+
+    seen = []
+
+    def watched(function):
+        def call(*args, **options):
+            seen.append(shown.getvalue().splitlines()[-1])
+            return function(*args, **options)
+
+        return call
+
+    monkeypatch.setattr(sys, "argv", "x --models llama qwen3 --tokens 9 --hidden 64 --layers 1".split())
+    monkeypatch.setattr(example.PagedCache, "extend", watched(example.PagedCache.extend))
+    monkeypatch.setattr(example, "eager", watched(example.eager))
+    with contextlib.redirect_stdout(Pipe()) as pipe:
+        example.main()
+    stages = ["173 tokens of prompts", "8 of 9 tokens", "eager attention in fp32 and bf16"]
+    assert list(dict.fromkeys(seen)) == [f"{name:<8} {stage}" for name in ("llama", "qwen3") for stage in stages]
+    assert pipe.getvalue() == shown.getvalue() and "tokens/s" in shown.getvalue().splitlines()[-1]
 
 
 def test_register_is_one_line():

@@ -58,6 +58,7 @@ KNOWN = {
         "72 GiB holds (40 GiB for GPT-OSS)": SETTING,
         "read 71 GB of keys and values and 15 GB of weights": "the size of the model and of its cache",
     },
+    "docs/examples.md": {"| command | what it shows | on the CPU |": "how long to wait for a program, rounded"},
     "docs/features.md": {"under 1 %, it is a value": "a rule for features", "over 3 % in that case": "a rule"},
     "docs/fuzzing.md": {"one line every 10 seconds": SETTING, "1 KiB of guards": SETTING},
     "docs/graphs.md": {"counters (16 MiB)": "the size of a buffer"},
