@@ -285,23 +285,29 @@ def beside_peers(gpu: str, rows: list[ResultRow], engines: list[EngineRow]) -> I
     yield peers.full_table(gpu, found)
 
 
-def engines(gpu: str, rows: list[EngineRow]) -> list[str]:
-    """Return whole engines: one line per load and backend, from the newest run of each load."""
-    head = ["load", "attention", "tokens/s", "/ ours", "first pass, tokens/s", "first token, ms", "each token, ms",
-            "cache, tokens", "difference"]  # fmt: skip
+def engines(gpu: str, rows: list[EngineRow]) -> Iterator[str]:
+    """Yield two tables of whole engines, narrow enough for a window: one line per load and backend, from the newest run
+    of each load. The first has the rates and times of the timed passes, the second the rest."""
     newest_date = {r.case: r.date for r in rows}
     chosen = [r for r in rows if r.date == newest_date[r.case]]
     ours = {r.case: r.tokens_per_s for r in chosen if r.provider == "ours"}
-    return pages.dated_table(gpu, chosen, head, [
+    names = [(f"`{r.case.removeprefix('engine-')}`", r.provider) for r in chosen]
+    head = ["load", "attention", "tokens/s", "/ ours", "first token, ms", "each token, ms"]
+    yield from pages.dated_table(gpu, chosen, head, (
         [
-            f"`{r.case.removeprefix('engine-')}`", r.provider, f"{r.tokens_per_s:.{0 if r.tokens_per_s > 99 else 2}f}",
+            *name, f"{r.tokens_per_s:.{0 if r.tokens_per_s > 99 else 2}f}",
             f"{r.tokens_per_s / ours[r.case]:.3f}" if r.case in ours else "",
-            "" if r.cold_tokens_per_s is None else f"{r.cold_tokens_per_s:.0f}",
             f"{r.ttft_p50_ms:.0f} ({r.ttft_p99_ms:.0f})", f"{r.tpot_p50_ms:.2f} ({r.tpot_p99_ms:.2f})",
+        ]
+        for name, r in zip(names, chosen)
+    ))  # fmt: skip
+    yield pages.table(["load", "attention", "first pass, tokens/s", "cache, tokens", "difference"], (
+        [
+            *name, "" if r.cold_tokens_per_s is None else f"{r.cold_tokens_per_s:.0f}",
             f"{r.cache_tokens:.0f}", "" if r.provider == r.reference else number(r.difference, 3),
         ]
-        for r in chosen
-    ])  # fmt: skip
+        for name, r in zip(names, chosen)
+    ), 2)  # fmt: skip
 
 
 def errors(gpu: str, rows: list[ErrorRow]) -> list[str]:

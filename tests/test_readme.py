@@ -6,6 +6,8 @@ import enum
 import importlib.util
 import io
 import itertools
+import json
+import os
 import re
 from dataclasses import replace
 from functools import cache
@@ -161,10 +163,18 @@ needs_mkdocs = pytest.mark.skipif(not importlib.util.find_spec("material"), reas
 
 @pytest.mark.slow
 @needs_mkdocs
-def test_the_site_builds(tmp_path, monkeypatch):
-    """Without a warning; pages fetch nothing, pictures have a text, mentions of functions lead to the reference."""
+def test_the_site_builds(tmp_path, monkeypatch, capsys):
+    """Without a warning; pages fetch nothing, pictures have a text, mentions of functions lead to the reference. The
+    search finds no notes and no pages of tests, and the command says how to open the site with it."""
     monkeypatch.setattr(site, "BUILD", tmp_path)
     site.main()
+    said = capsys.readouterr().out
+    assert f"python -m http.server -d {os.path.relpath(tmp_path / 'site')} 8000" in said
+    assert "http://localhost:8000" in said
+    index = json.loads((tmp_path / "site" / "search" / "search_index.json").read_text())
+    found = {entry["location"].split("#")[0] for entry in index["docs"]}
+    assert {"index.html", "docs/decode.html", "reference/top-k.html", "CONTRIBUTING.html"} <= found
+    assert [page for page in found if page.startswith(("bench/", "tests/"))] == []
     html = (tmp_path / "site" / "docs" / "prefill.html").read_text()
     assert 'href="../reference/prefill.html#trtllm_batch_context_with_kv_cache"' in html
     assert "../bench/notes/attention-sm90.html" in html
@@ -182,6 +192,41 @@ def test_a_link_that_leads_nowhere_ends_the_build(tmp_path):
     config.write_text((ROOT / "mkdocs.yml").read_text().split("nav:")[0])
     with pytest.raises(SystemExit, match="there is no such anchor"):
         site.build(config)
+
+
+# ---- tables in a window of 1280 pixels, from measurements in Chromium of the built site
+
+CODE, TEXT, PADDING = 6.8, 7.3, 24  # pixels: a letter of code and of text, on average, and the room beside a cell
+ROOM = 981  # of the content, with the table of contents in the left sidebar (toc.integrate)
+
+
+def narrowest(table: str) -> float:
+    """Return about how many pixels a table needs, within 5 % of measured ones. Numbers and code do not wrap."""
+    head, rule, *rest = ([cell.strip() for cell in line.strip("| \n").split("|")] for line in table.splitlines())
+
+    def width(cell: str, column: int) -> float:
+        cell = re.sub(r"\]\([^)]*\)|[\[*]", "", cell)
+        numbers = rest and rule[column].endswith(":") and cell not in head
+        words = [cell] if numbers else re.findall(r"(?:`[^`]*`|[^\s`])+", cell)
+        parts = [re.findall(r"`[^`]*`|[^`]+", word) for word in words]
+        return max((sum(len(p) * (CODE if p[0] == "`" else TEXT) for p in word) for word in parts), default=0)
+
+    columns = ((max(width(row[i], i) for row in (head, *rest) if i < len(row))) for i in range(len(rule)))
+    return sum(max(48, column) + PADDING for column in columns)
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_tables_fit_a_window(page):
+    assert "toc.integrate" in (ROOT / "mkdocs.yml").read_text()
+    tables = re.findall(r"^(?:\|.*\n)+", PAGES[page].read_text(), re.M)
+    assert [(table.splitlines()[0], round(narrowest(table))) for table in tables if narrowest(table) > ROOM] == []
+
+
+def test_a_wide_table_is_found():
+    name, head = f"`{'x' * 40}`", "| load | first token, ms |\n| --- | ---: |\n"
+    assert 390 < narrowest(f"{head}| {name} | 100 (200) |\n") < 450
+    assert narrowest(f"{head}| {name} {name} | 100 (200) |\n") < 450  # in two lines
+    assert narrowest(f"{head}| {name} | {'100 (200) ' * 20} |\n") > ROOM
 
 
 # ---- the reference

@@ -21,6 +21,8 @@ from . import reference
 BUILD = ROOT / "build"
 CSS = ROOT / "tools" / "site.css"
 CODE = re.compile(r"^```.*?^```|`[^`\n]*`", re.M | re.S)
+UNSEARCHED = "bench/", "tests/"  # notes and pages of tests, for developers: they would fill a reader's search results
+HIDDEN = "---\nsearch:\n  exclude: true\n---\n\n"
 LINK = re.compile(r"\]\((?!https?:)([^)#\s]*)(?:#([^)\s]*))?\)")
 
 
@@ -56,7 +58,8 @@ def lay_out(folder: Path) -> None:
         place.parent.mkdir(parents=True, exist_ok=True)
         if path.suffix == ".md":
             to = os.path.relpath(folder / "reference", place.parent)
-            place.write_text(reference.linked(path.read_text(), to))
+            head = HIDDEN if path.relative_to(ROOT).as_posix().startswith(UNSEARCHED) else ""
+            place.write_text(head + reference.linked(path.read_text(), to))
         else:
             shutil.copyfile(path, place)
     shutil.copyfile(CSS, folder / CSS.name)
@@ -78,7 +81,9 @@ def main() -> None:
     lay_out(BUILD / "pages")
     shutil.copyfile(ROOT / "mkdocs.yml", BUILD / "mkdocs.yml")
     build(BUILD / "mkdocs.yml")
-    print(BUILD / "site" / "index.html")
+    folder = os.path.relpath(BUILD / "site")
+    print(f"The site is in {folder}. To read it with its search, which a browser runs from a server alone:")
+    print(f"    python -m http.server -d {folder} 8000    and open http://localhost:8000")
 
 
 if __name__ == "__main__":
