@@ -28,6 +28,7 @@ def bind(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     when the call is bound. With another number of tokens than that of the call, `run` takes the time of the
     function.
 
+    args, kwargs: the arguments of the call.
     function: trtllm_batch_context_with_kv_cache, trtllm_batch_decode_with_kv_cache, xqa_batch_decode_with_kv_cache,
     trtllm_fmha_v2_prefill, single_prefill_with_kv_cache, flash_attn_varlen_func without its LSE, append_qkv, or one of
     top-k.

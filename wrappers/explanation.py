@@ -132,6 +132,7 @@ def explain(
     nothing. torch operations that the function does before its kernel do run: xqa's product of two scale tensors,
     copies of a mask with gaps and of two-dimensional seq_lens.
 
+    args, kwargs: the arguments of the call. function: the function that is called.
     arch, sms: the GPU's architecture, such as "sm_90a", and its number of SMs, on which top-k's choice depends. With
     arch, the tensors may be on the CPU. None: those of the tensors' device; without such a device, sms is that of an
     H200, B200 or B300. No other library has this function.

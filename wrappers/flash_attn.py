@@ -114,7 +114,7 @@ def flash_attn_varlen_func(
         block_table (or page_table): int32 (B, M). Entries past a request's last page are not read.
         seqused_k: int32 (B,), keys of each request; only with a table. None: the differences of cu_seqlens_k.
         max_seqlen_q: an upper bound of the query lengths; it steers the schedule and never changes the result. None or
-            a tensor, which is not read: T.
+            a tensor, which is not read: T. max_seqlen_k: a hint.
         softmax_scale: factor on the logits; None: 1 / sqrt(D).
         causal: row i of m sees keys up to i + n - m of n.
         window_size: (left, right); None or negative: unbounded. Keys from the row's position minus left on are seen.

@@ -213,8 +213,8 @@ def nvfp4_quantize_append_paged_kv_cache(
 ) -> None:  # fmt: skip
     """Quantise rows of K and V to NVFP4 and write them to a paged cache.
 
-    Rows that are already quantised go through `append_paged_kv_cache`. Arguments that are not listed, and errors, are
-    as in that function.
+    Rows that are already quantised go through that function: arguments that are not listed, and errors, are as in
+    `append_paged_kv_cache`.
 
     Args:
         append_key, append_value: both fp16 or both bf16 (nnz, Hkv, D), D a multiple of 16.

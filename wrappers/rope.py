@@ -151,8 +151,8 @@ def apply_rope_inplace(
 ) -> None:  # fmt: skip
     """Rotate Q and K in place, as `apply_rope` does.
 
-    q, k: as there, without a common element. Tokens of no request, and of one with a negative offset, keep their
-    values. Errors as there. FlashInfer's function.
+    q and k have no common element. The arguments and errors are as in `apply_rope`. Tokens of no request, and of one
+    with a negative offset, keep their values. FlashInfer's function.
 
     >>> x = torch.ones(2, 2, 16).half()
     >>> apply_rope_inplace(x[:, :1], x[:, 1:], torch.tensor([0, 2]), torch.tensor([0]))
@@ -185,8 +185,8 @@ def apply_rope_pos_ids_inplace(
 ) -> None:  # fmt: skip
     """Rotate Q and K in place, to the position of each token, as `apply_rope_pos_ids` does.
 
-    Tokens with a negative position keep their values. Everything else is as in `apply_rope_inplace`. FlashInfer's
-    function.
+    Positions are as in `apply_rope_pos_ids`; tokens with a negative one keep their values. Everything else is as in
+    `apply_rope_inplace`. FlashInfer's function.
 
     >>> q, k = torch.ones(2, 3, 16).half(), torch.ones(2, 1, 16).half()
     >>> apply_rope_pos_ids_inplace(q, k, torch.tensor([-1, 1]))
@@ -221,7 +221,7 @@ def apply_llama31_rope_inplace(
     interleave: bool = False, rope_scale: float = 8, rope_theta: float = 5e5, low_freq_factor: float = 1,
     high_freq_factor: float = 4, old_context_len: int = 8192,
 ) -> None:  # fmt: skip
-    """Rotate Q and K in place by Llama 3.1's angles, as `apply_llama31_rope` does.
+    """Rotate Q and K in place by Llama 3.1's angles, which are as in `apply_llama31_rope`.
 
     Everything else is as in `apply_rope_inplace`. FlashInfer's function.
 
@@ -241,7 +241,7 @@ def apply_llama31_rope_pos_ids(
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     """Return Q and K, rotated by Llama 3.1's angles to the position of each token.
 
-    The angles are those of `apply_llama31_rope`; everything else is as in `apply_rope_pos_ids`. FlashInfer's function.
+    The angles are as in `apply_llama31_rope`; everything else is as in `apply_rope_pos_ids`. FlashInfer's function.
 
     >>> x = torch.ones(2, 1, 16).half()
     >>> q, k = apply_llama31_rope_pos_ids(x, x, torch.tensor([1, 0]))
@@ -259,7 +259,7 @@ def apply_llama31_rope_pos_ids_inplace(
 ) -> None:  # fmt: skip
     """Rotate Q and K in place by Llama 3.1's angles, to the position of each token.
 
-    The angles are those of `apply_llama31_rope`; everything else is as in `apply_rope_pos_ids_inplace`. FlashInfer's
+    The angles are as in `apply_llama31_rope`; everything else is as in `apply_rope_pos_ids_inplace`. FlashInfer's
     function.
 
     >>> q, k = torch.ones(2, 3, 16).half(), torch.ones(2, 1, 16).half()
@@ -332,8 +332,8 @@ def apply_rope_with_cos_sin_cache_inplace(
 ) -> None:  # fmt: skip
     """Rotate Q and K in place, as `apply_rope_with_cos_sin_cache` does.
 
-    query, key: as there, without a common element. Tokens whose position is no row of the table keep their values.
-    Errors as there. FlashInfer's function.
+    query and key have no common element. The arguments and errors are as in `apply_rope_with_cos_sin_cache`. Tokens
+    whose position is no row of the table keep their values. FlashInfer's function.
 
     >>> table = torch.tensor([[1.0] * 8 + [0.0] * 8, [0.0] * 8 + [1.0] * 8])
     >>> q, k = torch.arange(16.0).half().repeat(2, 1), torch.ones(2, 16).half()

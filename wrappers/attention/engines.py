@@ -35,7 +35,8 @@ def xqa_batch_decode_with_kv_cache(
 ) -> torch.Tensor:  # fmt: skip
     """Compute `trtllm_batch_decode_with_kv_cache` with the arguments of FlashInfer 0.7.2's function of this name.
 
-    The arguments are in upstream's order. Raises as `trtllm_batch_decode_with_kv_cache` does.
+    The arguments are in upstream's order. Those that are not listed are as in `trtllm_batch_decode_with_kv_cache`, and
+    so are the errors.
 
     Args, if they differ from that function's:
         kv_layout: "NHD" by default.
@@ -75,13 +76,14 @@ def trtllm_fmha_v2_prefill(
 ) -> torch.Tensor:  # fmt: skip
     """Compute `trtllm_batch_context_with_kv_cache` with the arguments of FlashInfer 0.7.2's FMHA v2.
 
-    The arguments are in upstream's order. Arguments that are not listed are as in that function.
+    The arguments are in upstream's order. Those that are not listed are as in `trtllm_batch_context_with_kv_cache`.
 
     Args:
         qkv, input_layout: (query, kv_cache) with "Q_PAGED_KV_NHD" or "Q_PAGED_KV_HND". kv_cache is (pages, 2, ...), or
             contiguous (k, v) of one shape, V's address being a whole number of pages behind K's.
         block_tables: int32 (B, M). With (k, v): (B, 2, M), and V's entries [:, 1] count pages from K's address.
         sinks: fp32 (Hq,), or a list that holds this one tensor. logits_soft_cap_scale: c * tanh(s / c); None or 0: off.
+        pos_encoding_mode: None or "NONE". chunked_attention_size: 0.
         mask_mode: "causal" or "sliding_window", both with window_left; or "padding": every key, without window_left.
 
     NotImplementedError: the ragged input layouts, alibi, chunked attention and save_softmax_stats (the context function

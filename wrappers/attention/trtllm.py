@@ -73,14 +73,15 @@ def trtllm_batch_context_with_kv_cache(
         block_tables: int32 (B, M), or (B, 2, M) for (K, V) with uses_shared_paged_kv_idx=False. Entries past a
             request's last page are not read.
         seq_lens: int32 or uint32 (B,), KV lengths including this step's tokens. cum_seq_lens_q: int32 (B + 1,).
-        max_q_len: an upper bound of the query lengths. It steers the schedule and never changes the result.
+        max_q_len: an upper bound of the query lengths. It steers the schedule and never changes the result. batch_size:
+            B.
         bmm1_scale, bmm2_scale: factors on the logits (natural units, nothing is implied) and on the output, each a
             float or an fp32 tensor of one element. The kernel reads a tensor on the query's device. A tensor on the
             host counts as a float: a captured graph keeps its value. On CUDA bmm1_scale must be positive.
         window_left: key j is kept if j >= position - window_left. Negative or None: no window. Independent of causal.
         out, out_dtype: the result tensor, or its dtype: fp16, bf16, e4m3 (saturated) or "nvfp4" (an FP4Tensor).
             Default: the query's dtype; with e5m2 queries one of the two is required. o_sf_scale: NVFP4's forward scale
-            (`nvfp4_quantize`).
+            (`nvfp4_quantize`). o_sf_vec_size: None, or 16 with an NVFP4 output.
         sinks: fp32 (Hq,), added to each head's softmax denominator; natural-log units, not scaled.
         kv_cache_sf: scale factors of NVFP4, e4m3 or its bytes in uint8, a tuple or one tensor as kv_cache, each
             (pages, Hkv, P, D / 16) in kv_layout, linear. kv_block_scales is the older name. v_scales_interleaved: V's
@@ -92,6 +93,7 @@ def trtllm_batch_context_with_kv_cache(
             at a time, if all its probabilities are below this factor / seq_len times the largest so far. None or 0: no
             block is left out. A block has as many keys as the kernel processes at once: 128 with head_dim 128. On the
             CPU none is left out.
+        use_fp16_softmax, uses_spcompress: None or False; True raises NotImplementedError.
 
     Hints: workspace_buffer, cum_seq_lens_kv, max_kv_len, multi_ctas_kv_counter_buffer, backend, enable_pdl (None: on).
 

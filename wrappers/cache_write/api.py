@@ -53,7 +53,7 @@ class KVCacheTarget(NamedTuple):
 
 
 class PageLists(NamedTuple):
-    """Places of tokens in page lists, as `append_paged_kv_cache` takes them. No other library has this class.
+    """Places of tokens in page lists. The fields are as in `append_paged_kv_cache`. No other library has this class.
 
     >>> PageLists(*(torch.zeros(1, dtype=torch.int32) for _ in range(4))).kv_indptr.tolist()
     [0]
@@ -68,6 +68,9 @@ class PageLists(NamedTuple):
 class BlockTable(NamedTuple):
     """Places of tokens in a block table: the tokens of a request are the last of its keys. No other library has this
     class.
+
+    block_table: (B, M), the pages of each request. seq_lens: (B,), keys of each request, with these tokens.
+    cu_seqlens_q: (B + 1,), the first token of each request.
 
     >>> BlockTable(torch.zeros(1, 2, dtype=torch.int32), torch.tensor([3]), torch.tensor([0, 1])).seq_lens.tolist()
     [3]

@@ -94,7 +94,8 @@ class PrefillBatch:
     def reset_workspace_buffer(
         self, float_workspace_buffer: torch.Tensor, int_workspace_buffer: torch.Tensor | None = None
     ) -> None:
-        """Replace the workspace by another one on the same device. Plans stay valid: the old one held nothing."""
+        """Replace the workspace by float_workspace_buffer, on the same device. Plans stay valid: the old one held
+        nothing. A hint: int_workspace_buffer."""
         device = check_strided("float_workspace_buffer", float_workspace_buffer).device
         if device != self.device:
             raise ValueError(f"float_workspace_buffer: device {device}, must be the previous one's, {self.device}")
@@ -105,7 +106,7 @@ class PrefillBatch:
         """Do nothing; FlashInfer has this method for older callers."""
 
     def run_return_lse(self, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor]:
-        """Call `run` with return_lse=True."""
+        """Call `run` with return_lse=True; args and kwargs are its other arguments."""
         kwargs["return_lse"] = True
         at = self._SCALES
         if len(args) == at + 3:
@@ -113,7 +114,7 @@ class PrefillBatch:
         return self.run(*args, **kwargs)
 
     def forward_return_lse(self, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor]:
-        """Call `forward` with return_lse=True."""
+        """Call `forward` with return_lse=True; args and kwargs are its other arguments."""
         kwargs["return_lse"] = True
         return self.forward(*args, **kwargs)
 

@@ -76,6 +76,8 @@ class BatchDecodeWithPagedKVCacheWrapper(PrefillBatch):
     ) -> None:  # fmt: skip
         """Set what `run` computes, replacing everything planned before. Reads and copies nothing from a device.
 
+        Arguments that are not listed are as in `BatchPrefillWithPagedKVCacheWrapper.plan`.
+
         Args:
             indptr: int32 (B + 1,): request b has the pages indptr[b]:indptr[b + 1] of indices, int32 (N,), which may
                 have more entries. last_page_len: int32 (B,), rows in use of its last page. A request without pages has
@@ -169,7 +171,8 @@ class BatchDecodeWithPagedKVCacheWrapper(PrefillBatch):
     ) -> Any:  # fmt: skip
         """Call `run` with these modifiers, each with its default, which replace those of plan from now on.
 
-        FlashInfer keeps this method for older callers.
+        The modifiers are as in `BatchDecodeWithPagedKVCacheWrapper.plan`, the other arguments as in
+        `BatchDecodeWithPagedKVCacheWrapper.run`. FlashInfer keeps this method for older callers.
         """
         self._override(True, pos_encoding_mode, sm_scale, window_left, logits_soft_cap, rope_scale, rope_theta)
         return self.run(
@@ -189,10 +192,11 @@ def fast_decode_plan(
     rope_theta: float | None = None, non_blocking: bool = True, fixed_split_size: int | None = None,
     disable_split_kv: bool = False, q_len_per_req: int = 1, global_override_indptr_cpu: torch.Tensor | None = None,
 ) -> None:  # fmt: skip
-    """Call `BatchDecodeWithPagedKVCacheWrapper.plan` in the form that engines use before a graph is replayed.
+    """Plan a wrapper in the form that engines use before a graph is replayed.
 
-    The output keeps the dtype of the previous plan. global_override_indptr_cpu, a copy of indptr on the host, is not
-    used, since plan reads none. Raises as plan does. FlashInfer's function.
+    The arguments are as in `BatchDecodeWithPagedKVCacheWrapper.plan`. The output keeps the dtype of the previous plan.
+    global_override_indptr_cpu, a copy of indptr on the host, is not used, since plan reads none. Raises as plan does.
+    FlashInfer's function.
 
     >>> wrapper = BatchDecodeWithPagedKVCacheWrapper(torch.empty(0))
     >>> starts, pages, last = (torch.tensor(x, dtype=torch.int32) for x in ([0, 2, 3], [2, 0, 1], [1, 4]))

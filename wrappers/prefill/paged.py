@@ -114,7 +114,8 @@ class BatchPrefillWithPagedKVCacheWrapper(PrefillBatch):
                 rest of its batch: no two CTAs share its keys.
 
         Hints: allow_fp16_qk_reduction (or use_fp16_qk_reduction), max_sequence_kv, seq_lens, seq_lens_q, block_tables.
-        NotImplementedError: multi-item scoring (the last four arguments).
+        NotImplementedError: multi-item scoring (prefix_len_ptr, token_pos_in_items_ptr, token_pos_in_items_len,
+        max_item_len_ptr).
 
         Raises, and keeps the previous plan: ValueError for a shape or device, offsets on the host that fall or pass
         paged_kv_indices, buffers that are too small, a batch size other than the buffers', or more query rows than the
@@ -171,6 +172,9 @@ class BatchPrefillWithPagedKVCacheWrapper(PrefillBatch):
             kv_cache_sf (or kv_block_scales), v_scales_interleaved: scale factors of NVFP4 caches, as in
                 `trtllm_batch_context_with_kv_cache`, in the wrapper's layout.
             window_left: None, or plan's value. sm_scale: replaces plan's for this call. enable_pdl: a hint.
+            skip_softmax_threshold_scale_factor: as in `trtllm_batch_context_with_kv_cache`.
+            use_fp16_softmax, uses_spcompress: None or False; True raises NotImplementedError.
+            return_lse: whether to return the LSE too.
 
         Returns out, or (out, lse): lse is log2 of the softmax denominator. A row without keys gives 0 and -inf.
 
@@ -223,7 +227,8 @@ class BatchPrefillWithPagedKVCacheWrapper(PrefillBatch):
     ) -> Any:  # fmt: skip
         """Call `run` with these modifiers, each with its default, which replace those of plan from now on.
 
-        FlashInfer keeps this method for older callers.
+        The modifiers are as in `BatchPrefillWithPagedKVCacheWrapper.plan`, the other arguments as in
+        `BatchPrefillWithPagedKVCacheWrapper.run`. FlashInfer keeps this method for older callers.
         """
         self._override(causal, pos_encoding_mode, sm_scale, window_left, logits_soft_cap, rope_scale, rope_theta)
         return self.run(q, paged_kv_cache, k_scale=k_scale, v_scale=v_scale, return_lse=return_lse)
@@ -238,7 +243,9 @@ class BatchPrefillWithPagedKVCacheWrapper(PrefillBatch):
 class BatchAttentionWithAttentionSinkWrapper(BatchPrefillWithPagedKVCacheWrapper):
     """`BatchPrefillWithPagedKVCacheWrapper` with a run that takes each head's sink right after the cache.
 
-    FlashInfer's class. The constructor's additional arguments are hints: plan decides what is computed.
+    FlashInfer's class. The constructor's arguments up to backend are as in `BatchPrefillWithPagedKVCacheWrapper`. The
+    others are hints, because plan decides what is computed: pos_encoding_mode, use_fp16_qk_reduction, q_data_type,
+    kv_data_type, head_dim_qk, head_dim_vo, window_left, o_data_type.
 
     >>> wrapper = BatchAttentionWithAttentionSinkWrapper(torch.empty(0), q_data_type=torch.float16)
     >>> starts, last = torch.tensor([0, 2], dtype=torch.int32), torch.tensor([2], dtype=torch.int32)
@@ -270,7 +277,7 @@ class BatchAttentionWithAttentionSinkWrapper(BatchPrefillWithPagedKVCacheWrapper
     ) -> Any:  # fmt: skip
         """Call `BatchPrefillWithPagedKVCacheWrapper.run` with sinks and sm_scale by position.
 
-        sinks: fp32 (Hq,), natural-log units, not scaled. sm_scale: for this call; None: plan's. The other arguments of
-        that method are keywords here.
+        sinks: fp32 (Hq,), natural-log units, not scaled. sm_scale: for this call; None: plan's. The other arguments,
+        kwargs among them, are as in `BatchPrefillWithPagedKVCacheWrapper.run`, and keywords.
         """
         return super().run(q, paged_kv_cache, sinks=sinks, sm_scale=sm_scale, **kwargs)

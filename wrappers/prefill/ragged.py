@@ -49,7 +49,7 @@ class BatchPrefillWithRaggedKVCacheWrapper(PrefillBatch):
     `plan` is called once per batch, `run` for each layer.
 
     FlashInfer's class. Positional arguments are those of its version 0.2; names that were added later are keywords. The
-    constructor's arguments are those of `BatchPrefillWithPagedKVCacheWrapper`, except that kv_indptr_buf, int32
+    constructor's arguments are as in `BatchPrefillWithPagedKVCacheWrapper`, except that kv_indptr_buf, int32
     (B + 1,), replaces the three buffers of pages.
 
     >>> wrapper = BatchPrefillWithRaggedKVCacheWrapper(torch.empty(0), "NHD")
@@ -94,7 +94,7 @@ class BatchPrefillWithRaggedKVCacheWrapper(PrefillBatch):
 
         qo_indptr, kv_indptr: int32 (B + 1,), on the host or the workspace's device. Request b owns query rows
         qo_indptr[b]:qo_indptr[b + 1] and keys kv_indptr[b]:kv_indptr[b + 1]. The other arguments, hints and errors are
-        those of `BatchPrefillWithPagedKVCacheWrapper.plan`; note that sm_scale has another position.
+        as in `BatchPrefillWithPagedKVCacheWrapper.plan`; note that sm_scale has another position.
         NotImplementedError: multi-item scoring, v_indptr, o_indptr.
         """
         values.refuse(
@@ -133,11 +133,11 @@ class BatchPrefillWithRaggedKVCacheWrapper(PrefillBatch):
                 fewer; this is checked when T is.
             q_scale, k_scale, v_scale: as in `BatchPrefillWithPagedKVCacheWrapper.run`; or by position,
                 `run(q, k, v, q_scale, k_scale, v_scale)`, in the order of upstream's fa3. They apply to rows of any
-                dtype.
+                dtype. scale_k and scale_v are other names of k_scale and v_scale.
             kv_cache_sf: scale factors of packed NVFP4, (k, v): e4m3, or its bytes in uint8, (rows, Hkv, D / 16) in the
                 wrapper's layout, linear.
 
-        The other arguments are those of `BatchPrefillWithPagedKVCacheWrapper.run`. Returns out, or (out, lse). Raises
+        The other arguments are as in `BatchPrefillWithPagedKVCacheWrapper.run`. Returns out, or (out, lse). Raises
         as that method does; NotImplementedError for o_scale.
         """
         others = return_lse, scale_k, scale_v, q_scale, k_scale, v_scale, o_scale, enable_pdl, sinks, kv_cache_sf
@@ -169,7 +169,8 @@ class BatchPrefillWithRaggedKVCacheWrapper(PrefillBatch):
     ) -> Any:  # fmt: skip
         """Call `run` with these modifiers, each with its default, which replace those of plan from now on.
 
-        FlashInfer keeps this method for older callers.
+        The modifiers are as in `BatchPrefillWithRaggedKVCacheWrapper.plan`, the other arguments as in
+        `BatchPrefillWithRaggedKVCacheWrapper.run`. FlashInfer keeps this method for older callers.
         """
         self._override(causal, pos_encoding_mode, sm_scale, window_left, logits_soft_cap, rope_scale, rope_theta)
         return self.run(q, k, v, return_lse=return_lse)

@@ -41,6 +41,7 @@ def single_prefill_with_kv_cache(
         q: (m, Hq, D) fp16, bf16, e4m3 or e5m2. k: (n, Hkv, D), v: (n, Hkv, Dvo) "NHD", or (Hkv, n, ...) "HND". The
             dtype of k and v is q's; 16-bit q also takes e4m3, e5m2 and uint8 (packed NVFP4, last dimension D / 2), e4m3
             q the latter two. Any strides with 1 as the last, so slices of packed QKV are accepted.
+        kv_layout: "NHD" or "HND", the order of the dimensions of k and v.
         custom_mask: bool (m, n) or (m * n,); True: the key is seen. Replaces causal, but not window_left.
         packed_custom_mask: uint8 (ceil(m * n / 8),), the same in bits, lowest first (`packbits(..., "little")`);
             custom_mask is then ignored.
@@ -103,7 +104,7 @@ def single_prefill_with_kv_cache(
 
 
 def single_prefill_with_kv_cache_return_lse(*args: Any, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return (out, lse): `single_prefill_with_kv_cache` with return_lse=True.
+    """Return (out, lse): `single_prefill_with_kv_cache` with return_lse=True; args and kwargs are its other arguments.
 
     >>> q = torch.randn(5, 8, 64).half()
     >>> single_prefill_with_kv_cache_return_lse(q, q, q)[1].shape

@@ -42,6 +42,8 @@ def top_k_page_table_transform(
             required if row_starts is given.
         page_size: a power of two up to 2^30. With 1, entries are copied unchanged; otherwise a negative entry gives -1.
         out, out_raw_indices: int32 (R, k), any row stride that keeps rows apart. out_raw_indices is filled with x.
+        tie_break: `TopKTieBreak`, which of equal scores are selected. deterministic, dsa_graph_safe: True or False;
+            they change nothing, because every call is deterministic and can be captured.
 
     An entry is also -1 if b or the column lies outside the table. Returns out, int32 (R, k).
 
@@ -82,8 +84,8 @@ def top_k_ragged_transform(
 
     No offset is added to -1.
 
-    input (R, L), lengths, row_starts and k: as in `top_k_page_table_transform`. offsets: int32 (R,), any values
-    (sums wrap at 32 bits). Returns int32 (R, k). Raises as there. FlashInfer's signature.
+    offsets: int32 (R,), any values (sums wrap at 32 bits). The other arguments are as in `top_k_page_table_transform`.
+    Returns int32 (R, k). Raises as there. FlashInfer's signature.
 
     >>> scores = torch.tensor([[0.1, 0.9, 0.3, 0.7]])
     >>> top_k_ragged_transform(scores, torch.tensor([100]).int(), torch.tensor([3]).int(), 2)  # of 3 scores
@@ -211,6 +213,8 @@ def cooperative_topk(
     max_seq_len: int,
 ) -> None:  # fmt: skip
     """Do what `persistent_topk` does, under the name that vLLM calls if a batch has few rows; any number of rows here.
+
+    The arguments are as in `persistent_topk`.
 
     >>> output = torch.empty(1, 2, dtype=torch.int32)
     >>> cooperative_topk(torch.tensor([[0.9, 0.1, 0.7]]), torch.tensor([3]).int(), output, None, 2, 3)
