@@ -269,9 +269,11 @@ Returns [d].
 
 
 def test_mentions_become_links():
-    text = "# `xqa`\n`xqa`, [`xqa`](x.md), `other`\n```\n`xqa`\n```\n| `top_k` |\n"
+    text = "# `xqa`\n`xqa`, [`xqa`](x.md), `other.md`\n```\n`xqa`\n```\n| `top_k` |\n`Wrapper.run`\n"
+    text = text.replace("Wrapper", name := "BatchPrefillWithPagedKVCacheWrapper")
     xqa, top_k = "[`xqa`](../decode.md#xqa)", "[`top_k`](../top-k.md#top_k)"
-    want = f"# `xqa`\n{xqa}, [`xqa`](x.md), `other`\n```\n`xqa`\n```\n| {top_k} |\n"
+    run = f"[`{name}.run`](../prefill.md#{name}.run)"
+    want = f"# `xqa`\n{xqa}, [`xqa`](x.md), `other.md`\n```\n`xqa`\n```\n| {top_k} |\n{run}\n"
     assert reference.linked(text, "..") == want
 
 

@@ -223,11 +223,12 @@ def pages() -> dict[str, str]:
 
 
 def linked(text: str, to: str) -> str:
-    """Turn the mentions of public functions on a page into links to the reference. to: its folder, from that page."""
+    """Turn the mentions of public functions and of their methods on a page into links to the reference. to: its folder,
+    from that page."""
     parts = re.split(r"(^```.*?^```|^#.*?$|\[[^\]]*\]\([^)]*\)|<!--.*?-->)", text, flags=re.M | re.S)
 
     def link(match: re.Match[str]) -> str:
-        page = PAGE_OF.get(match[1])
+        page = PAGE_OF.get(match[2])
         return f"[`{match[1]}`]({to}/{page}.md#{match[1]})" if page else match[0]
 
-    return "".join(part if i % 2 else re.sub(r"`(\w+)`", link, part) for i, part in enumerate(parts))
+    return "".join(part if i % 2 else re.sub(r"`((\w+)(?:\.[a-z]\w*)?)`", link, part) for i, part in enumerate(parts))
