@@ -255,7 +255,10 @@ def headline_picture(gpu: str, rows: list[ResultRow]) -> Iterator[str]:
     """Yield README's picture."""
     path = FOLDER / f"{gpu}-headlines.png"
     if peers.points(rows) and path.is_file():
-        yield picture("Bars: the time of the fastest peer over ours in eight calls; right of 1 ours is faster", path)
+        yield picture(
+            "Bars: the time of the fastest peer over ours, for the calls of the table below; right of 1 ours is faster",
+            path,
+        )
 
 
 def headlines(gpu: str, rows: list[ResultRow], engines: list[EngineRow]) -> Iterator[str]:
