@@ -227,7 +227,7 @@ def arguments() -> argparse.ArgumentParser:
 def main(argv: list[str] | None = None) -> int:
     args = arguments().parse_args(argv)
     if args.run in (command_build, command_show) and not paths.has_dsl():
-        print(f"{env.DSL}, the compiler, is not installed: {env.get_compiler()}", file=sys.stderr)
+        print(f"{env.DSL}, the compiler, is not installed: {paths.get_compiler()}", file=sys.stderr)
         return 1
     if args.run in (command_build, command_show) and (wrong := env.version_problem(env.DSL)):
         print(f"{wrong.cause}: {wrong.remedy}", file=sys.stderr)

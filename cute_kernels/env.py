@@ -17,7 +17,7 @@ from .paths import FoundBundle
 
 TORCH, FFI, DSL = "torch", "apache-tvm-ffi", "nvidia-cutlass-dsl"
 # distribution -> the lowest version, and the first one that is too new, as pyproject.toml has them
-VERSIONS = {TORCH: ("2.11", None), FFI: ("0.1.11", "0.2"), DSL: ("4.8.0", "4.9")}
+VERSIONS = {TORCH: ("2.11", None), FFI: ("0.1.11", "0.2"), DSL: paths.DSL_VERSIONS}
 USE = {TORCH: "no function of wrappers runs", FFI: "no bundle loads", DSL: "nothing can be compiled"}
 FREE = 400 << 20  # bytes that a build takes, of objects and bundle
 DRIVER = "580"  # the oldest driver of CUDA 13
@@ -78,11 +78,6 @@ def requirement(distribution: str) -> str:
     return f"'{distribution}{extra}>={low}{f',<{high}' if high else ''}'"
 
 
-def get_compiler() -> str:
-    """Return the remedy for a missing compiler. No index has cute-kernels, so it names the compiler's distribution."""
-    return f"run pip install {requirement(DSL)}"
-
-
 def missing(distribution: str) -> Diagnosis | None:
     if installed(distribution):
         return None
@@ -112,7 +107,7 @@ def compiler_problems(served: bool) -> list[Diagnosis]:
     if not paths.has_dsl():
         found = Diagnosis(
             f"{DSL}, the compiler, is not installed: {USE[DSL]}",
-            f"{get_compiler()}, or unpack a bundle that another machine built",
+            f"{paths.get_compiler()}, or unpack a bundle that another machine built",
         )
         return [] if served else [found]
     problems = [wrong] if (wrong := version_problem(DSL)) else []

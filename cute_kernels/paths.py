@@ -15,6 +15,8 @@ from typing import NamedTuple
 from . import manifest
 from .manifest import Manifest
 
+DSL_VERSIONS = "4.8.0", "4.9"  # the lowest, and the first one that is too new, as pyproject.toml has them
+
 
 class FoundBundle(NamedTuple):
     """A bundle: its folder, its manifest (None if it cannot be read), and the reason why nothing in it can be used,
@@ -72,6 +74,12 @@ def bundles(arch: str) -> list[FoundBundle]:
             lost = [lib["file"] for lib in held.libraries.values() if not (folder / lib["file"]).exists()]
             found.append(FoundBundle(folder, held, f"lacks {', '.join(lost)}" if lost else held.problem(arch)))
     return found
+
+
+def get_compiler() -> str:
+    """Return the remedy for a missing compiler. No index has cute-kernels, so it names the compiler's distribution."""
+    low, high = DSL_VERSIONS
+    return f"run pip install 'nvidia-cutlass-dsl[cu13]>={low},<{high}'"
 
 
 def has_dsl() -> bool:

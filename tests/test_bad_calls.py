@@ -291,7 +291,7 @@ ACCEPTED: dict[str, dict[str, set[str]]] = {  # function, or call -> argument ->
         "enable_pdl": NONE_ONLY, "kv_layout": {"None", "int"},  # sm_count, in older signatures
         "k_cache": {"a row more"}, "v_cache": {"a row more"},
     },
-    "explain": {"sms": {"None", "far"}, "function": {"None"}},
+    "explain": {"sms": {"None", "far"}},
     "xqa, drafts": {
         "page_table": {"columns"}, "seq_lens": {"flat", "expanded columns"}, "output": {"float8_e4m3fn"},
         "mask": {"strided", "expanded columns"},

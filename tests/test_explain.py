@@ -158,7 +158,7 @@ def test_reasons_that_a_caller_can_act_on_come_first():
 def test_arguments_of_another_function_than_the_default_are_told_so():
     inputs = inputs_of("trtllm_batch_decode_with_kv_cache")
     names = ("query", "kv_cache", "workspace_buffer", "block_tables", "seq_lens", "max_seq_len")
-    with pytest.raises(TypeError, match="^function: None, which means trtllm_batch_context_with_kv_cache, but the arg"):
+    with pytest.raises(TypeError, match="^function: trtllm_batch_context_with_kv_cache, the default, must be"):
         explain(*(inputs[name] for name in names), arch="sm_90a")
     with pytest.raises(TypeError, match="^trtllm_batch_decode_with_kv_cache.. missing 3"):
         explain(*(inputs[name] for name in names[:3]), function=wrappers.trtllm_batch_decode_with_kv_cache)

@@ -121,12 +121,12 @@ def arguments_of_serve(function: Any, *args: Any, **kwargs: Any) -> tuple[Any, .
 
 
 def explain(
-    *args: Any, function: Callable[..., Any] | None = None, arch: str | None = None, sms: int | None = None,
-    **kwargs: Any,
+    *args: Any, function: Callable[..., Any] = trtllm.trtllm_batch_context_with_kv_cache, arch: str | None = None,
+    sms: int | None = None, **kwargs: Any,
 ) -> Explanation:  # fmt: skip
     """Return which kernel would serve a call of a public function of attention or top-k, and where it is found.
 
-    function: the one that is called; None: `trtllm_batch_context_with_kv_cache`. args, kwargs: its arguments.
+    function: the one that is called. args, kwargs: its arguments.
 
     Raises as the function does on bad arguments. Launches no kernel of this package; writes, loads and compiles
     nothing. torch operations that the function does before its kernel do run: xqa's product of two scale tensors,
@@ -140,7 +140,9 @@ def explain(
     >>> explain(torch.zeros(64, 65536), 2048, function=top_k, arch="sm_90a").runs
     'topk.radix fp32_c2t512_n46080'
     """
-    asked = call_of(_named(function, args, kwargs), *args, **kwargs)
+    if function is trtllm.trtllm_batch_context_with_kv_cache:
+        _check_default(function, args, kwargs)
+    asked = call_of(function, *args, **kwargs)
     attention = isinstance(asked, AttentionCall)
     if torch.is_grad_enabled():
         (attention_op if attention else topk_op).refuse_grad(asked)
@@ -178,17 +180,13 @@ def explain(
     return Explanation(None, refused)
 
 
-def _named(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Return the function, or the default, of which the arguments must be if none is named."""
-    if function is not None:
-        return function
-    default = trtllm.trtllm_batch_context_with_kv_cache
+def _check_default(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Raise on arguments that the default function does not take: the caller may mean another one."""
     try:
-        signature(default).bind(*args, **kwargs)
+        signature(function).bind(*args, **kwargs)
     except TypeError as error:
-        given = f"None, which means {default.__name__}, but the arguments are not its own ({error})"
-        raise TypeError(f"function: {given}; must be the function that takes them") from None
-    return default
+        need = f"must be the function that takes these arguments ({error})"
+        raise TypeError(f"function: {function.__name__}, the default, {need}") from None
 
 
 def _attention(call: AttentionCall, arch: str, sms: int) -> list[tuple[str, Any, Any]]:

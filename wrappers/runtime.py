@@ -22,7 +22,7 @@ from typing import Any
 
 import torch
 
-from cute_kernels import catalog, device_code, env, manifest, paths
+from cute_kernels import catalog, device_code, manifest, paths
 
 Function = Callable[..., None]
 
@@ -193,7 +193,7 @@ def _missing(op: str, spec: Any, arch: str) -> str:
     command = f"python -m cute_kernels build --arch {arch}"
     lines += [f"  to build all kernels that are shipped: {command}", f"  to build this one: {command} {which}"]
     if not paths.has_dsl():
-        lines.append(f"  nvidia-cutlass-dsl, the compiler, is not installed: {env.get_compiler()}")
+        lines.append(f"  nvidia-cutlass-dsl, the compiler, is not installed: {paths.get_compiler()}")
     return "\n".join(lines)
 
 
