@@ -62,7 +62,8 @@ def check_promises(spec, a):
     if a["nhd"]:
         k_cache, v_cache = k_cache.transpose(1, 2), v_cache.transpose(1, 2)
     promised(len(k) and a["nhd"] in (0, 1) and a["places"] in (SLOTS, PAGES, ROWS))
-    promised("rope_table" not in a or a["rope_table"].stride(0) % 4 == 0 and a["rope_table"].stride(1) == 1)
+    table = a.get("rope_table")
+    promised(table is None or (len(table) == 1 or table.stride(0) % 4 == 0) and table.stride(1) == 1)
     promised(
         1 <= a["lanes_log2"] <= 5 and a["k_groups"] >= 1 and a["v_groups"] >= (v.shape[1] > 0 and not spec.transform)
     )

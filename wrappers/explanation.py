@@ -181,12 +181,13 @@ def explain(
 
 
 def _check_default(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Raise on arguments that the default function does not take: the caller may mean another one."""
+    """Raise if the default function lacks arguments: the caller may mean another one."""
     try:
         signature(function).bind(*args, **kwargs)
     except TypeError as error:
-        need = f"must be the function that takes these arguments ({error})"
-        raise TypeError(f"function: {function.__name__}, the default, {need}") from None
+        if "missing" in str(error):
+            need = f"must be the function that takes these arguments ({error})"
+            raise TypeError(f"function: {function.__name__}, the default, {need}") from None
 
 
 def _attention(call: AttentionCall, arch: str, sms: int) -> list[tuple[str, Any, Any]]:

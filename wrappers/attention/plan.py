@@ -23,7 +23,6 @@ from .. import fp4, machine, overlap, reference, scratch
 from ..checks import INF, checking, raise_reason
 from ..fp4 import FP4Tensor
 from ..reference import LOG2E
-from ..strides import launch_ordinary
 from . import checks, launch_size, values
 from .call import OPTIONAL, OPTIONS, AttentionCall
 from .rope import rotated
@@ -285,11 +284,7 @@ class LaunchPlan:
         else:
             self.pass_quantised(flat, o)
         self.schedule(flat, call, q, capturing)
-        try:
-            self.fn(*flat)
-        except Exception:
-            if not launch_ordinary(self.fn, flat):
-                raise
+        self.fn(*flat)
         return result
 
     def schedule(self, flat: list[Any], call: AttentionCall, q: torch.Tensor, capturing: bool) -> None:

@@ -16,7 +16,7 @@ from cute_kernels.cache_write.args import ANGLES, fields
 from cute_kernels.cache_write.request import CacheWriteRequest
 from cute_kernels.cache_write.spec import CacheWriteSpec
 
-from .. import machine, reference, strides
+from .. import machine, reference
 from ..cache_write.api import turns
 from ..cache_write.plan import groups
 from ..scratch import constant, kept, steps
@@ -112,7 +112,7 @@ def rotate(call: AttentionCall, rope: Rope, out: RotatedCall, offsets: Any = Non
         given["kv_lens"] = r.kv_lens
     for name, value in given.items():
         flat[at[name]] = value
-    strides.launch(plan.fn, flat)
+    plan.fn(*flat)
 
 
 def turns_of(device: torch.device, dim: int, rope: Rope) -> torch.Tensor:

@@ -7,7 +7,6 @@ import torch
 from .. import machine
 from ..checks import check_strided, raise_reason
 from ..plain import traced
-from ..strides import launch_ordinary
 from . import checks, op, plan
 from .call import CacheWriteCall
 
@@ -84,9 +83,8 @@ class BoundAppend:
         try:
             p.fn(*flat)
         except Exception:
-            if not launch_ordinary(p.fn, flat):
-                raise_reason(checks.validate, self._with(q, k, v, places, positions, out))
-                raise
+            raise_reason(checks.validate, self._with(q, k, v, places, positions, out))
+            raise
         return out
 
     def _fits(self, q: Any, k: Any, v: Any, places: Any, positions: Any, out: Any) -> bool:

@@ -16,7 +16,6 @@ from cute_kernels.cache_write.spec import CacheWriteSpec
 
 from .. import machine, overlap, reference
 from ..checks import checking, raise_reason
-from ..strides import launch_ordinary
 from .call import CacheWriteCall, QueryTransform
 from .checks import FP8, block_scaled, validate
 
@@ -160,18 +159,14 @@ def run(call: CacheWriteCall) -> None:
             return run(call)
     if not plan.runs:
         return None
-    flat: list[Any] = []
     try:
         found = distances_of(call)
         if found != plan.distances and plan.may_overlap(found):
             validate(call)
-        flat = plan.bind(call)
-        plan.fn(*flat)
+        plan.fn(*plan.bind(call))
     except Exception:
-        if not launch_ordinary(plan.fn, flat):
-            raise_reason(validate, call)
-            raise
-    return None
+        raise_reason(validate, call)
+        raise
 
 
 def _as_bytes(t: torch.Tensor) -> torch.Tensor:

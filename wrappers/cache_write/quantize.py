@@ -13,7 +13,7 @@ from cute_kernels.cache_write import dispatch, rows
 from cute_kernels.cache_write.args import ROWS, fields
 from cute_kernels.cache_write.request import CacheWriteRequest
 
-from .. import fp4, machine, strides
+from .. import fp4, machine
 from ..plain import traced
 from .plan import DTYPES, groups
 
@@ -103,10 +103,10 @@ def launch(plan: QuantizePlan, scale: Any, **given: torch.Tensor) -> None:
     else:
         flat[at["k_scale"]] = float(scale)
     if plan.single_device or machine.current.current_device() == plan.device.index:
-        strides.launch(plan.fn, flat)
+        plan.fn(*flat)
     else:
         with machine.current.on(plan.device):
-            strides.launch(plan.fn, flat)
+            plan.fn(*flat)
 
 
 def plan_for(key: tuple[Any, ...], x: torch.Tensor, make: Callable[..., QuantizePlan]) -> QuantizePlan | None:

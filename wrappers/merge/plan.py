@@ -16,7 +16,6 @@ from cute_kernels.merge_states.request import MergeRequest
 
 from .. import machine, overlap, reference
 from ..checks import checking, raise_reason
-from ..strides import launch_ordinary
 from .checks import validate_in_place, validate_pair, validate_states
 
 DTYPES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
@@ -80,8 +79,6 @@ def states(v: torch.Tensor, s: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor
     try:
         plan.fn(*flat)
     except Exception:
-        if launch_ordinary(plan.fn, flat):
-            return out, lse
         raise_reason(validate_states, v, s)
         raise
     return out, lse
@@ -124,8 +121,6 @@ def pair(
         flat[_S], flat[_V_OUT], flat[_S_OUT], flat[_S_OTHER] = s_a, out, lse, s_b
         plan.fn(*flat)
     except Exception:
-        if launch_ordinary(plan.fn, flat):
-            return out, lse
         raise_reason(validate_pair, v_a, s_a, v_b, s_b)
         raise
     return out, lse
@@ -164,19 +159,17 @@ def in_place(
     if not plan.single_device and here.current_device() != plan.device.index:
         with here.on(plan.device):
             return in_place(v, s, v_other, s_other, mask)
-    flat = plan.flat.copy()
     try:
         if plan.copies or near(plan.reach, v, s, v_other, s_other, mask):
             validate_in_place(v, s, v_other, s_other, mask)
         if plan.copies:
             return replace(v, s, mask, *pair(v, s, v_other, s_other))
+        flat = plan.flat.copy()
         flat[_V], flat[_S], flat[_V_OUT], flat[_S_OUT], flat[_V_OTHER], flat[_S_OTHER] = v, s, v, s, v_other, s_other
         if mask is not None:
             flat[_MASK] = mask.view(_uint8)
         plan.fn(*flat)
     except Exception:
-        if launch_ordinary(plan.fn, flat):
-            return None
         raise_reason(validate_in_place, v, s, v_other, s_other, mask)
         raise
     return None

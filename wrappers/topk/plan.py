@@ -13,7 +13,6 @@ from cute_kernels.topk.request import TopKKernelRequest
 
 from .. import machine, overlap, reference, scratch
 from ..checks import check_apart, checking, raise_reason
-from ..strides import launch_ordinary
 from .checks import DTYPES, NAMES, PER_ROW, TOP_K, WINDOWS, TopKCall, TopKTieBreak, validate, with_ints
 from .values import check as check_values
 
@@ -142,11 +141,7 @@ def launch(plan: TopKLaunchPlan, flat: list[Any], call: TopKCall) -> tuple[Any, 
         validate(call)
         check_values(call)
     if plan.rows:
-        try:
-            plan.fn(*flat)
-        except Exception:
-            if not launch_ordinary(plan.fn, flat):
-                raise
+        plan.fn(*flat)
         if plan.sort is not None:
             plan.sort(values, indices, 1)
     return out, values, indices
