@@ -24,8 +24,9 @@ def bind(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     append_qkv, where None stands for the slots, the positions and the output of the call that was bound, sets these
     and launches, in less host time than the function takes. It returns what the function returns, and raises as the
     function does. Tensors that the call holds, such as the cache, the page table and lengths, are read at each
-    launch, so their values may change in place, and a CUDA graph may capture `run`. A scale on the host is read
-    when the call is bound. With another number of tokens than that of the call, `run` takes the time of the
+    launch, so their values may change in place, and a CUDA graph may capture `run`. Their memory is bound, too: a
+    tensor that gets other memory (`t.set_(...)`, `t.data = ...`) needs a new call of `bind`. A scale on the host is
+    read when the call is bound. With another number of tokens than that of the call, `run` takes the time of the
     function.
 
     args, kwargs: the arguments of the call.

@@ -24,7 +24,7 @@ def padding_of(given: Any, table: Any, name: str, caches: tuple[Any, Any], batch
     check_shape("cache_leftpad", given, (batch,), "one per request of q")
     for label, t in (("k_cache", k), ("v_cache", v)):
         rows = check_strided(label, t, 4).shape[1]
-        if t.shape[0] > 1 and rows and t.stride(0) != rows * t.stride(1):
+        if t.shape[0] > 1 and rows > 1 and t.stride(0) != rows * t.stride(1):
             need = f"with cache_leftpad the first must be {rows} times the second"
             raise NotImplementedError(f"{label}: strides {t.stride()}, {need}")
     return given
