@@ -25,7 +25,7 @@ EXPECTED = {
         r"warp  0.*\(pipeline.py:\d+\): mbarrier.try_wait(.|\n)*phase 0, 0 of 1 arrivals missing, 16 bytes missing",
     ),
     "arrival": (Deadlock, r"phase 0, 1 of 2 arrivals missing"),
-    "fence": (Fault, r"through the async proxy, written by warp \d without fence.proxy.async"),
+    "fence": (Fault, r"through the async proxy, written by warp \d of CTA \d without fence.proxy.async"),
     "page": (Fault, r"line \d+ \(planted.py:\d+\), warp \d.*4 B at offset 12 of argument 2, which has 12 B"),
     "ragged": (Fault, r"at offset \d+ of argument 3, which has 8960 B"),
     "wait": (Fault, r"under way|without synchronisation|nothing has written"),

@@ -128,7 +128,7 @@ def allow(monkeypatch: pytest.MonkeyPatch, beyond: tuple[str, ...]) -> None:
 
 def test_a_lane_of_another_warp_stays_a_fault(monkeypatch: pytest.MonkeyPatch) -> None:
     allow(monkeypatch, ("lanes",))
-    with pytest.raises(Fault, match="tensor memory lane 64, warp 0 may access lanes 0 to 31"):
+    with pytest.raises(Fault, match="tensor memory lane 64, warp 0 of CTA 0 may access lanes 0 to 31"):
         small("eager", (LANES[0], f"mov.u32 %lanes, {64 << 16}"))
 
 

@@ -117,7 +117,7 @@ def test_every_form_names_its_section():
 
 def test_a_fault_names_the_source_line():
     with pytest.raises(
-        Fault, match=r"line 22 \(kernel.py:77\), warp 0, 1: ld.shared.b32: reads shared 0x0, which nothing"
+        Fault, match=r"line 22 \(kernel.py:77\), warps 0, 1 of CTA 0: ld.shared.b32: reads shared 0x0, which nothing"
     ):
         execute(".loc 1 77 5\nld.shared.b32 %r5, [%r4];\n")
 
@@ -131,11 +131,11 @@ def test_a_fault_names_the_source_line():
         ("add.s32 %r4, %r4, 4096; st.shared.b32 [%r4], %r0; mov.u32 %r5, 0;\n", r"4 B at shared 0x10\d0, the CTA has"),
         (
             "st.shared.b32 [%r4], %r0; xor.b32 %r6, %r4, 128; ld.shared.b32 %r5, [%r6];\n",
-            r"written by warp \d|which nothing has written",
+            r"written by warp \d of CTA 0|which warp \d of CTA 0 writes without",
         ),
         (
             "st.shared.b32 [%r3], %r0; mov.u32 %r5, 0;\n",
-            r"several warps write shared 0x0|overwrites shared 0x0, written by warp \d",
+            r"overwrites shared 0x0, written by warp \d of CTA 0, without synchronisation",
         ),
         (
             "cp.async.ca.shared.global [%r3], [%rd1], 4; mov.u32 %r5, 0;\n",
@@ -157,7 +157,7 @@ def test_barriers_order_shared_memory():
     body = "st.shared.b32 [%r4], %r0; bar.sync 0; xor.b32 %r6, %r4, 128; ld.shared.b32 %r5, [%r6];\n"
     for mode in MODES:
         assert (execute(body, mode=mode, seed=3) == np.arange(64) ^ 32).all()
-    with pytest.raises(Fault, match=r"which warp \d has read, without synchronisation"):
+    with pytest.raises(Fault, match=r"which warp \d of CTA 0 has read, without synchronisation"):
         execute(body + "st.shared.b32 [%r4], %r5;\n")
     assert (execute(body + "bar.sync 0; st.shared.b32 [%r4], %r5;\n") == np.arange(64) ^ 32).all()
 
@@ -188,7 +188,7 @@ def test_deadlock_report():
     body = "setp.lt.u32 %p1, %r0, 32; mov.u32 %r5, 0; @%p1 bra LEAVE; bar.sync 1, 64; LEAVE:\n"
     with pytest.raises(Deadlock) as caught:
         execute(body)
-    assert "warp  1, 32 lanes, line 21: bar.sync 1, 64 [in the barrier]" in str(caught.value)
+    assert "warp  1 of CTA 0, 32 lanes, line 21: bar.sync 1, 64 [in the barrier]" in str(caught.value)
     assert "barrier 1 of CTA 0: 32 of 64 threads have arrived" in str(caught.value)
 
 
@@ -224,7 +224,7 @@ def test_shared_memory_of_a_cta_that_has_left():
     write = "st.shared.b32 [%r4], %r1;" + MEET + "xor.b32 %r6, %r1, 1; mapa.shared::cluster.u32 %r7, %r4, %r6;\n"
     read = "ld.shared::cluster.b32 %r5, [%r7];\n"
     assert (execute(write + read + MEET, grid=2, cluster=2).reshape(2, 64) == [[1], [0]]).all()
-    with pytest.raises(Fault, match="exit: CTA slot . leaves, warp . reads shared 0x0 of CTA slot . without"):
+    with pytest.raises(Fault, match="exit: CTA . leaves, warp . of CTA . reads shared 0x0 of CTA . without"):
         execute(write + read, grid=2, cluster=2)
     late = """setp.eq.u32 %p1, %r1, 1; @%p1 bra OUT; mov.u32 %r8, 0;
     WASTE: add.s32 %r8, %r8, 1; setp.lt.u32 %p2, %r8, 300; @%p2 bra WASTE; ld.shared::cluster.b32 %r5, [%r7]; OUT:

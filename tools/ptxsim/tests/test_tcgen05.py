@@ -493,7 +493,7 @@ def test_store_left() -> None:
 def test_read_before_overwrite() -> None:
     """An mma writes what another warp has read, without a barrier after the read."""
     read = "bar.sync 0;\ntcgen05.ld.sync.aligned.32x32b.x1.b32 {%x1}, [%mine];\n@!%leads"
-    with pytest.raises(Fault, match="overwrites tensor memory lanes .* which warp . has read"):
+    with pytest.raises(Fault, match="overwrites tensor memory lanes .* which warp . of CTA 0 has read"):
         small("eager", ("bar.sync 0;\n@!%leads", read))
 
 

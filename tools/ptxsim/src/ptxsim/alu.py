@@ -9,7 +9,7 @@ import numpy as np
 
 from . import functions
 from .faults import Fault
-from .forms import PtxOp, form, pure, refuse
+from .forms import PtxOp, effect, form, pure, refuse
 from .numbers import count_nonzero, decode, encode, flush, fma, fma_to_odd, one_nan, rounded, sum_to_odd
 from .parse import PtxInstruction
 from .translate import dtype_of
@@ -27,8 +27,6 @@ def double(dtype: Any) -> Any:
 
 # ------------------------------------------------------------------------------------------------ integers
 def quotient(a: Any, b: Any) -> Any:
-    if np.any(np.asarray(b) == 0):
-        raise Fault("integer division by zero")
     if np.asarray(a).dtype.kind == "u":
         return a // b
     floor, rest = np.divmod(a, b)
@@ -70,10 +68,23 @@ BINARY |= {"min": np.minimum, "max": np.maximum}
 @form(r"(add|sub|div|rem|min|max)(\.sat)?(\.relu)?\.([us](?:16|32|64))", INTEGER)
 def integer_binary(x: PtxInstruction, f: re.Match[str]) -> PtxOp:
     run = saturated(BINARY[f[1]]) if f[2] else BINARY[f[1]]
+    if f[1] in ("div", "rem"):
+        return division(x, run, f[4])
     if f[3]:
         inner = run
         run = lambda a, b: np.maximum(inner(a, b), np.asarray(a).dtype.type(0))  # noqa: E731
     return pure(x, run, f[4], f[4], f[4])
+
+
+def division(x: PtxInstruction, run: Callable[..., Any], kind: str) -> PtxOp:
+    """Return the operation of a division, which is a fault if a thread that executes it divides by zero."""
+
+    def divide(t: Any, x: PtxInstruction, a: Any, b: Any) -> Any:
+        if count_nonzero(b) < t.count:
+            raise Fault(f"{t.say(x)}: integer division by zero")
+        return run(a, b)
+
+    return effect(divide, (x.args[1], kind), (x.args[2], kind), outs=((x.args[0], kind),))
 
 
 @form(r"(min|max)(\.relu)?\.([us]16)x2", INTEGER)

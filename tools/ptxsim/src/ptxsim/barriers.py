@@ -49,6 +49,9 @@ class BarrierState:
 
     need: int
     arrived: int = 0
+    counted: bool = True  # every instruction so far has named the count of threads
+    kind: str = ""  # of a reduction: and, or
+    warps: list[np.ndarray] = field(default_factory=list)  # that have arrived
     phase: int = 0
     clock: VectorClock = field(default_factory=VectorClock)
     waiting: list[tuple[np.ndarray, int]] = field(default_factory=list)  # threads, unit at which they go on

@@ -258,7 +258,7 @@ def copy_async(x: PtxInstruction, f: re.Match[str]) -> PtxOp:
         flat = m.flat(t, target, size, x)
         words = m.shared.words(flat, size).reshape(-1, t.count)
         m.shared.check_write(t.warp, words, t.say(x))
-        m.shared.begin_writes(words, t.say(x))
+        m.shared.begin_writes(t.warp, words, t.say(x))
         data = got.view(f"V{size}")[:, 0]
         m.state.copies.append(
             Copies(t.index, m.copy_groups[t.index], flat // size, data, words, np.ones(t.count, bool))

@@ -9,7 +9,6 @@ parts of one word are not checked. Atomics and other strong operations do not ra
 may overwrite their result, as the last user of a counter does, but no access may then use the word unordered.
 Reads before writes are not recorded: a write that comes too early for a reader elsewhere is not found."""
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -17,9 +16,9 @@ import numpy as np
 
 from .call import Global
 from .faults import Fault
+from .naming import CtaNames, line_of
 from .numbers import count_nonzero
 from .order import HappensBefore, VectorClock
-from .shared import line_of
 
 WEAK, STRONG, CONSTANT = "weak", "strong", "constant"  # plain; relaxed, volatile or atomic; ld.global.nc
 PARTLY, ATOMIC, ASYNC, PENDING = 1, 2, 4, 8  # kinds of a word's last write; PENDING: of a pending bulk store
@@ -69,11 +68,11 @@ class Exchange:
         self.order = HappensBefore(0)  # of the CTAs that run
         self.shadows: dict[int, Shadow] = {}  # by number of the buffer
         self.flags: dict[int, VectorClock] = {}  # address of strong operations -> the clock that they release
-        self.instruction_at: Callable[[int], str] = str  # PTX line -> its instruction as text
         self.base = 0  # warps of the CTAs that ran before
+        self.names: list[tuple[int, CtaNames]] = []  # `base` of the CTAs that ran, and their names
         self.column = np.zeros(1, np.int64)  # of a writer, in `order`; -1: in nobody's past
 
-    def begin(self, order: HappensBefore) -> None:
+    def begin(self, order: HappensBefore, names: CtaNames) -> None:
         """Start the next CTAs, with warps numbered from 0 again: components of earlier CTAs in the flags are
         renumbered."""
         held = VectorClock()
@@ -87,6 +86,7 @@ class Exchange:
         for flag in self.flags.values():
             flag.seen, flag.fenced = moved(flag.seen, old, new), moved(flag.fenced, old, new)
         self.base += self.order.warps
+        self.names.append((self.base, names))
         self.order = order
         self.column = np.full(self.base + order.warps + 1, -1, np.int64)
         self.column[0], self.column[writers] = 0, new
@@ -162,7 +162,9 @@ class Exchange:
         if count_nonzero(late):
             why = "in this launch" if how == CONSTANT else "without synchronisation in between"
             why = "which no fence.proxy.async has made visible" if past.bulk else why
-            raise Fault(f"{what}: reads {self.name(index, words, late)}, {why}{self.other(index, words, late)}")
+            rows = np.broadcast_to(past.rows[:, None] if words.ndim == 2 else past.rows, words.shape)
+            at = what if past.bulk else located(what, rows, late)  # the rows of an engine are no warps
+            raise Fault(f"{at}: reads {self.name(index, words, late)}, {why}{self.other(index, words, late)}")
 
     def write(self, index: int, offset: np.ndarray, by: np.ndarray, change: Change, how: WriteInfo) -> np.ndarray:
         """Check and record a write; return the words. by: warps."""
@@ -178,8 +180,7 @@ class Exchange:
             apart = (shadow.kind[words] & PARTLY > 0) & (size < 4)
             wrong = late & ~apart & differ(before, written, words)
             if count_nonzero(wrong):
-                names, other = self.name(index, words, wrong), self.other(index, words, wrong)
-                raise Fault(f"{what}: overwrites {names}, without synchronisation in between{other}")
+                raise self.race(index, words, by, wrong, what)
         me = np.broadcast_to((by[:, None] if words.ndim == 2 else by) + self.base + 1, words.shape)
         shadow.writer[words] = np.where(late, SEVERAL, me)
         shadow.event[words] = self.order.now(by)[:, None] if words.ndim == 2 else self.order.now(by)
@@ -187,7 +188,7 @@ class Exchange:
         clash = (shadow.writer[words] != me) & ~late
         if count_nonzero(clash) and not kind & ATOMIC:
             if size >= 4 and (clash & differ(after, written, words)).any():
-                raise Fault(f"{what}: several warps write {self.name(index, words, clash)}")
+                raise self.race(index, words, by, clash, what)
             shadow.writer[words[clash]] = SEVERAL
         return words
 
@@ -202,16 +203,35 @@ class Exchange:
             )
         return self.shadows[index]
 
+    def race(self, index: int, words: np.ndarray, by: np.ndarray, bad: np.ndarray, what: Any) -> Fault:
+        """Return a fault: warps `by` overwrite the first bad word, and the other instruction of the race."""
+        at = located(what, np.broadcast_to(by[:, None] if words.ndim == 2 else by, words.shape), bad)
+        names, other = self.name(index, words, bad), self.other(index, words, bad)
+        return Fault(f"{at}: overwrites {names}, without synchronisation in between{other}")
+
     def other(self, index: int, words: np.ndarray, bad: np.ndarray) -> str:
         """Return a line for a message: the last write of the first bad word."""
         line = int(self.shadows[index].line[int(words[bad].flat[0])])
-        return f"\n  the last write: {self.instruction_at(line)}" if line else ""
+        who = self.who(index, words, bad)
+        return f"\n  the last write: {self.names[-1][1].instruction_at(line, who)}" if line else ""
+
+    def who(self, index: int, words: np.ndarray, bad: np.ndarray) -> str:
+        """Return the name of the warp that wrote the first bad word."""
+        writer = int(self.shadows[index].writer[int(words[bad].flat[0])]) - 1
+        if writer < 0:
+            return "several warps"
+        base, names = next(one for one in reversed(self.names) if one[0] <= writer)
+        return names.warp(writer - base)
 
     def name(self, index: int, words: np.ndarray, bad: np.ndarray) -> str:
-        word = int(words[bad].flat[0])
-        writer = int(self.shadows[index].writer[word]) - 1 - self.base
-        who = f"warp {writer}" if writer >= 0 else "a CTA that ran before"
+        word, who = int(words[bad].flat[0]), self.who(index, words, bad)
         return f"offset {4 * word} of {self.memory.names[index]}, written by {who}"
+
+
+def located(what: Any, by: np.ndarray, bad: np.ndarray) -> str:
+    """Return the location of an access, for the warp of the first bad word. what: machine.SourceLocation; by: the warp
+    of each word."""
+    return what.of([int(by[bad].flat[0])])
 
 
 def moved(clock: np.ndarray, old: np.ndarray, new: np.ndarray) -> np.ndarray:

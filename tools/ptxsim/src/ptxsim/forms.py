@@ -27,7 +27,7 @@ class PtxOp(NamedTuple):
 
 class InstructionForm(NamedTuple):
     pattern: re.Pattern[str]
-    make: Callable[[PtxInstruction, re.Match[str]], PtxOp]
+    make: "Make"
     isa: str  # section of the PTX ISA
     level: int
     waits: bool
@@ -36,23 +36,46 @@ class InstructionForm(NamedTuple):
 _FORMS: dict[str, list[InstructionForm]] = {}
 
 
+Make = Callable[[PtxInstruction, re.Match[str]], PtxOp]
+
+
 def form(pattern: str, isa: str, level: int = THREAD, waits: bool = False) -> Callable[[Any], Any]:
     """Register a form for opcodes that match the pattern completely. isa: the PTX ISA section that defines the
     semantics."""
 
-    def register(
-        make: Callable[[PtxInstruction, re.Match[str]], PtxOp],
-    ) -> Callable[[PtxInstruction, re.Match[str]], PtxOp]:
+    def register(make: Make) -> Make:
         compiled = re.compile(pattern)
         heads = re.match(r"\(([a-z0-9_|]+)\)|([a-z0-9_]+)(?=\\\.|\(|$)", pattern)
         if not heads:
             raise ValueError(f"form {pattern}: must begin with the instruction's name or (a|b|c)")
+        checked = make if level == THREAD else together(make, level)
         for head in (heads[1] or heads[2]).split("|"):
-            _FORMS.setdefault(head, []).append(InstructionForm(compiled, make, isa, level, waits))
+            _FORMS.setdefault(head, []).append(InstructionForm(compiled, checked, isa, level, waits))
             _FORMS[head].sort(key=lambda one: -len(one.pattern.pattern))  # the longest pattern is the most specific
         return make
 
     return register
+
+
+def together(make: Make, level: int) -> Make:
+    """Return the function of a form that checks that the lanes of a warp, or the warps of a warpgroup, execute a .sync
+    instruction that is .aligned together, none of them having exited. Barriers, which allow for exited lanes, have a
+    check of their own (convergence.py)."""
+
+    def checked(x: PtxInstruction, f: re.Match[str]) -> PtxOp:
+        op = make(x, f)
+        run = op.run
+        if ".sync.aligned" not in x.op or x.op.startswith("bar"):
+            return op
+
+        def run_together(t: Any, x: PtxInstruction, *values: Any) -> Any:
+            if not t.whole or (level == WARPGROUP and t.level < WARPGROUP):
+                t.refuse_apart(x)
+            return run(t, x, *values)
+
+        return op._replace(run=run_together)
+
+    return checked
 
 
 @cache

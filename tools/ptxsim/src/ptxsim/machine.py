@@ -3,7 +3,7 @@
 from collections import defaultdict, deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import numpy as np
 
@@ -12,11 +12,13 @@ from .call import KernelLaunch, TensorMap
 from .exchange import Exchange
 from .faults import Fault
 from .forms import WARP, WARPGROUP
+from .naming import CtaNames
 from .numbers import count_nonzero
 from .order import HappensBefore, VectorClock
 from .program import Program
 from .shared import RANK, SharedMemory
 from .translate import STORAGE
+from .unwritten import HeldUse, refuse
 
 MODES = ("eager", "late", "newest", "random")
 PARAMS = 0x7E00_0000_0000  # generic address of the parameters
@@ -50,9 +52,12 @@ class SourceLocation(NamedTuple):
     x: Any
 
     def __str__(self) -> str:
+        return self.of(self.threads.warps.tolist())
+
+    def of(self, warps: list[int]) -> str:
+        """Return the text for some of the warps."""
         at = f" ({self.x.source})" if self.x.source else ""
-        names = ", ".join(map(str, self.threads.warps[:8].tolist()))
-        return f"line {self.x.line}{at}, warp {names}: {self.x.op}"
+        return f"line {self.x.line}{at}, {self.threads.machine.names.group(warps)}: {self.x.op}"
 
 
 @dataclass
@@ -114,6 +119,20 @@ class Threads:
         """Return the location, which is text in a message: PTX line, source line, warps, opcode."""
         return SourceLocation(self, x)
 
+    def refuse_apart(self, x: Any) -> NoReturn:
+        """Raise Fault, because an instruction is .aligned and a lane of a warp does not execute it with the others."""
+        m = self.machine
+        here = np.zeros(m.threads, bool)
+        here[self.index] = True
+        if self.whole:  # of a warpgroup, some warps
+            raise Fault(f"{self.say(x)}: all warps of the warpgroup must execute it together")
+        absent = ~here.reshape(-1, 32)[self.warps]
+        live = absent & ~m.done.reshape(-1, 32)[self.warps]
+        row, lane = np.argwhere(live if live.any() else absent)[0].tolist()
+        warp = int(self.warps[row])
+        say, stands = self.say(x).of([warp]), m.stands(32 * warp + lane)
+        raise Fault(f"{say}: all lanes of the warp must execute it together, and lane {lane} {stands}")
+
 
 def distinct(ascending: np.ndarray) -> np.ndarray:
     """Return np.unique of ascending numbers, in a fraction of its time."""
@@ -153,6 +172,8 @@ class EngineState:
     bulk: dict[int, Any] = field(default_factory=dict)  # thread -> bulk groups
     copies: list[Any] = field(default_factory=list)  # data.Copies that are not complete
     named: dict[tuple[int, int], BarrierState] = field(default_factory=dict)  # (slot, id)
+    # warp -> (function, list of convergence.Arrivals): lanes that wait in a barrier for the others of their warp
+    held_lanes: dict[int, Any] = field(default_factory=dict)
     cluster: dict[int, BarrierState] = field(default_factory=dict)
     # By address: released by strong operations on shared memory, or of scope .cta.
     flags: dict[int, VectorClock] = field(default_factory=dict)
@@ -188,9 +209,9 @@ class MachineState:
         self.warps = self.threads // 32
         self.order = HappensBefore(self.warps)
         size = program.kernel.shared_bytes + call.shared
-        self.shared = SharedMemory(self.slots, size, self.per_cta // 32, self.order)
-        memory.begin(self.order)
-        self.shared.instruction_at = memory.instruction_at = program.instruction_at
+        self.names = CtaNames(blocks, call.grid, self.per_cta // 32, program.instruction_at)
+        self.shared = SharedMemory(self.slots, size, self.names, self.order)
+        memory.begin(self.order, self.names)
         if not program.spare or program.spare[0].shape[1] < self.threads:
             counts = program.registers.count
             program.spare = [np.empty((counts[letter], self.threads), dtype) for letter, dtype in STORAGE.items()]
@@ -215,11 +236,14 @@ class MachineState:
         self.cluster_phase = np.zeros(self.threads, np.int64)  # of the cluster barrier, after the last arrival
         self.cluster_waited = np.zeros(self.threads, np.int64)  # the same, after the last wait
         self.events = 0  # counts everything that may let a wait succeed
-        self.stalled: np.ndarray | None = None  # threads that stay at the running unit
+        self.stalled: np.ndarray | None = None  # numbers of the threads that stay at the running unit
         self.unit = 0  # the running unit
+        self.running = np.zeros(0, np.int64)  # the threads that run it
         self.entered = bytearray(len(program.units))  # units that have run
         self.active = bytearray(len(program.kernel.instructions))  # instructions with a guard that held for a thread
         self.steps = 0
+        self.unwritten: list[str] = []  # faults that are held (unwritten.py)
+        self.suspended: set[int] = set()  # warps that stop after the running unit, because of such a fault
         self.last = -1
 
     # ------------------------------------------------------------- read by generated code
@@ -276,8 +300,19 @@ class MachineState:
     def mbarrier(self, t: Threads, flat: int, x: Any) -> Mbarrier:
         found = self.mbarriers.get(int(flat))
         if found is None:
-            raise Fault(f"{t.say(x)}: no initialised mbarrier at {self.shared.name(int(flat))}")
-        return found
+            place, say = self.shared.name(int(flat)), t.say(x)
+            use = HeldUse(say, f"uses the mbarrier at {place}", np.array([int(flat) >> 2]))
+            refuse(use, self.shared.held, f"{say}: no initialised mbarrier at {place}")  # raises
+        return found  # type: ignore[return-value]
+
+    def stands(self, thread: int) -> str:
+        """Return where a thread is that does not execute the running instruction, as the end of a sentence."""
+        if self.done[thread]:
+            return "has exited"
+        if (self.running == thread).any():
+            return "is excluded by the guard"
+        x = self.program.kernel.instructions[self.program.units[int(self.pc[thread])].first]
+        return f"is at line {x.line}: {x.op}"
 
     def signalled(self, t: Threads, flat: int, x: Any) -> Mbarrier:
         """Return an mbarrier that an async operation will signal."""

@@ -68,11 +68,11 @@ class Program:
             unit.rows = self.registers.rows_by_class(translator.filed)
         return unit.run
 
-    def instruction_at(self, line: int) -> str:
-        """Return the instructions of a PTX line as text, with the source line."""
+    def instruction_at(self, line: int, who: str = "") -> str:
+        """Return the instructions of a PTX line as text, with the source line. who: the warp that executed them."""
         found = [x for x in self.kernel.instructions if x.line == line]
         at = f" ({found[0].source})" if found and found[0].source else ""
-        return f"line {line}{at}: {'; '.join(x.op for x in found)}"
+        return f"line {line}{at}{who and f', {who}'}: {'; '.join(x.op for x in found)}"
 
     def executed(self, entered: bytes | bytearray, active: bytes | bytearray) -> np.ndarray:
         """Return which instructions some thread executed (instructions,). entered: for each unit, whether it ran;

@@ -16,24 +16,25 @@ def where(m: MachineState) -> str:
             standing = (pc == unit) & live
             here, first = int(standing.sum()), 32 * warp + int(np.argmax(standing))
             lines.append(f"  {_warp(m, warp)}, {here:2d} lanes, {_place(m, int(unit), first)}")
-            if m.program.level[unit] and here < int(live.sum()):
+            apart = m.program.level[unit] or (warp in m.state.held_lanes and m.blocked[first])
+            if apart and here < int(live.sum()):
                 lines[-1] += " [waits for the other lanes of its warp]"
     for flat, barrier in sorted(m.mbarriers.items()):
         slot, offset = divmod(flat, m.shared.stride)
-        lines.append(f"  mbarrier at shared {offset - BASE:#x} of CTA {slot}: {barrier}")
+        lines.append(f"  mbarrier at shared {offset - BASE:#x} of {m.names.cta(slot)}: {barrier}")
     for (slot, number), point in sorted(m.state.named.items()):
-        if point.arrived:
-            lines.append(f"  barrier {number} of CTA {slot}: {point.arrived} of {point.need} threads have arrived")
+        lines.append(f"  barrier {number} of {m.names.cta(slot)}: {point.arrived} of {point.need} threads have arrived")
     for cluster, point in m.state.cluster.items():
         if point.arrived:
-            lines.append(f"  cluster barrier {cluster}: {point.arrived} of {point.need} threads have arrived")
+            of = f"the cluster of {m.names.cta(cluster)}"
+            lines.append(f"  barrier of {of}: {point.arrived} of {point.need} threads have arrived")
     lines += [f"  under way: {one.what()}" for queue in m.state.pending.values() for one in queue]
     return "\n".join(lines)
 
 
 def _warp(m: MachineState, warp: int) -> str:
     per_cta = m.per_cta // 32
-    return f"warp {warp % per_cta:2d}" + (f" of CTA {warp // per_cta}" if m.slots > 1 else "")
+    return f"warp {warp % per_cta:2d} of {m.names.cta(warp // per_cta)}"
 
 
 def _place(m: MachineState, unit: int, thread: int) -> str:

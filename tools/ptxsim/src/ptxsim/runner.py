@@ -110,8 +110,8 @@ def check_exit(m: MachineState) -> None:
             raise Fault(f"exit: mbarrier {barrier.address} with {barrier.tx} bytes missing")
     for thread, groups in m.state.bulk.items():
         if groups.open or any(groups.closed):
-            raise Fault(f"exit: thread {thread} has not waited for its bulk stores, which read shared memory")
+            raise Fault(f"exit: {m.names.thread(thread)} has not waited for its bulk stores, which read shared memory")
     for first, pipe in m.state.wgmma.items():
         if pipe.open or pipe.groups:
-            raise Fault(f"exit: the warpgroup of warp {first // 32} has not waited for its wgmma")
+            raise Fault(f"exit: the warpgroup of {m.names.warp(first // 32)} has not waited for its wgmma")
     tcgen05.check_exit(m)

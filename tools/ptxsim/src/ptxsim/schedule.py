@@ -5,14 +5,17 @@ same, newest first; "random", groups, parts of groups and operations in an order
 
 import numpy as np
 
-from .faults import Deadlock, Livelock
+from .convergence import exit_lanes
+from .faults import Deadlock, Fault, Livelock
 from .forms import THREAD, WARP, WARPGROUP
 from .machine import MachineState
 from .numbers import count_nonzero
 from .report import where
 from .sync import complete_cluster_phase
 from .undefined import follow
+from .unwritten import Race, Unwritten
 
+UNITS_AFTER_FAULT = 20_000  # units that other threads may run after a use of memory that nothing has written
 UNITS_PER_TURN = 64  # units that a group runs before the next group is chosen
 COMPLETION_CHANCES = (0.3, 0.3, 0.05, 0.01)  # random: probability that an operation completes after a step, by seed
 
@@ -27,17 +30,42 @@ def run(m: MachineState) -> None:
                     continue
                 chosen = choose(m, part_of_warp=True)
                 if chosen is None:
-                    raise Deadlock(f"deadlock\n{where(m)}")
-            step(m, *chosen)
+                    break
+            try:
+                step(m, *chosen)
+            except Race as fault:
+                raise Fault(str(fault)) from None
+            except Unwritten:
+                stop(m, chosen[1])
+            except Fault:  # perhaps of a value that nothing has written
+                if not m.suspended:
+                    raise
+                stop(m, chosen[1])
+            if m.suspended:
+                stop(m, np.flatnonzero(np.isin(np.arange(m.threads) >> 5, list(m.suspended))))
+                m.suspended.clear()
             if (
                 m.settings.mode == "random"
                 and m.random.random() < COMPLETION_CHANCES[m.settings.seed % len(COMPLETION_CHANCES)]
             ):
                 complete_one(m)
             if m.steps > m.settings.limit:
-                raise Livelock(f"no end after {m.settings.limit} units\n{where(m)}")
-        while complete_one(m):
+                break
+        if m.unwritten:
+            raise Fault(m.unwritten[0])
+        while count_nonzero(m.done) == m.threads and complete_one(m):
             pass
+    if m.steps > m.settings.limit:
+        raise Livelock(f"no end after {m.settings.limit} units\n{where(m)}")
+    if count_nonzero(m.done) < m.threads:
+        raise Deadlock(f"deadlock\n{where(m)}")
+
+
+def stop(m: MachineState, threads: np.ndarray) -> None:
+    """Stop threads for good, because their warp uses memory that nothing has written, and let the others run on for a
+    while (unwritten.py)."""
+    m.blocked[threads] = True
+    m.settings.limit = min(m.settings.limit, m.steps + UNITS_AFTER_FAULT)
 
 
 def complete_one(m: MachineState) -> bool:
@@ -123,6 +151,7 @@ def converged(m: MachineState) -> tuple[np.ndarray, np.ndarray]:
 def step(m: MachineState, number: int, index: np.ndarray, warps: np.ndarray) -> None:
     """Run a group until it splits, waits, needs other threads, or has run RUN units."""
     n, units, t = len(index), m.program.units, m.group(index, warps)
+    m.running = index
     s, level = t.where, t.level  # of collectives that the threads may run without another choice
     if not t.whole:
         level = WARP if n == count_nonzero(~m.done.reshape(-1, 32)[warps]) else THREAD
@@ -138,7 +167,8 @@ def step(m: MachineState, number: int, index: np.ndarray, warps: np.ndarray) -> 
         result = code(t)
         following = number + 1
         if m.stalled is not None:  # some threads stay in a barrier
-            m.pc[s] = np.where(m.stalled, number, following)
+            m.pc[s] = following
+            m.pc[m.stalled] = number
             return
         if unit.ends:
             taken = result if np.ndim(result) else np.full(n, result)
@@ -155,7 +185,7 @@ def step(m: MachineState, number: int, index: np.ndarray, warps: np.ndarray) -> 
                 m.pc[s] = np.where(taken, unit.target, following)
                 return
         number = following
-        if units[number].level > level:
+        if units[number].level > level or m.suspended:
             break
         if units[number].waits and count_nonzero(m.failures()[s] == number):
             break
@@ -163,12 +193,12 @@ def step(m: MachineState, number: int, index: np.ndarray, warps: np.ndarray) -> 
 
 
 def exit_threads(m: MachineState) -> None:
-    """Handle exited threads: their cluster barrier no longer waits for them, and their CTA's shared memory may be
-    freed."""
-    if m.cluster_size == 1:
-        return
+    """Handle exited threads: barriers no longer wait for them, and their CTA's shared memory may be freed."""
+    exit_lanes(m)
     for cluster in list(m.state.cluster):
         complete_cluster_phase(m, cluster)
+    if m.cluster_size == 1:
+        return
     whole = m.done.reshape(m.slots, -1).all(1)
     for slot in set(np.flatnonzero(whole).tolist()) - m.shared.exited:
         m.shared.check_exit(slot)

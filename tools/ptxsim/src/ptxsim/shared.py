@@ -3,19 +3,21 @@
 For each 4-byte word the shadow records the last writer (component and event, see order.py), the warps that have
 read it since, and the number of pending asynchronous reads and writes. It records the last atomic, which must
 happen before later plain accesses. Accesses below 4 bytes by different warps to different parts of one word are
-not checked for order. The PTX lines of a word's last write and read are there for messages alone.
+not checked for order. The places of a word's last write and read (PTX line, and for asynchronous operations the warp
+that issued them) are there for messages alone.
 
 A shared address is (CTA rank in the cluster << 24) + offset, as on hardware; user memory begins at offset 1024."""
 
-from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from .call import elements
 from .faults import Fault
+from .naming import CtaNames, line_of, place_of
 from .numbers import count_nonzero
 from .order import HappensBefore
+from .unwritten import HeldUse, refuse
 
 BASE = 1024  # bytes that the system keeps at the start of a CTA's shared memory
 RANK = 24  # bit of a shared address where the CTA rank begins
@@ -24,18 +26,28 @@ ALWAYS = np.iinfo(np.int32).max
 UNDER_WAY, BETWEEN = " while an async write is under way", "without synchronisation in between"
 
 
+class Other(NamedTuple):
+    """The other access of a race. said: what is said of it, with {} for the component that made it. read: it is a
+    read."""
+
+    said: str
+    component: int = EMPTY
+    read: bool = False
+
+
 class SharedMemory:
-    def __init__(self, slots: int, size: int, warps_per_slot: int, order: HappensBefore) -> None:
+    def __init__(self, slots: int, size: int, names: CtaNames, order: HappensBefore) -> None:
         """Allocate the memory. slots: CTAs. size: bytes per CTA, static and dynamic."""
-        self.size, self.order, self.per_slot = size, order, warps_per_slot
+        warps_per_slot = names.warps
+        self.size, self.order, self.per_slot, self.names = size, order, warps_per_slot, names
         self.stride = -(-(BASE + size) // 1024) * 1024
         self.bytes = np.full(slots * self.stride, 0xFF, np.uint8)  # NaN in every float type: stale reads show
         words = self.bytes.size // 4
         self.writer = np.full(words, EMPTY, np.int32)
         self.event = np.zeros(words, np.int32)
         self.partly = np.zeros(words, bool)  # the last write was smaller than 4 bytes
-        self.write_line, self.read_line = np.zeros(words, np.int32), np.zeros(words, np.int32)  # 0: unknown
-        self.instruction_at: Callable[[int], str] = str  # line -> its instruction as text
+        self.write_place, self.read_place = np.zeros(words, np.int64), np.zeros(words, np.int64)  # place_of; 0: unknown
+        self.held: list[HeldUse] = []  # uses of words that nothing has written
         self.readers = np.zeros((warps_per_slot, words), np.int32)  # last event at which each warp of the CTA read
         self.async_reader = np.full(words, EMPTY, np.int32)
         self.async_event = np.zeros(words, np.int32)
@@ -53,7 +65,7 @@ class SharedMemory:
 
     def name(self, flat: int) -> str:
         slot, offset = divmod(flat, self.stride)
-        return f"shared {offset - BASE:#x}" + (f" of CTA slot {slot}" if len(self.bytes) > self.stride else "")
+        return f"shared {offset - BASE:#x}" + (f" of {self.names.cta(slot)}" if len(self.bytes) > self.stride else "")
 
     def flat(self, first_slot: Any, address: np.ndarray, size: int, what: object) -> np.ndarray:
         """Convert shared addresses to indices into `bytes`. Raise Fault if an access of `size` bytes is out of
@@ -95,10 +107,10 @@ class SharedMemory:
         part = dtype.itemsize * count < 4
         self.check_read(warps, words, what, part)
         if self.updated and not strong:
-            self.check_updates(warps, words, f"{what}: reads")
+            self.check_updates(warps, words, what, "reads")
         if not part and not strong:
             self.record_read(warps, words)
-            self.read_line[words] = line_of(what)
+            self.read_place[words] = place_of(what)
         if count == 1:
             return elements(self.bytes, dtype)[flat // dtype.itemsize][None]
         size = dtype.itemsize * count
@@ -123,25 +135,41 @@ class SharedMemory:
         """Check a read. part: less than a word is read, so a write to another part of the word is allowed to race.
 
         For a vector load (words two-dimensional) one written word suffices: compilers widen loads over padding."""
-        writer = self.last_writer(words, what)
-        empty = writer == EMPTY
-        if count_nonzero(empty) and (words.ndim == 1 or empty.all(0).any()):
-            raise Fault(f"{what}: reads {self._first(words, empty)}, which nothing has written")
+        writer = self.last_writer(by, words, what)
         late = self.order.saw(by, writer) < self.event[words]
         if count_nonzero(late):
-            self.refuse_late(late & ~self.partly[words] if part else late, words, what)
+            self.refuse_late(by, late & ~self.partly[words] if part else late, words, what)
+        empty = writer == EMPTY
+        if count_nonzero(empty) and (words.ndim == 1 or empty.all(0).any()):
+            self.refuse_empty(by, words, empty if words.ndim == 1 else empty & empty.all(0), what)
 
-    def last_writer(self, words: np.ndarray, what: object) -> np.ndarray:
+    def refuse_empty(self, by: np.ndarray, words: Any, empty: np.ndarray, what: object) -> None:
+        """Refuse a read of words that nothing has written (unwritten.py). by: the warp of each word."""
+        place, numbers = self._first(words, empty), self._numbers(words)
+        use = HeldUse(what, f"reads {place}", numbers[empty], np.broadcast_to(by, numbers.shape)[empty])
+        refuse(use, self.held, f"{what}: reads {place}, which nothing has written")
+
+    def check_held(self, by: np.ndarray, words: Any, what: object) -> None:
+        """Raise Fault if a write hits words that threads have read before, when nothing had written them."""
+        numbers = self._numbers(words)
+        each = np.broadcast_to(by, numbers.shape)
+        for use in self.held:
+            for warp in np.unique(each).tolist():
+                instruction = self.names.instruction_at(line_of(what), self.names.warp(warp))
+                if found := use.race(numbers[each == warp], warp, instruction):
+                    raise found
+
+    def last_writer(self, by: Any, words: np.ndarray, what: object) -> np.ndarray:
         """Return the writers of words that are read now. Raise Fault if an async write is pending."""
         if self.writes and count_nonzero(self.async_writes[words]):
-            raise self.race(f"{what}: reads", words, self.async_writes[words] > 0, UNDER_WAY)
+            raise self.race(what, "reads", by, words, self.async_writes[words] > 0, Other(UNDER_WAY))
         return self.writer[words]
 
-    def refuse_late(self, late: np.ndarray, words: np.ndarray, what: object) -> None:
+    def refuse_late(self, by: Any, late: np.ndarray, words: np.ndarray, what: object) -> None:
         """Raise Fault if a read does not happen after the last write."""
         if late.any():
-            who = self.who(first_of(self.writer[words], late))
-            raise self.race(f"{what}: reads", words, late, f", written by {who}, {BETWEEN}")
+            other = Other(f", written by {{}}, {BETWEEN}", first_of(self.writer[words], late))
+            raise self.race(what, "reads", by, words, late, other)
 
     def store(self, warps: np.ndarray, flat: np.ndarray, values: np.ndarray, what: object) -> None:
         """Store values (count, n)."""
@@ -156,31 +184,33 @@ class SharedMemory:
         else:
             self.writer[words], self.event[words] = warps, now
         self.partly[words] = size < 4
-        self.write_line[words] = line_of(what)
+        self.write_place[words] = place_of(what)
         if size >= 4 and warps.size > 1:
             clash = (self.writer[words] != warps) & ~apart  # another warp of the same group wrote the word
             if count_nonzero(clash):
-                first = self._first(words, clash)
-                raise Fault(f"{what}: several warps write {first} without synchronisation in between")
+                other = Other(f", written by {{}}, {BETWEEN}", first_of(self.writer[words], clash))
+                raise self.race(what, "overwrites", warps, words, clash, other)
 
     def check_write(self, by: np.ndarray, words: Any, what: object, part: bool = False) -> np.ndarray:
         """Check a write of `words`, an array or a slice; return a mask of the words that other warps write in other
         parts at the same time, which is allowed only for a `part` of a word."""
+        if self.held:
+            self.check_held(by, words, what)
         if self.writes and count_nonzero(self.async_writes[words]):
-            raise self.race(f"{what}: writes", words, self.async_writes[words] > 0, UNDER_WAY)
+            raise self.race(what, "writes", by, words, self.async_writes[words] > 0, Other(UNDER_WAY))
         if self.reads and count_nonzero(self.async_reads[words]):
-            said = " while an async operation reads it"
-            raise self.race(f"{what}: writes", words, self.async_reads[words] > 0, said, read=True)
+            other = Other(" while an async operation reads it", read=True)
+            raise self.race(what, "writes", by, words, self.async_reads[words] > 0, other)
         writer = self.writer[words]
         late = apart = self.order.saw(by, writer) < self.event[words]
         if self.updated:
-            self.check_updates(by, words, f"{what}: overwrites")
+            self.check_updates(by, words, what, "overwrites")
         if count_nonzero(late):
             apart = late & self.partly[words] if part else np.zeros_like(late)
             late = late & ~apart
             if late.any():
-                who = self.who(first_of(writer, late))
-                raise self.race(f"{what}: overwrites", words, late, f", written by {who}, {BETWEEN}")
+                other = Other(f", written by {{}}, {BETWEEN}", first_of(writer, late))
+                raise self.race(what, "overwrites", by, words, late, other)
         self.check_readers(by, words, what)
         return apart | (writer == SEVERAL) if part else apart
 
@@ -189,19 +219,19 @@ class SharedMemory:
         words = self.words(flat, size)
         self.check_read(warps, words, what, size < 4)
         if self.reads and count_nonzero(self.async_reads[words]):
-            said = ", which an async operation reads"
-            raise self.race(f"{what}: updates", words, self.async_reads[words] > 0, said, read=True)
+            other = Other(", which an async operation reads", read=True)
+            raise self.race(what, "updates", warps, words, self.async_reads[words] > 0, other)
         self.check_readers(warps, words, what)
         self.updated = True
-        self.write_line[words] = line_of(what)
+        self.write_place[words] = place_of(what)
         self.updater[words], self.update_event[words] = warps, self.order.now(warps)
 
-    def check_updates(self, by: np.ndarray, words: np.ndarray, what: object) -> None:
+    def check_updates(self, by: np.ndarray, words: np.ndarray, what: object, does: str) -> None:
         updater = self.updater[words]
         late = (updater >= 0) & (self.order.saw(by, updater) < self.update_event[words])
         if count_nonzero(late):
-            who = self.who(first_of(updater, late))
-            raise self.race(what, words, late, f", updated by {who}, {BETWEEN}")
+            other = Other(f", updated by {{}}, {BETWEEN}", first_of(updater, late))
+            raise self.race(what, does, by, words, late, other)
 
     def check_exit(self, slot: int) -> None:
         """Check that reads of a CTA's shared memory by other CTAs happen before its exit."""
@@ -211,7 +241,8 @@ class SharedMemory:
         late = (reader >= 0) & (reader < self.order.warps) & (seen[np.maximum(reader, 0)] < self.async_event[words])
         if late.any():
             place, who = self.name(words.start * 4 + 4 * int(np.argmax(late))), self.who(int(reader[late][0]))
-            raise Fault(f"exit: CTA slot {slot} leaves, {who} reads {place} without synchronisation before that")
+            cta = self.names.cta(slot)
+            raise Fault(f"exit: {cta} leaves, {who} reads {place} without synchronisation before that")
 
     def check_readers(self, by: np.ndarray, words: np.ndarray, what: object) -> None:
         """Check that all reads of the words happen before the warps `by`: (1,), or one per word. The words of one
@@ -233,8 +264,8 @@ class SharedMemory:
         reader = self.async_reader[words]
         late = (reader >= 0) & (self.order.saw(by, reader) < self.async_event[words])
         if count_nonzero(late):
-            readers = f"{self.who(first_of(reader, late))} may still read"
-            raise self.race(f"{what}: overwrites", words, late, f", which {readers}", read=True)
+            other = Other(", which {} may still read", first_of(reader, late), True)
+            raise self.race(what, "overwrites", by, words, late, other)
 
     def refuse_readers(self, by: np.ndarray, words: np.ndarray, what: object) -> None:
         """Raise Fault if a warp of a word's CTA, which need not be the writer's, may still read the word."""
@@ -244,24 +275,25 @@ class SharedMemory:
         if late.any():
             thread = late.any(0)
             warp = first_of(first, thread) + int(np.argmax(late.T[thread.T][0]))
-            said = f", which {self.who(warp)} has read, {BETWEEN}"
-            raise self.race(f"{what}: overwrites", words, thread, said, read=True)
+            other = Other(f", which {{}} has read, {BETWEEN}", warp, True)
+            raise self.race(what, "overwrites", by, words, thread, other)
 
     # ------------------------------------------------------------- async proxy
     def begin_read(self, warps: np.ndarray, words: Any, what: object, blank: bool = False) -> str:
         """Start an async read of `words`, an array (k,) or a slice, by `warps`. blank: words that nothing has written
         may be read; the result then names one of them, or is ""."""
-        writer, nothing = self.last_writer(words, what), ""
+        writer, nothing = self.last_writer(None, words, what), ""
         if count_nonzero(self.ordered(warps)[writer] < self.event[words]):
             empty = writer == EMPTY
             nothing = f"{what}: reads {self._first(words, empty)}, which nothing has written" if empty.any() else ""
+            late = (writer >= 0) & (self.order.seen[warps].min(0)[writer] < self.event[words])
+            self.refuse_late(None, late, words, what)
             if nothing and not blank:
-                raise Fault(nothing)
-            self.refuse_late((writer >= 0) & (self.order.seen[warps].min(0)[writer] < self.event[words]), words, what)
-            self.refuse_stale(warps, words, f"{what}: reads")
+                self.refuse_empty(warps[:1], words, empty, what)
+            self.refuse_stale(warps, words, what, "reads")
         self.async_reads[words] += 1
         self.reads += size_of(words)
-        self.read_line[words] = line_of(what)
+        self.read_place[words] = place_of(what, int(warps[0]))
         return nothing
 
     def ordered(self, warps: np.ndarray) -> np.ndarray:
@@ -273,15 +305,14 @@ class SharedMemory:
         known[SEVERAL], known[EMPTY] = ALWAYS, -1
         return known
 
-    def refuse_stale(self, warps: np.ndarray, words: Any, what: object) -> None:
+    def refuse_stale(self, warps: np.ndarray, words: Any, what: object, does: str) -> None:
         """Raise Fault if a thread wrote words and no fence has carried the write over to the async proxy."""
         writer = self.writer[words]
         generic = (writer >= 0) & (writer < self.order.warps)
         stale = generic & (self.order.fenced[warps].min(0)[np.maximum(writer, 0)] < self.event[words])
         if stale.any():
-            who = self.who(int(writer[stale][0]))
-            said = f" through the async proxy, written by {who} without fence.proxy.async"
-            raise self.race(what, words, stale, said)
+            said = " through the async proxy, written by {} without fence.proxy.async"
+            raise self.race(what, does, None, words, stale, Other(said, int(writer[stale][0])))
 
     def end_read(self, warps: np.ndarray, words: Any) -> None:
         """End an async read; `warps` have waited for it."""
@@ -302,23 +333,23 @@ class SharedMemory:
         self.check_write(warps, words, what)
         writer = self.writer[words]
         if count_nonzero((self.ordered(warps)[writer] < self.event[words]) & (writer != EMPTY)):
-            self.refuse_stale(warps, words, f"{what}: overwrites")
+            self.refuse_stale(warps, words, what, "overwrites")
         self.expect_write(words)
-        self.write_line[words] = line_of(what)
+        self.write_place[words] = place_of(what, warp)
 
     def expect_write(self, words: Any) -> None:
         self.async_writes[words] += 1
         self.writes += size_of(words)
 
-    def begin_writes(self, words: np.ndarray, what: object) -> None:
-        """Start asynchronous writes of several threads, each to its own words (k, n)."""
+    def begin_writes(self, warps: np.ndarray, words: np.ndarray, what: object) -> None:
+        """Start asynchronous writes of several threads of `warps`, each to its own words (k, n)."""
         before = self.async_writes[words]
         np.add.at(self.async_writes, words, 1)
         self.writes += words.size
         twice = self.async_writes[words] > before + 1
         if count_nonzero(twice):
             raise Fault(f"{what}: several threads write {self._first(words, twice)}")
-        self.write_line[words] = line_of(what)
+        self.write_place[words] = place_of(what, warps)
 
     def end_write(self, words: Any, component: Any, event: Any) -> None:
         """End an async write; any thread that has seen (component, event), one or one per word, may read the words."""
@@ -329,27 +360,24 @@ class SharedMemory:
         self.async_reader[words] = EMPTY
 
     def who(self, component: int) -> str:
-        return f"warp {component}" if component < self.order.warps else "an async operation"
+        if component < 0:
+            return "several warps"
+        return self.names.warp(component) if component < self.order.warps else "an async operation"
 
-    def race(self, does: object, words: Any, bad: np.ndarray, said: str, read: bool = False) -> Fault:
-        """Return a fault: what is done to the first bad word, what is said of it, and the other instruction of the
-        race, which last wrote, or read, that word."""
-        lines = self.read_line if read else self.write_line
-        line = int(lines[first_of(self._numbers(words), bad)])
-        other = f"\n  the last {'read' if read else 'write'}: {self.instruction_at(line)}" if line else ""
-        return Fault(f"{does} {self._first(words, bad)}{said}{other}")
+    def race(self, what: Any, does: str, by: np.ndarray | None, words: Any, bad: np.ndarray, other: Other) -> Fault:
+        """Return a fault: what an instruction does to the first bad word, and the other instruction of the race, which
+        last wrote, or read, that word. by: the warp of each word; None if the whole instruction is meant."""
+        places = self.read_place if other.read else self.write_place
+        at = what if by is None else what.of([first_of(np.broadcast_to(by, bad.shape), bad)])
+        place = int(places[first_of(self._numbers(words), bad)])
+        last = self.names.last("read" if other.read else "write", place, other.component)
+        return Fault(f"{at}: {does} {self._first(words, bad)}{other.said.format(self.who(other.component))}{last}")
 
     def _numbers(self, words: Any) -> np.ndarray:
         return np.arange(words.start, words.stop) if isinstance(words, slice) else words
 
     def _first(self, words: Any, bad: np.ndarray) -> str:
         return self.name(first_of(self._numbers(words), bad) * 4)
-
-
-def line_of(what: object) -> int:
-    """Return the PTX line of a place (machine.SourceLocation); 0 of other texts."""
-    x = getattr(what, "x", None)
-    return 0 if x is None else int(x.line)
 
 
 def first_of(values: np.ndarray, which: np.ndarray) -> int:

@@ -1,19 +1,21 @@
 """Forms that synchronise: named and cluster barriers, mbarriers, fences, and hints without effect on results."""
 
 import re
-from collections.abc import Iterator
 from functools import lru_cache
 from typing import Any
 
 import numpy as np
 
 from .barriers import BarrierState, Mbarrier
+from .convergence import Arrivals, BarrierCall, absent_lanes, arrive_named
+from .convergence import arrive as arrive_by_warp
 from .faults import Fault
 from .forms import WARP, PtxOp, effect, form, refuse
 from .machine import MachineState, Threads, distinct, groups
 from .numbers import count_nonzero
 from .order import VectorClock
 from .parse import PtxInstruction
+from .warp import check_members
 
 SYNC = "Parallel Synchronization and Communication Instructions"
 U32, U64 = np.uint32, np.uint64
@@ -21,107 +23,123 @@ IDS = 16  # named barriers per CTA
 
 
 # ------------------------------------------------------------------------------------------------ barriers of a CTA
-@form(r"(bar|barrier)(?:\.cta)?\.(sync|arrive)(?:\.aligned)?", f"{SYNC}: barrier", level=WARP, waits=True)
+BARRIER = f"{SYNC}: barrier"
+
+
+@form(r"bar(?:\.cta)?\.(sync|arrive)(?:\.aligned)?", BARRIER, level=WARP, waits=True)
+@form(r"barrier(?:\.cta)?\.(sync|arrive)\.aligned", BARRIER, level=WARP, waits=True)
+@form(r"barrier(?:\.cta)?\.(sync|arrive)", BARRIER, waits=True)
 def barrier(x: PtxInstruction, f: re.Match[str]) -> PtxOp:
     def run(t: Threads, x: PtxInstruction, number: Any, *count: Any) -> None:
-        stay = np.zeros(t.count, bool)
-        for key, mine, need in barriers_of(t, x, number, *count):
-            if not arrive_named(t, x, key, mine, need, f[2] == "sync"):
-                stay |= mine
-        t.machine.stalled = stay if f[2] == "sync" else None
+        arrive(t, x, f[1], (number, *count))
 
     return effect(run, *[(text, "u32") for text in x.args])
 
 
-@form(r"(bar|barrier)(?:\.cta)?\.red\.(and|or)(?:\.aligned)?\.pred", f"{SYNC}: barrier", level=WARP, waits=True)
+@form(r"bar(?:\.cta)?\.red\.(and|or)(?:\.aligned)?\.pred", BARRIER, level=WARP, waits=True)
+@form(r"barrier(?:\.cta)?\.red\.(and|or)\.aligned\.pred", BARRIER, level=WARP, waits=True)
+@form(r"barrier(?:\.cta)?\.red\.(and|or)\.pred", BARRIER, waits=True)
 def barrier_reduce(x: PtxInstruction, f: re.Match[str]) -> PtxOp:
     """Reduce a predicate over the threads of a barrier: every thread learns whether it holds for all of them, or for
     any."""
 
     def run(t: Threads, x: PtxInstruction, brought: Any, number: Any, *count: Any) -> None:
-        m = t.machine
-        row, stay = m.program.registers.at[x.args[0]][1], np.zeros(t.count, bool)
-        for key, mine, need in barriers_of(t, x, number, *count):
-            point = m.state.named.setdefault(key, BarrierState(need))
-            point.predicates.append(brought[mine])
-            point.receivers.append((row, t.index[mine]))
-            if not arrive_named(t, x, key, mine, need, True):
-                stay |= mine
-                continue
-            every = np.concatenate(point.predicates)
-            for row, index in point.receivers:
-                m.P[row, index] = every.all() if f[2] == "and" else every.any()
-        m.stalled = stay
+        result = t.machine.program.registers.at[x.args[0]][1]
+        arrive(t, x, f[1], (number, *count), (brought, result))
 
     ins = ((x.args[-1], "pred"), *[(text, "u32") for text in x.args[1:-1]])
     return PtxOp(run, (), ins, effect=True, registers=True)
 
 
-def barriers_of(t: Threads, x: PtxInstruction, number: Any, *count: Any) -> Iterator[tuple[Any, np.ndarray, int]]:
-    """Yield the named barriers of the threads: (slot, id), the threads that name it, the thread count it expects."""
-    m = t.machine
-    slot = t.index // m.per_cta
+def arrive(
+    t: Threads, x: PtxInstruction, kind: str, operands: tuple[Any, ...], reduction: tuple[Any, int] | None = None
+) -> None:
+    """Let threads arrive at the named barriers that they name. operands: ids, and thread counts if the instruction
+    has them. reduction: predicates, and the register of the result."""
+    m, (number, *count) = t.machine, operands
     if (number >= IDS).any():
         raise Fault(f"{t.say(x)}: barrier {number.max()}, a CTA has {IDS}")
-    for key, mine in groups(slot * IDS + number):
-        yield divmod(key, IDS), mine, int(count[0][mine][0]) if count else m.per_cta
+    if t.whole and count_nonzero(apart := number.reshape(-1, 32) != number[::32, None]):
+        row, lane = np.argwhere(apart)[0].tolist()
+        which = f"lane {lane} names barrier {number[32 * row + lane]}, lane 0 barrier {number[32 * row]}"
+        raise Fault(f"{t.say(x).of([int(t.warps[row])])}: {which}")
+    aligned = x.op.startswith("bar.") or ".aligned" in x.op
+    for key, mine in groups(t.index // m.per_cta * IDS + number):
+        need = thread_count(t, x, count[0][mine]) if count else m.per_cta
+        arrivals = Arrivals(t.index[mine], m.unit, t.say(x), BarrierCall(divmod(key, IDS), need, bool(count), kind))
+        if reduction:
+            arrivals.brought, arrivals.result = reduction[0][mine], reduction[1]
+        if t.whole:
+            arrive_named(m, [arrivals])
+        else:
+            arrive_by_warp(m, arrivals, aligned, arrive_named)
+    if kind != "arrive" or not t.whole:
+        m.stalled = t.index[m.blocked[t.index]]
 
 
-def arrive_named(t: Threads, x: PtxInstruction, key: tuple[int, int], mine: np.ndarray, need: int, waits: bool) -> bool:
-    """Let threads `mine` arrive; return whether the barrier completed and released everyone."""
-    m = t.machine
-    point = m.state.named.setdefault(key, BarrierState(need))
-    if point.arrived and point.need != need:
-        raise Fault(f"{t.say(x)}: barrier {key[1]} with {need} threads, others wait for {point.need}")
-    point.need = need
-    index = t.index[mine]
-    warps = distinct(index >> 5)
-    point.arrived += 32 * len(warps)
-    if point.arrived > need:
-        raise Fault(f"{t.say(x)}: {point.arrived} threads at barrier {key[1]}, which is for {need}")
-    m.order.release(warps, point.clock)
-    if waits:
-        m.blocked[index] = True
-        point.waiting.append((index, m.unit + 1))
-    if point.arrived < need:
-        return False
-    for waiting, unit in point.waiting:
-        m.blocked[waiting] = False
-        m.pc[waiting] = unit
-        m.order.acquire(distinct(waiting >> 5), point.clock)
-    del m.state.named[key]
-    m.events += 1
-    return True
+def thread_count(t: Threads, x: PtxInstruction, count: np.ndarray) -> int:
+    """Return the thread count of a barrier, which must be the same for all threads."""
+    if count_nonzero(count != count[0]):
+        raise Fault(f"{t.say(x)}: the thread count differs between threads")
+    if count[0] % 32 or not count[0]:
+        raise Fault(f"{t.say(x)}: {count[0]} threads, must be a multiple of 32 and not 0")
+    return int(count[0])
 
 
 @form(r"bar\.warp\.sync", f"{SYNC}: bar.warp.sync", level=WARP)
 def warp_barrier(x: PtxInstruction, f: re.Match[str]) -> PtxOp:
-    """Do nothing: a warp counts as one thread in the order of events, so it suffices that its lanes have converged."""
-    return effect(lambda t, x: None)
+    """Check the member mask. A warp counts as one thread in the order of events, so it suffices that its lanes have
+    converged."""
+
+    def run(t: Threads, x: PtxInstruction, mask: Any) -> None:
+        check_members(t, x, mask)
+
+    return effect(run, (x.args[0], "u32"))
 
 
-@form(r"barrier\.cluster\.arrive(\.release|\.relaxed)?(\.aligned)?", f"{SYNC}: barrier.cluster", level=WARP)
+CLUSTER = f"{SYNC}: barrier.cluster"
+
+
+@form(r"barrier\.cluster\.arrive(\.release|\.relaxed)?\.aligned", CLUSTER, level=WARP)
+@form(r"barrier\.cluster\.arrive(\.release|\.relaxed)?", CLUSTER, waits=True)
 def cluster_arrive(x: PtxInstruction, f: re.Match[str]) -> PtxOp:
+    kind, aligned = "relaxed" if f[1] == ".relaxed" else "release", x.op.endswith(".aligned")
+
     def run(t: Threads, x: PtxInstruction) -> None:
         m = t.machine
-        for cluster in distinct(m.first_slot[t.where]).tolist():
-            mine = m.first_slot[t.where] == cluster
-            point = m.state.cluster.setdefault(cluster, BarrierState(m.cluster_size * m.per_cta))
-            if (m.cluster_phase[t.index[mine]] > point.phase).any():
-                raise Fault(f"{t.say(x)}: arrives twice at the cluster barrier without a wait in between")
-            point.arrived += int(mine.sum())
-            m.cluster_phase[t.index[mine]] = point.phase + 1
-            warps = distinct(t.warp[mine])
-            if f[1] != ".relaxed":
-                m.order.release(warps, point.clock)
-                m.state.remote.difference_update(warps.tolist())
+        for cluster, mine in groups(t.first_slot):
+            arrivals = Arrivals(t.index[mine], m.unit, t.say(x), BarrierCall((cluster, -1), 0, False, kind))
+            if t.whole:
+                arrive_in_cluster(m, [arrivals])
             else:
-                for warp in warps.tolist():
-                    for clock in (m.state.released.get(warp), m.state.fences.get((warp, True))):
-                        point.clock.take(clock or VectorClock())
-            complete_cluster_phase(m, cluster)
+                arrive_by_warp(m, arrivals, aligned, arrive_in_cluster)
+        if not t.whole:
+            m.stalled = t.index[m.blocked[t.index]]
 
     return effect(run)
+
+
+def arrive_in_cluster(m: MachineState, arrivals: list[Arrivals]) -> None:
+    """Let threads arrive at the barrier of their cluster. Several arrivals belong to one warp."""
+    call, place, held = arrivals[0].call, arrivals[0].place, len(arrivals) > 1 or arrivals[0].unit != m.unit
+    cluster, index = call.key[0], np.concatenate([one.index for one in arrivals])
+    point = m.state.cluster.setdefault(cluster, BarrierState(m.cluster_size * m.per_cta))
+    if (m.cluster_phase[index] > point.phase).any():
+        raise Fault(f"{place}: arrives twice at the cluster barrier without a wait in between")
+    point.arrived += len(index)
+    m.cluster_phase[index] = point.phase + 1
+    warps = distinct(arrivals[0].index >> 5)
+    if call.kind != "relaxed":
+        m.order.release(warps, point.clock)
+        m.state.remote.difference_update(warps.tolist())
+    else:
+        for warp in warps.tolist():
+            for clock in (m.state.released.get(warp), m.state.fences.get((warp, True))):
+                point.clock.take(clock or VectorClock())
+    for one in arrivals if held else ():
+        m.blocked[one.index] = False
+        m.pc[one.index] = one.unit + 1
+    complete_cluster_phase(m, cluster)
 
 
 def complete_cluster_phase(m: MachineState, cluster: int) -> None:
@@ -136,10 +154,13 @@ def complete_cluster_phase(m: MachineState, cluster: int) -> None:
         m.events += 1
 
 
-@form(r"barrier\.cluster\.wait(\.acquire)?(\.aligned)?", f"{SYNC}: barrier.cluster", level=WARP, waits=True)
+@form(r"barrier\.cluster\.wait(\.acquire)?\.aligned", CLUSTER, level=WARP, waits=True)
+@form(r"barrier\.cluster\.wait(\.acquire)?", CLUSTER, waits=True)
 def cluster_wait(x: PtxInstruction, f: re.Match[str]) -> PtxOp:
     def run(t: Threads, x: PtxInstruction) -> None:
         m = t.machine
+        if not t.whole and x.op.endswith(".aligned") and absent_lanes(m, t.index)[1].any():
+            t.refuse_apart(x)
         stay = np.zeros(t.count, bool)
         for cluster in distinct(m.first_slot[t.where]).tolist():
             mine = m.first_slot[t.where] == cluster
@@ -153,7 +174,7 @@ def cluster_wait(x: PtxInstruction, f: re.Match[str]) -> PtxOp:
                 m.cluster_waited[t.index[ready]] = m.cluster_phase[t.index[ready]]
                 m.order.acquire(distinct(t.warp[ready]), point.clock)
         mark_failed(t, stay)
-        m.stalled = stay
+        m.stalled = t.index[stay]
 
     return effect(run)
 

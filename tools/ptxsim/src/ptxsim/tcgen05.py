@@ -19,6 +19,7 @@ import numpy as np
 from .faults import Fault, NotModelled
 from .forms import WARP, PtxOp, effect, form, refuse
 from .machine import WINDOW, MachineState, Threads
+from .naming import place_of
 from .order import VectorClock
 from .parse import PtxInstruction, vector
 from .tma import multicast_targets
@@ -52,7 +53,7 @@ def pool_of(t: Threads, x: PtxInstruction, thread: int, group: int = 0) -> TmemP
         first = slot - slot % group
         if m.cluster_size % group:
             raise Fault(f"{t.say(x)}: a cluster of {m.cluster_size} CTAs has no CTA pairs")
-        found = TmemPool(first, group, m.per_cta // 32, m.order)
+        found = TmemPool(first, group, m.names, m.order)
         for one in range(first, first + group):
             m.state.tensor[one] = found
     if found is None:
@@ -63,9 +64,7 @@ def pool_of(t: Threads, x: PtxInstruction, thread: int, group: int = 0) -> TmemP
 
 
 def each_warp(t: Threads, x: PtxInstruction) -> list[tuple[int, slice]]:
-    """Return (warp, its threads here) of an instruction that whole warps execute."""
-    if not t.whole:
-        raise Fault(f"{t.say(x)}: not all lanes of the warp execute it")
+    """Return (warp, its threads here) of an instruction that whole warps execute (forms.form checks it)."""
     return [(warp, slice(32 * i, 32 * i + 32)) for i, warp in enumerate(t.warps.tolist())]
 
 
@@ -140,9 +139,8 @@ def access(t: Threads, x: PtxInstruction, warp: int, address: int, layout: tuple
     if "lanes" in m.call.beyond and base < 32:
         base += 32 * quarter
     if base // 32 != quarter:
-        raise Fault(
-            f"{t.say(x)}: tensor memory lane {base}, warp {warp} may access lanes {32 * quarter} to {32 * quarter + 31}"
-        )
+        allowed = f"{m.names.warp(warp)} may access lanes {32 * quarter} to {32 * quarter + 31}"
+        raise Fault(f"{t.say(x)}: tensor memory lane {base}, {allowed}")
     if base % rows:
         raise Fault(f"{t.say(x)}: tensor memory lane {base} is no multiple of {rows}")
     lanes, columns, touched = fragment(*layout)
@@ -277,9 +275,9 @@ def issue(t: Threads, x: PtxInstruction, i: int, pool: TmemPool, operation: Oper
     engine.issued += 1
     event = engine.issued
     for tensor, region in operation.reads:
-        tensor.reader[region], tensor.read_event[region] = mine, event
+        tensor.reader[region], tensor.read_event[region], tensor.read_place[region] = mine, event, place_of(say, by)
     for tensor, region, _ in operation.writes:
-        tensor.wrote(region, mine, event)
+        tensor.wrote(region, mine, event, place_of(say, by))
 
     def complete() -> None:
         operation.run()

@@ -238,6 +238,8 @@ class Translator:
         self.lines.append(f"r = {call} if h else None")
         many = len(op.outs) > 1
         for i, (register, kind) in enumerate(op.outs):
+            if register == "_":
+                continue
             old = self.load(register)
             value = self.convert(f"r[{i}]" if many else "r", kind, register)
             self.lines.append(f"{old} = h.merge({self.array(old)}, {value}) if h else {old}")

@@ -52,15 +52,17 @@ def check_members(t: Threads, x: PtxInstruction, mask: np.ndarray) -> np.ndarray
     table, there = lanes(t, mask)
     members = (table >> LANES.astype(U32)[None, :]) & U32(1)
     if not members.all() and (there & (members == 0)).any():
-        raise Fault(f"{t.say(x)}: a lane executes it that its member mask leaves out")
+        row, lane = np.argwhere(there & (members == 0))[0].tolist()
+        raise Fault(f"{t.say(x).of([int(t.warps[row])])}: lane {lane} executes it and its member mask leaves it out")
     if not t.whole:
         asked = np.bitwise_or.reduce(np.where(there, table, U32(0)), 1)
         named = ((asked[:, None] >> LANES.astype(U32)) & U32(1)).astype(bool)
         missing = named & ~there & ~t.machine.done.reshape(-1, 32)[t.warps]
         if missing.any():
-            raise Fault(
-                f"{t.say(x)}: lane {int(np.argwhere(missing)[0][1])} is in the member mask and stands elsewhere"
-            )
+            row, lane = np.argwhere(missing)[0].tolist()
+            warp = int(t.warps[row])
+            stands = t.machine.stands(32 * warp + lane)
+            raise Fault(f"{t.say(x).of([warp])}: lane {lane} is in the member mask and {stands}")
     return there
 
 
@@ -91,7 +93,9 @@ def shuffle(x: PtxInstruction, f: re.Match[str]) -> PtxOp:
             source, inside = sources(lanes(t, b)[0].astype(np.int64) & 31, lanes(t, c)[0].astype(np.int64))
         at = source + np.arange(0, table.size, 32)[:, None]
         if not t.whole and (there & ~there.reshape(-1)[at]).any():
-            raise Fault(f"{t.say(x)}: reads a lane that does not take part")
+            row, lane = np.argwhere(there & ~there.reshape(-1)[at])[0].tolist()
+            say = t.say(x).of([int(t.warps[row])])
+            raise Fault(f"{say}: lane {lane} reads lane {source[row, lane]}, which does not take part")
         out = scatter(t, table.reshape(-1)[at])
         return (out, scatter(t, inside)) if valid else out
 
