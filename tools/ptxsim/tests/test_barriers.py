@@ -168,6 +168,10 @@ def test_a_reduction_over_a_part_of_the_threads(mode: str) -> None:
     """
     assert (execute(body.format(40), mode=mode, seed=1) == HALF).all()
     assert (execute(body.format(63), mode=mode, seed=1) == 0).all()
+    count = """setp.ge.u32 %p3, %r0, 40; barrier.red.popc.u32 %r6, 0, !%p3; @%p1 barrier.red.popc.u32 %r5, 1, 64, %p3;
+    mad.lo.u32 %r5, %r6, 1000, %r5;
+    """  # threads 0 to 39 of all, and threads 40 to 47 of the lower halves
+    assert (execute(count, mode=mode, seed=1) == 40000 + np.where(HALF, 8, 7)).all()
     two = arms("barrier.red.and.pred %p4, 1, 64, %p3;", "barrier.red.and.pred %p6, 1, 64, %p3;")
     both = "setp.ne.u32 %p3, %r0, {}; " + two + "@%p1 selp.u32 %r5, 1, 0, %p6; @!%p1 selp.u32 %r5, 1, 0, %p4;"
     assert (execute(both.format(20), mode=mode, seed=1) == 0).all()

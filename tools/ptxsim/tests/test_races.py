@@ -163,3 +163,41 @@ def test_a_race_with_a_cta_that_has_left() -> None:
     said = r"warp 0 of CTA 2: st.*overwrites .*written by warp 0 of CTA 1, (.|\n)*, warp 0 of CTA 1: st"
     with pytest.raises(Fault, match=said):
         run(launch(f"{HEAD}{body}ret;\n}}\n", [np.zeros(64, np.uint32)], grid=3), resident=1)
+
+
+TENSOR = """.version 8.7
+.target sm_100a
+.visible .entry kernel(.param .b64 out) .reqntid 256, 1, 1
+{
+.reg .pred %p<9>; .reg .b32 %r<9>; .shared .b32 column;
+mov.u32 %r0, %tid.x; mov.u32 %r1, column; shr.u32 %r2, %r0, 5; setp.eq.u32 %p0, %r2, 0; setp.eq.u32 %p4, %r2, 4;
+@%p0 tcgen05.alloc.cta_group::1.sync.aligned.shared::cta.b32 [%r1], 32;
+bar.sync 0;
+ld.shared.b32 %r3, [%r1];
+"""  # line 10 follows; warps 0 and 4 reach the same lanes
+LOAD = "@%p0 tcgen05.ld.sync.aligned.32x32b.x1.b32 {%r5}, [%r3];\n"
+SAVE = "@%p4 tcgen05.st.sync.aligned.32x32b.x1.b32 [%r3], {%r0};\n@%p4 tcgen05.wait::st.sync.aligned;\n"
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize(
+    ("body", "said"),
+    [
+        (LOAD + SAVE, r"line 10, {0}: tcgen05.ld.*, which {4} writes without.*\n  the write: line 11, {4}: tcgen05.st"),
+        (
+            SAVE + LOAD,
+            r"line 12, {0}: tcgen05.ld.*(written by|which) {4}.* without.*\n.*write: line 10, {4}: tcgen05.st",
+        ),
+        (
+            f"{SAVE}bar.sync 0;\n{LOAD}{SAVE}",
+            r"line 14, {4}: .*overwrites .*, which {0} has read, .*\n  the last read: line 13, {0}: tcgen05.ld|"
+            r"line 13, {0}: .*reads .*by {4}, .*\n  the last write: line 14, {4}: tcgen05.st",
+        ),
+        (LOAD, "tcgen05.ld.*: reads .*, which nothing has written$"),
+    ],
+    ids=["the read first", "the write first", "a write behind a read", "no write"],
+)
+def test_tensor_memory(body: str, said: str, mode: str) -> None:
+    for seed in range(3 if mode == "random" else 1):
+        with pytest.raises(Fault, match=said.replace("{0}", W0).replace("{4}", "warp 4 of CTA 0")):
+            run(launch(f"{TENSOR}{body}ret;\n}}\n", [None]), mode=mode, seed=seed)

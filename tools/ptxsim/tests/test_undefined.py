@@ -1,8 +1,10 @@
 """Sums of a wgmma over shared memory that nothing has written: dropping them is right, using them is a fault."""
 
+import re
+
 import numpy as np
 import pytest
-from ptxsim import MODES, Fault, launch, run
+from ptxsim import MODES, Fault, NotModelled, launch, run
 
 HEAD = """.version 8.7
 .target sm_90a
@@ -75,3 +77,39 @@ def test_sums_that_are_used(behind, user, mode):
 @pytest.mark.parametrize("mode", MODES)
 def test_written_tiles(mode):
     assert (execute(B + READY + MMA + "mov.f32 %f8, %f1;\n", mode) == 16).all()
+
+
+TWO_GROUPS = HEAD.replace(".reqntid 128", ".reqntid 256").replace("st.shared.v4", "@!%p4 st.shared.v4")
+TWO_GROUPS = TWO_GROUPS.replace("mov.b32 %r5", "setp.ge.u32 %p4, %r0, 128; setp.eq.u32 %p5, %r0, 128; mov.b32 %r5")
+WRITE_B = "@%p5 st.shared.v4.b32 [%r3+2048], {%r5, %r5, %r5, %r5};"
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("waits", [False, True])
+def test_a_tile_that_another_warp_writes_late(waits, mode):
+    """Warp 4 writes B: that is a race, unless the warp has waited for the wgmma."""
+    read = (
+        f"fence.proxy.async; bar.sync 1, 128;\n{MMA}{'bar.arrive 2, 256;' if waits else ''}\nst.global.f32 [%rd1], %f1;"
+    )
+    write = f"{'bar.sync 2, 256;' if waits else ''}\n{WRITE_B}"
+    ptx = f"{TWO_GROUPS}@%p4 bra WRITE;\n{read}\nbra OUT;\nWRITE:\n{write}\nOUT:\nret;\n}}\n"
+    for seed in range(4 if mode == "random" else 1):
+        with pytest.raises(Fault) as caught:
+            run(launch(ptx, [np.zeros(256, np.float32)], shared=4096), mode=mode, seed=seed)
+        said = str(caught.value)
+        if waits:
+            assert re.search(r"%f1, which depends on line 18, .*: reads shared 0x800, which nothing has written$", said)
+        elif "overwrites" in said:  # the write came behind the read
+            assert re.search(
+                r"warp 4 of CTA 0: st.shared.*which warp 0 of CTA 0 has read, (.|\n)*line 18, warp 0", said
+            )
+        else:
+            assert "line 18, warps 0 to 3 of CTA 0: wgmma.mma_async" in said
+            assert re.search(
+                r"reads shared 0x800, w.* warp 4 of CTA 0(.|\n)* line 25, warp 4 of CTA 0: st.shared", said
+            )
+
+
+def test_blocks_of_part_of_a_warpgroup() -> None:
+    with pytest.raises(NotModelled, match="160 threads: wgmma .* 128"):
+        run(launch(HEAD.replace(".reqntid 128", ".reqntid 160") + MMA + STORE, [None], shared=4096))

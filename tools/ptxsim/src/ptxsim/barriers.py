@@ -50,7 +50,7 @@ class BarrierState:
     need: int
     arrived: int = 0
     counted: bool = True  # every instruction so far has named the count of threads
-    kind: str = ""  # of a reduction: and, or
+    kind: str = ""  # of a reduction: and, or, popc
     warps: list[np.ndarray] = field(default_factory=list)  # that have arrived
     phase: int = 0
     clock: VectorClock = field(default_factory=VectorClock)

@@ -20,7 +20,7 @@ from .numbers import count_nonzero
 
 class BarrierCall(NamedTuple):
     """A use of a barrier, which must be the same for all lanes of a warp. key: (slot, id). need: threads that the
-    barrier expects; counted: whether the instruction names this count. kind: sync, arrive, and, or."""
+    barrier expects; counted: whether the instruction names this count. kind: sync, arrive, and, or, popc."""
 
     key: tuple[int, int]
     need: int
@@ -136,7 +136,10 @@ def complete_named(m: MachineState, key: tuple[int, int]) -> None:
     if point.receivers:
         every = np.concatenate(point.predicates)
         for row, index in point.receivers:
-            m.P[row, index] = every.all() if point.kind == "and" else every.any()
+            if point.kind == "popc":
+                m.W[row, index] = count_nonzero(every)
+            else:
+                m.P[row, index] = every.all() if point.kind == "and" else every.any()
     for waiting, unit in point.waiting:
         m.blocked[waiting] = False
         m.pc[waiting] = unit

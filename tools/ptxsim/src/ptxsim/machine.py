@@ -10,7 +10,7 @@ import numpy as np
 from .barriers import BarrierState, Mbarrier
 from .call import KernelLaunch, TensorMap
 from .exchange import Exchange
-from .faults import Fault
+from .faults import Fault, NotModelled
 from .forms import WARP, WARPGROUP
 from .naming import CtaNames
 from .numbers import count_nonzero
@@ -203,6 +203,8 @@ class MachineState:
         self.per_cta = int(np.prod(shape))
         if self.per_cta % 32:
             raise ValueError(f"block {shape}: {self.per_cta} threads are no multiple of 32")
+        if self.per_cta % 128 and (program.level == WARPGROUP).any():
+            raise NotModelled(f"{self.per_cta} threads: wgmma in a block of no multiple of 128 threads is not modelled")
         self.cluster_size = int(np.prod(call.cluster))
         self.slots = len(blocks)
         self.threads = self.per_cta * self.slots

@@ -48,6 +48,7 @@ class SharedMemory:
         self.partly = np.zeros(words, bool)  # the last write was smaller than 4 bytes
         self.write_place, self.read_place = np.zeros(words, np.int64), np.zeros(words, np.int64)  # place_of; 0: unknown
         self.held: list[HeldUse] = []  # uses of words that nothing has written
+        self.blank: dict[str, HeldUse] = {}  # those that are allowed until something depends on them, by their text
         self.readers = np.zeros((warps_per_slot, words), np.int32)  # last event at which each warp of the CTA read
         self.async_reader = np.full(words, EMPTY, np.int32)
         self.async_event = np.zeros(words, np.int32)
@@ -290,6 +291,9 @@ class SharedMemory:
             self.refuse_late(None, late, words, what)
             if nothing and not blank:
                 self.refuse_empty(warps[:1], words, empty, what)
+            if nothing:
+                does, numbers = f"reads {self._first(words, empty)}", self._numbers(words)[empty]
+                self.blank[nothing] = HeldUse(what, does, numbers, event=int(self.order.own[warps[0]]))
             self.refuse_stale(warps, words, what, "reads")
         self.async_reads[words] += 1
         self.reads += size_of(words)

@@ -10,7 +10,7 @@ from .barriers import BarrierState, Mbarrier
 from .convergence import Arrivals, BarrierCall, absent_lanes, arrive_named
 from .convergence import arrive as arrive_by_warp
 from .faults import Fault
-from .forms import WARP, PtxOp, effect, form, refuse
+from .forms import WARP, PtxOp, effect, form
 from .machine import MachineState, Threads, distinct, groups
 from .numbers import count_nonzero
 from .order import VectorClock
@@ -36,16 +36,18 @@ def barrier(x: PtxInstruction, f: re.Match[str]) -> PtxOp:
     return effect(run, *[(text, "u32") for text in x.args])
 
 
-@form(r"bar(?:\.cta)?\.red\.(and|or)(?:\.aligned)?\.pred", BARRIER, level=WARP, waits=True)
-@form(r"barrier(?:\.cta)?\.red\.(and|or)\.aligned\.pred", BARRIER, level=WARP, waits=True)
-@form(r"barrier(?:\.cta)?\.red\.(and|or)\.pred", BARRIER, waits=True)
+@form(
+    r"bar(?:\.cta)?\.red\.(?:(and|or)(?:\.aligned)?\.pred|(popc)(?:\.aligned)?\.u32)", BARRIER, level=WARP, waits=True
+)
+@form(r"barrier(?:\.cta)?\.red\.(?:(and|or)\.aligned\.pred|(popc)\.aligned\.u32)", BARRIER, level=WARP, waits=True)
+@form(r"barrier(?:\.cta)?\.red\.(?:(and|or)\.pred|(popc)\.u32)", BARRIER, waits=True)
 def barrier_reduce(x: PtxInstruction, f: re.Match[str]) -> PtxOp:
     """Reduce a predicate over the threads of a barrier: every thread learns whether it holds for all of them, or for
-    any."""
+    any, or for how many."""
 
     def run(t: Threads, x: PtxInstruction, brought: Any, number: Any, *count: Any) -> None:
         result = t.machine.program.registers.at[x.args[0]][1]
-        arrive(t, x, f[1], (number, *count), (brought, result))
+        arrive(t, x, f[1] or f[2], (number, *count), (brought, result))
 
     ins = ((x.args[-1], "pred"), *[(text, "u32") for text in x.args[1:-1]])
     return PtxOp(run, (), ins, effect=True, registers=True)
@@ -397,8 +399,3 @@ def trap(x: PtxInstruction, f: re.Match[str]) -> PtxOp:
         raise Fault(f"{t.say(x)}: the kernel gave up")
 
     return effect(run)
-
-
-@form(r"(bar|barrier)(\.cta)?\.red.*", f"{SYNC}: barrier", level=WARP)
-def barrier_count(x: PtxInstruction, f: re.Match[str]) -> PtxOp:
-    raise refuse(x, "a count over a barrier")

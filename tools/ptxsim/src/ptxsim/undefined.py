@@ -11,6 +11,7 @@ from .faults import Fault
 from .forms import require
 from .parse import PtxInstruction
 from .program import REGISTER, Program, control
+from .unwritten import refuse
 
 
 class Flow(NamedTuple):
@@ -50,7 +51,10 @@ def follow(m: Any, number: int, t: Any) -> None:
         for flow in m.program.flows[number] if known else ():
             used = [name for name in flow.reads if name in known]
             if used and (not flow.carries or flow.x.guard.lstrip("!") in known):
-                raise Fault(f"{t.say(flow.x)}: uses {used[0]}, which depends on {known[used[0]]}")
+                message = f"{t.say(flow.x)}: uses {used[0]}, which depends on {known[used[0]]}"
+                if use := m.shared.blank.get(known[used[0]]):
+                    refuse(use, m.shared.held, message)  # raises
+                raise Fault(message)
             if used:
                 known |= dict.fromkeys(flow.writes, known[used[0]])
             elif t.whole and not flow.x.guard:

@@ -22,12 +22,14 @@ class Race(Fault):
 
 class HeldUse(NamedTuple):
     """A use of memory that nothing has written so far. what: its location; does: what it does, as text; words: numbers
-    of the words; by: the warp of each word, or None for all warps of the location."""
+    of the words; by: the warp of each word, or None for all warps of the location; event: the event (order.py) of the
+    first warp of the location at the use, if the warps have run on since."""
 
     what: Any
     does: str
     words: np.ndarray
     by: np.ndarray | None = None
+    event: int | None = None
 
     def race(self, words: np.ndarray, writer: int, instruction: str) -> Race | None:
         """Return the race with a write by a warp; None if it is a write of other words, or by the warp itself.
@@ -35,11 +37,16 @@ class HeldUse(NamedTuple):
         instruction: the write, as text."""
         found = np.isin(self.words, words)
         found &= writer not in self.what.threads.warps if self.by is None else self.by != writer
-        if not found.any():
+        if not found.any() or self.happens_before(writer):
             return None
         reader = self.what if self.by is None else self.what.of([int(self.by[found][0])])
         said = f"which {self.what.threads.machine.names.warp(writer)} writes without synchronisation in between"
         return Race(f"{reader}: {self.does}, {said}\n  the write: {instruction}")
+
+    def happens_before(self, writer: int) -> bool:
+        """Return whether a warp has waited for the use, so that it may write the memory now."""
+        seen = self.what.threads.machine.order.seen[writer, self.what.threads.warps[0]]
+        return self.event is not None and bool(seen >= self.event)
 
 
 def refuse(use: HeldUse, held: list[HeldUse], message: str) -> None:
