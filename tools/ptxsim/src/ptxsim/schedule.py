@@ -15,7 +15,7 @@ from .sync import complete_cluster_phase
 from .undefined import follow
 from .unwritten import Race, Unwritten
 
-UNITS_AFTER_FAULT = 20_000  # units that other threads may run after a use of memory that nothing has written
+UNITS_AFTER_FAULT = 5_000  # units that other threads may run after a use of memory that nothing has written
 UNITS_PER_TURN = 64  # units that a group runs before the next group is chosen
 COMPLETION_CHANCES = (0.3, 0.3, 0.05, 0.01)  # random: probability that an operation completes after a step, by seed
 
@@ -28,7 +28,7 @@ def run(m: MachineState) -> None:
             if chosen is None:
                 if complete_one(m):
                     continue
-                chosen = choose(m, part_of_warp=True)
+                chosen = None if m.unwritten else choose(m, part_of_warp=True)
                 if chosen is None:
                     break
             try:
@@ -36,14 +36,13 @@ def run(m: MachineState) -> None:
             except Race as fault:
                 raise Fault(str(fault)) from None
             except Unwritten:
-                stop(m, chosen[1])
+                m.suspended.update(chosen[2].tolist())
             except Fault:  # perhaps of a value that nothing has written
                 if not m.suspended:
                     raise
-                stop(m, chosen[1])
+                m.suspended.update(chosen[2].tolist())
             if m.suspended:
-                stop(m, np.flatnonzero(np.isin(np.arange(m.threads) >> 5, list(m.suspended))))
-                m.suspended.clear()
+                stop(m, list(m.suspended))
             if (
                 m.settings.mode == "random"
                 and m.random.random() < COMPLETION_CHANCES[m.settings.seed % len(COMPLETION_CHANCES)]
@@ -61,10 +60,11 @@ def run(m: MachineState) -> None:
         raise Deadlock(f"deadlock\n{where(m)}")
 
 
-def stop(m: MachineState, threads: np.ndarray) -> None:
-    """Stop threads for good, because their warp uses memory that nothing has written, and let the others run on for a
-    while (unwritten.py)."""
-    m.blocked[threads] = True
+def stop(m: MachineState, warps: list[int]) -> None:
+    """Stop warps for good, because they use memory that nothing has written, and let the others run on for a while
+    (unwritten.py)."""
+    m.blocked.reshape(-1, 32)[warps] = True
+    m.suspended.clear()
     m.settings.limit = min(m.settings.limit, m.steps + UNITS_AFTER_FAULT)
 
 
