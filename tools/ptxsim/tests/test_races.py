@@ -205,7 +205,7 @@ def test_tensor_memory(body: str, said: str, mode: str) -> None:
 
 @pytest.mark.parametrize("mode", MODES)
 def test_what_follows_from_a_stopped_warp_is_not_reported(mode: str) -> None:
-    """Lane 0 uses an mbarrier that nothing initialises; other lanes wait in a shuffle for it, and warp 1 in a barrier."""
+    """Lane 0 uses an mbarrier that nothing initialises; the others wait in a shuffle, and warp 1 in a barrier."""
     body = "@!%p1 bra MEET;\nmbarrier.arrive.shared.b64 _, [%r2];\nMEET:\nshfl.sync.idx.b32 %r5, %r0, 0, 31, -1;\n"
     said = r"line 14 .*, warp 0 of CTA 0: mbarrier.arrive.*: no initialised mbarrier at shared 0x400$"
     with pytest.raises(Fault, match=said):
