@@ -260,6 +260,25 @@ def here() -> Iterator[Any]:
         yield fake
 
 
+class Foreign(torch.Tensor):
+    """A tensor as compiled functions see it, which can be neither copied nor pickled."""
+
+    __torch_function__ = torch._C._disabled_torch_function_impl
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise RuntimeError("ffi.Tensor does not support ToJSONGraph")
+
+    __deepcopy__ = __reduce_ex__
+
+
+@pytest.fixture
+def foreign(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let launches keep tensors as on a GPU, in a form that can be neither copied nor pickled."""
+    from tests.fake_machine import FakeMachine
+
+    monkeypatch.setattr(FakeMachine, "argument", lambda self, tensor: tensor.as_subclass(Foreign))
+
+
 @pytest.fixture
 def quiet() -> Iterator[Any]:
     """A machine with kernels that do nothing but `count`, so that only host work remains."""

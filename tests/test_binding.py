@@ -128,7 +128,7 @@ def test_nothing_is_kept_of_a_capture(launches, here, looked_up):
 
 
 @pytest.mark.parametrize("name", CALLS)
-def test_a_bound_call_may_be_copied_and_sent(launches, looked_up, name):
+def test_a_bound_call_may_be_copied_and_sent(foreign, launches, looked_up, name):
     """A copy binds at its first run, and not again."""
     function, inputs = CALLS[name]()
     layer = bind(function, **inputs)
@@ -139,12 +139,33 @@ def test_a_bound_call_may_be_copied_and_sent(launches, looked_up, name):
         assert equal(other.run(inputs["query"]), want) and len(looked_up) == 1
 
 
-def test_a_bound_top_k_may_be_copied_and_sent():
+def test_a_copy_binds_at_its_first_run_of_the_shape_that_was_bound(launches, looked_up, here):
+    """Another number of tokens, a capture and a bad query do not take the copy's launch away."""
+    function, inputs = CALLS["context"]()
+    q, layer = inputs["query"], bind(function, **inputs)
+    want, other = layer.run(q), copy.copy(layer)
+    other.run(q[:2])
+    with pytest.raises((TypeError, ValueError), match="^query: "):
+        other.run("query")
+    here.capturing = True
+    assert equal(other.run(q), want)
+    here.capturing = False
+    assert other._launch is None and equal(other.run(q), want) and other._launch is not None
+    looked_up.clear()
+    assert equal(other.run(q), want) and not looked_up
+    with pytest.raises(TypeError, match="^query: str, must be a torch.Tensor"):
+        other.run("query")
+
+
+def test_a_bound_top_k_may_be_copied_and_sent(foreign):
     scores = torch.randn(3, 50)
     with machine.override(FakeMachine(lambda op, spec: reference.top_k_rows)):
         layer = bind(wrappers.top_k, scores, 5)
         want = layer.run(scores)
         for other in (copy.copy(layer), copy.deepcopy(layer), pickle.loads(pickle.dumps(layer))):
+            assert equal(other.run(scores[:2]), tuple(t[:2] for t in want)) and other._flat is None
+            with pytest.raises(TypeError, match="^input: str, must be a torch.Tensor"):
+                other.run("scores")
             assert equal(other.run(scores), want) and other._flat is not None and equal(other.run(scores), want)
 
 

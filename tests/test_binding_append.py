@@ -2,6 +2,7 @@
 
 import copy
 import gc
+import pickle
 import weakref
 from dataclasses import replace
 
@@ -163,7 +164,7 @@ def test_wrong_arguments_are_refused_by_name(launches):
 
 
 @pytest.mark.parametrize("how", [copy.copy, copy.deepcopy])
-def test_a_bound_append_may_be_copied(launches, how):
+def test_a_bound_append_may_be_copied(foreign, launches, how):
     """A copy binds at its first run. A deep one has caches of its own."""
     inputs = cases.make_inputs(FULL) | {"out": None}
     rows = [inputs[name] for name in "qkv"]
@@ -177,6 +178,22 @@ def test_a_bound_append_may_be_copied(launches, how):
     assert (other._call.k_cache.data_ptr() == layer._call.k_cache.data_ptr()) == (how is copy.copy)
     with pytest.raises(TypeError, match="^q: None, must be a torch.Tensor"):
         how(layer).run(None, *rows[1:])
+
+
+@pytest.mark.parametrize("how", [copy.copy, copy.deepcopy, lambda layer: pickle.loads(pickle.dumps(layer))])
+def test_a_copy_keeps_the_places_and_positions_that_were_bound(launches, how):
+    """Those of its first run serve that run alone."""
+    inputs = cases.make_inputs(FULL) | {"out": None}
+    rows = [inputs[name] for name in "qkv"]
+    layer = bind(append_qkv, **inputs)
+    slots, positions = layer._call.slots.clone(), layer._call.transform.rope_positions.clone()
+    wanted = written(inputs, rows, None, lambda *_: append_qkv(**inputs))
+    other = how(layer)
+    other.run(*rows, places=slots.flip(0), positions=positions + 1)
+    assert other._flat is not None
+    launch = other.run(*rows)
+    assert torch.equal(launches[-1]["slots"], slots) and torch.equal(launches[-1]["rope_positions"], positions)
+    assert torch.equal(launch, layer.run(*rows)) and wanted is not None
 
 
 def test_rows_are_not_kept(quiet):

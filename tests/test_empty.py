@@ -26,7 +26,9 @@ def appended(cache, new):
     return torch.equal(cache, want)
 
 
-@pytest.mark.parametrize("form", ["equal", "packed", "packed, most 0", "table", "leftpad", "rotary", "given out"])
+@pytest.mark.parametrize(
+    "form", ["equal", "packed", "packed, most 0", "table", "leftpad", "rotary", "rotary, full", "given out"]
+)
 def test_keys_are_appended_without_queries(launched, form):
     q, cache = inputs()
     new = torch.randn(2, 2, 2, 64).half()
@@ -38,8 +40,9 @@ def test_keys_are_appended_without_queries(launched, form):
         given["block_table"] = ints(0, 1)[:, None]
     elif form == "leftpad":
         given["cache_leftpad"] = ints(0, 1)
-    elif form == "rotary":
+    elif form.startswith("rotary"):
         given |= {"rotary_cos": torch.ones(9, 16).half(), "rotary_sin": torch.zeros(9, 16).half()}
+        given["causal"] = form == "rotary"  # without queries, none stands at the position of another one
     elif form == "given out":
         given["out"] = torch.empty_like(q)
     out, lse = flash_attn_with_kvcache(q, *cache, new, new, **given)

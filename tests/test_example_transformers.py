@@ -264,7 +264,7 @@ def test_cache_refuses(llama):
     assert cache.seq_lens.tolist() == [0, 0]
     cache.extend([30, 0])
     for lens in ([3, 0], [-1, 0]):  # 33 in two chunks
-        with pytest.raises(ValueError, match="has pages for 32 tokens, 30 of them are taken"):
+        with pytest.raises(ValueError, match="has pages for 32 tokens and has 30 tokens"):
             cache.extend(lens)
     assert cache.extend([2, 0]).tolist() == [[30, 31]]
     cache.release(0)
@@ -284,15 +284,40 @@ def test_tokens_past_the_pages_are_refused_after_decode_steps(how):
         else:  # as the graph of a step does
             cache.seq_lens += cache._live
     before = cache.seq_lens.tolist(), cache._rows.tolist()
-    with pytest.raises(ValueError, match=r"^lens\[0\]: 3, must be in \[0, 2\]: request 0 has pages for 32 tokens, 30"):
+    with pytest.raises(
+        ValueError, match=r"^lens\[0\]: 3, must be in \[0, 2\]: request 0 has pages for 32 tokens and has 30"
+    ):
         cache.extend([3, 0])
     assert (cache.seq_lens.tolist(), cache._rows.tolist()) == before, "nothing has changed"
     assert cache.extend([2, 1]).tolist() == [[30, 31, 5]]
-    with pytest.raises(ValueError, match=r"request 0 has pages for 32 tokens, 32 of them are taken"):
+    with pytest.raises(ValueError, match=r"request 0 has pages for 32 tokens and has 32 tokens"):
         cache.extend()
     assert cache.seq_lens.tolist() == [32, 6]
     cache.release(0)
     assert cache.extend().tolist() == [[0], [6]]
+
+
+def test_lengths_may_be_tensors_and_may_be_set_back():
+    """A caller undoes a step that only warmed up: the lengths on the device count, not the steps that were called."""
+    cache = PagedCache(1, pages=2, max_tokens=16, page_size=16, device="cpu")
+    cache.admit(0, 16)
+    assert cache.extend(torch.tensor([15])).tolist() == [[*range(15)]]
+    before = cache.seq_lens.clone()
+    for _ in range(3):
+        assert cache.extend().tolist() == [[15]]
+        cache.seq_lens.copy_(before)
+    cache.extend()
+    with pytest.raises(ValueError, match="request 0 has pages for 16 tokens and has 16 tokens"):
+        cache.extend()
+
+
+def test_sinks_that_change_are_cast_again():
+    cache, sinks = PagedCache(1, pages=2, max_tokens=16, device="cpu"), torch.ones(4, dtype=torch.bfloat16)
+    first = cache.sinks(0, sinks)
+    assert cache.sinks(0, sinks) is first and first.dtype == torch.float32
+    sinks.fill_(5)
+    assert cache.sinks(0, sinks).tolist() == [5.0] * 4
+    assert cache.sinks(0, sinks + 1).tolist() == [6.0] * 4
 
 
 def test_rows_of_steps_past_the_pages_go_to_page_0():

@@ -1,5 +1,7 @@
 """`flash_attn_with_kvcache` with rotary tables against float64; its launches, and torch kernels beside them."""
 
+import re
+
 import pytest
 import torch
 
@@ -175,3 +177,19 @@ def test_a_decode_step_is_two_launches(quiet, paged, rotary):
     assert not torch_kernels(step)
     assert quiet.count == 4  # two steps
     assert torch_kernels(lambda: (step(), lens + 1)) == ["add"]
+
+
+@pytest.mark.parametrize("change, error, text", [
+    ({"causal": False}, NotImplementedError, "^rotary_cos: queries that all stand at one position"),
+    ({"rotary_cos": tables(D)[0][:4]}, ValueError, "^rotary_cos: shape .4, .*, must have at least"),
+])  # fmt: skip
+@pytest.mark.parametrize("how", ["eager", "compiled"])
+def test_tables_are_checked_in_a_trace_too(change, error, text, how, fresh_compiler):
+    given, _, _ = appended("equal")
+    cos, sin = tables(D)
+    call = given | {"rotary_cos": cos, "rotary_sin": sin, "causal": True} | change
+    step = lambda call: flash_attn_with_kvcache(**call)  # noqa: E731
+    step = torch.compile(step, backend="eager", fullgraph=True) if how == "compiled" else step
+    with pytest.raises(error if how == "eager" else Exception) as found:  # dynamo has an error of its own
+        step(call)
+    assert how == "compiled" or re.search(text, str(found.value))

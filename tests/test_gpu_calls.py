@@ -131,6 +131,26 @@ def test_streams_of_a_capture_have_counters_of_their_own():
         assert torch.equal(found[2], other)
 
 
+def test_launches_of_other_kernels_share_counters_in_a_capture():
+    """Of other caches and head dims, in turn, with and without programmatic launches."""
+    calls = []
+    for kv_dtype, dim in (("", 64), ("fp8", 64), ("", 128), ("nvfp4", 128)):
+        case = replace(BASE, q_lens=(1, 1), kv_lens=(600, 5000), kv_dtype=kv_dtype, head_dim_qk=dim, head_dim_vo=dim)
+        inputs = cases.as_decode(cases.make_inputs(case, CUDA)) | {"cum_seq_lens_q": None, "max_q_len": None}
+        calls += [inputs | {"out": None, "enable_pdl": pdl} for pdl in (True, False)]
+    decode = wrappers.trtllm_batch_decode_with_kv_cache
+    with machine.override(machine.HostMachine()) as here:
+        want = [decode(**call) for call in calls]
+        graph, pool = torch.cuda.CUDAGraph(), here.counter_pools[CUDA]
+        with torch.cuda.graph(graph):
+            found = [decode(**call) for _ in range(20) for call in calls]
+        for _ in range(20):
+            graph.replay()
+        torch.cuda.synchronize()
+        assert all(torch.equal(got, want[i % len(calls)]) for i, got in enumerate(found))
+        assert not pool.counters.any()
+
+
 def test_queries_without_rows():
     """Keys are appended; nothing else happens."""
     cache = torch.zeros(2, 2, 9, 2, 64, device=CUDA).half()

@@ -298,6 +298,26 @@ def test_other_numbers_that_are_not_normal_in_float32_are_refused(value):
         )
 
 
+def test_scales_of_heads_are_checked_on_the_cpu_as_one_is():
+    heads = {"q": drawn(5, HQ, D), "k": drawn(9, HKV, D), "v": drawn(9, HKV, D)}
+    for name in ("q_scale", "k_scale", "v_scale"):
+        bad = torch.full((HQ if name == "q_scale" else HKV,), 1e-40)
+        with pytest.raises(ValueError, match="1.* of query head 0, must be .*finite in float32, .*at least 1.18e-38"):
+            wrappers.single_prefill_with_kv_cache(**heads, **{name: bad})
+
+
+def test_a_factor_on_the_logits_that_overflows_in_base_2_is_refused():
+    """Kernels multiply it by log2(e)."""
+    most = plan.checks.MOST_SCALE
+    for value in (most * 1.001, 3.4e38):
+        with pytest.raises(ValueError, match="^softmax_scale: .*, must be at most 2.36e.38"):
+            wrappers.flash_attn_func(**good_call("flash_attn_func") | {"softmax_scale": value})
+    with pytest.raises(
+        ValueError, match="^quant_scale_q: 3e.38, must be at most 8.51e.37: kernels divide by its recip"
+    ):
+        wrappers.rope_quantize_fp8(**GOOD["rope_quantize_fp8"][1]() | {"quant_scale_q": 3e38})
+
+
 @pytest.mark.parametrize("case", POSITIVE, ids=named)
 @pytest.mark.parametrize("value", [0.0, -1.0])
 def test_values_are_checked_as_numbers_are(case, value):

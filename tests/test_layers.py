@@ -216,6 +216,17 @@ def test_arguments_that_get_other_memory(launches, name, argument, how):
     assert not equal(got, before) and equal(got, fresh(FUNCTIONS[name], inputs))
 
 
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_caches_that_get_another_layout(launches, name):
+    """At the same address: rows and heads of pages are swapped."""
+    inputs = (inputs_of if name == "context" else decode_of)(replace(PLAIN, cache="tuple"), out=None, lse=None)
+    warm(FUNCTIONS[name], inputs)
+    for t in inputs["kv_cache"]:
+        pages, heads, rows, dim = t.shape
+        t.data = t.data.view(pages, rows, heads, dim).transpose(1, 2)
+    assert equal(outcome(FUNCTIONS[name], inputs), fresh(FUNCTIONS[name], inputs))
+
+
 @pytest.mark.parametrize("stacked", [True, False])
 def test_what_is_kept_of_a_cache_is_forgotten_with_it(launches, stacked):
     inputs = INPUTS["decode"](out=None, lse=None)

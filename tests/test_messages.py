@@ -85,7 +85,6 @@ CASES = {  # name -> (call, error, message)
         ValueError,
         f"^k: shape .*; {SWAPPED}cache.layout",
     ),
-    "single": (lambda: wrappers.single_prefill_with_kv_cache(Q, HND[0], HND[0]), ValueError, f"{SWAPPED}kv_layout$"),
     "heads that are no rows": (lambda: decode(torch.zeros(2, 3, 64).half()), ValueError, "multiple of kv_cache's 2$"),
     "a shared table": (
         lambda: decode(table=WRONG_TABLE),
@@ -136,7 +135,7 @@ CASES = {  # name -> (call, error, message)
     "drafts": (
         lambda: decode(torch.zeros(6, 8, 64).half(), mask=DRAFTS),
         ValueError,
-        r"^mask: shape \(2, 3, 2\), must be \(2, 1, 2\) .*; pass q_len_per_req=3\)$",
+        r"^mask: shape \(2, 3, 2\), must be \(2, 1, 2\) .*\); pass q_len_per_req=3$",
     ),
 }
 
@@ -147,6 +146,20 @@ def test_messages(name):
     with pytest.raises(error) as found:
         call()
     assert re.search(message, str(found.value)), str(found.value)
+
+
+def test_no_hint_where_nothing_is_swapped():
+    """With pages of one row, of as many rows as heads, of K and V without pages, and where the counts do not fit."""
+    one, few = torch.zeros(5, 5, 1, 64).half(), torch.zeros(2, 4, 4, 64).half()
+    rows, q = torch.zeros(3, 4, 64).half(), torch.zeros(3, 6, 64).half()
+    append = torch.zeros(2, 8, 64).half()
+    for call in (
+        lambda: decode(cache=(one, one)), lambda: wrappers.single_prefill_with_kv_cache(q, rows, rows),
+        lambda: wrappers.append_qkv(None, append, append, wrappers.KVCacheTarget((few, few)), LENS),
+    ):  # fmt: skip
+        with pytest.raises(ValueError) as found:
+            call()
+        assert "heads" in str(found.value) and "swapped" not in str(found.value)
 
 
 def test_an_output_that_a_launch_refuses_is_named(here):

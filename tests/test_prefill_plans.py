@@ -91,7 +91,7 @@ def test_a_plan_may_be_copied_and_sent(form):
 
 
 @pytest.mark.parametrize("form", ["paged", "ragged"])
-def test_a_plan_that_has_run_may_be_copied_and_sent(here, form):
+def test_a_plan_that_has_run_may_be_copied_and_sent(foreign, here, form):
     """A launch is kept with memory that no copy can have: a copy makes its own at its first run."""
     case = Case()
     wrapper = getattr(case, form)(causal=True)

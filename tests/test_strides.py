@@ -84,6 +84,25 @@ CALLS: dict[str, tuple[Any, Any]] = {
         q=rows(1, 1, 64), k=rows(1, 1, 64), v=rows(1, 1, 64),
         cache=wrappers.KVCacheTarget((POOL.to(E4M3), POOL.to(E4M3)), k_scale=torch.tensor([0.5])), places=ints(5),
         rope=wrappers.RotaryEmbedding(ints(0), torch.ones(1, 64)))),
+    "append_qkv, int64": (wrappers.append_qkv, lambda: dict(
+        q=rows(1, 1, 64), k=rows(1, 1, 64), v=rows(1, 1, 64), cache=wrappers.KVCacheTarget((POOL, POOL)),
+        places=torch.tensor([5]), rope=wrappers.RotaryEmbedding(torch.tensor([3]), torch.ones(9, 64)))),
+    "append_qkv, lists": (wrappers.append_qkv, lambda: dict(
+        q=None, k=rows(1, 1, 64), v=rows(1, 1, 64), cache=wrappers.KVCacheTarget((POOL, POOL)),
+        places=wrappers.PageLists(*(t.long() for t in (ints(0), ints(3), ints(0), ints(0, 1)))))),
+    "append of nvfp4": (wrappers.nvfp4_quantize_append_paged_kv_cache_with_slot_mapping, lambda: dict(
+        append_key=rows(1, 1, 64), append_value=rows(1, 1, 64), slot_mapping=torch.tensor([5]),
+        paged_kv_cache=tuple(torch.zeros(1, 16, 1, 32, dtype=U8) for _ in "kv"),
+        kv_cache_sf=tuple(torch.zeros(1, 16, 1, 4).to(E4M3) for _ in "kv"), k_scale=torch.tensor([0.5]), v_scale=1.0)),
+    "rope": (wrappers.apply_rope_pos_ids, lambda: dict(
+        q=rows(1, 1, 64), k=rows(1, 1, 64), pos_ids=torch.tensor([3]))),
+    "rope of requests": (wrappers.apply_rope, lambda: dict(
+        q=rows(1, 1, 64), k=rows(1, 1, 64), indptr=ints(0, 1), offsets=ints(3))),
+    "rope by a cache": (wrappers.apply_rope_with_cos_sin_cache, lambda: dict(
+        positions=torch.tensor([0]), query=rows(1, 64), key=rows(1, 64), head_size=64,
+        cos_sin_cache=torch.ones(1, 64))),
+    "drafts": (wrappers.trtllm_batch_decode_with_kv_cache, lambda: table(**DECODE) | dict(
+        mask=torch.ones(1, 1, 2, dtype=torch.int16).view(torch.uint16))),
     "quantize": (wrappers.nvfp4_quantize, lambda: dict(x=rows(1, 1, 64), global_scale=torch.tensor([2.0]))),
     "dequantize": (wrappers.nvfp4_dequantize, lambda: dict(zip(
         ("data", "scales"), wrappers.nvfp4_quantize(rows(1, 1, 64))))),

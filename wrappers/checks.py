@@ -95,14 +95,22 @@ def check_number(name: str, value: Any, or_else: str = "", positive: bool = Fals
     """
     if isinstance(value, bool) or not isinstance(value, NUMBERS):
         raise TypeError(f"{name}: {value!r}, must be a float{or_else}")
+    if not FP32_LEAST <= value <= FP32_MOST:
+        check_in_fp32(name, value, positive)
+
+
+def check_in_fp32(name: str, value: Any, positive: bool = False, where: str = "") -> None:
+    """Check that float32 holds a number as a normal one or as 0. where: what the message says behind the value."""
     if not (FP32_LEAST <= value <= FP32_MOST or not positive and (value == 0 or -FP32_MOST <= value <= -FP32_LEAST)):
         sign = "positive and " if positive else ""
-        raise ValueError(f"{name}: {value}, must be {sign}finite in float32{too_small(value)}")
+        raise ValueError(f"{name}: {value}{where}, must be {sign}finite in float32{too_small(value, positive)}")
 
 
-def too_small(value: Any) -> str:
+def too_small(value: Any, positive: bool = True) -> str:
     """Return what the message on a refused number adds if the number is too small for float32."""
-    return f", not below {FP32_LEAST:.3g}" if 0 < abs(value) < FP32_LEAST else ""
+    if not 0 < abs(value) < FP32_LEAST:
+        return ""
+    return f", at least {FP32_LEAST:.3g}" if positive else f", 0 or at least {FP32_LEAST:.3g} in magnitude"
 
 
 def check_one_of(what: str, value: Any, allowed: Any) -> None:
@@ -110,19 +118,19 @@ def check_one_of(what: str, value: Any, allowed: Any) -> None:
         raise TypeError(f"{what} {value}, must be {'one of ' if len(allowed) > 1 else ''}{listed(allowed)}")
 
 
-def check_shape(name: str, t: torch.Tensor, shape: tuple[int, ...], why: str) -> None:
+def check_shape(name: str, t: torch.Tensor, shape: tuple[int, ...], why: str, hint: str = "") -> None:
     if tuple(t.shape) != shape:
-        raise ValueError(f"{name}: shape {tuple(t.shape)}, must be {shape} ({why})")
+        raise ValueError(f"{name}: shape {tuple(t.shape)}, must be {shape} ({why}){hint}")
 
 
-def swapped(heads: int, found: int, rows: int, layout: str) -> str:
-    """Return what a message on the heads of a cache adds if its heads seem to be rows of a page, and its rows heads.
+def swapped(fits: bool, heads: int, rows: int, layout: str) -> str:
+    """Return what a message on the heads of a cache adds if its heads seem to be the rows of a page.
 
-    heads: those of K and V, or of the query, which are a multiple of them. found, rows: the cache has them. layout: the
-    caller's name of the layout.
+    fits: whether the call would be right if the cache had `rows` heads. heads, rows: those of the cache as it was
+    given. layout: the caller's name of the layout.
     """
-    fits = rows and heads % rows == 0
-    return f"; heads and rows look swapped ({found} and {rows}): check {layout}" if fits else ""
+    likely = fits and heads != rows > 1
+    return f"; heads and rows look swapped ({heads} and {rows}): check {layout}" if likely else ""
 
 
 def check_last_stride(name: str, t: torch.Tensor) -> None:

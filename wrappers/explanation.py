@@ -2,7 +2,6 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from inspect import signature
 from re import fullmatch
 from types import FunctionType
 from typing import Any, NoReturn
@@ -126,8 +125,6 @@ def explain(
 ) -> Explanation:  # fmt: skip
     """Return which kernel would serve a call of a public function of attention or top-k, and where it is found.
 
-    function: the one that is called. args, kwargs: its arguments.
-
     Raises as the function does on bad arguments. Launches no kernel of this package; writes, loads and compiles
     nothing. torch operations that the function does before its kernel do run: xqa's product of two scale tensors,
     copies of a mask with gaps and of two-dimensional seq_lens.
@@ -140,9 +137,12 @@ def explain(
     >>> explain(torch.zeros(64, 65536), 2048, function=top_k, arch="sm_90a").runs
     'topk.radix fp32_c2t512_n46080'
     """
-    if function is trtllm.trtllm_batch_context_with_kv_cache:
-        _check_default(function, args, kwargs)
-    asked = call_of(function, *args, **kwargs)
+    try:
+        asked = call_of(function, *args, **kwargs)
+    except TypeError as error:
+        if function is trtllm.trtllm_batch_context_with_kv_cache and " missing " in str(error):
+            raise TypeError(f"{error}; function= names another function than this, the default") from None
+        raise
     attention = isinstance(asked, AttentionCall)
     if torch.is_grad_enabled():
         (attention_op if attention else topk_op).refuse_grad(asked)
@@ -178,16 +178,6 @@ def explain(
         if reason is None:
             return Explanation(f"{op} {spec.name}", refused, runtime.where(op, spec, arch))
     return Explanation(None, refused)
-
-
-def _check_default(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Raise if the default function lacks arguments: the caller may mean another one."""
-    try:
-        signature(function).bind(*args, **kwargs)
-    except TypeError as error:
-        if "missing" in str(error):
-            need = f"must be the function that takes these arguments ({error})"
-            raise TypeError(f"function: {function.__name__}, the default, {need}") from None
 
 
 def _attention(call: AttentionCall, arch: str, sms: int) -> list[tuple[str, Any, Any]]:

@@ -91,7 +91,7 @@ def check_rotary(call: AttentionCall, rotary: Rotary) -> None:
         if t.shape[0] < room:
             raise ValueError(f"{name}: shape {tuple(t.shape)}, must have at least {room} rows, those of a request")
     single = call.requests.cu_seqlens_q is None and call.max_q_len == 1
-    if not (call.causal or call.window_left >= 0 or single):
+    if not (call.causal or call.window_left >= 0 or single or not call.q.shape[0]):
         need = "must be causal, have a window, or one query per request"
         raise NotImplementedError(f"rotary_cos: queries that all stand at one position are not supported: {need}")
 
@@ -108,6 +108,8 @@ def append(call: AttentionCall, new: NewKeyValues) -> AttentionCall:
     if torch.is_grad_enabled():
         attention_op.refuse_grad(call)
         refuse_grad({"k": new.k, "v": new.v})
+    if not plain and new.rotary is not None:
+        check_rotary(call, new.rotary)
     if plain and not was_checked(call, new):
         check(call, new)
     # The lengths count the keys before the call. Without a transform, they count the new keys too.

@@ -22,13 +22,14 @@ class HostMachine:
     """Queries to CUDA and the runtime, and state that is kept between calls.
 
     layers: see `attention.layers`. plans: launch plans by the static properties of a call, for all public functions.
-    offsets: offsets of queries of equal length, by device, batch and length. constants, counter_pools, split_scratch:
-    see `scratch`. captures: the counters that the latest capture of a stream has taken, likewise.
+    offsets: offsets of queries of equal length, by device, batch and length. constants, counter_pools, split_scratch,
+    captures: see `scratch`. The last holds the latest capture of each stream, with the counters that it has taken.
     """
 
     # At this size `plans` is emptied, `offsets` and `constants` stop growing: a caller may vary shapes for ever.
     max_plans = 4096
-    max_counters = 1 << 22  # 16 MiB; a captured graph takes one for good, with decode also one per MMA warp
+    # 16 MiB. Each stream of a graph takes one counter for good and, if it decodes, one for each MMA warp of each CTA.
+    max_counters = 1 << 22
     is_capturing = staticmethod(torch.cuda.is_current_stream_capturing)  # of the current device's stream
     raw_stream = staticmethod(_raw_stream)  # device index -> handle of its current stream
     current_device = staticmethod(_get_device)

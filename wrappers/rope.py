@@ -29,6 +29,7 @@ from .cache_write.checks import FP8, ROPE, ROPE_CACHED, ROPE_FP8, ROPE_FP8_PAGED
 from .cache_write.op import serve
 from .cache_write.parts import Operands, joined, serve_parts, without_v
 from .checks import (
+    FP32_LEAST,
     UnknownName,
     check_flag,
     check_integer,
@@ -364,6 +365,8 @@ def _divisor(name: str, scale: Any) -> float:
     """Return the number by which the kernel divides, for one by which upstream multiplies."""
     scale = real(scale)
     check_number(name, scale, positive=True)
+    if scale > 1 / FP32_LEAST:
+        raise ValueError(f"{name}: {scale}, must be at most {1 / FP32_LEAST:.3g}: kernels divide by its reciprocal")
     return 1.0 / scale
 
 

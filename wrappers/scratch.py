@@ -116,7 +116,7 @@ def captured_counters(device: torch.device, count: int) -> tuple[Any, int]:
     known, counters = here.captures.get(owner, (None, {}))
     if known != capture:
         if len(here.captures) >= MAX_STREAMS:
-            here.captures.clear()  # captures that go on take others
+            here.captures.clear()  # a capture that is not over takes other counters for its next launches
         counters = {}
         here.captures[owner] = capture, counters
     found = counters.get(count)

@@ -17,8 +17,8 @@ _is_grad_enabled, _Tensor = torch.is_grad_enabled, torch.Tensor  # module global
 def tensors_of(given: Iterable[Any]) -> list[torch.Tensor]:
     """Return the tensors among arguments, also those in tuples and lists.
 
-    A launch that is kept has views of some of them, which do not follow a tensor that gets other memory (`t.set_(...)`,
-    `t.data = ...`). So whoever keeps a launch compares where their memory begins, beside the tensors themselves.
+    A launch that is kept has views of some of them, which do not follow a tensor that gets other memory or another
+    layout (`t.set_(...)`, `t.data = ...`). So whoever keeps a launch compares `memory_of` these tensors, too.
     """
     found: list[torch.Tensor] = []
     for value in given:
@@ -29,11 +29,16 @@ def tensors_of(given: Iterable[Any]) -> list[torch.Tensor]:
     return found
 
 
+def memory_of(tensors: Iterable[torch.Tensor]) -> list[Any]:
+    """Return where the memory of tensors begins, and their layouts."""
+    return [(t.data_ptr(), t.shape, t.stride()) for t in tensors]
+
+
 class BoundLaunch:
     """A launch of calls that differ in their queries, K and V, and perhaps in their requests.
 
     All other arguments are checked and put in their places once. Tensors among them are read at each launch, so their
-    values may change in place, but not their memory (`tensors_of`). No query, K, V or output of a call is kept.
+    values may change in place, but not their memory. No query, K, V or output of a call is kept.
     """
 
     __slots__ = ("_flat", "_plan", "call")
@@ -103,18 +108,19 @@ def bound(call: AttentionCall) -> BoundLaunch | None:
 class BoundCall:
     """A call of a public function that is repeated with other queries. See `wrappers.bind`."""
 
-    __slots__ = ("_call", "_kv", "_launch", "_new")
+    __slots__ = ("_call", "_kv", "_launch", "_new", "_shape")
 
     def __init__(self, call: AttentionCall) -> None:
-        self._launch, self._kv, self._new = bound(call), (call.k, call.v), False
+        self._launch, self._kv, self._new, self._shape = bound(call), (call.k, call.v), False, call.q.shape
         self._call: Any = call._replace(q=None, out=None, lse=None)  # type: ignore[arg-type]
 
-    def __getstate__(self) -> AttentionCall:
-        """Return what a copy or a pickle holds: the call, without its launch."""
-        return self._call
+    def __getstate__(self) -> tuple[AttentionCall, torch.Size]:
+        """Return what a copy or a pickle holds: the call and the shape of its query, without the launch."""
+        return self._call, self._shape
 
-    def __setstate__(self, call: AttentionCall) -> None:
-        """Restore a copy, or an object of another process. Its first run makes the launch."""
+    def __setstate__(self, state: tuple[AttentionCall, torch.Size]) -> None:
+        """Restore a copy, or an object of another process. Its first run with such a query makes the launch."""
+        call, self._shape = state
         self._call, self._kv = call._replace(requests=renumbered(call.requests)), (call.k, call.v)
         self._launch, self._new = None, True
 
@@ -125,9 +131,9 @@ class BoundCall:
         lse: receive the results; None: new tensors. Raises as the function that was bound does.
         """
         call, launch = self._call, self._launch
-        if self._new:
+        if self._new and not traced(q) and getattr(q, "shape", None) == self._shape:
             self._launch = launch = bound(call._replace(q=q))
-            self._new = False
-        if launch is not None and launch.fits(q, self._kv, out):
+            self._new = launch is None and machine.current.is_capturing()
+        if launch is not None and isinstance(q, _Tensor) and launch.fits(q, self._kv, out):
             return launch.launch(q, self._kv, None, out, lse)
         return op.serve(call._replace(q=q, out=out, lse=lse))

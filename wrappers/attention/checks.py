@@ -8,7 +8,7 @@ at every call, and with all tensors when the plan is made or if CUTE_KERNELS_CHE
 """
 
 from collections.abc import Callable
-from math import gcd
+from math import e, gcd, log2
 from typing import Any, get_type_hints
 
 import torch
@@ -62,6 +62,7 @@ MOST_KEYS = 1 << 30  # bound of the keys of a request, which kernels count in 32
 MOST_MASK = 1 << 31  # bound of the bytes of a custom mask, or of an output's scale factors, likewise
 TMA_BYTES = 16  # alignment of a TMA descriptor's base address and of every stride except the last
 
+MOST_SCALE = FP32_MOST / log2(e)  # of the logits
 Q_LEN = "q_len_per_req"  # the argument with the number of query tokens of each request
 
 _TYPES = get_type_hints(AttentionCall)
@@ -113,6 +114,10 @@ def scalars(call: AttentionCall) -> None:
     check_optional_flag(name("enable_pdl"), call.enable_pdl)
     for field in ("scale", "out_scale"):
         check_number(name(field), getattr(call, field), OR_TENSOR)
+    if call.scale > MOST_SCALE:
+        raise ValueError(
+            f"{name('scale')}: {call.scale}, must be at most {MOST_SCALE:.3g}: kernels multiply it by log2(e)"
+        )
     for field in INTEGERS:
         check_integer(name(field), getattr(call, field))
     _amount(name("soft_cap"), call.soft_cap)
@@ -182,13 +187,13 @@ def drafts_of(mask: Any, lead: tuple[int, ...], most: Any, most_name: str, devic
     check_integer(most_name, most, 0)
     check_strided("mask", mask)
     check_one_of("mask: dtype", mask.dtype, (torch.uint16,))
+    missing = most_name == Q_LEN and mask.dim() == 3 and mask.shape[0] == lead[0] and most < mask.shape[1]
     why = f"the query's rows, two words per 32 of {most_name}"
-    if most_name == Q_LEN and mask.dim() == 3 and mask.shape[0] == lead[0] and most < mask.shape[1]:
-        why += f"; pass {Q_LEN}={mask.shape[1]}"
-    check_shape("mask", mask, (*lead, (most + 31) // 32 * 2), why)
+    hint = f"; pass {Q_LEN}={mask.shape[1]}" if missing else ""
+    check_shape("mask", mask, (*lead, (most + 31) // 32 * 2), why, hint)
     if device.type in ("cpu", "cuda"):
         check_device("mask", mask, device, "the query's")
-    return mask.contiguous().view(torch.int32).reshape(-1, (most + 31) // 32)
+    return mask.contiguous().reshape(-1).view(torch.int32).reshape(-1, (most + 31) // 32)
 
 
 def _amount(name: str, value: Any) -> None:
@@ -232,7 +237,8 @@ def _caches(call: AttentionCall, name: Names) -> None:
     if page_size == 0 and not ragged or (kv_heads == 0 and q.shape[1] > 0):
         raise ValueError(f"{kv}: shape {tuple(k.shape)}, must have at least one head and one row per page")
     if kv_heads and q.shape[1] % kv_heads:
-        hint = swapped(q.shape[1], kv_heads, page_size, name("kv_layout"))
+        fits = not ragged and name("page_table") != "k" and page_size > 0 and q.shape[1] % page_size == 0
+        hint = swapped(fits, kv_heads, page_size, name("kv_layout"))
         raise ValueError(f"{name('q')}: {q.shape[1]} heads, must be a multiple of {kv}'s {kv_heads}{hint}")
 
 

@@ -5,6 +5,7 @@ outputs differ. From the third such call on, the function finds the layer's laun
 launch is forgotten when the cache is freed.
 """
 
+from collections.abc import Sequence
 from functools import partial
 from operator import is_
 from typing import Any, NamedTuple
@@ -13,7 +14,7 @@ from weakref import ref
 import torch
 
 from .. import machine
-from .bound import BoundLaunch, bound, tensors_of
+from .bound import BoundLaunch, bound, memory_of, tensors_of
 from .call import SEPARATE, SHARED, AttentionCall, sequences_of
 from .op import serve
 
@@ -25,18 +26,19 @@ _Tensor, _is_dynamo_compiling = torch.Tensor, torch.compiler.is_dynamo_compiling
 class Layer(NamedTuple):
     """A layer's cache, and the launch that a function keeps for it.
 
-    caches: weak references to its tensors. options: all arguments that a step does not change. tensors: those among
-    the options. addresses: of the memory of the caches, and of these tensors. tried: whether these options were seen
-    twice. launch: set at that time if the call can be bound. kv: K and V as the launch takes them.
+    caches: weak references to its tensors. options: all arguments that a step does not change. tried: whether these
+    options were seen twice. launch: set at that time if the call can be bound. kv: K and V as the launch takes them.
+    tensors: those among the options. memory: of the caches and of these tensors when the launch was bound
+    (`memory_of`).
     """
 
     caches: tuple[Any, ...]
     options: tuple[Any, ...]
-    tensors: list[torch.Tensor]
-    addresses: tuple[list[int], list[int]]
     tried: bool = False
     launch: BoundLaunch | None = None
     kv: tuple[Any, ...] = ()
+    tensors: Sequence[torch.Tensor] = ()
+    memory: Sequence[Any] = ()
 
 
 class Step(NamedTuple):
@@ -88,13 +90,14 @@ def keep(function: str, cache: Any, options: tuple[Any, ...], call: AttentionCal
         if not before.tried:
             launch = None if any(map(_is_read, options)) else bound(call)
             kv = () if launch is None else (_alias(call.k), _alias(call.v))
-            layers[key] = before._replace(tried=True, launch=launch, kv=kv)
+            tensors = tensors_of(options)
+            memory = memory_of((*caches, *tensors))
+            layers[key] = before._replace(tried=True, launch=launch, kv=kv, tensors=tensors, memory=memory)
         return result
     if len(layers) >= MOST_LAYERS:
         layers.clear()
     held = tuple(ref(t, partial(_forget, layers, key)) for t in caches)
-    tensors = tensors_of(options)
-    layers[key] = Layer(held, options, tensors, ([t.data_ptr() for t in caches], [t.data_ptr() for t in tensors]))
+    layers[key] = Layer(held, options)
     return result
 
 
@@ -102,11 +105,13 @@ def _holds(layer: Layer, caches: tuple[Any, ...]) -> bool:
     """Return whether a layer's caches are these tensors, and all its tensors have the memory that they had."""
     if len(caches) != len(layer.caches):
         return False
-    of_caches, of_tensors = layer.addresses
-    for t, known, address in zip(caches, layer.caches, of_caches):
-        if known() is not t or t.data_ptr() != address:
+    for t, known in zip(caches, layer.caches):
+        if known() is not t:
             return False
-    return [t.data_ptr() for t in layer.tensors] == of_tensors
+    for t, (address, shape, strides) in zip((*caches, *layer.tensors), layer.memory):
+        if t.data_ptr() != address or t.shape != shape or t.stride() != strides:
+            return False
+    return True
 
 
 def _same(options: tuple[Any, ...], before: tuple[Any, ...]) -> bool:

@@ -521,7 +521,7 @@ def _check_rows(call: AttentionCall) -> None:
 
 
 def _refused(call: AttentionCall, field: str, t: torch.Tensor, shape: tuple[int, ...]) -> ValueError:
-    """Return the error for an output that does not fit the launch of a call with another query than the call's."""
+    """Return the error for an output of the launch that does not fit. shape: the shape that the output must have."""
     own = "must not overlap the query, another output or itself"
     layout = f"shape {tuple(t.shape)}, strides {t.stride()}"
     return ValueError(f"{checks.names_of(call)(field)}: {layout}, must be of shape {shape}, and {own}")

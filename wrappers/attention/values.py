@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from ..checks import INF
+from ..checks import check_in_fp32
 from ..reference.bounds import left_bound
 from .call import AttentionCall
 from .checks import Names, names_of
@@ -25,12 +25,9 @@ def check(call: AttentionCall, positive: bool = False) -> None:
     for field in ("scale", "out_scale"):
         scale = getattr(call, f"{field}_tensor")
         if scale is not None:
-            least = 0 if positive and field == "scale" else -INF
             for head, value in enumerate(scale.flatten().tolist()):
-                if not least < value < INF:
-                    where = f" of query head {head}" if scale.numel() > 1 else ""
-                    need = f"{'positive and ' if least == 0 else ''}finite"
-                    raise ValueError(f"{name(field)}: {value}{where}, must be {need}")
+                where = f" of query head {head}" if scale.numel() > 1 else ""
+                check_in_fp32(f"{name(field)}", value, positive and field == "scale", where)
     starts, rows = _starts(call, name)
     lens = _lengths(call, name, starts)
     first = left_bound(call).first(lens - rows)

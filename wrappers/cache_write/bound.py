@@ -23,6 +23,7 @@ class BoundAppend:
         t = call.transform
         self._kv, self._sf, self._out, self._new = kv, sf, out, False
         self._flat: list[Any] | None = None
+        self._forms = _forms(*rows_of(call))
         self._dtype = None if t is None or t.q is None else t.q_out.dtype
         # the rows would stay allocated as long as the launch is kept
         self._call = call._replace(k=None, v=None, transform=t and t._replace(q=None, q_out=None))
@@ -31,25 +32,24 @@ class BoundAppend:
 
     def __getstate__(self) -> tuple[Any, ...]:
         """Return what a copy or a pickle holds: the call, without its launch."""
-        return self._call, self._kv, self._sf, self._out, self._dtype
+        return self._call, self._kv, self._sf, self._out, self._dtype, self._forms
 
     def __setstate__(self, state: tuple[Any, ...]) -> None:
-        """Restore a copy, or an object of another process. Its first run makes the launch."""
-        self._call, self._kv, self._sf, self._out, self._dtype = state
+        """Restore a copy, or an object of another process. Its first run with such rows makes the launch."""
+        self._call, self._kv, self._sf, self._out, self._dtype, self._forms = state
         self._flat, self._new = None, True
 
     def _bind(self, call: CacheWriteCall) -> None:
-        t = call.transform
+        """Make the launch of a call with rows, unless the reference serves it."""
         checks.validate(call)
         found, here = plan.plan_of(call), machine.current
         current = found.single_device or here.current_device() == found.device.index
         if current and found.runs and not found.checked and here.device_info(found.device) is not None:
             self._plan, self._base, self._distances = found, call.k_cache.data_ptr(), plan.distances_of(call)
-            rows = call.k, call.v, t and t.q, t and t.q_out
+            rows = rows_of(call)
             kept = [None if x is rows[2] or x is rows[3] else x for x in found.bind(call)]
             kept[plan.K] = kept[plan.V] = None
             self._flat = [here.argument(x) if isinstance(x, torch.Tensor) else x for x in kept]
-            self._forms = _forms(*rows)
 
     def run(self, q: Any, k: Any, v: Any, places: Any = None, positions: Any = None, out: Any = None) -> Any:
         """Write other rows, and return Q.
@@ -68,8 +68,8 @@ class BoundAppend:
                 if not isinstance(q, torch.Tensor):
                     check_strided("q", q, 3)
                 out = torch.empty(q.shape, dtype=self._dtype, device=q.device)
-        if self._new and not traced(k):
-            self._bind(self._with(q, k, v, places, positions, out))
+        if self._new and not traced(k) and _forms(k, v, q, out) == self._forms:
+            self._bind(self._with(q, k, v, None, None, out))
             self._new = False
         if traced(k) or not self._fits(q, k, v, places, positions, out):
             op.serve(self._with(q, k, v, places, positions, out), self._kv, self._sf)
@@ -128,6 +128,12 @@ class BoundAppend:
             raise TypeError("q: None, must be a torch.Tensor, as in the bound call")
         name, value = ("q", q) if q is not None else ("out", out)
         raise ValueError(f"{name}: {type(value).__name__}, must be None: the bound call has no q")
+
+
+def rows_of(call: CacheWriteCall) -> tuple[Any, ...]:
+    """Return K, V, Q and the output of Q; the last two are None if the call has none."""
+    t = call.transform
+    return call.k, call.v, t and t.q, t and t.q_out
 
 
 def _forms(*rows: Any) -> list[Any]:

@@ -207,8 +207,8 @@ def caches(call: CacheWriteCall) -> None:
         cache_name, cache = name_of(call, f"{side}_cache"), getattr(call, f"{side}_cache")
         tokens = t.shape[0] if call.places == SLOTS else call.k.shape[0]  # SLOTS: `places` compares
         _, size, heads, dim = _as_nhd(call, cache)
-        hint = swapped(t.shape[1], heads, size, name_of(call, "kv_layout")) if t.shape[1] != heads else ""
-        check_shape(name, t, (tokens, heads, dim * packed), f"rows, heads and head_dim of {cache_name}{hint}")
+        hint = swapped(t.shape[1] == size, heads, size, name_of(call, "kv_layout"))
+        check_shape(name, t, (tokens, heads, dim * packed), f"rows, heads and head_dim of {cache_name}", hint)
         check_device(name, t, call.k.device, f"that of {name_of(call, 'k')}")
         if block_scaled(call):
             sf_name, sf = name_of(call, f"{side}_sf"), getattr(call, f"{side}_sf")

@@ -58,7 +58,10 @@ class CacheWritePlan:
         tensors = call.k, call.v, call.k_cache, call.v_cache
         flat[K], flat[V], flat[_K_CACHE], flat[_V_CACHE] = map(_as_bytes, tensors) if self.as_bytes else tensors
         if call.slots is not None:
-            flat[SLOTS] = call.slots.view(_int32) if self.wide else call.slots
+            slots = call.slots
+            if self.wide:
+                slots = words(slots) if slots.shape[0] == 1 else slots.view(_int32)
+            flat[SLOTS] = slots
         elif call.places == PAGES:
             for field, slot in LISTED if call.kv_indices is not None else TABLED:
                 flat[slot] = words(getattr(call, field)) if self.wide else getattr(call, field)
@@ -180,7 +183,11 @@ def form(value: Any) -> Any:
 
 def words(index: Any) -> Any:
     """Return an index tensor of int64 as its words; other values unchanged."""
-    return index.view(_int32) if index is not None and index.dtype is _int64 else index
+    if index is None or index.dtype is not _int64:
+        return index
+    if index.shape[0] == 1:  # torch refuses to view one element with another stride than 1
+        index = index.as_strided((1,), (1,))
+    return index.view(_int32)
 
 
 def transform_key(t: QueryTransform) -> tuple[Any, ...]:
@@ -223,7 +230,9 @@ def put_rows(flat: list[Any], at: CacheWriteArgs, q: Any, out: Any, rotated_at: 
         flat[at.q] = q
         flat[at.q_fp8 if out.dtype in FP8 else at.q_out] = out
     if rotated_at is not None:
-        flat[at.rope_positions] = rotated_at.view(_int32) if rotated_at.dtype is _int64 else rotated_at
+        if rotated_at.dtype is _int64:
+            rotated_at = words(rotated_at) if rotated_at.shape[0] == 1 else rotated_at.view(_int32)
+        flat[at.rope_positions] = rotated_at
 
 
 def spec_of(call: CacheWriteCall) -> CacheWriteSpec:

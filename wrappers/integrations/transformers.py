@@ -87,7 +87,7 @@ class PagedCache:
         self._owned: dict[int, list[int]] = {}  # slot -> pages of its request
         self._seen = [0] * batch  # tokens of each slot that the host knows; replayed steps are not among them
         self._pools: dict[int, KVCacheTarget] = {}  # of each layer
-        self._sinks: dict[int, torch.Tensor] = {}
+        self._sinks: dict[int, tuple[Any, torch.Tensor]] = {}  # of each layer: its memory and version, and in fp32
 
     def admit(self, request: int, tokens: int) -> None:
         """Give a request, which takes a free slot of the batch, pages for `tokens` tokens.
@@ -126,13 +126,16 @@ class PagedCache:
         its tokens, those of replayed steps included.
 
         Without lens there is no copy and no wait, shapes are fixed, and the call may be captured. The host then knows
-        the steps that it called, not those that a graph replayed: ValueError if the former alone fill the pages of a
-        request. The keys of a request that is replayed past its pages go to page 0.
+        the steps that it called, not those that a graph replayed: ValueError if the former fill the pages of a request,
+        and the lengths on the device say so, too. The keys of a request that is replayed past its pages go to page 0.
         """
         if lens is None:
             steps = [int(request in self._owned) for request in range(len(self._seen))]
-            self._check_room(steps, self._seen)
-            if machine.current.uncaptured_stream(self.seq_lens.device) is not None:  # a captured step runs later
+            runs = machine.current.uncaptured_stream(self.seq_lens.device) is not None  # a captured step runs later
+            if runs and not self._has_room(steps):
+                self._seen = self.seq_lens.tolist()  # which the caller may have set back
+                self._check_room(steps, self._seen)
+            if runs:
                 self._seen = [known + count for known, count in zip(self._seen, steps)]
             self.cu_seq_lens_q, self.max_q_len = None, 1
             self.seq_lens += self._live
@@ -140,6 +143,7 @@ class PagedCache:
         else:
             if len(lens) != len(self._slots):
                 raise ValueError(f"lens: {len(lens)} entries, must be {len(self._slots)}, one per slot")
+            lens = lens.tolist() if isinstance(lens, torch.Tensor) else lens
             lens = [check_integer(f"lens[{i}]", integer(count)) for i, count in enumerate(lens)]
             known = self.seq_lens.tolist()
             self._check_room(lens, known)
@@ -163,13 +167,21 @@ class PagedCache:
             raise ValueError(f"request: {request}, must be in [0, {batch - 1}], the slots of the batch")
         return request
 
+    def _room(self, request: int) -> int:
+        """Return the tokens that the pages of a request hold."""
+        return self.page_size * len(self._owned.get(request, ()))
+
+    def _has_room(self, steps: Sequence[int]) -> bool:
+        """Return whether the pages of each request hold the next step, as far as the host knows."""
+        return all(self._seen[i] + count <= self._room(i) for i, count in enumerate(steps) if count)
+
     def _check_room(self, lens: Sequence[int], known: Sequence[int]) -> None:
         """Raise unless the pages of each request hold lens[request] more tokens than the `known` ones."""
         for request, (count, held) in enumerate(zip(lens, known)):
-            pages = self.page_size * len(self._owned.get(request, ()))
+            pages = self._room(request)
             room = max(pages - held, 0)
             if not 0 <= count <= room:
-                why = f"request {request} has pages for {pages} tokens, {held} of them are taken"
+                why = f"request {request} has pages for {pages} tokens and has {held} tokens"
                 raise ValueError(f"lens[{request}]: {count}, must be in [0, {room}]: {why}")
 
     @property
@@ -204,12 +216,13 @@ class PagedCache:
         return KVCacheTarget(kv, "NHD", sf, k_scale, v_scale)
 
     def sinks(self, layer: int, sinks: torch.Tensor | None) -> torch.Tensor | None:
-        """Return a layer's sinks in fp32, as kernels take them; they are cast once, since weights do not change."""
+        """Return a layer's sinks in fp32, as kernels take them; they are cast again only if they have changed."""
         if sinks is None:
             return None
-        if layer not in self._sinks:
-            self._sinks[layer] = sinks.detach().float()
-        return self._sinks[layer]
+        state = sinks.data_ptr(), None if sinks.is_inference() else sinks._version
+        if self._sinks.get(layer, (None,))[0] != state:
+            self._sinks[layer] = state, sinks.detach().float()
+        return self._sinks[layer][1]
 
 
 def paged_attention(

@@ -234,9 +234,9 @@ class VllmImpl(AttentionImpl[VllmMetadata]):
 
     def _held(self, kv_cache: torch.Tensor) -> tuple[Any, Any]:
         """Return `caches` of the engine's tensor, the same views at each step: see `attention.layers`."""
-        views, address = self._views, kv_cache.data_ptr()
-        if views is None or views[0] is not kv_cache or views[1] != address:
-            self._views = views = kv_cache, address, self.caches(kv_cache)
+        views, memory = self._views, (kv_cache.data_ptr(), kv_cache.shape, kv_cache.stride())
+        if views is None or views[0] is not kv_cache or views[1] != memory:
+            self._views = views = kv_cache, memory, self.caches(kv_cache)
         return views[2]
 
     def forward(

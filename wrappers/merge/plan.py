@@ -15,7 +15,7 @@ from cute_kernels.merge_states.args import MergeArgs, fields
 from cute_kernels.merge_states.request import MergeRequest
 
 from .. import machine, overlap, reference
-from ..checks import checking, raise_reason
+from ..checks import check_apart, checking, raise_reason
 from .checks import validate_in_place, validate_pair, validate_states
 
 DTYPES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
@@ -160,9 +160,10 @@ def in_place(
         with here.on(plan.device):
             return in_place(v, s, v_other, s_other, mask)
     try:
-        if plan.copies or near(plan.reach, v, s, v_other, s_other, mask):
-            validate_in_place(v, s, v_other, s_other, mask)
+        if near(plan.reach, v, s, v_other, s_other, mask):
+            check_apart({"v": v, "s": s}, {"v_other": v_other, "s_other": s_other, "mask": mask})
         if plan.copies:
+            validate_in_place(v, s, v_other, s_other, mask)
             return replace(v, s, mask, *pair(v, s, v_other, s_other))
         flat = plan.flat.copy()
         flat[_V], flat[_S], flat[_V_OUT], flat[_S_OUT], flat[_V_OTHER], flat[_S_OTHER] = v, s, v, s, v_other, s_other

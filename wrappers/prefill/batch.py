@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 import torch
 
 from .. import machine
-from ..attention.bound import BoundLaunch, bound, tensors_of
+from ..attention.bound import BoundLaunch, bound, memory_of, tensors_of
 from ..attention.call import AttentionCall, SequenceBatch, renumbered
 from ..attention.op import serve
 from ..checks import check_flag, check_integer, check_operand, check_strided, swapped
@@ -51,8 +51,8 @@ class PrefillBatch:
     _planned: BatchPlan | None = None
     _planned_options: dict[str, Any]  # fields of `AttentionCall` that plan determines
     _split_kv = "auto"  # likewise
-    # of the last run, with its other arguments, the tensors among them, and where their memory begins
-    _bound: tuple[BoundLaunch, tuple[Any, ...], list[torch.Tensor], list[int]] | None = None
+    # The launch of the last run, its other arguments, the tensors among these, and their memory (`memory_of`)
+    _bound: tuple[BoundLaunch, tuple[Any, ...], list[torch.Tensor], list[Any]] | None = None
     _shape = HeadShape(0, 1, 1, 1, 0)
     _types: TensorTypes
 
@@ -95,7 +95,7 @@ class PrefillBatch:
         self, float_workspace_buffer: torch.Tensor, int_workspace_buffer: torch.Tensor | None = None
     ) -> None:
         """Replace the workspace by float_workspace_buffer, on the same device. Plans stay valid: the old one held
-        nothing. A hint: int_workspace_buffer."""
+        nothing. int_workspace_buffer is a hint."""
         device = check_strided("float_workspace_buffer", float_workspace_buffer).device
         if device != self.device:
             raise ValueError(f"float_workspace_buffer: device {device}, must be the previous one's, {self.device}")
@@ -278,8 +278,8 @@ class PrefillBatch:
         """
         if self._bound is None:
             return None
-        launch, before, tensors, addresses = self._bound
-        same = all(map(is_, others, before)) and [t.data_ptr() for t in tensors] == addresses
+        launch, before, tensors, memory = self._bound
+        same = all(map(is_, others, before)) and (not tensors or memory_of(tensors) == memory)
         if same and launch.fits(q, kv, out) and launch.takes(kv):
             return launch.launch(q, kv, None, out, lse)
         return None
@@ -302,7 +302,7 @@ class PrefillBatch:
         if launch is None:
             return serve(call)
         tensors = tensors_of(others)
-        self._bound = launch, others, tensors, [t.data_ptr() for t in tensors]
+        self._bound = launch, others, tensors, memory_of(tensors)
         return launch.launch(call.q, (call.k, call.v), None, call.out, call.lse)
 
     def _refuse(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
@@ -326,7 +326,11 @@ class PrefillBatch:
             ),
         ):
             if found != value:
-                hint = swapped(shape.kv, k.shape[1], k.shape[2], "kv_layout") if planned == "num_kv_heads" else ""
+                hint = (
+                    swapped(k.shape[2] == shape.kv, k.shape[1], k.shape[2], "kv_layout")
+                    if planned == "num_kv_heads"
+                    else ""
+                )
                 raise ValueError(f"{name}: {found} ({what}), must be plan's {planned}, {value}{hint}")
         if keys is not None and keys > k.shape[2]:
             raise ValueError(f"k: {k.shape[2]} rows, must be at least the last of plan's {self._NAMES[1]}, {keys}")

@@ -85,7 +85,7 @@ def top_k_ragged_transform(
     No offset is added to -1.
 
     offsets: int32 (R,), any values (sums wrap at 32 bits). The other arguments are as in `top_k_page_table_transform`.
-    Returns int32 (R, k). Raises as there. FlashInfer's signature.
+    Returns int32 (R, k). The function raises as that one does. FlashInfer's signature.
 
     >>> scores = torch.tensor([[0.1, 0.9, 0.3, 0.7]])
     >>> top_k_ragged_transform(scores, torch.tensor([100]).int(), torch.tensor([3]).int(), 2)  # of 3 scores
@@ -107,7 +107,7 @@ def top_k(
     """Return (values, indices) of the k largest scores of each row, both (R, k): the scores' dtype, and int64.
 
     input: (R, V), as in `top_k_page_table_transform`; k <= V. The order is by ascending index; with sorted=True by
-    descending value, then ascending index. Raises as there. FlashInfer's signature.
+    descending value, then ascending index. The function raises as that one does. FlashInfer's signature.
 
     >>> top_k(torch.tensor([[0.1, 0.7, 0.3, 0.9]]), 2)
     (tensor([[0.7000, 0.9000]]), tensor([[1, 3]]))

@@ -18,10 +18,10 @@ class BoundTopK:
 
     def __init__(self, call: TopKCall) -> None:
         self._call = call._replace(scores=None)  # they would stay allocated as long as the launch is kept
-        self._new = False  # the next run makes the launch
+        self._new = False  # the next run with such scores makes the launch
         self._flat: list[Any] | None = None
         self._plan: plan.TopKLaunchPlan | None = None
-        self._layout: tuple[Any, ...] | None = None
+        self._layout = _layout(call.scores)
         if not traced(call.scores):
             self._bind(call)
 
@@ -30,16 +30,16 @@ class BoundTopK:
         op.refuse_grad(call)
         self._plan = found = plan.plan_of(call)
         if found.single_device and machine.current.device_info(found.device) is not None:
-            self._flat, self._layout = plan.bind(found, call), _layout(call.scores)
+            self._flat = plan.bind(found, call)
 
-    def __getstate__(self) -> TopKCall:
-        """Return what a copy or a pickle holds: the call, without its launch."""
-        return self._call
+    def __getstate__(self) -> tuple[Any, ...]:
+        """Return what a copy or a pickle holds: the call and the layout of its scores, without the launch."""
+        return self._call, self._layout
 
-    def __setstate__(self, call: TopKCall) -> None:
-        """Restore a copy, or an object of another process. Its first run makes the launch."""
-        self._call, self._new = call, True
-        self._flat = self._plan = self._layout = None
+    def __setstate__(self, state: tuple[Any, ...]) -> None:
+        """Restore a copy, or an object of another process. Its first run with such scores makes the launch."""
+        (self._call, self._layout), self._new = state, True
+        self._flat = self._plan = None
 
     def run(self, scores: torch.Tensor, out: torch.Tensor | None = None) -> Any:
         """Return what the bound function returns, for other scores.
@@ -50,11 +50,12 @@ class BoundTopK:
         call = self._call._replace(scores=scores)
         if out is not None:
             call = call._replace(**{"raw" if call.function in PER_ROW else "out": out})
-        if self._new and not traced(scores):
+        fits = isinstance(scores, torch.Tensor) and not traced(scores) and _layout(scores) == self._layout
+        if self._new and fits:
             self._bind(call)
             self._new = False
         p, flat = self._plan, self._flat
-        if flat is None or p is None or out is not None or traced(scores) or _layout(scores) != self._layout:
+        if flat is None or p is None or out is not None or not fits:
             return self._result(op.serve(call))
         try:
             return self._result(plan.launch(p, flat.copy(), call))

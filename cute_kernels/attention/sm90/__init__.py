@@ -168,15 +168,13 @@ def supports_split(spec: Spec) -> Refusal | None:
     """Return the answer of `supports` for a stream_k spec."""
     if spec.tile is None:
         kinds = {"16-bit": "bf16"} | {kv: kv for kv in SPLIT_CACHES}
-        found = [
-            (kind, dims)
+        found = (
+            (kind, dims[0])
             for kind, kv in kinds.items()
             for dims in column(kind_of("bf16", kv))
             if split_tile_of("bf16", kv, dims)
-        ]
-        types = ", ".join(f"{kind} head_dim {dims[0]}" for kind, dims in found)
-        if not any(spec.dims == dims for _, dims in found):
-            return Refusal("head_dim", f"{spec.dims}: keys are split over caches of {types}")
+        )
+        types = ", ".join(f"{kind} head_dim {dim}" for kind, dim in found)
         return Refusal("rows", f"split: serves more than {SPLIT_ROWS} rows per request, over caches of {types}")
     own = split_keys(spec.q, spec.kv.dtype, spec.head_dim_qk)
     if spec != replace(own, tile=spec.tile) or spec.tile.m != 64:
