@@ -60,7 +60,7 @@ class CacheWritePlan:
         if call.slots is not None:
             slots = call.slots
             if self.wide:
-                slots = words(slots) if slots.shape[0] == 1 else slots.view(_int32)
+                slots = words(slots) if slots.shape == (1,) else slots.view(_int32)
             flat[SLOTS] = slots
         elif call.places == PAGES:
             for field, slot in LISTED if call.kv_indices is not None else TABLED:
@@ -185,7 +185,7 @@ def words(index: Any) -> Any:
     """Return an index tensor of int64 as its words; other values unchanged."""
     if index is None or index.dtype is not _int64:
         return index
-    if index.shape[0] == 1:  # torch refuses to view one element with another stride than 1
+    if index.shape == (1,):  # torch refuses to view one element with another stride than 1
         index = index.as_strided((1,), (1,))
     return index.view(_int32)
 
@@ -231,7 +231,7 @@ def put_rows(flat: list[Any], at: CacheWriteArgs, q: Any, out: Any, rotated_at: 
         flat[at.q_fp8 if out.dtype in FP8 else at.q_out] = out
     if rotated_at is not None:
         if rotated_at.dtype is _int64:
-            rotated_at = words(rotated_at) if rotated_at.shape[0] == 1 else rotated_at.view(_int32)
+            rotated_at = words(rotated_at) if rotated_at.shape == (1,) else rotated_at.view(_int32)
         flat[at.rope_positions] = rotated_at
 
 
