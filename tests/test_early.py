@@ -34,6 +34,10 @@ def stale(kind: str, lens: torch.Tensor, offsets: torch.Tensor, table: torch.Ten
         offsets.zero_()
     elif kind == "other requests":
         lens.copy_(lens.flip(0) + 70)
+    elif kind == "a length":  # one value of one sequence
+        lens[0] += 70
+    elif kind == "the last query":
+        offsets[-1] -= 1
     elif kind == "any bytes":
         for t in (lens, offsets):
             t.random_(-(1 << 31), (1 << 31) - 1, generator=generator)
@@ -42,7 +46,11 @@ def stale(kind: str, lens: torch.Tensor, offsets: torch.Tensor, table: torch.Ten
 
 @pytest.mark.kernels
 @pytest.mark.parametrize(
-    "name, kind", [*product(["some"], ("the same", "zeros", "other requests")), *product(CASES, ["any bytes"])]
+    "name, kind",
+    [
+        *product(["some"], ("the same", "zeros", "other requests", "a length", "the last query")),
+        *product(CASES, ["any bytes"]),
+    ],
 )
 def test_what_is_guessed_does_not_show(name, kind):
     case = CASES[name]

@@ -1,6 +1,8 @@
 """The functions that a kernel traces, run on ints against brute force. No GPU, no compilation."""
 
+import ast
 import heapq
+import inspect
 from dataclasses import replace
 from itertools import product
 from types import SimpleNamespace
@@ -310,7 +312,7 @@ def test_groups_share_out_the_blocks_of_a_tile():
     one = replace(few, head_dim_qk=256, head_dim_vo=256)
     cases = [(whole, 9, 1), (few, 999, 2), (both, 128, 2), (both, 129, 1), (both, 1, 2), (one, 9, 1)]
     for (spec, rows, n), blocks in product(cases, (1, 2, 5, 6)):
-        w = SimpleNamespace(q_len=rows, pack_factor=1, n_block_min=3, n_block_max=3 + blocks)
+        w = SimpleNamespace(sequence=SimpleNamespace(q_len=rows), pack_factor=1, n_block_min=3, n_block_max=3 + blocks)
         assert sm100_roles.pingpong_groups(spec, w) == n
         assert sm100_roles.num_iterations(spec, w) == -(-blocks // n)
         assert sm100_roles.tile_q_stage(spec, w) == geometry.tile_m(spec, rows) // 128
@@ -427,3 +429,18 @@ def test_precision(q, kv, mma, converts_kv, widens_q, scales_q_rows, prepared):
     own = precision.of_mma_sync(spec)  # of mma.sync, which multiplies 16 bits and converts K and V in registers
     assert own.mma_dtype == ("fp16" if mma == "e4m3" else mma) and not own.converts_kv
     assert own.widens_q == (q == "e4m3")
+
+
+def test_the_prologue_reads_all_values_of_sequences_past_the_cache():
+    """Those that `load_sequence` reads are elements of tensors of `SEQUENCE_ARGS`, which another kernel may write."""
+    tree = ast.parse(inspect.getsource(geometry))
+    functions = {node.name: node for node in tree.body if isinstance(node, ast.FunctionDef)}
+    reached, read = ["load_sequence"], set()
+    for name in reached:
+        for node in ast.walk(functions[name]):
+            if isinstance(node, ast.Call) and getattr(node.func, "id", None) in functions.keys() - set(reached):
+                reached.append(node.func.id)
+            if isinstance(node, ast.Subscript) and isinstance(node.value, ast.Attribute) and node.value.attr != "shape":
+                read.add((node.value.value.attr, node.value.attr))
+    assert read == {(block, name) for block, names in geometry.SEQUENCE_ARGS.items() for name in names}
+    assert {"sequence_queries", "sequence_keys", "kv_start"} <= set(reached)

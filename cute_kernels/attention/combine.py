@@ -70,7 +70,7 @@ def merge(
 
     row_of(spec, warp, i): the warp's i-th row, ascending (`decode.layout.row_of_warp`); those below `rows` exist.
     """
-    m = geometry.tile_m(spec, geometry.num_rows(w.q_len, pack_factor))
+    m = geometry.tile_m(spec, geometry.num_rows(w.sequence.q_len, pack_factor))
     scale = epilogue.output_scale(a)
     per = const_expr(columns_per_lane(spec.tile_vo))
     sf_lanes = const_expr(tuple(m for m in (1, 2, 4) if m * per < SF_VEC_SIZE))
@@ -80,7 +80,7 @@ def merge(
         # sum over the splits
         acc, row_max, row_sum = add_splits(spec, a, w, row)
         # normalise, scale and store
-        token = w.q_start + geometry.token_of(w.m_block * m + row, pack_factor)
+        token = w.sequence.q_start + geometry.token_of(w.m_block * m + row, pack_factor)
         head = geometry.head_of(w.m_block * m + row, w.head_idx, pack_factor)
         normal = softmax.normalizer(row_max, row_sum, epilogue.sink_of(a, head))
         acc.store(acc.load() * (normal.inv_row_sum * scale))
@@ -207,5 +207,5 @@ def merge_rows(
             values = cute.make_rmem_tensor(per, Float32)
             values.store(acc[None, i].load() * (normal.inv_row_sum * scale))
             piece = epilogue.first_piece(spec, w, per) + lane
-            epilogue.store_piece(spec, a, w.q_start + token, head, piece, values, ())
-            epilogue.store_lse(a, w.q_start + token, head, normal.lse, epilogue.stores_lse(spec, w, lane == 0))
+            epilogue.store_piece(spec, a, w.sequence.q_start + token, head, piece, values, ())
+            epilogue.store_lse(a, w.sequence.q_start + token, head, normal.lse, epilogue.stores_lse(spec, w, lane == 0))

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Int32, Uint32
+from cutlass import Int32, Uint32, const_expr
 
 from ..device import copy
 from ..device.clamp import clamp
@@ -36,6 +36,23 @@ class LaunchGeometry(NamedTuple):
     q_heads: Any
     kv_heads: Any
     l2_keys: Any
+
+
+class Sequence(NamedTuple):
+    """All that kernels read from the device about one sequence of the batch, clamped to what the tensors hold.
+
+    q_start: its first query token. q_len: query tokens. kv_len: keys. Whatever else a spec says a sequence has is a
+    further field, None in kernels without it. `load_sequence` alone reads it, and everything that describes work holds
+    it whole: a value of a sequence that a mask needs passes through no other place.
+    """
+
+    q_start: Int32
+    q_len: Int32
+    kv_len: Int32
+
+
+# block of `args` -> its tensors with values of single sequences, all of which `load_sequence` reads
+SEQUENCE_ARGS = {"query": ("cu_seqlens_q",), "kv": ("kv_lens", "kv_starts")}
 
 
 def launch_args(spec, flat):
@@ -121,6 +138,28 @@ def sequence_keys(a, b: Int32):
         if not ragged(a):
             keys = page_keys(keys, a.kv.kv_lens[b], page_size)
     return keys * cutlass.min(cutlass.min(a.kv.k.shape[0], a.kv.v.shape[0]), 1)
+
+
+def no_sequence():
+    """Return a sequence without tokens and keys."""
+    return Sequence(*(Int32(0),) * len(Sequence._fields))
+
+
+@cute.jit
+def load_sequence(a, b: Int32):
+    """Return sequence b, which must be one of the batch."""
+    q_start, q_len = sequence_queries(a, b)
+    return Sequence(q_start, q_len, sequence_keys(a, b))
+
+
+@cute.jit
+def differs(sequence: Sequence, other: Sequence):
+    """Return whether any value of two sequences differs."""
+    changed = sequence.q_start != other.q_start
+    for value, before in zip(sequence[1:], other[1:]):
+        if const_expr(value is not None):
+            changed = changed or value != before
+    return changed
 
 
 def mask_start(a, b):

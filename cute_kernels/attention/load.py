@@ -41,7 +41,7 @@ def fetch_q(spec: cutlass.Constexpr, plan, s, w: WorkTileInfo, q: Int32):
     those of the next sequence, or zero."""
     b = plan.q.boxes[0]
     pipeline.producer_acquire_tx(s.q_pipe, q, plan.q.bytes)
-    g = cute.domain_offset((w.q_start + w.m_block * spec.tile.m, 0), b.gmem[None, None, w.head_idx])
+    g = cute.domain_offset((w.sequence.q_start + w.m_block * spec.tile.m, 0), b.gmem[None, None, w.head_idx])
     qs, qg = copy.partition(b, s.raw_q, g)
     stage = cute.arch.make_warp_uniform(pipeline.stage(s.q_pipe, q))
     for d in cutlass.range_constexpr(cute.size(qs, mode=[2])):
@@ -119,7 +119,7 @@ def load_kv(
                 load_or_reserve_q(spec, plan, s, w, q)
                 q += 1
         # page ids of the first block, unless the prologue has them
-        first = block_at(spec, a, w, KVBlock(loader, i, w.n_block_max - 1, head, w.kv_len, o_tile))
+        first = block_at(spec, a, w, KVBlock(loader, i, w.n_block_max - 1, head, w.sequence.kv_len, o_tile))
         if const_expr(not pdl.has_prologue(spec)):
             source(spec).prefetch_pages(spec, page_ids, sequence_pages, first)
         elif w.n_block_max > w.n_block_min:
@@ -127,12 +127,12 @@ def load_kv(
                 t > 0
                 or w.batch_idx != prologue.batch_idx
                 or first.n_block != prologue.n_block
-                or w.kv_len != prologue.kv_len
+                or w.sequence.kv_len != prologue.kv_len
             ):
                 source(spec).prefetch_pages(spec, page_ids, sequence_pages, first)
         # K or V, and page ids of the next block
         for position in cutlass.range(w.n_block_max - 1, w.n_block_min - 1, -1, unroll=1):
-            at = block_at(spec, a, w, KVBlock(loader, i, position, head, w.kv_len, o_tile))
+            at = block_at(spec, a, w, KVBlock(loader, i, position, head, w.sequence.kv_len, o_tile))
             if const_expr(spec.tile.pieces == 1):
                 source(spec).fill(spec, into, page_ids, sequence_pages, at)
             else:
@@ -174,10 +174,10 @@ def scales_of_blocks(spec: cutlass.Constexpr, a, s, rings, w: WorkTileInfo, i: I
     for position in cutlass.range(w.n_block_max - 1, w.n_block_min - 1, -1, unroll=1):
         n_block = mask_blocks.n_block_at(spec, a, w, position)
         # pages
-        k_found = scales.find(spec, a.kv.k.shape[2], k, n_block, w.kv_len, Int32(0))
-        v_found = scales.find(spec, a.kv.v.shape[2], v, n_block, w.kv_len, a.kv.v_scales_interleaved)
+        k_found = scales.find(spec, a.kv.k.shape[2], k, n_block, w.sequence.kv_len, Int32(0))
+        v_found = scales.find(spec, a.kv.v.shape[2], v, n_block, w.sequence.kv_len, a.kv.v_scales_interleaved)
         # scale factors of K, then of V
-        at = KVBlock(Int32(0), i, n_block, head, w.kv_len)
+        at = KVBlock(Int32(0), i, n_block, head, w.sequence.kv_len)
         scales.fill(spec, LoadTarget(a.kv.k_scales, s.k_scales, rings[pages.K]), k_found, at)
         at, into = at._replace(o_tile=work.o_tile(w)), LoadTarget(a.kv.v_scales, s.v_scales, rings[pages.V])
         scales.fill(spec, into, v_found, at, a.kv.v_scales_interleaved)

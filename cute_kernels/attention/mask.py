@@ -66,13 +66,14 @@ class ScoreCols:
     lanes: cutlass.Constexpr = 1
 
 
-def seqlen_info(spec, a, q_len, kv_len):
-    """Return the `SeqlenInfo` of a sequence. If the call's custom mask is empty (0 bytes), kv_len is 0: no token sees a
-    key, and no kernel reads the mask."""
+def seqlen_info(spec, a, sequence):
+    """Return the `SeqlenInfo` of a `geometry.Sequence`. If the call's custom mask is empty (0 bytes), kv_len is 0: no
+    token sees a key, and no kernel reads the mask."""
+    kv_len = sequence.kv_len
     if spec.mask.custom:
         kv_len *= cutlass.min(a.mask.custom_mask.shape[0], 1)
     return SeqlenInfo(
-        q_len,
+        sequence.q_len,
         kv_len,
         a.mask.window_left if spec.mask.window else 0,
         1 - a.mask.causal if spec.mask.causal == "value" else 0,

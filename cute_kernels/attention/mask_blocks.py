@@ -76,7 +76,7 @@ def n_block_at(spec, a, w, position):
     masked = cutlass.min(cutlass.max(position - num_full + 1, 0), 1)  # 1 behind the full blocks, else 0
     entry = position + masked * (entries - 1 + num_full - 2 * position)
     found = a.mask.mask_blocks[w.list_row, MASK_LIST_HEADER + clamp(entry, 0, entries - 1)]
-    return clamp(found, 0, cutlass.max((w.kv_len + spec.tile.n - 1) // spec.tile.n - 1, 0))
+    return clamp(found, 0, cutlass.max((w.sequence.kv_len + spec.tile.n - 1) // spec.tile.n - 1, 0))
 
 
 def mask_bits(a, w):
@@ -97,9 +97,9 @@ def find_sequence(spec: cutlass.Constexpr, a, row: Int32):
     """Return the last sequence that `row` belongs to, -1 if there is none. Called by one warp."""
     found = Int32(-1)
     for b in cutlass.range(cute.arch.lane_idx(), geometry.batch_size(a), 32, unroll=1):
-        q_start, q_len = geometry.sequence_queries(a, b)
-        first = first_row(spec, a, q_start, b)
-        if row >= first and row < first + num_m_blocks(spec, a, q_len):
+        sequence = geometry.load_sequence(a, b)
+        first = first_row(spec, a, sequence.q_start, b)
+        if row >= first and row < first + num_m_blocks(spec, a, sequence.q_len):
             found = b
     return cute.arch.warp_redux_sync(found, "max")
 
@@ -111,12 +111,12 @@ def find_tile(spec: cutlass.Constexpr, a, tile: Int32):
     warp."""
     lane, batch_size, count = cute.arch.lane_idx(), geometry.batch_size(a), Int32(0)
     for b in cutlass.range(lane, batch_size, 32, unroll=1):
-        count += num_m_blocks(spec, a, geometry.sequence_queries(a, b)[1])
+        count += num_m_blocks(spec, a, geometry.load_sequence(a, b).q_len)
     upto = warp.prefix_sum(count)
     # the sequence, among those of the lane that has the tile
     batch_idx, m_block, rest = Int32(-1), Int32(0), tile - upto + count
     for b in cutlass.range(lane, batch_size, 32, unroll=1):
-        count = num_m_blocks(spec, a, geometry.sequence_queries(a, b)[1])
+        count = num_m_blocks(spec, a, geometry.load_sequence(a, b).q_len)
         if rest >= 0 and rest < count:
             batch_idx, m_block = b, rest
         rest -= count
@@ -204,17 +204,17 @@ def list_blocks(spec: cutlass.Constexpr, a, states: cute.Tensor, batch_idx: Int3
     """Write the list of a tile. Called by all warps of the CTA: a round finds the states of as many blocks as the warps
     read at once, and warp 0 appends them."""
     warp_idx, lane = cute.arch.make_warp_uniform(cute.arch.warp_idx()), cute.arch.lane_idx()
-    q_start, q_len = geometry.sequence_queries(a, batch_idx)
-    row, start = first_row(spec, a, q_start, batch_idx) + m_block, geometry.mask_start(a, batch_idx)
-    seqlen = mask.seqlen_info(spec, a, q_len, geometry.sequence_keys(a, batch_idx))
+    sequence = geometry.load_sequence(a, batch_idx)
+    row, start = first_row(spec, a, sequence.q_start, batch_idx) + m_block, geometry.mask_start(a, batch_idx)
+    seqlen = mask.seqlen_info(spec, a, sequence)
     # the lists of sequences that overlap may have the same row: that of the last sequence stays
     writes = False
     if warp_idx == 0 and row < a.mask.mask_blocks.shape[0]:
         writes = find_sequence(spec, a, row) == batch_idx
-    pack_factor = geometry.pack_factor(spec, a, q_len)
+    pack_factor = geometry.pack_factor(spec, a, sequence.q_len)
     magic = geometry.pack_magic(cutlass.min(pack_factor - 1, 1), a.launch.group_magic)
-    m = geometry.tile_m(spec, geometry.num_rows(q_len, pack_factor))
-    tokens = geometry.tile_tokens(m_block, m, q_len, Divisor(pack_factor, magic))
+    m = geometry.tile_m(spec, geometry.num_rows(sequence.q_len, pack_factor))
+    tokens = geometry.tile_tokens(m_block, m, sequence.q_len, Divisor(pack_factor, magic))
     lo, hi = mask.kv_range(spec, tokens[0], tokens[1], seqlen)
     entries = a.mask.mask_blocks.shape[1] - MASK_LIST_HEADER
     hi, bits = cutlass.min(hi, entries), custom_mask.mask_bits(a, start, tail)

@@ -9,6 +9,8 @@ from dataclasses import dataclass
 import cutlass.cute as cute
 from cutlass import Int32
 
+from . import geometry
+
 
 def has_prologue(spec):
     """Return whether a CTA finds its first tile while the previous kernel may still run."""
@@ -37,9 +39,10 @@ class UncachedTensor:
 
 
 def uncached_args(spec, a):
-    """Return the arguments, with lengths and offsets as `UncachedTensor` in kernels with a PDL prologue."""
+    """Return the arguments, with all values of sequences as `UncachedTensor` in kernels with a PDL prologue."""
     if not has_prologue(spec):
         return a
-    query = a.query._replace(cu_seqlens_q=UncachedTensor(a.query.cu_seqlens_q))
-    lens, starts = UncachedTensor(a.kv.kv_lens), UncachedTensor(a.kv.kv_starts)
-    return a._replace(query=query, kv=a.kv._replace(kv_lens=lens, kv_starts=starts))
+    for block, fields in geometry.SEQUENCE_ARGS.items():
+        given = getattr(a, block)
+        a = a._replace(**{block: given._replace(**{name: UncachedTensor(getattr(given, name)) for name in fields})})
+    return a

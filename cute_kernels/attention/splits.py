@@ -83,7 +83,7 @@ def merge(
     for i in cutlass.range(count, unroll=1):
         if smem.last[i] != 0:
             w = work_of_split(spec, smem, i)
-            rows = geometry.num_rows(w.q_len, geometry.pack_divisor(w)) - w.m_block * spec.tile.m
+            rows = geometry.num_rows(w.sequence.q_len, geometry.pack_divisor(w)) - w.m_block * spec.tile.m
             end = cutlass.min(rows, spec.tile.m)
             for first in cutlass.range(rows_per_warp * number, end, rows_per_warp * warps, unroll=1):
                 combine.merge_rows(spec, a, w, first, rows, rows_per_warp)

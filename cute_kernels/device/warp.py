@@ -16,6 +16,15 @@ def prefix_sum(x: Int32):
     return x
 
 
+def shuffle_record(record, lane):
+    """Return the record that a lane has: a NamedTuple of Int32, of None, and of such records."""
+    if record is None:
+        return None
+    if isinstance(record, tuple):
+        return type(record)(*(shuffle_record(x, lane) for x in record))
+    return cute.arch.shuffle_sync(record, lane)
+
+
 def reduce_across_quads(x, op):
     """Reduce x by `op` over the 8 lanes with the same position in their quads."""
     for i in (4, 8, 16):

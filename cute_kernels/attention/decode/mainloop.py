@@ -129,10 +129,10 @@ def set_sf_offsets(spec, a, r: DecodeFragments, g, t):
 @cute.jit
 def warp_tile(spec: cutlass.Constexpr, a, r: DecodeFragments, w: WorkTileInfo):
     """Return this warp's `WarpTileState` of a tile."""
-    rows = geometry.num_rows(w.q_len, r.pack_factor)
+    rows = geometry.num_rows(w.sequence.q_len, r.pack_factor)
     m = geometry.tile_m(spec, rows)
     number = cute.arch.make_warp_uniform(cute.arch.warp_idx()) - roles(spec).first("mma")
-    seqlen, shares = mask.seqlen_info(spec, a, w.q_len, w.kv_len), warps_per_group(spec, m)
+    seqlen, shares = mask.seqlen_info(spec, a, w.sequence), warps_per_group(spec, m)
     group = number * (m // spec.tile.rows_per_warp) // spec.tile.warps
     first = w.m_block * m
     num_unmasked_keys = cutlass.max(w.n_block_full_max - w.n_block_full_min, 0) * spec.tile.n
@@ -163,7 +163,7 @@ def can_skip(view: cute.Tensor, r: DecodeFragments, tile: WarpTileState, log2_th
     votes = True
     for k in cutlass.range_constexpr(cute.size(r.tokens)):
         below = softmax.row_can_skip(r.st, view, r.to_log2, k, log2_threshold)
-        votes = votes and (below or r.tokens[k] >= tile.w.q_len)
+        votes = votes and (below or r.tokens[k] >= tile.w.sequence.q_len)
     return cute.arch.vote_all_sync(votes)
 
 
@@ -175,11 +175,11 @@ def transform_logits(
     is needed; if not (skip-softmax), set their scores to -inf."""
     view, needs_pv, n = rows_view(acc_s), True, spec.tile.n
     masked = key >= tile.w.n_block_full_max * n or key < tile.w.n_block_full_min * n
-    rows = ScoreRows(r.tokens, tile.w.q_start, tile.seqlen, r.score_to_log2)
+    rows = ScoreRows(r.tokens, tile.w.sequence.q_start, tile.seqlen, r.score_to_log2)
     cols = ScoreCols(key + cute.arch.lane_idx() // 4, [8 * j for j in range(keys(spec) // 8)])
     logits.transform(spec, a, view, rows, cols, a.logits.soft_cap > 0.0, masked)
     if a.logits.skip_threshold != -Float32.inf:
-        log2_threshold = skip_rule.log2_threshold(a, tile.w.kv_len)
+        log2_threshold = skip_rule.log2_threshold(a, tile.w.sequence.kv_len)
         needs_pv = not can_skip(view, r, tile, log2_threshold)
         if not needs_pv:
             operands.fill(spec, acc_s, -Float32.inf)
@@ -236,7 +236,7 @@ def mainloop(spec: cutlass.Constexpr, a, s, r: DecodeFragments, tile: WarpTileSt
     first_key = tile.w.n_block_min * spec.tile.n  # of the tile's lowest block: the warp ends when `cur` is below it
     cur = KeyCursor(first, row, (tile.w.n_block_max - 1) * spec.tile.n + row)
     # pass over keys past kv_len without arithmetic
-    while cur.key >= cutlass.max(first_key, tile.w.kv_len):
+    while cur.key >= cutlass.max(first_key, tile.w.sequence.kv_len):
         for pipe in (s.k_pipe, s.v_pipe):
             pipeline.consumer_wait(pipe, cur.block)
             release_if_last(spec, pipe, tile, cur)

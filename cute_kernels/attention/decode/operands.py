@@ -68,7 +68,7 @@ def fetch_q(spec: cutlass.Constexpr, a, r, tile, words: cute.Tensor):
         if at < tile.rows:
             token = geometry.token_of(at, r.pack_factor)
             head = geometry.head_of(at, w.head_idx, r.pack_factor)
-            source = a.query.q[w.q_start + token, head, None]
+            source = a.query.q[w.sequence.q_start + token, head, None]
             for i in cutlass.range_constexpr(row.chunks * vectors):
                 number = (i // vectors * 4 + t) * vectors + i % vectors
                 target = cute.local_tile(words[None, n_tile], (4,), (i,))
@@ -200,10 +200,10 @@ def load_v(spec: cutlass.Constexpr, s, r, tile, at: KeyCursor, b: cutlass.Conste
                 v.words[u, e, c] = words[u]
             load_v_sf(spec, s, r, v, stage, row, e, c)
     # zeros for keys past kv_len
-    if key + keys(spec) > tile.w.kv_len:
+    if key + keys(spec) > tile.w.sequence.kv_len:
         for c in cutlass.range_constexpr(keys(spec) // 16):
             for e in cutlass.range_constexpr(4):
-                if key + 16 * c + 8 * (e // 2) + 2 * t + e % 2 >= tile.w.kv_len:
+                if key + 16 * c + 8 * (e // 2) + 2 * t + e % 2 >= tile.w.sequence.kv_len:
                     zero_v(spec, v, e, c)
 
 

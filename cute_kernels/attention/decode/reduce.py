@@ -117,9 +117,9 @@ def store_output(spec: cutlass.Constexpr, a, r, tile, row: Int32, column: Int32,
         normal = softmax.normalizer(stats.row_max, stats.row_sum, epilogue.sink_of(a, head))
         total.store(total.load() * (normal.inv_row_sum * dequant_scale * epilogue.output_scale(a)))
         piece = epilogue.first_piece(spec, tile.w, PIECE) + column
-        epilogue.store_piece(spec, a, tile.w.q_start + token, head, piece, total, sf_lanes(spec), keep)
+        epilogue.store_piece(spec, a, tile.w.sequence.q_start + token, head, piece, total, sf_lanes(spec), keep)
         mine = epilogue.stores_lse(spec, tile.w, column == 0)
-        epilogue.store_lse(a, tile.w.q_start + token, head, normal.lse, mine)
+        epilogue.store_lse(a, tile.w.sequence.q_start + token, head, normal.lse, mine)
 
 
 @cute.jit

@@ -26,6 +26,7 @@ from ...device import warp
 from ...device.divisor import Divisor, divide
 from .. import geometry, mask, pdl
 from ..barriers import NamedBarrier
+from ..geometry import Sequence
 from . import policy, work
 from .work import SplitInfo, WorkTileInfo
 
@@ -33,11 +34,9 @@ MAX_UNITS = (1 << 31) - 1  # per launch: CTAs count units in 32 bits
 
 
 class StreamKSequence(NamedTuple):
-    """A sequence as the scheduler sees it: its query tokens, keys, tiles, and units per tile."""
+    """A sequence as the scheduler sees it: its `geometry.Sequence`, its tiles, and units per tile."""
 
-    q_start: Int32
-    q_len: Int32
-    kv_len: Int32
+    sequence: Sequence
     num_tiles: Int32
     units_per_tile: Int32
 
@@ -129,19 +128,18 @@ def tiles_of_rows(spec, rows):
 @cute.jit
 def load_sequence(spec: cutlass.Constexpr, a, b: Int32):
     """Return sequence b; all zeros past the last one."""
-    q_start, q_len, kv_len, num_tiles, units_per_tile = Int32(0), Int32(0), Int32(0), Int32(0), Int32(0)
+    sequence, num_tiles, units_per_tile = geometry.no_sequence(), Int32(0), Int32(0)
     if b < geometry.batch_size(a):
-        q_start, q_len = geometry.sequence_queries(a, b)
-        kv_len = geometry.sequence_keys(a, b)
-        rows = geometry.num_rows(q_len, geometry.pack_factor(spec, a, q_len))
+        sequence = geometry.load_sequence(a, b)
+        rows = geometry.num_rows(sequence.q_len, geometry.pack_factor(spec, a, sequence.q_len))
         num_tiles = tiles_of_rows(spec, rows) * a.kv.k.shape[1]
         if const_expr(spec.tile.o_tiles > 1):
             num_tiles *= spec.tile.o_tiles
-        units_per_tile = blocks_per_tile(spec, mask.seqlen_info(spec, a, q_len, kv_len))
+        units_per_tile = blocks_per_tile(spec, mask.seqlen_info(spec, a, sequence))
         if a.schedule.blocks_per_split > 0:
             units_per_tile = units_of_blocks(units_per_tile, a.schedule.blocks_per_split)
         units_per_tile += end_units(spec, a)
-    return StreamKSequence(q_start, q_len, kv_len, num_tiles, units_per_tile)
+    return StreamKSequence(sequence, num_tiles, units_per_tile)
 
 
 @cute.jit
@@ -169,7 +167,7 @@ def locate(spec: cutlass.Constexpr, a, unit: Int32, window: SequenceWindow):
     index = unit - window.units_before
     owner = cute.arch.popc(cute.arch.vote_ballot_sync(window.units_upto <= index))
     index -= cute.arch.shuffle_sync(window.units_upto - window.own.num_tiles * window.own.units_per_tile, owner)
-    own = StreamKSequence(*(cute.arch.shuffle_sync(x, owner) for x in window.own))
+    own = warp.shuffle_record(window.own, owner)
     is_valid = Int32(1) if owner < 32 and window.first_batch_idx + owner < batch_size else Int32(0)
     return UnitCoord(
         is_valid, window.first_batch_idx + owner, index, own._replace(units_per_tile=cutlass.max(own.units_per_tile, 1))
@@ -247,7 +245,8 @@ def find(spec: cutlass.Constexpr, a, unit: Int32, window: SequenceWindow, cta_un
     the unit after it).
     """
     found, window = locate(spec, a, unit, window)
-    q_start, q_len, kv_len, _, units_per_tile = found.sequence
+    sequence, _, units_per_tile = found.sequence
+    q_len = sequence.q_len
     blocks_per_split, rows = a.schedule.blocks_per_split, geometry.num_rows(q_len, pack_factor)
     m, m_blocks = geometry.tile_m(spec, rows), tiles_of_rows(spec, rows)
     # unit of the sequence -> (o_tile, m_block, head, unit of the tile)
@@ -263,7 +262,7 @@ def find(spec: cutlass.Constexpr, a, unit: Int32, window: SequenceWindow, cta_un
         # the first tile, the last one, the second one, ...: under a causal mask, later tiles have more keys
         half = m_block // 2
         m_block = half + m_block % 2 * (m_blocks - 1 - 2 * half)
-    seqlen = mask.seqlen_info(spec, a, q_len, kv_len)
+    seqlen = mask.seqlen_info(spec, a, sequence)
     first, last = geometry.tile_tokens(m_block, m, q_len, pack_factor)
     lo, hi = mask.kv_range(spec, first, last, seqlen)
     # how many of the tile's units this CTA takes; if not all: number of splits and the first one
@@ -285,7 +284,7 @@ def find(spec: cutlass.Constexpr, a, unit: Int32, window: SequenceWindow, cta_un
     if taken < key_units:
         slot = unit if blocks_per_split > 0 else split_slot(cute.arch.block_idx()[0], offset, ctas)
     blocks = (lo, hi, *mask.full_range(spec, first, last, seqlen), SplitInfo(slot, count, base))
-    w = WorkTileInfo(found.is_valid, m_block, head, q_start, q_len, kv_len, found.batch_idx, *blocks)
+    w = WorkTileInfo(found.is_valid, m_block, head, sequence, found.batch_idx, *blocks)
     w = w._replace(o_tile=o_tile)
     if const_expr(spec.tile.per_tile_pack_gqa):
         w = w._replace(pack_factor=pack_factor.value, pack_magic=Int32(pack_factor.magic))
@@ -308,13 +307,12 @@ def first_work(spec: cutlass.Constexpr, a, s, pack_factor: Divisor):
     hints, few, last = pdl.uncached_args(spec, a), geometry.batch_size(a) <= 32, const_expr(int(pdl.has_prologue(spec)))
     zero = Int32(0)
     batch_idx, keys = zero, zero
-    window = SequenceWindow(zero, zero, zero, StreamKSequence(*[zero] * 5))
+    window = SequenceWindow(zero, zero, zero, StreamKSequence(geometry.no_sequence(), zero, zero))
     cta_units, unit = CtaUnits(zero, zero, zero, zero if policy.prefers_whole_tiles(spec) else None), zero
     # attempt 0: before the previous kernel has ended; attempt 1: after that
     for attempt in cutlass.range(last + 1, unroll=1):
         now, first = load_window(spec, hints, zero, zero), zero - 1
-        changed = now.own.q_start != window.own.q_start or now.own.q_len != window.own.q_len
-        changed = cute.arch.vote_any_sync(changed or now.own.kv_len != window.own.kv_len)
+        changed = cute.arch.vote_any_sync(geometry.differs(now.own.sequence, window.own.sequence))
         if (few and attempt < last) or (attempt == last and (not few or changed or last == 0)):
             cta_units, now = cta_share(spec, hints, now)
             w, window, unit = find(spec, hints, cta_units.begin, now, cta_units, pack_factor)
@@ -322,7 +320,7 @@ def first_work(spec: cutlass.Constexpr, a, s, pack_factor: Divisor):
             work.producer_write(s, zero, w._replace(is_valid=w.is_valid * more))
             if w.is_valid * more != 0 and a.kv.kv_starts.shape[0] == 0:  # the table's width bounds a stale length
                 first = w.n_block_max - 1
-            batch_idx, keys = w.batch_idx, w.kv_len
+            batch_idx, keys = w.batch_idx, w.sequence.kv_len
         if const_expr(last > 0):
             if attempt < last:
                 # hand the first block to the load warps, then wait for the previous kernel

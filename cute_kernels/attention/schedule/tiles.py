@@ -32,6 +32,7 @@ from cutlass import Float32, Int32, Uint32, Uint64, const_expr
 from ...device import warp
 from ...device.divisor import Divisor
 from .. import geometry, mask, mask_blocks
+from ..geometry import Sequence
 from . import policy, work
 from .work import WorkTileInfo
 
@@ -41,12 +42,10 @@ RATIO_ONE = 1 << 31  # the ratio 1.0 in fixed point
 
 
 class TileSequence(NamedTuple):
-    """A sequence as the scheduler sees it. pack_gqa: 1 if its rows are packed. bucket: -1 if it has no tiles, and past
-    the last sequence."""
+    """A sequence as the scheduler sees it: its `geometry.Sequence`, and what follows from it. pack_gqa: 1 if its rows
+    are packed. bucket: -1 if it has no tiles, and past the last sequence."""
 
-    q_start: Int32
-    q_len: Int32
-    kv_len: Int32
+    sequence: Sequence
     pack_gqa: Int32
     bucket: Int32
     num_tiles: Int32
@@ -123,20 +122,24 @@ def length_bucket(kv_len: Int32):
 @cute.jit
 def load_sequence(spec: cutlass.Constexpr, a, b: Int32):
     """Return sequence b."""
-    q_start, q_len, kv_len, pack_gqa, bucket, count = Int32(0), Int32(0), Int32(0), Int32(0), Int32(-1), Int32(0)
+    sequence, pack_gqa, bucket, count = geometry.no_sequence(), Int32(0), Int32(-1), Int32(0)
     if b < geometry.batch_size(a):
-        q_start, q_len = geometry.sequence_queries(a, b)
-        kv_len = geometry.sequence_keys(a, b)
-        pack_factor = geometry.pack_factor(spec, a, q_len)
+        sequence = geometry.load_sequence(a, b)
+        pack_factor = geometry.pack_factor(spec, a, sequence.q_len)
         pack_gqa = cutlass.min(pack_factor - 1, 1)
-        rows = geometry.num_rows(q_len, pack_factor)
+        rows = geometry.num_rows(sequence.q_len, pack_factor)
         m = geometry.tile_m(spec, rows)
         count = (rows + m - 1) // m * geometry.num_tile_heads(a, pack_gqa)
         if const_expr(spec.tile.o_tiles > 1):
             count *= spec.tile.o_tiles
         if count > 0:
-            bucket = length_bucket(kv_len)
-    return TileSequence(q_start, q_len, kv_len, pack_gqa, bucket, count)
+            bucket = length_bucket(sequence.kv_len)
+    return TileSequence(sequence, pack_gqa, bucket, count)
+
+
+def no_sequence():
+    """Return a sequence without tiles."""
+    return TileSequence(geometry.no_sequence(), *(Int32(0),) * 3)
 
 
 @cute.jit
@@ -191,7 +194,7 @@ def locate(spec: cutlass.Constexpr, a, pack_gqa: Int32, kind_tile: Int32, cursor
     """
     lane, batch_size = cute.arch.lane_idx(), geometry.batch_size(a)
     bucket, first, before, lower = cursor
-    sequence, mine, upto, searching = TileSequence(*(Int32(0),) * 6), Int32(0), Int32(0), True
+    sequence, mine, upto, searching = no_sequence(), Int32(0), Int32(0), True
     while searching:
         sequence = load_sequence(spec, a, first + lane)
         mine = Int32(0)
@@ -213,7 +216,7 @@ def locate(spec: cutlass.Constexpr, a, pack_gqa: Int32, kind_tile: Int32, cursor
     # the lane that has the tile
     owner = cute.arch.popc(cute.arch.vote_ballot_sync(upto <= kind_tile - before))
     seq_tile = kind_tile - before - cute.arch.shuffle_sync(upto - mine, owner)
-    found = TileSequence(*(cute.arch.shuffle_sync(x, owner) for x in sequence))
+    found = warp.shuffle_record(sequence, owner)
     batch_idx = first + owner if owner < 32 else batch_size
     return seq_tile, found, batch_idx, SearchCursor(bucket, first, before, cute.arch.warp_redux_sync(lower, "max"))
 
@@ -225,7 +228,7 @@ def search(spec: cutlass.Constexpr, a, launch_tile: Int32, smem: SchedulerSmem):
     Return (the launch's number of tiles; 1 if it has this tile, else 0; the tile's number in its sequence; the
     `TileSequence`; batch_idx).
     """
-    is_valid, seq_tile, batch, sequence = Int32(0), Int32(0), Int32(0), TileSequence(*(Int32(0),) * 6)
+    is_valid, seq_tile, batch, sequence = Int32(0), Int32(0), Int32(0), no_sequence()
     num_tiles, ratio = smem.launch[0], smem.launch[1].to(Uint32)
     if launch_tile < num_tiles:
         is_valid, packed_before = Int32(1), interleave(launch_tile, ratio)
@@ -261,7 +264,7 @@ def find(spec: cutlass.Constexpr, a, launch_tile: Int32, smem: SchedulerSmem):
     """Return the `WorkTileInfo` of tile `launch_tile` of the launch, and the launch's number of tiles. Called by one
     warp."""
     is_valid, m_block, head, batch, seq_tile = Int32(0), Int32(0), Int32(0), Int32(0), Int32(0)
-    sequence, num_tiles = TileSequence(*(Int32(0),) * 6), Int32(0)
+    sequence, num_tiles = no_sequence(), Int32(0)
     # tile of the launch -> sequence
     if geometry.batch_size(a) == 1:
         # the only sequence
@@ -271,8 +274,9 @@ def find(spec: cutlass.Constexpr, a, launch_tile: Int32, smem: SchedulerSmem):
             is_valid = Int32(1)
     else:
         num_tiles, is_valid, seq_tile, sequence, batch = search(spec, a, launch_tile, smem)
-    pack_factor = geometry.pack_factor(spec, a, sequence.q_len)
-    rows = geometry.num_rows(sequence.q_len, pack_factor)
+    own = sequence.sequence
+    pack_factor = geometry.pack_factor(spec, a, own.q_len)
+    rows = geometry.num_rows(own.q_len, pack_factor)
     m = geometry.tile_m(spec, rows)
     # tile of the sequence -> (o_tile, m_block, head); tiles of the same rows are neighbours, so that L2 holds their K
     o_tile = None
@@ -282,20 +286,20 @@ def find(spec: cutlass.Constexpr, a, launch_tile: Int32, smem: SchedulerSmem):
         m_blocks, heads = (rows + m - 1) // m, geometry.tile_heads_quotient(a, sequence.pack_gqa)
         # all heads are one section
         m_block, head = m_blocks - 1 - seq_tile // heads, seq_tile % heads
-        if sequence.kv_len > a.launch.l2_keys:
+        if own.kv_len > a.launch.l2_keys:
             each = geometry.qhead_per_kvhead(a) + 1 - pack_factor  # tile heads per KV head
             row_bytes = geometry.kv_row_bytes(spec)
-            section = l2_section(sequence.kv_len, row_bytes, a.kv.k.shape[1], each, spec.tile.l2_bytes)
+            section = l2_section(own.kv_len, row_bytes, a.kv.k.shape[1], each, spec.tile.l2_bytes)
             if section < heads.value:
                 whole = whole_sections(heads.value, section, cute.arch.grid_dim()[0], num_tiles)
                 m_block, head = lpt_order(seq_tile, m_blocks, heads.value, section, whole)
-    seqlen = mask.seqlen_info(spec, a, sequence.q_len, sequence.kv_len)
+    seqlen = mask.seqlen_info(spec, a, own)
     magic = geometry.pack_magic(sequence.pack_gqa, a.launch.group_magic)
-    first, last = geometry.tile_tokens(m_block, m, sequence.q_len, Divisor(pack_factor, magic))
+    first, last = geometry.tile_tokens(m_block, m, own.q_len, Divisor(pack_factor, magic))
     blocks = (*mask.kv_range(spec, first, last, seqlen), *mask.full_range(spec, first, last, seqlen))
-    w = WorkTileInfo(is_valid, m_block, head, sequence.q_start, sequence.q_len, sequence.kv_len, batch, *blocks)
+    w = WorkTileInfo(is_valid, m_block, head, own, batch, *blocks)
     if const_expr(spec.mask.custom):
-        row, count, num_full = mask_blocks.listed_blocks(spec, a, sequence.q_start, batch, m_block)
+        row, count, num_full = mask_blocks.listed_blocks(spec, a, own.q_start, batch, m_block)
         w = w._replace(n_block_min=Int32(0), n_block_max=count, list_row=row)
         w = w._replace(n_block_full_min=Int32(0), n_block_full_max=num_full)
     return w._replace(pack_factor=pack_factor, pack_magic=magic, o_tile=o_tile), num_tiles

@@ -11,6 +11,7 @@ import cutlass.cute as cute
 from cutlass import Int32, const_expr
 
 from ...device import pipeline
+from ..geometry import Sequence
 from . import policy
 
 
@@ -24,7 +25,7 @@ class SplitInfo(NamedTuple):
 
 
 class WorkTileInfo(NamedTuple):
-    """A tile and the facts about its sequence that every role needs.
+    """A tile and the `geometry.Sequence` that it belongs to.
 
     The KV blocks [n_block_min, n_block_max) have a key that a row of the tile sees (none if the range is empty); those
     of [n_block_full_min, n_block_full_max) need no mask. split: a `SplitInfo`, or None in kernels
@@ -38,9 +39,7 @@ class WorkTileInfo(NamedTuple):
     is_valid: Int32
     m_block: Int32
     head_idx: Int32
-    q_start: Int32
-    q_len: Int32
-    kv_len: Int32
+    sequence: Any
     batch_idx: Int32
     n_block_min: Int32
     n_block_max: Int32
@@ -53,7 +52,8 @@ class WorkTileInfo(NamedTuple):
     o_tile: Any = None
 
 
-COMMON = WorkTileInfo._fields.index("split")  # words that every kernel's tiles have
+SEQUENCE = WorkTileInfo._fields.index("sequence")  # the words before it are one field each
+COMMON = WorkTileInfo._fields.index("split") - 1 + len(Sequence._fields)  # words that every kernel's tiles have
 
 
 def fields(spec):
@@ -74,7 +74,9 @@ def make_pipe(spec, smem, roles):
 
 def flatten(w: WorkTileInfo):
     """Return the words of a tile."""
-    return (*w[:COMMON], *(w.split or ()), *(x for x in w[COMMON + 1 :] if x is not None))
+    common, optional = w[: WorkTileInfo._fields.index("split")], w[WorkTileInfo._fields.index("split") + 1 :]
+    words = (*common[:SEQUENCE], *common[SEQUENCE], *common[SEQUENCE + 1 :])
+    return (*words, *(w.split or ()), *(x for x in optional if x is not None))
 
 
 @cute.jit
@@ -104,7 +106,9 @@ def producer_commit(s, t: Int32):
 
 def of_words(spec, words):
     """Return the tile with these words, the inverse of `flatten`."""
-    w, rest = WorkTileInfo(*words[:COMMON]), words[COMMON:]
+    behind = SEQUENCE + len(Sequence._fields)
+    w = WorkTileInfo(*words[:SEQUENCE], Sequence(*words[SEQUENCE:behind]), *words[behind:COMMON])
+    rest = words[COMMON:]
     if policy.is_split_kv(spec):
         w, rest = w._replace(split=SplitInfo(*rest[:3])), rest[3:]
     if spec.mask.custom:

@@ -155,7 +155,7 @@ def correction_epilogue(
     token = geometry.token_of(number, geometry.pack_divisor(w))
     head = geometry.head_of(number, w.head_idx, geometry.pack_divisor(w))
     sink, scale_0, scale_1 = epilogue.sink_of(a, head), Float32(0.0), Float32(0.0)
-    is_output, is_partial = token < w.q_len, False
+    is_output, is_partial = token < w.sequence.q_len, False
     if const_expr(w.split is not None):
         sink = -Float32.inf if w.split.slot >= 0 else sink  # the merge of splits adds it
         is_output, is_partial = is_output and w.split.slot < 0, is_output and w.split.slot >= 0
@@ -177,7 +177,7 @@ def correction_epilogue(
             )
         tmem.fence_after_thread_sync()
     # store O
-    numbers = row, w.q_start + token, head
+    numbers = row, w.sequence.q_start + token, head
     out_row = OutputRow(group, is_pingpong, *numbers, is_output, is_partial, lse, scale_0, scale_1)
     for c in cutlass.range_constexpr(0, spec.tile_vo, LOAD_COLUMNS):
         store_columns(spec, a, s, w, out_row, c)

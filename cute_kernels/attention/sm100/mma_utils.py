@@ -157,7 +157,7 @@ def zero_tail(spec: cutlass.Constexpr, a, s, w: work.WorkTileInfo, i: Uint32):
     The mma warp does this, because it consumes V's stages. A warp that did not consume them once did it: it saw an old
     phase and zeroed an older block. No role waits for the zeros: S of the tile's first block is computed meanwhile.
     """
-    valid = w.kv_len - mask_blocks.n_block_at(spec, a, w, w.n_block_max - 1) * spec.tile.n
+    valid = w.sequence.kv_len - mask_blocks.n_block_at(spec, a, w, w.n_block_max - 1) * spec.tile.n
     if valid < spec.tile.n and source(spec).has_partial_tail(spec.tile.n, valid):
         stage = s.v[None, None, pipeline.stage(s.v_pipe, i)]
         source(spec).zero_tail(spec, stage, valid, cute.arch.lane_idx(), 32)

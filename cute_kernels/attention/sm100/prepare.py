@@ -40,7 +40,7 @@ def prepare_kv(spec: cutlass.Constexpr, plan, s, which: cutlass.Constexpr, share
             pipeline.consumer_wait(ring.raw, i)
             pipeline.producer_acquire(ring.operand, i)
             # dequantise
-            valid = w.kv_len - mask_blocks.n_block_at(spec, plan.args, w, position) * spec.tile.n
+            valid = w.sequence.kv_len - mask_blocks.n_block_at(spec, plan.args, w, position) * spec.tile.n
             prepare.dequantise_stage(spec, plan.args, s, which, Share(share, WARPS // 2), i, valid)
             cute.arch.fence_proxy("async.shared", space="cta")
             cute.arch.sync_warp()

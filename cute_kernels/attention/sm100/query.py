@@ -27,12 +27,12 @@ def gather_q(spec: cutlass.Constexpr, plan, s, w: work.WorkTileInfo, q: Int32, s
     a, m, size = plan.args, spec.tile.m, const_expr(spec.padded_qk * BITS[spec.q] // 8)
     stored = const_expr(spec.head_dim_qk * BITS[spec.q] // 8)
     width, pieces = const_expr(layout.width(size)), const_expr(size // PIECE)
-    last = geometry.num_rows(w.q_len, w.pack_factor) - 1
+    last = geometry.num_rows(w.sequence.q_len, w.pack_factor) - 1
     into = s.raw_q.iterator.toint() + pipeline.stage(s.q_pipe, q) * (m * size)
     for i in cutlass.range(cute.arch.lane_idx(), count * pieces, 32, unroll=4):
         row, byte = share.number * (m // share.count) + i // pieces, i % pieces * PIECE
         q_row = cutlass.min(w.m_block * m + row, last)
-        token = w.q_start + geometry.token_of(q_row, geometry.pack_divisor(w))
+        token = w.sequence.q_start + geometry.token_of(q_row, geometry.pack_divisor(w))
         head = geometry.head_of(q_row, w.head_idx, geometry.pack_divisor(w))
         source = a.query.q[token, head, None].iterator.toint() + byte
         target = into + byte // width * (m * width) + layout.swizzle(width, row, byte % width)

@@ -26,7 +26,7 @@ def tile_q_stage(spec, w):
     KV blocks. The result is an int if all tiles of the kernel have the same number."""
     if len(spec.tile.m_choices) == 1:
         return spec.tile.m // ROWS
-    return geometry.tile_m(spec, geometry.num_rows(w.q_len, w.pack_factor)) // ROWS
+    return geometry.tile_m(spec, geometry.num_rows(w.sequence.q_len, w.pack_factor)) // ROWS
 
 
 def pingpong_groups(spec, w):

@@ -243,12 +243,12 @@ def begin_tile(
     capped,
 ):
     """Reset the thread's row for tile `w`: its token, scales and softmax state. Return the tile's state."""
-    seqlen = mask.seqlen_info(spec, a, w.q_len, w.kv_len)
-    rows = ScoreRows(r.tokens, w.q_start, seqlen, r.score, r.slopes, r.words)
+    seqlen = mask.seqlen_info(spec, a, w.sequence)
+    rows = ScoreRows(r.tokens, w.sequence.q_start, seqlen, r.score, r.slopes, r.words)
     bits = mask_blocks.mask_bits(a, w) if const_expr(spec.mask.custom) else None
-    skip_rule = skip.rule(spec, a, w.kv_len)
+    skip_rule = skip.rule(spec, a, w.sequence.kv_len)
     half = coord.group * (tile_q_stage(spec, w) - 1)
-    first, last = geometry.tile_tokens(tile_q_stage(spec, w) * w.m_block + half, ROWS, w.q_len, w.pack_factor)
+    first, last = geometry.tile_tokens(tile_q_stage(spec, w) * w.m_block + half, ROWS, w.sequence.q_len, w.pack_factor)
     n_block_full_min, n_block_full_max = w.n_block_full_min, w.n_block_full_max
     if const_expr(not spec.mask.custom):
         n_block_full_min, n_block_full_max = mask.full_range(spec, first, last, rows.seqlen)

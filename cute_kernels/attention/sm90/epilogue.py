@@ -259,12 +259,12 @@ def store(spec: cutlass.Constexpr, a, r, w: WorkTileInfo, empty: cutlass.Constex
     for k in cutlass.range_constexpr(cute.size(o, mode=[0])):
         row = w.m_block * spec.tile.m + r.cols[k, 0][0]
         token = geometry.token_of(row, geometry.pack_divisor(w))
-        keep = token < w.q_len
+        keep = token < w.sequence.q_len
         head = geometry.head_of(row, w.head_idx, geometry.pack_divisor(w))
         sink = epilogue.sink_of(a, head)
         lse = sink * logits.LOG2_E
         if const_expr(empty):
-            zero_row(spec, a, w.q_start + token, head, keep)
+            zero_row(spec, a, w.sequence.q_start + token, head, keep)
         else:
             values = cute.make_rmem_tensor(cute.size(o, mode=[1]), Float32)
             normal = softmax.row_normalizer(r.st, k, sink, LANES)
@@ -275,8 +275,8 @@ def store(spec: cutlass.Constexpr, a, r, w: WorkTileInfo, empty: cutlass.Constex
             values.store(o[k, None].load() * scale)
             if const_expr(permuted_columns(spec)):
                 values = unpermute_columns(values)
-            store_row(spec, a, w.q_start + token, head, values, keep)
+            store_row(spec, a, w.sequence.q_start + token, head, values, keep)
         mine = keep and cute.arch.lane_idx() % LANES == 0
         if const_expr(spec.tile.o_parts > 1):
             mine = mine and o_part(spec) == 0
-        epilogue.store_lse(a, w.q_start + token, head, lse, mine)
+        epilogue.store_lse(a, w.sequence.q_start + token, head, lse, mine)

@@ -63,10 +63,10 @@ def mma_one_tile(spec: cutlass.Constexpr, plan, s, tile: Sm90TileState, at: Cons
     # The other blocks, from high to low. A warpgroup without query tokens (its 64 rows are padding) computes none.
     n_block_min, n_block_max = tile.w.n_block_min, tile.w.n_block_max - 1
     if const_expr(spec.tile.m > 64):
-        if first_row(spec, tile.w) >= geometry.num_rows(tile.w.q_len, tile.w.pack_factor):
+        if first_row(spec, tile.w) >= geometry.num_rows(tile.w.sequence.q_len, tile.w.pack_factor):
             n_block_min = n_block_max
     full_min, full_max = tile.w.n_block_full_min, tile.w.n_block_full_max
-    exact = precision.exact_max_blocks(spec, tile.w.kv_len)
+    exact = precision.exact_max_blocks(spec, tile.w.sequence.kv_len)
     segments = mask.segments(spec, n_block_min, n_block_max, full_min, full_max, exact, capped)
     for g in cutlass.range_constexpr(len(segments)):
         segment = segments[g]

@@ -28,7 +28,7 @@ def prepare_kv(spec: cutlass.Constexpr, plan, s, which: cutlass.Constexpr, share
             pipeline.consumer_wait(raw_pipe, i)
             pipeline.producer_acquire(operand_pipe, i)
             # dequantise or transpose
-            prepare_stage(spec, plan.args, s, which, share, i, w.kv_len - n_block * spec.tile.n)
+            prepare_stage(spec, plan.args, s, which, share, i, w.sequence.kv_len - n_block * spec.tile.n)
             cute.arch.fence_proxy("async.shared", space="cta")
             cute.arch.sync_warp()
             # release the loaded stage, commit the operand stage

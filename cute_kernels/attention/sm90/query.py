@@ -169,7 +169,7 @@ def gather_q(spec: cutlass.Constexpr, s, w: WorkTileInfo, a, stage: Int32):
     threads, tid = const_expr(128 * spec.tile.o_parts), cute.arch.thread_idx()[0] % 128
     if const_expr(spec.tile.o_parts > 1):
         tid += 128 * o_part(spec)
-    rows = geometry.num_rows(w.q_len, w.pack_factor)
+    rows = geometry.num_rows(w.sequence.q_len, w.pack_factor)
     count = const_expr(64 * per_row // threads)
     pieces = cute.make_rmem_tensor((vec, count), s.raw_q.element_type)
     if const_expr(stored < per_row):
@@ -177,7 +177,7 @@ def gather_q(spec: cutlass.Constexpr, s, w: WorkTileInfo, a, stage: Int32):
     for c in cutlass.range_constexpr(count):  # all loads are in flight before the first is stored
         i = tid + c * threads
         row = cutlass.min(w.m_block * spec.tile.m + row_group(spec) * 64 + i // per_row, rows - 1)
-        token = w.q_start + geometry.token_of(row, geometry.pack_divisor(w))
+        token = w.sequence.q_start + geometry.token_of(row, geometry.pack_divisor(w))
         head = geometry.head_of(row, w.head_idx, geometry.pack_divisor(w))
         source = cute.local_tile(a.query.q[token, head, None], (vec,), (i % per_row,))
         if const_expr(stored == per_row):

@@ -138,7 +138,7 @@ def load_v(spec: cutlass.Constexpr, plan, s, loader: Int32):
                 if all_skip(spec, s, i) != 0:
                     pipeline.producer_acquire_tx(s.v_pipe, i, Int32(0))
                 else:
-                    at = load.block_at(spec, a, w, KVBlock(loader, i, position, head, w.kv_len))
+                    at = load.block_at(spec, a, w, KVBlock(loader, i, position, head, w.sequence.kv_len))
                     source(spec).fill(spec, into, page_ids, sequence_pages, at)
                 i += 1
             q += 1
@@ -162,7 +162,7 @@ def mma_one_tile(spec: cutlass.Constexpr, plan, s, tile: Sm90TileState, at: Cons
 
     # the threshold of the votes, and the maxima of the kept blocks
     rows = cute.size(r.tokens)
-    log2_threshold = skip_rule.log2_threshold(plan.args, tile.w.kv_len)
+    log2_threshold = skip_rule.log2_threshold(plan.args, tile.w.sequence.kv_len)
     vote_state = SkipVoteState(tile, log2_threshold, *(cute.make_rmem_tensor(rows, Float32) for _ in range(2)))
     for k in cutlass.range_constexpr(rows):
         vote_state.kept_max[k] = r.st.row_max[k]  # exact after one block
@@ -269,7 +269,7 @@ def vote(
         lane_max = online.reduce(scores[k, None], cute.arch.fmax)
         vote_state.lane_max[k] = lane_max
         below = skip_rule.is_negligible(lane_max, vote_state.kept_max[k], to_log2[k], vote_state.log2_threshold)
-        lane_skips = lane_skips and (below or r.tokens[k] >= tile.w.q_len)
+        lane_skips = lane_skips and (below or r.tokens[k] >= tile.w.sequence.q_len)
     all_lanes = warp.barrier_red_and(NamedBarrier.WARPGROUP + warpgroup_idx(spec), 32 * WARPS, lane_skips) != 0
     skips = Int32(cute.arch.vote_all_sync(all_lanes))  # the same value, which the compiler now knows to be uniform
     publish_vote(spec, s, skips, stage)

@@ -27,7 +27,7 @@ from .tile_table import exact_max_blocks
 
 def rows_of(tile: Sm90TileState):
     r = tile.r
-    return ScoreRows(r.tokens, tile.w.q_start, tile.seqlen, scales_of(r).score, r.slopes, r.words, r.offsets)
+    return ScoreRows(r.tokens, tile.w.sequence.q_start, tile.seqlen, scales_of(r).score, r.slopes, r.words, r.offsets)
 
 
 def row_max_scaled(r: Sm90Fragments, scale, row):

@@ -24,7 +24,7 @@ def mma_thread_idx(spec):
 def store_partial(spec: cutlass.Constexpr, a, s, r, w: WorkTileInfo, number: Int32, empty: cutlass.Constexpr):
     """Store this thread's rows of O, normalised, and LSE of the CTA's split `number`. empty: the split has no key."""
     o, lane = wgmma.rows_cols(r.acc_o), cute.arch.lane_idx() % LANES
-    left = geometry.num_rows(w.q_len, geometry.pack_divisor(w)) - w.m_block * spec.tile.m
+    left = geometry.num_rows(w.sequence.q_len, geometry.pack_divisor(w)) - w.m_block * spec.tile.m
     for k in cutlass.range_constexpr(cute.size(o, mode=[0])):
         scale, lse = Float32(0.0), -Float32.inf
         if const_expr(not empty):
