@@ -107,7 +107,8 @@ def producer_commit(s, t: Int32):
 def of_words(spec, words):
     """Return the tile with these words, the inverse of `flatten`."""
     behind = SEQUENCE + len(Sequence._fields)
-    w = WorkTileInfo(*words[:SEQUENCE], Sequence(*words[SEQUENCE:behind]), *words[behind:COMMON])
+    common = [*words[:SEQUENCE], Sequence(*words[SEQUENCE:behind]), *words[behind:COMMON]]
+    w = WorkTileInfo(*common)
     rest = words[COMMON:]
     if policy.is_split_kv(spec):
         w, rest = w._replace(split=SplitInfo(*rest[:3])), rest[3:]
