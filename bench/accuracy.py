@@ -14,7 +14,7 @@ from functools import partial
 
 import torch
 
-from wrappers import machine
+from wrappers.host import machine
 
 from . import decode, harness, providers
 from .cases import precision

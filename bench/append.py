@@ -10,7 +10,8 @@ from typing import Any
 import torch
 
 import wrappers
-from wrappers import KVCacheTarget, PageLists, QueryOutput, RMSNorm, RotaryEmbedding, append_qkv, fp4, machine
+from wrappers import KVCacheTarget, PageLists, QueryOutput, RMSNorm, RotaryEmbedding, append_qkv, fp4
+from wrappers.host import machine
 
 from . import merging
 from .harness import Ceilings, Measurement, Setup, host_times, rotated

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import torch
 
 import wrappers
-from wrappers import machine
+from wrappers.host import machine
 
 from .cases import merge_states as cases
 from .cases.merge_states import PAIR, STATES, MergeCase

@@ -16,9 +16,9 @@ import torch
 from cute_kernels.attention import dispatch
 from cute_kernels.attention.sm90 import tile_table
 from cute_kernels.attention.spec import PACK_GQA_MAX_Q
-from wrappers import machine
 from wrappers.attention import plan
 from wrappers.attention.call import AttentionCall
+from wrappers.host import machine
 from wrappers.reference.paged import tokens_of
 
 ROWS = {"sm_90a": 64, "sm_100a": 128, "sm_103a": 128}  # rows that vote together: those of a warpgroup

@@ -127,7 +127,7 @@ def gpus() -> tuple[list[str], list[str], list[Diagnosis]]:
         import_module("cute_kernels.ops")  # it raises if another module is called wrappers
         import torch
 
-        from wrappers import runtime
+        from wrappers.host import runtime
 
         archs = [runtime.arch_of(i) for i in range(torch.cuda.device_count())]
         names = [torch.cuda.get_device_name(i) for i in range(len(archs))]

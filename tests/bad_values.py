@@ -13,7 +13,8 @@ import torch
 import wrappers
 from tests import emulated, test_topk_wrapper
 from tests.fake_machine import FakeMachine
-from wrappers import fp4, machine
+from wrappers import fp4
+from wrappers.host import machine
 
 E4M3 = torch.float8_e4m3fn
 POISON = 0xA5

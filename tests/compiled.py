@@ -18,8 +18,8 @@ import wrappers
 from bench.cases import attention, family, topk
 from bench.cases.family import FamilyCase
 from tests.host_work import Seen
-from wrappers import machine
-from wrappers.prefill import values
+from wrappers.flashinfer import values
+from wrappers.host import machine
 
 Given = dict[str, Any]
 Results = tuple[torch.Tensor, ...]

@@ -283,7 +283,7 @@ def foreign(monkeypatch: pytest.MonkeyPatch) -> None:
 def quiet() -> Iterator[Any]:
     """A machine with kernels that do nothing but `count`, so that only host work remains."""
     from tests.fake_machine import FakeMachine
-    from wrappers import machine
+    from wrappers.host import machine
 
     def launch(*flat: Any) -> None:
         fake.count += 1

@@ -14,8 +14,9 @@ from cute_kernels.attention.sm100 import Sm100TileConfig
 from cute_kernels.attention.spec import PACK_GQA_MAX_Q
 from tests import emulated_merges, emulated_writes
 from tests.fake_machine import FakeMachine, promised
-from wrappers import FP4Tensor, fp4, machine, reference
+from wrappers import FP4Tensor, fp4, reference
 from wrappers.attention.call import SEPARATE, AttentionCall, listed_sequences, new_sequences
+from wrappers.host import machine
 from wrappers.reference import paged
 
 E4M3 = torch.float8_e4m3fn

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from wrappers.machine import HostMachine
+from wrappers.host.machine import HostMachine
 
 
 class Broken(BaseException):

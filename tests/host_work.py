@@ -10,7 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import cute_kernels
 import wrappers
-from wrappers import plain
+from wrappers.host import plain
 
 FOLDERS = tuple(f"{Path(package.__file__).parent}/" for package in (wrappers, cute_kernels))
 # Python 3.12 runs comprehensions inside their caller, older versions as functions; and versions differ in how often

@@ -16,7 +16,7 @@ from cute_kernels.topk import dispatch as topk
 from tests.sim import launcher
 from tests.sim.workloads import CASES, RUN, common
 from tests.sim.workloads.attention import call
-from wrappers.machine import override
+from wrappers.host.machine import override
 
 SMS = 5
 # several tiles of 128 rows per sequence, beside one row, and rows that see no key; the diagonal crosses blocks

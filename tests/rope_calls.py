@@ -4,7 +4,7 @@ from typing import Any
 
 import torch
 
-from wrappers import rope
+from wrappers.flashinfer import rope
 
 TOKENS, HEADS, KV_HEADS, DIM, ROTATED = 5, 3, 2, 48, 32
 PAGE_SIZE, PAGES = 16, 3

@@ -17,7 +17,8 @@ import wrappers
 from tests import bad_values as shared
 from tests import test_bad_calls
 from tests.bad_values import FAR, HOSTS, KINDS, MISMATCH, NONE, NUMBERS, OF_TWO, SIZES, VALUES
-from wrappers import BlockTable, KVCacheTarget, PageLists, QueryOutput, RMSNorm, RotaryEmbedding, append_qkv, machine
+from wrappers import BlockTable, KVCacheTarget, PageLists, QueryOutput, RMSNorm, RotaryEmbedding, append_qkv
+from wrappers.host import machine
 
 E4M3 = torch.float8_e4m3fn
 one_thread = shared.one_thread

@@ -9,7 +9,7 @@ from torch.utils._pytree import tree_map
 import wrappers
 from tests.test_plans import Recorder
 from tests.test_traced import CALLS, bits, of_tensors, results
-from wrappers import machine
+from wrappers.host import machine
 
 REFUSED = [  # call, argument, what the message calls it
     ("context", "query", "query"),

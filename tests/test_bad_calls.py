@@ -21,8 +21,10 @@ from bench.cases import topk as topk_cases
 from tests import bad_values as shared
 from tests import rope_calls
 from tests.bad_values import E4M3, HOSTS, KINDS, MISMATCH, NONE, OF_TWO, SIZES, VALUES, not_tensors, tensors_in
-from wrappers import flash_attn, fp4, rope
-from wrappers.cache_write import api as cache_write
+from wrappers import fp4
+from wrappers.flash_attn import api as flash_attn
+from wrappers.flashinfer import rope
+from wrappers.own import append_qkv as cache_write
 
 # ---- good calls: name -> (function, arguments)
 
@@ -431,9 +433,11 @@ def test_every_public_function_is_called():
     others = {wrappers.Explanation, wrappers.TopKTieBreak, wrappers.bind, wrappers.single_decode_with_kv_cache}
     others |= {wrappers.xqa_batch_decode_with_kv_cache, wrappers.trtllm_fmha_v2_prefill}  # test_engines.py
     others |= {wrappers.persistent_topk, wrappers.cooperative_topk}  # test_engines.py
+    single = {wrappers.single_prefill_with_kv_cache, wrappers.single_prefill_with_kv_cache_return_lse}
     others |= {getattr(wrappers, name) for name in cache_write.__all__}  # test_append_qkv_refusals.py
     others |= {getattr(wrappers, name) for name in flash_attn.__all__}  # test_refusals.py
-    others |= {getattr(wrappers, name) for name in wrappers.prefill.__all__}  # test_refusals.py
+    classes = {getattr(wrappers, name) for name in wrappers.flashinfer.wrapper_classes.__all__}
+    others |= single | classes  # test_refusals.py
     assert {getattr(wrappers, name) for name in wrappers.__all__} - others <= called
     plain = {f for n, f in vars(fp4).items() if inspect.isfunction(f) and f.__module__ == fp4.__name__ and n[0] != "_"}
     parts = {fp4.nvfp4_quantize, fp4.quantizable, fp4.nvfp4_dequantize, fp4.dequantizable}  # of two in `wrappers`

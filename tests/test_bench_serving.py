@@ -14,7 +14,7 @@ from bench.cases import serving as shapes
 from cute_kernels.attention import dispatch
 from tests.fake_machine import FakeMachine
 from tests.test_bench import TOP, setup_of
-from wrappers import machine
+from wrappers.host import machine
 
 TARGETS = """
     prefill-bf16-d192x128-b1-s8192-h16x16-p64 prefill-bf16-d256-b1-s8192-h16x8-p64

@@ -19,11 +19,11 @@ from wrappers import BatchDecodeWithPagedKVCacheWrapper as Decode
 from wrappers import (
     bind,
     flash_attn_varlen_func,
-    machine,
     reference,
     trtllm_batch_context_with_kv_cache,
     trtllm_batch_decode_with_kv_cache,
 )
+from wrappers.host import machine
 
 CONTEXT, DECODE = trtllm_batch_context_with_kv_cache, trtllm_batch_decode_with_kv_cache
 CALLS = {

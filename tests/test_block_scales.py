@@ -12,7 +12,6 @@ from wrappers import (
     FP4Tensor,
     append_paged_kv_cache,
     fp4,
-    machine,
     nvfp4_dequantize,
     nvfp4_quantize,
     nvfp4_quantize_append_paged_kv_cache,
@@ -23,6 +22,7 @@ from wrappers import (
     xqa,
     xqa_batch_decode_with_kv_cache,
 )
+from wrappers.host import machine
 
 E4M3, UINT8 = torch.float8_e4m3fn, torch.uint8
 PAGES, P, HKV, HQ, D = 5, 16, 2, 8, 64

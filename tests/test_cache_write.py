@@ -19,10 +19,10 @@ from tests.conftest import ARCH
 from tests.emulated import emulation
 from tests.sim.workloads import simulated
 from wrappers import BlockTable, KVCacheTarget, PageLists, QueryOutput, RMSNorm, RotaryEmbedding, append_qkv, fp4
-from wrappers.cache_write.api import turns
 from wrappers.cache_write.call import CacheWriteCall, QueryTransform
 from wrappers.cache_write.checks import KVCACHE
 from wrappers.cache_write.op import serve
+from wrappers.cache_write.rotation import turns
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 FULL = CacheWriteCase(heads=(4, 2), tokens=7, norm="shared", rope="angles")

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from wrappers import cascade
+from wrappers.flashinfer import cascade
 
 N, H, D = 5, 3, 16
 INF = float("inf")

@@ -8,7 +8,7 @@ import torch
 from tests.prefill_batches import HKV, HQ, WORKSPACE, Case, D, check, ints, meant
 from wrappers import BatchDecodeWithPagedKVCacheWrapper as Decode
 from wrappers import fast_decode_plan, get_seq_lens
-from wrappers.prefill import batch
+from wrappers.flashinfer.wrapper_classes import batch
 
 E4M3, HALF, BF16 = torch.float8_e4m3fn, torch.float16, torch.bfloat16
 KV_LENS = (9, 2, 17, 4)

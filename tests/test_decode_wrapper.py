@@ -9,8 +9,9 @@ import torch
 import wrappers
 from bench.cases import attention as cases
 from tests.emulated import SMS, check
-from wrappers import machine, scratch, trtllm_batch_decode_with_kv_cache, xqa
+from wrappers import trtllm_batch_decode_with_kv_cache, xqa
 from wrappers.attention import checks
+from wrappers.host import machine, scratch
 
 CASES = {name: case for name, case in cases.EDGE.items() if case.causal}
 SQUARE = {name: case for name, case in CASES.items() if case.head_dim_qk == case.head_dim_vo}

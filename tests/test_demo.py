@@ -6,7 +6,7 @@ import torch
 
 from tests.fake_machine import FakeMachine
 from tools import demo, demo_data
-from wrappers import machine
+from wrappers.host import machine
 
 pytestmark = pytest.mark.slow
 

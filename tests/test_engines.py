@@ -9,9 +9,11 @@ import wrappers
 from bench.cases import attention as cases
 from tests.fake_machine import FakeMachine
 from tests.flash_attn_batches import SINKS, Batch, oracle
-from wrappers import cooperative_topk, machine, persistent_topk, utils
+from wrappers import cooperative_topk, persistent_topk
 from wrappers import trtllm_fmha_v2_prefill as fmha
 from wrappers import xqa_batch_decode_with_kv_cache as xqa_batch
+from wrappers.flashinfer import utils
+from wrappers.host import machine
 
 PLAIN = replace(cases.EDGE["plain"], q_lens=(1, 3), kv_lens=(9, 40), lse=False)
 CASES = {

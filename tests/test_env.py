@@ -18,7 +18,7 @@ import torch
 from cute_kernels import bundle, catalog, env, manifest, paths
 from tests import children, fake_bundle
 from tests.conftest import ARCH, ROOT, run_python
-from wrappers import runtime
+from wrappers.host import runtime
 
 SCREEN = 24  # lines
 

@@ -14,7 +14,8 @@ from examples import hugging_face as example
 from tests.engine_files import attention
 from tests.fake_machine import FakeMachine
 from tests.host_work import WAITS, Seen
-from wrappers import fp4, machine
+from wrappers import fp4
+from wrappers.host import machine
 from wrappers.integrations import transformers as integration
 from wrappers.integrations.transformers import PagedCache, StorageFormat, register
 

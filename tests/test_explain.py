@@ -16,9 +16,12 @@ from cute_kernels.topk import dispatch as topk_dispatch
 from tests.fake_machine import FakeMachine
 from tests.test_signatures import FUNCTIONS as CALLED
 from tests.test_signatures import inputs_of, same
-from wrappers import cascade, explain, machine, page, prefill, quantization, rope
-from wrappers.cache_write import api as cache_write_api
-from wrappers.explanation import FUNCTIONS
+from wrappers import explain
+from wrappers.flashinfer import cascade, page, quantization, rope
+from wrappers.flashinfer import wrapper_classes as prefill
+from wrappers.host import machine
+from wrappers.own import append_qkv as cache_write_api
+from wrappers.own.explanation import FUNCTIONS
 
 NAMES = [function.__name__ for function in FUNCTIONS]
 
@@ -62,7 +65,7 @@ def test_every_public_function_is_explained():
     others = {"Explanation", "FP4Tensor", "TopKTieBreak", "bind", "explain", "nvfp4_dequantize", "nvfp4_quantize"}
     others |= {*quantization.__all__}  # plain torch
     others |= {*page.__all__, *cache_write_api.__all__, *cascade.__all__, *rope.__all__}  # one kernel per type
-    others |= {*prefill.__all__} - {"single_prefill_with_kv_cache"}
+    others |= {*prefill.__all__, "single_prefill_with_kv_cache_return_lse"}
     assert set(wrappers.__all__) - others == set(NAMES) == {*CALLED} - {*rope.__all__}
     assert all(getattr(wrappers, name) is function for name, function in zip(NAMES, FUNCTIONS, strict=True))
 
@@ -209,7 +212,7 @@ def test_where_a_kernel_is_found(monkeypatch, tmp_path, name):
     assert everything.endswith("to build all kernels that are shipped: python -m cute_kernels build --arch sm_90a")
     assert one.endswith(f"to build this one: python -m cute_kernels build --arch sm_90a --only {label}")
     op, kernel = said.runs.split()
-    shipped = [*wrappers.explanation.dispatch.shipped("sm_90a"), *topk_dispatch.shipped("sm_90a")]
+    shipped = [*wrappers.own.explanation.dispatch.shipped("sm_90a"), *topk_dispatch.shipped("sm_90a")]
     (spec,) = (spec for other, spec in shipped if (other, spec.name) == (op, kernel))
     tools = {"dsl": "0", "cuda": "0", "settings": {}}
     entry = {"op": op, "spec": manifest.to_json(spec), "key": manifest.key(op, spec, "sm_90a", tools)}

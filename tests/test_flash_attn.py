@@ -29,17 +29,11 @@ from tests.flash_attn_batches import (
     low,
     oracle,
 )
-from wrappers import (
-    explain,
-    flash_attn,
-    flash_attn_func,
-    flash_attn_varlen_func,
-    flash_attn_with_kvcache,
-    machine,
-    scratch,
-)
+from wrappers import explain, flash_attn_func, flash_attn_varlen_func, flash_attn_with_kvcache
 from wrappers.attention import plan
-from wrappers.explanation import call_of
+from wrappers.flash_attn import api as flash_attn
+from wrappers.host import machine, scratch
+from wrappers.own.explanation import call_of
 
 OPTIONS = {
     "full": ({}, {}),

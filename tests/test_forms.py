@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.fake_machine import FakeMachine
-from wrappers import fp4, machine, reference
+from wrappers import fp4, reference
 from wrappers.attention import checks, op, values
 from wrappers.attention import plan as attention_plan
 from wrappers.attention.bound import bound
@@ -24,6 +24,7 @@ from wrappers.attention.call import (
     new_sequences,
     ragged_sequences,
 )
+from wrappers.host import machine
 from wrappers.reference import dense
 
 LOG2E = math.log2(math.e)

@@ -11,7 +11,8 @@ import torch
 import wrappers
 from bench.cases import attention as cases
 from tests.emulated import PLAIN, inputs_of
-from wrappers import FP4Tensor, fp4, machine
+from wrappers import FP4Tensor, fp4
+from wrappers.host import machine
 
 E4M3 = torch.float8_e4m3fn
 

@@ -19,8 +19,10 @@ from tests.gpu import CUDA, HOPPER, feature
 from tests.rope_calls import good_call
 from tests.sim.workloads.cache_write import cache_write_cases, cache_write_features
 from tests.sim.workloads.prepared import GatherCase, PreparedScenario, compared, prepared
-from wrappers import KVCacheTarget, append_qkv, fp4, machine, nvfp4_dequantize, nvfp4_quantize, rope
+from wrappers import KVCacheTarget, append_qkv, fp4, nvfp4_dequantize, nvfp4_quantize
 from wrappers.cache_write import plan
+from wrappers.flashinfer import rope
+from wrappers.host import machine
 
 pytestmark = HOPPER
 

@@ -16,7 +16,8 @@ from bench.cases import attention as cases
 from tests import test_strides
 from tests.compiled import CLASSES, _planned, bits_of
 from tests.gpu import CUDA, HOPPER
-from wrappers import fp4, machine
+from wrappers import fp4
+from wrappers.host import machine
 
 pytestmark = HOPPER
 BASE = replace(cases.EDGE["plain"], lse=False)

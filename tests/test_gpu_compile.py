@@ -12,8 +12,8 @@ import wrappers
 from tests import compiled
 from tests.conftest import run_python
 from tests.gpu import HOPPER, captured
-from wrappers import machine
 from wrappers.attention import call
+from wrappers.host import machine
 
 pytestmark = HOPPER
 

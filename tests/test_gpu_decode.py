@@ -12,7 +12,8 @@ from bench.cases import outputs
 from bench.cases.planted import KEPT, STEP, STEP_SCALE
 from tests import gpu
 from tests.gpu import CUDA, HOPPER, captured, close, dims, feature, features, grid, in_threads, same, values
-from wrappers import machine, trtllm_batch_decode_with_kv_cache
+from wrappers import trtllm_batch_decode_with_kv_cache
+from wrappers.host import machine
 
 pytestmark = HOPPER
 

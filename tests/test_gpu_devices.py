@@ -15,7 +15,7 @@ from bench.cases.cache_write import copied
 from bench.cases.topk import TopKCase
 from tests import gpu
 from tests.gpu import in_threads
-from wrappers import machine
+from wrappers.host import machine
 
 
 def _hopper(index: int) -> bool:

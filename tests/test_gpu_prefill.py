@@ -15,8 +15,9 @@ from bench.cases import forms, outputs, serving
 from bench.cases.planted import STEP_SCALE
 from tests import gpu
 from tests.gpu import CUDA, HOPPER, captured, dims, feature, features, grid, in_threads, marked, same, values
-from wrappers import machine, trtllm_batch_context_with_kv_cache
+from wrappers import trtllm_batch_context_with_kv_cache
 from wrappers.attention.op import serve
+from wrappers.host import machine
 
 pytestmark = HOPPER
 

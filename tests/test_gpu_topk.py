@@ -14,7 +14,8 @@ from bench.cases import topk as cases
 from bench.cases.topk import DECODE, FUNCTIONS, PAGE_TABLE, PER_ROW, PLAIN, PREFILL, RAGGED, TOP_K, TopKCase
 from cute_kernels.topk import dispatch, radix
 from tests.gpu import CUDA, HOPPER, captured, feature, in_threads
-from wrappers import TopKTieBreak, machine, reference, top_k
+from wrappers import TopKTieBreak, reference, top_k
+from wrappers.host import machine
 
 pytestmark = HOPPER
 

@@ -21,9 +21,10 @@ from tests.prefill_batches import HKV, HQ, D
 from tests.test_bad_calls import CODES, GOOD, SMALL, X, attention
 from tests.test_plans import Recorder
 from tests.test_signatures import inputs_of
-from wrappers import fp4, machine
+from wrappers import fp4
 from wrappers.attention import plan
-from wrappers.prefill import values
+from wrappers.flashinfer import values
+from wrappers.host import machine
 
 E4M3, HALF = torch.float8_e4m3fn, torch.float16
 VALUE = 0.5

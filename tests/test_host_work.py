@@ -6,6 +6,7 @@ from functools import partial
 import pytest
 import torch
 
+import wrappers
 from bench import append, merging
 from bench.cases import topk as topk_cases
 from tests import rope_calls
@@ -17,18 +18,16 @@ from tests.test_low_precision import OF_HEADS
 from wrappers import (
     BatchDecodeWithPagedKVCacheWrapper,
     bind,
-    flash_attn_append,
     flash_attn_func,
     flash_attn_with_kvcache,
     merge_state_in_place,
-    rope,
-    topk,
     trtllm_batch_context_with_kv_cache,
     trtllm_batch_decode_with_kv_cache,
     xqa,
 )
-from wrappers.attention import call, op, trtllm
-from wrappers.prefill import values
+from wrappers.attention import call, op
+from wrappers.flash_attn import append as flash_attn_append
+from wrappers.flashinfer import rope, trtllm, values
 from wrappers.topk import op as topk_op
 
 # ---- the counts themselves
@@ -87,7 +86,7 @@ def bound():
 
 def bound_top_k():
     inputs = topk_cases.make_inputs(topk_cases.PLAIN[topk_cases.TOP_K])
-    launch = bind(topk.top_k, **inputs)
+    launch = bind(wrappers.top_k, **inputs)
     return lambda: launch.run(inputs["input"])
 
 
@@ -131,7 +130,7 @@ STEPS = {  # an append and attention: views of q, k, v and of the table; the len
 
 
 def top_k(function):
-    inputs, public = topk_cases.make_inputs(topk_cases.PLAIN[function]), getattr(topk, function)
+    inputs, public = topk_cases.make_inputs(topk_cases.PLAIN[function]), getattr(wrappers, function)
     return lambda: public(**inputs)
 
 

@@ -347,7 +347,7 @@ def test_nothing_of_the_device_is_read(name, mode, counts, server, monkeypatch):
 
 def test_queries_of_blackwell(server, monkeypatch):
     """e4m3 over an e4m3 pool, which MMAs there take as it is; and what no kernel does is refused."""
-    from wrappers import machine
+    from wrappers.host import machine
 
     with monkeypatch.context() as patch:
         patch.setattr(machine.current, "device_info", lambda device: ("sm_100a", 148))

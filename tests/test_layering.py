@@ -1,8 +1,7 @@
 """The shape of the code, held with `ast`: small pieces, and imports that only go down.
 
-tests, bench, tools, examples -> wrappers: integrations -> signatures -> op -> plan -> checks, reference -> call
--> machine, scratch, runtime -> {attention, topk, cache_write,
-merge_states}/dispatch -> kernels (sm90, sm100, combine, topk
+tests, bench, tools, examples -> wrappers (its rooms: ROOMS below; in a family: op -> plan -> checks -> call)
+-> {attention, topk, cache_write, merge_states}/dispatch -> kernels (sm90, sm100, combine, topk
 algorithms, rows) -> seams -> spec, geometry -> build, manifest, abi, device
 
 Beside that line: cute_kernels/paths and bundle stand on manifest and build; catalog, the command (cli) and ops, the
@@ -37,7 +36,15 @@ OPS = {
 FAMILIES = tuple(OPS)
 
 # Another library set the signatures of their methods and callbacks, and those of the functions in `wrappers.__all__`.
-UPSTREAM = ("wrappers/integrations/", "wrappers/prefill/")
+UPSTREAM = ("wrappers/integrations/", "wrappers/flashinfer/wrapper_classes/")
+
+# The rooms of wrappers: imports go down. Those of one floor import nothing of each other.
+ROOMS = (
+    {"integrations"}, {"own"}, {"flashinfer", "flash_attn", "vllm"}, {"attention"}, {"topk", "cache_write", "merge"},
+    {"reference"}, {"fp4"}, {"host"},
+)  # fmt: skip
+# The reference takes an attention call whole, so it knows what one is.
+BESIDE_ROOMS = {"wrappers/reference/paged.py": {"wrappers.attention.call"}}
 
 # Read where no DSL is installed: by the runtime, dispatch and the tools that list kernels.
 PLAIN = {
@@ -263,8 +270,31 @@ def test_wrappers_import_plain_modules_only(file):
         for name in below(names, "cute_kernels")
         if (ROOT / (name.replace(".", "/") + ".py")).exists() or (ROOT / name.replace(".", "/")).is_dir()
     }
-    assert modules - plain <= ({"cute_kernels.build"} if file == "wrappers/runtime.py" else set())
+    assert modules - plain <= ({"cute_kernels.build"} if file == "wrappers/host/runtime.py" else set())
     assert not below(imports(file, top_only=True), "cute_kernels.build")
+
+
+FLOORS = {room: floor for floor, rooms in enumerate(ROOMS) for room in rooms}
+
+
+def room_of(name: str) -> str:
+    """Return the room of a file or a module of wrappers."""
+    return name.removesuffix(".py").replace("/", ".").split(".")[1]
+
+
+@pytest.mark.parametrize("file", [f for f in FILES if f.startswith("wrappers/") and f != "wrappers/__init__.py"])
+def test_rooms_import_only_rooms_below(file):
+    room = room_of(file)
+    modules = {name for name in below(imports(file), "wrappers") if name.count(".") and room_of(name) in FLOORS}
+    allowed = BESIDE_ROOMS.get(file, set())
+    others = {name for name in modules if room_of(name) != room and not below({name}, *allowed)}
+    up = sorted(name for name in others if FLOORS[room_of(name)] <= FLOORS[room])
+    assert not up, f"{file} imports {up}"
+
+
+def test_every_room_has_a_floor():
+    found = {room_of(f) for f in FILES if f.startswith("wrappers/") and f != "wrappers/__init__.py"}
+    assert found == set(FLOORS)
 
 
 def shared_names(files: list[str]) -> list[str]:

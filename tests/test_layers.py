@@ -13,8 +13,9 @@ import torch
 
 from tests.emulated import PLAIN, emulation, inputs_of
 from tests.test_decode_wrapper import decode_of
-from wrappers import machine, trtllm_batch_context_with_kv_cache, trtllm_batch_decode_with_kv_cache
+from wrappers import trtllm_batch_context_with_kv_cache, trtllm_batch_decode_with_kv_cache
 from wrappers.attention import layers
+from wrappers.host import machine
 
 CONTEXT, DECODE = trtllm_batch_context_with_kv_cache, trtllm_batch_decode_with_kv_cache
 FUNCTIONS = {"context": CONTEXT, "decode": DECODE}

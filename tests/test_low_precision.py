@@ -13,16 +13,16 @@ from tests.prefill_batches import HKV, HQ, Case, D, check, oracle
 from wrappers import (
     explain,
     fp4,
-    machine,
     nvfp4_quantize,
     single_prefill_with_kv_cache,
     trtllm_batch_context_with_kv_cache,
     trtllm_batch_decode_with_kv_cache,
 )
 from wrappers.attention import checks, plan
-from wrappers.explanation import call_of
+from wrappers.flashinfer import values
 from wrappers.fp4 import nvfp4_dequantize
-from wrappers.prefill import values
+from wrappers.host import machine
+from wrappers.own.explanation import call_of
 
 HALF, BF16, E4M3, E5M2 = torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2
 NVFP4 = torch.uint8

@@ -16,7 +16,8 @@ from cute_kernels.merge_states.spec import MergeSpec
 from tests.conftest import ARCH
 from tests.emulated import emulation
 from tests.sim.workloads import simulated
-from wrappers import machine, merge_state, merge_state_in_place, merge_states
+from wrappers import merge_state, merge_state_in_place, merge_states
+from wrappers.host import machine
 from wrappers.merge import plan
 
 INF, NAN = float("inf"), float("nan")

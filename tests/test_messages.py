@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import wrappers
-from wrappers import machine, runtime
+from wrappers.host import machine, runtime
 
 HALF = torch.float16
 

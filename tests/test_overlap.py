@@ -11,8 +11,8 @@ import wrappers
 from bench.cases import attention as cases
 from bench.cases import topk as topk_cases
 from tests.bad_values import Kernels
-from wrappers import machine, overlap
 from wrappers.attention import plan
+from wrappers.host import machine, overlap
 from wrappers.topk import plan as topk_plan
 
 

@@ -23,7 +23,7 @@ from cute_kernels import build, bundle, catalog, cli, manifest, ops, paths
 from cute_kernels.attention import dispatch
 from tests.conftest import ARCH, BLOCK_DSL, ROOT, finish, run_python
 from tests.fake_bundle import TOOLCHAIN
-from wrappers import runtime
+from wrappers.host import runtime
 
 OP, SPEC = dispatch.shipped(ARCH)[0]
 OBJECTS = ROOT / "build" / "obj"

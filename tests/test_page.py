@@ -5,7 +5,8 @@ import torch
 
 import wrappers
 from tests.host_work import WAITS, Seen
-from wrappers import fp4, page, quantization
+from wrappers import fp4
+from wrappers.flashinfer import page, quantization
 from wrappers.reference import dense
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2

@@ -16,9 +16,9 @@ from cute_kernels.cache_write import args as cache_write
 from cute_kernels.merge_states import args as merge_states
 from cute_kernels.topk.args import SortArgs, TopKArgs
 from tests.fake_machine import FakeMachine
-from wrappers import machine, scratch
 from wrappers.attention import checks
 from wrappers.attention import plan as attention_plan
+from wrappers.host import machine, scratch
 
 CONTEXT, DECODE = wrappers.trtllm_batch_context_with_kv_cache, wrappers.trtllm_batch_decode_with_kv_cache
 E4M3 = torch.float8_e4m3fn

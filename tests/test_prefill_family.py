@@ -12,7 +12,9 @@ from wrappers import (
     single_prefill_with_kv_cache,
     single_prefill_with_kv_cache_return_lse,
 )
-from wrappers.prefill import batch, single, values
+from wrappers.flashinfer import single_prefill as single
+from wrappers.flashinfer import values
+from wrappers.flashinfer.wrapper_classes import batch
 
 # ---- results
 

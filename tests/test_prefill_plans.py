@@ -28,13 +28,13 @@ from tests.prefill_batches import (
 from wrappers import (
     BatchPrefillWithPagedKVCacheWrapper,
     BatchPrefillWithRaggedKVCacheWrapper,
-    machine,
     packbits,
     segment_packbits,
     single_prefill_with_kv_cache,
     single_prefill_with_kv_cache_return_lse,
 )
-from wrappers.prefill import values
+from wrappers.flashinfer import values
+from wrappers.host import machine
 
 # ---- plan and run
 

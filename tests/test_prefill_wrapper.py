@@ -10,7 +10,8 @@ import torch
 from bench.cases import attention as cases
 from cute_kernels.attention import args, sm100
 from tests.emulated import E4M3, PLAIN, check, inputs_of
-from wrappers import explain, fp4, scratch, trtllm_batch_context_with_kv_cache
+from wrappers import explain, fp4, trtllm_batch_context_with_kv_cache
+from wrappers.host import scratch
 
 # ---- the reference as the CPU's backend
 

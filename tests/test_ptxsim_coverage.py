@@ -12,7 +12,7 @@ from tests.conftest import ARCH
 from tests.fake_machine import FakeMachine
 from tests.sim import coverage, workloads
 from tests.sim.workloads import attention
-from wrappers import machine
+from wrappers.host import machine
 
 
 def test_the_share_of_a_kernel_is_limited():

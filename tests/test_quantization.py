@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from wrappers import quantization
+from wrappers.flashinfer import quantization
 
 
 @pytest.mark.parametrize("bitorder", ["big", "little"])

@@ -16,7 +16,7 @@ import pytest
 from cute_kernels import archive, build, bundle, catalog, cli, manifest, paths
 from tests import children, fake_bundle
 from tests.conftest import ARCH
-from wrappers import runtime
+from wrappers.host import runtime
 
 FIRST, SECOND = catalog.shipped(ARCH)[:2]
 LIBRARY = "attention-0123456789ab.so"

@@ -13,9 +13,10 @@ from tests.emulated import emulation
 from tests.fake_machine import FakeMachine
 from tests.host_work import Seen, torch_kernels
 from tests.prefill_batches import Case
-from wrappers import machine, reference
+from wrappers import reference
 from wrappers.attention import rope
 from wrappers.attention.call import AttentionCall, Rope, SequenceBatch
+from wrappers.host import machine
 from wrappers.reference.gather_rows import key_counts
 
 UNIT = {torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}  # of a rounding, relative

@@ -16,8 +16,9 @@ from cute_kernels.cache_write.spec import CacheWriteSpec
 from tests.emulated import emulation
 from tests.rope_calls import good_call
 from tests.test_cache_write import refused, turned
-from wrappers import RotaryEmbedding, rope
+from wrappers import RotaryEmbedding
 from wrappers.cache_write import plan
+from wrappers.flashinfer import rope
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 POISON = 0x7F

@@ -20,7 +20,7 @@ from tools.fuzz.families import FAMILIES
 from tools.sanitize import __main__ as command
 from tools.sanitize import calls, report
 from tools.sanitize.pieces import ON_DEMAND, PIECES
-from wrappers import machine
+from wrappers.host import machine
 
 pytestmark = pytest.mark.slow
 

@@ -14,9 +14,10 @@ from tests import rope_calls
 from tests.flash_attn_batches import good_call
 from tests.test_decode_wrapper import xqa_inputs
 from tests.test_engines import as_fmha, as_persistent, as_xqa_batch
-from wrappers import rope, xqa
 from wrappers import trtllm_batch_context_with_kv_cache as context
 from wrappers import trtllm_batch_decode_with_kv_cache as decode
+from wrappers import xqa
+from wrappers.flashinfer import rope
 
 PLAIN = replace(cases.EDGE["plain"], q_lens=(1, 2), kv_lens=(9, 40))
 

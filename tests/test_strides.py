@@ -12,7 +12,8 @@ from torch.utils._pytree import tree_leaves, tree_map
 import wrappers
 from tests.emulated import emulate
 from tests.fake_machine import FakeMachine
-from wrappers import machine, reference
+from wrappers import reference
+from wrappers.host import machine
 
 ODD = 7919  # no kernel's alignment divides it
 BF16, E4M3, U8 = torch.bfloat16, torch.float8_e4m3fn, torch.uint8

@@ -15,14 +15,8 @@ from cute_kernels.topk.args import DECODE, ENDS, FULL, LENGTHS, SortArgs, TopKAr
 from cute_kernels.topk.spec import SortSpec, TopKSpec
 from tests.fake_machine import FakeMachine, promised
 from tests.test_topk_reference import any_case
-from wrappers import (
-    TopKTieBreak,
-    machine,
-    reference,
-    top_k,
-    top_k_page_table_transform,
-    topk,
-)
+from wrappers import TopKTieBreak, reference, top_k, top_k_page_table_transform, topk
+from wrappers.host import machine
 from wrappers.topk.checks import DTYPES
 
 

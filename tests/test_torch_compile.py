@@ -19,9 +19,11 @@ from torch._subclasses import FakeTensorMode
 from tests import compiled
 from tests.conftest import run_python
 from tests.fake_machine import FakeMachine
-from wrappers import KVCacheTarget, append_qkv, explanation, machine, scratch
+from wrappers import KVCacheTarget, append_qkv
 from wrappers.attention import call
-from wrappers.prefill import values
+from wrappers.flashinfer import values
+from wrappers.host import machine, scratch
+from wrappers.own import explanation
 
 pytestmark = pytest.mark.slow
 

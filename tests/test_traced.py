@@ -16,7 +16,7 @@ from bench.cases import attention as cases
 from bench.cases import topk as topk_cases
 from tests.host_work import Seen
 from tests.test_plans import CONTEXT, DECODE, EQUAL, PLAIN, Recorder, decode_inputs, looks, tokens_apart
-from wrappers import machine, plain
+from wrappers.host import machine, plain
 
 OPERATORS = (torch.ops.cute_kernels.attention.default, torch.ops.cute_kernels.top_k_rows.default)
 FRESH = {"out": None, "lse": None}

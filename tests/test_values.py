@@ -11,8 +11,8 @@ import torch
 import wrappers
 from bench.cases import attention as cases
 from bench.cases import topk as topk_cases
-from wrappers import checks
 from wrappers.attention import plan, values
+from wrappers.host import checks
 
 CONTEXT, DECODE = (cases.FUNCTIONS[name][0] for name in ("context", "decode"))
 CASE = replace(cases.EDGE["plain"], q_lens=(2, 3), kv_lens=(19, 33), spare_pages=1)  # 4 columns: 2 and 3 used

@@ -5,42 +5,20 @@ RuntimeError; other arguments are treated as constants. Under torch.no_grad() an
 parameters.
 """
 
-from .attention.engines import trtllm_fmha_v2_prefill, xqa_batch_decode_with_kv_cache
-from .attention.trtllm import trtllm_batch_context_with_kv_cache, trtllm_batch_decode_with_kv_cache
-from .attention.xqa import xqa
-from .binding import bind
-from .cache_write.api import (
-    BlockTable,
-    KVCacheTarget,
-    PageLists,
-    QueryOutput,
-    RMSNorm,
-    RotaryEmbedding,
-    append_qkv,
-)
 from .cache_write.quantize import nvfp4_dequantize, nvfp4_quantize
-from .cascade import merge_state, merge_state_in_place, merge_states
-from .explanation import Explanation, explain
-from .flash_attn import flash_attn_func, flash_attn_varlen_func, flash_attn_with_kvcache
-from .fp4 import FP4Tensor
-from .page import (
+from .cache_write.rotation import RotaryEmbedding
+from .flash_attn.api import flash_attn_func, flash_attn_varlen_func, flash_attn_with_kvcache
+from .flashinfer.cascade import merge_state, merge_state_in_place, merge_states
+from .flashinfer.engines import trtllm_fmha_v2_prefill, xqa_batch_decode_with_kv_cache
+from .flashinfer.page import (
     append_paged_kv_cache,
     get_batch_indices_positions,
     get_seq_lens,
     nvfp4_quantize_append_paged_kv_cache,
     nvfp4_quantize_append_paged_kv_cache_with_slot_mapping,
 )
-from .prefill import (
-    BatchAttentionWithAttentionSinkWrapper,
-    BatchDecodeWithPagedKVCacheWrapper,
-    BatchPrefillWithPagedKVCacheWrapper,
-    BatchPrefillWithRaggedKVCacheWrapper,
-    fast_decode_plan,
-    single_prefill_with_kv_cache,
-    single_prefill_with_kv_cache_return_lse,
-)
-from .quantization import packbits, segment_packbits
-from .rope import (
+from .flashinfer.quantization import packbits, segment_packbits
+from .flashinfer.rope import (
     apply_llama31_rope,
     apply_llama31_rope_inplace,
     apply_llama31_rope_pos_ids,
@@ -54,17 +32,25 @@ from .rope import (
     rope_quantize_fp8,
     rope_quantize_fp8_append_paged_kv_cache,
 )
-from .single_decode import single_decode_with_kv_cache
-from .topk import (
-    TopKTieBreak,
-    cooperative_topk,
-    persistent_topk,
-    top_k,
-    top_k_page_table_transform,
-    top_k_per_row_decode,
-    top_k_per_row_prefill,
-    top_k_ragged_transform,
+from .flashinfer.single_decode import single_decode_with_kv_cache
+from .flashinfer.single_prefill import single_prefill_with_kv_cache, single_prefill_with_kv_cache_return_lse
+from .flashinfer.topk import top_k, top_k_page_table_transform, top_k_ragged_transform
+from .flashinfer.trtllm import trtllm_batch_context_with_kv_cache, trtllm_batch_decode_with_kv_cache
+from .flashinfer.wrapper_classes import (
+    BatchAttentionWithAttentionSinkWrapper,
+    BatchDecodeWithPagedKVCacheWrapper,
+    BatchPrefillWithPagedKVCacheWrapper,
+    BatchPrefillWithRaggedKVCacheWrapper,
+    fast_decode_plan,
 )
+from .flashinfer.xqa import xqa
+from .fp4 import FP4Tensor
+from .host import runtime as runtime  # docs/promises.md names `wrappers.runtime.KernelNotFound`
+from .own.append_qkv import BlockTable, KVCacheTarget, PageLists, QueryOutput, RMSNorm, append_qkv
+from .own.binding import bind
+from .own.explanation import Explanation, explain
+from .topk.checks import TopKTieBreak
+from .vllm.topk import cooperative_topk, persistent_topk, top_k_per_row_decode, top_k_per_row_prefill
 
 __all__ = [
     "BatchAttentionWithAttentionSinkWrapper", "BatchDecodeWithPagedKVCacheWrapper",

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from .checks import (
+from .host.checks import (
     FP32_LEAST,
     FP32_MOST,
     check_apart,
@@ -23,7 +23,7 @@ from .checks import (
     check_strided,
     listed,
 )
-from .scalars import integer, scale_of
+from .host.scalars import integer, scale_of
 
 BLOCK = 16  # elements that share a scale factor
 GRID = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # magnitudes of codes 0..7; bit 3 is the sign

@@ -8,15 +8,8 @@ from typing import Any
 import torch
 
 import wrappers
-from wrappers.cache_write.api import (
-    BlockTable,
-    KVCacheTarget,
-    PageLists,
-    QueryOutput,
-    RMSNorm,
-    RotaryEmbedding,
-    append_qkv,
-)
+from wrappers.cache_write.rotation import RotaryEmbedding
+from wrappers.own.append_qkv import BlockTable, KVCacheTarget, PageLists, QueryOutput, RMSNorm, append_qkv
 
 DTYPES = {
     "bf16": torch.bfloat16, "fp16": torch.float16, "e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2,

@@ -8,7 +8,8 @@ from typing import Any
 import torch
 
 import wrappers
-from wrappers import TopKTieBreak, machine
+from wrappers import TopKTieBreak
+from wrappers.host import machine
 
 PAGE_TABLE, RAGGED, TOP_K = "top_k_page_table_transform", "top_k_ragged_transform", "top_k"
 PREFILL, DECODE = "top_k_per_row_prefill", "top_k_per_row_decode"

@@ -44,7 +44,7 @@ def simulate(op: str, spec: Any, args: Sequence[Any], arch: str = "sm_90a", **ho
 
 
 def function(op: str, spec: Any, arch: str, results: list[RunResult], **how: Any) -> Callable[..., None]:
-    """Return the simulated counterpart of wrappers.runtime.kernel; each launch appends to `results`."""
+    """Return the simulated counterpart of wrappers.host.runtime.kernel; each launch appends to `results`."""
 
     def launch(*args: Any) -> None:
         results.append(simulate(op, spec, args, arch, **how))

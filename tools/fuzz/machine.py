@@ -7,7 +7,7 @@ from typing import Any
 
 from bench.cases.choice import by_function
 from cute_kernels import catalog, manifest
-from wrappers import machine
+from wrappers.host import machine
 
 
 class OnDemand(BaseException):

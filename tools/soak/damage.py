@@ -12,7 +12,7 @@ from typing import Any
 
 import wrappers
 from cute_kernels import bundle, catalog, device_code, manifest, paths
-from wrappers import machine, runtime
+from wrappers.host import machine, runtime
 
 from .engine import Wrong
 from .probe import digest

@@ -12,7 +12,7 @@ from tools.fuzz.check import REFUSALS
 from tools.fuzz.draw import draw
 from tools.fuzz.families import FAMILIES
 from tools.fuzz.machine import OnDemand, Shipped
-from wrappers import machine
+from wrappers.host import machine
 
 from .engine import Wrong, bits
 

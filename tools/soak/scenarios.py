@@ -12,7 +12,7 @@ import torch
 
 import wrappers
 from bench.cases.cache_write import copied
-from wrappers import machine
+from wrappers.host import machine
 
 from . import memory
 from .engine import MODELS, ServingEngine, Wrong, bits

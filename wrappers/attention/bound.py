@@ -5,9 +5,9 @@ from typing import Any
 
 import torch
 
-from .. import machine
-from ..checks import raise_reason
-from ..plain import traced
+from ..host import machine
+from ..host.checks import raise_reason
+from ..host.plain import traced
 from . import checks, op, plan
 from .call import AttentionCall, SequenceBatch, renumbered
 

@@ -6,9 +6,8 @@ from typing import Any, NamedTuple
 import torch
 from torch._subclasses import FakeTensor
 
-from .. import machine
-from ..checks import UnknownName, check_strided
 from ..fp4 import FP4Tensor
+from ..host import machine
 
 _Tensor = torch.Tensor  # module globals: each saves an attribute look-up, 20 ns
 _strided = torch.strided
@@ -256,31 +255,3 @@ def _views(table: Any, lens: Any, offsets: Any, layout: TableLayout) -> Sequence
         (batch, width), (row, entry) = table.shape, table.stride()
         table = table.as_strided((batch, 2, width), (row, 0, entry))
     return SequenceBatch(table, lens, offsets, lens.shape[0], None, unsigned)
-
-
-def pair(name: str, value: Any, layout: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return K and V as (pages, Hkv, P, D) views.
-
-    value: (k, v), each (pages, Hkv, P, D) "HND" or (pages, P, Hkv, D) "NHD"; or one tensor (pages, 1 or 2, ...) of
-    both.
-    """
-    if layout != "HND" and layout != "NHD":
-        raise UnknownName(f"kv_layout: {layout!r}, must be 'HND' or 'NHD'")
-    if isinstance(value, (tuple, list)):
-        if len(value) != 2:
-            raise ValueError(f"{name}: a tuple of {len(value)}, must be (k, v)")
-        k, v = value
-        if layout == "NHD" and not (isinstance(k, _Tensor) and isinstance(v, _Tensor) and k.dim() == v.dim() == 4):
-            check_strided(f"{name} (K)", k, 4)
-            check_strided(f"{name} (V)", v, 4)
-        return (k, v) if layout == "HND" else (k.transpose(1, 2), v.transpose(1, 2))
-    shape = value.shape if isinstance(value, _Tensor) else ()
-    if len(shape) != 5 or shape[1] not in (1, 2) or value.layout is not _strided:
-        check_strided(name, value, 5)
-        raise ValueError(f"{name}: shape {tuple(value.shape)}, the second dimension must be 1 or 2")
-    value = value.transpose(2, 3) if layout == "NHD" else value
-    if shape[1] == 1:
-        k = value.select(1, 0)
-        return k, k
-    k, v = value.unbind(1)
-    return k, v

@@ -17,7 +17,7 @@ from cute_kernels import dtypes
 from cute_kernels.attention import spec
 
 from .. import fp4
-from ..checks import (
+from ..host.checks import (
     FP32_LEAST,
     FP32_MOST,
     NUMBERS,
@@ -37,7 +37,7 @@ from ..checks import (
     swapped,
     too_small,
 )
-from ..scalars import OR_TENSOR, check_scale
+from ..host.scalars import OR_TENSOR, check_scale
 from .call import AttentionCall, Rope
 
 SIGNATURES: dict[

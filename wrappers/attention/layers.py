@@ -13,7 +13,7 @@ from weakref import ref
 
 import torch
 
-from .. import machine
+from ..host import machine
 from .bound import BoundLaunch, bound, memory_of, tensors_of
 from .call import SEPARATE, SHARED, AttentionCall, sequences_of
 from .op import serve

@@ -8,9 +8,9 @@ from typing import Any, get_type_hints
 import torch
 
 from .. import fp4
-from ..checks import check_strided
-from ..plain import fake_of, known, no_backward, write
-from ..scalars import split_scale
+from ..host.checks import check_strided
+from ..host.plain import fake_of, known, no_backward, write
+from ..host.scalars import split_scale
 from . import checks, plan
 from .call import SEPARATE, AttentionCall, Rope, SequenceBatch, listed_sequences, new_sequences
 

@@ -19,9 +19,10 @@ from cute_kernels.attention.request import KernelRequest
 from cute_kernels.attention.schedule import policy
 from cute_kernels.attention.spec import MASK_LIST_HEADER, PACK_GQA_MAX_GROUP, PACK_GQA_MAX_Q
 
-from .. import fp4, machine, overlap, reference, scratch
-from ..checks import INF, checking, raise_reason
+from .. import fp4, reference
 from ..fp4 import FP4Tensor
+from ..host import machine, overlap, scratch
+from ..host.checks import INF, checking, raise_reason
 from ..reference import LOG2E
 from . import checks, launch_size, values
 from .call import OPTIONAL, OPTIONS, AttentionCall

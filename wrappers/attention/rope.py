@@ -16,10 +16,11 @@ from cute_kernels.cache_write.args import ANGLES, fields
 from cute_kernels.cache_write.request import CacheWriteRequest
 from cute_kernels.cache_write.spec import CacheWriteSpec
 
-from .. import machine, reference
-from ..cache_write.api import turns
+from .. import reference
 from ..cache_write.plan import groups
-from ..scratch import constant, kept, steps
+from ..cache_write.rotation import turns
+from ..host import machine
+from ..host.scratch import constant, kept, steps
 from .call import AttentionCall, Rope
 
 TYPES = {torch.bfloat16: "bf16", torch.float16: "fp16"}

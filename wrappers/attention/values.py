@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from ..checks import check_in_fp32
+from ..host.checks import check_in_fp32
 from ..reference.bounds import left_bound
 from .call import AttentionCall
 from .checks import Names, names_of

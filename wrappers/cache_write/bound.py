@@ -4,9 +4,9 @@ from typing import Any
 
 import torch
 
-from .. import machine
-from ..checks import check_strided, raise_reason
-from ..plain import traced
+from ..host import machine
+from ..host.checks import check_strided, raise_reason
+from ..host.plain import traced
 from . import checks, op, plan
 from .call import CacheWriteCall
 

@@ -7,7 +7,8 @@ import torch
 from cute_kernels.cache_write.args import ANGLES
 from cute_kernels.cache_write.rows import MAX_TRANSFORMED, ROTATED
 
-from ..checks import (
+from ..fp4 import BLOCK, SCALE_TYPES
+from ..host.checks import (
     check_apart,
     check_device,
     check_last_stride,
@@ -18,9 +19,8 @@ from ..checks import (
     check_strided,
     swapped,
 )
-from ..fp4 import BLOCK, SCALE_TYPES
-from ..plain import refuse_grad, traced
-from ..scalars import check_scale, on_host
+from ..host.plain import refuse_grad, traced
+from ..host.scalars import check_scale, on_host
 from .call import PAGES, ROWS, SLOTS, CacheWriteCall, QueryTransform
 
 OFFSETS = (torch.int32, torch.int64)

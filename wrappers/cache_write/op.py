@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
-from ..plain import fake_of, known, traced, write
-from ..scalars import split_scale
+from ..host.plain import fake_of, known, traced, write
+from ..host.scalars import split_scale
 from . import checks, plan
 from .call import CacheWriteCall, QueryTransform
 

@@ -6,8 +6,8 @@ import torch
 
 from cute_kernels.cache_write.rows import MAX_TRANSFORMED
 
-from ..checks import check_apart
-from ..plain import traced
+from ..host.checks import check_apart
+from ..host.plain import traced
 from .call import CacheWriteCall
 from .checks import NOPE, name_of, validate
 from .op import serve

@@ -14,8 +14,9 @@ from cute_kernels.cache_write.args import INDICES, PAGES, ROWS, CacheWriteArgs, 
 from cute_kernels.cache_write.request import CacheWriteRequest
 from cute_kernels.cache_write.spec import CacheWriteSpec
 
-from .. import machine, overlap, reference
-from ..checks import checking, raise_reason
+from .. import reference
+from ..host import machine, overlap
+from ..host.checks import checking, raise_reason
 from .call import CacheWriteCall, QueryTransform
 from .checks import FP8, block_scaled, validate
 

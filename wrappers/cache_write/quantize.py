@@ -13,8 +13,9 @@ from cute_kernels.cache_write import dispatch, rows
 from cute_kernels.cache_write.args import ROWS, fields
 from cute_kernels.cache_write.request import CacheWriteRequest
 
-from .. import fp4, machine
-from ..plain import traced
+from .. import fp4
+from ..host import machine
+from ..host.plain import traced
 from .plan import DTYPES, groups
 
 MOST_BLOCKS = 2**31 - 1  # that the kernel dequantises: it counts them in Int32

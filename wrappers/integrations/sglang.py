@@ -28,9 +28,9 @@ from sglang.srt.mem_cache.swa_memory_pool import SWAKVPool
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
 from sglang.srt.runtime_context import get_parallel, get_spec
 
-from .. import machine
-from ..attention.trtllm import trtllm_batch_context_with_kv_cache, trtllm_batch_decode_with_kv_cache
-from ..cache_write.api import KVCacheTarget, append_qkv
+from ..flashinfer.trtllm import trtllm_batch_context_with_kv_cache, trtllm_batch_decode_with_kv_cache
+from ..host import machine
+from ..own.append_qkv import KVCacheTarget, append_qkv
 from .support import E4M3, E5M2, HEAD_SIZES, query_dtype, refusal
 
 DECODES = (ForwardMode.DECODE, ForwardMode.IDLE)

@@ -15,7 +15,7 @@ from sglang.srt.environ import envs
 from sglang.srt.layers.attention.dsa.dsa_topk_backend import TopkTransformMethod, _build_flashinfer_paged_args
 from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
-from ..topk import top_k_page_table_transform, top_k_ragged_transform
+from ..flashinfer.topk import top_k_page_table_transform, top_k_ragged_transform
 
 BACKEND = "sglang.srt.layers.attention.dsa.dsa_topk_backend.DSATopKBackend"
 KERNELS = "sglang.kernels.ops.attention.dsv4.topk"

@@ -8,7 +8,7 @@ from cute_kernels import archs
 from cute_kernels.attention import dispatch
 from cute_kernels.attention.spec import HEAD_DIM_UNIT, padded
 
-from ..explanation import explain
+from ..own.explanation import explain
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 _PADDED = tuple(sorted({dim for op in dispatch.OPS.values() for dim in op.HEAD_DIMS}))  # that kernels compute with

@@ -24,11 +24,11 @@ from typing import Any, NamedTuple
 import torch
 from transformers import AttentionInterface
 
-from .. import machine
-from ..attention.trtllm import trtllm_batch_context_with_kv_cache, trtllm_batch_decode_with_kv_cache
-from ..cache_write.api import KVCacheTarget, append_qkv
-from ..checks import check_integer
-from ..scalars import integer
+from ..flashinfer.trtllm import trtllm_batch_context_with_kv_cache, trtllm_batch_decode_with_kv_cache
+from ..host import machine
+from ..host.checks import check_integer
+from ..host.scalars import integer
+from ..own.append_qkv import KVCacheTarget, append_qkv
 from .support import E4M3, E5M2, query_dtype
 
 NAME = "cute_kernels"  # of the attention function

@@ -30,10 +30,10 @@ from vllm.v1.attention.backend import (
 )
 from vllm.v1.kv_cache_interface import KVCacheLayout
 
-from .. import machine
-from ..attention.trtllm import trtllm_batch_context_with_kv_cache
-from ..cache_write.api import KVCacheTarget, append_qkv
+from ..flashinfer.trtllm import trtllm_batch_context_with_kv_cache
 from ..fp4 import FP4Tensor
+from ..host import machine
+from ..own.append_qkv import KVCacheTarget, append_qkv
 from .support import ARCHS, E4M3, E5M2, HEAD_SIZES, PAGE_SIZES, query_dtype, refusal
 
 QUANTISED = {"fp8": E4M3, "fp8_e4m3": E4M3, "fp8_e5m2": E5M2, "nvfp4": torch.uint8}

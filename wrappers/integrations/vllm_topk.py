@@ -14,7 +14,7 @@ import torch
 from vllm import _custom_ops as ops
 from vllm.model_executor.layers.indexer_topk import SparseIndexerTopk
 
-from ..topk import top_k_per_row_decode, top_k_per_row_prefill
+from ..vllm.topk import top_k_per_row_decode, top_k_per_row_prefill
 
 
 def decode(

@@ -4,8 +4,8 @@ from typing import Any
 
 import torch
 
-from ..checks import check_apart, check_device, check_memory, check_one_of, check_shape, check_strided
-from ..plain import refuse_grad, traced
+from ..host.checks import check_apart, check_device, check_memory, check_one_of, check_shape, check_strided
+from ..host.plain import refuse_grad, traced
 
 FLOATS = (torch.float16, torch.bfloat16, torch.float32)
 

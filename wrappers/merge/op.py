@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from .. import reference
-from ..plain import fake_of, traced, transformed, write
+from ..host.plain import fake_of, traced, transformed, write
 from . import plan
 from .checks import validate_in_place, validate_pair, validate_states
 

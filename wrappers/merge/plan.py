@@ -14,8 +14,9 @@ from cute_kernels.merge_states import dispatch, rows
 from cute_kernels.merge_states.args import MergeArgs, fields
 from cute_kernels.merge_states.request import MergeRequest
 
-from .. import machine, overlap, reference
-from ..checks import check_apart, checking, raise_reason
+from .. import reference
+from ..host import machine, overlap
+from ..host.checks import check_apart, checking, raise_reason
 from .checks import validate_in_place, validate_pair, validate_states
 
 DTYPES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}

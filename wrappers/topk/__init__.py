@@ -1,4 +1,6 @@
-"""Top-k of the rows of a score matrix: signatures (`api`) -> a `TopKCall` (`checks`) -> a plan and its launch (`plan`).
+"""Top-k of the rows of a score matrix: a `TopKCall` (`checks`) -> a plan and its launch (`plan`).
+
+The signatures are in `flashinfer.topk` and `vllm.topk`.
 
 Under torch.compile the launch goes through a torch operator (`op`). CPU tensors run the reference, CUDA tensors a
 compiled kernel.
@@ -21,19 +23,3 @@ Errors are raised before any launch and before anything is written: ValueError f
 range; TypeError for a dtype or type; NotImplementedError if no kernel serves the call: on CUDA, k above 15872 with L
 above 737280 (fp32) or 1474560 (16 bits), which is more than a cluster can hold.
 """
-
-from .api import (
-    cooperative_topk,
-    persistent_topk,
-    top_k,
-    top_k_page_table_transform,
-    top_k_per_row_decode,
-    top_k_per_row_prefill,
-    top_k_ragged_transform,
-)
-from .checks import TopKTieBreak
-
-__all__ = [
-    "TopKTieBreak", "cooperative_topk", "persistent_topk", "top_k", "top_k_page_table_transform",
-    "top_k_per_row_decode", "top_k_per_row_prefill", "top_k_ragged_transform",
-]  # fmt: skip

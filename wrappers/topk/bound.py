@@ -4,9 +4,9 @@ from typing import Any
 
 import torch
 
-from .. import machine
-from ..checks import raise_reason
-from ..plain import traced
+from ..host import machine
+from ..host.checks import raise_reason
+from ..host.plain import traced
 from . import op, plan
 from .checks import PER_ROW, TOP_K, TopKCall, validate, with_ints
 

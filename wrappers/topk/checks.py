@@ -11,9 +11,10 @@ import torch
 
 from cute_kernels.topk.args import DECODE, ENDS, FULL, LENGTHS
 
-from .. import overlap
-from ..checks import (
+from ..host import overlap
+from ..host.checks import (
     check_apart,
+    check_flag,
     check_integer,
     check_last_stride,
     check_memory,
@@ -23,7 +24,7 @@ from ..checks import (
     check_strided,
     listed,
 )
-from ..scalars import integer
+from ..host.scalars import integer
 
 DTYPES = {torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16"}
 PAGE_TABLE, RAGGED, TOP_K = "top_k_page_table_transform", "top_k_ragged_transform", "top_k"
@@ -204,3 +205,12 @@ def _bounded(name: str, value: Any, most: int) -> int:
     if check_integer(name, value, 1) > most:
         raise ValueError(f"{name}: {value}, must be at most {most}")
     return value
+
+
+def refuse_other_than(kind: type, **given: Any) -> None:
+    """Raise on the first argument that is not a bool, or not an int."""
+    for name, value in given.items():
+        if kind is bool:
+            check_flag(name, value)
+        else:
+            check_integer(name, value)

@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
-from ..checks import check_strided
-from ..plain import fake_of, known, no_backward, traced, write
+from ..host.checks import check_strided
+from ..host.plain import fake_of, known, no_backward, traced, write
 from . import plan
 from .checks import NAMES, PAGE_TABLE, RAGGED, TOP_K, TopKCall, scalars, stated, with_ints
 

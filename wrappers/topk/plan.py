@@ -11,8 +11,9 @@ from cute_kernels.topk import dispatch
 from cute_kernels.topk.args import TopKArgs
 from cute_kernels.topk.request import TopKKernelRequest
 
-from .. import machine, overlap, reference, scratch
-from ..checks import check_apart, checking, raise_reason
+from .. import reference
+from ..host import machine, overlap, scratch
+from ..host.checks import check_apart, checking, raise_reason
 from .checks import DTYPES, NAMES, PER_ROW, TOP_K, WINDOWS, TopKCall, TopKTieBreak, validate, with_ints
 from .values import check as check_values
 

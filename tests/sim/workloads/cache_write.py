@@ -11,7 +11,7 @@ from bench.cases import cache_write as cases
 from bench.cases.cache_write import CacheWriteCase
 from cute_kernels.cache_write.spec import CacheWriteSpec
 from wrappers.cache_write import plan
-from wrappers.machine import HostMachine, override
+from wrappers.host.machine import HostMachine, override
 
 from .common import SMS, Outcome, SimulatedMachine, outcome
 from .prepared import PreparedScenario, dequantize_cases, gather_cases, key_append_cases, run_prepared

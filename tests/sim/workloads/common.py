@@ -13,7 +13,7 @@ from ptxsim.runner import RunResult
 
 from bench.cases.choice import by_function
 from cute_kernels.attention.args import fields
-from wrappers.machine import HostMachine, override
+from wrappers.host.machine import HostMachine, override
 
 from .. import launcher
 

@@ -11,7 +11,7 @@ from ptxsim.runner import RunResult
 from bench.cases import merge_states as cases
 from bench.cases.merge_states import IN_PLACE, PAIR, MergeCase
 from cute_kernels.merge_states.spec import MergeSpec
-from wrappers.machine import HostMachine, override
+from wrappers.host.machine import HostMachine, override
 from wrappers.merge import plan
 
 from .common import SMS, Outcome, SimulatedMachine, outcome

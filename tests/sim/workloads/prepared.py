@@ -12,13 +12,14 @@ from bench.cases import cache_write as cases
 from bench.cases.cache_write import CacheWriteCase
 from cute_kernels.cache_write.args import FROM_FIRST, INTERLEAVED
 from cute_kernels.cache_write.spec import CacheWriteSpec
-from wrappers import machine, nvfp4_dequantize
+from wrappers import nvfp4_dequantize
 from wrappers.attention import rope
 from wrappers.attention.call import AttentionCall, Rope, SequenceBatch
 from wrappers.cache_write.call import PAGES, ROWS, CacheWriteCall, QueryTransform
 from wrappers.cache_write.checks import KVCACHE
 from wrappers.cache_write.op import serve
-from wrappers.machine import HostMachine, override
+from wrappers.host import machine
+from wrappers.host.machine import HostMachine, override
 
 from .common import SMS, Outcome, SimulatedMachine, outcome
 

@@ -15,7 +15,8 @@ from bench.cases import topk as cases
 from bench.cases.topk import DECODE, PAGE_TABLE, PREFILL, RAGGED, TOP_K, TopKCase
 from cute_kernels.topk import dispatch, radix
 from cute_kernels.topk.spec import DTYPES, SortSpec, TopKSpec
-from wrappers import TopKTieBreak, machine, reference
+from wrappers import TopKTieBreak, reference
+from wrappers.host import machine
 
 from .common import Outcome, SimulatedMachine, bits, outcome
 

@@ -7,11 +7,12 @@ import torch
 from ..attention.call import AttentionCall, ragged_sequences
 from ..attention.checks import HEAD_SCALES, SIGNATURES
 from ..attention.op import serve
-from ..checks import check_strided
-from ..plain import traced
-from ..quantization import packbits
+from ..attention.views import rows_of
+from ..host.checks import check_strided
+from ..host.plain import traced
 from . import values
-from .ragged import rows_of, scales_of
+from .quantization import packbits
+from .wrapper_classes.ragged import scales_of
 
 SINGLE = "single_prefill_with_kv_cache"
 SIGNATURES[SINGLE] = values.NAMES | {

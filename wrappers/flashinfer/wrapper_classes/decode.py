@@ -4,12 +4,12 @@ from typing import Any
 
 import torch
 
-from ..attention.call import SequenceBatch, csr_sequences, pair
-from ..attention.checks import HEAD_SCALES, SIGNATURES
-from ..checks import check_flag, check_integer
-from ..page import paged_kv
-from ..scalars import integer, real
-from . import values
+from ...attention.call import SequenceBatch, csr_sequences
+from ...attention.checks import HEAD_SCALES, SIGNATURES
+from ...attention.views import paged_kv, pair
+from ...host.checks import check_flag, check_integer
+from ...host.scalars import integer, real
+from .. import values
 from .batch import PrefillBatch
 
 DECODE = "BatchDecodeWithPagedKVCacheWrapper"

@@ -17,7 +17,7 @@ RuntimeError for a tensor that requires grad, in grad mode, NotImplementedError 
 
 import torch
 
-from .merge.op import serve
+from ..merge.op import serve
 
 __all__ = ["merge_state", "merge_state_in_place", "merge_states"]
 

@@ -8,10 +8,10 @@ from typing import Any
 
 import torch
 
-from . import machine
-from .attention.call import AttentionCall
-from .checks import check_operand, check_shape, check_strided, checking
-from .plain import traced
+from ..attention.call import AttentionCall
+from ..host import machine
+from ..host.checks import check_operand, check_shape, check_strided, checking
+from ..host.plain import traced
 
 
 def padding_of(given: Any, table: Any, name: str, caches: tuple[Any, Any], batch: int) -> torch.Tensor:

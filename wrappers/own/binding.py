@@ -4,14 +4,14 @@ from collections.abc import Callable
 from inspect import signature
 from typing import Any
 
+from ..attention.bound import BoundCall
+from ..attention.call import AttentionCall
+from ..cache_write.bound import BoundAppend
+from ..flash_attn.api import flash_attn_varlen_func
+from ..host.checks import listed
+from ..topk.bound import BoundTopK
 from . import explanation
-from .attention.bound import BoundCall
-from .attention.call import AttentionCall
-from .cache_write.api import QueryOutput, append_qkv
-from .cache_write.bound import BoundAppend
-from .checks import listed
-from .flash_attn import flash_attn_varlen_func
-from .topk.bound import BoundTopK
+from .append_qkv import QueryOutput, append_qkv
 
 FUNCTIONS: tuple[Any, ...] = (*(f for f in explanation.FUNCTIONS if f not in explanation.RESHAPED), append_qkv)
 

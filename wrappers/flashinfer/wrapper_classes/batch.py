@@ -5,15 +5,15 @@ from typing import Any, NamedTuple
 
 import torch
 
-from .. import machine
-from ..attention.bound import BoundLaunch, bound, memory_of, tensors_of
-from ..attention.call import AttentionCall, SequenceBatch, renumbered
-from ..attention.op import serve
-from ..checks import check_flag, check_integer, check_operand, check_strided, swapped
-from ..plain import traced
-from ..scalars import integer
-from . import values
-from .values import CustomMask, HeadShape, LogitsModifiers, MaskOffsets, TensorTypes
+from ...attention.bound import BoundLaunch, bound, memory_of, tensors_of
+from ...attention.call import AttentionCall, SequenceBatch, renumbered
+from ...attention.op import serve
+from ...host import machine
+from ...host.checks import check_flag, check_integer, check_operand, check_strided, swapped
+from ...host.plain import traced
+from ...host.scalars import integer
+from .. import values
+from ..values import CustomMask, HeadShape, LogitsModifiers, MaskOffsets, TensorTypes
 
 _Tensor, _int32 = torch.Tensor, torch.int32
 

@@ -15,29 +15,20 @@ from typing import Any, NamedTuple
 
 import torch
 
-from .attention.call import AttentionCall, SequenceBatch, TableLayout, pair, ragged_sequences, sequences_of
-from .attention.checks import EIGHT_BITS, HEAD_SCALES, SIGNATURES
-from .attention.op import serve
-from .checks import (
-    check_flag,
-    check_integer,
-    check_one_of,
-    check_operand,
-    check_shape,
-    check_strided,
-)
-from .flash_attn_append import append, new_rows, rotary_of
-from .flash_attn_leftpad import check_padding, padding_of, without_padding
-from .plain import traced
-from .prefill import values
-from .prefill.ragged import rows_of
-from .scalars import integer, real
-from .scratch import constant, filled, pages_in_order, steps
+from ..attention.call import AttentionCall, SequenceBatch, TableLayout, ragged_sequences, sequences_of
+from ..attention.checks import EIGHT_BITS, HEAD_SCALES, SIGNATURES
+from ..attention.op import serve
+from ..attention.views import VIEWED_PAGES, pair, rows_of, without_table
+from ..host.checks import check_flag, check_integer, check_one_of, check_operand, check_shape, check_strided
+from ..host.plain import traced
+from ..host.scalars import integer, number, real, times
+from ..host.scratch import constant, filled
+from .append import append, new_rows, rotary_of
+from .leftpad import check_padding, padding_of, without_padding
 
 __all__ = ["flash_attn_func", "flash_attn_varlen_func", "flash_attn_with_kvcache"]
 FUNC, VARLEN, CACHED = "flash_attn_func", "flash_attn_varlen_func", "flash_attn_with_kvcache"
 LN2 = 0.6931471805599453
-PAGES = 64, 32, 16, 8  # page sizes that TMA fetches, for reading a cache without a table
 TABLES, NEW = ("block_table", "page_table"), " + new keys"
 HINTS = frozenset("""
     pack_gqa scheduler_metadata sm_margin deterministic fa_version ver max_seqlen_k min_seqlen_k seqlen_k_per_split
@@ -243,7 +234,7 @@ def flash_attn_with_kvcache(
     if cache_leftpad is not None:
         padding_of(cache_leftpad, table, name, (k_cache, v_cache), batch)
     if table is None:
-        sizes = PAGES if cache_leftpad is None else (1,)
+        sizes = VIEWED_PAGES if cache_leftpad is None else (1,)
         k_pages, v_pages, table = without_table(k_cache, v_cache, cache_batch_idx, batch, plain, sizes=sizes)
     elif cache_batch_idx is not None:
         raise ValueError(f"cache_batch_idx: given, must be None with {name}")
@@ -323,7 +314,7 @@ def _attention_call(
     (_, heads, dim), (k, v) = q.shape, keys
     kv_heads = k.shape[1]
     causal, left, chunk = _window(o.causal, o.window_size, o.attention_chunk)
-    scale = max(dim, 1) ** -0.5 if o.softmax_scale is None else values.number("softmax_scale", o.softmax_scale)
+    scale = max(dim, 1) ** -0.5 if o.softmax_scale is None else number("softmax_scale", o.softmax_scale)
     out_scale, scale_tensor, out_scale_tensor = 1.0, None, None
     for name, descale, t in zip(("q_descale", "k_descale", "v_descale"), o.descales, (q, k, v), strict=True):
         if descale is not None:
@@ -332,9 +323,9 @@ def _attention_call(
             continue
         per_head = _each_head(name, descale)
         if name == "v_descale":
-            out_scale, out_scale_tensor = values.times(name, per_head, q.device, 1.0, None, (heads, kv_heads), 1)
+            out_scale, out_scale_tensor = times(name, per_head, q.device, 1.0, None, (heads, kv_heads), 1)
         else:
-            scale, scale_tensor = values.times(name, per_head, q.device, scale, scale_tensor, (heads, kv_heads), 1)
+            scale, scale_tensor = times(name, per_head, q.device, scale, scale_tensor, (heads, kv_heads), 1)
     never = check_integer("num_splits", integer(o.num_splits), 0) == 1
     return AttentionCall(
         signature=signature, q=q, k=k, v=v, requests=requests, max_q_len=most, scale=scale, out_scale=out_scale,
@@ -422,36 +413,6 @@ def _each_head(name: str, value: torch.Tensor) -> torch.Tensor:
         need = "must be one for all requests, expanded over them"
         raise NotImplementedError(f"{name}: {given}, one per request is not supported, {need}")
     return value[0] if value.stride(1) else value[0, :1]
-
-
-def without_table(
-    k: Any, v: Any, entries: torch.Tensor | None, batch: int, plain: bool,
-    names: tuple[str, str] = ("k_cache", "v_cache"), sizes: tuple[int, ...] = PAGES,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
-    """Return K and V (batch, N, Hkv, D) as (pages, P, Hkv, D) views, and their page table int32 (B, N / P).
-
-    sizes: choices of P if batch and rows have one stride.
-    """
-    for name, t in zip(names, (k, v), strict=True):
-        check_strided(name, t, 4)
-    check_shape(names[1], v, (*k.shape[:3], v.shape[3]), f"{names[0]}'s, except for the last dimension")
-    count, rows = k.shape[:2]
-    if entries is not None:
-        check_operand("cache_batch_idx", entries, 1, (torch.int32,), k.device, f"that of {names[0]}")
-        check_shape("cache_batch_idx", entries, (batch,), "one per request of q")
-    elif count != batch:
-        raise ValueError(f"{names[0]}: shape {tuple(k.shape)}, must have the {batch} requests of q")
-    size = rows
-    if count <= 1 or not rows or all(t.stride(0) == rows * t.stride(1) for t in (k, v)):
-        size = next((p for p in sizes if rows % p == 0), rows)
-        paged = count * rows // size if size else 0, size
-        k, v = k.view(*paged, *k.shape[2:]), v.view(*paged, *v.shape[2:])
-    pages = rows // size if size else 0
-    if entries is not None:
-        return k, v, entries[:, None] * pages + constant(steps, k.device, plain, pages, 1)
-    if plain:
-        return k, v, constant(pages_in_order, k.device, plain, batch, pages)
-    return k, v, steps(k.device, batch * pages, 1).view(batch, pages)
 
 
 def _lengths(given: Any, batch: int, room: int, device: torch.device, required: bool, plain: bool) -> torch.Tensor:

@@ -23,12 +23,13 @@ import torch
 from cute_kernels.cache_write.args import FROM_FIRST, INTERLEAVED
 from cute_kernels.cache_write.rows import MAX_TRANSFORMED, ROTATED
 
-from .cache_write.api import RotaryEmbedding, rope_table
-from .cache_write.call import PAGES, ROWS, CacheWriteCall, QueryTransform
-from .cache_write.checks import FP8, ROPE, ROPE_CACHED, ROPE_FP8, ROPE_FP8_PAGED, WIDE
-from .cache_write.op import serve
-from .cache_write.parts import Operands, joined, serve_parts, without_v
-from .checks import (
+from ..attention.views import sides
+from ..cache_write.call import PAGES, ROWS, CacheWriteCall, QueryTransform
+from ..cache_write.checks import FP8, ROPE, ROPE_CACHED, ROPE_FP8, ROPE_FP8_PAGED, WIDE
+from ..cache_write.op import serve
+from ..cache_write.parts import Operands, joined, serve_parts, without_v
+from ..cache_write.rotation import RotaryEmbedding, rope_table
+from ..host.checks import (
     FP32_LEAST,
     UnknownName,
     check_flag,
@@ -41,8 +42,8 @@ from .checks import (
     check_strided,
     listed,
 )
-from .page import CACHE, sides
-from .scalars import integer, real
+from ..host.scalars import integer, real
+from .page import CACHE
 
 __all__ = [
     "apply_llama31_rope", "apply_llama31_rope_inplace", "apply_llama31_rope_pos_ids",

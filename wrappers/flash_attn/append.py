@@ -12,17 +12,17 @@ import torch
 
 from cute_kernels.cache_write.args import FROM_FIRST, INTERLEAVED
 
-from . import machine
-from .attention import checks, plan
-from .attention import op as attention_op
-from .attention import values as attention_values
-from .attention.call import OPTIONS, AttentionCall
-from .cache_write.call import PAGES, ROWS, CacheWriteCall, QueryTransform
-from .cache_write.checks import KVCACHE, WIDE
-from .cache_write.op import serve
-from .checks import check_apart, check_flag, check_operand, check_shape, check_strided, checking
-from .plain import refuse_grad, traced
-from .scratch import constant, steps
+from ..attention import checks, plan
+from ..attention import op as attention_op
+from ..attention import values as attention_values
+from ..attention.call import OPTIONS, AttentionCall
+from ..cache_write.call import PAGES, ROWS, CacheWriteCall, QueryTransform
+from ..cache_write.checks import KVCACHE, WIDE
+from ..cache_write.op import serve
+from ..host import machine
+from ..host.checks import check_apart, check_flag, check_operand, check_shape, check_strided, checking
+from ..host.plain import refuse_grad, traced
+from ..host.scratch import constant, steps
 
 
 class Rotary(NamedTuple):

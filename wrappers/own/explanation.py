@@ -12,23 +12,27 @@ from cute_kernels import archs
 from cute_kernels.attention import dispatch
 from cute_kernels.topk import dispatch as topk_dispatch
 
-from . import flash_attn, machine, runtime, single_decode, topk
-from .attention import checks, engines, plan, trtllm, xqa
-from .attention import op as attention_op
-from .attention.call import AttentionCall
-from .checks import check_integer, listed
-from .prefill import single
-from .scalars import integer
-from .topk import checks as topk_checks
-from .topk import op as topk_op
-from .topk import plan as topk_plan
+from ..attention import checks, plan
+from ..attention import op as attention_op
+from ..attention.call import AttentionCall
+from ..flash_attn import api as flash_attn
+from ..flashinfer import engines, single_decode, topk, trtllm, xqa
+from ..flashinfer import single_prefill as single
+from ..host import machine, runtime
+from ..host.checks import check_integer, listed
+from ..host.scalars import integer
+from ..topk import checks as topk_checks
+from ..topk import op as topk_op
+from ..topk import plan as topk_plan
+from ..vllm import topk as vllm_topk
 
 FUNCTIONS: tuple[FunctionType, ...] = (
     trtllm.trtllm_batch_context_with_kv_cache, trtllm.trtllm_batch_decode_with_kv_cache, xqa.xqa,
     engines.xqa_batch_decode_with_kv_cache, engines.trtllm_fmha_v2_prefill, single.single_prefill_with_kv_cache,
     single_decode.single_decode_with_kv_cache, flash_attn.flash_attn_func, flash_attn.flash_attn_varlen_func,
     flash_attn.flash_attn_with_kvcache, topk.top_k, topk.top_k_page_table_transform, topk.top_k_ragged_transform,
-    topk.top_k_per_row_prefill, topk.top_k_per_row_decode, topk.persistent_topk, topk.cooperative_topk,
+    vllm_topk.top_k_per_row_prefill, vllm_topk.top_k_per_row_decode, vllm_topk.persistent_topk,
+    vllm_topk.cooperative_topk,
 )  # type: ignore[assignment]  # fmt: skip
 # Functions with queries or results of another shape than the call's: a bound call cannot take their queries
 RESHAPED = (
@@ -40,7 +44,7 @@ RESHAPED = (
 OVER: dict[Any, Any] = {  # function -> the one that it calls as its last step
     engines.xqa_batch_decode_with_kv_cache: trtllm.trtllm_batch_decode_with_kv_cache,
     engines.trtllm_fmha_v2_prefill: trtllm.trtllm_batch_context_with_kv_cache,
-    topk.cooperative_topk: topk.persistent_topk,
+    vllm_topk.cooperative_topk: vllm_topk.persistent_topk,
 }
 
 

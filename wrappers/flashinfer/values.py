@@ -8,26 +8,23 @@ from typing import Any, NamedTuple
 
 import torch
 
-from .. import machine
 from ..attention.call import Rope
 from ..attention.checks import CACHES, MOST_MASK, OUTPUTS, QUERIES
-from ..checks import (
-    FP32_LEAST,
-    FP32_MOST,
+from ..host import machine
+from ..host.checks import (
     UnknownName,
     check_flag,
     check_integer,
-    check_number,
     check_one_of,
     check_operand,
     check_shape,
     check_strided,
     listed,
 )
-from ..plain import recorded
-from ..quantization import pack_segments
-from ..scalars import integer, on_host, product, real, split_scale
-from ..scratch import kept
+from ..host.plain import recorded
+from ..host.scalars import integer, number, times
+from ..host.scratch import kept
+from .quantization import pack_segments
 
 BACKENDS = ("auto", "fa2", "fa3", "cudnn", "cutlass", "trtllm-gen", "cute-dsl")  # upstream's; a hint here
 MODES = ("NONE", "ROPE_LLAMA", "ALIBI")
@@ -157,12 +154,6 @@ def split_of(size: Any, disabled: Any) -> str:
     return "never" if disabled or size > 0 else "auto"
 
 
-def number(name: str, value: Any, positive: bool = False) -> float:
-    value = real(value)
-    check_number(name, value, " or None", positive)
-    return float(value)
-
-
 def check_rope(rope: Rope | None, types: TensorTypes) -> None:
     if rope is not None and (types.q.itemsize == 1 or types.kv is not types.q):
         both = f"queries of {types.q} and keys of {types.kv}"
@@ -189,40 +180,6 @@ def _new_slopes(heads: int, device: torch.device) -> torch.Tensor:
     whole = 1 << max(heads, 1).bit_length() - 1
     h = torch.arange(heads, dtype=torch.float64, device=device)
     return torch.exp2(-torch.where(h < whole, 8 * (h + 1), 4 * (2 * (h - whole) + 1)) / whole).to(torch.float32)
-
-
-def times(
-    name: str, value: Any, device: torch.device, scale: Any, tensor: Any, heads: Any, of: int
-) -> tuple[Any, torch.Tensor | None]:
-    """Return (scale, tensor), the product of which is a scale, multiplied by another scale.
-
-    value: the other scale: a number, or an fp32 tensor of one element or of (heads[of],). tensor: None, or of one
-    element or (heads[0],). Reads no value of a device.
-    """
-    if value.__class__ is float and FP32_LEAST <= value <= FP32_MOST:
-        return scale * value, tensor
-    number, given = split_scale(name, value)
-    if given is None:
-        check_number(name, number, " or a float32 tensor of one element, or of one per head")
-        return scale * float(number), tensor
-    check_strided(name, given)
-    check_one_of(f"{name}: dtype", given.dtype, (torch.float32,))
-    if given.device != device and not on_host(given):
-        raise ValueError(f"{name}: device {given.device}, must be the query's, {device}")
-    if given.numel() != 1:
-        given = _of_heads(name, given, heads, of)
-    return scale, product(tensor, given)
-
-
-def _of_heads(name: str, value: torch.Tensor, heads: Any, of: int) -> torch.Tensor:
-    """Return a scale per query head, (heads[0],), from one per each of heads[of]: repeated for the heads of a group."""
-    shape, all_heads, own = tuple(value.shape), heads[0], heads[of]
-    if shape != (own,):
-        per_head = f"({own},), one per {'KV' if of else 'query'} head"
-        raise ValueError(f"{name}: shape {shape}, must have one element, or be {per_head}")
-    if not own or all_heads % own:
-        raise ValueError(f"q: {all_heads} heads, must be a multiple of k, v's {own}")
-    return value.contiguous() if own == all_heads else value[:, None].expand(-1, all_heads // own).reshape(-1)
 
 
 def combine_scales(

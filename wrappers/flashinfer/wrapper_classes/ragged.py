@@ -4,11 +4,10 @@ from typing import Any
 
 import torch
 
-from ..attention.call import SequenceBatch, ragged_sequences
-from ..attention.checks import HEAD_SCALES, SIGNATURES
-from ..checks import check_strided
-from ..plain import traced
-from . import values
+from ...attention.call import SequenceBatch, ragged_sequences
+from ...attention.checks import HEAD_SCALES, SIGNATURES
+from ...attention.views import rows_of
+from .. import values
 from .batch import PrefillBatch
 
 RAGGED = "BatchPrefillWithRaggedKVCacheWrapper"
@@ -17,20 +16,6 @@ SIGNATURES[RAGGED] = values.NAMES | {
     "cu_seqlens_q": "qo_indptr", "max_q_len": "max_token_per_sequence",
 }  # fmt: skip
 HEAD_SCALES.add(RAGGED)
-
-
-def rows_of(name: str, t: Any, layout: str) -> torch.Tensor:
-    """Return rows of K or V in the form of an `AttentionCall`: (1, Hkv, rows, D).
-
-    t: (rows, Hkv, D) "NHD" or (Hkv, rows, D) "HND".
-    """
-    check_strided(name, t, 3)
-    if layout == "HND":
-        return t.unsqueeze(0)
-    if traced(t):
-        return t.transpose(0, 1).unsqueeze(0)
-    (rows, heads, dim), (row, head, one) = t.shape, t.stride()
-    return t.as_strided((1, heads, rows, dim), (heads * head, head, row, one))  # one operation saves 0.5 us
 
 
 def scales_of(given: Any, layout: str) -> tuple[torch.Tensor, torch.Tensor]:

@@ -120,3 +120,44 @@ def product(a: torch.Tensor | None, b: torch.Tensor | None) -> torch.Tensor | No
     if a is None or b is None:
         return b if a is None else a
     return (a if a.ndim < 2 else a.reshape(-1)) * (b if b.ndim < 2 else b.reshape(-1))
+
+
+def number(name: str, value: Any, positive: bool = False) -> float:
+    """Return a number as a float, after a check; for an argument that may be None, too."""
+    value = real(value)
+    check_number(name, value, " or None", positive)
+    return float(value)
+
+
+def times(
+    name: str, value: Any, device: torch.device, scale: Any, tensor: Any, heads: Any, of: int
+) -> tuple[Any, torch.Tensor | None]:
+    """Return (scale, tensor), the product of which is a scale, multiplied by another scale.
+
+    value: the other scale: a number, or an fp32 tensor of one element or of (heads[of],). tensor: None, or of one
+    element or (heads[0],). Reads no value of a device.
+    """
+    if value.__class__ is float and FP32_LEAST <= value <= FP32_MOST:
+        return scale * value, tensor
+    number, given = split_scale(name, value)
+    if given is None:
+        check_number(name, number, " or a float32 tensor of one element, or of one per head")
+        return scale * float(number), tensor
+    check_strided(name, given)
+    check_one_of(f"{name}: dtype", given.dtype, (torch.float32,))
+    if given.device != device and not on_host(given):
+        raise ValueError(f"{name}: device {given.device}, must be the query's, {device}")
+    if given.numel() != 1:
+        given = _of_heads(name, given, heads, of)
+    return scale, product(tensor, given)
+
+
+def _of_heads(name: str, value: torch.Tensor, heads: Any, of: int) -> torch.Tensor:
+    """Return a scale per query head, (heads[0],), from one per each of heads[of]: repeated for the heads of a group."""
+    shape, all_heads, own = tuple(value.shape), heads[0], heads[of]
+    if shape != (own,):
+        per_head = f"({own},), one per {'KV' if of else 'query'} head"
+        raise ValueError(f"{name}: shape {shape}, must have one element, or be {per_head}")
+    if not own or all_heads % own:
+        raise ValueError(f"q: {all_heads} heads, must be a multiple of k, v's {own}")
+    return value.contiguous() if own == all_heads else value[:, None].expand(-1, all_heads // own).reshape(-1)

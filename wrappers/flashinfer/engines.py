@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from ..checks import (
+from ..host.checks import (
     UnknownName,
     check_flag,
     check_integer,
@@ -15,8 +15,8 @@ from ..checks import (
     check_strided,
     listed,
 )
-from ..plain import traced
-from ..scalars import integer, real
+from ..host.plain import traced
+from ..host.scalars import integer, real
 from .trtllm import one_sink, trtllm_batch_context_with_kv_cache, trtllm_batch_decode_with_kv_cache
 
 PAGED = {"Q_PAGED_KV_NHD": "NHD", "Q_PAGED_KV_HND": "HND"}

@@ -5,7 +5,12 @@ from typing import Any
 
 import torch
 
-from ..checks import (
+from ..attention.call import SEPARATE, SHARED, AttentionCall, TableLayout, sequences_of
+from ..attention.checks import SIGNATURES, drafts_of
+from ..attention.layers import Step, keep, repeat
+from ..attention.views import pair
+from ..fp4 import BLOCK, FP4Tensor
+from ..host.checks import (
     UnknownName,
     check_flag,
     check_integer,
@@ -14,12 +19,8 @@ from ..checks import (
     check_strided,
     listed,
 )
-from ..fp4 import BLOCK, FP4Tensor
-from ..plain import traced
-from ..scalars import OR_TENSOR, integer, real, scale_of, split_scale
-from .call import SEPARATE, SHARED, AttentionCall, TableLayout, pair, sequences_of
-from .checks import SIGNATURES, drafts_of
-from .layers import Step, keep, repeat
+from ..host.plain import traced
+from ..host.scalars import OR_TENSOR, integer, real, scale_of, split_scale
 
 LN2 = 0.6931471805599453
 BACKENDS = ("auto", "xqa", "trtllm-gen", "cake")  # upstream's; a hint here

@@ -4,7 +4,12 @@ from typing import Any
 
 import torch
 
-from ..checks import (
+from ..attention.call import AttentionCall, SequenceBatch, TableLayout, sequences_of
+from ..attention.checks import E4M3, E5M2, SIGNATURES, drafts_of
+from ..attention.op import serve
+from ..attention.views import pair
+from ..fp4 import SCALE_TYPES
+from ..host.checks import (
     FP32_LEAST,
     FP32_MOST,
     check_flag,
@@ -14,12 +19,8 @@ from ..checks import (
     check_shape,
     check_strided,
 )
-from ..fp4 import SCALE_TYPES
-from ..plain import traced
-from ..scalars import integer, product, real, scale_of
-from .call import AttentionCall, SequenceBatch, TableLayout, pair, sequences_of
-from .checks import E4M3, E5M2, SIGNATURES, drafts_of
-from .op import serve
+from ..host.plain import traced
+from ..host.scalars import integer, product, real, scale_of
 
 LAYOUT = TableLayout("page_table", column=True)
 SIGNATURES["xqa"] = {

@@ -4,14 +4,14 @@ from typing import Any
 
 import torch
 
-from .attention.call import AttentionCall, TableLayout, pair, sequences_of
-from .attention.checks import HEAD_SCALES, SIGNATURES
-from .attention.op import serve
-from .checks import check_flag, check_strided
-from .flash_attn import without_table
-from .plain import traced
-from .prefill import values
-from .scratch import constant, filled
+from ..attention.call import AttentionCall, TableLayout, sequences_of
+from ..attention.checks import HEAD_SCALES, SIGNATURES
+from ..attention.op import serve
+from ..attention.views import pair, without_table
+from ..host.checks import check_flag, check_strided
+from ..host.plain import traced
+from ..host.scratch import constant, filled
+from . import values
 
 __all__ = ["single_decode_with_kv_cache"]
 NAME = "single_decode_with_kv_cache"

@@ -2,10 +2,10 @@
 
 import torch
 
-from . import machine
-from .checks import check_integer
-from .fp4 import FP4Tensor, round_up
-from .scalars import integer
+from ..fp4 import FP4Tensor, round_up
+from ..host import machine
+from ..host.checks import check_integer
+from ..host.scalars import integer
 
 __all__ = ["FP4Tensor", "get_device_sm_count", "get_trtllm_gen_multi_ctas_kv_counter_bytes"]
 

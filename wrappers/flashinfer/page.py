@@ -18,13 +18,13 @@ from typing import Any
 
 import torch
 
-from .attention.call import pair
-from .cache_write.call import PAGES, SLOTS, CacheWriteCall
-from .cache_write.checks import APPEND, NVFP4_APPEND, NVFP4_SLOTS, OFFSETS
-from .cache_write.op import serve
-from .checks import check_apart, check_integer, check_operand, check_shape
-from .plain import traced
-from .scalars import dequantisation_scale, integer
+from ..attention.views import sides
+from ..cache_write.call import PAGES, SLOTS, CacheWriteCall
+from ..cache_write.checks import APPEND, NVFP4_APPEND, NVFP4_SLOTS, OFFSETS
+from ..cache_write.op import serve
+from ..host.checks import check_apart, check_integer, check_operand, check_shape
+from ..host.plain import traced
+from ..host.scalars import dequantisation_scale, integer
 
 __all__ = [
     "append_paged_kv_cache", "get_batch_indices_positions", "get_seq_lens", "nvfp4_quantize_append_paged_kv_cache",
@@ -111,37 +111,6 @@ def get_batch_indices_positions(
 
 def _stored(found: torch.Tensor, out: torch.Tensor | None) -> torch.Tensor:
     return found.to(torch.int32) if out is None else out.copy_(found)
-
-
-def paged_kv(name: str, value: Any, layout: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return K and V as (pages, Hkv, P, D) views, as `attention.call.pair` does; a P of 1 may be missing."""
-    lone = -3 if layout == "NHD" else -2
-    if isinstance(value, torch.Tensor):
-        value = value.unsqueeze(lone) if value.ndim == 4 and value.layout is torch.strided else value
-    elif isinstance(value, (tuple, list)) and layout == "NHD" and all(map(_are_rows, value)):
-        layout, value = "HND", [t.unsqueeze(2) for t in value]  # saves one of two operations
-    elif isinstance(value, (tuple, list)):
-        value = [t.unsqueeze(lone) if _are_rows(t) else t for t in value]
-    return pair(name, value, layout)
-
-
-def sides(name: str, value: Any, layout: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return K and V of a cache in its layout; a P of 1 may be missing. One torch operation, or none for (k, v)."""
-    if layout in ("NHD", "HND"):
-        if value.__class__ is tuple and len(value) == 2:
-            k, v = value
-            if k.__class__ is torch.Tensor and v.__class__ is torch.Tensor and k.dim() == v.dim() == 4:
-                return k, v
-        elif value.__class__ is torch.Tensor and value.dim() == 5 and value.shape[1] == 2:
-            k, v = value.unbind(1)
-            return k, v
-    k, v = paged_kv(name, value, layout)
-    return (k.transpose(1, 2), v.transpose(1, 2)) if layout == "NHD" else (k, v)
-
-
-def _are_rows(t: Any) -> bool:
-    """Report whether t holds keys or values of pages with one row, without the dimension of P."""
-    return isinstance(t, torch.Tensor) and t.ndim == 3 and t.layout is torch.strided
 
 
 def append_paged_kv_cache(

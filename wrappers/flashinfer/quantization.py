@@ -10,8 +10,8 @@ from typing import Any
 
 import torch
 
-from .checks import UnknownName, check_integer, check_one_of, check_operand, check_shape, check_strided, listed
-from .scalars import integer
+from ..host.checks import UnknownName, check_integer, check_one_of, check_operand, check_shape, check_strided, listed
+from ..host.scalars import integer
 
 __all__ = ["packbits", "segment_packbits"]
 BITORDERS = ("big", "little")
