@@ -373,19 +373,21 @@ def test_a_wheel_holds_the_packages_and_what_describes_them(installed):
 
 @pytest.mark.full
 @pytest.mark.kernels
-def test_an_sdist_holds_all_that_is_tracked_and_its_tests_run(tmp_path):
+def test_an_sdist_holds_all_that_is_tracked_but_the_diary_and_its_tests_run(tmp_path):
     if reason := why_no_wheel():
         pytest.skip(reason)
     files, tree = tracked(), tmp_path / "tree"
     for name in files:
         (tree / name).parent.mkdir(parents=True, exist_ok=True)
         shutil.copyfile(ROOT / name, tree / name)
+    diary = {name for name in files if name.startswith("bench/notes/diary/")}
     top = f"cute_kernels-{cute_kernels.__version__}"
     with tarfile.open(run_hook("build_sdist", tree, tmp_path)) as sdist:
         held = {member.name.removeprefix(f"{top}/") for member in sdist if member.isfile()}
         sdist.extractall(tmp_path, filter="data")
     made = {path.split("/")[0] for path in held - set(files)}
-    assert set(files) <= held and made == {"PKG-INFO", "setup.cfg", "cute_kernels.egg-info"}
+    assert diary and set(files) - diary <= held and not diary & held
+    assert made == {"PKG-INFO", "setup.cfg", "cute_kernels.egg-info"}
     tests = (
         "tests/test_quantization.py",
         "tests/test_bench_peers.py",

@@ -178,6 +178,8 @@ def test_the_site_builds(tmp_path, monkeypatch, capsys):
     html = (tmp_path / "site" / "docs" / "prefill.html").read_text()
     assert 'href="../reference/prefill.html#trtllm_batch_context_with_kv_cache"' in html
     assert "../bench/notes/attention-sm90.html" in html
+    notes = tmp_path / "site" / "bench" / "notes"
+    assert (notes / "attention-sm90.html").is_file() and not (notes / "diary").exists()
     assert (tmp_path / "site" / "bench" / "results" / "nvidia-h200-peers.png").is_file()
     pages_made = "".join(path.read_text() for path in (tmp_path / "site").rglob("*.html"))
     assert not re.search(r"<(?:link|script|img)[^>]*(?:src|href)=.?(?:https?:)?//", pages_made)

@@ -151,7 +151,7 @@ def mma_one_n_block(
     # when P V is done. Q K^T is issued first, because the softmax needs S before O. r.p is single: row 0 of P can be
     # written only after `wait_group(0)`, when P V no longer reads it. Except in the blocks with `flags.is_first`, the
     # highest ones, exponentials do not wait for the maxima (`speculate_p`), which made FP8 17 % faster
-    # (bench/notes/attention-sm90.md, 2026-11-23).
+    # (bench/notes/attention-sm90.md).
     i, next_at, a, r = at.kv, next_block(spec, s, at), plan.args, tile.r
     pipeline.consumer_wait(s.k_pipe, next_at.kv)
     fence_before_mma(spec, pages.K)
