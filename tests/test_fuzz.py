@@ -156,7 +156,7 @@ def test_a_refusal_must_have_written_nothing(checker, monkeypatch):
 
 def test_a_wrong_selection_is_found(checker, monkeypatch):
     def wrong(**given):
-        values, indices = wrappers.topk.top_k(**given)
+        values, indices = wrappers.flashinfer.topk.top_k(**given)
         indices[-1, -1] = indices[-1, 0]
         return values, indices
 
@@ -167,7 +167,7 @@ def test_a_wrong_selection_is_found(checker, monkeypatch):
 
 def test_a_wrong_byte_of_a_cache_is_found(checker, monkeypatch):
     def wrong(**given):
-        wrappers.cache_write.api.append_qkv(**given)
+        wrappers.own.append_qkv.append_qkv(**given)
         given["cache"].kv.view(torch.int16)[0, 0, 0, 0, 0] ^= 1
 
     call = calls.Call("cache", "append_qkv", 1, case={"tokens": 4})

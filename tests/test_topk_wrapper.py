@@ -8,6 +8,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+import wrappers
 from bench.cases import topk as cases
 from bench.cases.topk import PAGE_TABLE, PER_ROW, PLAIN, RAGGED, TOP_K, TopKCase
 from cute_kernels.topk import dispatch, radix
@@ -15,7 +16,7 @@ from cute_kernels.topk.args import DECODE, ENDS, FULL, LENGTHS, SortArgs, TopKAr
 from cute_kernels.topk.spec import SortSpec, TopKSpec
 from tests.fake_machine import FakeMachine, promised
 from tests.test_topk_reference import any_case
-from wrappers import TopKTieBreak, reference, top_k, top_k_page_table_transform, topk
+from wrappers import TopKTieBreak, reference, top_k, top_k_page_table_transform
 from wrappers.host import machine
 from wrappers.topk.checks import DTYPES
 
@@ -37,7 +38,7 @@ def refuse(name):
     function, change, error, message = BAD[name]
     inputs = inputs_of(PLAIN[function], **change)
     with pytest.raises(error, match=f"^{message}"):
-        getattr(topk, function)(**inputs)
+        getattr(wrappers, function)(**inputs)
     for output in cases.OUTPUTS[function]:
         if output not in change:
             assert (inputs[output] == cases.POISON).all()
@@ -200,7 +201,7 @@ def test_the_forms_of_vllm(launches):
     for next_n, lens in ((1, column), (1, strided), (3, ends.view(2, 3)), (2, ends.view(3, 2)), (2, column)):
         wide.fill_(cases.POISON)
         indices = wide[1:7, 5:12]
-        topk.top_k_per_row_decode(logits, next_n, lens, indices, 6, 50, 1, 7)
+        wrappers.top_k_per_row_decode(logits, next_n, lens, indices, 6, 50, 1, 7)
         want = cases.brute(cases.DECODE, {"logits": logits, "next_n": 1, "seq_lens": ends, "top_k": 7})
         cases.same({"indices": indices}, want)
         a = launches[-1]
