@@ -117,7 +117,7 @@ def rotate(call: AttentionCall, rope: Rope, out: RotatedCall, offsets: Any = Non
 
 
 def turns_of(device: torch.device, dim: int, rope: Rope) -> torch.Tensor:
-    """Return the turns per position (`cache_write.api.turns`).
+    """Return the turns per position (`cache_write.rotation.turns`).
 
     They are kept unless the call that makes them is captured: written before any other launch sees them and never
     freed, so launches on any stream and graphs may read them.

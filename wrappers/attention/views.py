@@ -41,7 +41,7 @@ def pair(name: str, value: Any, layout: Any) -> tuple[torch.Tensor, torch.Tensor
 
 
 def paged_kv(name: str, value: Any, layout: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return K and V as (pages, Hkv, P, D) views, as `attention.call.pair` does; a P of 1 may be missing."""
+    """Return K and V as (pages, Hkv, P, D) views, as `pair` does; a P of 1 may be missing."""
     lone = -3 if layout == "NHD" else -2
     if isinstance(value, torch.Tensor):
         value = value.unsqueeze(lone) if value.ndim == 4 and value.layout is torch.strided else value
