@@ -86,7 +86,7 @@ def usual_types():
 def test_every_problem_of_prefill_is_served_and_every_shipped_kernel_serves_one(arch, every_problem):
     """With whole tiles, on every architecture that has an MMA for prefill."""
     prefill, found = "attention.sm90" if arch == ARCH else "attention.sm100", set()
-    masked = {"custom_mask": True, "causal": False}
+    masked = {"custom_mask": "bits", "causal": False}
     more = (masked, masked | {"window": True}, {"skip": True, "qhead_per_kvhead": 1}, {"out": "nvfp4"})
     types = [*usual_types(), *({"kv": "e5m2"} | dim for dim in HEAD_DIMS)]
     types += [{"q": "e4m3", "kv": "nvfp4"} | dim for dim in HEAD_DIMS]
@@ -170,7 +170,7 @@ USUAL_CALLS = [  # changes of BASE: calls of serving, none of which may wait for
     {"window": True},
     {"soft_cap": True},
     {"skip": True},
-    {"custom_mask": True, "causal": False},
+    {"custom_mask": "bits", "causal": False},
     {"page_size": 1},
     {"page_size": 24, "window": True},
     {"kv": "e4m3"},
@@ -297,7 +297,7 @@ def test_shapes_choose(rows, heads, keys, want, arch):
 def test_a_choice_that_a_kernel_refuses_falls_to_the_other():
     """Every modifier is served whatever the shapes, with whole tiles or with split keys."""
     few = {"rows": 1, "kv_heads": 8, "keys": 131072}
-    for change in ({"custom_mask": True, "causal": False}, {"alibi": True}, {"causal": False}, {"head_dim_qk": 192}):
+    for change in ({"custom_mask": "bits", "causal": False}, {"alibi": True}, {"causal": False}, {"head_dim_qk": 192}):
         assert schedule(**few) == "stream_k" != schedule(**few, **change)
     assert schedule(rows=4096, drafts=True) == "stream_k" != schedule(rows=4096)
 
@@ -342,7 +342,7 @@ def test_general_kernels_take_every_modifier_of_their_op():
     for op, module in dispatch.OPS.items():
         specs = specs_of(op, module.ARCHS[0])
         for q, dims in {(spec.q, spec.dims) for spec in specs}:
-            mine = [s for s in specs if (s.q, s.kv.block_scaled, s.mask.custom, s.dims) == (q, False, False, dims)]
+            mine = [s for s in specs if (s.q, s.kv.block_scaled, s.mask.custom, s.dims) == (q, False, "", dims)]
             if op != "attention.decode":  # kernels of their own
                 mine = [s for s in mine if not s.logits.skip and s.schedule == "tiles"]
                 mine = [s for s in mine if len(s.out) == 1 or s.q == "e4m3"]
@@ -372,7 +372,7 @@ def test_blocks_of_keys_do_not_depend_on_the_batch(every_problem):
         ({"q": "e5m2", "kv": "e5m2"}, "attention.sm90: q e5m2"),
         ({"kv": "nvfp4", "source": "ragged"}, "attention.decode: source ragged"),
         ({"kv": "nvfp4", "source": "ragged"}, "attention.sm90: source ragged"),
-        ({"drafts": True, "custom_mask": True}, "attention.decode: custom_mask True"),
+        ({"drafts": True, "custom_mask": "bits"}, "attention.decode: custom_mask bits"),
         ({"drafts": True, "alibi": True}, "attention.decode: alibi True"),
         ({"drafts": True, "causal": False}, "attention.decode: causal False"),
         ({"drafts": True, "head_dim_qk": 192}, "attention.decode: head_dim (192, 128)"),

@@ -163,7 +163,11 @@ def test_simulated_pages_of_many_rows(function):
     for b, (rows, end) in enumerate(zip(((0, 3), (3, 7)), ends)):
         own = [2 if b else 0] * (40 - min(end, 40)) + [0 if b else 1] * min(end, 40)  # page of each of the last 40 keys
         k, v = (pool[own, :, 0] for pool in pools)
-        options = {"left": reference.LeftBound(20), "of_heads": reference.HeadTerms(p.sinks), "scale": p.scale}
+        options = {
+            "mask": reference.TokenMask(left=reference.LeftBound(20)),
+            "of_heads": reference.HeadTerms(p.sinks),
+            "scale": p.scale,
+        }
         want = reference.attention(p.q[slice(*rows)], k, v, **options)
         assert distance(wide.out[slice(*rows)], want[0], case.tolerance) <= 1
         assert distance(lse[slice(*rows)], want[1], LSE_TOLERANCE) <= 1

@@ -48,9 +48,9 @@ KINDS = {
     "quantised output": Kind("modified, and outputs of e4m3 or NVFP4", False, {"window": True, "out": "nvfp4"}),
     "gather": Kind("causal, with pages of any size", False, {"page_size": 1}),
     "gather modified": Kind("modified, with pages of any size", False, {"page_size": 1, "window": True}),
-    "custom mask": Kind("a custom mask, no modifier", False, {"causal": False, "custom_mask": True}),
+    "custom mask": Kind("a custom mask, no modifier", False, {"causal": False, "custom_mask": "bits"}),
     "custom mask modified": Kind(
-        "a custom mask, windows and soft caps", False, {"causal": False, "custom_mask": True, "window": True}
+        "a custom mask, windows and soft caps", False, {"causal": False, "custom_mask": "bits", "window": True}
     ),
     "skip": Kind("causal, with skip-softmax", False, {"skip": True}),
     "split": Kind("causal, and CTAs share the keys of a sequence", True, {}),

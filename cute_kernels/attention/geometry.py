@@ -162,11 +162,6 @@ def differs(sequence: Sequence, other: Sequence):
     return changed
 
 
-def mask_start(a, b):
-    """Return the first byte of sequence b in the custom mask, clamped."""
-    return clamp(a.mask.mask_starts[b], 0, a.mask.custom_mask.shape[0])
-
-
 def batch_size(a):
     """Return the number of sequences."""
     return a.query.cu_seqlens_q.shape[0] - 1

@@ -67,10 +67,10 @@ class ScoreCols:
 
 
 def seqlen_info(spec, a, sequence):
-    """Return the `SeqlenInfo` of a `geometry.Sequence`. If the call's custom mask is empty (0 bytes), kv_len is 0: no
+    """Return the `SeqlenInfo` of a `geometry.Sequence`. If the call's mask of bits is empty (0 bytes), kv_len is 0: no
     token sees a key, and no kernel reads the mask."""
     kv_len = sequence.kv_len
-    if spec.mask.custom:
+    if spec.mask.custom == "bits":
         kv_len *= cutlass.min(a.mask.custom_mask.shape[0], 1)
     return SeqlenInfo(
         sequence.q_len,

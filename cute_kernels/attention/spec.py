@@ -23,6 +23,7 @@ CACHES = {  # type of queries -> types of K and V
     "e4m3": ("e4m3", *(kv for kv in QUANTISED if kv != "e4m3")),
     "e5m2": ("e5m2",),
 }
+CUSTOM_MASKS = {"": "", "bits": "m"}  # kinds of custom masks (`custom_mask`) -> their letter in names; "": none
 MASK_LIST_HEADER = 3  # words of a list of KV blocks before its blocks (`mask_blocks`)
 SF_VEC_SIZE = 16  # elements that share a scale factor of NVFP4
 TMA_PAGES = (8, 16, 32, 64, 128, 256)  # page sizes, in rows, that TMA loads
@@ -55,13 +56,14 @@ class KVSpec:
 @dataclass(frozen=True)
 class MaskSpec:
     """The mask. causal: "always" (bottom-right aligned), "never", or "value": the argument `causal` decides. window: a
-    sliding window, `window_left`. tree: a tree mask for draft tokens. custom: a bit mask over all (token, key) of a
-    sequence; requires causal "value" or "never". chunk: a token sees no key before its own chunk of positions."""
+    sliding window, `window_left`. tree: a tree mask for draft tokens. custom: a kind of `CUSTOM_MASKS`, which says for
+    each token and key of a sequence whether it is seen; requires causal "value" or "never". chunk: a token sees no key
+    before its own chunk of positions."""
 
     causal: str = "always"
     window: bool = False
     tree: bool = False
-    custom: bool = False
+    custom: str = ""
     chunk: bool = False
 
     @property
@@ -77,7 +79,7 @@ class MaskSpec:
             kind
             + ("w" if self.window else "")
             + ("b" if self.tree else "")
-            + ("m" if self.custom else "")
+            + CUSTOM_MASKS[self.custom]
             + ("c" if self.chunk else "")
         )
 

@@ -26,6 +26,7 @@ from ..host.checks import INF, checking, raise_reason
 from ..reference import LOG2E
 from . import checks, launch_size, values
 from .call import OPTIONAL, OPTIONS, AttentionCall
+from .optional import OPTIONAL_TENSORS
 from .rope import rotated
 
 NO_WINDOW = 1 << 30  # window_left for a call without a window, if the kernel supports windows
@@ -41,55 +42,6 @@ _Tensor = torch.Tensor  # module globals: each saves an attribute look-up, 20 ns
 _empty, _empty_like = torch.empty, torch.empty_like
 
 
-def _whole(t: Any) -> Any:
-    return t.dtype, t.shape
-
-
-def _row(t: Any) -> Any:
-    return t.dtype, t.shape[1:]
-
-
-def _as_bytes(t: torch.Tensor) -> torch.Tensor:
-    return t.view(torch.uint8)
-
-
-def _flat(t: torch.Tensor) -> torch.Tensor:
-    return t if t.ndim == 1 else t.reshape(-1)
-
-
-def between_words(mask: torch.Tensor | None) -> bool:
-    """Return whether a custom mask begins inside a word of 4 bytes. Kernels read whole words."""
-    return mask is not None and mask.data_ptr() % 4 != 0
-
-
-def _mask_words(mask: torch.Tensor) -> torch.Tensor:
-    if mask.shape[0] >= checks.MOST_MASK:
-        raise NotImplementedError(f"custom_mask: {mask.shape[0]} bytes, must be less than {checks.MOST_MASK} on CUDA")
-    return mask.clone() if between_words(mask) else mask
-
-
-class OptionalTensor(NamedTuple):
-    """How a plan treats a tensor that a call may lack.
-
-    fact: what of it the plan depends on. argument: its name in `args`. view: what is passed in its place.
-    """
-
-    fact: Callable[[Any], Any]
-    argument: str
-    view: Callable[[torch.Tensor], torch.Tensor] | None = None
-
-
-OPTIONAL_TENSORS = {  # the last fields of AttentionCall, in their order
-    "sinks": OptionalTensor(_whole, "sink"),
-    "scale_tensor": OptionalTensor(_whole, "softmax_scale_ptr", _flat),
-    "out_scale_tensor": OptionalTensor(_whole, "out_scale_ptr", _flat),
-    "k_scales": OptionalTensor(_whole, "k_scales", _as_bytes),
-    "v_scales": OptionalTensor(_whole, "v_scales", _as_bytes),
-    "drafts": OptionalTensor(_row, "tree_mask"),
-    "custom_mask": OptionalTensor(_row, "custom_mask", _mask_words),
-    "mask_starts": OptionalTensor(_whole, "mask_starts"),
-    "alibi_slopes": OptionalTensor(_whole, "alibi_slopes"),
-}
 _FACTS = tuple(t.fact for t in OPTIONAL_TENSORS.values())
 
 
@@ -172,7 +124,7 @@ def request_of(call: AttentionCall, sms: int = 132) -> KernelRequest:
         skip=bool(call.skip),
         interleaved=bool(call.interleaved),
         source="ragged" if ragged else "paged",
-        custom_mask=masked,
+        custom_mask="bits" if masked else "",
         alibi=call.alibi_slopes is not None,
         head_scales=any(t is not None and t.numel() > 1 for t in (call.scale_tensor, call.out_scale_tensor)),
     )

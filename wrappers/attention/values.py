@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from ..host.checks import check_in_fp32
-from ..reference.bounds import left_bound
+from ..reference.masks import left_bound
 from .call import AttentionCall
 from .checks import Names, names_of
 

@@ -9,7 +9,8 @@ from typing import Any, NamedTuple
 import torch
 
 from ..attention.call import Rope
-from ..attention.checks import CACHES, MOST_MASK, OUTPUTS, QUERIES
+from ..attention.checks import CACHES, OUTPUTS, QUERIES
+from ..attention.optional import MOST_MASK
 from ..host import machine
 from ..host.checks import (
     UnknownName,

@@ -58,7 +58,9 @@ COMMON = WorkTileInfo._fields.index("split") - 1 + len(Sequence._fields)  # word
 
 def fields(spec):
     """Return the number of 32-bit words of a tile in shared memory."""
-    optional = policy.is_split_kv(spec) * len(SplitInfo._fields) + spec.mask.custom + spec.tile.per_tile_pack_gqa * 2
+    optional = (
+        policy.is_split_kv(spec) * len(SplitInfo._fields) + bool(spec.mask.custom) + spec.tile.per_tile_pack_gqa * 2
+    )
     return COMMON + optional + (spec.tile.o_tiles > 1)
 
 
