@@ -32,6 +32,9 @@ MODIFIERS = {
     "cap": {"causal": False, "soft_cap": 4.0},
     "custom": {"custom": True},
     "custom-window": {"custom": True, "window_left": 37, "causal": False},
+    "ranges": {"ranges": True},
+    "ranges-windows": {"ranges": True, "window_left": 37, "range_window": 20},
+    "ranges-cap": {"ranges": True, "soft_cap": 4.0},
     "alibi": {"mode": "ALIBI"},
     "alibi-cap-window": {"mode": "ALIBI", "soft_cap": 4.0, "window_left": 37},
     "rope": {"mode": "ROPE_LLAMA"},
@@ -55,6 +58,7 @@ def features(case):
         "with sinks": case.form == "sinks",
         "with LSE": True,
         "with a custom mask": case.custom,
+        "with ranges of keys": case.ranges,
         "with ALiBi": case.mode == "ALIBI",
         "with RoPE": case.mode == "ROPE_LLAMA",
     }

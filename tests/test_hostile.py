@@ -73,6 +73,7 @@ CALLS: dict[str, tuple[AttentionCase, tuple[str, ...], dict[str, int]]] = {  # c
         {"lengths": 3, "pages": 1, "fewer pages of V": 2},
     ),
     "prefill, ragged": (WHOLE, ("ragged",), {"starts": 2, "falling starts": 1, "no pages": 2, "any bytes": 4}),
+    "prefill, ranges": (WHOLE, ("ragged", "ranges"), {"starts": 2, "ranges": 3, "any bytes": 4}),
     "prefill, mask": (WHOLE, ("csr", "mask"), {"starts": 2, "mask starts": 18, "no mask": 0}),
     "decode": (DECODE, (), ALL),
     "decode, nvfp4": (replace(DECODE, kv_dtype="nvfp4", **D128), (), SOME | {"no pages": 3}),
@@ -83,7 +84,9 @@ CALLS: dict[str, tuple[AttentionCase, tuple[str, ...], dict[str, int]]] = {  # c
 }
 
 
-@pytest.mark.parametrize("in_forms", [(), ("csr",), ("ragged",), ("csr", "mask"), ("ragged", "mask", "alibi")])
+@pytest.mark.parametrize(
+    "in_forms", [(), ("csr",), ("ragged",), ("csr", "mask"), ("ragged", "mask", "alibi"), ("csr", "ranges")]
+)
 def test_the_reference_clamps_alike(in_forms):
     for seed, kind in enumerate(hostile.kinds(in_forms)):
         case = replace(BASE, page_size=5, window_left=100)

@@ -139,6 +139,7 @@ MODIFIERS: dict[str, dict[str, Any]] = {
 FAMILY: dict[str, dict[str, Any]] = {  # RoPE: a kernel that writes caches rotates Q and K before
     "chunked attention": {"chunk": True},
     "a custom mask": {"custom_mask": "bits"},
+    "ranges of keys": {"custom_mask": "ranges"},
     "ALiBi": {"alibi": True},
     "RoPE": {},
 }

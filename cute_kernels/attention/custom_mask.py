@@ -21,9 +21,9 @@ import cutlass.cute as cute
 from cutlass import Float32, Uint32, const_expr
 
 from ..device import warp
-from . import mask, mask_bits
+from . import mask, mask_bits, mask_ranges
 
-KINDS: dict[str, Any] = {"bits": mask_bits}
+KINDS: dict[str, Any] = {"bits": mask_bits, "ranges": mask_ranges}
 
 
 def of(spec):

@@ -52,6 +52,10 @@ KINDS = {
     "custom mask modified": Kind(
         "a custom mask, windows and soft caps", False, {"causal": False, "custom_mask": "bits", "window": True}
     ),
+    "ranges": Kind("causal, or inside a range of keys per token", False, {"causal": False, "custom_mask": "ranges"}),
+    "ranges modified": Kind(
+        "ranges, and soft caps", False, {"causal": False, "custom_mask": "ranges", "soft_cap": True}
+    ),
     "skip": Kind("causal, with skip-softmax", False, {"skip": True}),
     "split": Kind("causal, and CTAs share the keys of a sequence", True, {}),
     "split modified": Kind("split, with windows and soft caps", True, {"window": True}),

@@ -23,7 +23,11 @@ CACHES = {  # type of queries -> types of K and V
     "e4m3": ("e4m3", *(kv for kv in QUANTISED if kv != "e4m3")),
     "e5m2": ("e5m2",),
 }
-CUSTOM_MASKS = {"": "", "bits": "m"}  # kinds of custom masks (`custom_mask`) -> their letter in names; "": none
+CUSTOM_MASKS = {
+    "": "",
+    "bits": "m",
+    "ranges": "r",
+}  # kinds of custom masks (`custom_mask`) -> their letter in names; "": none
 MASK_LIST_HEADER = 3  # words of a list of KV blocks before its blocks (`mask_blocks`)
 SF_VEC_SIZE = 16  # elements that share a scale factor of NVFP4
 TMA_PAGES = (8, 16, 32, 64, 128, 256)  # page sizes, in rows, that TMA loads
@@ -174,8 +178,10 @@ def exact_mask(request: KernelRequest) -> MaskSpec:
 
 
 def general_mask(request: KernelRequest) -> MaskSpec:
-    """Return the mask of a kernel that takes the causal mask and a window as values, with the request's other masks."""
-    return replace(exact_mask(request), causal="value", window=True)
+    """Return the mask of a kernel that takes the causal mask and a window as values, with the request's other masks. A
+    mask of ranges has both as values of its own."""
+    own = exact_mask(request)
+    return own if request.custom_mask == "ranges" else replace(own, causal="value", window=True)
 
 
 def exact_logits(request: KernelRequest) -> LogitsSpec:

@@ -25,6 +25,11 @@ def _row(t: Any) -> Any:
     return t.dtype, t.shape[1:]
 
 
+def per_token(present: Any) -> tuple[str, ...]:
+    """Return those of some fields whose tensors have a row per token, which is not part of a plan's key."""
+    return tuple(field for field in present if OPTIONAL_TENSORS[field].shape[:1] == ("tokens",))
+
+
 def _as_bytes(t: torch.Tensor) -> torch.Tensor:
     return t.view(torch.uint8)
 
@@ -69,6 +74,7 @@ OPTIONAL_TENSORS = {  # the last fields of AttentionCall, in their order
     "drafts": OptionalTensor(_row, "tree_mask"),
     "custom_mask": OptionalTensor(_row, "custom_mask", _mask_words),
     "mask_starts": OptionalTensor(_whole, "mask_starts"),
+    "ranges": OptionalTensor(_row, "ranges", None, torch.int32, ("tokens", 2), "the query's rows, first and last key"),
     "alibi_slopes": OptionalTensor(_whole, "alibi_slopes", None, torch.float32, ("heads",), "one slope per query head"),
 }
 

@@ -26,7 +26,7 @@ from ..host.checks import INF, checking, raise_reason
 from ..reference import LOG2E
 from . import checks, launch_size, values
 from .call import OPTIONAL, OPTIONS, AttentionCall
-from .optional import OPTIONAL_TENSORS
+from .optional import OPTIONAL_TENSORS, per_token
 from .rope import rotated
 
 NO_WINDOW = 1 << 30  # window_left for a call without a window, if the kernel supports windows
@@ -100,7 +100,7 @@ def request_of(call: AttentionCall, sms: int = 132) -> KernelRequest:
     if not equal:  # plans depend only on the next power of two
         rows = 1 << max(rows - 1, 0).bit_length()
     single = call.q.shape[0] == 1 or equal and call.max_q_len == 1  # the last row of its request sees all keys
-    ragged, masked = call.requests.form == "ragged", call.custom_mask is not None
+    ragged, masked = call.requests.form == "ragged", call.custom
     causal = (call.causal or single) and not masked
     return KernelRequest(
         q=TYPES[call.q.dtype],
@@ -116,7 +116,7 @@ def request_of(call: AttentionCall, sms: int = 132) -> KernelRequest:
         sms=sms,
         split_kv=call.split_kv,
         causal=causal,
-        window=call.window_left >= 0,
+        window=call.window_left >= 0 and masked != "ranges",
         chunk=call.chunk > 0,
         visible_keys=_visible_keys(call, rows) if causal else KernelRequest.visible_keys,
         drafts=call.drafts is not None,
@@ -124,7 +124,7 @@ def request_of(call: AttentionCall, sms: int = 132) -> KernelRequest:
         skip=bool(call.skip),
         interleaved=bool(call.interleaved),
         source="ragged" if ragged else "paged",
-        custom_mask="bits" if masked else "",
+        custom_mask=masked,
         alibi=call.alibi_slopes is not None,
         head_scales=any(t is not None and t.numel() > 1 for t in (call.scale_tensor, call.out_scale_tensor)),
     )
@@ -169,6 +169,7 @@ class LaunchPlan:
     flat: list[Any]
     slots: Any  # an ArgSlots
     optional: tuple[tuple[str, int, Any], ...]
+    per_token: tuple[str, ...]  # fields of optional tensors with a row per token
     types: tuple[type, ...]  # of the options: 1, 1.0 and True are equal, hence so are keys
     device: torch.device
     single_device: bool  # it is the only device of the process
@@ -207,6 +208,10 @@ class LaunchPlan:
         for field, slot, view in self.optional:
             t = getattr(call, field)
             flat[slot] = t if view is None else view(t)
+        for field in self.per_token:
+            if getattr(call, field).shape[0] != call.q.shape[0]:
+                rows = f"{getattr(call, field).shape[0]} rows, must be the query's {call.q.shape[0]}"
+                raise ValueError(f"{checks.names_of(call)(field)}: {rows}")
         return flat
 
     def launch(self, flat: list[Any], call: AttentionCall, q: Any, out: Any, lse: Any, capturing: bool) -> Any:
@@ -346,11 +351,13 @@ def plan_for(call: AttentionCall, arch: str, sms: int) -> LaunchPlan:
     most_ctas = sms * spec.tile.ctas_per_sm
     dtype, options = call.result_dtype, cast(tuple[Any, ...], call[OPTIONS])
     size = dtype.itemsize if isinstance(dtype, torch.dtype) else 0  # a packed output is compared separately
+    optional = _present(call, slots)
     return LaunchPlan(
         fn=here.kernel(op, spec, arch),
         flat=_defaults(call, request, spec, most_ctas, blocks),
         slots=slots,
-        optional=_present(call, slots),
+        optional=optional,
+        per_token=per_token(field for field, _, _ in optional),
         types=tuple(map(type, options)),
         device=call.q.device,
         single_device=here.device_count() == 1,
@@ -398,7 +405,8 @@ def _defaults(call: AttentionCall, request: KernelRequest, spec: Any, most_ctas:
     default: dict[str, Any] = {
         "kv_starts": empty(int32),
         "v_scales_interleaved": int(request.interleaved),
-        "window_left": min(call.window_left, NO_WINDOW) if request.window else NO_WINDOW,
+        "window_left": min(call.window_left, NO_WINDOW) if call.window_left >= 0 else NO_WINDOW,
+        "range_left": min(call.range_left, NO_WINDOW) if call.range_left >= 0 else NO_WINDOW,
         "chunk": min(call.chunk, NO_WINDOW) or NO_WINDOW,
         "causal": int(request.causal),
         "tree_mask": empty(int32, 1),

@@ -36,15 +36,21 @@ class TokenMask(NamedTuple):
     Row i sees key j if j <= p, unless causal is False, and j >= left.first(p). Two tensors replace causal. drafts:
     int32 (m, W): row i sees all keys before the last m, and key t of the last m if bit t of the row is set. bits:
     uint8 (bytes,), least significant first: row i sees key j if bit i * n + j is set, and none past the last byte.
+    ranges: int32 (m, 2): row i also sees keys ranges[i, 0] to ranges[i, 1], whatever left says, but none before
+    range_left.first(p).
     """
 
     causal: bool = True
     left: LeftBound = LeftBound()
     drafts: torch.Tensor | None = None
     bits: torch.Tensor | None = None
+    ranges: torch.Tensor | None = None
+    range_left: LeftBound = LeftBound()
 
     def span(self, rows: range, m: int, n: int) -> slice:
         """Return keys that include all those that some of the rows sees."""
+        if self.ranges is not None:
+            return slice(0, n)
         replaced = self.drafts is not None or self.bits is not None
         stop = max(0, min(n, rows.stop + n - m)) if self.causal and not replaced else n
         first = int(self.left.first(torch.tensor([rows.start + n - m])))
@@ -58,7 +64,12 @@ class TokenMask(NamedTuple):
             return keep & _bits_keep(self.bits, rows[:, None] * n + keys)
         if self.drafts is not None:
             return keep & _draft_keep(self.drafts[rows], keys - (n - m))
-        return keep & (keys <= positions[:, None]) if self.causal else keep
+        if self.causal:
+            keep &= keys <= positions[:, None]
+        if self.ranges is not None:
+            first, last = self.ranges[rows, :1], self.ranges[rows, 1:]
+            keep |= (keys >= first) & (keys <= last) & (keys >= self.range_left.first(positions)[:, None])
+        return keep
 
 
 def left_bound(call: Any) -> LeftBound:
@@ -66,15 +77,20 @@ def left_bound(call: Any) -> LeftBound:
     return LeftBound(*(getattr(call, field) for field in LeftBound._fields))
 
 
+def first_key(call: Any, positions: torch.Tensor) -> torch.Tensor:
+    """Return the first key that any row at or behind `positions` may see; int64, of the same shape."""
+    return torch.zeros_like(positions) if call.ranges is not None else left_bound(call).first(positions)
+
+
 def masks_of(call: Any, starts: list[int]) -> Iterator[TokenMask]:
     """Yield the mask of each request of an attention call. starts: its first query row, and the end of the last."""
-    mask, bits = TokenMask(bool(call.causal), left_bound(call)), repeat(None)
+    mask, bits = TokenMask(bool(call.causal), left_bound(call), range_left=LeftBound(call.range_left)), repeat(None)
     if call.custom_mask is not None and call.mask_starts is not None:
         size = len(call.custom_mask)
         bits = (call.custom_mask[start:] for start in call.mask_starts.clamp(0, size).tolist())  # type: ignore[assignment]
     for first, end, own in zip(starts, starts[1:], bits):
         drafts = None if call.drafts is None else call.drafts[first:end]
-        yield mask._replace(drafts=drafts, bits=own)
+        yield mask._replace(drafts=drafts, bits=own, ranges=None if call.ranges is None else call.ranges[first:end])
 
 
 def _draft_keep(drafts: torch.Tensor, numbers: torch.Tensor) -> torch.Tensor:
