@@ -70,7 +70,8 @@ def emulate(op, spec, launches):
             soft_cap=getattr(a, "soft_cap", 0.0), sinks=a.sink if len(a.sink) else None,
             drafts=drafts if len(drafts) else None, custom_mask=getattr(a, "custom_mask", None),
             mask_starts=getattr(a, "mask_starts", None), ranges=getattr(a, "ranges", None),
-            range_left=getattr(a, "range_left", -1), alibi_slopes=getattr(a, "alibi_slopes", None),
+            range_left=getattr(a, "range_left", -1), prefix_lens=getattr(a, "prefix_lens", None),
+            alibi_slopes=getattr(a, "alibi_slopes", None),
             interleaved=bool(getattr(a, "v_scales_interleaved", 0)), **factors,
         )  # fmt: skip
         o, lse = reference.paged_attention(problem)

@@ -66,7 +66,8 @@ def serves(spec, problem):
         (spec.q, spec.kv.dtype, *spec.dims) == (problem.q, problem.kv, problem.head_dim_qk, problem.head_dim_vo)
         and problem.out in spec.out
         and mask.causal in (("always" if problem.causal else "never"), "value")
-        and (mask.window or not problem.window)
+        and (mask.window or mask.custom == "ranges" or not problem.window)
+        and mask.prefix == problem.prefix
         and (mask.tree or not problem.drafts)
         and (spec.logits.soft_cap or not problem.soft_cap)
         and (spec.logits.skip or not problem.skip)
@@ -87,7 +88,15 @@ def test_every_problem_of_prefill_is_served_and_every_shipped_kernel_serves_one(
     """With whole tiles, on every architecture that has an MMA for prefill."""
     prefill, found = "attention.sm90" if arch == ARCH else "attention.sm100", set()
     masked = {"custom_mask": "bits", "causal": False}
-    more = (masked, masked | {"window": True}, {"skip": True, "qhead_per_kvhead": 1}, {"out": "nvfp4"})
+    ranges = {"custom_mask": "ranges", "causal": False}
+    more = (
+        masked,
+        masked | {"window": True},
+        ranges,
+        {"prefix": True},
+        {"skip": True, "qhead_per_kvhead": 1},
+        {"out": "nvfp4"},
+    )
     types = [*usual_types(), *({"kv": "e5m2"} | dim for dim in HEAD_DIMS)]
     types += [{"q": "e4m3", "kv": "nvfp4"} | dim for dim in HEAD_DIMS]
     types += [{"kv": kv, "out": "nvfp4"} | dim for kv in ("e4m3", "nvfp4") for dim in HEAD_DIMS]
@@ -171,6 +180,8 @@ USUAL_CALLS = [  # changes of BASE: calls of serving, none of which may wait for
     {"soft_cap": True},
     {"skip": True},
     {"custom_mask": "bits", "causal": False},
+    {"custom_mask": "ranges", "causal": False},
+    {"prefix": True},
     {"page_size": 1},
     {"page_size": 24, "window": True},
     {"kv": "e4m3"},
@@ -344,7 +355,7 @@ def test_general_kernels_take_every_modifier_of_their_op():
         for q, dims in {(spec.q, spec.dims) for spec in specs}:
             mine = [s for s in specs if (s.q, s.kv.block_scaled, s.mask.custom, s.dims) == (q, False, "", dims)]
             if op != "attention.decode":  # kernels of their own
-                mine = [s for s in mine if not s.logits.skip and s.schedule == "tiles"]
+                mine = [s for s in mine if not s.logits.skip and not s.mask.prefix and s.schedule == "tiles"]
                 mine = [s for s in mine if len(s.out) == 1 or s.q == "e4m3"]
             general = [set(args.fields(s)) for s in mine if s.mask.window]
             assert general and all(set(args.fields(s)) - schedule <= fields for s in mine for fields in general), op

@@ -74,6 +74,7 @@ CALLS: dict[str, tuple[AttentionCase, tuple[str, ...], dict[str, int]]] = {  # c
     ),
     "prefill, ragged": (WHOLE, ("ragged",), {"starts": 2, "falling starts": 1, "no pages": 2, "any bytes": 4}),
     "prefill, ranges": (WHOLE, ("ragged", "ranges"), {"starts": 2, "ranges": 3, "any bytes": 4}),
+    "prefill, prefix": (WHOLE, ("ragged", "prefix"), {"ranges": 3, "any bytes": 4}),
     "prefill, mask": (WHOLE, ("csr", "mask"), {"starts": 2, "mask starts": 18, "no mask": 0}),
     "decode": (DECODE, (), ALL),
     "decode, nvfp4": (replace(DECODE, kv_dtype="nvfp4", **D128), (), SOME | {"no pages": 3}),

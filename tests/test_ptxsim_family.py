@@ -42,6 +42,10 @@ PLANS = {  # what an object plans and runs, one after another
         replace(PLAIN, heads_q=4, q_lens=(300, 5), kv_lens=(420, 5), page_size=16, ranges=True, window_left=100),
         replace(PLAIN, q_lens=(2, 130), kv_lens=(700, 257), page_size=16, ranges=True, range_window=40, soft_cap=4.0),
     ),
+    "prefix": (
+        replace(PLAIN, heads_q=4, q_lens=(300, 5, 40), kv_lens=(421, 5, 90), page_size=16, prefix=True),
+        replace(PLAIN, q_lens=(2, 130), kv_lens=(700, 257), page_size=16, prefix=True, window_left=100, soft_cap=4.0),
+    ),
     "RoPE": (replace(PACKED, mode="ROPE_LLAMA"), replace(PACKED, page_size=16, soft_cap=4.0)),
     "ragged, RoPE": (replace(PACKED, form="ragged", mode="ROPE_LLAMA"),
                      replace(PACKED, form="ragged", soft_cap=4.0, causal=False, **AGAIN)),

@@ -1,4 +1,4 @@
-"""Causal masks that ranges of keys extend, of the reference against loops over rows, and what their wrapper refuses."""
+"""Causal masks that ranges of keys or a prefix extend, against loops over rows, and what their wrapper refuses."""
 
 import copy
 
@@ -83,9 +83,29 @@ def test_sinks_and_a_soft_cap():
     check(got, masked.want(masked=True, cap=2.0, sinks=sinks), 2e-2)
 
 
+@pytest.mark.parametrize("window", [-1, 3])
+@pytest.mark.parametrize("causal", [True, False])
+def test_all_rows_see_a_prefix(window, causal):
+    """A prefix may be longer than its request. The window bounds it, and without the causal mask it has no effect."""
+    prefixes, masked = (60, 9, 5, 0, 3, -7), copy.copy(CASE)
+    masked.masks = []
+    for m, n, prefix in zip(CASE.q_lens, CASE.kv_lens, prefixes):
+        own, key = torch.arange(n - m, n)[:, None], torch.arange(n)
+        shown = (key <= own) | (key < prefix) if causal else torch.ones(m, n, dtype=torch.bool)
+        masked.masks.append(shown & ((key >= own - window) | (window < 0)))
+    plan, run = dict(causal=causal, window_left=window), dict(prefix_lens=ints(prefixes))
+    got = CASE.paged(**plan).run_return_lse(CASE.q, tuple(CASE.cache), **run)
+    check(got, masked.want(masked=True), 2e-2)
+    assert all(map(torch.equal, got, CASE.ragged(**plan).run_return_lse(CASE.q, CASE.k, CASE.v, **run)))
+
+
 def run(**change):
     given = dict(q=CASE.q, paged_kv_cache=tuple(CASE.cache), bidirectional_ranges=RANGES)
     return planned(CASE).run(**given | change)
+
+
+def prefixed(lens, **options):
+    return CASE.paged(causal=True).run(CASE.q, tuple(CASE.cache), prefix_lens=lens, **options)
 
 
 BAD = {
@@ -118,6 +138,11 @@ BAD = {
             CASE.q, tuple(CASE.cache), bidirectional_ranges=RANGES
         ), ValueError, "custom_mask: given, must be None with bidirectional_ranges",
     ),
+    "prefix, type": (lambda: prefixed(torch.ones(6)), TypeError, "prefix_lens: dtype torch.float32"),
+    "prefix, batch": (lambda: prefixed(ints([4] * 5)), ValueError, "prefix_lens: shape .5,., must be .6,. .one length"),
+    "prefix, ranges": (
+        lambda: prefixed(ints([4] * 6), bidirectional_ranges=RANGES), ValueError, "bidirectional_ranges: given",
+    ),
     "a window without ranges": (
         lambda: CASE.paged(causal=True).run(CASE.q, tuple(CASE.cache), range_window_left=4), ValueError,
         "range_window_left: 3, must be negative without bidirectional_ranges",
@@ -141,6 +166,10 @@ def test_calls_with_other_masks_are_refused():
         op.serve(call._replace(drafts=ints([0] * 4).view(4, 1)))
     with pytest.raises(NotImplementedError, match="^chunk: 2 with ranges"):
         op.serve(call._replace(chunk=2))
+    with pytest.raises(NotImplementedError, match="^chunk: 2 with prefix_lens"):
+        op.serve(call._replace(ranges=None, prefix_lens=ints([2]), chunk=2))
+    with pytest.raises(ValueError, match="^drafts: given, must be None with prefix_lens"):
+        op.serve(call._replace(ranges=None, prefix_lens=ints([2]), drafts=ints([0] * 4).view(4, 1)))
 
 
 def test_the_wrapper_is_a_paged_one():

@@ -139,7 +139,8 @@ MODIFIERS: dict[str, dict[str, Any]] = {
 FAMILY: dict[str, dict[str, Any]] = {  # RoPE: a kernel that writes caches rotates Q and K before
     "chunked attention": {"chunk": True},
     "a custom mask": {"custom_mask": "bits"},
-    "ranges of keys": {"custom_mask": "ranges"},
+    "ranges of keys": {"custom_mask": "ranges", "causal": False},
+    "a prefix": {"prefix": True},
     "ALiBi": {"alibi": True},
     "RoPE": {},
 }

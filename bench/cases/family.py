@@ -25,7 +25,8 @@ class FamilyCase:
     tensors with twice as many rows or heads. room: the least number of rows of the cache, so that cases can share one.
     custom: a random mask that hides all keys from the first two rows; blocks: it hides some blocks of 128 rows x 128
     keys and keeps others, whole; packed: the mask is given in bits. ranges: the causal mask is extended by ranges of
-    keys, those of `forms.random_ranges`, of the window range_window. on_device: plan gets index tensors on the device.
+    keys, those of `forms.random_ranges`, of the window range_window. prefix: all tokens see half of their keys.
+    on_device: plan gets index tensors on the device.
     """
 
     name: str = ""
@@ -51,6 +52,7 @@ class FamilyCase:
     blocks: bool = False
     ranges: bool = False
     range_window: int = -1
+    prefix: bool = False
     on_device: bool = False
 
     @property
@@ -204,6 +206,9 @@ def run_options(case: FamilyCase, t: Tensors, device: Any) -> dict[str, Any]:
     found: dict[str, Any] = {} if t.sinks is None else {"sinks": t.sinks.to(device)}
     if t.ranges is not None:
         found |= {"bidirectional_ranges": t.ranges.to(device), "range_window_left": case.range_window}
+    if case.prefix:
+        lens = [n // 2 if n % 2 else 2 * n for n in case.kv_lens]  # some prefixes are longer than their requests
+        found["prefix_lens"] = torch.tensor(lens, dtype=torch.int32, device=device)
     return found
 
 

@@ -6,7 +6,7 @@ import torch
 from wrappers.attention.call import AttentionCall, csr_sequences, ragged_sequences
 from wrappers.reference import gather
 
-FORMS = ("csr", "ragged", "mask", "ranges", "alibi")
+FORMS = ("csr", "ragged", "mask", "ranges", "prefix", "alibi")
 BLOCK = 128  # keys of a block that is hidden or seen whole
 SPARE = 3  # unused rows, or entries, before the first request's and after the last one's
 
@@ -22,6 +22,9 @@ def apply(p: AttentionCall, forms: tuple[str, ...], seed: int = 0) -> AttentionC
         p = with_mask(p, lens, seed)
     if "ranges" in forms:
         p = with_ranges(p, lens, seed)
+    if "prefix" in forms:
+        half = [n // 2 + 9 * (b % 2) for b, n in enumerate(lens)]
+        p = p._replace(prefix_lens=torch.tensor(half, dtype=torch.int32, device=p.q.device))
     if "alibi" in forms:
         heads = torch.arange(p.q.shape[1], device=p.q.device)
         p = p._replace(alibi_slopes=torch.exp2(-(heads + 1.0) / 2))

@@ -51,6 +51,7 @@ class MaskArgs(NamedTuple):
     window_left: Int32 = None  #          keys before position - window_left are masked; 2^30 for none; with ranges, it
     #                                     bounds the causal part
     chunk: Int32 = None  #                keys before the position's chunk of so many are masked; 2^30 for none
+    prefix_lens: Ints = None  # (B,)      int32: all tokens see so many keys from the first one on
     causal: Int32 = None  #               0: tokens see all keys
     tree_mask: Any = None  # (T | 0, W)  int32, bit t of a token's row: it sees draft token t; instead of causal
     custom_mask: Any = None  # (N,)       uint8: bit i * kv_len + j of a sequence, least significant first: token i sees
@@ -120,6 +121,7 @@ OPTIONAL: dict[str, Callable[[Any], bool]] = {  # field -> whether a spec has it
     **dict.fromkeys(("k_scales", "v_scales", "v_scales_interleaved"), lambda spec: spec.kv.block_scaled),
     "window_left": lambda spec: spec.mask.window or spec.mask.custom == "ranges",
     "chunk": lambda spec: spec.mask.chunk,
+    "prefix_lens": lambda spec: spec.mask.prefix,
     "causal": lambda spec: spec.mask.causal == "value",
     "tree_mask": lambda spec: spec.mask.tree,
     **dict.fromkeys(("custom_mask", "mask_starts"), lambda spec: spec.mask.custom == "bits"),

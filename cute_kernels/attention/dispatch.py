@@ -56,6 +56,7 @@ KINDS = {
     "ranges modified": Kind(
         "ranges, and soft caps", False, {"causal": False, "custom_mask": "ranges", "soft_cap": True}
     ),
+    "prefix": Kind("causal, and a prefix that all tokens see", False, {"prefix": True}),
     "skip": Kind("causal, with skip-softmax", False, {"skip": True}),
     "split": Kind("causal, and CTAs share the keys of a sequence", True, {}),
     "split modified": Kind("split, with windows and soft caps", True, {"window": True}),

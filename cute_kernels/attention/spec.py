@@ -62,13 +62,15 @@ class MaskSpec:
     """The mask. causal: "always" (bottom-right aligned), "never", or "value": the argument `causal` decides. window: a
     sliding window, `window_left`. tree: a tree mask for draft tokens. custom: a kind of `CUSTOM_MASKS`, which says for
     each token and key of a sequence whether it is seen; requires causal "value" or "never". chunk: a token sees no key
-    before its own chunk of positions."""
+    before its own chunk of positions. prefix: all tokens see the first keys of their sequence, as many as `prefix_lens`
+    says, whatever causal says."""
 
     causal: str = "always"
     window: bool = False
     tree: bool = False
     custom: str = ""
     chunk: bool = False
+    prefix: bool = False
 
     @property
     def bounded_left(self) -> bool:
@@ -85,6 +87,7 @@ class MaskSpec:
             + ("b" if self.tree else "")
             + CUSTOM_MASKS[self.custom]
             + ("c" if self.chunk else "")
+            + ("p" if self.prefix else "")
         )
 
 
@@ -174,7 +177,7 @@ class AttentionSpec(Generic[T]):
 def exact_mask(request: KernelRequest) -> MaskSpec:
     """Return the mask of a request, for a kernel without any other mask."""
     p = request
-    return MaskSpec("always" if p.causal else "never", p.window, p.drafts, p.custom_mask, p.chunk)
+    return MaskSpec("always" if p.causal else "never", p.window, p.drafts, p.custom_mask, p.chunk, p.prefix)
 
 
 def general_mask(request: KernelRequest) -> MaskSpec:
@@ -190,9 +193,9 @@ def exact_logits(request: KernelRequest) -> LogitsSpec:
 
 
 def is_plain(request: KernelRequest) -> bool:
-    """Return whether a kernel with one mask, causal or none, and a 16-bit output serves a request, apart from
+    """Return whether a kernel with one mask, causal or none, and a 16-bit output serves a request, apart from a prefix,
     skip-softmax and scales per head."""
-    mask, logits = replace(exact_mask(request), causal="always"), exact_logits(request)
+    mask, logits = replace(exact_mask(request), causal="always", prefix=False), exact_logits(request)
     return request.out in DTYPES and mask == MaskSpec() and not (logits.soft_cap or logits.alibi)
 
 

@@ -87,6 +87,7 @@ class AttentionCall(NamedTuple):
     custom_mask: torch.Tensor | None = None  # (N,) uint8, replaces causal: bits of (query row, key), lowest first
     mask_starts: torch.Tensor | None = None  # (B + 1,) int32: byte of custom_mask where a request's bits begin
     ranges: torch.Tensor | None = None  # (T, 2) int32: a token sees keys [0] to [1], too; window_left bounds the others
+    prefix_lens: torch.Tensor | None = None  # (B,) int32: all tokens of a request see its first so many keys, too
     alibi_slopes: torch.Tensor | None = None  # (Hq,) fp32: slope * (key - query row) is added to a logit before the cap
 
     @property

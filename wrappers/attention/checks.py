@@ -96,6 +96,8 @@ def validate(call: AttentionCall) -> None:
     check_optional(call, name)
     _custom_mask(call, name)
     _ranges(call, name)
+    if call.prefix_lens is not None:
+        _prefix(call, name)
     if call.rope is not None:
         _rotated(call, name)
     outputs(call)
@@ -325,6 +327,15 @@ def _ranges(call: AttentionCall, name: Names) -> None:
         raise ValueError(f"{name('causal')}: False, must be True with {name('ranges')}, which extend the causal mask")
     if call.chunk:
         raise NotImplementedError(f"{name('chunk')}: {call.chunk} with {name('ranges')}, not supported, must be 0")
+
+
+def _prefix(call: AttentionCall, name: Names) -> None:
+    """Raise on a mask that a prefix cannot be combined with."""
+    for field in ("custom_mask", "drafts", "ranges"):
+        if getattr(call, field) is not None:
+            raise ValueError(f"{name(field)}: given, must be None with {name('prefix_lens')}")
+    if call.chunk:
+        raise NotImplementedError(f"{name('chunk')}: {call.chunk} with {name('prefix_lens')}, not supported, must be 0")
 
 
 def _rotated(call: AttentionCall, name: Names) -> None:

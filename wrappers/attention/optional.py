@@ -75,6 +75,7 @@ OPTIONAL_TENSORS = {  # the last fields of AttentionCall, in their order
     "custom_mask": OptionalTensor(_row, "custom_mask", _mask_words),
     "mask_starts": OptionalTensor(_whole, "mask_starts"),
     "ranges": OptionalTensor(_row, "ranges", None, torch.int32, ("tokens", 2), "the query's rows, first and last key"),
+    "prefix_lens": OptionalTensor(_whole, "prefix_lens", None, torch.int32, ("batch",), "one length per request"),
     "alibi_slopes": OptionalTensor(_whole, "alibi_slopes", None, torch.float32, ("heads",), "one slope per query head"),
 }
 

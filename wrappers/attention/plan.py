@@ -118,6 +118,7 @@ def request_of(call: AttentionCall, sms: int = 132) -> KernelRequest:
         causal=causal,
         window=call.window_left >= 0 and masked != "ranges",
         chunk=call.chunk > 0,
+        prefix=call.prefix_lens is not None and causal and not single,
         visible_keys=_visible_keys(call, rows) if causal else KernelRequest.visible_keys,
         drafts=call.drafts is not None,
         soft_cap=bool(call.soft_cap),
@@ -351,6 +352,8 @@ def plan_for(call: AttentionCall, arch: str, sms: int) -> LaunchPlan:
     most_ctas = sms * spec.tile.ctas_per_sm
     dtype, options = call.result_dtype, cast(tuple[Any, ...], call[OPTIONS])
     size = dtype.itemsize if isinstance(dtype, torch.dtype) else 0  # a packed output is compared separately
+    if not request.prefix:  # tokens see all keys, those of the prefix among them
+        call = call._replace(prefix_lens=None)
     optional = _present(call, slots)
     return LaunchPlan(
         fn=here.kernel(op, spec, arch),

@@ -37,7 +37,7 @@ class TokenMask(NamedTuple):
     int32 (m, W): row i sees all keys before the last m, and key t of the last m if bit t of the row is set. bits:
     uint8 (bytes,), least significant first: row i sees key j if bit i * n + j is set, and none past the last byte.
     ranges: int32 (m, 2): row i also sees keys ranges[i, 0] to ranges[i, 1], whatever left says, but none before
-    range_left.first(p).
+    range_left.first(p). prefix: a causal row also sees keys before this one, unless left hides them.
     """
 
     causal: bool = True
@@ -46,13 +46,14 @@ class TokenMask(NamedTuple):
     bits: torch.Tensor | None = None
     ranges: torch.Tensor | None = None
     range_left: LeftBound = LeftBound()
+    prefix: int = 0
 
     def span(self, rows: range, m: int, n: int) -> slice:
         """Return keys that include all those that some of the rows sees."""
         if self.ranges is not None:
             return slice(0, n)
         replaced = self.drafts is not None or self.bits is not None
-        stop = max(0, min(n, rows.stop + n - m)) if self.causal and not replaced else n
+        stop = max(0, min(n, max(rows.stop + n - m, self.prefix))) if self.causal and not replaced else n
         first = int(self.left.first(torch.tensor([rows.start + n - m])))
         return slice(min(first, stop), stop)
 
@@ -65,7 +66,7 @@ class TokenMask(NamedTuple):
         if self.drafts is not None:
             return keep & _draft_keep(self.drafts[rows], keys - (n - m))
         if self.causal:
-            keep &= keys <= positions[:, None]
+            keep &= (keys <= positions[:, None]) | (keys < self.prefix)
         if self.ranges is not None:
             first, last = self.ranges[rows, :1], self.ranges[rows, 1:]
             keep |= (keys >= first) & (keys <= last) & (keys >= self.range_left.first(positions)[:, None])
@@ -88,9 +89,10 @@ def masks_of(call: Any, starts: list[int]) -> Iterator[TokenMask]:
     if call.custom_mask is not None and call.mask_starts is not None:
         size = len(call.custom_mask)
         bits = (call.custom_mask[start:] for start in call.mask_starts.clamp(0, size).tolist())  # type: ignore[assignment]
-    for first, end, own in zip(starts, starts[1:], bits):
-        drafts = None if call.drafts is None else call.drafts[first:end]
-        yield mask._replace(drafts=drafts, bits=own, ranges=None if call.ranges is None else call.ranges[first:end])
+    prefixes = repeat(0) if call.prefix_lens is None else call.prefix_lens.tolist()
+    for first, end, own, prefix in zip(starts, starts[1:], bits, prefixes):
+        drafts, ranges = (None if t is None else t[first:end] for t in (call.drafts, call.ranges))
+        yield mask._replace(drafts=drafts, bits=own, ranges=ranges, prefix=prefix)
 
 
 def _draft_keep(drafts: torch.Tensor, numbers: torch.Tensor) -> torch.Tensor:

@@ -110,6 +110,7 @@ class BatchPrefillWithRaggedKVCacheWrapper(PrefillBatch):
         lse: torch.Tensor | None = None, enable_pdl: bool | None = None, sinks: torch.Tensor | None = None,
         kv_cache_sf: tuple[torch.Tensor, torch.Tensor] | None = None,
         bidirectional_ranges: torch.Tensor | None = None, range_window_left: int = -1,
+        prefix_lens: torch.Tensor | None = None,
     ) -> Any:  # fmt: skip
         """Compute attention as planned.
 
@@ -128,7 +129,7 @@ class BatchPrefillWithRaggedKVCacheWrapper(PrefillBatch):
         """
         others = (
             return_lse, scale_k, scale_v, q_scale, k_scale, v_scale, o_scale, enable_pdl, sinks, kv_cache_sf,
-            bidirectional_ranges, range_window_left,
+            bidirectional_ranges, range_window_left, prefix_lens,
         )  # fmt: skip
         layout = self._kv_layout
         k, v = rows_of("k", k, layout), rows_of("v", v, layout)
@@ -148,7 +149,7 @@ class BatchPrefillWithRaggedKVCacheWrapper(PrefillBatch):
             others, self._scale, (q_scale, k_scale, v_scale), signature=RAGGED, q=q, k=k, v=v, requests=requests,
             max_q_len=max_q_len, return_lse=return_lse, enable_pdl=enable_pdl, out=out, lse=lse, sinks=sinks,
             k_scales=k_scales, v_scales=v_scales, custom_mask=mask, mask_starts=mask_starts,
-            ranges=bidirectional_ranges, range_left=values.range_left(range_window_left),
+            ranges=bidirectional_ranges, range_left=values.range_left(range_window_left), prefix_lens=prefix_lens,
         )  # fmt: skip
 
     def forward(

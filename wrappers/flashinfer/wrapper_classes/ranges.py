@@ -63,11 +63,11 @@ class BatchPrefillWithCausalBidirectionalRangesWrapper(BatchPrefillWithPagedKVCa
         max_item_len_ptr: torch.Tensor | None = None, max_token_per_sequence: int | None = None,
         max_sequence_kv: int | None = None, fixed_split_size: int | None = None, disable_split_kv: bool = False,
     ) -> None:  # fmt: skip
-        """Set what `run` computes, as `BatchPrefillWithPagedKVCacheWrapper.plan` does.
+        """Set what `run` computes. Other arguments than these are as in `BatchPrefillWithPagedKVCacheWrapper.plan`.
 
-        head_dim_vo, q_data_type, kv_data_type, o_data_type: None, or the constructor's. logits_soft_cap: as there,
-        which upstream refuses. Raises ValueError for custom_mask, packed_custom_mask, causal (the mask is causal), a
-        window_left that is not -1 (`run` has one for each part), and for another value than the constructor's.
+        head_dim_vo, q_data_type, kv_data_type, o_data_type: None, or the constructor's. logits_soft_cap: upstream
+        refuses it. Raises ValueError for custom_mask, packed_custom_mask, causal (the mask is causal), a window_left
+        that is not -1 (`run` has one for each part), and for another value than the constructor's.
         """
         given = {"q_data_type": q_data_type, "kv_data_type": kv_data_type, "o_data_type": o_data_type}
         for name, dtype in given.items():
