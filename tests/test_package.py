@@ -390,7 +390,7 @@ def test_an_sdist_holds_all_that_is_tracked_but_the_diary_and_its_tests_run(tmp_
     assert made == {"PKG-INFO", "setup.cfg", "cute_kernels.egg-info"}
     tests = (
         "tests/test_quantization.py",
-        "tests/test_bench_peers.py",
+        "tests/test_figures.py",
     )  # one of the packages, one that reads files beside
     done = run_python("-m", "pytest", "-q", "-p", "no:cacheprovider", *tests, cwd=tmp_path / top)
     assert done.returncode == 0, done.stdout + done.stderr
