@@ -114,7 +114,7 @@ def soak(args: argparse.Namespace) -> int:
 def keep(path: Path) -> int:
     """Add the rows of a run to those of its device."""
     rows = results.read(path, SoakRow)
-    results.append(results.SOAKS / f"{rows[0].gpu}.csv", rows)
+    results.append(results.file_of(SoakRow, rows[0].gpu), rows)
     return 0
 
 
