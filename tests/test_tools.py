@@ -21,7 +21,7 @@ from tests.kernels import COVERING
 from tools import demo, demo_data, installs, proven, ptxdiff, static
 from tools.soak import __main__ as soak
 from tools.soak import damage, memory, scenarios
-from tools.soak.engine import MODELS, ServingEngine, Wrong
+from tools.soak.engine import ServingEngine, Wrong
 from tools.soak.memory import Sample
 from tools.soak.probe import Probe
 from wrappers.host import machine
@@ -257,19 +257,6 @@ def test_memory_that_grows_is_named(kind):
         return
     leak = [sample._replace(**{kind: 50 + memory.LIMITS[kind] / 8 * i}) for i, sample in enumerate(waves)]
     assert memory.grown(leak).startswith(f"{kind} memory grew by ")
-
-
-def test_requests_come_and_go():
-    """No page has two owners, none is lost, and the same seed serves the same requests."""
-    engines = [ServingEngine(MODELS[1], CPU, 5) for _ in range(2)]
-    pages = len(engines[0].kv)
-    for step in range(60):
-        for engine in engines:
-            engine.step(check=step == 40)
-        own = [page for request in engine.requests for page in request.pages]
-        assert sorted([*own, *engine.free]) == list(range(pages))
-    assert engines[0].count == engines[1].count and engines[0].count["left"] > 2
-    assert torch.equal(engines[0].kv.view(torch.uint8), engines[1].kv.view(torch.uint8))
 
 
 def test_damaged_bundles_are_what_they_should_be(tmp_path):
