@@ -273,11 +273,11 @@ MINIMUM = 77  # of setuptools, as pyproject.toml has it
 
 
 def why_no_wheel() -> str | None:
-    try:
-        old = int(version("setuptools").split(".")[0]) < MINIMUM
+    try:  # find_spec("pip") would make a later import of setuptools fail
+        fits = version("pip") and int(version("setuptools").split(".")[0]) >= MINIMUM
     except PackageNotFoundError:
-        old = True
-    if old or not find_spec("pip"):
+        fits = False
+    if not fits:
         return f"needs pip and setuptools {MINIMUM}"
     return None if find_spec("cutlass") else "nvidia-cutlass-dsl is not installed"
 
