@@ -186,11 +186,11 @@ def test_a_stranger_can_install_and_use_it():
 
 
 @pytest.fixture
-def given(tmp_path, monkeypatch):
+def given(monkeypatch):
     monkeypatch.setattr(scenarios, "COUNT", 8)
     monkeypatch.setattr(scenarios, "THREADS", 3)
     monkeypatch.setattr(scenarios, "FEW", 3)
-    return scenarios.Soak(CPU, 3, 0.0, 30, tmp_path)
+    return scenarios.Soak(CPU, 3, 0.0, 30)
 
 
 @pytest.mark.slow

@@ -126,7 +126,7 @@ def main(given: list[str] | None = None) -> int:
     torch.backends.cuda.matmul.allow_tf32 = False  # expected results are computed in fp32
     device = torch.device("cuda", 0) if args.device == "cuda" else torch.device("cpu")
     name = args.scenario[0]
-    answer = run(name, Soak(device, args.seed, 60 * args.minutes, args.steps, Path(args.out)))
+    answer = run(name, Soak(device, args.seed, 60 * args.minutes, args.steps))
     Path(args.out, f"{name}.json").write_text(json.dumps(answer))
     return 0
 
