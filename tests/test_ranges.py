@@ -145,7 +145,7 @@ BAD = {
     ),
     "a window without ranges": (
         lambda: CASE.paged(causal=True).run(CASE.q, tuple(CASE.cache), range_window_left=4), ValueError,
-        "range_window_left: 3, must be negative without bidirectional_ranges",
+        "range_window_left: 3, must be off without bidirectional_ranges",
     ),
 }  # fmt: skip
 
@@ -164,9 +164,9 @@ def test_calls_with_other_masks_are_refused():
     op.serve(call)
     with pytest.raises(ValueError, match="^drafts: given"):
         op.serve(call._replace(drafts=ints([0] * 4).view(4, 1)))
-    with pytest.raises(NotImplementedError, match="^chunk: 2 with ranges"):
+    with pytest.raises(NotImplementedError, match="^chunk: 2, must be 0 with ranges"):
         op.serve(call._replace(chunk=2))
-    with pytest.raises(NotImplementedError, match="^chunk: 2 with prefix_lens"):
+    with pytest.raises(NotImplementedError, match="^chunk: 2, must be 0 with prefix_lens"):
         op.serve(call._replace(ranges=None, prefix_lens=ints([2]), chunk=2))
     with pytest.raises(ValueError, match="^drafts: given, must be None with prefix_lens"):
         op.serve(call._replace(ranges=None, prefix_lens=ints([2]), drafts=ints([0] * 4).view(4, 1)))

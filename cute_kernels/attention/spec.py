@@ -175,9 +175,9 @@ class AttentionSpec(Generic[T]):
 
 
 def exact_mask(request: KernelRequest) -> MaskSpec:
-    """Return the mask of a request, for a kernel without any other mask."""
-    p = request
-    return MaskSpec("always" if p.causal else "never", p.window, p.drafts, p.custom_mask, p.chunk, p.prefix)
+    """Return the mask of a request, for a kernel without any other mask. Ranges have windows of their own."""
+    p, window = request, request.window and request.custom_mask != "ranges"
+    return MaskSpec("always" if p.causal else "never", window, p.drafts, p.custom_mask, p.chunk, p.prefix)
 
 
 def general_mask(request: KernelRequest) -> MaskSpec:

@@ -95,9 +95,6 @@ def validate(call: AttentionCall) -> None:
     check_integer(name("max_q_len"), call.max_q_len, 0)
     check_optional(call, name)
     _custom_mask(call, name)
-    _ranges(call, name)
-    if call.prefix_lens is not None:
-        _prefix(call, name)
     if call.rope is not None:
         _rotated(call, name)
     outputs(call)
@@ -310,32 +307,6 @@ def _custom_mask(call: AttentionCall, name: Names) -> None:
     check_operand(name("custom_mask"), call.custom_mask, 1, (torch.uint8,), call.q.device)
     starts = check_operand(name("mask_starts"), call.mask_starts, 1, (torch.int32,), call.q.device)
     check_shape(name("mask_starts"), starts, (call.requests.batch + 1,), "batch_size + 1")
-    if call.drafts is not None:
-        raise ValueError(f"{name('drafts')}: given, must be None with {name('custom_mask')}")
-
-
-def _ranges(call: AttentionCall, name: Names) -> None:
-    """Raise on a mask that ranges of keys, which extend the causal mask, cannot be combined with."""
-    if call.ranges is None:
-        if call.range_left >= 0:
-            raise ValueError(f"{name('range_left')}: {call.range_left}, must be negative without {name('ranges')}")
-        return
-    for field in ("custom_mask", "drafts"):
-        if getattr(call, field) is not None:
-            raise ValueError(f"{name(field)}: given, must be None with {name('ranges')}")
-    if not call.causal:
-        raise ValueError(f"{name('causal')}: False, must be True with {name('ranges')}, which extend the causal mask")
-    if call.chunk:
-        raise NotImplementedError(f"{name('chunk')}: {call.chunk} with {name('ranges')}, not supported, must be 0")
-
-
-def _prefix(call: AttentionCall, name: Names) -> None:
-    """Raise on a mask that a prefix cannot be combined with."""
-    for field in ("custom_mask", "drafts", "ranges"):
-        if getattr(call, field) is not None:
-            raise ValueError(f"{name(field)}: given, must be None with {name('prefix_lens')}")
-    if call.chunk:
-        raise NotImplementedError(f"{name('chunk')}: {call.chunk} with {name('prefix_lens')}, not supported, must be 0")
 
 
 def _rotated(call: AttentionCall, name: Names) -> None:

@@ -26,10 +26,9 @@ from ..host.checks import INF, checking, raise_reason
 from ..reference import LOG2E
 from . import checks, launch_size, values
 from .call import OPTIONAL, OPTIONS, AttentionCall
-from .optional import OPTIONAL_TENSORS, per_token
+from .optional import OPTIONAL_TENSORS, bounds, per_token
 from .rope import rotated
 
-NO_WINDOW = 1 << 30  # window_left for a call without a window, if the kernel supports windows
 MOST_TILES = 1 << 31  # bound of the tiles of a launch with whole tiles, whatever the offsets
 CHUNK = 4096  # keys of a split in the batch-invariant mode, rounded down to whole KV blocks
 WIDE = {"bf16": torch.bfloat16, "fp16": torch.float16}
@@ -116,7 +115,7 @@ def request_of(call: AttentionCall, sms: int = 132) -> KernelRequest:
         sms=sms,
         split_kv=call.split_kv,
         causal=causal,
-        window=call.window_left >= 0 and masked != "ranges",
+        window=call.window_left >= 0,
         chunk=call.chunk > 0,
         prefix=call.prefix_lens is not None and causal and not single,
         visible_keys=_visible_keys(call, rows) if causal else KernelRequest.visible_keys,
@@ -408,9 +407,7 @@ def _defaults(call: AttentionCall, request: KernelRequest, spec: Any, most_ctas:
     default: dict[str, Any] = {
         "kv_starts": empty(int32),
         "v_scales_interleaved": int(request.interleaved),
-        "window_left": min(call.window_left, NO_WINDOW) if call.window_left >= 0 else NO_WINDOW,
-        "range_left": min(call.range_left, NO_WINDOW) if call.range_left >= 0 else NO_WINDOW,
-        "chunk": min(call.chunk, NO_WINDOW) or NO_WINDOW,
+        **bounds(call),
         "causal": int(request.causal),
         "tree_mask": empty(int32, 1),
         "softmax_scale_log2": call.scale * LOG2E,
