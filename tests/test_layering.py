@@ -250,7 +250,7 @@ def comparisons(file: str) -> set[str]:
         for constant in ast.walk(node)
         if isinstance(constant, ast.Constant)
     }
-    scaled = {node.attr for node in ast.walk(tree(file)) if isinstance(node, ast.Attribute)} & {"block_scaled"}
+    scaled = {node.attr for node in ast.walk(tree(file)) if isinstance(node, ast.Attribute)} & {"of_rows"}
     return constants & NAMES_IN_SPECS | scaled
 
 

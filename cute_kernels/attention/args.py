@@ -40,8 +40,8 @@ class KVArgs(NamedTuple):
     #                                     kv_starts (1, 2, N): of all sequences, one after another; ragged: N = 0
     kv_starts: Ints  # (B + 1 | 0,)       int32: first entry of each sequence in page_table; ragged: its first row in k
     #                                     and v, which then are one page
-    k_scales: Any = None  # (pages, Hkv, P, Dqk / 16)  e4m3 as uint8; any strides, last 1
-    v_scales: Any = None  # (pages, Hkv, P, Dvo / 16)
+    k_scales: Any = None  # (pages, Hkv, P, N)  bytes of a row's factors, `spec.ScaleLayout.row_bytes`; last stride 1
+    v_scales: Any = None
     v_scales_interleaved: Int32 = None  # V scales of 4 tokens are interleaved
 
 
@@ -118,7 +118,8 @@ class AttentionArgs(NamedTuple):
 
 BLOCKS: tuple[Any, ...] = (QueryArgs, KVArgs, MaskArgs, LogitsArgs, OutArgs, ScheduleArgs)
 OPTIONAL: dict[str, Callable[[Any], bool]] = {  # field -> whether a spec has it; every spec has the fields not listed
-    **dict.fromkeys(("k_scales", "v_scales", "v_scales_interleaved"), lambda spec: spec.kv.block_scaled),
+    **dict.fromkeys(("k_scales", "v_scales"), lambda spec: spec.kv.layout.vec > 0),
+    "v_scales_interleaved": lambda spec: spec.kv.layout.vec > 0 and not spec.kv.layout.of_rows,
     "window_left": lambda spec: spec.mask.window or spec.mask.custom == "ranges",
     "chunk": lambda spec: spec.mask.chunk,
     "prefix_lens": lambda spec: spec.mask.prefix,

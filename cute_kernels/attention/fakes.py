@@ -9,7 +9,6 @@ from cutlass import Float32, Int32
 from .. import abi
 from ..dtypes import BITS
 from . import args
-from .spec import SF_VEC_SIZE
 
 
 def fake_args(spec) -> dict[str, Any]:
@@ -21,12 +20,13 @@ def fake_args(spec) -> dict[str, Any]:
 
     def cache(dim):
         size = gcd(dim // each, 16)  # NVFP4 rows that TMA does not load have as few as 8 bytes
-        narrow: Any = {"align": size, "stride_divisibility": size} if spec.kv.block_scaled else bytewise
+        narrow: Any = {"align": size, "stride_divisibility": size} if spec.kv.bits < 8 else bytewise
         return abi.tensor(cached, (None, None, None, dim // each), **(wide if spec.kv.bits == 16 else narrow))
 
     def scales(dim):
-        size = gcd(dim // SF_VEC_SIZE, 16)
-        return abi.tensor(cutlass.Uint8, (None, None, None, dim // SF_VEC_SIZE), align=size, stride_divisibility=size)
+        row = spec.kv.layout.row_bytes(dim)
+        size = max(gcd(row, 16), 1)
+        return abi.tensor(cutlass.Uint8, (None, None, None, row), align=size, stride_divisibility=size)
 
     def plain(kind, modes):
         dtype = getattr(cutlass, kind)

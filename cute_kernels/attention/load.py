@@ -150,7 +150,7 @@ def load_kv(
     work.for_each_tile(spec, s, load_tile, Items(Int32(0), Int32(0)))
 
 
-# The load_scales role (NVFP4 caches): one iteration per tile, an inner one per KV block.
+# The load_scales role (caches with scale factors): one iteration per tile, an inner one per KV block.
 #   waits for   work_pipe (the tile), then a free stage of both pipelines
 #   loads       the scale factors of the block with cp.async, into the stage that `load_kv` fills with its rows
 #   releases    work_pipe as soon as the tile is read; each lane's cp.async signals the full barrier of the stage
@@ -175,11 +175,12 @@ def scales_of_blocks(spec: cutlass.Constexpr, a, s, rings, w: WorkTileInfo, i: I
         n_block = mask_blocks.n_block_at(spec, a, w, position)
         # pages
         k_found = scales.find(spec, a.kv.k.shape[2], k, n_block, w.sequence.kv_len, Int32(0))
-        v_found = scales.find(spec, a.kv.v.shape[2], v, n_block, w.sequence.kv_len, a.kv.v_scales_interleaved)
+        mixed = Int32(0) if const_expr(a.kv.v_scales_interleaved is None) else a.kv.v_scales_interleaved
+        v_found = scales.find(spec, a.kv.v.shape[2], v, n_block, w.sequence.kv_len, mixed)
         # scale factors of K, then of V
         at = KVBlock(Int32(0), i, n_block, head, w.sequence.kv_len)
         scales.fill(spec, LoadTarget(a.kv.k_scales, s.k_scales, rings[pages.K]), k_found, at)
         at, into = at._replace(o_tile=work.o_tile(w)), LoadTarget(a.kv.v_scales, s.v_scales, rings[pages.V])
-        scales.fill(spec, into, v_found, at, a.kv.v_scales_interleaved)
+        scales.fill(spec, into, v_found, at, mixed)
         i += 1
     return i

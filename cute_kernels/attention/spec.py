@@ -7,7 +7,7 @@ cap, may be off in a call; see `args`.
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
-from typing import Generic, TypeVar
+from typing import Generic, NamedTuple, TypeVar
 
 from ..dtypes import BITS
 from .request import KernelRequest, Refusal
@@ -38,13 +38,45 @@ PACK_GQA_MAX_Q = 64  # PackGQA for sequences of at most this many query tokens,
 PACK_GQA_MAX_GROUP = 1024  # and at most this many query heads per KV head: row * heads < 2^30, for `Divisor`
 
 
+class ScaleLayout(NamedTuple):
+    """How the elements of a row of K or V share scale factors, which lie in tensors beside the cache.
+
+    vec: elements that share a factor; 0: there is none; ROW: the whole row. factor_bytes: of a factor. letter: in
+    names.
+    """
+
+    vec: int
+    factor_bytes: int
+    letter: str = ""
+
+    @property
+    def of_rows(self) -> bool:
+        """Whether a whole row shares a factor, so that it multiplies a column of scores, or of P."""
+        return self.vec == ROW
+
+    def row_bytes(self, dim: int) -> int:
+        """Return the bytes of the factors of a row of `dim` elements."""
+        return self.factor_bytes * (1 if self.of_rows else dim // self.vec) if self.vec else 0
+
+
+ROW = 1 << 30  # `ScaleLayout.vec`
+SCALE_LAYOUTS = {  # of `KVSpec.scales`
+    "": ScaleLayout(0, 0),  # none, or one for the whole cache or for each head, which a launch has as a value
+    "block": ScaleLayout(SF_VEC_SIZE, 1),  # e4m3
+    "token": ScaleLayout(ROW, 4, "t"),  # fp32, per token and head
+}
+DEFAULT_SCALES = {"nvfp4": "block"}  # type of the cache -> the only layout that it has
+
+
 @dataclass(frozen=True)
 class KVSpec:
     """The KV cache. dtype: storage type of K and V. source: "tma", pages of `TMA_PAGES` rows or ragged rows, loaded by
-    TMA; or "gather", pages of any size, loaded row by row."""
+    TMA; or "gather", pages of any size, loaded row by row. scales: a key of `SCALE_LAYOUTS`; "" means the only layout
+    of the type."""
 
     dtype: str = "bf16"
     source: str = "tma"
+    scales: str = ""
 
     @property
     def bits(self) -> int:
@@ -52,9 +84,14 @@ class KVSpec:
         return BITS[self.dtype]
 
     @property
-    def block_scaled(self) -> bool:
-        """Whether each block of `SF_VEC_SIZE` elements has a scale factor."""
-        return self.dtype == "nvfp4"
+    def layout(self) -> ScaleLayout:
+        """How elements share scale factors."""
+        return SCALE_LAYOUTS[self.scales or DEFAULT_SCALES.get(self.dtype, "")]
+
+    @property
+    def name(self) -> str:
+        """The cache's part of a spec's name, apart from its source."""
+        return f"kv{self.dtype}{self.layout.letter}"
 
 
 @dataclass(frozen=True)
@@ -160,7 +197,7 @@ class AttentionSpec(Generic[T]):
         many = len(self.out) > 1 and self.schedule == "tiles" and self.q in DTYPES
         parts = [
             self.q,
-            f"kv{self.kv.dtype}" if self.kv.dtype != self.q else "",
+            self.kv.name if self.kv.dtype != self.q or self.kv.scales else "",
             "oany" if many else f"o{self.out[0]}" if self.out[0] != outputs(self.q)[0] else "",
             f"d{self.head_dim_qk}" + (f"x{self.head_dim_vo}" if self.head_dim_vo != self.head_dim_qk else ""),
             self.mask.name,
@@ -238,6 +275,11 @@ def outputs(q: str, asked: str = "") -> tuple[str, ...]:
     type is `asked`, the type that a call wants, if it has 16 bits, else q's own, or bf16."""
     usual = q if q in DTYPES else "bf16"
     return asked if asked in DTYPES else usual, "e4m3", "nvfp4"
+
+
+def kv_spec(request: KernelRequest) -> KVSpec:
+    """Return the cache of a request."""
+    return KVSpec(request.kv, kv_source(request), request.kv_scales)
 
 
 def kv_source(request: KernelRequest) -> str:

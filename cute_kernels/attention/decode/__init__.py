@@ -16,6 +16,7 @@ from ..spec import (
     MaskSpec,
     exact_mask,
     kv_source,
+    kv_spec,
     outputs,
     padded_dims,
     refuse_dims,
@@ -37,6 +38,7 @@ from .tile_table import (
     many_from,
     measured,
     tiles_of,
+    with_row_bytes,
 )
 from .tile_table import (
     HEAD_DIMS as HEAD_DIMS,
@@ -74,7 +76,7 @@ def is_narrow(request: KernelRequest) -> bool:
 
 def work_of(request: KernelRequest) -> str:
     """Return the work of a request, as in `TileKey`. The last bits of its results depend on it."""
-    if request.split_kv not in ("auto", "always") or kv_source(request) != "tma":
+    if request.split_kv not in ("auto", "always") or kv_source(request) != "tma" or request.kv_scales:
         return ANY
     if is_narrow(request):
         return NARROW
@@ -97,7 +99,15 @@ def one_cta_per_tpc(spec: AttentionSpec[Any]) -> bool:
 def for_all_calls(spec: Spec, arch: str) -> Spec:
     """Return the spec with the tile that serves all calls."""
     dim, rows = padded(spec.kv.dtype, spec.dims)[0], spec.tile.rows_per_warp if spec.tile else FEW_ROWS
-    return replace(spec, tile=tiles_of(arch).get(TileKey(kind_of(spec.kv.dtype), dim, rows)))
+    return beside_scales(replace(spec, tile=tiles_of(arch).get(TileKey(kind_of(spec.kv.dtype), dim, rows))), arch)
+
+
+def beside_scales(spec: Spec, arch: str) -> Spec:
+    """Return the spec with a tile that leaves room for factors of rows, for which the table has no tiles."""
+    if spec.tile is None or not spec.kv.layout.of_rows:
+        return spec
+    key = TileKey(kind_of(spec.kv.dtype), padded(spec.kv.dtype, spec.dims)[0], spec.tile.rows_per_warp)
+    return replace(spec, tile=with_row_bytes(key, spec.tile, 2 * spec.kv.layout.factor_bytes, arch))
 
 
 def candidate(request: KernelRequest, arch: str, split: bool = True) -> Spec:
@@ -110,7 +120,8 @@ def candidate(request: KernelRequest, arch: str, split: bool = True) -> Spec:
     mask = replace(exact_mask(p), causal="always" if p.causal else full, window=True, tree=True)
     logits = replace(spec.logits, alibi=p.alibi, head_scales=p.head_scales)
     out = outputs(p.q, p.out)
-    return replace(spec, kv=KVSpec(p.kv, kv_source(p)), head_dim_vo=p.head_dim_vo, mask=mask, logits=logits, out=out)
+    spec = replace(spec, kv=kv_spec(p), head_dim_vo=p.head_dim_vo, mask=mask, logits=logits, out=out)
+    return beside_scales(spec, arch)
 
 
 def supports(spec: Spec) -> Refusal | None:

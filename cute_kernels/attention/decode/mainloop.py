@@ -24,7 +24,7 @@ from ..mask import ScoreCols, ScoreRows
 from ..schedule import work
 from ..schedule.work import WorkTileInfo
 from ..spec import SF_VEC_SIZE
-from . import operands, reduce
+from . import operands, reduce, row_scales
 from .layout import (
     CachedRow,
     is_dense,
@@ -55,7 +55,10 @@ class DecodeFragments:
     to_log2: cute.Tensor  # per row: factor of the scores that the softmax reads (after the soft cap)
     k_offsets: cute.Tensor  # offsets of this lane's pieces in a row of K
     v_offsets: cute.Tensor  # offsets in V of keys 2 t and 2 t + 1, which may be swizzled differently
-    sf_offsets: cute.Tensor  # scale factors: of K; of V, key 2 t; from there to key 2 t + 1; to the next block
+    sf_offsets: (
+        cute.Tensor
+    )  # scale factors of blocks: of K; of V, key 2 t; from there to key 2 t + 1; to the next block
+    row_scales: Any = None  # a `RowScales`, if rows of K and V have factors
 
 
 @dataclass(frozen=True)
@@ -88,8 +91,12 @@ def make_fragments(spec, a):
         rmem((spec.padded_vo // 4, num_n_tiles(spec)), Float32),
         softmax.make(rows),
         rmem(rows, Int32),
-        *(rmem(rows, Float32) for _ in range(2)),
-        *(rmem(count, Int32) for count in (pieces, num_v_offsets(spec), 4)),
+        rmem(rows, Float32),
+        rmem(rows, Float32),
+        rmem(pieces, Int32),
+        rmem(num_v_offsets(spec), Int32),
+        rmem(4, Int32),
+        row_scales.make(spec),
     )
     if is_dense(spec):
         set_dense_offsets(r, k, v, g, t)
@@ -98,7 +105,7 @@ def make_fragments(spec, a):
             r.k_offsets[i] = swizzle(k.width, g, t * (k.width // 4) + 16 * i)
         for i in range(num_v_offsets(spec)):
             r.v_offsets[i] = swizzle(v.width, 2 * t + i, g * (v.width // 8))
-    if a.kv.k_scales is not None:
+    if a.kv.v_scales_interleaved is not None:
         set_sf_offsets(spec, a, r, g, t)
     return r
 
@@ -229,6 +236,7 @@ def mainloop(spec: cutlass.Constexpr, a, s, r: DecodeFragments, tile: WarpTileSt
     Return the item of the next tile's first block."""
     softmax.reset(r.st, 0.0)
     operands.fill(spec, r.acc_o, 0.0)
+    row_scales.reset(r)
     acc_s = cute.make_rmem_tensor((keys(spec) // 4, num_n_tiles(spec)), Float32)
     p = cute.make_rmem_tensor((keys(spec) // 8, num_n_tiles(spec)), Uint32)
     v = operands.allocate_v(spec, s)
@@ -259,15 +267,18 @@ def mainloop(spec: cutlass.Constexpr, a, s, r: DecodeFragments, tile: WarpTileSt
                 # S^T = K @ Q^T
                 pipeline.consumer_wait(s.k_pipe, cur.block, k_ready)
                 operands.gemm_qk(spec, s, r, acc_s, pipeline.stage(s.k_pipe, cur.block), cur.row)
+                row_scales.load_k(spec, s, r, pipeline.stage(s.k_pipe, cur.block), cur.row)
                 # release the K stage
                 release_if_last(spec, s.k_pipe, tile, cur)
             # V of `prev`; the first pass, without P V, waits for V of its block a pass early, and releases nothing
             pipeline.consumer_wait(s.v_pipe, prev.block, v_ready)
             if needs_pv:
+                row_scales.scale_p(spec, s, r, tile, prev, p)
                 # O^T += V^T @ P^T, one chunk of columns at a time
                 for b in cutlass.range_constexpr(CachedRow.of_v(spec).chunks):
                     operands.load_v(spec, s, r, tile, prev, b, v)
                     operands.gemm_pv(spec, r, p, b, v)
+            row_scales.scale_scores(r, rows_view(acc_s))
             # release the V stage
             release_if_last(spec, s.v_pipe, tile, prev)
             prev = cur
@@ -279,6 +290,7 @@ def mainloop(spec: cutlass.Constexpr, a, s, r: DecodeFragments, tile: WarpTileSt
                 Uint32(prev.key - tile.w.n_block_full_min * spec.tile.n) < Uint32(tile.num_unmasked_keys)
             )
         more = has_scores
+    row_scales.finish(r)
     return prev.block
 
 

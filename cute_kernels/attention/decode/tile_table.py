@@ -206,6 +206,7 @@ MANY_PER_SM = max(MANY_FROM.values())  # tiles per SM from which on all tiles of
 # Column of `TABLE` -> head dims with which one CTA for each TPC, a pair of SMs, reads K and V as fast as the memory
 # allows. With the others, its arithmetic takes longer.
 CTA_PER_TPC: dict[str, tuple[int, ...]] = {"half": (128, 192, 256), "e4m3": (128, 256), "nvfp4": ()}
+FEWEST_STAGES = 4  # of a tile that `with_row_bytes` makes without halving its keys
 SMALL_STAGES = 6  # most stages of a tile that `small_tile` makes
 WINDOW_KEYS = 256  # `TileKey.work`
 DIMS_OF_KIND = {kind: tuple(row.head_dim for row in TABLE if getattr(row, kind)) for kind in COLUMNS.values()}
@@ -321,6 +322,17 @@ def least_bytes(key: TileKey) -> int:
     """Return the bytes of shared memory of the smallest tile for a padded head dim that has a row."""
     tile = measured(False)[key]
     return smem_bytes(key.kind, key.head_dim, small_tiles(key, tile.o_tiles)[-1])
+
+
+def with_row_bytes(key: TileKey, tile: DecodeTileConfig, more: int, arch: str) -> DecodeTileConfig | None:
+    """Return a tile like `tile` in which each row of a stage takes `more` bytes: with fewer stages, or, if fewer than
+    `FEWEST_STAGES` were left, with half the keys and nearly twice the stages. None if none fits."""
+    smem = archs.of(arch).smem_per_cta
+    halves = [replace(tile, n=tile.n // 2, stages=stages) for stages in range(2 * tile.stages - 1, 0, -1)]
+    choices = [replace(tile, stages=stages) for stages in range(tile.stages, FEWEST_STAGES - 1, -1)] + halves
+    fit = (one for one in choices if one.n % (16 * one.warps) == 0
+           and smem_bytes(key.kind, key.head_dim, one) + one.stages * one.n * more <= smem)  # fmt: skip
+    return next(fit, None)
 
 
 @cache

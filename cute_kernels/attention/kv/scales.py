@@ -1,5 +1,5 @@
-"""Scale factors of block-scaled caches. Their rows are too short for TMA: one warp copies them with cp.async, into the
-stages that a source fills with the rows they belong to.
+"""Scale factors that lie beside the cache. Their rows are too short for TMA: one warp copies them with cp.async, into
+the stages that a source fills with the rows they belong to.
 
 A row of scale factors in a stage has those of the padded head dim: behind the row's own there are zeros, so that padded
 columns never meet the NaN of another row. cp.async copies at least 4 bytes. Rows of a number of bytes that 4 does not
@@ -14,7 +14,6 @@ import cutlass.cute as cute
 from cutlass import Int32, Int64, const_expr
 
 from ...device import pipeline
-from ..spec import SF_VEC_SIZE
 from . import pages
 from .pages import KVBlock, LoadTarget
 from .tma import BOXES
@@ -31,13 +30,13 @@ def scale_rows(spec):
 
 def load_warps(spec):
     """Return the number of warps that load scale factors: 1, or 0 if the cache has none."""
-    return int(spec.kv.block_scaled)
+    return int(spec.kv.layout.vec > 0)
 
 
 def allocate(spec, smem, dim, stages):
-    """Allocate the scale factors of all stages, (n, D / 16, stages) bytes; None if the cache has none. dim: padded."""
-    n, size = spec.tile.n, dim // SF_VEC_SIZE
-    if not spec.kv.block_scaled:
+    """Allocate the scale factors of all stages, (n, N, stages) bytes; None if the cache has none. dim: padded."""
+    n, size = spec.tile.n, spec.kv.layout.row_bytes(dim)
+    if not size:
         return None
     return smem.allocate_tensor(cutlass.Uint8, cute.make_layout((n, size, stages), stride=(size, 1, n * size)), 16)
 
@@ -49,7 +48,8 @@ def gathers(spec):
 
 def has_narrow_rows(spec):
     """Return whether rows of scale factors, of K or of V, go through registers."""
-    return spec.kv.block_scaled and any(gcd(dim // SF_VEC_SIZE, PIECE) < LEAST for dim in spec.dims)
+    layout = spec.kv.layout
+    return layout.vec > 0 and any(gcd(layout.row_bytes(dim), PIECE) < LEAST for dim in spec.dims)
 
 
 @cute.jit
@@ -92,7 +92,7 @@ def padded_row(padded, size, row, interleaved):
 
 @cute.jit
 def fill(spec: cutlass.Constexpr, into: LoadTarget, found: cute.Tensor, at: KVBlock, interleaved: Any = 0):
-    """Copy the scale factors of a block, (n, D / 16) bytes row by row, into the item's stage. Called by one warp.
+    """Copy the scale factors of a block, (n, N) bytes row by row, into the item's stage. Called by one warp.
 
     into: op is the tensor of scale factors. found: the pages from `find`; rows without a page become zeros. Every lane
     arrives when its copies have completed. interleaved: 1 if groups of 4 rows are interleaved, see `source_of_part`.

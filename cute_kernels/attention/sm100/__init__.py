@@ -13,14 +13,13 @@ from ..request import KernelRequest, Refusal
 from ..spec import (
     DTYPES,
     AttentionSpec,
-    KVSpec,
     LogitsSpec,
     MaskSpec,
     exact_logits,
     exact_mask,
     general_mask,
     is_plain,
-    kv_source,
+    kv_spec,
     outputs,
     padded_dims,
     refuse_dims,
@@ -65,7 +64,7 @@ def split_candidate(p: KernelRequest) -> Spec:
     mask = replace(exact_mask(p), window=modified)
     logits = replace(exact_logits(p), soft_cap=modified)
     out = (p.out,) if p.out in DTYPES else outputs(p.q, p.out)
-    return AttentionSpec(p.q, KVSpec(p.kv, kv_source(p)), out, *dims, mask, logits, "stream_k", tile)
+    return AttentionSpec(p.q, kv_spec(p), out, *dims, mask, logits, "stream_k", tile)
 
 
 def candidate(request: KernelRequest, arch: str, split: bool = False) -> Spec:
@@ -77,7 +76,7 @@ def candidate(request: KernelRequest, arch: str, split: bool = False) -> Spec:
     out = (p.out,) if plain else outputs(p.q, p.out)[: 1 if p.out in DTYPES and p.q in DTYPES else 3]
     mask = exact_mask(p) if plain else general_mask(p)
     logits = LogitsSpec(soft_cap=not plain, skip=p.skip, alibi=p.alibi)
-    kv, tile = KVSpec(p.kv, kv_source(p)), tile_of(p.q, p.kv, padded(p.kv, dims), arch)
+    kv, tile = kv_spec(p), tile_of(p.q, p.kv, padded(p.kv, dims), arch)
     if tile is not None and tile.m == 256 and not p.skip:  # the rule of skipping depends on the blocks before
         tile = replace(tile, has_half_tiles=True)
     return AttentionSpec(p.q, kv, out, *dims, mask, logits, tile=tile)

@@ -11,7 +11,7 @@ from typing import ClassVar, NamedTuple
 from ... import archs
 from ...dtypes import BITS
 from ..schedule import policy
-from ..spec import DTYPES, SF_VEC_SIZE, AttentionSpec, KVSpec
+from ..spec import DTYPES, AttentionSpec, KVSpec
 from ..tile import Resources, distinct_dims
 
 FP8 = "e4m3"
@@ -230,8 +230,8 @@ def smem_bytes(spec: AttentionSpec[Sm100TileConfig], t: Sm100TileConfig, dims: t
         # a scale per row of Q, aligned to 16 bytes behind the mbarriers
         found += 8 * t.m + 8 * (spec.schedule == "stream_k") if spec.q == "bf16" else 0
         stages += 2 * t.stages + 2
-    if spec.kv.block_scaled:
-        found += raw * t.n * (qk + vo) // SF_VEC_SIZE
+    layout = spec.kv.layout
+    found += raw * t.n * (layout.row_bytes(qk) + layout.row_bytes(vo))
     stats = 128 * num_groups(vo) * 2 * 4
     votes = 4 * num_groups(vo) * 2 * 4 if spec.logits.skip else 0
     return found + stats + votes + SINGLE_MBARRIERS + WORK_BYTES[spec.schedule] + STAGE_BYTES * stages

@@ -19,7 +19,7 @@ from ..spec import (
     exact_mask,
     general_mask,
     is_plain,
-    kv_source,
+    kv_spec,
     outputs,
     padded_dims,
     refuse_dims,
@@ -84,7 +84,7 @@ def split_candidate(p: KernelRequest) -> Spec:
     """
     spec, serves = split_keys(p.q, p.kv, p.head_dim_qk), p.packed_rows > SPLIT_ROWS or p.head_dim_qk > DECODE_DIM
     out = (p.out,) if p.out in DTYPES else outputs(p.q, p.out)
-    kv, tile = KVSpec(p.kv, kv_source(p)), spec.tile if serves else None
+    kv, tile = kv_spec(p), spec.tile if serves else None
     mask, logits = exact_mask(p), exact_logits(p)
     return replace(spec, kv=kv, out=out, head_dim_vo=p.head_dim_vo, mask=mask, logits=logits, tile=tile)
 
@@ -114,11 +114,11 @@ def candidate(request: KernelRequest, arch: str, split: bool = False) -> Spec:
     logits = replace(spec.logits, skip=p.skip, alibi=p.alibi, head_scales=p.head_scales and p.kv in DTYPES)
     out = outputs(p.q, p.out) if len(spec.out) > 1 or p.out not in DTYPES else (p.out,)
     tile = spec.tile
-    if not can_share_scores(KVSpec(p.kv, kv_source(p)), mask):
+    if not can_share_scores(kv_spec(p), mask):
         tile = tile_of(p.q, p.kv, padded(p.kv, dims), plain)
     if not leaves_registers(p, tile):
         tile = tile_of(p.q, p.kv, padded(p.kv, dims), False)
-    return replace(spec, kv=KVSpec(p.kv, kv_source(p)), out=out, mask=mask, logits=logits, tile=tile)
+    return replace(spec, kv=kv_spec(p), out=out, mask=mask, logits=logits, tile=tile)
 
 
 def supports(spec: Spec) -> Refusal | None:

@@ -11,7 +11,7 @@ from typing import ClassVar, NamedTuple
 
 from ... import archs
 from ...dtypes import BITS
-from ..spec import DTYPES, SF_VEC_SIZE, AttentionSpec, KVSpec
+from ..spec import DTYPES, AttentionSpec, KVSpec
 from ..tile import Resources, distinct_dims
 
 FP8 = "e4m3"
@@ -262,8 +262,8 @@ def smem_bytes(spec: AttentionSpec[Sm90TileConfig], t: Sm90TileConfig, dims: tup
     found += t.q_stages * t.m * qk * BITS[spec.q] // 8
     if dequantises and BITS[spec.q] < 16 and not t.q_in_regs:
         found += 2 * t.q_stages * t.m * qk
-    if spec.kv.block_scaled:
-        found += t.n * (raw_k * qk + raw_v * vo) // SF_VEC_SIZE
+    layout = spec.kv.layout
+    found += t.n * (raw_k * layout.row_bytes(qk) + raw_v * layout.row_bytes(vo))
     if t.promote_interval:
         found += 4 * t.m * vo
     if t.o_parts > 1 and dequantises and spec.q == "bf16":  # a scale per row of Q
