@@ -93,6 +93,10 @@ def tokens(inputs: Inputs, request: int, length: int) -> tuple[torch.Tensor, tor
     scales = inputs.get("kv_block_scales")
     if scales is None:
         return k, v
+    if scales[0].dtype is torch.float32:
+        views = pages(inputs | {"kv_cache": tuple(t.unsqueeze(-1) for t in scales)})
+        of_k, of_v = (reference.gather(pool, row, length) for pool, row in zip(views, rows))
+        return k.float() * of_k, v.float() * of_v
     factors = (reference.gather(pool, row, length) for pool, row in zip(pages(inputs | {"kv_cache": scales}), rows))
     dequantised = [nvfp4_dequantize(values, f) for values, f in zip((k, v), factors)]
     return dequantised[0], dequantised[1]

@@ -84,6 +84,7 @@ ATTENTION = (
     AttentionRow(DECODE, HOPPER, ("bf16",), (SAME, "e4m3", "nvfp4"), ((64, 64),), ("8 rows window", "8 rows many")),
     AttentionRow(DECODE, HOPPER, ("bf16",), ("e4m3", "nvfp4"), ((128, 128),), ("8 rows window",)),
     AttentionRow(DECODE, HOPPER, ("bf16",), ("e4m3",), ((128, 128),), ("8 rows many",)),
+    AttentionRow(DECODE, HOPPER, ("bf16",), ("e4m3",), USUAL, ("8 rows factors", "16 rows factors")),
     AttentionRow(DECODE, SERVERS, ("fp16",), (SAME, "e4m3", "nvfp4"), USUAL, ("8 rows", "16 rows")),
     AttentionRow(DECODE, SMALL, ("fp16",), (SAME,), USUAL, ("8 rows", "16 rows")),
     AttentionRow(DECODE, SERVERS, ("e4m3",), (SAME,), USUAL, ("8 rows", "16 rows")),

@@ -57,7 +57,9 @@ def emulate(op, spec, launches):
         check_arguments(spec, a)
         check_schedule(spec, a)
         launches.append(a)
-        factors = {name: getattr(a, name).view(E4M3) if name in names else None for name in ("k_scales", "v_scales")}
+        factors = {
+            name: scales_of(spec, getattr(a, name)) if name in names else None for name in ("k_scales", "v_scales")
+        }
         window, chunk = getattr(a, "window_left", 1 << 30), getattr(a, "chunk", 1 << 30)
         drafts, kind = getattr(a, "tree_mask", ()), spec.mask.causal
         problem = AttentionCall(
@@ -88,6 +90,11 @@ def emulate(op, spec, launches):
     return kernel
 
 
+def scales_of(spec, factors):
+    """Return scale factors, which a launch takes as bytes, as a call has them."""
+    return factors.view(torch.float32).squeeze(-1) if spec.kv.layout.of_rows else factors.view(E4M3)
+
+
 RANKS = dict(q=3, k=4, v=4, o=3, lse=2, page_table=3, k_scales=4, v_scales=4, o_fp8=3, o_fp4=3, tree_mask=2,
              mask_blocks=2, ranges=2, o_partial=3)  # fmt: skip
 INTEGERS, FLOATS = ({name for name, kind in args.KINDS.items() if kind == (one, 0)} for one in ("Int32", "Float32"))
@@ -114,12 +121,13 @@ def check_arguments(spec, a):
     packed = 2 if spec.kv.dtype == "nvfp4" else 1
     last = dict(q=spec.head_dim_qk, k=spec.head_dim_qk // packed, v=spec.head_dim_vo // packed, o=spec.head_dim_vo,
                 o_fp8=spec.head_dim_vo, o_fp4=spec.head_dim_vo // 2, o_partial=spec.head_dim_vo + 4,
-                k_scales=spec.head_dim_qk // 16, v_scales=spec.head_dim_vo // 16)  # fmt: skip
+                k_scales=spec.kv.layout.row_bytes(spec.head_dim_qk),
+                v_scales=spec.kv.layout.row_bytes(spec.head_dim_vo))  # fmt: skip
     if any(getattr(a, name).shape[-1] != size for name, size in last.items() if hasattr(a, name)):
         raise ValueError("last dimension")
     tokens, heads, _ = a.q.shape
     promised(a.k.shape[1:3] == a.v.shape[1:3] and (len(a.k) == 0) == (len(a.v) == 0) and heads % a.k.shape[1] == 0)
-    if packed == 2:
+    if hasattr(a, "k_scales"):
         promised(a.k_scales.shape[:3] == a.k.shape[:3] and a.v_scales.shape[:3] == a.v.shape[:3])
     for name in ("o", "o_fp8", "o_fp4", "lse", "tree_mask"):
         t = getattr(a, name, a.lse)

@@ -19,6 +19,7 @@ from .outputs import poisoned, rounded
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp8": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
 TOLERANCE = {"bf16": 1e-2, "fp16": 1e-3, "fp8": 5e-2}  # by query dtype, for N(0, 1) data against fp32; rtol = atol
+TOKEN_SCALES = "fp8-token"  # a cache of e4m3 with an fp32 factor per token and head
 SF_SCALE = 100.0  # forward scale of NVFP4 outputs
 SF_START = 125  # first row of their block scales, in a tile of 128
 SOFT_CAP_TOLERANCE, LSE_TOLERANCE = 1e-2, 1e-3
@@ -28,7 +29,8 @@ PAGE_SIZES = (8, 16, 32, 64, 128, 256)
 
 @dataclass(frozen=True)
 class AttentionCase:
-    """One call of a public function: "context", "decode" or "xqa". kv_dtype "": the query's; "nvfp4": packed.
+    """One call of a public function: "context", "decode" or "xqa". kv_dtype "": the query's; "nvfp4": packed; or
+    `TOKEN_SCALES`.
 
     cache: "tuple" of K and V, "stacked" (pages, 2, ...), "shared" (pages, 1, ...) or, for xqa, "flat" rows. strided_q:
     the query is every second head of a wider tensor. sink: unit of the sinks, 0 for none; above 1 the first sink is
@@ -173,6 +175,8 @@ DECODE = {
         *(decoding(64, 8192, (64, 8), 128, 64, kv_dtype, tokens) for tokens in (2, 4, 8)),
     )
 }
+_TOKEN = (decoding(64, 8192, (64, 8), dim, 64, TOKEN_SCALES) for dim in (128, 64))
+DECODE |= {case.name: case for case in (*_TOKEN, decoding(64, 8192, (64, 8), 128, 64, TOKEN_SCALES, 2))}
 
 _BASE = AttentionCase("", q_lens=(5, 37), kv_lens=(19, 37), sink=True)
 EDGE = {
@@ -241,6 +245,12 @@ def _pool(case: AttentionCase, lists: list[torch.Tensor], tokens: list[torch.Ten
     return pool.to(dtype)
 
 
+def by_token(t: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Quantise rows (..., D) to e4m3 with a factor each. Rows of NaN have NaN factors."""
+    scales = t.abs().amax(-1) / fp4.E4M3_MAX
+    return (t / scales.clamp(min=1e-30)[..., None]).to(torch.float8_e4m3fn), scales
+
+
 def _page_lists(case: AttentionCase, seed: int) -> list[torch.Tensor]:
     """Return the shuffled page ids of each request, on the CPU."""
     counts = [-(-n // case.page_size) for n in case.kv_lens]
@@ -287,6 +297,8 @@ def make_call(case: AttentionCase, device: "torch.device | str" = "cpu", seed: i
     k, v = _pool(case, lists, [k for k, _ in tokens]), _pool(case, v_lists, [v for _, v in tokens])
     v = k if case.cache == "shared" else v
     k_scales, v_scales = None, None
+    if case.kv_dtype == TOKEN_SCALES:
+        (k, k_scales), (v, v_scales) = by_token(k), by_token(v)
     if case.kv_dtype == "nvfp4":
         (k, k_scales), (v, v_scales) = fp4.nvfp4_quantize(k), fp4.nvfp4_quantize(v)
         if case.interleaved:

@@ -70,6 +70,8 @@ KINDS = {
     "8 rows many": Kind(
         "8 rows, and many tiles", True, {"rows": 8, "kv_heads": decode.MANY_PER_SM * KernelRequest.sms}
     ),
+    "8 rows factors": Kind("8 rows, and a factor per token and head", True, {"rows": 8, "kv_scales": "token"}),
+    "16 rows factors": Kind("16 rows, and a factor per token and head", True, {"rows": 16, "kv_scales": "token"}),
     "8 rows gather": Kind("8 rows, with pages of any size", True, {"rows": 8, "page_size": 1}),
     "16 rows gather": Kind("16 rows, with pages of any size", True, {"rows": 16, "page_size": 1}),
 }

@@ -45,7 +45,8 @@ class AttentionCall(NamedTuple):
 
     The torch operator's schema (`op`), the key of its plan and the arguments of a launch (`plan`) follow from these
     fields. None stands for an argument that is absent. k and v hold values of 16 bits, e4m3 or e5m2, or packed e2m1
-    (uint8, last dimension D / 2) with k_scales and v_scales.
+    (uint8, last dimension D / 2). k_scales and v_scales are the scale factors of packed e2m1, one per 16 elements, or
+    of 8 bits, one per token and head.
     """
 
     signature: str  # the public function that was called, a key of `checks.SIGNATURES`
@@ -81,8 +82,9 @@ class AttentionCall(NamedTuple):
     # only if something traces the call.
     scale_tensor: torch.Tensor | None = None
     out_scale_tensor: torch.Tensor | None = None  # likewise, on the output
-    k_scales: torch.Tensor | None = None  # (pages, Hkv, P, Dqk / 16) e4m3; `op.serve` makes e4m3 of a caller's uint8
-    v_scales: torch.Tensor | None = None  # (pages, Hkv, P, Dvo / 16) e4m3
+    # (pages, Hkv, P, Dqk / 16) e4m3, which `op.serve` makes of a caller's uint8; or (pages, Hkv, P) fp32
+    k_scales: torch.Tensor | None = None
+    v_scales: torch.Tensor | None = None  # likewise, with Dvo
     drafts: torch.Tensor | None = None  # (T, W) int32, replaces causal: bit t of a token's row: it sees draft t
     custom_mask: torch.Tensor | None = None  # (N,) uint8, replaces causal: bits of (query row, key), lowest first
     mask_starts: torch.Tensor | None = None  # (B + 1,) int32: byte of custom_mask where a request's bits begin
@@ -92,7 +94,13 @@ class AttentionCall(NamedTuple):
 
     @property
     def dim_vo(self) -> int:
-        return self.v.shape[3] * (1 if self.k_scales is None else 2)
+        return self.v.shape[3] * (2 if self.v.dtype is torch.uint8 else 1)
+
+    @property
+    def kv_scales(self) -> str:
+        """Return how elements of K and V share scale factors, a key of `cute_kernels.attention.spec.SCALE_LAYOUTS`; ""
+        means the only layout of the dtype."""
+        return "token" if self.k_scales is not None and self.k_scales.dtype is torch.float32 else ""
 
     @property
     def custom(self) -> str:

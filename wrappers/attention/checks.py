@@ -87,7 +87,7 @@ def validate(call: AttentionCall) -> None:
     for other, t in (_given(call, name) | _outputs_of(call, name)).items():
         check_memory(other, t, q)
     _caches(call, name)
-    _block_scales(call, name)
+    _kv_scales(call, name)
     _requests(call, name)
     heads = q.shape[1] if call.signature in HEAD_SCALES else 1
     for field in ("scale", "out_scale"):
@@ -152,7 +152,7 @@ def kernel_tensors(call: AttentionCall) -> None:
             _tma(name(field), t, gcd(t.shape[3], TMA_BYTES) if packed else TMA_BYTES)
     for field in ("k_scales", "v_scales"):
         t = getattr(call, field)
-        if t is not None:
+        if t is not None and t.ndim == 4:
             _tma(name(field), t, gcd(t.shape[3], TMA_BYTES))
     if isinstance(call.out, fp4.FP4Tensor):
         out = name("out")
@@ -237,27 +237,37 @@ def _caches(call: AttentionCall, name: Names) -> None:
         raise ValueError(f"{name('q')}: {q.shape[1]} heads, must be a multiple of {kv}'s {kv_heads}{hint}")
 
 
-def _block_scales(call: AttentionCall, name: Names) -> None:
-    """Check the NVFP4 scale factors, which must be given exactly if the cache is packed."""
-    both = name("scales")
-    if (call.k.dtype == torch.uint8) != (call.k_scales is not None):
-        need = "None, required" if call.k_scales is None else f"K is {type(call.k_scales).__name__}, must be None"
-        raise ValueError(f"{both}: {need} if {name('kv')} is {call.k.dtype} (NVFP4 caches are torch.uint8)")
-    if call.k_scales is None:
+def _kv_scales(call: AttentionCall, name: Names) -> None:
+    """Check the scale factors of K and V, which packed caches must have, and caches of 8 bits may have."""
+    both, dtype = name("scales"), call.k.dtype
+    if call.k_scales is None or dtype not in (torch.uint8, *EIGHT_BITS):
+        if call.k_scales is not None or dtype == torch.uint8:
+            given = f"K is {type(call.k_scales).__name__}, must be None"
+            need = "None, required" if call.k_scales is None else given
+            raise ValueError(f"{both}: {need} if {name('kv')} is {dtype} (NVFP4 caches are torch.uint8)")
         if call.interleaved:
             raise ValueError(f"{name('interleaved')}: True, must be False if the cache has no scale factors")
         return
+    packed = dtype == torch.uint8
+    types: tuple[torch.dtype, ...] = (torch.float32,)
+    why = "logical HND: one fp32 factor per token and head"
+    if packed:
+        types, why = fp4.SCALE_TYPES, "logical HND: one e4m3 scale per 16 elements"
     k, v = (
-        fp4.as_e4m3(check_tensor(name(field), getattr(call, field), 4, call.q.device))
+        check_tensor(name(field), getattr(call, field), 4 if packed else 3, call.q.device)
         for field in ("k_scales", "v_scales")
     )
+    k, v = (fp4.as_e4m3(k), fp4.as_e4m3(v)) if packed else (k, v)
     if k.dtype != v.dtype:
         raise TypeError(f"{both}: K is {k.dtype} and V {v.dtype}, must be the same")
     for field, scales, data in (("k_scales", k, call.k), ("v_scales", v, call.v)):
-        check_last_stride(name(field), scales)
-        check_one_of(f"{name(field)}: dtype", scales.dtype, fp4.SCALE_TYPES)
-        shape = (*data.shape[:3], data.shape[3] * 2 // fp4.BLOCK)
-        check_shape(name(field), scales, shape, "logical HND: one e4m3 scale per 16 elements")
+        if packed:
+            check_last_stride(name(field), scales)
+        check_one_of(f"{name(field)}: dtype", scales.dtype, types)
+        shape = (*data.shape[:3], data.shape[3] * 2 // fp4.BLOCK) if packed else tuple(data.shape[:3])
+        check_shape(name(field), scales, shape, why)
+    if call.interleaved and not packed:
+        raise ValueError(f"{name('interleaved')}: True, must be False with one factor per token and head")
     if call.interleaved and (call.requests.form == "ragged" or v.shape[2] % 4):
         rows = "without pages" if call.requests.form == "ragged" else f"with pages of {v.shape[2]} rows"
         why = "the layout interleaves 4 rows of a page, and 4 must divide its rows"

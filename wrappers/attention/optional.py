@@ -31,7 +31,7 @@ def per_token(present: Any) -> tuple[str, ...]:
 
 
 def _as_bytes(t: torch.Tensor) -> torch.Tensor:
-    return t.view(torch.uint8)
+    return (t if t.ndim == 4 else t.unsqueeze(-1)).view(torch.uint8)
 
 
 def _flat(t: torch.Tensor) -> torch.Tensor:

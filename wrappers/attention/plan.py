@@ -35,7 +35,7 @@ WIDE = {"bf16": torch.bfloat16, "fp16": torch.float16}
 TYPES: dict[Any, str] = {**checks.TYPES, "nvfp4": "nvfp4"}
 FIELDS = {  # field of KernelRequest -> field of AttentionCall
     "arch": "q", "kv": "k", "page_size": "k", "source": "k", "head_dim": "q", "out": "out_dtype", "rows": "q",
-    "alibi": "alibi_slopes",
+    "alibi": "alibi_slopes", "kv_scales": "scales",
 }  # fmt: skip
 _Tensor = torch.Tensor  # module globals: each saves an attribute look-up, 20 ns
 _empty, _empty_like = torch.empty, torch.empty_like
@@ -105,6 +105,7 @@ def request_of(call: AttentionCall, sms: int = 132) -> KernelRequest:
         q=TYPES[call.q.dtype],
         kv=TYPES[call.k.dtype],
         out=TYPES[call.result_dtype],
+        kv_scales=call.kv_scales,
         head_dim_qk=call.q.shape[2],
         head_dim_vo=call.dim_vo,
         page_size=0 if ragged else call.k.shape[2],

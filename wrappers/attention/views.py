@@ -40,6 +40,22 @@ def pair(name: str, value: Any, layout: Any) -> tuple[torch.Tensor, torch.Tensor
     return k, v
 
 
+def scale_pair(name: str, value: Any, layout: Any, views: Any = pair) -> tuple[Any, Any]:
+    """Return scale factors of K and V as `views` returns K and V, (pages, Hkv, P, D / 16) or, of rows, (pages, Hkv, P).
+
+    value: (k, v) or one tensor, in the form and the layout of the cache; None: (None, None).
+    """
+    if value is None:
+        return None, None
+    stacked, both = isinstance(value, _Tensor), isinstance(value, (tuple, list))
+    first = value if stacked else value[0] if both and len(value) else None
+    if not isinstance(first, _Tensor) or first.dtype is not torch.float32:
+        return views(name, value, layout)
+    value = value.unsqueeze(-1) if stacked else [t.unsqueeze(-1) if isinstance(t, _Tensor) else t for t in value]
+    k, v = views(name, value, layout)
+    return k.squeeze(-1), v.squeeze(-1)
+
+
 def paged_kv(name: str, value: Any, layout: Any) -> tuple[torch.Tensor, torch.Tensor]:
     """Return K and V as (pages, Hkv, P, D) views, as `pair` does; a P of 1 may be missing."""
     lone = -3 if layout == "NHD" else -2

@@ -8,7 +8,7 @@ import torch
 from ..attention.call import SEPARATE, SHARED, AttentionCall, TableLayout, sequences_of
 from ..attention.checks import SIGNATURES, drafts_of
 from ..attention.layers import Step, keep, repeat
-from ..attention.views import pair
+from ..attention.views import pair, scale_pair
 from ..fp4 import BLOCK, FP4Tensor
 from ..host.checks import (
     UnknownName,
@@ -85,8 +85,10 @@ def trtllm_batch_context_with_kv_cache(
             (`nvfp4_quantize`). o_sf_vec_size: None, or 16 with an NVFP4 output.
         sinks: fp32 (Hq,), added to each head's softmax denominator; natural-log units, not scaled.
         kv_cache_sf: scale factors of NVFP4, e4m3 or its bytes in uint8, a tuple or one tensor as kv_cache, each
-            (pages, Hkv, P, D / 16) in kv_layout, linear. kv_block_scales is the older name. v_scales_interleaved: V's
-            scale factors are in the layout of TensorRT-LLM's kernels (`fp4.deinterleave_v_scales`).
+            (pages, Hkv, P, D / 16) in kv_layout, linear; or, of an e4m3 or e5m2 cache, fp32, one factor per token and
+            head, without the last dimension, which upstream lacks. kv_block_scales is the older name.
+            v_scales_interleaved: V's scale factors are in the layout of TensorRT-LLM's kernels
+            (`fp4.deinterleave_v_scales`).
         causal: query row i has position i + kv_len - q_len and sees the keys up to it.
         lse: fp32 (T, Hq), receives log2 of the softmax denominator, sink included. logits_soft_cap: c * tanh(s / c).
         alibi_slopes: fp32 (Hq,); slope * (key - query row of its request) is added to a logit, before the soft cap.
@@ -135,9 +137,7 @@ def trtllm_batch_context_with_kv_cache(
     if cum_seq_lens_q is None:
         check_strided("cum_seq_lens_q", None)
     k, v = pair("kv_cache", kv_cache, kv_layout)
-    k_scales = v_scales = None
-    if scales is not None:
-        k_scales, v_scales = pair("kv_cache_sf" if kv_block_scales is None else "kv_block_scales", scales, kv_layout)
+    k_scales, v_scales = scale_pair("kv_cache_sf" if kv_block_scales is None else "kv_block_scales", scales, kv_layout)
     if max_q_len.__class__ is not int or window_left.__class__ is not int or batch_size.__class__ is not int:
         max_q_len, batch_size = integer(max_q_len), integer(batch_size)
         window_left = -1 if window_left is None else integer(window_left)
@@ -234,7 +234,7 @@ def trtllm_batch_decode_with_kv_cache(
         enable_block_sparse_attention, cp_world, cp_rank, causal_seqlens_kv_global, bf16q_fp8kv_transform_mode
     )  # fmt: skip
     k, v = pair("kv_cache", kv_cache, kv_layout)
-    k_scales, v_scales = (None, None) if kv_cache_sf is None else pair("kv_cache_sf", kv_cache_sf, kv_layout)
+    k_scales, v_scales = scale_pair("kv_cache_sf", kv_cache_sf, kv_layout)
     if logits_soft_cap is not None or skip_softmax_threshold_scale_factor is not None or o_sf_scale is not None:
         logits_soft_cap, o_sf_scale = real(logits_soft_cap), real(o_sf_scale)
         skip_softmax_threshold_scale_factor = real(skip_softmax_threshold_scale_factor)

@@ -76,7 +76,11 @@ def _values(
             return gather(x, pages, keys.length)
         return x[0, :, keys.first : keys.first + keys.length].transpose(0, 1)
 
-    return stored(cache) if scales is None else fp4.nvfp4_dequantize(stored(cache), stored(scales))
+    if scales is None:
+        return stored(cache)
+    if scales.ndim == 3:  # one factor per token and head
+        return stored(cache).float() * stored(scales.unsqueeze(-1))
+    return fp4.nvfp4_dequantize(stored(cache), stored(scales))
 
 
 class SequenceTokens(NamedTuple):

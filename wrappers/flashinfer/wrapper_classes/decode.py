@@ -6,7 +6,7 @@ import torch
 
 from ...attention.call import SequenceBatch, csr_sequences
 from ...attention.checks import HEAD_SCALES, SIGNATURES
-from ...attention.views import paged_kv, pair
+from ...attention.views import paged_kv, pair, scale_pair
 from ...host.checks import check_flag, check_integer
 from ...host.scalars import integer, real
 from .. import values
@@ -154,7 +154,7 @@ class BatchDecodeWithPagedKVCacheWrapper(PrefillBatch):
         if isinstance(q, torch.Tensor) and q.dim() == 3 and q.shape[0] != requests.batch * self._q_len:
             planned = f"{requests.batch} x {self._q_len}, the requests of plan x q_len_per_req"
             raise ValueError(f"q: {q.shape[0]} tokens, must be {planned}")
-        k_scales, v_scales = (None, None) if kv_cache_sf is None else views("kv_cache_sf", kv_cache_sf, self._kv_layout)
+        k_scales, v_scales = scale_pair("kv_cache_sf", kv_cache_sf, self._kv_layout, views)
         return self._serve(
             others, self._scale, (q_scale, k_scale, v_scale), signature=DECODE, q=q, k=k, v=v, requests=requests,
             max_q_len=self._q_len, skip=real(skip_softmax_threshold_scale_factor), interleaved=v_scales_interleaved,

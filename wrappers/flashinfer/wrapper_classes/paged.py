@@ -6,7 +6,7 @@ import torch
 
 from ...attention.call import SequenceBatch, csr_sequences
 from ...attention.checks import HEAD_SCALES, SIGNATURES
-from ...attention.views import paged_kv, pair
+from ...attention.views import paged_kv, pair, scale_pair
 from ...host.checks import check_integer
 from ...host.scalars import integer, real
 from .. import values
@@ -216,7 +216,7 @@ class BatchPrefillWithPagedKVCacheWrapper(PrefillBatch):
             raise ValueError(f"window_left: {window_left}, must be None or plan's, {self._window_left}")
         (_, _, _, _, mask, mask_starts), requests, max_q_len = self._ready(q, k, v)
         scale = self._scale if sm_scale is None else values.number("sm_scale", sm_scale)
-        k_scales, v_scales = (None, None) if kv_cache_sf is None else views("kv_cache_sf", kv_cache_sf, self._kv_layout)
+        k_scales, v_scales = scale_pair("kv_cache_sf", kv_cache_sf, self._kv_layout, views)
         return self._serve(
             others, scale, (q_scale, k_scale, v_scale), signature=PAGED, q=q, k=k, v=v, requests=requests,
             max_q_len=max_q_len, skip=real(skip_softmax_threshold_scale_factor), interleaved=v_scales_interleaved,
