@@ -9,8 +9,10 @@ Each kind of mask (`spec.CUSTOM_MASKS`) is a module with these functions:
 
 - `source(a, sequence, batch_idx, tail)` returns what the words of a sequence follow from.
 - `visible_word(spec, source, token, key, seqlen)` returns which of the keys [key, key + 32) a token sees, as bits.
-- `join_tokens(spec, source, tokens, step, key, seqlen)` returns which of these keys some token sees, and which every
-  one sees, for every step-th token from tokens[0] to tokens[1].
+- `parts_of_block(spec)` returns into how many parts `mask_blocks` divides a block. `SHARES` warps look at a part, each
+  with other tokens.
+- `state_of_part(spec, source, tokens, part, hi, seqlen)` returns the `mask_state` of a part, counted from block 0, for
+  every SHARES-th token from tokens[0] to tokens[1]; 0 for blocks from `hi` on.
 - `tail_of(a)` returns a word that `mask_blocks` finds once and passes to `source`. Called by one warp.
 """
 

@@ -11,9 +11,12 @@ from cutlass import Int32, Int64, Uint32, const_expr
 
 from ..device import memory, warp
 from ..device.clamp import clamp
+from ..device.divisor import divide
 from . import mask
+from .mask_state import HIDDEN, SEEN
 
-WORD_BYTES = 4
+WORD, WORD_BYTES = 32, 4  # keys per word, and its bytes
+SHARES = 2  # neighbouring lanes read neighbouring words, so a warp reads several blocks at once
 BATCH = 32  # tokens whose words `join_tokens` loads before it looks at one
 
 
@@ -130,7 +133,8 @@ def join_inside(
 def join_tokens(
     spec: cutlass.Constexpr, bits: MaskBits, tokens: Any, step: cutlass.Constexpr, key: Int32, seqlen: mask.SeqlenInfo
 ):
-    """Return which of the keys [key, key + 32) some token sees, and which every one sees."""
+    """Return which of the keys [key, key + 32) some token sees, and which every one sees, for every step-th token from
+    tokens[0] to tokens[1]."""
     some, every = Uint32(0), Uint32(0xFFFFFFFF)
     aligned = is_aligned(bits, key, seqlen)
     for first in cutlass.range(tokens[0], tokens[1] + 1, step * BATCH, unroll=1):
@@ -148,3 +152,29 @@ def join_tokens(
         some |= some_here
         every &= every_here
     return some, every
+
+
+def parts_of_block(spec):
+    """Return the number of words that a token has in a block."""
+    return (spec.tile.n + WORD - 1) // WORD
+
+
+@cute.jit
+def state_of_part(
+    spec: cutlass.Constexpr, bits: MaskBits, tokens: Any, word: Int32, hi: Int32, seqlen: mask.SeqlenInfo
+):
+    """Return the state of a word of the tile. word: its number, counted from the word of block 0."""
+    words = const_expr(parts_of_block(spec))
+    tail = const_expr(spec.tile.n % WORD or WORD)  # columns of a block's last word
+    n_block, column, inside = divide(word, words), word % words, Uint32(0xFFFFFFFF)
+    if column == words - 1:
+        inside = Uint32((1 << tail) - 1)
+    some, every = Uint32(0), Uint32(0xFFFFFFFF)
+    if n_block < hi:
+        some, every = join_tokens(spec, bits, tokens, SHARES, n_block * spec.tile.n + column * WORD, seqlen)
+    state = Int32(0)
+    if some & inside != 0:
+        state = Int32(SEEN)
+    if ~every & inside != 0:
+        state |= HIDDEN
+    return state

@@ -13,7 +13,7 @@ unmasked blocks begin at entry 0, ascending. The masked ones begin at entry N - 
 entry further in front. N is at least the number of blocks of a sequence, so the two never meet.
 """
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import cutlass
 import cutlass.cute as cute
@@ -23,15 +23,11 @@ from ..device import warp
 from ..device.clamp import clamp
 from ..device.divisor import Divisor, divide
 from . import custom_mask, geometry, mask
+from .mask_state import HIDDEN, SEEN
 from .spec import MASK_LIST_HEADER, PACK_GQA_MAX_GROUP, PACK_GQA_MAX_Q
 
-# Warps of a CTA: neighbouring lanes read neighbouring words of a token, so a warp reads several blocks at once; SETS
-# warps read other blocks, and SHARES warps the same blocks of other tokens.
-SHARES, SETS = 2, 8
-WARPS = SHARES * SETS
+WARPS = 16  # of a CTA
 TAIL = 2  # the word of `custom_mask.tail_of`
-WORD = 32  # keys per word of the mask
-SEEN, HIDDEN = 1, 2  # bits of a word's state: some token sees some key of it; some does not. Blocks have those of words
 
 
 class ListedBlocks(NamedTuple):
@@ -123,42 +119,42 @@ def find_tile(spec: cutlass.Constexpr, a, tile: Int32):
     return batch_idx, m_block, cute.arch.shuffle_sync(upto, 31)
 
 
-def words_of_block(spec):
-    """Return the number of words that a token has in a block."""
-    return (spec.tile.n + WORD - 1) // WORD
+class Shares(NamedTuple):
+    """How the warps of a CTA share a round. A block has `parts`, of which each lane of a warp has one; `sets` warps
+    have other blocks, and `shares` warps the same blocks with other tokens."""
 
+    parts: int
+    shares: int
 
-@cute.jit
-def state_of_word(spec: cutlass.Constexpr, source: Any, tokens: Any, word: Int32, hi: Int32, seqlen: mask.SeqlenInfo):
-    """Return the state of a word of the tile, for every SHARES-th token from tokens[0] to tokens[1]. word: its number,
-    counted from the word of block 0. Blocks from `hi` on have none."""
-    words = const_expr(words_of_block(spec))
-    tail = const_expr(spec.tile.n % WORD or WORD)  # columns of a block's last word
-    n_block, column, inside = divide(word, words), word % words, Uint32(0xFFFFFFFF)
-    if column == words - 1:
-        inside = Uint32((1 << tail) - 1)
-    some, every = Uint32(0), Uint32(0xFFFFFFFF)
-    if n_block < hi:
-        key = n_block * spec.tile.n + column * WORD
-        some, every = custom_mask.of(spec).join_tokens(spec, source, tokens, SHARES, key, seqlen)
-    state = Int32(0)
-    if some & inside != 0:
-        state = Int32(SEEN)
-    if ~every & inside != 0:
-        state |= HIDDEN
-    return state
+    @staticmethod
+    def of(spec) -> "Shares":
+        kind = custom_mask.of(spec)
+        return Shares(kind.parts_of_block(spec), kind.SHARES)
+
+    @property
+    def sets(self) -> int:
+        return WARPS // self.shares
+
+    @property
+    def per_warp(self) -> int:
+        """The blocks of a warp."""
+        return 32 // self.parts
+
+    @property
+    def blocks(self) -> int:
+        """The blocks of a round."""
+        return self.per_warp * self.sets
 
 
 @cute.jit
 def state_of_block(spec: cutlass.Constexpr, states: cute.Tensor, block: Int32):
-    """Return the state of a block of this round, 0 past its end. states: (share, set and lane of a word)."""
-    state, words = Int32(0), const_expr(words_of_block(spec))
-    per_warp = const_expr(32 // words)
-    if block < per_warp * SETS:
-        first = block // per_warp * 32 + block % per_warp * words
-        for share in cutlass.range_constexpr(SHARES):
-            for column in cutlass.range_constexpr(words):
-                state |= states[share, first + column]
+    """Return the state of a block of this round, 0 past its end. states: (share, set and lane of a part)."""
+    state, x = Int32(0), const_expr(Shares.of(spec))
+    if block < x.blocks:
+        first = block // x.per_warp * 32 + block % x.per_warp * x.parts
+        for share in cutlass.range_constexpr(x.shares):
+            for part in cutlass.range_constexpr(x.parts):
+                state |= states[share, first + part]
     return state
 
 
@@ -181,19 +177,20 @@ def list_blocks(spec: cutlass.Constexpr, a, states: cute.Tensor, batch_idx: Int3
     entries = a.mask.mask_blocks.shape[1] - MASK_LIST_HEADER
     hi, source = cutlass.min(hi, entries), custom_mask.of(spec).source(a, sequence, batch_idx, tail)
     out, num_full, num_masked = cute.domain_offset((row, 0), a.mask.mask_blocks), Int32(0), Int32(0)
-    per_warp = const_expr(32 // words_of_block(spec))
-    share, mine = warp_idx % SHARES, warp_idx // SHARES
-    for first in cutlass.range(lo, hi, per_warp * SETS, unroll=1):
-        # the states of the words of this round
-        state, word = Int32(0), (first + mine * per_warp) * words_of_block(spec) + lane
-        if lane < per_warp * words_of_block(spec):
-            state = state_of_word(spec, source, (tokens[0] + share, tokens[1]), word, hi, seqlen)
+    x = const_expr(Shares.of(spec))
+    share, mine = warp_idx % x.shares, warp_idx // x.shares
+    for first in cutlass.range(lo, hi, x.blocks, unroll=1):
+        # the states of the parts of this round
+        state, part = Int32(0), (first + mine * x.per_warp) * x.parts + lane
+        if lane < x.per_warp * x.parts:
+            own = tokens[0] + share, tokens[1]
+            state = custom_mask.of(spec).state_of_part(spec, source, own, part, hi, seqlen)
         states[share, mine * 32 + lane] = state
         cute.arch.barrier()
         # append the blocks that some token sees
         if writes:
             before = (Uint32(1) << Uint32(lane)) - Uint32(1)
-            for piece in cutlass.range(0, per_warp * SETS, 32, unroll=1):
+            for piece in cutlass.range(0, x.blocks, 32, unroll=1):
                 state, n_block = state_of_block(spec, states, piece + lane), first + piece + lane
                 full = cute.arch.vote_ballot_sync(state == SEEN)
                 masked = cute.arch.vote_ballot_sync(state == SEEN | HIDDEN)
@@ -214,7 +211,8 @@ def kernel(spec: cutlass.Constexpr, a):
     """Write the list of the tile with this CTA's number. If sequences overlap, the launch may have more tiles than
     CTAs: the CTA then also writes the lists of the tiles a grid size, two grid sizes and so on behind it."""
     smem = cutlass.utils.SmemAllocator()
-    states = smem.allocate_tensor(Int32, cute.make_layout((SHARES, 32 * SETS), stride=(32 * SETS, 1)), 16)
+    x = const_expr(Shares.of(spec))
+    states = smem.allocate_tensor(Int32, cute.make_layout((x.shares, 32 * x.sets), stride=(32 * x.sets, 1)), 16)
     cute.arch.griddepcontrol_wait()  # with PDL: the previous kernel may write lengths and bits
     cute.arch.griddepcontrol_launch_dependents()  # the attention kernel waits for the end of this one
     number, total, tail = cute.arch.block_idx()[0], Int32(0), custom_mask.of(spec).tail_of(a)
