@@ -45,7 +45,8 @@ class BoundAppend:
         """Make the launch of a call with rows, unless each call must be served like a new one."""
         found, here, rows = bindable(plan.FAMILY, call), machine.current, rows_of(call)
         if found is not None:
-            self._plan, self._bounds = found, AddressBounds.of(plan.memory_of(call), plan.WRITTEN)
+            caches = call.k_cache, call.v_cache, call.k_sf, call.v_sf
+            self._plan, self._bounds = found, AddressBounds.of((*caches, *rows), plan.WRITTEN)
             kept = [None if x is rows[2] or x is rows[3] else x for x in plan.bind(found, call)[0]]
             kept[plan.K] = kept[plan.V] = None
             self._flat = [here.argument(x) if isinstance(x, torch.Tensor) else x for x in kept]

@@ -31,12 +31,12 @@ LISTED, TABLED = (
     )
 )  # fmt: skip
 BATCH = slice(CacheWriteCall._fields.index("batch_indices"), CacheWriteCall._fields.index("kv_lens") + 1)
-MEMORY, QUERIES = attrgetter("k_cache", "v_cache", "k_sf", "v_sf", "k", "v"), attrgetter("q", "q_out")
-WRITTEN = {0, 1, 2, 3, 7}  # the tensors that a call writes, as positions in MEMORY and QUERIES
-OPERANDS, TRANSFORM = (
-    attrgetter("k", "v", "k_cache", "v_cache", "k_scale_ptr", "v_scale_ptr"),
-    attrgetter("q_out", *TENSORS),
-)
+_ROWS_AND_CACHES = "k_cache", "v_cache", "k_sf", "v_sf", "k", "v"
+MEMORY = attrgetter(*_ROWS_AND_CACHES)  # the tensors of a call that may share no memory
+MEMORY_WITH_Q = attrgetter(*_ROWS_AND_CACHES, "transform.q", "transform.q_out")  # the same with a transform
+WRITTEN = {0, 1, 2, 3, 7}  # those of them that a call writes
+OPERANDS = attrgetter("k", "v", "k_cache", "v_cache", "k_scale_ptr", "v_scale_ptr")
+TRANSFORM = attrgetter("q_out", *TENSORS)
 NO_TRANSFORM = QueryTransform()
 _uint8, _int32, _int64 = torch.uint8, torch.int32, torch.int64
 
@@ -54,12 +54,7 @@ class CacheWritePlan(RowsPlan):
 
     as_bytes: bool  # rows and caches of one byte are passed as uint8
     wide: int  # bits of the index tensors of int64
-    bounds: AddressBounds  # of `memory_of` the call
-
-
-def memory_of(call: CacheWriteCall) -> tuple[torch.Tensor | None, ...]:
-    """Return the tensors of MEMORY and QUERIES; None for one that is absent."""
-    return *MEMORY(call), *QUERIES(call.transform or NO_TRANSFORM)
+    bounds: AddressBounds  # of MEMORY or MEMORY_WITH_Q
 
 
 def inputs_of(call: CacheWriteCall) -> tuple[torch.Tensor | None, ...]:
@@ -195,7 +190,7 @@ def plan_for(call: CacheWriteCall, device_info: tuple[str, int] | None) -> Cache
         runs=bool(k.shape[0] and widest and (stores or queries or t.kv_lens_out is not None)),
         as_bytes=spec.dtype == "uint8",
         wide=wide,
-        bounds=AddressBounds.of(memory_of(call), WRITTEN),
+        bounds=AddressBounds.of(MEMORY(call) if call.transform is None else MEMORY_WITH_Q(call), WRITTEN),
     )
 
 
@@ -203,7 +198,8 @@ def bind(plan: CacheWritePlan, call: CacheWriteCall) -> tuple[list[Any], None]:
     """Return the arguments of a launch."""
     if not plan.runs:
         return plan.flat, None
-    addresses = [0 if t is None else t.data_ptr() for t in memory_of(call)]
+    memory = MEMORY(call) if call.transform is None else MEMORY_WITH_Q(call)
+    addresses = [0 if t is None else t.data_ptr() for t in memory]
     if addresses != plan.bounds.addresses and plan.bounds.may_overlap(addresses):
         validate(call)
     flat, at = plan.flat.copy(), plan.at
