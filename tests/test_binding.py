@@ -167,6 +167,8 @@ def test_a_bound_top_k_may_be_copied_and_sent(foreign):
             with pytest.raises(TypeError, match="^input: str, must be a torch.Tensor"):
                 other.run("scores")
             assert equal(other.run(scores), want) and other._plan is not None and equal(other.run(scores), want)
+        with pytest.raises(RuntimeError, match="^input: requires grad"):
+            layer.run(scores.clone().requires_grad_())
 
 
 def test_top_k():

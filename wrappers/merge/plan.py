@@ -6,6 +6,7 @@ elements, and those on the CPU, run in torch.
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from operator import itemgetter
 from typing import Any
 
@@ -73,7 +74,7 @@ def plan_for(call: MergeCall, device_info: tuple[str, int]) -> MergePlan | None:
         values["mask"] = machine.current.empty(v.device, _uint8)
     likes, kept = prototypes(v.device, (v.dtype, (tokens, heads, dim)), (torch.float32, (tokens, heads)))
     return MergePlan(
-        fn=on_copies(fn, is_pair) if any(map(gapped, (v, call.v_other))) else fn,
+        fn=partial(on_copies, fn) if any(map(gapped, (v, call.v_other))) else fn,
         flat=list(values.values()),
         kept=kept,
         like_v=likes[0],
@@ -87,21 +88,17 @@ def gapped(v: torch.Tensor | None) -> bool:
     return v is not None and v.stride(-1) != 1 and v.shape[-1] > 1
 
 
-def on_copies(kernel: Callable[..., Any], is_pair: bool) -> Callable[..., None]:
-    """Return the kernel for states with gaps in the rows of V: it works on copies without gaps."""
-
-    def launch(*given: Any) -> None:
-        flat, v, v_out = list(given), given[_V], given[_V_OUT]
-        flat[_V] = v.contiguous()
-        if is_pair:
-            flat[_V_OTHER] = given[_V_OTHER].contiguous()
-        if v_out is v:
-            flat[_V_OUT] = flat[_V]
-        kernel(*flat)
-        if v_out is v:
-            v.copy_(flat[_V])
-
-    return launch
+def on_copies(fn: Callable[..., Any], *given: Any) -> None:
+    """Launch a kernel on copies without gaps in the rows of V, and copy the result back if it is V itself."""
+    flat, v, in_place = list(given), given[_V], given[_V_OUT] is given[_V]
+    flat[_V] = v.contiguous()
+    if _V_OTHER < len(flat):
+        flat[_V_OTHER] = flat[_V_OTHER].contiguous()
+    if in_place:
+        flat[_V_OUT] = flat[_V]
+    fn(*flat)
+    if in_place:
+        v.copy_(flat[_V])
 
 
 def bind(plan: MergePlan, call: MergeCall) -> tuple[list[Any], tuple[torch.Tensor, torch.Tensor] | None]:
