@@ -111,7 +111,8 @@ def bind(plan: MergePlan, call: MergeCall) -> tuple[list[Any], tuple[torch.Tenso
     if function != IN_PLACE:
         flat[_V_OUT], flat[_S_OUT] = out = _empty_like(plan.like_v), _empty_like(plan.like_s)
         return flat, out
-    addresses = [0 if t is None else t.data_ptr() for t in (v, s, v_other, s_other, mask)]
+    at_mask = 0 if mask is None else mask.data_ptr()
+    addresses = [v.data_ptr(), s.data_ptr(), v_other.data_ptr(), s_other.data_ptr(), at_mask]
     if addresses != plan.bounds.addresses and plan.bounds.may_overlap(addresses):
         validate(call)
     if mask is not None:

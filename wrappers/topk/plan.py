@@ -163,7 +163,8 @@ def bind_scores(plan: TopKPlan, flat: list[Any], call: TopKCall) -> Results:
         return None, values, indices
     out, raw = call.out, call.raw
     if out is not None or raw is not None:
-        addresses = [0 if t is None else t.data_ptr() for t in (call.scores, out, raw)]
+        at_out, at_raw = 0 if out is None else out.data_ptr(), 0 if raw is None else raw.data_ptr()
+        addresses = [call.scores.data_ptr(), at_out, at_raw]
         if addresses != plan.bounds.addresses and plan.bounds.may_overlap(addresses):
             validate(call)
     if raw is not None:
