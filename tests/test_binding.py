@@ -163,10 +163,12 @@ def test_a_bound_top_k_may_be_copied_and_sent(foreign):
         layer = bind(wrappers.top_k, scores, 5)
         want = layer.run(scores)
         for other in (copy.copy(layer), copy.deepcopy(layer), pickle.loads(pickle.dumps(layer))):
-            assert equal(other.run(scores[:2]), tuple(t[:2] for t in want)) and other._flat is None
+            assert equal(other.run(scores[:2]), tuple(t[:2] for t in want)) and other._plan is None
             with pytest.raises(TypeError, match="^input: str, must be a torch.Tensor"):
                 other.run("scores")
-            assert equal(other.run(scores), want) and other._flat is not None and equal(other.run(scores), want)
+            assert equal(other.run(scores), want) and other._plan is not None and equal(other.run(scores), want)
+        with pytest.raises(RuntimeError, match="^input: requires grad"):
+            layer.run(scores.clone().requires_grad_())
 
 
 def test_top_k():

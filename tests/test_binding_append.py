@@ -79,8 +79,9 @@ def test_other_rows(launches, looked_up, name):
 @pytest.fixture
 def looked_up(here, monkeypatch):
     """List the calls of which the plan was looked up."""
-    found, plan_of = [], plan.plan_of
-    monkeypatch.setattr(plan, "plan_of", lambda call: found.append(call) or plan_of(call))
+    found, family = [], plan.FAMILY
+    key = lambda call: found.append(call) or family.key(call)  # noqa: E731
+    monkeypatch.setattr(plan, "FAMILY", replace(family, key=key))
     return found
 
 

@@ -263,7 +263,7 @@ def exceeds(call, bound, *counts):
 def test_planning_again_exceeds_the_bound(here, monkeypatch, name):
     make, bound = PLANNED[name]
     monkeypatch.setattr(here, "keep", lambda key, plan: None)
-    makes_tensors = name != "merge_states"  # its plan does not
+    makes_tensors = name != "merge_states"  # its plan does in another thread
     assert exceeds(make(), bound, "functions", *["operators"] * makes_tensors)
 
 

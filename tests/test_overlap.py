@@ -12,8 +12,7 @@ from bench.cases import attention as cases
 from bench.cases import topk as topk_cases
 from tests.bad_values import Kernels
 from wrappers.attention import plan
-from wrappers.host import machine, overlap
-from wrappers.topk import plan as topk_plan
+from wrappers.host import launch, machine, overlap
 
 
 def addresses(t):
@@ -109,7 +108,7 @@ def test_outputs_are_apart_from_every_tensor(monkeypatch, function, output, know
     """On the CPU, and on a machine with kernels; where that has a plan, of the first input and the outputs, and of all
     where CUTE_KERNELS_CHECK is 1."""
     if known == "checked":
-        monkeypatch.setattr(plan if function in ATTENTION else topk_plan, "checking", lambda: True)
+        monkeypatch.setattr(plan if function in ATTENTION else launch, "checking", lambda: True)
     make = attention_arguments if function in ATTENTION else top_k_arguments
     public = cases.FUNCTIONS[function][0] if function in ATTENTION else getattr(wrappers, function)
     large = ("query", "q", "input", "logits", "out", "output", "lse", "out_raw_indices")

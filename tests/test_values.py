@@ -12,7 +12,7 @@ import wrappers
 from bench.cases import attention as cases
 from bench.cases import topk as topk_cases
 from wrappers.attention import plan, values
-from wrappers.host import checks
+from wrappers.host import checks, launch
 
 CONTEXT, DECODE = (cases.FUNCTIONS[name][0] for name in ("context", "decode"))
 CASE = replace(cases.EDGE["plain"], q_lens=(2, 3), kv_lens=(19, 33), spare_pages=1)  # 4 columns: 2 and 3 used
@@ -175,7 +175,7 @@ TOPK_BAD = {
 
 def test_windows_that_end_before_they_start_are_empty(monkeypatch):
     """Also to a check."""
-    monkeypatch.setattr(wrappers.topk.plan, "checking", lambda: True)
+    monkeypatch.setattr(launch, "checking", lambda: True)
     inputs = topk_cases.make_inputs(topk_cases.PLAIN[topk_cases.PREFILL])
     inputs["row_starts"][:], inputs["row_ends"][:] = 9, 5
     topk_cases.call(topk_cases.PREFILL, inputs)
@@ -192,7 +192,7 @@ def test_bounds_of_top_k_are_clamped_unless_checked(monkeypatch, function, name)
     value, message = TOPK_BAD[function][name]
     inputs[name][1] = value
     topk_cases.call(function, inputs)
-    monkeypatch.setattr(wrappers.topk.plan, "checking", lambda: True)
+    monkeypatch.setattr(launch, "checking", lambda: True)
     topk_cases.call(function, good)
     outputs = [inputs[n] for n in topk_cases.OUTPUTS[function] if inputs.get(n) is not None]
     for t in outputs:

@@ -6,6 +6,7 @@ be captured.
 """
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -17,24 +18,20 @@ from cute_kernels.cache_write.request import CacheWriteRequest
 from cute_kernels.cache_write.spec import CacheWriteSpec
 
 from .. import reference
-from ..cache_write.plan import groups
+from ..cache_write.plan import RowsPlan, arranged, groups
 from ..cache_write.rotation import turns
 from ..host import machine
+from ..host.launch import KernelFamily, nothing, run, select
 from ..host.scratch import constant, kept, steps
 from .call import AttentionCall, Rope
 
 TYPES = {torch.bfloat16: "bf16", torch.float16: "fp16"}
 
 
-class RotationPlan(NamedTuple):
-    """A compiled kernel, or the reference, and its arguments, except the tensors of a call and its outputs.
+@dataclass(slots=True, eq=False, kw_only=True)
+class RotationPlan(RowsPlan):
+    """A kernel that rotates, or the reference, and its arguments except the tensors of a call and its outputs."""
 
-    at: the position of each argument in `flat`.
-    """
-
-    fn: Callable[..., Any]
-    flat: list[Any]
-    at: dict[str, int]
     lanes: int  # per row
 
 
@@ -44,6 +41,15 @@ class RotatedCall(NamedTuple):
     q: torch.Tensor
     k: torch.Tensor
     page_table: torch.Tensor
+
+
+class RotationCall(NamedTuple):
+    """The work of one launch: a call, its rotation, and where the rotated tensors go. offsets: as in `rotated`."""
+
+    call: AttentionCall
+    rope: Rope
+    out: RotatedCall
+    offsets: Any
 
 
 def rotated(call: AttentionCall, offsets: Any = None) -> AttentionCall:
@@ -90,30 +96,29 @@ def new_tensors(call: AttentionCall) -> RotatedCall:
 
 def rotate(call: AttentionCall, rope: Rope, out: RotatedCall, offsets: Any = None) -> None:
     """Write the rotated Q and K of a call, and its page table. offsets: as in `rotated`."""
-    q, r, device = call.q, call.requests, call.q.device
-    if not q.shape[0] + out.k.shape[0]:
-        return
-    plan = plan_for(call)
-    flat, at = plan.flat.copy(), plan.at
+    if call.q.shape[0] + out.k.shape[0]:
+        run(FAMILY, RotationCall(call, rope, out, offsets))
+
+
+def bind(plan: RotationPlan, rotation: RotationCall) -> tuple[list[Any], None]:
+    """Return the arguments of a launch."""
+    call, rope, out, offsets = rotation
+    q, r, device, flat, at = call.q, call.requests, call.q.device, plan.flat.copy(), plan.at
     ragged = r.form == "ragged"
     if offsets is None:
         offsets = r.cu_seqlens_q
     if offsets is None:
         offsets = constant(steps, device, True, r.batch + 1, call.max_q_len)
-    shared = groups(q.shape[0] + out.k.shape[0], max(q.shape[1], out.k.shape[1]), plan.lanes)
-    given = dict(
-        q=q, q_out=out.q, k=out.k, k_cache=call.k.permute(2, 1, 0, 3) if ragged else call.k, tables=r.page_table,
-        tables_out=out.page_table, cu_seqlens=offsets, k_groups=shared,
-        rope_table=turns_of(device, q.shape[2], rope),
-    )  # fmt: skip
-    given["v_cache"] = given["k_cache"]
+    flat[at.q], flat[at.q_out], flat[at.k] = q, out.q, out.k
+    flat[at.k_cache] = flat[at.v_cache] = call.k.permute(2, 1, 0, 3) if ragged else call.k
+    flat[at.tables], flat[at.tables_out], flat[at.cu_seqlens] = r.page_table, out.page_table, offsets
+    flat[at.k_groups] = groups(q.shape[0] + out.k.shape[0], max(q.shape[1], out.k.shape[1]), plan.lanes)
+    flat[at.rope_table] = turns_of(device, q.shape[2], rope)
     if r.kv_starts is not None:
-        given["kv_indptr"] = r.kv_starts
+        flat[at.kv_indptr] = r.kv_starts
     if not ragged:
-        given["kv_lens"] = r.kv_lens
-    for name, value in given.items():
-        flat[at[name]] = value
-    plan.fn(*flat)
+        flat[at.kv_lens] = r.kv_lens
+    return flat, None
 
 
 def turns_of(device: torch.device, dim: int, rope: Rope) -> torch.Tensor:
@@ -133,32 +138,29 @@ def turns_of(device: torch.device, dim: int, rope: Rope) -> torch.Tensor:
     return found
 
 
-def plan_for(call: AttentionCall) -> RotationPlan:
+def plan_for(rotation: RotationCall, device_info: tuple[str, int] | None) -> RotationPlan:
     """Return the plan of a call; NotImplementedError if the kernel cannot rotate its head_dim."""
-    here, dim, dtype, device = machine.current, call.q.shape[2], call.q.dtype, call.q.device
-    key = "rope", call.q.get_device(), dtype, dim
-    known = here.plans.get(key)
-    if known is not None:
-        return known
-    found = here.device_info(device)
-    lanes, empty = rows.lanes(dim, 8), partial(here.empty, device)
-    spec = CacheWriteSpec(TYPES[dtype], TYPES[dtype], True, True)
-    fn: Callable[..., Any] = lambda *flat: reference.gather_rows(spec, *flat)  # noqa: E731
-    if found is not None:
-        request = CacheWriteRequest(TYPES[dtype], TYPES[dtype], True, dim, dim, True)
-        try:
-            op, spec = dispatch.select(request, found[0])
-        except NotImplementedError as error:
-            raise NotImplementedError(f"pos_encoding_mode: 'ROPE_LLAMA': {error}") from None
-        fn = here.kernel(op, spec, found[0])
-
-    names = fields(spec)
-    values = dict.fromkeys(names, empty(torch.int32)) | dict(
-        v=empty(dtype, 0, dim), nhd=0, places=0, wide=0, page_table=empty(torch.int32, 1), q_weight=empty(dtype),
-        k_weight=empty(dtype), lanes_log2=lanes.bit_length() - 1, v_groups=0, enable_pdl=1, rope=ANGLES, norm_eps=0.0,
+    q = rotation.call.q
+    dim, dtype = q.shape[2], TYPES[q.dtype]
+    lanes, empty = rows.lanes(dim, 8), partial(machine.current.empty, q.device)
+    spec = CacheWriteSpec(dtype, dtype, True, True)
+    fn: Callable[..., Any] = partial(reference.gather_rows, spec)
+    if device_info is not None:
+        request = CacheWriteRequest(dtype, dtype, True, dim, dim, True)
+        fn, spec = select(dispatch, request, device_info[0], "pos_encoding_mode: 'ROPE_LLAMA'")
+    values = dict.fromkeys(fields(spec), empty(torch.int32)) | dict(
+        v=empty(q.dtype, 0, dim), nhd=0, places=0, wide=0, page_table=empty(torch.int32, 1), q_weight=empty(q.dtype),
+        k_weight=empty(q.dtype), lanes_log2=lanes.bit_length() - 1, v_groups=0, enable_pdl=1, rope=ANGLES, norm_eps=0.0,
         norm_offset=0.0,
     )  # fmt: skip
-    plan = RotationPlan(fn, [values[name] for name in names], {name: i for i, name in enumerate(names)}, lanes)
-    if found is not None:
-        here.keep(key, plan)
-    return plan
+    flat, at = arranged(spec, values)
+    return RotationPlan(fn=fn, flat=flat, at=at, lanes=lanes)
+
+
+FAMILY = KernelFamily(
+    key=lambda rotation: ("rope", rotation.call.q.get_device(), rotation.call.q.dtype, rotation.call.q.shape[2]),
+    inputs=lambda rotation: (rotation.call.q,),
+    validate=nothing,  # attention has checked the call
+    plan=plan_for,
+    bind=bind,
+)

@@ -6,6 +6,8 @@ import torch
 
 from ..host import machine
 from ..host.checks import check_strided, raise_reason
+from ..host.launch import bindable
+from ..host.overlap import AddressBounds
 from ..host.plain import traced
 from . import checks, op, plan
 from .call import CacheWriteCall
@@ -16,7 +18,7 @@ _is_grad_enabled = torch.is_grad_enabled  # a module global: saves an attribute 
 class BoundAppend:
     """A call of `append_qkv` that is repeated with other rows. See `wrappers.bind`."""
 
-    __slots__ = ("_base", "_call", "_distances", "_dtype", "_flat", "_forms", "_kv", "_new", "_out", "_plan", "_sf")
+    __slots__ = ("_bounds", "_call", "_dtype", "_flat", "_forms", "_kv", "_new", "_out", "_plan", "_sf")
 
     def __init__(self, call: CacheWriteCall, kv: Any, sf: Any, out: torch.Tensor | None) -> None:
         """Bind a call. kv, sf: as `op.serve` takes them. out: the output of Q that the caller gave."""
@@ -40,14 +42,12 @@ class BoundAppend:
         self._flat, self._new = None, True
 
     def _bind(self, call: CacheWriteCall) -> None:
-        """Make the launch of a call with rows, unless the reference serves it."""
-        checks.validate(call)
-        found, here = plan.plan_of(call), machine.current
-        current = found.single_device or here.current_device() == found.device.index
-        if current and found.runs and not found.checked and here.device_info(found.device) is not None:
-            self._plan, self._base, self._distances = found, call.k_cache.data_ptr(), plan.distances_of(call)
-            rows = rows_of(call)
-            kept = [None if x is rows[2] or x is rows[3] else x for x in found.bind(call)]
+        """Make the launch of a call with rows, unless each call must be served like a new one."""
+        found, here, rows = bindable(plan.FAMILY, call), machine.current, rows_of(call)
+        if found is not None:
+            caches = call.k_cache, call.v_cache, call.k_sf, call.v_sf
+            self._plan, self._bounds = found, AddressBounds.of((*caches, *rows), plan.WRITTEN)
+            kept = [None if x is rows[2] or x is rows[3] else x for x in plan.bind(found, call)[0]]
             kept[plan.K] = kept[plan.V] = None
             self._flat = [here.argument(x) if isinstance(x, torch.Tensor) else x for x in kept]
 
@@ -102,11 +102,12 @@ class BoundAppend:
             return False
         if not p.single_device and machine.current.current_device() != p.device.index:
             return False
-        found = [*self._distances[:4], *(0 if x is None else x.data_ptr() - self._base for x in rows)]
-        if found != self._distances:
-            if p.may_overlap(found):
+        bounds = self._bounds
+        addresses = [*bounds.addresses[:4], *(0 if x is None else x.data_ptr() for x in rows)]
+        if addresses != bounds.addresses:
+            if bounds.may_overlap(addresses):
                 return False
-            self._distances = found
+            self._bounds = bounds._replace(addresses=addresses)
         return True
 
     def _with(self, q: Any, k: Any, v: Any, places: Any, positions: Any, out: Any) -> CacheWriteCall:

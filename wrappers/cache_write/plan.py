@@ -1,9 +1,8 @@
-"""Run a call that writes rows: look up its plan and launch."""
+"""Plan and bind the calls that write rows, for `host.launch`: the key of a call, its kernel, and its arguments."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from itertools import combinations
 from operator import attrgetter
 from typing import Any
 
@@ -15,10 +14,11 @@ from cute_kernels.cache_write.request import CacheWriteRequest
 from cute_kernels.cache_write.spec import CacheWriteSpec
 
 from .. import reference
-from ..host import machine, overlap
-from ..host.checks import checking, raise_reason
+from ..host import machine
+from ..host.launch import KernelFamily, Plan, select
+from ..host.overlap import AddressBounds
 from .call import CacheWriteCall, QueryTransform
-from .checks import FP8, block_scaled, validate
+from .checks import FP8, TENSORS, block_scaled, validate
 
 DTYPES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float8_e4m3fn: "e4m3", torch.float8_e5m2: "e5m2"}
 THREADS = 1 << 19  # about as many threads as two GPUs hold: with fewer, each group has one row
@@ -31,80 +31,35 @@ LISTED, TABLED = (
     )
 )  # fmt: skip
 BATCH = slice(CacheWriteCall._fields.index("batch_indices"), CacheWriteCall._fields.index("kv_lens") + 1)
-MEMORY, QUERIES = attrgetter("k_cache", "v_cache", "k_sf", "v_sf", "k", "v"), attrgetter("q", "q_out")
-WRITTEN = {0, 1, 2, 3, 7}  # places of the tensors that a call writes, in MEMORY and QUERIES
+_ROWS_AND_CACHES = "k_cache", "v_cache", "k_sf", "v_sf", "k", "v"
+MEMORY = attrgetter(*_ROWS_AND_CACHES)  # the tensors of a call that may share no memory
+MEMORY_WITH_Q = attrgetter(*_ROWS_AND_CACHES, "transform.q", "transform.q_out")  # the same with a transform
+WRITTEN = {0, 1, 2, 3, 7}  # those of them that a call writes
+OPERANDS = attrgetter("k", "v", "k_cache", "v_cache", "k_scale_ptr", "v_scale_ptr")
+TRANSFORM = attrgetter("q_out", *TENSORS)
 NO_TRANSFORM = QueryTransform()
 _uint8, _int32, _int64 = torch.uint8, torch.int32, torch.int64
 
 
-@dataclass(slots=True, eq=False)
-class CacheWritePlan:
-    """A compiled kernel and all that a launch needs beyond the call's own tensors."""
+@dataclass(slots=True, eq=False, kw_only=True)
+class RowsPlan(Plan):
+    """A kernel that writes rows, and its arguments except the tensors of a call."""
 
-    fn: Callable[..., Any]  # the compiled kernel, or the reference
-    flat: list[Any]  # its arguments; optional ones are empty, in the form that `fn` converts fastest
-    at: CacheWriteArgs  # position of each argument in `flat`
-    device: torch.device
-    single_device: bool  # it is the only device of the process
-    runs: bool  # there are rows, and places for them
-    checked: bool  # every call is checked as if it had no plan
+    at: CacheWriteArgs  # position of each argument in `flat`; None of one that the kernel lacks
+
+
+@dataclass(slots=True, eq=False, kw_only=True)
+class CacheWritePlan(RowsPlan):
+    """A plan of calls that write to a cache."""
+
     as_bytes: bool  # rows and caches of one byte are passed as uint8
     wide: int  # bits of the index tensors of int64
-    pairs: tuple[tuple[int, int, int, int], ...]  # two tensors, one of them written: places in `distances`, bytes
-    distances: list[int]  # `distances_of` the call that was validated
-
-    def bind(self, call: CacheWriteCall) -> list[Any]:
-        """Return the arguments of a launch."""
-        flat, at = self.flat.copy(), self.at
-        tensors = call.k, call.v, call.k_cache, call.v_cache
-        flat[K], flat[V], flat[_K_CACHE], flat[_V_CACHE] = map(_as_bytes, tensors) if self.as_bytes else tensors
-        if call.slots is not None:
-            slots = call.slots
-            if self.wide:
-                slots = words(slots) if slots.shape == (1,) else slots.view(_int32)
-            flat[SLOTS] = slots
-        elif call.places == PAGES:
-            for field, slot in LISTED if call.kv_indices is not None else TABLED:
-                flat[slot] = words(getattr(call, field)) if self.wide else getattr(call, field)
-        elif call.cu_seqlens is not None:
-            for field, slot in TABLED[1:]:
-                flat[slot] = words(getattr(call, field))
-        if at.k_scale is not None:
-            flat[at.k_scale], flat[at.v_scale] = call.k_scale, call.v_scale
-            if call.k_scale_ptr is not None:
-                flat[at.k_scale_ptr] = call.k_scale_ptr
-            if call.v_scale_ptr is not None:
-                flat[at.v_scale_ptr] = call.v_scale_ptr
-            if call.k_sf is not None:
-                flat[at.k_sf], flat[at.v_sf] = call.k_sf.view(_uint8), call.v_sf.view(_uint8)
-        if call.transform is not None:
-            put_transform(flat, at, call.transform)
-        return flat
-
-    def may_overlap(self, found: list[int]) -> bool:
-        """Return whether a tensor that is written may share memory with another one, at another distance than in the
-        call that was validated. found: `distances_of` a call."""
-        known = self.distances
-        for a, b, a_bytes, b_bytes in self.pairs:
-            apart = found[b] - found[a]
-            if -b_bytes < apart < a_bytes and apart != known[b] - known[a]:
-                return True
-        return False
+    bounds: AddressBounds  # of MEMORY or MEMORY_WITH_Q
 
 
-def distances_of(call: CacheWriteCall) -> list[int]:
-    """Return the bytes from K's cache to each tensor of MEMORY and QUERIES; 0 to one that is absent."""
-    base = call.k_cache.data_ptr()
-    tensors = *MEMORY(call), *QUERIES(call.transform or NO_TRANSFORM)
-    return [0 if t is None else t.data_ptr() - base for t in tensors]
-
-
-def pairs_of(call: CacheWriteCall) -> tuple[tuple[int, int, int, int], ...]:
-    """Return `CacheWritePlan.pairs` of a call. A tensor without elements is in none."""
-    tensors = *MEMORY(call), *QUERIES(call.transform or NO_TRANSFORM)
-    sizes = [0 if t is None else overlap.reach(t) for t in tensors]
-    found = [(a, b) for a, b in combinations(range(len(tensors)), 2) if WRITTEN & {a, b} and sizes[a] and sizes[b]]
-    return tuple((a, b, sizes[a], sizes[b]) for a, b in found)
+def inputs_of(call: CacheWriteCall) -> tuple[torch.Tensor | None, ...]:
+    """Return the tensors with gradients that would be lost."""
+    return OPERANDS(call) if call.transform is None else (*OPERANDS(call), *TRANSFORM(call.transform))
 
 
 def key_of(call: CacheWriteCall) -> tuple[Any, ...]:
@@ -135,60 +90,9 @@ def key_of(call: CacheWriteCall) -> tuple[Any, ...]:
     )  # fmt: skip
 
 
-def plan_of(call: CacheWriteCall) -> CacheWritePlan:
-    """Return the plan of a call that nobody has checked, made if its key is new."""
-    here = machine.current
-    try:
-        key = key_of(call)
-        plan = here.plans.get(key)
-    except (AttributeError, TypeError, RuntimeError):
-        raise_reason(validate, call)
-        raise
-    if plan is None:
-        validate(call)
-        device_info = here.device_info(call.k.device)
-        plan = plan_for(call, device_info)
-        if device_info is not None:  # the reference checks nothing: its calls are validated each time
-            here.keep(key, plan)
-    elif plan.checked:
-        validate(call)
-    return plan
-
-
-def run(call: CacheWriteCall) -> None:
-    """Write the rows of a call."""
-    here, plan = machine.current, plan_of(call)
-    if not plan.single_device and here.current_device() != plan.device.index:
-        with here.on(plan.device):
-            return run(call)
-    if not plan.runs:
-        return None
-    try:
-        found = distances_of(call)
-        if found != plan.distances and plan.may_overlap(found):
-            validate(call)
-        plan.fn(*plan.bind(call))
-    except Exception:
-        raise_reason(validate, call)
-        raise
-
-
-def _as_bytes(t: torch.Tensor) -> torch.Tensor:
-    return t.view(_uint8)
-
-
 def form(value: Any) -> Any:
     """Return the properties of a tensor that a plan depends on; of another value, itself."""
     return (value.dtype, value.shape, value.stride()) if isinstance(value, torch.Tensor) else value
-
-
-def words(index: Any) -> Any:
-    """Return an index tensor of int64 as its words; other values unchanged."""
-    if index is None or index.dtype is not _int64:
-        return index
-    if index.shape == (1,):  # torch refuses to view one element with another stride than 1
-        index = index.as_strided((1,), (1,))
-    return index.view(_int32)
 
 
 def transform_key(t: QueryTransform) -> tuple[Any, ...]:
@@ -203,37 +107,6 @@ def transform_key(t: QueryTransform) -> tuple[Any, ...]:
         None if k_weight is None else (k_weight.shape, k_weight.stride()),
         None if q_scale_ptr is None else (q_scale_ptr.dtype, q_scale_ptr.shape),
     )  # fmt: skip
-
-
-def put_transform(flat: list[Any], at: CacheWriteArgs, t: QueryTransform) -> None:
-    """Put the tensors of a transform into the arguments of a launch; its numbers are in the plan's."""
-    q, out, table, _, rotated_at, q_weight, k_weight, _, _, q_scale, q_scale_ptr, cos, sin, lens_out = t
-    put_rows(flat, at, q, out, rotated_at if table is not None else None)
-    if table is not None:
-        flat[at.rope_table] = table
-    if cos is not None:
-        flat[at.rope_cos], flat[at.rope_sin] = cos, sin
-    if lens_out is not None:
-        flat[at.kv_lens_out] = lens_out
-    if q_weight is not None:
-        flat[at.q_weight] = q_weight if q_weight.dim() == 1 else q_weight.view(-1)
-    if k_weight is not None:
-        flat[at.k_weight] = k_weight if k_weight.dim() == 1 else k_weight.view(-1)
-    if at.q_scale is not None:
-        flat[at.q_scale] = q_scale
-        if q_scale_ptr is not None:
-            flat[at.q_scale_ptr] = q_scale_ptr
-
-
-def put_rows(flat: list[Any], at: CacheWriteArgs, q: Any, out: Any, rotated_at: Any) -> None:
-    """Put Q, its output and the positions of a rotation into the arguments of a launch; those that are None stay."""
-    if q is not None:
-        flat[at.q] = q
-        flat[at.q_fp8 if out.dtype in FP8 else at.q_out] = out
-    if rotated_at is not None:
-        if rotated_at.dtype is _int64:
-            rotated_at = words(rotated_at) if rotated_at.shape == (1,) else rotated_at.view(_int32)
-        flat[at.rope_positions] = rotated_at
 
 
 def spec_of(call: CacheWriteCall) -> CacheWriteSpec:
@@ -269,26 +142,32 @@ def _wide(call: CacheWriteCall) -> int:
     return sum(1 << i for i, name in enumerate(INDICES) if getattr(offsets[name], "dtype", None) is _int64)
 
 
+def arranged(spec: CacheWriteSpec, values: dict[str, Any]) -> tuple[list[Any], CacheWriteArgs]:
+    """Return the arguments of a kernel in order, and the position of each. values: these arguments by name, and
+    others."""
+    names = fields(spec)
+    at = {name: names.index(name) if name in names else None for name in CacheWriteArgs._fields}
+    return [values[name] for name in names], CacheWriteArgs(**at)
+
+
 def plan_for(call: CacheWriteCall, device_info: tuple[str, int] | None) -> CacheWritePlan:
     """Return the plan of a valid call for a device's (architecture, SM count), None for the reference.
 
     Raises NotImplementedError if no kernel serves the call.
     """
-    k, v, spec, device = call.k, call.v, spec_of(call), call.k.device
+    k, v, spec, t = call.k, call.v, spec_of(call), call.transform or NO_TRANSFORM
+    dim, turned = k.shape[2], rotated(call)
+    widest = max(dim, v.shape[2])
     fn: Callable[..., Any] = partial(reference.write_rows, spec)
     if device_info is not None:
-        dim, turned = max(call.k.shape[2], call.v.shape[2]), rotated(call)
-        request = CacheWriteRequest(spec.dtype, spec.cache, spec.transform, dim, turned)
-        op, spec = dispatch.select(request, device_info[0])
-        fn = machine.current.kernel(op, spec, device_info[0])
-    lanes = rows.lanes(max(k.shape[2], v.shape[2]), spec.elements)
-    queries = 0 if call.transform is None or call.transform.q is None else call.transform.q.shape[1]
+        request = CacheWriteRequest(spec.dtype, spec.cache, spec.transform, widest, turned)
+        fn, spec = select(dispatch, request, device_info[0])
+    lanes = rows.lanes(widest, spec.elements)
+    queries = 0 if t.q is None else t.q.shape[1]
     shared = queries + k.shape[1] + (v.shape[1] if spec.transform else 0)  # rows of a token that its groups share
-    names, empty = fields(spec), partial(machine.current.empty, device)
-    stores, wide, t = _stores(call), _wide(call), call.transform or NO_TRANSFORM
+    empty, stores, wide = partial(machine.current.empty, k.device), _stores(call), _wide(call)
     fp8 = torch.float8_e5m2 if spec.cache == "e5m2" else torch.float8_e4m3fn
-    dim = k.shape[2]
-    values: dict[str, Any] = dict.fromkeys(names, empty(torch.int32))
+    values: dict[str, Any] = dict.fromkeys(fields(spec), empty(torch.int32))
     values |= dict.fromkeys(("k_scale_ptr", "v_scale_ptr", "q_scale_ptr"), empty(torch.float32))
     values |= dict(
         nhd=int(call.nhd), places=call.places if stores else ROWS, wide=wide,
@@ -298,21 +177,100 @@ def plan_for(call: CacheWriteCall, device_info: tuple[str, int] | None) -> Cache
         v_sf_interleaved=int(call.v_sf_interleaved), scales_multiply=0,
         q=empty(k.dtype, 0, dim), q_out=empty(k.dtype, queries, dim),
         rope=t.rope, norm_eps=float(t.norm_eps), norm_offset=float(t.norm_offset),
-        rope_table=empty(torch.float32, rotated(call) or rows.ROTATED),
+        rope_table=empty(torch.float32, turned or rows.ROTATED),
         rope_cos=empty(k.dtype, 8), rope_sin=empty(k.dtype, 8),
         q_weight=empty(k.dtype), k_weight=empty(k.dtype),
         q_fp8=empty(fp8, queries, dim),
     )  # fmt: skip
+    flat, at = arranged(spec, values)
     return CacheWritePlan(
         fn=fn,
-        flat=[values[name] for name in names],
-        at=CacheWriteArgs(**{name: names.index(name) if name in names else None for name in CacheWriteArgs._fields}),
-        device=device,
-        single_device=device_info is None or machine.current.device_count() == 1,
-        runs=bool(k.shape[0] and max(dim, v.shape[2]) and (stores or queries or t.kv_lens_out is not None)),
-        checked=checking() and device.type != "meta",
+        flat=flat,
+        at=at,
+        runs=bool(k.shape[0] and widest and (stores or queries or t.kv_lens_out is not None)),
         as_bytes=spec.dtype == "uint8",
         wide=wide,
-        pairs=pairs_of(call),
-        distances=distances_of(call),
+        bounds=AddressBounds.of(MEMORY(call) if call.transform is None else MEMORY_WITH_Q(call), WRITTEN),
     )
+
+
+def bind(plan: CacheWritePlan, call: CacheWriteCall) -> tuple[list[Any], None]:
+    """Return the arguments of a launch."""
+    if not plan.runs:
+        return plan.flat, None
+    memory = MEMORY(call) if call.transform is None else MEMORY_WITH_Q(call)
+    addresses = [0 if t is None else t.data_ptr() for t in memory]
+    if addresses != plan.bounds.addresses and plan.bounds.may_overlap(addresses):
+        validate(call)
+    flat, at = plan.flat.copy(), plan.at
+    tensors = call.k, call.v, call.k_cache, call.v_cache
+    flat[K], flat[V], flat[_K_CACHE], flat[_V_CACHE] = map(_as_bytes, tensors) if plan.as_bytes else tensors
+    if call.slots is not None:
+        slots = call.slots
+        if plan.wide:
+            slots = words(slots) if slots.shape == (1,) else slots.view(_int32)
+        flat[SLOTS] = slots
+    elif call.places == PAGES:
+        for field, slot in LISTED if call.kv_indices is not None else TABLED:
+            flat[slot] = words(getattr(call, field)) if plan.wide else getattr(call, field)
+    elif call.cu_seqlens is not None:
+        for field, slot in TABLED[1:]:
+            flat[slot] = words(getattr(call, field))
+    if at.k_scale is not None:
+        flat[at.k_scale], flat[at.v_scale] = call.k_scale, call.v_scale
+        if call.k_scale_ptr is not None:
+            flat[at.k_scale_ptr] = call.k_scale_ptr
+        if call.v_scale_ptr is not None:
+            flat[at.v_scale_ptr] = call.v_scale_ptr
+        if call.k_sf is not None:
+            flat[at.k_sf], flat[at.v_sf] = call.k_sf.view(_uint8), call.v_sf.view(_uint8)
+    if call.transform is not None:
+        put_transform(flat, at, call.transform)
+    return flat, None
+
+
+def put_transform(flat: list[Any], at: CacheWriteArgs, t: QueryTransform) -> None:
+    """Put the tensors of a transform into the arguments of a launch; its numbers are in the plan's."""
+    q, out, table, _, rotated_at, q_weight, k_weight, _, _, q_scale, q_scale_ptr, cos, sin, lens_out = t
+    put_rows(flat, at, q, out, rotated_at if table is not None else None)
+    if table is not None:
+        flat[at.rope_table] = table
+    if cos is not None:
+        flat[at.rope_cos], flat[at.rope_sin] = cos, sin
+    if lens_out is not None:
+        flat[at.kv_lens_out] = lens_out
+    if q_weight is not None:
+        flat[at.q_weight] = q_weight if q_weight.dim() == 1 else q_weight.view(-1)
+    if k_weight is not None:
+        flat[at.k_weight] = k_weight if k_weight.dim() == 1 else k_weight.view(-1)
+    if at.q_scale is not None:
+        flat[at.q_scale] = q_scale
+        if q_scale_ptr is not None:
+            flat[at.q_scale_ptr] = q_scale_ptr
+
+
+def put_rows(flat: list[Any], at: CacheWriteArgs, q: Any, out: Any, rotated_at: Any) -> None:
+    """Put Q, its output and the positions of a rotation into the arguments of a launch; those that are None stay."""
+    if q is not None:
+        flat[at.q] = q
+        flat[at.q_fp8 if out.dtype in FP8 else at.q_out] = out
+    if rotated_at is not None:
+        if rotated_at.dtype is _int64:
+            rotated_at = words(rotated_at) if rotated_at.shape == (1,) else rotated_at.view(_int32)
+        flat[at.rope_positions] = rotated_at
+
+
+def _as_bytes(t: torch.Tensor) -> torch.Tensor:
+    return t.view(_uint8)
+
+
+def words(index: Any) -> Any:
+    """Return an index tensor of int64 as its words; other values unchanged."""
+    if index is None or index.dtype is not _int64:
+        return index
+    if index.shape == (1,):  # torch refuses to view one element with another stride than 1
+        index = index.as_strided((1,), (1,))
+    return index.view(_int32)
+
+
+FAMILY = KernelFamily(key_of, inputs_of, validate, plan_for, bind)

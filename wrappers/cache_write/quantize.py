@@ -3,34 +3,46 @@
 Those that quantise rows of a cache write to a tensor instead of a cache; one kernel dequantises.
 """
 
-from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 
 from cute_kernels.cache_write import dispatch, rows
-from cute_kernels.cache_write.args import ROWS, fields
+from cute_kernels.cache_write.args import ROWS, CacheWriteArgs, fields
 from cute_kernels.cache_write.request import CacheWriteRequest
 
 from .. import fp4
 from ..host import machine
+from ..host.launch import KernelFamily, run, select
 from ..host.plain import traced
-from .plan import DTYPES, groups
+from .plan import DTYPES, RowsPlan, arranged, groups
 
 MOST_BLOCKS = 2**31 - 1  # that the kernel dequantises: it counts them in Int32
 ROWS_PER_TOKEN = 8  # of a matrix: groups of lanes work on several rows each, if there are many
 
 
-class QuantizePlan(NamedTuple):
-    """A compiled kernel and its arguments, except those that `launch` gets. at: the position of each in `flat`."""
+class QuantizeCall(NamedTuple):
+    """A call of `nvfp4_quantize` by a kernel. scale: a number, or a tensor without dimensions."""
 
-    fn: Callable[..., Any]
-    flat: list[Any]
-    at: dict[str, int]
-    shape: tuple[int, ...]  # of rows that are quantised: tokens, heads, elements of a row
-    device: torch.device
-    single_device: bool
+    x: torch.Tensor
+    scale: Any
+
+
+class DequantizeCall(NamedTuple):
+    """A call of `nvfp4_dequantize` by a kernel."""
+
+    data: torch.Tensor
+    scales: torch.Tensor
+    scale: Any
+
+
+@dataclass(slots=True, eq=False, kw_only=True)
+class QuantizePlan(RowsPlan):
+    """A plan of calls that quantise a tensor."""
+
+    shape: tuple[int, int, int]  # tokens, heads, elements of a row
 
 
 def nvfp4_quantize(x: torch.Tensor, global_scale: float | torch.Tensor = 1.0) -> tuple[torch.Tensor, torch.Tensor]:
@@ -50,18 +62,7 @@ def nvfp4_quantize(x: torch.Tensor, global_scale: float | torch.Tensor = 1.0) ->
     scale = fp4.quantizable(x, global_scale)
     if x.dtype not in DTYPES or not x.numel() or traced(x):
         return fp4.nvfp4_quantize(x, scale)
-    key = "nvfp4_quantize", x.get_device(), x.dtype, x.shape, x.is_contiguous() or x.stride()
-    plan = machine.current.plans.get(key) or plan_for(key, x, quantize_plan)
-    if plan is None:
-        return fp4.nvfp4_quantize(x, scale)
-    tokens, heads, dim = plan.shape
-    rows = (x.detach() if x.requires_grad else x).reshape(plan.shape)
-    data = torch.empty(*x.shape[:-1], dim // 2, dtype=torch.uint8, device=x.device)
-    factors = torch.empty(*x.shape[:-1], dim // fp4.BLOCK, dtype=torch.uint8, device=x.device)
-    k_cache, k_sf = data.view(1, tokens, heads, -1), factors.view(1, tokens, heads, -1)
-    k = rows if rows.stride(2) == 1 else rows.contiguous()
-    launch(plan, scale, k=k, k_cache=k_cache, v_cache=k_cache, k_sf=k_sf, v_sf=k_sf)
-    return data, factors.view(torch.float8_e4m3fn)
+    return run(QUANTIZE, QuantizeCall(x.detach() if x.requires_grad else x, scale))
 
 
 def nvfp4_dequantize(
@@ -81,54 +82,15 @@ def nvfp4_dequantize(
     scales, scale = fp4.dequantizable(data, scales, global_scale)
     if not data.numel() or traced(data) or traced(scales):
         return fp4.nvfp4_dequantize(data, scales, scale)
-    key = "nvfp4_dequantize", data.get_device()
-    plan = machine.current.plans.get(key) or plan_for(key, data, dequantize_plan)
-    if plan is None:
-        return fp4.nvfp4_dequantize(data, scales, scale)
-    if scales.numel() > MOST_BLOCKS:
-        raise NotImplementedError(f"scales: {scales.numel()} scale factors, the kernel takes at most {MOST_BLOCKS}")
-    sf = (scales.detach() if scales.requires_grad else scales).contiguous().view(torch.uint8)
-    out = torch.empty(*data.shape[:-1], 2 * data.shape[-1], dtype=torch.float32, device=data.device)
-    codes, values = data.contiguous().view(-1, fp4.BLOCK // 2), out.view(-1, fp4.BLOCK)
-    launch(plan, scale, codes=codes, sf=sf.view(-1), values=values)
-    return out
+    return run(DEQUANTIZE, DequantizeCall(data, scales.detach() if scales.requires_grad else scales, scale))
 
 
-def launch(plan: QuantizePlan, scale: Any, **given: torch.Tensor) -> None:
-    """Run a plan. scale: a number or a tensor without dimensions. given: arguments of the kernel."""
-    flat, at = plan.flat.copy(), plan.at
-    for name, tensor in given.items():
-        flat[at[name]] = tensor
-    if isinstance(scale, torch.Tensor):
-        flat[at["k_scale_ptr"]] = scale.detach().reshape(1)
-    else:
-        flat[at["k_scale"]] = float(scale)
-    if plan.single_device or machine.current.current_device() == plan.device.index:
-        plan.fn(*flat)
-    else:
-        with machine.current.on(plan.device):
-            plan.fn(*flat)
-
-
-def plan_for(key: tuple[Any, ...], x: torch.Tensor, make: Callable[..., QuantizePlan]) -> QuantizePlan | None:
-    """Make the plan of a tensor and keep it under `key`; return None if its device has no kernels."""
-    device_info = machine.current.device_info(x.device)
-    if device_info is None:
-        return None
-    plan = make(x, device_info[0])
-    machine.current.keep(key, plan)
-    return plan
-
-
-def quantize_plan(x: torch.Tensor, arch: str) -> QuantizePlan:
+def quantize_plan(call: QuantizeCall, device_info: tuple[str, int]) -> QuantizePlan:
     """Return the plan of a tensor that is quantised. Raises NotImplementedError if no kernel serves it."""
-    dim, count = x.shape[-1], x.numel() // x.shape[-1]
-    heads = x.shape[-2] if x.ndim > 2 else ROWS_PER_TOKEN
+    x, dim = call.x, call.x.shape[-1]
+    count, heads = x.numel() // dim, x.shape[-2] if x.ndim > 2 else ROWS_PER_TOKEN
     shape = (count // heads, heads, dim) if count % heads == 0 else (count, 1, dim)
-    try:
-        op, spec = dispatch.select(CacheWriteRequest(DTYPES[x.dtype], "nvfp4", False, dim), arch)
-    except NotImplementedError as error:
-        raise NotImplementedError(f"x: {error}") from None
+    fn, spec = select(dispatch, CacheWriteRequest(DTYPES[x.dtype], "nvfp4", False, dim), device_info[0], "x")
     lanes, empty = rows.lanes(dim, spec.elements), partial(machine.current.empty, x.device)
     none, scales = empty(torch.int32), empty(torch.float32)
     values = dict.fromkeys(fields(spec), none) | dict(
@@ -137,28 +99,72 @@ def quantize_plan(x: torch.Tensor, arch: str) -> QuantizePlan:
         k_scale=1.0, v_scale=1.0,
         k_scale_ptr=scales, v_scale_ptr=scales, v_sf_interleaved=0, scales_multiply=1,
     )  # fmt: skip
-    return made(op, spec, arch, values, x.device, shape)
+    flat, at = arranged(spec, values)
+    return QuantizePlan(fn=fn, flat=flat, at=at, shape=shape)
 
 
-def dequantize_plan(data: torch.Tensor, arch: str) -> QuantizePlan:
+def bind_quantize(plan: QuantizePlan, call: QuantizeCall) -> tuple[list[Any], tuple[torch.Tensor, torch.Tensor]]:
+    """Return the arguments of a launch, and the packed values and their scale factors."""
+    x, flat, at, (tokens, heads, dim) = call.x, plan.flat.copy(), plan.at, plan.shape
+    k = x.reshape(plan.shape)
+    data = torch.empty(*x.shape[:-1], dim // 2, dtype=torch.uint8, device=x.device)
+    factors = torch.empty(*x.shape[:-1], dim // fp4.BLOCK, dtype=torch.uint8, device=x.device)
+    flat[at.k] = k if k.stride(2) == 1 else k.contiguous()
+    flat[at.k_cache] = flat[at.v_cache] = data.view(1, tokens, heads, -1)
+    flat[at.k_sf] = flat[at.v_sf] = factors.view(1, tokens, heads, -1)
+    put_scale(flat, at, call.scale)
+    return flat, (data, factors.view(torch.float8_e4m3fn))
+
+
+def dequantize_plan(call: DequantizeCall, device_info: tuple[str, int]) -> RowsPlan:
     """Return the plan of all codes on a device. Raises NotImplementedError if no kernel serves them."""
-    try:
-        op, spec = dispatch.select(CacheWriteRequest("nvfp4", "fp32"), arch)
-    except NotImplementedError as error:
-        raise NotImplementedError(f"data: {error}") from None
-    given = dict(enable_pdl=1, k_scale=1.0, k_scale_ptr=machine.current.empty(data.device, torch.float32))
-    return made(op, spec, arch, dict.fromkeys(fields(spec)) | given, data.device)
+    fn, spec = select(dispatch, CacheWriteRequest("nvfp4", "fp32"), device_info[0], "data")
+    empty = machine.current.empty(call.data.device, torch.float32)
+    values = dict.fromkeys(fields(spec)) | dict(enable_pdl=1, k_scale=1.0, k_scale_ptr=empty)
+    flat, at = arranged(spec, values)
+    return RowsPlan(fn=fn, flat=flat, at=at)
 
 
-def made(
-    op: str, spec: Any, arch: str, values: dict[str, Any], device: torch.device, shape: tuple[int, ...] = ()
-) -> QuantizePlan:
-    """Return the plan of a kernel. values: its arguments by name, in order."""
-    return QuantizePlan(
-        fn=machine.current.kernel(op, spec, arch),
-        flat=list(values.values()),
-        at={name: i for i, name in enumerate(values)},
-        shape=shape,
-        device=device,
-        single_device=machine.current.device_count() == 1,
-    )
+def bind_dequantize(plan: RowsPlan, call: DequantizeCall) -> tuple[list[Any], torch.Tensor]:
+    """Return the arguments of a launch, and the values."""
+    (data, scales, scale), flat, at = call, plan.flat.copy(), plan.at
+    if scales.numel() > MOST_BLOCKS:
+        raise NotImplementedError(f"scales: {scales.numel()} scale factors, the kernel takes at most {MOST_BLOCKS}")
+    out = torch.empty(*data.shape[:-1], 2 * data.shape[-1], dtype=torch.float32, device=data.device)
+    flat[at.codes] = data.contiguous().view(-1, fp4.BLOCK // 2)
+    flat[at.sf] = scales.contiguous().view(torch.uint8).view(-1)
+    flat[at.values] = out.view(-1, fp4.BLOCK)
+    put_scale(flat, at, scale)
+    return flat, out
+
+
+def put_scale(flat: list[Any], at: CacheWriteArgs, scale: Any) -> None:
+    """Put the global scale in its place."""
+    if isinstance(scale, torch.Tensor):
+        flat[at.k_scale_ptr] = scale.detach().reshape(1)
+    else:
+        flat[at.k_scale] = float(scale)
+
+
+QUANTIZE = KernelFamily(
+    key=lambda call: (
+        "nvfp4_quantize",
+        call.x.get_device(),
+        call.x.dtype,
+        call.x.shape,
+        call.x.is_contiguous() or call.x.stride(),
+    ),  # fmt: skip
+    inputs=lambda call: call[:1],
+    validate=lambda call: fp4.quantizable(*call),
+    plan=quantize_plan,
+    bind=bind_quantize,
+    reference=lambda call: fp4.nvfp4_quantize(*call),
+)
+DEQUANTIZE = KernelFamily(
+    key=lambda call: ("nvfp4_dequantize", call.data.get_device()),
+    inputs=lambda call: call[:1],
+    validate=lambda call: fp4.dequantizable(*call),
+    plan=dequantize_plan,
+    bind=bind_dequantize,
+    reference=lambda call: fp4.nvfp4_dequantize(*call),
+)

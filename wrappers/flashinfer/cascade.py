@@ -17,6 +17,7 @@ RuntimeError for a tensor that requires grad, in grad mode, NotImplementedError 
 
 import torch
 
+from ..merge.checks import IN_PLACE, PAIR, STATES, MergeCall
 from ..merge.op import serve
 
 __all__ = ["merge_state", "merge_state_in_place", "merge_states"]
@@ -34,7 +35,7 @@ def merge_state(
     >>> merge_state(a, torch.tensor([[0.0]]), b, torch.tensor([[3.0]]).log2())
     (tensor([[[4., 4.]]]), tensor([[2.]]))
     """
-    return serve("merge_state", v_a, s_a, v_b, s_b)
+    return serve(MergeCall(PAIR, v_a, s_a, v_b, s_b))
 
 
 def merge_state_in_place(
@@ -51,7 +52,7 @@ def merge_state_in_place(
     >>> v, s
     (tensor([[[1., 1.]]]), tensor([[0.]]))
     """
-    serve("merge_state_in_place", v, s, v_other, s_other, mask)
+    serve(MergeCall(IN_PLACE, v, s, v_other, s_other, mask))
 
 
 def merge_states(v: torch.Tensor, s: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -65,4 +66,4 @@ def merge_states(v: torch.Tensor, s: torch.Tensor) -> tuple[torch.Tensor, torch.
     >>> merge_states(torch.tensor([1.0, 2.0, 6.0]).view(1, 3, 1, 1), torch.zeros(1, 3, 1))[0]
     tensor([[[3.]]])
     """
-    return serve("merge_states", v, s)
+    return serve(MergeCall(STATES, v, s))

@@ -1,11 +1,13 @@
 """Report which tensors have memory in common: exact, from addresses, sizes and strides.
 
-If the plan of a call is known, its outputs are compared with its first input and with each other by bounds of the
-addresses that each tensor reaches (storages say less: imported memory has its own). Only tensors with overlapping
-bounds are compared here. All other tensors of a call are compared when its plan is made.
+If the plan of a call is known, its outputs are compared with its other tensors by bounds of the addresses that each
+tensor reaches (storages say less: imported memory has its own), see `AddressBounds`. Only a call in which such bounds
+overlap is compared exactly again.
 """
 
+from collections.abc import Sequence
 from functools import lru_cache
+from itertools import combinations
 from typing import NamedTuple
 
 import torch
@@ -25,6 +27,34 @@ class MemorySpan(NamedTuple):
     @staticmethod
     def of(dims: tuple[tuple[int, int], ...], run: int) -> "MemorySpan":
         return MemorySpan(dims, run, sum((count - 1) * step for count, step in dims) + run)
+
+
+class AddressBounds(NamedTuple):
+    """The addresses of the tensors of a valid call, for a comparison with other calls of the same shapes and strides.
+
+    pairs: two tensors of which one is written: their positions in `addresses`, and the bytes that each reaches.
+    """
+
+    addresses: list[int]
+    pairs: tuple[tuple[int, int, int, int], ...]
+
+    @staticmethod
+    def of(tensors: Sequence[torch.Tensor | None], written: set[int]) -> "AddressBounds":
+        """Return the bounds of tensors, some of them absent. written: the positions of those that the call writes."""
+        sizes = [0 if t is None else reach(t) for t in tensors]
+        pairs = [(a, b) for a, b in combinations(range(len(sizes)), 2) if {a, b} & written and sizes[a] and sizes[b]]
+        addresses = [0 if t is None else t.data_ptr() for t in tensors]
+        return AddressBounds(addresses, tuple((a, b, sizes[a], sizes[b]) for a, b in pairs))
+
+    def may_overlap(self, addresses: list[int]) -> bool:
+        """Return whether a tensor that is written may share memory with another one, at another distance than in the
+        call that is known to be valid. addresses: of all tensors; those of that call need no question."""
+        known = self.addresses
+        for a, b, a_bytes, b_bytes in self.pairs:
+            apart = addresses[b] - addresses[a]
+            if -b_bytes < apart < a_bytes and apart != known[b] - known[a]:
+                return True
+        return False
 
 
 def reach(t: torch.Tensor) -> int:

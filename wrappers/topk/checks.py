@@ -24,7 +24,9 @@ from ..host.checks import (
     check_strided,
     listed,
 )
+from ..host.plain import refuse_grad
 from ..host.scalars import integer
+from ..host.schema import GivenTensor, MaybeTensor
 
 DTYPES = {torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16"}
 PAGE_TABLE, RAGGED, TOP_K = "top_k_page_table_transform", "top_k_ragged_transform", "top_k"
@@ -58,23 +60,23 @@ class TopKCall(NamedTuple):
     layout: (num_rows, stride0, stride1), as a caller of the per-row functions states them.
     """
 
-    function: Any
-    scores: Any
-    k: Any
-    starts: Any = None
-    lengths: Any = None
-    out: Any = None
-    raw: Any = None
-    values: Any = None
-    indices: Any = None
-    table: Any = None
-    row_to_batch: Any = None
-    table_starts: Any = None
-    offsets: Any = None
-    next_n: Any = 1
-    page_size: Any = 1
-    tie_break: Any = TopKTieBreak.NONE
-    sorted: Any = False
+    function: str
+    scores: GivenTensor
+    k: int
+    starts: MaybeTensor = None
+    lengths: MaybeTensor = None
+    out: MaybeTensor = None
+    raw: MaybeTensor = None
+    values: MaybeTensor = None
+    indices: MaybeTensor = None
+    table: MaybeTensor = None
+    row_to_batch: MaybeTensor = None
+    table_starts: MaybeTensor = None
+    offsets: MaybeTensor = None
+    next_n: int = 1
+    page_size: int = 1
+    tie_break: int = TopKTieBreak.NONE
+    sorted: bool = False
     layout: Any = None
 
 
@@ -113,7 +115,7 @@ def each_row(seq_lens: torch.Tensor, next_n: Any, logits: Any) -> torch.Tensor:
 
 def validate(call: TopKCall) -> None:
     """Raise on the first argument that does not fit."""
-    names = NAMES[call.function]
+    call, names = with_ints(call), NAMES[call.function]
     rows, width = _scores(names["scores"], call)
     for field in (*INPUTS, *OUTPUTS):
         check_memory(names.get(field, field), getattr(call, field), call.scores)
@@ -172,6 +174,7 @@ def stated(call: TopKCall) -> None:
 def _scores(name: str, call: TopKCall) -> tuple[int, int]:
     scores = call.scores
     device = check_strided(name, scores, 2).device
+    refuse_grad({name: scores})
     if device.type not in ("cpu", "cuda", "meta"):
         raise ValueError(f"{name}: device {device}, must be cpu or cuda")
     check_one_of(f"{name}: dtype", scores.dtype, DTYPES)
@@ -190,12 +193,12 @@ def _integers(name: str, value: Any, ndim: int, scores: torch.Tensor) -> None:
 
 
 def _table(call: TopKCall, rows: int) -> None:
-    name = NAMES[call.function]["table"]
-    _integers(name, call.table, 2, call.scores)
-    batches = call.table.shape[0]
+    name, table = NAMES[call.function]["table"], call.table
+    _integers(name, table, 2, call.scores)
+    batches = table.shape[0]
     if rows and batches < (rows if call.row_to_batch is None else 1):
         least = "1 row" if call.row_to_batch is not None else f"{rows} rows, one per row of input, without row_to_batch"
-        raise ValueError(f"{name}: shape {tuple(call.table.shape)}, must have at least {least}")
+        raise ValueError(f"{name}: shape {tuple(table.shape)}, must have at least {least}")
     size = call.page_size
     if size > 1 and call.starts is not None and call.table_starts is None:
         raise ValueError(f"page_table_row_starts: None, required if row_starts is given and page_size is {size}")

@@ -1,8 +1,9 @@
-"""Run a call of a top-k function: look up its plan, allocate the outputs that are not given, and launch."""
+"""Plan and bind the calls of top-k, for `host.launch`: the key of a call, its kernel, its arguments and its results."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from operator import itemgetter
 from typing import Any
 
 import torch
@@ -12,33 +13,25 @@ from cute_kernels.topk.args import TopKArgs
 from cute_kernels.topk.request import TopKKernelRequest
 
 from .. import reference
-from ..host import machine, overlap, scratch
-from ..host.checks import check_apart, checking, raise_reason
-from .checks import DTYPES, NAMES, PER_ROW, TOP_K, WINDOWS, TopKCall, TopKTieBreak, validate, with_ints
+from ..host import machine
+from ..host.launch import KernelFamily, Plan, prototypes, select
+from ..host.overlap import AddressBounds
+from .checks import DTYPES, NAMES, PER_ROW, TOP_K, WINDOWS, TopKCall, TopKTieBreak, validate
 from .values import check as check_values
 
 AT = TopKArgs(*range(len(TopKArgs._fields)))  # position of each argument in a launch
 _SCORES, _STARTS, _LENGTHS, _OUT, _RAW, _VALUES, _INDICES, _TABLE = AT[:8]
 _ROW_TO_BATCH, _TABLE_STARTS, _OFFSETS = AT.row_to_batch, AT.table_starts, AT.offsets
 _empty_like = torch.empty_like  # a module global: saves an attribute look-up, 20 ns
+Results = tuple[Any, Any, Any]  # out, values, indices; None for those that a function does not return
 
 
-@dataclass(slots=True, eq=False)
-class TopKLaunchPlan:
-    """A compiled kernel and all that a launch needs beyond the call's own tensors."""
+@dataclass(slots=True, eq=False, kw_only=True)
+class TopKPlan(Plan):
+    """A kernel of top-k, its arguments except the tensors of a call, and what its outputs look like."""
 
-    fn: Callable[..., Any]  # the compiled kernel, or the reference
-    sort: Callable[..., Any] | None  # sorts values and indices if the caller asks for it; takes `SortArgs`
-    flat: list[Any]  # its arguments, `TopKArgs`; optional ones are empty, in the form that `fn` converts fastest
-    device: torch.device
-    single_device: bool  # it is the only device of the process
-    copies: bool  # the scores are copied first, as the kernel cannot read their layout
-    rows: int
-    checked: bool  # bounds and rows of the table are read and checked before a launch
-    scores_bytes: int  # from the first to the last
-    out_bytes: int  # the same for `out`, given or new
-    raw_bytes: int
-    like_out: torch.Tensor  # (R, k) int32, one element expanded: empty_like is 0.5 us cheaper than empty
+    bounds: AddressBounds  # of the scores, `out` and `raw`
+    like_out: torch.Tensor  # (R, k) int32, see `prototypes`
     like_values: torch.Tensor  # (R, k), the scores' dtype
     like_indices: torch.Tensor  # (R, k) int64
 
@@ -70,43 +63,77 @@ def key_of(call: TopKCall) -> tuple[Any, ...]:
     )  # fmt: skip
 
 
-def plan_of(call: TopKCall) -> TopKLaunchPlan:
-    """Return the plan of a call that nobody has checked, made if its key is new."""
-    here = machine.current
-    try:
-        key = key_of(call)
-        plan = here.plans.get(key)
-    except (AttributeError, TypeError, RuntimeError):
-        raise_reason(validate, with_ints(call))
-        raise
-    if plan is None:
-        call = with_ints(call)
-        validate(call)
-        device_info = here.device_info(call.scores.device)
-        plan = plan_for(call, device_info)
-        # The reference checks nothing, so its calls are validated each time. A graph owns what a capture allocates.
-        if device_info is not None and here.uncaptured_stream(plan.device) is not None:
-            here.keep(key, plan)
-    return plan
+def request_of(call: TopKCall, sms: int) -> TopKKernelRequest:
+    """Return the kernel request of a valid call on a GPU of `sms` SMs."""
+    rows, width = call.scores.shape
+    return TopKKernelRequest(DTYPES[call.scores.dtype], rows, width, call.k, sms)
 
 
-def run(call: TopKCall) -> tuple[Any, Any, Any]:
-    """Return (out, values, indices) of a call; None for those that its function does not return."""
-    if call.k.__class__ is not int or call.next_n.__class__ is not int or call.page_size.__class__ is not int:
-        call = with_ints(call)
-        validate(call)
-    here, plan = machine.current, plan_of(call)
-    if not plan.single_device and here.current_device() != plan.device.index:
-        with here.on(plan.device):
-            return run(call)
-    try:
-        return launch(plan, bind(plan, call), call)
-    except Exception:
-        raise_reason(validate, with_ints(call))
-        raise
+def plan_for(call: TopKCall, device_info: tuple[str, int] | None) -> TopKPlan:
+    """Return the plan of a valid call for a device's (architecture, SM count), None for the reference.
+
+    Raises NotImplementedError if no kernel serves the call.
+    """
+    scores, k = call.scores, call.k
+    (rows, width), device = scores.shape, scores.device
+    likes, kept = prototypes(device, *((dtype, (rows, k)) for dtype in (torch.int32, scores.dtype, torch.int64)))
+    empty = partial(machine.current.empty, device)
+    none = empty(torch.int32)
+    flat = TopKArgs(
+        scores=None, starts=none, lengths=none, out=empty(torch.int32, k), raw=empty(torch.int32, k),
+        values=empty(scores.dtype, k), indices=empty(torch.int64, k), table=empty(torch.int32, 1), row_to_batch=none,
+        table_starts=none, offsets=none, window=WINDOWS[call.function], next_n=call.next_n,
+        page_shift=call.page_size.bit_length() - 1, k=k, last_ties=int(call.tie_break == TopKTieBreak.LARGE),
+        enable_pdl=1,
+    )  # fmt: skip
+    fn = kernel_of(call, device_info)
+    if width != 1 and scores.stride(1) != 1:  # only per-row functions, and rows without elements
+        fn = partial(on_a_copy, fn)
+    return TopKPlan(
+        fn=fn,
+        flat=list(flat),
+        runs=rows > 0,
+        kept=kept,
+        bounds=AddressBounds.of((scores, call.out, call.raw), {1, 2}),
+        like_out=likes[0],
+        like_values=likes[1],
+        like_indices=likes[2],
+    )
 
 
-def bind(plan: TopKLaunchPlan, call: TopKCall) -> list[Any]:
+def kernel_of(call: TopKCall, device_info: tuple[str, int] | None) -> Callable[..., Any]:
+    """Return what computes a call: the kernel, with one that sorts its results if the caller asks for it."""
+    fn: Callable[..., Any] = reference.top_k_rows
+    sort: Callable[..., Any] = reference.sort_rows
+    if device_info is not None:
+        arch, sms = device_info
+        request, served = request_of(call, sms), any(arch in kernel.ARCHS for kernel in dispatch.KERNELS.values())
+        field = "k" if served else "scores"
+        fn, _ = select(dispatch, request, arch, NAMES[call.function].get(field, field))
+        sorter = dispatch.sort_spec(request, arch) if call.sorted else None
+        if sorter is not None:  # beyond the sort kernel's largest k the reference sorts: in torch, on the device
+            sort = machine.current.kernel(dispatch.SORT, sorter, arch)
+    return partial(then_sorted, fn, sort) if call.sorted else fn
+
+
+def then_sorted(fn: Callable[..., Any], sort: Callable[..., Any], *flat: Any) -> None:
+    """Launch a kernel, then one that sorts values and indices."""
+    fn(*flat)
+    sort(flat[_VALUES], flat[_INDICES], 1)
+
+
+def on_a_copy(fn: Callable[..., Any], scores: torch.Tensor, *rest: Any) -> None:
+    """Launch a kernel that cannot read the layout of the scores."""
+    fn(scores.clone(memory_format=torch.contiguous_format), *rest)
+
+
+def bind(plan: TopKPlan, call: TopKCall) -> tuple[list[Any], Results]:
+    """Return the arguments of a launch, and the results of the call."""
+    flat = bind_inputs(plan, call)
+    return flat, bind_scores(plan, flat, call)
+
+
+def bind_inputs(plan: TopKPlan, call: TopKCall) -> list[Any]:
     """Return the arguments of a launch with the call's tensors, except the scores and the outputs."""
     flat = plan.flat.copy()
     if call.function == TOP_K:
@@ -125,102 +152,28 @@ def bind(plan: TopKLaunchPlan, call: TopKCall) -> list[Any]:
     return flat
 
 
-def launch(plan: TopKLaunchPlan, flat: list[Any], call: TopKCall) -> tuple[Any, Any, Any]:
-    """Launch a call that is bound to flat, and return its results."""
-    scores, out, values, indices = call.scores, call.out, call.values, call.indices
-    flat[_SCORES] = scores.clone(memory_format=torch.contiguous_format) if plan.copies else scores
+def bind_scores(plan: TopKPlan, flat: list[Any], call: TopKCall) -> Results:
+    """Put the scores and the outputs of a call, new unless they are given, in their places, and return its results."""
+    flat[_SCORES] = call.scores
     if call.function == TOP_K:
+        values, indices = call.values, call.indices
         if values is None:
             values, indices = _empty_like(plan.like_values), _empty_like(plan.like_indices)
         flat[_VALUES], flat[_INDICES] = values, indices
-    else:
-        if out is not None or call.raw is not None:
-            _place_outputs(plan, flat, call)
-        if out is None and call.function not in PER_ROW:
-            flat[_OUT] = out = _empty_like(plan.like_out)
-    if plan.checked and (plan.device.type == "cpu" or not machine.current.is_capturing()):
-        validate(call)
-        check_values(call)
-    if plan.rows:
-        plan.fn(*flat)
-        if plan.sort is not None:
-            plan.sort(values, indices, 1)
-    return out, values, indices
-
-
-def _place_outputs(plan: TopKLaunchPlan, flat: list[Any], call: TopKCall) -> None:
-    """Set the outputs that are given, after a check that they overlap neither the scores nor each other."""
-    scores, out, raw, names = call.scores, call.out, call.raw, NAMES[call.function]
-    at, at_out = scores.data_ptr(), 0
-    if out is not None:
-        at_out = out.data_ptr()
-        if -plan.out_bytes < at_out - at < plan.scores_bytes:  # rare
-            check_apart({"out": out}, {names["scores"]: scores})
-        flat[_OUT] = out
+        return None, values, indices
+    out, raw = call.out, call.raw
+    if out is not None or raw is not None:
+        at_out, at_raw = 0 if out is None else out.data_ptr(), 0 if raw is None else raw.data_ptr()
+        addresses = [call.scores.data_ptr(), at_out, at_raw]
+        if addresses != plan.bounds.addresses and plan.bounds.may_overlap(addresses):
+            validate(call)
     if raw is not None:
-        at_raw = raw.data_ptr()
-        if -plan.raw_bytes < at_raw - at < plan.scores_bytes:
-            check_apart({names.get("raw", "raw"): raw}, {names["scores"]: scores})
-        if out is not None and -plan.raw_bytes < at_raw - at_out < plan.out_bytes:
-            check_apart({names.get("raw", "raw"): raw}, {"out": out})
         flat[_RAW] = raw
+    if out is None and call.function not in PER_ROW:
+        out = _empty_like(plan.like_out)
+    if out is not None:
+        flat[_OUT] = out
+    return out, None, None
 
 
-def request_of(call: TopKCall, sms: int) -> TopKKernelRequest:
-    """Return the kernel request of a valid call on a GPU of `sms` SMs."""
-    rows, width = call.scores.shape
-    return TopKKernelRequest(DTYPES[call.scores.dtype], rows, width, call.k, sms)
-
-
-def plan_for(call: TopKCall, device_info: tuple[str, int] | None) -> TopKLaunchPlan:
-    """Return the plan of a valid call for a device's (architecture, SM count), None for the reference.
-
-    Raises NotImplementedError if no kernel serves the call.
-    """
-    scores, k = call.scores, call.k
-    (rows, width), device = scores.shape, scores.device
-    fn: Callable[..., Any] = reference.top_k_rows
-    sort: Callable[..., Any] | None = reference.sort_rows if call.sorted else None
-    if device_info is not None:
-        arch, sms = device_info
-        try:
-            op, spec = dispatch.select(request_of(call, sms), arch)
-        except NotImplementedError as error:
-            field = "k" if any(arch in kernel.ARCHS for kernel in dispatch.KERNELS.values()) else "scores"
-            raise NotImplementedError(f"{NAMES[call.function].get(field, field)}: {error}") from None
-        fn = machine.current.kernel(op, spec, arch)
-        sorter = dispatch.sort_spec(request_of(call, sms), arch) if call.sorted else None
-        if sorter is not None:  # beyond the sort kernel's largest k the reference sorts: in torch, on the device
-            sort = machine.current.kernel(dispatch.SORT, sorter, arch)
-
-    def likes() -> list[torch.Tensor]:
-        types = torch.int32, scores.dtype, torch.int64
-        return [torch.empty(1, dtype=dtype, device=device).expand(rows, k) for dtype in types]
-
-    keeps = device_info is not None and machine.current.uncaptured_stream(device) is not None
-    like_out, like_values, like_indices = scratch.kept(likes, device) if keeps else likes()
-    empty = partial(machine.current.empty, device)
-    none = empty(torch.int32)
-    flat = TopKArgs(
-        scores=None, starts=none, lengths=none, out=empty(torch.int32, k), raw=empty(torch.int32, k),
-        values=empty(scores.dtype, k), indices=empty(torch.int64, k), table=empty(torch.int32, 1), row_to_batch=none,
-        table_starts=none, offsets=none, window=WINDOWS[call.function], next_n=call.next_n,
-        page_shift=call.page_size.bit_length() - 1, k=k, last_ties=int(call.tie_break == TopKTieBreak.LARGE),
-        enable_pdl=1,
-    )  # fmt: skip
-    return TopKLaunchPlan(
-        fn=fn,
-        sort=sort,
-        flat=list(flat),
-        device=device,
-        single_device=device_info is None or machine.current.device_count() == 1,
-        copies=width != 1 and scores.stride(1) != 1,  # only per-row functions, and rows without elements
-        rows=rows,
-        checked=checking() and device.type != "meta",
-        scores_bytes=overlap.reach(scores),
-        out_bytes=4 * rows * k if call.out is None else overlap.reach(call.out),
-        raw_bytes=0 if call.raw is None else overlap.reach(call.raw),
-        like_out=like_out,
-        like_values=like_values,
-        like_indices=like_indices,
-    )
+FAMILY = KernelFamily(key_of, itemgetter(slice(1, 2)), validate, plan_for, bind, values=check_values)

@@ -75,8 +75,8 @@ def merge_features() -> list[MergeScenario]:
     ]
 
 
-def poisoned(like: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
-    return torch.full(shape, math.nan, dtype=like.dtype, device=like.device)
+def poisoned(like: torch.Tensor) -> torch.Tensor:
+    return torch.full(like.shape, math.nan, dtype=like.dtype, device=like.device)
 
 
 def run_merge(spec: MergeSpec | None, case: MergeScenario, arch: str, **how: Any) -> Outcome:
@@ -88,7 +88,7 @@ def run_merge(spec: MergeSpec | None, case: MergeScenario, arch: str, **how: Any
         with override(HostMachine()):
             expected = cases.run(call, given)
         before = [cases.outside(t) for t in inputs.values()]
-        with override(simulated), mock.patch.object(plan, "_new_empty", poisoned):
+        with override(simulated), mock.patch.object(plan, "_empty_like", poisoned):
             got = cases.run(call, inputs)
         kept = all(map(torch.equal, before, (cases.outside(t) for t in inputs.values())))
         return cases.difference(call, got, expected) if kept else math.inf, got
