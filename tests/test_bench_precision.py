@@ -11,7 +11,7 @@ from bench.cases import precision as cases
 from bench.cases.attention import reference_of
 from tests.test_bench import setup_of
 from wrappers import fp4, trtllm_batch_context_with_kv_cache
-from wrappers.own.explanation import call_of
+from wrappers.own.registry import call_of
 
 pytestmark = pytest.mark.slow
 

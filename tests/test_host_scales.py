@@ -17,10 +17,10 @@ from torch.utils._pytree import tree_leaves
 
 import wrappers
 from tests.flash_attn_batches import good_call
+from tests.good_calls import inputs_of
 from tests.prefill_batches import HKV, HQ, D
 from tests.test_bad_calls import CODES, GOOD, SMALL, X, attention
 from tests.test_plans import Recorder
-from tests.test_signatures import inputs_of
 from wrappers import fp4
 from wrappers.attention import plan
 from wrappers.flashinfer import values
