@@ -11,7 +11,9 @@ import wrappers
 from bench.cases import attention as cases
 from bench.cases.attention import DTYPES, AttentionCase
 from bench.cases.family import within
+from wrappers.attention.bound import LayerLaunch, StepTensors, tensors_of
 from wrappers.attention.call import AttentionCall
+from wrappers.own.registry import call_of
 
 from ..call import Call, Tree
 
@@ -48,7 +50,7 @@ def _again(tree: Tree) -> Tree:
 
 
 def _by_mode(call: Call, function: Any, query: str) -> Callable[[Tree], Any]:
-    """Return the way to make a call: directly, through `bind`, or after calls that repeat a layer."""
+    """Return the way to make a call: directly, through `bind`, or as a layer that keeps its launch."""
 
     def bound(tree: Tree) -> Any:
         layer = wrappers.bind(function, **tree)
@@ -58,11 +60,29 @@ def _by_mode(call: Call, function: Any, query: str) -> Callable[[Tree], Any]:
         return found
 
     def repeated(tree: Tree) -> Any:
-        for _ in range(3):
-            function(**_again(tree))
-        return function(**_again(tree))
+        launch = LayerLaunch() if _is_layers(function, tree) else None
+        for _ in range(4):
+            step = _again(tree)
+            found = function(**step) if launch is None else _step(launch, function, step)
+        return found
 
     return {"bind": bound, "repeat": repeated}.get(call.mode, lambda tree: function(**tree))
+
+
+def _is_layers(function: Any, tree: Tree) -> bool:
+    """Return whether `LayerLaunch` serves a call: its requests have one table of K and V, and it writes no LSE."""
+    tables = wrappers.trtllm_batch_context_with_kv_cache, wrappers.trtllm_batch_decode_with_kv_cache
+    return function in tables and tree["block_tables"].dim() == 2 and tree.get("lse") is None and "mask" not in tree
+
+
+def _step(launch: LayerLaunch, function: Any, step: Tree) -> Any:
+    """Return the result of a step of a layer."""
+    names = ("query", "block_tables", "seq_lens", "cum_seq_lens_q", "out")
+    asked = step.get("max_q_len"), step.get("q_len_per_req")
+    own = [value for name, value in step.items() if name not in names]
+    return launch.serve(
+        StepTensors(*map(step.get, names)), asked, tuple(tensors_of(own)), lambda: call_of(function, **step)
+    )
 
 
 def _split(found: Any, lse: bool) -> tuple[Any, torch.Tensor | None]:
