@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from . import readme, results
+from . import pages, readme, results
 
 if TYPE_CHECKING:
     from .harness import Ceilings, Measurement, Setup
@@ -34,7 +34,7 @@ def attention() -> Family:
     known: dict[str, Any] = {name: (case, prefill.measure) for name, case in headlines.items()}
     for found, one in (
         (precision.CASES, precision.measure),
-        (decode.CASES | shapes.SWEEP_DECODE, decode.measure),
+        (decode.CASES, decode.measure),
         (serving.CASES, serving.measure),
         (family.CASES, family.measure),
     ):
@@ -174,7 +174,7 @@ def engine_error(args: argparse.Namespace) -> None:
     from . import engine_error as errors
 
     env = environment()
-    path = args.results or results.ENGINE_ERRORS / f"{env.gpu}.csv"
+    path = args.results or results.file_of(results.ErrorRow, env.gpu)
     for name in each_of(errors.CASES, args.cases):
         results.append(path, errors.measure(name, providers_of(args), env))
 
@@ -185,7 +185,7 @@ def server(args: argparse.Namespace) -> None:
     from . import server as bench
 
     env = environment()
-    path = args.results or results.SERVERS / f"{env.gpu}.csv"
+    path = args.results or results.file_of(results.ServerRow, env.gpu)
     for name in each_of(bench.SERVERS, args.cases):
         for row in bench.measure(name, providers_of(args), env):
             results.append(path, [row])
@@ -197,7 +197,7 @@ def sparsity(args: argparse.Namespace) -> None:
     from . import harness, precision
 
     env = environment()
-    path = args.results or results.SPARSITY / f"{env.gpu}.csv"
+    path = args.results or results.file_of(results.SkipRow, env.gpu)
     rows = precision.study(precision.cases.SKIP, harness.Setup(("ours",), args.rounds), env)
     results.append(path, rows)
     print(f"{len(rows)} rows -> {path}")
@@ -234,7 +234,7 @@ def plots(args: argparse.Namespace) -> None:
 
 def fill(args: argparse.Namespace) -> None:
     """Fill the measured sections of README and docs/."""
-    readme.update()
+    pages.command(readme.sections(), args.check)
 
 
 Options = dict[str, tuple[Any, str]]  # name -> (default, help)
@@ -283,7 +283,9 @@ def main() -> None:
     for name, (run, options) in VERBS.items():
         add(name, run, options, run.__doc__)
     verbs.add_parser("plots", help=plots.__doc__).set_defaults(run=plots)
-    verbs.add_parser("readme", help=fill.__doc__).set_defaults(run=fill)
+    one = verbs.add_parser("readme", help=fill.__doc__)
+    one.add_argument("--check", action="store_true", help=pages.CHECK)
+    one.set_defaults(run=fill)
     args = parser.parse_args()
     args.run(args)
 

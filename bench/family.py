@@ -31,13 +31,15 @@ PREFILL = replace(case_of("family-bf16-causal-b2-s8192-h32x8-d128", (8192,) * 2,
 DECODE = replace(cases.decoding(64, 8192, (64, 8), 128, 64), name="family-decode-bf16-b64-s8192-h64x8-d128")
 HOST = "host-family"
 DRAFTS = 64  # tokens of a tree, the last ones of a request
+SPAN = 1024  # tokens that see each other, from the middle of a request on, beside the causal mask
 MODIFIED = {  # case -> (provider of FORMS, what it changes in PREFILL)
     f"prefill-{kind}-b2-s8192-h32x8-d128-p64": (form, change)
     for kind, form, change in (
         ("mask-causal", "ours-mask", {}), ("mask-tree", "ours-mask-tree", {}),
         ("mask-drafts", "ours-mask-tree", {"q_lens": (DRAFTS,) * 2}),
         ("mask-random", "ours-mask-random", {"causal": False}), ("rope-causal", "ours-rope", {}),
-        ("alibi-causal", "ours-alibi", {}),
+        ("alibi-causal", "ours-alibi", {}), ("ranges-none", "ours-ranges-none", {}),
+        ("ranges-span", "ours-ranges-span", {}),
     )
 }  # fmt: skip
 OWN = (replace(PREFILL, name=name, **change) for name, (_, change) in MODIFIED.items())  # type: ignore[arg-type]
@@ -49,7 +51,8 @@ THETA = 1e4  # RoPE's theta: the default of the classes
 
 def mask_of(kind: str, shape: Any, device: torch.device) -> torch.Tensor:
     """Return the mask of each request, bool (query rows, keys). kind: "causal"; "tree": the last `DRAFTS` tokens are
-    the nodes of a binary tree, and see their ancestors alone among these; "random": each bit is set with 1/2."""
+    the nodes of a binary tree, and see their ancestors alone among these; "random": each bit is set with 1/2; "span":
+    causal, but the tokens of a `SPAN` see each other."""
     (rows,), (keys,) = set(shape.q_lens), set(shape.kv_lens)
     if kind == "random":
         return torch.rand(rows, keys, device=device, generator=torch.Generator(device).manual_seed(0)) < 0.5
@@ -60,14 +63,20 @@ def mask_of(kind: str, shape: Any, device: torch.device) -> torch.Tensor:
         for node in range(1, count):
             tree[node] |= tree[(node - 1) // 2]
         mask[-count:, -count:] = tree.to(device)
+    if kind == "span":
+        span = slice(rows // 2, rows // 2 + SPAN)
+        mask[span, span] = True
     return mask
 
 
-def paged(inputs: Inputs, kind: Any = None, scales: tuple[torch.Tensor, ...] = (), **given: Any) -> Run:
+def paged(
+    inputs: Inputs, kind: Any = None, scales: tuple[torch.Tensor, ...] = (), run: dict[str, Any] | None = None,
+    **given: Any,
+) -> Run:  # fmt: skip
     """Return the call of a paged class, ours or a peer's, on the pages of the inputs. The plan is outside the timed
     call.
 
-    scales: those of Q, K and V, as flashinfer's `run` takes them.
+    scales: those of Q, K and V, as flashinfer's `run` takes them. run: its keywords.
     """
     shape, query, cache = shape_of(inputs), inputs["query"], pages(inputs)
     space = torch.empty(256 << 20, dtype=torch.uint8, device=query.device)
@@ -75,7 +84,7 @@ def paged(inputs: Inputs, kind: Any = None, scales: tuple[torch.Tensor, ...] = (
     heads = shape.heads_q, shape.heads_kv, shape.dim_qk, cache[0].shape[2]
     wrapper.plan(*csr(inputs), *heads, **{"causal": shape.causal} | given, **_types(inputs))
     out = inputs["out"]
-    return lambda: wrapper.run(query, cache, *scales, out=out)
+    return lambda: wrapper.run(query, cache, *scales, out=out, **run or {})
 
 
 def ragged(inputs: Inputs, kind: Any = None, **given: Any) -> Run:
@@ -122,6 +131,15 @@ def masked(inputs: Inputs, kind: str = "causal") -> Run:
     return paged(inputs, packed_custom_mask=bits.repeat(shape.batch), causal=False)
 
 
+def ranged(inputs: Inputs, span: int = 0) -> Run:
+    """Return the call with ranges of keys: of the `span` tokens from the middle of each request on."""
+    shape, query = shape_of(inputs), inputs["query"]
+    own = torch.full((shape.length, 2), -1, dtype=torch.int32, device=query.device)
+    first = shape.length // 2
+    own[first : first + span] = torch.tensor([first, first + span - 1], dtype=torch.int32)
+    return paged(inputs, run={"bidirectional_ranges": own.repeat(shape.batch, 1)})
+
+
 FORMS: dict[str, tuple[int, Callable[[Inputs], Run]]] = {  # provider -> page size of its inputs, maker of its call
     "ours": (64, context),
     "ours-paged": (64, paged),
@@ -130,6 +148,8 @@ FORMS: dict[str, tuple[int, Callable[[Inputs], Run]]] = {  # provider -> page si
     "ours-mask": (64, masked),
     "ours-mask-tree": (64, partial(masked, kind="tree")),
     "ours-mask-random": (64, partial(masked, kind="random")),
+    "ours-ranges-none": (64, ranged),
+    "ours-ranges-span": (64, partial(ranged, span=SPAN)),
     "ours-rope": (64, partial(paged, pos_encoding_mode="ROPE_LLAMA")),
     "ours-alibi": (64, partial(paged, pos_encoding_mode="ALIBI")),
     "flashinfer-paged": (64, lambda inputs: paged(inputs, flashinfer("Paged"))),
@@ -167,8 +187,8 @@ def checked(provider: str, inputs: Inputs, out: torch.Tensor) -> str | None:
     if provider.endswith("-rope"):
         return check(rotated(inputs), out)
     bias = slopes(out.shape[1], out.device) if provider.endswith("-alibi") else None
-    kind = provider.removeprefix("ours-mask-")
-    mask = mask_of(kind, shape_of(inputs), out.device) if kind != provider else None
+    kind = provider.rpartition("-")[2]
+    mask = mask_of(kind, shape_of(inputs), out.device) if kind in ("tree", "random", "span") else None
     return check(inputs, out, slopes=bias, mask=mask)
 
 

@@ -38,20 +38,28 @@ def placed(body: str, page: Path) -> str:
     return re.sub(r"\]\((?!https?:|#)([^)]+)\)", lambda m: f"]({os.path.relpath(ROOT / m[1], page.parent)})", body)
 
 
-def fill(sections: dict[str, str]) -> None:
-    """Put generated sections, name -> body, into the pages that hold their markers."""
+def fill(sections: dict[str, str], check: bool = False) -> list[str]:
+    """Put generated sections, name -> body, into the pages that hold their markers. Return the names of those that
+    differed. check: write nothing."""
+    stale = []
     for name, body in sections.items():
         page = holder(name)
-        page.write_text(between(page.read_text(), name, placed(body, page)))
+        old = page.read_text()
+        new = between(old, name, placed(body, page))
+        if new != old:
+            stale.append(name)
+            if not check:
+                page.write_text(new)
+    return stale
 
 
-def stale(sections: dict[str, str]) -> list[str]:
-    """Return the names of the sections that differ from their page."""
+CHECK = "write nothing; end with status 1 if a section is not current"
 
-    def differs(page: Path, name: str, body: str) -> bool:
-        return between(page.read_text(), name, placed(body, page)) != page.read_text()
 
-    return [name for name, body in sections.items() if differs(holder(name), name, body)]
+def command(sections: dict[str, str], check: bool) -> None:
+    """Run the command of a generator: `fill`, or with `check` name the sections that are not current."""
+    if (stale := fill(sections, check)) and check:
+        raise SystemExit(f"not current: {', '.join(stale)}")
 
 
 def table(head: Sequence[str], lines: Iterable[Sequence[object]], words: int = 1) -> str:

@@ -45,7 +45,6 @@ PEER_TICKS, FAR_TICKS = (0.5, 0.6, 0.7, 0.8, 0.9, 1, 1.1, 1.2, 1.3, 1.5, 1.7, 2,
 TOPK_SWEEP = re.compile(r"sweep-topk-fp32-(\d+)x(\d+)-k")
 ROOFLINE_TICKS = (100, 200, 400, 600, 800, 1000)
 SWEEP = re.compile(r"sweep-bf16-(causal|full)-b\d+-s(\d+)-")
-DECODE_SWEEP = re.compile(r"sweep-decode-bf16-b(\d+)-s(\d+)-")
 SERVE_SWEEP = re.compile(r"sweep-serve-bf16-(mixed-n|chunks-q)(\d+)-")
 
 
@@ -289,31 +288,6 @@ def lengths(rows: list[ResultRow], gpu: str) -> Path | None:
     return save(fig, f"{gpu}-prefill-lengths.png")
 
 
-def batches_and_lengths(rows: list[ResultRow], gpu: str) -> Path | None:
-    """Plot decode's share of the copy rate over length: one line per batch size, one panel for ours and one for
-    flashinfer."""
-    chosen = newest(rows, "sweep-decode-")
-    copy = {r.case: r.gbps for r in chosen if r.provider == "floor" and r.gbps}
-    found = [
-        (r.provider, int(m[1]), int(m[2]), 100 * r.gbps / copy[r.case])
-        for r in chosen
-        if (m := DECODE_SWEEP.match(r.case)) and r.gbps and r.case in copy and r.provider in ("ours", "flashinfer")
-    ]
-    panels = sorted({provider for provider, *_ in found}, reverse=True)
-    if not panels:
-        return None
-    fig, axes = figure(len(panels))
-    style = dict(zip((f"batch {b}" for b in sorted({b for _, b, _, _ in found})), SERVE_STYLE.values()))
-    for axis, provider in zip(axes, panels):
-        curves(axis, style, [(f"batch {b}", n, y) for p, b, n, y in found if p == provider])
-        log_ticks(axis, (n for _, _, n, _ in found))
-        axis.set_ylim(0, 5 + max(100, *(y for *_, y in found)))
-        words(axis, f"decode, {provider}, bf16, 32x8 heads, D128, pages of 16, {gpu}", "keys of a request")
-    axes[0].set_ylabel("% of the copy rate of the same run, of K and V")
-    axes[-1].legend(fontsize=8, frameon=False, loc="lower right")
-    return save(fig, f"{gpu}-decode-lengths.png")
-
-
 def serving(rows: list[ResultRow], gpu: str) -> Path | None:
     """Plot mixed batches (time over the number of decode tokens) and prompt chunks (TFLOP/s over their size)."""
     found = [(m[1], int(m[2]), r) for r in newest(rows, "sweep-serve-") if (m := SERVE_SWEEP.match(r.case))]
@@ -353,7 +327,7 @@ def rows_and_lengths(rows: list[ResultRow], gpu: str) -> Path | None:
 
 Plot = Callable[[list[Any], str], Path | None]
 PLOTS: tuple[Plot, ...] = (
-    headlines, peers, share, decode_share, batches_and_lengths, serving, lengths, roofline, rows_and_lengths,
+    headlines, peers, share, decode_share, serving, lengths, roofline, rows_and_lengths,
 )  # fmt: skip
 
 

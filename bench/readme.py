@@ -1,115 +1,89 @@
-"""The measured sections of README and docs/: the newest runs in bench/results, between markers."""
+"""The generated sections of README and docs/: tables of the newest rows in bench/results, and pictures drawn from them.
 
-from collections.abc import Callable, Iterator
+A table is data: its rows, and its columns, each a head with the cell of a line.
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-from . import pages, peers, trust
-from .pages import of_each_gpu
-from .results import (
-    ENGINE_ERRORS,
-    ENGINES,
-    FOLDER,
-    ROOT,
-    SERVERS,
-    EngineRow,
-    ErrorRow,
-    ResultRow,
-    ServerRow,
-    SkipRow,
-    newest,
-    read_all,
-    read_sparsity,
-)
+from . import pages, peers, results
+from .pages import made, of_each_gpu
+from .results import FOLDER, ROOT, EngineRow, ResultRow, newest, read_all
 
-PEERS = ("cudnn", "flash-attn-4", "flashinfer")
-PRECISION_PEERS = ("own-bf16", "own-fp8", "flashinfer")
-SERVE_PEERS = ("own-parts", "flash-attn-4", "flashinfer")
-TOPK_PEERS = ("torch", "flashinfer", "vllm", "floor")
-CACHE_CASES = ("append-", "nvfp4-", "merge-")
-CACHE_HOSTS = [
-    f"host-{name}"
-    for name in ("append_paged_kv_cache", "append_qkv", "append_qkv-bound",
-                 "nvfp4_quantize_append_paged_kv_cache_with_slot_mapping", "merge_states", "merge_state")
-]  # fmt: skip
 PICTURES = {  # end of a file's name -> what the picture shows, for readers who do not see it
     "prefill-lengths": "Prefill, TFLOP/s against sequence length, causal and full, ours and peers",
     "prefill-roofline": "Roofline of prefill: TFLOP/s against FLOP per byte, under the measured matmul and copy rates",
     "prefill-share": "Prefill, share of the matmul rate that ours and peers reach in each case",
     "decode-share": "Decode, share of the copy rate at which K and V are read in each case, by type of cache",
-    "decode-lengths": "Decode, share of the copy rate against length, a line per batch size",
     "serve-sweep": "Mixed batches, time against decode tokens; chunks, TFLOP/s against their size",
     "skip-softmax": "Skip-softmax, speed against the share of blocks that are skipped",
     "topk-lengths": "Top-k, time against row length, ours, torch.topk and the time to read the scores once",
 }
 
 
-def low(row: ResultRow) -> bool:
-    """Return whether a row is prefill in low precision or with skip-softmax."""
-    return row.case.startswith("prefill-") and not row.case.startswith("prefill-bf16-")
-
-
-def cells(rows: list[ResultRow], peers: tuple[str, ...] = PEERS) -> list[str]:
-    """One line of the table: a case with its providers."""
-    by = {r.provider: r for r in rows}
-    mine, floor = by["ours"], by.get("floor")
-    line = [f"`{mine.case}`", f"{mine.time_us:.0f}", f"{mine.tflops:.0f}" if mine.tflops else ""]
-    line.append(f"{mine.tflops / floor.tflops:.0%}" if mine.tflops and floor and floor.tflops else "")
-    line += [f"{by[p].ratio_to_ours:.2f}" if p in by and by[p].ratio_to_ours else "" for p in peers]
-    return line
-
-
 def number(value: float, decimals: int) -> str:
-    """With `decimals`; below 1 with two significant digits."""
+    """Return a number with `decimals`; below 1 with two significant digits."""
     return f"{value:.{decimals}f}" if round(value, 2) >= 1 else f"{value:#.2g}"
-
-
-def beside(row: ResultRow | None) -> str:
-    """Time of another provider, and how many times ours it is."""
-    return f"{number(row.time_us, 1)} ({number(row.ratio_to_ours, 2)})" if row and row.ratio_to_ours else ""
-
-
-def topk_cells(rows: list[ResultRow]) -> list[str]:
-    """One line of the top-k table."""
-    by = {r.provider: r for r in rows}
-    return [f"`{by['ours'].case}`", number(by["ours"].time_us, 1), *(beside(by.get(p)) for p in TOPK_PEERS)]
-
-
-def host_line(rows: list[ResultRow], prefix: str) -> str:
-    """Host time of a call, where it was measured."""
-    times = [f"{r.provider} {r.time_us:.1f} us" for r in newest(rows, prefix)]
-    return f"Host time per call, with the kernel loaded: {', '.join(times)}." if times else ""
 
 
 def picture(alt: str, path: Path) -> str:
     """Return a picture with its alternative text, which leads to the file in its full size."""
     place = path.relative_to(ROOT).as_posix()
-    return f"[![{alt}]({place})]({place})"
+    return f"[![{alt}]({place})]({place})" if path.is_file() else ""
 
 
 def image(gpu: str, path: Path) -> str:
     """Return a plot with the text that PICTURES has for it."""
-    name = path.stem.removeprefix(f"{gpu}-")
-    return picture(f"{PICTURES.get(name, name)} ({gpu})", path)
+    return picture(f"{PICTURES[path.stem.removeprefix(f'{gpu}-')]} ({gpu})", path)
 
 
-def outputs(rows: list[ResultRow]) -> str:
-    """Return a sentence with the time of each top-k function on one case, or "" if none was measured."""
-    found = newest(rows, "outputs-")
-    times = [f"`{r.case.removeprefix('outputs-').partition('-topk-')[0]}` {r.time_us:.1f} us" for r in found]
-    case = found[0].case.partition("-topk-")[2] if found else ""
-    return f"All functions on `topk-{case}`: {', '.join(times)}." if found else ""
+# ---- tables of cases: a line has the rows of a case, by provider
+
+Case = Mapping[str, ResultRow]
+Column = Callable[[Case], str]
 
 
-def cache_cells(rows: list[ResultRow]) -> list[str]:
-    """Return one line of the table of caches and merged states."""
-    by = {r.provider: r for r in rows}
-    mine, floor = by["ours"], by["floor"]
-    return [
-        f"`{mine.case}`", number(mine.time_us, 1), f"{mine.gbps or 0:.0f}", number(floor.ratio_to_ours or 0.0, 2),
-        beside(by.get("flashinfer")), beside(by.get("vllm")),
-    ]  # fmt: skip
+def time(by: Case, whole: bool = False) -> str:
+    return f"{by['ours'].time_us:.0f}" if whole else number(by["ours"].time_us, 1)
+
+
+def rate(by: Case, unit: str) -> str:
+    """Return ours in a unit, the name of a field."""
+    value = getattr(by["ours"], unit)
+    return f"{value:.0f}" if value else ""
+
+
+def share(by: Case) -> str:
+    """Return ours as a share of the floor's rate."""
+    mine, floor = by["ours"].tflops, by["floor"].tflops if "floor" in by else None
+    return f"{mine / floor:.0%}" if mine and floor else ""
+
+
+def ratio(by: Case, provider: str, beside: bool = False) -> str:
+    """Return how many times ours the time of another provider is. provider: its name or the beginning of it. beside:
+    the time itself, too."""
+    row = by.get(provider) or next((r for name, r in by.items() if name.startswith(provider)), None)
+    if row is None or not row.ratio_to_ours:
+        return ""
+    found = number(row.ratio_to_ours, 2)
+    return f"{number(row.time_us, 1)} ({found})" if beside else found
+
+
+OURS: dict[str, Column] = {"ours, us": time}
+GBPS, FLOOR = partial(rate, unit="gbps"), partial(ratio, provider="floor")
+
+
+def of_matmul(*others: str, head: str = "of matmul") -> dict[str, Column]:
+    """Return the columns of prefill. head: of the share; the floor is a matmul of the MMAs' type, or a time."""
+    columns: dict[str, Column] = {"us": partial(time, whole=True), "TFLOP/s": partial(rate, unit="tflops"), head: share}
+    return columns | {f"{p} / ours": partial(ratio, provider=p) for p in others}
+
+
+def timed(others: dict[str, str]) -> dict[str, Column]:
+    """Return the columns of times of other providers, beside ours. others: provider, or its beginning -> head."""
+    return {f"{head}, us (/ ours)": partial(ratio, provider=p, beside=True) for p, head in others.items()}
 
 
 def newest_of_each(rows: list[ResultRow], prefix: str) -> list[ResultRow]:
@@ -117,126 +91,123 @@ def newest_of_each(rows: list[ResultRow], prefix: str) -> list[ResultRow]:
     return list({(r.case, r.provider): r for r in rows if r.case.startswith(prefix)}.values())
 
 
+# ---- sentences below a table
+
+
+def times(start: str, found: Iterable[tuple[str, float]]) -> str:
+    """Return a sentence with times in microseconds, or "" if there are none."""
+    parts = ", ".join(f"{name} {us:.1f} us" for name, us in found)
+    return f"{start}: {parts}." if parts else ""
+
+
+HOST = "Host time per call, with the kernel loaded"
+CACHE_HOSTS = """append_paged_kv_cache append_qkv append_qkv-bound merge_states merge_state
+    nvfp4_quantize_append_paged_kv_cache_with_slot_mapping""".split()
+
+
+def hosts(rows: list[ResultRow], prefix: str) -> str:
+    return times(HOST, ((r.provider, r.time_us) for r in newest(rows, prefix)))
+
+
 def cache_hosts(rows: list[ResultRow]) -> str:
-    """Return a sentence with the host times of functions that write caches, quantise and merge states."""
-    hosts = [r for r in newest_of_each(rows, "host-") if r.case in CACHE_HOSTS]
-    times = [f"`{r.case.removeprefix('host-')}` {r.time_us:.1f} us" for r in hosts]
-    return f"Host time per call, with the kernel loaded: {', '.join(times)}." if times else ""
+    """Return the host times of functions that write caches, quantise and merge states."""
+    found = ((r.case.removeprefix("host-"), r.time_us) for r in newest_of_each(rows, "host-"))
+    return times(HOST, ((f"`{name}`", us) for name, us in found if name in CACHE_HOSTS))
 
 
-def decode_cells(rows: list[ResultRow]) -> list[str]:
-    """Return one line of the decode table."""
-    by = {r.provider: r for r in rows}
-    mine, floor = by["ours"], by.get("floor")
-    line = [f"`{mine.case}`", f"{mine.time_us:.1f}", f"{mine.gbps:.0f}" if mine.gbps else ""]
-    line.append(number(floor.ratio_to_ours, 2) if floor and floor.ratio_to_ours else "")
-    own = next((r for name, r in by.items() if name.startswith("own-")), None)
-    return [*line, beside(own), beside(by.get("batch-invariant")), beside(by.get("flashinfer"))]
+def outputs(rows: list[ResultRow]) -> str:
+    """Return the time of each top-k function on one case."""
+    found = [(*r.case.removeprefix("outputs-").partition("-topk-"), r.time_us) for r in newest(rows, "outputs-")]
+    return times(f"All functions on `topk-{found[0][2]}`", ((f"`{f[0]}`", f[3]) for f in found)) if found else ""
 
 
 class Section(NamedTuple):
-    """A table of cases, one line each, from the newest runs.
+    """A table of cases from the newest runs.
 
-    prefixes: of the cases. head, line: of the table; line gets the rows of a case. kept: whether a row counts. host:
-    prefix of the cases with host times. more: returns a sentence below the table. pictures: part of the plots' names.
+    prefixes: of the cases. columns: after that of the case. kept: whether a row counts. more: functions of all rows,
+    each of which returns a sentence below the table. pictures: part of the plots' names.
     """
 
     prefixes: tuple[str, ...]
-    head: tuple[str, ...]
-    line: Callable[[list[ResultRow]], list[str]]
+    columns: dict[str, Column]
     kept: Callable[[ResultRow], bool] = lambda row: True
-    host: str = ""
-    more: Callable[[list[ResultRow]], str] = lambda rows: ""
+    more: tuple[Callable[[list[ResultRow]], str], ...] = ()
     pictures: str = ""
     choose: Callable[[list[ResultRow], str], list[ResultRow]] = newest
 
     def paragraphs(self, gpu: str, rows: list[ResultRow]) -> Iterator[str]:
-        """Yield the runs of one GPU, the table, host times, sentences and plots."""
+        """Yield the runs of one GPU, the table, sentences and plots."""
         own = [r for r in rows if self.kept(r)]
         chosen = [r for prefix in self.prefixes for r in self.choose(own, prefix)]
         if not chosen:
             return
-        cases = dict.fromkeys(r.case for r in chosen)
-        yield pages.made(gpu, chosen)
-        yield pages.table(self.head, (self.line([r for r in chosen if r.case == case]) for case in cases))
-        yield self.more(rows)
-        yield host_line(rows, self.host) if self.host else ""
+        cases: dict[str, dict[str, ResultRow]] = {}
+        for r in chosen:
+            cases.setdefault(r.case, {})[r.provider] = r
+        yield made(gpu, chosen)
+        lines = ([f"`{case}`", *(cell(by) for cell in self.columns.values())] for case, by in cases.items())
+        yield pages.table(["case", *self.columns], lines)
+        yield from (sentence(rows) for sentence in self.more)
         if self.pictures:
             yield from (image(gpu, path) for path in sorted(FOLDER.glob(f"{gpu}-{self.pictures}-*.png")))
 
 
+def low(row: ResultRow) -> bool:
+    """Return whether a row is prefill in low precision or with skip-softmax."""
+    return row.case.startswith("prefill-") and not row.case.startswith("prefill-bf16-")
+
+
 SECTIONS = {  # marker -> what stands there
     "measured": Section(
-        ("prefill-",), ("case", "us", "TFLOP/s", "of matmul", *(f"{p} / ours" for p in PEERS)), cells,
-        lambda row: not low(row), "host-prefill", pictures="prefill",
+        ("prefill-",), of_matmul("cudnn", "flash-attn-4", "flashinfer"), lambda row: not low(row),
+        (partial(hosts, prefix="host-prefill"),), "prefill",
     ),
-    "measured-precision": Section(  # `of matmul`: of the matmul of the MMAs' type
-        ("prefill-",), ("case", "us", "TFLOP/s", "of matmul", *(f"{p} / ours" for p in PRECISION_PEERS)),
-        partial(cells, peers=PRECISION_PEERS), low,
-    ),
-    "measured-serving": Section(  # `of the floor`: its time over ours
-        ("serve-",), ("case", "us", "TFLOP/s", "of the floor", *(f"{p} / ours" for p in SERVE_PEERS)),
-        partial(cells, peers=SERVE_PEERS), host="host-serve", pictures="serve",
+    "measured-precision": Section(("prefill-",), of_matmul("own-bf16", "own-fp8", "flashinfer"), low),
+    "measured-serving": Section(
+        ("serve-",), of_matmul("own-parts", "flash-attn-4", "flashinfer", head="of the floor"),
+        more=(partial(hosts, prefix="host-serve"),), pictures="serve",
     ),
     "measured-decode": Section(
         ("decode-",),
-        ("case", "ours, us", "GB/s of K and V", "floor / ours", "next wider type, us (/ ours)",
-         "`batch_invariant`, us (/ ours)", "flashinfer, us (/ ours)"),
-        decode_cells, host="host-decode", pictures="decode",
+        OURS | {"GB/s of K and V": GBPS, "floor / ours": FLOOR}
+        | timed({"own-": "next wider type", "batch-invariant": "`batch_invariant`", "flashinfer": "flashinfer"}),
+        more=(partial(hosts, prefix="host-decode"),), pictures="decode",
     ),
     "measured-topk": Section(
-        ("topk-",), ("case", "ours, us", *(f"{p}, us (/ ours)" for p in TOPK_PEERS)), topk_cells,
-        host="host-topk", more=outputs, pictures="topk",
+        ("topk-",),
+        OURS | timed({name: name for name in ("torch", "flashinfer", "vllm", "floor")}),
+        more=(outputs, partial(hosts, prefix="host-topk")), pictures="topk",
     ),
     "measured-caches": Section(
-        CACHE_CASES, ("case", "ours, us", "GB/s", "of copy", "flashinfer, us (/ ours)", "vLLM, us (/ ours)"),
-        cache_cells, more=cache_hosts, choose=newest_of_each,
+        ("append-", "nvfp4-", "merge-"),
+        OURS | {"GB/s": GBPS, "of copy": FLOOR} | timed({"flashinfer": "flashinfer", "vllm": "vLLM"}),
+        more=(cache_hosts,), choose=newest_of_each,
     ),
 }  # fmt: skip
+
+
 TRACE = {  # last words of a case -> what they are
-    "step-mean": "step, mean",
-    "step-p50": "p50",
-    "step-p90": "p90",
-    "step-p99": "p99",
-    "first-p50": "first token, p50",
-    "first-p90": "p90",
-    "first-p99": "p99",
-}
+    "step-mean": "step, mean", "step-p50": "p50", "step-p90": "p90", "step-p99": "p99",
+    "first-p50": "first token, p50", "first-p90": "p90", "first-p99": "p99",
+}  # fmt: skip
 
 
 def trace(gpu: str, rows: list[ResultRow]) -> Iterator[str]:
     """Yield attention of a trace: a line per provider."""
     if chosen := newest(rows, "trace-"):
-        times = {("-".join(row.case.split("-")[-2:]), row.provider): f"{row.time_us:.0f}" for row in chosen}
-        providers = dict.fromkeys(row.provider for row in chosen)
-        yield pages.made(gpu, chosen, "; microseconds")
-        lines = ([p, *(times.get((part, p), "") for part in TRACE)] for p in providers)
-        yield pages.table(["", *TRACE.values()], lines)
-
-
-def sparsity(gpu: str, rows: list[SkipRow]) -> Iterator[str]:
-    """Yield skip-softmax over factors: a line per data set and factor, and the plot."""
-    yield pages.made(gpu, rows, f", `{rows[0].case}`")
-    head = ["data", "factor", "blocks left out", "us", "dense / ours", "largest error", "RMS error"]
-    yield pages.table(head, (
-        [r.data, f"{r.factor:g}", f"{r.left_out:.0%}", f"{r.time_us:.0f}", f"{r.dense_us / r.time_us:.2f}",
-         f"{r.max_error:.2g}", f"{r.rms_error:.2g}"]
-        for r in rows
-    ))  # fmt: skip
-    path = FOLDER / f"{gpu}-skip-softmax.png"
-    yield image(gpu, path) if path.is_file() else ""
+        times = {("-".join(r.case.split("-")[-2:]), r.provider): f"{r.time_us:.0f}" for r in chosen}
+        lines = ([p, *(times.get((part, p), "") for part in TRACE)] for p in dict.fromkeys(r.provider for r in chosen))
+        yield from (made(gpu, chosen, "; microseconds"), pages.table(["", *TRACE.values()], lines))
 
 
 def parallel(gpu: str, rows: list[ResultRow]) -> Iterator[str]:
     """Yield the steps of `examples.parallel`: a line per number of GPUs."""
     found = [r for r in rows if r.case.startswith("parallel-")]
-    chosen = [r for r in found if r.run == max(found, key=lambda row: row.date).run]
-    if chosen:
+    if chosen := [r for r in found if r.run == max(found, key=lambda row: row.date).run]:
         times = {(r.case, r.provider): f"{r.time_us:.0f} us" for r in chosen}
         cases = dict.fromkeys(r.case for r in chosen)
-        yield pages.made(gpu, chosen)
         lines = ([c.rpartition("-x")[2], *(times.get((c, form), "") for form in ("heads", "keys"))] for c in cases)
-        yield pages.table(["GPUs", "heads per rank", "keys per rank"], lines, 0)
+        yield from (made(gpu, chosen), pages.table(["GPUs", "heads per rank", "keys per rank"], lines, 0))
 
 
 def family(gpu: str, rows: list[ResultRow]) -> Iterator[str]:
@@ -248,44 +219,98 @@ def family(gpu: str, rows: list[ResultRow]) -> Iterator[str]:
     if chosen := [r for r in newest(rows, "family-") if r.provider in forms]:
         lines = [[f"`{r.case}`", r.provider, f"{r.time_us:.1f}", number(r.ratio_to_ours or 0.0, 3)] for r in chosen]
         yield from pages.dated_table(gpu, chosen, ["case", "provider", "us", "/ ours"], lines)
-        yield host_line(rows, "host-family")
+        yield hosts(rows, "host-family")
+
+
+# ---- beside the peers
 
 
 def headline_picture(gpu: str, rows: list[ResultRow]) -> Iterator[str]:
     """Yield README's picture."""
-    path = FOLDER / f"{gpu}-headlines.png"
-    if peers.points(rows) and path.is_file():
-        yield picture(
-            "Bars: the time of the fastest peer over ours, for the calls of the table below; right of 1 ours is faster",
-            path,
+    if peers.points(rows):
+        text = (
+            "Bars: the time of the fastest peer over ours, for the calls of the table below; right of 1 ours is faster"
         )
+        yield picture(text, FOLDER / f"{gpu}-headlines.png")
 
 
-def headlines(gpu: str, rows: list[ResultRow], engines: list[EngineRow]) -> Iterator[str]:
+def headlines(gpu: str, rows: list[ResultRow]) -> Iterator[str]:
     """Yield README's table, and the range of the ratios of each family and engine."""
     if found := peers.points(rows):
         yield peers.headline_table(gpu, found)
         text = "The fastest peer's time over ours, over all measured shapes"
         yield peers.range_sentence(text, peers.kernel_ranges(found))
-    if ranges := peers.engine_ranges(engines):
+    if ranges := peers.engine_ranges(read_all(EngineRow).get(gpu, [])):
         text = (
-            "Tokens per second of [whole engines](docs/engines.md#whole-engines-measured) with our backend over those "
+            "Tokens per second of [whole engines](docs/engines.md#whole-engines-measured) with our backend over those"
         )
-        yield peers.range_sentence(f"{text}with the engine's fastest own", ranges)
+        yield peers.range_sentence(f"{text} with the engine's fastest own", ranges)
 
 
-def beside_peers(gpu: str, rows: list[ResultRow], engines: list[EngineRow]) -> Iterator[str]:
+def beside_peers(gpu: str, rows: list[ResultRow]) -> Iterator[str]:
     """Yield the picture of all peers, the ranges of the ratios, and the fastest peer of each case."""
-    found, path = peers.points(rows), FOLDER / f"{gpu}-peers.png"
-    if not found:
+    if not (found := peers.points(rows)):
         return
     yield peers.range_table(f"fastest peer's time / ours, on {gpu}", peers.kernel_ranges(found))
-    if ranges := peers.engine_ranges(engines):
+    if ranges := peers.engine_ranges(read_all(EngineRow).get(gpu, [])):
         yield peers.range_table(f"tokens per second with our backend / with the engine's fastest own, on {gpu}", ranges)
-    if path.is_file():
-        names = peers.listed(dict.fromkeys(p.peer for p in found))
-        yield picture(f"Bars: the time of {names} over ours, case by case ({gpu}); right of 1 ours is faster", path)
+    names = peers.listed(dict.fromkeys(p.peer for p in found))
+    text = f"Bars: the time of {names} over ours, case by case ({gpu}); right of 1 ours is faster"
+    yield picture(text, FOLDER / f"{gpu}-peers.png")
     yield peers.full_table(gpu, found)
+
+
+# ---- rows of other kinds: a line per row
+
+Columns = dict[str, str | Callable[[Any], str]]  # head -> format of the row `r`, or a function of it
+
+
+def listed(gpu: str, rows: list[Any], columns: Columns, words: int = 2, more: str = "") -> list[str]:
+    """Return the runs that made the rows, and their table. `{name}` in a column is the case without its family."""
+    lines = (
+        [
+            cell(r) if callable(cell) else cell.format(r=r, name=f"`{r.case.partition('-')[2]}`")
+            for cell in columns.values()
+        ]
+        for r in rows
+    )
+    return [made(gpu, rows, more), pages.table(list(columns), lines, words)]
+
+
+def newest_rows(gpu: str, rows: list[Any], columns: Columns) -> list[str]:
+    """Return `listed` of the newest row of each case and provider."""
+    return listed(gpu, list({(r.case, r.provider): r for r in rows}.values()), columns)
+
+
+NAMED: Columns = {"load": "{name}", "attention": "{r.provider}"}
+TOKENS: Columns = {
+    "first token, ms": "{r.ttft_p50_ms:.0f} ({r.ttft_p99_ms:.0f})",
+    "each token, ms": "{r.tpot_p50_ms:.2f} ({r.tpot_p99_ms:.2f})",
+}
+ERRORS: Columns = {
+    "model": "{name}", "attention": "{r.provider}", "tokens": "{r.tokens:.0f}", "mean": "{r.mean:.4f}",
+    "90 %": "{r.p90:.3f}", "largest": "{r.largest:.3f}",
+}  # fmt: skip
+LOADS: Columns = (
+    NAMED
+    | {"requests": "{r.completed:.0f}", "abandoned": "{r.abandoned:.0f}", "tokens/s": "{r.tokens_per_s:.0f}"}
+    | TOKENS
+    | {
+        "host memory, MiB": "{r.host_mib:.0f} ({r.host_growth_mib:+.0f})",
+        "GPU memory, MiB": "{r.device_mib:.0f} ({r.device_growth_mib:+.0f})",
+    }
+)
+SKIPPED: Columns = {
+    "data": "{r.data}", "factor": "{r.factor:g}", "blocks left out": "{r.left_out:.0%}", "us": "{r.time_us:.0f}",
+    "dense / ours": lambda r: f"{r.dense_us / r.time_us:.2f}", "largest error": "{r.max_error:.2g}",
+    "RMS error": "{r.rms_error:.2g}",
+}  # fmt: skip
+
+
+def sparsity(gpu: str, rows: list[results.SkipRow]) -> Iterator[str]:
+    """Yield skip-softmax over factors: a line per data set and factor, and the plot."""
+    yield from listed(gpu, rows, SKIPPED, 1, f", `{rows[0].case}`")
+    yield image(gpu, FOLDER / f"{gpu}-skip-softmax.png")
 
 
 def engines(gpu: str, rows: list[EngineRow]) -> Iterator[str]:
@@ -294,70 +319,128 @@ def engines(gpu: str, rows: list[EngineRow]) -> Iterator[str]:
     newest_date = {r.case: r.date for r in rows}
     chosen = [r for r in rows if r.date == newest_date[r.case]]
     ours = {r.case: r.tokens_per_s for r in chosen if r.provider == "ours"}
-    names = [(f"`{r.case.removeprefix('engine-')}`", r.provider) for r in chosen]
-    head = ["load", "attention", "tokens/s", "/ ours", "first token, ms", "each token, ms"]
-    yield from pages.dated_table(gpu, chosen, head, (
-        [
-            *name, f"{r.tokens_per_s:.{0 if r.tokens_per_s > 99 else 2}f}",
-            f"{r.tokens_per_s / ours[r.case]:.3f}" if r.case in ours else "",
-            f"{r.ttft_p50_ms:.0f} ({r.ttft_p99_ms:.0f})", f"{r.tpot_p50_ms:.2f} ({r.tpot_p99_ms:.2f})",
-        ]
-        for name, r in zip(names, chosen)
-    ))  # fmt: skip
-    yield pages.table(["load", "attention", "first pass, tokens/s", "cache, tokens", "difference"], (
-        [
-            *name, "" if r.cold_tokens_per_s is None else f"{r.cold_tokens_per_s:.0f}",
-            f"{r.cache_tokens:.0f}", "" if r.provider == r.reference else number(r.difference, 3),
-        ]
-        for name, r in zip(names, chosen)
-    ), 2)  # fmt: skip
+    rates: Columns = {
+        "tokens/s": lambda r: f"{r.tokens_per_s:.{0 if r.tokens_per_s > 99 else 2}f}",
+        "/ ours": lambda r: f"{r.tokens_per_s / ours[r.case]:.3f}" if r.case in ours else "",
+    }
+    rest: Columns = {
+        "first pass, tokens/s": lambda r: "" if r.cold_tokens_per_s is None else f"{r.cold_tokens_per_s:.0f}",
+        "cache, tokens": "{r.cache_tokens:.0f}",
+        "difference": lambda r: "" if r.provider == r.reference else number(r.difference, 3),
+    }
+    yield from listed(gpu, chosen, NAMED | rates | TOKENS)
+    yield listed(gpu, chosen, NAMED | rest)[1]
 
 
-def errors(gpu: str, rows: list[ErrorRow]) -> list[str]:
-    """Return engines against fp32: one line per model and backend, from the newest run of each."""
-    chosen = list({(r.case, r.provider): r for r in rows}.values())
-    return pages.dated_table(gpu, chosen, ["model", "attention", "tokens", "mean", "90 %", "largest"], [
-        [f"`{r.case.removeprefix('engine-')}`", r.provider, f"{r.tokens:.0f}", f"{r.mean:.4f}", f"{r.p90:.3f}",
-         f"{r.largest:.3f}"]
-        for r in chosen
-    ])  # fmt: skip
+# ---- what was held on a GPU: sanitizers, long use, errors against fp64, equal bits
+
+TOOLS = ("memcheck", "racecheck", "synccheck", "initcheck")
 
 
-def servers(gpu: str, rows: list[ServerRow]) -> list[str]:
-    """Return servers: one line per load and backend, from the newest run of each."""
-    head = ["load", "attention", "requests", "abandoned", "tokens/s", "first token, ms", "each token, ms",
-            "host memory, MiB", "GPU memory, MiB"]  # fmt: skip
-    chosen = list({(r.case, r.provider): r for r in rows}.values())
-    return pages.dated_table(gpu, chosen, head, [
-        [
-            f"`{r.case.removeprefix('server-')}`", r.provider, f"{r.completed:.0f}", f"{r.abandoned:.0f}",
-            f"{r.tokens_per_s:.0f}", f"{r.ttft_p50_ms:.0f} ({r.ttft_p99_ms:.0f})",
-            f"{r.tpot_p50_ms:.2f} ({r.tpot_p99_ms:.2f})", f"{r.host_mib:.0f} ({r.host_growth_mib:+.0f})",
-            f"{r.device_mib:.0f} ({r.device_growth_mib:+.0f})",
-        ]
-        for r in chosen
-    ])  # fmt: skip
+def sanitizers(gpu: str, rows: list[results.SanitizerRow]) -> list[str]:
+    """Return a line per piece with what each tool reported, from the newest run of each, and the excused reports."""
+    chosen = {(r.tool, r.piece): r for r in rows if r.status != "not begun"}
+    reasons = list(dict.fromkeys(reason for r in chosen.values() if r.reason for reason in r.reason.split(results.AND)))
+
+    def cell(row: results.SanitizerRow | None) -> str:
+        if row is None:
+            return ""
+        if row.errors is None:
+            return f"did not end in {row.seconds:.0f} s"
+        notes = [str(reasons.index(reason) + 1) for reason in row.reason.split(results.AND)] if row.reason else []
+        note = f" ({', '.join(notes)})" if notes else ""
+        return f"{row.errors:,.0f}{note}" if row.status != "FOUND" else f"**{row.errors:,.0f}**"
+
+    lines = []
+    for piece, calls in sorted({r.piece: r.calls for r in reversed(chosen.values())}.items()):
+        lines.append([f"`{piece}`", f"{calls:.0f}", *(cell(chosen.get((tool, piece))) for tool in TOOLS)])
+    notes = "\n".join(f"{number}. {reason[0].upper()}{reason[1:]}." for number, reason in enumerate(reasons, 1))
+    return [*pages.dated_table(gpu, list(chosen.values()), ["piece", "calls", *TOOLS], lines), notes]
+
+
+def soaks(gpu: str, rows: list[results.SoakRow]) -> list[str]:
+    """Return a line per scenario: its newest run, and how many runs held for how many seconds in all."""
+    ended = [r for r in rows if r.result != "skipped"]
+    chosen, lines = list({r.scenario: r for r in ended}.values()), []
+    for last in chosen:
+        own = [r for r in ended if r.scenario == last.scenario]
+        held = [r.seconds for r in own if r.result == "held"]
+        said = f"{last.result}: {last.detail}", f"{len(held)} of {len(own)}", f"{sum(held):,.0f}"
+        lines.append([f"`{last.scenario}`", *said])
+    return pages.dated_table(gpu, chosen, ["scenario", "newest run", "runs that held", "seconds of these"], lines)
+
+
+OTHERS = ("rounded", "ours", "flash-attn-4", "cudnn")
+TYPES = {  # of Q, and of K and V, by the word in a case's name
+    "bf16": "bf16; bf16",
+    "fp16": "fp16; fp16",
+    "kve4m3": "bf16; e4m3",
+    "kve5m2": "bf16; e5m2",
+    "kvnvfp4": "bf16; NVFP4",
+    "qe4m3": "e4m3; e4m3",
+    "qe4m3kvnvfp4": "e4m3; NVFP4",
+}
+
+
+def accuracy(gpu: str, rows: list[results.AccuracyRow]) -> list[str]:
+    """Return a table per form of calls: a line per types, data and number of keys, from the newest run of each."""
+    newest, parts = {(r.case, r.provider): r for r in rows}, []
+    for form in ("prefill", "extend", "decode"):
+        own = {key: r for key, r in newest.items() if key[0].startswith(f"accuracy-{form}-")}
+        lines = []
+        for case in dict.fromkeys(name for name, _ in own):
+            _, _, types, data, keys = case.split("-")
+            errors = [own.get((case, provider)) for provider in OTHERS]
+            stored = next((f"{100 * r.format_error:.2g}" for r in errors if r and r.format_error is not None), "")
+            cells = [f"{100 * r.rms_error:.2g} ({100 * r.max_error:.2g})" if r else "" for r in errors]
+            lines.append([TYPES[types], data, f"{int(keys[1:]):,}", *cells, stored])
+        if lines:
+            head = ["Q; K and V", "data", "keys", *OTHERS, "storing"]
+            runs, table = pages.dated_table(gpu, list(own.values()), head, lines)
+            parts += [f"{form.capitalize()}. {runs}", table]
+    return parts
+
+
+def determinism(gpu: str, rows: list[results.DeterminismRow]) -> list[str]:
+    """Return a line per provider, form of calls and kind of comparison: how many found equal bits."""
+    newest = {(r.case, r.provider, r.kind): r for r in rows}
+    groups: dict[tuple[str, str, str], list[results.DeterminismRow]] = {}
+    for r in newest.values():
+        groups.setdefault((r.provider, r.case.split("-")[1], r.kind), []).append(r)
+    lines = [
+        [provider, f"{form}: {kind}", f"{sum(r.equal for r in own):,.0f} of {sum(r.count for r in own):,.0f}"]
+        for (provider, form, kind), own in sorted(groups.items())
+    ]
+    return pages.dated_table(gpu, list(newest.values()), ["provider", "comparison", "equal bits"], lines)
+
+
+# ---- all sections
+
+RESULTS: dict[str, Callable[..., Iterable[str]]] = {
+    **{name: one.paragraphs for name, one in SECTIONS.items()},
+    "headline-picture": headline_picture,
+    "headlines": headlines,
+    "peers": beside_peers,
+    "measured-trace": trace,
+    "measured-family": family,
+    "measured-parallel": parallel,
+}
+OTHER_ROWS: dict[type[results.Run], Callable[..., Iterable[str]]] = {
+    EngineRow: engines,
+    results.ErrorRow: partial(newest_rows, columns=ERRORS),
+    results.ServerRow: partial(newest_rows, columns=LOADS),
+    results.SanitizerRow: sanitizers,
+    results.SoakRow: soaks,
+    results.AccuracyRow: accuracy,
+    results.DeterminismRow: determinism,
+}
 
 
 def sections() -> dict[str, str]:
     """Return marker -> what stands there."""
-    found, own = read_all(), read_all(ENGINES, EngineRow)
-    tables = {name: of_each_gpu(found, one.paragraphs) for name, one in SECTIONS.items()}
-    return tables | {
-        "headline-picture": of_each_gpu(found, headline_picture),
-        "headlines": of_each_gpu(found, lambda gpu, rows: headlines(gpu, rows, own.get(gpu, []))),
-        "peers": of_each_gpu(found, lambda gpu, rows: beside_peers(gpu, rows, own.get(gpu, []))),
-        "measured-trace": of_each_gpu(found, trace),
-        "measured-family": of_each_gpu(found, family),
-        "measured-parallel": of_each_gpu(found, parallel),
-        "measured-sparsity": of_each_gpu(read_sparsity(), sparsity),
-        "measured-engines": of_each_gpu(own, engines),
-        "measured-engine-errors": of_each_gpu(read_all(ENGINE_ERRORS, ErrorRow), errors),
-        "measured-servers": of_each_gpu(read_all(SERVERS, ServerRow), servers),
-        **trust.sections(),
-    }
-
-
-def update() -> None:
-    """Write all sections into the pages that hold them."""
-    pages.fill(sections())
+    found, other = read_all(), {f"measured-{kind.folder.replace('_', '-')}": kind for kind in OTHER_ROWS}
+    return (
+        {name: of_each_gpu(found, make) for name, make in RESULTS.items()}
+        | {name: of_each_gpu(read_all(kind), OTHER_ROWS[kind]) for name, kind in other.items()}
+        | {"measured-sparsity": of_each_gpu(results.read_sparsity(), sparsity)}
+    )

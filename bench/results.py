@@ -14,24 +14,17 @@ from collections.abc import Iterable
 from dataclasses import asdict, dataclass, fields, replace
 from datetime import datetime, timezone
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 ROOT = Path(__file__).resolve().parent.parent
 FOLDER = ROOT / "bench" / "results"
-SPARSITY = FOLDER / "sparsity"
-ENGINES = FOLDER / "engines"
-SERVERS = FOLDER / "servers"
-ENGINE_ERRORS = FOLDER / "engine_errors"
-SANITIZERS = FOLDER / "sanitizers"
-SOAKS = FOLDER / "soaks"
-ACCURACY = FOLDER / "accuracy"
-DETERMINISM = FOLDER / "determinism"
 
 
 @dataclass(frozen=True)
 class Run:
-    """Columns that all rows of a run have in common."""
+    """Columns that all rows of a run have in common. folder: of the csv files of a kind of rows, in bench/results."""
 
+    folder: ClassVar[str] = ""
     date: str
     commit: str
     gpu: str
@@ -64,6 +57,7 @@ class SkipRow(Run):
     RMS.
     """
 
+    folder = "sparsity"
     case: str
     data: str
     factor: float
@@ -85,6 +79,7 @@ class EngineRow(Run):
     probabilities.
     """
 
+    folder = "engines"
     case: str
     provider: str
     tokens_per_s: float
@@ -109,6 +104,7 @@ class ErrorRow(Run):
     mean, p90, largest: absolute differences.
     """
 
+    folder = "engine_errors"
     case: str
     provider: str
     tokens: float
@@ -126,6 +122,7 @@ class ServerRow(Run):
     server's processes after a first load; device_mib: of the GPU. The growths are those of the second load.
     """
 
+    folder = "servers"
     case: str
     provider: str
     completed: float
@@ -152,6 +149,7 @@ class SanitizerRow(Run):
     `tools.sanitize.report` excuses, for these reasons), "FOUND", "did not end" or "not begun".
     """
 
+    folder = "sanitizers"
     tool: str
     piece: str
     calls: float
@@ -165,6 +163,7 @@ class SanitizerRow(Run):
 class SoakRow(Run):
     """A scenario of `tools.soak`. result: "held", "FAILED" or "skipped". detail: its figures, or what failed."""
 
+    folder = "soaks"
     scenario: str
     result: str
     seconds: float
@@ -179,6 +178,7 @@ class AccuracyRow(Run):
     format_error: RMS of the difference that a quantised cache or query makes. digest: of the output's bits.
     """
 
+    folder = "accuracy"
     case: str
     provider: str
     max_error: float
@@ -192,6 +192,7 @@ class DeterminismRow(Run):
     """How many of `count` comparisons found equal bits. kind: "runs" of one call; "batch": a request alone and in a
     batch, also with `batch_invariant`; "devices": two GPUs of the type."""
 
+    folder = "determinism"
     case: str
     provider: str
     kind: str
@@ -287,15 +288,20 @@ def read(path: Path, kind: Any = ResultRow) -> list[Any]:
     return [kind(**{c: r[c] if c in texts else float(r[c]) if r[c] else None for c in columns(kind)}) for r in raw]
 
 
-def read_all(folder: Path = FOLDER, kind: Any = ResultRow) -> dict[str, list[Any]]:
-    """Return the rows of each GPU. kind: of the rows of this folder."""
-    return {path.stem: read(path, kind) for path in sorted(folder.glob("*.csv"))}
+def file_of(kind: type[Run], gpu: str) -> Path:
+    """Return the file with the rows of a kind that were measured on a GPU."""
+    return FOLDER / kind.folder / f"{gpu}.csv"
+
+
+def read_all(kind: Any = ResultRow) -> dict[str, list[Any]]:
+    """Return the rows of a kind, by GPU."""
+    return {path.stem: read(path, kind) for path in sorted((FOLDER / kind.folder).glob("*.csv"))}
 
 
 def read_sparsity() -> dict[str, list[SkipRow]]:
     """Return the rows of each GPU's newest run of skip-softmax."""
-    return {gpu: [r for r in rows if r.date == max(r.date for r in rows)]
-            for gpu, rows in read_all(SPARSITY, SkipRow).items()}  # fmt: skip
+    every = read_all(SkipRow).items()
+    return {gpu: [r for r in rows if r.date == max(r.date for r in rows)] for gpu, rows in every}
 
 
 def complete_runs(rows: Iterable[ResultRow], prefix: str) -> dict[str, dict[tuple[str, str], list[ResultRow]]]:

@@ -65,11 +65,13 @@ def emulate(op, spec, launches):
             scale=a.softmax_scale_log2 / reference.LOG2E,
             scale_tensor=a.softmax_scale_ptr if len(a.softmax_scale_ptr) else None, out_scale=a.out_scale,
             out_scale_tensor=a.out_scale_ptr if len(a.out_scale_ptr) else None,
-            causal={"always": True, "never": False}[kind] if kind != "value" else bool(a.causal),
+            causal=bool(a.causal) if kind == "value" else kind == "always" or spec.mask.custom == "ranges",
             window_left=window if window < 1 << 30 else -1, chunk=chunk % (1 << 30),
             soft_cap=getattr(a, "soft_cap", 0.0), sinks=a.sink if len(a.sink) else None,
             drafts=drafts if len(drafts) else None, custom_mask=getattr(a, "custom_mask", None),
-            mask_starts=getattr(a, "mask_starts", None), alibi_slopes=getattr(a, "alibi_slopes", None),
+            mask_starts=getattr(a, "mask_starts", None), ranges=getattr(a, "ranges", None),
+            range_left=getattr(a, "range_left", -1), prefix_lens=getattr(a, "prefix_lens", None),
+            alibi_slopes=getattr(a, "alibi_slopes", None),
             interleaved=bool(getattr(a, "v_scales_interleaved", 0)), **factors,
         )  # fmt: skip
         o, lse = reference.paged_attention(problem)
@@ -87,7 +89,7 @@ def emulate(op, spec, launches):
 
 
 RANKS = dict(q=3, k=4, v=4, o=3, lse=2, page_table=3, k_scales=4, v_scales=4, o_fp8=3, o_fp4=3, tree_mask=2,
-             mask_blocks=2, o_partial=3)  # fmt: skip
+             mask_blocks=2, ranges=2, o_partial=3)  # fmt: skip
 INTEGERS, FLOATS = ({name for name, kind in args.KINDS.items() if kind == (one, 0)} for one in ("Int32", "Float32"))
 DTYPES = {name: getattr(torch, dtype) for name, dtype in dtypes.TORCH.items()}
 

@@ -175,21 +175,16 @@ def test_arguments_are_checked_without_the_dsl(load, small):
         assert re.search(pattern, errors[name]), errors[name]
 
 
-def test_kernel_is_found_once(load, small):
-    code = """
+PROGRAMS = {
+    "a kernel is found once": """
 from dataclasses import replace
 first = runtime.kernel(op, spec, "sm_90a")
 import os
 os.environ["CUTE_KERNELS_BUNDLE"] = "/nowhere"
 assert runtime.kernel(op, spec, "sm_90a") is first, "by identity"
 assert runtime.kernel(op, replace(spec), "sm_90a") is first, "by value"
-"""
-    done = load(code, small)
-    assert done.returncode == 0, done.stderr
-
-
-def test_device_code_is_in_memory_before_a_call(load, small):
-    code = """
+""",
+    "device code is in memory before a call": """
 import ctypes, pathlib
 from cute_kernels import device_code, manifest
 folder = pathlib.Path(os.environ["CUTE_KERNELS_BUNDLE"])
@@ -201,19 +196,19 @@ for entry in held.kernels:
     memory = (ctypes.c_char * entry["code"]["size"]).in_dll(loaded, device_code.symbol(entry["symbol"])).raw
     wanted = entry["key"] == held.find(op, spec)["key"]
     assert memory == (device_code.read(library, entry) if wanted else bytes(len(memory))), entry["name"]
-"""
-    done = load(code, small)
-    assert done.returncode == 0, done.stderr
-
-
-def test_threads_get_one_function(load, small):
-    code = """
+""",
+    "threads get one function": """
 from concurrent.futures import ThreadPoolExecutor
 with ThreadPoolExecutor(16) as pool:
     found = list(pool.map(lambda _: runtime.kernel(op, spec, "sm_90a"), range(64)))
 assert len(set(map(id, found))) == 1
-"""
-    done = load(code, small)
+""",
+}
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_a_process_without_the_dsl(load, small, name):
+    done = load(PROGRAMS[name], small)
     assert done.returncode == 0, done.stderr
 
 

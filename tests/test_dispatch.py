@@ -66,7 +66,8 @@ def serves(spec, problem):
         (spec.q, spec.kv.dtype, *spec.dims) == (problem.q, problem.kv, problem.head_dim_qk, problem.head_dim_vo)
         and problem.out in spec.out
         and mask.causal in (("always" if problem.causal else "never"), "value")
-        and (mask.window or not problem.window)
+        and (mask.window or mask.custom == "ranges" or not problem.window)
+        and mask.prefix == problem.prefix
         and (mask.tree or not problem.drafts)
         and (spec.logits.soft_cap or not problem.soft_cap)
         and (spec.logits.skip or not problem.skip)
@@ -86,8 +87,16 @@ def usual_types():
 def test_every_problem_of_prefill_is_served_and_every_shipped_kernel_serves_one(arch, every_problem):
     """With whole tiles, on every architecture that has an MMA for prefill."""
     prefill, found = "attention.sm90" if arch == ARCH else "attention.sm100", set()
-    masked = {"custom_mask": True, "causal": False}
-    more = (masked, masked | {"window": True}, {"skip": True, "qhead_per_kvhead": 1}, {"out": "nvfp4"})
+    masked = {"custom_mask": "bits", "causal": False}
+    ranges = {"custom_mask": "ranges", "causal": False}
+    more = (
+        masked,
+        masked | {"window": True},
+        ranges,
+        {"prefix": True},
+        {"skip": True, "qhead_per_kvhead": 1},
+        {"out": "nvfp4"},
+    )
     types = [*usual_types(), *({"kv": "e5m2"} | dim for dim in HEAD_DIMS)]
     types += [{"q": "e4m3", "kv": "nvfp4"} | dim for dim in HEAD_DIMS]
     types += [{"kv": kv, "out": "nvfp4"} | dim for kv in ("e4m3", "nvfp4") for dim in HEAD_DIMS]
@@ -170,7 +179,9 @@ USUAL_CALLS = [  # changes of BASE: calls of serving, none of which may wait for
     {"window": True},
     {"soft_cap": True},
     {"skip": True},
-    {"custom_mask": True, "causal": False},
+    {"custom_mask": "bits", "causal": False},
+    {"custom_mask": "ranges", "causal": False},
+    {"prefix": True},
     {"page_size": 1},
     {"page_size": 24, "window": True},
     {"kv": "e4m3"},
@@ -297,7 +308,7 @@ def test_shapes_choose(rows, heads, keys, want, arch):
 def test_a_choice_that_a_kernel_refuses_falls_to_the_other():
     """Every modifier is served whatever the shapes, with whole tiles or with split keys."""
     few = {"rows": 1, "kv_heads": 8, "keys": 131072}
-    for change in ({"custom_mask": True, "causal": False}, {"alibi": True}, {"causal": False}, {"head_dim_qk": 192}):
+    for change in ({"custom_mask": "bits", "causal": False}, {"alibi": True}, {"causal": False}, {"head_dim_qk": 192}):
         assert schedule(**few) == "stream_k" != schedule(**few, **change)
     assert schedule(rows=4096, drafts=True) == "stream_k" != schedule(rows=4096)
 
@@ -342,9 +353,9 @@ def test_general_kernels_take_every_modifier_of_their_op():
     for op, module in dispatch.OPS.items():
         specs = specs_of(op, module.ARCHS[0])
         for q, dims in {(spec.q, spec.dims) for spec in specs}:
-            mine = [s for s in specs if (s.q, s.kv.block_scaled, s.mask.custom, s.dims) == (q, False, False, dims)]
+            mine = [s for s in specs if (s.q, s.kv.block_scaled, s.mask.custom, s.dims) == (q, False, "", dims)]
             if op != "attention.decode":  # kernels of their own
-                mine = [s for s in mine if not s.logits.skip and s.schedule == "tiles"]
+                mine = [s for s in mine if not s.logits.skip and not s.mask.prefix and s.schedule == "tiles"]
                 mine = [s for s in mine if len(s.out) == 1 or s.q == "e4m3"]
             general = [set(args.fields(s)) for s in mine if s.mask.window]
             assert general and all(set(args.fields(s)) - schedule <= fields for s in mine for fields in general), op
@@ -372,7 +383,7 @@ def test_blocks_of_keys_do_not_depend_on_the_batch(every_problem):
         ({"q": "e5m2", "kv": "e5m2"}, "attention.sm90: q e5m2"),
         ({"kv": "nvfp4", "source": "ragged"}, "attention.decode: source ragged"),
         ({"kv": "nvfp4", "source": "ragged"}, "attention.sm90: source ragged"),
-        ({"drafts": True, "custom_mask": True}, "attention.decode: custom_mask True"),
+        ({"drafts": True, "custom_mask": "bits"}, "attention.decode: custom_mask bits"),
         ({"drafts": True, "alibi": True}, "attention.decode: alibi True"),
         ({"drafts": True, "causal": False}, "attention.decode: causal False"),
         ({"drafts": True, "head_dim_qk": 192}, "attention.decode: head_dim (192, 128)"),

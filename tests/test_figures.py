@@ -1,4 +1,5 @@
-"""Figures in README and docs/: none is measured but what a generator writes, and README's stand in benchmarks.md.
+"""Figures in README and docs/: none is measured but what a generator writes, README's stand in benchmarks.md, and the
+pictures and tables of peers come from pairs of rows of one run.
 
 A figure that was measured stands between the markers of a generated section, whose rows come from bench/results
 (`test_readme.py` compares them). Prose has none of its own: it would stay when the results change. So every figure in
@@ -9,10 +10,11 @@ import re
 from collections.abc import Collection
 
 import pytest
+from PIL import Image
 
-from bench import pages
+from bench import pages, peers, plots, results
 from bench.pages import DOCS, README
-from bench.results import ROOT
+from bench.results import FOLDER, ROOT, Environment
 from cute_kernels import env
 
 PAGES = {path.relative_to(ROOT).as_posix(): path for path in pages.pages()}
@@ -118,26 +120,19 @@ def test_known_figures_are_on_their_page(page):
 
 SAMPLES = {
     "It took 12.0 us, and 14.6 without.": 2,
-    "Calls run 1.36 to 1.40 times as fast.": 2,
     "At 4,278 GB/s and 85 % of the rate, 782 TFLOP/s, a 1.5x gain.": 4,
-    "The build takes 4 minutes, and a load 25 ms.": 2,
-    "It is about a seventh longer, or half as fast.": 2,
+    "It is about a seventh longer, or half as fast, or 1.36 to 1.40 times as fast; a load takes 25 ms.": 5,
     "| a | 0.98 |\n| b | 3 % |": 2,
-    "A step of 16 bytes reads 8192 x 8192 values in 3 launches of 64x8 heads, up to 2^20.": 0,
-    "You need Python 3.10, 3.11 or 3.12, torch 2.11, and 4.8.0 or 4.8.x.": 0,
+    "A step of 16 bytes reads 8192 x 8192 values in 3 launches of 64x8 heads, with Python 3.10 and 4.8.x.": 0,
     "```\n12 us\n```\n`12 us` [a](b-1.5.md) <!-- x:begin -->\n12 us\n<!-- x:end -->": 0,
+    "It reads at 8 TB/s.\n\n| a | b |\n| - | - |\n| 1 ms | 2 ms |": 0,  # known ones
+    "It reads at 9 TB/s.\n\n| a | c |\n| - | - |\n| 1 ms | 2 ms |": 3,
 }
 
 
 @pytest.mark.parametrize("text", SAMPLES)
 def test_a_figure_is_found(text):
-    assert len(figures(text)) == SAMPLES[text]
-
-
-def test_a_known_figure_is_known_by_its_words():
-    known = {"at 8 TB/s": "", "| a | b |": ""}
-    assert figures("It reads at 8 TB/s.\n\n| a | b |\n| - | - |\n| 1 ms | 2 ms |", known) == []
-    assert len(figures("It reads at 9 TB/s.\n\n| a | c |\n| - | - |\n| 1 ms | 2 ms |", known)) == 3
+    assert len(figures(text, {"at 8 TB/s": "", "| a | b |": ""})) == SAMPLES[text]
 
 
 # ---- README and benchmarks.md
@@ -203,3 +198,89 @@ def test_requirements_stand_above_the_first_command():
     assert f'"torch>={need["torch"].split()[0]}' in project
     assert re.search(r'requires-python = ">=([\d.]+)"', project)[1] in need["system"]
     assert all(name in need["GPU"] for name in ("sm_90a", "H200", "H100"))
+
+
+# ---- points of the pictures and tables
+
+
+def rows_of(times: str, date: str = "2026-01-01", commit: str = "abc123") -> list[results.ResultRow]:
+    """Return the rows of a run, from lines of case, provider and time."""
+    env = Environment(date, commit, "g", "1.0", "2.0")
+    words = (line.split() for line in times.splitlines())
+    return results.with_ratios(env.row(case, provider, float(us)) for case, provider, us in words)
+
+
+FOUND = rows_of("""\
+serve-bf16-mixed-x ours 10
+serve-bf16-mixed-x flash-attn-4 8
+serve-bf16-mixed-x own-parts 12
+serve-bf16-mixed-x floor 5
+family-bf16-x ours 10
+family-bf16-x ours-paged 20
+family-bf16-x flashinfer-paged 30
+family-bf16-x flashinfer-ragged 15
+decode-bf16-x ours 10
+decode-bf16-x flashinfer 12
+decode-bf16-x-q4 ours 10
+decode-bf16-x-q4 flashinfer 20
+prefill-skip75-x ours 10
+prefill-skip75-x cudnn 20
+topk-fp32-x ours 10
+topk-fp32-x torch 70
+topk-fp32-y torch 70""")
+
+
+def test_points_compare_equal_forms_of_one_run():
+    """Another form of ours, a floor, a form without a row of ours, and a case without ours give no points. The newest
+    run with both counts: a peer that did not run again stays as it was."""
+    newer = rows_of("topk-fp32-x ours 10\ntopk-fp32-x torch 80\ndecode-bf16-x ours 5", "2026-02-01", "def456")
+    newer += rows_of("decode-bf16-x flashinfer 1", "2026-03-01", "aaa111")
+    points = peers.points(FOUND + newer)
+    assert [(p.case, p.form, p.peer, p.ratio, p.commit) for p in points] == [
+        ("serve-bf16-mixed-x", "", "flash-attn-4", 0.8, "abc123"),
+        ("family-bf16-x", "paged", "flashinfer fa3", 1.5, "abc123"),
+        ("prefill-skip75-x", "", "cudnn", 2.0, "abc123"),
+        ("decode-bf16-x", "", "XQA", 1.2, "abc123"),
+        ("decode-bf16-x-q4", "", "XQA", 2.0, "abc123"),
+        ("topk-fp32-x", "", "torch.topk", 8.0, "def456"),
+    ]
+    assert not [p for p in peers.best(points) if "skip" in p.case], "it leaves out work that its dense peers do"
+    (decode,) = peers.kernel_ranges(p for p in points if p.prefix == "decode-")
+    assert peers.range_sentence("All", [decode]) == "All: 1.20 to 2.00 (decode; 2 shapes)."
+    ends = "1.20 (`decode-bf16-x`, XQA) | 2.00 (`decode-bf16-x-q4`, XQA)"
+    assert peers.range_table("g", [decode]).splitlines()[-1] == f"| decode | 2 shapes | 1.20 to 2.00 | {ends} |"
+
+
+def test_ranges_of_engines_are_over_their_own_backends():
+    """The newest run counts, the fastest backend, and not ours over another cache."""
+
+    def row(date, case, provider, rate):
+        figures = dict.fromkeys(results.columns(results.EngineRow), 1.0) | {"tokens_per_s": rate}
+        return results.EngineRow(**figures | {"date": date, "case": case, "provider": provider})
+
+    case, other = "engine-vllm-a", "engine-vllm-b"
+    rows = [row("1", case, "ours", 9.0), row("1", case, "vllm-a", 1.0), row("2", case, "ours", 3.0)]
+    rows += [row("2", case, "vllm-a", 2.0), row("2", case, "vllm-b", 1.0)]
+    rows += [row("2", other, "ours", 3.0), row("2", other, "own-fp8", 1.0)]
+    assert peers.engine_ranges(rows) == [peers.Range("vLLM", "load", [(1.5, case, "vllm-a")])]
+
+
+MEASURED = {gpu: found for gpu, rows in results.read_all().items() if (found := peers.points(rows))}
+
+
+@pytest.mark.parametrize("gpu", MEASURED)
+def test_pictures_are_drawn_from_the_rows_of_today(gpu):
+    """The first one is for a telephone: at the width of a screen of 360 points, letters of 10 points keep two thirds of
+    their size, and it loads fast."""
+    shown = [point for _, point in peers.headlines(MEASURED[gpu])]
+    for name, points in (("peers", MEASURED[gpu]), ("headlines", shown)):
+        drawn = Image.open(FOLDER / f"{gpu}-{name}.png")
+        assert drawn.text["Description"] == plots.record(points), "run: make plots"
+    path = FOLDER / f"{gpu}-headlines.png"
+    assert re.search(r"!\[[^]]*\]\(([^)]*)\)", README.read_text())[1] == path.relative_to(ROOT).as_posix()
+    assert Image.open(path).width <= 700 and path.stat().st_size < 40_000
+    assert sum(file.stat().st_size for file in FOLDER.glob("*.png")) < 1_000_000
+
+
+def test_every_headline_was_measured():
+    assert peers.HEADLINES.keys() <= {p.case for found in MEASURED.values() for p in found if not p.form}

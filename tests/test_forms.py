@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from tests.fake_machine import FakeMachine
 from wrappers import fp4, reference
-from wrappers.attention import checks, op, values
+from wrappers.attention import checks, op, optional, values
 from wrappers.attention import plan as attention_plan
 from wrappers.attention.bound import bound
 from wrappers.attention.call import (
@@ -486,7 +486,7 @@ def test_bounds_that_vary_under_a_plan(launches, monkeypatch):
         op.serve(p._replace(v=p.v[:, :, :5]))
     p = listed(**MASK)
     op.serve(p)
-    monkeypatch.setattr(checks, "MOST_MASK", 6)
+    monkeypatch.setattr(optional, "MOST_MASK", 6)
     with pytest.raises(NotImplementedError, match="^custom_mask: 6 bytes, must be less than 6 on CUDA"):
         op.serve(p)
     assert len(launches) == 3

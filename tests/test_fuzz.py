@@ -2,12 +2,14 @@
 
 import json
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
 
 import wrappers
 from bench.cases import attention as cases
+from cute_kernels import catalog
 from tests.emulated import emulation
 from tools.fuzz import call as calls
 from tools.fuzz import check as checking
@@ -18,7 +20,6 @@ from tools.fuzz.draw import draw
 from tools.fuzz.families import FAMILIES
 from tools.fuzz.memory import Memory
 from tools.fuzz.run import fuzz
-from tools.fuzz.shrink import shrink
 
 CPU = torch.device("cpu")
 DECODE = "trtllm_batch_decode_with_kv_cache"
@@ -176,61 +177,44 @@ def test_a_wrong_byte_of_a_cache_is_found(checker, monkeypatch):
     assert "memory after the call" in checker.check(call).reason
 
 
-# ---- shrinking, files, the command
+# ---- the command
 
 
-def test_a_failing_call_is_made_smaller(checker, monkeypatch):
+def test_a_failing_call_is_kept_smaller_and_replays(monkeypatch, tmp_path, capsys):
+    large = CASE | {"soft_cap": 9.0, "heads_q": 8, "heads_kv": 2}
+    monkeypatch.setattr("tools.fuzz.run.draw", lambda *_: replace(PLANTED, mode="graph", choice="function", case=large))
     planted(monkeypatch, wrong_value)
-    large = replace(
-        PLANTED, mode="graph", choice="function", case=CASE | {"soft_cap": 9.0, "heads_q": 8, "heads_kv": 2}
-    )
-    first = checker.check(large)
-    small, verdict = shrink(large, first, checker.check, 60.0)
-    assert verdict.word == FAILED and small.mode == "eager" and small.choice == "shape" and not small.extra
-    case = small.case
-    assert {"sink", "window_left", "soft_cap"}.isdisjoint(case) and len(case["q_lens"]) == 1, case
-    assert 20 < case["kv_lens"][0] <= 40 and (case["heads_q"], case["heads_kv"]) == (1, 1)
-
-
-def options(folder, *given):
-    return arguments().parse_args(["--device", "cpu", "--keep", str(folder), "--shrink", "20", *given])
-
-
-def test_a_kept_file_replays(checker, monkeypatch, tmp_path, capsys):
-    planted(monkeypatch, beyond)
-    monkeypatch.setattr("tools.fuzz.run.draw", lambda *_: PLANTED)
-    tally = fuzz(options(tmp_path, "--calls", "1"))
-    assert tally.count(FAILED) == 1 and len(tally.files) == 2 and not list(tmp_path.glob("current*"))
-    assert calls.load(tmp_path / "failed-0-0.json") == PLANTED
-    assert "outside the outputs" in json.loads((tmp_path / "failed-0-0.json").read_text())["problem"]
-    assert main(["--device", "cpu", "--replay", *tally.files]) == 1
-    monkeypatch.undo()
-    assert main(["--device", "cpu", "--replay", *tally.files]) == 0
-    assert capsys.readouterr().out.splitlines()[-1].startswith("right: ")
-
-
-def test_a_lost_device_ends_the_process_and_leaves_the_call(tmp_path, capsys):
-    def lost(call):
-        raise DeviceLost("CUDA error: an illegal memory access was encountered")
-
-    tally = fuzz(options(tmp_path, "--calls", "5", "--seed", "7"), lost)
-    assert tally.count() == tally.count(FAILED) == 1 and tally.files == [str(tmp_path / "lost-7-0.json")]
-    assert calls.load(tmp_path / "lost-7-0.json") == draw(7, 0, small=True)
-    assert "DEVICE LOST at call 0 of seed 7" in capsys.readouterr().out
-    assert is_fatal(RuntimeError("CUDA error: an illegal memory access was encountered"))
-    assert not is_fatal(ValueError("seq_lens: 3"))
-
-
-def test_the_command_prints_a_table(tmp_path, capsys):
-    given = ["--device", "cpu", "--family", "merge,small", "--calls", "12", "--keep", str(tmp_path)]
-    assert main(given) == 0
+    assert main(["--device", "cpu", "--keep", str(tmp_path), "--shrink", "60", "--calls", "1"]) == 1
     out = capsys.readouterr().out
-    assert "| all | 12 | 12 | 0 | 0 | 0 | 0 |" in out and "12 calls; seeds 0, commit " in out
+    assert "| all | 1 | 0 | 0 | 0 | 0 | 1 |" in out and "1 calls, 1 failed; seeds 0, commit " in out
+    files = sorted(map(str, tmp_path.glob("*.json")))
+    assert len(files) == 2 and not list(tmp_path.glob("current*"))
+    whole, small = sorted((calls.load(Path(file)) for file in files), key=lambda call: -len(str(call)))
+    assert whole.case == large and small.mode == "eager" and small.choice == "shape" and not small.extra
+    assert {"sink", "window_left", "soft_cap"}.isdisjoint(small.case) and len(small.case["q_lens"]) == 1, small.case
+    assert 20 < small.case["kv_lens"][0] <= 40 and (small.case["heads_q"], small.case["heads_kv"]) == (1, 1)
+    assert main(["--device", "cpu", "--replay", *files]) == 1
+    monkeypatch.undo()
+    assert main(["--device", "cpu", "--replay", *files]) == 0
     with pytest.raises(SystemExit, match="--family: none, must be of decode"):
         main(["--family", "none"])
 
 
+def test_a_lost_device_ends_the_process_and_leaves_the_call(tmp_path):
+    def lost(call):
+        raise DeviceLost("CUDA error: an illegal memory access was encountered")
+
+    tally = fuzz(
+        arguments().parse_args(["--keep", str(tmp_path), "--calls", "5", "--seed", "7", "--device", "cpu"]), lost
+    )
+    assert tally.count() == tally.count(FAILED) == 1 and tally.files == [str(tmp_path / "lost-7-0.json")]
+    assert calls.load(tmp_path / "lost-7-0.json") == draw(7, 0, small=True)
+    assert is_fatal(RuntimeError("CUDA error: an illegal memory access was encountered"))
+    assert not is_fatal(ValueError("seq_lens: 3"))
+
+
 def test_memory_beside_a_tensor_is_guarded():
+    """Also between two rows."""
     memory, t = Memory(CPU), torch.arange(6.0).view(2, 3)[:, :2]
     tree = memory.place({"a": t, "out": torch.zeros(4)}, lambda tree: [tree["out"]])
     image = memory.image({"a": t, "out": torch.zeros(4)})
@@ -238,16 +222,11 @@ def test_memory_beside_a_tensor_is_guarded():
     assert torch.equal(tree["a"], t) and tree["a"].stride() == t.stride() and not memory.changed(image)
     tree["out"].fill_(1.0)
     assert not memory.changed(image) and memory.changed(image, everything=True)
-    tree["a"].as_strided((1,), (1,), tree["a"].storage_offset() + 2).fill_(9.0)  # between two rows
+    tree["a"].as_strided((1,), (1,), tree["a"].storage_offset() + 2).fill_(9.0)
     assert memory.changed(image)
 
 
 def test_only_kernels_of_a_bundle_are_run():
-    from cute_kernels import catalog
-    from cute_kernels.attention.sm90 import general
-
     op, spec = catalog.shipped("sm_90a")[0]
-    assert len(machines.held("sm_90a")) == len(catalog.shipped("sm_90a")) and op
-    other = replace(general("bf16", "bf16", (64, 64)), head_dim_qk=96, head_dim_vo=96)
     with pytest.raises(machines.OnDemand, match="d96"):
-        machines.Shipped().kernel("attention.sm90", other, "sm_90a")
+        machines.Shipped().kernel(op, replace(spec, head_dim_qk=96, head_dim_vo=96), "sm_90a")

@@ -51,6 +51,8 @@ CALLS: dict[str, tuple[AttentionCase, tuple[str, ...]]] = {  # case, forms
     "prefill mask d128 packed": (replace(BASE, **D128, **FEW), MASK),
     "prefill mask rows window": (replace(BASE, **ROWS, window_left=100), MASK),
     "prefill mask ragged": (BASE, ("ragged", "mask")),
+    "prefill ranges": (BASE, ("csr", "ranges")),
+    "prefill prefix": (BASE, ("csr", "prefix")),
     "decode": (DECODE, TABLE),
     "decode d128": (replace(DECODE, page_size=64, **D128), TABLE),
     "decode d256": (replace(DECODE, window_left=300, **D256), TABLE),

@@ -48,12 +48,14 @@ def drawn(*shape: int, dtype: torch.dtype = HALF) -> torch.Tensor:
 
 PREFILL = {"q": drawn(5, HQ, D), "paged_kv_cache": drawn(3, 2, 16, HKV, D)}
 PAGES = {"indptr": ints(0, 2, 3), "indices": ints(2, 0, 1), "last_page_len": ints(4, 16)}
+RANGED = PREFILL | {"bidirectional_ranges": ints(*range(10)).view(5, 2)}
 ROWS = {"q": drawn(5, HQ, D), "k": drawn(9, HKV, D), "v": drawn(9, HKV, D)}
 
 
 def planned(name: str, method: str, device: str) -> Any:
     """The method of a class that was planned for a device."""
-    wrapper = getattr(wrappers, name)(torch.empty(0, device=device))
+    own = dict(q_data_type=HALF, kv_data_type=HALF, head_dim_qk=D, head_dim_vo=D) if "Ranges" in name else {}
+    wrapper = getattr(wrappers, name)(torch.empty(0, device=device), **own)
     starts, pages = moved([ints(0, 2, 5), ints(0, 4, 9)], device), moved([*PAGES.values()], device)
     if name.startswith("BatchDecode"):
         wrapper.plan(*pages, HQ, HKV, D, 16)
@@ -110,6 +112,7 @@ METHODS: dict[str, Any] = {
         ("BatchPrefillWithPagedKVCacheWrapper", PREFILL), ("BatchAttentionWithAttentionSinkWrapper", PREFILL),
         ("BatchDecodeWithPagedKVCacheWrapper", PREFILL | {"q": drawn(2, HQ, D)}),
         ("BatchPrefillWithRaggedKVCacheWrapper", ROWS),
+        ("BatchPrefillWithCausalBidirectionalRangesWrapper", RANGED),
     )
     for method in ("run", "forward")
 }  # fmt: skip

@@ -73,6 +73,8 @@ CALLS: dict[str, tuple[AttentionCase, tuple[str, ...], dict[str, int]]] = {  # c
         {"lengths": 3, "pages": 1, "fewer pages of V": 2},
     ),
     "prefill, ragged": (WHOLE, ("ragged",), {"starts": 2, "falling starts": 1, "no pages": 2, "any bytes": 4}),
+    "prefill, ranges": (WHOLE, ("ragged", "ranges"), {"starts": 2, "ranges": 3, "any bytes": 4}),
+    "prefill, prefix": (WHOLE, ("ragged", "prefix"), {"ranges": 3, "any bytes": 4}),
     "prefill, mask": (WHOLE, ("csr", "mask"), {"starts": 2, "mask starts": 18, "no mask": 0}),
     "decode": (DECODE, (), ALL),
     "decode, nvfp4": (replace(DECODE, kv_dtype="nvfp4", **D128), (), SOME | {"no pages": 3}),
@@ -83,7 +85,9 @@ CALLS: dict[str, tuple[AttentionCase, tuple[str, ...], dict[str, int]]] = {  # c
 }
 
 
-@pytest.mark.parametrize("in_forms", [(), ("csr",), ("ragged",), ("csr", "mask"), ("ragged", "mask", "alibi")])
+@pytest.mark.parametrize(
+    "in_forms", [(), ("csr",), ("ragged",), ("csr", "mask"), ("ragged", "mask", "alibi"), ("csr", "ranges")]
+)
 def test_the_reference_clamps_alike(in_forms):
     for seed, kind in enumerate(hostile.kinds(in_forms)):
         case = replace(BASE, page_size=5, window_left=100)
@@ -163,7 +167,11 @@ def test_simulated_pages_of_many_rows(function):
     for b, (rows, end) in enumerate(zip(((0, 3), (3, 7)), ends)):
         own = [2 if b else 0] * (40 - min(end, 40)) + [0 if b else 1] * min(end, 40)  # page of each of the last 40 keys
         k, v = (pool[own, :, 0] for pool in pools)
-        options = {"left": reference.LeftBound(20), "of_heads": reference.HeadTerms(p.sinks), "scale": p.scale}
+        options = {
+            "mask": reference.TokenMask(left=reference.LeftBound(20)),
+            "of_heads": reference.HeadTerms(p.sinks),
+            "scale": p.scale,
+        }
         want = reference.attention(p.q[slice(*rows)], k, v, **options)
         assert distance(wide.out[slice(*rows)], want[0], case.tolerance) <= 1
         assert distance(lse[slice(*rows)], want[1], LSE_TOLERANCE) <= 1

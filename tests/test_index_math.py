@@ -35,7 +35,7 @@ SPECS = st.builds(
     ),
     st.sampled_from(["always", "never", "value"]),
     st.booleans(),
-    st.booleans(),
+    st.sampled_from(["", "bits"]),
     st.sampled_from([64, 128, 192]),
     st.sampled_from([64, 80, 128]),
 )

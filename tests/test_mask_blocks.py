@@ -8,6 +8,7 @@ import torch
 from bench.cases import family, hostile
 from bench.cases.attention import AttentionCase
 from bench.cases.family import FamilyCase
+from tests import test_ranges
 from tests.conftest import ARCH, ROOT
 from tests.sim.workloads import simulated
 from wrappers.attention.plan import MaskLists
@@ -28,7 +29,9 @@ def lists_of(case, monkeypatch):
     """Run a case in the simulator and return its tensors and the lists that the kernel has written."""
     made, t = watched(monkeypatch), family.make(case)
     with simulated(ARCH, [], 2, memory=ROOT / "build" / "simulated"):
-        family.plan(case, family.wrapper_of(case, "cpu"), t).run(*family.placed(case, t, "cpu"))
+        family.plan(case, family.wrapper_of(case, "cpu"), t).run(
+            *family.placed(case, t, "cpu"), **family.run_options(case, t, "cpu")
+        )
     return t, made[-1]
 
 
@@ -36,9 +39,13 @@ def expected(case, t):
     """Return row of the lists -> (blocks that need no mask, masked blocks), both ascending, from the mask itself."""
     found, start, group = {}, 0, case.heads_q // case.heads_kv
     for request, (rows, keys) in enumerate(zip(case.q_lens, case.kv_lens)):
-        mask = t.mask[start : start + rows * keys].view(rows, keys)
-        start += rows * keys
-        if case.window_left >= 0:
+        if case.ranges:
+            first = int(t.starts[request])
+            mask = test_ranges.seen(rows, keys, t.ranges[first : first + rows], case.window_left, case.range_window)
+        else:
+            mask = t.mask[start : start + rows * keys].view(rows, keys)
+            start += rows * keys
+        if case.window_left >= 0 and not case.ranges:
             distance = torch.arange(rows)[:, None] + keys - rows - torch.arange(keys)
             mask = mask & (distance <= case.window_left)
         tokens = TILE // group if rows <= 64 else TILE
@@ -61,7 +68,10 @@ ALIGNED = replace(CASE, q_lens=(140, 3, 64), kv_lens=(512, 1024, 160))  # every 
 MANY = replace(CASE, q_lens=(1,) * 35 + (150, 2), kv_lens=(40,) * 35 + (300, 70))  # a warp reads 32 at a time
 CASES = {
     "ragged": CASE, "window": replace(CASE, window_left=300), "last bits": LAST_BITS, "aligned": ALIGNED, "many": MANY,
-    "aligned window": replace(ALIGNED, window_left=200),
+    "aligned window": replace(ALIGNED, window_left=200), "ranges": replace(CASE, custom=False, ranges=True),
+    "ranges, windows": replace(
+        ALIGNED, q_lens=(400, 3, 64), custom=False, ranges=True, window_left=150, range_window=50
+    ),
 }  # fmt: skip
 
 
@@ -82,7 +92,7 @@ def test_lists(monkeypatch, name):
     assert len(want) == sum(tiles)
     listed = sum(len(full) + len(masked) for full, masked in want.values())
     assert 0 < listed < sum(n * -(-keys // TILE) for n, keys in zip(tiles, case.kv_lens))
-    if name in ("ragged", "aligned"):
+    if name in ("ragged", "aligned", "ranges"):
         assert sum(len(full) for full, _ in want.values())
 
 

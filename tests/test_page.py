@@ -147,7 +147,7 @@ def test_lengths_and_positions():
 
 
 def dense_attention(q, k, v, scale):
-    return dense.attention(q, k, v, scale=scale, causal=True, soft_cap=0.0)[0]
+    return dense.attention(q, k, v, scale=scale, soft_cap=0.0)[0]
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, E4M3])

@@ -38,6 +38,14 @@ PLANS = {  # what an object plans and runs, one after another
         replace(PLAIN, heads_q=4, q_lens=(300, 5), kv_lens=(900, 500), page_size=16, custom=True, blocks=True),
         replace(PLAIN, q_lens=(2, 130), kv_lens=(700, 257), page_size=16, window_left=300, custom=True, blocks=True),
     ),
+    "ranges": (
+        replace(PLAIN, heads_q=4, q_lens=(300, 5), kv_lens=(420, 5), page_size=16, ranges=True, window_left=100),
+        replace(PLAIN, q_lens=(2, 130), kv_lens=(700, 257), page_size=16, ranges=True, range_window=40, soft_cap=4.0),
+    ),
+    "prefix": (
+        replace(PLAIN, heads_q=4, q_lens=(300, 5, 40), kv_lens=(421, 5, 90), page_size=16, prefix=True),
+        replace(PLAIN, q_lens=(2, 130), kv_lens=(700, 257), page_size=16, prefix=True, window_left=100, soft_cap=4.0),
+    ),
     "RoPE": (replace(PACKED, mode="ROPE_LLAMA"), replace(PACKED, page_size=16, soft_cap=4.0)),
     "ragged, RoPE": (replace(PACKED, form="ragged", mode="ROPE_LLAMA"),
                      replace(PACKED, form="ragged", soft_cap=4.0, causal=False, **AGAIN)),
@@ -76,10 +84,10 @@ def test_plan_and_run(name):
     wrapper = family.wrapper_of(PLANS[name][0], "cpu")
     for seed, case in enumerate(PLANS[name]):
         t = family.make(case, seed)
-        arguments, sinks = family.placed(case, t, "cpu"), {} if t.sinks is None else {"sinks": t.sinks}
+        arguments, options = family.placed(case, t, "cpu"), family.run_options(case, t, "cpu")
         with simulated(ARCH, [], SMS, memory=MEMORY):
             family.plan(case, wrapper, t)
-            got = wrapper.run(*arguments, **sinks, **family.outputs(case, "cpu"), return_lse=True)
+            got = wrapper.run(*arguments, **options, **family.outputs(case, "cpu"), return_lse=True)
         close(case, got, family.answer(case, t, "cpu"))
 
 

@@ -48,7 +48,7 @@ def test_shared_scores(name):
         ({"q": "fp16", "kv": "fp16", "out": "fp16", "window": True}, True),
         ({"soft_cap": True, "alibi": True, "chunk": True}, True),
         ({"page_size": 3}, False),
-        ({"custom_mask": True, "causal": False}, False),
+        ({"custom_mask": "bits", "causal": False}, False),
         ({"kv": "nvfp4"}, False),
         ({"head_dim_qk": 256, "head_dim_vo": 256}, False),
     ],
@@ -66,7 +66,7 @@ def test_which_kernels_share_scores(change, shared):
 
 def test_pieces_need_tma_16_bits_and_no_custom_mask():
     tile = dispatch.select(WIDE, ARCH)[1].tile
-    for change in ({"page_size": 3}, {"custom_mask": True, "causal": False}, {"kv": "e4m3"}):
+    for change in ({"page_size": 3}, {"custom_mask": "bits", "causal": False}, {"kv": "e4m3"}):
         spec = sm90.candidate(replace(WIDE, **change), ARCH)
         assert sm90.supports(spec) is None
         refusal = sm90.supports(replace(spec, tile=tile))

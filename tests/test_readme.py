@@ -5,12 +5,9 @@ import dataclasses
 import enum
 import importlib.util
 import io
-import itertools
 import json
 import os
 import re
-from dataclasses import replace
-from functools import cache
 
 import pytest
 import torch
@@ -34,20 +31,13 @@ BESIDE = [ROOT / name for name in ("CONTRIBUTING.md", "CHANGELOG.md", "SECURITY.
 NOTES = [path for folder in ("bench", "tests", "tools") for path in sorted((ROOT / folder).rglob("*.md"))]
 
 
-GENERATORS = {  # command -> the sections that it writes
-    "python -m tools.matrix readme": cache(matrix.sections),
-    "make plots": cache(readme.sections),
-}
-
-
 @pytest.mark.slow
-def test_generated_sections_are_up_to_date():
-    assert [command for command, sections in GENERATORS.items() if pages.stale(sections())] == [], "run these"
-
-
-def test_every_marker_belongs_to_a_generator():
+def test_generated_sections_are_current():
+    """As `--check` of both generators says. Every marker belongs to one of them."""
+    made = matrix.sections() | readme.sections()
+    assert pages.fill(made, check=True) == [], "run: make plots, python -m tools.matrix readme"
     found = [name for path in PAGES.values() for name in re.findall(r"<!-- ([\w-]+):begin -->", path.read_text())]
-    assert sorted(found) == sorted(name for sections in GENERATORS.values() for name in sections())
+    assert sorted(found) == sorted(made)
 
 
 def run_blocks(text: str, name: str) -> dict:
@@ -137,14 +127,6 @@ def test_relative_links_lead_somewhere(page):
         assert not anchor or anchor in site.anchors(path), f"{path}#{anchor}"
 
 
-def test_links_and_anchors_of_a_page(tmp_path):
-    page = tmp_path / "page.md"
-    linked = "[x](#a-b-c-d) [y](sub/z.md#e) [w](https://w.org) `[not](one)`"
-    page.write_text(f"# A `b`, c-d\n{linked}\n```\n# no\n[n](o)\n```\n")
-    assert site.links(page) == [(page, "a-b-c-d"), (tmp_path / "sub" / "z.md", "e")]
-    assert site.anchors(page) == {"a-b-c-d"}
-
-
 def test_every_page_is_reached_from_readme_and_named_in_the_index():
     index = {path for path, _ in site.links(PAGES["docs/index.md"])}
     assert {path for path in PAGES.values() if path.parent == pages.DOCS} - index == {PAGES["docs/index.md"]}
@@ -186,16 +168,6 @@ def test_the_site_builds(tmp_path, monkeypatch, capsys):
     assert not re.search(r"<img(?![^>]*alt=.[^\"' >])", pages_made)
 
 
-@needs_mkdocs
-def test_a_link_that_leads_nowhere_ends_the_build(tmp_path):
-    (tmp_path / "pages").mkdir()
-    (tmp_path / "pages" / "index.md").write_text("# a\n[b](#b)\n")
-    config = tmp_path / "mkdocs.yml"
-    config.write_text((ROOT / "mkdocs.yml").read_text().split("nav:")[0])
-    with pytest.raises(SystemExit, match="there is no such anchor"):
-        site.build(config)
-
-
 # ---- tables in a window of 1280 pixels, from measurements in Chromium of the built site
 
 CODE, TEXT, PADDING = 6.8, 7.3, 24  # pixels: a letter of code and of text, on average, and the room beside a cell
@@ -224,13 +196,6 @@ def test_tables_fit_a_window(page):
     assert [(table.splitlines()[0], round(narrowest(table))) for table in tables if narrowest(table) > ROOM] == []
 
 
-def test_a_wide_table_is_found():
-    name, head = f"`{'x' * 40}`", "| load | first token, ms |\n| --- | ---: |\n"
-    assert 390 < narrowest(f"{head}| {name} | 100 (200) |\n") < 450
-    assert narrowest(f"{head}| {name} {name} | 100 (200) |\n") < 450  # in two lines
-    assert narrowest(f"{head}| {name} | {'100 (200) ' * 20} |\n") > ROOM
-
-
 # ---- the reference
 
 
@@ -249,34 +214,6 @@ def test_a_page_describes_each_name_with_its_arguments_and_example():
             assert all(re.search(rf"^ +(\*\*)?{n}\b|\({n}\b|, {n}\b", part, re.M) for n in names), name
     assert "### run { #BatchPrefillWithPagedKVCacheWrapper.run }" in made["prefill"]
     assert "Another name of `plan`." in made["prefill"]
-
-
-def test_a_docstring_becomes_markdown():
-    doc = """Say a * b of row_ids[i].
-
-Args, of others:
-    first, second: int32 (B + 1,), with `code` and
-        a second line
-    third: c
-Returns [d].
-
->>> f(1)
-2
-"""
-    assert reference.markdown(doc, frozenset({"first", "second", "third"})).splitlines() == [
-        r"Say a \* b of `row_ids[i]`.", "", "Arguments, of others:", "",
-        "- **`first`, `second`**: int32 (B + 1,), with `code` and a second line", "- **`third`**: c", "",
-        r"Returns \[d\].", "", "```pycon", ">>> f(1)", "2", "```",
-    ]  # fmt: skip
-
-
-def test_mentions_become_links():
-    text = "# `xqa`\n`xqa`, [`xqa`](x.md), `other.md`\n```\n`xqa`\n```\n| `top_k` |\n`Wrapper.run`\n"
-    text = text.replace("Wrapper", name := "BatchPrefillWithPagedKVCacheWrapper")
-    xqa, top_k = "[`xqa`](../decode.md#xqa)", "[`top_k`](../top-k.md#top_k)"
-    run = f"[`{name}.run`](../prefill.md#{name}.run)"
-    want = f"# `xqa`\n{xqa}, [`xqa`](x.md), `other.md`\n```\n`xqa`\n```\n| {top_k} |\n{run}\n"
-    assert reference.linked(text, "..") == want
 
 
 # ---- the support table
@@ -298,14 +235,6 @@ def test_matrix_tells_run_from_simulated_compiled_and_refused(monkeypatch):
     monkeypatch.setattr(matrix, "SIMULATED", {("sm_100a", "attention.decode")})
     cells = [matrix.cell(named("decode output e4m3"), arch, ran) for arch in ("sm_100a", "sm_103a")]
     assert cells == ["compiled, simulated", "compiled"]
-
-
-@pytest.mark.slow
-def test_values_of_equal_cells_share_a_row():
-    lines = matrix.markdown({}).splitlines()
-    cells = " | ".join(("on demand", *["compiled, simulated"] * 2, *["on demand"] * 2))
-    assert f"| prefill | KV | e5m2, NVFP4 with e4m3 queries | {cells} |" in lines
-    assert "| top-k | k | 20000 of 2 million |" + " no |" * len(matrix.ARCHS) in lines
 
 
 def test_simulated_is_what_ci_simulates():
@@ -371,59 +300,15 @@ def test_features_follow_from_the_fields_of_a_case():
         "decode page size 64", "decode query heads of a KV head 3", "decode with a causal mask",
         "decode with a sliding window", "decode with LSE", "decode with several query tokens",
     }  # fmt: skip
-    few = AttentionCase("", heads_q=2, causal=False, soft_cap=1.0, lse=False, sink=True, device=("scale",))
-    assert set(gpu.features(few)) == {
-        "prefill Q, K and V bf16", "prefill head_dim 64", "prefill page size 16", "prefill with full attention",
-        "prefill query heads of a KV head 1", "prefill with a soft cap", "prefill with sinks",
-        "prefill with scales on the device", "prefill requests block table",
-    }  # fmt: skip
-    assert "prefill with few query tokens" in gpu.features(replace(few, heads_q=4))
-    skipping = replace(case, function="xqa", skip=2.0, drafts=True, out_dtype="fp8", invariant=True)
-    assert {f for f in gpu.features(skipping) if "head" not in f and "page" not in f} == {
-        "xqa KV NVFP4", "xqa output e4m3", "xqa with a sliding window", "xqa with a mask of drafts"
-    }  # fmt: skip
 
 
-FEATURES = ("prefill Q, K and V bf16", "prefill with a soft cap", "decode KV NVFP4", "decode with sinks")
-NUMBERS = itertools.count()  # of files: a process imports a module once
-
-
-@pytest.fixture
-def report(tmp_path):
-    """A function that runs GPU tests, {name: (features, body)}, and returns the path of their junit report."""
-
-    def run(tests, code=pytest.ExitCode.TESTS_FAILED, file="test_gpu_example"):
-        name = f"{file}_{next(NUMBERS)}"
-        folder = tmp_path / name
-        folder.mkdir()
-        lines = ["import pytest"]
-        for test, (features, body) in tests.items():
-            marks = ", ".join(map(repr, features))
-            lines += [f"@pytest.mark.feature({marks})", f"def test_{test}():", f"    {body}"]
-        (folder / f"{name}.py").write_text("\n".join(lines) + "\n")
-        found = folder / "report.xml"
-        options = ["-q", "-s", "-p", "no:cacheprovider", "--rootdir", str(folder), f"--junitxml={found}"]
-        assert pytest.main([*options, str(folder)], plugins=[conftest]) == code
-        return found
-
-    return run
-
-
-def test_record_counts_passed_tests_that_carry_a_feature(report, tmp_path):
-    """One test of soft cap fails, all of NVFP4 are skipped, and sinks have none."""
-    bf16, cap, nvfp4, _ = FEATURES
-    tests = {
-        "one": ((bf16,), "pass"), "two": ((bf16, cap), "pass"), "three": ((cap,), "assert False"),
-        "four": ((nvfp4,), "pytest.skip()"), "five": ((), "pass"),
-    }  # fmt: skip
-    path = tmp_path / "hardware.csv"
-    assert matrix.add([report(tests)], "sm_90a", "nvidia-h200", "abc", path) == {bf16: 2}
-    rows = matrix.record(path)
-    assert rows.keys() == {("sm_90a", bf16)} and rows["sm_90a", bf16]["passed"] == "2"
-
-
-def test_unknown_features_and_those_of_cpu_tests_are_refused(report, capsys):
-    report({"a": (("prefill KV int8",), "pass")}, pytest.ExitCode.USAGE_ERROR)
-    assert "tools.matrix has no feature prefill KV int8" in capsys.readouterr().err
-    report({"a": (FEATURES, "pass")}, pytest.ExitCode.USAGE_ERROR, "test_example")
-    assert "only tests on a GPU show a feature" in capsys.readouterr().err
+def test_a_record_counts_passed_tests_of_features_without_a_failure(tmp_path):
+    bf16, cap, sinks = "prefill Q, K and V bf16", "prefill with a soft cap", "prefill with sinks"
+    cases = (
+        f'<testcase><properties><property name="feature" value="{name}"/></properties>{ended}</testcase>'
+        for name, ended in ((bf16, ""), (cap, ""), (cap, "<failure/>"), (sinks, "<skipped/>"))
+    )
+    (tmp_path / "report.xml").write_text(f"<testsuite>{''.join(cases)}</testsuite>")
+    path, run = tmp_path / "hardware.csv", ("sm_90a", "nvidia-h200", "abc")
+    assert matrix.add([tmp_path / "report.xml"], *run, path) == {bf16: 1}
+    assert [(feature, row["passed"]) for (_, feature), row in matrix.record(path).items()] == [(bf16, "1")]

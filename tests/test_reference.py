@@ -45,26 +45,26 @@ def test_equals_torch(m, n, heads, causal, window_left):
     want = torch.nn.functional.scaled_dot_product_attention(
         *(t.transpose(0, 1)[None] for t in (q, k, v)), attn_mask=keep, scale=0.2, enable_gqa=True
     )[0].transpose(0, 1)
-    got, _ = reference.attention(q, k, v, scale=0.2, causal=causal, left=reference.LeftBound(window_left))
+    got, _ = reference.attention(q, k, v, scale=0.2, mask=reference.TokenMask(causal, reference.LeftBound(window_left)))
     torch.testing.assert_close(got, want, rtol=2e-5, atol=2e-5)
 
 
 def test_large_logits_of_either_sign():
     q, k, v = random_qkv(4, 6, 2, 2, 8)
     for scale in (6e4, -6e4):
-        close(reference.attention(q, k, v, scale=scale, causal=True), brute(q, k, v, scale, True), 1e-4)
+        close(reference.attention(q, k, v, scale=scale), brute(q, k, v, scale, True), 1e-4)
     k[:] = -q[0, 0] * 1e4  # every logit of row 0, head 0 far below any finite sentinel
-    o, lse = reference.attention(q, k, v, scale=1.0, causal=False)
+    o, lse = reference.attention(q, k, v, scale=1.0, mask=reference.TokenMask(False))
     assert lse[0, 0] < -1e4 and torch.allclose(o[0, 0], v[:, 0].mean(0), atol=1e-5)
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
 def test_keys_that_are_not_kept_never_matter(bad):
     q, k, v = random_qkv(3, 8, 2, 1, 4)
-    want = reference.attention(q, k, v, scale=1.0, causal=True, left=reference.LeftBound(2))
+    want = reference.attention(q, k, v, scale=1.0, mask=reference.TokenMask(left=reference.LeftBound(2)))
     k[7], v[7] = bad, bad  # kept by the last row only
     k[:3], v[:3] = bad, bad  # before every window
-    o, lse = reference.attention(q, k, v, scale=1.0, causal=True, left=reference.LeftBound(2))
+    o, lse = reference.attention(q, k, v, scale=1.0, mask=reference.TokenMask(left=reference.LeftBound(2)))
     assert torch.equal(o[:2], want[0][:2]) and torch.equal(lse[:2], want[1][:2])
     assert not o[2].isfinite().any()
 
@@ -72,7 +72,7 @@ def test_keys_that_are_not_kept_never_matter(bad):
 def test_a_bad_query_row_stays_in_its_row_and_head():
     q, k, v = random_qkv(3, 8, 2, 1, 4)
     q[1, 0] = float("nan")
-    o, lse = reference.attention(q, k, v, scale=1.0, causal=True)
+    o, lse = reference.attention(q, k, v, scale=1.0)
     bad = torch.tensor([[False, False], [True, False], [False, False]])
     assert torch.equal(lse.isnan(), bad) and torch.equal(o.isnan().all(-1), bad)
 
@@ -80,18 +80,16 @@ def test_a_bad_query_row_stays_in_its_row_and_head():
 def test_infinite_values_reach_the_output_with_their_sign():
     q, k, v = random_qkv(2, 4, 1, 1, 3)
     v[1, 0, 0], v[2, 0, 1], v[0, 0, 2], v[1, 0, 2] = math.inf, -math.inf, math.inf, -math.inf
-    o, _ = reference.attention(q, k, v, scale=1.0, causal=False)
+    o, _ = reference.attention(q, k, v, scale=1.0, mask=reference.TokenMask(False))
     assert (o[:, 0, 0] == math.inf).all() and (o[:, 0, 1] == -math.inf).all() and o[:, 0, 2].isnan().all()
 
 
 def test_sink_limits():
     q, k, v = random_qkv(5, 9, 2, 2, 8)
-    plain = reference.attention(q, k, v, scale=0.3, causal=True)
-    none = reference.attention(
-        q, k, v, scale=0.3, causal=True, of_heads=reference.HeadTerms(torch.full((2,), -math.inf))
-    )
+    plain = reference.attention(q, k, v, scale=0.3)
+    none = reference.attention(q, k, v, scale=0.3, of_heads=reference.HeadTerms(torch.full((2,), -math.inf)))
     close(none, plain, 1e-6)
-    o, lse = reference.attention(q, k, v, scale=0.3, causal=True, of_heads=reference.HeadTerms(torch.full((2,), 200.0)))
+    o, lse = reference.attention(q, k, v, scale=0.3, of_heads=reference.HeadTerms(torch.full((2,), 200.0)))
     assert (o.abs() < 1e-20).all() and torch.allclose(lse, torch.tensor(200 * LOG2E))
 
 

@@ -70,7 +70,7 @@ def test_bits_without_split_keys_do_not_depend_on_the_longest_request():
 
 @pytest.mark.parametrize("arch", ARCHS)
 @pytest.mark.parametrize(
-    "change", [{"custom_mask": True}, {"alibi": True}, {"head_scales": True}, {"head_dim_qk": 192}]
+    "change", [{"custom_mask": "bits"}, {"alibi": True}, {"head_scales": True}, {"head_dim_qk": 192}]
 )
 def test_what_no_kernel_serves_is_named(arch, change):
     with pytest.raises(dispatch.UnsupportedRequest, match="attention.decode: " + next(iter(change))[:8]):

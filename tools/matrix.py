@@ -19,7 +19,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from bench.pages import fill
+from bench import pages as generated
 from cute_kernels import archs, catalog
 from cute_kernels import shipped as policy
 from cute_kernels.attention import dispatch as attention
@@ -138,7 +138,9 @@ MODIFIERS: dict[str, dict[str, Any]] = {
 }
 FAMILY: dict[str, dict[str, Any]] = {  # RoPE: a kernel that writes caches rotates Q and K before
     "chunked attention": {"chunk": True},
-    "a custom mask": {"custom_mask": True},
+    "a custom mask": {"custom_mask": "bits"},
+    "ranges of keys": {"custom_mask": "ranges", "causal": False},
+    "a prefix": {"prefix": True},
     "ALiBi": {"alibi": True},
     "RoPE": {},
 }
@@ -257,14 +259,10 @@ def markdown(ran: dict[tuple[str, str], dict[str, str]] | None = None) -> str:
     rows: dict[tuple[str, ...], list[str]] = {}  # (op, what, cells) -> values
     for f in FEATURES:
         rows.setdefault((f.op, f.what, *(cell(f, arch, ran) for arch in ARCHS)), []).append(f.value)
-    lines = [["", "", "", *(f"{arch} ({name})" for arch, name in ARCHS.items())], ["---"] * (len(ARCHS) + 3)]
-    lines += [[op, what, ", ".join(values), *cells] for (op, what, *cells), values in rows.items()]
-    return cells(lines)
-
-
-def cells(rows: Iterable[Any]) -> str:
-    """Return rows as lines of a Markdown table."""
-    return "\n".join("| " + " | ".join(map(str, row)) + " |" for row in rows)
+    head = ["", "", "", *(f"{arch} ({name})" for arch, name in ARCHS.items())]
+    return generated.table(
+        head, ([op, what, ", ".join(values), *cells] for (op, what, *cells), values in rows.items()), len(head)
+    )
 
 
 def dims_name(dims: tuple[int, int]) -> str:
@@ -274,30 +272,29 @@ def dims_name(dims: tuple[int, int]) -> str:
 
 def head_dims() -> str:
     """Return the head dims that attention kernels compute with, from the tables of tiles, as a Markdown table."""
-    lines: list[list[str]] = [["kernel", "queries", "K and V", "columns of a kernel"], ["---"] * 4]
+    lines = []
     for op, table, kinds in TILE_COLUMNS:
         for (q, kv), column in kinds.items():
             found = [getattr(row, "dims", (row[0], row[0])) for row in table.TABLE if getattr(row, column)]
             lines.append([op, q, kv, ", ".join(map(dims_name, found))])
-    return cells(lines)
+    return generated.table(["kernel", "queries", "K and V", "columns of a kernel"], lines, 4)
 
 
 def bundles() -> str:
     """Return the rows of `shipped` as a Markdown table, and what their kinds are."""
     same = {"q": "the query's type"}
-    lines = [["op", "architectures", "queries", "caches", "head_dim", "kinds"], ["---"] * 6]
+    lines = []
     for row in policy.ATTENTION:
         caches, dims = ", ".join(same.get(kv, kv) for kv in row.kv), ", ".join(map(dims_name, row.head_dims))
         arch = "all" if row.archs == archs.NAMES else ", ".join(row.archs)
         lines.append([f"`{row.op}`", arch, ", ".join(row.q), caches, dims, ", ".join(row.kinds)])
-    counts = [[arch, len(catalog.shipped(arch))] for arch in ARCHS]
     kinds = [[name, kind.meaning] for name, kind in attention.KINDS.items()]
-    tables: tuple[list[Any], ...] = (
-        lines,
-        [["kind", "serves"], ["---"] * 2, *kinds],
-        [["bundle", "kernels of all families"], ["---"] * 2, *counts],
-    )
-    return "\n\n".join(cells(table) for table in tables)
+    counts = [[arch, len(catalog.shipped(arch))] for arch in ARCHS]
+    return "\n\n".join((
+        generated.table(["op", "architectures", "queries", "caches", "head_dim", "kinds"], lines, 6),
+        generated.table(["kind", "serves"], kinds, 2),
+        generated.table(["bundle", "kernels of all families"], counts, 2),
+    ))  # fmt: skip
 
 
 def sections() -> dict[str, str]:
@@ -335,15 +332,11 @@ def add(reports: Iterable[Path], arch: str, gpu: str, commit: str, path: Path = 
     return counts
 
 
-def update() -> None:
-    """Write the tables into their pages."""
-    fill(sections())
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m tools.matrix", description=__doc__.splitlines()[0])
     verbs = parser.add_subparsers(dest="verb")
-    verbs.add_parser("readme", help="write the table into docs/support.md")
+    one = verbs.add_parser("readme", help="write the table into docs/support.md")
+    one.add_argument("--check", action="store_true", help=generated.CHECK)
     one = verbs.add_parser("record", help="add the results of a GPU test run")
     one.add_argument("reports", type=Path, nargs="+", help="reports of pytest --junitxml")
     one.add_argument("--arch", default="sm_90a")
@@ -353,7 +346,7 @@ def main() -> None:
     if args.verb == "record":
         print(add(args.reports, args.arch, args.gpu, args.commit))
     elif args.verb == "readme":
-        update()
+        generated.command(sections(), args.check)
     else:
         print(markdown())
 

@@ -20,6 +20,7 @@ GROUPS = {  # page -> (title, first sentence, names)
         (
             "trtllm_batch_context_with_kv_cache", "BatchPrefillWithPagedKVCacheWrapper",
             "BatchPrefillWithRaggedKVCacheWrapper", "BatchAttentionWithAttentionSinkWrapper",
+            "BatchPrefillWithCausalBidirectionalRangesWrapper",
             "single_prefill_with_kv_cache", "single_prefill_with_kv_cache_return_lse", "trtllm_fmha_v2_prefill",
         ),
     ),

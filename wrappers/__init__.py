@@ -39,6 +39,7 @@ from .flashinfer.trtllm import trtllm_batch_context_with_kv_cache, trtllm_batch_
 from .flashinfer.wrapper_classes import (
     BatchAttentionWithAttentionSinkWrapper,
     BatchDecodeWithPagedKVCacheWrapper,
+    BatchPrefillWithCausalBidirectionalRangesWrapper,
     BatchPrefillWithPagedKVCacheWrapper,
     BatchPrefillWithRaggedKVCacheWrapper,
     fast_decode_plan,
@@ -54,7 +55,8 @@ from .vllm.topk import cooperative_topk, persistent_topk, top_k_per_row_decode, 
 
 __all__ = [
     "BatchAttentionWithAttentionSinkWrapper", "BatchDecodeWithPagedKVCacheWrapper",
-    "BatchPrefillWithPagedKVCacheWrapper", "BatchPrefillWithRaggedKVCacheWrapper", "BlockTable", "Explanation",
+    "BatchPrefillWithCausalBidirectionalRangesWrapper", "BatchPrefillWithPagedKVCacheWrapper",
+    "BatchPrefillWithRaggedKVCacheWrapper", "BlockTable", "Explanation",
     "FP4Tensor", "KVCacheTarget", "PageLists", "QueryOutput", "RMSNorm", "RotaryEmbedding", "TopKTieBreak",
     "append_paged_kv_cache", "append_qkv", "apply_llama31_rope", "apply_llama31_rope_inplace",
     "apply_llama31_rope_pos_ids", "apply_llama31_rope_pos_ids_inplace", "apply_rope", "apply_rope_inplace",

@@ -10,6 +10,7 @@ import torch
 import wrappers
 
 from .attention import DTYPES, SOFT_CAP_TOLERANCE, TOLERANCE
+from .forms import random_ranges
 
 BLOCK = 128  # rows and keys of a block of a mask
 SPARE = 3  # pages, or rows of ragged K and V, that belong to no request
@@ -23,7 +24,9 @@ class FamilyCase:
     stacked: K and V are one tensor; otherwise V has more pages than K. strided: Q, K, V and the output are slices of
     tensors with twice as many rows or heads. room: the least number of rows of the cache, so that cases can share one.
     custom: a random mask that hides all keys from the first two rows; blocks: it hides some blocks of 128 rows x 128
-    keys and keeps others, whole; packed: the mask is given in bits. on_device: plan gets index tensors on the device.
+    keys and keeps others, whole; packed: the mask is given in bits. ranges: the causal mask is extended by ranges of
+    keys, those of `forms.random_ranges`, of the window range_window. prefix: all tokens see half of their keys.
+    on_device: plan gets index tensors on the device.
     """
 
     name: str = ""
@@ -47,6 +50,9 @@ class FamilyCase:
     custom: bool = False
     packed: bool = False
     blocks: bool = False
+    ranges: bool = False
+    range_window: int = -1
+    prefix: bool = False
     on_device: bool = False
 
     @property
@@ -71,6 +77,7 @@ class Tensors(NamedTuple):
     last: torch.Tensor  # (B,) number of rows in the last page
     mask: torch.Tensor | None  # bool
     sinks: torch.Tensor | None
+    ranges: torch.Tensor | None
 
 
 def make(case: FamilyCase, seed: int = 0) -> Tensors:
@@ -102,7 +109,9 @@ def make(case: FamilyCase, seed: int = 0) -> Tensors:
     last = [n - max(count - 1, 0) * size for count, n in zip(counts, case.kv_lens)]
     starts, kv_starts = (torch.tensor([0, *lens]).cumsum(0).int() for lens in (case.q_lens, counts))
     indices = torch.cat([order[: sum(counts)], torch.full((2,), 1 << 30)]) if case.paged else order[:0]
-    return Tensors(q, caches[0], caches[1], starts, kv_starts, indices.int(), torch.tensor(last).int(), mask, sinks)
+    ranges = random_ranges(list(case.q_lens), list(case.kv_lens), seed) if case.ranges else None
+    lens = torch.tensor(last).int()
+    return Tensors(q, caches[0], caches[1], starts, kv_starts, indices.int(), lens, mask, sinks, ranges)
 
 
 def within(t: torch.Tensor) -> torch.Tensor:
@@ -192,6 +201,17 @@ def outputs(case: FamilyCase, device: Any) -> dict[str, torch.Tensor]:
     return {"out": within(out), "lse": within(lse)} if case.strided else {"out": out, "lse": lse}
 
 
+def run_options(case: FamilyCase, t: Tensors, device: Any) -> dict[str, Any]:
+    """Return the keywords of `run` that the case has."""
+    found: dict[str, Any] = {} if t.sinks is None else {"sinks": t.sinks.to(device)}
+    if t.ranges is not None:
+        found |= {"bidirectional_ranges": t.ranges.to(device), "range_window_left": case.range_window}
+    if case.prefix:
+        lens = [n // 2 if n % 2 else 2 * n for n in case.kv_lens]  # some prefixes are longer than their requests
+        found["prefix_lens"] = torch.tensor(lens, dtype=torch.int32, device=device)
+    return found
+
+
 def answer(case: FamilyCase, t: Tensors, device: Any) -> tuple[torch.Tensor, torch.Tensor]:
     """Return (o (T, Hq, Dvo), lse (T, Hq)) of one call."""
     arguments = placed(case, t, device)
@@ -202,6 +222,5 @@ def answer(case: FamilyCase, t: Tensors, device: Any) -> tuple[torch.Tensor, tor
         k, v = (x[:rows] if case.layout == "NHD" else x[:, :rows] for x in (k, v))
         call = wrappers.single_prefill_with_kv_cache_return_lse
         return call(q, k, v, **given, **modifiers(case), kv_layout=case.layout)
-    sinks = {} if t.sinks is None else {"sinks": t.sinks.to(device)}
     ready = plan(case, wrapper_of(case, device), t)
-    return ready.run(*arguments, **sinks, **outputs(case, device), return_lse=True)
+    return ready.run(*arguments, **run_options(case, t, device), **outputs(case, device), return_lse=True)

@@ -6,7 +6,7 @@ import torch
 from wrappers.attention.call import AttentionCall, csr_sequences, ragged_sequences
 from wrappers.reference import gather
 
-FORMS = ("csr", "ragged", "mask", "alibi")
+FORMS = ("csr", "ragged", "mask", "ranges", "prefix", "alibi")
 BLOCK = 128  # keys of a block that is hidden or seen whole
 SPARE = 3  # unused rows, or entries, before the first request's and after the last one's
 
@@ -20,6 +20,11 @@ def apply(p: AttentionCall, forms: tuple[str, ...], seed: int = 0) -> AttentionC
         p = as_ragged(p, lens)
     if "mask" in forms:
         p = with_mask(p, lens, seed)
+    if "ranges" in forms:
+        p = with_ranges(p, lens, seed)
+    if "prefix" in forms:
+        half = [n // 2 + 9 * (b % 2) for b, n in enumerate(lens)]
+        p = p._replace(prefix_lens=torch.tensor(half, dtype=torch.int32, device=p.q.device))
     if "alibi" in forms:
         heads = torch.arange(p.q.shape[1], device=p.q.device)
         p = p._replace(alibi_slopes=torch.exp2(-(heads + 1.0) / 2))
@@ -72,3 +77,30 @@ def with_mask(p: AttentionCall, lens: list[int], seed: int) -> AttentionCall:
     packed = torch.cat([torch.empty(0, dtype=torch.uint8), *found])
     starts = _starts([len(part) for part in found], device)
     return p._replace(custom_mask=packed[:-1].to(device), mask_starts=starts, causal=True)
+
+
+def with_ranges(p: AttentionCall, lens: list[int], seed: int) -> AttentionCall:
+    """Add ranges of keys to the causal mask: of spans of neighbouring tokens, which see each other, as those of an
+    image; of single tokens, of any keys; and of tokens without one, some of which have values that mean the same."""
+    assert p.requests.cu_seqlens_q is not None
+    ranges = random_ranges(p.requests.cu_seqlens_q.diff().tolist(), lens, seed)
+    return p._replace(ranges=ranges.to(p.q.device), range_left=BLOCK + 9 if seed % 2 else -1, causal=True)
+
+
+def random_ranges(rows: list[int], keys: list[int], seed: int) -> torch.Tensor:
+    """Return ranges of keys, int32 (T, 2), for requests with so many rows and keys; see `with_ranges`."""
+    gen, found = torch.Generator().manual_seed(seed), []
+    nothing = torch.tensor([[-1, -1], [5, 4], [-(1 << 31), -7], [(1 << 31) - 1, (1 << 31) - 1]])
+    for m, n in zip(rows, keys):
+        own = nothing[torch.randint(len(nothing), (m,), generator=gen)]
+        first = 0
+        while first < m:  # a span of tokens, then some others
+            span = int(torch.randint(1, 90, (), generator=gen))
+            keys_of_span = torch.tensor([first + n - m, min(first + span, m) + n - m - 1])
+            own[first : first + span] = keys_of_span
+            alone = first + span + torch.randint(0, 40, (5,), generator=gen)
+            for at in alone[alone < m].tolist():
+                own[at] = torch.randint(-3, max(n, 1) + 9, (2,), generator=gen).sort().values
+            first += span + 40
+        found.append(own)
+    return torch.cat([nothing[:0], *found]).to(torch.int32)

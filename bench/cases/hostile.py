@@ -29,8 +29,10 @@ LENGTHS = ("lengths",)  # lengths of requests, or, in CSR, of their last pages
 PAGES = ("pages", "no columns", "no pages", "fewer pages of V")
 STARTS = ("starts", "falling starts", "rising starts")  # starts of the keys
 MASKS = ("mask starts", "no mask")
+RANGES = ("ranges",)
 TENSORS = (  # fields of a problem for `served`
-    "q", "k", "v", "k_scales", "v_scales", "sinks", "custom_mask", "mask_starts", "alibi_slopes",
+    "q", "k", "v", "k_scales", "v_scales", "sinks", "custom_mask", "mask_starts", "ranges", "prefix_lens",
+    "alibi_slopes",
 )  # fmt: skip
 TABLES = ("page_table", "kv_lens", "cu_seqlens_q", "kv_starts")  # fields of its requests
 Results = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
@@ -46,7 +48,7 @@ def _without_nan(t: torch.Tensor) -> torch.Tensor:
 
 def kinds(in_forms: tuple[str, ...] = ()) -> tuple[str, ...]:
     """Return the kinds of hostile values for problems in these of `forms.FORMS`."""
-    found = ROWS + MASKS if "mask" in in_forms else ROWS
+    found = ROWS + (MASKS if "mask" in in_forms else RANGES if {"ranges", "prefix"} & set(in_forms) else ())
     if "ragged" in in_forms:
         return (*found, *STARTS, "no pages")
     return found + LENGTHS + PAGES + (STARTS if "csr" in in_forms else ())
@@ -105,7 +107,11 @@ def spoilt(case: AttentionCase, p: AttentionCall, kind: str, seed: int) -> Atten
         table = wild(table, pages)
     if kind in ("mask starts", "everything") and mask is not None:
         mask_starts = wild(some(mask_starts, -3, 2, len(mask) // 2), len(mask))
+    ranges, prefixes = p.ranges, p.prefix_lens
+    if kind in ("ranges", "everything"):
+        ranges, prefixes = wild(ranges, most), wild(prefixes, most)
     if kind == "any bytes":
+        ranges, prefixes = any_bytes(ranges), any_bytes(prefixes)
         table, lens, offsets, starts, mask_starts = map(any_bytes, (table, lens, offsets, starts, mask_starts))
     if kind == "no columns":
         table = table[:, :, :0]
@@ -121,7 +127,9 @@ def spoilt(case: AttentionCase, p: AttentionCall, kind: str, seed: int) -> Atten
             caches[field] = t[:, :, :0] if ragged else t[: len(t) // 2 if kind == "fewer pages of V" else 0].clone()
     table = table.expand(-1, 2, -1).contiguous()
     r = r._replace(page_table=table, kv_lens=lens, cu_seqlens_q=offsets, kv_starts=starts)
-    return p._replace(requests=r, custom_mask=mask, mask_starts=mask_starts, **caches)
+    return p._replace(
+        requests=r, custom_mask=mask, mask_starts=mask_starts, ranges=ranges, prefix_lens=prefixes, **caches
+    )
 
 
 def _alone(p: AttentionCall, b: int) -> AttentionCall:
@@ -167,9 +175,12 @@ def expected(p: AttentionCall) -> Results:
         count, own = rows.stop - rows.start, _alone(p, b)
         own_offsets = torch.tensor([0, count], dtype=torch.int32, device=device)
         requests = own.requests._replace(cu_seqlens_q=own_offsets)
-        drafts = None if p.drafts is None else p.drafts[rows]
+        prefix = None if p.prefix_lens is None else p.prefix_lens[b : b + 1]
+        drafts, ranges = (None if t is None else t[rows] for t in (p.drafts, p.ranges))
         o[rows], lse[rows] = reference.paged_attention(
-            own._replace(q=p.q[rows], requests=requests, max_q_len=count, drafts=drafts)
+            own._replace(
+                q=p.q[rows], requests=requests, max_q_len=count, drafts=drafts, ranges=ranges, prefix_lens=prefix
+            )
         )
         owners[rows] += 1
     return o, lse, owners

@@ -105,13 +105,6 @@ DECODE = {
 }
 SERVE = {case.name: case for case in (mixed("serve-bf16-mixed", 60), chunks("serve-bf16-chunks", 512))}
 
-SWEEP_BATCHES, SWEEP_LENGTHS = (1, 4, 16, 64, 256), tuple(1 << e for e in range(10, 18))
-SWEEP_TOKENS = 1 << 20  # at most this many tokens in a decode batch: 4 GiB of K and V
-SWEEP_DECODE = {
-    f"sweep-{case.name}": replace(case, name=f"sweep-{case.name}")
-    for case in (decoding(b, n, (32, 8), 128, 16) for b in SWEEP_BATCHES for n in SWEEP_LENGTHS)
-    if sum(case.kv_lens) <= SWEEP_TOKENS
-}
 SWEEP_SERVE = {
     case.name: case
     for case in (

@@ -20,6 +20,7 @@ Int32: TypeAlias = Annotated[Any, "Int32", 0]
 Float32: TypeAlias = Annotated[Any, "Float32", 0]
 Ints: TypeAlias = Annotated[Any, "Int32", 1]
 Floats: TypeAlias = Annotated[Any, "Float32", 1]
+Int32Rows: TypeAlias = Annotated[Any, "Int32", 2]
 
 
 class QueryArgs(NamedTuple):
@@ -47,13 +48,17 @@ class KVArgs(NamedTuple):
 class MaskArgs(NamedTuple):
     """The mask; read by `mask`."""
 
-    window_left: Int32 = None  #          keys before position - window_left are masked; 2^30 for none
+    window_left: Int32 = None  #          keys before position - window_left are masked; 2^30 for none; with ranges, it
+    #                                     bounds the causal part
     chunk: Int32 = None  #                keys before the position's chunk of so many are masked; 2^30 for none
+    prefix_lens: Ints = None  # (B,)      int32: all tokens see so many keys from the first one on
     causal: Int32 = None  #               0: tokens see all keys
     tree_mask: Any = None  # (T | 0, W)  int32, bit t of a token's row: it sees draft token t; instead of causal
     custom_mask: Any = None  # (N,)       uint8: bit i * kv_len + j of a sequence, least significant first: token i sees
     #                                     key j; instead of causal, which must be 0
     mask_starts: Ints = None  # (B + 1,)  int32: first byte of each sequence in custom_mask
+    ranges: Int32Rows = None  # (T, 2)    a token sees keys [0] to [1], too, but none before position - range_left
+    range_left: Int32 = None  #           likewise
     mask_blocks: Any = None  # (rows, N + 3)  int32 scratch, of any contents: the KV blocks of each tile, see
     #                                     `mask_blocks`. rows: T x rows of a token // rows of a tile + B; N: KV blocks
 
@@ -114,11 +119,14 @@ class AttentionArgs(NamedTuple):
 BLOCKS: tuple[Any, ...] = (QueryArgs, KVArgs, MaskArgs, LogitsArgs, OutArgs, ScheduleArgs)
 OPTIONAL: dict[str, Callable[[Any], bool]] = {  # field -> whether a spec has it; every spec has the fields not listed
     **dict.fromkeys(("k_scales", "v_scales", "v_scales_interleaved"), lambda spec: spec.kv.block_scaled),
-    "window_left": lambda spec: spec.mask.window,
+    "window_left": lambda spec: spec.mask.window or spec.mask.custom == "ranges",
     "chunk": lambda spec: spec.mask.chunk,
+    "prefix_lens": lambda spec: spec.mask.prefix,
     "causal": lambda spec: spec.mask.causal == "value",
     "tree_mask": lambda spec: spec.mask.tree,
-    **dict.fromkeys(("custom_mask", "mask_starts", "mask_blocks"), lambda spec: spec.mask.custom),
+    **dict.fromkeys(("custom_mask", "mask_starts"), lambda spec: spec.mask.custom == "bits"),
+    **dict.fromkeys(("ranges", "range_left"), lambda spec: spec.mask.custom == "ranges"),
+    "mask_blocks": lambda spec: bool(spec.mask.custom),
     "alibi_slopes": lambda spec: spec.logits.alibi,
     "soft_cap": lambda spec: spec.logits.soft_cap,
     "skip_threshold": lambda spec: spec.logits.skip,

@@ -48,10 +48,15 @@ KINDS = {
     "quantised output": Kind("modified, and outputs of e4m3 or NVFP4", False, {"window": True, "out": "nvfp4"}),
     "gather": Kind("causal, with pages of any size", False, {"page_size": 1}),
     "gather modified": Kind("modified, with pages of any size", False, {"page_size": 1, "window": True}),
-    "custom mask": Kind("a custom mask, no modifier", False, {"causal": False, "custom_mask": True}),
+    "custom mask": Kind("a custom mask, no modifier", False, {"causal": False, "custom_mask": "bits"}),
     "custom mask modified": Kind(
-        "a custom mask, windows and soft caps", False, {"causal": False, "custom_mask": True, "window": True}
+        "a custom mask, windows and soft caps", False, {"causal": False, "custom_mask": "bits", "window": True}
     ),
+    "ranges": Kind("causal, or inside a range of keys per token", False, {"causal": False, "custom_mask": "ranges"}),
+    "ranges modified": Kind(
+        "ranges, and soft caps", False, {"causal": False, "custom_mask": "ranges", "soft_cap": True}
+    ),
+    "prefix": Kind("causal, and a prefix that all tokens see", False, {"prefix": True}),
     "skip": Kind("causal, with skip-softmax", False, {"skip": True}),
     "split": Kind("causal, and CTAs share the keys of a sequence", True, {}),
     "split modified": Kind("split, with windows and soft caps", True, {"window": True}),

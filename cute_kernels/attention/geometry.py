@@ -41,18 +41,21 @@ class LaunchGeometry(NamedTuple):
 class Sequence(NamedTuple):
     """All that kernels read from the device about one sequence of the batch, clamped to what the tensors hold.
 
-    q_start: its first query token. q_len: query tokens. kv_len: keys. Whatever else a spec says a sequence has is a
-    further field, None in kernels without it. `load_sequence` alone reads it, and everything that describes work holds
-    it whole: a value of a sequence that a mask needs passes through no other place.
+    q_start: its first query token. q_len: query tokens. kv_len: keys. prefix: keys that all tokens see, whatever the
+    causal mask says. Whatever else a spec says a sequence has is a further field, None in kernels without it.
+    `load_sequence` alone reads them, and everything that describes work holds the record whole: a value of a sequence
+    that a mask needs passes through no other place.
     """
 
     q_start: Int32
     q_len: Int32
     kv_len: Int32
+    prefix: Any = None
 
 
 # block of `args` -> its tensors with values of single sequences, all of which `load_sequence` reads
-SEQUENCE_ARGS = {"query": ("cu_seqlens_q",), "kv": ("kv_lens", "kv_starts")}
+SEQUENCE_ARGS = {"query": ("cu_seqlens_q",), "kv": ("kv_lens", "kv_starts"), "mask": ("prefix_lens",)}
+REQUIRED = len(Sequence._fields) - len(Sequence._field_defaults)  # fields of a sequence that every kernel has
 
 
 def launch_args(spec, flat):
@@ -140,16 +143,24 @@ def sequence_keys(a, b: Int32):
     return keys * cutlass.min(cutlass.min(a.kv.k.shape[0], a.kv.v.shape[0]), 1)
 
 
-def no_sequence():
+def sequence_words(spec):
+    """Return the number of values that a sequence has in kernels of `spec`, the first fields of the record."""
+    return REQUIRED + spec.mask.prefix
+
+
+def no_sequence(spec):
     """Return a sequence without tokens and keys."""
-    return Sequence(*(Int32(0),) * len(Sequence._fields))
+    return Sequence(*(Int32(0),) * sequence_words(spec))
 
 
 @cute.jit
 def load_sequence(a, b: Int32):
     """Return sequence b, which must be one of the batch."""
     q_start, q_len = sequence_queries(a, b)
-    return Sequence(q_start, q_len, sequence_keys(a, b))
+    sequence = Sequence(q_start, q_len, sequence_keys(a, b))
+    if const_expr(a.mask.prefix_lens is not None):
+        sequence = sequence._replace(prefix=clamp(a.mask.prefix_lens[b], 0, sequence.kv_len))
+    return sequence
 
 
 @cute.jit
@@ -160,11 +171,6 @@ def differs(sequence: Sequence, other: Sequence):
         if const_expr(value is not None):
             changed = changed or value != before
     return changed
-
-
-def mask_start(a, b):
-    """Return the first byte of sequence b in the custom mask, clamped."""
-    return clamp(a.mask.mask_starts[b], 0, a.mask.custom_mask.shape[0])
 
 
 def batch_size(a):

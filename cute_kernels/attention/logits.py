@@ -52,15 +52,16 @@ def add_bias(s: cute.Tensor, rows: ScoreRows, cols: ScoreCols):
 
 
 @cute.jit
-def fetch_mask(spec: cutlass.Constexpr, rows: ScoreRows, bits: Any, first: Int32, lanes: cutlass.Constexpr):
+def fetch_mask(spec: cutlass.Constexpr, rows: ScoreRows, source: Any, first: Int32, lanes: cutlass.Constexpr):
     """Load this lane's words of the custom mask, 32 keys each, per row, for the block that begins at key `first`.
-    Called while the scores are computed, which hides the latency. bits: the sequence's `custom_mask.MaskBits`."""
+    Called while the scores are computed, which hides the latency. source: what the words follow from, see
+    `custom_mask`."""
     if const_expr(spec.mask.custom):
         count = const_expr(cute.size(rows.words) // cute.size(rows.tokens))  # words per row
         for i in cutlass.range_constexpr(cute.size(rows.words)):
             key = first + (cute.arch.lane_idx() % lanes + i % count * lanes) * 32
             token = rows.tokens[const_expr(i // count)]
-            rows.words[i] = custom_mask.visible_word(spec, bits, token, key, rows.seqlen)
+            rows.words[i] = custom_mask.of(spec).visible_word(spec, source, token, key, rows.seqlen)
 
 
 @cute.jit

@@ -29,7 +29,7 @@ class SeqlenInfo:
 
     non_causal: 1 if tokens see all keys; read if spec.mask.causal is "value". tree: 1 if the query tokens are draft
     tokens with a tree mask instead of the causal one; read if spec.mask.tree. chunk: positions per chunk;
-    read if spec.mask.chunk.
+    read if spec.mask.chunk. prefix: keys that all tokens see, read if spec.mask.prefix.
     """
 
     q_len: Int32
@@ -38,6 +38,7 @@ class SeqlenInfo:
     non_causal: Int32 = 0  # type: ignore[assignment]
     tree: Int32 = 0  # type: ignore[assignment]
     chunk: Int32 = 0  # type: ignore[assignment]
+    prefix: Int32 = 0  # type: ignore[assignment]
 
 
 class ScoreRows(NamedTuple):
@@ -67,10 +68,10 @@ class ScoreCols:
 
 
 def seqlen_info(spec, a, sequence):
-    """Return the `SeqlenInfo` of a `geometry.Sequence`. If the call's custom mask is empty (0 bytes), kv_len is 0: no
+    """Return the `SeqlenInfo` of a `geometry.Sequence`. If the call's mask of bits is empty (0 bytes), kv_len is 0: no
     token sees a key, and no kernel reads the mask."""
     kv_len = sequence.kv_len
-    if spec.mask.custom:
+    if spec.mask.custom == "bits":
         kv_len *= cutlass.min(a.mask.custom_mask.shape[0], 1)
     return SeqlenInfo(
         sequence.q_len,
@@ -79,6 +80,7 @@ def seqlen_info(spec, a, sequence):
         1 - a.mask.causal if spec.mask.causal == "value" else 0,
         cutlass.min(a.mask.tree_mask.shape[0], 1) if spec.mask.tree else 0,
         a.mask.chunk if spec.mask.chunk else 0,
+        sequence.prefix if spec.mask.prefix else 0,
     )
 
 
@@ -90,6 +92,8 @@ def visible(spec, token, seqlen: SeqlenInfo):
         causal_hi = position + 1
         if spec.mask.causal == "value":
             causal_hi = cutlass.max(causal_hi, seqlen.non_causal * seqlen.kv_len)
+        if spec.mask.prefix:
+            causal_hi = cutlass.max(causal_hi, seqlen.prefix)
         if spec.mask.tree:
             causal_hi = cutlass.max(causal_hi, seqlen.tree * seqlen.kv_len)
         hi = cutlass.min(hi, causal_hi)

@@ -8,7 +8,7 @@ the attention kernel then count positions in the list, from the highest to 0, wh
 all but one of a tile's need no mask.
 
 A row of `mask_blocks`, the scratch memory of the lists, belongs to a tile (`list_row`). It has the number of listed
-blocks, the number of those that need no mask, the last bytes of the mask (`custom_mask.tail_of`), then N entries. The
+blocks, the number of those that need no mask, a word of the mask (`tail_of` of its kind), then N entries. The
 unmasked blocks begin at entry 0, ascending. The masked ones begin at entry N - 1, and each next higher block is one
 entry further in front. N is at least the number of blocks of a sequence, so the two never meet.
 """
@@ -26,11 +26,10 @@ from . import custom_mask, geometry, mask
 from .spec import MASK_LIST_HEADER, PACK_GQA_MAX_GROUP, PACK_GQA_MAX_Q
 
 # Warps of a CTA: neighbouring lanes read neighbouring words of a token, so a warp reads several blocks at once; SETS
-# warps read other blocks, and SHARES warps the same blocks of other tokens. A warp loads the words of BATCH tokens
-# before it looks at one.
+# warps read other blocks, and SHARES warps the same blocks of other tokens.
 SHARES, SETS = 2, 8
-WARPS, BATCH = SHARES * SETS, 32
-TAIL = 2  # the word of the mask's last bytes
+WARPS = SHARES * SETS
+TAIL = 2  # the word of `custom_mask.tail_of`
 WORD = 32  # keys per word of the mask
 SEEN, HIDDEN = 1, 2  # bits of a word's state: some token sees some key of it; some does not. Blocks have those of words
 
@@ -79,10 +78,10 @@ def n_block_at(spec, a, w, position):
     return clamp(found, 0, cutlass.max((w.sequence.kv_len + spec.tile.n - 1) // spec.tile.n - 1, 0))
 
 
-def mask_bits(a, w):
-    """Return the custom mask of the sequence of a tile."""
+def mask_source(spec, a, w):
+    """Return what the words of the custom mask follow from, for the sequence of a tile."""
     tail = Uint32(a.mask.mask_blocks[w.list_row, TAIL])
-    return custom_mask.mask_bits(a, geometry.mask_start(a, w.batch_idx), tail)
+    return custom_mask.of(spec).source(a, w.sequence, w.batch_idx, tail)
 
 
 def num_m_blocks(spec, a, q_len):
@@ -130,29 +129,7 @@ def words_of_block(spec):
 
 
 @cute.jit
-def join_words(
-    spec: cutlass.Constexpr,
-    bits: custom_mask.MaskBits,
-    tokens: Any,
-    key: Int32,
-    seqlen: mask.SeqlenInfo,
-    aligned: cutlass.Constexpr,
-):
-    """Return which of the keys [key, key + 32) some token sees, and which every one sees, for BATCH tokens from
-    tokens[0] on; behind tokens[1], that token again. Without a branch, so that all loads are in flight together."""
-    batch = [cutlass.min(tokens[0] + i * SHARES, tokens[1]) for i in range(BATCH)]
-    loaded = [custom_mask.load_inside(bits, token, key, seqlen, aligned) for token in batch]
-    some, every = Uint32(0), Uint32(0xFFFFFFFF)
-    for words, token in zip(loaded, batch):
-        seen = custom_mask.visible_inside(spec, bits, words, token, key, seqlen)
-        some, every = some | seen, every & seen
-    return some, every
-
-
-@cute.jit
-def state_of_word(
-    spec: cutlass.Constexpr, bits: custom_mask.MaskBits, tokens: Any, word: Int32, hi: Int32, seqlen: mask.SeqlenInfo
-):
+def state_of_word(spec: cutlass.Constexpr, source: Any, tokens: Any, word: Int32, hi: Int32, seqlen: mask.SeqlenInfo):
     """Return the state of a word of the tile, for every SHARES-th token from tokens[0] to tokens[1]. word: its number,
     counted from the word of block 0. Blocks from `hi` on have none."""
     words = const_expr(words_of_block(spec))
@@ -163,21 +140,7 @@ def state_of_word(
     some, every = Uint32(0), Uint32(0xFFFFFFFF)
     if n_block < hi:
         key = n_block * spec.tile.n + column * WORD
-        aligned = custom_mask.is_aligned(bits, key, seqlen)
-        for first in cutlass.range(tokens[0], tokens[1] + 1, SHARES * BATCH, unroll=1):
-            some_here, every_here = Uint32(0), Uint32(0xFFFFFFFF)
-            last = cutlass.min(first + SHARES * (BATCH - 1), tokens[1])
-            if not custom_mask.is_inside(bits, last, key, seqlen, aligned):
-                for token in cutlass.range(first, last + 1, SHARES, unroll=1):
-                    seen = custom_mask.visible_word(spec, bits, token, key, seqlen)
-                    some_here |= seen
-                    every_here &= seen
-            elif aligned:
-                some_here, every_here = join_words(spec, bits, (first, last), key, seqlen, True)
-            else:
-                some_here, every_here = join_words(spec, bits, (first, last), key, seqlen, False)
-            some |= some_here
-            every &= every_here
+        some, every = custom_mask.of(spec).join_tokens(spec, source, tokens, SHARES, key, seqlen)
     state = Int32(0)
     if some & inside != 0:
         state = Int32(SEEN)
@@ -205,8 +168,7 @@ def list_blocks(spec: cutlass.Constexpr, a, states: cute.Tensor, batch_idx: Int3
     read at once, and warp 0 appends them."""
     warp_idx, lane = cute.arch.make_warp_uniform(cute.arch.warp_idx()), cute.arch.lane_idx()
     sequence = geometry.load_sequence(a, batch_idx)
-    row, start = first_row(spec, a, sequence.q_start, batch_idx) + m_block, geometry.mask_start(a, batch_idx)
-    seqlen = mask.seqlen_info(spec, a, sequence)
+    row, seqlen = first_row(spec, a, sequence.q_start, batch_idx) + m_block, mask.seqlen_info(spec, a, sequence)
     # the lists of sequences that overlap may have the same row: that of the last sequence stays
     writes = False
     if warp_idx == 0 and row < a.mask.mask_blocks.shape[0]:
@@ -217,7 +179,7 @@ def list_blocks(spec: cutlass.Constexpr, a, states: cute.Tensor, batch_idx: Int3
     tokens = geometry.tile_tokens(m_block, m, sequence.q_len, Divisor(pack_factor, magic))
     lo, hi = mask.kv_range(spec, tokens[0], tokens[1], seqlen)
     entries = a.mask.mask_blocks.shape[1] - MASK_LIST_HEADER
-    hi, bits = cutlass.min(hi, entries), custom_mask.mask_bits(a, start, tail)
+    hi, source = cutlass.min(hi, entries), custom_mask.of(spec).source(a, sequence, batch_idx, tail)
     out, num_full, num_masked = cute.domain_offset((row, 0), a.mask.mask_blocks), Int32(0), Int32(0)
     per_warp = const_expr(32 // words_of_block(spec))
     share, mine = warp_idx % SHARES, warp_idx // SHARES
@@ -225,7 +187,7 @@ def list_blocks(spec: cutlass.Constexpr, a, states: cute.Tensor, batch_idx: Int3
         # the states of the words of this round
         state, word = Int32(0), (first + mine * per_warp) * words_of_block(spec) + lane
         if lane < per_warp * words_of_block(spec):
-            state = state_of_word(spec, bits, (tokens[0] + share, tokens[1]), word, hi, seqlen)
+            state = state_of_word(spec, source, (tokens[0] + share, tokens[1]), word, hi, seqlen)
         states[share, mine * 32 + lane] = state
         cute.arch.barrier()
         # append the blocks that some token sees
@@ -244,7 +206,7 @@ def list_blocks(spec: cutlass.Constexpr, a, states: cute.Tensor, batch_idx: Int3
                 num_masked += cute.arch.popc(Uint32(masked)).to(Int32)
         cute.arch.barrier()
     if writes and lane == 0:
-        out[0, 0], out[0, 1], out[0, TAIL] = num_full + num_masked, num_full, Int32(bits.tail)
+        out[0, 0], out[0, 1], out[0, TAIL] = num_full + num_masked, num_full, Int32(tail)
 
 
 @cute.kernel
@@ -255,7 +217,7 @@ def kernel(spec: cutlass.Constexpr, a):
     states = smem.allocate_tensor(Int32, cute.make_layout((SHARES, 32 * SETS), stride=(32 * SETS, 1)), 16)
     cute.arch.griddepcontrol_wait()  # with PDL: the previous kernel may write lengths and bits
     cute.arch.griddepcontrol_launch_dependents()  # the attention kernel waits for the end of this one
-    number, total, tail = cute.arch.block_idx()[0], Int32(0), custom_mask.tail_of(a)
+    number, total, tail = cute.arch.block_idx()[0], Int32(0), custom_mask.of(spec).tail_of(a)
     searching = True
     while searching:
         batch_idx, m_block, total = find_tile(spec, a, number)

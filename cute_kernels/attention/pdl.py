@@ -44,5 +44,6 @@ def uncached_args(spec, a):
         return a
     for block, fields in geometry.SEQUENCE_ARGS.items():
         given = getattr(a, block)
-        a = a._replace(**{block: given._replace(**{name: UncachedTensor(getattr(given, name)) for name in fields})})
+        had = {name: getattr(given, name) for name in fields if getattr(given, name) is not None}
+        a = a._replace(**{block: given._replace(**{name: UncachedTensor(t) for name, t in had.items()})})
     return a

@@ -23,6 +23,11 @@ CACHES = {  # type of queries -> types of K and V
     "e4m3": ("e4m3", *(kv for kv in QUANTISED if kv != "e4m3")),
     "e5m2": ("e5m2",),
 }
+CUSTOM_MASKS = {
+    "": "",
+    "bits": "m",
+    "ranges": "r",
+}  # kinds of custom masks (`custom_mask`) -> their letter in names; "": none
 MASK_LIST_HEADER = 3  # words of a list of KV blocks before its blocks (`mask_blocks`)
 SF_VEC_SIZE = 16  # elements that share a scale factor of NVFP4
 TMA_PAGES = (8, 16, 32, 64, 128, 256)  # page sizes, in rows, that TMA loads
@@ -55,14 +60,17 @@ class KVSpec:
 @dataclass(frozen=True)
 class MaskSpec:
     """The mask. causal: "always" (bottom-right aligned), "never", or "value": the argument `causal` decides. window: a
-    sliding window, `window_left`. tree: a tree mask for draft tokens. custom: a bit mask over all (token, key) of a
-    sequence; requires causal "value" or "never". chunk: a token sees no key before its own chunk of positions."""
+    sliding window, `window_left`. tree: a tree mask for draft tokens. custom: a kind of `CUSTOM_MASKS`, which says for
+    each token and key of a sequence whether it is seen; requires causal "value" or "never". chunk: a token sees no key
+    before its own chunk of positions. prefix: all tokens see the first keys of their sequence, as many as `prefix_lens`
+    says, whatever causal says."""
 
     causal: str = "always"
     window: bool = False
     tree: bool = False
-    custom: bool = False
+    custom: str = ""
     chunk: bool = False
+    prefix: bool = False
 
     @property
     def bounded_left(self) -> bool:
@@ -77,8 +85,9 @@ class MaskSpec:
             kind
             + ("w" if self.window else "")
             + ("b" if self.tree else "")
-            + ("m" if self.custom else "")
+            + CUSTOM_MASKS[self.custom]
             + ("c" if self.chunk else "")
+            + ("p" if self.prefix else "")
         )
 
 
@@ -168,12 +177,14 @@ class AttentionSpec(Generic[T]):
 def exact_mask(request: KernelRequest) -> MaskSpec:
     """Return the mask of a request, for a kernel without any other mask."""
     p = request
-    return MaskSpec("always" if p.causal else "never", p.window, p.drafts, p.custom_mask, p.chunk)
+    return MaskSpec("always" if p.causal else "never", p.window, p.drafts, p.custom_mask, p.chunk, p.prefix)
 
 
 def general_mask(request: KernelRequest) -> MaskSpec:
-    """Return the mask of a kernel that takes the causal mask and a window as values, with the request's other masks."""
-    return replace(exact_mask(request), causal="value", window=True)
+    """Return the mask of a kernel that takes the causal mask and a window as values, with the request's other masks. A
+    mask of ranges has both as values of its own."""
+    own = exact_mask(request)
+    return own if request.custom_mask == "ranges" else replace(own, causal="value", window=True)
 
 
 def exact_logits(request: KernelRequest) -> LogitsSpec:
@@ -182,9 +193,9 @@ def exact_logits(request: KernelRequest) -> LogitsSpec:
 
 
 def is_plain(request: KernelRequest) -> bool:
-    """Return whether a kernel with one mask, causal or none, and a 16-bit output serves a request, apart from
+    """Return whether a kernel with one mask, causal or none, and a 16-bit output serves a request, apart from a prefix,
     skip-softmax and scales per head."""
-    mask, logits = replace(exact_mask(request), causal="always"), exact_logits(request)
+    mask, logits = replace(exact_mask(request), causal="always", prefix=False), exact_logits(request)
     return request.out in DTYPES and mask == MaskSpec() and not (logits.soft_cap or logits.alibi)
 
 

@@ -107,7 +107,7 @@ def keep(path: Path) -> int:
             errors = None if found.errors is None else float(found.errors)
             row = replace(row, status=found.status, errors=errors, reason=found.reason)
         rows.append(row)
-    results.append(results.SANITIZERS / f"{rows[0].gpu}.csv", rows)
+    results.append(results.file_of(SanitizerRow, rows[0].gpu), rows)
     return sum(row.status not in (report.CLEAN, report.EXPECTED_ONLY) for row in rows)
 
 

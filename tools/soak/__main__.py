@@ -4,9 +4,8 @@
     python -m tools.soak --device cpu --steps 60 --scenario serving disk    the CPU reference
     python -m tools.soak --keep FOLDER/soak.csv                     add the rows of a run to bench/results/soaks
 
-Each scenario runs in a process of its own: those that use a GPU one after another, beside those that do not. A line per
-scenario has its result, and the file soak.csv of the folder its row. The exit status is the number of scenarios that
-failed.
+Each scenario runs in a process of its own, one after another. A line per scenario has its result, and the file soak.csv
+of the folder its row. The exit status is the number of scenarios that failed.
 """
 
 import argparse
@@ -16,7 +15,6 @@ import sys
 import time
 import traceback
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from datetime import datetime, timezone
 from pathlib import Path
 
@@ -44,7 +42,6 @@ SCENARIOS: dict[str, Callable[[Soak], str]] = {
     "disk": damage.disk,
     "read-only-cache": damage.read_only_cache,
 }
-HOST = ("disk", "read-only-cache")  # they compile, and launch nothing
 HELD, SKIPPED, FAILED = "held", "skipped", "FAILED"
 LIMIT = 200.0  # seconds of a scenario beyond those of serving
 FILE = "soak.csv"
@@ -95,18 +92,10 @@ def soak(args: argparse.Namespace) -> int:
     """Run the chosen scenarios and return how many failed."""
     out, env, failed = Path(args.out), environment(args.device), 0
     out.mkdir(parents=True, exist_ok=True)
-    groups = [n for n in args.scenario if n not in HOST], [n for n in args.scenario if n in HOST]
-
-    def group(names: list[str]) -> int:
-        bad = 0
-        for name in names:
-            row = apart(name, args, env)
-            results.append(out / FILE, [row])
-            bad += row.result == FAILED
-        return bad
-
-    with ThreadPoolExecutor(2) as pool:
-        failed = sum(pool.map(group, groups))
+    for name in args.scenario:
+        row = apart(name, args, env)
+        results.append(out / FILE, [row])
+        failed += row.result == FAILED
     print(f"{len(args.scenario)} scenarios, {failed} failed -> {out / FILE}", flush=True)
     return failed
 
@@ -114,7 +103,7 @@ def soak(args: argparse.Namespace) -> int:
 def keep(path: Path) -> int:
     """Add the rows of a run to those of its device."""
     rows = results.read(path, SoakRow)
-    results.append(results.SOAKS / f"{rows[0].gpu}.csv", rows)
+    results.append(results.file_of(SoakRow, rows[0].gpu), rows)
     return 0
 
 
@@ -137,7 +126,7 @@ def main(given: list[str] | None = None) -> int:
     torch.backends.cuda.matmul.allow_tf32 = False  # expected results are computed in fp32
     device = torch.device("cuda", 0) if args.device == "cuda" else torch.device("cpu")
     name = args.scenario[0]
-    answer = run(name, Soak(device, args.seed, 60 * args.minutes, args.steps, Path(args.out)))
+    answer = run(name, Soak(device, args.seed, 60 * args.minutes, args.steps))
     Path(args.out, f"{name}.json").write_text(json.dumps(answer))
     return 0
 

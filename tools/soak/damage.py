@@ -54,10 +54,15 @@ except runtime.KernelNotFound as error:
 """
 
 
+def run(*command: object, **environ: str) -> subprocess.CompletedProcess[str]:
+    """Run a command in the checkout's root."""
+    given, options = list(map(str, command)), {"capture_output": True, "text": True, "errors": "replace"}
+    return subprocess.run(given, cwd=ROOT, env=os.environ | environ, timeout=240, **options)  # type: ignore[call-overload]
+
+
 def python(code: str, *given: object, **environ: str) -> str:
     """Return the output of Python code in a process of its own. Raise `Wrong` if it was killed or failed."""
-    command = [sys.executable, "-c", code, *map(str, given)]
-    ended = subprocess.run(command, cwd=ROOT, env=os.environ | environ, capture_output=True, text=True, timeout=240)
+    ended = run(sys.executable, "-c", code, *given, **environ)
     if ended.returncode:
         raise Wrong(f"a process ended with status {ended.returncode}: {ended.stderr[-600:]}")
     return ended.stdout.strip()
@@ -167,21 +172,22 @@ def arch_of(s: Soak) -> str:
     return runtime.arch_of(s.device) if s.on_gpu else catalog.ARCHS[0]
 
 
-def on_small_disk(top: Path, size: str, command: list[str], **environ: str) -> tuple[int, str, str]:
+def mounted(top: Path, options: str, *command: str, **environ: str) -> subprocess.CompletedProcess[str] | None:
+    """Run a command while a file system with these options is mounted at `top`. Return None without the right to mount
+    one."""
+    mount = f"mount -t tmpfs -o {options} none {top}"
+    if not shutil.which("unshare") or run("unshare", "-m", "sh", "-c", mount).returncode:
+        return None
+    return run("unshare", "-m", "sh", "-c", f'{mount} && exec "$@"', "sh", *command, **environ)
+
+
+def on_small_disk(top: Path, kib: int, *command: str, **environ: str) -> tuple[int, str, str]:
     """Run a command while `top` is a file system of a size, or without the right to mount one, with a limit of the size
     of files. Return its status, its output, and which of the two it was."""
-    size_kib = {"k": 1, "m": 1024}[size[-1]] * int(size[:-1])
-    mounted = f'mount -t tmpfs -o size={size} none {top} && exec "$@"'
-    ways = {
-        "a full file system": ["unshare", "-m", "sh", "-c", mounted, "sh", *command],
-        "a limit of the size of files": ["sh", "-c", f'ulimit -f {2 * size_kib} && exec "$@"', "sh", *command],
-    }
-    probe = subprocess.run(["unshare", "-m", "sh", "-c", f"mount -t tmpfs -o size={size} none {top}"],
-                           capture_output=True) if shutil.which("unshare") else None  # fmt: skip
-    how = "a full file system" if probe and not probe.returncode else "a limit of the size of files"
-    ended = subprocess.run(
-        ways[how], cwd=ROOT, env=os.environ | environ, capture_output=True, text=True, timeout=240, errors="replace"
-    )
+    how, ended = "a full file system", mounted(top, f"size={kib}k", *command, **environ)
+    if ended is None:
+        how = "a limit of the size of files"
+        ended = run("sh", "-c", f'ulimit -f {2 * kib} && exec "$@"', "sh", *command, **environ)
     return ended.returncode, ended.stdout + ended.stderr, how
 
 
@@ -194,7 +200,7 @@ def disk(s: Soak) -> str:
         top = Path(folder, "disk")
         top.mkdir()
         build += ["--arch", arch, "--out", f"{top}/bundle", "--objects", f"{top}/obj"]
-        status, said, how = on_small_disk(top, "24k", build)
+        status, said, how = on_small_disk(top, 24, *build)
         if status != 1 or how == "a full file system" and bundle.FULL_DISK not in said:
             raise Wrong(f"a build with {how} ended with status {status}: {said[-600:]}")
         if "Traceback" in said:
@@ -202,10 +208,10 @@ def disk(s: Soak) -> str:
         if (top / "bundle" / manifest.FILE).exists():
             raise Wrong("a build that failed published a bundle")
         environ = {"CUTE_KERNELS_BUNDLE": f"{top}/none", "XDG_CACHE_HOME": str(top), "TMPDIR": folder}
-        status, said, how = on_small_disk(top, "24k", [sys.executable, "-c", COMPILE, arch, SMALL], **environ)
+        status, said, how = on_small_disk(top, 24, sys.executable, "-c", COMPILE, arch, SMALL, **environ)
         if how == "a full file system" and (status or "cannot be compiled into" not in said):
             raise Wrong(f"a call with {how} ended with status {status}: {said[-600:]}")
-        ended = subprocess.run(build, cwd=ROOT, capture_output=True, text=True, timeout=240)
+        ended = run(*build)
         if ended.returncode or bundle.verify(top / "bundle", arch):
             raise Wrong(f"a build with space failed: {ended.stderr[-600:]}")
     return f"with {how}: the build ended with status 1, the call named the disk; with space the build was right"
@@ -215,23 +221,16 @@ def read_only_cache(s: Soak) -> str:
     """A cache that cannot be written: a kernel compiles for its process alone."""
     if not paths.has_dsl():
         raise CannotRun("needs the DSL, which compiles")
-    arch = arch_of(s)
     with tempfile.TemporaryDirectory() as folder:
-        top = Path(folder, "cache")
+        top, command = Path(folder, "cache"), [sys.executable, "-c", COMPILE, arch_of(s), SMALL]
         top.mkdir()
-        environ = os.environ | {"CUTE_KERNELS_BUNDLE": f"{folder}/none", "XDG_CACHE_HOME": str(top)}
-        command = [sys.executable, "-c", COMPILE, arch, SMALL]
-        mount = f"mount -t tmpfs -o ro none {top}"
-        how = "a read-only file system"
-        whole = ["unshare", "-m", "sh", "-c", f'{mount} && exec "$@"', "sh", *command]
-        allowed = shutil.which("unshare") and not subprocess.run(
-            ["unshare", "-m", "sh", "-c", mount], capture_output=True
-        ).returncode  # fmt: skip
-        if not allowed:
-            how, whole = "a file in place of the folder", command
+        environ = {"CUTE_KERNELS_BUNDLE": f"{folder}/none", "XDG_CACHE_HOME": str(top)}
+        how, ended = "a read-only file system", mounted(top, "ro", *command, **environ)
+        if ended is None:
+            how = "a file in place of the folder"
             top.rmdir()
             top.write_text("")
-        ended = subprocess.run(whole, cwd=ROOT, env=environ, capture_output=True, text=True, timeout=240)
+            ended = run(*command, **environ)
         if ended.stdout.strip() != "found True":
             raise Wrong(f"with {how}: {ended.stdout[-300:]} {ended.stderr[-300:]}")
     return f"with {how}, the kernel compiled and loaded"

@@ -1,6 +1,5 @@
 """Samples of host and device memory, and whether they stay flat."""
 
-import csv
 import ctypes
 import gc
 from collections.abc import Sequence
@@ -60,10 +59,3 @@ def grown(samples: Sequence[Sample]) -> str:
     """Return "" if memory is flat, else what grew."""
     found = {name: size for name, size in growth(samples).items() if size > LIMITS[name]}
     return ", ".join(f"{name} memory grew by {size:.1f} MiB, limit {LIMITS[name]}" for name, size in found.items())
-
-
-def write(path: Path, samples: Sequence[Sample]) -> None:
-    with open(path, "w", newline="") as file:
-        out = csv.writer(file, lineterminator="\n")
-        out.writerow(Sample._fields)
-        out.writerows([s.step, *(f"{size:.2f}" for size in s[1:])] for s in samples)

@@ -75,5 +75,6 @@ def _hash(tensors: list[torch.Tensor]) -> str:
 
 
 def digest(device: str, seed: int, count: int, families: tuple[str, ...] = ()) -> dict[str, str]:
-    """Return `Probe.digest`, for another process."""
+    """Return `Probe.digest`, for another process: on the CPU, bits follow from the number of threads."""
+    torch.set_num_threads(1)
     return Probe(torch.device(device), seed, count, families).digest()

@@ -5,7 +5,6 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -27,14 +26,12 @@ class CannotRun(Exception):
 
 
 class Soak(NamedTuple):
-    """The options of a scenario. device: "cuda" or "cpu". seconds: of serving. steps: 0, or its number of steps. out:
-    folder for files."""
+    """The options of a scenario. device: "cuda" or "cpu". seconds: of serving. steps: 0, or its number of steps."""
 
     device: torch.device
     seed: int
     seconds: float
     steps: int
-    out: Path
 
     @property
     def on_gpu(self) -> bool:
@@ -58,25 +55,18 @@ def serving(s: Soak) -> str:
     for engine in engines:
         engine.capture()
     samples: list[memory.Sample] = []
-    start = shown = time.monotonic()
-    step = 0
+    start, step = time.monotonic(), 0
     every = s.steps / 24 if s.steps else s.seconds / 60  # of a sample, in steps or in seconds
-    while True:
-        spent = step if s.steps else time.monotonic() - start
-        if spent >= (s.steps or s.seconds):
-            break
+    while (spent := step if s.steps else time.monotonic() - start) < (s.steps or s.seconds):
         for engine in engines:
             engine.step(check=step % 25 == 0)
         step += 1
         if spent >= len(samples) * every:
             samples.append(memory.sample(step, s.device))
+            print(f"serving: {step} steps, {samples[-1]}", flush=True)
             if len(samples) in ((3, 12) if s.steps else (5, 30)):  # the first time warms up, too
                 probe.compare(first, "in the middle")
-            if time.monotonic() - shown > 10:
-                shown = time.monotonic()
-                print(f"serving: {step} steps, {samples[-1]}", flush=True)
     probe.compare(first, "at the end")
-    memory.write(s.out / f"memory-{s.device.type}.csv", samples)
     if wrong := memory.grown(samples):
         raise Wrong(wrong)
     counts = {name: sum(engine.count[name] for engine in engines) for name in engines[0].count}

@@ -9,7 +9,7 @@ import torch
 from ..host import machine
 from ..host.checks import raise_reason
 from ..host.plain import traced
-from . import checks, op, plan
+from . import checks, op, optional, plan
 from .call import AttentionCall, SequenceBatch, renumbered, sequences_of
 
 _is_grad_enabled, _Tensor = torch.is_grad_enabled, torch.Tensor  # module globals: each saves a look-up, 20 ns
@@ -97,7 +97,7 @@ def bound(call: AttentionCall) -> BoundLaunch | None:
     current one.
     """
     call = op.prepared(call)
-    if call.requests.shape_id is None or call.rope is not None or plan.between_words(call.custom_mask):
+    if call.requests.shape_id is None or call.rope is not None or optional.between_words(call.custom_mask):
         return None
     found, here = plan.plan_of(call), machine.current
     if found is None or not found.out_is_16bit or found.checked:

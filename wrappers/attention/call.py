@@ -60,6 +60,7 @@ class AttentionCall(NamedTuple):
     out_scale: float = 1.0  # factor on the normalised output
     causal: bool = True
     window_left: int = -1  # negative: off
+    range_left: int = -1  # keys before a token's position minus this are not in its range (`ranges`); negative: off
     chunk: int = 0  # a token sees no key before its own chunk of this many positions; 0: off; needs causal
     soft_cap: float | None = None  # 0: off
     skip: float | None = None  # skip-softmax's threshold times kv_len; 0: off
@@ -85,11 +86,18 @@ class AttentionCall(NamedTuple):
     drafts: torch.Tensor | None = None  # (T, W) int32, replaces causal: bit t of a token's row: it sees draft t
     custom_mask: torch.Tensor | None = None  # (N,) uint8, replaces causal: bits of (query row, key), lowest first
     mask_starts: torch.Tensor | None = None  # (B + 1,) int32: byte of custom_mask where a request's bits begin
+    ranges: torch.Tensor | None = None  # (T, 2) int32: a token sees keys [0] to [1], too; window_left bounds the others
+    prefix_lens: torch.Tensor | None = None  # (B,) int32: all tokens of a request see its first so many keys, too
     alibi_slopes: torch.Tensor | None = None  # (Hq,) fp32: slope * (key - query row) is added to a logit before the cap
 
     @property
     def dim_vo(self) -> int:
         return self.v.shape[3] * (1 if self.k_scales is None else 2)
+
+    @property
+    def custom(self) -> str:
+        """Return the kind of the mask that replaces causal, of `cute_kernels.attention.spec.CUSTOM_MASKS`."""
+        return "bits" if self.custom_mask is not None else "ranges" if self.ranges is not None else ""
 
     @property
     def result_dtype(self) -> torch.dtype | str:

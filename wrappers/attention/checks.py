@@ -38,7 +38,8 @@ from ..host.checks import (
     too_small,
 )
 from ..host.scalars import OR_TENSOR, check_scale
-from .call import AttentionCall, Rope
+from .call import OPTIONAL, AttentionCall, Rope
+from .optional import MOST_MASK, check_optional
 
 SIGNATURES: dict[
     str, dict[str, str]
@@ -59,7 +60,6 @@ OUTPUTS = (torch.float16, torch.bfloat16, E4M3)
 # keys are split, query rows of a KV head times these
 MOST_ROWS = 1 << 30
 MOST_KEYS = 1 << 30  # bound of the keys of a request, which kernels count in 32 bits
-MOST_MASK = 1 << 31  # bound of the bytes of a custom mask, or of an output's scale factors, likewise
 TMA_BYTES = 16  # alignment of a TMA descriptor's base address and of every stride except the last
 
 MOST_SCALE = FP32_MOST / log2(e)  # of the logits
@@ -93,13 +93,11 @@ def validate(call: AttentionCall) -> None:
     for field in ("scale", "out_scale"):
         check_scale(name(field), getattr(call, field), getattr(call, f"{field}_tensor"), q.device, heads)
     check_integer(name("max_q_len"), call.max_q_len, 0)
-    if call.sinks is not None:
-        sinks = check_operand(name("sinks"), call.sinks, 1, (torch.float32,), q.device)
-        check_shape(name("sinks"), sinks, (q.shape[1],), "one value per query head")
+    check_optional(call, name)
     _custom_mask(call, name)
-    if call.alibi_slopes is not None:
-        slopes = check_operand(name("alibi_slopes"), call.alibi_slopes, 1, (torch.float32,), q.device)
-        check_shape(name("alibi_slopes"), slopes, (q.shape[1],), "one slope per query head")
+    _ranges(call, name)
+    if call.prefix_lens is not None:
+        _prefix(call, name)
     if call.rope is not None:
         _rotated(call, name)
     outputs(call)
@@ -316,6 +314,30 @@ def _custom_mask(call: AttentionCall, name: Names) -> None:
         raise ValueError(f"{name('drafts')}: given, must be None with {name('custom_mask')}")
 
 
+def _ranges(call: AttentionCall, name: Names) -> None:
+    """Raise on a mask that ranges of keys, which extend the causal mask, cannot be combined with."""
+    if call.ranges is None:
+        if call.range_left >= 0:
+            raise ValueError(f"{name('range_left')}: {call.range_left}, must be negative without {name('ranges')}")
+        return
+    for field in ("custom_mask", "drafts"):
+        if getattr(call, field) is not None:
+            raise ValueError(f"{name(field)}: given, must be None with {name('ranges')}")
+    if not call.causal:
+        raise ValueError(f"{name('causal')}: False, must be True with {name('ranges')}, which extend the causal mask")
+    if call.chunk:
+        raise NotImplementedError(f"{name('chunk')}: {call.chunk} with {name('ranges')}, not supported, must be 0")
+
+
+def _prefix(call: AttentionCall, name: Names) -> None:
+    """Raise on a mask that a prefix cannot be combined with."""
+    for field in ("custom_mask", "drafts", "ranges"):
+        if getattr(call, field) is not None:
+            raise ValueError(f"{name(field)}: given, must be None with {name('prefix_lens')}")
+    if call.chunk:
+        raise NotImplementedError(f"{name('chunk')}: {call.chunk} with {name('prefix_lens')}, not supported, must be 0")
+
+
 def _rotated(call: AttentionCall, name: Names) -> None:
     """Check a call with rotary embedding: Q and K need 16 bits and an even head_dim."""
     if call.q.dtype not in (torch.float16, torch.bfloat16) or call.k.dtype != call.q.dtype:
@@ -374,10 +396,7 @@ def _nvfp4_output(call: AttentionCall, name: Names, shape: tuple[int, int, int])
         raise ValueError(f"{name('out')}.scale: strides {scale.stride()}, must be contiguous")
 
 
-TENSORS = (  # fields of AttentionCall
-    "q", "k", "v", "k_scales", "v_scales", "sinks", "drafts", "scale_tensor", "out_scale_tensor", "custom_mask",
-    "mask_starts", "alibi_slopes",
-)  # fmt: skip
+TENSORS = ("q", "k", "v", *AttentionCall._fields[OPTIONAL])  # fields of AttentionCall
 TABLES = ("page_table", "kv_lens", "cu_seqlens_q", "kv_starts")  # fields of SequenceBatch
 
 

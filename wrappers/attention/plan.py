@@ -26,6 +26,7 @@ from ..host.checks import INF, checking, raise_reason
 from ..reference import LOG2E
 from . import checks, launch_size, values
 from .call import OPTIONAL, OPTIONS, AttentionCall
+from .optional import OPTIONAL_TENSORS, per_token
 from .rope import rotated
 
 NO_WINDOW = 1 << 30  # window_left for a call without a window, if the kernel supports windows
@@ -41,55 +42,6 @@ _Tensor = torch.Tensor  # module globals: each saves an attribute look-up, 20 ns
 _empty, _empty_like = torch.empty, torch.empty_like
 
 
-def _whole(t: Any) -> Any:
-    return t.dtype, t.shape
-
-
-def _row(t: Any) -> Any:
-    return t.dtype, t.shape[1:]
-
-
-def _as_bytes(t: torch.Tensor) -> torch.Tensor:
-    return t.view(torch.uint8)
-
-
-def _flat(t: torch.Tensor) -> torch.Tensor:
-    return t if t.ndim == 1 else t.reshape(-1)
-
-
-def between_words(mask: torch.Tensor | None) -> bool:
-    """Return whether a custom mask begins inside a word of 4 bytes. Kernels read whole words."""
-    return mask is not None and mask.data_ptr() % 4 != 0
-
-
-def _mask_words(mask: torch.Tensor) -> torch.Tensor:
-    if mask.shape[0] >= checks.MOST_MASK:
-        raise NotImplementedError(f"custom_mask: {mask.shape[0]} bytes, must be less than {checks.MOST_MASK} on CUDA")
-    return mask.clone() if between_words(mask) else mask
-
-
-class OptionalTensor(NamedTuple):
-    """How a plan treats a tensor that a call may lack.
-
-    fact: what of it the plan depends on. argument: its name in `args`. view: what is passed in its place.
-    """
-
-    fact: Callable[[Any], Any]
-    argument: str
-    view: Callable[[torch.Tensor], torch.Tensor] | None = None
-
-
-OPTIONAL_TENSORS = {  # the last fields of AttentionCall, in their order
-    "sinks": OptionalTensor(_whole, "sink"),
-    "scale_tensor": OptionalTensor(_whole, "softmax_scale_ptr", _flat),
-    "out_scale_tensor": OptionalTensor(_whole, "out_scale_ptr", _flat),
-    "k_scales": OptionalTensor(_whole, "k_scales", _as_bytes),
-    "v_scales": OptionalTensor(_whole, "v_scales", _as_bytes),
-    "drafts": OptionalTensor(_row, "tree_mask"),
-    "custom_mask": OptionalTensor(_row, "custom_mask", _mask_words),
-    "mask_starts": OptionalTensor(_whole, "mask_starts"),
-    "alibi_slopes": OptionalTensor(_whole, "alibi_slopes"),
-}
 _FACTS = tuple(t.fact for t in OPTIONAL_TENSORS.values())
 
 
@@ -148,7 +100,7 @@ def request_of(call: AttentionCall, sms: int = 132) -> KernelRequest:
     if not equal:  # plans depend only on the next power of two
         rows = 1 << max(rows - 1, 0).bit_length()
     single = call.q.shape[0] == 1 or equal and call.max_q_len == 1  # the last row of its request sees all keys
-    ragged, masked = call.requests.form == "ragged", call.custom_mask is not None
+    ragged, masked = call.requests.form == "ragged", call.custom
     causal = (call.causal or single) and not masked
     return KernelRequest(
         q=TYPES[call.q.dtype],
@@ -164,8 +116,9 @@ def request_of(call: AttentionCall, sms: int = 132) -> KernelRequest:
         sms=sms,
         split_kv=call.split_kv,
         causal=causal,
-        window=call.window_left >= 0,
+        window=call.window_left >= 0 and masked != "ranges",
         chunk=call.chunk > 0,
+        prefix=call.prefix_lens is not None and causal and not single,
         visible_keys=_visible_keys(call, rows) if causal else KernelRequest.visible_keys,
         drafts=call.drafts is not None,
         soft_cap=bool(call.soft_cap),
@@ -217,6 +170,7 @@ class LaunchPlan:
     flat: list[Any]
     slots: Any  # an ArgSlots
     optional: tuple[tuple[str, int, Any], ...]
+    per_token: tuple[str, ...]  # fields of optional tensors with a row per token
     types: tuple[type, ...]  # of the options: 1, 1.0 and True are equal, hence so are keys
     device: torch.device
     single_device: bool  # it is the only device of the process
@@ -255,6 +209,10 @@ class LaunchPlan:
         for field, slot, view in self.optional:
             t = getattr(call, field)
             flat[slot] = t if view is None else view(t)
+        for field in self.per_token:
+            if getattr(call, field).shape[0] != call.q.shape[0]:
+                rows = f"{getattr(call, field).shape[0]} rows, must be the query's {call.q.shape[0]}"
+                raise ValueError(f"{checks.names_of(call)(field)}: {rows}")
         return flat
 
     def launch(self, flat: list[Any], call: AttentionCall, q: Any, out: Any, lse: Any, capturing: bool) -> Any:
@@ -394,11 +352,15 @@ def plan_for(call: AttentionCall, arch: str, sms: int) -> LaunchPlan:
     most_ctas = sms * spec.tile.ctas_per_sm
     dtype, options = call.result_dtype, cast(tuple[Any, ...], call[OPTIONS])
     size = dtype.itemsize if isinstance(dtype, torch.dtype) else 0  # a packed output is compared separately
+    if not request.prefix:  # tokens see all keys, those of the prefix among them
+        call = call._replace(prefix_lens=None)
+    optional = _present(call, slots)
     return LaunchPlan(
         fn=here.kernel(op, spec, arch),
         flat=_defaults(call, request, spec, most_ctas, blocks),
         slots=slots,
-        optional=_present(call, slots),
+        optional=optional,
+        per_token=per_token(field for field, _, _ in optional),
         types=tuple(map(type, options)),
         device=call.q.device,
         single_device=here.device_count() == 1,
@@ -446,7 +408,8 @@ def _defaults(call: AttentionCall, request: KernelRequest, spec: Any, most_ctas:
     default: dict[str, Any] = {
         "kv_starts": empty(int32),
         "v_scales_interleaved": int(request.interleaved),
-        "window_left": min(call.window_left, NO_WINDOW) if request.window else NO_WINDOW,
+        "window_left": min(call.window_left, NO_WINDOW) if call.window_left >= 0 else NO_WINDOW,
+        "range_left": min(call.range_left, NO_WINDOW) if call.range_left >= 0 else NO_WINDOW,
         "chunk": min(call.chunk, NO_WINDOW) or NO_WINDOW,
         "causal": int(request.causal),
         "tree_mask": empty(int32, 1),

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from ..host.checks import check_in_fp32
-from ..reference.bounds import left_bound
+from ..reference.masks import first_key
 from .call import AttentionCall
 from .checks import Names, names_of
 
@@ -30,7 +30,7 @@ def check(call: AttentionCall, positive: bool = False) -> None:
                 check_in_fp32(f"{name(field)}", value, positive and field == "scale", where)
     starts, rows = _starts(call, name)
     lens = _lengths(call, name, starts)
-    first = left_bound(call).first(lens - rows)
+    first = first_key(call, lens - rows)
     if call.requests.form != "ragged":
         _pages(call, name, torch.where(rows > 0, first, lens), lens)
     if call.custom_mask is not None:

@@ -9,7 +9,8 @@ from typing import Any, NamedTuple
 import torch
 
 from ..attention.call import Rope
-from ..attention.checks import CACHES, MOST_MASK, OUTPUTS, QUERIES
+from ..attention.checks import CACHES, OUTPUTS, QUERIES
+from ..attention.optional import MOST_MASK
 from ..host import machine
 from ..host.checks import (
     UnknownName,
@@ -31,8 +32,9 @@ MODES = ("NONE", "ROPE_LLAMA", "ALIBI")
 NAMES = {  # field of `AttentionCall` -> its name in all functions of the family, unless these say otherwise
     "out_scale": "v_scale", "soft_cap": "logits_soft_cap", "scales": "kv_cache_sf", "k_scales": "kv_cache_sf (K)",
     "v_scales": "kv_cache_sf (V)", "interleaved": "v_scales_interleaved", "out_dtype": "o_data_type",
-    "skip": "skip_softmax_threshold_scale_factor", "mask_starts": "custom_mask", "alibi_slopes": "pos_encoding_mode",
-    "rope": "pos_encoding_mode", "scale": "sm_scale x q_scale x k_scale",
+    "skip": "skip_softmax_threshold_scale_factor", "ranges": "bidirectional_ranges", "range_left": "range_window_left",
+    "mask_starts": "custom_mask", "alibi_slopes": "pos_encoding_mode", "rope": "pos_encoding_mode",
+    "scale": "sm_scale x q_scale x k_scale",
 }  # fmt: skip
 PAGED_KV = {"kv": "paged_kv_cache", "k": "paged_kv_cache (K)", "v": "paged_kv_cache (V)"}
 _Tensor = torch.Tensor
@@ -152,6 +154,13 @@ def split_of(size: Any, disabled: Any) -> str:
     check_flag("disable_split_kv", disabled)
     size = -1 if size is None else check_integer("fixed_split_size", integer(size))
     return "never" if disabled or size > 0 else "auto"
+
+
+def range_left(window: Any) -> int:
+    """Return `AttentionCall.range_left` of range_window_left, which bounds distances from above; not positive: off."""
+    if window.__class__ is not int:
+        window = check_integer("range_window_left", integer(window))
+    return window - 1 if window > 0 else -1
 
 
 def check_rope(rope: Rope | None, types: TensorTypes) -> None:

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import torch
 
-from .bounds import LeftBound
+from .masks import TokenMask
 
 LOG2E = math.log2(math.e)
 BLOCK = 1 << 24  # fp32 elements of one logits block: 64 MiB; a few blocks are alive at a time
@@ -27,29 +27,21 @@ class HeadTerms(NamedTuple):
     slopes: torch.Tensor | None = None
 
 
-NONE, UNBOUNDED = HeadTerms(), LeftBound()
+NONE, CAUSAL = HeadTerms(), TokenMask()
 
 
 def attention(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, scale: float | torch.Tensor,
-    causal: "bool | torch.Tensor" = True, left: LeftBound = UNBOUNDED, soft_cap: float = 0.0,
-    of_heads: HeadTerms = NONE,
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, scale: float | torch.Tensor, mask: TokenMask = CAUSAL,
+    soft_cap: float = 0.0, of_heads: HeadTerms = NONE,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     """Return (o, lse) of one request: o (m, Hq, Dvo) fp32, not scaled; lse (m, Hq) fp32, base 2, sink included.
 
     q (m, Hq, Dqk), k (n, Hkv, Dqk), v (n, Hkv, Dvo), any floating dtype; query head h reads KV head h // (Hq / Hkv).
-    Query row i has position p = i + n - m (bottom-right). Key j is kept if j <= p (causal) and j >= left.first(p).
-    Logits are s = scale * q.k (+ slope * (j - i)), with scale a number, (1,) or (Hq,); then
-    soft_cap * tanh(s / soft_cap) if soft_cap > 0. A row without kept keys gives o = 0 and lse = -inf
-    (or sink * log2 e). Values of keys that are not kept never matter, NaN included.
-
-    causal may be a tensor. int32 (m, W), a mask of drafts: row i keeps all keys before the last m, and key t of the
-    last m if bit t of the row is set. uint8 (bytes,), a mask of bits, least significant first: row i keeps key j if bit
-    i * n + j is set, and none past the last byte.
+    Query row i keeps the keys j that `mask` says. Logits are s = scale * q.k (+ slope * (j - i)), with scale a number,
+    (1,) or (Hq,); then soft_cap * tanh(s / soft_cap) if soft_cap > 0. A row without kept keys gives o = 0 and
+    lse = -inf (or sink * log2 e). Values of keys that are not kept never matter, NaN included.
     """
-    bits = causal if isinstance(causal, torch.Tensor) else None
     sinks, slopes = of_heads
-    causal = causal is True
     m, heads, _ = q.shape
     n, kv_heads, dim_vo = v.shape
     group = heads // kv_heads
@@ -63,52 +55,18 @@ def attention(
         head_scale = scale[mine, None] if isinstance(scale, torch.Tensor) and scale.numel() > 1 else scale
         for begin in range(0, m, rows):
             block = slice(begin, min(begin + rows, m))
-            positions = torch.arange(block.start, block.stop, device=q.device) + (n - m)
-            first = left.first(positions)
-            span = _span(int(first.min()), int(block.stop) + n - m, n, causal)
-            numbers = torch.arange(span.start, span.stop, device=q.device)
+            numbers = torch.arange(block.start, block.stop, device=q.device)
+            span = mask.span(range(block.start, block.stop), m, n)
+            own = torch.arange(span.start, span.stop, device=q.device)
             logits = q[block, mine].float() @ keys[span].T * head_scale  # (rows, group, keys)
             if slopes is not None:
-                apart = numbers[None, :] - (positions - (n - m))[:, None]
+                apart = own[None, :] - numbers[:, None]
                 logits = logits + slopes[mine].float()[None, :, None] * apart[:, None, :]
             if soft_cap > 0:
                 logits = soft_cap * torch.tanh(logits / soft_cap)
-            keep = _keep(positions, first, numbers, causal)
-            if bits is not None and bits.dtype == torch.uint8:
-                keep &= _bits_keep(bits, (positions - (n - m))[:, None] * n + numbers)
-            elif bits is not None:
-                keep &= _draft_keep(bits[block], numbers - (n - m))
+            keep = mask.keep(numbers, own, m, n)
             o[block, mine], lse[block, mine] = _softmax_values(logits, keep[:, None, :], values[span], sink)
     return o, lse
-
-
-def _span(first: int, end: int, n: int, causal: bool) -> slice:
-    """Return the keys from `first` on that any of the positions up to end - 1 may keep."""
-    stop = max(0, min(n, end)) if causal else n
-    return slice(min(first, stop), stop)
-
-
-def _keep(positions: torch.Tensor, first: torch.Tensor, keys: torch.Tensor, causal: bool) -> torch.Tensor:
-    """Return a bool mask (rows, keys). first: the first key that each row may keep."""
-    keep = keys[None, :] >= first[:, None]
-    if causal:
-        keep &= keys[None, :] <= positions[:, None]
-    return keep
-
-
-def _draft_keep(drafts: torch.Tensor, numbers: torch.Tensor) -> torch.Tensor:
-    """Return a bool mask (rows, keys): key j is draft numbers[j], or, if that is negative, before all drafts."""
-    at = numbers.clamp(0, 32 * drafts.shape[1] - 1)
-    bits = drafts[:, at // 32] >> (at % 32) & 1
-    return (bits == 1) | (numbers != at)
-
-
-def _bits_keep(bits: torch.Tensor, at: torch.Tensor) -> torch.Tensor:
-    """Return the bits with the numbers `at` as bools; False past the last byte."""
-    if not len(bits):
-        return torch.zeros_like(at, dtype=torch.bool)
-    byte = at >> 3
-    return (byte < len(bits)) & ((bits[byte.clamp(max=len(bits) - 1)] >> (at & 7) & 1) == 1)
 
 
 def rotate(x: torch.Tensor, first: int, scale: float, theta: float) -> torch.Tensor:

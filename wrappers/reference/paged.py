@@ -8,8 +8,8 @@ import torch
 
 from .. import fp4
 from ..attention.call import AttentionCall
-from .bounds import left_bound
 from .dense import HeadTerms, attention, rotate
+from .masks import TokenMask, masks_of
 
 
 def gather(cache: torch.Tensor, pages: torch.Tensor, length: int) -> torch.Tensor:
@@ -83,15 +83,14 @@ class SequenceTokens(NamedTuple):
     """The tokens of a request.
 
     rows: its query rows among all. q: (m, Hq, Dqk). k (n, Hkv, Dqk), v (n, Hkv, Dvo): of the cache's dtype, or fp32 for
-    NVFP4. q and k are rotated if the call asks for it. causal: as `dense.attention` takes it, including a mask of
-    drafts or of bits.
+    NVFP4. q and k are rotated if the call asks for it.
     """
 
     rows: slice
     q: torch.Tensor
     k: torch.Tensor
     v: torch.Tensor
-    causal: bool | torch.Tensor
+    mask: TokenMask
 
 
 def tokens_of(call: AttentionCall) -> Iterator[SequenceTokens]:
@@ -103,10 +102,7 @@ def tokens_of(call: AttentionCall) -> Iterator[SequenceTokens]:
         starts = [n * call.max_q_len for n in range(r.batch + 1)]
     else:
         starts = r.cu_seqlens_q.clamp(0, tokens).tolist()
-    masks = None
-    if call.custom_mask is not None and call.mask_starts is not None:
-        masks = [call.custom_mask[start:] for start in call.mask_starts.clamp(0, len(call.custom_mask)).tolist()]
-    for request, keys in enumerate(keys_of(call)):
+    for request, (keys, mask) in enumerate(zip(keys_of(call), masks_of(call, starts), strict=False)):
         rows = slice(starts[request], starts[request + 1])
         if rows.start >= rows.stop:
             continue
@@ -118,12 +114,7 @@ def tokens_of(call: AttentionCall) -> Iterator[SequenceTokens]:
         )
         if call.rope is not None:
             q, k = rotate(q, keys.length - len(q), *call.rope), rotate(k, 0, *call.rope)
-        causal: bool | torch.Tensor = bool(call.causal)
-        if masks is not None:
-            causal = masks[request]
-        elif call.drafts is not None:
-            causal = call.drafts[rows]
-        yield SequenceTokens(rows, q, k, v, causal)
+        yield SequenceTokens(rows, q, k, v, mask)
 
 
 def paged_attention(call: AttentionCall) -> tuple[torch.Tensor, torch.Tensor]:
@@ -142,8 +133,7 @@ def paged_attention(call: AttentionCall) -> tuple[torch.Tensor, torch.Tensor]:
             x.k,
             x.v,
             scale=_scale(call.scale, call.scale_tensor),
-            causal=x.causal,
-            left=left_bound(call),
+            mask=x.mask,
             soft_cap=call.soft_cap or 0.0,
             of_heads=HeadTerms(call.sinks, call.alibi_slopes),
         )

@@ -125,7 +125,9 @@ def supports(spec: Spec) -> Refusal | None:
     if refusal := refuse_dims(spec, padded(spec.kv.dtype, spec.dims), known):
         return refusal
     if spec.mask.custom:
-        return Refusal("custom_mask", "True: the kernel has the tree mask only")
+        return Refusal("custom_mask", f"{spec.mask.custom}: the kernel has the tree mask only")
+    if spec.mask.prefix:
+        return Refusal("prefix", "True: the kernel has no prefix that all tokens see")
     if spec.logits.alibi:
         return Refusal("alibi", "True: the kernel has no ALiBi")
     if spec.logits.head_scales:

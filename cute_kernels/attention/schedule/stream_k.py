@@ -128,7 +128,7 @@ def tiles_of_rows(spec, rows):
 @cute.jit
 def load_sequence(spec: cutlass.Constexpr, a, b: Int32):
     """Return sequence b; all zeros past the last one."""
-    sequence, num_tiles, units_per_tile = geometry.no_sequence(), Int32(0), Int32(0)
+    sequence, num_tiles, units_per_tile = geometry.no_sequence(spec), Int32(0), Int32(0)
     if b < geometry.batch_size(a):
         sequence = geometry.load_sequence(a, b)
         rows = geometry.num_rows(sequence.q_len, geometry.pack_factor(spec, a, sequence.q_len))
@@ -307,7 +307,7 @@ def first_work(spec: cutlass.Constexpr, a, s, pack_factor: Divisor):
     hints, few, last = pdl.uncached_args(spec, a), geometry.batch_size(a) <= 32, const_expr(int(pdl.has_prologue(spec)))
     zero = Int32(0)
     batch_idx, keys = zero, zero
-    window = SequenceWindow(zero, zero, zero, StreamKSequence(geometry.no_sequence(), zero, zero))
+    window = SequenceWindow(zero, zero, zero, StreamKSequence(geometry.no_sequence(spec), zero, zero))
     cta_units, unit = CtaUnits(zero, zero, zero, zero if policy.prefers_whole_tiles(spec) else None), zero
     # attempt 0: before the previous kernel has ended; attempt 1: after that
     for attempt in cutlass.range(last + 1, unroll=1):

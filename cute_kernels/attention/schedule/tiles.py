@@ -122,7 +122,7 @@ def length_bucket(kv_len: Int32):
 @cute.jit
 def load_sequence(spec: cutlass.Constexpr, a, b: Int32):
     """Return sequence b."""
-    sequence, pack_gqa, bucket, count = geometry.no_sequence(), Int32(0), Int32(-1), Int32(0)
+    sequence, pack_gqa, bucket, count = geometry.no_sequence(spec), Int32(0), Int32(-1), Int32(0)
     if b < geometry.batch_size(a):
         sequence = geometry.load_sequence(a, b)
         pack_factor = geometry.pack_factor(spec, a, sequence.q_len)
@@ -137,9 +137,9 @@ def load_sequence(spec: cutlass.Constexpr, a, b: Int32):
     return TileSequence(sequence, pack_gqa, bucket, count)
 
 
-def no_sequence():
+def no_sequence(spec):
     """Return a sequence without tiles."""
-    return TileSequence(geometry.no_sequence(), *(Int32(0),) * 3)
+    return TileSequence(geometry.no_sequence(spec), *(Int32(0),) * 3)
 
 
 @cute.jit
@@ -194,7 +194,7 @@ def locate(spec: cutlass.Constexpr, a, pack_gqa: Int32, kind_tile: Int32, cursor
     """
     lane, batch_size = cute.arch.lane_idx(), geometry.batch_size(a)
     bucket, first, before, lower = cursor
-    sequence, mine, upto, searching = no_sequence(), Int32(0), Int32(0), True
+    sequence, mine, upto, searching = no_sequence(spec), Int32(0), Int32(0), True
     while searching:
         sequence = load_sequence(spec, a, first + lane)
         mine = Int32(0)
@@ -228,7 +228,7 @@ def search(spec: cutlass.Constexpr, a, launch_tile: Int32, smem: SchedulerSmem):
     Return (the launch's number of tiles; 1 if it has this tile, else 0; the tile's number in its sequence; the
     `TileSequence`; batch_idx).
     """
-    is_valid, seq_tile, batch, sequence = Int32(0), Int32(0), Int32(0), no_sequence()
+    is_valid, seq_tile, batch, sequence = Int32(0), Int32(0), Int32(0), no_sequence(spec)
     num_tiles, ratio = smem.launch[0], smem.launch[1].to(Uint32)
     if launch_tile < num_tiles:
         is_valid, packed_before = Int32(1), interleave(launch_tile, ratio)
@@ -264,7 +264,7 @@ def find(spec: cutlass.Constexpr, a, launch_tile: Int32, smem: SchedulerSmem):
     """Return the `WorkTileInfo` of tile `launch_tile` of the launch, and the launch's number of tiles. Called by one
     warp."""
     is_valid, m_block, head, batch, seq_tile = Int32(0), Int32(0), Int32(0), Int32(0), Int32(0)
-    sequence, num_tiles = no_sequence(), Int32(0)
+    sequence, num_tiles = no_sequence(spec), Int32(0)
     # tile of the launch -> sequence
     if geometry.batch_size(a) == 1:
         # the only sequence

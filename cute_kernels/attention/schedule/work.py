@@ -11,7 +11,7 @@ import cutlass.cute as cute
 from cutlass import Int32, const_expr
 
 from ...device import pipeline
-from ..geometry import Sequence
+from ..geometry import Sequence, sequence_words
 from . import policy
 
 
@@ -53,13 +53,15 @@ class WorkTileInfo(NamedTuple):
 
 
 SEQUENCE = WorkTileInfo._fields.index("sequence")  # the words before it are one field each
-COMMON = WorkTileInfo._fields.index("split") - 1 + len(Sequence._fields)  # words that every kernel's tiles have
+COMMON = WorkTileInfo._fields.index("split") - 1  # words of every kernel's tiles, except those of the sequence
 
 
 def fields(spec):
     """Return the number of 32-bit words of a tile in shared memory."""
-    optional = policy.is_split_kv(spec) * len(SplitInfo._fields) + spec.mask.custom + spec.tile.per_tile_pack_gqa * 2
-    return COMMON + optional + (spec.tile.o_tiles > 1)
+    optional = (
+        policy.is_split_kv(spec) * len(SplitInfo._fields) + bool(spec.mask.custom) + spec.tile.per_tile_pack_gqa * 2
+    )
+    return COMMON + sequence_words(spec) + optional + (spec.tile.o_tiles > 1)
 
 
 def allocate(spec, smem):
@@ -75,7 +77,8 @@ def make_pipe(spec, smem, roles):
 def flatten(w: WorkTileInfo):
     """Return the words of a tile."""
     common, optional = w[: WorkTileInfo._fields.index("split")], w[WorkTileInfo._fields.index("split") + 1 :]
-    words = (*common[:SEQUENCE], *common[SEQUENCE], *common[SEQUENCE + 1 :])
+    sequence = (value for value in w.sequence if value is not None)
+    words = (*common[:SEQUENCE], *sequence, *common[SEQUENCE + 1 :])
     return (*words, *(w.split or ()), *(x for x in optional if x is not None))
 
 
@@ -106,10 +109,10 @@ def producer_commit(s, t: Int32):
 
 def of_words(spec, words):
     """Return the tile with these words, the inverse of `flatten`."""
-    behind = SEQUENCE + len(Sequence._fields)
-    common = [*words[:SEQUENCE], Sequence(*words[SEQUENCE:behind]), *words[behind:COMMON]]
+    behind, own = SEQUENCE + sequence_words(spec), COMMON + sequence_words(spec)
+    common = [*words[:SEQUENCE], Sequence(*words[SEQUENCE:behind]), *words[behind:own]]
     w = WorkTileInfo(*common)
-    rest = words[COMMON:]
+    rest = words[own:]
     if policy.is_split_kv(spec):
         w, rest = w._replace(split=SplitInfo(*rest[:3])), rest[3:]
     if spec.mask.custom:

@@ -54,14 +54,15 @@ class ThreadCoord(NamedTuple):
 
 
 class Sm100TileState(NamedTuple):
-    """The tile at hand, with the thread's fragments r. capped: whether the call has a soft cap. mask_bits: the
-    sequence's custom mask, if there is one. Blocks from n_block_full_min to n_block_full_max - 1 need no mask."""
+    """The tile at hand, with the thread's fragments r. capped: whether the call has a soft cap. mask_source: of
+    the custom mask (`custom_mask`), if there is one. Blocks from n_block_full_min to n_block_full_max - 1 need no
+    mask."""
 
     r: Sm100Fragments
     coord: ThreadCoord
     rows: ScoreRows
     capped: Any
-    mask_bits: Any
+    mask_source: Any
     n_block_full_min: Int32
     n_block_full_max: Int32
     skip_rule: Any = None  # `skip.SkipRule`
@@ -161,7 +162,7 @@ def softmax_step(
     """Turn S of a KV block into P, or skip the block. Return the counters of the next block."""
     # prefetch the custom mask while S is computed
     if const_expr(flags.masked):
-        logits.fetch_mask(spec, x.rows, x.mask_bits, n_block * spec.tile.n, 1)
+        logits.fetch_mask(spec, x.rows, x.mask_source, n_block * spec.tile.n, 1)
     x, r = x._replace(coord=coord_at(spec, x.coord, at.num_blocks)), x.r
     # wait for S = Q @ K^T and load it
     pipeline.mbarrier_wait(s.s_full + x.coord.slot, x.coord.use)
@@ -245,7 +246,7 @@ def begin_tile(
     """Reset the thread's row for tile `w`: its token, scales and softmax state. Return the tile's state."""
     seqlen = mask.seqlen_info(spec, a, w.sequence)
     rows = ScoreRows(r.tokens, w.sequence.q_start, seqlen, r.score, r.slopes, r.words)
-    bits = mask_blocks.mask_bits(a, w) if const_expr(spec.mask.custom) else None
+    source = mask_blocks.mask_source(spec, a, w) if const_expr(spec.mask.custom) else None
     skip_rule = skip.rule(spec, a, w.sequence.kv_len)
     half = coord.group * (tile_q_stage(spec, w) - 1)
     first, last = geometry.tile_tokens(tile_q_stage(spec, w) * w.m_block + half, ROWS, w.sequence.q_len, w.pack_factor)
@@ -271,7 +272,7 @@ def begin_tile(
     if const_expr(spec.logits.soft_cap):
         r.reduced[0] = logits.capped_to_log2(a.logits.soft_cap) if capped else r.score[0]
     online.reset(r.st, online.NO_KEY_MAX)
-    return Sm100TileState(r, coord, rows, capped, bits, n_block_full_min, n_block_full_max, skip_rule)
+    return Sm100TileState(r, coord, rows, capped, source, n_block_full_min, n_block_full_max, skip_rule)
 
 
 @cute.jit

@@ -92,7 +92,7 @@ def split_candidate(p: KernelRequest) -> Spec:
 def leaves_registers(request: KernelRequest, tile: Sm90TileConfig | None) -> bool:
     """Return whether a tile for kernels without modifiers leaves registers for those that such kernels may have:
     skip-softmax, the words of a custom mask, the slopes of ALiBi."""
-    p, some = request, request.custom_mask + request.alibi
+    p, some = request, bool(request.custom_mask) + request.alibi
     if p.kv not in DTYPES:
         return not (p.skip or some)
     return not some or some == 1 and (tile is None or tile.warpgroups <= 2)
@@ -108,7 +108,7 @@ def candidate(request: KernelRequest, arch: str, split: bool = False) -> Spec:
     if split:
         return split_candidate(request)
     p, dims = request, (request.head_dim_qk, request.head_dim_vo)
-    plain = is_plain(replace(p, custom_mask=False, alibi=False))
+    plain = is_plain(replace(p, custom_mask="", alibi=False))
     spec = headline(p.q, p.kv, dims, p.causal) if plain else general(p.q, p.kv, dims)
     mask = exact_mask(p) if plain else general_mask(p)
     logits = replace(spec.logits, skip=p.skip, alibi=p.alibi, head_scales=p.head_scales and p.kv in DTYPES)

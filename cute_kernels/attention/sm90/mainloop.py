@@ -112,7 +112,7 @@ def first_half_block(spec: cutlass.Constexpr, a, s, tile: Sm90TileState, at: Con
     r = tile.r
     init_rows(spec, a, tile, capped)
     n_block = mask_blocks.n_block_at(spec, a, tile.w, tile.w.n_block_max - 1)
-    logits.fetch_mask(spec, rows_of(tile), tile.mask_bits, n_block * spec.tile.n, LANES)
+    logits.fetch_mask(spec, rows_of(tile), tile.mask_source, n_block * spec.tile.n, LANES)
     # wait for S, release the K stage
     warpgroup.wait_group(0)
     pipeline.consumer_release(s.k_pipe, at.kv)
@@ -162,7 +162,7 @@ def mma_one_n_block(
     issue_pv(spec, plan, s, r, i)
     warp_scheduler_barrier_arrive(spec)
     if const_expr(flags.masked):
-        logits.fetch_mask(spec, rows_of(tile), tile.mask_bits, n_block * spec.tile.n, LANES)
+        logits.fetch_mask(spec, rows_of(tile), tile.mask_source, n_block * spec.tile.n, LANES)
     # wait for S
     warpgroup.wait_group(1)
     # `consumer_release_after` releases K only if its value is at least `below`. That always holds (exp >= 0 >=

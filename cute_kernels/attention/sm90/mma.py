@@ -48,9 +48,9 @@ def mma(spec: cutlass.Constexpr, plan, s):
         if const_expr(query.overlap_next_qk(spec)):
             mainloop.issue_first_qk(spec, plan, s, r, w, at)
         while w.is_valid != 0:
-            bits = mask_blocks.mask_bits(a, w) if const_expr(spec.mask.custom) else None
+            source = mask_blocks.mask_source(spec, a, w) if const_expr(spec.mask.custom) else None
             seqlen = mask.seqlen_info(spec, a, w.sequence)
-            tile = Sm90TileState(r, w, seqlen, precision.rescale_params(spec, w.sequence.kv_len), bits)
+            tile = Sm90TileState(r, w, seqlen, precision.rescale_params(spec, w.sequence.kv_len), source)
             # The KV blocks of the tile. With a soft cap that a call may turn off, either case has its own copy of the
             # code: a conditional among MMAs in flight makes the compiler wait for each of them.
             last = at

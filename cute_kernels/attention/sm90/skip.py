@@ -227,7 +227,7 @@ def mma_one_n_block(
         issue_pv(spec, plan, s, r, i)
         warp_scheduler_barrier_arrive(spec)
         if const_expr(flags.masked):
-            logits.fetch_mask(spec, rows_of(tile), tile.mask_bits, n_block * spec.tile.n, LANES)
+            logits.fetch_mask(spec, rows_of(tile), tile.mask_source, n_block * spec.tile.n, LANES)
         # wait for S, release the K stage
         warpgroup.wait_group(1)
         pipeline.consumer_release(s.k_pipe, next_kv)
@@ -239,7 +239,7 @@ def mma_one_n_block(
         issue_qk(spec, plan, s, r, next_at)
         warp_scheduler_barrier_arrive(spec)
         if const_expr(flags.masked):
-            logits.fetch_mask(spec, rows_of(tile), tile.mask_bits, n_block * spec.tile.n, LANES)
+            logits.fetch_mask(spec, rows_of(tile), tile.mask_source, n_block * spec.tile.n, LANES)
         # wait for S, release the K stage
         warpgroup.wait_group(0)
         pipeline.consumer_release(s.k_pipe, next_kv)

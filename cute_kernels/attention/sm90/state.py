@@ -41,14 +41,14 @@ class Sm90Fragments:
 
 @dataclass(frozen=True)
 class Sm90TileState:
-    """The work tile that a warpgroup computes, with its fragments r. mask_bits: the sequence's custom mask, if there
-    is one."""
+    """The work tile that a warpgroup computes, with its fragments r. mask_source: of its custom mask
+    (`custom_mask`), if there is one."""
 
     r: Sm90Fragments
     w: WorkTileInfo
     seqlen: mask.SeqlenInfo
     rescale_params: softmax.RescaleParams
-    mask_bits: Any = None
+    mask_source: Any = None
 
 
 class BlockFlags(NamedTuple):

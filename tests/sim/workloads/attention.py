@@ -77,7 +77,7 @@ class KernelTraits:
     cap: bool
     general: bool  # causal or full, as the call requests
     gathers: bool  # pages of any size
-    custom: bool  # has a custom mask
+    custom: str  # the kind of its custom mask, or "prefix"
     skips: bool  # prefill that skips blocks
     several: bool  # output types
     block: int  # keys per stage
@@ -103,7 +103,7 @@ def traits_of(spec: Any) -> KernelTraits:
         "out_dtype": out,
         "head_dim_qk": spec.head_dim_qk,
         "head_dim_vo": spec.head_dim_vo,
-        "causal": spec.mask.causal != "never",
+        "causal": spec.mask.causal != "never" or spec.mask.custom == "ranges",
         "kv_dtype": "" if own else {"e4m3": "fp8"}.get(spec.kv.dtype, spec.kv.dtype),
     }
     stages = max(spec.tile.stages, spec.tile.raw_stages) if shares else spec.tile.stages
@@ -111,11 +111,11 @@ def traits_of(spec: Any) -> KernelTraits:
     general = not decodes and spec.mask.causal == "value"
     mask, gathers = spec.mask, spec.kv.source == "gather"
     cap, skips = spec.logits.soft_cap, spec.logits.skip and not decodes
-    several = len(spec.out) > 1
+    several, custom = len(spec.out) > 1, mask.custom or "prefix" * mask.prefix
     work = next((key.work for key, tile in tile_table.tiles_of("sm_90a").items() if tile == spec.tile), tile_table.ANY)
     promoted = getattr(spec.tile, "promote_interval", 0)  # of Hopper's prefill
     return KernelTraits(
-        decodes, shares, few, wide, mask.window, work, cap, general, gathers, mask.custom, skips,
+        decodes, shares, few, wide, mask.window or mask.custom == "ranges", work, cap, general, gathers, custom, skips,
         several, block, block * stages, promoted, not decodes and len(spec.tile.m_choices) > 1, same,
     )  # fmt: skip
 
@@ -251,7 +251,7 @@ def attention_cases(spec: Any, thorough: bool = False) -> list[Scenario]:
     stacked = "stacked" if spec.head_dim_qk == spec.head_dim_vo else "tuple"
     page_size = 16 if k.same["dtype"] == "bf16" and not twin else 8  # with 64 below, every size of TMA box
     pages, larger = ((1, 5, 24), 100) if k.gathers else ((8, 16, 32), 64)
-    in_forms: tuple[str, ...] = ("csr", "mask") if k.custom else ()
+    in_forms = {"": (), "bits": ("csr", "mask"), "ranges": ("csr", "ranges"), "prefix": ("csr", "prefix")}[k.custom]
     if k.gathers:
         page_size, in_forms = pages[0], ("csr",)
     box_forms = () if k.gathers else in_forms or ("csr",)

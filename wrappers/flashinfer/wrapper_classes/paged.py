@@ -153,7 +153,9 @@ class BatchPrefillWithPagedKVCacheWrapper(PrefillBatch):
         skip_softmax_threshold_scale_factor: float | None = None, use_fp16_softmax: bool | None = None,
         uses_spcompress: bool | None = None, sm_scale: float | None = None,
         kv_block_scales: torch.Tensor | tuple[torch.Tensor, torch.Tensor] | None = None,
-        v_scales_interleaved: bool = False,
+        v_scales_interleaved: bool = False, bidirectional_ranges: torch.Tensor | None = None,
+        range_window_left: int = -1,
+        prefix_lens: torch.Tensor | None = None,
     ) -> Any:  # fmt: skip
         """Compute attention as planned: softmax(sm_scale q_scale k_scale q k^T) v v_scale.
 
@@ -174,6 +176,10 @@ class BatchPrefillWithPagedKVCacheWrapper(PrefillBatch):
                 `trtllm_batch_context_with_kv_cache`, in the wrapper's layout.
             window_left: None, or plan's value. sm_scale: replaces plan's for this call. enable_pdl: a hint.
             skip_softmax_threshold_scale_factor: as in `trtllm_batch_context_with_kv_cache`.
+            bidirectional_ranges, range_window_left: as in `BatchPrefillWithCausalBidirectionalRangesWrapper.run`; plan
+                must be causal and without a mask, and its window bounds the causal part. Upstream lacks both here.
+            prefix_lens: int32 (B,), which upstream lacks: all queries of a request also see its first keys, as many as
+                this says. Plan must have no mask; its window bounds the prefix, too.
             use_fp16_softmax, uses_spcompress: None or False; True raises NotImplementedError.
             return_lse: whether to return the LSE too.
 
@@ -193,7 +199,7 @@ class BatchPrefillWithPagedKVCacheWrapper(PrefillBatch):
         others = (
             k_scale, v_scale, return_lse, q_scale, enable_pdl, window_left, sinks, kv_cache_sf,
             skip_softmax_threshold_scale_factor, use_fp16_softmax, uses_spcompress, sm_scale, kv_block_scales,
-            v_scales_interleaved,
+            v_scales_interleaved, bidirectional_ranges, range_window_left, prefix_lens,
         )  # fmt: skip
         views = paged_kv if self._shape.page_size == 1 else pair
         k, v = views("paged_kv_cache", paged_kv_cache, self._kv_layout)
@@ -215,7 +221,8 @@ class BatchPrefillWithPagedKVCacheWrapper(PrefillBatch):
             others, scale, (q_scale, k_scale, v_scale), signature=PAGED, q=q, k=k, v=v, requests=requests,
             max_q_len=max_q_len, skip=real(skip_softmax_threshold_scale_factor), interleaved=v_scales_interleaved,
             return_lse=return_lse, enable_pdl=enable_pdl, out=out, lse=lse, sinks=sinks, k_scales=k_scales,
-            v_scales=v_scales, custom_mask=mask, mask_starts=mask_starts,
+            v_scales=v_scales, custom_mask=mask, mask_starts=mask_starts, ranges=bidirectional_ranges,
+            range_left=values.range_left(range_window_left), prefix_lens=prefix_lens,
         )  # fmt: skip
 
     def forward(

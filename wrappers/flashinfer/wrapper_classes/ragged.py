@@ -109,6 +109,8 @@ class BatchPrefillWithRaggedKVCacheWrapper(PrefillBatch):
         v_scale: float | torch.Tensor | None = None, o_scale: float | None = None, out: torch.Tensor | None = None,
         lse: torch.Tensor | None = None, enable_pdl: bool | None = None, sinks: torch.Tensor | None = None,
         kv_cache_sf: tuple[torch.Tensor, torch.Tensor] | None = None,
+        bidirectional_ranges: torch.Tensor | None = None, range_window_left: int = -1,
+        prefix_lens: torch.Tensor | None = None,
     ) -> Any:  # fmt: skip
         """Compute attention as planned.
 
@@ -125,7 +127,10 @@ class BatchPrefillWithRaggedKVCacheWrapper(PrefillBatch):
         The other arguments are as in `BatchPrefillWithPagedKVCacheWrapper.run`. Returns out, or (out, lse). Raises
         as that method does; NotImplementedError for o_scale.
         """
-        others = return_lse, scale_k, scale_v, q_scale, k_scale, v_scale, o_scale, enable_pdl, sinks, kv_cache_sf
+        others = (
+            return_lse, scale_k, scale_v, q_scale, k_scale, v_scale, o_scale, enable_pdl, sinks, kv_cache_sf,
+            bidirectional_ranges, range_window_left, prefix_lens,
+        )  # fmt: skip
         layout = self._kv_layout
         k, v = rows_of("k", k, layout), rows_of("v", v, layout)
         if (repeated := self._repeat(q, (k, v), out, lse, others)) is not None:
@@ -144,6 +149,7 @@ class BatchPrefillWithRaggedKVCacheWrapper(PrefillBatch):
             others, self._scale, (q_scale, k_scale, v_scale), signature=RAGGED, q=q, k=k, v=v, requests=requests,
             max_q_len=max_q_len, return_lse=return_lse, enable_pdl=enable_pdl, out=out, lse=lse, sinks=sinks,
             k_scales=k_scales, v_scales=v_scales, custom_mask=mask, mask_starts=mask_starts,
+            ranges=bidirectional_ranges, range_left=values.range_left(range_window_left), prefix_lens=prefix_lens,
         )  # fmt: skip
 
     def forward(

@@ -1,0 +1,146 @@
+"""The benchmarks of whole engines and of servers, with functions and a small HTTP server in the place of the engines:
+wrong answers and failed loads get no row."""
+
+import sys
+from dataclasses import replace
+
+import pytest
+
+from bench import engine, engine_error, engine_worker, server
+from bench.cases import engine as cases
+from bench.cases.engine import CASES, CHECKED, MODELS, SERVERS, EngineCase
+from bench.engine_error import Reference
+from bench.results import Environment
+
+ENV = Environment("2026-01-01T00:00:00+00:00", "0" * 40, "some-gpu", "1", "2")
+LOAD = "engine-vllm-tiny-llama-bf16"
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_loads_fit_their_cache_and_their_model(name):
+    case = CASES[name]
+    lengths, config = case.lengths(0), case.config
+    assert len(lengths) == case.requests and case.longest <= config["max_position_embeddings"]
+    if case.cached:  # else the engine may admit requests one after another
+        needed = case.token_bytes * sum(n + case.outputs + 16 for n in lengths)
+        assert needed <= case.memory * case.gpus, "the timed passes find all prompts"
+    assert case.token_bytes * case.longest <= case.memory and case.requests in case.graph_sizes
+    assert max(CHECKED) < case.longest and case.model in MODELS
+
+
+def answer(tokens, shift=0.0):
+    return {"tokens": list(tokens), "logprobs": [-0.5 * t - shift for t in tokens]}
+
+
+def result(speed, shift=0.0):
+    """Return the result of a worker. The slowest and the fastest pass differ by 10 %."""
+    figures = {"tokens_per_s": speed, "seconds": 1.0, "computed": 9, "ttft_p50_ms": 1.0, "ttft_p99_ms": 2.0,
+               "tpot_p50_ms": 3.0, "tpot_p99_ms": 4.0}  # fmt: skip
+    return {
+        "answers": [answer((1, 2, 3), shift)], "warm": figures | {"tokens_per_s": speed / 2},
+        "passes": [figures | {"tokens_per_s": speed * s} for s in (0.95, 1.0, 1.05)], "median": figures,
+        "cache_tokens": 100, "started_s": 5.0,
+    }  # fmt: skip
+
+
+def measured(**found):
+    rows, figures = engine.measure(LOAD, engine.PROVIDERS, ENV, 3, 1, lambda case, name, passes: found.get(name))
+    return {r.provider: r.time_us for r in rows}, {r.provider: r for r in figures}
+
+
+def test_rows_of_an_engine(capsys):
+    """In the second run ours has the reference's tokens with other log probabilities."""
+    others = {"vllm-flash-attn": result(800.0), "vllm-triton": result(500.0)}
+    times, figures = measured(ours=result(1000.0), **others)
+    assert times == {"ours": 1000.0, "vllm-flash-attn": 1250.0, "vllm-triton": 2000.0, "vllm-best": 1250.0}
+    assert "ours" not in measured(ours=result(1000.0, shift=0.11), **others)[0]
+    assert "no row: ours: log probabilities differ from vllm-flash-attn's by 0.110" in capsys.readouterr().out
+    ours = figures["ours"]
+    assert (ours.reference, ours.difference, ours.common) == ("vllm-flash-attn", 0.0, 1.0)
+    assert ours.noise == pytest.approx(0.1) and ours.cold_tokens_per_s == 500.0
+    parted = engine.agreement([answer((1, 2, 3, 4))], [answer((1, 2, 5, 4), shift=0.25)])
+    assert parted.common == 0.75 and parted.difference == pytest.approx((0.25 + 0.25 + 1.25) / 3)
+
+
+@pytest.mark.parametrize("model", ["llama8b", "gemma2-9b"])
+def test_errors_against_fp32(monkeypatch, model):
+    """One provider answers as the reference does, the other errs by 0.25 at one token of each answer."""
+    small = {"vocab_size": 512, "hidden_size": 64, "intermediate_size": 64, "num_attention_heads": 4,
+             "num_key_value_heads": 2, "head_dim": 16}  # fmt: skip
+    case = EngineCase("small", "small", 1, 8, layers=1)
+    monkeypatch.setitem(cases.MODELS, "small", cases.MODELS[model] | small)
+    monkeypatch.setattr(engine_error, "CASES", {"small": case})
+    reference, prompts, tokens = Reference(case), case.prompts(1, list(CHECKED)), [[7, 11, 300], [5, 2, 9, 4]] * 4
+    answers = [{"tokens": t, "logprobs": reference.logprobs(p, t)} for p, t in zip(prompts, tokens)]
+    wrong = [a | {"logprobs": [a["logprobs"][0] + 0.25, *a["logprobs"][1:]]} for a in answers]
+    found = {"ours": {"answers": answers}, "vllm-triton": {"answers": wrong}, "vllm-flash-attn": None}
+    ours, triton = engine_error.measure("small", tuple(found), ENV, lambda name, provider, passes: found[provider])
+    assert (ours.tokens, ours.distinct) == (28, 7) and ours.largest < 1e-4
+    assert triton.largest == pytest.approx(0.25, abs=1e-4) and triton.mean == pytest.approx(0.25 * 8 / 28, abs=1e-4)
+    assert Reference(replace(case, layers=2)).logprobs(prompts[0], tokens[0]) != answers[0]["logprobs"], "layers count"
+
+
+LOADED = "server-vllm-tiny-llama-nvfp4"
+VLLM = '''
+"""Stands for `vllm`: serve and bench serve. The mode is in the file MODE."""
+import http.server, json, pathlib, sys
+
+args, mode = sys.argv[1:], pathlib.Path(__file__).with_name("MODE").read_text()
+value = lambda flag: args[args.index(flag) + 1]
+
+
+class Answers(http.server.BaseHTTPRequestHandler):
+    asked = 0
+
+    def log_message(self, *args): pass
+
+    def do_GET(self):
+        self.send_response(200); self.end_headers()
+        self.wfile.write(b'vllm:num_requests_running{engine="0"} 0.0\\n')
+
+    def do_POST(self):
+        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        Answers.asked += 1
+        drift = Answers.asked if mode == "drifts" else 0
+        self.send_response(200); self.end_headers()
+        try:
+            if body.get("stream"):
+                for i in range(body["max_tokens"]):
+                    self.wfile.write(b"data: {}\\n"); self.wfile.flush()
+            else:
+                tokens = [sum(body["prompt"]) + i + drift for i in range(body["max_tokens"])]
+                self.wfile.write(json.dumps({"choices": [{"token_ids": tokens}]}).encode())
+        except OSError:
+            pass  # abandoned
+
+
+if args[0] == "serve":
+    http.server.ThreadingHTTPServer((value("--host"), int(value("--port"))), Answers).serve_forever()
+else:
+    figures = {f"{p}_{m}_ms": 2.0 for m in ("ttft", "tpot") for p in ("p50", "p99")}
+    result = {"completed": int(value("--num-prompts")), "failed": 0, "output_throughput": 1000.0}
+    pathlib.Path(value("--result-dir"), value("--result-filename")).write_text(json.dumps(result | figures))
+'''
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", ["works", "drifts"])
+def test_rows_of_a_server(tmp_path, monkeypatch, capsys, mode):
+    """Answers that change under load get no row."""
+    (tmp_path / "vllm.py").write_text(VLLM)
+    (tmp_path / "MODE").write_text(mode)
+    readings = iter([(100.0, 4000.0), (101.5, 4000.0)])
+    monkeypatch.setattr(server, "COMMAND", [sys.executable, str(tmp_path / "vllm.py")])
+    monkeypatch.setattr(server, "tokenizer", lambda folder, size: (folder / "tokenizer.json").write_text("{}"))
+    monkeypatch.setattr(server, "memory", lambda pid: next(readings))
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.setattr(server, "DRAIN", 0.0)
+    for name in ("PYTHONPATH", "VLLM_ENABLE_V1_MULTIPROCESSING", *engine_worker.VLLM_ENVIRONMENT):
+        monkeypatch.setenv(name, "")
+    rows = list(server.measure(LOADED, ("ours",), ENV))
+    if mode == "drifts":
+        assert rows == [] and f"{len(CHECKED)} of {len(CHECKED)} answers changed under load" in capsys.readouterr().out
+        return
+    (row,) = rows
+    assert row.completed == SERVERS[LOADED].requests and row.abandoned >= server.ABANDONING
+    assert (row.host_growth_mib, row.device_growth_mib, row.tokens_per_s) == (1.5, 0.0, 1000.0)
