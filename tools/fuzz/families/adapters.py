@@ -104,7 +104,8 @@ def _tables(call: Call, problems: list[Any], device: torch.device) -> Adapted:
     trees = [arguments(problem.case, problem.p) | _dtype(problem.case) for problem in problems]
     lse = problems[0].case.lse
     if call.function == "xqa":
-        return Adapted(trees, lambda tree: (function(**tree), tree["output"])[1:] + (None,), _outputs)
+        made = _by_mode(call, function, "q")
+        return Adapted(trees, lambda tree: (made(tree), tree["output"])[1:] + (None,), _outputs)
     if call.extra.get("alibi"):
         trees = [tree | {"alibi_slopes": problem.p.alibi_slopes} for tree, problem in zip(trees, problems)]
     made = _by_mode(call, function, "query")
@@ -194,8 +195,10 @@ def _flash(call: Call, problems: list[Any], device: torch.device) -> Adapted:
                 tree |= {"seqused_k": r.kv_lens, "page_table": r.page_table[:, 0].contiguous()}
         trees.append(tree | {"q": q, "out": None if case.fresh else _new_out(case, shape)})
 
+    made = _by_mode(call, function, "q")
+
     def run(tree: Tree) -> tuple[Any, torch.Tensor | None]:
-        o, lse = _split(function(**tree), case.lse)
+        o, lse = _split(made(tree), case.lse)
         if lse is not None:
             lse = (lse.transpose(1, 2).flatten(0, 1) if equal else lse.T) / LN2
         return (o.flatten(0, 1) if equal else o), lse
