@@ -228,7 +228,8 @@ def append_qkv(
     """
     call, kv, sf = append_call(q, k, v, cache, places, norm, rope, out)
     serve(call, kv, sf)
-    return None if call.transform is None else call.transform.q_out
+    transform = call.transform
+    return None if transform is None else transform.q_out
 
 
 def append_call(
