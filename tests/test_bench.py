@@ -35,7 +35,7 @@ from cute_kernels.attention import dispatch
 from tests.fake_machine import FakeMachine
 from wrappers import fp4
 from wrappers.host import machine
-from wrappers.own.explanation import call_of
+from wrappers.own.registry import call_of
 
 ENV = Environment("2026-01-02T03:04:05+00:00", "abc123", "some-gpu", "580.1", "2.13.0")
 TOP = harness.Ceilings(700.0, 4000.0, 1300.0)

@@ -9,21 +9,25 @@ import weakref
 
 import pytest
 import torch
+from torch.utils._pytree import tree_leaves, tree_map
 
 import wrappers
 from tests.emulated import PLAIN, emulation, inputs_of
 from tests.fake_machine import FakeMachine
+from tests.good_calls import NAMES
+from tests.good_calls import inputs_of as inputs_of_function
 from tests.prefill_batches import HKV, HQ, WORKSPACE, Case, D
-from tests.test_decode_wrapper import decode_of
+from tests.test_decode_wrapper import decode_of, xqa_inputs
+from tests.test_signatures import same
 from wrappers import BatchDecodeWithPagedKVCacheWrapper as Decode
 from wrappers import (
     bind,
-    flash_attn_varlen_func,
     reference,
     trtllm_batch_context_with_kv_cache,
     trtllm_batch_decode_with_kv_cache,
 )
 from wrappers.host import machine
+from wrappers.own.registry import CACHE_WRITE, TOP_K, row_of
 
 CONTEXT, DECODE = trtllm_batch_context_with_kv_cache, trtllm_batch_decode_with_kv_cache
 CALLS = {
@@ -98,11 +102,8 @@ def test_what_does_not_fit_is_refused_by_name(launches):
     assert not launches
     with pytest.raises(ValueError, match="^batch_size"):
         bind(function, **inputs | {"batch_size": 9})
-    with pytest.raises(TypeError, match="^function: xqa, must be one of trtllm_batch_context_with_kv_cache"):
-        bind(wrappers.xqa)
-    with pytest.raises(NotImplementedError, match="^return_lse: True"):
-        rows, starts = torch.zeros(3, 2, 64).half(), torch.tensor([0, 3]).int()
-        bind(flash_attn_varlen_func, rows, rows, rows, starts, starts, 3, return_lse=True)
+    with pytest.raises(TypeError, match="^function: packbits, must be one of trtllm_batch_context_with_kv_cache"):
+        bind(wrappers.packbits, q)
 
 
 def test_another_type_of_output(launches):
@@ -185,6 +186,102 @@ def test_top_k():
     assert layer.run(scores, want) is None and not equal(indices, want)
     with pytest.raises(TypeError, match="^logits: dtype"):
         layer.run(other.double())
+
+
+# ---- every public function
+
+
+def bound_case(name):
+    """Arguments of a function, those of a run of its bound call, and the arguments that a run replaces."""
+    inputs, row = inputs_of_function(name), row_of(getattr(wrappers, name))
+    if row.family == CACHE_WRITE:
+        names = [inputs.get("q"), *(t for n, t in inputs.items() if n in ("k", "v", "append_key", "append_value"))]
+        return inputs, names, {}
+    if name == "flash_attn_with_kvcache":
+        inputs = {n: value for n, value in inputs.items() if n not in ("k", "v", "cu_seqlens_k_new")}
+    first = next(iter(inputs))
+    if name == "trtllm_fmha_v2_prefill":
+        return inputs, [inputs["qkv"][0] * 2], {"qkv": (inputs["qkv"][0] * 2, inputs["qkv"][1])}
+    scale = inputs[first] * 2 if inputs[first].dtype.itemsize > 1 else inputs[first]
+    return inputs, [scale], {first: scale}
+
+
+@pytest.fixture
+def selecting():
+    """A machine with top-k kernels that compute in torch."""
+    with machine.override(FakeMachine(lambda op, spec: reference.top_k_rows)) as here:
+        yield here
+
+
+def copied(inputs):
+    return tree_map(lambda t: t.clone() if isinstance(t, torch.Tensor) else t, inputs)
+
+
+def flag_of(name):
+    """The flag by which a function returns its LSE, None if it has none."""
+    flags = {"return_lse", "return_softmax_lse"} & inspect.signature(getattr(wrappers, name)).parameters.keys()
+    return max(flags, default=None)
+
+
+@pytest.mark.parametrize("machine_of", ["launches", "reference"])
+@pytest.mark.parametrize("name, lse", [(n, lse) for n in NAMES for lse in (False, True) if not lse or flag_of(n)])
+def test_every_function_can_be_bound(request, name, machine_of, lse):
+    """A run returns and writes what the function does."""
+    if machine_of == "launches":
+        request.getfixturevalue("selecting" if row_of(getattr(wrappers, name)).family == TOP_K else "launches")
+    function, (inputs, run, changed) = getattr(wrappers, name), bound_case(name)
+    inputs |= {flag_of(name): True} if lse else {}
+    inputs = {n: value for n, value in inputs.items() if n not in ("out", "lse")}
+    twice = copied(inputs)
+    layer = bind(function, **inputs)
+    for _ in range(2):
+        got, want = layer.run(*run), function(**twice | changed)
+        assert (got is None) == (want is None)
+        assert all(map(same, tree_leaves(got), tree_leaves(want)) if got is not None else ())
+    written = [n for n in inputs if n not in changed]
+    pairs = zip(tree_leaves([inputs[n] for n in written]), tree_leaves([twice[n] for n in written]), strict=True)
+    assert all(same(a, b) for a, b in pairs if isinstance(a, torch.Tensor))
+
+
+def equal_rows(**options):
+    """A call of flash_attn_func."""
+    q, k, v = (torch.randn(2, n, heads, 64).half() for n, heads in ((3, 4), (9, 2), (9, 2)))
+    return q, bind(wrappers.flash_attn_func, q, k, v, **options), lambda q, **g: wrappers.flash_attn_func(q, k, v, **g)
+
+
+def test_results_of_another_shape(launches, foreign):
+    q, layer, function = equal_rows(return_lse=True)
+    for bound_call in (layer, copy.copy(layer), pickle.loads(pickle.dumps(layer))):
+        out = torch.full_like(q, torch.nan)
+        got = bound_call.run(q, out)
+        assert got[0] is out and equal(got, function(q, return_lse=True)) and bound_call._launch is not None
+    with pytest.raises(ValueError, match=r"^q: shape \(2, 2, 4, 64\), must begin with \(2, 3\)"):
+        layer.run(q[:, :2])
+    with pytest.raises(ValueError, match="^q: shape .* must have 4 dimensions"):
+        layer.run(q[0])
+    with pytest.raises(ValueError, match="^out: shape"):
+        layer.run(q, q[:1])
+    with pytest.raises(TypeError, match="^lse: Tensor, must be None"):
+        layer.run(q, None, torch.zeros(6, 4))
+
+
+def test_xqa_writes_the_output_of_the_call_or_of_the_run(launches):
+    inputs, _ = xqa_inputs()
+    layer, other = bind(wrappers.xqa, **inputs), torch.full_like(inputs["output"], torch.nan)
+    assert layer.run(inputs["q"]) is None and layer.run(inputs["q"], other) is None
+    assert equal(other, inputs["output"]) and not other.isnan().any()
+    with pytest.raises(ValueError, match="^q: 1 requests, must be"):
+        layer.run(inputs["q"][:1], other[:1])
+
+
+def test_what_has_two_launches_is_not_bound():
+    q, k = torch.zeros(2, 1, 4, 64).half(), torch.zeros(2, 1, 2, 64).half()
+    cache, lens = torch.zeros(2, 8, 2, 64).half(), torch.zeros(2, dtype=torch.int32)
+    function = wrappers.flash_attn_with_kvcache
+    with pytest.raises(NotImplementedError, match="^k: Tensor, not supported by bind, must be None"):
+        bind(function, q, cache, cache, k, k, cache_seqlens=lens)
+    with pytest.raises(NotImplementedError, match="^cache_leftpad: given, not supported by bind, must be None"):
+        bind(function, q, cache, cache, cache_seqlens=lens, cache_leftpad=lens)
 
 
 # ---- runs of the classes

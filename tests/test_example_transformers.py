@@ -15,6 +15,7 @@ from tests.engine_files import attention
 from tests.fake_machine import FakeMachine
 from tests.host_work import WAITS, Seen
 from wrappers import fp4
+from wrappers.attention.bound import LayerLaunch
 from wrappers.host import machine
 from wrappers.integrations import transformers as integration
 from wrappers.integrations.transformers import PagedCache, StorageFormat, register
@@ -59,7 +60,7 @@ def test_as_exact_as_eager_attention(name, device):
 )
 @pytest.mark.parametrize("phase", ["context", "decode"])
 def test_an_option_that_is_lost_shows(name, change, phase, monkeypatch):
-    function = f"trtllm_batch_{phase}_with_kv_cache"
+    function = f"{phase}_call"
     real = getattr(integration, function)
     monkeypatch.setattr(integration, function, lambda *args, **options: real(*args, **options | change))
     model = tiny(name)
@@ -222,8 +223,7 @@ def test_queries_of_blackwell():
 @pytest.mark.parametrize("name", example.MODELS)
 def test_a_decode_step_may_be_captured(name, monkeypatch):
     """It reads no value, makes no tensor from the host, and its operators and shapes are those of the step before."""
-    decode = "trtllm_batch_decode_with_kv_cache"  # the reference reads values
-    monkeypatch.setattr(integration, decode, lambda q, *args, **options: torch.zeros_like(q))
+    monkeypatch.setattr(LayerLaunch, "serve", lambda self, step, *_: torch.zeros_like(step.q))  # the reference reads
     model = tiny(name)
     model.set_attn_implementation(register())
     cache = PagedCache(2, pages=5, max_tokens=32, device="cpu")

@@ -8,28 +8,33 @@ from itertools import product
 import numpy as np
 import pytest
 import torch
+from torch.utils._pytree import tree_leaves
 
 import wrappers
 from bench.cases import topk as topk_cases
 from cute_kernels import archs, manifest
+from cute_kernels.attention import dispatch
+from cute_kernels.cache_write import dispatch as cache_dispatch
 from cute_kernels.topk import dispatch as topk_dispatch
 from tests.fake_machine import FakeMachine
-from tests.test_signatures import FUNCTIONS as CALLED
-from tests.test_signatures import inputs_of, same
+from tests.good_calls import NAMES, inputs_of
+from tests.test_signatures import same
 from wrappers import explain
-from wrappers.flashinfer import cascade, page, quantization, rope
+from wrappers.flashinfer import cascade, quantization, rope
 from wrappers.flashinfer import wrapper_classes as prefill
 from wrappers.host import machine
 from wrappers.own import append_qkv as cache_write_api
-from wrappers.own.explanation import FUNCTIONS
+from wrappers.own.registry import CACHE_WRITE, FUNCTIONS
 
-NAMES = [function.__name__ for function in FUNCTIONS]
+WRITES = [row.function.__name__ for row in FUNCTIONS if row.family == CACHE_WRITE]
 
 
 def cases_of(name):
     """Good calls of a function, of several kernels."""
     inputs = inputs_of(name)
     yield inputs
+    if name in WRITES:
+        return
     if name in topk_cases.FUNCTIONS:
         plain = topk_cases.PLAIN[name]
         for dtype, rows, width in (("bf16", 3, 300_000), ("fp32", 600, 20_000), ("fp32", 6, 70_000)):
@@ -50,7 +55,8 @@ def cases_of(name):
 def changed(name, change):
     """A good call, the first tensor of which is another."""
     inputs = inputs_of(name)
-    first = next(iter(inspect.signature(getattr(wrappers, name)).parameters))
+    first = "k" if name == "append_qkv" else next(iter(inspect.signature(getattr(wrappers, name)).parameters))
+    first = first if first in inputs else next(iter(inputs))
     if isinstance(inputs[first], tuple):
         return inputs | {first: (change(inputs[first][0]), *inputs[first][1:])}
     return inputs | {first: change(inputs[first])}
@@ -58,16 +64,16 @@ def changed(name, change):
 
 def untouched(inputs):
     """Copies of the tensors of a call."""
-    return [t.clone() for t in inputs.values() if isinstance(t, torch.Tensor)]
+    return [t.clone() for t in tree_leaves(inputs) if isinstance(t, torch.Tensor)]
 
 
 def test_every_public_function_is_explained():
     others = {"Explanation", "FP4Tensor", "TopKTieBreak", "bind", "explain", "nvfp4_dequantize", "nvfp4_quantize"}
-    others |= {*quantization.__all__}  # plain torch
-    others |= {*page.__all__, *cache_write_api.__all__, *cascade.__all__, *rope.__all__}  # one kernel per type
-    others |= {*prefill.__all__, "single_prefill_with_kv_cache_return_lse"}
-    assert set(wrappers.__all__) - others == set(NAMES) == {*CALLED} - {*rope.__all__}
-    assert all(getattr(wrappers, name) is function for name, function in zip(NAMES, FUNCTIONS, strict=True))
+    others |= {*quantization.__all__, "get_seq_lens", "get_batch_indices_positions"}  # plain torch
+    others |= {*cascade.__all__, *rope.__all__}  # one kernel per type
+    others |= {*prefill.__all__, *cache_write_api.__all__} - {"append_qkv"}  # classes
+    assert set(wrappers.__all__) - others == set(NAMES)
+    assert all(getattr(wrappers, name) is row.function for name, row in zip(NAMES, FUNCTIONS, strict=True))
 
 
 @pytest.mark.parametrize("name, arch", [*product(NAMES, archs.NAMES)][::2])
@@ -84,11 +90,12 @@ def test_what_is_said_is_what_runs(name, arch):
             if said.runs is None:
                 with pytest.raises(NotImplementedError, match=arch):
                     getattr(wrappers, name)(**inputs)
-                assert name in (NAMES[0], "trtllm_fmha_v2_prefill", "single_prefill_with_kv_cache") and arch != "sm_90a"
+                assert name in (NAMES[0], "trtllm_fmha_v2_prefill") or name.startswith("single_prefill")
+                assert arch != "sm_90a"
                 continue
             getattr(wrappers, name)(**inputs)
             fake.plans.clear()
-        assert [said.runs] == [kernel for kernel in ran if not kernel.startswith("cache_write")] and said.found
+        assert [said.runs] == [r for r in ran if name in WRITES or not r.startswith("cache_write")] and said.found
         ran.clear()
 
 
@@ -212,7 +219,7 @@ def test_where_a_kernel_is_found(monkeypatch, tmp_path, name):
     assert everything.endswith("to build all kernels that are shipped: python -m cute_kernels build --arch sm_90a")
     assert one.endswith(f"to build this one: python -m cute_kernels build --arch sm_90a --only {label}")
     op, kernel = said.runs.split()
-    shipped = [*wrappers.own.explanation.dispatch.shipped("sm_90a"), *topk_dispatch.shipped("sm_90a")]
+    shipped = [row for family in (dispatch, topk_dispatch, cache_dispatch) for row in family.shipped("sm_90a")]
     (spec,) = (spec for other, spec in shipped if (other, spec.name) == (op, kernel))
     tools = {"dsl": "0", "cuda": "0", "settings": {}}
     entry = {"op": op, "spec": manifest.to_json(spec), "key": manifest.key(op, spec, "sm_90a", tools)}

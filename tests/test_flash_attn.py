@@ -33,7 +33,7 @@ from wrappers import explain, flash_attn_func, flash_attn_varlen_func, flash_att
 from wrappers.attention import plan
 from wrappers.flash_attn import api as flash_attn
 from wrappers.host import machine, scratch
-from wrappers.own.explanation import call_of
+from wrappers.own.registry import call_of
 
 OPTIONS = {
     "full": ({}, {}),

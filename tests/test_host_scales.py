@@ -8,6 +8,7 @@ GPU's.
 import inspect
 import math
 import re
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -17,10 +18,10 @@ from torch.utils._pytree import tree_leaves
 
 import wrappers
 from tests.flash_attn_batches import good_call
+from tests.good_calls import NAMES, inputs_of
 from tests.prefill_batches import HKV, HQ, D
 from tests.test_bad_calls import CODES, GOOD, SMALL, X, attention
 from tests.test_plans import Recorder
-from tests.test_signatures import inputs_of
 from wrappers import fp4
 from wrappers.attention import plan
 from wrappers.flashinfer import values
@@ -86,7 +87,7 @@ def flash(name: str) -> dict[str, Any]:
     return {n: t.float().nan_to_num().to(E4M3) if n in quantised else t for n, t in given.items()}
 
 
-FUNCTIONS: dict[str, Any] = {
+FUNCTIONS: dict[str, Any] = {name: partial(inputs_of, name) for name in NAMES} | {
     "trtllm_batch_context_with_kv_cache": lambda: attention(SMALL, "context"),
     "trtllm_batch_decode_with_kv_cache": lambda: attention(SMALL, "decode"),
     "xqa_batch_decode_with_kv_cache": lambda: {
@@ -96,7 +97,6 @@ FUNCTIONS: dict[str, Any] = {
     "trtllm_fmha_v2_prefill": fmha,
     "xqa": GOOD["xqa"][1],
     "single_prefill_with_kv_cache": single,
-    "single_decode_with_kv_cache": lambda: inputs_of("single_decode_with_kv_cache"),
     **{name: lambda name=name: flash(name)
        for name in ("flash_attn_varlen_func", "flash_attn_with_kvcache", "flash_attn_func")},
     "nvfp4_quantize": lambda: dict(X),

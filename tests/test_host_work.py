@@ -27,7 +27,7 @@ from wrappers import (
 )
 from wrappers.attention import call, op
 from wrappers.flash_attn import append as flash_attn_append
-from wrappers.flashinfer import rope, trtllm, values
+from wrappers.flashinfer import rope, values
 from wrappers.topk import op as topk_op
 
 # ---- the counts themselves
@@ -124,8 +124,8 @@ def decode_step(rotary, **given):
 
 
 STEPS = {  # an append and attention: views of q, k, v and of the table; the lengths, the output, its view; Q rotated
-    "append": (partial(decode_step, False), Work(81, 9)),
-    "append and rotary": (partial(decode_step, True), Work(84, 10)),
+    "append": (partial(decode_step, False), Work(83, 9)),
+    "append and rotary": (partial(decode_step, True), Work(86, 10)),
 }
 
 
@@ -160,29 +160,29 @@ def merge_in_place():
 
 # name -> a function that makes the call, and the bound of its work: today's operators, two functions more than today's
 PLANNED = {
-    "context": (context, Work(28, 0)),
-    "context that allocates": (partial(context, out=None, lse=None), Work(23, 2)),
-    "decode": (decode, Work(33, 0)),
-    "xqa": (xqa_call, Work(28, 4)),
+    "context": (context, Work(29, 0)),
+    "context that allocates": (partial(context, out=None, lse=None), Work(24, 2)),
+    "decode": (decode, Work(34, 0)),
+    "xqa": (xqa_call, Work(29, 4)),
     # views of q, k and v, the output, and its view; nothing that describes the batch
-    "flash_attn_func": (partial(flash, 200), Work(43, 7)),
-    "flash_attn_func, one row": (partial(flash, 1), Work(43, 7)),
-    "flash_attn_with_kvcache": (flash_cached, Work(49, 7)),
-    "flash_attn_with_kvcache, a length": (partial(flash_cached, cache_seqlens=9), Work(51, 7)),
-    "flash_attn_with_kvcache, lengths": (partial(flash_cached, cache_seqlens=INT), Work(53, 7)),
+    "flash_attn_func": (partial(flash, 200), Work(44, 7)),
+    "flash_attn_func, one row": (partial(flash, 1), Work(44, 7)),
+    "flash_attn_with_kvcache": (flash_cached, Work(50, 7)),
+    "flash_attn_with_kvcache, a length": (partial(flash_cached, cache_seqlens=9), Work(52, 7)),
+    "flash_attn_with_kvcache, lengths": (partial(flash_cached, cache_seqlens=INT), Work(54, 7)),
     # and 4 for the table of the entries, which are known to the device alone: a view, two of arithmetic, a view
     "flash_attn_with_kvcache, entries": (
         partial(flash_cached, cache_seqlens=INT, cache_batch_idx=INT * 0),
-        Work(64, 11),
+        Work(65, 11),
     ),
-    "top_k_page_table_transform": (partial(top_k, topk_cases.PAGE_TABLE), Work(10, 0)),
-    "top_k_ragged_transform": (partial(top_k, topk_cases.RAGGED), Work(10, 1)),
-    "top_k": (partial(top_k, topk_cases.TOP_K), Work(10, 2)),
-    "top_k_per_row_prefill": (partial(top_k, topk_cases.PREFILL), Work(10, 0)),
-    "top_k_per_row_decode": (partial(top_k, topk_cases.DECODE), Work(10, 0)),
-    "append_paged_kv_cache": (partial(rows, append.by_lists, "append-bf16"), Work(9, 0)),
-    "append_paged_kv_cache, nvfp4 slots": (partial(rows, append.nvfp4_by_slots, "append-nvfp4"), Work(13, 6)),
-    "append_qkv": (partial(rows, append.by_slots, "append-normrope-fp8"), Work(18, 4)),
+    "top_k_page_table_transform": (partial(top_k, topk_cases.PAGE_TABLE), Work(11, 0)),
+    "top_k_ragged_transform": (partial(top_k, topk_cases.RAGGED), Work(11, 1)),
+    "top_k": (partial(top_k, topk_cases.TOP_K), Work(11, 2)),
+    "top_k_per_row_prefill": (partial(top_k, topk_cases.PREFILL), Work(11, 0)),
+    "top_k_per_row_decode": (partial(top_k, topk_cases.DECODE), Work(11, 0)),
+    "append_paged_kv_cache": (partial(rows, append.by_lists, "append-bf16"), Work(10, 0)),
+    "append_paged_kv_cache, nvfp4 slots": (partial(rows, append.nvfp4_by_slots, "append-nvfp4"), Work(14, 6)),
+    "append_qkv": (partial(rows, append.by_slots, "append-normrope-fp8"), Work(19, 4)),
     "apply_rope": (partial(rotation, "apply_rope"), Work(41, 5)),
     "apply_rope_pos_ids_inplace": (partial(rotation, "apply_rope_pos_ids_inplace"), Work(38, 3)),
     "rope_quantize_fp8": (partial(rotation, "rope_quantize_fp8"), Work(89, 8)),
@@ -192,17 +192,7 @@ PLANNED = {
 }
 
 
-def layer(make):
-    """A call that its layer has made before."""
-    call = make()
-    call()
-    call()
-    return call
-
-
 BOUND = {  # calls that keep their launch
-    "context of a layer": (partial(layer, context), Work(19, 0)),
-    "decode of a layer": (partial(layer, decode), Work(19, 0)),
     "paged run": (paged_run, Work(14, 3)),
     "ragged run": (ragged_run, Work(16, 3)),
     "decode run": (decode_run, Work(14, 3)),
@@ -213,7 +203,7 @@ BOUND = {  # calls that keep their launch
 
 
 @pytest.mark.parametrize("name", STEPS)
-def test_work_of_a_step(here, monkeypatch, name):
+def test_work_of_a_step(quiet, monkeypatch, name):
     """Two launches, see also test_flash_attn_rotary.py; a step that checks its call again exceeds the bound."""
     make, bound = STEPS[name]
     step = make()
@@ -223,16 +213,8 @@ def test_work_of_a_step(here, monkeypatch, name):
     assert exceeds(step, bound, "functions")
 
 
-@pytest.fixture
-def here(quiet, monkeypatch):
-    """Provide such a machine on which functions keep no launches of layers: each call looks for its plan."""
-    monkeypatch.setattr(trtllm, "repeat", lambda *_: None)
-    monkeypatch.setattr(trtllm, "keep", lambda function, cache, options, call: op.serve(call))
-    return quiet
-
-
 @pytest.mark.parametrize("name", PLANNED)
-def test_work_of_a_planned_call(here, name):
+def test_work_of_a_planned_call(quiet, name):
     make, bound = PLANNED[name]
     work = host_work(make())
     assert work.within(bound), work
@@ -246,11 +228,11 @@ def test_work_of_a_bound_launch(quiet, name):
 
 
 @pytest.mark.parametrize("name", PLANNED)
-def test_the_path_of_a_plain_call_is_counted(here, monkeypatch, name):
+def test_the_path_of_a_plain_call_is_counted(quiet, monkeypatch, name):
     for module in (op, topk_op):
         monkeypatch.setattr(module, "trace", lambda _: pytest.fail("the traced path"))
     host_work(PLANNED[name][0]())
-    assert len(here.plans) == 1
+    assert len(quiet.plans) == 1
 
 
 def exceeds(call, bound, *counts):
@@ -260,9 +242,9 @@ def exceeds(call, bound, *counts):
 
 
 @pytest.mark.parametrize("name", PLANNED)
-def test_planning_again_exceeds_the_bound(here, monkeypatch, name):
+def test_planning_again_exceeds_the_bound(quiet, monkeypatch, name):
     make, bound = PLANNED[name]
-    monkeypatch.setattr(here, "keep", lambda key, plan: None)
+    monkeypatch.setattr(quiet, "keep", lambda key, plan: None)
     makes_tensors = name != "merge_states"  # its plan does in another thread
     assert exceeds(make(), bound, "functions", *["operators"] * makes_tensors)
 
@@ -286,7 +268,7 @@ def layer(inputs):
 
 
 @pytest.mark.parametrize("tables", [1, 2, 4, call.MOST_KEPT])
-def test_layers_that_alternate_describe_each_table_once(here, made, tables):
+def test_layers_that_alternate_describe_each_table_once(quiet, made, tables):
     inputs = inputs_of()
     layers = [layer(inputs) for _ in range(tables)]
     for run in layers:
@@ -299,7 +281,7 @@ def test_layers_that_alternate_describe_each_table_once(here, made, tables):
     assert not operators_of(lambda: [run() for run in layers]) and len(made) == tables
 
 
-def test_the_table_that_was_used_longest_ago_is_dropped(here, made):
+def test_the_table_that_was_used_longest_ago_is_dropped(quiet, made):
     inputs = inputs_of()
     layers = [layer(inputs) for _ in range(call.MOST_KEPT + 1)]
     for run in (*layers[:-1], layers[0], layers[-1]):  # the last one takes the place of the second one
@@ -312,7 +294,7 @@ def test_the_table_that_was_used_longest_ago_is_dropped(here, made):
     assert len(made) == len(layers) + 1
 
 
-def test_a_table_that_was_changed_in_place_is_described_anew_and_kept_once(here, made):
+def test_a_table_that_was_changed_in_place_is_described_anew_and_kept_once(quiet, made):
     inputs = inputs_of()
     tables = [inputs["block_tables"].clone() for _ in range(3)]
     for table in tables:

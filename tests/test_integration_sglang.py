@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.emulated import emulation
 from tests.engine_files import Engine, attention, compare, engine_files, entry_points
 from tests.gpu import repeated, without_values
 
@@ -272,7 +273,7 @@ def test_prompts_chunks_decodes_and_mixed_batches(name, server, monkeypatch):
     from wrappers.integrations import sglang as plugin
 
     for function in ("context", "decode"):
-        full = f"trtllm_batch_{function}_with_kv_cache"
+        full = f"{function}_call"
         real = getattr(plugin, full)
         monkeypatch.setattr(plugin, full, lambda *a, of=function, call=real, **k: called.append(of) or call(*a, **k))
     model.step("EXTEND", {3: 20, 0: 5})
@@ -282,6 +283,24 @@ def test_prompts_chunks_decodes_and_mixed_batches(name, server, monkeypatch):
     model.step("DECODE", {2: 1, 1: 1})
     model.step("TARGET_VERIFY", {1: 4, 3: 4})
     assert called == (["context"] * 4 + ["decode"] * 2) + (["context"] * 2 + ["decode"] * 2 + ["context"] * 2)
+
+
+@pytest.mark.parametrize("name", ["bf16", "e5m2"])
+def test_a_layer_repeats_its_launch(name, server, monkeypatch):
+    """With new metadata at each step; pools with other memory are bound anew. Kernels are emulated."""
+    with emulation():
+        model = Model(server, CASES[name], monkeypatch)
+        model.step("EXTEND", {0: 20, 1: 5})
+        for bound in (False, True, True, True):
+            model.step("DECODE", {0: 1, 1: 1})
+            held = [launch for _, _, launch in model.backend._layers.values()]
+            assert len(held) == 2 and all((launch._launch is not None) == bound for launch in held)
+        for buffers in (model.pool.k_buffer, model.pool.v_buffer):
+            buffers[0].set_(buffers[0].clone())
+        for bound in (False, True):
+            model.step("DECODE", {0: 1, 1: 1})
+            assert (model.backend._layers[0][2]._launch is not None) == bound
+        assert model.backend._layers[0][2] is not held[0] and model.backend._layers[1][2] is held[1]
 
 
 @pytest.mark.parametrize("name", CASES)

@@ -4,7 +4,9 @@ one batch, in its caches of every type and layout, against float64; what the plu
 What has nothing of attention is a stub (`engine_files`, `vllm_stubs`).
 """
 
+import gc
 import importlib.metadata
+import weakref
 from dataclasses import dataclass, field
 from itertools import product
 from types import SimpleNamespace
@@ -13,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.emulated import emulation
 from tests.engine_files import Engine, attention, compare, engine_files, entry_points
 from tests.gpu import repeated, without_values
 from tests.vllm_stubs import E4M3, DeviceCapability, Platform, reshape_and_cache_flash, stubs
@@ -366,6 +369,28 @@ def test_nothing_of_the_device_is_read(name, longest, server, monkeypatch):
 
     with torch.no_grad():
         without_values(server.device, work)
+
+
+@pytest.mark.parametrize("name", ["auto", "fp8, scales", "nvfp4, sinks and window"])
+def test_a_layer_repeats_its_launch_and_frees_its_cache(name, server):
+    """With new metadata at each step; other memory of the cache is bound anew. Kernels are emulated."""
+    with emulation() as here:
+        model = Model(server, CASES[name])
+        layers, launches = [*model.layers.values()], [layer.impl._launch for layer in model.layers.values()]
+        for counts, bound in [({0: 20, 1: 5}, False), ({0: 1, 1: 1}, False), *[({0: 1, 1: 1}, True)] * 3]:
+            model.step(counts)
+            assert all((launch._launch is not None) == bound for launch in launches)
+        for cache in (layer.kv_cache for layer in layers):
+            cache.set_(cache.untyped_storage().clone(), cache.storage_offset(), cache.shape, cache.stride())
+        model.step({0: 1, 1: 1})
+        assert all(launch._launch is None for launch in launches)
+        model.step({0: 1, 1: 1})
+        gone = [weakref.ref(layer.kv_cache.untyped_storage()) for layer in layers]
+        here.launches.clear()
+        for layer in layers:
+            layer.kv_cache = cache = torch.empty(0)
+        gc.collect()
+        assert [storage() for storage in gone] == [None, None] and launches[0]._kv is None
 
 
 def rows_to_write(model: Model) -> tuple[list[torch.Tensor], torch.Tensor]:

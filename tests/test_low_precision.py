@@ -22,7 +22,7 @@ from wrappers.attention import checks, plan
 from wrappers.flashinfer import values
 from wrappers.fp4 import nvfp4_dequantize
 from wrappers.host import machine
-from wrappers.own.explanation import call_of
+from wrappers.own.registry import call_of
 
 HALF, BF16, E4M3, E5M2 = torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2
 NVFP4 = torch.uint8

@@ -9,50 +9,15 @@ import torch
 
 import wrappers
 from bench.cases import attention as cases
-from bench.cases import topk as topk_cases
-from tests import rope_calls
-from tests.flash_attn_batches import good_call
-from tests.test_decode_wrapper import xqa_inputs
-from tests.test_engines import as_fmha, as_persistent, as_xqa_batch
+from tests.good_calls import NAMES, PLAIN, inputs_of
 from wrappers import trtllm_batch_context_with_kv_cache as context
 from wrappers import trtllm_batch_decode_with_kv_cache as decode
 from wrappers import xqa
 from wrappers.flashinfer import rope
 
-PLAIN = replace(cases.EDGE["plain"], q_lens=(1, 2), kv_lens=(9, 40))
-
 FUNCTIONS = [
-    "trtllm_batch_context_with_kv_cache", "trtllm_batch_decode_with_kv_cache", "xqa", "xqa_batch_decode_with_kv_cache",
-    "trtllm_fmha_v2_prefill", "single_prefill_with_kv_cache", "single_decode_with_kv_cache", "flash_attn_func",
-    "flash_attn_varlen_func", "flash_attn_with_kvcache", *topk_cases.FUNCTIONS, *rope.__all__, "persistent_topk",
-    "cooperative_topk",
-]  # fmt: skip
-
-
-def inputs_of(function):
-    """Keyword arguments of a good call."""
-    if function == "xqa":
-        return xqa_inputs()[0]
-    if function in rope.__all__:
-        return rope_calls.good_call(function)
-    if function in topk_cases.FUNCTIONS:
-        return topk_cases.make_inputs(topk_cases.PLAIN[function])
-    if function.startswith("flash_attn"):
-        return good_call(function)
-    if function in ("persistent_topk", "cooperative_topk"):
-        return as_persistent(topk_cases.make_inputs(topk_cases.PLAIN["top_k_ragged_transform"]))
-    if function == "trtllm_fmha_v2_prefill":
-        return as_fmha(cases.make_inputs(replace(PLAIN, cache="stacked", lse=False)))
-    if function == "single_prefill_with_kv_cache":
-        q, k, v = torch.randn(3, 40, 4, 64, generator=torch.Generator().manual_seed(0)).bfloat16()
-        return {"q": q[:5], "k": k[:, :2], "v": v[:, :2], "causal": True}
-    if function == "single_decode_with_kv_cache":
-        q, k, v = torch.randn(3, 40, 4, 64, generator=torch.Generator().manual_seed(0)).bfloat16()
-        return {"q": q[5], "k": k[:, :2], "v": v[:, :2]}
-    inputs = cases.make_inputs(PLAIN)
-    if function == "xqa_batch_decode_with_kv_cache":
-        return as_xqa_batch(inputs)
-    return inputs if function == context.__name__ else cases.as_decode(inputs)
+    name for name in (*NAMES, *rope.__all__) if name != "single_prefill_with_kv_cache_return_lse"
+]  # that one has no positions of its own
 
 
 def results(function, args, kwargs):

@@ -12,47 +12,42 @@ from types import FunctionType
 from typing import Any
 
 import wrappers
+from wrappers.own.registry import FAMILY_OF, FUNCTIONS
 
+NAMES = {page: tuple(row.function.__name__ for row in FUNCTIONS if row.page == page) for page in FAMILY_OF}
 GROUPS = {  # page -> (title, first sentence, names)
     "prefill": (
         "Prefill functions",
         "Attention of many query tokens, in requests of any lengths. The guide is [Prefill](../docs/prefill.md).",
         (
-            "trtllm_batch_context_with_kv_cache", "BatchPrefillWithPagedKVCacheWrapper",
-            "BatchPrefillWithRaggedKVCacheWrapper", "BatchAttentionWithAttentionSinkWrapper",
-            "BatchPrefillWithCausalBidirectionalRangesWrapper",
-            "single_prefill_with_kv_cache", "single_prefill_with_kv_cache_return_lse", "trtllm_fmha_v2_prefill",
+            *NAMES["prefill"], "BatchPrefillWithPagedKVCacheWrapper", "BatchPrefillWithRaggedKVCacheWrapper",
+            "BatchAttentionWithAttentionSinkWrapper", "BatchPrefillWithCausalBidirectionalRangesWrapper",
         ),
     ),
     "decode": (
         "Decode functions",
         "Attention of few query tokens per request. The guide is [Decode](../docs/decode.md).",
         (
-            "trtllm_batch_decode_with_kv_cache", "xqa", "xqa_batch_decode_with_kv_cache",
-            "BatchDecodeWithPagedKVCacheWrapper", "fast_decode_plan", "single_decode_with_kv_cache",
+            *NAMES["decode"], "BatchDecodeWithPagedKVCacheWrapper", "fast_decode_plan",
         ),
     ),
     "flash-attention": (
         "FlashAttention's functions",
         "The names and arguments of FlashAttention, over the same kernels. The guide is "
         "[Coming from FlashInfer or FlashAttention](../docs/drop-in.md#flashattentions-functions).",
-        ("flash_attn_varlen_func", "flash_attn_with_kvcache", "flash_attn_func"),
+        NAMES["flash-attention"],
     ),
     "top-k": (
         "Top-k functions",
         "Exact selection of the largest scores of each row. The guide is [Top-k](../docs/top-k.md).",
-        (
-            "top_k", "top_k_page_table_transform", "top_k_ragged_transform", "top_k_per_row_prefill",
-            "top_k_per_row_decode", "persistent_topk", "cooperative_topk", "TopKTieBreak",
-        ),
+        (*NAMES["top-k"], "TopKTieBreak"),
     ),
     "caches": (
         "Caches, NVFP4, merging, masks",
         "Functions beside attention. The guide is [Caches](../docs/caches.md).",
         (
-            "append_qkv", "KVCacheTarget", "PageLists", "BlockTable", "RMSNorm", "RotaryEmbedding", "QueryOutput",
-            "append_paged_kv_cache", "get_batch_indices_positions", "get_seq_lens",
-            "nvfp4_quantize_append_paged_kv_cache", "nvfp4_quantize_append_paged_kv_cache_with_slot_mapping",
+            *NAMES["caches"], "KVCacheTarget", "PageLists", "BlockTable", "RMSNorm", "RotaryEmbedding", "QueryOutput",
+            "get_batch_indices_positions", "get_seq_lens",
             "apply_rope", "apply_rope_inplace", "apply_rope_pos_ids", "apply_rope_pos_ids_inplace",
             "apply_llama31_rope", "apply_llama31_rope_inplace", "apply_llama31_rope_pos_ids",
             "apply_llama31_rope_pos_ids_inplace", "apply_rope_with_cos_sin_cache",

@@ -10,7 +10,7 @@ import torch
 import wrappers
 from wrappers import fp4, reference, trtllm_batch_context_with_kv_cache
 from wrappers.attention.call import AttentionCall, SequenceBatch
-from wrappers.own.explanation import call_of
+from wrappers.own.registry import call_of
 
 from .. import skipping
 from . import planted

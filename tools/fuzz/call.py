@@ -18,8 +18,9 @@ class Call:
 
     family: a name in `families.FAMILIES`. function: the public function. seed: of the values of the tensors. mode:
     "eager", "graph" (captured once, replayed with other values), "threads" (several streams), "bind" or "repeat" (the
-    launch that a layer keeps). choice: "shape" or "function", which decides about the kernel. case: fields of the
-    family's case that differ from its defaults. extra: options of the function that the case does not have.
+    launch that a layer keeps, and calls of other functions again). choice: "shape" or "function", which decides about
+    the kernel. case: fields of the family's case that differ from its defaults. extra: options of the function that the
+    case does not have.
     """
 
     family: str

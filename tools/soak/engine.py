@@ -9,7 +9,7 @@ import torch
 import wrappers
 from tools.fuzz import plain
 from tools.fuzz.check import bits
-from wrappers.own.explanation import call_of
+from wrappers.own.registry import call_of
 
 SLOTS = (4, 8, 16)  # requests of a captured step
 COLUMNS, PAGE = 28, 16  # of the page table; rows of a page

@@ -2,7 +2,7 @@
 
 Signatures live by library, in `flashinfer` and `flash_attn`.
 
-- layers, bound: launches that are kept
+- bound: launches that are kept
 - op: the torch operator, for torch.compile and tensors that are not plain; `serve`, the last step of every signature
 - plan: the launch plan of a call; a call with a known plan is one dictionary lookup and its launch
 - values: refuses invalid values, on the CPU or if the caller asks for it

@@ -1,7 +1,8 @@
 """Launches that keep their plan and all their arguments but the query, K and V, the requests, and the outputs."""
 
-from collections.abc import Iterable
-from typing import Any
+from collections.abc import Callable, Iterable
+from operator import is_
+from typing import Any, NamedTuple
 
 import torch
 
@@ -9,7 +10,7 @@ from ..host import machine
 from ..host.checks import raise_reason
 from ..host.plain import traced
 from . import checks, op, optional, plan
-from .call import AttentionCall, SequenceBatch, renumbered
+from .call import AttentionCall, SequenceBatch, renumbered, sequences_of
 
 _is_grad_enabled, _Tensor = torch.is_grad_enabled, torch.Tensor  # module globals: each saves a look-up, 20 ns
 
@@ -105,22 +106,98 @@ def bound(call: AttentionCall) -> BoundLaunch | None:
     return BoundLaunch(call, found) if current and not here.is_capturing() else None
 
 
+class StepTensors(NamedTuple):
+    """The tensors of a layer's call that differ from step to step."""
+
+    q: Any  # (T, Hq, D)
+    table: Any  # (B, M), a row of pages per request
+    lens: Any  # (B,)
+    offsets: Any  # (B + 1,), of the queries, or None
+    out: Any = None
+
+
+class LayerLaunch:
+    """The launch of a model's layer, for whoever calls that layer at each step and keeps its cache.
+
+    The second step in a row that asks for the same is bound, and later ones repeat the launch: see `serve`. Nothing of
+    a capture is kept.
+    """
+
+    __slots__ = ("_asked", "_given", "_kv", "_launch", "_memory", "_tensors", "_tried")
+
+    def __init__(self) -> None:
+        self.forget()
+
+    def forget(self) -> None:
+        """Drop the launch and what it holds: its cache is no longer used."""
+        self._asked: tuple[Any, ...] | None = None  # of the last step
+        self._given: tuple[Any, ...] = ()  # its other tensors, or None
+        self._tensors: list[torch.Tensor] = []
+        self._memory: list[Any] = []
+        self._launch: BoundLaunch | None = None
+        self._kv: Any = None
+        self._tried = False  # whether this call was bound, or cannot be
+
+    def serve(
+        self, step: StepTensors, asked: tuple[Any, ...], tensors: tuple[Any, ...], make: Callable[[], AttentionCall]
+    ) -> Any:
+        """Return the result of a step, by the launch that is kept if that fits.
+
+        asked: numbers and names on which the call depends beside its tensors. tensors: its other tensors, or None; a
+        step with other objects, or with other memory of the same ones, is bound anew. The cache must be among them,
+        unless the caller calls `forget` when it changes. make: makes the call.
+        """
+        if traced(step.q):
+            return op.serve(make())
+        asked = *asked, step.q.shape, step.q.dtype
+        same = (asked == self._asked and all(map(is_, tensors, self._given))
+                and (not self._tensors or memory_of(self._tensors) == self._memory))  # fmt: skip
+        launch, kv = self._launch, self._kv
+        if same and launch is not None and launch.fits(step.q, kv, step.out):
+            requests = sequences_of(step.table, step.lens, step.offsets)
+            if requests.shape_id == launch.call.requests.shape_id:
+                return launch.launch(step.q, kv, requests, step.out, None)
+        call, here = make(), machine.current
+        if not same and here.may_keep(step.q.device):
+            self.forget()
+            self._asked, self._given, self._tensors = asked, tensors, tensors_of(tensors)
+            self._memory = memory_of(self._tensors)
+        elif same and not self._tried and here.may_keep(step.q.device):
+            self._tried, self._kv = True, (call.k, call.v)
+            read = any(map(here.is_host, self._tensors))  # its value is part of the call
+            self._launch = None if read else bound(call)
+        return op.serve(call)
+
+
+class Reshaping(NamedTuple):
+    """How the query, the output and the result of a function differ from those of its calls.
+
+    rows: (call, q, out) -> the query and the output as the call takes them, after a check. The output may be None.
+    result: (call, its result, q, out) -> the result of the function.
+    """
+
+    rows: Callable[[AttentionCall, Any, Any], tuple[Any, Any]]
+    result: Callable[[AttentionCall, Any, Any, Any], Any]
+
+
 class BoundCall:
     """A call of a public function that is repeated with other queries. See `wrappers.bind`."""
 
-    __slots__ = ("_call", "_kv", "_launch", "_new", "_shape")
+    __slots__ = ("_call", "_kv", "_launch", "_new", "_out", "_reshaping", "_shape")
 
-    def __init__(self, call: AttentionCall) -> None:
+    def __init__(self, call: AttentionCall, reshaping: Reshaping | None = None, out: Any = None) -> None:
+        """Bind a call. reshaping: that of its function. out: the output for runs that are given none."""
         self._launch, self._kv, self._new, self._shape = bound(call), (call.k, call.v), False, call.q.shape
+        self._reshaping, self._out = reshaping, out
         self._call: Any = call._replace(q=None, out=None, lse=None)  # type: ignore[arg-type]
 
-    def __getstate__(self) -> tuple[AttentionCall, torch.Size]:
+    def __getstate__(self) -> tuple[Any, ...]:
         """Return what a copy or a pickle holds: the call and the shape of its query, without the launch."""
-        return self._call, self._shape
+        return self._call, self._shape, self._reshaping, self._out
 
-    def __setstate__(self, state: tuple[AttentionCall, torch.Size]) -> None:
+    def __setstate__(self, state: tuple[Any, ...]) -> None:
         """Restore a copy, or an object of another process. Its first run with such a query makes the launch."""
-        call, self._shape = state
+        call, self._shape, self._reshaping, self._out = state
         self._call, self._kv = call._replace(requests=renumbered(call.requests)), (call.k, call.v)
         self._launch, self._new = None, True
 
@@ -128,8 +205,19 @@ class BoundCall:
         """Return the result of the call with another query.
 
         q: of the dtype, heads and head_dim of the call; with its number of tokens this takes the least host time. out,
-        lse: receive the results; None: new tensors. Raises as the function that was bound does.
+        lse: receive the results; None: new tensors, and for `xqa` the output of the call. Raises as the function that
+        was bound does.
         """
+        if self._reshaping is None:
+            return self._run(q, out, lse)
+        if lse is not None:
+            raise TypeError(f"lse: {type(lse).__name__}, must be None: the function that was bound has no lse")
+        call, out = self._call, self._out if out is None else out
+        rows, output = self._reshaping.rows(call, q, out)
+        return self._reshaping.result(call, self._run(rows, output, None), q, out)
+
+    def _run(self, q: torch.Tensor, out: Any, lse: Any) -> Any:
+        """Return the result of the call with another query, in its own terms."""
         call, launch = self._call, self._launch
         if self._new and not traced(q) and getattr(q, "shape", None) == self._shape:
             self._launch = launch = bound(call._replace(q=q))

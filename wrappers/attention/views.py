@@ -129,3 +129,10 @@ def without_table(
     if plain:
         return k, v, constant(pages_in_order, k.device, plain, batch, pages)
     return k, v, steps(k.device, batch * pages, 1).view(batch, pages)
+
+
+def alias(t: torch.Tensor) -> torch.Tensor:
+    """Return a tensor with the memory of another one that is no view of it, so that this may be freed."""
+    return torch.empty(0, dtype=t.dtype, device=t.device).set_(
+        t.untyped_storage(), t.storage_offset(), t.shape, t.stride()
+    )

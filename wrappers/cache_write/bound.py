@@ -20,7 +20,7 @@ class BoundAppend:
 
     __slots__ = ("_bounds", "_call", "_dtype", "_flat", "_forms", "_kv", "_new", "_out", "_plan", "_sf")
 
-    def __init__(self, call: CacheWriteCall, kv: Any, sf: Any, out: torch.Tensor | None) -> None:
+    def __init__(self, call: CacheWriteCall, kv: Any, sf: Any, out: torch.Tensor | None = None) -> None:
         """Bind a call. kv, sf: as `op.serve` takes them. out: the output of Q that the caller gave."""
         t = call.transform
         self._kv, self._sf, self._out, self._new = kv, sf, out, False

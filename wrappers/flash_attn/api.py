@@ -23,7 +23,7 @@ from ..host.checks import check_flag, check_integer, check_one_of, check_operand
 from ..host.plain import traced
 from ..host.scalars import integer, number, real, times
 from ..host.scratch import constant, filled
-from .append import append, new_rows, rotary_of
+from .append import NewKeyValues, append, new_rows, rotary_of
 from .leftpad import check_padding, padding_of, without_padding
 
 __all__ = ["flash_attn_func", "flash_attn_varlen_func", "flash_attn_with_kvcache"]
@@ -64,6 +64,17 @@ for _table, _lens in product(TABLES, ("cache_seqlens", f"cache_seqlens{NEW}")):
     }  # fmt: skip
 SIGNATURES[FUNC] = _LOGITS | {"kv": "k, v", "page_table": "k", "kv_lens": "k", "scales": "k, v", "max_q_len": "q"}
 HEAD_SCALES |= {name for name in SIGNATURES if name.startswith((FUNC, VARLEN, CACHED))}
+
+
+class CachedCall(NamedTuple):
+    """A call of `flash_attn_with_kvcache`: attention, as it is before its new keys are appended.
+
+    new: keys and values that are appended first, or None. padding: cache_leftpad, or None.
+    """
+
+    attention: AttentionCall
+    new: NewKeyValues | None
+    padding: torch.Tensor | None
 
 
 class FlashAttnOptions(NamedTuple):
@@ -142,6 +153,21 @@ def flash_attn_varlen_func(
     >>> flash_attn_varlen_func(q, k, v, starts, max_seqlen_q=3, seqused_k=lens, block_table=table, causal=True).shape
     torch.Size([4, 8, 64])
     """
+    call = varlen_call(
+        q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, seqused_k, block_table, page_table, softmax_scale, causal,
+        window_size, softcap, s_aux, sinks, learnable_sink, q_descale, k_descale, v_descale, num_splits, out,
+        return_softmax_lse, return_lse, attention_chunk, others,
+    )  # fmt: skip
+    return shaped(call, serve(call), q, out)
+
+
+def varlen_call(
+    q: Any, k: Any, v: Any, cu_seqlens_q: Any, cu_seqlens_k: Any, max_seqlen_q: Any, seqused_k: Any, block_table: Any,
+    page_table: Any, softmax_scale: Any, causal: Any, window_size: Any, softcap: Any, s_aux: Any, sinks: Any,
+    learnable_sink: Any, q_descale: Any, k_descale: Any, v_descale: Any, num_splits: Any, out: Any,
+    return_softmax_lse: Any, return_lse: Any, attention_chunk: Any, others: dict[str, Any],
+) -> AttentionCall:  # fmt: skip
+    """Return the call of `flash_attn_varlen_func`. others: its other keywords."""
     _check_others(VARLEN, others)
     return_lse = _flags(return_softmax_lse=return_softmax_lse, return_lse=return_lse)
     check_strided("q", q, 3)
@@ -166,8 +192,7 @@ def flash_attn_varlen_func(
         softmax_scale, causal, window_size, softcap, given, descales, num_splits, out, attention_chunk
     )
     most = _most(max_seqlen_q, q.shape[0])
-    found = serve(_attention_call(_signature(VARLEN, name, lens), q, keys, requests, most, options, return_lse))
-    return (found[0], _natural(found[1])) if return_lse else found
+    return _attention_call(_signature(VARLEN, name, lens), q, keys, requests, most, options, return_lse)
 
 
 def flash_attn_with_kvcache(
@@ -222,6 +247,25 @@ def flash_attn_with_kvcache(
     >>> bool((cache[0, 0, 3] == k[0, 0]).all()), bool((cache[1, 1, 8] == v[1, 0]).all())
     (True, True)
     """
+    made = kvcache_call(
+        q, k_cache, v_cache, k, v, cache_seqlens, cache_batch_idx, block_table, page_table, cu_seqlens_q,
+        cu_seqlens_k_new, max_seqlen_q, cache_leftpad, softmax_scale, causal, window_size, softcap, s_aux, sinks,
+        learnable_sink, q_descale, k_descale, v_descale, num_splits, out, return_softmax_lse, return_lse, rotary_cos,
+        rotary_sin, rotary_interleaved, attention_chunk, others,
+    )  # fmt: skip
+    call = made if made.__class__ is AttentionCall else appended(made)
+    return shaped(call, serve(call), q, out)
+
+
+def kvcache_call(
+    q: Any, k_cache: Any, v_cache: Any, k: Any, v: Any, cache_seqlens: Any, cache_batch_idx: Any, block_table: Any,
+    page_table: Any, cu_seqlens_q: Any, cu_seqlens_k_new: Any, max_seqlen_q: Any, cache_leftpad: Any,
+    softmax_scale: Any, causal: Any, window_size: Any, softcap: Any, s_aux: Any, sinks: Any, learnable_sink: Any,
+    q_descale: Any, k_descale: Any, v_descale: Any, num_splits: Any, out: Any, return_softmax_lse: Any, return_lse: Any,
+    rotary_cos: Any, rotary_sin: Any, rotary_interleaved: Any, attention_chunk: Any, others: dict[str, Any],
+) -> Any:  # fmt: skip
+    """Return the call of `flash_attn_with_kvcache`: a `CachedCall` if it has new keys or padding, else the
+    `AttentionCall`. others: its other keywords."""
     _check_others(CACHED, others)
     return_lse = _flags(return_softmax_lse=return_softmax_lse, return_lse=return_lse)
     packed = cu_seqlens_q is not None
@@ -257,13 +301,17 @@ def flash_attn_with_kvcache(
     offsets = cu_seqlens_q if packed or q.shape[1] else constant(filled, q.device, plain, batch + 1, 0)
     requests = sequences_of(table, lens, offsets, plain, LAYOUTS[name])
     call = _attention_call(signature, flat, keys, requests, most, options, return_lse)
-    if cache_leftpad is not None:
-        check_padding(call, cache_leftpad)
+    return call if new is None and cache_leftpad is None else CachedCall(call, new, cache_leftpad)
+
+
+def appended(made: CachedCall) -> AttentionCall:
+    """Append new keys, and return the attention over the cache that holds them, without its padding."""
+    call, new, padding = made
+    if padding is not None:
+        check_padding(call, padding)
     if new is not None:
         call = append(call, new)
-    if cache_leftpad is not None:
-        call = without_padding(call, cache_leftpad)
-    return _shaped(serve(call), q, out, packed, return_lse)
+    return call if padding is None else without_padding(call, padding)
 
 
 def flash_attn_func(
@@ -284,6 +332,19 @@ def flash_attn_func(
     >>> flash_attn_func(q, k, v, causal=True).shape
     torch.Size([2, 3, 8, 64])
     """
+    call = func_call(
+        q, k, v, softmax_scale, causal, window_size, softcap, s_aux, sinks, learnable_sink, q_descale, k_descale,
+        v_descale, num_splits, out, return_softmax_lse, return_lse, attention_chunk, others,
+    )  # fmt: skip
+    return shaped(call, serve(call), q, out)
+
+
+def func_call(
+    q: Any, k: Any, v: Any, softmax_scale: Any, causal: Any, window_size: Any, softcap: Any, s_aux: Any, sinks: Any,
+    learnable_sink: Any, q_descale: Any, k_descale: Any, v_descale: Any, num_splits: Any, out: Any,
+    return_softmax_lse: Any, return_lse: Any, attention_chunk: Any, others: dict[str, Any],
+) -> AttentionCall:  # fmt: skip
+    """Return the call of `flash_attn_func`. others: its other keywords."""
     _check_others(FUNC, others)
     return_lse = _flags(return_softmax_lse=return_softmax_lse, return_lse=return_lse)
     batch, length = check_strided("q", q, 4).shape[:2]
@@ -299,8 +360,7 @@ def flash_attn_func(
     )
     offsets = None if length else constant(filled, q.device, plain, batch + 1, 0)
     requests = sequences_of(table, lens, offsets, plain, LAYOUTS["k"])
-    call = _attention_call(FUNC, q.flatten(0, 1), keys, requests, length, options, return_lse)
-    return _shaped(serve(call), q, out, False, return_lse)
+    return _attention_call(FUNC, q.flatten(0, 1), keys, requests, length, options, return_lse)
 
 
 def _attention_call(
@@ -316,16 +376,18 @@ def _attention_call(
     causal, left, chunk = _window(o.causal, o.window_size, o.attention_chunk)
     scale = max(dim, 1) ** -0.5 if o.softmax_scale is None else number("softmax_scale", o.softmax_scale)
     out_scale, scale_tensor, out_scale_tensor = 1.0, None, None
-    for name, descale, t in zip(("q_descale", "k_descale", "v_descale"), o.descales, (q, k, v), strict=True):
-        if descale is not None:
-            _check_descale(name, descale, requests.batch, kv_heads)
-        if descale is None or t.dtype not in EIGHT_BITS or not descale.numel():
-            continue
-        per_head = _each_head(name, descale)
-        if name == "v_descale":
-            out_scale, out_scale_tensor = times(name, per_head, q.device, 1.0, None, (heads, kv_heads), 1)
-        else:
-            scale, scale_tensor = times(name, per_head, q.device, scale, scale_tensor, (heads, kv_heads), 1)
+    q_descale, k_descale, v_descale = o.descales
+    if q_descale is not None or k_descale is not None or v_descale is not None:  # rare
+        for name, descale, t in zip(("q_descale", "k_descale", "v_descale"), o.descales, (q, k, v), strict=True):
+            if descale is not None:
+                _check_descale(name, descale, requests.batch, kv_heads)
+            if descale is None or t.dtype not in EIGHT_BITS or not descale.numel():
+                continue
+            per_head = _each_head(name, descale)
+            if name == "v_descale":
+                out_scale, out_scale_tensor = times(name, per_head, q.device, 1.0, None, (heads, kv_heads), 1)
+            else:
+                scale, scale_tensor = times(name, per_head, q.device, scale, scale_tensor, (heads, kv_heads), 1)
     never = check_integer("num_splits", integer(o.num_splits), 0) == 1
     return AttentionCall(
         signature=signature, q=q, k=k, v=v, requests=requests, max_q_len=most, scale=scale, out_scale=out_scale,
@@ -446,11 +508,26 @@ def _natural(lse: torch.Tensor) -> torch.Tensor:
     return torch.mul(turned, LN2, out=lse.new_empty(turned.shape))
 
 
-def _shaped(found: Any, q: torch.Tensor, out: Any, packed: bool, return_lse: bool) -> Any:
-    """Return the results in the shape of q, which has requests of one length or, if packed, ragged ones."""
-    flat, lse = found if return_lse else (found, None)
+def shaped(call: AttentionCall, found: Any, q: torch.Tensor, out: Any) -> Any:
+    """Return a function's result for that of its call, in the shape of q, which is ragged if it has 3 dimensions.
+
+    out: the output that was given, or None.
+    """
+    packed, (flat, lse) = q.dim() == 3, found if call.return_lse else (found, None)
     if out is None:
         out = flat if packed else flat.view(*q.shape[:2], *flat.shape[1:])
     if lse is None:
         return out
     return out, _natural(lse if packed else lse.view(*q.shape[:2], *lse.shape[1:]))
+
+
+def bound_rows(call: AttentionCall, q: Any, out: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Return a query and an output, or None, as the call takes them. They replace those of a bound call."""
+    ragged = call.requests.cu_seqlens_q is not None and call.max_q_len > 0  # requests without rows have offsets, too
+    check_strided("q", q, 3 if ragged else 4)
+    if ragged:
+        return q, out
+    shape = call.requests.batch, call.max_q_len
+    if q.shape[:2] != shape:
+        raise ValueError(f"q: shape {tuple(q.shape)}, must begin with {shape}, the requests and rows of the bound call")
+    return q.flatten(0, 1), _flat(out, q, call.v)

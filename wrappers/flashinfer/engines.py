@@ -5,6 +5,8 @@ from typing import Any
 
 import torch
 
+from ..attention.call import AttentionCall
+from ..attention.op import serve
 from ..host.checks import (
     UnknownName,
     check_flag,
@@ -17,7 +19,7 @@ from ..host.checks import (
 )
 from ..host.plain import traced
 from ..host.scalars import integer, real
-from .trtllm import one_sink, trtllm_batch_context_with_kv_cache, trtllm_batch_decode_with_kv_cache
+from .trtllm import context_call, decode_call, one_sink
 
 PAGED = {"Q_PAGED_KV_NHD": "NHD", "Q_PAGED_KV_HND": "HND"}
 RAGGED = ("PACKED_QKV", "CONTIGUOUS_Q_KV", "SEPARATE_Q_K_V")
@@ -51,15 +53,27 @@ def xqa_batch_decode_with_kv_cache(
     >>> xqa_batch_decode_with_kv_cache(q, cache, None, table, lens, None, 64**-0.5).shape
     torch.Size([2, 8, 64])
     """
+    return serve(xqa_batch_call(
+        query, kv_cache, block_tables, seq_lens, bmm1_scale, bmm2_scale, window_left, out, sinks, kv_layout, enable_pdl,
+        q_len_per_req, o_scale, mask, kv_cache_sf, q_cu_seq_lens,
+    ))  # fmt: skip
+
+
+def xqa_batch_call(
+    query: Any, kv_cache: Any, block_tables: Any, seq_lens: Any, bmm1_scale: Any, bmm2_scale: Any, window_left: Any,
+    out: Any, sinks: Any, kv_layout: Any, enable_pdl: Any, q_len_per_req: Any, o_scale: Any, mask: Any,
+    kv_cache_sf: Any, q_cu_seq_lens: Any,
+) -> AttentionCall:  # fmt: skip
+    """Return the call of `xqa_batch_decode_with_kv_cache`: that of the decode function."""
     if q_cu_seq_lens is not None:
         check_operand("q_cu_seq_lens", q_cu_seq_lens, 1, (torch.int32,), getattr(query, "device", None))
         if isinstance(seq_lens, torch.Tensor) and seq_lens.ndim:
             check_shape("q_cu_seq_lens", q_cu_seq_lens, (seq_lens.shape[0] + 1,), "requests + 1")
     q_len_per_req = check_integer("q_len_per_req", integer(q_len_per_req), 1)
-    return trtllm_batch_decode_with_kv_cache(
-        query, kv_cache, workspace_buffer, block_tables, seq_lens, max_seq_len, bmm1_scale, bmm2_scale, window_left,
-        out, sinks=sinks, kv_layout=kv_layout, enable_pdl=enable_pdl, q_len_per_req=q_len_per_req, o_scale=o_scale,
-        mask=mask, max_q_len=None if q_cu_seq_lens is None else q_len_per_req, cum_seq_lens_q=q_cu_seq_lens,
+    return decode_call(
+        query, kv_cache, block_tables, seq_lens, bmm1_scale, bmm2_scale, window_left, out, sinks=sinks,
+        kv_layout=kv_layout, enable_pdl=enable_pdl, q_len_per_req=q_len_per_req, o_scale=o_scale, mask=mask,
+        max_q_len=None if q_cu_seq_lens is None else q_len_per_req, cum_seq_lens_q=q_cu_seq_lens,
         kv_cache_sf=kv_cache_sf,
     )  # fmt: skip
 
@@ -98,6 +112,20 @@ def trtllm_fmha_v2_prefill(
     ... ).shape
     torch.Size([4, 8, 64])
     """
+    return serve(fmha_call(
+        qkv, input_layout, seq_lens, max_q_len, bmm1_scale, bmm2_scale, batch_size, cum_seq_lens_q, block_tables, out,
+        out_dtype, sinks, pos_encoding_mode, logits_soft_cap_scale, mask_mode, window_left, chunked_attention_size,
+        save_softmax_stats, skip_softmax_threshold_scale_factor,
+    ))  # fmt: skip
+
+
+def fmha_call(
+    qkv: Any, input_layout: Any, seq_lens: Any, max_q_len: Any, bmm1_scale: Any, bmm2_scale: Any, batch_size: Any,
+    cum_seq_lens_q: Any, block_tables: Any, out: Any, out_dtype: Any, sinks: Any, pos_encoding_mode: Any,
+    logits_soft_cap_scale: Any, mask_mode: Any, window_left: Any, chunked_attention_size: Any, save_softmax_stats: Any,
+    skip_softmax_threshold_scale_factor: Any,
+) -> AttentionCall:  # fmt: skip
+    """Return the call of `trtllm_fmha_v2_prefill`: that of the context function."""
     if input_layout in RAGGED:
         raise NotImplementedError(f"input_layout: {input_layout!r}, not supported, must be one of {listed(PAGED)}")
     if not isinstance(input_layout, str) or input_layout not in PAGED:
@@ -122,10 +150,10 @@ def trtllm_fmha_v2_prefill(
         check_number("logits_soft_cap_scale", logits_soft_cap_scale)
         if logits_soft_cap_scale < 0:
             raise ValueError(f"logits_soft_cap_scale: {logits_soft_cap_scale}, must be None, 0 (off) or positive")
-    return trtllm_batch_context_with_kv_cache(
-        query, kv_cache, workspace_buffer, table, seq_lens, max_q_len, max_kv_len, bmm1_scale, bmm2_scale,
-        batch_size, cum_seq_lens_q, cum_seq_lens_kv, window_left, out, out_dtype, kv_layout=PAGED[input_layout],
-        sinks=one_sink(sinks), skip_softmax_threshold_scale_factor=skip_softmax_threshold_scale_factor, causal=causal,
+    return context_call(
+        query, kv_cache, table, seq_lens, max_q_len, bmm1_scale, bmm2_scale, batch_size, cum_seq_lens_q, window_left,
+        out, out_dtype, kv_layout=PAGED[input_layout], sinks=one_sink(sinks),
+        skip_softmax_threshold_scale_factor=skip_softmax_threshold_scale_factor, causal=causal,
         uses_shared_paged_kv_idx=shared, logits_soft_cap=logits_soft_cap_scale,
     )  # fmt: skip
 

@@ -31,6 +31,7 @@ __all__ = [
     "nvfp4_quantize_append_paged_kv_cache_with_slot_mapping",
 ]  # fmt: skip
 CACHE, CACHE_SF = "paged_kv_cache", "kv_cache_sf"
+Written = tuple[CacheWriteCall, Any, Any]  # a call, and its caches and scale factors as they were given
 
 
 def _offsets(name: str, indptr: Any, device: torch.device | None = None, owner: str = "") -> torch.Tensor:
@@ -146,31 +147,39 @@ def append_paged_kv_cache(
     >>> cache[..., 0, 0].nonzero().tolist()  # K and V of row 3 of page 2, and of row 0 of page 0
     [[0, 0, 0], [0, 1, 0], [2, 0, 3], [2, 1, 3]]
     """
-    k, v = sides(CACHE, paged_kv_cache, kv_layout)
-    serve(
-        CacheWriteCall(
-            APPEND, append_key, append_value, k, v, kv_layout == "NHD", PAGES, None, batch_indices, positions, None,
-            kv_indices, kv_indptr, kv_last_page_len,
-        ),
-        paged_kv_cache,
+    call, kv, sf = append_paged_call(
+        append_key, append_value, batch_indices, positions, paged_kv_cache, kv_indices, kv_indptr, kv_last_page_len,
+        kv_layout,
     )  # fmt: skip
+    serve(call, kv, sf)
+
+
+def append_paged_call(
+    append_key: Any, append_value: Any, batch_indices: Any, positions: Any, paged_kv_cache: Any, kv_indices: Any,
+    kv_indptr: Any, kv_last_page_len: Any, kv_layout: Any,
+) -> Written:  # fmt: skip
+    """Return the call of `append_paged_kv_cache`."""
+    k, v = sides(CACHE, paged_kv_cache, kv_layout)
+    call = CacheWriteCall(
+        APPEND, append_key, append_value, k, v, kv_layout == "NHD", PAGES, None, batch_indices, positions, None,
+        kv_indices, kv_indptr, kv_last_page_len,
+    )  # fmt: skip
+    return call, paged_kv_cache, None
 
 
 def _nvfp4(
     call: CacheWriteCall, cache: Any, cache_sf: Any, k_scale: float | torch.Tensor, v_scale: float | torch.Tensor,
     kv_layout: Any,
-) -> None:  # fmt: skip
-    """Complete a call that quantises its rows, and make it. k_scale, v_scale: global dequantisation scales."""
+) -> Written:  # fmt: skip
+    """Complete a call that quantises its rows. k_scale, v_scale: global dequantisation scales."""
     (k_cache, v_cache), (k_sf, v_sf) = sides(CACHE, cache, kv_layout), sides(CACHE_SF, cache_sf, kv_layout)
     k_factor, k_ptr = dequantisation_scale("k_scale", k_scale, call.k, "append_key", True)
     v_factor, v_ptr = dequantisation_scale("v_scale", v_scale, call.k, "append_key", True)
-    serve(
-        call._replace(
-            k_cache=k_cache, v_cache=v_cache, nhd=kv_layout == "NHD", k_sf=k_sf, v_sf=v_sf,
-            k_scale=k_factor, v_scale=v_factor, k_scale_ptr=k_ptr, v_scale_ptr=v_ptr,
-        ),
-        cache, cache_sf,
+    call = call._replace(
+        k_cache=k_cache, v_cache=v_cache, nhd=kv_layout == "NHD", k_sf=k_sf, v_sf=v_sf, k_scale=k_factor,
+        v_scale=v_factor, k_scale_ptr=k_ptr, v_scale_ptr=v_ptr,
     )  # fmt: skip
+    return call, cache, cache_sf
 
 
 def nvfp4_quantize_append_paged_kv_cache(
@@ -202,11 +211,23 @@ def nvfp4_quantize_append_paged_kv_cache(
     >>> nvfp4_dequantize(codes, sf)[0, 0, 0, 0, :2]
     tensor([1.0312, 1.0312])
     """
+    call, kv, sf = nvfp4_append_call(
+        append_key, append_value, batch_indices, positions, paged_kv_cache, kv_cache_sf, kv_indices, kv_indptr,
+        kv_last_page_len, k_scale, v_scale, kv_layout,
+    )  # fmt: skip
+    serve(call, kv, sf)
+
+
+def nvfp4_append_call(
+    append_key: Any, append_value: Any, batch_indices: Any, positions: Any, paged_kv_cache: Any, kv_cache_sf: Any,
+    kv_indices: Any, kv_indptr: Any, kv_last_page_len: Any, k_scale: Any, v_scale: Any, kv_layout: Any,
+) -> Written:  # fmt: skip
+    """Return the call of `nvfp4_quantize_append_paged_kv_cache`."""
     call = CacheWriteCall(
         NVFP4_APPEND, append_key, append_value, None, None, True, PAGES, None, batch_indices, positions, None,
         kv_indices, kv_indptr, kv_last_page_len,
     )  # fmt: skip
-    _nvfp4(call, paged_kv_cache, kv_cache_sf, k_scale, v_scale, kv_layout)
+    return _nvfp4(call, paged_kv_cache, kv_cache_sf, k_scale, v_scale, kv_layout)
 
 
 def nvfp4_quantize_append_paged_kv_cache_with_slot_mapping(
@@ -227,5 +248,16 @@ def nvfp4_quantize_append_paged_kv_cache_with_slot_mapping(
     >>> codes.any(-1).nonzero().tolist()  # row 2 of page 1, K and V
     [[1, 0, 2, 0], [1, 1, 2, 0]]
     """
+    call, kv, sf = nvfp4_slots_call(
+        append_key, append_value, slot_mapping, paged_kv_cache, kv_cache_sf, k_scale, v_scale, kv_layout
+    )  # fmt: skip
+    serve(call, kv, sf)
+
+
+def nvfp4_slots_call(
+    append_key: Any, append_value: Any, slot_mapping: Any, paged_kv_cache: Any, kv_cache_sf: Any, k_scale: Any,
+    v_scale: Any, kv_layout: Any,
+) -> Written:  # fmt: skip
+    """Return the call of `nvfp4_quantize_append_paged_kv_cache_with_slot_mapping`."""
     call = CacheWriteCall(NVFP4_SLOTS, append_key, append_value, None, None, True, SLOTS, slot_mapping)
-    _nvfp4(call, paged_kv_cache, kv_cache_sf, k_scale, v_scale, kv_layout)
+    return _nvfp4(call, paged_kv_cache, kv_cache_sf, k_scale, v_scale, kv_layout)

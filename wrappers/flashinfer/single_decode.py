@@ -48,6 +48,19 @@ def single_decode_with_kv_cache(
     >>> single_decode_with_kv_cache(q, k, v).shape
     torch.Size([8, 64])
     """
+    call = single_decode_call(
+        q, k, v, kv_layout, pos_encoding_mode, use_tensor_cores, q_scale, k_scale, v_scale, window_left,
+        logits_soft_cap, sm_scale, rope_scale, rope_theta, return_lse, o_dtype,
+    )  # fmt: skip
+    return shaped(call, serve(call), q, None)
+
+
+def single_decode_call(
+    q: Any, k: Any, v: Any, kv_layout: Any, pos_encoding_mode: Any, use_tensor_cores: Any, q_scale: Any, k_scale: Any,
+    v_scale: Any, window_left: Any, logits_soft_cap: Any, sm_scale: Any, rope_scale: Any, rope_theta: Any,
+    return_lse: Any, o_dtype: Any,
+) -> AttentionCall:  # fmt: skip
+    """Return the call of `single_decode_with_kv_cache`."""
     values.check_name("kv_layout", kv_layout, ("NHD", "HND"))
     check_flag("use_tensor_cores", use_tensor_cores)
     check_strided("q", q, 2)
@@ -68,11 +81,22 @@ def single_decode_with_kv_cache(
         device,
         (heads, k.shape[1]),
     )
-    found = serve(AttentionCall(
+    return AttentionCall(
         signature=NAME, q=q[None], k=keys[0], v=keys[1], requests=requests, max_q_len=1, scale=scale,
         out_scale=out_scale, window_left=m.window_left, soft_cap=m.soft_cap, return_lse=return_lse, rope=m.rope,
         out_dtype=None if o_dtype is None else values.dtype_of("o_dtype", o_dtype), scale_tensor=scale_tensor,
         out_scale_tensor=out_scale_tensor,
         alibi_slopes=values.alibi_slopes(heads, device) if m.mode == "ALIBI" else None,
-    ))  # fmt: skip
-    return (found[0][0], found[1][0]) if return_lse else found[0]
+    )  # fmt: skip
+
+
+def bound_rows(call: AttentionCall, q: Any, out: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Return a query and an output, or None, as the call takes them. They replace those of a bound call."""
+    return check_strided("q", q, 2)[None], None if out is None else check_strided("out", out, 2)[None]
+
+
+def shaped(call: AttentionCall, found: Any, q: Any, out: Any) -> Any:
+    """Return the function's result for that of its call. out: the output that was given, or None."""
+    o, lse = found if call.return_lse else (found, None)
+    o = o[0] if out is None else out
+    return o if lse is None else (o, lse[0])

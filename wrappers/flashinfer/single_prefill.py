@@ -70,6 +70,20 @@ def single_prefill_with_kv_cache(
     >>> single_prefill_with_kv_cache(q, k, v, q_scale=ones[0], k_scale=ones[1], o_dtype=torch.bfloat16).dtype
     torch.bfloat16
     """
+    return serve(single_prefill_call(
+        q, k, v, custom_mask, packed_custom_mask, causal, kv_layout, pos_encoding_mode, sm_scale, window_left,
+        logits_soft_cap, rope_scale, rope_theta, return_lse, backend, o_dtype, q_scale, k_scale, v_scale, scale_q,
+        scale_k, scale_v, kv_cache_sf,
+    ))  # fmt: skip
+
+
+def single_prefill_call(
+    q: Any, k: Any, v: Any, custom_mask: Any, packed_custom_mask: Any, causal: Any, kv_layout: Any,
+    pos_encoding_mode: Any, sm_scale: Any, window_left: Any, logits_soft_cap: Any, rope_scale: Any, rope_theta: Any,
+    return_lse: Any, backend: Any, o_dtype: Any, q_scale: Any, k_scale: Any, v_scale: Any, scale_q: Any, scale_k: Any,
+    scale_v: Any, kv_cache_sf: Any,
+) -> AttentionCall:  # fmt: skip
+    """Return the call of `single_prefill_with_kv_cache`."""
     values.check_name("kv_layout", kv_layout, ("NHD", "HND"))
     values.check_name("backend", backend, values.BACKENDS)
     check_strided("q", q, 3)
@@ -94,14 +108,14 @@ def single_prefill_with_kv_cache(
     k_scales, v_scales = (None, None) if kv_cache_sf is None else scales_of(kv_cache_sf, kv_layout)
     own = values.bounds(rows, device)
     requests = ragged_sequences(own, own if rows == keys else values.bounds(keys, device), not traced(q))
-    return serve(AttentionCall(
+    return AttentionCall(
         signature=SINGLE, q=q, k=k, v=v, requests=requests, max_q_len=rows, scale=scale, out_scale=out_scale,
         causal=causal, window_left=m.window_left, soft_cap=m.soft_cap, return_lse=return_lse,
         out_dtype=None if o_dtype is None else values.dtype_of("o_dtype", o_dtype), rope=m.rope,
         scale_tensor=scale_tensor, out_scale_tensor=out_scale_tensor, k_scales=k_scales, v_scales=v_scales,
         custom_mask=bits, mask_starts=starts,
         alibi_slopes=values.alibi_slopes(heads, device) if m.mode == "ALIBI" else None,
-    ))  # fmt: skip
+    )  # fmt: skip
 
 
 def single_prefill_with_kv_cache_return_lse(*args: Any, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor]:

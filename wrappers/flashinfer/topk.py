@@ -1,5 +1,7 @@
 """FlashInfer's functions of top-k. The docstring of `wrappers.topk` says what all of them promise."""
 
+from typing import Any
+
 import torch
 
 from ..topk.checks import PAGE_TABLE, RAGGED, TOP_K, TopKCall, TopKTieBreak, refuse_other_than
@@ -39,26 +41,35 @@ def top_k_page_table_transform(
     >>> top_k_page_table_transform(scores, table, torch.tensor([4]).int(), 2)
     tensor([[41, 43]], dtype=torch.int32)
     """
+    return serve(page_table_call(
+        input, src_page_table, lengths, k, row_to_batch, deterministic, tie_break, dsa_graph_safe, row_starts,
+        page_table_row_starts, page_size, out, out_raw_indices,
+    ))[0]  # fmt: skip
+
+
+def page_table_call(
+    input: Any, src_page_table: Any, lengths: Any, k: Any, row_to_batch: Any, deterministic: Any, tie_break: Any,
+    dsa_graph_safe: Any, row_starts: Any, page_table_row_starts: Any, page_size: Any, out: Any, out_raw_indices: Any,
+) -> TopKCall:  # fmt: skip
+    """Return the call of `top_k_page_table_transform`."""
     if deterministic.__class__ is not bool or dsa_graph_safe.__class__ is not bool:
         refuse_other_than(bool, deterministic=deterministic, dsa_graph_safe=dsa_graph_safe)
     if page_table_row_starts is None and page_size == 1:
         page_table_row_starts = row_starts
-    return serve(
-        TopKCall(
-            function=PAGE_TABLE,
-            scores=input,
-            k=k,
-            starts=row_starts,
-            lengths=lengths,
-            out=out,
-            raw=out_raw_indices,
-            table=src_page_table,
-            row_to_batch=row_to_batch,
-            table_starts=page_table_row_starts,
-            page_size=page_size,
-            tie_break=tie_break,
-        )
-    )[0]
+    return TopKCall(
+        function=PAGE_TABLE,
+        scores=input,
+        k=k,
+        starts=row_starts,
+        lengths=lengths,
+        out=out,
+        raw=out_raw_indices,
+        table=src_page_table,
+        row_to_batch=row_to_batch,
+        table_starts=page_table_row_starts,
+        page_size=page_size,
+        tie_break=tie_break,
+    )
 
 
 def top_k_ragged_transform(
@@ -76,13 +87,19 @@ def top_k_ragged_transform(
     >>> top_k_ragged_transform(scores, torch.tensor([100]).int(), torch.tensor([3]).int(), 2)  # of 3 scores
     tensor([[101, 102]], dtype=torch.int32)
     """
+    return serve(ragged_call(input, offsets, lengths, k, deterministic, tie_break, dsa_graph_safe, row_starts))[0]
+
+
+def ragged_call(
+    input: Any, offsets: Any, lengths: Any, k: Any, deterministic: Any, tie_break: Any, dsa_graph_safe: Any,
+    row_starts: Any,
+) -> TopKCall:  # fmt: skip
+    """Return the call of `top_k_ragged_transform`."""
     if deterministic.__class__ is not bool or dsa_graph_safe.__class__ is not bool:
         refuse_other_than(bool, deterministic=deterministic, dsa_graph_safe=dsa_graph_safe)
-    return serve(
-        TopKCall(
-            function=RAGGED, scores=input, k=k, starts=row_starts, lengths=lengths, offsets=offsets, tie_break=tie_break
-        )
-    )[0]
+    return TopKCall(
+        function=RAGGED, scores=input, k=k, starts=row_starts, lengths=lengths, offsets=offsets, tie_break=tie_break
+    )
 
 
 def top_k(
@@ -97,6 +114,11 @@ def top_k(
     >>> top_k(torch.tensor([[0.1, 0.7, 0.3, 0.9]]), 2)
     (tensor([[0.7000, 0.9000]]), tensor([[1, 3]]))
     """
+    return serve(top_k_call(input, k, sorted, deterministic, tie_break, dsa_graph_safe))[1:]
+
+
+def top_k_call(input: Any, k: Any, sorted: Any, deterministic: Any, tie_break: Any, dsa_graph_safe: Any) -> TopKCall:
+    """Return the call of `top_k`."""
     if sorted.__class__ is not bool or deterministic.__class__ is not bool or dsa_graph_safe.__class__ is not bool:
         refuse_other_than(bool, sorted=sorted, deterministic=deterministic, dsa_graph_safe=dsa_graph_safe)
-    return serve(TopKCall(function=TOP_K, scores=input, k=k, tie_break=tie_break, sorted=sorted))[1:]
+    return TopKCall(function=TOP_K, scores=input, k=k, tie_break=tie_break, sorted=sorted)

@@ -7,7 +7,7 @@ import torch
 
 from ..attention.call import SEPARATE, SHARED, AttentionCall, TableLayout, sequences_of
 from ..attention.checks import SIGNATURES, drafts_of
-from ..attention.layers import Step, keep, repeat
+from ..attention.op import serve
 from ..attention.views import pair, scale_pair
 from ..fp4 import BLOCK, FP4Tensor
 from ..host.checks import (
@@ -112,21 +112,29 @@ def trtllm_batch_context_with_kv_cache(
     >>> trtllm_batch_context_with_kv_cache(q, cache, None, table, lens, 3, None, 64**-0.5, 1.0, 2, starts, None).shape
     torch.Size([4, 8, 64])
     """
+    return serve(context_call(
+        query, kv_cache, block_tables, seq_lens, max_q_len, bmm1_scale, bmm2_scale, batch_size, cum_seq_lens_q,
+        window_left, out, out_dtype, o_sf_scale, o_sf_vec_size, kv_layout, enable_pdl, sinks, kv_cache_sf,
+        skip_softmax_threshold_scale_factor, uses_shared_paged_kv_idx, causal, lse, return_lse, use_fp16_softmax,
+        uses_spcompress, backend, logits_soft_cap, kv_block_scales, v_scales_interleaved, alibi_slopes,
+    ))  # fmt: skip
+
+
+def context_call(
+    query: Any, kv_cache: Any, block_tables: Any, seq_lens: Any, max_q_len: Any, bmm1_scale: Any, bmm2_scale: Any,
+    batch_size: Any, cum_seq_lens_q: Any, window_left: Any = -1, out: Any = None, out_dtype: Any = None,
+    o_sf_scale: Any = None, o_sf_vec_size: Any = None, kv_layout: Any = "HND", enable_pdl: Any = None,
+    sinks: Any = None, kv_cache_sf: Any = None, skip_softmax_threshold_scale_factor: Any = None,
+    uses_shared_paged_kv_idx: Any = True, causal: Any = True, lse: Any = None, return_lse: Any = False,
+    use_fp16_softmax: Any = None, uses_spcompress: Any = None, backend: Any = "auto", logits_soft_cap: Any = None,
+    kv_block_scales: Any = None, v_scales_interleaved: Any = False, alibi_slopes: Any = None,
+) -> AttentionCall:  # fmt: skip
+    """Return the call of `trtllm_batch_context_with_kv_cache`. Its hints that are not checked are left out."""
     signature, scales = CONTEXT, kv_cache_sf
     if kv_block_scales is not None:
         if kv_cache_sf is not None:
             raise ValueError("kv_block_scales: another name of kv_cache_sf, only one of the two may be given")
         signature, scales = CONTEXT_BLOCK, kv_block_scales
-    options = (
-        bmm1_scale, bmm2_scale, window_left, out_dtype, o_sf_scale, o_sf_vec_size, kv_layout, enable_pdl, sinks,
-        kv_cache_sf, skip_softmax_threshold_scale_factor, uses_shared_paged_kv_idx, causal, return_lse,
-        use_fp16_softmax, uses_spcompress, backend, logits_soft_cap, kv_block_scales, v_scales_interleaved,
-        alibi_slopes,
-    )  # fmt: skip
-    step = Step(query, block_tables, seq_lens, cum_seq_lens_q, out, lse, uses_shared_paged_kv_idx)
-    repeated = repeat(CONTEXT, kv_cache, options, step, (max_q_len, batch_size))
-    if repeated is not None:
-        return repeated
     if backend not in BACKENDS:
         raise UnknownName(f"backend: {backend!r}, must be one of {listed(BACKENDS)}")
     if use_fp16_softmax is not None or uses_spcompress is not None:
@@ -162,7 +170,7 @@ def trtllm_batch_context_with_kv_cache(
     )  # fmt: skip
     if o_sf_vec_size is not None:
         _check_vector(call, o_sf_vec_size)
-    return keep(CONTEXT, kv_cache, options, call)
+    return call
 
 
 def trtllm_batch_decode_with_kv_cache(
@@ -219,15 +227,26 @@ def trtllm_batch_decode_with_kv_cache(
     >>> trtllm_batch_decode_with_kv_cache(q, cache, None, table, lens, None, 64**-0.5).shape
     torch.Size([2, 8, 64])
     """
-    options = (
-        bmm1_scale, bmm2_scale, window_left, out_dtype, o_sf_scale, o_sf_vec_size, sinks, kv_layout, enable_pdl,
-        backend, q_len_per_req, o_scale, mask, max_q_len, skip_softmax_threshold_scale_factor, kv_cache_sf,
-        uses_shared_paged_kv_idx, return_lse, bmm1_scale_log2, enable_block_sparse_attention, cp_world, cp_rank,
-        causal_seqlens_kv_global, bf16q_fp8kv_transform_mode, logits_soft_cap, v_scales_interleaved, batch_invariant,
-    )  # fmt: skip
-    step = Step(query, block_tables, seq_lens, cum_seq_lens_q, out, lse, uses_shared_paged_kv_idx)
-    if (repeated := repeat(DECODE, kv_cache, options, step, None)) is not None:
-        return repeated
+    return serve(decode_call(
+        query, kv_cache, block_tables, seq_lens, bmm1_scale, bmm2_scale, window_left, out, out_dtype, o_sf_scale,
+        o_sf_vec_size, sinks, kv_layout, enable_pdl, backend, q_len_per_req, o_scale, mask, max_q_len, cum_seq_lens_q,
+        skip_softmax_threshold_scale_factor, kv_cache_sf, uses_shared_paged_kv_idx, lse, return_lse, bmm1_scale_log2,
+        enable_block_sparse_attention, cp_world, cp_rank, causal_seqlens_kv_global, bf16q_fp8kv_transform_mode,
+        logits_soft_cap, v_scales_interleaved, batch_invariant,
+    ))  # fmt: skip
+
+
+def decode_call(
+    query: Any, kv_cache: Any, block_tables: Any, seq_lens: Any, bmm1_scale: Any = 1.0, bmm2_scale: Any = 1.0,
+    window_left: Any = -1, out: Any = None, out_dtype: Any = None, o_sf_scale: Any = None, o_sf_vec_size: Any = None,
+    sinks: Any = None, kv_layout: Any = "HND", enable_pdl: Any = None, backend: Any = "auto", q_len_per_req: Any = 1,
+    o_scale: Any = 1.0, mask: Any = None, max_q_len: Any = None, cum_seq_lens_q: Any = None,
+    skip_softmax_threshold_scale_factor: Any = None, kv_cache_sf: Any = None, uses_shared_paged_kv_idx: Any = True,
+    lse: Any = None, return_lse: Any = False, bmm1_scale_log2: Any = None, enable_block_sparse_attention: Any = False,
+    cp_world: Any = 1, cp_rank: Any = 0, causal_seqlens_kv_global: Any = None, bf16q_fp8kv_transform_mode: Any = None,
+    logits_soft_cap: Any = None, v_scales_interleaved: Any = False, batch_invariant: Any = False,
+) -> AttentionCall:  # fmt: skip
+    """Return the call of `trtllm_batch_decode_with_kv_cache`. Its hints that are not checked are left out."""
     if backend not in BACKENDS:
         raise UnknownName(f"backend: {backend!r}, must be one of {listed(BACKENDS)}")
     _check_modes(
@@ -278,7 +297,7 @@ def trtllm_batch_decode_with_kv_cache(
     )  # fmt: skip
     if o_sf_vec_size is not None:
         _check_vector(call, o_sf_vec_size)
-    return keep(DECODE, kv_cache, options, call)
+    return call
 
 
 def one_sink(sinks: Any) -> Any:

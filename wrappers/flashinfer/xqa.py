@@ -79,6 +79,20 @@ def xqa(
     >>> out.isfinite().all()
     tensor(True)
     """
+    serve(xqa_call(
+        q, k_cache, v_cache, page_table, seq_lens, output, num_kv_heads, page_size, sinks, q_scale, kv_scale,
+        sliding_win_size, kv_layout, enable_pdl, rcp_out_scale, q_seq_len, mask, q_cu_seq_lens, k_sf_cache, v_sf_cache,
+        v_scales_interleaved, batch_invariant,
+    ))  # fmt: skip
+
+
+def xqa_call(
+    q: Any, k_cache: Any, v_cache: Any, page_table: Any, seq_lens: Any, output: Any, num_kv_heads: Any, page_size: Any,
+    sinks: Any, q_scale: Any, kv_scale: Any, sliding_win_size: Any, kv_layout: Any, enable_pdl: Any, rcp_out_scale: Any,
+    q_seq_len: Any, mask: Any, q_cu_seq_lens: Any, k_sf_cache: Any, v_sf_cache: Any, v_scales_interleaved: Any,
+    batch_invariant: Any,
+) -> AttentionCall:  # fmt: skip
+    """Return the call of `xqa`."""
     if (k_sf_cache is None) != (v_sf_cache is None):
         raise ValueError("k_sf_cache, v_sf_cache: one of the two is None, must be both given or both None")
     _check_given(q, output, seq_lens)
@@ -131,12 +145,26 @@ def xqa(
     if output.dtype == E4M3:
         out_scale *= rcp_out_scale
     check_flag("batch_invariant", batch_invariant)
-    serve(AttentionCall(
+    return AttentionCall(
         signature="xqa", q=rows, k=k, v=v, requests=requests, max_q_len=q_seq_len, scale=scale, out_scale=out_scale,
         window_left=window_left, interleaved=v_scales_interleaved, split_kv="fixed" if batch_invariant else "auto",
         enable_pdl=enable_pdl, out=out, sinks=sinks, scale_tensor=scale_tensor, out_scale_tensor=kv_tensor,
         k_scales=k_scales, v_scales=v_scales, drafts=drafts,
-    ))  # fmt: skip
+    )  # fmt: skip
+
+
+def bound_rows(call: AttentionCall, q: Any, output: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return a query and an output as the call takes them. They replace those of a bound call."""
+    for name, t in (("q", q), ("output", output)):
+        check_strided(name, t)
+    ragged = call.requests.cu_seqlens_q
+    if ragged is None and q.dim() and q.shape[0] != call.requests.batch:
+        raise ValueError(f"q: {q.shape[0]} requests, must be {call.requests.batch}, those of the bound call")
+    return _tokens(q, output, call.max_q_len, ragged)
+
+
+def shaped(call: AttentionCall, found: Any, q: Any, output: Any) -> None:
+    """Return what `xqa` returns: nothing, as it writes its output."""
 
 
 def _check_given(q: Any, output: Any, seq_lens: Any) -> None:

@@ -21,7 +21,7 @@ _get_device: Callable[[], int] = getattr(torch._C, "_cuda_getDevice", torch.cuda
 class HostMachine:
     """Queries to CUDA and the runtime, and state that is kept between calls.
 
-    layers: see `attention.layers`. plans: launch plans by the static properties of a call, for all public functions.
+    plans: launch plans by the static properties of a call, for all public functions.
     offsets: offsets of queries of equal length, by device, batch and length. constants, counter_pools, split_scratch,
     captures: see `scratch`. The last holds the latest capture of each stream, with the counters that it has taken.
     """
@@ -38,7 +38,6 @@ class HostMachine:
 
     def __init__(self) -> None:
         self.plans: dict[tuple[Any, ...], Any] = {}
-        self.layers: dict[tuple[str, int], Any] = {}
         self.offsets: dict[tuple[torch.device, int, int], Any] = {}
         self.constants: dict[tuple[Any, ...], torch.Tensor] = {}
         self.counter_pools: dict[torch.device, Any] = {}

@@ -28,8 +28,11 @@ from sglang.srt.mem_cache.swa_memory_pool import SWAKVPool
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
 from sglang.srt.runtime_context import get_parallel, get_spec
 
-from ..flashinfer.trtllm import trtllm_batch_context_with_kv_cache, trtllm_batch_decode_with_kv_cache
+from ..attention.bound import LayerLaunch, StepTensors, memory_of
+from ..attention.call import AttentionCall
+from ..flashinfer.trtllm import context_call, decode_call
 from ..host import machine
+from ..host.plain import traced
 from ..own.append_qkv import KVCacheTarget, append_qkv
 from .support import E4M3, E5M2, HEAD_SIZES, query_dtype, refusal
 
@@ -70,6 +73,7 @@ class SglangBackend(AttentionBackend):
         self.token_to_kv_pool = pool = model_runner.token_to_kv_pool
         self._windows = pool if isinstance(pool, SWAKVPool) else None
         self._plain = _is_plain(pool)
+        self._layers: dict[int, tuple[Any, Any, LayerLaunch]] = {}  # layer -> memory of its pools, views, its launch
         self.forward_metadata: SglangMetadata | None = None
 
     def init_forward_metadata(self, forward_batch: Any) -> None:
@@ -139,28 +143,42 @@ class SglangBackend(AttentionBackend):
         heads, dim = layer.tp_q_head_num, layer.head_dim
         q = q.reshape(-1, heads, dim).to(self._query_dtype)
         pools = self.token_to_kv_pool.get_kv_buffer(layer.layer_id)
-        caches = tuple(paged_kv_view(pool, self.page_size, layer.tp_k_head_num, dim) for pool in pools)
+        caches, launch = self._held(layer, pools)
         scale, out_scale = layer.scaling, 1.0
         if self.data_type in (E4M3, E5M2):
             scale, out_scale = scale * _number(layer.k_scale_float), _number(layer.v_scale_float)
         windowed = self._windows is not None and self._windows.layers_mapping[layer.layer_id][1]
         if new and self._plain:
             self._append(layer, k, v, caches, m.window_loc if windowed else forward_batch.out_cache_loc)
-        given: dict[str, Any] = {
-            "window_left": layer.sliding_window_size, "out_dtype": self.dtype, "kv_layout": "NHD",
-            "sinks": None if sinks is None else sinks.float(), "logits_soft_cap": layer.logit_cap or None,
-        }  # fmt: skip
-        table, most = m.window_table if windowed and m.window_table is not None else m.table, self.max_context_len
-        if m.cu_seq_lens_q is None:
-            out = trtllm_batch_decode_with_kv_cache(q, caches, None, table, m.seq_lens, most, scale, out_scale, **given)
-        else:
-            out = trtllm_batch_context_with_kv_cache(
-                q, caches, None, table, m.seq_lens, m.max_q_len, most, scale, out_scale, len(m.seq_lens),
-                m.cu_seq_lens_q, None, **given,
-            )  # fmt: skip
+        table = m.window_table if windowed and m.window_table is not None else m.table
+        sinks = None if sinks is None else sinks.float()
+
+        def call() -> AttentionCall:
+            given: dict[str, Any] = {
+                "window_left": layer.sliding_window_size, "out_dtype": self.dtype, "kv_layout": "NHD", "sinks": sinks,
+                "logits_soft_cap": layer.logit_cap or None,
+            }  # fmt: skip
+            if m.cu_seq_lens_q is None:
+                return decode_call(q, caches, table, m.seq_lens, scale, out_scale, **given)
+            requests = len(m.seq_lens), m.cu_seq_lens_q
+            return context_call(q, caches, table, m.seq_lens, m.max_q_len, scale, out_scale, *requests, **given)
+
+        values = scale, out_scale, layer.sliding_window_size, layer.logit_cap, m.max_q_len, m.cu_seq_lens_q is None
+        out = launch.serve(StepTensors(q, table, m.seq_lens, m.cu_seq_lens_q), values, (sinks,), call)
         return out.view(-1, heads * dim)
 
     forward_extend = forward_decode  # the metadata distinguish the two
+
+    def _held(self, layer: Any, pools: tuple[torch.Tensor, torch.Tensor]) -> tuple[Any, LayerLaunch]:
+        """Return a layer's K and V as pages, the same views at each step, and its launch."""
+        where = [(t.dtype, t.device, *place) for t, place in zip(pools, memory_of(pools))]
+        known = self._layers.get(layer.layer_id)
+        if known is None or known[0] != where:
+            size = self.page_size, layer.tp_k_head_num, layer.head_dim
+            known = where, tuple(paged_kv_view(pool, *size) for pool in pools), LayerLaunch()
+            if not traced(pools[0]):
+                self._layers[layer.layer_id] = known
+        return known[1], known[2]
 
     def _append(self, layer: Any, k: Any, v: Any, caches: Any, slots: Any) -> None:
         """Store k and v at their slots, quantised if the pool is, in one launch."""

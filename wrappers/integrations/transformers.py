@@ -24,7 +24,9 @@ from typing import Any, NamedTuple
 import torch
 from transformers import AttentionInterface
 
-from ..flashinfer.trtllm import trtllm_batch_context_with_kv_cache, trtllm_batch_decode_with_kv_cache
+from ..attention.bound import LayerLaunch, StepTensors
+from ..attention.call import AttentionCall
+from ..flashinfer.trtllm import context_call, decode_call
 from ..host import machine
 from ..host.checks import check_integer
 from ..host.scalars import integer
@@ -87,6 +89,7 @@ class PagedCache:
         self._owned: dict[int, list[int]] = {}  # slot -> pages of its request
         self._seen = [0] * batch  # tokens of each slot that the host knows; replayed steps are not among them
         self._pools: dict[int, KVCacheTarget] = {}  # of each layer
+        self._launches: dict[int, LayerLaunch] = {}  # of each layer
         self._sinks: dict[int, tuple[Any, torch.Tensor]] = {}  # of each layer: its memory and version, and in fp32
 
     def admit(self, request: int, tokens: int) -> None:
@@ -224,6 +227,10 @@ class PagedCache:
             self._sinks[layer] = state, sinks.detach().float()
         return self._sinks[layer][1]
 
+    def launch(self, layer: int) -> LayerLaunch:
+        """Return the launch of a layer's attention, which later steps repeat."""
+        return self._launches.setdefault(layer, LayerLaunch())
+
 
 def paged_attention(
     module: torch.nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor,
@@ -258,24 +265,23 @@ def paged_attention(
     if cache.e4m3_queries:  # on Blackwell, see `support.query_dtype`
         q = q.to(E4M3)
     scale = (dim**-0.5 if scaling is None else scaling) * cache.stored.k_scale
-    modifiers: dict[str, Any] = {
-        "window_left": -1 if sliding_window is None else sliding_window - 1,  # keys before the token itself
-        "sinks": cache.sinks(layer, s_aux),
-        "logits_soft_cap": softcap,
-        "kv_layout": "NHD",
-        "out_dtype": query.dtype,
-        "kv_cache_sf": target.sf,
-    }
-    tables, lens, bound = cache.block_tables, cache.seq_lens, cache.max_tokens
-    if cache.cu_seq_lens_q is None:
-        out = trtllm_batch_decode_with_kv_cache(
-            q, target.kv, None, tables, lens, bound, scale, cache.stored.v_scale, **modifiers
+    tables, lens, sinks, v_scale = cache.block_tables, cache.seq_lens, cache.sinks(layer, s_aux), cache.stored.v_scale
+    left = -1 if sliding_window is None else sliding_window - 1  # keys before the token itself
+
+    def call() -> AttentionCall:
+        modifiers: dict[str, Any] = {
+            "window_left": left, "sinks": sinks, "logits_soft_cap": softcap, "kv_layout": "NHD",
+            "out_dtype": query.dtype, "kv_cache_sf": target.sf,
+        }  # fmt: skip
+        if cache.cu_seq_lens_q is None:
+            return decode_call(q, target.kv, tables, lens, scale, v_scale, **modifiers)
+        return context_call(
+            q, target.kv, tables, lens, cache.max_q_len, scale, v_scale, len(lens), cache.cu_seq_lens_q, **modifiers
         )
-    else:
-        out = trtllm_batch_context_with_kv_cache(
-            q, target.kv, None, tables, lens, cache.max_q_len, bound, scale, cache.stored.v_scale, len(lens),
-            cache.cu_seq_lens_q, None, **modifiers,
-        )  # fmt: skip
+
+    asked = scale, v_scale, left, softcap, query.dtype, cache.max_q_len, cache.cu_seq_lens_q is None
+    step = StepTensors(q, tables, lens, cache.cu_seq_lens_q)
+    out = cache.launch(layer).serve(step, asked, (*target.kv, *(target.sf or ()), sinks), call)
     return out.unflatten(0, (b, s)), None
 
 

@@ -14,7 +14,9 @@ on the CPU reference.
 """
 
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, ClassVar
+from weakref import ref
 
 import torch
 from vllm.model_executor.layers.quantization.utils.quant_utils import kFp8StaticTensorSym, kNvfp4Dynamic
@@ -30,9 +32,13 @@ from vllm.v1.attention.backend import (
 )
 from vllm.v1.kv_cache_interface import KVCacheLayout
 
-from ..flashinfer.trtllm import trtllm_batch_context_with_kv_cache
+from ..attention.bound import LayerLaunch, StepTensors
+from ..attention.call import AttentionCall
+from ..attention.views import alias
+from ..flashinfer.trtllm import context_call
 from ..fp4 import FP4Tensor
 from ..host import machine
+from ..host.plain import traced
 from ..own.append_qkv import KVCacheTarget, append_qkv
 from .support import ARCHS, E4M3, E5M2, HEAD_SIZES, PAGE_SIZES, query_dtype, refusal
 
@@ -181,7 +187,8 @@ class VllmImpl(AttentionImpl[VllmMetadata]):
         self._loaded_sinks = self.sinks = sinks
         self.slopes = None if alibi_slopes is None else torch.tensor(alibi_slopes, dtype=torch.float32)
         self._out_factor: Any = None  # see `_factor`: `output_scale`, what else it depends on, and the factor
-        self._views: Any = None  # the cache, its address, and its views
+        self._views: Any = None  # a weak reference to the cache, its memory, and its views
+        self._launch = LayerLaunch()
 
     def process_weights_after_loading(self, act_dtype: torch.dtype) -> None:
         """Convert the sinks to fp32, as kernels take them; weights that are loaded again go to the same memory."""
@@ -233,11 +240,13 @@ class VllmImpl(AttentionImpl[VllmMetadata]):
         append_qkv(None, key, value, target, slot_mapping)
 
     def _held(self, kv_cache: torch.Tensor) -> tuple[Any, Any]:
-        """Return `caches` of the engine's tensor, the same views at each step: see `attention.layers`."""
+        """Return `caches` of the engine's tensor, the same views at each step. They are freed with that tensor."""
         views, memory = self._views, (kv_cache.data_ptr(), kv_cache.shape, kv_cache.stride())
-        if views is None or views[0] is not kv_cache or views[1] != memory:
-            self._views = views = kv_cache, memory, self.caches(kv_cache)
-        return views[2]
+        if views is None or views[0]() is not kv_cache or views[1] != memory:
+            self._launch.forget()
+            own = kv_cache if traced(kv_cache) else alias(kv_cache)
+            self._views = views = ref(kv_cache, partial(_free, ref(self))), memory, self.caches(own)
+        return views[2]  # type: ignore[no-any-return]
 
     def forward(
         self, layer: Any, query: torch.Tensor, key: torch.Tensor | None, value: torch.Tensor | None,
@@ -267,15 +276,19 @@ class VllmImpl(AttentionImpl[VllmMetadata]):
             out_factor = self._factor(out_scale, output_scale, output_block_scale is not None)
         if output_block_scale is not None:
             out = FP4Tensor(output, output_block_scale, 0, query.shape)
-        options: dict[str, Any] = {
-            "o_sf_scale": None if output_block_scale is None else 1.0,
-            "window_left": self._window_left, "out": out, "sinks": self.sinks, "kv_cache_sf": sf,
-            "logits_soft_cap": self._soft_cap, "kv_layout": "HND", "alibi_slopes": self.slopes,
-        }  # fmt: skip
-        trtllm_batch_context_with_kv_cache(
-            query, caches, None, m.block_table, m.seq_lens, m.max_query_len, m.max_seq_len, scale, out_factor,
-            m.seq_lens.shape[0], m.query_start_loc, None, **options,
-        )  # fmt: skip
+        o_sf_scale = None if output_block_scale is None else 1.0
+
+        def call() -> AttentionCall:
+            return context_call(
+                query, caches, m.block_table, m.seq_lens, m.max_query_len, scale, out_factor, m.seq_lens.shape[0],
+                m.query_start_loc, self._window_left, out, o_sf_scale=o_sf_scale, sinks=self.sinks, kv_cache_sf=sf,
+                logits_soft_cap=self._soft_cap, alibi_slopes=self.slopes,
+            )  # fmt: skip
+
+        asked = scale, out_scale, o_sf_scale, output.dtype, m.max_query_len
+        tensors = self.sinks, self.slopes, None if output_scale is None else out_factor
+        step = StepTensors(query, m.block_table, m.seq_lens, m.query_start_loc, out)
+        self._launch.serve(step, asked, tensors, call)
         return output
 
     def _factor(self, out_scale: float, output_scale: torch.Tensor, multiply: bool) -> torch.Tensor:
@@ -292,3 +305,11 @@ class VllmImpl(AttentionImpl[VllmMetadata]):
         if machine.current.may_keep(factor.device):
             self._out_factor = output_scale, asked, factor
         return factor
+
+
+def _free(impl: Any, _: Any) -> None:
+    """Drop the views of a cache that the engine has freed, and the launch on them. impl: a weak reference."""
+    layer = impl()
+    if layer is not None:
+        layer._views = None
+        layer._launch.forget()

@@ -226,6 +226,16 @@ def append_qkv(
     >>> cache[0, 0, :, 0, 0].tolist(), round(q[1, 0, 0].item(), 2)  # K; and Q at position 1: cos(1) - sin(1)
     ([0.0, 0.0, 0.0, 1.0], -0.3)
     """
+    call, kv, sf = append_call(q, k, v, cache, places, norm, rope, out)
+    serve(call, kv, sf)
+    transform = call.transform
+    return None if transform is None else transform.q_out
+
+
+def append_call(
+    q: Any, k: Any, v: Any, cache: Any, places: Any, norm: Any, rope: Any, out: Any
+) -> tuple[CacheWriteCall, Any, Any]:
+    """Return the call of `append_qkv`, and its caches and scale factors as they were given: what `op.serve` takes."""
     if not (isinstance(cache, KVCacheTarget) and isinstance(norm, NORMS) and isinstance(rope, ROPES)
             and isinstance(out, OUTS)):  # fmt: skip
         _refuse_classes(cache, norm, rope, out)
@@ -264,14 +274,11 @@ def append_qkv(
         _refuse_out(out)
     if not copied:
         transform = _transform(q, k, k_cache, norm or NO_NORM, rope, out or NEW_OUTPUT)
-    serve(
-        CacheWriteCall(
-            QKV, k, v, k_cache, v_cache, layout == "NHD", form, slots, requests[0], requests[1], table[0], requests[2],
-            requests[3], None, table[2], table[1], k_number, v_number, k_ptr, v_ptr, k_sf, v_sf, interleaved, transform,
-        ),
-        kv, sf,
+    call = CacheWriteCall(
+        QKV, k, v, k_cache, v_cache, layout == "NHD", form, slots, requests[0], requests[1], table[0], requests[2],
+        requests[3], None, table[2], table[1], k_number, v_number, k_ptr, v_ptr, k_sf, v_sf, interleaved, transform,
     )  # fmt: skip
-    return None if transform is None else transform.q_out
+    return call, kv, sf
 
 
 def _transform(

@@ -1,19 +1,14 @@
 """Bind a call of a public function, for a layer that repeats it at every step."""
 
 from collections.abc import Callable
-from inspect import signature
 from typing import Any
 
 from ..attention.bound import BoundCall
-from ..attention.call import AttentionCall
 from ..cache_write.bound import BoundAppend
-from ..flash_attn.api import flash_attn_varlen_func
-from ..host.checks import listed
+from ..flash_attn.api import CachedCall
 from ..topk.bound import BoundTopK
-from . import explanation
-from .append_qkv import QueryOutput, append_qkv
-
-FUNCTIONS: tuple[Any, ...] = (*(f for f in explanation.FUNCTIONS if f not in explanation.RESHAPED), append_qkv)
+from .append_qkv import QueryOutput
+from .registry import CACHE_WRITE, TOP_K, arguments_of, made_by, row_of
 
 
 def bind(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -21,20 +16,20 @@ def bind(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 
     The arguments are checked and put in their places once, and nothing is launched. Then `run(q, out=None,
     lse=None)`, `run(scores, out=None)` of top-k, or `run(q, k, v, places=None, positions=None, out=None)` of
-    append_qkv, where None stands for the slots, the positions and the output of the call that was bound, sets these
-    and launches, in less host time than the function takes. It returns what the function returns, and raises as the
-    function does. Tensors that the call holds, such as the cache, the page table and lengths, are read at each
-    launch, so their values may change in place, and a CUDA graph may capture `run`. Their memory is bound, too: a
-    tensor that gets other memory (`t.set_(...)`, `t.data = ...`) needs a new call of `bind`. A scale on the host is
-    read when the call is bound. With another number of tokens than that of the call, `run` takes the time of the
-    function.
+    functions that write a cache, where None stands for the slots, the positions and the output of the call that was
+    bound, sets these and launches, in less host time than the function takes. It takes and returns what the function
+    does, and raises as the function does: the query of flash_attn_func, for example, has four dimensions, and q of
+    append_paged_kv_cache is None. Tensors that the call holds, such as the cache, the page table and lengths, are
+    read at each launch, so their values may change in place, and a CUDA graph may capture `run`. Their memory is
+    bound, too: a tensor that gets other memory (`t.set_(...)`, `t.data = ...`) needs a new call of `bind`. Values that
+    the function computes before its launch are computed once, when the call is bound: scales on the host, products
+    of scales, sinks in fp32, masks in another form, lengths that are differences of offsets. With another number of
+    tokens than that of the call, `run` takes the time of the function.
 
-    args, kwargs: the arguments of the call.
-    function: trtllm_batch_context_with_kv_cache, trtllm_batch_decode_with_kv_cache, xqa_batch_decode_with_kv_cache,
-    trtllm_fmha_v2_prefill, single_prefill_with_kv_cache, flash_attn_varlen_func without its LSE, append_qkv, or one of
-    top-k.
-    Raises TypeError for another function; NotImplementedError for a call with work on the host at each launch:
-    flash_attn_varlen_func with its LSE. No other library has this function.
+    args, kwargs: the arguments of the call. function: a public function of attention, of top-k, or one that appends
+    rows to a cache.
+    Raises TypeError for another function; NotImplementedError for flash_attn_with_kvcache with k, which has two
+    launches, or with cache_leftpad, of which the host makes a table at each call. No other library has this function.
 
     >>> q, cache = torch.randn(2, 8, 64).half(), torch.randn(3, 2, 2, 16, 64).half()  # 3 pages of 16 rows
     >>> table, lens = torch.tensor([[2, 0], [1, -1]]).int(), torch.tensor([20, 9]).int()
@@ -42,16 +37,19 @@ def bind(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     >>> layer.run(q + 1.0).shape
     torch.Size([2, 8, 64])
     """
-    if function not in FUNCTIONS:
-        names = listed(f.__name__ for f in FUNCTIONS)
-        raise TypeError(f"function: {getattr(function, '__name__', repr(function))}, must be one of {names}")
-    if function is append_qkv:
-        given = signature(function).bind(*args, **kwargs).arguments.get("out")
-        call, kv, sf = explanation.arguments_of_serve(function, *args, **kwargs)
-        return BoundAppend(call, kv, sf, given.out if isinstance(given, QueryOutput) else None)
-    call = explanation.call_of(function, *args, **kwargs)
-    if not isinstance(call, AttentionCall):
-        return BoundTopK(call)
-    if function is flash_attn_varlen_func and call.return_lse:
-        raise NotImplementedError("return_lse: True, not supported by bind, must be False: the host transposes the LSE")
-    return BoundCall(call)
+    row, made = row_of(function), made_by(function, *args, **kwargs)
+    if row.family == TOP_K:
+        return BoundTopK(made)
+    given = arguments_of(function, *args, **kwargs)
+    if row.family == CACHE_WRITE:
+        (call, kv, sf), out = made, given.get("out")
+        return BoundAppend(call, kv, sf, out.out if isinstance(out, QueryOutput) else None)
+    if isinstance(made, CachedCall):
+        if made.new is not None:
+            need = "append_qkv writes new keys, and is bound on its own"
+            raise NotImplementedError(f"k: {type(given['k']).__name__}, not supported by bind, must be None: {need}")
+        if made.padding is not None:
+            need = "the host makes a table of it at each call"
+            raise NotImplementedError(f"cache_leftpad: given, not supported by bind, must be None: {need}")
+        made = made.attention
+    return BoundCall(made, row.reshaping, None if row.output is None else given[row.output])

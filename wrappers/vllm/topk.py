@@ -1,5 +1,7 @@
 """vLLM's operators of top-k. The docstring of `wrappers.topk` says what all of them promise."""
 
+from typing import Any
+
 import torch
 
 from ..host.checks import check_integer, check_strided
@@ -31,14 +33,19 @@ def top_k_per_row_prefill(
     >>> indices
     tensor([[1, 2]], dtype=torch.int32)
     """
+    serve(row_prefill_call(logits, row_starts, row_ends, indices, num_rows, stride0, stride1, top_k))
+
+
+def row_prefill_call(
+    logits: Any, row_starts: Any, row_ends: Any, indices: Any, num_rows: Any, stride0: Any, stride1: Any, top_k: Any,
+) -> TopKCall:  # fmt: skip
+    """Return the call of `top_k_per_row_prefill`."""
     layout = (num_rows, stride0, stride1)
     if num_rows.__class__ is not int or stride0.__class__ is not int or stride1.__class__ is not int:
         num_rows, stride0, stride1 = layout = integer(num_rows), integer(stride0), integer(stride1)
         refuse_other_than(int, num_rows=num_rows, stride0=stride0, stride1=stride1)
-    serve(
-        TopKCall(
-            function=PREFILL, scores=logits, k=top_k, starts=row_starts, lengths=row_ends, raw=indices, layout=layout
-        )
+    return TopKCall(
+        function=PREFILL, scores=logits, k=top_k, starts=row_starts, lengths=row_ends, raw=indices, layout=layout
     )
 
 
@@ -61,14 +68,21 @@ def top_k_per_row_decode(
     tensor([[1, 2],
             [2, 3]], dtype=torch.int32)
     """
+    serve(row_decode_call(logits, next_n, seq_lens, indices, num_rows, stride0, stride1, top_k))
+
+
+def row_decode_call(
+    logits: Any, next_n: Any, seq_lens: Any, indices: Any, num_rows: Any, stride0: Any, stride1: Any, top_k: Any,
+) -> TopKCall:  # fmt: skip
+    """Return the call of `top_k_per_row_decode`."""
     if (seq_lens.__class__ is _Tensor or isinstance(seq_lens, _Tensor)) and seq_lens.dim() == 2:
         seq_lens, next_n = each_row(seq_lens, next_n, logits), 1
     layout = (num_rows, stride0, stride1)
     if num_rows.__class__ is not int or stride0.__class__ is not int or stride1.__class__ is not int:
         num_rows, stride0, stride1 = layout = integer(num_rows), integer(stride0), integer(stride1)
         refuse_other_than(int, num_rows=num_rows, stride0=stride0, stride1=stride1)
-    serve(
-        TopKCall(function=DECODING, scores=logits, k=top_k, lengths=seq_lens, raw=indices, next_n=next_n, layout=layout)
+    return TopKCall(
+        function=DECODING, scores=logits, k=top_k, lengths=seq_lens, raw=indices, next_n=next_n, layout=layout
     )
 
 
@@ -92,13 +106,18 @@ def persistent_topk(
     tensor([[0, 2],
             [0, 3]], dtype=torch.int32)
     """
+    serve(persistent_call(logits, lengths, output, workspace, k, max_seq_len))
+
+
+def persistent_call(logits: Any, lengths: Any, output: Any, workspace: Any, k: Any, max_seq_len: Any) -> TopKCall:
+    """Return the call of `persistent_topk`."""
     if max_seq_len.__class__ is not int or max_seq_len < 0:
         check_integer("max_seq_len", integer(max_seq_len), 0)
     if workspace is not None:
         check_strided("workspace", workspace)
     if (lengths.__class__ is _Tensor or isinstance(lengths, _Tensor)) and lengths.dim() == 2:
         lengths = check_strided("lengths", lengths).contiguous().view(-1)
-    serve(TopKCall(function=PERSISTENT, scores=logits, k=k, lengths=lengths, raw=output))
+    return TopKCall(function=PERSISTENT, scores=logits, k=k, lengths=lengths, raw=output)
 
 
 def cooperative_topk(
@@ -114,4 +133,4 @@ def cooperative_topk(
     >>> output
     tensor([[0, 2]], dtype=torch.int32)
     """
-    persistent_topk(logits, lengths, output, workspace, k, max_seq_len)
+    serve(persistent_call(logits, lengths, output, workspace, k, max_seq_len))

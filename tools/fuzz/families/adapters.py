@@ -11,7 +11,9 @@ import wrappers
 from bench.cases import attention as cases
 from bench.cases.attention import DTYPES, AttentionCase
 from bench.cases.family import within
+from wrappers.attention.bound import LayerLaunch, StepTensors, tensors_of
 from wrappers.attention.call import AttentionCall
+from wrappers.own.registry import call_of
 
 from ..call import Call, Tree
 
@@ -48,7 +50,7 @@ def _again(tree: Tree) -> Tree:
 
 
 def _by_mode(call: Call, function: Any, query: str) -> Callable[[Tree], Any]:
-    """Return the way to make a call: directly, through `bind`, or after calls that repeat a layer."""
+    """Return the way to make a call: directly, through `bind`, or as a layer that keeps its launch."""
 
     def bound(tree: Tree) -> Any:
         layer = wrappers.bind(function, **tree)
@@ -58,11 +60,29 @@ def _by_mode(call: Call, function: Any, query: str) -> Callable[[Tree], Any]:
         return found
 
     def repeated(tree: Tree) -> Any:
-        for _ in range(3):
-            function(**_again(tree))
-        return function(**_again(tree))
+        launch = LayerLaunch() if _is_layers(function, tree) else None
+        for _ in range(4):
+            step = _again(tree)
+            found = function(**step) if launch is None else _step(launch, function, step)
+        return found
 
     return {"bind": bound, "repeat": repeated}.get(call.mode, lambda tree: function(**tree))
+
+
+def _is_layers(function: Any, tree: Tree) -> bool:
+    """Return whether `LayerLaunch` serves a call: its requests have one table of K and V, and it writes no LSE."""
+    tables = wrappers.trtllm_batch_context_with_kv_cache, wrappers.trtllm_batch_decode_with_kv_cache
+    return function in tables and tree["block_tables"].dim() == 2 and tree.get("lse") is None and "mask" not in tree
+
+
+def _step(launch: LayerLaunch, function: Any, step: Tree) -> Any:
+    """Return the result of a step of a layer."""
+    names = ("query", "block_tables", "seq_lens", "cum_seq_lens_q", "out")
+    asked = step.get("max_q_len"), step.get("q_len_per_req")
+    own = [value for name, value in step.items() if name not in names]
+    return launch.serve(
+        StepTensors(*map(step.get, names)), asked, tuple(tensors_of(own)), lambda: call_of(function, **step)
+    )
 
 
 def _split(found: Any, lse: bool) -> tuple[Any, torch.Tensor | None]:
@@ -84,7 +104,8 @@ def _tables(call: Call, problems: list[Any], device: torch.device) -> Adapted:
     trees = [arguments(problem.case, problem.p) | _dtype(problem.case) for problem in problems]
     lse = problems[0].case.lse
     if call.function == "xqa":
-        return Adapted(trees, lambda tree: (function(**tree), tree["output"])[1:] + (None,), _outputs)
+        made = _by_mode(call, function, "q")
+        return Adapted(trees, lambda tree: (made(tree), tree["output"])[1:] + (None,), _outputs)
     if call.extra.get("alibi"):
         trees = [tree | {"alibi_slopes": problem.p.alibi_slopes} for tree, problem in zip(trees, problems)]
     made = _by_mode(call, function, "query")
@@ -174,8 +195,10 @@ def _flash(call: Call, problems: list[Any], device: torch.device) -> Adapted:
                 tree |= {"seqused_k": r.kv_lens, "page_table": r.page_table[:, 0].contiguous()}
         trees.append(tree | {"q": q, "out": None if case.fresh else _new_out(case, shape)})
 
+    made = _by_mode(call, function, "q")
+
     def run(tree: Tree) -> tuple[Any, torch.Tensor | None]:
-        o, lse = _split(function(**tree), case.lse)
+        o, lse = _split(made(tree), case.lse)
         if lse is not None:
             lse = (lse.transpose(1, 2).flatten(0, 1) if equal else lse.T) / LN2
         return (o.flatten(0, 1) if equal else o), lse

@@ -26,7 +26,8 @@ PREFILL = {
 LAYERS = {
     "trtllm_batch_decode_with_kv_cache": 3, "trtllm_batch_context_with_kv_cache": 3,
     "xqa_batch_decode_with_kv_cache": 1, "BatchDecodeWithPagedKVCacheWrapper": 1,
-    "BatchPrefillWithPagedKVCacheWrapper": 1, "single_prefill_with_kv_cache": 1,
+    "BatchPrefillWithPagedKVCacheWrapper": 1, "single_prefill_with_kv_cache": 1, "xqa": 1, "flash_attn_func": 1,
+    "flash_attn_varlen_func": 1, "flash_attn_with_kvcache": 1,
 }  # fmt: skip
 BOUND = [name for name in LAYERS if not name.startswith("Batch")]
 SPLIT, PAGED, SINKS, RAGGED = PLANNED
