@@ -19,6 +19,15 @@ BASE = AttentionCase(
 CASES = {
     "8 rows": BASE,
     "16 rows, NHD": replace(BASE, q_lens=(3, 0, 3, 3), kv_lens=(300, 0, 9, 131), layout="NHD", soft_cap=5.0),
+    "prefill": replace(BASE, function="context", q_lens=(70, 0, 3, 131), strided_q=True),
+    "prefill, fp16, window": replace(
+        BASE,
+        function="context",
+        q_lens=(70, 5, 3, 131),
+        dtype="fp16",
+        window_left=100,
+        cache="stacked",
+    ),
     "head_dim 64, window": replace(BASE, head_dim_qk=64, head_dim_vo=64, window_left=100, sink=False),
 }
 
@@ -32,7 +41,9 @@ def test_simulated(name):
     with simulated(ARCH, [], 2, memory=ROOT / "build" / "simulated"):
         serve(p._replace(out=out, lse=lse))
     want = expected(case, p)
-    assert distance(out, want[0], 0.0, case.limit(want[0])) <= 1 and distance(lse, want[1], LSE_TOLERANCE) <= 1
+    rounded = case.function == "context"  # prefill rounds K to the query's type
+    assert distance(out, want[0], 0.0, case.limit(want[0])) <= 1
+    assert distance(lse, want[1], 3 * LSE_TOLERANCE if rounded else LSE_TOLERANCE) <= 1
 
 
 # ---- written by append_qkv

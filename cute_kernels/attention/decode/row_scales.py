@@ -31,7 +31,7 @@ class KeyFactors(NamedTuple):
 
 def make(spec):
     """Allocate the registers, None if rows have no factors."""
-    if not scales.of_rows(spec):
+    if not scales.has_row_factors(spec):
         return None
     return KeyFactors(cute.make_rmem_tensor(keys(spec) // 8, Float32), cute.make_rmem_tensor(1, Int32))
 
