@@ -8,7 +8,7 @@ import torch
 
 import wrappers
 from bench.cases.attention import TOKEN_SCALES, AttentionCase, expected, make_call
-from tests.gpu import CUDA, HOPPER, close, repeated, same
+from tests.gpu import CUDA, HOPPER, close, feature, repeated, same
 from wrappers.attention.op import serve
 
 pytestmark = HOPPER
@@ -41,7 +41,11 @@ def run(p):
     return out, lse
 
 
+OWN = "e4m3, a scale per token and head"
+
+
 @pytest.mark.parametrize("name", CASES)
+@feature(f"decode KV {OWN}", f"prefill KV {OWN}")
 def test_attention(name):
     case = CASES[name]
     p = make_call(case, CUDA)
@@ -76,7 +80,7 @@ def test_rows_are_written_and_read_in_one_graph():
     kv, sf = torch.zeros(40, 2, 2, 16, 128, device=CUDA).to(E4M3), torch.zeros(40, 2, 2, 16, device=CUDA)
     kv.view(torch.uint8).fill_(0x7F)
     sf.fill_(torch.nan)
-    lens, slots = torch.zeros(2, device=CUDA).int(), torch.zeros(2, device=CUDA).long()
+    lens, slots = torch.zeros(2, device=CUDA).int(), torch.full((2,), -1, device=CUDA)
     table = torch.arange(40, device=CUDA).view(2, 20).int()
     q, k, v = (torch.zeros(2, heads, 128, device=CUDA).bfloat16() for heads in (8, 2, 2))
     target = wrappers.KVCacheTarget(kv, "HND", sf)
@@ -103,6 +107,7 @@ def test_rows_are_written_and_read_in_one_graph():
 
 
 @pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2])
+@feature(f"append rows quantised to {OWN}")
 def test_writes_equal_those_of_the_reference(dtype):
     k, v = (torch.randn(300, 3, 96).bfloat16() * 2.0 ** torch.randint(-20, 20, (300, 3, 1)) for _ in range(2))
     slots = torch.randperm(400)[:300]
