@@ -8,10 +8,9 @@ import torch
 
 import wrappers
 from bench.cases.attention import TOKEN_SCALES, AttentionCase, expected, make_call
-from tests.gpu import CUDA, HOPPER, close, feature, repeated, same
+from tests.support.gpu import CUDA, close, feature, repeated, same
 from wrappers.attention.op import serve
 
-pytestmark = HOPPER
 E4M3 = torch.float8_e4m3fn
 
 DECODE = AttentionCase(
