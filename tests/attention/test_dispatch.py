@@ -77,6 +77,9 @@ def serves(spec, problem):
     )
 
 
+BY_TOKEN = {"kv": "e4m3", "kv_scales": "token"}
+
+
 def usual_types():
     """Fields of problems."""
     kinds = product(("bf16", "fp16"), (64, 128))
@@ -102,7 +105,8 @@ def test_every_problem_of_prefill_is_served_and_every_shipped_kernel_serves_one(
     types += [{"kv": kv, "out": "nvfp4"} | dim for kv in ("e4m3", "nvfp4") for dim in HEAD_DIMS]
     some = (replace(WHOLE, **each, **also) for each in types for also in ({}, {"window": True}))
     others = (replace(WHOLE, **each | also) for each in usual_types() for also in more)
-    for problem in (*every_problem("never"), *some, *others):
+    by_token = (replace(WHOLE, **BY_TOKEN, **dim, window=window) for dim in HEAD_DIMS for window in (False, True))
+    for problem in (*every_problem("never"), *some, *others, *(by_token if arch == ARCH else ())):
         op, spec = dispatch.select(problem, arch)
         found.add(spec)
         assert op == prefill and serves(spec, problem)
@@ -117,7 +121,8 @@ def test_every_problem_of_decode_is_served_and_every_shipped_kernel_serves_one(a
     caches = list(product(("bf16", "e4m3", "nvfp4"), HEAD_DIMS))
     narrow = (replace(BASE, kv=kv, **dim, rows=1, visible_keys=200) for kv, dim in caches)
     many = (replace(BASE, kv=kv, **dim, rows=1, kv_heads=decode.MANY_PER_SM * 132) for kv, dim in caches)
-    for problem in (*every_problem("always"), *some, *narrow, *many):
+    by_token = (replace(BASE, **BY_TOKEN, split_kv="always", **dim, rows=rows) for dim in HEAD_DIMS for rows in (1, 16))
+    for problem in (*every_problem("always"), *some, *narrow, *many, *by_token):
         op, spec = dispatch.select(problem, arch)
         found.add((op, spec))
         assert spec.schedule == "stream_k" and serves(spec, problem)

@@ -85,9 +85,7 @@ HEADS, KV_HEADS, BLOCKS, COLUMNS = 8, 2, 24, 6
 SLOPES = [2.0 ** -(i + 1) for i in range(HEADS)]
 CASES = {
     "auto": Case(),
-    "float16, window and sinks, token-major": Case(
-        "float16", torch.float16, 128, "LBNHC", window=9, sinks=True
-    ),
+    "float16, window and sinks, token-major": Case("float16", torch.float16, 128, "LBNHC", window=9, sinks=True),
     "bfloat16, layers in a block, soft cap": Case("bfloat16", layout="BLNHC", soft_cap=2.0, block_size=32),
     "fp8, scales": Case("fp8", layout="BLHNC", scales=(0.5, 0.25), sinks=True),
     "ALiBi": Case(alibi=True),
@@ -138,11 +136,9 @@ def layer_of(server: Server, case: Case, name: str = "layers.0.attn", **options:
             options["alibi_slopes"] = SLOPES
         if case.sinks:
             options["sinks"] = torch.nn.Parameter(torch.randn(HEADS).to(server.device), requires_grad=False)
+        options |= {"cache_config": server.config.cache_config, "prefix": name}
         with server.device:
-            return Attention(
-                HEADS, case.head_size, case.head_size**-0.5, KV_HEADS, cache_config=server.config.cache_config,
-                prefix=name, **options,
-            )  # fmt: skip
+            return Attention(HEADS, case.head_size, case.head_size**-0.5, KV_HEADS, **options)
     finally:
         torch.set_default_dtype(default)
 
@@ -263,13 +259,12 @@ class Model:
         kind, scales = self.case.kv_cache_dtype, self.case.scales
         if kind == "nvfp4":
             return self.from_bytes(name, request, kept)
-        if kind == "fp8_per_token_head":
-            rows = [t.to(self.case.dtype).float() for t in kept]
-            own = [t.abs().amax(-1, keepdim=True) / 448 for t in rows]
-            return [(t / s).to(E4M3).double() * s for t, s in zip(rows, own)]
         if kind.startswith("fp8"):
             dtype = torch.float8_e5m2 if kind.endswith("e5m2") else E4M3
-            return [(t.to(self.case.dtype) / s).to(dtype).double() * s for t, s in zip(kept, scales)]
+            rows = [t.to(self.case.dtype).float() for t in kept]
+            if kind == "fp8_per_token_head":
+                scales = [t.abs().amax(-1, keepdim=True) / 448 for t in rows]
+            return [(t / s).to(dtype).double() * s for t, s in zip(rows, scales)]
         return [t.double() for t in kept]
 
     def from_bytes(self, name: str, request: int, kept: list[torch.Tensor]) -> list[torch.Tensor]:
@@ -581,9 +576,8 @@ def test_output_of_nvfp4(name, server):
     assert impl.fused_output_quant_supported("nvfp4")
     for scale in (3.0, 300.0):
         sf = torch.zeros(128, fp4.round_up(HEADS * size // 16, 4), dtype=E4M3, device=server.device)
-        data = run(
-            torch.uint8, size // 2, output_scale=torch.tensor(scale, device=server.device), output_block_scale=sf
-        )
+        given = torch.tensor(scale, device=server.device)
+        data = run(torch.uint8, size // 2, output_scale=given, output_block_scale=sf)
         got = fp4.load(fp4.FP4Tensor(data, sf, 0, want.shape), scale).double()
         top = want.unflatten(2, (-1, 16)).abs().amax(3, keepdim=True)  # steps are at most a third of it, and rounded
         assert ((got - want).unflatten(2, (-1, 16)).abs() <= top / 5 + 2**-9 / scale).all() and got.abs().max() > 0
@@ -592,8 +586,7 @@ def test_output_of_nvfp4(name, server):
 
 
 def test_pages_of_nvfp4_with_gaps_are_refused(server):
-    model = Model(server, CASES["nvfp4"])
-    layer = model.layers["layers.0.attn"]
+    layer = Model(server, CASES["nvfp4"]).layers["layers.0.attn"]
     with pytest.raises(NotImplementedError, match="kv_cache: strides .*, blocks with scale factors must be dense"):
         layer.impl.caches(layer.kv_cache[:, :, ::2])
 
