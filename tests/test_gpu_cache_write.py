@@ -16,12 +16,11 @@ from bench.cases.cache_write import CacheWriteCase
 from cute_kernels.cache_write import dispatch
 from tests.flash_attn_batches import appended
 from tests.gpu import CUDA, HOPPER, feature
-from tests.rope_calls import good_call
+from tests.rope_calls import NAMES, good_call
 from tests.sim.workloads.cache_write import cache_write_cases, cache_write_features
 from tests.sim.workloads.prepared import GatherCase, PreparedScenario, compared, prepared
 from wrappers import KVCacheTarget, append_qkv, fp4, nvfp4_dequantize, nvfp4_quantize
 from wrappers.cache_write import plan
-from wrappers.flashinfer import rope
 from wrappers.host import machine
 
 pytestmark = HOPPER
@@ -179,7 +178,7 @@ def test_norms_and_rotations(threads, norm, rotation, dtype, cache, monkeypatch)
         matches(sized(case), number)
 
 
-@pytest.mark.parametrize("name", rope.__all__)
+@pytest.mark.parametrize("name", NAMES)
 def test_rope_functions(name):
     """What each function returns and writes, against the CPU."""
     for dtype in (torch.bfloat16, torch.float16):
