@@ -14,7 +14,7 @@ from typing import Any
 import wrappers
 from wrappers.own.registry import FAMILY_OF, FUNCTIONS
 
-NAMES = {page: tuple(row.function.__name__ for row in FUNCTIONS if row.page == page) for page in FAMILY_OF}
+NAMES = {page: tuple(row.name for row in FUNCTIONS if row.page == page) for page in FAMILY_OF}
 GROUPS = {  # page -> (title, first sentence, names)
     "prefill": (
         "Prefill functions",
@@ -47,13 +47,7 @@ GROUPS = {  # page -> (title, first sentence, names)
         "Functions beside attention. The guide is [Caches](../docs/caches.md).",
         (
             *NAMES["caches"], "KVCacheTarget", "PageLists", "BlockTable", "RMSNorm", "RotaryEmbedding", "QueryOutput",
-            "get_batch_indices_positions", "get_seq_lens",
-            "apply_rope", "apply_rope_inplace", "apply_rope_pos_ids", "apply_rope_pos_ids_inplace",
-            "apply_llama31_rope", "apply_llama31_rope_inplace", "apply_llama31_rope_pos_ids",
-            "apply_llama31_rope_pos_ids_inplace", "apply_rope_with_cos_sin_cache",
-            "apply_rope_with_cos_sin_cache_inplace", "rope_quantize_fp8", "rope_quantize_fp8_append_paged_kv_cache",
-            "nvfp4_quantize", "nvfp4_dequantize", "FP4Tensor", "merge_state", "merge_state_in_place", "merge_states",
-            "packbits", "segment_packbits",
+            "FP4Tensor",
         ),
     ),
     "explain": (

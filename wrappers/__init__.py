@@ -29,9 +29,8 @@ from .flashinfer.rope import (
     apply_rope_pos_ids_inplace,
     apply_rope_with_cos_sin_cache,
     apply_rope_with_cos_sin_cache_inplace,
-    rope_quantize_fp8,
-    rope_quantize_fp8_append_paged_kv_cache,
 )
+from .flashinfer.rope_quantize import rope_quantize_fp8, rope_quantize_fp8_append_paged_kv_cache
 from .flashinfer.single_decode import single_decode_with_kv_cache
 from .flashinfer.single_prefill import single_prefill_with_kv_cache, single_prefill_with_kv_cache_return_lse
 from .flashinfer.topk import top_k, top_k_page_table_transform, top_k_ragged_transform

@@ -403,7 +403,7 @@ def test_the_operator_has_every_field(form):
     out, lse = (torch.zeros_like(t) for t in want)
     given = p._asdict() | p.requests._asdict() | {"out": out, "lse": lse}
     given |= {"out_block_scales": None, "out_block_start": 0}
-    flat = tuple(given[name] for name in op.FIELDS)
+    flat = tuple(given[name] for name in op.OPERATOR.fields)
     torch.library.opcheck(torch.ops.cute_kernels.attention.default, flat, test_utils=("test_schema", "test_faketensor"))
 
 

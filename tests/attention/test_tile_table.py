@@ -1,8 +1,8 @@
 """The tables of tiles: every row fits on an SM, a head dim is one row, and seams ask tiles for no more than their
-protocols declare. `test_compile.py` compares the counted bytes with those of compiled kernels."""
+bases declare. `test_compile.py` compares the counted bytes with those of compiled kernels."""
 
 import ast
-from dataclasses import replace
+from dataclasses import fields, replace
 from itertools import product
 from typing import Any
 
@@ -117,9 +117,9 @@ def test_a_head_dim_is_one_row(op, monkeypatch):
         table.column.cache_clear()
 
 
-def test_seams_ask_tiles_only_for_what_protocols_declare():
-    declared = {name for protocol in (tile.WholeTileConfig, tile.PreparedTileConfig, tile.MergedTileConfig)
-                for base in protocol.__mro__ for name in vars(base)}  # fmt: skip
+def test_seams_ask_tiles_only_for_what_their_bases_declare():
+    declared = {name for kind in (tile.WholeTileConfig, tile.PreparedTileConfig, tile.MergedTileConfig)
+                for base in kind.__mro__ for name in (*vars(base), *vars(base).get("__annotations__", ()))}  # fmt: skip
     asked = {
         node.attr
         for file in SEAMS
@@ -127,3 +127,16 @@ def test_seams_ask_tiles_only_for_what_protocols_declare():
         if isinstance(node, ast.Attribute) and ast.unparse(node.value).endswith("spec.tile")
     }
     assert len(asked) > 8 and asked <= declared
+
+
+@pytest.mark.parametrize("kind", [sm90.Sm90TileConfig, sm100.Sm100TileConfig, decode.DecodeTileConfig])
+def test_a_tile_states_what_differs_from_its_base(kind):
+    """So a field for one op touches the base and that op. Fields are part of keys: no default of the base is one."""
+    base = tile.TileConfig
+    assert [f.name for f in fields(base)] == ["m", "n", "stages"] == [f.name for f in fields(kind)][:3]
+    one = kind(128, 128, 2)
+    for name, inherited in vars(base).items():
+        own = vars(kind).get(name)
+        if isinstance(inherited, property) and name in vars(kind) and not isinstance(own, property):
+            repeated = own == inherited.fget(one)
+            assert name in {f.name for f in fields(kind)} or not repeated, f"{name}: that of the base"

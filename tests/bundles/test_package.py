@@ -363,7 +363,8 @@ def test_a_wheel_holds_the_packages_and_what_describes_them(installed):
     info = f"cute_kernels-{cute_kernels.__version__}.dist-info"
     assert {name.split("/")[0] for name in names} == {"cute_kernels", "wrappers", info}
     tree = {f.relative_to(ROOT).as_posix() for p in ("cute_kernels", "wrappers") for f in (ROOT / p).rglob("*.py")}
-    assert tree | {"cute_kernels/py.typed", "wrappers/py.typed", f"{info}/licenses/LICENSE"} <= set(names)
+    typed = {"cute_kernels/py.typed", "wrappers/py.typed", "wrappers/__init__.pyi"}
+    assert tree | typed | {f"{info}/licenses/LICENSE"} <= set(names)
     assert f"\nVersion: {cute_kernels.__version__}\n" in metadata and "\n# cute_kernels\n" in metadata
     assert "Requires-Dist: apache-tvm-ffi<0.2,>=0.1.11\n" in metadata
     for group in ("vllm.general_plugins", "sglang.srt.plugins"):

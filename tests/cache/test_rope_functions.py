@@ -16,10 +16,9 @@ from cute_kernels.cache_write.args import ANGLES, FROM_FIRST, INTERLEAVED, PAGES
 from cute_kernels.cache_write.spec import CacheWriteSpec
 from tests.cache.test_cache_write import refused, turned
 from tests.support.emulated import emulation
-from tests.support.rope_calls import good_call
+from tests.support.rope_calls import NAMES, good_call
 from wrappers import RotaryEmbedding
 from wrappers.cache_write import checks, plan
-from wrappers.flashinfer import rope
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 POISON = 0x7F
@@ -322,7 +321,7 @@ def written(result, given):
     return [bits(t) for t in returned] + [bits(t) for t in cases.tensors_of(given)]
 
 
-FORMS = [(name, False) for name in rope.__all__] + [(name, True) for name in rope.__all__ if "fp8" in name]
+FORMS = [(name, False) for name in NAMES] + [(name, True) for name in NAMES if "fp8" in name]
 
 
 FP8, PAGED = "rope_quantize_fp8", "rope_quantize_fp8_append_paged_kv_cache"

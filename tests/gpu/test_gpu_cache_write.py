@@ -18,10 +18,9 @@ from tests.sim.workloads.cache_write import cache_write_cases, cache_write_featu
 from tests.sim.workloads.prepared import GatherCase, PreparedScenario, compared, prepared
 from tests.support.flash_attn_batches import appended
 from tests.support.gpu import CUDA, feature
-from tests.support.rope_calls import good_call
+from tests.support.rope_calls import NAMES, good_call
 from wrappers import KVCacheTarget, append_qkv, fp4, nvfp4_dequantize, nvfp4_quantize
 from wrappers.cache_write import plan
-from wrappers.flashinfer import rope
 from wrappers.host import machine
 
 FEATURES = {"bf16": "copied bf16", "fp16": "copied fp16", "uint8": "copied one byte", "e4m3": "quantised to e4m3",
@@ -177,7 +176,7 @@ def test_norms_and_rotations(threads, norm, rotation, dtype, cache, monkeypatch)
         matches(sized(case), number)
 
 
-@pytest.mark.parametrize("name", rope.__all__)
+@pytest.mark.parametrize("name", NAMES)
 def test_rope_functions(name):
     """What each function returns and writes, against the CPU."""
     for dtype in (torch.bfloat16, torch.float16):

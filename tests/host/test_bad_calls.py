@@ -19,12 +19,12 @@ import wrappers
 from bench.cases import attention as cases
 from bench.cases import topk as topk_cases
 from tests.support import bad_values as shared
-from tests.support import rope_calls
+from tests.support import good_calls, rope_calls
 from tests.support.bad_values import E4M3, HOSTS, KINDS, MISMATCH, NONE, OF_TWO, SIZES, VALUES, not_tensors, tensors_in
 from wrappers import fp4
 from wrappers.flash_attn import api as flash_attn
-from wrappers.flashinfer import rope
 from wrappers.own import append_qkv as cache_write
+from wrappers.own.registry import FUNCTIONS
 
 # ---- good calls: name -> (function, arguments)
 
@@ -49,8 +49,8 @@ def nvfp4_output() -> dict[str, Any]:
     return attention(SMALL, "context", out=out, out_dtype="nvfp4", o_sf_scale=30.0, o_sf_vec_size=16)
 
 
-X = {"x": torch.ones(4, 64), "global_scale": 2.0}
-CODES = {"data": torch.ones(4, 32, dtype=torch.uint8), "scales": torch.ones(4, 4).to(E4M3), "global_scale": 2.0}
+X = {"x": torch.ones(4, 64), "global_scale": 2.0}  # torch serves fp32
+CODES = good_calls.inputs_of("nvfp4_dequantize")
 PACKED = {"data": torch.ones(5, 2, 8, dtype=torch.uint8), "scale": torch.ones(128, 4).to(E4M3)}
 TABLES = {
     "kv_indices": torch.arange(5, dtype=torch.int32), "kv_indptr": torch.tensor([0, 2, 2, 5], dtype=torch.int32),
@@ -63,12 +63,8 @@ APPENDED = {
 }  # fmt: skip
 
 
-def states(v: str, s: str) -> dict[str, torch.Tensor]:
-    return {v: torch.ones(3, 2, 8), s: torch.ones(3, 2)}
-
-
 CONTEXT, DECODE = wrappers.trtllm_batch_context_with_kv_cache, wrappers.trtllm_batch_decode_with_kv_cache
-GOOD: dict[str, tuple[Any, Any]] = {
+FORMS_OF_CALLS: dict[str, tuple[Any, Any]] = {  # of functions that have several, and of what is in no registry
     "context": (CONTEXT, lambda: attention(SMALL, "context")),
     "context, stacked": (CONTEXT, lambda: attention(replace(SMALL, cache="stacked", layout="NHD"), "context")),
     "context, nvfp4 cache": (CONTEXT, lambda: attention(replace(SMALL, kv_dtype="nvfp4"), "context")),
@@ -88,7 +84,6 @@ GOOD: dict[str, tuple[Any, Any]] = {
     "top_k_per_row_prefill": (wrappers.top_k_per_row_prefill, lambda: top_k_of(topk_cases.PREFILL)),
     "top_k_per_row_decode": (wrappers.top_k_per_row_decode, lambda: top_k_of(topk_cases.DECODE)),
     "nvfp4_quantize": (wrappers.nvfp4_quantize, lambda: dict(X)),
-    "nvfp4_dequantize": (wrappers.nvfp4_dequantize, lambda: dict(CODES)),
     "FP4Tensor": (wrappers.FP4Tensor, lambda: PACKED | {"scale_start_index": 0, "original_shape": (5, 2, 16)}),
     "fp4.e4m3": (fp4.e4m3, lambda: {"x": torch.ones(4)}),
     "fp4.e2m1": (fp4.e2m1, lambda: {"x": torch.ones(4)}),
@@ -104,21 +99,6 @@ GOOD: dict[str, tuple[Any, Any]] = {
         fp4.store, lambda: {"x": torch.ones(5, 2, 16), "out": wrappers.FP4Tensor(**PACKED), "global_scale": 2.0}),
     "fp4.load": (fp4.load, lambda: {"t": wrappers.FP4Tensor(**PACKED), "global_scale": 2.0}),
     "fp4.deinterleave_v_scales": (fp4.deinterleave_v_scales, lambda: {"scales": torch.ones(2, 8, 4)}),
-    "packbits": (wrappers.packbits, lambda: {"x": torch.ones(9), "bitorder": "little"}),
-    "segment_packbits": (
-        wrappers.segment_packbits,
-        lambda: {"x": torch.ones(9), "indptr": torch.tensor([0, 4, 9], dtype=torch.int32), "bitorder": "little"}),
-    "merge_state": (wrappers.merge_state, lambda: states("v_a", "s_a") | states("v_b", "s_b")),
-    "merge_state_in_place": (
-        wrappers.merge_state_in_place,
-        lambda: states("v", "s") | states("v_other", "s_other") | {"mask": torch.ones(3) > 0}),
-    "merge_states": (wrappers.merge_states, lambda: {"v": torch.ones(3, 4, 2, 8), "s": torch.ones(3, 4, 2)}),
-    "get_seq_lens": (
-        wrappers.get_seq_lens, lambda: {n: TABLES[n] for n in ("kv_indptr", "kv_last_page_len")} | {"page_size": 4}),
-    "get_batch_indices_positions": (
-        wrappers.get_batch_indices_positions,
-        lambda: {"append_indptr": TABLES["kv_indptr"], "seq_lens": TABLES["kv_last_page_len"], "nnz": 5}
-        | {n: torch.zeros(5, dtype=torch.int32) for n in ("batch_indices", "positions")}),
     "append": (wrappers.append_paged_kv_cache, lambda: TABLES | APPENDED | {
         "paged_kv_cache": (torch.ones(6, 4, 2, 16).bfloat16(), torch.ones(6, 4, 2, 16).bfloat16())}),
     "append, quantised": (wrappers.nvfp4_quantize_append_paged_kv_cache, lambda: TABLES | APPENDED | {
@@ -131,8 +111,19 @@ GOOD: dict[str, tuple[Any, Any]] = {
         "paged_kv_cache": (torch.ones(6, 4, 2, 8).byte(), torch.ones(6, 4, 2, 8).byte()),
         "kv_cache_sf": (torch.ones(6, 4, 2, 1).to(E4M3), torch.ones(6, 4, 2, 1).to(E4M3)),
         "k_scale": 0.5, "v_scale": 0.5}),
-    **{name: (getattr(wrappers, name), partial(rope_calls.good_call, name)) for name in rope.__all__},
 }  # fmt: skip
+ELSEWHERE = {
+    wrappers.bind, wrappers.single_decode_with_kv_cache,
+    wrappers.xqa_batch_decode_with_kv_cache, wrappers.trtllm_fmha_v2_prefill,  # test_engines.py
+    wrappers.persistent_topk, wrappers.cooperative_topk,  # test_engines.py
+    *(getattr(wrappers, name) for name in cache_write.__all__),  # test_append_qkv_refusals.py
+    *(getattr(wrappers, name) for name in flash_attn.__all__),  # test_refusals.py
+    wrappers.single_prefill_with_kv_cache, wrappers.single_prefill_with_kv_cache_return_lse,  # test_refusals.py
+}  # fmt: skip
+_SHOWN = ELSEWHERE | {function for function, _ in FORMS_OF_CALLS.values()}
+GOOD = FORMS_OF_CALLS | {
+    row.name: (row.function, partial(good_calls.inputs_of, row.name)) for row in FUNCTIONS if row.function not in _SHOWN
+}
 
 
 # ---- bad values, by the kind of an argument
@@ -430,14 +421,8 @@ def test_one_bad_argument(name, argument):
 
 def test_every_public_function_is_called():
     called = {function for function, _ in GOOD.values()}
-    others = {wrappers.Explanation, wrappers.TopKTieBreak, wrappers.bind, wrappers.single_decode_with_kv_cache}
-    others |= {wrappers.xqa_batch_decode_with_kv_cache, wrappers.trtllm_fmha_v2_prefill}  # test_engines.py
-    others |= {wrappers.persistent_topk, wrappers.cooperative_topk}  # test_engines.py
-    single = {wrappers.single_prefill_with_kv_cache, wrappers.single_prefill_with_kv_cache_return_lse}
-    others |= {getattr(wrappers, name) for name in cache_write.__all__}  # test_append_qkv_refusals.py
-    others |= {getattr(wrappers, name) for name in flash_attn.__all__}  # test_refusals.py
-    classes = {getattr(wrappers, name) for name in wrappers.flashinfer.wrapper_classes.__all__}
-    others |= single | classes  # test_refusals.py
+    others = ELSEWHERE | {wrappers.Explanation, wrappers.TopKTieBreak}
+    others |= {getattr(wrappers, name) for name in wrappers.flashinfer.wrapper_classes.__all__}  # test_refusals.py
     assert {getattr(wrappers, name) for name in wrappers.__all__} - others <= called
     plain = {f for n, f in vars(fp4).items() if inspect.isfunction(f) and f.__module__ == fp4.__name__ and n[0] != "_"}
     parts = {fp4.nvfp4_quantize, fp4.quantizable, fp4.nvfp4_dequantize, fp4.dequantizable}  # of two in `wrappers`

@@ -15,18 +15,17 @@ from bench.cases import topk as topk_cases
 from cute_kernels import archs, manifest
 from cute_kernels.attention import dispatch
 from cute_kernels.cache_write import dispatch as cache_dispatch
+from cute_kernels.merge_states import dispatch as merge_dispatch
 from cute_kernels.topk import dispatch as topk_dispatch
 from tests.host.test_signatures import same
 from tests.support.fake_machine import FakeMachine
 from tests.support.good_calls import NAMES, inputs_of
 from wrappers import explain
-from wrappers.flashinfer import cascade, quantization, rope
-from wrappers.flashinfer import wrapper_classes as prefill
 from wrappers.host import machine
-from wrappers.own import append_qkv as cache_write_api
-from wrappers.own.registry import CACHE_WRITE, FUNCTIONS
+from wrappers.own.registry import ATTENTION, FUNCTIONS, QUANTIZATION, TOP_K, row_of
 
-WRITES = [row.function.__name__ for row in FUNCTIONS if row.family == CACHE_WRITE]
+WRITES = [row.name for row in FUNCTIONS if row.make is not None and row.family not in (ATTENTION, TOP_K)]
+REFUSE_GRAD = [name for name in NAMES if row_of(getattr(wrappers, name)).family != QUANTIZATION]
 
 
 def cases_of(name):
@@ -56,7 +55,7 @@ def changed(name, change):
     """A good call, the first tensor of which is another."""
     inputs = inputs_of(name)
     first = "k" if name == "append_qkv" else next(iter(inspect.signature(getattr(wrappers, name)).parameters))
-    first = first if first in inputs else next(iter(inputs))
+    first = "query" if first == "positions" else first if first in inputs else next(iter(inputs))
     if isinstance(inputs[first], tuple):
         return inputs | {first: (change(inputs[first][0]), *inputs[first][1:])}
     return inputs | {first: change(inputs[first])}
@@ -65,15 +64,6 @@ def changed(name, change):
 def untouched(inputs):
     """Copies of the tensors of a call."""
     return [t.clone() for t in tree_leaves(inputs) if isinstance(t, torch.Tensor)]
-
-
-def test_every_public_function_is_explained():
-    others = {"Explanation", "FP4Tensor", "TopKTieBreak", "bind", "explain", "nvfp4_dequantize", "nvfp4_quantize"}
-    others |= {*quantization.__all__, "get_seq_lens", "get_batch_indices_positions"}  # plain torch
-    others |= {*cascade.__all__, *rope.__all__}  # one kernel per type
-    others |= {*prefill.__all__, *cache_write_api.__all__} - {"append_qkv"}  # classes
-    assert set(wrappers.__all__) - others == set(NAMES)
-    assert all(getattr(wrappers, name) is row.function for name, row in zip(NAMES, FUNCTIONS, strict=True))
 
 
 @pytest.mark.parametrize("name, arch", [*product(NAMES, archs.NAMES)][::2])
@@ -99,7 +89,7 @@ def test_what_is_said_is_what_runs(name, arch):
         ran.clear()
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", REFUSE_GRAD)
 def test_a_call_that_requires_grad_is_explained_as_it_is_made(name):
     inputs = changed(name, lambda t: t.clone().requires_grad_())
     with pytest.raises(RuntimeError) as expected:
@@ -128,7 +118,8 @@ def test_an_architecture_without_kernels(name):
 @pytest.mark.parametrize("name", NAMES)
 def test_bad_arguments_are_refused_as_the_function_does(name):
     inputs = inputs_of(name)
-    for change in (changed(name, lambda t: None), changed(name, torch.Tensor.double), {"unknown": 1}):
+    other = torch.Tensor.double if name in REFUSE_GRAD else torch.Tensor.int
+    for change in (changed(name, lambda t: None), changed(name, other), {"unknown": 1}):
         with pytest.raises(TypeError) as expected:
             getattr(wrappers, name)(**inputs | change)
         for arch in (None, "sm_90a"):
@@ -176,9 +167,10 @@ def test_arguments_of_another_function_than_the_default_are_told_so():
         explain(*(inputs[name] for name in names[:3]), function=wrappers.trtllm_batch_decode_with_kv_cache)
 
 
-def test_other_functions_are_refused():
-    with pytest.raises(TypeError, match="^function: nvfp4_quantize, must be one of trtllm_batch_context.*, top_k,"):
-        explain(torch.zeros(1, 16), function=wrappers.nvfp4_quantize)
+def test_rows_that_no_kernel_quantises_are_quantised_by_torch():
+    x = torch.zeros(1, 16)
+    for rows, runs in ((x, "reference (torch)"), (x.half(), "cache_write.rows fp16_nvfp4_append")):
+        assert explain(rows, function=wrappers.nvfp4_quantize, arch="sm_90a").runs == runs
 
 
 def test_sms_decide_what_top_k_runs():
@@ -219,7 +211,9 @@ def test_where_a_kernel_is_found(monkeypatch, tmp_path, name):
     assert everything.endswith("to build all kernels that are shipped: python -m cute_kernels build --arch sm_90a")
     assert one.endswith(f"to build this one: python -m cute_kernels build --arch sm_90a --only {label}")
     op, kernel = said.runs.split()
-    shipped = [row for family in (dispatch, topk_dispatch, cache_dispatch) for row in family.shipped("sm_90a")]
+    shipped = [
+        row for family in (dispatch, topk_dispatch, cache_dispatch, merge_dispatch) for row in family.shipped("sm_90a")
+    ]
     (spec,) = (spec for other, spec in shipped if (other, spec.name) == (op, kernel))
     tools = {"dsl": "0", "cuda": "0", "settings": {}}
     entry = {"op": op, "spec": manifest.to_json(spec), "key": manifest.key(op, spec, "sm_90a", tools)}

@@ -27,7 +27,7 @@ from wrappers import (
 )
 from wrappers.attention import call, op
 from wrappers.flash_attn import append as flash_attn_append
-from wrappers.flashinfer import rope, values
+from wrappers.flashinfer import values
 from wrappers.topk import op as topk_op
 
 # ---- the counts themselves
@@ -143,7 +143,7 @@ def rows(function, kind):
 def rotation(name):
     """Rows of one packed tensor that a RoPE function rotates."""
     inputs = rope_calls.good_call(name)
-    return lambda: getattr(rope, name)(**inputs)
+    return lambda: getattr(wrappers, name)(**inputs)
 
 
 def merge(name):
@@ -186,8 +186,8 @@ PLANNED = {
     "apply_rope": (partial(rotation, "apply_rope"), Work(41, 5)),
     "apply_rope_pos_ids_inplace": (partial(rotation, "apply_rope_pos_ids_inplace"), Work(38, 3)),
     "rope_quantize_fp8": (partial(rotation, "rope_quantize_fp8"), Work(89, 8)),
-    "merge_states": (partial(merge, "merge-states-n64-s4-h32-d128"), Work(6, 2)),
-    "merge_state": (partial(merge, "merge-state-n64-h32-d128"), Work(6, 2)),
+    "merge_states": (partial(merge, "merge-states-n64-s4-h32-d128"), Work(7, 2)),
+    "merge_state": (partial(merge, "merge-state-n64-h32-d128"), Work(7, 2)),
     "merge_state_in_place": (merge_in_place, Work(7, 0)),
 }
 

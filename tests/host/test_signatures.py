@@ -9,15 +9,14 @@ import torch
 
 import wrappers
 from bench.cases import attention as cases
-from tests.support.good_calls import NAMES, PLAIN, inputs_of
+from tests.support.good_calls import PLAIN, inputs_of
 from wrappers import trtllm_batch_context_with_kv_cache as context
 from wrappers import trtllm_batch_decode_with_kv_cache as decode
 from wrappers import xqa
-from wrappers.flashinfer import rope
+from wrappers.own import registry
 
-FUNCTIONS = [
-    name for name in (*NAMES, *rope.__all__) if name != "single_prefill_with_kv_cache_return_lse"
-]  # that one has no positions of its own
+FUNCTIONS = [row.name for row in registry.FUNCTIONS]
+FUNCTIONS.remove("single_prefill_with_kv_cache_return_lse")  # it has no positions of its own
 
 
 def results(function, args, kwargs):

@@ -1,5 +1,6 @@
-"""A good call of every public function in `wrappers.own.registry`, and of the RoPE functions."""
+"""A good call of every public function in `wrappers.own.registry`, through which many tests find it."""
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -12,10 +13,10 @@ from tests.engines.test_engines import as_fmha, as_persistent, as_xqa_batch
 from tests.support import rope_calls
 from tests.support.flash_attn_batches import good_call
 from wrappers import KVCacheTarget
-from wrappers.flashinfer import rope
 from wrappers.own.registry import FUNCTIONS
 
-NAMES = [row.function.__name__ for row in FUNCTIONS]
+NAMES = [row.name for row in FUNCTIONS if row.make is not None]  # functions with a kernel
+BOUND = [row.name for row in FUNCTIONS if row.make is not None and row.binds]
 PLAIN = replace(cases.EDGE["plain"], q_lens=(1, 2), kv_lens=(9, 40))
 
 
@@ -41,14 +42,46 @@ def appended(function: str) -> dict[str, Any]:
     return given | {"paged_kv_cache": codes, "kv_cache_sf": factors, "k_scale": 0.5, "v_scale": 2.0}
 
 
+def single(tokens: slice | int) -> dict[str, Any]:
+    """Queries, keys and values of one request."""
+    q, k, v = torch.randn(3, 40, 4, 64, generator=torch.Generator().manual_seed(0)).bfloat16()
+    return {"q": q[tokens], "k": k[:, :2], "v": v[:, :2]}
+
+
+def states(v: str, s: str) -> dict[str, torch.Tensor]:
+    """A state of attention, under these names."""
+    return {v: torch.ones(3, 2, 8), s: torch.ones(3, 2)}
+
+
+GOOD: dict[str, Callable[[], dict[str, Any]]] = {
+    "get_seq_lens": lambda: {"kv_indptr": ints(0, 2, 2, 5), "kv_last_page_len": ints(3, 0, 1), "page_size": 4},
+    "get_batch_indices_positions": lambda: {
+        "append_indptr": ints(0, 2, 2, 5), "seq_lens": ints(3, 0, 1), "nnz": 5,
+        "batch_indices": torch.zeros(5, dtype=torch.int32), "positions": torch.zeros(5, dtype=torch.int32)},
+    "merge_state": lambda: states("v_a", "s_a") | states("v_b", "s_b"),
+    "merge_state_in_place": lambda: states("v", "s") | states("v_other", "s_other") | {"mask": torch.ones(3) > 0},
+    "merge_states": lambda: {"v": torch.ones(3, 4, 2, 8), "s": torch.ones(3, 4, 2)},
+    "nvfp4_quantize": lambda: {"x": torch.ones(4, 64).bfloat16(), "global_scale": 2.0},
+    "nvfp4_dequantize": lambda: {
+        "data": torch.ones(4, 32, dtype=torch.uint8), "scales": torch.ones(4, 4).to(torch.float8_e4m3fn),
+        "global_scale": 2.0},
+    "packbits": lambda: {"x": torch.ones(9), "bitorder": "little"},
+    "segment_packbits": lambda: {"x": torch.ones(9), "indptr": ints(0, 4, 9), "bitorder": "little"},
+    "single_decode_with_kv_cache": lambda: single(5),
+    "single_prefill_with_kv_cache": lambda: single(slice(5)) | {"causal": True},
+    "single_prefill_with_kv_cache_return_lse": lambda: single(slice(5)) | {"causal": True},
+    "xqa": lambda: xqa_inputs()[0],
+}  # fmt: skip
+
+
 def inputs_of(function: str) -> dict[str, Any]:
-    """Keyword arguments of a good call."""
-    if function == "xqa":
-        return xqa_inputs()[0]
-    if "append" in function and function not in rope.__all__:
-        return appended(function)
-    if function in rope.__all__:
+    """Keyword arguments of a good call, made anew."""
+    if function in GOOD:
+        return GOOD[function]()
+    if function in rope_calls.NAMES:
         return rope_calls.good_call(function)
+    if "append" in function:
+        return appended(function)
     if function in topk_cases.FUNCTIONS:
         return topk_cases.make_inputs(topk_cases.PLAIN[function])
     if function.startswith("flash_attn"):
@@ -57,12 +90,6 @@ def inputs_of(function: str) -> dict[str, Any]:
         return as_persistent(topk_cases.make_inputs(topk_cases.PLAIN["top_k_ragged_transform"]))
     if function == "trtllm_fmha_v2_prefill":
         return as_fmha(cases.make_inputs(replace(PLAIN, cache="stacked", lse=False)))
-    if function.startswith("single_prefill_with_kv_cache"):
-        q, k, v = torch.randn(3, 40, 4, 64, generator=torch.Generator().manual_seed(0)).bfloat16()
-        return {"q": q[:5], "k": k[:, :2], "v": v[:, :2], "causal": True}
-    if function == "single_decode_with_kv_cache":
-        q, k, v = torch.randn(3, 40, 4, 64, generator=torch.Generator().manual_seed(0)).bfloat16()
-        return {"q": q[5], "k": k[:, :2], "v": v[:, :2]}
     inputs = cases.make_inputs(PLAIN)
     if function == "xqa_batch_decode_with_kv_cache":
         return as_xqa_batch(inputs)

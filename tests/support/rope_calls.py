@@ -4,15 +4,16 @@ from typing import Any
 
 import torch
 
-from wrappers.flashinfer import rope
+from wrappers.flashinfer import rope, rope_quantize
 
+NAMES = (*rope.__all__, *rope_quantize.__all__)
 TOKENS, HEADS, KV_HEADS, DIM, ROTATED = 5, 3, 2, 48, 32
 PAGE_SIZE, PAGES = 16, 3
 
 
 def good_call(name: str, dtype: torch.dtype = torch.bfloat16) -> dict[str, Any]:
     """Return keyword arguments. Q and K are views of one packed tensor; the functions that quantise get all outputs."""
-    assert name in rope.__all__
+    assert name in NAMES
     gen = torch.Generator().manual_seed(0)
 
     def rows(heads: int, dim: int = DIM) -> torch.Tensor:

@@ -3,47 +3,17 @@
 It takes an attention call field by field, with its outputs given. `serve` is the last step of all signatures.
 """
 
-from typing import Any, get_type_hints
+from typing import Any
 
 import torch
 
 from .. import fp4
+from ..host import schema
 from ..host.checks import check_strided
-from ..host.plain import fake_of, known, no_backward, write
+from ..host.plain import no_backward
 from ..host.scalars import split_scale
 from . import checks, plan
 from .call import SEPARATE, AttentionCall, Rope, SequenceBatch, listed_sequences, new_sequences
-
-NAME = "cute_kernels::attention"
-TYPES = {  # of a field of AttentionCall -> of the operator's argument
-    str: "str", float: "float", float | None: "float?", int: "SymInt", bool: "bool", bool | None: "bool?",
-    torch.Tensor: "Tensor", torch.Tensor | None: "Tensor?", Rope | None: "float[]?",
-}  # fmt: skip
-TABLES = ("page_table", "kv_lens", "cu_seqlens_q", "kv_starts", "form")  # fields of SequenceBatch
-WRITTEN = {  # fields that become other arguments
-    "out": "Tensor(a!) out, Tensor(b!)? out_block_scales, SymInt out_block_start",
-    "lse": "Tensor(c!)? lse",
-}
-LEFT_OUT = ("requests", "return_lse", "out_dtype")  # the first one's fields are arguments; outputs are given
-
-
-def _schema() -> str:
-    """Return the operator's schema, from the fields of `AttentionCall`."""
-    arguments = []
-    for field, hint in get_type_hints(AttentionCall).items():
-        if field == "requests":
-            hints = get_type_hints(SequenceBatch)
-            arguments += [f"{TYPES[hints[name]]} {name}" for name in TABLES]
-        if field not in LEFT_OUT:
-            arguments.append(WRITTEN.get(field) or f"{TYPES[hint]} {field}")
-    return f"({', '.join(arguments)}) -> ()"
-
-
-SCHEMA = _schema()
-FIELDS = tuple(argument.split()[-1] for argument in SCHEMA.removesuffix(") -> ()").split(","))
-
-torch.library.define(NAME, SCHEMA, tags=torch.Tag.pt2_compliant_tag)
-
 
 _is_grad_enabled, _uint8 = torch.is_grad_enabled, torch.uint8  # module globals: each saves a look-up, 20 ns
 
@@ -82,10 +52,9 @@ def refuse_grad(call: AttentionCall) -> None:
             raise no_backward(checks.names_of(call)(field))
 
 
-@torch.library.impl(NAME, ("cpu", "cuda"))
 def _run(*flat: Any) -> None:
-    given = dict(zip(FIELDS, flat, strict=True))
-    table, lens, offsets, starts, form = (given.pop(name) for name in TABLES)
+    given = dict(zip(OPERATOR.fields, flat, strict=True))
+    table, lens, offsets, starts, form = (given.pop(name) for name in _TABLES)
     if form == "table":
         requests = new_sequences(table, lens, offsets, SEPARATE)
     else:
@@ -108,9 +77,6 @@ def _read_scales(call: AttentionCall) -> AttentionCall:
     return call
 
 
-torch.library.register_fake(NAME)(fake_of(NAME))
-
-
 def trace(call: AttentionCall) -> Any:
     """Record a call: check what the operator would not see, allocate the outputs, then call the operator."""
     checks.scalars(call)
@@ -121,6 +87,17 @@ def trace(call: AttentionCall) -> Any:
     given = call._asdict() | call.requests._asdict() | {"out": out.data if packed else out, "lse": lse}
     given |= {"out_block_scales": out.scale if packed else None}
     given |= {"out_block_start": out.scale_start_index if packed else 0}
-    given |= known(given, "causal", "interleaved", "enable_pdl")
-    write(torch.ops.cute_kernels.attention.default, **{name: given[name] for name in FIELDS})
+    OPERATOR.record(given)
     return (out, lse) if call.return_lse else out
+
+
+_REQUESTS = schema.arguments(SequenceBatch, batch="", shape_id="", unsigned="")
+_TABLES = tuple(argument.split()[-1] for argument in _REQUESTS)
+OPERATOR = schema.define(
+    "attention",
+    schema.arguments(
+        AttentionCall, ("lse",), requests=", ".join(_REQUESTS), return_lse="", out_dtype="", rope="float[]? rope",
+        out="Tensor(out!) out, Tensor(out_block_scales!)? out_block_scales, SymInt out_block_start",
+    ),
+    _run,
+)  # fmt: skip

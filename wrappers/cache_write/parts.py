@@ -41,9 +41,13 @@ def joined(rope: torch.Tensor, nope: torch.Tensor) -> torch.Tensor | None:
     return rope.as_strided((*rope.shape[:-1], rope.shape[-1] + nope.shape[-1]), rope.stride())
 
 
-def serve_parts(call: CacheWriteCall, rope: Operands, nope: Operands | None) -> None:
-    """Rotate and write the parts `rope` of all rows, and write the parts `nope`: in one launch if they lie behind each
-    other in every operand, else in two. call: everything but the operands; V is written with the rotated parts."""
+def calls_of(
+    call: CacheWriteCall, rope: Operands, nope: Operands | None
+) -> tuple[CacheWriteCall, CacheWriteCall | None]:
+    """Return the call that rotates and writes the parts `rope` of all rows, and the one that writes the parts `nope`.
+
+    The first one writes both, and the second one is None, if they lie behind each other in every operand. call:
+    everything but the operands; V is written with the rotated parts."""
     whole = rope
     if nope is not None and rope.q.shape[2] + nope.q.shape[2] <= MAX_TRANSFORMED:
         found = [joined(*parts) for parts in zip(rope, nope)]
@@ -51,15 +55,20 @@ def serve_parts(call: CacheWriteCall, rope: Operands, nope: Operands | None) -> 
             whole, nope = Operands(*found), None  # type: ignore[arg-type]
     first = _of(call, whole)
     if nope is None:
-        serve(first)
-        return
+        return first, None
     rest = call.transform._replace(rope_table=None, rope=0, rope_positions=None)  # type: ignore[union-attr]
-    second = _of(call._replace(function=call.function + NOPE, v=None, transform=rest), nope)
-    validate(second)  # before the first is written
-    if not traced(whole.q_out):
-        _check_apart(first, second)
+    return first, _of(call._replace(function=call.function + NOPE, v=None, transform=rest), nope)
+
+
+def serve_parts(first: CacheWriteCall, second: CacheWriteCall | None) -> None:
+    """Run the calls of `calls_of`."""
+    if second is not None:
+        validate(second)  # before the first is written
+        if not traced(first.transform.q_out):  # type: ignore[union-attr]
+            _check_apart(first, second)
     serve(first)
-    serve(second)
+    if second is not None:
+        serve(second)
 
 
 def _check_apart(first: CacheWriteCall, second: CacheWriteCall) -> None:

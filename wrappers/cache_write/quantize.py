@@ -59,10 +59,15 @@ def nvfp4_quantize(x: torch.Tensor, global_scale: float | torch.Tensor = 1.0) ->
     >>> nvfp4_dequantize(data, scales).tolist()[:8]  # 15 / 6 is a scale factor
     [0.0, 1.25, 2.5, 2.5, 3.75, 5.0, 5.0, 7.5]
     """
-    scale = fp4.quantizable(x, global_scale)
+    call = quantize_call(x, global_scale)
     if x.dtype not in DTYPES or not x.numel() or traced(x):
-        return fp4.nvfp4_quantize(x, scale)
-    return run(QUANTIZE, QuantizeCall(x.detach() if x.requires_grad else x, scale))
+        return fp4.nvfp4_quantize(*call)
+    return run(QUANTIZE, call._replace(x=x.detach()) if x.requires_grad else call)
+
+
+def quantize_call(x: Any, global_scale: Any) -> QuantizeCall:
+    """Return the call of `nvfp4_quantize`, after a check."""
+    return QuantizeCall(x, fp4.quantizable(x, global_scale))
 
 
 def nvfp4_dequantize(
@@ -79,10 +84,22 @@ def nvfp4_dequantize(
     >>> nvfp4_dequantize(torch.tensor([0x72] * 8, dtype=torch.uint8), torch.ones(1).to(torch.float8_e4m3fn))[:2]
     tensor([1., 6.])
     """
-    scales, scale = fp4.dequantizable(data, scales, global_scale)
-    if not data.numel() or traced(data) or traced(scales):
-        return fp4.nvfp4_dequantize(data, scales, scale)
-    return run(DEQUANTIZE, DequantizeCall(data, scales.detach() if scales.requires_grad else scales, scale))
+    call = dequantize_call(data, scales, global_scale)
+    if not data.numel() or traced(data) or traced(call.scales):
+        return fp4.nvfp4_dequantize(*call)
+    return run(DEQUANTIZE, call._replace(scales=call.scales.detach()) if call.scales.requires_grad else call)
+
+
+def dequantize_call(data: Any, scales: Any, global_scale: Any) -> DequantizeCall:
+    """Return the call of `nvfp4_dequantize`, after a check."""
+    return DequantizeCall(data, *fp4.dequantizable(data, scales, global_scale))
+
+
+def request_of(call: QuantizeCall | DequantizeCall) -> CacheWriteRequest:
+    """Return the request for the kernel of a call; the dtype of its x is one of `DTYPES`."""
+    if isinstance(call, DequantizeCall):
+        return CacheWriteRequest("nvfp4", "fp32")
+    return CacheWriteRequest(DTYPES[call.x.dtype], "nvfp4", False, call.x.shape[-1])
 
 
 def quantize_plan(call: QuantizeCall, device_info: tuple[str, int]) -> QuantizePlan:
@@ -90,7 +107,7 @@ def quantize_plan(call: QuantizeCall, device_info: tuple[str, int]) -> QuantizeP
     x, dim = call.x, call.x.shape[-1]
     count, heads = x.numel() // dim, x.shape[-2] if x.ndim > 2 else ROWS_PER_TOKEN
     shape = (count // heads, heads, dim) if count % heads == 0 else (count, 1, dim)
-    fn, spec = select(dispatch, CacheWriteRequest(DTYPES[x.dtype], "nvfp4", False, dim), device_info[0], "x")
+    fn, spec = select(dispatch, request_of(call), device_info[0], "x")
     lanes, empty = rows.lanes(dim, spec.elements), partial(machine.current.empty, x.device)
     none, scales = empty(torch.int32), empty(torch.float32)
     values = dict.fromkeys(fields(spec), none) | dict(
@@ -118,7 +135,7 @@ def bind_quantize(plan: QuantizePlan, call: QuantizeCall) -> tuple[list[Any], tu
 
 def dequantize_plan(call: DequantizeCall, device_info: tuple[str, int]) -> RowsPlan:
     """Return the plan of all codes on a device. Raises NotImplementedError if no kernel serves them."""
-    fn, spec = select(dispatch, CacheWriteRequest("nvfp4", "fp32"), device_info[0], "data")
+    fn, spec = select(dispatch, request_of(call), device_info[0], "data")
     empty = machine.current.empty(call.data.device, torch.float32)
     values = dict.fromkeys(fields(spec)) | dict(enable_pdl=1, k_scale=1.0, k_scale_ptr=empty)
     flat, at = arranged(spec, values)

@@ -15,6 +15,8 @@ All functions raise before anything is written: TypeError for a type or dtype, V
 RuntimeError for a tensor that requires grad, in grad mode, NotImplementedError for a GPU without kernels.
 """
 
+from typing import Any
+
 import torch
 
 from ..merge.checks import IN_PLACE, PAIR, STATES, MergeCall
@@ -35,7 +37,12 @@ def merge_state(
     >>> merge_state(a, torch.tensor([[0.0]]), b, torch.tensor([[3.0]]).log2())
     (tensor([[[4., 4.]]]), tensor([[2.]]))
     """
-    return serve(MergeCall(PAIR, v_a, s_a, v_b, s_b))
+    return serve(pair_call(v_a, s_a, v_b, s_b))
+
+
+def pair_call(v_a: Any, s_a: Any, v_b: Any, s_b: Any) -> MergeCall:
+    """Return the call of `merge_state`."""
+    return MergeCall(PAIR, v_a, s_a, v_b, s_b)
 
 
 def merge_state_in_place(
@@ -52,7 +59,12 @@ def merge_state_in_place(
     >>> v, s
     (tensor([[[1., 1.]]]), tensor([[0.]]))
     """
-    serve(MergeCall(IN_PLACE, v, s, v_other, s_other, mask))
+    serve(in_place_call(v, s, v_other, s_other, mask))
+
+
+def in_place_call(v: Any, s: Any, v_other: Any, s_other: Any, mask: Any) -> MergeCall:
+    """Return the call of `merge_state_in_place`."""
+    return MergeCall(IN_PLACE, v, s, v_other, s_other, mask)
 
 
 def merge_states(v: torch.Tensor, s: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -66,4 +78,9 @@ def merge_states(v: torch.Tensor, s: torch.Tensor) -> tuple[torch.Tensor, torch.
     >>> merge_states(torch.tensor([1.0, 2.0, 6.0]).view(1, 3, 1, 1), torch.zeros(1, 3, 1))[0]
     tensor([[[3.]]])
     """
-    return serve(MergeCall(STATES, v, s))
+    return serve(states_call(v, s))
+
+
+def states_call(v: Any, s: Any) -> MergeCall:
+    """Return the call of `merge_states`."""
+    return MergeCall(STATES, v, s)

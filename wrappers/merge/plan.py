@@ -58,6 +58,12 @@ def key_of(call: MergeCall) -> tuple[Any, ...]:
     )  # fmt: skip
 
 
+def request_of(call: MergeCall) -> MergeRequest:
+    """Return the request for the kernel of a valid call."""
+    tokens, heads = call.v.shape[0], call.v.shape[-2]
+    return MergeRequest(DTYPES[call.v.dtype], call.function != STATES, tokens * heads)
+
+
 def plan_for(call: MergeCall, device_info: tuple[str, int]) -> MergePlan | None:
     """Return the plan of a valid call for a device's (architecture, SM count), None if there are no elements.
 
@@ -67,7 +73,7 @@ def plan_for(call: MergeCall, device_info: tuple[str, int]) -> MergePlan | None:
     if not v.numel():
         return None
     tokens, (heads, dim), tensors = v.shape[0], v.shape[-2:], (*call[_STATES], call.mask)
-    fn, spec = select(dispatch, MergeRequest(DTYPES[v.dtype], is_pair, tokens * heads), device_info[0])
+    fn, spec = select(dispatch, request_of(call), device_info[0])
     lanes = rows.lanes(dim, spec.elements)
     values: dict[str, Any] = dict.fromkeys(fields(spec)) | {"lanes_log2": lanes.bit_length() - 1, "enable_pdl": 1}
     if is_pair:

@@ -28,8 +28,9 @@ def bind(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 
     args, kwargs: the arguments of the call. function: a public function of attention, of top-k, or one that appends
     rows to a cache.
-    Raises TypeError for another function; NotImplementedError for flash_attn_with_kvcache with k, which has two
-    launches, or with cache_leftpad, of which the host makes a table at each call. No other library has this function.
+    Raises TypeError for a function that is not public; NotImplementedError for a public one of which no tensor stays
+    from call to call (`apply_rope`, `merge_state`), for flash_attn_with_kvcache with k, which has two launches, or with
+    cache_leftpad, of which the host makes a table at each call. No other library has this function.
 
     >>> q, cache = torch.randn(2, 8, 64).half(), torch.randn(3, 2, 2, 16, 64).half()  # 3 pages of 16 rows
     >>> table, lens = torch.tensor([[2, 0], [1, -1]]).int(), torch.tensor([20, 9]).int()
@@ -37,7 +38,8 @@ def bind(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     >>> layer.run(q + 1.0).shape
     torch.Size([2, 8, 64])
     """
-    row, made = row_of(function), made_by(function, *args, **kwargs)
+    row = row_of(function, "bind", binds=True)
+    made = made_by(function, *args, **kwargs)
     if row.family == TOP_K:
         return BoundTopK(made)
     given = arguments_of(function, *args, **kwargs)

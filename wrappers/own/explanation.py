@@ -11,6 +11,7 @@ from cute_kernels import archs
 from cute_kernels.attention import dispatch
 from cute_kernels.cache_write import dispatch as cache_dispatch
 from cute_kernels.cache_write.request import CacheWriteRequest
+from cute_kernels.merge_states import dispatch as merge_dispatch
 from cute_kernels.topk import dispatch as topk_dispatch
 
 from ..attention import checks, plan
@@ -18,16 +19,20 @@ from ..attention import op as attention_op
 from ..attention.call import AttentionCall
 from ..cache_write import checks as cache_checks
 from ..cache_write import plan as cache_plan
+from ..cache_write import quantize
 from ..cache_write.call import CacheWriteCall
 from ..flashinfer.trtllm import trtllm_batch_context_with_kv_cache
 from ..host import machine, runtime
 from ..host.checks import check_integer
 from ..host.scalars import integer
+from ..merge import checks as merge_checks
+from ..merge import plan as merge_plan
+from ..merge.checks import MergeCall
 from ..topk import checks as topk_checks
 from ..topk import op as topk_op
 from ..topk import plan as topk_plan
 from ..topk.checks import TopKCall
-from .registry import ATTENTION, CACHE_WRITE, TOP_K, call_of, row_of
+from .registry import ATTENTION, CACHE_WRITE, MERGING, QUANTIZATION, TOP_K, call_of, row_of
 
 
 @dataclass(frozen=True)
@@ -62,8 +67,8 @@ def explain(
     nothing. torch operations that the function does before its kernel do run: xqa's product of two scale tensors,
     copies of a mask with gaps and of two-dimensional seq_lens.
 
-    args, kwargs: the arguments of the call. function: the function that is called, of attention, top-k or appending to
-    caches. The answer for flash_attn_with_kvcache is that of its attention.
+    args, kwargs: the arguments of the call. function: the function that is called, any public one with a kernel. The
+    answer for flash_attn_with_kvcache is that of its attention.
     arch, sms: the GPU's architecture, such as "sm_90a", and its number of SMs, on which top-k's choice depends. With
     arch, the tensors may be on the CPU. None: those of the tensors' device; without such a device, sms is that of an
     H200, B200 or B300. No other library has this function.
@@ -71,8 +76,9 @@ def explain(
     >>> explain(torch.zeros(64, 65536), 2048, function=top_k, arch="sm_90a").runs
     'topk.radix fp32_c2t512_n46080'
     """
+    family = FAMILIES[row_of(function, "explain").family]
     try:
-        asked, family = call_of(function, *args, **kwargs), FAMILIES[row_of(function).family]
+        asked = call_of(function, *args, **kwargs)
     except TypeError as error:
         if function is trtllm_batch_context_with_kv_cache and " missing " in str(error):
             raise TypeError(f"{error}; function= names another function than this, the default") from None
@@ -96,6 +102,8 @@ def explain(
     answers = family.answers(asked, arch, sms)
     refused = tuple((op, str(reason)) for op, reason in dispatch.refusals(answers))
     for op, spec, reason in answers:
+        if reason is None and spec is None:
+            return Explanation(op, refused)
         if reason is None:
             return Explanation(f"{op} {spec.name}", refused, runtime.where(op, spec, arch))
     return Explanation(None, refused)
@@ -105,7 +113,8 @@ class ExplainedFamily(NamedTuple):
     """The answers of a family to `explain`.
 
     kernels: its ops. reference: what runs without a GPU. checked: call -> the call after a check, and its device.
-    answers: (call, arch, SMs) -> (op, spec, reason why it refuses or None) of every op.
+    answers: (call, arch, SMs) -> (op, spec, reason why it refuses or None) of every op. Without a spec, the op is the
+    name of what serves calls that no kernel takes.
     """
 
     kernels: Iterable[str]
@@ -159,8 +168,26 @@ def _cache_write(call: CacheWriteCall, arch: str, sms: int) -> list[tuple[str, A
     return [*cache_dispatch.explain(request, arch)]
 
 
+def _checked_merge(call: MergeCall) -> tuple[MergeCall, torch.device]:
+    merge_checks.validate(call)
+    return call, call.v.device
+
+
+def _merging(call: MergeCall, arch: str, sms: int) -> list[tuple[str, Any, Any]]:
+    return [*merge_dispatch.explain(merge_plan.request_of(call), arch)]
+
+
+def _quantization(call: Any, arch: str, sms: int) -> list[tuple[str, Any, Any]]:
+    if isinstance(call, quantize.QuantizeCall) and call.x.dtype not in quantize.DTYPES:
+        return [(TORCH, None, None)]
+    return [*cache_dispatch.explain(quantize.request_of(call), arch)]
+
+
+TORCH = "reference (torch)"
 FAMILIES = {
     ATTENTION: ExplainedFamily(dispatch.OPS, "reference (torch, fp32)", _checked_attention, _attention),
-    TOP_K: ExplainedFamily(topk_dispatch.KERNELS, "reference (torch)", _checked_top_k, _top_k),
-    CACHE_WRITE: ExplainedFamily(cache_dispatch.KERNELS, "reference (torch)", _checked_cache_write, _cache_write),
+    TOP_K: ExplainedFamily(topk_dispatch.KERNELS, TORCH, _checked_top_k, _top_k),
+    CACHE_WRITE: ExplainedFamily(cache_dispatch.KERNELS, TORCH, _checked_cache_write, _cache_write),
+    MERGING: ExplainedFamily(merge_dispatch.KERNELS, TORCH, _checked_merge, _merging),
+    QUANTIZATION: ExplainedFamily(cache_dispatch.KERNELS, TORCH, lambda call: (call, call[0].device), _quantization),
 }

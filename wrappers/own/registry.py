@@ -1,19 +1,33 @@
-"""The public functions that `explain` and `bind` take: one row each, with the function that makes its call."""
+"""The public functions: one row each, with the function that makes its call. `explain` and `bind` read them here."""
 
 from collections.abc import Callable
+from functools import partial
 from inspect import signature
 from typing import Any, NamedTuple
 
 from ..attention.bound import Reshaping
 from ..attention.call import AttentionCall
+from ..cache_write import quantize as nvfp4
 from ..flash_attn import api as flash_attn
-from ..flashinfer import engines, page, single_decode, topk, trtllm, xqa
+from ..flashinfer import (
+    cascade,
+    engines,
+    page,
+    quantization,
+    rope,
+    rope_quantize,
+    single_decode,
+    topk,
+    trtllm,
+    xqa,
+)
 from ..flashinfer import single_prefill as single
 from ..host.checks import listed
 from ..vllm import topk as vllm_topk
 from . import append_qkv
 
-ATTENTION, TOP_K, CACHE_WRITE = "attention", "top-k", "cache writing"  # families
+ATTENTION, TOP_K, CACHE_WRITE, MERGING = "attention", "top-k", "cache writing", "merging"  # families
+QUANTIZATION, NO_KERNEL = "NVFP4", ""  # likewise; torch operations of no family
 PREFILL, DECODE, FLASH_ATTENTION, SELECTION, CACHES = "prefill", "decode", "flash-attention", "top-k", "caches"
 FAMILY_OF = {  # page of the reference -> the family of its functions
     PREFILL: ATTENTION, DECODE: ATTENTION, FLASH_ATTENTION: ATTENTION, SELECTION: TOP_K, CACHES: CACHE_WRITE,
@@ -24,21 +38,46 @@ class PublicFunction(NamedTuple):
     """A public function, and the way to its call.
 
     make: takes arguments of the function by their names, all that the call depends on, and returns the call unchecked:
-    an `AttentionCall`, a `CachedCall`, a `TopKCall`, or what `cache_write.op.serve` takes. page: where
-    `tools.reference` documents it. reshaping: how its queries and results differ from those of the call, None if they
-    do not. output: its argument that receives the result, if one must be given. The room of its module is the library
-    that has the signature.
+    an `AttentionCall`, a `CachedCall`, a `TopKCall`, a `MergeCall`, or a `CacheWriteCall` with what else is served or
+    returned. None: the function has no kernel. page: where `tools.reference` documents it. reshaping: how its queries
+    and results differ from those of the call, None if they do not. output: its argument that receives the result, if
+    one must be given. kernels: the family of its kernels, None for that of the page. binds: whether `bind` takes it,
+    because arguments stay from call to call. The room of its module is the library that has the signature.
     """
 
     function: Callable[..., Any]
-    make: Callable[..., Any]
+    make: Callable[..., Any] | None
     page: str
     reshaping: Reshaping | None = None
     output: str | None = None
+    kernels: str | None = None
+    binds: bool = True
 
     @property
     def family(self) -> str:
-        return FAMILY_OF[self.page]
+        return FAMILY_OF[self.page] if self.kernels is None else self.kernels
+
+    @property
+    def name(self) -> str:
+        return self.function.__name__
+
+
+def _rotation(function: Callable[..., Any], make: Callable[..., Any], **fixed: Any) -> PublicFunction:
+    """Return the row of a function of RoPE. fixed: arguments of `make` that the function does not have."""
+    return PublicFunction(function, partial(make, **fixed) if fixed else make, CACHES, binds=False)
+
+
+def _merge(function: Callable[..., Any], make: Callable[..., Any]) -> PublicFunction:
+    return PublicFunction(function, make, CACHES, kernels=MERGING, binds=False)
+
+
+def _quantization(function: Callable[..., Any], make: Callable[..., Any]) -> PublicFunction:
+    return PublicFunction(function, make, CACHES, kernels=QUANTIZATION, binds=False)
+
+
+def _in_torch(function: Callable[..., Any]) -> PublicFunction:
+    """Return the row of a function without a kernel."""
+    return PublicFunction(function, None, CACHES, kernels=NO_KERNEL, binds=False)
 
 
 def _return_lse_call(args: Any, kwargs: Any) -> AttentionCall:
@@ -77,16 +116,45 @@ FUNCTIONS: tuple[PublicFunction, ...] = (
     PublicFunction(
         page.nvfp4_quantize_append_paged_kv_cache_with_slot_mapping, page.nvfp4_slots_call, CACHES
     ),
+    _in_torch(page.get_batch_indices_positions),
+    _in_torch(page.get_seq_lens),
+    _rotation(rope.apply_rope, rope.requests_call),
+    _rotation(rope.apply_rope_inplace, rope.requests_call, inplace=True),
+    _rotation(rope.apply_rope_pos_ids, rope.positions_call),
+    _rotation(rope.apply_rope_pos_ids_inplace, rope.positions_call, inplace=True),
+    _rotation(rope.apply_llama31_rope, rope.llama31_requests_call),
+    _rotation(rope.apply_llama31_rope_inplace, rope.llama31_requests_call, inplace=True),
+    _rotation(rope.apply_llama31_rope_pos_ids, rope.llama31_positions_call),
+    _rotation(rope.apply_llama31_rope_pos_ids_inplace, rope.llama31_positions_call, inplace=True),
+    _rotation(rope.apply_rope_with_cos_sin_cache, rope.table_call),
+    _rotation(rope.apply_rope_with_cos_sin_cache_inplace, rope.table_call, inplace=True),
+    _rotation(rope_quantize.rope_quantize_fp8, rope_quantize.quantize_call),
+    _rotation(rope_quantize.rope_quantize_fp8_append_paged_kv_cache, rope_quantize.quantize_append_call),
+    _quantization(nvfp4.nvfp4_quantize, nvfp4.quantize_call),
+    _quantization(nvfp4.nvfp4_dequantize, nvfp4.dequantize_call),
+    _merge(cascade.merge_state, cascade.pair_call),
+    _merge(cascade.merge_state_in_place, cascade.in_place_call),
+    _merge(cascade.merge_states, cascade.states_call),
+    _in_torch(quantization.packbits),
+    _in_torch(quantization.segment_packbits),
 )  # fmt: skip
 
 
-def row_of(function: Any) -> PublicFunction:
-    """Return the row of a public function. Raises TypeError for another one."""
-    for row in FUNCTIONS:
-        if row.function is function:
-            return row
-    names = listed(row.function.__name__ for row in FUNCTIONS)
-    raise TypeError(f"function: {getattr(function, '__name__', repr(function))}, must be one of {names}")
+def row_of(function: Any, asker: str = "", binds: bool = False) -> PublicFunction:
+    """Return the row of a public function. Raises TypeError for another one.
+
+    asker: the function that needs a call; one that has no kernel raises NotImplementedError. binds: whether the call is
+    kept; a function of which no argument stays from call to call raises NotImplementedError, too.
+    """
+    row = next((row for row in FUNCTIONS if row.function is function), None)
+    if row is None:
+        names = listed(row.name for row in FUNCTIONS)
+        raise TypeError(f"function: {getattr(function, '__name__', repr(function))}, must be one of {names}")
+    if asker and (row.make is None or binds and not row.binds):
+        why = "it has torch operations and no kernel" if row.make is None else "it keeps no tensor from call to call"
+        served = listed(row.name for row in FUNCTIONS if row.make is not None and (row.binds or not binds))
+        raise NotImplementedError(f"function: {row.name}, not supported by {asker}: {why}; must be one of {served}")
+    return row
 
 
 def arguments_of(function: Callable[..., Any], *args: Any, **kwargs: Any) -> dict[str, Any]:
@@ -102,16 +170,21 @@ def arguments_of(function: Callable[..., Any], *args: Any, **kwargs: Any) -> dic
 
 def made_by(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Return the call that a public function makes of these arguments, unchecked. Nothing is launched or written."""
-    make, given = row_of(function).make, arguments_of(function, *args, **kwargs)
-    return make(**{name: given[name] for name in signature(make).parameters})
+    make, given = row_of(function, "explain and bind").make, arguments_of(function, *args, **kwargs)
+    assert make is not None
+    taken = signature(make).parameters.values()  # the function lacks those that only other functions give
+    return make(**{p.name: given[p.name] for p in taken if p.name in given or p.kind is not p.KEYWORD_ONLY})
 
 
 def call_of(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Return the `AttentionCall`, `TopKCall` or `CacheWriteCall` of a public function: see `made_by`.
+    """Return the call of a public function, of its family's type: see `made_by`.
 
-    That of flash_attn_with_kvcache is its attention, before new keys are appended.
+    That of flash_attn_with_kvcache is its attention, before new keys are appended. That of a function that writes the
+    parts of rows in two launches is the first one.
     """
     made = made_by(function, *args, **kwargs)
     if isinstance(made, flash_attn.CachedCall):
         return made.attention
-    return made[0] if row_of(function).family == CACHE_WRITE else made
+    while type(made) is tuple:
+        made = made[0]
+    return made

@@ -5,7 +5,7 @@ This file is plain Python: it states what the kernel can do (`supports`) and whi
 """
 
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ... import archs
 from ..request import KernelRequest, Refusal
@@ -22,7 +22,6 @@ from ..spec import (
     refuse_dims,
     refuse_types,
 )
-from ..tile import MergedTileConfig
 from .tile_table import (
     ANY,
     CTA_PER_TPC,
@@ -50,8 +49,6 @@ from .tile_table import (
 ARCHS = archs.NAMES
 ALONE = archs.lacking(archs.WGMMA, archs.TCGEN05)  # architectures without a kernel of prefill: decode's serves it
 Spec = AttentionSpec[DecodeTileConfig]
-if TYPE_CHECKING:  # shared seams may ask this of a tile
-    _MERGED: type[MergedTileConfig] = DecodeTileConfig
 
 
 def padded(kv: str, dims: tuple[int, int]) -> tuple[int, int]:

@@ -13,14 +13,14 @@ from typing import ClassVar, NamedTuple
 from ... import archs
 from ...dtypes import BITS
 from ..spec import SF_VEC_SIZE
-from ..tile import Resources
+from ..tile import MergedTileConfig, Resources
 
 FEW_ROWS = 8  # rows per warp; kernels for calls with more rows have twice as many
 COLUMNS = {16: "half", 8: "e4m3", 4: "nvfp4"}  # bits per stored element -> column of `TABLE`
 
 
 @dataclass(frozen=True)
-class DecodeTileConfig:
+class DecodeTileConfig(MergedTileConfig):
     """The static shape of a CTA's tile: at most m query rows x n keys, with `stages` K stages and as many V stages.
 
     The mma warps of `warpgroups` compute `rows_per_warp` rows each, 8 or 16, on keys of their own. blackwell: the code
@@ -31,9 +31,6 @@ class DecodeTileConfig:
     SM has room for: one computes while another ends its tile.
     """
 
-    m: int
-    n: int
-    stages: int
     warpgroups: int = 2
     rows_per_warp: int = FEW_ROWS
     blackwell: bool = False
@@ -42,9 +39,6 @@ class DecodeTileConfig:
     o_tiles: int = 1
     ctas_per_sm: int = 1
 
-    load_warps: ClassVar[int] = 1
-    per_tile_pack_gqa: ClassVar[bool] = False
-    pieces: ClassVar[int] = 1
     pdl_prologue: ClassVar[bool] = True
 
     @property

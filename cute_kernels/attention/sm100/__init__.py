@@ -6,7 +6,6 @@ imports the DSL, because a process that runs a bundle has none.
 """
 
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 from ... import archs
 from ..request import KernelRequest, Refusal
@@ -25,7 +24,6 @@ from ..spec import (
     refuse_dims,
     refuse_types,
 )
-from ..tile import PreparedTileConfig, WholeTileConfig
 from .tile_table import (
     FP8,
     HEAD_DIMS,
@@ -45,9 +43,6 @@ from .tile_table import (
 ARCHS = archs.having(archs.TCGEN05)
 SPLIT_ROWS = 16  # up to so many rows per request and KV head, `decode` reads keys as fast and computes less
 Spec = AttentionSpec[Sm100TileConfig]
-if TYPE_CHECKING:  # shared seams may ask this of a tile
-    _WHOLE: type[WholeTileConfig] = Sm100TileConfig
-    _PREPARED: type[PreparedTileConfig] = Sm100TileConfig
 
 
 def padded(kv: str, dims: tuple[int, int]) -> tuple[int, int]:

@@ -12,13 +12,13 @@ from ... import archs
 from ...dtypes import BITS
 from ..schedule import policy
 from ..spec import DTYPES, AttentionSpec, KVSpec
-from ..tile import Resources, distinct_dims
+from ..tile import PreparedTileConfig, Resources, WholeTileConfig, distinct_dims
 
 FP8 = "e4m3"
 
 
 @dataclass(frozen=True)
-class Sm100TileConfig:
+class Sm100TileConfig(WholeTileConfig, PreparedTileConfig):
     """A tile of m query rows x n keys. m is two halves of 128 rows, or one half.
 
     stages, q_stages: K, and as many V, tiles in flight; Q tiles. raw_stages: of K and V as stored, if they are
@@ -40,14 +40,6 @@ class Sm100TileConfig:
     dequant_pieces: ClassVar[int] = 2
     l2_bytes: ClassVar[int] = 32 << 20  # L2 is 126 MB in two halves
     per_tile_pack_gqa: ClassVar[bool] = True
-    pieces: ClassVar[int] = 1
-    pdl_prologue: ClassVar[bool] = False
-    alternates_m_blocks: ClassVar[bool] = False  # with split keys, tiles come in ascending order
-    counters_per_split: ClassVar[int] = 1
-    ctas_per_sm: ClassVar[int] = 1
-    end_blocks: ClassVar[int] = 0
-    prefers_whole_tiles: ClassVar[bool] = False
-    boxes_at_once: ClassVar[int] = 0
     e2m1: ClassVar[bool] = True
 
     @property

@@ -5,7 +5,6 @@ This file is plain Python: it states what the kernel can do (`supports`) and whi
 """
 
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 from ... import archs
 from ..request import KernelRequest, Refusal
@@ -25,7 +24,6 @@ from ..spec import (
     refuse_dims,
     refuse_types,
 )
-from ..tile import PreparedTileConfig, WholeTileConfig
 from .tile_table import (
     FP8,
     HEAD_DIMS,
@@ -43,9 +41,6 @@ ARCHS = archs.having(archs.WGMMA)
 SPLIT_ROWS = 16  # stream_k serves more rows; up to this many, `decode` reads keys as fast and computes less
 DECODE_DIM = 256  # stream_k serves any number of rows with a larger head_dim, since `decode` then reads K twice
 Spec = AttentionSpec[Sm90TileConfig]
-if TYPE_CHECKING:  # shared seams may ask this of a tile
-    _WHOLE: type[WholeTileConfig] = Sm90TileConfig
-    _PREPARED: type[PreparedTileConfig] = Sm90TileConfig
 
 
 def padded(kv: str, dims: tuple[int, int]) -> tuple[int, int]:

@@ -12,13 +12,13 @@ from typing import ClassVar, NamedTuple
 from ... import archs
 from ...dtypes import BITS
 from ..spec import DTYPES, AttentionSpec, KVSpec
-from ..tile import Resources, distinct_dims
+from ..tile import PreparedTileConfig, Resources, WholeTileConfig, distinct_dims
 
 FP8 = "e4m3"
 
 
 @dataclass(frozen=True)
-class Sm90TileConfig:
+class Sm90TileConfig(WholeTileConfig, PreparedTileConfig):
     """Tile of a CTA: m query rows x n keys, with `o_parts` mma warpgroups per 64 rows.
 
     stages: stages of K, and of V, in flight. q_stages: stages of Q. q_in_regs: Q is a register operand of Q K^T, which
@@ -44,15 +44,6 @@ class Sm90TileConfig:
     o_parts: int = 1
     pieces: int = 1
     per_tile_pack_gqa: ClassVar[bool] = True
-    pdl_prologue: ClassVar[bool] = False
-    alternates_m_blocks: ClassVar[bool] = False  # with split keys, tiles come in ascending order
-    counters_per_split: ClassVar[int] = 1
-    ctas_per_sm: ClassVar[int] = 1
-    end_blocks: ClassVar[int] = 0
-    prefers_whole_tiles: ClassVar[bool] = False
-    boxes_at_once: ClassVar[int] = 0
-    o_tiles: ClassVar[int] = 1
-    e2m1: ClassVar[bool] = False
     l2_bytes: ClassVar[int] = 16 << 20  # Hopper's L2 is 50 MB in two halves
 
     @property
@@ -74,11 +65,6 @@ class Sm90TileConfig:
     def dequant_pieces(self) -> int:
         """Return the pieces of rows that a lane dequantises at a time: as many as registers leave room for."""
         return 2 if self.q_in_regs or self.o_parts > 1 else 4
-
-    @property
-    def m_choices(self) -> tuple[int, ...]:
-        """Return the numbers of rows that a tile may have."""
-        return (self.m,)
 
     @property
     def name(self) -> str:

@@ -281,11 +281,11 @@ class BatchAttentionWithAttentionSinkWrapper(BatchPrefillWithPagedKVCacheWrapper
 
     def run(  # type: ignore[override]
         self, q: torch.Tensor, paged_kv_cache: torch.Tensor | tuple[torch.Tensor, torch.Tensor],
-        sinks: torch.Tensor | None = None, sm_scale: float | None = None, **kwargs: Any,
+        sinks: torch.Tensor | None = None, sm_scale: float | None = None, *, return_lse: bool = False, **kwargs: Any,
     ) -> Any:  # fmt: skip
         """Call `BatchPrefillWithPagedKVCacheWrapper.run` with sinks and sm_scale by position.
 
         sinks: fp32 (Hq,), natural-log units, not scaled. sm_scale: for this call; None: plan's. The other arguments,
         kwargs among them, are as in `BatchPrefillWithPagedKVCacheWrapper.run`, and keywords.
         """
-        return super().run(q, paged_kv_cache, sinks=sinks, sm_scale=sm_scale, **kwargs)
+        return super().run(q, paged_kv_cache, sinks=sinks, sm_scale=sm_scale, return_lse=return_lse, **kwargs)
