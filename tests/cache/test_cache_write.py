@@ -410,6 +410,6 @@ def test_dispatch():
         (CacheWriteSpec("nvfp4", "fp32", True), "dtype nvfp4"),
     ):  # fmt: skip
         assert rows.supports(spec).startswith(why)
-    assert dispatch.shipped("sm_80") == [] and len({s.name for _, s in dispatch.shipped("sm_90a")}) == 16
+    assert dispatch.shipped("sm_80") == [] and len({s.name for _, s in dispatch.shipped("sm_90a")}) == 18
     assert [rows.lanes(d, 8) for d in (1, 16, 33, 64, 96, 128, 256, 512, 4096)] == [2, 2, 4, 4, 8, 8, 16, 32, 32]
     assert "append_qkv" in wrappers.__all__

@@ -37,7 +37,7 @@ WIDE = {(BITS[key.kind], key.head_dim) for key in tile_table.measured(False) if 
 CACHES = {("e4m3", ""): "fp8", ("e4m3", "token"): cases.TOKEN_SCALES}  # (dtype, scales) of K and V -> name in cases
 DECODE_STRUCTURES = {  # (KV dtype, head_dim, 8 rows per warp): every type, head_dim and number of rows at least twice
     ("", 64, True), ("", 64, False), ("", 128, True), ("", 256, True), ("fp8", 64, False), ("fp8", 128, True),
-    ("nvfp4", 64, True), ("nvfp4", 128, True), ("nvfp4", 128, False),
+    ("nvfp4", 64, True), ("nvfp4", 128, True), ("nvfp4", 128, False), (cases.TOKEN_SCALES, 64, True),
 }  # fmt: skip
 GATHER_STRUCTURES = {("", 64, True)}
 # (query dtype, KV dtype, head_dim) of decode kernels with prefill's code, with keys shared by CTAs
@@ -124,7 +124,7 @@ def structure(spec: Any) -> Any:
     """Return a key of the kernel's code apart from types, masks and modifiers, which one mode covers; None if
     another head dimension stands for it."""
     k, dim = traits_of(spec), spec.head_dim_qk
-    if spec.kv.scales == "token":  # factors are read like those of blocks, or like a sink
+    if spec.kv.scales == "token" and not k.decodes:  # the prepare role multiplies rows as it does blocks
         return None
     if k.shares:
         key = spec.q, spec.kv.dtype, dim
