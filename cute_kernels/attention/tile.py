@@ -30,6 +30,10 @@ class TileConfig(Protocol):
         """The keys of a KV block."""
 
     @property
+    def stages(self) -> int:
+        """The stages of K, and of V, that MMAs read."""
+
+    @property
     def m_choices(self) -> tuple[int, ...]:
         """The numbers of rows that a tile may have, ascending."""
 

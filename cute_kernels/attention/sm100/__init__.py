@@ -84,6 +84,8 @@ def candidate(request: KernelRequest, arch: str, split: bool = False) -> Spec:
 
 def supports(spec: Spec) -> Refusal | None:
     """Return None if the kernel runs `spec`, else the reason why not. Nothing else says what the kernel can do."""
+    if spec.kv.shares_v:
+        return Refusal("shares_v", "True: the kernel loads V as a tensor of its own")
     if spec.kv.scales:
         return Refusal("kv_scales", f"{spec.kv.scales}: the kernel has no factors of rows")
     if spec.schedule == "stream_k":
