@@ -30,8 +30,9 @@ class AttentionRow(NamedTuple):
 
 class ElementRow(NamedTuple):
     """Kernels of an op other than attention. dtypes: of the rows. Top-k needs no more, because all plans of a type are
-    shipped. kinds: kernels that write caches are "append", "transform" or "gather", see `CacheWriteSpec`; kernels that
-    merge states take "states" in one tensor or a "pair" of tensors. caches: types of the caches that are written."""
+    shipped. kinds: kernels that write caches are "append", "transform", "gather" or "token", see `CacheWriteSpec`;
+    kernels that merge states take "states" in one tensor or a "pair" of tensors. caches: types of the caches that are
+    written."""
 
     op: str
     dtypes: tuple[str, ...]
@@ -98,6 +99,7 @@ CACHE_WRITE = (
     ElementRow("cache_write.rows", ("nvfp4",), ("append",), ("fp32",)),
     ElementRow("cache_write.rows", ("bf16",), ("append", "transform"), ("bf16", "e4m3", "nvfp4")),
     ElementRow("cache_write.rows", ("fp16",), ("append", "transform"), ("fp16", "e4m3", "nvfp4")),
+    ElementRow("cache_write.rows", ("bf16", "fp16"), ("token",), ("e4m3",)),
     ElementRow("cache_write.rows", ("bf16",), ("gather",), ("bf16",)),
     ElementRow("cache_write.rows", ("fp16",), ("gather",), ("fp16",)),
 )

@@ -93,6 +93,8 @@ CASES = {
     "ALiBi": Case(alibi=True),
     "fp8_e5m2": Case("fp8_e5m2", layout="LBNHC", window=5),
     "fp8 on B200": Case("fp8_e4m3", head_size=128, scales=(0.5, 0.25), capability=(10, 0)),
+    "a scale per token and head": Case("fp8_per_token_head", sinks=True),
+    "a scale per token and head, window": Case("fp8_per_token_head", layout="BLNHC", head_size=128, window=9),
     "nvfp4": Case("nvfp4", head_size=128, scales=(0.02, 0.03)),
     "nvfp4, sinks and window": Case("nvfp4", layout="BLNHC", sinks=True, window=11, block_size=8),
 }  # fmt: skip
@@ -261,6 +263,10 @@ class Model:
         kind, scales = self.case.kv_cache_dtype, self.case.scales
         if kind == "nvfp4":
             return self.from_bytes(name, request, kept)
+        if kind == "fp8_per_token_head":
+            rows = [t.to(self.case.dtype).float() for t in kept]
+            own = [t.abs().amax(-1, keepdim=True) / 448 for t in rows]
+            return [(t / s).to(E4M3).double() * s for t, s in zip(rows, own)]
         if kind.startswith("fp8"):
             dtype = torch.float8_e5m2 if kind.endswith("e5m2") else E4M3
             return [(t.to(self.case.dtype) / s).to(dtype).double() * s for t, s in zip(kept, scales)]
@@ -400,7 +406,7 @@ def rows_to_write(model: Model) -> tuple[list[torch.Tensor], torch.Tensor]:
     return list(qkv.to(model.server.device).split([HEADS, KV_HEADS, KV_HEADS], 1)[1:]), slots
 
 
-@pytest.mark.parametrize("name", [name for name in CASES if "nvfp4" not in name])
+@pytest.mark.parametrize("name", [name for name in CASES if "nvfp4" not in name and "token" not in name])
 def test_the_bytes_are_those_of_vllms_operator(name, server):
     found, want = (Model(server, CASES[name]).layers["layers.0.attn"] for _ in range(2))
     rows, slots = rows_to_write(Model(server, CASES[name]))
@@ -588,7 +594,7 @@ def test_output_of_nvfp4(name, server):
 def test_pages_of_nvfp4_with_gaps_are_refused(server):
     model = Model(server, CASES["nvfp4"])
     layer = model.layers["layers.0.attn"]
-    with pytest.raises(NotImplementedError, match="kv_cache: strides .*, blocks of NVFP4 must be dense"):
+    with pytest.raises(NotImplementedError, match="kv_cache: strides .*, blocks with scale factors must be dense"):
         layer.impl.caches(layer.kv_cache[:, :, ::2])
 
 

@@ -74,9 +74,12 @@ class Precision:
 
 def of(spec: Any) -> Precision:
     """Return the precision of a kernel whose MMAs read K and V from shared memory (WGMMA, tcgen05): they read the
-    type of Q if K and V are stored in it, else fp16, which holds all values of quantised K and V."""
-    stored = spec.q == spec.kv.dtype
-    return Precision(spec.q if stored else "fp16", quant.kv_format(spec), not stored, spec.q)
+    type of Q if K and V are stored in it, else fp16, which holds all values of quantised K and V. With a factor per
+    row, K and V have any magnitudes, and become 16-bit numbers of Q's type."""
+    of_rows = spec.kv.layout.of_rows
+    stored = spec.q == spec.kv.dtype and not of_rows
+    own = stored or of_rows and BITS[spec.q] == 16
+    return Precision(spec.q if own else "fp16", quant.kv_format(spec), not stored, spec.q)
 
 
 def of_mma_sync(spec: Any) -> Precision:

@@ -15,8 +15,8 @@ import cutlass.cute as cute
 from cutlass import Int32, Uint32, const_expr
 
 from ..device import layout, mma, pipeline, warp
-from . import quant
-from .kv import pages, source
+from . import precision, quant
+from .kv import pages, scales, source
 from .kv.rings import operand_smem
 from .quant import permute
 from .spec import SF_VEC_SIZE, KVSpec
@@ -159,8 +159,8 @@ class SFLayout(NamedTuple):
 
 class DequantLane(NamedTuple):
     """A lane's pieces of `SWIZZLE_ROWS` rows, as byte offsets from the first row. source: per pass and group. target:
-    per pass, of the first half. sf_offsets: per pass, or None. block: from a scale factor to the next of its row.
-    in_flight: pieces that the lane has in registers."""
+    per pass, of the first half. sf_offsets: per pass, or None. block: from a scale factor to the next of its row, 0 if
+    a row has one. in_flight: pieces that the lane has in registers."""
 
     pieces: DequantPieces
     n: int
@@ -191,9 +191,9 @@ def lane_of(spec, n, dim, sf) -> DequantLane:
     return DequantLane(p, n, source, target, own, sf.block_stride, spec.tile.dequant_pieces)
 
 
-def dequantise_rows(fmt, x: DequantLane, at: DequantCursor, four, count):
+def dequantise_rows(spec, x: DequantLane, at: DequantCursor, four, count):
     """Dequantise `count` * `SWIZZLE_ROWS` rows. four: bytes of the scale factors of four rows."""
-    p = x.pieces
+    p, fmt, of_rows = x.pieces, quant.kv_format(spec), scales.has_row_factors(spec)
     each = [(b, t, g) for b in range(p.boxes) for t in range(p.passes) for g in range(p.groups)]
     pieces = [(k, *piece) for k in range(count) for piece in each]
     for i in range(0, len(pieces), x.in_flight):
@@ -204,11 +204,14 @@ def dequantise_rows(fmt, x: DequantLane, at: DequantCursor, four, count):
             words.append(mma.load(source, p.bits // 2))
             if x.sf_offsets is not None:
                 source = at.sf + x.sf_offsets[turn] + k * (SWIZZLE_ROWS // 4 * four)
-                sf.append(mma.load_bytes(source + (b * p.groups + group) * p.lanes * x.block, 1))
+                source += (b * p.groups + group) * p.lanes * x.block
+                sf.append(warp.from_bits(mma.load(source, 1)[0]) if of_rows else mma.load_bytes(source, 1))
         # convert, scale and store them
         for j, (k, b, turn, group) in enumerate(mine):
             pairs = [pair for word in words[j] for pair in quant.unpack_neighbours(fmt, word)]
-            if x.sf_offsets is not None:
+            if x.sf_offsets is not None and of_rows:
+                pairs = quant.scale_row(pairs, sf[j], precision.of(spec).mma_type)
+            elif x.sf_offsets is not None:
                 pairs = quant.scale_pairs(pairs, [quant.sf_pair(sf[j])], 0)
             boxes = (b * p.groups + group) * p.lanes // 4
             target = at.target + x.target[turn]
@@ -227,17 +230,17 @@ def dequantise(spec: cutlass.Constexpr, raw: cute.Tensor, into: cute.Tensor, sf:
     None. There are no bank conflicts, except for loads of 4-bit rows of 256 columns."""
     n, dim = const_expr(cute.size(into, mode=[0])), const_expr(cute.size(into, mode=[1]))
     groups = const_expr(n // share.count // SWIZZLE_ROWS)
-    four = const_expr(dim // SF_VEC_SIZE * 4)
+    four = const_expr(4 * max(spec.kv.layout.row_bytes(dim), 1))
     mine = lane_of(spec, n, dim, sf)
     count = const_expr(2 if sf is not None and groups % 2 == 0 else 1)  # at a time: as much as registers allow
     first = share.number * (groups * SWIZZLE_ROWS)
     source, target = raw.iterator.toint() + first * mine.pieces.width, into.iterator.toint() + first * 128
-    scales = Int32(0) if const_expr(sf is None) else sf.address + first // 4 * four
+    factors = Int32(0) if const_expr(sf is None) else sf.address + first // 4 * four
     for _ in cutlass.range(0, groups, count, unroll=1):
-        dequantise_rows(quant.kv_format(spec), mine, DequantCursor(source, target, scales), four, count)
+        dequantise_rows(spec, mine, DequantCursor(source, target, factors), four, count)
         source += count * SWIZZLE_ROWS * mine.pieces.width
         target += count * SWIZZLE_ROWS * 128
-        scales += count * SWIZZLE_ROWS // 4 * four
+        factors += count * SWIZZLE_ROWS // 4 * four
 
 
 @cute.jit
@@ -266,7 +269,9 @@ def stage_sf(spec, a, s, which, i):
     if x.scales is None:
         return None
     stage = x.scales[None, None, pipeline.stage(x.raw_pipe, i)]
-    size = (spec.padded_qk, spec.padded_vo)[which] // SF_VEC_SIZE
+    size = spec.kv.layout.row_bytes((spec.padded_qk, spec.padded_vo)[which])
+    if scales.has_row_factors(spec):
+        return SFLayout(stage.iterator.toint(), size, 4 * size, 0)
     interleaved = 0 if which == pages.K else a.kv.v_scales_interleaved
     return SFLayout(stage.iterator.toint(), size + interleaved * (1 - size), 4 * size, 1 + 3 * interleaved)
 

@@ -72,6 +72,16 @@ def scale_pairs(pairs, factors, i):
     return pairs if factors is None else [mul_f16x2(pair, factors[i]) for pair in pairs]
 
 
+def scale_row(pairs, factor, dtype):
+    """Multiply pairs of fp16 by a number in fp32, and return them as pairs of a 16-bit type."""
+    to = "bf16x2" if dtype is cutlass.BFloat16 else "f16x2"
+    text = "{ .reg .b16 l, h; .reg .f32 a, b; mov.b32 {l, h}, {$r0}; cvt.f32.f16 a, l; cvt.f32.f16 b, h; "
+    text += f"mul.f32 a, a, {{$r1}}; mul.f32 b, b, {{$r1}}; cvt.rn.{to}.f32 {{$w0}}, b, a; }}"
+    return [
+        cute.arch.inline_ptx(text, write_only_types=[Uint32], read_only_args=[pair, Float32(factor)]) for pair in pairs
+    ]
+
+
 def from_e4m3(word):
     """Convert four e4m3 values to two pairs of neighbours."""
     text = "{ .reg .b16 lo, hi; mov.b32 {lo, hi}, {$r0}; "

@@ -51,7 +51,8 @@ class CacheWriteArgs(NamedTuple):
     k_scale_ptr: Any = None  # (H | 1 | 0,)  fp32, replaces k_scale, per head or for all: K is divided by it; nvfp4: K
     #                                 is multiplied by its reciprocal
     v_scale_ptr: Any = None  # (H | 1 | 0,)
-    k_sf: Any = None  # (pages, P, H, Dk / 16)  nvfp4: scale factors, e4m3 as uint8; any strides, last 1; see `nhd`
+    k_sf: Any = None  # (pages, P, H, Dk / 16)  nvfp4: scale factors, e4m3 as uint8; any strides, last 1; see `nhd`;
+    #                                 by_token: (pages, P, H, 4), bytes of an fp32 scale; written
     v_sf: Any = None  # (pages, P, H, Dv / 16)
     v_sf_interleaved: Any = None  # Int32  factors of 4 rows of V are interleaved: P is a multiple of 4
     scales_multiply: Any = None  # Int32  1: K and V are multiplied by k_scale_ptr and v_scale_ptr themselves
@@ -105,7 +106,8 @@ INDICES = (
     "rope_positions",
 )  # fmt: skip
 QUANTISED = ("k_scale", "v_scale", "k_scale_ptr", "v_scale_ptr")
-BLOCK_SCALED = ("k_sf", "v_sf", "v_sf_interleaved", "scales_multiply")
+FACTORS = ("k_sf", "v_sf")
+BLOCK_SCALED = ("v_sf_interleaved", "scales_multiply")
 TRANSFORM = ("q", "q_out", "rope_table", "rope", "rope_positions", "q_weight", "k_weight", "norm_eps", "norm_offset")
 COPIED_TRANSFORM = ("rope_cos", "rope_sin", "kv_lens_out")
 GATHER = ("tables", "tables_out")
@@ -113,6 +115,7 @@ DEQUANTISE = ("enable_pdl", "k_scale", "k_scale_ptr", "codes", "sf", "values")  
 Q_QUANTISED = ("q_fp8", "q_scale", "q_scale_ptr")
 OPTIONAL: dict[str, Callable[[Any], bool]] = {  # field -> whether a spec has it; every spec has the fields not listed
     **dict.fromkeys(QUANTISED, lambda spec: spec.quantised),
+    **dict.fromkeys(FACTORS, lambda spec: spec.stores_factors),
     **dict.fromkeys(BLOCK_SCALED, lambda spec: spec.cache == "nvfp4"),
     **dict.fromkeys(TRANSFORM, lambda spec: spec.transform),
     **dict.fromkeys(COPIED_TRANSFORM, lambda spec: spec.transform and not (spec.quantised or spec.gather)),

@@ -13,7 +13,7 @@ KERNELS = {"cache_write.rows": rows}  # op -> its package, with `supports`
 
 def explain(request: CacheWriteRequest, arch: str) -> tuple[tuple[str, CacheWriteSpec, str | None], ...]:
     """Return a row for every kernel of the operator: (op, the spec it would run, None or its reason to refuse)."""
-    spec = CacheWriteSpec(request.dtype, request.cache, request.transform, request.gather)
+    spec = CacheWriteSpec(request.dtype, request.cache, request.transform, request.gather, request.scales)
     return families.explain(KERNELS, spec, request, arch)
 
 
@@ -29,6 +29,7 @@ def shipped(arch: str) -> list[tuple[str, CacheWriteSpec]]:
     found = []
     for row in policy.CACHE_WRITE:
         for dtype, cache, kind in product(row.dtypes, row.caches, row.kinds):
-            spec = CacheWriteSpec(dtype, cache, kind != "append", kind == "gather")
+            scales = kind if kind == "token" else ""
+            spec = CacheWriteSpec(dtype, cache, kind != "append", kind == "gather", scales)
             found += [(row.op, spec)] if arch in row.archs else []
     return found

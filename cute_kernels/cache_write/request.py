@@ -9,7 +9,8 @@ class CacheWriteRequest:
 
     dtype: of the rows, "bf16", "fp16" or "uint8" for any type of one byte. cache: of the cache, dtype or "e4m3",
     "e5m2", "nvfp4". transform: the call has Q, a norm or a rotary embedding. head_dim: elements of the longest row.
-    rotated: elements of a row that are rotated, 0 for none. gather: Q and K are those of an attention call."""
+    rotated: elements of a row that are rotated, 0 for none. gather: Q and K are those of an attention call.
+    scales: as in `CacheWriteSpec`."""
 
     dtype: str
     cache: str
@@ -17,3 +18,4 @@ class CacheWriteRequest:
     head_dim: int = 128
     rotated: int = 0
     gather: bool = False
+    scales: str = ""

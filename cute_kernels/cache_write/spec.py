@@ -9,6 +9,7 @@ BYTES = {"bf16": 2, "fp16": 2, "uint8": 1}  # per element of the rows that are r
 CACHES = ("bf16", "fp16", "uint8", "e4m3", "e5m2", "nvfp4")
 SF_VEC_SIZE = 16  # elements that share a scale factor of NVFP4
 VECTOR_BYTES = 16  # the widest access
+TOKEN_SCALE_BYTES = 4  # of the fp32 scale of a row
 
 
 @dataclass(frozen=True)
@@ -18,12 +19,14 @@ class CacheWriteSpec:
     dtype: of the rows that are read; "uint8" stands for any type of one byte, which is copied. cache: the type of the
     cache; if it equals dtype, rows are copied. transform: the kernel can normalise and rotate K, and has a third
     operand, Q. gather: instead, the kernel rotates Q and K of an attention call: K is read from the cache. dtype nvfp4,
-    cache fp32: instead, the kernel dequantises a tensor."""
+    cache fp32: instead, the kernel dequantises a tensor. scales: "token": the kernel finds a scale for each row of K
+    and V, and stores it beside the cache; "": the launch has scales, NVFP4 finds factors of blocks."""
 
     dtype: str = "bf16"
     cache: str = "bf16"
     transform: bool = False
     gather: bool = False
+    scales: str = ""
 
     @property
     def elements(self) -> int:
@@ -41,8 +44,18 @@ class CacheWriteSpec:
         return self.dtype == "nvfp4"
 
     @property
+    def by_token(self) -> bool:
+        """Whether each row has a scale of its own."""
+        return self.scales == "token"
+
+    @property
+    def stores_factors(self) -> bool:
+        """Whether scale factors are stored beside the cache."""
+        return self.by_token or self.cache == "nvfp4"
+
+    @property
     def name(self) -> str:
         """A short readable identifier, unique among shipped specs."""
         kind = "gather" if self.gather else "transform" if self.transform else "append"
         kind = "dequantise" if self.dequantises else kind
-        return f"{self.dtype}_{self.cache}_{kind}"
+        return f"{self.dtype}_{self.cache}{'t' * self.by_token}_{kind}"

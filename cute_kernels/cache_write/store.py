@@ -7,10 +7,13 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, Uint8, Uint32, const_expr
 
 from ..device import copy, memory, nvfp4, warp
+from . import rotate
 from .places import divide
 from .spec import SF_VEC_SIZE
 
 LARGE = 2.0**100  # above any quotient that is not saturated
+FP32_MOST, FP32_LEAST = 2.0**128 - 2.0**104, 2.0**-126  # of normal numbers
+MOST = {"e4m3": 448.0, "e5m2": 57344.0}  # largest number of a type
 
 
 class TargetRow(NamedTuple):
@@ -72,6 +75,32 @@ def fp8_words(kind: cutlass.Constexpr, values: cute.Tensor, scale: Float32, inve
 def store_fp8(kind: cutlass.Constexpr, address: Int64, first: Int32, dim: Int32, values: cute.Tensor, scale: Float32):
     """Store values, divided by `scale`, to elements `first` on of a row of `dim` elements of e4m3 or e5m2."""
     memory.store(address + first, fp8_words(kind, values, scale, reciprocal(scale)), dim - first, 1)
+
+
+def divided(x, by):
+    """Return x / by, correctly rounded."""
+    return cute.arch.inline_ptx("div.rn.f32 {$w0}, {$r0}, {$r1};", write_only_types=[Float32], read_only_args=[x, by])
+
+
+@cute.jit
+def row_scale(kind: cutlass.Constexpr, g, values: cute.Tensor):
+    """Return the scale with which the largest magnitude of a row becomes the largest number of its type. Each lane of
+    the group has values of the row, zeros past its end. NaN does not count; the scale is a normal number."""
+    top, mask = Float32(0.0), rotate.group_mask(g.lanes)
+    for i in cutlass.range_constexpr(cute.size(values)):
+        top = cute.arch.fmax(top, cute.math.absf(values[i]))
+    for i in cutlass.range_constexpr(5):
+        if (1 << i) < g.lanes:
+            top = cute.arch.fmax(top, cute.arch.shuffle_sync_bfly(top, 1 << i, mask))
+    scale = divided(cute.arch.fmin(top, Float32(FP32_MOST)), Float32(MOST[kind]))
+    return cute.arch.fmax(scale, Float32(FP32_LEAST))
+
+
+@cute.jit
+def store_row_scale(g, address: Int64, scale: Float32):
+    """Store the scale of a row, by the first lane of its group."""
+    if g.lane == 0:
+        memory.view(address, Float32, 1, 4)[0] = scale
 
 
 @cute.jit

@@ -34,9 +34,12 @@ class RightAttention(NamedTuple):
 
 
 def values_of(stored: torch.Tensor, scales: torch.Tensor | None) -> torch.Tensor:
-    """Return fp32 values of stored rows (..., D), or of NVFP4 codes (..., D / 2) with block scales (..., D / 16)."""
+    """Return fp32 values of stored rows (..., D), with a scale each (...,) or none, or of NVFP4 codes (..., D / 2) with
+    block scales (..., D / 16)."""
     if scales is None:
         return stored.float()
+    if scales.dtype is torch.float32:
+        return stored.float() * scales[..., None]
     table = torch.tensor([*E2M1, *(-x for x in E2M1)], device=stored.device)
     codes = torch.stack([stored & 15, stored >> 4], -1).flatten(-2).long()
     return table[codes] * scales.view(torch.float8_e4m3fn).float().repeat_interleave(16, -1)
@@ -86,7 +89,9 @@ def _rows_of(p: AttentionCall, b: int) -> tuple[torch.Tensor, torch.Tensor]:
         at = page.clamp(0, max(0, len(cache) - 1)), row % size
         plain = cache.view(torch.uint8) if cache.element_size() == 1 else cache  # torch indexes no fp8 on the CPU
         picked = plain.transpose(1, 2)[at].view(cache.dtype)
-        factors = None if scales is None else scales.view(torch.uint8).transpose(1, 2)[at]
+        bytewise = scales is not None and scales.element_size() == 1
+        plain_scales = scales.view(torch.uint8) if bytewise and scales is not None else scales
+        factors = None if plain_scales is None else plain_scales.transpose(1, 2)[at]
         values = values_of(picked, factors) if factors is not None or cache.element_size() == 1 else picked
         found.append(values.masked_fill(~there[:, None, None], 0.0))
     return found[0], found[1]

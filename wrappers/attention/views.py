@@ -82,6 +82,11 @@ def sides(name: str, value: Any, layout: Any) -> tuple[torch.Tensor, torch.Tenso
     return (k.transpose(1, 2), v.transpose(1, 2)) if layout == "NHD" else (k, v)
 
 
+def scale_sides(name: str, value: Any, layout: Any) -> tuple[Any, Any]:
+    """Return scale factors of K and V as `sides` returns K and V; those of rows lack the last dimension."""
+    return scale_pair(name, value, layout, sides)
+
+
 def _are_rows(t: Any) -> bool:
     """Report whether t holds keys or values of pages with one row, without the dimension of P."""
     return isinstance(t, torch.Tensor) and t.ndim == 3 and t.layout is torch.strided

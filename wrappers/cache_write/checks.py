@@ -102,7 +102,12 @@ def name_of(call: CacheWriteCall, field: str) -> str:
 
 def block_scaled(call: CacheWriteCall) -> bool:
     """Return whether rows are quantised to NVFP4."""
-    return call.k_sf is not None
+    return call.k_sf is not None and not by_token(call)
+
+
+def by_token(call: CacheWriteCall) -> bool:
+    """Return whether each row has a scale of its own, which the call stores."""
+    return getattr(call.k_sf, "dtype", None) is torch.float32
 
 
 def converts(call: CacheWriteCall) -> bool:
@@ -195,7 +200,7 @@ def caches(call: CacheWriteCall) -> None:
             raise ValueError(
                 f"{name_of(call, 'k_sf').removesuffix(' (K)')}: None, required with a cache of dtype torch.uint8"
             )
-        stored = (torch.uint8,) if block_scaled(call) else (call.k.dtype, *FP8)
+        stored = (torch.uint8,) if block_scaled(call) else FP8 if by_token(call) else (call.k.dtype, *FP8)
     for field in ("k_sf", "v_sf") if block_scaled(call) else ():
         check_strided(name_of(call, field), getattr(call, field), 4)
     _pair(call, ("k_cache", "v_cache"), stored)
@@ -214,6 +219,10 @@ def caches(call: CacheWriteCall) -> None:
             sf_name, sf = name_of(call, f"{side}_sf"), getattr(call, f"{side}_sf")
             shape = (*cache.shape[:3], cache.shape[3] * 2 // BLOCK)
             check_shape(sf_name, sf, shape, f"pages, Hkv and P of {cache_name}, and one factor for {BLOCK} values")
+        elif by_token(call):
+            sf_name, sf = name_of(call, f"{side}_sf"), getattr(call, f"{side}_sf")
+            check_operand(sf_name, sf, 3, (torch.float32,), call.k.device, f"that of {name_of(call, 'k')}")
+            check_shape(sf_name, sf, tuple(cache.shape[:3]), f"pages, Hkv and P of {cache_name}: one scale per row")
         elif not converts(call) and t.dtype != cache.dtype and not {t.dtype, cache.dtype} <= {*SCALE_TYPES}:
             wanted = f"must be that of {cache_name.removesuffix(f' ({side.upper()})')}, {cache.dtype}"
             raise TypeError(f"{name}: dtype {t.dtype}, {wanted}; convert it before the call")

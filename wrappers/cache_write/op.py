@@ -32,8 +32,8 @@ def serve(call: CacheWriteCall, kv: Any = None, sf: Any = None) -> None:
 
 
 def _whole(value: Any) -> bool:
-    """Return whether a value is one tensor of K and V, (pages, 2, ...)."""
-    return isinstance(value, torch.Tensor) and value.ndim == 5
+    """Return whether a value is one tensor of K and V, (pages, 2, ...), or of the scales of their rows."""
+    return isinstance(value, torch.Tensor) and value.ndim == (4 if value.dtype is torch.float32 else 5)
 
 
 def _run(*flat: Any) -> None:

@@ -18,7 +18,7 @@ from ..host import machine
 from ..host.launch import KernelFamily, Plan, select
 from ..host.overlap import AddressBounds
 from .call import CacheWriteCall, QueryTransform
-from .checks import FP8, TENSORS, block_scaled, validate
+from .checks import FP8, TENSORS, block_scaled, by_token, validate
 
 DTYPES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float8_e4m3fn: "e4m3", torch.float8_e5m2: "e5m2"}
 THREADS = 1 << 19  # about as many threads as two GPUs hold: with fewer, each group has one row
@@ -114,7 +114,8 @@ def spec_of(call: CacheWriteCall) -> CacheWriteSpec:
     if call.k.element_size() == 1:
         return CacheWriteSpec("uint8", "uint8")
     cache = "nvfp4" if block_scaled(call) else DTYPES[call.k_cache.dtype]
-    return CacheWriteSpec(DTYPES[call.k.dtype], cache, call.transform is not None)
+    scales = "token" if by_token(call) else ""
+    return CacheWriteSpec(DTYPES[call.k.dtype], cache, call.transform is not None, scales=scales)
 
 
 def groups(tokens: int, heads: int, lanes: int) -> int:
@@ -160,7 +161,7 @@ def plan_for(call: CacheWriteCall, device_info: tuple[str, int] | None) -> Cache
     widest = max(dim, v.shape[2])
     fn: Callable[..., Any] = partial(reference.write_rows, spec)
     if device_info is not None:
-        request = CacheWriteRequest(spec.dtype, spec.cache, spec.transform, widest, turned)
+        request = CacheWriteRequest(spec.dtype, spec.cache, spec.transform, widest, turned, scales=spec.scales)
         fn, spec = select(dispatch, request, device_info[0])
     lanes = rows.lanes(widest, spec.elements)
     queries = 0 if t.q is None else t.q.shape[1]
@@ -223,7 +224,7 @@ def bind(plan: CacheWritePlan, call: CacheWriteCall) -> tuple[list[Any], None]:
         if call.v_scale_ptr is not None:
             flat[at.v_scale_ptr] = call.v_scale_ptr
         if call.k_sf is not None:
-            flat[at.k_sf], flat[at.v_sf] = call.k_sf.view(_uint8), call.v_sf.view(_uint8)
+            flat[at.k_sf], flat[at.v_sf] = _factor_bytes(call.k_sf), _factor_bytes(call.v_sf)
     if call.transform is not None:
         put_transform(flat, at, call.transform)
     return flat, None
@@ -262,6 +263,10 @@ def put_rows(flat: list[Any], at: CacheWriteArgs, q: Any, out: Any, rotated_at: 
 
 def _as_bytes(t: torch.Tensor) -> torch.Tensor:
     return t.view(_uint8)
+
+
+def _factor_bytes(t: torch.Tensor) -> torch.Tensor:
+    return (t if t.ndim == 4 else t.unsqueeze(-1)).view(_uint8)
 
 
 def words(index: Any) -> Any:

@@ -28,19 +28,23 @@ def query_dtype(dtype: torch.dtype, cache: torch.dtype, arch: str | None) -> tor
 
 
 def refusal(
-    arch: str, head_size: int, dtype: torch.dtype, cache: torch.dtype, out: torch.dtype | str | None = None
-) -> str | None:
+    arch: str, head_size: int, dtype: torch.dtype, cache: torch.dtype, out: torch.dtype | str | None = None,
+    by_token: bool = False,
+) -> str | None:  # fmt: skip
     """Return why the context function has no kernel for these dtypes, or None if it has one.
 
-    dtype: the model's. out: of the output, the model's if it is None.
+    dtype: the model's. out: of the output, the model's if it is None. by_token: the cache has a scale per token and
+    head.
 
     cache: the cache's dtype, which may differ from the model's; torch.uint8 is NVFP4. The reason is that of `explain`
     for a small call.
     """
-    query = query_dtype(dtype, cache, arch)
+    query = dtype if by_token else query_dtype(dtype, cache, arch)
     q, kv, sf = torch.zeros(1, 1, head_size, device="cpu").to(query), _page(head_size, cache), None
     if cache is torch.uint8:
         kv, sf = _page(head_size // 2, cache), _page(head_size // 16, E4M3)
+    if by_token:
+        sf = _page(1, torch.float32)[..., 0]
     table, one, starts = (torch.tensor(x, dtype=torch.int32, device="cpu") for x in ([[0]], [1], [0, 1]))
     given: dict[str, Any] = {"out_dtype": dtype if out is None else out, "kv_cache_sf": sf, "arch": arch}
     given["o_sf_scale"] = 1.0 if out == "nvfp4" else None

@@ -3,11 +3,11 @@
     VLLM_PLUGINS=cute_kernels vllm serve MODEL --attention-backend CUSTOM
 
 The plugin `cute_kernels` (`plugins.vllm`) tells vLLM the name of `VllmBackend` if VLLM_PLUGINS names it. The backend
-reads caches of 16 bits, e4m3, e5m2 and NVFP4 in place, in vLLM's layouts with dense blocks, and supports sliding
-windows, soft caps and sinks. It plans nothing and reads no value from the device: the metadata are the engine's own
-tensors, and a CUDA graph that was captured for one batch holds for every other (`AttentionCGSupport.ALWAYS`). If no
-kernel supports a configuration, `VllmBackend.validate_configuration` gives the reason, and vLLM refuses the backend at
-start.
+reads caches of 16 bits, e4m3 (with a scale for all, or for each token and head), e5m2 and NVFP4 in place, in vLLM's
+layouts with dense blocks, and supports sliding windows, soft caps, sinks and ALiBi. It plans nothing and reads no value
+from the device: the metadata are the engine's own tensors, and a CUDA graph that was captured for one batch holds for
+every other (`AttentionCGSupport.ALWAYS`). If no kernel supports a configuration, `VllmBackend.validate_configuration`
+gives the reason, and vLLM refuses the backend at start.
 
 Written for vLLM 0.33, which has run it on an H200, offline and as an HTTP server. Tests run it against vLLM's own files
 on the CPU reference.
@@ -42,7 +42,9 @@ from ..host.plain import traced
 from ..own.append_qkv import KVCacheTarget, append_qkv
 from .support import ARCHS, E4M3, E5M2, HEAD_SIZES, PAGE_SIZES, query_dtype, refusal
 
-QUANTISED = {"fp8": E4M3, "fp8_e4m3": E4M3, "fp8_e5m2": E5M2, "nvfp4": torch.uint8}
+BY_TOKEN = "fp8_per_token_head"  # e4m3 with one scale per token and head, which the cache holds
+QUANTISED = {"fp8": E4M3, "fp8_e4m3": E4M3, "fp8_e5m2": E5M2, "nvfp4": torch.uint8, BY_TOKEN: E4M3}
+SCALE_BYTES = 4  # of a scale per token and head
 SIXTEEN_BITS = {"float16": torch.float16, "bfloat16": torch.bfloat16}  # "auto": the model's
 
 
@@ -135,12 +137,18 @@ class VllmBackend(AttentionBackend):
 
     @classmethod
     def customize_spec(cls, spec: Any) -> Any:
-        """Return the spec with the slots of an NVFP4 cache; other specs are returned unchanged.
+        """Return the spec with the slots of an NVFP4 cache, or of one with a scale per token and head; other specs are
+        returned unchanged.
 
         A block of NVFP4 has one slot per head for K and one for V, each of head_size / 2 bytes of codes and head_size /
-        16 of scale factors. `VllmImpl.caches` says how the bytes of a block are used.
+        16 of scale factors. With a scale per token and head, a slot has K, V, and 4 bytes for each one's scale.
+        `VllmImpl.caches` says how the bytes of a block are used.
         """
-        if spec.state_content_bytes is not None or not spec.kv_quant_mode.is_nvfp4:
+        if spec.state_content_bytes is not None:
+            return spec
+        if spec.kv_quant_mode.name == BY_TOKEN.upper():
+            return replace(spec, state_content_bytes=2 * (spec.head_size + SCALE_BYTES))
+        if not spec.kv_quant_mode.is_nvfp4:
             return spec
         slot = spec.head_size // 2 + spec.head_size // 16
         return replace(spec, num_head_slots=2 * spec.num_kv_heads, state_content_bytes=slot)
@@ -154,7 +162,8 @@ class VllmBackend(AttentionBackend):
         arch = ARCHS.get((device_capability.major, device_capability.minor))
         if arch is None or head_size not in HEAD_SIZES:
             return None  # other methods refuse these
-        return refusal(arch, head_size, dtype, (QUANTISED | SIXTEEN_BITS).get(kv_cache_dtype, dtype))
+        cache = (QUANTISED | SIXTEEN_BITS).get(kv_cache_dtype, dtype)
+        return refusal(arch, head_size, dtype, cache, by_token=kv_cache_dtype == BY_TOKEN)
 
 
 class VllmImpl(AttentionImpl[VllmMetadata]):
@@ -180,8 +189,11 @@ class VllmImpl(AttentionImpl[VllmMetadata]):
         self._cache_dtype = QUANTISED.get(kv_cache_dtype)
         sixteen = torch.bfloat16
         cache_dtype = self._cache_dtype or sixteen
-        self.supports_quant_query_input = query_dtype(sixteen, cache_dtype, arch) is E4M3
-        self._fp4_output = arch is not None and refusal(arch, head_size, sixteen, cache_dtype, "nvfp4") is None
+        self._by_token = by_token = kv_cache_dtype == BY_TOKEN
+        self.supports_quant_query_input = query_dtype(sixteen, cache_dtype, arch) is E4M3 and not by_token
+        self._fp4_output = (
+            arch is not None and refusal(arch, head_size, sixteen, cache_dtype, "nvfp4", by_token) is None
+        )
         self._window_left = -1 if sliding_window is None else sliding_window - 1  # keys before the token itself
         self._soft_cap = logits_soft_cap or None
         self._loaded_sinks = self.sinks = sinks
@@ -205,24 +217,30 @@ class VllmImpl(AttentionImpl[VllmMetadata]):
         return bool(quant_key == kFp8StaticTensorSym or (quant_key == kNvfp4Dynamic and self._fp4_output))
 
     def caches(self, kv_cache: torch.Tensor) -> tuple[Any, Any]:
-        """Return (K, V), and (K's scale factors, V's) for NVFP4 or else None.
+        """Return (K, V), and (K's scale factors, V's), or None for a cache without factors.
 
         All are views (blocks, heads, tokens, elements).
 
         kv_cache: (blocks, slots, tokens, elements), any strides. An element holds K and V of a head, one after the
-        other. The bytes of an NVFP4 block are all K codes, all V codes, K's factors, V's factors, each with heads
+        other. The bytes of a block with factors are all K codes, all V codes, K's factors, V's factors, each with heads
         outermost.
         """
-        if self._cache_dtype is not torch.uint8:
+        if self._cache_dtype is not torch.uint8 and not self._by_token:
             cache = kv_cache if self._cache_dtype is None else kv_cache.view(self._cache_dtype)
             return cache.split(self.head_size, dim=3), None
         blocks, _, size, _ = kv_cache.shape
         block = kv_cache.shape[1:].numel()
         if sum((n - 1) * stride for n, stride in zip(kv_cache.shape[1:], kv_cache.stride()[1:])) != block - 1:
-            raise NotImplementedError(f"kv_cache: strides {kv_cache.stride()}, blocks of NVFP4 must be dense")
-        codes, sf = (self.num_kv_heads * size * self.head_size // per for per in (2, 16))
+            raise NotImplementedError(f"kv_cache: strides {kv_cache.stride()}, blocks with scale factors must be dense")
+        tokens = self.num_kv_heads * size
+        codes, sf = (tokens * self.head_size // per for per in (2, 16))
+        if self._by_token:
+            codes, sf = tokens * self.head_size, tokens * SCALE_BYTES
         rows = kv_cache.as_strided((blocks, block), (kv_cache.stride(0), 1)).split([codes] * 2 + [sf] * 2, dim=1)
         k, v, k_sf, v_sf = (part.view(blocks, self.num_kv_heads, size, -1) for part in rows)
+        if self._by_token:
+            scales = (part.view(torch.float32).squeeze(-1) for part in (k_sf, v_sf))
+            return (k.view(E4M3), v.view(E4M3)), tuple(scales)
         return (k, v), (k_sf.view(E4M3), v_sf.view(E4M3))
 
     def do_kv_cache_update(
@@ -233,8 +251,8 @@ class VllmImpl(AttentionImpl[VllmMetadata]):
         Tokens behind those of slot_mapping are ignored, and those of negative slots are not stored.
         """
         caches, sf = self._held(kv_cache)
-        if self._cache_dtype is None:
-            target = KVCacheTarget(caches, "HND")
+        if self._cache_dtype is None or self._by_token:
+            target = KVCacheTarget(caches, "HND", sf)
         else:
             target = KVCacheTarget(caches, "HND", sf, layer._k_scale_float, layer._v_scale_float)
         append_qkv(None, key, value, target, slot_mapping)
@@ -266,7 +284,7 @@ class VllmImpl(AttentionImpl[VllmMetadata]):
             return output.fill_(0)
         m, (caches, sf) = attn_metadata, self._held(kv_cache)
         scale, out_scale = self.scale, 1.0
-        if self._cache_dtype is not None:
+        if self._cache_dtype is not None and not self._by_token:
             scale, out_scale = scale * layer._k_scale_float, layer._v_scale_float
             if query.dtype == E4M3:
                 scale *= layer._q_scale_float

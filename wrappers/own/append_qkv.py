@@ -6,7 +6,7 @@ import torch
 
 from cute_kernels.cache_write.rows import ROTATED
 
-from ..attention.views import sides
+from ..attention.views import scale_sides, sides
 from ..cache_write.call import PAGES, SLOTS, CacheWriteCall, QueryTransform
 from ..cache_write.checks import QKV, SINGLE, STORED, WIDE, query_dtypes
 from ..cache_write.op import serve
@@ -33,8 +33,10 @@ class KVCacheTarget(NamedTuple):
 
     kv: (k, v), each (pages, P, H, D) "NHD" or (pages, H, P, D) "HND", or one tensor (pages, 2, ...): of the rows'
     dtype, e4m3 or e5m2; or uint8 for packed NVFP4, last dimension D / 2. sf: scale factors of NVFP4 in the same layout,
-    e4m3 or its bytes in uint8, last dimension D / 16. k_scale, v_scale: dequantisation scales, value = stored * scale:
-    a positive float or an fp32 tensor of one element or of one per head; 1.0 if rows are not quantised.
+    e4m3 or its bytes in uint8, last dimension D / 16; or, of e4m3 or e5m2, fp32, one scale per token and head, without
+    the last dimension: each row is divided by its largest magnitude over that of the type, which is stored. k_scale,
+    v_scale: dequantisation scales, value = stored * scale: a positive float or an fp32 tensor of one element or of one
+    per head; 1.0 if rows are not quantised, or have scales of their own.
     v_sf_interleaved: V's factors of 4 rows lie block by block, as Blackwell kernels read them.
 
     >>> KVCacheTarget(torch.zeros(2, 2, 16, 1, 64)).layout
@@ -249,7 +251,7 @@ def append_call(
     if interleaved and sf is None:
         raise ValueError(f"cache.v_sf_interleaved: {interleaved}, must be False without cache.sf")
     k_cache, v_cache = sides("cache.kv", kv, layout)
-    k_sf, v_sf = (None, None) if sf is None else sides("cache.sf", sf, layout)
+    k_sf, v_sf = (None, None) if sf is None else scale_sides("cache.sf", sf, layout)
     form, slots = PAGES, None
     requests: Any = (None,) * 4
     table: Any = (None,) * 3
@@ -263,9 +265,16 @@ def append_call(
         form, slots = SLOTS, places
     else:
         raise TypeError(f"places: {type(places).__name__}, must be a torch.Tensor, PageLists or BlockTable")
-    k_number, k_ptr = dequantisation_scale("cache.k_scale", k_scale, k, "k", sf is not None, True)
-    v_number, v_ptr = dequantisation_scale("cache.v_scale", v_scale, k, "k", sf is not None, True)
-    copied = q is None and norm is None and rope is None
+    by_token = getattr(k_sf, "dtype", None) is torch.float32
+    multiplies = sf is not None and not by_token
+    k_number, k_ptr = dequantisation_scale("cache.k_scale", k_scale, k, "k", multiplies, True)
+    v_number, v_ptr = dequantisation_scale("cache.v_scale", v_scale, k, "k", multiplies, True)
+    copied = q is None and norm is None and rope is None and not by_token
+    if by_token:
+        for field in ("k_scale", "v_scale"):
+            _refuse_scale(f"cache.{field}", getattr(cache, field), "cache.sf has a scale for each row")
+        if interleaved:
+            raise ValueError("cache.v_sf_interleaved: True, must be False: cache.sf has a scale for each row")
     if sf is None and (getattr(k_cache, "dtype", None) == k.dtype or k.dtype in SINGLE):
         if k_ptr is not None or v_ptr is not None or k_number != 1.0 or v_number != 1.0:
             _refuse_scales(cache, k, copied)

@@ -153,7 +153,9 @@ def _top_k(call: TopKCall, arch: str, sms: int) -> list[tuple[str, Any, Any]]:
 
 def _cache_write(call: CacheWriteCall, arch: str, sms: int) -> list[tuple[str, Any, Any]]:
     spec, dim = cache_plan.spec_of(call), max(call.k.shape[2], call.v.shape[2])
-    request = CacheWriteRequest(spec.dtype, spec.cache, spec.transform, dim, cache_plan.rotated(call))
+    request = CacheWriteRequest(
+        spec.dtype, spec.cache, spec.transform, dim, cache_plan.rotated(call), scales=spec.scales
+    )
     return [*cache_dispatch.explain(request, arch)]
 
 

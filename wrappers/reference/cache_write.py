@@ -160,10 +160,17 @@ def transformed(
     return torch.cat([turned, x[..., 2 * half :]], -1)
 
 
+def row_scales(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Return the scale of each row of x (N, H, D), (N, H): normal numbers; NaN does not count."""
+    limits = torch.finfo(torch.float32)
+    top = x.float().abs().nan_to_num(0.0, limits.max).amax(-1) if x.shape[-1] else x.new_zeros(x.shape[:2]).float()
+    return (top / FP8_MAX[dtype]).clamp(min=limits.tiny)
+
+
 def to_fp8(x: torch.Tensor, scale: Any, dtype: torch.dtype) -> torch.Tensor:
-    """Return x (N, H, D) divided by a scale, a number or one per head or for all, saturated; NaN stays NaN."""
+    """Return x (N, H, D) divided by a scale, a number or one per row, per head or for all, saturated; NaN stays NaN."""
     if isinstance(scale, torch.Tensor):
-        scale = scale[:, None]
+        scale = scale[..., None]
     else:
         scale = torch.tensor(scale, dtype=torch.float32)  # a number divides as fp32
     most, quotient = FP8_MAX[dtype], x.float() / scale
@@ -185,6 +192,11 @@ def store_rows(
     """Write values (n, H, D) to rows `at` of a cache (pages, H, P, D). at: their pages and rows."""
     if not spec.quantised:
         put(cache, at, values.to(cache.dtype))
+        return
+    if spec.by_token:
+        scales = row_scales(values, cache.dtype)
+        put(cache, at, to_fp8(values, scales, cache.dtype))
+        put(getattr(a, f"{side}_sf"), at, scales.contiguous()[..., None].view(torch.uint8))
         return
     scale, tensor = getattr(a, f"{side}_scale"), getattr(a, f"{side}_scale_ptr")
     if spec.cache != "nvfp4":

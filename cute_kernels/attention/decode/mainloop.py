@@ -58,7 +58,7 @@ class DecodeFragments:
     sf_offsets: (
         cute.Tensor
     )  # scale factors of blocks: of K; of V, key 2 t; from there to key 2 t + 1; to the next block
-    row_scales: Any = None  # a `RowScales`, if rows of K and V have factors
+    row_scales: Any = None  # a `row_scales.KeyFactors`, if rows of K and V have factors
 
 
 @dataclass(frozen=True)

@@ -15,6 +15,7 @@ from cutlass import Float32, Int32, Uint32, const_expr
 
 from ...device import copy, mma, pipeline
 from .. import geometry, logits, precision, quant
+from ..kv import scales
 from ..spec import SF_VEC_SIZE
 from .layout import CachedRow, columns, keys, num_n_tiles, q_words, scale_blocks, sf_per_quarter, v_offset_of
 
@@ -50,7 +51,7 @@ def allocate_v(spec, s):
     """Allocate the registers of one chunk of V."""
     count = keys(spec) // 16
     words = cute.make_rmem_tensor((CachedRow.of_v(spec).width // 32, 4, count), Uint32)
-    has_scales = s.v.scales is not None and not spec.kv.layout.of_rows
+    has_scales = scales.has_block_factors(spec)
     return VFragment(words, cute.make_rmem_tensor((scale_blocks(spec), 4, count), Uint32) if has_scales else None)
 
 
@@ -162,7 +163,7 @@ def gemm_qk(spec, s, r, acc_s, stage, row):
 def load_k_sf(spec, s, r, stage, row):
     """Load the scale factors of this lane's quarter of each chunk of a row of K, each as a pair; None if blocks have
     none."""
-    if s.k.scales is None or spec.kv.layout.of_rows:
+    if not scales.has_block_factors(spec):
         return None
     k, size = CachedRow.of_k(spec), spec.padded_qk // SF_VEC_SIZE
     at, count = s.k.scales.iterator.toint() + (stage * spec.tile.n + row) * size + r.sf_offsets[0], sf_per_quarter(k)

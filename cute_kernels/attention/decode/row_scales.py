@@ -14,13 +14,14 @@ from cutlass import Float32, Int32, const_expr
 
 from ...device import mma, pipeline, warp
 from .. import precision, quant
+from ..kv import scales
 from .layout import keys
 
 BYTES = 4  # of a factor
 LEAST, MOST = 27, 227  # bounds of the biased exponent of the unit: its inverse, and the product of two, are normal
 
 
-class RowScales(NamedTuple):
+class KeyFactors(NamedTuple):
     """Registers for factors. k: of this lane's keys, those of the scores that it has. unit: the biased exponent of the
     unit of O."""
 
@@ -30,9 +31,9 @@ class RowScales(NamedTuple):
 
 def make(spec):
     """Allocate the registers, None if rows have no factors."""
-    if not spec.kv.layout.of_rows:
+    if not scales.has_row_factors(spec):
         return None
-    return RowScales(cute.make_rmem_tensor(keys(spec) // 8, Float32), cute.make_rmem_tensor(1, Int32))
+    return KeyFactors(cute.make_rmem_tensor(keys(spec) // 8, Float32), cute.make_rmem_tensor(1, Int32))
 
 
 def reset(r):

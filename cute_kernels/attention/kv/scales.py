@@ -52,6 +52,16 @@ def has_narrow_rows(spec):
     return layout.vec > 0 and any(gcd(layout.row_bytes(dim), PIECE) < LEAST for dim in spec.dims)
 
 
+def has_row_factors(spec):
+    """Return whether a whole row shares a factor."""
+    return spec.kv.layout.of_rows
+
+
+def has_block_factors(spec):
+    """Return whether blocks of a row share a factor each."""
+    return spec.kv.layout.vec > 0 and not has_row_factors(spec)
+
+
 @cute.jit
 def find(
     spec: cutlass.Constexpr,

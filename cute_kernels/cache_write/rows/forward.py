@@ -168,12 +168,14 @@ def targets_of(spec: cutlass.Constexpr, a, is_v, at: places.CachePlace) -> Targe
     """Return the rows of the cache of K or V at a place."""
     interleaved, base, strides = Int32(0), a.k_cache.iterator.toint(), strides_of(a, a.k_cache)
     sf, sf_strides = Int64(0), CacheStrides(Int64(0), Int64(0), Int64(0))
-    if const_expr(spec.cache == "nvfp4"):
+    if const_expr(spec.stores_factors):
         sf, sf_strides = a.k_sf.iterator.toint(), strides_of(a, a.k_sf)
     if is_v:
         base, strides = a.v_cache.iterator.toint(), strides_of(a, a.v_cache)
+        if const_expr(spec.stores_factors):
+            sf, sf_strides = a.v_sf.iterator.toint(), strides_of(a, a.v_sf)
         if const_expr(spec.cache == "nvfp4"):
-            sf, sf_strides, interleaved = a.v_sf.iterator.toint(), strides_of(a, a.v_sf), a.v_sf_interleaved
+            interleaved = a.v_sf_interleaved
     address = base + at.page * strides.page + at.row * strides.row
     sf += at.page * sf_strides.page
     first = store.TargetRow(address, sf, sf_strides.row, at.row, interleaved, Float32(1.0))
@@ -423,7 +425,7 @@ def transform_rows(spec: cutlass.Constexpr, a, g: LaneGroup, first: HeadRow, in_
 #   waits for   the loads of the row and of its weights, which the iteration before issued; in shuffles, for the other
 #               lanes of the group
 #   computes    Q and K in fp32 registers: RMS norm, rotary embedding
-#   stores      Q in its output, 16 or 8 bits; K and V in the cache
+#   stores      Q in its output, 16 or 8 bits; K and V in the cache, and the scales of their rows, if these have some
 # The next row is requested before this one is worked on: with 120 registers per thread, too few warps run for their
 # loads alone to fill the memory's pipeline. A row is in registers before it is stored, so Q's output may be Q itself.
 # All groups have the same mix of rows. If some had the few rows of V alone, half of each warp would wait for the rest.
@@ -466,6 +468,9 @@ def store_row(
     target = target_of(spec, a, to_k, x.head)
     if x.operand == V:
         target = target_of(spec, a, to_v, x.head)
+    if const_expr(spec.by_token):
+        target = target._replace(scale=store.row_scale(spec.cache, g, values))
+        store.store_row_scale(g, target.sf + target.row * target.sf_row, target.scale)
     for half in cutlass.range_constexpr(2):
         first = (g.lane + half * g.lanes) * rotate.HALF
         if first < x.dim:

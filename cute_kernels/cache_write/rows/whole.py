@@ -227,7 +227,9 @@ def store_cursor(spec: cutlass.Constexpr, a, g, params: TokenParams, operand: In
                 if a.q_scale_ptr.shape[0] > 0:
                     scale = a.q_scale_ptr[0]
     address = first + head * stride + g.lane * lane_bytes
-    sf += to_k.first.row * sf_row + head * sf_stride + (g.lane >> 1)
+    sf += to_k.first.row * sf_row + head * sf_stride
+    if const_expr(spec.cache == "nvfp4"):
+        sf += g.lane >> 1
     inverse = store.reciprocal(scale)
     return StoreCursor(operand, head, heads, address, a.k_groups * stride, sf, a.k_groups * sf_stride, scale, inverse)
 
@@ -275,7 +277,7 @@ def transform_rows(
     weight_words: the weights of its norm."""
     next_words, raw = (cute.make_rmem_tensor((4, 2), Uint32) for _ in range(2))
     values, weights = (cute.make_rmem_tensor((rotate.HALF, 2), Float32) for _ in range(2))
-    inv_dim, vector_stride = Float32(1.0) / Float32(a.k.shape[2]), g.lanes
+    inv_dim = Float32(1.0) / Float32(a.k.shape[2])
     next_words.fill(0)
     row, step, end = g.own, a.k_groups, row_count(a)
     at = LoadCursor(Int32(Q), row + step, Int32(0), Int64(0), Int64(0))
@@ -302,7 +304,7 @@ def transform_rows(
                             values[e, half] = values[e, half] * inverse * weights[e, half]
                 if params.rotates:
                     rotate.rotate_pairs(values, params.cos, params.sin)
-            store_two(spec, a, x, vector_stride, values, raw)
+            store_two(spec, a, g, x, values, raw)
         row += step
         if row < end:
             y = x._replace(head=x.head + step, address=x.address + x.step, sf=x.sf + x.sf_step)
@@ -317,10 +319,14 @@ def transform_rows(
 
 
 @cute.jit
-def store_two(
-    spec: cutlass.Constexpr, a, x: StoreCursor, vector_stride: Int32, values: cute.Tensor, words: cute.Tensor
-):
-    """Store a lane's two vectors of a row; words: as they were read."""
+def store_two(spec: cutlass.Constexpr, a, g, x: StoreCursor, values: cute.Tensor, words: cute.Tensor):
+    """Store a lane's two vectors of a row, and its scale if each row has its own; words: as they were read."""
+    vector_stride, scale, inverse = g.lanes, x.scale, x.inverse
+    if const_expr(spec.by_token):
+        if x.operand != Q:
+            scale = store.row_scale(spec.cache, g, values)
+            inverse = store.reciprocal(scale)
+            store.store_row_scale(g, x.sf, scale)
     narrow = const_expr("e5m2" if spec.cache == "e5m2" else "e4m3")
     if const_expr(not spec.quantised):
         if x.operand != V:
@@ -339,5 +345,5 @@ def store_two(
                 store.store_block(x.address + half * vector_stride * 4, sf, x.scale, values[None, half])
         else:
             for half in cutlass.range_constexpr(2):
-                out = store.fp8_words(narrow, values[None, half], x.scale, x.inverse)
+                out = store.fp8_words(narrow, values[None, half], scale, inverse)
                 store_words(x.address + half * vector_stride * 8, out)
