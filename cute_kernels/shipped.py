@@ -64,6 +64,7 @@ ATTENTION = (
     AttentionRow(PREFILL, HOPPER, ("bf16",), ("e4m3", "nvfp4"), USUAL, ("causal", "modified")),
     AttentionRow(PREFILL, HOPPER, HALVES, (SAME,), USUAL, ("split",)),
     AttentionRow(PREFILL, HOPPER, ("bf16",), ("e4m3", "nvfp4"), USUAL, ("split",)),
+    AttentionRow(PREFILL, HOPPER, ("bf16",), ("e4m3",), USUAL, ("causal factors", "modified factors")),
     AttentionRow(PREFILL_BLACKWELL, BLACKWELL, ("bf16",), (SAME,), (*USUAL, *WIDE), ("causal", "full", "modified")),
     AttentionRow(PREFILL_BLACKWELL, BLACKWELL, ("fp16", "e4m3"), (SAME,), USUAL, ("causal", "full", "modified")),
     AttentionRow(

@@ -40,15 +40,15 @@ class Bug(NamedTuple):
 
 
 def shipped(kernel: str) -> str:
-    return f"test_ptxsim_kernels.py::test_shipped_kernel[{kernel}]"
+    return f"sim/test_ptxsim_kernels.py::test_shipped_kernel[{kernel}]"
 
 
 def feature(name: str) -> str:
-    return f"test_ptxsim_kernels.py::test_feature[{name}]"
+    return f"sim/test_ptxsim_kernels.py::test_feature[{name}]"
 
 
 def index_math(test: str) -> str:
-    return f"test_index_math.py::{test}"
+    return f"attention/test_index_math.py::{test}"
 
 
 ATTENTION, MASK = "cute_kernels/attention", "cute_kernels/attention/mask.py"
@@ -59,7 +59,7 @@ FP8 = shipped("attention.sm90/e4m3_d128_causal_tma_m192n96s3")
 HALVES, PING_PONG = "sm_100a bf16_d64_causal_tma_m256n128s4e4", "sm_103a bf16_d128_causal_tma_m128n96s3"
 RADIX = shipped("topk.radix/fp32_c3t512_n46080")
 ROTATED = shipped("cache_write.rows/bf16_bf16_transform")
-SHARED_SCORES = "test_ptxsim_shared_scores.py::test_shared_scores[causal]"
+SHARED_SCORES = "sim/test_ptxsim_shared_scores.py::test_shared_scores[causal]"
 STATES = shipped("merge_states.rows/bf16_states")
 
 BUGS = (
@@ -158,82 +158,82 @@ BUGS = (
     # ---- host: wrappers
     Bug("host: kept offsets of one length serve another", "wrappers/attention/plan.py",
         "here.offsets.setdefault((device, batch, length), made)", "here.offsets.setdefault((device, batch), made)",
-        "test_plans.py::test_offsets_of_equal_requests"),
+        "host/test_plans.py::test_offsets_of_equal_requests"),
     Bug("host: streams share the scratch of splits", "wrappers/host/scratch.py",
         "key = plan.device, stream, plan.dim_vo //", "key = plan.device, plan.dim_vo //",
-        "test_plans.py::test_streams_have_scratch_of_their_own"),
+        "host/test_plans.py::test_streams_have_scratch_of_their_own"),
     Bug("host: launches of more CTAs have the scratch of fewer", "wrappers/host/scratch.py",
         "plan.counters_per_split, plan.most_ctas\n", "plan.counters_per_split\n",
-        "test_plans.py::test_launches_of_more_ctas_have_more_scratch"),
+        "host/test_plans.py::test_launches_of_more_ctas_have_more_scratch"),
     Bug("host: streams of a capture share counters", "wrappers/host/scratch.py",
         "owner = device, stream, ", "owner = device, 0, ",
-        "test_decode_wrapper.py::test_scratch_is_kept_for_a_stream_and_counters_for_a_stream_of_a_capture"),
+        "attention/test_decode_wrapper.py::test_scratch_is_kept_for_a_stream_and_counters_for_a_stream_of_a_capture"),
     Bug("host: graphs share counters", "wrappers/host/scratch.py",
         "    if known != capture:\n", "    if known is None:\n",
-        "test_prefill_wrapper.py::test_streams_and_captured_launches_never_share_a_counter"),
+        "attention/test_prefill_wrapper.py::test_streams_and_captured_launches_never_share_a_counter"),
     Bug("host: a launch that is kept stays at a scale's old memory", "wrappers/attention/bound.py",
         "memory_of(self._tensors) == self._memory", "self._memory",
-        "test_layer_launch.py::test_tensors_that_get_other_memory"),
+        "host/test_layer_launch.py::test_tensors_that_get_other_memory"),
     Bug("host: a layer that changes a scale repeats its launch", "wrappers/attention/bound.py",
-        "asked == self._asked and ", "self._asked and ", "test_layer_launch.py::test_what_is_asked_counts"),
+        "asked == self._asked and ", "self._asked and ", "host/test_layer_launch.py::test_what_is_asked_counts"),
     Bug("host: factors that pad a row are not written", "wrappers/fp4.py",
         "new = torch.empty if columns * BLOCK == width else torch.zeros", "new = torch.empty",
-        "test_fp4.py::test_factors_that_pad_the_rows_of_a_new_output_are_0"),
+        "cache/test_fp4.py::test_factors_that_pad_the_rows_of_a_new_output_are_0"),
     Bug("host: tokens of replayed steps do not count", "wrappers/integrations/transformers.py",
         "known = self.seq_lens.tolist()", "known = self._seen",
-        "test_example_transformers.py::test_tokens_past_the_pages_are_refused_after_decode_steps"),
+        "engines/test_example_transformers.py::test_tokens_past_the_pages_are_refused_after_decode_steps"),
     Bug("host: strides of dimensions of size 1 must be aligned", "wrappers/attention/checks.py",
         "zip(t.stride()[:-1], t.shape) if extent > 1", "zip(t.stride()[:-1], t.shape)",
-        "test_strides.py::test_strides_of_size_1"),
+        "host/test_strides.py::test_strides_of_size_1"),
     Bug("host: as many tiles as SMs have one CTA on an SM", "cute_kernels/attention/decode/__init__.py",
         "request.kv_heads >= request.sms", "request.kv_heads > request.sms",
-        "test_dispatch.py::test_many_tiles_are_served_by_two_ctas_of_an_sm"),
+        "attention/test_dispatch.py::test_many_tiles_are_served_by_two_ctas_of_an_sm"),
     Bug("host: many tiles are not split", "wrappers/attention/launch_size.py",
         "spec.tile.ctas_per_sm > 1 and decode.is_narrow(request)", "spec.tile.ctas_per_sm > 1",
-        "test_decode_wrapper.py::test_as_many_tiles_as_sms_get_two_ctas_of_an_sm"),
+        "attention/test_decode_wrapper.py::test_as_many_tiles_as_sms_get_two_ctas_of_an_sm"),
     Bug("PDL: a number of keys that changes between two launches is not noticed", f"{ATTENTION}/geometry.py",
         "zip(sequence[1:], other[1:])", "zip(sequence[1:2], other[1:2])",
-        "test_early.py::test_what_is_guessed_does_not_show"),
+        "attention/test_early.py::test_what_is_guessed_does_not_show"),
     Bug("PDL: a number of queries that changes between two launches is not noticed", f"{ATTENTION}/geometry.py",
         "zip(sequence[1:], other[1:])", "zip(sequence[2:], other[2:])",
-        "test_early.py::test_what_is_guessed_does_not_show"),
+        "attention/test_early.py::test_what_is_guessed_does_not_show"),
     Bug("stream-K: equal tiles are split", f"{ATTENTION}/schedule/stream_k.py",
         "a.schedule.whole_tiles) * most == total:", "a.schedule.whole_tiles) * most == total + 1:",
-        "test_ptxsim_family.py::test_equal_tiles_are_not_split"),
+        "sim/test_ptxsim_family.py::test_equal_tiles_are_not_split"),
     Bug("stream-K: tiles that differ are shared by fewer CTAs", f"{ATTENTION}/schedule/stream_k.py",
         "a.schedule.whole_tiles) * most == total:", "a.schedule.whole_tiles) * most >= total:",
-        "test_ptxsim_family.py::test_equal_tiles_are_not_split"),
+        "sim/test_ptxsim_family.py::test_equal_tiles_are_not_split"),
     Bug("host: as many tiles as TPCs are split", "wrappers/attention/launch_size.py",
         "decode.one_cta_per_tpc(spec) and", "False and",
-        "test_decode_wrapper.py::test_one_cta_for_each_pair_of_sms"),
+        "attention/test_decode_wrapper.py::test_one_cta_for_each_pair_of_sms"),
     Bug("host: too few tiles have one CTA for each TPC", "wrappers/attention/launch_size.py",
         "and _nearly_all(tiles, tpcs)", "and _nearly_all(2 * tiles, tpcs)",
-        "test_decode_wrapper.py::test_one_cta_for_each_pair_of_sms"),
+        "attention/test_decode_wrapper.py::test_one_cta_for_each_pair_of_sms"),
     Bug("host: tiles of narrow windows are split", "wrappers/attention/launch_size.py",
         "return min(tiles, most)", "return most",
-        "test_decode_wrapper.py::test_narrow_windows_get_two_ctas_of_an_sm"),
+        "attention/test_decode_wrapper.py::test_narrow_windows_get_two_ctas_of_an_sm"),
     Bug("host: a right window of 0 is not causal", "wrappers/flash_attn/api.py",
-        "    causal = causal or right == 0\n", "", "test_flash_attn.py::test_options_in_every_form"),
+        "    causal = causal or right == 0\n", "", "attention/test_flash_attn.py::test_options_in_every_form"),
     Bug("host: V's strides are not seen when a cache becomes pages", "wrappers/attention/views.py",
         "all(t.stride(0) == rows * t.stride(1) for t in (k, v))", "k.stride(0) == rows * k.stride(1)",
-        "test_flash_attn.py::test_caches_without_a_table_are_pages"),
+        "attention/test_flash_attn.py::test_caches_without_a_table_are_pages"),
     Bug("host: scales of KV heads are dealt to query heads in turn", "wrappers/host/scalars.py",
         "value[:, None].expand(-1, all_heads // own).reshape(-1)", "value.repeat(all_heads // own)",
-        "test_low_precision.py"),
+        "attention/test_low_precision.py"),
     Bug("host: a known merge in place overlaps the other S", "wrappers/merge/plan.py",
         "AddressBounds.of(tensors, {0, 1})", "AddressBounds.of(tensors, {0})",
-        "test_merge_states.py::test_memory_that_an_output_shares_is_refused"),
+        "merge/test_merge_states.py::test_memory_that_an_output_shares_is_refused"),
     Bug("host: a known cache write does not see memory that is shared later", "wrappers/host/overlap.py",
         "if -b_bytes < apart < a_bytes and apart", "if 0 < apart < a_bytes and apart",
-        "test_cache_write.py::test_memory_that_is_shared_in_a_later_call"),
+        "cache/test_cache_write.py::test_memory_that_is_shared_in_a_later_call"),
     Bug("host: a plan of top-k serves both orders of ties", "wrappers/topk/plan.py",
         "call.k, call.next_n, call.page_size, call.tie_break, call.tie_break.__class__,",
-        "call.k, call.next_n, call.page_size,", "test_plans.py::test_top_k"),
+        "call.k, call.next_n, call.page_size,", "host/test_plans.py::test_top_k"),
     Bug("host: memory of a capture is kept", "wrappers/host/launch.py",
         "if device_info is not None and plan.kept:", "if device_info is not None:",
-        "test_launch.py::test_a_graph_owns_what_its_capture_allocates"),
+        "host/test_launch.py::test_a_graph_owns_what_its_capture_allocates"),
     Bug("host: decreasing offsets pass", "wrappers/flashinfer/values.py",
-        "good = numbers == sorted(numbers)", "good = True", "test_refusals.py"),
+        "good = numbers == sorted(numbers)", "good = True", "attention/test_refusals.py"),
 )  # fmt: skip
 
 

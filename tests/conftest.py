@@ -22,6 +22,7 @@ from tools import matrix
 ROOT = Path(__file__).resolve().parents[1]
 ARCH = "sm_90a"
 BUNDLE = ROOT / "build" / "bundle" / ARCH
+GPU = ROOT / "tests" / "gpu"  # whose conftest says what all tests on a GPU have in common
 BUILDING = pytest.StashKey[subprocess.Popen[str]]()
 OUTSIDE = os.environ.get("CUTE_DSL_ARCH")  # for processes that tests start
 SIMULATOR = ROOT / "tools" / "ptxsim" / "src"  # as pyproject.toml tells pytest
@@ -30,7 +31,7 @@ if not torch.cuda.is_available():  # the DSL reads it when a test first imports 
     os.environ.setdefault("CUTE_DSL_ARCH", ARCH)
     torch.set_num_threads(1)  # tensors are small: two threads take 4 times the processor time of one
     os.environ["OMP_NUM_THREADS"] = "1"  # in processes that tests start
-with suppress(ImportError):  # a GPU machine may lack Hypothesis, which no test_gpu_*.py needs
+with suppress(ImportError):  # a GPU machine may lack Hypothesis, which no test on a GPU needs
     from hypothesis import HealthCheck, settings
 
     # A slow machine is no failure: by default, Hypothesis fails an example that takes 0.2 s, or data that take long.
@@ -66,7 +67,7 @@ def whole_bundle(config: pytest.Config) -> bool:
 
 
 def start_bundle(config: pytest.Config) -> subprocess.Popen[str]:
-    from tests.kernels import LATER, SHIPPED
+    from tests.support.kernels import LATER, SHIPPED
 
     chosen = () if whole_bundle(config) else SHIPPED.keys() - LATER
     return start_build(ARCH, BUNDLE, *(argument for label in sorted(chosen) for argument in ("--only", label)))
@@ -85,17 +86,12 @@ def kernels_by_function(request: pytest.FixtureRequest) -> Iterator[None]:
         yield
 
 
-def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
-    """Do not even read the tests of a GPU for `--quick`."""
-    return True if config.getoption("--quick") and collection_path.name.startswith("test_gpu_") else None
-
-
 def features_of(item: pytest.Item) -> set[str]:
     """Return the names in a test's `feature` markers. Each must be a feature of tools.matrix."""
     names = {name for mark in item.iter_markers("feature") for name in mark.args}
     if names - matrix.NAMES:
         raise pytest.UsageError(f"{item.nodeid}: tools.matrix has no feature {', '.join(sorted(names - matrix.NAMES))}")
-    if names and not item.path.name.startswith("test_gpu_"):
+    if names and GPU not in item.path.parents:
         raise pytest.UsageError(f"{item.nodeid}: only tests on a GPU show a feature")
     return names
 
@@ -107,15 +103,12 @@ def imports_engine(item: pytest.Item) -> bool:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leave out tests by their markers and the options, mark GPU tests as `kernels` and store their features for junit
-    reports.
+    """Leave out tests by their markers and the options, and store the features of GPU tests for junit reports.
 
     Tests that need kernels come last, because the kernels are compiled meanwhile.
     """
     for item in items:
         item.user_properties += [("feature", name) for name in sorted(features_of(item))]
-        if item.path.name.startswith("test_gpu_"):
-            item.add_marker(pytest.mark.kernels)
     if config.getoption("--quick"):
         kept = quick(items)
     else:
@@ -254,7 +247,7 @@ def build_bundle(arch: str, out: Path, *only: str) -> Path:
 @pytest.fixture
 def here() -> Iterator[Any]:
     """A machine with kernels that compute in torch; it lists `launches` and kernel `specs` of this test's calls."""
-    from tests.emulated import emulation
+    from tests.support.emulated import emulation
 
     with emulation() as fake:
         yield fake
@@ -274,7 +267,7 @@ class Foreign(torch.Tensor):
 @pytest.fixture
 def foreign(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let launches keep tensors as on a GPU, in a form that can be neither copied nor pickled."""
-    from tests.fake_machine import FakeMachine
+    from tests.support.fake_machine import FakeMachine
 
     monkeypatch.setattr(FakeMachine, "argument", lambda self, tensor: tensor.as_subclass(Foreign))
 
@@ -282,7 +275,7 @@ def foreign(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def quiet() -> Iterator[Any]:
     """A machine with kernels that do nothing but `count`, so that only host work remains."""
-    from tests.fake_machine import FakeMachine
+    from tests.support.fake_machine import FakeMachine
     from wrappers.host import machine
 
     def launch(*flat: Any) -> None:
@@ -332,7 +325,7 @@ def bundle(request: pytest.FixtureRequest) -> Path:
 @pytest.fixture(scope="session")
 def blackwell(request, tmp_path_factory) -> Callable[[str], manifest.Manifest]:
     """The bundle of an architecture: one kernel of each structure; with --all every shipped kernel."""
-    from tests import kernels
+    from tests.support import kernels
 
     chosen = kernels.BLACKWELL if request.config.getoption("--all") else kernels.COVERING
     folder, only = tmp_path_factory.mktemp("bundle"), defaultdict(list)
@@ -345,8 +338,8 @@ def blackwell(request, tmp_path_factory) -> Callable[[str], manifest.Manifest]:
 
 @pytest.fixture(scope="session")
 def problems(request) -> Iterator[Callable[[str], list[str]]]:
-    """Label of tests.simulated -> errors of a kernel or a feature, for the labels of the selected tests."""
-    from tests.simulated import Simulations
+    """Label of tests.support.simulated -> errors of a kernel or a feature, for the labels of the selected tests."""
+    from tests.support.simulated import Simulations
 
     items = [item for item in request.session.items if "problems" in item.fixturenames]
     work = Simulations([item.callspec.params["label"] for item in items], request.config.getoption("--all"))

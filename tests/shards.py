@@ -1,7 +1,7 @@
 """Run GPU tests in several processes on one GPU, so that a test that hangs or ends its process does not stop the
 others.
 
-    python -m tests.shards tests/test_gpu_*.py [--processes 12] [--limit 60] [--seconds 250] [--resume]
+    python -m tests.shards tests/gpu [--processes 12] [--limit 60] [--seconds 250] [--resume]
 
 Process n of N takes every N-th test. A test that runs longer than `limit` seconds is killed with its process, and the
 process is restarted after it. After `seconds` no test begins; `--resume` then runs the rest, with as many processes.
@@ -122,7 +122,7 @@ def run(args: argparse.Namespace) -> Iterator[str]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m tests.shards", description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("tests", nargs="+", help="test files, or other arguments of pytest")
+    parser.add_argument("tests", nargs="+", help="folders and files of tests, or other arguments of pytest")
     parser.add_argument("--processes", type=int, default=12)
     parser.add_argument("--limit", type=int, default=60, help="time limit of a test, in seconds")
     parser.add_argument("--seconds", type=int, default=250, help="no test begins after this many seconds")

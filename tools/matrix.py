@@ -122,6 +122,7 @@ ONE_BYTE = {"one byte": {"dtype": "uint8", "cache": "uint8"}}
 HALVES = {dtype: {"q": dtype, "kv": dtype, "out": dtype} for dtype in ("bf16", "fp16")}
 QUANTISED = {"e4m3": {"kv": "e4m3"}, "NVFP4": {"kv": "nvfp4"}}
 CACHES = QUANTISED | {"e5m2": {"kv": "e5m2"}}
+BY_TOKEN = {"e4m3, a scale per token and head": {"kv": "e4m3", "kv_scales": "token"}}
 OUTPUTS = {"e4m3": {"out": "e4m3"}, "NVFP4": {"out": "nvfp4"}}
 MODIFIERS: dict[str, dict[str, Any]] = {
     "a causal mask": {"causal": True},
@@ -169,7 +170,7 @@ OTHER_DIMS = dims(*((dim, dim) for dim in (32, 80, 96, 112, 160, 192, 512)))  # 
 TRANSFORM = {"transform": True}
 ASKED: tuple[tuple[str, Any, str, dict[str, dict[str, Any]]], ...] = (  # arguments of `features`
     ("prefill", PREFILL, "Q, K and V", HALVES | {"e4m3": {"q": "e4m3", "kv": "e4m3"}}),
-    ("prefill", PREFILL, "KV", {kv: facts | {"q": "bf16"} for kv, facts in CACHES.items()}),
+    ("prefill", PREFILL, "KV", {kv: facts | {"q": "bf16"} for kv, facts in (CACHES | BY_TOKEN).items()}),
     ("prefill", replace(PREFILL, q="e4m3"), "KV", {"NVFP4 with e4m3 queries": {"q": "e4m3", "kv": "nvfp4"}}),
     ("prefill", PREFILL, "output", OUTPUTS),
     ("prefill", PREFILL, "head_dim", dims((64, 64), (128, 128), (192, 128), (256, 256)) | OTHER_DIMS),
@@ -180,7 +181,7 @@ ASKED: tuple[tuple[str, Any, str, dict[str, dict[str, Any]]], ...] = (  # argume
     ("prefill", replace(PREFILL, rows=1), "with", {"few query tokens": {}}),
     ("prefill", replace(PREFILL, q="e4m3", kv="e4m3"), "with", {"scales a head": {"head_scales": True}}),
     ("decode", replace(DECODE, kv="e4m3", out="e4m3"), "query", {t: {"q": t} for t in ("bf16", "fp16", "e4m3")}),
-    ("decode", DECODE, "KV", HALVES | CACHES),
+    ("decode", DECODE, "KV", HALVES | CACHES | BY_TOKEN),
     ("decode", replace(DECODE, kv="nvfp4"), "KV", {"NVFP4 with interleaved V factors": {"interleaved": True}}),
     ("decode", DECODE, "output", OUTPUTS),
     ("decode", DECODE, "head_dim", dims((64, 64), (128, 128), (256, 256)) | OTHER_DIMS),
@@ -207,6 +208,12 @@ ASKED: tuple[tuple[str, Any, str, dict[str, dict[str, Any]]], ...] = (  # argume
     ("top-k", TopKKernelRequest("fp32", 1, 1 << 21, 20000), "k", {"20000 of 2 million": {}}),
     ("append", APPEND, "rows copied", {d: {"dtype": d, "cache": d} for d in ("bf16", "fp16")} | ONE_BYTE),
     ("append", APPEND, "rows quantised to", {"e4m3": {"cache": "e4m3"}, "NVFP4": {"cache": "nvfp4"}}),
+    (
+        "append",
+        replace(APPEND, cache="e4m3", transform=True),
+        "rows quantised to",
+        {"e4m3, a scale per token and head": {"scales": "token"}},
+    ),
     ("append", APPEND, "rows quantised to", {"e5m2": {"cache": "e5m2"}}),
     ("append", APPEND, "values dequantised from", {"NVFP4": {"dtype": "nvfp4", "cache": "fp32"}}),
     ("append", APPEND, "rows of Q and K with", dict.fromkeys(("RMS norm", "RoPE", "RoPE in place"), TRANSFORM)),

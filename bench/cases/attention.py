@@ -497,8 +497,8 @@ def reference_of(inputs: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
 def refusals() -> dict[str, tuple[dict[str, Any], type[Exception], str]]:
     """Return invalid changes to the plain edge case: name -> (arguments, exception, pattern of its message).
 
-    tests/test_bad_calls.py has every bad value of each argument alone; here are those that only other arguments make
-    wrong."""
+    tests/host/test_bad_calls.py has every bad value of each argument alone; here are those that only other arguments
+    make wrong."""
     pool = make_inputs(EDGE["plain"])["kv_cache"]
     tokens, heads, dim = 42, 4, 64
     nvfp4: dict[str, Any] = {"out_dtype": "nvfp4", "out": None}

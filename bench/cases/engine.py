@@ -115,7 +115,7 @@ class EngineCase:
 
 
 def _tiny() -> list[EngineCase]:
-    """Return cases of two layers, which show that answers are right: `tests/test_gpu_engines.py` runs them."""
+    """Return cases of two layers, which show that answers are right: `tests/gpu/test_gpu_engines.py` runs them."""
     llama = EngineCase("tiny-llama-bf16", "llama8b", 16, 700, outputs=64, layers=2, memory=4 * GIB)
     return [
         llama,

@@ -20,11 +20,9 @@ def apply(p: AttentionCall, forms: tuple[str, ...], seed: int = 0) -> AttentionC
         p = as_ragged(p, lens)
     if "mask" in forms:
         p = with_mask(p, lens, seed)
-    if "ranges" in forms:
-        p = with_ranges(p, lens, seed)
-    if "prefix" in forms:
-        half = [n // 2 + 9 * (b % 2) for b, n in enumerate(lens)]
-        p = p._replace(prefix_lens=torch.tensor(half, dtype=torch.int32, device=p.q.device))
+    for form in ("ranges", "prefix"):
+        if form in forms:
+            p = with_lengths(p, form, lens, seed)
     if "alibi" in forms:
         heads = torch.arange(p.q.shape[1], device=p.q.device)
         p = p._replace(alibi_slopes=torch.exp2(-(heads + 1.0) / 2))
@@ -77,6 +75,14 @@ def with_mask(p: AttentionCall, lens: list[int], seed: int) -> AttentionCall:
     packed = torch.cat([torch.empty(0, dtype=torch.uint8), *found])
     starts = _starts([len(part) for part in found], device)
     return p._replace(custom_mask=packed[:-1].to(device), mask_starts=starts, causal=True)
+
+
+def with_lengths(p: AttentionCall, form: str, lens: list[int], seed: int) -> AttentionCall:
+    """Extend the causal mask by ranges or by prefixes, for requests of `lens` keys."""
+    if form == "ranges":
+        return with_ranges(p, lens, seed)
+    half = [n // 2 + 9 * (b % 2) for b, n in enumerate(lens)]
+    return p._replace(prefix_lens=torch.tensor(half, dtype=torch.int32, device=p.q.device))
 
 
 def with_ranges(p: AttentionCall, lens: list[int], seed: int) -> AttentionCall:

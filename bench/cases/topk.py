@@ -438,8 +438,8 @@ def _zeros(*shape: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
 def _refusals(function: str) -> dict[str, Any]:
     """Return name -> (change, error, message). The case in PLAIN has 3 rows of 50 scores, k 7.
 
-    tests/test_bad_calls.py has every bad value of each argument alone; here are those that it lacks, and those that
-    only other arguments make wrong."""
+    tests/host/test_bad_calls.py has every bad value of each argument alone; here are those that it lacks, and those
+    that only other arguments make wrong."""
     scores, k = ("logits", "top_k") if function in PER_ROW else ("input", "k")
     bad: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
         "k large": ({k: 2**31}, ValueError, f"{k}: 2147483648"),

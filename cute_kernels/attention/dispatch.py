@@ -60,6 +60,10 @@ KINDS = {
     "skip": Kind("causal, with skip-softmax", False, {"skip": True}),
     "split": Kind("causal, and CTAs share the keys of a sequence", True, {}),
     "split modified": Kind("split, with windows and soft caps", True, {"window": True}),
+    "causal factors": Kind("causal, and a factor per token and head", False, {"kv_scales": "token"}),
+    "modified factors": Kind(
+        "modified, and a factor per token and head", False, {"window": True, "kv_scales": "token"}
+    ),
     "8 rows": Kind("few query rows and every modifier: 8 rows per warp", True, {"rows": 8}),
     "16 rows": Kind("the same with 16 rows per warp", True, {"rows": 16}),
     "8 rows window": Kind(

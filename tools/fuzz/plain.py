@@ -115,7 +115,15 @@ def _seen(p: AttentionCall, b: int, rows: slice, n: int) -> torch.Tensor:
         seen = (draft < 0) | (draft >= 32 * p.drafts.shape[1]) | ((word >> (draft.clamp(min=0) % 32).int()) & 1).bool()
     else:
         seen = key <= own if p.causal else torch.ones(m, n, dtype=torch.bool, device=device)
-    return seen & (key >= own - p.window_left) if p.window_left >= 0 else seen
+    if p.prefix_lens is not None:
+        seen |= key < int(p.prefix_lens[b])
+    if p.window_left >= 0:
+        seen &= key >= own - p.window_left
+    if p.ranges is not None:
+        begin, last = p.ranges[rows, :1].long(), p.ranges[rows, 1:].long()
+        inside = (begin <= key) & (key <= last)
+        seen |= inside & (key >= own - p.range_left) if p.range_left >= 0 else inside
+    return seen
 
 
 def _factor(number: float, tensor: torch.Tensor | None) -> torch.Tensor | float:

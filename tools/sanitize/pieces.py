@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
+from bench.cases.attention import TOKEN_SCALES
 from bench.cases.topk import DECODE as ROW_DECODE
 from bench.cases.topk import PAGE_TABLE, RAGGED, TOP_K
 from bench.cases.topk import PREFILL as ROW_PREFILL
@@ -28,6 +29,7 @@ WINDOW, CAP = {"window_left": 50}, {"soft_cap": 9.0}
 FULL = {"causal": False}
 FP8 = {"dtype": "fp8", "out_dtype": "bf16", "sink": 0.0, "data": "normal"}
 CACHES: dict[str, dict[str, Any]] = {"bf16": {}, "e4m3": {"kv_dtype": "fp8"}, "nvfp4": {"kv_dtype": "nvfp4"}}
+BY_TOKEN = {"kv_dtype": TOKEN_SCALES}
 
 
 def attend(function: str, base: dict[str, Any], *changes: dict[str, Any], dims: str = "d64", **extra: Any) -> Call:
@@ -58,6 +60,10 @@ def _prefill() -> Iterator[tuple[str, tuple[Call, ...]]]:
         "prefill-custom-mask",
         tuple(attend(PAGED, FEW, plain, change, dims=d, form="csr", custom=kind) for d, kind, change in masked),
     )
+    for custom in ("ranges", "prefix"):
+        yield f"prefill-{custom}", tuple(attend(PAGED, FEW, plain, dims=d, form="csr", custom=custom) for d in USUAL)
+    by_token = [attend(CONTEXT, FEW, BY_TOKEN, mask, dims=d) for d in USUAL for mask in ({}, WINDOW)]
+    yield "prefill-prepared-e4m3-by-token", tuple(by_token)
     yield "prefill-skip", tuple(attend(CONTEXT, FEW, plain, {"skip": 1e-3}, dims=d) for d in USUAL)
     yield "prefill-fp16", (attend(CONTEXT, FEW, {"dtype": "fp16"}), attend(CONTEXT, FEW, {"dtype": "fp16"}, CAP))
     yield "split-bf16", tuple(attend(DECODE, SHARED, dims=d) for d in USUAL)
@@ -93,6 +99,8 @@ def _decode() -> Iterator[tuple[str, tuple[Call, ...]]]:
         for count, fields in rows.items():
             calls = [attend(DECODE, ONE, cache, fields, dims=d) for d in USUAL]
             yield f"decode-{kind}-{count}-rows", (*calls, attend(DECODE, ONE, cache, fields, {"window_left": 600}, CAP))
+    by_token = [attend(DECODE, ONE, BY_TOKEN, fields, dims=d) for fields in rows.values() for d in USUAL]
+    yield "decode-e4m3-by-token", tuple(by_token)
     narrow = {"window_left": 200}
     quantised = [attend(DECODE, ONE, CACHES[kind], narrow, rows[8], dims="d128") for kind in ("e4m3", "nvfp4")]
     yield "decode-windows", (*(attend(DECODE, ONE, cache, narrow, rows[8]) for cache in CACHES.values()), *quantised)

@@ -224,7 +224,10 @@ def bind(plan: CacheWritePlan, call: CacheWriteCall) -> tuple[list[Any], None]:
         if call.v_scale_ptr is not None:
             flat[at.v_scale_ptr] = call.v_scale_ptr
         if call.k_sf is not None:
-            flat[at.k_sf], flat[at.v_sf] = _factor_bytes(call.k_sf), _factor_bytes(call.v_sf)
+            k_sf, v_sf = call.k_sf, call.v_sf
+            if k_sf.ndim == 3:  # one scale per row
+                k_sf, v_sf = k_sf.unsqueeze(-1), v_sf.unsqueeze(-1)
+            flat[at.k_sf], flat[at.v_sf] = k_sf.view(_uint8), v_sf.view(_uint8)
     if call.transform is not None:
         put_transform(flat, at, call.transform)
     return flat, None
@@ -263,10 +266,6 @@ def put_rows(flat: list[Any], at: CacheWriteArgs, q: Any, out: Any, rotated_at: 
 
 def _as_bytes(t: torch.Tensor) -> torch.Tensor:
     return t.view(_uint8)
-
-
-def _factor_bytes(t: torch.Tensor) -> torch.Tensor:
-    return (t if t.ndim == 4 else t.unsqueeze(-1)).view(_uint8)
 
 
 def words(index: Any) -> Any:

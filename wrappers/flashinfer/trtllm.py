@@ -145,7 +145,10 @@ def context_call(
     if cum_seq_lens_q is None:
         check_strided("cum_seq_lens_q", None)
     k, v = pair("kv_cache", kv_cache, kv_layout)
-    k_scales, v_scales = scale_pair("kv_cache_sf" if kv_block_scales is None else "kv_block_scales", scales, kv_layout)
+    k_scales = v_scales = None
+    if scales is not None:
+        name = "kv_cache_sf" if kv_block_scales is None else "kv_block_scales"
+        k_scales, v_scales = scale_pair(name, scales, kv_layout)
     if max_q_len.__class__ is not int or window_left.__class__ is not int or batch_size.__class__ is not int:
         max_q_len, batch_size = integer(max_q_len), integer(batch_size)
         window_left = -1 if window_left is None else integer(window_left)
@@ -253,7 +256,7 @@ def decode_call(
         enable_block_sparse_attention, cp_world, cp_rank, causal_seqlens_kv_global, bf16q_fp8kv_transform_mode
     )  # fmt: skip
     k, v = pair("kv_cache", kv_cache, kv_layout)
-    k_scales, v_scales = scale_pair("kv_cache_sf", kv_cache_sf, kv_layout)
+    k_scales, v_scales = (None, None) if kv_cache_sf is None else scale_pair("kv_cache_sf", kv_cache_sf, kv_layout)
     if logits_soft_cap is not None or skip_softmax_threshold_scale_factor is not None or o_sf_scale is not None:
         logits_soft_cap, o_sf_scale = real(logits_soft_cap), real(o_sf_scale)
         skip_softmax_threshold_scale_factor = real(skip_softmax_threshold_scale_factor)

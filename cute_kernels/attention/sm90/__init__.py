@@ -108,7 +108,7 @@ def candidate(request: KernelRequest, arch: str, split: bool = False) -> Spec:
     if split:
         return split_candidate(request)
     p, dims = request, (request.head_dim_qk, request.head_dim_vo)
-    plain = is_plain(replace(p, custom_mask="", alibi=False))
+    plain = is_plain(replace(p, custom_mask="", alibi=False, window=exact_mask(p).window))
     spec = headline(p.q, p.kv, dims, p.causal) if plain else general(p.q, p.kv, dims)
     mask = exact_mask(p) if plain else general_mask(p)
     logits = replace(spec.logits, skip=p.skip, alibi=p.alibi, head_scales=p.head_scales and p.kv in DTYPES)

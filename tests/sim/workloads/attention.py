@@ -34,7 +34,7 @@ PARTS = 26  # splits of a long request, one per SM
 BITS = {"half": 16, "e4m3": 8, "nvfp4": 4}
 WIDE = {(BITS[key.kind], key.head_dim) for key in tile_table.measured(False) if key.rows > FEW_ROWS}
 
-
+CACHES = {("e4m3", ""): "fp8", ("e4m3", "token"): cases.TOKEN_SCALES}  # (dtype, scales) of K and V -> name in cases
 DECODE_STRUCTURES = {  # (KV dtype, head_dim, 8 rows per warp): every type, head_dim and number of rows at least twice
     ("", 64, True), ("", 64, False), ("", 128, True), ("", 256, True), ("fp8", 64, False), ("fp8", 128, True),
     ("nvfp4", 64, True), ("nvfp4", 128, True), ("nvfp4", 128, False),
@@ -104,7 +104,7 @@ def traits_of(spec: Any) -> KernelTraits:
         "head_dim_qk": spec.head_dim_qk,
         "head_dim_vo": spec.head_dim_vo,
         "causal": spec.mask.causal != "never" or spec.mask.custom == "ranges",
-        "kv_dtype": "" if own else {"e4m3": "fp8"}.get(spec.kv.dtype, spec.kv.dtype),
+        "kv_dtype": "" if own else CACHES.get((spec.kv.dtype, spec.kv.scales), spec.kv.dtype),
     }
     stages = max(spec.tile.stages, spec.tile.raw_stages) if shares else spec.tile.stages
     block, few, wide = spec.tile.n, FEW_ROWS if narrow else 0, decodes and not (shares or narrow)
@@ -124,6 +124,8 @@ def structure(spec: Any) -> Any:
     """Return a key of the kernel's code apart from types, masks and modifiers, which one mode covers; None if
     another head dimension stands for it."""
     k, dim = traits_of(spec), spec.head_dim_qk
+    if spec.kv.scales == "token":  # factors are read like those of blocks, or like a sink
+        return None
     if k.shares:
         key = spec.q, spec.kv.dtype, dim
         return ("shares", *key, k.window) if key in SHARED_STRUCTURES else None

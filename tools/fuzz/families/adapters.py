@@ -228,7 +228,7 @@ def _scales(call: Call, case: AttentionCase, p: AttentionCall) -> dict[str, Any]
 
 def _mask(call: Call, problem: Any) -> dict[str, Any]:
     kind = call.extra.get("custom")
-    if not kind:
+    if not kind or problem.p.custom_mask is None:
         return {}
     if kind == "packed":
         return {"packed_custom_mask": problem.p.custom_mask}
@@ -301,6 +301,10 @@ def _wrapped(call: Call, problems: list[Any], device: torch.device) -> Adapted:
             tree["skip_softmax_threshold_scale_factor"] = case.skip
         if p.sinks is not None:
             tree["sinks"] = p.sinks
+        if p.ranges is not None:
+            tree |= {"bidirectional_ranges": p.ranges, "range_window_left": p.range_left + 1}
+        if p.prefix_lens is not None:
+            tree["prefix_lens"] = p.prefix_lens
         if not case.fresh:
             shape = *p.q.shape[:2], case.head_dim_vo
             tree["out"] = _new_out(case, shape)

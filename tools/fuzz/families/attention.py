@@ -114,7 +114,10 @@ def problem_of(call: Call, variant: int = 0) -> Problem:
     p = forms.apply(p, in_forms, call.seed)
     p = _scaled(call, case, p, rng)
     masks: list[torch.Tensor] = []
-    if call.extra.get("custom"):
+    custom = call.extra.get("custom")
+    if custom in ("ranges", "prefix"):
+        p = forms.with_lengths(p, custom, lens, call.seed + variant)
+    elif custom:
         p, masks = _masked(p, case, lens, rng)
     if call.extra.get("alibi"):
         p = p._replace(alibi_slopes=_slopes(case.heads_q))

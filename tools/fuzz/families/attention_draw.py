@@ -143,7 +143,8 @@ def _modifiers(rng: Random, c: dict[str, Any], extra: dict[str, Any], decode: bo
     if rng.random() < 0.3 and function not in (RAGGED, SINGLE) or function == SINKS:
         c["sink"] = rng.choice((1.0, 1.0, 3.0))
     if classes and tma and usual and bits16 and not c.get("kv_dtype") and rng.random() < 0.2:
-        extra["custom"] = rng.choice(("bool", "packed"))
+        masks = ("bool", "packed") if function == SINGLE else ("bool", "packed", "ranges", "prefix")
+        extra["custom"] = rng.choice(masks)
         c["causal"] = True  # the mask replaces it
     elif classes and bits16 and not c.get("kv_dtype") and rng.random() < 0.12 and c["head_dim_qk"] == c["head_dim_vo"]:
         extra["rope"] = True

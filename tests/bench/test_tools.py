@@ -1,0 +1,282 @@
+"""One run of each tool that no user calls: the demo, shards of tests, the comparison of PTX, counts of SASS, and long
+use. A tool that breaks shows in its next run; these tests hold that it notices what it is there for."""
+
+import subprocess
+import sys
+from functools import partial
+
+import numpy as np
+import pytest
+import torch
+
+import wrappers
+from bench import results
+from bench.results import SoakRow
+from cute_kernels import bundle, catalog, env, manifest
+from tests.conftest import ARCH, ROOT
+from tests.support import fake_bundle
+from tests.support.emulated import emulation
+from tests.support.fake_machine import FakeMachine
+from tests.support.kernels import COVERING
+from tools import demo, demo_data, installs, proven, ptxdiff, static
+from tools.soak import __main__ as soak
+from tools.soak import damage, memory, scenarios
+from tools.soak.engine import ServingEngine, Wrong
+from tools.soak.memory import Sample
+from tools.soak.probe import Probe
+from wrappers.host import machine
+
+CPU = torch.device("cpu")
+
+# ---- the demo
+
+
+@pytest.mark.slow
+def test_the_demo_agrees_with_torch_and_refuses_wrong_results(tmp_path, capsys):
+    assert demo_data.EXTRACT.stat().st_size < 2_000_000
+    with np.load(demo_data.EXTRACT) as data:
+        batch = demo.batch_of(dict(data))
+    results = demo.run(batch, "reference")
+    assert capsys.readouterr().out.count("agrees with torch") == 3
+    assert "picture" in demo.draw(batch, results, tmp_path / "demo.png")
+    right = demo.expected(batch)
+    for wrong in (right * 1.01, right.roll(1, 0), torch.zeros_like(right)):
+        with pytest.raises(AssertionError):
+            demo.compare(wrong, right)
+    with pytest.raises(AssertionError, match="torch selects"):
+        demo.STEPS[2].check(demo.STEPS[2].call(batch).roll(1, 0), demo.STEPS[2].want(batch))
+
+
+def test_kernels_that_the_demo_builds_serve_its_calls():
+    """The simulator refuses a call that another kernel serves."""
+    with np.load(demo_data.EXTRACT) as data:
+        few = demo.batch_of({name: data[name][:40, :2] for name in "qkv"} | {"lengths": np.array([33, 7])})
+    names = []
+    with machine.override(FakeMachine(lambda op, spec: names.append(spec.name) or (lambda *args: None))):
+        for step in demo.STEPS:
+            step.call(few)
+    assert names[:2] == demo.kernels()[:2] and names[2].split("_")[0] == demo.kernels()[2].split("_")[0]
+
+
+# ---- shards of tests
+
+LIMIT = 600  # seconds of a test, and of all: far more than a slow and busy machine needs
+SUITE = f"""
+import os, pytest, signal
+@pytest.mark.parametrize("n", range(3))
+def test_right(n): pass
+def test_wrong(): assert 1 == 2
+def test_dies(): os._exit(7)
+def test_hangs():
+    assert 0 < signal.alarm(0) <= {LIMIT}, "the limit is not set"
+    signal.setitimer(signal.ITIMER_REAL, 0.01)  # the rest of it, which no test need wait for
+    while True: signal.pause()
+def test_behind(): pass
+"""
+
+
+@pytest.mark.slow
+def test_a_hang_costs_one_test_and_a_run_is_resumed(tmp_path):
+    (tmp_path / "test_suite.py").write_text(SUITE)
+    (tmp_path / "pytest.ini").write_text("[pytest]\n")  # names of tests begin here, wherever the checkout is
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "0.log").write_text("begin test_suite.py::test_right[0]\nend test_suite.py::test_right[0]\n")
+    command = [sys.executable, "-m", "tests.shards", str(tmp_path / "test_suite.py"), "--out", str(tmp_path / "out")]
+    command += ["--processes", "2", "--limit", str(LIMIT), "--seconds", "3600", "--resume"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=LIMIT)
+    *problems, last = done.stdout.splitlines()
+    said = {problem.partition("::")[2] for problem in problems}
+    assert said == {"test_wrong assert 1 == 2", "test_dies did not end", "test_hangs did not end"}, done.stderr
+    assert last.startswith("5 tests ended in ")
+
+
+# ---- PTX and SASS
+
+PTX = """\
+// Compiler Build ID: CL-{build}
+.visible .entry {name}(
+\t.param .align 8 .b8 {name}_param_0[{size}],
+\t.param .u32 {name}_param_1
+)
+{{
+\t.reg .b32 \t%r<{registers}>;
+\t.loc 1 {line} 5
+\tld.param.b32 \t%r1, [{name}_param_0{offset}];
+\tmov.u32 \t%r{third}, %tid.x;
+\tadd.s32 \t%r5, %r{third}, {added};\t// comment
+\tret;
+}}
+"""
+
+
+def ptx(**changes):
+    plain = dict(build=1, name="decode_m16_0", size=32, registers=7, line=3, offset="+8", third=4, added=1)
+    return PTX.format(**plain | changes)
+
+
+def test_equal_ptx_is_told_from_other_ptx(tmp_path, capsys):
+    same, places = partial(ptxdiff.normalise, ptx()), partial(ptxdiff.normalise, ptx(), abi=True)
+    assert ptxdiff.normalise(ptx(name="narrow__m16", build=2, line=90)) == same()
+    for changes in ({"size": 48}, {"offset": "+16"}, {"registers": 8, "third": 7}):
+        assert ptxdiff.normalise(ptx(**changes)) != same()
+        assert ptxdiff.normalise(ptx(**changes), abi=True) == places()
+    assert ptxdiff.normalise(ptx(added=2), abi=True) != places()
+    for folder, kernels in {"a": {"m16": ptx(), "m32": ptx(added=2)}, "b": {"x": ptx(), "m32": ptx(added=3)}}.items():
+        for label, text in kernels.items():
+            (tmp_path / folder / "op").mkdir(exist_ok=True, parents=True)
+            (tmp_path / folder / "op" / f"{label}.ptx").write_text(text)
+    assert ptxdiff.main(["compare", str(tmp_path / "a"), str(tmp_path / "b")]) == 1
+    said = capsys.readouterr().out
+    assert "1 of 2 kernels have an equal, 1 have none, 1 are new" in said and "lines differ from op/m32" in said
+    assert ptxdiff.main(["compare", str(tmp_path / "a"), str(tmp_path / "a")]) == 0
+
+
+def test_a_steady_path_leaves_out_what_is_not_owed():
+    texts = ["MOV R1, R2", "VOTE.ANY P0, P0", "@!P0 BRA 0x50", "LDTM.x32 R4, tmem[UR4]", "STTM.x32 tmem[UR4], R4",
+             "FADD R1, R1, R2", "@P1 BRA 0x10", "EXIT"]  # fmt: skip
+    lines = ["Function : k"]
+    for k, text in enumerate(texts):
+        lines.append(f"        /*{16 * k:04x}*/                   {text} ;    /* 0x{k:016x} */")
+        lines.append(f"                                                /* 0x{2 << 41:016x} */")
+    (code,) = static.parse("\n".join(lines) + "\n").values()
+    (loop,) = static.loops(code)
+    assert loop.role == "correction" and loop.stall == 8
+    assert [i.address for i in loop.path] == [0x10, 0x20, 0x50, 0x60]
+
+
+KERNELS = [(arch, spec) for arch, op, spec in COVERING if op == static.OP]
+
+
+@pytest.mark.slow
+@pytest.mark.kernels
+@pytest.mark.parametrize(("arch", "spec"), KERNELS, ids=lambda value: getattr(value, "name", value))
+def test_kernels_use_what_kernels_that_ran_on_a_device_use(blackwell, arch, spec):
+    """As docs/blackwell.md says of the forms of Blackwell's instructions."""
+    entry = blackwell(arch).find(static.OP, spec)
+    assert not proven.unproven((ROOT / "build" / "obj" / f"{entry['key']}.ptx").read_text())
+    planted = "tcgen05.st.sync.aligned.32x32b.x64.b32 [%r1], {%r2};\nadd.rm.f32x2 %rd1, %rd2, %rd3;"
+    assert proven.unproven(planted) == {"tcgen05.st.sync.aligned.32x32b.x64.b32"}
+
+
+# ---- installations
+
+
+def test_installations_cover_the_ends_of_the_ranges_and_the_page_lists_them():
+    """The table of the page is what `python -m tools.installs` printed."""
+    tried = {(row.dsl, row.ffi) for row in installs.ENVIRONMENTS}
+    assert (env.VERSIONS[env.DSL][0], env.VERSIONS[env.FFI][0]) in tried
+    assert {row.python for row in installs.ENVIRONMENTS} >= {"3.10", "3.11", "3.12", "3.13", "3.14"}
+    assert {row.source for row in installs.ENVIRONMENTS} == {"wheel", "sdist"}
+    assert installs.ONLY in {manifest.label(*kernel) for kernel in catalog.shipped(installs.ARCH)}
+    page = (ROOT / "docs" / "installs.md").read_text()
+    for row in installs.ENVIRONMENTS:
+        cells = (row.python, row.source, row.torch or "-", row.dsl or "-", row.ffi)
+        assert f"| {' | '.join(cells)} | " in page
+
+
+@pytest.mark.kernels
+@pytest.mark.full
+def test_a_stranger_can_install_and_use_it():
+    """Needs a package index, 1 GB of downloads and 20 minutes."""
+    rows = installs.table(ROOT / "build" / "installs of strangers")
+    assert not [row for row in rows if "FAILED" in row[-1]] and any("passed" in row[-1] for row in rows)
+
+
+# ---- long use
+
+
+@pytest.fixture
+def given(monkeypatch):
+    monkeypatch.setattr(scenarios, "COUNT", 8)
+    monkeypatch.setattr(scenarios, "THREADS", 3)
+    monkeypatch.setattr(scenarios, "FEW", 3)
+    return scenarios.Soak(CPU, 3, 0.0, 30)
+
+
+@pytest.mark.slow
+def test_scenarios_hold(given):
+    found = scenarios.serving(given)
+    assert found.startswith("60 steps, 0 replays, ") and "equal bits at the start, in the middle" in found
+    assert "3 threads, 3 rounds" in scenarios.threads(given)
+    with emulation() as fake:
+        fake.max_plans = 12
+        assert scenarios.plans(given).startswith("248 forms, at most 12 plans kept, ")
+
+
+def grows(monkeypatch, kept):
+    real = ServingEngine.step
+    monkeypatch.setattr(ServingEngine, "step", lambda self, check: kept.append(b"x" * (4 << 20)) or real(self, False))
+
+
+def computes_wrongly(monkeypatch, kept):
+    """`call_of` knows the public function, not the spoiled one."""
+    name = "trtllm_batch_decode_with_kv_cache"
+    real, compare = getattr(wrappers, name), ServingEngine._compare
+
+    def wrong(**arguments):
+        real(**arguments).view(-1)[3] += 0.5
+
+    monkeypatch.setattr(wrappers, name, wrong)
+    monkeypatch.setattr(
+        ServingEngine, "_compare", lambda self, f, given, out: compare(self, real if f is wrong else f, given, out)
+    )
+
+
+def flips_bits(monkeypatch, kept):
+    real = Probe.results
+
+    def flips(self, work, tree):
+        found = real(self, work, tree)
+        kept.append(0)
+        found[0].view(-1)[:1] ^= len(kept) == 12
+        return found
+
+    monkeypatch.setattr(Probe, "results", flips)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("plant", "scenario", "said"),
+    [
+        (grows, scenarios.serving, "host memory grew by"),
+        (computes_wrongly, scenarios.serving, "1 values are off"),
+        (flips_bits, scenarios.threads, r"thread \d, round \d, .*other bits"),
+    ],
+)
+def test_planted_faults_are_noticed(given, monkeypatch, plant, scenario, said):
+    plant(monkeypatch, [])
+    with pytest.raises(Wrong, match=said):
+        scenario(given)
+
+
+@pytest.mark.parametrize("kind", [None, *memory.LIMITS])
+def test_memory_that_grows_is_named(kind):
+    waves = [Sample(i, 500.0 * (i < 4) + 900 + i % 3, 10.0, 20.0, 700.0 + i % 2) for i in range(24)]
+    if kind is None:
+        assert memory.grown(waves) == "", "warm-up and waves are no growth"
+        return
+    leak = [sample._replace(**{kind: 50 + memory.LIMITS[kind] / 8 * i}) for i, sample in enumerate(waves)]
+    assert memory.grown(leak).startswith(f"{kind} memory grew by ")
+
+
+def test_damaged_bundles_are_what_they_should_be(tmp_path):
+    good, kernel = fake_bundle.make(tmp_path / "good" / ARCH), catalog.shipped(ARCH)[0]
+    cut = damage.truncated(good, tmp_path / "cut")
+    assert any("truncated or changed" in said for said in bundle.verify(cut, ARCH))
+    assert bundle.verify(damage.unloadable(good, tmp_path / "zeros", [kernel]), ARCH) == []
+    assert bundle.verify(good, ARCH) == []
+
+
+@pytest.mark.full  # test_robust.py provokes both in its own process
+@pytest.mark.kernels
+def test_full_disks_and_read_only_caches(tmp_path):
+    assert soak.main(["--device", "cpu", "--scenario", "disk", "read-only-cache", "--out", str(tmp_path)]) == 0
+    rows = results.read(tmp_path / soak.FILE, SoakRow)
+    assert {(r.scenario, r.result) for r in rows} == {("disk", "held"), ("read-only-cache", "held")}
+
+
+def test_the_command_writes_a_row(tmp_path, capsys):
+    assert soak.main(["--device", "cpu", "--scenario", "devices", "--out", str(tmp_path)]) == 0
+    (row,) = results.read(tmp_path / soak.FILE, SoakRow)
+    assert (row.scenario, row.result, row.detail) == ("devices", soak.SKIPPED, "needs a GPU")
+    assert "1 scenarios, 0 failed" in capsys.readouterr().out

@@ -1,0 +1,411 @@
+"""Steps that a test gives to torch.compile: every public function and class on a device, with new and other inputs.
+
+A step takes the arguments of its function, which hold no output, allocates what the function writes, and returns
+tensors. It doubles the first argument and halves the result, which is exact, so that the compiler has kernels of its
+own before and behind the function.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.utils._pytree import tree_leaves
+
+import wrappers
+from bench.cases import attention, family, topk
+from bench.cases.family import FamilyCase
+from tests.support.host_work import Seen
+from wrappers.flashinfer import values
+from wrappers.host import machine
+
+Given = dict[str, Any]
+Results = tuple[torch.Tensor, ...]
+# The inputs of a step have two sizes, 0 and 1: the second has other numbers of requests, tokens, pages and scores.
+LENS = (((1, 1), (19, 37)), ((1, 1, 1), (40, 3, 130)))  # (query lengths, lengths) of decoding requests, by size
+CHUNKS = (((5, 37), (19, 37)), ((1, 9, 20), (40, 9, 50)))  # of requests with several query tokens
+DENSE = ((2, 5, 48), (3, 7, 64))  # requests, query tokens and keys of each, by size
+PLANNED = (FamilyCase(q_lens=(5, 33), kv_lens=(40, 33)), FamilyCase(q_lens=(1, 20, 7), kv_lens=(9, 50, 7)))
+SCORES = ({"rows": 3, "width": 50}, {"rows": 6, "width": 300})
+BASE = replace(attention.EDGE["plain"], lse=False)
+
+
+# ---- inputs: of a device, a size and a seed
+
+
+def table_inputs(function: str, lens: Any, **changes: Any) -> Callable[..., Given]:
+    def make(device: Any, size: int, seed: int) -> Given:
+        q_lens, kv_lens = lens[size]
+        case = replace(BASE, function=function, q_lens=q_lens, kv_lens=kv_lens, **changes)
+        given = attention.FUNCTIONS[function][1](case, attention.make_call(case, device, seed))
+        return {name: value for name, value in given.items() if name not in ("out", "lse", "output")}
+
+    return make
+
+
+def xqa_decode_inputs(device: Any, size: int, seed: int) -> Given:
+    given = table_inputs("decode", LENS, layout="NHD")(device, size, seed)
+    names = ("query", "kv_cache", "workspace_buffer", "block_tables", "seq_lens", "max_seq_len", "bmm1_scale", "sinks")
+    return {name: given[name] for name in names}
+
+
+def fmha_inputs(device: Any, size: int, seed: int) -> Given:
+    given = table_inputs("context", CHUNKS, cache="stacked")(device, size, seed)
+    names = ("workspace_buffer", "seq_lens", "max_q_len", "max_kv_len", "bmm1_scale", "bmm2_scale", "batch_size",
+             "cum_seq_lens_q", "cum_seq_lens_kv", "block_tables", "sinks")  # fmt: skip
+    return {name: given[name] for name in names} | {
+        "qkv": (given["query"], given["kv_cache"]),
+        "input_layout": "Q_PAGED_KV_HND",
+    }
+
+
+def single_inputs(device: Any, size: int, seed: int) -> Given:
+    rows, keys = CHUNKS[size]
+    case = FamilyCase(form="single", q_lens=rows[1:2], kv_lens=keys[1:2])
+    q, k, v = family.placed(case, family.make(case, seed), device)
+    return {"q": q, "k": k[: keys[1]], "v": v[: keys[1]], "causal": True, "pos_encoding_mode": "ALIBI"}
+
+
+def flash_inputs(device: Any, size: int, seed: int) -> Given:
+    batch, rows, keys = DENSE[size]
+    draw = torch.Generator().manual_seed(seed)
+    shapes = ((batch, rows, 4, 64), (batch, keys, 2, 64), (batch, keys, 2, 64))
+    q, k, v = (torch.randn(shape, generator=draw).bfloat16().to(device) for shape in shapes)
+    return {"q": q, "k": k, "v": v, "causal": True}
+
+
+def single_decode_inputs(device: Any, size: int, seed: int) -> Given:
+    given = flash_inputs(device, size, seed)
+    return {"q": given["q"][0, -1], "k": given["k"][0], "v": given["v"][0]}
+
+
+def varlen_inputs(device: Any, size: int, seed: int) -> Given:
+    batch, rows, keys = DENSE[size]
+    given = flash_inputs(device, size, seed)
+    starts = [torch.arange(batch + 1, dtype=torch.int32, device=device) * n for n in (rows, keys)]
+    flat = {name: given[name].flatten(0, 1) for name in ("q", "k", "v")}
+    return flat | {"cu_seqlens_q": starts[0], "cu_seqlens_k": starts[1], "max_seqlen_q": rows, "causal": True}
+
+
+def kvcache_inputs(device: Any, size: int, seed: int) -> Given:
+    batch, _, keys = DENSE[size]
+    given = flash_inputs(device, size, seed)
+    lens = torch.arange(keys - batch, keys, dtype=torch.int32, device=device) - seed
+    return {"q": given["q"][:, :1], "k_cache": given["k"], "v_cache": given["v"], "cache_seqlens": lens}
+
+
+_planned: dict[tuple[str, str], Any] = {}  # (class, device type) -> its object, which a step uses and inputs plan anew
+
+
+def class_inputs(form: str) -> Callable[..., Given]:
+    """form: as in `FamilyCase`, or "decode"."""
+
+    def make(device: Any, size: int, seed: int) -> Given:
+        case = replace(PLANNED[size], form="paged" if form == "decode" else form)
+        if form == "decode":
+            q_lens, kv_lens = LENS[size]
+            case = replace(case, q_lens=q_lens, kv_lens=kv_lens)
+        t, key = family.make(case, seed), (form, torch.device(device).type)
+        arguments = family.placed(case, t, device)
+        if form == "decode":
+            if key not in _planned:
+                _planned[key] = wrappers.BatchDecodeWithPagedKVCacheWrapper(torch.empty(0, device=device))
+            shape = case.heads_q, case.heads_kv, case.head_dim_qk, case.page_size
+            _planned[key].plan(t.kv_starts, t.indices, t.last, *shape, q_data_type=torch.bfloat16)
+        else:
+            if key not in _planned:
+                _planned[key] = family.wrapper_of(case, device)
+            family.plan(case, _planned[key], t)
+        given = {"arguments": arguments} | ({} if t.sinks is None else {"sinks": t.sinks.to(device)})
+        return given
+
+    return make
+
+
+def topk_inputs(function: str) -> Callable[..., Given]:
+    def make(device: Any, size: int, seed: int) -> Given:
+        case = replace(topk.PLAIN[function], given=False, **SCORES[size])
+        found = topk.make_inputs(case, torch.device(device), seed)
+        return {name: value for name, value in found.items() if name != "indices"}
+
+    return make
+
+
+def vllm_inputs(device: Any, size: int, seed: int) -> Given:
+    given = topk_inputs(topk.PREFILL)(device, size, seed)
+    width = given["logits"].shape[1]
+    return {"logits": given["logits"], "lengths": given["row_ends"], "workspace": None, "k": 7, "max_seq_len": width}
+
+
+def states_inputs(count: int) -> Callable[..., Given]:
+    """count: of states in one tensor, or 0 for two tensors."""
+
+    def make(device: Any, size: int, seed: int) -> Given:
+        draw, tokens = torch.Generator().manual_seed(seed), DENSE[size][1]
+        shapes = [(tokens, count, 3, 64)] if count else [(tokens, 3, 64)] * 2
+        v = [torch.randn(shape, generator=draw).bfloat16().to(device) for shape in shapes]
+        s = [torch.randn(shape[:-1], generator=draw).to(device) for shape in shapes]
+        return {"v": v[0], "s": s[0]} if count else {"v_a": v[0], "s_a": s[0], "v_b": v[1], "s_b": s[1]}
+
+    return make
+
+
+def rows_inputs(device: Any, size: int, seed: int) -> Given:
+    draw, tokens = torch.Generator().manual_seed(seed), DENSE[size][1]
+    packed = torch.randn(tokens, 8, 64, generator=draw).bfloat16().to(device)
+    slots = torch.randperm(40, generator=draw)[:tokens].to(device)
+    return {"packed": packed, "slots": slots, "cache": torch.zeros(5, 2, 8, 2, 64).bfloat16().to(device)}
+
+
+# ---- steps
+
+
+def returning(function: Callable[..., Any], first: str) -> Callable[[Given], Results]:
+    """Return the step of a function that returns one or two tensors."""
+
+    def step(given: Given) -> Results:
+        found = function(**given | {first: given[first] * 2})
+        o, *others = found if isinstance(found, tuple) else (found,)
+        return (o * 0.5 if o.is_floating_point() else o + 1, *others)
+
+    return step
+
+
+def writing(function: Callable[..., Any], first: str, output: str) -> Callable[[Given], Results]:
+    """Return the step of a function that writes the k indices of each row, or attention of the query's shape."""
+
+    def step(given: Given) -> Results:
+        doubled = given[first] * 2
+        if first == "q":
+            out = torch.empty_like(doubled)
+        else:
+            out = torch.empty(doubled.shape[0], 7, dtype=torch.int32, device=doubled.device)
+        function(**given | {first: doubled, output: out})
+        return (out * 0.5 if first == "q" else out + 1,)
+
+    return step
+
+
+def fmha_step(given: Given) -> Results:
+    q, cache = given["qkv"]
+    return (wrappers.trtllm_fmha_v2_prefill(**given | {"qkv": (q * 2, cache)}) * 0.5,)
+
+
+def class_step(form: str) -> Callable[[Given], Results]:
+    def step(given: Given) -> Results:
+        q, *cache = given["arguments"]
+        extra = {"sinks": given["sinks"]} if form == "sinks" else {}
+        o, lse = _planned[form, q.device.type].run(q * 2, *cache, **extra, return_lse=True)
+        return o * 0.5, lse
+
+    return step
+
+
+def in_place_step(given: Given) -> Results:
+    v, s = given["v_a"] * 2, given["s_a"] + 0.0
+    wrappers.merge_state_in_place(v, s, given["v_b"], given["s_b"])
+    return v * 0.5, s
+
+
+def append_step(given: Given) -> Results:
+    """Rotate Q and K, and write K and V."""
+    q, k, v = (given["packed"] * 2).split([4, 2, 2], 1)
+    cache, rope = given["cache"] + 0.0, wrappers.RotaryEmbedding(given["slots"])
+    q = wrappers.append_qkv(q, k, v, wrappers.KVCacheTarget(cache), given["slots"], rope=rope)
+    assert q is not None
+    return q * 0.5, cache * 0.5
+
+
+TABLES: dict[str, tuple[Callable[[Given], Results], Callable[..., Given]]] = {  # name -> (step, inputs)
+    "trtllm_batch_context_with_kv_cache": (
+        returning(wrappers.trtllm_batch_context_with_kv_cache, "query"),
+        table_inputs("context", CHUNKS, lse=True),
+    ),
+    "trtllm_batch_decode_with_kv_cache": (
+        returning(wrappers.trtllm_batch_decode_with_kv_cache, "query"),
+        table_inputs("decode", LENS),
+    ),
+    "xqa": (writing(wrappers.xqa, "q", "output"), table_inputs("xqa", LENS)),
+    "xqa_batch_decode_with_kv_cache": (returning(wrappers.xqa_batch_decode_with_kv_cache, "query"), xqa_decode_inputs),
+    "trtllm_fmha_v2_prefill": (fmha_step, fmha_inputs),
+}
+OTHERS: dict[str, Any] = {
+    "single_prefill_with_kv_cache": (returning(wrappers.single_prefill_with_kv_cache, "q"), single_inputs),
+    "single_decode_with_kv_cache": (returning(wrappers.single_decode_with_kv_cache, "q"), single_decode_inputs),
+    "flash_attn_func": (returning(wrappers.flash_attn_func, "q"), flash_inputs),
+    "flash_attn_varlen_func": (returning(wrappers.flash_attn_varlen_func, "q"), varlen_inputs),
+    "flash_attn_with_kvcache": (returning(wrappers.flash_attn_with_kvcache, "q"), kvcache_inputs),
+}
+CLASSES: dict[str, Any] = {
+    form: (class_step(form), class_inputs(form)) for form in ("paged", "sinks", "ragged", "decode")
+}
+TOP_K: dict[str, Any] = {
+    **{name: (returning(getattr(wrappers, name), "input"), topk_inputs(name))
+       for name in (topk.TOP_K, topk.PAGE_TABLE, topk.RAGGED)},
+    **{name: (writing(getattr(wrappers, name), "logits", "indices"), topk_inputs(name)) for name in topk.PER_ROW},
+    **{name: (writing(getattr(wrappers, name), "logits", "output"), vllm_inputs)
+       for name in ("persistent_topk", "cooperative_topk")},
+}  # fmt: skip
+CACHES: dict[str, Any] = {
+    "append_qkv": (append_step, rows_inputs),
+    "merge_states": (returning(wrappers.merge_states, "v"), states_inputs(3)),
+    "merge_state": (returning(wrappers.merge_state, "v_a"), states_inputs(0)),
+    "merge_state_in_place": (in_place_step, states_inputs(0)),
+}
+GROUPS: dict[str, dict[str, Any]] = {
+    "tables": TABLES, "others": OTHERS, "classes": CLASSES, "top-k": TOP_K, "caches": CACHES,
+}  # fmt: skip
+EVERY = tuple(GROUPS)
+GROUPS["first"] = {  # prefill, decode, offsets of equal lengths, constants, ALiBi slopes and top-k in one graph
+    name: (TABLES | OTHERS | TOP_K)[name]
+    for name in ("trtllm_batch_context_with_kv_cache", "trtllm_batch_decode_with_kv_cache",
+                 "single_prefill_with_kv_cache", "flash_attn_func", topk.TOP_K)
+}  # fmt: skip
+
+
+# ---- running them
+
+
+def inputs_of(group: str, device: Any, size: int, seed: int) -> dict[str, Given]:
+    return {name: make(device, size, seed) for name, (_, make) in GROUPS[group].items()}
+
+
+def group_step(group: str) -> Callable[[dict[str, Given]], dict[str, Results]]:
+    """Return one function of all steps of a group: a graph that torch compiles once."""
+    steps = [(name, step) for name, (step, _) in GROUPS[group].items()]
+
+    def step_of_all(given: dict[str, Given]) -> dict[str, Results]:
+        return {name: step(given[name]) for name, step in steps}
+
+    return step_of_all
+
+
+def bits_of(found: Any) -> list[tuple[torch.dtype, torch.Size, list[int]]]:
+    """Return the tensors of a result, on the host."""
+    leaves = [t for t in tree_leaves(found) if isinstance(t, torch.Tensor)]
+    return [(t.dtype, t.shape, t.cpu().contiguous().view(torch.uint8).flatten().tolist()) for t in leaves]
+
+
+@contextmanager
+def nothing_kept() -> Iterator[machine.HostMachine]:
+    """Make the calls in the block the first of their process, as far as memory that is kept between calls goes."""
+    slopes = dict(values._slopes)
+    values._slopes.clear()
+    try:
+        with machine.override(machine.HostMachine()) as here:
+            yield here
+    finally:
+        torch.compiler.reset()  # before the memory goes that its graphs read
+        values._slopes.update(slopes)
+
+
+def matches_eager(
+    group: str, device: Any, around: Callable[[], Any] = nullcontext, runs: Sequence[tuple[int, int]] = (), **how: Any
+) -> Callable[..., Any]:
+    """Compile a group, run it with several inputs, compare each result with the eager one bit by bit, and return it.
+
+    around: a context of each call. runs: (size, seed) of each; by default new values, then other lengths, then the
+    first ones again. how: arguments of torch.compile. The compiled call comes first, so it makes what is kept.
+    """
+    step = group_step(group)
+    compiled = torch.compile(step, fullgraph=True, **how)
+    for size, seed in runs or ((0, 0), (0, 1), (0, 2), (1, 3), (1, 4), (1, 5), (0, 6)):
+        given = inputs_of(group, device, size, seed)
+        with around():
+            torch.compiler.cudagraph_mark_step_begin()
+            got = compiled(given)
+            found = {name: bits_of(each) for name, each in got.items()}
+            del got
+            want = {name: bits_of(each) for name, each in step(given).items()}
+        wrong = [name for name, each in want.items() if found[name] != each]
+        assert not wrong, f"{wrong}, size {size}, seed {seed}"
+        assert found.keys() == want.keys()
+    return compiled
+
+
+def operators() -> set[str]:
+    """Return the names of all operators that this package defines."""
+    return {name for name in torch._C._dispatch_get_all_op_names() if name.startswith("cute_kernels::")}
+
+
+def operator_call(operator: str, group: str, name: str, device: Any) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
+    """Return the call of an operator, with its arguments, that a step of a group makes."""
+    step, make = GROUPS[group][name]
+    with Seen() as seen:
+        step(make(device, 0, 0))
+    (found,) = [call for call in seen.calls if call[0].name() == operator]
+    return found
+
+
+class DecodeLayer(torch.nn.Module):
+    """A decode step with a weight for each element of a head of the query, over a paged cache."""
+
+    def __init__(self, device: Any = "cpu") -> None:
+        super().__init__()
+        draw = torch.Generator().manual_seed(0)
+        weight = torch.randn(64, generator=draw).bfloat16().to(device)
+        self.weight = torch.nn.Parameter(weight, requires_grad=False)
+
+    def forward(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, table: torch.Tensor, lens: torch.Tensor
+    ) -> torch.Tensor:
+        call = wrappers.trtllm_batch_decode_with_kv_cache
+        return call(q * self.weight, (k, v), None, table, lens, None, 0.125, kv_layout="HND")
+
+
+def layer_inputs(device: Any, size: int = 0, seed: int = 0) -> tuple[torch.Tensor, ...]:
+    given = table_inputs("decode", LENS)(device, size, seed)
+    return given["query"], *given["kv_cache"], given["block_tables"], given["seq_lens"]
+
+
+OPERATORS = (  # an operator, and the group and the step that calls it
+    ("cute_kernels::attention", "tables", "trtllm_batch_context_with_kv_cache"),
+    ("cute_kernels::attention", "classes", "ragged"),
+    ("cute_kernels::top_k_rows", "top-k", "top_k"),
+    ("cute_kernels::top_k_rows", "top-k", "top_k_per_row_decode"),
+    ("cute_kernels::write_rows", "caches", "append_qkv"),
+    *((f"cute_kernels::{name}", "caches", name) for name in ("merge_states", "merge_state", "merge_state_in_place")),
+)
+
+
+# ---- what tests of both devices do
+
+
+def first_call(device: str, mode: str, sizes: Sequence[int] = (0, 0, 0, 1)) -> None:
+    """Compile and run prefill, decode and top-k as the first calls of a process; print a word if results are right.
+
+    sizes: of the calls. Another size compiles everything again."""
+    matches_eager("first", device, mode=mode, runs=[(size, seed) for seed, size in enumerate(sizes)])
+    print("equal")
+
+
+def functional_call_matches(device: Any, **how: Any) -> None:
+    layer = DecodeLayer(device)
+    weights = {"weight": torch.nn.Parameter(layer.weight.flip(0), requires_grad=False)}
+
+    def call(weights: dict[str, torch.Tensor], inputs: tuple[torch.Tensor, ...]) -> torch.Tensor:
+        return torch.func.functional_call(layer, weights, inputs)
+
+    run = torch.compile(call, fullgraph=True, **how)
+    for seed in (0, 1, 2):
+        inputs = layer_inputs(device, 0, seed)
+        torch.compiler.cudagraph_mark_step_begin()
+        found = bits_of(run(weights, inputs))
+        assert found == bits_of(call(weights, inputs)) != bits_of(layer(*inputs))
+
+
+def exported_matches(device: Any, path: Path | None = None) -> None:
+    """Export a decode step and compare it with the eager step. path: of a package into which it is compiled ahead of
+    time, and from which it is loaded."""
+    layer = DecodeLayer(device)
+    with torch.no_grad():
+        program = torch.export.export(layer, layer_inputs(device))
+        run = program.module()
+        if path:
+            package = torch._inductor.aoti_compile_and_package(program, package_path=str(path))
+            run = torch._inductor.aoti_load_package(package)
+        for seed in (0, 1, 2):
+            inputs = layer_inputs(device, 0, seed)
+            assert bits_of(run(*inputs)) == bits_of(layer(*inputs))
