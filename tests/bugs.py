@@ -65,9 +65,9 @@ STATES = shipped("merge_states.rows/bf16_states")
 BUGS = (
     # ---- roles of decode
     Bug("decode: K is released before it is read", f"{ATTENTION}/decode/mainloop.py",
-        "                pipeline.consumer_wait(s.k_pipe, cur.block, k_ready)\n",
-        "                pipeline.consumer_wait(s.k_pipe, cur.block, k_ready)\n"
-        "                release_if_last(spec, s.k_pipe, tile, cur)\n", DECODE),
+        "                pipeline.consumer_wait(s.k.pipe, cur.block, k_ready)\n",
+        "                pipeline.consumer_wait(s.k.pipe, cur.block, k_ready)\n"
+        "                release_if_last(spec, s.k.pipe, tile, cur)\n", DECODE),
     Bug("decode: keys left of the window are not masked", f"{ATTENTION}/decode/mainloop.py",
         "Uint32(prev.key - tile.w.n_block_full_min * spec.tile.n) <", "Uint32(prev.key) <",
         feature("attention/decode: page 16, window, separate tables")),
@@ -79,13 +79,13 @@ BUGS = (
         shipped("attention.decode/bf16_d256_causalwb_cap_skip_tma_m32n64s3g1r8")),
     # ---- roles of sm90
     Bug("sm90: V is released before P V has read it", f"{ATTENTION}/sm90/mainloop.py",
-        "        warpgroup.wait_group(0)\n        pipeline.consumer_release(s.v_pipe, i)\n        # row 0 becomes",
-        "        pipeline.consumer_release(s.v_pipe, i)\n        warpgroup.wait_group(0)\n        # row 0 becomes",
+        "        warpgroup.wait_group(0)\n        pipeline.consumer_release(s.v.pipe, i)\n        # row 0 becomes",
+        "        pipeline.consumer_release(s.v.pipe, i)\n        warpgroup.wait_group(0)\n        # row 0 becomes",
         SM90),
     Bug("sm90: a warpgroup without rows keeps its turn", f"{ATTENTION}/sm90/mainloop.py",
         "        warp_scheduler_barrier_sync(spec)\n        warp_scheduler_barrier_arrive(spec)\n"
-        "        pipeline.consumer_release(s.k_pipe, next_kv)",
-        "        warp_scheduler_barrier_sync(spec)\n        pipeline.consumer_release(s.k_pipe, next_kv)", SM90),
+        "        pipeline.consumer_release(s.k.pipe, next_kv)",
+        "        warp_scheduler_barrier_sync(spec)\n        pipeline.consumer_release(s.k.pipe, next_kv)", SM90),
     Bug("sm90: zeroed rows of V lack the proxy fence", f"{ATTENTION}/sm90/mainloop.py",
         '            cute.arch.fence_proxy("async.shared", space="cta")\n', "", SM90),
     Bug("sm90: promoted sums are rescaled once only", f"{ATTENTION}/sm90/promotion.py",
@@ -93,7 +93,7 @@ BUGS = (
     Bug("sm90: columns of transposed V stay permuted", f"{ATTENTION}/sm90/epilogue.py",
         "(0, 2, 1, 3)[i % 4]]", "(0, 1, 2, 3)[i % 4]]", FP8),
     Bug("sm90: a skipped V expects bytes", f"{ATTENTION}/sm90/skip.py",
-        "producer_acquire_tx(s.v_pipe, i, Int32(0))", "producer_acquire_tx(s.v_pipe, i, Int32(16))",
+        "producer_acquire_tx(s.v.pipe, i, Int32(0))", "producer_acquire_tx(s.v.pipe, i, Int32(16))",
         shipped("attention.sm90/bf16_d64_causal_skip_tma_m192n128s4")),
     # ---- roles of sm100
     Bug("sm100: alternating groups begin at the same block", f"{ATTENTION}/sm100/softmax.py",

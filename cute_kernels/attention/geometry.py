@@ -17,6 +17,7 @@ from ..device import copy
 from ..device.clamp import clamp
 from ..device.divisor import SHIFT, Divisor, Quotient, magic_of, quotient_params
 from .args import AttentionArgs, pack
+from .operands import tensors
 from .schedule import policy
 from .spec import PACK_GQA_MAX_GROUP, PACK_GQA_MAX_Q
 
@@ -72,12 +73,11 @@ def launch_args(spec, flat):
 
 @dataclass(frozen=True)
 class KernelParams:
-    """Parameters of an attention kernel, made by the host part. k, v: operands of `kv.source`, TMA descriptors or
-    tensors to gather from. The others are None in kernels without them."""
+    """Parameters of an attention kernel, made by the host part. kv: per operand of the main loop (`operands`), that of
+    its source: TMA descriptors or a tensor to gather from. The others are None in kernels without them."""
 
     args: AttentionArgs
-    k: Any
-    v: Any
+    kv: tuple[Any, ...]
     q: copy.TmaOperand | None = None
     mma_qk: cute.TiledMma | None = None
     mma_pv: cute.TiledMma | None = None
@@ -94,7 +94,7 @@ def launch(spec, kernel, warps, a, stream):
 
 def kv_row_bytes(spec):
     """Return the bytes of a key's K and V of one head."""
-    return (spec.head_dim_qk + spec.head_dim_vo) * spec.kv.bits // 8
+    return sum(spec.dims[which] for which in tensors(spec.kv)) * spec.kv.bits // 8
 
 
 def sequence_queries(a, b):

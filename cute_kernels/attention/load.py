@@ -13,7 +13,7 @@ from cutlass import Int32, const_expr
 from ..device import copy, pipeline
 from . import geometry, mask_blocks, pdl
 from .barriers import NamedBarrier
-from .kv import pages, scales, source
+from .kv import pages, rings, scales, source
 from .kv.pages import KVBlock, LoadTarget
 from .schedule import tiles, work
 from .schedule.work import WorkTileInfo
@@ -80,7 +80,7 @@ def block_at(spec, a, w, at: KVBlock):
 
 
 # The load_k and load_v roles: one iteration per tile, an inner one per KV block, highest block first.
-#   waits for   work_pipe (the tile), then per block a free stage of k_pipe or v_pipe
+#   waits for   work_pipe (the tile), then per block a free stage of k.pipe or v.pipe
 #   loads       the block by TMA or cp.async (`source(spec).fill`); page ids are looked up one block ahead
 #   releases    work_pipe as soon as the tile is read; the load itself signals the full barrier of the stage
 # In kernels without a schedule warp, loader 0 of one role is the tile scheduler too (`produces_tiles`): it produces the
@@ -92,7 +92,6 @@ def load_kv(
     spec: cutlass.Constexpr,
     plan,
     s,
-    into: LoadTarget,
     which: cutlass.Constexpr,
     loader: Int32,
     produces_tiles: cutlass.Constexpr = False,
@@ -100,7 +99,7 @@ def load_kv(
 ):
     """Load this warp's share of K or V for every tile of the CTA. which: `pages.K` or `pages.V`. loader: index of the
     warp among those that fill a stage together."""
-    a = plan.args
+    a, into = plan.args, rings.load_target(plan, s, which)
     page_ids, prologue = source(spec).page_id_cache(spec, into.op), PrologueWork(Int32(0), Int32(-1), Int32(0))
     if const_expr(pdl.has_prologue(spec)):
         prologue = prologue_prefetch(spec, a, s, page_ids, which, loader)
@@ -156,18 +155,17 @@ def load_kv(
 #   releases    work_pipe as soon as the tile is read; each lane's cp.async signals the full barrier of the stage
 # The pages are looked up before the wait for a free stage, which hides the latency. K comes first, as in the mainloop.
 @cute.jit
-def load_scales(spec: cutlass.Constexpr, plan, s, rings):
-    """Load the scale factors of K and V for every tile of the CTA. Called by one warp. rings: the pipelines of the
-    stages of K and of V."""
+def load_scales(spec: cutlass.Constexpr, plan, s):
+    """Load the scale factors of K and V for every tile of the CTA. Called by one warp."""
 
     def load_tile(w, _, i):
-        return scales_of_blocks(spec, plan.args, s, rings, w, i)
+        return scales_of_blocks(spec, plan.args, s, w, i)
 
     work.for_each_tile(spec, s, load_tile, Int32(0))
 
 
 @cute.jit
-def scales_of_blocks(spec: cutlass.Constexpr, a, s, rings, w: WorkTileInfo, i: Int32):
+def scales_of_blocks(spec: cutlass.Constexpr, a, s, w: WorkTileInfo, i: Int32):
     """Load the scale factors of the blocks of `w`, the first of which is item i. Return the next item."""
     head = geometry.kv_head_of(spec, a, w)
     k, v = (pages.of_sequence(a, w.batch_idx, which) for which in (pages.K, pages.V))
@@ -179,8 +177,8 @@ def scales_of_blocks(spec: cutlass.Constexpr, a, s, rings, w: WorkTileInfo, i: I
         v_found = scales.find(spec, a.kv.v.shape[2], v, n_block, w.sequence.kv_len, mixed)
         # scale factors of K, then of V
         at = KVBlock(Int32(0), i, n_block, head, w.sequence.kv_len)
-        scales.fill(spec, LoadTarget(a.kv.k_scales, s.k_scales, rings[pages.K]), k_found, at)
-        at, into = at._replace(o_tile=work.o_tile(w)), LoadTarget(a.kv.v_scales, s.v_scales, rings[pages.V])
+        scales.fill(spec, LoadTarget(a.kv.k_scales, s.k.scales, s.k.raw_pipe), k_found, at)
+        at, into = at._replace(o_tile=work.o_tile(w)), LoadTarget(a.kv.v_scales, s.v.scales, s.v.raw_pipe)
         scales.fill(spec, into, v_found, at, mixed)
         i += 1
     return i

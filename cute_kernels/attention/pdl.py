@@ -10,6 +10,7 @@ import cutlass.cute as cute
 from cutlass import Int32
 
 from . import geometry
+from .operands import tensors
 
 
 def has_prologue(spec):
@@ -19,7 +20,7 @@ def has_prologue(spec):
 
 def prologue_threads(spec):
     """Return the number of threads at the barrier of prologues: the schedule warp and those that load K and V."""
-    return 32 * (1 + 2 * spec.tile.load_warps)
+    return 32 * (1 + len(tensors(spec.kv)) * spec.tile.load_warps)
 
 
 @dataclass(frozen=True)

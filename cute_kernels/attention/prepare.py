@@ -17,6 +17,7 @@ from cutlass import Int32, Uint32, const_expr
 from ..device import layout, mma, pipeline, warp
 from . import precision, quant
 from .kv import pages, scales, source
+from .kv.rings import operand_smem
 from .quant import permute
 from .spec import SF_VEC_SIZE, KVSpec
 
@@ -255,39 +256,19 @@ def zero_rows(into: cute.Tensor, valid: Int32, share: Share):
             mma.store(at + b * n * 128, [Uint32(0)] * 4)
 
 
-def allocate_operands(spec, smem, shape, stages):
-    """Allocate operand stages of K, V or Q. shape: (rows, columns) of a stage."""
-    dtype = precision.of(spec).mma_type
-    kind = layout.smem_layout(shape, stages, dtype)
-    return smem.allocate_tensor(dtype, kind.outer, 1024, kind.inner)
-
-
-class StagePipelines(NamedTuple):
-    """The pipelines of the raw and of the operand stages of K or V."""
-
-    raw: pipeline.Pipeline
-    operand: pipeline.Pipeline
-
-
-def stage_pipelines(s, which):
-    """Return the pipelines of K or V. which: `pages.K` or `pages.V`."""
-    return (StagePipelines(s.raw_k_pipe, s.k_pipe), StagePipelines(s.raw_v_pipe, s.v_pipe))[which]
-
-
 def stage_tensors(s, which, i):
     """Return the raw stage and the operand stage of item i of their pipelines."""
-    raw, into = ((s.raw_k, s.k), (s.raw_v, s.v))[which]
-    ring = stage_pipelines(s, which)
-    return raw[None, None, pipeline.stage(ring.raw, i)], into[None, None, pipeline.stage(ring.operand, i)]
+    x = operand_smem(s, which)
+    return x.raw[None, None, pipeline.stage(x.raw_pipe, i)], x.smem[None, None, pipeline.stage(x.pipe, i)]
 
 
 def stage_sf(spec, a, s, which, i):
     """Return the `SFLayout` of item i; None if the cache has no scale factors. Scale factors are stored row by row. If
     the call says that those of V are interleaved, they are stored block by block, in groups of four rows."""
-    factors = (s.k_scales, s.v_scales)[which]
-    if factors is None:
+    x = operand_smem(s, which)
+    if x.scales is None:
         return None
-    stage = factors[None, None, pipeline.stage(stage_pipelines(s, which).raw, i)]
+    stage = x.scales[None, None, pipeline.stage(x.raw_pipe, i)]
     size = spec.kv.layout.row_bytes((spec.padded_qk, spec.padded_vo)[which])
     if scales.has_row_factors(spec):
         return SFLayout(stage.iterator.toint(), size, 4 * size, 0)

@@ -72,11 +72,12 @@ DEFAULT_SCALES = {"nvfp4": "block"}  # type of the cache -> the only layout that
 class KVSpec:
     """The KV cache. dtype: storage type of K and V. source: "tma", pages of `TMA_PAGES` rows or ragged rows, loaded by
     TMA; or "gather", pages of any size, loaded row by row. scales: a key of `SCALE_LAYOUTS`; "" means the only layout
-    of the type."""
+    of the type. shares_v: V is the first head_dim_vo columns of K."""
 
     dtype: str = "bf16"
     source: str = "tma"
     scales: str = ""
+    shares_v: bool = False
 
     @property
     def bits(self) -> int:
@@ -91,7 +92,7 @@ class KVSpec:
     @property
     def name(self) -> str:
         """The cache's part of a spec's name, apart from its source."""
-        return f"kv{self.dtype}{self.layout.letter}"
+        return f"kv{self.dtype}{self.layout.letter}" + ("v" if self.shares_v else "")
 
 
 @dataclass(frozen=True)
@@ -197,7 +198,7 @@ class AttentionSpec(Generic[T]):
         many = len(self.out) > 1 and self.schedule == "tiles" and self.q in DTYPES
         parts = [
             self.q,
-            self.kv.name if self.kv.dtype != self.q or self.kv.scales else "",
+            self.kv.name if self.kv.dtype != self.q or self.kv.scales or self.kv.shares_v else "",
             "oany" if many else f"o{self.out[0]}" if self.out[0] != outputs(self.q)[0] else "",
             f"d{self.head_dim_qk}" + (f"x{self.head_dim_vo}" if self.head_dim_vo != self.head_dim_qk else ""),
             self.mask.name,

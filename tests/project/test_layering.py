@@ -59,7 +59,7 @@ PLAIN = {
     for name in ("__init__", "request", "spec", "tile", "args", "dispatch")
     + tuple(f"{op}/{file}" for op in OPS[family] for file in ("__init__", "tile_table"))
 }
-PLAIN |= {f"cute_kernels/attention/schedule/{name}.py" for name in ("__init__", "policy")}
+PLAIN |= {f"cute_kernels/attention/{name}.py" for name in ("operands", "schedule/__init__", "schedule/policy")}
 # The command lists without the DSL; build.py alone imports it, inside functions, after it has set the architecture.
 COMMAND = {f"cute_kernels/{name}.py" for name in ("archive", "bundle", "cubin", "cli", "env", "__main__", "ops")}
 LATE_DSL = {"cute_kernels/build.py"}

@@ -123,6 +123,8 @@ def candidate(request: KernelRequest, arch: str, split: bool = True) -> Spec:
 
 def supports(spec: Spec) -> Refusal | None:
     """Return None if the kernel runs `spec`, else the reason why not: the only statement of what the kernel can do."""
+    if spec.kv.shares_v:
+        return Refusal("shares_v", "True: the kernel loads V as a tensor of its own")
     if refusal := refuse_types(spec, (3,)):
         return refusal
     if spec.head_dim_qk != spec.head_dim_vo:

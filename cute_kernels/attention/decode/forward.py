@@ -3,13 +3,13 @@ Some calls have two CTAs on an SM (`tile_table.TileKey.work`), others one.
 
 | role        | warps            | registers | waits for                        | signals                            |
 | ----------- | ---------------- | --------- | -------------------------------- | ---------------------------------- |
-| load_k      | load_warps (1)   | 72 (56)   | work_pipe full, k_pipe empty     | work_pipe empty, k_pipe full (TMA) |
-| load_v      | load_warps (1)   | 72 (56)   | work_pipe full, v_pipe empty     | work_pipe empty, v_pipe full (TMA) |
+| load_k      | load_warps (1)   | 72 (56)   | work_pipe full, k.pipe empty     | work_pipe empty, k.pipe full (TMA) |
+| load_v      | load_warps (1)   | 72 (56)   | work_pipe full, v.pipe empty     | work_pipe empty, v.pipe full (TMA) |
 | schedule    | 1                | 72 (56)   | work_pipe empty                  | work_pipe full                     |
-| load_scales | 1 (NVFP4), idle  | 72 (56)   | work_pipe full, k_ and v_pipe    | work_pipe empty, k_pipe and v_pipe |
+| load_scales | 1 (NVFP4), idle  | 72 (56)   | work_pipe full, k.pipe, v.pipe   | work_pipe empty, k.pipe and v.pipe |
 |             | in other kernels |           | empty                            | full (cp.async)                    |
-| mma         | 4, 8 or 12       | 248, 216  | work_pipe full, k_pipe full,     | k_pipe empty, v_pipe empty,        |
-|             |                  | (152)     | v_pipe full, s.merge.ready       | s.merge.ready, work_pipe empty     |
+| mma         | 4, 8 or 12       | 248, 216  | work_pipe full, k.pipe full,     | k.pipe empty, v.pipe empty,        |
+|             |                  | (152)     | v.pipe full, s.merge.ready       | s.merge.ready, work_pipe empty     |
 
 `load_warps` is 1 in all decode tiles. Registers are per thread (`roles.REGISTERS`); those in parentheses go with 12 mma
 warps. With two CTAs on an SM, each has 4 mma warps of 200 registers, and 56 for the others. All mma warps compute the
@@ -18,7 +18,7 @@ same few query rows on different keys, or groups of them do if a tile has more r
 Pipelines (`device.pipeline`):
 - work_pipe, 4 stages: a tile (`WorkTileInfo`). The load roles release it as soon as they have read it, mma when the
   tile's output is stored.
-- k_pipe, v_pipe, `tile.stages` stages: a KV block in its storage type. TMA completes it; with pages of any size and for
+- k.pipe, v.pipe, `tile.stages` stages: a KV block in its storage type. TMA completes it; with pages of any size and for
   scale factors, each lane arrives once for its cp.async. Each mma warp releases it after its last keys in the block.
 - s.merge.ready, 1 stage: O of the mma warps that share rows (`reduce`).
 
@@ -38,10 +38,10 @@ from cutlass import Int32, const_expr
 
 from ...device import copy, pipeline
 from .. import fakes, geometry, load
-from ..kv import arrivals, pages, scales, source, stage_columns, tma
+from ..kv import pages, rings, tma
 from ..schedule import stream_k, work
 from . import reduce
-from .layout import is_dense
+from .layout import is_dense, operands
 from .mainloop import mma_warp
 from .roles import roles
 
@@ -52,47 +52,38 @@ fake_args = fakes.fake_args
 class DecodeSharedStorage:
     """Shared memory of a CTA."""
 
-    k: cute.Tensor  # (n, Dqk, stages)
-    v: cute.Tensor  # (n, Dvo, stages)
+    k: rings.OperandSmem  # (n, Dqk, stages)
+    v: rings.OperandSmem  # (n, Dvo, stages)
     work: cute.Tensor  # (words of a tile, stages of work_pipe)
     prologue_work: cute.Tensor  # words of a `load.PrologueWork`
     work_pipe: pipeline.Pipeline
-    k_pipe: pipeline.Pipeline
-    v_pipe: pipeline.Pipeline
-    k_scales: cute.Tensor | None
-    v_scales: cute.Tensor | None
     merge: reduce.ReduceSmem
 
 
-def operand(spec, x, dim):
-    """Make the operand of the source of K or V. dim: its padded head dim."""
-    t = spec.tile
+def source_operand(spec, a, x):
+    """Make the operand of the source, which loads the operand `x`."""
     if is_dense(spec):
-        return tma.operand(x, (t.n, spec.head_dim_vo), t.stages, copy.dense_operand)
-    return source(spec).operand(x, (t.n, stage_columns(spec, x, dim)), t.stages)
+        return tma.operand(rings.cached(a, x), (x.rows, x.columns), x.stages, copy.dense_operand)
+    return rings.source_operand(spec, a, x)
 
 
 @cute.jit
 def forward(spec: cutlass.Constexpr, stream, *flat):
     """Launch the kernel. flat: the arguments in the order of `args.fields`."""
     a = geometry.launch_args(spec, flat)
-    k, v = operand(spec, a.kv.k, spec.padded_qk), operand(spec, a.kv.v, spec.padded_vo)
-    geometry.launch(spec, kernel(spec, geometry.KernelParams(a, k, v)), roles(spec).warps(), a, stream)
+    kv = tuple(source_operand(spec, a, x) for x in operands(spec))
+    geometry.launch(spec, kernel(spec, geometry.KernelParams(a, kv)), roles(spec).warps(), a, stream)
 
 
 def shared(spec, plan):
     """Allocate a CTA's shared memory and initialise its pipelines."""
-    smem, r, t = cutlass.utils.SmemAllocator(), roles(spec), spec.tile
+    smem, r, each = cutlass.utils.SmemAllocator(), roles(spec), operands(spec)
+    stages = rings.allocate(spec, smem, plan, each)
     return DecodeSharedStorage(
-        k=copy.allocate(smem, plan.k, plan.args.kv.k.element_type),
-        v=copy.allocate(smem, plan.v, plan.args.kv.v.element_type),
         work=work.allocate(spec, smem),
         prologue_work=smem.allocate_tensor(Int32, cute.make_layout(3)),
         work_pipe=work.make_pipe(spec, smem, r),
-        k_pipe=pipeline.make(smem, t.stages, arrivals(spec, r), r.warps("mma")),
-        v_pipe=pipeline.make(smem, t.stages, arrivals(spec, r), r.warps("mma")),
-        k_scales=scales.allocate(spec, smem, spec.padded_qk, t.stages),
-        v_scales=scales.allocate(spec, smem, spec.padded_vo, t.stages),
+        **rings.join(spec, smem, each, stages, [rings.make_pipes(spec, smem, r, x) for x in each]),
         merge=reduce.allocate(spec, smem),
     )
 
@@ -113,15 +104,14 @@ def kernel(spec: cutlass.Constexpr, plan: geometry.KernelParams):
             cute.arch.griddepcontrol_wait()
         if warp < roles(spec).first("load_v"):
             # load_k
-            load.load_kv(spec, plan, s, pages.LoadTarget(plan.k, s.k, s.k_pipe), pages.K, warp)
+            load.load_kv(spec, plan, s, pages.K, warp)
         elif warp < roles(spec).first("schedule"):
             # load_v
-            into = pages.LoadTarget(plan.v, s.v, s.v_pipe)
-            load.load_kv(spec, plan, s, into, pages.V, warp - roles(spec).first("load_v"))
+            load.load_kv(spec, plan, s, pages.V, warp - roles(spec).first("load_v"))
         elif warp == roles(spec).first("schedule"):
             stream_k.schedule_warp(spec, plan.args, s)
         elif const_expr(roles(spec).warps("load_scales") > 0):
-            load.load_scales(spec, plan, s, (s.k_pipe, s.v_pipe))
+            load.load_scales(spec, plan, s)
     else:
         # mma
         cute.arch.setmaxregister_increase(roles(spec).registers("mma"))

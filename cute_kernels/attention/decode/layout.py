@@ -66,6 +66,12 @@ def is_dense(spec):
     return spec.kv.bits == 8 and spec.kv.source == "tma" and spec.head_dim_vo % 64 != 0
 
 
+def operands(spec):
+    """Return the operands of the main loop. Stages of dense rows have no padding."""
+    dims = spec.dims if is_dense(spec) else (spec.padded_qk, spec.padded_vo)
+    return tile_table.operands(spec.kv, spec.tile, dims)
+
+
 def keys(spec):
     """Return the number of keys that a warp computes at a time, a multiple of 16. If all warps have the same rows, they
     compute one KV block at a time, else a part of one."""

@@ -212,7 +212,7 @@ def previous_keys(spec: cutlass.Constexpr, s, tile: WarpTileState, k: KeyCursor)
     low."""
     block, row = k.block, k.row - tile.key_shares * keys(spec)
     if row < 0:
-        block, row = pipeline.next_item(s.k_pipe, block), row + spec.tile.n
+        block, row = pipeline.next_item(s.k.pipe, block), row + spec.tile.n
     return KeyCursor(block, row, k.key - tile.key_shares * keys(spec))
 
 
@@ -223,7 +223,7 @@ def release_if_last(spec, pipe, tile: WarpTileState, k: KeyCursor):
 
 # The KV loop of one warp and one tile. An iteration handles two groups of the warp's keys: `prev`, which has scores
 # already, and `cur`, the next one.
-#   waits for   k_pipe before S^T of `cur`, v_pipe before O^T of `prev`; both are tested early, which hides the latency
+#   waits for   k.pipe before S^T of `cur`, v.pipe before O^T of `prev`; both are tested early, which hides the latency
 #               of the answer
 #   computes    softmax(prev), then S^T = K @ Q^T of `cur`, then O^T += V^T @ P^T of `prev`: the MMAs of PV are issued
 #               behind those of the next QK^T and hide their latency
@@ -232,7 +232,7 @@ def release_if_last(spec, pipe, tile: WarpTileState, k: KeyCursor):
 # instruction cache; the inner loop runs for as long as the keys need none of it.
 @cute.jit
 def mainloop(spec: cutlass.Constexpr, a, s, r: DecodeFragments, tile: WarpTileState, first: pipeline.PackedState):
-    """Compute O, row_max and row_sum of this warp's keys. first: item of the tile's first block in k_pipe and v_pipe.
+    """Compute O, row_max and row_sum of this warp's keys. first: item of the tile's first block in k.pipe and v.pipe.
     Return the item of the next tile's first block."""
     softmax.reset(r.st, 0.0)
     operands.fill(spec, r.acc_o, 0.0)
@@ -245,7 +245,7 @@ def mainloop(spec: cutlass.Constexpr, a, s, r: DecodeFragments, tile: WarpTileSt
     cur = KeyCursor(first, row, (tile.w.n_block_max - 1) * spec.tile.n + row)
     # pass over keys past kv_len without arithmetic
     while cur.key >= cutlass.max(first_key, tile.w.sequence.kv_len):
-        for pipe in (s.k_pipe, s.v_pipe):
+        for pipe in (s.k.pipe, s.v.pipe):
             pipeline.consumer_wait(pipe, cur.block)
             release_if_last(spec, pipe, tile, cur)
         cur = previous_keys(spec, s, tile, cur)
@@ -258,20 +258,20 @@ def mainloop(spec: cutlass.Constexpr, a, s, r: DecodeFragments, tile: WarpTileSt
             needs_pv = transform_logits(spec, a, r, tile, prev.key, acc_s)
         unmasked = True  # at least one pass
         while unmasked:
-            k_ready = pipeline.consumer_try_wait(s.k_pipe, cur.block)
-            v_ready = pipeline.consumer_try_wait(s.v_pipe, prev.block)
+            k_ready = pipeline.consumer_try_wait(s.k.pipe, cur.block)
+            v_ready = pipeline.consumer_try_wait(s.v.pipe, prev.block)
             if has_scores:
                 # P = exp2(S - row_max), rescale O
                 online_softmax(spec, r, acc_s, p)
             if cur.key >= first_key:
                 # S^T = K @ Q^T
-                pipeline.consumer_wait(s.k_pipe, cur.block, k_ready)
-                operands.gemm_qk(spec, s, r, acc_s, pipeline.stage(s.k_pipe, cur.block), cur.row)
-                row_scales.load_k(spec, s, r, pipeline.stage(s.k_pipe, cur.block), cur.row)
+                pipeline.consumer_wait(s.k.pipe, cur.block, k_ready)
+                operands.gemm_qk(spec, s, r, acc_s, pipeline.stage(s.k.pipe, cur.block), cur.row)
+                row_scales.load_k(spec, s, r, pipeline.stage(s.k.pipe, cur.block), cur.row)
                 # release the K stage
-                release_if_last(spec, s.k_pipe, tile, cur)
+                release_if_last(spec, s.k.pipe, tile, cur)
             # V of `prev`; the first pass, without P V, waits for V of its block a pass early, and releases nothing
-            pipeline.consumer_wait(s.v_pipe, prev.block, v_ready)
+            pipeline.consumer_wait(s.v.pipe, prev.block, v_ready)
             if needs_pv:
                 row_scales.scale_p(spec, s, r, tile, prev, p)
                 # O^T += V^T @ P^T, one chunk of columns at a time
@@ -280,7 +280,7 @@ def mainloop(spec: cutlass.Constexpr, a, s, r: DecodeFragments, tile: WarpTileSt
                     operands.gemm_pv(spec, r, p, b, v)
             row_scales.scale_scores(r, rows_view(acc_s))
             # release the V stage
-            release_if_last(spec, s.v_pipe, tile, prev)
+            release_if_last(spec, s.v.pipe, tile, prev)
             prev = cur
             cur = previous_keys(spec, s, tile, cur)
             has_scores = prev.key >= first_key
@@ -295,7 +295,7 @@ def mainloop(spec: cutlass.Constexpr, a, s, r: DecodeFragments, tile: WarpTileSt
 
 
 # The mma role: one iteration per tile.
-#   waits for   work_pipe (the tile), k_pipe and v_pipe (in `mainloop`), s.merge.ready (the other warps' O)
+#   waits for   work_pipe (the tile), k.pipe and v.pipe (in `mainloop`), s.merge.ready (the other warps' O)
 #   computes    O of this warp's keys, then, in passes, the sum over the warps that share rows (`reduce`); a split tile
 #               goes to scratch, and the last warp with the same rows merges its splits (`combine`)
 #   releases    the tile in work_pipe when its output is stored

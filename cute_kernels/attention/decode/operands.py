@@ -21,7 +21,7 @@ from .layout import CachedRow, columns, keys, num_n_tiles, q_words, scale_blocks
 
 
 class KeyCursor(NamedTuple):
-    """A group of `layout.keys` keys: the item of their block in k_pipe and v_pipe, their first row in the stage, and
+    """A group of `layout.keys` keys: the item of their block in k.pipe and v.pipe, their first row in the stage, and
     their first key in the sequence."""
 
     block: pipeline.PackedState
@@ -136,7 +136,7 @@ def gemm_qk(spec, s, r, acc_s, stage, row):
     types = precision.of_mma_sync(spec)
     mma_dtype, fmt = types.mma_dtype, types.kv_format
     k, n = CachedRow.of_k(spec), spec.tile.n
-    base = s.k.iterator.toint() + stage * (n * k.stage_bytes) + row * k.row_bytes
+    base = s.k.smem.iterator.toint() + stage * (n * k.stage_bytes) + row * k.row_bytes
     quarter = k.width // 4  # bytes of a chunk that a lane reads
     fill(spec, acc_s, 0.0)
     for m in range(keys(spec) // 16):  # 16 keys, of which this lane has two: rows g and g + 8 of the A operand
@@ -166,7 +166,7 @@ def load_k_sf(spec, s, r, stage, row):
     if not scales.has_block_factors(spec):
         return None
     k, size = CachedRow.of_k(spec), spec.padded_qk // SF_VEC_SIZE
-    at, count = s.k_scales.iterator.toint() + (stage * spec.tile.n + row) * size + r.sf_offsets[0], sf_per_quarter(k)
+    at, count = s.k.scales.iterator.toint() + (stage * spec.tile.n + row) * size + r.sf_offsets[0], sf_per_quarter(k)
     found = []
     for chunk in range(k.chunks):
         both = quant.from_e4m3(mma.load_bytes(at + chunk * 4 * count, count))
@@ -179,7 +179,7 @@ def load_v_sf(spec, s, r, v: VFragment, stage, row, e, c):
     scale factors."""
     if v.scales is not None:
         size, inside = spec.padded_vo // SF_VEC_SIZE, 16 * c + 8 * (e // 2)
-        base = s.v_scales.iterator.toint() + (stage * spec.tile.n + row + inside) * size + r.sf_offsets[1]
+        base = s.v.scales.iterator.toint() + (stage * spec.tile.n + row + inside) * size + r.sf_offsets[1]
         for k in range(scale_blocks(spec)):
             v.scales[k, e, c] = mma.load_bytes(base + e % 2 * r.sf_offsets[2] + k * r.sf_offsets[3], 1)
 
@@ -189,9 +189,9 @@ def load_v(spec: cutlass.Constexpr, s, r, tile, at: KeyCursor, b: cutlass.Conste
     """Load this lane's words of chunk `b` of V and the scale factors of each key; keys past kv_len become zeros
     (`zero_v`)."""
     chunk, n, row, key = CachedRow.of_v(spec), spec.tile.n, at.row, at.key
-    stage, t = pipeline.stage(s.v_pipe, at.block), cute.arch.lane_idx() % 4
+    stage, t = pipeline.stage(s.v.pipe, at.block), cute.arch.lane_idx() % 4
     # this lane's eighth of the chunk, for 4 keys in each 16: 2 t, 2 t + 1, 8 + 2 t, 9 + 2 t
-    base = s.v.iterator.toint() + stage * (n * chunk.stage_bytes) + row * chunk.row_bytes
+    base = s.v.smem.iterator.toint() + stage * (n * chunk.stage_bytes) + row * chunk.row_bytes
     per = const_expr(chunk.width // 32)
     for c in cutlass.range_constexpr(keys(spec) // 16):
         for e in cutlass.range_constexpr(4):

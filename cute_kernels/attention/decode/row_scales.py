@@ -46,7 +46,7 @@ def load_k(spec, s, r, stage, row):
     """Load the factors of the keys [row, row + keys) of a K stage, before the stage is released."""
     if r.row_scales is not None:
         first = row + cute.arch.lane_idx() // 4
-        base = s.k_scales.iterator.toint() + (stage * spec.tile.n + first) * BYTES
+        base = s.k.scales.iterator.toint() + (stage * spec.tile.n + first) * BYTES
         for j in range(keys(spec) // 8):
             r.row_scales.k[j] = warp.from_bits(mma.load(base + 8 * j * BYTES, 1)[0])
 
@@ -65,8 +65,8 @@ def scale_p(spec: cutlass.Constexpr, s, r, tile, at, p: cute.Tensor):
     kv_len count as 0: a page may hold anything there."""
     if const_expr(r.row_scales is not None):
         acc_o, own_unit = r.acc_o, r.row_scales.unit
-        stage, t = pipeline.stage(s.v_pipe, at.block), cute.arch.lane_idx() % 4
-        base = s.v_scales.iterator.toint() + (stage * spec.tile.n + at.row + 2 * t) * BYTES
+        stage, t = pipeline.stage(s.v.pipe, at.block), cute.arch.lane_idx() % 4
+        base = s.v.scales.iterator.toint() + (stage * spec.tile.n + at.row + 2 * t) * BYTES
         words = const_expr(keys(spec) // 8)  # of P: keys 8 i + 2 t and the next one
         found = cute.make_rmem_tensor((2, words), Float32)
         for i in cutlass.range_constexpr(words):

@@ -12,7 +12,8 @@ from typing import ClassVar, NamedTuple
 
 from ... import archs
 from ...dtypes import BITS
-from ..spec import SF_VEC_SIZE
+from ..operands import Operand, operands_of
+from ..spec import KVSpec
 from ..tile import MergedTileConfig, Resources
 
 FEW_ROWS = 8  # rows per warp; kernels for calls with more rows have twice as many
@@ -263,14 +264,20 @@ def rows_at_once(dim: int, rows_per_warp: int) -> int:
     return FEW_ROWS if columns_at_once(dim) == 16 else rows_per_warp
 
 
+def operands(kv: KVSpec, tile: DecodeTileConfig, dims: tuple[int, int]) -> tuple[Operand, ...]:
+    """Return the operands of the main loop, which converts quantised K and V in registers. dims: columns of K, and of V
+    of a tile."""
+    return operands_of(kv, tile, dims)
+
+
 def smem_bytes(kind: str, dim: int, tile: DecodeTileConfig) -> int:
     """Return the bytes of shared memory per CTA, or slightly more: stages of K and V with their scale factors, O and
     statistics of the reduction, tiles and mbarriers. kind, dim: as in `TileKey`. A head dim that is padded to `dim`
     takes less if its rows are dense (`layout.is_dense`), which are not padded in shared memory."""
     vo = dim // tile.o_tiles
-    row = (dim + vo) * bits_of(kind) // 8 + (dim + vo) // SF_VEC_SIZE * (kind == "nvfp4")
+    kv = KVSpec(kind) if kind in BITS else KVSpec()
     reduced = rows_at_once(vo, tile.rows_per_warp) * 8 * columns_at_once(vo) + 2 * tile.rows_per_warp
-    return tile.stages * tile.n * row + 4 * tile.warps * reduced + 1024
+    return sum(x.smem_bytes for x in operands(kv, tile, (dim, vo))) + 4 * tile.warps * reduced + 1024
 
 
 # Rows per warp -> registers per thread for O and Q of its warp: S, P and the statistics of 16 rows take twice as many

@@ -7,8 +7,8 @@ from cutlass import Int32
 
 from ...device import pipeline
 from .. import geometry
-
-K, V = 0, 1  # rows of a sequence's page table
+from ..operands import K as K
+from ..operands import V as V
 
 
 class KVBlock(NamedTuple):

@@ -10,16 +10,16 @@ group. Start reading the computation at `mma.mma` and `softmax.softmax`; barrier
 | softmax | 4 per group | 184, 160, 240, 208 | s_full, p_full_o_rescaled, | acc_scale_full, p_full_o_rescaled, |
 | | | | row_stats_empty | p_last_split, row_stats_full |
 | correction | 4 | 88, 64, 160, 104 | acc_scale_full, row_stats_full, o_full | row_stats_empty, p_full_o_rescaled |
-| mma | 1 | 56, 48, 96, 96 | q_pipe or q_ready_pipe, k_pipe, v_pipe full; | s_full, o_full; q, k, v_pipe empty |
+| mma | 1 | 56, 48, 96, 96 | q_pipe or q_ready_pipe, k.pipe, v.pipe full; | s_full, o_full; q, k, v.pipe empty |
 | | | | p_full_o_rescaled, p_last_split | |
-| load_k | 1 | as mma | raw_k_pipe, work_pipe empty | raw_k_pipe full, work_pipe full |
-| load_v | 1 | as mma | raw_v_pipe empty | raw_v_pipe full |
+| load_k | 1 | as mma | k.raw_pipe, work_pipe empty | k.raw_pipe full, work_pipe full |
+| load_v | 1 | as mma | v.raw_pipe empty | v.raw_pipe full |
 | load_q | 1 or none | as mma | q_pipe empty; split KV: work_pipe empty | q_pipe full; split KV: work_pipe full |
-| load_scales | 1, NVFP4 | as mma | raw_k_pipe, raw_v_pipe empty; | raw_k_pipe, raw_v_pipe full; |
+| load_scales | 1, NVFP4 | as mma | k.raw_pipe, v.raw_pipe empty; | k.raw_pipe, v.raw_pipe full; |
 | | | | split KV: work_pipe empty | split KV: work_pipe full |
 | schedule | 1 or none | as mma | work_pipe empty | work_pipe full |
-| prepare_k | 2 or none | 48, 96 | q_pipe, raw_k_pipe full, k_pipe empty | q_ready_pipe, k_pipe full, raw_k_pipe empty |
-| prepare_v | 2 or none | 48, 96 | q_pipe, raw_v_pipe full, v_pipe empty | q_ready_pipe, v_pipe full, raw_v_pipe empty |
+| prepare_k | 2 or none | 48, 96 | q_pipe, k.raw_pipe full, k.pipe empty | q_ready_pipe, k.pipe full, k.raw_pipe empty |
+| prepare_v | 2 or none | 48, 96 | q_pipe, v.raw_pipe full, v.pipe empty | q_ready_pipe, v.pipe full, v.raw_pipe empty |
 
 - Registers are per thread, for 2 groups, 2 groups over quantised caches, 1 group, 1 group over quantised caches.
 - Every role except schedule and idle also waits for work_pipe full and releases it when it has read a tile.
@@ -33,9 +33,9 @@ Pipelines, a full and an empty mbarrier per stage:
 
 - work_pipe (2 stages, 4 with split KV): the next tile; freed when read.
 - q_pipe (`q_stages`): Q of each tile that has keys; freed when the MMAs of its last Q @ K^T are done.
-- k_pipe, v_pipe (`stages`): one KV block each; freed when the MMAs that read it are done.
-- raw_k_pipe, raw_v_pipe (`raw_stages`, or `stages` if that is 0): K and V as stored, from load to prepare. If nothing
-  is prepared, they are k_pipe and v_pipe themselves.
+- k.pipe, v.pipe (`stages`): one KV block each; freed when the MMAs that read it are done.
+- k.raw_pipe, v.raw_pipe (`raw_stages`, or `stages` if that is 0): K and V as stored, from load to prepare. If nothing
+  is prepared, they are k.pipe and v.pipe themselves.
 - q_ready_pipe (2 stages): Q as fp16, from prepare to mma, and its row scales to softmax. No role frees its stages. With
   `q_stages` = 1, as over all quantised caches, 2 stages suffice: Q of tile t + 2 (of those with keys) is loaded only
   when the last Q @ K^T of tile t + 1 is done, which mma issues after it has waited for all P of tile t; softmax reads
@@ -73,8 +73,7 @@ from cutlass import Int32, const_expr
 from ... import abi
 from ...device import copy, pipeline, tmem
 from .. import fakes, geometry, load, mask_blocks, splits
-from ..kv import arrivals, pages, scales, source, stage_columns
-from ..prepare import allocate_operands
+from ..kv import pages, rings
 from ..schedule import stream_k, tiles, work
 from . import precision, skip_votes
 from .correction import correction
@@ -94,20 +93,14 @@ class Sm100SharedStorage:
 
     raw_q: cute.Tensor  # as loaded; q itself, unless 8-bit Q is converted
     q: cute.Tensor
-    raw_k: cute.Tensor  # as loaded; k itself, if nothing is prepared
-    raw_v: cute.Tensor
-    k: cute.Tensor
-    v: cute.Tensor
+    k: rings.OperandSmem  # (n, Dqk, stages)
+    v: rings.OperandSmem  # (n, Dvo, stages)
     work: cute.Tensor
     scheduler: tiles.SchedulerSmem | None  # of load_k; None if load_q finds the tiles
     sm_stats: cute.Tensor  # (ROWS, groups, 2): factors on O, at a tile's end `correction.SoftmaxStats`
     tmem_ptr: cute.Tensor  # (1,): address of the CTA's tensor memory
     work_pipe: pipeline.Pipeline
     q_pipe: pipeline.Pipeline
-    raw_k_pipe: pipeline.Pipeline
-    raw_v_pipe: pipeline.Pipeline
-    k_pipe: pipeline.Pipeline
-    v_pipe: pipeline.Pipeline
     s_full: cute.Pointer
     acc_scale_full: cute.Pointer
     row_stats_full: cute.Pointer
@@ -118,8 +111,6 @@ class Sm100SharedStorage:
     skip_votes: Any = None  # `skip_votes.allocate`
     q_ready_pipe: Any = None
     q_row_scales: Any = None  # (m, 2): scales of rows of Q, by stage of q_ready_pipe
-    k_scales: Any = None  # scale factors of raw stages
-    v_scales: Any = None
     splits: Any = None  # `splits.SplitSmem`
 
 
@@ -128,50 +119,36 @@ def forward(spec: cutlass.Constexpr, stream, *flat):
     """Make the TMA operands and launch the kernel. flat: the arguments of `args.AttentionArgs`, in order."""
     a = geometry.launch_args(spec, flat)
     t = spec.tile
-    k, v = (
-        source(spec).operand(x, (t.n, stage_columns(spec, x, dim)), t.raw_stages or t.stages)
-        for x, dim in ((a.kv.k, spec.padded_qk), (a.kv.v, spec.padded_vo))
-    )
+    kv = tuple(rings.source_operand(spec, a, x) for x in precision.operands(spec))
     rows = cute.make_tensor(a.query.q.iterator, cute.select(a.query.q.layout, mode=[0, 2, 1]))
     q = copy.operand(rows, (t.m, spec.padded_qk), t.q_stages, (t.m,))
     mask_blocks.launch(spec, a, stream)
-    geometry.launch(spec, kernel(spec, geometry.KernelParams(a, k, v, q)), roles(spec).warps(), a, stream)
+    geometry.launch(spec, kernel(spec, geometry.KernelParams(a, kv, q)), roles(spec).warps(), a, stream)
 
 
 def shared(spec, plan):
     """Allocate the shared memory and initialise the barriers."""
     smem, r, t, p = cutlass.utils.SmemAllocator(), roles(spec), spec.tile, precision.of(spec)
-    kv, raw = plan.args.kv, t.raw_stages or t.stages
+    each = precision.operands(spec)
     q = raw_q = copy.allocate(smem, plan.q, abi.DTYPES[spec.q])
-    raw_k, raw_v = copy.allocate(smem, plan.k, kv.k.element_type), copy.allocate(smem, plan.v, kv.v.element_type)
-    k, v = raw_k, raw_v
-    if p.converts_kv:
-        k, v = (allocate_operands(spec, smem, (t.n, dim), t.stages) for dim in (spec.padded_qk, spec.padded_vo))
+    stages = rings.allocate(spec, smem, plan, each)
     if p.widens_q:
-        q = allocate_operands(spec, smem, (t.m, spec.padded_qk), t.q_stages)
+        q = rings.allocate_stages(spec, smem, (t.m, spec.padded_qk), t.q_stages)
     work_smem = work.allocate(spec, smem)
     sm_stats = smem.allocate_tensor(cutlass.Float32, cute.make_layout((ROWS, groups(spec), 2)), 16)
     tmem_ptr = smem.allocate_tensor(Int32, cute.make_layout(1), 4)
     mbarriers = lambda arrivals: pipeline.make_mbarriers(smem, SLOTS, arrivals)  # noqa: E731
-    pipes = [pipeline.make(smem, raw, arrivals(spec, r), r.warps(f"prepare_{x}") or 1) for x in "kv"]
-    operands = [pipeline.make(smem, t.stages, r.warps(f"prepare_{x}"), 1) for x in "kv"] if p.converts_kv else pipes
+    raw_pipes = [rings.make_raw_pipe(spec, smem, r, x) for x in each]
+    pipes = [(rings.make_pipe(smem, r, x, raw), raw) for x, raw in zip(each, raw_pipes, strict=True)]
     return Sm100SharedStorage(
         raw_q=raw_q,
         q=q,
-        raw_k=raw_k,
-        raw_v=raw_v,
-        k=k,
-        v=v,
         work=work_smem,
         scheduler=tiles.allocate(spec, smem),
         sm_stats=sm_stats,
         tmem_ptr=tmem_ptr,
         work_pipe=work.make_pipe(spec, smem, r),
         q_pipe=pipeline.make(smem, t.q_stages, 1, 1),
-        raw_k_pipe=pipes[pages.K],
-        raw_v_pipe=pipes[pages.V],
-        k_pipe=operands[pages.K],
-        v_pipe=operands[pages.V],
         s_full=mbarriers(1),
         acc_scale_full=mbarriers(WARPS),
         row_stats_full=mbarriers(WARPS),
@@ -182,8 +159,7 @@ def shared(spec, plan):
         skip_votes=skip_votes.allocate(smem, groups(spec)) if spec.logits.skip else None,
         q_ready_pipe=pipeline.make(smem, 2, WARPS, 1) if p.converts_kv else None,
         q_row_scales=smem.allocate_tensor(cutlass.Float32, cute.make_layout((t.m, 2)), 16) if p.scales_q_rows else None,
-        k_scales=scales.allocate(spec, smem, spec.padded_qk, raw),
-        v_scales=scales.allocate(spec, smem, spec.padded_vo, raw),
+        **rings.join(spec, smem, each, stages, pipes),
         splits=splits.allocate(spec, smem),
     )
 
@@ -213,18 +189,16 @@ def kernel(spec: cutlass.Constexpr, plan: geometry.KernelParams):
         if warp == roles(spec).first("mma"):
             mma(spec, plan, s)
         elif warp == roles(spec).first("load_k"):
-            into = pages.LoadTarget(plan.k, s.raw_k, s.raw_k_pipe)
-            load.load_kv(spec, plan, s, into, pages.K, Int32(0), produces_tiles=s.scheduler is not None)
+            load.load_kv(spec, plan, s, pages.K, Int32(0), produces_tiles=s.scheduler is not None)
         elif warp == roles(spec).first("load_v"):
-            into = pages.LoadTarget(plan.v, s.raw_v, s.raw_v_pipe)
-            load.load_kv(spec, plan, s, into, pages.V, Int32(0), loads_q=roles(spec).warps("load_q") == 0)
+            load.load_kv(spec, plan, s, pages.V, Int32(0), loads_q=roles(spec).warps("load_q") == 0)
         elif const_expr(roles(spec).warps("schedule") > 0):
             stream_k.schedule_warp(spec, plan.args, s)
         elif const_expr(roles(spec).warps("load_q") > 0):
             (load_q if const_expr(s.scheduler is not None) else schedule_and_load_q)(spec, plan, s)
         elif const_expr(roles(spec).warps("load_scales") > 0):
             load_scales = load.load_scales if const_expr(s.scheduler is not None) else schedule_and_load_scales
-            load_scales(spec, plan, s, (s.raw_k_pipe, s.raw_v_pipe))
+            load_scales(spec, plan, s)
         cute.arch.griddepcontrol_launch_dependents()
     elif const_expr(roles(spec).warps("prepare_k") > 0):
         cute.arch.setmaxregister_decrease(roles(spec).registers("prepare_k"))

@@ -41,18 +41,18 @@ def mma_tile(spec: cutlass.Constexpr, a, s, base: Int32, w: work.WorkTileInfo, a
     for block in cutlass.range_constexpr(SLOTS):
         if left > block:
             item, is_last = at.item + block, left == block + 1
-            wait_operand(spec, s.k_pipe, item)
+            wait_operand(spec, s.k.pipe, item)
             slot = block if const_expr(owns_slot) else Int32(item % SLOTS)
             q = q_descriptors_of_first_block(spec, s, at.tile, 0)
             gemm_qk(spec, s, base, slot, q, k_descriptors(spec, s, first, item, OFFSET))
-            umma.commit(pipeline.empty_barrier(s.k_pipe, item))
+            umma.commit(pipeline.empty_barrier(s.k.pipe, item))
             if is_last:
                 umma.commit(pipeline.empty_barrier(s.q_pipe, at.tile))
         elif const_expr(owns_slot):
             umma.commit(s.s_full + block)
     # zeros into V behind the request's last key, while S is computed
     if const_expr(zeroes_tail(spec)):
-        wait_operand(spec, s.v_pipe, at.item)
+        wait_operand(spec, s.v.pipe, at.item)
         zero_tail(spec, a, s, w, at.item)
     # Per group, wait for V and P of its block, issue P @ V, release V; then wait for K of the block after next, issue
     # Q @ K^T into the slot that P leaves, release K. So softmax of a block runs under the MMAs of its neighbours.
@@ -71,7 +71,7 @@ def mma_tile(spec: cutlass.Constexpr, a, s, base: Int32, w: work.WorkTileInfo, a
             v, k = i + group, i + (SLOTS + group)
             slot, phase = (group, iteration) if const_expr(owns_slot) else (Int32(i % SLOTS), Int32(i // SLOTS))
             if left > group:
-                wait_operand(spec, s.v_pipe, v)
+                wait_operand(spec, s.v.pipe, v)
                 # O += P @ V, all parts of P but the last, then the last
                 pipeline.mbarrier_wait(s.p_full_o_rescaled + slot, phase)
                 tmem.fence_after_thread_sync()
@@ -88,17 +88,17 @@ def mma_tile(spec: cutlass.Constexpr, a, s, base: Int32, w: work.WorkTileInfo, a
                     gemm_pv(spec, tmem_columns, v_operands, range(p_early_splits(spec), p_splits(spec)), is_first)
                 if const_expr(not owns_slot):
                     umma.commit(s.o_full)
-                umma.commit(pipeline.empty_barrier(s.v_pipe, v))
+                umma.commit(pipeline.empty_barrier(s.v.pipe, v))
             else:
                 # no block for this group: consume its signals
                 pipeline.mbarrier_wait(s.p_full_o_rescaled + slot, phase)
                 pipeline.mbarrier_wait(s.p_last_split + slot, phase)
             # S = Q @ K^T of the block after next
             if left > SLOTS + group:
-                wait_operand(spec, s.k_pipe, k)
+                wait_operand(spec, s.k.pipe, k)
                 q = q_descriptors(spec, first, 0, OFFSET)
                 gemm_qk(spec, s, base, slot, q, k_descriptors(spec, s, first, k, OFFSET))
-                umma.commit(pipeline.empty_barrier(s.k_pipe, k))
+                umma.commit(pipeline.empty_barrier(s.k.pipe, k))
                 if left == SLOTS + group + 1:
                     umma.commit(pipeline.empty_barrier(s.q_pipe, at.tile))
             elif const_expr(owns_slot):

@@ -52,9 +52,9 @@ def mma_block(
     # begins while the last part is computed.
     #
     # wait for V of this block and K of the next, with one fence behind both
-    pipeline.consumer_wait(s.v_pipe, at.v)
+    pipeline.consumer_wait(s.v.pipe, at.v)
     if const_expr(has_next):
-        pipeline.consumer_wait(s.k_pipe, at.k)
+        pipeline.consumer_wait(s.k.pipe, at.k)
     fence_before_mma(spec)
     v = v_descriptors(spec, s, first, at.v, OFFSET)
     k = k_descriptors(spec, s, first, at.k, OFFSET)
@@ -80,32 +80,32 @@ def mma_block(
         else:
             umma.commit(s.o_full + half)
     # release the stages of V and K
-    umma.commit(pipeline.empty_barrier(s.v_pipe, at.v))
+    umma.commit(pipeline.empty_barrier(s.v.pipe, at.v))
     if const_expr(has_next):
-        umma.commit(pipeline.empty_barrier(s.k_pipe, at.k))
+        umma.commit(pipeline.empty_barrier(s.k.pipe, at.k))
 
 
 @cute.jit
 def mma_tile(spec: cutlass.Constexpr, a, s, base: Int32, w: work.WorkTileInfo, at: MmaState):
     """Issue the MMAs of tile `w`. One warp. Return the item of the pipelines of K and V after it."""
     # S = Q @ K^T of the tile's first block, both halves
-    first, k = first_descriptors(spec, s, at.tile), pipeline.state_of(s.k_pipe, at.item)
-    wait_operand(spec, s.k_pipe, k)
+    first, k = first_descriptors(spec, s, at.tile), pipeline.state_of(s.k.pipe, at.item)
+    wait_operand(spec, s.k.pipe, k)
     for half in cutlass.range_constexpr(SLOTS):
         q = q_descriptors_of_first_block(spec, s, at.tile, half)
         gemm_qk(spec, s, base, half, q, k_descriptors(spec, s, first, k, OFFSET))
-    umma.commit(pipeline.empty_barrier(s.k_pipe, k))
+    umma.commit(pipeline.empty_barrier(s.k.pipe, k))
     # zeros into V behind the request's last key, while S is computed
     if const_expr(zeroes_tail(spec)):
-        wait_operand(spec, s.v_pipe, k)
+        wait_operand(spec, s.v.pipe, k)
         zero_tail(spec, a, s, w, k)
     # O += P @ V of every block, and S of all others. The last block has code of its own: so the loop has no branches,
     # and ptxas needs no election in it. The state of K becomes that of V. The warp issues 157 SASS instructions per two
     # KV blocks in 16 bits and 101 in e4m3.
-    block = BlockState(k, pipeline.next_item(s.k_pipe, k), Int32(at.iteration) & 1, Int32(1))
+    block = BlockState(k, pipeline.next_item(s.k.pipe, k), Int32(at.iteration) & 1, Int32(1))
     for _ in cutlass.range(w.n_block_max - w.n_block_min - 1, unroll=1):
         mma_block(spec, s, base, first, block, True)
-        block = BlockState(block.k, pipeline.next_item(s.k_pipe, block.k), block.phase ^ 1, Int32(0))
+        block = BlockState(block.k, pipeline.next_item(s.k.pipe, block.k), block.phase ^ 1, Int32(0))
     # release Q
     umma.commit(pipeline.empty_barrier(s.q_pipe, at.tile))
     mma_block(spec, s, base, first, block, False)

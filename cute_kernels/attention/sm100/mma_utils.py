@@ -75,7 +75,7 @@ def v_base(spec):
 
 def first_descriptors(spec, s, q) -> FirstDescriptors:
     """Return the first descriptors for a tile. q: item of Q's pipeline."""
-    k, v = (x.iterator.toint() for x in (s.k, s.v))
+    k, v = (x.iterator.toint() for x in (s.k.smem, s.v.smem))
     make = umma.make_descriptor
     return FirstDescriptors(make(k_base(spec), q_address(spec, s, q)), make(k_base(spec), k), make(v_base(spec), v))
 
@@ -102,14 +102,14 @@ def q_descriptors_of_first_block(spec, s, q, half):
 def k_descriptors(spec, s, first: FirstDescriptors, i, offset):
     """Return the descriptors of K's item i, one per MMA. offset: see `q_descriptors`."""
     dim, rows = spec.padded_qk, spec.tile.n
-    k = umma.stage_descriptor(first.k, pipeline.stage(s.k_pipe, i), rows * dim * operand_bytes(spec))
+    k = umma.stage_descriptor(first.k, pipeline.stage(s.k.pipe, i), rows * dim * operand_bytes(spec))
     return [offset(k, at) for at in k_offsets(spec, dim, rows)]
 
 
 def v_descriptors(spec, s, first: FirstDescriptors, i, offset):
     """Return the descriptors of V's item i, one per MMA. offset: see `q_descriptors`."""
     rows, size = spec.tile.n, spec.padded_vo * operand_bytes(spec)
-    v = umma.stage_descriptor(first.v, pipeline.stage(s.v_pipe, i), rows * size)
+    v = umma.stage_descriptor(first.v, pipeline.stage(s.v.pipe, i), rows * size)
     keys = umma.STEP // operand_bytes(spec)
     return [offset(v, key * layout.width(size)) for key in range(0, rows, keys)]
 
@@ -159,7 +159,7 @@ def zero_tail(spec: cutlass.Constexpr, a, s, w: work.WorkTileInfo, i: Uint32):
     """
     valid = w.sequence.kv_len - mask_blocks.n_block_at(spec, a, w, w.n_block_max - 1) * spec.tile.n
     if valid < spec.tile.n and source(spec).has_partial_tail(spec.tile.n, valid):
-        stage = s.v[None, None, pipeline.stage(s.v_pipe, i)]
+        stage = s.v.smem[None, None, pipeline.stage(s.v.pipe, i)]
         source(spec).zero_tail(spec, stage, valid, cute.arch.lane_idx(), 32)
         cute.arch.fence_proxy("async.shared", space="cta")
         cute.arch.sync_warp()

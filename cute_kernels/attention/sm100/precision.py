@@ -4,8 +4,14 @@ from cutlass import Float32
 
 from .. import softmax
 from ..precision import of as of
+from . import tile_table
 
 P_MAX_OFFSET = 8.0  # log2 of P at row_max in e4m3, which ends at 448
+
+
+def operands(spec):
+    """Return the operands of the main loop."""
+    return tile_table.operands(spec, spec.tile, (spec.padded_qk, spec.padded_vo))
 
 
 def mma_kind(spec):

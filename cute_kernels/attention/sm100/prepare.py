@@ -9,6 +9,7 @@ from cutlass import Int32, const_expr
 
 from ...device import pipeline
 from .. import mask_blocks, prepare
+from ..kv.rings import operand_smem
 from ..load import Items
 from ..prepare import Share
 from ..schedule import work
@@ -27,7 +28,7 @@ def prepare_kv(spec: cutlass.Constexpr, plan, s, which: cutlass.Constexpr, share
     #
     # A fifth warpgroup has 48 registers per thread and leaves softmax 160: with 128 keys per block softmax then spills
     # 72 to 128 bytes, with 96 none.
-    ring = prepare.stage_pipelines(s, which)
+    x = operand_smem(s, which)
 
     def prepare_tile(w, _, items):
         i, q = items
@@ -37,16 +38,16 @@ def prepare_kv(spec: cutlass.Constexpr, plan, s, which: cutlass.Constexpr, share
             q += 1
         for position in cutlass.range(w.n_block_max - 1, w.n_block_min - 1, -1, unroll=1):
             # wait for the raw stage and a free operand stage
-            pipeline.consumer_wait(ring.raw, i)
-            pipeline.producer_acquire(ring.operand, i)
+            pipeline.consumer_wait(x.raw_pipe, i)
+            pipeline.producer_acquire(x.pipe, i)
             # dequantise
             valid = w.sequence.kv_len - mask_blocks.n_block_at(spec, plan.args, w, position) * spec.tile.n
             prepare.dequantise_stage(spec, plan.args, s, which, Share(share, WARPS // 2), i, valid)
             cute.arch.fence_proxy("async.shared", space="cta")
             cute.arch.sync_warp()
             # release the raw stage, announce the operand
-            pipeline.consumer_release(ring.raw, i)
-            pipeline.mbarrier_arrive(pipeline.full_barrier(ring.operand, i))
+            pipeline.consumer_release(x.raw_pipe, i)
+            pipeline.mbarrier_arrive(pipeline.full_barrier(x.pipe, i))
             i += 1
         return Items(i, q)
 

@@ -59,13 +59,15 @@ def roles(spec) -> Roles:
     """Return the roles in the order of warps; `forward` has the table of what they wait for and signal."""
     converts_kv, sf_warps = precision.of(spec).converts_kv, scales.load_warps(spec)
     schedule = min(policy.schedule_warps(spec), 1 - sf_warps)  # of the warp that loads no Q
+    each = precision.operands(spec)
+    spare = WARPS - 1 - len(each)  # of the warpgroup that has one warp for mma, and one per operand
     softmax, correct, few, prepare = REGISTERS[groups(spec), converts_kv]
     table = [Role("softmax", groups(spec) * WARPS, softmax), Role("correction", WARPS, correct)]
-    table += [Role(name, 1, few) for name in ("mma", "load_k", "load_v")]
+    table += [Role(name, 1, few) for name in ("mma", *(x.load_role for x in each))]
     if converts_kv:
-        found = {"load_scales": sf_warps, "schedule": schedule, "idle": 1 - sf_warps - schedule}
+        found = {"load_scales": sf_warps, "schedule": schedule, "idle": spare - sf_warps - schedule}
         table += [Role(name, warps, few) for name, warps in found.items()]
-        table += [Role(name, WARPS // 2, prepare) for name in ("prepare_k", "prepare_v")]
+        table += [Role(x.prepare_role, WARPS // len(each), prepare) for x in each]
     else:
-        table.append(Role("load_q", 1, few))
+        table += [Role("load_q", 1, few), Role("idle", spare - 1, few)]
     return Roles.of(*table)

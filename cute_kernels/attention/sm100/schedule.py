@@ -45,9 +45,8 @@ def schedule_and_load_q(spec: cutlass.Constexpr, plan, s):
 
 
 @cute.jit
-def schedule_and_load_scales(spec: cutlass.Constexpr, plan, s, rings):
-    """Produce the CTA's tiles and splits of tiles, and load the scale factors of K and V. One warp. rings: the
-    pipelines of the stages of K and of V."""
+def schedule_and_load_scales(spec: cutlass.Constexpr, plan, s):
+    """Produce the CTA's tiles and splits of tiles, and load the scale factors of K and V. One warp."""
     # As `load.load_scales`, but behind the first (highest) block of a tile, the warp finds the CTA's next tile and
     # produces it in work_pipe. Before that block, the search would delay the tile's first MMA.
     a = plan.args
@@ -58,9 +57,9 @@ def schedule_and_load_scales(spec: cutlass.Constexpr, plan, s, rings):
     def load_tile(w, t, at):
         scheduler, i = at
         rest = cutlass.max(w.n_block_max - 1, w.n_block_min)
-        i = load.scales_of_blocks(spec, a, s, rings, w._replace(n_block_min=rest), i)
+        i = load.scales_of_blocks(spec, a, s, w._replace(n_block_min=rest), i)
         scheduler = stream_k.produce_next(spec, a, s, t + 1, cta_units, scheduler, pack_factor)
-        i = load.scales_of_blocks(spec, a, s, rings, w._replace(n_block_max=rest), i)
+        i = load.scales_of_blocks(spec, a, s, w._replace(n_block_max=rest), i)
         return ScheduleRoleState(scheduler, i)
 
     work.for_each_tile(spec, s, load_tile, ScheduleRoleState(first, Int32(0)), carries_tile=True)

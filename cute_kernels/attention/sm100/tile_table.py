@@ -10,6 +10,7 @@ from typing import ClassVar, NamedTuple
 
 from ... import archs
 from ...dtypes import BITS
+from ..operands import K, Operand, Prepared, V, operands_of
 from ..schedule import policy
 from ..spec import DTYPES, AttentionSpec, KVSpec
 from ..tile import PreparedTileConfig, Resources, WholeTileConfig, distinct_dims
@@ -212,18 +213,24 @@ def num_groups(tile_vo: int) -> int:
     return 2 if tile_vo <= HALF else 1
 
 
+def operands(spec: AttentionSpec[Sm100TileConfig], t: Sm100TileConfig, dims: tuple[int, int]) -> tuple[Operand, ...]:
+    """Return the operands of the main loop. Quantised K and V become fp16. dims: padded columns of K, and of V of a
+    tile."""
+    fp16 = Prepared(16, t.stages)
+    return operands_of(spec.kv, t, dims, {K: fp16, V: fp16} if spec.q != spec.kv.dtype else {}, t.raw_stages)
+
+
 def smem_bytes(spec: AttentionSpec[Sm100TileConfig], t: Sm100TileConfig, dims: tuple[int, int]) -> int:
     """Return the bytes of shared memory that a kernel of `spec` with tile `t` allocates. dims: padded head dims."""
-    dequantises, raw, qk, vo = spec.q != spec.kv.dtype, t.raw_stages or t.stages, dims[0], dims[1] // t.o_tiles
-    found = raw * t.n * (qk + vo) * spec.kv.bits // 8 + t.q_stages * t.m * qk * BITS[spec.q] // 8
-    stages = 2 * raw + t.q_stages + policy.work_stages(spec)
-    if dequantises:  # K and V as fp16, made from raw stages, and Q in place or besides
-        found += 2 * t.stages * t.n * (qk + vo) + (2 * t.q_stages * t.m * qk if BITS[spec.q] < 16 else 0)
+    dequantises, qk, vo = spec.q != spec.kv.dtype, dims[0], dims[1] // t.o_tiles
+    each = operands(spec, t, (qk, vo))
+    found = sum(x.smem_bytes for x in each) + t.q_stages * t.m * qk * BITS[spec.q] // 8
+    stages = sum(x.all_stages for x in each) + t.q_stages + policy.work_stages(spec)
+    if dequantises:  # Q as fp16, in place or besides
+        found += 2 * t.q_stages * t.m * qk if BITS[spec.q] < 16 else 0
         # a scale per row of Q, aligned to 16 bytes behind the mbarriers
         found += 8 * t.m + 8 * (spec.schedule == "stream_k") if spec.q == "bf16" else 0
-        stages += 2 * t.stages + 2
-    layout = spec.kv.layout
-    found += raw * t.n * (layout.row_bytes(qk) + layout.row_bytes(vo))
+        stages += 2
     stats = 128 * num_groups(vo) * 2 * 4
     votes = 4 * num_groups(vo) * 2 * 4 if spec.logits.skip else 0
     return found + stats + votes + SINGLE_MBARRIERS + WORK_BYTES[spec.schedule] + STAGE_BYTES * stages

@@ -118,6 +118,8 @@ def candidate(request: KernelRequest, arch: str, split: bool = False) -> Spec:
 
 def supports(spec: Spec) -> Refusal | None:
     """Return None if the kernel can run `spec`, else the reason. Nothing else states what the kernel can do."""
+    if spec.kv.shares_v:
+        return Refusal("shares_v", "True: the kernel loads V as a tensor of its own")
     if spec.kv.scales and spec.q not in DTYPES:
         return Refusal("kv_scales", f"{spec.kv.scales}: the kernel has factors of rows with 16-bit queries")
     if spec.schedule == "stream_k":

@@ -115,7 +115,7 @@ def first_half_block(spec: cutlass.Constexpr, a, s, tile: Sm90TileState, at: Con
     logits.fetch_mask(spec, rows_of(tile), tile.mask_source, n_block * spec.tile.n, LANES)
     # wait for S, release the K stage
     warpgroup.wait_group(0)
-    pipeline.consumer_release(s.k_pipe, at.kv)
+    pipeline.consumer_release(s.k.pipe, at.kv)
     # softmax
     mask_and_update_max(spec, a, tile, n_block, BlockFlags(capped, True, True))
     for row in cutlass.range_constexpr(cute.size(r.tokens)):
@@ -131,9 +131,9 @@ def zero_tail(spec: cutlass.Constexpr, s, tile: Sm90TileState, n_block: Int32, a
     valid = tile.seqlen.kv_len - n_block * spec.tile.n
     if const_expr(source(spec).PARTIAL_TAIL and not precision.is_prepared(spec, pages.V)):
         if valid < spec.tile.n and source(spec).has_partial_tail(spec.tile.n, valid):
-            pipeline.consumer_wait(s.v_pipe, at.kv)
+            pipeline.consumer_wait(s.v.pipe, at.kv)
             threads, tid = 128 * spec.tile.warpgroups, cute.arch.thread_idx()[0] - roles(spec).first_thread("mma")
-            source(spec).zero_tail(spec, s.v[None, None, pipeline.stage(s.v_pipe, at.kv)], valid, tid, threads)
+            source(spec).zero_tail(spec, s.v.smem[None, None, pipeline.stage(s.v.pipe, at.kv)], valid, tid, threads)
             cute.arch.fence_proxy("async.shared", space="cta")
             cute.arch.barrier(barrier_id=NamedBarrier.MMA, number_of_threads=threads)
 
@@ -153,7 +153,7 @@ def mma_one_n_block(
     # highest ones, exponentials do not wait for the maxima (`speculate_p`), which made FP8 17 % faster
     # (bench/notes/attention-sm90.md).
     i, next_at, a, r = at.kv, next_block(spec, s, at), plan.args, tile.r
-    pipeline.consumer_wait(s.k_pipe, next_at.kv)
+    pipeline.consumer_wait(s.k.pipe, next_at.kv)
     fence_before_mma(spec, pages.K)
     warp_scheduler_barrier_sync(spec)
     # S = Q @ K^T
@@ -173,9 +173,9 @@ def mma_one_n_block(
         mask_and_update_max(spec, a, tile, n_block, flags)
         compute_p(tile, 0)
         # release the K stage; wait for P V, release the V stage
-        pipeline.consumer_release_after(s.k_pipe, next_at.kv, wgmma.rows_cols(r.acc_s)[0, 0], below)
+        pipeline.consumer_release_after(s.k.pipe, next_at.kv, wgmma.rows_cols(r.acc_s)[0, 0], below)
         warpgroup.wait_group(0)
-        pipeline.consumer_release(s.v_pipe, i)
+        pipeline.consumer_release(s.v.pipe, i)
         # row 0 becomes an operand while row 1 is computed
         convert_p(spec, r, 0)
         compute_p(tile, 1)
@@ -188,9 +188,9 @@ def mma_one_n_block(
         cut = const_expr(precision.columns_under_pv(spec, n))
         front = speculate_p(spec, tile, 0, range(cut))
         # release the K stage; wait for P V, release the V stage
-        pipeline.consumer_release_after(s.k_pipe, next_at.kv, online.join_chains(front.sum_chains, online.add), below)
+        pipeline.consumer_release_after(s.k.pipe, next_at.kv, online.join_chains(front.sum_chains, online.add), below)
         warpgroup.wait_group(0)
-        pipeline.consumer_release(s.v_pipe, i)
+        pipeline.consumer_release(s.v.pipe, i)
         # The sign bit of a sum of exponentials is always 0. OR-ing it into P makes P depend on a value that is read
         # after the wait; otherwise the compiler waits after each MMA. (A NaN may have the bit: its P stays NaN.)
         zero = Uint32(warp.bits(r.st.row_sum[0]) >> Int32(31))
@@ -227,7 +227,7 @@ def last_half_block(spec: cutlass.Constexpr, plan, s, r: Sm90Fragments, next_w: 
         issue_pv(spec, plan, s, r, at.kv)
         warpgroup.wait_group(0)
     # release the V stage
-    pipeline.consumer_release(s.v_pipe, at.kv)
+    pipeline.consumer_release(s.v.pipe, at.kv)
 
 
 def next_tile_state(spec, s, at: ConsumerState):
@@ -239,7 +239,7 @@ def next_tile_state(spec, s, at: ConsumerState):
 def wait_first_qk(spec: cutlass.Constexpr, plan, s, r: Sm90Fragments, w: WorkTileInfo, at: ConsumerState):
     """Wait for the operands of a tile's first Q K^T: Q, which `receive_q` makes an operand, and the first K."""
     receive_q(spec, plan, s, r, w, at.q)
-    pipeline.consumer_wait(s.k_pipe, at.kv)
+    pipeline.consumer_wait(s.k.pipe, at.kv)
     fence_before_mma(spec, pages.K)
 
 
@@ -255,7 +255,7 @@ def issue_first_qk(spec: cutlass.Constexpr, plan, s, r: Sm90Fragments, w: WorkTi
 def recomputed_qk(spec, plan, s, stage):
     """Return the operands of Q K^T in the only stage of Q and in a stage of K. With head_dim 512, the compiler would
     keep up to 64 descriptors in registers and spill some, or compute each with 6 instructions instead of 2."""
-    q, k = (wgmma.recomputed(x) for x in (s.q, s.k))
+    q, k = (wgmma.recomputed(x) for x in (s.q, s.k.smem))
     qk = plan.mma_qk.get_slice(row_group(spec) * 128)
     a = plan.mma_qk.make_fragment_A(qk.partition_A(q))
     b = plan.mma_qk.make_fragment_B(qk.partition_B(k))
@@ -266,15 +266,15 @@ def recomputed_qk(spec, plan, s, stage):
 def issue_qk(spec: cutlass.Constexpr, plan, s, r: Sm90Fragments, at: ConsumerState):
     """Issue acc_s = Q K^T of items at.q and at.kv, both of which are full."""
     q = operand_of(spec, s, r, at.q)
-    wgmma.issue(plan.mma_qk, r.acc_s, q, r.k[None, None, None, pipeline.stage(s.k_pipe, at.kv)], True)
+    wgmma.issue(plan.mma_qk, r.acc_s, q, r.k[None, None, None, pipeline.stage(s.k.pipe, at.kv)], True)
 
 
 @cute.jit
 def issue_pv(spec: cutlass.Constexpr, plan, s, r: Sm90Fragments, i: pipeline.PipelineState):
     """Wait for V of item i, then issue acc_o += P V."""
-    pipeline.consumer_wait(s.v_pipe, i)
+    pipeline.consumer_wait(s.v.pipe, i)
     fence_before_mma(spec, pages.V)
-    wgmma.issue(plan.mma_pv, r.acc_o, r.p, r.v[None, None, None, pipeline.stage(s.v_pipe, i)], False, o_part(spec))
+    wgmma.issue(plan.mma_pv, r.acc_o, r.p, r.v[None, None, None, pipeline.stage(s.v.pipe, i)], False, o_part(spec))
 
 
 def fence_before_mma(spec, which):
@@ -303,12 +303,12 @@ def drain_blocks(spec: cutlass.Constexpr, s, at: ConsumerState, count: Int32):
     """
     i = at.kv
     for _ in cutlass.range(count, unroll=1):
-        next_kv = pipeline.next_item(s.k_pipe, i)
-        pipeline.consumer_wait(s.k_pipe, next_kv)
+        next_kv = pipeline.next_item(s.k.pipe, i)
+        pipeline.consumer_wait(s.k.pipe, next_kv)
         warp_scheduler_barrier_sync(spec)
         warp_scheduler_barrier_arrive(spec)
-        pipeline.consumer_release(s.k_pipe, next_kv)
-        pipeline.consumer_wait(s.v_pipe, i)
-        pipeline.consumer_release(s.v_pipe, i)
+        pipeline.consumer_release(s.k.pipe, next_kv)
+        pipeline.consumer_wait(s.v.pipe, i)
+        pipeline.consumer_release(s.v.pipe, i)
         i = next_kv
     return at._replace(kv=i)

@@ -11,6 +11,7 @@ from cutlass import Float32, Uint32, const_expr
 from ...device import warp, wgmma
 from .. import softmax
 from ..kv import pages
+from ..operands import holding
 from ..precision import of as of
 from . import tile_table
 
@@ -30,10 +31,15 @@ def transposes_v(spec):
     return of(spec).is_8bit
 
 
+def operands(spec):
+    """Return the operands of the main loop."""
+    return tile_table.operands(spec, spec.tile, (spec.padded_qk, spec.padded_vo))
+
+
 def is_prepared(spec, which):
     """Return whether operand stages of K or V (`which`, of kv.pages) are made from loaded stages: converted, or
     transposed."""
-    return of(spec).converts_kv or (which == pages.V and transposes_v(spec))
+    return holding(operands(spec), which).prepared is not None
 
 
 def prepares_any(spec):
@@ -61,13 +67,6 @@ def pv_columns(spec):
     four warpgroups, where ptxas has no instruction of more than 128 registers."""
     columns = spec.padded_vo // spec.tile.o_parts
     return columns // 2 if columns > 192 and of(spec).converts_kv and spec.tile.warpgroups > 1 else columns
-
-
-def operand_shape(spec, which):
-    """Return the shape of an operand stage of K or V."""
-    if which == pages.V and transposes_v(spec):
-        return spec.padded_vo, spec.tile.n
-    return spec.tile.n, (spec.padded_qk, spec.padded_vo)[which]
 
 
 def v_operand(spec, v):

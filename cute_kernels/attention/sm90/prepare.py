@@ -6,6 +6,7 @@ from cutlass import Int32, const_expr
 
 from ...device import pipeline
 from .. import mask_blocks, prepare
+from ..kv.rings import operand_smem
 from ..schedule import work
 from . import precision
 from .roles import roles
@@ -15,25 +16,25 @@ from .roles import roles
 def prepare_kv(spec: cutlass.Constexpr, plan, s, which: cutlass.Constexpr, share: Int32):
     """Run a prepare role in one warp: its share of each KV block of K or V (`which`, of kv.pages) of all work tiles."""
     # A warp waits for a tile in work_pipe and, for each of its KV blocks from high to low, for the loaded stage
-    # (raw_pipe full) and a free operand stage (operand_pipe empty). It dequantises or transposes its share, makes it
+    # (raw_pipe full) and a free operand stage (pipe empty). It dequantises or transposes its share, makes it
     # visible to WGMMA, which reads through the async proxy, by a proxy fence, releases the loaded stage and arrives at
     # the operand stage. Both pipelines count the same items, so that one counter is all the state. Tiles that see
     # no key have no blocks.
-    raw_pipe, operand_pipe = prepare.stage_pipelines(s, which)
+    x = operand_smem(s, which)
 
     def prepare_tile(w, _, i):
         for position in cutlass.range(w.n_block_max - 1, w.n_block_min - 1, -1, unroll=1):
             n_block = mask_blocks.n_block_at(spec, plan.args, w, position)
             # wait for the loaded stage and a free operand stage
-            pipeline.consumer_wait(raw_pipe, i)
-            pipeline.producer_acquire(operand_pipe, i)
+            pipeline.consumer_wait(x.raw_pipe, i)
+            pipeline.producer_acquire(x.pipe, i)
             # dequantise or transpose
             prepare_stage(spec, plan.args, s, which, share, i, w.sequence.kv_len - n_block * spec.tile.n)
             cute.arch.fence_proxy("async.shared", space="cta")
             cute.arch.sync_warp()
             # release the loaded stage, commit the operand stage
-            pipeline.consumer_release(raw_pipe, i)
-            pipeline.producer_commit(operand_pipe, i)
+            pipeline.consumer_release(x.raw_pipe, i)
+            pipeline.producer_commit(x.pipe, i)
             i += 1
         return i
 

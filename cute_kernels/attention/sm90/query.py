@@ -11,7 +11,7 @@ from cutlass import Float32, Int32, Uint32, const_expr
 from ...device import copy, layout, mma, pipeline, warp, wgmma
 from .. import geometry, prepare, quant
 from ..barriers import NamedBarrier
-from ..prepare import allocate_operands
+from ..kv.rings import allocate_stages
 from ..schedule.work import WorkTileInfo
 from . import precision
 from .epilogue import LANES
@@ -25,7 +25,7 @@ def allocate(spec, smem, raw_q):
     if spec.tile.q_in_regs or not p.converts_q:
         return raw_q
     if p.widens_q:
-        return allocate_operands(spec, smem, shape, spec.tile.q_stages)
+        return allocate_stages(spec, smem, shape, spec.tile.q_stages)
     kind = layout.smem_layout(shape, spec.tile.q_stages, p.mma_type)
     return cute.make_tensor(cute.recast_ptr(raw_q.iterator, kind.inner, p.mma_type), kind.outer)
 

@@ -1,7 +1,7 @@
 """The table of warp roles, from which warp ranges, arrival counts and register budgets follow. See `forward`."""
 
 from ...device.roles import Role, Roles
-from ..kv import pages, scales
+from ..kv import scales
 from ..schedule import policy
 from . import precision
 
@@ -36,10 +36,11 @@ def roles(spec) -> Roles:
     """Return the roles of a CTA's warps: load warpgroup, prepare warpgroups if any, mma warpgroups."""
     t, split_kv = spec.tile, policy.is_split_kv(spec)
     sf_warps, schedule_warps = scales.load_warps(spec), policy.schedule_warps(spec)
-    keys = WARPS // 2 if precision.is_prepared(spec, pages.K) else 0  # of the warps of a prepare warpgroup, those for K
-    loading: dict[str, int] = {"load_k": t.load_warps, "load_v": t.load_warps, "schedule": schedule_warps}
+    operands = precision.operands(spec)
+    prepared = [x for x in operands if x.prepared]
+    loading: dict[str, int] = {x.load_role: t.load_warps for x in operands} | {"schedule": schedule_warps}
     preparing: dict[str, int] = {}
-    spare = WARPS - 2 * t.load_warps - schedule_warps
+    spare = WARPS - sum(loading.values())
     if has_prepare_warpgroup(spec):
         registers = (TRANSPOSING if precision.transposes_v(spec) else DEQUANTISING)[t.warpgroups]
         registers = WIDE_LOAD if t.warpgroups > 1 and needs_wide_load(spec) else registers
@@ -47,8 +48,8 @@ def roles(spec) -> Roles:
         registers = Q_IN_REGISTERS if t.q_in_regs else registers
         loading |= {"load_scales": sf_warps, "idle": spare - sf_warps}
         # With split KV there is one mma warpgroup, and its MMAs would wait for a single prepare warpgroup.
-        groups = 2 if split_kv else 1
-        preparing |= {"prepare_k": groups * keys, "prepare_v": groups * (WARPS - keys)}
+        warps = 2 * WARPS if split_kv else WARPS
+        preparing |= {x.prepare_role: warps // len(prepared) for x in prepared}
     else:
         load, mma = SPLIT_KV[t.warpgroups][::2] if split_kv else REGISTERS[t.warpgroups]
         load, mma = TRANSPOSING_PARTS if precision.prepares_any(spec) and t.o_parts > 1 else (load, mma)

@@ -113,10 +113,10 @@ def first_half_block(
         issue_qk(spec, plan, s, tile.r, i)
         if const_expr(i > 0):
             warpgroup.wait_group(1)
-            pipeline.consumer_release(s.k_pipe, piece(spec, s, i - 1))
+            pipeline.consumer_release(s.k.pipe, piece(spec, s, i - 1))
     # wait for S, release the last piece of K
     warpgroup.wait_group(0)
-    pipeline.consumer_release(s.k_pipe, piece(spec, s, -1))
+    pipeline.consumer_release(s.k.pipe, piece(spec, s, -1))
     # softmax
     transform_scores(spec, plan.args, tile, n_block, BlockFlags(capped, True, True))
     write_exact_p(spec, s, tile, at)
@@ -201,8 +201,8 @@ def mma_blocks(
 
 
 def piece(spec, s, i):
-    """Return the `PipelineState` of piece i of a block, in k_pipe and in v_pipe. i: from 0, or from -1 down."""
-    return pipeline.state_of(s.k_pipe, i % spec.tile.pieces)
+    """Return the `PipelineState` of piece i of a block, in k.pipe and in v.pipe. i: from 0, or from -1 down."""
+    return pipeline.state_of(s.k.pipe, i % spec.tile.pieces)
 
 
 @cute.jit
@@ -220,29 +220,29 @@ def issue_qk_and_pv(spec: cutlass.Constexpr, plan, s, r: Sm90Fragments, at: Cons
         if const_expr(i == 0):
             release_last_v(spec, s, has_pv)
         else:
-            pipeline.consumer_release(s.k_pipe, piece(spec, s, i - 1))
+            pipeline.consumer_release(s.k.pipe, piece(spec, s, i - 1))
         if const_expr(i > LEAD):
-            pipeline.consumer_release(s.v_pipe, piece(spec, s, i - 1 - LEAD))
+            pipeline.consumer_release(s.v.pipe, piece(spec, s, i - 1 - LEAD))
     # wait for S, release the last piece of K
     issue_pv(spec, plan, s, r, at, -LEAD)
     warpgroup.wait_group(1)
-    pipeline.consumer_release(s.k_pipe, piece(spec, s, -1))
-    pipeline.consumer_release(s.v_pipe, piece(spec, s, -LEAD - 1))
+    pipeline.consumer_release(s.k.pipe, piece(spec, s, -1))
+    pipeline.consumer_release(s.v.pipe, piece(spec, s, -LEAD - 1))
 
 
 @cute.jit
 def release_last_v(spec: cutlass.Constexpr, s, condition: Int32):
     """Release the pieces of V that `issue_qk_and_pv` leaves in flight, if `condition` is not 0."""
     for i in cutlass.range_constexpr(LEAD):
-        pipeline.consumer_release_if(s.v_pipe, piece(spec, s, i - LEAD), condition != 0)
+        pipeline.consumer_release_if(s.v.pipe, piece(spec, s, i - LEAD), condition != 0)
 
 
 @cute.jit
 def issue_qk(spec: cutlass.Constexpr, plan, s, r: Sm90Fragments, i: cutlass.Constexpr):
     """Wait for piece i of K of the next block, and issue acc_s (+)= Q K^T with it."""
     at, steps = piece(spec, s, i), const_expr(spec.padded_qk // spec.tile.pieces // 16)  # of 16 columns
-    pipeline.consumer_wait(s.k_pipe, at)
-    q, k = recomputed_qk(spec, plan, s, pipeline.stage(s.k_pipe, at))
+    pipeline.consumer_wait(s.k.pipe, at)
+    q, k = recomputed_qk(spec, plan, s, pipeline.stage(s.k.pipe, at))
     wgmma.issue(plan.mma_qk, r.acc_s, q, k, i == 0, o_part(spec), i * steps)
 
 
@@ -250,12 +250,12 @@ def issue_qk(spec: cutlass.Constexpr, plan, s, r: Sm90Fragments, i: cutlass.Cons
 def issue_pv(spec: cutlass.Constexpr, plan, s, r: Sm90Fragments, at: ConsumerState, i: cutlass.Constexpr):
     """Wait for piece i of V of the block of `at`, zero its rows past the last key, which hold whatever their page holds
     (0 * NaN is NaN), and issue acc_o += P V with it. i: from 0, or from -1 down."""
-    t, stage = spec.tile, pipeline.stage(s.v_pipe, piece(spec, s, i))
-    pipeline.consumer_wait(s.v_pipe, piece(spec, s, i))
+    t, stage = spec.tile, pipeline.stage(s.v.pipe, piece(spec, s, i))
+    pipeline.consumer_wait(s.v.pipe, piece(spec, s, i))
     keys, first = const_expr(t.n // t.pieces), const_expr(i % t.pieces * (t.n // t.pieces))
     valid = at.keys - first
     if valid > 0 and valid < keys and source(spec).has_partial_tail(keys, valid):
-        own = cute.local_tile(s.v[None, None, stage], (keys, spec.padded_vo // t.o_parts), (0, o_part(spec)))
+        own = cute.local_tile(s.v.smem[None, None, stage], (keys, spec.padded_vo // t.o_parts), (0, o_part(spec)))
         source(spec).zero_tail(spec, own, valid, cute.arch.thread_idx()[0] % 128, 128)
         cute.arch.fence_proxy("async.shared", space="cta")
         cute.arch.barrier(barrier_id=NamedBarrier.WARPGROUP + warpgroup_idx(spec), number_of_threads=128)
@@ -309,7 +309,7 @@ def last_half_block(spec: cutlass.Constexpr, plan, s, r: Sm90Fragments, next_w: 
         issue_pv(spec, plan, s, r, at, i)
         if const_expr(i > 0):
             warpgroup.wait_group(1)
-            pipeline.consumer_release(s.v_pipe, piece(spec, s, i - 1))
+            pipeline.consumer_release(s.v.pipe, piece(spec, s, i - 1))
     own, lane = o_part(spec), cute.arch.lane_idx() % LANES
     for row in cutlass.range_constexpr(cute.size(r.tokens)):
         s.scores.row_sum[r.cols[row, 0][0], lane, own] = r.st.row_sum[row]
@@ -318,4 +318,4 @@ def last_half_block(spec: cutlass.Constexpr, plan, s, r: Sm90Fragments, next_w: 
         r.st.row_sum[row] += s.scores.row_sum[r.cols[row, 0][0], lane, 1 - own]
     # release the last piece of V
     warpgroup.wait_group(0)
-    pipeline.consumer_release(s.v_pipe, piece(spec, s, -1))
+    pipeline.consumer_release(s.v.pipe, piece(spec, s, -1))

@@ -35,7 +35,7 @@ from ...device import pipeline, warp
 from .. import geometry, load, logits, mask, skip_rule
 from .. import softmax as online
 from ..barriers import NamedBarrier
-from ..kv import pages, source
+from ..kv import pages, rings, source
 from ..kv.pages import KVBlock
 from ..schedule import work
 from ..schedule.work import WorkTileInfo
@@ -73,7 +73,7 @@ class SkipVoteState(NamedTuple):
 
 
 class SkipVotesSmem(NamedTuple):
-    """Votes of the warpgroups on the blocks in v_pipe, for the loaders of V.
+    """Votes of the warpgroups on the blocks in v.pipe, for the loaders of V.
 
     flags (stages, warpgroups): 1 if the warpgroup leaves the block out. mbarriers: one per flag. Flags need no release:
     a warpgroup writes one again only after V of the block before in that stage has arrived or was left out, so its
@@ -94,7 +94,7 @@ def allocate(spec, smem) -> Any:
 
 @cute.jit
 def publish_vote(spec: cutlass.Constexpr, s, skips: Int32, stage: Int32):
-    """Tell the loaders of V whether this warpgroup leaves out the block in `stage` of v_pipe."""
+    """Tell the loaders of V whether this warpgroup leaves out the block in `stage` of v.pipe."""
     if const_expr(waits_for_votes(spec)):
         if cute.arch.make_warp_uniform(cute.arch.warp_idx() % WARPS) == 0:
             with cute.arch.elect_one():
@@ -106,7 +106,7 @@ def publish_vote(spec: cutlass.Constexpr, s, skips: Int32, stage: Int32):
 def all_skip(spec: cutlass.Constexpr, s, item: Int32):
     """Return 1 if all warpgroups leave out the block of `item`, in a loading warp. Waits no longer than for the first
     warpgroup that keeps it."""
-    skips, stage, phase = Int32(1), pipeline.stage(s.v_pipe, item), pipeline.phase(s.v_pipe, item)
+    skips, stage, phase = Int32(1), pipeline.stage(s.v.pipe, item), pipeline.phase(s.v.pipe, item)
     for g in cutlass.range_constexpr(spec.tile.warpgroups):
         if skips != 0:
             cute.arch.mbarrier_wait(s.skip_votes.mbarriers + (g * spec.tile.stages + stage), phase)
@@ -119,11 +119,11 @@ def load_v(spec: cutlass.Constexpr, plan, s, loader: Int32):
     """Run the `load_v` role in one warp: its share of V of all work tiles, except of blocks that all warpgroups leave
     out. Loader 0 loads Q, too."""
     # As in `load.load_kv`, a warp waits for a tile in work_pipe and, for each of its KV blocks from high to low, for a
-    # free stage of v_pipe, which it fills by TMA. Before that it waits for the votes on the block. A block that all
+    # free stage of v.pipe, which it fills by TMA. Before that it waits for the votes on the block. A block that all
     # warpgroups leave out passes its stage unfilled, with zero bytes, so that items of K and V keep the same number
     # and the mma role waits for every V alike. Q goes first, because the tile's first Q K^T needs it.
-    a, page_ids = plan.args, source(spec).page_id_cache(spec, plan.v)
-    into = pages.LoadTarget(plan.v, s.v, s.v_pipe)
+    a, into = plan.args, rings.load_target(plan, s, pages.V)
+    page_ids = source(spec).page_id_cache(spec, into.op)
 
     def load_tile(w, _, items):
         i, q = items
@@ -136,7 +136,7 @@ def load_v(spec: cutlass.Constexpr, plan, s, loader: Int32):
             # V of each block, once the votes on it are known
             for position in cutlass.range(w.n_block_max - 1, w.n_block_min - 1, -1, unroll=1):
                 if all_skip(spec, s, i) != 0:
-                    pipeline.producer_acquire_tx(s.v_pipe, i, Int32(0))
+                    pipeline.producer_acquire_tx(s.v.pipe, i, Int32(0))
                 else:
                     at = load.block_at(spec, a, w, KVBlock(loader, i, position, head, w.sequence.kv_len))
                     source(spec).fill(spec, into, page_ids, sequence_pages, at)
@@ -180,7 +180,7 @@ def mma_one_tile(spec: cutlass.Constexpr, plan, s, tile: Sm90TileState, at: Cons
             return mma_one_n_block(spec, plan, s, vote_state, at, n_block, flags)
 
         def keep_block(at, n_block, flags=flags):
-            publish_vote(spec, s, Int32(0), pipeline.next_item(s.k_pipe, at.kv).index)
+            publish_vote(spec, s, Int32(0), pipeline.next_item(s.k.pipe, at.kv).index)
             counted = at._replace(kept_in_turn=at.kept_in_turn + 1)
             return mainloop.mma_one_n_block(spec, plan, s, tile, counted, n_block, flags)
 
@@ -215,9 +215,9 @@ def mma_one_n_block(
 
     Returns the `ConsumerState` of `n_block`, with kept_in_turn as the vote says.
     """
-    i, next_at, a, tile = at.kv, at._replace(kv=pipeline.next_item(s.k_pipe, at.kv)), plan.args, vote_state.tile
+    i, next_at, a, tile = at.kv, at._replace(kv=pipeline.next_item(s.k.pipe, at.kv)), plan.args, vote_state.tile
     skips, next_kv, r = Int32(0), next_at.kv, tile.r
-    pipeline.consumer_wait(s.k_pipe, next_kv)
+    pipeline.consumer_wait(s.k.pipe, next_kv)
     fence_before_mma(spec, pages.K)
     warp_scheduler_barrier_sync(spec)
     if at.kept_in_turn != 0:
@@ -230,7 +230,7 @@ def mma_one_n_block(
             logits.fetch_mask(spec, rows_of(tile), tile.mask_source, n_block * spec.tile.n, LANES)
         # wait for S, release the K stage
         warpgroup.wait_group(1)
-        pipeline.consumer_release(s.k_pipe, next_kv)
+        pipeline.consumer_release(s.k.pipe, next_kv)
         # maxima and vote; its barrier keeps the wait for P V behind it
         skips = vote(spec, a, s, vote_state, next_kv.index, n_block, flags)
         warpgroup.wait_group(0)
@@ -242,13 +242,13 @@ def mma_one_n_block(
             logits.fetch_mask(spec, rows_of(tile), tile.mask_source, n_block * spec.tile.n, LANES)
         # wait for S, release the K stage
         warpgroup.wait_group(0)
-        pipeline.consumer_release(s.k_pipe, next_kv)
+        pipeline.consumer_release(s.k.pipe, next_kv)
         # maxima and vote
         skips = vote(spec, a, s, vote_state, next_kv.index, n_block, flags)
         # V is not read here, but its stage is free only after V has landed, or is known never to come
-        pipeline.consumer_wait(s.v_pipe, i)
+        pipeline.consumer_wait(s.v.pipe, i)
     # release the V stage
-    pipeline.consumer_release(s.v_pipe, i)
+    pipeline.consumer_release(s.v.pipe, i)
     if skips == 0:
         softmax_kept_block(spec, vote_state, flags)
     return next_at._replace(kept_in_turn=(at.kept_in_turn + 1) * (1 - skips))
@@ -305,9 +305,9 @@ def last_half_block(spec: cutlass.Constexpr, plan, s, r: Sm90Fragments, next_w: 
         issue_pv(spec, plan, s, r, at.kv)
         warpgroup.wait_group(0)
     else:
-        pipeline.consumer_wait(s.v_pipe, at.kv)
+        pipeline.consumer_wait(s.v.pipe, at.kv)
     # release the V stage
-    pipeline.consumer_release(s.v_pipe, at.kv)
+    pipeline.consumer_release(s.v.pipe, at.kv)
     # S = Q @ K^T of the next tile
     if const_expr(overlap_next_qk(spec)):
         warp_scheduler_barrier_sync(spec)

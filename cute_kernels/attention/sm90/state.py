@@ -62,7 +62,7 @@ class BlockFlags(NamedTuple):
 class ConsumerState(NamedTuple):
     """Pipeline items of the KV block and of the tile's Q that a warpgroup is at.
 
-    kv: `PipelineState` in k_pipe and v_pipe; None if blocks are loaded in pieces, since each piece then has the same
+    kv: `PipelineState` in k.pipe and v.pipe; None if blocks are loaded in pieces, since each piece then has the same
     stage and phase in every block. q: running number in q_pipe. kept_in_turn: 0 if skip-softmax leaves the block out;
     else P V of item kv is still to be issued, and this is the number of blocks since the last one that was left out
     (`skip` counts them; without skip-softmax it stays 1). p: the stage of P, where warpgroups share it. keys: there,
@@ -87,7 +87,7 @@ def next_block(spec, s, at: ConsumerState):
     """Return the `ConsumerState` of the block after that of `at`."""
     if spec.tile.s_parts > 1:
         return at._replace(p=(at.p + 1) % P_STAGES, keys=Int32(spec.tile.n))
-    return at._replace(kv=pipeline.next_item(s.k_pipe, at.kv))
+    return at._replace(kv=pipeline.next_item(s.k.pipe, at.kv))
 
 
 def make_fragments(spec, plan, s) -> Sm90Fragments:
@@ -105,8 +105,8 @@ def make_fragments(spec, plan, s) -> Sm90Fragments:
     coords = plan.mma_qk.get_slice(tid).partition_C(cute.make_identity_tensor((t.m, t.s_columns)))
     return Sm90Fragments(
         query.make_fragment(spec, plan.mma_qk, qk, s),
-        plan.mma_qk.make_fragment_B(qk.partition_B(s.k)),
-        plan.mma_pv.make_fragment_B(pv.partition_B(precision.v_operand(spec, s.v))),
+        plan.mma_qk.make_fragment_B(qk.partition_B(s.k.smem)),
+        plan.mma_pv.make_fragment_B(pv.partition_B(precision.v_operand(spec, s.v.smem))),
         acc_s,
         acc_o,
         p,

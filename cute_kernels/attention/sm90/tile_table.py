@@ -11,6 +11,7 @@ from typing import ClassVar, NamedTuple
 
 from ... import archs
 from ...dtypes import BITS
+from ..operands import K, Operand, Prepared, V, operands_of
 from ..spec import DTYPES, AttentionSpec, KVSpec
 from ..tile import PreparedTileConfig, Resources, WholeTileConfig, distinct_dims
 
@@ -234,22 +235,22 @@ Q_IN_REGS = 224  # over a quantised cache, with q_in_regs
 OTHER_REGISTERS = 32  # besides S, P, O and Q
 
 
+def operands(spec: AttentionSpec[Sm90TileConfig], t: Sm90TileConfig, dims: tuple[int, int]) -> tuple[Operand, ...]:
+    """Return the operands of the main loop. Quantised K and V become fp16; V of 8-bit MMAs is transposed, since WGMMA
+    takes 8-bit operands only K-major. dims: padded head dims."""
+    kind, fp16 = kind_of(spec.q, spec.kv.dtype), Prepared(16, t.stages)
+    prepared = {"half": {}, "fp8": {V: Prepared(8, t.stages, transposed=True)}}.get(kind, {K: fp16, V: fp16})
+    return operands_of(spec.kv, t, dims, prepared, t.raw_stages)
+
+
 def smem_bytes(spec: AttentionSpec[Sm90TileConfig], t: Sm90TileConfig, dims: tuple[int, int]) -> int:
     """Return the bytes of shared memory that a kernel of `spec` with tile `t` allocates. dims: padded head dims."""
-    fp8, dequantises = spec.q == spec.kv.dtype == FP8, spec.q != spec.kv.dtype
-    raw, (qk, vo) = t.raw_stages or t.stages, dims
-    raw_k, raw_v = raw if dequantises else t.stages, raw if dequantises or fp8 else t.stages
-    found = t.n * (raw_k * qk + raw_v * vo) * spec.kv.bits // 8 // t.pieces
-    stages = raw_k + raw_v + t.q_stages + WORK_STAGES[spec.schedule]
-    if dequantises:  # fp16, made from raw stages
-        found, stages = found + 2 * t.stages * t.n * (qk + vo), stages + 2 * t.stages
-    elif fp8:  # V, transposed
-        found, stages = found + t.stages * t.n * vo, stages + t.stages
+    each, dequantises, (qk, vo) = operands(spec, t, dims), spec.q != spec.kv.dtype, dims
+    found = sum(x.smem_bytes for x in each)
+    stages = sum(x.all_stages for x in each) + t.q_stages + WORK_STAGES[spec.schedule]
     found += t.q_stages * t.m * qk * BITS[spec.q] // 8
     if dequantises and BITS[spec.q] < 16 and not t.q_in_regs:
         found += 2 * t.q_stages * t.m * qk
-    layout = spec.kv.layout
-    found += t.n * (raw_k * layout.row_bytes(qk) + raw_v * layout.row_bytes(vo))
     if t.promote_interval:
         found += 4 * t.m * vo
     if t.o_parts > 1 and dequantises and spec.q == "bf16":  # a scale per row of Q

@@ -1,0 +1,113 @@
+"""Operands in shared memory: rings of stages, each with a pipeline.
+
+An op's `shared` calls `allocate`, `make_pipes` and `join` for the list of its operands (`..operands`), in the order in
+which its memory is laid out. Its roles read `s.k` and `s.v`, two names of one ring if K and V are one operand.
+"""
+
+from typing import Any, NamedTuple
+
+import cutlass.cute as cute
+
+from ...device import copy, layout, pipeline
+from .. import precision
+from ..operands import Operand
+from . import scales, source
+from .pages import LoadTarget
+
+LANES = 32  # per warp that copies by cp.async: each lane arrives
+
+
+class OperandSmem(NamedTuple):
+    """An operand in shared memory. smem, pipe: the stages that MMAs read, (rows, columns, stages), and their pipeline.
+    raw, raw_pipe: those that it is loaded to, the same ones unless it is prepared. scales: scale factors of raw stages,
+    None if the cache has none."""
+
+    smem: cute.Tensor
+    raw: cute.Tensor
+    pipe: pipeline.Pipeline
+    raw_pipe: pipeline.Pipeline
+    scales: Any
+
+
+def cached(a, x: Operand):
+    """Return the tensor of the cache that an operand is loaded from."""
+    return (a.kv.k, a.kv.v)[x.tensor]
+
+
+def source_operand(spec, a, x: Operand):
+    """Make the operand of the source, which loads `x`. Called on the host."""
+    t = cached(a, x)
+    return source(spec).operand(t, (x.rows, x.columns * x.bits // t.element_type.width), x.stages)
+
+
+def allocate_stages(spec, smem, shape, stages):
+    """Allocate stages that MMAs read, in their type. shape: (rows, columns) of a stage."""
+    dtype = precision.of(spec).mma_type
+    kind = layout.smem_layout(shape, stages, dtype)
+    return smem.allocate_tensor(dtype, kind.outer, 1024, kind.inner)
+
+
+def allocate(spec, smem, plan, operands):
+    """Allocate the stages of all operands: those that they are loaded to, then those that are prepared. Return
+    (`smem`, `raw`) of each, see `OperandSmem`."""
+    raw = [copy.allocate(smem, plan.kv[x.tensor], cached(plan.args, x).element_type) for x in operands]
+    return [(_prepared(spec, smem, x, loaded), loaded) for x, loaded in zip(operands, raw, strict=True)]
+
+
+def _prepared(spec, smem, x: Operand, raw):
+    if x.prepared is None:
+        return raw
+    shape = (x.columns, x.rows) if x.prepared.transposed else (x.rows, x.columns)
+    return allocate_stages(spec, smem, shape, x.prepared.stages)
+
+
+def arrivals(spec, roles, x: Operand):
+    """Return the arrivals that complete a loaded stage: one per load warp (TMA) or per lane of it (gather), and one per
+    lane that copies scale factors."""
+    each = LANES if spec.kv.source == "gather" else 1
+    return each * roles.warps(x.load_role) + LANES * roles.warps("load_scales")
+
+
+def readers(roles, x: Operand):
+    """Return the arrivals that free a loaded stage: one per warp that reads it. Where V lies in K, that is one arrival
+    behind both MMAs."""
+    return roles.warps(x.prepare_role) if x.prepared else roles.warps("mma")
+
+
+def make_raw_pipe(spec, smem, roles, x: Operand):
+    """Make the pipeline of the stages that an operand is loaded to."""
+    return pipeline.make(smem, x.stages, arrivals(spec, roles, x), readers(roles, x))
+
+
+def make_pipe(smem, roles, x: Operand, raw_pipe):
+    """Return the pipeline of the stages that MMAs read: `raw_pipe`, unless the operand is prepared."""
+    if x.prepared is None:
+        return raw_pipe
+    return pipeline.make(smem, x.prepared.stages, roles.warps(x.prepare_role), roles.warps("mma"))
+
+
+def make_pipes(spec, smem, roles, x: Operand):
+    """Make the pipelines of an operand. Return (`pipe`, `raw_pipe`)."""
+    raw_pipe = make_raw_pipe(spec, smem, roles, x)
+    return make_pipe(smem, roles, x, raw_pipe), raw_pipe
+
+
+def join(spec, smem, operands, stages, pipes) -> dict[str, OperandSmem]:
+    """Allocate the scale factors. Return the memory of K and V by name: K is in the first operand, V in the last.
+    stages: from `allocate`. pipes: (`pipe`, `raw_pipe`) of each operand."""
+    found = [
+        OperandSmem(read, raw, pipe, raw_pipe, scales.allocate(spec, smem, x.columns, x.stages))
+        for x, (read, raw), (pipe, raw_pipe) in zip(operands, stages, pipes, strict=True)
+    ]
+    return {"k": found[0], "v": found[-1]}
+
+
+def operand_smem(s, which) -> OperandSmem:
+    """Return the memory of K or V (`which`, of `pages`)."""
+    return (s.k, s.v)[which]
+
+
+def load_target(plan, s, which):
+    """Return where a load role of K or V puts its blocks."""
+    x = operand_smem(s, which)
+    return LoadTarget(plan.kv[which], x.raw, x.raw_pipe)
