@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -24,16 +24,17 @@ LARGE = 6e4  # above all values of a case, and below poison
 
 @dataclass(frozen=True)
 class CacheWriteCase:
-    """One call. dtype: of the rows. cache: of the cache; equal to dtype for copies. heads: of Q and of K and V; no Q:
-    0. dims: of K and of V. page_size, pages: of the cache; fewer_v: pages that V's lacks, if K and V are two tensors.
-    layout: "NHD" or "HND". stacked: K and V are one tensor; else they are side by side in one row of a wider tensor if
-    `beside` is set, or two tensors. places: "slots", "lists"
-    or "table"; or, for FlashInfer's RoPE functions, "rows" or, with the positions of requests, "requests": Q and K are
-    rotated in place, or quantised, where `stacked` puts the rotated part of a row and the rest in one tensor. index:
-    dtype of index tensors. hostile: some values of index tensors are extreme. scales: "float", "tensor" or "heads".
-    norm: weights "" for none, "shared", "heads", or "k" for K alone. rope: "", "angles", "llama31" or "cache". q8: Q is
-    written in 8 bits. in_place: Q is written over itself. data: "normal", or "special" with infinities, NaN, and
-    extremes. shift: elements by which rows, caches and weights are off an aligned address, cache_shift: caches.
+    """One call. dtype: of the rows. cache: of the cache; equal to dtype for copies. heads: of Q and of K and V; no
+    Q: 0. dims: of K and of V. page_size, pages: of the cache; fewer_v: pages that V's lacks, if K and V are two
+    tensors. layout: "NHD" or "HND". stacked: K and V are one tensor; else they are side by side in one row of a
+    wider tensor if `beside` is set, or two tensors. places: "slots", "lists" or "table"; or, for FlashInfer's RoPE
+    functions, "rows" or, with the positions of requests, "requests": Q and K are rotated in place, or quantised,
+    where `stacked` puts the rotated part of a row and the rest in one tensor. index: dtype of index tensors.
+    hostile: some values of index tensors are extreme. scales: "float", "tensor" or "heads"; or "rows", which the
+    call finds and stores in fp32. norm: weights "" for none, "shared", "heads", or "k" for K alone. rope: "",
+    "angles", "llama31" or "cache". q8: Q is written in 8 bits. in_place: Q is written over itself. data: "normal",
+    or "special" with infinities, NaN, and extremes. shift: elements by which rows, caches and weights are off an
+    aligned address, cache_shift: caches.
     """
 
     dtype: str = "bf16"
@@ -222,6 +223,9 @@ def make_inputs(case: CacheWriteCase, device: Any = "cpu", seed: int = 0) -> dic
     sf = None
     if case.cache == "nvfp4":
         sf = make_cache(case, (case.dims[0] // 16, case.dims[1] // 16), torch.uint8, gen.device)
+    if case.scales == "rows":
+        found = make_cache(replace(case, beside=False, shift=0, cache_shift=0), (1, 1), torch.float32, gen.device)
+        sf = found[..., 0] if isinstance(found, torch.Tensor) else tuple(t[..., 0] for t in found)
     if function_of(case) is wrappers.append_paged_kv_cache:
         last = torch.ones(len(places.kv_indptr) - 1, dtype=case.index, device=gen.device)
         return dict(
@@ -229,9 +233,9 @@ def make_inputs(case: CacheWriteCase, device: Any = "cpu", seed: int = 0) -> dic
             paged_kv_cache=cache, kv_indices=places.kv_indices, kv_indptr=places.kv_indptr, kv_last_page_len=last,
             kv_layout=case.layout,
         )  # fmt: skip
-    quantised = case.cache != case.dtype
+    quantised = case.cache != case.dtype and case.scales != "rows"
     scales = [make_scale(case, value, case.heads[1], gen) if quantised else 1.0 for value in (0.37, 0.061)]
-    interleaved = case.interleaved_sf and sf is not None
+    interleaved = case.interleaved_sf and case.cache == "nvfp4"
     target = KVCacheTarget(cache, case.layout, sf, scales[0], scales[1], interleaved)
     given = dict(q=q if case.heads[0] else None, k=k, v=v, cache=target, places=places) | make_transform(case, gen)
     if case.in_place and case.heads[0]:
@@ -315,6 +319,11 @@ def difference(case: CacheWriteCase, got: Any, want: Any, deviations: float = 0.
             continue
         if not transforms:
             return math.inf
+        if dtypes[a.data_ptr()] == torch.float32:  # scales of rows
+            x, y = a.view(torch.float32), b.view(torch.float32)
+            if not torch.allclose(x, y, rtol=1e-5, atol=0, equal_nan=True):
+                return math.inf
+            continue
         if a.data_ptr() in packed:
             x, y = (torch.stack([t & 7, t >> 4 & 7]).int() for t in (a, b))
             steps = (x - y).abs()

@@ -49,7 +49,7 @@ def scale_pair(name: str, value: Any, layout: Any, views: Any = pair) -> tuple[A
         return None, None
     stacked, both = isinstance(value, _Tensor), isinstance(value, (tuple, list))
     first = value if stacked else value[0] if both and len(value) else None
-    if not isinstance(first, _Tensor) or first.dtype is not torch.float32:
+    if not isinstance(first, _Tensor) or first.dtype is not torch.float32 or first.ndim > 3 + stacked:
         return views(name, value, layout)
     value = value.unsqueeze(-1) if stacked else [t.unsqueeze(-1) if isinstance(t, _Tensor) else t for t in value]
     k, v = views(name, value, layout)

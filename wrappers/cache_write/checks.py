@@ -107,7 +107,12 @@ def block_scaled(call: CacheWriteCall) -> bool:
 
 def by_token(call: CacheWriteCall) -> bool:
     """Return whether each row has a scale of its own, which the call stores."""
-    return getattr(call.k_sf, "dtype", None) is torch.float32
+    return of_rows(call.k_sf, call.k_cache)
+
+
+def of_rows(sf: Any, cache: Any) -> bool:
+    """Return whether the scale factors beside a cache are of rows. A cache of uint8 has them of blocks."""
+    return getattr(sf, "dtype", None) is torch.float32 and getattr(cache, "dtype", None) is not torch.uint8
 
 
 def converts(call: CacheWriteCall) -> bool:

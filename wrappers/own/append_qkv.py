@@ -8,7 +8,7 @@ from cute_kernels.cache_write.rows import ROTATED
 
 from ..attention.views import scale_sides, sides
 from ..cache_write.call import PAGES, SLOTS, CacheWriteCall, QueryTransform
-from ..cache_write.checks import QKV, SINGLE, STORED, WIDE, query_dtypes
+from ..cache_write.checks import QKV, SINGLE, STORED, WIDE, of_rows, query_dtypes
 from ..cache_write.op import serve
 from ..cache_write.rotation import RotaryEmbedding, rope_table
 from ..host.checks import (
@@ -265,7 +265,7 @@ def append_call(
         form, slots = SLOTS, places
     else:
         raise TypeError(f"places: {type(places).__name__}, must be a torch.Tensor, PageLists or BlockTable")
-    by_token = getattr(k_sf, "dtype", None) is torch.float32
+    by_token = of_rows(k_sf, k_cache)
     multiplies = sf is not None and not by_token
     k_number, k_ptr = dequantisation_scale("cache.k_scale", k_scale, k, "k", multiplies, True)
     v_number, v_ptr = dequantisation_scale("cache.v_scale", v_scale, k, "k", multiplies, True)

@@ -35,6 +35,8 @@ def cache_write_cases(spec: CacheWriteSpec, thorough: bool = False) -> list[Cach
     if spec.gather:
         return [*gather_cases()]
     base = CacheWriteCase(spec.dtype, spec.cache)
+    if spec.by_token:
+        return [*with_row_scales(replace(base, scales="rows"))]
     if spec.cache == "nvfp4":
         base = replace(base, page_size=8)
     if spec.transform:
@@ -90,6 +92,21 @@ def transformed(base: CacheWriteCase) -> list[CacheWriteScenario]:
     return [CacheWriteScenario("norm and rotation", tuple(first)), CacheWriteScenario("places", tuple(second), 1)]
 
 
+def with_row_scales(base: CacheWriteCase) -> list[CacheWriteScenario]:
+    """Return calls that find a scale for each row: of rows that are quantised alone, normalised, or rotated."""
+    plain = [
+        base,
+        replace(base, shift=1, tokens=5),
+        replace(base, layout="HND", stacked=False, index=torch.int64, tokens=17),
+        replace(base, stacked=False, page_size=5, pages=9, fewer_v=4, dims=(40, 72), data="special"),
+        replace(base, places="lists", page_size=1, pages=23, stacked=False, beside=True, tokens=13),
+        replace(base, places="table", hostile=True, tokens=33, page_size=4, dims=(512, 512), heads=(0, 1)),
+    ]
+    both = transformed(base)
+    turned = [replace(x, calls=tuple(replace(call, scales="rows") for call in x.calls)) for x in both]
+    return [CacheWriteScenario("rows", tuple(plain), 1), *turned]
+
+
 def rotated(base: CacheWriteCase) -> list[CacheWriteCase]:
     """Return calls of FlashInfer's RoPE functions: K goes to a tensor of its own, or over itself."""
     base = replace(base, places="rows", heads=(3, 2), stacked=False)
@@ -100,7 +117,7 @@ def rotated(base: CacheWriteCase) -> list[CacheWriteCase]:
             replace(by_requests, rope="llama31", index=torch.int64, hostile=True, interleaved=True, tokens=19),
             replace(base, rope="cache", dims=(80, 80), rotary_dim=48, hostile=True),
         ]
-    if base.cache == "nvfp4":
+    if base.cache == "nvfp4" or base.scales == "rows":
         return []
     return [
         replace(base, rope="cache", rotary_dim=64, stacked=True, index=torch.int64),
