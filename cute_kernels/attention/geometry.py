@@ -44,8 +44,8 @@ class Sequence(NamedTuple):
 
     q_start: its first query token. q_len: query tokens. kv_len: keys. prefix: keys that all tokens see, whatever the
     causal mask says. Whatever else a spec says a sequence has is a further field, None in kernels without it.
-    `load_sequence` alone reads them, and everything that describes work holds the record whole: a value of a sequence
-    that a mask needs passes through no other place.
+    `load_sequence` alone reads them, and everything that describes work holds the record whole: roles and schedules
+    pass on a value that a mask needs without naming it.
     """
 
     q_start: Int32
@@ -56,7 +56,6 @@ class Sequence(NamedTuple):
 
 # block of `args` -> its tensors with values of single sequences, all of which `load_sequence` reads
 SEQUENCE_ARGS = {"query": ("cu_seqlens_q",), "kv": ("kv_lens", "kv_starts"), "mask": ("prefix_lens",)}
-REQUIRED = len(Sequence._fields) - len(Sequence._field_defaults)  # fields of a sequence that every kernel has
 
 
 def launch_args(spec, flat):
@@ -143,14 +142,20 @@ def sequence_keys(a, b: Int32):
     return keys * cutlass.min(cutlass.min(a.kv.k.shape[0], a.kv.v.shape[0]), 1)
 
 
-def sequence_words(spec):
-    """Return the number of values that a sequence has in kernels of `spec`, the first fields of the record."""
-    return REQUIRED + spec.mask.prefix
+def sequence_fields(spec):
+    """Return the names of the fields that a sequence has in kernels of `spec`."""
+    has = {"prefix": spec.mask.prefix}
+    return [field for field in Sequence._fields if has.get(field, True)]
+
+
+def sequence_of(spec, words):
+    """Return the sequence whose fields, in kernels of `spec`, have these values."""
+    return Sequence(**dict(zip(sequence_fields(spec), words)))
 
 
 def no_sequence(spec):
     """Return a sequence without tokens and keys."""
-    return Sequence(*(Int32(0),) * sequence_words(spec))
+    return sequence_of(spec, (Int32(0),) * len(sequence_fields(spec)))
 
 
 @cute.jit

@@ -160,7 +160,7 @@ def update_max_and_rescale(
     """Do `update_max` and `rescale` in one, on scores S^T: a row's columns are spread over the 8 quads of the warp.
 
     No data is exchanged until some lane finds that the maximum of a row has grown by more than RESCALE_THRESHOLD.
-    softmax_scale_log2: per row. elementwise: multiply O one register at a time, see `decode.operands.fill`.
+    softmax_scale_log2: per row. elementwise: multiply O one register at a time, see `decode.fragments.fill`.
     """
     # has the maximum of some row of the warp grown?
     top = lane_row_max(st, s)

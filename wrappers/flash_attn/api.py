@@ -133,8 +133,8 @@ def flash_attn_varlen_func(
             have long keys. Other values are hints.
         out: (T, Hq, Dv) fp16, bf16 or e4m3, written and returned. None: a new tensor of q's dtype, or bf16 for 8-bit q.
         return_softmax_lse (or return_lse): whether to return the LSE too.
-        others: `flash_attn.HINTS`, such as scheduler_metadata, pack_gqa and fa_version, with any value;
-            `flash_attn.REFUSED`, such as dropout_p, alibi_slopes, qv and rotary_cos, with a neutral value only.
+        others: `flash_attn.api.HINTS`, such as scheduler_metadata, pack_gqa and fa_version, with any value;
+            `flash_attn.api.REFUSED`, such as dropout_p, alibi_slopes, qv and rotary_cos, with a neutral value only.
 
     Returns out, or (out, lse): lse is fp32 (Hq, T), contiguous, the natural logarithm of the softmax denominator, sink
     included. A row without keys gives 0 and -inf, or the sink. Rows of no request are undefined.

@@ -6,7 +6,7 @@ query rows need no padding to 16: S^T = K @ Q^T and O^T = V^T @ P^T. The warps t
 when they add up their O (`reduce`).
 
 To follow the code: `mma_warp` (one iteration per tile) -> `mainloop` (one iteration per group of keys) ->
-`operands.gemm_qk` and `operands.gemm_pv`. The mask: `mainloop` -> `transform_logits` -> `logits.transform` ->
+`fragments.gemm_qk` and `fragments.gemm_pv`. The mask: `mainloop` -> `transform_logits` -> `logits.transform` ->
 `mask.apply`.
 """
 
@@ -24,7 +24,8 @@ from ..mask import ScoreCols, ScoreRows
 from ..schedule import work
 from ..schedule.work import WorkTileInfo
 from ..spec import SF_VEC_SIZE
-from . import operands, reduce, row_scales
+from . import fragments, reduce, row_scales
+from .fragments import KeyCursor
 from .layout import (
     CachedRow,
     is_dense,
@@ -37,7 +38,6 @@ from .layout import (
     sf_per_quarter,
     warps_per_group,
 )
-from .operands import KeyCursor
 from .roles import roles
 
 
@@ -189,7 +189,7 @@ def transform_logits(
         log2_threshold = skip_rule.log2_threshold(a, tile.w.sequence.kv_len)
         needs_pv = not can_skip(view, r, tile, log2_threshold)
         if not needs_pv:
-            operands.fill(spec, acc_s, -Float32.inf)
+            fragments.fill(spec, acc_s, -Float32.inf)
     return needs_pv
 
 
@@ -235,11 +235,11 @@ def mainloop(spec: cutlass.Constexpr, a, s, r: DecodeFragments, tile: WarpTileSt
     """Compute O, row_max and row_sum of this warp's keys. first: item of the tile's first block in k.pipe and v.pipe.
     Return the item of the next tile's first block."""
     softmax.reset(r.st, 0.0)
-    operands.fill(spec, r.acc_o, 0.0)
+    fragments.fill(spec, r.acc_o, 0.0)
     row_scales.reset(r)
     acc_s = cute.make_rmem_tensor((keys(spec) // 4, num_n_tiles(spec)), Float32)
     p = cute.make_rmem_tensor((keys(spec) // 8, num_n_tiles(spec)), Uint32)
-    v = operands.allocate_v(spec, s)
+    v = fragments.allocate_v(spec, s)
     row = spec.tile.n - (tile.key_shares - tile.key_share) * keys(spec)  # the warp's last keys of a block
     first_key = tile.w.n_block_min * spec.tile.n  # of the tile's lowest block: the warp ends when `cur` is below it
     cur = KeyCursor(first, row, (tile.w.n_block_max - 1) * spec.tile.n + row)
@@ -266,7 +266,7 @@ def mainloop(spec: cutlass.Constexpr, a, s, r: DecodeFragments, tile: WarpTileSt
             if cur.key >= first_key:
                 # S^T = K @ Q^T
                 pipeline.consumer_wait(s.k.pipe, cur.block, k_ready)
-                operands.gemm_qk(spec, s, r, acc_s, pipeline.stage(s.k.pipe, cur.block), cur.row)
+                fragments.gemm_qk(spec, s, r, acc_s, pipeline.stage(s.k.pipe, cur.block), cur.row)
                 row_scales.load_k(spec, s, r, pipeline.stage(s.k.pipe, cur.block), cur.row)
                 # release the K stage
                 release_if_last(spec, s.k.pipe, tile, cur)
@@ -276,8 +276,8 @@ def mainloop(spec: cutlass.Constexpr, a, s, r: DecodeFragments, tile: WarpTileSt
                 row_scales.scale_p(spec, s, r, tile, prev, p)
                 # O^T += V^T @ P^T, one chunk of columns at a time
                 for b in cutlass.range_constexpr(CachedRow.of_v(spec).chunks):
-                    operands.load_v(spec, s, r, tile, prev, b, v)
-                    operands.gemm_pv(spec, r, p, b, v)
+                    fragments.load_v(spec, s, r, tile, prev, b, v)
+                    fragments.gemm_pv(spec, r, p, b, v)
             row_scales.scale_scores(r, rows_view(acc_s))
             # release the V stage
             release_if_last(spec, s.v.pipe, tile, prev)
@@ -315,8 +315,8 @@ def mma_warp(spec: cutlass.Constexpr, plan, s):
     tile = warp_tile(spec, a, r, w)
     if w.is_valid != 0:
         # Q of the first tile
-        operands.fetch_q(spec, a, r, tile, words)
-        operands.set_q(spec, a, r, tile, words, softmax_scale_log2)
+        fragments.fetch_q(spec, a, r, tile, words)
+        fragments.set_q(spec, a, r, tile, words, softmax_scale_log2)
     while w.is_valid != 0:
         # O, row_max and row_sum of this warp's keys
         block = mainloop(spec, a, s, r, tile, block)
@@ -324,14 +324,14 @@ def mma_warp(spec: cutlass.Constexpr, plan, s):
         w = work.consumer_wait(spec, s, t + 1)
         next_tile = warp_tile(spec, a, r, w)
         if const_expr(prefetches_q(spec)) and w.is_valid != 0:
-            operands.fetch_q(spec, a, r, next_tile, words)
+            fragments.fetch_q(spec, a, r, next_tile, words)
         # reduce O over the warps that share rows, and store it
         for i in cutlass.range_constexpr(len(reduction_passes(spec))):
             reduce.store(spec, s, r, tile, turn, reduction_passes(spec)[i])
             if const_expr(i + 1 == len(reduction_passes(spec))) and w.is_valid != 0:
                 if const_expr(not prefetches_q(spec)):
-                    operands.fetch_q(spec, a, r, next_tile, words)
-                operands.set_q(spec, a, r, next_tile, words, softmax_scale_log2)  # while other warps still compute
+                    fragments.fetch_q(spec, a, r, next_tile, words)
+                fragments.set_q(spec, a, r, next_tile, words, softmax_scale_log2)  # while other warps still compute
             reduce.merge(spec, a, s, r, tile, turn, reduction_passes(spec)[i])
             turn += 1
         # merge the tile's splits if this was the last of them

@@ -11,7 +11,7 @@ import cutlass.cute as cute
 from cutlass import Int32, const_expr
 
 from ...device import pipeline
-from ..geometry import Sequence, sequence_words
+from ..geometry import sequence_fields, sequence_of
 from . import policy
 
 
@@ -61,7 +61,7 @@ def fields(spec):
     optional = (
         policy.is_split_kv(spec) * len(SplitInfo._fields) + bool(spec.mask.custom) + spec.tile.per_tile_pack_gqa * 2
     )
-    return COMMON + sequence_words(spec) + optional + (spec.tile.o_tiles > 1)
+    return COMMON + len(sequence_fields(spec)) + optional + (spec.tile.o_tiles > 1)
 
 
 def allocate(spec, smem):
@@ -109,8 +109,9 @@ def producer_commit(s, t: Int32):
 
 def of_words(spec, words):
     """Return the tile with these words, the inverse of `flatten`."""
-    behind, own = SEQUENCE + sequence_words(spec), COMMON + sequence_words(spec)
-    common = [*words[:SEQUENCE], Sequence(*words[SEQUENCE:behind]), *words[behind:own]]
+    count = len(sequence_fields(spec))
+    behind, own = SEQUENCE + count, COMMON + count
+    common = [*words[:SEQUENCE], sequence_of(spec, words[SEQUENCE:behind]), *words[behind:own]]
     w = WorkTileInfo(*common)
     rest = words[own:]
     if policy.is_split_kv(spec):
