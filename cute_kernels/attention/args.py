@@ -118,8 +118,8 @@ class AttentionArgs(NamedTuple):
 
 BLOCKS: tuple[Any, ...] = (QueryArgs, KVArgs, MaskArgs, LogitsArgs, OutArgs, ScheduleArgs)
 OPTIONAL: dict[str, Callable[[Any], bool]] = {  # field -> whether a spec has it; every spec has the fields not listed
-    **dict.fromkeys(("k_scales", "v_scales"), lambda spec: spec.kv.layout.vec > 0),
-    "v_scales_interleaved": lambda spec: spec.kv.layout.vec > 0 and not spec.kv.layout.of_rows,
+    **dict.fromkeys(("k_scales", "v_scales"), lambda spec: spec.kv.layout.exists),
+    "v_scales_interleaved": lambda spec: spec.kv.layout.exists and not spec.kv.layout.of_rows,
     "window_left": lambda spec: spec.mask.window or spec.mask.custom == "ranges",
     "chunk": lambda spec: spec.mask.chunk,
     "prefix_lens": lambda spec: spec.mask.prefix,

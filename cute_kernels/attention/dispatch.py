@@ -141,7 +141,7 @@ def answer(op: str, request: KernelRequest, arch: str, split: bool) -> Answer:
     spec: Any = module.candidate(request, arch, split)
     if module is decode and (op, spec) not in _held(arch):
         spec = decode.for_all_calls(spec, arch)
-    if request.source == "ragged" and spec.kv.layout.vec:
+    if request.source == "ragged" and spec.kv.layout.exists:
         return Answer(op, spec, Refusal("source", "ragged: caches with scale factors have pages"))
     return Answer(op, spec, module.supports(spec))
 

@@ -23,11 +23,7 @@ CACHES = {  # type of queries -> types of K and V
     "e4m3": ("e4m3", *(kv for kv in QUANTISED if kv != "e4m3")),
     "e5m2": ("e5m2",),
 }
-CUSTOM_MASKS = {
-    "": "",
-    "bits": "m",
-    "ranges": "r",
-}  # kinds of custom masks (`custom_mask`) -> their letter in names; "": none
+CUSTOM_MASKS = {"": "", "bits": "m", "ranges": "r"}  # kind of custom mask (`custom_mask`) -> letter in names; "": none
 MASK_LIST_HEADER = 3  # words of a list of KV blocks before its blocks (`mask_blocks`)
 SF_VEC_SIZE = 16  # elements that share a scale factor of NVFP4
 TMA_PAGES = (8, 16, 32, 64, 128, 256)  # page sizes, in rows, that TMA loads
@@ -50,13 +46,18 @@ class ScaleLayout(NamedTuple):
     letter: str = ""
 
     @property
+    def exists(self) -> bool:
+        """Whether factors lie beside the cache."""
+        return self.vec > 0
+
+    @property
     def of_rows(self) -> bool:
         """Whether a whole row shares a factor, so that it multiplies a column of scores, or of P."""
         return self.vec == ROW
 
     def row_bytes(self, dim: int) -> int:
         """Return the bytes of the factors of a row of `dim` elements."""
-        return self.factor_bytes * (1 if self.of_rows else dim // self.vec) if self.vec else 0
+        return self.factor_bytes * (1 if self.of_rows else dim // self.vec) if self.exists else 0
 
 
 ROW = 1 << 30  # `ScaleLayout.vec`

@@ -9,7 +9,6 @@ BYTES = {"bf16": 2, "fp16": 2, "uint8": 1}  # per element of the rows that are r
 CACHES = ("bf16", "fp16", "uint8", "e4m3", "e5m2", "nvfp4")
 SF_VEC_SIZE = 16  # elements that share a scale factor of NVFP4
 VECTOR_BYTES = 16  # the widest access
-TOKEN_SCALE_BYTES = 4  # of the fp32 scale of a row
 
 
 @dataclass(frozen=True)

@@ -12,9 +12,8 @@ import torch
 from ..host.checks import check_operand, check_shape
 from .call import AttentionCall
 
-MOST_MASK = (
-    1 << 31
-)  # bound of the bytes of a custom mask, or of an output's scale factors, which kernels count in int32
+# Bound of the bytes of a custom mask, or of an output's scale factors, which kernels count in int32.
+MOST_MASK = 1 << 31
 
 
 def _whole(t: Any) -> Any:

@@ -6,7 +6,7 @@ Some calls have two CTAs on an SM (`tile_table.TileKey.work`), others one.
 | load_k      | load_warps (1)   | 72 (56)   | work_pipe full, k.pipe empty     | work_pipe empty, k.pipe full (TMA) |
 | load_v      | load_warps (1)   | 72 (56)   | work_pipe full, v.pipe empty     | work_pipe empty, v.pipe full (TMA) |
 | schedule    | 1                | 72 (56)   | work_pipe empty                  | work_pipe full                     |
-| load_scales | 1 (NVFP4), idle  | 72 (56)   | work_pipe full, k.pipe, v.pipe   | work_pipe empty, k.pipe and v.pipe |
+| load_scales | 1 (if any), idle | 72 (56)   | work_pipe full, k.pipe, v.pipe   | work_pipe empty, k.pipe and v.pipe |
 |             | in other kernels |           | empty                            | full (cp.async)                    |
 | mma         | 4, 8 or 12       | 248, 216  | work_pipe full, k.pipe full,     | k.pipe empty, v.pipe empty,        |
 |             |                  | (152)     | v.pipe full, s.merge.ready       | s.merge.ready, work_pipe empty     |

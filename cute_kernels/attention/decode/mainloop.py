@@ -55,9 +55,8 @@ class DecodeFragments:
     to_log2: cute.Tensor  # per row: factor of the scores that the softmax reads (after the soft cap)
     k_offsets: cute.Tensor  # offsets of this lane's pieces in a row of K
     v_offsets: cute.Tensor  # offsets in V of keys 2 t and 2 t + 1, which may be swizzled differently
-    sf_offsets: (
-        cute.Tensor
-    )  # scale factors of blocks: of K; of V, key 2 t; from there to key 2 t + 1; to the next block
+    # scale factors of blocks: of K; of V, key 2 t; from there to key 2 t + 1; to the next block
+    sf_offsets: cute.Tensor
     row_scales: Any = None  # a `row_scales.KeyFactors`, if rows of K and V have factors
 
 

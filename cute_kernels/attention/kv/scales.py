@@ -30,7 +30,7 @@ def scale_rows(spec):
 
 def load_warps(spec):
     """Return the number of warps that load scale factors: 1, or 0 if the cache has none."""
-    return int(spec.kv.layout.vec > 0)
+    return int(spec.kv.layout.exists)
 
 
 def allocate(spec, smem, dim, stages):
@@ -49,7 +49,7 @@ def gathers(spec):
 def has_narrow_rows(spec):
     """Return whether rows of scale factors, of K or of V, go through registers."""
     layout = spec.kv.layout
-    return layout.vec > 0 and any(gcd(layout.row_bytes(dim), PIECE) < LEAST for dim in spec.dims)
+    return layout.exists and any(gcd(layout.row_bytes(dim), PIECE) < LEAST for dim in spec.dims)
 
 
 def has_row_factors(spec):
@@ -59,7 +59,7 @@ def has_row_factors(spec):
 
 def has_block_factors(spec):
     """Return whether blocks of a row share a factor each."""
-    return spec.kv.layout.vec > 0 and not has_row_factors(spec)
+    return spec.kv.layout.exists and not has_row_factors(spec)
 
 
 @cute.jit

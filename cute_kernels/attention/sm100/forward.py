@@ -15,7 +15,7 @@ group. Start reading the computation at `mma.mma` and `softmax.softmax`; barrier
 | load_k | 1 | as mma | k.raw_pipe, work_pipe empty | k.raw_pipe full, work_pipe full |
 | load_v | 1 | as mma | v.raw_pipe empty | v.raw_pipe full |
 | load_q | 1 or none | as mma | q_pipe empty; split KV: work_pipe empty | q_pipe full; split KV: work_pipe full |
-| load_scales | 1, NVFP4 | as mma | k.raw_pipe, v.raw_pipe empty; | k.raw_pipe, v.raw_pipe full; |
+| load_scales | 1, if any | as mma | k.raw_pipe, v.raw_pipe empty; | k.raw_pipe, v.raw_pipe full; |
 | | | | split KV: work_pipe empty | split KV: work_pipe full |
 | schedule | 1 or none | as mma | work_pipe empty | work_pipe full |
 | prepare_k | 2 or none | 48, 96 | q_pipe, k.raw_pipe full, k.pipe empty | q_ready_pipe, k.pipe full, k.raw_pipe empty |

@@ -9,7 +9,7 @@ further warpgroup has 64 rows of the tile. Start reading the computation at `mma
 | load_k | `load_warps` | 32 to 72 | work_pipe full, k.raw_pipe empty | k.raw_pipe full; warp 0: work_pipe full |
 | load_v | `load_warps` | as load_k | work_pipe full, v.raw_pipe, q_pipe empty | v.raw_pipe full; warp 0: q_pipe full |
 | schedule | 1, split KV | as load_k | work_pipe empty | work_pipe full |
-| load_scales | 1, NVFP4 | as load_k | work_pipe full, k.raw_pipe, v.raw_pipe empty | k.raw_pipe, v.raw_pipe full |
+| load_scales | 1, if any | as load_k | work_pipe full, k.raw_pipe, v.raw_pipe empty | k.raw_pipe, v.raw_pipe full |
 | prepare_k | 2 or 4, quantised K | 32, 64, 72, 80 | work_pipe, k.raw_pipe full, k.pipe empty | k.pipe full, raw empty |
 | prepare_v | 2 or 4, 4- or 8-bit V | 32 to 80 | work_pipe, v.raw_pipe full, v.pipe empty | v.pipe full, raw empty |
 | mma | 4 or 8 per 64 rows | 160, 208 to 232 | work_pipe, q_pipe, k.pipe, v.pipe full | q_pipe, k.pipe, v.pipe empty |
