@@ -71,7 +71,9 @@ def wider(case: AttentionCase) -> dict[str, AttentionCase]:
     """
     if case.dtype == "fp8":
         return {"own-bf16-query": replace(case, dtype="bf16")}
-    found = {"nvfp4": "fp8", cases.TOKEN_SCALES: "fp8", "fp8": ""}.get(case.kv_dtype)
+    found = {"nvfp4": "fp8", cases.TOKEN_SCALES: "fp8", cases.INT8_SCALES: cases.TOKEN_SCALES, "fp8": ""}.get(
+        case.kv_dtype
+    )
     return {} if found is None else {f"own-{found or 'bf16'}": replace(case, kv_dtype=found)}
 
 
@@ -79,7 +81,7 @@ def kv_bytes(case: AttentionCase) -> int:
     """Return the bytes of the keys and values that the last token sees, read once, with their scale factors."""
     row = case.head_dim_qk + case.head_dim_vo
     size = row // 2 + row // 16 if case.kv_dtype == "nvfp4" else row * (1 if case.kv_dtype else 2)
-    size += 8 * (case.kv_dtype == cases.TOKEN_SCALES)
+    size += 8 * (case.kv_dtype in cases.BY_TOKEN)
     seen = [n if case.window_left < 0 else min(n, case.window_left + 1) for n in case.kv_lens]
     return sum(seen) * case.heads_kv * size
 

@@ -72,14 +72,14 @@ TILE_COLUMNS: tuple[tuple[str, Any, dict[tuple[str, str], str]], ...] = (  # typ
         {
             ("bf16, fp16", "the same"): "half",
             ("e4m3", "e4m3"): "fp8",
-            ("bf16, fp16", "e4m3, e5m2, NVFP4"): "quantised",
-            ("e4m3", "e5m2, NVFP4"): "e4m3_query",
+            ("bf16, fp16", "e4m3, e5m2, int8, NVFP4"): "quantised",
+            ("e4m3", "e5m2, int8, NVFP4"): "e4m3_query",
         },
     ),
     (
         "decode",
         decode_tiles,
-        {("bf16, fp16", "the same"): "half", ("any", "e4m3, e5m2"): "e4m3", ("any", "NVFP4"): "nvfp4"},
+        {("bf16, fp16", "the same"): "half", ("any", "e4m3, e5m2, int8"): "e4m3", ("any", "NVFP4"): "nvfp4"},
     ),
 )
 
@@ -122,7 +122,7 @@ ONE_BYTE = {"one byte": {"dtype": "uint8", "cache": "uint8"}}
 HALVES = {dtype: {"q": dtype, "kv": dtype, "out": dtype} for dtype in ("bf16", "fp16")}
 QUANTISED = {"e4m3": {"kv": "e4m3"}, "NVFP4": {"kv": "nvfp4"}}
 CACHES = QUANTISED | {"e5m2": {"kv": "e5m2"}}
-BY_TOKEN = {"e4m3, a scale per token and head": {"kv": "e4m3", "kv_scales": "token"}}
+BY_TOKEN = {f"{kv}, a scale per token and head": {"kv": kv, "kv_scales": "token"} for kv in ("e4m3", "int8")}
 OUTPUTS = {"e4m3": {"out": "e4m3"}, "NVFP4": {"out": "nvfp4"}}
 MODIFIERS: dict[str, dict[str, Any]] = {
     "a causal mask": {"causal": True},
@@ -210,9 +210,9 @@ ASKED: tuple[tuple[str, Any, str, dict[str, dict[str, Any]]], ...] = (  # argume
     ("append", APPEND, "rows quantised to", {"e4m3": {"cache": "e4m3"}, "NVFP4": {"cache": "nvfp4"}}),
     (
         "append",
-        replace(APPEND, cache="e4m3", transform=True),
+        replace(APPEND, scales="token", transform=True),
         "rows quantised to",
-        {"e4m3, a scale per token and head": {"scales": "token"}},
+        {f"{cache}, a scale per token and head": {"cache": cache} for cache in ("e4m3", "int8")},
     ),
     ("append", APPEND, "rows quantised to", {"e5m2": {"cache": "e5m2"}}),
     ("append", APPEND, "values dequantised from", {"NVFP4": {"dtype": "nvfp4", "cache": "fp32"}}),

@@ -19,7 +19,8 @@ from .outputs import poisoned, rounded
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp8": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
 TOLERANCE = {"bf16": 1e-2, "fp16": 1e-3, "fp8": 5e-2}  # by query dtype, for N(0, 1) data against fp32; rtol = atol
-TOKEN_SCALES = "fp8-token"  # a cache of e4m3 with an fp32 factor per token and head
+TOKEN_SCALES, INT8_SCALES = "fp8-token", "int8-token"
+BY_TOKEN = {TOKEN_SCALES: torch.float8_e4m3fn, INT8_SCALES: torch.int8}  # caches with an fp32 factor per token and head
 SF_SCALE = 100.0  # forward scale of NVFP4 outputs
 SF_START = 125  # first row of their block scales, in a tile of 128
 SOFT_CAP_TOLERANCE, LSE_TOLERANCE = 1e-2, 1e-3
@@ -30,7 +31,7 @@ PAGE_SIZES = (8, 16, 32, 64, 128, 256)
 @dataclass(frozen=True)
 class AttentionCase:
     """One call of a public function: "context", "decode" or "xqa". kv_dtype "": the query's; "nvfp4": packed; or
-    `TOKEN_SCALES`.
+    one of `BY_TOKEN`.
 
     cache: "tuple" of K and V, "stacked" (pages, 2, ...), "shared" (pages, 1, ...) or, for xqa, "flat" rows. strided_q:
     the query is every second head of a wider tensor. sink: unit of the sinks, 0 for none; above 1 the first sink is
@@ -100,7 +101,7 @@ class AttentionCase:
     def lse_tolerance(self) -> float:
         """Return rtol = atol of the LSE: 8-bit products are summed with fewer bits than fp32 has. Prefill rounds K with
         a scale per token to the query's type."""
-        if self.kv_dtype == TOKEN_SCALES and self.function == "context":
+        if self.kv_dtype in BY_TOKEN and self.function == "context":
             return 3 * LSE_TOLERANCE
         return 1e-2 if self.dtype == "fp8" else LSE_TOLERANCE
 
@@ -180,6 +181,8 @@ DECODE = {
 }
 _TOKEN = (decoding(64, 8192, (64, 8), dim, 64, TOKEN_SCALES) for dim in (128, 64))
 DECODE |= {case.name: case for case in (*_TOKEN, decoding(64, 8192, (64, 8), 128, 64, TOKEN_SCALES, 2))}
+_INT8 = decoding(64, 8192, (64, 8), 128, 64, INT8_SCALES)
+DECODE[_INT8.name] = _INT8
 
 _BASE = AttentionCase("", q_lens=(5, 37), kv_lens=(19, 37), sink=True)
 EDGE = {
@@ -248,10 +251,12 @@ def _pool(case: AttentionCase, lists: list[torch.Tensor], tokens: list[torch.Ten
     return pool.to(dtype)
 
 
-def by_token(t: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Quantise rows (..., D) to e4m3 with a factor each. Rows of NaN have NaN factors."""
-    scales = t.abs().amax(-1) / fp4.E4M3_MAX
-    return (t / scales.clamp(min=1e-30)[..., None]).to(torch.float8_e4m3fn), scales
+def by_token(t: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    """Quantise rows (..., D) with a factor each. Rows of NaN have NaN factors."""
+    whole = not dtype.is_floating_point
+    scales = t.abs().amax(-1) / (torch.iinfo(dtype) if whole else torch.finfo(dtype)).max
+    codes = t / scales.clamp(min=1e-30)[..., None]
+    return (codes.nan_to_num(-128.0).round() if whole else codes).to(dtype), scales
 
 
 def _page_lists(case: AttentionCase, seed: int) -> list[torch.Tensor]:
@@ -300,8 +305,8 @@ def make_call(case: AttentionCase, device: "torch.device | str" = "cpu", seed: i
     k, v = _pool(case, lists, [k for k, _ in tokens]), _pool(case, v_lists, [v for _, v in tokens])
     v = k if case.cache == "shared" else v
     k_scales, v_scales = None, None
-    if case.kv_dtype == TOKEN_SCALES:
-        (k, k_scales), (v, v_scales) = by_token(k), by_token(v)
+    if case.kv_dtype in BY_TOKEN:
+        (k, k_scales), (v, v_scales) = (by_token(t, BY_TOKEN[case.kv_dtype]) for t in (k, v))
     if case.kv_dtype == "nvfp4":
         (k, k_scales), (v, v_scales) = fp4.nvfp4_quantize(k), fp4.nvfp4_quantize(v)
         if case.interleaved:

@@ -34,6 +34,7 @@ FORMATS = (
     KVFormat("16-bit", 2, (0, 1), 1.0),
     KVFormat("e4m3", 4, (0, 1, 2, 3), 1.0),
     KVFormat("e5m2", 4, (0, 1, 2, 3), 1.0),
+    KVFormat("int8", 4, (0, 1, 2, 3), 1.0, False),
     # converted by way of e4m3; no e2m1 code is NaN, but Hopper's decode zeroes them: 16 of its 692 instructions
     KVFormat("nvfp4", 8, (0, 2, 4, 6, 1, 3, 5, 7), 64.0),
     KVFormat("e2m1", 8, tuple(range(8)), 1.0, False),  # NVFP4 on architectures with a `cvt` of its codes
@@ -94,6 +95,16 @@ def from_e5m2(word):
     return [permute(word, Uint32(0), 0x1404), permute(word, Uint32(0), 0x3424)]
 
 
+def from_int8(word):
+    """Convert four int8 values to two pairs of neighbours.
+
+    A byte x + 128 below the high byte of 1024 is the fp16 number 1024 + x + 128: one subtraction gives x."""
+    text = "{ .reg .b32 t, lo, hi; xor.b32 t, {$r0}, 0x80808080; prmt.b32 lo, t, 0x64646464, 0x4140; "
+    text += "prmt.b32 hi, t, 0x64646464, 0x4342; mov.b32 t, 0x64806480; sub.rn.f16x2 {$w0}, lo, t; "
+    text += "sub.rn.f16x2 {$w1}, hi, t; }"
+    return list(cute.arch.inline_ptx(text, write_only_types=[Uint32] * 2, read_only_args=[word]))
+
+
 def select(a, b, mask):
     """Return the bits of a where the mask has ones, else those of b."""
     text = "{ .reg .b32 t; mov.b32 t, {$r2}; lop3.b32 {$w0}, {$r0}, {$r1}, t, 0xE4; }"  # takes no immediate operand
@@ -121,6 +132,8 @@ def unpack_row(fmt, word):
         return from_e4m3(word)
     if fmt.name == "e5m2":
         return from_e5m2(word)
+    if fmt.name == "int8":
+        return from_int8(word)
     if fmt.name == "e2m1":
         return from_codes(word)
     return [pair for half in from_e2m1(word) for pair in from_e4m3(half)]
@@ -138,7 +151,7 @@ def unpack_two_rows(fmt, a, b):
     """Convert the words `a` and `b` of two rows; for each element, in `fmt.order`, return the pair (a's, b's)."""
     if fmt.name == "16-bit":
         return [permute(a, b, 0x5410), permute(a, b, 0x7632)]
-    if fmt.name in ("e4m3", "e5m2"):
+    if fmt.elements == 4:
         return [pair for selector in (0x5140, 0x7362) for pair in unpack_row(fmt, permute(a, b, selector))]
     if fmt.name == "e2m1":
         # bytes of two codes, one per row: first those of the even elements, then those of the odd ones

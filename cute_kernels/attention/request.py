@@ -18,19 +18,19 @@ class Refusal(NamedTuple):
 class KernelRequest:
     """The static facts of a call.
 
-    q, kv, out: "fp16", "bf16" or "e4m3"; q and kv also "e5m2"; kv and out also "nvfp4" (packed e2m1 with an e4m3 scale
-    factor per 16 elements). kv_scales: a key of `spec.SCALE_LAYOUTS`; "" means the only layout of kv. qhead_per_kvhead:
-    query heads per KV head. rows: upper bound of the query tokens of a sequence. kv_heads: KV heads of all sequences
-    together. keys: upper bound of the keys of a sequence, or of their mean if only that is known. visible_keys: upper
-    bound of the keys that the tokens of a sequence see. sms: SMs of the GPU. split_kv: whether CTAs may share the keys
-    of a sequence: "auto", if it pays; "always"; "fixed", at multiples of a fixed number of keys; "never". With the
-    latter two, the result of a sequence does not depend, bit for bit, on the rest of its batch. drafts: a tree mask
-    says which of the sequence's last tokens a token sees. skip: skip-softmax, keys with negligible weight may be left
-    out. interleaved: V's scale factors are interleaved in groups of 4 tokens. source: "paged", or "ragged": K and V are
-    rows of one tensor, without pages (page_size 0). custom_mask: a kind of `spec.CUSTOM_MASKS`, instead of causal.
-    alibi: a bias that grows with the key's distance is added to the logits. head_scales: the scale of the logits or of
-    the output is per query head. chunk: a token sees no key before its own chunk of positions; the mask is causal.
-    prefix: all tokens of a sequence see its first keys.
+    q, kv, out: "fp16", "bf16" or "e4m3"; q and kv also "e5m2"; kv also "int8"; kv and out also "nvfp4" (packed e2m1
+    with an e4m3 scale factor per 16 elements). kv_scales: a key of `spec.SCALE_LAYOUTS`; "" means the only layout of
+    kv. qhead_per_kvhead: query heads per KV head. rows: upper bound of the query tokens of a sequence. kv_heads: KV
+    heads of all sequences together. keys: upper bound of the keys of a sequence, or of their mean if only that is
+    known. visible_keys: upper bound of the keys that the tokens of a sequence see. sms: SMs of the GPU. split_kv:
+    whether CTAs may share the keys of a sequence: "auto", if it pays; "always"; "fixed", at multiples of a fixed number
+    of keys; "never". With the latter two, the result of a sequence does not depend, bit for bit, on the rest of its
+    batch. drafts: a tree mask says which of the sequence's last tokens a token sees. skip: skip-softmax, keys with
+    negligible weight may be left out. interleaved: V's scale factors are interleaved in groups of 4 tokens. source:
+    "paged", or "ragged": K and V are rows of one tensor, without pages (page_size 0). custom_mask: a kind of
+    `spec.CUSTOM_MASKS`, instead of causal. alibi: a bias that grows with the key's distance is added to the logits.
+    head_scales: the scale of the logits or of the output is per query head. chunk: a token sees no key before its own
+    chunk of positions; the mask is causal. prefix: all tokens of a sequence see its first keys.
     """
 
     q: str = "bf16"

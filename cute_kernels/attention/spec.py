@@ -16,7 +16,7 @@ from .tile import TileConfig
 T = TypeVar("T", bound=TileConfig)
 
 DTYPES = ("bf16", "fp16")  # of 16 bits
-QUANTISED = ("e4m3", "e5m2", "nvfp4")  # types of K and V that kernels convert to fp16 (`quant`)
+QUANTISED = ("e4m3", "e5m2", "int8", "nvfp4")  # types of K and V that kernels convert to fp16 (`quant`)
 CACHES = {  # type of queries -> types of K and V
     "bf16": ("bf16", *QUANTISED),
     "fp16": ("fp16", *QUANTISED),

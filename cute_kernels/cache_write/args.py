@@ -46,7 +46,7 @@ class CacheWriteArgs(NamedTuple):
     v_groups: Any  # Int32            groups of lanes that share the rows of V of a token; transform: 0
     enable_pdl: Any  # Int32          launch with programmatic stream serialisation
     # quantised caches
-    k_scale: Any = None  # Float32    e4m3, e5m2: K is divided by it. nvfp4: K is multiplied by it
+    k_scale: Any = None  # Float32    e4m3, e5m2, int8: K is divided by it. nvfp4: K is multiplied by it
     v_scale: Any = None  # Float32    the same for V
     k_scale_ptr: Any = None  # (H | 1 | 0,)  fp32, replaces k_scale, per head or for all: K is divided by it; nvfp4: K
     #                                 is multiplied by its reciprocal

@@ -8,8 +8,8 @@ class CacheWriteRequest:
     """A request for a kernel.
 
     dtype: of the rows, "bf16", "fp16" or "uint8" for any type of one byte. cache: of the cache, dtype or "e4m3",
-    "e5m2", "nvfp4". transform: the call has Q, a norm or a rotary embedding. head_dim: elements of the longest row.
-    rotated: elements of a row that are rotated, 0 for none. gather: Q and K are those of an attention call.
+    "e5m2", "int8", "nvfp4". transform: the call has Q, a norm or a rotary embedding. head_dim: elements of the longest
+    row. rotated: elements of a row that are rotated, 0 for none. gather: Q and K are those of an attention call.
     scales: as in `CacheWriteSpec`."""
 
     dtype: str

@@ -5,8 +5,10 @@ kind of rotary embedding and whether there are weights of a norm."""
 
 from dataclasses import dataclass
 
+from ..dtypes import LARGEST
+
 BYTES = {"bf16": 2, "fp16": 2, "uint8": 1}  # per element of the rows that are read
-CACHES = ("bf16", "fp16", "uint8", "e4m3", "e5m2", "nvfp4")
+CACHES = ("bf16", "fp16", "uint8", *LARGEST, "nvfp4")
 SF_VEC_SIZE = 16  # elements that share a scale factor of NVFP4
 VECTOR_BYTES = 16  # the widest access
 
@@ -46,6 +48,11 @@ class CacheWriteSpec:
     def by_token(self) -> bool:
         """Whether each row has a scale of its own."""
         return self.scales == "token"
+
+    @property
+    def q_cache(self) -> str:
+        """The type of 8 bits that Q is written in instead of 16."""
+        return "e5m2" if self.cache == "e5m2" else "e4m3"
 
     @property
     def stores_factors(self) -> bool:

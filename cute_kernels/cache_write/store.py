@@ -1,4 +1,4 @@
-"""Stores to the cache: fp32 values to 16 bits, e4m3, e5m2 or NVFP4."""
+"""Stores to the cache: fp32 values to 16 bits, e4m3, e5m2, int8 or NVFP4."""
 
 from typing import NamedTuple
 
@@ -7,13 +7,13 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, Uint8, Uint32, const_expr
 
 from ..device import copy, memory, nvfp4, warp
+from ..dtypes import LARGEST
 from . import rotate
 from .places import divide
 from .spec import SF_VEC_SIZE
 
 LARGE = 2.0**100  # above any quotient that is not saturated
 FP32_MOST, FP32_LEAST = 2.0**128 - 2.0**104, 2.0**-126  # of normal numbers
-MOST = {"e4m3": 448.0, "e5m2": 57344.0}  # largest number of a type
 
 
 class TargetRow(NamedTuple):
@@ -55,26 +55,32 @@ def quotient(x, by, inverse):
     return warp.fma(-warp.fma(q, by, -x), inverse, q)
 
 
-def pack_fp8(kind, values):
-    """Convert four fp32 values to a word of e4m3 or e5m2, saturated; NaN stays NaN."""
+def pack(kind, values):
+    """Convert four fp32 values to a word of a type of 8 bits, saturated. NaN stays NaN; in int8 it becomes 0."""
+    if kind == "int8":
+        text = "{ .reg .b32 a, b, c, d; " + "".join(f"cvt.rni.s32.f32 {x}, {{$r{i}}}; " for i, x in enumerate("abcd"))
+        text += "cvt.pack.sat.s8.s32.b32 c, d, c, 0; cvt.pack.sat.s8.s32.b32 {$w0}, b, a, c; }"
+        return cute.arch.inline_ptx(text, write_only_types=[Uint32], read_only_args=list(values))
     text = f"{{ .reg .b16 lo, hi; cvt.rn.satfinite.{kind}x2.f32 lo, {{$r1}}, {{$r0}}; "
     text += f"cvt.rn.satfinite.{kind}x2.f32 hi, {{$r3}}, {{$r2}}; mov.b32 {{$w0}}, {{lo, hi}}; }}"
     return cute.arch.inline_ptx(text, write_only_types=[Uint32], read_only_args=list(values))
 
 
 @cute.jit
-def fp8_words(kind: cutlass.Constexpr, values: cute.Tensor, scale: Float32, inverse: Float32):
-    """Return values, divided by `scale`, in words of e4m3 or e5m2. inverse: `reciprocal(scale)`."""
+def narrow_words(kind: cutlass.Constexpr, values: cute.Tensor, scale: Float32, inverse: Float32):
+    """Return values, divided by `scale`, in words of a type of 8 bits. inverse: `reciprocal(scale)`."""
     words = cute.make_rmem_tensor(cute.size(values) // 4, Uint32)
     for i in cutlass.range_constexpr(cute.size(words)):
-        words[i] = pack_fp8(kind, [quotient(values[4 * i + e], scale, inverse) for e in range(4)])
+        words[i] = pack(kind, [quotient(values[4 * i + e], scale, inverse) for e in range(4)])
     return words
 
 
 @cute.jit
-def store_fp8(kind: cutlass.Constexpr, address: Int64, first: Int32, dim: Int32, values: cute.Tensor, scale: Float32):
-    """Store values, divided by `scale`, to elements `first` on of a row of `dim` elements of e4m3 or e5m2."""
-    memory.store(address + first, fp8_words(kind, values, scale, reciprocal(scale)), dim - first, 1)
+def store_narrow(
+    kind: cutlass.Constexpr, address: Int64, first: Int32, dim: Int32, values: cute.Tensor, scale: Float32
+):
+    """Store values, divided by `scale`, to elements `first` on of a row of `dim` elements of 8 bits."""
+    memory.store(address + first, narrow_words(kind, values, scale, reciprocal(scale)), dim - first, 1)
 
 
 def divided(x, by):
@@ -92,7 +98,7 @@ def row_scale(kind: cutlass.Constexpr, g, values: cute.Tensor):
     for i in cutlass.range_constexpr(5):
         if (1 << i) < g.lanes:
             top = cute.arch.fmax(top, cute.arch.shuffle_sync_bfly(top, 1 << i, mask))
-    scale = divided(cute.arch.fmin(top, Float32(FP32_MOST)), Float32(MOST[kind]))
+    scale = divided(cute.arch.fmin(top, Float32(FP32_MOST)), Float32(LARGEST[kind]))
     return cute.arch.fmax(scale, Float32(FP32_LEAST))
 
 
@@ -155,6 +161,6 @@ def store(spec: cutlass.Constexpr, target: TargetRow, first: Int32, dim: Int32, 
     if const_expr(spec.cache == "nvfp4"):
         store_nvfp4(target, first, dim, values)
     elif const_expr(spec.quantised):
-        store_fp8(spec.cache, target.address, first, dim, values, target.scale)
+        store_narrow(spec.cache, target.address, first, dim, values, target.scale)
     else:
         memory.store_values(spec.cache, target.address, first, dim, values)

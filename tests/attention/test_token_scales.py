@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from bench.cases.attention import TOKEN_SCALES, AttentionCase, expected, make_call
+from bench.cases.attention import INT8_SCALES, TOKEN_SCALES, AttentionCase, expected, make_call
 from tests.conftest import ARCH, ROOT
 from tests.sim.workloads import distance, simulated
 from wrappers import KVCacheTarget, QueryOutput, RMSNorm, RotaryEmbedding, append_qkv
@@ -18,6 +18,8 @@ BASE = AttentionCase(
 )  # fmt: skip
 CASES = {
     "8 rows": BASE,
+    "int8": replace(BASE, kv_dtype=INT8_SCALES, q_lens=(2, 2, 2, 1)),
+    "int8, prefill": replace(BASE, kv_dtype=INT8_SCALES, function="context", q_lens=(70, 0, 3, 131)),
     "16 rows, NHD": replace(BASE, q_lens=(3, 0, 3, 3), kv_lens=(300, 0, 9, 131), layout="NHD", soft_cap=5.0),
     "prefill": replace(BASE, function="context", q_lens=(70, 0, 3, 131), strided_q=True),
     "prefill, fp16, window": replace(
@@ -60,7 +62,7 @@ def rows_of(dim=128, seed=0, dtype=torch.bfloat16, unit=1.0):
 def cache_of(dim, layout="NHD", dtype=E4M3, stacked=False):
     """Return a target whose rows, and their scales, hold arbitrary bytes."""
     shape = (3, 16, 2) if layout == "NHD" else (3, 2, 16)
-    kv, sf = torch.full((3, 2, *shape[1:], dim), 0.5).to(dtype), torch.full((3, 2, *shape[1:]), 7.0)
+    kv, sf = torch.full((3, 2, *shape[1:], dim), 3.0).to(dtype), torch.full((3, 2, *shape[1:]), 7.0)
     if stacked:
         return KVCacheTarget(kv, layout, sf)
     return KVCacheTarget(kv.unbind(1), layout, sf.unbind(1))
@@ -77,6 +79,12 @@ def values_of(target):
 WRITES = {
     "plain": (dict(dim=128), {}, {}),
     "HND, fp16, any strides": (dict(dim=72, dtype=torch.float16), dict(layout="HND"), {}),
+    "int8": (dict(dim=128), dict(dtype=torch.int8), {}),
+    "int8, one vector past the row": (dict(dim=72, dtype=torch.float16), dict(dtype=torch.int8), {}),
+    "int8, norm, RoPE": (dict(dim=128), dict(dtype=torch.int8), dict(
+        norm=RMSNorm(torch.linspace(0.5, 1.5, 128).bfloat16(), torch.linspace(1, 2, 128).bfloat16()),
+        rope=RotaryEmbedding(torch.tensor([5, 9, 0, 3, 7])), out=QueryOutput(dtype=E4M3, scale=0.25),
+    )),
     "stacked e5m2": (dict(dim=128), dict(stacked=True, dtype=E5M2), {}),
     "norm, RoPE, 8-bit Q": (dict(dim=128), {}, dict(
         norm=RMSNorm(torch.linspace(0.5, 1.5, 128).bfloat16(), torch.linspace(1, 2, 128).bfloat16()),
@@ -92,16 +100,19 @@ def test_rows_are_divided_by_their_largest_magnitude(name):
     q, k, v = rows_of(**given)
     target = cache_of(given["dim"], **where)
     append_qkv(q if options else None, k, v, target, SLOTS, **options)
-    most = 448.0 if where.get("dtype", E4M3) is E4M3 else 57344.0
+    most, relative = {E4M3: (448.0, 2.0**-4), E5M2: (57344.0, 2.0**-3), torch.int8: (127.0, 0)}[
+        where.get("dtype", E4M3)
+    ]
+    absolute = 2.0**-9 if relative else 0.5001
     for (got, scales), x in zip(values_of(target), (k, v)):
-        assert (scales[[1, 16, 47]] == 7).all() and (got[[1, 16, 47]] == 3.5).all()
+        assert (scales[[1, 16, 47]] == 7).all() and (got[[1, 16, 47]] == 21).all()
         if options and x is k:
             continue  # normalised and rotated
         held, rows = SLOTS >= 0, x.float()
         want = rows.abs().amax(-1) / most
         assert torch.equal(scales[SLOTS[held]], want[held])
         error = (got[SLOTS[held]] - rows[held]).abs()
-        assert (error <= rows[held].abs() * (2.0**-4 if most == 448 else 2.0**-3) + want[held][..., None] * 2**-9).all()
+        assert (error <= rows[held].abs() * relative + want[held][..., None] * absolute).all()
 
 
 @pytest.mark.kernels
@@ -117,7 +128,8 @@ def test_simulated_writes(name):
     for (want, scales), (got, own) in zip(*map(values_of, targets)):
         if options:
             torch.testing.assert_close(own, scales, rtol=1e-5, atol=0)
-            assert ((got - want).abs() <= 2**-3 * want.abs() + scales[..., None] * 2**-9).all()
+            step = scales[..., None] * (1.001 if where.get("dtype") is torch.int8 else 2**-9)
+            assert ((got - want).abs() <= 2**-3 * want.abs() + step).all()
         else:
             assert torch.equal(own, scales) and torch.equal(got, want)
     if options:
@@ -128,12 +140,13 @@ HOSTILE = torch.tensor([0.0, -0.0, 1e-38, 1e-45, 3e38, float("inf"), float("-inf
 
 
 @pytest.mark.kernels
-def test_rows_of_any_numbers():
-    """Zeros, numbers below the normal ones, infinities and NaN: scales are normal numbers, NaN stays NaN."""
+@pytest.mark.parametrize("dtype", [E4M3, torch.int8])
+def test_rows_of_any_numbers(dtype):
+    """Zeros, numbers below the normal ones, infinities and NaN: scales are normal numbers, NaN stays NaN, or is 0."""
     rows = (
         torch.stack([HOSTILE[[i, j]].repeat(32) for i in range(8) for j in (0, i)]).bfloat16()[:, None].repeat(1, 2, 1)
     )
-    targets = [cache_of(64) for _ in range(2)]
+    targets = [cache_of(64, dtype=dtype) for _ in range(2)]
     append_qkv(None, rows, rows, targets[0], torch.arange(16))
     with simulated(ARCH, [], 2, memory=ROOT / "build" / "simulated"):
         append_qkv(None, rows, rows, targets[1], torch.arange(16))

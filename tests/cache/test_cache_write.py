@@ -404,7 +404,7 @@ def test_dispatch():
         dispatch.select(CacheWriteRequest("bf16", "bf16"), "sm_80")
     for spec, why in (
         (CacheWriteSpec("fp32", "fp32"), "dtype fp32"), (CacheWriteSpec("bf16", "fp16"), "cache fp16"),
-        (CacheWriteSpec("uint8", "nvfp4"), "cache nvfp4"), (CacheWriteSpec("bf16", "int8"), "cache int8"),
+        (CacheWriteSpec("uint8", "nvfp4"), "cache nvfp4"), (CacheWriteSpec("bf16", "int4"), "cache int4"),
         (CacheWriteSpec("uint8", "uint8", True), "transform"), (CacheWriteSpec("bf16", "bf16", False, True), "gather"),
         (CacheWriteSpec("bf16", "e4m3", True, True), "gather"), (CacheWriteSpec("nvfp4", "bf16"), "dtype nvfp4"),
         (CacheWriteSpec("nvfp4", "fp32", True), "dtype nvfp4"),

@@ -93,6 +93,7 @@ CASES = {
     "fp8 on B200": Case("fp8_e4m3", head_size=128, scales=(0.5, 0.25), capability=(10, 0)),
     "a scale per token and head": Case("fp8_per_token_head", sinks=True),
     "a scale per token and head, window": Case("fp8_per_token_head", layout="BLNHC", head_size=128, window=9),
+    "int8, a scale per token and head": Case("int8_per_token_head", layout="LBNHC", head_size=128),
     "nvfp4": Case("nvfp4", head_size=128, scales=(0.02, 0.03)),
     "nvfp4, sinks and window": Case("nvfp4", layout="BLNHC", sinks=True, window=11, block_size=8),
 }  # fmt: skip
@@ -256,15 +257,15 @@ class Model:
         """K and V of a request, float64, as the cache holds them."""
         kept = self.kept.setdefault((name, request), [torch.empty(0, KV_HEADS, self.case.head_size)] * 2)
         kept[:] = [torch.cat([old, t]) for old, t in zip(kept, new)]
-        kind, scales = self.case.kv_cache_dtype, self.case.scales
+        kind, scales, whole = self.case.kv_cache_dtype, self.case.scales, self.case.kv_cache_dtype.startswith("int8")
         if kind == "nvfp4":
             return self.from_bytes(name, request, kept)
-        if kind.startswith("fp8"):
+        if kind.startswith(("fp8", "int8")):
             dtype = torch.float8_e5m2 if kind.endswith("e5m2") else E4M3
             rows = [t.to(self.case.dtype).float() for t in kept]
-            if kind == "fp8_per_token_head":
-                scales = [t.abs().amax(-1, keepdim=True) / 448 for t in rows]
-            return [(t / s).to(dtype).double() * s for t, s in zip(rows, scales)]
+            if kind.endswith("per_token_head"):
+                scales = [t.abs().amax(-1, keepdim=True) / (127 if whole else 448) for t in rows]
+            return [((t / s).round() if whole else (t / s).to(dtype)).double() * s for t, s in zip(rows, scales)]
         return [t.double() for t in kept]
 
     def from_bytes(self, name: str, request: int, kept: list[torch.Tensor]) -> list[torch.Tensor]:
@@ -488,7 +489,7 @@ REFUSED = {
     "head size": (Case(head_size=72), {}, "head_size not supported"),
     "model in fp32": (Case(dtype=torch.float32), {}, "dtype not supported"),
     "fp16 cache of a bf16 model": (Case("float16"), {}, "kv_cache: with query torch.bfloat16, dtype torch.float16"),
-    "int8 cache": (Case("int8_per_token_head"), {}, "kv_cache_dtype not supported"),
+    "int4 cache": (Case("int4_per_token_head"), {}, "kv_cache_dtype not supported"),
     "block size": (Case(block_size=4), {}, "block_size not supported"),
     "Ampere": (Case(capability=(8, 0)), {}, "compute capability not supported"),
     "encoder": (Case(), {"attn_type": "encoder"}, "attention type encoder not supported"),

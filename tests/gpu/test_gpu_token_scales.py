@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import wrappers
-from bench.cases.attention import TOKEN_SCALES, AttentionCase, expected, make_call
+from bench.cases.attention import INT8_SCALES, TOKEN_SCALES, AttentionCase, expected, make_call
 from tests.support.gpu import CUDA, close, feature, repeated, same
 from wrappers.attention.op import serve
 
@@ -28,6 +28,11 @@ CASES = {
     "decode, many": replace(DECODE, q_lens=(1,) * 200, kv_lens=tuple(37 * i % 900 for i in range(200))),
     "prefill": PREFILL, "prefill, fp16, full": replace(PREFILL, dtype="fp16", causal=False),
     "prefill, d64, cap": replace(PREFILL, soft_cap=5.0, **D64), "prefill, page 1": replace(PREFILL, page_size=1),
+    "decode, int8": replace(DECODE, kv_dtype=INT8_SCALES), "prefill, int8": replace(PREFILL, kv_dtype=INT8_SCALES),
+    "decode, int8, 4 tokens, d64": replace(DECODE, kv_dtype=INT8_SCALES, q_lens=(4, 0, 4, 4, 3), layout="NHD", **D64),
+    "decode, int8, page 5, e4m3 queries": replace(
+        DECODE, kv_dtype=INT8_SCALES, page_size=5, dtype="fp8", out_dtype="bf16"
+    ),
     "prefill, window": replace(PREFILL, window_left=100, heads_q=2),
 }  # fmt: skip
 
@@ -40,11 +45,11 @@ def run(p):
     return out, lse
 
 
-OWN = "e4m3, a scale per token and head"
+OWN, OWN_INT8 = (f"{kv}, a scale per token and head" for kv in ("e4m3", "int8"))
 
 
 @pytest.mark.parametrize("name", CASES)
-@feature(f"decode KV {OWN}", f"prefill KV {OWN}")
+@feature(*(f"{op} KV {kv}" for op in ("decode", "prefill") for kv in (OWN, OWN_INT8)))
 def test_attention(name):
     case = CASES[name]
     p = make_call(case, CUDA)
@@ -105,8 +110,8 @@ def test_rows_are_written_and_read_in_one_graph():
             assert (out[b].float() - want).abs().max() < 0.15
 
 
-@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2])
-@feature(f"append rows quantised to {OWN}")
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2, torch.int8])
+@feature(f"append rows quantised to {OWN}", f"append rows quantised to {OWN_INT8}")
 def test_writes_equal_those_of_the_reference(dtype):
     k, v = (torch.randn(300, 3, 96).bfloat16() * 2.0 ** torch.randint(-20, 20, (300, 3, 1)) for _ in range(2))
     slots = torch.randperm(400)[:300]

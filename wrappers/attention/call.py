@@ -44,9 +44,9 @@ class AttentionCall(NamedTuple):
     """An attention call, as the kernels and the reference take it: the one statement of its arguments.
 
     The torch operator's schema (`op`), the key of its plan and the arguments of a launch (`plan`) follow from these
-    fields. None stands for an argument that is absent. k and v hold values of 16 bits, e4m3 or e5m2, or packed e2m1
-    (uint8, last dimension D / 2). k_scales and v_scales are the scale factors of packed e2m1, one per 16 elements, or
-    of 8 bits, one per token and head.
+    fields. None stands for an argument that is absent. k and v hold values of 16 bits, e4m3, e5m2 or int8, or packed
+    e2m1 (uint8, last dimension D / 2). k_scales and v_scales are the scale factors of packed e2m1, one per 16 elements,
+    or of 8 bits, one per token and head.
     """
 
     signature: str  # the public function that was called, a key of `checks.SIGNATURES`

@@ -26,7 +26,8 @@ from .call import PAGES, ROWS, SLOTS, CacheWriteCall, QueryTransform
 OFFSETS = (torch.int32, torch.int64)
 WIDE = (torch.float16, torch.bfloat16)
 FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
-SINGLE = (*FP8, torch.uint8)  # of one byte
+BYTES = (*FP8, torch.int8)  # that rows are quantised to
+SINGLE = (*BYTES, torch.uint8)  # of one byte
 STORED = (*WIDE, *SINGLE)  # dtypes of a cache
 APPEND, NVFP4_APPEND = "append_paged_kv_cache", "nvfp4_quantize_append_paged_kv_cache"
 NVFP4_SLOTS = "nvfp4_quantize_append_paged_kv_cache_with_slot_mapping"
@@ -205,7 +206,7 @@ def caches(call: CacheWriteCall) -> None:
             raise ValueError(
                 f"{name_of(call, 'k_sf').removesuffix(' (K)')}: None, required with a cache of dtype torch.uint8"
             )
-        stored = (torch.uint8,) if block_scaled(call) else FP8 if by_token(call) else (call.k.dtype, *FP8)
+        stored = (torch.uint8,) if block_scaled(call) else BYTES if by_token(call) else (call.k.dtype, *BYTES)
     for field in ("k_sf", "v_sf") if block_scaled(call) else ():
         check_strided(name_of(call, field), getattr(call, field), 4)
     _pair(call, ("k_cache", "v_cache"), stored)

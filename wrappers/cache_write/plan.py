@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from cute_kernels import dtypes
 from cute_kernels.cache_write import dispatch, rows
 from cute_kernels.cache_write.args import INDICES, PAGES, ROWS, CacheWriteArgs, fields
 from cute_kernels.cache_write.request import CacheWriteRequest
@@ -20,7 +21,7 @@ from ..host.overlap import AddressBounds
 from .call import CacheWriteCall, QueryTransform
 from .checks import FP8, TENSORS, block_scaled, by_token, validate
 
-DTYPES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float8_e4m3fn: "e4m3", torch.float8_e5m2: "e5m2"}
+DTYPES = {getattr(torch, dtypes.TORCH[name]): name for name in ("bf16", "fp16", *dtypes.LARGEST)}
 THREADS = 1 << 19  # about as many threads as two GPUs hold: with fewer, each group has one row
 _AT = CacheWriteArgs(*range(len(CacheWriteArgs._fields)))  # position of each argument that all specs have
 K, V, SLOTS, _K_CACHE, _V_CACHE = _AT.k, _AT.v, _AT.slots, _AT.k_cache, _AT.v_cache

@@ -67,10 +67,10 @@ def trtllm_batch_context_with_kv_cache(
     Args:
         query: (T, Hq, D) fp16, bf16, e4m3 or e5m2, any token and head stride. Request r owns rows
             cum_seq_lens_q[r:r + 2].
-        kv_cache: (k, v), each (pages, Hkv, P, D) "HND" or (pages, P, Hkv, D) "NHD"; or one tensor (pages, 2, ...), or
-            (pages, 1, ...) if K and V share storage. P is any page size from 1. The dtype is the query's. 16-bit
-            queries also take e4m3, e5m2 and uint8 (packed NVFP4, last dimension D / 2); e4m3 queries also take the
-            latter two.
+        kv_cache: (k, v), each (pages, Hkv, P, D) "HND" or (pages, P, Hkv, D) "NHD"; or one tensor (pages, 2, ...),
+            or (pages, 1, ...) if K and V share storage. P is any page size from 1. The dtype is the query's. 16-bit
+            queries also take e4m3, e5m2, int8 and uint8 (packed NVFP4, last dimension D / 2); e4m3 queries also take
+            the last three.
         block_tables: int32 (B, M), or (B, 2, M) for (K, V) with uses_shared_paged_kv_idx=False. Entries past a
             request's last page are not read.
         seq_lens: int32 or uint32 (B,), KV lengths including this step's tokens. cum_seq_lens_q: int32 (B + 1,).
@@ -85,8 +85,8 @@ def trtllm_batch_context_with_kv_cache(
             (`nvfp4_quantize`). o_sf_vec_size: None, or 16 with an NVFP4 output.
         sinks: fp32 (Hq,), added to each head's softmax denominator; natural-log units, not scaled.
         kv_cache_sf: scale factors of NVFP4, e4m3 or its bytes in uint8, a tuple or one tensor as kv_cache, each
-            (pages, Hkv, P, D / 16) in kv_layout, linear; or, of an e4m3 or e5m2 cache, fp32, one factor per token and
-            head, without the last dimension, which upstream lacks. kv_block_scales is the older name.
+            (pages, Hkv, P, D / 16) in kv_layout, linear; or, of an e4m3, e5m2 or int8 cache, fp32, one factor per token
+            and head, without the last dimension, which upstream lacks. kv_block_scales is the older name.
             v_scales_interleaved: V's scale factors are in the layout of TensorRT-LLM's kernels
             (`fp4.deinterleave_v_scales`).
         causal: query row i has position i + kv_len - q_len and sees the keys up to it.

@@ -3,7 +3,8 @@
     VLLM_PLUGINS=cute_kernels vllm serve MODEL --attention-backend CUSTOM
 
 The plugin `cute_kernels` (`plugins.vllm`) tells vLLM the name of `VllmBackend` if VLLM_PLUGINS names it. The backend
-reads caches of 16 bits, e4m3 (with a scale for all, or for each token and head), e5m2 and NVFP4 in place, in vLLM's
+reads caches of 16 bits, e4m3 (with a scale for all, or for each token and head), int8 (with the latter), e5m2 and
+NVFP4 in place, in vLLM's
 layouts with dense blocks, and supports sliding windows, soft caps, sinks and ALiBi. It plans nothing and reads no value
 from the device: the metadata are the engine's own tensors, and a CUDA graph that was captured for one batch holds for
 every other (`AttentionCGSupport.ALWAYS`). If no kernel supports a configuration, `VllmBackend.validate_configuration`
@@ -42,8 +43,8 @@ from ..host.plain import traced
 from ..own.append_qkv import KVCacheTarget, append_qkv
 from .support import ARCHS, E4M3, E5M2, HEAD_SIZES, PAGE_SIZES, query_dtype, refusal
 
-BY_TOKEN = "fp8_per_token_head"  # e4m3 with one scale per token and head, which the cache holds
-QUANTISED = {"fp8": E4M3, "fp8_e4m3": E4M3, "fp8_e5m2": E5M2, "nvfp4": torch.uint8, BY_TOKEN: E4M3}
+BY_TOKEN = {"fp8_per_token_head": E4M3, "int8_per_token_head": torch.int8}  # with scales in the cache
+QUANTISED = {"fp8": E4M3, "fp8_e4m3": E4M3, "fp8_e5m2": E5M2, "nvfp4": torch.uint8, **BY_TOKEN}
 SCALE_BYTES = 4  # of a scale per token and head
 SIXTEEN_BITS = {"float16": torch.float16, "bfloat16": torch.bfloat16}  # "auto": the model's
 
@@ -146,7 +147,7 @@ class VllmBackend(AttentionBackend):
         """
         if spec.state_content_bytes is not None:
             return spec
-        if spec.kv_quant_mode.name == BY_TOKEN.upper():
+        if spec.kv_quant_mode.name.lower() in BY_TOKEN:
             return replace(spec, state_content_bytes=2 * (spec.head_size + SCALE_BYTES))
         if not spec.kv_quant_mode.is_nvfp4:
             return spec
@@ -163,7 +164,7 @@ class VllmBackend(AttentionBackend):
         if arch is None or head_size not in HEAD_SIZES:
             return None  # other methods refuse these
         cache = (QUANTISED | SIXTEEN_BITS).get(kv_cache_dtype, dtype)
-        return refusal(arch, head_size, dtype, cache, by_token=kv_cache_dtype == BY_TOKEN)
+        return refusal(arch, head_size, dtype, cache, by_token=kv_cache_dtype in BY_TOKEN)
 
 
 class VllmImpl(AttentionImpl[VllmMetadata]):
@@ -189,7 +190,7 @@ class VllmImpl(AttentionImpl[VllmMetadata]):
         self._cache_dtype = QUANTISED.get(kv_cache_dtype)
         sixteen = torch.bfloat16
         cache_dtype = self._cache_dtype or sixteen
-        self._by_token = by_token = kv_cache_dtype == BY_TOKEN
+        self._by_token = by_token = kv_cache_dtype in BY_TOKEN
         self.supports_quant_query_input = query_dtype(sixteen, cache_dtype, arch) is E4M3 and not by_token
         self._fp4_output = (
             arch is not None and refusal(arch, head_size, sixteen, cache_dtype, "nvfp4", by_token) is None
@@ -240,7 +241,7 @@ class VllmImpl(AttentionImpl[VllmMetadata]):
         k, v, k_sf, v_sf = (part.view(blocks, self.num_kv_heads, size, -1) for part in rows)
         if self._by_token:
             scales = (part.view(torch.float32).squeeze(-1) for part in (k_sf, v_sf))
-            return (k.view(E4M3), v.view(E4M3)), tuple(scales)
+            return (k.view(self._cache_dtype), v.view(self._cache_dtype)), tuple(scales)
         return (k, v), (k_sf.view(E4M3), v_sf.view(E4M3))
 
     def do_kv_cache_update(

@@ -32,12 +32,12 @@ class KVCacheTarget(NamedTuple):
     """A paged KV cache, and how rows are quantised for it. No other library has this class.
 
     kv: (k, v), each (pages, P, H, D) "NHD" or (pages, H, P, D) "HND", or one tensor (pages, 2, ...): of the rows'
-    dtype, e4m3 or e5m2; or uint8 for packed NVFP4, last dimension D / 2. sf: scale factors of NVFP4 in the same layout,
-    e4m3 or its bytes in uint8, last dimension D / 16; or, of e4m3 or e5m2, fp32, one scale per token and head, without
-    the last dimension: each row is divided by its largest magnitude over that of the type, which is stored. k_scale,
-    v_scale: dequantisation scales, value = stored * scale: a positive float or an fp32 tensor of one element or of one
-    per head; 1.0 if rows are not quantised, or have scales of their own.
-    v_sf_interleaved: V's factors of 4 rows lie block by block, as Blackwell kernels read them.
+    dtype, e4m3, e5m2 or int8; or uint8 for packed NVFP4, last dimension D / 2. sf: scale factors of NVFP4 in the same
+    layout, e4m3 or its bytes in uint8, last dimension D / 16; or, of e4m3, e5m2 or int8, fp32, one scale per token and
+    head, without the last dimension: each row is divided by its largest magnitude over that of the type, which is
+    stored. k_scale, v_scale: dequantisation scales, value = stored * scale: a positive float or an fp32 tensor of one
+    element or of one per head; 1.0 if rows are not quantised, or have scales of their own. v_sf_interleaved: V's
+    factors of 4 rows lie block by block, as Blackwell kernels read them.
 
     >>> KVCacheTarget(torch.zeros(2, 2, 16, 1, 64)).layout
     'NHD'

@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 
+from cute_kernels import dtypes
 from cute_kernels.cache_write.args import (
     ANGLES,
     FROM_FIRST,
@@ -19,7 +20,7 @@ from cute_kernels.cache_write.spec import CacheWriteSpec
 
 from .. import fp4
 
-FP8_MAX = {torch.float8_e4m3fn: 448.0, torch.float8_e5m2: 57344.0}
+LARGEST = {getattr(torch, dtypes.TORCH[name]): most for name, most in dtypes.LARGEST.items()}
 MOST = (1 << 31) - 1
 
 
@@ -164,16 +165,19 @@ def row_scales(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """Return the scale of each row of x (N, H, D), (N, H): normal numbers; NaN does not count."""
     limits = torch.finfo(torch.float32)
     top = x.float().abs().nan_to_num(0.0, limits.max).amax(-1) if x.shape[-1] else x.new_zeros(x.shape[:2]).float()
-    return (top / FP8_MAX[dtype]).clamp(min=limits.tiny)
+    return (top / LARGEST[dtype]).clamp(min=limits.tiny)
 
 
-def to_fp8(x: torch.Tensor, scale: Any, dtype: torch.dtype) -> torch.Tensor:
-    """Return x (N, H, D) divided by a scale, a number or one per row, per head or for all, saturated; NaN stays NaN."""
+def narrowed(x: torch.Tensor, scale: Any, dtype: torch.dtype) -> torch.Tensor:
+    """Return x (N, H, D) divided by a scale, a number or one per row, per head or for all, saturated. NaN stays NaN; in
+    int8 it becomes 0."""
     if isinstance(scale, torch.Tensor):
         scale = scale[..., None]
     else:
         scale = torch.tensor(scale, dtype=torch.float32)  # a number divides as fp32
-    most, quotient = FP8_MAX[dtype], x.float() / scale
+    most, quotient = LARGEST[dtype], x.float() / scale
+    if dtype == torch.int8:
+        return quotient.nan_to_num(0.0).round().clamp(-most - 1, most).to(dtype)
     return quotient.clamp(-most, most).masked_fill(quotient.isnan(), nan).to(dtype)  # one NaN, whatever x's bits
 
 
@@ -182,7 +186,7 @@ def store_query(spec: CacheWriteSpec, a: CacheWriteArgs, values: torch.Tensor, w
         a.q_out[written] = values[written].to(a.q_out.dtype)
     elif spec.quantised and len(a.q_fp8):
         scale = a.q_scale_ptr if len(a.q_scale_ptr) else a.q_scale
-        found = to_fp8(values[written], scale, a.q_fp8.dtype)
+        found = narrowed(values[written], scale, a.q_fp8.dtype)
         a.q_fp8.view(torch.uint8)[written] = found.view(torch.uint8)  # torch indexes no fp8 on the CPU
 
 
@@ -195,12 +199,12 @@ def store_rows(
         return
     if spec.by_token:
         scales = row_scales(values, cache.dtype)
-        put(cache, at, to_fp8(values, scales, cache.dtype))
+        put(cache, at, narrowed(values, scales, cache.dtype))
         put(getattr(a, f"{side}_sf"), at, scales.contiguous()[..., None].view(torch.uint8))
         return
     scale, tensor = getattr(a, f"{side}_scale"), getattr(a, f"{side}_scale_ptr")
     if spec.cache != "nvfp4":
-        put(cache, at, to_fp8(values, tensor if len(tensor) else scale, cache.dtype))
+        put(cache, at, narrowed(values, tensor if len(tensor) else scale, cache.dtype))
         return
     by_head = [one if a.scales_multiply else 1.0 / one for one in tensor] if len(tensor) else [scale]
     found = [

@@ -209,7 +209,9 @@ def tile_of(q: str, kv: str, dims: tuple[int, int], plain: bool, shared: bool = 
     if tiles is None:
         return None
     tile = shared and tiles.shared or plain and tiles.plain or tiles.general
-    fewer = q == FP8 and kv == "e5m2" and tile.o_parts == 1  # shared memory holds Q twice, as loaded and as fp16
+    fewer = (
+        q == FP8 and kind_of(q, kv) == "quantised" and tile.o_parts == 1
+    )  # shared memory holds Q twice, as loaded and as fp16
     return replace(tile, raw_stages=1) if fewer else tile
 
 

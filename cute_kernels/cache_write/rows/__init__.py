@@ -4,6 +4,7 @@
 runs a bundle has none."""
 
 from ... import archs
+from ...dtypes import LARGEST
 from ..request import CacheWriteRequest
 from ..spec import BYTES, CACHES, SF_VEC_SIZE, CacheWriteSpec
 
@@ -27,8 +28,8 @@ def supports(spec: CacheWriteSpec) -> str | None:
         return f"cache {spec.cache}: rows of {spec.dtype} are not converted to it"
     if spec.transform and spec.dtype == "uint8":
         return "transform: needs rows of bf16 or fp16"
-    if spec.scales and (spec.scales != "token" or spec.cache not in ("e4m3", "e5m2") or not spec.transform):
-        return f"scales {spec.scales}: the kernel has token, with a transform and a cache of e4m3 or e5m2"
+    if spec.scales and (spec.scales != "token" or spec.cache not in LARGEST or not spec.transform):
+        return f"scales {spec.scales}: the kernel has token, with a transform and a cache of {', '.join(LARGEST)}"
     if spec.gather and (spec.quantised or not spec.transform):
         return "gather: needs a transform, and a cache of the rows' type"
     return None

@@ -42,7 +42,7 @@ def fake_args(spec) -> dict[str, Any]:
         (Int32, 1, "kv_lens_out"),
         (dtype, 3, "k v q q_out"),
         (cached, 4, "k_cache v_cache"),
-        (abi.DTYPES["e5m2" if spec.cache == "e5m2" else "e4m3"], 3, "q_fp8"),
+        (abi.DTYPES[spec.q_cache], 3, "q_fp8"),
         (cutlass.Uint8, 4, "k_sf v_sf"),
         (cutlass.Uint8, 1, "sf"),
         (Float32, 1, "k_scale_ptr v_scale_ptr q_scale_ptr"),
@@ -496,6 +496,5 @@ def store_query(spec: cutlass.Constexpr, a, g: LaneGroup, head: Int32, values: c
                     scale = a.q_scale
                     if a.q_scale_ptr.shape[0] > 0:
                         scale = a.q_scale_ptr[cutlass.min(head, a.q_scale_ptr.shape[0] - 1)]
-                    kind = const_expr("e5m2" if spec.cache == "e5m2" else "e4m3")
                     address = memory.row_of(a.q_fp8, g.token, head)
-                    store.store_fp8(kind, address, first, dim, values[None, half], scale)
+                    store.store_narrow(spec.q_cache, address, first, dim, values[None, half], scale)

@@ -11,6 +11,7 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, Uint32, const_expr
 
 from ...device import copy, memory
+from ...dtypes import BITS
 from .. import places, rotate, store
 from ..spec import BYTES, SF_VEC_SIZE, VECTOR_BYTES
 
@@ -19,8 +20,7 @@ Q, K, V = range(3)  # operands
 
 def stored_vector_bytes(spec) -> int:
     """Return the bytes that a vector of a row takes in the cache."""
-    bits = {"nvfp4": 4, "e4m3": 8, "e5m2": 8}.get(spec.cache) or 8 * BYTES[spec.cache]
-    return spec.elements * bits // 8
+    return spec.elements * BITS[spec.cache] // 8
 
 
 def address_bits(tensor, modes):
@@ -123,7 +123,7 @@ def write_rows(spec: cutlass.Constexpr, g, rows, to, target: store.TargetRow, wo
             for half in cutlass.range_constexpr(2):
                 out = raw[None, half]
                 if const_expr(spec.quantised):
-                    out = store.fp8_words(spec.cache, values[None, half], target.scale, inverse)
+                    out = store.narrow_words(spec.cache, values[None, half], target.scale, inverse)
                 store_words(address + half * vector_stride * size, out)
         address += stride
         sf += sf_stride
@@ -327,7 +327,6 @@ def store_two(spec: cutlass.Constexpr, a, g, x: StoreCursor, values: cute.Tensor
             scale = store.row_scale(spec.cache, g, values)
             inverse = store.reciprocal(scale)
             store.store_row_scale(g, x.sf, scale)
-    narrow = const_expr("e5m2" if spec.cache == "e5m2" else "e4m3")
     if const_expr(not spec.quantised):
         if x.operand != V:
             for half in cutlass.range_constexpr(2):
@@ -343,7 +342,11 @@ def store_two(spec: cutlass.Constexpr, a, g, x: StoreCursor, values: cute.Tensor
             for half in cutlass.range_constexpr(2):
                 sf = x.sf + half * (vector_stride >> 1)
                 store.store_block(x.address + half * vector_stride * 4, sf, x.scale, values[None, half])
+        elif const_expr(spec.cache == "int8") and x.operand != Q:
+            for half in cutlass.range_constexpr(2):
+                out = store.narrow_words(spec.cache, values[None, half], scale, inverse)
+                store_words(x.address + half * vector_stride * 8, out)
         else:
             for half in cutlass.range_constexpr(2):
-                out = store.fp8_words(narrow, values[None, half], scale, inverse)
+                out = store.narrow_words(spec.q_cache, values[None, half], scale, inverse)
                 store_words(x.address + half * vector_stride * 8, out)

@@ -4,7 +4,7 @@ from random import Random
 from typing import Any
 
 from bench.cases import hostile
-from bench.cases.attention import TOKEN_SCALES, AttentionCase
+from bench.cases.attention import INT8_SCALES, TOKEN_SCALES, AttentionCase
 
 from ..call import Call, Options, changed_fields
 from .adapters import PLANNED
@@ -67,7 +67,7 @@ def _types(rng: Random, decode: bool, function: str, onto: dict[str, Any]) -> No
     if kv == "nvfp4" and (flash or fmha or function in (RAGGED, SINGLE)):
         kv = "fp8"
     if kv == "fp8" and function in (TRTLLM, CONTEXT) and rng.random() < 0.4:
-        kv = TOKEN_SCALES
+        kv = rng.choice((TOKEN_SCALES, TOKEN_SCALES, INT8_SCALES))
     onto |= {"dtype": q, "kv_dtype": kv, "head_dim_qk": dims[0], "head_dim_vo": dims[1]}
     if q == "fp8":
         onto["out_dtype"] = "bf16" if rng.random() < 0.7 or flash else "fp8"

@@ -187,6 +187,19 @@ def narrowing(to: str, mode: str | None, relu: bool, satfinite: bool) -> Callabl
     return run
 
 
+@form(r"cvt\.pack\.sat\.([su](?:8|16))\.s32(\.b32)?", f"{CVT}.pack")
+def convert_and_pack(x: PtxInstruction, f: re.Match[str]) -> PtxOp:
+    """Convert two integers, saturated, to the low bits of d: b lowest. Bytes leave room for the low half of c above."""
+    dtype = dtype_of(f[1])
+    bounds, low = np.iinfo(dtype), dtype_of(f"u{f[1][1:]}")
+
+    def join(a: Any, b: Any, c: Any = 0) -> Any:
+        a, b = (np.clip(np.atleast_1d(t), bounds.min, bounds.max).astype(low).astype(U32) for t in (a, b))
+        return b | a << U32(bounds.bits) | np.asarray(c, U32) << U32(16)
+
+    return pure(x, join, "b32", "s32", "s32", *(["b32"] if f[2] else []))
+
+
 @form(r"cvt\.(rn|rz)(\.relu)?(\.satfinite)?\.(f16x2|bf16x2)\.f32", CVT)
 def convert_pair(x: PtxInstruction, f: re.Match[str]) -> PtxOp:
     """Convert and pack: d = {high: a, low: b}."""
