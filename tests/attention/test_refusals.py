@@ -116,7 +116,8 @@ PREFILL = [
     (plan_call, dict(q_data_type="float8_e5m2", kv_data_type=E4M3, o_data_type=HALF), TypeError,
      "kv_data_type: torch.float8_e4m3fn, must be torch.float8_e5m2"),
     (plan_call, dict(q_data_type=E4M3, kv_data_type=HALF), TypeError,
-     "kv_data_type: torch.float16, must be one of torch.float8_e4m3fn, torch.float8_e5m2, torch.uint8"),
+     "kv_data_type: torch.float16, must be one of torch.float8_e4m3fn, torch.float8_e5m2, torch.int8, "
+     "torch.uint8"),
     (plan_call, dict(q_data_type="float8_e5m2"), TypeError, "o_data_type: torch.float8_e5m2, must be one of"),
     (plan_call, dict(pos_encoding_mode="ROPE_LLAMA", kv_data_type=E4M3), NotImplementedError,
      "pos_encoding_mode: ROPE_LLAMA with"),

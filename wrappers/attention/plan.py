@@ -61,12 +61,13 @@ def key_of(call: AttentionCall) -> tuple[Any, ...]:
         caches = k.shape, v.shape, _keys(call)
     else:
         caches = k.shape[1], k.shape[3], v.shape[1], v.shape[3], _keys(call)
-    facts, out = None, call.out
+    out, at = call.out, 0
+    facts: tuple[Any, ...] = ()
     optional: Any = call[OPTIONAL]
     for t in optional:
         if t is not None:
-            facts = tuple(None if t is None else fact(t) for fact, t in zip(_FACTS, optional, strict=True))
-            break
+            facts = *facts, at, _FACTS[at](t)
+        at += 1
     return (
         call[OPTIONS], signature, q.get_device(), q.dtype, heads, dim, k.dtype, caches, r.shape_id, rows,
         None if out is None else out.dtype, facts,
@@ -285,7 +286,13 @@ class LaunchPlan:
             return False
         if out.__class__ is FP4Tensor:
             return not any(overlap.overlap(lse, t) for t in (q, out.data, out.scale))
-        return not overlap.overlap(lse, q) and (out is None or not overlap.overlap(lse, out))
+        start, size = lse.data_ptr(), lse.nbytes
+        for t in (q,) if out is None else (q, out):
+            apart = t.data_ptr() - start
+            behind = self.token_bytes * q.shape[0] if t.is_contiguous() else _most(t)
+            if -behind < apart < size and overlap.overlap(lse, t):
+                return False
+        return True
 
     def new_output(self, q: torch.Tensor) -> Any:
         if self.like_query and q.is_contiguous():
