@@ -310,7 +310,8 @@ def test_index_tensors_that_are_changed_in_place_are_seen(here, change):
     elif change == "table's memory":
         table.set_(torch.ones(2, 2, dtype=torch.int32))
     elif change == "transposed":
-        table.t_()  # compiled code refuses it
+        table.t_()
+        refused = "block_tables: strides"  # by compiled code
     elif change == "lengths":
         lens.resize_(1)
         refused = "batch_size: 2"
