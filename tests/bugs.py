@@ -184,7 +184,7 @@ BUGS = (
         "engines/test_example_transformers.py::test_tokens_past_the_pages_are_refused_after_decode_steps"),
     Bug("host: strides of dimensions of size 1 must be aligned", "wrappers/attention/checks.py",
         "zip(t.stride()[:-1], t.shape) if extent > 1", "zip(t.stride()[:-1], t.shape)",
-        "host/test_strides.py::test_strides_of_size_1"),
+        "host/test_layouts.py::test_strides_of_size_1"),
     Bug("host: as many tiles as SMs have one CTA on an SM", "cute_kernels/attention/decode/__init__.py",
         "request.kv_heads >= request.sms", "request.kv_heads > request.sms",
         "attention/test_dispatch.py::test_many_tiles_are_served_by_two_ctas_of_an_sm"),
