@@ -13,7 +13,7 @@ from cute_kernels.attention.sm90 import Sm90TileConfig
 from cute_kernels.attention.sm100 import Sm100TileConfig
 from cute_kernels.attention.spec import PACK_GQA_MAX_Q
 from tests.support import emulated_merges, emulated_topk, emulated_writes
-from tests.support.fake_machine import FakeMachine, promised
+from tests.support.fake_machine import FakeMachine, promised, promised_apart
 from wrappers import FP4Tensor, fp4, reference
 from wrappers.attention.call import SEPARATE, AttentionCall, listed_sequences, new_sequences
 from wrappers.host import machine
@@ -99,6 +99,7 @@ def scales_of(spec, factors):
 
 def check_promises(spec, a):
     """Check what callers promise, which compiled code does not notice."""
+    promised_apart(vars(a), "o", "o_fp8", "o_fp4", "lse")
     tokens, heads, _ = a.q.shape
     promised(a.k.shape[1:3] == a.v.shape[1:3] and (len(a.k) == 0) == (len(a.v) == 0) and heads % a.k.shape[1] == 0)
     if hasattr(a, "k_scales"):

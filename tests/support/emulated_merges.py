@@ -1,7 +1,7 @@
 """Kernels that merge states, in torch: they check what their callers promise, then run the reference."""
 
 from cute_kernels.merge_states.args import fields
-from tests.support.fake_machine import promised
+from tests.support.fake_machine import promised, promised_apart
 from wrappers import reference
 
 
@@ -24,6 +24,7 @@ def emulate(spec, launches):
 
 def check_promises(a):
     """Check what callers promise, which compiled code does not notice."""
+    promised_apart(a, "v_out", "s_out")
     shape = a["v_out"].shape
     promised(a["v_out"].numel() and a["v"].numel() and 0 <= a["lanes_log2"] <= 5)
     promised(a["s_out"].shape == shape[:-1] and a["s"].shape == a["v"].shape[:-1])

@@ -1,7 +1,7 @@
 """Kernels that write rows, in torch: they check what their callers promise, then run the reference."""
 
 from cute_kernels.cache_write.args import ANGLES, FROM_FIRST, PAGES, ROWS, SLOTS, fields
-from tests.support.fake_machine import promised
+from tests.support.fake_machine import promised, promised_apart
 from wrappers import fp4, reference
 
 
@@ -10,6 +10,7 @@ def emulate(spec, launches):
 
     def kernel(*flat):
         a = dict(zip(fields(spec), flat, strict=True))
+        promised_apart(a, "k_cache", "v_cache", "k_sf", "v_sf", "q_out", "q_fp8", "kv_lens_out", "values")
         check = check_dequantise if spec.dequantises else check_gather if spec.gather else check_promises
         check(spec, a)
         launches.append(a)

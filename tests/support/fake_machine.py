@@ -8,6 +8,7 @@ import torch
 
 from tests.support.declared import check_launch
 from wrappers.host.machine import HostMachine
+from wrappers.host.overlap import folded
 
 
 class Broken(BaseException):
@@ -18,6 +19,12 @@ class Broken(BaseException):
 def promised(condition: Any, what: str = "") -> None:
     if not condition:
         raise Broken(what)
+
+
+def promised_apart(arguments: dict[str, Any], *written: str) -> None:
+    """Check that no output has two elements at one address. written: the names of outputs, which may be absent."""
+    for name in written:
+        promised(name not in arguments or not folded(arguments[name]), name)
 
 
 class FakeMachine(HostMachine):
