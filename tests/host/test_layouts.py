@@ -6,12 +6,15 @@ import torch
 import wrappers
 from tests.support.bad_values import Kernels, one_thread  # noqa: F401
 from tests.support.layout_calls import CALLS, FUNCTION, UNREAD, UNSERVED, tensors_taken
-from tests.support.layouts import Bench, all_odd, faults_of_call, odd, operands_of, with_odd_strides
+from tests.support.layouts import Bench, all_odd, faults_of_call, faults_of_sharing, odd, operands_of, with_odd_strides
 from tests.support.lone_calls import CALLS as LONE
 from tests.support.lone_calls import DECODE, U8, packed, rows, table
 from wrappers.host import machine
+from wrappers.own.registry import ATTENTION, row_of
 
 MACHINES = {"cpu": None, "kernels": Kernels}
+NOT_COMPARED = {"src_page_table", "block_table", "cos_sin_cache"}  # with an output, once there is a plan
+WRITING = [names for names in CALLS if names not in UNSERVED]
 
 
 @pytest.mark.parametrize("where", MACHINES)
@@ -20,6 +23,15 @@ def test_one_tensor_differs(function, call, where):
     if where == "cpu" or (function, call) not in UNSERVED:
         faults = faults_of_call(Bench(FUNCTION[function], CALLS[function, call](), new=MACHINES[where]))
         assert not faults, "\n".join(faults)
+
+
+@pytest.mark.parametrize("function, call", WRITING, ids=[", ".join(names) for names in WRITING])
+def test_a_row_in_the_memory_of_an_output_is_refused(function, call):
+    """Attention compares an output with other tensors than the query when it makes its plan."""
+    always = row_of(FUNCTION[function]).family != ATTENTION and not function.startswith("flash_attn")
+    bench = Bench(FUNCTION[function], CALLS[function, call](), new=Kernels)
+    faults = faults_of_sharing(bench, always, UNREAD | NOT_COMPARED)
+    assert not faults, "\n".join(faults)
 
 
 def test_every_tensor_is_given():

@@ -4,13 +4,16 @@ from cute_kernels.cache_write.args import ANGLES, FROM_FIRST, PAGES, ROWS, SLOTS
 from tests.support.fake_machine import promised, promised_apart
 from wrappers import fp4, reference
 
+WRITTEN = ("k_cache", "v_cache", "k_sf", "v_sf", "q_out", "q_fp8", "kv_lens_out", "values")
+GATHERED = ("k", "q_out", "tables_out")
+
 
 def emulate(spec, launches):
     """Return a kernel of `spec` for any device; the arguments of each launch, by name, are appended to `launches`."""
 
     def kernel(*flat):
         a = dict(zip(fields(spec), flat, strict=True))
-        promised_apart(a, "k_cache", "v_cache", "k_sf", "v_sf", "q_out", "q_fp8", "kv_lens_out", "values")
+        promised_apart(a, *(GATHERED if spec.gather else WRITTEN))
         check = check_dequantise if spec.dequantises else check_gather if spec.gather else check_promises
         check(spec, a)
         launches.append(a)

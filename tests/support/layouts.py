@@ -8,6 +8,7 @@ runs on the CPU, on an emulated machine, and on a GPU.
 import math
 import re
 from collections.abc import Callable, Iterator
+from itertools import product
 from typing import Any, NamedTuple
 
 import torch
@@ -322,3 +323,59 @@ def all_odd(arguments: Arguments) -> Arguments:
     for operand in operands_of(arguments):
         arguments = arguments | {operand.argument: operand.put(odd(operand.tensor))}
     return arguments
+
+
+# ---- memory that two tensors share
+
+
+def with_shared_row(arguments: Arguments, written: int, read: int) -> Arguments:
+    """Return the arguments with two tensors in one memory: the last row of one lies where the other begins.
+
+    written, read: their numbers among `operands_of`. The rows of the second are far apart, so that only a call that
+    knows this stride can see that it reaches the first."""
+    out, t = (operands_of(arguments)[i].tensor for i in (written, read))
+    inner = dense_strides(tuple(t.shape[1:]))
+    step = 64 * (1 + t[0].numel() // 64)
+    begin = (len(t) - 1) * step * t.element_size()
+    extent = 1 + sum((size - 1) * stride for size, stride in zip(out.shape, out.stride()))
+    memory = torch.full((begin + max(extent * out.element_size(), step * t.element_size()),), POISON, dtype=torch.uint8)
+    for i, old, strides, offset in (
+        (read, t, (step, *inner), 0), (written, out, out.stride(), begin // out.element_size()),
+    ):  # fmt: skip
+        new = torch.empty(0, dtype=old.dtype).set_(memory.untyped_storage(), offset, old.shape, strides)
+        _bits(new).copy_(_bits(old))
+        operand = operands_of(arguments)[i]
+        arguments = arguments | {operand.argument: operand.put(new)}
+    return arguments
+
+
+def faults_of_sharing(bench: Bench, always: bool, free: set[str]) -> list[str]:
+    """Return which tensors may share memory with one that the call writes.
+
+    always: whether each such call must be refused: with the plan of the plain call, with that of a call in which the
+    two lie apart, and without a plan. Otherwise only one without a plan, unless it is right all the same, because a
+    tensor is copied first. free: words of tensors that need not be apart from outputs."""
+    wrong, operands = [], operands_of(bench.arguments)
+    before, after = values_of(tuple(bench.arguments.values()), False), bench.want.values[1]
+    written = [i for i, (old, new) in enumerate(zip(before, after)) if old != new]
+    for i, (j, t) in product(written, enumerate(operands)):
+        if i == j or free & {*t.words} or not t.tensor.ndim or len(t.tensor) < 2 or not t.tensor.numel():
+            continue
+        try:
+            given = with_shared_row(bench.arguments, i, j)
+        except REFUSALS:  # by the class of the argument
+            continue
+        shared = operands_of(given)[j]
+        alone = given | {t.argument: shared.put(laid_out(shared.tensor, shared.tensor.stride()))}
+        new, planned = (bench.new or machine.HostMachine)(), (bench.new or machine.HostMachine)()
+        want = bench.run(planned, alone)
+        for here in (bench.known, planned, new) if always else (new,):
+            found = bench.run(here, given)
+            if found.refused:
+                named = any(all(word in found.refused for word in operands[one].words) for one in (i, j))
+                right = named and not found.spoilt
+            else:
+                right = not always and found.values[1][i] == want.values[1][i]
+            if not right:
+                wrong.append(f"{operands[i].name} and {t.name}: {found.refused or 'served'}")
+    return wrong
