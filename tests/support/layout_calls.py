@@ -312,3 +312,10 @@ def tensors_taken(function: str) -> list[str]:
 
 
 UNSERVED = {("single_prefill_with_kv_cache", "nvfp4")}  # by no kernel, on the CPU alone
+_DESCALES, _LOGITS = {"q_descale", "k_descale", "v_descale"}, {"logits"}
+STRICT: dict[str, set[str]] = {  # function -> tensors for which whole, aligned rows are not enough
+    DECODE: {"out scale"}, "xqa": {"seq_lens"}, "flash_attn_varlen_func": _DESCALES,
+    "flash_attn_with_kvcache": _DESCALES | {"out", "k_cache", "v_cache"}, "flash_attn_func": _DESCALES | {"out"},
+    topk_cases.PREFILL: _LOGITS, topk_cases.DECODE: _LOGITS,  # strides are arguments of their own
+    "append_qkv": {"norm q_weight"},
+}  # fmt: skip

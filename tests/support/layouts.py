@@ -7,7 +7,7 @@ runs on the CPU, on an emulated machine, and on a GPU.
 
 import math
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from itertools import product
 from typing import Any, NamedTuple
 
@@ -136,6 +136,7 @@ def strides_of(t: torch.Tensor) -> dict[str, Strides]:
     if last > 0:
         found["rows apart"] = _apart(shape, last, 16 // min(16, t.element_size()))
         found["rows apart by one"] = _apart(shape, last, 1)
+    if last > 1:
         found["first dimension apart"] = _apart(shape, 1, 1)
     found |= {f"dimensions {i} and {i + 1} swapped": _swapped(shape, i) for i in range(last - 1)}
     alike = lambda strides: all(a == b or size == 1 for a, b, size in zip(strides, t.stride(), shape))  # noqa: E731
@@ -306,16 +307,26 @@ def _fault(found: Outcome, want: Outcome, operand: Operand | None = None) -> str
     return "" if found.values == want.values else "has other results"
 
 
-def faults_of_call(bench: Bench, forms: Callable[[torch.Tensor], Iterator[Variation]] = variations) -> list[str]:
-    """Return what is wrong with the variations of all tensors of a call, each alone."""
+def whole_rows(variation: str) -> bool:
+    """Return whether each row of a variation is in one piece and as aligned as before."""
+    return variation in ("rows apart", "first dimension apart") or variation.endswith("swapped")
+
+
+def faults_of_call(
+    bench: Bench, forms: Callable[[torch.Tensor], Iterator[Variation]] = variations, strict: Collection[str] = ()
+) -> list[str]:
+    """Return what is wrong with the variations of all tensors of a call, each alone.
+
+    strict: the tensors that may be refused though their rows are whole and aligned."""
     if bench.want.refused or bench.want.spoilt:
         return [f"the plain call: {bench.want.refused or 'writes where it must not'}"]
-    return [
-        f"{operand.name}: {name}: {fault}"
-        for operand in operands_of(bench.arguments)
-        for name, fault, _ in bench.faults(operand, forms)
-        if fault
-    ]
+    wrong = []
+    for operand in operands_of(bench.arguments):
+        for name, fault, refused in bench.faults(operand, forms):
+            if not fault and refused and whole_rows(name) and operand.name not in strict:
+                fault = "is refused, though its rows are whole and aligned"
+            wrong += [f"{operand.name}: {name}: {fault}"] * bool(fault)
+    return wrong
 
 
 def all_odd(arguments: Arguments) -> Arguments:
