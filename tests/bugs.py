@@ -51,6 +51,11 @@ def index_math(test: str) -> str:
     return f"attention/test_index_math.py::{test}"
 
 
+def layout(call: str) -> str:
+    return f"host/test_layouts.py::test_one_tensor_differs[{call}]"
+
+
+DECODES = "trtllm_batch_decode_with_kv_cache"
 ATTENTION, MASK = "cute_kernels/attention", "cute_kernels/attention/mask.py"
 DECODE = shipped("attention.decode/bf16_d64_causalwb_cap_skip_tma_m64n128s6g2r8")
 SM90 = shipped("attention.sm90/bf16_d64_causal_tma_m192n128s4")
@@ -184,7 +189,7 @@ BUGS = (
         "engines/test_example_transformers.py::test_tokens_past_the_pages_are_refused_after_decode_steps"),
     Bug("host: strides of dimensions of size 1 must be aligned", "wrappers/attention/checks.py",
         "zip(t.stride()[:-1], t.shape) if extent > 1", "zip(t.stride()[:-1], t.shape)",
-        "host/test_strides.py::test_strides_of_size_1"),
+        "host/test_layouts.py::test_strides_of_size_1"),
     Bug("host: as many tiles as SMs have one CTA on an SM", "cute_kernels/attention/decode/__init__.py",
         "request.kv_heads >= request.sms", "request.kv_heads > request.sms",
         "attention/test_dispatch.py::test_many_tiles_are_served_by_two_ctas_of_an_sm"),
@@ -232,6 +237,34 @@ BUGS = (
     Bug("host: memory of a capture is kept", "wrappers/host/launch.py",
         "if device_info is not None and plan.kept:", "if device_info is not None:",
         "host/test_launch.py::test_a_graph_owns_what_its_capture_allocates"),
+    # ---- host: operands that are alike in every good call
+    Bug("operands: the key of a merge lacks the strides of the second V", "wrappers/merge/plan.py",
+        "v_other.shape, v_other.stride(),\n            s_other.shape,\n        )",
+        "v_other.shape,\n            s_other.shape,\n        )",
+        layout("merge_state, plain-kernels")),
+    Bug("operands: a launch has V with the strides of K", "wrappers/attention/plan.py",
+        "flat[slots.k], flat[slots.v] = call.k, call.v\n        flat[slots.kv_lens]",
+        "flat[slots.k], flat[slots.v] = call.k, call.v.as_strided(call.v.shape, call.k.stride())\n"
+        "        flat[slots.kv_lens]", layout(f"{DECODES}, plain-kernels")),
+    Bug("operands: the address of V's factors is not checked", "wrappers/attention/checks.py",
+        'for field in ("k_scales", "v_scales"):\n        t = getattr(call, field)\n        if t is not None and t.ndim',
+        'for field in ("k_scales",):\n        t = getattr(call, field)\n        if t is not None and t.ndim',
+        layout(f"{DECODES}, nvfp4-kernels")),
+    Bug("operands: a scale without dimensions is launched as it is", "wrappers/attention/optional.py",
+        'OptionalTensor(_whole, "out_scale_ptr", _flat)', 'OptionalTensor(_whole, "out_scale_ptr")',
+        layout(f"{DECODES}, log2-kernels")),
+    Bug("operands: new keys are appended before the address of V's cache is refused", "wrappers/flash_attn/append.py",
+        "for t in (q, k, v)]\n    tables", "for t in (q, k)]\n    tables",
+        layout("flash_attn_with_kvcache, new rows-kernels")),
+    Bug("operands: the key of a cache write lacks the strides of V's cache", "wrappers/cache_write/plan.py",
+        "v_cache.dtype, v_cache.shape, v_cache.stride(),", "v_cache.dtype, v_cache.shape,",
+        layout("append_qkv, copied-kernels")),
+    Bug("operands: the key of a cache write lacks the strides of V", "wrappers/cache_write/plan.py",
+        "v.dtype, v.shape, v.stride(), k_cache.dtype", "v.dtype, v.shape, k_cache.dtype",
+        "host/test_layouts.py::test_a_row_in_the_memory_of_an_output_is_refused"),
+    Bug("operands: an output that is folded passes once its plan is known", "wrappers/attention/plan.py",
+        "not (whole := out.is_contiguous()) and overlap.folded(out):", "not (whole := out.is_contiguous()) and False:",
+        layout(f"{DECODES}, plain-kernels")),
     Bug("host: decreasing offsets pass", "wrappers/flashinfer/values.py",
         "good = numbers == sorted(numbers)", "good = True", "attention/test_refusals.py"),
 )  # fmt: skip

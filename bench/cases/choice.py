@@ -9,7 +9,13 @@ from cute_kernels.attention.request import KernelRequest
 from wrappers.attention import plan
 
 SPLIT = ("trtllm_batch_decode_with_kv_cache", "xqa", "BatchDecodeWithPagedKVCacheWrapper")
-WHOLE = ("trtllm_batch_context_with_kv_cache", "BatchPrefill", "BatchAttention", "single_prefill_with_kv_cache")
+WHOLE = (
+    "trtllm_batch_context_with_kv_cache",
+    "trtllm_fmha_v2_prefill",
+    "BatchPrefill",
+    "BatchAttention",
+    "single_prefill_with_kv_cache",
+)
 USUAL = plan.request_of  # the request of a user's call
 
 

@@ -1,5 +1,5 @@
-"""Calls on a Hopper GPU that only real compiled code and real captures can show: strides of dimensions of size 1,
-copies of planned objects, counters of captured launches, queries without rows, NVFP4 outputs with padding."""
+"""Calls on a Hopper GPU that only real compiled code and real captures can show: copies of planned objects, counters of
+captured launches, queries without rows, NVFP4 outputs with padding."""
 
 import copy
 import ctypes
@@ -9,21 +9,15 @@ from typing import Any
 
 import pytest
 import torch
-from torch.utils._pytree import tree_map
 
 import wrappers
 from bench.cases import attention as cases
-from tests.host import test_strides
 from tests.support.compiled import CLASSES, _planned, bits_of
 from tests.support.gpu import CUDA
 from wrappers import fp4
 from wrappers.host import machine
 
 BASE = replace(cases.EDGE["plain"], lse=False)
-
-
-def on_gpu(value: Any) -> Any:
-    return tree_map(lambda t: t.to(CUDA) if isinstance(t, torch.Tensor) else t, value)
 
 
 def decode_inputs(**changes: Any) -> dict[str, Any]:
@@ -37,19 +31,6 @@ def node_count(graph: torch.cuda.CUDAGraph) -> int:
     handle = ctypes.c_void_p(graph.raw_cuda_graph())
     assert not ctypes.CDLL("libcuda.so.1").cuGraphGetNodes(handle, None, ctypes.byref(count))
     return count.value
-
-
-@pytest.mark.parametrize("name", test_strides.CALLS)
-def test_strides_of_size_1(name):
-    function, make = test_strides.CALLS[name]
-    torch.manual_seed(0)
-    given = make()
-    want = test_strides.results(function, on_gpu(given))
-    assert test_strides.results(function, tree_map(test_strides.odd, on_gpu(given))) == want, "all arguments at once"
-    for argument in given:
-        call = on_gpu(given)
-        call[argument] = tree_map(test_strides.odd, call[argument])
-        assert test_strides.results(function, call) == want, argument
 
 
 @pytest.mark.parametrize("form", ["paged", "ragged", "decode"])

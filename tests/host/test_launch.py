@@ -83,6 +83,7 @@ def kernel(op, spec):
 def here():
     seen.clear()
     with machine.override(FakeMachine(kernel)) as found:
+        found.checks_launches = False  # of a kernel that adds a number
         yield found
 
 

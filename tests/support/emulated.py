@@ -8,12 +8,12 @@ from typing import Any
 import torch
 
 from bench.cases import attention as cases
-from cute_kernels import dtypes
 from cute_kernels.attention import args, geometry
+from cute_kernels.attention.sm90 import Sm90TileConfig
 from cute_kernels.attention.sm100 import Sm100TileConfig
 from cute_kernels.attention.spec import PACK_GQA_MAX_Q
-from tests.support import emulated_merges, emulated_writes
-from tests.support.fake_machine import FakeMachine, promised
+from tests.support import emulated_merges, emulated_topk, emulated_writes
+from tests.support.fake_machine import FakeMachine, promised, promised_apart
 from wrappers import FP4Tensor, fp4, reference
 from wrappers.attention.call import SEPARATE, AttentionCall, listed_sequences, new_sequences
 from wrappers.host import machine
@@ -44,8 +44,10 @@ def requests_of(a):
 
 
 def emulate(op, spec, launches):
-    """Return a kernel of `spec` for any device: it checks what compiled code would check, then runs the reference. The
+    """Return a kernel of `spec` for any device: it checks what its callers promise, then runs the reference. The
     arguments of each launch, by name, are appended to `launches`."""
+    if op.startswith("topk"):
+        return emulated_topk.emulate(op, spec, launches)
     if op.startswith("cache_write"):
         return emulated_writes.emulate(spec, launches)
     if op.startswith("merge_states"):
@@ -54,7 +56,7 @@ def emulate(op, spec, launches):
 
     def kernel(*flat):
         a = SimpleNamespace(**dict(zip(names, flat, strict=True)))
-        check_arguments(spec, a)
+        check_promises(spec, a)
         check_schedule(spec, a)
         launches.append(a)
         factors = {
@@ -95,36 +97,9 @@ def scales_of(spec, factors):
     return factors.view(torch.float32).squeeze(-1) if spec.kv.layout.of_rows else factors.view(E4M3)
 
 
-RANKS = dict(q=3, k=4, v=4, o=3, lse=2, page_table=3, k_scales=4, v_scales=4, o_fp8=3, o_fp4=3, tree_mask=2,
-             mask_blocks=2, ranges=2, o_partial=3)  # fmt: skip
-INTEGERS, FLOATS = ({name for name, kind in args.KINDS.items() if kind == (one, 0)} for one in ("Int32", "Float32"))
-DTYPES = {name: getattr(torch, dtype) for name, dtype in dtypes.TORCH.items()}
-
-
-def check_arguments(spec, a):
-    """Check the arguments as compiled code does, and the promises of its callers."""
-    floats = ("lse", "sink", "softmax_scale_ptr", "out_scale_ptr", "o_partial", "alibi_slopes")
-    types = dict.fromkeys(floats, torch.float32)
-    types |= dict.fromkeys(("k", "v"), DTYPES[spec.kv.dtype]) | dict(q=DTYPES[spec.q], o=DTYPES[spec.out[0]])
-    types |= dict.fromkeys(("k_scales", "v_scales", "o_fp8", "o_fp4", "o_sf", "custom_mask"), torch.uint8)
-    for name, value in vars(a).items():
-        if name in INTEGERS or name in FLOATS:
-            if type(value) is not (int if name in INTEGERS else float):
-                raise TypeError(name)
-            continue
-        if value.dtype != types.get(name, torch.int32):
-            raise TypeError(f"dtype of {name}")
-        if value.ndim != RANKS.get(name, 1) or value.device.type != "cpu":
-            raise ValueError(f"rank or device of {name}")
-        if value.stride(-1) != 1 and name != "lse" and value.shape[-1] != 1:
-            raise ValueError(f"last stride of {name}")
-    packed = 2 if spec.kv.dtype == "nvfp4" else 1
-    last = dict(q=spec.head_dim_qk, k=spec.head_dim_qk // packed, v=spec.head_dim_vo // packed, o=spec.head_dim_vo,
-                o_fp8=spec.head_dim_vo, o_fp4=spec.head_dim_vo // 2, o_partial=spec.head_dim_vo + 4,
-                k_scales=spec.kv.layout.row_bytes(spec.head_dim_qk),
-                v_scales=spec.kv.layout.row_bytes(spec.head_dim_vo))  # fmt: skip
-    if any(getattr(a, name).shape[-1] != size for name, size in last.items() if hasattr(a, name)):
-        raise ValueError("last dimension")
+def check_promises(spec, a):
+    """Check what callers promise, which compiled code does not notice."""
+    promised_apart(vars(a), "o", "o_fp8", "o_fp4", "lse")
     tokens, heads, _ = a.q.shape
     promised(a.k.shape[1:3] == a.v.shape[1:3] and (len(a.k) == 0) == (len(a.v) == 0) and heads % a.k.shape[1] == 0)
     if hasattr(a, "k_scales"):
@@ -140,7 +115,10 @@ def check_arguments(spec, a):
     batch = len(a.cu_seqlens_q) - 1
     promised(len(a.kv_lens) in (batch, 0) and len(a.kv_starts) in (batch + 1, 0) and len(a.kv_lens) + len(a.kv_starts))
     promised(a.page_table.shape[:2] == (1 if len(a.kv_starts) else batch, 2))
-    scales = (0, 1, heads) if isinstance(spec.tile, Sm100TileConfig) else (0, 1)
+    from cute_kernels.attention.sm90.precision import scales_rows  # imports the DSL
+
+    per_head = isinstance(spec.tile, Sm100TileConfig) or isinstance(spec.tile, Sm90TileConfig) and scales_rows(spec)
+    scales = (0, 1, heads) if per_head else (0, 1)
     promised(len(a.sink) in (0, heads) and len(a.softmax_scale_ptr) in scales and len(a.out_scale_ptr) in scales)
     promised(len(getattr(a, "mask_starts", a.cu_seqlens_q)) == batch + 1)
     promised(len(getattr(a, "alibi_slopes", a.q[0])) == heads)

@@ -6,7 +6,9 @@ from typing import Any
 
 import torch
 
+from tests.support.declared import check_launch
 from wrappers.host.machine import HostMachine
+from wrappers.host.overlap import folded
 
 
 class Broken(BaseException):
@@ -19,15 +21,23 @@ def promised(condition: Any, what: str = "") -> None:
         raise Broken(what)
 
 
+def promised_apart(arguments: dict[str, Any], *written: str) -> None:
+    """Check that no output has two elements at one address. written: the names of outputs, which may be absent."""
+    for name in written:
+        promised(name not in arguments or not folded(arguments[name]), name)
+
+
 class FakeMachine(HostMachine):
     """GPUs of `sms` SMs for CPU tensors, which are on device None.
 
-    kernel: (op, spec) -> a function that takes a launch's arguments. Tests may set between calls: `devices` (their
+    kernel: (op, spec) -> a function that takes a launch's arguments, each of which has been checked as compiled code
+    does (`declared`). Tests may set between calls: `devices` (their
     number), `device` (the current one), its `stream`, and whether that is `capturing`, or `warming` up for a capture of
     torch.compile. While another device is current, a launch or a query for the stream is an error. host_scales: whether
     scales of one element lie in host memory, beside data of the GPU.
     """
 
+    checks_launches = True  # False: the kernels are none of this project
     max_counters = 1 << 14  # a test takes few, and the bytes of all are compared or hashed at each launch
 
     def __init__(self, kernel: Callable[[str, Any], Callable[..., Any]], arch: str = "sm_90a", sms: int = 132):
@@ -55,6 +65,8 @@ class FakeMachine(HostMachine):
 
         def launch(*flat: Any) -> None:
             promised(self.device is None, "launched on the current device, which is not the tensors'")
+            if self.checks_launches:
+                check_launch(op, spec, flat)
             fn(*flat)
 
         return launch

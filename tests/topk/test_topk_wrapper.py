@@ -11,14 +11,14 @@ from hypothesis import strategies as st
 import wrappers
 from bench.cases import topk as cases
 from bench.cases.topk import PAGE_TABLE, PER_ROW, PLAIN, RAGGED, TOP_K, TopKCase
-from cute_kernels.topk import dispatch, radix
-from cute_kernels.topk.args import DECODE, ENDS, FULL, LENGTHS, SortArgs, TopKArgs
+from cute_kernels.topk import dispatch
+from cute_kernels.topk.args import DECODE, ENDS, FULL, LENGTHS
 from cute_kernels.topk.spec import SortSpec, TopKSpec
-from tests.support.fake_machine import FakeMachine, promised
+from tests.support.emulated_topk import emulate
+from tests.support.fake_machine import FakeMachine
 from tests.topk.test_topk_reference import any_case
-from wrappers import TopKTieBreak, reference, top_k, top_k_page_table_transform
+from wrappers import TopKTieBreak, top_k, top_k_page_table_transform
 from wrappers.host import machine
-from wrappers.topk.checks import DTYPES
 
 
 def inputs_of(case, **changes):
@@ -53,62 +53,13 @@ def test_refused_before_anything_is_written(name):
 # ---- the path to a launch, with a kernel that computes in torch what TopKArgs say
 
 
-def emulate(spec, launches):
-    """A kernel of `spec` on any device: checks what compiled code would, and its callers' side of the ABI."""
-
-    def kernel(*flat):
-        a = TopKArgs(*flat)
-        dtypes = dict.fromkeys(TopKArgs._fields[:11], torch.int32) | {"indices": torch.int64}
-        dtypes |= dict.fromkeys(("scores", "values"), next(d for d, name in DTYPES.items() if name == spec.dtype))
-        matrices = ("scores", "out", "raw", "values", "indices", "table")
-        for name, dtype in dtypes.items():
-            t = getattr(a, name)
-            if t.dtype != dtype and not (t.dtype == torch.uint32 and dtype == torch.int32):  # as compiled code does
-                raise TypeError("dtype")
-            if t.ndim != (2 if name in matrices else 1) or t.device.type != "cpu":
-                raise ValueError("rank or device")
-            if t.stride(-1) != 1 and t.shape[-1] != 1:
-                raise ValueError("last stride")
-        promised(all(type(x) is int for x in flat[11:]) and a.enable_pdl == 1)
-        rows, width = a.scores.shape
-        promised(rows > 0 and a.k >= 1 and a.last_ties in (0, 1) and 0 <= a.page_shift <= 30)
-        for name in ("starts", "row_to_batch", "table_starts", "offsets"):
-            promised(len(getattr(a, name)) in (0, rows))
-        promised(len(a.lengths) == {FULL: 0, LENGTHS: rows, ENDS: rows, DECODE: rows // a.next_n}[a.window])
-        for name in ("out", "raw", "values", "indices"):
-            promised(getattr(a, name).shape in ((0, a.k), (rows, a.k)))
-            promised(len(getattr(a, name)) < 2 or getattr(a, name).stride(0) >= a.k)
-        promised(sum(map(len, (a.out, a.raw, a.indices))) and len(a.values) == len(a.indices))
-        promised(not len(a.table) or len(a.row_to_batch) or len(a.table) >= rows)
-        promised(a.k <= radix.max_k(spec) if spec.stream else spec.capacity * spec.cluster >= width)
-        launches.append(a)
-        reference.top_k_rows(*flat)
-
-    return kernel
-
-
-def emulate_sort(spec, launches):
-    """The same of a kernel that sorts."""
-
-    def kernel(*flat):
-        a = SortArgs(*flat)
-        promised(a.values.dtype == next(d for d, name in DTYPES.items() if name == spec.dtype))
-        promised(a.indices.dtype == torch.int64 and a.enable_pdl == 1)
-        promised(a.values.shape == a.indices.shape and len(a.values) > 0 and a.values.shape[1] <= spec.capacity)
-        promised(a.values.is_contiguous() and a.indices.is_contiguous())
-        launches.append(spec)
-        reference.sort_rows(*flat)
-
-    return kernel
-
-
 @pytest.fixture
 def here():
     """A machine whose kernels compute in torch; its `launches` are those of this test's calls."""
 
     def kernel(op, spec):
         assert isinstance(spec, SortSpec if op == dispatch.SORT else TopKSpec)
-        return emulate_sort(spec, fake.sorted) if op == dispatch.SORT else emulate(spec, fake.launches)
+        return emulate(op, spec, fake.sorted if op == dispatch.SORT else fake.launches)
 
     fake = FakeMachine(kernel)
     fake.launches, fake.sorted = [], []
@@ -214,7 +165,7 @@ def test_the_forms_of_vllm(launches):
 
 
 def test_numbers_of_numpy(launches):
-    """`emulate` wants Python's in a launch."""
+    """A launch takes Python's alone."""
     for function, change in (
         (PAGE_TABLE, {"k": np.int64(7), "page_size": np.uint8(4)}),
         (RAGGED, {"k": np.int32(7), "tie_break": np.int64(2)}),

@@ -37,6 +37,7 @@ from ..host.checks import (
     swapped,
     too_small,
 )
+from ..host.plain import traced
 from ..host.scalars import OR_TENSOR, check_scale
 from .call import OPTIONAL, AttentionCall, Rope
 from .optional import MOST_MASK, check_optional
@@ -188,7 +189,10 @@ def drafts_of(mask: Any, lead: tuple[int, ...], most: Any, most_name: str, devic
     check_shape("mask", mask, (*lead, (most + 31) // 32 * 2), why, hint)
     if device.type in ("cpu", "cuda"):
         check_device("mask", mask, device, "the query's")
-    return mask.contiguous().reshape(-1).view(torch.int32).reshape(-1, (most + 31) // 32)
+    words = mask.contiguous().reshape(-1)
+    if traced(words) or words.storage_offset() % 2:  # torch views no pairs of words from the second word of a pair on
+        words = words.clone()
+    return words.view(torch.int32).reshape(-1, (most + 31) // 32)
 
 
 def _amount(name: str, value: Any) -> None:

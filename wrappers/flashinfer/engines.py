@@ -6,6 +6,7 @@ from typing import Any
 import torch
 
 from ..attention.call import AttentionCall
+from ..attention.checks import SIGNATURES
 from ..attention.op import serve
 from ..host.checks import (
     UnknownName,
@@ -19,11 +20,15 @@ from ..host.checks import (
 )
 from ..host.plain import traced
 from ..host.scalars import integer, real
-from .trtllm import context_call, decode_call, one_sink
+from .trtllm import CONTEXT, context_call, decode_call, one_sink
 
 PAGED = {"Q_PAGED_KV_NHD": "NHD", "Q_PAGED_KV_HND": "HND"}
 RAGGED = ("PACKED_QKV", "CONTIGUOUS_Q_KV", "SEPARATE_Q_K_V")
 MASKS = ("causal", "sliding_window", "padding", "chunked")
+FMHA = "trtllm_fmha_v2_prefill"
+SIGNATURES[FMHA] = SIGNATURES[CONTEXT] | {
+    "q": "qkv (query)", "kv": "qkv (K, V)", "k": "qkv (K)", "v": "qkv (V)", "soft_cap": "logits_soft_cap_scale",
+}  # fmt: skip
 
 
 def xqa_batch_decode_with_kv_cache(
@@ -150,12 +155,13 @@ def fmha_call(
         check_number("logits_soft_cap_scale", logits_soft_cap_scale)
         if logits_soft_cap_scale < 0:
             raise ValueError(f"logits_soft_cap_scale: {logits_soft_cap_scale}, must be None, 0 (off) or positive")
-    return context_call(
+    call = context_call(
         query, kv_cache, table, seq_lens, max_q_len, bmm1_scale, bmm2_scale, batch_size, cum_seq_lens_q, window_left,
         out, out_dtype, kv_layout=PAGED[input_layout], sinks=one_sink(sinks),
         skip_softmax_threshold_scale_factor=skip_softmax_threshold_scale_factor, causal=causal,
         uses_shared_paged_kv_idx=shared, logits_soft_cap=logits_soft_cap_scale,
     )  # fmt: skip
+    return call._replace(signature=FMHA)
 
 
 def _check_modes(mask_mode: str, chunk: Any, positions: Any, stats: Any) -> None:

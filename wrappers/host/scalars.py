@@ -160,4 +160,4 @@ def _of_heads(name: str, value: torch.Tensor, heads: Any, of: int) -> torch.Tens
         raise ValueError(f"{name}: shape {shape}, must have one element, or be {per_head}")
     if not own or all_heads % own:
         raise ValueError(f"q: {all_heads} heads, must be a multiple of k, v's {own}")
-    return value.contiguous() if own == all_heads else value[:, None].expand(-1, all_heads // own).reshape(-1)
+    return (value[:, None].expand(-1, all_heads // own).reshape(-1) if own < all_heads else value).contiguous()

@@ -50,7 +50,7 @@ def attention(
     rows = max(1, BLOCK // max(1, n * group))
     for head in range(kv_heads):
         mine = slice(head * group, (head + 1) * group)
-        keys, values = k[:, head].float(), v[:, head].float()
+        keys, values = k[:, head].float().contiguous(), v[:, head].float().contiguous()
         sink = None if sinks is None else sinks[mine].float()
         head_scale = scale[mine, None] if isinstance(scale, torch.Tensor) and scale.numel() > 1 else scale
         for begin in range(0, m, rows):
@@ -58,7 +58,8 @@ def attention(
             numbers = torch.arange(block.start, block.stop, device=q.device)
             span = mask.span(range(block.start, block.stop), m, n)
             own = torch.arange(span.start, span.stop, device=q.device)
-            logits = q[block, mine].float() @ keys[span].T * head_scale  # (rows, group, keys)
+            rows_of_q = q[block, mine].float().contiguous()  # the order of a product's sums follows from its strides
+            logits = rows_of_q @ keys[span].T * head_scale  # (rows, group, keys)
             if slopes is not None:
                 apart = own[None, :] - numbers[:, None]
                 logits = logits + slopes[mine].float()[None, :, None] * apart[:, None, :]

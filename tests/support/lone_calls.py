@@ -1,39 +1,16 @@
-"""Strides of dimensions of size 1: they address nothing, so any value is right in every argument of every function.
-
-Compiled code ignores them, as test_gpu_calls.py shows; these are the checks before it.
-"""
+"""Calls of all public functions with dimensions of size 1, of which the strides address nothing."""
 
 from typing import Any
 
-import pytest
 import torch
-from torch.utils._pytree import tree_leaves, tree_map
 
 import wrappers
-from tests.support.emulated import emulate
-from tests.support.fake_machine import FakeMachine
-from wrappers import reference
-from wrappers.host import machine
 
-ODD = 7919  # no kernel's alignment divides it
 BF16, E4M3, U8 = torch.bfloat16, torch.float8_e4m3fn, torch.uint8
 
 
 def ints(*values: int) -> torch.Tensor:
     return torch.tensor(values, dtype=torch.int32)
-
-
-def odd(t: Any) -> Any:
-    """Return a tensor with ODD as the stride of each dimension of size 1; other values unchanged."""
-    if not isinstance(t, torch.Tensor) or 1 not in t.shape:
-        return t
-    return t.as_strided(t.shape, [ODD if n == 1 else stride for n, stride in zip(t.shape, t.stride())])
-
-
-def same_layout(t: torch.Tensor) -> torch.Tensor:
-    """Return a copy with the strides of a dense tensor, or with those of `odd`."""
-    new = t.clone(memory_format=torch.contiguous_format)
-    return odd(new) if ODD in t.stride() else new
 
 
 def rows(*shape: int, dtype: torch.dtype = BF16) -> torch.Tensor:
@@ -86,10 +63,10 @@ CALLS: dict[str, tuple[Any, Any]] = {
         cache=wrappers.KVCacheTarget((POOL.to(E4M3), POOL.to(E4M3)), k_scale=torch.tensor([0.5])), places=ints(5),
         rope=wrappers.RotaryEmbedding(ints(0), torch.ones(1, 64)))),
     "append_qkv, int64": (wrappers.append_qkv, lambda: dict(
-        q=rows(1, 1, 64), k=rows(1, 1, 64), v=rows(1, 1, 64), cache=wrappers.KVCacheTarget((POOL, POOL)),
+        q=rows(1, 1, 64), k=rows(1, 1, 64), v=rows(1, 1, 64), cache=wrappers.KVCacheTarget((POOL, POOL.clone())),
         places=torch.tensor([5]), rope=wrappers.RotaryEmbedding(torch.tensor([3]), torch.ones(9, 64)))),
     "append_qkv, lists": (wrappers.append_qkv, lambda: dict(
-        q=None, k=rows(1, 1, 64), v=rows(1, 1, 64), cache=wrappers.KVCacheTarget((POOL, POOL)),
+        q=None, k=rows(1, 1, 64), v=rows(1, 1, 64), cache=wrappers.KVCacheTarget((POOL, POOL.clone())),
         places=wrappers.PageLists(*(t.long() for t in (ints(0), ints(3), ints(0), ints(0, 1)))))),
     "append of nvfp4": (wrappers.nvfp4_quantize_append_paged_kv_cache_with_slot_mapping, lambda: dict(
         append_key=rows(1, 1, 64), append_value=rows(1, 1, 64), slot_mapping=torch.tensor([5]),
@@ -123,56 +100,3 @@ CALLS: dict[str, tuple[Any, Any]] = {
         logits=torch.randn(1, 64), next_n=1, seq_lens=ints(50), indices=torch.zeros(1, 1).int(), num_rows=1, stride0=64,
         stride1=1, top_k=1)),
 }  # fmt: skip
-
-
-def kernels(op: str, spec: Any) -> Any:
-    return {"topk.radix": reference.top_k_rows, "topk.sort": reference.sort_rows}.get(op) or emulate(op, spec, [])
-
-
-def results(function: Any, given: dict[str, Any]) -> list[Any]:
-    """Return the bytes of what a call returns and of all its tensors, which it may have written."""
-    leaves = tree_leaves((function(**given), given))
-    dense = [torch.empty(t.shape, dtype=t.dtype).copy_(t) for t in leaves if isinstance(t, torch.Tensor)]
-    return [t.view(-1).view(U8).tolist() for t in dense]
-
-
-@pytest.mark.parametrize("name", CALLS)
-def test_strides_of_size_1(name):
-    function, make = CALLS[name]
-    torch.manual_seed(0)
-    given, copied = make(), lambda x: tree_map(lambda t: same_layout(t) if isinstance(t, torch.Tensor) else t, x)
-
-    def served(call: dict[str, Any]) -> list[Any]:
-        """The results of a first call, which makes its plan, and of a second one."""
-        with machine.override(FakeMachine(kernels)):
-            first = results(function, copied(call))
-            assert results(function, copied(call)) == first
-            return first
-
-    want = served(given)
-    assert served(tree_map(odd, given)) == want, "all arguments at once"
-    for argument in given:
-        assert served(given | {argument: tree_map(odd, given[argument])}) == want, argument
-
-
-def test_a_refusal_for_another_reason_is_told():
-    """Though strides of dimensions of size 1 are odd, too."""
-    given = table(**DECODE)
-    given["kv_cache"] = tuple(odd(t) for t in given["kv_cache"])
-    with machine.override(FakeMachine(kernels)):
-        wrappers.trtllm_batch_decode_with_kv_cache(**given)
-        with pytest.raises(TypeError, match="^seq_lens: dtype torch.int64, must be one of"):
-            wrappers.trtllm_batch_decode_with_kv_cache(**given | {"seq_lens": given["seq_lens"].long()})
-
-
-def test_what_tma_cannot_address_is_refused_with_the_reason():
-    """Rows of 72 bytes: 64 of codes and 8 of scale factors of one parent. Strides of other dimensions are not odd."""
-    parent = torch.zeros(3, 2, 16, 72, dtype=U8)
-    cache, factors = (parent[..., :64],) * 2, (parent[..., 64:],) * 2
-    given = packed(**DECODE) | {"query": rows(1, 2, 128), "kv_cache": cache, "kv_cache_sf": factors, "out": None}
-    need = "all except the last must be multiples of 16, since kernels copy 16 aligned bytes at a time"
-    with (
-        machine.override(FakeMachine(kernels)),
-        pytest.raises(ValueError, match=rf"^kv_cache \(K\): strides \(2304, 1152, 72, 1\) \(logical order\), {need}"),
-    ):
-        wrappers.trtllm_batch_decode_with_kv_cache(**given)

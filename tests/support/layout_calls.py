@@ -1,0 +1,321 @@
+"""Calls for `layouts`: together they give every tensor that a public function takes, with values that differ."""
+
+import inspect
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+import wrappers
+from bench.cases import attention as cases
+from bench.cases import topk as topk_cases
+from tests.engines.test_engines import as_fmha, as_persistent, as_xqa_batch
+from tests.support import good_calls, rope_calls
+from tests.support.flash_attn_batches import Batch
+from wrappers import BlockTable, KVCacheTarget, PageLists, QueryOutput, RMSNorm, RotaryEmbedding, fp4
+from wrappers.own.registry import FUNCTIONS
+
+Arguments = dict[str, Any]
+BF16, E4M3, U8 = torch.bfloat16, torch.float8_e4m3fn, torch.uint8
+ints = good_calls.ints
+
+
+def rows(*shape: int, dtype: torch.dtype = BF16, seed: int = 0) -> torch.Tensor:
+    """Return random values; those of another seed differ."""
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+# ---- attention of tables
+
+SMALL = replace(cases.EDGE["plain"], q_lens=(1, 2), kv_lens=(9, 20))
+EQUAL = replace(SMALL, q_lens=(2, 2), drafts=True, lse=False)
+SCALED = replace(SMALL, device=("scale", "out"), lse=False)
+NVFP4, BY_TOKEN = replace(SMALL, kv_dtype="nvfp4"), replace(SMALL, kv_dtype=cases.TOKEN_SCALES)
+SLOPES = {"alibi_slopes": torch.tensor([0.5, 0.25, 0.125, 0.0625])}
+
+
+def table(function: str, case: cases.AttentionCase, **changes: Any) -> Callable[[], Arguments]:
+    return lambda: cases.FUNCTIONS[function][1](case, cases.make_call(case)) | changes
+
+
+def by_another_name() -> Arguments:
+    given = table("context", BY_TOKEN)()
+    return given | {"kv_cache_sf": given.pop("kv_block_scales")}
+
+
+def xqa(case: cases.AttentionCase, **changes: Any) -> Callable[[], Arguments]:
+    return table("xqa", replace(case, dtype="fp16", layout="NHD", lse=False, function="xqa"), **changes)
+
+
+def xqa_batch(**changes: Any) -> Callable[[], Arguments]:
+    return lambda: as_xqa_batch(cases.make_inputs(replace(SMALL, **changes)))
+
+
+def xqa_batch_of_drafts() -> Arguments:
+    given = as_xqa_batch(cases.make_inputs(replace(EQUAL, drafts=False))) | {"q_cu_seq_lens": None}
+    return given | {"mask": torch.tensor([[[1, 0], [3, 0]]] * 2).to(torch.uint16)}
+
+
+def fmha() -> Arguments:
+    return as_fmha(cases.make_inputs(replace(SCALED, cache="stacked")))
+
+
+# ---- attention without a table
+
+SCALES = {"q_scale": torch.tensor([1.0, 2.0, 0.5, 4.0]), "k_scale": torch.tensor([0.5, 2.0])}
+
+
+def single(tokens: Any = slice(3), dtype: torch.dtype = BF16, **changes: Any) -> Arguments:
+    q, k, v = (rows(20, heads, 64, seed=heads).to(dtype) for heads in (4, 2, 3))
+    return {"q": q[tokens], "k": k, "v": v[:, :2]} | changes
+
+
+def e4m3_single(*names: str) -> Arguments:
+    """A call of 8 bits with a scale for each head, by these names of the three scales."""
+    scales = dict(zip(names, (*SCALES.values(), torch.tensor([2.0, 0.5]))))
+    return single(dtype=E4M3, o_dtype=BF16) | scales
+
+
+def packed_single() -> Arguments:
+    given = single()
+    (k, k_factors), (v, v_factors) = (fp4.nvfp4_quantize(given[name]) for name in "kv")
+    return given | {"k": k, "v": v, "kv_cache_sf": (k_factors, v_factors)}
+
+
+BATCH = Batch(q_lens=(3, 1), kv_lens=(9, 17), page=16)
+SINK = torch.tensor([0.5, -1.0, 2.0, 0.25])
+STARTS = {"cu_seqlens_q": BATCH.q_starts, "max_seqlen_q": torch.tensor(3)}
+DESCALES = {f"{side}_descale": torch.tensor([[a, 1.0]]).expand(2, 2) for side, a in zip("qkv", (0.5, 2.0, 4.0))}
+
+
+def ragged(**changes: Any) -> Arguments:
+    given = {"q": BATCH.q, "k": BATCH.k, "v": BATCH.v, "cu_seqlens_k": BATCH.k_starts, "causal": True} | STARTS
+    return given | changes
+
+
+def ragged_e4m3() -> Arguments:
+    return ragged(**{name: t.to(E4M3) for name, t in ragged().items() if name in "qkv"}, **DESCALES)
+
+
+def paged(**changes: Any) -> Arguments:
+    k, v = BATCH.paged
+    return {"q": BATCH.q, "k": k, "v": v, "seqused_k": BATCH.lens, "causal": True} | STARTS | changes
+
+
+def dense(**changes: Any) -> Arguments:
+    q, k, v = (rows(2, n, heads, 64, seed=heads).half() for n, heads in ((2, 4), (16, 2), (16, 3)))
+    return {"q": q, "k": k, "v": v[:, :, :2], "causal": True} | changes
+
+
+def dense_e4m3() -> Arguments:
+    return dense(**{name: t.to(E4M3) for name, t in dense().items() if name in "qkv"}, **DESCALES)
+
+
+def cached(**changes: Any) -> Arguments:
+    """Two requests in entries of a cache that holds three."""
+    q, k, v = (rows(3, n, heads, 64, seed=heads).half() for n, heads in ((2, 4), (16, 2), (16, 3)))
+    given = {"q": q[:2], "k_cache": k, "v_cache": v[:, :, :2].clone(), "cache_seqlens": ints(9, 5), "causal": True}
+    return given | {"cache_batch_idx": ints(2, 0)} | changes
+
+
+def new_rows(count: int = 2, **changes: Any) -> Arguments:
+    k, v = (rows(2, count, 2, 64, seed=seed).half() for seed in (5, 6))
+    return {"k": k, "v": v} | changes
+
+
+def rotary() -> Arguments:
+    return new_rows(rotary_cos=rows(48, 16, seed=7).half(), rotary_sin=rows(48, 16, seed=8).half())
+
+
+def appended_to_pages() -> Arguments:
+    """Ragged queries, as many as new keys, in pages of a table."""
+    k, v = (t.nan_to_num() for t in BATCH.paged)
+    new = {"k": rows(4, 2, 64, seed=5).half(), "v": rows(4, 2, 64, seed=6).half(), "cu_seqlens_k_new": BATCH.q_starts}
+    given = {"k_cache": k, "v_cache": v, "page_table": BATCH.table.clamp(min=0), "cache_seqlens": ints(5, 13)}
+    return {"q": BATCH.q, "causal": True} | STARTS | given | new
+
+
+def cached_e4m3() -> Arguments:
+    given = cached(causal=True)
+    return given | {name: given[name].to(E4M3) for name in ("q", "k_cache", "v_cache")} | DESCALES
+
+
+# ---- caches
+
+TOKENS = {"k": rows(3, 2, 16, seed=1), "v": rows(3, 2, 16, seed=2)}
+PAGE_LISTS = PageLists(ints(0, 2, 2), ints(6, 7, 8), ints(3, 1, 2, 0, 4), ints(0, 2, 2, 5))
+ROPE = RotaryEmbedding(ints(3, 0, 7), rows(9, 16, dtype=torch.float32, seed=3))
+ONE, TWO = torch.tensor([0.5]), torch.tensor([2.0, 0.25])
+
+
+def target(dtype: torch.dtype, dim: int = 16, **fields: Any) -> KVCacheTarget:
+    return KVCacheTarget(tuple(torch.zeros(6, 4, 2, dim, dtype=dtype) for _ in "kv"), **fields)
+
+
+def packed(**fields: Any) -> KVCacheTarget:
+    return target(U8, 8, sf=tuple(torch.zeros(6, 4, 2, 1, dtype=U8).view(E4M3) for _ in "kv"), **fields)
+
+
+def append(cache: Callable[[], KVCacheTarget], places: Any, **changes: Any) -> Callable[[], Arguments]:
+    return lambda: {"q": rows(3, 4, 16), **TOKENS, "cache": cache(), "places": places} | changes
+
+
+def append_rotated() -> Arguments:
+    """All that one launch does to rows that stay in 16 bits."""
+    norm = RMSNorm(rows(4, 16, seed=4), rows(16, seed=5))
+    return append(
+        lambda: target(BF16), ints(5, -1, 9), norm=norm, rope=ROPE, out=QueryOutput(torch.zeros(3, 4, 16).bfloat16())
+    )()
+
+
+def append_e4m3() -> Arguments:
+    out = QueryOutput(torch.zeros(3, 4, 16).to(E4M3), scale=torch.tensor([1.0, 2.0, 0.5, 4.0]))
+    return append(lambda: target(E4M3, k_scale=TWO, v_scale=ONE), torch.tensor([5, -1, 9]), rope=ROPE, out=out)()
+
+
+def nvfp4_append(function: str) -> Callable[[], Arguments]:
+    changes = {"append_key": TOKENS["k"], "append_value": TOKENS["v"], "k_scale": ONE, "v_scale": torch.tensor([2.0])}
+    return lambda: good_calls.appended(function) | changes
+
+
+def append_paged() -> Arguments:
+    given = good_calls.appended("append_paged_kv_cache")
+    caches = tuple(t.contiguous() for t in given["paged_kv_cache"].unbind(1))
+    return given | {"append_key": TOKENS["k"], "append_value": TOKENS["v"], "paged_kv_cache": caches}
+
+
+# ---- others
+
+
+def states(v: str, s: str, *shape: int, seed: int = 0) -> Arguments:
+    return {v: rows(*shape, dtype=torch.float32, seed=seed), s: rows(*shape[:-1], dtype=torch.float32, seed=seed + 1)}
+
+
+def page_table() -> Arguments:
+    case = replace(topk_cases.PLAIN[topk_cases.PAGE_TABLE], batch_map=True, starts=True, page_size=2)
+    return topk_cases.make_inputs(case)
+
+
+def top_k_of(function: str, **changes: Any) -> Callable[[], Arguments]:
+    return lambda: topk_cases.make_inputs(replace(topk_cases.PLAIN[function], **changes))
+
+
+def persistent() -> Arguments:
+    return as_persistent(topk_cases.make_inputs(topk_cases.PLAIN[topk_cases.RAGGED]))
+
+
+def dequantised() -> Arguments:
+    data, scales = fp4.nvfp4_quantize(rows(4, 64))
+    return {"data": data, "scales": scales, "global_scale": torch.tensor([2.0])}
+
+
+DECODE, CONTEXT = "trtllm_batch_decode_with_kv_cache", "trtllm_batch_context_with_kv_cache"
+RICH: dict[str, dict[str, Callable[[], Arguments]]] = {  # function -> name of a call -> its arguments, made anew
+    CONTEXT: {
+        "plain": table("context", SMALL, **SLOPES), "scales": table("context", SCALED),
+        "factors": table("context", BY_TOKEN), "factors by another name": by_another_name,
+        "separate tables": table("context", replace(SMALL, separate_tables=True, lse=False)),
+    },
+    DECODE: {
+        "plain": table("decode", SMALL), "drafts": table("decode", replace(EQUAL, device=("scale", "out"))),
+        "log2": table("decode", replace(SCALED, device=("log2", "out"))), "nvfp4": table("decode", NVFP4),
+        "nvfp4 out": table("decode", replace(SMALL, out_dtype="nvfp4", lse=False)),
+    },
+    "xqa": {
+        "plain": xqa(replace(SMALL, q_lens=(1, 1), sink=1.0, device=("scale", "out"))),
+        "drafts, nvfp4": xqa(replace(SMALL, drafts=True, kv_dtype="nvfp4")),
+    },
+    "xqa_batch_decode_with_kv_cache": {
+        "plain": xqa_batch(device=("scale", "out")), "nvfp4": xqa_batch(kv_dtype="nvfp4"),
+        "drafts": xqa_batch_of_drafts,
+    },
+    "trtllm_fmha_v2_prefill": {"plain": fmha},
+    "single_prefill_with_kv_cache": {
+        "plain": lambda: single(causal=True),
+        "e4m3": lambda: e4m3_single("q_scale", "k_scale", "v_scale"),
+        "e4m3 by other names": lambda: e4m3_single("scale_q", "scale_k", "scale_v"),
+        "mask": lambda: single(custom_mask=rows(3, 20).float() > -0.5),
+        "packed mask": lambda: single(packed_custom_mask=torch.tensor([255, 7, 191, 254, 63, 15, 1, 255]).byte()),
+        "nvfp4": packed_single,
+    },
+    "single_prefill_with_kv_cache_return_lse": {"plain": lambda: single(causal=True, pos_encoding_mode="ROPE_LLAMA")},
+    "single_decode_with_kv_cache": {
+        "plain": lambda: single(2) | {name: t[:1] for name, t in SCALES.items()} | {"v_scale": torch.tensor([2.0])},
+    },
+    "flash_attn_varlen_func": {
+        "ragged": lambda: ragged(s_aux=SINK, out=torch.zeros_like(BATCH.q)), "e4m3": ragged_e4m3,
+        "block table": lambda: paged(block_table=BATCH.table.clamp(min=0), sinks=SINK.half()),
+        "page table": lambda: paged(page_table=BATCH.table.clamp(min=0), learnable_sink=SINK),
+    },
+    "flash_attn_with_kvcache": {
+        "entries": lambda: cached(s_aux=SINK, out=torch.zeros(2, 2, 4, 64).half()), "e4m3": cached_e4m3,
+        "new rows": lambda: cached(**new_rows(1), sinks=SINK),
+        "rotated": lambda: appended_to_pages() | {name: t for name, t in rotary().items() if name[0] == "r"},
+        "padding": lambda: cached(cache_leftpad=ints(1, 2), learnable_sink=SINK),
+        "block table": lambda: cached(block_table=ints(2, 0)[:, None], cache_batch_idx=None, **rotary()),
+    },
+    "flash_attn_func": {
+        "plain": lambda: dense(s_aux=SINK, out=torch.zeros(2, 2, 4, 64).half()), "e4m3": dense_e4m3,
+        "sinks": lambda: dense(sinks=SINK), "other sinks": lambda: dense(learnable_sink=SINK),
+    },
+    topk_cases.TOP_K: {"plain": top_k_of(topk_cases.TOP_K, sorted=True)},
+    topk_cases.PAGE_TABLE: {"plain": page_table},
+    topk_cases.RAGGED: {"plain": top_k_of(topk_cases.RAGGED, starts=True)},
+    topk_cases.PREFILL: {"plain": top_k_of(topk_cases.PREFILL, starts=True)},
+    topk_cases.DECODE: {"plain": top_k_of(topk_cases.DECODE)},
+    "persistent_topk": {"plain": persistent},
+    "cooperative_topk": {"plain": persistent},
+    "append_qkv": {
+        "rotated": append_rotated, "e4m3": append_e4m3,
+        "copied": append(lambda: target(BF16), ints(5, -1, 9), q=None),
+        "by token": append(lambda: target(E4M3, sf=tuple(torch.zeros(6, 4, 2) for _ in "kv")), PAGE_LISTS),
+        "nvfp4": append(lambda: packed(k_scale=ONE, v_scale=TWO),
+                        BlockTable(ints(3, 1, 2, 0).view(2, 2), ints(6, 5), ints(0, 2, 3)), q=None),
+    },
+    "append_paged_kv_cache": {"plain": append_paged},
+    **{name: {"plain": nvfp4_append(name)} for name in (
+        "nvfp4_quantize_append_paged_kv_cache", "nvfp4_quantize_append_paged_kv_cache_with_slot_mapping")},
+    "nvfp4_quantize": {"plain": lambda: {"x": rows(3, 2, 64), "global_scale": torch.tensor([2.0])}},
+    "nvfp4_dequantize": {"plain": dequantised},
+    "merge_state": {"plain": lambda: states("v_a", "s_a", 3, 2, 8) | states("v_b", "s_b", 3, 2, 8, seed=2)},
+    "merge_state_in_place": {"plain": lambda: {
+        **states("v", "s", 3, 2, 8), **states("v_other", "s_other", 3, 2, 8, seed=2),
+        "mask": torch.tensor([True, False, True])}},
+    "merge_states": {"plain": lambda: states("v", "s", 3, 4, 2, 8)},
+    "packbits": {"plain": lambda: {"x": rows(9).float() > 0, "bitorder": "little"}},
+    "segment_packbits": {"plain": lambda: {"x": rows(9).float() > 0, "indptr": ints(0, 4, 9), "bitorder": "little"}},
+}  # fmt: skip
+# Tensors that only hints or unsupported modes take: no call reads them.
+UNREAD = {
+    "workspace_buffer", "semaphores", "workspace", "cum_seq_lens_kv", "multi_ctas_kv_counter_buffer", "request_order",
+    "causal_seqlens_kv_global", "max_seqlen_k",
+}  # fmt: skip
+
+
+def calls_of(name: str) -> dict[str, Callable[[], Arguments]]:
+    """Return the calls of a public function: name of a call -> its arguments, made anew."""
+    if name in RICH:
+        return RICH[name]
+    make = rope_calls.good_call if name in rope_calls.NAMES else good_calls.inputs_of
+    return {"plain": lambda: make(name)}
+
+
+FUNCTION = {row.name: getattr(wrappers, row.name) for row in FUNCTIONS}
+CALLS = {(function, call): make for function in FUNCTION for call, make in calls_of(function).items()}
+
+
+def tensors_taken(function: str) -> list[str]:
+    """Return the parameters of a public function that may be tensors, by their types."""
+    shown = inspect.signature(FUNCTION[function]).parameters.values()
+    return [p.name for p in shown if "Tensor" in str(p.annotation)]
+
+
+UNSERVED = {("single_prefill_with_kv_cache", "nvfp4")}  # by no kernel, on the CPU alone
+_DESCALES, _LOGITS = {"q_descale", "k_descale", "v_descale"}, {"logits"}
+STRICT: dict[str, set[str]] = {  # function -> tensors for which whole, aligned rows are not enough
+    DECODE: {"out scale"}, "xqa": {"seq_lens"}, "flash_attn_varlen_func": _DESCALES,
+    "flash_attn_with_kvcache": _DESCALES | {"out", "k_cache", "v_cache"}, "flash_attn_func": _DESCALES | {"out"},
+    topk_cases.PREFILL: _LOGITS, topk_cases.DECODE: _LOGITS,  # strides are arguments of their own
+    "append_qkv": {"norm q_weight"},
+}  # fmt: skip
