@@ -502,5 +502,5 @@ def test_read_before_overwrite() -> None:
     ["tcgen05.shift.cta_group::1.down [%tmem];", "tcgen05.cp.cta_group::1.4x256b [%tmem], %da;"],
 )
 def test_refused(text: str) -> None:
-    with pytest.raises(NotModelled, match="is not modelled"):
+    with pytest.raises(NotModelled, match="no form for tcgen05"):
         small("eager", (COMMIT, text + "\n" + COMMIT))

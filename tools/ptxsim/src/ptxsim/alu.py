@@ -14,7 +14,7 @@ from .numbers import count_nonzero, decode, encode, flush, fma, fma_to_odd, one_
 from .parse import PtxInstruction
 from .translate import dtype_of
 
-INTEGER, EXTENDED = "Integer Arithmetic Instructions", "Extended-Precision Integer Arithmetic Instructions"
+INTEGER = "Integer Arithmetic Instructions"
 FLOAT, HALF = "Floating Point Instructions", "Half Precision Floating Point Instructions"
 COMPARE, LOGIC = "Comparison and Selection Instructions", "Logic and Shift Instructions"
 U32, U64 = np.uint32, np.uint64
@@ -208,14 +208,6 @@ def insert(x: PtxInstruction, f: re.Match[str]) -> PtxOp:
         return (b & ~mask) | ((a << place) & mask)
 
     return pure(x, run, f[1], f[1], f[1], "u32", "u32")
-
-
-@form(
-    r"(add|sub)\.cc\.([us](?:32|64))|(addc|subc)(\.cc)?\.([us](?:32|64))|(madc?)\.(lo|hi)(\.cc)?\.([us](?:32|64))",
-    EXTENDED,
-)
-def carry(x: PtxInstruction, f: re.Match[str]) -> PtxOp:
-    raise refuse(x, "the condition-code register")
 
 
 @form(r"dp4a\.([us])32\.([us])32", INTEGER)

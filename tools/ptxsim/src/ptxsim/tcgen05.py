@@ -493,8 +493,3 @@ def copy_lanes(
     for tensor, part in parts:
         for where in lanes:
             tensor.words[where, columns] = part.raw(m.shared.bytes)
-
-
-@form(r"tcgen05\.(shift|mma\.(sp|ws)|cp\..*(4x256b|b8x16)|mma\..*kind::i8|mma\..*ashift).*", TCGEN05)
-def refused(x: PtxInstruction, f: re.Match[str]) -> PtxOp:
-    raise refuse(x, f"tcgen05.{f[1]}")
