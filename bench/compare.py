@@ -47,21 +47,14 @@ CASES = {
     **serving.SERVE, **cases.DECODE, **serving.DECODE,
     **{name: replace(BASE, name=name, **change) for name, change in MORE.items()},
 }  # fmt: skip
-# This script runs in the measured checkout, which may be of any age: it may use only names that all checkouts have.
+# This script runs in the measured checkout, which may be an older one: it uses names that have not changed for long.
 WORKER = """
 import hashlib, json, sys
 import torch
-from bench import decode, topk
+from bench import decode, prefill, topk
+from bench.cases import attention as cases
 from bench.timing import CudaClock, HostClock, input_sets
 from wrappers import trtllm_batch_context_with_kv_cache as context
-try:
-    from bench import prefill
-except ImportError:
-    from bench import attention as prefill
-try:
-    from bench.cases import attention as cases
-except ImportError:
-    from tests import cases
 clock, host = CudaClock(), HostClock(torch.cuda.synchronize)
 tuples = lambda x: {k: tuple(v) if isinstance(v, list) else v for k, v in x.items()}
 known = {name: cases.AttentionCase(**tuples(fields)) for name, fields in json.loads(sys.argv[1]).items()}

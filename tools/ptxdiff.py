@@ -20,16 +20,13 @@ import sys
 import tempfile
 from pathlib import Path
 
-# This script runs in the dumped checkout, which may be of any age: it may use only names that all checkouts have.
+# This script runs in the dumped checkout, which may be an older one: it uses names that have not changed for long.
 WORKER = """
 import sys
 from fnmatch import fnmatchcase
 from pathlib import Path
 from cute_kernels import build
-try:
-    from cute_kernels.catalog import shipped
-except ImportError:
-    from tools.aot import shipped
+from cute_kernels.catalog import shipped
 folder, arch, only, share, shares = Path(sys.argv[1]), sys.argv[2], sys.argv[3], int(sys.argv[4]), int(sys.argv[5])
 objects = Path("build/obj")
 objects.mkdir(parents=True, exist_ok=True)
