@@ -412,16 +412,11 @@ def halves(x: PtxInstruction, kind: str, run: Callable[..., Any], count: int) ->
     return pure(x, both, "b32", *["b32"] * count)
 
 
-@form(r"fma\.(rn|rz|rm|rp)(\.ftz)?(\.sat)?\.(f32|f64)", FLOAT)
+@form(r"(fma|mad)\.(rn|rz|rm|rp)(\.ftz)?(\.sat)?\.(f32|f64)", FLOAT)
 def float_fma(x: PtxInstruction, f: re.Match[str]) -> PtxOp:
-    if f[1] != "rn" or f[3] or f[4] == "f64":
+    if f[2] != "rn" or f[4] or f[5] == "f64":
         raise refuse(x, "this rounding, saturation or width")
-    return arithmetic(x, flushed(fma) if f[2] else fma, "f32", "f32", "f32", "f32")
-
-
-@form(r"mad\.(rn|rz|rm|rp)(\.ftz)?\.f32", FLOAT)
-def float_mad(x: PtxInstruction, f: re.Match[str]) -> PtxOp:
-    return float_fma(x, re.fullmatch(r"fma\.(rn|rz|rm|rp)(\.ftz)?(\.sat)?\.(f32|f64)", x.op.replace("mad", "fma", 1)))  # type: ignore[arg-type]
+    return arithmetic(x, flushed(fma) if f[3] else fma, "f32", "f32", "f32", "f32")
 
 
 @form(r"(add|sub|mul|fma)(?:\.(rn|rz|rm|rp))?(\.ftz)?\.f32x2", FLOAT)
