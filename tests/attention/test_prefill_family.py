@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch._dynamo.testing import CompileCounter
 
-from tests.support.prefill_batches import BF16, HALF, HKV, HQ, NAN, WORKSPACE, Case, D, check, ints, meant, slope
+from tests.support.prefill_batches import BF16, HALF, HKV, HQ, NAN, WORKSPACE, Case, D, check, meant, slope
 from wrappers import (
     BatchAttentionWithAttentionSinkWrapper,
     BatchPrefillWithPagedKVCacheWrapper,
@@ -128,34 +128,6 @@ def test_sinks_by_class_and_by_name():
 def test_sink_constructor_takes_what_engines_pass():
     hints = dict(backend="fa2", q_data_type=BF16, kv_data_type=BF16, o_data_type=BF16, head_dim_qk=64, head_dim_vo=64)
     BatchAttentionWithAttentionSinkWrapper(WORKSPACE, "NHD", **hints, window_left=5, custom_mask_buf=None)
-
-
-# ---- the documentation's examples, at smaller sizes
-
-
-@pytest.mark.parametrize("form", ["paged", "ragged"])
-def test_documented_example(form):
-    """Runs of two layers with a causal mask, then with the same mask given."""
-    layers, heads, kv_heads, dim, page = 2, 8, 2, 64, 16
-    q_starts = ints([0, 33, 44, 55, 66, 77, 88, 100])
-    q = torch.randn(layers, 100, heads, dim).half()
-    if form == "paged":
-        starts, last = ints([0, 17, 29, 44, 48, 66, 100, 128]), ints([1, 7, 14, 4, 3, 1, 16])
-        wrapper, dims = BatchPrefillWithPagedKVCacheWrapper(WORKSPACE, "NHD"), (heads, kv_heads, dim, page)
-        index, kv_lens = (q_starts, starts, torch.arange(128).int(), last), page * (starts.diff() - 1) + last
-        kv = [(cache,) for cache in torch.randn(layers, 128, 2, page, kv_heads, dim).half()]
-    else:
-        wrapper, dims = BatchPrefillWithRaggedKVCacheWrapper(WORKSPACE, "NHD"), (heads, kv_heads, dim)
-        index, kv_lens = (q_starts, q_starts.clone()), q_starts.diff()
-        kv = [*zip(*torch.randn(2, layers, 100, kv_heads, dim).half())]
-    wrapper.plan(*index, *dims, causal=True)
-    outputs = [wrapper.run(q[i], *kv[i]) for i in range(layers)]
-    assert outputs[0].shape == (100, heads, dim)
-    lens = zip(q_starts.diff().tolist(), kv_lens.tolist())
-    mask = torch.cat([torch.ones(m, n, dtype=torch.bool).tril(n - m).flatten() for m, n in lens])
-    wrapper.plan(*index, *dims, custom_mask=mask)
-    for i, causal in enumerate(outputs):
-        torch.testing.assert_close(wrapper.run(q[i], *kv[i]), causal, rtol=1e-3, atol=1e-3)
 
 
 # ---- the rest of the host

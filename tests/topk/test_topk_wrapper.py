@@ -214,14 +214,6 @@ def test_refused_before_a_launch(launches, name):
         launches.clear()
 
 
-def test_nothing_is_launched_without_rows(launches):
-    for function in cases.FUNCTIONS:
-        case = replace(PLAIN[function], rows=0)
-        found = cases.call(function, inputs_of(case))
-        assert all(t.shape == (0, 7) for t in found.values())
-    assert not launches
-
-
 def test_allocated_outputs(launches):
     i = inputs_of(replace(PLAIN[PAGE_TABLE], given=False))
     out = top_k_page_table_transform(**i)
