@@ -2,17 +2,16 @@
 
     python -m tools.ptxdiff dump build/ptx/before --root ../other-checkout
     python -m tools.ptxdiff dump build/ptx/now --only 'bf16_d128*' --jobs 2
-    python -m tools.ptxdiff compare build/ptx/before build/ptx/now --abi --lines 20
+    python -m tools.ptxdiff compare build/ptx/before build/ptx/now --lines 20
 
 `dump` writes <folder>/<op>/<name>.ptx from the objects in that checkout's build/obj, and compiles the missing ones.
 `compare` pairs kernels by their normalised text, so names may differ. For a kernel without an equal one, it counts the
-lines that differ from the kernel that --map names ("<op>/<name> <op>/<name>", one pair per line), else from the kernel
-with the closest name. The exit status is 1 if a kernel of the first folder has no equal in the second.
+lines that differ from the kernel with the closest name. The exit status is 1 if a kernel of the first folder has no
+equal in the second.
 """
 
 import argparse
 import difflib
-import itertools
 import os
 import re
 import subprocess
@@ -39,7 +38,6 @@ for op, spec in [kernel for kernel in shipped(arch) if matches(kernel[0], kernel
     target.write_text(text)
     print(f"{op}/{spec.name}", flush=True)
 """
-REGISTER = re.compile(r"%(r|rd|rs|rq|p|f|fd|h|b)(\d+)\b")
 
 
 def dump(folder: Path, root: Path, arch: str, only: str, jobs: int) -> int:
@@ -55,44 +53,21 @@ def dump(folder: Path, root: Path, arch: str, only: str, jobs: int) -> int:
     return int(any(statuses))
 
 
-def normalise(ptx: str, abi: bool = False) -> str:
+def normalise(ptx: str) -> str:
     """Remove everything from PTX that is not code: names of kernels and parameters, comments, blank lines, files and
-    line numbers.
-
-    abi: also remove the parameters' locations, that is, the parameter block and the loads from it, and number the
-    registers by first appearance. The result then depends on what is done with the parameters, not on their order and
-    offsets. It does not show that a kernel confuses two parameters.
-    """
+    line numbers."""
     ptx = re.sub(r"/\*.*?\*/", "", ptx, flags=re.DOTALL)
     ptx = re.sub(r"//.*", "", ptx)
     for index, name in enumerate(dict.fromkeys(re.findall(r"\.(?:entry|func)\b[^({;]*?([\w$]+)\s*\(", ptx))):
         ptx = re.sub(rf"(?<![\w$]){re.escape(name)}(?=_param_|(?![\w$]))", f"kernel{index}", ptx)
-    if abi:
-        ptx = re.sub(r"^\s*\.param\b.*\n", "", ptx, flags=re.MULTILINE)
-        ptx = re.sub(r"^\s*(?:ld\.param\b|mov\.\w+\s.*\bkernel\d+_param_).*\n", "", ptx, flags=re.MULTILINE)
-        ptx = re.sub(r"^\s*\.reg\b.*\n", "", ptx, flags=re.MULTILINE)
-        ptx = _renumber(ptx)
     lines = (re.sub(r"\s+", " ", line).strip() for line in ptx.splitlines())
     return "\n".join(line for line in lines if line and not line.startswith((".file", ".loc")))
 
 
-def _renumber(ptx: str) -> str:
-    """Number the registers of each class in the order of their first appearance."""
-    numbers: dict[str, str] = {}
-    counts: dict[str, itertools.count[int]] = {}
-
-    def renamed(found: re.Match[str]) -> str:
-        if found[0] not in numbers:
-            numbers[found[0]] = f"%{found[1]}{next(counts.setdefault(found[1], itertools.count()))}"
-        return numbers[found[0]]
-
-    return REGISTER.sub(renamed, ptx)
-
-
-def read(folder: Path, abi: bool) -> dict[str, str]:
+def read(folder: Path) -> dict[str, str]:
     """Return `<op>/<name>` -> normalised PTX of the files that `dump` wrote."""
     return {
-        path.relative_to(folder).with_suffix("").as_posix(): normalise(path.read_text(), abi)
+        path.relative_to(folder).with_suffix("").as_posix(): normalise(path.read_text())
         for path in sorted(folder.glob("*/*.ptx"))
     }
 
@@ -117,7 +92,7 @@ def differing(one: str, other: str) -> list[str]:
     return [line for line in done.stdout.splitlines() if line.startswith(("< ", "> "))]
 
 
-def compare(before: dict[str, str], after: dict[str, str], renamed: dict[str, str], lines: int) -> int:
+def compare(before: dict[str, str], after: dict[str, str], lines: int) -> int:
     """Print the kernels of `before` without an equal in `after`, with `lines` lines of each difference. Return the exit
     status."""
     texts = set(after.values())
@@ -127,17 +102,13 @@ def compare(before: dict[str, str], after: dict[str, str], renamed: dict[str, st
     equal = len(before) - len(lost)
     print(f"{equal} of {len(before)} kernels have an equal, {len(lost)} have none, {len(new)} are new")
     for label in lost:
-        other = renamed.get(label) or closest(label, new or list(after))
+        other = closest(label, new or list(after))
         if other is None:
             print(f"{label}: nothing to compare with")
             continue
         found = differing(before[label], after[other])
         print(f"{label}: {len(found)} of {before[label].count(chr(10)) + 1} lines differ from {other}")
         print("".join(f"    {line}\n" for line in found[:lines]), end="")
-    mapped = {label: renamed[label] for label in before if label in renamed and label not in lost}
-    for label, other in mapped.items():
-        if after.get(other) != before[label]:
-            print(f"{label}: has an equal, but {other} is not it")
     return int(bool(lost))
 
 
@@ -155,18 +126,15 @@ def main(argv: list[str] | None = None) -> int:
     verb = verbs.add_parser("compare", help="list the kernels of A without an equal in B")
     verb.add_argument("a", type=Path)
     verb.add_argument("b", type=Path)
-    verb.add_argument("--map", type=Path, help="file of pairs (label in A, label in B), one per line")
-    verb.add_argument("--abi", action="store_true", help="ignore the locations of parameters")
     verb.add_argument("--lines", type=int, default=0, help="number of lines printed of each difference")
     args = parser.parse_args(argv)
     if args.verb == "dump":
         return dump(args.folder, args.root, args.arch, args.only, args.jobs)
-    renamed = dict(line.split() for line in args.map.read_text().splitlines() if line.strip()) if args.map else {}
-    before, after = read(args.a, args.abi), read(args.b, args.abi)
+    before, after = read(args.a), read(args.b)
     if not before or not after:
         print(f"no .ptx in {args.a if not before else args.b}", file=sys.stderr)
         return 2
-    return compare(before, after, renamed, args.lines)
+    return compare(before, after, args.lines)
 
 
 if __name__ == "__main__":
