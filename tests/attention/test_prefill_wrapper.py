@@ -11,17 +11,21 @@ from bench.cases import attention as cases
 from cute_kernels.attention import args, sm100
 from tests.support.emulated import E4M3, PLAIN, check, inputs_of
 from wrappers import explain, fp4, trtllm_batch_context_with_kv_cache
-from wrappers.host import scratch
+from wrappers.host import machine, scratch
 
-# ---- the reference as the CPU's backend
+# ---- the reference as the CPU's backend, and kernels
 
 
 @pytest.mark.parametrize("name", cases.EDGE)
-def test_cpu_writes_out_and_lse_in_place(name):
-    inputs = inputs_of(cases.EDGE[name])
-    o, lse = trtllm_batch_context_with_kv_cache(**inputs)
-    assert o is inputs["out"] and lse is inputs["lse"]
-    check(inputs, (o, lse), cases.EDGE[name].tolerance)
+def test_every_case_writes_out_and_lse_in_place(launched, name):
+    case = cases.EDGE[name]
+    inputs = inputs_of(case)
+    for _ in range(2):  # a new plan, then the same one
+        inputs["out"].fill_(math.nan)
+        o, lse = trtllm_batch_context_with_kv_cache(**inputs)
+        assert o is inputs["out"] and lse is inputs["lse"]
+        check(inputs, (o, lse), case.tolerance)
+    assert launched is None or len(launched) == 2 and len(machine.current.plans) == 1
 
 
 @pytest.mark.parametrize(
@@ -85,26 +89,19 @@ T, HQ, D = 42, 4, 64  # tokens, heads and head_dim of the plain case
 
 
 @pytest.mark.parametrize("name", BAD)
-def test_refused_before_anything_is_written(name):
+def test_refused_before_anything_is_written(launched, name):
+    """With a plan of the good call and without."""
     change, error, message = BAD[name]
-    inputs = inputs_of(**change)
-    with pytest.raises(error, match=message):
-        trtllm_batch_context_with_kv_cache(**inputs)
-    if "out" not in change:
-        assert inputs["out"].isnan().all()
+    for count in range(2):
+        inputs = inputs_of(**change)
+        with pytest.raises(error, match=message):
+            trtllm_batch_context_with_kv_cache(**inputs)
+        assert "out" in change or inputs["out"].isnan().all()
+        assert launched is None or len(launched) == count
+        trtllm_batch_context_with_kv_cache(**inputs_of())
 
 
 # ---- the path to a launch
-
-
-@pytest.mark.parametrize("name", cases.EDGE)
-def test_launch_of_every_case(here, launches, name):
-    case = cases.EDGE[name]
-    inputs = inputs_of(case)
-    for _ in range(2):  # a new plan, then the same one
-        inputs["out"].fill_(math.nan)
-        check(inputs, trtllm_batch_context_with_kv_cache(**inputs), case.tolerance)
-    assert len(launches) == 2 and len(here.plans) == 1
 
 
 @pytest.mark.parametrize(
@@ -201,18 +198,6 @@ def test_nothing_is_launched_without_tokens(launches):
     rows_of_nobody = inputs_of(none, query=torch.zeros(3, 4, 64).bfloat16(), out=None, lse=None)
     assert trtllm_batch_context_with_kv_cache(**rows_of_nobody)[0].shape == (3, 4, 64)
     assert not launches
-
-
-@pytest.mark.parametrize("name", BAD)
-def test_refused_before_a_launch(launches, name):
-    """As on the CPU, with a plan and without."""
-    change, error, message = BAD[name]
-    for _ in range(2):
-        with pytest.raises(error, match=message):
-            trtllm_batch_context_with_kv_cache(**inputs_of(**change))
-        assert not launches
-        trtllm_batch_context_with_kv_cache(**inputs_of())
-        launches.clear()
 
 
 @pytest.mark.parametrize(
