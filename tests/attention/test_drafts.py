@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from tests.attention.test_decode_wrapper import EQUAL, PLAIN, decode_of
+from tests.attention.test_decode_wrapper import PLAIN, decode_of
 from wrappers import trtllm_batch_decode_with_kv_cache, xqa
 
 
@@ -68,7 +68,7 @@ def test_drafts_and_other_lengths_under_compile():
     for batch, q_len in ((3, 5), (2, 33), (4, 2)):
         case = replace(PLAIN, q_lens=(q_len,) * batch, kv_lens=(q_len + 20,) * batch)
         mask = packed([tree(q_len, b) for b in range(batch)]).unflatten(0, (batch, q_len))
-        given = EQUAL | {"q_len_per_req": q_len, "mask": mask}
+        given = {"cum_seq_lens_q": None, "max_q_len": None, "q_len_per_req": q_len, "mask": mask}
         want = trtllm_batch_decode_with_kv_cache(**decode_of(case, **given))
         assert all(map(torch.equal, compiled(**decode_of(case, **given)), want))
 
