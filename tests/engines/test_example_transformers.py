@@ -14,7 +14,7 @@ from examples import hugging_face as example
 from tests.support.engine_files import attention
 from tests.support.fake_machine import FakeMachine
 from tests.support.host_work import WAITS, Seen
-from tests.support.untouched import WAYS, moved, watch_transformers
+from tests.support.untouched import WAYS, moved, prepared, watch_transformers
 from wrappers import fp4
 from wrappers.attention.bound import LayerLaunch
 from wrappers.host import machine
@@ -326,12 +326,12 @@ def test_sinks_that_change_are_cast_again():
     assert cache.sinks(0, sinks).tolist() == [5.0] * 4
     assert cache.sinks(0, sinks + 1).tolist() == [6.0] * 4
     for way in WAYS:
-        moved(sinks, way)
-        assert cache.sinks(0, sinks).tolist() == [5.0] * 4
-    both = torch.tensor([1, 2, 3, 4, 5, 6, 7, 8], dtype=torch.bfloat16)
-    for every in (1, 2):  # another stride at the same address
-        sinks.data = both[::every][:4]
-        assert cache.sinks(0, sinks).tolist() == [1 + every * i for i in range(4)]
+        sinks = torch.arange(4).bfloat16()
+        prepared(sinks, way)
+        for _ in range(2):
+            assert cache.sinks(0, sinks).tolist() == [0, 1, 2, 3]
+            moved(sinks, way)
+            way = "set_"
     sinks = torch.nn.Parameter(torch.ones(4, dtype=torch.bfloat16), requires_grad=False)
     first = cache.sinks(0, sinks)
     sinks.data.fill_(5)  # as a loader of weights writes them

@@ -1,6 +1,8 @@
 """All that is kept between calls has a bound: here calls of every public function drive it past that, and each later
 call, of whatever function, gives what it gives as the first call of a process."""
 
+from typing import NamedTuple
+
 import pytest
 import torch
 
@@ -12,6 +14,11 @@ from wrappers.attention import call as attention_call
 from wrappers.attention.bound import LayerLaunch, StepTensors
 from wrappers.flashinfer.trtllm import decode_call
 from wrappers.host import machine, overlap, runtime, scratch
+
+
+class Spec(NamedTuple):
+    number: int
+
 
 SERVED = [names for names in CALLS if names not in UNSERVED]
 TINY = {  # owner and name of a bound -> its value here
@@ -57,6 +64,19 @@ def test_calls_past_every_bound(firsts, tiny, capturing):
             assert made(here, names) == firsts[names], names
             within_bounds(here)
     assert here.plans and here.split_scratch and here.captures or not capturing
+
+
+def test_a_number_of_shapes_is_not_given_again(monkeypatch, tiny):
+    """The plan of a call outlives it, and would serve a call of shapes that do not fit each other."""
+    monkeypatch.setattr(attention_call, "MOST_NUMBERS", 1)
+    name = "trtllm_batch_context_with_kv_cache"
+    good, short = (CALLS[name, "scales"]() for _ in range(2))
+    short["block_tables"] = short["block_tables"][:1]
+    with machine.override(Kernels()):
+        for _ in range(3):
+            FUNCTION[name](**good)
+            with pytest.raises(ValueError, match="block_tables: shape"):
+                FUNCTION[name](**short)
 
 
 def test_counters_past_their_number(firsts, tiny, monkeypatch):
@@ -126,12 +146,12 @@ def test_more_specs_than_are_remembered_by_identity(monkeypatch):
     monkeypatch.setattr(runtime, "HOT_LIMIT", 3)
     for name in ("_HOT", "_KERNELS"):
         monkeypatch.setattr(runtime, name, {})
-    monkeypatch.setattr(runtime, "_obtain", lambda op, spec, arch: (op, spec, arch))
-    for turn in range(3):
-        for number in range(10):
-            spec = (number, turn // 2)
-            assert runtime.kernel("op", spec, "sm_90a") == ("op", (number, turn // 2), "sm_90a")
-            assert len(runtime._HOT) <= 3
+    monkeypatch.setattr(runtime, "_obtain", lambda op, spec, arch: f"{op} {spec}")
+    for number in [*range(10)] * 4:
+        spec = Spec(number)  # equal to one of an earlier turn, at the address of another
+        assert runtime.kernel("op", spec, "sm_90a") == f"op {spec}"
+        assert len(runtime._HOT) <= 3
+        del spec
 
 
 def test_more_layouts_than_overlap_remembers():

@@ -1,4 +1,4 @@
-"""What no case of CI shows: the share of a kernel's PTX that never runs, and values of the constants of specs.
+"""Limits of what no case of CI shows: the share of a kernel's PTX that never runs, and values of specs' constants.
 
 `python -m tests.sim KERNEL --coverage` prints the former; `tests/support/lines.py` names lines that no kernel executes.
 """

@@ -136,19 +136,34 @@ def watch_transformers(patch: Any) -> None:
 
 # ---- other memory for an object that an adapter holds
 
+WAYS = ("set_", "data", "another stride", "another stride at the same address")
+
+
+def _apart(t: torch.Tensor) -> tuple[int, ...]:
+    names = "columns apart", "rows apart by one", "first dimension apart"
+    return strides_of(t)[names[min(t.ndim, len(names)) - 1]]
+
+
+@torch.no_grad()
+def prepared(t: torch.Tensor, way: str) -> None:
+    """Give a tensor the memory that it has before it gets another in a way."""
+    if way.endswith("address"):  # with room behind it
+        t.data = laid_out(t, t.stride())
+        t.untyped_storage().resize_(2 * t.untyped_storage().nbytes())
+
 
 @torch.no_grad()
 def moved(t: torch.Tensor, way: str) -> None:
     """Give a tensor other memory with equal values, and poison the memory that it had. way: one of WAYS."""
     old = torch.empty(0, dtype=t.dtype).set_(t.untyped_storage(), t.storage_offset(), t.shape, t.stride())
-    names = "columns apart", "rows apart by one", "first dimension apart"
-    apart = strides_of(t)[names[min(t.ndim, len(names)) - 1]]
-    new = laid_out(t, apart if way == "another stride" else t.stride())
+    new = laid_out(t, _apart(t) if "stride" in way else t.stride())
+    poison = recast(old, BITS[t.element_size()])
+    poison.fill_(-1 % 256 if t.element_size() == 1 else -1)  # NaN in each type
     if way == "set_":
         t.set_(new.untyped_storage(), 0, new.shape, new.stride())
+    elif way.endswith("address"):
+        there = torch.empty(0, dtype=t.dtype).set_(t.untyped_storage(), t.storage_offset(), t.shape, new.stride())
+        recast(there, BITS[t.element_size()]).copy_(recast(new, BITS[t.element_size()]))
+        t.data = there
     else:
         t.data = new
-    recast(old, BITS[t.element_size()]).fill_(-1 % 256 if t.element_size() == 1 else -1)  # NaN in each type
-
-
-WAYS = ("set_", "data", "another stride")

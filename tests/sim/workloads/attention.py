@@ -231,9 +231,9 @@ def promoting_calls(k: KernelTraits, short: AttentionCase) -> list[AttentionCase
 
 def edge_call(k: KernelTraits, short: AttentionCase) -> AttentionCase:
     """Return a call of tiles of 256 rows whose window begins, in the first row, with the last key of a block, with the
-    first one, and with the second: on Blackwell, the halves of a tile begin in different blocks. Few keys matter, so
-    that each counts."""
-    rows, left = 256, k.block + 5
+    first one, and with the second. On Blackwell, the halves of a tile begin in different blocks, and one is full for
+    the first half alone. Few keys matter, so that each counts."""
+    rows, left = 256, 3 * k.block + 5
     lens = tuple(rows + left + k.block + by for by in (-1, 0, 1))
     return replace(
         short, name="edges", q_lens=(rows,) * 3, kv_lens=lens, heads_q=1, heads_kv=1, window_left=left, soft_cap=0.0,
@@ -246,7 +246,7 @@ def with_small_queries(k: KernelTraits, scenarios: list[Scenario]) -> list[Scena
     by a power of two for each row."""
     if not k.same["kv_dtype"] or k.same["dtype"] != "bf16":
         return scenarios
-    small = {"q_unit": 2.0**-30, "scale": 2.0**29, "data": "normal", "sink": False}
+    small: dict[str, Any] = {"q_unit": 2.0**-30, "scale": 2.0**29, "data": "normal", "sink": False}
     return [
         replace(one, calls=(*one.calls[:-1], replace(one.calls[-1], **small))) if one.name == "boxes" else one
         for one in scenarios

@@ -56,8 +56,8 @@ def prefill() -> list[Scenario]:
         dims(packed, 112, name="head_dim 112, pages of 3", page_size=3),
         dims(plain, 512, name="head_dim 512", q_lens=(3, 70), kv_lens=(61, 133)),
         # K and V of both heads leave L2, so tiles go by sections of heads; lengths of several buckets
-        replace(plain, name="window, a long sequence", q_lens=(300, 5, 130), kv_lens=(33_000, 40, 300), page_size=128,
-                window_left=90, data="normal"),
+        replace(plain, name="window, a long sequence", q_lens=(130, 300, 5), kv_lens=(300, 33_000, 40), page_size=128,
+                window_left=90, data="normal", heads_q=4),
         # rows of 80 bytes, which TMA loads, and 10 factors
         dims(plain, 160, name="head_dim 160, NVFP4 cache", kv_dtype="nvfp4", q_lens=(3, 70), kv_lens=(61, 133)),
     ]  # fmt: skip
