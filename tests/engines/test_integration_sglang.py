@@ -331,14 +331,12 @@ def test_a_graph_holds_for_other_lengths(name, mode, tokens, server, monkeypatch
         batch = model.batch(mode, counts, padding) if number else graph
         for tensor in ("req_pool_indices", "seq_lens", "out_cache_loc"):
             getattr(graph, tensor).copy_(getattr(batch, tensor))
-        before = graph.seq_lens.clone()
         backend.init_forward_metadata_out_graph(graph)
         inputs = model.inputs(len(graph.out_cache_loc))
         for given, new in zip(static, inputs, strict=True):
             for to, of in zip(given, new, strict=True):
                 to.copy_(of)
         model.check(counts, inputs, replay())
-        assert torch.equal(graph.seq_lens, before)
 
 
 @pytest.mark.parametrize("name", CASES)
