@@ -4,12 +4,12 @@ refusal names what does not fit."""
 import pytest
 import torch
 
-from tests.engines.test_integration_sglang import CASES, Model, engine, server
+from tests.engines.test_integration_sglang import CASES, Model, engine
 from tests.support.bad_values import REFUSALS
 from tests.support.emulated import emulation
 from tests.support.untouched import WAYS, moved, prepared
 
-__all__ = ["engine", "server"]  # fixtures
+__all__ = ["engine"]  # a fixture
 HELD = {  # what is held -> a case that has it, and the tensors
     "kv_cache": ("bf16", lambda model: [*model.pool.k_buffer, *model.pool.v_buffer]),
     "k": ("e5m2", lambda model: [*model.pool.k_buffer]),
@@ -17,6 +17,13 @@ HELD = {  # what is held -> a case that has it, and the tensors
     "req_to_token": ("bf16", lambda model: [model.req_to_token]),
     "to_window": ("sinks, windows in a pool of their own", lambda model: [model.to_window]),
 }
+
+
+@pytest.fixture
+def server(engine):
+    """The engine on the CPU, where kernels are emulated."""
+    engine.device = torch.device("cpu")
+    return engine
 
 
 def bound_model(server, monkeypatch, name, of=lambda model: [], way=""):

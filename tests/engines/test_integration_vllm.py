@@ -521,19 +521,24 @@ def test_masks_that_are_not_causal_are_refused(server):
         model.builder.build(0, common)
 
 
-# ---- objects that the plugin holds, and that get other memory between two steps
-
-HELD = {  # what is held -> a case that has it, and the tensor of a layer
+HELD = {  # what the plugin holds, and what gets other memory between two steps -> a case that has it, and the tensor
     "kv_cache": ("fp8, scales", lambda layer: layer.kv_cache),
     "sinks": ("fp8, scales", lambda layer: layer.impl.sinks),
     "alibi_slopes": ("ALiBi", lambda layer: layer.impl.slopes),
 }
 
 
-def bound_model(server, held, way):
+@pytest.fixture
+def on_host(engine):
+    """The engine on the CPU, where kernels are emulated."""
+    engine.platform.device = torch.device("cpu")
+    return engine
+
+
+def bound_model(on_host, held, way):
     """Return a model whose layers repeat their launches."""
     name, of = HELD[held]
-    model = Model(server, CASES[name])
+    model = Model(on_host, CASES[name])
     for layer in model.layers.values():
         prepared(of(layer), way)
     for counts in ({0: 20, 1: 5}, *[{0: 1, 1: 1}] * 3):
@@ -544,11 +549,11 @@ def bound_model(server, held, way):
 
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("held", HELD)
-def test_other_memory(held, way, server):
+def test_other_memory(held, way, on_host):
     """The next results are right, or a refusal names what does not fit."""
     of = HELD[held][1]
     with emulation():
-        model = bound_model(server, held, way)
+        model = bound_model(on_host, held, way)
         for layer in model.layers.values():
             moved(of(layer), way)
             if held == "sinks":
@@ -561,9 +566,9 @@ def test_other_memory(held, way, server):
                 return
 
 
-def test_another_device(server):
+def test_another_device(on_host):
     """Of which the layer's cache is, and nothing else."""
-    model = Model(server, CASES["auto"])
+    model = Model(on_host, CASES["auto"])
     model.step({0: 20, 1: 5})
     for layer in model.layers.values():
         layer.kv_cache = layer.kv_cache.to("meta")
@@ -572,10 +577,10 @@ def test_another_device(server):
 
 
 @pytest.mark.parametrize("held", ["_k_scale_float", "_v_scale_float"])
-def test_other_scales(held, server):
+def test_other_scales(held, on_host):
     """Which vLLM keeps as numbers: those of the step that a launch was bound in are not repeated."""
     with emulation():
-        model, impl, run = one_step(server, "fp8, scales")
+        model, impl, run = one_step(on_host, "fp8, scales")
         before = [run(torch.bfloat16) for _ in range(3)][-1]
         assert impl._launch._launch is not None
         layer = model.layers["layers.0.attn"]
@@ -586,13 +591,10 @@ def test_other_scales(held, server):
 
 
 @pytest.mark.parametrize("way", ["set_", "data"])
-def test_an_output_scale_in_other_memory(way, server):
-    _, _, run = one_step(server, "auto")
-    scale = torch.tensor(0.05, device=server.device)
+def test_an_output_scale_in_other_memory(way, on_host):
+    _, _, run = one_step(on_host, "auto")
+    scale = torch.tensor([0.05])
     first = run(E4M3, output_scale=scale).float()
-    new = torch.tensor(0.1, device=server.device)
-    if way == "set_":
-        scale.set_(new)
-    else:
-        scale.data = new
+    moved(scale, way)
+    scale.fill_(0.1)
     assert torch.allclose(run(E4M3, output_scale=scale).float(), first / 2, rtol=0.1, atol=2**-8)
