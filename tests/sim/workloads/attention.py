@@ -246,7 +246,7 @@ def with_small_queries(k: KernelTraits, scenarios: list[Scenario]) -> list[Scena
     by a power of two for each row."""
     if not k.same["kv_dtype"] or k.same["dtype"] != "bf16":
         return scenarios
-    small: dict[str, Any] = {"q_unit": 2.0**-30, "scale": 2.0**29, "data": "normal", "sink": False}
+    small: dict[str, Any] = {"q_unit": 2.0**-30, "scale": 2.0**27, "data": "normal", "sink": False}
     return [
         replace(one, calls=(*one.calls[:-1], replace(one.calls[-1], **small))) if one.name == "boxes" else one
         for one in scenarios

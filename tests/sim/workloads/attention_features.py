@@ -177,7 +177,7 @@ def other_head_dims() -> list[Scenario]:
     plain = replace(prompts, kv_dtype="")
     packed = replace(plain, q_lens=(5, 0, 2), kv_lens=(133, 9, 0), heads_q=6, dtype="fp8")
     few = replace(prompts, q_lens=(1, 1, 1), kv_lens=(300, 0, 83), interleaved=True, function="decode")
-    small: dict[str, Any] = {"q_unit": 2.0**-20, "scale": 2.0**19, "data": "normal", "sink": False}
+    small: dict[str, Any] = {"q_unit": 2.0**-20, "scale": 2.0**17, "data": "normal", "sink": False}
     found = [
         dims(prompts, 80, name="head_dim 80, NVFP4 cache"),
         dims(prompts, 160, name="head_dim 160, e4m3 cache", kv_dtype="fp8"),
