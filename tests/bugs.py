@@ -265,6 +265,27 @@ BUGS = (
     Bug("operands: an output that is folded passes once its plan is known", "wrappers/attention/plan.py",
         "not (whole := out.is_contiguous()) and overlap.folded(out):", "not (whole := out.is_contiguous()) and False:",
         layout(f"{DECODES}, plain-kernels")),
+    # ---- values that decide a branch
+    Bug("values: both halves of a tile have the window of the first", f"{ATTENTION}/sm100/softmax.py",
+        "tile_tokens(tile_q_stage(spec, w) * w.m_block + half, ROWS,",
+        "tile_tokens(tile_q_stage(spec, w) * w.m_block, ROWS,", "sm_103a bf16_oany_d64_anyw_cap_tma_m256n128s4"),
+    Bug("values: queries that fp16 lacks become zeros", f"{ATTENTION}/quant.py",
+        "cutlass.max(Int32(27), cutlass.min(Int32(227)", "cutlass.max(Int32(127), cutlass.min(Int32(227)",
+        shipped("attention.decode/bf16_kve4m3_d64_causalwb_cap_skip_tma_m64n256s6g2r16")),
+    # ---- the state of a process
+    Bug("state: numbers of shapes are given again", "wrappers/attention/call.py",
+        "_numbers.setdefault(shape_id, next(_next))", "_numbers.setdefault(shape_id, len(_numbers))",
+        "host/test_bounds.py::test_a_number_of_shapes_is_not_given_again"),
+    Bug("state: the runtime library of a second bundle is not checked", "wrappers/host/runtime.py",
+        "any(other.parent == folder for other in _MODULES)", "bool(_MODULES)",
+        "bundles/test_robust.py::test_a_truncated_file_in_the_second_bundle"),
+    # ---- tensors of others
+    Bug("engines: drafts are added to the engine's own lengths", "wrappers/integrations/sglang.py",
+        "batch.seq_lens.to(torch.int32, copy=True)", "batch.seq_lens.to(torch.int32)",
+        "engines/test_integration_sglang.py::test_prompts_chunks_decodes_and_mixed_batches"),
+    Bug("engines: a cache with other strides at its address is not seen", "wrappers/integrations/vllm.py",
+        "(kv_cache.data_ptr(), kv_cache.shape, kv_cache.stride())", "(kv_cache.data_ptr(), kv_cache.shape)",
+        "engines/test_integration_vllm.py::test_other_memory"),
     Bug("host: decreasing offsets pass", "wrappers/flashinfer/values.py",
         "good = numbers == sorted(numbers)", "good = True", "attention/test_refusals.py"),
 )  # fmt: skip

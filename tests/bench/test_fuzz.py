@@ -1,6 +1,7 @@
 """The fuzzer on the CPU: it draws the same calls everywhere, finds planted bugs, shrinks them, and replays files."""
 
 import json
+import math
 from dataclasses import replace
 from pathlib import Path
 
@@ -51,6 +52,18 @@ def test_every_public_function_is_drawn():
     drawn |= {"single_decode_with_kv_cache"}  # the call of flash_attn_with_kvcache with one query and no table
     missing = {name for name in wrappers.__all__ if name[0].islower()} - drawn
     assert not missing
+
+
+def test_values_of_every_magnitude_and_windows_at_every_edge_are_drawn():
+    cases = [draw(0, index, (family,)).case for family in ("prefill", "decode") for index in range(1500)]
+    units = {math.log2(case["q_unit"]) for case in cases if "q_unit" in case}
+    outputs = {math.log2(case["out_scale"]) for case in cases if case.get("out_scale", 0.3) not in (0.3, 2.0, 30.0)}
+    assert {-30, 30, *range(-8, 7)} - {0} <= units and min(outputs) < -20 < 20 < max(outputs)
+    begins = {
+        (n - q - case["window_left"]) % 128 for case in cases if case.get("window_left", -1) > 0
+        for q, n in zip(case.get("q_lens", (8,)), case.get("kv_lens", (8,)))
+    }  # fmt: skip
+    assert {127, 0, 1} <= begins
 
 
 @pytest.mark.parametrize("family", FAMILIES)

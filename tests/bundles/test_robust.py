@@ -112,6 +112,68 @@ def test_a_hash_is_computed_once(made, monkeypatch):
     assert seen == [bundle.RUNTIME, LIBRARY, "topk-0123456789ab.so"]
 
 
+# ---- bundles after others
+
+
+@pytest.fixture
+def second(made, monkeypatch, tmp_path) -> Path:
+    """A bundle of two kernels behind one that holds the first of them alone."""
+    shutil.rmtree(made)
+    fake_bundle.make(made, kernels=[FIRST])
+    monkeypatch.setenv("CUTE_KERNELS_BUNDLE", os.pathsep.join([str(tmp_path / "bundle"), str(tmp_path / "second")]))
+    return fake_bundle.make(tmp_path / "second" / ARCH)
+
+
+def origin(kernel: manifest.Kernel) -> str:
+    found = runtime._from_bundles(*kernel, ARCH)
+    return found[1] if found else runtime._missing(*kernel, ARCH)
+
+
+def test_a_second_bundle_serves_what_the_first_lacks(made, second, monkeypatch):
+    """In one process, in any order; also when the path of search changes in between."""
+    holders = {FIRST[1]: made, SECOND[1]: second}
+    for order in ((SECOND, FIRST, SECOND), (FIRST, SECOND, FIRST)):
+        for kernel in order:
+            assert origin(kernel) == f"loaded from the bundle {holders[kernel[1]]}" and lookup(kernel) == "found True"
+        runtime._KERNELS.clear()
+        runtime._MODULES.clear()
+    monkeypatch.setenv("CUTE_KERNELS_BUNDLE", str(second))
+    assert origin(FIRST) == f"loaded from the bundle {second}"
+    monkeypatch.setenv("CUTE_KERNELS_BUNDLE", str(made))
+    assert f"bundle {made}: " in origin(SECOND) and str(second) not in origin(SECOND)
+
+
+@pytest.mark.parametrize("name", [LIBRARY, bundle.RUNTIME, manifest.FILE])
+def test_a_truncated_file_in_the_second_bundle(made, second, name):
+    """The first bundle still serves what it holds, after a look at the second one, too."""
+    os.truncate(second / name, 7)
+    said = children.run(lambda: "\f".join(map(lookup, (FIRST, SECOND, FIRST)))).split("\f")
+    assert said[0] == said[2] == "found True"
+    why = "cannot be read: " if name == manifest.FILE else f"{LIBRARY} does not load: {name} does not have the hash"
+    assert f"bundle {second}: {why}" in said[1] and f"bundle {made}: " in said[1]
+
+
+def test_a_build_over_a_bundle_that_was_loaded(made, tmp_path):
+    """A process finds the new kernels in the new library, and is told that the old ones are gone."""
+    assert origin(FIRST) == origin(SECOND) == f"loaded from the bundle {made}"
+    new = fake_bundle.make(tmp_path / "new", kernels=[SECOND])
+    os.rename(new / LIBRARY, made / (name := "attention-fedcba987654.so"))
+    held = manifest.read(new)
+    held.libraries["attention"]["file"] = name
+    manifest.write(made, held)
+    old, loaded = runtime._MODULES[made / LIBRARY], origin(SECOND)
+    assert loaded == f"loaded from the bundle {made}" and runtime._MODULES[made / name] is not old
+    assert f"bundle {made}: " in origin(FIRST) and "loaded" not in origin(FIRST)
+    os.truncate(made / name, 7)
+    assert f"{name} does not load: {name} does not have the hash" in children.run(reloaded)
+
+
+def reloaded() -> str:
+    """Look a kernel up as a process that has loaded nothing yet."""
+    runtime._MODULES.clear()
+    return lookup(SECOND)
+
+
 # ---- full disks
 
 

@@ -14,6 +14,7 @@ from examples import hugging_face as example
 from tests.support.engine_files import attention
 from tests.support.fake_machine import FakeMachine
 from tests.support.host_work import WAITS, Seen
+from tests.support.untouched import WAYS, moved, prepared, watch_transformers
 from wrappers import fp4
 from wrappers.attention.bound import LayerLaunch
 from wrappers.host import machine
@@ -31,6 +32,11 @@ def prompts_of(lengths, seed=0, device="cpu"):
 
 def tiny(name, device="cpu"):
     return example.model_of(example.config_of(name, hidden=64, layers=2), device)
+
+
+@pytest.fixture(autouse=True)
+def watching(monkeypatch):
+    watch_transformers(monkeypatch)
 
 
 @pytest.fixture(scope="module")
@@ -319,6 +325,26 @@ def test_sinks_that_change_are_cast_again():
     sinks.fill_(5)
     assert cache.sinks(0, sinks).tolist() == [5.0] * 4
     assert cache.sinks(0, sinks + 1).tolist() == [6.0] * 4
+    for way in WAYS:
+        sinks = torch.arange(4).bfloat16()
+        prepared(sinks, way)
+        for _ in range(2):
+            assert cache.sinks(0, sinks).tolist() == [0, 1, 2, 3]
+            moved(sinks, way)
+            way = "set_"
+    sinks = torch.nn.Parameter(torch.ones(4, dtype=torch.bfloat16), requires_grad=False)
+    first = cache.sinks(0, sinks)
+    sinks.data.fill_(5)  # as a loader of weights writes them
+    assert cache.sinks(0, sinks) is first and first.tolist() == [5.0] * 4
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_other_sinks_at_the_address_of_the_last_ones(dtype):
+    cache, memory = PagedCache(1, pages=2, max_tokens=16, device="cpu"), torch.ones(4, dtype=dtype)
+    for value in (1.0, 2.0):
+        memory.fill_(value)
+        sinks = torch.empty(0, dtype=dtype).set_(memory.untyped_storage(), 0, (4,), (1,))
+        assert cache.sinks(0, sinks).tolist() == [value] * 4
 
 
 def test_rows_of_steps_past_the_pages_go_to_page_0():

@@ -12,7 +12,7 @@ engine, server = sglang.engine, sglang.server
 
 @pytest.mark.parametrize("name", sglang.CASES)
 def test_what_is_written(name, server, monkeypatch):
-    """K and V stay as they are; in 8 bits they are divided in fp32 and saturate."""
+    """In 8 bits, K and V are divided in fp32 and saturate."""
     model = sglang.Model(server, sglang.CASES[name], monkeypatch)
     dtype, heads = model.case.kv_dtype, (sglang.KV_HEADS, model.case.head_dim)
     batch = model.batch("EXTEND", {0: 20})
@@ -21,15 +21,13 @@ def test_what_is_written(name, server, monkeypatch):
         if model.case.scales[0]:
             layer.k_scale_float, layer.v_scale_float = 0.37, 3.1
         q, k, v = (300 * t for t in model.placed(model.inputs(20))[0][:3])
-        given = k.clone(), v.clone()
         with torch.inference_mode():
             layer(q, k, v, batch)
         slots = batch.out_cache_loc
         if model.backend._windows and model.case.windows[number] >= 0:
             slots = model.to_window[slots]
         scales = layer.k_scale_float or 1.0, layer.v_scale_float or 1.0
-        for rows, old, pool, scale in zip((k, v), given, model.pool.get_kv_buffer(number), scales, strict=True):
-            assert torch.equal(rows, old)
+        for rows, pool, scale in zip((k, v), model.pool.get_kv_buffer(number), scales, strict=True):
             pool = pool.transpose(1, 2).reshape(-1, *heads) if model.case.hnd else pool.view(-1, *heads)
             wanted = rows.view(-1, *heads)
             if dtype.itemsize == 1:

@@ -15,9 +15,11 @@ from typing import Any
 import pytest
 import torch
 
+from tests.support.bad_values import REFUSALS
 from tests.support.emulated import emulation
 from tests.support.engine_files import Engine, attention, compare, engine_files, entry_points
 from tests.support.gpu import repeated, without_values
+from tests.support.untouched import WAYS, moved, prepared, watch_vllm
 from tests.support.vllm_stubs import E4M3, DeviceCapability, Platform, reshape_and_cache_flash, stubs
 from wrappers import fp4
 
@@ -56,6 +58,7 @@ def engine():
         from vllm import plugins
 
         plugins.load_general_plugins()
+        watch_vllm(patch)
         yield server
 
 
@@ -375,22 +378,17 @@ def test_nothing_of_the_device_is_read(name, longest, server, monkeypatch):
 
 @pytest.mark.parametrize("name", ["auto", "fp8, scales", "nvfp4, sinks and window"])
 def test_a_layer_repeats_its_launch_and_frees_its_cache(name, server):
-    """With new metadata at each step; other memory of the cache is bound anew. Kernels are emulated."""
+    """With new metadata at each step. Kernels are emulated."""
     with emulation() as here:
         model = Model(server, CASES[name])
         layers, launches = [*model.layers.values()], [layer.impl._launch for layer in model.layers.values()]
         for counts, bound in [({0: 20, 1: 5}, False), ({0: 1, 1: 1}, False), *[({0: 1, 1: 1}, True)] * 3]:
             model.step(counts)
             assert all((launch._launch is not None) == bound for launch in launches)
-        for cache in (layer.kv_cache for layer in layers):
-            cache.set_(cache.untyped_storage().clone(), cache.storage_offset(), cache.shape, cache.stride())
-        model.step({0: 1, 1: 1})
-        assert all(launch._launch is None for launch in launches)
-        model.step({0: 1, 1: 1})
         gone = [weakref.ref(layer.kv_cache.untyped_storage()) for layer in layers]
         here.launches.clear()
         for layer in layers:
-            layer.kv_cache = cache = torch.empty(0)
+            layer.kv_cache = torch.empty(0)
         gc.collect()
         assert [storage() for storage in gone] == [None, None] and launches[0]._kv is None
 
@@ -435,56 +433,6 @@ def test_sinks_that_are_loaded_again(server):
     assert impl.sinks is before and (before == 3.0).all()
 
 
-OTHER = "other.package.Backend"
-
-
-@pytest.fixture
-def slot(engine, monkeypatch):
-    """The registry of attention backends, and a function that loads plugins as a new process with VLLM_PLUGINS does."""
-    from vllm import plugins
-    from vllm.v1.attention.backends import registry
-
-    def load(named: str | None) -> None:
-        monkeypatch.setattr(plugins, "plugins_loaded", False)
-        if named is None:
-            monkeypatch.delenv("VLLM_PLUGINS", raising=False)
-        else:
-            monkeypatch.setenv("VLLM_PLUGINS", named)
-        plugins.load_general_plugins()
-
-    monkeypatch.setattr(registry, "_ATTN_OVERRIDES", {})
-    return registry, load
-
-
-@pytest.mark.parametrize("named", [None, "", "other", "cute_kernels_topk,other"])
-def test_custom_is_left_to_other_packages_unless_the_plugin_is_named(slot, named, monkeypatch):
-    registry, load = slot
-    monkeypatch.setattr("wrappers.integrations.vllm_topk.replace", lambda: None)
-    custom = registry.AttentionBackendEnum.CUSTOM
-    load(named)
-    assert not custom.is_overridden()
-    registry.register_backend(custom, OTHER)
-    load(named)
-    assert custom.get_path() == OTHER
-
-
-@pytest.mark.parametrize("named", ["cute_kernels", "other,cute_kernels"])
-def test_custom_is_the_backend_if_the_plugin_is_named(slot, named):
-    registry, load = slot
-    for _ in range(2):  # vLLM may load plugins again
-        load(named)
-        assert registry.AttentionBackendEnum.CUSTOM.get_path() == "wrappers.integrations.vllm.VllmBackend"
-
-
-def test_a_slot_that_is_taken_is_not_taken_from_its_owner(slot):
-    registry, load = slot
-    custom = registry.AttentionBackendEnum.CUSTOM
-    registry.register_backend(custom, OTHER)
-    with pytest.raises(RuntimeError, match=f"^VLLM_PLUGINS: 'other,cute_kernels', must not name .* CUSTOM as {OTHER}"):
-        load("other,cute_kernels")
-    assert custom.get_path() == OTHER
-
-
 REFUSED = {
     "head size": (Case(head_size=72), {}, "head_size not supported"),
     "model in fp32": (Case(dtype=torch.float32), {}, "dtype not supported"),
@@ -508,33 +456,6 @@ def test_blackwell(dtype, server):
     """Has kernels of what Hopper has."""
     for capability, size in product(((10, 0), (10, 3)), (64, 256)):
         assert layer_of(server, Case(dtype, head_size=size, capability=capability)).impl.head_size == size
-
-
-@pytest.mark.parametrize("asked", ["use_mla", "use_sparse", "use_mm_prefix", "use_per_head_quant_scales",
-    "use_non_causal", "use_batch_invariant", "use_pcp", "use_dcp", "use_rswa"])  # fmt: skip
-def test_modes_that_are_refused(asked, server):
-    from vllm.v1.attention.backends.registry import AttentionBackendEnum
-    from vllm.v1.attention.selector import AttentionSelectorConfig
-
-    backend = AttentionBackendEnum.CUSTOM.get_class()
-    server.config = config_of(Case())
-    config = AttentionSelectorConfig(64, torch.bfloat16, "auto", 16, has_sink=True, has_sliding_window=True)
-    valid = backend.validate_configuration(device_capability=DeviceCapability(9, 0), **config._asdict())
-    reasons = backend.validate_configuration(
-        device_capability=DeviceCapability(9, 0), **config._replace(**{asked: True})._asdict()
-    )
-    assert not valid and len(reasons) == 1
-
-
-@pytest.mark.parametrize("options, message", [
-    ({"attn_type": "encoder_only"}, "attn_type: encoder_only, must be "),
-    ({"kv_cache_dtype": "nvfp4_4over6"}, "kv_cache_dtype: 'nvfp4_4over6', must be one of auto, float16"),
-])  # fmt: skip
-def test_refused_by_the_layer(options, message, server):
-    from wrappers.integrations.vllm import VllmImpl
-
-    with pytest.raises(NotImplementedError, match=message):
-        VllmImpl(HEADS, 64, 0.125, KV_HEADS, **options)
 
 
 def one_step(server, name):
@@ -598,3 +519,82 @@ def test_masks_that_are_not_causal_are_refused(server):
     common.causal = False
     with pytest.raises(NotImplementedError, match="causal: False, must be True"):
         model.builder.build(0, common)
+
+
+HELD = {  # what the plugin holds, and what gets other memory between two steps -> a case that has it, and the tensor
+    "kv_cache": ("fp8, scales", lambda layer: layer.kv_cache),
+    "sinks": ("fp8, scales", lambda layer: layer.impl.sinks),
+    "alibi_slopes": ("ALiBi", lambda layer: layer.impl.slopes),
+}
+
+
+@pytest.fixture
+def on_host(engine):
+    """The engine on the CPU, where kernels are emulated."""
+    engine.platform.device = torch.device("cpu")
+    return engine
+
+
+def bound_model(on_host, held, way):
+    """Return a model whose layers repeat their launches."""
+    name, of = HELD[held]
+    model = Model(on_host, CASES[name])
+    for layer in model.layers.values():
+        prepared(of(layer), way)
+    for counts in ({0: 20, 1: 5}, *[{0: 1, 1: 1}] * 3):
+        model.step(counts)
+    assert all(layer.impl._launch._launch is not None for layer in model.layers.values())
+    return model
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("held", HELD)
+def test_other_memory(held, way, on_host):
+    """The next results are right, or a refusal names what does not fit."""
+    of = HELD[held][1]
+    with emulation():
+        model = bound_model(on_host, held, way)
+        for layer in model.layers.values():
+            moved(of(layer), way)
+            if held == "sinks":
+                of(layer).add_(1.0)
+        for _ in range(3):
+            try:
+                model.step({0: 1, 1: 1})
+            except REFUSALS as error:
+                assert "stride" in way and held in str(error)
+                return
+
+
+def test_another_device(on_host):
+    """Of which the layer's cache is, and nothing else."""
+    model = Model(on_host, CASES["auto"])
+    model.step({0: 20, 1: 5})
+    for layer in model.layers.values():
+        layer.kv_cache = layer.kv_cache.to("meta")
+    with pytest.raises(ValueError, match=r"^cache.kv \(K\): device meta, must be that of k, cpu"):
+        model.step({0: 1, 1: 1})
+
+
+@pytest.mark.parametrize("held", ["_k_scale_float", "_v_scale_float"])
+def test_other_scales(held, on_host):
+    """Which vLLM keeps as numbers: those of the step that a launch was bound in are not repeated."""
+    with emulation():
+        model, impl, run = one_step(on_host, "fp8, scales")
+        before = [run(torch.bfloat16) for _ in range(3)][-1]
+        assert impl._launch._launch is not None
+        layer = model.layers["layers.0.attn"]
+        setattr(layer, held, 2 * getattr(layer, held))
+        found = run(torch.bfloat16)
+        impl._launch.forget()
+        assert torch.equal(found, run(torch.bfloat16)) and not torch.equal(found, before)
+
+
+@pytest.mark.parametrize("way", ["set_", "data"])
+def test_an_output_scale_in_other_memory(way, on_host):
+    _, _, run = one_step(on_host, "auto")
+    scale = torch.tensor([0.05])
+    first = run(E4M3, output_scale=scale).float()
+    moved(scale, way)
+    scale.fill_(0.1)
+    assert torch.allclose(run(E4M3, output_scale=scale).float(), first / 2, rtol=0.1, atol=2**-8)

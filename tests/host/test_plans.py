@@ -295,12 +295,15 @@ def test_offsets_of_equal_requests(here):
     assert here.launches[-1][2]["cu_seqlens_q"].tolist() == [0, 3, 6], "as many requests of another length"
 
 
-@pytest.mark.parametrize("change", ["table", "table's memory", "transposed", "lengths", "lengths' memory", "offsets"])
+@pytest.mark.parametrize("change", [
+    "table", "table's memory", "transposed", "lengths", "lengths' memory", "lengths' stride", "offsets",
+])  # fmt: skip
 def test_index_tensors_that_are_changed_in_place_are_seen(here, change):
     """What was made of the last ones is kept by identity."""
     case = replace(PLAIN, kv_lens=(19, 30))
     inputs = cases.make_inputs(case) | {"block_tables": torch.arange(4).int().view(2, 2)}
-    inputs["seq_lens"] = inputs["seq_lens"].to(torch.uint32)
+    apart = torch.tensor([19, 1, 30, 1], dtype=torch.uint32)
+    inputs["seq_lens"] = apart[:2] if change == "lengths' stride" else apart[::2].contiguous()
     CONTEXT(**inputs)
     table, lens, offsets = (inputs[n] for n in ("block_tables", "seq_lens", "cum_seq_lens_q"))
     refused = None
@@ -316,6 +319,9 @@ def test_index_tensors_that_are_changed_in_place_are_seen(here, change):
         refused = "batch_size: 2"
     elif change == "lengths' memory":
         lens.set_(torch.tensor([1, 2], dtype=torch.uint32))
+    elif change == "lengths' stride":
+        lens.set_(apart.untyped_storage(), 0, (2,), (2,))
+        refused = "seq_lens: stride"
     else:
         offsets.resize_(2)
         refused = "cum_seq_lens_q: shape"

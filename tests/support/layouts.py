@@ -225,13 +225,16 @@ class Memory(NamedTuple):
     own: dict[int, torch.Tensor]
 
     @staticmethod
-    def of(tensors: list[torch.Tensor]) -> "Memory":
+    def of(tensors: list[torch.Tensor], own: bool = True) -> "Memory":
+        """Return the memory of tensors. own: False if no byte of it counts as one of a tensor."""
         found = Memory({}, {})
         for t in tensors:
             memory, size = t.untyped_storage(), t.element_size()
             whole = torch.empty(0, dtype=torch.uint8, device=t.device).set_(memory)
             found.held.setdefault(memory.data_ptr(), whole)
             mask = found.own.setdefault(memory.data_ptr(), torch.zeros_like(whole))
+            if not own:
+                continue
             shape = [min(n, 1) if stride == 0 else n for n, stride in zip(t.shape, t.stride())]
             mask.as_strided((*shape, size), (*(size * n for n in t.stride()), 1), size * t.storage_offset()).fill_(1)
         return found

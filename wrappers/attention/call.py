@@ -132,6 +132,7 @@ class TableLayout(NamedTuple):
 
 
 SHARED, SEPARATE = TableLayout(), TableLayout(shared=False)
+MOST_NUMBERS = 4096
 _numbers: dict[tuple[Any, ...], int] = {}  # shapes -> their number, which is never reused
 _next = count()
 _nothing: dict[torch.device, tuple[torch.Tensor, ...]] = {}  # a page table and lengths without elements
@@ -160,9 +161,10 @@ def sequences_of(
     kept = _kept
     for at, (kept_table, kept_lens, kept_offsets, kept_layout, known) in enumerate(kept):
         if table is kept_table and lens is kept_lens and offsets is kept_offsets and layout is kept_layout:
-            shape, stride, address, size, lens_address, found = known
+            shape, stride, address, size, lens_memory, found = known
             same = (table.shape == shape and table.stride() == stride and table.data_ptr() == address
-                    and lens.numel() == size and (lens is found.kv_lens or lens.data_ptr() == lens_address)
+                    and lens.numel() == size
+                    and (lens is found.kv_lens or (lens.data_ptr(), lens.stride()) == lens_memory)
                     and (offsets is None or offsets.numel() == size + 1))  # fmt: skip
             if same and not at:
                 return found
@@ -175,7 +177,7 @@ def sequences_of(
     if found.batch < 0 or not machine.current.may_keep(table.device):
         return found
     if offsets is None or offsets.numel() == found.batch + 1:
-        known = table.shape, table.stride(), table.data_ptr(), lens.numel(), lens.data_ptr(), found
+        known = table.shape, table.stride(), table.data_ptr(), lens.numel(), (lens.data_ptr(), lens.stride()), found
         _kept = ((table, lens, offsets, layout, known), *kept[: MOST_KEPT - 1])
     return found
 
@@ -250,7 +252,7 @@ def _strided_all(starts: Any, table: Any, lens: Any, offsets: Any) -> bool:
 
 
 def _numbered(made: SequenceBatch, shape_id: tuple[Any, ...]) -> SequenceBatch:
-    if len(_numbers) >= 4096:  # a caller may vary shapes for ever
+    if len(_numbers) >= MOST_NUMBERS:  # a caller may vary shapes for ever
         _numbers.clear()
     return made._replace(shape_id=_numbers.setdefault(shape_id, next(_next)))
 

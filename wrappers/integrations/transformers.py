@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 import torch
 from transformers import AttentionInterface
 
-from ..attention.bound import LayerLaunch, StepTensors
+from ..attention.bound import LayerLaunch, StepTensors, memory_of
 from ..attention.call import AttentionCall
 from ..flashinfer.trtllm import context_call, decode_call
 from ..host import machine
@@ -90,7 +90,7 @@ class PagedCache:
         self._seen = [0] * batch  # tokens of each slot that the host knows; replayed steps are not among them
         self._pools: dict[int, KVCacheTarget] = {}  # of each layer
         self._launches: dict[int, LayerLaunch] = {}  # of each layer
-        self._sinks: dict[int, tuple[Any, torch.Tensor]] = {}  # of each layer: its memory and version, and in fp32
+        self._sinks: dict[int, tuple[Any, torch.Tensor, torch.Tensor]] = {}  # of each layer: where, as given, in fp32
 
     def admit(self, request: int, tokens: int) -> None:
         """Give a request, which takes a free slot of the batch, pages for `tokens` tokens.
@@ -219,13 +219,20 @@ class PagedCache:
         return KVCacheTarget(kv, "NHD", sf, k_scale, v_scale)
 
     def sinks(self, layer: int, sinks: torch.Tensor | None) -> torch.Tensor | None:
-        """Return a layer's sinks in fp32, as kernels take them; they are cast again only if they have changed."""
+        """Return a layer's sinks in fp32, as kernels take them, in the same memory at each step.
+
+        Sinks of another type are cast at each step: a weight may be written without a trace, as by `w.data.copy_(...)`.
+        """
         if sinks is None:
             return None
-        state = sinks.data_ptr(), None if sinks.is_inference() else sinks._version
-        if self._sinks.get(layer, (None,))[0] != state:
-            self._sinks[layer] = state, sinks.detach().float()
-        return self._sinks[layer][1]
+        where = sinks.dtype, *memory_of([sinks])
+        known = self._sinks.get(layer)
+        if known is None or known[0] != where:
+            own = sinks.detach()  # keeps the memory, so that no other sinks get its address
+            known = self._sinks[layer] = where, own, own.float()
+        elif known[1].dtype != torch.float32:
+            known[2].copy_(known[1])
+        return known[2]
 
     def launch(self, layer: int) -> LayerLaunch:
         """Return the launch of a layer's attention, which later steps repeat."""

@@ -316,7 +316,7 @@ class VllmImpl(AttentionImpl[VllmMetadata]):
         The result is kept, and not computed again if the value of output_scale changes in place: other backends of
         vLLM read it once, too. In a capture it is part of the graph, and is not kept.
         """
-        kept, asked = self._out_factor, (out_scale, multiply)
+        kept, asked = self._out_factor, (out_scale, multiply, output_scale.data_ptr())
         if kept is not None and kept[0] is output_scale and kept[1] == asked:
             return kept[2]  # type: ignore[no-any-return]
         scale = output_scale.reshape(1).float()

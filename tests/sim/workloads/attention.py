@@ -229,28 +229,57 @@ def promoting_calls(k: KernelTraits, short: AttentionCase) -> list[AttentionCase
     return [replace(long, soft_cap=0.0, out_dtype="nvfp4"), replace(long, soft_cap=12.0, out_dtype="fp8")]
 
 
+def edge_call(k: KernelTraits, short: AttentionCase) -> AttentionCase:
+    """Return a call of tiles of 256 rows whose window begins, in the first row, with the last key of a block, with the
+    first one, and with the second. On Blackwell, the halves of a tile begin in different blocks, and one is full for
+    the first half alone. Few keys matter, so that each counts."""
+    rows, left = 256, 3 * k.block + 5
+    lens = tuple(rows + left + k.block + by for by in (-1, 0, 1))
+    return replace(
+        short, name="edges", q_lens=(rows,) * 3, kv_lens=lens, heads_q=1, heads_kv=1, window_left=left, soft_cap=0.0,
+        data="normal", scale=0.0 if short.dtype == "fp8" else 1.0, lse=True,
+    )  # fmt: skip
+
+
+def with_small_queries(k: KernelTraits, scenarios: list[Scenario]) -> list[Scenario]:
+    """Return scenarios in which one call over a quantised cache has bf16 queries that fp16 lacks: MMAs get them divided
+    by a power of two for each row."""
+    if not k.same["kv_dtype"] or k.same["dtype"] != "bf16":
+        return scenarios
+    small: dict[str, Any] = {"q_unit": 2.0**-30, "scale": 2.0**27, "data": "normal", "sink": False}
+    return [
+        replace(one, calls=(*one.calls[:-1], replace(one.calls[-1], **small))) if one.name == "boxes" else one
+        for one in scenarios
+    ]
+
+
 def attention_cases(spec: Any, thorough: bool = False) -> list[Scenario]:
-    """Return scenarios for the kernel `spec`. thorough: every box size too.
+    """Return scenarios for the kernel `spec`. thorough: every box size too."""
+    k = traits_of(spec)
+    return with_small_queries(k, cases_of(k, structure(spec) is None, spec.head_dim_qk, thorough))
+
+
+def cases_of(k: KernelTraits, alike: bool, dim: int, thorough: bool) -> list[Scenario]:
+    """Return scenarios for a kernel. alike: whether another kernel stands for its structure. dim: its head_dim_qk.
 
     Kernels that gather, and prefill over quantised caches, share the rest of their code with other kernels; only
     those in `structures` get all scenarios."""
-    k = traits_of(spec)
     if k.skips:
         return skipping_cases(k)
     if k.shares:
         return sharing_cases(k)
-    twin = (k.gathers or bool(k.same["kv_dtype"]) and not k.decodes) and structure(spec) is None
+    twin = (k.gathers or bool(k.same["kv_dtype"]) and not k.decodes) and alike
     wider = k.general or k.decodes and k.work != tile_table.NARROW  # a narrower window is served by another kernel
     window = (300 if wider else 75) if k.window else -1
     other = -1 if k.cap or k.decodes else window  # a kernel with a window serves calls without one
     first, second = ((5, 0, 40), (2, 1, 3)) if k.decodes else ((3, 0, 150), (9, 1, 197))
     if k.few_rows:
         first, second = (2, 0, 1), (1, 2, 1)
-    elif twin or k.custom and spec.head_dim_qk == 64:
+    elif twin or k.custom and dim == 64:
         first = first[0], 0, 40
     heads: dict[str, Any] = {"heads_q": 6 if k.decodes else 2, "heads_kv": 2}
     same = k.same | heads | {"data": "needles"} | ({"skip": 1e-30} if k.wide else {})
-    stacked = "stacked" if spec.head_dim_qk == spec.head_dim_vo else "tuple"
+    stacked = "stacked" if k.same["head_dim_vo"] == dim else "tuple"
     page_size = 16 if k.same["dtype"] == "bf16" and not twin else 8  # with 64 below, every size of TMA box
     pages, larger = ((1, 5, 24), 100) if k.gathers else ((8, 16, 32), 64)
     in_forms = {"": (), "bits": ("csr", "mask"), "ranges": ("csr", "ranges"), "prefix": ("csr", "prefix")}[k.custom]
@@ -335,6 +364,8 @@ def attention_cases(spec: Any, thorough: bool = False) -> list[Scenario]:
         lens = 5 * k.block + 9, k.block - 8, 4 * k.block, k.block, 2 * k.block - 9
         few = replace(ragged, name="few", q_lens=(40, 150, 1, 3, 2), kv_lens=lens, soft_cap=9.0 if k.cap else 0.0)
         found.append(Scenario("few", (few,), SMS, in_forms))
+    if k.window and not (k.decodes or k.custom or k.gathers):
+        found.append(Scenario("edges", (edge_call(k, short),), sms, in_forms))
     if k.promoted:
         found.append(Scenario("promoted", tuple(promoting_calls(k, short)), sms))
     if thorough and not (k.gathers or k.custom):

@@ -55,6 +55,11 @@ def prefill() -> list[Scenario]:
         dims(plain, 80, name="head_dim 80", page_size=8, strided_q=True),
         dims(packed, 112, name="head_dim 112, pages of 3", page_size=3),
         dims(plain, 512, name="head_dim 512", q_lens=(3, 70), kv_lens=(61, 133)),
+        # K and V of both heads leave L2, so tiles go by sections of heads; lengths of several buckets
+        replace(plain, name="window, a long sequence", q_lens=(130, 300, 5), kv_lens=(300, 33_000, 40), page_size=128,
+                window_left=90, data="normal", heads_q=4),
+        # rows of 80 bytes, which TMA loads, and 10 factors
+        dims(plain, 160, name="head_dim 160, NVFP4 cache", kv_dtype="nvfp4", q_lens=(3, 70), kv_lens=(61, 133)),
     ]  # fmt: skip
     levels = replace(
         packed, data="levels", scale=STEP_SCALE, q_lens=(5, 0, 30), kv_lens=(1190, 9, 700), skip=160.0
@@ -172,9 +177,9 @@ def other_head_dims() -> list[Scenario]:
     plain = replace(prompts, kv_dtype="")
     packed = replace(plain, q_lens=(5, 0, 2), kv_lens=(133, 9, 0), heads_q=6, dtype="fp8")
     few = replace(prompts, q_lens=(1, 1, 1), kv_lens=(300, 0, 83), interleaved=True, function="decode")
+    small: dict[str, Any] = {"q_unit": 2.0**-20, "scale": 2.0**17, "data": "normal", "sink": False}
     found = [
         dims(prompts, 80, name="head_dim 80, NVFP4 cache"),
-        dims(prompts, 160, name="head_dim 160, NVFP4 cache"),
         dims(prompts, 160, name="head_dim 160, e4m3 cache", kv_dtype="fp8"),
         dims(prompts, 512, name="head_dim 512, NVFP4 cache", q_lens=(3, 70), kv_lens=(61, 133)),
         dims(plain, 192, name="head_dim 192", q_lens=(130, 1)),
@@ -188,6 +193,11 @@ def other_head_dims() -> list[Scenario]:
         dims(few, 48, name="head_dim 48, e4m3", kv_dtype="", dtype="fp8", out_dtype="bf16", interleaved=False),
         dims(few, 208, name="head_dim 208, e4m3 cache", kv_dtype="fp8", interleaved=False),
         dims(few, 96, name="head_dim 96, e4m3 cache, 12 rows", kv_dtype="fp8", interleaved=False, q_lens=(4, 1, 1)),
+        *(
+            replace(one, name=f"small queries, {function}, {kind}", kv_dtype=kind, interleaved=False, **small)
+            for function, one in (("prefill", prompts), ("decode", few))
+            for kind in ("e5m2", "int8-token")
+        ),
     ]
     return [Scenario(case.name, (case,), SHARED_SMS) for case in found]
 

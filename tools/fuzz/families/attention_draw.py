@@ -13,6 +13,7 @@ TMA_PAGES = (8, 16, 16, 32, 64, 64, 128, 256)
 ANY_PAGES = (1, 1, 2, 3, 5, 24, 48, 100)
 HEADS = ((1, 1), (2, 1), (4, 4), (4, 2), (6, 2), (8, 1), (8, 2), (5, 1), (7, 1), (16, 2), (16, 1), (24, 8), (40, 8))
 USUAL = (64, 128)  # head dims of most kernels
+BLOCKS = (32, 64, 80, 96, 128, 192, 256, 384, 512)  # keys per stage of kernels
 LOGITS, SMALL = 3 << 23, 1 << 18  # most logits of a call
 DECODE = {
     "trtllm_batch_decode_with_kv_cache": 35, "xqa": 15, "xqa_batch_decode_with_kv_cache": 12,
@@ -119,6 +120,34 @@ def _lengths(rng: Random, call: dict[str, Any], decode: bool, function: str, hea
     call |= {"q_lens": q, "kv_lens": n}
 
 
+def _window(rng: Random, c: dict[str, Any]) -> int:
+    """Draw a window: of any size, or one that begins, in a row which may begin a tile, at the edge of a block of keys,
+    a key before it, or a key behind it."""
+    if rng.random() < 0.4:
+        return rng.choice((0, 1, 15, 64, 127, 128, 500, 1 << 20))
+    rows, keys = rng.choice(list(zip(c["q_lens"], c["kv_lens"])))
+    position = keys - rows + rng.choice([row for row in (0, 0, 64, 128, 192, 256) if row < max(rows, 1)])
+    block = rng.choice(BLOCKS)
+    edge = block * rng.randint(0, max(position, 0) // block) + rng.choice((-1, 0, 1))
+    return max(0, position - edge)
+
+
+def _magnitudes(rng: Random, c: dict[str, Any], extra: dict[str, Any], function: str) -> None:
+    """Draw queries of any magnitude that their type has, a scale that gives scores of any use, and outputs of any
+    magnitude."""
+    if c["dtype"] == "fp8" or c["data"] != "normal" or extra.get("rope") or extra.get("hostile") or c.get("skip"):
+        return
+    if rng.random() < 0.25:
+        power = rng.randint(-30, 30) if c["dtype"] == "bf16" else rng.randint(-8, 6)
+        c["q_unit"], c["scale"] = 2.0**power, 2.0 ** (rng.choice((-3, -2, 0)) - power)
+    elif rng.random() < 0.15:
+        c["scale"] = 2.0 ** rng.randint(-30, 1)
+    if c["dtype"] == "bf16" and not c.get("out_dtype") and not c.get("device") and "scales" not in extra and (
+        function in (TRTLLM, CONTEXT) and rng.random() < 0.15
+    ):  # fmt: skip
+        c["out_scale"] = 2.0 ** rng.randint(-30, 30)
+
+
 def _modifiers(rng: Random, c: dict[str, Any], extra: dict[str, Any], decode: bool, function: str, tma: bool) -> None:
     """Draw masks, modifiers of logits, scales and skip-softmax."""
     usual = c["head_dim_qk"] in USUAL and c["head_dim_vo"] in USUAL
@@ -135,7 +164,7 @@ def _modifiers(rng: Random, c: dict[str, Any], extra: dict[str, Any], decode: bo
         c["skip"] = rng.choice((1e-30, 1e-3, 1e-2, 0.1))
         return
     if rng.random() < 0.3:
-        c["window_left"] = rng.choice((0, 1, 15, 64, 127, 128, 500, 1 << 20))
+        c["window_left"] = _window(rng, c)
         if function == "trtllm_fmha_v2_prefill":
             c["causal"] = True
     if rng.random() < 0.22 and function not in ("xqa", "xqa_batch_decode_with_kv_cache"):
@@ -246,6 +275,7 @@ def draw(family: str, rng: Random, options: Options) -> Call:
         c["data"] = "normal"
     if family != "layers":
         _hostile(rng, c, extra, function)
+    _magnitudes(rng, c, extra, function)
     mode = rng.choices(("eager", "graph", "threads"), (76, 16, 8))[0]
     if family == "layers":
         mode = "bind" if function in BOUND and rng.random() < 0.5 else "repeat"
