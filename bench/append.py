@@ -13,7 +13,7 @@ import wrappers
 from wrappers import KVCacheTarget, PageLists, QueryOutput, RMSNorm, RotaryEmbedding, append_qkv, fp4
 from wrappers.host import machine
 
-from . import merging
+from . import latent, merging
 from .harness import Ceilings, Measurement, Setup, host_times, rotated
 from .timing import Call
 from .topk import beside_floor, every
@@ -26,6 +26,7 @@ CASES = (
     "nvfp4-quantize-n65536-h8-d128",
     "nvfp4-dequantize-n65536-h8-d128",
     *merging.CASES,
+    *latent.CASES,
 )
 HOST_CASE = f"append-bf16-n64-{SHAPE}"
 MERGED = {"merge_states": "merge-states-n64-s4-h32-d128", "merge_state": "merge-state-n64-h32-d128"}
@@ -287,6 +288,8 @@ def parts_of(name: str) -> tuple[Callable[..., Any], dict[str, Callable[[Any], A
         return make_quantize, QUANTIZERS, check_quantize
     if name.startswith("nvfp4-dequantize"):
         return make_dequantize, DEQUANTIZERS, check_dequantize
+    if name in latent.CASES:
+        return latent.make, latent.PROVIDERS, latent.check
     if name.startswith("merge-"):
         return merging.make, merging.PROVIDERS, merging.check
     return make, PROVIDERS, check

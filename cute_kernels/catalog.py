@@ -9,6 +9,7 @@ from typing import Any
 from . import archs, manifest
 from .attention import dispatch as attention
 from .cache_write import dispatch as cache_write
+from .latent import dispatch as latent
 from .manifest import Kernel
 from .merge_states import dispatch as merge_states
 from .topk import dispatch as topk
@@ -17,6 +18,7 @@ FAMILIES = {  # operator family -> dispatch
     "attention": attention,
     "topk": topk,
     "cache_write": cache_write,
+    "latent": latent,
     "merge_states": merge_states,
 }
 ARCHS = archs.NAMES

@@ -31,7 +31,8 @@ class AttentionRow(NamedTuple):
 class ElementRow(NamedTuple):
     """Kernels of an op other than attention. dtypes: of the rows. Top-k needs no more, because all plans of a type are
     shipped. kinds: kernels that write caches are "append", "transform", "gather" or "token", see `CacheWriteSpec`;
-    kernels that merge states take "states" in one tensor or a "pair" of tensors. caches: types of the caches that are
+    kernels that merge states take "states" in one tensor or a "pair" of tensors; those of latent caches are named by
+    their records. caches: types of the caches that are
     written."""
 
     op: str
@@ -103,5 +104,12 @@ CACHE_WRITE = (
     ElementRow("cache_write.rows", ("bf16", "fp16"), ("token",), ("e4m3",)),
     ElementRow("cache_write.rows", ("bf16",), ("gather",), ("bf16",)),
     ElementRow("cache_write.rows", ("fp16",), ("gather",), ("fp16",)),
+)
+LATENT = (
+    ElementRow(
+        "latent.write", ("bf16",), ("rows", "e4m3", "656", "528_fp32", "528", "528_planar", "584", "352", "288")
+    ),
+    ElementRow("latent.write", ("bf16",), ("132", "rows joined", "656 joined")),
+    ElementRow("latent.write", ("fp16",), ("rows", "132")),
 )
 MERGE_STATES = (ElementRow("merge_states.rows", ("bf16", "fp16", "fp32"), ("states", "pair")),)

@@ -30,6 +30,9 @@ from cute_kernels.attention.sm90 import tile_table as sm90_tiles
 from cute_kernels.attention.sm100 import tile_table as sm100_tiles
 from cute_kernels.cache_write import dispatch as cache_write
 from cute_kernels.cache_write.request import CacheWriteRequest
+from cute_kernels.latent import dispatch as latent
+from cute_kernels.latent.records import INDEX, RECORDS
+from cute_kernels.latent.request import LatentRequest
 from cute_kernels.merge_states import dispatch as merge_states
 from cute_kernels.merge_states.request import MergeRequest
 from cute_kernels.topk import dispatch as topk
@@ -51,6 +54,7 @@ FAMILIES: dict[str, Any] = {
     "xqa": attention,
     "top-k": topk,
     "append": cache_write,
+    "latent": latent,
     "merge": merge_states,
 }
 
@@ -219,6 +223,14 @@ ASKED: tuple[tuple[str, Any, str, dict[str, dict[str, Any]]], ...] = (  # argume
     ("append", APPEND, "rows of Q and K with", dict.fromkeys(("RMS norm", "RoPE", "RoPE in place"), TRANSFORM)),
     ("append", APPEND, "places", {"slot mapping": {}, "CSR page lists": {}, "block table": {}}),
     ("append", APPEND, "with", {"CUDA graph replay": {}}),
+    ("latent", LatentRequest(), "record", {name: {"record": name} for name in RECORDS if name != INDEX}),
+    (
+        "latent",
+        LatentRequest(),
+        "rows of",
+        {"an indexer": {"record": INDEX}, "an indexer in one launch": {"joined": True}},
+    ),
+    ("latent", LatentRequest(), "with", {"RMS norm": {}, "RoPE": {}, "a query": {}, "CUDA graph replay": {}}),
     ("merge", MergeRequest("bf16"), "V", {d: {"dtype": d} for d in ("bf16", "fp16", "fp32")}),
     ("merge", MergeRequest("bf16"), "states", {"of one tensor": {"pair": False}}),
     ("merge", MergeRequest("bf16", True), "states", {"of two tensors": {"pair": True}, "in place": {"pair": True}}),

@@ -47,7 +47,7 @@ GROUPS = {  # page -> (title, first sentence, names)
         "Functions beside attention. The guide is [Caches](../docs/caches.md).",
         (
             *NAMES["caches"], "KVCacheTarget", "PageLists", "BlockTable", "RMSNorm", "RotaryEmbedding", "QueryOutput",
-            "FP4Tensor",
+            "LatentCache", "LatentNorm", "LatentQuery", "IndexerRows", "LatentOutputs", "FP4Tensor",
         ),
     ),
     "explain": (

@@ -10,6 +10,7 @@ from .cache_write.rotation import RotaryEmbedding
 from .flash_attn.api import flash_attn_func, flash_attn_varlen_func, flash_attn_with_kvcache
 from .flashinfer.cascade import merge_state, merge_state_in_place, merge_states
 from .flashinfer.engines import trtllm_fmha_v2_prefill, xqa_batch_decode_with_kv_cache
+from .flashinfer.latent import append_paged_mla_kv_cache
 from .flashinfer.page import (
     append_paged_kv_cache,
     get_batch_indices_positions,
@@ -46,27 +47,35 @@ from .flashinfer.wrapper_classes import (
 from .flashinfer.xqa import xqa
 from .fp4 import FP4Tensor
 from .host import runtime as runtime  # docs/promises.md names `wrappers.runtime.KernelNotFound`
+from .own.append_latent import IndexerRows, LatentCache, LatentNorm, LatentOutputs, LatentQuery, append_latent
 from .own.append_qkv import BlockTable, KVCacheTarget, PageLists, QueryOutput, RMSNorm, append_qkv
 from .own.binding import bind
 from .own.explanation import Explanation, explain
 from .topk.checks import TopKTieBreak
+from .vllm.latent import (
+    concat_and_cache_mla,
+    concat_and_cache_mla_rope_fused,
+    concat_mla_q,
+    indexer_k_quant_and_cache,
+)
 from .vllm.topk import cooperative_topk, persistent_topk, top_k_per_row_decode, top_k_per_row_prefill
 
 __all__ = [
     "BatchAttentionWithAttentionSinkWrapper", "BatchDecodeWithPagedKVCacheWrapper",
     "BatchPrefillWithCausalBidirectionalRangesWrapper", "BatchPrefillWithPagedKVCacheWrapper",
-    "BatchPrefillWithRaggedKVCacheWrapper", "BlockTable", "Explanation",
-    "FP4Tensor", "KVCacheTarget", "PageLists", "QueryOutput", "RMSNorm", "RotaryEmbedding", "TopKTieBreak",
-    "append_paged_kv_cache", "append_qkv", "apply_llama31_rope", "apply_llama31_rope_inplace",
-    "apply_llama31_rope_pos_ids", "apply_llama31_rope_pos_ids_inplace", "apply_rope", "apply_rope_inplace",
-    "apply_rope_pos_ids", "apply_rope_pos_ids_inplace", "apply_rope_with_cos_sin_cache",
-    "apply_rope_with_cos_sin_cache_inplace", "bind", "cooperative_topk", "explain", "fast_decode_plan",
-    "flash_attn_func", "flash_attn_varlen_func", "flash_attn_with_kvcache", "get_batch_indices_positions",
-    "get_seq_lens", "merge_state", "merge_state_in_place", "merge_states", "nvfp4_dequantize", "nvfp4_quantize",
-    "nvfp4_quantize_append_paged_kv_cache", "nvfp4_quantize_append_paged_kv_cache_with_slot_mapping", "packbits",
-    "persistent_topk", "rope_quantize_fp8", "rope_quantize_fp8_append_paged_kv_cache", "segment_packbits",
-    "single_decode_with_kv_cache", "single_prefill_with_kv_cache", "single_prefill_with_kv_cache_return_lse", "top_k",
-    "top_k_page_table_transform", "top_k_per_row_decode", "top_k_per_row_prefill", "top_k_ragged_transform",
-    "trtllm_batch_context_with_kv_cache", "trtllm_batch_decode_with_kv_cache", "trtllm_fmha_v2_prefill", "xqa",
-    "xqa_batch_decode_with_kv_cache",
+    "BatchPrefillWithRaggedKVCacheWrapper", "BlockTable", "Explanation", "FP4Tensor", "IndexerRows", "KVCacheTarget",
+    "LatentCache", "LatentNorm", "LatentOutputs", "LatentQuery", "PageLists", "QueryOutput", "RMSNorm",
+    "RotaryEmbedding", "TopKTieBreak", "append_latent", "append_paged_kv_cache", "append_paged_mla_kv_cache",
+    "append_qkv", "apply_llama31_rope", "apply_llama31_rope_inplace", "apply_llama31_rope_pos_ids",
+    "apply_llama31_rope_pos_ids_inplace", "apply_rope", "apply_rope_inplace", "apply_rope_pos_ids",
+    "apply_rope_pos_ids_inplace", "apply_rope_with_cos_sin_cache", "apply_rope_with_cos_sin_cache_inplace", "bind",
+    "concat_and_cache_mla", "concat_and_cache_mla_rope_fused", "concat_mla_q", "cooperative_topk", "explain",
+    "fast_decode_plan", "flash_attn_func", "flash_attn_varlen_func", "flash_attn_with_kvcache",
+    "get_batch_indices_positions", "get_seq_lens", "indexer_k_quant_and_cache", "merge_state", "merge_state_in_place",
+    "merge_states", "nvfp4_dequantize", "nvfp4_quantize", "nvfp4_quantize_append_paged_kv_cache",
+    "nvfp4_quantize_append_paged_kv_cache_with_slot_mapping", "packbits", "persistent_topk", "rope_quantize_fp8",
+    "rope_quantize_fp8_append_paged_kv_cache", "segment_packbits", "single_decode_with_kv_cache",
+    "single_prefill_with_kv_cache", "single_prefill_with_kv_cache_return_lse", "top_k", "top_k_page_table_transform",
+    "top_k_per_row_decode", "top_k_per_row_prefill", "top_k_ragged_transform", "trtllm_batch_context_with_kv_cache",
+    "trtllm_batch_decode_with_kv_cache", "trtllm_fmha_v2_prefill", "xqa", "xqa_batch_decode_with_kv_cache",
 ]  # fmt: skip

@@ -130,10 +130,22 @@ def page_size_of(a):
     return cutlass.select_(a.nhd > 0, a.k_cache.shape[1], a.k_cache.shape[2])
 
 
+class PagePool(NamedTuple):
+    """The pages of a cache. size: rows of a page."""
+
+    pages: Int32
+    size: Int32
+
+
+def pool_of(a) -> PagePool:
+    """Return the pages that the caches of K and of V have in common."""
+    return PagePool(cutlass.min(a.k_cache.shape[0], a.v_cache.shape[0]), page_size_of(a))
+
+
 @cute.jit
-def place_of(a, token: Int32, at: TokenPosition, requested: IndexWords) -> CachePlace:
+def place_of(a, pool: PagePool, token: Int32, at: TokenPosition, requested: IndexWords) -> CachePlace:
     """Return the place of a token's rows. at: its request and position, which only PAGES reads. requested: its slot."""
-    page, row, page_size = Int32(-1), Int32(0), Int32(page_size_of(a))
+    page, row, page_size = Int32(-1), Int32(0), Int32(pool.size)
     if a.places == SLOTS:
         slot = clamped(requested, wide(a, "slots"))
         if slot >= 0:
@@ -146,7 +158,7 @@ def place_of(a, token: Int32, at: TokenPosition, requested: IndexWords) -> Cache
             page = page_entry(a, at.request, column)
     elif token < page_size:
         page, row = Int32(0), token
-    if page >= cutlass.min(a.k_cache.shape[0], a.v_cache.shape[0]):
+    if page >= pool.pages:
         page = Int32(-1)
     return CachePlace(page, row)
 

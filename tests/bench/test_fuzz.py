@@ -26,7 +26,7 @@ CPU = torch.device("cpu")
 DECODE = "trtllm_batch_decode_with_kv_cache"
 CASE = {"function": "decode", "q_lens": [1, 1, 1], "kv_lens": [40, 7, 300], "sink": 1.0, "window_left": 64}
 PLANTED = calls.Call("decode", DECODE, 5, case=CASE, extra={"on_device": True})
-NUMBERS = {"decode": 14, "prefill": 7, "layers": 3, "topk": 40, "cache": 25, "merge": 40, "small": 40}
+NUMBERS = {"decode": 14, "prefill": 7, "layers": 3, "topk": 40, "cache": 25, "latent": 40, "merge": 40, "small": 40}
 
 
 @pytest.fixture

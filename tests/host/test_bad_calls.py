@@ -23,6 +23,7 @@ from tests.support import good_calls, rope_calls
 from tests.support.bad_values import E4M3, HOSTS, KINDS, MISMATCH, NONE, OF_TWO, SIZES, VALUES, not_tensors, tensors_in
 from wrappers import fp4
 from wrappers.flash_attn import api as flash_attn
+from wrappers.own import append_latent
 from wrappers.own import append_qkv as cache_write
 from wrappers.own.registry import FUNCTIONS
 
@@ -114,6 +115,7 @@ FORMS_OF_CALLS: dict[str, tuple[Any, Any]] = {  # of functions that have several
 }  # fmt: skip
 ELSEWHERE = {
     wrappers.bind, wrappers.single_decode_with_kv_cache,
+    *(getattr(wrappers, name) for name in append_latent.__all__),  # test_latent.py
     wrappers.xqa_batch_decode_with_kv_cache, wrappers.trtllm_fmha_v2_prefill,  # test_engines.py
     wrappers.persistent_topk, wrappers.cooperative_topk,  # test_engines.py
     *(getattr(wrappers, name) for name in cache_write.__all__),  # test_append_qkv_refusals.py
@@ -250,6 +252,10 @@ STRIDED = {"strided", "expanded columns"}
 ANY = {"int64", "bool", "complex64", "float16", "float8_e4m3fn", "uint8"}  # dtypes
 INDICES = dict.fromkeys(("batch_indices", "positions", "kv_indptr", "kv_last_page_len"), {"int64"}) | {
     "kv_indices": {"int64", "no rows", "a row less", "a row more", "no columns", "columns"}}  # fmt: skip
+ONE_SCALE = {"int", "rank + 1", "flat", *STRIDED}  # of one element
+LATENT_ROWS = {  # any bytes; rows that the cache lacks are skipped; fewer slots, fewer rows
+    "kv_cache": {"float8_e4m3fn", "no rows", "a row less", "a row more"},
+    "slot_mapping": {"no rows", "a row less", "no columns", "columns"}}  # fmt: skip
 ACCEPTED: dict[str, dict[str, set[str]]] = {  # function, or call -> argument -> bad values
     "context": {
         "max_q_len": {"far"},  # a bound
@@ -326,6 +332,14 @@ ACCEPTED: dict[str, dict[str, set[str]]] = {  # function, or call -> argument ->
     "get_batch_indices_positions": {
         "append_indptr": {"int64"}, "seq_lens": {"int64"}, "batch_indices": NONE_ONLY, "positions": NONE_ONLY},
     **rope_calls.ACCEPTED,
+    "append_paged_mla_kv_cache": INDICES,
+    "concat_and_cache_mla": LATENT_ROWS | {"scale": ONE_SCALE, "k_pe": {"no columns"}},
+    "concat_and_cache_mla_rope_fused": LATENT_ROWS | {
+        "kv_cache_scale": ONE_SCALE,
+        "positions": {"int64"}, "cos_sin_cache": {"a row less", "a row more"}},
+    "concat_mla_q": {"q_out": {"float8_e4m3fn"}},
+    "indexer_k_quant_and_cache": LATENT_ROWS | {
+        "k": {"float16", "a row more"}, "kv_cache_dtype": {"str"}},  # any other format rounds no scale
     "append": INDICES | {"paged_kv_cache": rope_calls.CACHES},  # pages that one of the two lacks are not written
     "append, quantised": INDICES | {
         "kv_cache_sf": {f"{side} {bad}" for side in "KV" for bad in STRIDED | {"uint8"}},  # of one column

@@ -12,10 +12,7 @@ from torch.utils._pytree import tree_leaves
 
 import wrappers
 from bench.cases import topk as topk_cases
-from cute_kernels import archs, manifest
-from cute_kernels.attention import dispatch
-from cute_kernels.cache_write import dispatch as cache_dispatch
-from cute_kernels.merge_states import dispatch as merge_dispatch
+from cute_kernels import archs, catalog, manifest
 from cute_kernels.topk import dispatch as topk_dispatch
 from tests.host.test_signatures import same
 from tests.support.fake_machine import FakeMachine
@@ -54,8 +51,8 @@ def cases_of(name):
 def changed(name, change):
     """A good call, the first tensor of which is another."""
     inputs = inputs_of(name)
-    first = "k" if name == "append_qkv" else next(iter(inspect.signature(getattr(wrappers, name)).parameters))
-    first = "query" if first == "positions" else first if first in inputs else next(iter(inputs))
+    names = [n for n in inspect.signature(getattr(wrappers, name)).parameters if n != "positions" and n in inputs]
+    first = "k" if name == "append_qkv" else (names or [*inputs])[0]
     if isinstance(inputs[first], tuple):
         return inputs | {first: (change(inputs[first][0]), *inputs[first][1:])}
     return inputs | {first: change(inputs[first])}
@@ -211,10 +208,7 @@ def test_where_a_kernel_is_found(monkeypatch, tmp_path, name):
     assert everything.endswith("to build all kernels that are shipped: python -m cute_kernels build --arch sm_90a")
     assert one.endswith(f"to build this one: python -m cute_kernels build --arch sm_90a --only {label}")
     op, kernel = said.runs.split()
-    shipped = [
-        row for family in (dispatch, topk_dispatch, cache_dispatch, merge_dispatch) for row in family.shipped("sm_90a")
-    ]
-    (spec,) = (spec for other, spec in shipped if (other, spec.name) == (op, kernel))
+    (spec,) = (spec for other, spec in catalog.shipped("sm_90a") if (other, spec.name) == (op, kernel))
     tools = {"dsl": "0", "cuda": "0", "settings": {}}
     entry = {"op": op, "spec": manifest.to_json(spec), "key": manifest.key(op, spec, "sm_90a", tools)}
     code = {"offset": 0, "packed": 0, "size": 0, "sha256": ""}

@@ -31,8 +31,9 @@ E4M3, HALF = torch.float8_e4m3fn, torch.float16
 VALUE = 0.5
 NUMBERS = {  # numbers only
     "sm_scale", "softmax_scale", "rope_scale", "o_scale", "o_sf_scale", "rcp_out_scale", "logits_soft_cap_scale",
-    "skip_softmax_threshold_scale_factor", "quant_scale_q", "quant_scale_kv",
+    "skip_softmax_threshold_scale_factor", "quant_scale_q", "quant_scale_kv", "weight_scale",
 }  # fmt: skip
+FLAGS = {"skip_scale"}  # not scales
 BLOCKS = {("FP4Tensor", "scale"), ("FP4Tensor", "scale_start_index")}  # of block scales
 
 
@@ -99,6 +100,8 @@ FUNCTIONS: dict[str, Any] = {name: partial(inputs_of, name) for name in NAMES} |
     "single_prefill_with_kv_cache": single,
     **{name: lambda name=name: flash(name)
        for name in ("flash_attn_varlen_func", "flash_attn_with_kvcache", "flash_attn_func")},
+    **{name: lambda name=name: inputs_of(name) | {"kv_cache": torch.zeros(6, 4, 576).byte(), "kv_cache_dtype": "fp8"}
+       for name in ("concat_and_cache_mla", "concat_and_cache_mla_rope_fused")},
     "nvfp4_quantize": lambda: dict(X),
     "nvfp4_dequantize": lambda: dict(CODES),
     "fp4.store": GOOD["fp4.store"][1],
@@ -127,7 +130,9 @@ def function_of(name: str) -> Any:
 
 def scales_of(function: Any) -> list[str]:
     """Parameters that are a scale, by their names."""
-    return [n for n in inspect.signature(function).parameters if re.search(r"(^|_)(de)?scale(_|$)", n)]
+    return [
+        n for n in inspect.signature(function).parameters if re.search(r"(^|_)(de)?scale(_|$)", n) and n not in FLAGS
+    ]
 
 
 def public() -> dict[str, Any]:
@@ -148,12 +153,14 @@ CASES = [
     for argument in scales_of(function_of(name))
     if argument not in NUMBERS
 ] + [("BatchAttentionWithAttentionSinkWrapper.run", f"{x}_scale") for x in "qkv"]  # its keywords
-ATTENTION = [case for case in CASES if "nvfp4" not in case[0] and "fp4." not in case[0]]
+ATTENTION = [case for case in CASES if not any(word in case[0] for word in ("nvfp4", "fp4.", "mla"))]
 POSITIVE = [case for case in CASES if case not in ATTENTION]
 
 
-# Arguments of `append_qkv`, see test_cache_write.py; and checks, which `nvfp4_quantize` and `nvfp4_dequantize` call.
-ELSEWHERE = ("KVCacheTarget", "QueryOutput", "RotaryEmbedding", "fp4.quantizable", "fp4.dequantizable")
+# Arguments of `append_qkv` and `append_latent`, see test_cache_write.py and test_latent.py; and checks, which
+# `nvfp4_quantize` and `nvfp4_dequantize` call.
+ELSEWHERE = ("KVCacheTarget", "QueryOutput", "RotaryEmbedding", "LatentCache", "LatentQuery", "fp4.quantizable",
+             "fp4.dequantizable")  # fmt: skip
 
 
 def test_every_scale_has_a_case():

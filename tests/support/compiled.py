@@ -8,6 +8,7 @@ own before and behind the function.
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -159,6 +160,14 @@ def rows_inputs(device: Any, size: int, seed: int) -> Given:
     return {"packed": packed, "slots": slots, "cache": torch.zeros(5, 2, 8, 2, 64).bfloat16().to(device)}
 
 
+def latent_inputs(device: Any, size: int, seed: int) -> Given:
+    draw, tokens = torch.Generator().manual_seed(seed), DENSE[size][1]
+    rows = torch.randn(tokens, 704, generator=draw).bfloat16().to(device)
+    slots, table = torch.randperm(40, generator=draw)[:tokens].to(device), torch.randn(40, 64, generator=draw)
+    caches = torch.zeros(5, 8, 656, dtype=torch.uint8), torch.zeros(5, 8, 132, dtype=torch.uint8)
+    return {"rows": rows, "slots": slots, "table": table.to(device), "caches": [cache.to(device) for cache in caches]}
+
+
 # ---- steps
 
 
@@ -218,6 +227,25 @@ def append_step(given: Given) -> Results:
     return q * 0.5, cache * 0.5
 
 
+def latent_step(given: Given, queries: bool = True) -> Results:
+    """Rotate the key and the query, join the query, and write the rows of the latent and of an indexer. queries: of the
+    indexer too, which are e4m3."""
+    latent, rotated, k = (given["rows"] * 2).split([512, 64, 128], 1)
+    cache, indexed = (t + 0 for t in given["caches"])
+    rope = wrappers.RotaryEmbedding(given["slots"], given["table"])
+    query = wrappers.LatentQuery(latent[:, None], rotated[:, None])
+    index = wrappers.IndexerRows(k, indexed, rope=rope)
+    if queries:
+        index = index._replace(q=k[:, None], weights=rotated[:, :1].float())
+    target = wrappers.LatentCache(cache, "656")
+    found = wrappers.append_latent(latent, rotated, target, given["slots"], None, rope, query, index)
+    assert found.query is not None
+    results = found.query * 0.5, cache + 1, indexed + 1
+    if found.index_q is None or found.index_weights is None:
+        return results
+    return *results, found.index_q.float(), found.index_weights
+
+
 TABLES: dict[str, tuple[Callable[[Given], Results], Callable[..., Given]]] = {  # name -> (step, inputs)
     "trtllm_batch_context_with_kv_cache": (
         returning(wrappers.trtllm_batch_context_with_kv_cache, "query"),
@@ -250,6 +278,8 @@ TOP_K: dict[str, Any] = {
 }  # fmt: skip
 CACHES: dict[str, Any] = {
     "append_qkv": (append_step, rows_inputs),
+    "append_latent": (latent_step, latent_inputs),
+    "append_latent of keys": (partial(latent_step, queries=False), latent_inputs),  # opcheck computes with no e4m3
     "merge_states": (returning(wrappers.merge_states, "v"), states_inputs(3)),
     "merge_state": (returning(wrappers.merge_state, "v_a"), states_inputs(0)),
     "merge_state_in_place": (in_place_step, states_inputs(0)),
@@ -366,6 +396,7 @@ OPERATORS = (  # an operator, and the group and the step that calls it
     ("cute_kernels::top_k_rows", "top-k", "top_k"),
     ("cute_kernels::top_k_rows", "top-k", "top_k_per_row_decode"),
     ("cute_kernels::write_rows", "caches", "append_qkv"),
+    ("cute_kernels::write_latent", "caches", "append_latent of keys"),
     *((f"cute_kernels::{name}", "caches", name) for name in ("merge_states", "merge_state", "merge_state_in_place")),
 )
 

@@ -12,7 +12,7 @@ from tests.attention.test_decode_wrapper import xqa_inputs
 from tests.engines.test_engines import as_fmha, as_persistent, as_xqa_batch
 from tests.support import rope_calls
 from tests.support.flash_attn_batches import good_call
-from wrappers import KVCacheTarget
+from wrappers import KVCacheTarget, LatentCache
 from wrappers.own.registry import FUNCTIONS
 
 NAMES = [row.name for row in FUNCTIONS if row.make is not None]  # functions with a kernel
@@ -53,6 +53,42 @@ def states(v: str, s: str) -> dict[str, torch.Tensor]:
     return {v: torch.ones(3, 2, 8), s: torch.ones(3, 2)}
 
 
+def latent(function: str) -> dict[str, Any]:
+    """Arguments of a function that writes three rows to a latent cache of six pages of four rows."""
+    rows, rotated, slots = torch.ones(3, 512).bfloat16(), torch.ones(3, 64).bfloat16(), torch.tensor([5, -1, 9])
+    if function == "append_latent":
+        cache = LatentCache(torch.zeros(6, 4, 656, dtype=torch.uint8), "656")
+        return {"latent": rows, "rotated": rotated, "cache": cache, "places": slots}
+    if function == "append_paged_mla_kv_cache":
+        lists = appended("append_paged_kv_cache")
+        caches = {f"{part}_cache": torch.zeros(6, 4, n).bfloat16() for part, n in (("ckv", 512), ("kpe", 64))}
+        return (
+            {"append_ckv": rows, "append_kpe": rotated}
+            | caches
+            | {
+                name: lists[name]
+                for name in ("batch_indices", "positions", "kv_indices", "kv_indptr", "kv_last_page_len")
+            }
+        )
+    if function == "concat_mla_q":
+        parts = {"ql_nope": torch.ones(3, 2, 512).bfloat16(), "q_pe": torch.ones(3, 2, 64).bfloat16()}
+        return parts | {"q_out": torch.zeros(3, 2, 576).bfloat16()}
+    if function == "indexer_k_quant_and_cache":
+        cache = torch.zeros(6, 4, 132, dtype=torch.uint8)
+        return {"k": torch.ones(3, 128).bfloat16(), "kv_cache": cache, "slot_mapping": slots, "quant_block_size": 128,
+                "kv_cache_dtype": "ue8m0"}  # fmt: skip
+    cache = torch.zeros(6, 4, 656, dtype=torch.uint8)
+    given = {"kv_c": rows, "k_pe": rotated, "kv_cache": cache, "slot_mapping": slots, "kv_cache_dtype": "fp8_ds_mla"}
+    if function == "concat_and_cache_mla":
+        return given | {"scale": torch.ones(1)}
+    return given | {
+        "kv_cache_scale": torch.ones(1), "positions": ints(3, 0, 7), "q_pe": torch.ones(3, 2, 64).bfloat16(),
+        "cos_sin_cache": torch.ones(9, 64), "is_neox": False,
+    }  # fmt: skip
+
+
+LATENT = ("append_latent", "append_paged_mla_kv_cache", "concat_and_cache_mla", "concat_and_cache_mla_rope_fused",
+          "concat_mla_q", "indexer_k_quant_and_cache")  # fmt: skip
 GOOD: dict[str, Callable[[], dict[str, Any]]] = {
     "get_seq_lens": lambda: {"kv_indptr": ints(0, 2, 2, 5), "kv_last_page_len": ints(3, 0, 1), "page_size": 4},
     "get_batch_indices_positions": lambda: {
@@ -80,6 +116,8 @@ def inputs_of(function: str) -> dict[str, Any]:
         return GOOD[function]()
     if function in rope_calls.NAMES:
         return rope_calls.good_call(function)
+    if function in LATENT:
+        return latent(function)
     if "append" in function:
         return appended(function)
     if function in topk_cases.FUNCTIONS:

@@ -13,7 +13,19 @@ from bench.cases import topk as topk_cases
 from tests.engines.test_engines import as_fmha, as_persistent, as_xqa_batch
 from tests.support import good_calls, rope_calls
 from tests.support.flash_attn_batches import Batch
-from wrappers import BlockTable, KVCacheTarget, PageLists, QueryOutput, RMSNorm, RotaryEmbedding, fp4
+from wrappers import (
+    BlockTable,
+    IndexerRows,
+    KVCacheTarget,
+    LatentCache,
+    LatentNorm,
+    LatentQuery,
+    PageLists,
+    QueryOutput,
+    RMSNorm,
+    RotaryEmbedding,
+    fp4,
+)
 from wrappers.own.registry import FUNCTIONS
 
 Arguments = dict[str, Any]
@@ -185,6 +197,50 @@ def append_paged() -> Arguments:
     return given | {"append_key": TOKENS["k"], "append_value": TOKENS["v"], "paged_kv_cache": caches}
 
 
+# ---- latent caches
+
+TURN = RotaryEmbedding(ints(3, 0, 7), rows(9, 64, dtype=torch.float32, seed=3))
+SLOTS = torch.tensor([5, -1, 9])
+
+
+def latent(function: str, **changes: Any) -> Callable[[], Arguments]:
+    """A call with random rows."""
+
+    def make() -> Arguments:
+        given = good_calls.latent(function)
+        for seed, (name, t) in enumerate(given.items()):
+            if isinstance(t, torch.Tensor) and t.dtype == BF16 and t.any():
+                given[name] = rows(*t.shape, seed=seed)
+        return given | {name: value() if callable(value) else value for name, value in changes.items()}
+
+    return make
+
+
+def latent_cache(record: str, width: int, dtype: torch.dtype = U8, **fields: Any) -> Callable[[], LatentCache]:
+    return lambda: LatentCache(torch.zeros(6, 4, width, dtype=dtype), record, **fields)
+
+
+def indexer() -> IndexerRows:
+    cache, weights = torch.zeros(6, 4, 132, dtype=U8), rows(3, 4, dtype=torch.float32, seed=9)
+    return IndexerRows(
+        rows(3, 128, seed=5), cache, torch.tensor([2, 7, -1]), rows(128, seed=6), rows(128, seed=7), rope=TURN,
+        q=rows(3, 4, 128, seed=8), weights=weights, q_out=torch.zeros(3, 4, 128).to(E4M3),
+        weights_out=torch.zeros(3, 4),
+    )  # fmt: skip
+
+
+def rotated_latent() -> Arguments:
+    query = LatentQuery(rows(3, 4, 512, seed=2), rows(3, 4, 64, seed=3), torch.zeros(3, 4, 576).bfloat16())
+    made = latent("append_latent", norm=LatentNorm(rows(512, seed=4)), rope=TURN, query=query, index=indexer)
+    return made() | {"rotated_out": torch.zeros(3, 64).bfloat16()}
+
+
+def latent_in_two() -> Arguments:
+    cache = LatentCache(torch.zeros(6, 4, 512).to(E4M3), "e4m3", torch.zeros(6, 4, 64).to(E4M3), ONE)
+    query = LatentQuery(rows(3, 4, 512, seed=2), rows(3, 4, 64, seed=3), dtype=E4M3, scale=torch.tensor([2.0]))
+    return latent("append_latent", cache=cache, places=PAGE_LISTS, query=query)()
+
+
 # ---- others
 
 
@@ -278,6 +334,21 @@ RICH: dict[str, dict[str, Callable[[], Arguments]]] = {  # function -> name of a
         "nvfp4_quantize_append_paged_kv_cache", "nvfp4_quantize_append_paged_kv_cache_with_slot_mapping")},
     "nvfp4_quantize": {"plain": lambda: {"x": rows(3, 2, 64), "global_scale": torch.tensor([2.0])}},
     "nvfp4_dequantize": {"plain": dequantised},
+    "append_latent": {
+        "rotated": rotated_latent, "in two, e4m3": latent_in_two,
+        "table": latent("append_latent", cache=latent_cache("584", 584), latent=lambda: rows(3, 448),
+                        places=BlockTable(ints(3, 1, 2, 0).view(2, 2), ints(6, 5), ints(0, 2, 3))),
+        "352": latent("append_latent", cache=latent_cache("352", 352)),
+    },
+    "concat_and_cache_mla": {
+        "656": latent("concat_and_cache_mla"),
+        "fp8": latent("concat_and_cache_mla", kv_cache=lambda: torch.zeros(6, 4, 576, dtype=U8), kv_cache_dtype="fp8",
+                      scale=torch.tensor([0.5])),
+    },
+    "concat_and_cache_mla_rope_fused": {"plain": latent(
+        "concat_and_cache_mla_rope_fused", cos_sin_cache=lambda: rows(9, 64, dtype=torch.float32, seed=7))},
+    **{name: {"plain": latent(name)} for name in (
+        "append_paged_mla_kv_cache", "concat_mla_q", "indexer_k_quant_and_cache")},
     "merge_state": {"plain": lambda: states("v_a", "s_a", 3, 2, 8) | states("v_b", "s_b", 3, 2, 8, seed=2)},
     "merge_state_in_place": {"plain": lambda: {
         **states("v", "s", 3, 2, 8), **states("v_other", "s_other", 3, 2, 8, seed=2),
@@ -318,4 +389,5 @@ STRICT: dict[str, set[str]] = {  # function -> tensors for which whole, aligned 
     "flash_attn_with_kvcache": _DESCALES | {"out", "k_cache", "v_cache"}, "flash_attn_func": _DESCALES | {"out"},
     topk_cases.PREFILL: _LOGITS, topk_cases.DECODE: _LOGITS,  # strides are arguments of their own
     "append_qkv": {"norm q_weight"},
+    "append_latent": {"cache cache", "index cache"}, "indexer_k_quant_and_cache": {"kv_cache"},  # rows of a page
 }  # fmt: skip

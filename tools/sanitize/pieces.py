@@ -10,10 +10,11 @@ from dataclasses import replace
 from typing import Any
 
 from bench.cases.attention import TOKEN_SCALES
+from bench.cases.latent import of_record
 from bench.cases.topk import DECODE as ROW_DECODE
 from bench.cases.topk import PAGE_TABLE, RAGGED, TOP_K
 from bench.cases.topk import PREFILL as ROW_PREFILL
-from tools.fuzz.call import Call
+from tools.fuzz.call import Call, changed_fields
 from wrappers import TopKTieBreak
 
 CONTEXT, DECODE, XQA = "trtllm_batch_context_with_kv_cache", "trtllm_batch_decode_with_kv_cache", "xqa"
@@ -199,8 +200,13 @@ def write(function: str, **fields: Any) -> Call:
     return Call("cache", function, 7, case=fields)
 
 
+def joined(record: str, **fields: Any) -> Call:
+    """Return a call of `append_latent`."""
+    return Call("latent", "append_latent", 7, case=changed_fields(of_record(record, **fields), ""))
+
+
 def _rows() -> Iterator[tuple[str, tuple[Call, ...]]]:
-    """Yield calls that write caches, quantise, rotate and merge states."""
+    """Yield calls that write caches, of rows of K and V and of latent attention, quantise, rotate and merge states."""
     own: dict[str, Any] = {"heads": (0, 2), "pages": 6}
     lists, wide = {"places": "lists"}, {"tokens": 31, "page_size": 16, "pages": 9}
     yield (
@@ -232,6 +238,27 @@ def _rows() -> Iterator[tuple[str, tuple[Call, ...]]]:
     )
     case = {"n": 33, "m": 8, "dtype": "fp32", "scale": 0.37, "dim": 4, "device": True, "strided": False}
     yield "cache-dequantise", (Call("small", "nvfp4_dequantize", 7, case=case | {"special": False}),)
+    yield (
+        "latent-rows",
+        (
+            joined("rows", heads=3, norm="latent", rope="fp32", hostile=True, shift=1),
+            joined("e4m3", heads=2, q8=True, rope="rows", places="table", apart=True, gap=16),
+            joined("rows", heads=2, rope="fp32", index=3, norm="both"),
+        ),
+    )
+    packed = {"tokens": 13, "page_size": 3, "pages": 9, "gap": 528}
+    for name, records in (("scaled", ("656", "528_fp32", "528")), ("planar", ("528_planar", "584", "132"))):
+        yield f"latent-{name}", tuple(joined(record, **packed, hostile=True) for record in records)
+    yield (
+        "latent-others",
+        (
+            joined("352", **packed, norm="both"),
+            joined("288", **packed, data="special"),
+            joined("656", index=2, heads=1, places="lists"),
+            joined("rows", dtype="fp16", heads=1),
+            joined("132", dtype="fp16", rope="fp32", norm="both"),
+        ),
+    )
     states = ({"dtype": "bf16"}, {"dtype": "fp16", "layout": "strided"}, {"dtype": "fp32", "data": "special"})
     yield "merge-states", tuple(Call("merge", "merge_states", 7, case=fields) for fields in states)
     yield (

@@ -11,6 +11,7 @@ from cute_kernels import archs
 from cute_kernels.attention import dispatch
 from cute_kernels.cache_write import dispatch as cache_dispatch
 from cute_kernels.cache_write.request import CacheWriteRequest
+from cute_kernels.latent import dispatch as latent_dispatch
 from cute_kernels.merge_states import dispatch as merge_dispatch
 from cute_kernels.topk import dispatch as topk_dispatch
 
@@ -25,6 +26,9 @@ from ..flashinfer.trtllm import trtllm_batch_context_with_kv_cache
 from ..host import machine, runtime
 from ..host.checks import check_integer
 from ..host.scalars import integer
+from ..latent import checks as latent_checks
+from ..latent import plan as latent_plan
+from ..latent.call import LatentCall
 from ..merge import checks as merge_checks
 from ..merge import plan as merge_plan
 from ..merge.checks import MergeCall
@@ -32,7 +36,7 @@ from ..topk import checks as topk_checks
 from ..topk import op as topk_op
 from ..topk import plan as topk_plan
 from ..topk.checks import TopKCall
-from .registry import ATTENTION, CACHE_WRITE, MERGING, QUANTIZATION, TOP_K, call_of, row_of
+from .registry import ATTENTION, CACHE_WRITE, LATENT, MERGING, QUANTIZATION, TOP_K, call_of, row_of
 
 
 @dataclass(frozen=True)
@@ -177,6 +181,15 @@ def _merging(call: MergeCall, arch: str, sms: int) -> list[tuple[str, Any, Any]]
     return [*merge_dispatch.explain(merge_plan.request_of(call), arch)]
 
 
+def _checked_latent(call: LatentCall) -> tuple[LatentCall, torch.device]:
+    latent_checks.validate(call)
+    return call, latent_checks.first_of(call).device
+
+
+def _latent(call: LatentCall, arch: str, sms: int) -> list[tuple[str, Any, Any]]:
+    return [*latent_dispatch.explain(latent_plan.request_of(call), arch)]
+
+
 def _quantization(call: Any, arch: str, sms: int) -> list[tuple[str, Any, Any]]:
     if isinstance(call, quantize.QuantizeCall) and call.x.dtype not in quantize.DTYPES:
         return [(TORCH, None, None)]
@@ -189,5 +202,6 @@ FAMILIES = {
     TOP_K: ExplainedFamily(topk_dispatch.KERNELS, TORCH, _checked_top_k, _top_k),
     CACHE_WRITE: ExplainedFamily(cache_dispatch.KERNELS, TORCH, _checked_cache_write, _cache_write),
     MERGING: ExplainedFamily(merge_dispatch.KERNELS, TORCH, _checked_merge, _merging),
+    LATENT: ExplainedFamily(latent_dispatch.KERNELS, TORCH, _checked_latent, _latent),
     QUANTIZATION: ExplainedFamily(cache_dispatch.KERNELS, TORCH, lambda call: (call, call[0].device), _quantization),
 }

@@ -12,6 +12,7 @@ from ..flash_attn import api as flash_attn
 from ..flashinfer import (
     cascade,
     engines,
+    latent,
     page,
     quantization,
     rope,
@@ -23,11 +24,12 @@ from ..flashinfer import (
 )
 from ..flashinfer import single_prefill as single
 from ..host.checks import listed
+from ..vllm import latent as vllm_latent
 from ..vllm import topk as vllm_topk
-from . import append_qkv
+from . import append_latent, append_qkv
 
 ATTENTION, TOP_K, CACHE_WRITE, MERGING = "attention", "top-k", "cache writing", "merging"  # families
-QUANTIZATION, NO_KERNEL = "NVFP4", ""  # likewise; torch operations of no family
+LATENT, QUANTIZATION, NO_KERNEL = "latent caches", "NVFP4", ""  # likewise; torch operations of no family
 PREFILL, DECODE, FLASH_ATTENTION, SELECTION, CACHES = "prefill", "decode", "flash-attention", "top-k", "caches"
 FAMILY_OF = {  # page of the reference -> the family of its functions
     PREFILL: ATTENTION, DECODE: ATTENTION, FLASH_ATTENTION: ATTENTION, SELECTION: TOP_K, CACHES: CACHE_WRITE,
@@ -38,11 +40,12 @@ class PublicFunction(NamedTuple):
     """A public function, and the way to its call.
 
     make: takes arguments of the function by their names, all that the call depends on, and returns the call unchecked:
-    an `AttentionCall`, a `CachedCall`, a `TopKCall`, a `MergeCall`, or a `CacheWriteCall` with what else is served or
-    returned. None: the function has no kernel. page: where `tools.reference` documents it. reshaping: how its queries
-    and results differ from those of the call, None if they do not. output: its argument that receives the result, if
-    one must be given. kernels: the family of its kernels, None for that of the page. binds: whether `bind` takes it,
-    because arguments stay from call to call. The room of its module is the library that has the signature.
+    an `AttentionCall`, a `CachedCall`, a `TopKCall`, a `MergeCall`, a `LatentCall`, or a `CacheWriteCall` with what
+    else is served or returned. None: the function has no kernel. page: where `tools.reference` documents it. reshaping:
+    how its queries and results differ from those of the call, None if they do not. output: its argument that receives
+    the result, if one must be given. kernels: the family of its kernels, None for that of the page. binds: whether
+    `bind` takes it, because arguments stay from call to call. The room of its module is the library that has the
+    signature.
     """
 
     function: Callable[..., Any]
@@ -69,6 +72,10 @@ def _rotation(function: Callable[..., Any], make: Callable[..., Any], **fixed: A
 
 def _merge(function: Callable[..., Any], make: Callable[..., Any]) -> PublicFunction:
     return PublicFunction(function, make, CACHES, kernels=MERGING, binds=False)
+
+
+def _latent(function: Callable[..., Any], make: Callable[..., Any]) -> PublicFunction:
+    return PublicFunction(function, make, CACHES, kernels=LATENT, binds=False)
 
 
 def _quantization(function: Callable[..., Any], make: Callable[..., Any]) -> PublicFunction:
@@ -135,6 +142,12 @@ FUNCTIONS: tuple[PublicFunction, ...] = (
     _merge(cascade.merge_state, cascade.pair_call),
     _merge(cascade.merge_state_in_place, cascade.in_place_call),
     _merge(cascade.merge_states, cascade.states_call),
+    _latent(append_latent.append_latent, append_latent.append_latent_call),
+    _latent(latent.append_paged_mla_kv_cache, latent.append_call),
+    _latent(vllm_latent.concat_and_cache_mla, vllm_latent.concat_call),
+    _latent(vllm_latent.concat_and_cache_mla_rope_fused, vllm_latent.fused_call),
+    _latent(vllm_latent.concat_mla_q, vllm_latent.concat_q_call),
+    _latent(vllm_latent.indexer_k_quant_and_cache, vllm_latent.index_cache_call),
     _in_torch(quantization.packbits),
     _in_torch(quantization.segment_packbits),
 )  # fmt: skip

@@ -33,7 +33,7 @@ def write_rows(spec: CacheWriteSpec, *flat: Any) -> None:
     if a.nhd:  # as (pages, H, P, D) from here on
         views = {name: getattr(a, name) for name in ("k_cache", "v_cache", "k_sf", "v_sf")}
         a = a._replace(**{name: t.transpose(1, 2) for name, t in views.items() if t is not None})
-    positions = request, position = token_positions(spec, a)
+    positions = request, position = token_positions(a, spec.transform and bool(a.rope & FROM_FIRST))
     places = page, row = token_places(a, *positions)
     written = (page >= 0) & (page < min(len(a.k_cache), len(a.v_cache)))
     rotated = torch.ones_like(written)
@@ -58,15 +58,16 @@ def write_rows(spec: CacheWriteSpec, *flat: Any) -> None:
         store_rows(spec, a, side, cache, values[written.nonzero()[:, 0]], at)  # V may have other rows behind these
 
 
-def index(a: CacheWriteArgs, name: str) -> torch.Tensor:
+def index(a: Any, name: str) -> torch.Tensor:
     """Return an index tensor as int64, clamped."""
     values = getattr(a, name)
     values = values.view(torch.int64) if a.wide >> INDICES.index(name) & 1 else values.long()
     return values.clamp(-1, MOST)
 
 
-def token_positions(spec: CacheWriteSpec, a: CacheWriteArgs) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the request and the position of each token, -1 for none."""
+def token_positions(a: Any, from_first: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the request and the position of each token, -1 for none. from_first: kv_lens holds the position of the
+    first token of each request."""
     tokens = torch.arange(len(a.k), device=a.k.device)
     none = torch.full_like(tokens, -1)
     if len(a.batch_indices):
@@ -78,13 +79,13 @@ def token_positions(spec: CacheWriteSpec, a: CacheWriteArgs) -> tuple[torch.Tens
     left = starts[1:][request] - tokens
     inside = (left > 0) & (tokens >= starts[request])
     position = lens[request] - left
-    if spec.transform and a.rope & FROM_FIRST:
+    if from_first:
         position = lens[request] + tokens - starts[request]
         position = position.where((lens[request] >= 0) & (position <= MOST), -1)
     return torch.where(inside, request, -1), torch.where(inside, position, -1)
 
 
-def token_places(a: CacheWriteArgs, request: torch.Tensor, position: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def token_places(a: Any, request: torch.Tensor, position: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the page and the row of each token; a page outside the cache for none."""
     tokens, size = torch.arange(len(a.k), device=a.k.device), a.k_cache.shape[2]
     if a.places == SLOTS:
@@ -114,7 +115,7 @@ def token_places(a: CacheWriteArgs, request: torch.Tensor, position: torch.Tenso
     return torch.where(fits, page, -1), position.remainder(size)
 
 
-def rope_positions(a: CacheWriteArgs, position: torch.Tensor) -> torch.Tensor:
+def rope_positions(a: Any, position: torch.Tensor) -> torch.Tensor:
     if not len(a.rope_positions):
         return position
     given = index(a, "rope_positions")[: len(a.k)]

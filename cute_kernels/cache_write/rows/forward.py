@@ -254,7 +254,7 @@ def plain_rows(spec: cutlass.Constexpr, a, g: LaneGroup, rows: RowRange, in_whol
     if g.token < tokens:
         load_vectors(spec, g, rows, RowCursor(rows.first, begin), words)
         slot = places.request_slot(a, g.token)
-        at = places.place_of(a, g.token, places.position_of(a, g.token), slot)
+        at = places.place_of(a, places.pool_of(a), g.token, places.position_of(a, g.token), slot)
         if at.page >= 0:
             to = targets_of(spec, a, rows.is_v, at)
             if in_whole_vectors:
@@ -410,7 +410,7 @@ def transform_rows(spec: cutlass.Constexpr, a, g: LaneGroup, first: HeadRow, in_
     rope_position = places.rope_position(a, position, turned)
     if rotates and rope_position >= 0:
         rotate.load_rotation(spec, a, g, rope_position, cos, sin)
-    at = places.place_of(a, g.token, position, slot)
+    at = places.place_of(a, places.pool_of(a), g.token, position, slot)
     page = at.page if rope_position >= 0 else Int32(-1)
     place = places.CachePlace(cutlass.max(page, 0), at.row)
     to_k, to_v = (targets_of(spec, a, cutlass.Boolean(is_v), place) for is_v in (False, True))

@@ -7,6 +7,7 @@ from .attention import attention_cases, run_attention, structures
 from .attention_features import attention_features
 from .cache_write import cache_write_cases, cache_write_features, cache_write_structures, run_cache_write
 from .common import SMS, Outcome, distance, simulated
+from .latent import latent_cases, latent_features, latent_structures, run_latent
 from .merge_states import merge_cases, merge_features, merge_structures, run_merge
 from .topk import run_topk, topk_cases, topk_features, topk_structures
 
@@ -18,23 +19,27 @@ CASES: dict[str, Callable[..., list[Any]]] = {
     "attention": attention_cases,
     "topk": topk_cases,
     "cache_write": cache_write_cases,
+    "latent": latent_cases,
     "merge_states": merge_cases,
 }
 FEATURES: dict[str, Callable[[], list[Any]]] = {
     "attention": attention_features,
     "topk": topk_features,
     "cache_write": cache_write_features,
+    "latent": latent_features,
     "merge_states": merge_features,
 }
 RUN: dict[str, Callable[..., Outcome]] = {
     "attention": run_attention,
     "topk": run_topk,
     "cache_write": run_cache_write,
+    "latent": run_latent,
     "merge_states": run_merge,
 }
 STRUCTURES: dict[str, Callable[[list[Any]], list[Any]]] = {
     "attention": structures,
     "topk": topk_structures,
     "cache_write": cache_write_structures,
+    "latent": latent_structures,
     "merge_states": merge_structures,
 }

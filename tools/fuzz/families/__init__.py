@@ -3,7 +3,7 @@
 from types import ModuleType
 from typing import NamedTuple
 
-from . import attention, attention_draw, cache_write, merging, small, topk
+from . import attention, attention_draw, cache_write, latent, merging, small, topk
 
 
 class FuzzFamily(NamedTuple):
@@ -20,6 +20,7 @@ FAMILIES = {
     "layers": FuzzFamily(attention_draw, attention, 8),
     "topk": FuzzFamily(topk, topk, 14),
     "cache": FuzzFamily(cache_write, cache_write, 14),
+    "latent": FuzzFamily(latent, latent, 8),
     "merge": FuzzFamily(merging, merging, 4),
     "small": FuzzFamily(small, small, 4),
 }

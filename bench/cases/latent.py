@@ -1,0 +1,266 @@
+"""Calls of `append_latent`, their inputs, and what must be written.
+
+Rows are views of wider tensors, unused rows and page tails hold arbitrary bytes, and nothing but rows of tokens may
+change.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+import wrappers
+from cute_kernels.latent.records import INDEX, RECORDS, ROWS
+from wrappers import BlockTable, IndexerRows, LatentCache, LatentNorm, LatentQuery, PageLists, RotaryEmbedding
+
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+E4M3, BYTE = torch.float8_e4m3fn, torch.uint8
+POSITIONS = 40  # of a table of cosines and sines
+WORST = (-(1 << 62), -(1 << 31), -123456, -1, 1 << 31, (1 << 62) + 5)  # values that name no row
+SPECIAL = (0.0, -0.0, 1e-38, 6e-8, 3e4, float("inf"), float("-inf"), float("nan"))
+FILL = 0x5A  # of bytes that nothing may change
+
+
+@dataclass(frozen=True)
+class LatentCase:
+    """One call.
+
+    apart: the rotated part has a cache of its own. places: "slots", "lists" or "table". hostile: some of them name no
+    row. gap: bytes behind each page. shift: elements before rows and tables, so that they are not aligned. norm: "",
+    "latent" or "both" parts. rope: "", "fp32" or "rows", the type of the table. positions: of the rotation are given.
+    heads: of the query, 0 for none; nope: it has that part. in_place: the rotated parts are rotated in place. q8: the
+    query is quantised. index: heads of the indexer's query, 0 for none, -1 for no indexer. data: "normal" or "special".
+    """
+
+    record: str = ROWS
+    dtype: str = "bf16"
+    tokens: int = 9
+    latent: int = 512
+    rotated: int = 64
+    pages: int = 5
+    page_size: int = 4
+    apart: bool = False
+    places: str = "slots"
+    int32: bool = False
+    hostile: bool = False
+    gap: int = 0
+    shift: int = 0
+    norm: str = ""
+    rope: str = ""
+    interleaved: bool = False
+    positions: bool = True
+    heads: int = 0
+    nope: bool = True
+    in_place: bool = False
+    q8: bool = False
+    scale_tensor: bool = False
+    power_of_two: bool = True
+    index: int = -1
+    data: str = "normal"
+
+    @property
+    def ints(self) -> torch.dtype:
+        """The dtype of index tensors."""
+        return torch.int32 if self.int32 else torch.int64
+
+    @property
+    def exact(self) -> bool:
+        """Whether the bytes must be those of the reference: nothing is normalised or rotated."""
+        return not (self.norm or self.rope or self.index >= 0)
+
+
+def of_record(record: str, **fields: Any) -> LatentCase:
+    """Return a case with the parts of a record."""
+    form = RECORDS[record]
+    if not form.latent:
+        return LatentCase(record, **fields)
+    if record == INDEX:
+        return LatentCase(record, **{"rotated": 0, "index": 2} | fields)
+    latent = form.latent - (form.rotated if form.rotated_as == "codes" else 0)
+    return LatentCase(record, **{"latent": latent, "rotated": form.rotated} | fields)
+
+
+def _wide(t: torch.Tensor, shift: int) -> torch.Tensor:
+    """Return a view of a wider tensor with the same values, `shift` elements behind its beginning."""
+    whole = torch.full((*t.shape[:-1], t.shape[-1] + 8 + shift), 3.0, dtype=t.dtype, device=t.device)
+    part = whole[..., shift : shift + t.shape[-1]]
+    return part.copy_(t)
+
+
+def _rows(case: LatentCase, gen: torch.Generator, *shape: int) -> torch.Tensor:
+    t = torch.randn(shape, generator=gen) * torch.exp2(torch.randint(-5, 6, (*shape[:-1], 1), generator=gen))
+    if case.data == "special":
+        where = torch.rand(shape, generator=gen) < 0.05
+        t[where] = torch.tensor(SPECIAL)[torch.randint(len(SPECIAL), (int(where.sum()),), generator=gen)]
+    return _wide(t.to(DTYPES[case.dtype]), case.shift)
+
+
+def _cache(case: LatentCase, width: int, dtype: torch.dtype) -> torch.Tensor:
+    size = width * dtype.itemsize
+    whole = torch.full((case.pages, case.page_size * size + case.gap), FILL, dtype=BYTE)
+    rows = whole.as_strided((case.pages, case.page_size, size), (whole.stride(0), size, 1))
+    return rows if dtype is BYTE else rows.view(dtype)
+
+
+def _places(case: LatentCase, gen: torch.Generator) -> Any:
+    """Return the places of the tokens, each another row; each request has up to 5 tokens."""
+    slots = torch.randperm(case.pages * case.page_size, generator=gen)[: case.tokens]
+    if case.places == "slots":
+        if case.hostile:
+            slots[::2] = torch.tensor(WORST)[torch.randint(len(WORST), (len(slots[::2]),), generator=gen)]
+        if case.int32:
+            slots = slots.clamp(-(1 << 31), (1 << 31) - 1)
+        return slots.to(case.ints)
+    each = -(-5 // case.page_size)  # pages of a request
+    requests = min(case.pages // each, -(-case.tokens // 5))
+    table = torch.randperm(case.pages, generator=gen)[: requests * each].view(requests, each)
+    if case.hostile:
+        table[0, 0] = 1 << 30
+    token = torch.arange(case.tokens)
+    request, position = token // 5, token % 5
+    if case.places == "lists":
+        if case.hostile:
+            request[1::3] = -7
+        starts = torch.arange(requests + 1) * each
+        return PageLists(*(t.to(case.ints) for t in (request, position, table.flatten(), starts)))
+    starts = (torch.arange(requests + 1) * 5).clamp(max=case.tokens)
+    lens = starts.diff()
+    return BlockTable(*(t.to(case.ints) for t in (table, lens, starts)))
+
+
+def _table(case: LatentCase, gen: torch.Generator, width: int) -> torch.Tensor:
+    angles = torch.rand(POSITIONS, width // 2, generator=gen) * 6
+    table = _wide(torch.cat([angles.cos(), angles.sin()], 1), case.shift)
+    return table if case.rope == "fp32" else _wide(table.to(DTYPES[case.dtype]), case.shift)
+
+
+def make_inputs(case: LatentCase, device: "torch.device | str" = "cpu", seed: int = 0) -> dict[str, Any]:
+    """Return the arguments of `append_latent`, with outputs that hold NaN."""
+    gen, form, dtype = torch.Generator().manual_seed(seed), RECORDS[case.record], DTYPES[case.dtype]
+    width = case.latent + (0 if case.apart else case.rotated)
+    kind = dtype if case.record == ROWS else BYTE
+    cache = LatentCache(_cache(case, form.token_bytes or width, kind), case.record, power_of_two=case.power_of_two)
+    if case.apart:
+        cache = cache._replace(rotated=_cache(case, case.rotated, kind))
+    if case.record == "e4m3":
+        cache = cache._replace(scale=torch.tensor([0.75]) if case.scale_tensor else 0.5)
+    given: dict[str, Any] = {"latent": _rows(case, gen, case.tokens, case.latent), "cache": cache}
+    given["rotated"] = _rows(case, gen, case.tokens, case.rotated) if case.rotated else None
+    given["places"] = _places(case, gen)
+    if case.record == INDEX:
+        given |= {"latent": None, "cache": None}
+    positions = torch.randint(POSITIONS, (case.tokens,), generator=gen)
+    if case.hostile:
+        positions[2::5] = POSITIONS
+    positions = positions.to(case.ints)
+    if case.norm and case.record != INDEX:
+        count = case.latent + (case.rotated if case.norm == "both" else 0)
+        weight = (torch.rand(count, generator=gen) + 0.5).to(dtype)
+        given["norm"] = LatentNorm(_wide(weight, case.shift), 1e-5, 0.25)
+    if case.rope and case.record != INDEX:
+        table = _table(case, gen, case.rotated)
+        given["rope"] = RotaryEmbedding(positions if case.positions else None, table, case.interleaved)
+    if case.in_place and case.rotated:
+        given["rotated_out"] = given["rotated"]
+    if case.heads:
+        nope = _rows(case, gen, case.tokens, case.heads, case.latent) if case.nope else None
+        pe, out = _rows(case, gen, case.tokens, case.heads, case.rotated), None
+        if case.in_place and not case.nope:
+            out = pe
+        else:
+            columns = case.rotated + (case.latent if case.nope else 0)
+            out = torch.full((case.tokens, case.heads, columns), torch.nan).to(E4M3 if case.q8 else dtype)
+        scale = torch.tensor([0.5]) if case.scale_tensor and case.q8 else 0.25 if case.q8 else 1.0
+        given["query"] = LatentQuery(nope, pe, out, scale=scale)
+    if case.index >= 0:
+        given["index"] = _indexer(case, gen, positions)
+    return {name: _moved(value, torch.device(device)) for name, value in given.items()}
+
+
+def _indexer(case: LatentCase, gen: torch.Generator, positions: torch.Tensor) -> IndexerRows:
+    dtype, heads = DTYPES[case.dtype], case.index
+    own = _places(case, gen) if case.places == "slots" and case.hostile else None
+    weight = bias = rope = None
+    if case.norm:
+        weight, bias = (_wide((torch.rand(128, generator=gen) + 0.5).to(dtype), case.shift) for _ in range(2))
+        bias = bias if case.norm == "both" else None
+    if case.rope:
+        rope = RotaryEmbedding(positions, _table(case, gen, 64), not case.interleaved)
+    found = IndexerRows(
+        _rows(case, gen, case.tokens, 128), _cache(case, 132, BYTE), own, weight, bias, 1e-5, rope, case.power_of_two
+    )  # fmt: skip
+    if not heads:
+        return found
+    return found._replace(
+        q=_rows(case, gen, case.tokens, heads, 128), weights=torch.randn(case.tokens, heads, generator=gen),
+        weight_scale=0.125, q_out=torch.full((case.tokens, heads, 128), torch.nan).to(E4M3),
+        weights_out=torch.full((case.tokens, heads), torch.nan),
+    )  # fmt: skip
+
+
+def _moved(value: Any, device: torch.device) -> Any:
+    """Return a value with its tensors on a device, in their layout."""
+    if device.type == "cpu":
+        return value
+    if isinstance(value, torch.Tensor):
+        memory = torch.empty(0, dtype=BYTE).set_(value.untyped_storage()).to(device)
+        new = torch.empty(0, dtype=value.dtype, device=device)
+        return new.set_(memory.untyped_storage(), value.storage_offset(), value.shape, value.stride())
+    if hasattr(value, "_fields"):
+        return type(value)(*(_moved(part, device) for part in value))
+    return value
+
+
+def run(given: dict[str, Any]) -> None:
+    wrappers.append_latent(**given)
+
+
+def outputs(given: dict[str, Any]) -> dict[str, torch.Tensor]:
+    """Return what a call may write."""
+    found = {"rotated": given.get("rotated_out")}
+    if given["cache"] is not None:
+        found |= {"cache": given["cache"].cache, "rotated cache": given["cache"].rotated}
+    if given.get("query") is not None:
+        found["query"] = given["query"].out
+    if given.get("index") is not None:
+        index = given["index"]
+        found |= {"index cache": index.cache, "index q": index.q_out, "index weights": index.weights_out}
+    return {name: t for name, t in found.items() if t is not None}
+
+
+def written(given: dict[str, Any]) -> dict[str, torch.Tensor]:
+    """Return all bytes of what a call may write, with those between rows and behind pages."""
+    found = outputs(given)
+    return {name: torch.empty(0, dtype=BYTE, device=t.device).set_(t.untyped_storage()) for name, t in found.items()}
+
+
+def values(given: dict[str, Any]) -> dict[str, torch.Tensor]:
+    """Return the bytes of the elements of what a call may write."""
+    return {name: t.contiguous().view(BYTE).flatten() for name, t in outputs(given).items()}
+
+
+def difference(
+    case: LatentCase, got: dict[str, Any], want: dict[str, Any],
+    compared: Callable[[dict[str, Any]], dict[str, torch.Tensor]] = written,
+) -> str:  # fmt: skip
+    """Return what is wrong with the outcome of a call, given that of the reference; "" if it is right.
+
+    compared: the bytes that are compared, `written` or `values`.
+    """
+    wrong = []
+    for name, theirs in compared(want).items():
+        ours = compared(got)[name].cpu()
+        if torch.equal(ours, theirs.cpu()):
+            continue
+        if case.exact:
+            wrong.append(f"{name}: {int((ours != theirs.cpu()).sum())} bytes differ")
+        elif name == "index weights":
+            if not torch.allclose(got["index"].weights_out.cpu(), want["index"].weights_out, 1e-5, 0, True):
+                wrong.append(name)
+        elif (ours != theirs.cpu()).float().mean() > 0.02:  # codes and roundings next to one another
+            wrong.append(f"{name}: far from the reference")
+    return ", ".join(wrong)
+
+
+__all__ = ["INDEX", "LatentCase", "difference", "make_inputs", "of_record", "outputs", "run", "values", "written"]

@@ -1,0 +1,1 @@
+"""The caches of latent attention (MLA) and of its indexer: their records, and the kernels that write them."""
