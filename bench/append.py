@@ -27,6 +27,7 @@ CASES = (
     "nvfp4-dequantize-n65536-h8-d128",
     *merging.CASES,
     *latent.CASES,
+    *latent.GATHERS,
 )
 HOST_CASE = f"append-bf16-n64-{SHAPE}"
 MERGED = {"merge_states": "merge-states-n64-s4-h32-d128", "merge_state": "merge-state-n64-h32-d128"}
@@ -290,6 +291,8 @@ def parts_of(name: str) -> tuple[Callable[..., Any], dict[str, Callable[[Any], A
         return make_dequantize, DEQUANTIZERS, check_dequantize
     if name in latent.CASES:
         return latent.make, latent.PROVIDERS, latent.check
+    if name in latent.GATHERS:
+        return latent.make_gather, latent.GATHER_PROVIDERS, latent.check_gather
     if name.startswith("merge-"):
         return merging.make, merging.PROVIDERS, merging.check
     return make, PROVIDERS, check
@@ -315,6 +318,10 @@ def host(setup: Setup) -> list[Measurement]:
     }
     bound = bound_by_slots(make(HOST_CASE.replace("bf16", "normrope-fp8"), setup.device, 0))
     calls["append_qkv-bound"] = partial(every, lambda _: bound(), [None])
+    rows = latent.make("mla-append-kv656-n64", setup.device, 0)
+    layer = latent.layer(rows)
+    calls["append_latent"] = partial(every, lambda _: layer(), [None])
+    calls["concat_and_cache_mla"] = partial(every, latent.ours, [rows])
     for function, case in MERGED.items():
         calls[function] = partial(every, merging.ours, [merging.make(case, setup.device, 0)])
     return [Measurement(f"host-{name}", "ours", timing) for name, timing in host_times(calls, setup).items()]

@@ -1,4 +1,4 @@
-"""Measure rows written to the caches of latent attention (MLA) and of its indexer."""
+"""Measure rows written to the caches of latent attention (MLA) and of its indexer, and rows gathered from them."""
 
 import re
 from collections.abc import Callable
@@ -14,13 +14,16 @@ from wrappers.host import machine
 
 TOKENS = (65536, 64)
 KINDS = {"bf16": ROWS, "fp8": "e4m3", **{f"kv{name}": name for name in RECORDS if name.isdigit() and name != INDEX}}
+GATHERED = ("bf16", "fp8", "kv656", "kv584", "kv352", "kv288")  # kinds
 CASES = (
     *(f"mla-append-{kind}-n{TOKENS[0]}" for kind in KINDS),
     *(f"mla-append-{kind}-n{TOKENS[1]}" for kind in KINDS),
     *(f"indexer-append-n{n}" for n in TOKENS),
 )
+GATHERS = (*(f"mla-gather-{kind}-n{TOKENS[0]}" for kind in GATHERED), f"indexer-gather-n{TOKENS[0]}")
 VLLM = {"bf16": "auto", "fp8": "fp8", "kv656": "fp8_ds_mla"}  # kinds that its operator has on Hopper
 PAGE, LATENT, ROTATED, SCALE, CHECKED = 64, 512, 64, 0.5, 48
+REQUESTS = 8
 
 
 @dataclass(frozen=True)
@@ -99,3 +102,96 @@ def check(i: LatentInputs, _: Any) -> str | None:
     page, row = i.slots[token] // PAGE, i.slots[token] % PAGE
     same = torch.equal(got[page, row].cpu(), want[0])
     return None if same else "other rows than the reference"
+
+
+# ---- gathers
+
+
+@dataclass(frozen=True)
+class GatherInputs:
+    """A cache of `REQUESTS` requests in any order of pages, and the outputs. kind: as in `LatentInputs`."""
+
+    kind: str
+    cache: torch.Tensor
+    table: torch.Tensor
+    starts: torch.Tensor
+    requests: torch.Tensor  # of rows
+    out: torch.Tensor
+    scales: torch.Tensor  # of an indexer's rows
+    scale: torch.Tensor
+
+    @property
+    def bytes(self) -> int:
+        """Return the bytes that are read and written, without those of the page table."""
+        rows = len(self.out) * self.cache.shape[2] * self.cache.element_size()
+        return rows + self.out.numel() * self.out.element_size() + self.scales.numel()
+
+
+def make_gather(name: str, device: str, seed: int) -> GatherInputs:
+    """Make the inputs of a case 'mla-gather-<kind>-n<rows>' or 'indexer-gather-n<rows>'."""
+    found = re.fullmatch(r"(?:mla-gather-(\w+)|indexer-gather)-n(\d+)", name)
+    if not found or found[1] is not None and found[1] not in GATHERED:
+        raise ValueError(f"case {name!r}: must look like mla-gather-kv656-n65536 or indexer-gather-n65536")
+    i = make(name.replace("gather", "append"), device, seed)
+    ours(i)
+    rows, pages = int(found[2]), i.cache.shape[0]
+    gen = torch.Generator(device).manual_seed(seed)
+    table = torch.randperm(pages, generator=gen, device=device)[: rows // PAGE].view(REQUESTS, -1).int()
+    starts = torch.arange(REQUESTS + 1, device=device, dtype=torch.int32) * (rows // REQUESTS)
+    requests = torch.arange(rows, device=device, dtype=torch.int32) // (rows // REQUESTS)
+    form, index = RECORDS[i.record], i.kind == "index"
+    width = 128 if index else form.latent + (0 if form.rotated_as == "codes" else form.rotated) or LATENT + ROTATED
+    out = torch.zeros(rows, width, dtype=torch.uint8 if index else torch.bfloat16, device=device)
+    scales = torch.zeros(rows if index else 0, 4, dtype=torch.uint8, device=device)
+    return GatherInputs(i.kind, i.cache, table, starts, requests, out, scales, i.scale)
+
+
+def gathered(i: GatherInputs, to: Any) -> torch.Tensor:
+    """Call vLLM's operators, ours or its own, where they have the record, else `gather_latent`."""
+    if i.kind == "index":
+        to.cp_gather_indexer_k_quant_cache(i.cache, i.out, i.scales, i.table, i.starts)
+    elif i.kind == "kv656":
+        to.cp_gather_and_upconvert_fp8_kv_cache(i.cache, i.out, i.table, i.starts[:-1], REQUESTS)
+    elif i.kind in ("bf16", "fp8"):
+        rows = len(i.out)
+        to.gather_and_maybe_dequant_cache(
+            i.cache, i.out, i.table, i.starts, i.requests, rows, VLLM[i.kind], i.scale
+        )  # fmt: skip
+    elif to is wrappers:
+        wrappers.gather_latent(wrappers.LatentCache(i.cache, KINDS[i.kind]), i.table, i.starts, i.out)
+    else:
+        raise NotImplementedError("no operator for this record on Hopper")
+    return i.out
+
+
+def vllm_gather(i: GatherInputs) -> torch.Tensor:
+    from vllm import _custom_ops as peer
+
+    return gathered(i, peer)
+
+
+GATHER_PROVIDERS: dict[str, Callable[[Any], Any]] = {"ours": lambda i: gathered(i, wrappers), "vllm": vllm_gather}
+
+
+def check_gather(i: GatherInputs, got: torch.Tensor) -> str | None:
+    """Return None if some rows are what the reference gathers, else the reason."""
+    row = torch.linspace(0, len(i.out) - 1, CHECKED, device=i.out.device).long()
+    each = len(i.out) // REQUESTS
+    page, at = i.table[row // each, row % each // PAGE], row % each % PAGE
+    if i.kind == "index":
+        want = i.cache[page.long()].flatten(1)[:, : PAGE * 128].unflatten(1, (PAGE, 128))
+    else:
+        record = KINDS[i.kind]
+        want = reference.latent_values(record, i.cache[page.long()].contiguous().view(torch.uint8), scale=SCALE)
+    want = want[torch.arange(CHECKED, device=at.device), at].to(got.dtype)
+    return None if torch.equal(got[row], want) else "other rows than the reference"
+
+
+def layer(i: LatentInputs) -> Callable[[], Any]:
+    """Return the call of a layer: norm, rotation of key and query, and the query of 16 heads."""
+    tokens, device = len(i.kv), i.kv.device
+    norm, table = wrappers.LatentNorm(torch.ones_like(i.kv[0])), torch.zeros(tokens, ROTATED, device=device)
+    rope = wrappers.RotaryEmbedding(torch.arange(tokens, device=device), table, True)
+    nope, turned = (torch.zeros(tokens, 16, n, dtype=i.kv.dtype, device=device) for n in (LATENT, ROTATED))
+    cache, query = wrappers.LatentCache(i.cache, i.record), wrappers.LatentQuery(nope, turned)
+    return lambda: wrappers.append_latent(i.kv, i.pe, cache, i.slots, norm, rope, query)

@@ -111,5 +111,8 @@ LATENT = (
     ),
     ElementRow("latent.write", ("bf16",), ("132", "rows joined", "656 joined")),
     ElementRow("latent.write", ("fp16",), ("rows", "132")),
+    ElementRow("latent.read", ("bf16",), ("e4m3", "656", "528_fp32", "528", "528_planar", "584", "352", "288")),
+    ElementRow("latent.read", ("uint8",), ("bytes", "132")),
+    ElementRow("latent.read", ("fp16",), ("e4m3",)),
 )
 MERGE_STATES = (ElementRow("merge_states.rows", ("bf16", "fp16", "fp32"), ("states", "pair")),)

@@ -32,7 +32,7 @@ from cute_kernels.cache_write import dispatch as cache_write
 from cute_kernels.cache_write.request import CacheWriteRequest
 from cute_kernels.latent import dispatch as latent
 from cute_kernels.latent.records import INDEX, RECORDS
-from cute_kernels.latent.request import LatentRequest
+from cute_kernels.latent.request import LatentRequest, ReadRequest
 from cute_kernels.merge_states import dispatch as merge_states
 from cute_kernels.merge_states.request import MergeRequest
 from cute_kernels.topk import dispatch as topk
@@ -229,6 +229,15 @@ ASKED: tuple[tuple[str, Any, str, dict[str, dict[str, Any]]], ...] = (  # argume
         LatentRequest(),
         "rows of",
         {"an indexer": {"record": INDEX}, "an indexer in one launch": {"joined": True}},
+    ),
+    (
+        "latent",
+        ReadRequest(),
+        "gathers of record",
+        {
+            **{name: {"record": name} for name in RECORDS if name not in (INDEX, "rows")},
+            **{what: {"dtype": "uint8", "record": name} for what, name in (("rows", "bytes"), ("an indexer", INDEX))},
+        },
     ),
     ("latent", LatentRequest(), "with", {"RMS norm": {}, "RoPE": {}, "a query": {}, "CUDA graph replay": {}}),
     ("merge", MergeRequest("bf16"), "V", {d: {"dtype": d} for d in ("bf16", "fp16", "fp32")}),

@@ -51,12 +51,20 @@ from .own.append_latent import IndexerRows, LatentCache, LatentNorm, LatentOutpu
 from .own.append_qkv import BlockTable, KVCacheTarget, PageLists, QueryOutput, RMSNorm, append_qkv
 from .own.binding import bind
 from .own.explanation import Explanation, explain
+from .own.gather_latent import gather_latent
 from .topk.checks import TopKTieBreak
 from .vllm.latent import (
     concat_and_cache_mla,
     concat_and_cache_mla_rope_fused,
     concat_mla_q,
     indexer_k_quant_and_cache,
+)
+from .vllm.latent_gather import (
+    cp_gather_and_upconvert_fp8_kv_cache,
+    cp_gather_and_upconvert_nvfp4_kv_cache,
+    cp_gather_cache,
+    cp_gather_indexer_k_quant_cache,
+    gather_and_maybe_dequant_cache,
 )
 from .vllm.topk import cooperative_topk, persistent_topk, top_k_per_row_decode, top_k_per_row_prefill
 
@@ -69,10 +77,12 @@ __all__ = [
     "append_qkv", "apply_llama31_rope", "apply_llama31_rope_inplace", "apply_llama31_rope_pos_ids",
     "apply_llama31_rope_pos_ids_inplace", "apply_rope", "apply_rope_inplace", "apply_rope_pos_ids",
     "apply_rope_pos_ids_inplace", "apply_rope_with_cos_sin_cache", "apply_rope_with_cos_sin_cache_inplace", "bind",
-    "concat_and_cache_mla", "concat_and_cache_mla_rope_fused", "concat_mla_q", "cooperative_topk", "explain",
-    "fast_decode_plan", "flash_attn_func", "flash_attn_varlen_func", "flash_attn_with_kvcache",
-    "get_batch_indices_positions", "get_seq_lens", "indexer_k_quant_and_cache", "merge_state", "merge_state_in_place",
-    "merge_states", "nvfp4_dequantize", "nvfp4_quantize", "nvfp4_quantize_append_paged_kv_cache",
+    "concat_and_cache_mla", "concat_and_cache_mla_rope_fused", "concat_mla_q", "cooperative_topk",
+    "cp_gather_and_upconvert_fp8_kv_cache", "cp_gather_and_upconvert_nvfp4_kv_cache", "cp_gather_cache",
+    "cp_gather_indexer_k_quant_cache", "explain", "fast_decode_plan", "flash_attn_func", "flash_attn_varlen_func",
+    "flash_attn_with_kvcache", "gather_and_maybe_dequant_cache", "gather_latent", "get_batch_indices_positions",
+    "get_seq_lens", "indexer_k_quant_and_cache", "merge_state", "merge_state_in_place", "merge_states",
+    "nvfp4_dequantize", "nvfp4_quantize", "nvfp4_quantize_append_paged_kv_cache",
     "nvfp4_quantize_append_paged_kv_cache_with_slot_mapping", "packbits", "persistent_topk", "rope_quantize_fp8",
     "rope_quantize_fp8_append_paged_kv_cache", "segment_packbits", "single_decode_with_kv_cache",
     "single_prefill_with_kv_cache", "single_prefill_with_kv_cache_return_lse", "top_k", "top_k_page_table_transform",

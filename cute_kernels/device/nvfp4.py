@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, Uint16, const_expr
+from cutlass import Float32, Int32, Uint16, Uint32, const_expr
 
 from . import warp
 
@@ -16,6 +16,7 @@ E2M1_MAX = 6.0  # code 7
 E4M3_MAX = 448.0  # largest e4m3 value
 COUNTER = 1.5 * 2.0**23  # its last bit counts ones
 COUNTER_BITS = 0x4B400000
+TO_FP32 = 2.0**126  # exponent biases: 127 of fp32, 1 of e2m1
 
 
 class BlockScale(NamedTuple):
@@ -29,6 +30,14 @@ class BlockScale(NamedTuple):
     inverse: Float32
     scale: Float32
     keep: Int32
+
+
+def code_value(byte, i):
+    """Return the value of code i, 0 or 1, of a byte.
+
+    Its exponent and its mantissa become those of an fp32 number, subnormal if the code is 0.5."""
+    word = byte << (28 - 4 * i) & Uint32(0x80000000) | byte << (22 - 4 * i) & Uint32(0x01C00000)
+    return warp.from_bits(word) * Float32(TO_FP32)
 
 
 def divide(x, by, inverse):

@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from .. import families
+from .records import INDEX
 
 INTERLEAVED = 1  # bit of `rope`, as in `cache_write.args`
 
@@ -101,3 +102,39 @@ def indexer(a: LatentArgs) -> LatentArgs:
 def pack(spec: Any, flat: Sequence[Any]) -> LatentArgs:
     """Put the arguments of a launch, in the order of `fields`, under their names."""
     return families.pack(LatentArgs, fields(spec), flat)
+
+
+READ_INDICES = ("page_table", "starts", "firsts")  # index tensors, in the order of the bits of `wide`
+
+
+class ReadArgs(NamedTuple):
+    """The arguments of a launch that reads rows. S: rows of the output, W: its columns."""
+
+    cache: Any  # (pages, P, bytes)   as in `LatentArgs`
+    out: Any  # (S, W)                spec.dtype
+    page_table: Any  # (B, M)
+    starts: Any  # (B | B + 1,)       the first row of each request in out, and the end of the last one
+    firsts: Any  # (B | 0,)           the position of that row in its request; absent: 0
+    wide: Any  # Int32                bit i: the i-th of READ_INDICES holds int64 values
+    rows: Any  # Int32                rows of out that requests have, at most
+    ctas: Any  # Int32                of the grid
+    enable_pdl: Any  # Int32          launch with programmatic stream serialisation
+    scales: Any = None  # (S, 4)      index: uint8, receives the scales
+    scale: Any = None  # Float32      e4m3: codes are multiplied by it
+    scale_ptr: Any = None  # (1 | 0,) fp32, replaces scale
+
+
+READ_OPTIONAL: dict[str, Callable[[Any], bool]] = {
+    "scales": lambda spec: spec.record == INDEX,
+    **dict.fromkeys(("scale", "scale_ptr"), lambda spec: spec.record == "e4m3"),
+}
+
+
+def read_fields(spec: Any) -> tuple[str, ...]:
+    """Return the names of the arguments of a kernel of a `ReadSpec`, in launch order."""
+    return families.fields(ReadArgs, READ_OPTIONAL, spec)
+
+
+def pack_read(spec: Any, flat: Sequence[Any]) -> ReadArgs:
+    """Put the arguments of a launch, in the order of `read_fields`, under their names."""
+    return families.pack(ReadArgs, read_fields(spec), flat)

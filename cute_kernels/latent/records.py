@@ -53,6 +53,7 @@ class LatentRecord(NamedTuple):
 
 
 ROWS, INDEX = "rows", "132"  # 16-bit rows as they are; the keys of an indexer
+BYTES = "bytes"  # rows of any record that are read as they are
 RECORDS = {
     ROWS: LatentRecord(),
     "e4m3": LatentRecord(codes="e4m3", rotated_as="e4m3"),  # one scale for all values of all rows

@@ -16,3 +16,12 @@ class LatentRequest:
     of_query: tuple[int, int] = (0, 0)
     rows: int = 1
     joined: bool = False
+
+
+@dataclass(frozen=True)
+class ReadRequest:
+    """A request for a kernel that reads rows. dtype, record: as in `ReadSpec`. rows: of the output."""
+
+    dtype: str = "bf16"
+    record: str = "656"
+    rows: int = 1

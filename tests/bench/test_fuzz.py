@@ -26,7 +26,17 @@ CPU = torch.device("cpu")
 DECODE = "trtllm_batch_decode_with_kv_cache"
 CASE = {"function": "decode", "q_lens": [1, 1, 1], "kv_lens": [40, 7, 300], "sink": 1.0, "window_left": 64}
 PLANTED = calls.Call("decode", DECODE, 5, case=CASE, extra={"on_device": True})
-NUMBERS = {"decode": 14, "prefill": 7, "layers": 3, "topk": 40, "cache": 25, "latent": 40, "merge": 40, "small": 40}
+NUMBERS = {
+    "decode": 14,
+    "prefill": 7,
+    "layers": 3,
+    "topk": 40,
+    "cache": 25,
+    "latent": 40,
+    "gather": 30,
+    "merge": 40,
+    "small": 40,
+}
 
 
 @pytest.fixture
@@ -46,7 +56,7 @@ def test_a_call_is_the_same_wherever_it_is_drawn():
 
 
 def test_every_public_function_is_drawn():
-    drawn = {draw(0, index).function for index in range(1200)}
+    drawn = {draw(0, index).function for index in range(2500)}
     drawn |= {"fast_decode_plan", "bind"}  # options of other functions
     drawn |= {"explain", "single_prefill_with_kv_cache_return_lse", "rope_quantize_fp8_append_paged_kv_cache"}
     drawn |= {"single_decode_with_kv_cache"}  # the call of flash_attn_with_kvcache with one query and no table

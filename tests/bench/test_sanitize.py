@@ -63,7 +63,7 @@ def structures(kernels):
     sorts = {spec.threads for op, spec in kernels if op == "topk.sort"}
     writes = [spec for op, spec in kernels if op == "cache_write.rows"]
     merges = {spec for op, spec in kernels if op == "merge_states.rows"}
-    records = {spec for op, spec in kernels if op == "latent.write"}
+    records = {spec for op, spec in kernels if op.startswith("latent.")}
     return top_k | sorts | merges | records | {(s.cache.replace("fp16", "bf16"), s.transform, s.gather) for s in writes}
 
 

@@ -17,7 +17,7 @@ from cute_kernels.attention.sm100 import tile_table as sm100_tiles
 from cute_kernels.cache_write import rows
 from cute_kernels.device import umma
 from cute_kernels.device.roles import launch_registers
-from cute_kernels.latent import write
+from cute_kernels.latent import read, write
 from cute_kernels.merge_states import rows as merged_rows
 from cute_kernels.topk import radix, sort
 from cute_kernels.topk.spec import SortSpec
@@ -32,6 +32,7 @@ BUNDLE_BYTES = 65_500_000
 TILES = {"attention.sm90": sm90_tiles, "attention.sm100": sm100_tiles}
 NO_SHARED = {
     "cache_write.rows": rows,
+    "latent.read": read,
     "latent.write": write,
     "merge_states.rows": merged_rows,
 }  # kernels without shared memory

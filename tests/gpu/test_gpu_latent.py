@@ -11,7 +11,9 @@ import torch
 
 import wrappers
 from bench.cases import latent as cases
+from bench.cases import latent_read as reads
 from bench.cases.latent import of_record
+from bench.cases.latent_read import ReadCase
 from cute_kernels.latent import dispatch
 from cute_kernels.latent.records import INDEX, RECORDS
 from tests.sim.workloads.latent import latent_cases, latent_features
@@ -28,6 +30,7 @@ NAMES = [name for name in RECORDS if name != INDEX]
 FEATURES = [f"latent record {name}" for name in NAMES]
 FEATURES += [f"latent with {what}" for what in ("RMS norm", "RoPE", "a query")]
 FEATURES += ["latent rows of an indexer", "latent rows of an indexer in one launch"]
+FEATURES += [f"latent gathers of record {name}" for name in (*(n for n in NAMES if n != "rows"), "rows", "an indexer")]
 
 
 def outcome(case, device, seed=0):
@@ -37,10 +40,30 @@ def outcome(case, device, seed=0):
     return given
 
 
+def gathered(case):
+    """Return what is wrong with rows that were gathered on the GPU."""
+    got, want = reads.make_inputs(case, CUDA), reads.make_inputs(case)
+    for given in (got, want):
+        with override(HostMachine()):
+            reads.run(case, given)
+    return reads.difference(got, want)
+
+
+@pytest.mark.parametrize("record", [*NAMES, INDEX])
+def test_many_rows_are_gathered(record):
+    """More rows than a launch has warps, of requests from none to thousands of rows."""
+    function = reads.INDEXER if record == INDEX else reads.OWN
+    case = ReadCase(function, record, lens=(0, 5000, 1, 777, 0, 12000, 64), page_size=64, starts=function == reads.OWN)
+    assert not gathered(case)
+
+
 @pytest.mark.parametrize("name", SIMULATED)
 @feature(*FEATURES)
 def test_simulated_problems(name):
     for case in SIMULATED[name].calls:
+        if isinstance(case, ReadCase):
+            assert not gathered(case)
+            continue
         assert not cases.difference(case, outcome(case, CUDA), outcome(case, "cpu"))
 
 

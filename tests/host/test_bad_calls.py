@@ -115,7 +115,8 @@ FORMS_OF_CALLS: dict[str, tuple[Any, Any]] = {  # of functions that have several
 }  # fmt: skip
 ELSEWHERE = {
     wrappers.bind, wrappers.single_decode_with_kv_cache,
-    *(getattr(wrappers, name) for name in append_latent.__all__),  # test_latent.py
+    *(getattr(wrappers, name) for name in append_latent.__all__),  # test_latent_refusals.py
+    wrappers.gather_latent,  # test_latent_gather.py
     wrappers.xqa_batch_decode_with_kv_cache, wrappers.trtllm_fmha_v2_prefill,  # test_engines.py
     wrappers.persistent_topk, wrappers.cooperative_topk,  # test_engines.py
     *(getattr(wrappers, name) for name in cache_write.__all__),  # test_append_qkv_refusals.py
@@ -256,6 +257,10 @@ ONE_SCALE = {"int", "rank + 1", "flat", *STRIDED}  # of one element
 LATENT_ROWS = {  # any bytes; rows that the cache lacks are skipped; fewer slots, fewer rows
     "kv_cache": {"float8_e4m3fn", "no rows", "a row less", "a row more"},
     "slot_mapping": {"no rows", "a row less", "no columns", "columns"}}  # fmt: skip
+PAGES = {"no rows", "a row less", "a row more"}  # rows that a cache or an output lacks are skipped
+TABLE = {"int64", "a row more", "no columns", "columns"}  # pages that a request has no entry for are skipped
+GATHERED = {
+    "src_cache": PAGES | {"float8_e4m3fn"}, "dst": PAGES | {"float16"}, "block_table": TABLE}  # fmt: skip
 ACCEPTED: dict[str, dict[str, set[str]]] = {  # function, or call -> argument -> bad values
     "context": {
         "max_q_len": {"far"},  # a bound
@@ -340,6 +345,16 @@ ACCEPTED: dict[str, dict[str, set[str]]] = {  # function, or call -> argument ->
     "concat_mla_q": {"q_out": {"float8_e4m3fn"}},
     "indexer_k_quant_and_cache": LATENT_ROWS | {
         "k": {"float16", "a row more"}, "kv_cache_dtype": {"str"}},  # any other format rounds no scale
+    "gather_and_maybe_dequant_cache": GATHERED | {
+        "num_tokens": {"int"}, "scale": ONE_SCALE, "cu_seq_lens": {"int64"}, "block_table": {*TABLE} - {"a row more"},
+        "token_to_seq": {"int64", "no rows", "a row less", "a row more", "no columns", "columns"}},  # not read
+    "cp_gather_cache": {
+        "src_cache": PAGES, "dst": PAGES, "block_table": TABLE, "cu_seq_lens": {"int64", "a row more"}},
+    **dict.fromkeys(("cp_gather_and_upconvert_fp8_kv_cache", "cp_gather_and_upconvert_nvfp4_kv_cache"), GATHERED | {
+        "workspace_starts": {"int64", "a row more"}}),
+    "cp_gather_indexer_k_quant_cache": {
+        "kv_cache": PAGES | {"float8_e4m3fn"}, "dst_k": {"float8_e4m3fn"}, "cu_seq_lens": {"int64"},
+        "block_table": {*TABLE} - {"a row more"}},
     "append": INDICES | {"paged_kv_cache": rope_calls.CACHES},  # pages that one of the two lacks are not written
     "append, quantised": INDICES | {
         "kv_cache_sf": {f"{side} {bad}" for side in "KV" for bad in STRIDED | {"uint8"}},  # of one column

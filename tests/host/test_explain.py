@@ -19,10 +19,10 @@ from tests.support.fake_machine import FakeMachine
 from tests.support.good_calls import NAMES, inputs_of
 from wrappers import explain
 from wrappers.host import machine
-from wrappers.own.registry import ATTENTION, FUNCTIONS, QUANTIZATION, TOP_K, row_of
+from wrappers.own.registry import ATTENTION, FUNCTIONS, LATENT_READ, QUANTIZATION, TOP_K, row_of
 
 WRITES = [row.name for row in FUNCTIONS if row.make is not None and row.family not in (ATTENTION, TOP_K)]
-REFUSE_GRAD = [name for name in NAMES if row_of(getattr(wrappers, name)).family != QUANTIZATION]
+REFUSE_GRAD = [name for name in NAMES if row_of(getattr(wrappers, name)).family not in (LATENT_READ, QUANTIZATION)]
 
 
 def cases_of(name):

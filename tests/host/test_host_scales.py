@@ -33,7 +33,7 @@ NUMBERS = {  # numbers only
     "sm_scale", "softmax_scale", "rope_scale", "o_scale", "o_sf_scale", "rcp_out_scale", "logits_soft_cap_scale",
     "skip_softmax_threshold_scale_factor", "quant_scale_q", "quant_scale_kv", "weight_scale",
 }  # fmt: skip
-FLAGS = {"skip_scale"}  # not scales
+FLAGS = {"skip_scale", "dst_scale"}  # a flag, and an output
 BLOCKS = {("FP4Tensor", "scale"), ("FP4Tensor", "scale_start_index")}  # of block scales
 
 
@@ -102,6 +102,8 @@ FUNCTIONS: dict[str, Any] = {name: partial(inputs_of, name) for name in NAMES} |
        for name in ("flash_attn_varlen_func", "flash_attn_with_kvcache", "flash_attn_func")},
     **{name: lambda name=name: inputs_of(name) | {"kv_cache": torch.zeros(6, 4, 576).byte(), "kv_cache_dtype": "fp8"}
        for name in ("concat_and_cache_mla", "concat_and_cache_mla_rope_fused")},
+    "gather_and_maybe_dequant_cache": lambda: inputs_of("gather_and_maybe_dequant_cache") | {
+        "src_cache": torch.ones(6, 4, 576).to(E4M3), "kv_cache_dtype": "fp8"},
     "nvfp4_quantize": lambda: dict(X),
     "nvfp4_dequantize": lambda: dict(CODES),
     "fp4.store": GOOD["fp4.store"][1],
@@ -153,7 +155,7 @@ CASES = [
     for argument in scales_of(function_of(name))
     if argument not in NUMBERS
 ] + [("BatchAttentionWithAttentionSinkWrapper.run", f"{x}_scale") for x in "qkv"]  # its keywords
-ATTENTION = [case for case in CASES if not any(word in case[0] for word in ("nvfp4", "fp4.", "mla"))]
+ATTENTION = [case for case in CASES if not any(word in case[0] for word in ("nvfp4", "fp4.", "mla", "gather"))]
 POSITIVE = [case for case in CASES if case not in ATTENTION]
 
 

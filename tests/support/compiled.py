@@ -227,6 +227,16 @@ def append_step(given: Given) -> Results:
     return q * 0.5, cache * 0.5
 
 
+def gather_step(given: Given) -> Results:
+    """Gather rows that were written before."""
+    latent, rotated, _ = (given["rows"] * 2).split([512, 64, 128], 1)
+    cache, tokens = wrappers.LatentCache(given["caches"][0] + 0, "656"), latent.shape[0]
+    wrappers.append_latent(latent, rotated, cache, given["slots"])
+    out, table = torch.zeros_like(given["rows"][:, :576]), torch.arange(5, device=latent.device)[None]
+    wrappers.gather_latent(cache, table, torch.tensor([0, tokens], device=latent.device), out)
+    return (out * 0.5,)
+
+
 def latent_step(given: Given, queries: bool = True) -> Results:
     """Rotate the key and the query, join the query, and write the rows of the latent and of an indexer. queries: of the
     indexer too, which are e4m3."""
@@ -280,6 +290,7 @@ CACHES: dict[str, Any] = {
     "append_qkv": (append_step, rows_inputs),
     "append_latent": (latent_step, latent_inputs),
     "append_latent of keys": (partial(latent_step, queries=False), latent_inputs),  # opcheck computes with no e4m3
+    "gather_latent": (gather_step, latent_inputs),
     "merge_states": (returning(wrappers.merge_states, "v"), states_inputs(3)),
     "merge_state": (returning(wrappers.merge_state, "v_a"), states_inputs(0)),
     "merge_state_in_place": (in_place_step, states_inputs(0)),
@@ -397,6 +408,7 @@ OPERATORS = (  # an operator, and the group and the step that calls it
     ("cute_kernels::top_k_rows", "top-k", "top_k_per_row_decode"),
     ("cute_kernels::write_rows", "caches", "append_qkv"),
     ("cute_kernels::write_latent", "caches", "append_latent of keys"),
+    ("cute_kernels::read_latent", "caches", "gather_latent"),
     *((f"cute_kernels::{name}", "caches", name) for name in ("merge_states", "merge_state", "merge_state_in_place")),
 )
 

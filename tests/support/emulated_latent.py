@@ -1,7 +1,9 @@
 """Kernels of latent caches, in torch: they check what their callers promise, then run the reference."""
 
 from cute_kernels.cache_write.args import PAGES, SLOTS
-from cute_kernels.latent.args import fields
+from cute_kernels.latent.args import fields, read_fields
+from cute_kernels.latent.records import INDEX
+from cute_kernels.latent.spec import ReadSpec
 from tests.support.fake_machine import promised, promised_apart
 from wrappers import reference
 
@@ -9,11 +11,13 @@ from wrappers import reference
 def emulate(spec, launches):
     """Return a kernel of `spec` for any device; the arguments of each launch, by name, are appended to `launches`."""
 
+    reads = isinstance(spec, ReadSpec)
+
     def kernel(*flat):
-        a = dict(zip(fields(spec), flat, strict=True))
-        check_promises(spec, a)
+        a = dict(zip((read_fields if reads else fields)(spec), flat, strict=True))
+        (check_read if reads else check_promises)(spec, a)
         launches.append(a)
-        reference.write_latent(spec, *flat)
+        (reference.read_latent if reads else reference.write_latent)(spec, *flat)
 
     return kernel
 
@@ -41,3 +45,17 @@ def check_promises(spec, a):
     if len(a.get("pe_out", ())):
         promised(a["pe_out"].shape == (tokens, rotated))
     promised(len(a["weight"]) in (0, latent, latent + rotated))
+
+
+def check_read(spec, a):
+    """Check what callers of a kernel that reads rows promise."""
+    promised_apart(a, "out", "scales")
+    form, (pages, size, width) = spec.form, a["cache"].shape
+    promised(a["rows"] > 0 and a["page_table"].numel() and width == (form.token_bytes or width))
+    if form.planar:
+        promised(size == 1 or a["cache"].stride(1) == width)
+        promised(pages == 1 or a["cache"].stride(0) >= size * width)
+    apart = form.rotated if form.rotated_as != "codes" else 0
+    promised(a["out"].shape[1] == (form.latent + apart if form.vec else width) or spec.record == INDEX)
+    if spec.record == INDEX:
+        promised(a["out"].shape[1] == form.latent and a["scales"].shape == (len(a["out"]), 4))

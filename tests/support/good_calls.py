@@ -87,6 +87,28 @@ def latent(function: str) -> dict[str, Any]:
     }  # fmt: skip
 
 
+def gathered(function: str) -> dict[str, Any]:
+    """Arguments of a function that reads the rows of two requests from a latent cache of six pages of four rows."""
+    record = {"cp_gather_indexer_k_quant_cache": 132, "cp_gather_and_upconvert_nvfp4_kv_cache": 352}.get(function, 656)
+    cache, table = torch.zeros(6, 4, record, dtype=torch.uint8), ints(3, 0, 5, 1).view(2, 2)
+    dst, starts = torch.zeros(7, 576).bfloat16(), ints(0, 5, 7)
+    if function == "gather_latent":
+        return {"cache": LatentCache(cache, "656"), "block_table": table, "cu_seqlens": starts, "out": dst}
+    if record == 132:
+        return {"kv_cache": cache, "dst_k": torch.zeros(7, 128).byte(), "dst_scale": torch.zeros(7, 4).byte(),
+                "block_table": table, "cu_seq_lens": starts}  # fmt: skip
+    given = {"src_cache": cache, "dst": dst, "block_table": table}
+    if "upconvert" in function:
+        return given | {"workspace_starts": starts[:2].clone(), "batch_size": 2}
+    if function == "cp_gather_cache":
+        return given | {"dst": torch.zeros(7, 656).byte(), "cu_seq_lens": starts, "batch_size": 2}
+    return given | {"cu_seq_lens": starts, "token_to_seq": ints(0, 0, 0, 0, 0, 1, 1), "num_tokens": 7,
+                    "kv_cache_dtype": "fp8_ds_mla", "scale": torch.ones(1)}  # fmt: skip
+
+
+GATHERS = ("gather_latent", "gather_and_maybe_dequant_cache", "cp_gather_cache",
+           "cp_gather_and_upconvert_fp8_kv_cache", "cp_gather_and_upconvert_nvfp4_kv_cache",
+           "cp_gather_indexer_k_quant_cache")  # fmt: skip
 LATENT = ("append_latent", "append_paged_mla_kv_cache", "concat_and_cache_mla", "concat_and_cache_mla_rope_fused",
           "concat_mla_q", "indexer_k_quant_and_cache")  # fmt: skip
 GOOD: dict[str, Callable[[], dict[str, Any]]] = {
@@ -116,6 +138,8 @@ def inputs_of(function: str) -> dict[str, Any]:
         return GOOD[function]()
     if function in rope_calls.NAMES:
         return rope_calls.good_call(function)
+    if function in GATHERS:
+        return gathered(function)
     if function in LATENT:
         return latent(function)
     if "append" in function:

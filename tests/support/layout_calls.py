@@ -241,11 +241,29 @@ def latent_in_two() -> Arguments:
     return latent("append_latent", cache=cache, places=PAGE_LISTS, query=query)()
 
 
+def gathered(function: str, **changes: Any) -> Callable[[], Arguments]:
+    """A call that reads a cache of random bytes."""
+
+    def make() -> Arguments:
+        given = good_calls.gathered(function)
+        given |= {name: value() if callable(value) else value for name, value in changes.items()}
+        for name in ("cache", "src_cache", "kv_cache"):
+            cache = given.get(name)
+            held = cache.cache if isinstance(cache, LatentCache) else cache
+            if isinstance(held, torch.Tensor) and held.dtype == U8:
+                held.copy_(torch.randint(0x7E, held.shape, generator=torch.Generator().manual_seed(4)))
+        return given
+
+    return make
+
+
 # ---- others
 
 
 def states(v: str, s: str, *shape: int, seed: int = 0) -> Arguments:
-    return {v: rows(*shape, dtype=torch.float32, seed=seed), s: rows(*shape[:-1], dtype=torch.float32, seed=seed + 1)}
+    """V and S of integers: their weighted sums are exact, so that a kernel may add states in another order."""
+    found = {v: rows(*shape, dtype=torch.float32, seed=seed), s: rows(*shape[:-1], dtype=torch.float32, seed=seed + 1)}
+    return {name: (4 * t).round() for name, t in found.items()}
 
 
 def page_table() -> Arguments:
@@ -349,6 +367,13 @@ RICH: dict[str, dict[str, Callable[[], Arguments]]] = {  # function -> name of a
         "concat_and_cache_mla_rope_fused", cos_sin_cache=lambda: rows(9, 64, dtype=torch.float32, seed=7))},
     **{name: {"plain": latent(name)} for name in (
         "append_paged_mla_kv_cache", "concat_mla_q", "indexer_k_quant_and_cache")},
+    **{name: {"plain": gathered(name)} for name in good_calls.GATHERS[3:]},
+    **{name: {"starts": gathered(name, seq_starts=ints(3, 2))} for name in good_calls.GATHERS[1:4]},
+    "gather_latent": {
+        "584": gathered("gather_latent", cache=latent_cache("584", 584), out=lambda: torch.zeros(7, 512).bfloat16()),
+        "starts": gathered("gather_latent", seq_starts=ints(3, 2)),
+        "rows": gathered("gather_latent", cache=lambda: LatentCache(rows(6, 4, 576))),
+    },
     "merge_state": {"plain": lambda: states("v_a", "s_a", 3, 2, 8) | states("v_b", "s_b", 3, 2, 8, seed=2)},
     "merge_state_in_place": {"plain": lambda: {
         **states("v", "s", 3, 2, 8), **states("v_other", "s_other", 3, 2, 8, seed=2),
@@ -359,6 +384,7 @@ RICH: dict[str, dict[str, Callable[[], Arguments]]] = {  # function -> name of a
 }  # fmt: skip
 # Tensors that only hints or unsupported modes take: no call reads them.
 UNREAD = {
+    "token_to_seq", "host_cache", "host_row_ids", "device_row_ids",
     "workspace_buffer", "semaphores", "workspace", "cum_seq_lens_kv", "multi_ctas_kv_counter_buffer", "request_order",
     "causal_seqlens_kv_global", "max_seqlen_k",
 }  # fmt: skip
@@ -390,4 +416,5 @@ STRICT: dict[str, set[str]] = {  # function -> tensors for which whole, aligned 
     topk_cases.PREFILL: _LOGITS, topk_cases.DECODE: _LOGITS,  # strides are arguments of their own
     "append_qkv": {"norm q_weight"},
     "append_latent": {"cache cache", "index cache"}, "indexer_k_quant_and_cache": {"kv_cache"},  # rows of a page
+    "gather_latent": {"cache cache"}, "cp_gather_indexer_k_quant_cache": {"kv_cache"},  # likewise
 }  # fmt: skip

@@ -11,6 +11,7 @@ from typing import Any
 
 from bench.cases.attention import TOKEN_SCALES
 from bench.cases.latent import of_record
+from bench.cases.latent_read import ReadCase
 from bench.cases.topk import DECODE as ROW_DECODE
 from bench.cases.topk import PAGE_TABLE, RAGGED, TOP_K
 from bench.cases.topk import PREFILL as ROW_PREFILL
@@ -205,6 +206,12 @@ def joined(record: str, **fields: Any) -> Call:
     return Call("latent", "append_latent", 7, case=changed_fields(of_record(record, **fields), ""))
 
 
+def gathered(case: ReadCase) -> Call:
+    """Return a call that reads rows of requests, some of which have no page."""
+    fields = changed_fields(replace(case, hostile=True, gap=528), "function")
+    return Call("gather", case.function, 7, case=fields)
+
+
 def _rows() -> Iterator[tuple[str, tuple[Call, ...]]]:
     """Yield calls that write caches, of rows of K and V and of latent attention, quantise, rotate and merge states."""
     own: dict[str, Any] = {"heads": (0, 2), "pages": 6}
@@ -259,6 +266,11 @@ def _rows() -> Iterator[tuple[str, tuple[Call, ...]]]:
             joined("132", dtype="fp16", rope="fp32", norm="both"),
         ),
     )
+    fp16 = gathered(ReadCase(record="e4m3", dtype="fp16", starts=True))
+    yield "latent-gather", (fp16, *(gathered(ReadCase(record=name)) for name in ("e4m3", "656", "528_fp32", "528")))
+    others = (ReadCase("cp_gather_cache", "rows"), ReadCase("cp_gather_indexer_k_quant_cache", "132"))
+    planar = (ReadCase(record=name) for name in ("528_planar", "584", "352", "288"))
+    yield "latent-gather-others", tuple(map(gathered, (*others, *planar)))
     states = ({"dtype": "bf16"}, {"dtype": "fp16", "layout": "strided"}, {"dtype": "fp32", "data": "special"})
     yield "merge-states", tuple(Call("merge", "merge_states", 7, case=fields) for fields in states)
     yield (

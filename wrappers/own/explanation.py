@@ -27,6 +27,7 @@ from ..host import machine, runtime
 from ..host.checks import check_integer
 from ..host.scalars import integer
 from ..latent import checks as latent_checks
+from ..latent import gather as latent_gather
 from ..latent import plan as latent_plan
 from ..latent.call import LatentCall
 from ..merge import checks as merge_checks
@@ -36,7 +37,7 @@ from ..topk import checks as topk_checks
 from ..topk import op as topk_op
 from ..topk import plan as topk_plan
 from ..topk.checks import TopKCall
-from .registry import ATTENTION, CACHE_WRITE, LATENT, MERGING, QUANTIZATION, TOP_K, call_of, row_of
+from .registry import ATTENTION, CACHE_WRITE, LATENT, LATENT_READ, MERGING, QUANTIZATION, TOP_K, call_of, row_of
 
 
 @dataclass(frozen=True)
@@ -190,6 +191,15 @@ def _latent(call: LatentCall, arch: str, sms: int) -> list[tuple[str, Any, Any]]
     return [*latent_dispatch.explain(latent_plan.request_of(call), arch)]
 
 
+def _checked_gather(call: latent_gather.GatherCall) -> tuple[Any, torch.device]:
+    latent_gather.validate(call)
+    return call, call.cache.device
+
+
+def _gather(call: latent_gather.GatherCall, arch: str, sms: int) -> list[tuple[str, Any, Any]]:
+    return [*latent_dispatch.explain(latent_gather.request_of(call), arch)]
+
+
 def _quantization(call: Any, arch: str, sms: int) -> list[tuple[str, Any, Any]]:
     if isinstance(call, quantize.QuantizeCall) and call.x.dtype not in quantize.DTYPES:
         return [(TORCH, None, None)]
@@ -203,5 +213,6 @@ FAMILIES = {
     CACHE_WRITE: ExplainedFamily(cache_dispatch.KERNELS, TORCH, _checked_cache_write, _cache_write),
     MERGING: ExplainedFamily(merge_dispatch.KERNELS, TORCH, _checked_merge, _merging),
     LATENT: ExplainedFamily(latent_dispatch.KERNELS, TORCH, _checked_latent, _latent),
+    LATENT_READ: ExplainedFamily(latent_dispatch.READERS, TORCH, _checked_gather, _gather),
     QUANTIZATION: ExplainedFamily(cache_dispatch.KERNELS, TORCH, lambda call: (call, call[0].device), _quantization),
 }

@@ -25,11 +25,13 @@ from ..flashinfer import (
 from ..flashinfer import single_prefill as single
 from ..host.checks import listed
 from ..vllm import latent as vllm_latent
+from ..vllm import latent_gather as vllm_gather
 from ..vllm import topk as vllm_topk
-from . import append_latent, append_qkv
+from . import append_latent, append_qkv, gather_latent
 
 ATTENTION, TOP_K, CACHE_WRITE, MERGING = "attention", "top-k", "cache writing", "merging"  # families
-LATENT, QUANTIZATION, NO_KERNEL = "latent caches", "NVFP4", ""  # likewise; torch operations of no family
+LATENT, LATENT_READ = "latent caches", "gathers of latent caches"  # likewise
+QUANTIZATION, NO_KERNEL = "NVFP4", ""  # likewise; torch operations of no family
 PREFILL, DECODE, FLASH_ATTENTION, SELECTION, CACHES = "prefill", "decode", "flash-attention", "top-k", "caches"
 FAMILY_OF = {  # page of the reference -> the family of its functions
     PREFILL: ATTENTION, DECODE: ATTENTION, FLASH_ATTENTION: ATTENTION, SELECTION: TOP_K, CACHES: CACHE_WRITE,
@@ -40,7 +42,8 @@ class PublicFunction(NamedTuple):
     """A public function, and the way to its call.
 
     make: takes arguments of the function by their names, all that the call depends on, and returns the call unchecked:
-    an `AttentionCall`, a `CachedCall`, a `TopKCall`, a `MergeCall`, a `LatentCall`, or a `CacheWriteCall` with what
+    an `AttentionCall`, a `CachedCall`, a `TopKCall`, a `MergeCall`, a `LatentCall`, a
+    `GatherCall`, or a `CacheWriteCall` with what
     else is served or returned. None: the function has no kernel. page: where `tools.reference` documents it. reshaping:
     how its queries and results differ from those of the call, None if they do not. output: its argument that receives
     the result, if one must be given. kernels: the family of its kernels, None for that of the page. binds: whether
@@ -76,6 +79,10 @@ def _merge(function: Callable[..., Any], make: Callable[..., Any]) -> PublicFunc
 
 def _latent(function: Callable[..., Any], make: Callable[..., Any]) -> PublicFunction:
     return PublicFunction(function, make, CACHES, kernels=LATENT, binds=False)
+
+
+def _gather(function: Callable[..., Any], make: Callable[..., Any]) -> PublicFunction:
+    return PublicFunction(function, make, CACHES, kernels=LATENT_READ, binds=False)
 
 
 def _quantization(function: Callable[..., Any], make: Callable[..., Any]) -> PublicFunction:
@@ -148,6 +155,12 @@ FUNCTIONS: tuple[PublicFunction, ...] = (
     _latent(vllm_latent.concat_and_cache_mla_rope_fused, vllm_latent.fused_call),
     _latent(vllm_latent.concat_mla_q, vllm_latent.concat_q_call),
     _latent(vllm_latent.indexer_k_quant_and_cache, vllm_latent.index_cache_call),
+    _gather(gather_latent.gather_latent, gather_latent.gather_call),
+    _gather(vllm_gather.gather_and_maybe_dequant_cache, vllm_gather.dequant_call),
+    _gather(vllm_gather.cp_gather_cache, vllm_gather.copy_call),
+    _gather(vllm_gather.cp_gather_and_upconvert_fp8_kv_cache, vllm_gather.upconvert_call),
+    _gather(vllm_gather.cp_gather_and_upconvert_nvfp4_kv_cache, vllm_gather.upconvert_nvfp4_call),
+    _gather(vllm_gather.cp_gather_indexer_k_quant_cache, vllm_gather.index_gather_call),
     _in_torch(quantization.packbits),
     _in_torch(quantization.segment_packbits),
 )  # fmt: skip

@@ -6,9 +6,9 @@ from typing import Any, NamedTuple
 
 import torch
 
-from cute_kernels.latent.args import INTERLEAVED, LatentArgs, indexer, pack
-from cute_kernels.latent.records import INDEX, RECORDS, LatentRecord
-from cute_kernels.latent.spec import LatentSpec
+from cute_kernels.latent.args import INTERLEAVED, LatentArgs, indexer, pack, pack_read
+from cute_kernels.latent.records import BYTES, INDEX, RECORDS, LatentRecord
+from cute_kernels.latent.spec import LatentSpec, ReadSpec
 
 from .. import fp4
 from .cache_write import narrowed, rope_positions, token_places, token_positions
@@ -254,3 +254,54 @@ def latent_values(
     end = form.rotated_at + form.rotated * (1 if form.rotated_as == "e4m3" else 2)
     part = rows[..., form.rotated_at : end].contiguous().view(E4M3 if form.rotated_as == "e4m3" else dtype)
     return torch.cat([values, part.float()], -1)
+
+
+def read_latent(spec: ReadSpec, *flat: Any) -> None:
+    """Do what a kernel of `spec` does with its arguments, in the order of `args.read_fields`."""
+    a = pack_read(spec, flat)
+    if a.cache.is_meta:  # there are no values
+        return
+    table, starts, firsts = (
+        t.view(torch.int64) if a.wide >> i & 1 and len(t) else t
+        for i, t in enumerate((a.page_table, a.starts, a.firsts))
+    )
+    requests, rows = len(table), min(a.rows, len(a.out))
+    if not requests or rows <= 0:
+        return
+    if len(starts) > requests:
+        rows = min(rows, int(starts[requests]))
+    row = torch.arange(max(rows, 0), device=a.out.device)
+    request = torch.searchsorted(starts[:requests].contiguous().long(), row, right=True) - 1
+    first = starts.long()[request.clamp(min=0)]
+    position = row - first + (firsts.long()[request.clamp(min=0)] if len(firsts) else 0)
+    begins = firsts.long()[request.clamp(min=0)] if len(firsts) else torch.zeros_like(position)
+    size = a.cache.shape[1]
+    column = position // max(size, 1)
+    there = (request >= 0) & (row >= first) & (begins >= 0) & (position < 1 << 31) & (column < table.shape[1])
+    page = table[request.clamp(min=0), column.where(there, 0)].long() if table.shape[1] else torch.full_like(row, -1)
+    there &= (page >= 0) & (page < len(a.cache))
+    row, page, at = row[there], page[there], (position - column * size)[there]
+    if spec.record in (BYTES, INDEX):
+        codes, scales = raw_rows(spec, a.cache, page, at, a.out.shape[1])
+        a.out[row] = codes
+        if spec.record == INDEX:
+            a.scales[row] = scales
+        return
+    scale = 1.0 if spec.record != "e4m3" else a.scale_ptr if len(a.scale_ptr) else a.scale
+    values = latent_values(spec.record, a.cache[page.unique()], a.out.dtype, scale) if len(page) else a.out[:0, None]
+    a.out[row] = values[torch.searchsorted(page.unique(), page), at].to(a.out.dtype)
+
+
+def raw_rows(
+    spec: ReadSpec, cache: torch.Tensor, page: torch.Tensor, at: torch.Tensor, width: int
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Return rows of a cache as they are, and those of their factors if the record is planar."""
+    form, size = spec.form, cache.shape[1]
+    if not form.planar:
+        return cache[page, at][:, :width], None
+    flat = cache.as_strided((len(cache), size * form.token_bytes), (cache.stride(0), 1))
+
+    def rows(first: torch.Tensor, count: int) -> torch.Tensor:
+        return flat[page[:, None], first[:, None] + torch.arange(count, device=cache.device)]
+
+    return rows(at * form.row, form.row), rows(size * form.row + at * form.factor_row, form.factor_row)

@@ -23,7 +23,7 @@ RECORDS = {  # kv_cache_dtype -> record
 UE8M0 = "ue8m0"
 
 
-def _record(value: Any) -> str:
+def record_of(value: Any) -> str:
     if not isinstance(value, str) or value not in RECORDS:
         raise UnknownName(f"kv_cache_dtype: {value!r}, must be one of {listed(RECORDS)}")
     return RECORDS[value]
@@ -72,7 +72,7 @@ def concat_call(
     check_flag("skip_scale", skip_scale)
     if skip_scale:
         raise NotImplementedError("skip_scale: True, not supported, must be False")
-    record = _record(kv_cache_dtype)
+    record = record_of(kv_cache_dtype)
     check_operand("kv_c", kv_c, 2, WIDE, None)
     number, tensor = dequantisation_scale("scale", scale, kv_c, "kv_c", False)
     return LatentCall(
@@ -117,7 +117,7 @@ def fused_call(
     check_flag("is_neox", is_neox)
     for name, t, ndim in (("q_pe", q_pe, 3), ("cos_sin_cache", cos_sin_cache, 2), ("positions", positions, 1)):
         check_strided(name, t, ndim)
-    record = _record(kv_cache_dtype)
+    record = record_of(kv_cache_dtype)
     check_operand("kv_c", kv_c, 2, WIDE, None)
     number, tensor = dequantisation_scale("kv_cache_scale", kv_cache_scale, kv_c, "kv_c", False)
     pe = _part(k_pe)

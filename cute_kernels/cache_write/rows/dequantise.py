@@ -15,7 +15,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int64, Uint8, Uint16, Uint32
 
-from ...device import copy, memory, warp
+from ...device import copy, memory, nvfp4, warp
 from ..args import CacheWriteArgs
 from ..spec import SF_VEC_SIZE
 from ..store import reciprocal
@@ -24,7 +24,6 @@ from . import THREADS
 ELEMENTS = 4  # of a vector
 VECTORS = 4  # per thread
 PER_BLOCK = SF_VEC_SIZE // ELEMENTS  # vectors
-TO_FP32 = 2.0**126  # exponent biases: 127 of fp32, 1 of e2m1
 USUAL = 2.0**64  # scales from 1 / USUAL to USUAL are divided by without a slow path
 
 
@@ -32,14 +31,6 @@ def grid(a):
     """Return the number of CTAs."""
     each = THREADS * VECTORS
     return (Int64(a.sf.shape[0]) * PER_BLOCK + each - 1) // each
-
-
-def code_value(byte, i):
-    """Return the value of code i, 0 or 1, of a byte.
-
-    Its exponent and its mantissa become those of an fp32 number, subnormal if the code is 0.5."""
-    word = byte << (28 - 4 * i) & Uint32(0x80000000) | byte << (22 - 4 * i) & Uint32(0x01C00000)
-    return warp.from_bits(word) * Float32(TO_FP32)
 
 
 def sf_value(byte):
@@ -95,6 +86,6 @@ def kernel(a: CacheWriteArgs):
         if vector < vectors:
             factor = sf_value(sf[i].to(Uint16))
             for e in cutlass.range_constexpr(ELEMENTS):
-                values[e] = code_value(held[e // 2, i].to(Uint32), e % 2) * factor
+                values[e] = nvfp4.code_value(held[e // 2, i].to(Uint32), e % 2) * factor
             divide(values, by, inverse)
             copy.vector(values, memory.view(target + 16 * vector, Float32, ELEMENTS, 16))

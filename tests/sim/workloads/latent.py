@@ -9,10 +9,12 @@ import torch
 from ptxsim.runner import RunResult
 
 from bench.cases import latent as cases
+from bench.cases import latent_read as reads
 from bench.cases.latent import LatentCase, of_record
-from cute_kernels.latent import write
-from cute_kernels.latent.records import ROWS
-from cute_kernels.latent.spec import LatentSpec
+from bench.cases.latent_read import ReadCase
+from cute_kernels.latent import read, write
+from cute_kernels.latent.records import BYTES, INDEX, ROWS
+from cute_kernels.latent.spec import LatentSpec, ReadSpec
 from wrappers.host.machine import HostMachine, override
 
 from .common import Outcome, SimulatedMachine, outcome
@@ -25,17 +27,37 @@ class LatentScenario:
     """Calls, one after the other. All bytes that no row is written to must stay equal."""
 
     name: str
-    calls: tuple[LatentCase, ...]
+    calls: tuple[LatentCase | ReadCase, ...]
 
 
-def latent_cases(spec: LatentSpec, thorough: bool = False) -> list[LatentScenario]:
+def read_cases(spec: ReadSpec) -> list[LatentScenario]:
+    """Return problems of a kernel that reads rows."""
+    raw, dtype = spec.dtype == "uint8", "bf16" if spec.dtype == "uint8" else spec.dtype
+    record = ROWS if spec.record == BYTES else spec.record
+    function = reads.INDEXER if record == INDEX else reads.COPY if raw else reads.OWN
+    base = ReadCase(function, record, dtype, data="special")
+    found = [
+        base, replace(base, starts=not raw or record == ROWS, gap=528, lens=(0, 30, 3), page_size=3, int32=True),
+        replace(base, hostile=True, shift=1, lens=(3, 9), page_size=1, fp32_scales=True),
+        replace(base, lens=(70,), page_size=64),
+    ]  # fmt: skip
+    if record in (ROWS, "e4m3"):
+        found += [replace(base, wide=600, gap=6, lens=(3,)), replace(base, wide=80, starts=True, hostile=True)]
+    if record == "656":
+        found.append(replace(base, function=reads.UPCONVERT, lens=(0, 4, 5)))
+    return [LatentScenario("gathered", tuple(found))]
+
+
+def latent_cases(spec: LatentSpec | ReadSpec, thorough: bool = False) -> list[LatentScenario]:
     """Return problems that a kernel can run."""
+    if isinstance(spec, ReadSpec):
+        return read_cases(spec)
     base = of_record(spec.record, dtype=spec.dtype)
     if spec.index or spec.joined:
-        first = replace(base, index=3, norm="both", rope="fp32", heads=2 * spec.joined, tokens=19, pages=6)
+        both = replace(base, index=3, norm="both", rope="fp32", heads=2 * spec.joined, tokens=19, pages=6)
         plain = replace(base, index=0, tokens=35, pages=10)
         return [LatentScenario("indexer", (
-            first, plain, replace(plain, power_of_two=False),
+            both, plain, replace(plain, power_of_two=False),
             replace(base, index=1, rope="fp32", interleaved=True, tokens=3),
             replace(base, index=0, hostile=True, interleaved=True, rope="rows", norm="latent", int32=True),
             replace(base, index=2, places="table", tokens=12, power_of_two=False, shift=1, heads=spec.joined, q8=True),
@@ -66,9 +88,9 @@ def latent_cases(spec: LatentSpec, thorough: bool = False) -> list[LatentScenari
     return [LatentScenario("copied", tuple(first)), LatentScenario("norm and rotation", tuple(second))]
 
 
-def latent_structures(shipped: list[LatentSpec]) -> list[LatentSpec]:
-    """Return one kernel per structure: a record is one."""
-    return [spec for spec in shipped if spec.dtype == "bf16"]
+def latent_structures(shipped: list[LatentSpec | ReadSpec]) -> list[LatentSpec | ReadSpec]:
+    """Return one kernel per structure: a record is one, to write and to read."""
+    return [spec for spec in shipped if spec.dtype != "fp16"]
 
 
 def latent_features() -> list[LatentScenario]:
@@ -84,18 +106,21 @@ def latent_features() -> list[LatentScenario]:
 @contextmanager
 def few_ctas() -> Iterator[None]:
     """Launch one CTA an SM in the block, so that warps write several rows, as those of large launches do."""
-    waves, write.WAVES = write.WAVES, 1
+    waves = write.WAVES, read.WAVES
+    write.WAVES = read.WAVES = 1
     try:
         yield
     finally:
-        write.WAVES = waves
+        write.WAVES, read.WAVES = waves
 
 
-def run_latent(spec: LatentSpec | None, case: LatentScenario, arch: str, **how: Any) -> Outcome:
+def run_latent(spec: LatentSpec | ReadSpec | None, case: LatentScenario, arch: str, **how: Any) -> Outcome:
     launches: list[RunResult] = []
     simulated = SimulatedMachine(arch, launches, FEW_SMS, spec, how)
 
-    def run(call: LatentCase) -> tuple[float, list[torch.Tensor]]:
+    def run(call: LatentCase | ReadCase) -> tuple[float, list[torch.Tensor]]:
+        if isinstance(call, ReadCase):
+            return run_read(call)
         got, want = (cases.make_inputs(call) for _ in range(2))
         with override(HostMachine()):
             cases.run(want)
@@ -103,5 +128,13 @@ def run_latent(spec: LatentSpec | None, case: LatentScenario, arch: str, **how: 
             cases.run(got)
         wrong = cases.difference(call, got, want)
         return float("inf") if wrong else 0.0, list(cases.written(got).values())
+
+    def run_read(call: ReadCase) -> tuple[float, list[torch.Tensor]]:
+        got, want = (reads.make_inputs(call) for _ in range(2))
+        with override(HostMachine()):
+            reads.run(call, want)
+        with override(simulated), few_ctas():
+            reads.run(call, got)
+        return float("inf") if reads.difference(got, want) else 0.0, list(reads.outputs(got).values())
 
     return outcome(case.calls, run, launches)

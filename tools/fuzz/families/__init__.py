@@ -3,7 +3,7 @@
 from types import ModuleType
 from typing import NamedTuple
 
-from . import attention, attention_draw, cache_write, latent, merging, small, topk
+from . import attention, attention_draw, cache_write, latent, latent_read, merging, small, topk
 
 
 class FuzzFamily(NamedTuple):
@@ -21,6 +21,7 @@ FAMILIES = {
     "topk": FuzzFamily(topk, topk, 14),
     "cache": FuzzFamily(cache_write, cache_write, 14),
     "latent": FuzzFamily(latent, latent, 8),
+    "gather": FuzzFamily(latent_read, latent_read, 4),
     "merge": FuzzFamily(merging, merging, 4),
     "small": FuzzFamily(small, small, 4),
 }
