@@ -57,4 +57,4 @@ class ReadSpec:
     @property
     def name(self) -> str:
         """A short readable identifier, unique among shipped specs."""
-        return f"{self.dtype}_{self.record}"
+        return f"read_{self.dtype}_{self.record}"

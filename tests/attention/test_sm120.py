@@ -15,7 +15,7 @@ PROMPT = KernelRequest(page_size=64, qhead_per_kvhead=4, rows=4096)
 SIMULATED = {  # architecture -> what tests.support.on_sm120 runs there
     "sm_120a": (
         "prompts", "topk.sort/fp32", "topk.radix/bf16_c8", "cache_write.rows/bf16_bf16", "merge_states.rows/fp32_pair",
-        "latent.write/bf16_656", "latent.read/uint8_132",
+        "latent.write/bf16_656", "latent.read/read_uint8_132",
     ),
     "sm_121a": ("attention.decode/bf16_kvnvfp4_d64",),
 }  # fmt: skip
