@@ -434,10 +434,11 @@ def test_query_of_an_indexer(width, own, host):
 @pytest.mark.parametrize("own", [True, False])
 def test_one_launch_is_two(own, host):
     """Rows of an indexer in the launch of the latent have the bytes of a launch of their own, and so has the latent.
-    own: the indexer has places of its own."""
+    own: the indexer has places of its own, and the key is rotated."""
     one, two = full(), full()
     if not own:
-        one["index"], two["index"] = (given["index"]._replace(places=None) for given in (one, two))
+        for given in (one, two):
+            given |= {"index": given["index"]._replace(places=None), "rope": None}
     with HOSTS[host]() as machine:
         together = append_latent(**one)
         if machine:

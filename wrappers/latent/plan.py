@@ -2,7 +2,8 @@
 
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from operator import itemgetter
+from typing import Any, get_type_hints
 
 import torch
 
@@ -18,28 +19,45 @@ from .. import reference
 from ..host import machine
 from ..host.launch import KernelFamily, Plan, select
 from ..host.overlap import AddressBounds
+from ..host.schema import GivenTensor, MaybeTensor
 from .call import LatentCall
-from .checks import E4M3, OUTPUTS, first_of, in_place, validate
+from .checks import E4M3, OUTPUTS, first_of, in_place, may_be_one, validate
 
 DTYPES = {getattr(torch, dtypes.TORCH[name]): name for name in ("bf16", "fp16")}
 NUMBERS = ("norm_eps", "norm_offset", "scale", "q_scale", "weight_scale")  # of a call, which are no part of its key
-_KEPT = tuple(i for i, name in enumerate(LatentCall._fields) if name not in (*NUMBERS, "index"))
 INDEXER_ALONE = ("weights", "weights_out", "weight_scale")  # arguments of an indexer, which have no other name
 MEMORY = (*OUTPUTS, "kv", "pe", "q", "q_pe", "weights")
+IN_PLACE = (("pe", "pe_out"), ("q_pe", "q_out"))  # an input, and the output that it may be
 INPUTS = ("kv", "pe", "q", "q_pe", "scale_ptr", "q_scale_ptr", "weight", "bias", "rope_table", "weights", *OUTPUTS)
 AS_GIVEN = ("kv", "pe", "slots", "batch_indices", "positions", "page_table", "kv_indices", "kv_indptr", "cu_seqlens",
             "kv_lens", "weight", "rope_positions", "q", "q_pe", "pe_out", "scale_ptr", "q_scale_ptr", "bias", "weights",
             "weights_out", *NUMBERS)  # fmt: skip  # fields of a call that a launch takes by the same name
-_Tensor, _uint8, _int32, _int64 = torch.Tensor, torch.uint8, torch.int32, torch.int64
+_uint8, _int32, _int64 = torch.uint8, torch.int32, torch.int64
+_AT = {name: i for i, name in enumerate(LatentCall._fields)}
+_HINTS = get_type_hints(LatentCall, include_extras=True)
+_is_tensor = {name: hint in (GivenTensor, MaybeTensor) for name, hint in _HINTS.items()}
+# fields of which a kernel checks the strides
+_VECTORS = ("slots", "batch_indices", "positions", "kv_indices", "kv_indptr", "cu_seqlens", "kv_lens", "weight",
+            "rope_positions", "scale_ptr", "q_scale_ptr", "bias")  # fmt: skip
+_LIKE_ROWS = ("pe", "q", "q_pe", "pe_out", "weights", "weights_out")  # a kernel checks their dtypes
+_vectors, _like_rows = (itemgetter(*map(_AT.__getitem__, names)) for names in (_VECTORS, _LIKE_ROWS))
+_tensors = itemgetter(
+    *(i for name, i in _AT.items() if _is_tensor[name] and name not in (*_VECTORS, *_LIKE_ROWS))
+)  # of a call
+_values = itemgetter(*(i for name, i in _AT.items() if not (_is_tensor[name] or name in (*NUMBERS, "index"))))
+_memory = itemgetter(*map(_AT.__getitem__, MEMORY))
+AS_IT_IS, AS_WORDS, AS_ONE, AS_BYTES = range(4)  # how a tensor of a call is given to a launch
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class LatentPlan(Plan):
     """A kernel that writes rows, and its arguments except the tensors and the numbers of a call."""
 
-    put: tuple[tuple[int, str, int], ...]  # what calls give: (0, or 1 of an indexer; field; position of the argument)
-    wide: frozenset[tuple[int, str]]  # fields of int64
+    put: tuple[tuple[int, int, int, int], ...]  # what calls give: (0, or 1 of an indexer; position of the field, and of
+    # the argument; AS_IT_IS, ...)
     bounds: AddressBounds  # of MEMORY
+    alike: tuple[tuple[int, int], ...]  # positions in MEMORY of an input and an output that may be one
+    unused: tuple[int, ...]  # positions in MEMORY of caches without rows to write
 
 
 def parts_of(call: LatentCall) -> tuple[LatentCall, ...]:
@@ -57,9 +75,10 @@ def key_of(call: LatentCall) -> tuple[Any, ...]:
     last = call.kv_last_page_len  # no kernel sees it
     key: list[Any] = [first_of(call).get_device(), None if last is None else last.device]
     for part in parts_of(call):
-        for i in _KEPT:
-            t: Any = part[i]
-            key.append((t.dtype, t.shape, t.stride()) if isinstance(t, _Tensor) else t)
+        key.append(_values(part))
+        key += [None if t is None else (t.dtype, t.shape, t.stride()) for t in _tensors(part)]
+        key += [None if t is None else (t.shape, t.stride()) for t in _like_rows(part)]
+        key += [None if t is None else (t.dtype, t.shape) for t in _vectors(part)]
     return tuple(key)
 
 
@@ -67,8 +86,8 @@ def memory_of(call: LatentCall) -> list[Any]:
     """Return the tensors that may share no memory; a part that is rotated in place counts once."""
     found = []
     for part in parts_of(call):
-        own = [getattr(part, field) for field in MEMORY]
-        for x, out in (("pe", "pe_out"), ("q_pe", "q_out")):
+        own = [*_memory(part)]
+        for x, out in IN_PLACE:
             if in_place(getattr(part, x), getattr(part, out)):
                 own[MEMORY.index(x)] = None
         if part.kv is None:
@@ -103,6 +122,17 @@ def warps_of(call: LatentCall) -> int:
     if index is not None:
         rows += -(-tokens * (1 + heads_of(index)) * write.INDEX_LANES // write.WARP)
     return rows
+
+
+def alike_of(call: LatentCall) -> tuple[tuple[int, int], ...]:
+    """Return the positions in `memory_of` of an input and an output that are one tensor if they have one address."""
+    found = []
+    for i, part in enumerate(parts_of(call)):
+        for x, out in IN_PLACE:
+            a, b = getattr(part, x), getattr(part, out)
+            if a is not None and b is not None and may_be_one(a, b):
+                found.append((MEMORY.index(x) + len(MEMORY) * i, MEMORY.index(out) + len(MEMORY) * i))
+    return tuple(found)
 
 
 def wide_of(call: LatentCall) -> list[str]:
@@ -152,6 +182,7 @@ def plan_for(call: LatentCall, device_info: tuple[str, int] | None) -> LatentPla
     names, values = fields(spec), defaults(call)
     values["ctas"] = write.grid(warps_of(call), 1 if device_info is None else device_info[1])
     put = [(0, field, names.index(name)) for field, name in given_of(call) if name in names]
+    parts = parts_of(call)
     if call.index is not None:
         values |= {f"i_{name}": value for name, value in defaults(call.index).items()}
         values |= {name: value for name, value in defaults(call.index).items() if name in ("weights", "weights_out")}
@@ -162,10 +193,11 @@ def plan_for(call: LatentCall, device_info: tuple[str, int] | None) -> LatentPla
     return LatentPlan(
         fn=fn,
         flat=[values[name] for name in names],
-        put=tuple(put),
+        put=tuple((i, _AT[field], at, form_of(parts[i], field)) for i, field, at in put),
         runs=bool(first.shape[0] and (call.kv is not None or heads_of(call))),
-        wide=frozenset((i, name) for i, part in enumerate(parts_of(call)) for name in wide_of(part)),
         bounds=AddressBounds.of(memory_of(call), written_of(call)),
+        alike=alike_of(call),
+        unused=tuple(MEMORY.index("cache") + len(MEMORY) * i for i, part in enumerate(parts) if part.kv is None),
     )
 
 
@@ -173,18 +205,31 @@ def bind(plan: LatentPlan, call: LatentCall) -> tuple[list[Any], None]:
     """Return the arguments of a launch."""
     if not plan.runs:
         return plan.flat, None
-    addresses = [0 if t is None else t.data_ptr() for t in memory_of(call)]
+    parts: Any = (call,) if call.index is None else (call, call.index)
+    addresses = [0 if t is None else t.data_ptr() for part in parts for t in _memory(part)]
+    for x, out in plan.alike:
+        if addresses[x] == addresses[out]:
+            addresses[x] = 0
+    for cache in plan.unused:
+        addresses[cache] = 0
     if addresses != plan.bounds.addresses and plan.bounds.may_overlap(addresses):
         validate(call)
-    flat, wide, parts = plan.flat.copy(), plan.wide, (call, call.index)
-    for i, field, at in plan.put:
-        value: Any = getattr(parts[i], field)
-        if (i, field) in wide:
-            value = words(value)
-        elif field in ("cache", "pe_cache") and value.dtype is not _uint8:
-            value = value.view(_uint8)
+    flat = plan.flat.copy()
+    for i, field, at, form in plan.put:
+        value = parts[i][field]
+        if form != AS_IT_IS:
+            value = words(value) if form == AS_ONE else value.view(_int32 if form == AS_WORDS else _uint8)
         flat[at] = value
     return flat, None
+
+
+def form_of(call: LatentCall, field: str) -> int:
+    """Return how a field of a call is given to a launch."""
+    value = getattr(call, field)
+    dtype = getattr(value, "dtype", None)
+    if field in INDICES:
+        return AS_IT_IS if dtype is not _int64 else AS_ONE if value.shape == (1,) else AS_WORDS
+    return AS_BYTES if field in ("cache", "pe_cache") and dtype is not _uint8 else AS_IT_IS
 
 
 def words(index: torch.Tensor) -> torch.Tensor:

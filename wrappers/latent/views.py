@@ -9,6 +9,8 @@ from ..host.checks import check_strided
 
 def rows_view(name: str, cache: Any) -> Any:
     """Return a cache as (pages, P, elements); it may have a dimension of one head."""
+    if cache.__class__ is torch.Tensor and cache.ndim == 3:
+        return cache
     if not isinstance(cache, torch.Tensor) or cache.ndim != 4:
         return check_strided(name, cache, 3)
     check_strided(name, cache, 4)

@@ -17,7 +17,8 @@ from ..latent.views import rows_view
 from .append_qkv import BlockTable, PageLists
 
 __all__ = ["IndexerRows", "LatentCache", "LatentNorm", "LatentOutputs", "LatentQuery", "append_latent"]
-HEAD_DIM = 128  # of an indexer
+_FIRST = RotaryEmbedding._fields.index("rotary_dim")  # of the fields that say how angles are computed
+_ANGLES, _DEFAULTS = RotaryEmbedding._fields[_FIRST:], RotaryEmbedding()[_FIRST:]
 
 
 class LatentCache(NamedTuple):
@@ -179,54 +180,51 @@ def append_latent_call(
     rotated_out: Any,
 ) -> tuple[LatentCall, LatentOutputs]:  # fmt: skip
     """Return the call of `append_latent`, and its outputs."""
-    classes = (("norm", norm, LatentNorm), ("rope", rope, RotaryEmbedding), ("query", query, LatentQuery),
-               ("index", index, IndexerRows))  # fmt: skip
     if latent is None and index is not None:
         others = (("rotated", rotated), ("cache", cache), ("norm", norm), ("rope", rope), ("query", query),
                   ("rotated_out", rotated_out))  # fmt: skip
         for name, value in others:
             if value is not None:
                 raise ValueError(f"{name}: {type(value).__name__}, must be None without latent")
-        if not isinstance(index, IndexerRows):
-            raise TypeError(f"index: {type(index).__name__}, must be an IndexerRows or None")
+        check_class("index", index, IndexerRows)
         call, index_q, index_weights = index_call(index, places_of("places", places), INDEXER_THERE)
         return call, LatentOutputs(None, index_q, index_weights)
-    if not isinstance(cache, LatentCache):
+    if cache.__class__ is not LatentCache:
         raise TypeError(f"cache: {type(cache).__name__}, must be a LatentCache")
-    for name, value, wanted in classes:
-        if value is not None and not isinstance(value, wanted):
-            raise TypeError(f"{name}: {type(value).__name__}, must be a {wanted.__name__} or None")
-    if not isinstance(cache.record, str) or cache.record == INDEX or cache.record not in RECORDS:
+    check_class("norm", norm, LatentNorm)
+    check_class("query", query, LatentQuery)
+    check_class("index", index, IndexerRows)
+    record = cache.record
+    if not isinstance(record, str) or record == INDEX or record not in RECORDS:
         allowed = ", ".join(name for name in RECORDS if name != INDEX)
-        raise ValueError(f"cache.record: {cache.record!r}, must be one of {allowed}")
+        raise ValueError(f"cache.record: {record!r}, must be one of {allowed}")
     check_flag("cache.power_of_two", cache.power_of_two)
-    check_operand("latent", latent, 2, WIDE, None)
     found = places_of("places", places)
     scale, scale_ptr = dequantisation_scale("cache.scale", cache.scale, latent, "latent", False)
-    if cache.record != "e4m3":
-        check_unscaled("cache.scale", scale, scale_ptr, f"with record {cache.record}")
-    call = LatentCall(
-        LATENT, cache.record, latent, rotated, rows_view("cache.cache", cache.cache),
-        pe_cache=None if cache.rotated is None else rows_view("cache.rotated", cache.rotated), scale=scale,
-        scale_ptr=scale_ptr, power_of_two=cache.power_of_two, pe_out=rotated_out, **found, **_rope(rope, "rope"),
-    )  # fmt: skip
+    if record != "e4m3" and (scale != 1.0 or scale_ptr is not None):
+        check_unscaled("cache.scale", scale, scale_ptr, f"with record {record}")
+    given = found | _rope(rope, "rope")
     if norm is not None:
-        eps, offset = epsilon("norm.eps", norm.eps), real(norm.offset)
-        check_number("norm.offset", offset)
-        call = call._replace(weight=check_strided("norm.weight", norm.weight, 1), norm_eps=eps, norm_offset=offset)
-    out = None
+        given["weight"] = check_strided("norm.weight", norm.weight, 1)
+        given["norm_eps"], given["norm_offset"] = epsilon("norm.eps", norm.eps), real(norm.offset)
+        if norm.offset != 0.0:
+            check_number("norm.offset", given["norm_offset"])
+    out = index_q = index_weights = None
     if query is not None:
         out = query_output(query, latent)
         q_scale, q_scale_ptr = dequantisation_scale("query.scale", query.scale, latent, "latent", False)
-        if getattr(out, "dtype", E4M3) != E4M3:
+        if (q_scale != 1.0 or q_scale_ptr is not None) and getattr(out, "dtype", E4M3) != E4M3:
             check_unscaled("query.scale", q_scale, q_scale_ptr, "for a query of 16 bits")
-        call = call._replace(
-            q=query.nope, q_pe=query.rotated, q_out=out, q_scale=q_scale, q_scale_ptr=q_scale_ptr
-        )  # fmt: skip
-    if index is None:
-        return call, LatentOutputs(out)
-    second, index_q, index_weights = index_call(index, found, INDEXER)
-    return call._replace(index=second), LatentOutputs(out, index_q, index_weights)
+        given["q"], given["q_pe"], given["q_out"] = query.nope, query.rotated, out
+        given["q_scale"], given["q_scale_ptr"] = q_scale, q_scale_ptr
+    if index is not None:
+        given["index"], index_q, index_weights = index_call(index, found, INDEXER)
+    call = LatentCall(
+        LATENT, cache.record, latent, rotated, rows_view("cache.cache", cache.cache),
+        pe_cache=None if cache.rotated is None else rows_view("cache.rotated", cache.rotated), scale=scale,
+        scale_ptr=scale_ptr, power_of_two=cache.power_of_two, pe_out=rotated_out, **given,
+    )  # fmt: skip
+    return call, LatentOutputs(out, index_q, index_weights)
 
 
 def places_of(name: str, places: Any) -> dict[str, Any]:
@@ -247,19 +245,24 @@ def _rope(rope: RotaryEmbedding | None, name: str) -> dict[str, Any]:
     """Return the fields of a call that say how rows are rotated."""
     if rope is None:
         return {}
-    if not isinstance(rope, RotaryEmbedding):
-        raise TypeError(f"{name}: {type(rope).__name__}, must be a RotaryEmbedding or None")
+    check_class(name, rope, RotaryEmbedding)
     check_flag(f"{name}.interleaved", rope.interleaved)
     if rope.cos_sin_cache is None:
         raise NotImplementedError(
             f"{name}.cos_sin_cache: None, must be a table: rows of latent attention have no angles"
         )
-    for field in ("rotary_dim", "scale", "theta", "llama31"):
-        value, wanted = getattr(rope, field), getattr(RotaryEmbedding(), field)
-        if isinstance(value, torch.Tensor) or value != wanted:
+    for field, value, wanted in zip(_ANGLES, rope[_FIRST:], _DEFAULTS):
+        if value is not wanted and (isinstance(value, torch.Tensor) or value != wanted):
             found = type(value).__name__ if isinstance(value, torch.Tensor) else value
             raise ValueError(f"{name}.{field}: {found}, must be {wanted} with {name}.cos_sin_cache")
     return {"rope_table": rope.cos_sin_cache, "interleaved": rope.interleaved, "rope_positions": rope.positions}
+
+
+def check_class(name: str, value: Any, wanted: type) -> None:
+    """Check for an instance of a class, or None."""
+    if value is not None and value.__class__ is not wanted:
+        article = "an" if wanted.__name__[0] in "AEIOU" else "a"
+        raise TypeError(f"{name}: {type(value).__name__}, must be {article} {wanted.__name__} or None")
 
 
 def check_unscaled(name: str, number: Any, tensor: torch.Tensor | None, where: str) -> None:
@@ -271,7 +274,8 @@ def check_unscaled(name: str, number: Any, tensor: torch.Tensor | None, where: s
 def epsilon(name: str, value: Any) -> Any:
     """Return the number that a norm adds to the mean of squares."""
     number = real(value)
-    check_number(name, number)
+    if number.__class__ is not float or not 0.0 <= number <= 1.0:
+        check_number(name, number)
     if number < 0:
         raise ValueError(f"{name}: {number}, must be at least 0")
     return number
@@ -280,9 +284,10 @@ def epsilon(name: str, value: Any) -> Any:
 def query_output(query: LatentQuery, latent: torch.Tensor) -> Any:
     """Return the output of a query, a new tensor unless one is given."""
     nope, rotated, out, dtype, _ = query
-    check_strided("query.rotated", rotated, 3)
-    if nope is not None:
-        check_strided("query.nope", nope, 3)
+    if out is None or rotated is None:
+        check_strided("query.rotated", rotated, 3)
+        if nope is not None:
+            check_strided("query.nope", nope, 3)
     if dtype is not None:
         check_one_of("query.dtype", dtype, (latent.dtype, E4M3))
     if out is not None:
