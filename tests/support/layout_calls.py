@@ -245,7 +245,9 @@ def latent_in_two() -> Arguments:
 
 
 def states(v: str, s: str, *shape: int, seed: int = 0) -> Arguments:
-    return {v: rows(*shape, dtype=torch.float32, seed=seed), s: rows(*shape[:-1], dtype=torch.float32, seed=seed + 1)}
+    """V and S of integers: their weighted sums are exact, so that a kernel may add states in another order."""
+    found = {v: rows(*shape, dtype=torch.float32, seed=seed), s: rows(*shape[:-1], dtype=torch.float32, seed=seed + 1)}
+    return {name: (4 * t).round() for name, t in found.items()}
 
 
 def page_table() -> Arguments:

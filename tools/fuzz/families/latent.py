@@ -138,7 +138,7 @@ def build(call: Call, device: torch.device) -> Work:
         return {}
 
     def judge(variant: int, tree: Any, results: Results) -> str:
-        return cases.difference(case, tree, wanted[variant], cases.values)
+        return cases.difference(case, tree, wanted[variant], whole=False)
 
     return Work(variants, run, lambda tree: [*cases.outputs(tree).values()], judge)
 
