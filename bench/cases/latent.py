@@ -26,7 +26,8 @@ FILL = 0x5A  # of bytes that nothing may change
 class LatentCase:
     """One call.
 
-    apart: the rotated part has a cache of its own. places: "slots", "lists" or "table". hostile: some of them name no
+    apart: the rotated part has a cache of its own. places: "slots", "lists" or "table"; "rows": slots in order, which
+    `mla_arguments` needs. hostile: some of them name no
     row. gap: bytes behind each page. shift: elements before rows and tables, so that they are not aligned. norm: "",
     "latent" or "both" parts. rope: "", "fp32" or "rows", the type of the table. positions: of the rotation are given.
     heads: of the query, 0 for none; nope: it has that part. in_place: the rotated parts are rotated in place. q8: the
@@ -105,6 +106,8 @@ def _cache(case: LatentCase, width: int, dtype: torch.dtype) -> torch.Tensor:
 
 def _places(case: LatentCase, gen: torch.Generator) -> Any:
     """Return the places of the tokens, each another row; each request has up to 5 tokens."""
+    if case.places == "rows":
+        return torch.arange(case.tokens)
     slots = torch.randperm(case.pages * case.page_size, generator=gen)[: case.tokens]
     if case.places == "slots":
         if case.hostile:
@@ -216,6 +219,29 @@ def run(given: dict[str, Any]) -> None:
     wrappers.append_latent(**given)
 
 
+def run_case(case: LatentCase, given: dict[str, Any]) -> None:
+    """Run a case by the function that has its places."""
+    if case.places == "rows":
+        wrappers.mla_rope_quantize_fp8(**mla_arguments(given))
+    else:
+        run(given)
+
+
+def mla_arguments(given: dict[str, Any]) -> dict[str, Any]:
+    """Return the arguments with which `mla_rope_quantize_fp8` does the same.
+
+    The cache is a page that all rows fill, and the rotated part has its own."""
+    cache, query, rope = given["cache"], given["query"], given["rope"]
+    latent = given["latent"].shape[1]
+    return {
+        "q_rope": query.rotated, "k_rope": given["rotated"], "q_nope": query.nope, "k_nope": given["latent"],
+        "cos_sin_cache": rope.cos_sin_cache, "pos_ids": rope.positions, "is_neox": not rope.interleaved,
+        "quant_scale_q": 1.0 / query.scale, "quant_scale_kv": 1.0 / cache.scale,
+        "q_rope_out": query.out[..., latent:], "q_nope_out": query.out[..., :latent],
+        "k_rope_out": cache.rotated[0].view(E4M3), "k_nope_out": cache.cache[0].view(E4M3),
+    }  # fmt: skip
+
+
 def outputs(given: dict[str, Any]) -> dict[str, torch.Tensor]:
     """Return what a call may write."""
     found = {"rotated": given.get("rotated_out")}
@@ -260,7 +286,7 @@ def step_of(case: LatentCase, name: str, t: torch.Tensor) -> float:
 def difference(case: LatentCase, got: dict[str, Any], want: dict[str, Any], whole: bool = True) -> str:
     """Return what is wrong with the outcome of a call, given that of the reference; "" if it is right.
 
-    Of a call that normalises or rotates, values may be a step apart, one in ten of them. whole: bytes that belong to no
+    If a call normalises or rotates, values may be a step apart, one in ten of them. whole: bytes that belong to no
     element are compared, too.
     """
     wrong, bytes_of = [], written if whole else values

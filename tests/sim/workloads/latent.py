@@ -32,10 +32,10 @@ def latent_cases(spec: LatentSpec, thorough: bool = False) -> list[LatentScenari
     """Return problems that a kernel can run."""
     base = of_record(spec.record, dtype=spec.dtype)
     if spec.index or spec.joined:
-        first = replace(base, index=3, norm="both", rope="fp32", heads=2 * spec.joined, tokens=19, pages=6)
+        whole = replace(base, index=3, norm="both", rope="fp32", heads=2 * spec.joined, tokens=19, pages=6)
         plain = replace(base, index=0, tokens=35, pages=10)
         return [LatentScenario("indexer", (
-            first, plain, replace(plain, power_of_two=False),
+            whole, plain, replace(plain, power_of_two=False),
             replace(base, index=1, rope="fp32", interleaved=True, tokens=3),
             replace(base, index=0, hostile=True, interleaved=True, rope="rows", norm="latent", int32=True),
             replace(base, index=2, places="table", tokens=12, power_of_two=False, shift=1, heads=spec.joined, q8=True),
@@ -63,6 +63,9 @@ def latent_cases(spec: LatentSpec, thorough: bool = False) -> list[LatentScenari
             replace(base, latent=16, rotated=0), replace(base, apart=True),
             replace(base, rope="rows", heads=3, nope=False, in_place=True),
         ]  # fmt: skip
+    if spec.record == "e4m3":
+        quantised = replace(base, apart=True, rope="fp32", heads=2, q8=True)
+        second += [replace(quantised, pages=1, page_size=9, places="rows"), replace(quantised, places="lists")]
     return [LatentScenario("copied", tuple(first)), LatentScenario("norm and rotation", tuple(second))]
 
 
@@ -100,7 +103,7 @@ def run_latent(spec: LatentSpec | None, case: LatentScenario, arch: str, **how: 
         with override(HostMachine()):
             cases.run(want)
         with override(simulated), few_ctas():
-            cases.run(got)
+            cases.run_case(call, got)
         wrong = cases.difference(call, got, want)
         return float("inf") if wrong else 0.0, list(cases.written(got).values())
 
