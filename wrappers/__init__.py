@@ -10,7 +10,7 @@ from .cache_write.rotation import RotaryEmbedding
 from .flash_attn.api import flash_attn_func, flash_attn_varlen_func, flash_attn_with_kvcache
 from .flashinfer.cascade import merge_state, merge_state_in_place, merge_states
 from .flashinfer.engines import trtllm_fmha_v2_prefill, xqa_batch_decode_with_kv_cache
-from .flashinfer.latent import append_paged_mla_kv_cache
+from .flashinfer.latent import append_paged_mla_kv_cache, concat_mla_k
 from .flashinfer.page import (
     append_paged_kv_cache,
     get_batch_indices_positions,
@@ -31,7 +31,11 @@ from .flashinfer.rope import (
     apply_rope_with_cos_sin_cache,
     apply_rope_with_cos_sin_cache_inplace,
 )
-from .flashinfer.rope_quantize import rope_quantize_fp8, rope_quantize_fp8_append_paged_kv_cache
+from .flashinfer.rope_quantize import (
+    mla_rope_quantize_fp8,
+    rope_quantize_fp8,
+    rope_quantize_fp8_append_paged_kv_cache,
+)
 from .flashinfer.single_decode import single_decode_with_kv_cache
 from .flashinfer.single_prefill import single_prefill_with_kv_cache, single_prefill_with_kv_cache_return_lse
 from .flashinfer.topk import top_k, top_k_page_table_transform, top_k_ragged_transform
@@ -77,12 +81,12 @@ __all__ = [
     "append_qkv", "apply_llama31_rope", "apply_llama31_rope_inplace", "apply_llama31_rope_pos_ids",
     "apply_llama31_rope_pos_ids_inplace", "apply_rope", "apply_rope_inplace", "apply_rope_pos_ids",
     "apply_rope_pos_ids_inplace", "apply_rope_with_cos_sin_cache", "apply_rope_with_cos_sin_cache_inplace", "bind",
-    "concat_and_cache_mla", "concat_and_cache_mla_rope_fused", "concat_mla_q", "cooperative_topk",
+    "concat_and_cache_mla", "concat_and_cache_mla_rope_fused", "concat_mla_k", "concat_mla_q", "cooperative_topk",
     "cp_gather_and_upconvert_fp8_kv_cache", "cp_gather_and_upconvert_nvfp4_kv_cache", "cp_gather_cache",
     "cp_gather_indexer_k_quant_cache", "explain", "fast_decode_plan", "flash_attn_func", "flash_attn_varlen_func",
     "flash_attn_with_kvcache", "gather_and_maybe_dequant_cache", "gather_latent", "get_batch_indices_positions",
     "get_seq_lens", "indexer_k_quant_and_cache", "merge_state", "merge_state_in_place", "merge_states",
-    "nvfp4_dequantize", "nvfp4_quantize", "nvfp4_quantize_append_paged_kv_cache",
+    "mla_rope_quantize_fp8", "nvfp4_dequantize", "nvfp4_quantize", "nvfp4_quantize_append_paged_kv_cache",
     "nvfp4_quantize_append_paged_kv_cache_with_slot_mapping", "packbits", "persistent_topk", "rope_quantize_fp8",
     "rope_quantize_fp8_append_paged_kv_cache", "segment_packbits", "single_decode_with_kv_cache",
     "single_prefill_with_kv_cache", "single_prefill_with_kv_cache_return_lse", "top_k", "top_k_page_table_transform",

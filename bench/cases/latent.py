@@ -27,7 +27,8 @@ FILL = 0x5A  # of bytes that nothing may change
 class LatentCase:
     """One call.
 
-    apart: the rotated part has a cache of its own. places: "slots", "lists" or "table". hostile: some of them name no
+    apart: the rotated part has a cache of its own. places: "slots", "lists" or "table"; "rows": slots in order, which
+    `mla_arguments` needs. hostile: some of them name no
     row. gap: bytes behind each page. shift: elements before rows and tables, so that they are not aligned. norm: "",
     "latent" or "both" parts. rope: "", "fp32" or "rows", the type of the table. positions: of the rotation are given.
     heads: of the query, 0 for none; nope: it has that part. in_place: the rotated parts are rotated in place. q8: the
@@ -106,6 +107,8 @@ def _cache(case: LatentCase, width: int, dtype: torch.dtype) -> torch.Tensor:
 
 def _places(case: LatentCase, gen: torch.Generator) -> Any:
     """Return the places of the tokens, each another row; each request has up to 5 tokens."""
+    if case.places == "rows":
+        return torch.arange(case.tokens)
     slots = torch.randperm(case.pages * case.page_size, generator=gen)[: case.tokens]
     if case.places == "slots":
         if case.hostile:
@@ -215,6 +218,29 @@ def moved(value: Any, device: torch.device) -> Any:
 
 def run(given: dict[str, Any]) -> None:
     wrappers.append_latent(**given)
+
+
+def run_case(case: LatentCase, given: dict[str, Any]) -> None:
+    """Run a case by the function that has its places."""
+    if case.places == "rows":
+        wrappers.mla_rope_quantize_fp8(**mla_arguments(given))
+    else:
+        run(given)
+
+
+def mla_arguments(given: dict[str, Any]) -> dict[str, Any]:
+    """Return the arguments with which `mla_rope_quantize_fp8` does the same.
+
+    The cache is a page that all rows fill, and the rotated part has its own."""
+    cache, query, rope = given["cache"], given["query"], given["rope"]
+    latent = given["latent"].shape[1]
+    return {
+        "q_rope": query.rotated, "k_rope": given["rotated"], "q_nope": query.nope, "k_nope": given["latent"],
+        "cos_sin_cache": rope.cos_sin_cache, "pos_ids": rope.positions, "is_neox": not rope.interleaved,
+        "quant_scale_q": 1.0 / query.scale, "quant_scale_kv": 1.0 / cache.scale,
+        "q_rope_out": query.out[..., latent:], "q_nope_out": query.out[..., :latent],
+        "k_rope_out": cache.rotated[0].view(E4M3), "k_nope_out": cache.cache[0].view(E4M3),
+    }  # fmt: skip
 
 
 def outputs(given: dict[str, Any]) -> dict[str, torch.Tensor]:

@@ -23,7 +23,7 @@ class LatentArgs(NamedTuple):
     pe: Any  # (N | 0, R)             spec.dtype; the rotated part; index: (0, R), it is the first part of kv
     cache: Any  # (pages, P, bytes)   uint8; any strides of pages and rows, last 1; planar records: rows are dense
     pe_cache: Any  # (pages | 0, P, bytes)  uint8; ROWS and e4m3: the rotated part goes here instead of behind kv
-    places: Any  # Int32              SLOTS or PAGES, as in `cache_write.args`
+    places: Any  # Int32              SLOTS, PAGES or ROWS, as in `cache_write.args`
     wide: Any  # Int32                bit i: the i-th of `cache_write.args.INDICES` holds int64 values
     slots: Any  # (N,)
     batch_indices: Any  # (N | 0,)

@@ -407,7 +407,7 @@ CACHED = "apply_rope_with_cos_sin_cache"
         "q_nope": torch.ones(5, 3, 16).bfloat16(), x: WORDS[:, : 2 if x[0] == "k" else 3, :32],
         out: WORDS.view(E4M3)[:, : 2 if out[0] == "k" else 3, :16]})
       for out in ("q_nope_out", "k_nope_out") for x in ("q_rope", "k_rope")),
-    (NotImplementedError, r"^k_rope: shape \(5, 32\), must have heads", PAGED, {"k_rope": X[:, 0, :32]}),
+    (ValueError, r"^k_nope: shape \(5, 2, 16\), must have 2 dimensions", PAGED, {"k_rope": X[:, 0, :32]}),
     (ValueError, "^page_size: 8, must be that of paged_kv_cache, 16", PAGED, {"page_size": 8}),
     (TypeError, r"^paged_kv_cache \(K\): dtype torch.float8_e4m3fn, must be quantize_dtype", PAGED,
      {"quantize_dtype": E5M2}),

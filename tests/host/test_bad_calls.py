@@ -65,6 +65,7 @@ APPENDED = {
 
 
 CONTEXT, DECODE = wrappers.trtllm_batch_context_with_kv_cache, wrappers.trtllm_batch_decode_with_kv_cache
+ROPE_APPEND = wrappers.rope_quantize_fp8_append_paged_kv_cache
 FORMS_OF_CALLS: dict[str, tuple[Any, Any]] = {  # of functions that have several, and of what is in no registry
     "context": (CONTEXT, lambda: attention(SMALL, "context")),
     "context, stacked": (CONTEXT, lambda: attention(replace(SMALL, cache="stacked", layout="NHD"), "context")),
@@ -112,6 +113,8 @@ FORMS_OF_CALLS: dict[str, tuple[Any, Any]] = {  # of functions that have several
         "paged_kv_cache": (torch.ones(6, 4, 2, 8).byte(), torch.ones(6, 4, 2, 8).byte()),
         "kv_cache_sf": (torch.ones(6, 4, 2, 1).to(E4M3), torch.ones(6, 4, 2, 1).to(E4M3)),
         "k_scale": 0.5, "v_scale": 0.5}),
+    "rope append": (ROPE_APPEND, partial(rope_calls.good_call, ROPE_APPEND.__name__)),
+    "rope append, latent": (ROPE_APPEND, rope_calls.latent_append),
 }  # fmt: skip
 ELSEWHERE = {
     wrappers.bind, wrappers.single_decode_with_kv_cache,

@@ -185,7 +185,7 @@ PLANNED = {
     "append_qkv": (partial(rows, append.by_slots, "append-normrope-fp8"), Work(19, 4)),
     "apply_rope": (partial(rotation, "apply_rope"), Work(41, 5)),
     "apply_rope_pos_ids_inplace": (partial(rotation, "apply_rope_pos_ids_inplace"), Work(38, 3)),
-    "rope_quantize_fp8": (partial(rotation, "rope_quantize_fp8"), Work(89, 8)),
+    "rope_quantize_fp8": (partial(rotation, "rope_quantize_fp8"), Work(90, 8)),
     "merge_states": (partial(merge, "merge-states-n64-s4-h32-d128"), Work(7, 2)),
     "merge_state": (partial(merge, "merge-state-n64-h32-d128"), Work(7, 2)),
     "merge_state_in_place": (merge_in_place, Work(7, 0)),

@@ -105,7 +105,7 @@ BEFORE = (
     r": |\(|\b(a|an|dtype|layout|device|shape|is|kv|and V|with query|out|paged|the query's,|that of \w+,|"
     r"of the scores,) "
 )
-WANTED = "a torch.Tensor", "an FP4Tensor", "None:"  # what else may be refused by its type alone
+WANTED = "a torch.Tensor", "an FP4Tensor", "a tuple", "None:"  # what else may be refused by its type alone
 KERNELS_NAMES = {torch.float16: "fp16", E4M3: "e4m3"}
 
 

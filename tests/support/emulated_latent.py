@@ -1,6 +1,6 @@
 """Kernels of latent caches, in torch: they check what their callers promise, then run the reference."""
 
-from cute_kernels.cache_write.args import PAGES, SLOTS
+from cute_kernels.cache_write.args import PAGES, ROWS, SLOTS
 from cute_kernels.latent.args import fields, read_fields
 from cute_kernels.latent.records import INDEX
 from cute_kernels.latent.spec import ReadSpec
@@ -26,7 +26,7 @@ def check_promises(spec, a):
     """Check what callers promise, which compiled code does not notice."""
     promised_apart(a, "cache", "pe_cache", "q_out", "q_fp8", "pe_out", "weights_out")
     form, tokens = spec.form, max(len(a["kv"]), len(a["q_pe"]))
-    promised(tokens and a["places"] in (SLOTS, PAGES))
+    promised(tokens and a["places"] in (SLOTS, PAGES, ROWS))
     latent, rotated = a["kv"].shape[1], a["pe"].shape[1] if len(a["pe"]) else 0
     if len(a["kv"]):
         promised(a["cache"].shape[2] == form.token_bytes or not form.token_bytes)

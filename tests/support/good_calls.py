@@ -73,6 +73,9 @@ def latent(function: str) -> dict[str, Any]:
     if function == "concat_mla_q":
         parts = {"ql_nope": torch.ones(3, 2, 512).bfloat16(), "q_pe": torch.ones(3, 2, 64).bfloat16()}
         return parts | {"q_out": torch.zeros(3, 2, 576).bfloat16()}
+    if function == "concat_mla_k":
+        parts = {"k_nope": torch.ones(3, 2, 128).bfloat16(), "k_rope": torch.ones(3, 1, 64).bfloat16()}
+        return {"k": torch.zeros(3, 2, 192).bfloat16()} | parts
     if function == "indexer_k_quant_and_cache":
         cache = torch.zeros(6, 4, 132, dtype=torch.uint8)
         return {"k": torch.ones(3, 128).bfloat16(), "kv_cache": cache, "slot_mapping": slots, "quant_block_size": 128,
@@ -110,7 +113,7 @@ GATHERS = ("gather_latent", "gather_and_maybe_dequant_cache", "cp_gather_cache",
            "cp_gather_and_upconvert_fp8_kv_cache", "cp_gather_and_upconvert_nvfp4_kv_cache",
            "cp_gather_indexer_k_quant_cache")  # fmt: skip
 LATENT = ("append_latent", "append_paged_mla_kv_cache", "concat_and_cache_mla", "concat_and_cache_mla_rope_fused",
-          "concat_mla_q", "indexer_k_quant_and_cache")  # fmt: skip
+          "concat_mla_k", "concat_mla_q", "indexer_k_quant_and_cache")  # fmt: skip
 GOOD: dict[str, Callable[[], dict[str, Any]]] = {
     "get_seq_lens": lambda: {"kv_indptr": ints(0, 2, 2, 5), "kv_last_page_len": ints(3, 0, 1), "page_size": 4},
     "get_batch_indices_positions": lambda: {

@@ -257,6 +257,10 @@ def gathered(function: str, **changes: Any) -> Callable[[], Arguments]:
     return make
 
 
+def joined_e5m2() -> Arguments:
+    return {name: t.to(torch.float8_e5m2) for name, t in latent("concat_mla_k")().items()}
+
+
 # ---- others
 
 
@@ -284,6 +288,7 @@ def dequantised() -> Arguments:
     return {"data": data, "scales": scales, "global_scale": torch.tensor([2.0])}
 
 
+ROPE_APPEND = "rope_quantize_fp8_append_paged_kv_cache"
 DECODE, CONTEXT = "trtllm_batch_decode_with_kv_cache", "trtllm_batch_context_with_kv_cache"
 RICH: dict[str, dict[str, Callable[[], Arguments]]] = {  # function -> name of a call -> its arguments, made anew
     CONTEXT: {
@@ -374,6 +379,10 @@ RICH: dict[str, dict[str, Callable[[], Arguments]]] = {  # function -> name of a
         "starts": gathered("gather_latent", seq_starts=ints(3, 2)),
         "rows": gathered("gather_latent", cache=lambda: LatentCache(rows(6, 4, 576))),
     },
+    "concat_mla_k": {"bf16": latent("concat_mla_k"), "e5m2": joined_e5m2},
+    ROPE_APPEND: {
+        "plain": lambda: rope_calls.good_call(ROPE_APPEND), "latent": rope_calls.latent_append,
+        "latent, e5m2": lambda: rope_calls.latent_append(quantize_dtype=torch.float8_e5m2)},
     "merge_state": {"plain": lambda: states("v_a", "s_a", 3, 2, 8) | states("v_b", "s_b", 3, 2, 8, seed=2)},
     "merge_state_in_place": {"plain": lambda: {
         **states("v", "s", 3, 2, 8), **states("v_other", "s_other", 3, 2, 8, seed=2),

@@ -1,6 +1,6 @@
 """A good call of each of FlashInfer's RoPE functions, and the bad values of `test_bad_calls.py` that it accepts."""
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -12,7 +12,9 @@ PAGE_SIZE, PAGES = 16, 3
 
 
 def good_call(name: str, dtype: torch.dtype = torch.bfloat16) -> dict[str, Any]:
-    """Return keyword arguments. Q and K are views of one packed tensor; the functions that quantise get all outputs."""
+    """Return keyword arguments. Q and K are views of one packed tensor; the functions that quantise get all outputs.
+
+    K of `mla_rope_quantize_fp8` has no heads, and its rotated part of Q is written behind the other."""
     assert name in NAMES
     gen = torch.Generator().manual_seed(0)
 
@@ -20,7 +22,7 @@ def good_call(name: str, dtype: torch.dtype = torch.bfloat16) -> dict[str, Any]:
         return torch.randn(TOKENS, heads, dim, generator=gen).to(dtype)
 
     positions = torch.tensor([3, 0, 7, 7, 90], dtype=torch.int32)
-    if not name.startswith(("apply_rope_with", "rope_quantize")):
+    if not ("quantize" in name or name.startswith("apply_rope_with")):
         q, k = rows(HEADS + KV_HEADS).split([HEADS, KV_HEADS], 1)
         where = {"indptr": torch.tensor([0, 2, 2, 5]).int(), "offsets": torch.tensor([3, 9, 70]).int()}
         return {"q": q, "k": k, **({"pos_ids": positions} if "pos_ids" in name else where), "rotary_dim": ROTATED}
@@ -30,13 +32,17 @@ def good_call(name: str, dtype: torch.dtype = torch.bfloat16) -> dict[str, Any]:
         return {"positions": positions, "query": query, "key": key, "head_size": DIM, "cos_sin_cache": table}
     sides = [("q", HEADS, rows(HEADS)), ("k", KV_HEADS, rows(KV_HEADS))]
     found: dict[str, Any] = {"cos_sin_cache": table, "pos_ids": positions, "quantize_dtype": torch.float8_e4m3fn}
-    paged = name.endswith("paged_kv_cache")
+    paged, latent = name.endswith("paged_kv_cache"), name.startswith("mla")
+    parts = {"rope": slice(ROTATED), "nope": slice(ROTATED, None)}
     for side, heads, x in sides:
         out = torch.zeros(TOKENS, heads, DIM, dtype=torch.uint8).view(torch.float8_e4m3fn)
-        for part, within in (("rope", slice(ROTATED)), ("nope", slice(ROTATED, None))):
+        if latent and side == "k":
+            x, out = x[:, 0], out[:, 0]
+        behind = {"rope": slice(DIM - ROTATED, None), "nope": slice(DIM - ROTATED)} if latent and side == "q" else parts
+        for part, within in parts.items():
             found[f"{side}_{part}"] = x[..., within]
             if side == "q" or not paged:
-                found[f"{side}_{part}_out"] = out[..., within]
+                found[f"{side}_{part}_out"] = out[..., behind[part]]
     if not paged:
         return found | {"quant_scale_q": 0.5, "quant_scale_kv": 2.0}
     cache = torch.zeros(2, PAGES, PAGE_SIZE, KV_HEADS, DIM, dtype=torch.uint8).view(torch.float8_e4m3fn)
@@ -47,6 +53,23 @@ def good_call(name: str, dtype: torch.dtype = torch.bfloat16) -> dict[str, Any]:
         "batch_indices": torch.tensor([0, 0, 1, 1, -1], dtype=torch.int32),
         "positions": torch.tensor([15, 16, 0, 1, 2], dtype=torch.int32),
     }  # fmt: skip
+
+
+class LatentPair(NamedTuple):
+    """The caches of a K without heads: a tuple of which each part has a name."""
+
+    ckv: torch.Tensor
+    kpe: torch.Tensor
+
+
+def latent_append(**changes: Any) -> dict[str, Any]:
+    """Return a call of `rope_quantize_fp8_append_paged_kv_cache` whose K has no heads, without outputs of Q."""
+    given = good_call("rope_quantize_fp8_append_paged_kv_cache")
+    dtype = changes.get("quantize_dtype", torch.float8_e4m3fn)
+    ckv, kpe = (torch.zeros(PAGES, PAGE_SIZE, n, dtype=torch.uint8).view(dtype) for n in (DIM - ROTATED, ROTATED))
+    given |= {name: given[name][:, 0] for name in ("k_rope", "k_nope")}
+    given |= {"v": None, "paged_kv_cache": LatentPair(ckv, kpe)}
+    return {name: t for name, t in given.items() if not name.endswith("_out")} | changes
 
 
 NUMBERS = (  # arguments of these functions that are positive numbers
@@ -70,5 +93,8 @@ ACCEPTED: dict[str, dict[str, set[str]]] = {  # function -> argument -> names of
     "apply_rope_with_cos_sin_cache": _CACHED,
     "apply_rope_with_cos_sin_cache_inplace": _CACHED,
     "rope_quantize_fp8": _QUANTISED | {"k_rope_out": NONE, "k_nope_out": NONE},
-    "rope_quantize_fp8_append_paged_kv_cache": _QUANTISED | _INDICES | {"paged_kv_cache": CACHES},
+    "mla_rope_quantize_fp8": _QUANTISED | {"k_rope_out": NONE, "k_nope_out": NONE},
+    "rope append, latent": _INDICES | {
+        "pos_ids": WIDE, "cos_sin_cache": TABLE, "enable_pdl": NONE},
+    "rope append": _QUANTISED | _INDICES | {"paged_kv_cache": CACHES},
 }  # fmt: skip

@@ -50,6 +50,7 @@ _QKV = {
 }  # fmt: skip
 ROPE, ROPE_CACHED = "apply_rope", "apply_rope_with_cos_sin_cache"  # and all that differ from these in a suffix
 ROPE_FP8, ROPE_FP8_PAGED = "rope_quantize_fp8", "rope_quantize_fp8_append_paged_kv_cache"
+ROPE_FP8_MLA = ROPE_FP8_PAGED + ", MLA"
 KVCACHE = "flash_attn_with_kvcache"
 _KVCACHE = {
     "page_table": "block_table", "cu_seqlens": "cu_seqlens_k_new", "kv_lens": "cache_seqlens", "q_out": "q",
@@ -66,6 +67,8 @@ _ROPE_CACHED = {
 }  # fmt: skip
 _SCALES = {"k_scale": "quant_scale_kv", "v_scale": "quant_scale_kv", "q_scale": "quant_scale_q"}
 _ANGLES = {"rope_positions": "pos_ids", "rope_table": "cos_sin_cache"}
+
+_LATENT_PARTS = {"v": "k_nope", "v_cache": "paged_kv_cache (ckv)", "k_cache": "paged_kv_cache (kpe)"}
 
 
 def _part_names(part: str, paged: bool) -> dict[str, str]:
@@ -87,6 +90,8 @@ NAMES: dict[str, dict[str, str]] = {
     ROPE_FP8 + NOPE: _part_names("nope", False),
     ROPE_FP8_PAGED: _part_names("rope", True),
     ROPE_FP8_PAGED + NOPE: _part_names("nope", True),
+    ROPE_FP8_MLA: _part_names("rope", True) | _LATENT_PARTS,
+    ROPE_FP8_MLA + NOPE: _part_names("nope", True) | dict.fromkeys(("k_cache", "v_cache"), "paged_kv_cache (ckv)"),
 }
 OUTPUTS = ("k_cache", "v_cache", "k_sf", "v_sf")
 LISTS = (

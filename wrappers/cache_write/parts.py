@@ -31,7 +31,9 @@ class Operands(NamedTuple):
 def joined(rope: torch.Tensor, nope: torch.Tensor) -> torch.Tensor | None:
     """Return (..., R + M): the rows of (..., R) and (..., M) as one tensor, if each row of the second lies behind that
     of the first; else None."""
-    if traced(rope) or rope.shape[:-1] != nope.shape[:-1] or rope.stride() != nope.stride() or rope.stride(-1) != 1:
+    if traced(rope) or rope.shape[:-1] != nope.shape[:-1] or rope.stride(-1) != 1:
+        return None
+    if rope.stride() != nope.stride() and _differ(rope, nope):
         return None
     if rope.dtype != nope.dtype or rope.device != nope.device or rope.requires_grad != nope.requires_grad:
         return None
@@ -39,6 +41,12 @@ def joined(rope: torch.Tensor, nope: torch.Tensor) -> torch.Tensor | None:
     if not same or nope.data_ptr() - rope.data_ptr() != rope.shape[-1] * rope.element_size():
         return None
     return rope.as_strided((*rope.shape[:-1], rope.shape[-1] + nope.shape[-1]), rope.stride())
+
+
+def _differ(rope: torch.Tensor, nope: torch.Tensor) -> bool:
+    """Return whether rows have other strides; those of a dimension of size 1, as of a K without heads, do not count."""
+    strides = zip(rope.stride()[:-1], nope.stride()[:-1], rope.shape[:-1], strict=True)
+    return nope.stride(-1) != 1 or any(a != b for a, b, size in strides if size != 1)
 
 
 def calls_of(

@@ -1,17 +1,21 @@
-"""Write paged caches of latent attention (MLA), as FlashInfer's `page` and `concat_ops` do."""
+"""Write paged caches of latent attention (MLA), and join the parts of its keys, as FlashInfer's `page` and `concat_ops`
+do."""
 
 from typing import Any
 
 import torch
 
+from cute_kernels.latent.write import MOST_LATENT, MOST_ROTATED, VALUES
+
 from ..cache_write.call import PAGES
-from ..host.checks import check_operand, check_strided
+from ..host.checks import check_apart, check_operand, check_shape, check_strided
+from ..host.plain import traced
 from ..latent.call import LatentCall
-from ..latent.checks import MLA_APPEND, WIDE
+from ..latent.checks import CONCAT_K, E4M3, MLA_APPEND, WIDE
 from ..latent.op import serve
 
-__all__ = ["append_paged_mla_kv_cache"]
-E4M3 = torch.float8_e4m3fn
+__all__ = ["append_paged_mla_kv_cache", "concat_mla_k"]
+FP8 = (E4M3, torch.float8_e5m2)
 
 
 def append_paged_mla_kv_cache(
@@ -60,3 +64,55 @@ def append_call(
         batch_indices=batch_indices, positions=positions, kv_indices=kv_indices, kv_indptr=kv_indptr,
         kv_last_page_len=kv_last_page_len,
     )  # fmt: skip
+
+
+def concat_mla_k(k: torch.Tensor, k_nope: torch.Tensor, k_rope: torch.Tensor) -> None:
+    """Join the parts of the keys of latent attention, of which all heads share the rotated one: k = [k_nope, k_rope].
+
+    Args:
+        k: receives the keys, (N, H, D + R).
+        k_nope, k_rope: (N, H, D) and (N, 1, R). All are fp16, bf16, e4m3 or e5m2, of one dtype, with any strides, the
+            last 1. D is a multiple of 16 up to 512, R even, up to 64. Values of 8 bits are copied in pairs: D is a
+            multiple of 32 up to 1024, R one of 4 up to 128, and rows begin at even addresses.
+
+    Bits are copied. Raises before anything is written: TypeError for a dtype; ValueError for a shape, stride or device;
+    NotImplementedError for other D and R, and for rows of 8 bits at odd addresses. FlashInfer's function.
+
+    >>> k = torch.empty(1, 2, 20).half()
+    >>> concat_mla_k(k, torch.ones(1, 2, 16).half(), torch.zeros(1, 1, 4).half())
+    >>> k[0, 1, 14:18].tolist()
+    [1.0, 1.0, 0.0, 0.0]
+    """
+    serve(concat_k_call(k, k_nope, k_rope))
+
+
+def concat_k_call(k: Any, k_nope: Any, k_rope: Any) -> LatentCall:
+    """Return the call of `concat_mla_k`."""
+    tokens, heads, latent = check_operand("k_nope", k_nope, 3, (*WIDE, *FP8), None).shape
+    owner = "that of k_nope"
+    for name, t in (("k_rope", k_rope), ("k", k)):
+        check_operand(name, t, 3, (*WIDE, *FP8), k_nope.device, owner)
+        if t.dtype != k_nope.dtype:
+            raise TypeError(f"{name}: dtype {t.dtype}, must be {owner}, {k_nope.dtype}")
+    rotated = k_rope.shape[2]
+    check_shape("k_rope", k_rope, (tokens, 1, rotated), "rows of k_nope, and one head")
+    check_shape("k", k, (tokens, heads, latent + rotated), "rows and heads of k_nope, and values of both parts")
+    if k_nope.dtype in FP8:
+        if latent % (2 * VALUES) or latent > 2 * MOST_LATENT or rotated % 4 or rotated > 2 * MOST_ROTATED:
+            allowed = f"a multiple of {2 * VALUES} up to {2 * MOST_LATENT}, and one of 4 up to {2 * MOST_ROTATED}"
+            raise NotImplementedError(f"k_nope, k_rope: {latent} and {rotated} values of 8 bits, must be {allowed}")
+        if not traced(k):
+            check_apart({"k": k}, {"k_nope": k_nope, "k_rope": k_rope})  # in elements of their own
+        k, k_nope, k_rope = (_pairs(name, t) for name, t in (("k", k), ("k_nope", k_nope), ("k_rope", k_rope)))
+    return LatentCall(CONCAT_K, "rows", None, None, k_nope, q=k_nope, q_pe=k_rope.expand(-1, heads, -1), q_out=k)
+
+
+def _pairs(name: str, t: torch.Tensor) -> torch.Tensor:
+    """Return rows of 8 bits as pairs of 16."""
+    odd = any(step % 2 for size, step in zip(t.shape[:2], t.stride()) if size > 1)
+    if t.shape[2] % 2 or odd or t.storage_offset() % 2 or not traced(t) and t.data_ptr() % 2:
+        found = f"shape {tuple(t.shape)}, strides {t.stride()}, offset {t.storage_offset()}"
+        raise NotImplementedError(f"{name}: {found}, rows of 8 bits must have even sizes and begin at even addresses")
+    if any(step % 2 for step in t.stride()[:2]):  # of one row or head, which no element is behind
+        t = t.as_strided(t.shape, (*(step + step % 2 for step in t.stride()[:2]), 1))
+    return t.view(torch.float16)

@@ -2,11 +2,11 @@
 
 from typing import Any, NamedTuple
 
-from cute_kernels.cache_write.args import PAGES, SLOTS
+from cute_kernels.cache_write.args import PAGES, ROWS, SLOTS
 
 from ..host.schema import GivenTensor, MaybeTensor
 
-__all__ = ["PAGES", "SLOTS", "LatentCall"]
+__all__ = ["PAGES", "ROWS", "SLOTS", "LatentCall"]
 
 
 class LatentCall(NamedTuple):
@@ -23,7 +23,7 @@ class LatentCall(NamedTuple):
     pe: MaybeTensor  # (N, R)
     cache: GivenTensor  # (pages, P, elements)
     pe_cache: MaybeTensor = None  # (pages, P, R): the rotated part has a cache of its own
-    places: int = SLOTS
+    places: int = SLOTS  # ROWS: token i goes to row i of page 0
     slots: MaybeTensor = None  # SLOTS: (N,)
     batch_indices: MaybeTensor = None  # PAGES: (N,)
     positions: MaybeTensor = None  # PAGES: (N,)

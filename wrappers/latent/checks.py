@@ -15,7 +15,7 @@ from ..host.checks import (
 )
 from ..host.plain import refuse_grad, traced
 from ..host.scalars import check_scale, on_host
-from .call import SLOTS, LatentCall
+from .call import PAGES, SLOTS, LatentCall
 
 OFFSETS = (torch.int32, torch.int64)
 WIDE = (torch.float16, torch.bfloat16)
@@ -25,12 +25,17 @@ INDEX_ROTATED = (16, 32, 64, 128)  # values of an indexer's rows that may be rot
 LATENT, INDEXER, INDEXER_THERE = "append_latent", "append_latent, index", "append_latent, index at places"
 CONCAT, FUSED = "concat_and_cache_mla", "concat_and_cache_mla_rope_fused"
 CONCAT_Q, INDEX_CACHE = "concat_mla_q", "indexer_k_quant_and_cache"
-MLA_APPEND, MLA_ROPE = "append_paged_mla_kv_cache", "rope_quantize_fp8_append_paged_kv_cache, MLA"
+CONCAT_K, MLA_APPEND = "concat_mla_k", "append_paged_mla_kv_cache"
+MLA_ROPE, MLA_ROPE_PAGED = "mla_rope_quantize_fp8", "rope_quantize_fp8_append_paged_kv_cache"
 _PLACES = {
     "slots": "places", "page_table": "places.block_table", "kv_indices": "places.kv_indices",
     "kv_indptr": "places.kv_indptr", "batch_indices": "places.batch_indices", "positions": "places.positions",
     "cu_seqlens": "places.cu_seqlens_q", "kv_lens": "places.seq_lens", "rope_positions": "rope.positions",
     "rope_table": "rope.cos_sin_cache", "interleaved": "rope.interleaved",
+}  # fmt: skip
+_MLA_PARTS = {
+    "kv": "k_nope", "pe": "k_rope", "q": "q_nope", "q_pe": "q_rope", "q_out": "q_rope_out",
+    "rope_table": "cos_sin_cache", "rope_positions": "pos_ids", "scale": "quant_scale_kv", "q_scale": "quant_scale_q",
 }  # fmt: skip
 NAMES: dict[str, dict[str, str]] = {
     LATENT: _PLACES | {
@@ -55,11 +60,9 @@ NAMES: dict[str, dict[str, str]] = {
     CONCAT_Q: {"q": "ql_nope", "cache": "ql_nope"},
     INDEX_CACHE: {"kv": "k", "cache": "kv_cache", "slots": "slot_mapping"},
     MLA_APPEND: {"kv": "append_ckv", "pe": "append_kpe", "cache": "ckv_cache", "pe_cache": "kpe_cache"},
-    MLA_ROPE: {
-        "kv": "k_nope", "pe": "k_rope", "cache": "paged_kv_cache (ckv)", "pe_cache": "paged_kv_cache (kpe)",
-        "q": "q_nope", "q_pe": "q_rope", "q_out": "q_rope_out", "rope_table": "cos_sin_cache",
-        "rope_positions": "pos_ids", "scale": "quant_scale_kv", "q_scale": "quant_scale_q",
-    },
+    CONCAT_K: {"q": "k_nope", "q_pe": "k_rope", "q_out": "k", "cache": "k_nope"},
+    MLA_ROPE: _MLA_PARTS | {"cache": "k_nope_out", "pe_cache": "k_rope_out"},
+    MLA_ROPE_PAGED: _MLA_PARTS | {"cache": "paged_kv_cache (ckv)", "pe_cache": "paged_kv_cache (kpe)"},
 }  # fmt: skip
 NAMES[INDEXER_THERE] = NAMES[INDEXER] | {"slots": "places"}
 OUTPUTS = ("cache", "pe_cache", "q_out", "pe_out", "weights_out")
@@ -203,6 +206,8 @@ def cache(call: LatentCall) -> None:
 
 def places(call: LatentCall) -> None:
     """Check the tensors that say where rows go."""
+    if call.places not in (SLOTS, PAGES):
+        return
     kv, name = call.kv, name_of(call, "kv")
     device, owner = kv.device, f"that of {name}"
     if call.places == SLOTS:

@@ -81,13 +81,14 @@ def explain(
     >>> explain(torch.zeros(64, 65536), 2048, function=top_k, arch="sm_90a").runs
     'topk.radix fp32_c2t512_n46080'
     """
-    family = FAMILIES[row_of(function, "explain").family]
+    row = row_of(function, "explain")
     try:
         asked = call_of(function, *args, **kwargs)
     except TypeError as error:
         if function is trtllm_batch_context_with_kv_cache and " missing " in str(error):
             raise TypeError(f"{error}; function= names another function than this, the default") from None
         raise
+    family = FAMILIES[OF_CALL.get(type(asked), row.family)]
     asked, device = family.checked(asked)
     known, count = machine.current.device_info(device) or (None, None)
     if arch is not None and (not isinstance(arch, str) or not fullmatch(r"sm_[0-9]+[af]?", arch)):
@@ -206,6 +207,7 @@ def _quantization(call: Any, arch: str, sms: int) -> list[tuple[str, Any, Any]]:
     return [*cache_dispatch.explain(quantize.request_of(call), arch)]
 
 
+OF_CALL = {CacheWriteCall: CACHE_WRITE, LatentCall: LATENT}  # a function may make either, as its arguments say
 TORCH = "reference (torch)"
 FAMILIES = {
     ATTENTION: ExplainedFamily(dispatch.OPS, "reference (torch, fp32)", _checked_attention, _attention),

@@ -85,6 +85,9 @@ def latent_cases(spec: LatentSpec | ReadSpec, thorough: bool = False) -> list[La
             replace(base, latent=16, rotated=0), replace(base, apart=True),
             replace(base, rope="rows", heads=3, nope=False, in_place=True),
         ]  # fmt: skip
+    if spec.record == "e4m3":
+        quantised = replace(base, apart=True, rope="fp32", heads=2, q8=True)
+        second += [replace(quantised, pages=1, page_size=9, places="rows"), replace(quantised, places="lists")]
     return [LatentScenario("copied", tuple(first)), LatentScenario("norm and rotation", tuple(second))]
 
 
@@ -125,7 +128,7 @@ def run_latent(spec: LatentSpec | ReadSpec | None, case: LatentScenario, arch: s
         with override(HostMachine()):
             cases.run(want)
         with override(simulated), few_ctas():
-            cases.run(got)
+            cases.run_case(call, got)
         wrong = cases.difference(call, got, want)
         return float("inf") if wrong else 0.0, list(cases.written(got).values())
 

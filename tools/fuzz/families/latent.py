@@ -16,10 +16,13 @@ from wrappers.host.machine import HostMachine, override
 from ..call import Call, Options, Results, Work, case_of, changed_fields
 
 OWN, JOIN, TWO = "append_latent", "concat_mla_q", "append_paged_mla_kv_cache"
+JOIN_K, QUANTISE, PAGED = "concat_mla_k", "mla_rope_quantize_fp8", "rope_quantize_fp8_append_paged_kv_cache"
 WRITE, FUSED, INDEXER = "concat_and_cache_mla", "concat_and_cache_mla_rope_fused", "indexer_k_quant_and_cache"
 VLLM = {ROWS: "auto", "e4m3": "fp8", "656": "fp8_ds_mla", "352": "nvfp4_ds_mla"}  # record -> kv_cache_dtype
 PLAIN: dict[str, Any] = {"norm": "", "rope": "", "index": -1, "heads": 0, "in_place": False, "apart": False}
 SIZES: dict[str, Any] = {"latent": 512, "rotated": 64}
+QUANTISED: dict[str, Any] = {"apart": True, "norm": "", "rope": "fp32", "positions": True, "index": -1, "q8": True,
+                             "in_place": False, "scale_tensor": False}  # fmt: skip
 # Functions of other libraries fix these fields; the rest is drawn as for `append_latent`.
 HAVE: dict[str, dict[str, Any]] = {
     OWN: {},
@@ -27,6 +30,9 @@ HAVE: dict[str, dict[str, Any]] = {
     FUSED: PLAIN | SIZES | {"places": "slots", "power_of_two": True, "scale_tensor": True, "positions": True,
                             "nope": False, "in_place": True, "q8": False},
     JOIN: PLAIN | {"hostile": False},
+    JOIN_K: PLAIN | {"hostile": False, "q8": False},
+    QUANTISE: QUANTISED | {"places": "rows", "pages": 1},
+    PAGED: QUANTISED | {"places": "lists"},
     INDEXER: PLAIN | {"places": "slots", "index": 0},
     TWO: PLAIN | {"places": "lists", "apart": True, "scale_tensor": False},
 }  # fmt: skip
@@ -34,14 +40,20 @@ HAVE: dict[str, dict[str, Any]] = {
 
 def draw(family: str, rng: Random, options: Options) -> Call:
     function = rng.choice((OWN, OWN, OWN, *HAVE))
-    record = {JOIN: ROWS, INDEXER: INDEX, TWO: rng.choice((ROWS, "e4m3"))}.get(function, "")
+    record = {JOIN: ROWS, JOIN_K: ROWS, INDEXER: INDEX, TWO: rng.choice((ROWS, "e4m3"))}.get(function, "")
+    if function in (QUANTISE, PAGED):
+        record = "e4m3"
     if not record:
         record = rng.choice(tuple(VLLM) if function in (WRITE, FUSED) else (*RECORDS, ROWS, "e4m3", INDEX))
     fields = drawn(record, rng) | HAVE[function]
-    if function in (FUSED, JOIN):
+    if function in (FUSED, JOIN, JOIN_K, QUANTISE, PAGED):
         fields["heads"] = rng.choice((1, 3, 16))
     if function == FUSED:
         fields["rope"] = rng.choice(("fp32", "rows"))
+    if function in (QUANTISE, PAGED):
+        fields["rotated"] = rng.choice((16, 48, 64))
+    if function == QUANTISE:
+        fields["page_size"] = fields["tokens"]
     if function == TWO:
         fields["rotated"] = fields.get("rotated") or 64
     mode = rng.choices(("eager", "graph", "threads"), (76, 16, 8))[0]
@@ -87,6 +99,14 @@ def arguments(function: str, given: dict[str, Any], case: LatentCase) -> dict[st
     query: Any = given.get("query")
     if function == JOIN:
         return {"ql_nope": query.nope, "q_pe": query.rotated, "q_out": query.out}
+    if function == JOIN_K:
+        return {"k": query.out, "k_nope": query.nope, "k_rope": query.rotated[:, :1]}
+    if function == QUANTISE:
+        return cases.mla_arguments(given)
+    if function == PAGED:
+        names = {name: t for name, t in cases.mla_arguments(given).items() if name not in ("k_rope_out", "k_nope_out")}
+        caches = (cache.cache.view(torch.float8_e4m3fn), cache.rotated.view(torch.float8_e4m3fn))
+        return names | {"v": None, "paged_kv_cache": caches, "page_size": case.page_size, **places._asdict()}
     if function == INDEXER:
         name = "ue8m0" if case.power_of_two else "fp32"
         slots = given["index"].places if given["index"].places is not None else places
@@ -114,8 +134,11 @@ def tree_of(case: LatentCase, function: str, seed: int) -> dict[str, Any]:
     given = cases.make_inputs(case, "cpu", seed)
     if function == TWO:
         given["cache"] = given["cache"]._replace(scale=1.0)
+    query: Any = given.get("query")
     if function == JOIN:
-        given["query"] = given["query"]._replace(scale=1.0)
+        given["query"] = query._replace(scale=1.0)
+    if function == JOIN_K:
+        given["query"] = query._replace(rotated=query.rotated[:, :1].expand_as(query.rotated))
     return given
 
 
@@ -129,7 +152,7 @@ def build(call: Call, device: torch.device) -> Work:
             before = copied(given, "cpu")
             wanted.append(copied(given, "cpu"))
             cases.run(wanted[-1])
-            if call.function == JOIN:  # no cache is written
+            if call.function in (JOIN, JOIN_K):  # no cache is written
                 wanted[-1]["cache"] = before["cache"]
 
     def run(tree: Any) -> Results:
