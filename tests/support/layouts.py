@@ -272,7 +272,7 @@ class Bench:
 
     def races(self, operand: Operand) -> bool:
         """Return whether tokens with equal values in a tensor have one place: a GPU stores any of them last."""
-        writes = "append" in self.function.__name__ or "concat_and_cache" in self.function.__name__
+        writes = "append" in self.function.__name__ or "and_cache" in self.function.__name__
         return writes and (operand.argument in PLACES or "places" in operand.words)
 
     def faults(
