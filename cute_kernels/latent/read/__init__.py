@@ -16,7 +16,7 @@ THREADS = 128  # per CTA
 WARP = 32
 VALUES = 16  # of a row that a lane holds at a time
 INDEX_LANES = 8  # per row of an indexer
-WAVES = 16  # CTAs per SM of a launch of many rows
+WAVES = 32  # CTAs per SM of a launch of many rows; half as many of an indexer's
 MAX_ROWS = (1 << 31) - THREADS  # the number of a row is an Int32
 
 
@@ -41,7 +41,8 @@ def lanes(spec: ReadSpec) -> int:
 
 def grid(spec: ReadSpec, rows: int, sms: int) -> int:
     """Return the CTAs of a launch of so many rows."""
-    return max(1, min(-(-rows * lanes(spec) // THREADS), WAVES * sms))
+    waves = WAVES // 2 if spec.record == INDEX else WAVES
+    return max(1, min(-(-rows * lanes(spec) // THREADS), waves * sms))
 
 
 def refuses(request: ReadRequest) -> str | None:

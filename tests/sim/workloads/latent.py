@@ -42,7 +42,7 @@ def read_cases(spec: ReadSpec) -> list[LatentScenario]:
         replace(base, lens=(70,), page_size=64),
     ]  # fmt: skip
     if record in (ROWS, "e4m3"):
-        found += [replace(base, wide=600, gap=6, lens=(3,)), replace(base, wide=80, starts=True, hostile=True)]
+        found += [replace(base, wide=1100, gap=6, lens=(3,)), replace(base, wide=80, starts=True, hostile=True)]
     if record == "656":
         found.append(replace(base, function=reads.UPCONVERT, lens=(0, 4, 5)))
     return [LatentScenario("gathered", tuple(found))]
