@@ -5,13 +5,14 @@ imports little, and changes nothing unless the user enables it.
 
     VLLM_PLUGINS=cute_kernels vllm serve MODEL --attention-backend CUSTOM
     VLLM_PLUGINS=cute_kernels_topk vllm serve MODEL  # the sparse indexer's top-k
+    VLLM_PLUGINS=cute_kernels_mla vllm serve MODEL  # the operators of MLA's caches
     python -m sglang.launch_server --model-path MODEL --attention-backend cute_kernels --page-size 16
     SGLANG_PLUGINS=cute_kernels,cute_kernels_topk python -m sglang.launch_server --model-path MODEL  # DSA's top-k
 
 A plugin that takes a place which is not this package's own does nothing unless the engine's plugin variable names it:
-`*_topk` and `*_trtllm_mha` replace a part of the engine, and vLLM has one place, CUSTOM, for the backends of all
-packages. vLLM loads its plugins before it parses `--attention-backend`, and its Python functions take the backend as an
-argument, so a plugin cannot see which backend the user chose.
+`*_topk`, `*_mla` and `*_trtllm_mha` replace a part of the engine, and vLLM has one place, CUSTOM, for the backends of
+all packages. vLLM loads its plugins before it parses `--attention-backend`, and its Python functions take the backend
+as an argument, so a plugin cannot see which backend the user chose.
 """
 
 import os
@@ -47,6 +48,14 @@ def vllm_topk() -> None:
     """Replace the sparse indexer's top-k if VLLM_PLUGINS names this plugin (`vllm.general_plugins`)."""
     if _named(f"{NAME}_topk", "VLLM_PLUGINS"):
         from .vllm_topk import replace
+
+        replace()
+
+
+def vllm_mla() -> None:
+    """Replace the operators of MLA's caches if VLLM_PLUGINS names this plugin (`vllm.general_plugins`)."""
+    if _named(f"{NAME}_mla", "VLLM_PLUGINS"):
+        from .vllm_mla import replace
 
         replace()
 
