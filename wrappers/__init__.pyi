@@ -12,6 +12,7 @@ from .cache_write.rotation import (RotaryEmbedding)
 from .flashinfer.cascade import (merge_state, merge_state_in_place, merge_states)
 from .flashinfer.engines import (trtllm_fmha_v2_prefill, xqa_batch_decode_with_kv_cache)
 from .flashinfer.latent import (append_paged_mla_kv_cache, concat_mla_k)
+from .flashinfer.latent_nvfp4 import (nvfp4_quantize_append_paged_mla_kv_cache)
 from .flashinfer.page import (append_paged_kv_cache, get_batch_indices_positions, get_seq_lens,
     nvfp4_quantize_append_paged_kv_cache, nvfp4_quantize_append_paged_kv_cache_with_slot_mapping)
 from .flashinfer.quantization import (packbits, segment_packbits)
@@ -57,11 +58,12 @@ __all__ = ["BatchAttentionWithAttentionSinkWrapper", "BatchDecodeWithPagedKVCach
     "flash_attn_with_kvcache", "gather_and_maybe_dequant_cache", "gather_latent", "get_batch_indices_positions",
     "get_seq_lens", "indexer_k_quant_and_cache", "merge_state", "merge_state_in_place", "merge_states",
     "mla_rope_quantize_fp8", "nvfp4_dequantize", "nvfp4_quantize", "nvfp4_quantize_append_paged_kv_cache",
-    "nvfp4_quantize_append_paged_kv_cache_with_slot_mapping", "packbits", "persistent_topk", "rope_quantize_fp8",
-    "rope_quantize_fp8_append_paged_kv_cache", "segment_packbits", "single_decode_with_kv_cache",
-    "single_prefill_with_kv_cache", "single_prefill_with_kv_cache_return_lse", "top_k", "top_k_page_table_transform",
-    "top_k_per_row_decode", "top_k_per_row_prefill", "top_k_ragged_transform", "trtllm_batch_context_with_kv_cache",
-    "trtllm_batch_decode_with_kv_cache", "trtllm_fmha_v2_prefill", "xqa", "xqa_batch_decode_with_kv_cache"]
+    "nvfp4_quantize_append_paged_kv_cache_with_slot_mapping", "nvfp4_quantize_append_paged_mla_kv_cache", "packbits",
+    "persistent_topk", "rope_quantize_fp8", "rope_quantize_fp8_append_paged_kv_cache", "segment_packbits",
+    "single_decode_with_kv_cache", "single_prefill_with_kv_cache", "single_prefill_with_kv_cache_return_lse", "top_k",
+    "top_k_page_table_transform", "top_k_per_row_decode", "top_k_per_row_prefill", "top_k_ragged_transform",
+    "trtllm_batch_context_with_kv_cache", "trtllm_batch_decode_with_kv_cache", "trtllm_fmha_v2_prefill", "xqa",
+    "xqa_batch_decode_with_kv_cache"]
 
 class BatchAttentionWithAttentionSinkWrapper(_BatchAttentionWithAttentionSinkWrapper):
     @overload

@@ -170,3 +170,90 @@ def test_explain_says_which_kernel():
     for dtype, wanted in ((E4M3, "latent.write bf16_e4m3"), (E5M2, "cache_write.rows bf16_e5m2")):
         found = explain(**latent_append(quantize_dtype=dtype), function=function, arch="sm_90a").runs
         assert found.startswith(wanted), found
+
+
+# ---- latents in NVFP4 beside rotated parts in e4m3
+
+LISTS = {  # two requests of 6 and 5 rows in pages of 4; the last row has no request
+    "batch_indices": torch.tensor([0, 1, 0, 0, 1, 1, 2]), "positions": torch.tensor([5, 0, 2, 3, 4, 1, 0]),
+    "kv_indices": torch.tensor([3, 1, 0, 4]), "kv_indptr": torch.tensor([0, 2, 4]),
+    "kv_last_page_len": torch.tensor([2, 1]),
+}  # fmt: skip
+SLOTS = [5, 0, 14, 15, 16, 1]  # of the rows, in pages 3, 1 and 0, 4
+
+
+@pytest.mark.parametrize("given", ["float", "tensor"])
+@pytest.mark.parametrize("latent, rotated", [(512, 64), (48, 20)])
+def test_nvfp4_and_e4m3_rows(latent, rotated, given):
+    """The latent as `nvfp4_quantize` has it, the rotated part over its scale, and nothing else is written."""
+    rows = 3 * randn(TOKENS, latent + rotated)
+    ckv, kpe = rows[:, :latent], rows[:, latent:]
+    scales = 0.25, 0.5
+    passed = scales if given == "float" else tuple(torch.tensor([s]) for s in scales)
+    whole = poisoned(5, 4, latent // 2 + latent // 16 + rotated, dtype=BYTE)  # all of a row in one tensor
+    codes, factors, rest = whole.split([latent // 2, latent // 16, rotated], 2)
+    lists = {name: t.int() for name, t in LISTS.items()}
+    wrappers.nvfp4_quantize_append_paged_mla_kv_cache(
+        ckv, kpe, lists["batch_indices"], lists["positions"], codes, factors.view(E4M3), rest.view(E4M3),
+        lists["kv_indices"], lists["kv_indptr"], lists["kv_last_page_len"], *passed,
+    )  # fmt: skip
+    want = poisoned(20, whole.shape[2], dtype=BYTE)
+    packed, sf = wrappers.nvfp4_quantize(ckv[:6], 1 / scales[0])
+    fp8 = (kpe[:6].float() / scales[1]).clamp(-448, 448).to(E4M3)
+    want[SLOTS] = torch.cat([packed, sf.view(BYTE), fp8.view(BYTE)], 1)
+    assert torch.equal(whole.view(20, -1), want)
+
+
+def nvfp4_append(**changed):
+    caches = {
+        "ckv_cache": poisoned(5, 4, 256, dtype=BYTE), "ckv_sf_cache": poisoned(5, 4, 32),
+        "kpe_cache": poisoned(5, 4, 64), "ckv_scale": 0.5, "kpe_scale": 0.5,
+    }  # fmt: skip
+    rows = {"append_ckv": randn(TOKENS, 512), "append_kpe": randn(TOKENS, 64)}
+    return LISTS | caches | rows | changed
+
+
+@pytest.mark.parametrize(
+    "name, value, error, message",
+    [
+        ("append_ckv", randn(TOKENS, 500), ValueError, "append_ckv: shape (7, 500), the last dimension must be"),
+        ("append_kpe", randn(TOKENS, 64).half(), TypeError, "append_kpe: dtype torch.float16, must be"),
+        ("append_kpe", randn(TOKENS, 63), ValueError, "kpe_cache: shape (5, 4, 64), must be (5, 4, 63)"),
+        ("ckv_sf_cache", poisoned(5, 4, 16), ValueError, "ckv_sf_cache: shape (5, 4, 16), must be (5, 4, 32)"),
+        ("kpe_cache", poisoned(4, 4, 64), ValueError, "kpe_cache: shape (4, 4, 64), must be (5, 4, 64)"),
+        ("kpe_cache", poisoned(5, 4, 64, dtype=BYTE), TypeError, "kpe_cache: dtype torch.uint8, must be"),
+        ("ckv_scale", 0.0, ValueError, "ckv_scale: 0.0, must be"),
+        ("kpe_scale", float("nan"), ValueError, "kpe_scale: nan, must be"),
+        ("kv_last_page_len", torch.tensor([2]), ValueError, "kv_last_page_len: shape (1,), must be (2,)"),
+    ],
+)
+def test_refusals_of_nvfp4_rows(name, value, error, message):
+    given = nvfp4_append(**{name: value})
+    with pytest.raises(error, match="^" + re.escape(message)):
+        wrappers.nvfp4_quantize_append_paged_mla_kv_cache(**given)
+    assert all((given[f"{part}_cache"].view(BYTE) == POISON).all() for part in ("ckv", "ckv_sf", "kpe"))
+
+
+@pytest.mark.parametrize("name, other", [("kpe_cache", "append_ckv"), ("kpe_cache", "ckv_sf_cache"),
+                                         ("ckv_cache", "append_kpe")])  # fmt: skip
+def test_no_launch_writes_what_the_other_reads(name, other):
+    given = nvfp4_append()
+    shared = torch.zeros(8192, dtype=BYTE)
+    for field in (name, other):
+        own = given[field]
+        given[field] = shared[: own.numel() * own.element_size()].view(own.dtype).view(own.shape)
+    with pytest.raises(ValueError, match=f"^({name}|{other}): .* overlaps the memory of ({other}|{name})"):
+        wrappers.nvfp4_quantize_append_paged_mla_kv_cache(**given)
+
+
+@pytest.mark.parametrize("name", ["q_rope_out", "q_nope_out"])
+def test_a_table_is_no_output(name):
+    """Neither of the launch that rotates, nor of the other one."""
+    given = latent_append(quantize_dtype=E5M2)
+    table = given["cos_sin_cache"]
+    memory = torch.zeros(1 << 16, dtype=torch.float32)
+    given["cos_sin_cache"] = memory[: table.numel()].view(table.shape)
+    shape = given["q_rope" if name == "q_rope_out" else "q_nope"].shape
+    given[name] = memory.view(E5M2)[: shape.numel()].view(shape)
+    with pytest.raises(ValueError, match=f"^{name}: .* overlaps the memory of cos_sin_cache"):
+        wrappers.rope_quantize_fp8_append_paged_kv_cache(**given)

@@ -341,6 +341,8 @@ ACCEPTED: dict[str, dict[str, set[str]]] = {  # function, or call -> argument ->
         "append_indptr": {"int64"}, "seq_lens": {"int64"}, "batch_indices": NONE_ONLY, "positions": NONE_ONLY},
     **rope_calls.ACCEPTED,
     "append_paged_mla_kv_cache": INDICES,
+    "nvfp4_quantize_append_paged_mla_kv_cache": INDICES | {
+        "ckv_sf_cache": {"uint8"}, "ckv_scale": {"int"}, "kpe_scale": {"int"}},
     "concat_and_cache_mla": LATENT_ROWS | {"scale": ONE_SCALE, "k_pe": {"no columns"}},
     "concat_and_cache_mla_rope_fused": LATENT_ROWS | {
         "kv_cache_scale": ONE_SCALE,

@@ -109,6 +109,7 @@ FUNCTIONS: dict[str, Any] = {name: partial(inputs_of, name) for name in NAMES} |
     "fp4.store": GOOD["fp4.store"][1],
     "fp4.load": GOOD["fp4.load"][1],
     "nvfp4_quantize_append_paged_kv_cache": GOOD["append, quantised"][1],
+    "nvfp4_quantize_append_paged_mla_kv_cache": lambda: inputs_of("nvfp4_quantize_append_paged_mla_kv_cache"),
     "nvfp4_quantize_append_paged_kv_cache_with_slot_mapping": GOOD["append, slots"][1],
 }  # fmt: skip
 METHODS: dict[str, Any] = {

@@ -59,17 +59,18 @@ def latent(function: str) -> dict[str, Any]:
     if function == "append_latent":
         cache = LatentCache(torch.zeros(6, 4, 656, dtype=torch.uint8), "656")
         return {"latent": rows, "rotated": rotated, "cache": cache, "places": slots}
-    if function == "append_paged_mla_kv_cache":
+    if function in ("append_paged_mla_kv_cache", "nvfp4_quantize_append_paged_mla_kv_cache"):
+        names = "batch_indices", "positions", "kv_indices", "kv_indptr", "kv_last_page_len"
         lists = appended("append_paged_kv_cache")
-        caches = {f"{part}_cache": torch.zeros(6, 4, n).bfloat16() for part, n in (("ckv", 512), ("kpe", 64))}
-        return (
-            {"append_ckv": rows, "append_kpe": rotated}
-            | caches
-            | {
-                name: lists[name]
-                for name in ("batch_indices", "positions", "kv_indices", "kv_indptr", "kv_last_page_len")
+        common = {"append_ckv": rows, "append_kpe": rotated} | {name: lists[name] for name in names}
+        if function[0] == "a":
+            return common | {
+                f"{part}_cache": torch.zeros(6, 4, n).bfloat16() for part, n in (("ckv", 512), ("kpe", 64))
             }
-        )
+        codes, factors = (torch.zeros(6, 4, n, dtype=torch.uint8) for n in (256, 32))
+        caches = {"ckv_cache": codes, "ckv_sf_cache": factors.view(torch.float8_e4m3fn)}
+        kpe = torch.zeros(6, 4, 64).to(torch.float8_e4m3fn)
+        return common | caches | {"kpe_cache": kpe, "ckv_scale": 0.5, "kpe_scale": 0.25}
     if function == "concat_mla_q":
         parts = {"ql_nope": torch.ones(3, 2, 512).bfloat16(), "q_pe": torch.ones(3, 2, 64).bfloat16()}
         return parts | {"q_out": torch.zeros(3, 2, 576).bfloat16()}
@@ -113,7 +114,8 @@ GATHERS = ("gather_latent", "gather_and_maybe_dequant_cache", "cp_gather_cache",
            "cp_gather_and_upconvert_fp8_kv_cache", "cp_gather_and_upconvert_nvfp4_kv_cache",
            "cp_gather_indexer_k_quant_cache")  # fmt: skip
 LATENT = ("append_latent", "append_paged_mla_kv_cache", "concat_and_cache_mla", "concat_and_cache_mla_rope_fused",
-          "concat_mla_k", "concat_mla_q", "indexer_k_quant_and_cache")  # fmt: skip
+          "concat_mla_k", "concat_mla_q", "indexer_k_quant_and_cache",
+          "nvfp4_quantize_append_paged_mla_kv_cache")  # fmt: skip
 GOOD: dict[str, Callable[[], dict[str, Any]]] = {
     "get_seq_lens": lambda: {"kv_indptr": ints(0, 2, 2, 5), "kv_last_page_len": ints(3, 0, 1), "page_size": 4},
     "get_batch_indices_positions": lambda: {

@@ -288,6 +288,7 @@ def dequantised() -> Arguments:
     return {"data": data, "scales": scales, "global_scale": torch.tensor([2.0])}
 
 
+NVFP4_LATENT = "nvfp4_quantize_append_paged_mla_kv_cache"
 ROPE_APPEND = "rope_quantize_fp8_append_paged_kv_cache"
 DECODE, CONTEXT = "trtllm_batch_decode_with_kv_cache", "trtllm_batch_context_with_kv_cache"
 RICH: dict[str, dict[str, Callable[[], Arguments]]] = {  # function -> name of a call -> its arguments, made anew
@@ -372,6 +373,9 @@ RICH: dict[str, dict[str, Callable[[], Arguments]]] = {  # function -> name of a
         "concat_and_cache_mla_rope_fused", cos_sin_cache=lambda: rows(9, 64, dtype=torch.float32, seed=7))},
     **{name: {"plain": latent(name)} for name in (
         "append_paged_mla_kv_cache", "concat_mla_q", "indexer_k_quant_and_cache")},
+    NVFP4_LATENT: {
+        "plain": latent(NVFP4_LATENT),
+        "scale tensors": latent(NVFP4_LATENT, ckv_scale=torch.tensor([0.5]), kpe_scale=torch.tensor([0.25]))},
     **{name: {"plain": gathered(name)} for name in good_calls.GATHERS[3:]},
     **{name: {"starts": gathered(name, seq_starts=ints(3, 2))} for name in good_calls.GATHERS[1:4]},
     "gather_latent": {

@@ -31,6 +31,7 @@ SINGLE = (*BYTES, torch.uint8)  # of one byte
 STORED = (*WIDE, *SINGLE)  # dtypes of a cache
 APPEND, NVFP4_APPEND = "append_paged_kv_cache", "nvfp4_quantize_append_paged_kv_cache"
 NVFP4_SLOTS = "nvfp4_quantize_append_paged_kv_cache_with_slot_mapping"
+NVFP4_MLA, KPE = "nvfp4_quantize_append_paged_mla_kv_cache", ", rotated part"  # and what its second call adds
 QKV = "append_qkv"
 _APPENDED = {
     "k": "append_key", "v": "append_value", "k_cache": "paged_kv_cache (K)", "v_cache": "paged_kv_cache (V)",
@@ -71,6 +72,11 @@ _ANGLES = {"rope_positions": "pos_ids", "rope_table": "cos_sin_cache"}
 _LATENT_PARTS = {"v": "k_nope", "v_cache": "paged_kv_cache (ckv)", "k_cache": "paged_kv_cache (kpe)"}
 
 
+def _scale_names(name: str) -> dict[str, str]:
+    """Return the names of a function with one scale."""
+    return dict.fromkeys(("k_scale", "k_scale_ptr", "v_scale", "v_scale_ptr"), name)
+
+
 def _part_names(part: str, paged: bool) -> dict[str, str]:
     """Return the names of a function that quantises, in a call of the parts "rope" or "nope"."""
     k, caches = f"k_{part}", dict.fromkeys(("k_cache", "v_cache"), f"k_{part}_out")
@@ -82,6 +88,8 @@ def _part_names(part: str, paged: bool) -> dict[str, str]:
 
 NAMES: dict[str, dict[str, str]] = {
     **dict.fromkeys((APPEND, NVFP4_APPEND, NVFP4_SLOTS), _APPENDED),
+    NVFP4_MLA: {"k": "append_ckv", "k_cache": "ckv_cache", "k_sf": "ckv_sf_cache", **_scale_names("ckv_scale")},
+    NVFP4_MLA + KPE: {"k": "append_kpe", "k_cache": "kpe_cache", **_scale_names("kpe_scale")},
     QKV: _QKV,
     KVCACHE: _KVCACHE,
     ROPE: _ROPE,
@@ -97,7 +105,7 @@ OUTPUTS = ("k_cache", "v_cache", "k_sf", "v_sf")
 LISTS = (
     "batch_indices", "positions", "page_table", "kv_indices", "kv_indptr", "kv_last_page_len", "cu_seqlens", "kv_lens",
 )  # fmt: skip
-LAST_PAGES = (APPEND, NVFP4_APPEND)  # take kv_last_page_len
+LAST_PAGES = (APPEND, NVFP4_APPEND, NVFP4_MLA, NVFP4_MLA + KPE)  # take kv_last_page_len
 INPUTS = ("k", "v", "slots", *LISTS, "k_scale_ptr", "v_scale_ptr")
 
 
@@ -134,27 +142,38 @@ def validate(call: CacheWriteCall) -> None:
     rows(call)
     caches(call)
     places(call)
-    outputs = {name_of(call, field): getattr(call, field) for field in fields_of(call, OUTPUTS)}
-    inputs = {name_of(call, field): getattr(call, field) for field in fields_of(call, INPUTS)}
     if call.transform is not None:
         transforms(call, call.transform)
-        t = call.transform
-        outputs |= {name_of(call, "q_out"): t.q_out, "kv_lens_out": t.kv_lens_out}
-        inputs |= {name_of(call, field): getattr(t, field) for field in TENSORS}
-        if in_place(t.q, t.q_out):
-            del inputs[name_of(call, "q")]
-        if call.places == ROWS and in_place(call.k, call.k_cache[0]):
-            del inputs[name_of(call, "k")]
     for side in ("k", "v") if converts(call) else ():
         name, tensor = name_of(call, f"{side}_scale"), getattr(call, f"{side}_scale_ptr")
         device = None if tensor is not None and on_host(tensor) else call.k.device
         owner = f"that of {name_of(call, 'k')}"
         check_scale(name, getattr(call, f"{side}_scale"), tensor, device, call.k.shape[1], owner, True)
-    given = {name: t for name, t in outputs.items() if t is not None}
-    refuse_grad({name: t for name, t in inputs.items() if t is not None})
-    refuse_grad(given)
-    if not any(map(traced, given.values())):
-        check_apart(given, inputs)
+    outputs, inputs = outputs_of(call), inputs_of(call)
+    refuse_grad(inputs)
+    refuse_grad(outputs)
+    if not any(map(traced, outputs.values())):
+        check_apart(outputs, inputs)
+
+
+def outputs_of(call: CacheWriteCall) -> dict[str, torch.Tensor]:
+    """Return the tensors that a call writes, by the caller's names."""
+    found = {name_of(call, field): getattr(call, field) for field in fields_of(call, OUTPUTS)}
+    if (t := call.transform) is not None:
+        found |= {name_of(call, "q_out"): t.q_out, "kv_lens_out": t.kv_lens_out}
+    return {name: t for name, t in found.items() if t is not None}
+
+
+def inputs_of(call: CacheWriteCall) -> dict[str, torch.Tensor]:
+    """Return the tensors that a call reads and does not write, by the caller's names."""
+    found = {name_of(call, field): getattr(call, field) for field in fields_of(call, INPUTS)}
+    if (t := call.transform) is not None:
+        found |= {name_of(call, field): getattr(t, field) for field in TENSORS}
+        if in_place(t.q, t.q_out):
+            del found[name_of(call, "q")]
+        if call.places == ROWS and in_place(call.k, call.k_cache[0]):
+            del found[name_of(call, "k")]
+    return {name: t for name, t in found.items() if t is not None}
 
 
 def fields_of(call: CacheWriteCall, fields: tuple[str, ...]) -> tuple[str, ...]:

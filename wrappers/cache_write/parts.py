@@ -9,14 +9,15 @@ from cute_kernels.cache_write.rows import MAX_TRANSFORMED
 from ..host.checks import check_apart
 from ..host.plain import traced
 from .call import CacheWriteCall
-from .checks import NOPE, name_of, validate
+from .checks import NOPE, inputs_of, outputs_of, validate
 from .op import serve
 
 
 def without_v(call: CacheWriteCall) -> CacheWriteCall:
     """Return the call with a V and a cache of V that have no heads."""
-    cache = call.k_cache[:, :, :0] if call.nhd else call.k_cache[:, :0]
-    return call._replace(v=call.k[:, :0], v_cache=cache)
+    heads = 2 if call.nhd else 1
+    sf = None if call.k_sf is None else call.k_sf.narrow(heads, 0, 0)
+    return call._replace(v=call.k[:, :0], v_cache=call.k_cache.narrow(heads, 0, 0), v_sf=sf)
 
 
 class Operands(NamedTuple):
@@ -69,10 +70,11 @@ def calls_of(
 
 
 def serve_parts(first: CacheWriteCall, second: CacheWriteCall | None) -> None:
-    """Run the calls of `calls_of`."""
+    """Run the calls of a function that writes the parts of rows."""
     if second is not None:
-        validate(second)  # before the first is written
-        if not traced(first.transform.q_out):  # type: ignore[union-attr]
+        for call in (first, second):  # both before the first is written
+            validate(call)
+        if not traced(first.k_cache):
             _check_apart(first, second)
     serve(first)
     if second is not None:
@@ -80,18 +82,9 @@ def serve_parts(first: CacheWriteCall, second: CacheWriteCall | None) -> None:
 
 
 def _check_apart(first: CacheWriteCall, second: CacheWriteCall) -> None:
-    """Check that no call writes what the other reads or writes; each has been or will be checked alone."""
+    """Check that no call writes what the other reads or writes; each has been checked alone."""
     for writes, other in ((first, second), (second, first)):
-        inputs = {name_of(other, side): getattr(other, side) for side in ("k", "v") if getattr(other, side).shape[1]}
-        inputs[name_of(other, "q")] = other.transform.q  # type: ignore[union-attr]
-        check_apart(outputs_of(writes), outputs_of(other) | inputs)
-
-
-def outputs_of(call: CacheWriteCall) -> dict[str, torch.Tensor]:
-    """Return the tensors that a call writes, by the caller's names."""
-    sides = {f"{side}_cache" for side in ("k", "v") if getattr(call, side).shape[1]}
-    found = {name_of(call, field): getattr(call, field) for field in sorted(sides)}
-    return found | {name_of(call, "q_out"): call.transform.q_out}  # type: ignore[union-attr]
+        check_apart(outputs_of(writes), outputs_of(other) | inputs_of(other))
 
 
 def _of(call: CacheWriteCall, part: Operands) -> CacheWriteCall:

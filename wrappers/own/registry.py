@@ -13,6 +13,7 @@ from ..flashinfer import (
     cascade,
     engines,
     latent,
+    latent_nvfp4,
     page,
     quantization,
     rope,
@@ -152,6 +153,9 @@ FUNCTIONS: tuple[PublicFunction, ...] = (
     _merge(cascade.merge_states, cascade.states_call),
     _latent(append_latent.append_latent, append_latent.append_latent_call),
     _latent(latent.append_paged_mla_kv_cache, latent.append_call),
+    PublicFunction(
+        latent_nvfp4.nvfp4_quantize_append_paged_mla_kv_cache, latent_nvfp4.nvfp4_append_call, CACHES, binds=False
+    ),
     _latent(latent.concat_mla_k, latent.concat_k_call),
     _latent(vllm_latent.concat_and_cache_mla, vllm_latent.concat_call),
     _latent(vllm_latent.concat_and_cache_mla_rope_fused, vllm_latent.fused_call),
