@@ -513,6 +513,15 @@ def test_concat_mla_q(host):
 
 
 @pytest.mark.parametrize("host", HOSTS)
+def test_concat_mla_q_leaves_more_heads_alone(host):
+    """vLLM writes queries to a workspace whose heads are padded."""
+    nope, pe, out = randn(5, 2, 512), randn(5, 2, 64, seed=1), torch.full((5, 64, 576), 7.0).bfloat16()
+    with HOSTS[host]():
+        wrappers.concat_mla_q(nope, pe, out)
+    assert torch.equal(out[:, :2], torch.cat([nope, pe], -1)) and (out[:, 2:] == 7).all()
+
+
+@pytest.mark.parametrize("host", HOSTS)
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
 @pytest.mark.parametrize("name", ["ue8m0", "fp8_e4m3"])
 def test_indexer_k_quant_and_cache(name, dtype, host):

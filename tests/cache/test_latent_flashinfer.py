@@ -84,6 +84,7 @@ K = poisoned(3, 2, 192)
     (TypeError, "k_rope: dtype torch.float8_e5m2, must be that of k_nope, torch.float8_e4m3fn", {
         "k_rope": ROPE.to(E5M2)}),
     (TypeError, "k: dtype torch.bfloat16, must be that of k_nope", {"k": K.bfloat16()}),
+    (RuntimeError, "k: dtype torch.bfloat16, must be that of k_nope", {"k": K.bfloat16()}),  # as FlashInfer's
     (ValueError, "k_rope: shape (3, 2, 64), must be (3, 1, 64)", {"k_rope": ROPE.expand(3, 2, 64)}),
     (ValueError, "k: shape (3, 2, 190), must be (3, 2, 192)", {"k": K[..., :190]}),
     (ValueError, "k: shape (3, 2, 192), overlaps the memory of k_rope", {"k_rope": K[:, :1, :64]}),

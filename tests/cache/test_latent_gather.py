@@ -154,3 +154,18 @@ def test_a_number_of_requests(function):
     with pytest.raises(ValueError, match="batch_size: 3, needs 3 rows of block_table"):
         getattr(wrappers, function)(**given | {"batch_size": 3})
     getattr(wrappers, function)(**given | {"batch_size": 1})
+
+
+def test_a_number_of_rows_in_a_tensor():
+    """As torch's operators take it: an integer without dimensions, and nothing else."""
+    function, tables = wrappers.gather_and_maybe_dequant_cache, []
+    for count in (3, torch.tensor(3), torch.tensor(3, dtype=torch.int32)):
+        given = inputs_of("gather_and_maybe_dequant_cache") | {"num_tokens": count}
+        given["dst"].fill_(7)
+        function(**given)
+        tables.append(given["dst"])
+    assert torch.equal(tables[0], tables[1]) and torch.equal(tables[0], tables[2])
+    assert not tables[0][:3].any() and (tables[0][3:] == 7).all()
+    for bad in (torch.tensor(3.0), torch.tensor(True), torch.tensor([3]), torch.tensor(3, device="meta")):
+        with pytest.raises(TypeError, match="^num_tokens: "):
+            function(**inputs_of("gather_and_maybe_dequant_cache") | {"num_tokens": bad})

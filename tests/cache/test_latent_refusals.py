@@ -465,6 +465,8 @@ BAD_ELSEWHERE = [  # function, error, beginning of the message, change; names th
     (JOIN, TypeError, "q_pe: dtype torch.float16, must be that of ql_nope", other("q_pe", torch.Tensor.half)),
     (JOIN, ValueError, "ql_nope: shape (3, 1, 512), must be (3, 2, 512)", other("ql_nope", lambda t: t[:, :1])),
     (JOIN, ValueError, "q_out: shape (3, 2, 575), must be (3, 2, 576)", other("q_out", narrow)),
+    (JOIN, ValueError, "q_out: shape (3, 1, 576), must be (3, 2, 576)", other("q_out", lambda t: t[:, :1])),
+    (JOIN, TypeError, "q_out: NoneType, must be a torch.Tensor", other("q_out", None)),
     (JOIN, ValueError, "q_out: shape (3, 2, 576), overlaps the memory of q_pe", lambda i: {
         "q_pe": i["q_out"][..., :64]}),
     (JOIN, RuntimeError, "q_pe: requires grad", other("q_pe", grad)),
@@ -473,6 +475,7 @@ BAD_ELSEWHERE = [  # function, error, beginning of the message, change; names th
     (INDEXER, ValueError, "k: 3 rows, must be at least the 4 of slot_mapping", MORE_SLOTS),
     (INDEXER, ValueError, "kv_cache: shape (6, 4, 131), must be (6, 4, 132)", other("kv_cache", narrow)),
     (INDEXER, TypeError, "kv_cache_dtype: None, must be a str", {"kv_cache_dtype": None}),
+    (INDEXER, NotImplementedError, "kv_cache_dtype: 'mxfp8', not supported", {"kv_cache_dtype": "mxfp8"}),
     (INDEXER, TypeError, "quant_block_size: 128.0, must be an int", {"quant_block_size": 128.0}),
     (INDEXER, NotImplementedError, "quant_block_size: 64, must be 128", {"quant_block_size": 64}),
     (PAGED, TypeError, "append_ckv: dtype torch.float32, must", other("append_ckv", torch.Tensor.float)),

@@ -8,7 +8,7 @@ import torch
 from cute_kernels.latent.write import MOST_LATENT, MOST_ROTATED, VALUES
 
 from ..cache_write.call import PAGES
-from ..host.checks import check_apart, check_operand, check_shape, check_strided
+from ..host.checks import MixedDtypes, check_apart, check_operand, check_shape, check_strided
 from ..host.plain import traced
 from ..latent.call import LatentCall
 from ..latent.checks import CONCAT_K, E4M3, MLA_APPEND, WIDE
@@ -75,8 +75,9 @@ def concat_mla_k(k: torch.Tensor, k_nope: torch.Tensor, k_rope: torch.Tensor) ->
             last 1. D is a multiple of 16 up to 512, R even, up to 64. Values of 8 bits are copied in pairs: D is a
             multiple of 32 up to 1024, R one of 4 up to 128, and rows begin at even addresses.
 
-    Bits are copied. Raises before anything is written: TypeError for a dtype; ValueError for a shape, stride or device;
-    NotImplementedError for other D and R, and for rows of 8 bits at odd addresses. FlashInfer's function.
+    Bits are copied. Raises before anything is written: TypeError for a dtype, which is a RuntimeError, too, if it is
+    not that of k_nope; ValueError for a shape, stride or device; NotImplementedError for other D and R, and for rows of
+    8 bits at odd addresses. FlashInfer's function.
 
     >>> k = torch.empty(1, 2, 20).half()
     >>> concat_mla_k(k, torch.ones(1, 2, 16).half(), torch.zeros(1, 1, 4).half())
@@ -93,7 +94,7 @@ def concat_k_call(k: Any, k_nope: Any, k_rope: Any) -> LatentCall:
     for name, t in (("k_rope", k_rope), ("k", k)):
         check_operand(name, t, 3, (*WIDE, *FP8), k_nope.device, owner)
         if t.dtype != k_nope.dtype:
-            raise TypeError(f"{name}: dtype {t.dtype}, must be {owner}, {k_nope.dtype}")
+            raise MixedDtypes(f"{name}: dtype {t.dtype}, must be {owner}, {k_nope.dtype}")
     rotated = k_rope.shape[2]
     check_shape("k_rope", k_rope, (tokens, 1, rotated), "rows of k_nope, and one head")
     check_shape("k", k, (tokens, heads, latent + rotated), "rows and heads of k_nope, and values of both parts")

@@ -28,6 +28,10 @@ class UnknownName(KeyError, ValueError):
     __str__ = ValueError.__str__
 
 
+class MixedDtypes(TypeError, RuntimeError):
+    """Dtypes that must be one and are not. Callers of FlashInfer catch RuntimeError, all others TypeError."""
+
+
 def listed(values: Any) -> str:
     return ", ".join(str(v) for v in values)
 

@@ -1,8 +1,8 @@
 """vLLM's operators that write the caches of latent attention (MLA) and of its indexer.
 
 Each is one launch of the kernel behind `append_latent`, and its docstring says what all of them promise. vLLM's names,
-positions and layouts are kept; values are rounded once, from fp32, where vLLM's fused operator rounds the rotated part
-to the model's type before it quantises it.
+positions and layouts are kept; values are rounded once, from fp32, where vLLM's fused operator rounds cosines, sines,
+each product and their sum to the model's type, and then quantises them.
 """
 
 from typing import Any
@@ -20,7 +20,7 @@ RECORDS = {  # kv_cache_dtype -> record
     **dict.fromkeys(("auto", "bfloat16", "float16"), "rows"), **dict.fromkeys(("fp8", "fp8_e4m3"), "e4m3"),
     "fp8_ds_mla": "656", "nvfp4_ds_mla": "352",
 }  # fmt: skip
-UE8M0 = "ue8m0"
+UE8M0, EXPONENTS = "ue8m0", "mxfp8"
 
 
 def record_of(value: Any) -> str:
@@ -131,9 +131,9 @@ def concat_mla_q(ql_nope: torch.Tensor, q_pe: torch.Tensor, q_out: torch.Tensor)
     """Join the parts of queries of latent attention: q_out = [ql_nope, q_pe].
 
     ql_nope: fp16 or bf16 (N, Hq, D), D a multiple of 16 up to 512. q_pe: (N, Hq, R), R even, up to 64. q_out: (N, Hq, D
-    + R), or e4m3, which vLLM's has not. All of one dtype, any strides, the last 1. Raises before anything is written:
-    TypeError for a dtype; ValueError for a shape, stride or device; NotImplementedError for other D and R. vLLM's
-    operator.
+    + R), or e4m3, which vLLM's has not; it may have more heads, which are not written. All of one dtype, any strides,
+    the last 1. Raises before anything is written: TypeError for a dtype; ValueError for a shape, stride or device;
+    NotImplementedError for other D and R. vLLM's operator.
 
     >>> out = torch.empty(1, 2, 20).half()
     >>> concat_mla_q(torch.ones(1, 2, 16).half(), torch.zeros(1, 2, 4).half(), out)
@@ -146,7 +146,9 @@ def concat_mla_q(ql_nope: torch.Tensor, q_pe: torch.Tensor, q_out: torch.Tensor)
 def concat_q_call(ql_nope: Any, q_pe: Any, q_out: Any) -> LatentCall:
     """Return the call of `concat_mla_q`."""
     check_operand("ql_nope", ql_nope, 3, WIDE, None)
-    check_strided("q_pe", q_pe, 3)
+    heads = check_strided("q_pe", q_pe, 3).shape[1]
+    if check_strided("q_out", q_out, 3).shape[1] > heads:
+        q_out = q_out[:, :heads]
     return LatentCall(CONCAT_Q, "rows", None, None, ql_nope, q=ql_nope, q_pe=q_pe, q_out=q_out)
 
 
@@ -159,7 +161,8 @@ def indexer_k_quant_and_cache(
         k: fp16 or bf16 (N, 128), any row stride. N may exceed the slots.
         kv_cache: bytes (pages, P, 132): a page has P rows of 128 values, then P fp32 scales. Any P and page stride.
         slot_mapping: int32 or int64 (n,), page * P + row. A slot that is negative or past the cache is skipped.
-        quant_block_size: 128. kv_cache_dtype: "ue8m0" rounds scales up to powers of two; another name does not.
+        quant_block_size: 128. kv_cache_dtype: "ue8m0" rounds scales up to powers of two; another name does not, and
+            "mxfp8", by which vLLM stores exponents for Blackwell instead of fp32 scales, raises NotImplementedError.
 
     A scale is the largest magnitude of a row, at least 1e-4, over 448. Raises before anything is written: TypeError for
     a dtype; ValueError for a shape, stride or device; NotImplementedError for another quant_block_size. vLLM's
@@ -182,6 +185,9 @@ def index_cache_call(
         raise NotImplementedError(f"quant_block_size: {size}, must be 128")
     if not isinstance(kv_cache_dtype, str):
         raise TypeError(f"kv_cache_dtype: {kv_cache_dtype!r}, must be a str")
+    if kv_cache_dtype == EXPONENTS:
+        found = f"kv_cache_dtype: {kv_cache_dtype!r}, not supported"
+        raise NotImplementedError(f"{found}, must be {UE8M0!r}, or another name for scales that are not rounded")
     check_operand("k", k, 2, WIDE, None)
     return LatentCall(
         INDEX_CACHE, "132", k, None, rows_view("kv_cache", kv_cache), slots=slot_mapping,

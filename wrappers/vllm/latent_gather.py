@@ -11,6 +11,7 @@ import torch
 from cute_kernels.latent.records import BYTES, INDEX
 
 from ..host.checks import check_integer, check_operand, check_strided
+from ..host.plain import traced
 from ..host.scalars import dequantisation_scale, integer
 from ..latent.gather import COPY, DEQUANT, INDEX_GATHER, UPCONVERT, UPCONVERT_NVFP4, GatherCall, serve
 from ..latent.views import rows_view
@@ -30,7 +31,8 @@ def gather_and_maybe_dequant_cache(
         dst: (S, W) of the cache's dtype; (S, W) fp16 or bf16 for fp8, (S, 576) for the packed records.
         block_table: int32 or int64 (B, M). cu_seq_lens: int32 or int64 (B + 1,), the first row of each request in dst.
         token_to_seq: int32 or int64 (num_tokens,), the request of each row; it follows from cu_seq_lens, which is read.
-        num_tokens: rows of dst that may be written. scale: fp32, one element: fp8 values are multiplied by it.
+        num_tokens: rows of dst that may be written; a tensor without dimensions is read, for which the host waits.
+        scale: fp32, one element: fp8 values are multiplied by it.
         kv_cache_dtype: "auto", "bfloat16", "float16", "fp8", "fp8_e4m3", "fp8_ds_mla", "nvfp4_ds_mla".
         seq_starts: int32 or int64 (B,), the position in its request of the first row of each; None: 0.
 
@@ -57,6 +59,8 @@ def dequant_call(
     record, view = record_of(kv_cache_dtype), rows_view("src_cache", src_cache)
     check_operand("token_to_seq", token_to_seq, 1, (torch.int32, torch.int64), view.device, "that of src_cache")
     number, tensor = dequantisation_scale("scale", scale, view, "src_cache", False)
+    if isinstance(num_tokens, torch.Tensor) and not (num_tokens.ndim or num_tokens.is_meta or traced(num_tokens)):
+        num_tokens = num_tokens.item()  # torch's operators take these for numbers; a float or bool is refused below
     return GatherCall(
         DEQUANT, BYTES if record == "rows" else record, view, dst, block_table, cu_seq_lens,
         check_integer("num_tokens", integer(num_tokens), 0), seq_starts, scale=number, scale_ptr=tensor,
