@@ -70,7 +70,7 @@ def test_concat_mla_k(dtype, latent, rotated):
     whole = poisoned(5, 3, width + rotated * dtype.itemsize + 12, dtype=BYTE)
     k = whole[..., 4:-8].view(dtype)
     with emulation() as machine:
-        wrappers.concat_mla_k(k, nope, rope)
+        wrappers.concat_mla_k(k, nope, rope, backend="default" if rotated else "cake")
     assert len(machine.launches) == 1
     assert torch.equal(whole[..., 4:-8], torch.cat([nope, rope.expand(-1, 3, -1)], -1).view(BYTE))
     assert (whole[..., :4] == POISON).all() and (whole[..., -8:] == POISON).all()
@@ -85,6 +85,8 @@ K = poisoned(3, 2, 192)
         "k_rope": ROPE.to(E5M2)}),
     (TypeError, "k: dtype torch.bfloat16, must be that of k_nope", {"k": K.bfloat16()}),
     (RuntimeError, "k: dtype torch.bfloat16, must be that of k_nope", {"k": K.bfloat16()}),  # as FlashInfer's
+    (ValueError, "backend: 'cute', must be one of default, cake", {"backend": "cute"}),
+    (KeyError, "backend: None, must be one of default, cake", {"backend": None}),
     (ValueError, "k_rope: shape (3, 2, 64), must be (3, 1, 64)", {"k_rope": ROPE.expand(3, 2, 64)}),
     (ValueError, "k: shape (3, 2, 190), must be (3, 2, 192)", {"k": K[..., :190]}),
     (ValueError, "k: shape (3, 2, 192), overlaps the memory of k_rope", {"k_rope": K[:, :1, :64]}),

@@ -8,7 +8,7 @@ import torch
 from cute_kernels.latent.write import MOST_LATENT, MOST_ROTATED, VALUES
 
 from ..cache_write.call import PAGES
-from ..host.checks import MixedDtypes, check_apart, check_operand, check_shape, check_strided
+from ..host.checks import MixedDtypes, UnknownName, check_apart, check_operand, check_shape, check_strided, listed
 from ..host.plain import traced
 from ..latent.call import LatentCall
 from ..latent.checks import CONCAT_K, E4M3, MLA_APPEND, WIDE
@@ -16,6 +16,7 @@ from ..latent.op import serve
 
 __all__ = ["append_paged_mla_kv_cache", "concat_mla_k"]
 FP8 = (E4M3, torch.float8_e5m2)
+BACKENDS = ("default", "cake")  # upstream's; a hint here
 
 
 def append_paged_mla_kv_cache(
@@ -66,7 +67,9 @@ def append_call(
     )  # fmt: skip
 
 
-def concat_mla_k(k: torch.Tensor, k_nope: torch.Tensor, k_rope: torch.Tensor) -> None:
+def concat_mla_k(
+    k: torch.Tensor, k_nope: torch.Tensor, k_rope: torch.Tensor, *, backend: str = "default"
+) -> None:  # fmt: skip
     """Join the parts of the keys of latent attention, of which all heads share the rotated one: k = [k_nope, k_rope].
 
     Args:
@@ -74,21 +77,25 @@ def concat_mla_k(k: torch.Tensor, k_nope: torch.Tensor, k_rope: torch.Tensor) ->
         k_nope, k_rope: (N, H, D) and (N, 1, R). All are fp16, bf16, e4m3 or e5m2, of one dtype, with any strides, the
             last 1. D is a multiple of 16 up to 512, R even, up to 64. Values of 8 bits are copied in pairs: D is a
             multiple of 32 up to 1024, R one of 4 up to 128, and rows begin at even addresses.
+        backend: "default" or "cake", a hint.
 
     Bits are copied. Raises before anything is written: TypeError for a dtype, which is a RuntimeError, too, if it is
     not that of k_nope; ValueError for a shape, stride or device; NotImplementedError for other D and R, and for rows of
-    8 bits at odd addresses. FlashInfer's function.
+    8 bits at odd addresses; an error that is both a KeyError and a ValueError for an unknown backend. FlashInfer's
+    function.
 
     >>> k = torch.empty(1, 2, 20).half()
     >>> concat_mla_k(k, torch.ones(1, 2, 16).half(), torch.zeros(1, 1, 4).half())
     >>> k[0, 1, 14:18].tolist()
     [1.0, 1.0, 0.0, 0.0]
     """
-    serve(concat_k_call(k, k_nope, k_rope))
+    serve(concat_k_call(k, k_nope, k_rope, backend))
 
 
-def concat_k_call(k: Any, k_nope: Any, k_rope: Any) -> LatentCall:
+def concat_k_call(k: Any, k_nope: Any, k_rope: Any, backend: Any = BACKENDS[0]) -> LatentCall:
     """Return the call of `concat_mla_k`."""
+    if backend not in BACKENDS:
+        raise UnknownName(f"backend: {backend!r}, must be one of {listed(BACKENDS)}")
     tokens, heads, latent = check_operand("k_nope", k_nope, 3, (*WIDE, *FP8), None).shape
     owner = "that of k_nope"
     for name, t in (("k_rope", k_rope), ("k", k)):
