@@ -9,7 +9,9 @@
 Kernels compile in processes, never in threads. A file of a published bundle is never rewritten, only replaced by
 one with another name. So a build that is interrupted at any point leaves the old bundle or the new one, both
 valid. There is one exception: a DSL of another version brings another runtime library under the same name. Between its
-replacement and that of the manifest the hashes differ, so that nothing loads until the next build."""
+replacement and that of the manifest the hashes differ, so that nothing loads until the next build.
+
+This module only builds and verifies. A process finds and loads the kernels of a bundle in wrappers/host/runtime.py."""
 
 import errno
 import json

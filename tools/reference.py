@@ -219,6 +219,8 @@ def linked(text: str, to: str) -> str:
 
     def link(match: re.Match[str]) -> str:
         page = PAGE_OF.get(match[2])
+        if page and match[3] and not hasattr(getattr(wrappers, match[2]), match[3]):
+            page = None  # the name of a file or of an op
         return f"[`{match[1]}`]({to}/{page}.md#{match[1]})" if page else match[0]
 
-    return "".join(part if i % 2 else re.sub(r"`((\w+)(?:\.[a-z]\w*)?)`", link, part) for i, part in enumerate(parts))
+    return "".join(part if i % 2 else re.sub(r"`((\w+)(?:\.([a-z]\w*))?)`", link, part) for i, part in enumerate(parts))

@@ -46,7 +46,8 @@ class KVArgs(NamedTuple):
 
 
 class MaskArgs(NamedTuple):
-    """The mask; read by `mask`."""
+    """The mask; read by `mask`, `logits` (the tree), the modules of custom masks (`mask_bits`, `mask_ranges`,
+    `mask_blocks`) and, the prefix, by `geometry`."""
 
     window_left: Int32 = None  #          keys before position - window_left are masked; 2^30 for none; with ranges, it
     #                                     bounds the causal part

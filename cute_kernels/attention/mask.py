@@ -1,8 +1,10 @@
-"""The masks: causal, sliding window, chunks and tree (draft tokens). Custom masks are in `custom_mask`.
+"""The masks: causal, sliding window, chunks, prefix and tree (draft tokens). Custom masks are in `custom_mask`.
 
-- `visible` defines the causal and window mask: the keys that a token sees. All else follows from it.
+- `visible` defines the causal mask with its window, chunks and prefix: the keys that a token sees. All else follows
+  from it; what a tree hides among the draft tokens, `apply_tree` masks.
 - `kv_range` says which KV blocks a tile visits, `full_range` which of these need no mask. The schedulers (`schedule`)
-  call both for each tile; the softmax of sm100 calls `full_range` again, for its half of a tile.
+  call both for each tile; the softmax of sm100 calls `full_range` again, for its half of a tile, and `mask_blocks`
+  calls `kv_range` to list the blocks of a custom mask.
 - `segments` cuts a tile's blocks, from the highest to the lowest, for kernels that have one loop with the mask and one
   without.
 - `apply` writes -inf into the scores of a block: here the causal mask happens. Every mainloop calls `logits.transform`,
@@ -165,8 +167,7 @@ def segments(
 
 @cute.jit
 def apply(spec: cutlass.Constexpr, s: cute.Tensor, rows: ScoreRows, cols: ScoreCols):
-    """Set s (rows, cols) to -inf where the row's token does not see the key of the column: the causal mask, the window
-    and kv_len."""
+    """Set s (rows, cols) to -inf where the row's token does not see the key of the column, as `visible` says."""
     for r in cutlass.range_constexpr(cute.size(s, mode=[0])):
         # the visible keys of the row, as columns
         lo, hi = visible(spec, rows.tokens[r], rows.seqlen)

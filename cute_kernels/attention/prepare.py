@@ -1,7 +1,8 @@
 """The work of the prepare role: from a raw stage of K or V, in its storage type, to an operand stage that MMAs read.
 
 - e4m3 V for e4m3 MMAs: `transpose`, because the MMA needs V with the keys contiguous.
-- Quantised K and V for fp16 MMAs: `dequantise_stage`.
+- Quantised K and V for fp16 MMAs: `dequantise_stage`. A scale per token and head, which `cache_write.store.row_scale`
+  wrote, multiplies the elements here; decode multiplies scores and P instead (`decode.row_scales`).
 
 Several warps share a stage (`Share`). Each makes its part visible to the MMA with a proxy fence, then arrives; both are
 in the op's role loop (`sm90.prepare`, `sm100.prepare`).
@@ -221,8 +222,8 @@ def dequantise_rows(spec, x: DequantLane, at: DequantCursor, four, count):
 
 # The dequantise loop of one warp and one stage: an iteration per `count` * SWIZZLE_ROWS rows.
 #   waits for   nothing: the caller has waited for the raw stage and for a free operand stage
-#   computes    loads pieces of 16 elements, converts them to fp16 pairs, multiplies them by the block's scale factor
-#               and stores them in the operand's swizzle (`dequantise_rows`)
+#   computes    loads pieces of 16 elements, converts them to fp16 pairs, multiplies them by the scale factor of the
+#               block or of the row, and stores them in the operand's swizzle (`dequantise_rows`)
 #   releases    nothing: the caller fences and arrives
 @cute.jit
 def dequantise(spec: cutlass.Constexpr, raw: cute.Tensor, into: cute.Tensor, sf: Any, share: Share):
@@ -283,7 +284,7 @@ def dequantise_stage(spec: cutlass.Constexpr, a, s, which: cutlass.Constexpr, sh
     raw, into = stage_tensors(s, which, i)
     sf = stage_sf(spec, a, s, which, i)
     dequantise(spec, raw, into, sf, share)
-    # rows past the sequence: of V only, as P is 0 there; with block scales always, as a scale factor may be NaN
+    # rows past the sequence: of V only, as P is 0 there; with factors beside the cache always, as one may be NaN
     if const_expr(which == pages.V and (source(spec).PARTIAL_TAIL or sf is not None)):
         if valid < spec.tile.n:
             cute.arch.sync_warp()

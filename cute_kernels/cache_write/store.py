@@ -91,7 +91,10 @@ def divided(x, by):
 @cute.jit
 def row_scale(kind: cutlass.Constexpr, g, values: cute.Tensor):
     """Return the scale with which the largest magnitude of a row becomes the largest number of its type. Each lane of
-    the group has values of the row, zeros past its end. NaN does not count; the scale is a normal number."""
+    the group has values of the row, zeros past its end. NaN does not count; the scale is a normal number.
+
+    Attention reads it in one of two places: `attention.prepare` multiplies elements of K and V by it, and
+    `attention.decode.row_scales` scores and P."""
     top, mask = Float32(0.0), rotate.group_mask(g.lanes)
     for i in cutlass.range_constexpr(cute.size(values)):
         top = cute.arch.fmax(top, cute.math.absf(values[i]))

@@ -1,1 +1,2 @@
-"""The caches of latent attention (MLA) and of its indexer: their records, and the kernels that write them."""
+"""The caches of latent attention (MLA) and of its indexer: their records, and the kernels that write and read
+them."""

@@ -93,7 +93,7 @@ def fields(spec: Any) -> tuple[str, ...]:
     return families.fields(LatentArgs, OPTIONAL, spec)
 
 
-def indexer(a: LatentArgs) -> LatentArgs:
+def indexer_args(a: LatentArgs) -> LatentArgs:
     """Return the arguments of the indexer's rows of a joined launch, under the names of its own kernel."""
     own = {name[2:]: getattr(a, name) for name in JOINED}
     return a._replace(**own)

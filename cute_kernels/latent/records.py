@@ -1,7 +1,8 @@
 """The records of latent attention: how the row of a token lies in a cache. Plain Python: the only statement of it.
 
 A row has a latent, of which the first columns may be all of K and V, and a rotated part. A new record is a row of
-`RECORDS`; the kernel that writes it changes only if it has codes, factors or a rotated part of a new type.
+`RECORDS`; the kernels that write and read it change only if it has codes, factors or a rotated part of a new type.
+docs/extending.md lists what else it touches.
 """
 
 from typing import NamedTuple

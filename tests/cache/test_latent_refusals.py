@@ -1,5 +1,6 @@
 """Refusals of the writers of caches of latent attention: nothing is written, and a message names the argument."""
 
+import inspect
 import math
 import re
 from contextlib import nullcontext
@@ -8,7 +9,7 @@ import pytest
 import torch
 
 import wrappers
-from tests.support import good_calls
+from tests.support import good_calls, layout_calls
 from tests.support.bad_values import contents
 from tests.support.emulated import emulation
 from tests.support.latent_rows import (
@@ -29,6 +30,9 @@ from wrappers import (
     PageLists,
     append_latent,
 )
+from wrappers.latent import checks, gather
+from wrappers.latent.call import LatentCall
+from wrappers.own.registry import made_by
 
 # ---- refusals
 
@@ -522,3 +526,34 @@ def test_sizes_of_a_query_without_a_kernel(nope, rotated):
     cache = LatentCache(torch.zeros(1, 4, 656, dtype=BYTE), "656")
     with emulation(), pytest.raises(NotImplementedError, match=f"{nope}|{rotated}: must be"):
         append_latent(randn(2, 512), randn(2, 64), cache, ints(0, 1), query=query)
+
+
+# ---- names
+
+
+def calls_in(made):
+    """Yield the calls of latent caches in what a function of `registry` makes, those of an indexer's rows too."""
+    if isinstance(made, LatentCall | gather.GatherCall):
+        yield made
+    if isinstance(made, LatentCall):
+        yield from calls_in(made.index)
+    elif isinstance(made, tuple) and not isinstance(made, gather.GatherCall):
+        for each in made:
+            yield from calls_in(each)
+
+
+def test_every_tensor_has_the_name_of_an_argument():
+    """A field that `NAMES` lacks is called by its own name, which must be an argument of the function, too."""
+    alone, seen = dict.fromkeys(("latent", "rotated", "cache")), set()
+    alone |= {"index": layout_calls.indexer()._replace(places=None), "places": layout_calls.SLOTS}
+    calls = [(name, make()) for (name, _), make in layout_calls.CALLS.items() if name in good_calls.NAMES]
+    for name, given in [*calls, ("append_latent", alone)]:
+        function = layout_calls.FUNCTION[name]
+        for call in calls_in(made_by(function, **given)):
+            module = checks if isinstance(call, LatentCall) else gather
+            seen.add(call.function)
+            for field in call._fields:
+                if isinstance(getattr(call, field), torch.Tensor):
+                    argument = re.split(r"[. ]", module.name_of(call, field))[0]
+                    assert argument in inspect.signature(function).parameters, (name, field)
+    assert seen == {*checks.NAMES, *gather.NAMES}

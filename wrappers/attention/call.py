@@ -66,7 +66,9 @@ class AttentionCall(NamedTuple):
     soft_cap: float | None = None  # 0: off
     skip: float | None = None  # skip-softmax's threshold times kv_len; 0: off
     interleaved: bool = False  # v_scales are interleaved, as `fp4.deinterleave_v_scales` describes
-    split_kv: str = "auto"  # may CTAs share a request's keys: "auto", "fixed" or "never", see `KernelRequest`
+    # May CTAs share a request's keys: "auto", "fixed" or "never", see `KernelRequest`. No public function asks for its
+    # fourth value, "always", which benchmarks and tests put into requests.
+    split_kv: str = "auto"
     return_lse: bool = False
     enable_pdl: bool | None = None  # None: on
     out_dtype: torch.dtype | str | None = None  # "nvfp4", or a dtype; None: that of out, else that of q

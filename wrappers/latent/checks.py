@@ -74,7 +74,8 @@ INPUTS = (
 
 
 def name_of(call: LatentCall, field: str) -> str:
-    """Return the caller's name of a field."""
+    """Return the caller's name of a field: that of `NAMES`, else the field's own, which is then an argument of the
+    function."""
     return NAMES[call.function].get(field, field)
 
 
@@ -234,8 +235,8 @@ def places(call: LatentCall) -> None:
     if not call.kv_indptr.shape[0]:
         raise ValueError(f"{indptr}: shape (0,), must have at least 1 element")
     if call.kv_last_page_len is not None:
-        batch = call.kv_indptr.shape[0] - 1
-        check_shape("kv_last_page_len", call.kv_last_page_len, (batch,), f"requests, one less than {indptr}")
+        last, batch = name_of(call, "kv_last_page_len"), call.kv_indptr.shape[0] - 1
+        check_shape(last, call.kv_last_page_len, (batch,), f"requests, one less than {indptr}")
 
 
 def query(call: LatentCall) -> None:

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from cute_kernels.latent.args import INTERLEAVED, LatentArgs, indexer, pack, pack_read
+from cute_kernels.latent.args import INTERLEAVED, LatentArgs, indexer_args, pack, pack_read
 from cute_kernels.latent.records import BYTES, INDEX, RECORDS, LatentRecord
 from cute_kernels.latent.spec import LatentSpec, ReadSpec
 
@@ -68,7 +68,7 @@ def write_latent(spec: LatentSpec, *flat: Any) -> None:
         return
     write_rows_of(spec, a)
     if spec.joined:
-        write_rows_of(spec.indexer, indexer(a))
+        write_rows_of(spec.indexer, indexer_args(a))
 
 
 def write_rows_of(spec: LatentSpec, a: LatentArgs) -> None:

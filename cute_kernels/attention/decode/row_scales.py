@@ -4,6 +4,9 @@ A factor of K multiplies the scores of its key in fp32, before the soft cap, the
 multiplies the key's elements of P, which are fp16, so factors are divided by a power of two (`unit`) that is at least
 as large as any factor of V that the warp has met; O is in this unit until the tile ends. When a larger factor comes,
 O is divided by what the unit grows, as it is rescaled when a row maximum grows.
+
+These are the scales per token and head that `cache_write.store.row_scale` writes; prefill multiplies elements of K and
+V by them (`attention.prepare`).
 """
 
 from typing import NamedTuple

@@ -3,7 +3,7 @@
 pages    a row of a sequence -> its page
 tma      the source for pages of 8, 16, 32, ... 256 rows, and for ragged rows (no pages)
 gather   the source for pages of any size
-scales   the scale factors of block-scaled caches, loaded into the stages that a source fills
+scales   the scale factors beside a cache, of blocks or of rows, loaded into the stages that a source fills
 rings    the operands in shared memory: rings of stages with their pipelines
 
 A source is a module with `operand`, `page_id_cache`, `prefetch_pages`, `fill` and `fence_before_mma`; `load.load_kv`

@@ -22,7 +22,7 @@ PIECE, LEAST = 16, 4  # largest and smallest number of bytes per lane and copy
 UNITS = {1: cutlass.Uint8, 2: cutlass.Uint16}  # bytes that go through registers at a time -> type
 
 
-def scale_rows(spec):
+def rows_per_lane(spec):
     """Return the number of neighbouring rows for which a lane copies scale factors. They must be of one page: a power
     of two, at most the smallest page size."""
     return 1 if gathers(spec) else min(BOXES[0], 1 << (spec.tile.n // 32).bit_length() - 1)
@@ -73,11 +73,11 @@ def find(
 ):
     """Return the pages of the rows for which this lane copies scale factors; -1 past kv_len. Called before the wait for
     a free stage, which hides the latency. mixed: 1 if groups of 4 rows are interleaved, so that all 4 are copied."""
-    groups = const_expr(spec.tile.n // scale_rows(spec))
+    groups = const_expr(spec.tile.n // rows_per_lane(spec))
     found = cute.make_rmem_tensor((groups + 31) // 32, Int32)
     for c in cutlass.range_constexpr(cute.size(found)):
         group = 32 * c + cute.arch.lane_idx()
-        row = n_block * spec.tile.n + group * scale_rows(spec)
+        row = n_block * spec.tile.n + group * rows_per_lane(spec)
         found[c] = Int32(-1)
         if row - row % 4 * mixed < kv_len and group < groups:
             found[c] = sequence_pages.pages[row // page_size if gathers(spec) else row >> pages.shift(page_size)]
@@ -116,7 +116,7 @@ def fill(spec: cutlass.Constexpr, into: LoadTarget, found: cute.Tensor, at: KVBl
 def rows_of_lane(spec, scales, found, at: KVBlock, c):
     """Return where the c-th rows of this lane are: (first row in the block, page, first row in the page, whether the
     page exists). found: the pages from `find`."""
-    first_row, page, page_size = (32 * c + cute.arch.lane_idx()) * scale_rows(spec), found[c], scales.shape[2]
+    first_row, page, page_size = (32 * c + cute.arch.lane_idx()) * rows_per_lane(spec), found[c], scales.shape[2]
     row = at.n_block * spec.tile.n + first_row
     row = row % page_size if gathers(spec) else row & (page_size - 1)
     return first_row, page, row, (page >= 0) & (page < scales.shape[0])
@@ -126,7 +126,7 @@ def rows_of_lane(spec, scales, found, at: KVBlock, c):
 def fill_wide(spec: cutlass.Constexpr, into: LoadTarget, found: cute.Tensor, at: KVBlock, interleaved: Any):
     """Do the work of `fill` with cp.async."""
     scales, smem, ring = into
-    padded, count = const_expr(cute.size(smem, mode=[1])), const_expr(scale_rows(spec))
+    padded, count = const_expr(cute.size(smem, mode=[1])), const_expr(rows_per_lane(spec))
     size = const_expr(min(padded, scales.shape[3]))
     piece = const_expr(gcd(size, PIECE))
     step = Int64(scales.stride[2])
@@ -160,7 +160,7 @@ def fill_wide(spec: cutlass.Constexpr, into: LoadTarget, found: cute.Tensor, at:
 def fill_narrow(spec: cutlass.Constexpr, into: LoadTarget, found: cute.Tensor, at: KVBlock, interleaved: Any):
     """Do the work of `fill` through registers."""
     scales, smem, ring = into
-    unit, count = const_expr(gcd(scales.shape[3], PIECE)), const_expr(scale_rows(spec))
+    unit, count = const_expr(gcd(scales.shape[3], PIECE)), const_expr(rows_per_lane(spec))
     size, padded = const_expr(scales.shape[3] // unit), const_expr(cute.size(smem, mode=[1]) // unit)
     # wait for a free stage
     pipeline.producer_acquire(ring, at.item)

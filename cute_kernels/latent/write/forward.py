@@ -2,7 +2,7 @@
 
 A warp takes rows in turn: the key of a token, or one head of its query. Lane l holds values 16 l to 16 l + 15 of the
 latent, and pair l of the rotated part, so that a factor of 16 to 128 values belongs to 1 to 8 neighbouring lanes. The
-rows of an indexer are in `index`. There is no shared memory, and no barrier.
+rows of an indexer are in `indexer`. There is no shared memory, and no barrier.
 
 | phase | threads | reads | waits for | writes / signals |
 | --- | --- | --- | --- | --- |
@@ -10,7 +10,7 @@ rows of an indexer are in `index`. There is no shared memory, and no barrier.
 | `request` | a warp per row | both parts of K or Q, slot, position | | registers |
 | `write_key` | | table | the row; its lanes, by shuffles | a row of the cache |
 | `write_query` | | table | the row | a row of Q's output |
-| `index.write_rows` | 8 lanes per row | a row of an indexer, slot, table | its lanes, by shuffles | cache, Q, weights |
+| `indexer.write_rows` | 8 lanes per row | a row, slot, table | its lanes, by shuffles | cache, Q, weights |
 
 Every CTA waits for the grid before it, so a kernel that waits for this one sees what both have written."""
 
@@ -24,8 +24,8 @@ from ... import abi
 from ...cache_write import places, store
 from ...device import memory, warp
 from ...device.divisor import divide
-from ..args import LatentArgs, fields, indexer, pack
-from . import THREADS, VALUES, WARP, ctas_per_sm, factors, index, rotation, whole
+from ..args import LatentArgs, fields, indexer_args, pack
+from . import THREADS, VALUES, WARP, ctas_per_sm, factors, indexer, rotation, whole
 
 
 def fake_args(spec) -> dict[str, Any]:
@@ -80,7 +80,7 @@ def kernel(spec: cutlass.Constexpr, a: LatentArgs):
         if whole.applies_to_index(spec, a):
             whole.write_index_rows(spec, a, warp, step)
         else:
-            index.write_rows(spec, a, warp, step)
+            indexer.write_rows(spec, a, warp, step)
     elif whole.applies(spec, a):
         whole.write_rows(spec, a, warp, step)
     else:
@@ -88,7 +88,7 @@ def kernel(spec: cutlass.Constexpr, a: LatentArgs):
     if const_expr(spec.joined):
         # the warp that is next in turn has the first of these rows
         first = warp - tokens_of(a) * (1 + a.q_pe.shape[1]) % step
-        index.write_rows(spec.indexer, indexer(a), first if first >= 0 else first + step, step)
+        indexer.write_rows(spec.indexer, indexer_args(a), first if first >= 0 else first + step, step)
 
 
 class LanePair(NamedTuple):

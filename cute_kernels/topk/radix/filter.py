@@ -2,8 +2,10 @@
 
 A candidate is a key of at least `floor`. The first floor comes from a sample of the row and leaves more than k
 keys, so one pass over the row suffices. If the candidates do not fit, only the CTA's k best are kept, and their
-boundary is the floor from there on. If the sample misled, and fewer than k keys of the row reach the floor, the
-pass is repeated with floor 0: no result depends on the sample."""
+boundary is the floor from there on. Among equal keys at that boundary, the k best are those that `last_ties` selects;
+if it is 0 and all keys at the boundary are equal, the floor also excludes the equal keys that come later (`compact`).
+If the sample misled, and fewer than k keys of the row reach the floor, the pass is repeated with floor 0: no result
+depends on the sample."""
 
 from dataclasses import replace
 from typing import NamedTuple

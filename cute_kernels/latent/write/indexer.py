@@ -1,4 +1,6 @@
-"""Rows of an indexer: its keys, and the heads of its queries. Eight lanes share a row of 128 values, 16 each."""
+"""Rows of an indexer: its keys, and the heads of its queries. Eight lanes share a row of 128 values, 16 each.
+
+`write_rows`, `write_key` and `write_query` do here what the functions of these names in `forward` do for the latent."""
 
 from typing import NamedTuple
 
