@@ -64,9 +64,12 @@ def test_a_call_that_is_refused_goes_to_vllm(operators, device):
 
     ops, calls = operators
     rows, cache = torch.ones(1, 576, device=device).half(), torch.zeros(1, PAGE, 576, device=device).half()
-    arguments = rows[:, :512], rows[:, 512:], cache, torch.zeros(1, device=device).long(), "auto", torch.ones(1)
+    one = torch.ones(1, device=device)
+    arguments = rows[:, :512], rows[:, 512:], cache, torch.zeros(1, device=device).long(), "auto", one
     MLAAttentionImpl.do_kv_cache_update(None, *arguments, skip_scale=True)
-    assert [name for name, _, _ in calls] == ["concat_and_cache_mla"] and not cache.any()
-    with pytest.raises(ValueError, match="^kv_cache_dtype: 'int2', must be one of"):
-        ops.concat_and_cache_mla(*arguments[:4], "int2", arguments[5])
-    assert len(calls) == 1
+    ops.concat_and_cache_mla(*arguments[:4], "fp8_e5m2", arguments[5])
+    ops.concat_and_cache_mla(arguments[0].float(), arguments[1].float(), cache.float(), *arguments[3:])
+    assert [name for name, _, _ in calls] == ["concat_and_cache_mla"] * 3 and not cache.any()
+    with pytest.raises(ValueError, match="^k_pe: shape"):
+        ops.concat_and_cache_mla(arguments[0], rows[:, 448:].view(1, 2, 64), *arguments[2:])
+    assert len(calls) == 3

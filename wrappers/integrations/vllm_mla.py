@@ -4,7 +4,8 @@
 
 `replace` replaces the operators of `vllm._custom_ops` by the functions of `wrappers` of the same names, so the engine's
 own MLA backends, and its sparse indexer, call them. A call that a function does not support, such as
-`concat_and_cache_mla` with `skip_scale`, goes to vLLM's operator: a function refuses before anything is written.
+`concat_and_cache_mla` with `skip_scale`, with rows of fp32 or with a cache of e5m2, goes to vLLM's operator: a function
+refuses before anything is written.
 
 Written for vLLM 0.33. Tested on the CPU reference against vLLM's own files; not run inside a server.
 """
@@ -15,6 +16,7 @@ from typing import Any
 
 from vllm import _custom_ops as ops
 
+from ..host.checks import UnknownName
 from ..vllm import latent, latent_gather
 
 FUNCTIONS = (
@@ -28,6 +30,7 @@ FUNCTIONS = (
     latent_gather.cp_gather_indexer_k_quant_cache,
     latent_gather.gather_and_maybe_dequant_cache,
 )
+REFUSALS = NotImplementedError, TypeError, UnknownName  # of modes, of dtypes, and of names
 
 
 def instead_of(theirs: Callable[..., None], ours: Callable[..., None]) -> Callable[..., None]:
@@ -37,7 +40,7 @@ def instead_of(theirs: Callable[..., None], ours: Callable[..., None]) -> Callab
     def call(*args: Any, **named: Any) -> None:
         try:
             ours(*args, **named)
-        except NotImplementedError:
+        except REFUSALS:
             theirs(*args, **named)
 
     return call
