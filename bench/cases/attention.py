@@ -35,15 +35,15 @@ class AttentionCase:
 
     cache: "tuple" of K and V, "stacked" (pages, 2, ...), "shared" (pages, 1, ...) or, for xqa, "flat" rows. strided_q:
     the query is every second head of a wider tensor. sink: unit of the sinks, 0 for none; above 1 the first sink is
-    -inf. fresh: the call makes its outputs. spare_pages: pages of the pool that belong to no request. scale: of the
-    logits, 0 for D^-0.5; out_scale: of the output (xqa: kv_scale, which is also a factor of `scale`). o_scale:
-    decode's, or xqa's rcp_out_scale. device: the scales that are tensors: "scale", "log2", "out". data: "normal";
-    "needles": each row finds one key, far from the last and in its own block, 10 log2 units above the others; the
-    others together, and the sink, weigh about as much; "peaks": 20 units for every third row; others: see `planted`.
-    skip: threshold factor; in decode the last `kept` keys (0: all) must remain. drafts: a random mask of drafts; with
-    equal q_lens it needs no offsets. zero_page: each table has a negative page id. q_unit: magnitude of the first query
-    row; the next rows are smaller by powers of 8. far: pages, tokens and rows of all large tensors are
-    `memory.FAR_BYTES` apart.
+    -inf, and the last outweighs any keys. fresh: the call makes its outputs. spare_pages: pages of the pool that belong
+    to no request. scale: of the logits, 0 for D^-0.5; out_scale: of the output (xqa: kv_scale, which is also a factor
+    of `scale`). o_scale: decode's, or xqa's rcp_out_scale. device: the scales that are tensors: "scale", "log2", "out".
+    data: "normal"; "needles": each row finds one key, far from the last and in its own block, 10 log2 units above the
+    others; the others together, and the sink, weigh about as much; "peaks": 20 units for every third row; others: see
+    `planted`. skip: threshold factor; in decode the last `kept` keys (0: all) must remain. drafts: a random mask of
+    drafts; with equal q_lens it needs no offsets. zero_page: each table has a negative page id. q_unit: magnitude of
+    the first query row; the next rows are smaller by powers of 8. nan: key 15 of each request is NaN in the first KV
+    head. far: pages, tokens and rows of all large tensors are `memory.FAR_BYTES` apart.
     """
 
     name: str
@@ -82,6 +82,7 @@ class AttentionCase:
     zero_page: bool = False
     fresh: bool = False
     q_unit: float = 1.0
+    nan: bool = False
     far: bool = False
 
     @property
@@ -233,6 +234,8 @@ def _tokens(case: AttentionCase, q: torch.Tensor, n: int, gen: torch.Generator) 
             if first < last:
                 k[first + i * 37 % max(1, (last - first) // 2)] = row
     planted.plant_keys(case.data, k, v)
+    if case.nan:
+        k[15:16, 0] = math.nan
     return k, v
 
 
@@ -296,7 +299,7 @@ def make_call(case: AttentionCase, device: "torch.device | str" = "cpu", seed: i
     q = q.to(DTYPES[case.dtype])[:, :: wide_heads // case.heads_q]
     sinks = torch.randn(case.heads_q, generator=gen, device=device) * case.sink
     if case.sink > 1:
-        sinks[0] = -math.inf
+        sinks[0], sinks[-1] = -math.inf, 1e4
     if case.data in ("needles", "peaks"):
         sinks += math.log(500)
     lists = _page_lists(case, seed)

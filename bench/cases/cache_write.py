@@ -15,6 +15,7 @@ DTYPES = {
     "bf16": torch.bfloat16, "fp16": torch.float16, "e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2,
     "nvfp4": torch.uint8, "uint8": torch.uint8,
 }  # fmt: skip
+OTHER = {torch.int32: torch.int64, torch.int64: torch.int32}
 FAR = (1 << 31) - 1
 EXTREME = (-(1 << 31), -(1 << 30), -1, 1 << 30, FAR)
 SLACK = 2.0**-19  # error of a rotated value over the largest one: sin.approx and cos.approx are right to 2^-21
@@ -30,11 +31,14 @@ class CacheWriteCase:
     wider tensor if `beside` is set, or two tensors. places: "slots", "lists" or "table"; or, for FlashInfer's RoPE
     functions, "rows" or, with the positions of requests, "requests": Q and K are rotated in place, or quantised,
     where `stacked` puts the rotated part of a row and the rest in one tensor. index: dtype of index tensors.
-    hostile: some values of index tensors are extreme. scales: "float", "tensor" or "heads"; or "rows", which the
-    call finds and stores in fp32. norm: weights "" for none, "shared", "heads", or "k" for K alone. rope: "",
-    "angles", "llama31" or "cache". q8: Q is written in 8 bits. in_place: Q is written over itself. data: "normal",
-    or "special" with infinities, NaN, and extremes. shift: elements by which rows, caches and weights are off an
-    aligned address, cache_shift: caches.
+    mixed: bit i says that index tensor i, in the order of the fields of its class, has the other dtype; bit 4 is for
+    the positions of the rotation. hostile: some values of index tensors are extreme. scales: "float", "tensor" or
+    "heads"; or "rows", which the call finds and stores in fp32. norm: weights "" for none, "shared", "heads", or "k"
+    for K alone. rope: "", "angles", "llama31" or "cache". q8: Q is written in 8 bits. in_place: Q is written over
+    itself. data: "normal", or "special" with infinities, NaN, extremes, and rows of zeros and of tiny values. shift:
+    elements by which rows, caches and weights are off an aligned address, cache_shift: caches. alone: the operand that
+    is off by an element while all others are aligned: "q", "k", "v", "kv 0" or "kv 1" (the caches), "out", "q_weight"
+    or "k_weight".
     """
 
     dtype: str = "bf16"
@@ -50,6 +54,7 @@ class CacheWriteCase:
     beside: bool = False
     places: str = "slots"
     index: torch.dtype = torch.int32
+    mixed: int = 0
     hostile: bool = False
     scales: str = "float"
     interleaved_sf: bool = False
@@ -61,7 +66,12 @@ class CacheWriteCase:
     in_place: bool = False
     shift: int = 0
     cache_shift: int = 0
+    alone: str = ""
     data: str = "normal"
+
+    def index_of(self, number: int) -> torch.dtype:
+        """Return the dtype of an index tensor, by its number in `mixed`."""
+        return OTHER[self.index] if self.mixed >> number & 1 else self.index
 
 
 def poisoned(*shape: int, dtype: torch.dtype, device: Any) -> torch.Tensor:
@@ -78,6 +88,7 @@ def make_rows(case: CacheWriteCase, gen: torch.Generator) -> list[torch.Tensor]:
         values = torch.tensor([float("nan"), float("inf"), -float("inf"), 0.0, -0.0, 1e-8, 3e4, 450.0, 0.017])
         picked = torch.randint(len(values), x.shape, generator=gen, device=gen.device)
         x = torch.where(torch.rand(x.shape, generator=gen, device=gen.device) < 0.3, values.to(x.device)[picked], x)
+        x[0], x[2] = 0.0, 2.0**-119  # over the largest number of 8 bits, this is no normal number
     dtype = DTYPES[case.dtype]
     packed = (x * 100).to(torch.uint8) if dtype == torch.uint8 else x.to(dtype)
     parts = packed[:, case.shift : case.shift + sum(width)].split(width, 1)
@@ -110,14 +121,14 @@ def make_places(case: CacheWriteCase, gen: torch.Generator) -> Any:
     """Return the places of a case: no two tokens have one, unless values are hostile."""
     device, size, rows = gen.device, case.page_size, case.pages * case.page_size
 
-    def ints(values: Any) -> torch.Tensor:
-        found = torch.as_tensor(values, device=device).to(case.index)
+    def ints(number: int, values: Any) -> torch.Tensor:
+        found = torch.as_tensor(values, device=device).to(case.index_of(number))
         return spoil(found, gen) if case.hostile else found
 
     if case.places == "slots":
         slots = torch.randperm(rows, generator=gen, device=device)[: case.tokens]
         slots[1::4] = -1
-        return ints(slots)
+        return ints(0, slots)
     batch = 3
     columns = case.pages // batch
     pages = torch.randperm(case.pages, generator=gen, device=device)
@@ -125,14 +136,15 @@ def make_places(case: CacheWriteCase, gen: torch.Generator) -> Any:
         ends = torch.tensor([-7 if case.hostile else 0, columns, 2 * columns, FAR if case.hostile else 3 * columns])
         requests = torch.arange(case.tokens, device=device) % batch
         positions = torch.arange(case.tokens, device=device) // batch
-        return PageLists(ints(requests), ints(positions), ints(pages), ends.to(device).to(case.index))
+        ends = ends.to(device).to(case.index_of(3))
+        return PageLists(ints(0, requests), ints(1, positions), ints(2, pages), ends)
     table = torch.stack([pages.roll(-b * columns)[:columns] for b in range(batch)])
     counts = [case.tokens // batch] * (batch - 1) + [case.tokens - case.tokens // batch * (batch - 1)]
     starts = torch.tensor([0, *counts]).cumsum(0)
     if case.hostile:
         starts[0], starts[-1] = -FAR, FAR
     lens = [min(columns * size, count + 3 * b) for b, count in enumerate(counts)]
-    return BlockTable(ints(table), ints(lens), starts.to(device).to(case.index))
+    return BlockTable(ints(0, table), ints(1, lens), starts.to(device).to(case.index_of(2)))
 
 
 def make_scale(case: CacheWriteCase, value: float, heads: int, gen: torch.Generator) -> Any:
@@ -158,7 +170,7 @@ def make_transform(case: CacheWriteCase, gen: torch.Generator) -> dict[str, Any]
         found["norm"] = RMSNorm(None if case.norm == "k" or not hq else weight(hq), weight(h), 1e-5, offset)
     if case.rope:
         high = 100 if case.rope == "cache" else 200_000
-        positions = torch.randint(high, (case.tokens,), generator=gen, device=gen.device).to(case.index)
+        positions = torch.randint(high, (case.tokens,), generator=gen, device=gen.device).to(case.index_of(4))
         given = None if case.places == "table" else spoil(positions, gen) if case.hostile else positions
         rope = RotaryEmbedding(given, interleaved=case.interleaved, rotary_dim=case.rotary_dim)
         if case.rope == "llama31":
@@ -179,10 +191,10 @@ def make_requests(case: CacheWriteCase, gen: torch.Generator) -> dict[str, torch
     """Return the first token of each request and its position; one request has no token, and the last token none."""
     third = case.tokens // 3
     starts = torch.tensor([0, third, third, case.tokens - 1], device=gen.device)
-    offsets = torch.randint(200_000, (3,), generator=gen, device=gen.device).to(case.index)
+    offsets = torch.randint(200_000, (3,), generator=gen, device=gen.device).to(case.index_of(1))
     if case.hostile:  # no request is told by offsets that do not rise
         starts[0], starts[-1], offsets = -FAR, FAR, spoil(offsets, gen)
-    return {"indptr": starts.to(case.index), "offsets": offsets}
+    return {"indptr": starts.to(case.index_of(0)), "offsets": offsets}
 
 
 def make_rotated(case: CacheWriteCase, gen: torch.Generator) -> dict[str, Any]:
@@ -240,7 +252,24 @@ def make_inputs(case: CacheWriteCase, device: Any = "cpu", seed: int = 0) -> dic
     given = dict(q=q if case.heads[0] else None, k=k, v=v, cache=target, places=places) | make_transform(case, gen)
     if case.in_place and case.heads[0]:
         given["out"] = QueryOutput(q)
-    return given
+    return with_one_off(given, case.alone) if case.alone else given
+
+
+def with_one_off(given: dict[str, Any], name: str) -> dict[str, Any]:
+    """Return the arguments of `append_qkv` with one operand (`CacheWriteCase.alone`) off an aligned address."""
+
+    def off(t: torch.Tensor) -> torch.Tensor:
+        extent = 1 + sum((size - 1) * stride for size, stride in zip(t.shape, t.stride()))
+        return poisoned(1 + extent, dtype=t.dtype, device=t.device).as_strided(t.shape, t.stride(), 1).copy_(t)
+
+    if name in given:
+        changed = off(given[name]) if name != "out" else given[name]._replace(out=off(given[name].out))
+        return given | {name: changed}
+    if name.startswith("kv "):
+        caches = list(given["cache"].kv)
+        caches[int(name[-1])] = off(caches[int(name[-1])])
+        return given | {"cache": given["cache"]._replace(kv=tuple(caches))}
+    return given | {"norm": given["norm"]._replace(**{name: off(getattr(given["norm"], name))})}
 
 
 def function_of(case: CacheWriteCase) -> Callable[..., Any]:

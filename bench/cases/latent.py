@@ -28,11 +28,14 @@ class LatentCase:
     """One call.
 
     apart: the rotated part has a cache of its own. places: "slots", "lists" or "table"; "rows": slots in order, which
-    `mla_arguments` needs. hostile: some of them name no
-    row. gap: bytes behind each page. shift: elements before rows and tables, so that they are not aligned. norm: "",
-    "latent" or "both" parts. rope: "", "fp32" or "rows", the type of the table. positions: of the rotation are given.
-    heads: of the query, 0 for none; nope: it has that part. in_place: the rotated parts are rotated in place. q8: the
-    query is quantised. index: heads of the indexer's query, 0 for none, -1 for no indexer. data: "normal" or "special".
+    `mla_arguments` needs. int32: the dtype of index tensors, which otherwise is int64. mixed: bit i says that index
+    tensor i, in the order of the fields of its class, has the other dtype; bit 4 is for the positions of the rotation,
+    bit 5 for the indexer's own slots. hostile: some of them name no row. gap: bytes behind each page. shift: elements
+    before rows and tables, so that they are not aligned. alone: the operand that is not aligned while all others are:
+    "latent" (or an indexer's keys), "rotated", "cache" or "rotated cache". norm: "", "latent" or "both" parts. rope:
+    "", "fp32" or "rows", the type of the table. positions: of the rotation are given. heads: of the query, 0 for none;
+    nope: it has that part. in_place: the rotated parts are rotated in place. q8: the query is quantised. index: heads
+    of the indexer's query, 0 for none, -1 for no indexer. data: "normal" or "special".
     """
 
     record: str = ROWS
@@ -45,9 +48,11 @@ class LatentCase:
     apart: bool = False
     places: str = "slots"
     int32: bool = False
+    mixed: int = 0
     hostile: bool = False
     gap: int = 0
     shift: int = 0
+    alone: str = ""
     norm: str = ""
     rope: str = ""
     interleaved: bool = False
@@ -61,10 +66,10 @@ class LatentCase:
     index: int = -1
     data: str = "normal"
 
-    @property
-    def ints(self) -> torch.dtype:
-        """The dtype of index tensors."""
-        return torch.int32 if self.int32 else torch.int64
+    def ints(self, number: int, values: torch.Tensor) -> torch.Tensor:
+        """Return values as an index tensor, of the dtype that its number in `mixed` has; far ones are clamped."""
+        is_int32 = self.int32 != bool(self.mixed >> number & 1)
+        return values.clamp(-(1 << 31), (1 << 31) - 1).int() if is_int32 else values.long()
 
     @property
     def exact(self) -> bool:
@@ -95,27 +100,28 @@ def _rows(case: LatentCase, gen: torch.Generator, *shape: int) -> torch.Tensor:
     if case.data == "special":
         where = torch.rand(shape, generator=gen) < 0.05
         t[where] = torch.tensor(SPECIAL)[torch.randint(len(SPECIAL), (int(where.sum()),), generator=gen)]
+        t[1], t[1, ..., ::16] = t[1].nan_to_num(0.0, 0.0, 0.0).clamp(-1.0, 1.0), 1.75  # the scale is 2^-8
     return _wide(t.to(DTYPES[case.dtype]), case.shift)
 
 
-def _cache(case: LatentCase, width: int, dtype: torch.dtype) -> torch.Tensor:
+def _cache(case: LatentCase, width: int, dtype: torch.dtype, before: int = 0) -> torch.Tensor:
+    """Return a cache that begins `before` bytes behind an aligned address."""
     size = width * dtype.itemsize
-    whole = torch.full((case.pages, case.page_size * size + case.gap), FILL, dtype=BYTE)
+    page = case.page_size * size + case.gap
+    whole = torch.full((before + case.pages * page,), FILL, dtype=BYTE)[before:].view(case.pages, page)
     rows = whole.as_strided((case.pages, case.page_size, size), (whole.stride(0), size, 1))
     return rows if dtype is BYTE else rows.view(dtype)
 
 
-def _places(case: LatentCase, gen: torch.Generator) -> Any:
-    """Return the places of the tokens, each another row; each request has up to 5 tokens."""
+def _places(case: LatentCase, gen: torch.Generator, number: int = 0) -> Any:
+    """Return the places of the tokens, each another row; each request has up to 5 tokens. number: of slots."""
     if case.places == "rows":
         return torch.arange(case.tokens)
     slots = torch.randperm(case.pages * case.page_size, generator=gen)[: case.tokens]
     if case.places == "slots":
         if case.hostile:
             slots[::2] = torch.tensor(WORST)[torch.randint(len(WORST), (len(slots[::2]),), generator=gen)]
-        if case.int32:
-            slots = slots.clamp(-(1 << 31), (1 << 31) - 1)
-        return slots.to(case.ints)
+        return case.ints(number, slots)
     each = -(-5 // case.page_size)  # pages of a request
     requests = min(case.pages // each, -(-case.tokens // 5))
     table = torch.randperm(case.pages, generator=gen)[: requests * each].view(requests, each)
@@ -127,10 +133,10 @@ def _places(case: LatentCase, gen: torch.Generator) -> Any:
         if case.hostile:
             request[1::3] = -7
         starts = torch.arange(requests + 1) * each
-        return PageLists(*(t.to(case.ints) for t in (request, position, table.flatten(), starts)))
+        return PageLists(*map(case.ints, range(4), (request, position, table.flatten(), starts)))
     starts = (torch.arange(requests + 1) * 5).clamp(max=case.tokens)
     lens = starts.diff()
-    return BlockTable(*(t.to(case.ints) for t in (table, lens, starts)))
+    return BlockTable(*map(case.ints, range(3), (table, lens, starts)))
 
 
 def _table(case: LatentCase, gen: torch.Generator, width: int) -> torch.Tensor:
@@ -144,20 +150,25 @@ def make_inputs(case: LatentCase, device: "torch.device | str" = "cpu", seed: in
     gen, form, dtype = torch.Generator().manual_seed(seed), RECORDS[case.record], DTYPES[case.dtype]
     width = case.latent + (0 if case.apart else case.rotated)
     kind = dtype if case.record == ROWS else BYTE
-    cache = LatentCache(_cache(case, form.token_bytes or width, kind), case.record, power_of_two=case.power_of_two)
+    cache = LatentCache(
+        _cache(case, form.token_bytes or width, kind, form.unit * (case.alone == "cache")), case.record,
+        power_of_two=case.power_of_two,
+    )  # fmt: skip
     if case.apart:
-        cache = cache._replace(rotated=_cache(case, case.rotated, kind))
+        cache = cache._replace(rotated=_cache(case, case.rotated, kind, form.unit * (case.alone == "rotated cache")))
     if case.record == "e4m3":
         cache = cache._replace(scale=torch.tensor([0.75]) if case.scale_tensor else 0.5)
     given: dict[str, Any] = {"latent": _rows(case, gen, case.tokens, case.latent), "cache": cache}
     given["rotated"] = _rows(case, gen, case.tokens, case.rotated) if case.rotated else None
+    if isinstance(given.get(case.alone), torch.Tensor):
+        given[case.alone] = _wide(given[case.alone], 1)
     given["places"] = _places(case, gen)
     if case.record == INDEX:
         given |= {"latent": None, "cache": None}
     positions = torch.randint(POSITIONS, (case.tokens,), generator=gen)
     if case.hostile:
         positions[2::5] = POSITIONS
-    positions = positions.to(case.ints)
+    positions = case.ints(4, positions)
     if case.norm and case.record != INDEX:
         count = case.latent + (case.rotated if case.norm == "both" else 0)
         weight = (torch.rand(count, generator=gen) + 0.5).to(dtype)
@@ -184,15 +195,17 @@ def make_inputs(case: LatentCase, device: "torch.device | str" = "cpu", seed: in
 
 def _indexer(case: LatentCase, gen: torch.Generator, positions: torch.Tensor) -> IndexerRows:
     dtype, heads = DTYPES[case.dtype], case.index
-    own = _places(case, gen) if case.places == "slots" and case.hostile else None
+    own = _places(case, gen, 5) if case.places == "slots" and case.hostile else None
     weight = bias = rope = None
     if case.norm:
         weight, bias = (_wide((torch.rand(128, generator=gen) + 0.5).to(dtype), case.shift) for _ in range(2))
         bias = bias if case.norm == "both" else None
     if case.rope:
         rope = RotaryEmbedding(positions, _table(case, gen, 64), not case.interleaved)
+    k = _rows(case, gen, case.tokens, 128)
+    cache = _cache(case, 132, BYTE, RECORDS[INDEX].unit * (case.alone == "cache"))
     found = IndexerRows(
-        _rows(case, gen, case.tokens, 128), _cache(case, 132, BYTE), own, weight, bias, 1e-5, rope, case.power_of_two
+        _wide(k, 1) if case.alone == "latent" else k, cache, own, weight, bias, 1e-5, rope, case.power_of_two
     )  # fmt: skip
     if not heads:
         return found

@@ -4,7 +4,7 @@ The cache holds rows that `append_latent` wrote. Unused rows, page tails and wha
 hold arbitrary bytes, and nothing but rows of requests may change.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -33,8 +33,9 @@ class ReadCase:
     """One call.
 
     lens: rows of each request. starts: positions of their first rows are given. hostile: some pages, offsets and
-    positions name no row. gap: bytes behind each page. shift: elements before rows of the output. wide: values of a
-    "rows" or "e4m3" row. fp32_scales: an indexer's scales are fp32.
+    positions name no row. gap: bytes behind each page. shift: elements before rows of the output. int32: the dtype of
+    index tensors, which otherwise is int64. mixed: bit i says that number i of the table, the offsets and the positions
+    has the other dtype. wide: values of a "rows" or "e4m3" row. fp32_scales: an indexer's scales are fp32.
     """
 
     function: str = OWN
@@ -47,6 +48,7 @@ class ReadCase:
     gap: int = 0
     shift: int = 0
     int32: bool = False
+    mixed: int = 0
     wide: int = 576
     fp32_scales: bool = False
     data: str = "normal"
@@ -55,7 +57,6 @@ class ReadCase:
 def make_inputs(case: ReadCase, device: "torch.device | str" = "cpu", seed: int = 0) -> dict[str, Any]:
     """Return the arguments of a function, with outputs of arbitrary bytes."""
     gen, form = torch.Generator().manual_seed(seed), RECORDS[case.record]
-    ints = torch.int32 if case.int32 else torch.int64
     batch, rows = len(case.lens), sum(case.lens)
     firsts = torch.randint(3 * case.page_size, (batch,), generator=gen) * case.starts
     columns = -(-max(case.lens) // case.page_size) + 3 * case.starts + 1
@@ -75,8 +76,8 @@ def make_inputs(case: ReadCase, device: "torch.device | str" = "cpu", seed: int 
     if case.hostile:
         table[::2, 0] = torch.tensor(WORST)[torch.randint(len(WORST), (len(table[::2]),), generator=gen)]
         firsts[-1:] = WORST[0] if case.starts else firsts[-1:]
-    clamped = [t.clamp(-(1 << 31), (1 << 31) - 1) if case.int32 else t for t in (table, offsets, firsts)]
-    table, offsets, firsts = (t.to(ints) for t in clamped)
+    typed = replace(made, int32=case.int32, mixed=case.mixed)
+    table, offsets, firsts = map(typed.ints, range(3), (table, offsets, firsts))
     found = _arguments(case, cache, given, (table, offsets, firsts if case.starts else None), rows)
     return {name: latent.moved(value, torch.device(device)) for name, value in found.items()}
 

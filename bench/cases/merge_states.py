@@ -1,7 +1,7 @@
 """Cases of merged states, and their inputs, shared by tests, benchmarks and tools."""
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -19,8 +19,8 @@ LSE_ATOL = 1e-5
 class MergeCase:
     """One call. function: the public one. states: of `merge_states`. layout: "packed"; "strided": tokens and heads lie
     apart, and S has heads before tokens; "columns": the elements of a row lie apart. shift: elements by which V is off
-    an aligned address. mask: of `merge_state_in_place`, "", "bool" or "uint8". data: "normal", or "special": infinite
-    and NaN S, and NaN in V of states without keys. scale: of S."""
+    an aligned address; of two states, those of `shifted` alone. mask: of `merge_state_in_place`, "", "bool" or "uint8".
+    data: "normal", or "special": infinite and NaN S, and NaN in V of states without keys. scale: of S."""
 
     function: str = STATES
     dtype: str = "bf16"
@@ -30,6 +30,7 @@ class MergeCase:
     dim: int = 128
     layout: str = "packed"
     shift: int = 0
+    shifted: tuple[int, ...] = (0, 1)
     mask: str = ""
     data: str = "normal"
     scale: float = 3.0
@@ -74,7 +75,8 @@ def make_inputs(case: MergeCase, device: Any = "cpu", seed: int = 0) -> dict[str
     if case.function == STATES:
         v, s = make_state(case, (case.tokens, case.states, case.heads, case.dim), gen)
         return {"v": v, "s": s}
-    first, other = (make_state(case, (case.tokens, case.heads, case.dim), gen) for _ in range(2))
+    of = (replace(case, shift=case.shift if i in case.shifted else 0) for i in range(2))
+    first, other = (make_state(one, (case.tokens, case.heads, case.dim), gen) for one in of)
     if case.function == PAIR:
         return {"v_a": first[0], "s_a": first[1], "v_b": other[0], "s_b": other[1]}
     found: dict[str, Any] = {"v": first[0], "s": first[1], "v_other": other[0], "s_other": other[1]}

@@ -4,7 +4,8 @@
 head. "levels": in runs of LEVEL_KEYS keys, three of five runs score 2 STEP log2 units below the others. Which runs do
 depends on the kind of row, that is, on the KV head and the group of LEVEL_ROWS tokens; for one of the kinds no run
 does. In "levels-late", none of the last LATE keys does, and for token 0 the key SPIKE before the end scores 24 log2
-units above all others, with half of STEP_SCALE.
+units above all others, with half of STEP_SCALE. In "levels-three", the last run scores highest, and of the runs before
+it every other one STEP / 2 and every other one STEP log2 units below.
 """
 
 import math
@@ -31,6 +32,13 @@ def plant_keys(data: str, k: torch.Tensor, v: torch.Tensor) -> None:
         run = torch.arange(n, device=k.device) // LEVEL_KEYS
         for d in range(LEVELS):
             k[..., d] = torch.where((run * (2 * d + 3) + d) % 5 < 2, 0.0, -8.0)[:, None]
+    if data == "levels-three":
+        runs = torch.arange(n, device=k.device) // LEVEL_KEYS
+        from_end = (n - 1) // LEVEL_KEYS - runs
+        level = torch.where(from_end == 0, 0, torch.where(from_end % 2 == 1, 2, 4))
+        k[:] = 0
+        k[..., :LEVELS] = -level[:, None, None].to(k)
+        v[level == 4] += 4
     if data == "levels-late":
         k[max(0, n - LATE) :, :, :LEVELS] = 0.0
         k[..., LEVELS] = 0.0

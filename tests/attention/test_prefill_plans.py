@@ -26,6 +26,7 @@ from tests.support.prefill_batches import (
     oracle,
 )
 from wrappers import (
+    BatchDecodeWithPagedKVCacheWrapper,
     BatchPrefillWithPagedKVCacheWrapper,
     BatchPrefillWithRaggedKVCacheWrapper,
     packbits,
@@ -39,14 +40,19 @@ from wrappers.host import machine
 # ---- plan and run
 
 
-@pytest.mark.parametrize("kind", ["paged", "ragged"])
+KINDS = {
+    "paged": BatchPrefillWithPagedKVCacheWrapper, "ragged": BatchPrefillWithRaggedKVCacheWrapper,
+    "decode": BatchDecodeWithPagedKVCacheWrapper,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", KINDS)
 def test_run_needs_a_plan(kind):
     case = Case()
-    of = {"paged": BatchPrefillWithPagedKVCacheWrapper, "ragged": BatchPrefillWithRaggedKVCacheWrapper}[kind]
-    args = (tuple(case.cache),) if kind == "paged" else (case.k, case.v)
+    args = (case.k, case.v) if kind == "ragged" else (tuple(case.cache),)
     for call in ("run", "run_return_lse", "forward", "forward_return_lse"):
         with pytest.raises(RuntimeError, match="call plan before run"):
-            getattr(of(WORKSPACE), call)(case.q, *args)
+            getattr(KINDS[kind](WORKSPACE), call)(case.q, *args)
 
 
 def test_a_second_plan_leaves_nothing_of_the_first():
@@ -102,6 +108,27 @@ def test_a_plan_that_has_run_may_be_copied_and_sent(foreign, here, form):
         assert other._bound is None
         assert torch.equal(other.run(*run), want) and torch.equal(other.run(*run), want)
         assert other._bound is not None and other._bound[0] is not wrapper._bound[0]
+
+
+@pytest.mark.parametrize("form", ["paged", "ragged", "decode"])
+def test_a_second_plan_ends_the_launch_of_the_first(here, form):
+    """Though the tensors of its run are those of the first one's: the batch may be another one, or a modifier."""
+    case, other = (Case(q_lens=(1,) * 6, kv_lens=lens) for lens in ((5, 4, 7, 9, 1, 2), (2, 1, 9, 7, 4, 5)))
+    run = (case.q, *case.rows()) if form == "ragged" else (case.q, tuple(pool.nan_to_num() for pool in case.cache))
+
+    def plan(wrapper, batch, **options):
+        index = {"paged": batch.index, "ragged": (batch.qo_indptr, batch.kv_indptr), "decode": batch.index[1:]}[form]
+        wrapper.plan(*index, HQ, HKV, D, *(() if form == "ragged" else (batch.page,)), q_data_type=HALF, **options)
+        return wrapper
+
+    made, before = KINDS[form], None
+    wrapper = plan(made(WORKSPACE), case)
+    for batch, options in ((case, {}), (other, {}), (other, {"window_left": 2}), (case, {"sm_scale": 3.0}), (case, {})):
+        plan(wrapper, batch, **options)
+        want = plan(made(WORKSPACE), batch, **options).run(*run)
+        assert torch.equal(wrapper.run(*run), want) and torch.equal(wrapper.run(*run), want)
+        assert wrapper._bound is not None and (before is None or not torch.equal(want, before))
+        before = want
 
 
 def test_a_plan_cannot_be_captured():

@@ -125,6 +125,8 @@ def single(q, k, count, by):
 def test_positions_up_to_131072(dtype, by):
     """Where fp32 angles are off by 2^-8 radians, which rounding to bf16 just hides, and to fp16 does not."""
     q, k = random(1, 2, 16, dtype=dtype), random(1, 1, 131_073, 16, dtype=dtype)
+    for other in (by._replace(scale=2 * by.scale), by._replace(theta=2 * by.theta)):  # whose turns are kept
+        rope.rotated(single(q, k[:, :, :4], 0, other))
     new = rope.rotated(single(q, k, 131_073, by))
     assert new.q.is_contiguous()
     assert_rotated(new.q[0], q[0], 131_072, by)

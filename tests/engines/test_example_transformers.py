@@ -302,6 +302,9 @@ def test_tokens_past_the_pages_are_refused_after_decode_steps(how):
     assert cache.seq_lens.tolist() == [32, 6]
     cache.release(0)
     assert cache.extend().tolist() == [[0], [6]]
+    cache.admit(0, 16)
+    cache._check_room = None  # which the host calls after it has waited for lengths; those of the last request are 0
+    assert cache.extend().tolist() == [[0], [7]]
 
 
 def test_lengths_may_be_tensors_and_may_be_set_back():

@@ -16,8 +16,10 @@ from cute_kernels.cache_write import args as cache_write
 from cute_kernels.merge_states import args as merge_states
 from cute_kernels.topk.args import SortArgs, TopKArgs
 from tests.support.fake_machine import FakeMachine
-from wrappers.attention import checks
+from wrappers.attention import checks, op, rope
 from wrappers.attention import plan as attention_plan
+from wrappers.attention.call import Rope, ragged_sequences
+from wrappers.flashinfer import values
 from wrappers.host import machine, scratch
 
 CONTEXT, DECODE = wrappers.trtllm_batch_context_with_kv_cache, wrappers.trtllm_batch_decode_with_kv_cache
@@ -349,6 +351,22 @@ def test_streams_have_scratch_of_their_own(here):
     assert len({t.data_ptr() for found in seen.values() for pair in found for t in pair}) == 8
 
 
+KEPT = {  # what the host keeps per device -> how it is found
+    "constants": lambda device: scratch.pages_in_order(device, 2, 3),
+    "slopes of ALiBi": lambda device: values.alibi_slopes(5, device),
+    "turns of RoPE": lambda device: rope.turns_of(device, 16, Rope()),
+    "a page table of requests without pages": lambda device: ragged_sequences(
+        *torch.zeros(2, 3, dtype=torch.int32, device=device)
+    ).page_table,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kept", KEPT)
+def test_devices_have_constants_of_their_own(here, kept):
+    for device in ("cpu", "meta", "cpu"):
+        assert KEPT[kept](torch.device(device)).device.type == device
+
+
 @pytest.mark.parametrize(
     "change, most",
     [
@@ -363,13 +381,15 @@ def test_visible_keys_are_bounded_by_a_causal_window(change, most):
     assert (request.visible_keys, request.causal) == (most, change.get("causal", True))
 
 
-def test_launches_of_more_ctas_have_more_scratch(here):
+@pytest.mark.parametrize("size", ["most_ctas", "tile_m", "dim_vo", "counters_per_split"])
+def test_larger_launches_have_more_scratch(here, size):
     """Though all else in their plans is equal."""
     DECODE(**decode_inputs(PLAIN))
     (plan,) = here.plans.values()
-    parts, counters, _ = scratch.split_scratch(plan, False)
-    more_parts, more_counters, _ = scratch.split_scratch(replace(plan, most_ctas=2 * plan.most_ctas), False)
-    assert len(more_parts) == 2 * len(parts) and len(more_counters) == 2 * len(counters)
+    for larger in (plan, replace(plan, **{size: 2 * getattr(plan, size)})):
+        want = scratch.new_split_scratch(larger, 2 * larger.most_ctas, larger.most_ctas)
+        for _ in range(2):
+            assert [t.shape for t in scratch.split_scratch(larger, False)[:2]] == [t.shape for t in want]
 
 
 def test_equal_calls_share_a_plan(here):
@@ -377,6 +397,34 @@ def test_equal_calls_share_a_plan(here):
         for function, inputs in everything():
             function(**inputs)
     assert len(here.plans) == len(list(everything()))
+
+
+def test_a_known_plan_refuses_values_that_do_not_fit_keys(here):
+    """Without pages, the key of a plan has not all of their shapes."""
+    q, k, v = (torch.zeros(7, heads, 64).half() for heads in (4, 2, 2))
+    starts = torch.tensor([0, 7], dtype=torch.int32)
+    given = {"cu_seqlens_q": starts, "cu_seqlens_k": starts, "max_seqlen_q": 7, "max_seqlen_k": 7}
+    wrappers.flash_attn_varlen_func(q, k, v, **given)
+    for other in (v[:, :1], v[:6]):
+        with pytest.raises(ValueError, match="^k, v: K .* and V .* may differ in the last dimension only"):
+            wrappers.flash_attn_varlen_func(q, k, other, **given)
+    assert len(here.launches) == 1
+
+
+PER_TOKEN = {  # a tensor with a row per token of the query -> a call with the first rows of such a tensor
+    "mask": lambda rows: DECODE(**decode_inputs(PLAIN, mask=DRAFTS[[*range(42), 0]][:rows])),
+    "ranges": lambda rows: op.serve(cases.make_call(PLAIN)._replace(ranges=torch.zeros(43, 2).int()[:rows])),
+}
+
+
+@pytest.mark.parametrize("rows", [0, 41, 43])
+@pytest.mark.parametrize("name", PER_TOKEN)
+def test_a_known_plan_refuses_fewer_and_more_rows_than_tokens(here, name, rows):
+    """The key of a plan has no number of tokens."""
+    PER_TOKEN[name](42)
+    with pytest.raises(ValueError, match=f"^{name}: .*42"):
+        PER_TOKEN[name](rows)
+    assert len(here.launches) == 1
 
 
 def test_a_plan_keeps_nothing_of_a_call(here):

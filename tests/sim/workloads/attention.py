@@ -172,6 +172,7 @@ def skipping_cases(k: KernelTraits) -> list[Scenario]:
     none = replace(
         some, name="none", q_lens=(9, 1), kv_lens=(300, 40), heads_q=4, heads_kv=2, page_size=64, skip=1e-30, lse=False
     )
+    three = replace(some, name="three levels", q_lens=(9, 2), kv_lens=(700, 61), data="levels-three", sink=False)
     boxes = [Scenario(f"page {size}", (replace(none, page_size=size),), SMS, ("csr",)) for size in (8, 32)]
     nothing = replace(none, name="nothing", kv_lens=(0, 0))
     late = replace(  # blocks that are kept without a vote, some of which a vote would leave out, then votes again
@@ -179,7 +180,7 @@ def skipping_cases(k: KernelTraits) -> list[Scenario]:
         scale=STEP_SCALE / 2, skip=7300.0,
     )  # fmt: skip
     lates = [Scenario("late", (late,))] if k.same["head_dim_qk"] == 64 else []
-    return [Scenario("skip", (some, none, nothing)), *lates, *boxes]
+    return [Scenario("skip", (some, none, three, nothing)), *lates, *boxes]
 
 
 def sharing_cases(k: KernelTraits) -> list[Scenario]:
@@ -354,6 +355,7 @@ def cases_of(k: KernelTraits, alike: bool, dim: int, thorough: bool) -> list[Sce
         in_forms = ("ragged",)
     nothing = replace(many, name="nothing", q_lens=(9, 70), kv_lens=(0, 0))  # the first tile of a CTA sees no key
     one = replace(short, name="one", q_lens=(150,), kv_lens=(keys,), sink=True)  # one request: no search for tiles
+    one = replace(one, nan=not k.same["kv_dtype"])  # its rows of the first head are NaN
     calls = [many] if k.decodes else [many, nothing, one]
     if k.cap and not k.decodes:  # code of its own without a cap
         calls.append(replace(many, soft_cap=0.0, window_left=window))

@@ -44,6 +44,9 @@ def cache_write_cases(spec: CacheWriteSpec, thorough: bool = False) -> list[Cach
     return [*appended(base)]
 
 
+OPERANDS = ("k", "v", "kv 0", "kv 1")  # of all calls that write a cache
+
+
 def appended(base: CacheWriteCase) -> list[CacheWriteScenario]:
     odd = {base.dtype: (72, 50), "nvfp4": (112, 48)}.get(base.cache, (40, 72))
     first = [
@@ -55,12 +58,14 @@ def appended(base: CacheWriteCase) -> list[CacheWriteScenario]:
     ]
     second = [
         replace(base, places="lists", page_size=1, pages=23, stacked=False, beside=True, tokens=13),
-        replace(base, places="lists", index=torch.int64, hostile=True, tokens=33),
+        replace(base, places="lists", index=torch.int64, mixed=0b0101, hostile=True, tokens=33),
         replace(base, hostile=True, index=torch.int64, dims=(576, 576), heads=(0, 1)),
-        replace(base, places="table", hostile=True, tokens=33, page_size=4),
-        replace(base, places="table", index=torch.int64, scales="tensor", interleaved_sf=True, layout="HND", tokens=17),
-        replace(base, shift=1, places="lists", tokens=17, index=torch.int64),
-    ]
+        replace(base, places="table", mixed=0b001, hostile=True, tokens=33, page_size=4),
+        replace(base, places="table", index=torch.int64, mixed=0b010, scales="tensor", interleaved_sf=True,
+                layout="HND", tokens=17),
+        replace(base, shift=1, places="lists", tokens=17, index=torch.int64, mixed=0b0011),
+    ]  # fmt: skip
+    first += [replace(base, alone=name, stacked=False, tokens=2) for name in OPERANDS]
     if base.dtype == "uint8":
         first = [replace(case, data="normal") for case in first]
     return [CacheWriteScenario("slots", tuple(first), 1), CacheWriteScenario("lists", tuple(second))]
@@ -72,13 +77,13 @@ def transformed(base: CacheWriteCase) -> list[CacheWriteScenario]:
     first = [
         replace(base, norm="shared", rope="angles", q8=q8, scales="heads"),
         replace(base, norm="heads", rope="cache", interleaved=True, rotary_dim=64, places="lists", stacked=False,
-                index=torch.int64),
+                index=torch.int64, mixed=0b01010),
         replace(base, dims=(96, 64), stacked=False, rope="cache", rotary_dim=80, norm="k", layout="HND", heads=(3, 3)),
     ]  # fmt: skip
     second = [
         replace(base, dims=(512, 512), heads=(1, 1), rope="llama31", places="table", norm="shared"),
         replace(base, dims=(256, 256), rope="angles", rotary_dim=16, hostile=True, places="lists", in_place=True),
-        replace(base, dims=(64, 64), heads=(0, 2), rope="cache", hostile=True, tokens=31, index=torch.int64),
+        replace(base, dims=(64, 64), heads=(0, 2), rope="cache", hostile=True, tokens=31, index=torch.int64, mixed=0b1),
         replace(base, dims=(48, 48), heads=(2, 2), q8=q8, scales="tensor"),
         replace(base, norm="shared", rope="angles", heads=(2, 2), q8=q8, scales="tensor"),
         replace(base, shift=1, heads=(2, 2), tokens=3),
@@ -88,6 +93,8 @@ def transformed(base: CacheWriteCase) -> list[CacheWriteScenario]:
             base, shift=1, norm="heads", rope="cache", q8=q8, places="table", interleaved_sf=True, index=torch.int64
         ),
     ]
+    one = replace(base, heads=(2, 1), norm="shared", q8=q8, stacked=False, tokens=2)
+    second += [replace(one, alone=name) for name in (*OPERANDS, "q", "out", "q_weight", "k_weight")]
     second += rotated(base)
     return [CacheWriteScenario("norm and rotation", tuple(first)), CacheWriteScenario("places", tuple(second), 1)]
 
@@ -114,9 +121,10 @@ def rotated(base: CacheWriteCase) -> list[CacheWriteCase]:
         by_requests = replace(base, places="requests", rope="angles")
         return [
             by_requests,
-            replace(by_requests, rope="llama31", index=torch.int64, hostile=True, interleaved=True, tokens=19),
+            replace(by_requests, rope="llama31", index=torch.int64, mixed=0b1, hostile=True, interleaved=True,
+                    tokens=19),
             replace(base, rope="cache", dims=(80, 80), rotary_dim=48, hostile=True),
-        ]
+        ]  # fmt: skip
     if base.cache == "nvfp4" or base.scales == "rows":
         return []
     return [

@@ -37,12 +37,14 @@ def read_cases(spec: ReadSpec) -> list[LatentScenario]:
     function = reads.INDEXER if record == INDEX else reads.COPY if raw else reads.OWN
     base = ReadCase(function, record, dtype, data="special")
     found = [
-        base, replace(base, starts=not raw or record == ROWS, gap=528, lens=(0, 30, 3), page_size=3, int32=True),
+        base,
+        replace(base, starts=not raw or record == ROWS, gap=528, lens=(0, 30, 3), page_size=3, int32=True, mixed=0b101),
         replace(base, hostile=True, shift=1, lens=(3, 9), page_size=1, fp32_scales=True),
         replace(base, lens=(70,), page_size=64),
     ]  # fmt: skip
     if record in (ROWS, "e4m3"):
-        found += [replace(base, wide=1100, gap=6, lens=(3,)), replace(base, wide=80, starts=True, hostile=True)]
+        found += [replace(base, wide=1100, gap=6, lens=(3,)),
+                  replace(base, wide=80, starts=True, hostile=True, mixed=0b001)]  # fmt: skip
     if record == "656":
         found.append(replace(base, function=reads.UPCONVERT, lens=(0, 4, 5)))
     return [LatentScenario("gathered", tuple(found))]
@@ -58,8 +60,10 @@ def latent_cases(spec: LatentSpec | ReadSpec, thorough: bool = False) -> list[La
         plain = replace(base, index=0, tokens=35, pages=10)
         return [LatentScenario("indexer", (
             both, plain, replace(plain, power_of_two=False),
+            *(replace(plain, alone=name, tokens=4) for name in ("latent", "cache")),
             replace(base, index=1, rope="fp32", interleaved=True, tokens=3),
-            replace(base, index=0, hostile=True, interleaved=True, rope="rows", norm="latent", int32=True),
+            replace(base, index=0, hostile=True, interleaved=True, rope="rows", norm="latent", int32=True,
+                    mixed=0b110000),
             replace(base, index=2, places="table", tokens=12, power_of_two=False, shift=1, heads=spec.joined, q8=True),
             replace(base, index=1, places="lists", data="special", gap=528),
         ))]  # fmt: skip
@@ -68,21 +72,24 @@ def latent_cases(spec: LatentSpec | ReadSpec, thorough: bool = False) -> list[La
         replace(base, data="special", heads=2),
         replace(base, data="special", hostile=True),
         replace(base, gap=528, tokens=19, int32=True, power_of_two=False, scale_tensor=True),
-        replace(base, places="lists", int32=True, gap=528, tokens=13, page_size=3, pages=6),
-        replace(base, hostile=True, places="lists", shift=1, power_of_two=False),
+        replace(base, places="lists", int32=True, mixed=0b0101, gap=528, tokens=13, page_size=3, pages=6),
+        replace(base, hostile=True, places="lists", shift=1, power_of_two=False, mixed=0b0011),
         replace(base, hostile=True, shift=1, heads=1, q8=True),
     ]
+    first += [replace(base, alone=name, tokens=4) for name in ("latent", "rotated", "cache")]
     second = [
-        replace(base, norm="latent", rope="" if rotated else "fp32", heads=0 if rotated else 2, places="table"),
+        replace(base, norm="latent", rope="" if rotated else "fp32", heads=0 if rotated else 2, places="table",
+                mixed=0b001),
         replace(base, norm="both", rope="" if rotated else "rows", interleaved=True, hostile=True, int32=True,
-                heads=0 if rotated else 1, q8=True, scale_tensor=True),
-        replace(base, rope="" if rotated else "fp32", positions=False, places="table", tokens=10,
+                mixed=0b1, heads=0 if rotated else 1, q8=True, scale_tensor=True),
+        replace(base, rope="" if rotated else "fp32", positions=False, places="table", tokens=10, mixed=0b010,
                 in_place=base.rotated > 0 and not cases.RECORDS[spec.record].rotated_as),
     ]  # fmt: skip
     if spec.record in (ROWS, "e4m3"):
         second += [
             replace(base, latent=128, rotated=34, apart=True, places="lists", scale_tensor=True),
             replace(base, latent=16, rotated=0), replace(base, apart=True),
+            replace(base, apart=True, alone="rotated cache", tokens=4),
             replace(base, rope="rows", heads=3, nope=False, in_place=True),
         ]  # fmt: skip
     if spec.record == "e4m3":

@@ -36,6 +36,7 @@ def merge_cases(spec: MergeSpec, thorough: bool = False) -> list[MergeScenario]:
             MergeScenario("any address", (
                 replace(base, function=PAIR, shift=1, data="special"),
                 replace(base, function=PAIR, dim=53, layout="strided"),
+                *(replace(base, function=PAIR, shift=1, shifted=(i,), tokens=2) for i in range(2)),
             )),
             MergeScenario("in place", (
                 replace(base, function=IN_PLACE, tokens=7, mask="bool"),
