@@ -6,7 +6,7 @@ values. With 0, the default, values are read on the CPU only, and kernels clamp 
 """
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import cache
 from typing import Any, NoReturn
 
@@ -166,9 +166,9 @@ def check_integer(name: str, value: Any, least: int | None = None) -> Any:
     return value
 
 
-def check_apart(outputs: dict[str, torch.Tensor], inputs: dict[str, torch.Tensor | None]) -> None:
+def check_apart(outputs: Mapping[str, torch.Tensor], inputs: Mapping[str, torch.Tensor | None]) -> None:
     """Check that no output has two elements at one address, nor memory in common with an input or another output."""
-    others = dict(inputs)
+    others: dict[str, torch.Tensor | None] = dict(inputs)
     for name, out in outputs.items():
         if overlap.folded(out):
             layout = f"strides {out.stride()} of shape {tuple(out.shape)}"
