@@ -22,6 +22,7 @@ def draw(family: str, rng: Random, options: Options) -> Call:
         function, record, rng.choice(("bf16", "fp16")) if record in ("rows", "e4m3") else "bf16", lens,
         rng.choice((1, 2, 3, 16, 64)), rng.random() < 0.5 and function not in (INDEXER, UPCONVERT_NVFP4),
         rng.random() < 0.3, rng.choice((0, 0, 16, 528)), rng.choice((0, 0, 1, 4)), rng.random() < 0.5,
+        rng.choice((0, 0, 1, 2, 4)),
         rng.choice((576, 576, 80, 600)) if record in ("rows", "e4m3") else 576,
         function == INDEXER and rng.random() < 0.5, rng.choice(("normal", "normal", "special")),
     )  # fmt: skip
