@@ -4,6 +4,7 @@ readme"""
 import argparse
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -28,7 +29,7 @@ def attention() -> Family:
     from bench.cases import attention as cases
     from bench.cases import serving as shapes
 
-    from . import decode, family, precision, prefill, serving
+    from . import decode, family, mla, precision, prefill, serving
 
     headlines = cases.PREFILL_BF16 | shapes.PREFILL | prefill.sweep_cases()
     known: dict[str, Any] = {name: (case, prefill.measure) for name, case in headlines.items()}
@@ -39,6 +40,7 @@ def attention() -> Family:
         (family.CASES, family.measure),
     ):
         known |= {name: (case, one) for name, case in found.items()}
+    known |= {name: (case, partial(mla.measure, name)) for name, case in mla.CASES.items()}
 
     def measured(name: str, top: "Ceilings", setup: "Setup") -> "list[Measurement]":
         case, one = known[name]

@@ -66,6 +66,15 @@ ATTENTION = (
     AttentionRow(PREFILL, HOPPER, HALVES, (SAME,), USUAL, ("split",)),
     AttentionRow(PREFILL, HOPPER, ("bf16",), ("e4m3", "nvfp4"), USUAL, ("split",)),
     AttentionRow(PREFILL, HOPPER, ("bf16",), ("e4m3",), USUAL, ("causal factors", "modified factors")),
+    AttentionRow(
+        PREFILL,
+        HOPPER,
+        ("bf16",),
+        (SAME,),
+        ((576, 512),),
+        ("latent", "latent full", "latent modified", "latent gather"),
+    ),
+    AttentionRow(PREFILL, HOPPER, ("bf16",), (SAME,), ((512, 512),), ("latent",)),
     AttentionRow(PREFILL_BLACKWELL, BLACKWELL, ("bf16",), (SAME,), (*USUAL, *WIDE), ("causal", "full", "modified")),
     AttentionRow(PREFILL_BLACKWELL, BLACKWELL, ("fp16", "e4m3"), (SAME,), USUAL, ("causal", "full", "modified")),
     AttentionRow(

@@ -88,6 +88,7 @@ class OutArgs(NamedTuple):
     o_sf: Any = None  # (M x Hq Dvo / 16,)  e4m3 as uint8: scale factors of o_fp4, in the 128x4 layout
     o_sf_start: Int32 = None  #           row of o_sf of token 0
     o_sf_scale: Float32 = None  #         global scale, multiplies the output before its blocks are scaled
+    lse_form: Int32 = None  #             how lse differs from the above: bits of `spec.LSE_*`
 
 
 class ScheduleArgs(NamedTuple):
@@ -103,6 +104,10 @@ class ScheduleArgs(NamedTuple):
     blocks_per_split: Int32 = None  #     KV blocks per split; 0: equal shares for all CTAs
     whole_ctas: Int32 = None  #           CTAs that take whole tiles if all tiles have equally many KV blocks
     whole_tiles: Int32 = None  #          tiles of each of these CTAs; 0: equal shares for all CTAs
+    m_tiles: Int32 = (
+        None  #              tiles of a KV head of a sequence, at most: the first ones of all sequences come
+    )
+    #                                     before the second ones, so that CTAs which read the same keys do it together
 
 
 class AttentionArgs(NamedTuple):
@@ -134,6 +139,8 @@ OPTIONAL: dict[str, Callable[[Any], bool]] = {  # field -> whether a spec has it
     "skip_threshold": lambda spec: spec.logits.skip,
     "o_fp8": lambda spec: "e4m3" in spec.out,
     **dict.fromkeys(("o_fp4", "o_sf", "o_sf_start", "o_sf_scale"), lambda spec: "nvfp4" in spec.out),
+    "lse_form": lambda spec: spec.kv.shares_v,
+    "m_tiles": lambda spec: spec.kv.shares_v and policy.is_split_kv(spec),
     **dict.fromkeys(("o_partial", "blocks_per_split"), policy.is_split_kv),
     **dict.fromkeys(("whole_ctas", "whole_tiles"), policy.prefers_whole_tiles),
 }

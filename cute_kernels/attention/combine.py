@@ -7,6 +7,8 @@ the output's scale enter here, once. Splits are always added in the order of key
 who adds them.
 """
 
+from typing import NamedTuple
+
 import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, const_expr
@@ -209,3 +211,75 @@ def merge_rows(
             piece = epilogue.first_piece(spec, w, per) + lane
             epilogue.store_piece(spec, a, w.sequence.q_start + token, head, piece, values, ())
             epilogue.store_lse(a, w.sequence.q_start + token, head, normal.lse, epilogue.stores_lse(spec, w, lane == 0))
+
+
+# Combine of tiles with many splits, one warp: one row at a time, `AT_ONCE` splits in flight.
+#   waits for   nothing: `splits.merge_in_groups` has found that all of these splits are stored
+#   computes    as `add_splits`
+#   stores      by its callers: the row of a group of splits, as a split of its own, or of the tile
+
+
+class SplitRange(NamedTuple):
+    """Splits of a tile: `count` of them from `first` on, each `step` behind the one before."""
+
+    first: Int32
+    count: Int32
+    step: Int32
+
+
+AT_ONCE = 6  # splits of a row that a warp loads together
+
+
+@cute.jit
+def add_range(spec: cutlass.Constexpr, a, w: WorkTileInfo, row: Int32, of: SplitRange):
+    """Return (this lane's columns of the sum of O * 2^(LSE - top), top, the sum of 2^(LSE - top)) over some splits of a
+    row, where top is the largest LSE. Called by one warp."""
+    dim, lane, per = const_expr(spec.tile_vo), cute.arch.lane_idx(), const_expr(spec.tile_vo // 32)
+    acc, pieces = cute.make_rmem_tensor(per, Float32), cute.make_rmem_tensor((per, AT_ONCE), Float32)
+    acc.fill(0.0)
+    base, row_max, row_sum = Int32(0), -Float32.inf, Float32(0.0)
+    while base < of.count:
+        lse = -Float32.inf
+        if lane < AT_ONCE and base + lane < of.count:
+            lse = a.schedule.o_partial[stream_k.slot_of(a, w, of.first + (base + lane) * of.step), row, dim]
+        for e in cutlass.range_constexpr(AT_ONCE):  # past the last split, that one is loaded again
+            split = of.first + cutlass.min(base + e, of.count - 1) * of.step
+            source = a.schedule.o_partial[stream_k.slot_of(a, w, split), row, None]
+            copy.vector(cute.local_tile(source, (per,), (lane,)), pieces[None, e])
+        new_max = cute.arch.fmax(row_max, cute.arch.warp_reduction_max(lse))
+        known = Float32(0.0) if new_max == -Float32.inf else new_max
+        old, mine = (cute.math.exp2(x - known, fastmath=True) for x in (row_max, lse))
+        row_sum = fma(row_sum, old, cute.arch.warp_reduction_sum(mine))
+        acc.store(acc.load() * old)
+        for e in cutlass.range_constexpr(AT_ONCE):
+            factor = cute.arch.shuffle_sync(mine, e)
+            if factor > 0.0:  # a split without a key may hold NaN, and 0 * NaN is NaN
+                add_scaled(acc, pieces[None, e], factor)
+        row_max = new_max
+        base += AT_ONCE
+    return acc, row_max, row_sum
+
+
+@cute.jit
+def store_group(spec: cutlass.Constexpr, a, w: WorkTileInfo, row: Int32, of: SplitRange):
+    """Merge some splits for a row into the first of them. Called by one warp."""
+    acc, row_max, row_sum = add_range(spec, a, w, row, of)
+    normal = softmax.normalizer(row_max, row_sum, -Float32.inf)
+    acc.store(acc.load() * normal.inv_row_sum)
+    slot = stream_k.slot_of(a, w, of.first)
+    epilogue.store_partial(spec, a, slot, row, cute.arch.lane_idx(), acc, normal.lse)
+
+
+@cute.jit
+def store_merged(spec: cutlass.Constexpr, a, w: WorkTileInfo, row: Int32, of: SplitRange):
+    """Merge all splits of a tile, or all groups of them, for a row, and store it. Called by one warp."""
+    acc, row_max, row_sum = add_range(spec, a, w, row, of)
+    at, pack = w.m_block * spec.tile.m + row, geometry.pack_divisor(w)
+    token, head = w.sequence.q_start + geometry.token_of(at, pack), geometry.head_of(at, w.head_idx, pack)
+    sink = epilogue.sink_of(a, head)
+    normal = softmax.normalizer(row_max, row_sum, sink)
+    acc.store(acc.load() * (normal.inv_row_sum * epilogue.output_scale(a)))
+    piece = epilogue.first_piece(spec, w, const_expr(spec.tile_vo // 32)) + cute.arch.lane_idx()
+    epilogue.store_piece(spec, a, token, head, piece, acc, ())
+    lse = softmax.normalizer(row_max, row_sum, epilogue.lse_sink(a, sink)).lse
+    epilogue.store_lse(a, token, head, lse, epilogue.stores_lse(spec, w, cute.arch.lane_idx() == 0))

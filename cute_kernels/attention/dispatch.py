@@ -60,6 +60,10 @@ KINDS = {
     "skip": Kind("causal, with skip-softmax", False, {"skip": True}),
     "split": Kind("causal, and CTAs share the keys of a sequence", True, {}),
     "split modified": Kind("split, with windows and soft caps", True, {"window": True}),
+    "latent": Kind("causal, CTAs share keys, and V lies in K", True, {"shares_v": True}),
+    "latent full": Kind("the same without a mask", True, {"shares_v": True, "causal": False}),
+    "latent modified": Kind("latent, with windows and soft caps", True, {"shares_v": True, "window": True}),
+    "latent gather": Kind("latent, with pages of any size", True, {"shares_v": True, "page_size": 1}),
     "causal factors": Kind("causal, and a factor per token and head", False, {"kv_scales": "token"}),
     "modified factors": Kind(
         "modified, and a factor per token and head", False, {"window": True, "kv_scales": "token"}
@@ -118,6 +122,8 @@ def splits_pay(request: KernelRequest) -> bool:
     """
     if request.source == "ragged":  # split keys without pages are simulated, but no device has run them
         return False
+    if request.shares_v:  # whole tiles have one loop with it, and no balance
+        return True
     rows, heads, keys, sms = request.packed_rows, request.kv_heads, request.keys, request.sms
     bits, tiles = BITS[request.kv], heads * -(-rows // 128)
     if rows > MANY_ROWS:  # each MANY_ROWS rows read the keys: at the same time, or the keys are not in the L2

@@ -7,9 +7,10 @@ from cutlass import Float32, Int32, Uint8, Uint16, Uint32, const_expr
 
 from ..device import copy, nvfp4, warp
 from . import block_scales, softmax
+from .logits import LOG2_E
 from .schedule import work
 from .schedule.work import WorkTileInfo
-from .spec import SF_VEC_SIZE
+from .spec import LSE_INF, LSE_NATURAL, LSE_OF_KEYS, SF_VEC_SIZE
 
 INTEGERS = {1: Uint8, 2: Uint16, 4: Uint32}  # bytes -> type
 
@@ -33,7 +34,28 @@ def store_lse(a, token: Int32, head: Int32, lse: Float32, mine):
     """Store the LSE of a row, if the call wants it. mine: true in the one thread that stores it."""
     out = a.out.lse  # by itself: a branch that stores to `a` would carry all of its fields
     if mine and out.shape[0] > 0:
+        if const_expr(a.out.lse_form is not None):
+            lse = formed_lse(a.out.lse_form, lse)
         out[token, head] = lse
+
+
+@cute.jit
+def formed_lse(form: Int32, lse: Float32):
+    """Return an LSE of base 2 in the form that a call wants."""
+    if (form & LSE_NATURAL) != 0:
+        lse *= const_expr(1.0 / LOG2_E)
+    if (form & LSE_INF) != 0 and lse == -Float32.inf:
+        lse = Float32.inf
+    return lse
+
+
+@cute.jit
+def lse_sink(a, sink: Float32):
+    """Return the sink that counts in the LSE: -inf, if the call wants it of the keys alone."""
+    if const_expr(a.out.lse_form is not None):
+        if (a.out.lse_form & LSE_OF_KEYS) != 0:
+            sink = -Float32.inf
+    return sink
 
 
 def first_piece(spec, w: WorkTileInfo, size: int):

@@ -30,7 +30,8 @@ class KernelRequest:
     "paged", or "ragged": K and V are rows of one tensor, without pages (page_size 0). custom_mask: a kind of
     `spec.CUSTOM_MASKS`, instead of causal. alibi: a bias that grows with the key's distance is added to the logits.
     head_scales: the scale of the logits or of the output is per query head. chunk: a token sees no key before its own
-    chunk of positions; the mask is causal. prefix: all tokens of a sequence see its first keys.
+    chunk of positions; the mask is causal. prefix: all tokens of a sequence see its first keys. shares_v: V is the
+    first columns of K.
     """
 
     q: str = "bf16"
@@ -58,6 +59,7 @@ class KernelRequest:
     kv_scales: str = ""
     chunk: bool = False
     prefix: bool = False
+    shares_v: bool = False
     visible_keys: int = 1 << 30
 
     @property

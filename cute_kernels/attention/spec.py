@@ -60,6 +60,8 @@ class ScaleLayout(NamedTuple):
         return self.factor_bytes * (1 if self.of_rows else dim // self.vec) if self.exists else 0
 
 
+# Bits of `args.OutArgs.lse_form`: natural logarithm; +inf for a row without keys; the sink does not count
+LSE_NATURAL, LSE_INF, LSE_OF_KEYS = 1, 2, 4
 ROW = 1 << 30  # `ScaleLayout.vec`
 SCALE_LAYOUTS = {  # of `KVSpec.scales`
     "": ScaleLayout(0, 0),  # none, or one for the whole cache or for each head, which a launch has as a value
@@ -281,7 +283,7 @@ def outputs(q: str, asked: str = "") -> tuple[str, ...]:
 
 def kv_spec(request: KernelRequest) -> KVSpec:
     """Return the cache of a request."""
-    return KVSpec(request.kv, kv_source(request), request.kv_scales)
+    return KVSpec(request.kv, kv_source(request), request.kv_scales, request.shares_v)
 
 
 def kv_source(request: KernelRequest) -> str:

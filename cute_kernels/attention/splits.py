@@ -87,3 +87,62 @@ def merge(
             end = cutlass.min(rows, spec.tile.m)
             for first in cutlass.range(rows_per_warp * number, end, rows_per_warp * warps, unroll=1):
                 combine.merge_rows(spec, a, w, first, rows, rows_per_warp)
+
+
+# Combine of tiles with many splits, which a single CTA would read for long: of each `GROUP` splits, the CTA that stores
+# the last one merges them into the first, and of these groups the last CTA merges the tile.
+GROUP, MOST_AT_ONCE = 12, 24
+
+
+@cute.jit
+def merge_in_groups(spec: cutlass.Constexpr, a, smem: SplitSmem, count: Int32, tid: Int32, warps: cutlass.Constexpr):
+    """Do the work of `merge`, for tiles with any number of splits. Splits are added in the order of keys."""
+    for i in cutlass.range(cutlass.min(count, MAX_SPLITS_PER_CTA), unroll=1):
+        w = work_of_split(spec, smem, i)
+        splits, own = w.split.num_splits, cute.arch.block_idx()[0] - w.split.first
+        rows = geometry.num_rows(w.sequence.q_len, geometry.pack_divisor(w)) - w.m_block * spec.tile.m
+        merged, step, is_last = MergedRows(tid // 32, cutlass.min(rows, spec.tile.m), warps), Int32(1), Int32(1)
+        if splits > MOST_AT_ONCE:
+            step = Int32(GROUP)
+            first = own - own % GROUP
+            of = combine.SplitRange(first, cutlass.min(splits - first, GROUP), Int32(1))
+            if of.count > 1:
+                is_last = counted(a, smem, i, tid, 2 * (w.split.first + first) + 1, of.count, warps)
+                if is_last != 0:
+                    merge_group(spec, a, w, merged, of)
+                    barrier(warps)
+        if is_last != 0:
+            of = combine.SplitRange(Int32(0), (splits + step - 1) // step, step)
+            if counted(a, smem, i, tid, 2 * w.split.first, of.count, warps) != 0:
+                merge_tile(spec, a, w, merged, of)
+
+
+class MergedRows(NamedTuple):
+    """The rows that a warp merges: every `step`-th from `first` on, below `end`."""
+
+    first: Int32
+    end: Int32
+    step: Int32
+
+
+@cute.jit
+def counted(a, smem: SplitSmem, i: Int32, tid: Int32, counter: Int32, count: Int32, warps: cutlass.Constexpr):
+    """Count a split, or a group of them, as stored; return 1 if it is the last of `count`. Called by all warps."""
+    if tid == 0:
+        smem.last[i] = combine.count_split(a, counter, count)
+    cute.arch.barrier(barrier_id=NamedBarrier.SPLITS_COUNTED, number_of_threads=32 * warps)
+    return cute.arch.make_warp_uniform(smem.last[i])
+
+
+@cute.jit
+def merge_group(spec: cutlass.Constexpr, a, w: WorkTileInfo, rows: MergedRows, of: combine.SplitRange):
+    """Merge a group of splits, in this warp's rows."""
+    for row in cutlass.range(rows.first, rows.end, rows.step, unroll=1):
+        combine.store_group(spec, a, w, row, of)
+
+
+@cute.jit
+def merge_tile(spec: cutlass.Constexpr, a, w: WorkTileInfo, rows: MergedRows, of: combine.SplitRange):
+    """Merge a tile, in this warp's rows."""
+    for row in cutlass.range(rows.first, rows.end, rows.step, unroll=1):
+        combine.store_merged(spec, a, w, row, of)

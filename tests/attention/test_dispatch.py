@@ -122,7 +122,9 @@ def test_every_problem_of_decode_is_served_and_every_shipped_kernel_serves_one(a
     narrow = (replace(BASE, kv=kv, **dim, rows=1, visible_keys=200) for kv, dim in caches)
     many = (replace(BASE, kv=kv, **dim, rows=1, kv_heads=decode.MANY_PER_SM * 132) for kv, dim in caches)
     by_token = (replace(BASE, **BY_TOKEN, split_kv="always", **dim, rows=rows) for dim in HEAD_DIMS for rows in (1, 16))
-    for problem in (*every_problem("always"), *some, *narrow, *many, *by_token):
+    latent = [replace(BASE, head_dim_qk=dim, head_dim_vo=512, shares_v=True, **change) for dim in (512, 576)
+              for change in ({}, {"causal": False}, {"window": True}, {"page_size": 1}) if arch == ARCH]  # fmt: skip
+    for problem in (*every_problem("always"), *some, *narrow, *many, *by_token, *latent):
         op, spec = dispatch.select(problem, arch)
         found.add((op, spec))
         assert spec.schedule == "stream_k" and serves(spec, problem)
@@ -357,10 +359,12 @@ def test_general_kernels_take_every_modifier_of_their_op():
     schedule = set(args.ScheduleArgs._fields)
     for op, module in dispatch.OPS.items():
         specs = specs_of(op, module.ARCHS[0])
+        specs = [s for s in specs if not (s.kv.shares_v and s.head_dim_qk == 512)]  # others are compiled on demand
         for q, dims in {(spec.q, spec.dims) for spec in specs}:
             mine = [s for s in specs if (s.q, s.kv.layout.exists, s.mask.custom, s.dims) == (q, False, "", dims)]
             if op != "attention.decode":  # kernels of their own
-                mine = [s for s in mine if not s.logits.skip and not s.mask.prefix and s.schedule == "tiles"]
+                mine = [s for s in mine if not s.logits.skip and not s.mask.prefix]
+                mine = [s for s in mine if s.schedule == "tiles" or s.kv.shares_v]
                 mine = [s for s in mine if len(s.out) == 1 or s.q == "e4m3"]
             general = [set(args.fields(s)) for s in mine if s.mask.window]
             assert general and all(set(args.fields(s)) - schedule <= fields for s in mine for fields in general), op

@@ -7,6 +7,7 @@ import pytest
 from cute_kernels.attention import decode, operands, sm90, sm100
 from cute_kernels.attention.decode import tile_table as decode_table
 from cute_kernels.attention.operands import K, Prepared, V
+from cute_kernels.attention.request import KernelRequest
 from cute_kernels.attention.sm90 import tile_table as sm90_table
 from cute_kernels.attention.sm100 import tile_table as sm100_table
 from cute_kernels.attention.spec import AttentionSpec, KVSpec
@@ -86,11 +87,22 @@ def test_roles_and_arrivals_follow_from_the_list():
         assert geometry.kv_row_bytes(two) == 2 * geometry.kv_row_bytes(one)
 
 
-@pytest.mark.parametrize("op", [sm90, sm100, decode])
-def test_no_kernel_reads_v_in_k_yet(op):
-    for schedule in ("tiles", "stream_k"):
-        refusal = op.supports(replace(spec_of(shares_v=True), schedule=schedule))
-        assert refusal is not None and refusal.field == "shares_v"
+def test_which_kernels_read_v_in_k():
+    """Hopper's of 16 bits, and of the head dims of latent attention."""
+    for op in (sm100, decode):
+        for schedule in ("tiles", "stream_k"):
+            refusal = op.supports(replace(spec_of(shares_v=True), schedule=schedule))
+            assert refusal is not None and refusal.field == "shares_v"
+    for dims in (LATENT, (512, 512)):
+        request = KernelRequest(head_dim_qk=dims[0], head_dim_vo=dims[1], shares_v=True)
+        for split in (False, True):
+            spec = sm90.candidate(request, "sm_90a", split)
+            assert spec.kv.shares_v and sm90.supports(spec) is None and spec.tile.scores_apart
+            assert sm90.supports(replace(spec, kv=KVSpec("e4m3", shares_v=True))).field == "shares_v"
+            assert sm90.supports(sm90.candidate(replace(request, head_dim_vo=256), "sm_90a", split)) is not None
+        for change, field in (({"alibi": True}, "alibi"), ({"custom_mask": "bits", "causal": False}, "custom_mask"),
+                              ({"skip": True}, "skip")):  # fmt: skip
+            assert sm90.supports(sm90.candidate(replace(request, **change), "sm_90a")).field == field
 
 
 def test_names_say_whether_v_is_in_k():

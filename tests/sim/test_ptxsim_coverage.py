@@ -7,7 +7,8 @@ import pytest
 from ptxsim.coverage import Missing
 
 from bench.cases import attention as cases
-from bench.cases import forms
+from bench.cases import forms, mla
+from bench.cases.mla import MlaCase
 from cute_kernels import catalog
 from tests.conftest import ARCH, run_python
 from tests.sim import coverage, workloads
@@ -63,6 +64,11 @@ def recorded(served, op, spec):
 
 def check_served(arch, spec, scenario, case):
     served = []
+    if isinstance(case, MlaCase):
+        with machine.override(FakeMachine(partial(recorded, served), arch, scenario.sms)):
+            mla.call(case, mla.make(case))
+        assert spec in served, f"{spec.name}: {scenario.name} is served by {[s.name for s in served]}"
+        return served
     with machine.override(FakeMachine(partial(recorded, served), arch, scenario.sms)), scenario.choice:
         run = attention.listed if scenario.forms else attention.launched
         run(case, forms.apply(cases.make_call(case), scenario.forms))

@@ -78,7 +78,8 @@ def emulate(op, spec, launches):
             mask_starts=getattr(a, "mask_starts", None), ranges=getattr(a, "ranges", None),
             range_left=getattr(a, "range_left", -1), prefix_lens=getattr(a, "prefix_lens", None),
             alibi_slopes=getattr(a, "alibi_slopes", None),
-            interleaved=bool(getattr(a, "v_scales_interleaved", 0)), **factors,
+            interleaved=bool(getattr(a, "v_scales_interleaved", 0)), shares_v=spec.kv.shares_v,
+            lse_form=getattr(a, "lse_form", 0), **factors,
         )  # fmt: skip
         o, lse = reference.paged_attention(problem)
         fp8, packed = getattr(a, "o_fp8", ()), getattr(a, "o_fp4", ())
@@ -89,7 +90,7 @@ def emulate(op, spec, launches):
         else:
             reference.store(o, fp8.view(E4M3) if len(fp8) else a.o)
         if len(a.lse):
-            a.lse.copy_(lse)
+            a.lse.copy_(reference.formed_lse(problem, lse))
 
     return kernel
 

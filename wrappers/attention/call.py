@@ -74,6 +74,8 @@ class AttentionCall(NamedTuple):
     out_dtype: torch.dtype | str | None = None  # "nvfp4", or a dtype; None: that of out, else that of q
     out_sf_scale: float | None = None  # NVFP4's forward scale
     rope: Rope | None = None  # rotation of Q and K, which are given without it
+    shares_v: bool = False  # v is a view of the first columns of k, and has its pages
+    lse_form: int = 0  # with shares_v, how lse differs: bits of `cute_kernels.attention.spec.LSE_*`
 
     out: torch.Tensor | FP4Tensor | None = None  # (T, Hq, Dvo)
     lse: torch.Tensor | None = None  # (T, Hq) fp32, base 2, sink included

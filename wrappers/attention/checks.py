@@ -54,6 +54,7 @@ CACHES = {  # query -> K and V
     if of in spec.CACHES
 }  # fmt: skip
 QUERIES = tuple(CACHES)
+LATENT_QUERIES = (torch.float16, torch.bfloat16)  # and caches, if V lies in K
 EIGHT_BITS = tuple(dtype for dtype, name in TYPES.items() if dtypes.BITS[name] == 8)
 HEAD_SCALES: set[str] = set()  # public functions that accept one scale per query head
 OUTPUTS = (torch.float16, torch.bfloat16, E4M3)
@@ -82,7 +83,7 @@ def validate(call: AttentionCall) -> None:
     """Raise on the first argument that does not fit."""
     name = names_of(call)
     scalars(call)
-    q = check_operand(name("q"), call.q, 3, QUERIES, None)
+    q = check_operand(name("q"), call.q, 3, LATENT_QUERIES if call.shares_v else QUERIES, None)
     if q.device.type not in ("cpu", "cuda", "meta"):
         raise ValueError(f"{name('q')}: device {q.device}, must be cpu or cuda")
     for other, t in (_given(call, name) | _outputs_of(call, name)).items():
@@ -224,7 +225,7 @@ def _caches(call: AttentionCall, name: Names) -> None:
         raise TypeError(f"{kv}: K is {k.dtype} and V {v.dtype}, must be the same")
     check_last_stride(name("k"), k)
     check_last_stride(name("v"), v)
-    check_one_of(f"{kv}: with query {q.dtype}, dtype", k.dtype, CACHES[q.dtype])
+    check_one_of(f"{kv}: with query {q.dtype}, dtype", k.dtype, (q.dtype,) if call.shares_v else CACHES[q.dtype])
     packed = 2 if k.dtype == torch.uint8 else 1
     _, kv_heads, page_size, dim = k.shape
     ragged = call.requests.form == "ragged"

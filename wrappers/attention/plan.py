@@ -30,6 +30,7 @@ from .optional import OPTIONAL_TENSORS, bounds, per_token
 from .rope import rotated
 
 MOST_TILES = 1 << 31  # bound of the tiles of a launch with whole tiles, whatever the offsets
+MOST_M_TILES = 64  # `ScheduleArgs.m_tiles`
 CHUNK = 4096  # keys of a split in the batch-invariant mode, rounded down to whole KV blocks
 WIDE = {"bf16": torch.bfloat16, "fp16": torch.float16}
 TYPES: dict[Any, str] = {**checks.TYPES, "nvfp4": "nvfp4"}
@@ -129,6 +130,7 @@ def request_of(call: AttentionCall, sms: int = 132) -> KernelRequest:
         custom_mask=masked,
         alibi=call.alibi_slopes is not None,
         head_scales=any(t is not None and t.numel() > 1 for t in (call.scale_tensor, call.out_scale_tensor)),
+        shares_v=call.shares_v,
     )
 
 
@@ -432,6 +434,7 @@ def _defaults(call: AttentionCall, request: KernelRequest, spec: Any, most_ctas:
         "o_sf": empty(torch.uint8),
         "o_sf_start": 0,
         "o_sf_scale": float(call.out_sf_scale or 1.0),
+        "lse_form": call.lse_form,
         "grid": launch_size.ctas(request, spec, most_ctas, blocks),
         "counters": empty(int32),
         "counter_base": 0,
@@ -439,6 +442,7 @@ def _defaults(call: AttentionCall, request: KernelRequest, spec: Any, most_ctas:
         "blocks_per_split": blocks,
         "whole_ctas": whole_ctas,
         "whole_tiles": whole_tiles,
+        "m_tiles": max(1, min(-(-request.packed_rows // spec.tile.m), MOST_M_TILES)),
     }
     return [default.get(name) for name in args.fields(spec)]
 
@@ -530,7 +534,7 @@ def run_reference(call: AttentionCall) -> Any:
             o, found = reference.paged_attention(call)
             reference.store(o, out, call.out_sf_scale)
             if lse is not None:
-                lse.copy_(found)
+                lse.copy_(reference.formed_lse(call, found))
     return (out, lse) if call.return_lse else out
 
 

@@ -6,11 +6,11 @@ from .gather_rows import gather_rows
 from .latent import latent_values, read_latent, write_latent
 from .masks import LeftBound, TokenMask, left_bound
 from .merge_states import merge_state, merge_states
-from .paged import gather, paged_attention, store
+from .paged import formed_lse, gather, paged_attention, store
 from .topk import gather_bits, order_keys, sort_rows, top_k_rows
 
 __all__ = [
-    "LOG2E", "HeadTerms", "LeftBound", "TokenMask", "attention", "gather", "gather_bits", "gather_rows",
+    "LOG2E", "HeadTerms", "LeftBound", "TokenMask", "attention", "formed_lse", "gather", "gather_bits", "gather_rows",
     "latent_values", "left_bound", "merge_state", "merge_states", "order_keys",
     "paged_attention", "read_latent", "store", "sort_rows",
     "top_k_rows", "write_latent", "write_rows",

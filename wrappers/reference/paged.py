@@ -1,14 +1,17 @@
 """Paged attention of a batch in plain torch, fp32 inside, CPU or GPU: gather each request, then `dense.attention`."""
 
+import math
 from collections.abc import Iterator
 from itertools import pairwise
 from typing import NamedTuple
 
 import torch
 
+from cute_kernels.attention.spec import LSE_INF, LSE_NATURAL, LSE_OF_KEYS
+
 from .. import fp4
 from ..attention.call import AttentionCall
-from .dense import HeadTerms, attention, rotate
+from .dense import LOG2E, HeadTerms, attention, rotate
 from .masks import TokenMask, masks_of
 
 
@@ -154,3 +157,12 @@ def store(o: torch.Tensor, out: "torch.Tensor | fp4.FP4Tensor", o_sf_scale: floa
         fp4.store(o, out, 1.0 if o_sf_scale is None else o_sf_scale)
     else:
         out.copy_(fp4.e4m3(o) if out.dtype == torch.float8_e4m3fn else o)
+
+
+def formed_lse(call: AttentionCall, lse: torch.Tensor) -> torch.Tensor:
+    """Return the LSE of `paged_attention` in the form that a call wants (`AttentionCall.lse_form`)."""
+    if call.lse_form & LSE_OF_KEYS and call.sinks is not None:
+        lse = paged_attention(call._replace(sinks=None))[1]
+    if call.lse_form & LSE_NATURAL:
+        lse = lse / LOG2E
+    return torch.where(lse == -math.inf, math.inf, lse) if call.lse_form & LSE_INF else lse

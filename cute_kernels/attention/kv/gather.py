@@ -76,7 +76,8 @@ def fill(
     starts = addresses(spec, op, page_ids, at)
     prefetch_pages(spec, page_ids, sequence_pages, at._replace(n_block=at.next_n_block))
     # copy, and arrive when the copies have completed
-    copy_rows(op, count, starts, smem[None, None, pipeline.stage(ring, at.item)], at.loader * count)
+    stored = const_expr(op.gmem.shape[3])
+    copy_rows(stored, count, starts, smem[None, None, pipeline.stage(ring, at.item)], at.loader * count)
     cute.arch.cp_async_mbarrier_arrive_noinc(pipeline.full_barrier(ring, at.item))
 
 
@@ -98,12 +99,15 @@ def addresses(spec: cutlass.Constexpr, op: GatherOperand, page_ids: RowPageIds, 
 
 
 @cute.jit
-def copy_rows(op: GatherOperand, count: cutlass.Constexpr, starts: cute.Tensor, stage: cute.Tensor, first: Int32):
+def copy_rows(
+    stored: cutlass.Constexpr, count: cutlass.Constexpr, starts: cute.Tensor, stage: cute.Tensor, first: Int32
+):
     """Copy `count` rows into a stage (n, D), from row `first` on, a multiple of 8. Called by one warp. 32 / across rows
-    at a time, box by box: `across` lanes copy a row of a box, and get its address once."""
+    at a time, box by box: `across` lanes copy a row of a box, and get its address once. stored: elements of a row in
+    global memory. starts: addresses of rows, of row c, c + 32, ... in lane c; a row becomes zeros if it is negative."""
     n, lane = const_expr(cute.size(stage, mode=[0])), cute.arch.lane_idx()
-    row_bytes = const_expr(cute.size(stage, mode=[1]) * op.gmem.element_type.width // 8)
-    stored_bytes = const_expr(op.gmem.shape[3] * op.gmem.element_type.width // 8)  # fewer, if the head dim is padded
+    row_bytes = const_expr(cute.size(stage, mode=[1]) * stage.element_type.width // 8)
+    stored_bytes = const_expr(stored * stage.element_type.width // 8)  # fewer, if the head dim is padded
     box = const_expr(layout.width(row_bytes))
     piece = const_expr(next(size for size in PIECES if stored_bytes % size == 0))
     across = const_expr(box // piece)

@@ -34,7 +34,9 @@ MAX_UNITS = (1 << 31) - 1  # per launch: CTAs count units in 32 bits
 
 
 class StreamKSequence(NamedTuple):
-    """A sequence as the scheduler sees it: its `geometry.Sequence`, its tiles, and units per tile."""
+    """A sequence as the scheduler sees it: its `geometry.Sequence`, its tiles, and units per tile. With
+    `ScheduleArgs.m_tiles`, each sequence comes as often as that, with the tiles of one m_block each; the last time with
+    those of all further ones."""
 
     sequence: Sequence
     num_tiles: Int32
@@ -125,14 +127,37 @@ def tiles_of_rows(spec, rows):
     return (rows + most - 1) // most
 
 
+def number_of_sequences(a):
+    """Return the number of sequences as the scheduler sees them."""
+    batch = geometry.batch_size(a)
+    return batch if a.schedule.m_tiles is None else batch * a.schedule.m_tiles
+
+
+def first_m_block(a, b):
+    """Return the first m_block of the scheduler's sequence b."""
+    return Int32(0) if a.schedule.m_tiles is None else divide(b, geometry.batch_size(a))
+
+
+@cute.jit
+def m_blocks_of(a, tiles: Int32, first: Int32):
+    """Return the m_blocks of a scheduler's sequence, of `tiles` of the sequence, from its first one on."""
+    if const_expr(a.schedule.m_tiles is not None):
+        tiles = cutlass.max(tiles - first, 0)
+        if first < a.schedule.m_tiles - 1:
+            tiles = cutlass.min(tiles, 1)
+    return tiles
+
+
 @cute.jit
 def load_sequence(spec: cutlass.Constexpr, a, b: Int32):
     """Return sequence b; all zeros past the last one."""
     sequence, num_tiles, units_per_tile = geometry.no_sequence(spec), Int32(0), Int32(0)
-    if b < geometry.batch_size(a):
-        sequence = geometry.load_sequence(a, b)
+    if b < number_of_sequences(a):
+        first = first_m_block(a, b)
+        own = b if const_expr(a.schedule.m_tiles is None) else b - first * geometry.batch_size(a)
+        sequence = geometry.load_sequence(a, own)
         rows = geometry.num_rows(sequence.q_len, geometry.pack_factor(spec, a, sequence.q_len))
-        num_tiles = tiles_of_rows(spec, rows) * a.kv.k.shape[1]
+        num_tiles = m_blocks_of(a, tiles_of_rows(spec, rows), first) * a.kv.k.shape[1]
         if const_expr(spec.tile.o_tiles > 1):
             num_tiles *= spec.tile.o_tiles
         units_per_tile = blocks_per_tile(spec, mask.seqlen_info(spec, a, sequence))
@@ -154,7 +179,7 @@ def load_window(spec: cutlass.Constexpr, a, first_batch_idx: Int32, units_before
 def locate(spec: cutlass.Constexpr, a, unit: Int32, window: SequenceWindow):
     """Find the sequence of a unit. Called by one warp. window: where the search begins. Return (`UnitCoord`, the
     window that holds the sequence)."""
-    batch_size = geometry.batch_size(a)
+    batch_size = number_of_sequences(a)
     # move the window until it holds the unit
     units_behind = window.units_before + cute.arch.shuffle_sync(window.units_upto, 31)
     while unit < window.units_before or (unit >= units_behind and window.first_batch_idx + 32 < batch_size):
@@ -184,7 +209,7 @@ def total_units(spec: cutlass.Constexpr, a, window: SequenceWindow):
     """
     count, room = Int64(window.own.num_tiles) * window.own.units_per_tile, Int64(MAX_UNITS)
     most = window.own.units_per_tile
-    for b in cutlass.range(cute.arch.lane_idx() + 32, geometry.batch_size(a), 32, unroll=2):
+    for b in cutlass.range(cute.arch.lane_idx() + 32, number_of_sequences(a), 32, unroll=2):
         more = load_sequence(spec, a, b)
         count += Int64(more.num_tiles) * more.units_per_tile
         if const_expr(policy.prefers_whole_tiles(spec)):
@@ -248,7 +273,10 @@ def find(spec: cutlass.Constexpr, a, unit: Int32, window: SequenceWindow, cta_un
     sequence, _, units_per_tile = found.sequence
     q_len = sequence.q_len
     blocks_per_split, rows = a.schedule.blocks_per_split, geometry.num_rows(q_len, pack_factor)
-    m, m_blocks = geometry.tile_m(spec, rows), tiles_of_rows(spec, rows)
+    m, first_block, batch_idx = geometry.tile_m(spec, rows), first_m_block(a, found.batch_idx), found.batch_idx
+    m_blocks = m_blocks_of(a, tiles_of_rows(spec, rows), first_block)
+    if const_expr(a.schedule.m_tiles is not None):
+        batch_idx -= first_block * geometry.batch_size(a)
     # unit of the sequence -> (o_tile, m_block, head, unit of the tile)
     tile, o_tile = divide(found.index, units_per_tile), None
     offset = found.index - tile * units_per_tile
@@ -262,6 +290,8 @@ def find(spec: cutlass.Constexpr, a, unit: Int32, window: SequenceWindow, cta_un
         # the first tile, the last one, the second one, ...: under a causal mask, later tiles have more keys
         half = m_block // 2
         m_block = half + m_block % 2 * (m_blocks - 1 - 2 * half)
+    if const_expr(a.schedule.m_tiles is not None):
+        m_block += first_block
     seqlen = mask.seqlen_info(spec, a, sequence)
     first, last = geometry.tile_tokens(m_block, m, q_len, pack_factor)
     lo, hi = mask.kv_range(spec, first, last, seqlen)
@@ -284,7 +314,7 @@ def find(spec: cutlass.Constexpr, a, unit: Int32, window: SequenceWindow, cta_un
     if taken < key_units:
         slot = unit if blocks_per_split > 0 else split_slot(cute.arch.block_idx()[0], offset, ctas)
     blocks = (lo, hi, *mask.full_range(spec, first, last, seqlen), SplitInfo(slot, count, base))
-    w = WorkTileInfo(found.is_valid, m_block, head, sequence, found.batch_idx, *blocks)
+    w = WorkTileInfo(found.is_valid, m_block, head, sequence, batch_idx, *blocks)
     w = w._replace(o_tile=o_tile)
     if const_expr(spec.tile.per_tile_pack_gqa):
         w = w._replace(pack_factor=pack_factor.value, pack_magic=Int32(pack_factor.magic))
@@ -304,7 +334,7 @@ def first_work(spec: cutlass.Constexpr, a, s, pack_factor: Divisor):
     sequences have changed when that kernel has ended. This is a loop so that the code of the search exists once.
     """
     # hints: with PDL, values that may still change; few: one window has all sequences; last: the last attempt
-    hints, few, last = pdl.uncached_args(spec, a), geometry.batch_size(a) <= 32, const_expr(int(pdl.has_prologue(spec)))
+    hints, few, last = pdl.uncached_args(spec, a), number_of_sequences(a) <= 32, const_expr(int(pdl.has_prologue(spec)))
     zero = Int32(0)
     batch_idx, keys = zero, zero
     window = SequenceWindow(zero, zero, zero, StreamKSequence(geometry.no_sequence(spec), zero, zero))

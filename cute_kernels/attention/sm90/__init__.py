@@ -66,10 +66,10 @@ def general(q: str, kv: str, dims: tuple[int, int]) -> Spec:
     return AttentionSpec(q, KVSpec(kv), out, *dims, mask, logits, tile=tile)
 
 
-def split_keys(q: str, kv: str, dim: int) -> Spec:
+def split_keys(q: str, kv: KVSpec, dims: tuple[int, int]) -> Spec:
     """Return the stream_k spec with a causal mask. Its tile is None if `tile_table` has none for these types."""
-    mask, tile = MaskSpec("always"), split_tile_of(q, kv, (dim, dim))
-    return AttentionSpec(q, KVSpec(kv), outputs(q)[:1], dim, dim, mask, schedule="stream_k", tile=tile)
+    mask, tile = MaskSpec("always"), split_tile_of(q, kv.dtype, dims, kv.shares_v)
+    return AttentionSpec(q, kv, outputs(q)[:1], *dims, mask, schedule="stream_k", tile=tile)
 
 
 def split_candidate(p: KernelRequest) -> Spec:
@@ -77,10 +77,13 @@ def split_candidate(p: KernelRequest) -> Spec:
 
     Its tile is None if `decode` serves the request: at most SPLIT_ROWS rows, and a head_dim up to DECODE_DIM.
     """
-    spec, serves = split_keys(p.q, p.kv, p.head_dim_qk), p.packed_rows > SPLIT_ROWS or p.head_dim_qk > DECODE_DIM
+    spec = split_keys(p.q, kv_spec(p), (p.head_dim_qk, p.head_dim_vo if p.shares_v else p.head_dim_qk))
+    serves = p.packed_rows > SPLIT_ROWS or p.head_dim_qk > DECODE_DIM
     out = (p.out,) if p.out in DTYPES else outputs(p.q, p.out)
     kv, tile = kv_spec(p), spec.tile if serves else None
     mask, logits = exact_mask(p), exact_logits(p)
+    if p.shares_v and not is_plain(p):
+        mask, logits = general_mask(p), replace(logits, soft_cap=True)
     return replace(spec, kv=kv, out=out, head_dim_vo=p.head_dim_vo, mask=mask, logits=logits, tile=tile)
 
 
@@ -113,20 +116,26 @@ def candidate(request: KernelRequest, arch: str, split: bool = False) -> Spec:
         tile = tile_of(p.q, p.kv, padded(p.kv, dims), plain)
     if not leaves_registers(p, tile):
         tile = tile_of(p.q, p.kv, padded(p.kv, dims), False)
+    if p.shares_v:
+        tile = tile_of(p.q, p.kv, padded(p.kv, dims), plain, shares_v=True)
     return replace(spec, kv=kv_spec(p), out=out, mask=mask, logits=logits, tile=tile)
 
 
 def supports(spec: Spec) -> Refusal | None:
     """Return None if the kernel can run `spec`, else the reason. Nothing else states what the kernel can do."""
-    if spec.kv.shares_v:
-        return Refusal("shares_v", "True: the kernel loads V as a tensor of its own")
+    if spec.kv.shares_v and (spec.kv.dtype not in DTYPES or spec.q != spec.kv.dtype):
+        return Refusal(
+            "shares_v", f"True over {spec.kv.dtype}: the kernel has Q and K of one 16-bit type, if V lies in K"
+        )
     if spec.kv.scales and spec.q not in DTYPES:
         return Refusal("kv_scales", f"{spec.kv.scales}: the kernel has factors of rows with 16-bit queries")
     if spec.schedule == "stream_k":
         return supports_split(spec)
     if refusal := refuse_types(spec):
         return refusal
-    if refusal := refuse_dims(spec, padded(spec.kv.dtype, spec.dims), column(kind_of(spec.q, spec.kv.dtype))):
+    if refusal := refuse_dims(
+        spec, padded(spec.kv.dtype, spec.dims), column(kind_of(spec.q, spec.kv.dtype, spec.kv.shares_v))
+    ):
         return refusal
     if spec.mask.tree:
         return Refusal("drafts", "True: the kernel has no tree mask")
@@ -135,6 +144,9 @@ def supports(spec: Spec) -> Refusal | None:
     t = spec.tile
     if t is None:
         return Refusal("tile", "None: must be the op's TileConfig")
+    if t.scores_apart and (spec.mask.custom or spec.logits.alibi):
+        field = "custom_mask" if spec.mask.custom else "alibi"
+        return Refusal(field, f"{spec.mask.custom or True}: the kernel has neither custom masks nor ALiBi with V in K")
     if t.o_parts > 1 and spec.logits.skip:
         return Refusal("skip", f"True: the kernel has no skip-softmax with head_dim {spec.head_dim_vo}")
     if refusal := refuse_pieces(spec, t):
@@ -147,8 +159,8 @@ def supports(spec: Spec) -> Refusal | None:
         return Refusal("tile", f"{t}: m must be 64 or 128 over quantised K and V")
     if spec.logits.soft_cap and (t.q_in_regs or t.q_stages > 1):  # no MMA may be in flight when `mma` branches
         return Refusal("tile", f"{t}: with a soft cap, q_stages must be 1 and q_in_regs False")
-    if spec.kv.dtype == spec.q != FP8 and t.load_warps != (2 if t.pieces == 1 else 1):
-        return Refusal("tile", f"{t}: load_warps must be 2, or 1 with pieces, unless K or V is prepared")
+    if spec.kv.dtype == spec.q != FP8 and t.load_warps != (2 if t.pieces == 1 and not spec.kv.shares_v else 1):
+        return Refusal("tile", f"{t}: load_warps must be 2, or 1 with pieces or V in K, unless K or V is prepared")
     return resources(spec, t, padded(spec.kv.dtype, spec.dims)).refusal(t)
 
 
@@ -175,7 +187,18 @@ def supports_split(spec: Spec) -> Refusal | None:
         )
         types = ", ".join(f"{kind} head_dim {dim}" for kind, dim in found)
         return Refusal("rows", f"split: serves more than {SPLIT_ROWS} rows per request, over caches of {types}")
-    own = split_keys(spec.q, spec.kv.dtype, spec.head_dim_qk)
+    if spec.kv.shares_v:
+        return supports_latent_split(spec)
+    own = split_keys(spec.q, KVSpec(spec.kv.dtype), (spec.head_dim_qk, spec.head_dim_qk))
     if spec != replace(own, tile=spec.tile) or spec.tile.m != 64:
         return Refusal("rows", "split: serves a causal mask alone, pages that TMA fetches, outputs of the query's type")
     return resources(spec, spec.tile, padded(spec.kv.dtype, spec.dims)).refusal(spec.tile)
+
+
+def supports_latent_split(spec: Spec) -> Refusal | None:
+    """Return the answer of `supports` for a stream_k spec in which V lies in K."""
+    own, mask = split_keys(spec.q, spec.kv, spec.dims), MaskSpec(spec.mask.causal, spec.mask.window)
+    logits = LogitsSpec(spec.logits.soft_cap)
+    if spec != replace(own, tile=spec.tile, mask=mask, logits=logits) or spec.tile is None or spec.tile.m != 64:
+        return Refusal("rows", "split: serves causal masks, windows and soft caps alone, outputs of the query's type")
+    return resources(spec, spec.tile, spec.dims).refusal(spec.tile)

@@ -152,6 +152,8 @@ def store_words(spec: cutlass.Constexpr, out: cute.Tensor, words: cute.Tensor, b
         for k in cutlass.range_constexpr(0, count, 4):
             warp.quad_transpose(words, k)
             gather_vecs(words, k, vec_bits)
+    if const_expr(spec.tile.o_parts > 1):  # a shuffle, so before a branch in which lanes differ
+        first = first_piece(spec, bits) * const_expr(4 // step)
     if keep:
         for k in cutlass.range_constexpr(0, count, step):
             piece = cute.make_rmem_tensor(step, Int32)
@@ -159,7 +161,7 @@ def store_words(spec: cutlass.Constexpr, out: cute.Tensor, words: cute.Tensor, b
                 piece[i] = words[k + i]
             number = k + lane if const_expr(vec_bits <= 32) else 2 * k + lane
             if const_expr(spec.tile.o_parts > 1):
-                number += first_piece(spec, bits) * const_expr(4 // step)
+                number += first
             store_piece(out, cute.recast_tensor(piece, out.element_type), number, count % 4 == 0)
 
 
@@ -182,7 +184,7 @@ def store_e4m3(spec: cutlass.Constexpr, a, token: Int32, head: Int32, values: cu
 def store_nvfp4(spec: cutlass.Constexpr, a, token: Int32, head: Int32, values: cute.Tensor, keep):
     """Store a row in NVFP4. A block of 16 columns is four values of each lane of the quad, in either column order; each
     lane stores the scale factors of four blocks, as one word if a head has whole words."""
-    lane, blocks = cute.arch.lane_idx() % 4, sf_blocks(spec)
+    lane, blocks, part = cute.arch.lane_idx() % 4, sf_blocks(spec), o_part(spec)
     words = allocate_words(spec, 4)
     words.fill(0)
     for first in cutlass.range_constexpr(0, blocks, 4):
@@ -196,7 +198,7 @@ def store_nvfp4(spec: cutlass.Constexpr, a, token: Int32, head: Int32, values: c
             words[block // 2] = words[block // 2] | nvfp4.codes(own, sf) << (16 * (block % 2))
             sf_word = sf_word | sf.byte.to(Int32) << (8 * i)
         if keep and lane == first // 4 % 4:
-            block_scales.store_sf4(a, token, head, o_part(spec) * blocks + first, min(4, blocks - first), sf_word)
+            block_scales.store_sf4(a, token, head, part * blocks + first, min(4, blocks - first), sf_word)
     store_words(spec, a.out.o_fp4[token, head, None], words, 4, keep)
 
 
@@ -262,13 +264,15 @@ def store(spec: cutlass.Constexpr, a, r, w: WorkTileInfo, empty: cutlass.Constex
         keep = token < w.sequence.q_len
         head = geometry.head_of(row, w.head_idx, geometry.pack_divisor(w))
         sink = epilogue.sink_of(a, head)
-        lse = sink * logits.LOG2_E
+        lse = epilogue.lse_sink(a, sink) * logits.LOG2_E
         if const_expr(empty):
             zero_row(spec, a, w.sequence.q_start + token, head, keep)
         else:
             values = cute.make_rmem_tensor(cute.size(o, mode=[1]), Float32)
             normal = softmax.row_normalizer(r.st, k, sink, LANES)
             lse = normal.lse
+            if const_expr(a.out.lse_form is not None):
+                lse = softmax.row_normalizer(r.st, k, epilogue.lse_sink(a, sink), LANES).lse
             scale = normal.inv_row_sum * r.call_scales.out
             if const_expr(r.scales is not None):
                 scale *= softmax.head_scale(a.out.out_scale_ptr, head)
@@ -278,5 +282,6 @@ def store(spec: cutlass.Constexpr, a, r, w: WorkTileInfo, empty: cutlass.Constex
             store_row(spec, a, w.sequence.q_start + token, head, values, keep)
         mine = keep and cute.arch.lane_idx() % LANES == 0
         if const_expr(spec.tile.o_parts > 1):
-            mine = mine and o_part(spec) == 0
+            is_first = o_part(spec) == 0
+            mine = mine and is_first
         epilogue.store_lse(a, w.sequence.q_start + token, head, lse, mine)

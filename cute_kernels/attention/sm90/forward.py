@@ -26,7 +26,8 @@ spare warps of warpgroup 0. Registers are per thread; `roles` has them for each 
   If K or V is not prepared, its raw pipe is k.pipe or v.pipe itself.
 
 With head_dim 512, two warpgroups have the same 64 rows (`tile.o_parts`), and each has half of the columns of O, for
-which it reads half of V. Both compute S or, with `tile.s_parts`, half of it each (`shared_scores`).
+which it reads half of V. Both compute S or, with `tile.s_parts`, half of it each (`shared_scores`). If V lies in K, a
+warpgroup of its own computes S for them (`tile.scores_apart`, `scoring`), which has the table of both roles.
 
 Quantised K and V (of another type than Q) become fp16, which holds all of their values. Q becomes fp16, too, a bf16 Q
 with a power-of-two scale per row that goes into the row's score scale (`query.load_q`): in registers, in the stage that
@@ -51,7 +52,7 @@ from ...device import copy, pipeline
 from .. import fakes, geometry, load, mask_blocks, splits
 from ..kv import pages, rings
 from ..schedule import stream_k, tiles, work
-from . import precision, promotion, query, shared_scores, skip
+from . import precision, promotion, query, scoring, shared_scores, skip
 from .mma import mma
 from .prepare import prepare_kv
 from .roles import WARPS, has_prepare_warpgroup, roles
@@ -99,7 +100,8 @@ def shared(spec, plan):
     stages = rings.allocate(spec, smem, plan, operands)
     raw_q = copy.allocate(smem, plan.q, plan.args.query.q.element_type)
     q = query.allocate(spec, smem, raw_q)
-    scores = shared_scores.allocate(spec, smem)  # here, since P is aligned as Q is
+    # here, since P is aligned as Q is
+    scores = scoring.allocate(spec, smem) if t.scores_apart else shared_scores.allocate(spec, smem)
     work_smem = work.allocate(spec, smem)
     work_pipe = work.make_pipe(spec, smem, r)
     pipes = [rings.make_pipes(spec, smem, r, x) for x in operands]
@@ -109,7 +111,7 @@ def shared(spec, plan):
         work_pipe=work_pipe,
         raw_q=raw_q,
         q=q,
-        q_pipe=pipeline.make(smem, t.q_stages, 1, r.warps("mma")),
+        q_pipe=pipeline.make(smem, t.q_stages, 1, r.warps("score") or r.warps("mma")),
         **rings.join(spec, smem, operands, stages, pipes),
         o_promoted=promotion.allocate(spec, smem),
         skip_votes=skip.allocate(spec, smem),
@@ -136,8 +138,15 @@ def behind_load_v(spec):
 @cute.jit
 def load_warpgroup(spec: cutlass.Constexpr, plan, s, warp: Int32):
     """Run the role of a warp of warpgroup 0, in the order of `roles`."""
-    if warp < roles(spec).first("load_v"):
-        load.load_kv(spec, plan, s, pages.K, warp, produces_tiles=s.scheduler is not None)
+    produces_tiles = s.scheduler is not None
+    if const_expr(spec.kv.shares_v):
+        if warp < roles(spec).warps("load_k"):
+            load.load_kv(spec, plan, s, pages.K, warp, produces_tiles=produces_tiles, loads_q=True)
+        elif const_expr(roles(spec).warps("schedule") > 0):
+            if warp == roles(spec).first("schedule"):
+                stream_k.schedule_warp(spec, plan.args, s)
+    elif warp < roles(spec).first("load_v"):
+        load.load_kv(spec, plan, s, pages.K, warp, produces_tiles=produces_tiles)
     elif const_expr(behind_load_v(spec) == WARPS):  # no other role
         load_v(spec, plan, s, warp - roles(spec).first("load_v"))
     elif warp < behind_load_v(spec):
@@ -178,6 +187,12 @@ def kernel(spec: cutlass.Constexpr, plan: geometry.KernelParams):
         cute.arch.setmaxregister_decrease(roles(spec).registers("load_k"))
         load_warpgroup(spec, plan, s, warp)
         cute.arch.griddepcontrol_launch_dependents()
+    elif const_expr(spec.tile.scores_apart):
+        if warp < roles(spec).first("mma"):
+            cute.arch.setmaxregister_decrease(roles(spec).registers("score"))
+            scoring.score(spec, plan, s)
+        else:
+            mma(spec, plan, s)
     elif const_expr(not has_prepare_warpgroup(spec)):
         mma(spec, plan, s)  # sets its own registers
     elif warp < roles(spec).first("mma"):

@@ -10,7 +10,7 @@ from cutlass.cute.nvgpu import warpgroup
 from .. import mask, mask_blocks
 from ..schedule import work
 from ..schedule.work import WorkTileInfo
-from . import mainloop, precision, query, shared_scores, skip, splits
+from . import mainloop, precision, query, scoring, shared_scores, skip, splits
 from .epilogue import store
 from .groups import warp_scheduler_barrier_arrive, warpgroup_idx
 from .roles import roles
@@ -37,6 +37,15 @@ def mma(spec: cutlass.Constexpr, plan, s):
     # Splits are merged after the last tile: with the loops of a merge inside this loop, the compiler keeps MMA
     # descriptors out of uniform registers, which costs 70 of 730 instructions a block.
     cute.arch.setmaxregister_increase(roles(spec).registers("mma"))
+    if const_expr(spec.tile.scores_apart):
+        scoring.output(spec, plan, s, epilogue)
+    else:
+        compute_tiles(spec, plan, s)
+
+
+@cute.jit
+def compute_tiles(spec: cutlass.Constexpr, plan, s):
+    """Compute the CTA's tiles, scores and O."""
     a = plan.args
     r = make_fragments(spec, plan, s)
     if warpgroup_idx(spec) == spec.tile.warpgroups - 1:

@@ -8,7 +8,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Uint32, const_expr
 
-from ...device import warp, wgmma
+from ...device import layout, warp, wgmma
 from .. import softmax
 from ..kv import pages
 from ..operands import holding
@@ -59,19 +59,32 @@ def tiled_mmas(spec):
     qk = wgmma.mma_nt(dtype, t.m // 64, t.s_columns, t.q_in_regs)
     if transposes_v(spec):
         return qk, wgmma.mma_nt(dtype, t.m // 64, pv_columns(spec), True)
-    return qk, wgmma.mma_nn(dtype, t.m // 64, pv_columns(spec), t.s_parts == 1)
+    return qk, wgmma.mma_nn(dtype, t.m // 64, pv_columns(spec), t.s_parts == 1 and not t.scores_apart)
 
 
 def pv_columns(spec):
     """Return the columns of O that an instruction of P V computes: all those of a warpgroup, but 128 of 256 in a CTA of
     four warpgroups, where ptxas has no instruction of more than 128 registers."""
     columns = spec.padded_vo // spec.tile.o_parts
-    return columns // 2 if columns > 192 and of(spec).converts_kv and spec.tile.warpgroups > 1 else columns
+    four = of(spec).converts_kv and spec.tile.warpgroups > 1 or spec.tile.scores_apart
+    return columns // 2 if columns > 192 and four else columns
 
 
 def v_operand(spec, v):
-    """View the operand stages of V as (Dvo, n, stages), the B operand of P V."""
-    return v if transposes_v(spec) else cute.make_tensor(v.iterator, cute.select(v.layout, mode=[1, 0, 2]))
+    """View the operand stages of V as (Dvo, n, stages), the B operand of P V. Those of K are wider, if V lies there."""
+    if transposes_v(spec):
+        return v
+    if spec.kv.shares_v:
+        v = first_columns(v, spec.padded_vo)
+    return cute.make_tensor(v.iterator, cute.select(v.layout, mode=[1, 0, 2]))
+
+
+def first_columns(stages, columns):
+    """View the first columns of stages (n, all columns, stages): boxes of columns lie one after another."""
+    n, _, count = stages.shape
+    own = layout.smem_layout((cute.size(n), columns), 1, stages.element_type).outer
+    whole = cute.make_layout(cute.size(count), stride=cute.size(stages, mode=[0]) * cute.size(stages, mode=[1]))
+    return cute.make_tensor(stages.iterator, cute.append(cute.select(own, mode=[0, 1]), whole))
 
 
 def make_p(spec, pv, acc_s):

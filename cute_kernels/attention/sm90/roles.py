@@ -1,5 +1,7 @@
 """The table of warp roles, from which warp ranges, arrival counts and register budgets follow. See `forward`."""
 
+from typing import Any
+
 from ...device.roles import Role, Roles
 from ..kv import scales
 from ..schedule import policy
@@ -14,6 +16,7 @@ WIDE_LOAD = (48, 48, 208)  # dequantising with two mma warpgroups, if these have
 TRANSPOSING_PARTS = (56, 224)  # (load, mma) with two mma warpgroups that have the same rows
 SHARED_SCORES = (56, 224)  # (load, mma) with mma warpgroups that have a part each of the scores
 SPLIT_KV = {1: (72, 72, 232), 2: (72, 72, 216)}  # tiles may be split among CTAs
+SCORES_APART = (40, 88, 192)
 WARPS = 4  # warps per warpgroup
 
 
@@ -41,6 +44,11 @@ def roles(spec) -> Roles:
     loading: dict[str, int] = {x.load_role: t.load_warps for x in operands} | {"schedule": schedule_warps}
     preparing: dict[str, int] = {}
     spare = WARPS - sum(loading.values())
+    if t.scores_apart:
+        loading |= {"idle": spare}
+        each: Any = loading, {"score": WARPS}, {"mma": WARPS * t.warpgroups}
+        table = (Role(name, warps, n) for n, group in zip(SCORES_APART, each) for name, warps in group.items())
+        return Roles.of(*table)
     if has_prepare_warpgroup(spec):
         registers = (TRANSPOSING if precision.transposes_v(spec) else DEQUANTISING)[t.warpgroups]
         registers = WIDE_LOAD if t.warpgroups > 1 and needs_wide_load(spec) else registers

@@ -24,6 +24,7 @@ def mma_thread_idx(spec):
 def store_partial(spec: cutlass.Constexpr, a, s, r, w: WorkTileInfo, number: Int32, empty: cutlass.Constexpr):
     """Store this thread's rows of O, normalised, and LSE of the CTA's split `number`. empty: the split has no key."""
     o, lane = wgmma.rows_cols(r.acc_o), cute.arch.lane_idx() % LANES
+    part = o_part(spec)  # by a shuffle: not where lanes of the warp differ
     left = geometry.num_rows(w.sequence.q_len, geometry.pack_divisor(w)) - w.m_block * spec.tile.m
     for k in cutlass.range_constexpr(cute.size(o, mode=[0])):
         scale, lse = Float32(0.0), -Float32.inf
@@ -39,9 +40,9 @@ def store_partial(spec: cutlass.Constexpr, a, s, r, w: WorkTileInfo, number: Int
                     piece[e] = Float32(0.0) if const_expr(empty) else o[k, PIECE * i + e] * scale
                 at = LANES * i + lane
                 if const_expr(spec.tile.o_parts > 1):
-                    at += o_part(spec) * LANES * count
+                    at += part * LANES * count
                 copy.vector(piece, cute.local_tile(target, (PIECE,), (at,)))
-            if lane == 0 and (const_expr(spec.tile.o_parts == 1) or o_part(spec) == 0):
+            if lane == 0 and (const_expr(spec.tile.o_parts == 1) or part == 0):
                 target[spec.head_dim_vo] = lse
     splits.record(s.splits, w, number, mma_thread_idx(spec))
 
@@ -51,4 +52,7 @@ def merge(spec: cutlass.Constexpr, a, s, count: Int32):
     """Merge the tiles of the CTA's `count` splits that no other CTA will still add to."""
     warps, rows = const_expr(roles(spec).warps("mma")), const_expr(min(ROWS, ROWS * VALUES // spec.head_dim_vo))
     splits.barrier(warps)
-    splits.merge(spec, a, s.splits, count, mma_thread_idx(spec), warps, rows)
+    if const_expr(spec.tile.scores_apart):
+        splits.merge_in_groups(spec, a, s.splits, count, mma_thread_idx(spec), warps)
+    else:
+        splits.merge(spec, a, s.splits, count, mma_thread_idx(spec), warps, rows)

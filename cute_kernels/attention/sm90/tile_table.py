@@ -31,6 +31,7 @@ class Sm90TileConfig(WholeTileConfig, PreparedTileConfig):
     that have the same 64 rows, all of S, and a part each of the columns of O: 512 columns of 64 rows would take all
     registers of a warpgroup. pieces: the stages that a block of K takes, each with some of its
     columns, and a block of V, each with some keys. The warpgroups that have the same rows then share scores.
+    scores_apart: a warpgroup of its own computes the scores (`scoring`).
     """
 
     m: int = 128
@@ -44,6 +45,7 @@ class Sm90TileConfig(WholeTileConfig, PreparedTileConfig):
     promote_interval: int = 0
     o_parts: int = 1
     pieces: int = 1
+    scores_apart: bool = False
     per_tile_pack_gqa: ClassVar[bool] = True
     l2_bytes: ClassVar[int] = 16 << 20  # Hopper's L2 is 50 MB in two halves
 
@@ -63,13 +65,22 @@ class Sm90TileConfig(WholeTileConfig, PreparedTileConfig):
         return self.n // self.s_parts
 
     @property
+    def counters_per_split(self) -> int:
+        """Return the counters per split tile: with `scores_apart`, one for the tile, one for a group of splits."""
+        return 1 + self.scores_apart
+
+    @property
     def dequant_pieces(self) -> int:
         """Return the pieces of rows that a lane dequantises at a time: as many as registers leave room for."""
         return 2 if self.q_in_regs or self.o_parts > 1 else 4
 
     @property
     def name(self) -> str:
-        parts = (f"o{self.o_parts}" if self.o_parts > 1 else "") + (f"p{self.s_parts}" if self.s_parts > 1 else "")
+        parts = (
+            (f"o{self.o_parts}" if self.o_parts > 1 else "")
+            + (f"p{self.s_parts}" if self.s_parts > 1 else "")
+            + "a" * self.scores_apart
+        )
         return f"m{self.m}n{self.n}s{self.stages}" + ("r" if self.q_in_regs else "") + parts
 
     def head_dims(self, bits: int) -> tuple[int, ...]:
@@ -90,10 +101,11 @@ class Sm90Tiles(NamedTuple):
 
 class Sm90Row(NamedTuple):
     """The tiles for padded (head_dim_qk, head_dim_vo). half: Q, K and V have 16 bits. fp8: they have 8 bits. quantised:
-    e4m3 and e5m2 caches, dequantised. nvfp4: NVFP4 caches. None: no kernel."""
+    e4m3 and e5m2 caches, dequantised. nvfp4: NVFP4 caches. latent: 16 bits, and V lies in K. None: no kernel."""
 
     dims: tuple[int, int]
     half: Sm90Tiles | None = None
+    latent: Sm90Tiles | None = None
     fp8: Sm90Tiles | None = None
     quantised: Sm90Tiles | None = None
     nvfp4: Sm90Tiles | None = None
@@ -104,6 +116,7 @@ class Sm90Row(NamedTuple):
 # n, and the result of a sequence must depend on that sequence alone. In 8 bits, warps that do not load transpose V.
 # NVFP4 has no plain tiles with q_in_regs: conversion is the bottleneck, and it needs the registers that Q would take.
 _T = Sm90TileConfig
+_LATENT = _T(64, 64, 2, load_warps=1, o_parts=2, scores_apart=True)
 TABLE = (
     Sm90Row(
         (32, 32),
@@ -183,15 +196,22 @@ TABLE = (
         fp8=Sm90Tiles(_T(64, 32, 1, load_warps=1, promote_interval=64, o_parts=2)),
         quantised=Sm90Tiles(_T(64, 32, 1, raw_stages=2, load_warps=1, o_parts=2)),
         nvfp4=Sm90Tiles(_T(64, 32, 1, raw_stages=2, load_warps=1, o_parts=2)),
+        latent=Sm90Tiles(_LATENT, split=_LATENT),
+    ),
+    Sm90Row(
+        (576, 512),
+        latent=Sm90Tiles(_LATENT, split=_LATENT),
     ),
 )
 SPLIT_CACHES = (FP8, "nvfp4")  # caches of the kernels in which CTAs share keys; the queries have bf16
-HEAD_DIMS = distinct_dims(row.dims for row in TABLE if row.half)
+HEAD_DIMS = distinct_dims(row.dims for row in TABLE if row.half or row.latent)
 QUANTISED_HEAD_DIMS = distinct_dims(row.dims for row in TABLE if row.fp8 or row.quantised or row.nvfp4)
 
 
-def kind_of(q: str, kv: str) -> str:
-    """Return the column of `TABLE` for these types."""
+def kind_of(q: str, kv: str, shares_v: bool = False) -> str:
+    """Return the column of `TABLE` for these types. shares_v: V lies in K."""
+    if shares_v and q == kv and q != FP8:
+        return "latent"
     return ("fp8" if q == FP8 else "half") if q == kv else "nvfp4" if kv == "nvfp4" else "quantised"
 
 
@@ -202,10 +222,12 @@ def column(kind: str) -> dict[tuple[int, int], Sm90Tiles]:
     return {dims: tiles for dims, tiles in found.items() if tiles}
 
 
-def tile_of(q: str, kv: str, dims: tuple[int, int], plain: bool, shared: bool = False) -> Sm90TileConfig | None:
+def tile_of(
+    q: str, kv: str, dims: tuple[int, int], plain: bool, shared: bool = False, shares_v: bool = False
+) -> Sm90TileConfig | None:
     """Return the tile of a kernel with whole tiles, None if there is none for these padded head dims. plain: it takes
-    no modifier. shared: warpgroups can share scores."""
-    tiles = column(kind_of(q, kv)).get(dims)
+    no modifier. shared: warpgroups can share scores. shares_v: V lies in K."""
+    tiles = column(kind_of(q, kv, shares_v)).get(dims)
     if tiles is None:
         return None
     tile = shared and tiles.shared or plain and tiles.plain or tiles.general
@@ -215,11 +237,12 @@ def tile_of(q: str, kv: str, dims: tuple[int, int], plain: bool, shared: bool = 
     return replace(tile, raw_stages=1) if fewer else tile
 
 
-def split_tile_of(q: str, kv: str, dims: tuple[int, int]) -> Sm90TileConfig | None:
-    """Return the tile of the kernel in which CTAs share the keys of a sequence, or None if there is no such kernel."""
+def split_tile_of(q: str, kv: str, dims: tuple[int, int], shares_v: bool = False) -> Sm90TileConfig | None:
+    """Return the tile of the kernel in which CTAs share the keys of a sequence, or None if there is no such kernel.
+    shares_v: V lies in K."""
     if not (q in DTYPES and q == kv or q == "bf16" and kv in SPLIT_CACHES):
         return None
-    tiles = column(kind_of(q, kv)).get(dims)
+    tiles = column(kind_of(q, kv, shares_v)).get(dims)
     return tiles and tiles.split
 
 
@@ -230,7 +253,7 @@ STAGE_BYTES = 16
 QUAD = 4  # lanes that share a row of S
 P_STAGES = 2  # of P that warpgroups share: one is written while P V reads the other
 # Registers per thread of a mma warpgroup, as `roles` has them at least, by the columns of `TABLE`; with `s_parts`
-REGISTERS = {"half": 232, "fp8": 216, "quantised": 208, "nvfp4": 208, "shared scores": 224}
+REGISTERS = {"half": 232, "latent": 216, "fp8": 216, "quantised": 208, "nvfp4": 208, "shared scores": 224}
 THREE_WARPGROUPS = 160  # with three mma warpgroups
 SPLIT_TWO_WARPGROUPS = 216  # with two, and the schedule "stream_k"
 Q_IN_REGS = 224  # over a quantised cache, with q_in_regs
@@ -240,8 +263,10 @@ OTHER_REGISTERS = 32  # besides S, P, O and Q
 def operands(spec: AttentionSpec[Sm90TileConfig], t: Sm90TileConfig, dims: tuple[int, int]) -> tuple[Operand, ...]:
     """Return the operands of the main loop. Quantised K and V become fp16; V of 8-bit MMAs is transposed, since WGMMA
     takes 8-bit operands only K-major. dims: padded head dims."""
-    kind, fp16 = kind_of(spec.q, spec.kv.dtype), Prepared(16, t.stages)
-    prepared = {"half": {}, "fp8": {V: Prepared(8, t.stages, transposed=True)}}.get(kind, {K: fp16, V: fp16})
+    kind, fp16 = kind_of(spec.q, spec.kv.dtype, spec.kv.shares_v), Prepared(16, t.stages)
+    prepared = {"half": {}, "latent": {}, "fp8": {V: Prepared(8, t.stages, transposed=True)}}.get(
+        kind, {K: fp16, V: fp16}
+    )
     return operands_of(spec.kv, t, dims, prepared, t.raw_stages)
 
 
@@ -257,6 +282,8 @@ def smem_bytes(spec: AttentionSpec[Sm90TileConfig], t: Sm90TileConfig, dims: tup
         found += 4 * t.m * vo
     if t.o_parts > 1 and dequantises and spec.q == "bf16":  # a scale per row of Q
         found += 4 * t.m
+    if t.scores_apart:  # P of a block, factors, maxima and sums of rows
+        found += 2 * t.m * t.n + 20 * t.m + STAGE_BYTES
     if t.s_parts > 1:  # P of some blocks, maxima and sums of rows
         found += 2 * t.m * t.n * P_STAGES + 4 * t.m * t.s_parts * (1 + QUAD)
     if waits_for_votes(spec):  # votes, and an mbarrier each
@@ -292,8 +319,11 @@ def keeps_unasked(spec: AttentionSpec[Sm90TileConfig]) -> bool:
 def resources(spec: AttentionSpec[Sm90TileConfig], t: Sm90TileConfig, dims: tuple[int, int]) -> Resources:
     """Return what a kernel of `spec` with tile `t` takes of an SM: S, P, O and perhaps Q of a thread are in registers.
     dims: padded head dims."""
-    kind, p_bytes = kind_of(spec.q, spec.kv.dtype), 1 if spec.q == spec.kv.dtype == FP8 else 2
+    kind, p_bytes = kind_of(spec.q, spec.kv.dtype, spec.kv.shares_v), 1 if spec.q == spec.kv.dtype == FP8 else 2
     kind = "shared scores" if t.s_parts > 1 else kind
+    if t.scores_apart:  # of the warpgroups that compute O
+        smem = min(row.smem_per_cta for row in archs.TABLE if archs.WGMMA in row.instructions)
+        return Resources(smem_bytes(spec, t, dims), smem, dims[1] // 2 // t.o_parts + OTHER_REGISTERS, THREE_WARPGROUPS)
     held = t.s_columns // 2 + t.s_columns * p_bytes // 8 + dims[1] // 2 // t.o_parts + t.q_in_regs * dims[0] // 4
     limit = THREE_WARPGROUPS if t.warpgroups > 2 else REGISTERS[kind]
     limit = SPLIT_TWO_WARPGROUPS if t.warpgroups == 2 and spec.schedule == "stream_k" else limit

@@ -25,6 +25,7 @@ from wrappers.attention.call import AttentionCall
 from wrappers.attention.op import serve
 
 from .common import SMS, Outcome, digest, distance, outcome, simulated
+from .mla import MlaScenario, mla_cases, run_mla
 
 Results = tuple[torch.Tensor, torch.Tensor | None]  # out (T, Hq, Dvo), lse
 SHARED_SMS = 7  # when CTAs share the keys of a request
@@ -123,6 +124,8 @@ def traits_of(spec: Any) -> KernelTraits:
 def structure(spec: Any) -> Any:
     """Return a key of the kernel's code apart from types, masks and modifiers, which one mode covers; None if
     another head dimension stands for it."""
+    if spec.kv.shares_v:
+        return ("latent", spec.kv.source) if spec.q == "bf16" and spec.head_dim_qk > 512 else None
     k, dim = traits_of(spec), spec.head_dim_qk
     if spec.kv.scales == "token" and not k.decodes:  # the prepare role multiplies rows as it does blocks
         return None
@@ -256,6 +259,8 @@ def with_small_queries(k: KernelTraits, scenarios: list[Scenario]) -> list[Scena
 
 def attention_cases(spec: Any, thorough: bool = False) -> list[Scenario]:
     """Return scenarios for the kernel `spec`. thorough: every box size too."""
+    if spec.kv.shares_v:
+        return mla_cases(spec)  # type: ignore[return-value]
     k = traits_of(spec)
     return with_small_queries(k, cases_of(k, structure(spec) is None, spec.head_dim_qk, thorough))
 
@@ -435,6 +440,8 @@ def call(case: AttentionCase, in_forms: tuple[str, ...] = ()) -> tuple[Results, 
 def run_attention(spec: Any, scenario: Scenario, arch: str, **how: Any) -> Outcome:
     """Run the scenario's calls; return their largest error and the bits of all of them. spec: the kernel that they
     must run."""
+    if isinstance(scenario, MlaScenario):
+        return run_mla(spec, scenario, arch, **how)
     launches: list[RunResult] = []
     bits: dict[AttentionCase, str] = {}
     results_of: list[tuple[AttentionCase, Results]] = []

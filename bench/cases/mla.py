@@ -1,0 +1,158 @@
+"""Decode over caches of latent attention (MLA): inputs of a call, its exact result, and ways to call it.
+
+Rows of pages that belong to no request, rows behind the last key and what lies between pages are NaN; entries of the
+table that no key needs name no page.
+"""
+
+import math
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+
+import wrappers
+from wrappers.attention.op import serve
+from wrappers.flash_mla import api as flash_mla
+from wrappers.own.registry import made_by
+
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+VALUES = 512  # columns of V
+NO_PAGE = 2_147_480_000
+SCALE = 192**-0.5
+ROUNDING = {"bf16": 2.0**-7, "fp16": 2.0**-10}  # of P and of the output together, relative
+LSE_TOLERANCE = 2.0**-18  # relative, and 1e-5
+
+
+@dataclass(frozen=True)
+class MlaCase:
+    """One call.
+
+    function: "flash_mla" or "trtllm". lens: keys of each request. rows: query tokens of each. dim: columns of K.
+    window: keys before a row, 0 for all; the call is then that of neither function, and cap is a soft cap. gap: rows
+    behind each page. strided: the query has every second head of a wider tensor, and its rows are apart. sink: of
+    heads. data: "normal", or "peaks": keys with scores that grow along the sequence.
+    """
+
+    function: str = "flash_mla"
+    dtype: str = "bf16"
+    lens: tuple[int, ...] = (70,)
+    rows: int = 1
+    heads: int = 16
+    dim: int = 576
+    page_size: int = 64
+    causal: bool = True
+    window: int = 0
+    cap: float = 0.0
+    sink: bool = False
+    gap: int = 0
+    strided: bool = False
+    data: str = "normal"
+
+
+class MlaInputs(NamedTuple):
+    """The tensors of a call: q (B, rows, H, D), cache (pages, P, D), table (B, M), lens (B,), sinks (H,) or None."""
+
+    q: torch.Tensor
+    cache: torch.Tensor
+    table: torch.Tensor
+    lens: torch.Tensor
+    sinks: torch.Tensor | None
+
+
+def make(case: MlaCase, device: "torch.device | str" = "cpu", seed: int = 0) -> MlaInputs:
+    """Make the inputs of a case."""
+    gen = torch.Generator(device).manual_seed(seed)
+    batch, size, dtype = len(case.lens), case.page_size, DTYPES[case.dtype]
+    columns = max(1, *(-(-n // size) for n in case.lens))
+    used = [-(-n // size) for n in case.lens]
+    pages = sum(used) + 2
+    whole = torch.full((pages, size + case.gap, case.dim), float("nan"), dtype=dtype, device=device)
+    cache = whole[:, :size]
+    order = torch.randperm(pages, generator=gen, device=device)
+    table = torch.full((batch, columns), NO_PAGE, dtype=torch.int32, device=device)
+    for b, n in enumerate(case.lens):
+        mine = order[sum(used[:b]) : sum(used[: b + 1])]
+        table[b, : used[b]] = mine.int()
+        keys = torch.randn(n, case.dim, generator=gen, device=device)
+        if case.data == "peaks":
+            keys *= torch.linspace(0.1, 4.0, n, device=device)[:, None]
+        padded = torch.full((used[b] * size, case.dim), float("nan"), device=device)
+        padded[:n] = keys
+        cache[mine] = padded.view(used[b], size, case.dim).to(dtype)
+    q = torch.randn(batch, case.rows, case.heads, case.dim, generator=gen, device=device).to(dtype)
+    if case.strided:
+        wide = torch.full((batch, case.rows + 1, 2 * case.heads, case.dim + 8), float("nan"), device=device).to(dtype)
+        wide[:, : case.rows, ::2, : case.dim] = q
+        q = wide[:, : case.rows, ::2, : case.dim]
+    sinks = torch.randn(case.heads, generator=gen, device=device) * 2 if case.sink else None
+    return MlaInputs(q, cache, table, torch.tensor(case.lens, dtype=torch.int32, device=device), sinks)
+
+
+def call(case: MlaCase, i: MlaInputs) -> tuple[torch.Tensor, torch.Tensor]:
+    """Call the case's function. Return out (B, rows, H, 512) and lse (B, H, rows), as `expected` has them."""
+    if case.window:
+        made = made_by(
+            wrappers.flash_mla_with_kvcache, i.q, i.cache.unsqueeze(2), i.table, i.lens, VALUES, softmax_scale=SCALE,
+            causal=case.causal, attn_sink=i.sinks,
+        )  # fmt: skip
+        made = made._replace(window_left=case.window, soft_cap=case.cap)
+        return flash_mla.shaped(made, serve(made), i.q, None)
+    if case.function == "flash_mla":
+        return wrappers.flash_mla_with_kvcache(
+            i.q, i.cache.unsqueeze(2), i.table, i.lens, VALUES, wrappers.get_mla_metadata()[0], softmax_scale=SCALE,
+            causal=case.causal, attn_sink=i.sinks,
+        )  # fmt: skip
+    out, lse = wrappers.trtllm_batch_decode_with_kv_cache_mla(
+        i.q, i.cache, None, 128, VALUES, case.dim - VALUES, i.table, i.lens, i.table.shape[1] * case.page_size,
+        bmm1_scale=SCALE, sinks=i.sinks, return_lse=True,
+    )  # fmt: skip
+    return out, lse.view(*i.q.shape[:3]).transpose(1, 2)
+
+
+class MlaResult(NamedTuple):
+    """The exact result of a call. mass: the sum of the magnitudes that are added up to each value of out."""
+
+    out: torch.Tensor
+    lse: torch.Tensor
+    mass: torch.Tensor
+
+
+def expected(case: MlaCase, i: MlaInputs) -> MlaResult:
+    """Return the result in float64. FlashMLA's lse is natural, without the sink, +inf for a row without keys; the other
+    function's has base 2, with the sink."""
+    batch, rows, heads, _ = i.q.shape
+    out, mass = torch.zeros(2, batch, rows, heads, VALUES, dtype=torch.float64, device=i.q.device)
+    lse = torch.full((batch, heads, rows), -math.inf, dtype=torch.float64, device=i.q.device)
+    for b, n in enumerate(case.lens):
+        pages = i.table[b, : -(-n // case.page_size)].long()
+        keys = i.cache[pages].flatten(0, 1)[:n].double()
+        for t in range(rows):
+            seen = max(n - rows + 1 + t, 0) if case.causal else n
+            if seen:
+                own = keys[max(0, n - rows + t - case.window) if case.window else 0 : seen]
+                logits = i.q[b, t].double() @ own.T * SCALE
+                if case.cap:
+                    logits = case.cap * torch.tanh(logits / case.cap)
+                lse[b, :, t] = torch.logsumexp(logits, -1)
+                out[b, t] = torch.softmax(logits, -1) @ own[:, :VALUES]
+                mass[b, t] = torch.softmax(logits, -1) @ own[:, :VALUES].abs()
+    if i.sinks is not None:
+        both = torch.logaddexp(lse, i.sinks.double()[None, :, None])
+        share = (lse - both).exp().transpose(1, 2)[..., None]
+        out, mass = out * share, mass * share
+        lse = lse if case.function == "flash_mla" else both
+    if case.function == "flash_mla":
+        return MlaResult(out, torch.where(lse == -math.inf, math.inf, lse), mass)
+    return MlaResult(out, lse / math.log(2.0), mass)
+
+
+def error(case: MlaCase, got: tuple[torch.Tensor, torch.Tensor], want: MlaResult) -> float:
+    """Return the largest difference over its tolerance; infinity for a number that is none."""
+    (out, lse), (exact, exact_lse, mass) = (t.double() for t in got), want
+    finite = exact_lse.isfinite()
+    if not out.isfinite().all() or not torch.equal(lse[~finite], exact_lse[~finite]):
+        return math.inf
+    allowed = ROUNDING[case.dtype] * mass + 1e-6
+    allowed_lse = 1e-5 + LSE_TOLERANCE * exact_lse.abs()
+    worst = ((out - exact).abs() / allowed).max().item() if out.numel() else 0.0
+    return max(worst, ((lse - exact_lse).abs() / allowed_lse)[finite].max().item() if finite.any() else 0.0)

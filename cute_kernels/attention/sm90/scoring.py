@@ -1,0 +1,310 @@
+"""Roles of tiles in which one warpgroup computes the scores of 64 rows, and two others O (`tile.scores_apart`).
+
+With V in K, a stage is 64 keys of 576 columns, and Q takes as much: two stages have room. `mainloop` holds two at a
+time, the one of which it issues Q K^T and the one of P V, so nothing would be loaded meanwhile. Here each block is
+computed from Q K^T to P V before the next one, and the other stage is loaded under it. The warpgroups do not repeat
+Q K^T, as they do in `mainloop` where two have the same rows.
+
+| role | threads | waits for | signals |
+| --- | --- | --- | --- |
+| score | 128 | work_pipe, q_pipe, k.pipe full; scores.pipe empty | work_pipe, q_pipe empty; scores.pipe full |
+| mma | 256 | work_pipe, scores.pipe full | work_pipe, scores.pipe, k.pipe empty |
+
+scores.pipe has one stage: P of a block, the factors by which O is multiplied before, and, behind the last block of a
+tile, sums and maxima of its rows. `score` computes the next block's scores while P is multiplied by V.
+"""
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32, Int64, const_expr
+from cutlass.cute.nvgpu import warpgroup
+
+from ...device import layout, memory, pipeline, wgmma
+from .. import geometry, mask, mask_blocks
+from .. import softmax as online
+from ..barriers import NamedBarrier
+from ..kv import source
+from ..kv.gather import NO_PAGE, copy_rows
+from ..schedule import work
+from ..schedule.work import WorkTileInfo
+from . import precision, splits
+from .epilogue import LANES, scales_of_call
+from .groups import o_part
+from .mainloop import recomputed_qk
+from .query import release_q
+from .roles import WARPS, roles
+from .softmax import compute_p, convert_p, mask_and_update_max
+from .state import BlockFlags, Sm90Fragments, Sm90TileState
+
+
+@dataclass(frozen=True)
+class ScoreHandoff:
+    """Shared memory between score and mma. p (m, n, 1): P of a block. pipe: of one stage. factor (m,): of rows.
+    row_max, row_sum (m, 2): of rows of a tile with an even and with an odd number; row_max in log2 units, or -inf for a
+    row without keys. mma has read those of a tile before it frees the first block of the next one."""
+
+    p: cute.Tensor
+    pipe: pipeline.Pipeline
+    factor: cute.Tensor
+    row_max: cute.Tensor
+    row_sum: cute.Tensor
+
+
+def allocate(spec, smem):
+    """Allocate `ScoreHandoff`."""
+    t = spec.tile
+    kind = layout.smem_layout((t.m, t.n), 1, precision.of(spec).mma_type)
+    p = smem.allocate_tensor(precision.of(spec).mma_type, kind.outer, 1024, kind.inner)
+    rows = [smem.allocate_tensor(Float32, cute.make_layout(shape), 16) for shape in (t.m, (t.m, 2), (t.m, 2))]
+    return ScoreHandoff(p, pipeline.make(smem, 1, roles(spec).warps("score"), roles(spec).warps("mma")), *rows)
+
+
+class ScoreState(NamedTuple):
+    """The next items of the score role: kv, in k.pipe; p, in scores.pipe; q, in q_pipe."""
+
+    kv: pipeline.PipelineState
+    p: Int32
+    q: Int32
+
+
+def score_fragments(spec, plan, s) -> Sm90Fragments:
+    """Make the fragments of the score role."""
+    t, tid = spec.tile, cute.arch.thread_idx()[0] % 128
+    qk = plan.mma_qk.get_slice(0)
+    acc_s = cute.make_rmem_tensor(qk.partition_shape_C((t.m, t.n)), Float32)
+    rows = cute.size(wgmma.rows_cols(acc_s), mode=[0])
+    coords = plan.mma_qk.get_slice(tid).partition_C(cute.make_identity_tensor((t.m, t.n)))
+    return Sm90Fragments(
+        None,
+        None,
+        None,
+        acc_s,
+        None,
+        cute.make_rmem_tensor_like(wgmma.as_operand_a(acc_s), precision.of(spec).mma_type),
+        online.make(rows),
+        cute.make_rmem_tensor(rows, Int32),
+        wgmma.rows_cols(coords),
+        scales_of_call(spec, plan.args),
+    )
+
+
+# The score role: one iteration per tile, an inner one per KV block, highest block first.
+@cute.jit
+def score(spec: cutlass.Constexpr, plan, s):
+    """Run the score role in its warpgroup."""
+    r = score_fragments(spec, plan, s)
+
+    def score_tile(w, _, at):
+        if w.n_block_max > w.n_block_min:
+            seqlen = mask.seqlen_info(spec, plan.args, w.sequence)
+            tile = Sm90TileState(r, w, seqlen, precision.rescale_params(spec, w.sequence.kv_len))
+            if const_expr(not spec.logits.soft_cap):
+                at = score_blocks(spec, plan, s, tile, at, False)
+            elif plan.args.logits.soft_cap > 0.0:
+                at = score_blocks(spec, plan, s, tile, at, True)
+            else:
+                at = score_blocks(spec, plan, s, tile, at, False)
+        return at
+
+    work.for_each_tile(spec, s, score_tile, ScoreState(pipeline.initial_state(), Int32(0), Int32(0)))
+
+
+@cute.jit
+def score_blocks(
+    spec: cutlass.Constexpr, plan, s, tile: Sm90TileState, at: ScoreState, capped: cutlass.Constexpr
+) -> ScoreState:
+    """Compute P of the blocks of a tile. Return the state behind it."""
+    pipeline.consumer_wait(s.q_pipe, at.q)
+    if tile.w.pack_factor > 1:
+        gather_q(spec, s, tile.w, plan.args)
+    init_rows(spec, tile)
+    lowest, last = tile.w.n_block_min, tile.w.n_block_max - 1
+    at = score_block(spec, plan, s, tile, at, last, BlockFlags(capped, True, True))
+    segments = mask.segments(spec, lowest, last, tile.w.n_block_full_min, tile.w.n_block_full_max, 0, capped)
+    for g in cutlass.range_constexpr(len(segments)):
+        segment = segments[g]
+        flags = BlockFlags(capped, segment.masked, segment.is_first)
+        for position in cutlass.range(segment.n_block_max - 1, segment.n_block_min - 1, -1, unroll=1):
+            at = score_block(spec, plan, s, tile, at, position, flags)
+    release_q(spec, s, at.q)
+    return at._replace(q=at.q + 1)
+
+
+@cute.jit
+def gather_q(spec: cutlass.Constexpr, s, w: WorkTileInfo, a):
+    """Packed GQA: copy the 64 rows of Q, (token, head) pairs, into the stage. Rows past the sequence become zeros."""
+    own, lane = spec.tile.m // WARPS, cute.arch.lane_idx()  # rows of a warp
+    first = cute.arch.warp_idx() % WARPS * own
+    row, starts = w.m_block * spec.tile.m + first + lane, cute.make_rmem_tensor(1, Int64)
+    starts[0] = Int64(NO_PAGE)
+    if row < geometry.num_rows(w.sequence.q_len, w.pack_factor):
+        token = w.sequence.q_start + geometry.token_of(row, geometry.pack_divisor(w))
+        starts[0] = memory.row_of(a.query.q, token, geometry.head_of(row, w.head_idx, geometry.pack_divisor(w)))
+    copy_rows(spec.head_dim_qk, own, starts, s.q[None, None, 0], first)
+    cute.arch.cp_async_commit_group()
+    cute.arch.cp_async_wait_group(0)
+    cute.arch.fence_proxy("async.shared", space="cta")
+    cute.arch.barrier(barrier_id=NamedBarrier.SCORES, number_of_threads=128)
+
+
+@cute.jit
+def init_rows(spec: cutlass.Constexpr, tile: Sm90TileState):
+    """Begin a tile: row_max = -inf, row_sum = 0; the token of each of this thread's rows."""
+    r = tile.r
+    online.reset(r.st, online.NO_KEY_MAX)
+    for k in cutlass.range_constexpr(cute.size(r.tokens)):
+        row = tile.w.m_block * spec.tile.m + r.cols[k, 0][0]
+        r.tokens[k] = geometry.token_of(row, geometry.pack_divisor(tile.w))
+
+
+@cute.jit
+def score_block(
+    spec: cutlass.Constexpr, plan, s, tile: Sm90TileState, at: ScoreState, position: Int32, flags: cutlass.Constexpr
+) -> ScoreState:
+    """Compute S = Q K^T of the block at a position, and its P, into shared memory. Return the state behind it."""
+    r, a = tile.r, plan.args
+    n_block = mask_blocks.n_block_at(spec, a, tile.w, position)
+    pipeline.consumer_wait(s.k.pipe, at.kv)
+    source(spec).fence_before_mma()
+    wgmma.issue(plan.mma_qk, r.acc_s, *recomputed_qk(spec, plan, s, at.kv.index), True)
+    warpgroup.wait_group(0)
+    # softmax
+    mask_and_update_max(spec, a, tile, n_block, flags)
+    for row in cutlass.range_constexpr(cute.size(r.tokens)):
+        compute_p(tile, row)
+        convert_p(spec, r, row)
+    if const_expr(flags.is_first and source(spec).PARTIAL_TAIL):
+        zero_tail(spec, s, tile.seqlen.kv_len - n_block * spec.tile.n, at)
+    # P, and what mma has to know of the rows
+    pipeline.producer_acquire(s.scores.pipe, at.p)
+    copy_p = wgmma.mma_nt(precision.of(spec).mma_type, 1, spec.tile.n, True)
+    wgmma.store_a(copy_p, r.p, s.scores.p[None, None, 0], cute.arch.thread_idx()[0] % 128)
+    store_rows(s, r, at.q % 2, position == tile.w.n_block_min)
+    cute.arch.fence_proxy("async.shared", space="cta")
+    cute.arch.sync_warp()  # all lanes have written before one of them arrives
+    pipeline.producer_commit(s.scores.pipe, at.p)
+    return at._replace(kv=pipeline.next_item(s.k.pipe, at.kv), p=at.p + 1)
+
+
+@cute.jit
+def store_rows(s, r: Sm90Fragments, tile: Int32, is_last):
+    """Store the factors of this warp's rows and, behind the last block of a tile, their maxima and sums. tile: its
+    number, of two."""
+    for k in cutlass.range_constexpr(cute.size(r.tokens)):
+        row = r.cols[k, 0][0]
+        if is_last:
+            total = cute.arch.warp_reduction_sum(r.st.row_sum[k], threads_in_group=LANES)
+            if cute.arch.lane_idx() % LANES == 0:
+                s.scores.row_sum[row, tile] = total
+                s.scores.row_max[row, tile] = (
+                    -Float32.inf if r.st.row_max[k] == -Float32.inf else r.st.row_max_scaled[k]
+                )
+        if cute.arch.lane_idx() % LANES == 0:
+            s.scores.factor[row] = r.st.acc_scale[k]
+
+
+@cute.jit
+def zero_tail(spec: cutlass.Constexpr, s, valid: Int32, at: ScoreState):
+    """Zero the rows of V past the last key, which hold whatever their page holds: 0 * NaN is NaN."""
+    if valid < spec.tile.n and source(spec).has_partial_tail(spec.tile.n, valid):
+        # Q K^T of the other warps may still read them
+        cute.arch.barrier(barrier_id=NamedBarrier.SCORES, number_of_threads=128)
+        v = precision.first_columns(s.v.smem, spec.padded_vo)
+        source(spec).zero_tail(spec, v[None, None, at.kv.index], valid, cute.arch.thread_idx()[0] % 128, 128)
+
+
+class OutputState(NamedTuple):
+    """The next items of the mma role: kv, in k.pipe; p, in scores.pipe; tile, of those with a key. partials: the
+    splits that the CTA has stored."""
+
+    kv: pipeline.PipelineState
+    p: Int32
+    tile: Int32
+    partials: Int32
+
+
+def output_fragments(spec, plan, s) -> Sm90Fragments:
+    """Make the fragments of the mma role."""
+    t, tid = spec.tile, cute.arch.thread_idx()[0] % 128
+    pv = plan.mma_pv.get_slice(0)
+    acc_o = cute.make_rmem_tensor(pv.partition_shape_C((t.m, spec.padded_vo // t.o_parts)), Float32)
+    rows = cute.size(wgmma.rows_cols(acc_o), mode=[0])
+    coords = plan.mma_qk.get_slice(tid).partition_C(cute.make_identity_tensor((t.m, t.n)))
+    return Sm90Fragments(
+        None,
+        None,
+        plan.mma_pv.make_fragment_B(pv.partition_B(precision.v_operand(spec, s.v.smem))),
+        None,
+        acc_o,
+        None,
+        online.make(rows),
+        None,
+        wgmma.rows_cols(coords),
+        scales_of_call(spec, plan.args),
+        shared_p=plan.mma_pv.make_fragment_A(pv.partition_A(s.scores.p)),
+    )
+
+
+# The mma role: one iteration per tile, an inner one per KV block.
+@cute.jit
+def output(spec: cutlass.Constexpr, plan, s, epilogue: cutlass.Constexpr):
+    """Run the mma role in one of its warpgroups, which has a part of the columns of O. epilogue: stores a tile."""
+    r = output_fragments(spec, plan, s)
+
+    def one_tile(w, _, at):
+        return output_tile(spec, plan, s, r, w, at, epilogue)
+
+    state = OutputState(pipeline.initial_state(), Int32(0), Int32(0), Int32(0))
+    state = work.for_each_tile(spec, s, one_tile, state)
+    if const_expr(s.splits is not None):
+        splits.merge(spec, plan.args, s, state.partials)
+
+
+@cute.jit
+def output_tile(
+    spec: cutlass.Constexpr, plan, s, r: Sm90Fragments, w: WorkTileInfo, at: OutputState, epilogue: cutlass.Constexpr
+) -> OutputState:
+    """Compute O of a tile, and store it. Return the state behind it."""
+    if w.n_block_max > w.n_block_min:
+        clear(r)
+        for _ in cutlass.range(w.n_block_max - w.n_block_min, unroll=1):
+            at = add_block(spec, plan, s, r, at)
+        read_rows(s, r, at.tile % 2)
+        at = at._replace(tile=at.tile + 1, partials=epilogue(spec, plan.args, s, r, w, False, at.partials))
+    else:
+        at = at._replace(partials=epilogue(spec, plan.args, s, r, w, True, at.partials))
+    return at
+
+
+def clear(r: Sm90Fragments):
+    """Begin a tile: O = 0."""
+    r.acc_o.fill(0.0)
+
+
+@cute.jit
+def add_block(spec: cutlass.Constexpr, plan, s, r: Sm90Fragments, at: OutputState) -> OutputState:
+    """Compute O += P V of a block."""
+    pipeline.consumer_wait(s.scores.pipe, at.p)
+    for k in cutlass.range_constexpr(cute.size(r.st.acc_scale)):
+        r.st.acc_scale[k] = s.scores.factor[r.cols[k, 0][0]]
+    online.rescale(r.st, wgmma.rows_cols(r.acc_o))
+    p, v = r.shared_p[None, None, None, 0], r.v[None, None, None, at.kv.index]
+    wgmma.issue(plan.mma_pv, r.acc_o, p, v, False, o_part(spec))
+    warpgroup.wait_group(0)
+    pipeline.consumer_release(s.scores.pipe, at.p)
+    pipeline.consumer_release(s.v.pipe, at.kv)
+    return at._replace(kv=pipeline.next_item(s.v.pipe, at.kv), p=at.p + 1)
+
+
+@cute.jit
+def read_rows(s, r: Sm90Fragments, tile: Int32):
+    """Read the maxima and the sums that `store_rows` has stored of this thread's rows."""
+    for k in cutlass.range_constexpr(cute.size(r.st.row_max)):
+        row = r.cols[k, 0][0]
+        total = s.scores.row_sum[row, tile]
+        r.st.row_sum[k] = total if cute.arch.lane_idx() % LANES == 0 else Float32(0.0)
+        r.st.row_max[k] = s.scores.row_max[row, tile]
+        r.st.row_max_scaled[k] = s.scores.row_max[row, tile]

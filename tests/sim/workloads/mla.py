@@ -1,0 +1,58 @@
+"""Simulated kernels of attention in which V lies in K."""
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+from ptxsim.runner import RunResult
+
+from bench.cases import mla as cases
+from bench.cases.mla import MlaCase
+
+from .common import SMS, Outcome, outcome, simulated
+
+
+@dataclass(frozen=True)
+class MlaScenario:
+    """Calls on a device of `sms` SMs."""
+
+    name: str
+    calls: tuple[MlaCase, ...]
+    sms: int = SMS
+
+
+def mla_cases(spec: Any) -> list[MlaScenario]:
+    """Return scenarios for the kernel `spec`, with split keys."""
+    base = MlaCase(
+        dtype=spec.q, dim=spec.head_dim_qk, causal=spec.mask.causal != "never", window=190 * spec.mask.window,
+        page_size=3 if spec.kv.source == "gather" else 64,
+    )  # fmt: skip
+    base = base if base.causal else replace(base, rows=2)  # a single row sees all keys under either mask
+    other = "trtllm" if base.causal and not base.window else "flash_mla"
+    first: tuple[MlaCase, ...] = (
+        replace(base, lens=(65,), heads=1, rows=3, page_size=32 if spec.kv.source == "tma" else 2),
+        replace(base, lens=(70, 0, 130), rows=8, heads=5, strided=True, sink=True),
+        replace(base, lens=(330,), heads=5, rows=8, cap=4.0 * spec.mask.window),
+        replace(base, lens=(200,), heads=80, data="peaks", function=other),
+    )
+    many = replace(base, lens=(29 * 64 + 3,), heads=8, page_size=1 if spec.kv.source == "gather" else 16, gap=2)
+    if spec.mask.window:
+        first = *first, replace(base, lens=(330, 70), heads=5, rows=8, causal=False, cap=4.0)
+        many = replace(many, window=4000)
+    few = replace(base, lens=(64, 1), page_size=base.page_size if spec.kv.source == "gather" else 8)
+    return [
+        MlaScenario("tiles", first), MlaScenario("many splits", (many,), 30),
+        MlaScenario("a block", (few, replace(few, lens=(3, 2, 1, 0, 65) * 7))),
+    ]  # fmt: skip
+
+
+def run_mla(spec: Any, scenario: MlaScenario, arch: str, **how: Any) -> Outcome:
+    """Run the scenario's calls; return their largest error and the bits of all of them."""
+    launches: list[RunResult] = []
+
+    def run(case: MlaCase) -> tuple[float, Any]:
+        given = cases.make(case)
+        got = cases.call(case, given)
+        return cases.error(case, got, cases.expected(case, given)), (got[0], got[1].flatten().clone())
+
+    with simulated(arch, launches, scenario.sms, spec, **how):
+        return outcome(scenario.calls, run, launches)
