@@ -120,6 +120,7 @@ def features(op: str, base: Any, what: str, values: dict[str, dict[str, Any]]) -
 
 PREFILL = KernelRequest(page_size=64, qhead_per_kvhead=4, split_kv="never")
 DECODE = KernelRequest(page_size=64, qhead_per_kvhead=4, rows=1, split_kv="always")
+LATENT = replace(DECODE, qhead_per_kvhead=16, shares_v=True)
 XQA = replace(DECODE, q="fp16", kv="fp16", out="fp16")
 APPEND = CacheWriteRequest("bf16", "bf16")
 ONE_BYTE = {"one byte": {"dtype": "uint8", "cache": "uint8"}}
@@ -193,6 +194,12 @@ ASKED: tuple[tuple[str, Any, str, dict[str, dict[str, Any]]], ...] = (  # argume
     ("decode", DECODE, "query heads of a KV head", heads(1, 3, 4, 5, 8, 16, 64, 96)),
     ("decode", DECODE, "with", MODIFIERS | {"batch-invariant bits": {"split_kv": "fixed"}}),
     ("decode", replace(DECODE, rows=64), "with", {"several query tokens": {}}),
+    (
+        "decode",
+        LATENT,
+        "head_dim of a latent cache",
+        {value: facts | {"shares_v": True} for value, facts in dims((576, 512), (512, 512)).items()},
+    ),
     ("xqa", XQA, "KV", {"fp16": HALVES["fp16"]} | QUANTISED),
     ("xqa", XQA, "output", {"e4m3": {"out": "e4m3"}}),
     ("xqa", XQA, "page size", pages(1, 5, 16, 24, 32, 64, 128)),

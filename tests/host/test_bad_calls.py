@@ -19,7 +19,7 @@ import wrappers
 from bench.cases import attention as cases
 from bench.cases import topk as topk_cases
 from tests.support import bad_values as shared
-from tests.support import good_calls, rope_calls
+from tests.support import good_calls, layout_calls, rope_calls
 from tests.support.bad_values import E4M3, HOSTS, KINDS, MISMATCH, NONE, OF_TWO, SIZES, VALUES, not_tensors, tensors_in
 from wrappers import fp4
 from wrappers.flash_attn import api as flash_attn
@@ -64,7 +64,12 @@ APPENDED = {
 }  # fmt: skip
 
 
+def latent(case: str) -> dict[str, Any]:
+    return layout_calls.CALLS[layout_calls.TRTLLM_MLA, case]()
+
+
 CONTEXT, DECODE = wrappers.trtllm_batch_context_with_kv_cache, wrappers.trtllm_batch_decode_with_kv_cache
+TRTLLM_MLA = wrappers.trtllm_batch_decode_with_kv_cache_mla
 ROPE_APPEND = wrappers.rope_quantize_fp8_append_paged_kv_cache
 FORMS_OF_CALLS: dict[str, tuple[Any, Any]] = {  # of functions that have several, and of what is in no registry
     "context": (CONTEXT, lambda: attention(SMALL, "context")),
@@ -77,6 +82,10 @@ FORMS_OF_CALLS: dict[str, tuple[Any, Any]] = {  # of functions that have several
     "xqa": (wrappers.xqa, lambda: attention(replace(SMALL, q_lens=(1, 1), dtype="fp16", layout="NHD"), "xqa")),
     "xqa, drafts": (wrappers.xqa, lambda: attention(DRAFTS, "xqa")),
     "xqa, nvfp4": (wrappers.xqa, lambda: attention(replace(DRAFTS, kv_dtype="nvfp4"), "xqa")),
+    "trtllm mla": (TRTLLM_MLA, lambda: latent("sinks") | latent("plain") | {"return_lse": True}),
+    "trtllm mla, ragged": (TRTLLM_MLA, lambda: latent("ragged")),
+    "flash_mla": (wrappers.flash_mla_with_kvcache, lambda: layout_calls.flash_mla(
+        attn_sink=layout_calls.SINK, out=torch.zeros(2, 2, 4, 512).bfloat16())),
     "explain": (
         wrappers.explain, lambda: attention(SMALL, "context") | {"function": CONTEXT, "arch": "sm_90a", "sms": 9}),
     "top_k_page_table_transform": (wrappers.top_k_page_table_transform, page_table),
@@ -139,12 +148,15 @@ INT = (
     "max_q_len", "batch_size", "window_left", "num_kv_heads", "page_size", "sliding_win_size", "q_seq_len", "k",
     "tie_break", "q_len_per_req", "num_rows", "stride0", "stride1", "top_k", "next_n", "scale_start_index", "columns",
     "rows", "start", "o_sf_vec_size", "sms", "nnz", "rotary_dim", "head_size",
+    "head_dim_v", "kv_lora_rank", "qk_rope_head_dim", "sparse_mla_top_k", "num_q_tokens_per_head_k", "num_heads_k",
 )  # fmt: skip
 FLAG = (
     "uses_shared_paged_kv_idx", "causal", "return_lse", "v_scales_interleaved", "batch_invariant", "deterministic",
     "dsa_graph_safe", "sorted", "enable_pdl", "use_fp16_softmax", "uses_spcompress", "interleave", "is_neox",
+    "is_fp8_kvcache", "enable_batch_invariant", "is_var_seq", "enable_dcp",
 )  # fmt: skip
-NUMBER = ("o_sf_scale", "skip_softmax_threshold_scale_factor", "logits_soft_cap", "o_scale", "rcp_out_scale")
+NUMBER = ("softmax_scale", "o_sf_scale", "skip_softmax_threshold_scale_factor", "logits_soft_cap", "o_scale",
+          "rcp_out_scale")  # fmt: skip
 SCALE = ("bmm1_scale", "bmm2_scale", "q_scale", "kv_scale", "bmm1_scale_log2", "global_scale", "k_scale", "v_scale")
 OTHER = {
     "kv_layout": "layout", "backend": "name", "out_dtype": "dtype", "shape": "shape", "original_shape": "shape",
@@ -155,7 +167,8 @@ KIND = dict.fromkeys(INT, "int") | dict.fromkeys(FLAG, "flag") | dict.fromkeys((
 KIND |= dict.fromkeys(SCALE, "scale") | OTHER
 HINTS = {
     "workspace_buffer", "max_kv_len", "cum_seq_lens_kv", "multi_ctas_kv_counter_buffer", "max_seq_len", "semaphores",
-    "request_order", "request_order_plan", "sm_count",
+    "request_order", "request_order_plan", "sm_count", "qk_nope_head_dim", "cute_dsl_impl", "kv_scale_format",
+    "tile_scheduler_metadata", "num_splits",
 }  # fmt: skip
 
 
@@ -200,6 +213,7 @@ OWN = {  # of a second form of a call: what the first does not show
     "context, nvfp4 output": {"out", "out_dtype", "o_sf_scale", "o_sf_vec_size"},
     "decode, equal": {"query", "seq_lens", "block_tables", "mask", "q_len_per_req", "max_q_len"},
     "decode, nvfp4": {"kv_cache", "kv_cache_sf", "v_scales_interleaved"},
+    "trtllm mla, ragged": {"query", "seq_lens", "block_tables", "max_q_len", "cum_seq_lens_q", "out"},
     "explain": {"function", "arch", "sms"},
     "xqa, drafts": {"q", "output", "page_table", "seq_lens", "mask", "q_seq_len", "q_cu_seq_lens"},
     "xqa, nvfp4": {"k_cache", "k_sf_cache", "v_sf_cache", "v_scales_interleaved"},
@@ -298,6 +312,16 @@ ACCEPTED: dict[str, dict[str, set[str]]] = {  # function, or call -> argument ->
         "enable_pdl": NONE_ONLY, "kv_layout": {"None", "int"},  # sm_count, in older signatures
         "k_cache": {"a row more"}, "v_cache": {"a row more"},
     },
+    "trtllm mla": {
+        **dict.fromkeys(("out", "sinks", "skip_softmax_threshold_scale_factor", "enable_pdl"), NONE_ONLY),
+        "use_fp16_softmax": NONE_ONLY, "lse": {"None", "strided"}, "kv_cache": {"a row more"},
+        "bmm2_scale": {"zero", "negative"}, "max_q_len": {"None", "far", "negative"},  # not used
+    },
+    "trtllm mla, ragged": {"out": NONE_ONLY, "max_q_len": {"far"}},
+    "flash_mla": {"out": NONE_ONLY, "attn_sink": NONE_ONLY, "k_cache": {"a row more"}, "softmax_scale": NONE_ONLY},
+    "get_mla_metadata": {  # of any layout and device
+        "cache_seqlens": {"None", "columns", *FORMS} - {"rank + 1", "flat"}, "num_q_tokens_per_head_k": {"far"},
+        "num_heads_k": {"far"}, "num_heads_q": {"int"}, "topk": {"int"}},
     "explain": {"sms": {"None", "far"}},
     "xqa, drafts": {
         "page_table": {"columns"}, "seq_lens": {"flat", "expanded columns"}, "output": {"float8_e4m3fn"},
@@ -375,6 +399,8 @@ ON_CPU: dict[str, dict[str, set[str]]] = {  # by the reference, where no kernel 
     "context": {"bmm1_scale": SCALES},
     "decode, ragged": {"bmm1_scale": SCALES},
     "xqa": {"q_scale": SCALES, "kv_scale": SCALES},
+    "trtllm mla": {"bmm1_scale": SCALES},
+    "flash_mla": {"softmax_scale": SCALES},
 }
 FEWER = {"K a row less", "V a row less"}  # pages: a table may name the last
 ON_CUDA: dict[str, dict[str, set[str]]] = {  # values that only the device knows, see test_values.py
@@ -389,6 +415,11 @@ ON_CUDA: dict[str, dict[str, set[str]]] = {  # values that only the device knows
         "q_scale": VALUES, "kv_scale": VALUES, "page_table": {"no columns"}, "k_cache": {"a row less"},
         "v_cache": {"a row less"}},
     "xqa, drafts": {"page_table": {"no columns"}},
+    "trtllm mla": {
+        "bmm1_scale": VALUES, "bmm2_scale": VALUES, "block_tables": {"no columns", "columns"},
+        "kv_cache": {"no rows", "a row less"}},
+    "trtllm mla, ragged": {"block_tables": {"no columns", "columns"}},
+    "flash_mla": {"block_table": {"no columns", "columns"}, "k_cache": {"no rows", "a row less"}},
     **dict.fromkeys(("append, quantised", "append, slots"), {"k_scale": VALUES, "v_scale": VALUES}),
     **dict.fromkeys(("nvfp4_quantize", "nvfp4_dequantize", "fp4.store", "fp4.load"), {"global_scale": VALUES}),
 }  # fmt: skip
@@ -397,6 +428,7 @@ SHOWN = {  # what a message says instead of the argument's name and value
     ("context, stacked", "kv_cache", "uint8"): "kv_cache: K has head_dim 128",
     ("context, nvfp4 cache", "kv_block_scales", "None"): "kv_cache_sf: None, required",
     ("decode, ragged", "cum_seq_lens_q", "None"): r"query: 5 tokens, must be 2 x 1 (seq_lens, q_len_per_req)",
+    ("trtllm mla, ragged", "cum_seq_lens_q", "None"): "query: shape (4, 4, 576), must have 4 dimensions without",
     ("xqa, drafts", "q_cu_seq_lens", "None"): "q: shape (5, 4, 64)",
     ("xqa, drafts", "q_seq_len", "far"): "73786976294838206464) (the query's rows, two words per 32 of q_seq_len)",
     ("explain", "function", "builtin"): "function: len",

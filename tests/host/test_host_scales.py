@@ -33,8 +33,9 @@ NUMBERS = {  # numbers only
     "sm_scale", "softmax_scale", "rope_scale", "o_scale", "o_sf_scale", "rcp_out_scale", "logits_soft_cap_scale",
     "skip_softmax_threshold_scale_factor", "quant_scale_q", "quant_scale_kv", "weight_scale",
 }  # fmt: skip
-FLAGS = {"skip_scale", "dst_scale"}  # a flag, and an output
+FLAGS = {"skip_scale", "dst_scale", "kv_scale_format"}  # a flag, an output, and a name
 BLOCKS = {("FP4Tensor", "scale"), ("FP4Tensor", "scale_start_index")}  # of block scales
+BLOCKS |= {("flash_mla_with_kvcache", "descale_q"), ("flash_mla_with_kvcache", "descale_k")}  # must be None
 
 
 # ---- the calls: name -> (function, its good arguments); classes are planned for the data's device
@@ -154,9 +155,10 @@ CASES = [
     (name, argument)
     for name in (*FUNCTIONS, *METHODS)
     for argument in scales_of(function_of(name))
-    if argument not in NUMBERS
+    if argument not in NUMBERS and (name, argument) not in BLOCKS
 ] + [("BatchAttentionWithAttentionSinkWrapper.run", f"{x}_scale") for x in "qkv"]  # its keywords
-ATTENTION = [case for case in CASES if not any(word in case[0] for word in ("nvfp4", "fp4.", "mla", "gather"))]
+WRITING = ("nvfp4", "fp4.", "mla", "gather")  # words in the names of other functions, but for attention to a cache
+ATTENTION = [case for case in CASES if "decode" in case[0] or not any(word in case[0] for word in WRITING)]
 POSITIVE = [case for case in CASES if case not in ATTENTION]
 
 

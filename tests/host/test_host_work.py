@@ -11,7 +11,7 @@ from bench import append, merging
 from bench.cases import topk as topk_cases
 from tests.attention.test_decode_wrapper import decode_of, xqa_inputs
 from tests.attention.test_low_precision import OF_HEADS
-from tests.support import rope_calls
+from tests.support import good_calls, rope_calls
 from tests.support.emulated import PLAIN, inputs_of
 from tests.support.host_work import Work, count_functions, host_work, operators_of
 from tests.support.prefill_batches import HKV, HQ, WORKSPACE, Case, D
@@ -52,6 +52,12 @@ def context(**changes):
 def decode():
     inputs = decode_of(PLAIN)
     return lambda: trtllm_batch_decode_with_kv_cache(**inputs)
+
+
+def mla(name):
+    """With and without views of the query and the output."""
+    inputs = good_calls.mla(name)
+    return lambda: getattr(wrappers, name)(**inputs)
 
 
 def xqa_call():
@@ -164,6 +170,9 @@ PLANNED = {
     "context that allocates": (partial(context, out=None, lse=None), Work(24, 2)),
     "decode": (decode, Work(34, 0)),
     "xqa": (xqa_call, Work(29, 4)),
+    # views of the query, of the cache and of V, the outputs, and their views
+    "flash_mla_with_kvcache": (partial(mla, "flash_mla_with_kvcache"), Work(29, 8)),
+    "trtllm_batch_decode_with_kv_cache_mla": (partial(mla, "trtllm_batch_decode_with_kv_cache_mla"), Work(44, 5)),
     # views of q, k and v, the output, and its view; nothing that describes the batch
     "flash_attn_func": (partial(flash, 200), Work(44, 7)),
     "flash_attn_func, one row": (partial(flash, 1), Work(44, 7)),

@@ -44,12 +44,12 @@ UPSTREAM = ("wrappers/integrations/", "wrappers/flashinfer/wrapper_classes/")
 
 # The rooms of wrappers: imports go down. Those of one floor import nothing of each other.
 ROOMS = (
-    {"integrations"}, {"own"}, {"flashinfer", "flash_attn", "vllm"}, {"attention"},
+    {"integrations"}, {"own"}, {"flashinfer", "flash_attn", "flash_mla", "vllm"}, {"attention"},
     {"topk", "cache_write", "merge", "latent"},
     {"reference"}, {"fp4"}, {"host"},
 )  # fmt: skip
 # Rooms whose functions `*_call` make the call of a public function: they have its arguments (test_registry.py).
-ADAPTERS = {"own", "flashinfer", "flash_attn", "vllm"}
+ADAPTERS = {"own", "flashinfer", "flash_attn", "flash_mla", "vllm"}
 # The reference takes an attention call whole, so it knows what one is.
 BESIDE_ROOMS = {"wrappers/reference/paged.py": {"wrappers.attention.call"}}
 

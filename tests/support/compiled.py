@@ -16,7 +16,7 @@ import torch
 from torch.utils._pytree import tree_leaves
 
 import wrappers
-from bench.cases import attention, family, topk
+from bench.cases import attention, family, mla, topk
 from bench.cases.family import FamilyCase
 from tests.support.host_work import Seen
 from wrappers.flashinfer import values
@@ -60,6 +60,24 @@ def fmha_inputs(device: Any, size: int, seed: int) -> Given:
         "qkv": (given["query"], given["kv_cache"]),
         "input_layout": "Q_PAGED_KV_HND",
     }
+
+
+def mla_inputs(function: str) -> Callable[..., Given]:
+    """function: as in `MlaCase`."""
+
+    def make(device: Any, size: int, seed: int) -> Given:
+        made = mla.make(mla.MlaCase(lens=LENS[size][1], rows=2, heads=4, page_size=16), "cpu", seed)
+        names = ("q", "k_cache", "block_table", "cache_seqlens")
+        if function == "trtllm":
+            names = ("query", "kv_cache", "block_tables", "seq_lens")
+        cache = made.cache if function == "trtllm" else made.cache.unsqueeze(2)
+        given: Given = {name: t.to(device) for name, t in zip(names, (made.q, cache, made.table, made.lens))}
+        if function == "trtllm":
+            return given | {"workspace_buffer": None, "qk_nope_head_dim": 128, "kv_lora_rank": 512,
+                            "qk_rope_head_dim": 64, "max_seq_len": 256, "bmm1_scale": 0.1}  # fmt: skip
+        return given | {"head_dim_v": 512, "causal": True}
+
+    return make
 
 
 def single_inputs(device: Any, size: int, seed: int) -> Given:
@@ -268,6 +286,11 @@ TABLES: dict[str, tuple[Callable[[Given], Results], Callable[..., Given]]] = {  
     "xqa": (writing(wrappers.xqa, "q", "output"), table_inputs("xqa", LENS)),
     "xqa_batch_decode_with_kv_cache": (returning(wrappers.xqa_batch_decode_with_kv_cache, "query"), xqa_decode_inputs),
     "trtllm_fmha_v2_prefill": (fmha_step, fmha_inputs),
+    "trtllm_batch_decode_with_kv_cache_mla": (
+        returning(wrappers.trtllm_batch_decode_with_kv_cache_mla, "query"),
+        mla_inputs("trtllm"),
+    ),
+    "flash_mla_with_kvcache": (returning(wrappers.flash_mla_with_kvcache, "q"), mla_inputs("flash_mla")),
 }
 OTHERS: dict[str, Any] = {
     "single_prefill_with_kv_cache": (returning(wrappers.single_prefill_with_kv_cache, "q"), single_inputs),

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from bench.cases import attention as cases
+from bench.cases import mla as mla_cases
 from bench.cases import topk as topk_cases
 from tests.attention.test_decode_wrapper import xqa_inputs
 from tests.engines.test_engines import as_fmha, as_persistent, as_xqa_batch
@@ -46,6 +47,19 @@ def single(tokens: slice | int) -> dict[str, Any]:
     """Queries, keys and values of one request."""
     q, k, v = torch.randn(3, 40, 4, 64, generator=torch.Generator().manual_seed(0)).bfloat16()
     return {"q": q[tokens], "k": k[:, :2], "v": v[:, :2]}
+
+
+def mla(function: str) -> dict[str, Any]:
+    """Two requests of two rows over a latent cache, for a function that attends to it."""
+    case = mla_cases.MlaCase(lens=(9, 40), rows=2, heads=4, page_size=16)
+    made = mla_cases.make(case)
+    cache, table = made.cache.nan_to_num(1.0), made.table.clamp(0, len(made.cache) - 1)
+    if function == "flash_mla_with_kvcache":
+        return {"q": made.q, "k_cache": cache.unsqueeze(2), "block_table": table, "cache_seqlens": made.lens,
+                "head_dim_v": 512, "softmax_scale": 0.1, "causal": True}  # fmt: skip
+    return {"query": made.q, "kv_cache": cache, "workspace_buffer": None, "qk_nope_head_dim": 128,
+            "kv_lora_rank": 512, "qk_rope_head_dim": 64, "block_tables": table, "seq_lens": made.lens,
+            "max_seq_len": 48, "bmm1_scale": 0.1, "bmm2_scale": 1.0}  # fmt: skip
 
 
 def states(v: str, s: str) -> dict[str, torch.Tensor]:
@@ -110,6 +124,7 @@ def gathered(function: str) -> dict[str, Any]:
                     "kv_cache_dtype": "fp8_ds_mla", "scale": torch.ones(1)}  # fmt: skip
 
 
+MLA = "flash_mla_with_kvcache", "trtllm_batch_decode_with_kv_cache_mla"  # kernels for Hopper alone
 GATHERS = ("gather_latent", "gather_and_maybe_dequant_cache", "cp_gather_cache",
            "cp_gather_and_upconvert_fp8_kv_cache", "cp_gather_and_upconvert_nvfp4_kv_cache",
            "cp_gather_indexer_k_quant_cache")  # fmt: skip
@@ -121,6 +136,7 @@ GOOD: dict[str, Callable[[], dict[str, Any]]] = {
     "get_batch_indices_positions": lambda: {
         "append_indptr": ints(0, 2, 2, 5), "seq_lens": ints(3, 0, 1), "nnz": 5,
         "batch_indices": torch.zeros(5, dtype=torch.int32), "positions": torch.zeros(5, dtype=torch.int32)},
+    "get_mla_metadata": lambda: {"cache_seqlens": ints(9, 40), "num_q_tokens_per_head_k": 8, "num_heads_k": 1},
     "merge_state": lambda: states("v_a", "s_a") | states("v_b", "s_b"),
     "merge_state_in_place": lambda: states("v", "s") | states("v_other", "s_other") | {"mask": torch.ones(3) > 0},
     "merge_states": lambda: {"v": torch.ones(3, 4, 2, 8), "s": torch.ones(3, 4, 2)},
@@ -147,6 +163,8 @@ def inputs_of(function: str) -> dict[str, Any]:
         return gathered(function)
     if function in LATENT:
         return latent(function)
+    if function in MLA:
+        return mla(function)
     if "append" in function:
         return appended(function)
     if function in topk_cases.FUNCTIONS:

@@ -153,6 +153,23 @@ def cached_e4m3() -> Arguments:
     return given | {name: given[name].to(E4M3) for name in ("q", "k_cache", "v_cache")} | DESCALES
 
 
+# ---- attention to latent caches
+
+
+def flash_mla(**changes: Any) -> Arguments:
+    return good_calls.mla(FLASH_MLA) | changes
+
+
+def trtllm_mla(**changes: Any) -> Arguments:
+    return good_calls.mla(TRTLLM_MLA) | changes
+
+
+def ragged_mla() -> Arguments:
+    """Two requests of one row and of three, and scales that are tensors."""
+    given = trtllm_mla(cum_seq_lens_q=ints(0, 1, 4), max_q_len=3, bmm1_scale=ONE, bmm2_scale=torch.tensor([2.0]))
+    return given | {"query": given["query"].flatten(0, 1), "out": torch.zeros(4, 4, 512).bfloat16()}
+
+
 # ---- caches
 
 TOKENS = {"k": rows(3, 2, 16, seed=1), "v": rows(3, 2, 16, seed=2)}
@@ -290,6 +307,7 @@ def dequantised() -> Arguments:
 
 NVFP4_LATENT = "nvfp4_quantize_append_paged_mla_kv_cache"
 ROPE_APPEND = "rope_quantize_fp8_append_paged_kv_cache"
+FLASH_MLA, TRTLLM_MLA = good_calls.MLA
 DECODE, CONTEXT = "trtllm_batch_decode_with_kv_cache", "trtllm_batch_context_with_kv_cache"
 RICH: dict[str, dict[str, Callable[[], Arguments]]] = {  # function -> name of a call -> its arguments, made anew
     CONTEXT: {
@@ -338,6 +356,14 @@ RICH: dict[str, dict[str, Callable[[], Arguments]]] = {  # function -> name of a
     "flash_attn_func": {
         "plain": lambda: dense(s_aux=SINK, out=torch.zeros(2, 2, 4, 64).half()), "e4m3": dense_e4m3,
         "sinks": lambda: dense(sinks=SINK), "other sinks": lambda: dense(learnable_sink=SINK),
+    },
+    FLASH_MLA: {
+        "plain": flash_mla,
+        "sinks": lambda: flash_mla(attn_sink=SINK, causal=False, out=torch.zeros(2, 2, 4, 512).bfloat16()),
+    },
+    TRTLLM_MLA: {
+        "plain": lambda: trtllm_mla(lse=torch.zeros(4, 4)), "ragged": ragged_mla,
+        "sinks": lambda: trtllm_mla(sinks=SINK, out=torch.zeros(2, 2, 4, 512).bfloat16()),
     },
     topk_cases.TOP_K: {"plain": top_k_of(topk_cases.TOP_K, sorted=True)},
     topk_cases.PAGE_TABLE: {"plain": page_table},
@@ -399,8 +425,11 @@ RICH: dict[str, dict[str, Callable[[], Arguments]]] = {  # function -> name of a
 UNREAD = {
     "token_to_seq", "host_cache", "host_row_ids", "device_row_ids",
     "workspace_buffer", "semaphores", "workspace", "cum_seq_lens_kv", "multi_ctas_kv_counter_buffer", "request_order",
-    "causal_seqlens_kv_global", "max_seqlen_k",
+    "causal_seqlens_kv_global", "max_seqlen_k", "sparse_mla_top_k_lens", "num_splits", "extra_k_cache",
+    "extra_indices_in_kvcache", "topk_length", "extra_topk_length", "descale_q", "descale_k",
 }  # fmt: skip
+
+MUST_BE_NONE = {(FLASH_MLA, "indices")}  # of another function they are read
 
 
 def calls_of(name: str) -> dict[str, Callable[[], Arguments]]:
@@ -425,6 +454,7 @@ UNSERVED = {("single_prefill_with_kv_cache", "nvfp4")}  # by no kernel, on the C
 _DESCALES, _LOGITS = {"q_descale", "k_descale", "v_descale"}, {"logits"}
 STRICT: dict[str, set[str]] = {  # function -> tensors for which whole, aligned rows are not enough
     DECODE: {"out scale"}, "xqa": {"seq_lens"}, "flash_attn_varlen_func": _DESCALES,
+    **dict.fromkeys(good_calls.MLA, {"out"}),
     "flash_attn_with_kvcache": _DESCALES | {"out", "k_cache", "v_cache"}, "flash_attn_func": _DESCALES | {"out"},
     topk_cases.PREFILL: _LOGITS, topk_cases.DECODE: _LOGITS,  # strides are arguments of their own
     "append_qkv": {"norm q_weight"},

@@ -9,11 +9,13 @@ from ..attention.bound import Reshaping
 from ..attention.call import AttentionCall
 from ..cache_write import quantize as nvfp4
 from ..flash_attn import api as flash_attn
+from ..flash_mla import api as flash_mla
 from ..flashinfer import (
     cascade,
     engines,
     latent,
     latent_nvfp4,
+    mla,
     page,
     quantization,
     rope,
@@ -118,6 +120,15 @@ FUNCTIONS: tuple[PublicFunction, ...] = (
     PublicFunction(flash_attn.flash_attn_varlen_func, flash_attn.varlen_call, FLASH_ATTENTION, _SHAPED),
     PublicFunction(flash_attn.flash_attn_with_kvcache, flash_attn.kvcache_call, FLASH_ATTENTION, _SHAPED),
     PublicFunction(flash_attn.flash_attn_func, flash_attn.func_call, FLASH_ATTENTION, _SHAPED),
+    PublicFunction(
+        mla.trtllm_batch_decode_with_kv_cache_mla, mla.mla_decode_call, DECODE,
+        Reshaping(mla.bound_rows, mla.shaped),
+    ),
+    PublicFunction(
+        flash_mla.flash_mla_with_kvcache, flash_mla.decode_call, DECODE,
+        Reshaping(flash_mla.bound_rows, flash_mla.shaped),
+    ),
+    PublicFunction(flash_mla.get_mla_metadata, None, DECODE, kernels=NO_KERNEL, binds=False),
     PublicFunction(topk.top_k, topk.top_k_call, SELECTION),
     PublicFunction(topk.top_k_page_table_transform, topk.page_table_call, SELECTION),
     PublicFunction(topk.top_k_ragged_transform, topk.ragged_call, SELECTION),

@@ -19,7 +19,8 @@ def draw(family: str, rng: Random, options: Options) -> Call:
         function, rng.choice(tuple(DTYPES)), rng.choice((1, 2, 5, 33, 130)), rng.choice((1, 2, 3, 7, 40)),
         rng.choice((1, 3, 8)), rng.choice((8, 40, 64, 128, 192, 256, 512)),
         rng.choice(("packed", "strided", "columns")),
-        rng.choice((0, 0, 1)), rng.choice(((0, 1), (0,), (1,))), rng.choice(("", "bool", "uint8")) if function == IN_PLACE else "",
+        rng.choice((0, 0, 1)), rng.choice(((0, 1), (0,), (1,))),
+        rng.choice(("", "bool", "uint8")) if function == IN_PLACE else "",
         rng.choice(("normal", "normal", "special")), rng.choice((1.0, 3.0, 30.0)),
     )  # fmt: skip
     mode = rng.choices(("eager", "graph", "threads"), (76, 16, 8))[0]

@@ -1,0 +1,98 @@
+"""Decode over latent caches on a GPU: kernels beside float64, equal bits in every run, graphs for other lengths."""
+
+import pytest
+import torch
+
+import wrappers
+from bench.cases import mla as cases
+from bench.cases.mla import MlaCase
+from tests.support.gpu import CUDA, feature
+
+CASES = {
+    "one request": MlaCase(lens=(1, 64, 65)),
+    "page of a row": MlaCase(lens=(300, 0, 1000), page_size=1, heads=8),
+    "page of three": MlaCase(lens=(301,), page_size=3, heads=8, rows=2),
+    "pages of 8": MlaCase(lens=(129, 500), page_size=8, rows=4, heads=16),
+    "many heads": MlaCase(lens=(700, 3000), heads=128, rows=2, sink=True),
+    "prompt": MlaCase(lens=(900, 200, 1500), heads=16, rows=70),
+    "odd heads, strided": MlaCase(lens=(400,) * 9, heads=5, rows=3, strided=True, gap=3),
+    "no mask": MlaCase(lens=(4000, 10, 100), heads=16, rows=2, causal=False),
+    "512": MlaCase(lens=(777, 5000), heads=64, dim=512, sink=True),
+    "fp16": MlaCase(dtype="fp16", lens=(2000, 1), heads=16),
+    "splits": MlaCase(lens=(60_000,), heads=16, sink=True),
+    "splits of many heads": MlaCase(lens=(33_000, 100), heads=128),
+    "peaks": MlaCase(lens=(5000, 900), heads=20, data="peaks"),
+    "many requests": MlaCase(lens=tuple(range(0, 3000, 7)), heads=16),
+    "window and cap": MlaCase(lens=(2500, 90), heads=16, rows=5, window=700, cap=6.0),
+    "trtllm": MlaCase(function="trtllm", lens=(1000, 50), heads=16, rows=3, sink=True),
+}
+
+
+DIMS = {576: "576 (Q, K) and 512 (V)", 512: "512"}
+
+
+def marked(name):
+    return pytest.param(name, marks=feature(f"decode head_dim of a latent cache {DIMS[CASES[name].dim]}"))
+
+
+@pytest.mark.parametrize("name", list(map(marked, CASES)))
+def test_right_and_equal_when_run_again(name):
+    case = CASES[name]
+    given = cases.make(case, CUDA, seed=len(name))
+    out, lse = cases.call(case, given)
+    assert cases.error(case, (out, lse), cases.expected(case, given)) <= 1.0
+    for _ in range(3):
+        again = cases.call(case, given)
+        assert torch.equal(again[0], out) and torch.equal(again[1], lse)
+
+
+def test_a_graph_serves_other_lengths():
+    case = MlaCase(lens=(2000, 700, 64, 1), heads=16, rows=2)
+    given = cases.make(case, CUDA)
+    cases.call(case, given)
+    graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        cases.call(case, given)
+        stream.synchronize()
+        with torch.cuda.graph(graph, stream=stream):
+            out, lse = cases.call(case, given)
+    for lens in ((2000, 700, 64, 1), (3, 500, 0, 1), (1999, 1, 63, 1)):
+        given.lens.copy_(torch.tensor(lens))
+        graph.replay()
+        torch.cuda.synchronize()
+        shorter = MlaCase(lens=lens, heads=16, rows=2)
+        assert cases.error(shorter, (out, lse), cases.expected(shorter, given)) <= 1.0
+
+
+def test_a_request_does_not_depend_on_its_batch():
+    """With the flag, bit for bit."""
+    case = MlaCase(lens=(3000, 200, 64, 900), heads=16)
+    given = cases.make(case, CUDA)
+
+    def run(i):
+        return wrappers.flash_mla_with_kvcache(
+            given.q[i], given.cache.unsqueeze(2), given.table[i], given.lens[i], 512, softmax_scale=cases.SCALE,
+            enable_batch_invariant=True,
+        )  # fmt: skip
+
+    whole = run(slice(None))
+    assert cases.error(case, whole, cases.expected(case, given)) <= 1.0
+    for b in range(4):
+        one = run(slice(b, b + 1))
+        assert torch.equal(one[0], whole[0][b : b + 1]) and torch.equal(one[1], whole[1][b : b + 1])
+
+
+def test_hostile_tables_and_lengths():
+    """No value makes a kernel leave its tensors: the next call is right."""
+    case = MlaCase(lens=(500, 70), heads=16)
+    given = cases.make(case, CUDA)
+    table, lens = given.table.clone(), given.lens.clone()
+    for value in (-1, -(2**31), 2**31 - 1, 1 << 30):
+        given.table.fill_(value)
+        cases.call(case, given)
+        given.table.copy_(table)
+        given.lens.fill_(value)
+        cases.call(case, given)
+        given.lens.copy_(lens)
+    torch.cuda.synchronize()
+    assert cases.error(case, cases.call(case, given), cases.expected(case, given)) <= 1.0

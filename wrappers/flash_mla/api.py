@@ -1,0 +1,173 @@
+"""FlashMLA's functions: decode of latent attention (MLA) over a paged cache, of which V is the first columns of K."""
+
+from typing import Any
+
+import torch
+
+from cute_kernels.attention.spec import LSE_INF, LSE_NATURAL, LSE_OF_KEYS
+
+from ..attention.call import AttentionCall, sequences_of
+from ..attention.checks import SIGNATURES
+from ..attention.op import serve
+from ..host.checks import check_flag, check_integer, check_one_of, check_shape, check_strided
+from ..host.plain import traced
+from ..host.scalars import integer, real
+
+NAME = "flash_mla_with_kvcache"
+SIGNATURES[NAME] = {
+    **dict.fromkeys(("kv", "k", "v", "shares_v"), "k_cache"), "page_table": "block_table", "kv_lens": "cache_seqlens",
+    "scale": "softmax_scale", "sinks": "attn_sink", "max_q_len": "q",
+}  # fmt: skip
+SPARSE = (
+    "indices", "extra_k_cache", "extra_indices_in_kvcache", "topk_length", "extra_topk_length", "descale_q",
+    "descale_k",
+)  # fmt: skip
+WHY_SPARSE = "sparse attention and quantised caches are not supported"
+ROWS_PER_PART, META_SIZE = 64, 8  # of FlashMLA's schedule
+
+
+class SchedulerMetadata:
+    """An object without content, in the place of the schedule that FlashMLA keeps from call to call.
+
+    Kernels here find their work from the lengths at each launch.
+    """
+
+
+def get_mla_metadata(
+    cache_seqlens: torch.Tensor | None = None, num_q_tokens_per_head_k: int | None = None,
+    num_heads_k: int | None = None, num_heads_q: int | None = None, is_fp8_kvcache: bool = False,
+    topk: int | None = None,
+) -> tuple[Any, torch.Tensor | None]:  # fmt: skip
+    """Return placeholders for the metadata of `flash_mla_with_kvcache`, which needs none.
+
+    Without arguments, as FlashMLA has it since 2026: an empty object, and None. With cache_seqlens, int32 (B,), as
+    before: zeros int32 (parts, 8) and int32 (B + 1,), of the shapes that FlashMLA gives for s_q * H / h_k query rows of
+    a head of K (num_q_tokens_per_head_k) and h_k heads of K (num_heads_k). num_heads_q, is_fp8_kvcache and topk are
+    hints. Raises TypeError for an argument of another type, and ValueError
+    for another shape and for a number below 1. FlashMLA's function.
+
+    >>> get_mla_metadata()[1] is None
+    True
+    """
+    check_flag("is_fp8_kvcache", is_fp8_kvcache)
+    for name, value in (("num_heads_q", num_heads_q), ("topk", topk)):
+        if value is not None:
+            check_integer(name, integer(value), 1)
+    if cache_seqlens is None:
+        return SchedulerMetadata(), None
+    lens = check_strided("cache_seqlens", cache_seqlens, 1)
+    check_one_of("cache_seqlens: dtype", lens.dtype, (torch.int32,))
+    rows = check_integer("num_q_tokens_per_head_k", integer(num_q_tokens_per_head_k), 1)
+    heads = check_integer("num_heads_k", integer(num_heads_k), 1)
+    sms = torch.cuda.get_device_properties(lens.device).multi_processor_count if lens.is_cuda else 1
+    parts = max(sms // heads // -(-rows // ROWS_PER_PART), 1)
+    return lens.new_zeros((parts, META_SIZE), dtype=torch.int32), lens.new_zeros(lens.shape[0] + 1, dtype=torch.int32)
+
+
+def flash_mla_with_kvcache(
+    q: torch.Tensor, k_cache: torch.Tensor, block_table: torch.Tensor | None, cache_seqlens: torch.Tensor | None,
+    head_dim_v: int, tile_scheduler_metadata: Any = None, num_splits: torch.Tensor | None = None,
+    softmax_scale: float | None = None, causal: bool = False, is_fp8_kvcache: bool = False,
+    indices: torch.Tensor | None = None, attn_sink: torch.Tensor | None = None,
+    extra_k_cache: torch.Tensor | None = None, extra_indices_in_kvcache: torch.Tensor | None = None,
+    topk_length: torch.Tensor | None = None, extra_topk_length: torch.Tensor | None = None,
+    enable_batch_invariant: bool = False, out: torch.Tensor | None = None, descale_q: torch.Tensor | None = None,
+    descale_k: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+    """Compute decode attention over a paged cache of latent attention, of which V is the first columns of K.
+
+    Args:
+        q: fp16 or bf16 (B, s_q, H, D), any strides, the last 1. (D, head_dim_v) is (576, 512) or (512, 512).
+        k_cache: (pages, P, h_k, D) of q's dtype, any P and page stride; H is a multiple of h_k.
+        block_table: int32 (B, M), pages of each request. cache_seqlens: int32 (B,), its keys.
+        softmax_scale: factor on the logits; None: D ** -0.5. causal: row i of a request sees keys up to cache_seqlens -
+            s_q + i. attn_sink: fp32 (H,), in natural-log units, or None.
+        enable_batch_invariant: the result of a request does not depend on the others. It may be slower.
+        out: receives the result, (B, s_q, H, head_dim_v) of q's dtype, or None.
+        tile_scheduler_metadata, num_splits: not read; lengths may change between replays of a graph.
+        is_fp8_kvcache, indices, extra_k_cache, extra_indices_in_kvcache, topk_length, extra_topk_length, descale_q,
+            descale_k: must be False or None; others raise NotImplementedError.
+
+    Returns (out, lse): lse fp32 (B, H, s_q), in natural logarithms, without the sink. A row without keys is 0, with an
+    lse of +inf. Pages of the table behind a request's keys are not read, and may be any numbers. Raises before anything
+    is launched: TypeError for a dtype; ValueError for a shape, stride or device. FlashMLA's function.
+
+    >>> cache, table = torch.zeros(3, 64, 1, 576).half(), torch.tensor([[2, 0]]).int()
+    >>> out, lse = flash_mla_with_kvcache(
+    ...     torch.ones(1, 1, 16, 576).half(), cache, table, torch.tensor([100]).int(), 512, get_mla_metadata()[0]
+    ... )
+    >>> out.shape, lse[0, 0]
+    (torch.Size([1, 1, 16, 512]), tensor([4.6052]))
+    """
+    call = decode_call(
+        q, k_cache, block_table, cache_seqlens, head_dim_v, softmax_scale, causal, is_fp8_kvcache, indices, attn_sink,
+        extra_k_cache, extra_indices_in_kvcache, topk_length, extra_topk_length, enable_batch_invariant, out,
+        descale_q, descale_k,
+    )  # fmt: skip
+    return shaped(call, serve(call), q, out)
+
+
+def decode_call(
+    q: Any, k_cache: Any, block_table: Any, cache_seqlens: Any, head_dim_v: Any, softmax_scale: Any = None,
+    causal: Any = False, is_fp8_kvcache: Any = False, indices: Any = None, attn_sink: Any = None,
+    extra_k_cache: Any = None, extra_indices_in_kvcache: Any = None, topk_length: Any = None,
+    extra_topk_length: Any = None, enable_batch_invariant: Any = False, out: Any = None, descale_q: Any = None,
+    descale_k: Any = None,
+) -> AttentionCall:  # fmt: skip
+    """Return the call of `flash_mla_with_kvcache`."""
+    others = (
+        indices, extra_k_cache, extra_indices_in_kvcache, topk_length, extra_topk_length, descale_q, descale_k
+    )  # fmt: skip
+    for name, value in zip(SPARSE, others, strict=True):
+        if value is not None:
+            raise NotImplementedError(f"{name}: {type(value).__name__}, must be None: {WHY_SPARSE}")
+    for name, flag in (
+        ("causal", causal), ("is_fp8_kvcache", is_fp8_kvcache), ("enable_batch_invariant", enable_batch_invariant)
+    ):  # fmt: skip
+        check_flag(name, flag)
+    if is_fp8_kvcache:
+        raise NotImplementedError(f"is_fp8_kvcache: True, must be False: {WHY_SPARSE}")
+    batch, length, heads, dim = check_strided("q", q, 4).shape
+    k = check_strided("k_cache", k_cache, 4).transpose(1, 2)
+    columns = check_integer("head_dim_v", integer(head_dim_v), 1)
+    if k.shape[3] != dim:
+        raise ValueError(f"k_cache: shape {tuple(k_cache.shape)}, must end with {dim}, the last dimension of q")
+    if columns > dim:
+        raise ValueError(f"head_dim_v: {columns}, must be at most {dim}, the last dimension of q and k_cache")
+    check_strided("block_table", block_table, 2)
+    check_strided("cache_seqlens", cache_seqlens, 1)
+    if batch != block_table.shape[0]:
+        raise ValueError(f"q: shape {tuple(q.shape)}, must begin with {block_table.shape[0]}, the rows of block_table")
+    scale = dim**-0.5 if softmax_scale is None else real(softmax_scale)
+    return AttentionCall(
+        NAME, q.flatten(0, 1), k, k[..., :columns], sequences_of(block_table, cache_seqlens, None, not traced(q)),
+        length, scale, causal=bool(causal), split_kv="never" if enable_batch_invariant else "auto", return_lse=True,
+        shares_v=True, lse_form=LSE_NATURAL | LSE_INF | LSE_OF_KEYS, out_dtype=q.dtype,
+        out=_flat(out, (batch, length, heads, columns)), sinks=attn_sink,
+    )  # fmt: skip
+
+
+def _flat(out: Any, shape: tuple[int, ...]) -> torch.Tensor | None:
+    """Return out (B, s_q, H, Dv) as (B * s_q, H, Dv): a view, since it is written."""
+    if out is None:
+        return None
+    check_shape("out", check_strided("out", out, 4), shape, "that of q, with head_dim_v")
+    if shape[0] > 1 and shape[1] > 1 and out.stride(0) != shape[1] * out.stride(1):
+        raise ValueError(f"out: strides {out.stride()}, the first must be {shape[1]} times the second")
+    return out.view(shape[0] * shape[1], *shape[2:])
+
+
+def shaped(call: AttentionCall, found: Any, q: torch.Tensor, out: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the function's result for that of its call. out: the output that was given, or None."""
+    flat, lse = found
+    if out is None:
+        out = flat.view(*q.shape[:2], *flat.shape[1:])
+    return out, lse.view(*q.shape[:2], lse.shape[1]).transpose(1, 2)
+
+
+def bound_rows(call: AttentionCall, q: Any, out: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Return a query and an output, or None, as the call takes them. They replace those of a bound call."""
+    shape = call.requests.batch, call.max_q_len
+    if check_strided("q", q, 4).shape[:2] != shape:
+        raise ValueError(f"q: shape {tuple(q.shape)}, must begin with {shape}, the requests and rows of the bound call")
+    return q.flatten(0, 1), _flat(out, (*q.shape[:3], call.v.shape[3]))

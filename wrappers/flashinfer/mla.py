@@ -1,0 +1,192 @@
+"""FlashInfer's functions of latent attention (MLA) with the signatures of TensorRT-LLM's kernels."""
+
+from typing import Any
+
+import torch
+
+from ..attention.call import AttentionCall, sequences_of
+from ..attention.checks import SIGNATURES
+from ..attention.op import serve
+from ..host.checks import (
+    UnknownName,
+    check_flag,
+    check_integer,
+    check_optional_flag,
+    check_shape,
+    check_strided,
+    listed,
+)
+from ..host.plain import traced
+from ..host.scalars import integer, split_scale
+from .trtllm import one_sink
+
+NAME = "trtllm_batch_decode_with_kv_cache_mla"
+EQUAL = NAME + ", query with rows"  # requests of equal length
+BACKENDS = ("auto", "xqa", "trtllm-gen", "cute-dsl", "sparse")  # upstream's; a hint here
+SIGNATURES[NAME] = {
+    "q": "query", **dict.fromkeys(("kv", "k", "v", "shares_v"), "kv_cache"), "page_table": "block_tables",
+    "kv_lens": "seq_lens", "cu_seqlens_q": "cum_seq_lens_q", "scale": "bmm1_scale", "out_scale": "bmm2_scale",
+}  # fmt: skip
+SIGNATURES[EQUAL] = SIGNATURES[NAME] | {"max_q_len": "query"}
+
+
+def trtllm_batch_decode_with_kv_cache_mla(
+    query: torch.Tensor, kv_cache: torch.Tensor, workspace_buffer: torch.Tensor | None, qk_nope_head_dim: int,
+    kv_lora_rank: int, qk_rope_head_dim: int, block_tables: torch.Tensor, seq_lens: torch.Tensor, max_seq_len: int,
+    sparse_mla_top_k: int = 0, out: torch.Tensor | None = None, bmm1_scale: float | torch.Tensor = 1.0,
+    bmm2_scale: float | torch.Tensor = 1.0, sinks: torch.Tensor | list[torch.Tensor] | None = None,
+    skip_softmax_threshold_scale_factor: float | None = None, enable_pdl: bool | None = None, backend: str = "auto",
+    is_var_seq: bool = True, uses_shared_paged_kv_idx: bool = True, lse: torch.Tensor | None = None,
+    return_lse: bool = False, cute_dsl_impl: str = "auto", kv_scale_format: str = "auto",
+    cum_seq_lens_q: torch.Tensor | None = None, max_q_len: int | None = None,
+    multi_ctas_kv_counter_buffer: torch.Tensor | None = None, sparse_mla_top_k_lens: torch.Tensor | None = None,
+    enable_dcp: bool = False, cp_world: int = 1, cp_rank: int = 0,
+    causal_seqlens_kv_global: torch.Tensor | None = None, use_fp16_softmax: bool | None = None,
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+    """Compute decode attention over a paged cache of latent attention, of which V is the first columns of K.
+
+    Args:
+        query: fp16 or bf16 (B, rows, H, kv_lora_rank + qk_rope_head_dim), causal, the last row sees all keys; or, with
+            cum_seq_lens_q, int32 (B + 1,), and max_q_len, (tokens, H, ...). Any strides, the last 1.
+        kv_cache: (pages, P, D) or (pages, 1, P, D) of query's dtype, D the last dimension of query; any P.
+        kv_lora_rank: columns of V. (D, kv_lora_rank) is (576, 512) or (512, 512).
+        block_tables: int32 (B, M), pages of each request. seq_lens: int32 (B,), its keys.
+        out: receives the result, of query's dtype and shape with kv_lora_rank columns, or None. lse: receives the LSE,
+            fp32 (tokens, H), base 2, sink included; return_lse returns it, too.
+        bmm1_scale: factor on the logits, bmm2_scale on the output: floats, or fp32 tensors of one element. sinks: fp32
+            (H,), in natural-log units, in a list or not.
+        workspace_buffer, qk_nope_head_dim, max_seq_len, backend, is_var_seq, cute_dsl_impl, kv_scale_format,
+            multi_ctas_kv_counter_buffer, use_fp16_softmax, enable_pdl (None: on): hints.
+        sparse_mla_top_k, sparse_mla_top_k_lens, skip_softmax_threshold_scale_factor, enable_dcp, cp_world, cp_rank,
+            causal_seqlens_kv_global, uses_shared_paged_kv_idx: other values than the defaults raise
+            NotImplementedError.
+
+    Raises before anything is launched: TypeError for a dtype; ValueError for a shape, stride or device. FlashInfer's
+    function, which has no kernel for Hopper.
+
+    >>> cache, table = torch.zeros(3, 64, 576).half(), torch.tensor([[2, 0]]).int()
+    >>> trtllm_batch_decode_with_kv_cache_mla(
+    ...     torch.ones(1, 1, 16, 576).half(), cache, None, 128, 512, 64, table, torch.tensor([100]).int(), 128
+    ... ).shape
+    torch.Size([1, 1, 16, 512])
+    """
+    call = mla_decode_call(
+        query, kv_cache, kv_lora_rank, qk_rope_head_dim, block_tables, seq_lens, sparse_mla_top_k, out, bmm1_scale,
+        bmm2_scale, sinks, skip_softmax_threshold_scale_factor, enable_pdl, backend, uses_shared_paged_kv_idx, lse,
+        return_lse, cum_seq_lens_q, max_q_len, sparse_mla_top_k_lens, enable_dcp, cp_world, cp_rank,
+        causal_seqlens_kv_global, is_var_seq, use_fp16_softmax,
+    )  # fmt: skip
+    return shaped(call, serve(call), query, out)
+
+
+def mla_decode_call(
+    query: Any, kv_cache: Any, kv_lora_rank: Any, qk_rope_head_dim: Any, block_tables: Any, seq_lens: Any,
+    sparse_mla_top_k: Any = 0, out: Any = None, bmm1_scale: Any = 1.0, bmm2_scale: Any = 1.0, sinks: Any = None,
+    skip_softmax_threshold_scale_factor: Any = None, enable_pdl: Any = None, backend: Any = "auto",
+    uses_shared_paged_kv_idx: Any = True, lse: Any = None, return_lse: Any = False, cum_seq_lens_q: Any = None,
+    max_q_len: Any = None, sparse_mla_top_k_lens: Any = None, enable_dcp: Any = False, cp_world: Any = 1,
+    cp_rank: Any = 0, causal_seqlens_kv_global: Any = None, is_var_seq: Any = True, use_fp16_softmax: Any = None,
+) -> AttentionCall:  # fmt: skip
+    """Return the call of `trtllm_batch_decode_with_kv_cache_mla`. Its hints that are not checked are left out."""
+    if backend not in BACKENDS:
+        raise UnknownName(f"backend: {backend!r}, must be one of {listed(BACKENDS)}")
+    _check_modes(
+        sparse_mla_top_k, sparse_mla_top_k_lens, skip_softmax_threshold_scale_factor, uses_shared_paged_kv_idx,
+        enable_dcp, cp_world, cp_rank, causal_seqlens_kv_global,
+    )  # fmt: skip
+    check_flag("is_var_seq", is_var_seq)
+    check_optional_flag("use_fp16_softmax", use_fp16_softmax)
+    check_flag("return_lse", return_lse)
+    columns = check_integer("kv_lora_rank", integer(kv_lora_rank), 1)
+    rotated = check_integer("qk_rope_head_dim", integer(qk_rope_head_dim), 0)
+    ragged = cum_seq_lens_q is not None
+    if ragged:
+        check_strided("cum_seq_lens_q", cum_seq_lens_q, 1)
+    shape = check_strided("query", query).shape
+    if len(shape) != (3 if ragged else 4):
+        need = "3 dimensions with" if ragged else "4 dimensions without"
+        raise ValueError(f"query: shape {tuple(shape)}, must have {need} cum_seq_lens_q")
+    dim, parts = columns + rotated, f"kv_lora_rank {columns} + qk_rope_head_dim {rotated}"
+    if shape[-1] != dim:
+        raise ValueError(f"query: shape {tuple(shape)}, must end with {dim}, {parts}")
+    k = check_strided("kv_cache", kv_cache)
+    if k.dim() == 3:
+        k = k.unsqueeze(1)
+    if k.dim() != 4 or k.shape[1] != 1:
+        raise ValueError(f"kv_cache: shape {tuple(kv_cache.shape)}, must be (pages, P, D) or (pages, 1, P, D)")
+    if k.shape[3] != dim:
+        raise ValueError(f"kv_cache: shape {tuple(kv_cache.shape)}, must end with {dim}, {parts}")
+    most = shape[1]
+    if ragged:
+        most = check_integer("max_q_len", integer(max_q_len), 0)
+    elif max_q_len is not None:
+        check_integer("max_q_len", integer(max_q_len))  # not used
+    check_strided("block_tables", block_tables, 2)
+    requests = sequences_of(block_tables, check_strided("seq_lens", seq_lens, 1), cum_seq_lens_q, not traced(query))
+    if not ragged and shape[0] != block_tables.shape[0]:
+        raise ValueError(f"query: shape {tuple(shape)}, must begin with {block_tables.shape[0]}, rows of block_tables")
+    scale, scale_tensor = split_scale("bmm1_scale", bmm1_scale)
+    out_scale, out_scale_tensor = split_scale("bmm2_scale", bmm2_scale)
+    return AttentionCall(
+        NAME if ragged else EQUAL, query if ragged else query.flatten(0, 1), k, k[..., :columns], requests, most,
+        scale, out_scale, return_lse=bool(return_lse), enable_pdl=enable_pdl, out_dtype=query.dtype, shares_v=True,
+        out=_flat(out, (*shape[:-1], columns)), lse=lse, sinks=one_sink(sinks), scale_tensor=scale_tensor,
+        out_scale_tensor=out_scale_tensor,
+    )  # fmt: skip
+
+
+def _check_modes(
+    top_k: Any, top_k_lens: Any, skip: Any, shared: Any, dcp: Any, world: Any, rank: Any, lens: Any
+) -> None:  # fmt: skip
+    """Raise on values of arguments that ask for a mode that no kernel has."""
+    sparse, parallel = "sparse attention is not supported", "context parallelism is not supported"
+    for name, value, only, why in (
+        ("sparse_mla_top_k", top_k, 0, sparse), ("cp_world", world, 1, parallel), ("cp_rank", rank, 0, parallel)
+    ):  # fmt: skip
+        if check_integer(name, integer(value)) != only:
+            raise NotImplementedError(f"{name}: {value}, must be {only}: {why}")
+    for name, value, why in (
+        ("sparse_mla_top_k_lens", top_k_lens, sparse), ("causal_seqlens_kv_global", lens, parallel),
+        ("skip_softmax_threshold_scale_factor", skip, "skip-softmax is not supported"),
+    ):  # fmt: skip
+        if value is not None:
+            raise NotImplementedError(f"{name}: {type(value).__name__}, must be None: {why}")
+    check_flag("uses_shared_paged_kv_idx", shared)
+    if not shared:
+        why = "keys and values are in the same pages"
+        raise NotImplementedError(f"uses_shared_paged_kv_idx: False, must be True: {why}")
+    check_flag("enable_dcp", dcp)
+    if dcp:
+        raise NotImplementedError(f"enable_dcp: True, must be False: {parallel}")
+
+
+def _flat(out: Any, shape: tuple[int, ...]) -> torch.Tensor | None:
+    """Return an output as the call takes it, (tokens, H, Dv): a view, since it is written."""
+    if out is None:
+        return None
+    check_shape("out", check_strided("out", out, len(shape)), shape, "that of query, with kv_lora_rank columns")
+    if len(shape) == 3:
+        return out
+    if shape[0] > 1 and shape[1] > 1 and out.stride(0) != shape[1] * out.stride(1):
+        raise ValueError(f"out: strides {out.stride()}, the first must be {shape[1]} times the second")
+    return out.view(shape[0] * shape[1], *shape[2:])
+
+
+def shaped(call: AttentionCall, found: Any, query: torch.Tensor, out: Any) -> Any:
+    """Return the function's result for that of its call. out: the output that was given, or None."""
+    flat, lse = found if call.return_lse else (found, None)
+    if out is None:
+        out = flat if query.dim() == 3 else flat.view(*query.shape[:2], *flat.shape[1:])
+    return out if lse is None else (out, lse)
+
+
+def bound_rows(call: AttentionCall, query: Any, out: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Return a query and an output, or None, as the call takes them. They replace those of a bound call."""
+    ragged = call.requests.cu_seqlens_q is not None
+    shape = check_strided("query", query, 3 if ragged else 4).shape
+    if ragged:
+        return query, _flat(out, (*shape[:-1], call.v.shape[3]))
+    if shape[:2] != (call.requests.batch, call.max_q_len):
+        need = call.requests.batch, call.max_q_len
+        raise ValueError(f"query: shape {tuple(shape)}, must begin with {need}, those of the bound call")
+    return query.flatten(0, 1), _flat(out, (*shape[:-1], call.v.shape[3]))
