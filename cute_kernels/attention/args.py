@@ -104,10 +104,8 @@ class ScheduleArgs(NamedTuple):
     blocks_per_split: Int32 = None  #     KV blocks per split; 0: equal shares for all CTAs
     whole_ctas: Int32 = None  #           CTAs that take whole tiles if all tiles have equally many KV blocks
     whole_tiles: Int32 = None  #          tiles of each of these CTAs; 0: equal shares for all CTAs
-    m_tiles: Int32 = (
-        None  #              tiles of a KV head of a sequence, at most: the first ones of all sequences come
-    )
-    #                                     before the second ones, so that CTAs which read the same keys do it together
+    m_tiles: Int32 = None  #              tiles of a KV head of a sequence, at most: the first ones of all sequences
+    #                                     come before the second ones, so that CTAs read the same keys together
 
 
 class AttentionArgs(NamedTuple):
