@@ -28,13 +28,14 @@ class QueryArgs(NamedTuple):
 
     q: Any  # (T, Hq, Dqk)                spec.q; any token and head stride, last stride 1
     cu_seqlens_q: Ints  # (B + 1,)        int32
+    q_rope: Any = None  # (T, Hq, Dqk - Dvo)  where V lies in K, the columns of Q behind those that q has, (T, Hq, Dvo)
 
 
 class KVArgs(NamedTuple):
     """The KV cache; read by `kv` and, the lengths, by `geometry`."""
 
     k: Any  # (pages, Hkv, P, Dqk)        spec.kv.dtype, nvfp4: packed e2m1 (uint8, half the width); any strides, last 1
-    v: Any  # (pages, Hkv, P, Dvo)
+    v: Any  # (pages, Hkv, P, Dvo)        not loaded where V lies in K
     kv_lens: Ints  # (B,)                 int32: keys; with kv_starts: rows of the last page; ragged: (0,)
     page_table: Any  # (B, 2, M)          int32: [:, 0] pages of K, [:, 1] pages of V; any strides (0: shared); with
     #                                     kv_starts (1, 2, N): of all sequences, one after another; ragged: N = 0
@@ -43,6 +44,7 @@ class KVArgs(NamedTuple):
     k_scales: Any = None  # (pages, Hkv, P, N)  bytes of a row's factors, `spec.ScaleLayout.row_bytes`; last stride 1
     v_scales: Any = None
     v_scales_interleaved: Int32 = None  # V scales of 4 tokens are interleaved
+    k_rope: Any = None  # (pages, Hkv, P, Dqk - Dvo)  where V lies in K, the columns of K behind those of V, which k has
 
 
 class MaskArgs(NamedTuple):
@@ -123,6 +125,7 @@ class AttentionArgs(NamedTuple):
 BLOCKS: tuple[Any, ...] = (QueryArgs, KVArgs, MaskArgs, LogitsArgs, OutArgs, ScheduleArgs)
 OPTIONAL: dict[str, Callable[[Any], bool]] = {  # field -> whether a spec has it; every spec has the fields not listed
     **dict.fromkeys(("k_scales", "v_scales"), lambda spec: spec.kv.layout.exists),
+    **dict.fromkeys(("q_rope", "k_rope"), lambda spec: spec.kv.shares_v and spec.head_dim_qk > spec.head_dim_vo),
     "v_scales_interleaved": lambda spec: spec.kv.layout.exists and not spec.kv.layout.of_rows,
     "window_left": lambda spec: spec.mask.window or spec.mask.custom == "ranges",
     "chunk": lambda spec: spec.mask.chunk,

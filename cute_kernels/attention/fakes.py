@@ -14,6 +14,7 @@ from . import args
 def fake_args(spec) -> dict[str, Any]:
     """Return name -> fake tensor or scalar, in launch order. Those that `args.KINDS` describes follow from it."""
     qk, vo = spec.head_dim_qk, spec.head_dim_vo
+    first = vo if spec.kv.shares_v else qk  # columns of q and k; q_rope and k_rope have the others
     wide: Any = {"align": 16, "stride_divisibility": 8}
     bytewise: Any = {"align": 16, "stride_divisibility": 16}
     cached, each = abi.DTYPES[spec.kv.dtype], max(1, 8 // spec.kv.bits)
@@ -32,9 +33,14 @@ def fake_args(spec) -> dict[str, Any]:
         dtype = getattr(cutlass, kind)
         return abi.tensor(dtype, (None,) * modes, align=4) if modes else dtype(1)
 
+    def query(dim):
+        return abi.tensor(abi.DTYPES[spec.q], (None, None, dim), **(wide if BITS[spec.q] == 16 else bytewise))
+
     found: dict[str, Any] = {name: plain(*kind) for name, kind in args.KINDS.items()} | {
-        "q": abi.tensor(abi.DTYPES[spec.q], (None, None, qk), **(wide if BITS[spec.q] == 16 else bytewise)),
-        "k": cache(qk),
+        "q": query(first),
+        "q_rope": query(qk - first),
+        "k": cache(first),
+        "k_rope": cache(qk - first),
         "v": cache(vo),
         "page_table": abi.tensor(Int32, (None, 2, None), align=4),
         "k_scales": scales(qk),

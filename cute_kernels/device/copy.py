@@ -8,6 +8,7 @@ The stages of an operand, from the host to the copy:
 """
 
 from dataclasses import dataclass
+from typing import Any
 
 import cutlass
 import cutlass.cute as cute
@@ -37,6 +38,7 @@ class TmaOperand:
     boxes: tuple[TmaBox, ...]
     layout: cute.ComposedLayout  # (rows, cols, stages) in shared memory
     bytes: cutlass.Constexpr  # of one stage
+    rest: tuple[TmaBox, ...] = ()  # as boxes, of a tensor with the columns of a stage behind those of the first one
 
 
 @dataclass(frozen=True)
@@ -45,9 +47,9 @@ class DenseOperand(TmaOperand):
     in global memory too, TMA can copy them as lines of LINE_BYTES, whatever the length of a row. Lines are faster,
     because TMA takes as long for a row of 32 bytes as for a row of 128 bytes."""
 
-    line_boxes: tuple[TmaBox, ...]  # the same bytes as those of `boxes`, as lines
-    line_layout: cute.Layout  # (lines, LINE_BYTES, stages) in shared memory
-    as_lines: cutlass.Int32  # whether the rows are contiguous in global memory
+    line_boxes: tuple[TmaBox, ...] = ()  # the same bytes as those of `boxes`, as lines
+    line_layout: Any = None  # cute.Layout: (lines, LINE_BYTES, stages) in shared memory
+    as_lines: Any = 0  # cutlass.Int32: whether the rows are contiguous in global memory
 
 
 def make_box(t, rows, cols):
@@ -61,14 +63,16 @@ def make_box(t, rows, cols):
     return TmaBox(atom, gmem, *shape)
 
 
-def operand(t, shape, stages, rows):
+def operand(t, shape, stages, rows, rest=None):
     """Return the operand that fills stages of `shape` (rows, cols) from t (rows, cols or fewer, ...): TMA fills columns
     that t does not have with zeros.
 
-    rows: heights of the boxes, ascending."""
+    rows: heights of the boxes, ascending. rest: None, or a tensor with the columns behind those of t, which then has a
+    whole number of boxes of them."""
     layout = smem_layout(shape, stages, t.element_type)
     size = cute.size_in_bytes(t.element_type, cute.select(layout, mode=[0, 1]))
-    return TmaOperand(tuple(make_box(t, r, shape[1]) for r in rows), layout, size)
+    boxes, more = ([make_box(x, r, shape[1]) for r in rows] if x is not None else [] for x in (t, rest))
+    return TmaOperand(tuple(boxes), layout, size, tuple(more))
 
 
 def make_dense_box(t, rows, cols):
@@ -91,7 +95,7 @@ def dense_operand(t, shape, stages, rows):
     line_boxes = (make_dense_box(cute.make_tensor(t.iterator, lines), r * cols // LINE_BYTES, LINE_BYTES) for r in rows)
     boxes = (make_dense_box(t, r, cols) for r in rows)
     as_lines = cutlass.Int32(t.stride[0] == cols)
-    return DenseOperand(tuple(boxes), layout, n * cols, tuple(line_boxes), line_layout, as_lines)
+    return DenseOperand(tuple(boxes), layout, n * cols, (), tuple(line_boxes), line_layout, as_lines)
 
 
 def partition(b: TmaBox, smem, gmem):

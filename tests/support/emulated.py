@@ -79,7 +79,8 @@ def emulate(op, spec, launches):
             range_left=getattr(a, "range_left", -1), prefix_lens=getattr(a, "prefix_lens", None),
             alibi_slopes=getattr(a, "alibi_slopes", None),
             interleaved=bool(getattr(a, "v_scales_interleaved", 0)), shares_v=spec.kv.shares_v,
-            lse_form=getattr(a, "lse_form", 0), **factors,
+            lse_form=getattr(a, "lse_form", 0), q_rope=getattr(a, "q_rope", None),
+            k_rope=getattr(a, "k_rope", None), **factors,
         )  # fmt: skip
         o, lse = reference.paged_attention(problem)
         fp8, packed = getattr(a, "o_fp8", ()), getattr(a, "o_fp4", ())
@@ -107,6 +108,8 @@ def check_promises(spec, a):
     promised(a.k.shape[1:3] == a.v.shape[1:3] and (len(a.k) == 0) == (len(a.v) == 0) and heads % a.k.shape[1] == 0)
     if hasattr(a, "k_scales"):
         promised(a.k_scales.shape[:3] == a.k.shape[:3] and a.v_scales.shape[:3] == a.v.shape[:3])
+    if hasattr(a, "q_rope"):
+        promised(a.q_rope.shape[:2] == a.q.shape[:2] and a.k_rope.shape[:3] == a.k.shape[:3])
     for name in ("o", "o_fp8", "o_fp4", "lse", "tree_mask"):
         t = getattr(a, name, a.lse)
         promised(len(t) in (0, tokens) and (name == "tree_mask" or t.shape[1] == heads), name)

@@ -49,7 +49,8 @@ class BoundLaunch:
         self._plan, self._flat = found, found.bind(call, False)
         self._flat[found.slots.k] = self._flat[found.slots.v] = None
         q, k, v = (t.to("meta") for t in (call.q, call.k, call.v))  # their shapes and dtypes
-        self.call = call._replace(q=q, k=k, v=v, out=None, lse=None)
+        rope = None if call.q_rope is None else call.q_rope.to("meta")
+        self.call = call._replace(q=q, k=k, v=v, out=None, lse=None, q_rope=rope)
 
     def fits(self, q: Any, kv: tuple[Any, Any], out: Any) -> bool:
         """Return whether `launch` may be called with a query, an output, and K and V that are those of the call."""
@@ -68,11 +69,13 @@ class BoundLaunch:
         call, (k, v) = self.call, kv
         return k.shape == call.k.shape and v.shape == call.v.shape and k.dtype == call.k.dtype
 
-    def launch(self, q: torch.Tensor, kv: Any, requests: SequenceBatch | None, out: Any, lse: Any) -> Any:
+    def launch(
+        self, q: torch.Tensor, kv: Any, requests: SequenceBatch | None, out: Any, lse: Any, rope: Any = None
+    ) -> Any:
         """Return the result of the call with tensors that fit.
 
         kv: K and V. requests: None for those of the call, or others of their shape_id. Both have no offsets of queries,
-        or both have some.
+        or both have some. rope: replaces q_rope, in calls that have it.
         """
         p, r = self._plan, requests or self.call.requests
         flat, slots = self._flat.copy(), p.slots
@@ -81,10 +84,13 @@ class BoundLaunch:
             flat[slots.kv_lens], flat[slots.page_table] = r.kv_lens, r.page_table
             if r.cu_seqlens_q is not None:
                 flat[slots.cu_seqlens_q] = r.cu_seqlens_q
+        call = self.call
+        if rope is not None:
+            flat[slots.q_rope], call = rope, call._replace(q_rope=rope)
         try:
-            return p.launch(flat, self.call, q, out, lse, machine.current.is_capturing())
+            return p.launch(flat, call, q, out, lse, machine.current.is_capturing())
         except Exception:
-            failed = self.call._replace(q=q, k=kv[0], v=kv[1], requests=r, out=out, lse=lse)
+            failed = call._replace(q=q, k=kv[0], v=kv[1], requests=r, out=out, lse=lse)
             raise_reason(checks.validate_launch, failed)
             raise
 
@@ -172,7 +178,8 @@ class LayerLaunch:
 class Reshaping(NamedTuple):
     """How the query, the output and the result of a function differ from those of its calls.
 
-    rows: (call, q, out) -> the query and the output as the call takes them, after a check. The output may be None.
+    rows: (call, q, out) -> the query and the output as the call takes them, after a check. The output may be None, and
+    the query a pair, q and q_rope.
     result: (call, its result, q, out) -> the result of the function.
     """
 
@@ -189,7 +196,7 @@ class BoundCall:
         """Bind a call. reshaping: that of its function. out: the output for runs that are given none."""
         self._launch, self._kv, self._new, self._shape = bound(call), (call.k, call.v), False, call.q.shape
         self._reshaping, self._out = reshaping, out
-        self._call: Any = call._replace(q=None, out=None, lse=None)  # type: ignore[arg-type]
+        self._call: Any = call._replace(q=None, out=None, lse=None, q_rope=None)  # type: ignore[arg-type]
 
     def __getstate__(self) -> tuple[Any, ...]:
         """Return what a copy or a pickle holds: the call and the shape of its query, without the launch."""
@@ -216,12 +223,17 @@ class BoundCall:
         rows, output = self._reshaping.rows(call, q, out)
         return self._reshaping.result(call, self._run(rows, output, None), q, out)
 
-    def _run(self, q: torch.Tensor, out: Any, lse: Any) -> Any:
+    def _run(self, q: Any, out: Any, lse: Any) -> Any:
         """Return the result of the call with another query, in its own terms."""
-        call, launch = self._call, self._launch
+        call, launch, rope = self._call, self._launch, None
+        if q.__class__ is tuple:
+            q, rope = q
+            call = call._replace(q_rope=rope)
         if self._new and not traced(q) and getattr(q, "shape", None) == self._shape:
             self._launch = launch = bound(call._replace(q=q))
             self._new = launch is None and machine.current.is_capturing()
         if launch is not None and isinstance(q, _Tensor) and launch.fits(q, self._kv, out):
-            return launch.launch(q, self._kv, None, out, lse)
+            known = launch.call.q_rope
+            if known is None or (rope.shape, rope.dtype) == (known.shape, known.dtype):
+                return launch.launch(q, self._kv, None, out, lse, rope)
         return op.serve(call._replace(q=q, out=out, lse=lse))

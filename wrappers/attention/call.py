@@ -74,7 +74,8 @@ class AttentionCall(NamedTuple):
     out_dtype: torch.dtype | str | None = None  # "nvfp4", or a dtype; None: that of out, else that of q
     out_sf_scale: float | None = None  # NVFP4's forward scale
     rope: Rope | None = None  # rotation of Q and K, which are given without it
-    shares_v: bool = False  # v is a view of the first columns of k, and has its pages
+    # v is k, and q_rope and k_rope are what scores multiply beside: Dqk is Dvo and their columns
+    shares_v: bool = False
     lse_form: int = 0  # with shares_v, how lse differs: bits of `cute_kernels.attention.spec.LSE_*`
 
     out: torch.Tensor | FP4Tensor | None = None  # (T, Hq, Dvo)
@@ -95,6 +96,13 @@ class AttentionCall(NamedTuple):
     ranges: torch.Tensor | None = None  # (T, 2) int32: a token sees keys [0] to [1], too; window_left bounds the others
     prefix_lens: torch.Tensor | None = None  # (B,) int32: all tokens of a request see its first so many keys, too
     alibi_slopes: torch.Tensor | None = None  # (Hq,) fp32: slope * (key - query row) is added to a logit before the cap
+    # With shares_v, columns of Q and K behind those of q and k: (T, Hq, D) and (pages, Hkv, P, D) of the dtype of q
+    q_rope: torch.Tensor | None = None
+    k_rope: torch.Tensor | None = None
+
+    @property
+    def dim_qk(self) -> int:
+        return self.q.shape[2] + (0 if self.q_rope is None else self.q_rope.shape[2])
 
     @property
     def dim_vo(self) -> int:

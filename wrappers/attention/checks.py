@@ -147,7 +147,7 @@ def kernel_tensors(call: AttentionCall) -> None:
     if call.custom_mask is not None and call.custom_mask.shape[0] >= MOST_MASK:
         size = call.custom_mask.shape[0]
         raise NotImplementedError(f"{name('custom_mask')}: {size} bytes, must be less than {MOST_MASK} on CUDA")
-    for field in ("q", "k", "v", "out"):
+    for field in ("q", "k", "v", "out", "q_rope", "k_rope"):
         t = getattr(call, field)
         if isinstance(t, torch.Tensor):  # rows of NVFP4 may have 8 bytes more than TMA could load
             packed = t.dtype == torch.uint8 and field != "out"
@@ -226,6 +226,7 @@ def _caches(call: AttentionCall, name: Names) -> None:
     check_last_stride(name("k"), k)
     check_last_stride(name("v"), v)
     check_one_of(f"{kv}: with query {q.dtype}, dtype", k.dtype, (q.dtype,) if call.shares_v else CACHES[q.dtype])
+    _rope_columns(call, name)
     packed = 2 if k.dtype == torch.uint8 else 1
     _, kv_heads, page_size, dim = k.shape
     ragged = call.requests.form == "ragged"
@@ -240,6 +241,20 @@ def _caches(call: AttentionCall, name: Names) -> None:
         fits = not ragged and name("page_table") != "k" and page_size > 0 and q.shape[1] % page_size == 0
         hint = swapped(fits, kv_heads, page_size, name("kv_layout"))
         raise ValueError(f"{name('q')}: {q.shape[1]} heads, must be a multiple of {kv}'s {kv_heads}{hint}")
+
+
+def _rope_columns(call: AttentionCall, name: Names) -> None:
+    """Check the columns of Q and K behind those that V has, too: both or neither are given."""
+    given = [field for field in ("q_rope", "k_rope") if getattr(call, field) is not None]
+    if not given:
+        return
+    if not call.shares_v or len(given) == 1:
+        other = "shares_v" if len(given) == 2 else "k_rope" if given == ["q_rope"] else "q_rope"
+        raise ValueError(f"{name(given[0])}: given, must be None without {name(other)}")
+    q, k = (check_operand(name(field), getattr(call, field), n, (call.q.dtype,), call.q.device)
+            for field, n in (("q_rope", 3), ("k_rope", 4)))  # fmt: skip
+    check_shape(name("q_rope"), q, (*call.q.shape[:2], q.shape[2]), f"tokens and heads of {name('q')}")
+    check_shape(name("k_rope"), k, (*call.k.shape[:3], q.shape[2]), f"that of {name('k')}, columns of {name('q_rope')}")
 
 
 def _kv_scales(call: AttentionCall, name: Names) -> None:

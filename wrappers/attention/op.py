@@ -38,7 +38,9 @@ def prepared(call: AttentionCall) -> AttentionCall:
             sinks, slopes = call.sinks, call.alibi_slopes
             if (call.q.requires_grad or call.k.requires_grad or call.v.requires_grad
                     or sinks is not None and sinks.requires_grad
-                    or slopes is not None and slopes.requires_grad):  # fmt: skip
+                    or slopes is not None and slopes.requires_grad
+                    or call.q_rope is not None and call.q_rope.requires_grad
+                    or call.k_rope is not None and call.k_rope.requires_grad):  # fmt: skip
                 refuse_grad(call)
         except AttributeError:  # something is not a tensor and is refused later
             pass
@@ -47,7 +49,7 @@ def prepared(call: AttentionCall) -> AttentionCall:
 
 def refuse_grad(call: AttentionCall) -> None:
     """Raise on the first tensor that requires grad, among those with a gradient that would be lost."""
-    for field in ("q", "k", "v", "sinks", "alibi_slopes"):
+    for field in ("q", "k", "v", "sinks", "alibi_slopes", "q_rope", "k_rope"):
         if getattr(getattr(call, field), "requires_grad", False):
             raise no_backward(checks.names_of(call)(field))
 

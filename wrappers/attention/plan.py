@@ -108,7 +108,7 @@ def request_of(call: AttentionCall, sms: int = 132) -> KernelRequest:
         kv=TYPES[call.k.dtype],
         out=TYPES[call.result_dtype],
         kv_scales=call.kv_scales,
-        head_dim_qk=call.q.shape[2],
+        head_dim_qk=call.dim_qk,
         head_dim_vo=call.dim_vo,
         page_size=0 if ragged else call.k.shape[2],
         qhead_per_kvhead=call.q.shape[1] // kv_heads,
@@ -279,6 +279,8 @@ class LaunchPlan:
         apart, size = out.data_ptr() - q.data_ptr(), q.shape[0] * self.token_bytes
         reach = size if apart < 0 or q.is_contiguous() else _most(q)
         if (-size < apart < reach or not whole) and overlap.overlap(out, q):
+            raise _refused(call, "out", out, shape)
+        if call.q_rope is not None and overlap.overlap(out, call.q_rope):
             raise _refused(call, "out", out, shape)
         return out
 

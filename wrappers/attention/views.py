@@ -106,6 +106,14 @@ def rows_of(name: str, t: Any, layout: str) -> torch.Tensor:
     return t.as_strided((1, heads, rows, dim), (heads * head, head, row, one))  # one operation saves 0.5 us
 
 
+def columns_and_rope(t: torch.Tensor, columns: int) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Return views of the first columns of t and of the others, None if there are no others."""
+    if t.shape[-1] == columns:
+        return t, None
+    first, rest = t.split_with_sizes((columns, t.shape[-1] - columns), -1)
+    return first, rest
+
+
 def without_table(
     k: Any, v: Any, entries: torch.Tensor | None, batch: int, plain: bool,
     names: tuple[str, str] = ("k_cache", "v_cache"), sizes: tuple[int, ...] = VIEWED_PAGES,

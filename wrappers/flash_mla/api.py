@@ -9,14 +9,15 @@ from cute_kernels.attention.spec import LSE_INF, LSE_NATURAL, LSE_OF_KEYS
 from ..attention.call import AttentionCall, sequences_of
 from ..attention.checks import SIGNATURES
 from ..attention.op import serve
+from ..attention.views import columns_and_rope
 from ..host.checks import check_flag, check_integer, check_one_of, check_shape, check_strided
 from ..host.plain import traced
 from ..host.scalars import integer, real
 
 NAME = "flash_mla_with_kvcache"
 SIGNATURES[NAME] = {
-    **dict.fromkeys(("kv", "k", "v", "shares_v"), "k_cache"), "page_table": "block_table", "kv_lens": "cache_seqlens",
-    "scale": "softmax_scale", "sinks": "attn_sink", "max_q_len": "q",
+    **dict.fromkeys(("kv", "k", "v", "shares_v", "k_rope"), "k_cache"), "page_table": "block_table",
+    "kv_lens": "cache_seqlens", "scale": "softmax_scale", "sinks": "attn_sink", "max_q_len": "q", "q_rope": "q",
 }  # fmt: skip
 SPARSE = (
     "indices", "extra_k_cache", "extra_indices_in_kvcache", "topk_length", "extra_topk_length", "descale_q",
@@ -139,11 +140,12 @@ def decode_call(
     if batch != block_table.shape[0]:
         raise ValueError(f"q: shape {tuple(q.shape)}, must begin with {block_table.shape[0]}, the rows of block_table")
     scale = dim**-0.5 if softmax_scale is None else real(softmax_scale)
+    (query, q_rope), (k, k_rope) = (columns_and_rope(t, columns) for t in (q.flatten(0, 1), k))
     return AttentionCall(
-        NAME, q.flatten(0, 1), k, k[..., :columns], sequences_of(block_table, cache_seqlens, None, not traced(q)),
+        NAME, query, k, k, sequences_of(block_table, cache_seqlens, None, not traced(q)),
         length, scale, causal=bool(causal), split_kv="never" if enable_batch_invariant else "auto", return_lse=True,
         shares_v=True, lse_form=LSE_NATURAL | LSE_INF | LSE_OF_KEYS, out_dtype=q.dtype,
-        out=_flat(out, (batch, length, heads, columns)), sinks=attn_sink,
+        out=_flat(out, (batch, length, heads, columns)), sinks=attn_sink, q_rope=q_rope, k_rope=k_rope,
     )  # fmt: skip
 
 
@@ -165,9 +167,9 @@ def shaped(call: AttentionCall, found: Any, q: torch.Tensor, out: Any) -> tuple[
     return out, lse.view(*q.shape[:2], lse.shape[1]).transpose(1, 2)
 
 
-def bound_rows(call: AttentionCall, q: Any, out: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
+def bound_rows(call: AttentionCall, q: Any, out: Any) -> tuple[Any, torch.Tensor | None]:
     """Return a query and an output, or None, as the call takes them. They replace those of a bound call."""
     shape = call.requests.batch, call.max_q_len
     if check_strided("q", q, 4).shape[:2] != shape:
         raise ValueError(f"q: shape {tuple(q.shape)}, must begin with {shape}, the requests and rows of the bound call")
-    return q.flatten(0, 1), _flat(out, (*q.shape[:3], call.v.shape[3]))
+    return columns_and_rope(q.flatten(0, 1), call.v.shape[3]), _flat(out, (*q.shape[:3], call.v.shape[3]))

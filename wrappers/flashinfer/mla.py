@@ -7,6 +7,7 @@ import torch
 from ..attention.call import AttentionCall, sequences_of
 from ..attention.checks import SIGNATURES
 from ..attention.op import serve
+from ..attention.views import columns_and_rope
 from ..host.checks import (
     UnknownName,
     check_flag,
@@ -24,7 +25,8 @@ NAME = "trtllm_batch_decode_with_kv_cache_mla"
 EQUAL = NAME + ", query with rows"  # requests of equal length
 BACKENDS = ("auto", "xqa", "trtllm-gen", "cute-dsl", "sparse")  # upstream's; a hint here
 SIGNATURES[NAME] = {
-    "q": "query", **dict.fromkeys(("kv", "k", "v", "shares_v"), "kv_cache"), "page_table": "block_tables",
+    "q": "query", "q_rope": "query", **dict.fromkeys(("kv", "k", "v", "shares_v", "k_rope"), "kv_cache"),
+    "page_table": "block_tables",
     "kv_lens": "seq_lens", "cu_seqlens_q": "cum_seq_lens_q", "scale": "bmm1_scale", "out_scale": "bmm2_scale",
 }  # fmt: skip
 SIGNATURES[EQUAL] = SIGNATURES[NAME] | {"max_q_len": "query"}
@@ -127,11 +129,13 @@ def mla_decode_call(
         raise ValueError(f"query: shape {tuple(shape)}, must begin with {block_tables.shape[0]}, rows of block_tables")
     scale, scale_tensor = split_scale("bmm1_scale", bmm1_scale)
     out_scale, out_scale_tensor = split_scale("bmm2_scale", bmm2_scale)
+    q, q_rope = columns_and_rope(query if ragged else query.flatten(0, 1), columns)
+    k, k_rope = columns_and_rope(k, columns)
     return AttentionCall(
-        NAME if ragged else EQUAL, query if ragged else query.flatten(0, 1), k, k[..., :columns], requests, most,
+        NAME if ragged else EQUAL, q, k, k, requests, most,
         scale, out_scale, return_lse=bool(return_lse), enable_pdl=enable_pdl, out_dtype=query.dtype, shares_v=True,
         out=_flat(out, (*shape[:-1], columns)), lse=lse, sinks=one_sink(sinks), scale_tensor=scale_tensor,
-        out_scale_tensor=out_scale_tensor,
+        out_scale_tensor=out_scale_tensor, q_rope=q_rope, k_rope=k_rope,
     )  # fmt: skip
 
 
@@ -180,13 +184,13 @@ def shaped(call: AttentionCall, found: Any, query: torch.Tensor, out: Any) -> An
     return out if lse is None else (out, lse)
 
 
-def bound_rows(call: AttentionCall, query: Any, out: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
+def bound_rows(call: AttentionCall, query: Any, out: Any) -> tuple[Any, torch.Tensor | None]:
     """Return a query and an output, or None, as the call takes them. They replace those of a bound call."""
     ragged = call.requests.cu_seqlens_q is not None
     shape = check_strided("query", query, 3 if ragged else 4).shape
     if ragged:
-        return query, _flat(out, (*shape[:-1], call.v.shape[3]))
+        return columns_and_rope(query, call.v.shape[3]), _flat(out, (*shape[:-1], call.v.shape[3]))
     if shape[:2] != (call.requests.batch, call.max_q_len):
         need = call.requests.batch, call.max_q_len
         raise ValueError(f"query: shape {tuple(shape)}, must begin with {need}, those of the bound call")
-    return query.flatten(0, 1), _flat(out, (*shape[:-1], call.v.shape[3]))
+    return columns_and_rope(query.flatten(0, 1), call.v.shape[3]), _flat(out, (*shape[:-1], call.v.shape[3]))

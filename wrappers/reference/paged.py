@@ -119,6 +119,9 @@ def tokens_of(call: AttentionCall) -> Iterator[SequenceTokens]:
             _values(call.k, call.k_scales, pages[0], keys),
             _values(call.v, v_scales, pages[1], keys),
         )
+        if call.q_rope is not None and call.k_rope is not None:
+            q = torch.cat((q, call.q_rope[rows]), -1)
+            k = torch.cat((k, _values(call.k_rope, None, pages[0], keys)), -1)
         if call.rope is not None:
             q, k = rotate(q, keys.length - len(q), *call.rope), rotate(k, 0, *call.rope)
         yield SequenceTokens(rows, q, k, v, mask)

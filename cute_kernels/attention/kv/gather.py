@@ -21,15 +21,17 @@ PIECES = {16: "cg", 8: "ca"}  # bytes per lane and copy -> cache operator of cp.
 class GatherOperand:
     """K or V in global memory, and the layout of its stages in shared memory."""
 
-    gmem: cute.Tensor  # (pages, Hkv, P, D)
+    gmem: tuple[cute.Tensor, ...]  # (pages, Hkv, P, D) each, whose columns lie side by side in a stage
     layout: cute.ComposedLayout  # (rows, cols, stages) in shared memory
     page_size: Any  # `quotient_params` of the rows of a page
 
 
-def operand(x, shape, stages):
-    """Make the operand of x (pages, Hkv, P, D). shape: (n, D) of a stage."""
+def operand(parts, shape, stages):
+    """Make the operand of tensors (pages, Hkv, P, D), whose columns lie side by side. shape: (n, columns) of a
+    stage."""
+    x = parts[0]
     page_size = quotient_params(cutlass.max(x.shape[2], 1))
-    return GatherOperand(x, layout.smem_layout(shape, stages, x.element_type), page_size)
+    return GatherOperand(parts, layout.smem_layout(shape, stages, x.element_type), page_size)
 
 
 class RowPageIds(NamedTuple):
@@ -43,7 +45,7 @@ class RowPageIds(NamedTuple):
 def page_id_cache(spec, op):
     """Allocate the `RowPageIds` of an operand."""
     page_ids = cute.make_rmem_tensor((spec.tile.n // spec.tile.load_warps + 31) // 32, Int32)
-    return RowPageIds(page_ids, Quotient(op.gmem.shape[2], *op.page_size))
+    return RowPageIds(page_ids, Quotient(op.gmem[0].shape[2], *op.page_size))
 
 
 @cute.jit
@@ -73,18 +75,18 @@ def fill(
     # wait for a free stage
     pipeline.producer_acquire(ring, at.item)
     # use the page ids, then look up those of the next block
-    starts = addresses(spec, op, page_ids, at)
+    starts = [addresses(spec, x, page_ids, at) for x in op.gmem]
     prefetch_pages(spec, page_ids, sequence_pages, at._replace(n_block=at.next_n_block))
     # copy, and arrive when the copies have completed
-    stored = const_expr(op.gmem.shape[3])
+    stored = const_expr([x.shape[3] for x in op.gmem])
     copy_rows(stored, count, starts, smem[None, None, pipeline.stage(ring, at.item)], at.loader * count)
     cute.arch.cp_async_mbarrier_arrive_noinc(pipeline.full_barrier(ring, at.item))
 
 
 @cute.jit
-def addresses(spec: cutlass.Constexpr, op: GatherOperand, page_ids: RowPageIds, at: KVBlock):
-    """Return the addresses of the rows of a block, negative for rows without a page."""
-    x, count = op.gmem, const_expr(spec.tile.n // spec.tile.load_warps)
+def addresses(spec: cutlass.Constexpr, x: cute.Tensor, page_ids: RowPageIds, at: KVBlock):
+    """Return the addresses in x of the rows of a block, negative for rows without a page."""
+    count = const_expr(spec.tile.n // spec.tile.load_warps)
     starts = cute.make_rmem_tensor(cute.size(page_ids.page), Int64)
     head = x.iterator.toint() + Int64(at.head) * x.stride[1] * (x.element_type.width // 8)
     if const_expr(spec.tile.o_tiles > 1):
@@ -100,30 +102,36 @@ def addresses(spec: cutlass.Constexpr, op: GatherOperand, page_ids: RowPageIds, 
 
 @cute.jit
 def copy_rows(
-    stored: cutlass.Constexpr, count: cutlass.Constexpr, starts: cute.Tensor, stage: cute.Tensor, first: Int32
+    stored: cutlass.Constexpr, count: cutlass.Constexpr, starts: cutlass.Constexpr, stage: cute.Tensor, first: Int32
 ):
     """Copy `count` rows into a stage (n, D), from row `first` on, a multiple of 8. Called by one warp. 32 / across rows
-    at a time, box by box: `across` lanes copy a row of a box, and get its address once. stored: elements of a row in
-    global memory. starts: addresses of rows, of row c, c + 32, ... in lane c; a row becomes zeros if it is negative."""
-    n, lane = const_expr(cute.size(stage, mode=[0])), cute.arch.lane_idx()
-    row_bytes = const_expr(cute.size(stage, mode=[1]) * stage.element_type.width // 8)
-    stored_bytes = const_expr(stored * stage.element_type.width // 8)  # fewer, if the head dim is padded
+    at a time, box by box: `across` lanes copy a row of a box, and get its address once.
+
+    stored: elements of a row in global memory, of each tensor that has a part of its columns. starts: likewise,
+    addresses of rows, of row c, c + 32, ... in lane c; a row becomes zeros if it is negative.
+    """
+    n, lane, bits = const_expr(cute.size(stage, mode=[0])), cute.arch.lane_idx(), const_expr(stage.element_type.width)
+    row_bytes = const_expr(cute.size(stage, mode=[1]) * bits // 8)
+    sizes = const_expr([columns * bits // 8 for columns in stored])  # the last one is less than its boxes, if padded
     box = const_expr(layout.width(row_bytes))
-    piece = const_expr(next(size for size in PIECES if stored_bytes % size == 0))
+    piece = const_expr(next(size for size in PIECES if all(part % size == 0 for part in sizes)))
     across = const_expr(box // piece)
     rows, mine, byte = const_expr(32 // across), lane // across, lane % across * piece
     period = const_expr(max(1, 8 // rows))  # steps after which the swizzle repeats
     into = [stage.iterator.toint() + first * box + layout.swizzle(box, rows * i + mine, byte) for i in range(period)]
     text = f"cp.async.{PIECES[piece]}.shared.global [{{$r0}}], [{{$r1}}], {piece}, {{$r2}};"
     for c in cutlass.range_constexpr(count // rows):
-        start = cute.arch.shuffle_sync(starts[const_expr(rows * c // 32)], rows * c % 32 + mine)
-        written = Int32(piece) if start >= 0 else Int32(0)
         target = into[const_expr(c % period)] + const_expr(c // period * period * rows * box)
-        for k in cutlass.range_constexpr(row_bytes // box):
-            at = target + const_expr(k * n * box), start + byte + const_expr(k * box)
-            if const_expr((k + 1) * box > stored_bytes):
-                written = written if byte < stored_bytes - k * box else Int32(0)
-            cute.arch.inline_ptx(text, read_only_args=[*at, written])
+        for part in cutlass.range_constexpr(len(sizes)):
+            before, size = const_expr(sum(sizes[:part])), const_expr(sizes[part])
+            end = const_expr(row_bytes if part + 1 == len(sizes) else before + size)
+            start = cute.arch.shuffle_sync(starts[part][const_expr(rows * c // 32)], rows * c % 32 + mine)
+            written = Int32(piece) if start >= 0 else Int32(0)
+            for k in cutlass.range_constexpr((end - before) // box):
+                at = target + const_expr((before // box + k) * n * box), start + byte + const_expr(k * box)
+                if const_expr((k + 1) * box > size):
+                    written = written if byte < size - k * box else Int32(0)
+                cute.arch.inline_ptx(text, read_only_args=[*at, written])
 
 
 def fence_before_mma():

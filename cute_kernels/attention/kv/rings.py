@@ -10,7 +10,7 @@ import cutlass.cute as cute
 
 from ...device import copy, layout, pipeline
 from .. import precision
-from ..operands import Operand
+from ..operands import Operand, V
 from . import scales, source
 from .pages import LoadTarget
 
@@ -30,14 +30,16 @@ class OperandSmem(NamedTuple):
 
 
 def cached(a, x: Operand):
-    """Return the tensor of the cache that an operand is loaded from."""
-    return (a.kv.k, a.kv.v)[x.tensor]
+    """Return the tensors of the cache that an operand is loaded from: their columns lie side by side."""
+    if x.tensor == V:
+        return (a.kv.v,)
+    return (a.kv.k,) if a.kv.k_rope is None else (a.kv.k, a.kv.k_rope)
 
 
 def source_operand(spec, a, x: Operand):
     """Make the operand of the source, which loads `x`. Called on the host."""
-    t = cached(a, x)
-    return source(spec).operand(t, (x.rows, x.columns * x.bits // t.element_type.width), x.stages)
+    parts = cached(a, x)
+    return source(spec).operand(parts, (x.rows, x.columns * x.bits // parts[0].element_type.width), x.stages)
 
 
 def allocate_stages(spec, smem, shape, stages):
@@ -50,7 +52,7 @@ def allocate_stages(spec, smem, shape, stages):
 def allocate(spec, smem, plan, operands):
     """Allocate the stages of all operands: those that they are loaded to, then those that are prepared. Return
     (`smem`, `raw`) of each, see `OperandSmem`."""
-    raw = [copy.allocate(smem, plan.kv[x.tensor], cached(plan.args, x).element_type) for x in operands]
+    raw = [copy.allocate(smem, plan.kv[x.tensor], cached(plan.args, x)[0].element_type) for x in operands]
     return [(_prepared(spec, smem, x, loaded), loaded) for x, loaded in zip(operands, raw, strict=True)]
 
 

@@ -115,12 +115,12 @@ def fill_stage(
     if sequence_pages.start >= 0:  # ragged: the largest boxes
         page_size = Int32(op.boxes[-1].rows)
     if const_expr(not isinstance(op, copy.DenseOperand)):
-        fill_page_boxes(spec, into, op.boxes, box_pages, page_size, at)
+        fill_page_boxes(spec, into, (op.boxes, op.rest), box_pages, page_size, at)
     elif op.as_lines != 0 and sequence_pages.start < 0:  # ragged rows may begin inside a line
         lines = into._replace(smem=cute.make_tensor(into.smem.iterator, op.line_layout))
-        fill_page_boxes(spec, lines, op.line_boxes, box_pages, page_size, at)
+        fill_page_boxes(spec, lines, (op.line_boxes, ()), box_pages, page_size, at)
     else:
-        fill_page_boxes(spec, into, op.boxes, box_pages, page_size, at)
+        fill_page_boxes(spec, into, (op.boxes, ()), box_pages, page_size, at)
 
 
 @cute.jit
@@ -128,17 +128,19 @@ def fill_page_boxes(
     spec: cutlass.Constexpr, into: LoadTarget, boxes: Any, box_pages: BoxPages, page_size: Int32, at: KVBlock
 ):
     """Load this warp's share of a KV block in the largest of `boxes` that divide the page. boxes: the operand's, of the
-    rows of `BOXES` or of the lines of as many rows."""
-    for k in cutlass.range_constexpr(len(boxes)):
-        rows, largest = BOXES[k], const_expr(k + 1 == len(boxes))
+    rows of `BOXES` or of the lines of as many rows, and those of its further columns."""
+    first, rest = boxes
+    for k in cutlass.range_constexpr(len(first)):
+        rows, largest = BOXES[k], const_expr(k + 1 == len(first))
         if page_size >= rows and (largest or page_size == rows):
             of = box_pages if const_expr(largest) else BoxPages(box_pages.page, None)
-            fill_boxes(spec, into, (boxes[0], boxes[k]), of, at)
+            fill_boxes(spec, into, (first[0], first[k], *rest[k : k + 1]), of, at)
 
 
 @cute.jit
 def fill_boxes(spec: cutlass.Constexpr, into: LoadTarget, boxes: Any, box_pages: BoxPages, at: KVBlock):
-    """Wait for a free stage and load this warp's boxes of it. boxes: the smallest box, and the one to load."""
+    """Wait for a free stage and load this warp's boxes of it. boxes: the smallest box, the one to load, and that of
+    further columns, if there are any."""
     b, of, (op, smem, ring) = boxes[1], spec.tile.load_warps, into
     each = b.rows // boxes[0].rows  # smallest boxes in a box
     count = const_expr(cute.size(smem, mode=[0]) // b.rows)  # boxes per stage
@@ -198,20 +200,26 @@ def fetch(
         if const_expr(boxes[0].rows != BOXES[0]):  # rows of a box are lines: as many in each 8 rows of the page
             rows = [row // BOXES[0] * boxes[0].rows for row in rows]
     for i in cutlass.range_constexpr(len(numbers)):
-        gmem = b.gmem if const_expr(rows is None) else cute.domain_offset((rows[i], 0, 0, 0), b.gmem)
-        s, g = copy.partition(b, into.smem, gmem)
         if const_expr(count % spec.tile.load_warps == 0) or numbers[i] < count:
-            for d in cutlass.range_constexpr(cute.size(s, mode=[2])):
-                dst = s[None, numbers[i], d, into.stage]
-                source = g[None, 0, into.first_col + d, into.head, page_ids[i]]
-                cute.copy_atom_call(b.atom, source, dst, tma_bar_ptr=into.full)
+            column = 0
+            for part in cutlass.range_constexpr(1, len(boxes)):
+                x = boxes[part]
+                gmem = x.gmem if const_expr(rows is None) else cute.domain_offset((rows[i], 0, 0, 0), x.gmem)
+                s, g = copy.partition(x, into.smem, gmem)
+                last = const_expr(part + 1 == len(boxes))
+                held = cute.size(s, mode=[2]) - column if last else cute.ceil_div(cute.size(x.gmem, mode=[1]), x.cols)
+                for d in cutlass.range_constexpr(held):
+                    dst = s[None, numbers[i], column + d, into.stage]
+                    source = g[None, 0, into.first_col + d, into.head, page_ids[i]]
+                    cute.copy_atom_call(x.atom, source, dst, tma_bar_ptr=into.full)
+                column += held
 
 
-def operand(x, shape, stages, make=copy.operand):
-    """Make the TMA operand of x (pages, Hkv, P, D). shape: (n, D) of a stage. make: `copy.operand` or
-    `copy.dense_operand`."""
-    rows = cute.make_tensor(x.iterator, cute.select(x.layout, mode=[2, 3, 1, 0]))
-    return make(rows, shape, stages, boxes(shape[0]))
+def operand(parts, shape, stages, make=copy.operand):
+    """Make the TMA operand of one or two tensors (pages, Hkv, P, D), whose columns lie side by side. shape: (n,
+    columns) of a stage. make: `copy.operand` or, for one tensor, `copy.dense_operand`."""
+    rows = [cute.make_tensor(x.iterator, cute.select(x.layout, mode=[2, 3, 1, 0])) for x in parts]
+    return make(rows[0], shape, stages, boxes(shape[0]), *rows[1:])
 
 
 def fence_before_mma():

@@ -48,7 +48,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Int32, const_expr
 
-from ...device import copy, pipeline
+from ...device import pipeline
 from .. import fakes, geometry, load, mask_blocks, splits
 from ..kv import pages, rings
 from ..schedule import stream_k, tiles, work
@@ -84,10 +84,8 @@ class Sm90SharedStorage:
 def forward(spec: cutlass.Constexpr, stream, *flat):
     """Make the kernel parameters from the flat arguments of `args` and launch the kernel on `stream`."""
     a = geometry.launch_args(spec, flat)
-    t = spec.tile
     kv = tuple(rings.source_operand(spec, a, x) for x in precision.operands(spec))
-    rows = cute.make_tensor(a.query.q.iterator, cute.select(a.query.q.layout, mode=[0, 2, 1]))
-    q = copy.operand(rows, (t.m, spec.padded_qk), t.q_stages, (t.m,))
+    q = query.operand(spec, a)
     mask_blocks.launch(spec, a, stream)
     params = geometry.KernelParams(a, kv, q, *precision.tiled_mmas(spec))
     geometry.launch(spec, kernel(spec, params), roles(spec).warps(), a, stream)
@@ -98,7 +96,7 @@ def shared(spec, plan):
     smem, r, t = cutlass.utils.SmemAllocator(), roles(spec), spec.tile
     operands = precision.operands(spec)
     stages = rings.allocate(spec, smem, plan, operands)
-    raw_q = copy.allocate(smem, plan.q, plan.args.query.q.element_type)
+    raw_q = query.allocate_raw(spec, smem, plan)
     q = query.allocate(spec, smem, raw_q)
     # here, since P is aligned as Q is
     scores = scoring.allocate(spec, smem) if t.scores_apart else shared_scores.allocate(spec, smem)

@@ -19,6 +19,21 @@ from .groups import o_part, row_group, rows_barrier, warpgroup_idx
 from .roles import roles
 
 
+def operand(spec, a):
+    """Make the TMA operand of Q; None where a role gathers all rows. Called on the host."""
+    if spec.kv.shares_v:
+        return None
+    rows = cute.make_tensor(a.query.q.iterator, cute.select(a.query.q.layout, mode=[0, 2, 1]))
+    return copy.operand(rows, (spec.tile.m, spec.padded_qk), spec.tile.q_stages, (spec.tile.m,))
+
+
+def allocate_raw(spec, smem, plan):
+    """Return the stages that Q is loaded to."""
+    if plan.q is None:
+        return allocate_stages(spec, smem, (spec.tile.m, spec.padded_qk), spec.tile.q_stages)
+    return copy.allocate(smem, plan.q, plan.args.query.q.element_type)
+
+
 def allocate(spec, smem, raw_q):
     """Return the Q stages that MMAs read: `raw_q`, to which Q is loaded, unless a converted Q has no room there."""
     p, shape = precision.of(spec), (spec.tile.m, spec.padded_qk)

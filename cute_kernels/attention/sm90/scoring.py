@@ -118,8 +118,7 @@ def score_blocks(
 ) -> ScoreState:
     """Compute P of the blocks of a tile. Return the state behind it."""
     pipeline.consumer_wait(s.q_pipe, at.q)
-    if tile.w.pack_factor > 1:
-        gather_q(spec, s, tile.w, plan.args)
+    gather_q(spec, s, tile.w, plan.args)
     init_rows(spec, tile)
     lowest, last = tile.w.n_block_min, tile.w.n_block_max - 1
     at = score_block(spec, plan, s, tile, at, last, BlockFlags(capped, True, True))
@@ -135,15 +134,19 @@ def score_blocks(
 
 @cute.jit
 def gather_q(spec: cutlass.Constexpr, s, w: WorkTileInfo, a):
-    """Packed GQA: copy the 64 rows of Q, (token, head) pairs, into the stage. Rows past the sequence become zeros."""
+    """Copy the 64 rows of Q, (token, head) pairs, into the stage. Rows past the sequence become zeros."""
     own, lane = spec.tile.m // WARPS, cute.arch.lane_idx()  # rows of a warp
     first = cute.arch.warp_idx() % WARPS * own
-    row, starts = w.m_block * spec.tile.m + first + lane, cute.make_rmem_tensor(1, Int64)
-    starts[0] = Int64(NO_PAGE)
-    if row < geometry.num_rows(w.sequence.q_len, w.pack_factor):
-        token = w.sequence.q_start + geometry.token_of(row, geometry.pack_divisor(w))
-        starts[0] = memory.row_of(a.query.q, token, geometry.head_of(row, w.head_idx, geometry.pack_divisor(w)))
-    copy_rows(spec.head_dim_qk, own, starts, s.q[None, None, 0], first)
+    parts = [x for x in (a.query.q, a.query.q_rope) if x is not None]
+    row, starts = w.m_block * spec.tile.m + first + lane, [cute.make_rmem_tensor(1, Int64) for _ in parts]
+    exists = row < geometry.num_rows(w.sequence.q_len, w.pack_factor)
+    for x, start in zip(parts, starts, strict=True):
+        start[0] = Int64(NO_PAGE)
+        if exists:
+            token = w.sequence.q_start + geometry.token_of(row, geometry.pack_divisor(w))
+            start[0] = memory.row_of(x, token, geometry.head_of(row, w.head_idx, geometry.pack_divisor(w)))
+    stored = const_expr([x.shape[2] for x in parts])
+    copy_rows(stored, own, starts, s.q[None, None, 0], first)
     cute.arch.cp_async_commit_group()
     cute.arch.cp_async_wait_group(0)
     cute.arch.fence_proxy("async.shared", space="cta")
