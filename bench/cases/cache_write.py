@@ -88,7 +88,7 @@ def make_rows(case: CacheWriteCase, gen: torch.Generator) -> list[torch.Tensor]:
         values = torch.tensor([float("nan"), float("inf"), -float("inf"), 0.0, -0.0, 1e-8, 3e4, 450.0, 0.017])
         picked = torch.randint(len(values), x.shape, generator=gen, device=gen.device)
         x = torch.where(torch.rand(x.shape, generator=gen, device=gen.device) < 0.3, values.to(x.device)[picked], x)
-        x[0], x[2] = 0.0, 2.0**-119  # over the largest number of 8 bits, this is no normal number
+        x[:1], x[2:3] = 0.0, 2.0**-119  # over the largest number of 8 bits, this is no normal number
     dtype = DTYPES[case.dtype]
     packed = (x * 100).to(torch.uint8) if dtype == torch.uint8 else x.to(dtype)
     parts = packed[:, case.shift : case.shift + sum(width)].split(width, 1)

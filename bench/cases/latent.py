@@ -100,7 +100,8 @@ def _rows(case: LatentCase, gen: torch.Generator, *shape: int) -> torch.Tensor:
     if case.data == "special":
         where = torch.rand(shape, generator=gen) < 0.05
         t[where] = torch.tensor(SPECIAL)[torch.randint(len(SPECIAL), (int(where.sum()),), generator=gen)]
-        t[1], t[1, ..., ::16] = t[1].nan_to_num(0.0, 0.0, 0.0).clamp(-1.0, 1.0), 1.75  # the scale is 2^-8
+        t[1:2] = t[1:2].nan_to_num(0.0, 0.0, 0.0).clamp(-1.0, 1.0)
+        t[1:2, ..., ::16] = 1.75  # the scale is 2^-8
     return _wide(t.to(DTYPES[case.dtype]), case.shift)
 
 

@@ -281,5 +281,5 @@ def store_merged(spec: cutlass.Constexpr, a, w: WorkTileInfo, row: Int32, of: Sp
     acc.store(acc.load() * (normal.inv_row_sum * epilogue.output_scale(a)))
     piece = epilogue.first_piece(spec, w, const_expr(spec.tile_vo // 32)) + cute.arch.lane_idx()
     epilogue.store_piece(spec, a, token, head, piece, acc, ())
-    lse = softmax.normalizer(row_max, row_sum, epilogue.lse_sink(a, sink)).lse
+    lse = epilogue.lse_of(a, normal.lse, row_max, row_sum)
     epilogue.store_lse(a, token, head, lse, epilogue.stores_lse(spec, w, cute.arch.lane_idx() == 0))

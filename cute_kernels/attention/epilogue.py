@@ -50,12 +50,13 @@ def formed_lse(form: Int32, lse: Float32):
 
 
 @cute.jit
-def lse_sink(a, sink: Float32):
-    """Return the sink that counts in the LSE: -inf, if the call wants it of the keys alone."""
+def lse_of(a, lse: Float32, top: Float32, total: Float32):
+    """Return the LSE of a row that a call wants: `lse`, with the sink, or that of the keys alone. Their sum is total *
+    2^top, 0 for a row without keys."""
     if const_expr(a.out.lse_form is not None):
         if (a.out.lse_form & LSE_OF_KEYS) != 0:
-            sink = -Float32.inf
-    return sink
+            lse = top + cute.math.log2(total, fastmath=True)  # of 0: -inf
+    return lse
 
 
 def first_piece(spec, w: WorkTileInfo, size: int):

@@ -244,5 +244,11 @@ def row_normalizer(
     lanes: cutlass.Constexpr,
 ):
     """Return the `normalizer` of row r. lanes: number of neighbouring lanes that share a row."""
+    return normalizer(*row_sum_of(st, r, lanes), sink)
+
+
+@cute.jit
+def row_sum_of(st: SoftmaxState, r: cutlass.Constexpr, lanes: cutlass.Constexpr):
+    """Return (top, total) of row r: the sum over its keys is total * 2^top. lanes: as in `row_normalizer`."""
     top = -Float32.inf if st.row_max[r] == -Float32.inf else st.row_max_scaled[r]
-    return normalizer(top, cute.arch.warp_reduction_sum(st.row_sum[r], threads_in_group=lanes), sink)
+    return top, cute.arch.warp_reduction_sum(st.row_sum[r], threads_in_group=lanes)

@@ -131,7 +131,8 @@ def as_its_op(entry, op, spec):
         wanted = sum(role.warps * role.registers for role in roles(spec).table)
         assert wanted <= entry["registers"] * roles(spec).warps(), "a warpgroup would wait for registers for ever"
         if "nvfp4" not in spec.out:  # of whose stores ptxas makes copies
-            assert counts["FFMA"] == ptx_of(entry).count("fma.rn.f32"), "ptxas contracts nothing"
+            peeled = 2 * spec.kv.shares_v  # ptxas computes the first split of a merge apart: 0 * x + y
+            assert counts["FFMA"] == ptx_of(entry).count("fma.rn.f32") + peeled, "ptxas contracts nothing"
 
 
 @pytest.mark.parametrize(

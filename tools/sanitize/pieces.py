@@ -206,6 +206,12 @@ def joined(record: str, **fields: Any) -> Call:
     return Call("latent", "append_latent", 7, case=changed_fields(of_record(record, **fields), ""))
 
 
+def latent(**fields: Any) -> Call:
+    """Return a call of attention in which V lies in K."""
+    case = {"lens": (70, 0, 330), "rows": 2, "heads": 5, "gap": 1, "sink": True} | fields
+    return Call("mla", "flash_mla_with_kvcache", 7, case=case)
+
+
 def gathered(case: ReadCase) -> Call:
     """Return a call that reads rows of requests, some of which have no page."""
     fields = changed_fields(replace(case, hostile=True, gap=528), "function")
@@ -271,6 +277,13 @@ def _rows() -> Iterator[tuple[str, tuple[Call, ...]]]:
     others = (ReadCase("cp_gather_cache", "rows"), ReadCase("cp_gather_indexer_k_quant_cache", "132"))
     planar = (ReadCase(record=name) for name in ("528_planar", "584", "352", "288"))
     yield "latent-gather-others", tuple(map(gathered, (*others, *planar)))
+    yield (
+        "attention-latent",
+        (
+            latent(strided=True), latent(lens=(2000,), heads=80), latent(page_size=3), latent(dim=512),
+            latent(causal=False), latent(window=100, cap=4.0),
+        ),
+    )  # fmt: skip
     states = ({"dtype": "bf16"}, {"dtype": "fp16", "layout": "strided"}, {"dtype": "fp32", "data": "special"})
     yield "merge-states", tuple(Call("merge", "merge_states", 7, case=fields) for fields in states)
     yield (

@@ -264,15 +264,14 @@ def store(spec: cutlass.Constexpr, a, r, w: WorkTileInfo, empty: cutlass.Constex
         keep = token < w.sequence.q_len
         head = geometry.head_of(row, w.head_idx, geometry.pack_divisor(w))
         sink = epilogue.sink_of(a, head)
-        lse = epilogue.lse_sink(a, sink) * logits.LOG2_E
+        lse = epilogue.lse_of(a, sink * logits.LOG2_E, Float32(0.0), Float32(0.0))
         if const_expr(empty):
             zero_row(spec, a, w.sequence.q_start + token, head, keep)
         else:
             values = cute.make_rmem_tensor(cute.size(o, mode=[1]), Float32)
-            normal = softmax.row_normalizer(r.st, k, sink, LANES)
-            lse = normal.lse
-            if const_expr(a.out.lse_form is not None):
-                lse = softmax.row_normalizer(r.st, k, epilogue.lse_sink(a, sink), LANES).lse
+            top, total = softmax.row_sum_of(r.st, k, LANES)
+            normal = softmax.normalizer(top, total, sink)
+            lse = epilogue.lse_of(a, normal.lse, top, total)
             scale = normal.inv_row_sum * r.call_scales.out
             if const_expr(r.scales is not None):
                 scale *= softmax.head_scale(a.out.out_scale_ptr, head)
