@@ -34,6 +34,7 @@ NUMBERS = {
     "cache": 25,
     "latent": 40,
     "gather": 30,
+    "mla": 30,
     "merge": 40,
     "small": 40,
 }
