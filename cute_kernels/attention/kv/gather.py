@@ -21,14 +21,14 @@ PIECES = {16: "cg", 8: "ca"}  # bytes per lane and copy -> cache operator of cp.
 class GatherOperand:
     """K or V in global memory, and the layout of its stages in shared memory."""
 
-    gmem: tuple[cute.Tensor, ...]  # (pages, Hkv, P, D) each, whose columns lie side by side in a stage
+    gmem: tuple[cute.Tensor, ...]  # (pages, Hkv, P, D) each; their columns lie side by side in a stage
     layout: cute.ComposedLayout  # (rows, cols, stages) in shared memory
     page_size: Any  # `quotient_params` of the rows of a page
 
 
 def operand(parts, shape, stages):
-    """Make the operand of tensors (pages, Hkv, P, D), whose columns lie side by side. shape: (n, columns) of a
-    stage."""
+    """Make the operand of tensors (pages, Hkv, P, D) with columns that lie side by side in a stage. shape: (n, columns)
+    of a stage."""
     x = parts[0]
     page_size = quotient_params(cutlass.max(x.shape[2], 1))
     return GatherOperand(parts, layout.smem_layout(shape, stages, x.element_type), page_size)

@@ -216,8 +216,8 @@ def fetch(
 
 
 def operand(parts, shape, stages, make=copy.operand):
-    """Make the TMA operand of one or two tensors (pages, Hkv, P, D), whose columns lie side by side. shape: (n,
-    columns) of a stage. make: `copy.operand` or, for one tensor, `copy.dense_operand`."""
+    """Make the TMA operand of one or two tensors (pages, Hkv, P, D) with columns that lie side by side in a stage.
+    shape: (n, columns) of a stage. make: `copy.operand` or, for one tensor, `copy.dense_operand`."""
     rows = [cute.make_tensor(x.iterator, cute.select(x.layout, mode=[2, 3, 1, 0])) for x in parts]
     return make(rows[0], shape, stages, boxes(shape[0]), *rows[1:])
 
