@@ -200,6 +200,12 @@ ASKED: tuple[tuple[str, Any, str, dict[str, dict[str, Any]]], ...] = (  # argume
         "head_dim of a latent cache",
         {value: facts | {"shares_v": True} for value, facts in dims((576, 512), (512, 512)).items()},
     ),
+    (
+        "decode",
+        replace(LATENT, head_dim_qk=576, head_dim_vo=512, causal=False),
+        "with",
+        {"keys that each token chooses, of a latent cache": {"source": "slots", "shares_v": True}},
+    ),
     ("xqa", XQA, "KV", {"fp16": HALVES["fp16"]} | QUANTISED),
     ("xqa", XQA, "output", {"e4m3": {"out": "e4m3"}}),
     ("xqa", XQA, "page size", pages(1, 5, 16, 24, 32, 64, 128)),

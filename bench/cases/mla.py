@@ -18,6 +18,7 @@ from wrappers.own.registry import made_by
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 VALUES = 512  # columns of V
 NO_PAGE = 2_147_480_000
+NO_SLOTS = (-1, -1, -7, -(2**31), 2**31 - 1)  # numbers that are no row of a cache, and those right behind its rows
 SCALE = 192**-0.5
 ROUNDING = {"bf16": 2.0**-7, "fp16": 2.0**-10}  # of P and of the output together, relative
 LSE_TOLERANCE = 2.0**-18  # relative, and 1e-5
@@ -30,7 +31,9 @@ class MlaCase:
     function: "flash_mla" or "trtllm". lens: keys of each request. rows: query tokens of each. dim: columns of K.
     window: keys before a row, 0 for all; the call is then that of neither function, and cap is a soft cap. gap: rows
     behind each page. strided: the query has every second head of a wider tensor, and its rows are apart. sink: of
-    heads. data: "normal", or "peaks": keys with scores that grow along the sequence.
+    heads. data: "normal", or "peaks": keys with scores that grow along the sequence. chosen: keys that each row chooses
+    among all rows of all requests, some of them twice, between numbers that are no row; 0: it sees its request's.
+    counted: fewer of them count, of some requests none.
     """
 
     function: str = "flash_mla"
@@ -47,16 +50,21 @@ class MlaCase:
     gap: int = 0
     strided: bool = False
     data: str = "normal"
+    chosen: int = 0
+    counted: bool = False
 
 
 class MlaInputs(NamedTuple):
-    """The tensors of a call: q (B, rows, H, D), cache (pages, P, D), table (B, M), lens (B,), sinks (H,) or None."""
+    """The tensors of a call: q (B, rows, H, D), cache (pages, P, D), table (B, M), lens (B,), sinks (H,) or None; slots
+    (B, rows, K) and how many of them count (B,), or None."""
 
     q: torch.Tensor
     cache: torch.Tensor
     table: torch.Tensor
     lens: torch.Tensor
     sinks: torch.Tensor | None
+    slots: torch.Tensor | None = None
+    counts: torch.Tensor | None = None
 
 
 def make(case: MlaCase, device: "torch.device | str" = "cpu", seed: int = 0) -> MlaInputs:
@@ -85,7 +93,35 @@ def make(case: MlaCase, device: "torch.device | str" = "cpu", seed: int = 0) -> 
         wide[:, : case.rows, ::2, : case.dim] = q
         q = wide[:, : case.rows, ::2, : case.dim]
     sinks = torch.randn(case.heads, generator=gen, device=device) * 2 if case.sink else None
-    return MlaInputs(q, cache, table, torch.tensor(case.lens, dtype=torch.int32, device=device), sinks)
+    lens = torch.tensor(case.lens, dtype=torch.int32, device=device)
+    inputs = MlaInputs(q, cache, table, lens, sinks)
+    return inputs._replace(**choices(case, inputs, gen)) if case.chosen else inputs
+
+
+def choices(case: MlaCase, i: MlaInputs, gen: torch.Generator) -> dict[str, torch.Tensor | None]:
+    """Return `slots` and `counts`. Slots that do not count name any row, also those that are NaN."""
+    size, rows, device = case.page_size, i.cache.shape[0] * case.page_size, i.q.device
+    held = [i.table[b, j // size].long() * size + j % size for b, n in enumerate(case.lens) for j in range(n)]
+    none = torch.tensor((*NO_SLOTS, rows, rows + 1), device=device)
+    shape = (len(case.lens), case.rows, case.chosen)
+
+    def among(values: torch.Tensor) -> torch.Tensor:
+        return values[torch.randint(len(values), shape, generator=gen, device=device)]
+
+    slots = among(torch.stack(held) if held else none)
+    share = torch.rand(shape[:2], generator=gen, device=device).round(decimals=1)[..., None]  # often none, or all
+    slots = torch.where(
+        torch.rand(shape, generator=gen, device=device) < (share - 0.4).clamp(0.0, 1.0), among(none), slots
+    )
+    if len(case.lens) * case.rows > 1:  # a row without a key
+        slots[-1, 0] = among(none)[-1, 0]
+    if not case.counted:
+        return {"slots": slots.int(), "counts": None}
+    counts = torch.randint(case.chosen + 1, shape[:1], generator=gen, device=device)
+    counts[::3] = 0 if len(counts) > 1 else counts[::3]
+    behind = torch.arange(case.chosen, device=device) >= counts[:, None, None]
+    slots = torch.where(behind, among(torch.arange(rows, device=device)), slots)
+    return {"slots": slots.int(), "counts": counts.int()}
 
 
 def call(case: MlaCase, i: MlaInputs) -> tuple[torch.Tensor, torch.Tensor]:
@@ -100,11 +136,14 @@ def call(case: MlaCase, i: MlaInputs) -> tuple[torch.Tensor, torch.Tensor]:
     if case.function == "flash_mla":
         return wrappers.flash_mla_with_kvcache(
             i.q, i.cache.unsqueeze(2), i.table, i.lens, VALUES, wrappers.get_mla_metadata()[0], softmax_scale=SCALE,
-            causal=case.causal, attn_sink=i.sinks,
+            causal=case.causal and not case.chosen, attn_sink=i.sinks, indices=i.slots, topk_length=i.counts,
         )  # fmt: skip
+    table, lens = (i.table, i.lens) if i.slots is None else (i.slots, i.counts)
+    if i.slots is not None and lens is not None:
+        lens = lens[:, None].expand(-1, case.rows)
     out, lse = wrappers.trtllm_batch_decode_with_kv_cache_mla(
-        i.q, i.cache, None, 128, VALUES, case.dim - VALUES, i.table, i.lens, i.table.shape[1] * case.page_size,
-        bmm1_scale=SCALE, sinks=i.sinks, return_lse=True,
+        i.q, i.cache, None, 128, VALUES, case.dim - VALUES, table, lens, i.table.shape[1] * case.page_size,
+        bmm1_scale=SCALE, sinks=i.sinks, return_lse=True, sparse_mla_top_k=case.chosen,
     )  # fmt: skip
     return out, lse.view(*i.q.shape[:3]).transpose(1, 2)
 
@@ -128,8 +167,12 @@ def expected(case: MlaCase, i: MlaInputs) -> MlaResult:
         keys = i.cache[pages].flatten(0, 1)[:n].double()
         for t in range(rows):
             seen = max(n - rows + 1 + t, 0) if case.causal else n
-            if seen:
-                own = keys[max(0, n - rows + t - case.window) if case.window else 0 : seen]
+            own = keys[max(0, n - rows + t - case.window) if case.window else 0 : seen]
+            if i.slots is not None:
+                slots = i.slots[b, t, : case.chosen if i.counts is None else int(i.counts[b])].long()
+                every = i.cache.flatten(0, 1)
+                own = every[slots[(slots >= 0) & (slots < len(every))]].double()
+            if len(own):
                 logits = i.q[b, t].double() @ own.T * SCALE
                 if case.cap:
                     logits = case.cap * torch.tanh(logits / case.cap)

@@ -49,6 +49,21 @@ def apply(s: cute.Tensor, r: cutlass.Constexpr, rows: mask.ScoreRows, cols: mask
 
 
 @cute.jit
+def apply_present(s: cute.Tensor, words: cute.Tensor, cols: mask.ScoreCols):
+    """Set all rows of s to -inf where the bit of column at[c] + lane_col is 0, in `words` of 32 columns that all lanes
+    have. lane_col: as in `apply`."""
+    every = words[0]
+    for i in cutlass.range_constexpr(1, cute.size(words)):
+        every &= words[i]
+    if every != 0xFFFFFFFF:
+        mine = [words[i] >> Uint32(cols.lane_col) for i in range(cute.size(words))]
+        for c in cutlass.range_constexpr(cute.size(s, mode=[1])):
+            hidden = mine[const_expr(cols.at[c] // 32)] & const_expr(1 << cols.at[c] % 32) == 0
+            for r in cutlass.range_constexpr(cute.size(s, mode=[0])):
+                s[r, c] = warp.select(hidden, -Float32.inf, s[r, c])
+
+
+@cute.jit
 def apply_words(s: cute.Tensor, words: cute.Tensor):
     """Apply a custom mask to the one row of s (1, cols), of which the thread has all columns. words: 32 columns
     each."""

@@ -64,6 +64,9 @@ KINDS = {
     "latent full": Kind("the same without a mask", True, {"shares_v": True, "causal": False}),
     "latent modified": Kind("latent, with windows and soft caps", True, {"shares_v": True, "window": True}),
     "latent gather": Kind("latent, with pages of any size", True, {"shares_v": True, "page_size": 1}),
+    "latent slots": Kind(
+        "latent, with keys that each token chooses", True, {"shares_v": True, "source": "slots", "causal": False}
+    ),
     "causal factors": Kind("causal, and a factor per token and head", False, {"kv_scales": "token"}),
     "modified factors": Kind(
         "modified, and a factor per token and head", False, {"window": True, "kv_scales": "token"}

@@ -29,7 +29,8 @@ class LaunchGeometry(NamedTuple):
     qhead_per_kvhead, group_magic: query heads per KV head, and its magic number for `Divisor`. q_heads, kv_heads: the
     multiplier and the shift of the number of query and of KV heads, for `Quotient`. l2_keys: the most keys of a
     sequence for which K and V of all heads fit in `tile.l2_bytes`; None where the order of tiles does not depend on it
-    (`policy.groups_heads_by_l2`).
+    (`policy.groups_heads_by_l2`). per_length: with slots, the multiplier and the shift of the number of sequences for
+    which an entry of kv_lens counts.
     """
 
     qhead_per_kvhead: Int32
@@ -37,6 +38,7 @@ class LaunchGeometry(NamedTuple):
     q_heads: Any
     kv_heads: Any
     l2_keys: Any
+    per_length: Any = None
 
 
 class Sequence(NamedTuple):
@@ -67,7 +69,10 @@ def launch_args(spec, flat):
     if policy.groups_heads_by_l2(spec):
         l2_keys = spec.tile.l2_bytes // (kv_row_bytes(spec) * kv_heads)
     quotients = quotient_params(cutlass.max(heads, 1)), quotient_params(kv_heads)
-    return a._replace(launch=LaunchGeometry(group, magic_of(group), *quotients, l2_keys))
+    per_length = None
+    if spec.kv.source == "slots":
+        per_length = quotient_params(cutlass.max(batch_size(a) // cutlass.max(a.kv.kv_lens.shape[0], 1), 1))
+    return a._replace(launch=LaunchGeometry(group, magic_of(group), *quotients, l2_keys, per_length))
 
 
 @dataclass(frozen=True)
@@ -133,7 +138,9 @@ def sequence_keys(a, b: Int32):
     """Return the number of keys of sequence b, clamped to the room in the page table or in the rows of k and v; 0 if
     the cache has no pages."""
     page_size, keys = a.kv.k.shape[2], Int32(0)
-    if a.kv.kv_starts.shape[0] == 0:
+    if const_expr(a.launch.per_length is not None):
+        keys = table_keys(a.kv.kv_lens[b // Quotient(Int32(1), *a.launch.per_length)], a.kv.page_table.shape[2], 1)
+    elif a.kv.kv_starts.shape[0] == 0:
         keys = table_keys(a.kv.kv_lens[b], a.kv.page_table.shape[2], page_size)
     else:
         keys = cutlass.max(kv_start(a, b + 1) - kv_start(a, b), 0)

@@ -66,14 +66,17 @@ def fetch_mask(spec: cutlass.Constexpr, rows: ScoreRows, source: Any, first: Int
 
 @cute.jit
 def transform(spec: cutlass.Constexpr, a, s: cute.Tensor, rows: ScoreRows, cols: ScoreCols, capped, masked):
-    """Transform scores s (rows, cols) in place: ALiBi bias, the soft cap if `capped`, the masks if `masked`."""
+    """Transform scores s (rows, cols) in place: ALiBi bias, the soft cap if `capped`, the masks if `masked`, but always
+    that of keys with slots."""
     if const_expr(spec.logits.alibi):
         add_bias(s, rows, cols)
     if const_expr(spec.logits.soft_cap):
         if capped:
             for r in cutlass.range_constexpr(cute.size(s, mode=[0])):
                 cap(s[r, None], rows.to_log2[r], a.logits.soft_cap)
-    if masked:
+    if const_expr(spec.kv.source == "slots"):
+        custom_mask.apply_present(s, rows.words, cols)
+    elif masked:
         if const_expr(not spec.mask.custom):
             # causal, window and kv_len
             mask.apply(spec, s, rows, cols)

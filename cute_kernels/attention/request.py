@@ -27,7 +27,8 @@ class KernelRequest:
     of keys; "never". With the latter two, the result of a sequence does not depend, bit for bit, on the rest of its
     batch. drafts: a tree mask says which of the sequence's last tokens a token sees. skip: skip-softmax, keys with
     negligible weight may be left out. interleaved: V's scale factors are interleaved in groups of 4 tokens. source:
-    "paged", or "ragged": K and V are rows of one tensor, without pages (page_size 0). custom_mask: a kind of
+    "paged"; "ragged": K and V are rows of one tensor, without pages (page_size 0); or "slots": each query token has its
+    own keys, rows of the cache in any order, some of which may not exist. custom_mask: a kind of
     `spec.CUSTOM_MASKS`, instead of causal. alibi: a bias that grows with the key's distance is added to the logits.
     head_scales: the scale of the logits or of the output is per query head. chunk: a token sees no key before its own
     chunk of positions; the mask is causal. prefix: all tokens of a sequence see its first keys. shares_v: V is the

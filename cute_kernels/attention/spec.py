@@ -74,8 +74,8 @@ DEFAULT_SCALES = {"nvfp4": "block"}  # type of the cache -> the only layout that
 @dataclass(frozen=True)
 class KVSpec:
     """The KV cache. dtype: storage type of K and V. source: "tma", pages of `TMA_PAGES` rows or ragged rows, loaded by
-    TMA; or "gather", pages of any size, loaded row by row. scales: a key of `SCALE_LAYOUTS`; "" means the only layout
-    of the type. shares_v: V is the first head_dim_vo columns of K."""
+    TMA; "gather", pages of any size, loaded row by row; or "slots", rows that are named one by one. scales: a key of
+    `SCALE_LAYOUTS`; "" means the only layout of the type. shares_v: V is the first head_dim_vo columns of K."""
 
     dtype: str = "bf16"
     source: str = "tma"
@@ -288,5 +288,7 @@ def kv_spec(request: KernelRequest) -> KVSpec:
 
 def kv_source(request: KernelRequest) -> str:
     """Return the source of K and V that serves a request. Rows of NVFP4 may be too short for TMA."""
+    if request.source == "slots":
+        return "slots"
     short = any(dim * BITS[request.kv] // 8 % TMA_BYTES for dim in (request.head_dim_qk, request.head_dim_vo))
     return "tma" if request.source == "ragged" or request.page_size in TMA_PAGES and not short else "gather"

@@ -27,6 +27,10 @@ CASES = {
     "strided, gaps": MlaCase(lens=(63, 17), rows=2, strided=True, gap=3, page_size=16),
     "512": MlaCase(lens=(100, 0, 7), rows=2, dim=512, sink=True),
     "fp16": MlaCase(lens=(90, 4), dtype="fp16", sink=True, data="peaks"),
+    "chosen": MlaCase(lens=(40, 3), rows=3, heads=4, page_size=7, chosen=70, gap=2),
+    "chosen, counted": MlaCase(lens=(40, 0, 30, 9), rows=2, dim=512, sink=True, chosen=128, counted=True),
+    "chosen, strided": MlaCase(lens=(30,), strided=True, page_size=1, chosen=65, dtype="fp16"),
+    "chosen, no rows": MlaCase(lens=(0, 0), chosen=5),
     "fp16, 512": MlaCase(lens=(31, 32, 33), rows=8, dtype="fp16", dim=512, page_size=3, heads=2),
 }
 
@@ -178,6 +182,79 @@ def test_a_bound_call_takes_other_queries(function, bound):
             layer.run(q[:1])
 
 
+# ---- keys that a row has chosen
+
+
+CHOSEN = MlaCase(lens=(9, 40), rows=2, heads=4, page_size=16, chosen=37)
+
+
+def chosen(function, **changes):
+    """Arguments of a call of two requests of two rows, each of which has chosen its keys."""
+    made, inputs = make(CHOSEN), given(function)
+    if function == FLASH:
+        return inputs | {"indices": made.slots, "causal": False} | changes
+    return inputs | {"block_tables": made.slots, "seq_lens": None, "sparse_mla_top_k": 37} | changes
+
+
+def results(function, **changes):
+    found = getattr(wrappers, function)(**chosen(function, **changes))
+    return found if isinstance(found, tuple) else (found,)
+
+
+@pytest.mark.parametrize("function", good_calls.MLA)
+def test_any_order_and_any_number_that_is_no_row(function):
+    """The same keys in another order, between other numbers, and as many behind those that count."""
+    name, counts = ("indices", "topk_length") if function == FLASH else ("block_tables", "seq_lens")
+    slots, rows = chosen(function)[name].long(), 6 * 16
+    want = results(function)
+    outside = (slots < 0) | (slots >= rows)
+    assert outside.any() and not outside.all()
+    for number in (-1, -(1 << 31), rows, (1 << 31) - 1):
+        got = results(function, **{name: torch.where(outside, number, slots).int()})
+        assert all(map(torch.equal, want, got))
+    order = torch.randperm(37)
+    more = torch.cat((slots[..., order], torch.zeros(2, 2, 5).long()), -1).int()
+    top_k = {} if function == FLASH else {"sparse_mla_top_k": 42}
+    for lens in (torch.tensor([37, 37]), torch.full((2, 2), 37)):
+        if function == TRTLLM or lens.ndim == 1:
+            got = results(function, **{name: more, counts: lens.int()}, **top_k)
+            assert all(torch.allclose(a, b, atol=1e-2) for a, b in zip(want, got))
+
+
+def test_counts_of_rows_come_before_lengths():
+    want = results(TRTLLM, seq_lens=torch.tensor([5, 5, 20, 20]).int())
+    own = {"sparse_mla_top_k_lens": torch.tensor([5, 20]).int(), "seq_lens": torch.tensor([900, 900]).int()}
+    assert torch.equal(results(TRTLLM, **own)[0], want[0])
+    ragged = chosen(TRTLLM, cum_seq_lens_q=torch.tensor([0, 1, 4]).int(), max_q_len=3)
+    ragged |= {"query": ragged["query"].flatten(0, 1), "block_tables": ragged["block_tables"].flatten(0, 1)}
+    got = trtllm_mla(**ragged | {"seq_lens": torch.tensor([5, 5, 20, 20]).int()})
+    assert torch.equal(got.view(2, 2, 4, 512), want[0])
+
+
+def test_a_key_that_comes_twice_counts_twice():
+    """And keys that do not count, or that nobody has chosen, may be NaN."""
+    q, cache = torch.zeros(1, 1, 4, 576).half(), torch.full((2, 3, 1, 576), math.nan).half()
+    cache[1, 0], cache[0, 2] = 1.0, 4.0
+    slots, count = torch.tensor([[[2, 3, -1, 2, 1, 0]]]).int(), torch.tensor([4]).int()
+    for machine in (None, emulation()):
+        with machine or torch.no_grad():
+            out, lse = flash_mla_with_kvcache(q, cache, None, None, 512, indices=slots, topk_length=count)
+        assert torch.allclose(out, torch.tensor(3.0).half()) and torch.allclose(lse, torch.tensor(3.0).log())
+
+
+@pytest.mark.parametrize("function", good_calls.MLA)
+def test_a_bound_call_of_chosen_keys(function):
+    first = "q" if function == FLASH else "query"
+    q = torch.randn(2, 2, 4, 576, generator=torch.Generator().manual_seed(1)).bfloat16()
+    with emulation():
+        layer = wrappers.bind(getattr(wrappers, function), **chosen(function))
+        got = layer.run(q)
+        got = got if isinstance(got, tuple) else (got,)
+        assert all(map(torch.equal, got, results(function, **{first: q})))
+        with pytest.raises(ValueError, match=rf"^{first}: shape \(1, 2, 4, 576\), must begin with"):
+            layer.run(q[:1])
+
+
 # ---- metadata
 
 
@@ -217,12 +294,23 @@ def test_metadata_of_bad_arguments():
 
 E4M3 = torch.float8_e4m3fn
 INT = torch.zeros(1).int()
-PARALLEL, SPARSE = "context parallelism is not supported", "sparse attention is not supported"
-QUANTISED = "sparse attention and quantised caches are not supported"
+SLOTS = torch.zeros(2, 2, 7).int()
+PARALLEL = "context parallelism is not supported"
+QUANTISED = "second caches and quantised caches are not supported"
 FLASH_REFUSALS = [
     *(({name: INT}, NotImplementedError, f"{name}: Tensor, must be None: {QUANTISED}")
-      for name in ("indices", "extra_k_cache", "extra_indices_in_kvcache", "topk_length", "extra_topk_length",
-                   "descale_q", "descale_k")),
+      for name in ("extra_k_cache", "extra_indices_in_kvcache", "extra_topk_length", "descale_q", "descale_k")),
+    ({"topk_length": INT}, ValueError, "topk_length: shape (1,), must be None without indices"),
+    ({"indices": SLOTS}, ValueError, "causal: True, must be False with indices (2, 2, 7), which say what a row sees"),
+    *(({"indices": slots, "causal": False}, kind, message) for slots, kind, message in (
+        (SLOTS[:1], ValueError, "indices: shape (1, 2, 7), must be (2, 2, 7) (requests and rows of q, keys)"),
+        (SLOTS[0], ValueError, "indices: shape (2, 7), must have 3 dimensions"),
+        (SLOTS.long(), TypeError, "indices: dtype torch.int64, must be torch.int32"),
+        (SLOTS[..., ::2], ValueError, "indices: strides"),
+    )),
+    ({"indices": SLOTS, "causal": False, "topk_length": INT}, ValueError, "topk_length: shape (1,), must be (2,)"),
+    ({"indices": SLOTS, "causal": False, "topk_length": torch.zeros(2)}, TypeError,
+     "topk_length: dtype torch.float32, must be torch.int32"),
     ({"is_fp8_kvcache": True}, NotImplementedError, f"is_fp8_kvcache: True, must be False: {QUANTISED}"),
     ({"head_dim_v": 577}, ValueError, "head_dim_v: 577, must be at most 576, the last dimension of q and k_cache"),
     ({"head_dim_v": 0}, ValueError, "head_dim_v: 0, must be at least 1"),
@@ -253,8 +341,13 @@ FLASH_REFUSALS = [
     ({"softmax_scale": "1"}, TypeError, "softmax_scale: '1', must be a float"),
 ]  # fmt: skip
 TRTLLM_REFUSALS = [
-    ({"sparse_mla_top_k": 64}, NotImplementedError, f"sparse_mla_top_k: 64, must be 0: {SPARSE}"),
-    ({"sparse_mla_top_k_lens": INT}, NotImplementedError, f"sparse_mla_top_k_lens: Tensor, must be None: {SPARSE}"),
+    ({"sparse_mla_top_k": 64}, ValueError, "sparse_mla_top_k: 64, must be 3, the last dimension of block_tables"),
+    ({"sparse_mla_top_k": -1}, ValueError, "sparse_mla_top_k: -1, must be at least 0"),
+    ({"sparse_mla_top_k": 7, "block_tables": SLOTS[:1]}, ValueError,
+     "block_tables: shape (1, 2, 7), must be (2, 2, 7)"),
+    ({"sparse_mla_top_k": 7, "block_tables": SLOTS, "seq_lens": torch.zeros(3).int()}, ValueError,
+     "seq_lens: 3 elements, must have 4 or 2"),
+    ({"sparse_mla_top_k_lens": INT}, ValueError, "sparse_mla_top_k_lens: shape (1,), must be None without"),
     ({"cp_world": 2}, NotImplementedError, f"cp_world: 2, must be 1: {PARALLEL}"),
     ({"cp_rank": 1}, NotImplementedError, f"cp_rank: 1, must be 0: {PARALLEL}"),
     ({"enable_dcp": True}, NotImplementedError, f"enable_dcp: True, must be False: {PARALLEL}"),

@@ -26,13 +26,26 @@ CASES = {
     "window and cap": MlaCase(lens=(2500, 90), heads=16, rows=5, window=700, cap=6.0),
     "trtllm": MlaCase(function="trtllm", lens=(1000, 50), heads=16, rows=3, sink=True),
 }
+CHOSEN = {
+    "chosen": MlaCase(lens=(3000, 9), heads=16, chosen=2048),
+    "chosen, counted": MlaCase(
+        lens=(900, 0, 50) * 20, rows=2, heads=128, page_size=53, chosen=512, counted=True, gap=2
+    ),
+    "chosen, one request": MlaCase(lens=(5000,), heads=8, page_size=1, chosen=2049, sink=True, strided=True),
+    "chosen, 512": MlaCase(function="trtllm", lens=(700, 700), rows=3, heads=64, dim=512, chosen=129, counted=True),
+    "chosen, fp16": MlaCase(dtype="fp16", lens=(80,), rows=40, heads=5, page_size=2, chosen=65, data="peaks"),
+}
+CASES |= CHOSEN
 
 
 DIMS = {576: "576 (Q, K) and 512 (V)", 512: "512"}
 
 
 def marked(name):
-    return pytest.param(name, marks=feature(f"decode head_dim of a latent cache {DIMS[CASES[name].dim]}"))
+    shown = f"decode head_dim of a latent cache {DIMS[CASES[name].dim]}"
+    if name in CHOSEN:
+        shown = "decode with keys that each token chooses, of a latent cache"
+    return pytest.param(name, marks=feature(shown))
 
 
 @pytest.mark.parametrize("name", list(map(marked, CASES)))
@@ -46,22 +59,41 @@ def test_right_and_equal_when_run_again(name):
         assert torch.equal(again[0], out) and torch.equal(again[1], lse)
 
 
-def test_a_graph_serves_other_lengths():
-    case = MlaCase(lens=(2000, 700, 64, 1), heads=16, rows=2)
-    given = cases.make(case, CUDA)
-    cases.call(case, given)
+def captured(case, given):
+    """Return a graph of a call and the call's results."""
     graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream()
+    cases.call(case, given)
     with torch.cuda.stream(stream):
         cases.call(case, given)
         stream.synchronize()
         with torch.cuda.graph(graph, stream=stream):
-            out, lse = cases.call(case, given)
+            found = cases.call(case, given)
+    return graph, found
+
+
+def test_a_graph_serves_other_lengths():
+    case = MlaCase(lens=(2000, 700, 64, 1), heads=16, rows=2)
+    given = cases.make(case, CUDA)
+    graph, (out, lse) = captured(case, given)
     for lens in ((2000, 700, 64, 1), (3, 500, 0, 1), (1999, 1, 63, 1)):
         given.lens.copy_(torch.tensor(lens))
         graph.replay()
         torch.cuda.synchronize()
         shorter = MlaCase(lens=lens, heads=16, rows=2)
         assert cases.error(shorter, (out, lse), cases.expected(shorter, given)) <= 1.0
+
+
+def test_a_graph_serves_other_choices():
+    case = MlaCase(lens=(900, 50), rows=2, heads=16, chosen=300, counted=True)
+    given, others = (cases.make(case, CUDA, seed=seed) for seed in range(2))
+    graph, (out, lse) = captured(case, given)
+    for slots, counts in ((others.slots, others.counts), (given.slots, given.counts), (given.slots, others.counts)):
+        now = given._replace(slots=slots.clone(), counts=counts.clone())
+        given.slots.copy_(now.slots)
+        given.counts.copy_(now.counts)
+        graph.replay()
+        torch.cuda.synchronize()
+        assert cases.error(case, (out, lse), cases.expected(case, now)) <= 1.0
 
 
 def test_a_request_does_not_depend_on_its_batch():

@@ -15,7 +15,7 @@ from cute_kernels.attention.spec import PACK_GQA_MAX_Q
 from tests.support import emulated_latent, emulated_merges, emulated_topk, emulated_writes
 from tests.support.fake_machine import FakeMachine, promised, promised_apart
 from wrappers import FP4Tensor, fp4, reference
-from wrappers.attention.call import SEPARATE, AttentionCall, listed_sequences, new_sequences
+from wrappers.attention.call import SEPARATE, AttentionCall, listed_sequences, new_sequences, slot_sequences
 from wrappers.host import machine
 from wrappers.reference import paged
 
@@ -36,7 +36,9 @@ def check(inputs, result, tolerance=1e-2):
         torch.testing.assert_close(lse, want_lse, rtol=1e-3, atol=1e-3)
 
 
-def requests_of(a):
+def requests_of(spec, a):
+    if spec.kv.source == "slots":
+        return slot_sequences(a.page_table[:, 0], a.kv_lens)
     if not len(a.kv_starts):
         return new_sequences(a.page_table, a.kv_lens, a.cu_seqlens_q, SEPARATE)
     form = "csr" if len(a.kv_lens) else "ragged"
@@ -67,7 +69,7 @@ def emulate(op, spec, launches):
         window, chunk = getattr(a, "window_left", 1 << 30), getattr(a, "chunk", 1 << 30)
         drafts, kind = getattr(a, "tree_mask", ()), spec.mask.causal
         problem = AttentionCall(
-            "", a.q, a.k, a.v, requests_of(a), 0,
+            "", a.q, a.k, a.v, requests_of(spec, a), 1 if spec.kv.source == "slots" else 0,
             scale=a.softmax_scale_log2 / reference.LOG2E,
             scale_tensor=a.softmax_scale_ptr if len(a.softmax_scale_ptr) else None, out_scale=a.out_scale,
             out_scale_tensor=a.out_scale_ptr if len(a.out_scale_ptr) else None,
@@ -119,7 +121,11 @@ def check_promises(spec, a):
         rows, left = divmod(len(a.o_sf), columns)
         promised(rows % 128 == left == 0 <= a.o_sf_start <= rows - tokens and a.o_sf_scale > 0)
     batch = len(a.cu_seqlens_q) - 1
-    promised(len(a.kv_lens) in (batch, 0) and len(a.kv_starts) in (batch + 1, 0) and len(a.kv_lens) + len(a.kv_starts))
+    if spec.kv.source == "slots":
+        promised(len(a.kv_lens) and batch % len(a.kv_lens) == 0 == len(a.kv_starts))
+    else:
+        entries = len(a.kv_lens) in (batch, 0) and len(a.kv_starts) in (batch + 1, 0)
+        promised(entries and len(a.kv_lens) + len(a.kv_starts))
     promised(a.page_table.shape[:2] == (1 if len(a.kv_starts) else batch, 2))
     from cute_kernels.attention.sm90.precision import scales_rows  # imports the DSL
 
@@ -145,7 +151,9 @@ def check_schedule(spec, a):
         return
     slots, counters = 2 * a.grid, a.grid
     if a.blocks_per_split:
-        blocks = [-(-n // spec.tile.n) for n, *_ in paged.keys_of(SimpleNamespace(k=a.k, requests=requests_of(a)))]
+        blocks = [
+            -(-n // spec.tile.n) for n, *_ in paged.keys_of(SimpleNamespace(k=a.k, requests=requests_of(spec, a)))
+        ]
         cut = [-(-n // geometry.tile_m(spec, n)) for n in rows]  # as the kernel splits them
         slots = sum(m * max(1, -(-n // a.blocks_per_split)) for m, n in zip(cut, blocks)) * a.k.shape[1]
         counters = slots

@@ -17,11 +17,11 @@ class SequenceBatch(NamedTuple):
     """Where the tokens of each request are.
 
     form: "table", a row of pages per request; "csr", the pages of all requests one after another (`csr_sequences`);
-    "ragged", K and V without pages (`ragged_sequences`).
+    "ragged", K and V without pages (`ragged_sequences`); "slots", rows of the cache per query token (`slot_sequences`).
     """
 
     page_table: torch.Tensor  # (B, 2, M) int32: [:, 0] pages of K, [:, 1] pages of V; csr: (1, 2, N); ragged: (1, 2, 0)
-    kv_lens: torch.Tensor  # (B,) int32: keys; csr: keys in the last page; ragged: (0,)
+    kv_lens: torch.Tensor  # (B,) int32: keys; csr: keys in the last page; ragged: (0,); slots: (B / n,)
     cu_seqlens_q: torch.Tensor | None  # (B + 1,) int32; None: every request has max_q_len tokens
     batch: int
     shape_id: int | None  # a number for the properties that a plan depends on (shapes); None: something traces the call
@@ -236,6 +236,29 @@ def ragged_sequences(qo_indptr: Any, kv_indptr: Any, plain: bool = True) -> Sequ
     return listed_sequences(table, lens, qo_indptr, kv_indptr, "ragged", plain)
 
 
+def slot_sequences(slots: Any, lens: Any, plain: bool = True) -> SequenceBatch:
+    """Return requests of one query token each, with slots (T, K) int32 of the rows of the cache that are its keys.
+
+    Slots count rows from page to page; a slot that the cache does not have is no key. lens: (T / n,) int32, the slots
+    that count of n tokens in turn. plain: as in `sequences_of`. Values may be of any type, as there.
+    """
+    if (
+        not isinstance(slots, _Tensor)
+        or slots.dim() != 2
+        or not isinstance(lens, _Tensor)
+        or slots.layout is not _strided
+    ):
+        return SequenceBatch(slots, lens, None, -1, next(_next) if plain else None, form="slots")
+    (tokens, width), (row, entry) = slots.shape, slots.stride()
+    table = slots.as_strided((tokens, 2, width), (row, 0, entry))
+    made = SequenceBatch(table, lens, None, tokens, None, form="slots")
+    if not plain:
+        return made
+    if isinstance(slots, FakeTensor) or isinstance(lens, FakeTensor):
+        return made._replace(batch=-1, shape_id=next(_next))
+    return _numbered(made, ("slots", table.shape, lens.shape))
+
+
 def listed_sequences(table: Any, lens: Any, offsets: Any, starts: Any, form: str, plain: bool = True) -> SequenceBatch:
     """Return requests of strided tensors in a form that has no table with a row per request."""
     made = SequenceBatch(
@@ -255,6 +278,8 @@ def renumbered(r: SequenceBatch) -> SequenceBatch:
         return r
     if r.form == "table":
         return new_sequences(r.page_table, r.kv_lens, r.cu_seqlens_q, SEPARATE)._replace(unsigned=r.unsigned)
+    if r.form == "slots":
+        return slot_sequences(r.page_table[:, 0], r.kv_lens)
     return listed_sequences(r.page_table, r.kv_lens, r.cu_seqlens_q, r.kv_starts, r.form)
 
 

@@ -169,8 +169,10 @@ def kernel_tensors(call: AttentionCall) -> None:
 
 def most_keys(call: AttentionCall) -> int:
     """Return an upper bound of the keys of a request, from the shapes of a valid call."""
-    size = call.k.shape[2]
-    return size if call.requests.form == "ragged" else size * call.requests.page_table.shape[2]
+    size, form = call.k.shape[2], call.requests.form
+    if form == "slots":
+        return call.requests.page_table.shape[2]
+    return size if form == "ragged" else size * call.requests.page_table.shape[2]
 
 
 def check_tensor(name: str, value: Any, ndim: int, device: torch.device) -> torch.Tensor:
@@ -300,6 +302,11 @@ def _requests(call: AttentionCall, name: Names) -> None:
         if call.signature == "xqa" and isinstance(r.kv_lens, torch.Tensor) and r.kv_lens.ndim != 1:
             check_shape(name("kv_lens"), r.kv_lens, (*r.page_table.shape[:1], 1), "batch, 1")
         batch = check_operand(name("kv_lens"), r.kv_lens, 1, (torch.int32, torch.uint32), device).shape[0]
+    elif r.form == "slots":
+        batch = check_strided(name("page_table"), r.page_table).shape[0]
+        lens = check_operand(name("kv_lens"), r.kv_lens, 1, (torch.int32,), device)
+        if lens.shape[0] == 0 and batch or lens.shape[0] and batch % lens.shape[0]:
+            raise ValueError(f"{name('kv_lens')}: shape {tuple(lens.shape)}, must have an entry for each request")
     else:
         starts, counted = check_operand(name("kv_starts"), r.kv_starts, 1, (torch.int32,), device), "kv_starts"
         batch = starts.shape[0] - 1
@@ -321,7 +328,7 @@ def _requests(call: AttentionCall, name: Names) -> None:
         check_shape(name("cu_seqlens_q"), offsets, (batch + 1,), "batch_size + 1")
     if r.form != "ragged":
         table = check_operand(name("page_table"), r.page_table, 3, (torch.int32,), device)
-        rows = batch if r.form == "table" else 1
+        rows = 1 if r.form == "csr" else batch
         if table.stride(1):
             check_shape(name("page_table"), table, (rows, 2, table.shape[2]), "requests, K and V, pages")
         else:  # the caller's table has no dimension of K and V

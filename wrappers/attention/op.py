@@ -13,7 +13,15 @@ from ..host.checks import check_strided
 from ..host.plain import no_backward
 from ..host.scalars import split_scale
 from . import checks, plan
-from .call import SEPARATE, AttentionCall, Rope, SequenceBatch, listed_sequences, new_sequences
+from .call import (
+    SEPARATE,
+    AttentionCall,
+    Rope,
+    SequenceBatch,
+    listed_sequences,
+    new_sequences,
+    slot_sequences,
+)
 
 _is_grad_enabled, _uint8 = torch.is_grad_enabled, torch.uint8  # module globals: each saves a look-up, 20 ns
 
@@ -59,6 +67,8 @@ def _run(*flat: Any) -> None:
     table, lens, offsets, starts, form = (given.pop(name) for name in _TABLES)
     if form == "table":
         requests = new_sequences(table, lens, offsets, SEPARATE)
+    elif form == "slots":
+        requests = slot_sequences(table[:, 0], lens)
     else:
         requests = listed_sequences(table, lens, offsets, starts, form)
     given["rope"] = None if given["rope"] is None else Rope(*given["rope"])

@@ -56,7 +56,7 @@ def key_of(call: AttentionCall) -> tuple[Any, ...]:
         rows = most
     else:  # the power of two above the longest query; a single token is known to be all of its request
         rows = "single" if tokens == 1 else (max(min(most, tokens), 1) - 1).bit_length()
-    if r.form == "table":
+    if r.form == "table" or r.form == "slots":
         caches: Any = k.shape, v.shape
     elif r.form == "csr":
         caches = k.shape, v.shape, _keys(call)
@@ -81,8 +81,8 @@ def _keys(call: AttentionCall) -> int:
     It is a power of two unless there is a table.
     """
     r, rows = call.requests, call.k.shape[2]
-    if r.form == "table":
-        return rows * r.page_table.shape[2]
+    if r.form in ("table", "slots"):
+        return checks.most_keys(call)
     mean = (rows if r.form == "ragged" else rows * r.page_table.shape[2]) // max(r.batch, 1)
     return 1 << max(mean - 1, 0).bit_length()
 
@@ -101,8 +101,9 @@ def request_of(call: AttentionCall, sms: int = 132) -> KernelRequest:
     if not equal:  # plans depend only on the next power of two
         rows = 1 << max(rows - 1, 0).bit_length()
     single = call.q.shape[0] == 1 or equal and call.max_q_len == 1  # the last row of its request sees all keys
-    ragged, masked = call.requests.form == "ragged", call.custom
-    causal = (call.causal or single) and not masked
+    form, masked = call.requests.form, call.custom
+    ragged = form == "ragged"
+    causal = (call.causal or single) and not masked and form != "slots"
     return KernelRequest(
         q=TYPES[call.q.dtype],
         kv=TYPES[call.k.dtype],
@@ -126,7 +127,7 @@ def request_of(call: AttentionCall, sms: int = 132) -> KernelRequest:
         soft_cap=bool(call.soft_cap),
         skip=bool(call.skip),
         interleaved=bool(call.interleaved),
-        source="ragged" if ragged else "paged",
+        source=form if form in ("ragged", "slots") else "paged",
         custom_mask=masked,
         alibi=call.alibi_slopes is not None,
         head_scales=any(t is not None and t.numel() > 1 for t in (call.scale_tensor, call.out_scale_tensor)),

@@ -31,7 +31,7 @@ def check(call: AttentionCall, positive: bool = False) -> None:
     starts, rows = _starts(call, name)
     lens = _lengths(call, name, starts)
     first = first_key(call, lens - rows)
-    if call.requests.form != "ragged":
+    if call.requests.form not in ("ragged", "slots"):  # any number may be in the place of a slot
         _pages(call, name, torch.where(rows > 0, first, lens), lens)
     if call.custom_mask is not None:
         _mask(call, name, rows * lens)
@@ -73,6 +73,8 @@ def _lengths(call: AttentionCall, name: Names, starts: torch.Tensor | None) -> t
         return counts
     lens = r.kv_lens.cpu().long()
     if counts is None:
+        if r.form == "slots":
+            return _chosen(call, name, lens)
         most = r.page_table.shape[2] * size if pages else 0
         why = f"{r.page_table.shape[2]} columns of {name('page_table')} x pages of {size}"
         bad = (lens < 0) | (lens > most)
@@ -87,6 +89,16 @@ def _lengths(call: AttentionCall, name: Names, starts: torch.Tensor | None) -> t
     if counts is None:
         return lens
     return torch.where(counts > 0, (counts - 1) * size + lens, 0) if pages else torch.zeros_like(counts)
+
+
+def _chosen(call: AttentionCall, name: Names, lens: torch.Tensor) -> torch.Tensor:
+    """Return the number of slots that count of each token, after a check of lens. A row has no more than it has."""
+    r = call.requests
+    for i, length in enumerate(lens.tolist()):
+        if length < 0:
+            raise ValueError(f"{name('kv_lens')}: {length} in entry {i}, must be at least 0")
+    each = lens.clamp(max=r.page_table.shape[2])
+    return each.repeat_interleave(r.batch // len(lens)) if len(lens) else each
 
 
 def _mask(call: AttentionCall, name: Names, bits: torch.Tensor) -> None:

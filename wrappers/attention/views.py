@@ -6,7 +6,8 @@ import torch
 
 from ..host.checks import UnknownName, check_operand, check_shape, check_strided
 from ..host.plain import traced
-from ..host.scratch import constant, pages_in_order, steps
+from ..host.scratch import constant, filled, pages_in_order, steps
+from .call import SequenceBatch, slot_sequences
 
 _Tensor, _strided = torch.Tensor, torch.strided
 VIEWED_PAGES = 64, 32, 16, 8  # page sizes that TMA fetches, for reading a cache without a table
@@ -112,6 +113,13 @@ def columns_and_rope(t: torch.Tensor, columns: int) -> tuple[torch.Tensor, torch
         return t, None
     first, rest = t.split_with_sizes((columns, t.shape[-1] - columns), -1)
     return first, rest
+
+
+def chosen_keys(slots: torch.Tensor, lens: Any, plain: bool) -> SequenceBatch:
+    """Return requests of one token each with slots (T, K) of its keys. lens: of tokens in turn; None: all count."""
+    if lens is None:
+        lens = constant(filled, slots.device, plain, 1, slots.shape[1])
+    return slot_sequences(slots, lens, plain)
 
 
 def without_table(

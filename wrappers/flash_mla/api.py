@@ -6,24 +6,23 @@ import torch
 
 from cute_kernels.attention.spec import LSE_INF, LSE_NATURAL, LSE_OF_KEYS
 
-from ..attention.call import AttentionCall, sequences_of
+from ..attention.call import AttentionCall, SequenceBatch, sequences_of
 from ..attention.checks import SIGNATURES
 from ..attention.op import serve
-from ..attention.views import columns_and_rope
+from ..attention.views import chosen_keys, columns_and_rope
 from ..host.checks import check_flag, check_integer, check_one_of, check_shape, check_strided
 from ..host.plain import traced
 from ..host.scalars import integer, real
 
 NAME = "flash_mla_with_kvcache"
+SPARSE_NAME = NAME + ", indices"
 SIGNATURES[NAME] = {
     **dict.fromkeys(("kv", "k", "v", "shares_v", "k_rope"), "k_cache"), "page_table": "block_table",
     "kv_lens": "cache_seqlens", "scale": "softmax_scale", "sinks": "attn_sink", "max_q_len": "q", "q_rope": "q",
 }  # fmt: skip
-SPARSE = (
-    "indices", "extra_k_cache", "extra_indices_in_kvcache", "topk_length", "extra_topk_length", "descale_q",
-    "descale_k",
-)  # fmt: skip
-WHY_SPARSE = "sparse attention and quantised caches are not supported"
+SIGNATURES[SPARSE_NAME] = SIGNATURES[NAME] | {"page_table": "indices", "kv_lens": "topk_length"}
+REFUSED = ("extra_k_cache", "extra_indices_in_kvcache", "extra_topk_length", "descale_q", "descale_k")
+WHY_REFUSED = "second caches and quantised caches are not supported"
 ROWS_PER_PART, META_SIZE = 64, 8  # of FlashMLA's schedule
 
 
@@ -80,14 +79,18 @@ def flash_mla_with_kvcache(
     Args:
         q: fp16 or bf16 (B, s_q, H, D), any strides, the last 1. (D, head_dim_v) is (576, 512) or (512, 512).
         k_cache: (pages, P, h_k, D) of q's dtype, any P and page stride; H is a multiple of h_k.
-        block_table: int32 (B, M), pages of each request. cache_seqlens: int32 (B,), its keys.
+        block_table: int32 (B, M), pages of each request. cache_seqlens: int32 (B,), its keys. Neither is read, and both
+            may be None, with indices.
+        indices: int32 (B, s_q, K), or None: the keys of each query row are these rows of the cache, where page p has
+            the rows from p * P on. Another number, such as -1, is no key, wherever it is; a row that comes twice counts
+            twice. causal must be False. topk_length: int32 (B,), only the first so many of each row count, or None.
         softmax_scale: factor on the logits; None: D ** -0.5. causal: row i of a request sees keys up to cache_seqlens -
             s_q + i. attn_sink: fp32 (H,), in natural-log units, or None.
         enable_batch_invariant: the result of a request does not depend on the others. It may be slower.
         out: receives the result, (B, s_q, H, head_dim_v) of q's dtype, or None.
         tile_scheduler_metadata, num_splits: not read; lengths may change between replays of a graph.
-        is_fp8_kvcache, indices, extra_k_cache, extra_indices_in_kvcache, topk_length, extra_topk_length, descale_q,
-            descale_k: must be False or None; others raise NotImplementedError.
+        is_fp8_kvcache, extra_k_cache, extra_indices_in_kvcache, extra_topk_length, descale_q, descale_k: must be False
+            or None; others raise NotImplementedError.
 
     Returns (out, lse): lse fp32 (B, H, s_q), in natural logarithms, without the sink. A row without keys is 0, with an
     lse of +inf. Pages of the table behind a request's keys are not read, and may be any numbers. Raises before anything
@@ -116,18 +119,16 @@ def decode_call(
     descale_k: Any = None,
 ) -> AttentionCall:  # fmt: skip
     """Return the call of `flash_mla_with_kvcache`."""
-    others = (
-        indices, extra_k_cache, extra_indices_in_kvcache, topk_length, extra_topk_length, descale_q, descale_k
-    )  # fmt: skip
-    for name, value in zip(SPARSE, others, strict=True):
+    others = (extra_k_cache, extra_indices_in_kvcache, extra_topk_length, descale_q, descale_k)
+    for name, value in zip(REFUSED, others, strict=True):
         if value is not None:
-            raise NotImplementedError(f"{name}: {type(value).__name__}, must be None: {WHY_SPARSE}")
+            raise NotImplementedError(f"{name}: {type(value).__name__}, must be None: {WHY_REFUSED}")
     for name, flag in (
         ("causal", causal), ("is_fp8_kvcache", is_fp8_kvcache), ("enable_batch_invariant", enable_batch_invariant)
     ):  # fmt: skip
         check_flag(name, flag)
     if is_fp8_kvcache:
-        raise NotImplementedError(f"is_fp8_kvcache: True, must be False: {WHY_SPARSE}")
+        raise NotImplementedError(f"is_fp8_kvcache: True, must be False: {WHY_REFUSED}")
     batch, length, heads, dim = check_strided("q", q, 4).shape
     k = check_strided("k_cache", k_cache, 4).transpose(1, 2)
     columns = check_integer("head_dim_v", integer(head_dim_v), 1)
@@ -135,18 +136,40 @@ def decode_call(
         raise ValueError(f"k_cache: shape {tuple(k_cache.shape)}, must end with {dim}, the last dimension of q")
     if columns > dim:
         raise ValueError(f"head_dim_v: {columns}, must be at most {dim}, the last dimension of q and k_cache")
-    check_strided("block_table", block_table, 2)
-    check_strided("cache_seqlens", cache_seqlens, 1)
-    if batch != block_table.shape[0]:
-        raise ValueError(f"q: shape {tuple(q.shape)}, must begin with {block_table.shape[0]}, the rows of block_table")
+    signature, requests, rows = NAME, None, length
+    if indices is not None:
+        signature, rows = SPARSE_NAME, 1
+        requests = _chosen(q, indices, topk_length, causal)
+    elif topk_length is not None:
+        shape = tuple(check_strided("topk_length", topk_length).shape)
+        raise ValueError(f"topk_length: shape {shape}, must be None without indices")
+    else:
+        check_strided("block_table", block_table, 2)
+        check_strided("cache_seqlens", cache_seqlens, 1)
+        if batch != block_table.shape[0]:
+            need = f"{block_table.shape[0]}, the rows of block_table"
+            raise ValueError(f"q: shape {tuple(q.shape)}, must begin with {need}")
+        requests = sequences_of(block_table, cache_seqlens, None, not traced(q))
     scale = dim**-0.5 if softmax_scale is None else real(softmax_scale)
     (query, q_rope), (k, k_rope) = (columns_and_rope(t, columns) for t in (q.flatten(0, 1), k))
+    split_kv = "never" if enable_batch_invariant else "auto"
     return AttentionCall(
-        NAME, query, k, k, sequences_of(block_table, cache_seqlens, None, not traced(q)),
-        length, scale, causal=bool(causal), split_kv="never" if enable_batch_invariant else "auto", return_lse=True,
+        signature, query, k, k, requests, rows, scale, causal=bool(causal), split_kv=split_kv, return_lse=True,
         shares_v=True, lse_form=LSE_NATURAL | LSE_INF | LSE_OF_KEYS, out_dtype=q.dtype,
         out=_flat(out, (batch, length, heads, columns)), sinks=attn_sink, q_rope=q_rope, k_rope=k_rope,
     )  # fmt: skip
+
+
+def _chosen(q: torch.Tensor, indices: Any, topk_length: Any, causal: Any) -> SequenceBatch:
+    """Return the requests of rows with keys that they have chosen, after a check of the shapes."""
+    batch, length = q.shape[:2]
+    check_strided("indices", indices, 3)
+    if causal:
+        raise ValueError(f"causal: True, must be False with indices {tuple(indices.shape)}, which say what a row sees")
+    check_shape("indices", indices, (batch, length, indices.shape[2]), "requests and rows of q, keys")
+    if topk_length is not None:
+        check_shape("topk_length", check_strided("topk_length", topk_length, 1), (batch,), "one per request")
+    return chosen_keys(indices.flatten(0, 1), topk_length, not traced(q))
 
 
 def _flat(out: Any, shape: tuple[int, ...]) -> torch.Tensor | None:
@@ -170,6 +193,7 @@ def shaped(call: AttentionCall, found: Any, q: torch.Tensor, out: Any) -> tuple[
 def bound_rows(call: AttentionCall, q: Any, out: Any) -> tuple[Any, torch.Tensor | None]:
     """Return a query and an output, or None, as the call takes them. They replace those of a bound call."""
     shape = call.requests.batch, call.max_q_len
-    if check_strided("q", q, 4).shape[:2] != shape:
+    given = check_strided("q", q, 4).shape[:2]
+    if given != shape and (call.signature == NAME or given.numel() != shape[0]):
         raise ValueError(f"q: shape {tuple(q.shape)}, must begin with {shape}, the requests and rows of the bound call")
     return columns_and_rope(q.flatten(0, 1), call.v.shape[3]), _flat(out, (*q.shape[:3], call.v.shape[3]))

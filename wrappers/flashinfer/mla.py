@@ -4,10 +4,10 @@ from typing import Any
 
 import torch
 
-from ..attention.call import AttentionCall, sequences_of
+from ..attention.call import AttentionCall, SequenceBatch, sequences_of
 from ..attention.checks import SIGNATURES
 from ..attention.op import serve
-from ..attention.views import columns_and_rope
+from ..attention.views import chosen_keys, columns_and_rope
 from ..host.checks import (
     UnknownName,
     check_flag,
@@ -23,6 +23,7 @@ from .trtllm import one_sink
 
 NAME = "trtllm_batch_decode_with_kv_cache_mla"
 EQUAL = NAME + ", query with rows"  # requests of equal length
+SPARSE = NAME + ", sparse"
 BACKENDS = ("auto", "xqa", "trtllm-gen", "cute-dsl", "sparse")  # upstream's; a hint here
 SIGNATURES[NAME] = {
     "q": "query", "q_rope": "query", **dict.fromkeys(("kv", "k", "v", "shares_v", "k_rope"), "kv_cache"),
@@ -30,6 +31,7 @@ SIGNATURES[NAME] = {
     "kv_lens": "seq_lens", "cu_seqlens_q": "cum_seq_lens_q", "scale": "bmm1_scale", "out_scale": "bmm2_scale",
 }  # fmt: skip
 SIGNATURES[EQUAL] = SIGNATURES[NAME] | {"max_q_len": "query"}
+SIGNATURES[SPARSE] = SIGNATURES[EQUAL]
 
 
 def trtllm_batch_decode_with_kv_cache_mla(
@@ -53,15 +55,18 @@ def trtllm_batch_decode_with_kv_cache_mla(
         kv_cache: (pages, P, D) or (pages, 1, P, D) of query's dtype, D the last dimension of query; any P.
         kv_lora_rank: columns of V. (D, kv_lora_rank) is (576, 512) or (512, 512).
         block_tables: int32 (B, M), pages of each request. seq_lens: int32 (B,), its keys.
+        sparse_mla_top_k: K > 0: block_tables is int32 (B, rows, K) or, with cum_seq_lens_q, (tokens, K), and holds the
+            keys of each query row: these rows of the cache, where page p has the rows from p * P on. Another number,
+            such as -1, is no key. sparse_mla_top_k_lens or, without it, seq_lens: int32, how many of them count, one
+            per query row or one per request; None: all.
         out: receives the result, of query's dtype and shape with kv_lora_rank columns, or None. lse: receives the LSE,
             fp32 (tokens, H), base 2, sink included; return_lse returns it, too.
         bmm1_scale: factor on the logits, bmm2_scale on the output: floats, or fp32 tensors of one element. sinks: fp32
             (H,), in natural-log units, in a list or not.
         workspace_buffer, qk_nope_head_dim, max_seq_len, backend, is_var_seq, cute_dsl_impl, kv_scale_format,
             multi_ctas_kv_counter_buffer, use_fp16_softmax, enable_pdl (None: on): hints.
-        sparse_mla_top_k, sparse_mla_top_k_lens, skip_softmax_threshold_scale_factor, enable_dcp, cp_world, cp_rank,
-            causal_seqlens_kv_global, uses_shared_paged_kv_idx: other values than the defaults raise
-            NotImplementedError.
+        skip_softmax_threshold_scale_factor, enable_dcp, cp_world, cp_rank, causal_seqlens_kv_global,
+            uses_shared_paged_kv_idx: other values than the defaults raise NotImplementedError.
 
     Raises before anything is launched: TypeError for a dtype; ValueError for a shape, stride or device. FlashInfer's
     function, which has no kernel for Hopper.
@@ -93,8 +98,8 @@ def mla_decode_call(
     if backend not in BACKENDS:
         raise UnknownName(f"backend: {backend!r}, must be one of {listed(BACKENDS)}")
     _check_modes(
-        sparse_mla_top_k, sparse_mla_top_k_lens, skip_softmax_threshold_scale_factor, uses_shared_paged_kv_idx,
-        enable_dcp, cp_world, cp_rank, causal_seqlens_kv_global,
+        skip_softmax_threshold_scale_factor, uses_shared_paged_kv_idx, enable_dcp, cp_world, cp_rank,
+        causal_seqlens_kv_global,
     )  # fmt: skip
     check_flag("is_var_seq", is_var_seq)
     check_optional_flag("use_fp16_softmax", use_fp16_softmax)
@@ -123,34 +128,57 @@ def mla_decode_call(
         most = check_integer("max_q_len", integer(max_q_len), 0)
     elif max_q_len is not None:
         check_integer("max_q_len", integer(max_q_len))  # not used
-    check_strided("block_tables", block_tables, 2)
-    requests = sequences_of(block_tables, check_strided("seq_lens", seq_lens, 1), cum_seq_lens_q, not traced(query))
-    if not ragged and shape[0] != block_tables.shape[0]:
-        raise ValueError(f"query: shape {tuple(shape)}, must begin with {block_tables.shape[0]}, rows of block_tables")
+    top_k = check_integer("sparse_mla_top_k", integer(sparse_mla_top_k), 0)
+    if top_k:
+        signature, most = SPARSE, 1
+        requests = _chosen(query, block_tables, top_k, seq_lens, sparse_mla_top_k_lens)
+    elif sparse_mla_top_k_lens is not None:
+        shape = tuple(check_strided("sparse_mla_top_k_lens", sparse_mla_top_k_lens).shape)
+        raise ValueError(f"sparse_mla_top_k_lens: shape {shape}, must be None without sparse_mla_top_k")
+    else:
+        signature = NAME if ragged else EQUAL
+        check_strided("block_tables", block_tables, 2)
+        requests = sequences_of(block_tables, check_strided("seq_lens", seq_lens, 1), cum_seq_lens_q, not traced(query))
+        if not ragged and shape[0] != block_tables.shape[0]:
+            need = f"{block_tables.shape[0]}, rows of block_tables"
+            raise ValueError(f"query: shape {tuple(shape)}, must begin with {need}")
     scale, scale_tensor = split_scale("bmm1_scale", bmm1_scale)
     out_scale, out_scale_tensor = split_scale("bmm2_scale", bmm2_scale)
     q, q_rope = columns_and_rope(query if ragged else query.flatten(0, 1), columns)
     k, k_rope = columns_and_rope(k, columns)
     return AttentionCall(
-        NAME if ragged else EQUAL, q, k, k, requests, most,
+        signature, q, k, k, requests, most,
         scale, out_scale, return_lse=bool(return_lse), enable_pdl=enable_pdl, out_dtype=query.dtype, shares_v=True,
         out=_flat(out, (*shape[:-1], columns)), lse=lse, sinks=one_sink(sinks), scale_tensor=scale_tensor,
         out_scale_tensor=out_scale_tensor, q_rope=q_rope, k_rope=k_rope,
     )  # fmt: skip
 
 
-def _check_modes(
-    top_k: Any, top_k_lens: Any, skip: Any, shared: Any, dcp: Any, world: Any, rank: Any, lens: Any
-) -> None:  # fmt: skip
+def _chosen(query: torch.Tensor, slots: Any, top_k: int, lens: Any, own_lens: Any) -> SequenceBatch:
+    """Return the requests of rows with keys that they have chosen, after a check of the shapes."""
+    lead = query.shape[:-2]
+    columns = check_strided("block_tables", slots).shape[-1:].numel()
+    if columns != top_k:
+        raise ValueError(f"sparse_mla_top_k: {top_k}, must be {columns}, the last dimension of block_tables")
+    check_strided("block_tables", slots, len(lead) + 1)
+    check_shape("block_tables", slots, (*lead, top_k), "rows of query, sparse_mla_top_k")
+    name, lens = ("seq_lens", lens) if own_lens is None else ("sparse_mla_top_k_lens", own_lens)
+    if lens is not None:
+        lens = check_strided(name, lens).flatten()
+        allowed = (lead.numel(), lead[0])
+        if lens.shape[0] not in allowed:
+            raise ValueError(f"{name}: {lens.shape[0]} elements, must have {allowed[0]} or {allowed[1]}")
+    return chosen_keys(slots.flatten(0, -2), lens, not traced(query))
+
+
+def _check_modes(skip: Any, shared: Any, dcp: Any, world: Any, rank: Any, lens: Any) -> None:
     """Raise on values of arguments that ask for a mode that no kernel has."""
-    sparse, parallel = "sparse attention is not supported", "context parallelism is not supported"
-    for name, value, only, why in (
-        ("sparse_mla_top_k", top_k, 0, sparse), ("cp_world", world, 1, parallel), ("cp_rank", rank, 0, parallel)
-    ):  # fmt: skip
+    parallel = "context parallelism is not supported"
+    for name, value, only in (("cp_world", world, 1), ("cp_rank", rank, 0)):
         if check_integer(name, integer(value)) != only:
-            raise NotImplementedError(f"{name}: {value}, must be {only}: {why}")
+            raise NotImplementedError(f"{name}: {value}, must be {only}: {parallel}")
     for name, value, why in (
-        ("sparse_mla_top_k_lens", top_k_lens, sparse), ("causal_seqlens_kv_global", lens, parallel),
+        ("causal_seqlens_kv_global", lens, parallel),
         ("skip_softmax_threshold_scale_factor", skip, "skip-softmax is not supported"),
     ):  # fmt: skip
         if value is not None:
@@ -186,11 +214,12 @@ def shaped(call: AttentionCall, found: Any, query: torch.Tensor, out: Any) -> An
 
 def bound_rows(call: AttentionCall, query: Any, out: Any) -> tuple[Any, torch.Tensor | None]:
     """Return a query and an output, or None, as the call takes them. They replace those of a bound call."""
-    ragged = call.requests.cu_seqlens_q is not None
+    ragged = query.dim() == 3 if call.signature == SPARSE else call.requests.cu_seqlens_q is not None
     shape = check_strided("query", query, 3 if ragged else 4).shape
     if ragged:
         return columns_and_rope(query, call.v.shape[3]), _flat(out, (*shape[:-1], call.v.shape[3]))
-    if shape[:2] != (call.requests.batch, call.max_q_len):
+    tokens = call.requests.batch * call.max_q_len
+    if shape[:2] != (call.requests.batch, call.max_q_len) and (call.signature != SPARSE or shape[:2].numel() != tokens):
         need = call.requests.batch, call.max_q_len
         raise ValueError(f"query: shape {tuple(shape)}, must begin with {need}, those of the bound call")
     return columns_and_rope(query.flatten(0, 1), call.v.shape[3]), _flat(out, (*shape[:-1], call.v.shape[3]))

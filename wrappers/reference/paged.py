@@ -38,12 +38,14 @@ def _scale(number: float, tensor: torch.Tensor | None) -> float | torch.Tensor:
 class KeyLocation(NamedTuple):
     """Where a request's keys are.
 
-    pages: (2, N), its entries of the page table for K and V. None: the rows of k from `first` on.
+    pages: (2, N), its entries of the page table for K and V. None: the rows of k from `first` on. slots: instead, the
+    rows of the cache, counted from page to page, that are its keys.
     """
 
     length: int
     pages: torch.Tensor | None
     first: int = 0
+    slots: torch.Tensor | None = None
 
 
 def most_keys(call: AttentionCall) -> int:
@@ -57,6 +59,8 @@ def most_keys(call: AttentionCall) -> int:
 def keys_of(call: AttentionCall) -> list[KeyLocation]:
     """Return the keys of each request, clamped to those that exist: none if the cache has no pages or starts fall."""
     r, most = call.requests, most_keys(call)
+    if r.form == "slots":
+        return _chosen(call)
     if r.kv_starts is None:
         return [KeyLocation(n, pages) for n, pages in zip(r.kv_lens.clamp(0, most).tolist(), r.page_table, strict=True)]
     ragged, size = r.form == "ragged", call.k.shape[2]
@@ -71,10 +75,25 @@ def keys_of(call: AttentionCall) -> list[KeyLocation]:
     ]
 
 
+def _chosen(call: AttentionCall) -> list[KeyLocation]:
+    """Return the keys of tokens that have chosen them: those slots, among the ones that count, which the cache has."""
+    r, rows = call.requests, call.k.shape[0] * call.k.shape[2]
+    columns = r.page_table.shape[2]
+    lens = r.kv_lens.repeat_interleave(max(r.batch // max(len(r.kv_lens), 1), 1)).clamp(0, columns).tolist()
+    found = []
+    for n, slots in zip(lens, r.page_table[:, 0].long(), strict=True):
+        slots = slots[:n]
+        slots = slots[(slots >= 0) & (slots < rows)]
+        found.append(KeyLocation(len(slots), None, 0, slots))
+    return found
+
+
 def _values(
     cache: torch.Tensor, scales: torch.Tensor | None, pages: torch.Tensor | None, keys: KeyLocation
 ) -> torch.Tensor:
     def stored(x: torch.Tensor) -> torch.Tensor:
+        if keys.slots is not None:
+            return x[keys.slots // x.shape[2], :, keys.slots % x.shape[2]]
         if pages is not None:
             return gather(x, pages, keys.length)
         return x[0, :, keys.first : keys.first + keys.length].transpose(0, 1)

@@ -2,7 +2,7 @@
 
 pages    a row of a sequence -> its page
 tma      the source for pages of 8, 16, 32, ... 256 rows, and for ragged rows (no pages)
-gather   the source for pages of any size
+gather   the source for pages of any size, and for slots: rows that are named one by one
 scales   the scale factors beside a cache, of blocks or of rows, loaded into the stages that a source fills
 rings    the operands in shared memory: rings of stages with their pipelines
 
@@ -12,7 +12,7 @@ calls them.
 
 from . import gather, tma
 
-SOURCE = {"tma": tma, "gather": gather}
+SOURCE = {"tma": tma, "gather": gather, "slots": gather}
 
 
 def source(spec):

@@ -1,13 +1,17 @@
-"""KV blocks from pages of any size: row by row with cp.async, 16 bytes per lane, or 8 of NVFP4 rows that end there."""
+"""KV blocks from pages of any size: row by row with cp.async, 16 bytes per lane, or 8 of NVFP4 rows that end there.
+
+With slots, entries of the page table are no pages but rows of the cache, counted from page to page. A row that the
+cache does not have is no key, wherever it is in the list (`present`).
+"""
 
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Int32, Int64, const_expr
+from cutlass import Int32, Int64, Uint32, const_expr
 
-from ...device import layout, pipeline
+from ...device import layout, pipeline, warp
 from ...device.divisor import Quotient, quotient_params
 from . import pages
 from .pages import KVBlock, LoadTarget
@@ -35,8 +39,8 @@ def operand(parts, shape, stages):
 
 
 class RowPageIds(NamedTuple):
-    """Page ids of the block that a load warp fills next. Lane c has those of rows c, c + 32, ... of the warp's
-    share."""
+    """Page ids, or slots, of the block that a load warp fills next. Lane c has those of rows c, c + 32, ... of the
+    warp's share."""
 
     page: cute.Tensor
     page_size: Any  # as a divisor
@@ -55,7 +59,7 @@ def prefetch_pages(spec: cutlass.Constexpr, page_ids: RowPageIds, sequence_pages
     for c in cutlass.range_constexpr(cute.size(page_ids.page)):
         inside = 32 * c + cute.arch.lane_idx()
         row = at.n_block * spec.tile.n + at.loader * count + inside
-        entry, page = row // page_ids.page_size, Int32(-1)
+        entry, page = row if const_expr(has_slots(spec)) else row // page_ids.page_size, Int32(-1)
         if row >= 0 and row < at.kv_len and inside < count:
             page = sequence_pages.pages[entry]
         page_ids.page[c] = page
@@ -93,11 +97,38 @@ def addresses(spec: cutlass.Constexpr, x: cute.Tensor, page_ids: RowPageIds, at:
         head += at.o_tile * const_expr(spec.padded_vo * spec.kv.bits // 8)
     for c in cutlass.range_constexpr(cute.size(page_ids.page)):
         row = at.n_block * spec.tile.n + at.loader * count + 32 * c + cute.arch.lane_idx()
-        page, row = page_ids.page[c], row % page_ids.page_size
+        page, row = place_of(spec, page_ids, c, row)
         exists = page >= 0 and page < x.shape[0]
         element = Int64(page) * x.stride[0] + Int64(row) * x.stride[2]
         starts[c] = head + element * (x.element_type.width // 8) if exists else Int64(NO_PAGE)
     return starts
+
+
+def has_slots(spec):
+    """Return whether entries of the page table are slots."""
+    return spec.kv.source == "slots"
+
+
+@cute.jit
+def place_of(spec: cutlass.Constexpr, page_ids: RowPageIds, c: cutlass.Constexpr, row: Int32):
+    """Return the page, negative if there is none, and the row in it of a row of the sequence. c: its register."""
+    page = page_ids.page[c]
+    if const_expr(not has_slots(spec)):
+        return page, row % page_ids.page_size
+    slot = cutlass.max(page, 0)
+    in_cache = slot // page_ids.page_size
+    return warp.select(page < 0, page, in_cache), slot - in_cache * page_ids.page_size.value
+
+
+@cute.jit
+def present(spec: cutlass.Constexpr, x: cute.Tensor, page_ids: RowPageIds):
+    """Return which keys of a block exist, as bits of words of 32 keys. page_ids: of all rows of the block, as
+    `prefetch_pages` finds them for a tile with one load warp. Called by all lanes of a warp."""
+    words = cute.make_rmem_tensor(cute.size(page_ids.page), Uint32)
+    for c in cutlass.range_constexpr(cute.size(page_ids.page)):
+        page, _ = place_of(spec, page_ids, c, Int32(0))
+        words[c] = Uint32(cute.arch.vote_ballot_sync(page >= 0 and page < x.shape[0]))
+    return words
 
 
 @cute.jit
@@ -121,12 +152,12 @@ def copy_rows(
     into = [stage.iterator.toint() + first * box + layout.swizzle(box, rows * i + mine, byte) for i in range(period)]
     text = f"cp.async.{PIECES[piece]}.shared.global [{{$r0}}], [{{$r1}}], {piece}, {{$r2}};"
     for c in cutlass.range_constexpr(count // rows):
-        target = into[const_expr(c % period)] + const_expr(c // period * period * rows * box)
         for part in cutlass.range_constexpr(len(sizes)):
             before, size = const_expr(sum(sizes[:part])), const_expr(sizes[part])
             end = const_expr(row_bytes if part + 1 == len(sizes) else before + size)
             start = cute.arch.shuffle_sync(starts[part][const_expr(rows * c // 32)], rows * c % 32 + mine)
             written = Int32(piece) if start >= 0 else Int32(0)
+            target = into[const_expr(c % period)] + const_expr(c // period * period * rows * box)
             for k in cutlass.range_constexpr((end - before) // box):
                 at = target + const_expr((before // box + k) * n * box), start + byte + const_expr(k * box)
                 if const_expr((k + 1) * box > size):

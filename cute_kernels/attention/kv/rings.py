@@ -66,7 +66,7 @@ def _prepared(spec, smem, x: Operand, raw):
 def arrivals(spec, roles, x: Operand):
     """Return the arrivals that complete a loaded stage: one per load warp (TMA) or per lane of it (gather), and one per
     lane that copies scale factors."""
-    each = LANES if spec.kv.source == "gather" else 1
+    each = 1 if spec.kv.source == "tma" else LANES
     return each * roles.warps(x.load_role) + LANES * roles.warps("load_scales")
 
 

@@ -19,14 +19,14 @@ from typing import NamedTuple
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, Int64, const_expr
+from cutlass import Float32, Int32, Int64, Uint32, const_expr
 from cutlass.cute.nvgpu import warpgroup
 
 from ...device import layout, memory, pipeline, wgmma
 from .. import geometry, mask, mask_blocks
 from .. import softmax as online
 from ..barriers import NamedBarrier
-from ..kv import source
+from ..kv import gather, pages, source
 from ..kv.gather import NO_PAGE, copy_rows
 from ..schedule import work
 from ..schedule.work import WorkTileInfo
@@ -88,6 +88,7 @@ def score_fragments(spec, plan, s) -> Sm90Fragments:
         cute.make_rmem_tensor(rows, Int32),
         wgmma.rows_cols(coords),
         scales_of_call(spec, plan.args),
+        words=cute.make_rmem_tensor(t.n // 32, Uint32) if gather.has_slots(spec) else None,
     )
 
 
@@ -96,11 +97,12 @@ def score_fragments(spec, plan, s) -> Sm90Fragments:
 def score(spec: cutlass.Constexpr, plan, s):
     """Run the score role in its warpgroup."""
     r = score_fragments(spec, plan, s)
+    slots = gather.page_id_cache(spec, plan.kv[pages.K]) if const_expr(gather.has_slots(spec)) else None
 
     def score_tile(w, _, at):
         if w.n_block_max > w.n_block_min:
             seqlen = mask.seqlen_info(spec, plan.args, w.sequence)
-            tile = Sm90TileState(r, w, seqlen, precision.rescale_params(spec, w.sequence.kv_len))
+            tile = Sm90TileState(r, w, seqlen, precision.rescale_params(spec, w.sequence.kv_len), slots=slots)
             if const_expr(not spec.logits.soft_cap):
                 at = score_blocks(spec, plan, s, tile, at, False)
             elif plan.args.logits.soft_cap > 0.0:
@@ -117,10 +119,11 @@ def score_blocks(
     spec: cutlass.Constexpr, plan, s, tile: Sm90TileState, at: ScoreState, capped: cutlass.Constexpr
 ) -> ScoreState:
     """Compute P of the blocks of a tile. Return the state behind it."""
+    lowest, last = tile.w.n_block_min, tile.w.n_block_max - 1
+    look_up_slots(spec, plan, tile, last)
     pipeline.consumer_wait(s.q_pipe, at.q)
     gather_q(spec, s, tile.w, plan.args)
     init_rows(spec, tile)
-    lowest, last = tile.w.n_block_min, tile.w.n_block_max - 1
     at = score_block(spec, plan, s, tile, at, last, BlockFlags(capped, True, True))
     segments = mask.segments(spec, lowest, last, tile.w.n_block_full_min, tile.w.n_block_full_max, 0, capped)
     for g in cutlass.range_constexpr(len(segments)):
@@ -130,6 +133,15 @@ def score_blocks(
             at = score_block(spec, plan, s, tile, at, position, flags)
     release_q(spec, s, at.q)
     return at._replace(q=at.q + 1)
+
+
+@cute.jit
+def look_up_slots(spec: cutlass.Constexpr, plan, tile: Sm90TileState, n_block: Int32):
+    """Look up which rows of the cache are the keys of a block, if the token has chosen them one by one."""
+    if const_expr(gather.has_slots(spec)):
+        found, zero = pages.of_sequence(plan.args, tile.w.batch_idx, pages.K), Int32(0)
+        at = pages.KVBlock(zero, zero, n_block, zero, tile.w.sequence.kv_len)
+        gather.prefetch_pages(spec, tile.slots, found, at)
 
 
 @cute.jit
@@ -170,6 +182,11 @@ def score_block(
     """Compute S = Q K^T of the block at a position, and its P, into shared memory. Return the state behind it."""
     r, a = tile.r, plan.args
     n_block = mask_blocks.n_block_at(spec, a, tile.w, position)
+    if const_expr(gather.has_slots(spec)):
+        found = gather.present(spec, plan.kv[pages.K].gmem[0], tile.slots)
+        for i in cutlass.range_constexpr(cute.size(found)):
+            r.words[i] = found[i]
+        look_up_slots(spec, plan, tile, n_block - 1)
     pipeline.consumer_wait(s.k.pipe, at.kv)
     source(spec).fence_before_mma()
     wgmma.issue(plan.mma_qk, r.acc_s, *recomputed_qk(spec, plan, s, at.kv.index), True)

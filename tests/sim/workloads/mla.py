@@ -22,6 +22,8 @@ class MlaScenario:
 
 def mla_cases(spec: Any) -> list[MlaScenario]:
     """Return scenarios for the kernel `spec`, with split keys."""
+    if spec.kv.source == "slots":
+        return chosen_cases(spec)
     base = MlaCase(
         dtype=spec.q, dim=spec.head_dim_qk, causal=spec.mask.causal != "never", window=190 * spec.mask.window,
         page_size=3 if spec.kv.source == "gather" else 64,
@@ -43,6 +45,21 @@ def mla_cases(spec: Any) -> list[MlaScenario]:
         MlaScenario("tiles", first), MlaScenario("many splits", (many,), 30),
         MlaScenario("a block", (few, replace(few, lens=(3, 2, 1, 0, 65) * 7))),
     ]  # fmt: skip
+
+
+def chosen_cases(spec: Any) -> list[MlaScenario]:
+    """Return scenarios for the kernel `spec`, whose rows choose their keys."""
+    base = MlaCase(dtype=spec.q, dim=spec.head_dim_qk, page_size=7, chosen=128, lens=(90, 30))
+    first = (
+        replace(base, chosen=65, heads=3, strided=True, function="trtllm", sink=True),
+        replace(base, rows=3, heads=5, counted=True, lens=(40, 7, 9, 3), gap=1),
+        replace(base, chosen=200, heads=80, data="peaks", page_size=64),
+    )
+    return [
+        MlaScenario("tiles", first),
+        MlaScenario("many splits", (replace(base, lens=(2000,), chosen=29 * 64 + 3, heads=8, page_size=16),), 30),
+        MlaScenario("a block", (replace(base, chosen=64, rows=2), replace(base, lens=(5, 0, 1) * 9, chosen=3))),
+    ]
 
 
 def run_mla(spec: Any, scenario: MlaScenario, arch: str, **how: Any) -> Outcome:

@@ -34,6 +34,7 @@ def draw(family: str, rng: Random, options: Options) -> Call:
         rng.choice((1, 1, 1, 2, 4, 8, 70)), rng.choice((1, 3, 8, 16, 16, 64, 128)), rng.choice((576, 576, 512)),
         rng.choice((1, 2, 3, 8, 16, 64, 64, 64)), function == TRTLLM or rng.random() < 0.7, sink=rng.random() < 0.4,
         gap=rng.choice((0, 0, 1, 5)), strided=rng.random() < 0.3, data=rng.choice(("normal", "normal", "peaks")),
+        chosen=rng.choice((0, 0, 1, 63, 64, 65, rng.randrange(1, most))), counted=rng.random() < 0.4,
     )  # fmt: skip
     return Call(family, function, rng.randrange(1 << 30), mode, "shape", changed_fields(drawn, "function"))
 
@@ -115,5 +116,6 @@ def smaller(call: Call) -> list[dict[str, Any]]:
         return [call.case | {"lens": some} for some in found]
     case = _case(call)
     changed = [replace(case, lens=some) for some in found]
-    changed += [replace(case, **{field: 0}) for field in ("gap",) if getattr(case, field)]
+    changed += [replace(case, gap=0)] if case.gap else []
+    changed += [replace(case, chosen=case.chosen // 2)] if case.chosen > 1 else []
     return [changed_fields(one, "function") for one in changed]
