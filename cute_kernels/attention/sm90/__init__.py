@@ -123,8 +123,11 @@ def candidate(request: KernelRequest, arch: str, split: bool = False) -> Spec:
 
 def supports(spec: Spec) -> Refusal | None:
     """Return None if the kernel can run `spec`, else the reason. Nothing else states what the kernel can do."""
-    if spec.kv.source == "slots" and not spec.kv.shares_v:
-        return Refusal("source", "slots: the kernel reads keys that a token chooses only if V lies in K")
+    if spec.kv.source == "slots":
+        if not spec.kv.shares_v:
+            return Refusal("source", "slots: the kernel reads keys that a token chooses only if V lies in K")
+        if (spec.mask, spec.logits) != (MaskSpec("never"), LogitsSpec()):
+            return Refusal("source", "slots: the kernel has no mask but the keys that a token chooses, and no soft cap")
     if spec.kv.shares_v and (spec.kv.dtype not in DTYPES or spec.q != spec.kv.dtype):
         return Refusal(
             "shares_v", f"True over {spec.kv.dtype}: the kernel has Q and K of one 16-bit type, if V lies in K"
@@ -201,8 +204,6 @@ def supports_latent_split(spec: Spec) -> Refusal | None:
     """Return the answer of `supports` for a stream_k spec in which V lies in K."""
     own, mask = split_keys(spec.q, spec.kv, spec.dims), MaskSpec(spec.mask.causal, spec.mask.window)
     logits = LogitsSpec(spec.logits.soft_cap)
-    if spec.kv.source == "slots" and (mask, logits) != (MaskSpec("never"), LogitsSpec()):
-        return Refusal("source", "slots: the kernel has no mask but the keys that a token chooses, and no soft cap")
     if spec != replace(own, tile=spec.tile, mask=mask, logits=logits) or spec.tile is None or spec.tile.m != 64:
         return Refusal("rows", "split: serves causal masks, windows and soft caps alone, outputs of the query's type")
     return resources(spec, spec.tile, spec.dims).refusal(spec.tile)
