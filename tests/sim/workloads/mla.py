@@ -48,7 +48,7 @@ def mla_cases(spec: Any) -> list[MlaScenario]:
 
 
 def chosen_cases(spec: Any) -> list[MlaScenario]:
-    """Return scenarios for the kernel `spec`, whose rows choose their keys."""
+    """Return scenarios for the kernel `spec`, where each row chooses its keys."""
     base = MlaCase(dtype=spec.q, dim=spec.head_dim_qk, page_size=7, chosen=128, lens=(90, 30))
     first = (
         replace(base, chosen=65, heads=3, strided=True, function="trtllm", sink=True),
