@@ -72,9 +72,9 @@ ATTENTION = (
         ("bf16",),
         (SAME,),
         ((576, 512),),
-        ("latent", "latent full", "latent modified", "latent gather", "latent slots"),
+        ("latent", "latent full", "latent modified", "latent gather", "latent slots", "latent two caches"),
     ),
-    AttentionRow(PREFILL, HOPPER, ("bf16",), (SAME,), ((512, 512),), ("latent", "latent slots")),
+    AttentionRow(PREFILL, HOPPER, ("bf16",), (SAME,), ((512, 512),), ("latent", "latent slots", "latent two caches")),
     AttentionRow(PREFILL_BLACKWELL, BLACKWELL, ("bf16",), (SAME,), (*USUAL, *WIDE), ("causal", "full", "modified")),
     AttentionRow(PREFILL_BLACKWELL, BLACKWELL, ("fp16", "e4m3"), (SAME,), USUAL, ("causal", "full", "modified")),
     AttentionRow(

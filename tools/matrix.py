@@ -204,7 +204,10 @@ ASKED: tuple[tuple[str, Any, str, dict[str, dict[str, Any]]], ...] = (  # argume
         "decode",
         replace(LATENT, head_dim_qk=576, head_dim_vo=512, causal=False),
         "with",
-        {"keys that each token chooses, of a latent cache": {"source": "slots", "shares_v": True}},
+        {
+            "keys that each token chooses, of a latent cache": {"source": "slots", "shares_v": True},
+            "keys that each token chooses, of two latent caches": {"source": "slots", "shares_v": True, "extra": True},
+        },
     ),
     ("xqa", XQA, "KV", {"fp16": HALVES["fp16"]} | QUANTISED),
     ("xqa", XQA, "output", {"e4m3": {"out": "e4m3"}}),

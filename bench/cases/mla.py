@@ -5,7 +5,7 @@ table that no key needs name no page.
 """
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
@@ -33,7 +33,8 @@ class MlaCase:
     behind each page. strided: the query has every second head of a wider tensor, and its rows are apart. sink: of
     heads. data: "normal", or "peaks": keys with scores that grow along the sequence. chosen: keys that each row chooses
     among all rows of all requests, some of them twice, between numbers that are no row; 0: it sees its request's.
-    counted: fewer of them count, of some requests none.
+    counted: fewer of them count, of some requests none. second: keys that each row chooses of a second cache, with
+    pages of 5 rows, too.
     """
 
     function: str = "flash_mla"
@@ -52,6 +53,7 @@ class MlaCase:
     data: str = "normal"
     chosen: int = 0
     counted: bool = False
+    second: int = 0
 
 
 class MlaInputs(NamedTuple):
@@ -65,6 +67,7 @@ class MlaInputs(NamedTuple):
     sinks: torch.Tensor | None
     slots: torch.Tensor | None = None
     counts: torch.Tensor | None = None
+    second: "MlaInputs | None" = None  # the cache, the slots and the counts of a second cache
 
 
 def make(case: MlaCase, device: "torch.device | str" = "cpu", seed: int = 0) -> MlaInputs:
@@ -95,6 +98,9 @@ def make(case: MlaCase, device: "torch.device | str" = "cpu", seed: int = 0) -> 
     sinks = torch.randn(case.heads, generator=gen, device=device) * 2 if case.sink else None
     lens = torch.tensor(case.lens, dtype=torch.int32, device=device)
     inputs = MlaInputs(q, cache, table, lens, sinks)
+    if case.second:
+        other = replace(case, page_size=5, gap=case.gap + 1, chosen=case.second, second=0, lens=case.lens[::-1])
+        inputs = inputs._replace(second=make(other, device, seed + 1))
     return inputs._replace(**choices(case, inputs, gen)) if case.chosen else inputs
 
 
@@ -137,6 +143,10 @@ def call(case: MlaCase, i: MlaInputs) -> tuple[torch.Tensor, torch.Tensor]:
         return wrappers.flash_mla_with_kvcache(
             i.q, i.cache.unsqueeze(2), i.table, i.lens, VALUES, wrappers.get_mla_metadata()[0], softmax_scale=SCALE,
             causal=case.causal and not case.chosen, attn_sink=i.sinks, indices=i.slots, topk_length=i.counts,
+            **{} if i.second is None else {
+                "extra_k_cache": i.second.cache.unsqueeze(2), "extra_indices_in_kvcache": i.second.slots,
+                "extra_topk_length": i.second.counts,
+            },
         )  # fmt: skip
     table, lens = (i.table, i.lens) if i.slots is None else (i.slots, i.counts)
     if i.slots is not None and lens is not None:
@@ -156,6 +166,14 @@ class MlaResult(NamedTuple):
     mass: torch.Tensor
 
 
+def chosen_rows(i: MlaInputs, b: int, t: int) -> torch.Tensor:
+    """Return the rows of a cache that count of those that a row has chosen, in float64."""
+    assert i.slots is not None
+    slots = i.slots[b, t, : i.slots.shape[2] if i.counts is None else int(i.counts[b])].long()
+    rows = i.cache.flatten(0, 1)
+    return rows[slots[(slots >= 0) & (slots < len(rows))]].double()
+
+
 def expected(case: MlaCase, i: MlaInputs) -> MlaResult:
     """Return the result in float64. FlashMLA's lse is natural, without the sink, +inf for a row without keys; the other
     function's has base 2, with the sink."""
@@ -169,9 +187,7 @@ def expected(case: MlaCase, i: MlaInputs) -> MlaResult:
             seen = max(n - rows + 1 + t, 0) if case.causal else n
             own = keys[max(0, n - rows + t - case.window) if case.window else 0 : seen]
             if i.slots is not None:
-                slots = i.slots[b, t, : case.chosen if i.counts is None else int(i.counts[b])].long()
-                every = i.cache.flatten(0, 1)
-                own = every[slots[(slots >= 0) & (slots < len(every))]].double()
+                own = torch.cat([chosen_rows(each, b, t) for each in (i, i.second) if each is not None])
             if len(own):
                 logits = i.q[b, t].double() @ own.T * SCALE
                 if case.cap:

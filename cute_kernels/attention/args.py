@@ -46,6 +46,11 @@ class KVArgs(NamedTuple):
     k_scales: Any = None  # (pages, Hkv, P, N)  bytes of a row's factors, `spec.ScaleLayout.row_bytes`; last stride 1
     v_scales: Any = None
     v_scales_interleaved: Int32 = None  # V scales of 4 tokens are interleaved
+    # With slots, a second cache, the keys of which come behind those of the first one in a sequence
+    extra_k: Any = None  # (pages, Hkv, P, Dvo)  as k
+    extra_k_rope: Any = None  # (pages, Hkv, P, Dqk - Dvo)
+    extra_slots: Int32Rows = None  # (B, M)  int32, as page_table
+    extra_lens: Ints = None  # (B / n,)   int32, as kv_lens, of as many entries
     k_rope: Any = None  # (pages, Hkv, P, Dqk - Dvo)  where V lies in K, the columns of K behind those of V, which k has
 
 
@@ -128,6 +133,8 @@ BLOCKS: tuple[Any, ...] = (QueryArgs, KVArgs, MaskArgs, LogitsArgs, OutArgs, Sch
 OPTIONAL: dict[str, Callable[[Any], bool]] = {  # field -> whether a spec has it; every spec has the fields not listed
     **dict.fromkeys(("k_scales", "v_scales"), lambda spec: spec.kv.layout.exists),
     **dict.fromkeys(("q_rope", "k_rope"), lambda spec: spec.kv.shares_v and spec.head_dim_qk > spec.head_dim_vo),
+    **dict.fromkeys(("extra_k", "extra_slots", "extra_lens"), lambda spec: spec.kv.extra),
+    "extra_k_rope": lambda spec: spec.kv.extra and spec.head_dim_qk > spec.head_dim_vo,
     "v_scales_interleaved": lambda spec: spec.kv.layout.exists and not spec.kv.layout.of_rows,
     "window_left": lambda spec: spec.mask.window or spec.mask.custom == "ranges",
     "chunk": lambda spec: spec.mask.chunk,

@@ -67,6 +67,11 @@ KINDS = {
     "latent slots": Kind(
         "latent, with keys that each token chooses", True, {"shares_v": True, "source": "slots", "causal": False}
     ),
+    "latent two caches": Kind(
+        "latent slots, and slots of a second cache",
+        True,
+        {"shares_v": True, "source": "slots", "causal": False, "extra": True},
+    ),
     "causal factors": Kind("causal, and a factor per token and head", False, {"kv_scales": "token"}),
     "modified factors": Kind(
         "modified, and a factor per token and head", False, {"window": True, "kv_scales": "token"}

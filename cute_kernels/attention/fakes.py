@@ -41,6 +41,8 @@ def fake_args(spec) -> dict[str, Any]:
         "q_rope": query(qk - first),
         "k": cache(first),
         "k_rope": cache(qk - first),
+        "extra_k": cache(first),
+        "extra_k_rope": cache(qk - first),
         "v": cache(vo),
         "page_table": abi.tensor(Int32, (None, 2, None), align=4),
         "k_scales": scales(qk),

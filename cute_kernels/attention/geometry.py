@@ -45,19 +45,22 @@ class Sequence(NamedTuple):
     """All that kernels read from the device about one sequence of the batch, clamped to what the tensors hold.
 
     q_start: its first query token. q_len: query tokens. kv_len: keys. prefix: keys that all tokens see, whatever the
-    causal mask says. Whatever else a spec says a sequence has is a further field, None in kernels without it.
-    `load_sequence` alone reads them, and everything that describes work holds the record whole: roles and schedules
-    pass on a value that a mask needs without naming it.
+    causal mask says. extra: keys in the first of two caches; those of the second one begin at a multiple of
+    `EXTRA_UNIT` behind them, and kv_len counts them and what lies between. Whatever else a spec says a sequence has is
+    a further field, None in kernels without it. `load_sequence` alone reads them, and everything that describes
+    work holds the record whole: roles and schedules pass on a value that a mask needs without naming it.
     """
 
     q_start: Int32
     q_len: Int32
     kv_len: Int32
     prefix: Any = None
+    extra: Any = None
 
 
+EXTRA_UNIT = 64  # a KV block has keys of one cache
 # block of `args` -> its tensors with values of single sequences, all of which `load_sequence` reads
-SEQUENCE_ARGS = {"query": ("cu_seqlens_q",), "kv": ("kv_lens", "kv_starts"), "mask": ("prefix_lens",)}
+SEQUENCE_ARGS = {"query": ("cu_seqlens_q",), "kv": ("kv_lens", "kv_starts", "extra_lens"), "mask": ("prefix_lens",)}
 
 
 def launch_args(spec, flat):
@@ -151,7 +154,7 @@ def sequence_keys(a, b: Int32):
 
 def sequence_fields(spec):
     """Return the names of the fields that a sequence has in kernels of `spec`."""
-    has = {"prefix": spec.mask.prefix}
+    has = {"prefix": spec.mask.prefix, "extra": spec.kv.extra}
     return [field for field in Sequence._fields if has.get(field, True)]
 
 
@@ -172,7 +175,16 @@ def load_sequence(a, b: Int32):
     sequence = Sequence(q_start, q_len, sequence_keys(a, b))
     if const_expr(a.mask.prefix_lens is not None):
         sequence = sequence._replace(prefix=clamp(a.mask.prefix_lens[b], 0, sequence.kv_len))
+    if const_expr(a.kv.extra_lens is not None):
+        extra = table_keys(a.kv.extra_lens[b // Quotient(Int32(1), *a.launch.per_length)], a.kv.extra_slots.shape[1], 1)
+        extra *= cutlass.min(a.kv.extra_k.shape[0], 1)
+        sequence = sequence._replace(extra=sequence.kv_len, kv_len=extra_start(sequence.kv_len) + extra)
     return sequence
+
+
+def extra_start(keys):
+    """Return where the keys of the second cache begin, behind `keys` of the first one."""
+    return (keys + EXTRA_UNIT - 1) // EXTRA_UNIT * EXTRA_UNIT
 
 
 @cute.jit

@@ -113,7 +113,7 @@ def load_kv(
     def load_tile(w, t, items):
         i, q = items
         head, o_tile = geometry.kv_head_of(spec, a, w), work.o_tile(w) if const_expr(which == pages.V) else 0
-        sequence_pages = pages.of_sequence(a, w.batch_idx, which)
+        sequence_pages = pages.of_sequence(a, w.batch_idx, which, w.sequence.extra)
         # Q
         if const_expr(loads_q):
             if loader == 0 and w.n_block_max > w.n_block_min:

@@ -75,12 +75,14 @@ DEFAULT_SCALES = {"nvfp4": "block"}  # type of the cache -> the only layout that
 class KVSpec:
     """The KV cache. dtype: storage type of K and V. source: "tma", pages of `TMA_PAGES` rows or ragged rows, loaded by
     TMA; "gather", pages of any size, loaded row by row; or "slots", rows that are named one by one. scales: a key of
-    `SCALE_LAYOUTS`; "" means the only layout of the type. shares_v: V is the first head_dim_vo columns of K."""
+    `SCALE_LAYOUTS`; "" means the only layout of the type. shares_v: V is the first head_dim_vo columns of K. extra:
+    with slots, there is a second cache, with pages and slots of its own."""
 
     dtype: str = "bf16"
     source: str = "tma"
     scales: str = ""
     shares_v: bool = False
+    extra: bool = False
 
     @property
     def bits(self) -> int:
@@ -95,7 +97,7 @@ class KVSpec:
     @property
     def name(self) -> str:
         """The cache's part of a spec's name, apart from its source."""
-        return f"kv{self.dtype}{self.layout.letter}" + ("v" if self.shares_v else "")
+        return f"kv{self.dtype}{self.layout.letter}" + ("v" if self.shares_v else "") + ("x" if self.extra else "")
 
 
 @dataclass(frozen=True)
@@ -283,7 +285,7 @@ def outputs(q: str, asked: str = "") -> tuple[str, ...]:
 
 def kv_spec(request: KernelRequest) -> KVSpec:
     """Return the cache of a request."""
-    return KVSpec(request.kv, kv_source(request), request.kv_scales, request.shares_v)
+    return KVSpec(request.kv, kv_source(request), request.kv_scales, request.shares_v, request.extra)
 
 
 def kv_source(request: KernelRequest) -> str:

@@ -73,6 +73,7 @@ def serves(spec, problem):
         and (spec.logits.skip or not problem.skip)
         and spec.mask.custom == problem.custom_mask
         and spec.logits.alibi == problem.alibi
+        and spec.kv.extra == problem.extra
         and spec.kv.source == ("slots" if problem.source == "slots" else "tma" if fetched else "gather")
     )
 
@@ -124,7 +125,8 @@ def test_every_problem_of_decode_is_served_and_every_shipped_kernel_serves_one(a
     by_token = (replace(BASE, **BY_TOKEN, split_kv="always", **dim, rows=rows) for dim in HEAD_DIMS for rows in (1, 16))
     latent = [replace(BASE, head_dim_qk=dim, head_dim_vo=512, shares_v=True, **change) for dim in (512, 576)
               for change in ({}, {"causal": False}, {"window": True}, {"page_size": 1}) if arch == ARCH]  # fmt: skip
-    latent += [replace(p, source="slots", causal=False) for p in latent if not p.window]
+    slots = [replace(p, source="slots", causal=False) for p in latent if not p.window]
+    latent += [replace(p, extra=extra) for p in slots for extra in (False, True)]
     for problem in (*every_problem("always"), *some, *narrow, *many, *by_token, *latent):
         op, spec = dispatch.select(problem, arch)
         found.add((op, spec))
@@ -364,7 +366,7 @@ def test_general_kernels_take_every_modifier_of_their_op():
         for q, dims in {(spec.q, spec.dims) for spec in specs}:
             mine = [s for s in specs if (s.q, s.kv.layout.exists, s.mask.custom, s.dims) == (q, False, "", dims)]
             if op != "attention.decode":  # kernels of their own
-                mine = [s for s in mine if not s.logits.skip and not s.mask.prefix]
+                mine = [s for s in mine if not s.logits.skip and not s.mask.prefix and s.kv.source != "slots"]
                 mine = [s for s in mine if s.schedule == "tiles" or s.kv.shares_v]
                 mine = [s for s in mine if len(s.out) == 1 or s.q == "e4m3"]
             general = [set(args.fields(s)) for s in mine if s.mask.window]

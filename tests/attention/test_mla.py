@@ -35,6 +35,13 @@ CASES = {
 }
 
 
+SECOND = {
+    "small": MlaCase(lens=(40, 3), rows=3, heads=4, page_size=7, chosen=70, second=33),
+    "counted": MlaCase(lens=(40, 0, 30, 9), dim=512, sink=True, chosen=128, counted=True, second=5, dtype="fp16"),
+    "one cache has nothing": MlaCase(lens=(0, 30), chosen=5, second=70),
+}
+
+
 def given(function, **changes):
     return good_calls.mla(function) | changes
 
@@ -221,6 +228,31 @@ def test_any_order_and_any_number_that_is_no_row(function):
             assert all(torch.allclose(a, b, atol=1e-2) for a, b in zip(want, got))
 
 
+@pytest.mark.parametrize("name", SECOND)
+def test_keys_of_two_caches(name):
+    case = SECOND[name]
+    inputs = make(case)
+    want = expected(case, inputs)
+    assert error(case, call(case, inputs), want) <= 1
+    with emulation() as fake:
+        assert error(case, call(case, inputs), want) <= 1
+    assert all(spec.kv.extra for spec in fake.specs)
+
+
+def test_two_caches_are_one():
+    """The same keys, half of them in another cache of other pages; counts of one of both are enough."""
+    inputs, rows = chosen(FLASH), torch.arange(96).view(1, 1, 96).expand(2, 2, 96).int()
+    cache = inputs["k_cache"].flatten(0, 1)
+    first, second = cache[:32].view(2, 16, 1, 576), cache[32:].view(8, 8, 1, 576)
+    want = results(FLASH, indices=rows.contiguous())
+    more = {"k_cache": first, "extra_k_cache": second, "indices": rows[..., :32].contiguous(),
+            "extra_indices_in_kvcache": rows[..., :64].contiguous()}  # fmt: skip
+    counts = {"topk_length": torch.tensor([32, 32]).int(), "extra_topk_length": torch.tensor([64, 64]).int()}
+    for given_counts in ({}, *({name: counts[name]} for name in counts), counts):
+        got = results(FLASH, **more | given_counts)
+        assert all(torch.allclose(a, b, atol=1e-2) for a, b in zip(want, got))
+
+
 def test_counts_of_rows_come_before_lengths():
     want = results(TRTLLM, seq_lens=torch.tensor([5, 5, 20, 20]).int())
     own = {"sparse_mla_top_k_lens": torch.tensor([5, 20]).int(), "seq_lens": torch.tensor([900, 900]).int()}
@@ -296,10 +328,25 @@ E4M3 = torch.float8_e4m3fn
 INT = torch.zeros(1).int()
 SLOTS = torch.zeros(2, 2, 7).int()
 PARALLEL = "context parallelism is not supported"
-QUANTISED = "second caches and quantised caches are not supported"
+QUANTISED = "quantised caches are not supported"
+SPARSE = {"indices": SLOTS, "causal": False}
+OTHER = torch.zeros(3, 5, 1, 576).bfloat16()
 FLASH_REFUSALS = [
     *(({name: INT}, NotImplementedError, f"{name}: Tensor, must be None: {QUANTISED}")
-      for name in ("extra_k_cache", "extra_indices_in_kvcache", "extra_topk_length", "descale_q", "descale_k")),
+      for name in ("descale_q", "descale_k")),
+    *(({name: INT}, ValueError, f"{name}: shape (1,), must be None without indices")
+      for name in ("extra_k_cache", "extra_indices_in_kvcache", "extra_topk_length")),
+    *((SPARSE | {name: INT}, ValueError, f"{name}: shape (1,), must be None without extra_k_cache")
+      for name in ("extra_indices_in_kvcache", "extra_topk_length")),
+    (SPARSE | {"extra_k_cache": OTHER}, TypeError, "extra_indices_in_kvcache: NoneType, must be a torch.Tensor"),
+    (SPARSE | {"extra_k_cache": OTHER[..., :512], "extra_indices_in_kvcache": SLOTS}, ValueError,
+     "extra_k_cache: shape (3, 5, 1, 512), must end with 576, the last dimension of q"),
+    (SPARSE | {"extra_k_cache": OTHER.half(), "extra_indices_in_kvcache": SLOTS}, TypeError,
+     "extra_k_cache: dtype torch.float16, must be torch.bfloat16"),
+    (SPARSE | {"extra_k_cache": OTHER, "extra_indices_in_kvcache": SLOTS[:1]}, ValueError,
+     "extra_indices_in_kvcache: shape (1, 2, 7), must be (2, 2, 7)"),
+    (SPARSE | {"extra_k_cache": OTHER, "extra_indices_in_kvcache": SLOTS, "extra_topk_length": INT}, ValueError,
+     "extra_topk_length: shape (1,), must be (2,)"),
     ({"topk_length": INT}, ValueError, "topk_length: shape (1,), must be None without indices"),
     ({"indices": SLOTS}, ValueError, "causal: True, must be False with indices (2, 2, 7), which say what a row sees"),
     *(({"indices": slots, "causal": False}, kind, message) for slots, kind, message in (

@@ -35,7 +35,12 @@ CHOSEN = {
     "chosen, 512": MlaCase(function="trtllm", lens=(700, 700), rows=3, heads=64, dim=512, chosen=129, counted=True),
     "chosen, fp16": MlaCase(dtype="fp16", lens=(80,), rows=40, heads=5, page_size=2, chosen=65, data="peaks"),
 }
-CASES |= CHOSEN
+SECOND = {
+    "two caches": MlaCase(lens=(3000, 9), heads=16, chosen=2048, second=640),
+    "two caches, counted": MlaCase(lens=(900, 50, 70), rows=2, heads=128, chosen=129, counted=True, second=500, gap=2),
+    "two caches, 512": MlaCase(lens=(700,), heads=64, dim=512, page_size=1, chosen=128, second=8192, sink=True),
+}
+CASES |= CHOSEN | SECOND
 
 
 DIMS = {576: "576 (Q, K) and 512 (V)", 512: "512"}
@@ -43,8 +48,9 @@ DIMS = {576: "576 (Q, K) and 512 (V)", 512: "512"}
 
 def marked(name):
     shown = f"decode head_dim of a latent cache {DIMS[CASES[name].dim]}"
-    if name in CHOSEN:
-        shown = "decode with keys that each token chooses, of a latent cache"
+    if name in CHOSEN or name in SECOND:
+        shown = f"decode with keys that each token chooses, of {'two' if name in SECOND else 'a'} latent cache"
+        shown += "s" * (name in SECOND)
     return pytest.param(name, marks=feature(shown))
 
 

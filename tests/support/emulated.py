@@ -82,7 +82,9 @@ def emulate(op, spec, launches):
             alibi_slopes=getattr(a, "alibi_slopes", None),
             interleaved=bool(getattr(a, "v_scales_interleaved", 0)), shares_v=spec.kv.shares_v,
             lse_form=getattr(a, "lse_form", 0), q_rope=getattr(a, "q_rope", None),
-            k_rope=getattr(a, "k_rope", None), **factors,
+            k_rope=getattr(a, "k_rope", None), extra_k=getattr(a, "extra_k", None),
+            extra_k_rope=getattr(a, "extra_k_rope", None), extra_slots=getattr(a, "extra_slots", None),
+            extra_lens=getattr(a, "extra_lens", None), **factors,
         )  # fmt: skip
         o, lse = reference.paged_attention(problem)
         fp8, packed = getattr(a, "o_fp8", ()), getattr(a, "o_fp4", ())
@@ -123,6 +125,7 @@ def check_promises(spec, a):
     batch = len(a.cu_seqlens_q) - 1
     if spec.kv.source == "slots":
         promised(len(a.kv_lens) and batch % len(a.kv_lens) == 0 == len(a.kv_starts))
+        promised(not spec.kv.extra or len(a.extra_lens) == len(a.kv_lens) and len(a.extra_slots) == batch)
     else:
         entries = len(a.kv_lens) in (batch, 0) and len(a.kv_starts) in (batch + 1, 0)
         promised(entries and len(a.kv_lens) + len(a.kv_starts))

@@ -284,7 +284,13 @@ def _rows() -> Iterator[tuple[str, tuple[Call, ...]]]:
             latent(causal=False), latent(window=100, cap=4.0),
         ),
     )  # fmt: skip
-    yield "attention-latent-slots", (latent(chosen=1000, counted=True), latent(chosen=65, dim=512, heads=80))
+    yield (
+        "attention-latent-slots",
+        (
+            latent(chosen=1000, counted=True), latent(chosen=65, dim=512, heads=80), latent(chosen=65, second=130),
+            latent(chosen=700, counted=True, second=65, dim=512),
+        ),
+    )  # fmt: skip
     states = ({"dtype": "bf16"}, {"dtype": "fp16", "layout": "strided"}, {"dtype": "fp32", "data": "special"})
     yield "merge-states", tuple(Call("merge", "merge_states", 7, case=fields) for fields in states)
     yield (

@@ -99,6 +99,11 @@ class AttentionCall(NamedTuple):
     # With shares_v, columns of Q and K behind those of q and k: (T, Hq, D) and (pages, Hkv, P, D) of the dtype of q
     q_rope: torch.Tensor | None = None
     k_rope: torch.Tensor | None = None
+    # With slots, a second cache, which has keys of the same rows: as k, k_rope, the page table and kv_lens
+    extra_k: torch.Tensor | None = None
+    extra_k_rope: torch.Tensor | None = None
+    extra_slots: torch.Tensor | None = None  # (T, K) int32
+    extra_lens: torch.Tensor | None = None
 
     @property
     def dim_qk(self) -> int:

@@ -55,6 +55,8 @@ CACHES = {  # query -> K and V
 }  # fmt: skip
 QUERIES = tuple(CACHES)
 LATENT_QUERIES = (torch.float16, torch.bfloat16)  # and caches, if V lies in K
+SECOND = ("extra_k", "extra_k_rope", "extra_slots", "extra_lens")  # fields of a second cache
+EXTRA_UNIT = 64  # of keys: those of a second cache begin at a multiple of it
 EIGHT_BITS = tuple(dtype for dtype, name in TYPES.items() if dtypes.BITS[name] == 8)
 HEAD_SCALES: set[str] = set()  # public functions that accept one scale per query head
 OUTPUTS = (torch.float16, torch.bfloat16, E4M3)
@@ -147,7 +149,7 @@ def kernel_tensors(call: AttentionCall) -> None:
     if call.custom_mask is not None and call.custom_mask.shape[0] >= MOST_MASK:
         size = call.custom_mask.shape[0]
         raise NotImplementedError(f"{name('custom_mask')}: {size} bytes, must be less than {MOST_MASK} on CUDA")
-    for field in ("q", "k", "v", "out", "q_rope", "k_rope"):
+    for field in ("q", "k", "v", "out", "q_rope", "k_rope", "extra_k", "extra_k_rope"):
         t = getattr(call, field)
         if isinstance(t, torch.Tensor):  # rows of NVFP4 may have 8 bytes more than TMA could load
             packed = t.dtype == torch.uint8 and field != "out"
@@ -171,7 +173,8 @@ def most_keys(call: AttentionCall) -> int:
     """Return an upper bound of the keys of a request, from the shapes of a valid call."""
     size, form = call.k.shape[2], call.requests.form
     if form == "slots":
-        return call.requests.page_table.shape[2]
+        extra = 0 if call.extra_slots is None else call.extra_slots.shape[1] + EXTRA_UNIT
+        return call.requests.page_table.shape[2] + extra
     return size if form == "ragged" else size * call.requests.page_table.shape[2]
 
 
@@ -229,6 +232,7 @@ def _caches(call: AttentionCall, name: Names) -> None:
     check_last_stride(name("v"), v)
     check_one_of(f"{kv}: with query {q.dtype}, dtype", k.dtype, (q.dtype,) if call.shares_v else CACHES[q.dtype])
     _rope_columns(call, name)
+    _second_cache(call, name)
     packed = 2 if k.dtype == torch.uint8 else 1
     _, kv_heads, page_size, dim = k.shape
     ragged = call.requests.form == "ragged"
@@ -257,6 +261,30 @@ def _rope_columns(call: AttentionCall, name: Names) -> None:
             for field, n in (("q_rope", 3), ("k_rope", 4)))  # fmt: skip
     check_shape(name("q_rope"), q, (*call.q.shape[:2], q.shape[2]), f"tokens and heads of {name('q')}")
     check_shape(name("k_rope"), k, (*call.k.shape[:3], q.shape[2]), f"that of {name('k')}, columns of {name('q_rope')}")
+
+
+def _second_cache(call: AttentionCall, name: Names) -> None:
+    """Check a second cache and its slots, which are given together; it has rows like those of the first one."""
+    needed = ("extra_k", "extra_slots", "extra_lens", *(("extra_k_rope",) if call.k_rope is not None else ()))
+    given = [field for field in SECOND if getattr(call, field) is not None]
+    if not given:
+        return
+    missing = [field for field in needed if field not in given]
+    if missing or len(given) > len(needed) or call.requests.form != "slots":
+        other = missing[0] if missing else "page_table"
+        raise ValueError(f"{name(given[0])}: given, must be None without {name(other)}")
+    device, (_, heads, _, dim), r = call.q.device, call.k.shape, call.requests
+    k = check_operand(name("extra_k"), call.extra_k, 4, (call.k.dtype,), device)
+    check_shape(name("extra_k"), k, (k.shape[0], heads, k.shape[2], dim), f"heads and columns of {name('k')}")
+    if call.extra_k_rope is not None and call.k_rope is not None:
+        rope = check_operand(name("extra_k_rope"), call.extra_k_rope, 4, (call.k.dtype,), device)
+        check_shape(name("extra_k_rope"), rope, (*k.shape[:3], call.k_rope.shape[3]), f"that of {name('k_rope')}")
+    if not k.shape[2]:
+        raise ValueError(f"{name('extra_k')}: shape {tuple(k.shape)}, must have at least one row per page")
+    slots = check_operand(name("extra_slots"), call.extra_slots, 2, (torch.int32,), device)
+    check_shape(name("extra_slots"), slots, (r.batch, slots.shape[1]), "one row per token, slots")
+    lens = check_operand(name("extra_lens"), call.extra_lens, 1, (torch.int32,), device)
+    check_shape(name("extra_lens"), lens, tuple(r.kv_lens.shape), f"that of {name('kv_lens')}")
 
 
 def _kv_scales(call: AttentionCall, name: Names) -> None:

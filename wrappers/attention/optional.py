@@ -87,6 +87,10 @@ OPTIONAL_TENSORS = {  # the last fields of AttentionCall, in their order
     "alibi_slopes": OptionalTensor(_whole, "alibi_slopes", None, torch.float32, ("heads",), "one slope per query head"),
     "q_rope": OptionalTensor(_row, "q_rope", shape=("tokens",)),
     "k_rope": OptionalTensor(_whole, "k_rope"),
+    "extra_k": OptionalTensor(_whole, "extra_k"),
+    "extra_k_rope": OptionalTensor(_whole, "extra_k_rope"),
+    "extra_slots": OptionalTensor(_whole, "extra_slots"),
+    "extra_lens": OptionalTensor(_whole, "extra_lens"),
 }  # fmt: skip
 NONE = 1 << 30  # the argument of a bound that is off, if the kernel has it
 BOUNDS = {  # argument of `args` and field of a call that bounds the keys of a token -> whether a value turns it on

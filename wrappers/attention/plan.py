@@ -132,6 +132,7 @@ def request_of(call: AttentionCall, sms: int = 132) -> KernelRequest:
         alibi=call.alibi_slopes is not None,
         head_scales=any(t is not None and t.numel() > 1 for t in (call.scale_tensor, call.out_scale_tensor)),
         shares_v=call.shares_v,
+        extra=call.extra_k is not None,
     )
 
 

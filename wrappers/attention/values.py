@@ -94,9 +94,10 @@ def _lengths(call: AttentionCall, name: Names, starts: torch.Tensor | None) -> t
 def _chosen(call: AttentionCall, name: Names, lens: torch.Tensor) -> torch.Tensor:
     """Return the number of slots that count of each token, after a check of lens. A row has no more than it has."""
     r = call.requests
-    for i, length in enumerate(lens.tolist()):
-        if length < 0:
-            raise ValueError(f"{name('kv_lens')}: {length} in entry {i}, must be at least 0")
+    for field, numbers in (("kv_lens", lens), ("extra_lens", call.extra_lens)):
+        for i, length in enumerate([] if numbers is None else numbers.tolist()):
+            if length < 0:
+                raise ValueError(f"{name(field)}: {length} in entry {i}, must be at least 0")
     each = lens.clamp(max=r.page_table.shape[2])
     return each.repeat_interleave(r.batch // len(lens)) if len(lens) else each
 

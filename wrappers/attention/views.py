@@ -7,7 +7,6 @@ import torch
 from ..host.checks import UnknownName, check_operand, check_shape, check_strided
 from ..host.plain import traced
 from ..host.scratch import constant, filled, pages_in_order, steps
-from .call import SequenceBatch, slot_sequences
 
 _Tensor, _strided = torch.Tensor, torch.strided
 VIEWED_PAGES = 64, 32, 16, 8  # page sizes that TMA fetches, for reading a cache without a table
@@ -115,11 +114,9 @@ def columns_and_rope(t: torch.Tensor, columns: int) -> tuple[torch.Tensor, torch
     return first, rest
 
 
-def chosen_keys(slots: torch.Tensor, lens: Any, plain: bool) -> SequenceBatch:
-    """Return requests of one token each with slots (T, K) of its keys. lens: of tokens in turn; None: all count."""
-    if lens is None:
-        lens = constant(filled, slots.device, plain, 1, slots.shape[1])
-    return slot_sequences(slots, lens, plain)
+def counts_of(slots: torch.Tensor, lens: Any, entries: int, plain: bool) -> Any:
+    """Return lens or, if it is None, so many entries with the number of all columns of slots (T, K)."""
+    return constant(filled, slots.device, plain, entries, slots.shape[1]) if lens is None else lens
 
 
 def without_table(

@@ -6,10 +6,10 @@ import torch
 
 from cute_kernels.attention.spec import LSE_INF, LSE_NATURAL, LSE_OF_KEYS
 
-from ..attention.call import AttentionCall, SequenceBatch, sequences_of
+from ..attention.call import AttentionCall, SequenceBatch, sequences_of, slot_sequences
 from ..attention.checks import SIGNATURES
 from ..attention.op import serve
-from ..attention.views import chosen_keys, columns_and_rope
+from ..attention.views import columns_and_rope, counts_of
 from ..host.checks import check_flag, check_integer, check_one_of, check_shape, check_strided
 from ..host.plain import traced
 from ..host.scalars import integer, real
@@ -20,9 +20,12 @@ SIGNATURES[NAME] = {
     **dict.fromkeys(("kv", "k", "v", "shares_v", "k_rope"), "k_cache"), "page_table": "block_table",
     "kv_lens": "cache_seqlens", "scale": "softmax_scale", "sinks": "attn_sink", "max_q_len": "q", "q_rope": "q",
 }  # fmt: skip
-SIGNATURES[SPARSE_NAME] = SIGNATURES[NAME] | {"page_table": "indices", "kv_lens": "topk_length"}
-REFUSED = ("extra_k_cache", "extra_indices_in_kvcache", "extra_topk_length", "descale_q", "descale_k")
-WHY_REFUSED = "second caches and quantised caches are not supported"
+SIGNATURES[SPARSE_NAME] = SIGNATURES[NAME] | {
+    "page_table": "indices", "kv_lens": "topk_length", **dict.fromkeys(("extra_k", "extra_k_rope"), "extra_k_cache"),
+    "extra_slots": "extra_indices_in_kvcache", "extra_lens": "extra_topk_length",
+}  # fmt: skip
+CHOSEN = ("indices", "topk_length", "extra_k_cache", "extra_indices_in_kvcache", "extra_topk_length")
+REFUSED, WHY_REFUSED = ("descale_q", "descale_k"), "quantised caches are not supported"
 ROWS_PER_PART, META_SIZE = 64, 8  # of FlashMLA's schedule
 
 
@@ -84,13 +87,15 @@ def flash_mla_with_kvcache(
         indices: int32 (B, s_q, K), or None: the keys of each query row are these rows of the cache, where page p has
             the rows from p * P on. Another number, such as -1, is no key, wherever it is; a row that comes twice counts
             twice. causal must be False. topk_length: int32 (B,), only the first so many of each row count, or None.
+        extra_k_cache: (pages, P, h_k, D), or None: a second cache, from which each row chooses keys, too, by
+            extra_indices_in_kvcache, int32 (B, s_q, K), and extra_topk_length, as in the first one, with indices. Its
+            pages may have another size. The softmax is over the keys of both.
         softmax_scale: factor on the logits; None: D ** -0.5. causal: row i of a request sees keys up to cache_seqlens -
             s_q + i. attn_sink: fp32 (H,), in natural-log units, or None.
         enable_batch_invariant: the result of a request does not depend on the others. It may be slower.
         out: receives the result, (B, s_q, H, head_dim_v) of q's dtype, or None.
         tile_scheduler_metadata, num_splits: not read; lengths may change between replays of a graph.
-        is_fp8_kvcache, extra_k_cache, extra_indices_in_kvcache, extra_topk_length, descale_q, descale_k: must be False
-            or None; others raise NotImplementedError.
+        is_fp8_kvcache, descale_q, descale_k: must be False or None; others raise NotImplementedError.
 
     Returns (out, lse): lse fp32 (B, H, s_q), in natural logarithms, without the sink. A row without keys is 0, with an
     lse of +inf. Pages of the table behind a request's keys are not read, and may be any numbers. Raises before anything
@@ -119,8 +124,7 @@ def decode_call(
     descale_k: Any = None,
 ) -> AttentionCall:  # fmt: skip
     """Return the call of `flash_mla_with_kvcache`."""
-    others = (extra_k_cache, extra_indices_in_kvcache, extra_topk_length, descale_q, descale_k)
-    for name, value in zip(REFUSED, others, strict=True):
+    for name, value in zip(REFUSED, (descale_q, descale_k), strict=True):
         if value is not None:
             raise NotImplementedError(f"{name}: {type(value).__name__}, must be None: {WHY_REFUSED}")
     for name, flag in (
@@ -136,40 +140,67 @@ def decode_call(
         raise ValueError(f"k_cache: shape {tuple(k_cache.shape)}, must end with {dim}, the last dimension of q")
     if columns > dim:
         raise ValueError(f"head_dim_v: {columns}, must be at most {dim}, the last dimension of q and k_cache")
-    signature, requests, rows = NAME, None, length
-    if indices is not None:
-        signature, rows = SPARSE_NAME, 1
-        requests = _chosen(q, indices, topk_length, causal)
-    elif topk_length is not None:
-        shape = tuple(check_strided("topk_length", topk_length).shape)
-        raise ValueError(f"topk_length: shape {shape}, must be None without indices")
-    else:
-        check_strided("block_table", block_table, 2)
-        check_strided("cache_seqlens", cache_seqlens, 1)
-        if batch != block_table.shape[0]:
-            need = f"{block_table.shape[0]}, the rows of block_table"
-            raise ValueError(f"q: shape {tuple(q.shape)}, must begin with {need}")
-        requests = sequences_of(block_table, cache_seqlens, None, not traced(q))
     scale = dim**-0.5 if softmax_scale is None else real(softmax_scale)
     (query, q_rope), (k, k_rope) = (columns_and_rope(t, columns) for t in (q.flatten(0, 1), k))
+    chosen = (indices, topk_length, extra_k_cache, extra_indices_in_kvcache, extra_topk_length)
+    second: dict[str, Any] = {}
+    if indices is None:
+        signature, rows, requests = NAME, length, _own_keys(q, block_table, cache_seqlens, chosen)
+    else:
+        signature, rows = SPARSE_NAME, 1
+        requests, second = _chosen_keys(q, causal, columns, *chosen)
     split_kv = "never" if enable_batch_invariant else "auto"
     return AttentionCall(
         signature, query, k, k, requests, rows, scale, causal=bool(causal), split_kv=split_kv, return_lse=True,
         shares_v=True, lse_form=LSE_NATURAL | LSE_INF | LSE_OF_KEYS, out_dtype=q.dtype,
-        out=_flat(out, (batch, length, heads, columns)), sinks=attn_sink, q_rope=q_rope, k_rope=k_rope,
+        out=_flat(out, (batch, length, heads, columns)), sinks=attn_sink, q_rope=q_rope, k_rope=k_rope, **second,
     )  # fmt: skip
 
 
-def _chosen(q: torch.Tensor, indices: Any, topk_length: Any, causal: Any) -> SequenceBatch:
-    """Return the requests of rows with keys that they have chosen, after a check of the shapes."""
-    batch, length = q.shape[:2]
-    check_strided("indices", indices, 3)
+def _own_keys(q: torch.Tensor, table: Any, lens: Any, chosen: tuple[Any, ...]) -> SequenceBatch:
+    """Return the requests of rows that see the keys of their request. chosen: what must then be None."""
+    for name, value in zip(CHOSEN[1:], chosen[1:], strict=True):
+        if value is not None:
+            raise ValueError(f"{name}: shape {tuple(check_strided(name, value).shape)}, must be None without indices")
+    check_strided("block_table", table, 2)
+    check_strided("cache_seqlens", lens, 1)
+    if q.shape[0] != table.shape[0]:
+        raise ValueError(f"q: shape {tuple(q.shape)}, must begin with {table.shape[0]}, the rows of block_table")
+    return sequences_of(table, lens, None, not traced(q))
+
+
+def _chosen_keys(
+    q: torch.Tensor, causal: Any, columns: int, indices: Any, lens: Any, extra: Any, extra_indices: Any, extra_lens: Any
+) -> tuple[SequenceBatch, dict[str, Any]]:  # fmt: skip
+    """Return the requests of rows that have chosen their keys, and the fields of the second cache of their call."""
+    slots, plain = _slots(q, CHOSEN[0], indices, CHOSEN[1], lens), not traced(q)
     if causal:
         raise ValueError(f"causal: True, must be False with indices {tuple(indices.shape)}, which say what a row sees")
-    check_shape("indices", indices, (batch, length, indices.shape[2]), "requests and rows of q, keys")
-    if topk_length is not None:
-        check_shape("topk_length", check_strided("topk_length", topk_length, 1), (batch,), "one per request")
-    return chosen_keys(indices.flatten(0, 1), topk_length, not traced(q))
+    if extra is None:
+        for name, value in zip(CHOSEN[3:], (extra_indices, extra_lens), strict=True):
+            if value is not None:
+                shape = tuple(check_strided(name, value).shape)
+                raise ValueError(f"{name}: shape {shape}, must be None without {CHOSEN[2]}")
+        return slot_sequences(slots, counts_of(slots, lens, 1, plain), plain), {}
+    own = check_strided(CHOSEN[2], extra, 4)
+    if own.shape[3] != q.shape[3]:
+        raise ValueError(f"{CHOSEN[2]}: shape {tuple(own.shape)}, must end with {q.shape[3]}, the last dimension of q")
+    extra_k, extra_rope = columns_and_rope(own.transpose(1, 2), columns)
+    others = _slots(q, CHOSEN[3], extra_indices, CHOSEN[4], extra_lens)
+    entries = 1 if lens is None and extra_lens is None else q.shape[0]
+    requests = slot_sequences(slots, counts_of(slots, lens, entries, plain), plain)
+    return requests, {
+        "extra_k": extra_k, "extra_k_rope": extra_rope, "extra_slots": others,
+        "extra_lens": counts_of(others, extra_lens, entries, plain),
+    }  # fmt: skip
+
+
+def _slots(q: torch.Tensor, name: str, slots: Any, lens_name: str, lens: Any) -> torch.Tensor:
+    """Return slots (B, s_q, K) of keys as (B * s_q, K), after a check of their shape and of that of lens, if given."""
+    check_shape(name, check_strided(name, slots, 3), (*q.shape[:2], slots.shape[2]), "requests and rows of q, keys")
+    if lens is not None:
+        check_shape(lens_name, check_strided(lens_name, lens, 1), (q.shape[0],), "one per request")
+    return slots.flatten(0, 1)
 
 
 def _flat(out: Any, shape: tuple[int, ...]) -> torch.Tensor | None:

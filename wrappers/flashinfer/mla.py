@@ -4,10 +4,10 @@ from typing import Any
 
 import torch
 
-from ..attention.call import AttentionCall, SequenceBatch, sequences_of
+from ..attention.call import AttentionCall, SequenceBatch, sequences_of, slot_sequences
 from ..attention.checks import SIGNATURES
 from ..attention.op import serve
-from ..attention.views import chosen_keys, columns_and_rope
+from ..attention.views import columns_and_rope, counts_of
 from ..host.checks import (
     UnknownName,
     check_flag,
@@ -168,7 +168,8 @@ def _chosen(query: torch.Tensor, slots: Any, top_k: int, lens: Any, own_lens: An
         allowed = (lead.numel(), lead[0])
         if lens.shape[0] not in allowed:
             raise ValueError(f"{name}: {lens.shape[0]} elements, must have {allowed[0]} or {allowed[1]}")
-    return chosen_keys(slots.flatten(0, -2), lens, not traced(query))
+    slots, plain = slots.flatten(0, -2), not traced(query)
+    return slot_sequences(slots, counts_of(slots, lens, 1, plain), plain)
 
 
 def _check_modes(skip: Any, shared: Any, dcp: Any, world: Any, rank: Any, lens: Any) -> None:

@@ -60,7 +60,7 @@ def keys_of(call: AttentionCall) -> list[KeyLocation]:
     """Return the keys of each request, clamped to those that exist: none if the cache has no pages or starts fall."""
     r, most = call.requests, most_keys(call)
     if r.form == "slots":
-        return _chosen(call)
+        return _chosen(call.k, r.page_table[:, 0], r.kv_lens)
     if r.kv_starts is None:
         return [KeyLocation(n, pages) for n, pages in zip(r.kv_lens.clamp(0, most).tolist(), r.page_table, strict=True)]
     ragged, size = r.form == "ragged", call.k.shape[2]
@@ -75,16 +75,16 @@ def keys_of(call: AttentionCall) -> list[KeyLocation]:
     ]
 
 
-def _chosen(call: AttentionCall) -> list[KeyLocation]:
-    """Return the keys of tokens that have chosen them: those slots, among the ones that count, which the cache has."""
-    r, rows = call.requests, call.k.shape[0] * call.k.shape[2]
-    columns = r.page_table.shape[2]
-    lens = r.kv_lens.repeat_interleave(max(r.batch // max(len(r.kv_lens), 1), 1)).clamp(0, columns).tolist()
+def _chosen(cache: torch.Tensor, slots: torch.Tensor, lens: torch.Tensor) -> list[KeyLocation]:
+    """Return the keys of tokens that have chosen them in a cache: those slots, among the ones that count, which the
+    cache has."""
+    (batch, columns), rows = slots.shape, cache.shape[0] * cache.shape[2]
+    counts = lens.repeat_interleave(max(batch // max(len(lens), 1), 1)).clamp(0, columns).tolist()
     found = []
-    for n, slots in zip(lens, r.page_table[:, 0].long(), strict=True):
-        slots = slots[:n]
-        slots = slots[(slots >= 0) & (slots < rows)]
-        found.append(KeyLocation(len(slots), None, 0, slots))
+    for n, all_of_token in zip(counts, slots.long(), strict=True):
+        own = all_of_token[:n]
+        own = own[(own >= 0) & (own < rows)]
+        found.append(KeyLocation(len(own), None, 0, own))
     return found
 
 
@@ -138,9 +138,15 @@ def tokens_of(call: AttentionCall) -> Iterator[SequenceTokens]:
             _values(call.k, call.k_scales, pages[0], keys),
             _values(call.v, v_scales, pages[1], keys),
         )
+        if call.extra_k is not None and call.extra_slots is not None and call.extra_lens is not None:
+            more = _chosen(call.extra_k, call.extra_slots, call.extra_lens)[request]
+            k = v = torch.cat((k, _values(call.extra_k, None, None, more)))
         if call.q_rope is not None and call.k_rope is not None:
             q = torch.cat((q, call.q_rope[rows]), -1)
-            k = torch.cat((k, _values(call.k_rope, None, pages[0], keys)), -1)
+            rope = _values(call.k_rope, None, pages[0], keys)
+            if call.extra_k_rope is not None:
+                rope = torch.cat((rope, _values(call.extra_k_rope, None, None, more)))
+            k = torch.cat((k, rope), -1)
         if call.rope is not None:
             q, k = rotate(q, keys.length - len(q), *call.rope), rotate(k, 0, *call.rope)
         yield SequenceTokens(rows, q, k, v, mask)

@@ -4,7 +4,7 @@ With slots, entries of the page table are no pages but rows of the cache, counte
 cache does not have is no key, wherever it is in the list (`present`).
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import cutlass
@@ -13,6 +13,7 @@ from cutlass import Int32, Int64, Uint32, const_expr
 
 from ...device import layout, pipeline, warp
 from ...device.divisor import Quotient, quotient_params
+from .. import geometry
 from . import pages
 from .pages import KVBlock, LoadTarget
 
@@ -28,6 +29,13 @@ class GatherOperand:
     gmem: tuple[cute.Tensor, ...]  # (pages, Hkv, P, D) each; their columns lie side by side in a stage
     layout: cute.ComposedLayout  # (rows, cols, stages) in shared memory
     page_size: Any  # `quotient_params` of the rows of a page
+    extra: tuple[cute.Tensor, ...] = ()  # as gmem, of the second cache
+    extra_page_size: Any = None
+
+
+def with_extra(op: GatherOperand, parts):
+    """Return the operand with the tensors of a second cache."""
+    return replace(op, extra=parts, extra_page_size=quotient_params(cutlass.max(parts[0].shape[2], 1)))
 
 
 def operand(parts, shape, stages):
@@ -44,12 +52,16 @@ class RowPageIds(NamedTuple):
 
     page: cute.Tensor
     page_size: Any  # as a divisor
+    extra_page_size: Any = None  # likewise, of the second cache
 
 
 def page_id_cache(spec, op):
     """Allocate the `RowPageIds` of an operand."""
     page_ids = cute.make_rmem_tensor((spec.tile.n // spec.tile.load_warps + 31) // 32, Int32)
-    return RowPageIds(page_ids, Quotient(op.gmem[0].shape[2], *op.page_size))
+    found = RowPageIds(page_ids, Quotient(op.gmem[0].shape[2], *op.page_size))
+    if spec.kv.extra:
+        found = found._replace(extra_page_size=Quotient(op.extra[0].shape[2], *op.extra_page_size))
+    return found
 
 
 @cute.jit
@@ -60,7 +72,13 @@ def prefetch_pages(spec: cutlass.Constexpr, page_ids: RowPageIds, sequence_pages
         inside = 32 * c + cute.arch.lane_idx()
         row = at.n_block * spec.tile.n + at.loader * count + inside
         entry, page = row if const_expr(has_slots(spec)) else row // page_ids.page_size, Int32(-1)
-        if row >= 0 and row < at.kv_len and inside < count:
+        if const_expr(spec.kv.extra):
+            behind = row - geometry.extra_start(sequence_pages.first_keys)
+            if row >= 0 and row < sequence_pages.first_keys:
+                page = sequence_pages.pages[row]
+            elif behind >= 0 and row < at.kv_len:
+                page = sequence_pages.extra[behind]
+        elif row >= 0 and row < at.kv_len and inside < count:
             page = sequence_pages.pages[entry]
         page_ids.page[c] = page
 
@@ -79,7 +97,15 @@ def fill(
     # wait for a free stage
     pipeline.producer_acquire(ring, at.item)
     # use the page ids, then look up those of the next block
-    starts = [addresses(spec, x, page_ids, at) for x in op.gmem]
+    starts = [cute.make_rmem_tensor(cute.size(page_ids.page), Int64) for _ in op.gmem]
+    if const_expr(spec.kv.extra):
+        others = page_ids._replace(page_size=page_ids.extra_page_size)
+        if is_extra(spec, at.n_block, sequence_pages.first_keys):
+            set_addresses(spec, starts, op.extra, others, at)
+        else:
+            set_addresses(spec, starts, op.gmem, page_ids, at)
+    else:
+        set_addresses(spec, starts, op.gmem, page_ids, at)
     prefetch_pages(spec, page_ids, sequence_pages, at._replace(n_block=at.next_n_block))
     # copy, and arrive when the copies have completed
     stored = const_expr([x.shape[3] for x in op.gmem])
@@ -88,20 +114,20 @@ def fill(
 
 
 @cute.jit
-def addresses(spec: cutlass.Constexpr, x: cute.Tensor, page_ids: RowPageIds, at: KVBlock):
-    """Return the addresses in x of the rows of a block, negative for rows without a page."""
+def set_addresses(spec: cutlass.Constexpr, starts: cutlass.Constexpr, parts: Any, page_ids: RowPageIds, at: KVBlock):
+    """Set the addresses of the rows of a block in each of the tensors `parts`, negative for rows without a page."""
     count = const_expr(spec.tile.n // spec.tile.load_warps)
-    starts = cute.make_rmem_tensor(cute.size(page_ids.page), Int64)
-    head = x.iterator.toint() + Int64(at.head) * x.stride[1] * (x.element_type.width // 8)
-    if const_expr(spec.tile.o_tiles > 1):
-        head += at.o_tile * const_expr(spec.padded_vo * spec.kv.bits // 8)
-    for c in cutlass.range_constexpr(cute.size(page_ids.page)):
-        row = at.n_block * spec.tile.n + at.loader * count + 32 * c + cute.arch.lane_idx()
-        page, row = place_of(spec, page_ids, c, row)
-        exists = page >= 0 and page < x.shape[0]
-        element = Int64(page) * x.stride[0] + Int64(row) * x.stride[2]
-        starts[c] = head + element * (x.element_type.width // 8) if exists else Int64(NO_PAGE)
-    return starts
+    for part in cutlass.range_constexpr(len(parts)):
+        x = parts[part]
+        head = x.iterator.toint() + Int64(at.head) * x.stride[1] * (x.element_type.width // 8)
+        if const_expr(spec.tile.o_tiles > 1):
+            head += at.o_tile * const_expr(spec.padded_vo * spec.kv.bits // 8)
+        for c in cutlass.range_constexpr(cute.size(page_ids.page)):
+            row = at.n_block * spec.tile.n + at.loader * count + 32 * c + cute.arch.lane_idx()
+            page, row = place_of(spec, page_ids, c, row)
+            exists = page >= 0 and page < x.shape[0]
+            element = Int64(page) * x.stride[0] + Int64(row) * x.stride[2]
+            starts[part][c] = head + element * (x.element_type.width // 8) if exists else Int64(NO_PAGE)
 
 
 def has_slots(spec):
@@ -120,14 +146,25 @@ def place_of(spec: cutlass.Constexpr, page_ids: RowPageIds, c: cutlass.Constexpr
     return warp.select(page < 0, page, in_cache), slot - in_cache * page_ids.page_size.value
 
 
+def is_extra(spec, n_block, first_keys):
+    """Return whether the keys of a block are in the second cache. first_keys: those in the first one."""
+    return n_block * spec.tile.n >= geometry.extra_start(first_keys)
+
+
 @cute.jit
-def present(spec: cutlass.Constexpr, x: cute.Tensor, page_ids: RowPageIds):
+def present(spec: cutlass.Constexpr, op: GatherOperand, page_ids: RowPageIds, n_block: Int32, first_keys):
     """Return which keys of a block exist, as bits of words of 32 keys. page_ids: of all rows of the block, as
-    `prefetch_pages` finds them for a tile with one load warp. Called by all lanes of a warp."""
+    `prefetch_pages` finds them for a tile with one load warp. first_keys: as in `is_extra`. Called by all lanes of a
+    warp."""
     words = cute.make_rmem_tensor(cute.size(page_ids.page), Uint32)
+    # rows of the cache, of which slots are fewer: products of their numbers may not fit
+    rows = Int64(op.gmem[0].shape[0]) * op.gmem[0].shape[2]
+    if const_expr(spec.kv.extra):
+        if is_extra(spec, n_block, first_keys):
+            rows = Int64(op.extra[0].shape[0]) * op.extra[0].shape[2]
     for c in cutlass.range_constexpr(cute.size(page_ids.page)):
-        page, _ = place_of(spec, page_ids, c, Int32(0))
-        words[c] = Uint32(cute.arch.vote_ballot_sync(page >= 0 and page < x.shape[0]))
+        slot = page_ids.page[c]
+        words[c] = Uint32(cute.arch.vote_ballot_sync(slot >= 0 and Int64(slot) < rows))
     return words
 
 

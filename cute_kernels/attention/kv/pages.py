@@ -3,7 +3,7 @@
 from typing import Any, NamedTuple
 
 import cutlass.cute as cute
-from cutlass import Int32
+from cutlass import Int32, const_expr
 
 from ...device import pipeline
 from .. import geometry
@@ -36,21 +36,26 @@ class LoadTarget(NamedTuple):
 
 class SequencePages(NamedTuple):
     """Where the K (or V) rows of a sequence are. pages: its page ids, in order. start: -1, or, if ragged, the first row
-    of the sequence in k and v."""
+    of the sequence in k and v. extra: its slots in the second cache; first_keys: its keys in the first one."""
 
     pages: cute.Tensor
     start: Int32
+    extra: Any = None
+    first_keys: Any = None
 
 
 @cute.jit
-def of_sequence(a, batch: Int32, which):
-    """Return the `SequencePages` of a sequence. which: K or V."""
+def of_sequence(a, batch: Int32, which, first_keys=None):
+    """Return the `SequencePages` of a sequence. which: K or V. first_keys: `geometry.Sequence.extra`."""
     first, start = Int32(0), Int32(-1)
     if a.kv.kv_starts.shape[0] > 0:
         first, batch = geometry.kv_start(a, batch), Int32(0)
         if geometry.ragged(a):
             first, start = Int32(0), first
-    return SequencePages(cute.domain_offset((first,), a.kv.page_table[batch, which, None]), start)
+    found = SequencePages(cute.domain_offset((first,), a.kv.page_table[batch, which, None]), start)
+    if const_expr(a.kv.extra_slots is not None):
+        found = found._replace(extra=a.kv.extra_slots[batch, None], first_keys=first_keys)
+    return found
 
 
 def shift(page_size):

@@ -11,7 +11,7 @@ import cutlass.cute as cute
 from ...device import copy, layout, pipeline
 from .. import precision
 from ..operands import Operand, V
-from . import scales, source
+from . import gather, scales, source
 from .pages import LoadTarget
 
 LANES = 32  # per warp that copies by cp.async: each lane arrives
@@ -39,7 +39,10 @@ def cached(a, x: Operand):
 def source_operand(spec, a, x: Operand):
     """Make the operand of the source, which loads `x`. Called on the host."""
     parts = cached(a, x)
-    return source(spec).operand(parts, (x.rows, x.columns * x.bits // parts[0].element_type.width), x.stages)
+    made = source(spec).operand(parts, (x.rows, x.columns * x.bits // parts[0].element_type.width), x.stages)
+    if not spec.kv.extra:
+        return made
+    return gather.with_extra(made, tuple(t for t in (a.kv.extra_k, a.kv.extra_k_rope) if t is not None))
 
 
 def allocate_stages(spec, smem, shape, stages):

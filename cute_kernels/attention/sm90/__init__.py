@@ -123,6 +123,8 @@ def candidate(request: KernelRequest, arch: str, split: bool = False) -> Spec:
 
 def supports(spec: Spec) -> Refusal | None:
     """Return None if the kernel can run `spec`, else the reason. Nothing else states what the kernel can do."""
+    if spec.kv.extra and spec.kv.source != "slots":
+        return Refusal("extra", "True: the kernel reads a second cache only by slots")
     if spec.kv.source == "slots":
         if not spec.kv.shares_v:
             return Refusal("source", "slots: the kernel reads keys that a token chooses only if V lies in K")

@@ -139,8 +139,9 @@ def score_blocks(
 def look_up_slots(spec: cutlass.Constexpr, plan, tile: Sm90TileState, n_block: Int32):
     """Look up which rows of the cache are the keys of a block, if the token has chosen them one by one."""
     if const_expr(gather.has_slots(spec)):
-        found, zero = pages.of_sequence(plan.args, tile.w.batch_idx, pages.K), Int32(0)
-        at = pages.KVBlock(zero, zero, n_block, zero, tile.w.sequence.kv_len)
+        sequence, zero = tile.w.sequence, Int32(0)
+        found = pages.of_sequence(plan.args, tile.w.batch_idx, pages.K, sequence.extra)
+        at = pages.KVBlock(zero, zero, n_block, zero, sequence.kv_len)
         gather.prefetch_pages(spec, tile.slots, found, at)
 
 
@@ -183,7 +184,7 @@ def score_block(
     r, a = tile.r, plan.args
     n_block = mask_blocks.n_block_at(spec, a, tile.w, position)
     if const_expr(gather.has_slots(spec)):
-        found = gather.present(spec, plan.kv[pages.K].gmem[0], tile.slots)
+        found = gather.present(spec, plan.kv[pages.K], tile.slots, n_block, tile.w.sequence.extra)
         for i in cutlass.range_constexpr(cute.size(found)):
             r.words[i] = found[i]
         look_up_slots(spec, plan, tile, n_block - 1)

@@ -125,7 +125,7 @@ def structure(spec: Any) -> Any:
     """Return a key of the kernel's code apart from types, masks and modifiers, which one mode covers; None if
     another head dimension stands for it."""
     if spec.kv.shares_v:
-        return ("latent", spec.kv.source, spec.head_dim_qk)
+        return ("latent", spec.kv.source, spec.kv.extra, spec.head_dim_qk if spec.kv.source == "tma" else 0)
     k, dim = traits_of(spec), spec.head_dim_qk
     if spec.kv.scales == "token" and not k.decodes:  # the prepare role multiplies rows as it does blocks
         return None

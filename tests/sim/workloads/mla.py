@@ -49,16 +49,25 @@ def mla_cases(spec: Any) -> list[MlaScenario]:
 
 def chosen_cases(spec: Any) -> list[MlaScenario]:
     """Return scenarios for the kernel `spec`, where each row chooses its keys."""
-    base = MlaCase(dtype=spec.q, dim=spec.head_dim_qk, page_size=7, chosen=128, lens=(90, 30))
+    base = MlaCase(
+        dtype=spec.q, dim=spec.head_dim_qk, page_size=7, chosen=128, lens=(90, 30), second=70 * spec.kv.extra
+    )
+    other = "flash_mla" if spec.kv.extra else "trtllm"
     first = (
-        replace(base, chosen=65, heads=3, strided=True, function="trtllm", sink=True),
+        replace(base, chosen=65, heads=3, strided=True, function=other, sink=True),
         replace(base, rows=3, heads=5, counted=True, lens=(40, 7, 9, 3), gap=1),
         replace(base, chosen=200, heads=80, data="peaks", page_size=64),
     )
     return [
         MlaScenario("tiles", first),
         MlaScenario("many splits", (replace(base, lens=(2000,), chosen=29 * 64 + 3, heads=8, page_size=16),), 30),
-        MlaScenario("a block", (replace(base, chosen=64, rows=2), replace(base, lens=(5, 0, 1) * 9, chosen=3))),
+        MlaScenario(
+            "a block",
+            (
+                replace(base, chosen=64, rows=2, second=64 * spec.kv.extra),
+                replace(base, lens=(5, 0, 1) * 9, chosen=3, counted=True, second=2 * spec.kv.extra),
+            ),
+        ),
     ]
 
 

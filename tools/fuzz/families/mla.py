@@ -36,6 +36,8 @@ def draw(family: str, rng: Random, options: Options) -> Call:
         gap=rng.choice((0, 0, 1, 5)), strided=rng.random() < 0.3, data=rng.choice(("normal", "normal", "peaks")),
         chosen=rng.choice((0, 0, 1, 63, 64, 65, rng.randrange(1, most))), counted=rng.random() < 0.4,
     )  # fmt: skip
+    if drawn.chosen and function == FLASH_MLA and rng.random() < 0.4:
+        drawn = replace(drawn, second=rng.choice((1, 64, rng.randrange(1, most))))
     return Call(family, function, rng.randrange(1 << 30), mode, "shape", changed_fields(drawn, "function"))
 
 
@@ -118,4 +120,5 @@ def smaller(call: Call) -> list[dict[str, Any]]:
     changed = [replace(case, lens=some) for some in found]
     changed += [replace(case, gap=0)] if case.gap else []
     changed += [replace(case, chosen=case.chosen // 2)] if case.chosen > 1 else []
+    changed += [replace(case, second=case.second // 2)] if case.second else []
     return [changed_fields(one, "function") for one in changed]
