@@ -28,7 +28,8 @@ GROUPS = {  # page -> (title, first sentence, names)
         "Decode functions",
         "Attention of few query tokens per request. The guide is [Decode](../docs/decode.md).",
         (
-            *NAMES["decode"], "BatchDecodeWithPagedKVCacheWrapper", "fast_decode_plan",
+            *NAMES["decode"], "BatchDecodeWithPagedKVCacheWrapper", "fast_decode_plan", "BatchMLAPagedAttentionWrapper",
+            "MLAPlanMetadata",
         ),
     ),
     "flash-attention": (

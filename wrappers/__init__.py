@@ -46,9 +46,11 @@ from .flashinfer.trtllm import trtllm_batch_context_with_kv_cache, trtllm_batch_
 from .flashinfer.wrapper_classes import (
     BatchAttentionWithAttentionSinkWrapper,
     BatchDecodeWithPagedKVCacheWrapper,
+    BatchMLAPagedAttentionWrapper,
     BatchPrefillWithCausalBidirectionalRangesWrapper,
     BatchPrefillWithPagedKVCacheWrapper,
     BatchPrefillWithRaggedKVCacheWrapper,
+    MLAPlanMetadata,
     fast_decode_plan,
 )
 from .flashinfer.xqa import xqa
@@ -76,11 +78,11 @@ from .vllm.latent_gather import (
 from .vllm.topk import cooperative_topk, persistent_topk, top_k_per_row_decode, top_k_per_row_prefill
 
 __all__ = [
-    "BatchAttentionWithAttentionSinkWrapper", "BatchDecodeWithPagedKVCacheWrapper",
+    "BatchAttentionWithAttentionSinkWrapper", "BatchDecodeWithPagedKVCacheWrapper", "BatchMLAPagedAttentionWrapper",
     "BatchPrefillWithCausalBidirectionalRangesWrapper", "BatchPrefillWithPagedKVCacheWrapper",
     "BatchPrefillWithRaggedKVCacheWrapper", "BlockTable", "Explanation", "FP4Tensor", "IndexerRows", "KVCacheTarget",
-    "LatentCache", "LatentNorm", "LatentOutputs", "LatentQuery", "PageLists", "QueryOutput", "RMSNorm",
-    "RotaryEmbedding", "TopKTieBreak", "append_latent", "append_paged_kv_cache", "append_paged_mla_kv_cache",
+    "LatentCache", "LatentNorm", "LatentOutputs", "LatentQuery", "MLAPlanMetadata", "PageLists", "QueryOutput",
+    "RMSNorm", "RotaryEmbedding", "TopKTieBreak", "append_latent", "append_paged_kv_cache", "append_paged_mla_kv_cache",
     "append_qkv", "apply_llama31_rope", "apply_llama31_rope_inplace", "apply_llama31_rope_pos_ids",
     "apply_llama31_rope_pos_ids_inplace", "apply_rope", "apply_rope_inplace", "apply_rope_pos_ids",
     "apply_rope_pos_ids_inplace", "apply_rope_with_cos_sin_cache", "apply_rope_with_cos_sin_cache_inplace", "bind",

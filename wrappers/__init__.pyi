@@ -25,9 +25,10 @@ from .flashinfer.rope_quantize import (mla_rope_quantize_fp8, rope_quantize_fp8,
     rope_quantize_fp8_append_paged_kv_cache)
 from .flashinfer.single_prefill import (single_prefill_with_kv_cache_return_lse)
 from .flashinfer.topk import (top_k, top_k_page_table_transform, top_k_ragged_transform)
-from .flashinfer.wrapper_classes import (fast_decode_plan,
+from .flashinfer.wrapper_classes import (MLAPlanMetadata, fast_decode_plan,
     BatchAttentionWithAttentionSinkWrapper as _BatchAttentionWithAttentionSinkWrapper,
     BatchDecodeWithPagedKVCacheWrapper as _BatchDecodeWithPagedKVCacheWrapper,
+    BatchMLAPagedAttentionWrapper as _BatchMLAPagedAttentionWrapper,
     BatchPrefillWithCausalBidirectionalRangesWrapper as _BatchPrefillWithCausalBidirectionalRangesWrapper,
     BatchPrefillWithPagedKVCacheWrapper as _BatchPrefillWithPagedKVCacheWrapper,
     BatchPrefillWithRaggedKVCacheWrapper as _BatchPrefillWithRaggedKVCacheWrapper)
@@ -47,19 +48,20 @@ from .vllm.latent_gather import (cp_gather_and_upconvert_fp8_kv_cache, cp_gather
 from .vllm.topk import (cooperative_topk, persistent_topk, top_k_per_row_decode, top_k_per_row_prefill)
 
 __all__ = ["BatchAttentionWithAttentionSinkWrapper", "BatchDecodeWithPagedKVCacheWrapper",
-    "BatchPrefillWithCausalBidirectionalRangesWrapper", "BatchPrefillWithPagedKVCacheWrapper",
-    "BatchPrefillWithRaggedKVCacheWrapper", "BlockTable", "Explanation", "FP4Tensor", "IndexerRows", "KVCacheTarget",
-    "LatentCache", "LatentNorm", "LatentOutputs", "LatentQuery", "PageLists", "QueryOutput", "RMSNorm",
-    "RotaryEmbedding", "TopKTieBreak", "append_latent", "append_paged_kv_cache", "append_paged_mla_kv_cache",
-    "append_qkv", "apply_llama31_rope", "apply_llama31_rope_inplace", "apply_llama31_rope_pos_ids",
-    "apply_llama31_rope_pos_ids_inplace", "apply_rope", "apply_rope_inplace", "apply_rope_pos_ids",
-    "apply_rope_pos_ids_inplace", "apply_rope_with_cos_sin_cache", "apply_rope_with_cos_sin_cache_inplace", "bind",
-    "concat_and_cache_mla", "concat_and_cache_mla_rope_fused", "concat_mla_k", "concat_mla_q", "cooperative_topk",
-    "cp_gather_and_upconvert_fp8_kv_cache", "cp_gather_and_upconvert_nvfp4_kv_cache", "cp_gather_cache",
-    "cp_gather_indexer_k_quant_cache", "explain", "fast_decode_plan", "flash_attn_func", "flash_attn_varlen_func",
-    "flash_attn_with_kvcache", "flash_mla_with_kvcache", "gather_and_maybe_dequant_cache", "gather_latent",
-    "get_batch_indices_positions", "get_mla_metadata", "get_seq_lens", "indexer_k_quant_and_cache", "merge_state",
-    "merge_state_in_place", "merge_states", "mla_rope_quantize_fp8", "nvfp4_dequantize", "nvfp4_quantize",
+    "BatchMLAPagedAttentionWrapper", "BatchPrefillWithCausalBidirectionalRangesWrapper",
+    "BatchPrefillWithPagedKVCacheWrapper", "BatchPrefillWithRaggedKVCacheWrapper", "BlockTable", "Explanation",
+    "FP4Tensor", "IndexerRows", "KVCacheTarget", "LatentCache", "LatentNorm", "LatentOutputs", "LatentQuery",
+    "MLAPlanMetadata", "PageLists", "QueryOutput", "RMSNorm", "RotaryEmbedding", "TopKTieBreak", "append_latent",
+    "append_paged_kv_cache", "append_paged_mla_kv_cache", "append_qkv", "apply_llama31_rope",
+    "apply_llama31_rope_inplace", "apply_llama31_rope_pos_ids", "apply_llama31_rope_pos_ids_inplace", "apply_rope",
+    "apply_rope_inplace", "apply_rope_pos_ids", "apply_rope_pos_ids_inplace", "apply_rope_with_cos_sin_cache",
+    "apply_rope_with_cos_sin_cache_inplace", "bind", "concat_and_cache_mla", "concat_and_cache_mla_rope_fused",
+    "concat_mla_k", "concat_mla_q", "cooperative_topk", "cp_gather_and_upconvert_fp8_kv_cache",
+    "cp_gather_and_upconvert_nvfp4_kv_cache", "cp_gather_cache", "cp_gather_indexer_k_quant_cache", "explain",
+    "fast_decode_plan", "flash_attn_func", "flash_attn_varlen_func", "flash_attn_with_kvcache",
+    "flash_mla_with_kvcache", "gather_and_maybe_dequant_cache", "gather_latent", "get_batch_indices_positions",
+    "get_mla_metadata", "get_seq_lens", "indexer_k_quant_and_cache", "merge_state", "merge_state_in_place",
+    "merge_states", "mla_rope_quantize_fp8", "nvfp4_dequantize", "nvfp4_quantize",
     "nvfp4_quantize_append_paged_kv_cache", "nvfp4_quantize_append_paged_kv_cache_with_slot_mapping",
     "nvfp4_quantize_append_paged_mla_kv_cache", "packbits", "persistent_topk", "rope_quantize_fp8",
     "rope_quantize_fp8_append_paged_kv_cache", "segment_packbits", "single_decode_with_kv_cache",
@@ -148,6 +150,36 @@ class BatchDecodeWithPagedKVCacheWrapper(_BatchDecodeWithPagedKVCacheWrapper):
         skip_softmax_threshold_scale_factor: float | None=None,
         kv_cache_sf: torch.Tensor | tuple[torch.Tensor, torch.Tensor] | None=None,
         v_scales_interleaved: bool=False) -> Any: ...
+
+class BatchMLAPagedAttentionWrapper(_BatchMLAPagedAttentionWrapper):
+    @overload
+    def run(self, q_nope: torch.Tensor | None=None, q_pe: torch.Tensor | None=None, ckv_cache: torch.Tensor | None=None,
+        kpe_cache: torch.Tensor | None=None, out: torch.Tensor | None=None, lse: torch.Tensor | None=None,
+        return_lse: Literal[False]=False, profiler_buffer: torch.Tensor | None=None, kv_len: torch.Tensor | None=None,
+        page_table: torch.Tensor | None=None, return_lse_base_on_e: bool=False, o_scale: float | None=None, *,
+        query: Any=None, kv_cache: Any=None, ckv_scale: float | None=None, ckv_scale_arr: torch.Tensor | None=None,
+        kpe_scale: float | None=None) -> torch.Tensor: ...
+    @overload
+    def run(self, q_nope: torch.Tensor | None=None, q_pe: torch.Tensor | None=None, ckv_cache: torch.Tensor | None=None,
+        kpe_cache: torch.Tensor | None=None, out: torch.Tensor | None=None, lse: torch.Tensor | None=None, *,
+        return_lse: Literal[True], profiler_buffer: torch.Tensor | None=None, kv_len: torch.Tensor | None=None,
+        page_table: torch.Tensor | None=None, return_lse_base_on_e: bool=False, o_scale: float | None=None,
+        query: Any=None, kv_cache: Any=None, ckv_scale: float | None=None, ckv_scale_arr: torch.Tensor | None=None,
+        kpe_scale: float | None=None) -> tuple[torch.Tensor, torch.Tensor]: ...
+    @overload
+    def run(self, q_nope: torch.Tensor | None, q_pe: torch.Tensor | None, ckv_cache: torch.Tensor | None,
+        kpe_cache: torch.Tensor | None, out: torch.Tensor | None, lse: torch.Tensor | None, return_lse: Literal[True],
+        profiler_buffer: torch.Tensor | None=None, kv_len: torch.Tensor | None=None,
+        page_table: torch.Tensor | None=None, return_lse_base_on_e: bool=False, o_scale: float | None=None, *,
+        query: Any=None, kv_cache: Any=None, ckv_scale: float | None=None, ckv_scale_arr: torch.Tensor | None=None,
+        kpe_scale: float | None=None) -> tuple[torch.Tensor, torch.Tensor]: ...
+    @overload
+    def run(self, q_nope: torch.Tensor | None=None, q_pe: torch.Tensor | None=None, ckv_cache: torch.Tensor | None=None,
+        kpe_cache: torch.Tensor | None=None, out: torch.Tensor | None=None, lse: torch.Tensor | None=None,
+        return_lse: bool=False, profiler_buffer: torch.Tensor | None=None, kv_len: torch.Tensor | None=None,
+        page_table: torch.Tensor | None=None, return_lse_base_on_e: bool=False, o_scale: float | None=None, *,
+        query: Any=None, kv_cache: Any=None, ckv_scale: float | None=None, ckv_scale_arr: torch.Tensor | None=None,
+        kpe_scale: float | None=None) -> Any: ...
 
 class BatchPrefillWithCausalBidirectionalRangesWrapper(_BatchPrefillWithCausalBidirectionalRangesWrapper):
     @overload  # type: ignore[override]

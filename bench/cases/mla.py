@@ -28,7 +28,8 @@ LSE_TOLERANCE = 2.0**-18  # relative, and 1e-5
 class MlaCase:
     """One call.
 
-    function: "flash_mla" or "trtllm". lens: keys of each request. rows: query tokens of each. dim: columns of K.
+    function: "flash_mla", "trtllm", or "wrapper", FlashInfer's class with lists of pages, and queries and caches in two
+    tensors each. lens: keys of each request. rows: query tokens of each. dim: columns of K.
     window: keys before a row, 0 for all; the call is then that of neither function, and cap is a soft cap. gap: rows
     behind each page. strided: the query has every second head of a wider tensor, and its rows are apart. sink: of
     heads. data: "normal", or "peaks": keys with scores that grow along the sequence. chosen: keys that each row chooses
@@ -148,6 +149,9 @@ def call(case: MlaCase, i: MlaInputs) -> tuple[torch.Tensor, torch.Tensor]:
                 "extra_topk_length": i.second.counts,
             },
         )  # fmt: skip
+    if case.function == "wrapper":
+        out, lse = _planned(case, i)
+        return out.view(*i.q.shape[:3], VALUES), lse.view(*i.q.shape[:3]).transpose(1, 2)
     table, lens = (i.table, i.lens) if i.slots is None else (i.slots, i.counts)
     if i.slots is not None and lens is not None:
         lens = lens[:, None].expand(-1, case.rows)
@@ -156,6 +160,22 @@ def call(case: MlaCase, i: MlaInputs) -> tuple[torch.Tensor, torch.Tensor]:
         bmm1_scale=SCALE, sinks=i.sinks, return_lse=True, sparse_mla_top_k=case.chosen,
     )  # fmt: skip
     return out, lse.view(*i.q.shape[:3]).transpose(1, 2)
+
+
+def _planned(case: MlaCase, i: MlaInputs) -> tuple[torch.Tensor, torch.Tensor]:
+    """Plan and run a batch with FlashInfer's class."""
+    pages = [-(-n // case.page_size) for n in case.lens]
+    entries = torch.cat([i.table[b, :n] for b, n in enumerate(pages)])
+    starts = torch.tensor([0, *pages], device=i.q.device).cumsum(0).int()
+    rows = torch.arange(len(pages) + 1, dtype=torch.int32, device=i.q.device) * case.rows
+    wrapper = wrappers.BatchMLAPagedAttentionWrapper(torch.empty(0, device=i.q.device))
+    wrapper.plan(
+        rows, starts, entries, i.lens, case.heads, VALUES, case.dim - VALUES, case.page_size, case.causal, SCALE,
+        i.q.dtype, i.q.dtype,
+    )  # fmt: skip
+    (q, q_rope), (k, k_rope) = ([part.clone() for part in t.split([VALUES, case.dim - VALUES], -1)]
+                                for t in (i.q.flatten(0, 1), i.cache))  # fmt: skip
+    return wrapper.run(q, q_rope, k, k_rope, return_lse=True)
 
 
 class MlaResult(NamedTuple):

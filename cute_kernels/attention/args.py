@@ -36,8 +36,8 @@ class KVArgs(NamedTuple):
 
     k: Any  # (pages, Hkv, P, Dqk)        spec.kv.dtype, nvfp4: packed e2m1 (uint8, half the width); any strides, last 1
     v: Any  # (pages, Hkv, P, Dvo)        not loaded where V lies in K
-    kv_lens: Ints  # (B,)                 int32: keys; with kv_starts: rows of the last page; ragged: (0,); slots:
-    #                                     (B / n,), entries of the table that count, for n sequences in turn
+    kv_lens: Ints  # (B,)                 int32: keys; with kv_starts: rows of the last page, except where V lies in K;
+    #                                     ragged: (0,); slots: (B / n,), entries that count, of n sequences in turn
     page_table: Any  # (B, 2, M)          int32: [:, 0] pages of K, [:, 1] pages of V; any strides (0: shared); with
     #                                     kv_starts (1, 2, N): of all sequences, one after another; ragged: N = 0;
     #                                     slots: rows of the cache, counted from page to page, other numbers for no key

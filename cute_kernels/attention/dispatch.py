@@ -155,6 +155,8 @@ def answer(op: str, request: KernelRequest, arch: str, split: bool) -> Answer:
     spec: Any = module.candidate(request, arch, split)
     if module is decode and (op, spec) not in _held(arch):
         spec = decode.for_all_calls(spec, arch)
+    if request.source == "ragged" and spec.kv.shares_v:
+        return Answer(op, spec, Refusal("source", "ragged: caches of which V lies in K have pages"))
     if request.source == "ragged" and spec.kv.layout.exists:
         return Answer(op, spec, Refusal("source", "ragged: caches with scale factors have pages"))
     return Answer(op, spec, module.supports(spec))

@@ -147,7 +147,9 @@ def sequence_keys(a, b: Int32):
         keys = table_keys(a.kv.kv_lens[b], a.kv.page_table.shape[2], page_size)
     else:
         keys = cutlass.max(kv_start(a, b + 1) - kv_start(a, b), 0)
-        if not ragged(a):
+        if const_expr(a.out.lse_form is not None):  # V lies in K
+            keys = table_keys(a.kv.kv_lens[b], keys, page_size)
+        elif not ragged(a):
             keys = page_keys(keys, a.kv.kv_lens[b], page_size)
     return keys * cutlass.min(cutlass.min(a.kv.k.shape[0], a.kv.v.shape[0]), 1)
 

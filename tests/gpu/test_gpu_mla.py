@@ -25,6 +25,9 @@ CASES = {
     "many requests": MlaCase(lens=tuple(range(0, 3000, 7)), heads=16),
     "window and cap": MlaCase(lens=(2500, 90), heads=16, rows=5, window=700, cap=6.0),
     "trtllm": MlaCase(function="trtllm", lens=(1000, 50), heads=16, rows=3, sink=True),
+    "wrapper": MlaCase(function="wrapper", lens=(1000, 0, 50, 700), heads=16, rows=3),
+    "wrapper, pages of a row": MlaCase(function="wrapper", lens=(300, 50), heads=128, page_size=1),
+    "wrapper, 512": MlaCase(function="wrapper", lens=(3000, 50), heads=64, dim=512, dtype="fp16", page_size=32),
 }
 CHOSEN = {
     "chosen": MlaCase(lens=(3000, 9), heads=16, chosen=2048),

@@ -52,11 +52,13 @@ class BoundLaunch:
         rope = None if call.q_rope is None else call.q_rope.to("meta")
         self.call = call._replace(q=q, k=k, v=v, out=None, lse=None, q_rope=rope)
 
-    def fits(self, q: Any, kv: tuple[Any, Any], out: Any) -> bool:
-        """Return whether `launch` may be called with a query, an output, and K and V that are those of the call."""
+    def fits(self, q: Any, kv: tuple[Any, ...], out: Any, rope: Any = None) -> bool:
+        """Return whether `launch` may be called with a query, an output, and K and V that are those of the call. rope:
+        the call's q_rope, if it has one."""
         p, call = self._plan, self.call
         return not (
-            traced(q) or q.shape != call.q.shape or q.dtype != call.q.dtype
+            call.q_rope is not None and not self._takes_rope(rope)
+            or traced(q) or q.shape != call.q.shape or q.dtype != call.q.dtype
             or out is not None and out.dtype != p.dtype
             or _is_grad_enabled() and (q.requires_grad or kv[0].requires_grad or kv[1].requires_grad
                                        or call.sinks is not None and call.sinks.requires_grad
@@ -64,9 +66,16 @@ class BoundLaunch:
             or not p.single_device and machine.current.current_device() != p.device.index
         )  # fmt: skip
 
-    def takes(self, kv: tuple[Any, Any]) -> bool:
+    def _takes_rope(self, rope: Any) -> bool:
+        known: Any = self.call.q_rope
+        return (isinstance(rope, _Tensor) and rope.shape == known.shape and rope.dtype == known.dtype
+                and not (_is_grad_enabled() and rope.requires_grad))  # fmt: skip
+
+    def takes(self, kv: tuple[Any, ...]) -> bool:
         """Return whether K and V, in the form of `AttentionCall`, may replace those of the call."""
-        call, (k, v) = self.call, kv
+        call, k, v = self.call, kv[0], kv[1]
+        if len(kv) > 2 and kv[2] is not None and kv[2].shape[:3] != k.shape[:3]:
+            return False
         return k.shape == call.k.shape and v.shape == call.v.shape and k.dtype == call.k.dtype
 
     def launch(
@@ -74,12 +83,14 @@ class BoundLaunch:
     ) -> Any:
         """Return the result of the call with tensors that fit.
 
-        kv: K and V. requests: None for those of the call, or others of their shape_id. Both have no offsets of queries,
-        or both have some. rope: replaces q_rope, in calls that have it.
+        kv: K and V, and perhaps k_rope. requests: None for those of the call, or others of their shape_id. Both have no
+        offsets of queries, or both have some. rope: replaces q_rope, in calls that have it.
         """
         p, r = self._plan, requests or self.call.requests
         flat, slots = self._flat.copy(), p.slots
-        flat[slots.k], flat[slots.v] = kv
+        flat[slots.k], flat[slots.v] = kv[:2]
+        if len(kv) > 2 and kv[2] is not None:
+            flat[slots.k_rope] = kv[2]
         if requests is not None:
             flat[slots.kv_lens], flat[slots.page_table] = r.kv_lens, r.page_table
             if r.cu_seqlens_q is not None:
@@ -232,8 +243,6 @@ class BoundCall:
         if self._new and not traced(q) and getattr(q, "shape", None) == self._shape:
             self._launch = launch = bound(call._replace(q=q))
             self._new = launch is None and machine.current.is_capturing()
-        if launch is not None and isinstance(q, _Tensor) and launch.fits(q, self._kv, out):
-            known = launch.call.q_rope
-            if known is None or (rope.shape, rope.dtype) == (known.shape, known.dtype):
-                return launch.launch(q, self._kv, None, out, lse, rope)
+        if launch is not None and isinstance(q, _Tensor) and launch.fits(q, self._kv, out, rope):
+            return launch.launch(q, self._kv, None, out, lse, rope)
         return op.serve(call._replace(q=q, out=out, lse=lse))

@@ -21,7 +21,8 @@ class SequenceBatch(NamedTuple):
     """
 
     page_table: torch.Tensor  # (B, 2, M) int32: [:, 0] pages of K, [:, 1] pages of V; csr: (1, 2, N); ragged: (1, 2, 0)
-    kv_lens: torch.Tensor  # (B,) int32: keys; csr: keys in the last page; ragged: (0,); slots: (B / n,)
+    # (B,) int32: keys; csr: keys in the last page, except where V lies in K; ragged: (0,); slots: (B / n,)
+    kv_lens: torch.Tensor
     cu_seqlens_q: torch.Tensor | None  # (B + 1,) int32; None: every request has max_q_len tokens
     batch: int
     shape_id: int | None  # a number for the properties that a plan depends on (shapes); None: something traces the call

@@ -78,15 +78,19 @@ def _lengths(call: AttentionCall, name: Names, starts: torch.Tensor | None) -> t
         most = r.page_table.shape[2] * size if pages else 0
         why = f"{r.page_table.shape[2]} columns of {name('page_table')} x pages of {size}"
         bad = (lens < 0) | (lens > most)
+    elif call.shares_v:  # of which lengths are keys
+        most, why = counts.clamp(min=0) * (size if pages else 0), "rows of its pages"
+        bad = (lens < 0) | (lens > most)
     else:
         most, why = (size if pages else 0), "rows of a page"
         bad = ((lens < 0) | (lens > most)) & (counts > 0)
     if bad.any():
         request = int(bad.nonzero()[0])
+        most = int(most[request]) if isinstance(most, torch.Tensor) else most
         length = int(lens[request]) & 0xFFFFFFFF if r.unsigned else int(lens[request])
         why = why if pages else f"{name('kv')} has no pages"
         raise ValueError(f"{name('kv_lens')}: {length} of request {request}, must be in [0, {most}]: {why}")
-    if counts is None:
+    if counts is None or call.shares_v:
         return lens
     return torch.where(counts > 0, (counts - 1) * size + lens, 0) if pages else torch.zeros_like(counts)
 

@@ -68,6 +68,14 @@ def keys_of(call: AttentionCall) -> list[KeyLocation]:
     counts = [max(0, end - start) for start, end in pairwise(starts)]
     if ragged:
         return [KeyLocation(count, None, start) for count, start in zip(counts, starts, strict=False)]
+    if call.shares_v:  # keys of each request
+        lens = (
+            min(max(n, 0), count * size if most else 0) for n, count in zip(r.kv_lens.tolist(), counts, strict=False)
+        )
+        return [
+            KeyLocation(n, r.page_table[0, :, start : start + count])
+            for n, count, start in zip(lens, counts, starts, strict=False)
+        ]
     last = r.kv_lens.clamp(0, size).tolist()
     return [
         KeyLocation((count - 1) * size + rows if count and most else 0, r.page_table[0, :, start : start + count])

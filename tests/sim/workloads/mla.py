@@ -31,7 +31,14 @@ def mla_cases(spec: Any) -> list[MlaScenario]:
     base = base if base.causal else replace(base, rows=2)  # a single row sees all keys under either mask
     other = "trtllm" if base.causal and not base.window else "flash_mla"
     first: tuple[MlaCase, ...] = (
-        replace(base, lens=(65,), heads=1, rows=3, page_size=32 if spec.kv.source == "tma" else 2),
+        replace(
+            base,
+            lens=(65, 0, 9),
+            heads=1,
+            rows=3,
+            page_size=32 if spec.kv.source == "tma" else 2,
+            function="flash_mla" if base.window else "wrapper",
+        ),
         replace(base, lens=(70, 0, 130), rows=8, heads=5, strided=True, sink=True),
         replace(base, lens=(330,), heads=5, rows=8, cap=4.0 * spec.mask.window),
         replace(base, lens=(200,), heads=80, data="peaks", function=other),

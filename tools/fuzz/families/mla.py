@@ -15,12 +15,14 @@ from wrappers.host.machine import HostMachine, override
 from ..call import Call, Options, Results, Work, case_of, changed_fields
 
 FLASH_MLA, TRTLLM = "flash_mla_with_kvcache", "trtllm_batch_decode_with_kv_cache_mla"
+WRAPPER = "BatchMLAPagedAttentionWrapper"
+NAMES = {FLASH_MLA: "flash_mla", TRTLLM: "trtllm", WRAPPER: "wrapper"}
 METADATA, APPEND = "get_mla_metadata", "nvfp4_quantize_append_paged_mla_kv_cache"
 BYTE = torch.uint8
 
 
 def draw(family: str, rng: Random, options: Options) -> Call:
-    function = rng.choice((FLASH_MLA, FLASH_MLA, FLASH_MLA, TRTLLM, TRTLLM, APPEND, METADATA))
+    function = rng.choice((FLASH_MLA, FLASH_MLA, FLASH_MLA, TRTLLM, TRTLLM, WRAPPER, WRAPPER, APPEND, METADATA))
     most = 150 if options.small else 3000
     lens = tuple(rng.choice((0, 1, 63, 64, 65, rng.randrange(most))) for _ in range(rng.choice((1, 2, 3, 9, 40))))
     mode = rng.choices(("eager", "graph", "threads"), (76, 16, 8))[0]
@@ -30,19 +32,21 @@ def draw(family: str, rng: Random, options: Options) -> Call:
         return Call(family, function, rng.randrange(1 << 30), "eager" if function == METADATA else mode, "shape", case)
     few = lens[:3] if options.small else lens
     drawn = MlaCase(
-        "flash_mla" if function == FLASH_MLA else "trtllm", rng.choice(("bf16", "bf16", "fp16")), few,
+        NAMES[function], rng.choice(("bf16", "bf16", "fp16")), few,
         rng.choice((1, 1, 1, 2, 4, 8, 70)), rng.choice((1, 3, 8, 16, 16, 64, 128)), rng.choice((576, 576, 512)),
         rng.choice((1, 2, 3, 8, 16, 64, 64, 64)), function == TRTLLM or rng.random() < 0.7, sink=rng.random() < 0.4,
         gap=rng.choice((0, 0, 1, 5)), strided=rng.random() < 0.3, data=rng.choice(("normal", "normal", "peaks")),
         chosen=rng.choice((0, 0, 1, 63, 64, 65, rng.randrange(1, most))), counted=rng.random() < 0.4,
     )  # fmt: skip
+    if function == WRAPPER:
+        drawn = replace(drawn, chosen=0, counted=False, sink=False, causal=rng.random() < 0.7)
     if drawn.chosen and function == FLASH_MLA and rng.random() < 0.4:
         drawn = replace(drawn, second=rng.choice((1, 64, rng.randrange(1, most))))
     return Call(family, function, rng.randrange(1 << 30), mode, "shape", changed_fields(drawn, "function"))
 
 
 def _case(call: Call) -> MlaCase:
-    return case_of(MlaCase, call, function="flash_mla" if call.function == FLASH_MLA else "trtllm")
+    return case_of(MlaCase, call, function=NAMES[call.function])
 
 
 def _append(call: Call, seed: int) -> dict[str, Any]:

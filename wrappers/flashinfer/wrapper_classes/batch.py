@@ -45,6 +45,8 @@ class PrefillBatch:
     _OFFSETS = 2
     _BUFFER = "{}_buf"  # the constructor's name for the buffer of each of them
     _CACHE: str  # run's name for K and V
+    _QUERY = "q"  # and for queries
+    _PLANNED: dict[str, str] = {}  # names of plan's arguments that differ from those of most classes
     _SCALES: int  # position of run's scale_q, scale_k and scale_v, in the order of upstream's fa3
     run: Any
     forward: Any
@@ -271,17 +273,19 @@ class PrefillBatch:
             self._refuse(q, k, v)
         return planned, requests, tokens if most is None else most
 
-    def _repeat(self, q: Any, kv: tuple[Any, Any], out: Any, lse: Any, others: tuple[Any, ...]) -> Any:
+    def _repeat(
+        self, q: Any, kv: tuple[Any, ...], out: Any, lse: Any, others: tuple[Any, ...], rope: Any = None
+    ) -> Any:  # fmt: skip
         """Return the result of a run by the launch of the last one, or None if that does not fit.
 
-        others: the other arguments of run, which must be the same objects.
+        kv, rope: as in `BoundLaunch.launch`. others: the other arguments of run, which must be the same objects.
         """
         if self._bound is None:
             return None
         launch, before, tensors, memory = self._bound
         same = all(map(is_, others, before)) and (not tensors or memory_of(tensors) == memory)
-        if same and launch.fits(q, kv, out) and launch.takes(kv):
-            return launch.launch(q, kv, None, out, lse)
+        if same and launch.fits(q, kv, out, rope) and launch.takes(kv):
+            return launch.launch(q, kv, None, out, lse, rope)
         return None
 
     def _serve(self, others: tuple[Any, ...], scale: Any, scales: tuple[Any, Any, Any], **fields: Any) -> Any:
@@ -303,7 +307,7 @@ class PrefillBatch:
             return serve(call)
         tensors = tensors_of(others)
         self._bound = launch, others, tensors, memory_of(tensors)
-        return launch.launch(call.q, (call.k, call.v), None, call.out, call.lse)
+        return launch.launch(call.q, (call.k, call.v), None, call.out, call.lse, call.q_rope)
 
     def _refuse(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
         """Raise on the first tensor that does not fit the plan."""
@@ -325,6 +329,7 @@ class PrefillBatch:
                 shape.dim_vo,
             ),
         ):
+            name, planned = self._QUERY if name == "q" else name, self._PLANNED.get(planned, planned)
             if found != value:
                 hint = (
                     swapped(k.shape[2] == shape.kv, k.shape[1], k.shape[2], "kv_layout")
