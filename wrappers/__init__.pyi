@@ -14,7 +14,7 @@ from .flashinfer.cascade import (merge_state, merge_state_in_place, merge_states
 from .flashinfer.engines import (trtllm_fmha_v2_prefill, xqa_batch_decode_with_kv_cache)
 from .flashinfer.latent import (append_paged_mla_kv_cache, concat_mla_k)
 from .flashinfer.latent_nvfp4 import (nvfp4_quantize_append_paged_mla_kv_cache)
-from .flashinfer.mla import (trtllm_batch_decode_with_kv_cache_mla)
+from .flashinfer.mla import (trtllm_batch_decode_with_kv_cache_mla, xqa_batch_decode_with_kv_cache_mla)
 from .flashinfer.page import (append_paged_kv_cache, get_batch_indices_positions, get_seq_lens,
     nvfp4_quantize_append_paged_kv_cache, nvfp4_quantize_append_paged_kv_cache_with_slot_mapping)
 from .flashinfer.quantization import (packbits, segment_packbits)
@@ -68,7 +68,7 @@ __all__ = ["BatchAttentionWithAttentionSinkWrapper", "BatchDecodeWithPagedKVCach
     "single_prefill_with_kv_cache", "single_prefill_with_kv_cache_return_lse", "top_k", "top_k_page_table_transform",
     "top_k_per_row_decode", "top_k_per_row_prefill", "top_k_ragged_transform", "trtllm_batch_context_with_kv_cache",
     "trtllm_batch_decode_with_kv_cache", "trtllm_batch_decode_with_kv_cache_mla", "trtllm_fmha_v2_prefill", "xqa",
-    "xqa_batch_decode_with_kv_cache"]
+    "xqa_batch_decode_with_kv_cache", "xqa_batch_decode_with_kv_cache_mla"]
 
 class BatchAttentionWithAttentionSinkWrapper(_BatchAttentionWithAttentionSinkWrapper):
     @overload

@@ -6,14 +6,11 @@ table that no key needs name no page.
 
 import math
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
 import wrappers
-from wrappers.attention.op import serve
-from wrappers.flash_mla import api as flash_mla
-from wrappers.own.registry import made_by
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 VALUES = 512  # columns of V
@@ -29,13 +26,13 @@ class MlaCase:
     """One call.
 
     function: "flash_mla", "trtllm", or "wrapper", FlashInfer's class with lists of pages, and queries and caches in two
-    tensors each. lens: keys of each request. rows: query tokens of each. dim: columns of K.
-    window: keys before a row, 0 for all; the call is then that of neither function, and cap is a soft cap. gap: rows
-    behind each page. strided: the query has every second head of a wider tensor, and its rows are apart. sink: of
-    heads. data: "normal", or "peaks": keys with scores that grow along the sequence. chosen: keys that each row chooses
-    among all rows of all requests, some of them twice, between numbers that are no row; 0: it sees its request's.
-    counted: fewer of them count, of some requests none. second: keys that each row chooses of a second cache, with
-    pages of 5 rows, too.
+    tensors each, "qv", FlashAttention's `flash_attn_with_kvcache`, or "xqa", which has no LSE (the exact one is
+    returned). lens: keys of each request. rows: query tokens of each. dim: columns of K. window: keys before a row, 0
+    for all, and cap, a soft cap: of "qv" alone. gap: rows behind each page. strided: the query has every second head of
+    a wider tensor, and its rows are apart. sink: of heads. data: "normal", or "peaks": keys with scores that grow along
+    the sequence. chosen: keys that each row chooses among all rows of all requests, some of them twice, between numbers
+    that are no row; 0: it sees its request's. counted: fewer of them count, of some requests none. second: keys that
+    each row chooses of a second cache, with pages of 5 rows, too.
     """
 
     function: str = "flash_mla"
@@ -105,7 +102,7 @@ def make(case: MlaCase, device: "torch.device | str" = "cpu", seed: int = 0) -> 
     return inputs._replace(**choices(case, inputs, gen)) if case.chosen else inputs
 
 
-def choices(case: MlaCase, i: MlaInputs, gen: torch.Generator) -> dict[str, torch.Tensor | None]:
+def choices(case: MlaCase, i: MlaInputs, gen: torch.Generator) -> dict[str, Any]:
     """Return `slots` and `counts`. Slots that do not count name any row, also those that are NaN."""
     size, rows, device = case.page_size, i.cache.shape[0] * case.page_size, i.q.device
     held = [i.table[b, j // size].long() * size + j % size for b, n in enumerate(case.lens) for j in range(n)]
@@ -133,26 +130,35 @@ def choices(case: MlaCase, i: MlaInputs, gen: torch.Generator) -> dict[str, torc
 
 def call(case: MlaCase, i: MlaInputs) -> tuple[torch.Tensor, torch.Tensor]:
     """Call the case's function. Return out (B, rows, H, 512) and lse (B, H, rows), as `expected` has them."""
-    if case.window:
-        made = made_by(
-            wrappers.flash_mla_with_kvcache, i.q, i.cache.unsqueeze(2), i.table, i.lens, VALUES, softmax_scale=SCALE,
-            causal=case.causal, attn_sink=i.sinks,
+    if case.function == "qv":
+        (qv, q), (v, k) = (t.split([VALUES, case.dim - VALUES], -1) for t in (i.q, i.cache.unsqueeze(2)))
+        out, lse = wrappers.flash_attn_with_kvcache(
+            q, k, v, cache_seqlens=i.lens, block_table=i.table, qv=qv, softmax_scale=SCALE, causal=case.causal,
+            window_size=(case.window or -1, -1), softcap=case.cap, s_aux=i.sinks, return_softmax_lse=True,
         )  # fmt: skip
-        made = made._replace(window_left=case.window, soft_cap=case.cap)
-        return flash_mla.shaped(made, serve(made), i.q, None)
+        return out, lse / math.log(2.0)
     if case.function == "flash_mla":
+        second: dict[str, Any] = {} if i.second is None else {
+            "extra_k_cache": i.second.cache.unsqueeze(2), "extra_indices_in_kvcache": i.second.slots,
+            "extra_topk_length": i.second.counts,
+        }  # fmt: skip
         return wrappers.flash_mla_with_kvcache(
             i.q, i.cache.unsqueeze(2), i.table, i.lens, VALUES, wrappers.get_mla_metadata()[0], softmax_scale=SCALE,
             causal=case.causal and not case.chosen, attn_sink=i.sinks, indices=i.slots, topk_length=i.counts,
-            **{} if i.second is None else {
-                "extra_k_cache": i.second.cache.unsqueeze(2), "extra_indices_in_kvcache": i.second.slots,
-                "extra_topk_length": i.second.counts,
-            },
+            **second,
         )  # fmt: skip
     if case.function == "wrapper":
         out, lse = _planned(case, i)
         return out.view(*i.q.shape[:3], VALUES), lse.view(*i.q.shape[:3]).transpose(1, 2)
-    table, lens = (i.table, i.lens) if i.slots is None else (i.slots, i.counts)
+    if case.function == "xqa":
+        out = wrappers.xqa_batch_decode_with_kv_cache_mla(
+            i.q, i.cache, None, 128, VALUES, case.dim - VALUES, i.table, i.lens, i.table.shape[1] * case.page_size,
+            bmm1_scale=SCALE, sinks=i.sinks,
+        )  # fmt: skip
+        return out, expected(case, i).lse
+    table, lens = i.table, i.lens  # type: torch.Tensor, torch.Tensor | None
+    if i.slots is not None:
+        table, lens = i.slots, i.counts
     if i.slots is not None and lens is not None:
         lens = lens[:, None].expand(-1, case.rows)
     out, lse = wrappers.trtllm_batch_decode_with_kv_cache_mla(

@@ -309,7 +309,7 @@ FLASH = [  # messages are regular expressions
     (plain_call, {"cache_leftpad": EQUAL.lens}, NotImplementedError, "cache_leftpad: Tensor, not supported"),
     (row_call, {"cache_leftpad": BATCH.lens}, NotImplementedError, "cache_leftpad: Tensor, not supported"),
     (cache_call, {"attention_chunk": -1}, ValueError, "attention_chunk: -1, must be"),
-    (cache_call, {"qv": EQUAL.q}, NotImplementedError, "qv: Tensor, not supported"),
+    (cache_call, {"qv": EQUAL.q}, ValueError, "qv: shape .* must have 4 dimensions"),
     (cache_call, {"out": torch.empty(4, 3, flash.HQ, D).half()[:3, :2]}, ValueError,
      "out: strides .*, the first must be 2"),
     (plain_call, {"k": EQUAL.k}, ValueError, "k: shape .* must have 4 dimensions"),

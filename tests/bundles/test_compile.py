@@ -108,7 +108,7 @@ def as_its_op(entry, op, spec):
         counted = TILES[op].smem_bytes(spec, spec.tile, (spec.padded_qk, spec.padded_vo))
         assert entry["shared"] == counted + RESERVED, "what `supports` refuses tiles by"
     counts = entry["instructions"]
-    if spec.kv.source == "gather":  # K and V by cp.async; a box of Q is 128 bytes wide
+    if spec.kv.source in ("gather", "slots"):  # K and V by cp.async; a box of Q is 128 bytes wide
         assert counts["LDGSTS"] > 0
         assert counts.get("UTMALDG", 0) == (0 if spec.schedule == "stream_k" else spec.head_dim_qk // 64)
     else:

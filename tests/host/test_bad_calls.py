@@ -84,6 +84,7 @@ FORMS_OF_CALLS: dict[str, tuple[Any, Any]] = {  # of functions that have several
     "xqa, nvfp4": (wrappers.xqa, lambda: attention(replace(DRAFTS, kv_dtype="nvfp4"), "xqa")),
     "trtllm mla": (TRTLLM_MLA, lambda: latent("sinks") | latent("plain") | {"return_lse": True}),
     "trtllm mla, ragged": (TRTLLM_MLA, lambda: latent("ragged")),
+    "xqa mla": (wrappers.xqa_batch_decode_with_kv_cache_mla, layout_calls.CALLS[good_calls.XQA_MLA, "plain"]),
     "flash_mla": (wrappers.flash_mla_with_kvcache, lambda: layout_calls.flash_mla(
         attn_sink=layout_calls.SINK, out=torch.zeros(2, 2, 4, 512).bfloat16())),
     "explain": (
@@ -317,6 +318,9 @@ ACCEPTED: dict[str, dict[str, set[str]]] = {  # function, or call -> argument ->
         "use_fp16_softmax": NONE_ONLY, "lse": {"None", "strided"}, "kv_cache": {"a row more"},
         "bmm2_scale": {"zero", "negative"}, "max_q_len": {"None", "far", "negative"},  # not used
     },
+    "xqa mla": {
+        **dict.fromkeys(("out", "sinks", "enable_pdl"), NONE_ONLY),
+        "kv_cache": {"a row more"}, "bmm2_scale": {"zero", "negative"}},
     "trtllm mla, ragged": {"out": NONE_ONLY, "max_q_len": {"far"}},
     "flash_mla": {"out": NONE_ONLY, "attn_sink": NONE_ONLY, "k_cache": {"a row more"}, "softmax_scale": NONE_ONLY},
     "get_mla_metadata": {  # of any layout and device
@@ -399,7 +403,7 @@ ON_CPU: dict[str, dict[str, set[str]]] = {  # by the reference, where no kernel 
     "context": {"bmm1_scale": SCALES},
     "decode, ragged": {"bmm1_scale": SCALES},
     "xqa": {"q_scale": SCALES, "kv_scale": SCALES},
-    "trtllm mla": {"bmm1_scale": SCALES},
+    **dict.fromkeys(("trtllm mla", "xqa mla"), {"bmm1_scale": SCALES}),
     "flash_mla": {"softmax_scale": SCALES},
 }
 FEWER = {"K a row less", "V a row less"}  # pages: a table may name the last
@@ -415,9 +419,9 @@ ON_CUDA: dict[str, dict[str, set[str]]] = {  # values that only the device knows
         "q_scale": VALUES, "kv_scale": VALUES, "page_table": {"no columns"}, "k_cache": {"a row less"},
         "v_cache": {"a row less"}},
     "xqa, drafts": {"page_table": {"no columns"}},
-    "trtllm mla": {
+    **dict.fromkeys(("trtllm mla", "xqa mla"), {
         "bmm1_scale": VALUES, "bmm2_scale": VALUES, "block_tables": {"no columns", "columns"},
-        "kv_cache": {"no rows", "a row less"}},
+        "kv_cache": {"no rows", "a row less"}}),
     "trtllm mla, ragged": {"block_tables": {"no columns", "columns"}},
     "flash_mla": {"block_table": {"no columns", "columns"}, "k_cache": {"no rows", "a row less"}},
     **dict.fromkeys(("append, quantised", "append, slots"), {"k_scale": VALUES, "v_scale": VALUES}),

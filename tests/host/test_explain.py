@@ -16,7 +16,7 @@ from cute_kernels import archs, catalog, manifest
 from cute_kernels.topk import dispatch as topk_dispatch
 from tests.host.test_signatures import same
 from tests.support.fake_machine import FakeMachine
-from tests.support.good_calls import MLA, NAMES, inputs_of
+from tests.support.good_calls import MLA, NAMES, XQA_MLA, inputs_of
 from tests.support.layout_calls import NVFP4_LATENT
 from wrappers import explain
 from wrappers.host import machine
@@ -43,7 +43,7 @@ def cases_of(name):
         yield inputs | {"window_left": 3}
     elif name.startswith("flash_attn"):
         yield inputs | {"softcap": 4.0}
-    elif name in MLA:
+    elif name in (*MLA, XQA_MLA):
         yield inputs | ({"causal": False} if "causal" in inputs else {"sinks": torch.ones(4)})
     elif name.endswith("topk"):
         yield inputs | {"logits": torch.zeros(3, 300_000)}
@@ -80,7 +80,7 @@ def test_what_is_said_is_what_runs(name, arch):
             if said.runs is None:
                 with pytest.raises(NotImplementedError, match=arch):
                     getattr(wrappers, name)(**inputs)
-                assert name in (NAMES[0], "trtllm_fmha_v2_prefill", *MLA) or name.startswith("single_prefill")
+                assert name in (NAMES[0], "trtllm_fmha_v2_prefill", *MLA, XQA_MLA) or name.startswith("single_prefill")
                 assert arch != "sm_90a"
                 continue
             getattr(wrappers, name)(**inputs)

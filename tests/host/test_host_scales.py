@@ -164,8 +164,10 @@ POSITIVE = [case for case in CASES if case not in ATTENTION]
 
 # Arguments of `append_qkv` and `append_latent`, see test_cache_write.py and test_latent.py; and checks, which
 # `nvfp4_quantize` and `nvfp4_dequantize` call.
+# Those of `BatchMLAPagedAttentionWrapper` must be None, see test_mla_batches.py.
 ELSEWHERE = ("KVCacheTarget", "QueryOutput", "RotaryEmbedding", "LatentCache", "LatentQuery", "fp4.quantizable",
-             "fp4.dequantizable")  # fmt: skip
+             "fp4.dequantizable", "BatchMLAPagedAttentionWrapper.plan",
+             "BatchMLAPagedAttentionWrapper.run")  # fmt: skip
 
 
 def test_every_scale_has_a_case():

@@ -290,6 +290,10 @@ TABLES: dict[str, tuple[Callable[[Given], Results], Callable[..., Given]]] = {  
         returning(wrappers.trtllm_batch_decode_with_kv_cache_mla, "query"),
         mla_inputs("trtllm"),
     ),
+    "xqa_batch_decode_with_kv_cache_mla": (
+        returning(wrappers.xqa_batch_decode_with_kv_cache_mla, "query"),
+        mla_inputs("trtllm"),
+    ),
     "flash_mla_with_kvcache": (returning(wrappers.flash_mla_with_kvcache, "q"), mla_inputs("flash_mla")),
 }
 OTHERS: dict[str, Any] = {

@@ -125,6 +125,7 @@ def gathered(function: str) -> dict[str, Any]:
 
 
 MLA = "flash_mla_with_kvcache", "trtllm_batch_decode_with_kv_cache_mla"  # kernels for Hopper alone
+XQA_MLA = "xqa_batch_decode_with_kv_cache_mla"  # likewise
 GATHERS = ("gather_latent", "gather_and_maybe_dequant_cache", "cp_gather_cache",
            "cp_gather_and_upconvert_fp8_kv_cache", "cp_gather_and_upconvert_nvfp4_kv_cache",
            "cp_gather_indexer_k_quant_cache")  # fmt: skip
@@ -163,7 +164,7 @@ def inputs_of(function: str) -> dict[str, Any]:
         return gathered(function)
     if function in LATENT:
         return latent(function)
-    if function in MLA:
+    if function in (*MLA, XQA_MLA):
         return mla(function)
     if "append" in function:
         return appended(function)

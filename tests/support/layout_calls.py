@@ -164,6 +164,36 @@ def trtllm_mla(**changes: Any) -> Arguments:
     return good_calls.mla(TRTLLM_MLA) | changes
 
 
+def chosen_mla(**changes: Any) -> Arguments:
+    """Rows that choose their keys, some of which are no rows of the cache."""
+    slots = torch.randint(-3, 99, (2, 2, 70), generator=torch.Generator().manual_seed(0)).int()
+    return flash_mla(causal=False, indices=slots, topk_length=ints(70, 33)) | changes
+
+
+def two_caches() -> Arguments:
+    given = chosen_mla()
+    other = given["k_cache"].flatten(0, 1)[:30].view(6, 5, 1, 576).clone()
+    return given | {"extra_k_cache": other, "extra_indices_in_kvcache": given["indices"][..., :40].contiguous(),
+                    "extra_topk_length": ints(20, 40)}  # fmt: skip
+
+
+def sparse_mla() -> Arguments:
+    given = chosen_mla()
+    return trtllm_mla(block_tables=given["indices"], sparse_mla_top_k=70, seq_lens=ints(70, 70),
+                      sparse_mla_top_k_lens=ints(70, 33))  # fmt: skip
+
+
+def latent_qv(function: str) -> Arguments:
+    """FlashAttention's call with qv over the cache of the functions above."""
+    given = flash_mla()
+    (qv, q), (v, k) = ([part.clone() for part in t.split([512, 64], -1)] for t in (given["q"], given["k_cache"]))
+    rest = {"block_table": given["block_table"], "softmax_scale": 0.1, "causal": True, "s_aux": SINK}
+    if function == "flash_attn_with_kvcache":
+        return rest | {"q": q, "k_cache": k, "v_cache": v, "qv": qv, "cache_seqlens": given["cache_seqlens"]}
+    return rest | {"q": q.flatten(0, 1), "k": k, "v": v, "q_v": qv.flatten(0, 1), "cu_seqlens_q": ints(0, 2, 4),
+                   "seqused_k": given["cache_seqlens"], "max_seqlen_q": 2}  # fmt: skip
+
+
 def ragged_mla() -> Arguments:
     """Two requests of one row and of three, and scales that are tensors."""
     given = trtllm_mla(cum_seq_lens_q=ints(0, 1, 4), max_q_len=3, bmm1_scale=ONE, bmm2_scale=torch.tensor([2.0]))
@@ -345,6 +375,7 @@ RICH: dict[str, dict[str, Callable[[], Arguments]]] = {  # function -> name of a
         "ragged": lambda: ragged(s_aux=SINK, out=torch.zeros_like(BATCH.q)), "e4m3": ragged_e4m3,
         "block table": lambda: paged(block_table=BATCH.table.clamp(min=0), sinks=SINK.half()),
         "page table": lambda: paged(page_table=BATCH.table.clamp(min=0), learnable_sink=SINK),
+        "latent": lambda: latent_qv("flash_attn_varlen_func"),
     },
     "flash_attn_with_kvcache": {
         "entries": lambda: cached(s_aux=SINK, out=torch.zeros(2, 2, 4, 64).half()), "e4m3": cached_e4m3,
@@ -352,6 +383,7 @@ RICH: dict[str, dict[str, Callable[[], Arguments]]] = {  # function -> name of a
         "rotated": lambda: appended_to_pages() | {name: t for name, t in rotary().items() if name[0] == "r"},
         "padding": lambda: cached(cache_leftpad=ints(1, 2), learnable_sink=SINK),
         "block table": lambda: cached(block_table=ints(2, 0)[:, None], cache_batch_idx=None, **rotary()),
+        "latent": lambda: latent_qv("flash_attn_with_kvcache"),
     },
     "flash_attn_func": {
         "plain": lambda: dense(s_aux=SINK, out=torch.zeros(2, 2, 4, 64).half()), "e4m3": dense_e4m3,
@@ -360,10 +392,15 @@ RICH: dict[str, dict[str, Callable[[], Arguments]]] = {  # function -> name of a
     FLASH_MLA: {
         "plain": flash_mla,
         "sinks": lambda: flash_mla(attn_sink=SINK, causal=False, out=torch.zeros(2, 2, 4, 512).bfloat16()),
+        "chosen": chosen_mla, "two caches": two_caches,
     },
     TRTLLM_MLA: {
-        "plain": lambda: trtllm_mla(lse=torch.zeros(4, 4)), "ragged": ragged_mla,
+        "plain": lambda: trtllm_mla(lse=torch.zeros(4, 4)), "ragged": ragged_mla, "sparse": sparse_mla,
         "sinks": lambda: trtllm_mla(sinks=SINK, out=torch.zeros(2, 2, 4, 512).bfloat16()),
+    },
+    good_calls.XQA_MLA: {
+        "plain": lambda: trtllm_mla(sinks=SINK, out=torch.zeros(2, 2, 4, 512).bfloat16()),
+        "scales": lambda: trtllm_mla(bmm1_scale=ONE, bmm2_scale=torch.tensor([2.0])),
     },
     topk_cases.TOP_K: {"plain": top_k_of(topk_cases.TOP_K, sorted=True)},
     topk_cases.PAGE_TABLE: {"plain": page_table},
@@ -425,11 +462,8 @@ RICH: dict[str, dict[str, Callable[[], Arguments]]] = {  # function -> name of a
 UNREAD = {
     "token_to_seq", "host_cache", "host_row_ids", "device_row_ids",
     "workspace_buffer", "semaphores", "workspace", "cum_seq_lens_kv", "multi_ctas_kv_counter_buffer", "request_order",
-    "causal_seqlens_kv_global", "max_seqlen_k", "sparse_mla_top_k_lens", "num_splits", "extra_k_cache",
-    "extra_indices_in_kvcache", "topk_length", "extra_topk_length", "descale_q", "descale_k",
+    "causal_seqlens_kv_global", "max_seqlen_k", "num_splits", "descale_q", "descale_k",
 }  # fmt: skip
-
-MUST_BE_NONE = {(FLASH_MLA, "indices")}  # of another function they are read
 
 
 def calls_of(name: str) -> dict[str, Callable[[], Arguments]]:
@@ -454,7 +488,7 @@ UNSERVED = {("single_prefill_with_kv_cache", "nvfp4")}  # by no kernel, on the C
 _DESCALES, _LOGITS = {"q_descale", "k_descale", "v_descale"}, {"logits"}
 STRICT: dict[str, set[str]] = {  # function -> tensors for which whole, aligned rows are not enough
     DECODE: {"out scale"}, "xqa": {"seq_lens"}, "flash_attn_varlen_func": _DESCALES,
-    **dict.fromkeys(good_calls.MLA, {"out"}),
+    **dict.fromkeys((*good_calls.MLA, good_calls.XQA_MLA), {"out"}),
     "flash_attn_with_kvcache": _DESCALES | {"out", "k_cache", "v_cache"}, "flash_attn_func": _DESCALES | {"out"},
     topk_cases.PREFILL: _LOGITS, topk_cases.DECODE: _LOGITS,  # strides are arguments of their own
     "append_qkv": {"norm q_weight"},

@@ -209,7 +209,7 @@ def joined(record: str, **fields: Any) -> Call:
 def latent(**fields: Any) -> Call:
     """Return a call of attention in which V lies in K."""
     case = {"lens": (70, 0, 330), "rows": 2, "heads": 5, "gap": 1, "sink": True} | fields
-    return Call("mla", "flash_mla_with_kvcache", 7, case=case)
+    return Call("mla", "flash_attn_with_kvcache" if "window" in case else "flash_mla_with_kvcache", 7, case=case)
 
 
 def gathered(case: ReadCase) -> Call:

@@ -75,7 +75,7 @@ def _lengths(call: AttentionCall, name: Names, starts: torch.Tensor | None) -> t
     if counts is None:
         if r.form == "slots":
             return _chosen(call, name, lens)
-        most = r.page_table.shape[2] * size if pages else 0
+        most: Any = r.page_table.shape[2] * size if pages else 0
         why = f"{r.page_table.shape[2]} columns of {name('page_table')} x pages of {size}"
         bad = (lens < 0) | (lens > most)
     elif call.shares_v:  # of which lengths are keys

@@ -45,12 +45,17 @@ _LOGITS = {
     "scale": "softmax_scale", "soft_cap": "softcap", "out_scale": "v_descale", "max_q_len": "max_seqlen_q",
     "out_dtype": "out", "chunk": "attention_chunk", "kv_layout": "the order (..., rows, heads, head_dim)",
 }  # fmt: skip
+LATENT_QUERIES = ("qv", "q_v")
 LAYOUTS = {name: TableLayout(name) for name in (*TABLES, "k")}
 _Tensor = torch.Tensor
 
 
 def _signature(function: str, table: str, lens: str) -> str:
     return f"{function}, {table}, {lens}"
+
+
+def _latent_signature(signature: str, qv: str) -> str:
+    return f"{signature} + {qv}"
 
 
 for _table, _lens in product(TABLES, ("seqused_k", "cu_seqlens_k")):
@@ -64,6 +69,12 @@ for _table, _lens in product(TABLES, ("cache_seqlens", f"cache_seqlens{NEW}")):
     }  # fmt: skip
 SIGNATURES[FUNC] = _LOGITS | {"kv": "k, v", "page_table": "k", "kv_lens": "k", "scales": "k, v", "max_q_len": "q"}
 HEAD_SCALES |= {name for name in SIGNATURES if name.startswith((FUNC, VARLEN, CACHED))}
+for _name in [name for name in SIGNATURES if name.startswith((VARLEN, CACHED)) and not name.endswith(NEW)]:
+    _k, _v = ("k", "v") if _name.startswith(VARLEN) else ("k_cache", "v_cache")
+    for _qv in LATENT_QUERIES:
+        SIGNATURES[_latent_signature(_name, _qv)] = SIGNATURES[_name] | {
+            "q": _qv, "q_rope": "q", "k_rope": _k, **dict.fromkeys(("kv", "k", "v", "shares_v"), _v)
+        }  # fmt: skip
 
 
 class CachedCall(NamedTuple):
@@ -75,6 +86,17 @@ class CachedCall(NamedTuple):
     attention: AttentionCall
     new: NewKeyValues | None
     padding: torch.Tensor | None
+
+
+class RotatedParts(NamedTuple):
+    """The columns of Q and K behind those of V, where V lies in K."""
+
+    q_rope: torch.Tensor | None
+    k_rope: torch.Tensor | None
+    shares_v: bool
+
+
+NOT_LATENT = RotatedParts(None, None, False)
 
 
 class FlashAttnOptions(NamedTuple):
@@ -89,6 +111,7 @@ class FlashAttnOptions(NamedTuple):
     num_splits: Any
     out: Any
     attention_chunk: Any
+    qv: tuple[str, Any] = ("", None)  # with its name
 
 
 def flash_attn_varlen_func(
@@ -134,7 +157,9 @@ def flash_attn_varlen_func(
         out: (T, Hq, Dv) fp16, bf16 or e4m3, written and returned. None: a new tensor of q's dtype, or bf16 for 8-bit q.
         return_softmax_lse (or return_lse): whether to return the LSE too.
         others: `flash_attn.api.HINTS`, such as scheduler_metadata, pack_gqa and fa_version, with any value;
-            `flash_attn.api.REFUSED`, such as dropout_p, alibi_slopes, qv and rotary_cos, with a neutral value only.
+            `flash_attn.api.REFUSED`, such as dropout_p, alibi_slopes and rotary_cos, with a neutral value only; and qv
+            (or q_v), (T, Hq, Dv) of q's dtype, fp16 or bf16: qv v^T is added to q k^T, as in FlashAttention 3 for
+            latent attention. D is then 64 and Dv 512, and softmax_scale None means 1 / sqrt(D + Dv).
 
     Returns out, or (out, lse): lse is fp32 (Hq, T), contiguous, the natural logarithm of the softmax denominator, sink
     included. A row without keys gives 0 and -inf, or the sink. Rows of no request are undefined.
@@ -189,8 +214,9 @@ def varlen_call(
     descales = q_descale, k_descale, v_descale
     given = {"s_aux": s_aux, "sinks": sinks, "learnable_sink": learnable_sink}
     options = FlashAttnOptions(
-        softmax_scale, causal, window_size, softcap, given, descales, num_splits, out, attention_chunk
-    )
+        softmax_scale, causal, window_size, softcap, given, descales, num_splits, out, attention_chunk,
+        _latent_query(q, others),
+    )  # fmt: skip
     most = _most(max_seqlen_q, q.shape[0])
     return _attention_call(_signature(VARLEN, name, lens), q, keys, requests, most, options, return_lse)
 
@@ -292,11 +318,16 @@ def kvcache_call(
         signature = _signature(CACHED, name, f"cache_seqlens{NEW}")
         new = new_rows(k, v, cu_seqlens_k_new, batch, keys, plain)._replace(rotary=rotary)
     flat, flat_out = (q, out) if packed else (q.flatten(0, 1), _flat(out, q, keys[1]))
+    qv_name, qv = _latent_query(q, others) if others else ("", None)
+    if qv is not None and (appends or cache_leftpad is not None):
+        other = "cache_leftpad" if not appends else "v" if k is None else "k"
+        raise NotImplementedError(f"{other}: given with {qv_name}, not supported, must be None")
     given = {"s_aux": s_aux, "sinks": sinks, "learnable_sink": learnable_sink}
     descales = q_descale, k_descale, v_descale
     options = FlashAttnOptions(
-        softmax_scale, causal, window_size, softcap, given, descales, num_splits, flat_out, attention_chunk
-    )
+        softmax_scale, causal, window_size, softcap, given, descales, num_splits, flat_out, attention_chunk,
+        (qv_name, qv if qv is None or packed else qv.flatten(0, 1)),
+    )  # fmt: skip
     most = _most(max_seqlen_q, q.shape[0]) if packed else q.shape[1]
     offsets = cu_seqlens_q if packed or q.shape[1] else constant(filled, q.device, plain, batch + 1, 0)
     requests = sequences_of(table, lens, offsets, plain, LAYOUTS[name])
@@ -372,7 +403,11 @@ def _attention_call(
     most: an upper bound of the query lengths; if requests have no offsets, the length of each.
     """
     (_, heads, dim), (k, v) = q.shape, keys
-    kv_heads = k.shape[1]
+    kv_heads, latent = k.shape[1], NOT_LATENT
+    qv_name, qv = o.qv
+    if qv is not None:
+        signature, dim = _latent_signature(signature, qv_name), dim + v.shape[3]
+        q, k, latent = qv, v, RotatedParts(q, k, True)
     causal, left, chunk = _window(o.causal, o.window_size, o.attention_chunk)
     scale = max(dim, 1) ** -0.5 if o.softmax_scale is None else number("softmax_scale", o.softmax_scale)
     out_scale, scale_tensor, out_scale_tensor = 1.0, None, None
@@ -395,11 +430,23 @@ def _attention_call(
         split_kv="never" if never else "auto", return_lse=return_lse, out=o.out,
         out_dtype=torch.bfloat16 if o.out is None and q.dtype in EIGHT_BITS else None,
         sinks=_sinks(q, o.sinks), scale_tensor=scale_tensor, out_scale_tensor=out_scale_tensor,
+        q_rope=latent.q_rope, k_rope=latent.k_rope, shares_v=latent.shares_v,
     )  # fmt: skip
+
+
+def _latent_query(q: torch.Tensor, others: dict[str, Any]) -> tuple[str, torch.Tensor | None]:
+    """Return the name of qv, and qv or None, after a check of its shape but for the last dimension."""
+    name, qv = _one(**{name: others.get(name) for name in LATENT_QUERIES})
+    if qv is not None:
+        check_strided(name, qv, q.dim())
+        check_shape(name, qv, (*q.shape[:-1], qv.shape[-1]), "that of q, with V's head_dim")
+    return name, qv
 
 
 def _check_others(function: str, given: dict[str, Any]) -> None:
     for name, value in given.items():
+        if name in LATENT_QUERIES and function != FUNC:
+            continue
         if name in HINTS or value is None and name in REFUSED:
             continue
         if name not in REFUSED:
@@ -513,6 +560,7 @@ def shaped(call: AttentionCall, found: Any, q: torch.Tensor, out: Any) -> Any:
 
     out: the output that was given, or None.
     """
+    q = q[0] if isinstance(q, tuple) else q
     packed, (flat, lse) = q.dim() == 3, found if call.return_lse else (found, None)
     if out is None:
         out = flat if packed else flat.view(*q.shape[:2], *flat.shape[1:])
@@ -521,8 +569,14 @@ def shaped(call: AttentionCall, found: Any, q: torch.Tensor, out: Any) -> Any:
     return out, _natural(lse if packed else lse.view(*q.shape[:2], *lse.shape[1:]))
 
 
-def bound_rows(call: AttentionCall, q: Any, out: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Return a query and an output, or None, as the call takes them. They replace those of a bound call."""
+def bound_rows(call: AttentionCall, q: Any, out: Any) -> tuple[Any, torch.Tensor | None]:
+    """Return a query and an output, or None, as the call takes them. They replace those of a bound call. The query of a
+    call with qv is the pair (q, qv)."""
+    if call.shares_v:
+        if not isinstance(q, tuple) or len(q) != 2:
+            raise TypeError(f"q: {type(q).__name__}, must be (q, qv), since the bound call has qv")
+        (rope, flat_out), (latent, _) = (bound_rows(call._replace(shares_v=False), t, out) for t in q)
+        return (latent, rope), flat_out
     ragged = call.requests.cu_seqlens_q is not None and call.max_q_len > 0  # requests without rows have offsets, too
     check_strided("q", q, 3 if ragged else 4)
     if ragged:

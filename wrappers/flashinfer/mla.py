@@ -32,11 +32,14 @@ SIGNATURES[NAME] = {
 }  # fmt: skip
 SIGNATURES[EQUAL] = SIGNATURES[NAME] | {"max_q_len": "query"}
 SIGNATURES[SPARSE] = SIGNATURES[EQUAL]
+COUNTED = SPARSE + ", sparse_mla_top_k_lens"
+SIGNATURES[COUNTED] = SIGNATURES[SPARSE] | {"kv_lens": "sparse_mla_top_k_lens"}
 
 
 def trtllm_batch_decode_with_kv_cache_mla(
     query: torch.Tensor, kv_cache: torch.Tensor, workspace_buffer: torch.Tensor | None, qk_nope_head_dim: int,
-    kv_lora_rank: int, qk_rope_head_dim: int, block_tables: torch.Tensor, seq_lens: torch.Tensor, max_seq_len: int,
+    kv_lora_rank: int, qk_rope_head_dim: int, block_tables: torch.Tensor, seq_lens: torch.Tensor | None,
+    max_seq_len: int,
     sparse_mla_top_k: int = 0, out: torch.Tensor | None = None, bmm1_scale: float | torch.Tensor = 1.0,
     bmm2_scale: float | torch.Tensor = 1.0, sinks: torch.Tensor | list[torch.Tensor] | None = None,
     skip_softmax_threshold_scale_factor: float | None = None, enable_pdl: bool | None = None, backend: str = "auto",
@@ -86,6 +89,42 @@ def trtllm_batch_decode_with_kv_cache_mla(
     return shaped(call, serve(call), query, out)
 
 
+def xqa_batch_decode_with_kv_cache_mla(
+    query: torch.Tensor, kv_cache: torch.Tensor, workspace_buffer: torch.Tensor | None, qk_nope_head_dim: int,
+    kv_lora_rank: int, qk_rope_head_dim: int, block_tables: torch.Tensor, seq_lens: torch.Tensor | None,
+    max_seq_len: int,
+    out: torch.Tensor | None = None, bmm1_scale: float | torch.Tensor = 1.0, bmm2_scale: float | torch.Tensor = 1.0,
+    sinks: torch.Tensor | list[torch.Tensor] | None = None, enable_pdl: bool | None = None,
+) -> torch.Tensor:  # fmt: skip
+    """Compute the same as `trtllm_batch_decode_with_kv_cache_mla`, in the signature of XQA.
+
+    query: (B, rows, H, kv_lora_rank + qk_rope_head_dim). All other arguments, and the errors, are as in
+    `trtllm_batch_decode_with_kv_cache_mla`. FlashInfer's function, which has no kernel for Hopper.
+
+    >>> cache, table = torch.zeros(3, 64, 576).half(), torch.tensor([[2, 0]]).int()
+    >>> xqa_batch_decode_with_kv_cache_mla(
+    ...     torch.ones(1, 1, 16, 576).half(), cache, None, 128, 512, 64, table, torch.tensor([100]).int(), 128
+    ... ).shape
+    torch.Size([1, 1, 16, 512])
+    """
+    call = xqa_mla_call(
+        query, kv_cache, kv_lora_rank, qk_rope_head_dim, block_tables, seq_lens, out, bmm1_scale, bmm2_scale, sinks,
+        enable_pdl,
+    )  # fmt: skip
+    return shaped(call, serve(call), query, out)
+
+
+def xqa_mla_call(
+    query: Any, kv_cache: Any, kv_lora_rank: Any, qk_rope_head_dim: Any, block_tables: Any, seq_lens: Any,
+    out: Any = None, bmm1_scale: Any = 1.0, bmm2_scale: Any = 1.0, sinks: Any = None, enable_pdl: Any = None,
+) -> AttentionCall:  # fmt: skip
+    """Return the call of `xqa_batch_decode_with_kv_cache_mla`."""
+    return mla_decode_call(
+        query, kv_cache, kv_lora_rank, qk_rope_head_dim, block_tables, seq_lens, out=out, bmm1_scale=bmm1_scale,
+        bmm2_scale=bmm2_scale, sinks=sinks, enable_pdl=enable_pdl,
+    )  # fmt: skip
+
+
 def mla_decode_call(
     query: Any, kv_cache: Any, kv_lora_rank: Any, qk_rope_head_dim: Any, block_tables: Any, seq_lens: Any,
     sparse_mla_top_k: Any = 0, out: Any = None, bmm1_scale: Any = 1.0, bmm2_scale: Any = 1.0, sinks: Any = None,
@@ -130,11 +169,11 @@ def mla_decode_call(
         check_integer("max_q_len", integer(max_q_len))  # not used
     top_k = check_integer("sparse_mla_top_k", integer(sparse_mla_top_k), 0)
     if top_k:
-        signature, most = SPARSE, 1
+        signature, most = SPARSE if sparse_mla_top_k_lens is None else COUNTED, 1
         requests = _chosen(query, block_tables, top_k, seq_lens, sparse_mla_top_k_lens)
     elif sparse_mla_top_k_lens is not None:
-        shape = tuple(check_strided("sparse_mla_top_k_lens", sparse_mla_top_k_lens).shape)
-        raise ValueError(f"sparse_mla_top_k_lens: shape {shape}, must be None without sparse_mla_top_k")
+        given = tuple(check_strided("sparse_mla_top_k_lens", sparse_mla_top_k_lens).shape)
+        raise ValueError(f"sparse_mla_top_k_lens: shape {given}, must be None without sparse_mla_top_k")
     else:
         signature = NAME if ragged else EQUAL
         check_strided("block_tables", block_tables, 2)
@@ -215,12 +254,13 @@ def shaped(call: AttentionCall, found: Any, query: torch.Tensor, out: Any) -> An
 
 def bound_rows(call: AttentionCall, query: Any, out: Any) -> tuple[Any, torch.Tensor | None]:
     """Return a query and an output, or None, as the call takes them. They replace those of a bound call."""
-    ragged = query.dim() == 3 if call.signature == SPARSE else call.requests.cu_seqlens_q is not None
+    chosen = call.requests.form == "slots"
+    ragged = query.dim() == 3 if chosen else call.requests.cu_seqlens_q is not None
     shape = check_strided("query", query, 3 if ragged else 4).shape
     if ragged:
         return columns_and_rope(query, call.v.shape[3]), _flat(out, (*shape[:-1], call.v.shape[3]))
     tokens = call.requests.batch * call.max_q_len
-    if shape[:2] != (call.requests.batch, call.max_q_len) and (call.signature != SPARSE or shape[:2].numel() != tokens):
+    if shape[:2] != (call.requests.batch, call.max_q_len) and (not chosen or shape[:2].numel() != tokens):
         need = call.requests.batch, call.max_q_len
         raise ValueError(f"query: shape {tuple(shape)}, must begin with {need}, those of the bound call")
     return columns_and_rope(query.flatten(0, 1), call.v.shape[3]), _flat(out, (*shape[:-1], call.v.shape[3]))

@@ -125,6 +125,9 @@ FUNCTIONS: tuple[PublicFunction, ...] = (
         Reshaping(mla.bound_rows, mla.shaped),
     ),
     PublicFunction(
+        mla.xqa_batch_decode_with_kv_cache_mla, mla.xqa_mla_call, DECODE, Reshaping(mla.bound_rows, mla.shaped)
+    ),
+    PublicFunction(
         flash_mla.flash_mla_with_kvcache, flash_mla.decode_call, DECODE,
         Reshaping(flash_mla.bound_rows, flash_mla.shaped),
     ),

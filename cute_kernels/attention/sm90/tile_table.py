@@ -249,6 +249,7 @@ def split_tile_of(q: str, kv: str, dims: tuple[int, int], shares_v: bool = False
 # Bytes of shared memory for tiles of work and the scheduler, besides an mbarrier pair per stage of each pipeline
 WORK_BYTES = {"tiles": 176, "stream_k": 392}
 WORK_STAGES = {"tiles": 2, "stream_k": 4}
+EXTRA_BYTES = 72  # a tile's words of a second cache, in the stages of work and of splits
 STAGE_BYTES = 16
 QUAD = 4  # lanes that share a row of S
 P_STAGES = 2  # of P that warpgroups share: one is written while P V reads the other
@@ -288,6 +289,8 @@ def smem_bytes(spec: AttentionSpec[Sm90TileConfig], t: Sm90TileConfig, dims: tup
         found += 2 * t.m * t.n * P_STAGES + 4 * t.m * t.s_parts * (1 + QUAD)
     if waits_for_votes(spec):  # votes, and an mbarrier each
         found += 12 * t.stages * t.warpgroups
+    if spec.kv.extra:
+        found += EXTRA_BYTES
     return found + WORK_BYTES[spec.schedule] + STAGE_BYTES * stages
 
 

@@ -29,7 +29,8 @@ def mla_cases(spec: Any) -> list[MlaScenario]:
         page_size=3 if spec.kv.source == "gather" else 64,
     )  # fmt: skip
     base = base if base.causal else replace(base, rows=2)  # a single row sees all keys under either mask
-    other = "trtllm" if base.causal and not base.window else "flash_mla"
+    base = replace(base, function="qv" if base.window else "flash_mla")
+    other = "qv" if base.window else "trtllm" if base.causal else "flash_mla"
     first: tuple[MlaCase, ...] = (
         replace(
             base,
@@ -37,7 +38,7 @@ def mla_cases(spec: Any) -> list[MlaScenario]:
             heads=1,
             rows=3,
             page_size=32 if spec.kv.source == "tma" else 2,
-            function="flash_mla" if base.window else "wrapper",
+            function="qv" if base.window else "wrapper",
         ),
         replace(base, lens=(70, 0, 130), rows=8, heads=5, strided=True, sink=True),
         replace(base, lens=(330,), heads=5, rows=8, cap=4.0 * spec.mask.window),

@@ -15,14 +15,17 @@ from wrappers.host.machine import HostMachine, override
 from ..call import Call, Options, Results, Work, case_of, changed_fields
 
 FLASH_MLA, TRTLLM = "flash_mla_with_kvcache", "trtllm_batch_decode_with_kv_cache_mla"
-WRAPPER = "BatchMLAPagedAttentionWrapper"
-NAMES = {FLASH_MLA: "flash_mla", TRTLLM: "trtllm", WRAPPER: "wrapper"}
+WRAPPER, QV, XQA = "BatchMLAPagedAttentionWrapper", "flash_attn_with_kvcache", "xqa_batch_decode_with_kv_cache_mla"
+NAMES = {FLASH_MLA: "flash_mla", TRTLLM: "trtllm", WRAPPER: "wrapper", QV: "qv", XQA: "xqa"}
 METADATA, APPEND = "get_mla_metadata", "nvfp4_quantize_append_paged_mla_kv_cache"
 BYTE = torch.uint8
 
 
+FUNCTIONS, WEIGHTS = (*NAMES, APPEND, METADATA), (6, 4, 4, 4, 1, 2, 2)
+
+
 def draw(family: str, rng: Random, options: Options) -> Call:
-    function = rng.choice((FLASH_MLA, FLASH_MLA, FLASH_MLA, TRTLLM, TRTLLM, WRAPPER, WRAPPER, APPEND, METADATA))
+    function = rng.choices(FUNCTIONS, WEIGHTS)[0]
     most = 150 if options.small else 3000
     lens = tuple(rng.choice((0, 1, 63, 64, 65, rng.randrange(most))) for _ in range(rng.choice((1, 2, 3, 9, 40))))
     mode = rng.choices(("eager", "graph", "threads"), (76, 16, 8))[0]
@@ -38,8 +41,13 @@ def draw(family: str, rng: Random, options: Options) -> Call:
         gap=rng.choice((0, 0, 1, 5)), strided=rng.random() < 0.3, data=rng.choice(("normal", "normal", "peaks")),
         chosen=rng.choice((0, 0, 1, 63, 64, 65, rng.randrange(1, most))), counted=rng.random() < 0.4,
     )  # fmt: skip
+    if function in (WRAPPER, QV, XQA):
+        drawn = replace(drawn, chosen=0, counted=False, causal=function == XQA or rng.random() < 0.7)
     if function == WRAPPER:
-        drawn = replace(drawn, chosen=0, counted=False, sink=False, causal=rng.random() < 0.7)
+        drawn = replace(drawn, sink=False)
+    if function == QV:
+        window, cap = rng.choice((0, 1, 63, 64, 300)), rng.choice((0.0, 0.0, 5.0))
+        drawn = replace(drawn, dim=576, window=window, cap=cap)
     if drawn.chosen and function == FLASH_MLA and rng.random() < 0.4:
         drawn = replace(drawn, second=rng.choice((1, 64, rng.randrange(1, most))))
     return Call(family, function, rng.randrange(1 << 30), mode, "shape", changed_fields(drawn, "function"))
@@ -77,7 +85,7 @@ def build(call: Call, device: torch.device) -> Work:
         lens = torch.tensor(call.case["lens"], dtype=torch.int32)
         shape = lens.shape[0] + 1
         return Work(
-            [{"lens": lens}], lambda tree: {"splits": wrappers.get_mla_metadata(tree["lens"], 16, 1)[1]},
+            [{"lens": lens}], lambda tree: {"splits": wrappers.get_mla_metadata(tree["lens"], 16, 1)[1]},  # type: ignore
             lambda tree: [], lambda _, tree, found: "" if tuple(found["splits"].shape) == (shape,) else "a shape",
         )  # fmt: skip
     if call.function == APPEND:

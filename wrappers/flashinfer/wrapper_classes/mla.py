@@ -177,12 +177,12 @@ class BatchMLAPagedAttentionWrapper(PrefillBatch):
                 raise UnknownName(f"{name}: {given!r}, must be one of {listed(known)}")
         check_flag("use_profiler", use_profiler)
         check_flag("skip_softmax", skip_softmax)
-        for name, given, only in (
+        for name, value, only in (
             ("output_scale", output_scale, "none"), ("scale_mode", scale_mode, "default"),
             ("skip_softmax", skip_softmax, False),
         ):  # fmt: skip
-            if given != only:
-                raise NotImplementedError(f"{name}: {given!r}, must be {only!r}: not supported")
+            if value != only:
+                raise NotImplementedError(f"{name}: {value!r}, must be {only!r}: not supported")
         flat = (qo_indptr, kv_indptr, kv_indices, kv_len_arr, cum_seq_lens_q, block_tables, seq_lens, max_q_len)
         of = _metadata(metadata, flat)
         page_size = check_integer("page_size", integer(page_size), 1)
@@ -205,7 +205,7 @@ class BatchMLAPagedAttentionWrapper(PrefillBatch):
         else:
             signature, planned = DENSE, self._table(of)
         self._signature, self._rope = signature, rotated
-        modifiers = LogitsModifiers(causal, "NONE", scale, -1, 0.0, None)
+        modifiers = LogitsModifiers(bool(causal), "NONE", scale, -1, 0.0, None)
         self._keep(planned, shape, TensorTypes(q_type, kv_type, out_type), modifiers)
 
     def _table(self, of: MLAPlanMetadata) -> BatchPlan:
