@@ -11,12 +11,16 @@ from typing import Any, NamedTuple
 import torch
 
 import wrappers
+from cute_kernels.latent.records import RECORDS, LatentRecord
+from wrappers import reference
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 VALUES = 512  # columns of V
 NO_PAGE = 2_147_480_000
 NO_SLOTS = (-1, -1, -7, -(2**31), 2**31 - 1)  # numbers that are no row of a cache, and those right behind its rows
 SCALE = 192**-0.5
+ALIGNED = 64  # bytes of which strides of pages of packed records are a multiple
+E4M3_SCALE = 0.75  # of record "e4m3"
 ROUNDING = {"bf16": 2.0**-7, "fp16": 2.0**-10}  # of P and of the output together, relative
 LSE_TOLERANCE = 2.0**-18  # relative, and 1e-5
 
@@ -32,7 +36,8 @@ class MlaCase:
     a wider tensor, and its rows are apart. sink: of heads. data: "normal", or "peaks": keys with scores that grow along
     the sequence. chosen: keys that each row chooses among all rows of all requests, some of them twice, between numbers
     that are no row; 0: it sees its request's. counted: fewer of them count, of some requests none. second: keys that
-    each row chooses of a second cache, with pages of 5 rows, too.
+    each row chooses of a second cache, with pages of 5 rows, too. record, second_record: how rows of both caches are
+    packed, keys of `cute_kernels.latent.records.RECORDS`; "" for rows of dtype.
     """
 
     function: str = "flash_mla"
@@ -52,10 +57,12 @@ class MlaCase:
     chosen: int = 0
     counted: bool = False
     second: int = 0
+    record: str = ""
+    second_record: str = ""
 
 
 class MlaInputs(NamedTuple):
-    """The tensors of a call: q (B, rows, H, D), cache (pages, P, D), table (B, M), lens (B,), sinks (H,) or None; slots
+    """The tensors of a call: q (B, rows, H, D), cache (pages, P, D or bytes), table (B, M), lens (B,), sinks (H,) or None; slots
     (B, rows, K) and how many of them count (B,), or None."""
 
     q: torch.Tensor
@@ -75,8 +82,7 @@ def make(case: MlaCase, device: "torch.device | str" = "cpu", seed: int = 0) -> 
     columns = max(1, *(-(-n // size) for n in case.lens))
     used = [-(-n // size) for n in case.lens]
     pages = sum(used) + 2
-    whole = torch.full((pages, size + case.gap, case.dim), float("nan"), dtype=dtype, device=device)
-    cache = whole[:, :size]
+    cache = empty_cache(case, pages, device)
     order = torch.randperm(pages, generator=gen, device=device)
     table = torch.full((batch, columns), NO_PAGE, dtype=torch.int32, device=device)
     for b, n in enumerate(case.lens):
@@ -85,9 +91,8 @@ def make(case: MlaCase, device: "torch.device | str" = "cpu", seed: int = 0) -> 
         keys = torch.randn(n, case.dim, generator=gen, device=device)
         if case.data == "peaks":
             keys *= torch.linspace(0.1, 4.0, n, device=device)[:, None]
-        padded = torch.full((used[b] * size, case.dim), float("nan"), device=device)
-        padded[:n] = keys
-        cache[mine] = padded.view(used[b], size, case.dim).to(dtype)
+        positions = torch.arange(n, device=device)
+        put(case.record, cache, mine[positions // size], positions % size, keys, gen)
     q = torch.randn(batch, case.rows, case.heads, case.dim, generator=gen, device=device).to(dtype)
     if case.strided:
         wide = torch.full((batch, case.rows + 1, 2 * case.heads, case.dim + 8), float("nan"), device=device).to(dtype)
@@ -97,9 +102,87 @@ def make(case: MlaCase, device: "torch.device | str" = "cpu", seed: int = 0) -> 
     lens = torch.tensor(case.lens, dtype=torch.int32, device=device)
     inputs = MlaInputs(q, cache, table, lens, sinks)
     if case.second:
-        other = replace(case, page_size=5, gap=case.gap + 1, chosen=case.second, second=0, lens=case.lens[::-1])
+        other = replace(case, page_size=5, gap=case.gap + 1, chosen=case.second, second=0, lens=case.lens[::-1],
+                        record=case.second_record)  # fmt: skip
         inputs = inputs._replace(second=make(other, device, seed + 1))
     return inputs._replace(**choices(case, inputs, gen)) if case.chosen else inputs
+
+
+def empty_cache(case: MlaCase, pages: int, device: "torch.device | str") -> torch.Tensor:
+    """Return a cache of which every byte is 0xFF: NaN in all types that have one."""
+    size, form = case.page_size, RECORDS[case.record or "rows"]
+    row = form.token_bytes or case.dim * (1 if form.codes else 2)
+    stride = (size + case.gap) * row
+    stride += -stride % ALIGNED if case.record else 0
+    whole = torch.full((pages, stride), 0xFF, dtype=torch.uint8, device=device)
+    cache = whole.as_strided((pages, size, row), (stride, row, 1))
+    if not case.record or not form.vec:
+        return cache.view(torch.float8_e4m3fn if case.record else DTYPES[case.dtype])
+    return cache
+
+
+def put(
+    record: str, cache: torch.Tensor, page: torch.Tensor, row: torch.Tensor, keys: torch.Tensor, gen: torch.Generator
+) -> None:
+    """Write keys to rows of pages."""
+    form = RECORDS[record or "rows"]
+    if not form.vec:
+        scaled = (keys / (E4M3_SCALE if form.codes else 1.0)).to(cache.dtype)
+        cache.view(torch.uint8)[page, row] = scaled.view(torch.uint8)
+        return
+    rows, factors = packed(form, keys, gen)
+    flat = cache.as_strided((len(cache), cache.shape[1] * form.token_bytes), (cache.stride(0), 1))
+
+    def store(first: torch.Tensor, what: torch.Tensor) -> None:
+        flat[page[:, None], first[:, None] + torch.arange(what.shape[1], device=what.device)] = what
+
+    if form.planar:
+        store(row * form.row, rows)
+        store(cache.shape[1] * form.row + row * form.factor_row, factors)
+    else:
+        rows[:, form.factors_at : form.factors_at + factors.shape[1]] = factors
+        store(row * form.row, rows)
+
+
+def packed(form: LatentRecord, keys: torch.Tensor, gen: torch.Generator) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the bytes of packed rows and of their factors, which are random: products with codes need rounding if they
+    are fp32."""
+    device, blocks = keys.device, keys[:, : form.latent].unflatten(-1, (-1, form.vec))
+    bits = torch.randint(128, blocks.shape[:-1], generator=gen, device=device)
+    power = 2.0 ** (bits % 4 - (2 if form.codes == "e2m1" else 8))
+    factors = power * (1.0 if form.factor == "ue8m0" else 1 + (bits // 4 * 4 if form.factor == "fp32" else 16) / 128)
+    scaled = blocks / factors[..., None]
+    if form.codes == "e2m1":
+        table = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6], device=device)
+        nearest = (scaled.abs()[..., None] - table).abs().argmin(-1) + 8 * (scaled < 0)
+        low, high = nearest.flatten(1).unflatten(-1, (-1, 2)).unbind(-1)
+        codes = (low | high << 4).byte()
+    else:
+        codes = scaled.clamp(-448, 448).to(torch.float8_e4m3fn).view(torch.uint8).flatten(1)
+    if form.factor == "fp32":
+        held = factors.contiguous().view(torch.uint8)
+    elif form.factor == "ue8m0":
+        held = (torch.log2(factors) + 127).byte()
+    else:
+        held = factors.to(torch.float8_e4m3fn).view(torch.uint8)
+    if form.permuted:
+        held = held.unflatten(-1, (-1, 4)).transpose(1, 2).flatten(1)
+    rows = torch.zeros(len(keys), form.row, dtype=torch.uint8, device=device)
+    rows[:, : codes.shape[1]] = codes
+    if form.rotated and form.rotated_as != "codes":
+        rest = keys[:, form.latent :].to(torch.float8_e4m3fn if form.rotated_as else torch.bfloat16).view(torch.uint8)
+        rows[:, form.rotated_at : form.rotated_at + rest.shape[1]] = rest
+    padding = torch.full((len(keys), form.factor_row - held.shape[1]), 0xFF) if form.planar else held[:, :0]
+    return rows, torch.cat([held, padding.to(held)], 1)
+
+
+def values(record: str, cache: torch.Tensor) -> torch.Tensor:
+    """Return the values (pages, P, D) of a cache, as kernels make them."""
+    if not record:
+        return cache
+    if not RECORDS[record].vec:
+        return (cache.float() * E4M3_SCALE).double()
+    return reference.latent_values(record, cache).bfloat16()
 
 
 def choices(case: MlaCase, i: MlaInputs, gen: torch.Generator) -> dict[str, Any]:
@@ -142,9 +225,11 @@ def call(case: MlaCase, i: MlaInputs) -> tuple[torch.Tensor, torch.Tensor]:
             "extra_k_cache": i.second.cache.unsqueeze(2), "extra_indices_in_kvcache": i.second.slots,
             "extra_topk_length": i.second.counts,
         }  # fmt: skip
+        descale = torch.full((1,), E4M3_SCALE, device=i.q.device) if case.record == "e4m3" else None
         return wrappers.flash_mla_with_kvcache(
             i.q, i.cache.unsqueeze(2), i.table, i.lens, VALUES, wrappers.get_mla_metadata()[0], softmax_scale=SCALE,
             causal=case.causal and not case.chosen, attn_sink=i.sinks, indices=i.slots, topk_length=i.counts,
+            is_fp8_kvcache=bool(case.record), descale_k=descale,
             **second,
         )  # fmt: skip
     if case.function == "wrapper":
@@ -161,9 +246,10 @@ def call(case: MlaCase, i: MlaInputs) -> tuple[torch.Tensor, torch.Tensor]:
         table, lens = i.slots, i.counts
     if i.slots is not None and lens is not None:
         lens = lens[:, None].expand(-1, case.rows)
+    factor = E4M3_SCALE if case.record == "e4m3" else 1.0
     out, lse = wrappers.trtllm_batch_decode_with_kv_cache_mla(
         i.q, i.cache, None, 128, VALUES, case.dim - VALUES, table, lens, i.table.shape[1] * case.page_size,
-        bmm1_scale=SCALE, sinks=i.sinks, return_lse=True, sparse_mla_top_k=case.chosen,
+        bmm1_scale=SCALE * factor, bmm2_scale=factor, sinks=i.sinks, return_lse=True, sparse_mla_top_k=case.chosen,
     )  # fmt: skip
     return out, lse.view(*i.q.shape[:3]).transpose(1, 2)
 
@@ -192,11 +278,11 @@ class MlaResult(NamedTuple):
     mass: torch.Tensor
 
 
-def chosen_rows(i: MlaInputs, b: int, t: int) -> torch.Tensor:
+def chosen_rows(record: str, i: MlaInputs, b: int, t: int) -> torch.Tensor:
     """Return the rows of a cache that count of those that a row has chosen, in float64."""
     assert i.slots is not None
     slots = i.slots[b, t, : i.slots.shape[2] if i.counts is None else int(i.counts[b])].long()
-    rows = i.cache.flatten(0, 1)
+    rows = values(record, i.cache).flatten(0, 1)
     return rows[slots[(slots >= 0) & (slots < len(rows))]].double()
 
 
@@ -208,12 +294,13 @@ def expected(case: MlaCase, i: MlaInputs) -> MlaResult:
     lse = torch.full((batch, heads, rows), -math.inf, dtype=torch.float64, device=i.q.device)
     for b, n in enumerate(case.lens):
         pages = i.table[b, : -(-n // case.page_size)].long()
-        keys = i.cache[pages].flatten(0, 1)[:n].double()
+        keys = values(case.record, i.cache[pages]).flatten(0, 1)[:n].double()
         for t in range(rows):
             seen = max(n - rows + 1 + t, 0) if case.causal else n
             own = keys[max(0, n - rows + t - case.window) if case.window else 0 : seen]
             if i.slots is not None:
-                own = torch.cat([chosen_rows(each, b, t) for each in (i, i.second) if each is not None])
+                both = ((case.record, i), (case.second_record, i.second))
+                own = torch.cat([chosen_rows(record, each, b, t) for record, each in both if each is not None])
             if len(own):
                 logits = i.q[b, t].double() @ own.T * SCALE
                 if case.cap:

@@ -12,6 +12,7 @@ Shapes: T query tokens, B sequences, Hq query heads, Hkv KV heads, P rows per pa
 from collections.abc import Callable, Sequence
 from typing import Annotated, Any, NamedTuple, TypeAlias, get_type_hints
 
+from ..latent.records import RECORDS
 from .schedule import policy
 
 # Kinds of arguments that are alike in all kernels: the names of an element type and the number of modes. From these
@@ -34,7 +35,8 @@ class QueryArgs(NamedTuple):
 class KVArgs(NamedTuple):
     """The KV cache; read by `kv` and, the lengths, by `geometry`."""
 
-    k: Any  # (pages, Hkv, P, Dqk)        spec.kv.dtype, nvfp4: packed e2m1 (uint8, half the width); any strides, last 1
+    k: Any  # (pages, Hkv, P, Dqk)        spec.kv.dtype, nvfp4: packed e2m1 (uint8, half the width); any strides, last 1;
+    #                                     with spec.kv.record, e4m3 (Dvo), or the bytes of a token's record, as uint8
     v: Any  # (pages, Hkv, P, Dvo)        not loaded where V lies in K
     kv_lens: Ints  # (B,)                 int32: keys; with kv_starts: rows of the last page, except where V lies in K;
     #                                     ragged: (0,); slots: (B / n,), entries that count, of n sequences in turn
@@ -129,12 +131,18 @@ class AttentionArgs(NamedTuple):
     launch: Any = None  # `geometry.LaunchGeometry`, which the host part of a launch computes from the shapes
 
 
+def is_packed(record: str) -> bool:
+    """Return whether rows of a cache are whole records, of bytes, with factors. `record`: of `spec.KVSpec`."""
+    return bool(record) and RECORDS[record].vec > 0
+
+
 BLOCKS: tuple[Any, ...] = (QueryArgs, KVArgs, MaskArgs, LogitsArgs, OutArgs, ScheduleArgs)
 OPTIONAL: dict[str, Callable[[Any], bool]] = {  # field -> whether a spec has it; every spec has the fields not listed
     **dict.fromkeys(("k_scales", "v_scales"), lambda spec: spec.kv.layout.exists),
-    **dict.fromkeys(("q_rope", "k_rope"), lambda spec: spec.kv.shares_v and spec.head_dim_qk > spec.head_dim_vo),
+    "q_rope": lambda spec: spec.kv.shares_v and spec.head_dim_qk > spec.head_dim_vo,
+    "k_rope": lambda spec: has(spec, "q_rope") and not is_packed(spec.kv.record),
     **dict.fromkeys(("extra_k", "extra_slots", "extra_lens"), lambda spec: spec.kv.extra),
-    "extra_k_rope": lambda spec: spec.kv.extra and spec.head_dim_qk > spec.head_dim_vo,
+    "extra_k_rope": lambda spec: spec.kv.extra and has(spec, "q_rope") and not is_packed(spec.kv.extra_record),
     "v_scales_interleaved": lambda spec: spec.kv.layout.exists and not spec.kv.layout.of_rows,
     "window_left": lambda spec: spec.mask.window or spec.mask.custom == "ranges",
     "chunk": lambda spec: spec.mask.chunk,

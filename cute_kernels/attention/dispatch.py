@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 from .. import shipped as policy
 from ..dtypes import BITS
+from ..latent.records import RECORDS
 from . import decode, sm90, sm100
 from .request import KernelRequest, Refusal
 from .spec import outputs
@@ -91,6 +92,25 @@ KINDS = {
     "8 rows gather": Kind("8 rows, with pages of any size", True, {"rows": 8, "page_size": 1}),
     "16 rows gather": Kind("16 rows, with pages of any size", True, {"rows": 16, "page_size": 1}),
 }
+
+
+KINDS |= {
+    f"latent slots {record}": Kind(
+        f"latent slots over packed records of {record}", True, KINDS["latent slots"].change | {"record": record}
+    )
+    for record in RECORDS
+}
+KINDS |= {
+    f"latent two caches {record}, {extra}": Kind(
+        f"latent two caches over packed records of {record} and of {extra}",
+        True,
+        KINDS["latent two caches"].change | {"record": record, "extra_record": extra},
+    )
+    for record, extra in (("584", "584"), ("528", "528"), ("528", "288"))
+}
+KINDS["latent gather e4m3"] = Kind(
+    "latent gather over e4m3 with one scale", True, KINDS["latent gather"].change | {"record": "e4m3"}
+)
 
 
 class Answer(NamedTuple):

@@ -8,6 +8,7 @@ from cutlass import Float32, Int32
 
 from .. import abi
 from ..dtypes import BITS
+from ..latent.records import RECORDS
 from . import args
 
 
@@ -36,14 +37,20 @@ def fake_args(spec) -> dict[str, Any]:
     def query(dim):
         return abi.tensor(abi.DTYPES[spec.q], (None, None, dim), **(wide if BITS[spec.q] == 16 else bytewise))
 
+    def latent(record, dim):
+        if not args.is_packed(record):
+            return abi.tensor(abi.DTYPES[record], (None, None, None, dim), **bytewise) if record else cache(dim)
+        size = RECORDS[record].token_bytes
+        return abi.tensor(cutlass.Uint8, (None, None, None, size), align=16, stride_divisibility=gcd(size, 16))
+
     found: dict[str, Any] = {name: plain(*kind) for name, kind in args.KINDS.items()} | {
         "q": query(first),
         "q_rope": query(qk - first),
-        "k": cache(first),
-        "k_rope": cache(qk - first),
-        "extra_k": cache(first),
-        "extra_k_rope": cache(qk - first),
-        "v": cache(vo),
+        "k": latent(spec.kv.record, first),
+        "k_rope": latent(spec.kv.record, qk - first),
+        "extra_k": latent(spec.kv.extra_record, first),
+        "extra_k_rope": latent(spec.kv.extra_record, qk - first),
+        "v": latent(spec.kv.record, vo),
         "page_table": abi.tensor(Int32, (None, 2, None), align=4),
         "k_scales": scales(qk),
         "v_scales": scales(vo),

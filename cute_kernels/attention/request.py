@@ -32,7 +32,9 @@ class KernelRequest:
     `spec.CUSTOM_MASKS`, instead of causal. alibi: a bias that grows with the key's distance is added to the logits.
     head_scales: the scale of the logits or of the output is per query head. chunk: a token sees no key before its own
     chunk of positions; the mask is causal. prefix: all tokens of a sequence see its first keys. shares_v: V is the
-    first columns of K. extra: with slots, a token also chooses keys of a second cache.
+    first columns of K. extra: with slots, a token also chooses keys of a second cache. record: how rows of the cache
+    are packed, a key of `latent.records.RECORDS`, of which rows of kv are made; "" if they are not. extra_record: that
+    of the second cache.
     """
 
     q: str = "bf16"
@@ -62,6 +64,8 @@ class KernelRequest:
     prefix: bool = False
     shares_v: bool = False
     extra: bool = False
+    record: str = ""
+    extra_record: str = ""
     visible_keys: int = 1 << 30
 
     @property

@@ -76,13 +76,17 @@ class KVSpec:
     """The KV cache. dtype: storage type of K and V. source: "tma", pages of `TMA_PAGES` rows or ragged rows, loaded by
     TMA; "gather", pages of any size, loaded row by row; or "slots", rows that are named one by one. scales: a key of
     `SCALE_LAYOUTS`; "" means the only layout of the type. shares_v: V is the first head_dim_vo columns of K. extra:
-    with slots, there is a second cache, with pages and slots of its own."""
+    with slots, there is a second cache, with pages and slots of its own. record: a key of `latent.records.RECORDS`, of
+    which rows of `dtype` are made as they are loaded; "" if rows are stored in it. extra_record: that of the second
+    cache."""
 
     dtype: str = "bf16"
     source: str = "tma"
     scales: str = ""
     shares_v: bool = False
     extra: bool = False
+    record: str = ""
+    extra_record: str = ""
 
     @property
     def bits(self) -> int:
@@ -97,7 +101,8 @@ class KVSpec:
     @property
     def name(self) -> str:
         """The cache's part of a spec's name, apart from its source."""
-        return f"kv{self.dtype}{self.layout.letter}" + ("v" if self.shares_v else "") + ("x" if self.extra else "")
+        extra = f"x{self.extra_record}" if self.extra else ""
+        return f"kv{self.record or self.dtype}{self.layout.letter}" + ("v" if self.shares_v else "") + extra
 
 
 @dataclass(frozen=True)
@@ -285,12 +290,15 @@ def outputs(q: str, asked: str = "") -> tuple[str, ...]:
 
 def kv_spec(request: KernelRequest) -> KVSpec:
     """Return the cache of a request."""
-    return KVSpec(request.kv, kv_source(request), request.kv_scales, request.shares_v, request.extra)
+    p = request
+    return KVSpec(p.kv, kv_source(p), p.kv_scales, p.shares_v, p.extra, p.record, p.extra_record)
 
 
 def kv_source(request: KernelRequest) -> str:
     """Return the source of K and V that serves a request. Rows of NVFP4 may be too short for TMA."""
     if request.source == "slots":
         return "slots"
+    if request.record:
+        return "gather"
     short = any(dim * BITS[request.kv] // 8 % TMA_BYTES for dim in (request.head_dim_qk, request.head_dim_vo))
     return "tma" if request.source == "ragged" or request.page_size in TMA_PAGES and not short else "gather"

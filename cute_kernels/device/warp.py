@@ -37,6 +37,11 @@ def select(condition, x, y):
     return Float32(cutlass.select_(condition, Float32(x).ir_value(), Float32(y).ir_value()))
 
 
+def choose(condition, x, y):
+    """Return x if condition, else y, both of x's type: an integer. See `select`."""
+    return type(x)(cutlass.select_(condition, x.ir_value(), type(x)(y).ir_value()))
+
+
 def fma(x, y, z):
     """Return x * y + z in fp32, rounded once. ptxas does not fuse a product and a sum by itself: see
     `build.OPTIONS`."""

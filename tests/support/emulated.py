@@ -84,7 +84,8 @@ def emulate(op, spec, launches):
             lse_form=getattr(a, "lse_form", 0), q_rope=getattr(a, "q_rope", None),
             k_rope=getattr(a, "k_rope", None), extra_k=getattr(a, "extra_k", None),
             extra_k_rope=getattr(a, "extra_k_rope", None), extra_slots=getattr(a, "extra_slots", None),
-            extra_lens=getattr(a, "extra_lens", None), **factors,
+            extra_lens=getattr(a, "extra_lens", None), record=spec.kv.record, extra_record=spec.kv.extra_record,
+            **factors,
         )  # fmt: skip
         o, lse = reference.paged_attention(problem)
         fp8, packed = getattr(a, "o_fp8", ()), getattr(a, "o_fp4", ())

@@ -78,6 +78,10 @@ class AttentionCall(NamedTuple):
     # v is k, and q_rope and k_rope are what scores multiply beside: Dqk is Dvo and their columns
     shares_v: bool = False
     lse_form: int = 0  # with shares_v, how lse differs: bits of `cute_kernels.attention.spec.LSE_*`
+    # With shares_v, how rows of k are packed, a key of `cute_kernels.latent.records.RECORDS`: k is (pages, 1, P, bytes)
+    # uint8 or, in record "e4m3", values like those of k and k_rope otherwise. "": not packed
+    record: str = ""
+    extra_record: str = ""  # likewise, of extra_k
 
     out: torch.Tensor | FP4Tensor | None = None  # (T, Hq, Dvo)
     lse: torch.Tensor | None = None  # (T, Hq) fp32, base 2, sink included
@@ -112,6 +116,8 @@ class AttentionCall(NamedTuple):
 
     @property
     def dim_vo(self) -> int:
+        if self.record:
+            return self.q.shape[2]
         return self.v.shape[3] * (2 if self.v.dtype is torch.uint8 else 1)
 
     @property

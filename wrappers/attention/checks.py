@@ -15,6 +15,7 @@ import torch
 
 from cute_kernels import dtypes
 from cute_kernels.attention import spec
+from cute_kernels.latent.records import RECORDS
 
 from .. import fp4
 from ..host.checks import (
@@ -151,8 +152,11 @@ def kernel_tensors(call: AttentionCall) -> None:
         raise NotImplementedError(f"{name('custom_mask')}: {size} bytes, must be less than {MOST_MASK} on CUDA")
     for field in ("q", "k", "v", "out", "q_rope", "k_rope", "extra_k", "extra_k_rope"):
         t = getattr(call, field)
-        if isinstance(t, torch.Tensor):  # rows of NVFP4 may have 8 bytes more than TMA could load
-            packed = t.dtype == torch.uint8 and field != "out"
+        record = {"k": call.record, "v": call.record, "extra_k": call.extra_record}.get(field, "")
+        if isinstance(t, torch.Tensor) and record and RECORDS[record].planar:  # of which the row's stride says nothing
+            _tma(name(field), t[:, :1, :1], TMA_BYTES)
+        elif isinstance(t, torch.Tensor):  # rows of NVFP4 may have 8 bytes more than TMA could load
+            packed = t.dtype == torch.uint8 and field != "out" and not call.record
             _tma(name(field), t, gcd(t.shape[3], TMA_BYTES) if packed else TMA_BYTES)
     for field in ("k_scales", "v_scales"):
         t = getattr(call, field)
@@ -226,6 +230,9 @@ def _caches(call: AttentionCall, name: Names) -> None:
     """Check K and V, and that they fit the query, all in logical order."""
     q, kv = call.q, name("kv")
     k, v = (check_tensor(name(field), getattr(call, field), 4, q.device) for field in ("k", "v"))
+    if call.record:
+        _records(call, name)
+        return
     if k.dtype != v.dtype:
         raise TypeError(f"{kv}: K is {k.dtype} and V {v.dtype}, must be the same")
     check_last_stride(name("k"), k)
@@ -249,16 +256,48 @@ def _caches(call: AttentionCall, name: Names) -> None:
         raise ValueError(f"{name('q')}: {q.shape[1]} heads, must be a multiple of {kv}'s {kv_heads}{hint}")
 
 
+def _records(call: AttentionCall, name: Names) -> None:
+    """Check a cache of packed records, and a second one, and that they fit the query."""
+    columns = call.dim_qk
+    if call.q.dtype != torch.bfloat16:
+        need = f"must be torch.bfloat16 over a cache of record {call.record}"
+        raise NotImplementedError(f"{name('q')}: dtype {call.q.dtype}, {need}: not supported")
+    _rope_columns(call, name)
+    _second_cache(call, name)
+    second = (("extra_k", call.extra_record),) if call.extra_k is not None else ()
+    for field, record in (("k", call.record), *second):
+        form, k = RECORDS[record], getattr(call, field)
+        check_last_stride(name(field), k)
+        if not form.vec:  # values
+            check_one_of(f"{name(field)}: in record {record}, dtype", k.dtype, (E4M3,))
+            if k.shape[3] != call.q.shape[2]:
+                raise ValueError(f"{name(field)}: shape {tuple(k.shape)}, must end with {call.q.shape[2]}, as q does")
+            continue
+        check_one_of(f"{name(field)}: in record {record}, dtype", k.dtype, (torch.uint8,))
+        held = form.latent + (form.rotated if form.rotated_as != "codes" else 0)
+        if k.shape[3] != form.token_bytes or columns != held:
+            found = f"{name(field)}: rows of {k.shape[3]} bytes, and {columns} columns of {name('q')}"
+            raise ValueError(f"{found}, must be {form.token_bytes} and {held} in record {record}")
+    _, kv_heads, page_size, _ = call.k.shape
+    if kv_heads != 1 or not page_size:
+        raise ValueError(f"{name('k')}: shape {tuple(call.k.shape)}, must have one head and at least one row per page")
+
+
 def _rope_columns(call: AttentionCall, name: Names) -> None:
     """Check the columns of Q and K behind those that V has, too: both or neither are given."""
     given = [field for field in ("q_rope", "k_rope") if getattr(call, field) is not None]
     if not given:
         return
+    packed = call.record != "" and RECORDS[call.record].vec > 0
+    if packed and given == ["q_rope"]:  # rows of K have all columns
+        q = check_operand(name("q_rope"), call.q_rope, 3, (call.q.dtype,), call.q.device)
+        check_shape(name("q_rope"), q, (*call.q.shape[:2], q.shape[2]), f"tokens and heads of {name('q')}")
+        return
     if not call.shares_v or len(given) == 1:
         other = "shares_v" if len(given) == 2 else "k_rope" if given == ["q_rope"] else "q_rope"
         raise ValueError(f"{name(given[0])}: given, must be None without {name(other)}")
-    q, k = (check_operand(name(field), getattr(call, field), n, (call.q.dtype,), call.q.device)
-            for field, n in (("q_rope", 3), ("k_rope", 4)))  # fmt: skip
+    q, k = (check_operand(name(field), getattr(call, field), n, (dtype,), call.q.device)
+            for field, n, dtype in (("q_rope", 3, call.q.dtype), ("k_rope", 4, call.k.dtype)))  # fmt: skip
     check_shape(name("q_rope"), q, (*call.q.shape[:2], q.shape[2]), f"tokens and heads of {name('q')}")
     check_shape(name("k_rope"), k, (*call.k.shape[:3], q.shape[2]), f"that of {name('k')}, columns of {name('q_rope')}")
 
@@ -275,7 +314,8 @@ def _second_cache(call: AttentionCall, name: Names) -> None:
         raise ValueError(f"{name(given[0])}: given, must be None without {name(other)}")
     device, (_, heads, _, dim), r = call.q.device, call.k.shape, call.requests
     k = check_operand(name("extra_k"), call.extra_k, 4, (call.k.dtype,), device)
-    check_shape(name("extra_k"), k, (k.shape[0], heads, k.shape[2], dim), f"heads and columns of {name('k')}")
+    columns = k.shape[3] if call.record else dim
+    check_shape(name("extra_k"), k, (k.shape[0], heads, k.shape[2], columns), f"heads and columns of {name('k')}")
     if call.extra_k_rope is not None and call.k_rope is not None:
         rope = check_operand(name("extra_k_rope"), call.extra_k_rope, 4, (call.k.dtype,), device)
         check_shape(name("extra_k_rope"), rope, (*k.shape[:3], call.k_rope.shape[3]), f"that of {name('k_rope')}")
@@ -290,8 +330,8 @@ def _second_cache(call: AttentionCall, name: Names) -> None:
 def _kv_scales(call: AttentionCall, name: Names) -> None:
     """Check the scale factors of K and V, which packed caches must have, and caches of 8 bits may have."""
     both, dtype = name("scales"), call.k.dtype
-    if call.k_scales is None or dtype not in (torch.uint8, *EIGHT_BITS):
-        if call.k_scales is not None or dtype == torch.uint8:
+    if call.k_scales is None or dtype not in (torch.uint8, *EIGHT_BITS) or call.record:
+        if call.k_scales is not None or dtype == torch.uint8 and not call.record:
             given = f"K is {type(call.k_scales).__name__}, must be None"
             need = "None, required" if call.k_scales is None else given
             raise ValueError(f"{both}: {need} if {name('kv')} is {dtype} (NVFP4 caches are torch.uint8)")

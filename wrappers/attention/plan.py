@@ -106,7 +106,7 @@ def request_of(call: AttentionCall, sms: int = 132) -> KernelRequest:
     causal = (call.causal or single) and not masked and form != "slots"
     return KernelRequest(
         q=TYPES[call.q.dtype],
-        kv=TYPES[call.k.dtype],
+        kv=TYPES[call.q.dtype if call.record else call.k.dtype],
         out=TYPES[call.result_dtype],
         kv_scales=call.kv_scales,
         head_dim_qk=call.dim_qk,
@@ -133,6 +133,8 @@ def request_of(call: AttentionCall, sms: int = 132) -> KernelRequest:
         head_scales=any(t is not None and t.numel() > 1 for t in (call.scale_tensor, call.out_scale_tensor)),
         shares_v=call.shares_v,
         extra=call.extra_k is not None,
+        record=call.record,
+        extra_record=call.extra_record,
     )
 
 

@@ -4,6 +4,8 @@ from typing import Any
 
 import torch
 
+from cute_kernels.latent.records import RECORDS
+
 from ..attention.call import AttentionCall, SequenceBatch, sequences_of, slot_sequences
 from ..attention.checks import SIGNATURES
 from ..attention.op import serve
@@ -32,6 +34,7 @@ SIGNATURES[NAME] = {
 }  # fmt: skip
 SIGNATURES[EQUAL] = SIGNATURES[NAME] | {"max_q_len": "query"}
 SIGNATURES[SPARSE] = SIGNATURES[EQUAL]
+PACKED = {(512, 64): "656", (512, 0): "528_fp32"}  # (kv_lora_rank, qk_rope_head_dim) -> record of sparse caches
 COUNTED = SPARSE + ", sparse_mla_top_k_lens"
 SIGNATURES[COUNTED] = SIGNATURES[SPARSE] | {"kv_lens": "sparse_mla_top_k_lens"}
 
@@ -55,7 +58,9 @@ def trtllm_batch_decode_with_kv_cache_mla(
     Args:
         query: fp16 or bf16 (B, rows, H, kv_lora_rank + qk_rope_head_dim), causal, the last row sees all keys; or, with
             cum_seq_lens_q, int32 (B + 1,), and max_q_len, (tokens, H, ...). Any strides, the last 1.
-        kv_cache: (pages, P, D) or (pages, 1, P, D) of query's dtype, D the last dimension of query; any P.
+        kv_cache: (pages, P, D) or (pages, 1, P, D) of query's dtype, D the last dimension of query; any P. With a bf16
+            query also of float8_e4m3fn, with one scale, in bmm1_scale and bmm2_scale; or, with sparse_mla_top_k, of
+            uint8, packed records: 656 bytes or, if D is 512, the first 528 bytes of a row (512 e4m3, 4 fp32 scales).
         kv_lora_rank: columns of V. (D, kv_lora_rank) is (576, 512) or (512, 512).
         block_tables: int32 (B, M), pages of each request. seq_lens: int32 (B,), its keys.
         sparse_mla_top_k: K > 0: block_tables is int32 (B, rows, K) or, with cum_seq_lens_q, (tokens, K), and holds the
@@ -160,14 +165,13 @@ def mla_decode_call(
         k = k.unsqueeze(1)
     if k.dim() != 4 or k.shape[1] != 1:
         raise ValueError(f"kv_cache: shape {tuple(kv_cache.shape)}, must be (pages, P, D) or (pages, 1, P, D)")
-    if k.shape[3] != dim:
-        raise ValueError(f"kv_cache: shape {tuple(kv_cache.shape)}, must end with {dim}, {parts}")
+    top_k = check_integer("sparse_mla_top_k", integer(sparse_mla_top_k), 0)
+    k, k_rope, record = _cache(k, kv_cache, columns, rotated, top_k, parts)
     most = shape[1]
     if ragged:
         most = check_integer("max_q_len", integer(max_q_len), 0)
     elif max_q_len is not None:
         check_integer("max_q_len", integer(max_q_len))  # not used
-    top_k = check_integer("sparse_mla_top_k", integer(sparse_mla_top_k), 0)
     if top_k:
         signature, most = SPARSE if sparse_mla_top_k_lens is None else COUNTED, 1
         requests = _chosen(query, block_tables, top_k, seq_lens, sparse_mla_top_k_lens)
@@ -184,13 +188,28 @@ def mla_decode_call(
     scale, scale_tensor = split_scale("bmm1_scale", bmm1_scale)
     out_scale, out_scale_tensor = split_scale("bmm2_scale", bmm2_scale)
     q, q_rope = columns_and_rope(query if ragged else query.flatten(0, 1), columns)
-    k, k_rope = columns_and_rope(k, columns)
     return AttentionCall(
         signature, q, k, k, requests, most,
         scale, out_scale, return_lse=bool(return_lse), enable_pdl=enable_pdl, out_dtype=query.dtype, shares_v=True,
         out=_flat(out, (*shape[:-1], columns)), lse=lse, sinks=one_sink(sinks), scale_tensor=scale_tensor,
-        out_scale_tensor=out_scale_tensor, q_rope=q_rope, k_rope=k_rope,
+        out_scale_tensor=out_scale_tensor, q_rope=q_rope, k_rope=k_rope, record=record,
     )  # fmt: skip
+
+
+def _cache(
+    k: torch.Tensor, given: torch.Tensor, columns: int, rotated: int, top_k: int, parts: str
+) -> tuple[torch.Tensor, torch.Tensor | None, str]:
+    """Return a cache (pages, 1, P, D), those columns of it that V does not have, if they lie apart, and its record."""
+    record, dim = PACKED.get((columns, rotated), ""), columns + rotated
+    if k.dtype == torch.uint8 and top_k and record:
+        size = RECORDS[record].row
+        if k.shape[3] != size and (rotated or k.shape[3] < size):
+            least = "" if rotated else " or more"
+            raise ValueError(f"kv_cache: shape {tuple(given.shape)}, must end with {size}{least}, bytes of {parts}")
+        return k[..., :size], None, record
+    if k.shape[3] != dim:
+        raise ValueError(f"kv_cache: shape {tuple(given.shape)}, must end with {dim}, {parts}")
+    return *columns_and_rope(k, columns), "e4m3" if k.dtype == torch.float8_e4m3fn else ""
 
 
 def _chosen(query: torch.Tensor, slots: Any, top_k: int, lens: Any, own_lens: Any) -> SequenceBatch:
@@ -258,9 +277,9 @@ def bound_rows(call: AttentionCall, query: Any, out: Any) -> tuple[Any, torch.Te
     ragged = query.dim() == 3 if chosen else call.requests.cu_seqlens_q is not None
     shape = check_strided("query", query, 3 if ragged else 4).shape
     if ragged:
-        return columns_and_rope(query, call.v.shape[3]), _flat(out, (*shape[:-1], call.v.shape[3]))
+        return columns_and_rope(query, call.dim_vo), _flat(out, (*shape[:-1], call.dim_vo))
     tokens = call.requests.batch * call.max_q_len
     if shape[:2] != (call.requests.batch, call.max_q_len) and (not chosen or shape[:2].numel() != tokens):
         need = call.requests.batch, call.max_q_len
         raise ValueError(f"query: shape {tuple(shape)}, must begin with {need}, those of the bound call")
-    return columns_and_rope(query.flatten(0, 1), call.v.shape[3]), _flat(out, (*shape[:-1], call.v.shape[3]))
+    return columns_and_rope(query.flatten(0, 1), call.dim_vo), _flat(out, (*shape[:-1], call.dim_vo))

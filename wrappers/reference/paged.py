@@ -3,15 +3,17 @@
 import math
 from collections.abc import Iterator
 from itertools import pairwise
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
 from cute_kernels.attention.spec import LSE_INF, LSE_NATURAL, LSE_OF_KEYS
+from cute_kernels.latent.records import RECORDS
 
 from .. import fp4
 from ..attention.call import AttentionCall
 from .dense import LOG2E, HeadTerms, attention, rotate
+from .latent import latent_values
 from .masks import TokenMask, masks_of
 
 
@@ -113,6 +115,15 @@ def _values(
     return fp4.nvfp4_dequantize(stored(cache), stored(scales))
 
 
+def unpacked(cache: Any, record: str) -> Any:
+    """Return a cache whose rows may be packed, as bf16 then: what kernels make of them."""
+    if not record or cache is None:
+        return cache
+    if not RECORDS[record].vec:
+        return cache.bfloat16()
+    return latent_values(record, cache[:, 0]).bfloat16().unsqueeze(1)
+
+
 class SequenceTokens(NamedTuple):
     """The tokens of a request.
 
@@ -130,6 +141,7 @@ class SequenceTokens(NamedTuple):
 def tokens_of(call: AttentionCall) -> Iterator[SequenceTokens]:
     """Yield the tokens of each request with query rows, whatever the form of the call. Reads lengths on the host."""
     tokens, r, v_scales = len(call.q), call.requests, call.v_scales
+    first, extra = unpacked(call.k, call.record), unpacked(call.extra_k, call.extra_record)
     if v_scales is not None and call.interleaved:
         v_scales = fp4.deinterleave_v_scales(v_scales)
     if r.cu_seqlens_q is None:
@@ -143,18 +155,20 @@ def tokens_of(call: AttentionCall) -> Iterator[SequenceTokens]:
         pages = (None, None) if keys.pages is None else keys.pages
         q, k, v = (
             call.q[rows],
-            _values(call.k, call.k_scales, pages[0], keys),
-            _values(call.v, v_scales, pages[1], keys),
+            _values(first, call.k_scales, pages[0], keys),
+            _values(first if call.record else call.v, v_scales, pages[1], keys),
         )
         if call.extra_k is not None and call.extra_slots is not None and call.extra_lens is not None:
             more = _chosen(call.extra_k, call.extra_slots, call.extra_lens)[request]
-            k = v = torch.cat((k, _values(call.extra_k, None, None, more)))
+            k = v = torch.cat((k, _values(extra, None, None, more)))
         if call.q_rope is not None and call.k_rope is not None:
             q = torch.cat((q, call.q_rope[rows]), -1)
             rope = _values(call.k_rope, None, pages[0], keys)
             if call.extra_k_rope is not None:
                 rope = torch.cat((rope, _values(call.extra_k_rope, None, None, more)))
             k = torch.cat((k, rope), -1)
+        elif call.q_rope is not None:  # rows of K have all columns
+            q, v = torch.cat((q, call.q_rope[rows]), -1), k[..., : call.q.shape[2]]
         if call.rope is not None:
             q, k = rotate(q, keys.length - len(q), *call.rope), rotate(k, 0, *call.rope)
         yield SequenceTokens(rows, q, k, v, mask)

@@ -39,7 +39,8 @@ def cached(a, x: Operand):
 def source_operand(spec, a, x: Operand):
     """Make the operand of the source, which loads `x`. Called on the host."""
     parts = cached(a, x)
-    made = source(spec).operand(parts, (x.rows, x.columns * x.bits // parts[0].element_type.width), x.stages)
+    width = x.bits if spec.kv.record else parts[0].element_type.width
+    made = source(spec).operand(parts, (x.rows, x.columns * x.bits // width), x.stages)
     if not spec.kv.extra:
         return made
     return gather.with_extra(made, tuple(t for t in (a.kv.extra_k, a.kv.extra_k_rope) if t is not None))
@@ -55,8 +56,13 @@ def allocate_stages(spec, smem, shape, stages):
 def allocate(spec, smem, plan, operands):
     """Allocate the stages of all operands: those that they are loaded to, then those that are prepared. Return
     (`smem`, `raw`) of each, see `OperandSmem`."""
-    raw = [copy.allocate(smem, plan.kv[x.tensor], cached(plan.args, x)[0].element_type) for x in operands]
+    raw = [copy.allocate(smem, plan.kv[x.tensor], loaded_type(spec, plan.args, x)) for x in operands]
     return [(_prepared(spec, smem, x, loaded), loaded) for x, loaded in zip(operands, raw, strict=True)]
+
+
+def loaded_type(spec, a, x: Operand):
+    """Return the type of the stages that an operand is loaded to."""
+    return precision.of(spec).mma_type if spec.kv.record else cached(a, x)[0].element_type
 
 
 def _prepared(spec, smem, x: Operand, raw):
@@ -67,9 +73,9 @@ def _prepared(spec, smem, x: Operand, raw):
 
 
 def arrivals(spec, roles, x: Operand):
-    """Return the arrivals that complete a loaded stage: one per load warp (TMA) or per lane of it (gather), and one per
-    lane that copies scale factors."""
-    each = 1 if spec.kv.source == "tma" else LANES
+    """Return the arrivals that complete a loaded stage: one per load warp (TMA, packed records) or per lane of it
+    (gather), and one per lane that copies scale factors."""
+    each = 1 if spec.kv.source == "tma" or spec.kv.record else LANES
     return each * roles.warps(x.load_role) + LANES * roles.warps("load_scales")
 
 

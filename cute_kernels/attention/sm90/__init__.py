@@ -7,6 +7,7 @@ This file is plain Python: it states what the kernel can do (`supports`) and whi
 from dataclasses import replace
 
 from ... import archs
+from ...latent.records import INDEX, RECORDS
 from ..request import KernelRequest, Refusal
 from ..spec import (
     DTYPES,
@@ -39,6 +40,7 @@ from .tile_table import (
 
 ARCHS = archs.having(archs.WGMMA)
 SPLIT_ROWS = 16  # stream_k serves more rows; up to this many, `decode` reads keys as fast and computes less
+CONVERTING_WARPS = 3  # load warps of tiles over packed records, besides the schedule warp
 DECODE_DIM = 256  # stream_k serves any number of rows with a larger head_dim, since `decode` then reads K twice
 Spec = AttentionSpec[Sm90TileConfig]
 
@@ -69,6 +71,8 @@ def general(q: str, kv: str, dims: tuple[int, int]) -> Spec:
 def split_keys(q: str, kv: KVSpec, dims: tuple[int, int]) -> Spec:
     """Return the stream_k spec with a causal mask. Its tile is None if `tile_table` has none for these types."""
     mask, tile = MaskSpec("always"), split_tile_of(q, kv.dtype, dims, kv.shares_v)
+    if kv.record and tile:
+        tile = replace(tile, load_warps=CONVERTING_WARPS)
     return AttentionSpec(q, kv, outputs(q)[:1], *dims, mask, schedule="stream_k", tile=tile)
 
 
@@ -125,6 +129,9 @@ def supports(spec: Spec) -> Refusal | None:
     """Return None if the kernel can run `spec`, else the reason. Nothing else states what the kernel can do."""
     if spec.kv.extra and spec.kv.source != "slots":
         return Refusal("extra", "True: the kernel reads a second cache only by slots")
+    if spec.kv.record or spec.kv.extra_record:
+        if refusal := refuse_record(spec):
+            return refusal
     if spec.kv.source == "slots":
         if not spec.kv.shares_v:
             return Refusal("source", "slots: the kernel reads keys that a token chooses only if V lies in K")
@@ -169,6 +176,25 @@ def supports(spec: Spec) -> Refusal | None:
     if spec.kv.dtype == spec.q != FP8 and t.load_warps != (2 if t.pieces == 1 and not spec.kv.shares_v else 1):
         return Refusal("tile", f"{t}: load_warps must be 2, or 1 with pieces or V in K, unless K or V is prepared")
     return resources(spec, t, padded(spec.kv.dtype, spec.dims)).refusal(t)
+
+
+def refuse_record(spec: Spec) -> Refusal | None:
+    """Return the refusal of packed records, if the kernel cannot read them."""
+    if spec.q != "bf16" or not spec.kv.shares_v or spec.kv.source == "tma" or spec.schedule != "stream_k":
+        return Refusal("record", f"{spec.kv.record}: the kernel has bf16 queries, split keys and V in K over records")
+    for record in (spec.kv.record, *((spec.kv.extra_record,) if spec.kv.extra else ())):
+        if columns_of(record) not in (0, spec.head_dim_qk):
+            found = ", ".join(name for name in RECORDS if columns_of(name) == spec.head_dim_qk)
+            return Refusal("record", f"{record}: with head_dim {spec.head_dim_qk}, the kernel has {found}")
+    return None
+
+
+def columns_of(record: str) -> int:
+    """Return the columns that the kernel makes of a packed record; 0 for rows of any number, -1 for other records."""
+    form = RECORDS.get(record)
+    if not record or form is None or record == INDEX:
+        return -1
+    return form.latent + (form.rotated if form.rotated_as != "codes" else 0) if form.vec else 0 if form.codes else -1
 
 
 def refuse_pieces(spec: Spec, t: Sm90TileConfig) -> Refusal | None:

@@ -17,6 +17,7 @@ TRANSPOSING_PARTS = (56, 224)  # (load, mma) with two mma warpgroups that have t
 SHARED_SCORES = (56, 224)  # (load, mma) with mma warpgroups that have a part each of the scores
 SPLIT_KV = {1: (72, 72, 232), 2: (72, 72, 216)}  # tiles may be split among CTAs
 SCORES_APART = (40, 88, 192)
+CONVERTING = (72, 88, 176)  # the same over packed records, which the load warps convert
 WARPS = 4  # warps per warpgroup
 
 
@@ -47,7 +48,7 @@ def roles(spec) -> Roles:
     if t.scores_apart:
         loading |= {"idle": spare}
         each: Any = loading, {"score": WARPS}, {"mma": WARPS * t.warpgroups}
-        table = (Role(name, warps, n) for n, group in zip(SCORES_APART, each) for name, warps in group.items())
+        table = (Role(name, warps, n) for n, group in zip(CONVERTING if spec.kv.record else SCORES_APART, each) for name, warps in group.items())
         return Roles.of(*table)
     if has_prepare_warpgroup(spec):
         registers = (TRANSPOSING if precision.transposes_v(spec) else DEQUANTISING)[t.warpgroups]

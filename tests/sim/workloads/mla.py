@@ -26,7 +26,7 @@ def mla_cases(spec: Any) -> list[MlaScenario]:
         return chosen_cases(spec)
     base = MlaCase(
         dtype=spec.q, dim=spec.head_dim_qk, causal=spec.mask.causal != "never", window=190 * spec.mask.window,
-        page_size=3 if spec.kv.source == "gather" else 64,
+        page_size=3 if spec.kv.source == "gather" else 64, record=spec.kv.record,
     )  # fmt: skip
     base = base if base.causal else replace(base, rows=2)  # a single row sees all keys under either mask
     base = replace(base, function="qv" if base.window else "flash_mla")
@@ -38,7 +38,7 @@ def mla_cases(spec: Any) -> list[MlaScenario]:
             heads=1,
             rows=3,
             page_size=32 if spec.kv.source == "tma" else 2,
-            function="qv" if base.window else "wrapper",
+            function="qv" if base.window else "trtllm" if base.record else "wrapper",
         ),
         replace(base, lens=(70, 0, 130), rows=8, heads=5, strided=True, sink=True),
         replace(base, lens=(330,), heads=5, rows=8, cap=4.0 * spec.mask.window),
@@ -58,9 +58,12 @@ def mla_cases(spec: Any) -> list[MlaScenario]:
 def chosen_cases(spec: Any) -> list[MlaScenario]:
     """Return scenarios for the kernel `spec`, where each row chooses its keys."""
     base = MlaCase(
-        dtype=spec.q, dim=spec.head_dim_qk, page_size=7, chosen=128, lens=(90, 30), second=70 * spec.kv.extra
-    )
-    other = "flash_mla" if spec.kv.extra else "trtllm"
+        dtype=spec.q, dim=spec.head_dim_qk, page_size=7, chosen=128, lens=(90, 30), second=70 * spec.kv.extra,
+        record=spec.kv.record, second_record=spec.kv.extra_record,
+    )  # fmt: skip
+    if spec.kv.record == "528_fp32":
+        base = replace(base, function="trtllm")
+    other = "trtllm" if spec.kv.record in ("", "e4m3", "656", "528_fp32") and not spec.kv.extra else "flash_mla"
     first = (
         replace(base, chosen=65, heads=3, strided=True, function=other, sink=True),
         replace(base, rows=3, heads=5, counted=True, lens=(40, 7, 9, 3), gap=1),

@@ -248,6 +248,8 @@ class Translator:
     def together(self, ops: list[PtxOp]) -> bool:
         """Run instructions that do the same at once, on arrays with a row for each. Return False if they must run one
         by one."""
+        if all(len(set(texts)) == 1 for texts in zip(*([text for text, _ in op.ins] for op in ops), strict=True)):
+            return False  # one result for all, without rows
         outs, kind = [op.outs[0][0] for op in ops], ops[0].outs[0][1]
         letters = {self.registers.at.get(register, ("",))[0] for register in outs}
         columns = [
