@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 import wrappers
-from cute_kernels.latent.records import INDEX, RECORDS, ROWS
+from cute_kernels.records import INDEX, RECORDS, ROWS
 from wrappers import reference
 from wrappers.host import machine
 

@@ -1,10 +1,12 @@
-"""Measure decode over latent caches (MLA): the time of each case beside its floor, the longer one of the times to read
-the keys once at this run's copy rate and to do the operations at its matmul rate."""
+"""Measure decode over latent caches (MLA), in which rows see all keys of their request (mla-decode) or have chosen them
+(dsa-decode): the time of each case beside its floor, the longer one of the times to read the keys once at this run's
+copy rate and to do the operations at its matmul rate."""
 
 import re
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import torch
 
@@ -18,36 +20,77 @@ NAMES = (
     "b8-s32768-h16-p64", "b1-s131072-h16-p64", "b1-s32768-h128-p64", "b128-s4096-h16-p1", "b128-s4096-h64-p64",
     "b64-s8192-h8-p64",
 )  # fmt: skip
+PACKED_NAMES = ("fp8-b128-s8192-h16-p64", "kv656-b128-s8192-h16-p64")
+CHOSEN_NAMES = (
+    *(f"kv656-b{n}-h128-k2048" for n in (128, 64, 32, 8, 1)), "kv656-b64-h128-k2048-q2", "kv656-b64-h64-k2048",
+    "kv656-b128-h64-k2048", "kv656-b128-h16-k2048", "kv656-b128-h8-k2048", "kv656-b8-h16-k2048", "kv656-b1-h16-k2048",
+    "bf16-b128-h16-k2048", "bf16-b64-h128-k2048", "bf16-b8-h16-k2048", "bf16-b1-h16-k2048",
+    "kv584-b64-h128-k512-w128", "kv584-b64-h64-k1024-w128", "kv352-b128-h16-k2048",
+)  # fmt: skip
+RECORDS_OF = {"bf16": "", "fp8": "e4m3", **{f"kv{size}": str(size) for size in (656, 352, 584)}}
+PADDED_HEADS = 64  # FlashMLA's sparse decode takes as many, or twice
+WRITTEN = 1 << 16  # rows of a cache that are made at a time
 CHECKED = 3  # requests
 Out = tuple[torch.Tensor, torch.Tensor]
 
 
 def case_of(name: str) -> MlaCase:
-    """Return the case 'b<requests>-s<keys>-h<heads>-p<rows of a page>', perhaps with '-q<query tokens>'."""
-    found = re.fullmatch(r"b(\d+)-s(\d+)-h(\d+)-p(\d+)(?:-q(\d+))?", name)
+    """Return the case '<cache>-b<requests>-s<keys>-h<heads>-p<rows of a page>', perhaps with '-q<query tokens>'."""
+    found = re.fullmatch(r"(\w+)-b(\d+)-s(\d+)-h(\d+)-p(\d+)(?:-q(\d+))?", name)
     if not found:
-        raise ValueError(f"case {name!r}: must look like b64-s8192-h128-p64")
-    batch, keys, heads, page, rows = (int(x or 1) for x in found.groups())
-    return MlaCase(lens=(keys,) * batch, heads=heads, page_size=page, rows=rows)
+        raise ValueError(f"case {name!r}: must look like bf16-b64-s8192-h128-p64")
+    batch, keys, heads, page, rows = (int(x or 1) for x in found.groups()[1:])
+    return MlaCase(lens=(keys,) * batch, heads=heads, page_size=page, rows=rows, record=RECORDS_OF[found[1]])
 
 
-CASES = {f"mla-decode-bf16-{name}": case_of(name) for name in NAMES}
+def chosen_case(name: str) -> MlaCase:
+    """Return the case '<cache>-b<requests>-h<heads>-k<keys that a row chooses>', perhaps with '-w<keys>', a window in a
+    cache of its own, beside which the others are in a second one, and with '-q<query tokens>'."""
+    found = re.fullmatch(r"(\w+)-b(\d+)-h(\d+)-k(\d+)(?:-w(\d+))?(?:-q(\d+))?", name)
+    if not found:
+        raise ValueError(f"case {name!r}: must look like kv656-b64-h128-k2048")
+    batch, heads, keys, window, rows = (int(x or 0) for x in found.groups()[1:])
+    record = RECORDS_OF[found[1]]
+    return MlaCase(
+        lens=(max(2 * keys, LEAST_ROWS // batch),) * batch, heads=heads, rows=max(rows, 1), record=record,
+        dim=512 if window else 576, chosen=window or keys, second=keys if window else 0,
+        second_record=record if window else "",
+    )  # fmt: skip
+
+
+LEAST_ROWS = 1 << 18  # of a cache from which keys are chosen: more than the L2 cache holds
+CASES = {f"mla-decode-{name}": case_of(name) for name in (*(f"bf16-{name}" for name in NAMES), *PACKED_NAMES)}
+CASES |= {f"dsa-decode-{name}": chosen_case(name) for name in CHOSEN_NAMES}
 
 
 def make(case: MlaCase, device: str, seed: int) -> MlaInputs:
     """Make the inputs of a case. All pages are used, in any order."""
     gen = torch.Generator(device).manual_seed(seed)
     batch, columns = len(case.lens), -(-case.lens[0] // case.page_size)
-    cache = torch.randn(
-        batch * columns, case.page_size, case.dim, generator=gen, device=device, dtype=torch.bfloat16
-    )  # fmt: skip
+    cache = cases.empty_cache(case, batch * columns, device)
+    rows = torch.arange(batch * columns * case.page_size, device=device)
+    for some in rows.split(WRITTEN):
+        keys = torch.randn(len(some), case.dim, generator=gen, device=device)
+        cases.put(case.record, cache, some // case.page_size, some % case.page_size, keys, gen)
     table = torch.randperm(batch * columns, generator=gen, device=device).view(batch, columns).int()
     q = torch.randn(batch, case.rows, case.heads, case.dim, generator=gen, device=device, dtype=torch.bfloat16)
-    return MlaInputs(q, cache, table, torch.tensor(case.lens, dtype=torch.int32, device=device), None)
+    inputs = MlaInputs(q, cache, table, torch.tensor(case.lens, dtype=torch.int32, device=device), None)
+    if case.chosen:
+        shape = batch, case.rows, case.chosen
+        inputs = inputs._replace(slots=torch.randint(len(rows), shape, generator=gen, device=device).int())
+    if case.second:
+        other = replace(case, chosen=case.second, second=0, record=case.second_record)
+        inputs = inputs._replace(second=make(other, device, seed + 1))
+    return inputs
 
 
 def ours(case: MlaCase, i: MlaInputs) -> Callable[[], Out]:
     return lambda: cases.call(case, i)
+
+
+def served(case: MlaCase) -> bool:
+    """Return whether FlashMLA has a kernel for a case on Hopper: over 16 bits all keys, else keys that rows choose."""
+    return case.record in ("656", "584") if case.chosen else not case.record
 
 
 def flashmla(case: MlaCase, i: MlaInputs) -> Callable[[], Out]:
@@ -55,9 +98,30 @@ def flashmla(case: MlaCase, i: MlaInputs) -> Callable[[], Out]:
     from vllm.third_party.flashmla import flash_mla_interface as peer
 
     metadata, cache = peer.get_mla_metadata()[0], i.cache.unsqueeze(2)
+    if case.chosen:
+        return flashmla_sparse(peer, case, i)
     return lambda: peer.flash_mla_with_kvcache(
         i.q, cache, i.table, i.lens, cases.VALUES, metadata, softmax_scale=cases.SCALE, causal=case.causal
     )
+
+
+def flashmla_sparse(peer: Any, case: MlaCase, i: MlaInputs) -> Callable[[], Out]:
+    """The same with keys that rows choose, for which it pads heads; as engines do, outside of the time that counts."""
+    metadata, q = peer.get_mla_metadata()[0], i.q
+    if case.heads < PADDED_HEADS:
+        q = torch.nn.functional.pad(q, (0, 0, 0, PADDED_HEADS - case.heads))
+    second: dict[str, Any] = {}
+    if i.second is not None:
+        second = {"extra_k_cache": i.second.cache.unsqueeze(2), "extra_indices_in_kvcache": i.second.slots}
+
+    def run() -> Out:
+        out, lse = peer.flash_mla_with_kvcache(
+            q, i.cache.unsqueeze(2), None, None, cases.VALUES, metadata, softmax_scale=cases.SCALE,
+            is_fp8_kvcache=True, indices=i.slots, **second,
+        )  # fmt: skip
+        return out[:, :, : case.heads], lse[:, : case.heads]
+
+    return run
 
 
 PROVIDERS: dict[str, Callable[[MlaCase, MlaInputs], Callable[[], Out]]] = {"ours": ours, "flashmla": flashmla}
@@ -66,18 +130,32 @@ PROVIDERS: dict[str, Callable[[MlaCase, MlaInputs], Callable[[], Out]]] = {"ours
 def check(case: MlaCase, i: MlaInputs, got: Out) -> str | None:
     """Return None if some requests have the exact result within the tolerance, else the reason."""
     some = sorted({0, len(case.lens) // 2, len(case.lens) - 1})[:CHECKED]
-    part = MlaInputs(i.q[some], i.cache, i.table[some], i.lens[some], None)
-    few = MlaCase(lens=tuple(case.lens[b] for b in some), heads=case.heads, page_size=case.page_size, rows=case.rows)
+    few = replace(case, lens=tuple(case.lens[b] for b in some))
+    part = part_of(i, some)
     worst = cases.error(few, (got[0][some], got[1][some]), cases.expected(few, part))
     return None if worst <= 1.0 else f"{worst:.1f} of the tolerance"
 
 
+def part_of(i: MlaInputs, some: list[int]) -> MlaInputs:
+    """Return the inputs of some requests."""
+    slots, second = (None if i.slots is None else i.slots[some]), (i.second and part_of(i.second, some))
+    return i._replace(q=i.q[some], table=i.table[some], lens=i.lens[some], slots=slots, second=second)
+
+
+def keys_of(case: MlaCase) -> tuple[int, int]:
+    """Return the keys that are read of both caches: each row reads those that it chooses, a request its own once."""
+    rows = len(case.lens) * case.rows
+    return (rows * case.chosen, rows * case.second) if case.chosen else (sum(case.lens), 0)
+
+
 def key_bytes(case: MlaCase) -> int:
-    return sum(case.lens) * case.dim * 2
+    of_both = zip((case.record, case.second_record), keys_of(case), strict=True)
+    return sum(keys * cases.row_bytes(record, case.dim) for record, keys in of_both)
 
 
 def operations(case: MlaCase) -> int:
-    return 2 * sum(case.lens) * case.rows * case.heads * (case.dim + cases.VALUES)
+    rows = 1 if case.chosen else case.rows
+    return 2 * sum(keys_of(case)) * rows * case.heads * (case.dim + cases.VALUES)
 
 
 def collect(case: MlaCase, sets: list[MlaInputs], run: str, label: str) -> dict[str, Call]:
@@ -91,7 +169,7 @@ def measure(name: str, case: MlaCase, top: Ceilings, setup: Setup) -> list[Measu
     print(name, flush=True)
     sets = rotated(lambda seed: make(case, setup.device, seed), lambda _: key_bytes(case))
     calls: dict[str, Call] = {}
-    for provider in (p for p in setup.providers if p in PROVIDERS):
+    for provider in (p for p in setup.providers if p in PROVIDERS and (p == "ours" or served(case))):
         calls |= collect(case, sets, provider, provider)
     if not calls:
         return []

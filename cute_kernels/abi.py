@@ -4,7 +4,7 @@ The compiled function checks these facts at each launch: dtype, rank, static dim
 alignment. Each dim and stride that may differ has a fresh symbol, because two uses of one symbol are checked to
 be equal."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import cutlass
@@ -23,16 +23,20 @@ def tensor(
     align: int,
     stride_divisibility: int = 1,
     last_stride_one: bool = True,
+    other: Mapping[int, int | None] | None = None,
 ) -> Any:
     """Return a fake tensor argument with len(shape) modes. An int is a static extent, None a dynamic one (int32,
     fresh symbol).
 
     align: of the first element, in bytes. stride_divisibility: of every dynamic stride, in elements (int64, fresh
-    symbol). last_stride_one: the last mode is contiguous, statically."""
+    symbol). last_stride_one: the last mode is contiguous, statically. other: mode -> its stride, if that is
+    static, or None, if it may be any number."""
     extents = tuple(cute.sym_int32() if extent is None else extent for extent in shape)
     strides: list[Any] = [cute.sym_int64(divisibility=stride_divisibility) for _ in shape]
     if last_stride_one:
         strides[-1] = 1
+    for mode, stride in (other or {}).items():
+        strides[mode] = cute.sym_int64() if stride is None else stride
     return make_fake_tensor(dtype, extents, tuple(strides), assumed_align=align)
 
 

@@ -81,7 +81,7 @@ ATTENTION = (
         ("bf16",),
         (SAME,),
         ((576, 512),),
-        ("latent gather e4m3", "latent slots e4m3", "latent slots 656", "latent slots 352"),
+        ("latent gather e4m3", "latent gather 656", "latent slots e4m3", "latent slots 656", "latent slots 352"),
     ),
     AttentionRow(
         PREFILL,
@@ -91,11 +91,11 @@ ATTENTION = (
         ((512, 512),),
         (
             "latent slots 528_fp32",
+            "latent two caches 584, 584",
+            "latent two caches 528, 288",
+            "latent two caches 528, 528",
             "latent slots 584",
             "latent slots 528",
-            "latent two caches 584, 584",
-            "latent two caches 528, 528",
-            "latent two caches 528, 288",
         ),
     ),
     AttentionRow(PREFILL_BLACKWELL, BLACKWELL, ("bf16",), (SAME,), (*USUAL, *WIDE), ("causal", "full", "modified")),

@@ -31,10 +31,10 @@ from cute_kernels.attention.sm100 import tile_table as sm100_tiles
 from cute_kernels.cache_write import dispatch as cache_write
 from cute_kernels.cache_write.request import CacheWriteRequest
 from cute_kernels.latent import dispatch as latent
-from cute_kernels.latent.records import INDEX, RECORDS
 from cute_kernels.latent.request import LatentRequest, ReadRequest
 from cute_kernels.merge_states import dispatch as merge_states
 from cute_kernels.merge_states.request import MergeRequest
+from cute_kernels.records import INDEX, RECORDS
 from cute_kernels.topk import dispatch as topk
 from cute_kernels.topk.request import TopKKernelRequest
 
@@ -207,6 +207,33 @@ ASKED: tuple[tuple[str, Any, str, dict[str, dict[str, Any]]], ...] = (  # argume
         {
             "keys that each token chooses, of a latent cache": {"source": "slots", "shares_v": True},
             "keys that each token chooses, of two latent caches": {"source": "slots", "shares_v": True, "extra": True},
+        },
+    ),
+    (
+        "decode",
+        LATENT,
+        "KV of a latent cache",
+        {
+            "e4m3": {"record": "e4m3", "head_dim_qk": 576, "head_dim_vo": 512, "shares_v": True},
+            **{
+                f"record {name}": facts | {"source": "slots", "causal": False, "shares_v": True, "record": name}
+                for dim, names in ((576, ("656", "352")), (512, ("528_fp32", "528", "584")))
+                for facts in ({"head_dim_qk": dim, "head_dim_vo": 512},)
+                for name in names
+            },
+            **{
+                f"records {name} and {extra}": {
+                    "head_dim_qk": 512,
+                    "head_dim_vo": 512,
+                    "source": "slots",
+                    "causal": False,
+                    "shares_v": True,
+                    "record": name,
+                    "extra": True,
+                    "extra_record": extra,
+                }
+                for name, extra in (("584", "584"), ("528", "528"), ("528", "288"))
+            },
         },
     ),
     ("xqa", XQA, "KV", {"fp16": HALVES["fp16"]} | QUANTISED),

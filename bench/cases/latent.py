@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 import wrappers
-from cute_kernels.latent.records import INDEX, RECORDS, ROWS
+from cute_kernels.records import INDEX, RECORDS, ROWS
 from wrappers import BlockTable, IndexerRows, LatentCache, LatentNorm, LatentQuery, PageLists, RotaryEmbedding
 from wrappers.reference.latent import latent_values
 

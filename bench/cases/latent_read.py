@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 import wrappers
-from cute_kernels.latent.records import INDEX, RECORDS, ROWS
+from cute_kernels.records import INDEX, RECORDS, ROWS
 from wrappers import LatentCache
 from wrappers.host.machine import HostMachine, override
 

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 
 import wrappers
-from cute_kernels.latent.records import RECORDS, LatentRecord
+from cute_kernels.records import RECORDS, LatentRecord
 from wrappers import reference
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
@@ -37,7 +37,7 @@ class MlaCase:
     the sequence. chosen: keys that each row chooses among all rows of all requests, some of them twice, between numbers
     that are no row; 0: it sees its request's. counted: fewer of them count, of some requests none. second: keys that
     each row chooses of a second cache, with pages of 5 rows, too. record, second_record: how rows of both caches are
-    packed, keys of `cute_kernels.latent.records.RECORDS`; "" for rows of dtype.
+    packed, keys of `cute_kernels.records.RECORDS`; "" for rows of dtype.
     """
 
     function: str = "flash_mla"
@@ -62,8 +62,8 @@ class MlaCase:
 
 
 class MlaInputs(NamedTuple):
-    """The tensors of a call: q (B, rows, H, D), cache (pages, P, D or bytes), table (B, M), lens (B,), sinks (H,) or None; slots
-    (B, rows, K) and how many of them count (B,), or None."""
+    """The tensors of a call: q (B, rows, H, D), cache (pages, P, D or bytes), table (B, M), lens (B,), sinks (H,) or
+    None; slots (B, rows, K) and how many of them count (B,), or None."""
 
     q: torch.Tensor
     cache: torch.Tensor
@@ -111,7 +111,7 @@ def make(case: MlaCase, device: "torch.device | str" = "cpu", seed: int = 0) -> 
 def empty_cache(case: MlaCase, pages: int, device: "torch.device | str") -> torch.Tensor:
     """Return a cache of which every byte is 0xFF: NaN in all types that have one."""
     size, form = case.page_size, RECORDS[case.record or "rows"]
-    row = form.token_bytes or case.dim * (1 if form.codes else 2)
+    row = row_bytes(case.record, case.dim)
     stride = (size + case.gap) * row
     stride += -stride % ALIGNED if case.record else 0
     whole = torch.full((pages, stride), 0xFF, dtype=torch.uint8, device=device)
@@ -119,6 +119,12 @@ def empty_cache(case: MlaCase, pages: int, device: "torch.device | str") -> torc
     if not case.record or not form.vec:
         return cache.view(torch.float8_e4m3fn if case.record else DTYPES[case.dtype])
     return cache
+
+
+def row_bytes(record: str, dim: int) -> int:
+    """Return the bytes of a row with `dim` columns and its factors."""
+    form = RECORDS[record or "rows"]
+    return form.token_bytes or dim * (1 if form.codes else 2)
 
 
 def put(
@@ -299,8 +305,8 @@ def expected(case: MlaCase, i: MlaInputs) -> MlaResult:
             seen = max(n - rows + 1 + t, 0) if case.causal else n
             own = keys[max(0, n - rows + t - case.window) if case.window else 0 : seen]
             if i.slots is not None:
-                both = ((case.record, i), (case.second_record, i.second))
-                own = torch.cat([chosen_rows(record, each, b, t) for record, each in both if each is not None])
+                caches = ((case.record, i), (case.second_record, i.second))
+                own = torch.cat([chosen_rows(record, each, b, t) for record, each in caches if each is not None])
             if len(own):
                 logits = i.q[b, t].double() @ own.T * SCALE
                 if case.cap:

@@ -12,7 +12,7 @@ Shapes: T query tokens, B sequences, Hq query heads, Hkv KV heads, P rows per pa
 from collections.abc import Callable, Sequence
 from typing import Annotated, Any, NamedTuple, TypeAlias, get_type_hints
 
-from ..latent.records import RECORDS
+from ..records import RECORDS
 from .schedule import policy
 
 # Kinds of arguments that are alike in all kernels: the names of an element type and the number of modes. From these
@@ -35,8 +35,8 @@ class QueryArgs(NamedTuple):
 class KVArgs(NamedTuple):
     """The KV cache; read by `kv` and, the lengths, by `geometry`."""
 
-    k: Any  # (pages, Hkv, P, Dqk)        spec.kv.dtype, nvfp4: packed e2m1 (uint8, half the width); any strides, last 1;
-    #                                     with spec.kv.record, e4m3 (Dvo), or the bytes of a token's record, as uint8
+    k: Any  # (pages, Hkv, P, Dqk)        spec.kv.dtype, nvfp4: packed e2m1 (uint8, half the width); any strides, last 1
+    #                                     With spec.kv.record, e4m3 (Dvo), or the bytes of a token's record, as uint8
     v: Any  # (pages, Hkv, P, Dvo)        not loaded where V lies in K
     kv_lens: Ints  # (B,)                 int32: keys; with kv_starts: rows of the last page, except where V lies in K;
     #                                     ragged: (0,); slots: (B / n,), entries that count, of n sequences in turn

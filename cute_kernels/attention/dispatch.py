@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 from .. import shipped as policy
 from ..dtypes import BITS
-from ..latent.records import RECORDS
+from ..records import RECORDS
 from . import decode, sm90, sm100
 from .request import KernelRequest, Refusal
 from .spec import outputs
@@ -108,9 +108,12 @@ KINDS |= {
     )
     for record, extra in (("584", "584"), ("528", "528"), ("528", "288"))
 }
-KINDS["latent gather e4m3"] = Kind(
-    "latent gather over e4m3 with one scale", True, KINDS["latent gather"].change | {"record": "e4m3"}
-)
+KINDS |= {
+    f"latent gather {record}": Kind(
+        f"latent gather over packed records of {record}", True, KINDS["latent gather"].change | {"record": record}
+    )
+    for record in ("e4m3", "656")
+}
 
 
 class Answer(NamedTuple):

@@ -8,7 +8,7 @@ from cutlass import Float32, Int32
 
 from .. import abi
 from ..dtypes import BITS
-from ..latent.records import RECORDS
+from ..records import RECORDS
 from . import args
 
 
@@ -40,8 +40,9 @@ def fake_args(spec) -> dict[str, Any]:
     def latent(record, dim):
         if not args.is_packed(record):
             return abi.tensor(abi.DTYPES[record], (None, None, None, dim), **bytewise) if record else cache(dim)
-        size = RECORDS[record].token_bytes
-        return abi.tensor(cutlass.Uint8, (None, None, None, size), align=16, stride_divisibility=gcd(size, 16))
+        size, planar = RECORDS[record].token_bytes, RECORDS[record].planar
+        other = {1: None, 2: size} if planar else {}  # one head; the factors of a row lie elsewhere
+        return abi.tensor(cutlass.Uint8, (None, None, None, size), other=other, **bytewise)
 
     found: dict[str, Any] = {name: plain(*kind) for name, kind in args.KINDS.items()} | {
         "q": query(first),

@@ -33,7 +33,7 @@ class KernelRequest:
     head_scales: the scale of the logits or of the output is per query head. chunk: a token sees no key before its own
     chunk of positions; the mask is causal. prefix: all tokens of a sequence see its first keys. shares_v: V is the
     first columns of K. extra: with slots, a token also chooses keys of a second cache. record: how rows of the cache
-    are packed, a key of `latent.records.RECORDS`, of which rows of kv are made; "" if they are not. extra_record: that
+    are packed, a key of `records.RECORDS`, of which rows of kv are made; "" if they are not. extra_record: that
     of the second cache.
     """
 

@@ -76,7 +76,7 @@ class KVSpec:
     """The KV cache. dtype: storage type of K and V. source: "tma", pages of `TMA_PAGES` rows or ragged rows, loaded by
     TMA; "gather", pages of any size, loaded row by row; or "slots", rows that are named one by one. scales: a key of
     `SCALE_LAYOUTS`; "" means the only layout of the type. shares_v: V is the first head_dim_vo columns of K. extra:
-    with slots, there is a second cache, with pages and slots of its own. record: a key of `latent.records.RECORDS`, of
+    with slots, there is a second cache, with pages and slots of its own. record: a key of `records.RECORDS`, of
     which rows of `dtype` are made as they are loaded; "" if rows are stored in it. extra_record: that of the second
     cache."""
 

@@ -42,7 +42,7 @@ def times(word, factor):
 
 
 def both(half):
-    """Return a word whose halves are the low half of a word, of which the high half is 0."""
+    """Return a word with two copies of the low half of a word, of which the high half is 0."""
     return half * Uint32(0x10001)
 
 

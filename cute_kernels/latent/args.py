@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from .. import families
-from .records import INDEX
+from ..records import INDEX
 
 INTERLEAVED = 1  # bit of `rope`, as in `cache_write.args`
 

@@ -4,7 +4,7 @@ Everything else is an argument of the launch (`args.LatentArgs`, `args.ReadArgs`
 
 from dataclasses import dataclass
 
-from .records import BYTES, INDEX, RECORDS, LatentRecord
+from ..records import BYTES, INDEX, RECORDS, LatentRecord
 
 
 @dataclass(frozen=True)

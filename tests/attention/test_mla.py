@@ -328,12 +328,12 @@ E4M3 = torch.float8_e4m3fn
 INT = torch.zeros(1).int()
 SLOTS = torch.zeros(2, 2, 7).int()
 PARALLEL = "context parallelism is not supported"
-QUANTISED = "quantised caches are not supported"
 SPARSE = {"indices": SLOTS, "causal": False}
 OTHER = torch.zeros(3, 5, 1, 576).bfloat16()
 FLASH_REFUSALS = [
-    *(({name: INT}, NotImplementedError, f"{name}: Tensor, must be None: {QUANTISED}")
-      for name in ("descale_q", "descale_k")),
+    ({"descale_q": INT}, NotImplementedError, "descale_q: Tensor, must be None: quantised queries are not supported"),
+    ({"descale_k": INT}, TypeError, "descale_k: dtype torch.int32, must be torch.float32"),
+    ({"descale_k": INT.float()}, ValueError, "descale_k: "),
     *(({name: INT}, ValueError, f"{name}: shape (1,), must be None without indices")
       for name in ("extra_k_cache", "extra_indices_in_kvcache", "extra_topk_length")),
     *((SPARSE | {name: INT}, ValueError, f"{name}: shape (1,), must be None without extra_k_cache")
@@ -358,7 +358,8 @@ FLASH_REFUSALS = [
     ({"indices": SLOTS, "causal": False, "topk_length": INT}, ValueError, "topk_length: shape (1,), must be (2,)"),
     ({"indices": SLOTS, "causal": False, "topk_length": torch.zeros(2)}, TypeError,
      "topk_length: dtype torch.float32, must be torch.int32"),
-    ({"is_fp8_kvcache": True}, NotImplementedError, f"is_fp8_kvcache: True, must be False: {QUANTISED}"),
+    ({"is_fp8_kvcache": True}, TypeError,
+     "k_cache: with is_fp8_kvcache, dtype torch.bfloat16, must be one of torch.uint8, torch.int8, torch.float8_e4m3fn"),
     ({"head_dim_v": 577}, ValueError, "head_dim_v: 577, must be at most 576, the last dimension of q and k_cache"),
     ({"head_dim_v": 0}, ValueError, "head_dim_v: 0, must be at least 1"),
     ({"head_dim_v": None}, TypeError, "head_dim_v: None, must be an int"),
@@ -413,8 +414,8 @@ TRTLLM_REFUSALS = [
      "kv_cache: shape (6, 16, 512), must end with 576, kv_lora_rank 512 + qk_rope_head_dim 64"),
     ({"kv_cache": torch.zeros(6, 2, 16, 576).bfloat16()}, ValueError,
      "kv_cache: shape (6, 2, 16, 576), must be (pages, P, D) or (pages, 1, P, D)"),
-    ({"kv_cache": torch.zeros(6, 16, 576).to(E4M3)}, TypeError,
-     "kv_cache: with query torch.bfloat16, dtype torch.float8_e4m3fn, must be torch.bfloat16"),
+    ({"kv_cache": torch.zeros(6, 16, 576).to(torch.float8_e5m2)}, TypeError,
+     "kv_cache: with query torch.bfloat16, dtype torch.float8_e5m2, must be torch.bfloat16"),
     ({"query": torch.zeros(4, 4, 576).bfloat16()}, ValueError,
      "query: shape (4, 4, 576), must have 4 dimensions without cum_seq_lens_q"),
     ({"cum_seq_lens_q": torch.tensor([0, 1, 4]).int(), "max_q_len": 3}, ValueError,

@@ -15,7 +15,7 @@ from bench.cases import latent_read as reads
 from bench.cases.latent import of_record
 from bench.cases.latent_read import ReadCase
 from cute_kernels.latent import dispatch
-from cute_kernels.latent.records import INDEX, RECORDS
+from cute_kernels.records import INDEX, RECORDS
 from tests.sim.workloads.latent import latent_cases, latent_features
 from tests.support.gpu import CUDA, feature, repeated
 from wrappers import reference

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from tests.support.gpu import CUDA
-from tests.support.layout_calls import CALLS, FUNCTION, STRICT, UNSERVED
+from tests.support.layout_calls import CALLS, FUNCTION, UNSERVED, strict
 from tests.support.layouts import Bench, all_odd, faults_of_call, with_odd_strides
 from tests.support.lone_calls import CALLS as LONE
 from wrappers.host.machine import HostMachine
@@ -15,7 +15,7 @@ SERVED = [names for names in CALLS if names not in UNSERVED]
 @pytest.mark.parametrize("function, call", SERVED, ids=[", ".join(names) for names in SERVED])
 def test_one_tensor_differs(function, call):
     bench = Bench(FUNCTION[function], CALLS[function, call](), CUDA, HostMachine)
-    faults = faults_of_call(bench, strict=STRICT.get(function, ()))
+    faults = faults_of_call(bench, strict=strict(function, call))
     assert not faults, "\n".join(faults)
 
 

@@ -44,7 +44,33 @@ SECOND = {
     "two caches, counted": MlaCase(lens=(900, 50, 70), rows=2, heads=128, chosen=129, counted=True, second=500, gap=2),
     "two caches, 512": MlaCase(lens=(700,), heads=64, dim=512, page_size=1, chosen=128, second=8192, sink=True),
 }
-CASES |= CHOSEN | SECOND
+RECORDS = {
+    "e4m3": MlaCase(record="e4m3", lens=(1000, 0, 65), heads=16, rows=2, sink=True),
+    "e4m3, splits": MlaCase(record="e4m3", lens=(60_000,), heads=16, page_size=1),
+    "e4m3, trtllm": MlaCase(function="trtllm", record="e4m3", lens=(1000, 50), heads=128, rows=3),
+    "e4m3, chosen": MlaCase(record="e4m3", lens=(3000, 9), heads=16, chosen=700),
+    "656": MlaCase(record="656", lens=(3000, 9), heads=16, chosen=2048),
+    "656, counted": MlaCase(
+        record="656", lens=(900, 0, 50) * 20, rows=2, heads=128, page_size=53, chosen=512, counted=True, gap=2
+    ),
+    "656, one request": MlaCase(record="656", lens=(5000,), heads=8, page_size=1, chosen=2049, sink=True, strided=True),
+    "656, trtllm": MlaCase(function="trtllm", record="656", lens=(700, 700), rows=3, heads=64, chosen=129),
+    "656, all keys": MlaCase(record="656", lens=(1300, 64, 0, 1), heads=16, rows=3, page_size=2, causal=False),
+    "352": MlaCase(record="352", lens=(3000, 9), heads=128, chosen=600, counted=True),
+    "528_fp32": MlaCase(function="trtllm", record="528_fp32", dim=512, lens=(900,), rows=2, heads=64, chosen=333),
+    "528": MlaCase(record="528", dim=512, lens=(900, 30), heads=64, chosen=333, page_size=61),
+    "584": MlaCase(record="584", dim=512, lens=(900, 30), heads=64, chosen=333, page_size=2, gap=1),
+    "584, window": MlaCase(
+        record="584", second_record="584", dim=512, lens=(900,) * 5, chosen=128, second=640, heads=64
+    ),
+    "584, counted": MlaCase(
+        record="584", second_record="584", dim=512, lens=(900, 50, 70), rows=2, heads=128, chosen=129, counted=True,
+        second=500, sink=True, page_size=256,
+    ),
+    "528 and 528": MlaCase(record="528", second_record="528", dim=512, lens=(900,), chosen=128, second=65, heads=64),
+    "528 and 288": MlaCase(record="528", second_record="288", dim=512, lens=(900,), chosen=128, second=650, heads=64),
+}  # fmt: skip
+CASES |= CHOSEN | SECOND | RECORDS
 
 
 DIMS = {576: "576 (Q, K) and 512 (V)", 512: "512"}
@@ -55,6 +81,11 @@ def marked(name):
     if name in CHOSEN or name in SECOND:
         shown = f"decode with keys that each token chooses, of {'two' if name in SECOND else 'a'} latent cache"
         shown += "s" * (name in SECOND)
+    if name in RECORDS:
+        of = CASES[name]
+        one = "record " * (of.record != "e4m3") + of.record
+        of_both = f"records {of.record} and {of.second_record}"
+        shown = f"decode KV of a latent cache {of_both if of.second else one}"
     return pytest.param(name, marks=feature(shown))
 
 

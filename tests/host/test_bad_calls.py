@@ -158,7 +158,17 @@ FLAG = (
 )  # fmt: skip
 NUMBER = ("softmax_scale", "o_sf_scale", "skip_softmax_threshold_scale_factor", "logits_soft_cap", "o_scale",
           "rcp_out_scale")  # fmt: skip
-SCALE = ("bmm1_scale", "bmm2_scale", "q_scale", "kv_scale", "bmm1_scale_log2", "global_scale", "k_scale", "v_scale")
+SCALE = (
+    "descale_k",
+    "bmm1_scale",
+    "bmm2_scale",
+    "q_scale",
+    "kv_scale",
+    "bmm1_scale_log2",
+    "global_scale",
+    "k_scale",
+    "v_scale",
+)
 OTHER = {
     "kv_layout": "layout", "backend": "name", "out_dtype": "dtype", "shape": "shape", "original_shape": "shape",
     "device": "device", "t": "fp4", "function": "function", "arch": "arch", "bitorder": "name",
@@ -315,14 +325,15 @@ ACCEPTED: dict[str, dict[str, set[str]]] = {  # function, or call -> argument ->
     },
     "trtllm mla": {
         **dict.fromkeys(("out", "sinks", "skip_softmax_threshold_scale_factor", "enable_pdl"), NONE_ONLY),
-        "use_fp16_softmax": NONE_ONLY, "lse": {"None", "strided"}, "kv_cache": {"a row more"},
+        "use_fp16_softmax": NONE_ONLY, "lse": {"None", "strided"}, "kv_cache": {"a row more", "float8_e4m3fn"},
         "bmm2_scale": {"zero", "negative"}, "max_q_len": {"None", "far", "negative"},  # not used
     },
     "xqa mla": {
         **dict.fromkeys(("out", "sinks", "enable_pdl"), NONE_ONLY),
-        "kv_cache": {"a row more"}, "bmm2_scale": {"zero", "negative"}},
+        "kv_cache": {"a row more", "float8_e4m3fn"}, "bmm2_scale": {"zero", "negative"}},
     "trtllm mla, ragged": {"out": NONE_ONLY, "max_q_len": {"far"}},
-    "flash_mla": {"out": NONE_ONLY, "attn_sink": NONE_ONLY, "k_cache": {"a row more"}, "softmax_scale": NONE_ONLY},
+    "flash_mla": {
+        **dict.fromkeys(("out", "attn_sink", "softmax_scale", "descale_k"), NONE_ONLY), "k_cache": {"a row more"}},
     "get_mla_metadata": {  # of any layout and device
         "cache_seqlens": {"None", "columns", *FORMS} - {"rank + 1", "flat"}, "num_q_tokens_per_head_k": {"far"},
         "num_heads_k": {"far"}, "num_heads_q": {"int"}, "topk": {"int"}},
@@ -436,6 +447,9 @@ SHOWN = {  # what a message says instead of the argument's name and value
     ("xqa, drafts", "q_cu_seq_lens", "None"): "q: shape (5, 4, 64)",
     ("xqa, drafts", "q_seq_len", "far"): "73786976294838206464) (the query's rows, two words per 32 of q_seq_len)",
     ("explain", "function", "builtin"): "function: len",
+    **{
+        ("flash_mla", "descale_k", f"{bad} tensor"): "descale_k: Tensor, must be None without" for bad in ("nan", "inf")
+    },
     ("explain", "function", "helper"): "function: load",
     (
         "top_k_page_table_transform",

@@ -171,8 +171,8 @@ PLANNED = {
     "decode": (decode, Work(34, 0)),
     "xqa": (xqa_call, Work(29, 4)),
     # views of the query, of the cache and of V, the outputs, and their views
-    "flash_mla_with_kvcache": (partial(mla, "flash_mla_with_kvcache"), Work(32, 9)),
-    "trtllm_batch_decode_with_kv_cache_mla": (partial(mla, "trtllm_batch_decode_with_kv_cache_mla"), Work(46, 6)),
+    "flash_mla_with_kvcache": (partial(mla, "flash_mla_with_kvcache"), Work(33, 9)),
+    "trtllm_batch_decode_with_kv_cache_mla": (partial(mla, "trtllm_batch_decode_with_kv_cache_mla"), Work(47, 6)),
     # views of q, k and v, the output, and its view; nothing that describes the batch
     "flash_attn_func": (partial(flash, 200), Work(44, 7)),
     "flash_attn_func, one row": (partial(flash, 1), Work(44, 7)),

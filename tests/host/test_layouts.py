@@ -5,7 +5,7 @@ import torch
 
 import wrappers
 from tests.support.bad_values import Kernels, one_thread  # noqa: F401
-from tests.support.layout_calls import CALLS, FUNCTION, STRICT, UNREAD, UNSERVED, tensors_taken
+from tests.support.layout_calls import CALLS, FUNCTION, UNREAD, UNSERVED, strict, tensors_taken
 from tests.support.layouts import Bench, all_odd, faults_of_call, faults_of_sharing, odd, operands_of, with_odd_strides
 from tests.support.lone_calls import CALLS as LONE
 from tests.support.lone_calls import DECODE, U8, packed, rows, table
@@ -22,7 +22,7 @@ WRITING = [names for names in CALLS if names not in UNSERVED]
 def test_one_tensor_differs(function, call, where):
     if where == "cpu" or (function, call) not in UNSERVED:
         bench = Bench(FUNCTION[function], CALLS[function, call](), new=MACHINES[where])
-        faults = faults_of_call(bench, strict=STRICT.get(function, ()))
+        faults = faults_of_call(bench, strict=strict(function, call))
         assert not faults, "\n".join(faults)
 
 

@@ -64,7 +64,7 @@ PLAIN = {
     + tuple(f"{op}/{file}" for op in OPS[family] for file in ("__init__", "tile_table"))
 }
 PLAIN |= {f"cute_kernels/attention/{name}.py" for name in ("operands", "schedule/__init__", "schedule/policy")}
-PLAIN |= {"cute_kernels/latent/records.py"}
+PLAIN |= {"cute_kernels/records.py"}
 # The command lists without the DSL; build.py alone imports it, inside functions, after it has set the architecture.
 COMMAND = {f"cute_kernels/{name}.py" for name in ("archive", "bundle", "cubin", "cli", "env", "__main__", "ops")}
 LATE_DSL = {"cute_kernels/build.py"}

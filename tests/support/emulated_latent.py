@@ -2,8 +2,8 @@
 
 from cute_kernels.cache_write.args import PAGES, ROWS, SLOTS
 from cute_kernels.latent.args import fields, read_fields
-from cute_kernels.latent.records import INDEX
 from cute_kernels.latent.spec import ReadSpec
+from cute_kernels.records import INDEX
 from tests.support.fake_machine import promised, promised_apart
 from wrappers import reference
 

@@ -9,6 +9,7 @@ import torch
 
 import wrappers
 from bench.cases import attention as cases
+from bench.cases import mla as mla_cases
 from bench.cases import topk as topk_cases
 from tests.engines.test_engines import as_fmha, as_persistent, as_xqa_batch
 from tests.support import good_calls, rope_calls
@@ -175,6 +176,34 @@ def two_caches() -> Arguments:
     other = given["k_cache"].flatten(0, 1)[:30].view(6, 5, 1, 576).clone()
     return given | {"extra_k_cache": other, "extra_indices_in_kvcache": given["indices"][..., :40].contiguous(),
                     "extra_topk_length": ints(20, 40)}  # fmt: skip
+
+
+def packed_cache(record: str, dim: int, pages: int, page_size: int) -> torch.Tensor:
+    """A cache of packed records in which every row is written."""
+    case, gen = mla_cases.MlaCase(record=record, dim=dim, page_size=page_size), torch.Generator().manual_seed(1)
+    cache, row = mla_cases.empty_cache(case, pages, "cpu"), torch.arange(pages * page_size)
+    keys = torch.randn(len(row), dim, generator=gen)
+    mla_cases.put(record, cache, row // page_size, row % page_size, keys, gen)
+    return cache.unsqueeze(2)
+
+
+def packed_mla(record: str, dim: int = 576) -> Arguments:
+    """Rows that choose keys of a cache of packed records."""
+    given = chosen_mla()
+    return given | {"q": given["q"][..., :dim].clone(), "k_cache": packed_cache(record, dim, 6, 16),
+                    "is_fp8_kvcache": True}  # fmt: skip
+
+
+def packed_caches() -> Arguments:
+    given = packed_mla("584", 512)
+    other = packed_cache("584", 512, 4, 16)
+    return given | {"extra_k_cache": other, "extra_indices_in_kvcache": given["indices"][..., :40].contiguous(),
+                    "extra_topk_length": ints(20, 40)}  # fmt: skip
+
+
+def e4m3_mla() -> Arguments:
+    given = flash_mla()
+    return given | {"k_cache": given["k_cache"].to(torch.float8_e4m3fn), "is_fp8_kvcache": True, "descale_k": ONE}
 
 
 def sparse_mla() -> Arguments:
@@ -392,7 +421,8 @@ RICH: dict[str, dict[str, Callable[[], Arguments]]] = {  # function -> name of a
     FLASH_MLA: {
         "plain": flash_mla,
         "sinks": lambda: flash_mla(attn_sink=SINK, causal=False, out=torch.zeros(2, 2, 4, 512).bfloat16()),
-        "chosen": chosen_mla, "two caches": two_caches,
+        "chosen": chosen_mla, "two caches": two_caches, "packed": lambda: packed_mla("656"),
+        "packed caches": packed_caches, "e4m3": e4m3_mla,
     },
     TRTLLM_MLA: {
         "plain": lambda: trtllm_mla(lse=torch.zeros(4, 4)), "ragged": ragged_mla, "sparse": sparse_mla,
@@ -462,7 +492,7 @@ RICH: dict[str, dict[str, Callable[[], Arguments]]] = {  # function -> name of a
 UNREAD = {
     "token_to_seq", "host_cache", "host_row_ids", "device_row_ids",
     "workspace_buffer", "semaphores", "workspace", "cum_seq_lens_kv", "multi_ctas_kv_counter_buffer", "request_order",
-    "causal_seqlens_kv_global", "max_seqlen_k", "num_splits", "descale_q", "descale_k",
+    "causal_seqlens_kv_global", "max_seqlen_k", "num_splits", "descale_q",
 }  # fmt: skip
 
 
@@ -495,3 +525,9 @@ STRICT: dict[str, set[str]] = {  # function -> tensors for which whole, aligned 
     "append_latent": {"cache cache", "index cache"}, "indexer_k_quant_and_cache": {"kv_cache"},  # rows of a page
     "gather_latent": {"cache cache"}, "cp_gather_indexer_k_quant_cache": {"kv_cache"},  # likewise
 }  # fmt: skip
+PLANAR = {(FLASH_MLA, "packed caches"): {"k_cache", "extra_k_cache"}}  # likewise, of one call
+
+
+def strict(function: str, call: str) -> set[str]:
+    """Return the tensors of a call for which whole, aligned rows are not enough."""
+    return STRICT.get(function, set()) | PLANAR.get((function, call), set())

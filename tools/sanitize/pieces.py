@@ -291,6 +291,24 @@ def _rows() -> Iterator[tuple[str, tuple[Call, ...]]]:
             latent(chosen=700, counted=True, second=65, dim=512),
         ),
     )  # fmt: skip
+    of_584: dict[str, Any] = {"record": "584", "dim": 512, "chosen": 65}
+    of_528: dict[str, Any] = {"record": "528", "dim": 512, "chosen": 65}
+    yield (
+        "attention-latent-records",
+        (
+            latent(record="e4m3"), latent(record="656", page_size=3), latent(record="e4m3", chosen=65),
+            latent(record="656", chosen=1000, counted=True), latent(record="352", chosen=65),
+        ),
+    )  # fmt: skip
+    no_rope = latent(record="528_fp32", dim=512, chosen=65)
+    yield (
+        "attention-latent-two-records",
+        (
+            latent(**of_584, second=130, second_record="584"), latent(**of_528, second=130, second_record="528"),
+            latent(**of_528, second=130, second_record="288"), latent(**of_584), latent(**of_528),
+            replace(no_rope, function="trtllm_batch_decode_with_kv_cache_mla"),
+        ),
+    )  # fmt: skip
     states = ({"dtype": "bf16"}, {"dtype": "fp16", "layout": "strided"}, {"dtype": "fp32", "data": "special"})
     yield "merge-states", tuple(Call("merge", "merge_states", 7, case=fields) for fields in states)
     yield (

@@ -78,7 +78,7 @@ class AttentionCall(NamedTuple):
     # v is k, and q_rope and k_rope are what scores multiply beside: Dqk is Dvo and their columns
     shares_v: bool = False
     lse_form: int = 0  # with shares_v, how lse differs: bits of `cute_kernels.attention.spec.LSE_*`
-    # With shares_v, how rows of k are packed, a key of `cute_kernels.latent.records.RECORDS`: k is (pages, 1, P, bytes)
+    # With shares_v, how rows of k are packed, a key of `cute_kernels.records.RECORDS`: k is (pages, 1, P, bytes)
     # uint8 or, in record "e4m3", values like those of k and k_rope otherwise. "": not packed
     record: str = ""
     extra_record: str = ""  # likewise, of extra_k

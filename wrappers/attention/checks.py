@@ -15,7 +15,7 @@ import torch
 
 from cute_kernels import dtypes
 from cute_kernels.attention import spec
-from cute_kernels.latent.records import RECORDS
+from cute_kernels.records import RECORDS
 
 from .. import fp4
 from ..host.checks import (
@@ -274,6 +274,9 @@ def _records(call: AttentionCall, name: Names) -> None:
                 raise ValueError(f"{name(field)}: shape {tuple(k.shape)}, must end with {call.q.shape[2]}, as q does")
             continue
         check_one_of(f"{name(field)}: in record {record}, dtype", k.dtype, (torch.uint8,))
+        if form.planar and k.stride(2) != form.token_bytes:
+            need = f"rows of a page must be {form.token_bytes} apart: it has all values, then all factors"
+            raise ValueError(f"{name(field)}: strides {k.stride()} (logical order), {need}")
         held = form.latent + (form.rotated if form.rotated_as != "codes" else 0)
         if k.shape[3] != form.token_bytes or columns != held:
             found = f"{name(field)}: rows of {k.shape[3]} bytes, and {columns} columns of {name('q')}"

@@ -12,7 +12,7 @@ from ..attention.op import serve
 from ..attention.views import columns_and_rope, counts_of
 from ..host.checks import check_flag, check_integer, check_one_of, check_shape, check_strided, listed
 from ..host.plain import traced
-from ..host.scalars import integer, real
+from ..host.scalars import check_scale, integer, real, split_scale
 
 NAME = "flash_mla_with_kvcache"
 SPARSE_NAME = NAME + ", indices"
@@ -27,6 +27,7 @@ SIGNATURES[SPARSE_NAME] = SIGNATURES[NAME] | {
 CHOSEN = ("indices", "topk_length", "extra_k_cache", "extra_indices_in_kvcache", "extra_topk_length")
 BYTES = (torch.uint8, torch.int8, torch.float8_e4m3fn)  # dtypes of a cache of packed records
 PACKED = {576: {656: "656", 352: "352"}, 512: {584: "584", 528: "528"}}  # columns of q -> bytes of a row -> record
+NO_RECORDS: dict[int, dict[int, str]] = {}
 SECOND = {512: PACKED[512] | {288: "288"}}  # the same of a second cache, where it has others
 E4M3 = "e4m3"  # record of values without factors
 ROWS_PER_PART, META_SIZE = 64, 8  # of FlashMLA's schedule
@@ -85,8 +86,9 @@ def flash_mla_with_kvcache(
     Args:
         q: fp16 or bf16 (B, s_q, H, D), any strides, the last 1. (D, head_dim_v) is (576, 512) or (512, 512).
         k_cache: (pages, P, h_k, D) of q's dtype, any P and page stride; H is a multiple of h_k. With is_fp8_kvcache, q
-            is bf16, h_k is 1, and a row of the cache has D values of e4m3 or, with indices, the bytes of a packed
-            record, in uint8, int8 or float8_e4m3fn: 656 or 352 if D is 576; 584 or 528 if it is 512.
+            is bf16, h_k is 1, and a row of the cache has D values of e4m3 or the bytes of a packed record, in uint8,
+            int8 or float8_e4m3fn: 656 or 352 if D is 576; 584 or 528 if it is 512. fp32 factors are rounded to bf16,
+            and the codes of e4m3 for NaN read as 480 and -480.
         block_table: int32 (B, M), pages of each request. cache_seqlens: int32 (B,), its keys. Neither is read, and both
             may be None, with indices.
         indices: int32 (B, s_q, K), or None: the keys of each query row are these rows of the cache, where page p has
@@ -94,13 +96,14 @@ def flash_mla_with_kvcache(
             twice. causal must be False. topk_length: int32 (B,), only the first so many of each row count, or None.
         extra_k_cache: (pages, P, h_k, D), or None: a second cache, from which each row chooses keys, too, by
             extra_indices_in_kvcache, int32 (B, s_q, K), and extra_topk_length, as in the first one, with indices. Its
-            pages may have another size, and its rows another record, also one of 288 bytes. The softmax is over the keys of both.
+            pages may have another size, and its rows another record, also one of 288 bytes. The softmax is over the
+            keys of both.
         softmax_scale: factor on the logits; None: D ** -0.5. causal: row i of a request sees keys up to cache_seqlens -
             s_q + i. attn_sink: fp32 (H,), in natural-log units, or None.
         enable_batch_invariant: the result of a request does not depend on the others. It may be slower.
         out: receives the result, (B, s_q, H, head_dim_v) of q's dtype, or None.
         tile_scheduler_metadata, num_splits: not read; lengths may change between replays of a graph.
-        descale_k: fp32, one element on the device: the factor of e4m3 values without one of their own, or None.
+        descale_k: a float or fp32 tensor of one element: the factor of e4m3 values without one of their own; None: 1.
         descale_q: must be None; others raise NotImplementedError.
 
     Returns (out, lse): lse fp32 (B, H, s_q), in natural logarithms, without the sink. A row without keys is 0, with an
@@ -139,10 +142,9 @@ def decode_call(
         check_flag(name, flag)
     batch, length, heads, dim = check_strided("q", q, 4).shape
     columns = check_integer("head_dim_v", integer(head_dim_v), 1)
+    k, k_rope, record = _cache("k_cache", k_cache, dim, columns, PACKED if is_fp8_kvcache else NO_RECORDS)
     if columns > dim:
         raise ValueError(f"head_dim_v: {columns}, must be at most {dim}, the last dimension of q and k_cache")
-    packed = PACKED if is_fp8_kvcache and indices is not None else {}
-    k, k_rope, record = _cache("k_cache", k_cache, dim, columns, is_fp8_kvcache, packed)
     scale = dim**-0.5 if softmax_scale is None else real(softmax_scale)
     query, q_rope = columns_and_rope(q.flatten(0, 1), columns)
     chosen = (indices, topk_length, extra_k_cache, extra_indices_in_kvcache, extra_topk_length)
@@ -151,35 +153,50 @@ def decode_call(
         signature, rows, requests = NAME, length, _own_keys(q, block_table, cache_seqlens, chosen)
     else:
         signature, rows = SPARSE_NAME, 1
-        requests, second = _chosen_keys(q, causal, columns, is_fp8_kvcache, *chosen)
-    if descale_k is not None:
-        if record != E4M3:
-            what = f"is_fp8_kvcache and values of torch.float8_e4m3fn, as many as q has, {dim}, in a row of k_cache"
-            raise ValueError(f"descale_k: {type(descale_k).__name__}, must be None without {what}")
-        second |= {"scale_tensor": descale_k, "out_scale_tensor": descale_k}
+        requests, second = _chosen_keys(q, columns, PACKED | SECOND if is_fp8_kvcache else NO_RECORDS, chosen)
+        if causal:
+            shape = tuple(indices.shape)
+            raise ValueError(f"causal: True, must be False with indices {shape}, which say what a row sees")
+    if descale_k is not None:  # rare
+        scale, factors = _descaled(descale_k, {record, second.get("extra_record", record)}, q, scale)
+        second |= factors
     split_kv = "never" if enable_batch_invariant else "auto"
     return AttentionCall(
         signature, query, k, k, requests, rows, scale, causal=bool(causal), split_kv=split_kv, return_lse=True,
         shares_v=True, lse_form=LSE_NATURAL | LSE_INF | LSE_OF_KEYS, out_dtype=q.dtype,
-        out=_flat(out, (batch, length, heads, columns)), sinks=attn_sink, q_rope=q_rope, k_rope=k_rope, record=record, **second,
+        out=_flat(out, (batch, length, heads, columns)), sinks=attn_sink, q_rope=q_rope, k_rope=k_rope, record=record,
+        **second,
     )  # fmt: skip
 
 
+def _descaled(descale: Any, records: set[str], q: torch.Tensor, scale: float) -> tuple[float, dict[str, Any]]:
+    """Return the factor on the logits, and the other fields of a call with descale_k. records: of its caches."""
+    number, tensor = split_scale("descale_k", descale)
+    check_scale("descale_k", number, tensor, q.device)
+    if records != {E4M3}:
+        shown = "Tensor" if isinstance(descale, torch.Tensor) else repr(descale)
+        what = f"is_fp8_kvcache and values of torch.float8_e4m3fn, as many as q has, {q.shape[3]}, in rows of caches"
+        raise ValueError(f"descale_k: {shown}, must be None without {what}")
+    return scale * number, {"out_scale": number, "scale_tensor": tensor, "out_scale_tensor": tensor}
+
+
 def _cache(
-    name: str, cache: Any, dim: int, columns: int, is_packed: Any, packed: dict[int, dict[int, str]]
+    name: str, cache: Any, dim: int, columns: int, packed: dict[int, dict[int, str]]
 ) -> tuple[torch.Tensor, torch.Tensor | None, str]:  # fmt: skip
     """Return a cache (pages, P, h_k, D) as (pages, h_k, P, D), those columns of it that V does not have, if they lie
-    apart, and its record. packed: columns of q -> bytes of a row -> record, of caches that may be packed."""
+    apart, and its record. packed: columns of q -> bytes of a row -> record; empty: rows have values of 16 bits."""
     own = check_strided(name, cache, 4)
-    record = packed.get(dim, {}).get(own.shape[3], "") if own.dtype in BYTES else ""
+    record = packed.get(dim, {}).get(own.shape[3], "") if packed and own.dtype in BYTES else ""
     if record:
         return own.view(torch.uint8).transpose(1, 2), None, record
     if own.shape[3] != dim:
         rows = f", or {listed(packed[dim])} bytes" if dim in packed else ""
         raise ValueError(f"{name}: shape {tuple(own.shape)}, must end with {dim}{rows}, the last dimension of q")
-    if is_packed:
+    if packed:
         check_one_of(f"{name}: with is_fp8_kvcache, dtype", own.dtype, BYTES)
         own, record = own.view(torch.float8_e4m3fn), E4M3
+    if columns > dim:  # which is refused
+        return own, None, record
     k, rope = columns_and_rope(own.transpose(1, 2), columns)
     return k, rope, record
 
@@ -197,21 +214,21 @@ def _own_keys(q: torch.Tensor, table: Any, lens: Any, chosen: tuple[Any, ...]) -
 
 
 def _chosen_keys(
-    q: torch.Tensor, causal: Any, columns: int, is_packed: Any, indices: Any, lens: Any, extra: Any,
-    extra_indices: Any, extra_lens: Any,
-) -> tuple[SequenceBatch, dict[str, Any]]:  # fmt: skip
-    """Return the requests of rows that have chosen their keys, and the fields of the second cache of their call."""
+    q: torch.Tensor, columns: int, packed: dict[int, dict[int, str]], chosen: tuple[Any, ...]
+) -> tuple[SequenceBatch, dict[str, Any]]:
+    """Return the requests of rows that have chosen their keys, and the fields of the second cache of their call.
+
+    packed: as `_cache` takes it, of that cache.
+    """
+    indices, lens, extra, extra_indices, extra_lens = chosen
     slots, plain = _slots(q, CHOSEN[0], indices, CHOSEN[1], lens), not traced(q)
-    if causal:
-        raise ValueError(f"causal: True, must be False with indices {tuple(indices.shape)}, which say what a row sees")
     if extra is None:
         for name, value in zip(CHOSEN[3:], (extra_indices, extra_lens), strict=True):
             if value is not None:
                 shape = tuple(check_strided(name, value).shape)
                 raise ValueError(f"{name}: shape {shape}, must be None without {CHOSEN[2]}")
         return slot_sequences(slots, counts_of(slots, lens, 1, plain), plain), {}
-    packed = PACKED | SECOND if is_packed else {}
-    extra_k, extra_rope, record = _cache(CHOSEN[2], extra, q.shape[3], columns, is_packed, packed)
+    extra_k, extra_rope, record = _cache(CHOSEN[2], extra, q.shape[3], columns, packed)
     others = _slots(q, CHOSEN[3], extra_indices, CHOSEN[4], extra_lens)
     entries = 1 if lens is None and extra_lens is None else q.shape[0]
     requests = slot_sequences(slots, counts_of(slots, lens, entries, plain), plain)

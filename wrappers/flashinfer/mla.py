@@ -4,7 +4,7 @@ from typing import Any
 
 import torch
 
-from cute_kernels.latent.records import RECORDS
+from cute_kernels.records import RECORDS
 
 from ..attention.call import AttentionCall, SequenceBatch, sequences_of, slot_sequences
 from ..attention.checks import SIGNATURES

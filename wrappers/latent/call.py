@@ -13,7 +13,7 @@ class LatentCall(NamedTuple):
     """A call, in the caller's tensors. N tokens, Hq heads of queries, P rows per page.
 
     function: the public function, which decides the names in messages (`checks.NAMES`). record: a key of
-    `cute_kernels.latent.records.RECORDS`. None stands for an argument that is absent. Without kv, nothing is written to
+    `cute_kernels.records.RECORDS`. None stands for an argument that is absent. Without kv, nothing is written to
     the cache, which is then any tensor.
     """
 

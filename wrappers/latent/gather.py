@@ -9,9 +9,9 @@ import torch
 from cute_kernels import dtypes
 from cute_kernels.latent import dispatch, read
 from cute_kernels.latent.args import READ_INDICES, ReadArgs, read_fields
-from cute_kernels.latent.records import BYTES, INDEX, RECORDS
 from cute_kernels.latent.request import ReadRequest
 from cute_kernels.latent.spec import ReadSpec
+from cute_kernels.records import BYTES, INDEX, RECORDS
 
 from .. import reference
 from ..host import machine, schema
@@ -47,7 +47,7 @@ class GatherCall(NamedTuple):
     """A call, in the caller's tensors. B requests, S rows of the output.
 
     function: the public function, which decides the names in messages (`NAMES`). record: a key of
-    `cute_kernels.latent.records.RECORDS`, or BYTES: rows are copied as they are.
+    `cute_kernels.records.RECORDS`, or BYTES: rows are copied as they are.
     """
 
     function: str

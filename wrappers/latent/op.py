@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from cute_kernels.latent.records import INDEX as INDEX_RECORD
+from cute_kernels.records import INDEX as INDEX_RECORD
 
 from ..host import schema
 from ..host.launch import run

@@ -11,9 +11,9 @@ from cute_kernels import dtypes
 from cute_kernels.cache_write.args import INDICES
 from cute_kernels.latent import dispatch, write
 from cute_kernels.latent.args import INTERLEAVED, LatentArgs, fields
-from cute_kernels.latent.records import INDEX
 from cute_kernels.latent.request import LatentRequest
 from cute_kernels.latent.spec import LatentSpec
+from cute_kernels.records import INDEX
 
 from .. import reference
 from ..host import machine

@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from cute_kernels.latent.records import INDEX, RECORDS
+from cute_kernels.records import INDEX, RECORDS
 
 from ..cache_write.rotation import RotaryEmbedding
 from ..host.checks import check_flag, check_number, check_one_of, check_operand, check_strided

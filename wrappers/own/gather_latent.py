@@ -4,7 +4,7 @@ from typing import Any
 
 import torch
 
-from cute_kernels.latent.records import BYTES, INDEX, RECORDS, ROWS
+from cute_kernels.records import BYTES, INDEX, RECORDS, ROWS
 
 from ..host.checks import check_strided
 from ..host.scalars import dequantisation_scale

@@ -7,8 +7,8 @@ from typing import Any, NamedTuple
 import torch
 
 from cute_kernels.latent.args import INTERLEAVED, LatentArgs, indexer_args, pack, pack_read
-from cute_kernels.latent.records import BYTES, INDEX, RECORDS, LatentRecord
 from cute_kernels.latent.spec import LatentSpec, ReadSpec
+from cute_kernels.records import BYTES, INDEX, RECORDS, LatentRecord
 
 from .. import fp4
 from .cache_write import narrowed, rope_positions, token_places, token_positions

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 
 from cute_kernels.attention.spec import LSE_INF, LSE_NATURAL, LSE_OF_KEYS
-from cute_kernels.latent.records import RECORDS
+from cute_kernels.records import RECORDS
 
 from .. import fp4
 from ..attention.call import AttentionCall
@@ -116,7 +116,7 @@ def _values(
 
 
 def unpacked(cache: Any, record: str) -> Any:
-    """Return a cache whose rows may be packed, as bf16 then: what kernels make of them."""
+    """Return a cache. Packed rows become bf16, as kernels make it of them."""
     if not record or cache is None:
         return cache
     if not RECORDS[record].vec:
@@ -142,6 +142,7 @@ def tokens_of(call: AttentionCall) -> Iterator[SequenceTokens]:
     """Yield the tokens of each request with query rows, whatever the form of the call. Reads lengths on the host."""
     tokens, r, v_scales = len(call.q), call.requests, call.v_scales
     first, extra = unpacked(call.k, call.record), unpacked(call.extra_k, call.extra_record)
+    k_rope, extra_rope = unpacked(call.k_rope, call.record), unpacked(call.extra_k_rope, call.extra_record)
     if v_scales is not None and call.interleaved:
         v_scales = fp4.deinterleave_v_scales(v_scales)
     if r.cu_seqlens_q is None:
@@ -161,11 +162,11 @@ def tokens_of(call: AttentionCall) -> Iterator[SequenceTokens]:
         if call.extra_k is not None and call.extra_slots is not None and call.extra_lens is not None:
             more = _chosen(call.extra_k, call.extra_slots, call.extra_lens)[request]
             k = v = torch.cat((k, _values(extra, None, None, more)))
-        if call.q_rope is not None and call.k_rope is not None:
+        if call.q_rope is not None and k_rope is not None:
             q = torch.cat((q, call.q_rope[rows]), -1)
-            rope = _values(call.k_rope, None, pages[0], keys)
-            if call.extra_k_rope is not None:
-                rope = torch.cat((rope, _values(call.extra_k_rope, None, None, more)))
+            rope = _values(k_rope, None, pages[0], keys)
+            if extra_rope is not None:
+                rope = torch.cat((rope, _values(extra_rope, None, None, more)))
             k = torch.cat((k, rope), -1)
         elif call.q_rope is not None:  # rows of K have all columns
             q, v = torch.cat((q, call.q_rope[rows]), -1), k[..., : call.q.shape[2]]

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from cute_kernels.latent.records import BYTES, INDEX
+from cute_kernels.records import BYTES, INDEX
 
 from ..host.checks import check_integer, check_operand, check_strided
 from ..host.plain import traced

@@ -4,8 +4,8 @@ The load warps of a tile do it, because shared memory has no room for rows as th
 a group, four lanes a row: a lane holds 16 values of each box of 64 columns, which are 16 bytes of e4m3, 8 of e2m1 or 32
 of bf16, and stores them as two pieces of 16 bytes. The warps take groups in turn.
 
-Rows are found as in `gather`, whose operand and look-ups these are. They come from the L2 cache: before a warp waits for
-a free stage, it asks for the lines of the block that will go there.
+Rows are found as in `gather`, with its operand and look-ups. They come from the L2 cache: before a warp waits
+for a free stage, it asks for the lines of the block that will go there.
 """
 
 from typing import Any, NamedTuple
@@ -14,10 +14,9 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Int32, Int64, Uint32, const_expr
 
-from ...device import layout, memory, pipeline, to_bf16, warp
+from ...device import layout, pipeline, to_bf16, warp
 from ...device.divisor import quotient_params
-from ...latent.records import RECORDS, LatentRecord
-from .. import precision
+from ...records import RECORDS, LatentRecord
 from . import gather, pages
 from .gather import NO_PAGE, RowPageIds
 from .pages import KVBlock, LoadTarget
@@ -32,7 +31,7 @@ BYTES = {"e4m3": QUARTER, "e2m1": QUARTER // 2, "bf16": 2 * QUARTER}  # of a lan
 page_id_cache, prefetch_pages = gather.page_id_cache, gather.prefetch_pages
 
 
-class Section(NamedTuple):
+class RowSection(NamedTuple):
     """Boxes of columns that are stored alike. part: the tensor that has them. code: their type. first: the first box.
     boxes: their number. at: the byte of a row where they begin. factored: whether they have factors."""
 
@@ -44,14 +43,14 @@ class Section(NamedTuple):
     factored: bool
 
 
-def sections(form: LatentRecord, parts) -> list[Section]:
+def sections(form: LatentRecord, parts) -> list[RowSection]:
     """Return the sections of a record. parts: tensors of the cache."""
     if not form.vec:  # one scale for all, which is a factor on the logits
         widths = [x.shape[3] // BOX for x in parts]
-        return [Section(i, form.codes, sum(widths[:i]), n, 0, False) for i, n in enumerate(widths)]
-    found, latent = [Section(0, form.codes, 0, form.latent // BOX, 0, True)], form.latent // BOX
+        return [RowSection(i, form.codes, sum(widths[:i]), n, 0, False) for i, n in enumerate(widths)]
+    found, latent = [RowSection(0, form.codes, 0, form.latent // BOX, 0, True)], form.latent // BOX
     if form.rotated and form.rotated_as != "codes":
-        found.append(Section(0, form.rotated_as or "bf16", latent, form.rotated // BOX, form.rotated_at, False))
+        found.append(RowSection(0, form.rotated_as or "bf16", latent, form.rotated // BOX, form.rotated_at, False))
     return found
 
 
@@ -136,9 +135,7 @@ def places_of(
 
 
 @cute.jit
-def ask_for_rows(
-    form: cutlass.Constexpr, parts: Any, places: RowPlaces, loader: Int32, warps: cutlass.Constexpr
-):
+def ask_for_rows(form: cutlass.Constexpr, parts: Any, places: RowPlaces, loader: Int32, warps: cutlass.Constexpr):
     """Ask the L2 cache for the rows of a block: each load warp for some of the lines of all rows."""
     for i in cutlass.range_constexpr(len(parts)):
         size = const_expr(form.row or parts[i].shape[3])

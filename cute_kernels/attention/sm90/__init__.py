@@ -7,7 +7,7 @@ This file is plain Python: it states what the kernel can do (`supports`) and whi
 from dataclasses import replace
 
 from ... import archs
-from ...latent.records import INDEX, RECORDS
+from ...records import INDEX, RECORDS
 from ..request import KernelRequest, Refusal
 from ..spec import (
     DTYPES,

@@ -48,7 +48,11 @@ def roles(spec) -> Roles:
     if t.scores_apart:
         loading |= {"idle": spare}
         each: Any = loading, {"score": WARPS}, {"mma": WARPS * t.warpgroups}
-        table = (Role(name, warps, n) for n, group in zip(CONVERTING if spec.kv.record else SCORES_APART, each) for name, warps in group.items())
+        table = (
+            Role(name, warps, n)
+            for n, group in zip(CONVERTING if spec.kv.record else SCORES_APART, each)
+            for name, warps in group.items()
+        )
         return Roles.of(*table)
     if has_prepare_warpgroup(spec):
         registers = (TRANSPOSING if precision.transposes_v(spec) else DEQUANTISING)[t.warpgroups]

@@ -5,7 +5,7 @@ Python.
 runs a bundle has none."""
 
 from ... import archs
-from ..records import BYTES, INDEX, RECORDS, ROWS
+from ...records import BYTES, INDEX, RECORDS, ROWS
 from ..request import ReadRequest
 from ..spec import ReadSpec
 

@@ -24,8 +24,8 @@ from ... import abi
 from ...cache_write import places
 from ...device import memory, nvfp4, warp
 from ...device.divisor import divide
+from ...records import BYTES, INDEX
 from ..args import READ_INDICES, ReadArgs, pack_read, read_fields
-from ..records import BYTES, INDEX
 from . import THREADS, VALUES, WARP, ctas_per_sm, lanes
 
 PIECE = 16  # bytes that a lane copies at a time

@@ -4,7 +4,7 @@
 runs a bundle has none."""
 
 from ... import archs
-from ..records import INDEX, RECORDS
+from ...records import INDEX, RECORDS
 from ..request import LatentRequest
 from ..spec import LatentSpec
 

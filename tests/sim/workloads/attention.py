@@ -124,6 +124,8 @@ def traits_of(spec: Any) -> KernelTraits:
 def structure(spec: Any) -> Any:
     """Return a key of the kernel's code apart from types, masks and modifiers, which one mode covers; None if
     another head dimension stands for it."""
+    if spec.kv.record:  # the load warps differ; other records have other sections of a row
+        return ("latent", "packed") if (spec.kv.record, spec.kv.source) == ("656", "slots") else None
     if spec.kv.shares_v:
         return ("latent", spec.kv.source, spec.kv.extra, spec.head_dim_qk if spec.kv.source == "tma" else 0)
     k, dim = traits_of(spec), spec.head_dim_qk

@@ -13,8 +13,8 @@ from bench.cases import latent_read as reads
 from bench.cases.latent import LatentCase, of_record
 from bench.cases.latent_read import ReadCase
 from cute_kernels.latent import read, write
-from cute_kernels.latent.records import BYTES, INDEX, ROWS
 from cute_kernels.latent.spec import LatentSpec, ReadSpec
+from cute_kernels.records import BYTES, INDEX, ROWS
 from wrappers.host.machine import HostMachine, override
 
 from .common import Outcome, SimulatedMachine, outcome

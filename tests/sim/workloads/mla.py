@@ -30,7 +30,7 @@ def mla_cases(spec: Any) -> list[MlaScenario]:
     )  # fmt: skip
     base = base if base.causal else replace(base, rows=2)  # a single row sees all keys under either mask
     base = replace(base, function="qv" if base.window else "flash_mla")
-    other = "qv" if base.window else "trtllm" if base.causal else "flash_mla"
+    other = "qv" if base.window else "trtllm" if base.causal and base.record in ("", "e4m3") else "flash_mla"
     first: tuple[MlaCase, ...] = (
         replace(
             base,
@@ -38,7 +38,13 @@ def mla_cases(spec: Any) -> list[MlaScenario]:
             heads=1,
             rows=3,
             page_size=32 if spec.kv.source == "tma" else 2,
-            function="qv" if base.window else "trtllm" if base.record else "wrapper",
+            function="qv"
+            if base.window
+            else "wrapper"
+            if not base.record
+            else "trtllm"
+            if base.record == "e4m3"
+            else "flash_mla",
         ),
         replace(base, lens=(70, 0, 130), rows=8, heads=5, strided=True, sink=True),
         replace(base, lens=(330,), heads=5, rows=8, cap=4.0 * spec.mask.window),

@@ -10,7 +10,7 @@ import wrappers
 from bench.cases import latent as cases
 from bench.cases.cache_write import copied
 from bench.cases.latent import DTYPES, LatentCase, of_record
-from cute_kernels.latent.records import INDEX, RECORDS, ROWS
+from cute_kernels.records import INDEX, RECORDS, ROWS
 from wrappers.host.machine import HostMachine, override
 
 from ..call import Call, Options, Results, Work, case_of, changed_fields

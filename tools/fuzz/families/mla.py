@@ -21,6 +21,10 @@ METADATA, APPEND = "get_mla_metadata", "nvfp4_quantize_append_paged_mla_kv_cache
 BYTE = torch.uint8
 
 
+RECORDS_OF = {  # (function, columns of K) -> records, of which "e4m3" also without chosen keys
+    ("flash_mla", 576): ("e4m3", "656", "352"), ("flash_mla", 512): ("e4m3", "584", "528"),
+    ("trtllm", 576): ("e4m3", "656"), ("trtllm", 512): ("e4m3", "528_fp32"),
+}  # fmt: skip
 FUNCTIONS, WEIGHTS = (*NAMES, APPEND, METADATA), (6, 4, 4, 4, 1, 2, 2)
 
 
@@ -50,7 +54,19 @@ def draw(family: str, rng: Random, options: Options) -> Call:
         drawn = replace(drawn, dim=576, window=window, cap=cap)
     if drawn.chosen and function == FLASH_MLA and rng.random() < 0.4:
         drawn = replace(drawn, second=rng.choice((1, 64, rng.randrange(1, most))))
+    if function in (FLASH_MLA, TRTLLM) and drawn.dtype == "bf16" and rng.random() < 0.5:
+        drawn = _with_records(drawn, rng)
     return Call(family, function, rng.randrange(1 << 30), mode, "shape", changed_fields(drawn, "function"))
+
+
+def _with_records(case: MlaCase, rng: Random) -> MlaCase:
+    """Return a case over packed records that its function reads."""
+    records = RECORDS_OF[case.function, case.dim]
+    record = rng.choice(records if case.function == "flash_mla" or case.chosen else records[:1])
+    second = record if record == "e4m3" else rng.choice([r for r in (*records, "288") if r not in ("e4m3", "")])
+    if case.dim == 576 and second == "288":
+        second = record
+    return replace(case, record=record, second_record=second if case.second else "")
 
 
 def _case(call: Call) -> MlaCase:

@@ -1,0 +1,71 @@
+"""Packed records of latent attention in the simulator: a row that sees one key returns its values, so codes show."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from bench.cases import mla as cases
+from bench.cases.mla import MlaCase
+from cute_kernels.records import RECORDS
+from tests.conftest import ARCH, ROOT
+from tests.sim.workloads import simulated
+from tests.support.kernels import SHIPPED
+
+pytestmark = pytest.mark.kernels
+MEMORY = ROOT / "build" / "simulated"
+PACKED = {spec.name: spec for _, spec in SHIPPED.values() if getattr(getattr(spec, "kv", None), "record", "")}
+NAN, SIGN = 0x7F, 0x80
+ROWS = 24
+
+
+def put_all_codes(record, cache):
+    """Overwrite the codes of the rows of a cache of one page, so that all of e4m3 but NaN, or of e2m1, are there."""
+    form, rows = RECORDS[record], cache[0]
+    width = form.latent // (2 if form.codes == "e2m1" else 1) if form.vec else rows.shape[1]
+    flat = rows.view(torch.uint8)
+    if form.planar:
+        flat = cache.as_strided((len(rows), form.row), (form.row, 1))
+    codes = (37 * torch.arange(len(rows))[:, None] + torch.arange(width)) % 256
+    codes = torch.where((codes & NAN == NAN) & (form.codes == "e4m3"), codes - 1, codes)
+    flat[:, :width] = codes.byte()
+    if form.rotated_as == "e4m3" and form.vec:
+        rest = (torch.arange(len(rows))[:, None] * 64 + torch.arange(form.rotated)) % 256
+        flat[:, form.rotated_at : form.rotated_at + form.rotated] = torch.where(rest & NAN == NAN, 0, rest).byte()
+
+
+@pytest.mark.parametrize("name", PACKED)
+def test_every_code_is_converted_exactly(name):
+    spec = PACKED[name]
+    case = MlaCase(
+        record=spec.kv.record, second_record=spec.kv.extra_record, dim=spec.head_dim_qk, lens=(ROWS,), page_size=ROWS
+    )
+    i = cases.make(case)
+    page = i.cache[int(i.table[0, 0])]
+    cache = i.cache.as_strided((1, *page.shape), i.cache.stride(), page.storage_offset())
+    put_all_codes(case.record, cache)
+    few = replace(case, lens=(1,) * ROWS, function="trtllm" if case.record == "528_fp32" else "flash_mla")
+    key = torch.arange(ROWS, dtype=torch.int32)[:, None, None]
+    q = torch.randn(ROWS, 1, 1, case.dim).bfloat16()
+    want = cases.values(case.record, cache)[0, :, : cases.VALUES].bfloat16()
+    slots, second = key, None
+    if spec.kv.extra:  # every second row is of the second cache
+        other = cases.make(replace(case, record=case.second_record))
+        page = other.cache[int(other.table[0, 0])]
+        extra = other.cache.as_strided((1, *page.shape), other.cache.stride(), page.storage_offset())
+        put_all_codes(case.second_record, extra)
+        of_first = key % 2 == 0
+        slots = torch.where(of_first, key, -1)
+        second = cases.MlaInputs(q, extra, key, key[:, 0, 0], None, torch.where(of_first, -1, key))
+        more = cases.values(case.second_record, extra)[0, :, : cases.VALUES].bfloat16()
+        want = torch.where(of_first[:, 0], want, more)
+        few = replace(few, second=1)
+    inputs = cases.MlaInputs(q, cache, key[:, 0], torch.ones(ROWS, dtype=torch.int32), None)
+    if spec.kv.source == "slots":
+        inputs, few = inputs._replace(slots=slots, second=second), replace(few, chosen=1)
+    else:  # pages of a row
+        inputs = inputs._replace(cache=cache.view(ROWS, 1, -1) if cache.is_contiguous() else cache.transpose(0, 1))
+        few = replace(few, page_size=1)
+    with simulated(ARCH, [], 2, spec, memory=MEMORY):
+        out, _ = cases.call(few, inputs)
+    assert torch.equal(out[:, 0, 0], want)
