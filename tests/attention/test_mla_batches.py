@@ -21,6 +21,9 @@ CASES = {
 }
 
 
+E4M3 = torch.float8_e4m3fn
+
+
 def lists(case, i):
     """The batch as lists of pages, with an entry that no request has behind them."""
     pages = [-(-n // case.page_size) for n in case.lens]
@@ -32,7 +35,8 @@ def lists(case, i):
 def shape(case):
     dtype = mla.DTYPES[case.dtype]
     return {"num_heads": case.heads, "head_dim_ckv": 512, "head_dim_kpe": case.dim - 512, "page_size": case.page_size,
-            "causal": case.causal, "sm_scale": mla.SCALE, "q_data_type": dtype, "kv_data_type": dtype}  # fmt: skip
+            "causal": case.causal, "sm_scale": mla.SCALE, "q_data_type": dtype,
+            "kv_data_type": E4M3 if case.record else dtype}  # fmt: skip
 
 
 def planned(case, i, form="lists", **options):
@@ -210,8 +214,30 @@ RUNS = [
     ({"lse": torch.zeros(4, 3)}, ValueError, "lse: shape (4, 3), "),
     ({"return_lse_base_on_e": 1}, TypeError, "return_lse_base_on_e: 1, must be True or False"),
     *(({name: torch.zeros(2)}, NotImplementedError, f"{name}: Tensor, must be None: not supported")
-      for name in ("profiler_buffer", "kv_len", "page_table", "o_scale", "ckv_scale", "ckv_scale_arr", "kpe_scale")),
+      for name in ("profiler_buffer", "kv_len", "page_table", "o_scale", "ckv_scale_arr")),
+    *(({name: 0.5}, ValueError, f"{name}: 0.5, must be None unless kv_data_type is torch.float8_e4m3fn")
+      for name in ("ckv_scale", "kpe_scale")),
 ]  # fmt: skip
+
+
+@pytest.mark.parametrize("form", ["two", "one"])
+@pytest.mark.parametrize("kernels", [False, True])
+def test_e4m3_caches_have_one_scale(kernels, form):
+    case = MlaCase(record="e4m3", lens=(40, 64, 0), heads=4, rows=2, page_size=8)
+    i, factor = make(case), mla.E4M3_SCALE
+    with emulation() if kernels else torch.no_grad():
+        wrapper = planned(case, i)
+        for scale in (factor, torch.tensor([factor])):
+            given = tensors(case, i, form) | {"ckv_scale": scale, "kpe_scale": scale, "return_lse": True}
+            for _ in range(2):
+                assert judged(case, i, *wrapper.run(**given)) <= 1
+        plain = wrapper.run(**tensors(case, i, form))
+        assert not torch.equal(plain, wrapper.run(**given)[0])
+        for scales in ({"ckv_scale": 0.5}, {"ckv_scale": 0.5, "kpe_scale": 0.25}, {"kpe_scale": scale}):
+            with pytest.raises(NotImplementedError, match="^(ckv|kpe)_scale: .*must both be given, and be one"):
+                wrapper.run(**tensors(case, i, form) | scales)
+        with pytest.raises(ValueError, match="^ckv_scale: inf"):
+            wrapper.run(**tensors(case, i, form) | dict.fromkeys(("ckv_scale", "kpe_scale"), float("inf")))
 
 
 def test_refused_plans_keep_the_one_before():

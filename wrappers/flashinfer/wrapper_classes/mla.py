@@ -8,7 +8,7 @@ import torch
 from cute_kernels.attention.spec import LSE_NATURAL
 
 from ...attention.call import SequenceBatch, csr_sequences, sequences_of
-from ...attention.checks import LATENT_QUERIES, SIGNATURES
+from ...attention.checks import E4M3, LATENT_QUERIES, SIGNATURES
 from ...attention.views import columns_and_rope
 from ...host.checks import (
     UnknownName,
@@ -20,7 +20,7 @@ from ...host.checks import (
     check_strided,
     listed,
 )
-from ...host.scalars import integer
+from ...host.scalars import check_scale, integer, split_scale
 from .. import values
 from ..values import HeadShape, LogitsModifiers, TensorTypes
 from .batch import BatchPlan, PrefillBatch
@@ -158,7 +158,8 @@ class BatchMLAPagedAttentionWrapper(PrefillBatch):
             num_heads; head_dim_ckv: columns of V; head_dim_kpe: further columns of K, may be 0; page_size.
             causal: row i of m sees keys up to i + n - m, n being the number of keys of its request. sm_scale: factor on
                 the logits.
-            q_data_type, kv_data_type: float16 or bfloat16, the same. output_dtype: None, or q_data_type.
+            q_data_type, kv_data_type: float16 or bfloat16, the same; or bfloat16 and float8_e4m3fn. output_dtype: None,
+                or q_data_type.
 
         Hints, since run takes all forms of tensors and returns an LSE if asked: use_profiler, query_layout,
         kv_cache_layout, lse_mode. NotImplementedError: output_scale other than "none", scale_mode other than "default",
@@ -191,7 +192,7 @@ class BatchMLAPagedAttentionWrapper(PrefillBatch):
         shape = HeadShape(check_integer("num_heads", integer(num_heads), 0), 1, columns, columns, page_size)
         q_type, kv_type = values.dtype_of("q_data_type", q_data_type), values.dtype_of("kv_data_type", kv_data_type)
         check_one_of("q_data_type:", q_type, LATENT_QUERIES)
-        check_one_of("kv_data_type:", kv_type, (q_type,))
+        check_one_of("kv_data_type:", kv_type, (q_type, E4M3) if q_type is torch.bfloat16 else (q_type,))
         out_type = q_type if output_dtype is None else values.dtype_of("output_dtype", output_dtype)
         check_one_of("output_dtype:", out_type, (q_type,))
         check_flag("causal", causal)
@@ -241,31 +242,47 @@ class BatchMLAPagedAttentionWrapper(PrefillBatch):
                 have any strides, the last 1.
             out: (T, H, head_dim_ckv). lse: fp32 (T, H). Both are filled and returned; None: new tensors.
             return_lse: whether to return the LSE too. return_lse_base_on_e: in natural logarithms, not base 2.
+            ckv_scale, kpe_scale: factors of e4m3 values, the same for both: floats, or one fp32 tensor of one element.
 
         Returns out, or (out, lse). A row without keys gives 0 and -inf.
 
-        NotImplementedError: profiler_buffer, kv_len, page_table, o_scale, ckv_scale, ckv_scale_arr, kpe_scale. Raises
-        before any launch: RuntimeError without a plan; ValueError for what does not fit the plan, and for a shape,
-        stride or device; TypeError for a dtype.
+        NotImplementedError: profiler_buffer, kv_len, page_table, o_scale, ckv_scale_arr, and a kpe_scale other than
+        ckv_scale. Raises before any launch: RuntimeError without a plan; ValueError for what does not fit the plan, and
+        for a shape, stride or device; TypeError for a dtype.
         """
         values.refuse(
-            profiler_buffer=profiler_buffer, kv_len=kv_len, page_table=page_table, o_scale=o_scale, ckv_scale=ckv_scale,
-            ckv_scale_arr=ckv_scale_arr, kpe_scale=kpe_scale,
+            profiler_buffer=profiler_buffer, kv_len=kv_len, page_table=page_table, o_scale=o_scale,
+            ckv_scale_arr=ckv_scale_arr,
         )  # fmt: skip
         self._plan_of_run()
         check_flag("return_lse_base_on_e", return_lse_base_on_e)
         q, q_rope = self._parts("query", query, ("q_nope", q_nope), ("q_pe", q_pe))
         k, k_rope = self._parts("kv_cache", kv_cache, ("ckv_cache", ckv_cache), ("kpe_cache", kpe_cache))
         k, k_rope = k.unsqueeze(1), None if k_rope is None else k_rope.unsqueeze(1)
-        others = return_lse, return_lse_base_on_e
+        others = return_lse, return_lse_base_on_e, ckv_scale, kpe_scale
+        if ckv_scale is not None or kpe_scale is not None:
+            self._check_scales(ckv_scale, kpe_scale)
         if (repeated := self._repeat(q, (k, k, k_rope), out, lse, others, q_rope)) is not None:
             return repeated
         _, requests, max_q_len = self._ready(q, k, k)
         return self._serve(
-            others, self._scale, (None, None, None), signature=self._signature, q=q, k=k, v=k, requests=requests,
-            max_q_len=max_q_len, return_lse=return_lse, out=out, lse=lse, q_rope=q_rope, k_rope=k_rope, shares_v=True,
-            lse_form=LSE_NATURAL if return_lse_base_on_e else 0,
+            others, self._scale, (None, ckv_scale, ckv_scale), signature=self._signature, q=q, k=k, v=k,
+            requests=requests, max_q_len=max_q_len, return_lse=return_lse, out=out, lse=lse, q_rope=q_rope,
+            k_rope=k_rope, shares_v=True,
+            lse_form=LSE_NATURAL if return_lse_base_on_e else 0, record="e4m3" if k.dtype is E4M3 else "",
         )  # fmt: skip
+
+    def _check_scales(self, ckv_scale: Any, kpe_scale: Any) -> None:
+        """Raise unless factors of e4m3 values may be given, and are one."""
+        shown = [f"{name}: {type(x).__name__ if isinstance(x, torch.Tensor) else repr(x)}"
+                 for name, x in (("ckv_scale", ckv_scale), ("kpe_scale", kpe_scale)) if x is not None]  # fmt: skip
+        if self._types.kv is not E4M3:
+            raise ValueError(f"{shown[0]}, must be None unless kv_data_type is {E4M3}")
+        numbers = not any(isinstance(x, torch.Tensor) for x in (ckv_scale, kpe_scale))
+        if self._rope and not (ckv_scale is kpe_scale or numbers and ckv_scale == kpe_scale):
+            raise NotImplementedError(f"{', '.join(shown)}: must both be given, and be one: others are not supported")
+        number, tensor = split_scale("ckv_scale", ckv_scale)
+        check_scale("ckv_scale", number, tensor, self.device)
 
     def _parts(self, name: str, joined: Any, *parts: tuple[str, Any]) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Return the columns that V has and the others, None if there are none, of a query or of a cache. joined: a
