@@ -98,6 +98,7 @@ ATTENTION = (
             "latent slots 528",
         ),
     ),
+    AttentionRow(PREFILL, HOPPER, ("e4m3",), ("bf16",), ((576, 512),), ("latent gather e4m3", "latent slots e4m3")),
     AttentionRow(PREFILL_BLACKWELL, BLACKWELL, ("bf16",), (SAME,), (*USUAL, *WIDE), ("causal", "full", "modified")),
     AttentionRow(PREFILL_BLACKWELL, BLACKWELL, ("fp16", "e4m3"), (SAME,), USUAL, ("causal", "full", "modified")),
     AttentionRow(

@@ -215,6 +215,13 @@ ASKED: tuple[tuple[str, Any, str, dict[str, dict[str, Any]]], ...] = (  # argume
         "KV of a latent cache",
         {
             "e4m3": {"record": "e4m3", "head_dim_qk": 576, "head_dim_vo": 512, "shares_v": True},
+            "e4m3 under e4m3 queries": {
+                "q": "e4m3",
+                "record": "e4m3",
+                "head_dim_qk": 576,
+                "head_dim_vo": 512,
+                "shares_v": True,
+            },
             **{
                 f"record {name}": facts | {"source": "slots", "causal": False, "shares_v": True, "record": name}
                 for dim, names in ((576, ("656", "352")), (512, ("528_fp32", "528", "584")))

@@ -21,6 +21,7 @@ NO_SLOTS = (-1, -1, -7, -(2**31), 2**31 - 1)  # numbers that are no row of a cac
 SCALE = 192**-0.5
 ALIGNED = 64  # bytes of which strides of pages of packed records are a multiple
 E4M3_SCALE = 0.75  # of record "e4m3"
+Q8_SCALE = 0.5  # of e4m3 queries
 ROUNDING = {"bf16": 2.0**-7, "fp16": 2.0**-10}  # of P and of the output together, relative
 LSE_TOLERANCE = 2.0**-18  # relative, and 1e-5
 
@@ -37,7 +38,7 @@ class MlaCase:
     the sequence. chosen: keys that each row chooses among all rows of all requests, some of them twice, between numbers
     that are no row; 0: it sees its request's. counted: fewer of them count, of some requests none. second: keys that
     each row chooses of a second cache, with pages of 5 rows, too. record, second_record: how rows of both caches are
-    packed, keys of `cute_kernels.records.RECORDS`; "" for rows of dtype.
+    packed, keys of `cute_kernels.records.RECORDS`; "" for rows of dtype. q8: queries are e4m3, too.
     """
 
     function: str = "flash_mla"
@@ -59,6 +60,7 @@ class MlaCase:
     second: int = 0
     record: str = ""
     second_record: str = ""
+    q8: bool = False
 
 
 class MlaInputs(NamedTuple):
@@ -94,8 +96,11 @@ def make(case: MlaCase, device: "torch.device | str" = "cpu", seed: int = 0) -> 
         positions = torch.arange(n, device=device)
         put(case.record, cache, mine[positions // size], positions % size, keys, gen)
     q = torch.randn(batch, case.rows, case.heads, case.dim, generator=gen, device=device).to(dtype)
+    if case.q8:
+        q = (q / Q8_SCALE).to(torch.float8_e4m3fn)
     if case.strided:
-        wide = torch.full((batch, case.rows + 1, 2 * case.heads, case.dim + 8), float("nan"), device=device).to(dtype)
+        wide = torch.full((batch, case.rows + 1, 2 * case.heads, case.dim + 16), float("nan"), device=device)
+        wide = wide.to(q.dtype)
         wide[:, : case.rows, ::2, : case.dim] = q
         q = wide[:, : case.rows, ::2, : case.dim]
     sinks = torch.randn(case.heads, generator=gen, device=device) * 2 if case.sink else None
@@ -235,7 +240,7 @@ def call(case: MlaCase, i: MlaInputs) -> tuple[torch.Tensor, torch.Tensor]:
         return wrappers.flash_mla_with_kvcache(
             i.q, i.cache.unsqueeze(2), i.table, i.lens, VALUES, wrappers.get_mla_metadata()[0], softmax_scale=SCALE,
             causal=case.causal and not case.chosen, attn_sink=i.sinks, indices=i.slots, topk_length=i.counts,
-            is_fp8_kvcache=bool(case.record), descale_k=descale,
+            is_fp8_kvcache=bool(case.record), descale_q=Q8_SCALE if case.q8 else None, descale_k=descale,
             **second,
         )  # fmt: skip
     if case.function == "wrapper":
@@ -255,7 +260,8 @@ def call(case: MlaCase, i: MlaInputs) -> tuple[torch.Tensor, torch.Tensor]:
     factor = E4M3_SCALE if case.record == "e4m3" else 1.0
     out, lse = wrappers.trtllm_batch_decode_with_kv_cache_mla(
         i.q, i.cache, None, 128, VALUES, case.dim - VALUES, table, lens, i.table.shape[1] * case.page_size,
-        bmm1_scale=SCALE * factor, bmm2_scale=factor, sinks=i.sinks, return_lse=True, sparse_mla_top_k=case.chosen,
+        bmm1_scale=SCALE * factor * (Q8_SCALE if case.q8 else 1.0), bmm2_scale=factor, sinks=i.sinks, return_lse=True,
+        sparse_mla_top_k=case.chosen,
     )  # fmt: skip
     return out, lse.view(*i.q.shape[:3]).transpose(1, 2)
 
@@ -308,7 +314,7 @@ def expected(case: MlaCase, i: MlaInputs) -> MlaResult:
                 caches = ((case.record, i), (case.second_record, i.second))
                 own = torch.cat([chosen_rows(record, each, b, t) for record, each in caches if each is not None])
             if len(own):
-                logits = i.q[b, t].double() @ own.T * SCALE
+                logits = i.q[b, t].double() @ own.T * SCALE * (Q8_SCALE if case.q8 else 1.0)
                 if case.cap:
                     logits = case.cap * torch.tanh(logits / case.cap)
                 lse[b, :, t] = torch.logsumexp(logits, -1)

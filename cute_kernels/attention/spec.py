@@ -171,6 +171,12 @@ class AttentionSpec(Generic[T]):
     tile: T | None = None
 
     @property
+    def mma_q(self) -> str:
+        """The type of Q for the MMAs, before they convert it: q, or, over packed records, that of the converted rows,
+        which the role that gathers Q converts it to."""
+        return self.kv.dtype if self.kv.record else self.q
+
+    @property
     def dims(self) -> tuple[int, int]:
         """(head_dim_qk, head_dim_vo)."""
         return self.head_dim_qk, self.head_dim_vo

@@ -331,7 +331,7 @@ PARALLEL = "context parallelism is not supported"
 SPARSE = {"indices": SLOTS, "causal": False}
 OTHER = torch.zeros(3, 5, 1, 576).bfloat16()
 FLASH_REFUSALS = [
-    ({"descale_q": INT}, NotImplementedError, "descale_q: Tensor, must be None: quantised queries are not supported"),
+    ({"descale_q": INT.float()}, ValueError, "descale_q: "),
     ({"descale_k": INT}, TypeError, "descale_k: dtype torch.int32, must be torch.float32"),
     ({"descale_k": INT.float()}, ValueError, "descale_k: "),
     *(({name: INT}, ValueError, f"{name}: shape (1,), must be None without indices")

@@ -22,6 +22,9 @@ CASES = {
     "528_fp32": MlaCase(function="trtllm", record="528_fp32", dim=512, lens=(70, 9), chosen=65, rows=3),
     "e4m3": MlaCase(record="e4m3", lens=(70, 9), rows=2),
     "e4m3, chosen": MlaCase(record="e4m3", lens=(70, 9), chosen=40),
+    "e4m3 queries": MlaCase(record="e4m3", lens=(70, 9), rows=2, q8=True, sink=True),
+    "e4m3 queries, chosen": MlaCase(record="e4m3", lens=(70, 9), chosen=40, q8=True, strided=True),
+    "e4m3 queries, trtllm": MlaCase(function="trtllm", record="e4m3", lens=(70, 9), rows=2, q8=True),
     "e4m3, trtllm": MlaCase(function="trtllm", record="e4m3", lens=(70, 9), rows=2, sink=True),
     "656, trtllm": MlaCase(function="trtllm", record="656", lens=(70, 9), chosen=65, rows=2, sink=True),
     "two of 584": MlaCase(
@@ -56,7 +59,8 @@ def test_a_planar_record_of_another_kind_is_served():
 
 @pytest.mark.parametrize("change, why", [
     ({"record": "584"}, "record 584: with head_dim 576, the kernel has 656, 352"),
-    ({"q": "fp16", "kv": "fp16", "out": "fp16"}, "record 656: the kernel has bf16 queries"),
+    ({"q": "fp16", "kv": "fp16", "out": "fp16"}, "record 656: the kernel makes bf16 of records"),
+    ({"q": "e4m3", "out": "bf16"}, "q e4m3 over 656: the kernel has bf16, or e4m3 over e4m3 with one scale"),
     ({"extra": True, "extra_record": "288"}, "record 288: with head_dim 576, the kernel has 656, 352"),
     ({"extra": True}, "record : with head_dim 576"),
     ({"record": "132"}, "record 132: with head_dim 576"),
@@ -88,7 +92,9 @@ REFUSALS = [
     ({"k_cache": torch.zeros(4, 64, 2, 656).byte()}, ValueError, "k_cache: shape (4, 2, 64, 656), must have one head"),
     ({"k_cache": torch.zeros(4, 64, 1, 576).half()}, TypeError, "k_cache: with is_fp8_kvcache, dtype torch.float16"),
     ({"descale_k": 2.0}, ValueError, "descale_k: 2.0, must be None without is_fp8_kvcache and values of"),
-    ({"descale_q": 2.0}, NotImplementedError, "descale_q: float, must be None: quantised queries are not supported"),
+    ({"descale_q": 2.0}, ValueError, "descale_q: 2.0, must be None without queries of torch.float8_e4m3fn"),
+    ({"q": torch.zeros(1, 1, 16, 576).to(torch.float8_e4m3fn)}, NotImplementedError,
+     "q: dtype torch.float8_e4m3fn, must be torch.bfloat16 over a cache of record 656: not supported"),
     ({"extra_k_cache": torch.zeros(4, 64, 1, 288).byte(), "extra_indices_in_kvcache": torch.zeros(1, 1, 3).int()},
      ValueError, "extra_k_cache: shape (4, 64, 1, 288), must end with 576, or 656, 352 bytes"),
 ]  # fmt: skip

@@ -48,6 +48,8 @@ RECORDS = {
     "e4m3": MlaCase(record="e4m3", lens=(1000, 0, 65), heads=16, rows=2, sink=True),
     "e4m3, splits": MlaCase(record="e4m3", lens=(60_000,), heads=16, page_size=1),
     "e4m3, trtllm": MlaCase(function="trtllm", record="e4m3", lens=(1000, 50), heads=128, rows=3),
+    "e4m3 queries": MlaCase(record="e4m3", lens=(1000, 0, 65), heads=16, rows=2, q8=True, sink=True),
+    "e4m3 queries, chosen": MlaCase(record="e4m3", lens=(3000, 9), heads=128, chosen=700, q8=True, strided=True),
     "e4m3, chosen": MlaCase(record="e4m3", lens=(3000, 9), heads=16, chosen=700),
     "656": MlaCase(record="656", lens=(3000, 9), heads=16, chosen=2048),
     "656, counted": MlaCase(
@@ -83,7 +85,7 @@ def marked(name):
         shown += "s" * (name in SECOND)
     if name in RECORDS:
         of = CASES[name]
-        one = "record " * (of.record != "e4m3") + of.record
+        one = "e4m3 under e4m3 queries" if of.q8 else "record " * (of.record != "e4m3") + of.record
         of_both = f"records {of.record} and {of.second_record}"
         shown = f"decode KV of a latent cache {of_both if of.second else one}"
     return pytest.param(name, marks=feature(shown))
@@ -169,3 +171,14 @@ def test_hostile_tables_and_lengths():
         given.lens.copy_(lens)
     torch.cuda.synchronize()
     assert cases.error(case, cases.call(case, given), cases.expected(case, given)) <= 1.0
+
+
+def test_slots_past_the_integers_of_fp32():
+    step, last = 16, (1 << 24) + 8  # elements between pages, which overlap; pages
+    memory = torch.randn(last * step + 576, device=CUDA, dtype=torch.bfloat16)
+    cache = memory.as_strided((last, 1, 1, 576), (step, 576, 576, 1))
+    slots = torch.tensor([last - 1, last - 2, last - 5, 3], dtype=torch.int32, device=CUDA).view(4, 1, 1)
+    q = torch.randn(4, 1, 16, 576, device=CUDA, dtype=torch.bfloat16)
+    out, _ = wrappers.flash_mla_with_kvcache(q, cache, None, None, 512, indices=slots)
+    want = cache[slots.flatten().long(), 0, 0, :512]
+    assert torch.equal(out[:, 0], want[:, None].expand_as(out[:, 0]))

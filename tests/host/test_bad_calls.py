@@ -159,6 +159,7 @@ FLAG = (
 NUMBER = ("softmax_scale", "o_sf_scale", "skip_softmax_threshold_scale_factor", "logits_soft_cap", "o_scale",
           "rcp_out_scale")  # fmt: skip
 SCALE = (
+    "descale_q",
     "descale_k",
     "bmm1_scale",
     "bmm2_scale",
@@ -333,7 +334,8 @@ ACCEPTED: dict[str, dict[str, set[str]]] = {  # function, or call -> argument ->
         "kv_cache": {"a row more", "float8_e4m3fn"}, "bmm2_scale": {"zero", "negative"}},
     "trtllm mla, ragged": {"out": NONE_ONLY, "max_q_len": {"far"}},
     "flash_mla": {
-        **dict.fromkeys(("out", "attn_sink", "softmax_scale", "descale_k"), NONE_ONLY), "k_cache": {"a row more"}},
+        **dict.fromkeys(("out", "attn_sink", "softmax_scale", "descale_q", "descale_k"), NONE_ONLY),
+        "k_cache": {"a row more"}},
     "get_mla_metadata": {  # of any layout and device
         "cache_seqlens": {"None", "columns", *FORMS} - {"rank + 1", "flat"}, "num_q_tokens_per_head_k": {"far"},
         "num_heads_k": {"far"}, "num_heads_q": {"int"}, "topk": {"int"}},
@@ -448,7 +450,9 @@ SHOWN = {  # what a message says instead of the argument's name and value
     ("xqa, drafts", "q_seq_len", "far"): "73786976294838206464) (the query's rows, two words per 32 of q_seq_len)",
     ("explain", "function", "builtin"): "function: len",
     **{
-        ("flash_mla", "descale_k", f"{bad} tensor"): "descale_k: Tensor, must be None without" for bad in ("nan", "inf")
+        ("flash_mla", f"descale_{x}", f"{bad} tensor"): f"descale_{x}: Tensor, must be None without"
+        for bad in ("nan", "inf")
+        for x in "qk"
     },
     ("explain", "function", "helper"): "function: load",
     (

@@ -11,6 +11,7 @@ from cute_kernels.records import RECORDS
 from tests.conftest import ARCH, ROOT
 from tests.sim.workloads import simulated
 from tests.support.kernels import SHIPPED
+from wrappers import flash_mla_with_kvcache
 
 pytestmark = pytest.mark.kernels
 MEMORY = ROOT / "build" / "simulated"
@@ -69,3 +70,18 @@ def test_every_code_is_converted_exactly(name):
     with simulated(ARCH, [], 2, spec, memory=MEMORY):
         out, _ = cases.call(few, inputs)
     assert torch.equal(out[:, 0, 0], want)
+
+
+def test_slots_past_the_integers_of_fp32():
+    """Numbers of pages, from 2^24 on, must not pass through fp32."""
+    step, last = 16, (1 << 24) + 8  # elements between pages, which overlap; pages
+    memory = torch.zeros(last * step + 576, dtype=torch.bfloat16)
+    memory[-4000:] = torch.randn(4000).bfloat16()
+    cache = memory.as_strided((last, 1, 1, 576), (step, 576, 576, 1))
+    slots = torch.tensor([last - 1, last - 2, last - 5], dtype=torch.int32).view(3, 1, 1)
+    spec = next(s for _, s in SHIPPED.values() if s.name == "bf16_kvbf16v_d576x512_full_slots_m64n64s2o2a")
+    with simulated(ARCH, [], 2, spec, memory=MEMORY):
+        out, _ = flash_mla_with_kvcache(
+            torch.randn(3, 1, 2, 576).bfloat16(), cache, None, None, cases.VALUES, indices=slots
+        )
+    assert torch.equal(out[:, 0, 0], cache[slots.flatten().long(), 0, 0, : cases.VALUES])

@@ -206,6 +206,11 @@ def e4m3_mla() -> Arguments:
     return given | {"k_cache": given["k_cache"].to(torch.float8_e4m3fn), "is_fp8_kvcache": True, "descale_k": ONE}
 
 
+def e4m3_queries_mla() -> Arguments:
+    given = e4m3_mla()
+    return given | {"q": given["q"].to(torch.float8_e4m3fn), "descale_q": ONE}
+
+
 def sparse_mla() -> Arguments:
     given = chosen_mla()
     return trtllm_mla(block_tables=given["indices"], sparse_mla_top_k=70, seq_lens=ints(70, 70),
@@ -422,7 +427,7 @@ RICH: dict[str, dict[str, Callable[[], Arguments]]] = {  # function -> name of a
         "plain": flash_mla,
         "sinks": lambda: flash_mla(attn_sink=SINK, causal=False, out=torch.zeros(2, 2, 4, 512).bfloat16()),
         "chosen": chosen_mla, "two caches": two_caches, "packed": lambda: packed_mla("656"),
-        "packed caches": packed_caches, "e4m3": e4m3_mla,
+        "packed caches": packed_caches, "e4m3": e4m3_mla, "e4m3 queries": e4m3_queries_mla,
     },
     TRTLLM_MLA: {
         "plain": lambda: trtllm_mla(lse=torch.zeros(4, 4)), "ragged": ragged_mla, "sparse": sparse_mla,
@@ -492,7 +497,7 @@ RICH: dict[str, dict[str, Callable[[], Arguments]]] = {  # function -> name of a
 UNREAD = {
     "token_to_seq", "host_cache", "host_row_ids", "device_row_ids",
     "workspace_buffer", "semaphores", "workspace", "cum_seq_lens_kv", "multi_ctas_kv_counter_buffer", "request_order",
-    "causal_seqlens_kv_global", "max_seqlen_k", "num_splits", "descale_q",
+    "causal_seqlens_kv_global", "max_seqlen_k", "num_splits",
 }  # fmt: skip
 
 

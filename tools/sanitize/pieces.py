@@ -305,10 +305,14 @@ def _rows() -> Iterator[tuple[str, tuple[Call, ...]]]:
         "attention-latent-two-records",
         (
             latent(**of_584, second=130, second_record="584"), latent(**of_528, second=130, second_record="528"),
-            latent(**of_528, second=130, second_record="288"), latent(**of_584), latent(**of_528),
+            latent(**of_528, second=130, second_record="288"),
             replace(no_rope, function="trtllm_batch_decode_with_kv_cache_mla"),
         ),
     )  # fmt: skip
+    yield (
+        "attention-latent-more-records",
+        (latent(**of_584), latent(**of_528), latent(record="e4m3", q8=True), latent(record="e4m3", q8=True, chosen=65)),
+    )
     states = ({"dtype": "bf16"}, {"dtype": "fp16", "layout": "strided"}, {"dtype": "fp32", "data": "special"})
     yield "merge-states", tuple(Call("merge", "merge_states", 7, case=fields) for fields in states)
     yield (

@@ -86,7 +86,7 @@ def validate(call: AttentionCall) -> None:
     """Raise on the first argument that does not fit."""
     name = names_of(call)
     scalars(call)
-    q = check_operand(name("q"), call.q, 3, LATENT_QUERIES if call.shares_v else QUERIES, None)
+    q = check_operand(name("q"), call.q, 3, _queries(call) if call.shares_v else QUERIES, None)
     if q.device.type not in ("cpu", "cuda", "meta"):
         raise ValueError(f"{name('q')}: device {q.device}, must be cpu or cuda")
     for other, t in (_given(call, name) | _outputs_of(call, name)).items():
@@ -256,11 +256,18 @@ def _caches(call: AttentionCall, name: Names) -> None:
         raise ValueError(f"{name('q')}: {q.shape[1]} heads, must be a multiple of {kv}'s {kv_heads}{hint}")
 
 
+def _queries(call: AttentionCall) -> tuple[torch.dtype, ...]:
+    """Return the dtypes of queries of a call in which V lies in K."""
+    return (*LATENT_QUERIES, E4M3) if call.record else LATENT_QUERIES
+
+
 def _records(call: AttentionCall, name: Names) -> None:
     """Check a cache of packed records, and a second one, and that they fit the query."""
     columns = call.dim_qk
-    if call.q.dtype != torch.bfloat16:
-        need = f"must be torch.bfloat16 over a cache of record {call.record}"
+    packed = any(RECORDS[record].vec for record in (call.record, call.extra_record) if record)
+    known = (torch.bfloat16,) if packed else (torch.bfloat16, E4M3)
+    if call.q.dtype not in known:
+        need = f"must be {' or '.join(map(str, known))} over a cache of record {call.record}"
         raise NotImplementedError(f"{name('q')}: dtype {call.q.dtype}, {need}: not supported")
     _rope_columns(call, name)
     _second_cache(call, name)

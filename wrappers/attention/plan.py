@@ -106,7 +106,7 @@ def request_of(call: AttentionCall, sms: int = 132) -> KernelRequest:
     causal = (call.causal or single) and not masked and form != "slots"
     return KernelRequest(
         q=TYPES[call.q.dtype],
-        kv=TYPES[call.q.dtype if call.record else call.k.dtype],
+        kv="bf16" if call.record else TYPES[call.k.dtype],
         out=TYPES[call.result_dtype],
         kv_scales=call.kv_scales,
         head_dim_qk=call.dim_qk,

@@ -12,7 +12,7 @@ from ..attention.op import serve
 from ..attention.views import columns_and_rope, counts_of
 from ..host.checks import check_flag, check_integer, check_one_of, check_shape, check_strided, listed
 from ..host.plain import traced
-from ..host.scalars import check_scale, integer, real, split_scale
+from ..host.scalars import check_scale, integer, real, split_scale, times
 
 NAME = "flash_mla_with_kvcache"
 SPARSE_NAME = NAME + ", indices"
@@ -78,13 +78,15 @@ def flash_mla_with_kvcache(
     indices: torch.Tensor | None = None, attn_sink: torch.Tensor | None = None,
     extra_k_cache: torch.Tensor | None = None, extra_indices_in_kvcache: torch.Tensor | None = None,
     topk_length: torch.Tensor | None = None, extra_topk_length: torch.Tensor | None = None,
-    enable_batch_invariant: bool = False, out: torch.Tensor | None = None, descale_q: torch.Tensor | None = None,
-    descale_k: torch.Tensor | None = None,
+    enable_batch_invariant: bool = False, out: torch.Tensor | None = None,
+    descale_q: torch.Tensor | float | None = None,
+    descale_k: torch.Tensor | float | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     """Compute decode attention over a paged cache of latent attention, of which V is the first columns of K.
 
     Args:
-        q: fp16 or bf16 (B, s_q, H, D), any strides, the last 1. (D, head_dim_v) is (576, 512) or (512, 512).
+        q: fp16 or bf16 (B, s_q, H, D), any strides, the last 1. (D, head_dim_v) is (576, 512) or (512, 512). With
+            is_fp8_kvcache and D values of e4m3 in a row of the cache, also of float8_e4m3fn.
         k_cache: (pages, P, h_k, D) of q's dtype, any P and page stride; H is a multiple of h_k. With is_fp8_kvcache, q
             is bf16, h_k is 1, and a row of the cache has D values of e4m3 or the bytes of a packed record, in uint8,
             int8 or float8_e4m3fn: 656 or 352 if D is 576; 584 or 528 if it is 512. fp32 factors are rounded to bf16,
@@ -101,10 +103,10 @@ def flash_mla_with_kvcache(
         softmax_scale: factor on the logits; None: D ** -0.5. causal: row i of a request sees keys up to cache_seqlens -
             s_q + i. attn_sink: fp32 (H,), in natural-log units, or None.
         enable_batch_invariant: the result of a request does not depend on the others. It may be slower.
-        out: receives the result, (B, s_q, H, head_dim_v) of q's dtype, or None.
+        out: receives the result, (B, s_q, H, head_dim_v) of q's dtype, or None. Over e4m3 queries it is bf16.
         tile_scheduler_metadata, num_splits: not read; lengths may change between replays of a graph.
-        descale_k: a float or fp32 tensor of one element: the factor of e4m3 values without one of their own; None: 1.
-        descale_q: must be None; others raise NotImplementedError.
+        descale_q, descale_k: floats, or fp32 tensors of one element: the factors of e4m3 queries and of e4m3 values of
+            the cache without one of their own; None: 1.
 
     Returns (out, lse): lse fp32 (B, H, s_q), in natural logarithms, without the sink. A row without keys is 0, with an
     lse of +inf. Pages of the table behind a request's keys are not read, and may be any numbers. Raises before anything
@@ -133,9 +135,6 @@ def decode_call(
     descale_k: Any = None,
 ) -> AttentionCall:  # fmt: skip
     """Return the call of `flash_mla_with_kvcache`."""
-    if descale_q is not None:
-        why = "quantised queries are not supported"
-        raise NotImplementedError(f"descale_q: {type(descale_q).__name__}, must be None: {why}")
     for name, flag in (
         ("causal", causal), ("is_fp8_kvcache", is_fp8_kvcache), ("enable_batch_invariant", enable_batch_invariant)
     ):  # fmt: skip
@@ -157,27 +156,39 @@ def decode_call(
         if causal:
             shape = tuple(indices.shape)
             raise ValueError(f"causal: True, must be False with indices {shape}, which say what a row sees")
-    if descale_k is not None:  # rare
-        scale, factors = _descaled(descale_k, {record, second.get("extra_record", record)}, q, scale)
-        second |= factors
+    if descale_q is not None or descale_k is not None:  # rare
+        records = {record, second.get("extra_record", record)}
+        second |= _descaled(descale_q, descale_k, records, q, scale)
+        scale = second.pop("scale")
     split_kv = "never" if enable_batch_invariant else "auto"
     return AttentionCall(
         signature, query, k, k, requests, rows, scale, causal=bool(causal), split_kv=split_kv, return_lse=True,
-        shares_v=True, lse_form=LSE_NATURAL | LSE_INF | LSE_OF_KEYS, out_dtype=q.dtype,
+        shares_v=True, lse_form=LSE_NATURAL | LSE_INF | LSE_OF_KEYS,
+        out_dtype=torch.bfloat16 if q.dtype is torch.float8_e4m3fn else q.dtype,
         out=_flat(out, (batch, length, heads, columns)), sinks=attn_sink, q_rope=q_rope, k_rope=k_rope, record=record,
         **second,
     )  # fmt: skip
 
 
-def _descaled(descale: Any, records: set[str], q: torch.Tensor, scale: float) -> tuple[float, dict[str, Any]]:
-    """Return the factor on the logits, and the other fields of a call with descale_k. records: of its caches."""
-    number, tensor = split_scale("descale_k", descale)
-    check_scale("descale_k", number, tensor, q.device)
-    if records != {E4M3}:
-        shown = "Tensor" if isinstance(descale, torch.Tensor) else repr(descale)
-        what = f"is_fp8_kvcache and values of torch.float8_e4m3fn, as many as q has, {q.shape[3]}, in rows of caches"
-        raise ValueError(f"descale_k: {shown}, must be None without {what}")
-    return scale * number, {"out_scale": number, "scale_tensor": tensor, "out_scale_tensor": tensor}
+def _descaled(descale_q: Any, descale_k: Any, records: set[str], q: torch.Tensor, scale: float) -> dict[str, Any]:
+    """Return the fields of a call that depend on factors of e4m3 values. records: of its caches."""
+    values = f"is_fp8_kvcache and values of {torch.float8_e4m3fn}, as many as q has, {q.shape[3]}, in rows of caches"
+    tensor, out_scale, out_tensor = None, 1.0, None
+    for name, descale, quantised, need in (
+        ("descale_q", descale_q, q.dtype is torch.float8_e4m3fn, f"queries of {torch.float8_e4m3fn}"),
+        ("descale_k", descale_k, records == {E4M3}, values),
+    ):  # fmt: skip
+        if descale is None:
+            continue
+        number, given = split_scale(name, descale)
+        check_scale(name, number, given, q.device)
+        if not quantised:
+            shown = "Tensor" if isinstance(descale, torch.Tensor) else repr(descale)
+            raise ValueError(f"{name}: {shown}, must be None without {need}")
+        scale, tensor = times(name, descale, q.device, scale, tensor, (1, 1), 1)
+        if name == "descale_k":
+            out_scale, out_tensor = number, given
+    return {"scale": scale, "scale_tensor": tensor, "out_scale": out_scale, "out_scale_tensor": out_tensor}
 
 
 def _cache(

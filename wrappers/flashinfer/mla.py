@@ -56,8 +56,9 @@ def trtllm_batch_decode_with_kv_cache_mla(
     """Compute decode attention over a paged cache of latent attention, of which V is the first columns of K.
 
     Args:
-        query: fp16 or bf16 (B, rows, H, kv_lora_rank + qk_rope_head_dim), causal, the last row sees all keys; or, with
-            cum_seq_lens_q, int32 (B + 1,), and max_q_len, (tokens, H, ...). Any strides, the last 1.
+        query: fp16, bf16 or, over an e4m3 cache, e4m3 (B, rows, H, kv_lora_rank + qk_rope_head_dim), causal, the last
+            row sees all keys; or, with cum_seq_lens_q, int32 (B + 1,), and max_q_len, (tokens, H, ...). Any strides,
+            the last 1.
         kv_cache: (pages, P, D) or (pages, 1, P, D) of query's dtype, D the last dimension of query; any P. With a bf16
             query also of float8_e4m3fn, with one scale, in bmm1_scale and bmm2_scale; or, with sparse_mla_top_k, of
             uint8, packed records: 656 bytes or, if D is 512, the first 528 bytes of a row (512 e4m3, 4 fp32 scales).
@@ -67,8 +68,8 @@ def trtllm_batch_decode_with_kv_cache_mla(
             keys of each query row: these rows of the cache, where page p has the rows from p * P on. Another number,
             such as -1, is no key. sparse_mla_top_k_lens or, without it, seq_lens: int32, how many of them count, one
             per query row or one per request; None: all.
-        out: receives the result, of query's dtype and shape with kv_lora_rank columns, or None. lse: receives the LSE,
-            fp32 (tokens, H), base 2, sink included; return_lse returns it, too.
+        out: receives the result, of query's dtype (bf16 for e4m3) and shape with kv_lora_rank columns, or None. lse:
+            receives the LSE, fp32 (tokens, H), base 2, sink included; return_lse returns it, too.
         bmm1_scale: factor on the logits, bmm2_scale on the output: floats, or fp32 tensors of one element. sinks: fp32
             (H,), in natural-log units, in a list or not.
         workspace_buffer, qk_nope_head_dim, max_seq_len, backend, is_var_seq, cute_dsl_impl, kv_scale_format,
@@ -188,9 +189,10 @@ def mla_decode_call(
     scale, scale_tensor = split_scale("bmm1_scale", bmm1_scale)
     out_scale, out_scale_tensor = split_scale("bmm2_scale", bmm2_scale)
     q, q_rope = columns_and_rope(query if ragged else query.flatten(0, 1), columns)
+    out_dtype = torch.bfloat16 if query.dtype is torch.float8_e4m3fn else query.dtype
     return AttentionCall(
         signature, q, k, k, requests, most,
-        scale, out_scale, return_lse=bool(return_lse), enable_pdl=enable_pdl, out_dtype=query.dtype, shares_v=True,
+        scale, out_scale, return_lse=bool(return_lse), enable_pdl=enable_pdl, out_dtype=out_dtype, shares_v=True,
         out=_flat(out, (*shape[:-1], columns)), lse=lse, sinks=one_sink(sinks), scale_tensor=scale_tensor,
         out_scale_tensor=out_scale_tensor, q_rope=q_rope, k_rope=k_rope, record=record,
     )  # fmt: skip

@@ -72,10 +72,12 @@ def page_id_cache(spec, op):
 @cute.jit
 def prefetch_pages(spec: cutlass.Constexpr, page_ids: RowPageIds, sequence_pages: pages.SequencePages, at: KVBlock):
     """Look up the pages of a block, -1 past kv_len. The lookup completes while the warp copies the block before."""
-    count, first = const_expr(share(spec)), at.loader * const_expr(share(spec) % spec.tile.n)
+    count = const_expr(share(spec))
+    if const_expr(spec.kv.record):  # each warp looks up all rows
+        at = at._replace(loader=Int32(0))
     for c in cutlass.range_constexpr(cute.size(page_ids.page)):
         inside = 32 * c + cute.arch.lane_idx()
-        row = at.n_block * spec.tile.n + first + inside
+        row = at.n_block * spec.tile.n + at.loader * count + inside
         entry, page = row if const_expr(has_slots(spec)) else row // page_ids.page_size, Int32(-1)
         if const_expr(spec.kv.extra):
             behind = row - geometry.extra_start(sequence_pages.first_keys)

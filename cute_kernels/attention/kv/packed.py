@@ -43,10 +43,10 @@ class RowSection(NamedTuple):
     factored: bool
 
 
-def sections(form: LatentRecord, parts) -> list[RowSection]:
-    """Return the sections of a record. parts: tensors of the cache."""
+def sections(form: LatentRecord, columns) -> list[RowSection]:
+    """Return the sections of a record. columns: of each tensor that has a part of a row."""
     if not form.vec:  # one scale for all, which is a factor on the logits
-        widths = [x.shape[3] // BOX for x in parts]
+        widths = [count // BOX for count in columns]
         return [RowSection(i, form.codes, sum(widths[:i]), n, 0, False) for i, n in enumerate(widths)]
     found, latent = [RowSection(0, form.codes, 0, form.latent // BOX, 0, True)], form.latent // BOX
     if form.rotated and form.rotated_as != "codes":
@@ -106,7 +106,25 @@ def fill_from(
     # the warps take turns at having a group less
     first = (at.loader + at.item * const_expr(groups % spec.tile.load_warps)) % spec.tile.load_warps
     for group in cutlass.range(first, groups, spec.tile.load_warps, unroll=1):
-        convert_group(spec, form, parts, places, stage, group)
+        convert_group(spec.tile.n, sections(form, [x.shape[3] for x in parts]), form, places, stage, group)
+
+
+@cute.jit
+def convert_rows(
+    count: cutlass.Constexpr, columns: cutlass.Constexpr, own: cutlass.Constexpr, starts: cutlass.Constexpr,
+    stage: Int32, first: Int32,
+):  # fmt: skip
+    """Convert `own` rows of e4m3, at most 32, into a stage of `count` rows, from row `first` on, a multiple of 8.
+    Called by one warp. columns, starts: of each tensor that has a part of a row, as `gather.copy_rows` has them."""
+    form = const_expr(RECORDS["e4m3"])
+    places = RowPlaces([twice(start) for start in starts], twice(starts[0]))
+    for group in cutlass.range_constexpr(own // GROUP):
+        convert_group(count, sections(form, columns), form, places, stage + first * LINE, Int32(group))
+
+
+def twice(start):
+    """Return addresses of rows in the form of `RowPlaces`, of which the second half is not used."""
+    return [start[0], start[0]]
 
 
 @cute.jit
@@ -159,30 +177,30 @@ def prefetch(address):
 
 @cute.jit
 def convert_group(
-    spec: cutlass.Constexpr, form: cutlass.Constexpr, parts: Any, places: RowPlaces, stage: Int32, group: Int32
-):
-    """Convert 8 rows of a block into a stage."""
+    count: cutlass.Constexpr, each: cutlass.Constexpr, form: cutlass.Constexpr, places: RowPlaces, stage: Int32,
+    group: Int32,
+):  # fmt: skip
+    """Convert 8 rows into a stage of `count` rows. each: the sections of a row."""
     lane = cute.arch.lane_idx()
     row, quarter = lane // 4, lane % 4
-    each = [row_place(x, group, row) for x in places.parts]
-    exists = each[0] >= 0
+    starts = [row_place(x, group, row) for x in places.parts]
+    exists = starts[0] >= 0
     # loads
-    all_sections = const_expr(sections(form, parts))
-    held = [load_boxes(section, each[section.part], quarter, exists) for section in all_sections]
+    held = [load_boxes(section, starts[section.part], quarter, exists) for section in each]
     factors: Any = []
     if const_expr(form.vec > 0):
         factors = load_factors(form, row_place(places.factors, group, row), quarter, exists)
     # values
     into = stage + group * const_expr(GROUP * LINE) + layout.swizzle(LINE, row, 2 * PIECE * quarter)
     other = stage + group * const_expr(GROUP * LINE) + layout.swizzle(LINE, row, 2 * PIECE * quarter + PIECE)
-    for i in cutlass.range_constexpr(len(all_sections)):
-        section = const_expr(all_sections[i])
+    for i in cutlass.range_constexpr(len(each)):
+        section = const_expr(each[i])
         for b in cutlass.range_constexpr(section.boxes):
             words = values_of(section, held[i][b])
             if const_expr(section.factored):
                 factor = factor_of(form, factors, const_expr(section.first + b), quarter)
                 words = [to_bf16.times(word, factor) for word in words]
-            box = const_expr((section.first + b) * spec.tile.n * LINE)
+            box = const_expr((section.first + b) * count * LINE)
             store_piece(into + box, words[:4])
             store_piece(other + box, words[4:])
 

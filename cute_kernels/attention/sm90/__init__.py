@@ -70,7 +70,8 @@ def general(q: str, kv: str, dims: tuple[int, int]) -> Spec:
 
 def split_keys(q: str, kv: KVSpec, dims: tuple[int, int]) -> Spec:
     """Return the stream_k spec with a causal mask. Its tile is None if `tile_table` has none for these types."""
-    mask, tile = MaskSpec("always"), split_tile_of(q, kv.dtype, dims, kv.shares_v)
+    mask = MaskSpec("always")
+    tile = split_tile_of(kv.dtype if kv.record else q, kv.dtype, dims, kv.shares_v)
     if kv.record and tile:
         tile = replace(tile, load_warps=CONVERTING_WARPS)
     return AttentionSpec(q, kv, outputs(q)[:1], *dims, mask, schedule="stream_k", tile=tile)
@@ -137,7 +138,7 @@ def supports(spec: Spec) -> Refusal | None:
             return Refusal("source", "slots: the kernel reads keys that a token chooses only if V lies in K")
         if (spec.mask, spec.logits) != (MaskSpec("never"), LogitsSpec()):
             return Refusal("source", "slots: the kernel has no mask but the keys that a token chooses, and no soft cap")
-    if spec.kv.shares_v and (spec.kv.dtype not in DTYPES or spec.q != spec.kv.dtype):
+    if spec.kv.shares_v and (spec.kv.dtype not in DTYPES or spec.mma_q != spec.kv.dtype):
         return Refusal(
             "shares_v", f"True over {spec.kv.dtype}: the kernel has Q and K of one 16-bit type, if V lies in K"
         )
@@ -180,9 +181,12 @@ def supports(spec: Spec) -> Refusal | None:
 
 def refuse_record(spec: Spec) -> Refusal | None:
     """Return the refusal of packed records, if the kernel cannot read them."""
-    if spec.q != "bf16" or not spec.kv.shares_v or spec.kv.source == "tma" or spec.schedule != "stream_k":
-        return Refusal("record", f"{spec.kv.record}: the kernel has bf16 queries, split keys and V in K over records")
-    for record in (spec.kv.record, *((spec.kv.extra_record,) if spec.kv.extra else ())):
+    records = (spec.kv.record, *((spec.kv.extra_record,) if spec.kv.extra else ()))
+    if not spec.kv.shares_v or spec.kv.source == "tma" or spec.schedule != "stream_k" or spec.kv.dtype != "bf16":
+        return Refusal("record", f"{spec.kv.record}: the kernel makes bf16 of records, with V in K and split keys")
+    if spec.q != "bf16" and (spec.q != FP8 or any(RECORDS[record].vec for record in records if record in RECORDS)):
+        return Refusal("q", f"{spec.q} over {spec.kv.record}: the kernel has bf16, or e4m3 over e4m3 with one scale")
+    for record in records:
         if columns_of(record) not in (0, spec.head_dim_qk):
             found = ", ".join(name for name in RECORDS if columns_of(name) == spec.head_dim_qk)
             return Refusal("record", f"{record}: with head_dim {spec.head_dim_qk}, the kernel has {found}")

@@ -26,7 +26,7 @@ from ...device import layout, memory, pipeline, wgmma
 from .. import geometry, mask, mask_blocks
 from .. import softmax as online
 from ..barriers import NamedBarrier
-from ..kv import gather, pages, source
+from ..kv import gather, packed, pages, source
 from ..kv.gather import NO_PAGE, copy_rows
 from ..schedule import work
 from ..schedule.work import WorkTileInfo
@@ -159,9 +159,12 @@ def gather_q(spec: cutlass.Constexpr, s, w: WorkTileInfo, a):
             token = w.sequence.q_start + geometry.token_of(row, geometry.pack_divisor(w))
             start[0] = memory.row_of(x, token, geometry.head_of(row, w.head_idx, geometry.pack_divisor(w)))
     stored = const_expr([x.shape[2] for x in parts])
-    copy_rows(stored, own, starts, s.q[None, None, 0], first)
-    cute.arch.cp_async_commit_group()
-    cute.arch.cp_async_wait_group(0)
+    if const_expr(spec.q == spec.mma_q):
+        copy_rows(stored, own, starts, s.q[None, None, 0], first)
+        cute.arch.cp_async_commit_group()
+        cute.arch.cp_async_wait_group(0)
+    else:
+        packed.convert_rows(spec.tile.m, stored, own, starts, s.q[None, None, 0].iterator.toint(), first)
     cute.arch.fence_proxy("async.shared", space="cta")
     cute.arch.barrier(barrier_id=NamedBarrier.SCORES, number_of_threads=128)
 

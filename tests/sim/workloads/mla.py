@@ -25,8 +25,8 @@ def mla_cases(spec: Any) -> list[MlaScenario]:
     if spec.kv.source == "slots":
         return chosen_cases(spec)
     base = MlaCase(
-        dtype=spec.q, dim=spec.head_dim_qk, causal=spec.mask.causal != "never", window=190 * spec.mask.window,
-        page_size=3 if spec.kv.source == "gather" else 64, record=spec.kv.record,
+        dtype=spec.mma_q, dim=spec.head_dim_qk, causal=spec.mask.causal != "never", window=190 * spec.mask.window,
+        page_size=3 if spec.kv.source == "gather" else 64, record=spec.kv.record, q8=spec.q == "e4m3",
     )  # fmt: skip
     base = base if base.causal else replace(base, rows=2)  # a single row sees all keys under either mask
     base = replace(base, function="qv" if base.window else "flash_mla")
@@ -64,8 +64,8 @@ def mla_cases(spec: Any) -> list[MlaScenario]:
 def chosen_cases(spec: Any) -> list[MlaScenario]:
     """Return scenarios for the kernel `spec`, where each row chooses its keys."""
     base = MlaCase(
-        dtype=spec.q, dim=spec.head_dim_qk, page_size=7, chosen=128, lens=(90, 30), second=70 * spec.kv.extra,
-        record=spec.kv.record, second_record=spec.kv.extra_record,
+        dtype=spec.mma_q, dim=spec.head_dim_qk, page_size=7, chosen=128, lens=(90, 30), second=70 * spec.kv.extra,
+        record=spec.kv.record, q8=spec.q == "e4m3", second_record=spec.kv.extra_record,
     )  # fmt: skip
     if spec.kv.record == "528_fp32":
         base = replace(base, function="trtllm")

@@ -66,7 +66,9 @@ def _with_records(case: MlaCase, rng: Random) -> MlaCase:
     second = record if record == "e4m3" else rng.choice([r for r in (*records, "288") if r not in ("e4m3", "")])
     if case.dim == 576 and second == "288":
         second = record
-    return replace(case, record=record, second_record=second if case.second else "")
+    return replace(
+        case, q8=record == "e4m3" and rng.random() < 0.4, record=record, second_record=second if case.second else ""
+    )
 
 
 def _case(call: Call) -> MlaCase:
