@@ -65,6 +65,8 @@ HALVES, PING_PONG = "sm_100a bf16_d64_causal_tma_m256n128s4e4", "sm_103a bf16_d1
 RADIX = shipped("topk.radix/fp32_c3t512_n46080")
 ROTATED = shipped("cache_write.rows/bf16_bf16_transform")
 SHARED_SCORES = "sim/test_ptxsim_shared_scores.py::test_shared_scores[causal]"
+PACKED = shipped("attention.sm90/bf16_kv656v_d576x512_full_slots_m64n64s2o2a")
+PLANAR = shipped("attention.sm90/bf16_kv584vx584_d512_full_slots_m64n64s2o2a")
 STATES = shipped("merge_states.rows/bf16_states")
 
 BUGS = (
@@ -289,6 +291,26 @@ BUGS = (
         shipped("cache_write.rows/bf16_e4m3t_transform")),
     Bug("values: a scale that is a power of two is doubled", "cute_kernels/latent/write/factors.py",
         "(warp.bits(x) + 0x7FFFFF)", "(warp.bits(x) + 0x800000)", shipped("latent.write/bf16_584")),
+    # ---- packed records of latent attention
+    Bug("records: the factors of a planar page lie behind 64 rows", "cute_kernels/attention/kv/packed.py",
+        "factors = begin + Int64(x.shape[2]) * form.row", "factors = begin + Int64(64) * form.row", PLANAR),
+    Bug("records: the second cache is read as the first one", "cute_kernels/attention/kv/packed.py",
+        "fill_from(spec, RECORDS[spec.kv.extra_record], op.extra",
+        "fill_from(spec, RECORDS[spec.kv.record], op.extra",
+        shipped("attention.sm90/bf16_kv528vx288_d512_full_slots_m64n64s2o2a")),
+    Bug("records: converted rows are not fenced", "cute_kernels/attention/kv/packed.py",
+        '    cute.arch.fence_proxy("async.shared", space="cta")\n    cute.arch.sync_warp()', "    cute.arch.sync_warp()",
+        PACKED),
+    Bug("records: a lane signals before the others have stored", "cute_kernels/attention/kv/packed.py",
+        'space="cta")\n    cute.arch.sync_warp()\n', 'space="cta")\n', PACKED),
+    Bug("records: a page that the cache lacks is read", "cute_kernels/attention/kv/packed.py",
+        "exists = page >= 0 and page < x.shape[0]", "exists = page >= 0", PACKED),
+    Bug("records: factors of the first quarter are those of all", "cute_kernels/attention/kv/packed.py",
+        "byte = byte >> (8 * (quarter * more // 4)).to(Uint32)", "byte = byte >> (0 * quarter).to(Uint32)",
+        shipped("attention.sm90/bf16_kv528vx528_d512_full_slots_m64n64s2o2a")),
+    Bug("slots: numbers of pages pass through fp32", "cute_kernels/attention/kv/gather.py",
+        "warp.choose(page < 0", "warp.select(page < 0",
+        "sim/test_ptxsim_records.py::test_slots_past_the_integers_of_fp32"),
     # ---- the state of a process
     Bug("state: turns of one scale of RoPE serve another", "wrappers/attention/rope.py",
         "key = turns, device, *numbers\n", "key = turns, device, *numbers[:2]\n",
