@@ -39,15 +39,16 @@ def put_all_codes(record, cache):
 def test_every_code_is_converted_exactly(name):
     spec = PACKED[name]
     case = MlaCase(
-        record=spec.kv.record, second_record=spec.kv.extra_record, dim=spec.head_dim_qk, lens=(ROWS,), page_size=ROWS
-    )
+        record=spec.kv.record, second_record=spec.kv.extra_record, dim=spec.head_dim_qk, lens=(ROWS,), page_size=ROWS,
+        q8=spec.q == "e4m3",
+    )  # fmt: skip
     i = cases.make(case)
     page = i.cache[int(i.table[0, 0])]
     cache = i.cache.as_strided((1, *page.shape), i.cache.stride(), page.storage_offset())
     put_all_codes(case.record, cache)
     few = replace(case, lens=(1,) * ROWS, function="trtllm" if case.record == "528_fp32" else "flash_mla")
     key = torch.arange(ROWS, dtype=torch.int32)[:, None, None]
-    q = torch.randn(ROWS, 1, 1, case.dim).bfloat16()
+    q = torch.randn(ROWS, 1, 1, case.dim).to(torch.float8_e4m3fn if case.q8 else torch.bfloat16)
     want = cases.values(case.record, cache)[0, :, : cases.VALUES].bfloat16()
     slots, second = key, None
     if spec.kv.extra:  # every second row is of the second cache
