@@ -92,7 +92,8 @@ def traits_of(spec: Any) -> KernelTraits:
     """Return the traits of a spec; nothing else here reads specs."""
     decodes = spec.schedule == "stream_k"
     shares = decodes and spec.tile.per_tile_pack_gqa
-    own = spec.kv.dtype == spec.q and (shares or not decodes or spec.q != "e4m3")  # decode converts e4m3 like any cache
+    # decode converts e4m3 like any cache
+    own = spec.kv.dtype == spec.mma_q and (shares or not decodes or spec.q != "e4m3")
     narrow = decodes and not shares and spec.tile.rows_per_warp == FEW_ROWS
     narrow = narrow and (spec.kv.bits, spec.padded_qk) in WIDE
     out = spec.out[0] if spec.q == "e4m3" else ""
