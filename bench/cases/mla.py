@@ -1,7 +1,7 @@
 """Decode over caches of latent attention (MLA): inputs of a call, its exact result, and ways to call it.
 
 Rows of pages that belong to no request, rows behind the last key and what lies between pages are NaN; entries of the
-table that no key needs name no page.
+table that no key needs name no page. Sinks of two heads are infinite.
 """
 
 import math
@@ -104,6 +104,8 @@ def make(case: MlaCase, device: "torch.device | str" = "cpu", seed: int = 0) -> 
         wide[:, : case.rows, ::2, : case.dim] = q
         q = wide[:, : case.rows, ::2, : case.dim]
     sinks = torch.randn(case.heads, generator=gen, device=device) * 2 if case.sink else None
+    if sinks is not None and case.heads > 2:
+        sinks[1], sinks[2] = math.inf, -math.inf
     lens = torch.tensor(case.lens, dtype=torch.int32, device=device)
     inputs = MlaInputs(q, cache, table, lens, sinks)
     if case.second:
@@ -322,7 +324,7 @@ def expected(case: MlaCase, i: MlaInputs) -> MlaResult:
                 mass[b, t] = torch.softmax(logits, -1) @ own[:, :VALUES].abs()
     if i.sinks is not None:
         both = torch.logaddexp(lse, i.sinks.double()[None, :, None])
-        share = (lse - both).exp().transpose(1, 2)[..., None]
+        share = (lse - both).exp().nan_to_num(0.0).transpose(1, 2)[..., None]
         out, mass = out * share, mass * share
         lse = lse if case.function == "flash_mla" else both
     if case.function == "flash_mla":

@@ -15,7 +15,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, const_expr
 
-from ..device.warp import fma, reduce_across_quads
+from ..device.warp import fma, reduce_across_quads, select
 from . import skip_rule
 from .logits import LOG2_E
 
@@ -23,6 +23,7 @@ CHAINS = 4  # independent chains of a reduction in registers
 
 
 RESCALE_THRESHOLD = 8.0  # by how much, in log2 units, a row's maximum may grow before row_max follows
+LARGEST = float.fromhex("0x1.fffffep127")  # fp32
 NO_KEY_MAX = -1e30  # row_max_scaled of a row without keys: exp2(-inf - NO_KEY_MAX) = 0, and any key gives infinity
 
 
@@ -222,17 +223,18 @@ def row_can_skip(
 def normalizer(top: Float32, total: Float32, sink: Float32):
     """Return the `RowNormalizer` of a row: the sum over its keys is total * 2^top. sink: natural units, -inf for none.
 
-    A row with neither keys nor a sink gives (0, -inf). Both terms are taken relative to the larger one, so that a sink
-    of any size is safe.
+    A row with neither keys nor a sink gives (0, -inf), and one with a sink of +inf (0, inf). Both terms are taken
+    relative to the larger one, so that a sink of any size is safe.
     """
-    other = sink * LOG2_E
+    in_log2 = Float32(sink * LOG2_E)
+    other = select(in_log2 > LARGEST, LARGEST, in_log2)
     peak = cute.arch.fmax(top, other)
     inverse, lse = Float32(0.0), -Float32.inf
     if peak != -Float32.inf:
         keys = cute.math.exp2(top - peak, fastmath=True)
         total = fma(total, keys, cute.math.exp2(other - peak, fastmath=True))
         inverse = keys * cute.arch.rcp_approx(total)
-        lse = peak + cute.math.log2(total, fastmath=True)
+        lse = cute.arch.fmax(peak, in_log2) + cute.math.log2(total, fastmath=True)
     return RowNormalizer(inverse, lse)
 
 

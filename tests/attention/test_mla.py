@@ -453,3 +453,22 @@ def test_other_head_dims_run_on_the_cpu_alone():
     assert flash_mla_with_kvcache(q, cache, *rest)[0].shape == (1, 1, 4, 128)
     with emulation(), pytest.raises(NotImplementedError, match=r"no attention kernel: .*head_dim \(192, 128\)"):
         flash_mla_with_kvcache(q, cache, *rest)
+
+
+def test_sparse_lengths_of_requests_belong_to_their_rows():
+    """With cum_seq_lens_q, a length per request counts for each of its rows."""
+    case = MlaCase("trtllm", lens=(60, 40), chosen=30, heads=4, rows=2)
+    i = make(case)
+    given = {
+        "query": i.q.flatten(0, 1)[:3], "kv_cache": i.cache, "workspace_buffer": None, "qk_nope_head_dim": 128,
+        "kv_lora_rank": 512, "qk_rope_head_dim": 64, "block_tables": i.slots.flatten(0, 1)[:3], "max_seq_len": 64,
+        "sparse_mla_top_k": 30, "bmm1_scale": mla.SCALE, "max_q_len": 2,
+        "cum_seq_lens_q": torch.tensor([0, 1, 3]).int(),
+    }  # fmt: skip
+    for machine in (None, emulation()):
+        with machine or torch.no_grad():
+            of_rows = trtllm_mla(**given, seq_lens=torch.tensor([9, 20, 20]).int())
+            of_requests = trtllm_mla(**given, seq_lens=torch.tensor([9, 20]).int())
+        assert torch.equal(of_rows, of_requests)
+    with pytest.raises(ValueError, match="^seq_lens: 4 elements, must have 3 or 2"):
+        trtllm_mla(**given, seq_lens=torch.ones(4).int())

@@ -175,7 +175,7 @@ def mla_decode_call(
         check_integer("max_q_len", integer(max_q_len))  # not used
     if top_k:
         signature, most = SPARSE if sparse_mla_top_k_lens is None else COUNTED, 1
-        requests = _chosen(query, block_tables, top_k, seq_lens, sparse_mla_top_k_lens)
+        requests = _chosen(query, block_tables, top_k, seq_lens, sparse_mla_top_k_lens, cum_seq_lens_q)
     elif sparse_mla_top_k_lens is not None:
         given = tuple(check_strided("sparse_mla_top_k_lens", sparse_mla_top_k_lens).shape)
         raise ValueError(f"sparse_mla_top_k_lens: shape {given}, must be None without sparse_mla_top_k")
@@ -214,7 +214,9 @@ def _cache(
     return *columns_and_rope(k, columns), "e4m3" if k.dtype == torch.float8_e4m3fn else ""
 
 
-def _chosen(query: torch.Tensor, slots: Any, top_k: int, lens: Any, own_lens: Any) -> SequenceBatch:
+def _chosen(
+    query: torch.Tensor, slots: Any, top_k: int, lens: Any, own_lens: Any, offsets: torch.Tensor | None
+) -> SequenceBatch:
     """Return the requests of rows with keys that they have chosen, after a check of the shapes."""
     lead = query.shape[:-2]
     columns = check_strided("block_tables", slots).shape[-1:].numel()
@@ -225,9 +227,12 @@ def _chosen(query: torch.Tensor, slots: Any, top_k: int, lens: Any, own_lens: An
     name, lens = ("seq_lens", lens) if own_lens is None else ("sparse_mla_top_k_lens", own_lens)
     if lens is not None:
         lens = check_strided(name, lens).flatten()
-        allowed = (lead.numel(), lead[0])
-        if lens.shape[0] not in allowed:
-            raise ValueError(f"{name}: {lens.shape[0]} elements, must have {allowed[0]} or {allowed[1]}")
+        batch = lead[0] if offsets is None else max(offsets.shape[0] - 1, 0)
+        if lens.shape[0] not in (lead.numel(), batch):
+            raise ValueError(f"{name}: {lens.shape[0]} elements, must have {lead.numel()} or {batch}")
+        if offsets is not None and lens.shape[0] != lead.numel():  # of the request of each row
+            rows = torch.arange(lead.numel(), dtype=torch.int32, device=offsets.device)
+            lens = lens[torch.searchsorted(offsets[1:].contiguous(), rows, right=True).clamp(max=batch - 1)]
     slots, plain = slots.flatten(0, -2), not traced(query)
     return slot_sequences(slots, counts_of(slots, lens, 1, plain), plain)
 

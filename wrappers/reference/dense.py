@@ -99,7 +99,7 @@ def _softmax_values(
     if logits.shape[-1] == 0:
         return logits.new_zeros(*logits.shape[:2], values.shape[-1]), logits.new_full(logits.shape[:2], -INF)
     top = logits.amax(-1, keepdim=True)
-    p = torch.exp(logits - top.masked_fill(top == -INF, 0.0))
+    p = torch.exp(logits - top.masked_fill(top == -INF, 0.0)).masked_fill(logits == INF, 1.0)  # a sink of +inf
     total = p.sum(-1, keepdim=True)
     o = p @ values.nan_to_num(0.0, 0.0, 0.0) / total.masked_fill(total == 0, 1.0)
     if not values.isfinite().all():  # 0 * inf and 0 * NaN of keys that are not kept must not reach o

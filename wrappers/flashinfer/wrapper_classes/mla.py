@@ -243,6 +243,7 @@ class BatchMLAPagedAttentionWrapper(PrefillBatch):
             out: (T, H, head_dim_ckv). lse: fp32 (T, H). Both are filled and returned; None: new tensors.
             return_lse: whether to return the LSE too. return_lse_base_on_e: in natural logarithms, not base 2.
             ckv_scale, kpe_scale: factors of e4m3 values, the same for both: floats, or one fp32 tensor of one element.
+                Required over e4m3 caches, None over others.
 
         Returns out, or (out, lse). A row without keys gives 0 and -inf.
 
@@ -260,7 +261,7 @@ class BatchMLAPagedAttentionWrapper(PrefillBatch):
         k, k_rope = self._parts("kv_cache", kv_cache, ("ckv_cache", ckv_cache), ("kpe_cache", kpe_cache))
         k, k_rope = k.unsqueeze(1), None if k_rope is None else k_rope.unsqueeze(1)
         others = return_lse, return_lse_base_on_e, ckv_scale, kpe_scale
-        if ckv_scale is not None or kpe_scale is not None:
+        if ckv_scale is not None or kpe_scale is not None or self._types.kv is E4M3:
             self._check_scales(ckv_scale, kpe_scale)
         if (repeated := self._repeat(q, (k, k, k_rope), out, lse, others, q_rope)) is not None:
             return repeated
@@ -276,6 +277,8 @@ class BatchMLAPagedAttentionWrapper(PrefillBatch):
         """Raise unless factors of e4m3 values may be given, and are one."""
         shown = [f"{name}: {type(x).__name__ if isinstance(x, torch.Tensor) else repr(x)}"
                  for name, x in (("ckv_scale", ckv_scale), ("kpe_scale", kpe_scale)) if x is not None]  # fmt: skip
+        if not shown:
+            raise ValueError(f"ckv_scale: None, must be given, since kv_data_type is {E4M3}")
         if self._types.kv is not E4M3:
             raise ValueError(f"{shown[0]}, must be None unless kv_data_type is {E4M3}")
         numbers = not any(isinstance(x, torch.Tensor) for x in (ckv_scale, kpe_scale))
