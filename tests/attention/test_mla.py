@@ -308,6 +308,11 @@ def test_metadata_in_both_styles():
     assert all(map(torch.equal, flash_mla_with_kvcache(*positional, parts, offsets, 0.1, True), want))
 
 
+def test_metadata_without_content_has_flash_mla_s_attributes():
+    found, splits = get_mla_metadata()
+    assert (found.tile_scheduler_metadata, found.num_splits, splits) == (None, None, None)
+
+
 def test_metadata_of_bad_arguments():
     for bad, kind, message in (
         ({"cache_seqlens": torch.ones(2)}, TypeError, "cache_seqlens: dtype torch.float32, must be torch.int32"),

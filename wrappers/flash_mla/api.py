@@ -34,10 +34,13 @@ ROWS_PER_PART, META_SIZE = 64, 8  # of FlashMLA's schedule
 
 
 class SchedulerMetadata:
-    """An object without content, in the place of the schedule that FlashMLA keeps from call to call.
+    """An object in the place of the schedule that FlashMLA keeps from call to call; its attributes stay None.
 
     Kernels here find their work from the lengths at each launch.
     """
+
+    tile_scheduler_metadata = None
+    num_splits = None
 
 
 def get_mla_metadata(
