@@ -233,11 +233,37 @@ def test_e4m3_caches_have_one_scale(kernels, form):
                 assert judged(case, i, *wrapper.run(**given)) <= 1
         with pytest.raises(ValueError, match="^ckv_scale: None, must be given, since kv_data_type"):
             wrapper.run(**tensors(case, i, form))
-        for scales in ({"ckv_scale": 0.5}, {"ckv_scale": 0.5, "kpe_scale": 0.25}, {"kpe_scale": scale}):
-            with pytest.raises(NotImplementedError, match="^(ckv|kpe)_scale: .*must both be given, and be one"):
+        for scales in ({"ckv_scale": 0.5}, {"kpe_scale": scale}):
+            with pytest.raises(ValueError, match="^(ckv|kpe)_scale: None, must be given, since kv_data_type"):
                 wrapper.run(**tensors(case, i, form) | scales)
         with pytest.raises(ValueError, match="^ckv_scale: inf"):
             wrapper.run(**tensors(case, i, form) | dict.fromkeys(("ckv_scale", "kpe_scale"), float("inf")))
+
+
+@pytest.mark.parametrize("kernels", [False, True])
+def test_e4m3_caches_have_a_scale_for_each_part(kernels):
+    """The quotient of both is a power of two: no rounding."""
+    case = MlaCase(record="e4m3", lens=(40, 64, 0), heads=4, rows=2, page_size=8)
+    i, factor = make(case), mla.E4M3_SCALE
+    halved = i._replace(q=torch.cat([i.q[..., :512], 0.5 * i.q[..., 512:]], -1))
+    with emulation() if kernels else torch.no_grad():
+        wrapper = planned(case, i)
+        for as_given in (float, torch.tensor):
+            scales = {"ckv_scale": as_given(factor), "kpe_scale": as_given(factor / 2)}
+            for _ in range(2):
+                found = wrapper.run(**tensors(case, i) | scales, return_lse=True)
+                assert judged(case, halved, *found) <= 1
+
+
+def test_kv_indptr_may_have_more_entries():
+    case = MlaCase(lens=(40, 64), heads=4, page_size=8)
+    i = make(case)
+    names, given = ("qo_indptr", "kv_indptr", "kv_indices", "kv_len_arr"), list(lists(case, i))
+    want = planned(case, i).run(**tensors(case, i))
+    given[1] = torch.cat([given[1], torch.tensor([-5, 1 << 30], dtype=torch.int32)])
+    wrapper = BatchMLAPagedAttentionWrapper(torch.empty(0))
+    wrapper.plan(**dict(zip(names, given, strict=True)), **shape(case))
+    assert torch.equal(wrapper.run(**tensors(case, i)), want)
 
 
 def test_refused_plans_keep_the_one_before():

@@ -150,7 +150,7 @@ class BatchMLAPagedAttentionWrapper(PrefillBatch):
 
         Args:
             qo_indptr: int32 (B + 1,): request b owns query rows qo_indptr[b]:qo_indptr[b + 1]. kv_indptr: int32
-                (B + 1,): likewise its entries of kv_indices, int32 (N,). kv_len_arr: int32 (B,), its keys.
+                (B + 1,) or more: likewise its entries of kv_indices, int32 (N,). kv_len_arr: int32 (B,), its keys.
             cum_seq_lens_q, block_tables, seq_lens: instead, offsets as qo_indptr, int32 (B, M), pages of each request,
                 and int32 (B,), its keys. max_q_len: an upper bound of the query lengths, or None.
             metadata: instead of all of these, a `MLAPlanMetadata`. Tensors on the device are not copied: run reads
@@ -201,7 +201,7 @@ class BatchMLAPagedAttentionWrapper(PrefillBatch):
         if of.block_tables is None:
             if self._graph and self._buffers is None:
                 raise ValueError("qo_indptr: None in the constructor, must be a tensor if use_cuda_graph is True")
-            lists: Any = (of.qo_indptr, of.kv_indptr, of.kv_indices, of.kv_len_arr)
+            lists: Any = (of.qo_indptr, _entries(of.kv_indptr, of.qo_indptr), of.kv_indices, of.kv_len_arr)
             planned = self._prepare(lists, page_size, None, None)
         else:
             signature, planned = DENSE, self._table(of)
@@ -242,14 +242,15 @@ class BatchMLAPagedAttentionWrapper(PrefillBatch):
                 have any strides, the last 1.
             out: (T, H, head_dim_ckv). lse: fp32 (T, H). Both are filled and returned; None: new tensors.
             return_lse: whether to return the LSE too. return_lse_base_on_e: in natural logarithms, not base 2.
-            ckv_scale, kpe_scale: factors of e4m3 values, the same for both: floats, or one fp32 tensor of one element.
-                Required over e4m3 caches, None over others.
+            ckv_scale, kpe_scale: factors of the e4m3 values of both parts of K: floats, or fp32 tensors of one element.
+                Required over e4m3 caches, None over others. If they differ, one launch more multiplies q_pe by their
+                quotient, rounded to bf16.
 
         Returns out, or (out, lse). A row without keys gives 0 and -inf.
 
-        NotImplementedError: profiler_buffer, kv_len, page_table, o_scale, ckv_scale_arr, and a kpe_scale other than
-        ckv_scale. Raises before any launch: RuntimeError without a plan; ValueError for what does not fit the plan, and
-        for a shape, stride or device; TypeError for a dtype.
+        NotImplementedError: profiler_buffer, kv_len, page_table, o_scale, ckv_scale_arr. Raises before any launch:
+        RuntimeError without a plan; ValueError for what does not fit the plan, and for a shape, stride or device;
+        TypeError for a dtype.
         """
         values.refuse(
             profiler_buffer=profiler_buffer, kv_len=kv_len, page_table=page_table, o_scale=o_scale,
@@ -262,7 +263,7 @@ class BatchMLAPagedAttentionWrapper(PrefillBatch):
         k, k_rope = k.unsqueeze(1), None if k_rope is None else k_rope.unsqueeze(1)
         others = return_lse, return_lse_base_on_e, ckv_scale, kpe_scale
         if ckv_scale is not None or kpe_scale is not None or self._types.kv is E4M3:
-            self._check_scales(ckv_scale, kpe_scale)
+            q_rope = self._scaled(q_rope, ckv_scale, kpe_scale)
         if (repeated := self._repeat(q, (k, k, k_rope), out, lse, others, q_rope)) is not None:
             return repeated
         _, requests, max_q_len = self._ready(q, k, k)
@@ -273,19 +274,27 @@ class BatchMLAPagedAttentionWrapper(PrefillBatch):
             lse_form=LSE_NATURAL if return_lse_base_on_e else 0, record="e4m3" if k.dtype is E4M3 else "",
         )  # fmt: skip
 
-    def _check_scales(self, ckv_scale: Any, kpe_scale: Any) -> None:
-        """Raise unless factors of e4m3 values may be given, and are one."""
+    def _scaled(self, q_rope: torch.Tensor | None, ckv_scale: Any, kpe_scale: Any) -> torch.Tensor | None:
+        """Return the columns of Q that multiply those of kpe_cache, times kpe_scale / ckv_scale, after a check of both:
+        the kernel multiplies all logits by ckv_scale."""
         shown = [f"{name}: {type(x).__name__ if isinstance(x, torch.Tensor) else repr(x)}"
                  for name, x in (("ckv_scale", ckv_scale), ("kpe_scale", kpe_scale)) if x is not None]  # fmt: skip
-        if not shown:
-            raise ValueError(f"ckv_scale: None, must be given, since kv_data_type is {E4M3}")
         if self._types.kv is not E4M3:
             raise ValueError(f"{shown[0]}, must be None unless kv_data_type is {E4M3}")
-        numbers = not any(isinstance(x, torch.Tensor) for x in (ckv_scale, kpe_scale))
-        if self._rope and not (ckv_scale is kpe_scale or numbers and ckv_scale == kpe_scale):
-            raise NotImplementedError(f"{', '.join(shown)}: must both be given, and be one: others are not supported")
-        number, tensor = split_scale("ckv_scale", ckv_scale)
-        check_scale("ckv_scale", number, tensor, self.device)
+        parts = (("ckv_scale", ckv_scale), ("kpe_scale", kpe_scale))[: 1 if q_rope is None else 2]
+        factors = []
+        for name, value in parts:
+            if value is None:
+                raise ValueError(f"{name}: None, must be given, since kv_data_type is {E4M3}")
+            number, tensor = split_scale(name, value)
+            check_scale(name, number, tensor, self.device)
+            factors.append(number if tensor is None else tensor.reshape(()))
+        if q_rope is None or ckv_scale is kpe_scale:
+            return q_rope
+        numbers = not any(isinstance(x, torch.Tensor) for x in factors)
+        if numbers and factors[0] == factors[1]:
+            return q_rope
+        return (q_rope.float() * (factors[1] / factors[0])).to(q_rope.dtype)
 
     def _parts(self, name: str, joined: Any, *parts: tuple[str, Any]) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Return the columns that V has and the others, None if there are none, of a query or of a cache. joined: a
@@ -315,6 +324,13 @@ class BatchMLAPagedAttentionWrapper(PrefillBatch):
 
     def _requests(self, here: tuple[torch.Tensor, ...]) -> SequenceBatch:
         return csr_sequences(here[0], here[1], here[2], here[3])
+
+
+def _entries(kv_indptr: Any, qo_indptr: Any) -> Any:
+    """Return the entries of kv_indptr that a batch has, as many as those of qo_indptr: callers may give more."""
+    if isinstance(kv_indptr, torch.Tensor) and isinstance(qo_indptr, torch.Tensor) and kv_indptr.dim() == 1:
+        return kv_indptr[: qo_indptr.shape[0]] if qo_indptr.dim() == 1 else kv_indptr
+    return kv_indptr
 
 
 def _metadata(given: Any, flat: tuple[Any, ...]) -> MLAPlanMetadata:
