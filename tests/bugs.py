@@ -302,8 +302,6 @@ BUGS = (
         '    cute.arch.fence_proxy("async.shared", space="cta")\n    cute.arch.sync_warp()',
         "    cute.arch.sync_warp()",
         PACKED),
-    Bug("records: a lane signals before the others have stored", "cute_kernels/attention/kv/packed.py",
-        'space="cta")\n    cute.arch.sync_warp()\n', 'space="cta")\n', PACKED),
     Bug("records: a page that the cache lacks is read", "cute_kernels/attention/kv/packed.py",
         "exists = page >= 0 and page < x.shape[0]", "exists = page >= 0", PACKED),
     Bug("records: factors of the first quarter are those of all", "cute_kernels/attention/kv/packed.py",
