@@ -23,21 +23,21 @@ def tensor(
     align: int,
     stride_divisibility: int = 1,
     last_stride_one: bool = True,
-    other: Mapping[int, int | None] | None = None,
+    strides: Mapping[int, int | None] | None = None,
 ) -> Any:
     """Return a fake tensor argument with len(shape) modes. An int is a static extent, None a dynamic one (int32,
     fresh symbol).
 
     align: of the first element, in bytes. stride_divisibility: of every dynamic stride, in elements (int64, fresh
-    symbol). last_stride_one: the last mode is contiguous, statically. other: mode -> its stride, if that is
+    symbol). last_stride_one: the last mode is contiguous, statically. strides: mode -> its stride, if that is
     static, or None, if it may be any number."""
     extents = tuple(cute.sym_int32() if extent is None else extent for extent in shape)
-    strides: list[Any] = [cute.sym_int64(divisibility=stride_divisibility) for _ in shape]
+    all_strides: list[Any] = [cute.sym_int64(divisibility=stride_divisibility) for _ in shape]
     if last_stride_one:
-        strides[-1] = 1
-    for mode, stride in (other or {}).items():
-        strides[mode] = cute.sym_int64() if stride is None else stride
-    return make_fake_tensor(dtype, extents, tuple(strides), assumed_align=align)
+        all_strides[-1] = 1
+    for mode, stride in (strides or {}).items():
+        all_strides[mode] = cute.sym_int64() if stride is None else stride
+    return make_fake_tensor(dtype, extents, tuple(all_strides), assumed_align=align)
 
 
 def stream() -> Any:

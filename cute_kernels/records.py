@@ -32,6 +32,16 @@ class LatentRecord(NamedTuple):
     factor_row: int = 0
 
     @property
+    def packed(self) -> bool:
+        """Whether a row is one record of bytes, with factors of its own."""
+        return self.vec > 0
+
+    @property
+    def columns(self) -> int:
+        """Values of a row, of both parts; 0 for any number."""
+        return self.latent + (self.rotated if self.rotated_as != "codes" else 0) if self.packed else 0
+
+    @property
     def planar(self) -> bool:
         """Whether the factors of a page lie behind its rows."""
         return self.factor_row > 0

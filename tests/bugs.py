@@ -308,7 +308,8 @@ BUGS = (
         "byte = byte >> (8 * (quarter * more // 4)).to(Uint32)", "byte = byte >> (0 * quarter).to(Uint32)",
         shipped("attention.sm90/bf16_kv528vx528_d512_full_slots_m64n64s2o2a")),
     Bug("slots: numbers of pages pass through fp32", "cute_kernels/attention/kv/gather.py",
-        "warp.choose(page < 0", "warp.select(page < 0",
+        "return warp.select(page < 0, page, in_cache)",
+        "return warp.select(page < 0, page.to(cutlass.Float32), in_cache)",
         "sim/test_ptxsim_records.py::test_slots_past_the_integers_of_fp32"),
     # ---- the state of a process
     Bug("state: turns of one scale of RoPE serve another", "wrappers/attention/rope.py",

@@ -123,7 +123,7 @@ def empty_cache(case: MlaCase, pages: int, device: "torch.device | str") -> torc
     stride += -stride % ALIGNED if case.record else 0
     whole = torch.full((pages, stride), 0xFF, dtype=torch.uint8, device=device)
     cache = whole.as_strided((pages, size, row), (stride, row, 1))
-    if not case.record or not form.vec:
+    if not case.record or not form.packed:
         return cache.view(torch.float8_e4m3fn if case.record else DTYPES[case.dtype])
     return cache
 
@@ -139,7 +139,7 @@ def put(
 ) -> None:
     """Write keys to rows of pages."""
     form = RECORDS[record or "rows"]
-    if not form.vec:
+    if not form.packed:
         scaled = (keys / (E4M3_SCALE if form.codes else 1.0)).to(cache.dtype)
         cache.view(torch.uint8)[page, row] = scaled.view(torch.uint8)
         return
@@ -193,7 +193,7 @@ def values(record: str, cache: torch.Tensor) -> torch.Tensor:
     """Return the values (pages, P, D) of a cache, as kernels make them."""
     if not record:
         return cache
-    if not RECORDS[record].vec:
+    if not RECORDS[record].packed:
         return (cache.float() * E4M3_SCALE).double()
     return reference.latent_values(record, cache).bfloat16()
 

@@ -132,8 +132,8 @@ class AttentionArgs(NamedTuple):
 
 
 def is_packed(record: str) -> bool:
-    """Return whether rows of a cache are whole records, of bytes, with factors. `record`: of `spec.KVSpec`."""
-    return bool(record) and RECORDS[record].vec > 0
+    """Return whether the rows of a cache are packed, so that K is one tensor of bytes. record: of `spec.KVSpec`."""
+    return bool(record) and RECORDS[record].packed
 
 
 BLOCKS: tuple[Any, ...] = (QueryArgs, KVArgs, MaskArgs, LogitsArgs, OutArgs, ScheduleArgs)

@@ -13,7 +13,6 @@ from typing import Any, NamedTuple
 
 from .. import shipped as policy
 from ..dtypes import BITS
-from ..records import RECORDS
 from . import decode, sm90, sm100
 from .request import KernelRequest, Refusal
 from .spec import outputs
@@ -94,26 +93,16 @@ KINDS = {
 }
 
 
-KINDS |= {
-    f"latent slots {record}": Kind(
-        f"latent slots over packed records of {record}", True, KINDS["latent slots"].change | {"record": record}
-    )
-    for record in RECORDS
+PACKED = {  # kind over 16-bit rows -> records of the first and of a second cache that kernels are shipped for
+    "latent gather": (("e4m3", ""), ("656", "")),
+    "latent slots": tuple((record, "") for record in ("e4m3", "656", "352", "528_fp32", "584", "528")),
+    "latent two caches": (("584", "584"), ("528", "288"), ("528", "528")),
 }
-KINDS |= {
-    f"latent two caches {record}, {extra}": Kind(
-        f"latent two caches over packed records of {record} and of {extra}",
-        True,
-        KINDS["latent two caches"].change | {"record": record, "extra_record": extra},
-    )
-    for record, extra in (("584", "584"), ("528", "528"), ("528", "288"))
-}
-KINDS |= {
-    f"latent gather {record}": Kind(
-        f"latent gather over packed records of {record}", True, KINDS["latent gather"].change | {"record": record}
-    )
-    for record in ("e4m3", "656")
-}
+for _kind, _records in PACKED.items():
+    for _first, _second in _records:
+        _both = _first + (f", {_second}" if _second else "")
+        _change = KINDS[_kind].change | {"record": _first, "extra_record": _second}
+        KINDS[f"{_kind} {_both}"] = Kind(f"{_kind} over packed records, {_both}", KINDS[_kind].split, _change)
 
 
 class Answer(NamedTuple):

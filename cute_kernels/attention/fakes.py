@@ -41,8 +41,8 @@ def fake_args(spec) -> dict[str, Any]:
         if not args.is_packed(record):
             return abi.tensor(abi.DTYPES[record], (None, None, None, dim), **bytewise) if record else cache(dim)
         size, planar = RECORDS[record].token_bytes, RECORDS[record].planar
-        other = {1: None, 2: size} if planar else {}  # one head; the factors of a row lie elsewhere
-        return abi.tensor(cutlass.Uint8, (None, None, None, size), other=other, **bytewise)
+        strides = {1: None, 2: size} if planar else {}  # one head; the factors of a row lie elsewhere
+        return abi.tensor(cutlass.Uint8, (None, None, None, size), strides=strides, **bytewise)
 
     found: dict[str, Any] = {name: plain(*kind) for name, kind in args.KINDS.items()} | {
         "q": query(first),

@@ -19,7 +19,7 @@ from ..device.divisor import SHIFT, Divisor, Quotient, magic_of, quotient_params
 from .args import AttentionArgs, pack
 from .operands import tensors
 from .schedule import policy
-from .spec import PACK_GQA_MAX_GROUP, PACK_GQA_MAX_Q
+from .spec import EXTRA_UNIT, PACK_GQA_MAX_GROUP, PACK_GQA_MAX_Q
 
 
 class LaunchGeometry(NamedTuple):
@@ -58,7 +58,6 @@ class Sequence(NamedTuple):
     extra: Any = None
 
 
-EXTRA_UNIT = 64  # a KV block has keys of one cache
 # block of `args` -> its tensors with values of single sequences, all of which `load_sequence` reads
 SEQUENCE_ARGS = {"query": ("cu_seqlens_q",), "kv": ("kv_lens", "kv_starts", "extra_lens"), "mask": ("prefix_lens",)}
 

@@ -77,7 +77,7 @@ def of(spec: Any) -> Precision:
     type of Q if K and V are stored in it, else fp16, which holds all values of quantised K and V. With a factor per
     row, K and V have any magnitudes, and become 16-bit numbers of Q's type."""
     of_rows = spec.kv.layout.of_rows
-    q = spec.mma_q
+    q = spec.smem_q
     stored = q == spec.kv.dtype and not of_rows
     own = stored or of_rows and BITS[q] == 16
     return Precision(q if own else "fp16", quant.kv_format(spec), not stored, q)

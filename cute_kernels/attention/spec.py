@@ -62,6 +62,7 @@ class ScaleLayout(NamedTuple):
 
 # Bits of `args.OutArgs.lse_form`: natural logarithm; +inf for a row without keys; the sink does not count
 LSE_NATURAL, LSE_INF, LSE_OF_KEYS = 1, 2, 4
+EXTRA_UNIT = 64  # keys of a second cache begin at a multiple of it, so that a KV block has keys of one cache
 ROW = 1 << 30  # `ScaleLayout.vec`
 SCALE_LAYOUTS = {  # of `KVSpec.scales`
     "": ScaleLayout(0, 0),  # none, or one for the whole cache or for each head, which a launch has as a value
@@ -171,9 +172,9 @@ class AttentionSpec(Generic[T]):
     tile: T | None = None
 
     @property
-    def mma_q(self) -> str:
-        """The type of Q for the MMAs, before they convert it: q, or, over packed records, that of the converted rows,
-        which the role that gathers Q converts it to."""
+    def smem_q(self) -> str:
+        """The type in which Q reaches shared memory. It is q, but over packed records the role that gathers Q converts
+        it to the type of the converted rows."""
         return self.kv.dtype if self.kv.record else self.q
 
     @property

@@ -35,18 +35,18 @@ def e2m1_words(word):
     return cute.arch.inline_ptx(text, write_only_types=[Uint32] * 4, read_only_args=[word])
 
 
-def times(word, factor):
+def multiply(word, factor):
     """Return the product of two words of two bf16 each."""
     text = "{ .reg .b32 f; mov.b32 f, {$r1}; mul.rn.bf16x2 {$w0}, {$r0}, f; }"
     return cute.arch.inline_ptx(text, write_only_types=[Uint32], read_only_args=[word, Uint32(factor)])
 
 
-def both(half):
+def pair(half):
     """Return a word with two copies of the low half of a word, of which the high half is 0."""
     return half * Uint32(0x10001)
 
 
-def rounded(word):
+def pair_of_fp32(word):
     """Return an fp32, given by its bits, as a bf16, twice."""
     text = "{ .reg .f32 f; mov.b32 f, {$r0}; cvt.rn.bf16x2.f32 {$w0}, f, f; }"
     return cute.arch.inline_ptx(text, write_only_types=[Uint32], read_only_args=[word])

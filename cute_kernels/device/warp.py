@@ -2,7 +2,7 @@
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import BFloat16, Float32, Int32, Uint16, Uint32, const_expr
+from cutlass import BFloat16, Float32, Int32, Int64, Uint16, Uint32, const_expr
 
 
 @cute.jit
@@ -33,13 +33,10 @@ def reduce_across_quads(x, op):
 
 
 def select(condition, x, y):
-    """Return x if condition, else y, in fp32. Each side is traced once; the DSL's conditional traces both twice."""
-    return Float32(cutlass.select_(condition, Float32(x).ir_value(), Float32(y).ir_value()))
-
-
-def choose(condition, x, y):
-    """Return x if condition, else y, both of x's type: an integer. See `select`."""
-    return type(x)(cutlass.select_(condition, x.ir_value(), type(x)(y).ir_value()))
+    """Return x if condition, else y, in the integer type of x, or in fp32. Each side is traced once; the DSL's
+    conditional traces both twice."""
+    kind = type(x) if isinstance(x, (Int32, Int64)) else Float32
+    return kind(cutlass.select_(condition, kind(x).ir_value(), kind(y).ir_value()))
 
 
 def fma(x, y, z):

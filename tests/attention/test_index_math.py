@@ -110,7 +110,7 @@ def test_blocks_of_a_tile(spec, n, group, pack, cut, data):
 )
 def test_blocks_with_exact_maxima(keys, blocks):
     """More where P of e4m3 is raised by more, none in 16 bits."""
-    found = {spec.mma_q: sm90_precision.exact_max_blocks(spec, keys) for spec in specs_of("attention.sm90", "sm_90a")}
+    found = {spec.smem_q: sm90_precision.exact_max_blocks(spec, keys) for spec in specs_of("attention.sm90", "sm_90a")}
     assert found["e4m3"] == blocks and found["bf16"] == 0
 
 

@@ -17,7 +17,7 @@ Constant = tuple[str, str, Any]  # an op, a field of its specs, a value
 # latent cache's kernels have the code of queries, norms and places in common, and a record's cases run a part of it.
 LIMITS = {
     "attention.decode": 0.16,
-    "attention.sm90": 0.17,
+    "attention.sm90": 0.16,
     "latent.read": 0.22,
     "latent.write": 0.37,
     "topk.radix": 0.35,

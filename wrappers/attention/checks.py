@@ -57,7 +57,6 @@ CACHES = {  # query -> K and V
 QUERIES = tuple(CACHES)
 LATENT_QUERIES = (torch.float16, torch.bfloat16)  # and caches, if V lies in K
 SECOND = ("extra_k", "extra_k_rope", "extra_slots", "extra_lens")  # fields of a second cache
-EXTRA_UNIT = 64  # of keys: those of a second cache begin at a multiple of it
 EIGHT_BITS = tuple(dtype for dtype, name in TYPES.items() if dtypes.BITS[name] == 8)
 HEAD_SCALES: set[str] = set()  # public functions that accept one scale per query head
 OUTPUTS = (torch.float16, torch.bfloat16, E4M3)
@@ -177,7 +176,7 @@ def most_keys(call: AttentionCall) -> int:
     """Return an upper bound of the keys of a request, from the shapes of a valid call."""
     size, form = call.k.shape[2], call.requests.form
     if form == "slots":
-        extra = 0 if call.extra_slots is None else call.extra_slots.shape[1] + EXTRA_UNIT
+        extra = 0 if call.extra_slots is None else call.extra_slots.shape[1] + spec.EXTRA_UNIT
         return call.requests.page_table.shape[2] + extra
     return size if form == "ragged" else size * call.requests.page_table.shape[2]
 
@@ -264,7 +263,7 @@ def _queries(call: AttentionCall) -> tuple[torch.dtype, ...]:
 def _records(call: AttentionCall, name: Names) -> None:
     """Check a cache of packed records, and a second one, and that they fit the query."""
     columns = call.dim_qk
-    packed = any(RECORDS[record].vec for record in (call.record, call.extra_record) if record)
+    packed = any(RECORDS[record].packed for record in (call.record, call.extra_record) if record)
     known = (torch.bfloat16,) if packed else (torch.bfloat16, E4M3)
     if call.q.dtype not in known:
         need = f"must be {' or '.join(map(str, known))} over a cache of record {call.record}"
@@ -275,7 +274,7 @@ def _records(call: AttentionCall, name: Names) -> None:
     for field, record in (("k", call.record), *second):
         form, k = RECORDS[record], getattr(call, field)
         check_last_stride(name(field), k)
-        if not form.vec:  # values
+        if not form.packed:
             check_one_of(f"{name(field)}: in record {record}, dtype", k.dtype, (E4M3,))
             if k.shape[3] != call.q.shape[2]:
                 raise ValueError(f"{name(field)}: shape {tuple(k.shape)}, must end with {call.q.shape[2]}, as q does")
@@ -284,10 +283,9 @@ def _records(call: AttentionCall, name: Names) -> None:
         if form.planar and k.stride(2) != form.token_bytes:
             need = f"rows of a page must be {form.token_bytes} apart: it has all values, then all factors"
             raise ValueError(f"{name(field)}: strides {k.stride()} (logical order), {need}")
-        held = form.latent + (form.rotated if form.rotated_as != "codes" else 0)
-        if k.shape[3] != form.token_bytes or columns != held:
+        if k.shape[3] != form.token_bytes or columns != form.columns:
             found = f"{name(field)}: rows of {k.shape[3]} bytes, and {columns} columns of {name('q')}"
-            raise ValueError(f"{found}, must be {form.token_bytes} and {held} in record {record}")
+            raise ValueError(f"{found}, must be {form.token_bytes} and {form.columns} in record {record}")
     _, kv_heads, page_size, _ = call.k.shape
     if kv_heads != 1 or not page_size:
         raise ValueError(f"{name('k')}: shape {tuple(call.k.shape)}, must have one head and at least one row per page")
@@ -298,8 +296,7 @@ def _rope_columns(call: AttentionCall, name: Names) -> None:
     given = [field for field in ("q_rope", "k_rope") if getattr(call, field) is not None]
     if not given:
         return
-    packed = call.record != "" and RECORDS[call.record].vec > 0
-    if packed and given == ["q_rope"]:  # rows of K have all columns
+    if call.record and RECORDS[call.record].packed and given == ["q_rope"]:  # rows of K have all columns
         q = check_operand(name("q_rope"), call.q_rope, 3, (call.q.dtype,), call.q.device)
         check_shape(name("q_rope"), q, (*call.q.shape[:2], q.shape[2]), f"tokens and heads of {name('q')}")
         return

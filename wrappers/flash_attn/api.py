@@ -435,7 +435,8 @@ def _attention_call(
 
 
 def _latent_query(q: torch.Tensor, others: dict[str, Any]) -> tuple[str, torch.Tensor | None]:
-    """Return the name of qv, and qv or None, after a check of its shape but for the last dimension."""
+    """Return the name and the tensor of qv; the tensor is None if the caller gives none. Its shape must be that of q,
+    with any number of columns."""
     name, qv = _one(**{name: others.get(name) for name in LATENT_QUERIES})
     if qv is not None:
         check_strided(name, qv, q.dim())

@@ -1,6 +1,6 @@
 """FlashMLA's functions: decode of latent attention (MLA) over a paged cache, of which V is the first columns of K."""
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -159,22 +159,32 @@ def decode_call(
         if causal:
             shape = tuple(indices.shape)
             raise ValueError(f"causal: True, must be False with indices {shape}, which say what a row sees")
+    factors = CallFactors(scale)
     if descale_q is not None or descale_k is not None:  # rare
         records = {record, second.get("extra_record", record)}
-        second |= _descaled(descale_q, descale_k, records, q, scale)
-        scale = second.pop("scale")
+        factors = _descaled(descale_q, descale_k, records, q, scale)
     split_kv = "never" if enable_batch_invariant else "auto"
     return AttentionCall(
-        signature, query, k, k, requests, rows, scale, causal=bool(causal), split_kv=split_kv, return_lse=True,
+        signature, query, k, k, requests, rows, *factors[:2], causal=bool(causal), split_kv=split_kv, return_lse=True,
         shares_v=True, lse_form=LSE_NATURAL | LSE_INF | LSE_OF_KEYS,
         out_dtype=torch.bfloat16 if q.dtype is torch.float8_e4m3fn else q.dtype,
         out=_flat(out, (batch, length, heads, columns)), sinks=attn_sink, q_rope=q_rope, k_rope=k_rope, record=record,
-        **second,
+        scale_tensor=factors.scale_tensor, out_scale_tensor=factors.out_scale_tensor, **second,
     )  # fmt: skip
 
 
-def _descaled(descale_q: Any, descale_k: Any, records: set[str], q: torch.Tensor, scale: float) -> dict[str, Any]:
-    """Return the fields of a call that depend on factors of e4m3 values. records: of its caches."""
+class CallFactors(NamedTuple):
+    """The factors of a call on the logits and on the output, as `AttentionCall` has them."""
+
+    scale: float
+    out_scale: float = 1.0
+    scale_tensor: torch.Tensor | None = None
+    out_scale_tensor: torch.Tensor | None = None
+
+
+def _descaled(descale_q: Any, descale_k: Any, records: set[str], q: torch.Tensor, scale: float) -> CallFactors:
+    """Return the factors of a call with factors of e4m3 values. records: of its caches. scale: the factor on the logits
+    without them."""
     values = f"is_fp8_kvcache and values of {torch.float8_e4m3fn}, as many as q has, {q.shape[3]}, in rows of caches"
     tensor, out_scale, out_tensor = None, 1.0, None
     for name, descale, quantised, need in (
@@ -191,7 +201,7 @@ def _descaled(descale_q: Any, descale_k: Any, records: set[str], q: torch.Tensor
         scale, tensor = times(name, descale, q.device, scale, tensor, (1, 1), 1)
         if name == "descale_k":
             out_scale, out_tensor = number, given
-    return {"scale": scale, "scale_tensor": tensor, "out_scale": out_scale, "out_scale_tensor": out_tensor}
+    return CallFactors(scale, out_scale, tensor, out_tensor)
 
 
 def _cache(

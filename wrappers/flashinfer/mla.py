@@ -14,6 +14,7 @@ from ..host.checks import (
     UnknownName,
     check_flag,
     check_integer,
+    check_operand,
     check_optional_flag,
     check_shape,
     check_strided,
@@ -227,10 +228,12 @@ def _chosen(
     name, lens = ("seq_lens", lens) if own_lens is None else ("sparse_mla_top_k_lens", own_lens)
     if lens is not None:
         lens = check_strided(name, lens).flatten()
-        batch = lead[0] if offsets is None else max(offsets.shape[0] - 1, 0)
+        batch = lead[0]
+        if offsets is not None:
+            batch = check_operand("cum_seq_lens_q", offsets, 1, (torch.int32,), lens.device).shape[0] - 1
         if lens.shape[0] not in (lead.numel(), batch):
             raise ValueError(f"{name}: {lens.shape[0]} elements, must have {lead.numel()} or {batch}")
-        if offsets is not None and lens.shape[0] != lead.numel():  # of the request of each row
+        if offsets is not None and lens.shape[0] != lead.numel() and batch > 0:  # of the request of each row
             rows = torch.arange(lead.numel(), dtype=torch.int32, device=offsets.device)
             lens = lens[torch.searchsorted(offsets[1:].contiguous(), rows, right=True).clamp(max=batch - 1)]
     slots, plain = slots.flatten(0, -2), not traced(query)

@@ -71,9 +71,7 @@ def name_of(call: GatherCall, field: str) -> str:
 def width_of(call: GatherCall) -> int:
     """Return the columns of the output."""
     form = RECORDS.get(call.record)
-    if form is None or not form.vec:
-        return int(call.cache.shape[2])
-    return form.latent + (0 if form.rotated_as == "codes" else form.rotated)
+    return int(call.cache.shape[2]) if form is None or not form.packed else form.columns
 
 
 def validate(call: GatherCall) -> None:

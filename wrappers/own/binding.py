@@ -23,7 +23,8 @@ def bind(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     read at each launch, so their values may change in place, and a CUDA graph may capture `run`. Their memory is
     bound, too: a tensor that gets other memory (`t.set_(...)`, `t.data = ...`) needs a new call of `bind`. Values that
     the function computes before its launch are computed once, when the call is bound: scales on the host, products
-    of scales, sinks in fp32, masks in another form, lengths that are differences of offsets. With another number of
+    of scales, sinks in fp32, masks in another form, lengths that are differences of offsets, lengths of requests
+    that rows of compact queries take over (sparse_mla_top_k with cum_seq_lens_q). With another number of
     tokens than that of the call, `run` takes the time of the function.
 
     args, kwargs: the arguments of the call. function: a public function of attention, of top-k, or one that appends

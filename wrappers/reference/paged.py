@@ -119,7 +119,7 @@ def unpacked(cache: Any, record: str) -> Any:
     """Return a cache. Packed rows become bf16, as kernels make it of them."""
     if not record or cache is None:
         return cache
-    if not RECORDS[record].vec:
+    if not RECORDS[record].packed:
         return cache.bfloat16()
     return latent_values(record, cache[:, 0]).bfloat16().unsqueeze(1)
 

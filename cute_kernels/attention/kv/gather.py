@@ -55,14 +55,14 @@ class RowPageIds(NamedTuple):
     extra_page_size: Any = None  # likewise, of the second cache
 
 
-def share(spec):
+def rows_looked_up(spec):
     """Return the rows of a block that a warp looks up: those that it loads, or all of packed records."""
     return spec.tile.n if spec.kv.record else spec.tile.n // spec.tile.load_warps
 
 
 def page_id_cache(spec, op):
     """Allocate the `RowPageIds` of an operand."""
-    page_ids = cute.make_rmem_tensor((share(spec) + 31) // 32, Int32)
+    page_ids = cute.make_rmem_tensor((rows_looked_up(spec) + 31) // 32, Int32)
     found = RowPageIds(page_ids, Quotient(op.gmem[0].shape[2], *op.page_size))
     if spec.kv.extra:
         found = found._replace(extra_page_size=Quotient(op.extra[0].shape[2], *op.extra_page_size))
@@ -72,7 +72,7 @@ def page_id_cache(spec, op):
 @cute.jit
 def prefetch_pages(spec: cutlass.Constexpr, page_ids: RowPageIds, sequence_pages: pages.SequencePages, at: KVBlock):
     """Look up the pages of a block, -1 past kv_len. The lookup completes while the warp copies the block before."""
-    count = const_expr(share(spec))
+    count = const_expr(rows_looked_up(spec))
     if const_expr(spec.kv.record):  # each warp looks up all rows
         at = at._replace(loader=Int32(0))
     for c in cutlass.range_constexpr(cute.size(page_ids.page)):
@@ -150,7 +150,7 @@ def place_of(spec: cutlass.Constexpr, page_ids: RowPageIds, c: cutlass.Constexpr
         return page, row % page_ids.page_size
     slot = cutlass.max(page, 0)
     in_cache = slot // page_ids.page_size
-    return warp.choose(page < 0, page, in_cache), slot - in_cache * page_ids.page_size.value
+    return warp.select(page < 0, page, in_cache), slot - in_cache * page_ids.page_size.value
 
 
 def is_extra(spec, n_block, first_keys):

@@ -45,7 +45,7 @@ class RowSection(NamedTuple):
 
 def sections(form: LatentRecord, columns) -> list[RowSection]:
     """Return the sections of a record. columns: of each tensor that has a part of a row."""
-    if not form.vec:  # one scale for all, which is a factor on the logits
+    if not form.packed:  # one scale for all, which is a factor on the logits
         widths = [count // BOX for count in columns]
         return [RowSection(i, form.codes, sum(widths[:i]), n, 0, False) for i, n in enumerate(widths)]
     found, latent = [RowSection(0, form.codes, 0, form.latent // BOX, 0, True)], form.latent // BOX
@@ -61,11 +61,11 @@ def operand(parts, shape, stages):
 
 
 class RowPlaces(NamedTuple):
-    """Where the rows of a block lie: addresses in each tensor, and of their factors, of rows c, c + 32, ... in lane c.
-    Negative for a row that does not exist."""
+    """Where rows lie: addresses in each tensor, and of their factors, of rows c, c + 32, ... in lane c. Negative for a
+    row that does not exist. factors: None if rows have none."""
 
     parts: list[cute.Tensor]
-    factors: cute.Tensor
+    factors: Any
 
 
 @cute.jit
@@ -117,14 +117,9 @@ def convert_rows(
     """Convert `own` rows of e4m3, at most 32, into a stage of `count` rows, from row `first` on, a multiple of 8.
     Called by one warp. columns, starts: of each tensor that has a part of a row, as `gather.copy_rows` has them."""
     form = const_expr(RECORDS["e4m3"])
-    places = RowPlaces([twice(start) for start in starts], twice(starts[0]))
+    places = RowPlaces(starts, None)
     for group in cutlass.range_constexpr(own // GROUP):
         convert_group(count, sections(form, columns), form, places, stage + first * LINE, Int32(group))
-
-
-def twice(start):
-    """Return addresses of rows in the form of `RowPlaces`, of which the second half is not used."""
-    return [start[0], start[0]]
 
 
 @cute.jit
@@ -188,7 +183,7 @@ def convert_group(
     # loads
     held = [load_boxes(section, starts[section.part], quarter, exists) for section in each]
     factors: Any = []
-    if const_expr(form.vec > 0):
+    if const_expr(form.packed):
         factors = load_factors(form, row_place(places.factors, group, row), quarter, exists)
     # values
     into = stage + group * const_expr(GROUP * LINE) + layout.swizzle(LINE, row, 2 * PIECE * quarter)
@@ -199,7 +194,7 @@ def convert_group(
             words = values_of(section, held[i][b])
             if const_expr(section.factored):
                 factor = factor_of(form, factors, const_expr(section.first + b), quarter)
-                words = [to_bf16.times(word, factor) for word in words]
+                words = [to_bf16.multiply(word, factor) for word in words]
             box = const_expr((section.first + b) * count * LINE)
             store_piece(into + box, words[:4])
             store_piece(other + box, words[4:])
@@ -207,8 +202,9 @@ def convert_group(
 
 def row_place(places, group, row):
     """Return the address of a row of a group. Called by all lanes of a warp."""
-    low, high = places[0], places[1]
-    mine = warp.choose(group < 32 // GROUP, low, high)
+    mine = places[0]
+    if cute.size(places) > 1:  # of 64 rows
+        mine = warp.select(group < 32 // GROUP, mine, places[1])
     return cute.arch.shuffle_sync(mine, group % (32 // GROUP) * GROUP + row)
 
 
@@ -243,7 +239,7 @@ def values_of(section, words):
     if section.code == "bf16":
         return words
     convert = to_bf16.e4m3_words if section.code == "e4m3" else to_bf16.e2m1_words
-    return [to_bf16.times(bits, to_bf16.EXACT[section.code]) for word in words for bits in convert(word)]
+    return [to_bf16.multiply(bits, to_bf16.EXACT[section.code]) for word in words for bits in convert(word)]
 
 
 def store_piece(address, words):
@@ -268,7 +264,7 @@ def factor_of(form, words, box, quarter):
     """Return the factor of a lane's values of a box, as a bf16, twice."""
     first, more = (BOX * box) // form.vec, BOX // form.vec  # the box's first factor; factors of a box, 0 for less
     if form.factor == "fp32":
-        return to_bf16.rounded(words[first])
+        return to_bf16.pair_of_fp32(words[first])
     if form.permuted:
         byte, shift = words[box // 4], 8 * (box % 4)
     else:
@@ -277,8 +273,8 @@ def factor_of(form, words, box, quarter):
             byte = byte >> (8 * (quarter * more // 4)).to(Uint32)
     byte = (byte >> shift) & Uint32(0xFF)
     if form.factor == "ue8m0":
-        return to_bf16.both(byte << 7)
-    return to_bf16.times(to_bf16.both((byte & 0x7F) << 4), to_bf16.EXACT["e4m3"])
+        return to_bf16.pair(byte << 7)
+    return to_bf16.multiply(to_bf16.pair((byte & 0x7F) << 4), to_bf16.EXACT["e4m3"])
 
 
 def fence_before_mma():

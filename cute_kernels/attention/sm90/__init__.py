@@ -138,7 +138,7 @@ def supports(spec: Spec) -> Refusal | None:
             return Refusal("source", "slots: the kernel reads keys that a token chooses only if V lies in K")
         if (spec.mask, spec.logits) != (MaskSpec("never"), LogitsSpec()):
             return Refusal("source", "slots: the kernel has no mask but the keys that a token chooses, and no soft cap")
-    if spec.kv.shares_v and (spec.kv.dtype not in DTYPES or spec.mma_q != spec.kv.dtype):
+    if spec.kv.shares_v and (spec.kv.dtype not in DTYPES or spec.smem_q != spec.kv.dtype):
         return Refusal(
             "shares_v", f"True over {spec.kv.dtype}: the kernel has Q and K of one 16-bit type, if V lies in K"
         )
@@ -184,7 +184,7 @@ def refuse_record(spec: Spec) -> Refusal | None:
     records = (spec.kv.record, *((spec.kv.extra_record,) if spec.kv.extra else ()))
     if not spec.kv.shares_v or spec.kv.source == "tma" or spec.schedule != "stream_k" or spec.kv.dtype != "bf16":
         return Refusal("record", f"{spec.kv.record}: the kernel makes bf16 of records, with V in K and split keys")
-    if spec.q != "bf16" and (spec.q != FP8 or any(RECORDS[record].vec for record in records if record in RECORDS)):
+    if spec.q != "bf16" and (spec.q != FP8 or any(RECORDS[record].packed for record in records if record in RECORDS)):
         return Refusal("q", f"{spec.q} over {spec.kv.record}: the kernel has bf16, or e4m3 over e4m3 with one scale")
     for record in records:
         if columns_of(record) not in (0, spec.head_dim_qk):
@@ -196,9 +196,9 @@ def refuse_record(spec: Spec) -> Refusal | None:
 def columns_of(record: str) -> int:
     """Return the columns that the kernel makes of a packed record; 0 for rows of any number, -1 for other records."""
     form = RECORDS.get(record)
-    if not record or form is None or record == INDEX:
+    if form is None or not form.codes or record == INDEX:
         return -1
-    return form.latent + (form.rotated if form.rotated_as != "codes" else 0) if form.vec else 0 if form.codes else -1
+    return form.columns
 
 
 def refuse_pieces(spec: Spec, t: Sm90TileConfig) -> Refusal | None:

@@ -159,7 +159,7 @@ def gather_q(spec: cutlass.Constexpr, s, w: WorkTileInfo, a):
             token = w.sequence.q_start + geometry.token_of(row, geometry.pack_divisor(w))
             start[0] = memory.row_of(x, token, geometry.head_of(row, w.head_idx, geometry.pack_divisor(w)))
     stored = const_expr([x.shape[2] for x in parts])
-    if const_expr(spec.q == spec.mma_q):
+    if const_expr(spec.q == spec.smem_q):
         copy_rows(stored, own, starts, s.q[None, None, 0], first)
         cute.arch.cp_async_commit_group()
         cute.arch.cp_async_wait_group(0)

@@ -264,7 +264,7 @@ OTHER_REGISTERS = 32  # besides S, P, O and Q
 def operands(spec: AttentionSpec[Sm90TileConfig], t: Sm90TileConfig, dims: tuple[int, int]) -> tuple[Operand, ...]:
     """Return the operands of the main loop. Quantised K and V become fp16; V of 8-bit MMAs is transposed, since WGMMA
     takes 8-bit operands only K-major. dims: padded head dims."""
-    kind, fp16 = kind_of(spec.mma_q, spec.kv.dtype, spec.kv.shares_v), Prepared(16, t.stages)
+    kind, fp16 = kind_of(spec.smem_q, spec.kv.dtype, spec.kv.shares_v), Prepared(16, t.stages)
     prepared = {"half": {}, "latent": {}, "fp8": {V: Prepared(8, t.stages, transposed=True)}}.get(
         kind, {K: fp16, V: fp16}
     )
@@ -273,15 +273,15 @@ def operands(spec: AttentionSpec[Sm90TileConfig], t: Sm90TileConfig, dims: tuple
 
 def smem_bytes(spec: AttentionSpec[Sm90TileConfig], t: Sm90TileConfig, dims: tuple[int, int]) -> int:
     """Return the bytes of shared memory that a kernel of `spec` with tile `t` allocates. dims: padded head dims."""
-    each, dequantises, (qk, vo) = operands(spec, t, dims), spec.mma_q != spec.kv.dtype, dims
+    each, dequantises, (qk, vo) = operands(spec, t, dims), spec.smem_q != spec.kv.dtype, dims
     found = sum(x.smem_bytes for x in each)
     stages = sum(x.all_stages for x in each) + t.q_stages + WORK_STAGES[spec.schedule]
-    found += t.q_stages * t.m * qk * BITS[spec.mma_q] // 8
-    if dequantises and BITS[spec.mma_q] < 16 and not t.q_in_regs:
+    found += t.q_stages * t.m * qk * BITS[spec.smem_q] // 8
+    if dequantises and BITS[spec.smem_q] < 16 and not t.q_in_regs:
         found += 2 * t.q_stages * t.m * qk
     if t.promote_interval:
         found += 4 * t.m * vo
-    if t.o_parts > 1 and dequantises and spec.mma_q == "bf16":  # a scale per row of Q
+    if t.o_parts > 1 and dequantises and spec.smem_q == "bf16":  # a scale per row of Q
         found += 4 * t.m
     if t.scores_apart:  # P of a block, factors, maxima and sums of rows
         found += 2 * t.m * t.n + 20 * t.m + STAGE_BYTES
@@ -300,7 +300,7 @@ def exact_max_blocks(spec: AttentionSpec[Sm90TileConfig]) -> int:
     In 8 bits that is 2: maxima that lag behind there would grow out of P's range later. Long sequences have more of
     them (`precision.exact_max_blocks`), unless blocks are skipped.
     """
-    return 2 if kind_of(spec.mma_q, spec.kv.dtype) == "fp8" else 0
+    return 2 if kind_of(spec.smem_q, spec.kv.dtype) == "fp8" else 0
 
 
 # Skip-softmax. After every VOTES votes on full blocks of a tile, a warpgroup that has kept at least STEADY blocks in
@@ -310,7 +310,7 @@ VOTES, STEADY, UNASKED = 4, 40, 2
 
 def waits_for_votes(spec: AttentionSpec[Sm90TileConfig]) -> bool:
     """Report whether V of a block is fetched only if a warpgroup keeps the block: if TMA fetches it, unprepared."""
-    return spec.logits.skip and spec.kv.source == "tma" and kind_of(spec.mma_q, spec.kv.dtype) == "half"
+    return spec.logits.skip and spec.kv.source == "tma" and kind_of(spec.smem_q, spec.kv.dtype) == "half"
 
 
 def keeps_unasked(spec: AttentionSpec[Sm90TileConfig]) -> bool:
@@ -322,7 +322,10 @@ def keeps_unasked(spec: AttentionSpec[Sm90TileConfig]) -> bool:
 def resources(spec: AttentionSpec[Sm90TileConfig], t: Sm90TileConfig, dims: tuple[int, int]) -> Resources:
     """Return what a kernel of `spec` with tile `t` takes of an SM: S, P, O and perhaps Q of a thread are in registers.
     dims: padded head dims."""
-    kind, p_bytes = kind_of(spec.mma_q, spec.kv.dtype, spec.kv.shares_v), 1 if spec.mma_q == spec.kv.dtype == FP8 else 2
+    kind, p_bytes = (
+        kind_of(spec.smem_q, spec.kv.dtype, spec.kv.shares_v),
+        1 if spec.smem_q == spec.kv.dtype == FP8 else 2,
+    )
     kind = "shared scores" if t.s_parts > 1 else kind
     if t.scores_apart:  # of the warpgroups that compute O
         smem = min(row.smem_per_cta for row in archs.TABLE if archs.WGMMA in row.instructions)

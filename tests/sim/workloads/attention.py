@@ -93,7 +93,7 @@ def traits_of(spec: Any) -> KernelTraits:
     decodes = spec.schedule == "stream_k"
     shares = decodes and spec.tile.per_tile_pack_gqa
     # decode converts e4m3 like any cache
-    own = spec.kv.dtype == spec.mma_q and (shares or not decodes or spec.q != "e4m3")
+    own = spec.kv.dtype == spec.smem_q and (shares or not decodes or spec.q != "e4m3")
     narrow = decodes and not shares and spec.tile.rows_per_warp == FEW_ROWS
     narrow = narrow and (spec.kv.bits, spec.padded_qk) in WIDE
     out = spec.out[0] if spec.q == "e4m3" else ""

@@ -25,7 +25,7 @@ def mla_cases(spec: Any) -> list[MlaScenario]:
     if spec.kv.source == "slots":
         return chosen_cases(spec)
     base = MlaCase(
-        dtype=spec.mma_q, dim=spec.head_dim_qk, causal=spec.mask.causal != "never", window=190 * spec.mask.window,
+        dtype=spec.smem_q, dim=spec.head_dim_qk, causal=spec.mask.causal != "never", window=190 * spec.mask.window,
         page_size=3 if spec.kv.source == "gather" else 64, record=spec.kv.record, q8=spec.q == "e4m3",
     )  # fmt: skip
     base = base if base.causal else replace(base, rows=2)  # a single row sees all keys under either mask
@@ -64,7 +64,7 @@ def mla_cases(spec: Any) -> list[MlaScenario]:
 def chosen_cases(spec: Any) -> list[MlaScenario]:
     """Return scenarios for the kernel `spec`, where each row chooses its keys."""
     base = MlaCase(
-        dtype=spec.mma_q, dim=spec.head_dim_qk, page_size=7, chosen=128, lens=(90, 30), second=70 * spec.kv.extra,
+        dtype=spec.smem_q, dim=spec.head_dim_qk, page_size=7, chosen=128, lens=(90, 30), second=70 * spec.kv.extra,
         record=spec.kv.record, q8=spec.q == "e4m3", second_record=spec.kv.extra_record,
     )  # fmt: skip
     if spec.kv.record == "528_fp32":
@@ -82,7 +82,7 @@ def chosen_cases(spec: Any) -> list[MlaScenario]:
             "a block",
             (
                 replace(base, chosen=64, rows=2, second=64 * spec.kv.extra),
-                replace(base, lens=(5, 0, 1) * 9, chosen=3, counted=True, second=2 * spec.kv.extra),
+                replace(base, lens=(5, 0, 1) * 12, chosen=3, counted=True, second=2 * spec.kv.extra),
             ),
         ),
     ]
