@@ -74,6 +74,7 @@ ATTENTION = (
         ((576, 512),),
         (
             *("latent", "latent full", "latent modified", "latent gather", "latent slots", "latent two caches"),
+            *("latent pairs", "latent full pairs", "latent modified pairs"),
             *("latent gather e4m3", "latent gather 656", "latent slots e4m3", "latent slots 656", "latent slots 352"),
         ),
     ),
@@ -84,7 +85,8 @@ ATTENTION = (
         (SAME,),
         ((512, 512),),
         (
-            *("latent", "latent slots", "latent two caches", "latent slots 528_fp32", "latent two caches 584, 584"),
+            *("latent", "latent pairs", "latent slots", "latent two caches", "latent slots 528_fp32"),
+            "latent two caches 584, 584",
             *("latent two caches 528, 288", "latent two caches 528, 528", "latent slots 584", "latent slots 528"),
         ),
     ),

@@ -112,7 +112,7 @@ def add_splits(spec: cutlass.Constexpr, a, w: WorkTileInfo, row: Int32):
         # load LSE and O of `step` splits
         lse, pieces = -Float32.inf, cute.make_rmem_tensor((per, step), Float32)
         if lane < step and base + lane < count:
-            lse = a.schedule.o_partial[stream_k.slot_of(a, w, base + lane), row, dim]
+            lse = a.schedule.o_partial[stream_k.slot_of(spec, a, w, base + lane), row, dim]
         for j in cutlass.range_constexpr(0, step, SPLIT_GROUP):
             if base + j < count:
                 load_splits(spec, a, w, row, base + j, cute.domain_offset((0, j), pieces))
@@ -148,7 +148,7 @@ def load_splits(spec: cutlass.Constexpr, a, w: WorkTileInfo, row: Int32, first: 
     near = cute.make_tensor(begin.iterator, cute.make_layout((SPLIT_GROUP, *lane[0]), stride=(size, 1)))
     for e in cutlass.range_constexpr(SPLIT_GROUP):
         if const_expr(e == 0):
-            own = o_partial[stream_k.slot_of(a, w, first), row, None]
+            own = o_partial[stream_k.slot_of(spec, a, w, first), row, None]
             copy.vector(cute.local_tile(own, *lane), pieces[None, e])
         else:
             copy.vector(near[cutlass.min(e, w.split.num_splits - 1 - first), None], pieces[None, e])
@@ -177,7 +177,7 @@ def merge_rows(
         # LSE and its new maximum
         split_idx, lse = base + lane % splits_at_once, -Float32.inf
         if split_idx < count:
-            lse = a.schedule.o_partial[stream_k.slot_of(a, w, split_idx), row, dim]
+            lse = a.schedule.o_partial[stream_k.slot_of(spec, a, w, split_idx), row, dim]
         new_max = cute.arch.fmax(row_max, cute.arch.warp_reduction_max(lse, threads_in_group=splits_at_once))
         known = Float32(0.0) if new_max == -Float32.inf else new_max
         old, mine = (cute.math.exp2(x - known, fastmath=True) for x in (row_max, lse))
@@ -187,7 +187,7 @@ def merge_rows(
             acc[None, i].store(acc[None, i].load() * cute.arch.shuffle_sync(old, splits_at_once * i))
         # O += O of the split * 2^(LSE - max); the loads of two splits would need more registers than there are
         for j in cutlass.range(splits_at_once, unroll=1):
-            slot = stream_k.slot_of(a, w, cutlass.min(base + j, count - 1))
+            slot = stream_k.slot_of(spec, a, w, cutlass.min(base + j, count - 1))
             for i in cutlass.range_constexpr(rows_per_warp):
                 source = a.schedule.o_partial[slot, cutlass.min(first + i, rows - 1), None]
                 copy.vector(cute.local_tile(source, (per,), (lane,)), pieces[None, i])
@@ -241,10 +241,10 @@ def add_range(spec: cutlass.Constexpr, a, w: WorkTileInfo, row: Int32, of: Split
     while base < of.count:
         lse = -Float32.inf
         if lane < AT_ONCE and base + lane < of.count:
-            lse = a.schedule.o_partial[stream_k.slot_of(a, w, of.first + (base + lane) * of.step), row, dim]
+            lse = a.schedule.o_partial[stream_k.slot_of(spec, a, w, of.first + (base + lane) * of.step), row, dim]
         for e in cutlass.range_constexpr(AT_ONCE):  # past the last split, that one is loaded again
             split = of.first + cutlass.min(base + e, of.count - 1) * of.step
-            source = a.schedule.o_partial[stream_k.slot_of(a, w, split), row, None]
+            source = a.schedule.o_partial[stream_k.slot_of(spec, a, w, split), row, None]
             copy.vector(cute.local_tile(source, (per,), (lane,)), pieces[None, e])
         new_max = cute.arch.fmax(row_max, cute.arch.warp_reduction_max(lse))
         known = Float32(0.0) if new_max == -Float32.inf else new_max
@@ -266,7 +266,7 @@ def store_group(spec: cutlass.Constexpr, a, w: WorkTileInfo, row: Int32, of: Spl
     acc, row_max, row_sum = add_range(spec, a, w, row, of)
     normal = softmax.normalizer(row_max, row_sum, -Float32.inf)
     acc.store(acc.load() * normal.inv_row_sum)
-    slot = stream_k.slot_of(a, w, of.first)
+    slot = stream_k.slot_of(spec, a, w, of.first)
     epilogue.store_partial(spec, a, slot, row, cute.arch.lane_idx(), acc, normal.lse)
 
 

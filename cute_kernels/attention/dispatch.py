@@ -60,9 +60,16 @@ KINDS = {
     "skip": Kind("causal, with skip-softmax", False, {"skip": True}),
     "split": Kind("causal, and CTAs share the keys of a sequence", True, {}),
     "split modified": Kind("split, with windows and soft caps", True, {"window": True}),
-    "latent": Kind("causal, CTAs share keys, and V lies in K", True, {"shares_v": True}),
-    "latent full": Kind("the same without a mask", True, {"shares_v": True, "causal": False}),
-    "latent modified": Kind("latent, with windows and soft caps", True, {"shares_v": True, "window": True}),
+    "latent": Kind("causal, CTAs share keys, and V lies in K", True, {"shares_v": True, "rows": MANY_ROWS}),
+    "latent full": Kind("the same without a mask", True, {"shares_v": True, "causal": False, "rows": MANY_ROWS}),
+    "latent modified": Kind(
+        "latent, with windows and soft caps", True, {"shares_v": True, "window": True, "rows": MANY_ROWS}
+    ),
+    "latent pairs": Kind("latent, and two CTAs share the loads of keys", True, {"shares_v": True}),
+    "latent full pairs": Kind("the same without a mask", True, {"shares_v": True, "causal": False}),
+    "latent modified pairs": Kind(
+        "latent pairs, with windows and soft caps", True, {"shares_v": True, "window": True}
+    ),
     "latent gather": Kind("latent, with pages of any size", True, {"shares_v": True, "page_size": 1}),
     "latent slots": Kind(
         "latent, with keys that each token chooses", True, {"shares_v": True, "source": "slots", "causal": False}

@@ -101,7 +101,7 @@ def load_kv(
 ):
     """Load this warp's share of K or V for every tile of the CTA. which: `pages.K` or `pages.V`. loader: index of the
     warp among those that fill a stage together."""
-    a, into = plan.args, rings.load_target(plan, s, which)
+    a, into, share = plan.args, rings.load_target(plan, s, which), work.own(spec, loader)
     page_ids, prologue = source(spec).page_id_cache(spec, into.op), PrologueWork(Int32(0), Int32(-1), Int32(0))
     if const_expr(pdl.has_prologue(spec)):
         prologue = prologue_prefetch(spec, a, s, page_ids, which, loader)
@@ -120,7 +120,7 @@ def load_kv(
                 load_or_reserve_q(spec, plan, s, w, q)
                 q += 1
         # page ids of the first block, unless the prologue has them
-        first = block_at(spec, a, w, KVBlock(loader, i, w.n_block_max - 1, head, w.sequence.kv_len, o_tile))
+        first = block_at(spec, a, w, KVBlock(share, i, w.n_block_max - 1, head, w.sequence.kv_len, o_tile))
         if const_expr(not pdl.has_prologue(spec)):
             source(spec).prefetch_pages(spec, page_ids, sequence_pages, first)
         elif w.n_block_max > w.n_block_min:
@@ -133,7 +133,7 @@ def load_kv(
                 source(spec).prefetch_pages(spec, page_ids, sequence_pages, first)
         # K or V, and page ids of the next block
         for position in cutlass.range(w.n_block_max - 1, w.n_block_min - 1, -1, unroll=1):
-            at = block_at(spec, a, w, KVBlock(loader, i, position, head, w.sequence.kv_len, o_tile))
+            at = block_at(spec, a, w, KVBlock(share, i, position, head, w.sequence.kv_len, o_tile))
             if const_expr(spec.tile.pieces == 1):
                 source(spec).fill(spec, into, page_ids, sequence_pages, at)
             else:

@@ -99,7 +99,7 @@ def merge_in_groups(spec: cutlass.Constexpr, a, smem: SplitSmem, count: Int32, t
     """Do the work of `merge`, for tiles with any number of splits. Splits are added in the order of keys."""
     for i in cutlass.range(cutlass.min(count, MAX_SPLITS_PER_CTA), unroll=1):
         w = work_of_split(spec, smem, i)
-        splits, own = w.split.num_splits, cute.arch.block_idx()[0] - w.split.first
+        splits, own = w.split.num_splits, work.worker(spec) - w.split.first
         rows = geometry.num_rows(w.sequence.q_len, geometry.pack_divisor(w)) - w.m_block * spec.tile.m
         merged, step, is_last = MergedRows(tid // 32, cutlass.min(rows, spec.tile.m), warps), Int32(1), Int32(1)
         if splits > MOST_AT_ONCE:
@@ -107,13 +107,14 @@ def merge_in_groups(spec: cutlass.Constexpr, a, smem: SplitSmem, count: Int32, t
             first = own - own % GROUP
             of = combine.SplitRange(first, cutlass.min(splits - first, GROUP), Int32(1))
             if of.count > 1:
-                is_last = counted(a, smem, i, tid, 2 * (w.split.first + first) + 1, of.count, warps)
+                counter = 2 * work.own(spec, w.split.first + first) + 1
+                is_last = counted(a, smem, i, tid, counter, of.count, warps)
                 if is_last != 0:
                     merge_group(spec, a, w, merged, of)
                     barrier(warps)
         if is_last != 0:
             of = combine.SplitRange(Int32(0), (splits + step - 1) // step, step)
-            if counted(a, smem, i, tid, 2 * w.split.first, of.count, warps) != 0:
+            if counted(a, smem, i, tid, 2 * work.own(spec, w.split.first), of.count, warps) != 0:
                 merge_tile(spec, a, w, merged, of)
 
 

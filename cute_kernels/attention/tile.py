@@ -38,7 +38,7 @@ class TileConfig(ABC):
     @property
     def m_choices(self) -> tuple[int, ...]:
         """The numbers of rows that a tile may have, ascending."""
-        return (self.m,)
+        return (self.m * self.cluster,)
 
     @property
     def pieces(self) -> int:
@@ -54,6 +54,17 @@ class TileConfig(ABC):
     def load_warps(self) -> int:
         """Warps that fill a stage of K, or of V, together."""
         return 1
+
+    @property
+    def cluster(self) -> int:
+        """The CTAs of a cluster, which compute a tile together: each has m rows of it, and loads a part of its keys for
+        all of them."""
+        return 1
+
+    @property
+    def loaders(self) -> int:
+        """The warps, of all CTAs of a cluster, that fill a stage together."""
+        return self.load_warps * self.cluster
 
     @property
     def counters_per_split(self) -> int:

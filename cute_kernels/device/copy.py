@@ -52,26 +52,28 @@ class DenseOperand(TmaOperand):
     as_lines: Any = 0  # cutlass.Int32: whether the rows are contiguous in global memory
 
 
-def make_box(t, rows, cols):
+def make_box(t, rows, cols, multicast=False):
     """Return the box of `rows` rows of t (rows, cols or fewer, ...), with a stride of 1 along cols.
 
-    The box is as wide as the widest swizzle allows: at most SWIZZLE_BYTES."""
+    The box is as wide as the widest swizzle allows: at most SWIZZLE_BYTES. multicast: a copy writes to several CTAs of a
+    cluster."""
     bits = t.element_type.width
     shape = rows, width(cols * bits // 8) * 8 // bits
     layout = cute.select(smem_layout(shape, 1, t.element_type), mode=[0, 1])
-    atom, gmem = cpasync.make_tiled_tma_atom(cpasync.CopyBulkTensorTileG2SOp(), t, layout, shape)
+    op = cpasync.CopyBulkTensorTileG2SMulticastOp() if multicast else cpasync.CopyBulkTensorTileG2SOp()
+    atom, gmem = cpasync.make_tiled_tma_atom(op, t, layout, shape)
     return TmaBox(atom, gmem, *shape)
 
 
-def operand(t, shape, stages, rows, rest=None):
+def operand(t, shape, stages, rows, rest=None, multicast=False):
     """Return the operand that fills stages of `shape` (rows, cols) from t (rows, cols or fewer, ...): TMA fills columns
     that t does not have with zeros.
 
     rows: heights of the boxes, ascending. rest: None, or a tensor with the columns behind those of t, which then has a
-    whole number of boxes of them."""
+    whole number of boxes of them. multicast: as in `make_box`."""
     layout = smem_layout(shape, stages, t.element_type)
     size = cute.size_in_bytes(t.element_type, cute.select(layout, mode=[0, 1]))
-    boxes, more = ([make_box(x, r, shape[1]) for r in rows] if x is not None else [] for x in (t, rest))
+    boxes, more = ([make_box(x, r, shape[1], multicast) for r in rows] if x is not None else [] for x in (t, rest))
     return TmaOperand(tuple(boxes), layout, size, tuple(more))
 
 

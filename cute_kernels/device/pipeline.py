@@ -173,6 +173,15 @@ def consumer_release(p: Pipeline, n: Any):
 
 
 @cute.jit
+def cluster_release(p: Pipeline, n: Any, ctas: cutlass.Constexpr):
+    """Free the stage of item n for the producers of all `ctas` CTAs of a cluster, of which each writes it in all of them
+    (one warp: an arrival in each CTA)."""
+    with cute.arch.elect_one():
+        for rank in cutlass.range_constexpr(ctas):
+            cute.arch.mbarrier_arrive(empty_barrier(p, n), rank)
+
+
+@cute.jit
 def consumer_release_after(p: Pipeline, n: Any, value: Float32, below: Float32):
     """Free the stage of item n after `value` is computed (one warp: one arrival).
 

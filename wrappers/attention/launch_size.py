@@ -38,7 +38,7 @@ def whole_shares(request: KernelRequest, spec: Any, most: int, blocks: int) -> t
 
 def _most_tiles(request: KernelRequest, spec: Any) -> int:
     """Return the most tiles that a launch with split keys has."""
-    return int(request.kv_heads * -(-request.packed_rows // spec.tile.m) * spec.tile.o_tiles)
+    return int(request.kv_heads * -(-request.packed_rows // spec.tile.m_choices[-1]) * spec.tile.o_tiles)
 
 
 def _nearly_all(count: int, places: int) -> bool:

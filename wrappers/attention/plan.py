@@ -193,7 +193,8 @@ class LaunchPlan:
     num_tile_heads: int
     o_tiles: int  # tiles that share the columns of the output of a row
     tile_m: int  # the largest number of query rows of a tile
-    most_ctas: int  # of a launch: those that are on the GPU at a time
+    cluster: int  # CTAs that compute a tile together
+    most_ctas: int  # CTAs, or clusters, of a launch: those that are on the GPU at a time
     stream_k: bool  # CTAs share the keys of a request
     counters_per_split: int  # of a tile
     split_keys: int  # keys of a split if splits do not depend on the batch, else 0
@@ -267,7 +268,7 @@ class LaunchPlan:
         elif tokens * factor * factor >= checks.MOST_ROWS:
             raise _too_many_rows(call, f"{tokens} tokens of {self.heads} heads", "tokens x {0} x {0}")
         elif self.split_keys:
-            splits = tiles * (-(-checks.most_keys(call) // self.split_keys) or 1)
+            splits = tiles * self.cluster * (-(-checks.most_keys(call) // self.split_keys) or 1)
             flat[slots.o_partial], flat[slots.counters] = scratch.new_split_scratch(self, splits, splits)
         else:
             shared = scratch.split_scratch(self, capturing)
@@ -364,7 +365,7 @@ def plan_for(call: AttentionCall, arch: str, sms: int) -> LaunchPlan:
     packs = policy.packs_all_tiles(spec) or few and request.qhead_per_kvhead <= PACK_GQA_MAX_GROUP
     group = request.qhead_per_kvhead if packs else 1
     blocks = CHUNK // spec.tile.n if call.split_kv != "auto" else 0
-    most_ctas = sms * spec.tile.ctas_per_sm
+    most_ctas = sms * spec.tile.ctas_per_sm // spec.tile.cluster
     dtype, options = call.result_dtype, cast(tuple[Any, ...], call[OPTIONS])
     size = dtype.itemsize if isinstance(dtype, torch.dtype) else 0  # a packed output is compared separately
     if not request.prefix:  # tokens see all keys, those of the prefix among them
@@ -390,7 +391,8 @@ def plan_for(call: AttentionCall, arch: str, sms: int) -> LaunchPlan:
         pack_factor=group,
         num_tile_heads=heads // group,
         o_tiles=spec.tile.o_tiles,
-        tile_m=spec.tile.m,
+        tile_m=spec.tile.m_choices[-1],
+        cluster=spec.tile.cluster,
         most_ctas=most_ctas,
         stream_k=stream_k,
         counters_per_split=spec.tile.counters_per_split,
@@ -448,7 +450,7 @@ def _defaults(call: AttentionCall, request: KernelRequest, spec: Any, most_ctas:
         "blocks_per_split": blocks,
         "whole_ctas": whole_ctas,
         "whole_tiles": whole_tiles,
-        "m_tiles": max(1, min(-(-request.packed_rows // spec.tile.m), MOST_M_TILES)),
+        "m_tiles": max(1, min(-(-request.packed_rows // spec.tile.m_choices[-1]), MOST_M_TILES)),
     }
     return [default.get(name) for name in args.fields(spec)]
 

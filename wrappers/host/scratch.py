@@ -150,23 +150,24 @@ def split_scratch(plan: Any, capturing: bool) -> tuple[Any, Any, int]:
 
     plan: an `attention.plan.LaunchPlan`.
     """
-    here, slots, counters = machine.current, 2 * plan.most_ctas, plan.most_ctas * plan.counters_per_split
+    here, ctas = machine.current, plan.most_ctas * plan.cluster
+    slots, counters = 2 * ctas, ctas * plan.counters_per_split
     if capturing:
         argument, first = captured_counters(plan.device, counters)
         if first >= 0:
             return _new_partial(plan, slots), argument, first
-        return *new_split_scratch(plan, slots, plan.most_ctas), 0
+        return *new_split_scratch(plan, slots, ctas), 0
     if plan.device not in here.counter_pools:
         _add_pool(plan.device)  # later captures need them
     stream = here.raw_stream(plan.device.index)
     if stream == PER_THREAD_STREAM:
-        return *new_split_scratch(plan, slots, plan.most_ctas), 0
-    key = plan.device, stream, plan.dim_vo // plan.o_tiles, plan.tile_m, plan.counters_per_split, plan.most_ctas
+        return *new_split_scratch(plan, slots, ctas), 0
+    key = plan.device, stream, plan.dim_vo // plan.o_tiles, plan.tile_m // plan.cluster, plan.counters_per_split, ctas
     found = here.split_scratch.get(key)
     if found is None:
         if len(here.split_scratch) >= MAX_STREAMS:
             here.split_scratch.clear()
-        new, zeros = kept(lambda: new_split_scratch(plan, slots, plan.most_ctas), plan.device)
+        new, zeros = kept(lambda: new_split_scratch(plan, slots, ctas), plan.device)
         found = here.split_scratch.setdefault(key, (here.argument(new), here.argument(zeros)))
     return *found, 0
 
@@ -179,7 +180,7 @@ def new_split_scratch(plan: Any, slots: int, tiles: int) -> tuple[torch.Tensor, 
 
 
 def _new_partial(plan: Any, slots: int) -> torch.Tensor:
-    shape = slots, plan.tile_m, plan.dim_vo // plan.o_tiles + 4
+    shape = slots, plan.tile_m // plan.cluster, plan.dim_vo // plan.o_tiles + 4
     return torch.empty(shape, dtype=torch.float32, device=plan.device)
 
 

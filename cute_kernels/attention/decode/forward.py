@@ -63,7 +63,7 @@ class DecodeSharedStorage:
 def source_operand(spec, a, x):
     """Make the operand of the source, which loads the operand `x`."""
     if is_dense(spec):
-        return tma.operand(rings.cached(a, x), (x.rows, x.columns), x.stages, copy.dense_operand)
+        return tma.operand(spec, rings.cached(a, x), (x.rows, x.columns), x.stages, copy.dense_operand)
     return rings.source_operand(spec, a, x)
 
 

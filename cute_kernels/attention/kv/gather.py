@@ -38,7 +38,7 @@ def with_extra(op: GatherOperand, parts):
     return replace(op, extra=parts, extra_page_size=quotient_params(cutlass.max(parts[0].shape[2], 1)))
 
 
-def operand(parts, shape, stages):
+def operand(spec, parts, shape, stages):
     """Make the operand of tensors (pages, Hkv, P, D) with columns that lie side by side in a stage. shape: (n, columns)
     of a stage."""
     x = parts[0]

@@ -54,7 +54,7 @@ def sections(form: LatentRecord, columns) -> list[RowSection]:
     return found
 
 
-def operand(parts, shape, stages):
+def operand(spec, parts, shape, stages):
     """Make the operand of tensors (pages, Hkv, P, bytes). shape: (n, columns) of a stage, which has bf16."""
     page_size = quotient_params(cutlass.max(parts[0].shape[2], 1))
     return gather.GatherOperand(parts, layout.smem_layout(shape, stages, cutlass.BFloat16), page_size)

@@ -12,7 +12,7 @@ from ..operands import V as V
 
 
 class KVBlock(NamedTuple):
-    """A KV block as one load warp sees it. loader: index of the warp among those that fill a stage together. item: of
+    """A KV block as one load warp sees it. loader: index of the warp among the `tile.loaders` of a stage. item: of
     the pipeline. n_block: index of the block in the sequence. head: KV head. o_tile: which part of the columns of V the
     stage gets, see `tile.o_tiles`; 0, known at trace time: the stage gets all columns, or it is one of K. next_n_block:
     the block that the tile visits next, less than 0 if there is none."""

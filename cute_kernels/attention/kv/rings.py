@@ -40,7 +40,7 @@ def source_operand(spec, a, x: Operand):
     """Make the operand of the source, which loads `x`. Called on the host."""
     parts = cached(a, x)
     width = x.bits if spec.kv.record else parts[0].element_type.width
-    made = source(spec).operand(parts, (x.rows, x.columns * x.bits // width), x.stages)
+    made = source(spec).operand(spec, parts, (x.rows, x.columns * x.bits // width), x.stages)
     if not spec.kv.extra:
         return made
     return gather.with_extra(made, tuple(t for t in (a.kv.extra_k, a.kv.extra_k_rope) if t is not None))
@@ -79,15 +79,15 @@ def arrivals(spec, roles, x: Operand):
     return each * roles.warps(x.load_role) + LANES * roles.warps("load_scales")
 
 
-def readers(roles, x: Operand):
-    """Return the arrivals that free a loaded stage: one per warp that reads it. Where V lies in K, that is one arrival
-    behind both MMAs."""
-    return roles.warps(x.prepare_role) if x.prepared else roles.warps("mma")
+def readers(spec, roles, x: Operand):
+    """Return the arrivals that free a loaded stage: one per warp that reads it, in all CTAs of the cluster. Where V lies
+    in K, that is one arrival behind both MMAs."""
+    return roles.warps(x.prepare_role) if x.prepared else roles.warps("mma") * spec.tile.cluster
 
 
 def make_raw_pipe(spec, smem, roles, x: Operand):
     """Make the pipeline of the stages that an operand is loaded to."""
-    return pipeline.make(smem, x.stages, arrivals(spec, roles, x), readers(roles, x))
+    return pipeline.make(smem, x.stages, arrivals(spec, roles, x), readers(spec, roles, x))
 
 
 def make_pipe(smem, roles, x: Operand, raw_pipe):

@@ -4,7 +4,7 @@ from typing import Any, NamedTuple
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Int32, const_expr
+from cutlass import Int16, Int32, const_expr
 
 from ...device import copy, pipeline
 from .. import pdl
@@ -24,9 +24,9 @@ class BoxPages(NamedTuple):
 PARTIAL_TAIL = True  # kv_len may end inside a box, so that a stage has rows past it
 
 
-def boxes(n):
-    """Return the box sizes, in rows, that can fill a tile of n rows, ascending."""
-    return tuple(b for b in BOXES if n % b == 0)
+def boxes(n, cluster=1):
+    """Return the box sizes, in rows, that can fill a tile of n rows, ascending. cluster: CTAs that load equal parts."""
+    return tuple(b for b in BOXES if n % (b * cluster) == 0)
 
 
 class PageIdCache(NamedTuple):
@@ -139,14 +139,16 @@ def fill_page_boxes(
 
 @cute.jit
 def fill_boxes(spec: cutlass.Constexpr, into: LoadTarget, boxes: Any, box_pages: BoxPages, at: KVBlock):
-    """Wait for a free stage and load this warp's boxes of it. boxes: the smallest box, the one to load, and that of
-    further columns, if there are any."""
-    b, of, (op, smem, ring) = boxes[1], spec.tile.load_warps, into
+    """Wait for a free stage and load this warp's boxes of it, in all CTAs of the cluster. boxes: the smallest box, the
+    one to load, and that of further columns, if there are any."""
+    b, of, (op, smem, ring) = boxes[1], spec.tile.loaders, into
     each = b.rows // boxes[0].rows  # smallest boxes in a box
     count = const_expr(cute.size(smem, mode=[0]) // b.rows)  # boxes per stage
     group = 32 // each  # boxes per register of `box_pages`
     size = op.bytes // count * ((count - at.loader + of - 1) // of) if const_expr(of > 1) else op.bytes
-    # wait for a free stage and announce this warp's bytes
+    if const_expr(spec.tile.cluster > 1):  # one warp announces what all CTAs write
+        size = op.bytes
+    # wait for a free stage and announce the bytes
     pipeline.producer_acquire_tx(ring, at.item, size)
     # A coordinate that the compiler knows to be warp-uniform costs one move to a uniform register, any other a loop.
     head = cute.arch.make_warp_uniform(at.head)
@@ -200,7 +202,7 @@ def fetch(
         if const_expr(boxes[0].rows != BOXES[0]):  # rows of a box are lines: as many in each 8 rows of the page
             rows = [row // BOXES[0] * boxes[0].rows for row in rows]
     for i in cutlass.range_constexpr(len(numbers)):
-        if const_expr(count % spec.tile.load_warps == 0) or numbers[i] < count:
+        if const_expr(count % spec.tile.loaders == 0) or numbers[i] < count:
             column = 0
             for part in cutlass.range_constexpr(1, len(boxes)):
                 x = boxes[part]
@@ -211,15 +213,21 @@ def fetch(
                 for d in cutlass.range_constexpr(held):
                     dst = s[None, numbers[i], column + d, into.stage]
                     source = g[None, 0, into.first_col + d, into.head, page_ids[i]]
-                    cute.copy_atom_call(x.atom, source, dst, tma_bar_ptr=into.full)
+                    if const_expr(spec.tile.cluster == 1):
+                        cute.copy_atom_call(x.atom, source, dst, tma_bar_ptr=into.full)
+                    else:
+                        everyone = Int16((1 << spec.tile.cluster) - 1)
+                        cute.copy_atom_call(x.atom, source, dst, tma_bar_ptr=into.full, mcast_mask=everyone)
                 column += held
 
 
-def operand(parts, shape, stages, make=copy.operand):
+def operand(spec, parts, shape, stages, make=copy.operand):
     """Make the TMA operand of one or two tensors (pages, Hkv, P, D) with columns that lie side by side in a stage.
     shape: (n, columns) of a stage. make: `copy.operand` or, for one tensor, `copy.dense_operand`."""
     rows = [cute.make_tensor(x.iterator, cute.select(x.layout, mode=[2, 3, 1, 0])) for x in parts]
-    return make(rows[0], shape, stages, boxes(shape[0]), *rows[1:])
+    cluster = spec.tile.cluster
+    how = {"multicast": True} if cluster > 1 else {}
+    return make(rows[0], shape, stages, boxes(shape[0], cluster), *rows[1:], **how)
 
 
 def fence_before_mma():
@@ -227,7 +235,7 @@ def fence_before_mma():
 
 
 def has_partial_tail(n, valid):
-    """Return whether a stage of n rows, of which the first `valid` exist, ends inside a box, so that `zero_tail` has
+    """Return whether a stage of n rows, of which the first `valid` exist, may end inside a box, so that `zero_tail` has
     work to do."""
     return valid % boxes(n)[-1] != 0
 
@@ -241,7 +249,7 @@ def zero_tail(spec: cutlass.Constexpr, stage: cute.Tensor, valid: Int32, tid: In
     per_row = const_expr(cute.size(stage, mode=[1]) // vec)
     zeros = cute.make_rmem_tensor(vec, stage.element_type)
     zeros.fill(0.0)
-    box = boxes(cute.size(stage, mode=[0]))[-1]
+    box = boxes(cute.size(stage, mode=[0]), spec.tile.cluster)[-1]
     rows = (valid + box - 1) // box * box - valid
     for i in cutlass.range(tid, rows * per_row, threads, unroll=1):
         copy.vector(zeros, cute.local_tile(stage, (1, vec), (valid + i // per_row, i % per_row))[0, None])

@@ -92,10 +92,10 @@ def split_slot(cta, distance, ctas):
     return cta + ctas * cutlass.max(1 - distance, 0)
 
 
-def slot_of(a, w: WorkTileInfo, split_idx):
+def slot_of(spec, a, w: WorkTileInfo, split_idx):
     """Return the slot of the tile's split `split_idx`."""
     shared = 1 - cutlass.min(a.schedule.blocks_per_split, 1)
-    return split_slot(w.split.first + split_idx, split_idx, shared * cute.arch.grid_dim()[0])
+    return work.own(spec, split_slot(w.split.first + split_idx, split_idx, shared * work.workers(spec)))
 
 
 def blocks_per_tile(spec, seqlen):
@@ -218,7 +218,7 @@ def total_units(spec: cutlass.Constexpr, a, window: SequenceWindow):
     upper = cute.arch.warp_redux_sync(Int32(count >> 16), "add")
     total = (Int64(upper) << 16) + cute.arch.warp_redux_sync(Int32(count & 0xFFFF), "add")
     if a.schedule.blocks_per_split > 0:  # each unit is a split with a slot
-        room = Int64(a.schedule.o_partial.shape[0])
+        room = Int64(a.schedule.o_partial.shape[0] // spec.tile.cluster)
     if const_expr(policy.prefers_whole_tiles(spec)):
         most = cute.arch.warp_redux_sync(most, "max")
     return (Int32(total), most) if total <= room else (Int32(0), Int32(0))
@@ -232,7 +232,7 @@ def cta_share(spec: cutlass.Constexpr, a, window: SequenceWindow):
     A share that begins among the `end_units` of a tile begins with the next tile instead: the CTA before it has the
     rest of that tile.
     """
-    (total, most), c, ctas = total_units(spec, a, window), cute.arch.block_idx()[0], cute.arch.grid_dim()[0]
+    (total, most), c, ctas = total_units(spec, a, window), work.worker(spec), work.workers(spec)
     if const_expr(policy.prefers_whole_tiles(spec)):
         whole = a.schedule.whole_ctas
         if Int64(whole * a.schedule.whole_tiles) * most == total:  # all tiles are equal
@@ -298,7 +298,7 @@ def find(spec: cutlass.Constexpr, a, unit: Int32, window: SequenceWindow, cta_un
     # how many of the tile's units this CTA takes; if not all: number of splits and the first one
     key_units = units_per_tile - end_units(spec, a)
     slot, taken, count, base = Int32(-1), Int32(1), key_units, unit - offset
-    ctas = cute.arch.grid_dim()[0]
+    ctas = work.workers(spec)
     if blocks_per_split == 0:
         taken = cutlass.min(key_units - offset, cta_units.end - unit)
         if taken < key_units:  # lane 0: the CTA of the tile's first unit, lane 1: of its last with keys
@@ -312,9 +312,9 @@ def find(spec: cutlass.Constexpr, a, unit: Int32, window: SequenceWindow, cta_un
     begins = mask.kv_range(spec, 0, q_len - 1, seqlen)[0] + offset * per
     lo, hi = cutlass.max(lo, begins), cutlass.min(hi, begins + taken * per)
     if taken < key_units:
-        slot = unit if blocks_per_split > 0 else split_slot(cute.arch.block_idx()[0], offset, ctas)
+        slot = work.own(spec, unit if blocks_per_split > 0 else split_slot(work.worker(spec), offset, ctas))
     blocks = (lo, hi, *mask.full_range(spec, first, last, seqlen), SplitInfo(slot, count, base))
-    w = WorkTileInfo(found.is_valid, m_block, head, sequence, batch_idx, *blocks)
+    w = WorkTileInfo(found.is_valid, work.own(spec, m_block), head, sequence, batch_idx, *blocks)
     w = w._replace(o_tile=o_tile)
     if const_expr(spec.tile.per_tile_pack_gqa):
         w = w._replace(pack_factor=pack_factor.value, pack_magic=Int32(pack_factor.magic))

@@ -17,7 +17,7 @@ from . import policy
 
 class SplitInfo(NamedTuple):
     """One split of a tile. slot: index in o_partial, -1 for a whole tile. num_splits: splits of the tile. first: the
-    CTA of the first split or, with blocks_per_split, its slot."""
+    `worker` of the first split or, with blocks_per_split, the unit."""
 
     slot: Int32
     num_splits: Int32
@@ -25,7 +25,7 @@ class SplitInfo(NamedTuple):
 
 
 class WorkTileInfo(NamedTuple):
-    """A tile and the `geometry.Sequence` that it belongs to.
+    """A tile, or this CTA's rows of one that a cluster computes, and the `geometry.Sequence` that it belongs to.
 
     The KV blocks [n_block_min, n_block_max) have a key that a row of the tile sees (none if the range is empty); those
     of [n_block_full_min, n_block_full_max) need no mask. split: a `SplitInfo`, or None in kernels
@@ -50,6 +50,22 @@ class WorkTileInfo(NamedTuple):
     pack_factor: Any = None
     pack_magic: Any = None
     o_tile: Any = None
+
+
+def worker(spec):
+    """Return the index of this CTA among those that get tiles of their own: the CTA's or, if those of a cluster compute
+    a tile together, the cluster's."""
+    return cute.arch.block_idx()[0] if spec.tile.cluster == 1 else cute.arch.cluster_idx()[0]
+
+
+def workers(spec):
+    """Return the number of CTAs, or of clusters, of the launch."""
+    return cute.arch.grid_dim()[0] if spec.tile.cluster == 1 else cute.arch.cluster_dim()[0]
+
+
+def own(spec, index):
+    """Return the index of this CTA's part of what a cluster has at `index`: parts of a cluster are neighbours."""
+    return index if spec.tile.cluster == 1 else index * spec.tile.cluster + cute.arch.block_idx_in_cluster()
 
 
 SEQUENCE = WorkTileInfo._fields.index("sequence")  # the words before it are one field each

@@ -40,6 +40,7 @@ from .tile_table import (
 
 ARCHS = archs.having(archs.WGMMA)
 SPLIT_ROWS = 16  # stream_k serves more rows; up to this many, `decode` reads keys as fast and computes less
+PAIR_ROWS = 64  # more rows with V in K are computed by two CTAs, each of which loads half of the keys for both
 CONVERTING_WARPS = 3  # load warps of tiles over packed records, besides the schedule warp
 DECODE_DIM = 256  # stream_k serves any number of rows with a larger head_dim, since `decode` then reads K twice
 Spec = AttentionSpec[Sm90TileConfig]
@@ -86,6 +87,8 @@ def split_candidate(p: KernelRequest) -> Spec:
     serves = p.packed_rows > SPLIT_ROWS or p.head_dim_qk > DECODE_DIM
     out = (p.out,) if p.out in DTYPES else outputs(p.q, p.out)
     kv, tile = kv_spec(p), spec.tile if serves else None
+    if tile and p.shares_v and p.packed_rows > PAIR_ROWS and kv.source == "tma":
+        tile = replace(tile, cluster=2)
     mask, logits = exact_mask(p), exact_logits(p)
     if p.shares_v and not is_plain(p):
         mask, logits = general_mask(p), replace(logits, soft_cap=True)
@@ -168,6 +171,8 @@ def supports(spec: Spec) -> Refusal | None:
         return refusal
     if t.o_parts > 1 and t.m != 64:
         return Refusal("tile", f"{t}: m must be 64 with o_parts")
+    if t.cluster > 1:
+        return Refusal("tile", f"{t}: cluster must be 1, unless CTAs share keys and V lies in K")
     if t.m % 64 or not 64 <= t.m <= 192 or t.n % 16:
         return Refusal("tile", f"{t}: m must be 64, 128 or 192, and n a multiple of 16")
     if spec.kv.dtype != spec.q and t.m > 128:
@@ -234,6 +239,8 @@ def supports_split(spec: Spec) -> Refusal | None:
 
 def supports_latent_split(spec: Spec) -> Refusal | None:
     """Return the answer of `supports` for a stream_k spec in which V lies in K."""
+    if spec.tile and spec.tile.cluster > 1 and spec.kv.source != "tma":
+        return Refusal("tile", f"{spec.tile}: cluster must be 1, unless TMA fetches pages")
     own, mask = split_keys(spec.q, spec.kv, spec.dims), MaskSpec(spec.mask.causal, spec.mask.window)
     logits = LogitsSpec(spec.logits.soft_cap)
     if spec != replace(own, tile=spec.tile, mask=mask, logits=logits) or spec.tile is None or spec.tile.m != 64:

@@ -172,12 +172,22 @@ def prepare_warpgroup(spec: cutlass.Constexpr, plan, s, warp: Int32):
         prepare_kv(spec, plan, s, pages.V, warp - roles(spec).first("prepare_v"))
 
 
+@cute.jit
+def cluster_barrier(spec: cutlass.Constexpr):
+    """Synchronise all threads of the CTA, or of its cluster."""
+    if const_expr(spec.tile.cluster == 1):
+        cute.arch.barrier()
+    else:
+        cute.arch.cluster_arrive_relaxed()
+        cute.arch.cluster_wait()
+
+
 @cute.kernel
 def kernel(spec: cutlass.Constexpr, plan: geometry.KernelParams):
     """Set up shared memory, then run each warp's role with the registers of its warpgroup."""
     s = shared(spec, plan)
     cute.arch.mbarrier_init_fence()
-    cute.arch.barrier()
+    cluster_barrier(spec)
     cute.arch.griddepcontrol_wait()  # with PDL: roles read what the previous kernel wrote
     warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
     if warp < WARPS:
@@ -199,3 +209,5 @@ def kernel(spec: cutlass.Constexpr, plan: geometry.KernelParams):
         prepare_warpgroup(spec, plan, s, warp)
     else:
         mma(spec, plan, s)
+    if const_expr(spec.tile.cluster > 1):  # the other CTAs may still write to this one's shared memory
+        cluster_barrier(spec)

@@ -319,8 +319,17 @@ def add_block(spec: cutlass.Constexpr, plan, s, r: Sm90Fragments, at: OutputStat
     wgmma.issue(plan.mma_pv, r.acc_o, p, v, False, o_part(spec))
     warpgroup.wait_group(0)
     pipeline.consumer_release(s.scores.pipe, at.p)
-    pipeline.consumer_release(s.v.pipe, at.kv)
+    release_keys(spec, s, at.kv)
     return at._replace(kv=pipeline.next_item(s.v.pipe, at.kv), p=at.p + 1)
+
+
+@cute.jit
+def release_keys(spec: cutlass.Constexpr, s, kv: pipeline.PipelineState):
+    """Free the stage of a block, in all CTAs that load a part of it (one warp)."""
+    if const_expr(spec.tile.cluster == 1):
+        pipeline.consumer_release(s.v.pipe, kv)
+    else:
+        pipeline.cluster_release(s.v.pipe, kv, spec.tile.cluster)
 
 
 @cute.jit

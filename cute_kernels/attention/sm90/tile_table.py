@@ -31,7 +31,7 @@ class Sm90TileConfig(WholeTileConfig, PreparedTileConfig):
     that have the same 64 rows, all of S, and a part each of the columns of O: 512 columns of 64 rows would take all
     registers of a warpgroup. pieces: the stages that a block of K takes, each with some of its
     columns, and a block of V, each with some keys. The warpgroups that have the same rows then share scores.
-    scores_apart: a warpgroup of its own computes the scores (`scoring`).
+    scores_apart: a warpgroup of its own computes the scores (`scoring`). cluster: CTAs that have m rows each of a tile.
     """
 
     m: int = 128
@@ -46,6 +46,7 @@ class Sm90TileConfig(WholeTileConfig, PreparedTileConfig):
     o_parts: int = 1
     pieces: int = 1
     scores_apart: bool = False
+    cluster: int = 1
     per_tile_pack_gqa: ClassVar[bool] = True
     l2_bytes: ClassVar[int] = 16 << 20  # Hopper's L2 is 50 MB in two halves
 
@@ -80,6 +81,7 @@ class Sm90TileConfig(WholeTileConfig, PreparedTileConfig):
             (f"o{self.o_parts}" if self.o_parts > 1 else "")
             + (f"p{self.s_parts}" if self.s_parts > 1 else "")
             + "a" * self.scores_apart
+            + (f"c{self.cluster}" if self.cluster > 1 else "")
         )
         return f"m{self.m}n{self.n}s{self.stages}" + ("r" if self.q_in_regs else "") + parts
 

@@ -31,6 +31,8 @@ def mla_cases(spec: Any) -> list[MlaScenario]:
     base = base if base.causal else replace(base, rows=2)  # a single row sees all keys under either mask
     base = replace(base, function="qv" if base.window else "flash_mla")
     other = "qv" if base.window else "trtllm" if base.causal and base.record in ("", "e4m3") else "flash_mla"
+    if spec.tile.cluster > 1:
+        return pair_cases(spec, base)
     first: tuple[MlaCase, ...] = (
         replace(
             base,
@@ -59,6 +61,21 @@ def mla_cases(spec: Any) -> list[MlaScenario]:
         MlaScenario("tiles", first), MlaScenario("many splits", (many,), 30),
         MlaScenario("a block", (few, replace(few, lens=(3, 2, 1, 0, 65) * 7))),
     ]  # fmt: skip
+
+
+def pair_cases(spec: Any, base: MlaCase) -> list[MlaScenario]:
+    """Return scenarios for a kernel in which two CTAs compute a tile: of one token, of several with other masks, with
+    rows for one of the CTAs only, whole and split."""
+    first = (
+        replace(base, lens=(65, 0, 9), heads=66, page_size=32),
+        replace(base, lens=(70, 130), heads=43, rows=3, strided=True, sink=True, cap=4.0 * spec.mask.window),
+        replace(base, lens=(330,), heads=65, page_size=8, data="peaks", function="qv" if base.window else "trtllm"),
+        replace(base, lens=(64, 1), heads=33, rows=4, page_size=256),
+    )
+    many = replace(base, lens=(27 * 64 + 3, 40), heads=80, page_size=16, gap=2, window=4000 * spec.mask.window)
+    return [
+        MlaScenario("tiles", first[:2]), MlaScenario("few keys", first[2:]), MlaScenario("many splits", (many,), 60),
+    ]
 
 
 def chosen_cases(spec: Any) -> list[MlaScenario]:
