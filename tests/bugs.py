@@ -66,6 +66,10 @@ RADIX = shipped("topk.radix/fp32_c3t512_n46080")
 ROTATED = shipped("cache_write.rows/bf16_bf16_transform")
 SHARED_SCORES = "sim/test_ptxsim_shared_scores.py::test_shared_scores[causal]"
 PACKED = shipped("attention.sm90/bf16_kv656v_d576x512_full_slots_m64n64s2o2a")
+EXACTLY = (
+    "sim/test_ptxsim_records.py::test_every_code_is_converted_exactly"
+    "[attention.sm90/bf16_kv656v_d576x512_full_slots_m64n64s2o2a]"
+)
 PLANAR = shipped("attention.sm90/bf16_kv584vx584_d512_full_slots_m64n64s2o2a")
 STATES = shipped("merge_states.rows/bf16_states")
 
@@ -170,7 +174,7 @@ BUGS = (
         "key = plan.device, stream, plan.dim_vo //", "key = plan.device, plan.dim_vo //",
         "host/test_plans.py::test_streams_have_scratch_of_their_own"),
     Bug("host: launches of more CTAs have the scratch of fewer", "wrappers/host/scratch.py",
-        "plan.counters_per_split, plan.most_ctas\n", "plan.counters_per_split\n",
+        "plan.counters_per_split, ctas\n", "plan.counters_per_split\n",
         "host/test_plans.py::test_larger_launches_have_more_scratch"),
     Bug("host: streams of a capture share counters", "wrappers/host/scratch.py",
         "owner = device, stream, ", "owner = device, 0, ",
@@ -293,17 +297,22 @@ BUGS = (
         "(warp.bits(x) + 0x7FFFFF)", "(warp.bits(x) + 0x800000)", shipped("latent.write/bf16_584")),
     # ---- packed records of latent attention
     Bug("records: the factors of a planar page lie behind 64 rows", "cute_kernels/attention/kv/packed.py",
-        "factors = begin + Int64(x.shape[2]) * form.row", "factors = begin + Int64(64) * form.row", PLANAR),
+        "begins[0] + Int64(parts[0].shape[2]) * form.row", "begins[0] + Int64(64) * form.row", PLANAR),
     Bug("records: the second cache is read as the first one", "cute_kernels/attention/kv/packed.py",
-        "fill_from(spec, RECORDS[spec.kv.extra_record], op.extra",
-        "fill_from(spec, RECORDS[spec.kv.record], op.extra",
+        "RowSource(op.extra, RECORDS[spec.kv.extra_record]", "RowSource(op.extra, RECORDS[spec.kv.record]",
         shipped("attention.sm90/bf16_kv528vx288_d512_full_slots_m64n64s2o2a")),
-    Bug("records: converted rows are not fenced", "cute_kernels/attention/kv/packed.py",
-        '    cute.arch.fence_proxy("async.shared", space="cta")\n    cute.arch.sync_warp()',
-        "    cute.arch.sync_warp()",
+    Bug("records: converted rows are not fenced", "cute_kernels/attention/sm90/scoring.py",
+        '    cute.arch.fence_proxy("async.shared", space="cta")\n    cute.arch.sync_warp()\n    pipeline.',
+        "    cute.arch.sync_warp()\n    pipeline.",
         PACKED),
     Bug("records: a page that the cache lacks is read", "cute_kernels/attention/kv/packed.py",
-        "exists = page >= 0 and page < x.shape[0]", "exists = page >= 0", PACKED),
+        "exists = (page >= 0) & (page < parts[0].shape[0])", "exists = page >= 0", PACKED),
+    Bug("records: a factor of 2 or more is multiplied at once", "cute_kernels/attention/kv/packed.py",
+        "return any_top != 0", "return any_top > 0xFFFFFFFE", EXACTLY),
+    Bug("splits: a CTA that gives up waiting leaves no count", "cute_kernels/attention/splits.py",
+        "        if tid == 0:\n            combine.leave(a, counters, splits)",
+        "        if (tid == 0) & (smem.last[i] != 0):\n            combine.leave(a, counters, splits)",
+        shipped("attention.sm90/bf16_kvbf16v_d576x512_causal_tma_m64n64s2o2a")),
     Bug("records: factors of the first quarter are those of all", "cute_kernels/attention/kv/packed.py",
         "byte = byte >> (8 * (quarter * more // 4)).to(Uint32)", "byte = byte >> (0 * quarter).to(Uint32)",
         shipped("attention.sm90/bf16_kv528vx528_d512_full_slots_m64n64s2o2a")),

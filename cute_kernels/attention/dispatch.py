@@ -67,9 +67,7 @@ KINDS = {
     ),
     "latent pairs": Kind("latent, and two CTAs share the loads of keys", True, {"shares_v": True}),
     "latent full pairs": Kind("the same without a mask", True, {"shares_v": True, "causal": False}),
-    "latent modified pairs": Kind(
-        "latent pairs, with windows and soft caps", True, {"shares_v": True, "window": True}
-    ),
+    "latent modified pairs": Kind("latent pairs, with windows and soft caps", True, {"shares_v": True, "window": True}),
     "latent gather": Kind("latent, with pages of any size", True, {"shares_v": True, "page_size": 1}),
     "latent slots": Kind(
         "latent, with keys that each token chooses", True, {"shares_v": True, "source": "slots", "causal": False}

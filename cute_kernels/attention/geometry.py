@@ -90,8 +90,8 @@ class KernelParams:
 
 
 def launch(spec, kernel, warps, a, stream):
-    """Launch an attention kernel with its parameters: CTAs of `warps` warps, `tile.ctas_per_sm` on an SM, in clusters of
-    `tile.cluster`. Called on the host."""
+    """Launch an attention kernel with its parameters: CTAs of `warps` warps, `tile.ctas_per_sm` on an SM, in clusters
+    of `tile.cluster`. Called on the host."""
     how: dict[str, Any] = {"min_blocks_per_mp": spec.tile.ctas_per_sm, "use_pdl": a.schedule.enable_pdl}
     if spec.tile.ctas_per_sm > 1:
         how["preferred_smem_carveout"] = 100  # percent; otherwise the DSL asks a GPU, which a build may lack

@@ -75,6 +75,19 @@ def prologue_prefetch(spec: cutlass.Constexpr, a, s, page_ids, which: cutlass.Co
     return prologue
 
 
+@cute.jit
+def reserve_q(spec: cutlass.Constexpr, plan, s):
+    """Run the load role where the mma warps load K and V: only acquire the stages of Q. Called by one warp."""
+
+    def reserve(w, _, q):
+        if w.n_block_max > w.n_block_min:
+            load_or_reserve_q(spec, plan, s, w, q)
+            q += 1
+        return q
+
+    work.for_each_tile(spec, s, reserve, Int32(0))
+
+
 def block_at(spec, a, w, at: KVBlock):
     """Replace at.n_block, a position of the tile, by the KV block that the tile visits there, and set the next one."""
     n_block, below = (mask_blocks.n_block_at(spec, a, w, position) for position in (at.n_block, at.n_block - 1))

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Int32
+from cutlass import Int32, const_expr
 
 from . import combine, geometry
 from .barriers import NamedBarrier
@@ -89,61 +89,63 @@ def merge(
                 combine.merge_rows(spec, a, w, first, rows, rows_per_warp)
 
 
-# Combine of tiles with many splits, which a single CTA would read for long: of each `GROUP` splits, the CTA that stores
-# the last one merges them into the first, and of these groups the last CTA merges the tile.
-GROUP, MOST_AT_ONCE = 12, 24
+# The CTAs of a tile merge it together: with 512 columns of O, one of them would read the splits for long.
+#   waits for   all splits of the tile to be stored, at most POLLS times the latency of a load
+#   computes    a stripe of the tile after the other, as long as no other CTA has taken it
+# No CTA must wait: one that gives up has stored its split, and the one that stores the last split takes all stripes
+# that others do not. Who computes a stripe makes no difference to its bits.
+POLLS = 64
 
 
 @cute.jit
-def merge_in_groups(spec: cutlass.Constexpr, a, smem: SplitSmem, count: Int32, tid: Int32, warps: cutlass.Constexpr):
+def merge_together(spec: cutlass.Constexpr, a, smem: SplitSmem, count: Int32, tid: Int32, warps: cutlass.Constexpr):
     """Do the work of `merge`, for tiles with any number of splits. Splits are added in the order of keys."""
-    for i in cutlass.range(cutlass.min(count, MAX_SPLITS_PER_CTA), unroll=1):
+    count = cutlass.min(count, MAX_SPLITS_PER_CTA)
+    if tid < count:
+        counters_of(spec, work_of_split(spec, smem, tid)).add(a, combine.STORED, "acq_rel")
+    for i in cutlass.range(count, unroll=1):
         w = work_of_split(spec, smem, i)
-        splits, own = w.split.num_splits, work.worker(spec) - w.split.first
-        rows = geometry.num_rows(w.sequence.q_len, geometry.pack_divisor(w)) - w.m_block * spec.tile.m
-        merged, step, is_last = MergedRows(tid // 32, cutlass.min(rows, spec.tile.m), warps), Int32(1), Int32(1)
-        if splits > MOST_AT_ONCE:
-            step = Int32(GROUP)
-            first = own - own % GROUP
-            of = combine.SplitRange(first, cutlass.min(splits - first, GROUP), Int32(1))
-            if of.count > 1:
-                counter = 2 * work.own(spec, w.split.first + first) + 1
-                is_last = counted(a, smem, i, tid, counter, of.count, warps)
-                if is_last != 0:
-                    merge_group(spec, a, w, merged, of)
-                    barrier(warps)
-        if is_last != 0:
-            of = combine.SplitRange(Int32(0), (splits + step - 1) // step, step)
-            if counted(a, smem, i, tid, 2 * work.own(spec, w.split.first), of.count, warps) != 0:
-                merge_tile(spec, a, w, merged, of)
+        counters, splits = counters_of(spec, w), w.split.num_splits
+        if tid == 0:
+            smem.last[i] = combine.all_stored(a, counters, splits, POLLS)
+        if told(smem, i, warps) != 0:
+            if splits <= combine.FEW_SPLITS:
+                merge_stripes(spec, a, smem, i, w, tid, warps, const_expr(combine.AT_ONCE // combine.FEW_SPLITS))
+            else:
+                merge_stripes(spec, a, smem, i, w, tid, warps, 1)
+        if tid == 0:
+            combine.leave(a, counters, splits)
 
 
-class MergedRows(NamedTuple):
-    """The rows that a warp merges: every `step`-th from `first` on, below `end`."""
-
-    first: Int32
-    end: Int32
-    step: Int32
+def counters_of(spec, w: WorkTileInfo):
+    """Return the counters of a tile."""
+    return combine.SplitCounters(spec.tile.counters_per_split * work.own(spec, w.split.first))
 
 
 @cute.jit
-def counted(a, smem: SplitSmem, i: Int32, tid: Int32, counter: Int32, count: Int32, warps: cutlass.Constexpr):
-    """Count a split, or a group of them, as stored; return 1 if it is the last of `count`. Called by all warps."""
-    if tid == 0:
-        smem.last[i] = combine.count_split(a, counter, count)
+def told(smem: SplitSmem, i: Int32, warps: cutlass.Constexpr):
+    """Return what thread 0 has written of the CTA's i-th split. Called by all warps."""
     cute.arch.barrier(barrier_id=NamedBarrier.SPLITS_COUNTED, number_of_threads=32 * warps)
-    return cute.arch.make_warp_uniform(smem.last[i])
+    found = cute.arch.make_warp_uniform(smem.last[i])
+    cute.arch.barrier(barrier_id=NamedBarrier.SPLITS_STORED, number_of_threads=32 * warps)
+    return found
 
 
 @cute.jit
-def merge_group(spec: cutlass.Constexpr, a, w: WorkTileInfo, rows: MergedRows, of: combine.SplitRange):
-    """Merge a group of splits, in this warp's rows."""
-    for row in cutlass.range(rows.first, rows.end, rows.step, unroll=1):
-        combine.store_group(spec, a, w, row, of)
-
-
-@cute.jit
-def merge_tile(spec: cutlass.Constexpr, a, w: WorkTileInfo, rows: MergedRows, of: combine.SplitRange):
-    """Merge a tile, in this warp's rows."""
-    for row in cutlass.range(rows.first, rows.end, rows.step, unroll=1):
-        combine.store_merged(spec, a, w, row, of)
+def merge_stripes(
+    spec: cutlass.Constexpr, a, smem: SplitSmem, i: Int32, w: WorkTileInfo, tid: Int32, warps: cutlass.Constexpr,
+    at_once: cutlass.Constexpr,
+):  # fmt: skip
+    """Merge stripes of the CTA's i-th split's tile until all are taken. at_once: rows that a warp merges at a time."""
+    left = geometry.num_rows(w.sequence.q_len, geometry.pack_divisor(w)) - w.m_block * spec.tile.m
+    rows, warp, splits = cutlass.min(left, spec.tile.m), cute.arch.make_warp_uniform(tid // 32), w.split.num_splits
+    # units of a warp: some rows, and a part of the columns; a stripe has as many for each warp, about 1 / splits of all
+    units = cutlass.max((rows + at_once - 1) // at_once, 0) * combine.PARTS
+    size = ((units + warps - 1) // warps + splits - 1) // splits * warps
+    taken = Int32(0)
+    while taken < units:
+        if tid == 0:
+            smem.last[i] = counters_of(spec, w).add(a, combine.TAKEN) * size
+        taken = told(smem, i, warps)
+        for unit in cutlass.range(taken + warp, cutlass.min(taken + size, units), warps, unroll=1):
+            combine.merge_part(spec, a, w, unit // combine.PARTS * at_once, rows, unit % combine.PARTS, at_once)

@@ -55,8 +55,8 @@ class DenseOperand(TmaOperand):
 def make_box(t, rows, cols, multicast=False):
     """Return the box of `rows` rows of t (rows, cols or fewer, ...), with a stride of 1 along cols.
 
-    The box is as wide as the widest swizzle allows: at most SWIZZLE_BYTES. multicast: a copy writes to several CTAs of a
-    cluster."""
+    The box is as wide as the widest swizzle allows: at most SWIZZLE_BYTES. multicast: a copy writes to several CTAs of
+    a cluster."""
     bits = t.element_type.width
     shape = rows, width(cols * bits // 8) * 8 // bits
     layout = cute.select(smem_layout(shape, 1, t.element_type), mode=[0, 1])

@@ -174,7 +174,7 @@ def consumer_release(p: Pipeline, n: Any):
 
 @cute.jit
 def cluster_release(p: Pipeline, n: Any, ctas: cutlass.Constexpr):
-    """Free the stage of item n for the producers of all `ctas` CTAs of a cluster, of which each writes it in all of them
+    """Free the stage of item n for the producers of all `ctas` CTAs of a cluster, each of which writes to all of them
     (one warp: an arrival in each CTA)."""
     with cute.arch.elect_one():
         for rank in cutlass.range_constexpr(ctas):

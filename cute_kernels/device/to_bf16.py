@@ -12,13 +12,12 @@ EXACT = {"e4m3": 0x7B807B80, "e2m1": 0x7E807E80}  # type -> the power of two, tw
 
 def e4m3_words(word):
     """Return the bits of four e4m3 codes as two words of bf16, 2^-120 times their values."""
-    # a code in the low byte of each half: magnitude and sign move up by 4, and the sign on to the top
-    lines = (
-        f"prmt.b32 {{$w{i}}}, {{$r0}}, 0, {selector}; and.b32 s, {{$w{i}}}, 0x00800080; mul.lo.u32 s, s, 240; "
-        f"mad.lo.u32 {{$w{i}}}, {{$w{i}}}, 16, s;"
-        for i, selector in enumerate(("0x4140", "0x4342"))
+    # a code in the low byte of each half, below eight copies of its sign; then all moves up by 4
+    text = " ".join(
+        f"prmt.b32 {{$w{i}}}, {{$r0}}, 0, {selector}; mul.lo.u32 {{$w{i}}}, {{$w{i}}}, 16; "
+        f"and.b32 {{$w{i}}}, {{$w{i}}}, 0x87F087F0;"
+        for i, selector in enumerate(("0x9180", "0xB3A2"))
     )
-    text = f"{{ .reg .b32 s; {' '.join(lines)} }}"
     return cute.arch.inline_ptx(text, write_only_types=[Uint32] * 2, read_only_args=[word])
 
 
@@ -46,7 +45,8 @@ def pair(half):
     return half * Uint32(0x10001)
 
 
-def pair_of_fp32(word):
-    """Return an fp32, given by its bits, as a bf16, twice."""
-    text = "{ .reg .f32 f; mov.b32 f, {$r0}; cvt.rn.bf16x2.f32 {$w0}, f, f; }"
+def pair_of_fp32(word, exact=False):
+    """Return an fp32, given by its bits, as a bf16, twice. exact: times `EXACT` of e4m3."""
+    product = f"mul.rn.f32 f, f, 0f{EXACT['e4m3'] & 0xFFFF0000:08X};" if exact else ""
+    text = f"{{ .reg .f32 f; mov.b32 f, {{$r0}}; {product} cvt.rn.bf16x2.f32 {{$w0}}, f, f; }}"
     return cute.arch.inline_ptx(text, write_only_types=[Uint32], read_only_args=[word])

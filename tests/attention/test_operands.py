@@ -83,7 +83,9 @@ def test_roles_and_arrivals_follow_from_the_list():
             assert table.warps("load_v") == load - 1 and table.warps("prepare_k") == prepare
             for x in each:
                 assert rings.arrivals(spec, table, x) == 1  # the warp that announces the bytes to TMA
-                assert rings.readers(table, x) == (prepare or table.warps("mma")), "once per warp, after its last MMA"
+                assert rings.readers(spec, table, x) == (prepare or table.warps("mma")), (
+                    "once per warp, after its last MMA"
+                )
         assert geometry.kv_row_bytes(two) == 2 * geometry.kv_row_bytes(one)
 
 

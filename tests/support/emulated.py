@@ -154,13 +154,15 @@ def check_schedule(spec, a):
     promised(a.enable_pdl in (0, 1) and 0 <= getattr(a, "window_left", 0) <= 1 << 30)
     if spec.schedule == "tiles":
         return
-    slots, counters = 2 * a.grid, a.grid
+    slots = 2 * a.grid * spec.tile.cluster
+    counters = slots // 2
     if a.blocks_per_split:
         blocks = [
             -(-n // spec.tile.n) for n, *_ in paged.keys_of(SimpleNamespace(k=a.k, requests=requests_of(spec, a)))
         ]
         cut = [-(-n // geometry.tile_m(spec, n)) for n in rows]  # as the kernel splits them
         slots = sum(m * max(1, -(-n // a.blocks_per_split)) for m, n in zip(cut, blocks)) * a.k.shape[1]
+        slots *= spec.tile.cluster
         counters = slots
     counters *= spec.tile.counters_per_split
     promised(a.counter_base >= 0 and len(a.counters) - a.counter_base >= counters)

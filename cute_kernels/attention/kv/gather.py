@@ -55,15 +55,14 @@ class RowPageIds(NamedTuple):
     extra_page_size: Any = None  # likewise, of the second cache
 
 
-def rows_looked_up(spec):
-    """Return the rows of a block that a warp looks up: those that it loads, or all of packed records."""
-    return spec.tile.n if spec.kv.record else spec.tile.n // spec.tile.load_warps
-
-
 def page_id_cache(spec, op):
-    """Allocate the `RowPageIds` of an operand."""
-    page_ids = cute.make_rmem_tensor((rows_looked_up(spec) + 31) // 32, Int32)
-    found = RowPageIds(page_ids, Quotient(op.gmem[0].shape[2], *op.page_size))
+    """Allocate the `RowPageIds` of an operand, of the rows that a load warp loads."""
+    return page_ids_of(spec, op, (spec.tile.n // spec.tile.load_warps + 31) // 32)
+
+
+def page_ids_of(spec, op, count):
+    """Allocate `RowPageIds` of `count` rows a lane."""
+    found = RowPageIds(cute.make_rmem_tensor(count, Int32), Quotient(op.gmem[0].shape[2], *op.page_size))
     if spec.kv.extra:
         found = found._replace(extra_page_size=Quotient(op.extra[0].shape[2], *op.extra_page_size))
     return found
@@ -72,22 +71,26 @@ def page_id_cache(spec, op):
 @cute.jit
 def prefetch_pages(spec: cutlass.Constexpr, page_ids: RowPageIds, sequence_pages: pages.SequencePages, at: KVBlock):
     """Look up the pages of a block, -1 past kv_len. The lookup completes while the warp copies the block before."""
-    count = const_expr(rows_looked_up(spec))
-    if const_expr(spec.kv.record):  # each warp looks up all rows
-        at = at._replace(loader=Int32(0))
+    count = const_expr(spec.tile.n // spec.tile.load_warps)
     for c in cutlass.range_constexpr(cute.size(page_ids.page)):
         inside = 32 * c + cute.arch.lane_idx()
         row = at.n_block * spec.tile.n + at.loader * count + inside
-        entry, page = row if const_expr(has_slots(spec)) else row // page_ids.page_size, Int32(-1)
-        if const_expr(spec.kv.extra):
-            behind = row - geometry.extra_start(sequence_pages.first_keys)
-            if row >= 0 and row < sequence_pages.first_keys:
-                page = sequence_pages.pages[row]
-            elif behind >= 0 and row < at.kv_len:
-                page = sequence_pages.extra[behind]
-        elif row >= 0 and row < at.kv_len and inside < count:
-            page = sequence_pages.pages[entry]
-        page_ids.page[c] = page
+        page_ids.page[c] = page_of_row(spec, page_ids, sequence_pages, at.kv_len, row if inside < count else Int32(-1))
+
+
+@cute.jit
+def page_of_row(spec: cutlass.Constexpr, page_ids: RowPageIds, of: pages.SequencePages, kv_len: Int32, row: Int32):
+    """Return the page, or the slot, of a row of a sequence; -1 if it has none."""
+    page = Int32(-1)
+    if const_expr(spec.kv.extra):
+        behind = row - geometry.extra_start(of.first_keys)
+        if row >= 0 and row < of.first_keys:
+            page = of.pages[row]
+        elif behind >= 0 and row < kv_len:
+            page = of.extra[behind]
+    elif row >= 0 and row < kv_len:
+        page = of.pages[row if const_expr(has_slots(spec)) else row // page_ids.page_size]
+    return page
 
 
 @cute.jit

@@ -1,11 +1,11 @@
-"""KV blocks from packed records of latent attention: rows are converted to bf16 between global and shared memory.
+"""KV blocks from packed records of latent attention: rows are converted to bf16 on their way to shared memory.
 
-The load warps of a tile do it, because shared memory has no room for rows as they are stored. Eight rows at a time are
-a group, four lanes a row: a lane holds 16 values of each box of 64 columns, which are 16 bytes of e4m3, 8 of e2m1 or 32
-of bf16, and stores them as two pieces of 16 bytes. The warps take groups in turn.
+Shared memory has no room for rows as they are stored, besides the stages, and few warps that load, wait and convert
+take longer than the MMAs of a block. So the mma warps do it, between their MMAs: a warp converts eight rows of a block,
+which it has loaded to registers one block earlier, and then loads those of the next block (`advance`).
 
-Rows are found as in `gather`, with its operand and look-ups. They come from the L2 cache: before a warp waits
-for a free stage, it asks for the lines of the block that will go there.
+Four lanes have a row: a lane holds 16 values of each box of 64 columns, which are 16 bytes of e4m3, 8 of e2m1 or 32 of
+bf16, and stores them as two pieces of 16 bytes. Rows are found as in `gather`, with its operand.
 """
 
 from typing import Any, NamedTuple
@@ -14,21 +14,20 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Int32, Int64, Uint32, const_expr
 
-from ...device import layout, pipeline, to_bf16, warp
+from ...device import layout, to_bf16, warp
 from ...device.divisor import quotient_params
 from ...records import RECORDS, LatentRecord
 from . import gather, pages
 from .gather import NO_PAGE, RowPageIds
-from .pages import KVBlock, LoadTarget
 
 PARTIAL_TAIL = False  # rows past kv_len are always zeros
 BOX = 64  # columns of a box
 QUARTER = BOX // 4  # values of a box that a lane has
-GROUP = 8  # rows
-LINE = 128  # bytes that the L2 cache is asked for at a time
+GROUP = 8  # rows that a warp has
+LINE = 128  # bytes of a row of a box
 PIECE = 16  # bytes
+HELD = 36  # words of a row that a lane has loaded a block before; registers have no room for more
 BYTES = {"e4m3": QUARTER, "e2m1": QUARTER // 2, "bf16": 2 * QUARTER}  # of a lane's values of a box
-page_id_cache, prefetch_pages = gather.page_id_cache, gather.prefetch_pages
 
 
 class RowSection(NamedTuple):
@@ -60,53 +59,221 @@ def operand(spec, parts, shape, stages):
     return gather.GatherOperand(parts, layout.smem_layout(shape, stages, cutlass.BFloat16), page_size)
 
 
-class RowPlaces(NamedTuple):
-    """Where rows lie: addresses in each tensor, and of their factors, of rows c, c + 32, ... in lane c. Negative for a
-    row that does not exist. factors: None if rows have none."""
+class RowSource(NamedTuple):
+    """A cache. parts: its tensors. form: their record. page_size: of its pages, as a divisor."""
 
-    parts: list[cute.Tensor]
-    factors: Any
+    parts: Any
+    form: Any
+    page_size: Any
+
+
+def sources(spec, op, page_ids: RowPageIds) -> list[RowSource]:
+    """Return the first cache and, if there is one, the second one."""
+    found = [RowSource(op.gmem, RECORDS[spec.kv.record], page_ids.page_size)]
+    if spec.kv.extra:
+        found.append(RowSource(op.extra, RECORDS[spec.kv.extra_record], page_ids.extra_page_size))
+    return found
+
+
+class LoadedRow(NamedTuple):
+    """A lane's part of a row, as loaded: words of each box, and of the factors; as many as the largest record of the
+    caches needs. starts: the address of the row in each tensor, negative if there is no row."""
+
+    boxes: list[cute.Tensor]
+    factors: cute.Tensor
+    starts: list[cute.Tensor]
+
+
+def allocate_row(forms):
+    """Allocate a `LoadedRow`. forms: (record, columns of each of its tensors) of the caches."""
+    sizes = [box_words(form, columns) for form, columns in forms]
+    count = max(len(words) for words in sizes)
+    most = [max(words[i] for words in sizes if i < len(words)) for i in range(count)]
+    factors, parts = max(factor_words(form) for form, _ in forms), max(len(columns) for _, columns in forms)
+    boxes, starts = (
+        [cute.make_rmem_tensor(n, kind) for n in of] for of, kind in ((most, Uint32), ([1] * parts, Int64))
+    )
+    return LoadedRow(boxes, cute.make_rmem_tensor(max(factors, 1), Uint32), starts)
+
+
+def box_words(form, columns):
+    """Return the words that a lane has of each box."""
+    return [BYTES[section.code] // 4 for section in sections(form, columns) for _ in range(section.boxes)]
+
+
+def late_boxes(form, columns) -> list[int]:
+    """Return the boxes that are loaded only when the row is converted: the last ones of the latent, so that at most
+    `HELD` words are loaded before."""
+    words: list[int] = box_words(form, columns)
+    late: list[int] = []
+    while sum(words) - sum(words[i] for i in late) + factor_words(form) > HELD:
+        late.append(sections(form, columns)[0].boxes - 1 - len(late))
+    return late
+
+
+class NextRows(NamedTuple):
+    """The rows of the next block that a warp has loaded, and the page ids of its lane's row in the two blocks behind
+    it. op: the operand."""
+
+    op: Any
+    row: LoadedRow
+    page_ids: RowPageIds
+
+
+def allocate(spec, op) -> NextRows:
+    """Allocate the `NextRows` of a warp."""
+    assert 4 * spec.tile.warpgroups * GROUP == spec.tile.n
+    page_ids = gather.page_ids_of(spec, op, 2)
+    forms = [(x.form, [part.shape[3] for part in x.parts]) for x in sources(spec, op, page_ids)]
+    return NextRows(op, allocate_row(forms), page_ids)
+
+
+class TileRows(NamedTuple):
+    """The rows of a tile that a warp converts. of: where its sequence is. kv_len: its keys. lowest: its first block.
+    group: the number of the warp's eight rows in a block."""
+
+    of: pages.SequencePages
+    kv_len: Int32
+    lowest: Int32
+    group: Int32
 
 
 @cute.jit
-def fill(
-    spec: cutlass.Constexpr, into: LoadTarget, page_ids: RowPageIds, sequence_pages: pages.SequencePages, at: KVBlock
-):
-    """Convert this warp's groups of a KV block into the item's stage, and look up the rows of the next block. Rows past
-    kv_len and rows without a page become zeros. A lane arrives when all lanes have stored.
+def begin(spec: cutlass.Constexpr, rows: NextRows, tile: TileRows, n_block: Int32):
+    """Load this warp's rows of the first block that a tile visits, its highest, and look up those of the next ones."""
+    for i in cutlass.range_constexpr(2):
+        look_up(spec, rows, i, tile, n_block - i)
+    at_rows(spec, load_from, rows, tile, n_block)
+    look_ahead(spec, rows, tile, n_block - 1)
 
-    page_ids: of all rows of the block, from `prefetch_pages`.
-    """
-    op, smem, ring = into
+
+@cute.jit
+def convert(spec: cutlass.Constexpr, rows: NextRows, tile: TileRows, n_block: Int32, stage: cute.Tensor):
+    """Convert this warp's rows of a block, which `begin`, or `advance` behind the block above, has loaded, into a stage
+    (n, columns)."""
+    each = sources(spec, rows.op, rows.page_ids)
+    into = stage.iterator.toint() + tile.group * (GROUP * LINE)
     if const_expr(spec.kv.extra):
-        others = page_ids._replace(page_size=page_ids.extra_page_size)
-        if gather.is_extra(spec, at.n_block, sequence_pages.first_keys):
-            fill_from(spec, RECORDS[spec.kv.extra_record], op.extra, smem, ring, others, at)
+        if gather.is_extra(spec, n_block, tile.of.first_keys):
+            convert_row(each[1], rows.row, into, spec.tile.n)
         else:
-            fill_from(spec, RECORDS[spec.kv.record], op.gmem, smem, ring, page_ids, at)
+            convert_row(each[0], rows.row, into, spec.tile.n)
     else:
-        fill_from(spec, RECORDS[spec.kv.record], op.gmem, smem, ring, page_ids, at)
-    prefetch_pages(spec, page_ids, sequence_pages, at._replace(n_block=at.next_n_block))
-    cute.arch.fence_proxy("async.shared", space="cta")
-    cute.arch.sync_warp()
-    pipeline.producer_commit(ring, at.item)
+        convert_row(each[0], rows.row, into, spec.tile.n)
 
 
 @cute.jit
-def fill_from(
-    spec: cutlass.Constexpr, form: cutlass.Constexpr, parts: Any, smem: cute.Tensor, ring: Any, page_ids: RowPageIds,
-    at: KVBlock,
-):  # fmt: skip
-    """Convert this warp's groups of a block of one cache, as soon as the stage is free."""
-    places = places_of(spec, form, parts, page_ids, at)
-    ask_for_rows(form, parts, places, at.loader, spec.tile.load_warps)
-    pipeline.producer_acquire(ring, at.item)
-    stage = smem[None, None, pipeline.stage(ring, at.item)].iterator.toint()
-    groups = const_expr(spec.tile.n // GROUP)
-    # the warps take turns at having a group less
-    first = (at.loader + at.item * const_expr(groups % spec.tile.load_warps)) % spec.tile.load_warps
-    for group in cutlass.range(first, groups, spec.tile.load_warps, unroll=1):
-        convert_group(spec.tile.n, sections(form, [x.shape[3] for x in parts]), form, places, stage, group)
+def advance(spec: cutlass.Constexpr, rows: NextRows, tile: TileRows, n_block: Int32):
+    """Load this warp's rows of the block below one that is converted, and look up those of further blocks."""
+    at_rows(spec, load_from, rows, tile, n_block - 1)
+    look_ahead(spec, rows, tile, n_block - 2)
+
+
+@cute.jit
+def look_ahead(spec: cutlass.Constexpr, rows: NextRows, tile: TileRows, n_block: Int32):
+    """Ask the L2 cache for the rows of a block, which will be loaded next, and look up those of the block below."""
+    rows.page_ids.page[0] = rows.page_ids.page[1]
+    at_rows(spec, ask_for, rows, tile, n_block)
+    look_up(spec, rows, 1, tile, n_block - 1)
+
+
+@cute.jit
+def look_up(spec: cutlass.Constexpr, rows: NextRows, which: cutlass.Constexpr, tile: TileRows, n_block: Int32):
+    """Look up the page of this lane's row of a block; -1 if the tile does not have the block."""
+    row = row_number(spec, tile, n_block) if n_block >= tile.lowest else Int32(-1)
+    rows.page_ids.page[which] = gather.page_of_row(spec, rows.page_ids, tile.of, tile.kv_len, row)
+
+
+def row_number(spec, tile: TileRows, n_block):
+    """Return the number, in the sequence, of this lane's row of a block."""
+    return n_block * spec.tile.n + tile.group * GROUP + cute.arch.lane_idx() // 4
+
+
+@cute.jit
+def at_rows(spec: cutlass.Constexpr, do: cutlass.Constexpr, rows: NextRows, tile: TileRows, n_block: Int32):
+    """Call `do` for this lane's row of a block, of which the page is known, and for its cache."""
+    each, row = sources(spec, rows.op, rows.page_ids), row_number(spec, tile, n_block)
+    if const_expr(spec.kv.extra):
+        if gather.is_extra(spec, n_block, tile.of.first_keys):
+            do(spec, each[1], rows, row)
+        else:
+            do(spec, each[0], rows, row)
+    else:
+        do(spec, each[0], rows, row)
+
+
+class RowPlace(NamedTuple):
+    """Where a row is: its address in each tensor, and that of its factors. exists: whether it has a page."""
+
+    starts: Any
+    factors: Any
+    exists: Any
+
+
+def place_of(spec, source: RowSource, rows: NextRows, row) -> RowPlace:
+    """Return where a row, given by its number, is in a cache."""
+    parts, form, page_size = source
+    page, row = gather.place_of(spec, rows.page_ids._replace(page_size=page_size), 0, row)
+    begins = [x.iterator.toint() + Int64(page) * x.stride[0] for x in parts]
+    exists = (page >= 0) & (page < parts[0].shape[0])
+    if form.planar:
+        factors = begins[0] + Int64(parts[0].shape[2]) * form.row + Int64(row) * form.factor_row
+        return RowPlace([begins[0] + Int64(row) * form.row], factors, exists)
+    starts = [begin + Int64(row) * x.stride[2] for begin, x in zip(begins, parts, strict=True)]
+    return RowPlace(starts, starts[0] + form.factors_at, exists)
+
+
+@cute.jit
+def load_from(spec: cutlass.Constexpr, source: cutlass.Constexpr, rows: NextRows, row: Int32):
+    """Load this lane's part of a row, given by its number, from one cache; zeros if it has no page."""
+    at, columns = place_of(spec, source, rows, row), const_expr([x.shape[3] for x in source.parts])
+    for i in cutlass.range_constexpr(len(source.parts)):
+        rows.row.starts[i][0] = warp.select(at.exists, at.starts[i], Int64(NO_PAGE))
+    if cute.arch.vote_all_sync(at.exists):
+        load_row(source.form, columns, rows.row, at.factors, True)
+    else:
+        load_row(source.form, columns, rows.row, at.factors, at.exists)
+
+
+@cute.jit
+def ask_for(spec: cutlass.Constexpr, source: cutlass.Constexpr, rows: NextRows, row: Int32):
+    """Ask the L2 cache for a row, given by its number, of one cache: each of its four lanes for some of its lines."""
+    at, quarter = place_of(spec, source, rows, row), cute.arch.lane_idx() % 4
+    for i in cutlass.range_constexpr(len(source.parts)):
+        size = const_expr(source.form.row or source.parts[i].shape[3])
+        for k in cutlass.range_constexpr(-(-size // (4 * LINE))):
+            byte = (4 * k + quarter) * LINE
+            if at.exists and byte < size:
+                prefetch(at.starts[i] + byte)
+    if const_expr(source.form.planar):
+        if at.exists and quarter == 0:
+            prefetch(at.factors)
+
+
+def prefetch(address):
+    """Ask the L2 cache for the line of an address."""
+    cute.arch.inline_ptx("prefetch.global.L2 [{$r0}];", read_only_args=[address])
+
+
+def load_row(form, columns, into: LoadedRow, factors, exists):
+    """Load this lane's part of a row, except its late boxes. factors: the address of its factors. exists: True, or
+    whether there is such a row; else its part becomes zeros."""
+    if form.packed:
+        load_factors(form, factors, cute.arch.lane_idx() % 4, exists, into.factors)
+    load_boxes(form, columns, into, exists, False)
+
+
+def load_boxes(form, columns, into: LoadedRow, exists, late):
+    """Load this lane's part of the late boxes of a row, or of the others."""
+    for section in sections(form, columns):
+        size = BYTES[section.code]
+        mine = into.starts[section.part][0] + size * (cute.arch.lane_idx() % 4)
+        for b in range(section.boxes):
+            if (section.first + b in late_boxes(form, columns)) == late:
+                for byte in range(0, size, PIECE):
+                    at = section.at + 4 * size * b + byte
+                    for i, word in enumerate(load(mine, at, min(size, PIECE) // 4, exists)):
+                        into.boxes[section.first + b][byte // 4 + i] = word
 
 
 @cute.jit
@@ -115,131 +282,68 @@ def convert_rows(
     stage: Int32, first: Int32,
 ):  # fmt: skip
     """Convert `own` rows of e4m3, at most 32, into a stage of `count` rows, from row `first` on, a multiple of 8.
-    Called by one warp. columns, starts: of each tensor that has a part of a row, as `gather.copy_rows` has them."""
-    form = const_expr(RECORDS["e4m3"])
-    places = RowPlaces(starts, None)
+    Called by one warp. columns: of each tensor that has a part of a row. starts: of each, the address of row c in lane
+    c, negative if there is none."""
+    form, row = const_expr(RECORDS["e4m3"]), cute.arch.lane_idx() // 4
+    held = allocate_row([(form, columns)])
     for group in cutlass.range_constexpr(own // GROUP):
-        convert_group(count, sections(form, columns), form, places, stage + first * LINE, Int32(group))
-
-
-@cute.jit
-def places_of(
-    spec: cutlass.Constexpr, form: cutlass.Constexpr, parts: Any, page_ids: RowPageIds, at: KVBlock
-) -> RowPlaces:
-    """Return where the rows of a block lie."""
-    count = const_expr(cute.size(page_ids.page))
-    found = RowPlaces([cute.make_rmem_tensor(count, Int64) for _ in parts], cute.make_rmem_tensor(count, Int64))
-    for c in cutlass.range_constexpr(count):
-        row = at.n_block * spec.tile.n + 32 * c + cute.arch.lane_idx()
-        page, row = gather.place_of(spec, page_ids, c, row)
-        for i in cutlass.range_constexpr(len(parts)):
-            x = parts[i]
-            begin = x.iterator.toint() + Int64(page) * x.stride[0]
-            start = begin + Int64(at.head) * x.stride[1] + Int64(row) * x.stride[2]
-            factors = start + form.factors_at
-            if const_expr(form.planar):
-                start = begin + Int64(row) * form.row
-                factors = begin + Int64(x.shape[2]) * form.row + Int64(row) * form.factor_row
-            exists = page >= 0 and page < x.shape[0]
-            found.parts[i][c] = start if exists else Int64(NO_PAGE)
-            if const_expr(i == 0):
-                found.factors[c] = factors if exists else Int64(NO_PAGE)
-    return found
-
-
-@cute.jit
-def ask_for_rows(form: cutlass.Constexpr, parts: Any, places: RowPlaces, loader: Int32, warps: cutlass.Constexpr):
-    """Ask the L2 cache for the rows of a block: each load warp for some of the lines of all rows."""
-    for i in cutlass.range_constexpr(len(parts)):
-        size = const_expr(form.row or parts[i].shape[3])
-        for c in cutlass.range_constexpr(cute.size(places.factors)):
-            start = places.parts[i][c]
-            for k in cutlass.range_constexpr(-(-size // (LINE * warps))):
-                byte = (loader + k * warps) * LINE
-                if start >= 0 and byte < size:
-                    prefetch(start + byte)
-    if const_expr(form.planar):
-        if loader == 0:
-            for c in cutlass.range_constexpr(cute.size(places.factors)):
-                if places.factors[c] >= 0:
-                    prefetch(places.factors[c])
-
-
-def prefetch(address):
-    """Ask the L2 cache for the line of an address."""
-    cute.arch.inline_ptx("prefetch.global.L2 [{$r0}];", read_only_args=[address])
-
-
-@cute.jit
-def convert_group(
-    count: cutlass.Constexpr, each: cutlass.Constexpr, form: cutlass.Constexpr, places: RowPlaces, stage: Int32,
-    group: Int32,
-):  # fmt: skip
-    """Convert 8 rows into a stage of `count` rows. each: the sections of a row."""
-    lane = cute.arch.lane_idx()
-    row, quarter = lane // 4, lane % 4
-    starts = [row_place(x, group, row) for x in places.parts]
-    exists = starts[0] >= 0
-    # loads
-    held = [load_boxes(section, starts[section.part], quarter, exists) for section in each]
-    factors: Any = []
-    if const_expr(form.packed):
-        factors = load_factors(form, row_place(places.factors, group, row), quarter, exists)
-    # values
-    into = stage + group * const_expr(GROUP * LINE) + layout.swizzle(LINE, row, 2 * PIECE * quarter)
-    other = stage + group * const_expr(GROUP * LINE) + layout.swizzle(LINE, row, 2 * PIECE * quarter + PIECE)
-    for i in cutlass.range_constexpr(len(each)):
-        section = const_expr(each[i])
-        for b in cutlass.range_constexpr(section.boxes):
-            words = values_of(section, held[i][b])
-            if const_expr(section.factored):
-                factor = factor_of(form, factors, const_expr(section.first + b), quarter)
-                words = [to_bf16.multiply(word, factor) for word in words]
-            box = const_expr((section.first + b) * count * LINE)
-            store_piece(into + box, words[:4])
-            store_piece(other + box, words[4:])
-
-
-def row_place(places, group, row):
-    """Return the address of a row of a group. Called by all lanes of a warp."""
-    mine = places[0]
-    if cute.size(places) > 1:  # of 64 rows
-        mine = warp.select(group < 32 // GROUP, mine, places[1])
-    return cute.arch.shuffle_sync(mine, group % (32 // GROUP) * GROUP + row)
+        for i in cutlass.range_constexpr(len(starts)):
+            held.starts[i][0] = cute.arch.shuffle_sync(starts[i][0], group * GROUP + row)
+        load_row(form, columns, held, None, held.starts[0][0] >= 0)
+        convert_row(RowSource(columns, form, None), held, stage + (first + group * GROUP) * LINE, count)
 
 
 def load(address, offset, count, exists):
-    """Return `count` words, 1, 2 or 4, at an aligned address in global memory; zeros if there is no row."""
+    """Return `count` words, 2 or 4, at an aligned address in global memory; zeros if there is no row. exists: as in
+    `load_row`."""
     names = ", ".join(f"{{$w{i}}}" for i in range(count))
-    zeros = " ".join(f"mov.b32 {{$w{i}}}, 0;" for i in range(count))
-    vector = f"v{count}." if count > 1 else ""
-    names = f"{{{names}}}" if count > 1 else names
-    loaded = f"@p ld.global.{vector}b32 {names}, [{{$r0}}+{offset}];"
-    text = f"{{ .reg .pred p; setp.ne.u32 p, {{$r1}}, 0; {zeros} {loaded} }}"
-    found = cute.arch.inline_ptx(text, write_only_types=[Uint32] * count, read_only_args=[address, Uint32(exists)])
-    return list(found)
+    text, args = f"ld.global.v{count}.b32 {{{names}}}, [{{$r0}}+{offset}];", [address]
+    if exists is not True:
+        zeros = " ".join(f"mov.b32 {{$w{i}}}, 0;" for i in range(count))
+        text, args = f"{{ .reg .pred p; setp.ne.u32 p, {{$r1}}, 0; {zeros} @p {text} }}", [address, Uint32(exists)]
+    return list(cute.arch.inline_ptx(text, write_only_types=[Uint32] * count, read_only_args=args))
 
 
-def load_boxes(section, start, quarter, exists):
-    """Return the words of a lane's part of each box of a section."""
-    size = BYTES[section.code]
-    mine = start + size * quarter
-    return [
-        [
-            word
-            for byte in range(0, size, PIECE)
-            for word in load(mine, section.at + 4 * size * b + byte, min(size, PIECE) // 4, exists)
-        ]
-        for b in range(section.boxes)
-    ]
+@cute.jit
+def convert_row(source: cutlass.Constexpr, held: LoadedRow, stage: Int32, count: cutlass.Constexpr):
+    """Convert this lane's part of a row that is loaded. stage: the address of the first of the warp's rows in a stage
+    of `count` rows."""
+    parts, form, _ = source
+    columns = const_expr([x if isinstance(x, int) else x.shape[3] for x in parts])
+    load_boxes(form, columns, held, held.starts[0][0] >= 0, True)
+    if const_expr(not form.packed or not has_products_at_once(form)):
+        convert_boxes(form, columns, held, False, stage, count)
+    elif cute.arch.vote_any_sync(exceeds(form, held.factors)):
+        convert_boxes(form, columns, held, False, stage, count)
+    else:
+        convert_boxes(form, columns, held, True, stage, count)
 
 
-def values_of(section, words):
-    """Return a lane's 16 values of a box, without their factor, as words of bf16."""
+def convert_boxes(form, columns, held: LoadedRow, at_once, stage, count):
+    """Do the work of `convert_row`. at_once: multiply by `EXACT` and by the factor at once, which has the same bits if
+    no factor `exceeds` its range."""
+    row, quarter = cute.arch.lane_idx() // 4, cute.arch.lane_idx() % 4
+    into = [stage + layout.swizzle(LINE, row, 2 * PIECE * quarter + PIECE * k) for k in range(2)]
+    for section in sections(form, columns)[::-1]:  # the late boxes are the last ones of the first section
+        for b in range(section.boxes):
+            box = section.first + b
+            words = [held.boxes[box][i] for i in range(BYTES[section.code] // 4)]
+            words = values_of(section, words, not (section.factored and at_once))
+            if section.factored:
+                factor = factor_of(form, held.factors, box, quarter, at_once)
+                words = [to_bf16.multiply(word, factor) for word in words]
+            for k in range(2):
+                store_piece(into[k] + box * count * LINE, words[4 * k : 4 * k + 4])
+
+
+def values_of(section, words, exact):
+    """Return a lane's 16 values of a box, without their factor, as words of bf16. exact: and not too small by a power
+    of two."""
     if section.code == "bf16":
         return words
     convert = to_bf16.e4m3_words if section.code == "e4m3" else to_bf16.e2m1_words
-    return [to_bf16.multiply(bits, to_bf16.EXACT[section.code]) for word in words for bits in convert(word)]
+    found = [bits for word in words for bits in convert(word)]
+    return [to_bf16.multiply(bits, to_bf16.EXACT[section.code]) for bits in found] if exact else found
 
 
 def store_piece(address, words):
@@ -251,20 +355,43 @@ def store_piece(address, words):
 # Factors: a lane has those of its row, or of its quarter of the boxes
 
 
-def load_factors(form, start, quarter, exists):
-    """Return the words of a row's factors, or, permuted, of those of a lane's quarters."""
-    if form.permuted:
-        return load(start + 8 * quarter, 0, 2, exists)
+def factor_words(form):
+    """Return the words of the factors that a lane has, with padding."""
+    if not form.packed:
+        return 0
     size = form.latent // form.vec * (4 if form.factor == "fp32" else 1)
-    size = -(-size // 8) * 8  # with padding
-    return [word for byte in range(0, size, PIECE) for word in load(start, byte, min(size - byte, PIECE) // 4, exists)]
+    return 2 if form.permuted else -(-size // 8) * 2
 
 
-def factor_of(form, words, box, quarter):
-    """Return the factor of a lane's values of a box, as a bf16, twice."""
+def load_factors(form, start, quarter, exists, into):
+    """Load the words of a row's factors or, permuted, of those of a lane's quarters. start: their address."""
+    if form.permuted:
+        start = start + 8 * quarter
+    size = 4 * factor_words(form)
+    for byte in range(0, size, PIECE):
+        for i, word in enumerate(load(start, byte, min(size - byte, PIECE) // 4, exists)):
+            into[byte // 4 + i] = word
+
+
+def has_products_at_once(form):
+    """Return whether factors can be multiplied by `EXACT` before codes are: not those that cover its range."""
+    return form.factor != "e4m3"
+
+
+def exceeds(form, words):
+    """Return whether a factor of a row is 2 or more: then its product with `EXACT` may not be a bf16."""
+    size = form.latent // form.vec * (4 if form.factor == "fp32" else 1)  # bytes; what follows is padding
+    top, any_top = 0x40000000 if form.factor == "fp32" else 0x80808080, Uint32(0)
+    for i in range(-(-size // 4)):
+        any_top = any_top | words[i] & Uint32(top & (1 << 8 * min(4, size - 4 * i)) - 1)
+    return any_top != 0
+
+
+def factor_of(form, words, box, quarter, at_once):
+    """Return the factor of a lane's values of a box, as a bf16, twice. at_once: times `EXACT` of e4m3."""
     first, more = (BOX * box) // form.vec, BOX // form.vec  # the box's first factor; factors of a box, 0 for less
     if form.factor == "fp32":
-        return to_bf16.pair_of_fp32(words[first])
+        return to_bf16.pair_of_fp32(words[first], at_once)
     if form.permuted:
         byte, shift = words[box // 4], 8 * (box % 4)
     else:
@@ -273,7 +400,7 @@ def factor_of(form, words, box, quarter):
             byte = byte >> (8 * (quarter * more // 4)).to(Uint32)
     byte = (byte >> shift) & Uint32(0xFF)
     if form.factor == "ue8m0":
-        return to_bf16.pair(byte << 7)
+        return to_bf16.pair((byte + 120 * at_once) << 7)
     return to_bf16.multiply(to_bf16.pair((byte & 0x7F) << 4), to_bf16.EXACT["e4m3"])
 
 

@@ -73,15 +73,17 @@ def _prepared(spec, smem, x: Operand, raw):
 
 
 def arrivals(spec, roles, x: Operand):
-    """Return the arrivals that complete a loaded stage: one per load warp (TMA, packed records) or per lane of it
-    (gather), and one per lane that copies scale factors."""
-    each = 1 if spec.kv.source == "tma" or spec.kv.record else LANES
+    """Return the arrivals that complete a loaded stage: one per load warp (TMA) or per lane of it (cp.async), and one
+    per lane that copies scale factors; of packed records one per mma warp, which converts them."""
+    if spec.kv.record:
+        return roles.warps("mma")
+    each = 1 if spec.kv.source == "tma" else LANES
     return each * roles.warps(x.load_role) + LANES * roles.warps("load_scales")
 
 
 def readers(spec, roles, x: Operand):
-    """Return the arrivals that free a loaded stage: one per warp that reads it, in all CTAs of the cluster. Where V lies
-    in K, that is one arrival behind both MMAs."""
+    """Return the arrivals that free a loaded stage: one per warp that reads it, in all CTAs of the cluster. Where V
+    lies in K, that is one arrival behind both MMAs."""
     return roles.warps(x.prepare_role) if x.prepared else roles.warps("mma") * spec.tile.cluster
 
 

@@ -41,7 +41,6 @@ from .tile_table import (
 ARCHS = archs.having(archs.WGMMA)
 SPLIT_ROWS = 16  # stream_k serves more rows; up to this many, `decode` reads keys as fast and computes less
 PAIR_ROWS = 64  # more rows with V in K are computed by two CTAs, each of which loads half of the keys for both
-CONVERTING_WARPS = 3  # load warps of tiles over packed records, besides the schedule warp
 DECODE_DIM = 256  # stream_k serves any number of rows with a larger head_dim, since `decode` then reads K twice
 Spec = AttentionSpec[Sm90TileConfig]
 
@@ -73,8 +72,6 @@ def split_keys(q: str, kv: KVSpec, dims: tuple[int, int]) -> Spec:
     """Return the stream_k spec with a causal mask. Its tile is None if `tile_table` has none for these types."""
     mask = MaskSpec("always")
     tile = split_tile_of(kv.dtype if kv.record else q, kv.dtype, dims, kv.shares_v)
-    if kv.record and tile:
-        tile = replace(tile, load_warps=CONVERTING_WARPS)
     return AttentionSpec(q, kv, outputs(q)[:1], *dims, mask, schedule="stream_k", tile=tile)
 
 

@@ -139,7 +139,10 @@ def load_warpgroup(spec: cutlass.Constexpr, plan, s, warp: Int32):
     produces_tiles = s.scheduler is not None
     if const_expr(spec.kv.shares_v):
         if warp < roles(spec).warps("load_k"):
-            load.load_kv(spec, plan, s, pages.K, warp, produces_tiles=produces_tiles, loads_q=True)
+            if const_expr(spec.kv.record):
+                load.reserve_q(spec, plan, s)
+            else:
+                load.load_kv(spec, plan, s, pages.K, warp, produces_tiles=produces_tiles, loads_q=True)
         elif const_expr(roles(spec).warps("schedule") > 0):
             if warp == roles(spec).first("schedule"):
                 stream_k.schedule_warp(spec, plan.args, s)

@@ -10,6 +10,9 @@ Q K^T, as they do in `mainloop` where two have the same rows.
 | score | 128 | work_pipe, q_pipe, k.pipe full; scores.pipe empty | work_pipe, q_pipe empty; scores.pipe full |
 | mma | 256 | work_pipe, scores.pipe full | work_pipe, scores.pipe, k.pipe empty |
 
+Packed records are converted by the mma role (`kv.packed`), before its MMAs of the block above: it also waits for
+k.pipe empty, and signals k.pipe full.
+
 scores.pipe has one stage: P of a block, the factors by which O is multiplied before, and, behind the last block of a
 tile, sums and maxima of its rows. `score` computes the next block's scores while P is multiplied by V.
 """
@@ -278,8 +281,10 @@ def output(spec: cutlass.Constexpr, plan, s, epilogue: cutlass.Constexpr):
     """Run the mma role in one of its warpgroups, which has a part of the columns of O. epilogue: stores a tile."""
     r = output_fragments(spec, plan, s)
 
+    rows = packed.allocate(spec, plan.kv[pages.K]) if const_expr(spec.kv.record) else None
+
     def one_tile(w, _, at):
-        return output_tile(spec, plan, s, r, w, at, epilogue)
+        return output_tile(spec, plan, s, r, rows, w, at, epilogue)
 
     state = OutputState(pipeline.initial_state(), Int32(0), Int32(0), Int32(0))
     state = work.for_each_tile(spec, s, one_tile, state)
@@ -289,13 +294,20 @@ def output(spec: cutlass.Constexpr, plan, s, epilogue: cutlass.Constexpr):
 
 @cute.jit
 def output_tile(
-    spec: cutlass.Constexpr, plan, s, r: Sm90Fragments, w: WorkTileInfo, at: OutputState, epilogue: cutlass.Constexpr
-) -> OutputState:
+    spec: cutlass.Constexpr, plan, s, r: Sm90Fragments, rows: cutlass.Constexpr, w: WorkTileInfo, at: OutputState,
+    epilogue: cutlass.Constexpr,
+) -> OutputState:  # fmt: skip
     """Compute O of a tile, and store it. Return the state behind it."""
     if w.n_block_max > w.n_block_min:
         clear(r)
-        for _ in cutlass.range(w.n_block_max - w.n_block_min, unroll=1):
-            at = add_block(spec, plan, s, r, at)
+        if const_expr(spec.kv.record):
+            begin_keys(spec, plan, s, rows, w, at.kv)
+        for position in cutlass.range(w.n_block_max - 1, w.n_block_min - 1, -1, unroll=1):
+            following = pipeline.next_item(s.v.pipe, at.kv)
+            if const_expr(spec.kv.record):
+                if position > w.n_block_min:
+                    convert_keys(spec, plan, s, rows, w, position - 1, following)
+            at = add_block(spec, plan, s, r, at)._replace(kv=following)
         read_rows(s, r, at.tile % 2)
         at = at._replace(tile=at.tile + 1, partials=epilogue(spec, plan.args, s, r, w, False, at.partials))
     else:
@@ -309,8 +321,41 @@ def clear(r: Sm90Fragments):
 
 
 @cute.jit
+def begin_keys(spec: cutlass.Constexpr, plan, s, rows: cutlass.Constexpr, w: WorkTileInfo, kv: pipeline.PipelineState):
+    """Load and convert this warp's rows of the first block of a tile. rows: `packed.NextRows`."""
+    packed.begin(spec, rows, tile_rows(spec, plan, w), w.n_block_max - 1)
+    convert_keys(spec, plan, s, rows, w, w.n_block_max - 1, kv)
+
+
+@cute.jit
+def convert_keys(
+    spec: cutlass.Constexpr, plan, s, rows: cutlass.Constexpr, w: WorkTileInfo, n_block: Int32,
+    kv: pipeline.PipelineState,
+):  # fmt: skip
+    """Convert this warp's rows of a block into its stage, and load those of the next one."""
+    tile = tile_rows(spec, plan, w)
+    pipeline.producer_acquire(s.k.pipe, kv)
+    packed.convert(spec, rows, tile, n_block, s.k.smem[None, None, kv.index])
+    cute.arch.fence_proxy("async.shared", space="cta")
+    cute.arch.sync_warp()
+    pipeline.producer_commit(s.k.pipe, kv)
+    packed.advance(spec, rows, tile, n_block)
+
+
+def tile_rows(spec, plan, w: WorkTileInfo):
+    """Return the rows of a tile that this warp converts."""
+    of = pages.of_sequence(plan.args, w.batch_idx, pages.K, w.sequence.extra)
+    return packed.TileRows(of, w.sequence.kv_len, w.n_block_min, warp_of_mma(spec))
+
+
+def warp_of_mma(spec):
+    """Return the index of this warp in the mma role."""
+    return cute.arch.make_warp_uniform(cute.arch.warp_idx()) - roles(spec).first("mma")
+
+
+@cute.jit
 def add_block(spec: cutlass.Constexpr, plan, s, r: Sm90Fragments, at: OutputState) -> OutputState:
-    """Compute O += P V of a block."""
+    """Compute O += P V of a block. The state behind it still has the stage of the block."""
     pipeline.consumer_wait(s.scores.pipe, at.p)
     for k in cutlass.range_constexpr(cute.size(r.st.acc_scale)):
         r.st.acc_scale[k] = s.scores.factor[r.cols[k, 0][0]]
@@ -320,7 +365,7 @@ def add_block(spec: cutlass.Constexpr, plan, s, r: Sm90Fragments, at: OutputStat
     warpgroup.wait_group(0)
     pipeline.consumer_release(s.scores.pipe, at.p)
     release_keys(spec, s, at.kv)
-    return at._replace(kv=pipeline.next_item(s.v.pipe, at.kv), p=at.p + 1)
+    return at._replace(p=at.p + 1)
 
 
 @cute.jit

@@ -53,6 +53,6 @@ def merge(spec: cutlass.Constexpr, a, s, count: Int32):
     warps, rows = const_expr(roles(spec).warps("mma")), const_expr(min(ROWS, ROWS * VALUES // spec.head_dim_vo))
     splits.barrier(warps)
     if const_expr(spec.tile.scores_apart):
-        splits.merge_in_groups(spec, a, s.splits, count, mma_thread_idx(spec), warps)
+        splits.merge_together(spec, a, s.splits, count, mma_thread_idx(spec), warps)
     else:
         splits.merge(spec, a, s.splits, count, mma_thread_idx(spec), warps, rows)

@@ -67,8 +67,14 @@ class Sm90TileConfig(WholeTileConfig, PreparedTileConfig):
 
     @property
     def counters_per_split(self) -> int:
-        """Return the counters per split tile: with `scores_apart`, one for the tile, one for a group of splits."""
-        return 1 + self.scores_apart
+        """Return the counters per split tile: with `scores_apart`, those of `combine.SplitCounters`."""
+        return 3 if self.scores_apart else 1
+
+    @property
+    def prefers_whole_tiles(self) -> bool:
+        """Return whether equal tiles are not split where nearly all CTAs can take as many whole ones: with 512 columns
+        of O, a merge takes as long as several blocks."""
+        return self.scores_apart
 
     @property
     def dequant_pieces(self) -> int:

@@ -50,7 +50,7 @@ def mla_cases(spec: Any) -> list[MlaScenario]:
         ),
         replace(base, lens=(70, 0, 130), rows=8, heads=5, strided=True, sink=True),
         replace(base, lens=(330,), heads=5, rows=8, cap=4.0 * spec.mask.window),
-        replace(base, lens=(200,), heads=80, data="peaks", function=other),
+        replace(base, lens=(200,), heads=60 if spec.kv.source == "tma" else 80, data="peaks", function=other),
     )
     many = replace(base, lens=(29 * 64 + 3,), heads=8, page_size=1 if spec.kv.source == "gather" else 16, gap=2)
     if spec.mask.window:
@@ -74,7 +74,9 @@ def pair_cases(spec: Any, base: MlaCase) -> list[MlaScenario]:
     )
     many = replace(base, lens=(27 * 64 + 3, 40), heads=80, page_size=16, gap=2, window=4000 * spec.mask.window)
     return [
-        MlaScenario("tiles", first[:2]), MlaScenario("few keys", first[2:]), MlaScenario("many splits", (many,), 60),
+        MlaScenario("tiles", first[:2]),
+        MlaScenario("few keys", first[2:]),
+        MlaScenario("many splits", (many,), 60),
     ]
 
 
