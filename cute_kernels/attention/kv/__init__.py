@@ -3,12 +3,12 @@
 pages    a row of a sequence -> its page
 tma      the source for pages of 8, 16, 32, ... 256 rows, and for ragged rows (no pages)
 gather   the source for pages of any size, and for slots: rows that are named one by one
-packed   the same for packed records of latent attention, which are converted on the way
+packed   the same rows for packed records of latent attention: no load warp fills stages, but the mma warps convert
 scales   the scale factors beside a cache, of blocks or of rows, loaded into the stages that a source fills
 rings    the operands in shared memory: rings of stages with their pipelines
 
-A source is a module with `operand`, `page_id_cache`, `prefetch_pages`, `fill` and `fence_before_mma`; `load.load_kv`
-calls them.
+A source is a module with `operand` and `fence_before_mma` and, called by `load.load_kv`, `page_id_cache`,
+`prefetch_pages` and `fill`; those of `packed` are called by `sm90.scoring`.
 """
 
 from . import gather, packed, tma
