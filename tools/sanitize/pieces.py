@@ -280,8 +280,15 @@ def _rows() -> Iterator[tuple[str, tuple[Call, ...]]]:
     yield (
         "attention-latent",
         (
-            latent(strided=True), latent(lens=(2000,), heads=80), latent(page_size=3), latent(dim=512),
+            latent(strided=True), latent(lens=(2000,), heads=50), latent(page_size=3), latent(dim=512),
             latent(causal=False), latent(window=100, cap=4.0),
+        ),
+    )  # fmt: skip
+    yield (
+        "attention-latent-pairs",
+        (
+            latent(lens=(2000, 70), heads=80, sink=True), latent(heads=70, dim=512, page_size=8),
+            latent(heads=70, causal=False), latent(heads=50, rows=3, window=100, cap=4.0),
         ),
     )  # fmt: skip
     yield (

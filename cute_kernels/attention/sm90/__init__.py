@@ -84,12 +84,17 @@ def split_candidate(p: KernelRequest) -> Spec:
     serves = p.packed_rows > SPLIT_ROWS or p.head_dim_qk > DECODE_DIM
     out = (p.out,) if p.out in DTYPES else outputs(p.q, p.out)
     kv, tile = kv_spec(p), spec.tile if serves else None
-    if tile and p.shares_v and p.packed_rows > PAIR_ROWS and kv.source == "tma":
-        tile = replace(tile, cluster=2)
+    if tile and p.shares_v:
+        tile = replace(gathering(tile, kv), cluster=2 if p.packed_rows > PAIR_ROWS and kv.source == "tma" else 1)
     mask, logits = exact_mask(p), exact_logits(p)
     if p.shares_v and not is_plain(p):
         mask, logits = general_mask(p), replace(logits, soft_cap=True)
     return replace(spec, kv=kv, out=out, head_dim_vo=p.head_dim_vo, mask=mask, logits=logits, tile=tile)
+
+
+def gathering(tile: Sm90TileConfig, kv: KVSpec) -> Sm90TileConfig:
+    """Return a tile with V in K for a source. A warp copies 32 rows of a block; of packed records, the mma warps do."""
+    return replace(tile, load_warps=1 if kv.source == "tma" or kv.record else tile.n // 32)
 
 
 def leaves_registers(request: KernelRequest, tile: Sm90TileConfig | None) -> bool:
@@ -123,6 +128,7 @@ def candidate(request: KernelRequest, arch: str, split: bool = False) -> Spec:
         tile = tile_of(p.q, p.kv, padded(p.kv, dims), False)
     if p.shares_v:
         tile = tile_of(p.q, p.kv, padded(p.kv, dims), plain, shares_v=True)
+        tile = tile and gathering(tile, kv_spec(p))
     return replace(spec, kv=kv_spec(p), out=out, mask=mask, logits=logits, tile=tile)
 
 
@@ -176,8 +182,9 @@ def supports(spec: Spec) -> Refusal | None:
         return Refusal("tile", f"{t}: m must be 64 or 128 over quantised K and V")
     if spec.logits.soft_cap and (t.q_in_regs or t.q_stages > 1):  # no MMA may be in flight when `mma` branches
         return Refusal("tile", f"{t}: with a soft cap, q_stages must be 1 and q_in_regs False")
-    if spec.kv.dtype == spec.q != FP8 and t.load_warps != (2 if t.pieces == 1 and not spec.kv.shares_v else 1):
-        return Refusal("tile", f"{t}: load_warps must be 2, or 1 with pieces or V in K, unless K or V is prepared")
+    one = t.pieces > 1 or spec.kv.shares_v and spec.kv.source == "tma"
+    if spec.kv.dtype == spec.q != FP8 and t.load_warps != (1 if one else 2):
+        return Refusal("tile", f"{t}: load_warps must be {1 if one else 2}, unless K or V is prepared")
     return resources(spec, t, padded(spec.kv.dtype, spec.dims)).refusal(t)
 
 

@@ -100,7 +100,8 @@ def score_fragments(spec, plan, s) -> Sm90Fragments:
 def score(spec: cutlass.Constexpr, plan, s):
     """Run the score role in its warpgroup."""
     r = score_fragments(spec, plan, s)
-    slots = gather.page_id_cache(spec, plan.kv[pages.K]) if const_expr(gather.has_slots(spec)) else None
+    has_slots = const_expr(gather.has_slots(spec))
+    slots = gather.page_ids_of(spec, plan.kv[pages.K], spec.tile.n // 32) if has_slots else None
 
     def score_tile(w, _, at):
         if w.n_block_max > w.n_block_min:
@@ -142,10 +143,9 @@ def score_blocks(
 def look_up_slots(spec: cutlass.Constexpr, plan, tile: Sm90TileState, n_block: Int32):
     """Look up which rows of the cache are the keys of a block, if the token has chosen them one by one."""
     if const_expr(gather.has_slots(spec)):
-        sequence, zero = tile.w.sequence, Int32(0)
+        sequence = tile.w.sequence
         found = pages.of_sequence(plan.args, tile.w.batch_idx, pages.K, sequence.extra)
-        at = pages.KVBlock(zero, zero, n_block, zero, sequence.kv_len)
-        gather.prefetch_pages(spec, tile.slots, found, at)
+        gather.look_up_block(spec, tile.slots, found, sequence.kv_len, n_block)
 
 
 @cute.jit
