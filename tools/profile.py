@@ -1,9 +1,10 @@
 """Profile one benchmark case with Nsight Compute and print the important figures.
 
-    python -m tools.profile CASE [--provider ours] [--ncu PATH]
+    python -m tools.profile CASE [--provider ours] [--ncu PATH] [--lines 40]
 
 The tool runs itself under `ncu --clock-control none` (so the clocks are those of the benchmark) and prints duration,
-tensor pipe, memory, stalls and launch resources of every kernel of one warm call.
+tensor pipe, memory, stalls and launch resources of every kernel of one warm call. With `--lines`, it also prints so
+many instructions of the first kernel, those where warps were found most often, with the reason why they waited.
 """
 
 import argparse
@@ -15,7 +16,7 @@ import tempfile
 from collections.abc import Callable, Iterable
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 SECTIONS = (
     "SpeedOfLight", "ComputeWorkloadAnalysis", "MemoryWorkloadAnalysis", "SchedulerStats", "WarpStateStats",
@@ -83,10 +84,43 @@ def report(kernel: dict[str, tuple[str, str]]) -> str:
     return "\n".join(lines)
 
 
+class SampledInstruction(NamedTuple):
+    """An instruction of a kernel: its number, how often it was issued, how many samples found a warp at it, and the
+    most frequent reason."""
+
+    number: int
+    issued: int
+    samples: int
+    reason: str
+    text: str
+
+
+def sampled(lines: Iterable[str]) -> list[SampledInstruction]:
+    """Return the instructions of a source page of ncu, in CSV."""
+    rows = [row for row in csv.reader(lines) if len(row) > 2]
+    heading = next(i for i, row in enumerate(rows) if "Source" in row)
+    of, found = {name: i for i, name in enumerate(rows[heading])}, []
+    reasons = [name for name in of if name.startswith("stall_") and "(" not in name]
+    for number, row in enumerate(rows[heading + 1 :]):
+        most = max(reasons, key=lambda name: int(row[of[name]] or 0), default="")
+        issued, samples = (int(row[of[name]] or 0) for name in ("Instructions Executed", "# Samples"))
+        reason = most.removeprefix("stall_") if samples else ""
+        found.append(SampledInstruction(number, issued, samples, reason, row[of["Source"]].strip()))
+    return found
+
+
+def hottest(found: list[SampledInstruction], count: int) -> str:
+    """Return a table of the instructions with the most samples, in their order."""
+    total = sum(each.samples for each in found) or 1
+    most = sorted(sorted(found, key=lambda each: -each.samples)[:count])
+    rows = (f"{x.number:6} {x.issued:9} {x.samples / total:6.1%} {x.reason:18} {x.text}" for x in most)
+    return "\n".join([f"{'number':>6} {'issued':>9} {'share':>6} {'waits for':18} instruction", *rows])
+
+
 def known(case: str, device: str) -> tuple[dict[str, Any], Callable[[], Any]]:
-    """Return the providers of a benchmark case (prefill, decode or top-k), each a function of the inputs, and the
+    """Return the providers of a benchmark case (prefill, decode, MLA or top-k), each a function of the inputs, and the
     function that makes the inputs."""
-    from bench import decode, prefill, topk
+    from bench import decode, mla, prefill, topk
     from bench import precision as measured
     from bench.cases import attention as cases
     from bench.cases import precision, serving
@@ -101,10 +135,13 @@ def known(case: str, device: str) -> tuple[dict[str, Any], Callable[[], Any]]:
         return {"ours": prefill.PROVIDERS["ours"]}, lambda: measured.with_factor(measured.CASES[case], dense())[0]
     if case in decodes:
         return dict(decode.PROVIDERS), partial(cases.make_inputs, decodes[case], device)
+    if case in mla.CASES:
+        of = mla.CASES[case]
+        return {name: partial(run, of) for name, run in mla.PROVIDERS.items()}, partial(mla.make, of, device, 0)
     if case.startswith("topk-"):
         calls = {name: partial(partial, run) for name, run in topk.PROVIDERS.items()}
         return dict(calls), partial(topk.make, case, device, 0)
-    names = ", ".join([*prefills, *measured.CASES, *decodes, *topk.HEADLINE])
+    names = ", ".join([*prefills, *measured.CASES, *decodes, *mla.CASES, *topk.HEADLINE])
     raise SystemExit(f"no case {case!r}; there are: {names}, and all that end as topk-fp32-64x65536-k2048")
 
 
@@ -130,19 +167,18 @@ def child(case: str, provider: str) -> None:
     torch.cuda.profiler.stop()
 
 
-def profile(case: str, provider: str, ncu: str) -> list[dict[str, tuple[str, str]]]:
-    """Run `case` under ncu and return its kernels' metrics."""
+def profile(case: str, provider: str, ncu: str, page: str, what: Iterable[str]) -> list[str]:
+    """Run `case` under ncu, which measures `what`, and return the lines of a page of its report."""
     with tempfile.TemporaryDirectory() as folder:
         log = Path(folder, "ncu.csv")
-        command = [ncu, "--clock-control", "none", "--profile-from-start", "off", "--target-processes", "all"]
-        command += [word for s in SECTIONS for word in ("--section", s)] + ["--metrics", ",".join(METRICS)]
-        command += ["--csv", "--page", "raw", "--print-units", "base", "--log-file", str(log)]
+        command = [ncu, "--clock-control", "none", "--profile-from-start", "off", "--target-processes", "all", *what]
+        command += ["--csv", "--page", page, "--print-units", "base", "--log-file", str(log)]
         command += [sys.executable, "-m", "tools.profile", case, "--provider", provider, "--child"]
         ended = subprocess.run(command)
         text = log.read_text().splitlines() if log.exists() else []
         if ended.returncode:
             raise SystemExit(f"ncu ended with {ended.returncode}: " + " ".join(text[-5:]))
-        return parse(text)
+        return text
 
 
 def main() -> None:
@@ -150,13 +186,18 @@ def main() -> None:
     parser.add_argument("case", help="a case of bench, such as prefill-bf16-causal-b2-s8192-h32x8-d128-p64")
     parser.add_argument("--provider", default="ours", help="ours, or a peer that bench has for the case")
     parser.add_argument("--ncu", default="ncu", help="path of Nsight Compute's command line")
+    parser.add_argument("--lines", type=int, default=0, help="instructions to show, those with the most samples")
     parser.add_argument("--child", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.child:
         child(args.case, args.provider)
         return
-    for kernel in profile(args.case, args.provider, args.ncu):
+    what = [word for s in SECTIONS for word in ("--section", s)] + ["--metrics", ",".join(METRICS)]
+    for kernel in parse(profile(args.case, args.provider, args.ncu, "raw", what)):
         print(report(kernel))
+    if args.lines:
+        what = ["--section", "SourceCounters", "--launch-count", "1"]
+        print(hottest(sampled(profile(args.case, args.provider, args.ncu, "source", what)), args.lines))
 
 
 if __name__ == "__main__":

@@ -17,7 +17,7 @@ from tests.support import fake_bundle
 from tests.support.emulated import emulation
 from tests.support.fake_machine import FakeMachine
 from tests.support.kernels import COVERING
-from tools import demo, demo_data, installs, proven, ptxdiff, static
+from tools import demo, demo_data, installs, profile, proven, ptxdiff, static
 from tools.soak import __main__ as soak
 from tools.soak import damage, memory, scenarios
 from tools.soak.engine import ServingEngine, Wrong
@@ -126,6 +126,15 @@ def test_equal_ptx_is_told_from_other_ptx(tmp_path, capsys):
     said = capsys.readouterr().out
     assert "1 of 2 kernels have an equal, 1 have none, 1 are new" in said and "lines differ from op/m32" in said
     assert ptxdiff.main(["compare", str(tmp_path / "a"), str(tmp_path / "a")]) == 0
+
+
+def test_a_profile_shows_the_instructions_where_warps_wait():
+    heading = "Address,Source,# Samples,Instructions Executed,stall_wait,stall_long_sb,stall_wait (Not Issued)"
+    lines = ["Kernel Name,attention,", heading, '0x0,"  LDG R1, [R2]",0,64,0,0,0', '0x10,"  FADD R1, R1",30,64,10,20,9']
+    lines += ["0x20,  EXIT,10,32,10,0,3"]
+    found = profile.sampled(lines)
+    assert found[0] == (0, 64, 0, "", "LDG R1, [R2]") and found[1] == (1, 64, 30, "long_sb", "FADD R1, R1")
+    assert [line.split()[0] for line in profile.hottest(found, 2).splitlines()] == ["number", "1", "2"]
 
 
 def test_a_steady_path_leaves_out_what_is_not_owed():
