@@ -159,10 +159,11 @@ def put(
 
 def packed(form: LatentRecord, keys: torch.Tensor, gen: torch.Generator) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the bytes of packed rows and of their factors, which are random: products with codes need rounding if they
-    are fp32."""
+    are fp32. One in 512 is 2 or more."""
     device, blocks = keys.device, keys[:, : form.latent].unflatten(-1, (-1, form.vec))
-    bits = torch.randint(128, blocks.shape[:-1], generator=gen, device=device)
-    power = 2.0 ** (bits % 4 - (2 if form.codes == "e2m1" else 8))
+    draws = torch.randint(512, blocks.shape[:-1], generator=gen, device=device)
+    bits = draws % 128
+    power = 2.0 ** torch.where(draws == 511, 1, bits % 4 - (2 if form.codes == "e2m1" else 8))
     factors = power * (1.0 if form.factor == "ue8m0" else 1 + (bits // 4 * 4 if form.factor == "fp32" else 16) / 128)
     scaled = blocks / factors[..., None]
     if form.codes == "e2m1":

@@ -76,6 +76,7 @@ def ordinary() -> set[str]:
 LATER = SHIPPED.keys() - ordinary()  # kernels that only --all compiles
 
 SPILLED = 24  # bytes that some tiles of prefill may spill: values of a tile, outside the loop over blocks
+RECORDS_SPILLED = 128  # bytes that kernels over packed records may: values of the role, and one of the loop
 BLACKWELL = [(arch, op, spec) for arch in catalog.ARCHS if arch not in sm90.ARCHS for op, spec in catalog.shipped(arch)]
 
 

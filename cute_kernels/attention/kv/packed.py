@@ -122,7 +122,6 @@ class NextRows(NamedTuple):
 
 def allocate(spec, op) -> NextRows:
     """Allocate the `NextRows` of a warp."""
-    assert 4 * spec.tile.warpgroups * GROUP == spec.tile.n
     page_ids = gather.page_ids_of(spec, op, 2)
     forms = [(x.form, [part.shape[3] for part in x.parts]) for x in sources(spec, op, page_ids)]
     return NextRows(op, allocate_row(forms), page_ids)

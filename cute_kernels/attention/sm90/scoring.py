@@ -281,6 +281,7 @@ def output(spec: cutlass.Constexpr, plan, s, epilogue: cutlass.Constexpr):
     """Run the mma role in one of its warpgroups, which has a part of the columns of O. epilogue: stores a tile."""
     r = output_fragments(spec, plan, s)
 
+    assert not spec.kv.record or roles(spec).warps("mma") * packed.GROUP == spec.tile.n
     rows = packed.allocate(spec, plan.kv[pages.K]) if const_expr(spec.kv.record) else None
 
     def one_tile(w, _, at):

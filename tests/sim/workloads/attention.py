@@ -125,10 +125,14 @@ def traits_of(spec: Any) -> KernelTraits:
 def structure(spec: Any) -> Any:
     """Return a key of the kernel's code apart from types, masks and modifiers, which one mode covers; None if
     another head dimension stands for it."""
-    if spec.kv.record:  # the load warps differ; other records have other sections of a row
+    if spec.kv.record:  # the mma warps load, too; other records have other sections of a row
         return ("latent", "packed") if (spec.kv.record, spec.kv.source) == ("656", "slots") else None
     if spec.kv.shares_v:
-        return ("latent", spec.kv.source, spec.kv.extra, spec.head_dim_qk if spec.kv.source == "tma" else 0)
+        if spec.kv.source == "tma":  # either head dimension stands for both
+            return (
+                ("latent", spec.tile.cluster) if (spec.tile.cluster, spec.head_dim_qk) in ((1, 576), (2, 512)) else None
+            )
+        return ("latent", spec.kv.source, spec.kv.extra)
     k, dim = traits_of(spec), spec.head_dim_qk
     if spec.kv.scales == "token" and not k.decodes:  # the prepare role multiplies rows as it does blocks
         return None

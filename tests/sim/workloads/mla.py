@@ -102,6 +102,7 @@ def chosen_cases(spec: Any) -> list[MlaScenario]:
             (
                 replace(base, chosen=64, rows=2, second=64 * spec.kv.extra),
                 replace(base, lens=(5, 0, 1) * 12, chosen=3, counted=True, second=2 * spec.kv.extra),
+                replace(base, lens=(400,), chosen=150, heads=9),  # two splits
             ),
         ),
     ]
