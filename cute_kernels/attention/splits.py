@@ -99,7 +99,7 @@ POLLS = 64
 
 @cute.jit
 def merge_together(spec: cutlass.Constexpr, a, smem: SplitSmem, count: Int32, tid: Int32, warps: cutlass.Constexpr):
-    """Do the work of `merge`, for tiles with any number of splits. Splits are added in the order of keys."""
+    """Do the work of `merge` together with the other CTAs of each tile. Splits are added in the order of keys."""
     count = cutlass.min(count, MAX_SPLITS_PER_CTA)
     if tid < count:
         counters_of(spec, work_of_split(spec, smem, tid)).add(a, combine.STORED, "acq_rel")
@@ -108,7 +108,7 @@ def merge_together(spec: cutlass.Constexpr, a, smem: SplitSmem, count: Int32, ti
         counters, splits = counters_of(spec, w), w.split.num_splits
         if tid == 0:
             smem.last[i] = combine.all_stored(a, counters, splits, POLLS)
-        if told(smem, i, warps) != 0:
+        if broadcast(smem, i, warps) != 0:
             if splits <= combine.FEW_SPLITS:
                 merge_stripes(spec, a, smem, i, w, tid, warps, const_expr(combine.AT_ONCE // combine.FEW_SPLITS))
             else:
@@ -123,8 +123,8 @@ def counters_of(spec, w: WorkTileInfo):
 
 
 @cute.jit
-def told(smem: SplitSmem, i: Int32, warps: cutlass.Constexpr):
-    """Return what thread 0 has written of the CTA's i-th split. Called by all warps."""
+def broadcast(smem: SplitSmem, i: Int32, warps: cutlass.Constexpr):
+    """Return to all warps what thread 0 has written to `smem.last` of the CTA's i-th split. Called by all warps."""
     cute.arch.barrier(barrier_id=NamedBarrier.SPLITS_COUNTED, number_of_threads=32 * warps)
     found = cute.arch.make_warp_uniform(smem.last[i])
     cute.arch.barrier(barrier_id=NamedBarrier.SPLITS_STORED, number_of_threads=32 * warps)
@@ -139,13 +139,14 @@ def merge_stripes(
     """Merge stripes of the CTA's i-th split's tile until all are taken. at_once: rows that a warp merges at a time."""
     left = geometry.num_rows(w.sequence.q_len, geometry.pack_divisor(w)) - w.m_block * spec.tile.m
     rows, warp, splits = cutlass.min(left, spec.tile.m), cute.arch.make_warp_uniform(tid // 32), w.split.num_splits
-    # units of a warp: some rows, and a part of the columns; a stripe has as many for each warp, about 1 / splits of all
+    # A warp merges units of some rows and a part of the columns. A stripe has equally many for each warp of a CTA, and
+    # there is a stripe for each split, or fewer.
     units = cutlass.max((rows + at_once - 1) // at_once, 0) * combine.PARTS
     size = ((units + warps - 1) // warps + splits - 1) // splits * warps
     taken = Int32(0)
     while taken < units:
         if tid == 0:
             smem.last[i] = counters_of(spec, w).add(a, combine.TAKEN) * size
-        taken = told(smem, i, warps)
+        taken = broadcast(smem, i, warps)
         for unit in cutlass.range(taken + warp, cutlass.min(taken + size, units), warps, unroll=1):
             combine.merge_part(spec, a, w, unit // combine.PARTS * at_once, rows, unit % combine.PARTS, at_once)

@@ -142,7 +142,7 @@ def begin(spec: cutlass.Constexpr, rows: NextRows, tile: TileRows, n_block: Int3
     """Load this warp's rows of the first block that a tile visits, its highest, and look up those of the next ones."""
     for i in cutlass.range_constexpr(2):
         look_up(spec, rows, i, tile, n_block - i)
-    at_rows(spec, load_from, rows, tile, n_block)
+    with_row(spec, load_from, rows, tile, n_block)
     look_ahead(spec, rows, tile, n_block - 1)
 
 
@@ -164,7 +164,7 @@ def convert(spec: cutlass.Constexpr, rows: NextRows, tile: TileRows, n_block: In
 @cute.jit
 def advance(spec: cutlass.Constexpr, rows: NextRows, tile: TileRows, n_block: Int32):
     """Load this warp's rows of the block below one that is converted, and look up those of further blocks."""
-    at_rows(spec, load_from, rows, tile, n_block - 1)
+    with_row(spec, load_from, rows, tile, n_block - 1)
     look_ahead(spec, rows, tile, n_block - 2)
 
 
@@ -172,7 +172,7 @@ def advance(spec: cutlass.Constexpr, rows: NextRows, tile: TileRows, n_block: In
 def look_ahead(spec: cutlass.Constexpr, rows: NextRows, tile: TileRows, n_block: Int32):
     """Ask the L2 cache for the rows of a block, which will be loaded next, and look up those of the block below."""
     rows.page_ids.page[0] = rows.page_ids.page[1]
-    at_rows(spec, ask_for, rows, tile, n_block)
+    with_row(spec, ask_for, rows, tile, n_block)
     look_up(spec, rows, 1, tile, n_block - 1)
 
 
@@ -189,8 +189,8 @@ def row_number(spec, tile: TileRows, n_block):
 
 
 @cute.jit
-def at_rows(spec: cutlass.Constexpr, do: cutlass.Constexpr, rows: NextRows, tile: TileRows, n_block: Int32):
-    """Call `do` for this lane's row of a block, of which the page is known, and for its cache."""
+def with_row(spec: cutlass.Constexpr, do: cutlass.Constexpr, rows: NextRows, tile: TileRows, n_block: Int32):
+    """Call `do` with this lane's row of a block, the page of which is looked up, and with the cache that has it."""
     each, row = sources(spec, rows.op, rows.page_ids), row_number(spec, tile, n_block)
     if const_expr(spec.kv.extra):
         if gather.is_extra(spec, n_block, tile.of.first_keys):

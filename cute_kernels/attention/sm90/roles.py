@@ -17,7 +17,7 @@ TRANSPOSING_PARTS = (56, 224)  # (load, mma) with two mma warpgroups that have t
 SHARED_SCORES = (56, 224)  # (load, mma) with mma warpgroups that have a part each of the scores
 SPLIT_KV = {1: (72, 72, 232), 2: (72, 72, 216)}  # tiles may be split among CTAs
 SCORES_APART = (40, 88, 192)
-CONVERTING = (40, 72, 200)  # the same over packed records, which the mma warps convert
+CONVERTING = (40, 72, 200)  # the same over packed records, which the mma warps load and convert
 WARPS = 4  # warps per warpgroup
 
 

@@ -70,13 +70,13 @@ def pair_cases(spec: Any, base: MlaCase) -> list[MlaScenario]:
         replace(base, lens=(65, 0, 9), heads=66, page_size=32),
         replace(base, lens=(70, 130), heads=43, rows=3, strided=True, sink=True, cap=4.0 * spec.mask.window),
         replace(base, lens=(330,), heads=65, page_size=8, data="peaks", function="qv" if base.window else "trtllm"),
-        replace(base, lens=(64, 1), heads=33, rows=4, page_size=256),
+        replace(base, lens=(66, 1), heads=33, rows=4, page_size=256),  # tokens of a tile end in two blocks
     )
     many = replace(base, lens=(27 * 64 + 3, 40), heads=80, page_size=16, gap=2, window=4000 * spec.mask.window)
     return [
         MlaScenario("tiles", first[:2]),
         MlaScenario("few keys", first[2:]),
-        MlaScenario("many splits", (many,), 60),
+        MlaScenario("splits", (many, replace(base, lens=(200,), heads=66)), 60),
     ]
 
 
