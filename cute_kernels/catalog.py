@@ -9,6 +9,7 @@ from typing import Any
 from . import archs, manifest
 from .attention import dispatch as attention
 from .cache_write import dispatch as cache_write
+from .indexer import dispatch as indexer
 from .latent import dispatch as latent
 from .manifest import Kernel
 from .merge_states import dispatch as merge_states
@@ -20,6 +21,7 @@ FAMILIES = {  # operator family -> dispatch
     "cache_write": cache_write,
     "latent": latent,
     "merge_states": merge_states,
+    "indexer": indexer,
 }
 ARCHS = archs.NAMES
 

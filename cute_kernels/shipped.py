@@ -42,6 +42,15 @@ class ElementRow(NamedTuple):
     archs: tuple[str, ...] = archs.NAMES
 
 
+class IndexerRow(NamedTuple):
+    """Kernels of an indexer. shapes: (heads, head_dim). rows: query tokens of a tile. outs: types of the logits."""
+
+    shapes: tuple[tuple[int, int], ...]
+    rows: tuple[int, ...]
+    outs: tuple[str, ...]
+    archs: tuple[str, ...] = HOPPER
+
+
 PREFILL, PREFILL_BLACKWELL, DECODE = "attention.sm90", "attention.sm100", "attention.decode"
 ATTENTION = (
     AttentionRow(PREFILL, HOPPER, ("bf16",), (SAME,), (*USUAL, *WIDE), ("causal", "full", "modified")),
@@ -141,3 +150,8 @@ LATENT = (
     ElementRow("latent.read", ("fp16",), ("e4m3",)),
 )
 MERGE_STATES = (ElementRow("merge_states.rows", ("bf16", "fp16", "fp32"), ("states", "pair")),)
+INDEXER = (
+    IndexerRow(((64, 128), (32, 128)), (1, 2, 4, 8), ("fp32",)),  # requests of so many tokens
+    IndexerRow(((64, 128), (32, 128)), (1, 9), ("bf16",)),  # 9: prompts
+    IndexerRow(((64, 64), (64, 32), (32, 64), (32, 32)), (9,), ("fp32",)),
+)

@@ -43,6 +43,11 @@ GROUPS = {  # page -> (title, first sentence, names)
         "Exact selection of the largest scores of each row. The guide is [Top-k](../docs/top-k.md).",
         (*NAMES["top-k"], "TopKTieBreak"),
     ),
+    "sparse": (
+        "The indexer of sparse attention",
+        "How well each key suits a query token. The guide is [Sparse attention](../docs/sparse.md).",
+        NAMES["sparse"],
+    ),
     "caches": (
         "Caches, NVFP4, merging, masks",
         "Functions beside attention. The guide is [Caches](../docs/caches.md).",

@@ -7,6 +7,13 @@ parameters.
 
 from .cache_write.quantize import nvfp4_dequantize, nvfp4_quantize
 from .cache_write.rotation import RotaryEmbedding
+from .deep_gemm.api import (
+    fp8_fp4_mqa_logits,
+    fp8_fp4_paged_mqa_logits,
+    fp8_mqa_logits,
+    fp8_paged_mqa_logits,
+    get_paged_mqa_logits_metadata,
+)
 from .flash_attn.api import flash_attn_func, flash_attn_varlen_func, flash_attn_with_kvcache
 from .flash_mla.api import flash_mla_with_kvcache, get_mla_metadata
 from .flashinfer.cascade import merge_state, merge_state_in_place, merge_states
@@ -61,6 +68,7 @@ from .own.append_qkv import BlockTable, KVCacheTarget, PageLists, QueryOutput, R
 from .own.binding import bind
 from .own.explanation import Explanation, explain
 from .own.gather_latent import gather_latent
+from .own.select import select_rows, select_slots
 from .topk.checks import TopKTieBreak
 from .vllm.latent import (
     concat_and_cache_mla,
@@ -89,14 +97,16 @@ __all__ = [
     "concat_and_cache_mla", "concat_and_cache_mla_rope_fused", "concat_mla_k", "concat_mla_q", "cooperative_topk",
     "cp_gather_and_upconvert_fp8_kv_cache", "cp_gather_and_upconvert_nvfp4_kv_cache", "cp_gather_cache",
     "cp_gather_indexer_k_quant_cache", "explain", "fast_decode_plan", "flash_attn_func", "flash_attn_varlen_func",
-    "flash_attn_with_kvcache", "flash_mla_with_kvcache", "gather_and_maybe_dequant_cache", "gather_latent",
-    "get_batch_indices_positions", "get_mla_metadata", "get_seq_lens", "indexer_k_quant_and_cache", "merge_state",
-    "merge_state_in_place", "merge_states", "mla_rope_quantize_fp8", "nvfp4_dequantize", "nvfp4_quantize",
-    "nvfp4_quantize_append_paged_kv_cache", "nvfp4_quantize_append_paged_kv_cache_with_slot_mapping",
-    "nvfp4_quantize_append_paged_mla_kv_cache", "packbits", "persistent_topk", "rope_quantize_fp8",
-    "rope_quantize_fp8_append_paged_kv_cache", "segment_packbits", "single_decode_with_kv_cache",
-    "single_prefill_with_kv_cache", "single_prefill_with_kv_cache_return_lse", "top_k", "top_k_page_table_transform",
-    "top_k_per_row_decode", "top_k_per_row_prefill", "top_k_ragged_transform", "trtllm_batch_context_with_kv_cache",
+    "flash_attn_with_kvcache", "flash_mla_with_kvcache", "fp8_fp4_mqa_logits", "fp8_fp4_paged_mqa_logits",
+    "fp8_mqa_logits", "fp8_paged_mqa_logits", "gather_and_maybe_dequant_cache", "gather_latent",
+    "get_batch_indices_positions", "get_mla_metadata", "get_paged_mqa_logits_metadata", "get_seq_lens",
+    "indexer_k_quant_and_cache", "merge_state", "merge_state_in_place", "merge_states", "mla_rope_quantize_fp8",
+    "nvfp4_dequantize", "nvfp4_quantize", "nvfp4_quantize_append_paged_kv_cache",
+    "nvfp4_quantize_append_paged_kv_cache_with_slot_mapping", "nvfp4_quantize_append_paged_mla_kv_cache", "packbits",
+    "persistent_topk", "rope_quantize_fp8", "rope_quantize_fp8_append_paged_kv_cache", "segment_packbits",
+    "select_rows", "select_slots", "single_decode_with_kv_cache", "single_prefill_with_kv_cache",
+    "single_prefill_with_kv_cache_return_lse", "top_k", "top_k_page_table_transform", "top_k_per_row_decode",
+    "top_k_per_row_prefill", "top_k_ragged_transform", "trtllm_batch_context_with_kv_cache",
     "trtllm_batch_decode_with_kv_cache", "trtllm_batch_decode_with_kv_cache_mla", "trtllm_fmha_v2_prefill", "xqa",
     "xqa_batch_decode_with_kv_cache", "xqa_batch_decode_with_kv_cache_mla",
 ]  # fmt: skip

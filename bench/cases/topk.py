@@ -487,7 +487,7 @@ def _refusals(function: str) -> dict[str, Any]:
             "table rows": ({table: _zeros(2, 50)}, ValueError, rf"{table}: shape \(2, 50\).*row_to_batch"),
             "table no rows": ({table: _zeros(0, 50), "row_to_batch": _zeros(3)}, ValueError, f"{table}: shape"),
             "table stride": ({table: _zeros(50, 3).T}, ValueError, f"{table}: stride"),
-            "page_size 3": ({"page_size": 3}, ValueError, "page_size: 3"),
+            "page_size 0": ({"page_size": 0}, ValueError, "page_size: 0"),
             "page_size large": ({"page_size": 2**31}, ValueError, "page_size: 2147483648"),
             "starts in pages": ({"page_size": 4, "row_starts": _zeros(3)}, ValueError, "page_table_row_starts: None"),
         }

@@ -7,6 +7,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Int32, Int64, const_expr
 
+from ..device.divisor import divide
 from . import keys
 from .spec import BITS
 
@@ -22,18 +23,20 @@ class OutputTarget(NamedTuple):
 @cute.jit
 def entry(a, table: cute.Tensor, index: Int32, start: Int32):
     """Return the page-table entry of an index, or -1 if the row of the table has none."""
-    result, page = Int32(-1), (index >> a.page_shift) + start
+    result, page = Int32(-1), divide(index, a.page_size)
+    inside = index - page * a.page_size
+    page += start
     if page >= 0 and page < table.shape[0]:
         result = table[page]
-        if a.page_shift > 0:
-            result = (result << a.page_shift) | (index & ((Int32(1) << a.page_shift) - 1)) if result >= 0 else Int32(-1)
+        if a.page_size > 1:
+            result = result * a.page_size + inside if result >= 0 else Int32(-1)
     return result
 
 
 @cute.jit
 def target(a, row: Int32) -> OutputTarget:
-    """Read the target of a row. For absent tensors it is the row itself, 0 and 0."""
-    batch, first, offset = row, Int32(0), Int32(0)
+    """Read the target of a row. For absent tensors it is the row's request, 0 and 0."""
+    batch, first, offset = divide(row, a.next_n), Int32(0), Int32(0)
     if a.row_to_batch.shape[0] > 0:
         batch = a.row_to_batch[row]
     if a.table_starts.shape[0] > 0:

@@ -10,7 +10,7 @@ from cutlass import Int32, Int64, Uint32, const_expr
 from ..device import copy, l2
 from ..device.clamp import clamp
 from . import keys
-from .args import DECODE, ENDS, LENGTHS
+from .args import ABSOLUTE, DECODE, ENDS, LENGTHS
 from .spec import BITS
 
 GRAIN = 128  # slices of a row begin at multiples of this many keys
@@ -58,7 +58,7 @@ def bounds(a, row: Int32) -> RowWindow:
     n = limit - start
     if a.window == LENGTHS:
         n = a.lengths[row]
-    elif a.window == ENDS:
+    elif a.window == ENDS or a.window == ABSOLUTE:
         n = clamp(a.lengths[row], 0, limit) - start
     elif a.window == DECODE:
         n = cutlass.max(a.lengths[row // a.next_n], 0) - a.next_n + row % a.next_n + 1

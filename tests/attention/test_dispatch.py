@@ -358,7 +358,7 @@ def test_a_call_may_say_how_keys_are_split(way, want):
 @pytest.mark.parametrize("arch", archs.NAMES)
 def test_few_kernels_are_shipped(arch):
     """A policy, not a product: of each types and head_dim one headline spec a mask and the general ones."""
-    assert len(catalog.shipped(arch)) < (90 if arch in decode.ALONE else 260)
+    assert len(catalog.shipped(arch)) < (90 if arch in decode.ALONE else 280)
 
 
 @pytest.mark.parametrize("arch", archs.NAMES)

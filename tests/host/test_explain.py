@@ -16,7 +16,7 @@ from cute_kernels import archs, catalog, manifest
 from cute_kernels.topk import dispatch as topk_dispatch
 from tests.host.test_signatures import same
 from tests.support.fake_machine import FakeMachine
-from tests.support.good_calls import MLA, NAMES, XQA_MLA, inputs_of
+from tests.support.good_calls import LOGITS, MLA, NAMES, SELECT, XQA_MLA, inputs_of
 from tests.support.layout_calls import NVFP4_LATENT
 from wrappers import explain
 from wrappers.host import machine
@@ -47,6 +47,10 @@ def cases_of(name):
         yield inputs | ({"causal": False} if "causal" in inputs else {"sinks": torch.ones(4)})
     elif name.endswith("topk"):
         yield inputs | {"logits": torch.zeros(3, 300_000)}
+    elif name in SELECT:
+        yield inputs | {"top_k": 3}
+    elif name in LOGITS:
+        yield inputs | {"clean_logits": False}
     else:
         yield inputs | {"logits_soft_cap_scale" if name == "trtllm_fmha_v2_prefill" else "logits_soft_cap": 4.0}
 
@@ -80,7 +84,10 @@ def test_what_is_said_is_what_runs(name, arch):
             if said.runs is None:
                 with pytest.raises(NotImplementedError, match=arch):
                     getattr(wrappers, name)(**inputs)
-                assert name in (NAMES[0], "trtllm_fmha_v2_prefill", *MLA, XQA_MLA) or name.startswith("single_prefill")
+                assert (
+                    name in (NAMES[0], "trtllm_fmha_v2_prefill", *MLA, XQA_MLA, *LOGITS, *SELECT)
+                    or name.startswith("single_prefill")
+                )  # fmt: skip
                 assert arch != "sm_90a"
                 continue
             getattr(wrappers, name)(**inputs)

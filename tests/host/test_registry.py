@@ -13,17 +13,28 @@ from wrappers.attention.call import AttentionCall
 from wrappers.cache_write.call import CacheWriteCall
 from wrappers.cache_write.quantize import DequantizeCall, QuantizeCall
 from wrappers.flash_attn.api import CachedCall
+from wrappers.indexer.logits import LogitsCall
 from wrappers.latent.call import LatentCall
 from wrappers.latent.gather import GatherCall
 from wrappers.merge.checks import MergeCall
 from wrappers.own import registry
-from wrappers.own.registry import ATTENTION, CACHE_WRITE, FUNCTIONS, LATENT, LATENT_READ, MERGING, QUANTIZATION, TOP_K
+from wrappers.own.registry import (
+    ATTENTION,
+    CACHE_WRITE,
+    FUNCTIONS,
+    INDEXER,
+    LATENT,
+    LATENT_READ,
+    MERGING,
+    QUANTIZATION,
+    TOP_K,
+)
 from wrappers.topk.checks import TopKCall
 
 KINDS = {
     ATTENTION: AttentionCall, TOP_K: TopKCall, CACHE_WRITE: CacheWriteCall, MERGING: MergeCall,
     LATENT: LatentCall,
-    LATENT_READ: GatherCall,
+    LATENT_READ: GatherCall, INDEXER: LogitsCall,
     QUANTIZATION: (QuantizeCall, DequantizeCall),
 }  # fmt: skip
 FORWARDS = "single_prefill_with_kv_cache_return_lse"  # calls another public function

@@ -1,7 +1,7 @@
 """The shape of the code, held with `ast`: small pieces, and imports that only go down.
 
 tests, bench, tools, examples -> wrappers (its rooms: ROOMS below; in a family: op -> plan -> checks -> call)
--> {attention, topk, cache_write, latent, merge_states}/dispatch -> kernels (sm90, sm100, combine,
+-> {attention, topk, cache_write, latent, merge_states, indexer}/dispatch -> kernels (sm90, sm100, combine,
 topk algorithms, rows, write) -> seams -> spec, geometry -> build, manifest, abi, device; latent's kernels find the
 places of rows as those of cache_write do, in its modules
 
@@ -44,12 +44,12 @@ UPSTREAM = ("wrappers/integrations/", "wrappers/flashinfer/wrapper_classes/")
 
 # The rooms of wrappers: imports go down. Those of one floor import nothing of each other.
 ROOMS = (
-    {"integrations"}, {"own"}, {"flashinfer", "flash_attn", "flash_mla", "vllm"}, {"attention"},
-    {"topk", "cache_write", "merge", "latent"},
+    {"integrations"}, {"own"}, {"flashinfer", "flash_attn", "flash_mla", "deep_gemm", "vllm"}, {"attention"},
+    {"topk", "cache_write", "merge", "latent", "indexer"},
     {"reference"}, {"fp4"}, {"host"},
 )  # fmt: skip
 # Rooms whose functions `*_call` make the call of a public function: they have its arguments (test_registry.py).
-ADAPTERS = {"own", "flashinfer", "flash_attn", "flash_mla", "vllm"}
+ADAPTERS = {"own", "flashinfer", "flash_attn", "flash_mla", "deep_gemm", "vllm"}
 # The reference takes an attention call whole, so it knows what one is.
 BESIDE_ROOMS = {"wrappers/reference/paged.py": {"wrappers.attention.call"}}
 

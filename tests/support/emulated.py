@@ -12,7 +12,7 @@ from cute_kernels.attention import args, geometry
 from cute_kernels.attention.sm90 import Sm90TileConfig
 from cute_kernels.attention.sm100 import Sm100TileConfig
 from cute_kernels.attention.spec import PACK_GQA_MAX_Q
-from tests.support import emulated_latent, emulated_merges, emulated_topk, emulated_writes
+from tests.support import emulated_indexer, emulated_latent, emulated_merges, emulated_topk, emulated_writes
 from tests.support.fake_machine import FakeMachine, promised, promised_apart
 from wrappers import FP4Tensor, fp4, reference
 from wrappers.attention.call import SEPARATE, AttentionCall, listed_sequences, new_sequences, slot_sequences
@@ -56,6 +56,8 @@ def emulate(op, spec, launches):
         return emulated_merges.emulate(spec, launches)
     if op.startswith("latent"):
         return emulated_latent.emulate(spec, launches)
+    if op.startswith("indexer"):
+        return emulated_indexer.emulate(spec, launches)
     names = args.fields(spec)
 
     def kernel(*flat):

@@ -3,7 +3,7 @@
 from typing import Any
 
 from cute_kernels.topk import dispatch, radix
-from cute_kernels.topk.args import DECODE, ENDS, FULL, LENGTHS, SortArgs, TopKArgs
+from cute_kernels.topk.args import DECODE, FULL, SortArgs, TopKArgs
 from tests.support.fake_machine import promised
 from wrappers import reference
 
@@ -15,17 +15,17 @@ def emulate(op: str, spec: Any, launches: list[Any]) -> Any:
 
     def kernel(*flat: Any) -> None:
         a = TopKArgs(*flat)
-        promised(a.enable_pdl == 1 and a.k >= 1 and a.last_ties in (0, 1) and 0 <= a.page_shift <= 30)
+        promised(a.enable_pdl == 1 and a.k >= 1 and a.last_ties in (0, 1) and 1 <= a.page_size <= 1 << 30)
         rows, width = a.scores.shape
         promised(rows > 0)
         for name in ("starts", "row_to_batch", "table_starts", "offsets"):
             promised(len(getattr(a, name)) in (0, rows))
-        promised(len(a.lengths) == {FULL: 0, LENGTHS: rows, ENDS: rows, DECODE: rows // a.next_n}[a.window])
+        promised(len(a.lengths) == {FULL: 0, DECODE: rows // a.next_n}.get(a.window, rows))
         for name in ("out", "raw", "values", "indices"):
             promised(getattr(a, name).shape in ((0, a.k), (rows, a.k)))
             promised(len(getattr(a, name)) < 2 or getattr(a, name).stride(0) >= a.k)
         promised(sum(map(len, (a.out, a.raw, a.indices))) and len(a.values) == len(a.indices))
-        promised(not len(a.table) or len(a.row_to_batch) or len(a.table) >= rows)
+        promised(not len(a.table) or len(a.row_to_batch) or len(a.table) >= rows // a.next_n)
         promised(a.k <= radix.max_k(spec) if spec.stream else spec.capacity * spec.cluster >= width)
         launches.append(a)
         reference.top_k_rows(*flat)

@@ -2,13 +2,16 @@
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
 
 from bench.cases import attention as cases
+from bench.cases import indexer as indexer_cases
 from bench.cases import mla as mla_cases
 from bench.cases import topk as topk_cases
+from bench.cases.indexer import PAGED, PAGED_FP4, RAGGED, RAGGED_FP4, LogitsCase
 from tests.attention.test_decode_wrapper import xqa_inputs
 from tests.engines.test_engines import as_fmha, as_persistent, as_xqa_batch
 from tests.support import rope_calls
@@ -124,6 +127,26 @@ def gathered(function: str) -> dict[str, Any]:
                     "kv_cache_dtype": "fp8_ds_mla", "scale": torch.ones(1)}  # fmt: skip
 
 
+LOGITS = (RAGGED, RAGGED_FP4, PAGED, PAGED_FP4)  # kernels for Hopper alone
+SELECT = "select_rows", "select_slots"  # likewise
+
+
+def logits(function: str) -> dict[str, Any]:
+    """Arguments of a function that computes logits: of five tokens, or of two requests of three tokens."""
+    paged = "paged" in function
+    case = LogitsCase(
+        function, (9, 40) if paged else (5, 40), 8, page_size=4 if paged else 64, next_n=3 if paged else 1
+    )
+    return indexer_cases.make_inputs(case)
+
+
+def selected(function: str) -> dict[str, Any]:
+    """Arguments of a function that chooses 16 keys by their logits."""
+    given = logits(RAGGED if function == "select_rows" else PAGED)
+    hints = "schedule_meta", "max_context_len", "clean_logits", "max_seqlen_k"
+    return {name: value for name, value in given.items() if name not in hints} | {"top_k": 16}
+
+
 MLA = "flash_mla_with_kvcache", "trtllm_batch_decode_with_kv_cache_mla"  # kernels for Hopper alone
 XQA_MLA = "xqa_batch_decode_with_kv_cache_mla"  # likewise
 GATHERS = ("gather_latent", "gather_and_maybe_dequant_cache", "cp_gather_cache",
@@ -137,6 +160,9 @@ GOOD: dict[str, Callable[[], dict[str, Any]]] = {
     "get_batch_indices_positions": lambda: {
         "append_indptr": ints(0, 2, 2, 5), "seq_lens": ints(3, 0, 1), "nnz": 5,
         "batch_indices": torch.zeros(5, dtype=torch.int32), "positions": torch.zeros(5, dtype=torch.int32)},
+    "get_paged_mqa_logits_metadata": lambda: {"context_lens": ints(9, 40), "block_kv": 64, "num_sms": 132},
+    **{name: partial(logits, name) for name in LOGITS},
+    **{name: partial(selected, name) for name in SELECT},
     "get_mla_metadata": lambda: {"cache_seqlens": ints(9, 40), "num_q_tokens_per_head_k": 8, "num_heads_k": 1},
     "merge_state": lambda: states("v_a", "s_a") | states("v_b", "s_b"),
     "merge_state_in_place": lambda: states("v", "s") | states("v_other", "s_other") | {"mask": torch.ones(3) > 0},

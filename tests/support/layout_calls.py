@@ -490,6 +490,8 @@ RICH: dict[str, dict[str, Callable[[], Arguments]]] = {  # function -> name of a
         **states("v", "s", 3, 2, 8), **states("v_other", "s_other", 3, 2, 8, seed=2),
         "mask": torch.tensor([True, False, True])}},
     "merge_states": {"plain": lambda: states("v", "s", 3, 4, 2, 8)},
+    "select_slots": {"plain": lambda: good_calls.selected("select_slots") | {"out": torch.zeros(2, 3, 16).int()}},
+    "select_rows": {"plain": lambda: good_calls.selected("select_rows") | {"out": torch.zeros(5, 16).int()}},
     "packbits": {"plain": lambda: {"x": rows(9).float() > 0, "bitorder": "little"}},
     "segment_packbits": {"plain": lambda: {"x": rows(9).float() > 0, "indptr": ints(0, 4, 9), "bitorder": "little"}},
 }  # fmt: skip
@@ -497,7 +499,7 @@ RICH: dict[str, dict[str, Callable[[], Arguments]]] = {  # function -> name of a
 UNREAD = {
     "token_to_seq", "host_cache", "host_row_ids", "device_row_ids",
     "workspace_buffer", "semaphores", "workspace", "cum_seq_lens_kv", "multi_ctas_kv_counter_buffer", "request_order",
-    "causal_seqlens_kv_global", "max_seqlen_k", "num_splits",
+    "causal_seqlens_kv_global", "max_seqlen_k", "num_splits", "schedule_meta", "indices",
 }  # fmt: skip
 
 
@@ -529,6 +531,8 @@ STRICT: dict[str, set[str]] = {  # function -> tensors for which whole, aligned 
     "append_qkv": {"norm q_weight"},
     "append_latent": {"cache cache", "index cache"}, "indexer_k_quant_and_cache": {"kv_cache"},  # rows of a page
     "gather_latent": {"cache cache"}, "cp_gather_indexer_k_quant_cache": {"kv_cache"},  # likewise
+    **dict.fromkeys(("fp8_paged_mqa_logits", "fp8_fp4_paged_mqa_logits"), {"kv_cache"}),  # likewise
+    "select_slots": {"kv_cache", "out"},
 }  # fmt: skip
 PLANAR = {(FLASH_MLA, "packed caches"): {"k_cache", "extra_k_cache"}}  # likewise, of one call
 

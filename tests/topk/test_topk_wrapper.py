@@ -96,7 +96,7 @@ def test_arguments_of_every_function(launches):
         scores = inputs["logits" if function in PER_ROW else "input"]
         assert a.scores.data_ptr() == scores.data_ptr() and a.scores.stride() == (53, 1)
         assert a.window == window and {f for f in a._fields[1:11] if len(getattr(a, f))} == present
-        assert (a.k, a.page_shift, a.last_ties, a.next_n) == (7, 0, 0, 3 if function == cases.DECODE else 1)
+        assert (a.k, a.page_size, a.last_ties, a.next_n) == (7, 1, 0, 3 if function == cases.DECODE else 1)
 
 
 def test_sorted_results_are_sorted_in_place_by_a_second_launch(here):
@@ -120,7 +120,7 @@ def test_arguments_of_a_page_table(launches):
     inputs = inputs_of(case)
     result = top_k_page_table_transform(**inputs)
     a = launches[0]
-    assert a.page_shift == 4 and a.last_ties == 1 and result is a.out is inputs["out"]
+    assert a.page_size == 16 and a.last_ties == 1 and result is a.out is inputs["out"]
     assert a.raw is inputs["out_raw_indices"] and a.row_to_batch is inputs["row_to_batch"]
     assert a.starts is inputs["row_starts"] and a.table_starts is inputs["page_table_row_starts"]
     inputs |= {"page_size": 1, "page_table_row_starts": None}

@@ -27,7 +27,7 @@ def top_k_page_table_transform(
         row_to_batch: int32 (R,), the row of the table; None: i, which requires B >= R.
         row_starts: int32 (R,); None: 0. page_table_row_starts: int32 (R,); None: row_starts. With page_size > 1 it is
             required if row_starts is given.
-        page_size: a power of two up to 2^30. With 1, entries are copied unchanged; otherwise a negative entry gives -1.
+        page_size: up to 2^30. With 1, entries are copied unchanged; otherwise a negative entry gives -1.
         out, out_raw_indices: int32 (R, k), any row stride that keeps rows apart. out_raw_indices is filled with x.
         tie_break: `TopKTieBreak`, which of equal scores are selected. deterministic, dsa_graph_safe: True or False;
             they change nothing, because every call is deterministic and can be captured.

@@ -11,6 +11,7 @@ from cute_kernels import archs
 from cute_kernels.attention import dispatch
 from cute_kernels.cache_write import dispatch as cache_dispatch
 from cute_kernels.cache_write.request import CacheWriteRequest
+from cute_kernels.indexer import dispatch as indexer_dispatch
 from cute_kernels.latent import dispatch as latent_dispatch
 from cute_kernels.merge_states import dispatch as merge_dispatch
 from cute_kernels.topk import dispatch as topk_dispatch
@@ -26,6 +27,7 @@ from ..flashinfer.trtllm import trtllm_batch_context_with_kv_cache
 from ..host import machine, runtime
 from ..host.checks import check_integer
 from ..host.scalars import integer
+from ..indexer import logits
 from ..latent import checks as latent_checks
 from ..latent import gather as latent_gather
 from ..latent import plan as latent_plan
@@ -37,7 +39,18 @@ from ..topk import checks as topk_checks
 from ..topk import op as topk_op
 from ..topk import plan as topk_plan
 from ..topk.checks import TopKCall
-from .registry import ATTENTION, CACHE_WRITE, LATENT, LATENT_READ, MERGING, QUANTIZATION, TOP_K, call_of, row_of
+from .registry import (
+    ATTENTION,
+    CACHE_WRITE,
+    INDEXER,
+    LATENT,
+    LATENT_READ,
+    MERGING,
+    QUANTIZATION,
+    TOP_K,
+    call_of,
+    row_of,
+)
 
 
 @dataclass(frozen=True)
@@ -201,6 +214,15 @@ def _gather(call: latent_gather.GatherCall, arch: str, sms: int) -> list[tuple[s
     return [*latent_dispatch.explain(latent_gather.request_of(call), arch)]
 
 
+def _checked_logits(call: logits.LogitsCall) -> tuple[Any, torch.device]:
+    logits.validate(call)
+    return call, call.q.device
+
+
+def _logits(call: logits.LogitsCall, arch: str, sms: int) -> list[tuple[str, Any, Any]]:
+    return [*indexer_dispatch.explain(logits.request_of(call), arch)]
+
+
 def _quantization(call: Any, arch: str, sms: int) -> list[tuple[str, Any, Any]]:
     if isinstance(call, quantize.QuantizeCall) and call.x.dtype not in quantize.DTYPES:
         return [(TORCH, None, None)]
@@ -216,5 +238,6 @@ FAMILIES = {
     MERGING: ExplainedFamily(merge_dispatch.KERNELS, TORCH, _checked_merge, _merging),
     LATENT: ExplainedFamily(latent_dispatch.KERNELS, TORCH, _checked_latent, _latent),
     LATENT_READ: ExplainedFamily(latent_dispatch.READERS, TORCH, _checked_gather, _gather),
+    INDEXER: ExplainedFamily(indexer_dispatch.KERNELS, TORCH, _checked_logits, _logits),
     QUANTIZATION: ExplainedFamily(cache_dispatch.KERNELS, TORCH, lambda call: (call, call[0].device), _quantization),
 }

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 from ..attention.bound import Reshaping
 from ..attention.call import AttentionCall
 from ..cache_write import quantize as nvfp4
+from ..deep_gemm import api as deep_gemm
 from ..flash_attn import api as flash_attn
 from ..flash_mla import api as flash_mla
 from ..flashinfer import (
@@ -30,14 +31,16 @@ from ..host.checks import listed
 from ..vllm import latent as vllm_latent
 from ..vllm import latent_gather as vllm_gather
 from ..vllm import topk as vllm_topk
-from . import append_latent, append_qkv, gather_latent
+from . import append_latent, append_qkv, gather_latent, select
 
 ATTENTION, TOP_K, CACHE_WRITE, MERGING = "attention", "top-k", "cache writing", "merging"  # families
 LATENT, LATENT_READ = "latent caches", "gathers of latent caches"  # likewise
-QUANTIZATION, NO_KERNEL = "NVFP4", ""  # likewise; torch operations of no family
+QUANTIZATION, INDEXER, NO_KERNEL = "NVFP4", "logits of an indexer", ""  # likewise; torch operations of no family
 PREFILL, DECODE, FLASH_ATTENTION, SELECTION, CACHES = "prefill", "decode", "flash-attention", "top-k", "caches"
+SPARSE = "sparse"  # likewise
 FAMILY_OF = {  # page of the reference -> the family of its functions
     PREFILL: ATTENTION, DECODE: ATTENTION, FLASH_ATTENTION: ATTENTION, SELECTION: TOP_K, CACHES: CACHE_WRITE,
+    SPARSE: INDEXER,
 }  # fmt: skip
 
 
@@ -45,10 +48,10 @@ class PublicFunction(NamedTuple):
     """A public function, and the way to its call.
 
     make: takes arguments of the function by their names, all that the call depends on, and returns the call unchecked:
-    an `AttentionCall`, a `CachedCall`, a `TopKCall`, a `MergeCall`, a `LatentCall`, a
-    `GatherCall`, or a `CacheWriteCall` with what
-    else is served or returned. None: the function has no kernel. page: where `tools.reference` documents it. reshaping:
-    how its queries and results differ from those of the call, None if they do not. output: its argument that receives
+    an `AttentionCall`, a `CachedCall`, a `TopKCall`, a `MergeCall`, a `LatentCall`, a `GatherCall`, a `LogitsCall`, or
+    a `CacheWriteCall` with what else is served or returned. None: the function has no kernel. page: where
+    `tools.reference` documents it. reshaping: how its queries and results differ from those of the call, None if they
+    do not. output: its argument that receives
     the result, if one must be given. kernels: the family of its kernels, None for that of the page. binds: whether
     `bind` takes it, because arguments stay from call to call. The room of its module is the library that has the
     signature.
@@ -86,6 +89,10 @@ def _latent(function: Callable[..., Any], make: Callable[..., Any]) -> PublicFun
 
 def _gather(function: Callable[..., Any], make: Callable[..., Any]) -> PublicFunction:
     return PublicFunction(function, make, CACHES, kernels=LATENT_READ, binds=False)
+
+
+def _logits(function: Callable[..., Any], make: Callable[..., Any]) -> PublicFunction:
+    return PublicFunction(function, make, SPARSE, binds=False)
 
 
 def _quantization(function: Callable[..., Any], make: Callable[..., Any]) -> PublicFunction:
@@ -132,6 +139,7 @@ FUNCTIONS: tuple[PublicFunction, ...] = (
         Reshaping(flash_mla.bound_rows, flash_mla.shaped),
     ),
     PublicFunction(flash_mla.get_mla_metadata, None, DECODE, kernels=NO_KERNEL, binds=False),
+    PublicFunction(deep_gemm.get_paged_mqa_logits_metadata, None, SPARSE, kernels=NO_KERNEL, binds=False),
     PublicFunction(topk.top_k, topk.top_k_call, SELECTION),
     PublicFunction(topk.top_k_page_table_transform, topk.page_table_call, SELECTION),
     PublicFunction(topk.top_k_ragged_transform, topk.ragged_call, SELECTION),
@@ -181,6 +189,12 @@ FUNCTIONS: tuple[PublicFunction, ...] = (
     _gather(vllm_gather.cp_gather_and_upconvert_fp8_kv_cache, vllm_gather.upconvert_call),
     _gather(vllm_gather.cp_gather_and_upconvert_nvfp4_kv_cache, vllm_gather.upconvert_nvfp4_call),
     _gather(vllm_gather.cp_gather_indexer_k_quant_cache, vllm_gather.index_gather_call),
+    _logits(select.select_slots, select.slots_call),
+    _logits(select.select_rows, select.rows_call),
+    _logits(deep_gemm.fp8_mqa_logits, deep_gemm.ragged_call),
+    _logits(deep_gemm.fp8_fp4_mqa_logits, deep_gemm.fp4_ragged_call),
+    _logits(deep_gemm.fp8_paged_mqa_logits, deep_gemm.paged_call),
+    _logits(deep_gemm.fp8_fp4_paged_mqa_logits, deep_gemm.fp4_paged_call),
     _in_torch(quantization.packbits),
     _in_torch(quantization.segment_packbits),
 )  # fmt: skip
@@ -225,12 +239,14 @@ def made_by(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 def call_of(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Return the call of a public function, of its family's type: see `made_by`.
 
-    That of flash_attn_with_kvcache is its attention, before new keys are appended. That of a function that writes the
-    parts of rows in two launches is the first one.
+    That of flash_attn_with_kvcache is its attention, before new keys are appended, and that of a selection its logits.
+    That of a function that writes the parts of rows in two launches is the first one.
     """
     made = made_by(function, *args, **kwargs)
     if isinstance(made, flash_attn.CachedCall):
         return made.attention
+    if isinstance(made, select.SelectionCall):
+        return made.logits
     while type(made) is tuple:
         made = made[0]
     return made

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from cute_kernels.topk.args import DECODE, ENDS, FULL, SortArgs, TopKArgs
+from cute_kernels.topk.args import ABSOLUTE, DECODE, ENDS, FULL, SortArgs, TopKArgs
 
 INTEGERS = {2: torch.int16, 4: torch.int32}  # by the size of a score in bytes
 
@@ -35,7 +35,7 @@ def windows(args: TopKArgs) -> tuple[torch.Tensor, torch.Tensor]:
     if args.window == FULL:
         return start, width - start
     n = args.lengths.long()
-    if args.window == ENDS:
+    if args.window in (ENDS, ABSOLUTE):
         n = n - start
     elif args.window == DECODE:
         n = n[row // args.next_n] - args.next_n + row % args.next_n + 1
@@ -68,18 +68,19 @@ def page_entries(index: torch.Tensor, args: TopKArgs) -> torch.Tensor:
     -1 if the index is -1, if it lies outside the table's rows and columns, or, with more than one position per page, if
     the entry is negative.
     """
-    (batches, width), shift = args.table.shape, int(args.page_shift)
-    batch = args.row_to_batch.long() if len(args.row_to_batch) else torch.arange(len(index), device=index.device)
-    column = index >> shift
+    (batches, width), size = args.table.shape, int(args.page_size)
+    rows = torch.arange(len(index), device=index.device)
+    batch = args.row_to_batch.long() if len(args.row_to_batch) else rows // args.next_n
+    column = index // size
     if len(args.table_starts):
         column = column + args.table_starts.long()[:, None]
     inside = (index >= 0) & (column >= 0) & (column < width) & ((batch >= 0) & (batch < batches))[:, None]
     if width == 0:
         return torch.full_like(index, -1)
     entry = args.table.long()[batch.clamp(0, batches - 1)[:, None], column.clamp(0, width - 1)]
-    if shift:
+    if size > 1:
         inside &= entry >= 0
-        entry = (entry << shift) + (index & (1 << shift) - 1)
+        entry = entry * size + index % size
     return entry.masked_fill(~inside, -1)
 
 
@@ -94,6 +95,8 @@ def top_k_rows(*flat: Any) -> None:
             out = page_entries(index, args)
         elif len(args.offsets):
             out = torch.where(index < 0, -1, index + args.offsets.long()[:, None])
+        elif args.window == ABSOLUTE:
+            out = torch.where(index < 0, -1, index + windows(args)[0][:, None])
         else:
             out = index
         args.out.copy_(out)

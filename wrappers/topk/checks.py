@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from cute_kernels.topk.args import DECODE, ENDS, FULL, LENGTHS
+from cute_kernels.topk.args import ABSOLUTE, DECODE, ENDS, FULL, LENGTHS
 
 from ..host import overlap
 from ..host.checks import (
@@ -31,7 +31,10 @@ from ..host.schema import GivenTensor, MaybeTensor
 DTYPES = {torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16"}
 PAGE_TABLE, RAGGED, TOP_K = "top_k_page_table_transform", "top_k_ragged_transform", "top_k"
 PREFILL, DECODING, PERSISTENT = "top_k_per_row_prefill", "top_k_per_row_decode", "persistent_topk"
-WINDOWS = {PAGE_TABLE: LENGTHS, RAGGED: LENGTHS, TOP_K: FULL, PREFILL: ENDS, DECODING: DECODE, PERSISTENT: DECODE}
+# Of `own.select`: slots of a cache, from one length per request or per token, and rows of a tensor.
+SELECT_REQUESTS, SELECT_TOKENS, SELECT_ROWS = "select_slots", "select_slots, lengths of tokens", "select_rows"
+WINDOWS = {PAGE_TABLE: LENGTHS, RAGGED: LENGTHS, TOP_K: FULL, PREFILL: ENDS, DECODING: DECODE, PERSISTENT: DECODE,
+           SELECT_REQUESTS: DECODE, SELECT_TOKENS: LENGTHS, SELECT_ROWS: ABSOLUTE}  # fmt: skip
 PER_ROW = (PREFILL, DECODING, PERSISTENT)
 LARGEST = 2**31 - 1  # bound of the row length and of k
 MAX_PAGE_SIZE = 1 << 30
@@ -86,6 +89,7 @@ _TRANSFORM = {
     "table_starts": "page_table_row_starts",
 }  # fmt: skip
 _PER_ROW = {"scores": "logits", "starts": "row_starts", "raw": "indices", "k": "top_k"}
+_SELECT = {"scores": "logits", "k": "top_k"}
 NAMES: dict[str, dict[str, str]] = {
     PAGE_TABLE: _TRANSFORM,
     RAGGED: _TRANSFORM,
@@ -93,7 +97,9 @@ NAMES: dict[str, dict[str, str]] = {
     PREFILL: _PER_ROW | {"lengths": "row_ends"},
     DECODING: _PER_ROW | {"lengths": "seq_lens"},
     PERSISTENT: {"scores": "logits", "raw": "output"},
-}
+    **dict.fromkeys((SELECT_REQUESTS, SELECT_TOKENS), _SELECT | {"lengths": "context_lens", "table": "block_table"}),
+    SELECT_ROWS: _SELECT | {"starts": "cu_seq_len_k_start", "lengths": "cu_seq_len_k_end"},
+}  # fmt: skip
 
 
 def with_ints(call: TopKCall) -> TopKCall:
@@ -125,14 +131,16 @@ def validate(call: TopKCall) -> None:
     if rows % call.next_n:
         raise ValueError(f"next_n: {call.next_n}, must divide the {rows} rows of logits")
     required = {"lengths"} if call.function != TOP_K else set()
-    required |= {"starts"} if call.function == PREFILL else {"offsets"} if call.function == RAGGED else set()
+    required |= {"starts"} if call.function in (PREFILL, SELECT_ROWS) else set()
+    required |= {"offsets"} if call.function == RAGGED else set()
+    requests = rows // call.next_n if WINDOWS[call.function] == DECODE else rows
     for field in ("starts", "lengths", "row_to_batch", "table_starts", "offsets"):
         value, name = getattr(call, field), names.get(field, field)
         if value is not None or field in required:
-            count = rows // call.next_n if field == "lengths" else rows
+            count = requests if field == "lengths" else rows
             _integers(name, value, 1, call.scores)
-            check_shape(name, value, (count,), "one per row" if call.next_n == 1 else "one per next_n rows")
-    if call.function == PAGE_TABLE:
+            check_shape(name, value, (count,), "one per row" if count == rows else "one per next_n rows")
+    if call.function in (PAGE_TABLE, SELECT_REQUESTS, SELECT_TOKENS):
         _table(call, rows)
     for field in ("out", "raw"):
         value, name = getattr(call, field), names.get(field, field)
@@ -150,9 +158,7 @@ def scalars(call: TopKCall, width: int) -> None:
     if call.function == TOP_K and call.k > width:
         raise ValueError(f"{name}: {call.k}, must not exceed the {width} elements of a row of input")
     check_integer("next_n", call.next_n, 1)
-    size = _bounded("page_size", call.page_size, MAX_PAGE_SIZE)
-    if size & (size - 1):
-        raise ValueError(f"page_size: {size}, must be a power of two")
+    _bounded("page_size", call.page_size, MAX_PAGE_SIZE)
     if isinstance(call.tie_break, bool) or not isinstance(call.tie_break, int) or call.tie_break not in TIES:
         raise ValueError(f"tie_break: {call.tie_break!r}, must be one of {listed(tuple(map(repr, TopKTieBreak)))}")
 
@@ -195,9 +201,10 @@ def _integers(name: str, value: Any, ndim: int, scores: torch.Tensor) -> None:
 def _table(call: TopKCall, rows: int) -> None:
     name, table = NAMES[call.function]["table"], call.table
     _integers(name, table, 2, call.scores)
-    batches = table.shape[0]
-    if rows and batches < (rows if call.row_to_batch is None else 1):
-        least = "1 row" if call.row_to_batch is not None else f"{rows} rows, one per row of input, without row_to_batch"
+    batches, requests = table.shape[0], rows // call.next_n
+    if rows and batches < (requests if call.row_to_batch is None else 1):
+        least = f"{requests} rows, one per row of input, without row_to_batch"
+        least = least if call.row_to_batch is None else "1 row"
         raise ValueError(f"{name}: shape {tuple(table.shape)}, must have at least {least}")
     size = call.page_size
     if size > 1 and call.starts is not None and call.table_starts is None:

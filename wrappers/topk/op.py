@@ -13,7 +13,7 @@ from ..host.launch import run
 from ..host.plain import refuse_grad as refuse
 from ..host.plain import traced
 from . import plan
-from .checks import NAMES, PAGE_TABLE, RAGGED, TOP_K, TopKCall, scalars, stated, validate, with_ints
+from .checks import NAMES, PER_ROW, TOP_K, TopKCall, scalars, stated, validate, with_ints
 
 
 def serve(call: TopKCall) -> plan.Results:
@@ -43,7 +43,7 @@ def trace(call: TopKCall) -> plan.Results:
     if call.function == TOP_K:
         values = call.scores.new_empty(shape)
         indices = call.scores.new_empty(shape, dtype=torch.int64)
-    elif out is None and call.function in (PAGE_TABLE, RAGGED):
+    elif out is None and call.function not in PER_ROW:
         out = call.scores.new_empty(shape, dtype=torch.int32)
     given = {"out": out, "values": values, "indices": indices, "tie_break": int(call.tie_break)}
     OPERATOR.record(call._asdict() | given)

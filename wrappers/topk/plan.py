@@ -83,7 +83,7 @@ def plan_for(call: TopKCall, device_info: tuple[str, int] | None) -> TopKPlan:
         scores=None, starts=none, lengths=none, out=empty(torch.int32, k), raw=empty(torch.int32, k),
         values=empty(scores.dtype, k), indices=empty(torch.int64, k), table=empty(torch.int32, 1), row_to_batch=none,
         table_starts=none, offsets=none, window=WINDOWS[call.function], next_n=call.next_n,
-        page_shift=call.page_size.bit_length() - 1, k=k, last_ties=int(call.tie_break == TopKTieBreak.LARGE),
+        page_size=call.page_size, k=k, last_ties=int(call.tie_break == TopKTieBreak.LARGE),
         enable_pdl=1,
     )  # fmt: skip
     fn = kernel_of(call, device_info)

@@ -6,7 +6,7 @@ refused, on CUDA and on the CPU.
 
 import torch
 
-from cute_kernels.topk.args import DECODE, ENDS
+from cute_kernels.topk.args import ABSOLUTE, DECODE, ENDS
 
 from .checks import NAMES, WINDOWS, TopKCall
 
@@ -23,7 +23,7 @@ def check(call: TopKCall) -> None:
         _within(names["starts"], start, torch.zeros_like(start), torch.full_like(start, width), "elements of a row")
     if call.lengths is not None:
         name, n = names.get("lengths", "lengths"), call.lengths.cpu().long()
-        if window in (DECODE, ENDS):
+        if window in (DECODE, ENDS, ABSOLUTE):
             _within(name, n, torch.zeros_like(n), torch.full_like(n, width), "elements of a row")
         else:
             _within(name, n, torch.zeros_like(n), width - start, "elements of a row from its start")

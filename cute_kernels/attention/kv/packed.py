@@ -16,9 +16,10 @@ from cutlass import Int32, Int64, Uint32, const_expr
 
 from ...device import layout, to_bf16, warp
 from ...device.divisor import quotient_params
+from ...device.gather import NO_ROW
 from ...records import RECORDS, LatentRecord
 from . import gather, pages
-from .gather import NO_PAGE, RowPageIds
+from .gather import RowPageIds
 
 PARTIAL_TAIL = False  # rows past kv_len are always zeros
 BOX = 64  # columns of a box
@@ -227,7 +228,7 @@ def load_from(spec: cutlass.Constexpr, source: cutlass.Constexpr, rows: NextRows
     """Load this lane's part of a row, given by its number, from one cache; zeros if it has no page."""
     at, columns = place_of(spec, source, rows, row), const_expr([x.shape[3] for x in source.parts])
     for i in cutlass.range_constexpr(len(source.parts)):
-        rows.row.starts[i][0] = warp.select(at.exists, at.starts[i], Int64(NO_PAGE))
+        rows.row.starts[i][0] = warp.select(at.exists, at.starts[i], Int64(NO_ROW))
     if cute.arch.vote_all_sync(at.exists):
         load_row(source.form, columns, rows.row, at.factors, True)
     else:

@@ -26,11 +26,11 @@ from cutlass import Float32, Int32, Int64, Uint32, const_expr
 from cutlass.cute.nvgpu import warpgroup
 
 from ...device import layout, memory, pipeline, wgmma
+from ...device.gather import NO_ROW, copy_rows
 from .. import geometry, mask, mask_blocks
 from .. import softmax as online
 from ..barriers import NamedBarrier
 from ..kv import gather, packed, pages, source
-from ..kv.gather import NO_PAGE, copy_rows
 from ..schedule import work
 from ..schedule.work import WorkTileInfo
 from . import precision, splits
@@ -157,7 +157,7 @@ def gather_q(spec: cutlass.Constexpr, s, w: WorkTileInfo, a):
     row, starts = w.m_block * spec.tile.m + first + lane, [cute.make_rmem_tensor(1, Int64) for _ in parts]
     exists = row < geometry.num_rows(w.sequence.q_len, w.pack_factor)
     for x, start in zip(parts, starts, strict=True):
-        start[0] = Int64(NO_PAGE)
+        start[0] = Int64(NO_ROW)
         if exists:
             token = w.sequence.q_start + geometry.token_of(row, geometry.pack_divisor(w))
             start[0] = memory.row_of(x, token, geometry.head_of(row, w.head_idx, geometry.pack_divisor(w)))

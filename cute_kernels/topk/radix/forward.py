@@ -43,7 +43,7 @@ from cutlass import Int32, Uint32, Uint64, const_expr
 
 from ... import abi
 from .. import emit, rows, scope, select
-from ..args import TopKArgs
+from ..args import ABSOLUTE, TopKArgs
 from ..spec import BINS, BITS, MAX_PULL_CLUSTER
 from . import TIE_LIST, ctas_per_sm, filter, num_positions, passes, write
 
@@ -67,7 +67,7 @@ def fake_args(spec) -> dict[str, Any]:
         offsets=per_row(),
         window=Int32(0),
         next_n=Int32(1),
-        page_shift=Int32(0),
+        page_size=Int32(1),
         k=Int32(1),
         last_ties=Int32(0),
         enable_pdl=Int32(0),
@@ -153,6 +153,8 @@ def kernel(spec: cutlass.Constexpr, a: TopKArgs):
     if cute.arch.thread_idx()[0] == 0:
         s.target[0], s.target[1], s.target[2] = target
         s.target[3] = window.start
+        if a.window == ABSOLUTE:
+            s.target[2] = window.start
     x = rows.slice_of(spec, a, row, window, scope.rank(spec))
     if window.n <= a.k:
         copy_all(spec, a, s, x)

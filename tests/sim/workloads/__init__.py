@@ -7,6 +7,7 @@ from .attention import attention_cases, run_attention, structures
 from .attention_features import attention_features
 from .cache_write import cache_write_cases, cache_write_features, cache_write_structures, run_cache_write
 from .common import SMS, Outcome, distance, simulated
+from .indexer import logits_cases, logits_features, logits_structures, run_logits
 from .latent import latent_cases, latent_features, latent_structures, run_latent
 from .merge_states import merge_cases, merge_features, merge_structures, run_merge
 from .topk import run_topk, topk_cases, topk_features, topk_structures
@@ -21,6 +22,7 @@ CASES: dict[str, Callable[..., list[Any]]] = {
     "cache_write": cache_write_cases,
     "latent": latent_cases,
     "merge_states": merge_cases,
+    "indexer": logits_cases,
 }
 FEATURES: dict[str, Callable[[], list[Any]]] = {
     "attention": attention_features,
@@ -28,6 +30,7 @@ FEATURES: dict[str, Callable[[], list[Any]]] = {
     "cache_write": cache_write_features,
     "latent": latent_features,
     "merge_states": merge_features,
+    "indexer": logits_features,
 }
 RUN: dict[str, Callable[..., Outcome]] = {
     "attention": run_attention,
@@ -35,6 +38,7 @@ RUN: dict[str, Callable[..., Outcome]] = {
     "cache_write": run_cache_write,
     "latent": run_latent,
     "merge_states": run_merge,
+    "indexer": run_logits,
 }
 STRUCTURES: dict[str, Callable[[list[Any]], list[Any]]] = {
     "attention": structures,
@@ -42,4 +46,5 @@ STRUCTURES: dict[str, Callable[[list[Any]], list[Any]]] = {
     "cache_write": cache_write_structures,
     "latent": latent_structures,
     "merge_states": merge_structures,
+    "indexer": logits_structures,
 }

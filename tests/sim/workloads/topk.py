@@ -76,7 +76,7 @@ def selected_cases(spec: TopKSpec) -> list[TopKScenario]:
     candidates than there is room for."""
     width, k, dtype = min(spec.capacity * spec.cluster, 2500 + 200 * spec.cluster) - 3, 300, spec.dtype
     first = [
-        TopKCase(PAGE_TABLE, dtype, 2, width, k, ("shelf", "special"), (width + 9, width - 70), page_size=16,
+        TopKCase(PAGE_TABLE, dtype, 2, width, k, ("shelf", "special"), (width + 9, width - 70), page_size=48,
                  batch_map=True, width_table=width // 16 - 9),
         TopKCase(PAGE_TABLE, dtype, 2, width, k, "low bits", (width, k), starts=(-7, 900)),
         TopKCase(TOP_K, dtype, 1, width, k, "256 ties"),
@@ -258,7 +258,7 @@ def pages() -> list[TopKScenario]:
         replace(call, starts=(0, 100, -5, 9, 1, 899), table_starts=first),
         replace(call, batch_map=other, width_table=300),
         replace(call, page_size=4, batch_map=other, starts=(0, 7, 0, 0, 0, 0), table_starts=first),
-        replace(call, page_size=64, width_table=9),
+        replace(call, page_size=65, width_table=9),
         replace(call, page_size=1 << 30),
         replace(call, k=901, page_size=2),
     ]

@@ -3,7 +3,7 @@
 from types import ModuleType
 from typing import NamedTuple
 
-from . import attention, attention_draw, cache_write, latent, latent_read, merging, mla, small, topk
+from . import attention, attention_draw, cache_write, indexer, latent, latent_read, merging, mla, small, topk
 
 
 class FuzzFamily(NamedTuple):
@@ -23,6 +23,7 @@ FAMILIES = {
     "latent": FuzzFamily(latent, latent, 8),
     "gather": FuzzFamily(latent_read, latent_read, 4),
     "mla": FuzzFamily(mla, mla, 6),
+    "indexer": FuzzFamily(indexer, indexer, 4),
     "merge": FuzzFamily(merging, merging, 4),
     "small": FuzzFamily(small, small, 4),
 }

@@ -39,7 +39,7 @@ def draw(family: str, rng: Random, options: Options) -> Call:
         "lengths": rng.choice(("full", "mixed", "mixed", "wild")), "starts": rng.random() < 0.4,
         "pad": rng.choice((0, 0, 1, 5, 64)), "shift": rng.choice((0, 0, 0, 1, 3)),
         "stride": 2 if own in (PREFILL, DECODE) and width < 20_000 and rng.random() < 0.1 else 1,
-        "page_size": rng.choice((1, 1, 4, 64)), "pad_table": rng.choice((0, 3)), "batch_map": rng.random() < 0.5,
+        "page_size": rng.choice((1, 1, 4, 64, 3)), "pad_table": rng.choice((0, 3)), "batch_map": rng.random() < 0.5,
         "next_n": next_n if own == DECODE else 1, "tie_break": rng.choice((0, 1, 2)), "sorted": rng.random() < 0.5,
         "given": rng.random() < 0.6, "pad_out": rng.choice((0, 0, 5)), "each_row": rng.random() < 0.3,
     }  # fmt: skip

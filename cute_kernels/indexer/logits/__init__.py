@@ -1,0 +1,63 @@
+"""Logits by wgmma, with keys on M and (token, head) pairs on N: the facts and limits of the kernel, in plain Python.
+
+`supports` is the only statement of what the kernel can do. Nothing here imports the DSL, because a process that
+runs a bundle has none."""
+
+from ... import archs
+from ..request import IndexerRequest
+from ..spec import IndexerSpec
+
+Spec = IndexerSpec
+ARCHS = archs.having(archs.WGMMA)
+DIMS = (32, 64, 128)
+OUTS = ("fp32", "bf16")
+HEADS = (32, 64)  # of a token, padded
+MOST_ROWS = 8
+COLUMNS = 128  # of the accumulator of an MMA, at most
+HELD = 256  # columns of accumulators that a thread holds at a time, at most: half as many registers
+KEYS = 64  # of a block: rows of an MMA
+GROUPS = 2  # mma warpgroups, which take blocks in turn
+LOADERS = 2  # warps that load keys
+STAGES = 8  # of keys
+Q_STAGES = 2  # of the tokens of a tile
+MAX_TOKENS = 1 << 30  # the number of a tile is an Int32
+
+
+def padded_heads(heads: int) -> int:
+    """Return the heads of the kernel that computes so many; more than it has are returned as they are."""
+    return next((n for n in HEADS if heads <= n), heads)
+
+
+def rows_of_tile(heads: int, rows: int) -> int:
+    """Return the tokens of a tile, a power of two: all `rows` of a request, if these are few, or as many as a pass
+    has."""
+    if rows <= MOST_ROWS:
+        return 1 << (rows - 1).bit_length()
+    return next(n for n in (8, 4, 2, 1) if heads * n <= HELD)
+
+
+def chunk_rows(spec: IndexerSpec) -> int:
+    """Return the tokens of an MMA."""
+    return next(n for n in (8, 4, 2, 1) if n <= spec.rows and (spec.heads * n <= COLUMNS or n == 1))
+
+
+def pass_rows(spec: IndexerSpec) -> int:
+    """Return the tokens of a pass of a warpgroup over a block of keys; further passes have the other tokens. With more
+    than one pass, registers have room for one MMA."""
+    return spec.rows if spec.heads * spec.rows <= HELD else chunk_rows(spec)
+
+
+def supports(spec: IndexerSpec) -> str | None:
+    """Return None if the kernel runs `spec`, else the reason why not."""
+    if spec.dim not in DIMS:
+        return f"head_dim {spec.dim}: the kernel has {', '.join(map(str, DIMS))}"
+    if spec.heads not in HEADS:
+        return f"heads {spec.heads}: the kernel has {' and '.join(map(str, HEADS))}, to which fewer ones are padded"
+    if spec.rows not in (1, 2, 4, 8):
+        return f"rows {spec.rows}: a tile has 1, 2, 4 or 8"
+    return None if spec.out in OUTS else f"output {spec.out}: the kernel has {', '.join(OUTS)}"
+
+
+def refuses(request: IndexerRequest) -> str | None:
+    """Return None if the kernel serves a call's sizes, else the reason why not."""
+    return f"tokens {request.tokens}: must be at most {MAX_TOKENS}" if request.tokens > MAX_TOKENS else None

@@ -1,0 +1,225 @@
+"""Roles that bring work to shared memory: `queries` also finds the tiles, and `keys` the pages of keys.
+
+Both copy by cp.async, which takes rows at any multiple of 16 bytes (keys: of 4), pages of any size, and keys that do
+not exist, which become zeros.
+"""
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32, Int64, const_expr
+
+from ...device import layout, memory, pipeline
+from ...device.divisor import Quotient
+from ...device.gather import NO_ROW, copy_rows
+from . import KEYS, LOADERS, Q_STAGES, STAGES, schedule
+from .roles import WARPS, roles
+from .schedule import Tile
+
+OWN = KEYS // LOADERS  # keys of a block that a warp loads
+assert OWN == 32, "a lane has one key"
+QUERIES = 128  # of which a lane holds addresses at a time
+
+
+class TileWork(NamedTuple):
+    """Blocks [first_block, first_block + blocks) of a tile, of which the keys end at `end`. No blocks: the CTA has done
+    all of its share."""
+
+    request: Int32
+    first: Int32
+    rows: Int32
+    first_block: Int32
+    blocks: Int32
+    end: Int32
+
+
+@dataclass(frozen=True)
+class InputSmem:
+    """Stages of keys and of tiles. k (KEYS, D, stages), k_scale (KEYS, stages). q (rows H, D, stages), weights (rows
+    H, stages): those of a token in the order of `place_of_weight`. work (fields, stages): `TileWork`, complete when
+    `work_pipe` is full; windows (rows, 2, stages): `schedule.Window` of its tokens. q_pipe: empty when both the work
+    and the queries have been read."""
+
+    k: cute.Tensor
+    k_scale: cute.Tensor
+    k_pipe: pipeline.Pipeline
+    q: cute.Tensor
+    weights: cute.Tensor
+    work: cute.Tensor
+    windows: cute.Tensor
+    work_pipe: pipeline.Pipeline
+    q_pipe: pipeline.Pipeline
+
+
+def allocate(spec, smem):
+    """Allocate `InputSmem` and initialise its pipelines."""
+    columns, e4m3 = spec.rows * spec.heads, cutlass.Float8E4M3FN
+    keys, queries = (
+        layout.smem_layout((n, spec.dim), count, e4m3) for n, count in ((KEYS, STAGES), (columns, Q_STAGES))
+    )
+    k, q = (smem.allocate_tensor(e4m3, x.outer, 1024, x.inner) for x in (keys, queries))
+    k_scale, weights = (
+        smem.allocate_tensor(Float32, cute.make_layout(shape), 16) for shape in ((KEYS, STAGES), (columns, Q_STAGES))
+    )
+    work, windows = (
+        smem.allocate_tensor(Int32, cute.make_layout((*shape, Q_STAGES)), 16)
+        for shape in ((len(TileWork._fields),), (spec.rows, 2))
+    )
+    readers = roles(spec).warps("keys", "mma")
+    return InputSmem(
+        k, k_scale, pipeline.make(smem, STAGES, 32 * LOADERS, WARPS), q, weights, work, windows,
+        pipeline.make(smem, Q_STAGES, 1, 1), pipeline.make(smem, Q_STAGES, 32, readers),
+    )  # fmt: skip
+
+
+def read_work(s: InputSmem, item) -> TileWork:
+    """Wait for the work with a number, and return it."""
+    pipeline.consumer_wait(s.work_pipe, item)
+    stage = pipeline.stage(s.work_pipe, item)
+    return TileWork(*(cute.arch.make_warp_uniform(s.work[i, stage]) for i in range(len(TileWork._fields))))
+
+
+def place_of_weight(heads, head):
+    """Return where the weight of a head lies among those of its token: the columns that a lane of a quad has in an
+    accumulator are neighbours."""
+    return head % 8 // 2 * (heads // 4) + head // 8 * 2 + head % 2
+
+
+@cute.jit
+def copy_word(target: Int32, source: Int64, exists):
+    """Copy 4 bytes to an address in shared memory, or write zeros, by cp.async."""
+    text = "cp.async.ca.shared.global [{$r0}], [{$r1}], 4, {$r2};"
+    cute.arch.inline_ptx(text, read_only_args=[target, source, Int32(4) if exists else Int32(0)])
+
+
+# The queries role: one iteration per tile.
+@cute.jit
+def load_queries(spec: cutlass.Constexpr, a, s: InputSmem, share: schedule.BlockShare):
+    """Publish the tiles of the CTA's share with their queries and weights. Called by one warp."""
+    number, skip, left = share
+    item, lane = Int32(0), cute.arch.lane_idx()
+    while left > 0:
+        tile = schedule.tile_at(spec, a, number)
+        seen = schedule.window(a, tile, lane)
+        begin = cute.arch.warp_redux_sync(seen.begin if seen.begin < seen.end else Int32(0x7FFFFFFF), "min")
+        end = cute.arch.warp_redux_sync(seen.end, "max")
+        if begin < end:
+            first_block = begin // KEYS + skip
+            blocks = cutlass.min((end - 1) // KEYS + 1 - first_block, left)
+            pipeline.producer_acquire(s.q_pipe, item)
+            publish(s, item, TileWork(tile.request, tile.first, tile.rows, first_block, blocks, end), seen)
+            copy_queries(spec, a, s, tile, pipeline.stage(s.q_pipe, item))
+            cute.arch.cp_async_mbarrier_arrive_noinc(pipeline.full_barrier(s.q_pipe, item))
+            left -= blocks
+            item += 1
+        skip = Int32(0)
+        number += 1
+    pipeline.producer_acquire(s.q_pipe, item)
+    publish(s, item, TileWork(*[Int32(0)] * len(TileWork._fields)), schedule.Window(Int32(0), Int32(0)))
+
+
+@cute.jit
+def publish(s: InputSmem, item: Int32, work: TileWork, seen: schedule.Window):
+    """Write the record of a tile. seen: the keys of the token with the lane's number."""
+    stage, lane = pipeline.stage(s.work_pipe, item), cute.arch.lane_idx()
+    if lane < cute.size(s.windows, mode=[0]):
+        s.windows[lane, 0, stage], s.windows[lane, 1, stage] = seen
+    if lane == 0:
+        for i in cutlass.range_constexpr(len(TileWork._fields)):
+            s.work[i, stage] = work[i]
+    cute.arch.sync_warp()
+    pipeline.producer_commit(s.work_pipe, item)
+
+
+@cute.jit
+def copy_queries(spec: cutlass.Constexpr, a, s: InputSmem, tile: Tile, stage: Int32):
+    """Copy the queries of a tile, (token, head) pairs, and their weights. Pairs that do not exist become zeros."""
+    columns = const_expr(spec.rows * spec.heads)
+    for first in cutlass.range_constexpr(0, columns, QUERIES):
+        copy_some_queries(spec, a, s, tile, stage, first, min(QUERIES, columns - first))
+
+
+@cute.jit
+def copy_some_queries(
+    spec: cutlass.Constexpr, a, s: InputSmem, tile: Tile, stage: Int32, first: cutlass.Constexpr,
+    count: cutlass.Constexpr,
+):  # fmt: skip
+    """Copy `count` queries, pair `first` and the next ones, and their weights."""
+    lane, rows = cute.arch.lane_idx(), cute.make_rmem_tensor(const_expr((count + 31) // 32), Int64)
+    weights = s.weights.iterator.toint() + stage * const_expr(4 * spec.rows * spec.heads)
+    for i in cutlass.range_constexpr(cute.size(rows)):
+        column = first + 32 * i + lane
+        row = column // spec.heads
+        head = column - row * spec.heads
+        exists = column < first + count and row < tile.rows and head < a.q.shape[1]
+        token = tile.first + (row if exists else Int32(0))
+        head_or_0 = head if exists else Int32(0)
+        rows[i] = memory.row_of(a.q, token, head_or_0) if exists else Int64(NO_ROW)
+        if column < first + count:
+            source = memory.row_of(a.weights, token) + 4 * head_or_0
+            copy_word(weights + 4 * (row * spec.heads + place_of_weight(spec.heads, head)), source, exists)
+    copy_rows([spec.dim], count, [rows], s.q[None, None, stage], Int32(first))
+
+
+class KeyPlace(NamedTuple):
+    """Where a lane's key lies: its page, -1 if it has none, and its row in it."""
+
+    page: Int32
+    row: Int32
+
+
+@cute.jit
+def find_key(spec: cutlass.Constexpr, plan, work: TileWork, block: Int32, loader: Int32) -> KeyPlace:
+    """Look up this lane's key of a block."""
+    a, key = plan.args, block * KEYS + loader * OWN + cute.arch.lane_idx()
+    page, row = Int32(-1), Int32(0)
+    if key < work.end:
+        page = key
+        if a.table.shape[0] > 0:
+            size = Quotient(a.k.shape[1], *plan.page_size)
+            column = key // size
+            page, row = a.table[work.request, column], key - column * size.value
+        if page >= a.k.shape[0]:
+            page = Int32(-1)
+    return KeyPlace(page, row)
+
+
+# The keys role: one iteration per tile, an inner one per block.
+@cute.jit
+def load_keys(spec: cutlass.Constexpr, plan, s: InputSmem, loader: Int32):
+    """Load one of `LOADERS` shares of all blocks of keys, with their scales. Called by one warp."""
+    item, number = Int32(0), Int32(0)
+    work = read_work(s, number)
+    while work.blocks > 0:
+        pipeline.consumer_release(s.q_pipe, number)
+        place = find_key(spec, plan, work, work.first_block, loader)
+        for i in cutlass.range(work.blocks, unroll=1):
+            following = find_key(spec, plan, work, work.first_block + i + 1, loader)
+            pipeline.producer_acquire(s.k_pipe, item)
+            copy_keys(spec, plan.args, s, place, loader, pipeline.stage(s.k_pipe, item))
+            cute.arch.cp_async_mbarrier_arrive_noinc(pipeline.full_barrier(s.k_pipe, item))
+            place = following
+            item += 1
+        number += 1
+        work = read_work(s, number)
+
+
+@cute.jit
+def copy_keys(spec: cutlass.Constexpr, a, s: InputSmem, place: KeyPlace, loader: Int32, stage: Int32):
+    """Copy this warp's keys of a block, and their scales."""
+    start, exists = cute.make_rmem_tensor(1, Int64), place.page >= 0
+    number = Int64(place.page if exists else Int32(0))
+    page = a.k.iterator.toint() + number * a.k.stride[0]
+    scale = page + Int64(a.k.shape[1]) * spec.dim + 4 * place.row
+    if a.k_scale.shape[0] > 0:
+        scale = a.k_scale.iterator.toint() + 4 * number * a.k_scale.stride[0]
+    start[0] = page + Int64(place.row) * spec.dim if exists else Int64(NO_ROW)
+    into = s.k[None, None, stage]
+    if a.wide_rows != 0:
+        copy_rows([spec.dim], OWN, [start], into, loader * OWN)
+    else:
+        copy_rows([spec.dim], OWN, [start], into, loader * OWN, 4)
+    inside = stage * KEYS + loader * OWN + cute.arch.lane_idx()
+    copy_word(s.k_scale.iterator.toint() + 4 * inside, scale, exists)

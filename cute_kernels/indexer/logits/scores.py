@@ -1,0 +1,171 @@
+"""The `mma` role: scores of 64 keys and of all (token, head) pairs of a tile, and from them the logits.
+
+An accumulator has keys in rows and pairs in columns. A thread has two keys, and of the heads of a token every fourth
+pair of columns: it multiplies their scores, at least 0, by the weights, and adds them up. The four lanes of a quad
+then exchange their sums, so that each has the logits of one key for half of the tokens. Heads are added in one order
+whatever the tile, so that the bits of a logit depend on its own query, weights and key alone.
+"""
+
+from typing import NamedTuple
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32, Int64, const_expr
+from cutlass.cute.nvgpu import warpgroup
+
+from ...device import copy, memory, pipeline, warp, wgmma
+from . import GROUPS, KEYS, chunk_rows, pass_rows
+from .load import InputSmem, TileWork, read_work
+from .output import element_bytes, store
+from .roles import WARPS, roles
+
+QUAD = 4  # lanes that have the columns of a key
+
+
+class ScoreFragments(NamedTuple):
+    """Operands of the MMAs, and accumulators of the tokens of a pass: `chunk_rows` each."""
+
+    mma: cute.TiledMma
+    k: cute.Tensor
+    q: cute.Tensor
+    acc: tuple[cute.Tensor, ...]
+
+
+class LaneRows(NamedTuple):
+    """The tokens of which a lane stores logits: their keys, and the addresses of the column of key 0."""
+
+    begin: cute.Tensor
+    end: cute.Tensor
+    address: cute.Tensor
+
+
+def fragments(spec, s: InputSmem) -> ScoreFragments:
+    """Make the fragments of a warpgroup."""
+    columns = chunk_rows(spec) * spec.heads
+    mma = wgmma.mma_nt(cutlass.Float8E4M3FN, 1, columns)
+    part, count = mma.get_slice(0), pass_rows(spec) // chunk_rows(spec)
+    acc = tuple(cute.make_rmem_tensor(part.partition_shape_C((KEYS, columns)), Float32) for _ in range(count))
+    return ScoreFragments(
+        mma, mma.make_fragment_A(part.partition_A(s.k)), mma.make_fragment_B(part.partition_B(s.q)), acc
+    )
+
+
+def lane_rows(spec) -> LaneRows:
+    """Allocate `LaneRows`: every second token, or the only one."""
+    count = max(1, spec.rows // 2)
+    return LaneRows(*(cute.make_rmem_tensor(count, kind) for kind in (Int32, Int32, Int64)))
+
+
+@cute.jit
+def read_rows(spec: cutlass.Constexpr, a, s: InputSmem, rows: LaneRows, work: TileWork, stage: Int32):
+    """Read the windows of a lane's tokens."""
+    half = cute.arch.lane_idx() // 2 % 2
+    for i in cutlass.range_constexpr(cute.size(rows.begin)):
+        row = 2 * i + half if const_expr(spec.rows > 1) else Int32(0)
+        begin, end = s.windows[row, 0, stage], s.windows[row, 1, stage]
+        if const_expr(spec.rows == 1):
+            end = end if half == 0 else Int32(0)
+        rows.begin[i], rows.end[i] = begin, end
+        token = cutlass.min(work.first + row, a.out.shape[0] - 1)
+        rows.address[i] = memory.row_of(a.out, token) - Int64(begin if a.compressed != 0 else Int32(0)) * const_expr(
+            element_bytes(spec)
+        )
+
+
+# The mma role: one iteration per tile, an inner one per block; the warpgroups take blocks in turn.
+#   waits for   q_pipe, k_pipe full
+#   computes    scores of a pass, then logits of the first MMA's tokens while the others run
+#   releases    k_pipe behind the last MMA that reads the block, q_pipe behind the last block of the tile
+@cute.jit
+def compute(spec: cutlass.Constexpr, a, s: InputSmem):
+    """Compute the logits of the CTA's share. Called by all warps of a warpgroup."""
+    group = cute.arch.make_warp_uniform((cute.arch.warp_idx() - roles(spec).first("mma")) // WARPS)
+    r, rows, item, number = fragments(spec, s), lane_rows(spec), Int32(0), Int32(0)
+    work = read_work(s, number)
+    while work.blocks > 0:
+        pipeline.consumer_wait(s.q_pipe, number)
+        stage = pipeline.stage(s.q_pipe, number)
+        read_rows(spec, a, s, rows, work, stage)
+        first = (group - item) & (GROUPS - 1)
+        for i in cutlass.range(first, work.blocks, GROUPS, unroll=1):
+            one_block(spec, s, r, rows, stage, item + i, work.first_block + i)
+        pipeline.consumer_release(s.q_pipe, number)
+        item += work.blocks
+        number += 1
+        work = read_work(s, number)
+
+
+@cute.jit
+def one_block(
+    spec: cutlass.Constexpr, s: InputSmem, r: ScoreFragments, rows: LaneRows, stage: Int32, item: Int32, block: Int32
+):
+    """Compute and store the logits of a block of keys. stage: of the queries. item: of k_pipe."""
+    lane, inside = cute.arch.lane_idx(), cute.arch.warp_idx() % WARPS * 16
+    inside += lane // QUAD + 8 * (lane % 2)  # the key that this lane stores
+    pipeline.consumer_wait(s.k_pipe, item)
+    at = pipeline.stage(s.k_pipe, item)
+    scale = s.k_scale[inside, at]
+    cute.arch.fence_proxy("async.shared", space="cta")
+    each, count = const_expr(chunk_rows(spec)), const_expr(len(r.acc))
+    queries = r.q[None, None, None, warp.opaque(stage)]  # descriptors of several passes would fill the registers
+    for begin in cutlass.range_constexpr(0, spec.rows, each * count):
+        for c in cutlass.range_constexpr(count):
+            wgmma.issue(r.mma, r.acc[c], r.k[None, None, None, at], queries, True, begin // each + c)
+        for c in cutlass.range_constexpr(count):
+            warpgroup.wait_group(count - 1 - c)
+            if const_expr(c + 1 == count and begin + each * count == spec.rows):
+                pipeline.consumer_release(s.k_pipe, item)
+            store_logits(spec, s, r.acc[c], rows, begin + each * c, stage, block * KEYS + inside, scale)
+
+
+@cute.jit
+def store_logits(
+    spec: cutlass.Constexpr, s: InputSmem, acc: cute.Tensor, rows: LaneRows, first: cutlass.Constexpr, stage: Int32,
+    key: Int32, scale: Float32,
+):  # fmt: skip
+    """Store the logits of an accumulator, those of tokens `first` on. key: of this lane. scale: of the key."""
+    each, lane = const_expr(chunk_rows(spec)), cute.arch.lane_idx()
+    sums = cute.make_rmem_tensor((2, each), Float32)
+    for row in cutlass.range_constexpr(each):
+        weigh(spec, s, acc, sums, first + row, row, stage)
+    for i in cutlass.range_constexpr(max(1, each // 2)):
+        # lanes 0 and 2 of a quad get the sums of the first key, 1 and 3 those of the second one
+        odd = lane % 2 != 0
+        some = [exchange(sums[0, row], sums[1, row], odd, 1) for row in range(2 * i, min(2 * i + 2, each))]
+        # lanes 0 and 1 get those of the first token, 2 and 3 those of the second one
+        total = some[0] + cute.arch.shuffle_sync_bfly(some[0], 2)
+        if const_expr(each > 1):
+            total = exchange(some[0], some[1], lane // 2 % 2 != 0, 2)
+        at = const_expr(first // 2 + i)
+        if key >= rows.begin[at] and key < rows.end[at]:
+            store(spec, rows.address[at], key, total * scale)
+
+
+def exchange(x, y, second, distance):
+    """Return the sum of x of two lanes for the first of them, that of y for the second one."""
+    given = warp.select(second, x, y)
+    return warp.select(second, y, x) + cute.arch.shuffle_sync_bfly(given, distance)
+
+
+@cute.jit
+def weigh(
+    spec: cutlass.Constexpr, s: InputSmem, acc: cute.Tensor, sums: cute.Tensor, row: cutlass.Constexpr,
+    column: cutlass.Constexpr, stage: Int32,
+):  # fmt: skip
+    """Add up the weighted scores of a token, those that this lane has of both keys. column: of its heads, in units of
+    them."""
+    own = const_expr(spec.heads // QUAD)
+    each = const_expr(4 if own % 4 == 0 else 2)
+    scores, weights = wgmma.rows_cols(acc), cute.make_rmem_tensor(own, Float32)
+    first = s.weights.iterator + (stage * spec.rows + row) * spec.heads + cute.arch.lane_idx() % QUAD * own
+    for i in cutlass.range_constexpr(own // each):
+        pointer = cute.make_ptr(Float32, (first + i * each).toint(), cute.AddressSpace.smem, assumed_align=4 * each)
+        copy.vector(
+            cute.make_tensor(pointer, cute.make_layout(each)), cute.make_tensor(weights.iterator + i * each, each)
+        )
+    for key in cutlass.range_constexpr(2):
+        total = [Float32(0.0), Float32(0.0)]
+        for i in cutlass.range_constexpr(own):
+            score = cute.arch.fmax(scores[key, own * column + i], Float32(0.0))
+            total[i % 2] = warp.fma(weights[i], score, total[i % 2])
+        sums[key, column] = total[0] + total[1]

@@ -1,0 +1,180 @@
+"""Logits of an indexer on the CPU: against a loop over tokens and keys, bad arguments, and values that name nothing."""
+
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+
+import wrappers
+from bench.cases import indexer as cases
+from bench.cases.indexer import BYTE, E4M3, PAGED, PAGED_FP4, RAGGED, RAGGED_FP4, LogitsCase
+from tests.support.good_calls import inputs_of
+
+INF = math.inf
+CASES = [
+    LogitsCase(),
+    LogitsCase(lens=(9, 40), heads=3, dim=32, windows="random", data="zeros"),
+    LogitsCase(lens=(9, 40), heads=8, dim=64, windows="hostile", strided=True, shift=1, data="large"),
+    LogitsCase(lens=(9, 40), heads=8, dim=64, windows="random", compressed=11),
+    LogitsCase(RAGGED_FP4, lens=(4, 5), heads=2, dim=32, dtype="bf16"),
+    LogitsCase(RAGGED_FP4, lens=(0, 5), heads=2, dim=32),
+    LogitsCase(lens=(3, 0), heads=2, dim=32, windows="random"),
+    LogitsCase(PAGED, lens=(40, 0, 7), heads=4, dim=32, page_size=16),
+    LogitsCase(PAGED, lens=(40, 1), heads=4, dim=32, page_size=3, next_n=3, gap=12),
+    LogitsCase(PAGED, lens=(40, 1), heads=4, dim=32, page_size=1, next_n=4, own=True, strided=True, shift=4),
+    LogitsCase(PAGED, lens=(40, 9), heads=4, dim=32, page_size=5, next_n=2, hostile=True),
+    LogitsCase(PAGED_FP4, lens=(40, 9), heads=4, dim=32, page_size=64, next_n=2, own=True, dtype="bf16"),
+]
+
+
+def windows(case, given):
+    """The keys [start, end) that each token sees, and how many columns stand before its first key."""
+    if not case.paged:
+        keys, found = given["kv"][0].shape[0], []
+        for start, end in zip(given["cu_seq_len_k_start"].tolist(), given["cu_seq_len_k_end"].tolist(), strict=True):
+            start, end = min(max(start, 0), keys), min(end, keys)
+            if case.compressed:
+                end = min(end, start + case.compressed)
+            found.append((start, end, start if case.compressed else 0))
+        return found
+    lens, found = given["context_lens"].tolist(), []
+    most = min(given["max_context_len"], given["block_table"].shape[1] * case.page_size)
+    for own in lens:
+        for i in range(case.next_n):
+            end = own[i] if isinstance(own, list) else max(own, 0) - case.next_n + 1 + i
+            found.append((0, min(end, most), 0))
+    return found
+
+
+def key_at(case, given, token, position):
+    """A key and its scale, both zero if its page does not exist."""
+    if not case.paged:
+        return given["kv"][0][position].double(), given["kv"][1][position].double()
+    cache, size = given["kv_cache"], case.page_size
+    page = given["block_table"][token // case.next_n, position // size].item()
+    if not 0 <= page < len(cache):
+        return torch.zeros(case.dim).double(), torch.zeros(()).double()
+    row = position % size
+    flat = cache.as_strided((len(cache), size * (case.dim + 4)), (cache.stride(0), 1))[page]
+    code, scale = flat[row * case.dim : (row + 1) * case.dim], flat[size * case.dim + 4 * row :][:4]
+    return code.clone().view(E4M3).double(), scale.clone().view(torch.float32)[0].double()
+
+
+def by_loop(case, given):
+    """The logits in float64, -inf where a token sees no key."""
+    q = given["q"][0] if isinstance(given["q"], tuple) else given["q"]
+    q, weights = q.reshape(-1, case.heads, case.dim).double(), given["weights"].double()
+    width = given["max_context_len"] if case.paged else case.compressed or case.lens[1]
+    found = torch.full((len(q), width), -INF).double()
+    for token, (start, end, before) in enumerate(windows(case, given)):
+        for position in range(start, end):
+            key, scale = key_at(case, given, token, position)
+            found[token, position - before] = ((q[token] @ key).clamp(min=0) * weights[token]).sum() * scale
+    return found
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_against_a_loop(case):
+    given = cases.make_inputs(case)
+    got, want = cases.run(case, given), by_loop(case, given)
+    assert got.dtype == cases.DTYPES[case.dtype] and got.shape == want.shape
+    assert torch.equal(got == -INF, want == -INF)
+    seen = want != -INF
+    size = 1e-2 if case.dtype == "bf16" else 1e-5
+    largest = max(want[seen].abs().tolist(), default=0.0)
+    torch.testing.assert_close(got[seen].double(), want[seen], rtol=size, atol=size * largest)
+    assert cases.error(case, got, cases.expected(case, given)) <= 1
+
+
+@pytest.mark.parametrize("case", [c for c in CASES if c.paged or c.windows != "causal"][:4], ids=str)
+def test_unseen_columns_stay_as_they_are(case, monkeypatch):
+    """Without `clean_logits`, in new memory."""
+
+    def poisoned(call):
+        return torch.full((call.q.shape[0], call.width), math.nan, dtype=cases.DTYPES[call.dtype])
+
+    monkeypatch.setattr("wrappers.indexer.logits.new_logits", poisoned)
+    dirty = replace(case, clean=False)
+    got, clean = (cases.run(c, cases.make_inputs(c)) for c in (dirty, case))
+    assert torch.equal(got.isnan(), clean == -INF)
+    assert torch.equal(got.nan_to_num(-INF), clean)
+
+
+def test_rows_begin_at_multiples_of_1024_bytes():
+    for dtype in (torch.float32, torch.bfloat16):
+        got = wrappers.fp8_fp4_mqa_logits(**inputs_of(RAGGED_FP4) | {"logits_dtype": dtype})
+        assert got.stride(0) * got.element_size() % 1024 == 0 and got.stride(1) == 1
+
+
+@pytest.mark.parametrize("value", [math.nan, INF])
+def test_unreferenced_memory_is_not_read(value):
+    """`make_inputs` fills it with NaN; the result is finite all the same."""
+    case = LogitsCase(PAGED, lens=(7, 40), heads=2, dim=32, page_size=16, next_n=2, gap=4)
+    got = cases.run(case, cases.make_inputs(case))
+    assert got[got != -INF].isfinite().all()
+
+
+def test_fp8_functions_are_those_of_fp4_with_fp8_queries():
+    for fp8, fp4 in ((RAGGED, RAGGED_FP4), (PAGED, PAGED_FP4)):
+        given = inputs_of(fp8)
+        both = [getattr(wrappers, fp8)(**given), getattr(wrappers, fp4)(**given | {"q": (given["q"], None)})]
+        both = [x.nan_to_num(0.0) for x in both]
+        assert torch.equal(*both) or not given.get("clean_logits", True)
+
+
+REFUSED = [
+    (RAGGED, {"q": lambda q: q.half()}, TypeError, r"q: dtype torch\.float16, must be torch\.float8_e4m3fn"),
+    (RAGGED, {"q": lambda q: q[0]}, ValueError, r"q: shape \(8, 128\), must have 3 dimensions"),
+    (RAGGED, {"kv": lambda kv: kv[0]}, TypeError, r"kv: Tensor, must be a tuple \(keys, scales\)"),
+    (RAGGED, {"kv": lambda kv: (kv[0][:, :64], kv[1])}, ValueError, r"kv\[0\]: shape .* must be .*that of q"),
+    (RAGGED, {"kv": lambda kv: (kv[0], kv[1][1:])}, ValueError, r"kv\[1\]: shape \(39,\), must be \(40,\)"),
+    (RAGGED, {"kv": lambda kv: (kv[0], kv[1].double())}, TypeError, r"kv\[1\]: dtype torch\.float64"),
+    (RAGGED, {"weights": lambda w: w.bfloat16()}, TypeError, r"weights: dtype torch\.bfloat16, must be torch\.float32"),
+    (RAGGED, {"weights": lambda w: w[:, :3]}, ValueError, r"weights: shape \(5, 3\), must be \(5, 8\)"),
+    (RAGGED, {"cu_seq_len_k_start": lambda x: x.long()}, TypeError, "cu_seq_len_k_start: dtype torch.int64"),
+    (RAGGED, {"cu_seq_len_k_end": lambda x: x[:4]}, ValueError, r"cu_seq_len_k_end: shape \(4,\), must be \(5,\)"),
+    (RAGGED, {"clean_logits": lambda x: 1}, TypeError, "clean_logits: 1, must be True or False"),
+    (RAGGED, {"max_seqlen_k": lambda x: -1}, ValueError, "max_seqlen_k: -1, must be at least 0"),
+    (RAGGED_FP4, {"q": lambda q: (q[0], torch.zeros(5, 8))}, NotImplementedError, r"q\[1\]: given, not supported: fp4"),
+    (RAGGED_FP4, {"q": lambda q: q[0]}, TypeError, r"q: Tensor, must be a tuple"),
+    (RAGGED_FP4, {"logits_dtype": lambda x: torch.float16}, TypeError, "logits_dtype torch.float16, must be one of"),
+    (PAGED, {"q": lambda q: q.flatten(0, 1)}, ValueError, r"q: shape .* must have 4 dimensions"),
+    (PAGED, {"kv_cache": lambda c: c[..., :128]}, ValueError, r"kv_cache: shape .*bytes of a key, with its scale"),
+    (PAGED, {"kv_cache": lambda c: c.view(torch.int16)}, TypeError, "kv_cache: dtype torch.int16"),
+    (PAGED, {"kv_cache": lambda c: torch.zeros(6, 4, 2, 132).byte()}, ValueError, "kv_cache: .*must have one head"),
+    (PAGED, {"kv_cache": lambda c: torch.zeros(6, 8, 1, 132).byte()[:, ::2]}, ValueError, "a page must be dense"),
+    (PAGED, {"kv_cache": lambda c: torch.zeros(6, 0, 1, 132).byte()}, ValueError, "a page must have a key"),
+    (PAGED, {"context_lens": lambda x: x.long()}, TypeError, "context_lens: dtype torch.int64"),
+    (PAGED, {"context_lens": lambda x: x[:1]}, ValueError, r"context_lens: shape \(1,\), must be \(2,\) or \(6,\)"),
+    (PAGED, {"context_lens": lambda x: x[:, None]}, ValueError, r"context_lens: shape \(2, 1\), must be \(2, 3\)"),
+    (PAGED, {"block_table": lambda x: x[:1]}, ValueError, r"block_table: shape \(1, 11\), must have 2 rows"),
+    (PAGED, {"block_table": lambda x: x.long()}, TypeError, "block_table: dtype torch.int64"),
+    (PAGED, {"max_context_len": lambda x: 8.0}, TypeError, "max_context_len: 8.0, must be an int"),
+    (PAGED, {"schedule_meta": lambda x: 3}, TypeError, "schedule_meta: int, must be a torch.Tensor"),
+    (PAGED, {"weights": lambda w: w.requires_grad_()}, RuntimeError, "weights: requires grad"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("function", "change", "error", "message"), REFUSED)
+def test_refusals(function, change, error, message):
+    given = inputs_of(function)
+    given |= {name: make(given.get(name)) for name, make in change.items()}
+    with pytest.raises(error, match=message):
+        getattr(wrappers, function)(**given)
+
+
+def test_pages_must_begin_at_words():
+    given = inputs_of(PAGED)
+    memory = torch.zeros(6 * 528 + 1, dtype=BYTE)
+    with pytest.raises(ValueError, match="pages must begin at multiples of 4 bytes"):
+        wrappers.fp8_paged_mqa_logits(**given | {"kv_cache": memory[1:].view(6, 4, 1, 132)})
+
+
+def test_metadata():
+    lens = torch.tensor([[9], [40]]).int()
+    for given in (lens, lens[:, 0]):
+        got = wrappers.get_paged_mqa_logits_metadata(given, 64, 132)
+        assert got.dtype == torch.int32 and got.shape == (133, 2)
+    with pytest.raises(ValueError, match="num_sms: 0, must be at least 1"):
+        wrappers.get_paged_mqa_logits_metadata(lens, 64, 0)

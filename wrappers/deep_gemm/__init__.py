@@ -1,0 +1,1 @@
+"""DeepGEMM's functions for the indexer of sparse attention."""

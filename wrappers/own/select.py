@@ -1,0 +1,199 @@
+"""Keys of sparse attention, chosen in one call: logits of the indexer, then the exact largest ones of each token."""
+
+from typing import Any, NamedTuple
+
+import torch
+
+from ..deep_gemm.api import paged_call, ragged_call
+from ..host.checks import check_apart, check_integer, check_operand, check_shape
+from ..host.launch import bindable
+from ..host.plain import traced
+from ..host.scalars import integer
+from ..indexer import logits
+from ..indexer.logits import LogitsCall
+from ..topk import op as topk_op
+from ..topk import plan as topk_plan
+from ..topk.checks import LARGEST, SELECT_REQUESTS, SELECT_ROWS, SELECT_TOKENS, TopKCall
+
+__all__ = ["select_rows", "select_slots"]
+
+SCRATCH = 1 << 28  # bytes of logits that are held at a time
+TILE = 8  # tokens of a prompt that share the loads of keys, at most
+
+
+class SelectionCall(NamedTuple):
+    """Logits, and the selection from them, without scores. units: parts that a pass may begin with, requests or tokens;
+    step: those of a pass."""
+
+    logits: LogitsCall
+    top_k: TopKCall
+    units: int
+    step: int
+
+
+def select_slots(
+    q: torch.Tensor, kv_cache: torch.Tensor, weights: torch.Tensor, context_lens: torch.Tensor,
+    block_table: torch.Tensor, top_k: int, *, max_context_len: int | None = None, out: torch.Tensor | None = None,
+    scratch_bytes: int = SCRATCH,
+) -> torch.Tensor:  # fmt: skip
+    """Return the slots of the top_k keys with the largest logits of each query token, for decode of sparse attention.
+
+    The logits are those of `fp8_paged_mqa_logits`. A key in row r of page p has slot p * P + r, as the `indices` of
+    `flash_mla_with_kvcache` count, if the cache to attend to has pages of the same numbers and sizes.
+
+    Args:
+        q: float8_e4m3fn (B, next_n, H, D), the rotated and quantised queries of the indexer.
+        kv_cache: (pages, P, 1, 132) bytes, the cache of the indexer's keys, as `append_latent` and
+            `indexer_k_quant_and_cache` write it; D + 4 bytes of a key in general.
+        weights: fp32 (B * next_n, H): weights of the heads times the scales of the queries.
+        context_lens: int32 (B,), the keys of each request; its last token sees all of them, the one before it one less,
+            and so on. Or (B, next_n): the keys of each token.
+        block_table: int32 (B, M), the pages of each request.
+        top_k: how many keys a token gets, at least 1.
+        max_context_len: no request has more keys; None: as many as its row of block_table may have.
+        out: receives the slots, int32 (B, next_n, top_k), or None.
+        scratch_bytes: memory for logits, at most, if those of one request fit. More requests than fit are computed in
+            passes, one after the other.
+
+    Returns the slots, int32 (B, next_n, top_k): by ascending position of the key, then -1. A token with at most top_k
+    keys gets all of them. The selection is exact: of equal logits, those of the first positions are chosen, and the
+    bits of the result depend on nothing but a token's own arguments. A call can be captured in a CUDA graph and
+    replayed with other values, lengths among them; a row of a graph without a request, with a length of 0, gets -1
+    alone.
+
+    Raises before anything is launched, as `fp8_paged_mqa_logits` and `top_k_page_table_transform` do. No other library
+    has this function.
+
+    >>> cache, q = torch.zeros(4, 2, 1, 36, dtype=torch.uint8), torch.ones(1, 1, 8, 32).to(torch.float8_e4m3fn)
+    >>> table, lens = torch.tensor([[3, 1]]).int(), torch.tensor([3]).int()
+    >>> select_slots(q, cache, torch.ones(1, 8), lens, table, 2)
+    tensor([[[6, 7]]], dtype=torch.int32)
+    """
+    call = slots_call(q, kv_cache, weights, context_lens, block_table, top_k, max_context_len, out, scratch_bytes)
+    return serve(call).view(*q.shape[:2], -1)
+
+
+def slots_call(
+    q: Any, kv_cache: Any, weights: Any, context_lens: Any, block_table: Any, top_k: Any, max_context_len: Any = None,
+    out: Any = None, scratch_bytes: Any = SCRATCH,
+) -> SelectionCall:  # fmt: skip
+    """Return the call of `select_slots`."""
+    check_operand("block_table", block_table, 2, (torch.int32,), None)
+    scored = paged_call(q, kv_cache, weights, context_lens, block_table, None, 0)
+    width = block_table.shape[1] * scored.k.shape[1]
+    if max_context_len is not None:
+        width = min(width, check_integer("max_context_len", integer(max_context_len), 0))
+    scored, requests, count = scored._replace(width=width), q.shape[0], scored.next_n
+    k = number_of_keys(top_k)
+    if out is not None:
+        check_operand("out", out, 3, (torch.int32,), q.device, "that of q")
+        check_shape("out", out, (requests, q.shape[1], k), "requests, tokens, top_k")
+        given = {"q": q, "kv_cache": kv_cache, "weights": weights, "context_lens": context_lens}
+        apart(out, given | {"block_table": block_table})
+        if requests > 1 and out.stride(0) != q.shape[1] * out.stride(1):
+            raise ValueError(f"out: strides {out.stride()}, tokens must be equally far apart")
+        out = out.view(-1, k)
+    kind = SELECT_REQUESTS if scored.ends.shape[0] == requests else SELECT_TOKENS
+    chosen = TopKCall(
+        kind, None, k, lengths=scored.ends, out=out, table=block_table, next_n=count, page_size=scored.k.shape[1]
+    )
+    return SelectionCall(scored, chosen, requests, max(1, rows_of_pass(scored, scratch_bytes) // count))
+
+
+def select_rows(
+    q: torch.Tensor, kv: tuple[torch.Tensor, torch.Tensor], weights: torch.Tensor, cu_seq_len_k_start: torch.Tensor,
+    cu_seq_len_k_end: torch.Tensor, top_k: int, *, out: torch.Tensor | None = None, scratch_bytes: int = SCRATCH,
+) -> torch.Tensor:  # fmt: skip
+    """Return the rows of the top_k keys with the largest logits of each query token, for prompts of sparse attention.
+
+    The logits are those of `fp8_mqa_logits`, of keys in one tensor, such as `cp_gather_indexer_k_quant_cache` gathers
+    from a cache. The result counts rows of that tensor, as the `indices` of a sparse prefill over rows that were
+    gathered alike.
+
+    Args:
+        q: float8_e4m3fn (T, H, D). kv: (keys, scales): float8_e4m3fn (S, D), and fp32 (S,). weights: fp32 (T, H).
+        cu_seq_len_k_start, cu_seq_len_k_end: int32 (T,): token t sees keys [start, end).
+        top_k, out (T, top_k), scratch_bytes: as in `select_slots`; passes have tokens.
+
+    Returns the rows, int32 (T, top_k): ascending, then -1. Selection, graphs and errors are as in `select_slots`. No
+    other library has this function.
+
+    >>> q, k = torch.ones(1, 8, 32).to(torch.float8_e4m3fn), torch.ones(5, 32).to(torch.float8_e4m3fn)
+    >>> start, end = torch.tensor([1]).int(), torch.tensor([5]).int()
+    >>> select_rows(q, (k, torch.tensor([9.0, 1, 3, 2, 4])), torch.ones(1, 8), start, end, 2)
+    tensor([[2, 4]], dtype=torch.int32)
+    """
+    return serve(rows_call(q, kv, weights, cu_seq_len_k_start, cu_seq_len_k_end, top_k, out, scratch_bytes))
+
+
+def rows_call(
+    q: Any, kv: Any, weights: Any, cu_seq_len_k_start: Any, cu_seq_len_k_end: Any, top_k: Any, out: Any = None,
+    scratch_bytes: Any = SCRATCH,
+) -> SelectionCall:  # fmt: skip
+    """Return the call of `select_rows`."""
+    scored = ragged_call(q, kv, weights, cu_seq_len_k_start, cu_seq_len_k_end, False)
+    k, tokens = number_of_keys(top_k), q.shape[0]
+    if out is not None:
+        check_operand("out", out, 2, (torch.int32,), q.device, "that of q")
+        check_shape("out", out, (tokens, k), "tokens, top_k")
+        given = {"q": q, "kv[0]": kv[0], "kv[1]": kv[1], "weights": weights}
+        apart(out, given | {"cu_seq_len_k_start": cu_seq_len_k_start, "cu_seq_len_k_end": cu_seq_len_k_end})
+    chosen = TopKCall(SELECT_ROWS, None, k, starts=cu_seq_len_k_start, lengths=cu_seq_len_k_end, out=out)
+    rows = rows_of_pass(scored, scratch_bytes)
+    return SelectionCall(scored, chosen, tokens, max(rows // TILE * TILE, 1))
+
+
+def apart(out: torch.Tensor, given: dict[str, Any]) -> None:
+    """Check that the output has no memory in common with an input."""
+    if not traced(out):
+        check_apart({"out": out}, {name: t for name, t in given.items() if isinstance(t, torch.Tensor)})
+
+
+def number_of_keys(top_k: Any) -> int:
+    """Return top_k after a check."""
+    k = check_integer("top_k", integer(top_k), 1)
+    if k > LARGEST:
+        raise ValueError(f"top_k: {k}, must be at most {LARGEST}")
+    return k
+
+
+def rows_of_pass(call: LogitsCall, scratch_bytes: Any) -> int:
+    """Return how many rows of logits so many bytes hold."""
+    size = check_integer("scratch_bytes", integer(scratch_bytes), 0)
+    return size // max(logits.ROW_BYTES, 4 * call.width)
+
+
+def serve(call: SelectionCall) -> torch.Tensor:
+    """Run a selection pass by pass, and return its result, (tokens, top_k)."""
+    scored, chosen, units, step = call
+    logits.validate(scored)
+    q, each = scored.q, scored.next_n if scored.table is not None else 1
+    out = chosen.out
+    if out is None:
+        out = q.new_empty((q.shape[0], chosen.k), dtype=torch.int32)
+    if not units or not scored.width:
+        return out.fill_(-1)
+    step = min(step, units)
+    scratch = logits.new_logits(scored._replace(q=q[: step * each]))
+    for first in range(0, units, step):
+        count = min(step, units - first)
+        rows, parts = slice(first * each, (first + count) * each), slice(first, first + count)
+        some = scratch[: count * each]
+        pick = part_of(chosen, units, rows, parts)._replace(scores=some, out=out[rows])
+        if not first and not traced(q):
+            bindable(topk_plan.FAMILY, pick)  # refuses it before anything is launched
+        tokens = count if scored.table is None else scored.next_n
+        logits.serve(part_of(scored, units, rows, parts)._replace(out=some, next_n=tokens))
+        topk_op.serve(pick)
+    return out
+
+
+def part_of(call: Any, count: int, rows: slice, units: slice) -> Any:
+    """Return a call for some of its tokens, `rows`, which are the parts `units` of all `count`."""
+    fields = {}
+    for name in ("q", "weights", "starts", "ends", "lengths", "table"):
+        given = getattr(call, name, None)
+        if given is not None:
+            of_units = name == "table" or name in ("ends", "lengths") and given.shape[0] == count
+            fields[name] = given[units if of_units else rows]
+    return call._replace(**fields)
