@@ -1,5 +1,5 @@
-"""python -m bench attention | topk | append | accuracy | engine | engine-error | server | serve | sparsity | plots |
-readme"""
+"""python -m bench attention | topk | append | indexer | accuracy | engine | engine-error | server | serve | sparsity |
+plots | readme"""
 
 import argparse
 from collections.abc import Callable, Iterable, Iterator
@@ -72,6 +72,19 @@ def topk() -> Family:
         measure=bench.measure,
         rest=lambda setup, _: bench.outputs(bench.OUTPUTS, setup) + bench.host(setup),
         ceilings="ceiling-copy",
+    )
+
+
+def indexer() -> Family:
+    from . import indexer as bench
+
+    return Family(
+        cases=bench.CASES,
+        sweep="indexer-",
+        providers=tuple(bench.PROVIDERS),
+        measure=bench.measure,
+        rest=lambda setup, _: [],
+        ceilings="ceiling-",
     )
 
 
@@ -277,6 +290,7 @@ def main() -> None:
         ("attention", "prefill-bf16", attention),
         ("topk", "topk", topk),
         ("append", "", append),
+        ("indexer", "", indexer),
     ):
         own = {"cases": (prefix, "measure the cases that begin with these prefixes")} | PROVIDERS | ROUNDS
         one = add(name, measure, own, f"measure {name}")

@@ -30,6 +30,8 @@ from cute_kernels.attention.sm90 import tile_table as sm90_tiles
 from cute_kernels.attention.sm100 import tile_table as sm100_tiles
 from cute_kernels.cache_write import dispatch as cache_write
 from cute_kernels.cache_write.request import CacheWriteRequest
+from cute_kernels.indexer import dispatch as indexer
+from cute_kernels.indexer.request import IndexerRequest
 from cute_kernels.latent import dispatch as latent
 from cute_kernels.latent.request import LatentRequest, ReadRequest
 from cute_kernels.merge_states import dispatch as merge_states
@@ -56,6 +58,7 @@ FAMILIES: dict[str, Any] = {
     "append": cache_write,
     "latent": latent,
     "merge": merge_states,
+    "indexer": indexer,
 }
 
 
@@ -294,6 +297,10 @@ ASKED: tuple[tuple[str, Any, str, dict[str, dict[str, Any]]], ...] = (  # argume
     ("merge", MergeRequest("bf16"), "states", {"of one tensor": {"pair": False}}),
     ("merge", MergeRequest("bf16", True), "states", {"of two tensors": {"pair": True}, "in place": {"pair": True}}),
     ("merge", MergeRequest("bf16"), "with", {"a mask of tokens": {"pair": True}, "CUDA graph replay": {}}),
+    ("indexer", IndexerRequest(), "logits of", {"a prompt": {"rows": 4096}, "a paged cache": {}}),
+    ("indexer", IndexerRequest(), "logits with", {f"{n} heads": {"heads": n} for n in (64, 32)}),
+    ("indexer", IndexerRequest(), "logits output", {out: {"out": out} for out in ("fp32", "bf16")}),
+    ("indexer", IndexerRequest(), "with", {"CUDA graph replay": {}}),
 )
 FEATURES = tuple(feature for asked in ASKED for feature in features(*asked))
 NAMES = frozenset(feature.name for feature in FEATURES)

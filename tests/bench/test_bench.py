@@ -15,6 +15,7 @@ from bench import (
     decode,
     family,
     harness,
+    indexer,
     merging,
     precision,
     prefill,
@@ -93,6 +94,9 @@ RUNS = {  # name -> (function that measures, case, providers with a row)
     "topk": (topk.measure, TOPK, ["ours", "floor"]),
     "append": (append.measure, APPEND, ["ours", "floor"]),
     "merge": (append.measure, "merge-states-n60-s3-h2-d40", ["ours", "floor"]),
+    "logits": (indexer.measure, "indexer-decode-b2-s128-h8-q2", ["ours", "floor"]),
+    "logits of a prompt": (indexer.measure, "indexer-prefill-t5-s70-h8", ["ours", "floor"]),
+    "selection": (indexer.measure, "dsa-select-b2-s128-h8-k16", ["ours", "floor"]),
     "dequantise": (append.measure, "nvfp4-dequantize-n5-h2-d32", ["ours", "floor"]),
 }
 

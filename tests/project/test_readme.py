@@ -250,7 +250,7 @@ def test_simulated_is_what_ci_simulates():
 
 def problems():
     """Attention problems of all features, and of none."""
-    others = "top-k", "append", "merge", "latent"
+    others = "top-k", "append", "merge", "latent", "indexer"
     return [matrix.PREFILL, matrix.DECODE, *(f.problem for f in matrix.FEATURES if f.op not in others)]
 
 

@@ -30,7 +30,7 @@ from .pieces import ON_DEMAND, PIECES
 
 ROOT = Path(__file__).resolve().parents[2]
 BARRIERS = ["--num-cuda-barriers", "256"]  # mbarriers per CTA that the tools track; the compiler's count may be too low
-OURS = "regex=attention_|topk_|cache_write_|latent_|merge_states_"
+OURS = "regex=attention_|topk_|cache_write_|latent_|merge_states_|indexer_"
 ONLY_OURS = ["--kernel-name", OURS]  # initcheck must see all that write
 TOOLS = {  # the slow ones first
     "racecheck": BARRIERS + ONLY_OURS,

@@ -212,6 +212,11 @@ def latent(**fields: Any) -> Call:
     return Call("mla", "flash_attn_with_kvcache" if "window" in case else "flash_mla_with_kvcache", 7, case=case)
 
 
+def scored(function: str, **fields: Any) -> Call:
+    """Return a call that computes logits of an indexer."""
+    return Call("indexer", function, 7, case=fields)
+
+
 def gathered(case: ReadCase) -> Call:
     """Return a call that reads rows of requests, some of which have no page."""
     fields = changed_fields(replace(case, hostile=True, gap=528), "function")
@@ -331,5 +336,28 @@ def _rows() -> Iterator[tuple[str, tuple[Call, ...]]]:
     )
 
 
+def _indexer() -> Iterator[tuple[str, tuple[Call, ...]]]:
+    """Yield calls that compute logits of an indexer."""
+    for heads in (64, 32):
+        wide: dict[str, Any] = {"heads": heads, "lens": (70, 0, 330), "gap": 4, "strided": True}
+        prompt: dict[str, Any] = {"heads": heads, "lens": (21, 330), "windows": "random"}
+        yield (
+            f"indexer-{heads}-heads",
+            (
+                scored("fp8_paged_mqa_logits", **wide), scored("fp8_paged_mqa_logits", **wide, next_n=2, page_size=3),
+                scored("fp8_paged_mqa_logits", **wide, next_n=4, own=True, page_size=16),
+                scored("fp8_paged_mqa_logits", **wide, next_n=8, hostile=True), scored("fp8_mqa_logits", **prompt),
+            ),
+        )  # fmt: skip
+        yield (
+            f"indexer-{heads}-heads-others",
+            (
+                scored("fp8_fp4_paged_mqa_logits", **wide, dtype="bf16"),
+                scored("fp8_fp4_mqa_logits", **prompt, dtype="bf16", compressed=100),
+                scored("fp8_mqa_logits", **prompt, dim=64), scored("fp8_mqa_logits", **prompt, dim=32, shift=4),
+            ),
+        )  # fmt: skip
+
+
 ON_DEMAND = ("prefill-bf16-d512",)  # pieces that compile their kernels: no bundle holds shared scores
-PIECES: dict[str, tuple[Call, ...]] = dict((*_prefill(), *_decode(), *_top_k(), *_rows()))
+PIECES: dict[str, tuple[Call, ...]] = dict((*_prefill(), *_decode(), *_top_k(), *_rows(), *_indexer()))

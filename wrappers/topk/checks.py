@@ -31,7 +31,7 @@ from ..host.schema import GivenTensor, MaybeTensor
 DTYPES = {torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16"}
 PAGE_TABLE, RAGGED, TOP_K = "top_k_page_table_transform", "top_k_ragged_transform", "top_k"
 PREFILL, DECODING, PERSISTENT = "top_k_per_row_prefill", "top_k_per_row_decode", "persistent_topk"
-# Of `own.select`: slots of a cache, from one length per request or per token, and rows of a tensor.
+# The selections of `own.select`: slots of a cache, from a length per request or per token, and rows of a tensor.
 SELECT_REQUESTS, SELECT_TOKENS, SELECT_ROWS = "select_slots", "select_slots, lengths of tokens", "select_rows"
 WINDOWS = {PAGE_TABLE: LENGTHS, RAGGED: LENGTHS, TOP_K: FULL, PREFILL: ENDS, DECODING: DECODE, PERSISTENT: DECODE,
            SELECT_REQUESTS: DECODE, SELECT_TOKENS: LENGTHS, SELECT_ROWS: ABSOLUTE}  # fmt: skip
