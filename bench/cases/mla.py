@@ -26,6 +26,9 @@ ROUNDING = {"bf16": 2.0**-7, "fp16": 2.0**-10}  # of P and of the output togethe
 LSE_TOLERANCE = 2.0**-18  # relative, and 1e-5
 
 
+NATURAL = "flash_mla", "sparse_fwd"  # functions with an LSE in natural logarithms, without the sink
+
+
 @dataclass(frozen=True)
 class MlaCase:
     """One call.
@@ -225,8 +228,9 @@ def choices(case: MlaCase, i: MlaInputs, gen: torch.Generator) -> dict[str, Any]
     return {"slots": slots.int(), "counts": counts.int()}
 
 
-def call(case: MlaCase, i: MlaInputs) -> tuple[torch.Tensor, torch.Tensor]:
-    """Call the case's function. Return out (B, rows, H, 512) and lse (B, H, rows), as `expected` has them."""
+def call(case: MlaCase, i: MlaInputs) -> tuple[torch.Tensor, ...]:
+    """Call the case's function. Return out (B, rows, H, 512), lse (B, H, rows) and, if the function returns them, the
+    largest logits, as `expected` has them."""
     if case.function == "qv":
         (qv, q), (v, k) = (t.split([VALUES, case.dim - VALUES], -1) for t in (i.q, i.cache.unsqueeze(2)))
         out, lse = wrappers.flash_attn_with_kvcache(
@@ -246,6 +250,15 @@ def call(case: MlaCase, i: MlaInputs) -> tuple[torch.Tensor, torch.Tensor]:
             is_fp8_kvcache=bool(case.record), descale_q=Q8_SCALE if case.q8 else None, descale_k=descale,
             **second,
         )  # fmt: skip
+    if case.function == "sparse_fwd":
+        assert i.slots is not None
+        counts = None if i.counts is None else i.counts.repeat_interleave(case.rows)
+        out, top, lse = wrappers.flash_mla_sparse_fwd(
+            i.q.flatten(0, 1), i.cache.flatten(0, 1).unsqueeze(1), i.slots.flatten(0, 1).unsqueeze(1), SCALE, VALUES,
+            i.sinks, counts,
+        )  # fmt: skip
+        lse, top = (x.reshape(*i.q.shape[:3]).transpose(1, 2) for x in (lse, top))
+        return out.view(*i.q.shape[:3], VALUES), lse, top
     if case.function == "wrapper":
         out, lse = _planned(case, i)
         return out.view(*i.q.shape[:3], VALUES), lse.view(*i.q.shape[:3]).transpose(1, 2)
@@ -291,6 +304,7 @@ class MlaResult(NamedTuple):
     out: torch.Tensor
     lse: torch.Tensor
     mass: torch.Tensor
+    top: torch.Tensor  # (B, H, rows), natural: the largest logit, -inf for a row without keys
 
 
 def chosen_rows(record: str, i: MlaInputs, b: int, t: int) -> torch.Tensor:
@@ -307,6 +321,7 @@ def expected(case: MlaCase, i: MlaInputs) -> MlaResult:
     batch, rows, heads, _ = i.q.shape
     out, mass = torch.zeros(2, batch, rows, heads, VALUES, dtype=torch.float64, device=i.q.device)
     lse = torch.full((batch, heads, rows), -math.inf, dtype=torch.float64, device=i.q.device)
+    top = lse.clone()
     for b, n in enumerate(case.lens):
         pages = i.table[b, : -(-n // case.page_size)].long()
         keys = values(case.record, i.cache[pages]).flatten(0, 1)[:n].double()
@@ -320,25 +335,30 @@ def expected(case: MlaCase, i: MlaInputs) -> MlaResult:
                 logits = i.q[b, t].double() @ own.T * SCALE * (Q8_SCALE if case.q8 else 1.0)
                 if case.cap:
                     logits = case.cap * torch.tanh(logits / case.cap)
-                lse[b, :, t] = torch.logsumexp(logits, -1)
+                lse[b, :, t], top[b, :, t] = torch.logsumexp(logits, -1), logits.amax(-1)
                 out[b, t] = torch.softmax(logits, -1) @ own[:, :VALUES]
                 mass[b, t] = torch.softmax(logits, -1) @ own[:, :VALUES].abs()
     if i.sinks is not None:
         both = torch.logaddexp(lse, i.sinks.double()[None, :, None])
         share = (lse - both).exp().nan_to_num(0.0).transpose(1, 2)[..., None]
         out, mass = out * share, mass * share
-        lse = lse if case.function == "flash_mla" else both
-    if case.function == "flash_mla":
-        return MlaResult(out, torch.where(lse == -math.inf, math.inf, lse), mass)
-    return MlaResult(out, lse / math.log(2.0), mass)
+        lse = lse if case.function in NATURAL else both
+    if case.function in NATURAL:
+        return MlaResult(out, torch.where(lse == -math.inf, math.inf, lse), mass, top)
+    return MlaResult(out, lse / math.log(2.0), mass, top)
 
 
-def error(case: MlaCase, got: tuple[torch.Tensor, torch.Tensor], want: MlaResult) -> float:
+def error(case: MlaCase, got: tuple[torch.Tensor, ...], want: MlaResult) -> float:
     """Return the largest difference over its tolerance; infinity for a number that is none."""
-    (out, lse), (exact, exact_lse, mass) = (t.double() for t in got), want
+    (out, lse, *tops), (exact, exact_lse, mass, exact_top) = (t.double() for t in got), want
     finite = exact_lse.isfinite()
     if not out.isfinite().all() or not torch.equal(lse[~finite], exact_lse[~finite]):
         return math.inf
+    for top in tops:
+        found = top.isfinite()
+        allowed = 1e-5 + LSE_TOLERANCE * exact_top.abs()
+        if not torch.equal(found, exact_top.isfinite()) or bool(((top - exact_top).abs() > allowed)[found].any()):
+            return math.inf
     allowed = ROUNDING[case.dtype] * mass + 1e-6
     allowed_lse = 1e-5 + LSE_TOLERANCE * exact_lse.abs()
     worst = ((out - exact).abs() / allowed).max().item() if out.numel() else 0.0

@@ -90,7 +90,7 @@ class OutArgs(NamedTuple):
     """The output; read by `epilogue`, `softmax.normalizer` and `combine`."""
 
     o: Any  # (T | 0, Hq, Dvo)            spec.out[0]; any token and head stride, last stride 1
-    lse: Any  # (T | 0, Hq)               fp32, base 2, includes the sink; any strides
+    lse: Any  # (T | 0, Hq | 2 Hq)        fp32, base 2, includes the sink; any strides
     sink: Floats  # (Hq | 0,)             fp32, natural-log units
     out_scale: Float32  #                 multiplies the normalised output
     out_scale_ptr: Floats  # (Hq | 1 | 0,) fp32 on the device, per head or for all, multiplies out_scale

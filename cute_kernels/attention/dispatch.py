@@ -147,8 +147,6 @@ def splits_pay(request: KernelRequest) -> bool:
     """
     if request.source == "ragged":  # split keys without pages are simulated, but no device has run them
         return False
-    if request.shares_v:  # whole tiles have one loop with it, and no balance
-        return True
     rows, heads, keys, sms = request.packed_rows, request.kv_heads, request.keys, request.sms
     bits, tiles = BITS[request.kv], heads * -(-rows // 128)
     if rows > MANY_ROWS:  # each MANY_ROWS rows read the keys: at the same time, or the keys are not in the L2
@@ -186,7 +184,9 @@ def explain(request: KernelRequest, arch: str) -> tuple[Answer, ...]:
     serves some calls only (`decode.TileKey.work`) is chosen only if it is shipped.
     """
     order: tuple[tuple[str, bool], ...] = (*WHOLE, *FIXED)
-    if request.split_kv == "fixed":
+    if request.shares_v:  # its kernels share keys, and the host says how many a CTA may leave to another
+        order = (*SPLIT, *WHOLE)
+    elif request.split_kv == "fixed":
         order = (*FIXED, *WHOLE)
     elif request.split_kv == "always" or request.split_kv == "auto" and splits_pay(request):
         order = (*SPLIT, *WHOLE)

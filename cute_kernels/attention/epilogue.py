@@ -10,7 +10,7 @@ from . import block_scales, softmax
 from .logits import LOG2_E
 from .schedule import work
 from .schedule.work import WorkTileInfo
-from .spec import LSE_INF, LSE_NATURAL, LSE_OF_KEYS, SF_VEC_SIZE
+from .spec import LSE_INF, LSE_MAX, LSE_NATURAL, LSE_OF_KEYS, SF_VEC_SIZE
 
 INTEGERS = {1: Uint8, 2: Uint16, 4: Uint32}  # bytes -> type
 
@@ -37,6 +37,16 @@ def store_lse(a, token: Int32, head: Int32, lse: Float32, mine):
         if const_expr(a.out.lse_form is not None):
             lse = formed_lse(a.out.lse_form, lse)
         out[token, head] = lse
+
+
+@cute.jit
+def store_max(a, token: Int32, head: Int32, top: Float32, mine):
+    """Store the largest logit of a row, in log2 units, if the call wants it. Only kernels that split no keys know it.
+    mine: as in `store_lse`."""
+    if const_expr(a.out.lse_form is not None):
+        out = a.out.lse
+        if mine and (a.out.lse_form & LSE_MAX) != 0:
+            out[token, a.query.q.shape[1] + head] = top * const_expr(1.0 / LOG2_E)
 
 
 @cute.jit

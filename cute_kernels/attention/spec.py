@@ -60,8 +60,9 @@ class ScaleLayout(NamedTuple):
         return self.factor_bytes * (1 if self.of_rows else dim // self.vec) if self.exists else 0
 
 
-# Bits of `args.OutArgs.lse_form`: natural logarithm; +inf for a row without keys; the sink does not count
-LSE_NATURAL, LSE_INF, LSE_OF_KEYS = 1, 2, 4
+# Bits of `args.OutArgs.lse_form`: natural logarithm; +inf for a row without keys; the sink does not count; behind the
+# LSE of all heads there are the largest logits of all heads, in natural units, -inf for a row without keys
+LSE_NATURAL, LSE_INF, LSE_OF_KEYS, LSE_MAX = 1, 2, 4, 8
 EXTRA_UNIT = 64  # keys of a second cache begin at a multiple of it, so that a KV block has keys of one cache
 ROW = 1 << 30  # `ScaleLayout.vec`
 SCALE_LAYOUTS = {  # of `KVSpec.scales`

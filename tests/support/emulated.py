@@ -11,7 +11,7 @@ from bench.cases import attention as cases
 from cute_kernels.attention import args, geometry
 from cute_kernels.attention.sm90 import Sm90TileConfig
 from cute_kernels.attention.sm100 import Sm100TileConfig
-from cute_kernels.attention.spec import PACK_GQA_MAX_Q
+from cute_kernels.attention.spec import LSE_MAX, PACK_GQA_MAX_Q
 from tests.support import emulated_indexer, emulated_latent, emulated_merges, emulated_topk, emulated_writes
 from tests.support.fake_machine import FakeMachine, promised, promised_apart
 from wrappers import FP4Tensor, fp4, reference
@@ -119,8 +119,10 @@ def check_promises(spec, a):
         promised(a.q_rope.shape[:2] == a.q.shape[:2])
         promised(not hasattr(a, "k_rope") or a.k_rope.shape[:3] == a.k.shape[:3])
     for name in ("o", "o_fp8", "o_fp4", "lse", "tree_mask"):
-        t = getattr(a, name, a.lse)
-        promised(len(t) in (0, tokens) and (name == "tree_mask" or t.shape[1] == heads), name)
+        t, columns = getattr(a, name, a.o), heads
+        if name == "lse" and getattr(a, "lse_form", 0) & LSE_MAX and len(t):
+            columns *= 2
+        promised(len(t) in (0, tokens) and (name == "tree_mask" or t.shape[1] == columns), name)
     promised(sum(len(getattr(a, name, ())) > 0 for name in ("o", "o_fp8", "o_fp4")) == 1 or tokens == 0)
     if len(getattr(a, "o_fp4", ())):
         columns = fp4.round_up(heads * spec.head_dim_vo // fp4.BLOCK, fp4.SCALE_TILE[1])
@@ -163,7 +165,9 @@ def check_schedule(spec, a):
             -(-n // spec.tile.n) for n, *_ in paged.keys_of(SimpleNamespace(k=a.k, requests=requests_of(spec, a)))
         ]
         cut = [-(-n // geometry.tile_m(spec, n)) for n in rows]  # as the kernel splits them
+        promised(not spec.kv.shares_v or max(blocks, default=0) <= a.blocks_per_split)  # tiles are whole
         slots = sum(m * max(1, -(-n // a.blocks_per_split)) for m, n in zip(cut, blocks)) * a.k.shape[1]
+        slots *= not spec.kv.shares_v
         slots *= spec.tile.cluster
         counters = slots
     counters *= spec.tile.counters_per_split

@@ -65,6 +65,14 @@ def mla(function: str) -> dict[str, Any]:
             "max_seq_len": 48, "bmm1_scale": 0.1, "bmm2_scale": 1.0}  # fmt: skip
 
 
+def sparse_fwd() -> dict[str, Any]:
+    """Five tokens that have chosen rows of latent attention."""
+    gen = torch.Generator().manual_seed(0)
+    q, kv = (torch.randn(*shape, generator=gen).bfloat16() for shape in ((5, 8, 576), (40, 1, 576)))
+    rows = torch.randint(-3, 44, (5, 1, 16), generator=gen).int()
+    return {"q": q, "kv": kv, "indices": rows, "sm_scale": 0.1, "attn_sink": torch.zeros(8)}
+
+
 def states(v: str, s: str) -> dict[str, torch.Tensor]:
     """A state of attention, under these names."""
     return {v: torch.ones(3, 2, 8), s: torch.ones(3, 2)}
@@ -148,6 +156,7 @@ def selected(function: str) -> dict[str, Any]:
 
 
 MLA = "flash_mla_with_kvcache", "trtllm_batch_decode_with_kv_cache_mla"  # kernels for Hopper alone
+SPARSE_FWD = "flash_mla_sparse_fwd"  # likewise
 XQA_MLA = "xqa_batch_decode_with_kv_cache_mla"  # likewise
 GATHERS = ("gather_latent", "gather_and_maybe_dequant_cache", "cp_gather_cache",
            "cp_gather_and_upconvert_fp8_kv_cache", "cp_gather_and_upconvert_nvfp4_kv_cache",
@@ -160,6 +169,7 @@ GOOD: dict[str, Callable[[], dict[str, Any]]] = {
     "get_batch_indices_positions": lambda: {
         "append_indptr": ints(0, 2, 2, 5), "seq_lens": ints(3, 0, 1), "nnz": 5,
         "batch_indices": torch.zeros(5, dtype=torch.int32), "positions": torch.zeros(5, dtype=torch.int32)},
+    SPARSE_FWD: sparse_fwd,
     "get_paged_mqa_logits_metadata": lambda: {"context_lens": ints(9, 40), "block_kv": 64, "num_sms": 132},
     **{name: partial(logits, name) for name in LOGITS},
     **{name: partial(selected, name) for name in SELECT},

@@ -6,6 +6,8 @@ from typing import Any, NamedTuple
 import torch
 from torch._subclasses import FakeTensor
 
+from cute_kernels.attention.spec import LSE_MAX
+
 from ..fp4 import FP4Tensor
 from ..host import machine
 
@@ -84,7 +86,7 @@ class AttentionCall(NamedTuple):
     extra_record: str = ""  # likewise, of extra_k
 
     out: torch.Tensor | FP4Tensor | None = None  # (T, Hq, Dvo)
-    lse: torch.Tensor | None = None  # (T, Hq) fp32, base 2, sink included
+    lse: torch.Tensor | None = None  # (T, Hq) fp32, base 2, sink included; with LSE_MAX (T, 2 Hq)
 
     # Tensors that are read and that a call may lack (`OPTIONAL`).
     sinks: torch.Tensor | None = None  # (Hq,) fp32, natural-log units
@@ -130,6 +132,11 @@ class AttentionCall(NamedTuple):
     def custom(self) -> str:
         """Return the kind of the mask that replaces causal, of `cute_kernels.attention.spec.CUSTOM_MASKS`."""
         return "bits" if self.custom_mask is not None else "ranges" if self.ranges is not None else ""
+
+    @property
+    def lse_columns(self) -> int:
+        """Return the columns of the LSE."""
+        return self.q.shape[1] * (2 if self.lse_form & LSE_MAX else 1)
 
     @property
     def result_dtype(self) -> torch.dtype | str:

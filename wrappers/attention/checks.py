@@ -436,7 +436,7 @@ def outputs(call: AttentionCall) -> None:
     if call.lse is not None:
         lse = check_tensor(name("lse"), call.lse, 2, q.device)
         check_one_of(f"{name('lse')}: dtype", lse.dtype, (torch.float32,))
-        check_shape(name("lse"), lse, (q.shape[0], q.shape[1]), "tokens, query heads")
+        check_shape(name("lse"), lse, (q.shape[0], call.lse_columns), "tokens, query heads")
     if out is not None and not isinstance(out, (torch.Tensor, fp4.FP4Tensor)):
         raise TypeError(f"{name('out')}: {type(out).__name__}, must be a torch.Tensor or FP4Tensor")
     dtype = call.result_dtype

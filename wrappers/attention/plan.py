@@ -31,6 +31,7 @@ from .rope import rotated
 
 MOST_TILES = 1 << 31  # bound of the tiles of a launch with whole tiles, whatever the offsets
 MOST_M_TILES = 64  # `ScheduleArgs.m_tiles`
+WHOLE = 1 << 26  # KV blocks of a split of a call over latent rows that must not split keys: more than there are
 CHUNK = 4096  # keys of a split in the batch-invariant mode, rounded down to whole KV blocks
 WIDE = {"bf16": torch.bfloat16, "fp16": torch.float16}
 TYPES: dict[Any, str] = {**checks.TYPES, "nvfp4": "nvfp4"}
@@ -186,6 +187,7 @@ class LaunchPlan:
     like_query: bool  # the output has the query's dtype and head_dim: empty_like is 1 us cheaper than empty
     return_lse: bool
     heads: int
+    lse_columns: int
     dim_vo: int
     batch: int
     token_bytes: int  # bytes of a token of the query or of the output, the larger of both, if they are contiguous
@@ -231,11 +233,11 @@ class LaunchPlan:
         slots, tokens = self.slots, q.shape[0]
         o = self.new_output(q) if out is None else self.given_output(call, q, out)
         if lse is not None:
-            if lse.shape != (tokens, self.heads) or not self.lse_apart(lse, q, out):
-                raise _refused(call, "lse", lse, (tokens, self.heads))
+            if lse.shape != (tokens, self.lse_columns) or not self.lse_apart(lse, q, out):
+                raise _refused(call, "lse", lse, (tokens, self.lse_columns))
             flat[slots.lse] = lse
         elif self.return_lse:
-            flat[slots.lse] = lse = _empty((tokens, self.heads), dtype=torch.float32, device=self.device)
+            flat[slots.lse] = lse = _empty((tokens, self.lse_columns), dtype=torch.float32, device=self.device)
         result = (o, lse) if self.return_lse else o
         if self.checked and not capturing:
             checks.validate(call)
@@ -269,6 +271,7 @@ class LaunchPlan:
             raise _too_many_rows(call, f"{tokens} tokens of {self.heads} heads", "tokens x {0} x {0}")
         elif self.split_keys:
             splits = tiles * self.cluster * (-(-checks.most_keys(call) // self.split_keys) or 1)
+            splits = 1 if call.shares_v else splits  # its tiles are whole
             flat[slots.o_partial], flat[slots.counters] = scratch.new_split_scratch(self, splits, splits)
         else:
             shared = scratch.split_scratch(self, capturing)
@@ -365,6 +368,7 @@ def plan_for(call: AttentionCall, arch: str, sms: int) -> LaunchPlan:
     packs = policy.packs_all_tiles(spec) or few and request.qhead_per_kvhead <= PACK_GQA_MAX_GROUP
     group = request.qhead_per_kvhead if packs else 1
     blocks = CHUNK // spec.tile.n if call.split_kv != "auto" else 0
+    blocks = WHOLE if call.shares_v and blocks else blocks
     most_ctas = sms * spec.tile.ctas_per_sm // spec.tile.cluster
     dtype, options = call.result_dtype, cast(tuple[Any, ...], call[OPTIONS])
     size = dtype.itemsize if isinstance(dtype, torch.dtype) else 0  # a packed output is compared separately
@@ -385,6 +389,7 @@ def plan_for(call: AttentionCall, arch: str, sms: int) -> LaunchPlan:
         like_query=request.head_dim_vo == call.q.shape[2] and dtype == call.q.dtype,
         return_lse=call.return_lse,
         heads=heads,
+        lse_columns=call.lse_columns,
         dim_vo=request.head_dim_vo,
         batch=call.requests.batch,
         token_bytes=heads * max(call.q.shape[2] * call.q.element_size(), request.head_dim_vo * size),
@@ -555,5 +560,5 @@ def outputs(call: AttentionCall) -> tuple[Any, torch.Tensor | None]:
     elif out is None:
         out = fp4.empty(shape, call.q.device) if isinstance(dtype, str) else call.q.new_empty(shape, dtype=dtype)
     if lse is None and call.return_lse:
-        lse = call.q.new_empty(shape[:2], dtype=torch.float32)
+        lse = call.q.new_empty((shape[0], call.lse_columns), dtype=torch.float32)
     return out, lse

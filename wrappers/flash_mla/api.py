@@ -1,10 +1,11 @@
-"""FlashMLA's functions: decode of latent attention (MLA) over a paged cache, of which V is the first columns of K."""
+"""FlashMLA's functions: decode of latent attention (MLA) over a paged cache, of which V is the first columns of K, and
+prefill of tokens that have chosen their keys."""
 
 from typing import Any, NamedTuple
 
 import torch
 
-from cute_kernels.attention.spec import LSE_INF, LSE_NATURAL, LSE_OF_KEYS
+from cute_kernels.attention.spec import LSE_INF, LSE_MAX, LSE_NATURAL, LSE_OF_KEYS
 
 from ..attention.call import AttentionCall, SequenceBatch, sequences_of, slot_sequences
 from ..attention.checks import SIGNATURES
@@ -23,6 +24,11 @@ SIGNATURES[NAME] = {
 SIGNATURES[SPARSE_NAME] = SIGNATURES[NAME] | {
     "page_table": "indices", "kv_lens": "topk_length", **dict.fromkeys(("extra_k", "extra_k_rope"), "extra_k_cache"),
     "extra_slots": "extra_indices_in_kvcache", "extra_lens": "extra_topk_length",
+}  # fmt: skip
+PREFILL_NAME = "flash_mla_sparse_fwd"
+SIGNATURES[PREFILL_NAME] = {
+    **dict.fromkeys(("kv", "k", "v", "shares_v", "k_rope"), "kv"), "page_table": "indices", "kv_lens": "topk_length",
+    "scale": "sm_scale", "sinks": "attn_sink", "max_q_len": "q", "q_rope": "q",
 }  # fmt: skip
 CHOSEN = ("indices", "topk_length", "extra_k_cache", "extra_indices_in_kvcache", "extra_topk_length")
 BYTES = (torch.uint8, torch.int8, torch.float8_e4m3fn)  # dtypes of a cache of packed records
@@ -286,6 +292,73 @@ def shaped(call: AttentionCall, found: Any, q: torch.Tensor, out: Any) -> tuple[
     if out is None:
         out = flat.view(*q.shape[:2], *flat.shape[1:])
     return out, lse.view(*q.shape[:2], lse.shape[1]).transpose(1, 2)
+
+
+def flash_mla_sparse_fwd(
+    q: torch.Tensor, kv: torch.Tensor, indices: torch.Tensor, sm_scale: float, d_v: int = 512,
+    attn_sink: torch.Tensor | None = None, topk_length: torch.Tensor | None = None, out: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
+    """Compute attention of tokens that have chosen their keys from one tensor of rows, for prompts of sparse attention.
+
+    Args:
+        q: fp16 or bf16 (T, H, D), any strides, the last 1, and any H. (D, d_v) is (576, 512) or (512, 512).
+        kv: (S, 1, D) of q's dtype, any row stride: keys, of which the first d_v columns are values.
+        indices: int32 (T, 1, K), any K: the rows of kv that a token sees. A number outside [0, S) is no key, wherever
+            it is, and a row that comes twice counts twice. topk_length: int32 (T,), only the first so many of each
+            token count, or None; entries behind them are not read.
+        sm_scale: factor on the logits. attn_sink: fp32 (H,), in natural-log units, or None. It changes out alone.
+        out: receives the result, (T, H, d_v) of q's dtype, or None.
+
+    Returns (out, max_logits, lse): max_logits and lse are fp32 (T, H), in natural units. A token without keys has 0,
+    -inf and +inf. The bits of a token's result depend on the token alone. Raises before anything is launched, as
+    `flash_mla_with_kvcache` does. FlashMLA's function.
+
+    >>> q, kv = torch.ones(1, 16, 576).half(), torch.ones(9, 1, 576).half()
+    >>> out, max_logits, lse = flash_mla_sparse_fwd(q, kv, torch.tensor([[[3, -1, 8, 9]]]).int(), 576**-1)
+    >>> out.shape, max_logits[0, 0], lse[0, 0]
+    (torch.Size([1, 16, 512]), tensor(1.), tensor(1.6931))
+    """
+    call = sparse_call(q, kv, indices, sm_scale, d_v, attn_sink, topk_length, out)
+    return with_max(call, serve(call), q, out)
+
+
+def sparse_call(
+    q: Any, kv: Any, indices: Any, sm_scale: Any, d_v: Any = 512, attn_sink: Any = None, topk_length: Any = None,
+    out: Any = None,
+) -> AttentionCall:  # fmt: skip
+    """Return the call of `flash_mla_sparse_fwd`."""
+    tokens, heads, dim = check_strided("q", q, 3).shape
+    columns = check_integer("d_v", integer(d_v), 1)
+    rows = check_strided("kv", kv, 3).shape[0]
+    check_shape("kv", kv, (rows, 1, dim), "rows, one head, the last dimension of q")
+    if columns > dim:
+        raise ValueError(f"d_v: {columns}, must be at most {dim}, the last dimension of q and kv")
+    check_shape("indices", check_strided("indices", indices, 3), (tokens, 1, indices.shape[2]), "tokens of q, 1, keys")
+    if topk_length is not None:
+        check_shape("topk_length", check_strided("topk_length", topk_length, 1), (tokens,), "tokens of q")
+    plain, slots = not traced(q), indices.select(1, 0)
+    requests = slot_sequences(slots, counts_of(slots, topk_length, 1, plain), plain)
+    (query, q_rope), (k, k_rope) = (
+        columns_and_rope(q, columns),
+        columns_and_rope(kv.transpose(0, 1).unsqueeze(0), columns),
+    )
+    return AttentionCall(
+        PREFILL_NAME, query, k, k, requests, 1, real(sm_scale), causal=False, split_kv="never", return_lse=True,
+        shares_v=True, lse_form=LSE_NATURAL | LSE_INF | LSE_OF_KEYS | LSE_MAX, out_dtype=q.dtype, out=out,
+        sinks=attn_sink, q_rope=q_rope, k_rope=k_rope,
+    )  # fmt: skip
+
+
+def with_max(call: AttentionCall, found: Any, q: Any, out: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return the result of `flash_mla_sparse_fwd` for that of its call."""
+    flat, both = found
+    heads = flat.shape[1]
+    return flat, both[:, heads:], both[:, :heads]
+
+
+def bound_tokens(call: AttentionCall, q: Any, out: Any) -> tuple[Any, torch.Tensor | None]:
+    """Return a query and an output, or None, of `flash_mla_sparse_fwd` as its call takes them."""
+    return columns_and_rope(check_strided("q", q, 3), call.dim_vo), out
 
 
 def bound_rows(call: AttentionCall, q: Any, out: Any) -> tuple[Any, torch.Tensor | None]:

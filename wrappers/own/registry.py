@@ -138,6 +138,10 @@ FUNCTIONS: tuple[PublicFunction, ...] = (
         flash_mla.flash_mla_with_kvcache, flash_mla.decode_call, DECODE,
         Reshaping(flash_mla.bound_rows, flash_mla.shaped),
     ),
+    PublicFunction(
+        flash_mla.flash_mla_sparse_fwd, flash_mla.sparse_call, PREFILL,
+        Reshaping(flash_mla.bound_tokens, flash_mla.with_max),
+    ),
     PublicFunction(flash_mla.get_mla_metadata, None, DECODE, kernels=NO_KERNEL, binds=False),
     PublicFunction(deep_gemm.get_paged_mqa_logits_metadata, None, SPARSE, kernels=NO_KERNEL, binds=False),
     PublicFunction(topk.top_k, topk.top_k_call, SELECTION),

@@ -32,14 +32,15 @@ NONE, CAUSAL = HeadTerms(), TokenMask()
 
 def attention(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, scale: float | torch.Tensor, mask: TokenMask = CAUSAL,
-    soft_cap: float = 0.0, of_heads: HeadTerms = NONE,
+    soft_cap: float = 0.0, of_heads: HeadTerms = NONE, largest: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     """Return (o, lse) of one request: o (m, Hq, Dvo) fp32, not scaled; lse (m, Hq) fp32, base 2, sink included.
 
     q (m, Hq, Dqk), k (n, Hkv, Dqk), v (n, Hkv, Dvo), any floating dtype; query head h reads KV head h // (Hq / Hkv).
     Query row i keeps the keys j that `mask` says. Logits are s = scale * q.k (+ slope * (j - i)), with scale a number,
     (1,) or (Hq,); then soft_cap * tanh(s / soft_cap) if soft_cap > 0. A row without kept keys gives o = 0 and
-    lse = -inf (or sink * log2 e). Values of keys that are not kept never matter, NaN included.
+    lse = -inf (or sink * log2 e). Values of keys that are not kept never matter, NaN included. largest: return the
+    largest logits, in the units of lse, instead of it.
     """
     sinks, slopes = of_heads
     m, heads, _ = q.shape
@@ -66,7 +67,7 @@ def attention(
             if soft_cap > 0:
                 logits = soft_cap * torch.tanh(logits / soft_cap)
             keep = mask.keep(numbers, own, m, n)
-            o[block, mine], lse[block, mine] = _softmax_values(logits, keep[:, None, :], values[span], sink)
+            o[block, mine], lse[block, mine] = _softmax_values(logits, keep[:, None, :], values[span], sink, largest)
     return o, lse
 
 
@@ -85,7 +86,7 @@ def rotate(x: torch.Tensor, first: int, scale: float, theta: float) -> torch.Ten
 
 
 def _softmax_values(
-    logits: torch.Tensor, keep: torch.Tensor, values: torch.Tensor, sink: torch.Tensor | None
+    logits: torch.Tensor, keep: torch.Tensor, values: torch.Tensor, sink: torch.Tensor | None, largest: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return o and lse of a block.
 
@@ -106,5 +107,5 @@ def _softmax_values(
         for bad in (INF, -INF, float("nan")):
             found = values.isnan() if math.isnan(bad) else values == bad
             o = o + torch.where((keep.float() @ found.float()) > 0, bad, 0.0)
-    lse = (top + total.log()).squeeze(-1) * LOG2E
+    lse = (top if largest else top + total.log()).squeeze(-1) * LOG2E
     return o, lse

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from cute_kernels.attention.spec import LSE_INF, LSE_NATURAL, LSE_OF_KEYS
+from cute_kernels.attention.spec import LSE_INF, LSE_MAX, LSE_NATURAL, LSE_OF_KEYS
 from cute_kernels.records import RECORDS
 
 from .. import fp4
@@ -175,12 +175,12 @@ def tokens_of(call: AttentionCall) -> Iterator[SequenceTokens]:
         yield SequenceTokens(rows, q, k, v, mask)
 
 
-def paged_attention(call: AttentionCall) -> tuple[torch.Tensor, torch.Tensor]:
+def paged_attention(call: AttentionCall, largest: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
     """Return (o, lse): o (T, Hq, Dvo) fp32 including out_scale, lse (T, Hq) fp32 base 2.
 
     Rows of no request are 0 and -inf. Reads lengths on the host, so a GPU call synchronises. Skips nothing. Invalid
     values are clamped as kernels do: query rows to those that exist; keys to the capacity of a row of the table, or of
-    the list of all pages; to none if the cache has no pages.
+    the list of all pages; to none if the cache has no pages. largest: return the largest logits instead of lse.
     """
     tokens, heads, _ = call.q.shape
     o = torch.zeros(tokens, heads, call.dim_vo, dtype=torch.float32, device=call.q.device)
@@ -194,6 +194,7 @@ def paged_attention(call: AttentionCall) -> tuple[torch.Tensor, torch.Tensor]:
             mask=x.mask,
             soft_cap=call.soft_cap or 0.0,
             of_heads=HeadTerms(call.sinks, call.alibi_slopes),
+            largest=largest,
         )
     out_scale = _scale(call.out_scale, call.out_scale_tensor)
     return o * (out_scale[:, None] if isinstance(out_scale, torch.Tensor) else out_scale), lse
@@ -216,4 +217,7 @@ def formed_lse(call: AttentionCall, lse: torch.Tensor) -> torch.Tensor:
         lse = paged_attention(call._replace(sinks=None))[1]
     if call.lse_form & LSE_NATURAL:
         lse = lse / LOG2E
-    return torch.where(lse == -math.inf, math.inf, lse) if call.lse_form & LSE_INF else lse
+    lse = torch.where(lse == -math.inf, math.inf, lse) if call.lse_form & LSE_INF else lse
+    if not call.lse_form & LSE_MAX:
+        return lse
+    return torch.cat([lse, paged_attention(call._replace(sinks=None), True)[1] / LOG2E], 1)

@@ -217,7 +217,7 @@ def total_units(spec: cutlass.Constexpr, a, window: SequenceWindow):
     count = cutlass.min(count, Int64(1) << 40)  # the sum of the upper parts of 32 lanes fits in 32 bits
     upper = cute.arch.warp_redux_sync(Int32(count >> 16), "add")
     total = (Int64(upper) << 16) + cute.arch.warp_redux_sync(Int32(count & 0xFFFF), "add")
-    if a.schedule.blocks_per_split > 0:  # each unit is a split with a slot
+    if a.schedule.blocks_per_split > 0 and not spec.kv.shares_v:  # each unit is a split with a slot, or else a tile
         room = Int64(a.schedule.o_partial.shape[0] // spec.tile.cluster)
     if const_expr(policy.prefers_whole_tiles(spec)):
         most = cute.arch.warp_redux_sync(most, "max")

@@ -264,7 +264,7 @@ def store(spec: cutlass.Constexpr, a, r, w: WorkTileInfo, empty: cutlass.Constex
         keep = token < w.sequence.q_len
         head = geometry.head_of(row, w.head_idx, geometry.pack_divisor(w))
         sink = epilogue.sink_of(a, head)
-        lse = epilogue.lse_of(a, sink * logits.LOG2_E, Float32(0.0), Float32(0.0))
+        lse, top = epilogue.lse_of(a, sink * logits.LOG2_E, Float32(0.0), Float32(0.0)), -Float32.inf
         if const_expr(empty):
             zero_row(spec, a, w.sequence.q_start + token, head, keep)
         else:
@@ -284,3 +284,4 @@ def store(spec: cutlass.Constexpr, a, r, w: WorkTileInfo, empty: cutlass.Constex
             is_first = o_part(spec) == 0
             mine = mine and is_first
         epilogue.store_lse(a, w.sequence.q_start + token, head, lse, mine)
+        epilogue.store_max(a, w.sequence.q_start + token, head, top, mine)

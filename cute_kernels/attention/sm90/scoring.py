@@ -25,7 +25,7 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, Uint32, const_expr
 from cutlass.cute.nvgpu import warpgroup
 
-from ...device import layout, memory, pipeline, wgmma
+from ...device import layout, memory, pipeline, warp, wgmma
 from ...device.gather import NO_ROW, copy_rows
 from .. import geometry, mask, mask_blocks
 from .. import softmax as online
@@ -33,6 +33,7 @@ from ..barriers import NamedBarrier
 from ..kv import gather, packed, pages, source
 from ..schedule import work
 from ..schedule.work import WorkTileInfo
+from ..spec import LSE_MAX
 from . import precision, splits
 from .epilogue import LANES, scales_of_call
 from .groups import o_part
@@ -106,7 +107,8 @@ def score(spec: cutlass.Constexpr, plan, s):
     def score_tile(w, _, at):
         if w.n_block_max > w.n_block_min:
             seqlen = mask.seqlen_info(spec, plan.args, w.sequence)
-            tile = Sm90TileState(r, w, seqlen, precision.rescale_params(spec, w.sequence.kv_len), slots=slots)
+            params = exact_if_wanted(plan.args, precision.rescale_params(spec, w.sequence.kv_len))
+            tile = Sm90TileState(r, w, seqlen, params, slots=slots)
             if const_expr(not spec.logits.soft_cap):
                 at = score_blocks(spec, plan, s, tile, at, False)
             elif plan.args.logits.soft_cap > 0.0:
@@ -116,6 +118,12 @@ def score(spec: cutlass.Constexpr, plan, s):
         return at
 
     work.for_each_tile(spec, s, score_tile, ScoreState(pipeline.initial_state(), Int32(0), Int32(0)))
+
+
+def exact_if_wanted(a, params: online.RescaleParams) -> online.RescaleParams:
+    """Return the parameters with which maxima do not lag behind, if the call wants the largest logits."""
+    exact = (a.out.lse_form & LSE_MAX) != 0
+    return params._replace(rescale_threshold=warp.select(exact, Float32(0.0), params.rescale_threshold))
 
 
 @cute.jit

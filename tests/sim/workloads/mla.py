@@ -89,11 +89,14 @@ def chosen_cases(spec: Any) -> list[MlaScenario]:
     if spec.kv.record == "528_fp32":
         base = replace(base, function="trtllm")
     other = "trtllm" if spec.kv.record in ("", "e4m3", "656", "528_fp32") and not spec.kv.extra else "flash_mla"
-    first = (
+    first: tuple[MlaCase, ...] = (
         replace(base, chosen=65, heads=3, strided=True, function=other, sink=True),
         replace(base, rows=3, heads=5, counted=True, lens=(40, 7, 9, 3), gap=1),
         replace(base, chosen=200, heads=80, data="peaks", page_size=64),
     )
+    if not (spec.kv.record or spec.kv.extra or spec.q == "e4m3"):
+        prompt = replace(base, function="sparse_fwd", rows=6, heads=9, counted=True, sink=True, chosen=130)
+        first = (first[0], replace(first[1], function="sparse_fwd"), first[2], prompt)
     return [
         MlaScenario("tiles", first),
         MlaScenario("many splits", (replace(base, lens=(2000,), chosen=29 * 64 + 3, heads=8, page_size=16),), 30),

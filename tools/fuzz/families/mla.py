@@ -16,7 +16,8 @@ from ..call import Call, Options, Results, Work, case_of, changed_fields
 
 FLASH_MLA, TRTLLM = "flash_mla_with_kvcache", "trtllm_batch_decode_with_kv_cache_mla"
 WRAPPER, QV, XQA = "BatchMLAPagedAttentionWrapper", "flash_attn_with_kvcache", "xqa_batch_decode_with_kv_cache_mla"
-NAMES = {FLASH_MLA: "flash_mla", TRTLLM: "trtllm", WRAPPER: "wrapper", QV: "qv", XQA: "xqa"}
+SPARSE = "flash_mla_sparse_fwd"
+NAMES = {FLASH_MLA: "flash_mla", TRTLLM: "trtllm", WRAPPER: "wrapper", QV: "qv", XQA: "xqa", SPARSE: "sparse_fwd"}
 METADATA, APPEND = "get_mla_metadata", "nvfp4_quantize_append_paged_mla_kv_cache"
 BYTE = torch.uint8
 
@@ -25,7 +26,7 @@ RECORDS_OF = {  # (function, columns of K) -> records, of which "e4m3" also with
     ("flash_mla", 576): ("e4m3", "656", "352"), ("flash_mla", 512): ("e4m3", "584", "528"),
     ("trtllm", 576): ("e4m3", "656"), ("trtllm", 512): ("e4m3", "528_fp32"),
 }  # fmt: skip
-FUNCTIONS, WEIGHTS = (*NAMES, APPEND, METADATA), (6, 4, 4, 4, 1, 2, 2)
+FUNCTIONS, WEIGHTS = (*NAMES, APPEND, METADATA), (6, 4, 4, 4, 1, 3, 2, 2)
 
 
 def draw(family: str, rng: Random, options: Options) -> Call:
@@ -47,6 +48,8 @@ def draw(family: str, rng: Random, options: Options) -> Call:
     )  # fmt: skip
     if function in (WRAPPER, QV, XQA):
         drawn = replace(drawn, chosen=0, counted=False, causal=function == XQA or rng.random() < 0.7)
+    if function == SPARSE:
+        drawn = replace(drawn, chosen=max(drawn.chosen, 1), strided=False, gap=0)
     if function == WRAPPER:
         drawn = replace(drawn, sink=False)
     if function == QV:
@@ -112,12 +115,11 @@ def build(call: Call, device: torch.device) -> Work:
     variants = [{"inputs": cases.make(case, "cpu", seed)} for seed in seeds]
 
     def run(tree: Any) -> Results:
-        out, lse = cases.call(case, tree["inputs"])
-        return {"out": out, "lse": lse}
+        return dict(zip(("out", "lse", "top"), cases.call(case, tree["inputs"])))
 
     def judge(variant: int, tree: Any, results: Results) -> str:
         given: MlaInputs = variants[variant]["inputs"]
-        worst = cases.error(case, (results["out"].cpu(), results["lse"].cpu()), cases.expected(case, given))
+        worst = cases.error(case, tuple(t.cpu() for t in results.values()), cases.expected(case, given))
         return "" if worst <= 1.0 else f"{worst:.2f} of the tolerance"
 
     return Work(variants, run, lambda tree: [], judge)

@@ -1,0 +1,102 @@
+"""FlashMLA's sparse prefill on the CPU: against float64, index values that name no row, lengths, and bad arguments."""
+
+import math
+
+import pytest
+import torch
+
+import wrappers
+from bench.cases import mla as cases
+from bench.cases.mla import MlaCase
+from tests.support.emulated import emulation
+from tests.support.good_calls import inputs_of
+
+NAME = "flash_mla_sparse_fwd"
+CASES = [
+    MlaCase(function=NAME.removeprefix("flash_mla_"), lens=(9, 40), rows=3, heads=5, chosen=70),
+    MlaCase(function="sparse_fwd", lens=(40,), rows=7, heads=130, dim=512, chosen=20, counted=True, sink=True),
+    MlaCase(function="sparse_fwd", dtype="fp16", lens=(3, 0, 90), rows=2, heads=1, chosen=129, counted=True),
+]
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize("kernels", [False, True])
+def test_against_float64(case, kernels):
+    given = cases.make(case)
+    if kernels:
+        with emulation() as machine:
+            got = cases.call(case, given)
+        (launch,) = machine.launches
+        assert launch.blocks_per_split > 1 << 25 and len(launch.o_partial) == 1  # no token's keys are split
+    else:
+        got = cases.call(case, given)
+    assert len(got) == 3 and cases.error(case, got, cases.expected(case, given)) <= 1
+
+
+def test_which_numbers_are_rows():
+    """Upstream's own tests have these; a row that comes twice counts twice."""
+    q, kv = torch.randn(1, 4, 576).bfloat16(), torch.randn(9, 1, 576).bfloat16()
+    hostile = [-(1 << 31), -123456, -1, 9, 114514, 1919810, 2147480000, (1 << 31) - 1]
+    rows = torch.tensor([[[*hostile[:4], 3, 8, 3, *hostile[4:]]]]).int()
+    out, top, lse = wrappers.flash_mla_sparse_fwd(q, kv, rows, 0.1)
+    logits = q[0].float() @ kv[[3, 8, 3], 0].float().T * 0.1
+    torch.testing.assert_close(lse[0], logits.logsumexp(1))
+    torch.testing.assert_close(top[0], logits.amax(1))
+    want = logits.softmax(1) @ kv[[3, 8, 3], 0, :512].float()
+    torch.testing.assert_close(out[0].float(), want, rtol=1e-2, atol=1e-2)
+
+
+def test_tokens_without_keys():
+    given = inputs_of(NAME)
+    for change in ({"indices": torch.full((5, 1, 16), -1).int()}, {"topk_length": torch.zeros(5).int()}):
+        for sink in (None, torch.zeros(8)):
+            out, top, lse = wrappers.flash_mla_sparse_fwd(**given | change | {"attn_sink": sink})
+            assert not out.any() and bool((top == -math.inf).all()) and bool((lse == math.inf).all())
+
+
+def test_what_lies_behind_topk_length_is_not_read():
+    given = inputs_of(NAME)
+    given["kv"][7] = math.nan
+    given["indices"][:, :, 3:] = 7
+    given["indices"][:, :, :3] = 2
+    for x in wrappers.flash_mla_sparse_fwd(**given | {"topk_length": torch.full((5,), 3).int()}):
+        assert x.isfinite().all()
+
+
+def test_a_sink_changes_the_output_alone():
+    given = inputs_of(NAME)
+    out, top, lse = wrappers.flash_mla_sparse_fwd(**given | {"attn_sink": None})
+    for sink, factor in ((math.inf, 0.0), (-math.inf, 1.0)):
+        other = wrappers.flash_mla_sparse_fwd(**given | {"attn_sink": torch.full((8,), sink)})
+        torch.testing.assert_close(other[0], out * factor)
+        assert torch.equal(other[1], top) and torch.equal(other[2], lse)
+
+
+def test_an_output_that_is_given():
+    given = inputs_of(NAME)
+    wide = torch.zeros(5, 8, 640).bfloat16()
+    got = wrappers.flash_mla_sparse_fwd(**given | {"out": wide[..., :512]})
+    assert got[0].data_ptr() == wide.data_ptr() and not wide[..., 512:].any()
+    assert torch.equal(got[0], wrappers.flash_mla_sparse_fwd(**given)[0])
+
+
+REFUSED = [
+    ({"q": torch.zeros(5, 8).bfloat16()}, ValueError, r"q: shape \(5, 8\), must have 3 dimensions"),
+    ({"kv": torch.zeros(40, 2, 576).bfloat16()}, ValueError, r"kv: shape \(40, 2, 576\), must be \(40, 1, 576\)"),
+    ({"kv": torch.zeros(40, 1, 512).bfloat16()}, ValueError, r"kv: shape \(40, 1, 512\), must be \(40, 1, 576\)"),
+    ({"kv": torch.zeros(40, 1, 576).half()}, TypeError, "kv"),
+    ({"indices": torch.zeros(5, 16).int()}, ValueError, r"indices: shape \(5, 16\), must have 3 dimensions"),
+    ({"indices": torch.zeros(4, 1, 16).int()}, ValueError, r"indices: shape \(4, 1, 16\), must be \(5, 1, 16\)"),
+    ({"indices": torch.zeros(5, 1, 16).long()}, TypeError, "indices: dtype torch.int64"),
+    ({"topk_length": torch.zeros(4).int()}, ValueError, r"topk_length: shape \(4,\), must be \(5,\)"),
+    ({"d_v": 600}, ValueError, "d_v: 600, must be at most 576"),
+    ({"sm_scale": "1"}, TypeError, "sm_scale: '1', must be a float"),
+    ({"attn_sink": torch.zeros(7)}, ValueError, r"attn_sink: shape \(7,\)"),
+    ({"out": torch.zeros(5, 8, 576).bfloat16()}, ValueError, r"out: shape \(5, 8, 576\)"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("change", "error", "message"), REFUSED)
+def test_refusals(change, error, message):
+    with pytest.raises(error, match=message):
+        wrappers.flash_mla_sparse_fwd(**inputs_of(NAME) | change)
