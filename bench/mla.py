@@ -1,6 +1,7 @@
 """Measure decode over latent caches (MLA), in which rows see all keys of their request (mla-decode) or have chosen them
-(dsa-decode): the time of each case beside its floor, the longer one of the times to read the keys once at this run's
-copy rate and to do the operations at its matmul rate."""
+(dsa-decode), and prompts of which each token chooses rows of a tensor (dsa-prefill): the time of each case beside its
+floor, the longer one of the times to read the keys once at this run's copy rate and to do the operations at its matmul
+rate."""
 
 import re
 from collections.abc import Callable
@@ -26,6 +27,10 @@ CHOSEN_NAMES = (
     "kv656-b128-h64-k2048", "kv656-b128-h16-k2048", "kv656-b128-h8-k2048", "kv656-b8-h16-k2048", "kv656-b1-h16-k2048",
     "bf16-b128-h16-k2048", "bf16-b64-h128-k2048", "bf16-b8-h16-k2048", "bf16-b1-h16-k2048",
     "kv584-b64-h128-k512-w128", "kv584-b64-h64-k1024-w128", "kv352-b128-h16-k2048",
+)  # fmt: skip
+PROMPT_NAMES = (
+    *(f"bf16-t4096-s32768-h{heads}-k2048" for heads in (128, 64, 16)), "bf16-t512-s32768-h128-k2048",
+    "bf16-d512-t4096-s16384-h128-k640",
 )  # fmt: skip
 RECORDS_OF = {"bf16": "", "fp8": "e4m3", **{f"kv{size}": str(size) for size in (656, 352, 584)}}
 PADDED_HEADS = 64  # FlashMLA's sparse decode takes as many, or twice
@@ -58,9 +63,19 @@ def chosen_case(name: str) -> MlaCase:
     )  # fmt: skip
 
 
+def prompt_case(name: str) -> MlaCase:
+    """Return the case '<cache>[-d<columns>]-t<tokens>-s<rows>-h<heads>-k<rows that a token chooses>'."""
+    found = re.fullmatch(r"(\w+?)(?:-d(\d+))?-t(\d+)-s(\d+)-h(\d+)-k(\d+)", name)
+    if not found:
+        raise ValueError(f"case {name!r}: must look like {PROMPT_NAMES[0]}")
+    dim, tokens, rows, heads, keys = (int(x or 576) for x in found.groups()[1:])
+    return MlaCase("sparse_fwd", lens=(rows,), heads=heads, rows=tokens, dim=dim, chosen=keys)
+
+
 LEAST_ROWS = 1 << 18  # of a cache from which keys are chosen: more than the L2 cache holds
 CASES = {f"mla-decode-{name}": case_of(name) for name in (*(f"bf16-{name}" for name in NAMES), *PACKED_NAMES)}
 CASES |= {f"dsa-decode-{name}": chosen_case(name) for name in CHOSEN_NAMES}
+CASES |= {f"dsa-prefill-{name}": prompt_case(name) for name in PROMPT_NAMES}
 
 
 def make(case: MlaCase, device: str, seed: int) -> MlaInputs:
@@ -93,7 +108,10 @@ def ours(case: MlaCase, i: MlaInputs) -> Callable[[], Out]:
 
 
 def served(case: MlaCase) -> bool:
-    """Return whether FlashMLA has a kernel for a case on Hopper: over 16 bits all keys, else keys that rows choose."""
+    """Return whether FlashMLA has a kernel for a case on Hopper: over 16 bits all keys, else keys that rows choose, and
+    prompts over 16 bits."""
+    if case.function == "sparse_fwd":
+        return True
     return case.record in ("656", "584") if case.chosen else not case.record
 
 
@@ -101,6 +119,8 @@ def flashmla(case: MlaCase, i: MlaInputs) -> Callable[[], Out]:
     """FlashMLA as vLLM's wheel has it. Its metadata are made once, as engines make them once for all layers."""
     from vllm.third_party.flashmla import flash_mla_interface as peer
 
+    if case.function == "sparse_fwd":
+        return flashmla_prompt(peer, case, i)
     metadata, cache = peer.get_mla_metadata()[0], i.cache.unsqueeze(2)
     if case.chosen:
         return flashmla_sparse(peer, case, i)
@@ -128,11 +148,30 @@ def flashmla_sparse(peer: Any, case: MlaCase, i: MlaInputs) -> Callable[[], Out]
     return run
 
 
+def flashmla_prompt(peer: Any, case: MlaCase, i: MlaInputs) -> Callable[[], Out]:
+    """FlashMLA's sparse prefill, which pads heads itself."""
+    assert i.slots is not None
+    q, kv, rows = i.q[0], i.cache.flatten(0, 1).unsqueeze(1), i.slots[0].unsqueeze(1)
+
+    def run() -> Out:
+        out, _, lse = peer.flash_mla_sparse_fwd(q, kv, rows, cases.SCALE)
+        return out[None], lse.T[None]
+
+    return run
+
+
 PROVIDERS: dict[str, Callable[[MlaCase, MlaInputs], Callable[[], Out]]] = {"ours": ours, "flashmla": flashmla}
 
 
 def check(case: MlaCase, i: MlaInputs, got: Out) -> str | None:
-    """Return None if some requests have the exact result within the tolerance, else the reason."""
+    """Return None if some requests, or some tokens of a prompt, have the exact result within the tolerance, else the
+    reason."""
+    if case.function == "sparse_fwd":
+        assert i.slots is not None
+        tokens = torch.linspace(0, case.rows - 1, CHECKED).long().to(i.q.device)
+        few, part = replace(case, rows=CHECKED), i._replace(q=i.q[:, tokens], slots=i.slots[:, tokens])
+        worst = cases.error(few, (got[0][:, tokens], got[1][:, :, tokens]), cases.expected(few, part))
+        return None if worst <= 1.0 else f"{worst:.1f} of the tolerance"
     some = sorted({0, len(case.lens) // 2, len(case.lens) - 1})[:CHECKED]
     few = replace(case, lens=tuple(case.lens[b] for b in some))
     part = part_of(i, some)
@@ -153,6 +192,8 @@ def keys_of(case: MlaCase) -> tuple[int, int]:
 
 
 def key_bytes(case: MlaCase) -> int:
+    if case.function == "sparse_fwd":  # the rows stay in the L2 cache, once they are read
+        return sum(case.lens) * cases.row_bytes(case.record, case.dim)
     of_both = zip((case.record, case.second_record), keys_of(case), strict=True)
     return sum(keys * cases.row_bytes(record, case.dim) for record, keys in of_both)
 
