@@ -41,7 +41,10 @@ class MlaCase:
     the sequence. chosen: keys that each row chooses among all rows of all requests, some of them twice, between numbers
     that are no row; 0: it sees its request's. counted: fewer of them count, of some requests none. second: keys that
     each row chooses of a second cache, with pages of 5 rows, too. record, second_record: how rows of both caches are
-    packed, keys of `cute_kernels.records.RECORDS`; "" for rows of dtype. q8: queries are e4m3, too.
+    packed, keys of `cute_kernels.records.RECORDS`; "" for rows of dtype. q8: queries are e4m3, too. invariant: of
+    "flash_mla", `enable_batch_invariant`.
+
+    The function may also be "sparse_fwd", FlashMLA's `flash_mla_sparse_fwd` over the rows of the cache, with `chosen`.
     """
 
     function: str = "flash_mla"
@@ -64,6 +67,7 @@ class MlaCase:
     record: str = ""
     second_record: str = ""
     q8: bool = False
+    invariant: bool = False
 
 
 class MlaInputs(NamedTuple):
@@ -247,7 +251,7 @@ def call(case: MlaCase, i: MlaInputs) -> tuple[torch.Tensor, ...]:
         return wrappers.flash_mla_with_kvcache(
             i.q, i.cache.unsqueeze(2), i.table, i.lens, VALUES, wrappers.get_mla_metadata()[0], softmax_scale=SCALE,
             causal=case.causal and not case.chosen, attn_sink=i.sinks, indices=i.slots, topk_length=i.counts,
-            is_fp8_kvcache=bool(case.record), descale_q=Q8_SCALE if case.q8 else None, descale_k=descale,
+            is_fp8_kvcache=bool(case.record), enable_batch_invariant=case.invariant, descale_q=Q8_SCALE if case.q8 else None, descale_k=descale,
             **second,
         )  # fmt: skip
     if case.function == "sparse_fwd":

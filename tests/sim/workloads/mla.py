@@ -48,7 +48,7 @@ def mla_cases(spec: Any) -> list[MlaScenario]:
             if base.record == "e4m3"
             else "flash_mla",
         ),
-        replace(base, lens=(70, 0, 130), rows=8, heads=5, strided=True, sink=True),
+        replace(base, lens=(70, 0, 130), rows=8, heads=5, strided=True, sink=True, invariant=not base.window),
         replace(base, lens=(330,), heads=5, rows=8, cap=4.0 * spec.mask.window),
         replace(base, lens=(200,), heads=60 if spec.kv.source == "tma" else 80, data="peaks", function=other),
     )

@@ -46,6 +46,7 @@ def draw(family: str, rng: Random, options: Options) -> Call:
         gap=rng.choice((0, 0, 1, 5)), strided=rng.random() < 0.3, data=rng.choice(("normal", "normal", "peaks")),
         chosen=rng.choice((0, 0, 1, 63, 64, 65, rng.randrange(1, most))), counted=rng.random() < 0.4,
     )  # fmt: skip
+    drawn = replace(drawn, invariant=function == FLASH_MLA and rng.random() < 0.2)
     if function in (WRAPPER, QV, XQA):
         drawn = replace(drawn, chosen=0, counted=False, causal=function == XQA or rng.random() < 0.7)
     if function == SPARSE:
