@@ -249,10 +249,10 @@ def call(case: MlaCase, i: MlaInputs) -> tuple[torch.Tensor, ...]:
         }  # fmt: skip
         descale = torch.full((1,), E4M3_SCALE, device=i.q.device) if case.record == "e4m3" else None
         return wrappers.flash_mla_with_kvcache(
-            i.q, i.cache.unsqueeze(2), i.table, i.lens, VALUES, wrappers.get_mla_metadata()[0], softmax_scale=SCALE,
+            i.q, i.cache.unsqueeze(2), i.table, i.lens, VALUES, softmax_scale=SCALE,
             causal=case.causal and not case.chosen, attn_sink=i.sinks, indices=i.slots, topk_length=i.counts,
-            is_fp8_kvcache=bool(case.record), enable_batch_invariant=case.invariant, descale_q=Q8_SCALE if case.q8 else None, descale_k=descale,
-            **second,
+            is_fp8_kvcache=bool(case.record), enable_batch_invariant=case.invariant,
+            descale_q=Q8_SCALE if case.q8 else None, descale_k=descale, **second,
         )  # fmt: skip
     if case.function == "sparse_fwd":
         assert i.slots is not None

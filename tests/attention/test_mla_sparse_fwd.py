@@ -15,6 +15,8 @@ NAME = "flash_mla_sparse_fwd"
 CASES = [
     MlaCase(function=NAME.removeprefix("flash_mla_"), lens=(9, 40), rows=3, heads=5, chosen=70),
     MlaCase(function="sparse_fwd", lens=(40,), rows=7, heads=130, dim=512, chosen=20, counted=True, sink=True),
+    MlaCase(function="sparse_fwd", record="656", lens=(9, 40), rows=3, heads=5, chosen=70, sink=True),
+    MlaCase(function="sparse_fwd", record="528", lens=(40,), rows=3, heads=5, dim=512, chosen=70, counted=True),
     MlaCase(function="sparse_fwd", dtype="fp16", lens=(3, 0, 90), rows=2, heads=1, chosen=129, counted=True),
 ]
 
@@ -85,6 +87,8 @@ REFUSED = [
     ({"kv": torch.zeros(40, 2, 576).bfloat16()}, ValueError, r"kv: shape \(40, 2, 576\), must be \(40, 1, 576\)"),
     ({"kv": torch.zeros(40, 1, 512).bfloat16()}, ValueError, r"kv: shape \(40, 1, 512\), must be \(40, 1, 576\)"),
     ({"kv": torch.zeros(40, 1, 576).half()}, TypeError, "kv"),
+    ({"kv": torch.zeros(40, 1, 584).byte()}, ValueError, "kv: shape .*must end with the bytes .*656, 352"),
+    ({"kv": torch.zeros(40, 1, 576).to(torch.float8_e4m3fn)}, ValueError, "kv: .* must end with the bytes"),
     ({"indices": torch.zeros(5, 16).int()}, ValueError, r"indices: shape \(5, 16\), must have 3 dimensions"),
     ({"indices": torch.zeros(4, 1, 16).int()}, ValueError, r"indices: shape \(4, 1, 16\), must be \(5, 1, 16\)"),
     ({"indices": torch.zeros(5, 1, 16).long()}, TypeError, "indices: dtype torch.int64"),

@@ -34,6 +34,7 @@ CHOSEN = ("indices", "topk_length", "extra_k_cache", "extra_indices_in_kvcache",
 BYTES = (torch.uint8, torch.int8, torch.float8_e4m3fn)  # dtypes of a cache of packed records
 PACKED = {576: {656: "656", 352: "352"}, 512: {584: "584", 528: "528"}}  # columns of q -> bytes of a row -> record
 NO_RECORDS: dict[int, dict[int, str]] = {}
+ROWS = {576: {656: "656", 352: "352"}, 512: {528: "528"}}  # likewise, of records that lie row by row
 SECOND = {512: PACKED[512] | {288: "288"}}  # the same of a second cache, where it has others
 E4M3 = "e4m3"  # record of values without factors
 ROWS_PER_PART, META_SIZE = 64, 8  # of FlashMLA's schedule
@@ -302,7 +303,9 @@ def flash_mla_sparse_fwd(
 
     Args:
         q: fp16 or bf16 (T, H, D), any strides, the last 1, and any H. (D, d_v) is (576, 512) or (512, 512).
-        kv: (S, 1, D) of q's dtype, any row stride: keys, of which the first d_v columns are values.
+        kv: (S, 1, D) of q's dtype, any row stride: keys, of which the first d_v columns are values. Also, under bf16
+            queries, the rows of a packed cache in uint8, int8 or float8_e4m3fn, which FlashMLA's function does not
+            take: 656 or 352 bytes if D is 576, 528 if it is 512. `indices` are then slots of the cache.
         indices: int32 (T, 1, K), any K: the rows of kv that a token sees. A number outside [0, S) is no key, wherever
             it is, and a row that comes twice counts twice. topk_length: int32 (T,), only the first so many of each
             token count, or None; entries behind them are not read.
@@ -329,8 +332,7 @@ def sparse_call(
     """Return the call of `flash_mla_sparse_fwd`."""
     tokens, heads, dim = check_strided("q", q, 3).shape
     columns = check_integer("d_v", integer(d_v), 1)
-    rows = check_strided("kv", kv, 3).shape[0]
-    check_shape("kv", kv, (rows, 1, dim), "rows, one head, the last dimension of q")
+    k, k_rope, record = _rows_of_prompt(kv, dim, columns)
     if columns > dim:
         raise ValueError(f"d_v: {columns}, must be at most {dim}, the last dimension of q and kv")
     check_shape("indices", check_strided("indices", indices, 3), (tokens, 1, indices.shape[2]), "tokens of q, 1, keys")
@@ -338,15 +340,25 @@ def sparse_call(
         check_shape("topk_length", check_strided("topk_length", topk_length, 1), (tokens,), "tokens of q")
     plain, slots = not traced(q), indices.select(1, 0)
     requests = slot_sequences(slots, counts_of(slots, topk_length, 1, plain), plain)
-    (query, q_rope), (k, k_rope) = (
-        columns_and_rope(q, columns),
-        columns_and_rope(kv.transpose(0, 1).unsqueeze(0), columns),
-    )
+    query, q_rope = columns_and_rope(q, columns)
     return AttentionCall(
         PREFILL_NAME, query, k, k, requests, 1, real(sm_scale), causal=False, split_kv="never", return_lse=True,
         shares_v=True, lse_form=LSE_NATURAL | LSE_INF | LSE_OF_KEYS | LSE_MAX, out_dtype=q.dtype, out=out,
-        sinks=attn_sink, q_rope=q_rope, k_rope=k_rope,
+        sinks=attn_sink, q_rope=q_rope, k_rope=k_rope, record=record,
     )  # fmt: skip
+
+
+def _rows_of_prompt(kv: Any, dim: int, columns: int) -> tuple[torch.Tensor, torch.Tensor | None, str]:
+    """Return what `_cache` does of rows (S, 1, D), which are one page. Rows of bytes are packed records."""
+    rows, _, width = check_strided("kv", kv, 3).shape
+    packed = kv.dtype in BYTES
+    if packed and width not in ROWS.get(dim, {}):
+        allowed = listed(ROWS.get(dim, {})) or "no record"
+        raise ValueError(
+            f"kv: shape {tuple(kv.shape)}, must end with the bytes of a packed row: {allowed} with {dim} of q"
+        )
+    check_shape("kv", kv, (rows, 1, width if packed else dim), "rows, one head, the last dimension of q")
+    return _cache("kv", kv.unsqueeze(0), dim, columns, ROWS if packed else NO_RECORDS)
 
 
 def with_max(call: AttentionCall, found: Any, q: Any, out: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
