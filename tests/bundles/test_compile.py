@@ -17,6 +17,7 @@ from cute_kernels.attention.sm100 import tile_table as sm100_tiles
 from cute_kernels.cache_write import rows
 from cute_kernels.device import umma
 from cute_kernels.device.roles import launch_registers
+from cute_kernels.indexer.logits import roles as indexer
 from cute_kernels.latent import read, write
 from cute_kernels.merge_states import rows as merged_rows
 from cute_kernels.topk import radix, sort
@@ -110,6 +111,11 @@ def as_its_op(entry, op, spec):
         counted = TILES[op].smem_bytes(spec, spec.tile, (spec.padded_qk, spec.padded_vo))
         assert entry["shared"] == counted + RESERVED, "what `supports` refuses tiles by"
     counts = entry["instructions"]
+    if op == "indexer.logits":  # keys by cp.async, into the rows of one WGMMA
+        assert counts["LDGSTS"] > 0 and counts["QGMMA"] > 0 and "UTMALDG" not in counts
+        assert counts["WARPGROUP"] < counts["QGMMA"], "the compiler fences and waits around every single WGMMA"
+        assert entry["registers"] == launch_registers(indexer.roles(spec).warps()), "what setmaxnreg shares"
+        return None
     if spec.kv.source in ("gather", "slots"):  # K and V, or Q, by cp.async; a box of Q is 128 bytes wide
         assert counts["LDGSTS"] > 0
         assert counts.get("UTMALDG", 0) == (0 if spec.schedule == "stream_k" else spec.head_dim_qk // 64)

@@ -150,13 +150,16 @@ INT = (
     "tie_break", "q_len_per_req", "num_rows", "stride0", "stride1", "top_k", "next_n", "scale_start_index", "columns",
     "rows", "start", "o_sf_vec_size", "sms", "nnz", "rotary_dim", "head_size",
     "head_dim_v", "kv_lora_rank", "qk_rope_head_dim", "sparse_mla_top_k", "num_q_tokens_per_head_k", "num_heads_k",
+    "max_seqlen_k", "max_context_len", "block_kv", "num_sms", "scratch_bytes", "d_v",
 )  # fmt: skip
 FLAG = (
     "uses_shared_paged_kv_idx", "causal", "return_lse", "v_scales_interleaved", "batch_invariant", "deterministic",
     "dsa_graph_safe", "sorted", "enable_pdl", "use_fp16_softmax", "uses_spcompress", "interleave", "is_neox",
     "is_fp8_kvcache", "enable_batch_invariant", "is_var_seq", "enable_dcp",
+    "clean_logits",
 )  # fmt: skip
-NUMBER = ("softmax_scale", "o_sf_scale", "skip_softmax_threshold_scale_factor", "logits_soft_cap", "o_scale",
+NUMBER = ("softmax_scale", "sm_scale", "o_sf_scale", "skip_softmax_threshold_scale_factor", "logits_soft_cap",
+          "o_scale",
           "rcp_out_scale")  # fmt: skip
 SCALE = (
     "descale_q",
@@ -173,14 +176,14 @@ SCALE = (
 OTHER = {
     "kv_layout": "layout", "backend": "name", "out_dtype": "dtype", "shape": "shape", "original_shape": "shape",
     "device": "device", "t": "fp4", "function": "function", "arch": "arch", "bitorder": "name",
-    "quantize_dtype": "dtype",
+    "quantize_dtype": "dtype", "logits_dtype": "dtype",
 }  # fmt: skip
 KIND = dict.fromkeys(INT, "int") | dict.fromkeys(FLAG, "flag") | dict.fromkeys((*NUMBER, *rope_calls.NUMBERS), "number")
 KIND |= dict.fromkeys(SCALE, "scale") | OTHER
 HINTS = {
     "workspace_buffer", "max_kv_len", "cum_seq_lens_kv", "multi_ctas_kv_counter_buffer", "max_seq_len", "semaphores",
     "request_order", "request_order_plan", "sm_count", "qk_nope_head_dim", "cute_dsl_impl", "kv_scale_format",
-    "tile_scheduler_metadata", "num_splits",
+    "tile_scheduler_metadata", "num_splits", "schedule_meta",
 }  # fmt: skip
 
 
@@ -190,7 +193,10 @@ def bad_values(argument: str, good: Any) -> dict[str, Any]:
     if isinstance(good, tuple):
         k, v = good
         bad = NONE | {"str": "kv", "int": 3, "numpy": np.zeros((2, 2)), "dict": {0: k, 1: v}}
-        bad |= {"one": (k,), "three": (k, k, v), "both double": (k.double(), v.double())}
+        bad |= {"one": (k,), "three": (k, k, v)}
+        if v is None:  # queries without scale factors
+            return bad | {f"K {name}": (t, v) for name, t in shared.tensors_like(k).items()}
+        bad |= {"both double": (k.double(), v.double())}
         for name, t in shared.tensors_like(k).items():
             bad |= {f"K {name}": (t, v), f"V {name}": (k, t)}
         return bad
@@ -339,6 +345,17 @@ ACCEPTED: dict[str, dict[str, set[str]]] = {  # function, or call -> argument ->
     "get_mla_metadata": {  # of any layout and device
         "cache_seqlens": {"None", "columns", *FORMS} - {"rank + 1", "flat"}, "num_q_tokens_per_head_k": {"far"},
         "num_heads_k": {"far"}, "num_heads_q": {"int"}, "topk": {"int"}},
+    **dict.fromkeys(("fp8_mqa_logits", "fp8_fp4_mqa_logits"), {"weights": STRIDED}),
+    **dict.fromkeys(("fp8_paged_mqa_logits", "fp8_fp4_paged_mqa_logits"), {
+        "weights": STRIDED, "kv_cache": PAGES | {"float8_e4m3fn"}, "block_table": {"no columns", "columns"}}),
+    "select_slots": {
+        "weights": STRIDED, "kv_cache": PAGES | {"float8_e4m3fn"}, "block_table": {"no columns", "columns"},
+        "max_context_len": {"None", "far"}, "scratch_bytes": {"far"}},
+    "select_rows": {"weights": STRIDED, "scratch_bytes": {"far"}},
+    "flash_mla_sparse_fwd": {
+        "kv": PAGES - {"no rows"}, "indices": {"no columns", "columns"}, "attn_sink": NONE_ONLY},
+    "get_paged_mqa_logits_metadata": {
+        "context_lens": {"columns", *FORMS}, "block_kv": {"far"}},
     "explain": {"sms": {"None", "far"}},
     "xqa, drafts": {
         "page_table": {"columns"}, "seq_lens": {"flat", "expanded columns"}, "output": {"float8_e4m3fn"},
@@ -418,6 +435,7 @@ ON_CPU: dict[str, dict[str, set[str]]] = {  # by the reference, where no kernel 
     "xqa": {"q_scale": SCALES, "kv_scale": SCALES},
     **dict.fromkeys(("trtllm mla", "xqa mla"), {"bmm1_scale": SCALES}),
     "flash_mla": {"softmax_scale": SCALES},
+    "flash_mla_sparse_fwd": {"sm_scale": SCALES},
 }
 FEWER = {"K a row less", "V a row less"}  # pages: a table may name the last
 ON_CUDA: dict[str, dict[str, set[str]]] = {  # values that only the device knows, see test_values.py
@@ -442,6 +460,10 @@ ON_CUDA: dict[str, dict[str, set[str]]] = {  # values that only the device knows
 }  # fmt: skip
 NO_MACHINE = ("top_k", "input", "meta")  # where all tensors are, a call gives such: test_traced.py
 SHOWN = {  # what a message says instead of the argument's name and value
+    **{
+        (name, "kv", "V flat"): "kv[1]: dtype torch.float8_e4m3fn"
+        for name in ("fp8_mqa_logits", "fp8_fp4_mqa_logits", "select_rows")
+    },
     ("context, stacked", "kv_cache", "uint8"): "kv_cache: K has head_dim 128",
     ("context, nvfp4 cache", "kv_block_scales", "None"): "kv_cache_sf: None, required",
     ("decode, ragged", "cum_seq_lens_q", "None"): r"query: 5 tokens, must be 2 x 1 (seq_lens, q_len_per_req)",

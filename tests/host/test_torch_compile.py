@@ -51,7 +51,9 @@ def test_every_public_function_has_a_step():
     names = {name for group in compiled.EVERY for name in compiled.GROUPS[group]}
     others = {"paged", "sinks", "ragged", "decode", *compiled.CACHES}  # and those of test_traced.py
     others |= {"single_prefill_with_kv_cache_return_lse"}  # single_prefill_with_kv_cache
-    served = {row.name for row in registry.FUNCTIONS if row.family in (registry.ATTENTION, registry.TOP_K)}
+    others |= {"get_paged_mqa_logits_metadata"}  # returns an empty tensor
+    families = registry.ATTENTION, registry.TOP_K, registry.INDEXER
+    served = {row.name for row in registry.FUNCTIONS if row.family in families}
     assert names | others == served | others
 
 
@@ -85,7 +87,9 @@ def test_functional_call(backend, fresh_compiler):
 @pytest.mark.parametrize("operator,group,name", compiled.OPERATORS)
 def test_opcheck(operator, group, name):
     function, args, kwargs = compiled.operator_call(operator, group, name, "cpu")
-    torch.library.opcheck(function, args, kwargs)
+    e4m3 = any(getattr(value, "dtype", None) is torch.float8_e4m3fn for value in (*args, *kwargs.values()))
+    parts = ("test_autograd_registration", "test_faketensor")  # the others compare e4m3, which torch cannot
+    torch.library.opcheck(function, args, kwargs, **{"test_utils": parts} if e4m3 else {})
 
 
 @pytest.mark.parametrize("dynamic", [True, False])

@@ -266,7 +266,7 @@ BAD = [
     ("context", {"lse": torch.zeros(42, 4, dtype=torch.float64)}), ("decode", {"enable_pdl": 0}),
     ("decode", {"skip_softmax_threshold_scale_factor": -1.0}), ("xqa", {"batch_invariant": None}),
     *(("top_k", {"tie_break": bad}) for bad in ("1", 1.5, True, None, 5)),
-    *(("top_k", {"k": bad}) for bad in (True, 7.0, 0, 51)), ("top_k_page_table_transform", {"page_size": 3}),
+    *(("top_k", {"k": bad}) for bad in (True, 7.0, 0, 51)), ("top_k_page_table_transform", {"page_size": 0}),
     ("top_k_page_table_transform", {"page_size": True}), ("top_k_per_row_decode", {"next_n": True}),
 ]  # fmt: skip
 

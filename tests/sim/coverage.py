@@ -44,6 +44,7 @@ WITHOUT_KERNEL: dict[Constant, str] = {  # values of shipped specs that no kerne
     ("attention.decode", "kv.dtype", "e5m2"): "Blackwell's, e4m3's code with another conversion; --all simulates them",
     **{("topk.radix", "capacity", size): SIZE
        for size in (9216, 10240, 13312, 14336, 19456, 21504, 37888, 43008)},
+    ("indexer.logits", "dim", 32): SIZE, ("indexer.logits", "dim", 64): SIZE, ("indexer.logits", "rows", 2): SIZE,
     ("topk.sort", "items", 8): SIZE, ("topk.sort", "items", 16): SIZE, ("topk.sort", "threads", 1024): SIZE,
     ("attention.sm100", "head_dim_qk", 192): "the loops of head_dim 128 (kernels.ALIKE)",
     ("attention.sm100", "mask.prefix", True): "another bound of the causal mask, in code that Hopper's kernel runs",

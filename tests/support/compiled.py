@@ -16,7 +16,7 @@ import torch
 from torch.utils._pytree import tree_leaves
 
 import wrappers
-from bench.cases import attention, family, mla, topk
+from bench.cases import attention, family, indexer, mla, topk
 from bench.cases.family import FamilyCase
 from tests.support.host_work import Seen
 from wrappers.flashinfer import values
@@ -274,6 +274,29 @@ def latent_step(given: Given, queries: bool = True) -> Results:
     return *results, found.index_q.float(), found.index_weights
 
 
+def sparse_fwd_inputs(device: Any, size: int, seed: int) -> Given:
+    """Tokens that have chosen rows of latent attention."""
+    gen, (_, tokens, keys) = torch.Generator().manual_seed(seed), DENSE[size]
+    q, kv = (torch.randn(*shape, 576, generator=gen).bfloat16() for shape in ((tokens, 4), (keys, 1)))
+    rows = torch.randint(-3, keys + 3, (tokens, 1, 16), generator=gen).int()
+    return {"q": q.to(device), "kv": kv.to(device), "indices": rows.to(device), "sm_scale": 0.1}
+
+
+def logits_inputs(function: str) -> Callable[..., Given]:
+    """Inputs of the functions of an indexer, whose queries and keys are e4m3 or FP4: steps double the weights."""
+
+    def make(device: Any, size: int, seed: int) -> Given:
+        kind = {"select_rows": indexer.RAGGED, "select_slots": indexer.PAGED}.get(function, function)
+        lens = LENS[size][1] if "paged" in kind else DENSE[size][1:]
+        given = indexer.make_inputs(indexer.LogitsCase(kind, lens, 32), device, seed)
+        if kind == function:
+            return given
+        hints = "schedule_meta", "max_context_len", "clean_logits", "max_seqlen_k"
+        return {name: value for name, value in given.items() if name not in hints} | {"top_k": 16}
+
+    return make
+
+
 TABLES: dict[str, tuple[Callable[[Given], Results], Callable[..., Given]]] = {  # name -> (step, inputs)
     "trtllm_batch_context_with_kv_cache": (
         returning(wrappers.trtllm_batch_context_with_kv_cache, "query"),
@@ -295,6 +318,7 @@ TABLES: dict[str, tuple[Callable[[Given], Results], Callable[..., Given]]] = {  
         mla_inputs("trtllm"),
     ),
     "flash_mla_with_kvcache": (returning(wrappers.flash_mla_with_kvcache, "q"), mla_inputs("flash_mla")),
+    "flash_mla_sparse_fwd": (returning(wrappers.flash_mla_sparse_fwd, "q"), sparse_fwd_inputs),
 }
 OTHERS: dict[str, Any] = {
     "single_prefill_with_kv_cache": (returning(wrappers.single_prefill_with_kv_cache, "q"), single_inputs),
@@ -313,6 +337,10 @@ TOP_K: dict[str, Any] = {
     **{name: (writing(getattr(wrappers, name), "logits", "output"), vllm_inputs)
        for name in ("persistent_topk", "cooperative_topk")},
 }  # fmt: skip
+INDEXER: dict[str, Any] = {
+    name: (returning(getattr(wrappers, name), "weights"), logits_inputs(name))
+    for name in (indexer.RAGGED, indexer.RAGGED_FP4, indexer.PAGED, indexer.PAGED_FP4, "select_rows", "select_slots")
+}
 CACHES: dict[str, Any] = {
     "append_qkv": (append_step, rows_inputs),
     "append_latent": (latent_step, latent_inputs),
@@ -323,7 +351,7 @@ CACHES: dict[str, Any] = {
     "merge_state_in_place": (in_place_step, states_inputs(0)),
 }
 GROUPS: dict[str, dict[str, Any]] = {
-    "tables": TABLES, "others": OTHERS, "classes": CLASSES, "top-k": TOP_K, "caches": CACHES,
+    "tables": TABLES, "others": OTHERS, "classes": CLASSES, "top-k": TOP_K, "indexer": INDEXER, "caches": CACHES,
 }  # fmt: skip
 EVERY = tuple(GROUPS)
 GROUPS["first"] = {  # prefill, decode, offsets of equal lengths, constants, ALiBi slopes and top-k in one graph
@@ -433,6 +461,7 @@ OPERATORS = (  # an operator, and the group and the step that calls it
     ("cute_kernels::attention", "classes", "ragged"),
     ("cute_kernels::top_k_rows", "top-k", "top_k"),
     ("cute_kernels::top_k_rows", "top-k", "top_k_per_row_decode"),
+    ("cute_kernels::indexer_logits", "indexer", "fp8_paged_mqa_logits"),
     ("cute_kernels::write_rows", "caches", "append_qkv"),
     ("cute_kernels::write_latent", "caches", "append_latent of keys"),
     ("cute_kernels::read_latent", "caches", "gather_latent"),

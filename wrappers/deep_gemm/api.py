@@ -6,11 +6,11 @@ import torch
 
 from ..host.checks import check_flag, check_integer, check_one_of, check_shape, check_strided
 from ..host.scalars import integer
-from ..indexer.logits import E4M3, OUTS, PAGED, RAGGED, LogitsCall, serve
+from ..indexer.logits import E4M3, PAGED, RAGGED, LogitsCall, check_out_dtype, serve
 from ..latent.views import rows_view
 
 BYTES = (torch.uint8, torch.int8, E4M3)  # dtypes of a paged cache
-META_SIZE = 2  # of DeepGEMM's schedule
+META_SIZE, MOST_SMS = 2, 1 << 16  # of DeepGEMM's schedule
 
 
 def fp8_mqa_logits(
@@ -80,11 +80,10 @@ def ragged_call(
     check_one_of("kv[0]: dtype", k.dtype, (E4M3,))
     check_flag("clean_logits", clean_logits)
     width = check_integer("max_seqlen_k", integer(max_seqlen_k), 0)
-    check_one_of("logits_dtype", logits_dtype, OUTS)
+    dtype = check_out_dtype("logits_dtype", logits_dtype)
     return LogitsCall(
-        RAGGED, q, k.view(torch.uint8).unsqueeze(1), weights, cu_seq_len_k_end,
-        width or k.shape[0], OUTS[logits_dtype], k_scale=scales, starts=cu_seq_len_k_start,
-        next_n=max(q.shape[0], 1), compressed=width > 0, clean=clean_logits,
+        RAGGED, q, k.view(torch.uint8).unsqueeze(1), weights, cu_seq_len_k_end, width or k.shape[0], dtype,
+        k_scale=scales, starts=cu_seq_len_k_start, next_n=max(q.shape[0], 1), compressed=width > 0, clean=clean_logits,
     )  # fmt: skip
 
 
@@ -172,15 +171,17 @@ def paged_call(
             check_strided(name, hint)
     check_flag("clean_logits", clean_logits)
     width = check_integer("max_context_len", integer(max_context_len), 0)
-    check_one_of("logits_dtype", logits_dtype, OUTS)
     check_strided("context_lens", context_lens)
     requests, next_n = q.shape[:2]
-    if context_lens.dim() == 2:
+    if context_lens.dim() != 2:
+        check_strided("context_lens", context_lens, 1)
+    else:
         check_shape("context_lens", context_lens, (requests, next_n), "requests and tokens of q")
         context_lens = context_lens.reshape(-1)
+    dtype = check_out_dtype("logits_dtype", logits_dtype)
     return LogitsCall(
-        PAGED, q.flatten(0, 1), codes_view("kv_cache", kv_cache), weights, context_lens,
-        width, OUTS[logits_dtype], table=block_table, next_n=max(next_n, 1), clean=clean_logits,
+        PAGED, q.flatten(0, 1), codes_view("kv_cache", kv_cache), weights, context_lens, width, dtype,
+        table=block_table, next_n=max(next_n, 1), clean=clean_logits,
     )  # fmt: skip
 
 
@@ -210,6 +211,8 @@ def get_paged_mqa_logits_metadata(
     check_one_of("context_lens: dtype", context_lens.dtype, (torch.int32,))
     check_integer("block_kv", integer(block_kv), 1)
     sms = check_integer("num_sms", integer(num_sms), 1)
+    if sms > MOST_SMS:
+        raise ValueError(f"num_sms: {sms}, must be at most {MOST_SMS}")
     if indices is not None:
         check_strided("indices", indices)
     return context_lens.new_zeros((sms + 1, META_SIZE))

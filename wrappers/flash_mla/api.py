@@ -11,7 +11,7 @@ from ..attention.call import AttentionCall, SequenceBatch, sequences_of, slot_se
 from ..attention.checks import SIGNATURES
 from ..attention.op import serve
 from ..attention.views import columns_and_rope, counts_of
-from ..host.checks import check_flag, check_integer, check_one_of, check_shape, check_strided, listed
+from ..host.checks import check_device, check_flag, check_integer, check_one_of, check_shape, check_strided, listed
 from ..host.plain import traced
 from ..host.scalars import check_scale, integer, real, split_scale, times
 
@@ -336,6 +336,7 @@ def sparse_call(
     if columns > dim:
         raise ValueError(f"d_v: {columns}, must be at most {dim}, the last dimension of q and kv")
     check_shape("indices", check_strided("indices", indices, 3), (tokens, 1, indices.shape[2]), "tokens of q, 1, keys")
+    check_device("indices", indices, q.device, "that of q")
     if topk_length is not None:
         check_shape("topk_length", check_strided("topk_length", topk_length, 1), (tokens,), "tokens of q")
     plain, slots = not traced(q), indices.select(1, 0)

@@ -7,7 +7,7 @@ import torch
 
 from ..host.checks import check_integer, check_one_of, check_strided
 from ..host.scalars import integer
-from ..indexer.logits import E4M3, OUTS, PAGED_ALL, LogitsCall, serve
+from ..indexer.logits import E4M3, PAGED_ALL, LogitsCall, check_out_dtype, serve
 from ..latent.views import rows_view
 
 __all__ = ["fp8_paged_mqa_logits"]
@@ -54,7 +54,6 @@ def paged_call(
     check_strided("q", q, 4)
     view = rows_view("kv_fused", kv_fused)
     check_one_of("kv_fused: dtype", view.dtype, BYTES)
-    check_one_of("output_dtype", output_dtype, OUTS)
     for name, hint in (("epi_dtype", epi_dtype), ("acc_dtype", acc_dtype)):
         if not isinstance(hint, torch.dtype):
             raise TypeError(f"{name}: {hint!r}, must be a torch.dtype")
@@ -62,7 +61,9 @@ def paged_call(
     if schedule_meta is not None:
         check_strided("schedule_meta", schedule_meta)
     width = check_integer("max_context_len", integer(max_context_len), 0)
+    codes = view if view.dtype is torch.uint8 else view.view(torch.uint8)
+    dtype = check_out_dtype("output_dtype", output_dtype)
     return LogitsCall(
-        PAGED_ALL, q.flatten(0, 1), view if view.dtype is torch.uint8 else view.view(torch.uint8), weights,
-        context_lens, width, OUTS[output_dtype], table=block_table, out=out, next_n=max(q.shape[1], 1), causal=False,
+        PAGED_ALL, q.flatten(0, 1), codes, weights, context_lens, width, dtype, table=block_table, out=out,
+        next_n=max(q.shape[1], 1), causal=False,
     )  # fmt: skip

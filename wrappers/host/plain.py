@@ -44,11 +44,12 @@ def write(operator: torch._ops.OpOverload, **given: Any) -> None:
     """Call an operator that writes to some of its arguments and returns nothing.
 
     torch.func.functionalize has no rule for such an operator. It gets the one that torch.compile derives: an operator
-    that returns what is written.
+    that returns what is written. given: all its arguments, in order; torch.compile refuses a tensor with gaps between
+    its rows as a keyword argument of the name `out`, but not by position.
     """
     transform = None if _is_dynamo_compiling() else _transform()
     if transform is None or transform.key() != TransformType.Functionalize:
-        operator(**given)
+        operator(*given.values())
         return
     from torch._higher_order_ops.auto_functionalize import auto_functionalized, get_mutable_args
 

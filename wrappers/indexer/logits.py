@@ -21,6 +21,7 @@ from ..host.schema import GivenTensor, MaybeTensor
 
 OUTS = {torch.float32: "fp32", torch.bfloat16: "bf16"}
 DTYPES = {name: dtype for dtype, name in OUTS.items()}
+LARGEST = 2**31 - 1  # columns of a row
 E4M3, SCALE_BYTES, ROW_BYTES, CODE_UNIT, SCALE_UNIT = torch.float8_e4m3fn, 4, 1024, 16, 4
 RAGGED, PAGED, PAGED_ALL = "ragged", "paged", "paged, all tokens see all keys"
 NAMES: dict[str, dict[str, str]] = {  # field of a call -> argument of its function
@@ -64,6 +65,13 @@ def name_of(call: LogitsCall, field: str) -> str:
     return NAMES[call.form].get(field, field)
 
 
+def check_out_dtype(name: str, dtype: Any) -> str:
+    """Return the name in `OUTS` of a dtype of logits."""
+    if not isinstance(dtype, torch.dtype) or dtype not in OUTS:
+        raise TypeError(f"{name}: {dtype!r}, must be {' or '.join(map(str, OUTS))}")
+    return OUTS[dtype]
+
+
 def new_logits(call: LogitsCall) -> torch.Tensor:
     """Return a tensor for the logits of a call, of which the rows begin at multiples of ROW_BYTES."""
     dtype = DTYPES[call.dtype]
@@ -82,7 +90,7 @@ def validate(call: LogitsCall) -> None:
     if not heads or not dim:
         raise ValueError(f"{names['q']}: shape {tuple(q.shape)}, must have a head and an element")
     k = check_operand(names["k"], call.k, 3, (_uint8,), device)
-    paged = call.table is not None
+    paged = call.form != RAGGED
     row = dim + SCALE_BYTES if paged else dim
     check_shape(
         names["k"], k, (*k.shape[:2], row), "bytes of a key, with its scale" if paged else f"that of {names['q']}"
@@ -101,7 +109,8 @@ def validate(call: LogitsCall) -> None:
         check_operand(names["k_scale"], call.k_scale[:1], 1, (torch.float32,), device)
         check_shape(names["k_scale"], call.k_scale, (len(k),), f"keys of {names['k']}")
     places(call, names, device)
-    check_integer(names["width"], call.width, 0)
+    if check_integer(names["width"], call.width, 0) > LARGEST:
+        raise ValueError(f"{names['width']}: {call.width}, must be at most {LARGEST}")
     for field in ("causal", "compressed", "clean"):
         check_flag(names[field], getattr(call, field))
     given = {names[field]: getattr(call, field) for field in _TENSORS if field != "out"}
@@ -119,7 +128,7 @@ def places(call: LogitsCall, names: dict[str, str], device: torch.device) -> Non
     check_integer(names["next_n"], call.next_n, 1)
     check_operand(names["ends"], call.ends, 1, int32, device)
     counts = {tokens}
-    if call.table is not None:
+    if call.form != RAGGED:
         check_operand(names["table"], call.table, 2, int32, device)
         requests = call.table.shape[0]
         if requests * call.next_n != tokens:
@@ -129,7 +138,7 @@ def places(call: LogitsCall, names: dict[str, str], device: torch.device) -> Non
     if call.ends.shape[0] not in counts:
         allowed = " or ".join(f"({n},)" for n in sorted(counts))
         raise ValueError(f"{names['ends']}: shape {tuple(call.ends.shape)}, must be {allowed}, requests or tokens")
-    if call.starts is not None:
+    if call.form == RAGGED:
         check_operand(names["starts"], call.starts, 1, int32, device)
         check_shape(names["starts"], call.starts, (tokens,), f"tokens of {names['q']}")
 
