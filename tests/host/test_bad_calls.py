@@ -354,6 +354,10 @@ ACCEPTED: dict[str, dict[str, set[str]]] = {  # function, or call -> argument ->
     "select_rows": {"weights": STRIDED, "scratch_bytes": {"far"}},
     "flash_mla_sparse_fwd": {
         "kv": PAGES - {"no rows"}, "indices": {"no columns", "columns"}, "attn_sink": NONE_ONLY},
+    "dsa_sparse_attention": {"indices": {"no columns", "columns"}, "softmax_scale": NONE_ONLY},
+    "dsa_sparse_attention_varlen": {
+        "gather_kv_indices": {"no columns", "columns"}, "softmax_scale": NONE_ONLY, "max_seqlen_q": {"int"},
+        "max_seqlen_k": {"None", "far"}},
     "get_paged_mqa_logits_metadata": {
         "context_lens": {"columns", *FORMS}, "block_kv": {"far"}},
     "explain": {"sms": {"None", "far"}},
@@ -436,6 +440,7 @@ ON_CPU: dict[str, dict[str, set[str]]] = {  # by the reference, where no kernel 
     **dict.fromkeys(("trtllm mla", "xqa mla"), {"bmm1_scale": SCALES}),
     "flash_mla": {"softmax_scale": SCALES},
     "flash_mla_sparse_fwd": {"sm_scale": SCALES},
+    **dict.fromkeys(good_calls.DSA, {"softmax_scale": SCALES}),
 }
 FEWER = {"K a row less", "V a row less"}  # pages: a table may name the last
 ON_CUDA: dict[str, dict[str, set[str]]] = {  # values that only the device knows, see test_values.py

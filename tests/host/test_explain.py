@@ -16,7 +16,7 @@ from cute_kernels import archs, catalog, manifest
 from cute_kernels.topk import dispatch as topk_dispatch
 from tests.host.test_signatures import same
 from tests.support.fake_machine import FakeMachine
-from tests.support.good_calls import LOGITS, MLA, NAMES, SELECT, SPARSE_FWD, XQA_MLA, inputs_of
+from tests.support.good_calls import DSA, LOGITS, MLA, NAMES, SELECT, SPARSE_FWD, XQA_MLA, inputs_of
 from tests.support.layout_calls import NVFP4_LATENT
 from wrappers import explain
 from wrappers.host import machine
@@ -49,6 +49,8 @@ def cases_of(name):
         yield inputs | {"logits": torch.zeros(3, 300_000)}
     elif name == SPARSE_FWD:
         yield inputs | {"d_v": 512}
+    elif name in DSA:
+        yield inputs | {"return_lse": True}
     elif name in SELECT:
         yield inputs | {"top_k": 3}
     elif name in LOGITS:
@@ -87,7 +89,7 @@ def test_what_is_said_is_what_runs(name, arch):
                 with pytest.raises(NotImplementedError, match=arch):
                     getattr(wrappers, name)(**inputs)
                 assert (
-                    name in (NAMES[0], "trtllm_fmha_v2_prefill", *MLA, XQA_MLA, SPARSE_FWD, *LOGITS, *SELECT)
+                    name in (NAMES[0], "trtllm_fmha_v2_prefill", *MLA, XQA_MLA, SPARSE_FWD, *DSA, *LOGITS, *SELECT)
                     or name.startswith("single_prefill")
                 )  # fmt: skip
                 assert arch != "sm_90a"

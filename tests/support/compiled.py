@@ -282,6 +282,22 @@ def sparse_fwd_inputs(device: Any, size: int, seed: int) -> Given:
     return {"q": q.to(device), "kv": kv.to(device), "indices": rows.to(device), "sm_scale": 0.1}
 
 
+def dsa_inputs(function: str) -> Callable[..., Given]:
+    """The same in FlashInfer's form; of a varlen function, two documents."""
+
+    def make(device: Any, size: int, seed: int) -> Given:
+        given = sparse_fwd_inputs(device, size, seed)
+        q, kv, rows = given["q"], given["kv"][:, 0], given["indices"][:, 0]
+        made = {"q_latent": q[..., :512], "q_rope": q[..., 512:], "kv_latent": kv[:, :512], "k_rope": kv[:, 512:]}
+        if not function.endswith("varlen"):
+            return made | {"indices": rows}
+        ends = {f"cu_seqlens_{x}": torch.tensor([0, n // 2, n], dtype=torch.int32, device=device)
+                for x, n in (("q", len(q)), ("k", len(kv)))}  # fmt: skip
+        return made | ends | {"gather_kv_indices": rows}
+
+    return make
+
+
 def logits_inputs(function: str) -> Callable[..., Given]:
     """Inputs of the functions of an indexer, whose queries and keys are e4m3 or FP4: steps double the weights."""
 
@@ -319,6 +335,10 @@ TABLES: dict[str, tuple[Callable[[Given], Results], Callable[..., Given]]] = {  
     ),
     "flash_mla_with_kvcache": (returning(wrappers.flash_mla_with_kvcache, "q"), mla_inputs("flash_mla")),
     "flash_mla_sparse_fwd": (returning(wrappers.flash_mla_sparse_fwd, "q"), sparse_fwd_inputs),
+    **{
+        name: (returning(getattr(wrappers, name), "q_latent"), dsa_inputs(name))
+        for name in ("dsa_sparse_attention", "dsa_sparse_attention_varlen")
+    },
 }
 OTHERS: dict[str, Any] = {
     "single_prefill_with_kv_cache": (returning(wrappers.single_prefill_with_kv_cache, "q"), single_inputs),

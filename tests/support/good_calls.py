@@ -73,6 +73,17 @@ def sparse_fwd() -> dict[str, Any]:
     return {"q": q, "kv": kv, "indices": rows, "sm_scale": 0.1, "attn_sink": torch.zeros(8)}
 
 
+def dsa(function: str) -> dict[str, Any]:
+    """The same in FlashInfer's form; of a varlen function, two documents."""
+    given, varlen = sparse_fwd(), function.endswith("varlen")
+    q, kv = given["q"], given["kv"][:, 0].contiguous()
+    return {
+        "q_latent": q[..., :512].contiguous(), "q_rope": q[..., 512:], "kv_latent": kv[:, :512], "k_rope": kv[:, 512:],
+        "gather_kv_indices" if varlen else "indices": given["indices"][:, 0],
+        **({"cu_seqlens_q": ints(0, 3, 5), "cu_seqlens_k": ints(0, 11, 40)} if varlen else {}),
+    }  # fmt: skip
+
+
 def states(v: str, s: str) -> dict[str, torch.Tensor]:
     """A state of attention, under these names."""
     return {v: torch.ones(3, 2, 8), s: torch.ones(3, 2)}
@@ -157,6 +168,7 @@ def selected(function: str) -> dict[str, Any]:
 
 MLA = "flash_mla_with_kvcache", "trtllm_batch_decode_with_kv_cache_mla"  # kernels for Hopper alone
 SPARSE_FWD = "flash_mla_sparse_fwd"  # likewise
+DSA = "dsa_sparse_attention", "dsa_sparse_attention_varlen"  # likewise
 XQA_MLA = "xqa_batch_decode_with_kv_cache_mla"  # likewise
 GATHERS = ("gather_latent", "gather_and_maybe_dequant_cache", "cp_gather_cache",
            "cp_gather_and_upconvert_fp8_kv_cache", "cp_gather_and_upconvert_nvfp4_kv_cache",
@@ -170,6 +182,7 @@ GOOD: dict[str, Callable[[], dict[str, Any]]] = {
         "append_indptr": ints(0, 2, 2, 5), "seq_lens": ints(3, 0, 1), "nnz": 5,
         "batch_indices": torch.zeros(5, dtype=torch.int32), "positions": torch.zeros(5, dtype=torch.int32)},
     SPARSE_FWD: sparse_fwd,
+    **{name: partial(dsa, name) for name in DSA},
     "get_paged_mqa_logits_metadata": lambda: {"context_lens": ints(9, 40), "block_kv": 64, "num_sms": 132},
     **{name: partial(logits, name) for name in LOGITS},
     **{name: partial(selected, name) for name in SELECT},

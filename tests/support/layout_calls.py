@@ -492,6 +492,8 @@ RICH: dict[str, dict[str, Callable[[], Arguments]]] = {  # function -> name of a
     "merge_states": {"plain": lambda: states("v", "s", 3, 4, 2, 8)},
     good_calls.SPARSE_FWD: {"plain": lambda: good_calls.sparse_fwd() | {
         "topk_length": ints(16, 9, 0, 3, 16), "out": torch.zeros(5, 8, 512).bfloat16()}},
+    **{name: {"plain": lambda name=name: good_calls.dsa(name) | {"topk_length": ints(16, 9, 0, 3, 16)}}
+       for name in good_calls.DSA},
     "select_slots": {"plain": lambda: good_calls.selected("select_slots") | {"out": torch.zeros(2, 3, 16).int()}},
     "select_rows": {"plain": lambda: good_calls.selected("select_rows") | {"out": torch.zeros(5, 16).int()}},
     "packbits": {"plain": lambda: {"x": rows(9).float() > 0, "bitorder": "little"}},

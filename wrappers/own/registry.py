@@ -13,6 +13,7 @@ from ..flash_attn import api as flash_attn
 from ..flash_mla import api as flash_mla
 from ..flashinfer import (
     cascade,
+    dsa_sparse_attention,
     engines,
     latent,
     latent_nvfp4,
@@ -141,6 +142,10 @@ FUNCTIONS: tuple[PublicFunction, ...] = (
     PublicFunction(
         flash_mla.flash_mla_sparse_fwd, flash_mla.sparse_call, PREFILL,
         Reshaping(flash_mla.bound_tokens, flash_mla.with_max),
+    ),
+    PublicFunction(dsa_sparse_attention.dsa_sparse_attention, dsa_sparse_attention.flat_call, PREFILL, binds=False),
+    PublicFunction(
+        dsa_sparse_attention.dsa_sparse_attention_varlen, dsa_sparse_attention.varlen_call, PREFILL, binds=False
     ),
     PublicFunction(flash_mla.get_mla_metadata, None, DECODE, kernels=NO_KERNEL, binds=False),
     PublicFunction(deep_gemm.get_paged_mqa_logits_metadata, None, SPARSE, kernels=NO_KERNEL, binds=False),

@@ -1,0 +1,191 @@
+"""FlashInfer's module `dsa_sparse_attention`: attention of prompts over chosen rows of latent attention, with queries
+and keys of two tensors each. Upstream's functions also have gradients."""
+
+from typing import Any
+
+import torch
+
+from cute_kernels.attention.spec import LSE_NATURAL, LSE_OF_KEYS
+
+from ..attention.call import AttentionCall, slot_sequences
+from ..attention.checks import SIGNATURES
+from ..attention.op import serve
+from ..attention.views import counts_of
+from ..host.checks import (
+    UnknownName,
+    check_device,
+    check_flag,
+    check_integer,
+    check_operand,
+    check_shape,
+    check_strided,
+)
+from ..host.plain import traced
+from ..host.scalars import integer, real
+
+__all__ = ["dsa_sparse_attention", "dsa_sparse_attention_varlen"]
+
+NAME = "dsa_sparse_attention"
+VARLEN_NAME = "dsa_sparse_attention_varlen"
+BACKEND = "cake"  # the one name that upstream's functions take
+SIGNATURES[NAME] = {
+    **dict.fromkeys(("kv", "k", "v", "shares_v"), "kv_latent"), "q": "q_latent", "max_q_len": "q_latent",
+    "page_table": "indices", "kv_lens": "topk_length", "scale": "softmax_scale",
+}  # fmt: skip
+SIGNATURES[VARLEN_NAME] = SIGNATURES[NAME] | {"page_table": "gather_kv_indices"}
+
+
+def dsa_sparse_attention(
+    q_latent: torch.Tensor, q_rope: torch.Tensor, kv_latent: torch.Tensor, k_rope: torch.Tensor,
+    indices: torch.Tensor, *, topk_length: torch.Tensor | None = None, softmax_scale: float | None = None,
+    return_lse: bool = False, dkv_acc: Any = None, dkv_dst_map: Any = None, backend: str = BACKEND,
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+    """Compute attention of tokens that have chosen their keys, for prompts. A row of keys lies in two tensors.
+
+    out = softmax(softmax_scale (q_latent kv_latent^T + q_rope k_rope^T)) kv_latent over the chosen keys.
+
+    Args:
+        q_latent: fp16 or bf16 (T, H, 512), any H, the last stride 1, such as columns of (T, H, 576).
+        q_rope: (T, H, 64), likewise.
+        kv_latent: (S, 512) of q_latent's dtype, any row stride: keys, and values. k_rope: (S, 64).
+        indices: int32 (T, K), any K and row stride: the rows that a token sees. A number outside [0, S) is no key,
+            wherever it is, and a row that comes twice counts twice.
+        topk_length: int32 (T,), only the first so many of each token count, or None; entries behind them are not read.
+        softmax_scale: factor on the logits, None for 576**-0.5. return_lse: return the LSE too.
+
+    Rejected: dkv_acc, dkv_dst_map; they receive gradients, and this function has none. backend: "cake", upstream's only
+    one. Returns out (T, H, 512), or (out, lse), fp32 (T, H) in natural units. A token without keys has 0 and -inf. The
+    bits of a token's result depend on the token alone. Raises before anything is launched, NotImplementedError for
+    what is not served. FlashInfer's function.
+
+    >>> q, kv = torch.ones(1, 16, 576).half(), torch.ones(9, 576).half()
+    >>> out, lse = dsa_sparse_attention(
+    ...     q[..., :512], q[..., 512:], kv[:, :512], kv[:, 512:], torch.tensor([[3, -1, 8, 9]]).int(),
+    ...     softmax_scale=576**-1, return_lse=True)
+    >>> out.shape, lse[0, 0]
+    (torch.Size([1, 16, 512]), tensor(1.6931))
+    """
+    return serve(flat_call(
+        q_latent, q_rope, kv_latent, k_rope, indices, topk_length, softmax_scale, return_lse, dkv_acc, dkv_dst_map,
+        backend,
+    ))  # fmt: skip
+
+
+def dsa_sparse_attention_varlen(
+    q_latent: torch.Tensor, q_rope: torch.Tensor, kv_latent: torch.Tensor, k_rope: torch.Tensor,
+    gather_kv_indices: torch.Tensor, cu_seqlens_q: torch.Tensor, cu_seqlens_k: torch.Tensor,
+    max_seqlen_q: int | None = None, max_seqlen_k: int | None = None, *, causal: bool = False,
+    topk_length: torch.Tensor | None = None, softmax_scale: float | None = None, return_lse: bool = False,
+    dkv_acc: Any = None, dkv_dst_map: Any = None, backend: str = BACKEND,
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+    """Compute attention of tokens of several documents that have chosen their keys, by positions in their document.
+
+    Args:
+        q_latent, q_rope, kv_latent, k_rope, topk_length, softmax_scale, return_lse, backend: as those of
+            `dsa_sparse_attention`.
+        gather_kv_indices: int32 (T, K): positions in the token's document. One outside the document is no key.
+        cu_seqlens_q, cu_seqlens_k: int32 (N + 1,): where the queries and the keys of each of N documents begin and end.
+            A token outside all documents has no keys.
+        causal: a token sees no key behind its own; the queries of a document are the tail of its keys.
+
+    Rejected: dkv_acc, dkv_dst_map. Hints: max_seqlen_q, max_seqlen_k. Returns and raises as `dsa_sparse_attention`
+    does. FlashInfer's function.
+
+    >>> q, kv, ends = torch.ones(4, 2, 576).half(), torch.ones(9, 576).half(), torch.tensor([0, 1, 4]).int()
+    >>> out = dsa_sparse_attention_varlen(
+    ...     q[..., :512], q[..., 512:], kv[:, :512], kv[:, 512:], torch.zeros(4, 1).int(), ends, ends)
+    >>> out.shape
+    torch.Size([4, 2, 512])
+    """
+    return serve(varlen_call(
+        q_latent, q_rope, kv_latent, k_rope, gather_kv_indices, cu_seqlens_q, cu_seqlens_k, max_seqlen_q,
+        max_seqlen_k, causal, topk_length, softmax_scale, return_lse, dkv_acc, dkv_dst_map, backend,
+    ))  # fmt: skip
+
+
+def varlen_call(
+    q_latent: Any, q_rope: Any, kv_latent: Any, k_rope: Any, gather_kv_indices: Any, cu_seqlens_q: Any,
+    cu_seqlens_k: Any, max_seqlen_q: Any = None, max_seqlen_k: Any = None, causal: Any = False,
+    topk_length: Any = None, softmax_scale: Any = None, return_lse: Any = False, dkv_acc: Any = None,
+    dkv_dst_map: Any = None, backend: Any = BACKEND,
+) -> AttentionCall:  # fmt: skip
+    """Return the call of `dsa_sparse_attention_varlen`."""
+    tokens = check_strided("q_latent", q_latent, 3).shape[0]
+    check_operand("gather_kv_indices", gather_kv_indices, 2, (torch.int32,), q_latent.device, "that of q_latent")
+    check_shape(
+        "gather_kv_indices", gather_kv_indices, (tokens, gather_kv_indices.shape[1]), "tokens of q_latent, keys"
+    )
+    for name, ends in (("cu_seqlens_q", cu_seqlens_q), ("cu_seqlens_k", cu_seqlens_k)):
+        check_operand(name, ends, 1, (torch.int32,), q_latent.device, "that of q_latent")
+    if not len(cu_seqlens_q):
+        raise ValueError("cu_seqlens_q: 0 entries, must be one more than the documents")
+    check_shape("cu_seqlens_k", cu_seqlens_k, tuple(cu_seqlens_q.shape), "that of cu_seqlens_q")
+    for name, bound in (("max_seqlen_q", max_seqlen_q), ("max_seqlen_k", max_seqlen_k)):
+        if bound is not None:
+            check_integer(name, integer(bound), 0)
+    check_flag("causal", causal)
+    rows = rows_of_documents(gather_kv_indices, cu_seqlens_q, cu_seqlens_k, causal)
+    return _call(
+        VARLEN_NAME, q_latent, q_rope, kv_latent, k_rope, rows, topk_length, softmax_scale, return_lse, dkv_acc,
+        dkv_dst_map, backend,
+    )  # fmt: skip
+
+
+def rows_of_documents(
+    positions: torch.Tensor, starts_q: torch.Tensor, starts_k: torch.Tensor, causal: bool
+) -> torch.Tensor:
+    """Return the rows of positions (T, K) in the documents of T tokens, -1 for none. All of it stays on the device."""
+    if len(starts_q) == 1:
+        return torch.full_like(positions, -1)
+    tokens = torch.arange(len(positions), device=positions.device)
+    begin_q, end_q, begin_k, end_k = (t.long() for t in (starts_q[:-1], starts_q[1:], starts_k[:-1], starts_k[1:]))
+    document = torch.searchsorted(end_q, tokens, right=True).clamp(max=len(end_q) - 1)
+    inside = (tokens >= begin_q[document]) & (tokens < end_q[document])
+    first, limit = begin_k[document], end_k[document]
+    if causal:  # the keys of a document end with the key of its last token
+        limit = torch.minimum(limit, limit - end_q[document] + tokens + 1)
+    rows = positions + first[:, None]
+    keys = inside[:, None] & (positions >= 0) & (rows < limit[:, None]) & (rows >= 0) & (rows < 1 << 31)
+    return torch.where(keys, rows, -1).int()
+
+
+def flat_call(
+    q_latent: Any, q_rope: Any, kv_latent: Any, k_rope: Any, indices: Any, topk_length: Any = None,
+    softmax_scale: Any = None, return_lse: Any = False, dkv_acc: Any = None, dkv_dst_map: Any = None,
+    backend: Any = BACKEND,
+) -> AttentionCall:  # fmt: skip
+    """Return the call of `dsa_sparse_attention`."""
+    return _call(
+        NAME, q_latent, q_rope, kv_latent, k_rope, indices, topk_length, softmax_scale, return_lse, dkv_acc,
+        dkv_dst_map, backend,
+    )  # fmt: skip
+
+
+def _call(
+    name: str, q_latent: Any, q_rope: Any, kv_latent: Any, k_rope: Any, indices: Any, topk_length: Any,
+    softmax_scale: Any, return_lse: Any, dkv_acc: Any, dkv_dst_map: Any, backend: Any,
+) -> AttentionCall:  # fmt: skip
+    if backend != BACKEND:
+        raise UnknownName(f"backend: {backend!r}, must be {BACKEND!r}")
+    for argument, given in (("dkv_acc", dkv_acc), ("dkv_dst_map", dkv_dst_map)):
+        if given is not None:
+            shown = "Tensor" if isinstance(given, torch.Tensor) else repr(given)
+            raise NotImplementedError(f"{argument}: {shown}, not supported, must be None: there is no backward")
+    tokens, heads, columns = check_strided("q_latent", q_latent, 3).shape
+    rows, rotated = len(check_strided("kv_latent", kv_latent, 2)), check_strided("k_rope", k_rope, 2).shape[1]
+    check_shape("kv_latent", kv_latent, (rows, columns), "rows, columns of q_latent")
+    check_shape("k_rope", k_rope, (rows, rotated), "rows of kv_latent, columns")
+    check_shape("q_rope", check_strided("q_rope", q_rope, 3), (tokens, heads, rotated), "q_latent's, columns of k_rope")
+    given = SIGNATURES[name]["page_table"]
+    check_shape(given, check_strided(given, indices, 2), (tokens, indices.shape[1]), "tokens of q_latent, keys")
+    check_device(given, indices, q_latent.device, "that of q_latent")
+    if topk_length is not None:
+        check_shape("topk_length", check_strided("topk_length", topk_length, 1), (tokens,), "tokens of q_latent")
+    check_flag("return_lse", return_lse)
+    plain, keys = not traced(q_latent), kv_latent[None, None]
+    scale = (columns + rotated) ** -0.5 if softmax_scale is None else real(softmax_scale)
+    return AttentionCall(
+        name, q_latent, keys, keys, slot_sequences(indices, counts_of(indices, topk_length, 1, plain), plain), 1, scale,
+        causal=False, split_kv="never", return_lse=return_lse, shares_v=True,
+        lse_form=LSE_NATURAL | LSE_OF_KEYS, out_dtype=q_latent.dtype, q_rope=q_rope, k_rope=k_rope[None, None],
+    )  # fmt: skip
