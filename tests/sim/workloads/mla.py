@@ -96,7 +96,8 @@ def chosen_cases(spec: Any) -> list[MlaScenario]:
     )
     if spec.kv.record in ("", "656", "352", "528") and not spec.kv.extra:
         prompt = replace(base, function="sparse_fwd", rows=6, heads=9, counted=True, sink=True, chosen=130)
-        first = (first[0], replace(first[1], function="sparse_fwd"), first[2], prompt)
+        separate = "sparse_fwd" if spec.kv.record or base.dim == 512 else "dsa"
+        first = (first[0], replace(first[1], function=separate), first[2], prompt)
     return [
         MlaScenario("tiles", first),
         MlaScenario("many splits", (replace(base, lens=(2000,), chosen=29 * 64 + 3, heads=8, page_size=16),), 30),
