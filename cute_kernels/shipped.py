@@ -43,11 +43,13 @@ class ElementRow(NamedTuple):
 
 
 class IndexerRow(NamedTuple):
-    """Kernels of an indexer. shapes: (heads, head_dim). rows: query tokens of a tile. outs: types of the logits."""
+    """Kernels of an indexer. shapes: (heads, head_dim). rows: query tokens of a tile. outs: types of the logits. keys:
+    type of queries and keys."""
 
     shapes: tuple[tuple[int, int], ...]
     rows: tuple[int, ...]
     outs: tuple[str, ...]
+    keys: str = "e4m3"
     archs: tuple[str, ...] = HOPPER
 
 
@@ -154,4 +156,5 @@ INDEXER = (
     IndexerRow(((64, 128), (32, 128)), (1, 2, 4, 8), ("fp32",)),  # requests of so many tokens
     IndexerRow(((64, 128), (32, 128)), (1, 9), ("bf16",)),  # 9: prompts
     IndexerRow(((64, 64), (64, 32), (32, 64), (32, 32)), (9,), ("fp32",)),
+    IndexerRow(((64, 128), (32, 128)), (9,), ("fp32",), "bf16"),
 )

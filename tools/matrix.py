@@ -300,6 +300,7 @@ ASKED: tuple[tuple[str, Any, str, dict[str, dict[str, Any]]], ...] = (  # argume
     ("indexer", IndexerRequest(), "logits of", {"a prompt": {"rows": 4096}, "a paged cache": {}}),
     ("indexer", IndexerRequest(), "logits with", {f"{n} heads": {"heads": n} for n in (64, 32)}),
     ("indexer", IndexerRequest(), "logits output", {out: {"out": out} for out in ("fp32", "bf16")}),
+    ("indexer", IndexerRequest(rows=4096), "logits of", {"queries and keys in bf16": {"keys": "bf16"}}),
     ("indexer", IndexerRequest(), "with", {"CUDA graph replay": {}}),
 )
 FEATURES = tuple(feature for asked in ASKED for feature in features(*asked))

@@ -17,6 +17,7 @@ from .deep_gemm.api import (
 from .flash_attn.api import flash_attn_func, flash_attn_varlen_func, flash_attn_with_kvcache
 from .flash_mla.api import flash_mla_sparse_fwd, flash_mla_with_kvcache, get_mla_metadata
 from .flashinfer.cascade import merge_state, merge_state_in_place, merge_states
+from .flashinfer.dsa_indexer import dsa_indexer_topk, dsa_indexer_topk_workspace_size
 from .flashinfer.dsa_sparse_attention import dsa_sparse_attention, dsa_sparse_attention_varlen
 from .flashinfer.engines import trtllm_fmha_v2_prefill, xqa_batch_decode_with_kv_cache
 from .flashinfer.latent import append_paged_mla_kv_cache, concat_mla_k
@@ -97,17 +98,18 @@ __all__ = [
     "apply_rope_pos_ids_inplace", "apply_rope_with_cos_sin_cache", "apply_rope_with_cos_sin_cache_inplace", "bind",
     "concat_and_cache_mla", "concat_and_cache_mla_rope_fused", "concat_mla_k", "concat_mla_q", "cooperative_topk",
     "cp_gather_and_upconvert_fp8_kv_cache", "cp_gather_and_upconvert_nvfp4_kv_cache", "cp_gather_cache",
-    "cp_gather_indexer_k_quant_cache", "dsa_sparse_attention", "dsa_sparse_attention_varlen", "explain",
-    "fast_decode_plan", "flash_attn_func", "flash_attn_varlen_func", "flash_attn_with_kvcache", "flash_mla_sparse_fwd",
-    "flash_mla_with_kvcache", "fp8_fp4_mqa_logits", "fp8_fp4_paged_mqa_logits", "fp8_mqa_logits",
-    "fp8_paged_mqa_logits", "gather_and_maybe_dequant_cache", "gather_latent", "get_batch_indices_positions",
-    "get_mla_metadata", "get_paged_mqa_logits_metadata", "get_seq_lens", "indexer_k_quant_and_cache", "merge_state",
-    "merge_state_in_place", "merge_states", "mla_rope_quantize_fp8", "nvfp4_dequantize", "nvfp4_quantize",
-    "nvfp4_quantize_append_paged_kv_cache", "nvfp4_quantize_append_paged_kv_cache_with_slot_mapping",
-    "nvfp4_quantize_append_paged_mla_kv_cache", "packbits", "persistent_topk", "rope_quantize_fp8",
-    "rope_quantize_fp8_append_paged_kv_cache", "segment_packbits", "select_rows", "select_slots",
-    "single_decode_with_kv_cache", "single_prefill_with_kv_cache", "single_prefill_with_kv_cache_return_lse", "top_k",
-    "top_k_page_table_transform", "top_k_per_row_decode", "top_k_per_row_prefill", "top_k_ragged_transform",
-    "trtllm_batch_context_with_kv_cache", "trtllm_batch_decode_with_kv_cache", "trtllm_batch_decode_with_kv_cache_mla",
-    "trtllm_fmha_v2_prefill", "xqa", "xqa_batch_decode_with_kv_cache", "xqa_batch_decode_with_kv_cache_mla",
+    "cp_gather_indexer_k_quant_cache", "dsa_indexer_topk", "dsa_indexer_topk_workspace_size", "dsa_sparse_attention",
+    "dsa_sparse_attention_varlen", "explain", "fast_decode_plan", "flash_attn_func", "flash_attn_varlen_func",
+    "flash_attn_with_kvcache", "flash_mla_sparse_fwd", "flash_mla_with_kvcache", "fp8_fp4_mqa_logits",
+    "fp8_fp4_paged_mqa_logits", "fp8_mqa_logits", "fp8_paged_mqa_logits", "gather_and_maybe_dequant_cache",
+    "gather_latent", "get_batch_indices_positions", "get_mla_metadata", "get_paged_mqa_logits_metadata", "get_seq_lens",
+    "indexer_k_quant_and_cache", "merge_state", "merge_state_in_place", "merge_states", "mla_rope_quantize_fp8",
+    "nvfp4_dequantize", "nvfp4_quantize", "nvfp4_quantize_append_paged_kv_cache",
+    "nvfp4_quantize_append_paged_kv_cache_with_slot_mapping", "nvfp4_quantize_append_paged_mla_kv_cache", "packbits",
+    "persistent_topk", "rope_quantize_fp8", "rope_quantize_fp8_append_paged_kv_cache", "segment_packbits",
+    "select_rows", "select_slots", "single_decode_with_kv_cache", "single_prefill_with_kv_cache",
+    "single_prefill_with_kv_cache_return_lse", "top_k", "top_k_page_table_transform", "top_k_per_row_decode",
+    "top_k_per_row_prefill", "top_k_ragged_transform", "trtllm_batch_context_with_kv_cache",
+    "trtllm_batch_decode_with_kv_cache", "trtllm_batch_decode_with_kv_cache_mla", "trtllm_fmha_v2_prefill", "xqa",
+    "xqa_batch_decode_with_kv_cache", "xqa_batch_decode_with_kv_cache_mla",
 ]  # fmt: skip

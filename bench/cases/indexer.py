@@ -11,14 +11,18 @@ import torch
 
 import wrappers
 from wrappers.host.machine import HostMachine, override
+from wrappers.indexer import logits
+from wrappers.indexer.logits import LogitsCall, serve
 
 BYTE, E4M3 = torch.uint8, torch.float8_e4m3fn
 RAGGED, RAGGED_FP4 = "fp8_mqa_logits", "fp8_fp4_mqa_logits"
 PAGED, PAGED_FP4 = "fp8_paged_mqa_logits", "fp8_fp4_paged_mqa_logits"
+SEGMENTS = "dsa_indexer_topk"  # its logits, of queries and keys in bf16: the function itself returns the largest alone
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 NO_PAGE, NAN = 2147480000, 0xFF  # an entry of a table that names no page; a byte of NaN in e4m3 and in fp32
 HOSTILE = (-(1 << 31), -1, 0, (1 << 31) - 1)
 ROUNDING = 2.0**-14  # of the tensor cores' sums of e4m3 products, in units of the sum of their magnitudes
+BF16_ROUNDING = 2.0**-17  # the same of products of bf16
 HALF_ULP = {"fp32": 2.0**-20, "bf16": 2.0**-8}  # of sums in any order, or of the output
 
 
@@ -26,8 +30,8 @@ HALF_ULP = {"fp32": 2.0**-20, "bf16": 2.0**-8}  # of sums in any order, or of th
 class LogitsCase:
     """One call. dtype: of the logits.
 
-    Ragged: `lens` has a number of tokens and of keys, and `windows` says what tokens see: "causal", "random" keys in
-    the middle, or "hostile" numbers. compressed: columns of the result, 0 for all keys.
+    Ragged, or SEGMENTS: `lens` has a number of tokens and of keys, and `windows` says what tokens see: "causal",
+    "random" keys in the middle, or "hostile" numbers. compressed: columns of the result, 0 for all keys.
 
     Paged: `lens` has the keys of each request, of `next_n` tokens. own: each token has a length of its own. gap: bytes
     behind each page. more: columns behind those of the longest request; hostile: some pages and lengths do not exist.
@@ -52,6 +56,10 @@ class LogitsCase:
     shift: int = 0
     strided: bool = False
     data: str = "normal"
+
+    @property
+    def kind(self) -> torch.dtype:
+        return torch.bfloat16 if self.function == SEGMENTS else E4M3
 
     @property
     def paged(self) -> bool:
@@ -99,7 +107,7 @@ def _strided(case: LogitsCase, x: torch.Tensor) -> torch.Tensor:
 
 
 def _queries(case: LogitsCase, gen: torch.Generator, *tokens: int) -> dict[str, torch.Tensor]:
-    q = _values(case, gen, *tokens, case.heads, case.dim).to(E4M3)
+    q = _values(case, gen, *tokens, case.heads, case.dim).to(case.kind)
     weights = torch.randn(q[..., 0].numel() // case.heads, case.heads, generator=gen)
     weights *= 1e4 if case.data == "large" else 1.0
     return {"q": _strided(case, q), "weights": _strided(case, weights)}
@@ -111,9 +119,10 @@ def _scales(case: LogitsCase, gen: torch.Generator, *shape: int) -> torch.Tensor
 
 def _ragged(case: LogitsCase, gen: torch.Generator) -> dict[str, Any]:
     tokens, keys = case.lens
-    memory = torch.full((keys * case.dim + case.shift,), NAN, dtype=BYTE)
-    k = memory[case.shift :].view(keys, case.dim)
-    k[:] = _values(case, gen, keys, case.dim).to(E4M3).view(BYTE)
+    row = case.dim * case.kind.itemsize
+    memory = torch.full((keys * row + case.shift,), NAN, dtype=BYTE)
+    k = memory[case.shift :].view(keys, row)
+    k[:] = _values(case, gen, keys, case.dim).to(case.kind).view(BYTE)
     start, end = torch.zeros(tokens).int(), (torch.arange(tokens) + keys - tokens + 1).int()
     if case.windows != "causal":
         both = torch.randint(-3, keys + 4, (2, tokens), generator=gen)
@@ -123,7 +132,7 @@ def _ragged(case: LogitsCase, gen: torch.Generator) -> dict[str, Any]:
         for t in (start, end):
             t[torch.rand(tokens, generator=gen) < 0.5] = HOSTILE[int(torch.randint(4, (), generator=gen))]
     return _queries(case, gen, tokens) | {
-        "kv": (k.view(E4M3), _scales(case, gen, keys)), "cu_seq_len_k_start": start, "cu_seq_len_k_end": end,
+        "kv": (k.view(case.kind), _scales(case, gen, keys)), "cu_seq_len_k_start": start, "cu_seq_len_k_end": end,
         "clean_logits": case.clean, "max_seqlen_k": case.compressed,
     }  # fmt: skip
 
@@ -160,8 +169,14 @@ def _paged(case: LogitsCase, gen: torch.Generator) -> dict[str, Any]:
 
 
 def run(case: LogitsCase, given: dict[str, Any]) -> torch.Tensor:
-    """Call the function."""
-    return getattr(wrappers, case.function)(**given)
+    """Call the function, or compute the logits of SEGMENTS."""
+    if case.function != SEGMENTS:
+        return getattr(wrappers, case.function)(**given)
+    q, (k, scale), ends, columns = given["q"], given["kv"], given["cu_seq_len_k_end"], given["max_seqlen_k"]
+    return serve(LogitsCall(
+        logits.SEGMENTS, q, k.view(BYTE).unsqueeze(1), given["weights"], ends, columns or len(k), case.dtype, scale,
+        given["cu_seq_len_k_start"], next_n=max(len(q), 1), compressed=columns > 0, clean=given["clean_logits"],
+    ))  # fmt: skip
 
 
 def select(case: LogitsCase, given: dict[str, Any], **more: Any) -> torch.Tensor:
@@ -188,22 +203,23 @@ def chosen(case: LogitsCase, given: dict[str, Any], logits: torch.Tensor, count:
 
 def expected(case: LogitsCase, given: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the logits in fp32, -inf for keys that a token does not see, and how far each may be off."""
-    exact = replace(case, function=PAGED if case.paged else RAGGED)
+    exact = case if case.function == SEGMENTS else replace(case, function=PAGED if case.paged else RAGGED)
     plain = {name: value for name, value in moved(given, torch.device("cpu")).items() if name != "logits_dtype"}
     plain |= {"q": plain["q"][0] if isinstance(plain["q"], tuple) else plain["q"], "clean_logits": True}
+    exact = replace(exact, dtype="fp32")
     with override(HostMachine()):
-        logits = run(exact, plain)
+        found = run(exact, plain)
         largest = run(exact, _magnitudes(case, plain))
-    seen = logits != -torch.inf
-    bound = torch.where(seen, ROUNDING * largest + HALF_ULP[case.dtype] * (logits.abs() + largest * 2.0**-4), 0.0)
-    return logits, bound
+    seen, rounding = found != -torch.inf, BF16_ROUNDING if case.function == SEGMENTS else ROUNDING
+    bound = torch.where(seen, rounding * largest + HALF_ULP[case.dtype] * (found.abs() + largest * 2.0**-4), 0.0)
+    return found, bound
 
 
 def _magnitudes(case: LogitsCase, given: dict[str, Any]) -> dict[str, Any]:
     """Return the arguments with the magnitudes of queries, keys and weights."""
-    found = given | {"q": given["q"].float().abs().to(E4M3), "weights": given["weights"].abs()}
+    found = given | {"q": given["q"].float().abs().to(case.kind), "weights": given["weights"].abs()}
     if not case.paged:
-        return found | {"kv": (given["kv"][0].float().abs().to(E4M3), given["kv"][1])}
+        return found | {"kv": (given["kv"][0].float().abs().to(case.kind), given["kv"][1])}
     cache = given["kv_cache"].clone(memory_format=torch.preserve_format)
     pages, size = cache.shape[:2]
     flat = cache.as_strided((pages, size * case.dim), (cache.stride(0), 1))

@@ -14,9 +14,9 @@ from .. import families
 class IndexerArgs(NamedTuple):
     """The arguments of a launch."""
 
-    q: Any  # (N, H, D)           e4m3; rows at multiples of 16 bytes
-    k: Any  # (pages, P, bytes)   uint8; without a table, P is 1 and pages are keys. A page has the codes of its P keys,
-    #                             D bytes each, then, unless k_scale is given, their P scales in fp32
+    q: Any  # (N, H, D)           spec.keys; rows at multiples of 16 bytes
+    k: Any  # (pages, P, bytes)   uint8; without a table, P is 1 and pages are keys. A page has the values of its P keys
+    #                             in spec.keys, then, unless k_scale is given, their P scales in fp32
     k_scale: Any  # (pages | 0,)  fp32; without a table
     weights: Any  # (N, H)        fp32
     table: Any  # (B | 0, M)      int32: pages of a request; absent: key j is page j, for all tokens

@@ -12,7 +12,8 @@ KERNELS = {"indexer.logits": logits}  # op -> its package, with `supports`
 def spec_of(request: IndexerRequest) -> IndexerSpec:
     """Return the kernel for a request: heads are padded, and a tile has as many rows as pay."""
     heads = logits.padded_heads(request.heads)
-    return IndexerSpec(heads, request.dim, logits.rows_of_tile(heads, request.rows), request.out)
+    rows = logits.rows_of_tile(heads, request.rows, request.keys)
+    return IndexerSpec(heads, request.dim, rows, request.out, request.keys)
 
 
 def explain(request: IndexerRequest, arch: str) -> tuple[families.Answer, ...]:
@@ -31,7 +32,7 @@ def shipped(arch: str) -> list[tuple[str, IndexerSpec]]:
     """Return all (op, spec) that a bundle of `arch` holds, each once. Other kernels compile on demand."""
     rows = [row for row in policy.INDEXER if arch in row.archs]
     found = [
-        ("indexer.logits", spec_of(IndexerRequest(heads, dim, count, out)))
+        ("indexer.logits", spec_of(IndexerRequest(heads, dim, count, out, keys=row.keys)))
         for row in rows
         for out in row.outs
         for heads, dim in row.shapes

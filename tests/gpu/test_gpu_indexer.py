@@ -8,7 +8,7 @@ import torch
 
 import wrappers
 from bench.cases import indexer as cases
-from bench.cases.indexer import PAGED, PAGED_FP4, RAGGED, RAGGED_FP4, LogitsCase
+from bench.cases.indexer import PAGED, PAGED_FP4, RAGGED, RAGGED_FP4, SEGMENTS, LogitsCase
 from tests.sim.workloads.indexer import logits_cases, logits_features
 from tests.support.gpu import CUDA, feature
 from wrappers.indexer import logits
@@ -24,6 +24,8 @@ CASES = {
     "prompt, few heads": LogitsCase(lens=(77, 3001), heads=5, dim=64, windows="random"),
     "prompt, hostile": LogitsCase(lens=(513, 2001), windows="hostile", strided=True, shift=4),
     "prompt, compressed": LogitsCase(lens=(300, 4000), windows="random", compressed=1999, clean=False),
+    "prompt, bf16": LogitsCase(SEGMENTS, lens=(300, 5000)),
+    "prompt, bf16, few heads": LogitsCase(SEGMENTS, lens=(77, 3001), heads=19, windows="hostile", shift=4),
     "a token": LogitsCase(lens=(1, 9001), heads=64),
     "decode": LogitsCase(PAGED, lens=(8000, 1, 0, 65, 30_000)),
     "decode, 2 tokens": LogitsCase(PAGED, lens=(8000, 2, 0, 65), next_n=2, page_size=16),
@@ -45,6 +47,7 @@ def marked(name):
     return pytest.param(name, marks=feature(
         f"indexer logits of {'a paged cache' if case.paged else 'a prompt'}", f"indexer logits with {heads}",
         f"indexer logits output {case.dtype}",
+        *["indexer logits of queries and keys in bf16"] * (case.function == SEGMENTS),
     ))  # fmt: skip
 
 

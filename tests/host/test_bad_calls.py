@@ -130,6 +130,7 @@ ELSEWHERE = {
     wrappers.bind, wrappers.single_decode_with_kv_cache,
     *(getattr(wrappers, name) for name in append_latent.__all__),  # test_latent_refusals.py
     wrappers.gather_latent,  # test_latent_gather.py
+    wrappers.dsa_indexer_topk_workspace_size,  # test_dsa_indexer.py
     wrappers.xqa_batch_decode_with_kv_cache, wrappers.trtllm_fmha_v2_prefill,  # test_engines.py
     wrappers.persistent_topk, wrappers.cooperative_topk,  # test_engines.py
     *(getattr(wrappers, name) for name in cache_write.__all__),  # test_append_qkv_refusals.py
@@ -354,6 +355,9 @@ ACCEPTED: dict[str, dict[str, set[str]]] = {  # function, or call -> argument ->
     "select_rows": {"weights": STRIDED, "scratch_bytes": {"far"}},
     "flash_mla_sparse_fwd": {
         "kv": PAGES - {"no rows"}, "indices": {"no columns", "columns"}, "attn_sink": NONE_ONLY},
+    "dsa_indexer_topk": {
+        "k": {"no rows", "a row less", "a row more"}, "w": STRIDED, "softmax_scale": NONE_ONLY, "max_seqlen_q": {"int"},
+        "max_seqlen_k": {"None", "far"}, "ratio": {"int"}},
     "dsa_sparse_attention": {"indices": {"no columns", "columns"}, "softmax_scale": NONE_ONLY},
     "dsa_sparse_attention_varlen": {
         "gather_kv_indices": {"no columns", "columns"}, "softmax_scale": NONE_ONLY, "max_seqlen_q": {"int"},

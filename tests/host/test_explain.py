@@ -16,13 +16,15 @@ from cute_kernels import archs, catalog, manifest
 from cute_kernels.topk import dispatch as topk_dispatch
 from tests.host.test_signatures import same
 from tests.support.fake_machine import FakeMachine
-from tests.support.good_calls import DSA, LOGITS, MLA, NAMES, SELECT, SPARSE_FWD, XQA_MLA, inputs_of
+from tests.support.good_calls import DSA, LOGITS, MLA, NAMES, SEGMENTS, SELECT, SPARSE_FWD, XQA_MLA, inputs_of
 from tests.support.layout_calls import NVFP4_LATENT
 from wrappers import explain
 from wrappers.host import machine
 from wrappers.own.registry import ATTENTION, FUNCTIONS, LATENT_READ, QUANTIZATION, TOP_K, row_of
 
 WRITES = [row.name for row in FUNCTIONS if row.make is not None and row.family not in (ATTENTION, TOP_K)]
+HOPPER = {NAMES[0], "trtllm_fmha_v2_prefill", *MLA, XQA_MLA, SPARSE_FWD, *DSA, *LOGITS, *SELECT, SEGMENTS}
+TWO_KERNELS = {NVFP4_LATENT, *SELECT, SEGMENTS}  # of which the first is explained
 REFUSE_GRAD = [name for name in NAMES if row_of(getattr(wrappers, name)).family not in (LATENT_READ, QUANTIZATION)]
 
 
@@ -51,7 +53,7 @@ def cases_of(name):
         yield inputs | {"d_v": 512}
     elif name in DSA:
         yield inputs | {"return_lse": True}
-    elif name in SELECT:
+    elif name in (*SELECT, SEGMENTS):
         yield inputs | {"top_k": 3}
     elif name in LOGITS:
         yield inputs | {"clean_logits": False}
@@ -88,18 +90,13 @@ def test_what_is_said_is_what_runs(name, arch):
             if said.runs is None:
                 with pytest.raises(NotImplementedError, match=arch):
                     getattr(wrappers, name)(**inputs)
-                assert (
-                    name in (NAMES[0], "trtllm_fmha_v2_prefill", *MLA, XQA_MLA, SPARSE_FWD, *DSA, *LOGITS, *SELECT)
-                    or name.startswith("single_prefill")
-                )  # fmt: skip
+                assert name in HOPPER or name.startswith("single_prefill")
                 assert arch != "sm_90a"
                 continue
             getattr(wrappers, name)(**inputs)
             fake.plans.clear()
         launched = [r for r in ran if name in WRITES or not r.startswith("cache_write")]
-        assert [said.runs] == launched[
-            : 1 if name in (NVFP4_LATENT, *SELECT) else None
-        ] and said.found  # which have two
+        assert [said.runs] == launched[: 1 if name in TWO_KERNELS else None] and said.found
         ran.clear()
 
 

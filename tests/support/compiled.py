@@ -298,6 +298,19 @@ def dsa_inputs(function: str) -> Callable[..., Given]:
     return make
 
 
+def segments_inputs(device: Any, size: int, seed: int) -> Given:
+    """Two segments of tokens and keys."""
+    gen, (_, tokens, keys) = torch.Generator().manual_seed(seed), DENSE[size]
+    q, k = (torch.randn(*shape, 32, generator=gen).bfloat16().to(device) for shape in ((tokens, 4), (keys,)))
+    ends = (torch.tensor([0, n // 2, n], dtype=torch.int32, device=device) for n in (tokens, keys))
+    return {"q": q, "k": k, "w": torch.randn(tokens, 4, generator=gen).to(device), "ends": [*ends]}
+
+
+def segments_step(given: Given) -> Results:
+    indices, scores = wrappers.dsa_indexer_topk(given["q"] * 2, given["k"], given["w"], *given["ends"], top_k=16)
+    return indices + 1, scores * 0.5
+
+
 def logits_inputs(function: str) -> Callable[..., Given]:
     """Inputs of the functions of an indexer, whose queries and keys are e4m3 or FP4: steps double the weights."""
 
@@ -361,6 +374,7 @@ INDEXER: dict[str, Any] = {
     name: (returning(getattr(wrappers, name), "weights"), logits_inputs(name))
     for name in (indexer.RAGGED, indexer.RAGGED_FP4, indexer.PAGED, indexer.PAGED_FP4, "select_rows", "select_slots")
 }
+INDEXER["dsa_indexer_topk"] = (segments_step, segments_inputs)
 CACHES: dict[str, Any] = {
     "append_qkv": (append_step, rows_inputs),
     "append_latent": (latent_step, latent_inputs),

@@ -26,10 +26,10 @@ def check_promises(spec, a):
     promised(len(a["starts"]) in (0, tokens) and tokens == a["next_n"] * (requests or 1))
     promised(len(a["ends"]) in (tokens, requests or tokens))
     if requests:
-        promised(width == spec.dim + 4 and not len(a["k_scale"]) and size)
+        promised(width == spec.row_bytes + 4 and not len(a["k_scale"]) and size)
         promised(pages <= 1 or a["k"].stride(0) >= size * width)
         promised(size == 1 or a["k"].stride(1) == width)
     else:
-        promised(width == spec.dim and size == 1 and len(a["k_scale"]) == pages)
+        promised(width == spec.row_bytes and size == 1 and len(a["k_scale"]) == pages)
     if a["wide_rows"]:
         promised(a["k"].data_ptr() % 16 == 0 and (pages <= 1 or a["k"].stride(0) % 16 == 0))

@@ -166,6 +166,17 @@ def selected(function: str) -> dict[str, Any]:
     return {name: value for name, value in given.items() if name not in hints} | {"top_k": 16}
 
 
+SEGMENTS = "dsa_indexer_topk"  # likewise
+
+
+def segments() -> dict[str, Any]:
+    """Five tokens and forty keys in two segments."""
+    gen = torch.Generator().manual_seed(0)
+    q, k = (torch.randn(*shape, 128, generator=gen).bfloat16() for shape in ((5, 8), (40,)))
+    ends = {"cu_seqlens_q": ints(0, 3, 5), "cu_seqlens_k": ints(0, 11, 40)}
+    return {"q": q, "k": k, "w": torch.randn(5, 8, generator=gen), **ends, "top_k": 16, "softmax_scale": 0.1}
+
+
 MLA = "flash_mla_with_kvcache", "trtllm_batch_decode_with_kv_cache_mla"  # kernels for Hopper alone
 SPARSE_FWD = "flash_mla_sparse_fwd"  # likewise
 DSA = "dsa_sparse_attention", "dsa_sparse_attention_varlen"  # likewise
@@ -186,6 +197,8 @@ GOOD: dict[str, Callable[[], dict[str, Any]]] = {
     "get_paged_mqa_logits_metadata": lambda: {"context_lens": ints(9, 40), "block_kv": 64, "num_sms": 132},
     **{name: partial(logits, name) for name in LOGITS},
     **{name: partial(selected, name) for name in SELECT},
+    SEGMENTS: segments,
+    "dsa_indexer_topk_workspace_size": lambda: {"num_queries": 5, "num_keys": 40, "num_segments": 2},
     "get_mla_metadata": lambda: {"cache_seqlens": ints(9, 40), "num_q_tokens_per_head_k": 8, "num_heads_k": 1},
     "merge_state": lambda: states("v_a", "s_a") | states("v_b", "s_b"),
     "merge_state_in_place": lambda: states("v", "s") | states("v_other", "s_other") | {"mask": torch.ones(3) > 0},

@@ -496,6 +496,8 @@ RICH: dict[str, dict[str, Callable[[], Arguments]]] = {  # function -> name of a
        for name in good_calls.DSA},
     "select_slots": {"plain": lambda: good_calls.selected("select_slots") | {"out": torch.zeros(2, 3, 16).int()}},
     "select_rows": {"plain": lambda: good_calls.selected("select_rows") | {"out": torch.zeros(5, 16).int()}},
+    good_calls.SEGMENTS: {"plain": lambda: good_calls.segments() | {
+        "q_causal_offsets": ints(8, 20).long(), "indices": torch.zeros(5, 16).int(), "scores": torch.zeros(5, 16)}},
     "packbits": {"plain": lambda: {"x": rows(9).float() > 0, "bitorder": "little"}},
     "segment_packbits": {"plain": lambda: {"x": rows(9).float() > 0, "indptr": ints(0, 4, 9), "bitorder": "little"}},
 }  # fmt: skip

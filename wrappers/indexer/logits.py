@@ -24,6 +24,8 @@ DTYPES = {name: dtype for dtype, name in OUTS.items()}
 LARGEST = 2**31 - 1  # columns of a row
 E4M3, SCALE_BYTES, ROW_BYTES, CODE_UNIT, SCALE_UNIT = torch.float8_e4m3fn, 4, 1024, 16, 4
 RAGGED, PAGED, PAGED_ALL = "ragged", "paged", "paged, all tokens see all keys"
+SEGMENTS = "segments"  # ragged, with queries and keys in bf16
+KINDS = {SEGMENTS: torch.bfloat16}  # form -> type of queries and keys, of others e4m3
 NAMES: dict[str, dict[str, str]] = {  # field of a call -> argument of its function
     RAGGED: {
         "width": "max_seqlen_k",
@@ -32,6 +34,7 @@ NAMES: dict[str, dict[str, str]] = {  # field of a call -> argument of its funct
         "starts": "cu_seq_len_k_start",
         "ends": "cu_seq_len_k_end",
     },
+    SEGMENTS: {"width": "max_seqlen_k", "weights": "w"},
     PAGED: {"width": "max_context_len", "k": "kv_cache", "ends": "context_lens", "table": "block_table"},
     PAGED_ALL: {"width": "max_context_len", "k": "kv_fused", "ends": "context_lens", "table": "block_table"},
 }
@@ -60,6 +63,11 @@ class LogitsCall(NamedTuple):
     clean: bool = False
 
 
+def ragged(call: LogitsCall) -> bool:
+    """Return whether keys are in one tensor, without pages."""
+    return call.form in (RAGGED, SEGMENTS)
+
+
 def name_of(call: LogitsCall, field: str) -> str:
     """Return the caller's name of a field."""
     return NAMES[call.form].get(field, field)
@@ -83,15 +91,15 @@ def new_logits(call: LogitsCall) -> torch.Tensor:
 def validate(call: LogitsCall) -> None:
     """Raise on the first argument that does not fit, before anything is written."""
     names = {field: name_of(call, field) for field in call._fields}
-    q = check_operand(names["q"], call.q, 3, (E4M3,), None)
+    q = check_operand(names["q"], call.q, 3, (KINDS.get(call.form, E4M3),), None)
     device, (tokens, heads, dim) = q.device, q.shape
     if device.type not in ("cpu", "cuda", "meta"):
         raise ValueError(f"{names['q']}: device {device}, must be cpu or cuda")
     if not heads or not dim:
         raise ValueError(f"{names['q']}: shape {tuple(q.shape)}, must have a head and an element")
     k = check_operand(names["k"], call.k, 3, (_uint8,), device)
-    paged = call.form != RAGGED
-    row = dim + SCALE_BYTES if paged else dim
+    paged = not ragged(call)
+    row = dim * q.itemsize + SCALE_BYTES * paged
     check_shape(
         names["k"], k, (*k.shape[:2], row), "bytes of a key, with its scale" if paged else f"that of {names['q']}"
     )
@@ -128,7 +136,7 @@ def places(call: LogitsCall, names: dict[str, str], device: torch.device) -> Non
     check_integer(names["next_n"], call.next_n, 1)
     check_operand(names["ends"], call.ends, 1, int32, device)
     counts = {tokens}
-    if call.form != RAGGED:
+    if not ragged(call):
         check_operand(names["table"], call.table, 2, int32, device)
         requests = call.table.shape[0]
         if requests * call.next_n != tokens:
@@ -138,7 +146,7 @@ def places(call: LogitsCall, names: dict[str, str], device: torch.device) -> Non
     if call.ends.shape[0] not in counts:
         allowed = " or ".join(f"({n},)" for n in sorted(counts))
         raise ValueError(f"{names['ends']}: shape {tuple(call.ends.shape)}, must be {allowed}, requests or tokens")
-    if call.form == RAGGED:
+    if ragged(call):
         check_operand(names["starts"], call.starts, 1, int32, device)
         check_shape(names["starts"], call.starts, (tokens,), f"tokens of {names['q']}")
 
@@ -182,7 +190,8 @@ def request_of(call: LogitsCall) -> IndexerRequest:
     tokens, heads, dim = call.q.shape
     keys = call.k.shape[0] if call.table is None else call.table.shape[1] * call.k.shape[1]
     rows = tokens if call.table is None else call.next_n
-    return IndexerRequest(heads, dim, max(rows, 1), call.dtype, tokens, keys)
+    kind = "bf16" if call.form == SEGMENTS else "e4m3"
+    return IndexerRequest(heads, dim, max(rows, 1), call.dtype, tokens, keys, kind)
 
 
 def plan_for(call: LogitsCall, device_info: tuple[str, int] | None) -> LogitsPlan:
@@ -194,7 +203,7 @@ def plan_for(call: LogitsCall, device_info: tuple[str, int] | None) -> LogitsPla
         fn, spec = select(dispatch, request, device_info[0])
     empty = partial(machine.current.empty, q.device)
     steps = [step for n, step in zip(q.shape, q.stride()) if n > 1]
-    dense = ["q"] if steps[:-1] and any(step % CODE_UNIT for step in steps[:-1]) else []
+    dense = ["q"] if steps[:-1] and any(step * q.itemsize % CODE_UNIT for step in steps[:-1]) else []
     dense += ["weights"] if call.weights.stride(1) != 1 and call.weights.shape[1] > 1 else []
     none = empty(torch.int32)
     flat = IndexerArgs(
@@ -218,7 +227,7 @@ def ctas(request: IndexerRequest, spec: Any, call: LogitsCall, device_info: tupl
     """Return the CTAs of a launch: one per SM, or as many as there may be blocks of keys or rows to clean."""
     sms = 1 if device_info is None else device_info[1]
     tiles = request.tokens // call.next_n * -(-call.next_n // spec.rows)
-    return max(1, min(sms, max(tiles * -(-request.keys // 64), request.tokens * call.clean)))
+    return max(1, min(sms, max(tiles * -(-request.count // 64), request.tokens * call.clean)))
 
 
 def bind(plan: LogitsPlan, call: LogitsCall) -> tuple[list[Any], torch.Tensor]:

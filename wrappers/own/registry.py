@@ -13,6 +13,7 @@ from ..flash_attn import api as flash_attn
 from ..flash_mla import api as flash_mla
 from ..flashinfer import (
     cascade,
+    dsa_indexer,
     dsa_sparse_attention,
     engines,
     latent,
@@ -29,6 +30,7 @@ from ..flashinfer import (
 )
 from ..flashinfer import single_prefill as single
 from ..host.checks import listed
+from ..indexer.selection import SelectionCall
 from ..vllm import latent as vllm_latent
 from ..vllm import latent_gather as vllm_gather
 from ..vllm import topk as vllm_topk
@@ -148,6 +150,8 @@ FUNCTIONS: tuple[PublicFunction, ...] = (
         dsa_sparse_attention.dsa_sparse_attention_varlen, dsa_sparse_attention.varlen_call, PREFILL, binds=False
     ),
     PublicFunction(flash_mla.get_mla_metadata, None, DECODE, kernels=NO_KERNEL, binds=False),
+    PublicFunction(dsa_indexer.dsa_indexer_topk, dsa_indexer.topk_call, SPARSE, binds=False),
+    PublicFunction(dsa_indexer.dsa_indexer_topk_workspace_size, None, SPARSE, kernels=NO_KERNEL, binds=False),
     PublicFunction(deep_gemm.get_paged_mqa_logits_metadata, None, SPARSE, kernels=NO_KERNEL, binds=False),
     PublicFunction(topk.top_k, topk.top_k_call, SELECTION),
     PublicFunction(topk.top_k_page_table_transform, topk.page_table_call, SELECTION),
@@ -254,7 +258,7 @@ def call_of(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     made = made_by(function, *args, **kwargs)
     if isinstance(made, flash_attn.CachedCall):
         return made.attention
-    if isinstance(made, select.SelectionCall):
+    if isinstance(made, SelectionCall):
         return made.logits
     while type(made) is tuple:
         made = made[0]

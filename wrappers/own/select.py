@@ -1,34 +1,16 @@
 """Keys of sparse attention, chosen in one call: logits of the indexer, then the exact largest ones of each token."""
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
 from ..deep_gemm.api import paged_call, ragged_call
-from ..host.checks import check_apart, check_integer, check_operand, check_shape
-from ..host.launch import bindable
-from ..host.plain import traced
+from ..host.checks import check_integer, check_operand, check_shape
 from ..host.scalars import integer
-from ..indexer import logits
-from ..indexer.logits import LogitsCall
-from ..topk import op as topk_op
-from ..topk import plan as topk_plan
-from ..topk.checks import LARGEST, SELECT_REQUESTS, SELECT_ROWS, SELECT_TOKENS, TopKCall
+from ..indexer.selection import SCRATCH, SelectionCall, apart, number_of_keys, rows_of_pass, serve, tokens_of_pass
+from ..topk.checks import SELECT_REQUESTS, SELECT_ROWS, SELECT_TOKENS, TopKCall
 
 __all__ = ["select_rows", "select_slots"]
-
-SCRATCH = 1 << 28  # bytes of logits that are held at a time
-TILE = 8  # tokens of a prompt that share the loads of keys, at most
-
-
-class SelectionCall(NamedTuple):
-    """Logits, and the selection from them, without scores. units: parts that a pass may begin with, requests or tokens;
-    step: those of a pass."""
-
-    logits: LogitsCall
-    top_k: TopKCall
-    units: int
-    step: int
 
 
 def select_slots(
@@ -89,7 +71,7 @@ def slots_call(
         check_operand("out", out, 3, (torch.int32,), q.device, "that of q")
         check_shape("out", out, (requests, q.shape[1], k), "requests, tokens, top_k")
         given = {"q": q, "kv_cache": kv_cache, "weights": weights, "context_lens": context_lens}
-        apart(out, given | {"block_table": block_table})
+        apart("out", out, given | {"block_table": block_table})
         if requests > 1 and out.stride(0) != q.shape[1] * out.stride(1):
             raise ValueError(f"out: strides {out.stride()}, tokens must be equally far apart")
         out = out.view(-1, k)
@@ -137,63 +119,6 @@ def rows_call(
         check_operand("out", out, 2, (torch.int32,), q.device, "that of q")
         check_shape("out", out, (tokens, k), "tokens, top_k")
         given = {"q": q, "kv[0]": kv[0], "kv[1]": kv[1], "weights": weights}
-        apart(out, given | {"cu_seq_len_k_start": cu_seq_len_k_start, "cu_seq_len_k_end": cu_seq_len_k_end})
+        apart("out", out, given | {"cu_seq_len_k_start": cu_seq_len_k_start, "cu_seq_len_k_end": cu_seq_len_k_end})
     chosen = TopKCall(SELECT_ROWS, None, k, starts=cu_seq_len_k_start, lengths=cu_seq_len_k_end, out=out)
-    rows = rows_of_pass(scored, scratch_bytes)
-    return SelectionCall(scored, chosen, tokens, max(rows // TILE * TILE, 1))
-
-
-def apart(out: torch.Tensor, given: dict[str, Any]) -> None:
-    """Check that the output has no memory in common with an input."""
-    if not traced(out):
-        check_apart({"out": out}, {name: t for name, t in given.items() if isinstance(t, torch.Tensor)})
-
-
-def number_of_keys(top_k: Any) -> int:
-    """Return top_k after a check."""
-    k = check_integer("top_k", integer(top_k), 1)
-    if k > LARGEST:
-        raise ValueError(f"top_k: {k}, must be at most {LARGEST}")
-    return k
-
-
-def rows_of_pass(call: LogitsCall, scratch_bytes: Any) -> int:
-    """Return how many rows of logits so many bytes hold."""
-    size = check_integer("scratch_bytes", integer(scratch_bytes), 0)
-    return size // max(logits.ROW_BYTES, 4 * call.width)
-
-
-def serve(call: SelectionCall) -> torch.Tensor:
-    """Run a selection pass by pass, and return its result, (tokens, top_k)."""
-    scored, chosen, units, step = call
-    logits.validate(scored)
-    q, each = scored.q, scored.next_n if scored.table is not None else 1
-    out = chosen.out
-    if out is None:
-        out = q.new_empty((q.shape[0], chosen.k), dtype=torch.int32)
-    if not units or not scored.width:
-        return out.fill_(-1)
-    step = min(step, units)
-    scratch = logits.new_logits(scored._replace(q=q[: step * each]))
-    for first in range(0, units, step):
-        count = min(step, units - first)
-        rows, parts = slice(first * each, (first + count) * each), slice(first, first + count)
-        some = scratch[: count * each]
-        pick = part_of(chosen, units, rows, parts)._replace(scores=some, out=out[rows])
-        if not first and not traced(q):
-            bindable(topk_plan.FAMILY, pick)  # refuses it before anything is launched
-        tokens = count if scored.table is None else scored.next_n
-        logits.serve(part_of(scored, units, rows, parts)._replace(out=some, next_n=tokens))
-        topk_op.serve(pick)
-    return out
-
-
-def part_of(call: Any, count: int, rows: slice, units: slice) -> Any:
-    """Return a call for some of its tokens, `rows`, which are the parts `units` of all `count`."""
-    fields = {}
-    for name in ("q", "weights", "starts", "ends", "lengths", "table"):
-        given = getattr(call, name, None)
-        if given is not None:
-            of_units = name == "table" or name in ("ends", "lengths") and given.shape[0] == count
-            fields[name] = given[units if of_units else rows]
-    return call._replace(**fields)
+    return SelectionCall(scored, chosen, tokens, tokens_of_pass(scored, scratch_bytes))

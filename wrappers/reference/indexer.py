@@ -58,17 +58,18 @@ def _request(a: IndexerArgs, mine: slice, low: torch.Tensor, high: torch.Tensor,
 
 def _keys(a: IndexerArgs, request: int, positions: torch.Tensor, dim: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the keys at some positions of a request, and their scales, in fp32."""
-    e4m3 = torch.float8_e4m3fn
+    kind = a.q.dtype
     if not len(a.table):
-        return a.k[positions, 0].contiguous().view(e4m3).float(), a.k_scale[positions]
+        return a.k[positions, 0].contiguous().view(kind).float(), a.k_scale[positions]
+    row = dim * kind.itemsize
     size = a.k.shape[1]
     pages, rows = a.table[request, positions // size].long(), positions % size
     exists = (pages >= 0) & (pages < len(a.k))
     if not len(a.k):
         return torch.zeros(len(positions), dim, device=pages.device), torch.zeros(len(positions), device=pages.device)
-    flat = a.k.as_strided((len(a.k), size * (dim + 4)), (a.k.stride(0), 1))[pages * exists]
+    flat = a.k.as_strided((len(a.k), size * (row + 4)), (a.k.stride(0), 1))[pages * exists]
     at = torch.arange(len(positions), device=pages.device)
-    codes = flat[:, : size * dim].reshape(-1, size, dim)[at, rows]
-    scales = flat[:, size * dim :].reshape(-1, size, 4)[at, rows]
-    k = torch.where(exists[:, None], codes.view(e4m3).float(), 0.0)
+    codes = flat[:, : size * row].reshape(-1, size, row)[at, rows]
+    scales = flat[:, size * row :].reshape(-1, size, 4)[at, rows]
+    k = torch.where(exists[:, None], codes.view(kind).float(), 0.0)
     return k, torch.where(exists, scales.contiguous().view(torch.float32)[:, 0], 0.0)

@@ -31,10 +31,12 @@ from ..host.schema import GivenTensor, MaybeTensor
 DTYPES = {torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16"}
 PAGE_TABLE, RAGGED, TOP_K = "top_k_page_table_transform", "top_k_ragged_transform", "top_k"
 PREFILL, DECODING, PERSISTENT = "top_k_per_row_prefill", "top_k_per_row_decode", "persistent_topk"
-# The selections of `own.select`: slots of a cache, from a length per request or per token, and rows of a tensor.
+# Selections by logits of an indexer: slots of a cache, from a length per request or per token, rows of a tensor, and
+# keys of segments.
 SELECT_REQUESTS, SELECT_TOKENS, SELECT_ROWS = "select_slots", "select_slots, lengths of tokens", "select_rows"
+SEGMENTS = "dsa_indexer_topk"
 WINDOWS = {PAGE_TABLE: LENGTHS, RAGGED: LENGTHS, TOP_K: FULL, PREFILL: ENDS, DECODING: DECODE, PERSISTENT: DECODE,
-           SELECT_REQUESTS: DECODE, SELECT_TOKENS: LENGTHS, SELECT_ROWS: ABSOLUTE}  # fmt: skip
+           SELECT_REQUESTS: DECODE, SELECT_TOKENS: LENGTHS, SELECT_ROWS: ABSOLUTE, SEGMENTS: LENGTHS}  # fmt: skip
 PER_ROW = (PREFILL, DECODING, PERSISTENT)
 LARGEST = 2**31 - 1  # bound of the row length and of k
 MAX_PAGE_SIZE = 1 << 30
@@ -98,6 +100,7 @@ NAMES: dict[str, dict[str, str]] = {
     DECODING: _PER_ROW | {"lengths": "seq_lens"},
     PERSISTENT: {"scores": "logits", "raw": "output"},
     **dict.fromkeys((SELECT_REQUESTS, SELECT_TOKENS), _SELECT | {"lengths": "context_lens", "table": "block_table"}),
+    SEGMENTS: _SELECT | {"lengths": "cu_seqlens_k"},
     SELECT_ROWS: _SELECT | {"starts": "cu_seq_len_k_start", "lengths": "cu_seq_len_k_end"},
 }  # fmt: skip
 

@@ -11,6 +11,7 @@ Spec = IndexerSpec
 ARCHS = archs.having(archs.WGMMA)
 DIMS = (32, 64, 128)
 OUTS = ("fp32", "bf16")
+TYPES = ("e4m3", "bf16")  # of queries and keys
 HEADS = (32, 64)  # of a token, padded
 MOST_ROWS = 8
 COLUMNS = 128  # of the accumulator of an MMA, at most
@@ -28,12 +29,13 @@ def padded_heads(heads: int) -> int:
     return next((n for n in HEADS if heads <= n), heads)
 
 
-def rows_of_tile(heads: int, rows: int) -> int:
+def rows_of_tile(heads: int, rows: int, keys: str = "e4m3") -> int:
     """Return the tokens of a tile, a power of two: all `rows` of a request, if these are few, or as many as a pass
-    has."""
-    if rows <= MOST_ROWS:
+    has. Queries in bf16 are those of one MMA, because shared memory has no room for more."""
+    most = next(n for n in (8, 4, 2, 1) if heads * n <= (HELD if keys == "e4m3" else COLUMNS) or n == 1)
+    if keys == "e4m3" and rows <= MOST_ROWS:
         return 1 << (rows - 1).bit_length()
-    return next(n for n in (8, 4, 2, 1) if heads * n <= HELD)
+    return min(most, 1 << (rows - 1).bit_length())
 
 
 def chunk_rows(spec: IndexerSpec) -> int:
@@ -55,6 +57,10 @@ def supports(spec: IndexerSpec) -> str | None:
         return f"heads {spec.heads}: the kernel has {' and '.join(map(str, HEADS))}, to which fewer ones are padded"
     if spec.rows not in (1, 2, 4, 8):
         return f"rows {spec.rows}: a tile has 1, 2, 4 or 8"
+    if spec.keys not in TYPES:
+        return f"keys in {spec.keys}: the kernel has {', '.join(TYPES)}"
+    if spec.keys == "bf16" and spec.heads * spec.rows > COLUMNS:
+        return f"rows {spec.rows}: a tile of bf16 queries has {COLUMNS} heads in all"
     return None if spec.out in OUTS else f"output {spec.out}: the kernel has {', '.join(OUTS)}"
 
 

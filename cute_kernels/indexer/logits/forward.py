@@ -15,7 +15,8 @@ the MMAs, in which rows are keys. Start reading the computation at `scores`.
 - q_pipe (2 stages): queries and weights of a tile.
 - k_pipe (8 stages): 64 keys and their scales, for one of two mma warpgroups.
 
-Shared memory: 2 x (rows H x D + weights), 8 x (64 x D + scales), 1024-byte aligned, records of tiles, barriers.
+Shared memory: 2 x (rows H x D + weights), 8 x (64 x D + scales), 1024-byte aligned, records of tiles, barriers. Queries
+and keys are e4m3 or bf16.
 """
 
 from dataclasses import dataclass
@@ -34,9 +35,9 @@ from .roles import WARPS, roles, threads
 
 
 def fake_args(spec) -> dict[str, Any]:
-    out = abi.DTYPES[spec.out]
+    out, kind = abi.DTYPES[spec.out], abi.DTYPES[spec.keys]
     found: dict[str, Any] = {
-        "q": abi.tensor(abi.DTYPES["e4m3"], (None, None, spec.dim), align=16, stride_divisibility=16),
+        "q": abi.tensor(kind, (None, None, spec.dim), align=16, stride_divisibility=128 // kind.width),
         "k": abi.tensor(Uint8, (None, None, None), align=4, stride_divisibility=4),
         "k_scale": abi.tensor(Float32, (None,), align=4, last_stride_one=False),
         "weights": abi.tensor(Float32, (None, None), align=4),

@@ -11,6 +11,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, const_expr
 
+from ... import abi
 from ...device import layout, memory, pipeline
 from ...device.divisor import Quotient
 from ...device.gather import NO_ROW, copy_rows
@@ -55,11 +56,11 @@ class InputSmem:
 
 def allocate(spec, smem):
     """Allocate `InputSmem` and initialise its pipelines."""
-    columns, e4m3 = spec.rows * spec.heads, cutlass.Float8E4M3FN
+    columns, kind = spec.rows * spec.heads, abi.DTYPES[spec.keys]
     keys, queries = (
-        layout.smem_layout((n, spec.dim), count, e4m3) for n, count in ((KEYS, STAGES), (columns, Q_STAGES))
+        layout.smem_layout((n, spec.dim), count, kind) for n, count in ((KEYS, STAGES), (columns, Q_STAGES))
     )
-    k, q = (smem.allocate_tensor(e4m3, x.outer, 1024, x.inner) for x in (keys, queries))
+    k, q = (smem.allocate_tensor(kind, x.outer, 1024, x.inner) for x in (keys, queries))
     k_scale, weights = (
         smem.allocate_tensor(Float32, cute.make_layout(shape), 16) for shape in ((KEYS, STAGES), (columns, Q_STAGES))
     )
@@ -212,10 +213,10 @@ def copy_keys(spec: cutlass.Constexpr, a, s: InputSmem, place: KeyPlace, loader:
     start, exists = cute.make_rmem_tensor(1, Int64), place.page >= 0
     number = Int64(place.page if exists else Int32(0))
     page = a.k.iterator.toint() + number * a.k.stride[0]
-    scale = page + Int64(a.k.shape[1]) * spec.dim + 4 * place.row
+    scale = page + Int64(a.k.shape[1]) * spec.row_bytes + 4 * place.row
     if a.k_scale.shape[0] > 0:
         scale = a.k_scale.iterator.toint() + 4 * number * a.k_scale.stride[0]
-    start[0] = page + Int64(place.row) * spec.dim if exists else Int64(NO_ROW)
+    start[0] = page + Int64(place.row) * spec.row_bytes if exists else Int64(NO_ROW)
     into = s.k[None, None, stage]
     if a.wide_rows != 0:
         copy_rows([spec.dim], OWN, [start], into, loader * OWN)

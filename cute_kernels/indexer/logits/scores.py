@@ -13,6 +13,7 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, const_expr
 from cutlass.cute.nvgpu import warpgroup
 
+from ... import abi
 from ...device import copy, memory, pipeline, warp, wgmma
 from . import GROUPS, KEYS, chunk_rows, pass_rows
 from .load import InputSmem, TileWork, read_work
@@ -42,7 +43,7 @@ class LaneRows(NamedTuple):
 def fragments(spec, s: InputSmem) -> ScoreFragments:
     """Make the fragments of a warpgroup."""
     columns = chunk_rows(spec) * spec.heads
-    mma = wgmma.mma_nt(cutlass.Float8E4M3FN, 1, columns)
+    mma = wgmma.mma_nt(abi.DTYPES[spec.keys], 1, columns)
     part, count = mma.get_slice(0), pass_rows(spec) // chunk_rows(spec)
     acc = tuple(cute.make_rmem_tensor(part.partition_shape_C((KEYS, columns)), Float32) for _ in range(count))
     return ScoreFragments(

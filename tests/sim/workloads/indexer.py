@@ -9,7 +9,7 @@ import torch
 from ptxsim.runner import RunResult
 
 from bench.cases import indexer as cases
-from bench.cases.indexer import PAGED, PAGED_FP4, RAGGED, RAGGED_FP4, LogitsCase
+from bench.cases.indexer import PAGED, PAGED_FP4, RAGGED, RAGGED_FP4, SEGMENTS, LogitsCase
 from cute_kernels.indexer.spec import IndexerSpec
 from wrappers.indexer import logits
 
@@ -33,12 +33,19 @@ def logits_cases(spec: IndexerSpec) -> list[LogitsScenario]:
     of a prompt."""
     base = LogitsCase(PAGED_FP4, heads=spec.heads, dim=spec.dim, dtype=spec.out, next_n=spec.rows)
     fewer = replace(base, heads=max(spec.heads - 3, spec.heads - 7), next_n=max(1, spec.rows - (spec.rows > 2)))
-    tile = logits.dispatch.spec_of(logits.IndexerRequest(spec.heads, spec.dim, PROMPT)).rows
+    tile = logits.dispatch.spec_of(logits.IndexerRequest(spec.heads, spec.dim, PROMPT, keys=spec.keys)).rows
     count = PROMPT if spec.rows == tile else spec.rows
     rows = replace(base, function=RAGGED_FP4, lens=(count, 150), next_n=1)
+    rows = replace(rows, function=SEGMENTS) if spec.keys == "bf16" else rows
     tail = replace(
         rows, lens=(count + spec.rows * (spec.rows == tile), 200), windows="random", compressed=90, clean=False
     )
+    prompts = LogitsScenario(
+        "prompts", (rows, tail, replace(rows, windows="hostile", data="large", shift=8, strided=True)), 5
+    )
+    if spec.keys == "bf16":  # of which no cache has pages
+        few = replace(rows, heads=fewer.heads, lens=(40, 900), windows="random", data="zeros")
+        return [prompts, LogitsScenario("a share", (replace(rows, lens=(PROMPT, 64 * 21 + 5)), few), 3)]
     return [
         LogitsScenario(
             "pages",
@@ -49,9 +56,7 @@ def logits_cases(spec: IndexerSpec) -> list[LogitsScenario]:
             ),
             3,
         ),
-        LogitsScenario(
-            "prompts", (rows, tail, replace(rows, windows="hostile", data="large", shift=8, strided=True)), 5
-        ),
+        prompts,
         LogitsScenario("a share", (replace(base, lens=(64 * 21 + 5, 3), page_size=256),), 3),
         # more tiles than threads, so that a thread adds up several
         LogitsScenario("requests", (replace(base, lens=(*[0] * 388, 70, 700), clean=False),)),
@@ -65,6 +70,7 @@ def logits_structures(shipped: list[IndexerSpec]) -> list[IndexerSpec]:
         IndexerSpec(64, 128, 4),
         IndexerSpec(64, 128, 8),
         IndexerSpec(32, 128, 8, "bf16"),
+        IndexerSpec(32, 128, 4, keys="bf16"),
     )
     return [spec for spec in shipped if spec in wanted]
 
