@@ -45,7 +45,7 @@ UPSTREAM = ("wrappers/integrations/", "wrappers/flashinfer/wrapper_classes/")
 # The rooms of wrappers: imports go down. Those of one floor import nothing of each other.
 ROOMS = (
     {"integrations"}, {"own"}, {"flashinfer", "flash_attn", "flash_mla", "deep_gemm", "vllm"}, {"attention"},
-    {"topk", "cache_write", "merge", "latent", "indexer"},
+    {"indexer"}, {"topk", "cache_write", "merge", "latent"},
     {"reference"}, {"fp4"}, {"host"},
 )  # fmt: skip
 # Rooms whose functions `*_call` make the call of a public function: they have its arguments (test_registry.py).

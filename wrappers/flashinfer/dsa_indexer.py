@@ -44,7 +44,7 @@ def dsa_indexer_topk(
     Hints: max_seqlen_q, and workspace_buffer, which nothing is written to. backend: "cake", upstream's only one.
 
     Returns (indices, scores), (T, top_k), int32 and fp32: numbers of keys in their segment, ascending, and their
-    scores; then -1 and -inf. Of equal scores those of the last keys are chosen. The bits of a token's result depend on
+    scores; then -1 and -inf. The last ones of equal scores are chosen. The bits of a token's result depend on
     its segment alone. Raises before anything is launched. FlashInfer's function.
 
     >>> q, k = torch.ones(2, 8, 32).bfloat16(), torch.arange(3.0)[:, None].expand(3, 32).bfloat16()

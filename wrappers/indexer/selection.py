@@ -80,7 +80,7 @@ def serve(call: SelectionCall) -> torch.Tensor:
         logits.serve(part_of(scored, units, rows, parts)._replace(out=some, next_n=tokens))
         topk_op.serve(pick)
         if scores is not None:
-            found = some.gather(1, out[rows].clamp(min=0).long())
+            found = some.gather(1, out[rows].clamp(0, scored.width - 1).long())
             scores[rows] = torch.where(out[rows] < 0, -torch.inf, found)
     return out
 
