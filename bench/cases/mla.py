@@ -45,7 +45,8 @@ class MlaCase:
     "flash_mla", `enable_batch_invariant`.
 
     The function may also be "sparse_fwd", FlashMLA's `flash_mla_sparse_fwd` over the rows of the cache, with `chosen`,
-    or "dsa", FlashInfer's `dsa_sparse_attention`, with rotated columns in tensors of their own.
+    or "dsa", FlashInfer's `dsa_sparse_attention`, with rotated columns in tensors of their own, or "dsa_varlen", its
+    other form, with one document.
     """
 
     function: str = "flash_mla"
@@ -255,14 +256,17 @@ def call(case: MlaCase, i: MlaInputs) -> tuple[torch.Tensor, ...]:
             is_fp8_kvcache=bool(case.record), enable_batch_invariant=case.invariant,
             descale_q=Q8_SCALE if case.q8 else None, descale_k=descale, **second,
         )  # fmt: skip
-    if case.function == "dsa":
+    if case.function in ("dsa", "dsa_varlen"):
         assert i.slots is not None
         counts = None if i.counts is None else i.counts.repeat_interleave(case.rows)
         (q, q_rope), (k, k_rope) = (t.flatten(0, 1).split([VALUES, case.dim - VALUES], -1) for t in (i.q, i.cache))
-        out, lse = wrappers.dsa_sparse_attention(
-            q, q_rope.clone(), k, k_rope.clone(), i.slots.flatten(0, 1), topk_length=counts, softmax_scale=SCALE,
-            return_lse=True,
-        )  # fmt: skip
+        given = q, q_rope.clone(), k, k_rope.clone(), i.slots.flatten(0, 1)
+        how: dict[str, Any] = {"topk_length": counts, "softmax_scale": SCALE, "return_lse": True}
+        if case.function == "dsa":
+            out, lse = wrappers.dsa_sparse_attention(*given, **how)
+        else:
+            ends = (torch.arange(2, dtype=torch.int32, device=q.device) * len(t) for t in (q, k))
+            out, lse = wrappers.dsa_sparse_attention_varlen(*given, *ends, **how)
         return out.view(*i.q.shape[:3], VALUES), lse.view(*i.q.shape[:3]).transpose(1, 2) / math.log(2.0)
     if case.function == "sparse_fwd":
         assert i.slots is not None

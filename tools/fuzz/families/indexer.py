@@ -8,17 +8,18 @@ import torch
 
 import wrappers
 from bench.cases import indexer as cases
-from bench.cases.indexer import PAGED, PAGED_FP4, RAGGED, RAGGED_FP4, LogitsCase
+from bench.cases.indexer import PAGED, PAGED_FP4, RAGGED, RAGGED_FP4, SEGMENTS, LogitsCase
 
 from ..call import Call, Options, Results, Work, case_of, changed_fields
 
 METADATA, SLOTS, ROWS = "get_paged_mqa_logits_metadata", "select_slots", "select_rows"
+SCALE = 0.1  # of logits in SEGMENTS
 OF = {SLOTS: PAGED, ROWS: RAGGED, METADATA: PAGED}  # functions that take the arguments of others
 
 
 def draw(family: str, rng: Random, options: Options) -> Call:
-    function = rng.choice((RAGGED, RAGGED_FP4, PAGED, PAGED, PAGED_FP4, METADATA, SLOTS, ROWS))
-    most, paged = 90 if options.small else 3000, function not in (RAGGED, RAGGED_FP4, ROWS)
+    function = rng.choice((RAGGED, RAGGED_FP4, PAGED, PAGED, PAGED_FP4, METADATA, SLOTS, ROWS, SEGMENTS))
+    most, paged = 90 if options.small else 3000, function not in (RAGGED, RAGGED_FP4, ROWS, SEGMENTS)
     lens: tuple[int, ...] = (rng.choice((1, 2, 5, 9, 33)), rng.randrange(most))
     if paged:
         lens = tuple(rng.choice((0, 1, 2, 65, rng.randrange(most))) for _ in range(rng.choice((1, 2, 5, 40))))
@@ -45,7 +46,13 @@ def draw(family: str, rng: Random, options: Options) -> Call:
     extra = {"top_k": rng.choice((1, 16, 100)), "scratch_bytes": rng.choice((0, 1 << 16, 1 << 28))}
     fields = changed_fields(case, "function")
     return Call(
-        family, function, rng.randrange(1 << 30), mode, "shape", fields, extra if function in (SLOTS, ROWS) else {}
+        family,
+        function,
+        rng.randrange(1 << 30),
+        mode,
+        "shape",
+        fields,
+        extra if function in (SLOTS, ROWS, SEGMENTS) else {},
     )
 
 
@@ -53,6 +60,8 @@ def build(call: Call, device: torch.device) -> Work:
     case = case_of(LogitsCase, call, function=OF.get(call.function, call.function))
     if call.function in (SLOTS, ROWS):
         return build_selection(call, case)
+    if call.function == SEGMENTS:
+        return build_segments(call, case)
     if call.function == METADATA:
         return build_metadata(call, case)
     variants = [cases.make_inputs(case, "cpu", call.seed + i) for i in range(2 if call.mode == "graph" else 1)]
@@ -93,6 +102,34 @@ def build_selection(call: Call, case: LogitsCase) -> Work:
         want = cases.chosen(case, variants[variant], results["logits"].cpu(), call.extra["top_k"])
         wrong = (results["chosen"].cpu() != want).any(1).nonzero()
         return f"token {int(wrong[0])} gets other keys" if len(wrong) else ""
+
+    return Work(variants, run, lambda tree: [], judge)
+
+
+def build_segments(call: Call, case: LogitsCase) -> Work:
+    """Return the work of a selection in one segment, which is judged likewise: of equal scores, the last are chosen."""
+    case = replace(case, clean=True, compressed=0, windows="causal", shift=0)
+    variants = [cases.make_inputs(case, "cpu", call.seed + i) for i in range(2 if call.mode == "graph" else 1)]
+    for given in variants:
+        given["kv"][1].fill_(SCALE)
+
+    def run(tree: Any) -> Results:
+        q, k = tree["q"], tree["kv"][0]
+        ends = (torch.arange(2, dtype=torch.int32, device=q.device) * len(t) for t in (q, k))
+        indices, scores = wrappers.dsa_indexer_topk(
+            q, k, tree["weights"], *ends, top_k=call.extra["top_k"], softmax_scale=SCALE
+        )
+        return {"chosen": indices, "scores": scores, "logits": cases.run(case, tree)}
+
+    def judge(variant: int, tree: Any, results: Results) -> str:
+        logits, keys = results["logits"].cpu(), case.lens[1]
+        first = cases.chosen(case, variants[variant], logits.flip(1), call.extra["top_k"])
+        want = torch.where(first < 0, keys, keys - 1 - first).sort(1).values  # those without a key are the last
+        wrong = (results["chosen"].cpu() != torch.where(want == keys, -1, want)).any(1).nonzero()
+        if len(wrong):
+            return f"token {int(wrong[0])} gets other keys"
+        padded = torch.nn.functional.pad(logits, (0, 1), value=-torch.inf).gather(1, want.long())
+        return "" if torch.equal(results["scores"].cpu(), padded) else "other scores"
 
     return Work(variants, run, lambda tree: [], judge)
 

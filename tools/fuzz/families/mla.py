@@ -17,7 +17,9 @@ from ..call import Call, Options, Results, Work, case_of, changed_fields
 FLASH_MLA, TRTLLM = "flash_mla_with_kvcache", "trtllm_batch_decode_with_kv_cache_mla"
 WRAPPER, QV, XQA = "BatchMLAPagedAttentionWrapper", "flash_attn_with_kvcache", "xqa_batch_decode_with_kv_cache_mla"
 SPARSE = "flash_mla_sparse_fwd"
-NAMES = {FLASH_MLA: "flash_mla", TRTLLM: "trtllm", WRAPPER: "wrapper", QV: "qv", XQA: "xqa", SPARSE: "sparse_fwd"}
+DSA, DSA_VARLEN = "dsa_sparse_attention", "dsa_sparse_attention_varlen"
+NAMES = {FLASH_MLA: "flash_mla", TRTLLM: "trtllm", WRAPPER: "wrapper", QV: "qv", XQA: "xqa", SPARSE: "sparse_fwd",
+         DSA: "dsa", DSA_VARLEN: "dsa_varlen"}  # fmt: skip
 METADATA, APPEND = "get_mla_metadata", "nvfp4_quantize_append_paged_mla_kv_cache"
 BYTE = torch.uint8
 
@@ -27,7 +29,7 @@ RECORDS_OF = {  # (function, columns of K) -> records, of which "e4m3" also with
     ("trtllm", 576): ("e4m3", "656"), ("trtllm", 512): ("e4m3", "528_fp32"),
     ("sparse_fwd", 576): ("656", "352"), ("sparse_fwd", 512): ("528",),
 }  # fmt: skip
-FUNCTIONS, WEIGHTS = (*NAMES, APPEND, METADATA), (6, 4, 4, 4, 1, 3, 2, 2)
+FUNCTIONS, WEIGHTS = (*NAMES, APPEND, METADATA), (6, 4, 4, 4, 1, 3, 1, 1, 2, 2)
 
 
 def draw(family: str, rng: Random, options: Options) -> Call:
@@ -52,6 +54,8 @@ def draw(family: str, rng: Random, options: Options) -> Call:
         drawn = replace(drawn, chosen=0, counted=False, causal=function == XQA or rng.random() < 0.7)
     if function == SPARSE:
         drawn = replace(drawn, chosen=max(drawn.chosen, 1), strided=False, gap=0)
+    if function in (DSA, DSA_VARLEN):
+        drawn = replace(drawn, dim=576, chosen=max(drawn.chosen, 1), strided=False, gap=0, sink=False)
     if function == WRAPPER:
         drawn = replace(drawn, sink=False)
     if function == QV:
