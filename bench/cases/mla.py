@@ -265,8 +265,8 @@ def call(case: MlaCase, i: MlaInputs) -> tuple[torch.Tensor, ...]:
         if case.function == "dsa":
             out, lse = wrappers.dsa_sparse_attention(*given, **how)
         else:
-            ends = (torch.arange(2, dtype=torch.int32, device=q.device) * len(t) for t in (q, k))
-            out, lse = wrappers.dsa_sparse_attention_varlen(*given, *ends, **how)
+            q_ends, k_ends = (torch.arange(2, dtype=torch.int32, device=q.device) * len(t) for t in (q, k))
+            out, lse = wrappers.dsa_sparse_attention_varlen(*given, q_ends, k_ends, **how)
         return out.view(*i.q.shape[:3], VALUES), lse.view(*i.q.shape[:3]).transpose(1, 2) / math.log(2.0)
     if case.function == "sparse_fwd":
         assert i.slots is not None

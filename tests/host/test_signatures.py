@@ -24,7 +24,8 @@ def results(function, args, kwargs):
     given = [v for v in (*args, *kwargs.values()) if isinstance(v, torch.Tensor)]
     returned = getattr(wrappers, function)(*args, **kwargs)
     found = returned if isinstance(returned, tuple) else () if returned is None else (returned,)
-    return [t.clone() for t in (*found, *given) if t is not None]
+    tensors = (torch.tensor([t]) if isinstance(t, int) else t for t in (*found, *given))
+    return [t.clone() for t in tensors if t is not None]
 
 
 def same(a, b):
