@@ -10,6 +10,7 @@ from ..indexer.logits import SEGMENTS, LogitsCall
 from ..indexer.selection import SCRATCH, SelectionCall, apart, number_of_keys, serve, tokens_of_pass
 from ..topk import checks as topk
 from ..topk.checks import TopKCall, TopKTieBreak
+from .segments import check_boundaries, segments_of
 
 __all__ = ["dsa_indexer_topk", "dsa_indexer_topk_workspace_size"]
 
@@ -45,7 +46,8 @@ def dsa_indexer_topk(
 
     Returns (indices, scores), (T, top_k), int32 and fp32: numbers of keys in their segment, ascending, and their
     scores; then -1 and -inf. The last ones of equal scores are chosen. The bits of a token's result depend on
-    its segment alone. Raises before anything is launched. FlashInfer's function.
+    its segment alone. Raises before any kernel is launched; torch operations that find the keys of tokens run before
+    the last checks. FlashInfer's function.
 
     >>> q, k = torch.ones(2, 8, 32).bfloat16(), torch.arange(3.0)[:, None].expand(3, 32).bfloat16()
     >>> q_ends, k_ends = torch.tensor([[0, 2], [0, 3]]).int()
@@ -95,11 +97,7 @@ def topk_call(
     device, owner = q.device, "that of q"
     check_operand("k", k, 2, (torch.bfloat16,), device, owner)
     check_shape("k", k, (k.shape[0], dim), "keys, elements of q")
-    for name, ends in (("cu_seqlens_q", cu_seqlens_q), ("cu_seqlens_k", cu_seqlens_k)):
-        check_operand(name, ends, 1, (torch.int32,), device, owner)
-    if not len(cu_seqlens_q):
-        raise ValueError("cu_seqlens_q: 0 entries, must be one more than the segments")
-    check_shape("cu_seqlens_k", cu_seqlens_k, tuple(cu_seqlens_q.shape), "that of cu_seqlens_q")
+    check_boundaries(cu_seqlens_q, cu_seqlens_k, device, owner)
     count, each = number_of_keys(top_k), check_integer("ratio", integer(ratio), 1)
     if softmax_scale is not None:
         check_number("softmax_scale", softmax_scale, positive=True)
@@ -137,19 +135,13 @@ def windows_of(
     tokens: int, starts_q: torch.Tensor, starts_k: torch.Tensor, offsets: torch.Tensor | None, ratio: int, width: int,
     keys: int,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
-    """Return the first key of each token, and how many it sees, int32 (T,). All of it stays on the device."""
-    if len(starts_q) == 1:
-        nothing = starts_q.new_zeros(tokens)
-        return nothing, nothing
-    token = torch.arange(tokens, device=starts_q.device)
-    begin_q, end_q, begin_k, end_k = (t.long() for t in (starts_q[:-1], starts_q[1:], starts_k[:-1], starts_k[1:]))
-    segment = torch.searchsorted(end_q, token, right=True).clamp(max=len(end_q) - 1)
-    inside = (token >= begin_q[segment]) & (token < end_q[segment])
-    begin, end = begin_k[segment].clamp(0, keys), end_k[segment].clamp(0, keys)
-    number = token - begin_q[segment]
-    if offsets is not None:
-        number = number + offsets[segment]
+    """Return the first key of each token, and how many it sees, int32 (T,)."""
+    of = segments_of(tokens, starts_q, starts_k)
+    begin, end = of.begin.clamp(0, keys), of.end.clamp(0, keys)
+    number = of.number
+    if offsets is not None and len(offsets):
+        number = number + offsets[of.segment]
     elif ratio == 1:
-        number = number + (end_k - begin_k - end_q + begin_q)[segment]
+        number = number + of.end - of.begin - of.queries
     seen = torch.minimum(torch.div(number + 1, ratio, rounding_mode="floor"), end - begin).clamp(0, width)
-    return begin.int(), torch.where(inside, seen, 0).int()
+    return begin.int(), torch.where(of.inside, seen, 0).int()

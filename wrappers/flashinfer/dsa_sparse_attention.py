@@ -1,6 +1,8 @@
 """FlashInfer's module `dsa_sparse_attention`: attention of prompts over chosen rows of latent attention, with queries
 and keys of two tensors each. Upstream's functions also have gradients."""
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -22,6 +24,7 @@ from ..host.checks import (
 )
 from ..host.plain import traced
 from ..host.scalars import integer, real
+from .segments import check_boundaries, segments_of
 
 __all__ = ["dsa_sparse_attention", "dsa_sparse_attention_varlen"]
 
@@ -89,7 +92,7 @@ def dsa_sparse_attention_varlen(
         causal: a token sees no key behind its own; the queries of a document are the tail of its keys.
 
     Rejected: dkv_acc, dkv_dst_map. Hints: max_seqlen_q, max_seqlen_k. Returns and raises as `dsa_sparse_attention`
-    does. FlashInfer's function.
+    does; torch operations that make rows of positions run before the last checks. FlashInfer's function.
 
     >>> q, kv, ends = torch.ones(4, 2, 576).half(), torch.ones(9, 576).half(), torch.tensor([0, 1, 4]).int()
     >>> out = dsa_sparse_attention_varlen(
@@ -110,42 +113,30 @@ def varlen_call(
     dkv_dst_map: Any = None, backend: Any = BACKEND,
 ) -> AttentionCall:  # fmt: skip
     """Return the call of `dsa_sparse_attention_varlen`."""
-    tokens = check_strided("q_latent", q_latent, 3).shape[0]
+    check_strided("q_latent", q_latent, 3)
     check_operand("gather_kv_indices", gather_kv_indices, 2, (torch.int32,), q_latent.device, "that of q_latent")
-    check_shape(
-        "gather_kv_indices", gather_kv_indices, (tokens, gather_kv_indices.shape[1]), "tokens of q_latent, keys"
-    )
-    for name, ends in (("cu_seqlens_q", cu_seqlens_q), ("cu_seqlens_k", cu_seqlens_k)):
-        check_operand(name, ends, 1, (torch.int32,), q_latent.device, "that of q_latent")
-    if not len(cu_seqlens_q):
-        raise ValueError("cu_seqlens_q: 0 entries, must be one more than the documents")
-    check_shape("cu_seqlens_k", cu_seqlens_k, tuple(cu_seqlens_q.shape), "that of cu_seqlens_q")
+    check_boundaries(cu_seqlens_q, cu_seqlens_k, q_latent.device, "that of q_latent")
     for name, bound in (("max_seqlen_q", max_seqlen_q), ("max_seqlen_k", max_seqlen_k)):
         if bound is not None:
             check_integer(name, integer(bound), 0)
     check_flag("causal", causal)
-    rows = rows_of_documents(gather_kv_indices, cu_seqlens_q, cu_seqlens_k, causal)
+    rows_of = partial(rows_of_documents, starts_q=cu_seqlens_q, starts_k=cu_seqlens_k, causal=causal)
     return _call(
-        VARLEN_NAME, q_latent, q_rope, kv_latent, k_rope, rows, topk_length, softmax_scale, return_lse, dkv_acc,
-        dkv_dst_map, backend,
+        VARLEN_NAME, q_latent, q_rope, kv_latent, k_rope, gather_kv_indices, topk_length, softmax_scale, return_lse,
+        dkv_acc, dkv_dst_map, backend, rows_of,
     )  # fmt: skip
 
 
 def rows_of_documents(
     positions: torch.Tensor, starts_q: torch.Tensor, starts_k: torch.Tensor, causal: bool
 ) -> torch.Tensor:
-    """Return the rows of positions (T, K) in the documents of T tokens, -1 for none. All of it stays on the device."""
-    if len(starts_q) == 1:
-        return torch.full_like(positions, -1)
-    tokens = torch.arange(len(positions), device=positions.device)
-    begin_q, end_q, begin_k, end_k = (t.long() for t in (starts_q[:-1], starts_q[1:], starts_k[:-1], starts_k[1:]))
-    document = torch.searchsorted(end_q, tokens, right=True).clamp(max=len(end_q) - 1)
-    inside = (tokens >= begin_q[document]) & (tokens < end_q[document])
-    first, limit = begin_k[document], end_k[document]
+    """Return the rows of positions (T, K) in the documents of T tokens, -1 for none."""
+    of = segments_of(len(positions), starts_q, starts_k)
+    limit = of.end
     if causal:  # the keys of a document end with the key of its last token
-        limit = torch.minimum(limit, limit - end_q[document] + tokens + 1)
-    rows = positions + first[:, None]
-    keys = inside[:, None] & (positions >= 0) & (rows < limit[:, None]) & (rows >= 0) & (rows < 1 << 31)
+        limit = torch.minimum(limit, limit - of.queries + of.number + 1)
+    rows = positions + of.begin[:, None]
+    keys = of.inside[:, None] & (positions >= 0) & (rows < limit[:, None]) & (rows >= 0) & (rows < 1 << 31)
     return torch.where(keys, rows, -1).int()
 
 
@@ -164,7 +155,9 @@ def flat_call(
 def _call(
     name: str, q_latent: Any, q_rope: Any, kv_latent: Any, k_rope: Any, indices: Any, topk_length: Any,
     softmax_scale: Any, return_lse: Any, dkv_acc: Any, dkv_dst_map: Any, backend: Any,
+    rows_of: Callable[[torch.Tensor], torch.Tensor] | None = None,
 ) -> AttentionCall:  # fmt: skip
+    """Return the call of either function. rows_of: makes rows of indices that are something else."""
     if backend != BACKEND:
         raise UnknownName(f"backend: {backend!r}, must be {BACKEND!r}")
     for argument, given in (("dkv_acc", dkv_acc), ("dkv_dst_map", dkv_dst_map)):
@@ -182,6 +175,8 @@ def _call(
     if topk_length is not None:
         check_shape("topk_length", check_strided("topk_length", topk_length, 1), (tokens,), "tokens of q_latent")
     check_flag("return_lse", return_lse)
+    if rows_of is not None:
+        indices = rows_of(indices)
     plain, keys = not traced(q_latent), kv_latent[None, None]
     scale = (columns + rotated) ** -0.5 if softmax_scale is None else real(softmax_scale)
     return AttentionCall(

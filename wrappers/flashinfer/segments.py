@@ -1,0 +1,42 @@
+"""Segments of a batch, by boundaries on the device: (N + 1,) int32 for queries, and for keys. Nothing is copied to the
+host, and boundaries may hold any numbers."""
+
+from typing import Any, NamedTuple
+
+import torch
+
+from ..host.checks import check_operand, check_shape
+
+
+class TokenSegments(NamedTuple):
+    """What T query tokens have, (T,) each. segment: the number of the token's segment. inside: whether it is in one.
+    number: the token's number in it. queries: the tokens of the segment. begin, end: its keys."""
+
+    segment: torch.Tensor
+    inside: torch.Tensor
+    number: torch.Tensor
+    queries: torch.Tensor
+    begin: torch.Tensor
+    end: torch.Tensor
+
+
+def check_boundaries(cu_seqlens_q: Any, cu_seqlens_k: Any, device: torch.device, owner: str) -> None:
+    """Check the boundaries of segments. owner: the tensor that has the device, for the message."""
+    for name, ends in (("cu_seqlens_q", cu_seqlens_q), ("cu_seqlens_k", cu_seqlens_k)):
+        check_operand(name, ends, 1, (torch.int32,), device, owner)
+    if not len(cu_seqlens_q):
+        raise ValueError("cu_seqlens_q: 0 entries, must be one more than the segments")
+    check_shape("cu_seqlens_k", cu_seqlens_k, tuple(cu_seqlens_q.shape), "that of cu_seqlens_q")
+
+
+def segments_of(tokens: int, cu_seqlens_q: torch.Tensor, cu_seqlens_k: torch.Tensor) -> TokenSegments:
+    """Return the segments of `tokens` query tokens, in int64."""
+    token = torch.arange(tokens, device=cu_seqlens_q.device)
+    if len(cu_seqlens_q) == 1:
+        zeros = torch.zeros_like(token)
+        return TokenSegments(zeros, zeros > 0, zeros, zeros, zeros, zeros)
+    q, k = cu_seqlens_q.long(), cu_seqlens_k.long()
+    segment = torch.searchsorted(q[1:], token, right=True).clamp(max=len(q) - 2)
+    first, last = q[:-1][segment], q[1:][segment]
+    inside = (token >= first) & (token < last)
+    return TokenSegments(segment, inside, token - first, last - first, k[:-1][segment], k[1:][segment])
