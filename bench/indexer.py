@@ -1,6 +1,6 @@
 """Measure the indexer of sparse attention: logits, and the selection of keys in one call, each as a CUDA graph over
 inputs that have left the L2. The floor is the longer one of the times for the bytes at the copy rate and for the
-operations at the rate of an e4m3 matmul, both of the run."""
+operations at the rate of a matmul of the queries' type, both of the run."""
 
 import re
 from collections.abc import Callable
@@ -23,7 +23,8 @@ DECODE = (
     "indexer-decode-b64-s32768-h64-q2", "indexer-decode-b64-s32768-h64-q4", "indexer-decode-b64-s32768-h32",
 )  # fmt: skip
 SELECT = ("dsa-select-b64-s32768-h64-k2048", "dsa-select-b1-s131072-h64-k2048")
-CASES = (*PREFILL, *DECODE, *SELECT)
+SEGMENT = ("dsa-select-bf16-t4096-s32768-h32-k2048",)
+CASES = (*PREFILL, *DECODE, *SELECT, *SEGMENT)
 DIM, PAGE, CHECKED, TOLERANCE = 128, 64, 5, 1e-5
 KEY_BYTES, LOGIT_BYTES = DIM + 4, 4
 E4M3 = torch.float8_e4m3fn
@@ -32,7 +33,8 @@ E4M3 = torch.float8_e4m3fn
 @dataclass(frozen=True)
 class LogitsInputs:
     """Inputs of a case. q (requests or tokens, next_n, H, D). paged: keys lie in pages, else they are those of a
-    prompt that ends with them. k: keys that a token chooses, 0 if logits are measured."""
+    prompt that ends with them, in e4m3 or, for `dsa_indexer_topk`, in bf16. k: keys that a token chooses, 0 if logits
+    are measured."""
 
     paged: bool
     q: torch.Tensor
@@ -58,7 +60,8 @@ class LogitsInputs:
     def bytes(self) -> int:
         """Return the bytes that are read and written."""
         keys = self.table.shape[0] * self.table.shape[1] * PAGE if self.paged else self.keys.shape[0]
-        return keys * KEY_BYTES + self.q.numel() + (0 if self.k else self.pairs * LOGIT_BYTES)
+        key_bytes = KEY_BYTES if self.q.dtype is E4M3 else 2 * DIM
+        return keys * key_bytes + self.q.nbytes + (0 if self.k else self.pairs * LOGIT_BYTES)
 
     @property
     def operations(self) -> int:
@@ -67,17 +70,17 @@ class LogitsInputs:
 
 def make(name: str, device: str, seed: int) -> LogitsInputs:
     """Make the inputs of a case 'indexer-prefill-t<tokens>-s<keys>-h<heads>', 'indexer-decode-b<requests>-s<keys>-
-    h<heads>[-q<tokens>]' or 'dsa-select-b<requests>-s<keys>-h<heads>-k<chosen>'."""
-    found = re.fullmatch(
-        r"(?:indexer-(prefill)-t|indexer-decode-b|dsa-select-b)(\d+)-s(\d+)-h(\d+)(?:-q(\d+))?(?:-k(\d+))?", name
-    )
+    h<heads>[-q<tokens>]', 'dsa-select-b<requests>-s<keys>-h<heads>-k<chosen>' or 'dsa-select-bf16-t<tokens>-s<keys>-
+    h<heads>-k<chosen>'."""
+    kinds = "indexer-prefill-t|dsa-select-bf16-t|indexer-decode-b|dsa-select-b"
+    found = re.fullmatch(rf"({kinds})(\d+)-s(\d+)-h(\d+)(?:-q(\d+))?(?:-k(\d+))?", name)
     if not found:
         raise ValueError(f"case {name!r}: must look like indexer-prefill-t4096-s32768-h64 or {DECODE[0]}")
-    paged = not found[1]
+    paged, kind = not found[1].endswith("-t"), torch.bfloat16 if "bf16" in found[1] else E4M3
     count, keys, heads, next_n, k = (int(x or 0) for x in found.groups()[1:])
     next_n = max(next_n, 1)
     gen = torch.Generator(device).manual_seed(seed)
-    q = torch.randn(count, next_n, heads, DIM, generator=gen, device=device).to(E4M3)
+    q = torch.randn(count, next_n, heads, DIM, generator=gen, device=device).to(kind)
     weights = torch.randn(count * next_n, heads, generator=gen, device=device)
     ints: dict[str, Any] = {"dtype": torch.int32, "device": device}
     pages = count * keys // PAGE if paged else 0
@@ -94,8 +97,8 @@ def make(name: str, device: str, seed: int) -> LogitsInputs:
         q,
         weights,
         cache.view(pages, PAGE, 1, KEY_BYTES),
-        torch.randn(rows, DIM, generator=gen, device=device).to(E4M3),
-        torch.rand(rows, generator=gen, device=device),
+        torch.randn(rows, DIM, generator=gen, device=device).to(kind),
+        torch.rand(rows, generator=gen, device=device) if kind is E4M3 else torch.ones(rows, device=device),
         (keys - next_n + 1 + torch.arange(next_n, **ints)).expand(count, -1).contiguous(),
         table.view(count, -1) if paged else table.view(0, 0),
         torch.zeros(count, **ints),
@@ -119,13 +122,18 @@ def logits(module: Any, i: LogitsInputs) -> torch.Tensor:
 
 
 def ours(i: LogitsInputs) -> torch.Tensor:
+    if i.k and not i.paged:
+        q_ends, k_ends = (t.new_tensor([0, len(t)], dtype=torch.int32) for t in (i.q, i.keys))
+        return wrappers.dsa_indexer_topk(
+            i.q[:, 0], i.keys, i.weights, q_ends, k_ends, top_k=i.k, softmax_scale=1.0
+        )[0]  # fmt: skip
     if i.k:
         return wrappers.select_slots(i.q, i.cache, i.weights, i.lens, i.table, i.k)
     return logits(wrappers, i)
 
 
 def deep_gemm(i: LogitsInputs) -> torch.Tensor:
-    """DeepGEMM with its schedule, and of selections vLLM's kernel for top-k behind it."""
+    """DeepGEMM's logits, with its schedule. It chooses no keys."""
     import vllm.third_party.deep_gemm as peer
 
     if i.k:
@@ -135,8 +143,8 @@ def deep_gemm(i: LogitsInputs) -> torch.Tensor:
 
 def own_logits(i: LogitsInputs) -> torch.Tensor:
     """Our logits alone, beside a selection."""
-    if not i.k:
-        raise NotImplementedError("the case itself")
+    if not i.k or not i.paged:
+        raise NotImplementedError("the case itself" if not i.k else "no function returns logits of bf16")
     return logits(wrappers, i)
 
 
@@ -165,7 +173,9 @@ def check(i: LogitsInputs, got: torch.Tensor) -> str | None:
     tokens = i.q.shape[0] * i.q.shape[1]
     for token in torch.linspace(0, tokens - 1, CHECKED).long().tolist():
         want = wanted(i, token).double()
-        if got.dtype == torch.int32:
+        if got.dtype == torch.int32 and not i.paged:
+            found, want = want[got[token].long()].sort().values, want.topk(i.k).values.sort().values
+        elif got.dtype == torch.int32:
             pages = i.table[token // i.q.shape[1]].long()
             place = torch.full((len(i.cache),), -1, device=pages.device).scatter(
                 0, pages, torch.arange(len(pages), device=pages.device)
@@ -189,7 +199,8 @@ def measure(name: str, top: Ceilings, setup: Setup) -> list[Measurement]:
     if not calls:
         return []
     size, operations = sets[0].bytes, sets[0].operations
-    floor = max(size / top.gbps / 1e3, operations / max(top.fp8_tflops, 1.0) / 1e6)
+    tflops = max(top.fp8_tflops, 1.0) if sets[0].q.dtype is E4M3 else top.tflops
+    floor = max(size / top.gbps / 1e3, operations / tflops / 1e6)
     times = {p: per_call(t, len(sets)) for p, t in interleave(calls, setup.clock, 1, setup.rounds).items()}
     found = [Measurement(name, p, t, operations / t.median / 1e6, size / t.median / 1e3) for p, t in times.items()]
-    return [*found, Measurement(name, "floor", exactly(floor), top.fp8_tflops, top.gbps)]
+    return [*found, Measurement(name, "floor", exactly(floor), tflops, top.gbps)]

@@ -97,6 +97,7 @@ RUNS = {  # name -> (function that measures, case, providers with a row)
     "logits": (indexer.measure, "indexer-decode-b2-s128-h8-q2", ["ours", "floor"]),
     "logits of a prompt": (indexer.measure, "indexer-prefill-t5-s70-h8", ["ours", "floor"]),
     "selection": (indexer.measure, "dsa-select-b2-s128-h8-k16", ["ours", "floor"]),
+    "selection in bf16": (indexer.measure, "dsa-select-bf16-t5-s70-h8-k16", ["ours", "floor"]),
     "dequantise": (append.measure, "nvfp4-dequantize-n5-h2-d32", ["ours", "floor"]),
 }
 

@@ -357,6 +357,8 @@ def _indexer() -> Iterator[tuple[str, tuple[Call, ...]]]:
                 scored("fp8_mqa_logits", **prompt, dim=64), scored("fp8_mqa_logits", **prompt, dim=32, shift=4),
             ),
         )  # fmt: skip
+        segment = Call("indexer", "dsa_indexer_topk", 7, case=prompt, extra={"top_k": 16})
+        yield f"indexer-{heads}-heads-bf16", (segment,)
 
 
 ON_DEMAND = ("prefill-bf16-d512",)  # pieces that compile their kernels: no bundle holds shared scores
