@@ -60,7 +60,7 @@ def test_documents(causal):
 
 @pytest.mark.parametrize("ends", [[0], [0, 5], [5, 0], [*NOBODY], [NOBODY[1], NOBODY[0]], [3, 900]])
 def test_any_numbers_may_end_a_document(ends):
-    """Of what names no row of the keys, nothing is read."""
+    """Rows that do not exist are never read."""
     given, ends = inputs_of(VARLEN), torch.tensor(ends).int()
     for q_ends in (ends, torch.tensor([0, 5]).int()[: len(ends)]):
         out = wrappers.dsa_sparse_attention_varlen(**given | {"cu_seqlens_q": q_ends, "cu_seqlens_k": ends})

@@ -87,7 +87,7 @@ def test_selection(name):
 
 
 def exact(case, given):
-    """The arguments of the function whose logits are fp32."""
+    """Return the arguments of the function that computes the same logits in fp32."""
     given = {name: value for name, value in given.items() if name != "logits_dtype"}
     return given | {"q": given["q"][0] if isinstance(given["q"], tuple) else given["q"]}
 

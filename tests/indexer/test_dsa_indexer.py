@@ -87,7 +87,7 @@ def test_outputs_that_are_given():
 
 @pytest.mark.parametrize("ends", [[0], [0, 5], [5, 0], [*HOSTILE], [HOSTILE[1], HOSTILE[0]], [3, 900]])
 def test_any_numbers_may_end_a_segment(ends):
-    """Of what names no key, nothing is read, and nothing is chosen."""
+    """Keys that do not exist are neither read nor chosen."""
     given, ends = inputs_of(NAME), torch.tensor(ends).int()
     for q_ends in (ends, torch.tensor([0, 5]).int()[: len(ends)]):
         indices, scores = wrappers.dsa_indexer_topk(**given | {"cu_seqlens_q": q_ends, "cu_seqlens_k": ends})

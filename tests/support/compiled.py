@@ -312,7 +312,7 @@ def segments_step(given: Given) -> Results:
 
 
 def logits_inputs(function: str) -> Callable[..., Given]:
-    """Inputs of the functions of an indexer, whose queries and keys are e4m3 or FP4: steps double the weights."""
+    """Inputs of an indexer's functions. Torch does not multiply e4m3, so the steps double the weights."""
 
     def make(device: Any, size: int, seed: int) -> Given:
         kind = {"select_rows": indexer.RAGGED, "select_slots": indexer.PAGED}.get(function, function)

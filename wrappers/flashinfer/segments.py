@@ -9,7 +9,7 @@ from ..host.checks import check_operand, check_shape
 
 
 class TokenSegments(NamedTuple):
-    """What T query tokens have, (T,) each. segment: the number of the token's segment. inside: whether it is in one.
+    """The segments of T query tokens, (T,) each. segment: the number of the token's segment. inside: whether it is in one.
     number: the token's number in it. queries: the tokens of the segment. begin, end: its keys."""
 
     segment: torch.Tensor

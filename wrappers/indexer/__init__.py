@@ -1,4 +1,5 @@
-"""Logits of an indexer: a `LogitsCall` -> a plan and its launch (`logits`).
+"""Logits of an indexer: a `LogitsCall` -> a plan and its launch (`logits`). And keys that they choose (`selection`).
 
-The signatures are in `deep_gemm` and `flashinfer.attn_scores`, those with selection in `own.select`.
+The signatures are in `deep_gemm` and `flashinfer.attn_scores`, those with selection in `own.select` and
+`flashinfer.dsa_indexer`.
 """
