@@ -19,8 +19,8 @@ def copy_rows(
     at a time, box by box: `across` lanes copy a row of a box, and get its address once.
 
     stored: elements of a row in global memory, of each tensor that has a part of its columns. starts: likewise,
-    addresses of rows, of row c, c + 32, ... in lane c; a row becomes zeros if it is negative. most: bytes that a copy
-    has, at most, of which addresses are multiples.
+    addresses of rows, of row c, c + 32, ... in lane c; a row becomes zeros if it is negative. most: bytes of the
+    largest copy; addresses are multiples of it.
     """
     n, lane, bits = const_expr(cute.size(stage, mode=[0])), cute.arch.lane_idx(), const_expr(stage.element_type.width)
     row_bytes = const_expr(cute.size(stage, mode=[1]) * bits // 8)

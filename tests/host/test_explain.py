@@ -24,7 +24,7 @@ from wrappers.own.registry import ATTENTION, FUNCTIONS, LATENT_READ, QUANTIZATIO
 
 WRITES = [row.name for row in FUNCTIONS if row.make is not None and row.family not in (ATTENTION, TOP_K)]
 HOPPER = {NAMES[0], "trtllm_fmha_v2_prefill", *MLA, XQA_MLA, SPARSE_FWD, *DSA, *LOGITS, *SELECT, SEGMENTS}
-TWO_KERNELS = {NVFP4_LATENT, *SELECT, SEGMENTS}  # of which the first is explained
+TWO_KERNELS = {NVFP4_LATENT, *SELECT, SEGMENTS}  # the first one is explained
 REFUSE_GRAD = [name for name in NAMES if row_of(getattr(wrappers, name)).family not in (LATENT_READ, QUANTIZATION)]
 
 

@@ -77,7 +77,7 @@ LATER = SHIPPED.keys() - ordinary()  # kernels that only --all compiles
 
 SPILLED = 24  # bytes that some tiles of prefill may spill: values of a tile, outside the loop over blocks
 # Bytes, and instructions, with which kernels over packed records may spill, by whether there is a second cache: values
-# of the role, of which the loop over blocks uses at most three. A row that is loaded a block before stays in registers.
+# of the role. The loop over blocks uses at most three of them. A row that is loaded a block before stays in registers.
 RECORDS_SPILLED = {False: 72, True: 160}
 BLACKWELL = [(arch, op, spec) for arch in catalog.ARCHS if arch not in sm90.ARCHS for op, spec in catalog.shipped(arch)]
 

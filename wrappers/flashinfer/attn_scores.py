@@ -28,7 +28,7 @@ def fp8_paged_mqa_logits(
     Args, upstream's order (FlashInfer):
         q: float8_e4m3fn (B, next_n, H, D). kv_fused: uint8 (pages, P, 1, D + 4). weights: fp32 (B * next_n, H).
         context_lens: int32 (B,): all tokens of a request see so many keys. Columns behind them are not written.
-        block_table: int32 (B, M), of which no more entries than the keys need are read. max_context_len: columns.
+        block_table: int32 (B, M); only the entries that the keys need are read. max_context_len: columns.
         output_dtype: float32 or bfloat16. out: receives the logits, (B * next_n, max_context_len), or None.
 
     Hints: epi_dtype, acc_dtype, num_epi_subtiles, schedule_meta. Sums are in fp32. Returns the logits. Raises as

@@ -9,8 +9,8 @@ from ..host.checks import check_operand, check_shape
 
 
 class TokenSegments(NamedTuple):
-    """The segments of T query tokens, (T,) each. segment: the number of the token's segment. inside: whether it is in one.
-    number: the token's number in it. queries: the tokens of the segment. begin, end: its keys."""
+    """The segments of T query tokens, (T,) each. segment: its number. inside: whether the token is in one.
+    number: of the token in it. queries: the tokens of the segment. begin, end: its keys."""
 
     segment: torch.Tensor
     inside: torch.Tensor

@@ -81,7 +81,7 @@ def check_out_dtype(name: str, dtype: Any) -> str:
 
 
 def new_logits(call: LogitsCall) -> torch.Tensor:
-    """Return a tensor for the logits of a call, of which the rows begin at multiples of ROW_BYTES."""
+    """Return a tensor for the logits of a call. Its rows begin at multiples of ROW_BYTES."""
     dtype = DTYPES[call.dtype]
     unit = ROW_BYTES // dtype.itemsize
     columns = (call.width + unit - 1) // unit * unit

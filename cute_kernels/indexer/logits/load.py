@@ -21,12 +21,12 @@ from .schedule import Tile
 
 OWN = KEYS // LOADERS  # keys of a block that a warp loads
 assert OWN == 32, "a lane has one key"
-QUERIES = 128  # of which a lane holds addresses at a time
+QUERIES = 128  # that a warp copies at a time
 
 
 class TileWork(NamedTuple):
-    """Blocks [first_block, first_block + blocks) of a tile, of which the keys end at `end`. No blocks: the CTA has done
-    all of its share."""
+    """Blocks [first_block, first_block + blocks) of a tile. The keys of its tokens end at `end`. No blocks: the CTA has
+    done all of its share."""
 
     request: Int32
     first: Int32

@@ -1,5 +1,5 @@
-"""Logits in global memory, and the `clean` role: -inf in the columns of keys that a token does not see, of which no
-other role writes any."""
+"""Logits in global memory, and the `clean` role, which writes -inf to the columns of keys that a token does not see. No
+other role writes to these columns."""
 
 import cutlass
 import cutlass.cute as cute

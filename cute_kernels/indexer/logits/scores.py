@@ -33,7 +33,7 @@ class ScoreFragments(NamedTuple):
 
 
 class LaneRows(NamedTuple):
-    """The tokens of which a lane stores logits: their keys, and the addresses of the column of key 0."""
+    """The tokens of a lane, which stores their logits: their keys, and the addresses of the column of key 0."""
 
     begin: cute.Tensor
     end: cute.Tensor

@@ -43,7 +43,7 @@ def logits_cases(spec: IndexerSpec) -> list[LogitsScenario]:
     prompts = LogitsScenario(
         "prompts", (rows, tail, replace(rows, windows="hostile", data="large", shift=8, strided=True)), 5
     )
-    if spec.keys == "bf16":  # of which no cache has pages
+    if spec.keys == "bf16":  # no cache has pages of them
         few = replace(rows, heads=fewer.heads, lens=(40, 900), windows="random", data="zeros")
         return [prompts, LogitsScenario("a share", (replace(rows, lens=(PROMPT, 64 * 21 + 5)), few), 3)]
     return [
