@@ -4,6 +4,7 @@ import pytest
 import torch
 
 import wrappers
+from tests.support import good_calls
 from wrappers import flash_attn_func, flash_attn_varlen_func, flash_attn_with_kvcache
 
 LENS = (3, 4)
@@ -98,4 +99,75 @@ def test_other_functions(launched):
     paged.plan(offsets, ints(0, 2, 3), ints(2, 0, 1), ints(4, 9), 8, 2, 64, 16, causal=True)
     ragged.plan(offsets, ints(0, 4, 9), 8, 2, 64, causal=True)
     assert paged.run(none, cache).shape == ragged.run(none, rows, rows).shape == none.shape
+    assert not launched
+
+
+# ---- keys that rows choose
+
+
+@pytest.mark.parametrize(("batch", "rows"), [(2, 0), (0, 0), (0, 3)])
+@pytest.mark.parametrize("counted", [False, True])
+@pytest.mark.parametrize("second", [False, True])
+def test_flash_mla_with_chosen_keys(launched, batch, rows, counted, second):
+    q, cache = torch.zeros(batch, rows, 8, 576).bfloat16(), torch.ones(4, 16, 1, 576).bfloat16()
+    slots, lens = torch.zeros(batch, rows, 7).int(), torch.ones(batch).int() if counted else None
+    extra = {"extra_k_cache": cache, "extra_indices_in_kvcache": slots, "extra_topk_length": lens} if second else {}
+    out, lse = wrappers.flash_mla_with_kvcache(q, cache, None, None, 512, indices=slots, topk_length=lens, **extra)
+    assert out.shape == (batch, rows, 8, 512) and out.dtype == q.dtype
+    assert lse.shape == (batch, 8, rows) and lse.dtype == torch.float32
+    trtllm = wrappers.trtllm_batch_decode_with_kv_cache_mla
+    own = {"seq_lens": lens, "max_seq_len": 64, "sparse_mla_top_k": 7, "return_lse": True}
+    found, lse = trtllm(q, cache.transpose(1, 2), None, 128, 512, 64, slots, **own)
+    assert found.shape == out.shape and found.dtype == q.dtype and lse.shape == (batch * rows, 8)
+    own |= {"cum_seq_lens_q": torch.zeros(batch + 1).int(), "max_q_len": rows or 1}
+    flat, lse = trtllm(q.flatten(0, 1), cache.transpose(1, 2), None, 128, 512, 64, slots.flatten(0, 1), **own)
+    assert flat.shape == (0, 8, 512) and lse.shape == (0, 8)
+    assert not launched
+
+
+@pytest.mark.parametrize("function", ["flash_mla_sparse_fwd", "dsa_sparse_attention", "dsa_sparse_attention_varlen"])
+@pytest.mark.parametrize("counted", [False, True])
+def test_prompts_with_chosen_keys(launched, function, counted):
+    given = good_calls.inputs_of(function) | {"topk_length": ints() if counted else None}
+    for name in ("q", "indices", "q_latent", "q_rope", "gather_kv_indices"):
+        given |= {name: given[name][:0]} if name in given else {}
+    given |= {"return_lse": True} if function != "flash_mla_sparse_fwd" else {}
+    forms = [{}]
+    if function.endswith("varlen"):
+        ends = "cu_seqlens_q", "cu_seqlens_k"
+        forms = [dict(zip(ends, (ints(0, 0, 0), ints(0, 11, 40)))), dict.fromkeys(ends, ints(0))]
+    for form in forms:
+        out, *rest = getattr(wrappers, function)(**given | form)
+        assert out.shape == (0, 8, 512) and out.dtype == torch.bfloat16
+        assert all(t.shape == (0, 8) and t.dtype == torch.float32 for t in rest) and rest
+    assert not launched
+
+
+@pytest.mark.parametrize("rows", [0, 3])
+def test_selections(launched, rows):
+    given = good_calls.inputs_of("select_slots")
+    none = {name: given[name][:0] for name in ("weights", "context_lens", "block_table")}
+    out = torch.zeros(0, rows, 16).int()
+    for change in ({}, {"out": out}):
+        found = wrappers.select_slots(**given | none | {"q": given["q"][:0, :rows]} | change)
+        assert found.shape == out.shape and found.dtype == torch.int32
+    given = good_calls.inputs_of("select_rows")
+    names = "q", "weights", "cu_seq_len_k_start", "cu_seq_len_k_end"
+    assert wrappers.select_rows(**given | {name: given[name][:0] for name in names}).shape == (0, 16)
+    given = good_calls.inputs_of("dsa_indexer_topk")
+    given |= {name: given[name][:0] for name in ("q", "w")}
+    for ends in ((ints(0, 0, 0), ints(0, 11, 40)), (ints(0), ints(0))):
+        slots, scores = wrappers.dsa_indexer_topk(**given | dict(zip(("cu_seqlens_q", "cu_seqlens_k"), ends)))
+        assert slots.shape == scores.shape == (0, 16) and (slots.dtype, scores.dtype) == (torch.int32, torch.float32)
+    assert not launched
+
+
+@pytest.mark.parametrize("function", good_calls.LOGITS)
+def test_logits(launched, function):
+    given = good_calls.inputs_of(function)
+    names = "weights", "context_lens", "block_table", "cu_seq_len_k_start", "cu_seq_len_k_end"
+    none = {name: given[name][:0] for name in names if name in given}
+    q = given["q"][:0] if isinstance(given["q"], torch.Tensor) else (given["q"][0][:0], *given["q"][1:])
+    found = getattr(wrappers, function)(**given | none | {"q": q})
+    assert found.shape == (0, 43 if "paged" in function else 40) and found.dtype == torch.float32
     assert not launched

@@ -52,7 +52,7 @@ def select_slots(
     tensor([[[6, 7]]], dtype=torch.int32)
     """
     call = slots_call(q, kv_cache, weights, context_lens, block_table, top_k, max_context_len, out, scratch_bytes)
-    return serve(call).view(*q.shape[:2], -1)
+    return serve(call).view(*q.shape[:2], call.top_k.k)
 
 
 def slots_call(

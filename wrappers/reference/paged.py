@@ -89,7 +89,7 @@ def _chosen(cache: torch.Tensor, slots: torch.Tensor, lens: torch.Tensor) -> lis
     """Return the keys of tokens that have chosen them in a cache: those slots, among the ones that count, which the
     cache has."""
     (batch, columns), rows = slots.shape, cache.shape[0] * cache.shape[2]
-    counts = lens.repeat_interleave(max(batch // max(len(lens), 1), 1)).clamp(0, columns).tolist()
+    counts = lens.repeat_interleave(batch // max(len(lens), 1)).clamp(0, columns).tolist()
     found = []
     for n, all_of_token in zip(counts, slots.long(), strict=True):
         own = all_of_token[:n]
