@@ -308,6 +308,22 @@ def test_metadata_in_both_styles():
     assert all(map(torch.equal, flash_mla_with_kvcache(*positional, parts, offsets, 0.1, True), want))
 
 
+def test_metadata_in_the_hands_of_engines():
+    """SGLang copies both tensors into buffers of its graphs. vLLM 0.33 makes the same call, and gives the first result
+    attributes."""
+    call = torch.tensor([9, 40]).int(), 8, 1
+    parts, offsets = get_mla_metadata(*call, is_fp8_kvcache=True)
+    kept, their_offsets = torch.ones(132, 8).int(), torch.ones(5).int()
+    kept[: parts.shape[0]].copy_(parts)
+    their_offsets[:3].copy_(offsets)
+    inputs, (metadata, _) = given(FLASH), get_mla_metadata(*call, is_fp8_kvcache=False)
+    metadata.tile_scheduler_metadata, metadata.num_splits = kept, their_offsets
+    want = flash_mla_with_kvcache(**inputs)
+    for style in ((kept[: parts.shape[0]], their_offsets[:3]), (metadata, None)):
+        names = "tile_scheduler_metadata", "num_splits"
+        assert all(map(torch.equal, flash_mla_with_kvcache(**inputs | dict(zip(names, style))), want))
+
+
 def test_metadata_without_content_has_flash_mla_s_attributes():
     found, splits = get_mla_metadata()
     assert (found.tile_scheduler_metadata, found.num_splits, splits) == (None, None, None)

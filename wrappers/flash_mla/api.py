@@ -57,11 +57,14 @@ def get_mla_metadata(
 ) -> tuple[Any, torch.Tensor | None]:  # fmt: skip
     """Return placeholders for the metadata of `flash_mla_with_kvcache`, which needs none.
 
-    Without arguments, as FlashMLA has it since 2026: an empty object, and None. With cache_seqlens, int32 (B,), as
-    before: zeros int32 (parts, 8) and int32 (B + 1,), of the shapes that FlashMLA gives for s_q * H / h_k query rows of
-    a head of K (num_q_tokens_per_head_k) and h_k heads of K (num_heads_k). num_heads_q, is_fp8_kvcache and topk are
-    hints. Raises TypeError for an argument of another type, and ValueError
-    for another shape and for a number below 1. FlashMLA's function.
+    Without cache_seqlens: an empty object, and None, which FlashMLA returns since 2026 whatever its arguments are. With
+    cache_seqlens, int32 (B,): zeros int32 (parts, 8) and int32 (B + 1,), of the shapes that FlashMLA gave before 2026
+    for s_q * H / h_k query rows of a head of K (num_q_tokens_per_head_k) and h_k heads of K (num_heads_k). Callers
+    of that form, such as SGLang, copy these tensors; callers of the new form only pass the first result on.
+    num_heads_q, is_fp8_kvcache and topk are hints.
+
+    Raises TypeError for an argument of another type, and ValueError for another shape and for a number below 1.
+    FlashMLA's function.
 
     >>> get_mla_metadata()[1] is None
     True
