@@ -67,6 +67,15 @@ def test_any_numbers_may_end_a_document(ends):
         assert out.isfinite().all()
 
 
+@pytest.mark.parametrize("name", [NAME, VARLEN])
+def test_passes_of_the_backward_are_a_hint(name):
+    given, function = inputs_of(name), getattr(wrappers, name)
+    assert torch.equal(function(**given, key_passes=3), function(**given))
+    for bad, error in ((0, ValueError), (1.5, TypeError)):
+        with pytest.raises(error, match=f"key_passes: {bad}, must be"):
+            function(**given, key_passes=bad)
+
+
 REFUSED = [
     ({"q_latent": torch.zeros(5, 8).bfloat16()}, ValueError, r"q_latent: shape \(5, 8\), must have 3 dimensions"),
     ({"q_rope": torch.zeros(5, 8, 32).bfloat16()}, ValueError, "q_rope: shape"),

@@ -361,10 +361,11 @@ ACCEPTED: dict[str, dict[str, set[str]]] = {  # function, or call -> argument ->
     "dsa_indexer_topk": {
         "k": {"no rows", "a row less", "a row more"}, "w": STRIDED, "softmax_scale": NONE_ONLY, "max_seqlen_q": {"int"},
         "max_seqlen_k": {"None", "far"}, "ratio": {"int"}},
-    "dsa_sparse_attention": {"indices": {"no columns", "columns"}, "softmax_scale": NONE_ONLY},
+    "dsa_sparse_attention": {
+        "indices": {"no columns", "columns"}, "softmax_scale": NONE_ONLY, "key_passes": {"int"}},
     "dsa_sparse_attention_varlen": {
         "gather_kv_indices": {"no columns", "columns"}, "softmax_scale": NONE_ONLY, "max_seqlen_q": {"int"},
-        "max_seqlen_k": {"None", "far"}},
+        "max_seqlen_k": {"None", "far"}, "key_passes": {"int"}},
     "get_paged_mqa_logits_metadata": {
         "context_lens": {"columns", *FORMS}, "block_kv": {"far"}},
     "explain": {"sms": {"None", "far"}},

@@ -105,6 +105,17 @@ def test_no_workspace():
             wrappers.dsa_indexer_topk_workspace_size(**sizes | bad)
 
 
+def test_no_workspace_in_the_signature_of_0_7_2():
+    """Its positions are top_k and device."""
+    size, cpu = wrappers.dsa_indexer_topk_workspace_size, torch.device("cpu")
+    assert size() == size(128) == size(128, cpu) == size(top_k=128, device=cpu) == size(128, device=cpu) == 0
+    for bad, error, message in ((0, ValueError, "top_k: 0"), (1.5, TypeError, "top_k: 1.5")):
+        with pytest.raises(error, match=f"{message}, must be"):
+            size(bad)
+    with pytest.raises(TypeError, match="device: 1.5, must be"):
+        size(128, 1.5)
+
+
 REFUSED = [
     ({"q": torch.zeros(5, 8, 128)}, TypeError, "q: dtype torch.float32"),
     ({"k": torch.zeros(40, 64).bfloat16()}, ValueError, r"k: shape \(40, 64\), must be \(40, 128\)"),

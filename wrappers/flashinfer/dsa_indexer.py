@@ -66,18 +66,22 @@ def dsa_indexer_topk(
 
 
 def dsa_indexer_topk_workspace_size(
-    num_queries: int, num_keys: int, num_segments: int, *, top_k: int = 2048, ratio: int = 1,
-    device: torch.device | None = None,
+    num_queries: int | None = None, num_keys: int | torch.device | None = None, num_segments: int | None = None, *,
+    top_k: int = 2048, ratio: int = 1, device: torch.device | int | None = None,
 ) -> int:  # fmt: skip
     """Return 0, the bytes of a workspace that `dsa_indexer_topk` needs.
 
-    Hints: num_queries, num_keys, num_segments, top_k, ratio, device; of a wrong type they are refused. FlashInfer's
-    function.
+    Hints: num_queries, num_keys, num_segments, top_k, ratio, device; of a wrong type they are refused. Without
+    num_segments, the first two positions are top_k and device, as in FlashInfer 0.7.2; later states of FlashInfer have
+    three numbers there. FlashInfer's function.
 
-    >>> dsa_indexer_topk_workspace_size(4096, 65536, 3)
-    0
+    >>> dsa_indexer_topk_workspace_size(2048, torch.device("cpu")), dsa_indexer_topk_workspace_size(4096, 65536, 3)
+    (0, 0)
     """
     sizes = {"num_queries": num_queries, "num_keys": num_keys, "num_segments": num_segments}
+    if num_segments is None:
+        sizes, top_k = {}, top_k if num_queries is None else num_queries
+        device = device if num_keys is None else num_keys
     for name, size in (sizes | {"top_k": top_k, "ratio": ratio}).items():
         check_integer(name, integer(size), int(name not in sizes))
     if device is not None and not isinstance(device, (str, int, torch.device)):

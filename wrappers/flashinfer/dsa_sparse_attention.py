@@ -41,7 +41,8 @@ SIGNATURES[VARLEN_NAME] = SIGNATURES[NAME] | {"page_table": "gather_kv_indices"}
 def dsa_sparse_attention(
     q_latent: torch.Tensor, q_rope: torch.Tensor, kv_latent: torch.Tensor, k_rope: torch.Tensor,
     indices: torch.Tensor, *, topk_length: torch.Tensor | None = None, softmax_scale: float | None = None,
-    return_lse: bool = False, dkv_acc: Any = None, dkv_dst_map: Any = None, backend: str = BACKEND,
+    return_lse: bool = False, key_passes: int | None = None, dkv_acc: Any = None, dkv_dst_map: Any = None,
+    backend: str = BACKEND,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     """Compute attention of tokens that have chosen their keys, for prompts. A row of keys lies in two tensors.
 
@@ -56,8 +57,10 @@ def dsa_sparse_attention(
         topk_length: int32 (T,), only the first so many of each token count, or None; entries behind them are not read.
         softmax_scale: factor on the logits, None for 576**-0.5. return_lse: return the LSE too.
 
-    Rejected: dkv_acc, dkv_dst_map; they receive gradients, and this function has none. backend: "cake", upstream's only
-    one. Returns out (T, H, 512), or (out, lse), fp32 (T, H) in natural units. A token without keys has 0 and -inf. The
+    Hints: key_passes, of upstream's backward. Rejected: dkv_acc, dkv_dst_map; they receive gradients, and this function
+    has none. backend: "cake", upstream's only one.
+
+    Returns out (T, H, 512), or (out, lse), fp32 (T, H) in natural units. A token without keys has 0 and -inf. The
     bits of a token's result depend on the token alone. Raises before anything is launched, NotImplementedError for
     what is not served. FlashInfer's function.
 
@@ -69,8 +72,8 @@ def dsa_sparse_attention(
     (torch.Size([1, 16, 512]), tensor(1.6931))
     """
     return serve(flat_call(
-        q_latent, q_rope, kv_latent, k_rope, indices, topk_length, softmax_scale, return_lse, dkv_acc, dkv_dst_map,
-        backend,
+        q_latent, q_rope, kv_latent, k_rope, indices, topk_length, softmax_scale, return_lse, key_passes, dkv_acc,
+        dkv_dst_map, backend,
     ))  # fmt: skip
 
 
@@ -79,7 +82,7 @@ def dsa_sparse_attention_varlen(
     gather_kv_indices: torch.Tensor, cu_seqlens_q: torch.Tensor, cu_seqlens_k: torch.Tensor,
     max_seqlen_q: int | None = None, max_seqlen_k: int | None = None, *, causal: bool = False,
     topk_length: torch.Tensor | None = None, softmax_scale: float | None = None, return_lse: bool = False,
-    dkv_acc: Any = None, dkv_dst_map: Any = None, backend: str = BACKEND,
+    key_passes: int | None = None, dkv_acc: Any = None, dkv_dst_map: Any = None, backend: str = BACKEND,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     """Compute attention of tokens of several documents that have chosen their keys, by positions in their document.
 
@@ -91,8 +94,9 @@ def dsa_sparse_attention_varlen(
             A token outside all documents has no keys.
         causal: a token sees no key behind its own; the queries of a document are the tail of its keys.
 
-    Rejected: dkv_acc, dkv_dst_map. Hints: max_seqlen_q, max_seqlen_k. Returns and raises as `dsa_sparse_attention`
-    does; torch operations that make rows of positions run before the last checks. FlashInfer's function.
+    Rejected: dkv_acc, dkv_dst_map. Hints: max_seqlen_q, max_seqlen_k, key_passes. Returns and raises as
+    `dsa_sparse_attention` does; torch operations that make rows of positions run before the last checks. FlashInfer's
+    function.
 
     >>> q, kv, ends = torch.ones(4, 2, 576).half(), torch.ones(9, 576).half(), torch.tensor([0, 1, 4]).int()
     >>> out = dsa_sparse_attention_varlen(
@@ -102,15 +106,15 @@ def dsa_sparse_attention_varlen(
     """
     return serve(varlen_call(
         q_latent, q_rope, kv_latent, k_rope, gather_kv_indices, cu_seqlens_q, cu_seqlens_k, max_seqlen_q,
-        max_seqlen_k, causal, topk_length, softmax_scale, return_lse, dkv_acc, dkv_dst_map, backend,
+        max_seqlen_k, causal, topk_length, softmax_scale, return_lse, key_passes, dkv_acc, dkv_dst_map, backend,
     ))  # fmt: skip
 
 
 def varlen_call(
     q_latent: Any, q_rope: Any, kv_latent: Any, k_rope: Any, gather_kv_indices: Any, cu_seqlens_q: Any,
     cu_seqlens_k: Any, max_seqlen_q: Any = None, max_seqlen_k: Any = None, causal: Any = False,
-    topk_length: Any = None, softmax_scale: Any = None, return_lse: Any = False, dkv_acc: Any = None,
-    dkv_dst_map: Any = None, backend: Any = BACKEND,
+    topk_length: Any = None, softmax_scale: Any = None, return_lse: Any = False, key_passes: Any = None,
+    dkv_acc: Any = None, dkv_dst_map: Any = None, backend: Any = BACKEND,
 ) -> AttentionCall:  # fmt: skip
     """Return the call of `dsa_sparse_attention_varlen`."""
     check_strided("q_latent", q_latent, 3)
@@ -123,7 +127,7 @@ def varlen_call(
     rows_of = partial(rows_of_documents, starts_q=cu_seqlens_q, starts_k=cu_seqlens_k, causal=causal)
     return _call(
         VARLEN_NAME, q_latent, q_rope, kv_latent, k_rope, gather_kv_indices, topk_length, softmax_scale, return_lse,
-        dkv_acc, dkv_dst_map, backend, rows_of,
+        key_passes, dkv_acc, dkv_dst_map, backend, rows_of,
     )  # fmt: skip
 
 
@@ -142,24 +146,26 @@ def rows_of_documents(
 
 def flat_call(
     q_latent: Any, q_rope: Any, kv_latent: Any, k_rope: Any, indices: Any, topk_length: Any = None,
-    softmax_scale: Any = None, return_lse: Any = False, dkv_acc: Any = None, dkv_dst_map: Any = None,
-    backend: Any = BACKEND,
+    softmax_scale: Any = None, return_lse: Any = False, key_passes: Any = None, dkv_acc: Any = None,
+    dkv_dst_map: Any = None, backend: Any = BACKEND,
 ) -> AttentionCall:  # fmt: skip
     """Return the call of `dsa_sparse_attention`."""
     return _call(
-        NAME, q_latent, q_rope, kv_latent, k_rope, indices, topk_length, softmax_scale, return_lse, dkv_acc,
-        dkv_dst_map, backend,
+        NAME, q_latent, q_rope, kv_latent, k_rope, indices, topk_length, softmax_scale, return_lse, key_passes,
+        dkv_acc, dkv_dst_map, backend,
     )  # fmt: skip
 
 
 def _call(
     name: str, q_latent: Any, q_rope: Any, kv_latent: Any, k_rope: Any, indices: Any, topk_length: Any,
-    softmax_scale: Any, return_lse: Any, dkv_acc: Any, dkv_dst_map: Any, backend: Any,
+    softmax_scale: Any, return_lse: Any, key_passes: Any, dkv_acc: Any, dkv_dst_map: Any, backend: Any,
     rows_of: Callable[[torch.Tensor], torch.Tensor] | None = None,
 ) -> AttentionCall:  # fmt: skip
     """Return the call of either function. rows_of: makes rows of indices that are something else."""
     if backend != BACKEND:
         raise UnknownName(f"backend: {backend!r}, must be {BACKEND!r}")
+    if key_passes is not None:
+        check_integer("key_passes", integer(key_passes), 1)
     for argument, given in (("dkv_acc", dkv_acc), ("dkv_dst_map", dkv_dst_map)):
         if given is not None:
             shown = "Tensor" if isinstance(given, torch.Tensor) else repr(given)
