@@ -107,7 +107,7 @@ class BlockSums(NamedTuple):
 
 
 def no_sums(spec) -> BlockSums:
-    """Return the sums of a block whose key no token sees."""
+    """Return the sums of a block without a key that a token sees."""
     return BlockSums([Float32(0.0)] * (2 * pass_rows(spec)), Int32(-1), Float32(0.0))
 
 
