@@ -1,0 +1,12 @@
+"""The roles of the warps. Warp ranges, arrival counts of pipelines and register budgets follow from this table."""
+
+from ...device.roles import Role, Roles
+from .tile_table import WARPS
+
+REGISTERS = 72, 216  # (load, mma)
+
+
+def roles(spec) -> Roles:
+    """Return the table of a kernel: name, warps, registers per thread, in the order of the warps."""
+    load, mma = REGISTERS
+    return Roles.of(Role("load_k", 1, load), Role("schedule", 1, load), Role("idle", 2, load), Role("mma", WARPS, mma))
