@@ -3,7 +3,7 @@ keys of requests by stream-K.
 
 | role     | warps | registers | waits for                    | signals                          |
 | -------- | ----- | --------- | ---------------------------- | -------------------------------- |
-| load_k   | 1     | 72        | work_pipe full, k.pipe empty | work_pipe empty, k.pipe full     |
+| load_k   | 2     | 72        | work_pipe full, k.pipe empty | work_pipe empty, k.pipe full     |
 | schedule | 1     | 72        | work_pipe empty              | work_pipe full                   |
 | mma      | 8     | 216       | work_pipe full, k.pipe full  | work_pipe empty, k.pipe empty    |
 
@@ -92,8 +92,8 @@ def kernel(spec: cutlass.Constexpr, plan: geometry.KernelParams):
     warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
     if warp < roles(spec).first("mma"):
         cute.arch.setmaxregister_decrease(roles(spec).registers("load_k"))
-        if warp == roles(spec).first("load_k"):
-            load.load_kv(spec, plan, s, pages.K, cutlass.Int32(0))
+        if warp < roles(spec).first("schedule"):
+            load.load_kv(spec, plan, s, pages.K, warp)
         elif warp == roles(spec).first("schedule"):
             stream_k.schedule_warp(spec, plan.args, s)
         cute.arch.griddepcontrol_launch_dependents()

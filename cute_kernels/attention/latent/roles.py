@@ -9,4 +9,6 @@ REGISTERS = 72, 216  # (load, mma)
 def roles(spec) -> Roles:
     """Return the table of a kernel: name, warps, registers per thread, in the order of the warps."""
     load, mma = REGISTERS
-    return Roles.of(Role("load_k", 1, load), Role("schedule", 1, load), Role("idle", 2, load), Role("mma", WARPS, mma))
+    return Roles.of(
+        Role("load_k", spec.tile.load_warps, load), Role("schedule", 1, load), Role("idle", 1, load), Role("mma", WARPS, mma)
+    )

@@ -34,6 +34,7 @@ class LatentTileConfig(TileConfig):
     """Tile of a CTA: m query rows x n keys, of which each of `WARPS` warps has 16, and a part of the columns of O."""
 
     bulk_rows: ClassVar[bool] = True
+    load_warps: ClassVar[int] = 2
     per_tile_pack_gqa: ClassVar[bool] = True
     prefers_whole_tiles: ClassVar[bool] = True
     counters_per_split: ClassVar[int] = 3  # `combine.SplitCounters`
