@@ -3,8 +3,6 @@
 A row that does not exist becomes zeros.
 """
 
-from typing import Any
-
 import cutlass
 import cutlass.cute as cute
 from cutlass import Int32, Int64, Uint32, const_expr
@@ -47,7 +45,13 @@ def fill(
     first = smem.iterator.toint() + (pipeline.stage(ring, at.item) * spec.tile.n + at.loader * own) * pitch
     barrier = pipeline.full_barrier(ring, at.item)
     for c in cutlass.range_constexpr(own // LANES):
-        copy_rows(op.gmem, [each[c] for each in starts], first + LANES * c * pitch, pitch, barrier.toint())
+        stage = first + LANES * c * pitch
+        if const_expr(len(starts) == 1):
+            copy_rows([size], [starts[0][c]], stage, pitch, barrier.toint())
+        elif are_joined(op.gmem):
+            copy_rows([size], [starts[0][c]], stage, pitch, barrier.toint())
+        else:
+            copy_rows([x.shape[3] for x in op.gmem], [each[c] for each in starts], stage, pitch, barrier.toint())
         if starts[0][c] < 0:
             for byte in cutlass.range(0, size, PIECE, unroll=1):
                 mma.store(first + (LANES * c + cute.arch.lane_idx()) * pitch + byte, [Uint32(0)] * 4)
@@ -56,18 +60,27 @@ def fill(
         cute.arch.mbarrier_arrive_and_expect_tx(barrier, rows * size)
 
 
+def are_joined(parts):
+    """Return whether the second of two tensors has the columns behind those of the first one in each row of memory."""
+    x, y = parts
+    apart = y.iterator.toint() - x.iterator.toint() == x.shape[3]
+    return apart & (x.stride[0] == y.stride[0]) & (x.stride[2] == y.stride[2])
+
+
 @cute.jit
-def copy_rows(parts: Any, starts: cutlass.Constexpr, stage: Int32, pitch: cutlass.Constexpr, barrier: Int32):
-    """Copy 32 rows, of which a lane has the addresses in each tensor. One lane starts all copies: the hardware takes
-    their addresses from uniform registers, so that lanes would take turns."""
+def copy_rows(
+    sizes: cutlass.Constexpr, starts: cutlass.Constexpr, stage: Int32, pitch: cutlass.Constexpr, barrier: Int32
+):
+    """Copy 32 rows, of which a lane has the addresses of all parts. One lane starts all copies: the hardware takes
+    their addresses from uniform registers, so that lanes would take turns. sizes: bytes of the parts."""
     for row in cutlass.range(0, LANES, AT_ONCE, unroll=1):
-        for part in cutlass.range_constexpr(len(parts)):
-            some, size = [cute.arch.shuffle_sync(starts[part], row + i) for i in range(AT_ONCE)], parts[part].shape[3]
-            before = const_expr(sum(x.shape[3] for x in parts[:part]))
+        for part in cutlass.range_constexpr(len(sizes)):
+            some = [cute.arch.shuffle_sync(starts[part], row + i) for i in range(AT_ONCE)]
             with cute.arch.elect_one():
                 for i in cutlass.range_constexpr(AT_ONCE):
                     if some[i] >= 0:
-                        copy_row(stage + (row + i) * pitch + before, some[i], size, barrier)
+                        target = stage + (row + i) * pitch + const_expr(sum(sizes[:part]))
+                        copy_row(target, some[i], sizes[part], barrier)
 
 
 def copy_row(target, source, size, barrier):

@@ -10,16 +10,15 @@ keys of requests by stream-K.
 - work_pipe, 4 stages: a tile (`WorkTileInfo`).
 - k.pipe, `tile.stages` stages: the rows of a KV block, as they are stored. One bulk copy for each row completes it.
 
-The mma warps meet twice for each block (`mainloop`): each computes the scores of 16 keys, and then a part of the columns
-of O for all keys. Splits are merged by all CTAs of a tile together (`splits.merge_together`).
+The mma warps meet once for each block (`mainloop`): each computes scores of 16 keys, and then a part of the columns of O
+for all keys. Splits are merged by all CTAs of a tile together (`splits.merge_together`).
 
-Shared memory: `stages` x (n x `tile_table.PITCH`), Q and P as operands of the MMAs, factors, maxima and
-sums of rows, tiles and mbarriers.
+Shared memory: `stages` x (n x `tile_table.PITCH`), Q as the operand of the MMAs, scores and factors of
+two blocks, tiles and mbarriers.
 """
 
 from dataclasses import dataclass
 from typing import Any
-
 import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Uint32
@@ -30,25 +29,22 @@ from ..kv import pages, rings
 from ..schedule import stream_k, work
 from .mainloop import mma_warp
 from .roles import roles
-from .tile_table import KEYS, WARPS, groups, operands, p_words, q_words
+from .tile_table import HALVES, SCORE_PITCH, groups, operands, q_words
 
 fake_args = fakes.fake_args
-LANES = 32
+LANES, BUFFERS = 32, 2  # scores of a block are written while those of another are read
 
 
 @dataclass(frozen=True)
 class LatentSharedStorage:
-    """Shared memory of a CTA. q (words, lane) and p (words, lane): operands of the MMAs, a lane's words of an MMA side
-    by side. tops, sums (row, warp): of the warps' own
-    keys. factors (key, group): of the rows of a block, in bf16."""
+    """Shared memory of a CTA. q (words, lane): operand of the MMAs, a lane's words of an MMA side by side. scores (key,
+    row, half, buffer): sums over a half of the columns. factors (key, group, buffer): of rows, in bf16."""
 
     k: rings.OperandSmem  # (n, bytes, stages)
     v: rings.OperandSmem  # the same
-    q: Any
-    p: Any
-    tops: Any
-    sums: Any
-    factors: Any
+    q: cute.Tensor
+    scores: cute.Tensor
+    factors: cute.Tensor
     work: cute.Tensor
     work_pipe: pipeline.Pipeline
     splits: Any
@@ -66,15 +62,12 @@ def shared(spec, plan):
     """Allocate a CTA's shared memory and initialise its pipelines."""
     smem, r, each = cutlass.utils.SmemAllocator(), roles(spec), operands(spec)
     stages = rings.allocate(spec, smem, plan, each)
-    q, p = (smem.allocate_tensor(Uint32, cute.make_layout(LANES * count), 16) for count in (q_words(spec), p_words(spec)))
-    factors = smem.allocate_tensor(cutlass.BFloat16, cute.make_layout((WARPS * KEYS, groups(spec.kv.record))), 16)
-    tops, sums = (smem.allocate_tensor(Float32, cute.make_layout((spec.tile.m, WARPS)), 16) for _ in range(2))
+    scores = cute.make_layout((SCORE_PITCH, spec.tile.m, HALVES, BUFFERS))
+    factors = cute.make_layout((spec.tile.n, groups(spec.kv.record), BUFFERS))
     return LatentSharedStorage(
-        q=q,
-        p=p,
-        tops=tops,
-        sums=sums,
-        factors=factors,
+        q=smem.allocate_tensor(Uint32, cute.make_layout(LANES * q_words(spec)), 16),
+        scores=smem.allocate_tensor(Float32, scores, 16),
+        factors=smem.allocate_tensor(cutlass.BFloat16, factors, 16),
         work=work.allocate(spec, smem),
         work_pipe=work.make_pipe(spec, smem, r),
         splits=splits.allocate(spec, smem),
