@@ -1,12 +1,11 @@
-"""The `mma` role: from a CTA's tiles to O and the LSE.
+"""The `score` and `mma` roles: from a CTA's tiles to O and the LSE.
 
-Keys are the M side of the MMAs, and query rows the N side, of which 8 are an MMA: S^T = K Q^T and O^T = V^T P^T. A warp
-has half of the columns of 16 keys of a block, of which it computes the scores, and 64 columns of O for all keys. Warps
-hand over scores alone: each adds up both halves and has a softmax of all keys, so that they meet once for each block.
-Codes of e4m3 become bf16 in registers, where they are used (`to_bf16`), and are multiplied by the factor of their row
-there.
+Keys are the M side of the MMAs, and query rows the N side, of which 8 are an MMA: S^T = K Q^T and O^T = V^T P^T. A
+score warp has 16 keys of a block, and an mma warp 64 columns of O for all keys. Codes of e4m3 become bf16 in registers, where
+they are used (`to_bf16`), and are multiplied by the factor of their row there: an instruction of conversion takes as
+long as one that moves a converted value through shared memory.
 
-To follow the code: `mma_warp` -> `compute_tile` -> `add_block` -> `softmax_of_block`, `Scores`, `Values`.
+To follow the code: `score_warp` -> `score_block`; `mma_warp` -> `compute_tile` -> `add_block`.
 """
 
 from dataclasses import dataclass
@@ -28,7 +27,19 @@ from ..schedule import work
 from ..schedule.work import WorkTileInfo
 from ..softmax import SoftmaxState
 from .roles import roles
-from .tile_table import HALVES, KEY_TILES, KEYS, PIECE, PITCH, ROWS, SCORE_PITCH, STEP, WARPS, groups
+from .tile_table import (
+    KEYS,
+    P_STAGES,
+    PIECE,
+    PITCH,
+    ROWS,
+    SCORE_WARPS,
+    STATS,
+    STEP,
+    WARPS,
+    groups,
+    rotated_steps,
+)
 
 LANES = 32
 COLUMNS = 64  # of O that a warp has
@@ -41,101 +52,99 @@ ALL = (1 << KEYS) - 1
 
 
 @dataclass(frozen=True)
-class LatentFragments:
-    """The registers of a warp, of lane 4 g + t. acc_o (4, MMA, n): of columns 2 g and 2 g + 1 of 16, and rows 8 n + 2 t
-    and 8 n + 2 t + 1. acc_s (4, n): of keys g and g + 8, and the same rows. factors (2, group): of these keys, for the
-    warp's half of the columns, as pairs of bf16. p (2, key tile, n), st: of row 8 n + g. tokens: of rows 8 n + 2 t and
-    8 n + 2 t + 1. found: the slot of the warp's key lane % 16 of the next block."""
+class ScoreHandoff:
+    """Shared memory between score and mma. p (words, lane, key tile, stage): the operand of O^T. factors (key, group,
+    stage): of rows, in bf16. rescale (row, stage): factors by which O is multiplied before. pipe: of these stages.
+    tops (row, warp, 2): maxima of rows over the keys of a score warp. row_max (row, STATS), row_sum (row, warp, STATS):
+    of the rows of a tile; row_max in log2 units, or -inf for a row without keys."""
 
-    acc_o: cute.Tensor
+    p: cute.Tensor
+    factors: cute.Tensor
+    rescale: cute.Tensor
+    pipe: pipeline.Pipeline
+    tops: cute.Tensor
+    row_max: cute.Tensor
+    row_sum: cute.Tensor
+
+
+def allocate(spec, smem) -> ScoreHandoff:
+    """Allocate `ScoreHandoff`."""
+    t = spec.tile
+    p = cute.make_layout((2 * t.n_tiles, LANES, SCORE_WARPS, P_STAGES))
+    each = [(t.m, P_STAGES), (t.m, SCORE_WARPS, 2), (t.m, STATS), (t.m, SCORE_WARPS, STATS)]
+    rescale, tops, row_max, row_sum = (smem.allocate_tensor(Float32, cute.make_layout(x), 16) for x in each)
+    return ScoreHandoff(
+        smem.allocate_tensor(Uint32, p, 16),
+        smem.allocate_tensor(cutlass.BFloat16, cute.make_layout((t.n, groups(spec.kv.record), P_STAGES)), 16),
+        rescale,
+        pipeline.make(smem, P_STAGES, SCORE_WARPS, WARPS),
+        tops,
+        row_max,
+        row_sum,
+    )
+
+
+@dataclass(frozen=True)
+class ScoreFragments:
+    """The registers of a score warp. Lane 4 g + t has rows 8 n + 2 t and 8 n + 2 t + 1 of MMA n. acc_s (4, n): of keys
+    g and g + 8. factors (2, group): of these keys, as pairs of bf16. found: the slot of the warp's key lane % 16 of the
+    next block."""
+
     acc_s: cute.Tensor
     factors: cute.Tensor
-    p: cute.Tensor
     st: SoftmaxState
     tokens: cute.Tensor
     found: cute.Tensor
 
 
-class MmaState(NamedTuple):
-    """The next block, in k.pipe, and the number of splits that the CTA has stored."""
+class ScoreState(NamedTuple):
+    """The next items of the score role: kv, in k.pipe; p, in the pipeline of `ScoreHandoff`; tile, of those with a
+    key."""
 
     kv: pipeline.PipelineState
-    partials: Int32
+    p: Int32
+    tile: Int32
 
 
-def warp_of(spec):
-    """Return the index of this warp among those of the role."""
-    return cute.arch.make_warp_uniform(cute.arch.warp_idx()) - roles(spec).first("mma")
+def warp_of(spec, role):
+    """Return the index of this warp among those of a role."""
+    return cute.arch.make_warp_uniform(cute.arch.warp_idx()) - roles(spec).first(role)
 
 
-def half_of(spec):
-    """Return which half of the columns of K this warp has."""
-    return warp_of(spec) // KEY_TILES
+def meet():
+    """Wait for all score warps."""
+    cute.arch.barrier(barrier_id=NamedBarrier.SCORES, number_of_threads=LANES * SCORE_WARPS)
 
 
-def groups_of_half(spec):
-    """Return the number of factors of a half of the columns of a row; 1 if there are none."""
-    return max(groups(spec.kv.record) // HALVES, 1)
-
-
-def code_steps(spec):
-    """Return the MMAs of a half of the columns of V."""
-    return spec.head_dim_vo // STEP // HALVES
-
-
-def rotated_steps(spec):
-    """Return the MMAs of a half of the other columns."""
-    return (spec.head_dim_qk - spec.head_dim_vo) // STEP // HALVES
-
-
-def steps(spec):
-    """Return the MMAs of a half of the columns of K."""
-    return code_steps(spec) + rotated_steps(spec)
-
-
-def make_fragments(spec) -> LatentFragments:
-    """Allocate the registers of a warp."""
-    rmem, n = cute.make_rmem_tensor, spec.tile.n_tiles
-    return LatentFragments(
-        rmem((4, MMAS, n), Float32),
+# The score role: one iteration per tile, an inner one per KV block, highest block first.
+#   waits for   k.pipe (the rows of the block), the other score warps (maxima), and a free stage of P
+#   computes    S^T of 16 keys, the maxima of rows over all keys of the block, P
+#   signals     the stage of P; mma frees the rows behind it
+@cute.jit
+def score_warp(spec: cutlass.Constexpr, plan, s):
+    """Run the role in one warp."""
+    rmem, n = cute.make_rmem_tensor, const_expr(spec.tile.n_tiles)
+    r = ScoreFragments(
         rmem((4, n), Float32),
-        rmem((2, groups_of_half(spec)), Uint32),
-        rmem((2, KEY_TILES, n), Uint32),
-        softmax.make(n),
+        rmem((2, groups(spec.kv.record)), Uint32),
+        softmax.make(2 * n),
         rmem(2 * n, Int32),
         rmem(1, Int32),
     )
 
+    def score_tile(w, _, at):
+        return score_blocks(spec, plan, s, r, w, at)
 
-def meet():
-    """Wait for all warps of the role."""
-    cute.arch.barrier(barrier_id=NamedBarrier.MMA, number_of_threads=LANES * WARPS)
+    work.for_each_tile(spec, s, score_tile, ScoreState(pipeline.initial_state(), Int32(0), Int32(0)))
 
 
 @cute.jit
-def mma_warp(spec: cutlass.Constexpr, plan, s):
-    """Run the role in one warp."""
-    r = make_fragments(spec)
-
-    def one_tile(w, _, at):
-        return compute_tile(spec, plan, s, r, w, at)
-
-    at = work.for_each_tile(spec, s, one_tile, MmaState(pipeline.initial_state(), Int32(0)))
-    splits.barrier(WARPS)
-    tid = cute.arch.thread_idx()[0] - roles(spec).first_thread("mma")
-    splits.merge_together(spec, plan.args, s.splits, at.partials, tid, WARPS)
-
-
-# One iteration per KV block, highest block first, with the scores of the block below.
-#   waits for   k.pipe (the rows of the block below), and once for the other warps (its scores)
-#   computes    P of the block from its scores, then O^T += V^T P^T, and S^T of the block below
-#   releases    the stage of the block
-@cute.jit
-def compute_tile(spec: cutlass.Constexpr, plan, s, r: LatentFragments, w: WorkTileInfo, at: MmaState) -> MmaState:
-    """Compute and store a tile. Return the state behind it."""
+def score_blocks(
+    spec: cutlass.Constexpr, plan, s, r: ScoreFragments, w: WorkTileInfo, at: ScoreState
+) -> ScoreState:
+    """Compute P of the blocks of a tile. Return the state behind it."""
     a = plan.args
     softmax.reset(r.st, 0.0)
-    r.acc_o.fill(0.0)
     r.factors.fill(RAISED_PAIR)
     if w.n_block_max > w.n_block_min:
         load_q(spec, a, s, w)
@@ -144,129 +153,115 @@ def compute_tile(spec: cutlass.Constexpr, plan, s, r: LatentFragments, w: WorkTi
         look_up(spec, plan, r, w, w.n_block_max - 1)
         scale = softmax.device_scale(a.logits.softmax_scale_log2, a.logits.softmax_scale_ptr)
         meet()
-        add_block(spec, plan, s, r, w, at.kv, w.n_block_max - 1, scale, has_values=False)
-        for n_block in cutlass.range(w.n_block_max - 2, w.n_block_min - 1, -1, unroll=1):
-            add_block(spec, plan, s, r, w, at.kv, n_block, scale)
-            at = at._replace(kv=pipeline.next_item(s.k.pipe, at.kv))
-        add_block(spec, plan, s, r, w, at.kv, w.n_block_min - 1, scale, has_scores=False)
-        at = at._replace(kv=pipeline.next_item(s.k.pipe, at.kv))
-    return at._replace(partials=store(spec, a, s, r, w, at.partials))
+        for n_block in cutlass.range(w.n_block_max - 1, w.n_block_min - 1, -1, unroll=1):
+            at = score_block(spec, plan, s, r, w, at, n_block, scale)
+        at = at._replace(tile=at.tile + 1)
+    return at
 
 
 def row_of(k):
-    """Return the row of the tile that is the k-th of this lane's in O."""
+    """Return the row of the tile that is this lane's k-th."""
     return ROWS * (k // 2) + 2 * (cute.arch.lane_idx() % 4) + k % 2
 
 
-# Q: a lane's words of the B operand of an MMA lie side by side, those of a half of the columns behind those of the
-# other. Those of columns with codes have the order in which a word of codes becomes two: the first half of a lane's
-# four columns, then the second.
+# Q: a lane's words of the B operand of an MMA lie side by side. Those of columns with codes have the order in which a
+# word of codes becomes two: the first half of a lane's four columns, then the second.
 
 
 @cute.jit
 def load_q(spec: cutlass.Constexpr, a, s, w: WorkTileInfo):
     """Make the operand of S^T from Q. Rows past the sequence become zeros."""
-    own, half, per_half = warp_of(spec) % KEY_TILES, half_of(spec), const_expr(code_steps(spec))
+    lane, own, count = cute.arch.lane_idx(), warp_of(spec, "score"), const_expr(spec.head_dim_qk // STEP)
+    g, t, latent = lane // 4, lane % 4, const_expr(spec.head_dim_vo // STEP)
     for n in cutlass.range_constexpr(spec.tile.n_tiles):
-        row = w.m_block * spec.tile.m + ROWS * n + cute.arch.lane_idx() // 4
+        row = w.m_block * spec.tile.m + ROWS * n + g
         exists = row < geometry.num_rows(w.sequence.q_len, w.pack_factor)
         token = w.sequence.q_start + geometry.token_of(row, geometry.pack_divisor(w))
         head = geometry.head_of(row, w.head_idx, geometry.pack_divisor(w))
-        first = half * const_expr(steps(spec))
-        for i in cutlass.range_constexpr(per_half // KEY_TILES):
-            step = own + KEY_TILES * i
-            load_step(spec, a.query.q, token, head, exists, s, n, half * per_half + step, first + step, False)
-        if const_expr(rotated_steps(spec) > 0):
-            if own < const_expr(rotated_steps(spec)):
-                plain, source = const_expr(RECORDS[spec.kv.record].packed), half * const_expr(rotated_steps(spec)) + own
-                load_step(spec, a.query.q_rope, token, head, exists, s, n, source, first + per_half + own, plain)
+        for i in cutlass.range_constexpr(latent // SCORE_WARPS):
+            load_step(spec, a.query.q, token, head, exists, s, n, own + SCORE_WARPS * i, Int32(0), False)
+        if const_expr(count > latent):
+            if own < count - latent:
+                plain = const_expr(rotated_steps(spec) > 0)
+                load_step(spec, a.query.q_rope, token, head, exists, s, n, own + latent, Int32(latent), plain)
 
 
 @cute.jit
 def load_step(
-    spec: cutlass.Constexpr, q: cute.Tensor, token: Int32, head: Int32, exists, s, n: cutlass.Constexpr, source: Int32,
-    step: Int32, plain: cutlass.Constexpr,
+    spec: cutlass.Constexpr, q: cute.Tensor, token: Int32, head: Int32, exists, s, n: cutlass.Constexpr, step: Int32,
+    first: Int32, plain: cutlass.Constexpr,
 ):  # fmt: skip
-    """Load this lane's words of an MMA. source: its number in the tensor. plain: K has 16 bits there."""
+    """Load this lane's words of an MMA. first: the MMA of the tensor's first column. plain: K has 16 bits there."""
     t, words = cute.arch.lane_idx() % 4, cute.make_rmem_tensor(2, Uint32)
     words.fill(0)
     if exists:
-        base = memory.row_of(q, token, head) + source * const_expr(STEP * q.element_type.width // 8)
+        base = memory.row_of(q, token, head) + (step - first) * const_expr(STEP * q.element_type.width // 8)
         if const_expr(plain):
-            for part in cutlass.range_constexpr(2):
-                words[part] = memory.load_words(base + 4 * t + 16 * part, 0, 1)[0]
+            for half in cutlass.range_constexpr(2):
+                words[half] = memory.load_words(base + 4 * t + 16 * half, 0, 1)[0]
         elif const_expr(q.element_type.width == 16):
             loaded = memory.load_words(base + 8 * t, 0, 2)
-            for part in cutlass.range_constexpr(2):
-                words[part] = to_bf16.multiply(loaded[part], RAISED_PAIR)
+            for half in cutlass.range_constexpr(2):
+                words[half] = to_bf16.multiply(loaded[half], RAISED_PAIR)
         else:
             loaded = to_bf16.e4m3_words(memory.load_words(base + 4 * t, 0, 1)[0])
-            for part in cutlass.range_constexpr(2):
-                exact = to_bf16.multiply(loaded[part], to_bf16.EXACT["e4m3"])
-                words[part] = to_bf16.multiply(exact, RAISED_PAIR)
+            for half in cutlass.range_constexpr(2):
+                exact = to_bf16.multiply(loaded[half], to_bf16.EXACT["e4m3"])
+                words[half] = to_bf16.multiply(exact, RAISED_PAIR)
     at = (step * LANES + cute.arch.lane_idx()) * const_expr(2 * spec.tile.n_tiles) + 2 * n
-    for part in cutlass.range_constexpr(2):
-        s.q[at + part] = words[part]
+    for half in cutlass.range_constexpr(2):
+        s.q[at + half] = words[half]
 
 
 @cute.jit
-def look_up(spec: cutlass.Constexpr, plan, r: LatentFragments, w: WorkTileInfo, n_block: Int32):
+def look_up(spec: cutlass.Constexpr, plan, r: ScoreFragments, w: WorkTileInfo, n_block: Int32):
     """Look up the slot of the warp's key lane % 16 of a block."""
     if const_expr(gather.has_slots(spec)):
         of, op = pages.of_sequence(plan.args, w.batch_idx, pages.K), plan.kv[pages.K]
         page_ids = RowPageIds(r.found, Quotient(op.gmem[0].shape[2], *op.page_size))
-        row = n_block * spec.tile.n + first_key(spec) + cute.arch.lane_idx() % KEYS
+        row = n_block * spec.tile.n + KEYS * warp_of(spec, "score") + cute.arch.lane_idx() % KEYS
         r.found[0] = gather.page_of_row(spec, page_ids, of, w.sequence.kv_len, row)
 
 
-def first_key(spec):
-    """Return the warp's first key of a block."""
-    return warp_of(spec) % KEY_TILES * KEYS
-
-
 @cute.jit
-def add_block(
-    spec: cutlass.Constexpr, plan, s, r: LatentFragments, w: WorkTileInfo, kv: pipeline.PipelineState, n_block: Int32,
-    scale: Float32, has_values: cutlass.Constexpr = True, has_scores: cutlass.Constexpr = True,
-):  # fmt: skip
-    """Add the keys of the block at `kv` to O, and compute the scores of the block behind it, `n_block`. has_values:
-    False: there is no block before the first one, which is at `kv`. has_scores: False: there is no block behind."""
-    pitch, following = const_expr(spec.tile.n * PITCH[spec.kv.record]), kv
-    if const_expr(has_values):
-        following = pipeline.next_item(s.k.pipe, kv)
-        softmax_of_block(spec, s, r, kv.index % 2, scale)
-    if const_expr(has_scores):
-        exist = Uint32(ALL)
-        if const_expr(gather.has_slots(spec)):
-            exist = present(plan.args, r)
-            look_up(spec, plan, r, w, n_block - 1)
-        pipeline.consumer_wait(s.k.pipe, following)
-    base = s.k.raw.iterator.toint()
-    scores = Scores(spec, s, r, base + following.index * pitch, has_scores)
-    values = Values(spec, s, r, base + kv.index * pitch, kv.index % 2, has_values)
-    # MMAs of both products in turn, so that neither waits for its own
-    for i in cutlass.range_constexpr(max(scores.units, values.units)):
-        scores.add(i)
-        values.add(i)
-    if const_expr(has_values):
-        pipeline.consumer_release_if(s.k.pipe, kv, True)
-    if const_expr(has_scores):
-        scores.finish()
-        if half_of(spec) == 0:
-            if const_expr(gather.has_slots(spec)):
-                hide_missing(spec, r, exist)
-            else:
-                hide_unseen(spec, plan.args, r, w, n_block)
-        store_scores(spec, s, r, following.index % 2)
-        store_factors(spec, s, base + following.index * pitch, following.index % 2)
-        meet()
-
-
-@cute.jit
-def present(a, r: LatentFragments):
+def present(a, r: ScoreFragments):
     """Return which of the warp's keys exist, as bits."""
     slot, rows = r.found[0], Int64(a.kv.k.shape[0]) * a.kv.k.shape[2]
     return Uint32(cute.arch.vote_ballot_sync(slot >= 0 and Int64(slot) < rows)) & ALL
+
+
+def stage_of(spec, s, kv):
+    """Return the address of the rows of a block."""
+    return s.k.raw.iterator.toint() + kv.index * (spec.tile.n * PITCH[spec.kv.record])
+
+
+@cute.jit
+def score_block(
+    spec: cutlass.Constexpr, plan, s, r: ScoreFragments, w: WorkTileInfo, at: ScoreState, n_block: Int32, scale: Float32
+) -> ScoreState:
+    """Compute P of a block into shared memory. Return the state behind it."""
+    own, exist = warp_of(spec, "score"), Uint32(ALL)
+    if const_expr(gather.has_slots(spec)):
+        exist = present(plan.args, r)
+        look_up(spec, plan, r, w, n_block - 1)
+    pipeline.consumer_wait(s.k.pipe, at.kv)
+    rows = stage_of(spec, s, at.kv) + own * const_expr(KEYS * PITCH[spec.kv.record])
+    load_factors(spec, r, rows)
+    compute_scores(spec, s, r, rows)
+    if const_expr(gather.has_slots(spec)):
+        hide_missing(spec, r, exist)
+    else:
+        hide_unseen(spec, plan.args, r, w, n_block)
+    update_rows(spec, s, r, scale, at.p % 2)
+    stage = pipeline.stage(s.scores.pipe, at.p)
+    pipeline.producer_acquire(s.scores.pipe, at.p)
+    store_p(spec, s, r, stage)
+    store_factors(spec, s, rows, stage)
+    if n_block == w.n_block_min:
+        store_stats(spec, s, r, at.tile % STATS)
+    cute.arch.sync_warp()  # all lanes have written before one of them arrives
+    pipeline.producer_commit(s.scores.pipe, at.p)
+    return at._replace(kv=pipeline.next_item(s.k.pipe, at.kv), p=at.p + 1)
 
 
 def lane_piece(spec):
@@ -275,143 +270,88 @@ def lane_piece(spec):
     return lane % KEYS * PITCH[spec.kv.record] + lane // KEYS * PIECE
 
 
-class Scores:
-    """S^T of the warp's keys and its half of their columns, in units of two MMAs. Used while a kernel is traced."""
-
-    def __init__(self, spec, s, r: LatentFragments, stage, exists):
-        self.spec, self.s, self.r = spec, s, r
-        self.form, self.n_tiles = RECORDS[spec.kv.record], spec.tile.n_tiles
-        self.units = steps(spec) // 2 if exists else 0
-        if not exists:
-            return
-        half, rows = half_of(spec), stage + first_key(spec) * PITCH[spec.kv.record]
-        self.acc = [[Float32(0.0)] * (4 * self.n_tiles) for _ in range(CHAINS)]
-        self.base = rows + lane_piece(spec)
-        self.codes = self.base + half * (PIECE * code_steps(spec))
-        self.q = s.q.iterator.toint() + (half * (steps(spec) * LANES) + cute.arch.lane_idx()) * (8 * self.n_tiles)
-        self.half = half
-        load_factors(spec, r, rows, half)
-
-    def add(self, unit):
-        """Add the products of a unit."""
-        if unit >= self.units:
-            return
-        first = 2 * unit
-        rotated = first - code_steps(self.spec)
-        if rotated >= 0 and self.form.packed:
-            for part in range(2):
-                width = 2 * PIECE
-                at = self.form.rotated_at + width * (rotated + part)
-                words = warp.ldmatrix_x4(self.base + self.half * (width * rotated_steps(self.spec)) + at)
-                self.multiply(first + part, words)
-            return
-        if rotated >= 0:
-            at = self.base + self.half * (PIECE * rotated_steps(self.spec)) + (self.spec.head_dim_vo + PIECE * rotated)
-        else:
-            at = self.codes + PIECE * first
-        words, group = warp.ldmatrix_x4(at), max(first, 0) * groups_of_half(self.spec) // max(code_steps(self.spec), 1)
-        group = min(group, groups_of_half(self.spec) - 1)
-        for part in range(2):
-            keys = [to_bf16.e4m3_words(words[2 * part + e]) for e in range(2)]
-            a = [to_bf16.multiply(keys[e][k], self.r.factors[e, group]) for k in range(2) for e in range(2)]
-            self.multiply(first + part, a)
-
-    def multiply(self, step, a):
-        """Add the products of an MMA."""
-        q, chain = mma.load(self.q + step * (LANES * 8 * self.n_tiles), 2 * self.n_tiles), self.acc[step % CHAINS]
-        for n in range(self.n_tiles):
-            mma.issue("bf16", chain, 4 * n, a, q[2 * n : 2 * n + 2])
-
-    def finish(self):
-        """Add up the chains."""
-        for n in range(self.n_tiles):
-            for e in range(4):
-                self.r.acc_s[e, n] = softmax.join_chains([chain[4 * n + e] for chain in self.acc], softmax.add)
+@cute.jit
+def compute_scores(spec: cutlass.Constexpr, s, r: ScoreFragments, rows: Int32):
+    """Compute S^T of the warp's keys, the rows of which begin at an address."""
+    form, n_tiles = const_expr(RECORDS[spec.kv.record]), const_expr(spec.tile.n_tiles)
+    of_codes = const_expr(spec.head_dim_qk // STEP - rotated_steps(spec))
+    per_group = const_expr(of_codes // groups(spec.kv.record))
+    acc = cute.make_rmem_tensor((4, n_tiles, CHAINS), Float32)
+    acc.fill(0.0)
+    base = rows + lane_piece(spec)
+    for i in cutlass.range_constexpr(of_codes // CHAINS // 2):
+        for chain in cutlass.range_constexpr(CHAINS):
+            step = const_expr(chain * (of_codes // CHAINS) + 2 * i)
+            words = warp.ldmatrix_x4(base + PIECE * step)
+            for half in cutlass.range_constexpr(2):
+                keys = [to_bf16.e4m3_words(words[2 * half + e]) for e in range(2)]
+                group = const_expr((step + half) // per_group)
+                a = [to_bf16.multiply(keys[e][part], r.factors[e, group]) for part in range(2) for e in range(2)]
+                multiply(spec, s, acc, chain, step + half, a)
+    for step in cutlass.range_constexpr(rotated_steps(spec)):
+        words = warp.ldmatrix_x4(base + const_expr(form.rotated_at + 2 * PIECE * step))
+        multiply(spec, s, acc, const_expr(step % CHAINS), const_expr(of_codes + step), words)
+    for n in cutlass.range_constexpr(n_tiles):
+        for e in cutlass.range_constexpr(4):
+            r.acc_s[e, n] = softmax.join_chains([acc[e, n, chain] for chain in range(CHAINS)], softmax.add)
 
 
-class Values:
-    """O^T += V^T P^T of all keys of a block for the warp's columns, in units of 16 keys and 32 columns. Used while a
-    kernel is traced."""
-
-    def __init__(self, spec, s, r: LatentFragments, stage, buffer, exists):
-        self.spec, self.r = spec, r
-        self.units = KEY_TILES * MMAS // 2 if exists else 0
-        if not exists:
-            return
-        own = warp_of(spec)
-        self.base = stage + own * COLUMNS + lane_piece(spec)
-        self.packed = RECORDS[spec.kv.record].packed
-        if self.packed:
-            group = own // (WARPS // groups(spec.kv.record))
-            first = 2 * ((buffer * groups(spec.kv.record) + group) * spec.tile.n + 2 * (cute.arch.lane_idx() % 4))
-            self.factors = s.factors.iterator.toint() + first
-
-    def add(self, unit):
-        """Add the products of a unit."""
-        if unit >= self.units:
-            return
-        tile, i = unit // (MMAS // 2), unit % (MMAS // 2) * 2
-        if i == 0:
-            self.factor = [Uint32(RAISED_PAIR)] * 2
-            if self.packed:
-                self.factor = [mma.load(self.factors + 2 * (KEYS * tile + 8 * e), 1)[0] for e in range(2)]
-        v = warp.ldmatrix_x4_trans(self.base + KEYS * tile * PITCH[self.spec.kv.record] + PIECE * i)
-        for part in range(2):
-            keys = [to_bf16.e4m3_words(v[2 * part + e], (0, 2, 1, 3)) for e in range(2)]
-            a = [to_bf16.multiply(keys[e][k], self.factor[e]) for e in range(2) for k in range(2)]
-            for n in range(self.spec.tile.n_tiles):
-                p = [self.r.p[e, tile, n] for e in range(2)]
-                mma.issue("bf16", self.r.acc_o, 4 * (i + part + MMAS * n), a, p)
+def multiply(spec, s, acc, chain, step, a):
+    """Add the products of an MMA of K Q^T to a chain of sums."""
+    n_tiles = spec.tile.n_tiles
+    at = s.q.iterator.toint() + (step * LANES + cute.arch.lane_idx()) * (8 * n_tiles)
+    q = mma.load(at, 2 * n_tiles)
+    for n in range(n_tiles):
+        mma.issue("bf16", acc, 4 * (n + n_tiles * chain), a, q[2 * n : 2 * n + 2])
 
 
 # Factors: of a row and 128 columns, in bf16, as FlashMLA rounds them
 
 
-def load_factors(spec, r: LatentFragments, rows, half):
-    """Load the factors of keys g and g + 8 for the warp's half of the columns."""
-    if RECORDS[spec.kv.record].packed:
-        for e in range(2):
-            for group, factor in enumerate(stored_factors(spec, rows, cute.arch.lane_idx() // 4 + 8 * e, half)):
+@cute.jit
+def load_factors(spec: cutlass.Constexpr, r: ScoreFragments, rows: Int32):
+    """Load the factors of keys g and g + 8."""
+    if const_expr(RECORDS[spec.kv.record].packed):
+        for e in cutlass.range_constexpr(2):
+            for group, factor in enumerate(stored_factors(spec, rows, cute.arch.lane_idx() // 4 + 8 * e)):
                 r.factors[e, group] = warp.pack_16bit(cutlass.BFloat16, factor, factor)
 
 
 @cute.jit
-def store_factors(spec: cutlass.Constexpr, s, stage: Int32, buffer: Int32):
-    """Store the factors of the warp's keys and columns for the other warps."""
-    lane, half = cute.arch.lane_idx(), half_of(spec)
+def store_factors(spec: cutlass.Constexpr, s, rows: Int32, stage: Int32):
+    """Store the factors of the warp's keys for the other warps."""
+    lane = cute.arch.lane_idx()
     if const_expr(RECORDS[spec.kv.record].packed):
         if lane < KEYS:
-            key = first_key(spec) + lane
-            for i, factor in enumerate(stored_factors(spec, stage, key, half)):
-                group = half * const_expr(groups_of_half(spec)) + i
-                s.factors[key, group, buffer] = factor.to(cutlass.BFloat16)
+            for group, factor in enumerate(stored_factors(spec, rows, lane)):
+                s.scores.factors[KEYS * warp_of(spec, "score") + lane, group, stage] = factor.to(cutlass.BFloat16)
 
 
-def stored_factors(spec, rows, key, half):
-    """Return the factors of a row for a half of its columns, times `RAISED`."""
-    count = groups_of_half(spec)
-    at = rows + key * PITCH[spec.kv.record] + RECORDS[spec.kv.record].factors_at + half * (4 * count)
-    return [warp.from_bits(word) * RAISED for word in mma.load(at, count)]
+def stored_factors(spec, rows, key):
+    """Return the factors of a row, times `RAISED`."""
+    at = rows + key * PITCH[spec.kv.record] + RECORDS[spec.kv.record].factors_at
+    return [warp.from_bits(word) * RAISED for word in mma.load(at, groups(spec.kv.record))]
 
 
 @cute.jit
-def hide_missing(spec: cutlass.Constexpr, r: LatentFragments, exist):
+def hide_missing(spec: cutlass.Constexpr, r: ScoreFragments, exist):
     """Set the scores of slots that do not exist to -inf."""
+    g, count = cute.arch.lane_idx() // 4, const_expr(spec.tile.n_tiles)
     if exist != ALL:
         for e in cutlass.range_constexpr(2):
-            missing = exist & (Uint32(1) << Uint32(cute.arch.lane_idx() // 4 + 8 * e)) == 0
-            for n in cutlass.range_constexpr(spec.tile.n_tiles):
+            missing = exist & (Uint32(1) << Uint32(g + 8 * e)) == 0
+            for n in cutlass.range_constexpr(count):
                 for k in cutlass.range_constexpr(2):
                     r.acc_s[2 * e + k, n] = warp.select(missing, -Float32.inf, r.acc_s[2 * e + k, n])
 
 
 @cute.jit
-def hide_unseen(spec: cutlass.Constexpr, a, r: LatentFragments, w: WorkTileInfo, n_block: Int32):
+def hide_unseen(spec: cutlass.Constexpr, a, r: ScoreFragments, w: WorkTileInfo, n_block: Int32):
     """Set the scores of keys that a row's token does not see to -inf."""
     if n_block >= w.n_block_full_max or n_block < w.n_block_full_min:
         seqlen = mask.seqlen_info(spec, a, w.sequence)
         rows = ScoreRows(r.tokens, w.sequence.q_start, seqlen, None)
-        first = n_block * spec.tile.n + first_key(spec) + cute.arch.lane_idx() // 4
+        first = n_block * spec.tile.n + KEYS * warp_of(spec, "score") + cute.arch.lane_idx() // 4
         mask.apply(spec, rows_view(r.acc_s), rows, ScoreCols(first, [0, 8]))
 
 
@@ -422,77 +362,169 @@ def rows_view(acc_s):
 
 
 @cute.jit
-def store_scores(spec: cutlass.Constexpr, s, r: LatentFragments, buffer: Int32):
-    """Store the scores of the warp's keys, which are sums over half of the columns."""
-    view, key = rows_view(r.acc_s), first_key(spec) + cute.arch.lane_idx() // 4
+def update_rows(spec: cutlass.Constexpr, s, r: ScoreFragments, scale: Float32, buffer: Int32):
+    """Bring the maxima of rows up to date with all warps' keys, rescale the sums of rows, and turn scores into
+    exponentials."""
+    view, st = rows_view(r.acc_s), r.st
     for k in cutlass.range_constexpr(cute.size(r.tokens)):
-        for e in cutlass.range_constexpr(2):
-            s.scores[key + 8 * e, row_of(k), half_of(spec), buffer] = view[k, e]
+        top = warp.reduce_across_quads(cute.arch.fmax(view[k, 0], view[k, 1]), cute.arch.fmax)
+        if cute.arch.lane_idx() < 4:
+            s.scores.tops[row_of(k), warp_of(spec, "score"), buffer] = top
+    meet()
+    for k in cutlass.range_constexpr(cute.size(r.tokens)):
+        old, top = st.row_max[k], st.row_max[k]
+        for other in cutlass.range_constexpr(SCORE_WARPS):
+            top = cute.arch.fmax(top, s.scores.tops[row_of(k), other, buffer])
+        st.row_max[k] = top
+        st.row_max_scaled[k] = Float32(0.0) if top == -Float32.inf else top * scale
+        st.acc_scale[k] = Float32(1.0) if top == old else softmax.exp2_scaled(old, scale, st.row_max_scaled[k])
+        st.row_sum[k] = st.row_sum[k] * st.acc_scale[k]
+        softmax.exp_and_sum(st, view, scale, st.row_max_scaled[k], k)
 
 
 @cute.jit
-def softmax_of_block(spec: cutlass.Constexpr, s, r: LatentFragments, buffer: Int32, scale: Float32):
-    """Compute P of all keys of a block, bring the maxima and sums of rows up to date, and rescale O."""
-    st, m, t, grown = r.st, const_expr(spec.tile.m), cute.arch.lane_idx() % 4, False
+def store_p(spec: cutlass.Constexpr, s, r: ScoreFragments, stage: Int32):
+    """Store P of the warp's keys as the operand of O^T, and the factors of O."""
+    own, lane = warp_of(spec, "score"), cute.arch.lane_idx()
     for n in cutlass.range_constexpr(spec.tile.n_tiles):
-        row = ROWS * n + cute.arch.lane_idx() // 4
-        at = s.scores.iterator.toint() + 4 * ((buffer * (HALVES * m) + row) * SCORE_PITCH + 2 * t)
-        values = cute.make_rmem_tensor(4 * KEY_TILES, Float32)
-        for i in cutlass.range_constexpr(2 * KEY_TILES):  # keys 8 i + 2 t and the next one
-            both = [mma.load(at + const_expr(32 * i + 4 * half * m * SCORE_PITCH), 2) for half in range(HALVES)]
-            for e in cutlass.range_constexpr(2):
-                values[2 * i + e] = warp.from_bits(both[0][e]) + warp.from_bits(both[1][e])
-        top = cute.arch.warp_reduction_max(softmax.reduce(values, cute.arch.fmax), threads_in_group=4)
-        old = st.row_max[n]
-        top = cute.arch.fmax(old, top)
-        st.row_max[n] = top
-        st.row_max_scaled[n] = Float32(0.0) if top == -Float32.inf else top * scale
-        st.acc_scale[n] = Float32(1.0) if top == old else softmax.exp2_scaled(old, scale, st.row_max_scaled[n])
-        grown = grown or top != old
-        for i in cutlass.range_constexpr(4 * KEY_TILES):
-            values[i] = softmax.exp2_scaled(values[i], scale, st.row_max_scaled[n])
-        st.row_sum[n] = fma_sum(st.row_sum[n], st.acc_scale[n], softmax.reduce(values, softmax.add))
-        for i in cutlass.range_constexpr(2 * KEY_TILES):
-            pair = [values[2 * i + e] * RAISED for e in range(2)]
-            r.p[i % 2, i // 2, n] = warp.pack_16bit(cutlass.BFloat16, *pair)
-    if cute.arch.vote_any_sync(grown):
-        for n in cutlass.range_constexpr(spec.tile.n_tiles):
-            for e in cutlass.range_constexpr(2):
-                factor = cute.arch.shuffle_sync(st.acc_scale[n], 4 * (2 * t + e))
-                for i in cutlass.range_constexpr(MMAS):
-                    for c in cutlass.range_constexpr(2):
-                        r.acc_o[2 * c + e, i, n] = r.acc_o[2 * c + e, i, n] * factor
-
-
-def fma_sum(total, factor, more):
-    """Return total * factor + more."""
-    return warp.fma(total, factor, more)
+        for e in cutlass.range_constexpr(2):
+            word = warp.pack_16bit(cutlass.BFloat16, *(r.acc_s[2 * e + k, n] * RAISED for k in range(2)))
+            s.scores.p[2 * n + e, lane, own, stage] = mma.transpose(word)
+    if own == 0 and lane < 4:
+        for k in cutlass.range_constexpr(cute.size(r.tokens)):
+            s.scores.rescale[row_of(k), stage] = r.st.acc_scale[k]
 
 
 @cute.jit
-def store(spec: cutlass.Constexpr, a, s, r: LatentFragments, w: WorkTileInfo, partials: Int32) -> Int32:
-    """Store O and the LSE, or the CTA's split. Return the number of splits that the CTA has stored."""
-    left = geometry.num_rows(w.sequence.q_len, geometry.pack_divisor(w)) - w.m_block * spec.tile.m
+def store_stats(spec: cutlass.Constexpr, s, r: ScoreFragments, tile: Int32):
+    """Store the maxima and the sums of the rows of a tile."""
+    own = warp_of(spec, "score")
     for k in cutlass.range_constexpr(cute.size(r.tokens)):
-        row, n, source = row_of(k), const_expr(k // 2), 4 * (row_of(k) % ROWS)
-        sums = cute.arch.warp_reduction_sum(r.st.row_sum[n], threads_in_group=4)
-        own = -Float32.inf if r.st.row_max[n] == -Float32.inf else r.st.row_max_scaled[n]
-        top, total = (cute.arch.shuffle_sync(x, source) for x in (own, sums))
-        if row < left:
-            store_row(spec, a, r, w, k, row, top, total, warp_of(spec))
+        total = warp.reduce_across_quads(r.st.row_sum[k], softmax.add)
+        if cute.arch.lane_idx() < 4:
+            s.scores.row_sum[row_of(k), own, tile] = total
+            if own == 0:
+                top = -Float32.inf if r.st.row_max[k] == -Float32.inf else r.st.row_max_scaled[k]
+                s.scores.row_max[row_of(k), tile] = top
+
+
+class OutputState(NamedTuple):
+    """The next items of the mma role: kv, in k.pipe; p, in the pipeline of `ScoreHandoff`; tile, of those with a key.
+    partials: the splits that the CTA has stored."""
+
+    kv: pipeline.PipelineState
+    p: Int32
+    tile: Int32
+    partials: Int32
+
+
+# The mma role: one iteration per tile, an inner one per KV block.
+#   waits for   P of the block
+#   computes    O^T += V^T P^T of 64 columns
+#   releases    P and the rows of the block
+@cute.jit
+def mma_warp(spec: cutlass.Constexpr, plan, s):
+    """Run the role in one warp."""
+    acc_o = cute.make_rmem_tensor((4, MMAS, spec.tile.n_tiles), Float32)
+
+    def one_tile(w, _, at):
+        return compute_tile(spec, plan.args, s, acc_o, w, at)
+
+    state = OutputState(pipeline.initial_state(), Int32(0), Int32(0), Int32(0))
+    at = work.for_each_tile(spec, s, one_tile, state)
+    splits.barrier(WARPS)
+    tid = cute.arch.thread_idx()[0] - roles(spec).first_thread("mma")
+    splits.merge_together(spec, plan.args, s.splits, at.partials, tid, WARPS)
+
+
+@cute.jit
+def compute_tile(spec: cutlass.Constexpr, a, s, acc_o: cute.Tensor, w: WorkTileInfo, at: OutputState) -> OutputState:
+    """Compute and store a tile. Return the state behind it."""
+    acc_o.fill(0.0)
+    for _ in cutlass.range(w.n_block_min, w.n_block_max, unroll=1):
+        add_block(spec, s, acc_o, at)
+        at = at._replace(kv=pipeline.next_item(s.k.pipe, at.kv), p=at.p + 1)
+    store(spec, a, s, acc_o, w, at.tile % STATS)
+    if w.n_block_max > w.n_block_min:
+        at = at._replace(tile=at.tile + 1)
     if w.split.slot >= 0:
-        splits.record(s.splits, w, partials, cute.arch.thread_idx()[0] - roles(spec).first_thread("mma"))
-        partials += 1
-    return partials
+        splits.record(s.splits, w, at.partials, cute.arch.thread_idx()[0] - roles(spec).first_thread("mma"))
+        at = at._replace(partials=at.partials + 1)
+    return at
+
+
+@cute.jit
+def add_block(spec: cutlass.Constexpr, s, acc_o: cute.Tensor, at: OutputState):
+    """Compute O^T += V^T P^T of all keys of a block for the warp's columns. acc_o (4, MMA, n): of columns 2 g and
+    2 g + 1 of 16, and rows 8 n + 2 t and 8 n + 2 t + 1."""
+    n_tiles, own = const_expr(spec.tile.n_tiles), warp_of(spec, "mma")
+    group = own // const_expr(WARPS // groups(spec.kv.record))
+    base = stage_of(spec, s, at.kv) + own * COLUMNS + lane_piece(spec)
+    stage = pipeline.stage(s.scores.pipe, at.p)
+    p = s.scores.p[None, cute.arch.lane_idx(), None, stage].iterator.toint()
+    pipeline.consumer_wait(s.scores.pipe, at.p)
+    rescale(spec, s, acc_o, stage)
+    for tile in cutlass.range_constexpr(SCORE_WARPS):
+        words = mma.load(p + const_expr(tile * LANES * 8 * n_tiles), const_expr(2 * n_tiles))
+        factors = factors_of(spec, s, group, KEYS * tile, stage)
+        for i in cutlass.range_constexpr(0, MMAS, 2):
+            v = warp.ldmatrix_x4_trans(base + const_expr(tile * KEYS * PITCH[spec.kv.record] + PIECE * i))
+            for half in cutlass.range_constexpr(2):
+                keys = [to_bf16.e4m3_words(v[2 * half + e], (0, 2, 1, 3)) for e in range(2)]
+                a = [to_bf16.multiply(keys[e][part], factors[e]) for e in range(2) for part in range(2)]
+                for n in cutlass.range_constexpr(n_tiles):
+                    at_o = const_expr(4 * (i + half + MMAS * n))
+                    mma.issue("bf16", acc_o, at_o, a, words[2 * n : 2 * n + 2])
+    cute.arch.sync_warp()
+    pipeline.consumer_release(s.scores.pipe, at.p)
+    pipeline.consumer_release(s.k.pipe, at.kv)
+
+
+@cute.jit
+def rescale(spec: cutlass.Constexpr, s, acc_o: cute.Tensor, stage: Int32):
+    """Multiply O by the factors of a block, in warps in which some factor is not 1."""
+    count, needed = const_expr(2 * spec.tile.n_tiles), False
+    factors = cute.make_rmem_tensor(count, Float32)
+    for k in cutlass.range_constexpr(count):
+        factors[k] = s.scores.rescale[row_of(k), stage]
+        needed = needed or factors[k] != 1.0
+    if cute.arch.vote_any_sync(needed):
+        for k in cutlass.range_constexpr(count):
+            for i in cutlass.range_constexpr(MMAS):
+                for c in cutlass.range_constexpr(2):
+                    acc_o[2 * c + k % 2, i, k // 2] = acc_o[2 * c + k % 2, i, k // 2] * factors[k]
+
+
+def factors_of(spec, s, group, key, stage):
+    """Return the factors of a lane's four keys of 16, which begin at `key`, as two pairs."""
+    if not RECORDS[spec.kv.record].packed:
+        return [Uint32(RAISED_PAIR)] * 2
+    at = s.scores.factors[key, None, stage].iterator.toint()
+    at += 2 * (group * spec.tile.n + 2 * (cute.arch.lane_idx() % 4))
+    return [mma.load(at + 16 * half, 1)[0] for half in range(2)]
+
+
+@cute.jit
+def store(spec: cutlass.Constexpr, a, s, acc_o: cute.Tensor, w: WorkTileInfo, tile: Int32):
+    """Store O and the LSE, or the CTA's split."""
+    left = geometry.num_rows(w.sequence.q_len, geometry.pack_divisor(w)) - w.m_block * spec.tile.m
+    for k in cutlass.range_constexpr(2 * spec.tile.n_tiles):
+        row, total, top = row_of(k), Float32(0.0), -Float32.inf
+        if w.n_block_max > w.n_block_min:
+            top = s.scores.row_max[row, tile]
+            for each in cutlass.range_constexpr(SCORE_WARPS):
+                total += s.scores.row_sum[row, each, tile]
+        if row < left:
+            store_row(spec, a, acc_o, w, k, row, top, total)
 
 
 @cute.jit
 def store_row(
-    spec: cutlass.Constexpr, a, r: LatentFragments, w: WorkTileInfo, k: cutlass.Constexpr, row: Int32, top: Float32,
-    total: Float32, own: Int32,
+    spec: cutlass.Constexpr, a, acc_o: cute.Tensor, w: WorkTileInfo, k: cutlass.Constexpr, row: Int32, top: Float32,
+    total: Float32,
 ):  # fmt: skip
     """Store this lane's columns of a row."""
-    at, pack, first = w.m_block * spec.tile.m + row, geometry.pack_divisor(w), own * COLUMNS
+    at, pack, own = w.m_block * spec.tile.m + row, geometry.pack_divisor(w), warp_of(spec, "mma")
     token, head = w.sequence.q_start + geometry.token_of(at, pack), geometry.head_of(at, w.head_idx, pack)
     split = w.split.slot >= 0
     sink = epilogue.sink_of(a, head)
@@ -503,8 +535,8 @@ def store_row(
     pair, g = cute.make_rmem_tensor(2, Float32), cute.arch.lane_idx() // 4
     for i in cutlass.range_constexpr(MMAS):
         for e in cutlass.range_constexpr(2):
-            pair[e] = r.acc_o[2 * e + k % 2, i, k // 2] * scale
-        piece = (first + STEP * i) // 2 + g
+            pair[e] = acc_o[2 * e + k % 2, i, k // 2] * scale
+        piece = (own * COLUMNS + STEP * i) // 2 + g
         if split:
             copy.vector(pair, cute.local_tile(a.schedule.o_partial[w.split.slot, row, None], (2,), (piece,)))
         else:

@@ -1,14 +1,18 @@
 """The roles of the warps. Warp ranges, arrival counts of pipelines and register budgets follow from this table."""
 
 from ...device.roles import Role, Roles
-from .tile_table import WARPS
+from .tile_table import SCORE_WARPS, WARPS
 
-REGISTERS = 72, 216  # (load, mma)
+REGISTERS = 56, 168, 144  # (load, score, mma)
 
 
 def roles(spec) -> Roles:
     """Return the table of a kernel: name, warps, registers per thread, in the order of the warps."""
-    load, mma = REGISTERS
+    load, score, mma = REGISTERS
     return Roles.of(
-        Role("load_k", spec.tile.load_warps, load), Role("schedule", 1, load), Role("idle", 1, load), Role("mma", WARPS, mma)
+        Role("load_k", spec.tile.load_warps, load),
+        Role("schedule", 1, load),
+        Role("idle", 1, load),
+        Role("score", SCORE_WARPS, score),
+        Role("mma", WARPS, mma),
     )

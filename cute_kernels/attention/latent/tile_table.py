@@ -10,11 +10,11 @@ from ..tile import Resources, TileConfig
 
 ROWS = 8  # query rows of an MMA
 MOST_ROWS = 16
-WARPS = 8  # that compute
-KEYS = 16  # keys of a block of which a warp has the scores, for a half of the columns of K
-HALVES = 2
-KEY_TILES = WARPS // HALVES
-SCORE_PITCH = KEYS * KEY_TILES + 8  # scores from a row to the next: eight rows of two keys are in different banks
+WARPS = 8  # that compute O
+SCORE_WARPS = 4
+KEYS = 16  # keys of a block of which a warp has the scores
+P_STAGES = 2
+STATS = 4  # tiles whose maxima and sums of rows have room
 STEP = 16  # columns of K, and keys of V, of an MMA
 PIECE = 16  # bytes
 
@@ -34,8 +34,7 @@ PITCH = {name: pitch(RECORDS[name].row or max(DIMS[name])[0]) for name in DIMS}
 
 @dataclass(frozen=True)
 class LatentTileConfig(TileConfig):
-    """Tile of a CTA: m query rows x n keys, of which each of `WARPS` warps has 16 and a half of the columns of K,
-    and a part of the columns of O."""
+    """Tile of a CTA: m query rows x n keys, of which a score warp has 16."""
 
     bulk_rows: ClassVar[bool] = True
     load_warps: ClassVar[int] = 2
@@ -61,13 +60,18 @@ def tile_of(rows: int, record: str) -> LatentTileConfig | None:
     """Return the tile for a number of rows; None if there is none."""
     if rows > MOST_ROWS or record not in PITCH:
         return None
-    return LatentTileConfig(ROWS if rows <= ROWS else MOST_ROWS, KEYS * KEY_TILES, 4)
+    return LatentTileConfig(ROWS if rows <= ROWS else MOST_ROWS, KEYS * SCORE_WARPS, 4)
 
 
 def groups(record: str) -> int:
     """Return the number of factors of a row; 1 if all rows share one, which is a factor on the logits."""
     form = RECORDS[record]
     return form.latent // form.vec if form.packed else 1
+
+
+def rotated_steps(spec: Any) -> int:
+    """Return the MMAs of a row whose columns have 16 bits, behind those of codes."""
+    return (spec.head_dim_qk - spec.head_dim_vo) // STEP if RECORDS[spec.kv.record].packed else 0
 
 
 def operands(spec: Any) -> tuple[Operand, ...]:
@@ -83,8 +87,9 @@ def q_words(spec: Any) -> int:
 
 
 def smem_bytes(spec: Any) -> Resources:
-    """Return the shared memory of a CTA: keys, Q, scores and factors of two blocks, tiles and barriers."""
-    found = sum(x.smem_bytes for x in operands(spec)) + 4 * 32 * q_words(spec)
-    found += 2 * (4 * HALVES * spec.tile.m * SCORE_PITCH + 2 * spec.tile.n * groups(spec.kv.record)) + 1536
+    """Return the shared memory of a CTA: keys, Q, P, factors, maxima and sums of rows, tiles and barriers."""
+    found, m = sum(x.smem_bytes for x in operands(spec)) + 4 * 32 * q_words(spec), spec.tile.m
+    found += P_STAGES * (16 * SCORE_WARPS * m * 2 + 2 * spec.tile.n * groups(spec.kv.record) + 4 * m)
+    found += 4 * m * (2 * SCORE_WARPS + STATS * (1 + SCORE_WARPS)) + 1536
     smem = min(row.smem_per_cta for row in archs.TABLE if archs.WGMMA in row.instructions)
     return Resources(found, smem)
