@@ -1,12 +1,12 @@
 """Attention over packed latents for few query rows: host function and device entry. CTAs are persistent, and share the
 keys of requests by stream-K.
 
-| role     | warps | registers | waits for                                | signals                                   |
-| -------- | ----- | --------- | ---------------------------------------- | ----------------------------------------- |
-| load_k   | 2     | 56        | work_pipe full, k.pipe empty             | work_pipe empty, k.pipe full              |
-| schedule | 1     | 56        | work_pipe empty                          | work_pipe full                            |
-| score    | 4     | 168       | work_pipe, k.pipe full, scores.pipe empty| work_pipe empty, scores.pipe full         |
-| mma      | 8     | 144       | work_pipe, scores.pipe full              | work_pipe, scores.pipe, k.pipe empty      |
+| role     | warps | registers | waits for                                 | signals                                  |
+| -------- | ----- | --------- | ----------------------------------------- | ---------------------------------------- |
+| load_k   | 2     | 40        | work_pipe full, k.pipe empty              | work_pipe empty, k.pipe full             |
+| schedule | 1     | 40        | work_pipe empty                           | work_pipe full                           |
+| score    | 8     | 112       | work_pipe, k.pipe full, scores.pipe empty | work_pipe empty, scores.pipe full        |
+| mma      | 8     | 104       | work_pipe, scores.pipe full               | work_pipe, scores.pipe, k.pipe empty     |
 
 - work_pipe, 4 stages: a tile (`WorkTileInfo`).
 - k.pipe, `tile.stages` stages: the rows of a KV block, as they are stored. One bulk copy for each row completes it.

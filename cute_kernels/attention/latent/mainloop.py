@@ -1,9 +1,8 @@
 """The `score` and `mma` roles: from a CTA's tiles to O and the LSE.
 
 Keys are the M side of the MMAs, and query rows the N side, of which 8 are an MMA: S^T = K Q^T and O^T = V^T P^T. A
-score warp has 16 keys of a block, and an mma warp 64 columns of O for all keys. Codes of e4m3 become bf16 in registers, where
-they are used (`to_bf16`), and are multiplied by the factor of their row there: an instruction of conversion takes as
-long as one that moves a converted value through shared memory.
+score warp has half of the columns of 16 keys of a block, and an mma warp 64 columns of O for all keys. Codes of e4m3
+become bf16 in registers, where they are used (`to_bf16`), and are multiplied by the factor of their row there.
 
 To follow the code: `score_warp` -> `score_block`; `mma_warp` -> `compute_tile` -> `add_block`.
 """
@@ -28,6 +27,8 @@ from ..schedule.work import WorkTileInfo
 from ..softmax import SoftmaxState
 from .roles import roles
 from .tile_table import (
+    HALVES,
+    KEY_TILES,
     KEYS,
     P_STAGES,
     PIECE,
@@ -37,8 +38,10 @@ from .tile_table import (
     STATS,
     STEP,
     WARPS,
+    code_steps,
     groups,
     rotated_steps,
+    steps,
 )
 
 LANES = 32
@@ -55,13 +58,15 @@ ALL = (1 << KEYS) - 1
 class ScoreHandoff:
     """Shared memory between score and mma. p (words, lane, key tile, stage): the operand of O^T. factors (key, group,
     stage): of rows, in bf16. rescale (row, stage): factors by which O is multiplied before. pipe: of these stages.
-    tops (row, warp, 2): maxima of rows over the keys of a score warp. row_max (row, STATS), row_sum (row, warp, STATS):
-    of the rows of a tile; row_max in log2 units, or -inf for a row without keys."""
+    halves (value, lane, key tile, half, 2): sums over half of the columns. tops (row, key tile, 2): maxima of rows over
+    16 keys. row_max (row, STATS), row_sum (row, key tile, STATS): of the rows of a tile; row_max in log2 units, or -inf
+    for a row without keys."""
 
     p: cute.Tensor
     factors: cute.Tensor
     rescale: cute.Tensor
     pipe: pipeline.Pipeline
+    halves: cute.Tensor
     tops: cute.Tensor
     row_max: cute.Tensor
     row_sum: cute.Tensor
@@ -70,14 +75,21 @@ class ScoreHandoff:
 def allocate(spec, smem) -> ScoreHandoff:
     """Allocate `ScoreHandoff`."""
     t = spec.tile
-    p = cute.make_layout((2 * t.n_tiles, LANES, SCORE_WARPS, P_STAGES))
-    each = [(t.m, P_STAGES), (t.m, SCORE_WARPS, 2), (t.m, STATS), (t.m, SCORE_WARPS, STATS)]
-    rescale, tops, row_max, row_sum = (smem.allocate_tensor(Float32, cute.make_layout(x), 16) for x in each)
+    p = cute.make_layout((2 * t.n_tiles, LANES, KEY_TILES, P_STAGES))
+    each = [
+        (4 * t.n_tiles, LANES, KEY_TILES, HALVES, 2),
+        (t.m, P_STAGES),
+        (t.m, KEY_TILES, 2),
+        (t.m, STATS),
+        (t.m, KEY_TILES, STATS),
+    ]
+    halves, rescale, tops, row_max, row_sum = (smem.allocate_tensor(Float32, cute.make_layout(x), 16) for x in each)
     return ScoreHandoff(
         smem.allocate_tensor(Uint32, p, 16),
         smem.allocate_tensor(cutlass.BFloat16, cute.make_layout((t.n, groups(spec.kv.record), P_STAGES)), 16),
         rescale,
         pipeline.make(smem, P_STAGES, SCORE_WARPS, WARPS),
+        halves,
         tops,
         row_max,
         row_sum,
@@ -87,8 +99,9 @@ def allocate(spec, smem) -> ScoreHandoff:
 @dataclass(frozen=True)
 class ScoreFragments:
     """The registers of a score warp. Lane 4 g + t has rows 8 n + 2 t and 8 n + 2 t + 1 of MMA n. acc_s (4, n): of keys
-    g and g + 8. factors (2, group): of these keys, as pairs of bf16. found: the slot of the warp's key lane % 16 of the
-    next block."""
+    g and g + 8. factors (2, group): of these keys and the warp's half of the columns, as pairs of bf16. found: the slot
+    of the warp's key lane % 16 of the next block. st, tokens: of the rows of which the warp has the softmax, those of
+    the MMA with the number of its half."""
 
     acc_s: cute.Tensor
     factors: cute.Tensor
@@ -111,14 +124,29 @@ def warp_of(spec, role):
     return cute.arch.make_warp_uniform(cute.arch.warp_idx()) - roles(spec).first(role)
 
 
+def key_tile(spec):
+    """Return which 16 keys of a block a score warp has."""
+    return warp_of(spec, "score") % KEY_TILES
+
+
+def half_of(spec):
+    """Return which half of the columns of K a score warp has."""
+    return warp_of(spec, "score") // KEY_TILES
+
+
+def groups_of_half(spec):
+    """Return the number of factors of a half of the columns of a row; 1 if there are none."""
+    return max(groups(spec.kv.record) // HALVES, 1)
+
+
 def meet():
     """Wait for all score warps."""
-    cute.arch.barrier(barrier_id=NamedBarrier.SCORES, number_of_threads=LANES * SCORE_WARPS)
+    cute.arch.barrier(barrier_id=NamedBarrier.MMA, number_of_threads=LANES * SCORE_WARPS)
 
 
 # The score role: one iteration per tile, an inner one per KV block, highest block first.
-#   waits for   k.pipe (the rows of the block), the other score warps (maxima), and a free stage of P
-#   computes    S^T of 16 keys, the maxima of rows over all keys of the block, P
+#   waits for   k.pipe (the rows of the block), the other score warps (halves of scores, maxima), a free stage of P
+#   computes    half of the sums of S^T of 16 keys, then, of 8 rows, maxima over all keys of the block, and P
 #   signals     the stage of P; mma frees the rows behind it
 @cute.jit
 def score_warp(spec: cutlass.Constexpr, plan, s):
@@ -126,9 +154,9 @@ def score_warp(spec: cutlass.Constexpr, plan, s):
     rmem, n = cute.make_rmem_tensor, const_expr(spec.tile.n_tiles)
     r = ScoreFragments(
         rmem((4, n), Float32),
-        rmem((2, groups(spec.kv.record)), Uint32),
-        softmax.make(2 * n),
-        rmem(2 * n, Int32),
+        rmem((2, groups_of_half(spec)), Uint32),
+        softmax.make(2),
+        rmem(2, Int32),
         rmem(1, Int32),
     )
 
@@ -149,7 +177,8 @@ def score_blocks(
     if w.n_block_max > w.n_block_min:
         load_q(spec, a, s, w)
         for k in cutlass.range_constexpr(cute.size(r.tokens)):
-            r.tokens[k] = geometry.token_of(w.m_block * spec.tile.m + row_of(k), geometry.pack_divisor(w))
+            row = w.m_block * spec.tile.m + own_row(spec, k)
+            r.tokens[k] = geometry.token_of(row, geometry.pack_divisor(w))
         look_up(spec, plan, r, w, w.n_block_max - 1)
         scale = softmax.device_scale(a.logits.softmax_scale_log2, a.logits.softmax_scale_ptr)
         meet()
@@ -164,6 +193,11 @@ def row_of(k):
     return ROWS * (k // 2) + 2 * (cute.arch.lane_idx() % 4) + k % 2
 
 
+def own_row(spec, k):
+    """Return the row of the tile that is the k-th of this lane's of which a score warp has the softmax."""
+    return ROWS * half_of(spec) + row_of(k)
+
+
 # Q: a lane's words of the B operand of an MMA lie side by side. Those of columns with codes have the order in which a
 # word of codes becomes two: the first half of a lane's four columns, then the second.
 
@@ -171,31 +205,32 @@ def row_of(k):
 @cute.jit
 def load_q(spec: cutlass.Constexpr, a, s, w: WorkTileInfo):
     """Make the operand of S^T from Q. Rows past the sequence become zeros."""
-    lane, own, count = cute.arch.lane_idx(), warp_of(spec, "score"), const_expr(spec.head_dim_qk // STEP)
-    g, t, latent = lane // 4, lane % 4, const_expr(spec.head_dim_vo // STEP)
+    own, half, per_half = key_tile(spec), half_of(spec), const_expr(code_steps(spec))
+    first = half * const_expr(steps(spec))
     for n in cutlass.range_constexpr(spec.tile.n_tiles):
-        row = w.m_block * spec.tile.m + ROWS * n + g
+        row = w.m_block * spec.tile.m + ROWS * n + cute.arch.lane_idx() // 4
         exists = row < geometry.num_rows(w.sequence.q_len, w.pack_factor)
         token = w.sequence.q_start + geometry.token_of(row, geometry.pack_divisor(w))
         head = geometry.head_of(row, w.head_idx, geometry.pack_divisor(w))
-        for i in cutlass.range_constexpr(latent // SCORE_WARPS):
-            load_step(spec, a.query.q, token, head, exists, s, n, own + SCORE_WARPS * i, Int32(0), False)
-        if const_expr(count > latent):
-            if own < count - latent:
-                plain = const_expr(rotated_steps(spec) > 0)
-                load_step(spec, a.query.q_rope, token, head, exists, s, n, own + latent, Int32(latent), plain)
+        for i in cutlass.range_constexpr(per_half // KEY_TILES):
+            step = own + KEY_TILES * i
+            load_step(spec, a.query.q, token, head, exists, s, n, half * per_half + step, first + step, False)
+        if const_expr(rotated_steps(spec) > 0):
+            if own < const_expr(rotated_steps(spec)):
+                plain, source = const_expr(RECORDS[spec.kv.record].packed), half * const_expr(rotated_steps(spec)) + own
+                load_step(spec, a.query.q_rope, token, head, exists, s, n, source, first + per_half + own, plain)
 
 
 @cute.jit
 def load_step(
-    spec: cutlass.Constexpr, q: cute.Tensor, token: Int32, head: Int32, exists, s, n: cutlass.Constexpr, step: Int32,
-    first: Int32, plain: cutlass.Constexpr,
+    spec: cutlass.Constexpr, q: cute.Tensor, token: Int32, head: Int32, exists, s, n: cutlass.Constexpr, source: Int32,
+    step: Int32, plain: cutlass.Constexpr,
 ):  # fmt: skip
-    """Load this lane's words of an MMA. first: the MMA of the tensor's first column. plain: K has 16 bits there."""
+    """Load this lane's words of an MMA. source: its number in the tensor. plain: K has 16 bits there."""
     t, words = cute.arch.lane_idx() % 4, cute.make_rmem_tensor(2, Uint32)
     words.fill(0)
     if exists:
-        base = memory.row_of(q, token, head) + (step - first) * const_expr(STEP * q.element_type.width // 8)
+        base = memory.row_of(q, token, head) + source * const_expr(STEP * q.element_type.width // 8)
         if const_expr(plain):
             for half in cutlass.range_constexpr(2):
                 words[half] = memory.load_words(base + 4 * t + 16 * half, 0, 1)[0]
@@ -219,7 +254,7 @@ def look_up(spec: cutlass.Constexpr, plan, r: ScoreFragments, w: WorkTileInfo, n
     if const_expr(gather.has_slots(spec)):
         of, op = pages.of_sequence(plan.args, w.batch_idx, pages.K), plan.kv[pages.K]
         page_ids = RowPageIds(r.found, Quotient(op.gmem[0].shape[2], *op.page_size))
-        row = n_block * spec.tile.n + KEYS * warp_of(spec, "score") + cute.arch.lane_idx() % KEYS
+        row = n_block * spec.tile.n + KEYS * key_tile(spec) + cute.arch.lane_idx() % KEYS
         r.found[0] = gather.page_of_row(spec, page_ids, of, w.sequence.kv_len, row)
 
 
@@ -240,25 +275,29 @@ def score_block(
     spec: cutlass.Constexpr, plan, s, r: ScoreFragments, w: WorkTileInfo, at: ScoreState, n_block: Int32, scale: Float32
 ) -> ScoreState:
     """Compute P of a block into shared memory. Return the state behind it."""
-    own, exist = warp_of(spec, "score"), Uint32(ALL)
+    own, exist = key_tile(spec), Uint32(ALL)
     if const_expr(gather.has_slots(spec)):
         exist = present(plan.args, r)
         look_up(spec, plan, r, w, n_block - 1)
     pipeline.consumer_wait(s.k.pipe, at.kv)
-    rows = stage_of(spec, s, at.kv) + own * const_expr(KEYS * PITCH[spec.kv.record])
-    load_factors(spec, r, rows)
-    compute_scores(spec, s, r, rows)
-    if const_expr(gather.has_slots(spec)):
-        hide_missing(spec, r, exist)
-    else:
-        hide_unseen(spec, plan.args, r, w, n_block)
-    update_rows(spec, s, r, scale, at.p % 2)
-    stage = pipeline.stage(s.scores.pipe, at.p)
+    stage, half = stage_of(spec, s, at.kv), half_of(spec)
+    rows = stage + own * const_expr(KEYS * PITCH[spec.kv.record])
+    load_factors(spec, r, rows, half)
+    compute_scores(spec, s, r, rows, half)
+    exchange_halves(spec, s, r, at.p % 2)
+    to = pipeline.stage(s.scores.pipe, at.p)
+    if half < spec.tile.n_tiles:
+        if const_expr(gather.has_slots(spec)):
+            hide_missing(r, exist)
+        else:
+            hide_unseen(spec, plan.args, r, w, n_block)
+        update_rows(spec, s, r, scale, at.p % 2)
     pipeline.producer_acquire(s.scores.pipe, at.p)
-    store_p(spec, s, r, stage)
-    store_factors(spec, s, rows, stage)
-    if n_block == w.n_block_min:
-        store_stats(spec, s, r, at.tile % STATS)
+    store_factors(spec, s, rows, half, to)
+    if half < spec.tile.n_tiles:
+        store_p(spec, s, r, to)
+        if n_block == w.n_block_min:
+            store_stats(spec, s, r, at.tile % STATS)
     cute.arch.sync_warp()  # all lanes have written before one of them arrives
     pipeline.producer_commit(s.scores.pipe, at.p)
     return at._replace(kv=pipeline.next_item(s.k.pipe, at.kv), p=at.p + 1)
@@ -271,78 +310,105 @@ def lane_piece(spec):
 
 
 @cute.jit
-def compute_scores(spec: cutlass.Constexpr, s, r: ScoreFragments, rows: Int32):
-    """Compute S^T of the warp's keys, the rows of which begin at an address."""
+def compute_scores(spec: cutlass.Constexpr, s, r: ScoreFragments, rows: Int32, half: Int32):
+    """Compute S^T of the warp's keys, the rows of which begin at an address, over its half of the columns."""
     form, n_tiles = const_expr(RECORDS[spec.kv.record]), const_expr(spec.tile.n_tiles)
-    of_codes = const_expr(spec.head_dim_qk // STEP - rotated_steps(spec))
-    per_group = const_expr(of_codes // groups(spec.kv.record))
+    per_group = const_expr(code_steps(spec) // groups_of_half(spec))
     acc = cute.make_rmem_tensor((4, n_tiles, CHAINS), Float32)
     acc.fill(0.0)
     base = rows + lane_piece(spec)
-    for i in cutlass.range_constexpr(of_codes // CHAINS // 2):
-        for chain in cutlass.range_constexpr(CHAINS):
-            step = const_expr(chain * (of_codes // CHAINS) + 2 * i)
-            words = warp.ldmatrix_x4(base + PIECE * step)
-            for half in cutlass.range_constexpr(2):
-                keys = [to_bf16.e4m3_words(words[2 * half + e]) for e in range(2)]
-                group = const_expr((step + half) // per_group)
-                a = [to_bf16.multiply(keys[e][part], r.factors[e, group]) for part in range(2) for e in range(2)]
-                multiply(spec, s, acc, chain, step + half, a)
-    for step in cutlass.range_constexpr(rotated_steps(spec)):
-        words = warp.ldmatrix_x4(base + const_expr(form.rotated_at + 2 * PIECE * step))
-        multiply(spec, s, acc, const_expr(step % CHAINS), const_expr(of_codes + step), words)
+    q = s.q.iterator.toint() + (half * const_expr(steps(spec) * LANES) + cute.arch.lane_idx()) * const_expr(8 * n_tiles)
+    codes = base + half * const_expr(PIECE * code_steps(spec))
+    for first in cutlass.range_constexpr(0, code_steps(spec), 2):
+        multiply_codes(spec, r, acc, warp.ldmatrix_x4(codes + PIECE * first), q, first, first // per_group)
+    behind = const_expr(code_steps(spec))
+    for first in cutlass.range_constexpr(0, rotated_steps(spec), 2):
+        if const_expr(form.packed):
+            for step in cutlass.range_constexpr(first, first + 2):
+                at = base + half * const_expr(2 * PIECE * rotated_steps(spec))
+                words = warp.ldmatrix_x4(at + const_expr(form.rotated_at + 2 * PIECE * step))
+                multiply(spec, acc, q, behind + step, words)
+        else:
+            at = base + half * const_expr(PIECE * rotated_steps(spec)) + const_expr(spec.head_dim_vo + PIECE * first)
+            multiply_codes(spec, r, acc, warp.ldmatrix_x4(at), q, behind + first, 0)
     for n in cutlass.range_constexpr(n_tiles):
         for e in cutlass.range_constexpr(4):
             r.acc_s[e, n] = softmax.join_chains([acc[e, n, chain] for chain in range(CHAINS)], softmax.add)
 
 
-def multiply(spec, s, acc, chain, step, a):
-    """Add the products of an MMA of K Q^T to a chain of sums."""
+def multiply_codes(spec, r, acc, words, q, first, group):
+    """Add the products of two MMAs of K Q^T. words: codes. group: of the factors of their columns."""
+    for part in range(2):
+        keys = [to_bf16.e4m3_words(words[2 * part + e]) for e in range(2)]
+        a = [to_bf16.multiply(keys[e][k], r.factors[e, group]) for k in range(2) for e in range(2)]
+        multiply(spec, acc, q, first + part, a)
+
+
+def multiply(spec, acc, q, step, a):
+    """Add the products of an MMA of K Q^T. q: the address of this lane's words of the first one."""
     n_tiles = spec.tile.n_tiles
-    at = s.q.iterator.toint() + (step * LANES + cute.arch.lane_idx()) * (8 * n_tiles)
-    q = mma.load(at, 2 * n_tiles)
+    words = mma.load(q + step * (LANES * 8 * n_tiles), 2 * n_tiles)
     for n in range(n_tiles):
-        mma.issue("bf16", acc, 4 * (n + n_tiles * chain), a, q[2 * n : 2 * n + 2])
+        mma.issue("bf16", acc, 4 * (n + n_tiles * (step % CHAINS)), a, words[2 * n : 2 * n + 2])
+
+
+@cute.jit
+def exchange_halves(spec: cutlass.Constexpr, s, r: ScoreFragments, buffer: Int32):
+    """Add the sums over the other half of the columns to the scores."""
+    half, lane, own = half_of(spec), cute.arch.lane_idx(), key_tile(spec)
+    mine, other = (s.scores.halves[None, lane, own, h, buffer] for h in (half, 1 - half))
+    values = cute.make_rmem_tensor(cute.size(r.acc_s), Float32)
+    for n in cutlass.range_constexpr(spec.tile.n_tiles):
+        copy.vector(r.acc_s[None, n], cute.local_tile(mine, (4,), (n,)))
+    meet()
+    for n in cutlass.range_constexpr(spec.tile.n_tiles):
+        copy.vector(cute.local_tile(other, (4,), (n,)), cute.local_tile(values, (4,), (n,)))
+    for n in cutlass.range_constexpr(spec.tile.n_tiles):
+        for e in cutlass.range_constexpr(4):
+            r.acc_s[e, n] += values[4 * n + e]
+    # the rows of which the warp has the softmax
+    if const_expr(spec.tile.n_tiles > 1):
+        for e in cutlass.range_constexpr(4):
+            r.acc_s[e, 0] = warp.select(half == 0, r.acc_s[e, 0], r.acc_s[e, 1])
 
 
 # Factors: of a row and 128 columns, in bf16, as FlashMLA rounds them
 
 
-@cute.jit
-def load_factors(spec: cutlass.Constexpr, r: ScoreFragments, rows: Int32):
-    """Load the factors of keys g and g + 8."""
-    if const_expr(RECORDS[spec.kv.record].packed):
-        for e in cutlass.range_constexpr(2):
-            for group, factor in enumerate(stored_factors(spec, rows, cute.arch.lane_idx() // 4 + 8 * e)):
+def load_factors(spec, r: ScoreFragments, rows, half):
+    """Load the factors of keys g and g + 8 for the warp's half of the columns."""
+    if RECORDS[spec.kv.record].packed:
+        for e in range(2):
+            for group, factor in enumerate(stored_factors(spec, rows, cute.arch.lane_idx() // 4 + 8 * e, half)):
                 r.factors[e, group] = warp.pack_16bit(cutlass.BFloat16, factor, factor)
 
 
 @cute.jit
-def store_factors(spec: cutlass.Constexpr, s, rows: Int32, stage: Int32):
-    """Store the factors of the warp's keys for the other warps."""
+def store_factors(spec: cutlass.Constexpr, s, rows: Int32, half: Int32, stage: Int32):
+    """Store the factors of the warp's keys and half of the columns for the mma warps."""
     lane = cute.arch.lane_idx()
     if const_expr(RECORDS[spec.kv.record].packed):
         if lane < KEYS:
-            for group, factor in enumerate(stored_factors(spec, rows, lane)):
-                s.scores.factors[KEYS * warp_of(spec, "score") + lane, group, stage] = factor.to(cutlass.BFloat16)
+            for i, factor in enumerate(stored_factors(spec, rows, lane, half)):
+                group = half * const_expr(groups_of_half(spec)) + i
+                s.scores.factors[KEYS * key_tile(spec) + lane, group, stage] = factor.to(cutlass.BFloat16)
 
 
-def stored_factors(spec, rows, key):
-    """Return the factors of a row, times `RAISED`."""
-    at = rows + key * PITCH[spec.kv.record] + RECORDS[spec.kv.record].factors_at
-    return [warp.from_bits(word) * RAISED for word in mma.load(at, groups(spec.kv.record))]
+def stored_factors(spec, rows, key, half):
+    """Return the factors of a row for a half of its columns, times `RAISED`."""
+    count = groups_of_half(spec)
+    at = rows + key * PITCH[spec.kv.record] + RECORDS[spec.kv.record].factors_at + half * (4 * count)
+    return [warp.from_bits(word) * RAISED for word in mma.load(at, count)]
 
 
 @cute.jit
-def hide_missing(spec: cutlass.Constexpr, r: ScoreFragments, exist):
+def hide_missing(r: ScoreFragments, exist):
     """Set the scores of slots that do not exist to -inf."""
-    g, count = cute.arch.lane_idx() // 4, const_expr(spec.tile.n_tiles)
     if exist != ALL:
         for e in cutlass.range_constexpr(2):
-            missing = exist & (Uint32(1) << Uint32(g + 8 * e)) == 0
-            for n in cutlass.range_constexpr(count):
-                for k in cutlass.range_constexpr(2):
-                    r.acc_s[2 * e + k, n] = warp.select(missing, -Float32.inf, r.acc_s[2 * e + k, n])
+            missing = exist & (Uint32(1) << Uint32(cute.arch.lane_idx() // 4 + 8 * e)) == 0
+            for k in cutlass.range_constexpr(2):
+                r.acc_s[2 * e + k, 0] = warp.select(missing, -Float32.inf, r.acc_s[2 * e + k, 0])
 
 
 @cute.jit
@@ -351,30 +417,29 @@ def hide_unseen(spec: cutlass.Constexpr, a, r: ScoreFragments, w: WorkTileInfo, 
     if n_block >= w.n_block_full_max or n_block < w.n_block_full_min:
         seqlen = mask.seqlen_info(spec, a, w.sequence)
         rows = ScoreRows(r.tokens, w.sequence.q_start, seqlen, None)
-        first = n_block * spec.tile.n + KEYS * warp_of(spec, "score") + cute.arch.lane_idx() // 4
-        mask.apply(spec, rows_view(r.acc_s), rows, ScoreCols(first, [0, 8]))
+        first = n_block * spec.tile.n + KEYS * key_tile(spec) + cute.arch.lane_idx() // 4
+        mask.apply(spec, own_scores(r), rows, ScoreCols(first, [0, 8]))
 
 
-def rows_view(acc_s):
-    """View scores as (rows, keys)."""
-    count = cute.size(acc_s, mode=[1])
-    return cute.make_tensor(acc_s.iterator, cute.make_layout(((2, count), 2), stride=((1, 4), 2)))
+def own_scores(r: ScoreFragments):
+    """View the scores of the rows of which the warp has the softmax, as (rows, keys)."""
+    return cute.make_tensor(r.acc_s.iterator, cute.make_layout((2, 2)))
 
 
 @cute.jit
 def update_rows(spec: cutlass.Constexpr, s, r: ScoreFragments, scale: Float32, buffer: Int32):
     """Bring the maxima of rows up to date with all warps' keys, rescale the sums of rows, and turn scores into
     exponentials."""
-    view, st = rows_view(r.acc_s), r.st
-    for k in cutlass.range_constexpr(cute.size(r.tokens)):
+    view, st = own_scores(r), r.st
+    for k in cutlass.range_constexpr(2):
         top = warp.reduce_across_quads(cute.arch.fmax(view[k, 0], view[k, 1]), cute.arch.fmax)
         if cute.arch.lane_idx() < 4:
-            s.scores.tops[row_of(k), warp_of(spec, "score"), buffer] = top
-    meet()
-    for k in cutlass.range_constexpr(cute.size(r.tokens)):
+            s.scores.tops[own_row(spec, k), key_tile(spec), buffer] = top
+    cute.arch.barrier(barrier_id=NamedBarrier.SCORES + half_of(spec), number_of_threads=LANES * KEY_TILES)
+    for k in cutlass.range_constexpr(2):
         old, top = st.row_max[k], st.row_max[k]
-        for other in cutlass.range_constexpr(SCORE_WARPS):
-            top = cute.arch.fmax(top, s.scores.tops[row_of(k), other, buffer])
+        for other in cutlass.range_constexpr(KEY_TILES):
+            top = cute.arch.fmax(top, s.scores.tops[own_row(spec, k), other, buffer])
         st.row_max[k] = top
         st.row_max_scaled[k] = Float32(0.0) if top == -Float32.inf else top * scale
         st.acc_scale[k] = Float32(1.0) if top == old else softmax.exp2_scaled(old, scale, st.row_max_scaled[k])
@@ -384,28 +449,27 @@ def update_rows(spec: cutlass.Constexpr, s, r: ScoreFragments, scale: Float32, b
 
 @cute.jit
 def store_p(spec: cutlass.Constexpr, s, r: ScoreFragments, stage: Int32):
-    """Store P of the warp's keys as the operand of O^T, and the factors of O."""
-    own, lane = warp_of(spec, "score"), cute.arch.lane_idx()
-    for n in cutlass.range_constexpr(spec.tile.n_tiles):
-        for e in cutlass.range_constexpr(2):
-            word = warp.pack_16bit(cutlass.BFloat16, *(r.acc_s[2 * e + k, n] * RAISED for k in range(2)))
-            s.scores.p[2 * n + e, lane, own, stage] = mma.transpose(word)
+    """Store P of the warp's keys and rows as the operand of O^T, and the factors of O."""
+    own, half, lane = key_tile(spec), half_of(spec), cute.arch.lane_idx()
+    for e in cutlass.range_constexpr(2):
+        word = warp.pack_16bit(cutlass.BFloat16, *(r.acc_s[2 * e + k, 0] * RAISED for k in range(2)))
+        s.scores.p[2 * half + e, lane, own, stage] = mma.transpose(word)
     if own == 0 and lane < 4:
-        for k in cutlass.range_constexpr(cute.size(r.tokens)):
-            s.scores.rescale[row_of(k), stage] = r.st.acc_scale[k]
+        for k in cutlass.range_constexpr(2):
+            s.scores.rescale[own_row(spec, k), stage] = r.st.acc_scale[k]
 
 
 @cute.jit
 def store_stats(spec: cutlass.Constexpr, s, r: ScoreFragments, tile: Int32):
     """Store the maxima and the sums of the rows of a tile."""
-    own = warp_of(spec, "score")
-    for k in cutlass.range_constexpr(cute.size(r.tokens)):
+    own = key_tile(spec)
+    for k in cutlass.range_constexpr(2):
         total = warp.reduce_across_quads(r.st.row_sum[k], softmax.add)
         if cute.arch.lane_idx() < 4:
-            s.scores.row_sum[row_of(k), own, tile] = total
+            s.scores.row_sum[own_row(spec, k), own, tile] = total
             if own == 0:
                 top = -Float32.inf if r.st.row_max[k] == -Float32.inf else r.st.row_max_scaled[k]
-                s.scores.row_max[row_of(k), tile] = top
+                s.scores.row_max[own_row(spec, k), tile] = top
 
 
 class OutputState(NamedTuple):
@@ -464,7 +528,7 @@ def add_block(spec: cutlass.Constexpr, s, acc_o: cute.Tensor, at: OutputState):
     p = s.scores.p[None, cute.arch.lane_idx(), None, stage].iterator.toint()
     pipeline.consumer_wait(s.scores.pipe, at.p)
     rescale(spec, s, acc_o, stage)
-    for tile in cutlass.range_constexpr(SCORE_WARPS):
+    for tile in cutlass.range_constexpr(KEY_TILES):
         words = mma.load(p + const_expr(tile * LANES * 8 * n_tiles), const_expr(2 * n_tiles))
         factors = factors_of(spec, s, group, KEYS * tile, stage)
         for i in cutlass.range_constexpr(0, MMAS, 2):
@@ -512,7 +576,7 @@ def store(spec: cutlass.Constexpr, a, s, acc_o: cute.Tensor, w: WorkTileInfo, ti
         row, total, top = row_of(k), Float32(0.0), -Float32.inf
         if w.n_block_max > w.n_block_min:
             top = s.scores.row_max[row, tile]
-            for each in cutlass.range_constexpr(SCORE_WARPS):
+            for each in cutlass.range_constexpr(KEY_TILES):
                 total += s.scores.row_sum[row, each, tile]
         if row < left:
             store_row(spec, a, acc_o, w, k, row, top, total)

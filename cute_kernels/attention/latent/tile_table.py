@@ -11,8 +11,9 @@ from ..tile import Resources, TileConfig
 ROWS = 8  # query rows of an MMA
 MOST_ROWS = 16
 WARPS = 8  # that compute O
-SCORE_WARPS = 4
-KEYS = 16  # keys of a block of which a warp has the scores
+KEY_TILES, HALVES = 4, 2
+SCORE_WARPS = KEY_TILES * HALVES
+KEYS = 16  # keys of a block of which a score warp has the scores, for a half of the columns of K
 P_STAGES = 2
 STATS = 4  # tiles whose maxima and sums of rows have room
 STEP = 16  # columns of K, and keys of V, of an MMA
@@ -60,7 +61,7 @@ def tile_of(rows: int, record: str) -> LatentTileConfig | None:
     """Return the tile for a number of rows; None if there is none."""
     if rows > MOST_ROWS or record not in PITCH:
         return None
-    return LatentTileConfig(ROWS if rows <= ROWS else MOST_ROWS, KEYS * SCORE_WARPS, 4)
+    return LatentTileConfig(ROWS if rows <= ROWS else MOST_ROWS, KEYS * KEY_TILES, 4)
 
 
 def groups(record: str) -> int:
@@ -69,9 +70,19 @@ def groups(record: str) -> int:
     return form.latent // form.vec if form.packed else 1
 
 
+def code_steps(spec: Any) -> int:
+    """Return the MMAs of a half of the columns of V."""
+    return spec.head_dim_vo // STEP // HALVES
+
+
 def rotated_steps(spec: Any) -> int:
-    """Return the MMAs of a row whose columns have 16 bits, behind those of codes."""
-    return (spec.head_dim_qk - spec.head_dim_vo) // STEP if RECORDS[spec.kv.record].packed else 0
+    """Return the MMAs of a half of the columns of K behind those of V."""
+    return (spec.head_dim_qk - spec.head_dim_vo) // STEP // HALVES
+
+
+def steps(spec: Any) -> int:
+    """Return the MMAs of a half of the columns of K."""
+    return code_steps(spec) + rotated_steps(spec)
 
 
 def operands(spec: Any) -> tuple[Operand, ...]:
@@ -87,9 +98,10 @@ def q_words(spec: Any) -> int:
 
 
 def smem_bytes(spec: Any) -> Resources:
-    """Return the shared memory of a CTA: keys, Q, P, factors, maxima and sums of rows, tiles and barriers."""
+    """Return the shared memory of a CTA: keys, Q, halves of scores, P, factors, maxima and sums of rows,
+    tiles and barriers."""
     found, m = sum(x.smem_bytes for x in operands(spec)) + 4 * 32 * q_words(spec), spec.tile.m
-    found += P_STAGES * (16 * SCORE_WARPS * m * 2 + 2 * spec.tile.n * groups(spec.kv.record) + 4 * m)
-    found += 4 * m * (2 * SCORE_WARPS + STATS * (1 + SCORE_WARPS)) + 1536
+    found += P_STAGES * (2 * spec.tile.n * m + 2 * spec.tile.n * groups(spec.kv.record) + 4 * m)
+    found += 2 * 4 * HALVES * spec.tile.n * m + 4 * m * (2 * KEY_TILES + STATS * (1 + KEY_TILES)) + 1536
     smem = min(row.smem_per_cta for row in archs.TABLE if archs.WGMMA in row.instructions)
     return Resources(found, smem)
