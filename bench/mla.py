@@ -229,7 +229,9 @@ def measure(name: str, case: MlaCase, top: Ceilings, setup: Setup) -> list[Measu
         return []
     if case.page_size != 64 and "ours" in calls:  # beside pages of 64 rows
         other = replace(case, page_size=64)
-        calls |= collect(other, [make(other, setup.device, seed) for seed in range(len(sets))], "ours", "own-p64", setup.device)
+        calls |= collect(
+            other, [make(other, setup.device, seed) for seed in range(len(sets))], "ours", "own-p64", setup.device
+        )
     size, work = key_bytes(case), operations(case)
     floor = exactly(max(size / top.gbps / 1e3, work / top.tflops / 1e6))
     times = {p: per_call(t, len(sets)) for p, t in interleave(calls, setup.clock, 1, setup.rounds).items()}

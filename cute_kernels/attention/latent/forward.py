@@ -5,16 +5,16 @@ keys of requests by stream-K.
 | -------- | ----- | --------- | ----------------------------------------- | ---------------------------------------- |
 | load_k   | 2     | 40        | work_pipe full, k.pipe empty              | work_pipe empty, k.pipe full             |
 | schedule | 1     | 40        | work_pipe empty                           | work_pipe full                           |
-| score    | 8     | 112       | work_pipe, k.pipe full, scores.pipe empty | work_pipe empty, scores.pipe full        |
-| mma      | 8     | 104       | work_pipe, scores.pipe full               | work_pipe, scores.pipe, k.pipe empty     |
+| score    | 8     | 128       | work_pipe, k.pipe full, scores.pipe empty | work_pipe, k.pipe empty, scores.pipe full|
+| mma      | 8     | 88        | work_pipe, scores.pipe full               | work_pipe, scores.pipe empty             |
 
 - work_pipe, 4 stages: a tile (`WorkTileInfo`).
 - k.pipe, `tile.stages` stages: the rows of a KV block, as they are stored. One bulk copy for each row completes it.
-- scores.pipe, 2 stages: P of a block, with the factors of its rows and those of O (`mainloop.ScoreHandoff`).
+- scores.pipe, 2 stages: V of a block in bf16, P, and the factors of O (`mainloop.ScoreHandoff`).
 
 Splits are merged by the mma warps of all CTAs of a tile together (`splits.merge_together`).
 
-Shared memory: `stages` x (n x `tile_table.PITCH`), Q as the operand of the MMAs, `ScoreHandoff`, tiles and mbarriers.
+Shared memory: `stages` x (n x `tile_table.PITCH`), `ScoreHandoff`, tiles and mbarriers.
 """
 
 from dataclasses import dataclass
@@ -22,7 +22,6 @@ from typing import Any
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Uint32
 
 from ...device import pipeline
 from .. import fakes, geometry, load, splits
@@ -30,19 +29,17 @@ from ..kv import pages, rings
 from ..schedule import stream_k, work
 from . import mainloop
 from .roles import roles
-from .tile_table import operands, q_words
+from .tile_table import operands
 
 fake_args = fakes.fake_args
-LANES = 32
 
 
 @dataclass(frozen=True)
 class LatentSharedStorage:
-    """Shared memory of a CTA. q (words, lane): operand of the MMAs, a lane's words of an MMA side by side."""
+    """Shared memory of a CTA."""
 
     k: rings.OperandSmem  # (n, bytes, stages)
     v: rings.OperandSmem  # the same
-    q: cute.Tensor
     scores: mainloop.ScoreHandoff
     work: cute.Tensor
     work_pipe: pipeline.Pipeline
@@ -62,7 +59,6 @@ def shared(spec, plan):
     smem, r, each = cutlass.utils.SmemAllocator(), roles(spec), operands(spec)
     stages = rings.allocate(spec, smem, plan, each)
     return LatentSharedStorage(
-        q=smem.allocate_tensor(Uint32, cute.make_layout(LANES * q_words(spec)), 16),
         scores=mainloop.allocate(spec, smem),
         work=work.allocate(spec, smem),
         work_pipe=work.make_pipe(spec, smem, r),

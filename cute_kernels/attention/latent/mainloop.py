@@ -1,8 +1,9 @@
 """The `score` and `mma` roles: from a CTA's tiles to O and the LSE.
 
 Keys are the M side of the MMAs, and query rows the N side, of which 8 are an MMA: S^T = K Q^T and O^T = V^T P^T. A
-score warp has half of the columns of 16 keys of a block, and an mma warp 64 columns of O for all keys. Codes of e4m3
-become bf16 in registers, where they are used (`to_bf16`), and are multiplied by the factor of their row there.
+score warp has half of the columns of 16 keys of a block, and an mma warp 64 columns of O for all keys. Score warps turn
+codes of e4m3 into bf16, times the factor of their row, in registers (`to_bf16`): the operand of S^T. They also store
+them, for O^T.
 
 To follow the code: `score_warp` -> `score_block`; `mma_warp` -> `compute_tile` -> `add_block`.
 """
@@ -37,6 +38,7 @@ from .tile_table import (
     SCORE_WARPS,
     STATS,
     STEP,
+    VALUE_BYTES,
     WARPS,
     code_steps,
     groups,
@@ -44,7 +46,7 @@ from .tile_table import (
     steps,
 )
 
-LANES = 32
+LANES, LINE = 32, 128  # LINE: bytes
 COLUMNS = 64  # of O that a warp has
 MMAS = COLUMNS // STEP
 # Codes are 2^-120 times their values: factors are multiplied by 2^60, and so are Q and P. Products of codes and factors
@@ -56,14 +58,14 @@ ALL = (1 << KEYS) - 1
 
 @dataclass(frozen=True)
 class ScoreHandoff:
-    """Shared memory between score and mma. p (words, lane, key tile, stage): the operand of O^T. factors (key, group,
-    stage): of rows, in bf16. rescale (row, stage): factors by which O is multiplied before. pipe: of these stages.
+    """Shared memory between score and mma. v (words, stage): rows of V, see `value_pieces`. p (words, lane, key tile,
+    stage): the operand of O^T. rescale (row, stage): factors by which O is multiplied before. pipe: of these stages.
     halves (value, lane, key tile, half, 2): sums over half of the columns. tops (row, key tile, 2): maxima of rows over
     16 keys. row_max (row, STATS), row_sum (row, key tile, STATS): of the rows of a tile; row_max in log2 units, or -inf
     for a row without keys."""
 
+    v: cute.Tensor
     p: cute.Tensor
-    factors: cute.Tensor
     rescale: cute.Tensor
     pipe: pipeline.Pipeline
     halves: cute.Tensor
@@ -77,7 +79,7 @@ def allocate(spec, smem) -> ScoreHandoff:
     t = spec.tile
     p = cute.make_layout((2 * t.n_tiles, LANES, KEY_TILES, P_STAGES))
     each = [
-        (4 * t.n_tiles, LANES, KEY_TILES, HALVES, 2),
+        (4, LANES, KEY_TILES, HALVES, 2),
         (t.m, P_STAGES),
         (t.m, KEY_TILES, 2),
         (t.m, STATS),
@@ -85,8 +87,8 @@ def allocate(spec, smem) -> ScoreHandoff:
     ]
     halves, rescale, tops, row_max, row_sum = (smem.allocate_tensor(Float32, cute.make_layout(x), 16) for x in each)
     return ScoreHandoff(
+        smem.allocate_tensor(Uint32, cute.make_layout((t.n * VALUE_BYTES // 4, P_STAGES)), 128),
         smem.allocate_tensor(Uint32, p, 16),
-        smem.allocate_tensor(cutlass.BFloat16, cute.make_layout((t.n, groups(spec.kv.record), P_STAGES)), 16),
         rescale,
         pipeline.make(smem, P_STAGES, SCORE_WARPS, WARPS),
         halves,
@@ -99,11 +101,12 @@ def allocate(spec, smem) -> ScoreHandoff:
 @dataclass(frozen=True)
 class ScoreFragments:
     """The registers of a score warp. Lane 4 g + t has rows 8 n + 2 t and 8 n + 2 t + 1 of MMA n. acc_s (4, n): of keys
-    g and g + 8. factors (2, group): of these keys and the warp's half of the columns, as pairs of bf16. found: the slot
-    of the warp's key lane % 16 of the next block. st, tokens: of the rows of which the warp has the softmax, those of
-    the MMA with the number of its half."""
+    g and g + 8. q (2, n, MMA): the operand, row 8 n + g, of the warp's half of the columns. factors (2, group): of
+    these keys and columns, as pairs of bf16. found: the slot of the warp's key lane % 16 of the next block. st, tokens:
+    of the rows of which the warp has the softmax, those of the MMA with the number of its half."""
 
     acc_s: cute.Tensor
+    q: cute.Tensor
     factors: cute.Tensor
     st: SoftmaxState
     tokens: cute.Tensor
@@ -145,15 +148,16 @@ def meet():
 
 
 # The score role: one iteration per tile, an inner one per KV block, highest block first.
-#   waits for   k.pipe (the rows of the block), the other score warps (halves of scores, maxima), a free stage of P
-#   computes    half of the sums of S^T of 16 keys, then, of 8 rows, maxima over all keys of the block, and P
-#   signals     the stage of P; mma frees the rows behind it
+#   waits for   k.pipe (the rows of the block), a free stage of `ScoreHandoff`, the other score warps
+#   computes    V in bf16 and half of the sums of S^T of 16 keys, then, of 8 rows, maxima over all keys, and P
+#   releases    the rows of the block, as soon as they are converted
 @cute.jit
 def score_warp(spec: cutlass.Constexpr, plan, s):
     """Run the role in one warp."""
     rmem, n = cute.make_rmem_tensor, const_expr(spec.tile.n_tiles)
     r = ScoreFragments(
         rmem((4, n), Float32),
+        rmem((2, n, steps(spec)), Uint32),
         rmem((2, groups_of_half(spec)), Uint32),
         softmax.make(2),
         rmem(2, Int32),
@@ -167,21 +171,18 @@ def score_warp(spec: cutlass.Constexpr, plan, s):
 
 
 @cute.jit
-def score_blocks(
-    spec: cutlass.Constexpr, plan, s, r: ScoreFragments, w: WorkTileInfo, at: ScoreState
-) -> ScoreState:
+def score_blocks(spec: cutlass.Constexpr, plan, s, r: ScoreFragments, w: WorkTileInfo, at: ScoreState) -> ScoreState:
     """Compute P of the blocks of a tile. Return the state behind it."""
     a = plan.args
     softmax.reset(r.st, 0.0)
     r.factors.fill(RAISED_PAIR)
     if w.n_block_max > w.n_block_min:
-        load_q(spec, a, s, w)
+        load_q(spec, a, r, w)
         for k in cutlass.range_constexpr(cute.size(r.tokens)):
             row = w.m_block * spec.tile.m + own_row(spec, k)
             r.tokens[k] = geometry.token_of(row, geometry.pack_divisor(w))
         look_up(spec, plan, r, w, w.n_block_max - 1)
         scale = softmax.device_scale(a.logits.softmax_scale_log2, a.logits.softmax_scale_ptr)
-        meet()
         for n_block in cutlass.range(w.n_block_max - 1, w.n_block_min - 1, -1, unroll=1):
             at = score_block(spec, plan, s, r, w, at, n_block, scale)
         at = at._replace(tile=at.tile + 1)
@@ -198,54 +199,43 @@ def own_row(spec, k):
     return ROWS * half_of(spec) + row_of(k)
 
 
-# Q: a lane's words of the B operand of an MMA lie side by side. Those of columns with codes have the order in which a
-# word of codes becomes two: the first half of a lane's four columns, then the second.
+# Q: a lane has the words of the B operand of its rows. Those of columns with codes have the order in which a word of
+# codes becomes two: the first half of a lane's four columns, then the second.
 
 
 @cute.jit
-def load_q(spec: cutlass.Constexpr, a, s, w: WorkTileInfo):
+def load_q(spec: cutlass.Constexpr, a, r: ScoreFragments, w: WorkTileInfo):
     """Make the operand of S^T from Q. Rows past the sequence become zeros."""
-    own, half, per_half = key_tile(spec), half_of(spec), const_expr(code_steps(spec))
-    first = half * const_expr(steps(spec))
+    half, own, more = half_of(spec), const_expr(code_steps(spec)), const_expr(rotated_steps(spec))
+    r.q.fill(0)
     for n in cutlass.range_constexpr(spec.tile.n_tiles):
         row = w.m_block * spec.tile.m + ROWS * n + cute.arch.lane_idx() // 4
-        exists = row < geometry.num_rows(w.sequence.q_len, w.pack_factor)
-        token = w.sequence.q_start + geometry.token_of(row, geometry.pack_divisor(w))
-        head = geometry.head_of(row, w.head_idx, geometry.pack_divisor(w))
-        for i in cutlass.range_constexpr(per_half // KEY_TILES):
-            step = own + KEY_TILES * i
-            load_step(spec, a.query.q, token, head, exists, s, n, half * per_half + step, first + step, False)
-        if const_expr(rotated_steps(spec) > 0):
-            if own < const_expr(rotated_steps(spec)):
-                plain, source = const_expr(RECORDS[spec.kv.record].packed), half * const_expr(rotated_steps(spec)) + own
-                load_step(spec, a.query.q_rope, token, head, exists, s, n, source, first + per_half + own, plain)
+        if row < geometry.num_rows(w.sequence.q_len, w.pack_factor):
+            token = w.sequence.q_start + geometry.token_of(row, geometry.pack_divisor(w))
+            head = geometry.head_of(row, w.head_idx, geometry.pack_divisor(w))
+            load_steps(a.query.q, token, head, half * own, r.q[None, n, None], 0, own, False)
+            if const_expr(more > 0):
+                plain = const_expr(RECORDS[spec.kv.record].packed)
+                load_steps(a.query.q_rope, token, head, half * more, r.q[None, n, None], own, more, plain)
 
 
-@cute.jit
-def load_step(
-    spec: cutlass.Constexpr, q: cute.Tensor, token: Int32, head: Int32, exists, s, n: cutlass.Constexpr, source: Int32,
-    step: Int32, plain: cutlass.Constexpr,
-):  # fmt: skip
-    """Load this lane's words of an MMA. source: its number in the tensor. plain: K has 16 bits there."""
-    t, words = cute.arch.lane_idx() % 4, cute.make_rmem_tensor(2, Uint32)
-    words.fill(0)
-    if exists:
-        base = memory.row_of(q, token, head) + source * const_expr(STEP * q.element_type.width // 8)
-        if const_expr(plain):
-            for half in cutlass.range_constexpr(2):
-                words[half] = memory.load_words(base + 4 * t + 16 * half, 0, 1)[0]
-        elif const_expr(q.element_type.width == 16):
-            loaded = memory.load_words(base + 8 * t, 0, 2)
-            for half in cutlass.range_constexpr(2):
-                words[half] = to_bf16.multiply(loaded[half], RAISED_PAIR)
+def load_steps(q, token, head, source, into, first, count, plain):
+    """Load this lane's words of `count` MMAs, from number `first` on. source: the number of the first one in the
+    tensor. plain: K has 16 bits there."""
+    t, bits = cute.arch.lane_idx() % 4, q.element_type.width
+    base = memory.row_of(q, token, head) + source * (STEP * bits // 8)
+    for i in range(count):
+        at = base + i * (STEP * bits // 8)
+        if plain:
+            words = [memory.load_words(at + 4 * t + 16 * part, 0, 1)[0] for part in range(2)]
+        elif bits == 16:
+            words = [to_bf16.multiply(word, RAISED_PAIR) for word in memory.load_words(at + 8 * t, 0, 2)]
         else:
-            loaded = to_bf16.e4m3_words(memory.load_words(base + 4 * t, 0, 1)[0])
-            for half in cutlass.range_constexpr(2):
-                exact = to_bf16.multiply(loaded[half], to_bf16.EXACT["e4m3"])
-                words[half] = to_bf16.multiply(exact, RAISED_PAIR)
-    at = (step * LANES + cute.arch.lane_idx()) * const_expr(2 * spec.tile.n_tiles) + 2 * n
-    for half in cutlass.range_constexpr(2):
-        s.q[at + half] = words[half]
+            codes = to_bf16.e4m3_words(memory.load_words(at + 4 * t, 0, 1)[0])
+            exact = [to_bf16.multiply(word, to_bf16.EXACT["e4m3"]) for word in codes]
+            words = [to_bf16.multiply(word, RAISED_PAIR) for word in exact]
+        for part in range(2):
+            into[part, first + i] = words[part]
 
 
 @cute.jit
@@ -279,22 +269,20 @@ def score_block(
     if const_expr(gather.has_slots(spec)):
         exist = present(plan.args, r)
         look_up(spec, plan, r, w, n_block - 1)
+    half, to = half_of(spec), pipeline.stage(s.scores.pipe, at.p)
+    pipeline.producer_acquire(s.scores.pipe, at.p)
     pipeline.consumer_wait(s.k.pipe, at.kv)
-    stage, half = stage_of(spec, s, at.kv), half_of(spec)
-    rows = stage + own * const_expr(KEYS * PITCH[spec.kv.record])
+    rows = stage_of(spec, s, at.kv) + own * const_expr(KEYS * PITCH[spec.kv.record])
     load_factors(spec, r, rows, half)
-    compute_scores(spec, s, r, rows, half)
+    compute_scores(spec, s, r, rows, half, to)
+    pipeline.consumer_release_if(s.k.pipe, at.kv, True)
     exchange_halves(spec, s, r, at.p % 2)
-    to = pipeline.stage(s.scores.pipe, at.p)
     if half < spec.tile.n_tiles:
         if const_expr(gather.has_slots(spec)):
             hide_missing(r, exist)
         else:
             hide_unseen(spec, plan.args, r, w, n_block)
         update_rows(spec, s, r, scale, at.p % 2)
-    pipeline.producer_acquire(s.scores.pipe, at.p)
-    store_factors(spec, s, rows, half, to)
-    if half < spec.tile.n_tiles:
         store_p(spec, s, r, to)
         if n_block == w.n_block_min:
             store_stats(spec, s, r, at.tile % STATS)
@@ -309,67 +297,80 @@ def lane_piece(spec):
     return lane % KEYS * PITCH[spec.kv.record] + lane // KEYS * PIECE
 
 
+def value_pieces(s, stage, key, which, first):
+    """Return the addresses of pieces of 16 bytes of a row of V in bf16: of an MMA the one or the other of its two
+    (`which`), `first` or the one behind, and of the next three MMAs. Those of the four MMAs behind are `LINE` bytes
+    further. A piece is moved by the number of its row, so that eight rows are in different banks. Of the 16 columns of
+    an MMA, the first piece has 4 i and 4 i + 1, and the second one the others."""
+    base = s.scores.v[None, stage].iterator.toint() + key * VALUE_BYTES + first * PIECE
+    return [base + PIECE * (2 * (i ^ key % 8 // 2) + (which ^ key % 2)) for i in range(LINE // (2 * PIECE))]
+
+
 @cute.jit
-def compute_scores(spec: cutlass.Constexpr, s, r: ScoreFragments, rows: Int32, half: Int32):
-    """Compute S^T of the warp's keys, the rows of which begin at an address, over its half of the columns."""
+def compute_scores(spec: cutlass.Constexpr, s, r: ScoreFragments, rows: Int32, half: Int32, stage: Int32):
+    """Compute S^T of the warp's keys, the rows of which begin at an address, over its half of the columns. Store those
+    of V."""
     form, n_tiles = const_expr(RECORDS[spec.kv.record]), const_expr(spec.tile.n_tiles)
     per_group = const_expr(code_steps(spec) // groups_of_half(spec))
     acc = cute.make_rmem_tensor((4, n_tiles, CHAINS), Float32)
     acc.fill(0.0)
     base = rows + lane_piece(spec)
-    q = s.q.iterator.toint() + (half * const_expr(steps(spec) * LANES) + cute.arch.lane_idx()) * const_expr(8 * n_tiles)
     codes = base + half * const_expr(PIECE * code_steps(spec))
+    key = KEYS * key_tile(spec) + cute.arch.lane_idx() % KEYS
+    which = cute.arch.lane_idx() // KEYS
+    values = value_pieces(s, stage, key, which, half * const_expr(2 * code_steps(spec)))
     for first in cutlass.range_constexpr(0, code_steps(spec), 2):
-        multiply_codes(spec, r, acc, warp.ldmatrix_x4(codes + PIECE * first), q, first, first // per_group)
+        words = warp.ldmatrix_x4(codes + PIECE * first)
+        for part in cutlass.range_constexpr(2):
+            a, step = of_codes(r, words, part, first // per_group), const_expr(first + part)
+            warp.stmatrix_x4(values[step % 4] + const_expr(step // 4 * LINE), a)
+            multiply(spec, acc, r, step, a)
     behind = const_expr(code_steps(spec))
     for first in cutlass.range_constexpr(0, rotated_steps(spec), 2):
         if const_expr(form.packed):
+            at = base + half * const_expr(2 * PIECE * rotated_steps(spec))
             for step in cutlass.range_constexpr(first, first + 2):
-                at = base + half * const_expr(2 * PIECE * rotated_steps(spec))
                 words = warp.ldmatrix_x4(at + const_expr(form.rotated_at + 2 * PIECE * step))
-                multiply(spec, acc, q, behind + step, words)
+                multiply(spec, acc, r, behind + step, words)
         else:
-            at = base + half * const_expr(PIECE * rotated_steps(spec)) + const_expr(spec.head_dim_vo + PIECE * first)
-            multiply_codes(spec, r, acc, warp.ldmatrix_x4(at), q, behind + first, 0)
+            at = base + half * const_expr(PIECE * rotated_steps(spec))
+            words = warp.ldmatrix_x4(at + const_expr(spec.head_dim_vo + PIECE * first))
+            for part in cutlass.range_constexpr(2):
+                multiply(spec, acc, r, behind + first + part, of_codes(r, words, part, 0))
     for n in cutlass.range_constexpr(n_tiles):
         for e in cutlass.range_constexpr(4):
             r.acc_s[e, n] = softmax.join_chains([acc[e, n, chain] for chain in range(CHAINS)], softmax.add)
 
 
-def multiply_codes(spec, r, acc, words, q, first, group):
-    """Add the products of two MMAs of K Q^T. words: codes. group: of the factors of their columns."""
-    for part in range(2):
-        keys = [to_bf16.e4m3_words(words[2 * part + e]) for e in range(2)]
-        a = [to_bf16.multiply(keys[e][k], r.factors[e, group]) for k in range(2) for e in range(2)]
-        multiply(spec, acc, q, first + part, a)
+def of_codes(r, words, part, group):
+    """Return the operand A of an MMA. words: codes of two. group: of the factors of their columns."""
+    keys = [to_bf16.e4m3_words(words[2 * part + e]) for e in range(2)]
+    return [to_bf16.multiply(keys[e][k], r.factors[e, group]) for k in range(2) for e in range(2)]
 
 
-def multiply(spec, acc, q, step, a):
-    """Add the products of an MMA of K Q^T. q: the address of this lane's words of the first one."""
-    n_tiles = spec.tile.n_tiles
-    words = mma.load(q + step * (LANES * 8 * n_tiles), 2 * n_tiles)
-    for n in range(n_tiles):
-        mma.issue("bf16", acc, 4 * (n + n_tiles * (step % CHAINS)), a, words[2 * n : 2 * n + 2])
+def multiply(spec, acc, r, step, a):
+    """Add the products of an MMA of K Q^T."""
+    for n in range(spec.tile.n_tiles):
+        q = [r.q[part, n, step] for part in range(2)]
+        mma.issue("bf16", acc, 4 * (n + spec.tile.n_tiles * (step % CHAINS)), a, q)
 
 
 @cute.jit
 def exchange_halves(spec: cutlass.Constexpr, s, r: ScoreFragments, buffer: Int32):
-    """Add the sums over the other half of the columns to the scores."""
+    """Add the sums over the other half of the columns to the scores of the rows of which the warp has the softmax,
+    which become the first ones."""
     half, lane, own = half_of(spec), cute.arch.lane_idx(), key_tile(spec)
-    mine, other = (s.scores.halves[None, lane, own, h, buffer] for h in (half, 1 - half))
-    values = cute.make_rmem_tensor(cute.size(r.acc_s), Float32)
-    for n in cutlass.range_constexpr(spec.tile.n_tiles):
-        copy.vector(r.acc_s[None, n], cute.local_tile(mine, (4,), (n,)))
-    meet()
-    for n in cutlass.range_constexpr(spec.tile.n_tiles):
-        copy.vector(cute.local_tile(other, (4,), (n,)), cute.local_tile(values, (4,), (n,)))
-    for n in cutlass.range_constexpr(spec.tile.n_tiles):
-        for e in cutlass.range_constexpr(4):
-            r.acc_s[e, n] += values[4 * n + e]
-    # the rows of which the warp has the softmax
-    if const_expr(spec.tile.n_tiles > 1):
-        for e in cutlass.range_constexpr(4):
+    given, values = cute.make_rmem_tensor(4, Float32), cute.make_rmem_tensor(4, Float32)
+    for e in cutlass.range_constexpr(4):
+        given[e] = r.acc_s[e, 0]
+        if const_expr(spec.tile.n_tiles > 1):
+            given[e] = warp.select(half == 0, r.acc_s[e, 1], r.acc_s[e, 0])
             r.acc_s[e, 0] = warp.select(half == 0, r.acc_s[e, 0], r.acc_s[e, 1])
+    copy.vector(given, s.scores.halves[None, lane, own, half, buffer])
+    meet()
+    copy.vector(s.scores.halves[None, lane, own, 1 - half, buffer], values)
+    for e in cutlass.range_constexpr(4):
+        r.acc_s[e, 0] += values[e]
 
 
 # Factors: of a row and 128 columns, in bf16, as FlashMLA rounds them
@@ -381,17 +382,6 @@ def load_factors(spec, r: ScoreFragments, rows, half):
         for e in range(2):
             for group, factor in enumerate(stored_factors(spec, rows, cute.arch.lane_idx() // 4 + 8 * e, half)):
                 r.factors[e, group] = warp.pack_16bit(cutlass.BFloat16, factor, factor)
-
-
-@cute.jit
-def store_factors(spec: cutlass.Constexpr, s, rows: Int32, half: Int32, stage: Int32):
-    """Store the factors of the warp's keys and half of the columns for the mma warps."""
-    lane = cute.arch.lane_idx()
-    if const_expr(RECORDS[spec.kv.record].packed):
-        if lane < KEYS:
-            for i, factor in enumerate(stored_factors(spec, rows, lane, half)):
-                group = half * const_expr(groups_of_half(spec)) + i
-                s.scores.factors[KEYS * key_tile(spec) + lane, group, stage] = factor.to(cutlass.BFloat16)
 
 
 def stored_factors(spec, rows, key, half):
@@ -473,19 +463,18 @@ def store_stats(spec: cutlass.Constexpr, s, r: ScoreFragments, tile: Int32):
 
 
 class OutputState(NamedTuple):
-    """The next items of the mma role: kv, in k.pipe; p, in the pipeline of `ScoreHandoff`; tile, of those with a key.
-    partials: the splits that the CTA has stored."""
+    """The next items of the mma role: p, in the pipeline of `ScoreHandoff`; tile, of those with a key. partials: the
+    splits that the CTA has stored."""
 
-    kv: pipeline.PipelineState
     p: Int32
     tile: Int32
     partials: Int32
 
 
 # The mma role: one iteration per tile, an inner one per KV block.
-#   waits for   P of the block
+#   waits for   V and P of the block
 #   computes    O^T += V^T P^T of 64 columns
-#   releases    P and the rows of the block
+#   releases    V and P
 @cute.jit
 def mma_warp(spec: cutlass.Constexpr, plan, s):
     """Run the role in one warp."""
@@ -494,8 +483,7 @@ def mma_warp(spec: cutlass.Constexpr, plan, s):
     def one_tile(w, _, at):
         return compute_tile(spec, plan.args, s, acc_o, w, at)
 
-    state = OutputState(pipeline.initial_state(), Int32(0), Int32(0), Int32(0))
-    at = work.for_each_tile(spec, s, one_tile, state)
+    at = work.for_each_tile(spec, s, one_tile, OutputState(Int32(0), Int32(0), Int32(0)))
     splits.barrier(WARPS)
     tid = cute.arch.thread_idx()[0] - roles(spec).first_thread("mma")
     splits.merge_together(spec, plan.args, s.splits, at.partials, tid, WARPS)
@@ -507,7 +495,7 @@ def compute_tile(spec: cutlass.Constexpr, a, s, acc_o: cute.Tensor, w: WorkTileI
     acc_o.fill(0.0)
     for _ in cutlass.range(w.n_block_min, w.n_block_max, unroll=1):
         add_block(spec, s, acc_o, at)
-        at = at._replace(kv=pipeline.next_item(s.k.pipe, at.kv), p=at.p + 1)
+        at = at._replace(p=at.p + 1)
     store(spec, a, s, acc_o, w, at.tile % STATS)
     if w.n_block_max > w.n_block_min:
         at = at._replace(tile=at.tile + 1)
@@ -519,29 +507,22 @@ def compute_tile(spec: cutlass.Constexpr, a, s, acc_o: cute.Tensor, w: WorkTileI
 
 @cute.jit
 def add_block(spec: cutlass.Constexpr, s, acc_o: cute.Tensor, at: OutputState):
-    """Compute O^T += V^T P^T of all keys of a block for the warp's columns. acc_o (4, MMA, n): of columns 2 g and
-    2 g + 1 of 16, and rows 8 n + 2 t and 8 n + 2 t + 1."""
-    n_tiles, own = const_expr(spec.tile.n_tiles), warp_of(spec, "mma")
-    group = own // const_expr(WARPS // groups(spec.kv.record))
-    base = stage_of(spec, s, at.kv) + own * COLUMNS + lane_piece(spec)
-    stage = pipeline.stage(s.scores.pipe, at.p)
-    p = s.scores.p[None, cute.arch.lane_idx(), None, stage].iterator.toint()
+    """Compute O^T += V^T P^T of all keys of a block for the warp's columns. acc_o (4, MMA, n): of two columns of 16,
+    see `value_pieces`, and rows 8 n + 2 t and 8 n + 2 t + 1."""
+    n_tiles, stage, lane = const_expr(spec.tile.n_tiles), pipeline.stage(s.scores.pipe, at.p), cute.arch.lane_idx()
+    key, first = lane // KEYS * 8 + lane % 8, warp_of(spec, "mma") * const_expr(2 * MMAS)
+    values = value_pieces(s, stage, key, lane // 8 % 2, first)
+    p = s.scores.p[None, lane, None, stage].iterator.toint()
     pipeline.consumer_wait(s.scores.pipe, at.p)
     rescale(spec, s, acc_o, stage)
     for tile in cutlass.range_constexpr(KEY_TILES):
         words = mma.load(p + const_expr(tile * LANES * 8 * n_tiles), const_expr(2 * n_tiles))
-        factors = factors_of(spec, s, group, KEYS * tile, stage)
-        for i in cutlass.range_constexpr(0, MMAS, 2):
-            v = warp.ldmatrix_x4_trans(base + const_expr(tile * KEYS * PITCH[spec.kv.record] + PIECE * i))
-            for half in cutlass.range_constexpr(2):
-                keys = [to_bf16.e4m3_words(v[2 * half + e], (0, 2, 1, 3)) for e in range(2)]
-                a = [to_bf16.multiply(keys[e][part], factors[e]) for e in range(2) for part in range(2)]
-                for n in cutlass.range_constexpr(n_tiles):
-                    at_o = const_expr(4 * (i + half + MMAS * n))
-                    mma.issue("bf16", acc_o, at_o, a, words[2 * n : 2 * n + 2])
+        for i in cutlass.range_constexpr(MMAS):
+            v = warp.ldmatrix_x4_trans(values[i] + const_expr(tile * KEYS * VALUE_BYTES))
+            for n in cutlass.range_constexpr(n_tiles):
+                mma.issue("bf16", acc_o, const_expr(4 * (i + MMAS * n)), v, words[2 * n : 2 * n + 2])
     cute.arch.sync_warp()
     pipeline.consumer_release(s.scores.pipe, at.p)
-    pipeline.consumer_release(s.k.pipe, at.kv)
 
 
 @cute.jit
@@ -559,15 +540,6 @@ def rescale(spec: cutlass.Constexpr, s, acc_o: cute.Tensor, stage: Int32):
                     acc_o[2 * c + k % 2, i, k // 2] = acc_o[2 * c + k % 2, i, k // 2] * factors[k]
 
 
-def factors_of(spec, s, group, key, stage):
-    """Return the factors of a lane's four keys of 16, which begin at `key`, as two pairs."""
-    if not RECORDS[spec.kv.record].packed:
-        return [Uint32(RAISED_PAIR)] * 2
-    at = s.scores.factors[key, None, stage].iterator.toint()
-    at += 2 * (group * spec.tile.n + 2 * (cute.arch.lane_idx() % 4))
-    return [mma.load(at + 16 * half, 1)[0] for half in range(2)]
-
-
 @cute.jit
 def store(spec: cutlass.Constexpr, a, s, acc_o: cute.Tensor, w: WorkTileInfo, tile: Int32):
     """Store O and the LSE, or the CTA's split."""
@@ -578,8 +550,20 @@ def store(spec: cutlass.Constexpr, a, s, acc_o: cute.Tensor, w: WorkTileInfo, ti
             top = s.scores.row_max[row, tile]
             for each in cutlass.range_constexpr(KEY_TILES):
                 total += s.scores.row_sum[row, each, tile]
+        join_columns(acc_o, k)
         if row < left:
             store_row(spec, a, acc_o, w, k, row, top, total)
+
+
+def join_columns(acc_o, k):
+    """Exchange columns of the k-th row with the lane that has the others of four, so that lane 4 g + t has columns
+    2 g and 2 g + 1 of 16."""
+    odd = cute.arch.lane_idx() // 4 % 2 != 0
+    for i in range(MMAS):
+        low, high = acc_o[k % 2, i, k // 2], acc_o[2 + k % 2, i, k // 2]
+        other = cute.arch.shuffle_sync_bfly(warp.select(odd, low, high), 4)
+        acc_o[k % 2, i, k // 2] = warp.select(odd, other, low)
+        acc_o[2 + k % 2, i, k // 2] = warp.select(odd, high, other)
 
 
 @cute.jit

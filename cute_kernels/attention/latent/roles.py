@@ -3,7 +3,7 @@
 from ...device.roles import Role, Roles
 from .tile_table import SCORE_WARPS, WARPS
 
-REGISTERS = 40, 112, 104  # (load, score, mma)
+REGISTERS = 40, 128, 88  # (load, score, mma)
 
 
 def roles(spec) -> Roles:

@@ -15,6 +15,7 @@ KEY_TILES, HALVES = 4, 2
 SCORE_WARPS = KEY_TILES * HALVES
 KEYS = 16  # keys of a block of which a score warp has the scores, for a half of the columns of K
 P_STAGES = 2
+VALUE_BYTES = 1024  # of a row of V in bf16
 STATS = 4  # tiles whose maxima and sums of rows have room
 STEP = 16  # columns of K, and keys of V, of an MMA
 PIECE = 16  # bytes
@@ -61,7 +62,7 @@ def tile_of(rows: int, record: str) -> LatentTileConfig | None:
     """Return the tile for a number of rows; None if there is none."""
     if rows > MOST_ROWS or record not in PITCH:
         return None
-    return LatentTileConfig(ROWS if rows <= ROWS else MOST_ROWS, KEYS * KEY_TILES, 4)
+    return LatentTileConfig(ROWS if rows <= ROWS else MOST_ROWS, KEYS * KEY_TILES, 2)
 
 
 def groups(record: str) -> int:
@@ -92,16 +93,11 @@ def operands(spec: Any) -> tuple[Operand, ...]:
     return tuple(x._replace(bits=8) for x in each)
 
 
-def q_words(spec: Any) -> int:
-    """Return the words of Q that a lane has of all MMAs."""
-    return spec.head_dim_qk // STEP * 2 * spec.tile.n_tiles
-
-
 def smem_bytes(spec: Any) -> Resources:
-    """Return the shared memory of a CTA: keys, Q, halves of scores, P, factors, maxima and sums of rows,
-    tiles and barriers."""
-    found, m = sum(x.smem_bytes for x in operands(spec)) + 4 * 32 * q_words(spec), spec.tile.m
-    found += P_STAGES * (2 * spec.tile.n * m + 2 * spec.tile.n * groups(spec.kv.record) + 4 * m)
-    found += 2 * 4 * HALVES * spec.tile.n * m + 4 * m * (2 * KEY_TILES + STATS * (1 + KEY_TILES)) + 1536
+    """Return the shared memory of a CTA: keys, V in bf16, P, halves of scores, maxima and sums of rows, tiles and
+    barriers."""
+    n, m = spec.tile.n, spec.tile.m
+    found = sum(x.smem_bytes for x in operands(spec)) + P_STAGES * (n * VALUE_BYTES + 2 * n * m + 4 * m)
+    found += 2 * HALVES * KEY_TILES * 32 * 16 + 4 * m * (2 * KEY_TILES + STATS * (1 + KEY_TILES)) + 1536
     smem = min(row.smem_per_cta for row in archs.TABLE if archs.WGMMA in row.instructions)
     return Resources(found, smem)
