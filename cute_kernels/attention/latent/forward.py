@@ -86,5 +86,5 @@ def kernel(spec: cutlass.Constexpr, plan: geometry.KernelParams):
         cute.arch.setmaxregister_increase(roles(spec).registers("score"))
         mainloop.score_warp(spec, plan, s)
     else:
-        cute.arch.setmaxregister_increase(roles(spec).registers("mma"))
+        cute.arch.setmaxregister_decrease(roles(spec).registers("mma"))
         mainloop.mma_warp(spec, plan, s)
