@@ -15,7 +15,7 @@ class NamedBarrier(IntEnum):
     counted, and then know which tiles to merge. PROLOGUE: the warps that begin before the previous kernel has ended
     meet (`pdl`). VOTES: the 128 threads of a half of a tile of sm100 meet at the id of its number when they have voted.
     SCORES: the 128 threads of the score role of sm90 meet; in `latent`, those with the same half of the columns of K
-    meet at its id, and all score threads at MMA.
+    meet at its id.
     """
 
     WARP_SCHEDULER = 1

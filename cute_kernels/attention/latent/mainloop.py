@@ -53,6 +53,7 @@ MMAS = COLUMNS // STEP
 # are then rounded as bf16 are, unless they are less than 2^-66.
 RAISED, RAISED_PAIR = 2.0**60, 0x5D805D80  # in fp32, and two bf16
 CHAINS = 2  # sums of products that do not wait for each other
+AHEAD = 1  # loads of codes before those that are converted
 ALL = (1 << KEYS) - 1
 
 
@@ -60,15 +61,16 @@ ALL = (1 << KEYS) - 1
 class ScoreHandoff:
     """Shared memory between score and mma. v (words, stage): rows of V, see `value_pieces`. p (words, lane, key tile,
     stage): the operand of O^T. rescale (row, stage): factors by which O is multiplied before. pipe: of these stages.
-    halves (value, lane, key tile, half, 2): sums over half of the columns. tops (row, key tile, 2): maxima of rows over
-    16 keys. row_max (row, STATS), row_sum (row, key tile, STATS): of the rows of a tile; row_max in log2 units, or -inf
-    for a row without keys."""
+    halves (value, lane, key tile, half, 2): sums over half of the columns; ready: an mbarrier for each key tile. tops
+    (row, key tile, 2): maxima of rows over 16 keys. row_max (row, STATS), row_sum (row, key tile, STATS): of the rows
+    of a tile; row_max in log2 units, or -inf for a row without keys."""
 
     v: cute.Tensor
     p: cute.Tensor
     rescale: cute.Tensor
     pipe: pipeline.Pipeline
     halves: cute.Tensor
+    ready: cute.Pointer
     tops: cute.Tensor
     row_max: cute.Tensor
     row_sum: cute.Tensor
@@ -92,6 +94,7 @@ def allocate(spec, smem) -> ScoreHandoff:
         rescale,
         pipeline.make(smem, P_STAGES, SCORE_WARPS, WARPS),
         halves,
+        pipeline.make_mbarriers(smem, KEY_TILES, HALVES),
         tops,
         row_max,
         row_sum,
@@ -140,11 +143,6 @@ def half_of(spec):
 def groups_of_half(spec):
     """Return the number of factors of a half of the columns of a row; 1 if there are none."""
     return max(groups(spec.kv.record) // HALVES, 1)
-
-
-def meet():
-    """Wait for all score warps."""
-    cute.arch.barrier(barrier_id=NamedBarrier.MMA, number_of_threads=LANES * SCORE_WARPS)
 
 
 # The score role: one iteration per tile, an inner one per KV block, highest block first.
@@ -276,7 +274,7 @@ def score_block(
     load_factors(spec, r, rows, half)
     compute_scores(spec, s, r, rows, half, to)
     pipeline.consumer_release_if(s.k.pipe, at.kv, True)
-    exchange_halves(spec, s, r, at.p % 2)
+    exchange_halves(spec, s, r, at.p)
     if half < spec.tile.n_tiles:
         if const_expr(gather.has_slots(spec)):
             hide_missing(r, exist)
@@ -319,10 +317,13 @@ def compute_scores(spec: cutlass.Constexpr, s, r: ScoreFragments, rows: Int32, h
     key = KEYS * key_tile(spec) + cute.arch.lane_idx() % KEYS
     which = cute.arch.lane_idx() // KEYS
     values = value_pieces(s, stage, key, which, half * const_expr(2 * code_steps(spec)))
-    for first in cutlass.range_constexpr(0, code_steps(spec), 2):
-        words = warp.ldmatrix_x4(codes + PIECE * first)
+    words = [warp.ldmatrix_x4(codes + 2 * PIECE * i) for i in range(AHEAD)]
+    for i in cutlass.range_constexpr(code_steps(spec) // 2):
+        if const_expr(i + AHEAD < code_steps(spec) // 2):
+            words.append(warp.ldmatrix_x4(codes + 2 * PIECE * (i + AHEAD)))
         for part in cutlass.range_constexpr(2):
-            a, step = of_codes(r, words, part, first // per_group), const_expr(first + part)
+            step = const_expr(2 * i + part)
+            a = of_codes(r, words[i], part, step // per_group)
             warp.stmatrix_x4(values[step % 4] + const_expr(step // 4 * LINE), a)
             multiply(spec, acc, r, step, a)
     behind = const_expr(code_steps(spec))
@@ -356,10 +357,10 @@ def multiply(spec, acc, r, step, a):
 
 
 @cute.jit
-def exchange_halves(spec: cutlass.Constexpr, s, r: ScoreFragments, buffer: Int32):
+def exchange_halves(spec: cutlass.Constexpr, s, r: ScoreFragments, item: Int32):
     """Add the sums over the other half of the columns to the scores of the rows of which the warp has the softmax,
     which become the first ones."""
-    half, lane, own = half_of(spec), cute.arch.lane_idx(), key_tile(spec)
+    half, lane, own, buffer = half_of(spec), cute.arch.lane_idx(), key_tile(spec), item % 2
     given, values = cute.make_rmem_tensor(4, Float32), cute.make_rmem_tensor(4, Float32)
     for e in cutlass.range_constexpr(4):
         given[e] = r.acc_s[e, 0]
@@ -367,7 +368,9 @@ def exchange_halves(spec: cutlass.Constexpr, s, r: ScoreFragments, buffer: Int32
             given[e] = warp.select(half == 0, r.acc_s[e, 1], r.acc_s[e, 0])
             r.acc_s[e, 0] = warp.select(half == 0, r.acc_s[e, 0], r.acc_s[e, 1])
     copy.vector(given, s.scores.halves[None, lane, own, half, buffer])
-    meet()
+    cute.arch.sync_warp()  # all lanes have written before one of them arrives
+    pipeline.mbarrier_arrive(s.scores.ready + own)
+    pipeline.mbarrier_wait(s.scores.ready + own, item)
     copy.vector(s.scores.halves[None, lane, own, 1 - half, buffer], values)
     for e in cutlass.range_constexpr(4):
         r.acc_s[e, 0] += values[e]
