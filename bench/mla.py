@@ -13,8 +13,9 @@ import torch
 
 from .cases import mla as cases
 from .cases.mla import MlaCase, MlaInputs
-from .harness import Ceilings, Measurement, Setup, in_turns, ready, rotated
+from .harness import Ceilings, Measurement, Setup, ready, rotated
 from .timing import Call, exactly, interleave
+from .topk import every, graph, per_call
 
 NAMES = (
     "b64-s8192-h128-p64", "b128-s4096-h128-p64", "b64-s8192-h128-p64-q2", "b128-s4096-h16-p64", "b128-s1024-h16-p64",
@@ -203,10 +204,18 @@ def operations(case: MlaCase) -> int:
     return 2 * sum(keys_of(case)) * rows * case.heads * (case.dim + cases.VALUES)
 
 
-def collect(case: MlaCase, sets: list[MlaInputs], run: str, label: str) -> dict[str, Call]:
-    """Return {label: the calls of a provider}, or {} if its first result is wrong."""
+def collect(case: MlaCase, sets: list[MlaInputs], run: str, label: str, device: str) -> dict[str, Call]:
+    """Return {label: the calls of a provider on all sets, a CUDA graph}, or {} if its first result is wrong."""
     first = ready(label, partial(PROVIDERS[run], case, sets[0]), partial(check, case, sets[0]))
-    return {} if first is None else {label: in_turns([first, *(PROVIDERS[run](case, one) for one in sets[1:])])}
+    if first is None:
+        return {}
+    runs = [first, *(PROVIDERS[run](case, one) for one in sets[1:])]
+    every(called, runs, 0)  # a peer plans in its first call
+    return {label: graph(called, runs) if device == "cuda" else partial(every, called, runs)}
+
+
+def called(run: Callable[[], Out]) -> Out:
+    return run()
 
 
 def measure(name: str, case: MlaCase, top: Ceilings, setup: Setup) -> list[Measurement]:
@@ -215,13 +224,16 @@ def measure(name: str, case: MlaCase, top: Ceilings, setup: Setup) -> list[Measu
     sets = rotated(lambda seed: make(case, setup.device, seed), lambda _: key_bytes(case))
     calls: dict[str, Call] = {}
     for provider in (p for p in setup.providers if p in PROVIDERS and (p == "ours" or served(case))):
-        calls |= collect(case, sets, provider, provider)
+        calls |= collect(case, sets, provider, provider, setup.device)
     if not calls:
         return []
     if case.page_size != 64 and "ours" in calls:  # beside pages of 64 rows
         other = replace(case, page_size=64)
-        calls |= collect(other, [make(other, setup.device, seed) for seed in range(len(sets))], "ours", "own-p64")
+        calls |= collect(
+            other, [make(other, setup.device, seed) for seed in range(len(sets))], "ours", "own-p64", setup.device
+        )
     size, work = key_bytes(case), operations(case)
     floor = exactly(max(size / top.gbps / 1e3, work / top.tflops / 1e6))
-    times = interleave(calls, setup.clock, len(sets), setup.rounds) | {"floor": floor}
+    times = {p: per_call(t, len(sets)) for p, t in interleave(calls, setup.clock, 1, setup.rounds).items()}
+    times["floor"] = floor
     return [Measurement(name, p, t, tflops=work / t.median / 1e6, gbps=size / t.median / 1e3) for p, t in times.items()]

@@ -4,6 +4,7 @@ A new row needs a reason: the calls of most models, or a measurement (docs/desig
 stands for all combinations of its fields. `dispatch` of each family turns rows into specs.
 """
 
+from itertools import product
 from typing import NamedTuple
 
 from . import archs
@@ -54,6 +55,7 @@ class IndexerRow(NamedTuple):
 
 
 PREFILL, PREFILL_BLACKWELL, DECODE = "attention.sm90", "attention.sm100", "attention.decode"
+LATENT_ROWS = "attention.latent"
 ATTENTION = (
     AttentionRow(PREFILL, HOPPER, ("bf16",), (SAME,), (*USUAL, *WIDE), ("causal", "full", "modified")),
     AttentionRow(PREFILL, HOPPER, ("fp16", "e4m3"), (SAME,), USUAL, ("causal", "full", "modified")),
@@ -102,6 +104,33 @@ ATTENTION = (
         ),
     ),
     AttentionRow(PREFILL, HOPPER, ("e4m3",), ("bf16",), ((576, 512),), ("latent gather e4m3", "latent slots e4m3")),
+    AttentionRow(
+        LATENT_ROWS,
+        HOPPER,
+        ("bf16",),
+        (SAME,),
+        ((576, 512),),
+        tuple(
+            f"latent {source} {record} {rows} rows"
+            for source, record, rows in product(("gather", "slots"), ("e4m3", "656"), (8, 16))
+        ),
+    ),
+    AttentionRow(
+        LATENT_ROWS,
+        HOPPER,
+        ("bf16",),
+        (SAME,),
+        ((512, 512),),
+        ("latent slots 528_fp32 8 rows", "latent slots 528_fp32 16 rows"),
+    ),
+    AttentionRow(
+        LATENT_ROWS,
+        HOPPER,
+        ("e4m3",),
+        ("bf16",),
+        ((576, 512),),
+        tuple(f"latent {source} e4m3 {rows} rows" for source, rows in product(("gather", "slots"), (8, 16))),
+    ),
     AttentionRow(PREFILL_BLACKWELL, BLACKWELL, ("bf16",), (SAME,), (*USUAL, *WIDE), ("causal", "full", "modified")),
     AttentionRow(PREFILL_BLACKWELL, BLACKWELL, ("fp16", "e4m3"), (SAME,), USUAL, ("causal", "full", "modified")),
     AttentionRow(

@@ -13,14 +13,15 @@ from typing import Any, NamedTuple
 
 from .. import shipped as policy
 from ..dtypes import BITS
-from . import decode, sm90, sm100
+from . import decode, latent, sm90, sm100
 from .request import KernelRequest, Refusal
 from .spec import outputs
 
-OPS = {"attention.sm90": sm90, "attention.sm100": sm100, "attention.decode": decode}
+OPS = {"attention.sm90": sm90, "attention.sm100": sm100, "attention.decode": decode, "attention.latent": latent}
 # (op, whether it splits keys), in the order in which they are asked
 SPLIT = (("attention.sm90", True), ("attention.sm100", True), ("attention.decode", True))
 WHOLE = (("attention.sm90", False), ("attention.sm100", False))
+LATENT = (("attention.latent", True),)  # asked first, where V lies in K
 FIXED = SPLIT[2:]  # the kernels that split at multiples of a fixed number of keys
 # Query rows of a KV head: one MMA of `decode`, two of them, one tile of the other kernels that split keys
 FEW_ROWS, MORE_ROWS, MANY_ROWS = 8, 16, 64
@@ -110,6 +111,12 @@ for _kind, _records in PACKED.items():
         KINDS[f"{_kind} {_both}"] = Kind(f"{_kind} over packed records, {_both}", KINDS[_kind].split, _change)
 
 
+FEW = ("latent gather e4m3", "latent gather 656", "latent slots e4m3", "latent slots 656", "latent slots 528_fp32")
+for _kind, _rows in product(FEW, (8, 16)):
+    _few = KINDS[_kind]
+    KINDS[f"{_kind} {_rows} rows"] = Kind(f"{_few.meaning}, up to {_rows} rows", True, _few.change | {"rows": _rows})
+
+
 class Answer(NamedTuple):
     """An op's answer to a request: the spec that it would run, and None or the reason why it refuses. spec: None if the
     op does not have the architecture."""
@@ -185,7 +192,7 @@ def explain(request: KernelRequest, arch: str) -> tuple[Answer, ...]:
     """
     order: tuple[tuple[str, bool], ...] = (*WHOLE, *FIXED)
     if request.shares_v:  # its kernels share keys, and the host says how many a CTA may leave to another
-        order = (*SPLIT, *WHOLE)
+        order = (*LATENT, *SPLIT, *WHOLE)
     elif request.split_kv == "fixed":
         order = (*FIXED, *WHOLE)
     elif request.split_kv == "always" or request.split_kv == "auto" and splits_pay(request):

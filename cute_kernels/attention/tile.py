@@ -103,6 +103,11 @@ class TileConfig(ABC):
         return 0
 
     @property
+    def bulk_rows(self) -> bool:
+        """Whether rows of packed records reach shared memory as they are stored, by a bulk copy each (`kv.bulk`)."""
+        return False
+
+    @property
     def o_tiles(self) -> int:
         """The tiles that have the same query rows, all of S, and a part each of the columns of O."""
         return 1

@@ -109,7 +109,7 @@ def partition(b: TmaBox, smem, gmem):
 
 def allocate(smem, op: TmaOperand, dtype):
     """Allocate the stages of an operand in shared memory, aligned to 1024 bytes as a swizzle of 128 bytes needs."""
-    if isinstance(op, DenseOperand):
+    if not isinstance(op.layout, cute.ComposedLayout):
         return smem.allocate_tensor(dtype, op.layout, 1024)
     return smem.allocate_tensor(dtype, op.layout.outer, 1024, op.layout.inner)
 

@@ -10,13 +10,13 @@ from cutlass import Uint32
 EXACT = {"e4m3": 0x7B807B80, "e2m1": 0x7E807E80}  # type -> the power of two, twice: 2^120 and 2^126
 
 
-def e4m3_words(word):
-    """Return the bits of four e4m3 codes as two words of bf16, 2^-120 times their values."""
+def e4m3_words(word, order=(0, 1, 2, 3)):
+    """Return the bits of four e4m3 codes as two words of bf16, 2^-120 times their values. order: of the codes."""
     # a code in the low byte of each half, below eight copies of its sign; then all moves up by 4
     text = " ".join(
         f"prmt.b32 {{$w{i}}}, {{$r0}}, 0, {selector}; mul.lo.u32 {{$w{i}}}, {{$w{i}}}, 16; "
         f"and.b32 {{$w{i}}}, {{$w{i}}}, 0x87F087F0;"
-        for i, selector in enumerate(("0x9180", "0xB3A2"))
+        for i, selector in enumerate(f"0x{8 + high:X}{high}{8 + low:X}{low}" for low, high in (order[:2], order[2:]))
     )
     return cute.arch.inline_ptx(text, write_only_types=[Uint32] * 2, read_only_args=[word])
 

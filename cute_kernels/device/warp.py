@@ -127,6 +127,15 @@ def barrier_red_and(barrier_id, threads: cutlass.Constexpr, agrees):
     return cute.arch.inline_ptx(text, write_only_types=[Int32], read_only_args=given)
 
 
+def ldmatrix_x4(address):
+    """Load four 8 x 8 matrices of 16-bit elements.
+
+    Lane l gives the address of row l % 8 of matrix l // 8 in shared memory. It gets a word of each matrix: columns 2
+    (l % 4) and 2 (l % 4) + 1 of row l // 4."""
+    text = "ldmatrix.sync.aligned.m8n8.x4.shared.b16 {{$w0}, {$w1}, {$w2}, {$w3}}, [{$r0}];"
+    return cute.arch.inline_ptx(text, write_only_types=[Uint32] * 4, read_only_args=[address])
+
+
 def ldmatrix_x4_trans(address):
     """Load four 8 x 8 matrices of 16-bit elements, transposed.
 

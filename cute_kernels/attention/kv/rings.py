@@ -6,6 +6,7 @@ which its memory is laid out. Its roles read `s.k` and `s.v`, two names of one r
 
 from typing import Any, NamedTuple
 
+import cutlass
 import cutlass.cute as cute
 
 from ...device import copy, layout, pipeline
@@ -62,6 +63,8 @@ def allocate(spec, smem, plan, operands):
 
 def loaded_type(spec, a, x: Operand):
     """Return the type of the stages that an operand is loaded to."""
+    if spec.tile.bulk_rows:
+        return cutlass.Uint8
     return precision.of(spec).mma_type if spec.kv.record else cached(a, x)[0].element_type
 
 
@@ -75,6 +78,8 @@ def _prepared(spec, smem, x: Operand, raw):
 def arrivals(spec, roles, x: Operand):
     """Return the arrivals that complete a loaded stage: one per load warp (TMA) or per lane of it (cp.async), and one
     per lane that copies scale factors; of packed records one per mma warp, which converts them."""
+    if spec.tile.bulk_rows:
+        return roles.warps(x.load_role)
     if spec.kv.record:
         return roles.warps("mma")
     each = 1 if spec.kv.source == "tma" else LANES
@@ -84,6 +89,8 @@ def arrivals(spec, roles, x: Operand):
 def readers(spec, roles, x: Operand):
     """Return the arrivals that free a loaded stage: one per warp that reads it, in all CTAs of the cluster. Where V
     lies in K, that is one arrival behind both MMAs."""
+    if spec.tile.bulk_rows:
+        return roles.warps("score")
     return roles.warps(x.prepare_role) if x.prepared else roles.warps("mma") * spec.tile.cluster
 
 

@@ -1,0 +1,51 @@
+"""Attention over packed latents for few query rows: keys are the M side of the MMAs, so that 8 heads cost 8.
+
+This file is plain Python: it states what the kernel can do (`supports`) and which spec serves a request (`candidate`).
+`tile_table` has the tiles. Neither imports the DSL, because a process that runs a bundle has none.
+"""
+
+from dataclasses import replace
+
+from ... import archs
+from ..request import KernelRequest, Refusal
+from ..spec import DTYPES, AttentionSpec, LogitsSpec, MaskSpec, exact_logits, exact_mask, kv_spec
+from .tile_table import DIMS, MOST_ROWS, PITCH, LatentTileConfig, smem_bytes, tile_of
+
+ARCHS = archs.having(archs.WGMMA)
+Spec = AttentionSpec[LatentTileConfig]
+
+
+def candidate(request: KernelRequest, arch: str, split: bool = True) -> Spec:
+    """Return the spec that would serve a request; `supports` says whether the kernel can. Its tile is None if it has
+    too many rows, or if bits may not depend on their number."""
+    p = request
+    serves = split and p.packed_rows <= MOST_ROWS and p.split_kv in ("auto", "always") and not p.extra
+    tile = tile_of(p.packed_rows, p.record) if serves else None
+    out = (p.out,) if p.out in DTYPES else ("bf16",)
+    mask, logits = exact_mask(p), exact_logits(p)
+    return AttentionSpec(p.q, kv_spec(p), out, p.head_dim_qk, p.head_dim_vo, mask, logits, "stream_k", tile)
+
+
+def supports(spec: Spec) -> Refusal | None:
+    """Return None if the kernel runs `spec`, else the reason why not: the only statement of what the kernel can do."""
+    kv = spec.kv
+    if not kv.shares_v or kv.record not in PITCH or kv.dtype != "bf16" or kv.source == "tma":
+        return Refusal("record", f"{kv.record or 'rows'}: the kernel reads {', '.join(PITCH)}, with V in K")
+    if spec.q != "bf16" and (spec.q, kv.record) != ("e4m3", "e4m3"):
+        return Refusal("q", f"{spec.q} over {kv.record}: the kernel has bf16, or e4m3 over e4m3 with one scale")
+    if spec.tile is None:
+        return Refusal("rows", f"the kernel has up to {MOST_ROWS} of one cache, if their number may change bits")
+    if spec.dims not in DIMS[kv.record]:
+        return Refusal("head_dim", f"{spec.dims}: over {kv.record}, the kernel has {DIMS[kv.record]}")
+    if spec.out[0] not in DTYPES or len(spec.out) > 1:
+        return Refusal("out", f"{', '.join(spec.out)}: the kernel has {', '.join(DTYPES)}")
+    if replace(spec.mask, causal="always") != MaskSpec() or spec.mask.causal == "value":
+        return Refusal("mask", f"{spec.mask}: the kernel has the causal mask, or none")
+    if spec.logits != LogitsSpec():
+        return Refusal("logits", f"{spec.logits}: the kernel has no soft cap, and one scale for all heads")
+    if kv.extra or spec.schedule != "stream_k":
+        return Refusal("schedule", f"{spec.schedule}: the kernel has stream_k, over one cache")
+    known = tile_of(spec.tile.m, kv.record)
+    if spec.tile != known:
+        return Refusal("tile", f"{spec.tile}: must be {known}")
+    return smem_bytes(spec).refusal(spec.tile)

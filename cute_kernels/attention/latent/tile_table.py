@@ -1,0 +1,103 @@
+"""The tiles of the kernels with few query rows over packed latents. Plain Python."""
+
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar
+
+from ... import archs
+from ...records import RECORDS
+from ..operands import Operand, operands_of
+from ..tile import Resources, TileConfig
+
+ROWS = 8  # query rows of an MMA
+MOST_ROWS = 16
+WARPS = 8  # that compute O
+KEY_TILES, HALVES = 4, 2
+SCORE_WARPS = KEY_TILES * HALVES
+KEYS = 16  # keys of a block of which a score warp has the scores, for a half of the columns of K
+P_STAGES = 2
+VALUE_BYTES = 1024  # of a row of V in bf16
+STATS = 4  # tiles whose maxima and sums of rows have room
+STEP = 16  # columns of K, and keys of V, of an MMA
+PIECE = 16  # bytes
+
+
+def pitch(row: int) -> int:
+    """Return the bytes from a row in shared memory to the next: an odd number of pieces, so that the pieces of eight
+    rows are in different banks."""
+    return PIECE * (-(-row // PIECE) | 1)
+
+
+# Record -> (head_dim_qk, head_dim_vo)
+DIMS: dict[str, list[tuple[int, int]]] = {
+    "e4m3": [(576, 512), (512, 512)], "656": [(576, 512)], "528_fp32": [(512, 512)],
+}  # fmt: skip
+PITCH = {name: pitch(RECORDS[name].row or max(DIMS[name])[0]) for name in DIMS}
+
+
+@dataclass(frozen=True)
+class LatentTileConfig(TileConfig):
+    """Tile of a CTA: m query rows x n keys, of which a score warp has 16."""
+
+    bulk_rows: ClassVar[bool] = True
+    load_warps: ClassVar[int] = 2
+    per_tile_pack_gqa: ClassVar[bool] = True
+    prefers_whole_tiles: ClassVar[bool] = True
+    counters_per_split: ClassVar[int] = 3  # `combine.SplitCounters`
+
+    @property
+    def n_tiles(self) -> int:
+        """The number of MMAs that take the query rows."""
+        return self.m // ROWS
+
+    @property
+    def name(self) -> str:
+        return f"m{self.m}n{self.n}s{self.stages}k"
+
+    def head_dims(self, bits: int) -> tuple[int, ...]:
+        """Return the head dims that kernels compute with. bits: per stored element of K and V."""
+        return 512, 576
+
+
+def tile_of(rows: int, record: str) -> LatentTileConfig | None:
+    """Return the tile for a number of rows; None if there is none."""
+    if rows > MOST_ROWS or record not in PITCH:
+        return None
+    return LatentTileConfig(ROWS if rows <= ROWS else MOST_ROWS, KEYS * KEY_TILES, 2)
+
+
+def groups(record: str) -> int:
+    """Return the number of factors of a row; 1 if all rows share one, which is a factor on the logits."""
+    form = RECORDS[record]
+    return form.latent // form.vec if form.packed else 1
+
+
+def code_steps(spec: Any) -> int:
+    """Return the MMAs of a half of the columns of V."""
+    return spec.head_dim_vo // STEP // HALVES
+
+
+def rotated_steps(spec: Any) -> int:
+    """Return the MMAs of a half of the columns of K behind those of V."""
+    return (spec.head_dim_qk - spec.head_dim_vo) // STEP // HALVES
+
+
+def steps(spec: Any) -> int:
+    """Return the MMAs of a half of the columns of K."""
+    return code_steps(spec) + rotated_steps(spec)
+
+
+def operands(spec: Any) -> tuple[Operand, ...]:
+    """Return the operand of the main loop: rows as they are stored, of which V is a part."""
+    t = spec.tile
+    each = operands_of(replace(spec.kv, dtype="e4m3"), t, (PITCH[spec.kv.record], 0))
+    return tuple(x._replace(bits=8) for x in each)
+
+
+def smem_bytes(spec: Any) -> Resources:
+    """Return the shared memory of a CTA: keys, V in bf16, P, halves of scores, maxima and sums of rows, tiles and
+    barriers."""
+    n, m = spec.tile.n, spec.tile.m
+    found = sum(x.smem_bytes for x in operands(spec)) + P_STAGES * (n * VALUE_BYTES + 2 * n * m + 4 * m)
+    found += 2 * HALVES * KEY_TILES * 32 * 16 + 4 * m * (2 * KEY_TILES + STATS * (1 + KEY_TILES)) + 1536
+    smem = min(row.smem_per_cta for row in archs.TABLE if archs.WGMMA in row.instructions)
+    return Resources(found, smem)
