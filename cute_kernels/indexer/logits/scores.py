@@ -87,7 +87,7 @@ def compute(spec: cutlass.Constexpr, a, s: InputSmem):
         pipeline.consumer_wait(s.q_pipe, number)
         stage = pipeline.stage(s.q_pipe, number)
         read_rows(spec, a, s, rows, work, stage)
-        held = load_weights(spec, s, 0, chunk_rows(spec), stage)
+        held = load_weights(spec, s, 0, pass_rows(spec), stage)
         first, before = (group - item) & (GROUPS - 1), no_sums(spec)
         for i in cutlass.range(first, work.blocks, GROUPS, unroll=1):
             before = one_block(spec, s, r, rows, stage, item + i, work.first_block + i, held, before)
@@ -118,7 +118,7 @@ def one_block(
     held: list[cute.Tensor], before: BlockSums,
 ) -> BlockSums:  # fmt: skip
     """Compute the sums of a block of keys, and meanwhile store the logits of the block before. stage: of the queries.
-    item: of k_pipe. held: weights of the first MMA's tokens. Those of others come from shared memory each time."""
+    item: of k_pipe. held: weights of the tokens of the first pass. Those of others come from shared memory each time."""
     lane, inside = cute.arch.lane_idx(), cute.arch.warp_idx() % WARPS * 16
     inside += lane // QUAD + 8 * (lane % 2)  # the key that this lane stores
     pipeline.consumer_wait(s.k_pipe, item)
@@ -137,7 +137,7 @@ def one_block(
             warpgroup.wait_group(count - 1 - c)
             if const_expr(c + 1 == count and begin + each * count == spec.rows):
                 pipeline.consumer_release(s.k_pipe, item)
-            following = load_weights(spec, s, begin + each * (c + 1), each, stage) if const_expr(c + 1 < count) else None
+            following = held[each * (c + 1) :]
             for row in cutlass.range_constexpr(each):
                 sums += weigh(spec, r.acc[c], weights[row], row)
             weights = following
