@@ -132,15 +132,13 @@ def one_block(
             wgmma.issue(r.mma, r.acc[c], r.k[None, None, None, at], queries, True, begin // each + c)
         # under the MMAs
         store_logits(spec, rows, before, const_expr((begin - each * count) % spec.rows), each * count)
-        weights, sums = held if const_expr(begin == 0) else load_weights(spec, s, begin, each, stage), []
+        weights, sums = held if const_expr(begin == 0) else load_weights(spec, s, begin, each * count, stage), []
         for c in cutlass.range_constexpr(count):
             warpgroup.wait_group(count - 1 - c)
             if const_expr(c + 1 == count and begin + each * count == spec.rows):
                 pipeline.consumer_release(s.k_pipe, item)
-            following = held[each * (c + 1) :]
             for row in cutlass.range_constexpr(each):
-                sums += weigh(spec, r.acc[c], weights[row], row)
-            weights = following
+                sums += weigh(spec, r.acc[c], weights[each * c + row], row)
         before = BlockSums(sums, block * KEYS + inside, scale)
     return before
 
