@@ -33,8 +33,8 @@ E4M3 = torch.float8_e4m3fn
 @dataclass(frozen=True)
 class LogitsInputs:
     """Inputs of a case. q (requests or tokens, next_n, H, D). paged: keys lie in pages, else they are those of a
-    prompt that ends with them, in e4m3 or, for `dsa_indexer_topk`, in bf16. k: keys that a token chooses, 0 if logits
-    are measured."""
+    prompt that ends with them, in e4m3 or, for `dsa_indexer_topk`, in bf16, which has one segment. k: keys that a token
+    chooses, 0 if logits are measured."""
 
     paged: bool
     q: torch.Tensor
@@ -46,6 +46,8 @@ class LogitsInputs:
     table: torch.Tensor
     starts: torch.Tensor
     ends: torch.Tensor
+    q_ends: torch.Tensor  # (2,), of the segment, as k_ends
+    k_ends: torch.Tensor
     k: int
 
     @property
@@ -103,29 +105,35 @@ def make(name: str, device: str, seed: int) -> LogitsInputs:
         table.view(count, -1) if paged else table.view(0, 0),
         torch.zeros(count, **ints),
         keys - count + 1 + torch.arange(count, **ints),
+        torch.tensor([0, count], **ints),
+        torch.tensor([0, rows], **ints),
         k,
     )
 
 
 def logits(module: Any, i: LogitsInputs) -> torch.Tensor:
-    """Call a module's functions, ours or DeepGEMM's."""
+    """Call a module's functions, ours or DeepGEMM's, as vLLM 0.33 does: the logits of a prompt begin with the first key
+    that a token sees, and nothing is cleaned."""
     if not i.paged:
         return module.fp8_fp4_mqa_logits(
-            (i.q[:, 0], None), (i.keys, i.scales), i.weights, i.starts, i.ends, clean_logits=False
+            (i.q[:, 0], None), (i.keys, i.scales), i.weights, i.starts, i.ends, len(i.keys)
         )  # fmt: skip
-    keys = i.table.shape[1] * PAGE
-    if module is wrappers:
-        plan = None
-    else:
-        plan = module.get_paged_mqa_logits_metadata(i.lens, PAGE, module.get_num_sms())
-    return module.fp8_fp4_paged_mqa_logits((i.q, None), i.cache, i.weights, i.lens, i.table, plan, keys)
+    columns = i.table.shape[1] * PAGE
+    plan = None if module is wrappers else module.get_paged_mqa_logits_metadata(i.lens, PAGE, slots(module, i))
+    return module.fp8_fp4_paged_mqa_logits((i.q, None), i.cache, i.weights, i.lens, i.table, plan, columns)
+
+
+def slots(module: Any, i: LogitsInputs) -> int:
+    """Return the number of slots in DeepGEMM's schedule: one per SM, or one per pair of SMs on Hopper, where two CTAs
+    share the keys for four tokens."""
+    paired = i.q.shape[1] == 4 and torch.cuda.get_device_capability(i.q.device)[0] == 9
+    return module.get_num_sms() // (2 if paired else 1)
 
 
 def ours(i: LogitsInputs) -> torch.Tensor:
     if i.k and not i.paged:
-        q_ends, k_ends = (t.new_tensor([0, len(t)], dtype=torch.int32) for t in (i.q, i.keys))
         return wrappers.dsa_indexer_topk(
-            i.q[:, 0], i.keys, i.weights, q_ends, k_ends, top_k=i.k, softmax_scale=1.0
+            i.q[:, 0], i.keys, i.weights, i.q_ends, i.k_ends, top_k=i.k, softmax_scale=1.0
         )[0]  # fmt: skip
     if i.k:
         return wrappers.select_slots(i.q, i.cache, i.weights, i.lens, i.table, i.k)

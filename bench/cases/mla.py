@@ -304,7 +304,7 @@ def _planned(case: MlaCase, i: MlaInputs) -> tuple[torch.Tensor, torch.Tensor]:
     """Plan and run a batch with FlashInfer's class."""
     pages = [-(-n // case.page_size) for n in case.lens]
     entries = torch.cat([i.table[b, :n] for b, n in enumerate(pages)])
-    starts = torch.nn.functional.pad((-(-i.lens // case.page_size)).cumsum(0), (1, 0)).int()  # in a capture, too
+    starts = torch.nn.functional.pad((-(-i.lens // case.page_size)).cumsum(0), (1, 0)).int()
     rows = torch.arange(len(pages) + 1, dtype=torch.int32, device=i.q.device) * case.rows
     wrapper = wrappers.BatchMLAPagedAttentionWrapper(torch.empty(0, device=i.q.device))
     wrapper.plan(

@@ -1,8 +1,10 @@
 """The benchmarks on the CPU: each runs once with the reference as `ours` and a clock of the test. Wrong results get no
 row, and shipped kernels serve the cases that are held against bars."""
 
+import sys
 from dataclasses import replace
 from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -110,6 +112,34 @@ def test_a_benchmark_gives_rows(name):
     rows = harness.rows_of(found, ENV)
     assert [r.provider for r in rows] == wanted and len({r.case for r in rows}) == 1
     assert rows[0].case in harness.table(found, rows, TOP) and rows[0].ratio_to_ours == 1
+
+
+@pytest.mark.parametrize(("tokens", "major", "slots"), [("", 9, 12), ("-q4", 9, 6), ("-q4", 10, 12)])
+def test_deep_gemm_is_called_as_vllm_has_it(monkeypatch, tokens, major, slots):
+    """By a module with the signatures of vLLM 0.33, of which `wrappers` computes the results."""
+    found = []
+
+    def ragged(q, kv, weights, cu_seq_len_k_start, cu_seq_len_k_end, max_seqlen_k, schedule_meta=None):
+        return wrappers.fp8_fp4_mqa_logits(q, kv, weights, cu_seq_len_k_start, cu_seq_len_k_end, max_seqlen_k)
+
+    def paged(q, kv_cache, weights, context_lens, block_table, schedule_meta, max_context_len, indices=None):
+        found.append(len(schedule_meta) - 1)
+        given = q, kv_cache, weights, context_lens, block_table, schedule_meta, max_context_len, indices
+        return wrappers.fp8_fp4_paged_mqa_logits(*given)
+
+    peer = SimpleNamespace(
+        get_num_sms=lambda: 12, get_paged_mqa_logits_metadata=wrappers.get_paged_mqa_logits_metadata,
+        fp8_fp4_mqa_logits=ragged, fp8_fp4_paged_mqa_logits=paged,
+    )  # fmt: skip
+    for name, module in (("vllm", peer), ("vllm.third_party", peer), ("vllm.third_party.deep_gemm", peer)):
+        monkeypatch.setitem(sys.modules, name, module)
+    peer.third_party = peer.deep_gemm = peer
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (major, 0))
+    for case in (f"indexer-decode-b2-s128-h8{tokens}", "indexer-prefill-t5-s70-h8"):
+        inputs = indexer.make(case, "cpu", 0)
+        got = indexer.deep_gemm(inputs)
+        assert indexer.check(inputs, got) is None and got.shape == indexer.ours(inputs).shape
+    assert found == [slots]
 
 
 def test_a_provider_that_is_wrong_or_missing_has_no_row(monkeypatch, capsys):

@@ -78,6 +78,12 @@ def test_values_of_every_magnitude_and_windows_at_every_edge_are_drawn():
     assert {127, 0, 1} <= begins
 
 
+def test_no_plan_is_captured():
+    """A call of the class of latent attention begins with its plan."""
+    drawn = (draw(0, index, ("mla",)) for index in range(600))
+    assert {call.mode for call in drawn if call.function == "BatchMLAPagedAttentionWrapper"} == {"eager", "threads"}
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 def test_functions_are_right_on_the_cpu(checker, family):
     """Some calls are refused, because the CPU path reads index tensors."""

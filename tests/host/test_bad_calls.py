@@ -297,6 +297,8 @@ PAGES = {"no rows", "a row less", "a row more"}  # rows that a cache or an outpu
 TABLE = {"int64", "a row more", "no columns", "columns"}  # pages that a request has no entry for are skipped
 GATHERED = {
     "src_cache": PAGES | {"float8_e4m3fn"}, "dst": PAGES | {"float16"}, "block_table": TABLE}  # fmt: skip
+PAGED_LOGITS = {
+    "weights": STRIDED, "kv_cache": PAGES | {"float8_e4m3fn"}, "block_table": {"no columns", "columns"}}  # fmt: skip
 ACCEPTED: dict[str, dict[str, set[str]]] = {  # function, or call -> argument -> bad values
     "context": {
         "max_q_len": {"far"},  # a bound
@@ -346,9 +348,10 @@ ACCEPTED: dict[str, dict[str, set[str]]] = {  # function, or call -> argument ->
     "get_mla_metadata": {  # of any layout and device
         "cache_seqlens": {"None", "columns", *FORMS} - {"rank + 1", "flat"}, "num_q_tokens_per_head_k": {"far"},
         "num_heads_k": {"far"}, "num_heads_q": {"int"}, "topk": {"int"}},
-    **dict.fromkeys(("fp8_mqa_logits", "fp8_fp4_mqa_logits"), {"weights": STRIDED}),
-    **dict.fromkeys(("fp8_paged_mqa_logits", "fp8_fp4_paged_mqa_logits"), {
-        "weights": STRIDED, "kv_cache": PAGES | {"float8_e4m3fn"}, "block_table": {"no columns", "columns"}}),
+    "fp8_mqa_logits": {"weights": STRIDED},
+    "fp8_fp4_mqa_logits": {"weights": STRIDED, "clean_logits": {"one"}},  # max_seqlen_k, in the signature of vLLM 0.33
+    "fp8_paged_mqa_logits": PAGED_LOGITS,
+    "fp8_fp4_paged_mqa_logits": PAGED_LOGITS | {"clean_logits": {"None", "tensor"}},  # indices, likewise
     "select_slots": {
         "weights": STRIDED, "kv_cache": PAGES | {"float8_e4m3fn"}, "block_table": {"no columns", "columns"},
         "max_context_len": {"None", "far"}, "scratch_bytes": {"far"}},

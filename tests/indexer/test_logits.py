@@ -3,6 +3,7 @@
 import math
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 
@@ -123,6 +124,34 @@ def test_fp8_functions_are_those_of_fp4_with_fp8_queries():
         assert torch.equal(*both) or not given.get("clean_logits", True)
 
 
+def test_calls_as_vllm_0_33_has_them():
+    """`max_seqlen_k` and `schedule_meta`, or `indices`, in the place of `clean_logits`; nothing is cleaned."""
+    hint = torch.zeros(133, 2).int()
+    given = inputs_of(RAGGED_FP4)
+    start, end = torch.tensor([0, 3, 9, 38, 7]).int(), torch.tensor([4, 9, 14, 40, 7]).int()
+    args = given["q"], given["kv"], given["weights"], start, end
+    want = wrappers.fp8_fp4_mqa_logits(*args, False, 6)
+    for columns in (6, np.int64(6)):
+        for more in ((), (None,), (hint,)):
+            got = wrappers.fp8_fp4_mqa_logits(*args, columns, *more)
+            assert got.shape == (5, 6) and all(map(torch.equal, seen(got, end - start), seen(want, end - start)))
+    given = inputs_of(PAGED_FP4)
+    lens = torch.tensor([[1, 2, 9], [0, 38, 40]]).int()
+    args = *(given[name] for name in ("q", "kv_cache", "weights")), lens, given["block_table"], hint, 44
+    want = wrappers.fp8_fp4_paged_mqa_logits(*args)
+    for indices in (None, torch.arange(2).int()):
+        for got in (
+            wrappers.fp8_fp4_paged_mqa_logits(*args, indices),
+            wrappers.fp8_fp4_paged_mqa_logits(*args, indices=indices),
+        ):
+            assert all(map(torch.equal, seen(got, lens.flatten()), seen(want, lens.flatten())))
+
+
+def seen(logits, counts):
+    """The first columns of each row."""
+    return [row[:count] for row, count in zip(logits, counts.tolist(), strict=True)]
+
+
 REFUSED = [
     (RAGGED, {"q": lambda q: q.half()}, TypeError, r"q: dtype torch\.float16, must be torch\.float8_e4m3fn"),
     (RAGGED, {"q": lambda q: q[0]}, ValueError, r"q: shape \(8, 128\), must have 3 dimensions"),
@@ -136,6 +165,13 @@ REFUSED = [
     (RAGGED, {"cu_seq_len_k_end": lambda x: x[:4]}, ValueError, r"cu_seq_len_k_end: shape \(4,\), must be \(5,\)"),
     (RAGGED, {"clean_logits": lambda x: 1}, TypeError, "clean_logits: 1, must be True or False"),
     (RAGGED, {"max_seqlen_k": lambda x: -1}, ValueError, "max_seqlen_k: -1, must be at least 0"),
+    (RAGGED_FP4, {"clean_logits": lambda x: 0}, ValueError, "clean_logits: 0, must be at least 1"),
+    (RAGGED_FP4, {"clean_logits": lambda x: "7"}, TypeError, "clean_logits: '7', must be True, False or an int"),
+    (RAGGED_FP4, {"clean_logits": lambda x: 7, "max_seqlen_k": lambda x: 7}, TypeError,
+     "max_seqlen_k, in the place of schedule_meta: int, must be a torch.Tensor"),
+    (RAGGED_FP4, {"schedule_meta": lambda x: 7}, TypeError, "schedule_meta: int, must be a torch.Tensor"),
+    (RAGGED_FP4, {"max_seqlen_k": lambda x: None}, TypeError, "max_seqlen_k: None, must be an int"),
+    (PAGED_FP4, {"clean_logits": lambda x: 1}, TypeError, "clean_logits: 1, must be True, False or indices"),
     (RAGGED_FP4, {"q": lambda q: (q[0], q[0])}, NotImplementedError, r"q\[1\]: given, not supported"),
     (RAGGED_FP4, {"q": lambda q: q[0]}, TypeError, r"q: Tensor, must be a tuple"),
     (RAGGED_FP4, {"logits_dtype": lambda x: torch.float16}, TypeError, "logits_dtype: torch.float16, must be"),

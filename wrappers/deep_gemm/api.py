@@ -1,10 +1,23 @@
-"""DeepGEMM's functions: logits of the indexer of sparse attention, for prompts (ragged) and over a paged cache."""
+"""DeepGEMM's functions: logits of the indexer of sparse attention, for prompts (ragged) and over a paged cache.
+
+Two versions of DeepGEMM have the `fp8_fp4_` functions with other arguments: that of commit 54e2261 and that in vLLM
+0.33. The names of arguments are those of 54e2261; calls by position may follow either.
+"""
 
 from typing import Any
 
 import torch
 
-from ..host.checks import check_flag, check_integer, check_one_of, check_shape, check_strided
+from ..host.checks import (
+    FLAGS,
+    INTEGERS,
+    check_flag,
+    check_integer,
+    check_one_of,
+    check_shape,
+    check_strided,
+    refuse_flag,
+)
 from ..host.scalars import integer
 from ..indexer.logits import E4M3, PAGED, RAGGED, LogitsCall, check_out_dtype, serve
 from ..latent.views import rows_view
@@ -50,8 +63,9 @@ def fp8_mqa_logits(
 
 def fp8_fp4_mqa_logits(
     q: tuple[torch.Tensor, torch.Tensor | None], kv: tuple[torch.Tensor, torch.Tensor], weights: torch.Tensor,
-    cu_seq_len_k_start: torch.Tensor, cu_seq_len_k_end: torch.Tensor, clean_logits: bool = True, max_seqlen_k: int = 0,
-    logits_dtype: torch.dtype = torch.float32,
+    cu_seq_len_k_start: torch.Tensor, cu_seq_len_k_end: torch.Tensor, clean_logits: bool | int = True,
+    max_seqlen_k: int | torch.Tensor | None = 0, logits_dtype: torch.dtype = torch.float32,
+    schedule_meta: torch.Tensor | None = None,
 ) -> torch.Tensor:  # fmt: skip
     """Return logits as `fp8_mqa_logits` does, in fp32 or bf16.
 
@@ -59,13 +73,20 @@ def fp8_fp4_mqa_logits(
     NotImplementedError. logits_dtype: float32 or bfloat16. The other arguments are as in
     `fp8_mqa_logits`. DeepGEMM's function.
 
+    The arguments are those of DeepGEMM 54e2261. The function of vLLM 0.33 ends with (cu_seq_len_k_end, max_seqlen_k,
+    schedule_meta=None), and such calls are served, too: an int in the place of clean_logits is max_seqlen_k, at least
+    1, and columns behind the keys of a token are not cleaned. A tensor or None may follow it in the place of
+    max_seqlen_k. By its name, max_seqlen_k does not change clean_logits. Nothing reads schedule_meta.
+
     >>> q, k = torch.ones(1, 8, 32).to(torch.float8_e4m3fn), torch.ones(3, 32).to(torch.float8_e4m3fn)
     >>> start, end = torch.tensor([1]).int(), torch.tensor([3]).int()
     >>> fp8_fp4_mqa_logits((q, None), (k, torch.ones(3)), torch.ones(1, 8), start, end, logits_dtype=torch.bfloat16)
     tensor([[-inf, 256., 256.]], dtype=torch.bfloat16)
+    >>> fp8_fp4_mqa_logits((q, None), (k, torch.ones(3)), torch.ones(1, 8), start, end, 2)  # as vLLM 0.33 calls it
+    tensor([[256., 256.]])
     """
     return serve(fp4_ragged_call(
-        q, kv, weights, cu_seq_len_k_start, cu_seq_len_k_end, clean_logits, max_seqlen_k, logits_dtype
+        q, kv, weights, cu_seq_len_k_start, cu_seq_len_k_end, clean_logits, max_seqlen_k, logits_dtype, schedule_meta
     ))  # fmt: skip
 
 
@@ -89,13 +110,26 @@ def ragged_call(
 
 def fp4_ragged_call(
     q: Any, kv: Any, weights: Any, cu_seq_len_k_start: Any, cu_seq_len_k_end: Any, clean_logits: Any,
-    max_seqlen_k: Any, logits_dtype: Any,
+    max_seqlen_k: Any, logits_dtype: Any, schedule_meta: Any,
 ) -> LogitsCall:  # fmt: skip
     """Return the call of `fp8_fp4_mqa_logits`."""
+    check_hint("schedule_meta", schedule_meta)
+    clean, columns = of_either_version(clean_logits, max_seqlen_k)
     return ragged_call(
-        codes_of(q), kv, weights, cu_seq_len_k_start, cu_seq_len_k_end, clean_logits, max_seqlen_k,
-        logits_dtype=logits_dtype,
-    )  # fmt: skip
+        codes_of(q), kv, weights, cu_seq_len_k_start, cu_seq_len_k_end, clean, columns, logits_dtype=logits_dtype
+    )
+
+
+def of_either_version(clean_logits: Any, max_seqlen_k: Any) -> tuple[Any, Any]:
+    """Return clean_logits and max_seqlen_k of DeepGEMM 54e2261, where vLLM 0.33 has max_seqlen_k and schedule_meta."""
+    if isinstance(clean_logits, FLAGS):
+        return clean_logits, max_seqlen_k
+    columns = integer(clean_logits)
+    if not isinstance(columns, INTEGERS):
+        refuse_flag("clean_logits", clean_logits, " or an int, max_seqlen_k")
+    default = isinstance(max_seqlen_k, int) and max_seqlen_k == 0
+    check_hint("max_seqlen_k, in the place of schedule_meta", None if default else max_seqlen_k)
+    return False, check_integer("max_seqlen_k, in the place of clean_logits", columns, 1)
 
 
 def fp8_paged_mqa_logits(
@@ -141,13 +175,18 @@ def fp8_paged_mqa_logits(
 def fp8_fp4_paged_mqa_logits(
     q: tuple[torch.Tensor, torch.Tensor | None], kv_cache: torch.Tensor, weights: torch.Tensor,
     context_lens: torch.Tensor, block_table: torch.Tensor, schedule_meta: torch.Tensor | None, max_context_len: int,
-    clean_logits: bool = False, logits_dtype: torch.dtype = torch.float32, indices: torch.Tensor | None = None,
+    clean_logits: bool | torch.Tensor | None = False, logits_dtype: torch.dtype = torch.float32,
+    indices: torch.Tensor | None = None,
 ) -> torch.Tensor:  # fmt: skip
     """Return logits as `fp8_paged_mqa_logits` does, in fp32 or bf16.
 
     q: (queries, None), the queries of that function; with scale factors instead of None they are fp4, which raises
     NotImplementedError. logits_dtype: float32 or bfloat16. The other arguments are as in
     `fp8_paged_mqa_logits`. DeepGEMM's function.
+
+    The arguments are those of DeepGEMM 54e2261. The function of vLLM 0.33 ends with (max_context_len, indices=None),
+    and such calls are served, too: a tensor or None in the place of clean_logits is indices, a hint, and columns behind
+    the keys of a token are not cleaned.
 
     >>> cache, q = torch.zeros(4, 2, 1, 36, dtype=torch.uint8), torch.ones(1, 1, 8, 32).to(torch.float8_e4m3fn)
     >>> table, lens = torch.tensor([[3, 1]]).int(), torch.tensor([[3]]).int()
@@ -166,9 +205,8 @@ def paged_call(
 ) -> LogitsCall:  # fmt: skip
     """Return the call of `fp8_paged_mqa_logits`."""
     check_strided("q", q, 4)
-    for name, hint in (("schedule_meta", schedule_meta), ("indices", indices)):
-        if hint is not None:
-            check_strided(name, hint)
+    check_hint("schedule_meta", schedule_meta)
+    check_hint("indices", indices)
     check_flag("clean_logits", clean_logits)
     width = check_integer("max_context_len", integer(max_context_len), 0)
     check_strided("context_lens", context_lens)
@@ -190,6 +228,11 @@ def fp4_paged_call(
     clean_logits: Any, logits_dtype: Any, indices: Any,
 ) -> LogitsCall:  # fmt: skip
     """Return the call of `fp8_fp4_paged_mqa_logits`."""
+    if clean_logits is None or isinstance(clean_logits, torch.Tensor):  # a call as vLLM 0.33 has them
+        check_hint("clean_logits, in the place of indices", clean_logits)
+        clean_logits = False
+    elif not isinstance(clean_logits, FLAGS):
+        refuse_flag("clean_logits", clean_logits, " or indices, a torch.Tensor or None")
     return paged_call(
         codes_of(q), kv_cache, weights, context_lens, block_table, schedule_meta, max_context_len, clean_logits,
         indices, logits_dtype=logits_dtype,
@@ -202,7 +245,8 @@ def get_paged_mqa_logits_metadata(
     """Return a placeholder for the schedule of `fp8_paged_mqa_logits`, which needs none: int32 zeros (num_sms + 1, 2).
 
     Kernels find their work from the lengths at each launch, so that nothing becomes stale in a captured graph.
-    context_lens: int32 (B,) or (B, next_n). block_kv, num_sms: at least 1. indices: a hint. DeepGEMM's function.
+    context_lens: int32 (B,) or (B, next_n). block_kv, num_sms: at least 1. indices: a hint. DeepGEMM's function, with
+    the same arguments at 54e2261 and in vLLM 0.33.
 
     >>> get_paged_mqa_logits_metadata(torch.tensor([100, 7]).int(), 64, 132).shape
     torch.Size([133, 2])
@@ -213,9 +257,14 @@ def get_paged_mqa_logits_metadata(
     sms = check_integer("num_sms", integer(num_sms), 1)
     if sms > MOST_SMS:
         raise ValueError(f"num_sms: {sms}, must be at most {MOST_SMS}")
-    if indices is not None:
-        check_strided("indices", indices)
+    check_hint("indices", indices)
     return context_lens.new_zeros((sms + 1, META_SIZE))
+
+
+def check_hint(name: str, value: Any) -> None:
+    """Check a tensor that nothing reads, or None."""
+    if value is not None:
+        check_strided(name, value)
 
 
 def pair(name: str, value: Any, what: str) -> tuple[Any, Any]:

@@ -15,12 +15,12 @@ from ... import abi
 from ...device import layout, memory, pipeline
 from ...device.divisor import Quotient
 from ...device.gather import NO_ROW, copy_rows
-from . import KEYS, LOADERS, Q_STAGES, STAGES, schedule
+from . import KEYS, Q_STAGES, STAGES, loaders, schedule
 from .roles import WARPS, roles
 from .schedule import Tile
 
-OWN = KEYS // LOADERS  # keys of a block that a warp loads
-assert OWN == 32, "a lane has one key"
+LANES = 32
+EACH = KEYS // LANES  # keys of a block that a lane looks up
 QUERIES = 128  # that a warp copies at a time
 
 
@@ -70,7 +70,7 @@ def allocate(spec, smem):
     )
     readers = roles(spec).warps("keys", "mma")
     return InputSmem(
-        k, k_scale, pipeline.make(smem, STAGES, 32 * LOADERS, WARPS), q, weights, work, windows,
+        k, k_scale, pipeline.make(smem, STAGES, LANES, WARPS), q, weights, work, windows,
         pipeline.make(smem, Q_STAGES, 1, 1), pipeline.make(smem, Q_STAGES, 32, readers),
     )  # fmt: skip
 
@@ -164,17 +164,25 @@ def copy_some_queries(
     copy_rows([spec.dim], count, [rows], s.q[None, None, stage], Int32(first))
 
 
-class KeyPlace(NamedTuple):
-    """Where a lane's key lies: its page, -1 if it has none, and its row in it."""
+class KeyPlaces(NamedTuple):
+    """Where a lane's keys of a block lie, those number lane and lane + 32: their pages, -1 for a key that has none, and
+    their rows in them."""
 
     page: Int32
     row: Int32
+    second_page: Int32
+    second_row: Int32
+
+
+def find_keys(spec, plan, work: TileWork, block) -> KeyPlaces:
+    """Look up this lane's keys of a block."""
+    return KeyPlaces(*(x for c in range(EACH) for x in find_key(spec, plan, work, block * KEYS + LANES * c)))
 
 
 @cute.jit
-def find_key(spec: cutlass.Constexpr, plan, work: TileWork, block: Int32, loader: Int32) -> KeyPlace:
-    """Look up this lane's key of a block."""
-    a, key = plan.args, block * KEYS + loader * OWN + cute.arch.lane_idx()
+def find_key(spec: cutlass.Constexpr, plan, work: TileWork, first: Int32):
+    """Return the page and the row of key `first` + lane."""
+    a, key = plan.args, first + cute.arch.lane_idx()
     page, row = Int32(-1), Int32(0)
     if key < work.end:
         page = key
@@ -184,43 +192,46 @@ def find_key(spec: cutlass.Constexpr, plan, work: TileWork, block: Int32, loader
             page, row = a.table[work.request, column], key - column * size.value
         if page >= a.k.shape[0]:
             page = Int32(-1)
-    return KeyPlace(page, row)
+    return page, row
 
 
-# The keys role: one iteration per tile, an inner one per block.
+# The keys role: one iteration per tile, an inner one per block; the warps take blocks in turn.
 @cute.jit
 def load_keys(spec: cutlass.Constexpr, plan, s: InputSmem, loader: Int32):
-    """Load one of `LOADERS` shares of all blocks of keys, with their scales. Called by one warp."""
+    """Load one of so many blocks of keys as there are warps of the role, with their scales. Called by one warp."""
+    count = const_expr(loaders(spec))
     item, number = Int32(0), Int32(0)
     work = read_work(s, number)
     while work.blocks > 0:
         pipeline.consumer_release(s.q_pipe, number)
-        place = find_key(spec, plan, work, work.first_block, loader)
-        for i in cutlass.range(work.blocks, unroll=1):
-            following = find_key(spec, plan, work, work.first_block + i + 1, loader)
-            pipeline.producer_acquire(s.k_pipe, item)
-            copy_keys(spec, plan.args, s, place, loader, pipeline.stage(s.k_pipe, item))
-            cute.arch.cp_async_mbarrier_arrive_noinc(pipeline.full_barrier(s.k_pipe, item))
-            place = following
-            item += 1
+        first = (loader - item) & (count - 1)
+        places = find_keys(spec, plan, work, work.first_block + first)
+        for i in cutlass.range(first, work.blocks, count, unroll=1):
+            following = find_keys(spec, plan, work, work.first_block + i + count)
+            pipeline.producer_acquire(s.k_pipe, item + i)
+            copy_keys(spec, plan.args, s, places, pipeline.stage(s.k_pipe, item + i))
+            cute.arch.cp_async_mbarrier_arrive_noinc(pipeline.full_barrier(s.k_pipe, item + i))
+            places = following
+        item += work.blocks
         number += 1
         work = read_work(s, number)
 
 
 @cute.jit
-def copy_keys(spec: cutlass.Constexpr, a, s: InputSmem, place: KeyPlace, loader: Int32, stage: Int32):
-    """Copy this warp's keys of a block, and their scales."""
-    start, exists = cute.make_rmem_tensor(1, Int64), place.page >= 0
-    number = Int64(place.page if exists else Int32(0))
-    page = a.k.iterator.toint() + number * a.k.stride[0]
-    scale = page + Int64(a.k.shape[1]) * spec.row_bytes + 4 * place.row
-    if a.k_scale.shape[0] > 0:
-        scale = a.k_scale.iterator.toint() + 4 * number * a.k_scale.stride[0]
-    start[0] = page + Int64(place.row) * spec.row_bytes if exists else Int64(NO_ROW)
-    into = s.k[None, None, stage]
+def copy_keys(spec: cutlass.Constexpr, a, s: InputSmem, places: KeyPlaces, stage: Int32):
+    """Copy a block of keys, and their scales."""
+    starts, into = cute.make_rmem_tensor(EACH, Int64), s.k[None, None, stage]
+    for c in cutlass.range_constexpr(EACH):
+        found, row = places[2 * c : 2 * c + 2]
+        exists, number = found >= 0, Int64(cutlass.max(found, 0))
+        page = a.k.iterator.toint() + number * a.k.stride[0]
+        scale = page + Int64(a.k.shape[1]) * spec.row_bytes + 4 * row
+        if a.k_scale.shape[0] > 0:
+            scale = a.k_scale.iterator.toint() + 4 * number * a.k_scale.stride[0]
+        starts[c] = page + Int64(row) * spec.row_bytes if exists else Int64(NO_ROW)
+        inside = stage * KEYS + LANES * c + cute.arch.lane_idx()
+        copy_word(s.k_scale.iterator.toint() + 4 * inside, scale, exists)
     if a.wide_rows != 0:
-        copy_rows([spec.dim], OWN, [start], into, loader * OWN)
+        copy_rows([spec.dim], KEYS, [starts], into, Int32(0))
     else:
-        copy_rows([spec.dim], OWN, [start], into, loader * OWN, 4)
-    inside = stage * KEYS + loader * OWN + cute.arch.lane_idx()
-    copy_word(s.k_scale.iterator.toint() + 4 * inside, scale, exists)
+        copy_rows([spec.dim], KEYS, [starts], into, Int32(0), 4)

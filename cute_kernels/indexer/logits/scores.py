@@ -87,20 +87,38 @@ def compute(spec: cutlass.Constexpr, a, s: InputSmem):
         pipeline.consumer_wait(s.q_pipe, number)
         stage = pipeline.stage(s.q_pipe, number)
         read_rows(spec, a, s, rows, work, stage)
-        first = (group - item) & (GROUPS - 1)
+        held = load_weights(spec, s, 0, pass_rows(spec), stage)
+        first, before = (group - item) & (GROUPS - 1), no_sums(spec)
         for i in cutlass.range(first, work.blocks, GROUPS, unroll=1):
-            one_block(spec, s, r, rows, stage, item + i, work.first_block + i)
+            before = one_block(spec, s, r, rows, stage, item + i, work.first_block + i, held, before)
+        store_logits(spec, rows, before, const_expr(spec.rows - pass_rows(spec)), pass_rows(spec))
         pipeline.consumer_release(s.q_pipe, number)
         item += work.blocks
         number += 1
         work = read_work(s, number)
 
 
+class BlockSums(NamedTuple):
+    """The sums of a lane of a block: of key 0 and 1 of each token of the last pass. key, scale: those of the key that
+    the lane stores."""
+
+    sums: list[Float32]
+    key: Int32
+    scale: Float32
+
+
+def no_sums(spec) -> BlockSums:
+    """Return the sums of a block whose key no token sees."""
+    return BlockSums([Float32(0.0)] * (2 * pass_rows(spec)), Int32(-1), Float32(0.0))
+
+
 @cute.jit
 def one_block(
-    spec: cutlass.Constexpr, s: InputSmem, r: ScoreFragments, rows: LaneRows, stage: Int32, item: Int32, block: Int32
-):
-    """Compute and store the logits of a block of keys. stage: of the queries. item: of k_pipe."""
+    spec: cutlass.Constexpr, s: InputSmem, r: ScoreFragments, rows: LaneRows, stage: Int32, item: Int32, block: Int32,
+    held: list[cute.Tensor], before: BlockSums,
+) -> BlockSums:  # fmt: skip
+    """Compute the sums of a block of keys, and meanwhile store the logits of the block before. stage: of the queries.
+    item: of k_pipe. held: weights of the tokens of the first pass. Those of others come from shared memory each time."""
     lane, inside = cute.arch.lane_idx(), cute.arch.warp_idx() % WARPS * 16
     inside += lane // QUAD + 8 * (lane % 2)  # the key that this lane stores
     pipeline.consumer_wait(s.k_pipe, item)
@@ -112,34 +130,36 @@ def one_block(
     for begin in cutlass.range_constexpr(0, spec.rows, each * count):
         for c in cutlass.range_constexpr(count):
             wgmma.issue(r.mma, r.acc[c], r.k[None, None, None, at], queries, True, begin // each + c)
+        # under the MMAs
+        store_logits(spec, rows, before, const_expr((begin - each * count) % spec.rows), each * count)
+        weights, sums = held if const_expr(begin == 0) else load_weights(spec, s, begin, each * count, stage), []
         for c in cutlass.range_constexpr(count):
             warpgroup.wait_group(count - 1 - c)
             if const_expr(c + 1 == count and begin + each * count == spec.rows):
                 pipeline.consumer_release(s.k_pipe, item)
-            store_logits(spec, s, r.acc[c], rows, begin + each * c, stage, block * KEYS + inside, scale)
+            for row in cutlass.range_constexpr(each):
+                sums += weigh(spec, r.acc[c], weights[each * c + row], row)
+        before = BlockSums(sums, block * KEYS + inside, scale)
+    return before
 
 
 @cute.jit
 def store_logits(
-    spec: cutlass.Constexpr, s: InputSmem, acc: cute.Tensor, rows: LaneRows, first: cutlass.Constexpr, stage: Int32,
-    key: Int32, scale: Float32,
-):  # fmt: skip
-    """Store the logits of an accumulator, those of tokens `first` on. key: of this lane. scale: of the key."""
-    each, lane = const_expr(chunk_rows(spec)), cute.arch.lane_idx()
-    sums = cute.make_rmem_tensor((2, each), Float32)
-    for row in cutlass.range_constexpr(each):
-        weigh(spec, s, acc, sums, first + row, row, stage)
-    for i in cutlass.range_constexpr(max(1, each // 2)):
+    spec: cutlass.Constexpr, rows: LaneRows, block: BlockSums, first: cutlass.Constexpr, count: cutlass.Constexpr
+):
+    """Store the logits of a block, those of `count` tokens from `first` on."""
+    lane, sums = cute.arch.lane_idx(), block.sums
+    for i in cutlass.range_constexpr(max(1, count // 2)):
         # lanes 0 and 2 of a quad get the sums of the first key, 1 and 3 those of the second one
-        odd = lane % 2 != 0
-        some = [exchange(sums[0, row], sums[1, row], odd, 1) for row in range(2 * i, min(2 * i + 2, each))]
+        odd, pair = lane % 2 != 0, const_expr(range(2 * i, min(2 * i + 2, count)))
+        some = [exchange(sums[2 * row], sums[2 * row + 1], odd, 1) for row in pair]
         # lanes 0 and 1 get those of the first token, 2 and 3 those of the second one
         total = some[0] + cute.arch.shuffle_sync_bfly(some[0], 2)
-        if const_expr(each > 1):
+        if const_expr(count > 1):
             total = exchange(some[0], some[1], lane // 2 % 2 != 0, 2)
         at = const_expr(first // 2 + i)
-        if key >= rows.begin[at] and key < rows.end[at]:
-            store(spec, rows.address[at], key, total * scale)
+        if block.key >= rows.begin[at] and block.key < rows.end[at]:
+            store(spec, rows.address[at], block.key, total * block.scale)
 
 
 def exchange(x, y, second, distance):
@@ -148,25 +168,31 @@ def exchange(x, y, second, distance):
     return warp.select(second, y, x) + cute.arch.shuffle_sync_bfly(given, distance)
 
 
-@cute.jit
-def weigh(
-    spec: cutlass.Constexpr, s: InputSmem, acc: cute.Tensor, sums: cute.Tensor, row: cutlass.Constexpr,
-    column: cutlass.Constexpr, stage: Int32,
-):  # fmt: skip
-    """Add up the weighted scores of a token, those that this lane has of both keys. column: of its heads, in units of
-    them."""
-    own = const_expr(spec.heads // QUAD)
-    each = const_expr(4 if own % 4 == 0 else 2)
-    scores, weights = wgmma.rows_cols(acc), cute.make_rmem_tensor(own, Float32)
-    first = s.weights.iterator + (stage * spec.rows + row) * spec.heads + cute.arch.lane_idx() % QUAD * own
-    for i in cutlass.range_constexpr(own // each):
-        pointer = cute.make_ptr(Float32, (first + i * each).toint(), cute.AddressSpace.smem, assumed_align=4 * each)
-        copy.vector(
-            cute.make_tensor(pointer, cute.make_layout(each)), cute.make_tensor(weights.iterator + i * each, each)
-        )
-    for key in cutlass.range_constexpr(2):
+def load_weights(spec, s: InputSmem, first, count, stage):
+    """Return this lane's weights of `count` tokens from `first` on."""
+    own = spec.heads // QUAD
+    each, found = (4 if own % 4 == 0 else 2), []
+    for row in range(first, first + count):
+        weights = cute.make_rmem_tensor(own, Float32)
+        begin = s.weights.iterator + (stage * spec.rows + row) * spec.heads + cute.arch.lane_idx() % QUAD * own
+        for i in range(own // each):
+            pointer = cute.make_ptr(Float32, (begin + i * each).toint(), cute.AddressSpace.smem, assumed_align=4 * each)
+            copy.vector(
+                cute.make_tensor(pointer, cute.make_layout(each)), cute.make_tensor(weights.iterator + i * each, each)
+            )
+        found.append(weights)
+    return found
+
+
+def weigh(spec, acc: cute.Tensor, weights: cute.Tensor, column):
+    """Return the sums of the weighted scores of a token, those that this lane has of both keys. column: of its heads,
+    in units of them."""
+    own, found = spec.heads // QUAD, []
+    scores = wgmma.rows_cols(acc)
+    for key in range(2):
         total = [Float32(0.0), Float32(0.0)]
-        for i in cutlass.range_constexpr(own):
+        for i in range(own):
             score = cute.arch.fmax(scores[key, own * column + i], Float32(0.0))
             total[i % 2] = warp.fma(weights[i], score, total[i % 2])
-        sums[key, column] = total[0] + total[1]
+        found.append(total[0] + total[1])
+    return found

@@ -13,7 +13,6 @@ from bench.cases.indexer import PAGED, PAGED_FP4, RAGGED, RAGGED_FP4, SEGMENTS, 
 from ..call import Call, Options, Results, Work, case_of, changed_fields
 
 METADATA, SLOTS, ROWS = "get_paged_mqa_logits_metadata", "select_slots", "select_rows"
-SCALE = 0.1  # of logits in SEGMENTS
 OF = {SLOTS: PAGED, ROWS: RAGGED, METADATA: PAGED}  # functions that take the arguments of others
 
 
@@ -58,10 +57,8 @@ def draw(family: str, rng: Random, options: Options) -> Call:
 
 def build(call: Call, device: torch.device) -> Work:
     case = case_of(LogitsCase, call, function=OF.get(call.function, call.function))
-    if call.function in (SLOTS, ROWS):
+    if call.function in (SLOTS, ROWS, SEGMENTS):
         return build_selection(call, case)
-    if call.function == SEGMENTS:
-        return build_segments(call, case)
     if call.function == METADATA:
         return build_metadata(call, case)
     variants = [cases.make_inputs(case, "cpu", call.seed + i) for i in range(2 if call.mode == "graph" else 1)]
@@ -91,45 +88,27 @@ def build_metadata(call: Call, case: LogitsCase) -> Work:
 
 def build_selection(call: Call, case: LogitsCase) -> Work:
     """Return the work of a selection, which is judged by the logits of the same device: they have the same bits."""
-    case = replace(case, clean=True, compressed=0)
-    variants = [cases.make_inputs(case, "cpu", call.seed + i) for i in range(2 if call.mode == "graph" else 1)]
+    made = [cases.selectable(case, call.seed + i) for i in range(2 if call.mode == "graph" else 1)]
+    case, variants, count = made[0][0], [given for _, given in made], call.extra["top_k"]
 
     def run(tree: Any) -> Results:
-        found = cases.select(case, tree, **call.extra)
-        return {"chosen": found, "logits": cases.run(case, tree)}
+        logits = cases.run(case, tree)
+        if case.function != SEGMENTS:
+            return {"chosen": cases.select(case, tree, **call.extra), "logits": logits}
+        chosen, scores = cases.select_segment(tree, count)
+        return {"chosen": chosen, "logits": logits, "scores": scores}
 
     def judge(variant: int, tree: Any, results: Results) -> str:
-        want = cases.chosen(case, variants[variant], results["logits"].cpu(), call.extra["top_k"])
+        logits = results["logits"].cpu()
+        want = cases.chosen(case, variants[variant], logits, count)
         wrong = (results["chosen"].cpu() != want).any(1).nonzero()
-        return f"token {int(wrong[0])} gets other keys" if len(wrong) else ""
-
-    return Work(variants, run, lambda tree: [], judge)
-
-
-def build_segments(call: Call, case: LogitsCase) -> Work:
-    """Return the work of a selection in one segment, which is judged likewise: of equal scores, the last are chosen."""
-    case = replace(case, clean=True, compressed=0, windows="causal", shift=0)
-    variants = [cases.make_inputs(case, "cpu", call.seed + i) for i in range(2 if call.mode == "graph" else 1)]
-    for given in variants:
-        given["kv"][1].fill_(SCALE)
-
-    def run(tree: Any) -> Results:
-        q, k = tree["q"], tree["kv"][0]
-        ends = (torch.arange(2, dtype=torch.int32, device=q.device) * len(t) for t in (q, k))
-        indices, scores = wrappers.dsa_indexer_topk(
-            q, k, tree["weights"], *ends, top_k=call.extra["top_k"], softmax_scale=SCALE
-        )
-        return {"chosen": indices, "scores": scores, "logits": cases.run(case, tree)}
-
-    def judge(variant: int, tree: Any, results: Results) -> str:
-        logits, keys = results["logits"].cpu(), case.lens[1]
-        first = cases.chosen(case, variants[variant], logits.flip(1), call.extra["top_k"])
-        want = torch.where(first < 0, keys, keys - 1 - first).sort(1).values  # those without a key are the last
-        wrong = (results["chosen"].cpu() != torch.where(want == keys, -1, want)).any(1).nonzero()
         if len(wrong):
             return f"token {int(wrong[0])} gets other keys"
-        padded = torch.nn.functional.pad(logits, (0, 1), value=-torch.inf).gather(1, want.long())
-        return "" if torch.equal(results["scores"].cpu(), padded) else "other scores"
+        if "scores" not in results:
+            return ""
+        padded = torch.nn.functional.pad(logits, (0, 1), value=-torch.inf)  # -1, no key, is its last column
+        right = torch.equal(results["scores"].cpu(), padded.gather(1, want.long() % padded.shape[1]))
+        return "" if right else "other scores"
 
     return Work(variants, run, lambda tree: [], judge)
 
