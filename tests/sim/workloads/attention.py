@@ -248,7 +248,7 @@ def promoting_calls(k: KernelTraits, short: AttentionCase) -> list[AttentionCase
 
 
 def edge_call(k: KernelTraits, short: AttentionCase) -> AttentionCase:
-    """Return a call of tiles of 256 rows whose window begins, in the first row, with the last key of a block, with the
+    """Return a call of tiles of 256 rows. In the first row, the window begins with the last key of a block, with the
     first one, and with the second. On Blackwell, the halves of a tile begin in different blocks, and one is full for
     the first half alone. Few keys matter, so that each counts."""
     rows, left = 256, 3 * k.block + 5

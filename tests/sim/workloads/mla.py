@@ -106,7 +106,7 @@ def few_cases(spec: Any) -> list[MlaScenario]:
         )
         many = replace(base, lens=(29 * 64 + 3,), heads=m - 3, page_size=1, gap=2)
         few = replace(base, lens=(64, 1), heads=m - 7)
-        blocks = few, replace(few, lens=(3, 2, 1, 0, 65) * 7)
+        blocks = few, replace(few, lens=(3, 2, 1, 0, 65) * 7), replace(few, lens=(0,) * 127 + (70, 0, 9))
     return [
         MlaScenario("tiles", first), MlaScenario("many splits", (many,), 30), MlaScenario("a block", blocks),
     ]  # fmt: skip
