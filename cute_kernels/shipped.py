@@ -104,6 +104,7 @@ ATTENTION = (
         ),
     ),
     AttentionRow(PREFILL, HOPPER, ("e4m3",), ("bf16",), ((576, 512),), ("latent gather e4m3", "latent slots e4m3")),
+    # Up to 16 rows: heads of a rank under tensor parallelism. The kernels above compute 64 rows for them.
     AttentionRow(
         LATENT_ROWS,
         HOPPER,

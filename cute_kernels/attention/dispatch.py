@@ -114,7 +114,7 @@ for _kind, _records in PACKED.items():
 FEW = ("latent gather e4m3", "latent gather 656", "latent slots e4m3", "latent slots 656", "latent slots 528_fp32")
 for _kind, _rows in product(FEW, (8, 16)):
     _few = KINDS[_kind]
-    KINDS[f"{_kind} {_rows} rows"] = Kind(f"{_few.meaning}, up to {_rows} rows", True, _few.change | {"rows": _rows})
+    KINDS[f"{_kind} {_rows} rows"] = Kind(f"{_few.meaning}, for up to {_rows} rows", True, _few.change | {"rows": _rows})
 
 
 class Answer(NamedTuple):

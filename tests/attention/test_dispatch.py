@@ -132,7 +132,7 @@ def test_every_problem_of_decode_is_served_and_every_shipped_kernel_serves_one(a
     by_token = (replace(BASE, **BY_TOKEN, split_kv="always", **dim, rows=rows) for dim in HEAD_DIMS for rows in (1, 16))
     latent = [replace(BASE, head_dim_qk=dim, head_dim_vo=512, shares_v=True, **change) for dim in (512, 576)
               for change in ({}, {"causal": False}, {"window": True}, {"page_size": 1}) if arch == ARCH]  # fmt: skip
-    latent += [replace(p, rows=16) for p in latent]
+    latent += [replace(p, rows=rows) for p in latent for rows in (2, 4, 16)]
     slots = [replace(p, source="slots", causal=False) for p in latent if not p.window]
     latent += [replace(p, extra=extra) for p in slots for extra in (False, True)]
     latent += [replace(p, record=record, extra_record=extra) for p in latent
@@ -358,7 +358,7 @@ def test_a_call_may_say_how_keys_are_split(way, want):
 @pytest.mark.parametrize("arch", archs.NAMES)
 def test_few_kernels_are_shipped(arch):
     """A policy, not a product: of each types and head_dim one headline spec a mask and the general ones."""
-    assert len(catalog.shipped(arch)) < (90 if arch in decode.ALONE else 280)
+    assert len(catalog.shipped(arch)) < (90 if arch in decode.ALONE else 295)
 
 
 @pytest.mark.parametrize("arch", archs.NAMES)

@@ -1,5 +1,7 @@
 """Decode over latent caches on a GPU: kernels beside float64, equal bits in every run, graphs for other lengths."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -59,14 +61,15 @@ RECORDS = {
     "e4m3, trtllm": MlaCase(function="trtllm", record="e4m3", lens=(1000, 50), heads=128, rows=3),
     "e4m3 queries": MlaCase(record="e4m3", lens=(1000, 0, 65), heads=16, rows=2, q8=True, sink=True),
     "e4m3 queries, chosen": MlaCase(record="e4m3", lens=(3000, 9), heads=128, chosen=700, q8=True, strided=True),
-    "e4m3, chosen": MlaCase(record="e4m3", lens=(3000, 9), heads=16, chosen=700),
-    "656": MlaCase(record="656", lens=(3000, 9), heads=16, chosen=2048),
+    "e4m3, chosen": MlaCase(record="e4m3", lens=(3000, 9), heads=64, chosen=700),
+    "656": MlaCase(record="656", lens=(3000, 9), heads=20, chosen=2048),
     "656, counted": MlaCase(
         record="656", lens=(900, 0, 50) * 20, rows=2, heads=128, page_size=53, chosen=512, counted=True, gap=2
     ),
     "656, one request": MlaCase(record="656", lens=(5000,), heads=8, page_size=1, chosen=2049, sink=True, strided=True),
     "656, trtllm": MlaCase(function="trtllm", record="656", lens=(700, 700), rows=3, heads=64, chosen=129),
     "656, all keys": MlaCase(record="656", lens=(1300, 64, 0, 1), heads=16, rows=3, page_size=2, causal=False),
+    "656, many heads": MlaCase(record="656", lens=(1300, 0, 1), heads=24, page_size=3, sink=True),
     "352": MlaCase(record="352", lens=(3000, 9), heads=128, chosen=600, counted=True),
     "528_fp32": MlaCase(function="trtllm", record="528_fp32", dim=512, lens=(900,), rows=2, heads=64, chosen=333),
     "528": MlaCase(record="528", dim=512, lens=(900, 30), heads=64, chosen=333, page_size=61),
@@ -81,6 +84,36 @@ RECORDS = {
     "528 and 528": MlaCase(record="528", second_record="528", dim=512, lens=(900,), chosen=128, second=65, heads=64),
     "528 and 288": MlaCase(record="528", second_record="288", dim=512, lens=(900,), chosen=128, second=650, heads=64),
 }  # fmt: skip
+FEW_HEADS, MANY_RUNS = (1, 5, 8, 9, 16), 20
+FEW = {  # heads x tokens up to 16, over the records that have kernels for them; pages of 1, 3 and 64 rows
+    f"{name}, {heads} heads": replace(
+        case, heads=heads, page_size=(1, 3, 64)[(number + turn) % 3], sink=heads > 4, strided=heads == 5,
+        data="peaks" if heads == 8 else "normal", gap=turn % 2,
+    )
+    for number, (name, case) in enumerate(
+        {
+            "few e4m3": MlaCase(record="e4m3", lens=(9000, 0, 65, 1)),
+            "few e4m3 queries": MlaCase(record="e4m3", lens=(65, 9000, 300), q8=True),
+            "few 656": MlaCase(record="656", lens=(1, 64, 9000, 0)),
+            "few e4m3, chosen": MlaCase(record="e4m3", lens=(9000, 9), chosen=2048),
+            "few e4m3 queries, chosen": MlaCase(record="e4m3", lens=(900, 50, 0), rows=2, chosen=700, counted=True,
+                                                q8=True),
+            "few 656, chosen": MlaCase(record="656", lens=(9000, 70), rows=3, chosen=2049, counted=True),
+            "few 528_fp32, chosen": MlaCase(function="trtllm", record="528_fp32", dim=512, lens=(9000, 70, 9),
+                                            chosen=1100),
+        }.items()
+    )
+    for turn, heads in enumerate(FEW_HEADS)
+}  # fmt: skip
+FEW |= {
+    "few 656, tokens": MlaCase(record="656", lens=(9000, 2, 0, 300), heads=4, rows=4, page_size=3, sink=True),
+    "few 656, no mask": MlaCase(record="656", lens=(9000, 2, 64), heads=1, rows=8, page_size=1, causal=False),
+    "few e4m3, tokens": MlaCase(record="e4m3", lens=(3, 9000, 500), heads=2, rows=8, strided=True, gap=3),
+    "few e4m3 queries, tokens": MlaCase(record="e4m3", lens=(3, 900), heads=1, rows=5, q8=True, page_size=1),
+    "few e4m3, many requests": MlaCase(record="e4m3", lens=tuple(range(0, 3000, 7)), heads=8, page_size=3),
+    "few 656, many requests": MlaCase(record="656", lens=(900, 0, 5) * 130, heads=16, chosen=300, counted=True),
+}
+RECORDS |= FEW
 CASES |= CHOSEN | SECOND | RECORDS
 
 
@@ -106,7 +139,7 @@ def test_right_and_equal_when_run_again(name):
     given = cases.make(case, CUDA, seed=len(name))
     first = cases.call(case, given)
     assert cases.error(case, first, cases.expected(case, given)) <= 1.0
-    for _ in range(3):
+    for _ in range(MANY_RUNS if name in FEW else 3):
         assert all(map(torch.equal, cases.call(case, given), first))
 
 
@@ -122,20 +155,22 @@ def captured(case, given):
     return graph, found
 
 
-def test_a_graph_serves_other_lengths():
-    case = MlaCase(lens=(2000, 700, 64, 1), heads=16, rows=2)
+@pytest.mark.parametrize("few", [{}, {"record": "656", "heads": 5}, {"record": "e4m3", "heads": 4}])
+def test_a_graph_serves_other_lengths(few):
+    case = replace(MlaCase(lens=(2000, 700, 64, 1), heads=16, rows=2), **few)
     given = cases.make(case, CUDA)
     graph, (out, lse) = captured(case, given)
     for lens in ((2000, 700, 64, 1), (3, 500, 0, 1), (1999, 1, 63, 1)):
         given.lens.copy_(torch.tensor(lens))
         graph.replay()
         torch.cuda.synchronize()
-        shorter = MlaCase(lens=lens, heads=16, rows=2)
+        shorter = replace(case, lens=lens)
         assert cases.error(shorter, (out, lse), cases.expected(shorter, given)) <= 1.0
 
 
-def test_a_graph_serves_other_choices():
-    case = MlaCase(lens=(900, 50), rows=2, heads=16, chosen=300, counted=True)
+@pytest.mark.parametrize("record", ["", "656", "e4m3"])
+def test_a_graph_serves_other_choices(record):
+    case = MlaCase(lens=(900, 50), rows=2, heads=16, chosen=300, counted=True, record=record)
     given = cases.make(case, CUDA)
     graph, (out, lse) = captured(case, given)
     for seed in range(3):
@@ -146,15 +181,16 @@ def test_a_graph_serves_other_choices():
         assert cases.error(case, (out, lse), cases.expected(case, given)) <= 1.0
 
 
-def test_a_request_does_not_depend_on_its_batch():
+@pytest.mark.parametrize("record", ["", "656"])
+def test_a_request_does_not_depend_on_its_batch(record):
     """With the flag, bit for bit."""
-    case = MlaCase(lens=(3000, 200, 64, 900), heads=16)
+    case = MlaCase(lens=(3000, 200, 64, 900), heads=16, record=record)
     given = cases.make(case, CUDA)
 
     def run(i):
         return wrappers.flash_mla_with_kvcache(
             given.q[i], given.cache.unsqueeze(2), given.table[i], given.lens[i], 512, softmax_scale=cases.SCALE,
-            enable_batch_invariant=True,
+            enable_batch_invariant=True, is_fp8_kvcache=bool(record),
         )  # fmt: skip
 
     whole = run(slice(None))
@@ -164,9 +200,10 @@ def test_a_request_does_not_depend_on_its_batch():
         assert torch.equal(one[0], whole[0][b : b + 1]) and torch.equal(one[1], whole[1][b : b + 1])
 
 
-def test_hostile_tables_and_lengths():
+@pytest.mark.parametrize("record", ["", "656", "e4m3"])
+def test_hostile_tables_and_lengths(record):
     """No value makes a kernel leave its tensors: the next call is right."""
-    case = MlaCase(lens=(500, 70), heads=16)
+    case = MlaCase(lens=(500, 70), heads=16, record=record)
     given = cases.make(case, CUDA)
     table, lens = given.table.clone(), given.lens.clone()
     for value in (-1, -(2**31), 2**31 - 1, 1 << 30):

@@ -13,10 +13,12 @@ from cute_kernels import manifest
 Constant = tuple[str, str, Any]  # an op, a field of its specs, a value
 
 # By op: the rest of these kernels is reached by features of other kernels, by types or by sizes that no small case has.
-# Decode finds sequences in five places, each with code for more than 32 of them, of which a small case runs a few. A
-# latent cache's kernels have the code of queries, norms and places in common, and a record's cases run a part of it.
+# Kernels that split keys find sequences in five places, each with code for more than 32 of them, of which a small case
+# runs a few. The kernels of `latent.write` and `latent.read` have the code of queries, norms and places in common, and
+# a record's cases run a part of it.
 LIMITS = {
     "attention.decode": 0.16,
+    "attention.latent": 0.17,
     "attention.sm90": 0.16,
     "indexer.logits": 0.11,  # of bf16 keys, which have no pages; 0.07 of the kernel for one token
     "latent.read": 0.22,

@@ -7,9 +7,11 @@ import torch
 
 from bench.cases import mla as cases
 from bench.cases.mla import MlaCase
+from cute_kernels.attention.latent.tile_table import MOST_ROWS
 from cute_kernels.records import RECORDS
 from tests.conftest import ARCH, ROOT
 from tests.sim.workloads import simulated
+from tests.sim.workloads.mla import more_heads
 from tests.support.kernels import LATER, SHIPPED
 from wrappers import flash_mla_with_kvcache
 
@@ -71,7 +73,8 @@ def test_every_code_is_converted_exactly(label):
     put_large_factors(case.record, cache)
     few = replace(case, lens=(1,) * ROWS, function="trtllm" if case.record == "528_fp32" else "flash_mla")
     key = torch.arange(ROWS, dtype=torch.int32)[:, None, None]
-    q = torch.randn(ROWS, 1, 1, case.dim).to(torch.float8_e4m3fn if case.q8 else torch.bfloat16)
+    heads = 1 + more_heads(spec) * (spec.tile.m > MOST_ROWS)
+    q = torch.randn(ROWS, 1, heads, case.dim).to(torch.float8_e4m3fn if case.q8 else torch.bfloat16)
     q[list(LARGE)] = 0.0  # logits of that size would round to several, and P to other values than 1
     want = cases.values(case.record, cache)[0, :, : cases.VALUES].bfloat16()
     slots, second = key, None

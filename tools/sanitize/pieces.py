@@ -212,6 +212,11 @@ def latent(**fields: Any) -> Call:
     return Call("mla", "flash_attn_with_kvcache" if "window" in case else "flash_mla_with_kvcache", 7, case=case)
 
 
+def trtllm_latent(**fields: Any) -> Call:
+    """Return a call of FlashInfer's function over a latent cache."""
+    return replace(latent(**fields), function="trtllm_batch_decode_with_kv_cache_mla")
+
+
 def scored(function: str, **fields: Any) -> Call:
     """Return a call that computes logits of an indexer."""
     return Call("indexer", function, 7, case=fields)
@@ -305,26 +310,53 @@ def _rows() -> Iterator[tuple[str, tuple[Call, ...]]]:
     )  # fmt: skip
     of_584: dict[str, Any] = {"record": "584", "dim": 512, "chosen": 65}
     of_528: dict[str, Any] = {"record": "528", "dim": 512, "chosen": 65}
+    many: dict[str, Any] = {"heads": 40}  # up to 16 rows over some records are computed by kernels of their own, below
     yield (
         "attention-latent-records",
         (
-            latent(record="e4m3"), latent(record="656", page_size=3), latent(record="e4m3", chosen=65),
-            latent(record="656", chosen=1000, counted=True), latent(record="352", chosen=65),
+            latent(record="e4m3", **many), latent(record="656", page_size=3, **many),
+            latent(record="e4m3", chosen=65, **many), latent(record="656", chosen=1000, counted=True, **many),
+            latent(record="352", chosen=65),
         ),
     )  # fmt: skip
-    no_rope = latent(record="528_fp32", dim=512, chosen=65)
+    no_rope: dict[str, Any] = {"record": "528_fp32", "dim": 512, "chosen": 65}
     yield (
         "attention-latent-two-records",
         (
             latent(**of_584, second=130, second_record="584"), latent(**of_528, second=130, second_record="528"),
-            latent(**of_528, second=130, second_record="288"),
-            replace(no_rope, function="trtllm_batch_decode_with_kv_cache_mla"),
+            latent(**of_528, second=130, second_record="288"), trtllm_latent(**no_rope, **many),
         ),
     )  # fmt: skip
+    q8: dict[str, Any] = {"record": "e4m3", "q8": True}
     yield (
         "attention-latent-more-records",
-        (latent(**of_584), latent(**of_528), latent(record="e4m3", q8=True), latent(record="e4m3", q8=True, chosen=65)),
+        (latent(**of_584), latent(**of_528), latent(**q8, **many), latent(**q8, chosen=65, **many)),
     )
+    long: dict[str, Any] = {"lens": (2000, 0, 70), "sink": True}
+    yield (
+        "attention-latent-few",
+        tuple(
+            latent(record=record, **long, **fields)
+            for record in ("e4m3", "656")
+            for fields in ({"heads": 4, "rows": 2, "page_size": 3}, {"heads": 8, "chosen": 700, "counted": True})
+        ),
+    )
+    yield (
+        "attention-latent-few-heads",
+        tuple(
+            latent(record=record, **long, **fields)
+            for record in ("e4m3", "656")
+            for fields in ({"heads": 5, "rows": 3}, {"heads": 16, "chosen": 700, "strided": True})
+        ),
+    )
+    yield (
+        "attention-latent-few-others",
+        (
+            latent(**q8, **long, heads=4, rows=2), latent(**q8, **long, heads=5, rows=3),
+            latent(**q8, **long, heads=3, chosen=130), latent(**q8, **long, heads=9, chosen=130),
+            trtllm_latent(**no_rope, heads=8), trtllm_latent(**no_rope, heads=13, lens=(900, 70)),
+        ),
+    )  # fmt: skip
     states = ({"dtype": "bf16"}, {"dtype": "fp16", "layout": "strided"}, {"dtype": "fp32", "data": "special"})
     yield "merge-states", tuple(Call("merge", "merge_states", 7, case=fields) for fields in states)
     yield (

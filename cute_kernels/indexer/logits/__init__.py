@@ -18,7 +18,6 @@ COLUMNS = 128  # of the accumulator of an MMA, at most
 HELD = 256  # columns of accumulators that a thread holds at a time, at most: half as many registers
 KEYS = 64  # of a block: rows of an MMA
 GROUPS = 2  # mma warpgroups, which take blocks in turn
-LOADERS = 2  # warps that load keys
 STAGES = 8  # of keys
 Q_STAGES = 2  # of the tokens of a tile
 MAX_TOKENS = 1 << 30  # the number of a tile is an Int32
@@ -47,6 +46,11 @@ def pass_rows(spec: IndexerSpec) -> int:
     """Return the tokens of a pass of a warpgroup over a block of keys; further passes have the other tokens. With more
     than one pass, registers have room for one MMA."""
     return spec.rows if spec.heads * spec.rows <= HELD else chunk_rows(spec)
+
+
+def loaders(spec: IndexerSpec) -> int:
+    """Return the warps that load keys: more where a block takes the MMAs little time, and leaves registers."""
+    return 4 if spec.heads * spec.rows <= COLUMNS else 2
 
 
 def supports(spec: IndexerSpec) -> str | None:

@@ -6,10 +6,10 @@ the MMAs, in which rows are keys. Start reading the computation at `scores`.
 
 | role | warps | registers | waits for | signals |
 | --- | --- | --- | --- | --- |
-| keys | 2 | 40 | work_pipe full, k_pipe empty | k_pipe full, q_pipe empty |
+| keys | 2 or 4 | 40 | work_pipe full, k_pipe empty | k_pipe full, q_pipe empty |
 | queries | 1 | 40 | q_pipe empty | work_pipe full, q_pipe full |
 | clean | 1 | 40 | | |
-| mma | 8 | 232 | work_pipe, q_pipe, k_pipe full | k_pipe, q_pipe empty |
+| mma | 8 | 232 or 216 | work_pipe, q_pipe, k_pipe full | k_pipe, q_pipe empty |
 
 - work_pipe (2 stages): which blocks of which tile come next. Its stages are freed with those of q_pipe.
 - q_pipe (2 stages): queries and weights of a tile.
@@ -31,7 +31,7 @@ from ...device.divisor import quotient_params
 from ..args import IndexerArgs, fields, pack
 from . import load, schedule, scores
 from .output import clean
-from .roles import WARPS, roles, threads
+from .roles import roles, threads
 
 
 def fake_args(spec) -> dict[str, Any]:
@@ -79,13 +79,13 @@ def kernel(spec: cutlass.Constexpr, plan: LogitsParams):
     cute.arch.griddepcontrol_wait()  # with PDL: roles read what the previous kernel wrote
     schedule.find_share(spec, a, found)
     warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
-    if warp < WARPS:
+    if warp < roles(spec).first("mma"):
         cute.arch.setmaxregister_decrease(roles(spec).registers("keys"))
         if warp < roles(spec).first("queries"):
             load.load_keys(spec, plan, s, warp)
         elif warp == roles(spec).first("queries"):
             load.load_queries(spec, a, s, schedule.share_of(found))
-        else:
+        elif warp == roles(spec).first("clean"):
             clean(spec, a)
         cute.arch.griddepcontrol_launch_dependents()
     else:

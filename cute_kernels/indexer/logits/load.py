@@ -15,7 +15,7 @@ from ... import abi
 from ...device import layout, memory, pipeline
 from ...device.divisor import Quotient
 from ...device.gather import NO_ROW, copy_rows
-from . import KEYS, LOADERS, Q_STAGES, STAGES, schedule
+from . import KEYS, Q_STAGES, STAGES, loaders, schedule
 from .roles import WARPS, roles
 from .schedule import Tile
 
@@ -198,15 +198,16 @@ def find_key(spec: cutlass.Constexpr, plan, work: TileWork, first: Int32):
 # The keys role: one iteration per tile, an inner one per block; the warps take blocks in turn.
 @cute.jit
 def load_keys(spec: cutlass.Constexpr, plan, s: InputSmem, loader: Int32):
-    """Load every `LOADERS`-th block of keys, with their scales. Called by one warp."""
+    """Load one of so many blocks of keys as there are warps of the role, with their scales. Called by one warp."""
+    count = const_expr(loaders(spec))
     item, number = Int32(0), Int32(0)
     work = read_work(s, number)
     while work.blocks > 0:
         pipeline.consumer_release(s.q_pipe, number)
-        first = (loader - item) & (LOADERS - 1)
+        first = (loader - item) & (count - 1)
         places = find_keys(spec, plan, work, work.first_block + first)
-        for i in cutlass.range(first, work.blocks, LOADERS, unroll=1):
-            following = find_keys(spec, plan, work, work.first_block + i + LOADERS)
+        for i in cutlass.range(first, work.blocks, count, unroll=1):
+            following = find_keys(spec, plan, work, work.first_block + i + count)
             pipeline.producer_acquire(s.k_pipe, item + i)
             copy_keys(spec, plan.args, s, places, pipeline.stage(s.k_pipe, item + i))
             cute.arch.cp_async_mbarrier_arrive_noinc(pipeline.full_barrier(s.k_pipe, item + i))

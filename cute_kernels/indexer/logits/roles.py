@@ -4,17 +4,21 @@ from functools import cache
 
 from ...device.roles import Role, Roles
 from ..spec import IndexerSpec
-from . import GROUPS, LOADERS
+from . import GROUPS, loaders
 
 WARPS = 4  # warps per warpgroup
+LOAD_REGISTERS = 40
+REGISTERS = {4: 232, 8: 216}  # warps beside those of mma -> registers of mma
 
 
 @cache
 def roles(spec: IndexerSpec) -> Roles:
     """Return the table of roles."""
-    return Roles.of(
-        Role("keys", LOADERS, 40), Role("queries", 1, 40), Role("clean", 1, 40), Role("mma", WARPS * GROUPS, 232)
-    )  # fmt: skip
+    count = loaders(spec)
+    beside = -(-(count + 2) // WARPS) * WARPS
+    table = {"keys": count, "queries": 1, "clean": 1, "idle": beside - count - 2}
+    load = (Role(name, warps, LOAD_REGISTERS) for name, warps in table.items())
+    return Roles.of(*load, Role("mma", WARPS * GROUPS, REGISTERS[beside]))
 
 
 def threads(spec: IndexerSpec) -> int:

@@ -87,9 +87,10 @@ def compute(spec: cutlass.Constexpr, a, s: InputSmem):
         pipeline.consumer_wait(s.q_pipe, number)
         stage = pipeline.stage(s.q_pipe, number)
         read_rows(spec, a, s, rows, work, stage)
+        held = load_weights(spec, s, 0, pass_rows(spec), stage)
         first, before = (group - item) & (GROUPS - 1), no_sums(spec)
         for i in cutlass.range(first, work.blocks, GROUPS, unroll=1):
-            before = one_block(spec, s, r, rows, stage, item + i, work.first_block + i, before)
+            before = one_block(spec, s, r, rows, stage, item + i, work.first_block + i, held, before)
         store_logits(spec, rows, before, const_expr(spec.rows - pass_rows(spec)), pass_rows(spec))
         pipeline.consumer_release(s.q_pipe, number)
         item += work.blocks
@@ -114,10 +115,10 @@ def no_sums(spec) -> BlockSums:
 @cute.jit
 def one_block(
     spec: cutlass.Constexpr, s: InputSmem, r: ScoreFragments, rows: LaneRows, stage: Int32, item: Int32, block: Int32,
-    before: BlockSums,
+    held: list[cute.Tensor], before: BlockSums,
 ) -> BlockSums:  # fmt: skip
     """Compute the sums of a block of keys, and meanwhile store the logits of the block before. stage: of the queries.
-    item: of k_pipe."""
+    item: of k_pipe. held: weights of the tokens of the first pass. Those of others come from shared memory each time."""
     lane, inside = cute.arch.lane_idx(), cute.arch.warp_idx() % WARPS * 16
     inside += lane // QUAD + 8 * (lane % 2)  # the key that this lane stores
     pipeline.consumer_wait(s.k_pipe, item)
@@ -131,15 +132,13 @@ def one_block(
             wgmma.issue(r.mma, r.acc[c], r.k[None, None, None, at], queries, True, begin // each + c)
         # under the MMAs
         store_logits(spec, rows, before, const_expr((begin - each * count) % spec.rows), each * count)
-        weights, sums = load_weights(spec, s, begin, each, stage), []
+        weights, sums = held if const_expr(begin == 0) else load_weights(spec, s, begin, each * count, stage), []
         for c in cutlass.range_constexpr(count):
             warpgroup.wait_group(count - 1 - c)
             if const_expr(c + 1 == count and begin + each * count == spec.rows):
                 pipeline.consumer_release(s.k_pipe, item)
-            following = load_weights(spec, s, begin + each * (c + 1), each, stage) if const_expr(c + 1 < count) else None
             for row in cutlass.range_constexpr(each):
-                sums += weigh(spec, r.acc[c], weights[row], row)
-            weights = following
+                sums += weigh(spec, r.acc[c], weights[each * c + row], row)
         before = BlockSums(sums, block * KEYS + inside, scale)
     return before
 

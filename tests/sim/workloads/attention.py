@@ -20,6 +20,7 @@ from bench.cases.attention import AttentionCase
 from bench.cases.choice import by_shape
 from bench.cases.planted import LEVEL_KEYS, STEP_SCALE
 from cute_kernels.attention.decode import FEW_ROWS, tile_table
+from cute_kernels.attention.latent.tile_table import LatentTileConfig
 from wrappers import fp4
 from wrappers.attention.call import AttentionCall
 from wrappers.attention.op import serve
@@ -108,7 +109,7 @@ def traits_of(spec: Any) -> KernelTraits:
         "causal": spec.mask.causal != "never" or spec.mask.custom == "ranges",
         "kv_dtype": "" if own else CACHES.get((spec.kv.dtype, spec.kv.scales), spec.kv.dtype),
     }
-    stages = max(spec.tile.stages, spec.tile.raw_stages) if shares else spec.tile.stages
+    stages = max(spec.tile.stages, getattr(spec.tile, "raw_stages", 0)) if shares else spec.tile.stages
     block, few, wide = spec.tile.n, FEW_ROWS if narrow else 0, decodes and not (shares or narrow)
     general = not decodes and spec.mask.causal == "value"
     mask, gathers = spec.mask, spec.kv.source == "gather"
@@ -125,6 +126,12 @@ def traits_of(spec: Any) -> KernelTraits:
 def structure(spec: Any) -> Any:
     """Return a key of the kernel's code apart from types, masks and modifiers, which one mode covers; None if
     another head dimension stands for it."""
+    if spec.kv.record and isinstance(spec.tile, LatentTileConfig):  # records differ in factors and in rotated columns
+        return (
+            ("latent", "few", spec.tile.m)
+            if (spec.tile.m, spec.kv.source) in ((8, "slots"), (16, "gather")) and spec.kv.record == "656"
+            else None
+        )
     if spec.kv.record:  # the mma warps load, too; other records have other sections of a row
         return ("latent", "packed") if (spec.kv.record, spec.kv.source) == ("656", "slots") else None
     if spec.kv.shares_v:
@@ -241,7 +248,7 @@ def promoting_calls(k: KernelTraits, short: AttentionCase) -> list[AttentionCase
 
 
 def edge_call(k: KernelTraits, short: AttentionCase) -> AttentionCase:
-    """Return a call of tiles of 256 rows whose window begins, in the first row, with the last key of a block, with the
+    """Return a call of tiles of 256 rows. In the first row, the window begins with the last key of a block, with the
     first one, and with the second. On Blackwell, the halves of a tile begin in different blocks, and one is full for
     the first half alone. Few keys matter, so that each counts."""
     rows, left = 256, 3 * k.block + 5

@@ -66,7 +66,7 @@ def merge_structures(shipped: list[MergeSpec]) -> list[MergeSpec]:
 
 
 def merge_features() -> list[MergeScenario]:
-    """Return the covering set: rows whose elements lie apart, and weights of far apart S."""
+    """Return the covering set: rows with elements that lie apart, and weights of far apart S."""
     base = MergeCase(tokens=4, dim=48)
     calls = [replace(base, function=f, layout="columns", dtype="fp16") for f in (cases.STATES, PAIR, IN_PLACE)]
     far = replace(base, scale=1e4, states=6, tokens=16)

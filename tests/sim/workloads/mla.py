@@ -7,6 +7,8 @@ from ptxsim.runner import RunResult
 
 from bench.cases import mla as cases
 from bench.cases.mla import MlaCase
+from cute_kernels.attention.latent import tile_table as few_rows
+from cute_kernels.attention.latent.tile_table import LatentTileConfig
 
 from .common import SMS, Outcome, outcome, simulated
 
@@ -22,11 +24,15 @@ class MlaScenario:
 
 def mla_cases(spec: Any) -> list[MlaScenario]:
     """Return scenarios for the kernel `spec`, with split keys."""
+    if isinstance(spec.tile, LatentTileConfig):
+        return few_cases(spec)
     if spec.kv.source == "slots":
         return chosen_cases(spec)
+    more = more_heads(spec)
     base = MlaCase(
         dtype=spec.smem_q, dim=spec.head_dim_qk, causal=spec.mask.causal != "never", window=190 * spec.mask.window,
         page_size=3 if spec.kv.source == "gather" else 64, record=spec.kv.record, q8=spec.q == "e4m3",
+        heads=16 + more,
     )  # fmt: skip
     base = base if base.causal else replace(base, rows=2)  # a single row sees all keys under either mask
     base = replace(base, function="qv" if base.window else "flash_mla")
@@ -37,7 +43,7 @@ def mla_cases(spec: Any) -> list[MlaScenario]:
         replace(
             base,
             lens=(65, 0, 9),
-            heads=1,
+            heads=1 + more,
             rows=3,
             page_size=32 if spec.kv.source == "tma" else 2,
             function="qv"
@@ -52,7 +58,7 @@ def mla_cases(spec: Any) -> list[MlaScenario]:
         replace(base, lens=(330,), heads=5, rows=8, cap=4.0 * spec.mask.window),
         replace(base, lens=(200,), heads=60 if spec.kv.source == "tma" else 80, data="peaks", function=other),
     )
-    many = replace(base, lens=(29 * 64 + 3,), heads=8, page_size=1 if spec.kv.source == "gather" else 16, gap=2)
+    many = replace(base, lens=(29 * 64 + 3,), heads=8 + more, page_size=1 if spec.kv.source == "gather" else 16, gap=2)
     if spec.mask.window:
         first = *first, replace(base, lens=(330, 70), heads=5, rows=8, causal=False, cap=4.0)
         many = replace(many, window=4000)
@@ -60,6 +66,49 @@ def mla_cases(spec: Any) -> list[MlaScenario]:
     return [
         MlaScenario("tiles", first), MlaScenario("many splits", (many,), 30),
         MlaScenario("a block", (few, replace(few, lens=(3, 2, 1, 0, 65) * 7))),
+    ]  # fmt: skip
+
+
+def more_heads(spec: Any) -> int:
+    """Return the heads that make a call have too many rows for the kernels with few rows, if these serve the record."""
+    return few_rows.MOST_ROWS if spec.kv.record in few_rows.PITCH and not spec.kv.extra else 0
+
+
+def few_cases(spec: Any) -> list[MlaScenario]:
+    """Return scenarios for a kernel with few query rows: of one head, of all rows of the tile, of several tokens; with
+    more tiles of a CTA than the rings have stages."""
+    m, slots = spec.tile.m, spec.kv.source == "slots"
+    record, fewest = spec.kv.record, 1 + spec.tile.m - few_rows.ROWS
+    base = MlaCase(
+        dtype=spec.smem_q, dim=spec.head_dim_qk, heads=m, page_size=7 if slots else 3, record=record,
+        q8=spec.q == "e4m3", function="trtllm" if record == "528_fp32" else "flash_mla",
+    )  # fmt: skip
+    other = "trtllm" if slots or record == "e4m3" else "flash_mla"
+    first: tuple[MlaCase, ...]
+    if slots:
+        base = replace(base, chosen=128, lens=(90, 30))
+        first = (
+            replace(base, chosen=65, heads=fewest, strided=True, function=other, sink=True),
+            replace(base, rows=3, heads=m - 3, counted=True, lens=(40, 7, 9, 3), gap=1),
+            replace(base, chosen=300, data="peaks", page_size=64),
+        )
+        many = replace(base, lens=(2000,), chosen=29 * 64 + 3, page_size=16)
+        blocks = (
+            replace(base, chosen=64, rows=2),
+            replace(base, lens=(5, 0, 1) * 12, chosen=3, counted=True),
+            replace(base, lens=(400,), chosen=150, heads=m - 7),  # two splits
+        )
+    else:  # tokens and heads share the rows of a tile
+        first = (
+            replace(base, lens=(65, 0, 9), heads=fewest // 3 + (m == few_rows.ROWS), rows=3, page_size=2, function=other),
+            replace(base, lens=(400, 7, 0, 70), heads=m // 2, rows=2, strided=True, sink=True),
+            replace(base, lens=(200,), data="peaks", page_size=64, gap=1, function=other),
+        )
+        many = replace(base, lens=(29 * 64 + 3,), heads=m - 3, page_size=1, gap=2)
+        few = replace(base, lens=(64, 1), heads=m - 7)
+        blocks = few, replace(few, lens=(3, 2, 1, 0, 65) * 7), replace(few, lens=(0,) * 127 + (70, 0, 9))
+    return [
+        MlaScenario("tiles", first), MlaScenario("many splits", (many,), 30), MlaScenario("a block", blocks),
     ]  # fmt: skip
 
 
@@ -82,16 +131,17 @@ def pair_cases(spec: Any, base: MlaCase) -> list[MlaScenario]:
 
 def chosen_cases(spec: Any) -> list[MlaScenario]:
     """Return scenarios for the kernel `spec`, where each row chooses its keys."""
+    more = more_heads(spec)
     base = MlaCase(
         dtype=spec.smem_q, dim=spec.head_dim_qk, page_size=7, chosen=128, lens=(90, 30), second=70 * spec.kv.extra,
-        record=spec.kv.record, q8=spec.q == "e4m3", second_record=spec.kv.extra_record,
+        record=spec.kv.record, q8=spec.q == "e4m3", second_record=spec.kv.extra_record, heads=16 + more,
     )  # fmt: skip
     if spec.kv.record == "528_fp32":
         base = replace(base, function="trtllm")
     other = "trtllm" if spec.kv.record in ("", "e4m3", "656", "528_fp32") and not spec.kv.extra else "flash_mla"
     first: tuple[MlaCase, ...] = (
-        replace(base, chosen=65, heads=3, strided=True, function=other, sink=True),
-        replace(base, rows=3, heads=5, counted=True, lens=(40, 7, 9, 3), gap=1),
+        replace(base, chosen=65, heads=3 + more, strided=True, function=other, sink=True),
+        replace(base, rows=3, heads=5 + more, counted=True, lens=(40, 7, 9, 3), gap=1),
         replace(base, chosen=200, heads=80, data="peaks", page_size=64),
     )
     if spec.kv.record in ("", "656", "352", "528") and not spec.kv.extra:
@@ -100,13 +150,13 @@ def chosen_cases(spec: Any) -> list[MlaScenario]:
         first = (first[0], replace(first[1], function=separate), first[2], prompt)
     return [
         MlaScenario("tiles", first),
-        MlaScenario("many splits", (replace(base, lens=(2000,), chosen=29 * 64 + 3, heads=8, page_size=16),), 30),
+        MlaScenario("many splits", (replace(base, lens=(2000,), chosen=29 * 64 + 3, heads=8 + more, page_size=16),), 30),
         MlaScenario(
             "a block",
             (
                 replace(base, chosen=64, rows=2, second=64 * spec.kv.extra),
                 replace(base, lens=(5, 0, 1) * 12, chosen=3, counted=True, second=2 * spec.kv.extra),
-                replace(base, lens=(400,), chosen=150, heads=9),  # two splits
+                replace(base, lens=(400,), chosen=150, heads=9 + more),  # two splits
             ),
         ),
     ]
