@@ -113,8 +113,8 @@ for _kind, _records in PACKED.items():
 
 FEW = ("latent gather e4m3", "latent gather 656", "latent slots e4m3", "latent slots 656", "latent slots 528_fp32")
 for _kind, _rows in product(FEW, (8, 16)):
-    _few = KINDS[_kind]
-    KINDS[f"{_kind} {_rows} rows"] = Kind(f"{_few.meaning}, for up to {_rows} rows", True, _few.change | {"rows": _rows})
+    _meaning, _change = f"{KINDS[_kind].meaning}, for up to {_rows} rows", KINDS[_kind].change | {"rows": _rows}
+    KINDS[f"{_kind} {_rows} rows"] = Kind(_meaning, True, _change)
 
 
 class Answer(NamedTuple):

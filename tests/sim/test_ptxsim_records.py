@@ -8,6 +8,7 @@ import torch
 from bench.cases import mla as cases
 from bench.cases.mla import MlaCase
 from cute_kernels.attention.latent.tile_table import MOST_ROWS
+from cute_kernels.attention.latent.tile_table import ROWS as ROWS_OF_AN_MMA
 from cute_kernels.records import RECORDS
 from tests.conftest import ARCH, ROOT
 from tests.sim.workloads import simulated
@@ -73,7 +74,7 @@ def test_every_code_is_converted_exactly(label):
     put_large_factors(case.record, cache)
     few = replace(case, lens=(1,) * ROWS, function="trtllm" if case.record == "528_fp32" else "flash_mla")
     key = torch.arange(ROWS, dtype=torch.int32)[:, None, None]
-    heads = 1 + more_heads(spec) * (spec.tile.m > MOST_ROWS)
+    heads = {ROWS_OF_AN_MMA: 1, MOST_ROWS: 1 + ROWS_OF_AN_MMA}.get(spec.tile.m, 1 + more_heads(spec))
     q = torch.randn(ROWS, 1, heads, case.dim).to(torch.float8_e4m3fn if case.q8 else torch.bfloat16)
     q[list(LARGE)] = 0.0  # logits of that size would round to several, and P to other values than 1
     want = cases.values(case.record, cache)[0, :, : cases.VALUES].bfloat16()

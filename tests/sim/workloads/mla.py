@@ -100,7 +100,7 @@ def few_cases(spec: Any) -> list[MlaScenario]:
         )
     else:  # tokens and heads share the rows of a tile
         first = (
-            replace(base, lens=(65, 0, 9), heads=fewest // 3 + (m == few_rows.ROWS), rows=3, page_size=2, function=other),
+            replace(base, lens=(65, 0, 9), heads=-(-fewest // 3), rows=3, page_size=2, function=other),
             replace(base, lens=(400, 7, 0, 70), heads=m // 2, rows=2, strided=True, sink=True),
             replace(base, lens=(200,), data="peaks", page_size=64, gap=1, function=other),
         )
@@ -148,9 +148,10 @@ def chosen_cases(spec: Any) -> list[MlaScenario]:
         prompt = replace(base, function="sparse_fwd", rows=6, heads=9, counted=True, sink=True, chosen=130)
         separate = "sparse_fwd" if spec.kv.record or base.dim == 512 else "dsa"
         first = (first[0], replace(first[1], function=separate), first[2], prompt)
+    many = replace(base, lens=(2000,), chosen=29 * 64 + 3, heads=8 + more, page_size=16)
     return [
         MlaScenario("tiles", first),
-        MlaScenario("many splits", (replace(base, lens=(2000,), chosen=29 * 64 + 3, heads=8 + more, page_size=16),), 30),
+        MlaScenario("many splits", (many,), 30),
         MlaScenario(
             "a block",
             (
