@@ -118,7 +118,7 @@ def one_block(
     held: list[cute.Tensor], before: BlockSums,
 ) -> BlockSums:  # fmt: skip
     """Compute the sums of a block of keys, and meanwhile store the logits of the block before. stage: of the queries.
-    item: of k_pipe. held: weights of the tokens of the first pass. Those of others come from shared memory each time."""
+    item: of k_pipe. held: weights of the tokens of the first pass; those of others are loaded for each block."""
     lane, inside = cute.arch.lane_idx(), cute.arch.warp_idx() % WARPS * 16
     inside += lane // QUAD + 8 * (lane % 2)  # the key that this lane stores
     pipeline.consumer_wait(s.k_pipe, item)
