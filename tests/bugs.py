@@ -17,6 +17,8 @@ from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
+from cute_kernels.attention.latent import tile_table as few_rows
+
 ROOT = Path(__file__).resolve().parents[1]
 
 
@@ -69,6 +71,10 @@ PACKED = shipped("attention.sm90/bf16_kv656v_d576x512_full_slots_m64n64s2o2a")
 EXACTLY = (
     "sim/test_ptxsim_records.py::test_every_code_is_converted_exactly"
     "[attention.sm90/bf16_kv656v_d576x512_full_slots_m64n64s2o2a]"
+)
+FEW_SLOTS, FEW_PAGES = (  # few query rows over packed latents
+    shipped(f"attention.latent/bf16_kv656v_d576x512_{keys}_{few_rows.tile_of(rows, '656').name}")  # type: ignore
+    for keys, rows in (("full_slots", 8), ("causal_gather", 16))
 )
 PLANAR = shipped("attention.sm90/bf16_kv584vx584_d512_full_slots_m64n64s2o2a")
 STATES = shipped("merge_states.rows/bf16_states")
@@ -309,6 +315,13 @@ BUGS = (
         "exists = (page >= 0) & (page < parts[0].shape[0])", "exists = page >= 0", PACKED),
     Bug("records: a factor of 2 or more is multiplied at once", "cute_kernels/attention/kv/packed.py",
         "return any_top != 0", "return any_top > 0xFFFFFFFE", EXACTLY),
+    Bug("few rows: rows of slots that do not exist keep what lay there", "cute_kernels/attention/kv/bulk.py",
+        "        if starts[0][c] < 0:", "        if starts[0][c] < -99:", FEW_SLOTS),
+    Bug("few rows: keys behind the last one are not masked", f"{ATTENTION}/latent/mainloop.py",
+        "if n_block >= w.n_block_full_max or n_block < w.n_block_full_min:",
+        "if n_block < w.n_block_full_min:", FEW_PAGES),
+    Bug("few rows: batch-invariant calls have their kernels", f"{ATTENTION}/latent/__init__.py",
+        'p.split_kv in ("auto", "always") and ', "", "attention/test_dispatch.py::test_few_rows_over_records"),
     Bug("splits: a CTA that gives up waiting leaves no count", "cute_kernels/attention/splits.py",
         "        if tid == 0:\n            combine.leave(a, counters, splits)",
         "        if (tid == 0) & (smem.last[i] != 0):\n            combine.leave(a, counters, splits)",

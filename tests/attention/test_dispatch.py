@@ -349,6 +349,36 @@ def test_what_is_shipped_comes_first_if_rows_are_few():
     assert dispatch.select(replace(BASE, **few | {"rows": 4096}), ARCH)[1].schedule == "tiles"
 
 
+RECORDED = replace(BASE, head_dim_qk=576, head_dim_vo=512, shares_v=True, record="656", page_size=1, qhead_per_kvhead=1)
+
+
+@pytest.mark.parametrize(
+    "change, m",
+    [
+        ({}, 8),
+        ({"rows": 8}, 8),
+        ({"rows": 9}, 16),
+        ({"rows": 2, "qhead_per_kvhead": 8}, 16),
+        ({"rows": 17}, 64),
+        ({"source": "slots", "causal": False, "rows": 5}, 8),
+        ({"record": "e4m3", "q": "e4m3"}, 8),
+        ({"record": "e4m3", "head_dim_qk": 512}, 8),
+        ({"record": "528_fp32", "head_dim_qk": 512, "source": "slots", "causal": False, "rows": 16}, 16),
+        ({"split_kv": "always"}, 8),
+        ({"split_kv": "never"}, 64),  # the number of rows of a call would change its bits
+        ({"split_kv": "fixed"}, 64),
+        ({"record": "352"}, 64),
+        ({"window": True}, 64),
+        ({"soft_cap": True}, 64),
+        ({"source": "slots", "causal": False, "extra": True, "extra_record": "656"}, 64),
+    ],
+)
+def test_few_rows_over_records(change, m):
+    """Up to 16 rows have tiles of their own, in which keys are the M side of the MMAs."""
+    op, spec = dispatch.select(replace(RECORDED, **{"rows": 1} | change), ARCH)
+    assert (op, spec.tile.m) == ("attention.sm90" if m == 64 else "attention.latent", m)
+
+
 @pytest.mark.parametrize("way, want", [("never", "tiles"), ("fixed", "stream_k"), ("always", "stream_k")])
 def test_a_call_may_say_how_keys_are_split(way, want):
     for rows, keys in ((1, 256), (1, 131072), (4, 1024)):

@@ -8,18 +8,19 @@ from typing import Any
 
 import pytest
 
-from cute_kernels.attention import decode, sm90, sm100, tile
+from cute_kernels.attention import decode, latent, sm90, sm100, tile
 from cute_kernels.attention.decode import tile_table as decode_table
 from cute_kernels.attention.sm90 import tile_table as sm90_table
 from cute_kernels.attention.sm100 import tile_table as sm100_table
 from cute_kernels.attention.spec import AttentionSpec, KVSpec, LogitsSpec, MaskSpec, outputs
-from tests.conftest import ROOT
+from tests.conftest import ROOT, specs_of
 from tools import tiles
 
 TABLES: dict[str, Any] = {"attention.sm90": sm90_table, "attention.sm100": sm100_table}
 OPS = {"attention.sm90": sm90, "attention.sm100": sm100}
 QUERIES, CACHES = ("bf16", "fp16", "e4m3"), ("bf16", "fp16", "e4m3", "e5m2", "nvfp4")
 SEAMS = [f for folder in (".", "kv", "schedule") for f in (ROOT / "cute_kernels/attention" / folder).glob("*.py")]
+TILES = [sm90.Sm90TileConfig, sm100.Sm100TileConfig, decode.DecodeTileConfig, latent.LatentTileConfig]
 GENERAL = {"mask": MaskSpec("value", window=True), "logits": LogitsSpec(soft_cap=True)}
 
 
@@ -49,6 +50,16 @@ def test_every_tile_fits(op):
     for spec, t, dims in rows(op):
         assert TABLES[op].resources(spec, t, dims).excess is None, spec.name
         assert OPS[op].supports(spec) is None, spec.name
+
+
+@pytest.mark.parametrize("spec", specs_of("attention.latent", "sm_90a"), ids=lambda spec: spec.name)
+def test_every_tile_of_few_rows_over_records_fits(spec):
+    """Beside Q, scores and P. Twice the stages do not fit; the refusal of another tile names the tile of the table."""
+    assert latent.supports(spec) is None and latent.smem_bytes(spec).excess is None
+    larger = replace(spec.tile, stages=2 * spec.tile.stages)
+    assert latent.smem_bytes(replace(spec, tile=larger)).excess is not None
+    refusal = latent.supports(replace(spec, tile=larger))
+    assert refusal is not None and refusal == ("tile", f"{larger}: must be {spec.tile}")
 
 
 def test_what_does_not_fit_is_refused_with_numbers():
@@ -129,7 +140,7 @@ def test_seams_ask_tiles_only_for_what_their_bases_declare():
     assert len(asked) > 8 and asked <= declared
 
 
-@pytest.mark.parametrize("kind", [sm90.Sm90TileConfig, sm100.Sm100TileConfig, decode.DecodeTileConfig])
+@pytest.mark.parametrize("kind", TILES)
 def test_a_tile_states_what_differs_from_its_base(kind):
     """So a field for one op touches the base and that op. Fields are part of keys: no default of the base is one."""
     base = tile.TileConfig

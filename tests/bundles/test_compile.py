@@ -10,6 +10,8 @@ from collections import Counter
 import pytest
 
 from cute_kernels import archs, build, catalog, cubin, manifest
+from cute_kernels.attention.latent import roles as few_rows
+from cute_kernels.attention.latent import tile_table as latent_rows
 from cute_kernels.attention.sm90 import tile_table as sm90_tiles
 from cute_kernels.attention.sm90.roles import roles
 from cute_kernels.attention.sm100 import roles as sm100
@@ -117,6 +119,12 @@ def as_its_op(entry, op, spec):
             "the compiler fences and waits around every single WGMMA"
         )
         assert entry["registers"] == launch_registers(indexer.roles(spec).warps()), "what setmaxnreg shares"
+        return None
+    if op == "attention.latent":  # rows by bulk copies, Q by loads; HMMA alone
+        assert entry["shared"] <= latent_rows.smem_bytes(spec).smem + RESERVED, "what `supports` refuses tiles by"
+        assert counts["HMMA"] > 0 and not counts.keys() & {"HGMMA", "QGMMA", "LDGSTS", "UTMALDG"}
+        wanted = sum(role.warps * role.registers for role in few_rows.roles(spec).table)
+        assert wanted <= entry["registers"] * few_rows.roles(spec).warps(), "a warpgroup would wait for ever"
         return None
     if spec.kv.source in ("gather", "slots"):  # K and V, or Q, by cp.async; a box of Q is 128 bytes wide
         assert counts["LDGSTS"] > 0
