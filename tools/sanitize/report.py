@@ -41,7 +41,7 @@ ONE_LANE = (
 PAIR_OF_CTAS = r"attention_sm90__\w*c2_\d+(?=\+)"  # kernels in which two CTAs share the loads of keys
 # The only place that excuses a report.
 EXPECTED = (
-    Expected("racecheck", pair("(?:Error|Warning)", "Write", "Read", "attention_(?:decode|sm90)__"), ONE_LANE),
+    Expected("racecheck", pair("(?:Error|Warning)", "Write", "Read", "attention_(?:decode|latent|sm90)__"), ONE_LANE),
     Expected("racecheck", pair("(?:Error|Warning)", "Read", "Write", "attention_decode__"), ONE_LANE),
     Expected(
         "racecheck",

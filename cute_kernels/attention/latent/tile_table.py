@@ -6,7 +6,7 @@ from typing import Any, ClassVar
 from ... import archs
 from ...records import RECORDS
 from ..operands import Operand, operands_of
-from ..tile import Resources, TileConfig
+from ..tile import Resources, TileConfig, distinct_dims
 
 ROWS = 8  # query rows of an MMA
 MOST_ROWS = 16
@@ -31,6 +31,7 @@ def pitch(row: int) -> int:
 DIMS: dict[str, list[tuple[int, int]]] = {
     "e4m3": [(576, 512), (512, 512)], "656": [(576, 512)], "528_fp32": [(512, 512)],
 }  # fmt: skip
+HEAD_DIMS = distinct_dims(dims for each in DIMS.values() for dims in each)
 PITCH = {name: pitch(RECORDS[name].row or max(DIMS[name])[0]) for name in DIMS}
 
 
@@ -55,7 +56,7 @@ class LatentTileConfig(TileConfig):
 
     def head_dims(self, bits: int) -> tuple[int, ...]:
         """Return the head dims that kernels compute with. bits: per stored element of K and V."""
-        return 512, 576
+        return HEAD_DIMS
 
 
 def tile_of(rows: int, record: str) -> LatentTileConfig | None:
