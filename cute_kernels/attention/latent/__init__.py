@@ -9,11 +9,9 @@ from dataclasses import replace
 from ... import archs
 from ..request import KernelRequest, Refusal
 from ..spec import DTYPES, AttentionSpec, LogitsSpec, MaskSpec, exact_logits, exact_mask, kv_spec
-from ..tile import distinct_dims
 from .tile_table import DIMS, MOST_ROWS, PITCH, LatentTileConfig, smem_bytes, tile_of
 from .tile_table import HEAD_DIMS as HEAD_DIMS
 
-HEAD_DIMS = distinct_dims(pair for pairs in DIMS.values() for pair in pairs)
 ARCHS = archs.having(archs.WGMMA)
 Spec = AttentionSpec[LatentTileConfig]
 
