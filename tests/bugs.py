@@ -317,7 +317,7 @@ BUGS = (
         "return any_top != 0", "return any_top > 0xFFFFFFFE", EXACTLY),
     Bug("few rows: rows of slots that do not exist keep what lay there", "cute_kernels/attention/kv/bulk.py",
         "        if starts[0][c] < 0:", "        if starts[0][c] < -99:", FEW_SLOTS),
-    Bug("few rows: keys behind the last one are not masked", f"{ATTENTION}/latent/mainloop.py",
+    Bug("few rows: keys behind the last one are not masked", f"{ATTENTION}/latent/score.py",
         "if n_block >= w.n_block_full_max or n_block < w.n_block_full_min:",
         "if n_block < w.n_block_full_min:", FEW_PAGES),
     Bug("few rows: batch-invariant calls have their kernels", f"{ATTENTION}/latent/__init__.py",

@@ -332,6 +332,21 @@ def _rows() -> Iterator[tuple[str, tuple[Call, ...]]]:
         "attention-latent-more-records",
         (latent(**of_584), latent(**of_528), latent(**q8, **many), latent(**q8, chosen=65, **many)),
     )
+    states = ({"dtype": "bf16"}, {"dtype": "fp16", "layout": "strided"}, {"dtype": "fp32", "data": "special"})
+    yield "merge-states", tuple(Call("merge", "merge_states", 7, case=fields) for fields in states)
+    yield (
+        "merge-pair",
+        (
+            *(Call("merge", "merge_state", 7, case=fields) for fields in states),
+            Call("merge", "merge_state_in_place", 7, case={"mask": "bool", "shift": 1}),
+        ),
+    )
+
+
+def _few_rows() -> Iterator[tuple[str, tuple[Call, ...]]]:
+    """Yield calls with few query rows over packed latents."""
+    q8: dict[str, Any] = {"record": "e4m3", "q8": True}
+    no_rope: dict[str, Any] = {"record": "528_fp32", "dim": 512, "chosen": 65}
     long: dict[str, Any] = {"lens": (2000, 0, 70), "sink": True}
     yield (
         "attention-latent-few",
@@ -357,15 +372,6 @@ def _rows() -> Iterator[tuple[str, tuple[Call, ...]]]:
             trtllm_latent(**no_rope, heads=8), trtllm_latent(**no_rope, heads=13, lens=(900, 70)),
         ),
     )  # fmt: skip
-    states = ({"dtype": "bf16"}, {"dtype": "fp16", "layout": "strided"}, {"dtype": "fp32", "data": "special"})
-    yield "merge-states", tuple(Call("merge", "merge_states", 7, case=fields) for fields in states)
-    yield (
-        "merge-pair",
-        (
-            *(Call("merge", "merge_state", 7, case=fields) for fields in states),
-            Call("merge", "merge_state_in_place", 7, case={"mask": "bool", "shift": 1}),
-        ),
-    )
 
 
 def _indexer() -> Iterator[tuple[str, tuple[Call, ...]]]:
@@ -394,4 +400,4 @@ def _indexer() -> Iterator[tuple[str, tuple[Call, ...]]]:
 
 
 ON_DEMAND = ("prefill-bf16-d512",)  # pieces that compile their kernels: no bundle holds shared scores
-PIECES: dict[str, tuple[Call, ...]] = dict((*_prefill(), *_decode(), *_top_k(), *_rows(), *_indexer()))
+PIECES: dict[str, tuple[Call, ...]] = dict((*_prefill(), *_decode(), *_top_k(), *_rows(), *_few_rows(), *_indexer()))

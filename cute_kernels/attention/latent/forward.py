@@ -10,11 +10,11 @@ keys of requests by stream-K.
 
 - work_pipe, 4 stages: a tile (`WorkTileInfo`).
 - k.pipe, `tile.stages` stages: the rows of a KV block, as they are stored. One bulk copy for each row completes it.
-- scores.pipe, 2 stages: V of a block in bf16, P, and the factors of O (`mainloop.ScoreHandoff`).
+- scores.pipe, 2 stages: V of a block in bf16, P, and the factors of O (`score.LatentHandoff`).
 
 Splits are merged by the mma warps of all CTAs of a tile together (`splits.merge_together`).
 
-Shared memory: `stages` x (n x `tile_table.PITCH`), `ScoreHandoff`, tiles and mbarriers.
+Shared memory: `stages` x (n x `tile_table.PITCH`), `LatentHandoff`, tiles and mbarriers.
 """
 
 from dataclasses import dataclass
@@ -27,7 +27,7 @@ from ...device import pipeline
 from .. import fakes, geometry, load, splits
 from ..kv import pages, rings
 from ..schedule import stream_k, work
-from . import mainloop
+from . import mainloop, score
 from .roles import roles
 from .tile_table import operands
 
@@ -40,7 +40,7 @@ class LatentSharedStorage:
 
     k: rings.OperandSmem  # (n, bytes, stages)
     v: rings.OperandSmem  # the same
-    scores: mainloop.ScoreHandoff
+    scores: score.LatentHandoff
     work: cute.Tensor
     work_pipe: pipeline.Pipeline
     splits: Any
@@ -59,7 +59,7 @@ def shared(spec, plan):
     smem, r, each = cutlass.utils.SmemAllocator(), roles(spec), operands(spec)
     stages = rings.allocate(spec, smem, plan, each)
     return LatentSharedStorage(
-        scores=mainloop.allocate(spec, smem),
+        scores=score.allocate(spec, smem),
         work=work.allocate(spec, smem),
         work_pipe=work.make_pipe(spec, smem, r),
         splits=splits.allocate(spec, smem),
@@ -84,7 +84,7 @@ def kernel(spec: cutlass.Constexpr, plan: geometry.KernelParams):
         cute.arch.griddepcontrol_launch_dependents()
     elif warp < roles(spec).first("mma"):
         cute.arch.setmaxregister_increase(roles(spec).registers("score"))
-        mainloop.score_warp(spec, plan, s)
+        score.score_warp(spec, plan, s)
     else:
         cute.arch.setmaxregister_decrease(roles(spec).registers("mma"))
         mainloop.mma_warp(spec, plan, s)

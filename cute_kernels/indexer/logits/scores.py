@@ -40,6 +40,15 @@ class LaneRows(NamedTuple):
     address: cute.Tensor
 
 
+class TileInputs(NamedTuple):
+    """The queries of a tile. stage: of q_pipe. rows: a lane's tokens. weights: those of the tokens of the first pass;
+    others are loaded for each block."""
+
+    stage: Int32
+    rows: LaneRows
+    weights: list[cute.Tensor]
+
+
 def fragments(spec, s: InputSmem) -> ScoreFragments:
     """Make the fragments of a warpgroup."""
     columns = chunk_rows(spec) * spec.heads
@@ -87,10 +96,10 @@ def compute(spec: cutlass.Constexpr, a, s: InputSmem):
         pipeline.consumer_wait(s.q_pipe, number)
         stage = pipeline.stage(s.q_pipe, number)
         read_rows(spec, a, s, rows, work, stage)
-        held = load_weights(spec, s, 0, pass_rows(spec), stage)
+        tile = TileInputs(stage, rows, load_weights(spec, s, 0, pass_rows(spec), stage))
         first, before = (group - item) & (GROUPS - 1), no_sums(spec)
         for i in cutlass.range(first, work.blocks, GROUPS, unroll=1):
-            before = one_block(spec, s, r, rows, stage, item + i, work.first_block + i, held, before)
+            before = one_block(spec, s, r, tile, item + i, work.first_block + i, before)
         store_logits(spec, rows, before, const_expr(spec.rows - pass_rows(spec)), pass_rows(spec))
         pipeline.consumer_release(s.q_pipe, number)
         item += work.blocks
@@ -114,11 +123,10 @@ def no_sums(spec) -> BlockSums:
 
 @cute.jit
 def one_block(
-    spec: cutlass.Constexpr, s: InputSmem, r: ScoreFragments, rows: LaneRows, stage: Int32, item: Int32, block: Int32,
-    held: list[cute.Tensor], before: BlockSums,
+    spec: cutlass.Constexpr, s: InputSmem, r: ScoreFragments, tile: TileInputs, item: Int32, block: Int32,
+    before: BlockSums,
 ) -> BlockSums:  # fmt: skip
-    """Compute the sums of a block of keys, and meanwhile store the logits of the block before. stage: of the queries.
-    item: of k_pipe. held: weights of the tokens of the first pass; those of others are loaded for each block."""
+    """Compute the sums of a block of keys, and meanwhile store the logits of the block before. item: of k_pipe."""
     lane, inside = cute.arch.lane_idx(), cute.arch.warp_idx() % WARPS * 16
     inside += lane // QUAD + 8 * (lane % 2)  # the key that this lane stores
     pipeline.consumer_wait(s.k_pipe, item)
@@ -126,13 +134,15 @@ def one_block(
     scale = s.k_scale[inside, at]
     cute.arch.fence_proxy("async.shared", space="cta")
     each, count = const_expr(chunk_rows(spec)), const_expr(len(r.acc))
-    queries = r.q[None, None, None, warp.opaque(stage)]  # descriptors of several passes would fill the registers
+    queries = r.q[None, None, None, warp.opaque(tile.stage)]  # descriptors of several passes would fill the registers
     for begin in cutlass.range_constexpr(0, spec.rows, each * count):
         for c in cutlass.range_constexpr(count):
             wgmma.issue(r.mma, r.acc[c], r.k[None, None, None, at], queries, True, begin // each + c)
         # under the MMAs
-        store_logits(spec, rows, before, const_expr((begin - each * count) % spec.rows), each * count)
-        weights, sums = held if const_expr(begin == 0) else load_weights(spec, s, begin, each * count, stage), []
+        store_logits(spec, tile.rows, before, const_expr((begin - each * count) % spec.rows), each * count)
+        weights, sums = tile.weights, []
+        if const_expr(begin > 0):
+            weights = load_weights(spec, s, begin, each * count, tile.stage)
         for c in cutlass.range_constexpr(count):
             warpgroup.wait_group(count - 1 - c)
             if const_expr(c + 1 == count and begin + each * count == spec.rows):
