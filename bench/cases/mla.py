@@ -309,11 +309,12 @@ def _planned(case: MlaCase, i: MlaInputs) -> tuple[torch.Tensor, torch.Tensor]:
     wrapper = wrappers.BatchMLAPagedAttentionWrapper(torch.empty(0, device=i.q.device))
     wrapper.plan(
         rows, starts, entries, i.lens, case.heads, VALUES, case.dim - VALUES, case.page_size, case.causal, SCALE,
-        i.q.dtype, i.q.dtype,
+        i.q.dtype, i.cache.dtype,
     )  # fmt: skip
     (q, q_rope), (k, k_rope) = ([part.clone() for part in t.split([VALUES, case.dim - VALUES], -1)]
                                 for t in (i.q.flatten(0, 1), i.cache))  # fmt: skip
-    return wrapper.run(q, q_rope, k, k_rope, return_lse=True)
+    factor = E4M3_SCALE if case.record == "e4m3" else None
+    return wrapper.run(q, q_rope, k, k_rope, return_lse=True, ckv_scale=factor, kpe_scale=factor)
 
 
 class MlaResult(NamedTuple):

@@ -107,6 +107,7 @@ FEW = {  # heads x tokens up to 16, over the records that have kernels for them;
 }  # fmt: skip
 FEW |= {
     "few 656, tokens": MlaCase(record="656", lens=(9000, 2, 0, 300), heads=4, rows=4, page_size=3, sink=True),
+    "few e4m3, two tensors": MlaCase(function="wrapper", record="e4m3", lens=(9000, 0, 65), heads=13, page_size=3),
     "few 656, no mask": MlaCase(record="656", lens=(9000, 2, 64), heads=1, rows=8, page_size=1, causal=False),
     "few e4m3, tokens": MlaCase(record="e4m3", lens=(3, 9000, 500), heads=2, rows=8, strided=True, gap=3),
     "few e4m3 queries, tokens": MlaCase(record="e4m3", lens=(3, 900), heads=1, rows=5, q8=True, page_size=1),

@@ -506,6 +506,7 @@ UNREAD = {
     "token_to_seq", "host_cache", "host_row_ids", "device_row_ids",
     "workspace_buffer", "semaphores", "workspace", "cum_seq_lens_kv", "multi_ctas_kv_counter_buffer", "request_order",
     "causal_seqlens_kv_global", "max_seqlen_k", "num_splits", "schedule_meta", "indices",
+    "clean_logits",  # which is indices, if it is a tensor
 }  # fmt: skip
 
 
