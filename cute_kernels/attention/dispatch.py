@@ -110,7 +110,7 @@ for _kind, _records in PACKED.items():
         _change = KINDS[_kind].change | {"record": _first, "extra_record": _second}
         KINDS[f"{_kind} {_both}"] = Kind(f"{_kind} over packed records, {_both}", KINDS[_kind].split, _change)
 
-
+# kinds over packed records that `attention.latent` serves too, where a request has few rows
 FEW = ("latent gather e4m3", "latent gather 656", "latent slots e4m3", "latent slots 656", "latent slots 528_fp32")
 for _kind, _rows in product(FEW, (8, 16)):
     _meaning, _change = f"{KINDS[_kind].meaning}, for up to {_rows} rows", KINDS[_kind].change | {"rows": _rows}

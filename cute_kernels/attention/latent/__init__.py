@@ -35,7 +35,7 @@ def supports(spec: Spec) -> Refusal | None:
     if spec.q != "bf16" and (spec.q, kv.record) != ("e4m3", "e4m3"):
         return Refusal("q", f"{spec.q} over {kv.record}: the kernel has bf16, or e4m3 over e4m3 with one scale")
     if spec.tile is None:
-        return Refusal("rows", f"the kernel has up to {MOST_ROWS} of one cache, if their number may change bits")
+        return Refusal("rows", f"the kernel has up to {MOST_ROWS}, over one cache, and bits depend on their number")
     if spec.dims not in DIMS[kv.record]:
         return Refusal("head_dim", f"{spec.dims}: over {kv.record}, the kernel has {DIMS[kv.record]}")
     if spec.out[0] not in DTYPES or len(spec.out) > 1:

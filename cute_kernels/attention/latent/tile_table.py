@@ -16,7 +16,7 @@ SCORE_WARPS = KEY_TILES * HALVES
 KEYS = 16  # keys of a block of which a score warp has the scores, for a half of the columns of K
 P_STAGES = 2
 VALUE_BYTES = 1024  # of a row of V in bf16
-STATS = 4  # tiles whose maxima and sums of rows have room
+STATS = 4  # shared memory holds the maxima and sums of the rows of so many tiles at once
 STEP = 16  # columns of K, and keys of V, of an MMA
 PIECE = 16  # bytes
 
