@@ -164,7 +164,7 @@ def reduce_async(x: PtxInstruction, f: re.Match[str]) -> PtxOp:
                 memory = m.shared.bytes.view(values.dtype)
                 memory[place : place + 1] = update(memory[place : place + 1], value)
                 point.tx -= size
-                point.complete_phase()
+                m.events += point.complete_phase()
 
             m.count("red.async")
             m.post(partial("{} to {}".format, t.say(x), m.shared.name(int(to[i]))), complete)

@@ -348,7 +348,7 @@ def copies_arrive(x: PtxInstruction, f: re.Match[str]) -> PtxOp:
                     finish_copies(some, 0)
                     m.order.release(some.warps, barrier.arriving)
                     barrier.pending -= some.count
-                    barrier.complete_phase()
+                    m.events += barrier.complete_phase()
 
                 m.post(partial("{} at {}".format, t.say(x), barrier.address), complete)
             m.state.counts["cp.async arrival"] = m.state.counts.get("cp.async arrival", 0) + len(index)

@@ -237,7 +237,7 @@ class MachineState:
         self.copy_groups = np.zeros(self.threads, np.int32)  # of cp.async that each thread has committed
         self.cluster_phase = np.zeros(self.threads, np.int64)  # of the cluster barrier, after the last arrival
         self.cluster_waited = np.zeros(self.threads, np.int64)  # the same, after the last wait
-        self.events = 0  # counts everything that may let a wait succeed
+        self.events = 0  # counts what may let a wait succeed: completed phases, and threads that exit
         self.stalled: np.ndarray | None = None  # numbers of the threads that stay at the running unit
         self.unit = 0  # the running unit
         self.running = np.zeros(0, np.int64)  # the threads that run it
@@ -327,7 +327,6 @@ class MachineState:
         """Start an async operation; the mode decides when it completes. what: returns its text."""
         if self.settings.mode == "eager":
             complete()
-            self.events += 1
         else:
             self.state.pending[queue].append(PendingOperation(what, complete))
 

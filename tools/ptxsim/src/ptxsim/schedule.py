@@ -26,7 +26,10 @@ def run(m: MachineState) -> None:
         while count_nonzero(m.done) < m.threads:
             chosen = choose(m)
             if chosen is None:
-                if complete_one(m):
+                events = m.events
+                while m.events == events and complete_one(m):
+                    pass
+                if m.events != events:
                     continue
                 chosen = None if m.unwritten else choose(m, part_of_warp=True)
                 if chosen is None:
@@ -83,7 +86,6 @@ def complete_one(m: MachineState) -> bool:
     one = queue[index]
     del queue[index]
     one.complete()
-    m.events += 1
     return True
 
 

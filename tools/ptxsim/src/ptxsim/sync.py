@@ -261,8 +261,7 @@ def mbarrier_arrive(x: PtxInstruction, f: re.Match[str]) -> PtxOp:
                 barrier.count -= total if what == "arrive_drop" else 0
                 if not relaxed or "relaxed" in m.call.beyond:
                     m.order.release(distinct(t.warp[mine]), barrier.arriving)
-            barrier.complete_phase()
-            m.events += 1
+            m.events += barrier.complete_phase()
         return tokens
 
     return effect(run, (operands[0], "address"), amount, outs=((token, "b64"),) if token else ())

@@ -320,8 +320,7 @@ def arrive(t: Threads, x: PtxInstruction, i: int, engine: Engine, targets: list[
         for barrier in barriers:
             barrier.arriving.take(clock)
             barrier.pending -= 1
-            barrier.complete_phase()
-        m.events += 1
+            m.events += barrier.complete_phase()
 
     m.post(lambda: f"{t.say(x)}, mbarrier {', '.join(barrier.address for barrier in barriers)}", complete, queue)
 

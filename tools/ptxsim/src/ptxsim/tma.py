@@ -180,8 +180,7 @@ def complete_tx(m: MachineState, barrier: Any, words: Any, size: int) -> None:
     the mbarrier complete."""
     m.shared.end_write(words, barrier.component, barrier.phase + 1)
     barrier.tx -= size
-    barrier.complete_phase()
-    m.events += 1
+    m.events += barrier.complete_phase()
 
 
 @form(
