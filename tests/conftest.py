@@ -128,10 +128,11 @@ def quick(items: list[pytest.Item]) -> list[pytest.Item]:
 
 def order(item: pytest.Item) -> tuple[bool, int]:
     """Sort tests that need kernels later, then those that wait for Blackwell's bundles, and those that wait for
-    simulations last; tests of an engine stay together."""
+    simulations last; tests of an engine stay together. Among tests that need kernels, those that wait for the bundle
+    come first, because all other long work begins when it is built."""
     kernels = item.get_closest_marker("kernels") is not None and not imports_engine(item)
-    waits = [name in getattr(item, "fixturenames", ()) for name in ("blackwell", "problems")]
-    return kernels, 2 * waits[1] + waits[0]
+    bundle, *waits = (name in getattr(item, "fixturenames", ()) for name in ("bundle", "blackwell", "problems"))
+    return kernels, 2 * waits[1] + waits[0] or -bundle
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
