@@ -45,6 +45,9 @@ PLANS = {  # what an object plans and runs, one after another
     ),
     "prefix": (
         replace(PLAIN, heads_q=4, q_lens=(300, 5, 40), kv_lens=(421, 5, 90), page_size=16, prefix=True),
+        replace(PLAIN, q_lens=(2, 130), kv_lens=(700, 257), page_size=16, prefix=True),
+    ),
+    "prefix, window": (
         replace(PLAIN, q_lens=(2, 130), kv_lens=(700, 257), page_size=16, prefix=True, window_left=100, soft_cap=4.0),
     ),
     "RoPE": (replace(PACKED, mode="ROPE_LLAMA"), replace(PACKED, page_size=16, soft_cap=4.0)),
@@ -52,7 +55,7 @@ PLANS = {  # what an object plans and runs, one after another
                      replace(PACKED, form="ragged", soft_cap=4.0, causal=False, **AGAIN)),
     "ALiBi": (replace(PACKED, form="ragged", mode="ALIBI", window_left=100),
               replace(PACKED, form="ragged", mode="ALIBI", soft_cap=4.0, **AGAIN),
-              replace(PACKED, form="ragged", mode="ALIBI", q_lens=(70, 3), kv_lens=(400, 60))),
+              replace(PACKED, form="ragged", mode="ALIBI", soft_cap=4.0, q_lens=(70, 3), kv_lens=(400, 60))),
     "page 1, head_dim 192": (replace(ALONE, page_size=1, head_dim_qk=192, head_dim_vo=128),),
     "page 5, head_dim 256": (replace(ALONE, head_dim_qk=256, head_dim_vo=256),),
 }  # fmt: skip
@@ -77,10 +80,11 @@ def close(case, got, want):
         assert distance(x, y, tolerance) <= 1
 
 
-WIDE = {"page 1, head_dim 192", "page 5, head_dim 256"}  # like the gathering kernels of other head dims, compiled here
+# Kernels that no bundle holds, like the gathering kernels of other head dims, and like those of a prefix or a window.
+LATER = {"page 1, head_dim 192", "page 5, head_dim 256", "prefix, window"}
 
 
-@pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.full if n in WIDE else ()) for n in PLANS])
+@pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.full if n in LATER else ()) for n in PLANS])
 def test_plan_and_run(name):
     wrapper = family.wrapper_of(PLANS[name][0], "cpu")
     for seed, case in enumerate(PLANS[name]):
@@ -179,7 +183,8 @@ def test_small_pages_of_nvfp4():
 
 
 @pytest.mark.parametrize(("function", "dim", "page"), [
-    ("context", 80, 12), pytest.param("context", 256, 16, marks=pytest.mark.full), ("decode", 128, 12)
+    pytest.param("context", 80, 12, marks=pytest.mark.full), pytest.param("context", 256, 16, marks=pytest.mark.full),
+    ("decode", 128, 12),
 ])  # fmt: skip
 def test_interleaved_factors_of_v(function, dim, page):
     """Requests that end within four rows."""

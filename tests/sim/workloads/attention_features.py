@@ -53,13 +53,10 @@ def prefill() -> list[Scenario]:
         replace(packed, name="far", far=True, heads_q=4, kv_lens=(40, 9, 83)),
         # head dims that TMA, or a warp that copies rows, pads with zeros
         dims(plain, 80, name="head_dim 80", page_size=8, strided_q=True),
-        dims(packed, 112, name="head_dim 112, pages of 3", page_size=3),
         dims(plain, 512, name="head_dim 512", q_lens=(3, 70), kv_lens=(61, 133)),
         # K and V of both heads leave L2, so tiles go by sections of heads; lengths of several buckets
         replace(plain, name="window, a long sequence", q_lens=(130, 300, 5), kv_lens=(300, 33_000, 40), page_size=128,
                 window_left=90, data="normal", heads_q=4),
-        # rows of 80 bytes, which TMA loads, and 10 factors
-        dims(plain, 160, name="head_dim 160, NVFP4 cache", kv_dtype="nvfp4", q_lens=(3, 70), kv_lens=(61, 133)),
     ]  # fmt: skip
     levels = replace(
         packed, data="levels", scale=STEP_SCALE, q_lens=(5, 0, 30), kv_lens=(1190, 9, 700), skip=160.0
@@ -119,7 +116,6 @@ def decode() -> list[Scenario]:
         replace(few, name="invariant, window", invariant=True, kv_lens=(5000, 0, 83), heads_q=3, heads_kv=1,
                 window_left=4400, out_dtype="fp8", device=("out",), out_scale=4.0),
         dims(few, 80, name="head_dim 80, NVFP4 output", out_dtype="nvfp4", scale=1.0, data="normal"),
-        dims(many, 112, name="head_dim 112, e4m3, NVFP4 output", kv_dtype="fp8", out_dtype="nvfp4", page_size=3),
         dims(few, 512, name="head_dim 512", kv_lens=(300, 0, 83), q_lens=(1, 1, 9)),
         replace(e4m3, name="e4m3, large queries", q_unit=2.0**20, scale=2.0**-21, data="normal", kv_lens=(300, 0, 83)),
     ]  # fmt: skip
@@ -178,7 +174,13 @@ def other_head_dims() -> list[Scenario]:
     packed = replace(plain, q_lens=(5, 0, 2), kv_lens=(133, 9, 0), heads_q=6, dtype="fp8")
     few = replace(prompts, q_lens=(1, 1, 1), kv_lens=(300, 0, 83), interleaved=True, function="decode")
     small: dict[str, Any] = {"q_unit": 2.0**-20, "scale": 2.0**17, "data": "normal", "sink": False}
+    gathered = replace(plain, q_lens=(5, 0, 2), kv_lens=(1190, 9, 83), heads_q=6, page_size=3)
+    many = replace(few, q_lens=(4, 0, 3), kv_lens=(1030, 40, 83), heads_q=6, interleaved=False, page_size=3)
     found = [
+        dims(gathered, 112, name="head_dim 112, pages of 3"),
+        dims(many, 112, name="head_dim 112, e4m3, NVFP4 output", kv_dtype="fp8", out_dtype="nvfp4"),
+        # rows of 80 bytes, which TMA loads, and 10 factors
+        dims(prompts, 160, name="head_dim 160, NVFP4 cache", q_lens=(3, 70), kv_lens=(61, 133)),
         dims(prompts, 80, name="head_dim 80, NVFP4 cache"),
         dims(prompts, 160, name="head_dim 160, e4m3 cache", kv_dtype="fp8"),
         dims(prompts, 512, name="head_dim 512, NVFP4 cache", q_lens=(3, 70), kv_lens=(61, 133)),
