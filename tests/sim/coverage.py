@@ -55,7 +55,9 @@ WITHOUT_KERNEL: dict[Constant, str] = {  # values of shipped specs that no kerne
     ("attention.sm100", "out", ("fp16",)): TWIN,
     ("attention.sm100", "tile.q_stages", 2): SIZE,
     ("attention.sm100", "tile.raw_stages", 1): SIZE,
+    ("attention.sm100", "tile.raw_stages", 2): SIZE,
     ("attention.sm100", "tile.raw_stages", 6): SIZE,
+    ("attention.sm100", "tile.stages", 6): SIZE,
     ("attention.sm100", "tile.stages", 8): SIZE,
 }  # fmt: skip
 

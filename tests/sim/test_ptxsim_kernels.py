@@ -1,11 +1,12 @@
 """Shipped kernels run on the CPU: their PTX in the simulator, called through public functions.
 
-Kernels that stand for a structure run all their cases in mode `eager`, others of `kernels.ordinary` every second case.
-The former run one case in another mode too, which must not change a bit. They take the modes in turn; a few of
-Blackwell's kernels do so. The covering set of features runs in `eager`, by whatever kernels dispatch chooses. If the
-PTX of the bf16 and the fp16 kernel of a spec differs in types alone, one of the two is simulated. Launches that
-build/simulated remembers (tests/sim/memo.py) are not repeated. With --all, all Hopper kernels run all cases in all
-modes, twins included, so do those of Blackwell that stand for a structure, and nothing is remembered.
+Kernels that stand for a structure run all their cases in mode `eager`. Those that differ from such a kernel in sizes
+alone, and others of `kernels.ordinary`, run every second case. Kernels of structures run one case in another mode too,
+which must not change a bit. They take the modes in turn; a few of Blackwell's kernels do so. The covering set of
+features runs in `eager`, by whatever kernels dispatch chooses. If the PTX of the bf16 and the fp16 kernel of a spec
+differs in types alone, one of the two is simulated. Launches that build/simulated remembers (tests/sim/memo.py) are
+not repeated. With --all, all Hopper kernels run all cases in all modes, twins included, so do those of Blackwell that
+stand for a structure, and nothing is remembered.
 
 The work begins, in processes of its own, when the kernels are compiled, and goes on beside the tests before these.
 """

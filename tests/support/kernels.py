@@ -75,6 +75,22 @@ def ordinary() -> set[str]:
 
 LATER = SHIPPED.keys() - ordinary()  # kernels that only --all compiles
 
+
+def resized() -> set[str]:
+    """Return the attention kernels of `structures` that differ from one before them in sizes alone: a head dim, a tile,
+    rows per warp."""
+    seen: list[set[Any]] = []
+    found = set()
+    for label in structures():
+        (op, spec), own = SHIPPED[label], shown(label)
+        if own in seen and family_of(op) == "attention" and not spec.kv.shares_v:
+            found.add(label)
+        seen.append(own)
+    return found
+
+
+RESIZED = resized()
+
 SPILLED = 24  # bytes that some tiles of prefill may spill: values of a tile, outside the loop over blocks
 # Bytes, and instructions, with which kernels over packed records may spill, by whether there is a second cache: values
 # of the role. The loop over blocks uses at most three of them. A row that is loaded a block before stays in registers.
@@ -82,9 +98,13 @@ RECORDS_SPILLED = {False: 72, True: 160}
 BLACKWELL = [(arch, op, spec) for arch in catalog.ARCHS if arch not in sm90.ARCHS for op, spec in catalog.shipped(arch)]
 
 
-# Structures of Blackwell's prefill that others stand for without --all: another head dim with the same loops, and CTAs
-# that share the keys of an e4m3 cache, as they do those of NVFP4.
-ALIKE = {(192, False), ("shares", "bf16", "e4m3", 64, False)}
+# Structures of Blackwell's prefill that others stand for without --all: another head dim with the same loops; a cache
+# of e4m3, which warps convert as they do NVFP4; and CTAs that share the keys of e4m3, as they do those of NVFP4, or
+# keys in a window, the bounds of which are those of tiles that share none.
+ALIKE = {
+    (192, False), ("e4m3", 128), ("shares", "bf16", "e4m3", 64, False), ("shares", "e4m3", "e4m3", 128, False),
+    ("shares", "bf16", "bf16", 128, True),
+}  # fmt: skip
 
 
 # One kernel of Blackwell for each kind of custom mask, which those of a structure lack: it runs its first case.

@@ -43,13 +43,14 @@ def results_of(arch: str) -> dict[tuple[str, Any], RunResult]:
 
     launcher.simulate = simulate  # type: ignore[assignment]
     if arch == kernels.ARCH:
-        chosen = [kernels.SHIPPED[label] for label in kernels.structures()]
+        chosen = {kernels.SHIPPED[x]: simulated.cases_of(x, x in kernels.RESIZED) for x in kernels.structures()}
         for label in simulated.FEATURES:
             simulated.problems_of_feature(label, False)
     else:
-        chosen = [(op, spec) for own, op, spec in kernels.COVERING if own == arch]
-    for op, spec in chosen:
-        simulated.in_eager([], (arch, op, spec), workloads.CASES[kernels.family_of(op)](spec), False)
+        covering = [(op, spec) for own, op, spec in kernels.COVERING if own == arch]
+        chosen = {(op, spec): workloads.CASES[kernels.family_of(op)](spec) for op, spec in covering}
+    for (op, spec), cases in chosen.items():
+        simulated.in_eager([], (arch, op, spec), cases, False)
     return {kernel: found[kernel] for kernel in chosen}
 
 

@@ -14,7 +14,7 @@ from cute_kernels import manifest
 from tests.conftest import ARCH, ROOT
 from tests.sim import coverage, launcher, memo, workloads
 from tests.sim.pool import pool
-from tests.support.kernels import BLACKWELL, COVERING, MASKED, ORDERED, SHIPPED, TWINS, family_of, structures
+from tests.support.kernels import BLACKWELL, COVERING, MASKED, ORDERED, RESIZED, SHIPPED, TWINS, family_of, structures
 from tools import ptxdiff
 from tools.matrix import SIMULATED
 
@@ -37,16 +37,24 @@ def equal_but_for_types(label: str) -> bool:
     return first == second
 
 
+def cases_of(label: str, some: bool) -> list[Any]:
+    """Return the cases of a kernel. some: every second one."""
+    op, spec = SHIPPED[label]
+    cases = workloads.CASES[family_of(op)](spec)
+    return cases[::2] if some else cases
+
+
 def problems_of_kernel(label: str, turn: int | None, everything: bool) -> list[str]:
     """Return the errors of a kernel. turn: number of the case that also runs in a mode other than `eager`; None if none
-    does. A kernel that stands for no structure runs every second case."""
+    does. A kernel that stands for no structure, or that differs in sizes alone from one that does, runs every second
+    case."""
     if label in TWINS and not everything and equal_but_for_types(label):
         return []
     op, spec = SHIPPED[label]
     found: list[str] = []
-    cases = workloads.CASES[family_of(op)](spec)
-    some = turn is None and not everything
-    eager, bits = in_eager(found, (ARCH, op, spec), cases[::2] if some else cases, everything)
+    some = (turn is None or label in RESIZED) and not everything
+    cases = cases_of(label, some)
+    eager, bits = in_eager(found, (ARCH, op, spec), cases, everything)
     if not found:
         found += [] if some else coverage.uncovered(label, missing(eager))
         others = MODES[1:] if eager.counts else ("random",)  # without asynchronous work only `random` differs
@@ -97,16 +105,15 @@ def problems_elsewhere(label: str, everything: bool) -> list[str]:
     """Return the errors of a kernel of another architecture.
 
     One kernel of each structure also runs in other modes: all cases, or those of `ORDERED`. In them every ring of a
-    pipeline wraps around.
+    pipeline wraps around. Of an op that Hopper has, and of a custom mask, a kernel runs its first case.
     """
     kernel = arch, op, spec = ELSEWHERE[label]
     found: list[str] = []
     cases = workloads.CASES[family_of(op)](spec)
-    few = kernel in MASKED and not everything
+    few = (kernel in MASKED or op != "attention.sm100") and not everything
     eager, bits = in_eager(found, kernel, cases[:1] if few else cases, everything)
     if not found and kernel in COVERING and not few:
-        if op == "attention.sm100":
-            found += unwrapped(eager)
+        found += unwrapped(eager) if op == "attention.sm100" else []
         others = MODES[1:] if eager.counts else ("random",)
         named = ORDERED.get((arch, spec.name))
         some = [(case, named[1]) for case in cases if named and case.name == named[0]]
@@ -167,7 +174,8 @@ class Simulations:
         if blackwell and label in self.elsewhere and label not in self.futures:
             for arch in dict.fromkeys(ELSEWHERE[one][0] for one in self.elsewhere):
                 blackwell(arch)
-            for one in self.elsewhere:
+            longest = [one for one in self.elsewhere if (ELSEWHERE[one][0], ELSEWHERE[one][2].name) in ORDERED]
+            for one in dict.fromkeys([*longest, *self.elsewhere]):
                 self.submit(problems_elsewhere, one)
         return self.futures[label].result()
 

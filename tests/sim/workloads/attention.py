@@ -341,7 +341,7 @@ def cases_of(k: KernelTraits, alike: bool, dim: int, thorough: bool) -> list[Sce
         each = 1 if k.few_rows else 3
         long = replace(short, name="long", q_lens=(each,), kv_lens=(PARTS * k.block - 7,), heads_q=3, heads_kv=1)
         lens = tuple(37 * i % 131 for i in range(40))
-        crowd = replace(short, name="crowd", q_lens=(each,) * len(lens), kv_lens=lens)
+        crowd = replace(short, name="crowd", q_lens=(each,) * len(lens), kv_lens=lens, heads_q=3, heads_kv=1)
         parts = Scenario("long", (long,), PARTS), Scenario("crowd", (crowd,), sms)
     if k.work != tile_table.ANY:
         box, *others = (replace(call, window_left=window) for call in (other_boxes[-1], many, crowd))
