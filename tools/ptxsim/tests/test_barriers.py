@@ -189,3 +189,20 @@ def test_cluster_barriers_of_a_part_of_the_threads(mode: str) -> None:
         execute("@%p1 barrier.cluster.arrive.aligned;", mode=mode, seed=1)
     with pytest.raises(Fault, match=r"barrier.cluster.wait.aligned: all lanes .* lane 16 is excluded by the guard"):
         execute("barrier.cluster.arrive.aligned; @%p1 barrier.cluster.wait.aligned;", mode=mode, seed=1)
+
+
+RING = """@%p2 bra COPY;
+WAIT: mbarrier.try_wait.parity.shared.b64 %p5, [words+512], 0; @!%p5 bra WAIT; bra JOIN;
+COPY: cp.async.mbarrier.arrive.noinc.shared.b64 [words+512];
+JOIN:"""
+
+
+def test_arrivals_that_complete_no_phase_wake_nobody():
+    """In the mode late, the arrivals of 32 threads complete one after the other; the waiting warp tries twice."""
+    first = "setp.eq.u32 %p4, %r0, 0; @%p4 mbarrier.init.shared.b64 [words+512], 32; bar.sync 0;"
+    out = np.zeros(257, np.uint32)
+    steps = [
+        run(launch(HEAD.format(threads=64) + first + body + END, [out]), mode="late").steps
+        for body in (RING, RING.replace("@%p2 bra COPY;", "@%p2 bra COPY; bra JOIN;"))
+    ]
+    assert steps[0] - steps[1] < 10
