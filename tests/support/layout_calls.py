@@ -494,6 +494,11 @@ RICH: dict[str, dict[str, Callable[[], Arguments]]] = {  # function -> name of a
         "topk_length": ints(16, 9, 0, 3, 16), "out": torch.zeros(5, 8, 512).bfloat16()}},
     **{name: {"plain": lambda name=name: good_calls.dsa(name) | {"topk_length": ints(16, 9, 0, 3, 16)}}
        for name in good_calls.DSA},
+    "sparse_paged_attention": {
+        "plain": lambda: good_calls.sparse_paged() | {
+            "counts": ints(16, 0, 9), "bmm1_scale": torch.tensor([0.1]), "bmm2_scale": torch.tensor([2.0]),
+            "out": torch.zeros(3, 4, 64).bfloat16(), "lse": torch.zeros(3, 4)},
+    },
     "select_slots": {"plain": lambda: good_calls.selected("select_slots") | {"out": torch.zeros(2, 3, 16).int()}},
     "select_rows": {"plain": lambda: good_calls.selected("select_rows") | {"out": torch.zeros(5, 16).int()}},
     good_calls.SEGMENTS: {"plain": lambda: good_calls.segments() | {
