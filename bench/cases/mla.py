@@ -46,7 +46,7 @@ class MlaCase:
 
     The function may also be "sparse_fwd", FlashMLA's `flash_mla_sparse_fwd` over the rows of the cache, with `chosen`,
     or "dsa", FlashInfer's `dsa_sparse_attention`, with rotated columns in tensors of their own, or "dsa_varlen", its
-    other form, with one document.
+    other form, with one document, or "gather", FlashAttention's function with gather_kv_indices, with one request.
     """
 
     function: str = "flash_mla"
@@ -256,6 +256,15 @@ def call(case: MlaCase, i: MlaInputs) -> tuple[torch.Tensor, ...]:
             is_fp8_kvcache=bool(case.record), enable_batch_invariant=case.invariant,
             descale_q=Q8_SCALE if case.q8 else None, descale_k=descale, **second,
         )  # fmt: skip
+    if case.function == "gather":
+        assert i.slots is not None
+        (qv, q), (v, k) = (t.flatten(0, 1).split([VALUES, case.dim - VALUES], -1) for t in (i.q, i.cache))
+        q_ends, k_ends = (torch.arange(2, dtype=torch.int32, device=q.device) * len(t) for t in (q, k))
+        out, lse = wrappers.flash_attn_varlen_func(
+            q, k[:, None], v[:, None], q_ends, k_ends, qv=qv, gather_kv_indices=i.slots.flatten(0, 1),
+            softmax_scale=SCALE, s_aux=i.sinks, return_lse=True,
+        )  # fmt: skip
+        return out.view(*i.q.shape[:3], VALUES), lse.view(*i.q.shape[:3]).transpose(1, 2) / math.log(2.0)
     if case.function in ("dsa", "dsa_varlen"):
         assert i.slots is not None
         counts = None if i.counts is None else i.counts.repeat_interleave(case.rows)

@@ -47,6 +47,7 @@ CHOSEN |= {
         function="sparse_fwd", lens=(900, 50), rows=9, heads=128, dim=512, chosen=2048, counted=True, sink=True
     ),
     "dsa": MlaCase(function="dsa", lens=(700, 3), rows=21, heads=64, chosen=300, counted=True),
+    "gather_kv_indices": MlaCase(function="gather", lens=(700, 3), rows=21, heads=64, chosen=300, sink=True),
     "sparse_fwd, few": MlaCase(function="sparse_fwd", dtype="fp16", lens=(5000,), rows=3, heads=8, chosen=8191),
     "sparse_fwd, peaks": MlaCase(function="sparse_fwd", lens=(700, 3), rows=21, heads=5, chosen=300, data="peaks"),
 }
