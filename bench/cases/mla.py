@@ -279,10 +279,22 @@ def call(case: MlaCase, i: MlaInputs) -> tuple[torch.Tensor, ...]:
         return out.view(*i.q.shape[:3], VALUES), lse.view(*i.q.shape[:3]).transpose(1, 2) / math.log(2.0)
     if case.function == "sparse_fwd":
         assert i.slots is not None
-        counts = None if i.counts is None else i.counts.repeat_interleave(case.rows)
+
+        def of_tokens(one: MlaInputs, record: str) -> tuple[Any, Any, Any]:
+            """Return rows, or a cache if its pages are no rows one after the other, and indices and counts."""
+            assert one.slots is not None
+            counts = None if one.counts is None else one.counts.repeat_interleave(case.rows)
+            paged = bool(record) and RECORDS[record].planar or not one.cache.is_contiguous()
+            kv = one.cache.unsqueeze(2) if paged else one.cache.flatten(0, 1).unsqueeze(1)
+            return kv, one.slots.flatten(0, 1).unsqueeze(1), counts
+
+        kv, slots, counts = of_tokens(i, case.record)
+        names = "extra_kv", "extra_indices", "extra_topk_length"
+        second = {} if i.second is None else dict(zip(names, of_tokens(i.second, case.second_record)))
+        descale = torch.full((1,), E4M3_SCALE, device=i.q.device) if case.record == "e4m3" else None
         out, top, lse = wrappers.flash_mla_sparse_fwd(
-            i.q.flatten(0, 1), i.cache.flatten(0, 1).unsqueeze(1), i.slots.flatten(0, 1).unsqueeze(1), SCALE, VALUES,
-            i.sinks, counts,
+            i.q.flatten(0, 1), kv, slots, SCALE, VALUES, i.sinks, counts, **second,
+            descale_q=Q8_SCALE if case.q8 else None, descale_k=descale,
         )  # fmt: skip
         lse, top = (x.reshape(*i.q.shape[:3]).transpose(1, 2) for x in (lse, top))
         return out.view(*i.q.shape[:3], VALUES), lse, top

@@ -83,6 +83,20 @@ RECORDS = {
         second=500, sink=True, page_size=256,
     ),
     "528 and 528": MlaCase(record="528", second_record="528", dim=512, lens=(900,), chosen=128, second=65, heads=64),
+    "sparse_fwd, 656": MlaCase(function="sparse_fwd", record="656", lens=(3000, 9), rows=70, heads=16, chosen=512),
+    "sparse_fwd, 656, many heads": MlaCase(
+        function="sparse_fwd", record="656", lens=(900,), rows=9, heads=128, chosen=300, counted=True,
+    ),
+    "sparse_fwd, e4m3": MlaCase(
+        function="sparse_fwd", record="e4m3", lens=(3000, 9), rows=35, heads=16, chosen=700, counted=True, sink=True,
+    ),
+    "sparse_fwd, e4m3 queries": MlaCase(
+        function="sparse_fwd", record="e4m3", lens=(900,), rows=9, heads=64, chosen=300, q8=True,
+    ),
+    "sparse_fwd, 584": MlaCase(
+        function="sparse_fwd", record="584", second_record="584", dim=512, lens=(900,), rows=40, heads=64, chosen=128,
+        second=640, sink=True, counted=True,
+    ),
     "528 and 288": MlaCase(record="528", second_record="288", dim=512, lens=(900,), chosen=128, second=650, heads=64),
 }  # fmt: skip
 FEW_HEADS, MANY_RUNS = (1, 5, 8, 9, 16), 20

@@ -358,9 +358,10 @@ ACCEPTED: dict[str, dict[str, set[str]]] = {  # function, or call -> argument ->
         "max_context_len": {"None", "far"}, "scratch_bytes": {"far"}},
     "select_rows": {"weights": STRIDED, "scratch_bytes": {"far"}},
     "flash_mla_sparse_fwd": {
-        "kv": PAGES - {"no rows"}, "indices": {"no columns", "columns"}, "attn_sink": NONE_ONLY},
+        "kv": PAGES - {"no rows"} | {"rank + 1", "float8_e4m3fn", "uint8"}, "indices": {"no columns", "columns"},
+        **dict.fromkeys(("attn_sink", "descale_q", "descale_k"), NONE_ONLY)},
     "sparse_paged_attention": {
-        "indices": {"no columns", "columns"}, "bmm1_scale": {"None", "int"}, "bmm2_scale": {"int", *SCALES},
+        "indices": {"no columns", "columns"}, "bmm1_scale": NONE_ONLY, "bmm2_scale": SCALES,
         "logits_soft_cap": {"None", "zero"}, **dict.fromkeys(("sinks", "o_sf_scale", "enable_pdl"), NONE_ONLY)},
     "dsa_indexer_topk": {
         "k": {"no rows", "a row less", "a row more"}, "w": STRIDED, "softmax_scale": NONE_ONLY, "max_seqlen_q": {"int"},
@@ -490,7 +491,8 @@ SHOWN = {  # what a message says instead of the argument's name and value
     ("xqa, drafts", "q_seq_len", "far"): "73786976294838206464) (the query's rows, two words per 32 of q_seq_len)",
     ("explain", "function", "builtin"): "function: len",
     **{
-        ("flash_mla", f"descale_{x}", f"{bad} tensor"): f"descale_{x}: Tensor, must be None without"
+        (name, f"descale_{x}", f"{bad} tensor"): f"descale_{x}: Tensor, must be None without"
+        for name in ("flash_mla", "flash_mla_sparse_fwd")
         for bad in ("nan", "inf")
         for x in "qk"
     },

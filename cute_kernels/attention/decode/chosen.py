@@ -17,7 +17,7 @@ has_slots = gather.has_slots
 
 
 class ChosenKeys(NamedTuple):
-    """The slots of the keys that a warp computes next. op: the operand of K, in whose rows they count."""
+    """The slots of the keys that a warp computes next. op: the operand of K, the rows of which they number."""
 
     op: Any
     slots: gather.RowPageIds
