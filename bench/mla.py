@@ -1,7 +1,7 @@
 """Measure decode over latent caches (MLA), in which rows see all keys of their request (mla-decode) or have chosen them
 (dsa-decode), and prompts of which each token chooses rows of a tensor (dsa-prefill): the time of each case beside its
 floor, the longer one of the times to read the keys once at this run's copy rate and to do the operations at its matmul
-rate."""
+rate. Peers are named by --providers: flashmla and flash-attn-3, both of vLLM's wheel."""
 
 import re
 from collections.abc import Callable
@@ -31,7 +31,8 @@ CHOSEN_NAMES = (
 )  # fmt: skip
 PROMPT_NAMES = (
     *(f"bf16-t4096-s32768-h{heads}-k2048" for heads in (128, 64, 16)), "bf16-t512-s32768-h128-k2048",
-    "bf16-d512-t4096-s16384-h128-k640",
+    "bf16-d512-t4096-s16384-h128-k640", *(f"kv656-t4096-s32768-h{heads}-k2048" for heads in (128, 64, 16)),
+    "fp8-t4096-s32768-h16-k2048", "kv584-d512-t4096-s16384-h128-k640",
 )  # fmt: skip
 RECORDS_OF = {"bf16": "", "fp8": "e4m3", **{f"kv{size}": str(size) for size in (656, 352, 584)}}
 PADDED_HEADS = 64  # FlashMLA's sparse decode takes as many, or twice
@@ -70,7 +71,8 @@ def prompt_case(name: str) -> MlaCase:
     if not found:
         raise ValueError(f"case {name!r}: must look like {PROMPT_NAMES[0]}")
     dim, tokens, rows, heads, keys = (int(x or 576) for x in found.groups()[1:])
-    return MlaCase("sparse_fwd", lens=(rows,), heads=heads, rows=tokens, dim=dim, chosen=keys)
+    record = RECORDS_OF[found[1]]
+    return MlaCase("sparse_fwd", lens=(rows,), heads=heads, rows=tokens, dim=dim, chosen=keys, record=record)
 
 
 LEAST_ROWS = 1 << 18  # of a cache from which keys are chosen: more than the L2 cache holds
@@ -108,12 +110,15 @@ def ours(case: MlaCase, i: MlaInputs) -> Callable[[], Out]:
     return call
 
 
-def served(case: MlaCase) -> bool:
-    """Return whether FlashMLA has a kernel for a case on Hopper: over 16 bits all keys, else keys that rows choose, and
-    prompts over 16 bits."""
-    if case.function == "sparse_fwd":
-        return True
-    return case.record in ("656", "584") if case.chosen else not case.record
+def served(provider: str, case: MlaCase) -> bool:
+    """Return whether a provider has a kernel for a case on Hopper. FlashMLA: over 16 bits all keys and prompts, else
+    keys that rows choose. FlashAttention: over 16 bits, with rotated columns."""
+    if provider == "flash-attn-3":
+        return not case.record and case.dim > cases.VALUES
+    if provider == "flashmla":
+        chosen = case.chosen and case.function != "sparse_fwd"
+        return case.record in ("656", "584") if chosen else not case.record
+    return True
 
 
 def flashmla(case: MlaCase, i: MlaInputs) -> Callable[[], Out]:
@@ -161,7 +166,45 @@ def flashmla_prompt(peer: Any, case: MlaCase, i: MlaInputs) -> Callable[[], Out]
     return run
 
 
-PROVIDERS: dict[str, Callable[[MlaCase, MlaInputs], Callable[[], Out]]] = {"ours": ours, "flashmla": flashmla}
+def flash_attn(case: MlaCase, i: MlaInputs) -> Callable[[], Out]:
+    """FlashAttention 3 as vLLM's wheel has it, with q_v. Keys that a row chooses are pages of one token, of which each
+    row is a request, as vLLM's FLASH_ATTN_MLA_SPARSE calls it."""
+    from vllm.vllm_flash_attn.flash_attn_interface import flash_attn_varlen_func as peer
+
+    flat, cache, table, lens, rows = i.q.flatten(0, 1), i.cache, i.table, i.lens, case.rows
+    if i.slots is not None:
+        cache, table, rows = cache.reshape(-1, 1, case.dim), i.slots.flatten(0, 1), 1
+        lens = torch.full((len(flat),), case.chosen, dtype=torch.int32, device=flat.device)
+    parts = cases.VALUES, case.dim - cases.VALUES
+    latent, rotated = (t.contiguous() for t in flat.split(parts, -1))
+    v, k = cache.unsqueeze(2).split(parts, -1)
+    starts = torch.arange(len(lens) + 1, dtype=torch.int32, device=flat.device) * rows
+
+    def run() -> Out:
+        out, lse = peer(
+            q=rotated, k=k, v=v, q_v=latent, cu_seqlens_q=starts, max_seqlen_q=rows, seqused_k=lens,
+            max_seqlen_k=case.chosen or max(case.lens), block_table=table, softmax_scale=cases.SCALE, causal=True,
+            return_softmax_lse=True, fa_version=3,
+        )  # fmt: skip
+        return out.view(*i.q.shape[:3], cases.VALUES), lse.unflatten(1, i.q.shape[:2]).transpose(0, 1)
+
+    return run
+
+
+PROVIDERS: dict[str, Callable[[MlaCase, MlaInputs], Callable[[], Out]]] = {
+    "ours": ours, "flashmla": flashmla, "flash-attn-3": flash_attn,
+}  # fmt: skip
+
+
+def own_others(case: MlaCase) -> dict[str, MlaCase]:
+    """Return the cases that ours is measured on beside one: over pages of 64 rows, prompts over 16 bits, records of 656
+    bytes."""
+    found = {"own-p64": replace(case, page_size=64)} if case.page_size != 64 else {}
+    if case.record and case.function == "sparse_fwd":
+        found["own-bf16"] = replace(case, record="")
+    if case.record == "352":
+        found["own-kv656"] = replace(case, record="656")
+    return found
 
 
 def check(case: MlaCase, i: MlaInputs, got: Out) -> str | None:
@@ -223,15 +266,13 @@ def measure(name: str, case: MlaCase, top: Ceilings, setup: Setup) -> list[Measu
     print(name, flush=True)
     sets = rotated(lambda seed: make(case, setup.device, seed), lambda _: key_bytes(case))
     calls: dict[str, Call] = {}
-    for provider in (p for p in setup.providers if p in PROVIDERS and (p == "ours" or served(case))):
+    for provider in (p for p in setup.providers if p in PROVIDERS and served(p, case)):
         calls |= collect(case, sets, provider, provider, setup.device)
     if not calls:
         return []
-    if case.page_size != 64 and "ours" in calls:  # beside pages of 64 rows
-        other = replace(case, page_size=64)
-        calls |= collect(
-            other, [make(other, setup.device, seed) for seed in range(len(sets))], "ours", "own-p64", setup.device
-        )
+    for label, other in own_others(case).items() if "ours" in calls else ():
+        inputs = [make(other, setup.device, seed) for seed in range(len(sets))]
+        calls |= collect(other, inputs, "ours", label, setup.device)
     size, work = key_bytes(case), operations(case)
     floor = exactly(max(size / top.gbps / 1e3, work / top.tflops / 1e6))
     times = {p: per_call(t, len(sets)) for p, t in interleave(calls, setup.clock, 1, setup.rounds).items()}

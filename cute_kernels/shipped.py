@@ -158,6 +158,8 @@ ATTENTION = (
     AttentionRow(DECODE, SMALL, ("fp16",), (SAME,), USUAL, ("8 rows", "16 rows")),
     AttentionRow(DECODE, SERVERS, ("e4m3",), (SAME,), USUAL, ("8 rows", "16 rows")),
     AttentionRow(DECODE, SERVERS, HALVES, (SAME, "e4m3"), USUAL, ("8 rows gather", "16 rows gather")),
+    AttentionRow(DECODE, HOPPER, ("bf16",), (SAME,), USUAL, ("8 rows slots",)),
+    AttentionRow(DECODE, HOPPER, ("bf16",), (SAME,), ((128, 128),), ("16 rows slots",)),
     AttentionRow(DECODE, BLACKWELL, ("bf16",), ("e5m2",), USUAL, ("8 rows", "16 rows")),
     AttentionRow(DECODE, BLACKWELL, ("e4m3",), ("nvfp4",), USUAL, ("8 rows", "16 rows")),
 )

@@ -3,9 +3,10 @@
     python -m examples.sparse                               # the CPU: 2048 keys, 128 kept
     python -m examples.sparse --device cuda                 # 131072 keys, 2048 kept
 
-Each query token is a request with its own page table, over the cache seen as pages of one token. The program prints
-times; the relative error of the sparse output against dense attention and against exact attention over the kept keys;
-and the share of the probability that the kept keys hold. --keys, --kept and --batch set the sizes.
+The first call returns the slots of the kept keys in the paged cache, and the second one attends to them. Neither plans
+or copies anything to the host, so that a captured graph serves every step. The program prints times; the relative error
+of the sparse output against dense attention and against exact attention over the kept keys; and the share of the
+probability that the kept keys hold. --keys, --kept and --batch set the sizes.
 """
 
 import argparse
@@ -16,7 +17,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from wrappers import top_k_page_table_transform, trtllm_batch_decode_with_kv_cache
+from wrappers import sparse_paged_attention, top_k_page_table_transform, trtllm_batch_decode_with_kv_cache
 
 PAGE = 64  # tokens per page of the cache
 CPU = dict(keys=2048, kept=128, batch=2, heads=(8, 2), dim=64)
@@ -57,11 +58,10 @@ def make_step(keys: int, batch: int, heads: tuple[int, int], dim: int, device: s
     return Step(q, k, v, table.int(), lens, x + normal(batch, keys, dtype=torch.float32) / 2)
 
 
-def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, table: torch.Tensor, lens: torch.Tensor) -> Any:
-    """Return (output (B, Hq, D), LSE (B, Hq) base 2) over the tokens of a page table; k and v are (pages, P, Hkv,
-    D)."""
+def attend_to_all(s: Step) -> Any:
+    """Return (output (B, Hq, D), LSE (B, Hq) base 2) of attention to all tokens."""
     return trtllm_batch_decode_with_kv_cache(
-        q, (k, v), None, table, lens, None, bmm1_scale=q.shape[2] ** -0.5, kv_layout="NHD", return_lse=True
+        s.q, (s.k, s.v), None, s.pages, s.lens, None, bmm1_scale=s.q.shape[2] ** -0.5, kv_layout="NHD", return_lse=True
     )
 
 
@@ -70,10 +70,15 @@ def select(s: Step, kept: int) -> torch.Tensor:
     return top_k_page_table_transform(s.scores, s.pages, s.lens, kept, page_size=PAGE)
 
 
-def exact(s: Step, places: torch.Tensor) -> torch.Tensor:
+def attend(s: Step, slots: torch.Tensor) -> Any:
+    """Return the same of attention to the tokens in these slots."""
+    return sparse_paged_attention(s.q, (s.k, s.v), slots, return_lse=True)
+
+
+def exact(s: Step, slots: torch.Tensor) -> torch.Tensor:
     """Compute attention over the kept tokens in plain torch: (B, Hq, D) fp32."""
     group = s.q.shape[1] // s.k.shape[2]
-    k, v = (x.flatten(0, 1)[places.long()].float().repeat_interleave(group, dim=2) for x in (s.k, s.v))
+    k, v = (x.flatten(0, 1)[slots.long()].float().repeat_interleave(group, dim=2) for x in (s.k, s.v))
     p = torch.einsum("bhd,bkhd->bhk", s.q.float(), k).mul(s.q.shape[2] ** -0.5).softmax(-1)
     return torch.einsum("bhk,bkhd->bhd", p, v)
 
@@ -114,17 +119,16 @@ def main(argv: list[str] | None = None) -> dict[str, float]:
         parser.error(f"--keys must be a multiple of {PAGE} and at least --kept, --kept and --batch at least 1")
 
     s = make_step(**sizes)
-    places, lens = select(s, kept), torch.full_like(s.lens, kept)
-    k, v = (x.view(-1, 1, *x.shape[2:]) for x in (s.k, s.v))  # pages of one token
+    slots = select(s, kept)
     calls = {
-        "dense decode": lambda: attend(s.q, s.k, s.v, s.pages, s.lens),
+        "dense decode": lambda: attend_to_all(s),
         "selection": lambda: select(s, kept),
-        "decode of the kept": lambda: attend(s.q, k, v, places, lens),
-        "selection and decode": lambda: attend(s.q, k, v, select(s, kept), lens),
+        "decode of the kept": lambda: attend(s, slots),
+        "selection and decode": lambda: attend(s, select(s, kept)),
     }
     (dense, all_lse), (sparse, lse) = calls["dense decode"](), calls["selection and decode"]()
     shares = (lse - all_lse).exp2()
-    errors = [float((sparse - right).norm() / right.norm()) for right in (dense.float(), exact(s, places))]
+    errors = [float((sparse - right).norm() / right.norm()) for right in (dense.float(), exact(s, slots))]
     found = {f"{name}, us": microseconds(call, device) for name, call in calls.items()}
     found |= dict(zip(("error to dense attention", "error to exact attention over the kept"), errors))
     found |= {

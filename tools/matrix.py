@@ -197,6 +197,7 @@ ASKED: tuple[tuple[str, Any, str, dict[str, dict[str, Any]]], ...] = (  # argume
     ("decode", DECODE, "query heads of a KV head", heads(1, 3, 4, 5, 8, 16, 64, 96)),
     ("decode", DECODE, "with", MODIFIERS | {"batch-invariant bits": {"split_kv": "fixed"}}),
     ("decode", replace(DECODE, rows=64), "with", {"several query tokens": {}}),
+    ("decode", replace(DECODE, causal=False), "with", {"keys that each token chooses": {"source": "slots"}}),
     (
         "decode",
         LATENT,

@@ -71,6 +71,7 @@ from .own.binding import bind
 from .own.explanation import Explanation, explain
 from .own.gather_latent import gather_latent
 from .own.select import select_rows, select_slots
+from .own.sparse_paged_attention import sparse_paged_attention
 from .topk.checks import TopKTieBreak
 from .vllm.latent import (
     concat_and_cache_mla,
@@ -108,8 +109,8 @@ __all__ = [
     "nvfp4_quantize_append_paged_kv_cache_with_slot_mapping", "nvfp4_quantize_append_paged_mla_kv_cache", "packbits",
     "persistent_topk", "rope_quantize_fp8", "rope_quantize_fp8_append_paged_kv_cache", "segment_packbits",
     "select_rows", "select_slots", "single_decode_with_kv_cache", "single_prefill_with_kv_cache",
-    "single_prefill_with_kv_cache_return_lse", "top_k", "top_k_page_table_transform", "top_k_per_row_decode",
-    "top_k_per_row_prefill", "top_k_ragged_transform", "trtllm_batch_context_with_kv_cache",
+    "single_prefill_with_kv_cache_return_lse", "sparse_paged_attention", "top_k", "top_k_page_table_transform",
+    "top_k_per_row_decode", "top_k_per_row_prefill", "top_k_ragged_transform", "trtllm_batch_context_with_kv_cache",
     "trtllm_batch_decode_with_kv_cache", "trtllm_batch_decode_with_kv_cache_mla", "trtllm_fmha_v2_prefill", "xqa",
     "xqa_batch_decode_with_kv_cache", "xqa_batch_decode_with_kv_cache_mla",
 ]  # fmt: skip

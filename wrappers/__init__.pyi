@@ -72,10 +72,11 @@ __all__ = ["BatchAttentionWithAttentionSinkWrapper", "BatchDecodeWithPagedKVCach
     "nvfp4_quantize_append_paged_kv_cache", "nvfp4_quantize_append_paged_kv_cache_with_slot_mapping",
     "nvfp4_quantize_append_paged_mla_kv_cache", "packbits", "persistent_topk", "rope_quantize_fp8",
     "rope_quantize_fp8_append_paged_kv_cache", "segment_packbits", "select_rows", "select_slots",
-    "single_decode_with_kv_cache", "single_prefill_with_kv_cache", "single_prefill_with_kv_cache_return_lse", "top_k",
-    "top_k_page_table_transform", "top_k_per_row_decode", "top_k_per_row_prefill", "top_k_ragged_transform",
-    "trtllm_batch_context_with_kv_cache", "trtllm_batch_decode_with_kv_cache", "trtllm_batch_decode_with_kv_cache_mla",
-    "trtllm_fmha_v2_prefill", "xqa", "xqa_batch_decode_with_kv_cache", "xqa_batch_decode_with_kv_cache_mla"]
+    "single_decode_with_kv_cache", "single_prefill_with_kv_cache", "single_prefill_with_kv_cache_return_lse",
+    "sparse_paged_attention", "top_k", "top_k_page_table_transform", "top_k_per_row_decode", "top_k_per_row_prefill",
+    "top_k_ragged_transform", "trtllm_batch_context_with_kv_cache", "trtllm_batch_decode_with_kv_cache",
+    "trtllm_batch_decode_with_kv_cache_mla", "trtllm_fmha_v2_prefill", "xqa", "xqa_batch_decode_with_kv_cache",
+    "xqa_batch_decode_with_kv_cache_mla"]
 
 class BatchAttentionWithAttentionSinkWrapper(_BatchAttentionWithAttentionSinkWrapper):
     @overload
@@ -532,6 +533,28 @@ def single_prefill_with_kv_cache(q: torch.Tensor, k: torch.Tensor, v: torch.Tens
     v_scale: float | torch.Tensor | None=None, scale_q: float | torch.Tensor | None=None,
     scale_k: float | torch.Tensor | None=None, scale_v: float | torch.Tensor | None=None,
     kv_cache_sf: tuple[torch.Tensor, torch.Tensor] | None=None) -> Any: ...
+
+@overload
+def sparse_paged_attention(q: torch.Tensor, kv_cache: torch.Tensor | tuple[torch.Tensor, torch.Tensor],
+    indices: torch.Tensor, counts: torch.Tensor | None=None, *, bmm1_scale: float | torch.Tensor | None=None,
+    bmm2_scale: float | torch.Tensor=1.0, kv_layout: str='NHD', logits_soft_cap: float | None=None,
+    sinks: torch.Tensor | None=None, out: torch.Tensor | None=None, out_dtype: torch.dtype | None=None,
+    o_sf_scale: float | None=None, lse: torch.Tensor | None=None, return_lse: Literal[False]=False,
+    batch_invariant: bool=False, enable_pdl: bool | None=None) -> torch.Tensor: ...
+@overload
+def sparse_paged_attention(q: torch.Tensor, kv_cache: torch.Tensor | tuple[torch.Tensor, torch.Tensor],
+    indices: torch.Tensor, counts: torch.Tensor | None=None, *, bmm1_scale: float | torch.Tensor | None=None,
+    bmm2_scale: float | torch.Tensor=1.0, kv_layout: str='NHD', logits_soft_cap: float | None=None,
+    sinks: torch.Tensor | None=None, out: torch.Tensor | None=None, out_dtype: torch.dtype | None=None,
+    o_sf_scale: float | None=None, lse: torch.Tensor | None=None, return_lse: Literal[True],
+    batch_invariant: bool=False, enable_pdl: bool | None=None) -> tuple[torch.Tensor, torch.Tensor]: ...
+@overload
+def sparse_paged_attention(q: torch.Tensor, kv_cache: torch.Tensor | tuple[torch.Tensor, torch.Tensor],
+    indices: torch.Tensor, counts: torch.Tensor | None=None, *, bmm1_scale: float | torch.Tensor | None=None,
+    bmm2_scale: float | torch.Tensor=1.0, kv_layout: str='NHD', logits_soft_cap: float | None=None,
+    sinks: torch.Tensor | None=None, out: torch.Tensor | FP4Tensor | None=None,
+    out_dtype: torch.dtype | str | None=None, o_sf_scale: float | None=None, lse: torch.Tensor | None=None,
+    return_lse: bool=False, batch_invariant: bool=False, enable_pdl: bool | None=None) -> Any: ...
 
 @overload
 def trtllm_batch_context_with_kv_cache(query: torch.Tensor, kv_cache: torch.Tensor | tuple[torch.Tensor, torch.Tensor],

@@ -1,13 +1,14 @@
-"""Problems in other forms: the same keys in CSR or as ragged rows, and with the masks and biases of the prefill
-family."""
+"""Problems in other forms: the same keys in CSR, as ragged rows or by slot, and with the masks and biases of the
+prefill family."""
 
 import torch
 
-from wrappers.attention.call import AttentionCall, csr_sequences, ragged_sequences
+from wrappers.attention.call import AttentionCall, csr_sequences, ragged_sequences, slot_sequences
 from wrappers.reference import gather
 
-FORMS = ("csr", "ragged", "mask", "ranges", "prefix", "alibi")
+FORMS = ("csr", "ragged", "slots", "mask", "ranges", "prefix", "alibi")
 BLOCK = 128  # keys of a block that is hidden or seen whole
+HOLE_EVERY, HOLES = 3, 150  # slots from one that names no key to the next; those that follow each other
 SPARE = 3  # unused rows, or entries, before the first request's and after the last one's
 
 
@@ -18,6 +19,8 @@ def apply(p: AttentionCall, forms: tuple[str, ...], seed: int = 0) -> AttentionC
         p = as_csr(p, lens)
     if "ragged" in forms:
         p = as_ragged(p, lens)
+    if "slots" in forms:
+        p = as_slots(p, lens, seed)
     if "mask" in forms:
         p = with_mask(p, lens, seed)
     for form in ("ranges", "prefix"):
@@ -52,6 +55,32 @@ def as_ragged(p: AttentionCall, lens: list[int]) -> AttentionCall:
 
     starts = _starts(lens, p.q.device) + SPARE
     return p._replace(k=rows(p.k, 0), v=rows(p.v, 1), requests=ragged_sequences(p.requests.cu_seqlens_q, starts))
+
+
+def as_slots(p: AttentionCall, lens: list[int], seed: int) -> AttentionCall:
+    """Convert a problem without a mask, of requests with equally many query tokens, to slots of its keys in any order.
+
+    Between them are numbers that name no row, and behind those of every fourth request a block of them. Entries that do
+    not count name any row, also those that are NaN.
+    """
+    gen, (pages, _, size, _), device = torch.Generator().manual_seed(seed), p.k.shape, p.q.device
+    none = torch.tensor([-1, -7, -(2**31), 2**31 - 1, pages * size, pages * size + 1])
+    found = []
+    for b, (n, row) in enumerate(zip(lens, p.requests.page_table[:, 0].cpu())):
+        key = torch.arange(n)
+        kept = (row[key // size] * size + key % size)[torch.randperm(n, generator=gen)]
+        holes = none[torch.randint(len(none), (-(-n // (HOLE_EVERY - 1)),), generator=gen)]
+        own = torch.cat([kept, kept.new_zeros(-n % (HOLE_EVERY - 1))]).view(-1, HOLE_EVERY - 1)
+        own = torch.cat([own, holes[:, None]], 1).flatten()
+        own = own[: n + n // (HOLE_EVERY - 1)]  # without the padding and what follows it
+        found.append(torch.cat([own, none[torch.arange(HOLES * (b % 4 == 1)) % len(none)]]))
+    most = p.requests.page_table.shape[2] * size * HOLE_EVERY // (HOLE_EVERY - 1)  # by shapes alone
+    slots = torch.randint(pages * size, (len(found), most + HOLES + SPARE), generator=gen)
+    for into, own in zip(slots, found):
+        into[: len(own)] = own
+    counts = torch.tensor([len(own) for own in found], dtype=torch.int32, device=device)
+    requests = slot_sequences(slots.int().to(device), counts)
+    return p._replace(requests=requests, causal=False, max_q_len=len(p.q) // len(lens))
 
 
 def with_mask(p: AttentionCall, lens: list[int], seed: int) -> AttentionCall:

@@ -46,7 +46,7 @@ class MlaCase:
 
     The function may also be "sparse_fwd", FlashMLA's `flash_mla_sparse_fwd` over the rows of the cache, with `chosen`,
     or "dsa", FlashInfer's `dsa_sparse_attention`, with rotated columns in tensors of their own, or "dsa_varlen", its
-    other form, with one document.
+    other form, with one document, or "gather", FlashAttention's function with gather_kv_indices, with one request.
     """
 
     function: str = "flash_mla"
@@ -256,6 +256,15 @@ def call(case: MlaCase, i: MlaInputs) -> tuple[torch.Tensor, ...]:
             is_fp8_kvcache=bool(case.record), enable_batch_invariant=case.invariant,
             descale_q=Q8_SCALE if case.q8 else None, descale_k=descale, **second,
         )  # fmt: skip
+    if case.function == "gather":
+        assert i.slots is not None
+        (qv, q), (v, k) = (t.flatten(0, 1).split([VALUES, case.dim - VALUES], -1) for t in (i.q, i.cache))
+        q_ends, k_ends = (torch.arange(2, dtype=torch.int32, device=q.device) * len(t) for t in (q, k))
+        out, lse = wrappers.flash_attn_varlen_func(
+            q, k[:, None], v[:, None], q_ends, k_ends, qv=qv, gather_kv_indices=i.slots.flatten(0, 1),
+            softmax_scale=SCALE, s_aux=i.sinks, return_lse=True,
+        )  # fmt: skip
+        return out.view(*i.q.shape[:3], VALUES), lse.view(*i.q.shape[:3]).transpose(1, 2) / math.log(2.0)
     if case.function in ("dsa", "dsa_varlen"):
         assert i.slots is not None
         counts = None if i.counts is None else i.counts.repeat_interleave(case.rows)
@@ -270,10 +279,22 @@ def call(case: MlaCase, i: MlaInputs) -> tuple[torch.Tensor, ...]:
         return out.view(*i.q.shape[:3], VALUES), lse.view(*i.q.shape[:3]).transpose(1, 2) / math.log(2.0)
     if case.function == "sparse_fwd":
         assert i.slots is not None
-        counts = None if i.counts is None else i.counts.repeat_interleave(case.rows)
+
+        def of_tokens(one: MlaInputs, record: str) -> tuple[Any, Any, Any]:
+            """Return rows, or a cache if its pages are no rows one after the other, and indices and counts."""
+            assert one.slots is not None
+            counts = None if one.counts is None else one.counts.repeat_interleave(case.rows)
+            paged = bool(record) and RECORDS[record].planar or not one.cache.is_contiguous()
+            kv = one.cache.unsqueeze(2) if paged else one.cache.flatten(0, 1).unsqueeze(1)
+            return kv, one.slots.flatten(0, 1).unsqueeze(1), counts
+
+        kv, slots, counts = of_tokens(i, case.record)
+        names = "extra_kv", "extra_indices", "extra_topk_length"
+        second = {} if i.second is None else dict(zip(names, of_tokens(i.second, case.second_record)))
+        descale = torch.full((1,), E4M3_SCALE, device=i.q.device) if case.record == "e4m3" else None
         out, top, lse = wrappers.flash_mla_sparse_fwd(
-            i.q.flatten(0, 1), i.cache.flatten(0, 1).unsqueeze(1), i.slots.flatten(0, 1).unsqueeze(1), SCALE, VALUES,
-            i.sinks, counts,
+            i.q.flatten(0, 1), kv, slots, SCALE, VALUES, i.sinks, counts, **second,
+            descale_q=Q8_SCALE if case.q8 else None, descale_k=descale,
         )  # fmt: skip
         lse, top = (x.reshape(*i.q.shape[:3]).transpose(1, 2) for x in (lse, top))
         return out.view(*i.q.shape[:3], VALUES), lse, top

@@ -42,6 +42,7 @@ class Kind(NamedTuple):
     change: dict[str, Any]
 
 
+CHOSEN = {"source": "slots", "causal": False}  # fields of a request of which tokens choose their keys
 KINDS = {
     "causal": Kind("a causal mask, no modifier", False, {}),
     "full": Kind("no mask, and no modifier", False, {"causal": False}),
@@ -70,13 +71,11 @@ KINDS = {
     "latent full pairs": Kind("the same without a mask", True, {"shares_v": True, "causal": False}),
     "latent modified pairs": Kind("latent pairs, with windows and soft caps", True, {"shares_v": True, "window": True}),
     "latent gather": Kind("latent, with pages of any size", True, {"shares_v": True, "page_size": 1}),
-    "latent slots": Kind(
-        "latent, with keys that each token chooses", True, {"shares_v": True, "source": "slots", "causal": False}
-    ),
+    "latent slots": Kind("latent, with keys that each token chooses", True, {"shares_v": True} | CHOSEN),
     "latent two caches": Kind(
         "latent slots, and slots of a second cache",
         True,
-        {"shares_v": True, "source": "slots", "causal": False, "extra": True},
+        {"shares_v": True, "extra": True} | CHOSEN,
     ),
     "causal factors": Kind("causal, and a factor per token and head", False, {"kv_scales": "token"}),
     "modified factors": Kind(
@@ -96,6 +95,8 @@ KINDS = {
     "16 rows factors": Kind("16 rows, and a factor per token and head", True, {"rows": 16, "kv_scales": "token"}),
     "8 rows gather": Kind("8 rows, with pages of any size", True, {"rows": 8, "page_size": 1}),
     "16 rows gather": Kind("16 rows, with pages of any size", True, {"rows": 16, "page_size": 1}),
+    "8 rows slots": Kind("8 rows, with keys that each token chooses", True, {"rows": 8} | CHOSEN),
+    "16 rows slots": Kind("16 rows, with keys that each token chooses", True, {"rows": 16} | CHOSEN),
 }
 
 

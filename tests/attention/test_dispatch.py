@@ -138,7 +138,8 @@ def test_every_problem_of_decode_is_served_and_every_shipped_kernel_serves_one(a
     latent += [replace(p, record=record, extra_record=extra) for p in latent
                for record, extra in RECORDS_OF[p.head_dim_qk] if p.extra == bool(extra)]  # fmt: skip
     latent += [replace(p, q="e4m3") for p in latent if p.record == "e4m3"]
-    for problem in (*every_problem("always"), *some, *narrow, *many, *by_token, *latent):
+    chosen = (replace(BASE, **dim, source="slots", causal=False, rows=rows) for dim in HEAD_DIMS for rows in (1, 4))
+    for problem in (*every_problem("always"), *some, *narrow, *many, *by_token, *latent, *chosen):
         op, spec = dispatch.select(problem, arch)
         found.add((op, spec))
         assert spec.schedule == "stream_k" and serves(spec, problem)
@@ -519,12 +520,17 @@ def test_small_shared_memory_has_no_head_dim_512_in_16_bits():
 
 FEW, CAPPED, RAW = replace(SPLIT, rows=1), replace(WHOLE, soft_cap=True), replace(WHOLE, kv="e4m3")
 SHARED = replace(SPLIT, kv="e4m3", rows=4096)
+CHOSEN = replace(FEW, source="slots", causal=False)
 REFUSED = [  # (problem, what another spec than its own has, or its tile, and the field: words of the refusal)
     (FEW, {"m": 64, "n": 384, "warpgroups": 3}, "tile: m must be rows_per_warp (8 or 16)"),
     (FEW, {"m": 48, "warpgroups": 3}, "tile: n must be a multiple"),
     *((FEW, {"logits": logits}, "logits: takes a soft cap and skip-softmax as values")
       for logits in (LogitsSpec(), LogitsSpec(soft_cap=True), LogitsSpec(skip=True))),
     (FEW, {"tile": None}, "head_dim: the smallest tile needs"),
+    (CHOSEN, {"mask": MaskSpec("never", True)}, "source: no mask but the keys that a token chooses"),
+    (CHOSEN, {"kv": KVSpec(source="slots", extra=True)}, "extra: reads one cache"),
+    (CHOSEN, {"kv": KVSpec("e4m3", "slots", "token")}, "kv_scales: no factors of keys that a token chooses"),
+    (FEW, {"mask": MaskSpec("never", True, True)}, "causal: is causal, or as the argument says"),
     *((CAPPED, change, "tile: m must be 64, 128 or 192, and n a ") for change in ({"m": 96}, {"m": 256}, {"n": 100})),
     (CAPPED, {"load_warps": 1}, "tile: load_warps must be 2"),
     *((CAPPED, change, "tile: with a soft cap") for change in ({"q_in_regs": True}, {"q_stages": 2})),

@@ -17,8 +17,18 @@ CASES = [
     MlaCase(function="sparse_fwd", lens=(40,), rows=7, heads=130, dim=512, chosen=20, counted=True, sink=True),
     MlaCase(function="sparse_fwd", record="656", lens=(9, 40), rows=3, heads=5, chosen=70, sink=True),
     MlaCase(function="sparse_fwd", record="528", lens=(40,), rows=3, heads=5, dim=512, chosen=70, counted=True),
+    MlaCase(function="sparse_fwd", record="584", lens=(40, 3), rows=3, heads=5, dim=512, chosen=70, page_size=2, gap=1),
+    MlaCase(function="sparse_fwd", record="e4m3", lens=(40,), rows=3, heads=5, chosen=70, sink=True, page_size=9,
+            gap=1),
+    MlaCase(function="sparse_fwd", record="e4m3", lens=(40,), rows=3, heads=70, dim=512, chosen=70, q8=True,
+            strided=True),
+    MlaCase(function="sparse_fwd", lens=(40,), rows=3, heads=5, chosen=7, second=30, sink=True),
+    MlaCase(function="sparse_fwd", record="584", second_record="584", lens=(40, 9), rows=3, heads=5, dim=512,
+            chosen=20, second=30, counted=True),
+    MlaCase(function="sparse_fwd", record="528", second_record="288", lens=(40,), rows=3, heads=5, dim=512, chosen=20,
+            second=30),
     MlaCase(function="sparse_fwd", dtype="fp16", lens=(3, 0, 90), rows=2, heads=1, chosen=129, counted=True),
-]
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
@@ -87,8 +97,16 @@ REFUSED = [
     ({"kv": torch.zeros(40, 2, 576).bfloat16()}, ValueError, r"kv: shape \(40, 2, 576\), must be \(40, 1, 576\)"),
     ({"kv": torch.zeros(40, 1, 512).bfloat16()}, ValueError, r"kv: shape \(40, 1, 512\), must be \(40, 1, 576\)"),
     ({"kv": torch.zeros(40, 1, 576).half()}, TypeError, "kv"),
-    ({"kv": torch.zeros(40, 1, 584).byte()}, ValueError, "kv: shape .*must end with the bytes .*656, 352"),
-    ({"kv": torch.zeros(40, 1, 576).to(torch.float8_e4m3fn)}, ValueError, "kv: .* must end with the bytes"),
+    ({"kv": torch.zeros(40, 1, 584).byte()}, ValueError, "kv: shape .*must end with a row .* 576, 656, 352 bytes"),
+    ({"kv": torch.zeros(4, 9, 2, 576).bfloat16()}, ValueError, r"kv: shape .*, must be \(4, 9, 1, 576\)"),
+    ({"kv": torch.zeros(4, 9, 1, 570).bfloat16()}, ValueError, r"kv: shape .*, must end with 576"),
+    ({"kv": torch.zeros(40, 1, 576).to(torch.float8_e4m3fn), "q": torch.zeros(5, 8, 576).half()}, NotImplementedError,
+     "q: dtype torch.float16, must be torch.bfloat16 or torch.float8_e4m3fn over a cache of record e4m3"),
+    ({"extra_indices": torch.zeros(5, 1, 3).int()}, ValueError, r"extra_indices: .* must be None without extra_kv"),
+    ({"extra_kv": torch.zeros(40, 1, 576).bfloat16()}, TypeError, "extra_indices: NoneType, must be a torch.Tensor"),
+    ({"extra_kv": torch.zeros(40, 1, 656).byte(), "extra_indices": torch.zeros(5, 1, 3).int()}, ValueError,
+     r"extra_kv: shape \(40, 1, 656\), dtype torch.uint8 beside kv .*, must have values of 16 bits, of e4m3, or"),
+    ({"descale_k": 2.0}, ValueError, "descale_k: 2.0, must be None without values of torch.float8_e4m3fn"),
     ({"indices": torch.zeros(5, 16).int()}, ValueError, r"indices: shape \(5, 16\), must have 3 dimensions"),
     ({"indices": torch.zeros(4, 1, 16).int()}, ValueError, r"indices: shape \(4, 1, 16\), must be \(5, 1, 16\)"),
     ({"indices": torch.zeros(5, 1, 16).long()}, TypeError, "indices: dtype torch.int64"),

@@ -30,6 +30,7 @@ NUMBERS = {
     "decode": 14,
     "prefill": 7,
     "layers": 3,
+    "chosen": 20,
     "topk": 40,
     "cache": 25,
     "latent": 40,

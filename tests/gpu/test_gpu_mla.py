@@ -47,6 +47,7 @@ CHOSEN |= {
         function="sparse_fwd", lens=(900, 50), rows=9, heads=128, dim=512, chosen=2048, counted=True, sink=True
     ),
     "dsa": MlaCase(function="dsa", lens=(700, 3), rows=21, heads=64, chosen=300, counted=True),
+    "gather_kv_indices": MlaCase(function="gather", lens=(700, 3), rows=21, heads=64, chosen=300, sink=True),
     "sparse_fwd, few": MlaCase(function="sparse_fwd", dtype="fp16", lens=(5000,), rows=3, heads=8, chosen=8191),
     "sparse_fwd, peaks": MlaCase(function="sparse_fwd", lens=(700, 3), rows=21, heads=5, chosen=300, data="peaks"),
 }
@@ -82,6 +83,20 @@ RECORDS = {
         second=500, sink=True, page_size=256,
     ),
     "528 and 528": MlaCase(record="528", second_record="528", dim=512, lens=(900,), chosen=128, second=65, heads=64),
+    "sparse_fwd, 656": MlaCase(function="sparse_fwd", record="656", lens=(3000, 9), rows=70, heads=16, chosen=512),
+    "sparse_fwd, 656, many heads": MlaCase(
+        function="sparse_fwd", record="656", lens=(900,), rows=9, heads=128, chosen=300, counted=True,
+    ),
+    "sparse_fwd, e4m3": MlaCase(
+        function="sparse_fwd", record="e4m3", lens=(3000, 9), rows=35, heads=16, chosen=700, counted=True, sink=True,
+    ),
+    "sparse_fwd, e4m3 queries": MlaCase(
+        function="sparse_fwd", record="e4m3", lens=(900,), rows=9, heads=64, chosen=300, q8=True,
+    ),
+    "sparse_fwd, 584": MlaCase(
+        function="sparse_fwd", record="584", second_record="584", dim=512, lens=(900,), rows=40, heads=64, chosen=128,
+        second=640, sink=True, counted=True,
+    ),
     "528 and 288": MlaCase(record="528", second_record="288", dim=512, lens=(900,), chosen=128, second=650, heads=64),
 }  # fmt: skip
 FEW_HEADS, MANY_RUNS = (1, 5, 8, 9, 16), 20

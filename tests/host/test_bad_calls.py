@@ -284,6 +284,7 @@ UNSERVED = (  # no kernel
 # ---- what is accepted all the same, on every machine but where it says
 
 NONE_ONLY = {"None"}
+SCALES = {"zero", "negative"}
 FORMS = {"rank + 1", "meta", "flat", "no rows", "a row less", "a row more", "no columns", "strided", "expanded columns"}
 STRIDED = {"strided", "expanded columns"}
 ANY = {"int64", "bool", "complex64", "float16", "float8_e4m3fn", "uint8"}  # dtypes
@@ -357,7 +358,11 @@ ACCEPTED: dict[str, dict[str, set[str]]] = {  # function, or call -> argument ->
         "max_context_len": {"None", "far"}, "scratch_bytes": {"far"}},
     "select_rows": {"weights": STRIDED, "scratch_bytes": {"far"}},
     "flash_mla_sparse_fwd": {
-        "kv": PAGES - {"no rows"}, "indices": {"no columns", "columns"}, "attn_sink": NONE_ONLY},
+        "kv": PAGES - {"no rows"} | {"rank + 1", "float8_e4m3fn", "uint8"}, "indices": {"no columns", "columns"},
+        **dict.fromkeys(("attn_sink", "descale_q", "descale_k"), NONE_ONLY)},
+    "sparse_paged_attention": {
+        "indices": {"no columns", "columns"}, "bmm1_scale": NONE_ONLY, "bmm2_scale": SCALES,
+        "logits_soft_cap": {"None", "zero"}, **dict.fromkeys(("sinks", "o_sf_scale", "enable_pdl"), NONE_ONLY)},
     "dsa_indexer_topk": {
         "k": {"no rows", "a row less", "a row more"}, "w": STRIDED, "softmax_scale": NONE_ONLY, "max_seqlen_q": {"int"},
         "max_seqlen_k": {"None", "far"}, "ratio": {"int"}},
@@ -440,7 +445,6 @@ ACCEPTED: dict[str, dict[str, set[str]]] = {  # function, or call -> argument ->
         "kv_cache_sf": {f"{side} {bad}" for side in "KV" for bad in STRIDED | {"uint8"}},
     },
 }  # fmt: skip
-SCALES = {"zero", "negative"}
 ON_CPU: dict[str, dict[str, set[str]]] = {  # by the reference, where no kernel serves it
     "context": {"bmm1_scale": SCALES},
     "decode, ragged": {"bmm1_scale": SCALES},
@@ -448,6 +452,7 @@ ON_CPU: dict[str, dict[str, set[str]]] = {  # by the reference, where no kernel 
     **dict.fromkeys(("trtllm mla", "xqa mla"), {"bmm1_scale": SCALES}),
     "flash_mla": {"softmax_scale": SCALES},
     "flash_mla_sparse_fwd": {"sm_scale": SCALES},
+    "sparse_paged_attention": {"bmm1_scale": SCALES, "kv_cache": {"V no columns", "V columns"}},
     **dict.fromkeys(good_calls.DSA, {"softmax_scale": SCALES}),
 }
 FEWER = {"K a row less", "V a row less"}  # pages: a table may name the last
@@ -468,6 +473,7 @@ ON_CUDA: dict[str, dict[str, set[str]]] = {  # values that only the device knows
         "kv_cache": {"no rows", "a row less"}}),
     "trtllm mla, ragged": {"block_tables": {"no columns", "columns"}},
     "flash_mla": {"block_table": {"no columns", "columns"}, "k_cache": {"no rows", "a row less"}},
+    "sparse_paged_attention": {"bmm1_scale": VALUES, "bmm2_scale": VALUES},
     **dict.fromkeys(("append, quantised", "append, slots"), {"k_scale": VALUES, "v_scale": VALUES}),
     **dict.fromkeys(("nvfp4_quantize", "nvfp4_dequantize", "fp4.store", "fp4.load"), {"global_scale": VALUES}),
 }  # fmt: skip
@@ -485,7 +491,8 @@ SHOWN = {  # what a message says instead of the argument's name and value
     ("xqa, drafts", "q_seq_len", "far"): "73786976294838206464) (the query's rows, two words per 32 of q_seq_len)",
     ("explain", "function", "builtin"): "function: len",
     **{
-        ("flash_mla", f"descale_{x}", f"{bad} tensor"): f"descale_{x}: Tensor, must be None without"
+        (name, f"descale_{x}", f"{bad} tensor"): f"descale_{x}: Tensor, must be None without"
+        for name in ("flash_mla", "flash_mla_sparse_fwd")
         for bad in ("nan", "inf")
         for x in "qk"
     },

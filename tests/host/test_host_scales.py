@@ -35,7 +35,9 @@ NUMBERS = {  # numbers only
 }  # fmt: skip
 FLAGS = {"skip_scale", "dst_scale", "kv_scale_format"}  # a flag, an output, and a name
 BLOCKS = {("FP4Tensor", "scale"), ("FP4Tensor", "scale_start_index")}  # of block scales
-BLOCKS |= {("flash_mla_with_kvcache", "descale_q"), ("flash_mla_with_kvcache", "descale_k")}  # must be None
+BLOCKS |= {  # must be None
+    (name, f"descale_{x}") for name in ("flash_mla_with_kvcache", "flash_mla_sparse_fwd") for x in "qk"
+}
 
 
 # ---- the calls: name -> (function, its good arguments); classes are planned for the data's device

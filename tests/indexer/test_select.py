@@ -93,6 +93,21 @@ def test_max_context_len_bounds_the_keys():
     assert torch.equal(slots_of(case, given, max_context_len=30), slots_of(case, less))
 
 
+def test_no_logits_are_computed_of_at_most_top_k_keys(monkeypatch):
+    case, rows, computed = SLOTS[1], cases.make_inputs(ROWS[1]), []
+    given, compute = cases.make_inputs(case), wrappers.indexer.logits.serve
+    most, keys = given["block_table"].shape[1] * case.page_size, rows["kv"][0].shape[0]
+    monkeypatch.setattr("wrappers.indexer.logits.serve", lambda call: computed.append(call) or compute(call))
+    for k, calls in ((most, 0), (most - 1, 1)):
+        got, lens = slots_of(case, given, top_k=k), given["context_lens"].tolist()
+        assert len(computed) == calls and got.shape[2] == k
+        counts = (got >= 0).sum(2).tolist()
+        assert counts == [[max(n - case.next_n + t + 1, 0) for t in range(case.next_n)] for n in lens]
+    assert slots_of(case, given, top_k=40, max_context_len=40).shape[2] == 40 and len(computed) == 1
+    few = rows_of(rows, top_k=keys)
+    assert len(computed) == 1 and torch.equal(few[:, :-1], rows_of(rows, top_k=keys - 1)) and len(computed) == 2
+
+
 def test_more_keys_than_there_are():
     case = SLOTS[0]
     got = slots_of(case, cases.make_inputs(case), top_k=400)

@@ -298,6 +298,15 @@ def dsa_inputs(function: str) -> Callable[..., Given]:
     return make
 
 
+def sparse_paged_inputs(device: Any, size: int, seed: int) -> Given:
+    """Tokens that have chosen keys of a paged cache."""
+    gen, (_, tokens, keys) = torch.Generator().manual_seed(seed), DENSE[size]
+    q, k, v = (torch.randn(*shape, 64, generator=gen).bfloat16().to(device)
+               for shape in ((tokens, 4), (keys // 8, 8, 2), (keys // 8, 8, 2)))  # fmt: skip
+    slots = torch.randint(-3, keys + 3, (tokens, 16), generator=gen).int()
+    return {"q": q, "kv_cache": (k, v), "indices": slots.to(device)}
+
+
 def segments_inputs(device: Any, size: int, seed: int) -> Given:
     """Two segments of tokens and keys."""
     gen, (_, tokens, keys) = torch.Generator().manual_seed(seed), DENSE[size]
@@ -348,6 +357,7 @@ TABLES: dict[str, tuple[Callable[[Given], Results], Callable[..., Given]]] = {  
     ),
     "flash_mla_with_kvcache": (returning(wrappers.flash_mla_with_kvcache, "q"), mla_inputs("flash_mla")),
     "flash_mla_sparse_fwd": (returning(wrappers.flash_mla_sparse_fwd, "q"), sparse_fwd_inputs),
+    "sparse_paged_attention": (returning(wrappers.sparse_paged_attention, "q"), sparse_paged_inputs),
     **{
         name: (returning(getattr(wrappers, name), "q_latent"), dsa_inputs(name))
         for name in ("dsa_sparse_attention", "dsa_sparse_attention_varlen")

@@ -84,6 +84,14 @@ def dsa(function: str) -> dict[str, Any]:
     }  # fmt: skip
 
 
+def sparse_paged() -> dict[str, Any]:
+    """Three tokens of two KV heads that have chosen keys from six pages of eight rows."""
+    gen = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(*shape, 64, generator=gen).bfloat16() for shape in ((3, 4), (6, 8, 2), (6, 8, 2)))
+    slots = torch.randint(-3, 52, (3, 16), generator=gen).int()
+    return {"q": q, "kv_cache": (k, v), "indices": slots, "sinks": torch.zeros(4)}
+
+
 def states(v: str, s: str) -> dict[str, torch.Tensor]:
     """A state of attention, under these names."""
     return {v: torch.ones(3, 2, 8), s: torch.ones(3, 2)}
@@ -193,6 +201,7 @@ GOOD: dict[str, Callable[[], dict[str, Any]]] = {
         "append_indptr": ints(0, 2, 2, 5), "seq_lens": ints(3, 0, 1), "nnz": 5,
         "batch_indices": torch.zeros(5, dtype=torch.int32), "positions": torch.zeros(5, dtype=torch.int32)},
     SPARSE_FWD: sparse_fwd,
+    "sparse_paged_attention": sparse_paged,
     **{name: partial(dsa, name) for name in DSA},
     "get_paged_mqa_logits_metadata": lambda: {"context_lens": ints(9, 40), "block_kv": 64, "num_sms": 132},
     **{name: partial(logits, name) for name in LOGITS},

@@ -490,10 +490,23 @@ RICH: dict[str, dict[str, Callable[[], Arguments]]] = {  # function -> name of a
         **states("v", "s", 3, 2, 8), **states("v_other", "s_other", 3, 2, 8, seed=2),
         "mask": torch.tensor([True, False, True])}},
     "merge_states": {"plain": lambda: states("v", "s", 3, 4, 2, 8)},
-    good_calls.SPARSE_FWD: {"plain": lambda: good_calls.sparse_fwd() | {
-        "topk_length": ints(16, 9, 0, 3, 16), "out": torch.zeros(5, 8, 512).bfloat16()}},
+    good_calls.SPARSE_FWD: {
+        "plain": lambda: good_calls.sparse_fwd() | {
+            "topk_length": ints(16, 9, 0, 3, 16), "out": torch.zeros(5, 8, 512).bfloat16()},
+        "two tensors": lambda: good_calls.sparse_fwd() | {
+            "extra_kv": rows(9, 1, 576, seed=3), "extra_indices": ints(*range(15)).view(5, 1, 3),
+            "extra_topk_length": ints(3, 2, 1, 0, 3)},
+        "e4m3": lambda: good_calls.sparse_fwd() | {
+            "q": good_calls.sparse_fwd()["q"].to(E4M3), "kv": rows(40, 1, 576, dtype=E4M3),
+            "descale_q": torch.tensor([0.5]), "descale_k": torch.tensor([2.0])},
+    },
     **{name: {"plain": lambda name=name: good_calls.dsa(name) | {"topk_length": ints(16, 9, 0, 3, 16)}}
        for name in good_calls.DSA},
+    "sparse_paged_attention": {
+        "plain": lambda: good_calls.sparse_paged() | {
+            "counts": ints(16, 0, 9), "bmm1_scale": torch.tensor([0.1]), "bmm2_scale": torch.tensor([2.0]),
+            "out": torch.zeros(3, 4, 64).bfloat16(), "lse": torch.zeros(3, 4)},
+    },
     "select_slots": {"plain": lambda: good_calls.selected("select_slots") | {"out": torch.zeros(2, 3, 16).int()}},
     "select_rows": {"plain": lambda: good_calls.selected("select_rows") | {"out": torch.zeros(5, 16).int()}},
     good_calls.SEGMENTS: {"plain": lambda: good_calls.segments() | {

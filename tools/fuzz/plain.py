@@ -69,8 +69,10 @@ def _rows_of(p: AttentionCall, b: int) -> tuple[torch.Tensor, torch.Tensor]:
         first, last = (min(max(int(x), 0), p.k.shape[2]) for x in r.kv_starts[b : b + 2])
         return tuple(t[0, :, first : max(first, last)].transpose(0, 1) for t in (p.k, p.v))  # type: ignore[return-value]
     size, columns = p.k.shape[2], r.page_table.shape[2]
-    begin, end, line = 0, columns, b
-    if r.form == "csr":
+    begin, end, line, own = 0, columns, b, size  # own: rows that an entry stands for
+    if r.form == "slots":
+        own, count = 1, min(max(int(r.kv_lens[b]), 0), columns)
+    elif r.form == "csr":
         assert r.kv_starts is not None
         begin, end = (min(max(int(x), 0), columns) for x in r.kv_starts[b : b + 2])
         end, line = max(begin, end), 0
@@ -84,16 +86,18 @@ def _rows_of(p: AttentionCall, b: int) -> tuple[torch.Tensor, torch.Tensor]:
     found = []
     sf_v = uninterleaved(p.v_scales) if p.interleaved and p.v_scales is not None else p.v_scales
     for side, (cache, scales) in enumerate(((p.k, p.k_scales), (p.v, sf_v))):
-        page = r.page_table[line, side, begin:end].long()[row // size]
+        entry = r.page_table[line, side, begin:end].long()[row // own]
+        page, in_page = (entry // size, entry % size) if r.form == "slots" else (entry, row % size)
         there = (page >= 0) & (page < len(cache))
-        at = page.clamp(0, max(0, len(cache) - 1)), row % size
+        at = page.clamp(0, max(0, len(cache) - 1)), in_page
         plain = cache.view(torch.uint8) if cache.element_size() == 1 else cache  # torch indexes no fp8 on the CPU
         picked = plain.transpose(1, 2)[at].view(cache.dtype)
         bytewise = scales is not None and scales.element_size() == 1
         plain_scales = scales.view(torch.uint8) if bytewise and scales is not None else scales
         factors = None if plain_scales is None else plain_scales.transpose(1, 2)[at]
         values = values_of(picked, factors) if factors is not None or cache.element_size() == 1 else picked
-        found.append(values.masked_fill(~there[:, None, None], 0.0))
+        # an entry without a page is a row of zeros; a slot without one is no key
+        found.append(values[there] if r.form == "slots" else values.masked_fill(~there[:, None, None], 0.0))
     return found[0], found[1]
 
 

@@ -256,10 +256,10 @@ def ragged_sequences(qo_indptr: Any, kv_indptr: Any, plain: bool = True) -> Sequ
 
 
 def slot_sequences(slots: Any, lens: Any, plain: bool = True) -> SequenceBatch:
-    """Return requests of one query token each, with slots (T, K) int32 of the rows of the cache that are its keys.
+    """Return requests, of equally many query tokens, with slots (B, K) int32 of the rows of the cache that are keys.
 
-    Slots count rows from page to page; a slot that the cache does not have is no key. lens: (T / n,) int32, the slots
-    that count of n tokens in turn. plain: as in `sequences_of`. Values may be of any type, as there.
+    Slots count rows from page to page; a slot that the cache does not have is no key. lens: (B / n,) int32, the slots
+    that count of n requests in turn. plain: as in `sequences_of`. Values may be of any type, as there.
     """
     if (
         not isinstance(slots, _Tensor)

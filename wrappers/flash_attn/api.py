@@ -19,11 +19,13 @@ from ..attention.call import AttentionCall, SequenceBatch, TableLayout, ragged_s
 from ..attention.checks import EIGHT_BITS, HEAD_SCALES, SIGNATURES
 from ..attention.op import serve
 from ..attention.views import VIEWED_PAGES, pair, rows_of, without_table
-from ..host.checks import check_flag, check_integer, check_one_of, check_operand, check_shape, check_strided
+from ..host.checks import check_flag, check_integer, check_operand, check_shape, check_strided
 from ..host.plain import traced
 from ..host.scalars import integer, number, real, times
 from ..host.scratch import constant, filled
+from . import gather
 from .append import NewKeyValues, append, new_rows, rotary_of
+from .descale import check_descale, each_head
 from .leftpad import check_padding, padding_of, without_padding
 
 __all__ = ["flash_attn_func", "flash_attn_varlen_func", "flash_attn_with_kvcache"]
@@ -75,6 +77,8 @@ for _name in [name for name in SIGNATURES if name.startswith((VARLEN, CACHED)) a
         SIGNATURES[_latent_signature(_name, _qv)] = SIGNATURES[_name] | {
             "q": _qv, "q_rope": "q", "k_rope": _k, **dict.fromkeys(("kv", "k", "v", "shares_v"), _v)
         }  # fmt: skip
+        if _name.startswith(VARLEN):
+            gather.register(_latent_signature(_name, _qv))
 
 
 class CachedCall(NamedTuple):
@@ -159,7 +163,11 @@ def flash_attn_varlen_func(
         others: `flash_attn.api.HINTS`, such as scheduler_metadata, pack_gqa and fa_version, with any value;
             `flash_attn.api.REFUSED`, such as dropout_p, alibi_slopes and rotary_cos, with a neutral value only; and qv
             (or q_v), (T, Hq, Dv) of q's dtype, fp16 or bf16: qv v^T is added to q k^T, as in FlashAttention 3 for
-            latent attention. D is then 64 and Dv 512, and softmax_scale None means 1 / sqrt(D + Dv).
+            latent attention. D is then 64 and Dv 512, and softmax_scale None means 1 / sqrt(D + Dv). Beside qv, and
+            without a table, gather_kv_indices, int32 (T, K), as in FlashAttention 4: a token sees only the keys at
+            these positions in its request, of which causal hides those behind its own. Another number is no key, and a
+            position that comes twice counts twice. lse is then (T, Hq), as there. A window, a chunk or a soft cap is
+            not served with it. Small torch operations make rows of the positions at each call.
 
     Returns out, or (out, lse): lse is fp32 (Hq, T), contiguous, the natural logarithm of the softmax denominator, sink
     included. A row without keys gives 0 and -inf, or the sink. Rows of no request are undefined.
@@ -218,7 +226,8 @@ def varlen_call(
         _latent_query(q, others),
     )  # fmt: skip
     most = _most(max_seqlen_q, q.shape[0])
-    return _attention_call(_signature(VARLEN, name, lens), q, keys, requests, most, options, return_lse)
+    call = _attention_call(_signature(VARLEN, name, lens), q, keys, requests, most, options, return_lse)
+    return gather.gathered(call, others[gather.NAME]) if others.get(gather.NAME) is not None else call
 
 
 def flash_attn_with_kvcache(
@@ -357,7 +366,9 @@ def flash_attn_func(
     """Compute attention of requests of one length.
 
     q: (B, S, Hq, D), k: (B, N, Hkv, D), v: (B, N, Hkv, Dv), any strides with 1 as the last. The other arguments are as
-    in `flash_attn_with_kvcache`, with all rows of k and v as its cache.
+    in `flash_attn_with_kvcache`, with all rows of k and v as its cache. qv, (B, S, Hq, Dv), is served with
+    gather_kv_indices, int32 (B, S, K), alone, as in `flash_attn_varlen_func`, if tensors are views of their rows; lse
+    is then (B, S, Hq).
 
     >>> q, k, v = torch.randn(2, 3, 8, 64).half(), torch.randn(2, 9, 2, 64).half(), torch.randn(2, 9, 2, 64).half()
     >>> flash_attn_func(q, k, v, causal=True).shape
@@ -380,6 +391,16 @@ def func_call(
     return_lse = _flags(return_softmax_lse=return_softmax_lse, return_lse=return_lse)
     batch, length = check_strided("q", q, 4).shape[:2]
     plain = not traced(q)
+    if others.get(gather.NAME) is not None:
+        also = {name: others[name] for name in (*LATENT_QUERIES, gather.NAME) if others.get(name) is not None}
+        rows = {"q": q, "k": k, "v": v} | also
+        flat = {name: gather.rows_of_requests(name, t) for name, t in rows.items()}
+        starts = [gather.equal_starts(batch, n, q.device, plain) for n in (length, k.shape[1])]
+        return varlen_call(
+            flat.pop("q"), flat.pop("k"), flat.pop("v"), starts[0], starts[1], length, None, None, None, softmax_scale,
+            causal, window_size, softcap, s_aux, sinks, learnable_sink, q_descale, k_descale, v_descale, num_splits,
+            _flat(out, q, v), return_softmax_lse, return_lse, attention_chunk, others | flat,
+        )  # fmt: skip
     k_pages, v_pages, table = without_table(k, v, None, batch, plain, ("k", "v"))
     keys = pair("k, v", (k_pages, v_pages), "NHD")
     lens = _lengths(None, batch, k.shape[1], q.device, False, plain)
@@ -415,10 +436,10 @@ def _attention_call(
     if q_descale is not None or k_descale is not None or v_descale is not None:  # rare
         for name, descale, t in zip(("q_descale", "k_descale", "v_descale"), o.descales, (q, k, v), strict=True):
             if descale is not None:
-                _check_descale(name, descale, requests.batch, kv_heads)
+                check_descale(name, descale, requests.batch, kv_heads)
             if descale is None or t.dtype not in EIGHT_BITS or not descale.numel():
                 continue
-            per_head = _each_head(name, descale)
+            per_head = each_head(name, descale)
             if name == "v_descale":
                 out_scale, out_scale_tensor = times(name, per_head, q.device, 1.0, None, (heads, kv_heads), 1)
             else:
@@ -446,7 +467,9 @@ def _latent_query(q: torch.Tensor, others: dict[str, Any]) -> tuple[str, torch.T
 
 def _check_others(function: str, given: dict[str, Any]) -> None:
     for name, value in given.items():
-        if name in LATENT_QUERIES and function != FUNC:
+        if name in LATENT_QUERIES and (function != FUNC or given.get(gather.NAME) is not None):
+            continue
+        if name == gather.NAME and function != CACHED:
             continue
         if name in HINTS or value is None and name in REFUSED:
             continue
@@ -507,24 +530,6 @@ def _sinks(q: torch.Tensor, given: dict[str, Any]) -> torch.Tensor | None:
     return sinks.float()
 
 
-def _check_descale(name: str, value: Any, batch: int, heads: int) -> None:
-    check_strided(name, value)
-    check_one_of(f"{name}: dtype", value.dtype, (torch.float32,))
-    if value.shape != (batch, heads) and value.numel() != 1:
-        check_shape(name, value, (batch, heads), "requests, KV heads; or one element")
-
-
-def _each_head(name: str, value: torch.Tensor) -> torch.Tensor:
-    """Return a descale as one element, or as (heads,), one per KV head."""
-    if value.numel() == 1:
-        return value
-    if value.shape[0] > 1 and value.stride(0):
-        given = f"shape {tuple(value.shape)} of strides {value.stride()}"
-        need = "must be one for all requests, expanded over them"
-        raise NotImplementedError(f"{name}: {given}, one per request is not supported, {need}")
-    return value[0] if value.stride(1) else value[0, :1]
-
-
 def _lengths(given: Any, batch: int, room: int, device: torch.device, required: bool, plain: bool) -> torch.Tensor:
     """Return the number of keys of each request, int32 (B,)."""
     if given is None and required:
@@ -567,6 +572,8 @@ def shaped(call: AttentionCall, found: Any, q: torch.Tensor, out: Any) -> Any:
         out = flat if packed else flat.view(*q.shape[:2], *flat.shape[1:])
     if lse is None:
         return out
+    if call.lse_form:  # of keys that tokens choose: natural, in the order of FlashAttention 4
+        return out, lse if packed else lse.view(*q.shape[:2], lse.shape[1])
     return out, _natural(lse if packed else lse.view(*q.shape[:2], *lse.shape[1:]))
 
 

@@ -1,11 +1,14 @@
 """FlashMLA's functions: decode of latent attention (MLA) over a paged cache, of which V is the first columns of K, and
 prefill of tokens that have chosen their keys."""
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 
 from cute_kernels.attention.spec import LSE_INF, LSE_MAX, LSE_NATURAL, LSE_OF_KEYS
+from cute_kernels.records import RECORDS
 
 from ..attention.call import AttentionCall, SequenceBatch, sequences_of, slot_sequences
 from ..attention.checks import SIGNATURES
@@ -29,12 +32,14 @@ PREFILL_NAME = "flash_mla_sparse_fwd"
 SIGNATURES[PREFILL_NAME] = {
     **dict.fromkeys(("kv", "k", "v", "shares_v", "k_rope"), "kv"), "page_table": "indices", "kv_lens": "topk_length",
     "scale": "sm_scale", "sinks": "attn_sink", "max_q_len": "q", "q_rope": "q",
+    **dict.fromkeys(("extra_k", "extra_k_rope"), "extra_kv"), "extra_slots": "extra_indices",
+    "extra_lens": "extra_topk_length",
 }  # fmt: skip
+PROMPT_CHOSEN = ("indices", "topk_length", "extra_kv", "extra_indices", "extra_topk_length")
 CHOSEN = ("indices", "topk_length", "extra_k_cache", "extra_indices_in_kvcache", "extra_topk_length")
 BYTES = (torch.uint8, torch.int8, torch.float8_e4m3fn)  # dtypes of a cache of packed records
 PACKED = {576: {656: "656", 352: "352"}, 512: {584: "584", 528: "528"}}  # columns of q -> bytes of a row -> record
 NO_RECORDS: dict[int, dict[int, str]] = {}
-ROWS = {576: {656: "656", 352: "352"}, 512: {528: "528"}}  # likewise, of records that lie row by row
 SECOND = {512: PACKED[512] | {288: "288"}}  # the same of a second cache, where it has others
 E4M3 = "e4m3"  # record of values without factors
 ROWS_PER_PART, META_SIZE = 64, 8  # of FlashMLA's schedule
@@ -165,14 +170,16 @@ def decode_call(
         signature, rows, requests = NAME, length, _own_keys(q, block_table, cache_seqlens, chosen)
     else:
         signature, rows = SPARSE_NAME, 1
-        requests, second = _chosen_keys(q, columns, PACKED | SECOND if is_fp8_kvcache else NO_RECORDS, chosen)
+        cache_of = partial(_cache, dim=dim, columns=columns, packed=PACKED | SECOND if is_fp8_kvcache else NO_RECORDS)
+        requests, second = _chosen_keys(q, CHOSEN, chosen, cache_of)
+        _check_kinds("k_cache", k_cache, record, CHOSEN[2], extra_k_cache, second)
         if causal:
             shape = tuple(indices.shape)
             raise ValueError(f"causal: True, must be False with indices {shape}, which say what a row sees")
     factors = CallFactors(scale)
     if descale_q is not None or descale_k is not None:  # rare
         records = {record, second.get("extra_record", record)}
-        factors = _descaled(descale_q, descale_k, records, q, scale)
+        factors = _descaled(descale_q, descale_k, records, q, scale, "is_fp8_kvcache and ")
     split_kv = "never" if enable_batch_invariant else "auto"
     return AttentionCall(
         signature, query, k, k, requests, rows, *factors[:2], causal=bool(causal), split_kv=split_kv, return_lse=True,
@@ -192,10 +199,12 @@ class CallFactors(NamedTuple):
     out_scale_tensor: torch.Tensor | None = None
 
 
-def _descaled(descale_q: Any, descale_k: Any, records: set[str], q: torch.Tensor, scale: float) -> CallFactors:
+def _descaled(
+    descale_q: Any, descale_k: Any, records: set[str], q: torch.Tensor, scale: float, also: str = ""
+) -> CallFactors:
     """Return the factors of a call with factors of e4m3 values. records: of its caches. scale: the factor on the logits
-    without them."""
-    values = f"is_fp8_kvcache and values of {torch.float8_e4m3fn}, as many as q has, {q.shape[3]}, in rows of caches"
+    without them. also: what else descale_k needs."""
+    values = f"{also}values of {torch.float8_e4m3fn}, as many as q has, {q.shape[-1]}, in rows of caches"
     tensor, out_scale, out_tensor = None, 1.0, None
     for name, descale, quantised, need in (
         ("descale_q", descale_q, q.dtype is torch.float8_e4m3fn, f"queries of {torch.float8_e4m3fn}"),
@@ -248,28 +257,38 @@ def _own_keys(q: torch.Tensor, table: Any, lens: Any, chosen: tuple[Any, ...]) -
 
 
 def _chosen_keys(
-    q: torch.Tensor, columns: int, packed: dict[int, dict[int, str]], chosen: tuple[Any, ...]
-) -> tuple[SequenceBatch, dict[str, Any]]:
+    q: torch.Tensor, names: tuple[str, ...], chosen: tuple[Any, ...],
+    cache_of: Callable[[str, Any], tuple[torch.Tensor, torch.Tensor | None, str]],
+) -> tuple[SequenceBatch, dict[str, Any]]:  # fmt: skip
     """Return the requests of rows that have chosen their keys, and the fields of the second cache of their call.
 
-    packed: as `_cache` takes it, of that cache.
+    names, chosen: of the arguments, in the order of `CHOSEN`. cache_of: does what `_cache` does, of that cache.
     """
     indices, lens, extra, extra_indices, extra_lens = chosen
-    slots, plain = _slots(q, CHOSEN[0], indices, CHOSEN[1], lens), not traced(q)
+    slots, plain = _slots(q, names[0], indices, names[1], lens), not traced(q)
     if extra is None:
-        for name, value in zip(CHOSEN[3:], (extra_indices, extra_lens), strict=True):
+        for name, value in zip(names[3:], (extra_indices, extra_lens), strict=True):
             if value is not None:
                 shape = tuple(check_strided(name, value).shape)
-                raise ValueError(f"{name}: shape {shape}, must be None without {CHOSEN[2]}")
+                raise ValueError(f"{name}: shape {shape}, must be None without {names[2]}")
         return slot_sequences(slots, counts_of(slots, lens, 1, plain), plain), {}
-    extra_k, extra_rope, record = _cache(CHOSEN[2], extra, q.shape[3], columns, packed)
-    others = _slots(q, CHOSEN[3], extra_indices, CHOSEN[4], extra_lens)
+    extra_k, extra_rope, record = cache_of(names[2], extra)
+    others = _slots(q, names[3], extra_indices, names[4], extra_lens)
     entries = 1 if lens is None and extra_lens is None else q.shape[0]
     requests = slot_sequences(slots, counts_of(slots, lens, entries, plain), plain)
     return requests, {
         "extra_k": extra_k, "extra_k_rope": extra_rope, "extra_slots": others,
         "extra_lens": counts_of(others, extra_lens, entries, plain), "extra_record": record,
     }  # fmt: skip
+
+
+def _check_kinds(name: str, cache: Any, record: str, other_name: str, other: Any, second: dict[str, Any]) -> None:
+    """Raise unless a second cache, if there is one, has rows of the kind of the first one: 16 bits, e4m3 or records."""
+    kinds = [r if r in ("", E4M3) else "packed" for r in (record, second.get("extra_record", record))]
+    if kinds[0] != kinds[1]:
+        given = f"{other_name}: shape {tuple(other.shape)}, dtype {other.dtype}"
+        need = "values of 16 bits, of e4m3, or packed records, in both"
+        raise ValueError(f"{given} beside {name} {tuple(cache.shape)}, {cache.dtype}, must have {need}")
 
 
 def _slots(q: torch.Tensor, name: str, slots: Any, lens_name: str, lens: Any) -> torch.Tensor:
@@ -300,20 +319,28 @@ def shaped(call: AttentionCall, found: Any, q: torch.Tensor, out: Any) -> tuple[
 
 def flash_mla_sparse_fwd(
     q: torch.Tensor, kv: torch.Tensor, indices: torch.Tensor, sm_scale: float, d_v: int = 512,
-    attn_sink: torch.Tensor | None = None, topk_length: torch.Tensor | None = None, out: torch.Tensor | None = None,
+    attn_sink: torch.Tensor | None = None, topk_length: torch.Tensor | None = None, out: torch.Tensor | None = None, *,
+    extra_kv: torch.Tensor | None = None, extra_indices: torch.Tensor | None = None,
+    extra_topk_length: torch.Tensor | None = None, descale_q: torch.Tensor | float | None = None,
+    descale_k: torch.Tensor | float | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
     """Compute attention of tokens that have chosen their keys from one tensor of rows, for prompts of sparse attention.
 
     Args:
         q: fp16 or bf16 (T, H, D), any strides, the last 1, and any H. (D, d_v) is (576, 512) or (512, 512).
-        kv: (S, 1, D) of q's dtype, any row stride: keys, of which the first d_v columns are values. Also, under bf16
-            queries, the rows of a packed cache in uint8, int8 or float8_e4m3fn, which FlashMLA's function does not
-            take: 656 or 352 bytes if D is 576, 528 if it is 512. `indices` are then slots of the cache.
-        indices: int32 (T, 1, K), any K: the rows of kv that a token sees. A number outside [0, S) is no key, wherever
-            it is, and a row that comes twice counts twice. topk_length: int32 (T,), only the first so many of each
-            token count, or None; entries behind them are not read.
+        kv: (S, 1, D) of q's dtype, any row stride: keys, of which the first d_v columns are values. Also what
+            FlashMLA's function does not take: under bf16 queries, rows in uint8, int8 or float8_e4m3fn that have D
+            values of e4m3, under e4m3 queries, too, or the bytes of a packed record, 656 or 352 if D is 576, 528 if it
+            is 512; and a whole paged cache (pages, P, 1, ...) of any of these, or of 584 bytes with D of 512.
+        indices: int32 (T, 1, K), any K: the rows of kv that a token sees, which count from page to page in a cache.
+            Another number is no key, wherever it is, and a row that comes twice counts twice. topk_length: int32 (T,),
+            only the first so many of each token count, or None; entries behind them are not read.
         sm_scale: factor on the logits. attn_sink: fp32 (H,), in natural-log units, or None. It changes out alone.
-        out: receives the result, (T, H, d_v) of q's dtype, or None.
+        out: receives the result, (T, H, d_v) of q's dtype, of bf16 for e4m3 queries, or None.
+        extra_kv, extra_indices, extra_topk_length: a second tensor or cache, of which rows may be packed in another
+            record, also in one of 288 bytes, and a token's rows of it, (T, 1, K2), as in the first one. The softmax is
+            over the keys of both.
+        descale_q, descale_k: as in `flash_mla_with_kvcache`.
 
     Returns (out, max_logits, lse): max_logits and lse are fp32 (T, H), in natural units. A token without keys has 0,
     -inf and +inf. The bits of a token's result depend on the token alone. Raises before anything is launched, as
@@ -324,45 +351,62 @@ def flash_mla_sparse_fwd(
     >>> out.shape, max_logits[0, 0], lse[0, 0]
     (torch.Size([1, 16, 512]), tensor(1.), tensor(1.6931))
     """
-    call = sparse_call(q, kv, indices, sm_scale, d_v, attn_sink, topk_length, out)
+    call = sparse_call(
+        q, kv, indices, sm_scale, d_v, attn_sink, topk_length, out, extra_kv, extra_indices, extra_topk_length,
+        descale_q, descale_k,
+    )  # fmt: skip
     return with_max(call, serve(call), q, out)
 
 
 def sparse_call(
     q: Any, kv: Any, indices: Any, sm_scale: Any, d_v: Any = 512, attn_sink: Any = None, topk_length: Any = None,
-    out: Any = None,
+    out: Any = None, extra_kv: Any = None, extra_indices: Any = None, extra_topk_length: Any = None,
+    descale_q: Any = None, descale_k: Any = None,
 ) -> AttentionCall:  # fmt: skip
     """Return the call of `flash_mla_sparse_fwd`."""
-    tokens, heads, dim = check_strided("q", q, 3).shape
+    _, _, dim = check_strided("q", q, 3).shape
     columns = check_integer("d_v", integer(d_v), 1)
-    k, k_rope, record = _rows_of_prompt(kv, dim, columns)
+    cache_of = partial(_rows_of_prompt, dim=dim, columns=columns)
+    k, k_rope, record = cache_of("kv", kv)
     if columns > dim:
         raise ValueError(f"d_v: {columns}, must be at most {dim}, the last dimension of q and kv")
-    check_shape("indices", check_strided("indices", indices, 3), (tokens, 1, indices.shape[2]), "tokens of q, 1, keys")
-    check_device("indices", indices, q.device, "that of q")
-    if topk_length is not None:
-        check_shape("topk_length", check_strided("topk_length", topk_length, 1), (tokens,), "tokens of q")
-    plain, slots = not traced(q), indices.select(1, 0)
-    requests = slot_sequences(slots, counts_of(slots, topk_length, 1, plain), plain)
+    chosen = (indices, topk_length, extra_kv, extra_indices, extra_topk_length)
+    requests, second = _chosen_keys(q.unsqueeze(1), PROMPT_CHOSEN, chosen, cache_of)
+    _check_kinds("kv", kv, record, PROMPT_CHOSEN[2], extra_kv, second)
+    for name in (PROMPT_CHOSEN[0], PROMPT_CHOSEN[3]):
+        given = chosen[PROMPT_CHOSEN.index(name)]
+        if given is not None:
+            check_device(name, given, q.device, "that of q")
+    factors = CallFactors(real(sm_scale))
+    if descale_q is not None or descale_k is not None:  # rare
+        factors = _descaled(descale_q, descale_k, {record, second.get("extra_record", record)}, q, factors.scale)
     query, q_rope = columns_and_rope(q, columns)
     return AttentionCall(
-        PREFILL_NAME, query, k, k, requests, 1, real(sm_scale), causal=False, split_kv="never", return_lse=True,
-        shares_v=True, lse_form=LSE_NATURAL | LSE_INF | LSE_OF_KEYS | LSE_MAX, out_dtype=q.dtype, out=out,
-        sinks=attn_sink, q_rope=q_rope, k_rope=k_rope, record=record,
+        PREFILL_NAME, query, k, k, requests, 1, *factors[:2], causal=False, split_kv="never", return_lse=True,
+        shares_v=True, lse_form=LSE_NATURAL | LSE_INF | LSE_OF_KEYS | LSE_MAX,
+        out_dtype=torch.bfloat16 if q.dtype is torch.float8_e4m3fn else q.dtype, out=out, sinks=attn_sink,
+        q_rope=q_rope, k_rope=k_rope, record=record, scale_tensor=factors.scale_tensor,
+        out_scale_tensor=factors.out_scale_tensor, **second,
     )  # fmt: skip
 
 
-def _rows_of_prompt(kv: Any, dim: int, columns: int) -> tuple[torch.Tensor, torch.Tensor | None, str]:
-    """Return what `_cache` does of rows (S, 1, D), which are one page. Rows of bytes are packed records."""
-    rows, _, width = check_strided("kv", kv, 3).shape
-    packed = kv.dtype in BYTES
-    if packed and width not in ROWS.get(dim, {}):
-        allowed = listed(ROWS.get(dim, {})) or "no record"
-        raise ValueError(
-            f"kv: shape {tuple(kv.shape)}, must end with the bytes of a packed row: {allowed} with {dim} of q"
-        )
-    check_shape("kv", kv, (rows, 1, width if packed else dim), "rows, one head, the last dimension of q")
-    return _cache("kv", kv.unsqueeze(0), dim, columns, ROWS if packed else NO_RECORDS)
+def _rows_of_prompt(
+    name: str, kv: Any, dim: int, columns: int
+) -> tuple[torch.Tensor, torch.Tensor | None, str]:  # fmt: skip
+    """Return what `_cache` does of rows (S, 1, D), which are one page, or of a cache (pages, P, 1, D). Rows of bytes
+    have values of e4m3 or are packed records."""
+    packed = check_strided(name, kv).dtype in BYTES
+    records = (PACKED if name == "kv" else PACKED | SECOND) if packed else NO_RECORDS
+    if kv.dim() == 4:
+        check_shape(name, kv, (*kv.shape[:2], 1, kv.shape[3]), "pages, rows, one head, the last dimension of q")
+        return _cache(name, kv, dim, columns, records)
+    rows, _, width = check_strided(name, kv, 3).shape
+    known = [size for size in records.get(dim, {}) if not RECORDS[records[dim][size]].planar]
+    if packed and width not in (dim, *known):
+        allowed = f"{listed((dim, *known))} bytes with {dim} of q"
+        raise ValueError(f"{name}: shape {tuple(kv.shape)}, must end with a row of values, or a packed row: {allowed}")
+    check_shape(name, kv, (rows, 1, width if packed else dim), "rows, one head, the last dimension of q")
+    return _cache(name, kv.unsqueeze(0), dim, columns, records)
 
 
 def with_max(call: AttentionCall, found: Any, q: Any, out: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

@@ -6,11 +6,11 @@ import torch
 
 from ..host.checks import UnknownName, check_integer, check_number, check_operand, check_shape, check_strided
 from ..host.scalars import integer
+from ..host.segments import check_boundaries, segments_of
 from ..indexer.logits import SEGMENTS, LogitsCall
 from ..indexer.selection import SCRATCH, SelectionCall, apart, number_of_keys, serve, tokens_of_pass
 from ..topk import checks as topk
 from ..topk.checks import TopKCall, TopKTieBreak
-from .segments import check_boundaries, segments_of
 
 __all__ = ["dsa_indexer_topk", "dsa_indexer_topk_workspace_size"]
 

@@ -24,7 +24,7 @@ from ..host.checks import (
 )
 from ..host.plain import traced
 from ..host.scalars import integer, real
-from .segments import check_boundaries, segments_of
+from ..host.segments import check_boundaries, rows_of_documents
 
 __all__ = ["dsa_sparse_attention", "dsa_sparse_attention_varlen"]
 
@@ -129,19 +129,6 @@ def varlen_call(
         VARLEN_NAME, q_latent, q_rope, kv_latent, k_rope, gather_kv_indices, topk_length, softmax_scale, return_lse,
         key_passes, dkv_acc, dkv_dst_map, backend, rows_of,
     )  # fmt: skip
-
-
-def rows_of_documents(
-    positions: torch.Tensor, starts_q: torch.Tensor, starts_k: torch.Tensor, causal: bool
-) -> torch.Tensor:
-    """Return the rows of positions (T, K) in the documents of T tokens, -1 for none."""
-    of = segments_of(len(positions), starts_q, starts_k)
-    limit = of.end
-    if causal:  # the keys of a document end with the key of its last token
-        limit = torch.minimum(limit, limit - of.queries + of.number + 1)
-    rows = positions + of.begin[:, None]
-    keys = of.inside[:, None] & (positions >= 0) & (rows < limit[:, None]) & (rows >= 0) & (rows < 1 << 31)
-    return torch.where(keys, rows, -1).int()
 
 
 def flat_call(

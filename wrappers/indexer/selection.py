@@ -77,7 +77,8 @@ def serve(call: SelectionCall) -> torch.Tensor:
         if not first and not traced(q):
             bindable(topk_plan.FAMILY, pick)  # refuses it before anything is launched
         tokens = count if scored.table is None else scored.next_n
-        logits.serve(part_of(scored, units, rows, parts)._replace(out=some, next_n=tokens))
+        if scores is not None or scored.width > chosen.k:  # of at most k keys, the selection reads no logits
+            logits.serve(part_of(scored, units, rows, parts)._replace(out=some, next_n=tokens))
         topk_op.serve(pick)
         if scores is not None:
             found = some.gather(1, out[rows].clamp(0, scored.width - 1).long())

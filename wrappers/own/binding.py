@@ -6,6 +6,7 @@ from typing import Any
 from ..attention.bound import BoundCall
 from ..cache_write.bound import BoundAppend
 from ..flash_attn.api import CachedCall
+from ..flash_attn.gather import NAME as GATHERED
 from ..topk.bound import BoundTopK
 from .append_qkv import QueryOutput
 from .registry import CACHE_WRITE, TOP_K, arguments_of, made_by, row_of
@@ -31,7 +32,8 @@ def bind(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     rows to a cache.
     Raises TypeError for a function that is not public; NotImplementedError for a public one of which no tensor stays
     from call to call (`apply_rope`, `merge_state`), for flash_attn_with_kvcache with k, which has two launches, or with
-    cache_leftpad, of which the host makes a table at each call. No other library has this function.
+    cache_leftpad, of which the host makes a table at each call, and with gather_kv_indices. No other library has this
+    function.
 
     >>> q, cache = torch.randn(2, 8, 64).half(), torch.randn(3, 2, 2, 16, 64).half()  # 3 pages of 16 rows
     >>> table, lens = torch.tensor([[2, 0], [1, -1]]).int(), torch.tensor([20, 9]).int()
@@ -40,6 +42,9 @@ def bind(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     torch.Size([2, 8, 64])
     """
     row = row_of(function, "bind", binds=True)
+    if kwargs.get(GATHERED) is not None:
+        need = "rows are made of it at each call"
+        raise NotImplementedError(f"{GATHERED}: given, not supported by bind, must be None: {need}")
     made = made_by(function, *args, **kwargs)
     if row.family == TOP_K:
         return BoundTopK(made)

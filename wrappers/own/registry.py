@@ -34,7 +34,7 @@ from ..indexer.selection import SelectionCall
 from ..vllm import latent as vllm_latent
 from ..vllm import latent_gather as vllm_gather
 from ..vllm import topk as vllm_topk
-from . import append_latent, append_qkv, gather_latent, select
+from . import append_latent, append_qkv, gather_latent, select, sparse_paged_attention
 
 ATTENTION, TOP_K, CACHE_WRITE, MERGING = "attention", "top-k", "cache writing", "merging"  # families
 LATENT, LATENT_READ = "latent caches", "gathers of latent caches"  # likewise
@@ -149,6 +149,7 @@ FUNCTIONS: tuple[PublicFunction, ...] = (
     PublicFunction(
         dsa_sparse_attention.dsa_sparse_attention_varlen, dsa_sparse_attention.varlen_call, PREFILL, binds=False
     ),
+    PublicFunction(sparse_paged_attention.sparse_paged_attention, sparse_paged_attention.sparse_paged_call, DECODE),
     PublicFunction(flash_mla.get_mla_metadata, None, DECODE, kernels=NO_KERNEL, binds=False),
     PublicFunction(dsa_indexer.dsa_indexer_topk, dsa_indexer.topk_call, SPARSE, binds=False),
     PublicFunction(dsa_indexer.dsa_indexer_topk_workspace_size, None, SPARSE, kernels=NO_KERNEL, binds=False),

@@ -32,7 +32,8 @@ def select_slots(
             and so on. Or (B, next_n): the keys of each token.
         block_table: int32 (B, M), the pages of each request.
         top_k: how many keys a token gets, at least 1.
-        max_context_len: no request has more keys; None: as many as its row of block_table may have.
+        max_context_len: no request has more keys; None: as many as its row of block_table may have. If it is at most
+            top_k, no logits are computed, since a token gets all of its keys.
         out: receives the slots, int32 (B, next_n, top_k), or None.
         scratch_bytes: memory for logits, at most, if those of one request fit. More requests than fit are computed in
             passes, one after the other.
@@ -90,7 +91,7 @@ def select_rows(
 
     The logits are those of `fp8_mqa_logits`, of keys in one tensor, such as `cp_gather_indexer_k_quant_cache` gathers
     from a cache. The result counts rows of that tensor, as the `indices` of a sparse prefill over rows that were
-    gathered alike.
+    gathered alike. No logits are computed of at most top_k keys.
 
     Args:
         q: float8_e4m3fn (T, H, D). kv: (keys, scales): float8_e4m3fn (S, D), and fp32 (S,). weights: fp32 (T, H).

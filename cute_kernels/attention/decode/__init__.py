@@ -117,6 +117,8 @@ def candidate(request: KernelRequest, arch: str, split: bool = True) -> Spec:
     mask = replace(exact_mask(p), causal="always" if p.causal else full, window=True, tree=True)
     logits = replace(spec.logits, alibi=p.alibi, head_scales=p.head_scales)
     out = outputs(p.q, p.out)
+    if p.source == "slots":
+        mask = MaskSpec("never")
     spec = replace(spec, kv=kv_spec(p), head_dim_vo=p.head_dim_vo, mask=mask, logits=logits, out=out)
     return beside_scales(spec, arch)
 
@@ -134,6 +136,11 @@ def supports(spec: Spec) -> Refusal | None:
     ]
     if refusal := refuse_dims(spec, padded(spec.kv.dtype, spec.dims), known):
         return refusal
+    if spec.kv.source == "slots":
+        if refusal := refuse_slots(spec):
+            return refusal
+    elif spec.mask.causal == "never":
+        return Refusal("causal", "False: the kernel is causal, or as the argument says")
     if spec.mask.custom:
         return Refusal("custom_mask", f"{spec.mask.custom}: the kernel has the tree mask only")
     if spec.mask.prefix:
@@ -142,8 +149,6 @@ def supports(spec: Spec) -> Refusal | None:
         return Refusal("alibi", "True: the kernel has no ALiBi")
     if spec.logits.head_scales:
         return Refusal("head_scales", "True: the kernel has one scale for all heads")
-    if spec.mask.causal == "never":
-        return Refusal("causal", "False: the kernel is causal, or as the argument says")
     if spec.schedule != "stream_k":
         return Refusal("schedule", f"{spec.schedule}: the kernel has stream_k")
     if not (spec.logits.soft_cap and spec.logits.skip):
@@ -156,4 +161,15 @@ def supports(spec: Spec) -> Refusal | None:
         return Refusal("tile", f"{t}: m must be rows_per_warp (8 or 16) times a divisor of {t.warps} warps")
     if t.n % (16 * t.warps):
         return Refusal("tile", f"{t}: n must be a multiple of 16 keys times {t.warps} warps")
+    return None
+
+
+def refuse_slots(spec: Spec) -> Refusal | None:
+    """Return the refusal of keys that a token chooses one by one, if the kernel cannot read them."""
+    if spec.kv.extra:
+        return Refusal("extra", "True: the kernel reads one cache")
+    if spec.kv.layout.exists:
+        return Refusal("kv_scales", "given: the kernel has no factors of keys that a token chooses")
+    if spec.mask != MaskSpec("never"):
+        return Refusal("source", "slots: the kernel has no mask but the keys that a token chooses")
     return None

@@ -24,7 +24,7 @@ from ..mask import ScoreCols, ScoreRows
 from ..schedule import work
 from ..schedule.work import WorkTileInfo
 from ..spec import SF_VEC_SIZE
-from . import fragments, reduce, row_scales
+from . import chosen, fragments, reduce, row_scales
 from .fragments import KeyCursor
 from .layout import (
     CachedRow,
@@ -58,6 +58,7 @@ class DecodeFragments:
     # scale factors of blocks: of K; of V, key 2 t; from there to key 2 t + 1; to the next block
     sf_offsets: cute.Tensor
     row_scales: Any = None  # a `row_scales.KeyFactors`, if rows of K and V have factors
+    chosen: Any = None  # a `chosen.ChosenKeys`, if a token chooses its keys one by one
 
 
 @dataclass(frozen=True)
@@ -77,9 +78,9 @@ class WarpTileState:
     num_unmasked_keys: Int32  # keys from w.n_block_full_min on with no mask, soft cap or skip test
 
 
-def make_fragments(spec, a):
+def make_fragments(spec, plan):
     """Allocate a warp's fragments and set the offsets that never change."""
-    rmem = cute.make_rmem_tensor
+    a, rmem = plan.args, cute.make_rmem_tensor
     lane = cute.arch.lane_idx()
     g, t = lane // 4, lane % 4
     k, v = CachedRow.of_k(spec), CachedRow.of_v(spec)
@@ -96,6 +97,7 @@ def make_fragments(spec, a):
         rmem(num_v_offsets(spec), Int32),
         rmem(4, Int32),
         row_scales.make(spec),
+        chosen.make(spec, plan),
     )
     if is_dense(spec):
         set_dense_offsets(r, k, v, g, t)
@@ -142,7 +144,7 @@ def warp_tile(spec: cutlass.Constexpr, a, r: DecodeFragments, w: WorkTileInfo):
     group = number * (m // spec.tile.rows_per_warp) // spec.tile.warps
     first = w.m_block * m
     num_unmasked_keys = cutlass.max(w.n_block_full_max - w.n_block_full_min, 0) * spec.tile.n
-    if a.logits.soft_cap > 0.0 or a.logits.skip_threshold != -Float32.inf:
+    if chosen.has_slots(spec) or a.logits.soft_cap > 0.0 or a.logits.skip_threshold != -Float32.inf:
         num_unmasked_keys = Int32(0)
     left, share = cutlass.min(rows - first, m), number - group * shares
     return WarpTileState(w, seqlen, number, first, rows, left, group, share, shares, num_unmasked_keys)
@@ -181,8 +183,9 @@ def transform_logits(
     is needed; if not (skip-softmax), set their scores to -inf."""
     view, needs_pv, n = rows_view(acc_s), True, spec.tile.n
     masked = key >= tile.w.n_block_full_max * n or key < tile.w.n_block_full_min * n
-    rows = ScoreRows(r.tokens, tile.w.sequence.q_start, tile.seqlen, r.score_to_log2)
-    cols = ScoreCols(key + cute.arch.lane_idx() // 4, [8 * j for j in range(keys(spec) // 8)])
+    rows = ScoreRows(r.tokens, tile.w.sequence.q_start, tile.seqlen, r.score_to_log2, words=chosen.present(spec, r))
+    lane_col = cute.arch.lane_idx() // 4
+    cols = ScoreCols(key + lane_col, [8 * j for j in range(keys(spec) // 8)], lane_col)
     logits.transform(spec, a, view, rows, cols, a.logits.soft_cap > 0.0, masked)
     if a.logits.skip_threshold != -Float32.inf:
         log2_threshold = skip_rule.log2_threshold(a, tile.w.sequence.kv_len)
@@ -259,6 +262,7 @@ def mainloop(spec: cutlass.Constexpr, a, s, r: DecodeFragments, tile: WarpTileSt
         while unmasked:
             k_ready = pipeline.consumer_try_wait(s.k.pipe, cur.block)
             v_ready = pipeline.consumer_try_wait(s.v.pipe, prev.block)
+            chosen.look_up(spec, a, r, tile.w, cur.key)
             if has_scores:
                 # P = exp2(S - row_max), rescale O
                 online_softmax(spec, r, acc_s, p)
@@ -306,7 +310,7 @@ def mainloop(spec: cutlass.Constexpr, a, s, r: DecodeFragments, tile: WarpTileSt
 def mma_warp(spec: cutlass.Constexpr, plan, s):
     """Run the mma role of one warp."""
     a = plan.args
-    r = make_fragments(spec, a)
+    r = make_fragments(spec, plan)
     softmax_scale_log2 = softmax.device_scale(a.logits.softmax_scale_log2, a.logits.softmax_scale_ptr)
     block, t, turn = pipeline.PackedState(Int32(0)), Int32(0), Int32(0)
     words = cute.make_rmem_tensor((q_words(spec), num_n_tiles(spec)), Uint32)

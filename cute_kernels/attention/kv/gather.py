@@ -78,12 +78,10 @@ def prefetch_pages(spec: cutlass.Constexpr, page_ids: RowPageIds, sequence_pages
 
 
 @cute.jit
-def look_up_block(
-    spec: cutlass.Constexpr, page_ids: RowPageIds, of: pages.SequencePages, kv_len: Int32, n_block: Int32
-):
-    """Look up the pages of all rows of a block, -1 past kv_len."""
+def look_up_rows(spec: cutlass.Constexpr, page_ids: RowPageIds, of: pages.SequencePages, kv_len: Int32, first: Int32):
+    """Look up the pages of the rows of a sequence from `first` on, as many as `page_ids` has; -1 past kv_len."""
     for c in cutlass.range_constexpr(cute.size(page_ids.page)):
-        row = n_block * spec.tile.n + 32 * c + cute.arch.lane_idx()
+        row = first + 32 * c + cute.arch.lane_idx()
         page_ids.page[c] = page_of_row(spec, page_ids, of, kv_len, row)
 
 
@@ -172,7 +170,7 @@ def is_extra(spec, n_block, first_keys):
 
 @cute.jit
 def present(spec: cutlass.Constexpr, op: GatherOperand, page_ids: RowPageIds, n_block: Int32, first_keys):
-    """Return which keys of a block exist, as bits of words of 32 keys. page_ids: from `look_up_block`. first_keys: as
+    """Return which keys of a block exist, as bits of words of 32 keys. page_ids: from `look_up_rows`. first_keys: as
     in `is_extra`. Called by all lanes of a warp."""
     words = cute.make_rmem_tensor(cute.size(page_ids.page), Uint32)
     # rows of the cache, of which slots are fewer: products of their numbers may not fit

@@ -81,6 +81,8 @@ def supports(spec: Spec) -> Refusal | None:
     """Return None if the kernel runs `spec`, else the reason why not. Nothing else says what the kernel can do."""
     if spec.kv.shares_v:
         return Refusal("shares_v", "True: the kernel loads V as a tensor of its own")
+    if spec.kv.source == "slots":
+        return Refusal("source", "slots: the kernel reads no keys that a token chooses")
     if spec.kv.scales and spec.q not in DTYPES:
         return Refusal("kv_scales", f"{spec.kv.scales}: the kernel has factors of rows with 16-bit queries")
     if spec.schedule == "stream_k":

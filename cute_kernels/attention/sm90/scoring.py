@@ -153,7 +153,7 @@ def look_up_slots(spec: cutlass.Constexpr, plan, tile: Sm90TileState, n_block: I
     if const_expr(gather.has_slots(spec)):
         sequence = tile.w.sequence
         found = pages.of_sequence(plan.args, tile.w.batch_idx, pages.K, sequence.extra)
-        gather.look_up_block(spec, tile.slots, found, sequence.kv_len, n_block)
+        gather.look_up_rows(spec, tile.slots, found, sequence.kv_len, n_block * spec.tile.n)
 
 
 @cute.jit

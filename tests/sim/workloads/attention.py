@@ -150,6 +150,8 @@ def structure(spec: Any) -> Any:
         return "narrow" if (k.work, k.same["kv_dtype"], dim) == (tile_table.NARROW, "", 64) else None
     if k.decodes:
         key = k.same["kv_dtype"], dim, spec.tile.rows_per_warp == FEW_ROWS
+        if spec.kv.source == "slots":  # no role waits or signals otherwise than in kernels that gather
+            return None
         if k.gathers:
             return (*key, "gathers") if key in GATHER_STRUCTURES else None
         return key if key in DECODE_STRUCTURES else None
@@ -233,6 +235,27 @@ def sharing_cases(k: KernelTraits) -> list[Scenario]:
     ]
 
 
+def chosen_cases(k: KernelTraits) -> list[Scenario]:
+    """Return scenarios of a kernel of decode whose tokens choose their keys, some of which do not exist."""
+    tokens, each = (2, 1) if k.few_rows else (5, 3)  # of three rows
+    most = k.keys + k.block  # every stage is filled again
+    ragged = AttentionCase(
+        "ragged", q_lens=(tokens,) * 5, kv_lens=(0, 19, most, 7, 0), heads_q=6, heads_kv=2, page_size=3, sink=True,
+        data="peaks", layout="NHD", strided_q=True, device=("scale", "out"), out_scale=0.5, **k.same,
+    )  # fmt: skip
+    short = replace(
+        ragged, name="short", q_lens=(each, each), kv_lens=(k.block + 40, 9), sink=False, lse=False, page_size=64,
+        soft_cap=12.0, cache="stacked", out_dtype="fp8",
+    )  # fmt: skip
+    crowd = replace(ragged, name="crowd", q_lens=(each,) * 9, kv_lens=tuple(37 * i % 131 for i in range(9)))
+    long = replace(ragged, name="long", q_lens=(each,), kv_lens=(PARTS * k.block * 2 // 3,), heads_q=3, heads_kv=1)
+    return [
+        Scenario("ragged", (ragged,), SMS, ("slots",)),
+        Scenario("crowd", (crowd, short), SHARED_SMS, ("slots",)),
+        Scenario("long", (long,), PARTS, ("slots",)),
+    ]
+
+
 def promoting_calls(k: KernelTraits, short: AttentionCase) -> list[AttentionCase]:
     """Return calls in which sums are promoted: below a block that one request sees whole and the other in part; with
     a cap and without, each with an output type that `short` does not combine with it. Some maxima grow two blocks
@@ -276,6 +299,8 @@ def attention_cases(spec: Any, thorough: bool = False) -> list[Scenario]:
     if spec.kv.shares_v:
         return mla_cases(spec)  # type: ignore[return-value]
     k = traits_of(spec)
+    if spec.kv.source == "slots":
+        return chosen_cases(k)
     return with_small_queries(k, cases_of(k, structure(spec) is None, spec.head_dim_qk, thorough))
 
 

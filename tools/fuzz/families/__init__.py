@@ -3,7 +3,7 @@
 from types import ModuleType
 from typing import NamedTuple
 
-from . import attention, attention_draw, cache_write, indexer, latent, latent_read, merging, mla, small, topk
+from . import attention, attention_draw, cache_write, chosen, indexer, latent, latent_read, merging, mla, small, topk
 
 
 class FuzzFamily(NamedTuple):
@@ -18,6 +18,7 @@ FAMILIES = {
     "decode": FuzzFamily(attention_draw, attention, 30),
     "prefill": FuzzFamily(attention_draw, attention, 26),
     "layers": FuzzFamily(attention_draw, attention, 8),
+    "chosen": FuzzFamily(chosen, attention, 6),
     "topk": FuzzFamily(topk, topk, 14),
     "cache": FuzzFamily(cache_write, cache_write, 14),
     "latent": FuzzFamily(latent, latent, 8),

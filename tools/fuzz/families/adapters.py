@@ -142,6 +142,22 @@ def _fmha(call: Call, problems: list[Any], device: torch.device) -> Adapted:
     return Adapted(trees, lambda tree: (wrappers.trtllm_fmha_v2_prefill(**tree), None), _outputs)
 
 
+def _chosen(call: Call, problems: list[Any], device: torch.device) -> Adapted:
+    trees = []
+    for case, p, _ in problems:
+        tree = cases.decode_arguments(case, p)
+        names = ("kv_cache", "kv_layout", "sinks", "return_lse", "lse", "out", "bmm1_scale", "bmm2_scale",
+                 "logits_soft_cap")  # fmt: skip
+        found = {name: tree[name] for name in names if name in tree}
+        found |= {"q": tree["query"], "batch_invariant": case.invariant} | _dtype(case)
+        if case.out_dtype == "nvfp4":
+            found |= {"o_sf_scale": tree["o_sf_scale"], "out_dtype": tree["out_dtype"]}
+        found |= {"indices": p.requests.page_table[:, 0].contiguous(), "counts": p.requests.kv_lens}
+        trees.append(found)
+    made, lse = _by_mode(call, wrappers.sparse_paged_attention, "q"), problems[0].case.lse
+    return Adapted(trees, lambda tree: _split(made(tree), lse), _outputs)
+
+
 # ---- FlashAttention's functions
 
 
@@ -352,6 +368,7 @@ ADAPTERS: dict[str, Callable[[Call, list[Any], torch.device], Adapted]] = {
     "xqa": _tables,
     "xqa_batch_decode_with_kv_cache": _xqa_batch,
     "trtllm_fmha_v2_prefill": _fmha,
+    "sparse_paged_attention": _chosen,
     "flash_attn_func": _flash,
     "flash_attn_varlen_func": _flash,
     "flash_attn_with_kvcache": _flash,

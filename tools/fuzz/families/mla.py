@@ -27,7 +27,7 @@ BYTE = torch.uint8
 RECORDS_OF = {  # (function, columns of K) -> records, of which "e4m3" also without chosen keys
     ("flash_mla", 576): ("e4m3", "656", "352"), ("flash_mla", 512): ("e4m3", "584", "528"),
     ("trtllm", 576): ("e4m3", "656"), ("trtllm", 512): ("e4m3", "528_fp32"),
-    ("sparse_fwd", 576): ("656", "352"), ("sparse_fwd", 512): ("528",),
+    ("sparse_fwd", 576): ("e4m3", "656", "352"), ("sparse_fwd", 512): ("e4m3", "528", "584"),
 }  # fmt: skip
 FUNCTIONS, WEIGHTS = (*NAMES, APPEND, METADATA), (6, 4, 4, 4, 1, 3, 1, 1, 2, 2)
 
@@ -63,7 +63,7 @@ def draw(family: str, rng: Random, options: Options) -> Call:
     if function == QV:
         window, cap = rng.choice((0, 1, 63, 64, 300)), rng.choice((0.0, 0.0, 5.0))
         drawn = replace(drawn, dim=576, window=window, cap=cap)
-    if drawn.chosen and function == FLASH_MLA and rng.random() < 0.4:
+    if drawn.chosen and function in (FLASH_MLA, SPARSE) and rng.random() < 0.4:
         drawn = replace(drawn, second=rng.choice((1, 64, rng.randrange(1, most))))
     if function in (FLASH_MLA, TRTLLM, SPARSE) and drawn.dtype == "bf16" and rng.random() < 0.5:
         drawn = _with_records(drawn, rng)

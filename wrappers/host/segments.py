@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ..host.checks import check_operand, check_shape
+from .checks import check_operand, check_shape
 
 
 class TokenSegments(NamedTuple):
@@ -40,3 +40,16 @@ def segments_of(tokens: int, cu_seqlens_q: torch.Tensor, cu_seqlens_k: torch.Ten
     first, last = q[:-1][segment], q[1:][segment]
     inside = (token >= first) & (token < last)
     return TokenSegments(segment, inside, token - first, last - first, k[:-1][segment], k[1:][segment])
+
+
+def rows_of_documents(
+    positions: torch.Tensor, starts_q: torch.Tensor, starts_k: torch.Tensor, causal: bool
+) -> torch.Tensor:
+    """Return the rows of positions (T, K) in the documents of T tokens, -1 for none."""
+    of = segments_of(len(positions), starts_q, starts_k)
+    limit = of.end
+    if causal:  # the keys of a document end with the key of its last token
+        limit = torch.minimum(limit, limit - of.queries + of.number + 1)
+    rows = positions + of.begin[:, None]
+    keys = of.inside[:, None] & (positions >= 0) & (rows < limit[:, None]) & (rows >= 0) & (rows < 1 << 31)
+    return torch.where(keys, rows, -1).int()

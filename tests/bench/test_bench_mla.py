@@ -1,0 +1,45 @@
+"""`bench.mla`: the arguments that peers get, of which our own function takes the place, and what ours runs beside."""
+
+import sys
+from dataclasses import replace
+from types import ModuleType
+
+import pytest
+
+import wrappers
+from bench import mla
+from bench.cases.mla import MlaCase
+
+SMALL = {
+    "all keys": MlaCase(lens=(70, 3), heads=4, rows=2),
+    "chosen": MlaCase(lens=(70, 70), heads=4, rows=2, chosen=30),
+    "prompt": MlaCase("sparse_fwd", lens=(70,), heads=4, rows=5, chosen=30),
+}
+
+
+@pytest.mark.parametrize("name", SMALL)
+def test_the_arguments_of_flash_attention(monkeypatch, name):
+    case, path = SMALL[name], "vllm.vllm_flash_attn.flash_attn_interface"
+    for parent in ("vllm", "vllm.vllm_flash_attn", path):
+        monkeypatch.setitem(sys.modules, parent, ModuleType(parent))
+    sys.modules[path].flash_attn_varlen_func = wrappers.flash_attn_varlen_func
+    case = replace(case, lens=(70,) * len(case.lens))
+    inputs = mla.make(case, "cpu", 0)
+    assert mla.served("flash-attn-3", case)
+    assert mla.check(case, inputs, mla.PROVIDERS["flash-attn-3"](case, inputs)()) is None
+
+
+@pytest.mark.parametrize("name", ["kv656-t4-s70-h4-k30", "fp8-t4-s70-h4-k30", "kv584-d512-t4-s70-h4-k30"])
+def test_prompts_over_packed_rows_run_beside_bf16(name):
+    case = mla.prompt_case(name)
+    beside = mla.own_others(case)
+    assert list(beside) == ["own-bf16"] and not mla.served("flashmla", case) and not mla.served("flash-attn-3", case)
+    for one in (case, *beside.values()):
+        inputs = mla.make(one, "cpu", 0)
+        assert mla.check(one, inputs, mla.ours(one, inputs)()) is None
+
+
+def test_what_runs_beside_a_case():
+    assert list(mla.own_others(mla.CASES["dsa-decode-kv352-b128-h16-k2048"])) == ["own-kv656"]
+    assert list(mla.own_others(mla.CASES["mla-decode-bf16-b128-s4096-h16-p1"])) == ["own-p64"]
+    assert not mla.own_others(mla.CASES["dsa-decode-kv656-b64-h128-k2048"])
