@@ -26,6 +26,7 @@ CASES = [
     LogitsCase(PAGED, lens=(40, 1), heads=4, dim=32, page_size=1, next_n=4, own=True, strided=True, shift=4),
     LogitsCase(PAGED, lens=(40, 9), heads=4, dim=32, page_size=5, next_n=2, hostile=True),
     LogitsCase(PAGED_FP4, lens=(40, 9), heads=4, dim=32, page_size=64, next_n=2, own=True, dtype="bf16"),
+    LogitsCase(PAGED, lens=(40, 9), heads=4, dim=32, data="nan"),
 ]
 
 
@@ -83,8 +84,9 @@ def test_against_a_loop(case):
     assert torch.equal(got == -INF, want == -INF)
     seen = want != -INF
     size = 1e-2 if case.dtype == "bf16" else 1e-5
-    largest = max(want[seen].abs().tolist(), default=0.0)
-    torch.testing.assert_close(got[seen].double(), want[seen], rtol=size, atol=size * largest)
+    largest = max(want[seen].abs().nan_to_num(0.0).tolist(), default=0.0)
+    torch.testing.assert_close(got[seen].double(), want[seen], rtol=size, atol=size * largest, equal_nan=True)
+    assert bool(want[seen].isnan().any()) == (case.data == "nan")
     assert cases.error(case, got, cases.expected(case, given)) <= 1
 
 

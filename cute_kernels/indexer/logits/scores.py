@@ -108,8 +108,8 @@ def compute(spec: cutlass.Constexpr, a, s: InputSmem):
 
 
 class BlockSums(NamedTuple):
-    """The sums of a lane of a block: of key 0 and 1 of each token of the last pass. key, scale: those of the key that
-    the lane stores."""
+    """The sums of a lane of a block: of key 0 and 1 of each token of the last pass. key: the one that the lane stores.
+    scale: its logit over its sum."""
 
     sums: list[Float32]
     key: Int32
@@ -131,7 +131,7 @@ def one_block(
     inside += lane // QUAD + 8 * (lane % 2)  # the key that this lane stores
     pipeline.consumer_wait(s.k_pipe, item)
     at = pipeline.stage(s.k_pipe, item)
-    scale = s.k_scale[inside, at]
+    scale = s.k_scale[inside, at] * const_expr(0.5 if doubled(spec) else 1.0)
     cute.arch.fence_proxy("async.shared", space="cta")
     each, count = const_expr(chunk_rows(spec)), const_expr(len(r.acc))
     queries = r.q[None, None, None, warp.opaque(tile.stage)]  # descriptors of several passes would fill the registers
@@ -202,7 +202,20 @@ def weigh(spec, acc: cute.Tensor, weights: cute.Tensor, column):
     for key in range(2):
         total = [Float32(0.0), Float32(0.0)]
         for i in range(own):
-            score = cute.arch.fmax(scores[key, own * column + i], Float32(0.0))
-            total[i % 2] = warp.fma(weights[i], score, total[i % 2])
+            total[i % 2] = warp.fma(weights[i], rectified(spec, scores[key, own * column + i]), total[i % 2])
         found.append(total[0] + total[1])
     return found
+
+
+def doubled(spec):
+    """Return whether sums are twice those of the logits. Scores of e4m3 are finite, so that s + |s| is exactly twice
+    max(s, 0); it takes half as long, because the SM computes maxima at half of the rate of sums. Powers of two change
+    no rounding, unless a sum is beyond half of the largest fp32, or the half of a key's scale is subnormal."""
+    return spec.keys == "e4m3"
+
+
+def rectified(spec, score):
+    """Return max(score, 0), or twice that."""
+    if doubled(spec):
+        return score + cute.math.absf(score)
+    return cute.arch.fmax(score, Float32(0.0))

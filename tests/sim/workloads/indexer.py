@@ -45,7 +45,8 @@ def logits_cases(spec: IndexerSpec) -> list[LogitsScenario]:
     )
     if spec.keys == "bf16":  # no cache has pages of them
         few = replace(rows, heads=fewer.heads, lens=(40, 900), windows="random", data="zeros")
-        return [prompts, LogitsScenario("a share", (replace(rows, lens=(PROMPT, 64 * 21 + 5)), few), 3)]
+        many = replace(rows, lens=(PROMPT, 64 * 21 + 5), data="nan")
+        return [prompts, LogitsScenario("a share", (many, few), 3)]
     return [
         LogitsScenario(
             "pages",
@@ -57,7 +58,7 @@ def logits_cases(spec: IndexerSpec) -> list[LogitsScenario]:
             3,
         ),
         prompts,
-        LogitsScenario("a share", (replace(base, lens=(64 * 21 + 5, 3), page_size=256),), 3),
+        LogitsScenario("a share", (replace(base, lens=(64 * 21 + 5, 3), page_size=256, data="nan"),), 3),
         # more tiles than threads, so that a thread adds up several
         LogitsScenario("requests", (replace(base, lens=(*[0] * 388, 70, 700), clean=False),)),
     ]
