@@ -15,7 +15,7 @@ from cutlass.cute.nvgpu import warpgroup
 
 from ... import abi
 from ...device import copy, memory, pipeline, warp, wgmma
-from . import GROUPS, KEYS, chunk_rows, pass_rows
+from . import GROUPS, KEYS, accumulators, chunk_rows, holds_weights
 from .load import InputSmem, TileWork, read_work
 from .output import element_bytes, store
 from .roles import WARPS, roles
@@ -24,7 +24,8 @@ QUAD = 4  # lanes that have the columns of a key
 
 
 class ScoreFragments(NamedTuple):
-    """Operands of the MMAs, and accumulators of the tokens of a pass: `chunk_rows` each."""
+    """Operands of the MMAs, and the accumulators, which take turns: a unit, `chunk_rows` tokens and a block of keys,
+    has one."""
 
     mma: cute.TiledMma
     k: cute.Tensor
@@ -41,20 +42,27 @@ class LaneRows(NamedTuple):
 
 
 class TileInputs(NamedTuple):
-    """The queries of a tile. stage: of q_pipe. rows: a lane's tokens. weights: those of the tokens of the first pass;
-    others are loaded for each block."""
+    """The queries of a tile. stage: of q_pipe. rows: a lane's tokens. weights: those of all tokens; if there are none,
+    they are loaded for each unit."""
 
     stage: Int32
     rows: LaneRows
     weights: list[cute.Tensor]
 
 
+class LaneKey(NamedTuple):
+    """The key of a block that a lane stores. scale: its logit over its sum."""
+
+    key: Int32
+    scale: Float32
+
+
 def fragments(spec, s: InputSmem) -> ScoreFragments:
     """Make the fragments of a warpgroup."""
     columns = chunk_rows(spec) * spec.heads
     mma = wgmma.mma_nt(abi.DTYPES[spec.keys], 1, columns)
-    part, count = mma.get_slice(0), pass_rows(spec) // chunk_rows(spec)
-    acc = tuple(cute.make_rmem_tensor(part.partition_shape_C((KEYS, columns)), Float32) for _ in range(count))
+    part, shape = mma.get_slice(0), (KEYS, columns)
+    acc = tuple(cute.make_rmem_tensor(part.partition_shape_C(shape), Float32) for _ in range(accumulators(spec)))
     return ScoreFragments(
         mma, mma.make_fragment_A(part.partition_A(s.k)), mma.make_fragment_B(part.partition_B(s.q)), acc
     )
@@ -84,7 +92,7 @@ def read_rows(spec: cutlass.Constexpr, a, s: InputSmem, rows: LaneRows, work: Ti
 
 # The mma role: one iteration per tile, an inner one per block; the warpgroups take blocks in turn.
 #   waits for   q_pipe, k_pipe full
-#   computes    scores of a pass, then logits of the first MMA's tokens while the others run
+#   computes    unit by unit, scores and then logits; the MMAs of the next unit run under the logits of a unit
 #   releases    k_pipe behind the last MMA that reads the block, q_pipe behind the last block of the tile
 @cute.jit
 def compute(spec: cutlass.Constexpr, a, s: InputSmem):
@@ -96,69 +104,90 @@ def compute(spec: cutlass.Constexpr, a, s: InputSmem):
         pipeline.consumer_wait(s.q_pipe, number)
         stage = pipeline.stage(s.q_pipe, number)
         read_rows(spec, a, s, rows, work, stage)
-        tile = TileInputs(stage, rows, load_weights(spec, s, 0, pass_rows(spec), stage))
-        first, before = (group - item) & (GROUPS - 1), no_sums(spec)
-        for i in cutlass.range(first, work.blocks, GROUPS, unroll=1):
-            before = one_block(spec, s, r, tile, item + i, work.first_block + i, before)
-        store_logits(spec, rows, before, const_expr(spec.rows - pass_rows(spec)), pass_rows(spec))
+        held = spec.rows if const_expr(holds_weights(spec)) else 0
+        tile = TileInputs(stage, rows, load_weights(spec, s, 0, held, stage))
+        first = (group - item) & (GROUPS - 1)
+        if first < work.blocks:
+            compute_tile(spec, s, r, tile, item, work, first)
         pipeline.consumer_release(s.q_pipe, number)
         item += work.blocks
         number += 1
         work = read_work(s, number)
 
 
-class BlockSums(NamedTuple):
-    """The sums of a lane of a block: of key 0 and 1 of each token of the last pass. key: the one that the lane stores.
-    scale: its logit over its sum."""
-
-    sums: list[Float32]
-    key: Int32
-    scale: Float32
-
-
-def no_sums(spec) -> BlockSums:
-    """Return the sums of a block without a key that a token sees."""
-    return BlockSums([Float32(0.0)] * (2 * pass_rows(spec)), Int32(-1), Float32(0.0))
+@cute.jit
+def compute_tile(
+    spec: cutlass.Constexpr, s: InputSmem, r: ScoreFragments, tile: TileInputs, item: Int32, work: TileWork,
+    first: Int32,
+):  # fmt: skip
+    """Compute the logits of every second block of a tile from number `first` on. item: of block 0 in k_pipe."""
+    place = wait_for_keys(spec, s, item + first, work.first_block + first)
+    issue(s, r, tile, 0, item + first)
+    last = work.blocks - 1 - ((work.blocks - 1 - first) & (GROUPS - 1))
+    for i in cutlass.range(first, last, GROUPS, unroll=1):
+        place = one_block(spec, s, r, tile, item + i, work.first_block + i, place, True)
+    one_block(spec, s, r, tile, item + last, work.first_block + last, place, False)
 
 
 @cute.jit
 def one_block(
     spec: cutlass.Constexpr, s: InputSmem, r: ScoreFragments, tile: TileInputs, item: Int32, block: Int32,
-    before: BlockSums,
-) -> BlockSums:  # fmt: skip
-    """Compute the sums of a block of keys, and meanwhile store the logits of the block before. item: of k_pipe."""
+    place: LaneKey, more: cutlass.Constexpr,
+) -> LaneKey:  # fmt: skip
+    """Store the logits of a block, of which the MMAs of the first unit have been issued. Issue those of the first unit
+    of the warpgroup's next block if there are `more`, and return its key.
+
+    Only one unit is in flight when the warpgroup waits: ptxas lets no MMA of several ones run on beyond the end of a
+    loop that reads their accumulators."""
+    each, count = const_expr(chunk_rows(spec)), const_expr(spec.rows // chunk_rows(spec))
+    following, alone = place, const_expr(len(r.acc) == 1)
+    for unit in cutlass.range_constexpr(count):
+        warpgroup.wait_group(0)
+        if const_expr(unit + 1 == count):
+            pipeline.consumer_release(s.k_pipe, item)
+        sums = []
+        if const_expr(alone):
+            sums = weigh_unit(spec, s, r, tile, unit)
+        # the next MMAs, under which the logits of this unit are computed
+        if const_expr(unit + 1 < count):
+            issue(s, r, tile, unit + 1, item)
+        elif const_expr(more):
+            following = wait_for_keys(spec, s, item + GROUPS, block + GROUPS)
+            issue(s, r, tile, 0, item + GROUPS)
+        if const_expr(not alone):
+            sums = weigh_unit(spec, s, r, tile, unit)
+        store_logits(spec, tile.rows, place, sums, each * unit)
+    return following
+
+
+def weigh_unit(spec, s: InputSmem, r: ScoreFragments, tile: TileInputs, unit):
+    """Return the sums of a unit, those of keys 0 and 1 of each token that this lane has."""
+    each = chunk_rows(spec)
+    weights = tile.weights[each * unit : each * (unit + 1)] or load_weights(spec, s, each * unit, each, tile.stage)
+    return [x for row in range(each) for x in weigh(spec, r.acc[unit % len(r.acc)], weights[row], row)]
+
+
+def wait_for_keys(spec, s: InputSmem, item, block) -> LaneKey:
+    """Wait for a block of keys, and return the one that this lane stores."""
     lane, inside = cute.arch.lane_idx(), cute.arch.warp_idx() % WARPS * 16
-    inside += lane // QUAD + 8 * (lane % 2)  # the key that this lane stores
+    inside += lane // QUAD + 8 * (lane % 2)
     pipeline.consumer_wait(s.k_pipe, item)
-    at = pipeline.stage(s.k_pipe, item)
-    scale = s.k_scale[inside, at] * const_expr(0.5 if doubled(spec) else 1.0)
+    scale = s.k_scale[inside, pipeline.stage(s.k_pipe, item)] * (0.5 if doubled(spec) else 1.0)
     cute.arch.fence_proxy("async.shared", space="cta")
-    each, count = const_expr(chunk_rows(spec)), const_expr(len(r.acc))
-    queries = r.q[None, None, None, warp.opaque(tile.stage)]  # descriptors of several passes would fill the registers
-    for begin in cutlass.range_constexpr(0, spec.rows, each * count):
-        for c in cutlass.range_constexpr(count):
-            wgmma.issue(r.mma, r.acc[c], r.k[None, None, None, at], queries, True, begin // each + c)
-        # under the MMAs
-        store_logits(spec, tile.rows, before, const_expr((begin - each * count) % spec.rows), each * count)
-        weights, sums = tile.weights, []
-        if const_expr(begin > 0):
-            weights = load_weights(spec, s, begin, each * count, tile.stage)
-        for c in cutlass.range_constexpr(count):
-            warpgroup.wait_group(count - 1 - c)
-            if const_expr(c + 1 == count and begin + each * count == spec.rows):
-                pipeline.consumer_release(s.k_pipe, item)
-            for row in cutlass.range_constexpr(each):
-                sums += weigh(spec, r.acc[c], weights[each * c + row], row)
-        before = BlockSums(sums, block * KEYS + inside, scale)
-    return before
+    return LaneKey(block * KEYS + inside, scale)
+
+
+def issue(s: InputSmem, r: ScoreFragments, tile: TileInputs, unit, item):
+    """Issue the MMAs of a unit of a block."""
+    queries = r.q[None, None, None, warp.opaque(tile.stage)]  # descriptors of several units would fill the registers
+    keys = r.k[None, None, None, pipeline.stage(s.k_pipe, item)]
+    wgmma.issue(r.mma, r.acc[unit % len(r.acc)], keys, queries, True, unit)
 
 
 @cute.jit
-def store_logits(
-    spec: cutlass.Constexpr, rows: LaneRows, block: BlockSums, first: cutlass.Constexpr, count: cutlass.Constexpr
-):
-    """Store the logits of a block, those of `count` tokens from `first` on."""
-    lane, sums = cute.arch.lane_idx(), block.sums
+def store_logits(spec: cutlass.Constexpr, rows: LaneRows, place: LaneKey, sums, first: cutlass.Constexpr):
+    """Store the logits of the tokens from `first` on. sums: those of a lane, of keys 0 and 1 of each token."""
+    lane, count = cute.arch.lane_idx(), const_expr(len(sums) // 2)
     for i in cutlass.range_constexpr(max(1, count // 2)):
         # lanes 0 and 2 of a quad get the sums of the first key, 1 and 3 those of the second one
         odd, pair = lane % 2 != 0, const_expr(range(2 * i, min(2 * i + 2, count)))
@@ -168,8 +197,8 @@ def store_logits(
         if const_expr(count > 1):
             total = exchange(some[0], some[1], lane // 2 % 2 != 0, 2)
         at = const_expr(first // 2 + i)
-        if block.key >= rows.begin[at] and block.key < rows.end[at]:
-            store(spec, rows.address[at], block.key, total * block.scale)
+        if place.key >= rows.begin[at] and place.key < rows.end[at]:
+            store(spec, rows.address[at], place.key, total * place.scale)
 
 
 def exchange(x, y, second, distance):
