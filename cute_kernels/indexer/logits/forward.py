@@ -16,7 +16,7 @@ the MMAs, in which rows are keys. Start reading the computation at `scores`.
 - k_pipe (8 stages): 64 keys and their scales, for one of two mma warpgroups.
 
 Shared memory: 2 x (rows H x D + weights), 8 x (64 x D + scales), 1024-byte aligned, records of tiles, barriers. Queries
-and keys are e4m3 or bf16.
+and keys are e4m3 or bf16. The TMA copies of keys are in `boxes`, those by cp.async in `load`.
 """
 
 from dataclasses import dataclass
@@ -29,7 +29,7 @@ from cutlass import Float32, Int32, Uint8, const_expr
 from ... import abi
 from ...device.divisor import quotient_params
 from ..args import IndexerArgs, fields, pack
-from . import load, schedule, scores
+from . import boxes, load, schedule, scores
 from .output import clean
 from .roles import roles, threads
 
@@ -55,12 +55,13 @@ class LogitsParams:
 
     args: IndexerArgs
     page_size: Any
+    boxes: boxes.KeyBoxes
 
 
 @cute.jit
 def forward(spec: cutlass.Constexpr, stream, *flat):
     a = pack(spec, flat)
-    plan = LogitsParams(a, quotient_params(cutlass.max(a.k.shape[1], 1)))
+    plan = LogitsParams(a, quotient_params(cutlass.max(a.k.shape[1], 1)), boxes.make(spec, a))
     kernel(spec, plan).launch(
         grid=[a.ctas, 1, 1],
         block=[const_expr(threads(spec)), 1, 1],
@@ -76,9 +77,11 @@ def kernel(spec: cutlass.Constexpr, plan: LogitsParams):
     a, smem = plan.args, cutlass.utils.SmemAllocator()
     s, found = load.allocate(spec, smem), schedule.allocate(spec, smem)
     cute.arch.mbarrier_init_fence()
+    warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
+    if warp == 0:
+        boxes.prefetch(plan.boxes)
     cute.arch.griddepcontrol_wait()  # with PDL: roles read what the previous kernel wrote
     schedule.find_share(spec, a, found)
-    warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
     if warp < roles(spec).first("mma"):
         cute.arch.setmaxregister_decrease(roles(spec).registers("keys"))
         if warp < roles(spec).first("queries"):

@@ -102,13 +102,14 @@ def compute(spec: cutlass.Constexpr, a, s: InputSmem):
     work = read_work(s, number)
     while work.blocks > 0:
         pipeline.consumer_wait(s.q_pipe, number)
+        fence_before_mma()
         stage = pipeline.stage(s.q_pipe, number)
         read_rows(spec, a, s, rows, work, stage)
         held = spec.rows if const_expr(holds_weights(spec)) else 0
         tile = TileInputs(stage, rows, load_weights(spec, s, 0, held, stage))
         first = (group - item) & (GROUPS - 1)
         if first < work.blocks:
-            compute_tile(spec, s, r, tile, item, work, first)
+            compute_tile(spec, a, s, r, tile, item, work, first)
         pipeline.consumer_release(s.q_pipe, number)
         item += work.blocks
         number += 1
@@ -117,21 +118,21 @@ def compute(spec: cutlass.Constexpr, a, s: InputSmem):
 
 @cute.jit
 def compute_tile(
-    spec: cutlass.Constexpr, s: InputSmem, r: ScoreFragments, tile: TileInputs, item: Int32, work: TileWork,
+    spec: cutlass.Constexpr, a, s: InputSmem, r: ScoreFragments, tile: TileInputs, item: Int32, work: TileWork,
     first: Int32,
 ):  # fmt: skip
     """Compute the logits of every second block of a tile from number `first` on. item: of block 0 in k_pipe."""
-    place = wait_for_keys(spec, s, item + first, work.first_block + first)
+    place = wait_for_keys(spec, a, s, item + first, work.first_block + first)
     issue(s, r, tile, 0, item + first)
     last = work.blocks - 1 - ((work.blocks - 1 - first) & (GROUPS - 1))
     for i in cutlass.range(first, last, GROUPS, unroll=1):
-        place = one_block(spec, s, r, tile, item + i, work.first_block + i, place, True)
-    one_block(spec, s, r, tile, item + last, work.first_block + last, place, False)
+        place = one_block(spec, a, s, r, tile, item + i, work.first_block + i, place, True)
+    one_block(spec, a, s, r, tile, item + last, work.first_block + last, place, False)
 
 
 @cute.jit
 def one_block(
-    spec: cutlass.Constexpr, s: InputSmem, r: ScoreFragments, tile: TileInputs, item: Int32, block: Int32,
+    spec: cutlass.Constexpr, a, s: InputSmem, r: ScoreFragments, tile: TileInputs, item: Int32, block: Int32,
     place: LaneKey, more: cutlass.Constexpr,
 ) -> LaneKey:  # fmt: skip
     """Store the logits of a block, of which the MMAs of the first unit have been issued. Issue those of the first unit
@@ -146,13 +147,13 @@ def one_block(
         if const_expr(unit + 1 == count):
             pipeline.consumer_release(s.k_pipe, item)
         sums = []
-        if const_expr(alone):
-            sums = weigh_unit(spec, s, r, tile, unit)
+        if const_expr(alone):  # as bits, because the compiler moves sums behind the MMAs that overwrite their scores
+            sums = [warp.from_bits(warp.bits(x)) for x in weigh_unit(spec, s, r, tile, unit)]
         # the next MMAs, under which the logits of this unit are computed
         if const_expr(unit + 1 < count):
             issue(s, r, tile, unit + 1, item)
         elif const_expr(more):
-            following = wait_for_keys(spec, s, item + GROUPS, block + GROUPS)
+            following = wait_for_keys(spec, a, s, item + GROUPS, block + GROUPS)
             issue(s, r, tile, 0, item + GROUPS)
         if const_expr(not alone):
             sums = weigh_unit(spec, s, r, tile, unit)
@@ -167,13 +168,20 @@ def weigh_unit(spec, s: InputSmem, r: ScoreFragments, tile: TileInputs, unit):
     return [x for row in range(each) for x in weigh(spec, r.acc[unit % len(r.acc)], weights[row], row)]
 
 
-def wait_for_keys(spec, s: InputSmem, item, block) -> LaneKey:
+def fence_before_mma():
+    """Let MMAs read what cp.async has written; what TMA has written they may read without."""
+    cute.arch.fence_proxy("async.shared", space="cta")
+
+
+@cute.jit
+def wait_for_keys(spec: cutlass.Constexpr, a, s: InputSmem, item: Int32, block: Int32) -> LaneKey:
     """Wait for a block of keys, and return the one that this lane stores."""
     lane, inside = cute.arch.lane_idx(), cute.arch.warp_idx() % WARPS * 16
     inside += lane // QUAD + 8 * (lane % 2)
     pipeline.consumer_wait(s.k_pipe, item)
-    scale = s.k_scale[inside, pipeline.stage(s.k_pipe, item)] * (0.5 if doubled(spec) else 1.0)
-    cute.arch.fence_proxy("async.shared", space="cta")
+    scale = s.k_scale[inside, pipeline.stage(s.k_pipe, item)] * const_expr(0.5 if doubled(spec) else 1.0)
+    if a.boxes == 0:
+        fence_before_mma()
     return LaneKey(block * KEYS + inside, scale)
 
 

@@ -54,6 +54,7 @@ def logits_cases(spec: IndexerSpec) -> list[LogitsScenario]:
                 replace(base, lens=(70, 0, 200), page_size=16, gap=12, own=spec.rows > 1, more=70),
                 replace(fewer, lens=(9, 1), page_size=3, hostile=True, clean=False),
                 replace(base, lens=(130,), strided=True, data="zeros", shift=4),
+                replace(base, lens=(130, 9, 300, 200, 70), hostile=True, gap=16, clean=False),
             ),
             3,
         ),
