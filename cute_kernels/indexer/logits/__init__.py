@@ -18,7 +18,7 @@ COLUMNS = 128  # of the accumulator of an MMA, at most
 HELD = 256  # columns of which registers hold the weights, at most
 KEYS = 64  # of a block: rows of an MMA
 GROUPS = 2  # mma warpgroups, which take blocks in turn
-STAGES = 8  # of keys
+STAGES = {"e4m3": 8, "bf16": 4}  # of keys, as many bytes
 Q_STAGES = 2  # of the tokens of a tile
 MAX_TOKENS = 1 << 30  # the number of a tile is an Int32
 
@@ -29,12 +29,11 @@ def padded_heads(heads: int) -> int:
 
 
 def rows_of_tile(heads: int, rows: int, keys: str = "e4m3") -> int:
-    """Return the tokens of a tile, a power of two: all `rows` of a request, if these are few, or as many as
-    weights are held of. Queries in bf16 are those of one MMA, because shared memory has no room for more."""
-    most = next(n for n in (8, 4, 2, 1) if heads * n <= (HELD if keys == "e4m3" else COLUMNS) or n == 1)
-    if keys == "e4m3" and rows <= MOST_ROWS:
-        return 1 << (rows - 1).bit_length()
-    return min(most, 1 << (rows - 1).bit_length())
+    """Return the tokens of a tile, a power of two: all `rows` of a request, if these are few, or as many as registers
+    hold the weights of. Shared memory has no room for more queries in bf16."""
+    most = next(n for n in (8, 4, 2, 1) if heads * n <= HELD or n == 1)
+    few = keys == "e4m3" and rows <= MOST_ROWS
+    return min(MOST_ROWS if few else most, 1 << (rows - 1).bit_length())
 
 
 def chunk_rows(spec: IndexerSpec) -> int:
@@ -67,8 +66,8 @@ def supports(spec: IndexerSpec) -> str | None:
         return f"rows {spec.rows}: a tile has 1, 2, 4 or 8"
     if spec.keys not in TYPES:
         return f"keys in {spec.keys}: the kernel has {', '.join(TYPES)}"
-    if spec.keys == "bf16" and spec.heads * spec.rows > COLUMNS:
-        return f"rows {spec.rows}: a tile of bf16 queries has {COLUMNS} heads in all"
+    if spec.keys == "bf16" and spec.heads * spec.rows > HELD:
+        return f"rows {spec.rows}: a tile of bf16 queries has {HELD} heads in all"
     return None if spec.out in OUTS else f"output {spec.out}: the kernel has {', '.join(OUTS)}"
 
 

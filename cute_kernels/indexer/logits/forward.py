@@ -13,10 +13,10 @@ the MMAs, in which rows are keys. Start reading the computation at `scores`.
 
 - work_pipe (2 stages): which blocks of which tile come next. Its stages are freed with those of q_pipe.
 - q_pipe (2 stages): queries and weights of a tile.
-- k_pipe (8 stages): 64 keys and their scales, for one of two mma warpgroups.
+- k_pipe (8 stages, 4 of keys in bf16): 64 keys and their scales, for one of two mma warpgroups.
 
-Shared memory: 2 x (rows H x D + weights), 8 x (64 x D + scales), 1024-byte aligned, records of tiles, barriers. Queries
-and keys are e4m3 or bf16. The TMA copies of keys are in `boxes`, those by cp.async in `load`.
+Shared memory: 2 x (rows H x D + weights), 8 or 4 x (64 x D + scales), 1024-byte aligned, records of tiles, barriers.
+Queries and keys are e4m3 or bf16. The TMA copies of keys are in `boxes`, those by cp.async in `load`.
 """
 
 from dataclasses import dataclass

@@ -56,13 +56,13 @@ class InputSmem:
 
 def allocate(spec, smem):
     """Allocate `InputSmem` and initialise its pipelines."""
-    columns, kind = spec.rows * spec.heads, abi.DTYPES[spec.keys]
+    columns, kind, stages = spec.rows * spec.heads, abi.DTYPES[spec.keys], STAGES[spec.keys]
     keys, queries = (
-        layout.smem_layout((n, spec.dim), count, kind) for n, count in ((KEYS, STAGES), (columns, Q_STAGES))
+        layout.smem_layout((n, spec.dim), count, kind) for n, count in ((KEYS, stages), (columns, Q_STAGES))
     )
     k, q = (smem.allocate_tensor(kind, x.outer, 1024, x.inner) for x in (keys, queries))
     k_scale, weights = (
-        smem.allocate_tensor(Float32, cute.make_layout(shape), 128) for shape in ((KEYS, STAGES), (columns, Q_STAGES))
+        smem.allocate_tensor(Float32, cute.make_layout(shape), 128) for shape in ((KEYS, stages), (columns, Q_STAGES))
     )
     work, windows = (
         smem.allocate_tensor(Int32, cute.make_layout((*shape, Q_STAGES)), 16)
@@ -70,7 +70,7 @@ def allocate(spec, smem):
     )
     readers = roles(spec).warps("keys", "mma")
     return InputSmem(
-        k, k_scale, pipeline.make(smem, STAGES, LANES, WARPS), q, weights, work, windows,
+        k, k_scale, pipeline.make(smem, stages, LANES, WARPS), q, weights, work, windows,
         pipeline.make(smem, Q_STAGES, 1, 1), pipeline.make(smem, Q_STAGES, 32, readers),
     )  # fmt: skip
 

@@ -72,7 +72,7 @@ def logits_structures(shipped: list[IndexerSpec]) -> list[IndexerSpec]:
         IndexerSpec(64, 128, 4),
         IndexerSpec(64, 128, 8),
         IndexerSpec(32, 128, 8, "bf16"),
-        IndexerSpec(32, 128, 4, keys="bf16"),
+        IndexerSpec(32, 128, 8, keys="bf16"),
     )
     return [spec for spec in shipped if spec in wanted]
 
