@@ -11,6 +11,8 @@ the MMAs, in which rows are keys. Start reading the computation at `scores`.
 | clean | 1 | 40 | | |
 | mma | 8 | 232 or 216 | work_pipe, q_pipe, k_pipe full | k_pipe, q_pipe empty |
 
+While the previous kernel may still run, the clean warp fetches into the L2 what the CTA will probably read (`hints`).
+
 - work_pipe (2 stages): which blocks of which tile come next. Its stages are freed with those of q_pipe.
 - q_pipe (2 stages): queries and weights of a tile.
 - k_pipe (8 stages, 4 of keys in bf16): 64 keys and their scales, for one of two mma warpgroups.
@@ -29,7 +31,7 @@ from cutlass import Float32, Int32, Uint8, const_expr
 from ... import abi
 from ...device.divisor import quotient_params
 from ..args import IndexerArgs, fields, pack
-from . import boxes, load, schedule, scores
+from . import boxes, hints, load, schedule, scores
 from .output import clean
 from .roles import roles, threads
 
@@ -80,8 +82,9 @@ def kernel(spec: cutlass.Constexpr, plan: LogitsParams):
     warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
     if warp == 0:
         boxes.prefetch(plan.boxes)
-    cute.arch.griddepcontrol_wait()  # with PDL: roles read what the previous kernel wrote
-    schedule.find_share(spec, a, found)
+    if warp != roles(spec).first("clean"):
+        cute.arch.griddepcontrol_wait()  # with PDL: roles read what the previous kernel wrote
+        schedule.find_share(spec, a, found)
     if warp < roles(spec).first("mma"):
         cute.arch.setmaxregister_decrease(roles(spec).registers("keys"))
         if warp < roles(spec).first("queries"):
@@ -89,8 +92,10 @@ def kernel(spec: cutlass.Constexpr, plan: LogitsParams):
         elif warp == roles(spec).first("queries"):
             load.load_queries(spec, a, s, schedule.share_of(found))
         elif warp == roles(spec).first("clean"):
+            cute.arch.griddepcontrol_launch_dependents()
+            hints.prefetch(spec, plan)
+            cute.arch.griddepcontrol_wait()
             clean(spec, a)
-        cute.arch.griddepcontrol_launch_dependents()
     else:
         cute.arch.setmaxregister_increase(roles(spec).registers("mma"))
         scores.compute(spec, a, s)

@@ -51,8 +51,9 @@ class TileInputs(NamedTuple):
 
 
 class LaneKey(NamedTuple):
-    """The key of a block that a lane stores. scale: its logit over its sum."""
+    """The key of a block that a lane stores. first: the block's first one. scale: the key's logit over its sum."""
 
+    first: Int32
     key: Int32
     scale: Float32
 
@@ -122,18 +123,18 @@ def compute_tile(
     first: Int32,
 ):  # fmt: skip
     """Compute the logits of every second block of a tile from number `first` on. item: of block 0 in k_pipe."""
-    place = wait_for_keys(spec, a, s, item + first, work.first_block + first)
+    place = wait_for_keys(spec, a, s, item + first, (work.first_block + first) * KEYS)
     issue(s, r, tile, 0, item + first)
     last = work.blocks - 1 - ((work.blocks - 1 - first) & (GROUPS - 1))
     for i in cutlass.range(first, last, GROUPS, unroll=1):
-        place = one_block(spec, a, s, r, tile, item + i, work.first_block + i, place, True)
-    one_block(spec, a, s, r, tile, item + last, work.first_block + last, place, False)
+        place = one_block(spec, a, s, r, tile, item + i, place, True)
+    one_block(spec, a, s, r, tile, item + last, place, False)
 
 
 @cute.jit
 def one_block(
-    spec: cutlass.Constexpr, a, s: InputSmem, r: ScoreFragments, tile: TileInputs, item: Int32, block: Int32,
-    place: LaneKey, more: cutlass.Constexpr,
+    spec: cutlass.Constexpr, a, s: InputSmem, r: ScoreFragments, tile: TileInputs, item: Int32, place: LaneKey,
+    more: cutlass.Constexpr,
 ) -> LaneKey:  # fmt: skip
     """Store the logits of a block, of which the MMAs of the first unit have been issued. Issue those of the first unit
     of the warpgroup's next block if there are `more`, and return its key.
@@ -153,7 +154,7 @@ def one_block(
         if const_expr(unit + 1 < count):
             issue(s, r, tile, unit + 1, item)
         elif const_expr(more):
-            following = wait_for_keys(spec, a, s, item + GROUPS, block + GROUPS)
+            following = wait_for_keys(spec, a, s, item + GROUPS, place.first + const_expr(GROUPS * KEYS))
             issue(s, r, tile, 0, item + GROUPS)
         if const_expr(not alone):
             sums = weigh_unit(spec, s, r, tile, unit)
@@ -174,15 +175,15 @@ def fence_before_mma():
 
 
 @cute.jit
-def wait_for_keys(spec: cutlass.Constexpr, a, s: InputSmem, item: Int32, block: Int32) -> LaneKey:
-    """Wait for a block of keys, and return the one that this lane stores."""
+def wait_for_keys(spec: cutlass.Constexpr, a, s: InputSmem, item: Int32, first: Int32) -> LaneKey:
+    """Wait for the block of keys from key `first` on, and return the one that this lane stores."""
     lane, inside = cute.arch.lane_idx(), cute.arch.warp_idx() % WARPS * 16
     inside += lane // QUAD + 8 * (lane % 2)
     pipeline.consumer_wait(s.k_pipe, item)
     scale = s.k_scale[inside, pipeline.stage(s.k_pipe, item)] * const_expr(0.5 if doubled(spec) else 1.0)
     if a.boxes == 0:
         fence_before_mma()
-    return LaneKey(block * KEYS + inside, scale)
+    return LaneKey(first, first + inside, scale)
 
 
 def issue(s: InputSmem, r: ScoreFragments, tile: TileInputs, unit, item):
