@@ -77,12 +77,13 @@ def topk() -> Family:
 
 def indexer() -> Family:
     from . import indexer as bench
+    from . import layer
 
     return Family(
-        cases=bench.CASES,
+        cases=(*bench.CASES, *layer.CASES),
         sweep="indexer-",
-        providers=tuple(bench.PROVIDERS),
-        measure=bench.measure,
+        providers=tuple(bench.PROVIDERS | layer.PROVIDERS),
+        measure=lambda name, *how: (layer if name in layer.CASES else bench).measure(name, *how),
         rest=lambda setup, _: [],
         ceilings="ceiling-",
     )

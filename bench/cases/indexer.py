@@ -21,6 +21,7 @@ SEGMENTS = "dsa_indexer_topk"  # its logits, of queries and keys in bf16: the fu
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 SCALE = 0.1  # of all keys that SEGMENTS selects from
 NO_PAGE, NAN = 2147480000, 0xFF  # an entry of a table that names no page; a byte of NaN in e4m3 and in fp32
+KEY_DIMS = 2  # of a tensor of keys; one of queries has more
 HOSTILE = (-(1 << 31), -1, 0, (1 << 31) - 1)
 # Rounding of the tensor cores' sums of e4m3 products, in units of the sum of their magnitudes, for one head: the
 # errors of heads are independent, so that their sum grows with the root of their number. On an H200 at f7e42fe11, calls
@@ -41,7 +42,8 @@ class LogitsCase:
     behind each page. more: columns behind those of the longest request; hostile: some pages and lengths do not exist.
 
     shift: bytes before the keys, which makes their addresses no multiples of 16. strided: queries, weights and index
-    tensors have gaps. data: "normal", or "zeros" in some queries and keys, or "large" scales and weights."""
+    tensors have gaps. data: "normal", or "zeros" in some queries and keys, or "large" scales and weights, or
+    "nan" in some keys."""
 
     function: str = RAGGED
     lens: tuple[int, ...] = (5, 150)
@@ -96,6 +98,8 @@ def _values(case: LogitsCase, gen: torch.Generator, *shape: int) -> torch.Tensor
     x = torch.randn(*shape, generator=gen)
     if case.data == "zeros":
         x *= torch.rand(*shape[:-1], 1, generator=gen) < 0.7
+    if case.data == "nan" and len(shape) == KEY_DIMS:
+        x[torch.rand(shape[0], generator=gen) < 0.2, 0] = torch.nan
     return x
 
 
@@ -265,5 +269,5 @@ def error(case: LogitsCase, got: torch.Tensor, want: tuple[torch.Tensor, torch.T
     if case.clean and not torch.equal(got[~seen], logits[~seen]):
         return torch.inf
     off = (got - logits)[seen].abs() / bound[seen].clamp(min=1e-30)
-    off = torch.where((got == logits)[seen], 0.0, off).nan_to_num(torch.inf)
+    off = torch.where(((got == logits) | got.isnan() & logits.isnan())[seen], 0.0, off).nan_to_num(torch.inf)
     return float(off.max()) if off.numel() else 0.0

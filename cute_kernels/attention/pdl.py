@@ -4,11 +4,7 @@ That kernel may still write the lengths and offsets. A result computed from them
 after `griddepcontrol.wait` (`stream_k.first_work`, `load.load_kv`).
 """
 
-from dataclasses import dataclass
-
-import cutlass.cute as cute
-from cutlass import Int32
-
+from ..device.uncached import UncachedTensor
 from . import geometry
 from .operands import tensors
 
@@ -21,22 +17,6 @@ def has_prologue(spec):
 def prologue_threads(spec):
     """Return the number of threads at the barrier of prologues: the schedule warp and those that load K and V."""
     return 32 * (1 + len(tensors(spec.kv)) * spec.tile.load_warps)
-
-
-@dataclass(frozen=True)
-class UncachedTensor:
-    """An int32 tensor in global memory that is read past the L1 cache, which may hold lines that the previous kernel
-    has changed since."""
-
-    tensor: cute.Tensor
-
-    @property
-    def shape(self):
-        return self.tensor.shape
-
-    def __getitem__(self, at):
-        where = self.tensor.iterator + cute.crd2idx(at, self.tensor.layout)
-        return cute.arch.load(where.llvm_ptr, Int32, cop="cg")
 
 
 def uncached_args(spec, a):

@@ -26,6 +26,8 @@ class IndexerArgs(NamedTuple):
     next_n: Any  # Int32          tokens of a request; N without a table
     causal: Any  # Int32          1: of ends of requests, the last token sees all keys, the one before it one less, ...
     wide_rows: Any  # Int32       1: rows of keys lie at multiples of 16 bytes, else of 4
+    boxes: Any  # Int32           1: TMA copies blocks of 64 keys: pages have whole ones, and all rows, pages and scales
+    #                             lie at multiples of 16 bytes
     compressed: Any  # Int32      1: column 0 of a token is its first key, not key 0
     clean: Any  # Int32           1: columns of other keys become -inf
     ctas: Any  # Int32            of the grid

@@ -18,6 +18,7 @@ from bench import (
     family,
     harness,
     indexer,
+    layer,
     merging,
     precision,
     prefill,
@@ -100,6 +101,7 @@ RUNS = {  # name -> (function that measures, case, providers with a row)
     "logits of a prompt": (indexer.measure, "indexer-prefill-t5-s70-h8", ["ours", "floor"]),
     "selection": (indexer.measure, "dsa-select-b2-s128-h8-k16", ["ours", "floor"]),
     "selection in bf16": (indexer.measure, "dsa-select-bf16-t5-s70-h8-k16", ["ours", "floor"]),
+    "layer": (layer.measure, "dsa-layer-kv656-b2-s128-h16-k16", ["ours", "floor"]),
     "dequantise": (append.measure, "nvfp4-dequantize-n5-h2-d32", ["ours", "floor"]),
 }
 
@@ -140,6 +142,44 @@ def test_deep_gemm_is_called_as_vllm_has_it(monkeypatch, tokens, major, slots):
         got = indexer.deep_gemm(inputs)
         assert indexer.check(inputs, got) is None and got.shape == indexer.ours(inputs).shape
     assert found == [slots]
+
+
+def test_a_layer_is_called_as_vllm_has_it(monkeypatch):
+    """By modules with the signatures of vLLM 0.33, of which `wrappers` computes the results."""
+
+    def to_slots(req_id, block_table, token_indices, BLOCK_SIZE=64, NUM_TOPK_TOKENS=2048, return_valid_counts=False):
+        assert token_indices.shape == (len(req_id), NUM_TOPK_TOKENS)
+        place = token_indices.clamp(min=0).long()
+        slots = block_table[req_id.long()].gather(1, place // BLOCK_SIZE) * BLOCK_SIZE + place % BLOCK_SIZE
+        return torch.where(token_indices < 0, -1, slots.int()), (token_indices >= 0).sum(1)
+
+    def logits(q, kv_cache, weights, context_lens, block_table, schedule_meta, max_context_len):
+        return wrappers.fp8_fp4_paged_mqa_logits(
+            q, kv_cache, weights, context_lens, block_table, schedule_meta, max_context_len
+        )
+
+    mla = "vllm.v1.attention.backends.mla"
+    packages = "vllm", "vllm.third_party", *(mla.rsplit(".", n)[0] for n in range(4))
+    peers = {name: SimpleNamespace() for name in packages}
+    peers["vllm._custom_ops"] = peers["vllm"]._custom_ops = wrappers
+    peers["vllm.third_party.deep_gemm"] = peers["vllm"].third_party = SimpleNamespace(
+        get_num_sms=lambda: 12, get_paged_mqa_logits_metadata=wrappers.get_paged_mqa_logits_metadata,
+        fp8_fp4_paged_mqa_logits=logits,
+    )  # fmt: skip
+    peers["vllm"].third_party.deep_gemm = peers["vllm.third_party.deep_gemm"]
+    peers["vllm.third_party.flashmla"] = SimpleNamespace(flash_mla_interface=wrappers)
+    peers[f"{mla}.sparse_utils"] = SimpleNamespace(triton_convert_req_index_to_global_index=to_slots)
+    for name, module in peers.items():
+        monkeypatch.setitem(sys.modules, name, module)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
+    inputs = layer.make("dsa-layer-kv656-b2-s128-h16-k48", "cpu", 0)
+    got = layer.vllm(inputs)
+    assert layer.check(inputs, got) is None and len(inputs.metadata) == 1
+    slots, out, lse = got
+    assert layer.check(inputs, (slots.roll(1, 0), out, lse)).startswith("token 0 differs")
+    assert layer.check(inputs, (slots, out * 1.02, lse)).startswith("attention: ")
+    inputs.rows.cache[:, :, 0] ^= 1
+    assert layer.check(inputs, got) == "kv656: other rows than the reference"
 
 
 def test_a_provider_that_is_wrong_or_missing_has_no_row(monkeypatch, capsys):

@@ -10,6 +10,7 @@ import torch
 import wrappers
 from bench.cases import indexer as cases
 from bench.cases.indexer import BYTE, E4M3, PAGED, PAGED_FP4, RAGGED, RAGGED_FP4, LogitsCase
+from tests.support.emulated import emulation
 from tests.support.good_calls import inputs_of
 
 INF = math.inf
@@ -26,6 +27,7 @@ CASES = [
     LogitsCase(PAGED, lens=(40, 1), heads=4, dim=32, page_size=1, next_n=4, own=True, strided=True, shift=4),
     LogitsCase(PAGED, lens=(40, 9), heads=4, dim=32, page_size=5, next_n=2, hostile=True),
     LogitsCase(PAGED_FP4, lens=(40, 9), heads=4, dim=32, page_size=64, next_n=2, own=True, dtype="bf16"),
+    LogitsCase(PAGED, lens=(40, 9), heads=4, dim=32, data="nan"),
 ]
 
 
@@ -83,8 +85,9 @@ def test_against_a_loop(case):
     assert torch.equal(got == -INF, want == -INF)
     seen = want != -INF
     size = 1e-2 if case.dtype == "bf16" else 1e-5
-    largest = max(want[seen].abs().tolist(), default=0.0)
-    torch.testing.assert_close(got[seen].double(), want[seen], rtol=size, atol=size * largest)
+    largest = max(want[seen].abs().nan_to_num(0.0).tolist(), default=0.0)
+    torch.testing.assert_close(got[seen].double(), want[seen], rtol=size, atol=size * largest, equal_nan=True)
+    assert bool(want[seen].isnan().any()) == (case.data == "nan")
     assert cases.error(case, got, cases.expected(case, given)) <= 1
 
 
@@ -205,6 +208,43 @@ def test_pages_must_begin_at_words():
     memory = torch.zeros(6 * 528 + 1, dtype=BYTE)
     with pytest.raises(ValueError, match="pages must begin at multiples of 4 bytes"):
         wrappers.fp8_paged_mqa_logits(**given | {"kv_cache": memory[1:].view(6, 4, 1, 132)})
+
+
+COPIED = [  # case -> whether TMA copies its keys
+    (LogitsCase(PAGED, lens=(40, 100), heads=4, dim=32), True),
+    (LogitsCase(PAGED, lens=(40, 100), heads=4, dim=32, page_size=128, gap=16), True),
+    (LogitsCase(PAGED, lens=(40, 100), heads=4, dim=32, gap=4), False),
+    (LogitsCase(PAGED, lens=(40, 100), heads=4, dim=32, page_size=96), False),
+    (LogitsCase(PAGED, lens=(40, 100), heads=4, dim=32, shift=4), False),
+    (LogitsCase(lens=(4, 5), heads=4, dim=32), True),
+    (LogitsCase(lens=(4, 5), heads=4, dim=32, shift=8), False),
+    (LogitsCase(lens=(4, 5), heads=4, dim=32, shift=1), True),  # copied to another address
+]
+
+
+@pytest.mark.parametrize(("case", "boxes"), COPIED, ids=str)
+def test_keys_that_tma_copies(case, boxes):
+    given = cases.make_inputs(case)
+    want = cases.run(case, given)
+    with emulation() as here:
+        got = cases.run(case, given)
+    assert torch.equal(got, want) and [launch["boxes"] for launch in here.launches] == [int(boxes)]
+
+
+@pytest.mark.parametrize("change", ["scales", "rows"])
+def test_keys_that_tma_does_not_copy(change):
+    """Scales apart or at an odd address, and rows that overlap."""
+    q, k = torch.randn(3, 4, 32).to(E4M3), torch.randn(70, 32).to(E4M3)
+    ends, w = torch.full((3,), 70).int(), torch.randn(3, 4)
+    kvs = {
+        "scales": [(k, torch.rand(140)[::2]), (k, torch.rand(71)[1:])],
+        "rows": [(k[:1].expand(70, -1), torch.rand(70)), (k.flatten().as_strided((70, 32), (16, 1)), torch.rand(70))],
+    }[change]
+    for kv in kvs:
+        want = wrappers.fp8_mqa_logits(q, kv, w, ends * 0, ends)
+        with emulation() as here:
+            assert torch.equal(wrappers.fp8_mqa_logits(q, kv, w, ends * 0, ends), want)
+        assert here.launches[0]["boxes"] == 0
 
 
 def test_metadata():

@@ -33,3 +33,7 @@ def check_promises(spec, a):
         promised(width == spec.row_bytes and size == 1 and len(a["k_scale"]) == pages)
     if a["wide_rows"]:
         promised(a["k"].data_ptr() % 16 == 0 and (pages <= 1 or a["k"].stride(0) % 16 == 0))
+    if a["boxes"]:
+        row, scales = (size * spec.row_bytes, a["k"]) if requests else (0, a["k_scale"])
+        promised(a["wide_rows"] and pages and (scales.data_ptr() + row) % 16 == 0)
+        promised(size % 64 == 0 if requests else scales.stride(0) == 1 and a["k"].stride(0) >= width)

@@ -23,6 +23,7 @@ OUTS = {torch.float32: "fp32", torch.bfloat16: "bf16"}
 DTYPES = {name: dtype for dtype, name in OUTS.items()}
 LARGEST = 2**31 - 1  # columns of a row
 E4M3, SCALE_BYTES, ROW_BYTES, CODE_UNIT, SCALE_UNIT = torch.float8_e4m3fn, 4, 1024, 16, 4
+BLOCK = 64  # keys
 RAGGED, PAGED, PAGED_ALL = "ragged", "paged", "paged, all tokens see all keys"
 SEGMENTS = "segments"  # ragged, with queries and keys in bf16
 KINDS = {SEGMENTS: torch.bfloat16}  # form -> type of queries and keys, of others e4m3
@@ -157,9 +158,11 @@ def places(call: LogitsCall, names: dict[str, str], device: torch.device) -> Non
 @dataclass(slots=True, eq=False, kw_only=True)
 class LogitsPlan(Plan):
     """A kernel of logits, and its arguments except the tensors of a call. wide: whether strides allow wide copies of
-    keys; dense: fields that are copied first, because strides of the kernel's arguments are 1 or multiples of 16."""
+    keys; boxes: whether shapes and strides allow copies of whole blocks; dense: fields that are copied first, because
+    strides of the kernel's arguments are 1 or multiples of 16."""
 
     wide: bool
+    boxes: bool
     dense: tuple[str, ...]
     put: tuple[tuple[str, int], ...]  # fields that calls give, and positions of their arguments
     bounds: AddressBounds  # of the inputs and the output
@@ -208,7 +211,7 @@ def plan_for(call: LogitsCall, device_info: tuple[str, int] | None) -> LogitsPla
     none = empty(torch.int32)
     flat = IndexerArgs(
         q=None, k=None, k_scale=empty(torch.float32), weights=None, table=empty(torch.int32, 1), starts=none, ends=None,
-        out=None, next_n=call.next_n, causal=int(call.causal), wide_rows=0, compressed=int(call.compressed),
+        out=None, next_n=call.next_n, causal=int(call.causal), wide_rows=0, boxes=0, compressed=int(call.compressed),
         clean=int(call.clean), ctas=ctas(request, spec, call, device_info), enable_pdl=1,
     )  # fmt: skip
     given = [name for name in _TENSORS if getattr(call, name) is not None]
@@ -217,17 +220,27 @@ def plan_for(call: LogitsCall, device_info: tuple[str, int] | None) -> LogitsPla
         flat=list(flat),
         runs=bool(request.tokens and call.width),
         wide=len(k) <= 1 or k.stride(0) % CODE_UNIT == 0,
+        boxes=in_boxes(call),
         dense=tuple(dense),
         put=tuple((name, getattr(_AT, name)) for name in given),
         bounds=AddressBounds.of(memory_of(call), {0}),
     )
 
 
+def in_boxes(call: LogitsCall) -> bool:
+    """Return whether blocks of keys are boxes of TMA, if rows of keys and their scales lie at multiples of 16 bytes:
+    pages have whole blocks, and keys do not overlap."""
+    k, scales = call.k, call.k_scale
+    if scales is None:
+        return len(k) > 0 and k.shape[1] % BLOCK == 0
+    return len(k) > 0 and scales.stride(0) == 1 and k.stride(0) >= k.shape[2]
+
+
 def ctas(request: IndexerRequest, spec: Any, call: LogitsCall, device_info: tuple[str, int] | None) -> int:
     """Return the CTAs of a launch: one per SM, or as many as there may be blocks of keys or rows to clean."""
     sms = 1 if device_info is None else device_info[1]
     tiles = request.tokens // call.next_n * -(-call.next_n // spec.rows)
-    return max(1, min(sms, max(tiles * -(-request.count // 64), request.tokens * call.clean)))
+    return max(1, min(sms, max(tiles * -(-request.count // BLOCK), request.tokens * call.clean)))
 
 
 def bind(plan: LogitsPlan, call: LogitsCall) -> tuple[list[Any], torch.Tensor]:
@@ -253,6 +266,8 @@ def bind(plan: LogitsPlan, call: LogitsCall) -> tuple[list[Any], torch.Tensor]:
     flat[_AT.wide_rows] = int(plan.wide and address % CODE_UNIT == 0)
     if call.table is None and (address % SCALE_UNIT or call.k.stride(0) % SCALE_UNIT and len(call.k) > 1):
         flat[_AT.k], flat[_AT.wide_rows] = call.k.clone(memory_format=torch.contiguous_format), 1
+    apart = call.k_scale is None or call.k_scale.data_ptr() % CODE_UNIT == 0
+    flat[_AT.boxes] = int(plan.boxes and apart and flat[_AT.wide_rows])
     return flat, out
 
 

@@ -48,7 +48,8 @@ def _request(a: IndexerArgs, mine: slice, low: torch.Tensor, high: torch.Tensor,
         positions = torch.arange(at, min(at + step, last), device=q.device)
         k, scale = _keys(a, mine.start // a.next_n, positions, q.shape[2])
         scores = torch.einsum("nhd,kd->nhk", q, k)
-        scores = torch.where(scores > 0, scores, 0.0)
+        none = scores <= 0 if a.q.dtype is torch.float8_e4m3fn else ~(scores > 0)  # NaN of bf16 is no score
+        scores = scores.masked_fill(none, 0.0)
         logits = torch.einsum("nhk,nh->nk", scores, weights) * scale
         columns = positions - (low[:, None] if a.compressed else 0)
         seen = (positions >= low[:, None]) & (positions < high[:, None])

@@ -15,10 +15,10 @@ TYPES = ("e4m3", "bf16")  # of queries and keys
 HEADS = (32, 64)  # of a token, padded
 MOST_ROWS = 8
 COLUMNS = 128  # of the accumulator of an MMA, at most
-HELD = 256  # columns of accumulators that a thread holds at a time, at most: half as many registers
+HELD = 256  # columns of which registers hold the weights, at most
 KEYS = 64  # of a block: rows of an MMA
 GROUPS = 2  # mma warpgroups, which take blocks in turn
-STAGES = 8  # of keys
+STAGES = {"e4m3": 8, "bf16": 4}  # of keys, as many bytes
 Q_STAGES = 2  # of the tokens of a tile
 MAX_TOKENS = 1 << 30  # the number of a tile is an Int32
 
@@ -29,12 +29,11 @@ def padded_heads(heads: int) -> int:
 
 
 def rows_of_tile(heads: int, rows: int, keys: str = "e4m3") -> int:
-    """Return the tokens of a tile, a power of two: all `rows` of a request, if these are few, or as many as a pass
-    has. Queries in bf16 are those of one MMA, because shared memory has no room for more."""
-    most = next(n for n in (8, 4, 2, 1) if heads * n <= (HELD if keys == "e4m3" else COLUMNS) or n == 1)
-    if keys == "e4m3" and rows <= MOST_ROWS:
-        return 1 << (rows - 1).bit_length()
-    return min(most, 1 << (rows - 1).bit_length())
+    """Return the tokens of a tile, a power of two: all `rows` of a request, if these are few, or as many as registers
+    hold the weights of. Shared memory has no room for more queries in bf16."""
+    most = next(n for n in (8, 4, 2, 1) if heads * n <= HELD or n == 1)
+    few = keys == "e4m3" and rows <= MOST_ROWS
+    return min(MOST_ROWS if few else most, 1 << (rows - 1).bit_length())
 
 
 def chunk_rows(spec: IndexerSpec) -> int:
@@ -42,10 +41,14 @@ def chunk_rows(spec: IndexerSpec) -> int:
     return next(n for n in (8, 4, 2, 1) if n <= spec.rows and (spec.heads * n <= COLUMNS or n == 1))
 
 
-def pass_rows(spec: IndexerSpec) -> int:
-    """Return the tokens of a pass of a warpgroup over a block of keys; further passes have the other tokens. With more
-    than one pass, registers have room for one MMA."""
-    return spec.rows if spec.heads * spec.rows <= HELD else chunk_rows(spec)
+def accumulators(spec: IndexerSpec) -> int:
+    """Return the accumulators of a warpgroup: an MMA fills one while another one is weighed."""
+    return min(2, spec.rows // chunk_rows(spec))
+
+
+def holds_weights(spec: IndexerSpec) -> bool:
+    """Return whether registers hold the weights of all tokens of a tile; otherwise they are loaded for each MMA."""
+    return spec.heads * spec.rows <= HELD
 
 
 def loaders(spec: IndexerSpec) -> int:
@@ -63,8 +66,8 @@ def supports(spec: IndexerSpec) -> str | None:
         return f"rows {spec.rows}: a tile has 1, 2, 4 or 8"
     if spec.keys not in TYPES:
         return f"keys in {spec.keys}: the kernel has {', '.join(TYPES)}"
-    if spec.keys == "bf16" and spec.heads * spec.rows > COLUMNS:
-        return f"rows {spec.rows}: a tile of bf16 queries has {COLUMNS} heads in all"
+    if spec.keys == "bf16" and spec.heads * spec.rows > HELD:
+        return f"rows {spec.rows}: a tile of bf16 queries has {HELD} heads in all"
     return None if spec.out in OUTS else f"output {spec.out}: the kernel has {', '.join(OUTS)}"
 
 

@@ -11,12 +11,14 @@ the MMAs, in which rows are keys. Start reading the computation at `scores`.
 | clean | 1 | 40 | | |
 | mma | 8 | 232 or 216 | work_pipe, q_pipe, k_pipe full | k_pipe, q_pipe empty |
 
+While the previous kernel may still run, the clean warp fetches into the L2 what the CTA will probably read (`hints`).
+
 - work_pipe (2 stages): which blocks of which tile come next. Its stages are freed with those of q_pipe.
 - q_pipe (2 stages): queries and weights of a tile.
-- k_pipe (8 stages): 64 keys and their scales, for one of two mma warpgroups.
+- k_pipe (8 stages, 4 of keys in bf16): 64 keys and their scales, for one of two mma warpgroups.
 
-Shared memory: 2 x (rows H x D + weights), 8 x (64 x D + scales), 1024-byte aligned, records of tiles, barriers. Queries
-and keys are e4m3 or bf16.
+Shared memory: 2 x (rows H x D + weights), 8 or 4 x (64 x D + scales), 1024-byte aligned, records of tiles, barriers.
+Queries and keys are e4m3 or bf16. The TMA copies of keys are in `boxes`, those by cp.async in `load`.
 """
 
 from dataclasses import dataclass
@@ -29,7 +31,7 @@ from cutlass import Float32, Int32, Uint8, const_expr
 from ... import abi
 from ...device.divisor import quotient_params
 from ..args import IndexerArgs, fields, pack
-from . import load, schedule, scores
+from . import boxes, hints, load, schedule, scores
 from .output import clean
 from .roles import roles, threads
 
@@ -55,12 +57,13 @@ class LogitsParams:
 
     args: IndexerArgs
     page_size: Any
+    boxes: boxes.KeyBoxes
 
 
 @cute.jit
 def forward(spec: cutlass.Constexpr, stream, *flat):
     a = pack(spec, flat)
-    plan = LogitsParams(a, quotient_params(cutlass.max(a.k.shape[1], 1)))
+    plan = LogitsParams(a, quotient_params(cutlass.max(a.k.shape[1], 1)), boxes.make(spec, a))
     kernel(spec, plan).launch(
         grid=[a.ctas, 1, 1],
         block=[const_expr(threads(spec)), 1, 1],
@@ -76,9 +79,12 @@ def kernel(spec: cutlass.Constexpr, plan: LogitsParams):
     a, smem = plan.args, cutlass.utils.SmemAllocator()
     s, found = load.allocate(spec, smem), schedule.allocate(spec, smem)
     cute.arch.mbarrier_init_fence()
-    cute.arch.griddepcontrol_wait()  # with PDL: roles read what the previous kernel wrote
-    schedule.find_share(spec, a, found)
     warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
+    if warp == 0:
+        boxes.prefetch(plan.boxes)
+    if warp != roles(spec).first("clean"):
+        cute.arch.griddepcontrol_wait()  # with PDL: roles read what the previous kernel wrote
+        schedule.find_share(spec, a, found)
     if warp < roles(spec).first("mma"):
         cute.arch.setmaxregister_decrease(roles(spec).registers("keys"))
         if warp < roles(spec).first("queries"):
@@ -86,8 +92,10 @@ def kernel(spec: cutlass.Constexpr, plan: LogitsParams):
         elif warp == roles(spec).first("queries"):
             load.load_queries(spec, a, s, schedule.share_of(found))
         elif warp == roles(spec).first("clean"):
+            cute.arch.griddepcontrol_launch_dependents()
+            hints.prefetch(spec, plan)
+            cute.arch.griddepcontrol_wait()
             clean(spec, a)
-        cute.arch.griddepcontrol_launch_dependents()
     else:
         cute.arch.setmaxregister_increase(roles(spec).registers("mma"))
         scores.compute(spec, a, s)

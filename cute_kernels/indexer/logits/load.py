@@ -1,7 +1,7 @@
 """Roles that bring work to shared memory: `queries` also finds the tiles, and `keys` the pages of keys.
 
-Both copy by cp.async, which takes rows at any multiple of 16 bytes (keys: of 4), pages of any size, and keys that do
-not exist, which become zeros.
+Queries are copied by cp.async. So are keys, unless they lie as TMA wants them (`boxes`): from rows at any multiple of
+4 bytes and from pages of any size. Keys that do not exist become zeros.
 """
 
 from dataclasses import dataclass
@@ -15,7 +15,7 @@ from ... import abi
 from ...device import layout, memory, pipeline
 from ...device.divisor import Quotient
 from ...device.gather import NO_ROW, copy_rows
-from . import KEYS, Q_STAGES, STAGES, loaders, schedule
+from . import KEYS, Q_STAGES, STAGES, boxes, loaders, schedule
 from .roles import WARPS, roles
 from .schedule import Tile
 
@@ -56,13 +56,13 @@ class InputSmem:
 
 def allocate(spec, smem):
     """Allocate `InputSmem` and initialise its pipelines."""
-    columns, kind = spec.rows * spec.heads, abi.DTYPES[spec.keys]
+    columns, kind, stages = spec.rows * spec.heads, abi.DTYPES[spec.keys], STAGES[spec.keys]
     keys, queries = (
-        layout.smem_layout((n, spec.dim), count, kind) for n, count in ((KEYS, STAGES), (columns, Q_STAGES))
+        layout.smem_layout((n, spec.dim), count, kind) for n, count in ((KEYS, stages), (columns, Q_STAGES))
     )
     k, q = (smem.allocate_tensor(kind, x.outer, 1024, x.inner) for x in (keys, queries))
     k_scale, weights = (
-        smem.allocate_tensor(Float32, cute.make_layout(shape), 16) for shape in ((KEYS, STAGES), (columns, Q_STAGES))
+        smem.allocate_tensor(Float32, cute.make_layout(shape), 128) for shape in ((KEYS, stages), (columns, Q_STAGES))
     )
     work, windows = (
         smem.allocate_tensor(Int32, cute.make_layout((*shape, Q_STAGES)), 16)
@@ -70,7 +70,7 @@ def allocate(spec, smem):
     )
     readers = roles(spec).warps("keys", "mma")
     return InputSmem(
-        k, k_scale, pipeline.make(smem, STAGES, LANES, WARPS), q, weights, work, windows,
+        k, k_scale, pipeline.make(smem, stages, LANES, WARPS), q, weights, work, windows,
         pipeline.make(smem, Q_STAGES, 1, 1), pipeline.make(smem, Q_STAGES, 32, readers),
     )  # fmt: skip
 
@@ -207,11 +207,14 @@ def load_keys(spec: cutlass.Constexpr, plan, s: InputSmem, loader: Int32):
         first = (loader - item) & (count - 1)
         places = find_keys(spec, plan, work, work.first_block + first)
         for i in cutlass.range(first, work.blocks, count, unroll=1):
-            following = find_keys(spec, plan, work, work.first_block + i + count)
             pipeline.producer_acquire(s.k_pipe, item + i)
-            copy_keys(spec, plan.args, s, places, pipeline.stage(s.k_pipe, item + i))
-            cute.arch.cp_async_mbarrier_arrive_noinc(pipeline.full_barrier(s.k_pipe, item + i))
-            places = following
+            if plan.args.boxes != 0:
+                page, row = (cute.arch.make_warp_uniform(x) for x in places[:2])
+                boxes.copy_block(spec, plan.args, plan.boxes, s, page, row, item + i)
+            else:
+                copy_keys(spec, plan.args, s, places, pipeline.stage(s.k_pipe, item + i))
+                cute.arch.cp_async_mbarrier_arrive_noinc(pipeline.full_barrier(s.k_pipe, item + i))
+            places = find_keys(spec, plan, work, work.first_block + i + count)
         item += work.blocks
         number += 1
         work = read_work(s, number)
@@ -219,7 +222,7 @@ def load_keys(spec: cutlass.Constexpr, plan, s: InputSmem, loader: Int32):
 
 @cute.jit
 def copy_keys(spec: cutlass.Constexpr, a, s: InputSmem, places: KeyPlaces, stage: Int32):
-    """Copy a block of keys, and their scales."""
+    """Copy a block of keys, and their scales, by cp.async."""
     starts, into = cute.make_rmem_tensor(EACH, Int64), s.k[None, None, stage]
     for c in cutlass.range_constexpr(EACH):
         found, row = places[2 * c : 2 * c + 2]

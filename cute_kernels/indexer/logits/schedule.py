@@ -6,6 +6,7 @@ launch. The bits of a logit do not depend on the CTA that computes it.
 """
 
 from dataclasses import dataclass
+from enum import IntEnum
 from typing import NamedTuple
 
 import cutlass
@@ -17,6 +18,12 @@ from ...device.clamp import clamp
 from ...device.divisor import divide
 from . import KEYS
 from .roles import roles, threads
+
+
+class LogitsBarrier(IntEnum):
+    """The ids of the kernel's named barriers. SHARE: `members` meet while they find the share of the CTA."""
+
+    SHARE = 1
 
 
 class Window(NamedTuple):
@@ -53,9 +60,14 @@ class ShareSmem:
 def allocate(spec, smem):
     """Allocate `ShareSmem`."""
     sums, share = (
-        smem.allocate_tensor(Int32, cute.make_layout(n), 16) for n in (roles(spec).warps(), len(BlockShare._fields))
+        smem.allocate_tensor(Int32, cute.make_layout(n), 16) for n in (members(spec) // 32, len(BlockShare._fields))
     )
     return ShareSmem(sums, share)
+
+
+def members(spec) -> int:
+    """Return the threads that find the share: all, except those of the `clean` role, which needs none."""
+    return threads(spec) - 32 * roles(spec).warps("clean")
 
 
 def tiles_of_request(spec, a):
@@ -123,11 +135,22 @@ def blocks_of(spec: cutlass.Constexpr, a, tile: Tile):
     return first, count
 
 
+def bounds(total):
+    """Return the blocks [begin, end) of this CTA, of `total` of all CTAs."""
+    cta, ctas = cute.arch.block_idx()[0], cute.arch.grid_dim()[0]
+    each = divide(total, ctas)
+    more = total - each * ctas  # CTAs that have one more
+    return tuple(n * each + cutlass.min(n, more) for n in (cta, cta + 1))
+
+
 @cute.jit
 def find_share(spec: cutlass.Constexpr, a, s: ShareSmem):
-    """Find the blocks of this CTA. Called by all of its threads."""
-    tid, tiles = cute.arch.thread_idx()[0], num_tiles(spec, a)
-    each = divide(tiles + const_expr(threads(spec) - 1), Int32(threads(spec)))
+    """Find the blocks of this CTA. Called by `members` of its threads."""
+    # From the number of the warp: if the compiler knows that it is uniform, it keeps descriptors in uniform registers.
+    member = cute.arch.make_warp_uniform(cute.arch.warp_idx())
+    member = warp.select(member > const_expr(roles(spec).first("clean")), member - 1, member)
+    tid, tiles = 32 * member + cute.arch.lane_idx(), num_tiles(spec, a)
+    each = divide(tiles + const_expr(members(spec) - 1), Int32(members(spec)))
     first = tid * each
     last, mine = cutlass.min(first + each, tiles), Int32(0)
     for number in cutlass.range(first, last, unroll=1):
@@ -138,15 +161,14 @@ def find_share(spec: cutlass.Constexpr, a, s: ShareSmem):
         s.sums[tid // 32] = before
     if tid == 0:
         s.share.fill(0)
-    cute.arch.barrier()
+    cute.arch.barrier(barrier_id=LogitsBarrier.SHARE, number_of_threads=const_expr(members(spec)))
     total = Int32(0)
     before -= mine
-    for i in cutlass.range_constexpr(roles(spec).warps()):
+    for i in cutlass.range_constexpr(members(spec) // 32):
         if i < tid // 32:
             before += s.sums[i]
         total += s.sums[i]
-    cta, ctas = cute.arch.block_idx()[0], cute.arch.grid_dim()[0]
-    begin, end = (Int32(Int64(total) * n // ctas) for n in (cta, cta + 1))
+    begin, end = bounds(total)
     if begin < end and before <= begin and begin < before + mine:
         number, count = first, blocks_of(spec, a, tile_at(spec, a, first))[1]
         while before + count <= begin:
@@ -154,7 +176,7 @@ def find_share(spec: cutlass.Constexpr, a, s: ShareSmem):
             number += 1
             count = blocks_of(spec, a, tile_at(spec, a, number))[1]
         s.share[0], s.share[1], s.share[2] = number, begin - before, end - begin
-    cute.arch.barrier()
+    cute.arch.barrier(barrier_id=LogitsBarrier.SHARE, number_of_threads=const_expr(members(spec)))
 
 
 def share_of(s: ShareSmem) -> BlockShare:

@@ -15,7 +15,7 @@ from cutlass.cute.nvgpu import warpgroup
 
 from ... import abi
 from ...device import copy, memory, pipeline, warp, wgmma
-from . import GROUPS, KEYS, chunk_rows, pass_rows
+from . import GROUPS, KEYS, accumulators, chunk_rows, holds_weights
 from .load import InputSmem, TileWork, read_work
 from .output import element_bytes, store
 from .roles import WARPS, roles
@@ -24,7 +24,8 @@ QUAD = 4  # lanes that have the columns of a key
 
 
 class ScoreFragments(NamedTuple):
-    """Operands of the MMAs, and accumulators of the tokens of a pass: `chunk_rows` each."""
+    """Operands of the MMAs, and the accumulators, which take turns: a unit, `chunk_rows` tokens and a block of keys,
+    has one."""
 
     mma: cute.TiledMma
     k: cute.Tensor
@@ -41,20 +42,28 @@ class LaneRows(NamedTuple):
 
 
 class TileInputs(NamedTuple):
-    """The queries of a tile. stage: of q_pipe. rows: a lane's tokens. weights: those of the tokens of the first pass;
-    others are loaded for each block."""
+    """The queries of a tile. stage: of q_pipe. rows: a lane's tokens. weights: those of all tokens; if there are none,
+    they are loaded for each unit."""
 
     stage: Int32
     rows: LaneRows
     weights: list[cute.Tensor]
 
 
+class LaneKey(NamedTuple):
+    """The key of a block that a lane stores. first: the block's first one. scale: the key's logit over its sum."""
+
+    first: Int32
+    key: Int32
+    scale: Float32
+
+
 def fragments(spec, s: InputSmem) -> ScoreFragments:
     """Make the fragments of a warpgroup."""
     columns = chunk_rows(spec) * spec.heads
     mma = wgmma.mma_nt(abi.DTYPES[spec.keys], 1, columns)
-    part, count = mma.get_slice(0), pass_rows(spec) // chunk_rows(spec)
-    acc = tuple(cute.make_rmem_tensor(part.partition_shape_C((KEYS, columns)), Float32) for _ in range(count))
+    part, shape = mma.get_slice(0), (KEYS, columns)
+    acc = tuple(cute.make_rmem_tensor(part.partition_shape_C(shape), Float32) for _ in range(accumulators(spec)))
     return ScoreFragments(
         mma, mma.make_fragment_A(part.partition_A(s.k)), mma.make_fragment_B(part.partition_B(s.q)), acc
     )
@@ -84,7 +93,7 @@ def read_rows(spec: cutlass.Constexpr, a, s: InputSmem, rows: LaneRows, work: Ti
 
 # The mma role: one iteration per tile, an inner one per block; the warpgroups take blocks in turn.
 #   waits for   q_pipe, k_pipe full
-#   computes    scores of a pass, then logits of the first MMA's tokens while the others run
+#   computes    unit by unit, scores and then logits; the MMAs of the next unit run under the logits of a unit
 #   releases    k_pipe behind the last MMA that reads the block, q_pipe behind the last block of the tile
 @cute.jit
 def compute(spec: cutlass.Constexpr, a, s: InputSmem):
@@ -94,71 +103,100 @@ def compute(spec: cutlass.Constexpr, a, s: InputSmem):
     work = read_work(s, number)
     while work.blocks > 0:
         pipeline.consumer_wait(s.q_pipe, number)
+        fence_before_mma()
         stage = pipeline.stage(s.q_pipe, number)
         read_rows(spec, a, s, rows, work, stage)
-        tile = TileInputs(stage, rows, load_weights(spec, s, 0, pass_rows(spec), stage))
-        first, before = (group - item) & (GROUPS - 1), no_sums(spec)
-        for i in cutlass.range(first, work.blocks, GROUPS, unroll=1):
-            before = one_block(spec, s, r, tile, item + i, work.first_block + i, before)
-        store_logits(spec, rows, before, const_expr(spec.rows - pass_rows(spec)), pass_rows(spec))
+        held = spec.rows if const_expr(holds_weights(spec)) else 0
+        tile = TileInputs(stage, rows, load_weights(spec, s, 0, held, stage))
+        first = (group - item) & (GROUPS - 1)
+        if first < work.blocks:
+            compute_tile(spec, a, s, r, tile, item, work, first)
         pipeline.consumer_release(s.q_pipe, number)
         item += work.blocks
         number += 1
         work = read_work(s, number)
 
 
-class BlockSums(NamedTuple):
-    """The sums of a lane of a block: of key 0 and 1 of each token of the last pass. key, scale: those of the key that
-    the lane stores."""
-
-    sums: list[Float32]
-    key: Int32
-    scale: Float32
-
-
-def no_sums(spec) -> BlockSums:
-    """Return the sums of a block without a key that a token sees."""
-    return BlockSums([Float32(0.0)] * (2 * pass_rows(spec)), Int32(-1), Float32(0.0))
+@cute.jit
+def compute_tile(
+    spec: cutlass.Constexpr, a, s: InputSmem, r: ScoreFragments, tile: TileInputs, item: Int32, work: TileWork,
+    first: Int32,
+):  # fmt: skip
+    """Compute the logits of every second block of a tile from number `first` on. item: of block 0 in k_pipe."""
+    place = wait_for_keys(spec, a, s, item + first, (work.first_block + first) * KEYS)
+    issue(s, r, tile, 0, item + first)
+    last = work.blocks - 1 - ((work.blocks - 1 - first) & (GROUPS - 1))
+    for i in cutlass.range(first, last, GROUPS, unroll=1):
+        place = one_block(spec, a, s, r, tile, item + i, place, True)
+    one_block(spec, a, s, r, tile, item + last, place, False)
 
 
 @cute.jit
 def one_block(
-    spec: cutlass.Constexpr, s: InputSmem, r: ScoreFragments, tile: TileInputs, item: Int32, block: Int32,
-    before: BlockSums,
-) -> BlockSums:  # fmt: skip
-    """Compute the sums of a block of keys, and meanwhile store the logits of the block before. item: of k_pipe."""
-    lane, inside = cute.arch.lane_idx(), cute.arch.warp_idx() % WARPS * 16
-    inside += lane // QUAD + 8 * (lane % 2)  # the key that this lane stores
-    pipeline.consumer_wait(s.k_pipe, item)
-    at = pipeline.stage(s.k_pipe, item)
-    scale = s.k_scale[inside, at]
+    spec: cutlass.Constexpr, a, s: InputSmem, r: ScoreFragments, tile: TileInputs, item: Int32, place: LaneKey,
+    more: cutlass.Constexpr,
+) -> LaneKey:  # fmt: skip
+    """Store the logits of a block, of which the MMAs of the first unit have been issued. Issue those of the first unit
+    of the warpgroup's next block if there are `more`, and return its key.
+
+    Only one unit is in flight when the warpgroup waits: ptxas lets no MMA of several ones run on beyond the end of a
+    loop that reads their accumulators."""
+    each, count = const_expr(chunk_rows(spec)), const_expr(spec.rows // chunk_rows(spec))
+    following, alone = place, const_expr(len(r.acc) == 1)
+    for unit in cutlass.range_constexpr(count):
+        warpgroup.wait_group(0)
+        if const_expr(unit + 1 == count):
+            pipeline.consumer_release(s.k_pipe, item)
+        sums = []
+        if const_expr(alone):  # as bits, because the compiler moves sums behind the MMAs that overwrite their scores
+            sums = [warp.from_bits(warp.bits(x)) for x in weigh_unit(spec, s, r, tile, unit)]
+        # the next MMAs, under which the logits of this unit are computed
+        if const_expr(unit + 1 < count):
+            issue(s, r, tile, unit + 1, item)
+        elif const_expr(more):
+            following = wait_for_keys(spec, a, s, item + GROUPS, place.first + const_expr(GROUPS * KEYS))
+            issue(s, r, tile, 0, item + GROUPS)
+        if const_expr(not alone):
+            sums = weigh_unit(spec, s, r, tile, unit)
+        store_logits(spec, tile.rows, place, sums, each * unit)
+    return following
+
+
+def weigh_unit(spec, s: InputSmem, r: ScoreFragments, tile: TileInputs, unit):
+    """Return the sums of a unit, those of keys 0 and 1 of each token that this lane has."""
+    each = chunk_rows(spec)
+    weights = tile.weights[each * unit : each * (unit + 1)] or load_weights(spec, s, each * unit, each, tile.stage)
+    return [x for row in range(each) for x in weigh(spec, r.acc[unit % len(r.acc)], weights[row], row)]
+
+
+def fence_before_mma():
+    """Let MMAs read what cp.async has written; what TMA has written they may read without."""
     cute.arch.fence_proxy("async.shared", space="cta")
-    each, count = const_expr(chunk_rows(spec)), const_expr(len(r.acc))
-    queries = r.q[None, None, None, warp.opaque(tile.stage)]  # descriptors of several passes would fill the registers
-    for begin in cutlass.range_constexpr(0, spec.rows, each * count):
-        for c in cutlass.range_constexpr(count):
-            wgmma.issue(r.mma, r.acc[c], r.k[None, None, None, at], queries, True, begin // each + c)
-        # under the MMAs
-        store_logits(spec, tile.rows, before, const_expr((begin - each * count) % spec.rows), each * count)
-        weights, sums = tile.weights, []
-        if const_expr(begin > 0):
-            weights = load_weights(spec, s, begin, each * count, tile.stage)
-        for c in cutlass.range_constexpr(count):
-            warpgroup.wait_group(count - 1 - c)
-            if const_expr(c + 1 == count and begin + each * count == spec.rows):
-                pipeline.consumer_release(s.k_pipe, item)
-            for row in cutlass.range_constexpr(each):
-                sums += weigh(spec, r.acc[c], weights[each * c + row], row)
-        before = BlockSums(sums, block * KEYS + inside, scale)
-    return before
 
 
 @cute.jit
-def store_logits(
-    spec: cutlass.Constexpr, rows: LaneRows, block: BlockSums, first: cutlass.Constexpr, count: cutlass.Constexpr
-):
-    """Store the logits of a block, those of `count` tokens from `first` on."""
-    lane, sums = cute.arch.lane_idx(), block.sums
+def wait_for_keys(spec: cutlass.Constexpr, a, s: InputSmem, item: Int32, first: Int32) -> LaneKey:
+    """Wait for the block of keys from key `first` on, and return the one that this lane stores."""
+    lane, inside = cute.arch.lane_idx(), cute.arch.warp_idx() % WARPS * 16
+    inside += lane // QUAD + 8 * (lane % 2)
+    pipeline.consumer_wait(s.k_pipe, item)
+    scale = s.k_scale[inside, pipeline.stage(s.k_pipe, item)] * const_expr(0.5 if doubled(spec) else 1.0)
+    if a.boxes == 0:
+        fence_before_mma()
+    return LaneKey(first, first + inside, scale)
+
+
+def issue(s: InputSmem, r: ScoreFragments, tile: TileInputs, unit, item):
+    """Issue the MMAs of a unit of a block."""
+    queries = r.q[None, None, None, warp.opaque(tile.stage)]  # descriptors of several units would fill the registers
+    keys = r.k[None, None, None, pipeline.stage(s.k_pipe, item)]
+    wgmma.issue(r.mma, r.acc[unit % len(r.acc)], keys, queries, True, unit)
+
+
+@cute.jit
+def store_logits(spec: cutlass.Constexpr, rows: LaneRows, place: LaneKey, sums, first: cutlass.Constexpr):
+    """Store the logits of the tokens from `first` on. sums: those of a lane, of keys 0 and 1 of each token."""
+    lane, count = cute.arch.lane_idx(), const_expr(len(sums) // 2)
     for i in cutlass.range_constexpr(max(1, count // 2)):
         # lanes 0 and 2 of a quad get the sums of the first key, 1 and 3 those of the second one
         odd, pair = lane % 2 != 0, const_expr(range(2 * i, min(2 * i + 2, count)))
@@ -168,8 +206,8 @@ def store_logits(
         if const_expr(count > 1):
             total = exchange(some[0], some[1], lane // 2 % 2 != 0, 2)
         at = const_expr(first // 2 + i)
-        if block.key >= rows.begin[at] and block.key < rows.end[at]:
-            store(spec, rows.address[at], block.key, total * block.scale)
+        if place.key >= rows.begin[at] and place.key < rows.end[at]:
+            store(spec, rows.address[at], place.key, total * place.scale)
 
 
 def exchange(x, y, second, distance):
@@ -202,7 +240,20 @@ def weigh(spec, acc: cute.Tensor, weights: cute.Tensor, column):
     for key in range(2):
         total = [Float32(0.0), Float32(0.0)]
         for i in range(own):
-            score = cute.arch.fmax(scores[key, own * column + i], Float32(0.0))
-            total[i % 2] = warp.fma(weights[i], score, total[i % 2])
+            total[i % 2] = warp.fma(weights[i], rectified(spec, scores[key, own * column + i]), total[i % 2])
         found.append(total[0] + total[1])
     return found
+
+
+def doubled(spec):
+    """Return whether sums are twice those of the logits. Scores of e4m3 are finite, so that s + |s| is exactly twice
+    max(s, 0); it takes half as long, because the SM computes maxima at half of the rate of sums. Powers of two change
+    no rounding, unless a sum is beyond half of the largest fp32, or the half of a key's scale is subnormal."""
+    return spec.keys == "e4m3"
+
+
+def rectified(spec, score):
+    """Return max(score, 0), or twice that."""
+    if doubled(spec):
+        return score + cute.math.absf(score)
+    return cute.arch.fmax(score, Float32(0.0))

@@ -45,7 +45,8 @@ def logits_cases(spec: IndexerSpec) -> list[LogitsScenario]:
     )
     if spec.keys == "bf16":  # no cache has pages of them
         few = replace(rows, heads=fewer.heads, lens=(40, 900), windows="random", data="zeros")
-        return [prompts, LogitsScenario("a share", (replace(rows, lens=(PROMPT, 64 * 21 + 5)), few), 3)]
+        many = replace(rows, lens=(PROMPT, 64 * 21 + 5), data="nan")
+        return [prompts, LogitsScenario("a share", (many, few), 3)]
     return [
         LogitsScenario(
             "pages",
@@ -53,11 +54,12 @@ def logits_cases(spec: IndexerSpec) -> list[LogitsScenario]:
                 replace(base, lens=(70, 0, 200), page_size=16, gap=12, own=spec.rows > 1, more=70),
                 replace(fewer, lens=(9, 1), page_size=3, hostile=True, clean=False),
                 replace(base, lens=(130,), strided=True, data="zeros", shift=4),
+                replace(base, lens=(130, 9, 300, 200, 70), hostile=True, gap=16, clean=False),
             ),
             3,
         ),
         prompts,
-        LogitsScenario("a share", (replace(base, lens=(64 * 21 + 5, 3), page_size=256),), 3),
+        LogitsScenario("a share", (replace(base, lens=(64 * 21 + 5, 3), page_size=256, data="nan"),), 3),
         # more tiles than threads, so that a thread adds up several
         LogitsScenario("requests", (replace(base, lens=(*[0] * 388, 70, 700), clean=False),)),
     ]
@@ -70,7 +72,7 @@ def logits_structures(shipped: list[IndexerSpec]) -> list[IndexerSpec]:
         IndexerSpec(64, 128, 4),
         IndexerSpec(64, 128, 8),
         IndexerSpec(32, 128, 8, "bf16"),
-        IndexerSpec(32, 128, 4, keys="bf16"),
+        IndexerSpec(32, 128, 8, keys="bf16"),
     )
     return [spec for spec in shipped if spec in wanted]
 

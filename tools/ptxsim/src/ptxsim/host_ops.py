@@ -318,7 +318,7 @@ ONE |= dict.fromkeys(("cute.make_layout", "cute.make_ordered_layout", "cute.make
 ONE |= dict.fromkeys(("cute.zipped_divide", "cute.tiled_divide", "cute.logical_divide"), _divide)
 ONE |= dict.fromkeys(("cute.select", "cute.get"), _select)
 SAME = (  # the value passes through
-    "cute.to_int_tuple", "cute.assume", "cute.inttoptr", "cute.recast_iter", "cute.make_tiled_mma",
+    "cute.to_int_tuple", "cute.assume", "cute.inttoptr", "cute.ptrtoint", "cute.recast_iter", "cute.make_tiled_mma",
     "cute.make_tiled_copy", "cute.fast_divmod.create_divisor", "cute.fast_divmod.get_divisor", "cuda.cast",
 )  # fmt: skip
 ONE |= dict.fromkeys(SAME, lambda op, args: args[0])
