@@ -89,8 +89,6 @@ def arrivals(spec, roles, x: Operand):
 def readers(spec, roles, x: Operand):
     """Return the arrivals that free a loaded stage: one per warp that reads it, in all CTAs of the cluster. Where V
     lies in K, that is one arrival behind both MMAs."""
-    if spec.tile.bulk_rows:
-        return roles.warps("score")
     return roles.warps(x.prepare_role) if x.prepared else roles.warps("mma") * spec.tile.cluster
 
 

@@ -1,4 +1,4 @@
-"""The `mma` role of few query rows over packed latents: from V in bf16 and P, which `score` makes, to O and the LSE.
+"""The `mma` role of few query rows over packed latents: from rows as they are stored, and P, to O and the LSE.
 
 To follow the code: `mma_warp` -> `compute_tile` -> `add_block`.
 """
@@ -7,33 +7,35 @@ from typing import NamedTuple
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, const_expr
+from cutlass import Float32, Int32, Uint32, const_expr
 
-from ...device import copy, mma, pipeline, warp
+from ...device import copy, mma, pipeline, to_bf16, warp
+from ...records import RECORDS
 from .. import epilogue, geometry, softmax, splits
 from ..schedule import work
 from ..schedule.work import WorkTileInfo
 from .roles import roles
-from .score import LANES, row_of, value_pieces, warp_of
-from .tile_table import KEY_TILES, KEYS, STATS, STEP, VALUE_BYTES, WARPS
+from .score import LANES, RAISED_PAIR, lane_piece, row_of, stage_of, warp_of
+from .tile_table import KEYS, PIECE, PITCH, SCORE_WARPS, STATS, STEP, WARPS, groups
 
 COLUMNS = 64  # of O that a warp has
 MMAS = COLUMNS // STEP
 
 
 class LatentOutputState(NamedTuple):
-    """The next items of the mma role: p, in the pipeline of `LatentHandoff`; tile, of those with a key. partials: the
-    splits that the CTA has stored."""
+    """The next items of the mma role: kv, in k.pipe; p, in the pipeline of `LatentHandoff`; tile, of those with a key.
+    partials: the splits that the CTA has stored."""
 
+    kv: pipeline.PipelineState
     p: Int32
     tile: Int32
     partials: Int32
 
 
 # The mma role: one iteration per tile, an inner one per KV block.
-#   waits for   V and P of the block
+#   waits for   P of the block
 #   computes    O^T += V^T P^T of 64 columns
-#   releases    V and P
+#   releases    P and the rows of the block
 @cute.jit
 def mma_warp(spec: cutlass.Constexpr, plan, s):
     """Run the role in one warp."""
@@ -42,7 +44,8 @@ def mma_warp(spec: cutlass.Constexpr, plan, s):
     def one_tile(w, _, at):
         return compute_tile(spec, plan.args, s, acc_o, w, at)
 
-    at = work.for_each_tile(spec, s, one_tile, LatentOutputState(Int32(0), Int32(0), Int32(0)))
+    state = LatentOutputState(pipeline.initial_state(), Int32(0), Int32(0), Int32(0))
+    at = work.for_each_tile(spec, s, one_tile, state)
     splits.barrier(WARPS)
     tid = cute.arch.thread_idx()[0] - roles(spec).first_thread("mma")
     splits.merge_together(spec, plan.args, s.splits, at.partials, tid, WARPS)
@@ -56,7 +59,7 @@ def compute_tile(
     acc_o.fill(0.0)
     for _ in cutlass.range(w.n_block_min, w.n_block_max, unroll=1):
         add_block(spec, s, acc_o, at)
-        at = at._replace(p=at.p + 1)
+        at = at._replace(kv=pipeline.next_item(s.k.pipe, at.kv), p=at.p + 1)
     store(spec, a, s, acc_o, w, at.tile % STATS)
     if w.n_block_max > w.n_block_min:
         at = at._replace(tile=at.tile + 1)
@@ -68,22 +71,29 @@ def compute_tile(
 
 @cute.jit
 def add_block(spec: cutlass.Constexpr, s, acc_o: cute.Tensor, at: LatentOutputState):
-    """Compute O^T += V^T P^T of all keys of a block for the warp's columns. acc_o (4, MMA, n): of two columns of 16,
-    see `value_pieces`, and rows 8 n + 2 t and 8 n + 2 t + 1."""
-    n_tiles, stage, lane = const_expr(spec.tile.n_tiles), pipeline.stage(s.scores.pipe, at.p), cute.arch.lane_idx()
-    key, first = lane // KEYS * 8 + lane % 8, warp_of(spec, "mma") * const_expr(2 * MMAS)
-    values = value_pieces(s, stage, key, lane // 8 % 2, first)
-    p = s.scores.p[None, lane, None, stage].iterator.toint()
+    """Compute O^T += V^T P^T of all keys of a block for the warp's columns. acc_o (4, MMA, n): of columns 2 g and
+    2 g + 1 of 16, and rows 8 n + 2 t and 8 n + 2 t + 1."""
+    n_tiles, own = const_expr(spec.tile.n_tiles), warp_of(spec, "mma")
+    group = own // const_expr(WARPS // groups(spec.kv.record))
+    base = stage_of(spec, s, at.kv) + own * COLUMNS + lane_piece(spec)
+    stage = pipeline.stage(s.scores.pipe, at.p)
+    p = s.scores.p[None, cute.arch.lane_idx(), None, stage].iterator.toint()
     pipeline.consumer_wait(s.scores.pipe, at.p)
     rescale(spec, s, acc_o, stage)
-    for tile in cutlass.range_constexpr(KEY_TILES):
+    for tile in cutlass.range_constexpr(SCORE_WARPS):
         words = mma.load(p + const_expr(tile * LANES * 8 * n_tiles), const_expr(2 * n_tiles))
-        for i in cutlass.range_constexpr(MMAS):
-            v = warp.ldmatrix_x4_trans(values[i] + const_expr(tile * KEYS * VALUE_BYTES))
-            for n in cutlass.range_constexpr(n_tiles):
-                mma.issue("bf16", acc_o, const_expr(4 * (i + MMAS * n)), v, words[2 * n : 2 * n + 2])
+        factors = factors_of(spec, s, group, KEYS * tile, stage)
+        for i in cutlass.range_constexpr(0, MMAS, 2):
+            v = warp.ldmatrix_x4_trans(base + const_expr(tile * KEYS * PITCH[spec.kv.record] + PIECE * i))
+            for half in cutlass.range_constexpr(2):
+                keys = [to_bf16.e4m3_words(v[2 * half + e], (0, 2, 1, 3)) for e in range(2)]
+                a = [to_bf16.multiply(keys[e][part], factors[e]) for e in range(2) for part in range(2)]
+                for n in cutlass.range_constexpr(n_tiles):
+                    at_o = const_expr(4 * (i + half + MMAS * n))
+                    mma.issue("bf16", acc_o, at_o, a, words[2 * n : 2 * n + 2])
     cute.arch.sync_warp()
     pipeline.consumer_release(s.scores.pipe, at.p)
+    pipeline.consumer_release(s.k.pipe, at.kv)
 
 
 @cute.jit
@@ -101,6 +111,15 @@ def rescale(spec: cutlass.Constexpr, s, acc_o: cute.Tensor, stage: Int32):
                     acc_o[2 * c + k % 2, i, k // 2] = acc_o[2 * c + k % 2, i, k // 2] * factors[k]
 
 
+def factors_of(spec, s, group, key, stage):
+    """Return the factors of a lane's four keys of 16, which begin at `key`, as two pairs."""
+    if not RECORDS[spec.kv.record].packed:
+        return [Uint32(RAISED_PAIR)] * 2
+    at = s.scores.factors[key, None, stage].iterator.toint()
+    at += 2 * (group * spec.tile.n + 2 * (cute.arch.lane_idx() % 4))
+    return [mma.load(at + 16 * half, 1)[0] for half in range(2)]
+
+
 @cute.jit
 def store(spec: cutlass.Constexpr, a, s, acc_o: cute.Tensor, w: WorkTileInfo, tile: Int32):
     """Store O and the LSE, or the CTA's split."""
@@ -109,22 +128,10 @@ def store(spec: cutlass.Constexpr, a, s, acc_o: cute.Tensor, w: WorkTileInfo, ti
         row, total, top = row_of(k), Float32(0.0), -Float32.inf
         if w.n_block_max > w.n_block_min:
             top = s.scores.row_max[row, tile]
-            for each in cutlass.range_constexpr(KEY_TILES):
+            for each in cutlass.range_constexpr(SCORE_WARPS):
                 total += s.scores.row_sum[row, each, tile]
-        join_columns(acc_o, k)
         if row < left:
             store_row(spec, a, acc_o, w, k, row, top, total)
-
-
-def join_columns(acc_o, k):
-    """Exchange columns of the k-th row with the lane that has the others of four, so that lane 4 g + t has columns
-    2 g and 2 g + 1 of 16."""
-    odd = cute.arch.lane_idx() // 4 % 2 != 0
-    for i in range(MMAS):
-        low, high = acc_o[k % 2, i, k // 2], acc_o[2 + k % 2, i, k // 2]
-        other = cute.arch.shuffle_sync_bfly(warp.select(odd, low, high), 4)
-        acc_o[k % 2, i, k // 2] = warp.select(odd, other, low)
-        acc_o[2 + k % 2, i, k // 2] = warp.select(odd, high, other)
 
 
 @cute.jit
