@@ -14,7 +14,8 @@ keys of requests by stream-K.
 
 Splits are merged by the mma warps of all CTAs of a tile together (`splits.merge_together`).
 
-Shared memory: `stages` x (n x `tile_table.PITCH`), Q as the operand of the MMAs, `LatentHandoff`, tiles and mbarriers.
+Shared memory: `stages` x (n x `tile_table.row_pitch`), Q as the operand of the MMAs, `LatentHandoff`, tiles and
+mbarriers.
 """
 
 from dataclasses import dataclass
@@ -29,15 +30,16 @@ from .. import fakes, geometry, load, splits
 from ..kv import pages, rings
 from ..schedule import stream_k, work
 from . import mainloop, score
+from .codes import LANES
 from .roles import grows_behind_load, roles
-from .tile_table import operands, q_words
+from .tile_table import operands, q_words, records
 
 fake_args = fakes.fake_args
 
 
 @dataclass(frozen=True)
 class LatentSharedStorage:
-    """Shared memory of a CTA. q (words, lane): operand of the MMAs, a lane's words of an MMA side by side."""
+    """Shared memory of a CTA. q (words, lane, record): operand of the MMAs, a lane's words of an MMA side by side."""
 
     k: rings.OperandSmem  # (n, bytes, stages)
     v: rings.OperandSmem  # the same
@@ -61,7 +63,7 @@ def shared(spec, plan):
     smem, r, each = cutlass.utils.SmemAllocator(), roles(spec), operands(spec)
     stages = rings.allocate(spec, smem, plan, each)
     return LatentSharedStorage(
-        q=smem.allocate_tensor(Uint32, cute.make_layout(score.LANES * q_words(spec)), 16),
+        q=smem.allocate_tensor(Uint32, cute.make_layout(LANES * q_words(spec) * len(records(spec))), 16),
         scores=score.allocate(spec, smem),
         work=work.allocate(spec, smem),
         work_pipe=work.make_pipe(spec, smem, r),

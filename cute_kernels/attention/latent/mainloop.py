@@ -1,25 +1,24 @@
 """The `mma` role of few query rows over packed latents: from rows as they are stored, and P, to O and the LSE.
 
-To follow the code: `mma_warp` -> `compute_tile` -> `add_block`.
+To follow the code: `mma_warp` -> `compute_tile` -> `add_blocks` -> `add_columns` -> `add_block`.
 """
 
 from typing import NamedTuple
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, Uint32, const_expr
+from cutlass import Float32, Int32, const_expr
 
 from ...device import copy, mma, pipeline, to_bf16, warp
-from ...records import RECORDS
 from .. import epilogue, geometry, softmax, splits
+from ..kv.record_rows import BOX, BYTES
 from ..schedule import work
 from ..schedule.work import WorkTileInfo
+from . import codes
+from .codes import LANES, LOWERED_PAIR, MMAS
 from .roles import roles
-from .score import LANES, RAISED_PAIR, lane_piece, row_of, stage_of, warp_of
-from .tile_table import KEYS, PIECE, PITCH, SCORE_WARPS, STATS, STEP, WARPS, groups
-
-COLUMNS = 64  # of O that a warp has
-MMAS = COLUMNS // STEP
+from .score import blocks_of, row_of, warp_of
+from .tile_table import KEYS, SCORE_WARPS, STATS, STEP, WARPS, records, row_pitch
 
 
 class LatentOutputState(NamedTuple):
@@ -57,9 +56,8 @@ def compute_tile(
 ) -> LatentOutputState:
     """Compute and store a tile. Return the state behind it."""
     acc_o.fill(0.0)
-    for _ in cutlass.range(w.n_block_min, w.n_block_max, unroll=1):
-        add_block(spec, s, acc_o, at)
-        at = at._replace(kv=pipeline.next_item(s.k.pipe, at.kv), p=at.p + 1)
+    for i in cutlass.range_constexpr(len(records(spec))):
+        at = add_blocks(spec, s, acc_o, w, at, const_expr(len(records(spec)) - 1 - i), const_expr(i > 0))
     store(spec, a, s, acc_o, w, at.tile % STATS)
     if w.n_block_max > w.n_block_min:
         at = at._replace(tile=at.tile + 1)
@@ -70,27 +68,60 @@ def compute_tile(
 
 
 @cute.jit
-def add_block(spec: cutlass.Constexpr, s, acc_o: cute.Tensor, at: LatentOutputState):
-    """Compute O^T += V^T P^T of all keys of a block for the warp's columns. acc_o (4, MMA, n): of columns 2 g and
-    2 g + 1 of 16, and rows 8 n + 2 t and 8 n + 2 t + 1."""
-    n_tiles, own = const_expr(spec.tile.n_tiles), warp_of(spec, "mma")
-    group = own // const_expr(WARPS // groups(spec.kv.record))
-    base = stage_of(spec, s, at.kv) + own * COLUMNS + lane_piece(spec)
-    stage = pipeline.stage(s.scores.pipe, at.p)
+def add_blocks(
+    spec: cutlass.Constexpr, s, acc_o: cute.Tensor, w: WorkTileInfo, at: LatentOutputState, which: cutlass.Constexpr,
+    begun: cutlass.Constexpr,
+) -> LatentOutputState:  # fmt: skip
+    """Add the products of all blocks that have rows of a record. begun: O has those of other blocks. Return the state
+    behind them. The warp's columns are all of one section of V, of which there are one or two."""
+    sections = const_expr(codes.sections_of(spec, which, spec.head_dim_vo))
+    if const_expr(len(sections) == 1):
+        at = add_columns(spec, s, acc_o, w, at, which, sections[0], begun)
+    else:
+        if warp_of(spec, "mma") < sections[1].first:
+            at = add_columns(spec, s, acc_o, w, at, which, sections[0], begun)
+        else:
+            at = add_columns(spec, s, acc_o, w, at, which, sections[1], begun)
+    return at
+
+
+@cute.jit
+def add_columns(
+    spec: cutlass.Constexpr, s, acc_o: cute.Tensor, w: WorkTileInfo, at: LatentOutputState, which: cutlass.Constexpr,
+    section: cutlass.Constexpr, begun: cutlass.Constexpr,
+) -> LatentOutputState:  # fmt: skip
+    """Do the work of `add_blocks` for columns of a section."""
+    first, last = blocks_of(spec, w, which)
+    if const_expr(begun):
+        codes.exchange(acc_o, section.code, True)
+    for _ in cutlass.range(first, last, unroll=1):
+        add_block(spec, s, acc_o, at, which, section)
+        at = at._replace(kv=pipeline.next_item(s.k.pipe, at.kv), p=at.p + 1)
+    codes.exchange(acc_o, section.code, False)
+    return at
+
+
+@cute.jit
+def add_block(
+    spec: cutlass.Constexpr, s, acc_o: cute.Tensor, at: LatentOutputState, which: cutlass.Constexpr,
+    section: cutlass.Constexpr,
+):  # fmt: skip
+    """Compute O^T += V^T P^T of all keys of a block for the warp's columns. acc_o (4, MMA, n): of two columns of 16,
+    see `codes.exchange`, and rows 8 n + 2 t and 8 n + 2 t + 1."""
+    n_tiles, box, stage = const_expr(spec.tile.n_tiles), warp_of(spec, "mma"), pipeline.stage(s.scores.pipe, at.p)
+    base = codes.stage_of(spec, s, at.kv) + section.at + (box - section.first) * const_expr(BYTES[section.code])
+    base += codes.lane_piece(spec)
     p = s.scores.p[None, cute.arch.lane_idx(), None, stage].iterator.toint()
     pipeline.consumer_wait(s.scores.pipe, at.p)
     rescale(spec, s, acc_o, stage)
     for tile in cutlass.range_constexpr(SCORE_WARPS):
         words = mma.load(p + const_expr(tile * LANES * 8 * n_tiles), const_expr(2 * n_tiles))
-        factors = factors_of(spec, s, group, KEYS * tile, stage)
-        for i in cutlass.range_constexpr(0, MMAS, 2):
-            v = warp.ldmatrix_x4_trans(base + const_expr(tile * KEYS * PITCH[spec.kv.record] + PIECE * i))
-            for half in cutlass.range_constexpr(2):
-                keys = [to_bf16.e4m3_words(v[2 * half + e], (0, 2, 1, 3)) for e in range(2)]
-                a = [to_bf16.multiply(keys[e][part], factors[e]) for e in range(2) for part in range(2)]
-                for n in cutlass.range_constexpr(n_tiles):
-                    at_o = const_expr(4 * (i + half + MMAS * n))
-                    mma.issue("bf16", acc_o, at_o, a, words[2 * n : 2 * n + 2])
+        if const_expr(section.code == "bf16"):
+            words = [to_bf16.multiply(word, LOWERED_PAIR) for word in words]
+        rows = base + const_expr(tile * KEYS * row_pitch(spec))
+        for i, v in enumerate(codes.value_operands(spec, s, which, section, rows, KEYS * tile, stage, box)):
+            for n in cutlass.range_constexpr(n_tiles):
+                mma.issue("bf16", acc_o, const_expr(4 * (i + MMAS * n)), v, words[2 * n : 2 * n + 2])
     cute.arch.sync_warp()
     pipeline.consumer_release(s.scores.pipe, at.p)
     pipeline.consumer_release(s.k.pipe, at.kv)
@@ -109,15 +140,6 @@ def rescale(spec: cutlass.Constexpr, s, acc_o: cute.Tensor, stage: Int32):
             for i in cutlass.range_constexpr(MMAS):
                 for c in cutlass.range_constexpr(2):
                     acc_o[2 * c + k % 2, i, k // 2] = acc_o[2 * c + k % 2, i, k // 2] * factors[k]
-
-
-def factors_of(spec, s, group, key, stage):
-    """Return the factors of a lane's four keys of 16, which begin at `key`, as two pairs."""
-    if not RECORDS[spec.kv.record].packed:
-        return [Uint32(RAISED_PAIR)] * 2
-    at = s.scores.factors[key, None, stage].iterator.toint()
-    at += 2 * (group * spec.tile.n + 2 * (cute.arch.lane_idx() % 4))
-    return [mma.load(at + 16 * half, 1)[0] for half in range(2)]
 
 
 @cute.jit
@@ -152,7 +174,7 @@ def store_row(
     for i in cutlass.range_constexpr(MMAS):
         for e in cutlass.range_constexpr(2):
             pair[e] = acc_o[2 * e + k % 2, i, k // 2] * scale
-        piece = (own * COLUMNS + STEP * i) // 2 + g
+        piece = (own * BOX + STEP * i) // 2 + g
         if split:
             copy.vector(pair, cute.local_tile(a.schedule.o_partial[w.split.slot, row, None], (2,), (piece,)))
         else:

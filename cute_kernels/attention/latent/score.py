@@ -1,11 +1,10 @@
 """The `score` role of few query rows over packed latents: from rows as they are stored to P.
 
 Keys are the M side of the MMAs, and query rows the N side, of which 8 are an MMA: S^T = K Q^T and O^T = V^T P^T. A
-score warp has 16 keys of a block, and an mma warp 64 columns of O for all keys (`mainloop`). Both turn codes of e4m3
-into bf16 in registers (`to_bf16`), and multiply them by the factor of their row there: an instruction of conversion
-takes as long as one that moves a converted value through shared memory.
+score warp has 16 keys of a block, and an mma warp 64 columns of O for all keys (`mainloop`). `codes` makes operands of
+the rows. Where two caches have different records, the blocks of each have a loop of their own.
 
-To follow the code: `score_warp` -> `score_blocks` -> `score_block`.
+To follow the code: `score_warp` -> `score_tile` -> `score_block`.
 """
 
 from dataclasses import dataclass
@@ -13,36 +12,34 @@ from typing import NamedTuple
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, Int64, Uint32, const_expr
+from cutlass import Float32, Int32, Uint32, const_expr
 
 from ...device import memory, mma, pipeline, to_bf16, warp
-from ...device.divisor import Quotient
-from ...records import RECORDS
 from .. import geometry, mask, softmax
 from ..barriers import NamedBarrier
 from ..kv import gather, pages
 from ..kv.gather import RowPageIds
+from ..kv.record_rows import BOX
 from ..mask import ScoreCols, ScoreRows
 from ..schedule import work
 from ..schedule.work import WorkTileInfo
 from ..softmax import SoftmaxState
+from . import codes
+from .codes import LANES, MMAS, RAISED, RAISED_PAIR
 from .roles import roles
-from .tile_table import KEYS, P_STAGES, PIECE, PITCH, ROWS, SCORE_WARPS, STATS, STEP, WARPS, groups, rotated_steps
+from .tile_table import KEYS, P_STAGES, ROWS, SCORE_WARPS, STATS, STEP, WARPS, factors, q_words, records, row_pitch
 
-LANES = 32
-# Codes are 2^-120 times their values: factors are multiplied by 2^60, and so are Q and P. Products of codes and factors
-# are then rounded as bf16 are, unless they are less than 2^-66.
-RAISED, RAISED_PAIR = 2.0**60, 0x5D805D80  # in fp32, and two bf16
 CHAINS = 2  # sums of products that do not wait for each other
 ALL = (1 << KEYS) - 1
 
 
 @dataclass(frozen=True)
 class LatentHandoff:
-    """Shared memory between score and mma. p (words, lane, key tile, stage): the operand of O^T. factors (key, group,
-    stage): of rows, in bf16. rescale (row, stage): factors by which O is multiplied before. pipe: of these stages.
-    tops (row, warp, 2): maxima of rows over the keys of a score warp. row_max (row, STATS), row_sum (row, warp, STATS):
-    of the rows of a tile; row_max in log2 units, or -inf for a row without keys."""
+    """Shared memory between score and mma. p (words, lane, key tile, stage): the operand of O^T. factors (key, index,
+    stage): of rows, in bf16, in the order in which they are stored. rescale (row, stage): factors by which O is
+    multiplied before. pipe: of these stages. tops (row, warp, 2): maxima of rows over the keys of a score warp. row_max
+    (row, STATS), row_sum (row, warp, STATS): of the rows of a tile; row_max in log2 units, or -inf for a row without
+    keys."""
 
     p: cute.Tensor
     factors: cute.Tensor
@@ -61,7 +58,7 @@ def allocate(spec, smem) -> LatentHandoff:
     rescale, tops, row_max, row_sum = (smem.allocate_tensor(Float32, cute.make_layout(x), 16) for x in each)
     return LatentHandoff(
         smem.allocate_tensor(Uint32, p, 16),
-        smem.allocate_tensor(cutlass.BFloat16, cute.make_layout((t.n, groups(spec.kv.record), P_STAGES)), 16),
+        smem.allocate_tensor(cutlass.Uint16, cute.make_layout((t.n, factors(spec), P_STAGES)), 16),
         rescale,
         pipeline.make(smem, P_STAGES, SCORE_WARPS, WARPS),
         tops,
@@ -73,11 +70,9 @@ def allocate(spec, smem) -> LatentHandoff:
 @dataclass(frozen=True)
 class LatentFragments:
     """The registers of a score warp. Lane 4 g + t has rows 8 n + 2 t and 8 n + 2 t + 1 of MMA n. acc_s (4, n): of keys
-    g and g + 8. factors (2, group): of these keys, as pairs of bf16. found: the slot of the warp's key lane % 16 of the
-    next block."""
+    g and g + 8. found: the slot of the warp's key lane % 16 of the next block."""
 
     acc_s: cute.Tensor
-    factors: cute.Tensor
     st: SoftmaxState
     tokens: cute.Tensor
     found: cute.Tensor
@@ -112,26 +107,24 @@ def score_warp(spec: cutlass.Constexpr, plan, s):
     rmem, n = cute.make_rmem_tensor, const_expr(spec.tile.n_tiles)
     r = LatentFragments(
         rmem((4, n), Float32),
-        rmem((2, groups(spec.kv.record)), Uint32),
         softmax.make(2 * n),
         rmem(2 * n, Int32),
         rmem(1, Int32),
     )
 
-    def score_tile(w, _, at):
-        return score_blocks(spec, plan, s, r, w, at)
+    def one_tile(w, _, at):
+        return score_tile(spec, plan, s, r, w, at)
 
-    work.for_each_tile(spec, s, score_tile, LatentScoreState(pipeline.initial_state(), Int32(0), Int32(0)))
+    work.for_each_tile(spec, s, one_tile, LatentScoreState(pipeline.initial_state(), Int32(0), Int32(0)))
 
 
 @cute.jit
-def score_blocks(
+def score_tile(
     spec: cutlass.Constexpr, plan, s, r: LatentFragments, w: WorkTileInfo, at: LatentScoreState
 ) -> LatentScoreState:
     """Compute P of the blocks of a tile. Return the state behind it."""
     a = plan.args
     softmax.reset(r.st, 0.0)
-    r.factors.fill(RAISED_PAIR)
     if w.n_block_max > w.n_block_min:
         load_q(spec, a, s, w)
         for k in cutlass.range_constexpr(cute.size(r.tokens)):
@@ -139,10 +132,24 @@ def score_blocks(
         look_up(spec, plan, r, w, w.n_block_max - 1)
         scale = softmax.device_scale(a.logits.softmax_scale_log2, a.logits.softmax_scale_ptr)
         meet()
-        for n_block in cutlass.range(w.n_block_max - 1, w.n_block_min - 1, -1, unroll=1):
-            at = score_block(spec, plan, s, r, w, at, n_block, scale)
+        for i in cutlass.range_constexpr(len(records(spec))):
+            which = const_expr(len(records(spec)) - 1 - i)
+            first, last = blocks_of(spec, w, which)
+            for n_block in cutlass.range(last - 1, first - 1, -1, unroll=1):
+                at = score_block(spec, plan, s, r, w, at, n_block, scale, which)
         at = at._replace(tile=at.tile + 1)
     return at
+
+
+def blocks_of(spec, w: WorkTileInfo, which):
+    """Return the first block of a tile that has rows of a record, and the one behind the last of them. Blocks of the
+    second cache are the last ones of the tile, and come first."""
+    if len(records(spec)) == 1:
+        return w.n_block_min, w.n_block_max
+    border = geometry.extra_start(w.sequence.extra) // spec.tile.n
+    if which > 0:
+        return cutlass.max(w.n_block_min, border), w.n_block_max
+    return w.n_block_min, cutlass.min(w.n_block_max, border)
 
 
 def row_of(k):
@@ -150,97 +157,92 @@ def row_of(k):
     return ROWS * (k // 2) + 2 * (cute.arch.lane_idx() % 4) + k % 2
 
 
-# Q: a lane's words of the B operand of an MMA lie side by side. Those of columns with codes have the order in which a
-# word of codes becomes two: the first half of a lane's four columns, then the second.
+# Q: a lane's words of the B operand of an MMA lie side by side. A word of codes of K becomes several words of the A
+# operand (`codes.key_operands`), and Q has its columns in that order.
 
 
 @cute.jit
 def load_q(spec: cutlass.Constexpr, a, s, w: WorkTileInfo):
-    """Make the operand of S^T from Q. Rows past the sequence become zeros."""
-    lane, own, count = cute.arch.lane_idx(), warp_of(spec, "score"), const_expr(spec.head_dim_qk // STEP)
-    g, latent = lane // 4, const_expr(spec.head_dim_vo // STEP)
+    """Make the operand of S^T from Q, for each record. Rows past the sequence become zeros. A warp has an MMA of each
+    box of columns."""
+    assert MMAS == SCORE_WARPS
     for n in cutlass.range_constexpr(spec.tile.n_tiles):
-        row = w.m_block * spec.tile.m + ROWS * n + g
+        row = w.m_block * spec.tile.m + ROWS * n + cute.arch.lane_idx() // 4
         exists = row < geometry.num_rows(w.sequence.q_len, w.pack_factor)
         token = w.sequence.q_start + geometry.token_of(row, geometry.pack_divisor(w))
         head = geometry.head_of(row, w.head_idx, geometry.pack_divisor(w))
-        for i in cutlass.range_constexpr(latent // SCORE_WARPS):
-            load_step(spec, a.query.q, token, head, exists, s, n, own + SCORE_WARPS * i, Int32(0), False)
-        if const_expr(count > latent):
-            if own < count - latent:
-                plain = const_expr(rotated_steps(spec) > 0)
-                load_step(spec, a.query.q_rope, token, head, exists, s, n, own + latent, Int32(latent), plain)
+        for which in cutlass.range_constexpr(len(records(spec))):
+            sections = const_expr(codes.sections_of(spec, which, spec.head_dim_qk))
+            for i in cutlass.range_constexpr(len(sections)):
+                for b in cutlass.range_constexpr(sections[i].boxes):
+                    box = const_expr(sections[i].first + b)
+                    behind = const_expr(BOX * box - spec.head_dim_vo)
+                    q, column = (a.query.q, BOX * box) if const_expr(behind < 0) else (a.query.q_rope, behind)
+                    load_box(spec, q, token, head, exists, s, n, which, sections[i].code, box, column)
 
 
 @cute.jit
-def load_step(
-    spec: cutlass.Constexpr, q: cute.Tensor, token: Int32, head: Int32, exists, s, n: cutlass.Constexpr, step: Int32,
-    first: Int32, plain: cutlass.Constexpr,
+def load_box(
+    spec: cutlass.Constexpr, q: cute.Tensor, token: Int32, head: Int32, exists, s, n: cutlass.Constexpr,
+    which: cutlass.Constexpr, code: cutlass.Constexpr, box: cutlass.Constexpr, column: cutlass.Constexpr,
 ):  # fmt: skip
-    """Load this lane's words of an MMA. first: the MMA of the tensor's first column. plain: K has 16 bits there."""
-    t, words = cute.arch.lane_idx() % 4, cute.make_rmem_tensor(2, Uint32)
+    """Load this lane's words of the warp's MMA of a box, which begins at a column of a tensor. code: of K there."""
+    own, t, size = warp_of(spec, "score"), cute.arch.lane_idx() % 4, const_expr(q.element_type.width // 8)
+    words = cute.make_rmem_tensor(2, Uint32)
     words.fill(0)
     if exists:
-        base = memory.row_of(q, token, head) + (step - first) * const_expr(STEP * q.element_type.width // 8)
-        if const_expr(plain):
-            for half in cutlass.range_constexpr(2):
-                words[half] = memory.load_words(base + 4 * t + 16 * half, 0, 1)[0]
-        elif const_expr(q.element_type.width == 16):
-            loaded = memory.load_words(base + 8 * t, 0, 2)
-            for half in cutlass.range_constexpr(2):
-                words[half] = to_bf16.multiply(loaded[half], RAISED_PAIR)
+        base = memory.row_of(q, token, head) + column * size
+        if const_expr(code == "bf16"):  # columns 2 t and 2 t + 1 of each half of 16
+            for part in cutlass.range_constexpr(2):
+                words[part] = memory.load_words(base + (STEP * own + 8 * part + 2 * t) * size, 0, 1)[0]
+        elif const_expr(code == "e2m1"):  # columns c and c + 4 of a lane's 8 of 32
+            at = base + (2 * STEP * (own // 2) + 8 * t + 2 * (own % 2)) * size
+            x, y = (memory.load_words(at + 4 * k * size, 0, 1)[0] for k in range(2))
+            words[0] = to_bf16.multiply(x & Uint32(0xFFFF) | y << 16, RAISED_PAIR)
+            words[1] = to_bf16.multiply(x >> 16 | y & Uint32(0xFFFF0000), RAISED_PAIR)
+        elif const_expr(size == 2):  # a lane's 4 columns of 16
+            loaded = memory.load_words(base + (STEP * own + 4 * t) * size, 0, 2)
+            for part in cutlass.range_constexpr(2):
+                words[part] = to_bf16.multiply(loaded[part], RAISED_PAIR)
         else:
-            loaded = to_bf16.e4m3_words(memory.load_words(base + 4 * t, 0, 1)[0])
-            for half in cutlass.range_constexpr(2):
-                exact = to_bf16.multiply(loaded[half], to_bf16.EXACT["e4m3"])
-                words[half] = to_bf16.multiply(exact, RAISED_PAIR)
-    at = (step * LANES + cute.arch.lane_idx()) * const_expr(2 * spec.tile.n_tiles) + 2 * n
-    for half in cutlass.range_constexpr(2):
-        s.q[at + half] = words[half]
+            loaded = to_bf16.e4m3_words(memory.load_words(base + STEP * own + 4 * t, 0, 1)[0])
+            for part in cutlass.range_constexpr(2):
+                words[part] = to_bf16.multiply(to_bf16.multiply(loaded[part], to_bf16.EXACT["e4m3"]), RAISED_PAIR)
+    step = const_expr(MMAS * box) + own
+    at_q = const_expr(which * LANES * q_words(spec) + 2 * n)
+    at_q += (step * LANES + cute.arch.lane_idx()) * const_expr(2 * spec.tile.n_tiles)
+    for part in cutlass.range_constexpr(2):
+        s.q[at_q + part] = words[part]
 
 
 @cute.jit
 def look_up(spec: cutlass.Constexpr, plan, r: LatentFragments, w: WorkTileInfo, n_block: Int32):
     """Look up the slot of the warp's key lane % 16 of a block."""
     if const_expr(gather.has_slots(spec)):
-        of, op = pages.of_sequence(plan.args, w.batch_idx, pages.K), plan.kv[pages.K]
-        page_ids = RowPageIds(r.found, Quotient(op.gmem[0].shape[2], *op.page_size))
+        of = pages.of_sequence(plan.args, w.batch_idx, pages.K, w.sequence.extra)
         row = n_block * spec.tile.n + KEYS * warp_of(spec, "score") + cute.arch.lane_idx() % KEYS
-        r.found[0] = gather.page_of_row(spec, page_ids, of, w.sequence.kv_len, row)
+        r.found[0] = gather.page_of_row(spec, RowPageIds(r.found, None), of, w.sequence.kv_len, row)
 
 
-@cute.jit
-def present(a, r: LatentFragments):
-    """Return which of the warp's keys exist, as bits."""
-    slot, rows = r.found[0], Int64(a.kv.k.shape[0]) * a.kv.k.shape[2]
-    return Uint32(cute.arch.vote_ballot_sync(slot >= 0 and Int64(slot) < rows)) & ALL
-
-
-def stage_of(spec, s, kv):
-    """Return the address of the rows of a block."""
-    return s.k.raw.iterator.toint() + kv.index * (spec.tile.n * PITCH[spec.kv.record])
+def present(spec, plan, r: LatentFragments, w: WorkTileInfo, n_block):
+    """Return which of the warp's keys of a block exist, as bits."""
+    page_ids = RowPageIds(r.found, None)
+    return gather.present(spec, plan.kv[pages.K], page_ids, n_block, w.sequence.extra)[0] & ALL
 
 
 @cute.jit
 def score_block(
-    spec: cutlass.Constexpr,
-    plan,
-    s,
-    r: LatentFragments,
-    w: WorkTileInfo,
-    at: LatentScoreState,
-    n_block: Int32,
-    scale: Float32,
-) -> LatentScoreState:
-    """Compute P of a block into shared memory. Return the state behind it."""
+    spec: cutlass.Constexpr, plan, s, r: LatentFragments, w: WorkTileInfo, at: LatentScoreState, n_block: Int32,
+    scale: Float32, which: cutlass.Constexpr,
+) -> LatentScoreState:  # fmt: skip
+    """Compute P of a block into shared memory. which: the record of its rows. Return the state behind it."""
     own, exist = warp_of(spec, "score"), Uint32(ALL)
     if const_expr(gather.has_slots(spec)):
-        exist = present(plan.args, r)
+        exist = present(spec, plan, r, w, n_block)
         look_up(spec, plan, r, w, n_block - 1)
     pipeline.consumer_wait(s.k.pipe, at.kv)
-    rows = stage_of(spec, s, at.kv) + own * const_expr(KEYS * PITCH[spec.kv.record])
-    load_factors(spec, r, rows)
-    compute_scores(spec, s, r, rows)
+    rows = codes.stage_of(spec, s, at.kv) + own * const_expr(KEYS * row_pitch(spec))
+    compute_scores(spec, s, r, rows, which)
     if const_expr(gather.has_slots(spec)):
         hide_missing(spec, r, exist)
     else:
@@ -249,7 +251,7 @@ def score_block(
     stage = pipeline.stage(s.scores.pipe, at.p)
     pipeline.producer_acquire(s.scores.pipe, at.p)
     store_p(spec, s, r, stage)
-    store_factors(spec, s, rows, stage)
+    codes.store_factors(spec, s, rows, KEYS * own, stage, which)
     if n_block == w.n_block_min:
         store_stats(spec, s, r, at.tile % STATS)
     cute.arch.sync_warp()  # all lanes have written before one of them arrives
@@ -257,73 +259,27 @@ def score_block(
     return at._replace(kv=pipeline.next_item(s.k.pipe, at.kv), p=at.p + 1)
 
 
-def lane_piece(spec):
-    """Return the offset of the row and the piece that a lane names of 16 rows and 2 pieces of 16 bytes."""
-    lane = cute.arch.lane_idx()
-    return lane % KEYS * PITCH[spec.kv.record] + lane // KEYS * PIECE
-
-
-@cute.jit
-def compute_scores(spec: cutlass.Constexpr, s, r: LatentFragments, rows: Int32):
+def compute_scores(spec, s, r: LatentFragments, rows, which):
     """Compute S^T of the warp's keys, the rows of which begin at an address."""
-    form, n_tiles = const_expr(RECORDS[spec.kv.record]), const_expr(spec.tile.n_tiles)
-    of_codes = const_expr(spec.head_dim_qk // STEP - rotated_steps(spec))
-    per_group = const_expr(of_codes // groups(spec.kv.record))
+    n_tiles = spec.tile.n_tiles
     acc = cute.make_rmem_tensor((4, n_tiles, CHAINS), Float32)
     acc.fill(0.0)
-    base = rows + lane_piece(spec)
-    for i in cutlass.range_constexpr(of_codes // CHAINS // 2):
-        for chain in cutlass.range_constexpr(CHAINS):
-            step = const_expr(chain * (of_codes // CHAINS) + 2 * i)
-            words = warp.ldmatrix_x4(base + PIECE * step)
-            for half in cutlass.range_constexpr(2):
-                keys = [to_bf16.e4m3_words(words[2 * half + e]) for e in range(2)]
-                group = const_expr((step + half) // per_group)
-                a = [to_bf16.multiply(keys[e][part], r.factors[e, group]) for part in range(2) for e in range(2)]
-                multiply(spec, s, acc, chain, step + half, a)
-    for step in cutlass.range_constexpr(rotated_steps(spec)):
-        words = warp.ldmatrix_x4(base + const_expr(form.rotated_at + 2 * PIECE * step))
-        multiply(spec, s, acc, const_expr(step % CHAINS), const_expr(of_codes + step), words)
-    for n in cutlass.range_constexpr(n_tiles):
-        for e in cutlass.range_constexpr(4):
+    for section in codes.sections_of(spec, which, spec.head_dim_qk):
+        for box in range(section.first, section.first + section.boxes):
+            for i, keys in enumerate(codes.key_operands(spec, which, section, rows, box)):
+                multiply(spec, s, acc, keys, MMAS * box + i, which)
+    for n in range(n_tiles):
+        for e in range(4):
             r.acc_s[e, n] = softmax.join_chains([acc[e, n, chain] for chain in range(CHAINS)], softmax.add)
 
 
-def multiply(spec, s, acc, chain, step, a):
-    """Add the products of an MMA of K Q^T to a chain of sums."""
+def multiply(spec, s, acc, keys, step, which):
+    """Add the products of an MMA of K Q^T."""
     n_tiles = spec.tile.n_tiles
-    at = s.q.iterator.toint() + (step * LANES + cute.arch.lane_idx()) * (8 * n_tiles)
-    q = mma.load(at, 2 * n_tiles)
+    at = s.q.iterator.toint() + 4 * LANES * q_words(spec) * which
+    q = mma.load(at + (step * LANES + cute.arch.lane_idx()) * (8 * n_tiles), 2 * n_tiles)
     for n in range(n_tiles):
-        mma.issue("bf16", acc, 4 * (n + n_tiles * chain), a, q[2 * n : 2 * n + 2])
-
-
-# Factors: of a row and 128 columns, in bf16, as FlashMLA rounds them
-
-
-@cute.jit
-def load_factors(spec: cutlass.Constexpr, r: LatentFragments, rows: Int32):
-    """Load the factors of keys g and g + 8."""
-    if const_expr(RECORDS[spec.kv.record].packed):
-        for e in cutlass.range_constexpr(2):
-            for group, factor in enumerate(stored_factors(spec, rows, cute.arch.lane_idx() // 4 + 8 * e)):
-                r.factors[e, group] = warp.pack_16bit(cutlass.BFloat16, factor, factor)
-
-
-@cute.jit
-def store_factors(spec: cutlass.Constexpr, s, rows: Int32, stage: Int32):
-    """Store the factors of the warp's keys for the other warps."""
-    lane = cute.arch.lane_idx()
-    if const_expr(RECORDS[spec.kv.record].packed):
-        if lane < KEYS:
-            for group, factor in enumerate(stored_factors(spec, rows, lane)):
-                s.scores.factors[KEYS * warp_of(spec, "score") + lane, group, stage] = factor.to(cutlass.BFloat16)
-
-
-def stored_factors(spec, rows, key):
-    """Return the factors of a row, times `RAISED`."""
-    at = rows + key * PITCH[spec.kv.record] + RECORDS[spec.kv.record].factors_at
-    return [warp.from_bits(word) * RAISED for word in mma.load(at, groups(spec.kv.record))]
+        mma.issue("bf16", acc, 4 * (n + n_tiles * (step % CHAINS)), keys, q[2 * n : 2 * n + 2])
 
 
 @cute.jit
@@ -381,7 +337,7 @@ def store_p(spec: cutlass.Constexpr, s, r: LatentFragments, stage: Int32):
     own, lane = warp_of(spec, "score"), cute.arch.lane_idx()
     for n in cutlass.range_constexpr(spec.tile.n_tiles):
         for e in cutlass.range_constexpr(2):
-            word = warp.pack_16bit(cutlass.BFloat16, *(r.acc_s[2 * e + k, n] * RAISED for k in range(2)))
+            word = warp.pack_16bit(cutlass.BFloat16, *(r.acc_s[2 * e + k, n] * 2.0**RAISED for k in range(2)))
             s.scores.p[2 * n + e, lane, own, stage] = mma.transpose(word)
     if own == 0 and lane < 4:
         for k in cutlass.range_constexpr(cute.size(r.tokens)):
