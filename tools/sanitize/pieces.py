@@ -372,6 +372,24 @@ def _few_rows() -> Iterator[tuple[str, tuple[Call, ...]]]:
             trtllm_latent(**no_rope, heads=8), trtllm_latent(**no_rope, heads=13, lens=(900, 70)),
         ),
     )  # fmt: skip
+    of_584: dict[str, Any] = {"record": "584", "dim": 512, "chosen": 130, **long}
+    of_528: dict[str, Any] = {"record": "528", "dim": 512, "chosen": 130, **long}
+    yield (
+        "attention-latent-few-records",
+        tuple(
+            latent(**fields, heads=heads)
+            for fields in (of_584, of_528, {"record": "352", "chosen": 700, **long})
+            for heads in (8, 16)
+        ),
+    )
+    yield (
+        "attention-latent-few-two-records",
+        tuple(
+            latent(**fields, second=70, second_record=record, heads=heads)
+            for fields, record in ((of_584, "584"), (of_528, "288"), (of_528, "528"))
+            for heads in (3, 13)
+        ),
+    )
 
 
 def _indexer() -> Iterator[tuple[str, tuple[Call, ...]]]:
