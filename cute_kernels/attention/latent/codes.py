@@ -42,6 +42,15 @@ def lane_piece(spec):
     return lane % KEYS * row_pitch(spec) + lane // KEYS * PIECE
 
 
+def value_piece(spec, section):
+    """Return what `lane_piece` does for a section of V. Values of 16 bits are operand A as they are loaded, if both
+    pieces of eight rows come before the next eight rows."""
+    lane = cute.arch.lane_idx()
+    if section.code != "bf16":
+        return lane_piece(spec)
+    return (lane % 8 + lane // 16 * 8) * row_pitch(spec) + lane // 8 % 2 * PIECE
+
+
 def stage_of(spec, s, kv):
     """Return the address of the rows of a block."""
     return s.k.raw.iterator.toint() + kv.index * (spec.tile.n * row_pitch(spec))
@@ -116,7 +125,7 @@ def key_operands(spec, which, section, rows, box):
 
 
 def value_operands(spec, s, which, section, rows, key, stage, box):
-    """Yield the operands A of a box of V for 16 keys. rows: their address, with `lane_piece`. key: the first of them.
+    """Yield the operands A of a box of V for 16 keys. rows: their address, with `value_piece`. key: the first of them.
     Columns have the order of `exchange`."""
     form, g, pairs = record_of(spec, which), cute.arch.lane_idx() // 4, {}
 
@@ -132,7 +141,7 @@ def value_operands(spec, s, which, section, rows, key, stage, box):
     for i in range(0, BYTES[section.code], 2 * PIECE):
         words = warp.ldmatrix_x4_trans(rows + i)
         if section.code == "bf16":
-            yield [words[2 * part + e] for e in range(2) for part in range(2)]
+            yield words
             continue
         for half in range(2):
             values = [converted(section.code, words[2 * half + e], ORDER) for e in range(2)]

@@ -110,7 +110,7 @@ def add_block(
     see `codes.exchange`, and rows 8 n + 2 t and 8 n + 2 t + 1."""
     n_tiles, box, stage = const_expr(spec.tile.n_tiles), warp_of(spec, "mma"), pipeline.stage(s.scores.pipe, at.p)
     base = codes.stage_of(spec, s, at.kv) + section.at + (box - section.first) * const_expr(BYTES[section.code])
-    base += codes.lane_piece(spec)
+    base += codes.value_piece(spec, section)
     p = s.scores.p[None, cute.arch.lane_idx(), None, stage].iterator.toint()
     pipeline.consumer_wait(s.scores.pipe, at.p)
     rescale(spec, s, acc_o, stage)
