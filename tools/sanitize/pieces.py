@@ -308,15 +308,15 @@ def _rows() -> Iterator[tuple[str, tuple[Call, ...]]]:
             latent(chosen=700, counted=True, second=65, dim=512),
         ),
     )  # fmt: skip
-    of_584: dict[str, Any] = {"record": "584", "dim": 512, "chosen": 65}
-    of_528: dict[str, Any] = {"record": "528", "dim": 512, "chosen": 65}
-    many: dict[str, Any] = {"heads": 40}  # up to 16 rows over some records are computed by kernels of their own, below
+    many: dict[str, Any] = {"heads": 40}  # up to 16 rows over records are computed by kernels of their own, below
+    of_584: dict[str, Any] = {"record": "584", "dim": 512, "chosen": 65, **many}
+    of_528: dict[str, Any] = {"record": "528", "dim": 512, "chosen": 65, **many}
     yield (
         "attention-latent-records",
         (
             latent(record="e4m3", **many), latent(record="656", page_size=3, **many),
             latent(record="e4m3", chosen=65, **many), latent(record="656", chosen=1000, counted=True, **many),
-            latent(record="352", chosen=65),
+            latent(record="352", chosen=65, **many),
         ),
     )  # fmt: skip
     no_rope: dict[str, Any] = {"record": "528_fp32", "dim": 512, "chosen": 65}

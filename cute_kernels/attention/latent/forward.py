@@ -30,7 +30,7 @@ from .. import fakes, geometry, load, splits
 from ..kv import pages, rings
 from ..schedule import stream_k, work
 from . import mainloop, score
-from .codes import LANES
+from .precision import LANES
 from .roles import grows_behind_load, roles
 from .tile_table import operands, q_words, records
 

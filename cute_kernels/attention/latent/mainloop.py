@@ -9,13 +9,13 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, const_expr
 
-from ...device import copy, mma, pipeline, to_bf16, warp
+from ...device import copy, mma, pipeline, warp
 from .. import epilogue, geometry, softmax, splits
 from ..kv.record_rows import BOX, BYTES
 from ..schedule import work
 from ..schedule.work import WorkTileInfo
-from . import codes
-from .codes import LANES, LOWERED_PAIR, MMAS
+from . import precision
+from .precision import LANES, MMAS
 from .roles import roles
 from .score import blocks_of, row_of, warp_of
 from .tile_table import KEYS, SCORE_WARPS, STATS, STEP, WARPS, records, row_pitch
@@ -74,7 +74,7 @@ def add_blocks(
 ) -> LatentOutputState:  # fmt: skip
     """Add the products of all blocks that have rows of a record. begun: O has those of other blocks. Return the state
     behind them. The warp's columns are all of one section of V, of which there are one or two."""
-    sections = const_expr(codes.sections_of(spec, which, spec.head_dim_vo))
+    sections = const_expr(precision.sections_of(spec, which, spec.head_dim_vo))
     if const_expr(len(sections) == 1):
         at = add_columns(spec, s, acc_o, w, at, which, sections[0], begun)
     else:
@@ -93,11 +93,11 @@ def add_columns(
     """Do the work of `add_blocks` for columns of a section."""
     first, last = blocks_of(spec, w, which)
     if const_expr(begun):
-        codes.exchange(acc_o, section.code, True)
+        precision.exchange(acc_o, section.code, True)
     for _ in cutlass.range(first, last, unroll=1):
         add_block(spec, s, acc_o, at, which, section)
         at = at._replace(kv=pipeline.next_item(s.k.pipe, at.kv), p=at.p + 1)
-    codes.exchange(acc_o, section.code, False)
+    precision.exchange(acc_o, section.code, False)
     return at
 
 
@@ -107,19 +107,18 @@ def add_block(
     section: cutlass.Constexpr,
 ):  # fmt: skip
     """Compute O^T += V^T P^T of all keys of a block for the warp's columns. acc_o (4, MMA, n): of two columns of 16,
-    see `codes.exchange`, and rows 8 n + 2 t and 8 n + 2 t + 1."""
+    see `precision.exchange`, and rows 8 n + 2 t and 8 n + 2 t + 1."""
     n_tiles, box, stage = const_expr(spec.tile.n_tiles), warp_of(spec, "mma"), pipeline.stage(s.scores.pipe, at.p)
-    base = codes.stage_of(spec, s, at.kv) + section.at + (box - section.first) * const_expr(BYTES[section.code])
-    base += codes.value_piece(spec, section)
+    base = precision.stage_of(spec, s, at.kv) + section.at + (box - section.first) * const_expr(BYTES[section.code])
+    base += precision.value_piece(spec, section)
     p = s.scores.p[None, cute.arch.lane_idx(), None, stage].iterator.toint()
     pipeline.consumer_wait(s.scores.pipe, at.p)
     rescale(spec, s, acc_o, stage)
     for tile in cutlass.range_constexpr(SCORE_WARPS):
-        words = mma.load(p + const_expr(tile * LANES * 8 * n_tiles), const_expr(2 * n_tiles))
-        if const_expr(section.code == "bf16"):
-            words = [to_bf16.multiply(word, LOWERED_PAIR) for word in words]
+        loaded = mma.load(p + const_expr(tile * LANES * 8 * n_tiles), const_expr(2 * n_tiles))
+        words = precision.weights(section, loaded)
         rows = base + const_expr(tile * KEYS * row_pitch(spec))
-        for i, v in enumerate(codes.value_operands(spec, s, which, section, rows, KEYS * tile, stage, box)):
+        for i, v in enumerate(precision.value_operands(spec, s, which, section, rows, KEYS * tile, stage, box)):
             for n in cutlass.range_constexpr(n_tiles):
                 mma.issue("bf16", acc_o, const_expr(4 * (i + MMAS * n)), v, words[2 * n : 2 * n + 2])
     cute.arch.sync_warp()

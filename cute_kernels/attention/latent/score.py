@@ -1,8 +1,8 @@
 """The `score` role of few query rows over packed latents: from rows as they are stored to P.
 
 Keys are the M side of the MMAs, and query rows the N side, of which 8 are an MMA: S^T = K Q^T and O^T = V^T P^T. A
-score warp has 16 keys of a block, and an mma warp 64 columns of O for all keys (`mainloop`). `codes` makes operands of
-the rows. Where two caches have different records, the blocks of each have a loop of their own.
+score warp has 16 keys of a block, and an mma warp 64 columns of O for all keys (`mainloop`). `precision` makes
+operands of the rows. Where two caches have different records, the blocks of each have a loop of their own.
 
 To follow the code: `score_warp` -> `score_tile` -> `score_block`.
 """
@@ -14,7 +14,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Uint32, const_expr
 
-from ...device import memory, mma, pipeline, to_bf16, warp
+from ...device import memory, mma, pipeline, warp
 from .. import geometry, mask, softmax
 from ..barriers import NamedBarrier
 from ..kv import gather, pages
@@ -24,10 +24,10 @@ from ..mask import ScoreCols, ScoreRows
 from ..schedule import work
 from ..schedule.work import WorkTileInfo
 from ..softmax import SoftmaxState
-from . import codes
-from .codes import LANES, MMAS, RAISED, RAISED_PAIR
+from . import precision
+from .precision import LANES, MMAS, RAISED
 from .roles import roles
-from .tile_table import KEYS, P_STAGES, ROWS, SCORE_WARPS, STATS, STEP, WARPS, factors, q_words, records, row_pitch
+from .tile_table import KEYS, P_STAGES, ROWS, SCORE_WARPS, STATS, WARPS, factors, q_words, records, row_pitch
 
 CHAINS = 2  # sums of products that do not wait for each other
 ALL = (1 << KEYS) - 1
@@ -70,12 +70,14 @@ def allocate(spec, smem) -> LatentHandoff:
 @dataclass(frozen=True)
 class LatentFragments:
     """The registers of a score warp. Lane 4 g + t has rows 8 n + 2 t and 8 n + 2 t + 1 of MMA n. acc_s (4, n): of keys
-    g and g + 8. found: the slot of the warp's key lane % 16 of the next block."""
+    g and g + 8. found: the slot of the warp's key lane % 16 of the next block.
+    scale: of the logits, in log2 units."""
 
     acc_s: cute.Tensor
     st: SoftmaxState
     tokens: cute.Tensor
     found: cute.Tensor
+    scale: cute.Tensor
 
 
 class LatentScoreState(NamedTuple):
@@ -110,6 +112,7 @@ def score_warp(spec: cutlass.Constexpr, plan, s):
         softmax.make(2 * n),
         rmem(2 * n, Int32),
         rmem(1, Int32),
+        rmem(1, Float32),
     )
 
     def one_tile(w, _, at):
@@ -130,13 +133,13 @@ def score_tile(
         for k in cutlass.range_constexpr(cute.size(r.tokens)):
             r.tokens[k] = geometry.token_of(w.m_block * spec.tile.m + row_of(k), geometry.pack_divisor(w))
         look_up(spec, plan, r, w, w.n_block_max - 1)
-        scale = softmax.device_scale(a.logits.softmax_scale_log2, a.logits.softmax_scale_ptr)
+        r.scale[0] = softmax.device_scale(a.logits.softmax_scale_log2, a.logits.softmax_scale_ptr)
         meet()
         for i in cutlass.range_constexpr(len(records(spec))):
             which = const_expr(len(records(spec)) - 1 - i)
             first, last = blocks_of(spec, w, which)
             for n_block in cutlass.range(last - 1, first - 1, -1, unroll=1):
-                at = score_block(spec, plan, s, r, w, at, n_block, scale, which)
+                at = score_block(spec, plan, s, r, w, at, n_block, which)
         at = at._replace(tile=at.tile + 1)
     return at
 
@@ -158,7 +161,7 @@ def row_of(k):
 
 
 # Q: a lane's words of the B operand of an MMA lie side by side. A word of codes of K becomes several words of the A
-# operand (`codes.key_operands`), and Q has its columns in that order.
+# operand (`precision.key_operands`), and Q has its columns in that order.
 
 
 @cute.jit
@@ -166,53 +169,35 @@ def load_q(spec: cutlass.Constexpr, a, s, w: WorkTileInfo):
     """Make the operand of S^T from Q, for each record. Rows past the sequence become zeros. A warp has an MMA of each
     box of columns."""
     assert MMAS == SCORE_WARPS
-    for n in cutlass.range_constexpr(spec.tile.n_tiles):
-        row = w.m_block * spec.tile.m + ROWS * n + cute.arch.lane_idx() // 4
-        exists = row < geometry.num_rows(w.sequence.q_len, w.pack_factor)
-        token = w.sequence.q_start + geometry.token_of(row, geometry.pack_divisor(w))
-        head = geometry.head_of(row, w.head_idx, geometry.pack_divisor(w))
-        for which in cutlass.range_constexpr(len(records(spec))):
-            sections = const_expr(codes.sections_of(spec, which, spec.head_dim_qk))
-            for i in cutlass.range_constexpr(len(sections)):
-                for b in cutlass.range_constexpr(sections[i].boxes):
-                    box = const_expr(sections[i].first + b)
-                    behind = const_expr(BOX * box - spec.head_dim_vo)
-                    q, column = (a.query.q, BOX * box) if const_expr(behind < 0) else (a.query.q_rope, behind)
-                    load_box(spec, q, token, head, exists, s, n, which, sections[i].code, box, column)
+    boxes, n_tiles = const_expr(spec.head_dim_qk // BOX), const_expr(spec.tile.n_tiles)
+    held = cute.make_rmem_tensor((2, boxes, n_tiles), Uint32)
+    for which in cutlass.range_constexpr(len(records(spec))):
+        sections = const_expr(precision.sections_of(spec, which, spec.head_dim_qk))
+        held.fill(0)
+        for n in cutlass.range_constexpr(n_tiles):
+            row = w.m_block * spec.tile.m + ROWS * n + cute.arch.lane_idx() // 4
+            token = w.sequence.q_start + geometry.token_of(row, geometry.pack_divisor(w))
+            head = geometry.head_of(row, w.head_idx, geometry.pack_divisor(w))
+            if row < geometry.num_rows(w.sequence.q_len, w.pack_factor):
+                load_sections(spec, a, token, head, sections, held[None, None, n])
+        for n in cutlass.range_constexpr(n_tiles):
+            for box in cutlass.range_constexpr(boxes):
+                step = const_expr(MMAS * box) + warp_of(spec, "score")
+                at = const_expr(which * LANES * q_words(spec) + 2 * n)
+                at += (step * LANES + cute.arch.lane_idx()) * const_expr(2 * n_tiles)
+                for part in cutlass.range_constexpr(2):
+                    s.q[at + part] = held[part, box, n]
 
 
-@cute.jit
-def load_box(
-    spec: cutlass.Constexpr, q: cute.Tensor, token: Int32, head: Int32, exists, s, n: cutlass.Constexpr,
-    which: cutlass.Constexpr, code: cutlass.Constexpr, box: cutlass.Constexpr, column: cutlass.Constexpr,
-):  # fmt: skip
-    """Load this lane's words of the warp's MMA of a box, which begins at a column of a tensor. code: of K there."""
-    own, t, size = warp_of(spec, "score"), cute.arch.lane_idx() % 4, const_expr(q.element_type.width // 8)
-    words = cute.make_rmem_tensor(2, Uint32)
-    words.fill(0)
-    if exists:
-        base = memory.row_of(q, token, head) + column * size
-        if const_expr(code == "bf16"):  # columns 2 t and 2 t + 1 of each half of 16
-            for part in cutlass.range_constexpr(2):
-                words[part] = memory.load_words(base + (STEP * own + 8 * part + 2 * t) * size, 0, 1)[0]
-        elif const_expr(code == "e2m1"):  # columns c and c + 4 of a lane's 8 of 32
-            at = base + (2 * STEP * (own // 2) + 8 * t + 2 * (own % 2)) * size
-            x, y = (memory.load_words(at + 4 * k * size, 0, 1)[0] for k in range(2))
-            words[0] = to_bf16.multiply(x & Uint32(0xFFFF) | y << 16, RAISED_PAIR)
-            words[1] = to_bf16.multiply(x >> 16 | y & Uint32(0xFFFF0000), RAISED_PAIR)
-        elif const_expr(size == 2):  # a lane's 4 columns of 16
-            loaded = memory.load_words(base + (STEP * own + 4 * t) * size, 0, 2)
-            for part in cutlass.range_constexpr(2):
-                words[part] = to_bf16.multiply(loaded[part], RAISED_PAIR)
-        else:
-            loaded = to_bf16.e4m3_words(memory.load_words(base + STEP * own + 4 * t, 0, 1)[0])
-            for part in cutlass.range_constexpr(2):
-                words[part] = to_bf16.multiply(to_bf16.multiply(loaded[part], to_bf16.EXACT["e4m3"]), RAISED_PAIR)
-    step = const_expr(MMAS * box) + own
-    at_q = const_expr(which * LANES * q_words(spec) + 2 * n)
-    at_q += (step * LANES + cute.arch.lane_idx()) * const_expr(2 * spec.tile.n_tiles)
-    for part in cutlass.range_constexpr(2):
-        s.q[at_q + part] = words[part]
+def load_sections(spec, a, token, head, sections, held):
+    """Load this lane's words of the warp's MMA of each box of columns. sections: of K. held (2, box)."""
+    for section in sections:
+        for box in range(section.first, section.first + section.boxes):
+            behind = BOX * box - spec.head_dim_vo
+            q, column = (a.query.q, BOX * box) if behind < 0 else (a.query.q_rope, behind)
+            address = memory.row_of(q, token, head) + column * (q.element_type.width // 8)
+            words = precision.query_words(section, address, q.element_type, warp_of(spec, "score"))
+            held[0, box], held[1, box] = words
 
 
 @cute.jit
@@ -233,7 +218,7 @@ def present(spec, plan, r: LatentFragments, w: WorkTileInfo, n_block):
 @cute.jit
 def score_block(
     spec: cutlass.Constexpr, plan, s, r: LatentFragments, w: WorkTileInfo, at: LatentScoreState, n_block: Int32,
-    scale: Float32, which: cutlass.Constexpr,
+    which: cutlass.Constexpr,
 ) -> LatentScoreState:  # fmt: skip
     """Compute P of a block into shared memory. which: the record of its rows. Return the state behind it."""
     own, exist = warp_of(spec, "score"), Uint32(ALL)
@@ -241,17 +226,17 @@ def score_block(
         exist = present(spec, plan, r, w, n_block)
         look_up(spec, plan, r, w, n_block - 1)
     pipeline.consumer_wait(s.k.pipe, at.kv)
-    rows = codes.stage_of(spec, s, at.kv) + own * const_expr(KEYS * row_pitch(spec))
+    rows = precision.stage_of(spec, s, at.kv) + own * const_expr(KEYS * row_pitch(spec))
     compute_scores(spec, s, r, rows, which)
     if const_expr(gather.has_slots(spec)):
         hide_missing(spec, r, exist)
     else:
         hide_unseen(spec, plan.args, r, w, n_block)
-    update_rows(spec, s, r, scale, at.p % 2)
+    update_rows(spec, s, r, at.p % 2)
     stage = pipeline.stage(s.scores.pipe, at.p)
     pipeline.producer_acquire(s.scores.pipe, at.p)
     store_p(spec, s, r, stage)
-    codes.store_factors(spec, s, rows, KEYS * own, stage, which)
+    precision.store_factors(spec, s, rows, KEYS * own, stage, which)
     if n_block == w.n_block_min:
         store_stats(spec, s, r, at.tile % STATS)
     cute.arch.sync_warp()  # all lanes have written before one of them arrives
@@ -264,9 +249,9 @@ def compute_scores(spec, s, r: LatentFragments, rows, which):
     n_tiles = spec.tile.n_tiles
     acc = cute.make_rmem_tensor((4, n_tiles, CHAINS), Float32)
     acc.fill(0.0)
-    for section in codes.sections_of(spec, which, spec.head_dim_qk):
+    for section in precision.sections_of(spec, which, spec.head_dim_qk):
         for box in range(section.first, section.first + section.boxes):
-            for i, keys in enumerate(codes.key_operands(spec, which, section, rows, box)):
+            for i, keys in enumerate(precision.key_operands(spec, which, section, rows, box)):
                 multiply(spec, s, acc, keys, MMAS * box + i, which)
     for n in range(n_tiles):
         for e in range(4):
@@ -311,10 +296,10 @@ def rows_view(acc_s):
 
 
 @cute.jit
-def update_rows(spec: cutlass.Constexpr, s, r: LatentFragments, scale: Float32, buffer: Int32):
+def update_rows(spec: cutlass.Constexpr, s, r: LatentFragments, buffer: Int32):
     """Bring the maxima of rows up to date with all warps' keys, rescale the sums of rows, and turn scores into
     exponentials."""
-    view, st = rows_view(r.acc_s), r.st
+    view, st, scale = rows_view(r.acc_s), r.st, r.scale[0]
     for k in cutlass.range_constexpr(cute.size(r.tokens)):
         top = warp.reduce_across_quads(cute.arch.fmax(view[k, 0], view[k, 1]), cute.arch.fmax)
         if cute.arch.lane_idx() < 4:

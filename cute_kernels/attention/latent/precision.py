@@ -1,4 +1,4 @@
-"""Operands of the MMAs of few query rows from rows in shared memory, as they are stored.
+"""Operands of the MMAs of few query rows, from rows in shared memory as they are stored, and from Q and P.
 
 Codes become bf16 in registers (`to_bf16`), where they are used, and are multiplied by the factor of their row there: an
 instruction of conversion takes as long as one that moves a converted value through shared memory. Four MMAs take a box
@@ -11,7 +11,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Uint32
 
-from ...device import mma, to_bf16, warp
+from ...device import memory, mma, to_bf16, warp
 from ...records import RECORDS
 from ..kv.record_rows import BOX, BYTES, sections
 from .tile_table import KEYS, PIECE, STEP, records, row_pitch
@@ -94,8 +94,8 @@ def converted(code, word, order):
 
 
 def key_operands(spec, which, section, rows, box):
-    """Yield the operands A of a box of K. rows: the address of 16 rows. Of a word of codes, which are neighbours, MMAs
-    have two or four each, see `score.load_q`."""
+    """Yield the operands A of a box of K. rows: the address of 16 rows. A word of codes, which are neighbours, becomes
+    words of one or of two MMAs, see `query_words`."""
     form, lane, pairs = record_of(spec, which), cute.arch.lane_idx(), {}
 
     def factor(quarter, apart):
@@ -149,6 +149,29 @@ def value_operands(spec, s, which, section, rows, key, stage, box):
             factors = factor(quarter, apart)
             for first in range(0, len(values[0]), 2):
                 yield [to_bf16.multiply(values[e][first + part], factors[e]) for e in range(2) for part in range(2)]
+
+
+def query_words(section, address, kind, step):
+    """Load this lane's words of operand B, of a row of Q, for an MMA of a box over K. section: of K. address: of the
+    box's first column. kind: the type of Q. step: the number of the MMA, 0 to 3."""
+    t, size = cute.arch.lane_idx() % 4, kind.width // 8
+    if section.code == "bf16":  # columns 2 t and 2 t + 1 of each half of 16
+        return [memory.load_words(address + (STEP * step + 8 * part + 2 * t) * size, 0, 1)[0] for part in range(2)]
+    if section.code == "e2m1":  # columns c and c + 4 of a lane's 8 of 32
+        at = address + (2 * STEP * (step // 2) + 8 * t + 2 * (step % 2)) * size
+        x, y = (memory.load_words(at + 4 * k * size, 0, 1)[0] for k in range(2))
+        loaded = [x & Uint32(0xFFFF) | y << 16, x >> 16 | y & Uint32(0xFFFF0000)]
+    elif size == 2:  # a lane's 4 columns of 16
+        loaded = memory.load_words(address + (STEP * step + 4 * t) * size, 0, 2)
+    else:
+        words = to_bf16.e4m3_words(memory.load_words(address + STEP * step + 4 * t, 0, 1)[0])
+        loaded = [to_bf16.multiply(word, to_bf16.EXACT["e4m3"]) for word in words]
+    return [to_bf16.multiply(word, RAISED_PAIR) for word in loaded]
+
+
+def weights(section, words):
+    """Return words of P, which are multiplied by 2^RAISED, as operand B over a section of V."""
+    return [to_bf16.multiply(word, LOWERED_PAIR) for word in words] if section.code == "bf16" else words
 
 
 # Columns of O: what a lane has of the two halves of an exchange, and the lanes with which it exchanges. Codes of e4m3
