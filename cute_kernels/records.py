@@ -5,7 +5,7 @@ A row has a latent, of which the first columns may be all of K and V, and a rota
 docs/extending.md lists what else it touches.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 
 class LatentRecord(NamedTuple):
@@ -61,6 +61,16 @@ class LatentRecord(NamedTuple):
     def permuted(self) -> bool:
         """Whether factor s of a row is at 8 * (s % 4) + s // 4, as FlashMLA's MMAs of Blackwell read them."""
         return self.factor == "e4m3" and self.rotated_as == "e4m3"
+
+    @property
+    def factors(self) -> int:
+        """Factors of a row."""
+        return self.latent // self.vec if self.packed else 0
+
+    def factor_index(self, box: Any, quarter: Any) -> Any:
+        """Return which factor of a row, as they are stored, columns [64 box + 16 quarter, + 16) have. Plain arithmetic:
+        on ints, or traced."""
+        return 8 * quarter + box if self.permuted else (64 * box + 16 * quarter) // self.vec
 
 
 ROWS, INDEX = "rows", "132"  # 16-bit rows as they are; the keys of an indexer

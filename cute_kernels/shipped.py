@@ -112,8 +112,8 @@ ATTENTION = (
         (SAME,),
         ((576, 512),),
         tuple(
-            f"latent {source} {record} {rows} rows"
-            for source, record, rows in product(("gather", "slots"), ("e4m3", "656"), (8, 16))
+            f"latent {kind} {rows} rows"
+            for kind, rows in product(("gather e4m3", "gather 656", "slots e4m3", "slots 656", "slots 352"), (8, 16))
         ),
     ),
     AttentionRow(
@@ -122,7 +122,16 @@ ATTENTION = (
         ("bf16",),
         (SAME,),
         ((512, 512),),
-        ("latent slots 528_fp32 8 rows", "latent slots 528_fp32 16 rows"),
+        tuple(
+            f"latent {kind} {rows} rows"
+            for kind, rows in product(
+                (
+                    *("slots 528_fp32", "slots 584", "slots 528"),
+                    *("two caches 584, 584", "two caches 528, 288", "two caches 528, 528"),
+                ),
+                (8, 16),
+            )
+        ),
     ),
     AttentionRow(
         LATENT_ROWS,

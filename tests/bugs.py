@@ -76,6 +76,10 @@ FEW_SLOTS, FEW_PAGES = (  # few query rows over packed latents
     shipped(f"attention.latent/bf16_kv656v_d576x512_{keys}_{few_rows.tile_of(rows, '656').name}")  # type: ignore
     for keys, rows in (("full_slots", 8), ("causal_gather", 16))
 )
+FEW_PLANAR, FEW_RECORDS = (  # of two caches
+    shipped(f"attention.latent/bf16_kv{caches}_d512_full_slots_{few_rows.tile_of(rows, '584').name}")  # type: ignore
+    for caches, rows in (("584vx584", 8), ("528vx288", 16))
+)
 PLANAR = shipped("attention.sm90/bf16_kv584vx584_d512_full_slots_m64n64s2o2a")
 STATES = shipped("merge_states.rows/bf16_states")
 
@@ -302,26 +306,36 @@ BUGS = (
     Bug("values: a scale that is a power of two is doubled", "cute_kernels/latent/write/factors.py",
         "(warp.bits(x) + 0x7FFFFF)", "(warp.bits(x) + 0x800000)", shipped("latent.write/bf16_584")),
     # ---- packed records of latent attention
-    Bug("records: the factors of a planar page lie behind 64 rows", "cute_kernels/attention/kv/packed.py",
+    Bug("records: the factors of a planar page lie behind 64 rows", "cute_kernels/attention/kv/record_rows.py",
         "begins[0] + Int64(parts[0].shape[2]) * form.row", "begins[0] + Int64(64) * form.row", PLANAR),
-    Bug("records: the second cache is read as the first one", "cute_kernels/attention/kv/packed.py",
+    Bug("records: the second cache is read as the first one", "cute_kernels/attention/kv/record_rows.py",
         "RowSource(op.extra, RECORDS[spec.kv.extra_record]", "RowSource(op.extra, RECORDS[spec.kv.record]",
         shipped("attention.sm90/bf16_kv528vx288_d512_full_slots_m64n64s2o2a")),
     Bug("records: converted rows are not fenced", "cute_kernels/attention/sm90/scoring.py",
         '    cute.arch.fence_proxy("async.shared", space="cta")\n    cute.arch.sync_warp()\n    pipeline.',
         "    cute.arch.sync_warp()\n    pipeline.",
         PACKED),
-    Bug("records: a page that the cache lacks is read", "cute_kernels/attention/kv/packed.py",
+    Bug("records: a page that the cache lacks is read", "cute_kernels/attention/kv/record_rows.py",
         "exists = (page >= 0) & (page < parts[0].shape[0])", "exists = page >= 0", PACKED),
     Bug("records: a factor of 2 or more is multiplied at once", "cute_kernels/attention/kv/packed.py",
         "return any_top != 0", "return any_top > 0xFFFFFFFE", EXACTLY),
     Bug("few rows: rows of slots that do not exist keep what lay there", "cute_kernels/attention/kv/bulk.py",
-        "        if starts[0][c] < 0:", "        if starts[0][c] < -99:", FEW_SLOTS),
+        "    if not place.exists:\n        for byte", "    if rows < 0:\n        for byte", FEW_SLOTS),
     Bug("few rows: keys behind the last one are not masked", f"{ATTENTION}/latent/score.py",
         "if n_block >= w.n_block_full_max or n_block < w.n_block_full_min:",
         "if n_block < w.n_block_full_min:", FEW_PAGES),
+    Bug("few rows: factors of planar records are not waited for", "cute_kernels/attention/kv/bulk.py",
+        "cute.arch.cp_async_mbarrier_arrive_noinc(barrier)", "cute.arch.mbarrier_arrive(barrier)", FEW_PLANAR),
+    Bug("few rows: slots of the second cache are those of the first one", "cute_kernels/attention/kv/bulk.py",
+        "        if gather.is_extra(spec, at.n_block, sequence_pages.first_keys):",
+        "        if gather.is_extra(spec, at.n_block - 1, sequence_pages.first_keys):", FEW_PLANAR),
+    Bug("few rows: columns of O of e2m1 codes are out of order", f"{ATTENTION}/latent/precision.py",
+        '"e2m1": (4, 8, 16)', '"e2m1": (16, 8, 4)', FEW_RECORDS),
+    Bug("few rows: a block of the second cache has the record of the first one", f"{ATTENTION}/latent/score.py",
+        "border = geometry.extra_start(w.sequence.extra) // spec.tile.n",
+        "border = geometry.extra_start(w.sequence.extra) // spec.tile.n + 1", FEW_RECORDS),
     Bug("few rows: batch-invariant calls have their kernels", f"{ATTENTION}/latent/__init__.py",
-        'p.split_kv in ("auto", "always") and ', "", "attention/test_dispatch.py::test_few_rows_over_records"),
+        ' and p.split_kv in ("auto", "always")', "", "attention/test_dispatch.py::test_few_rows_over_records"),
     Bug("splits: a CTA that gives up waiting leaves no count", "cute_kernels/attention/splits.py",
         "        if tid == 0:\n            combine.leave(a, counters, splits)",
         "        if (tid == 0) & (smem.last[i] != 0):\n            combine.leave(a, counters, splits)",

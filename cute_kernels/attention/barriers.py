@@ -14,8 +14,7 @@ class NamedBarrier(IntEnum):
     the warps that merge splits wait until the CTA has stored its own. SPLITS_COUNTED: they wait until these are
     counted, and then know which tiles to merge. PROLOGUE: the warps that begin before the previous kernel has ended
     meet (`pdl`). VOTES: the 128 threads of a half of a tile of sm100 meet at the id of its number when they have voted.
-    SCORES: the 128 threads of the score role of sm90 meet; in `latent`, those with the same half of the columns of K
-    meet at its id.
+    SCORES: the 128 threads of the score role of sm90 meet.
     """
 
     WARP_SCHEDULER = 1
@@ -28,6 +27,4 @@ class NamedBarrier(IntEnum):
     SCORES = 13
 
 
-COUNTS = {  # others have one id
-    NamedBarrier.WARP_SCHEDULER: 3, NamedBarrier.WARPGROUP: 3, NamedBarrier.VOTES: 2, NamedBarrier.SCORES: 2
-}  # fmt: skip
+COUNTS = {NamedBarrier.WARP_SCHEDULER: 3, NamedBarrier.WARPGROUP: 3, NamedBarrier.VOTES: 2}  # others have one id

@@ -107,15 +107,14 @@ PACKED = {  # kind over 16-bit rows -> records of the first and of a second cach
 }
 for _kind, _records in PACKED.items():
     for _first, _second in _records:
-        _both = _first + (f", {_second}" if _second else "")
+        _name = f"{_kind} {_first}" + (f", {_second}" if _second else "")
+        _meaning = f"{_kind} over packed records, {_name.removeprefix(_kind + ' ')}"
         _change = KINDS[_kind].change | {"record": _first, "extra_record": _second}
-        KINDS[f"{_kind} {_both}"] = Kind(f"{_kind} over packed records, {_both}", KINDS[_kind].split, _change)
-
-# kinds over packed records that `attention.latent` serves too, where a request has few rows
-FEW = ("latent gather e4m3", "latent gather 656", "latent slots e4m3", "latent slots 656", "latent slots 528_fp32")
-for _kind, _rows in product(FEW, (8, 16)):
-    _meaning, _change = f"{KINDS[_kind].meaning}, for up to {_rows} rows", KINDS[_kind].change | {"rows": _rows}
-    KINDS[f"{_kind} {_rows} rows"] = Kind(_meaning, True, _change)
+        KINDS[_name] = Kind(_meaning, KINDS[_kind].split, _change)
+        for _rows in (8, 16):  # of `attention.latent`, if a request has few
+            KINDS[f"{_name} {_rows} rows"] = Kind(
+                f"{_meaning}, for up to {_rows} rows", True, _change | {"rows": _rows}
+            )
 
 
 class Answer(NamedTuple):

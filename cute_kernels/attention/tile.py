@@ -12,6 +12,8 @@ from typing import NamedTuple
 
 from .request import Refusal
 
+SPLIT_COUNTERS = 3  # counters per tile of which CTAs merge the splits together: those of `combine.SplitCounters`
+
 
 @dataclass(frozen=True)
 class TileConfig(ABC):

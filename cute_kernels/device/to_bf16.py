@@ -7,7 +7,15 @@ subnormal codes, too. The codes for NaN become plus and minus 480."""
 import cutlass.cute as cute
 from cutlass import Uint32
 
-EXACT = {"e4m3": 0x7B807B80, "e2m1": 0x7E807E80}  # type -> the power of two, twice: 2^120 and 2^126
+BELOW = {"e4m3": 120, "e2m1": 126}  # type -> the exponent of that power of two
+
+
+def power_pair(exponent: int) -> int:
+    """Return a word with 2^exponent as a bf16, twice."""
+    return (127 + exponent << 7) * 0x10001
+
+
+EXACT = {kind: power_pair(exponent) for kind, exponent in BELOW.items()}
 
 
 def e4m3_words(word, order=(0, 1, 2, 3)):
@@ -34,6 +42,19 @@ def e2m1_words(word):
     return cute.arch.inline_ptx(text, write_only_types=[Uint32] * 4, read_only_args=[word])
 
 
+def e2m1_pairs(word):
+    """Return the bits of eight e2m1 codes as four words of bf16, 2^-126 times their values: words of code i and of code
+    i + 4, the first code being in the low bits."""
+    # magnitudes move to bits 6 to 8 of each half, and signs to bit 15
+    lines = (
+        f"{up} t, {{$r0}}, {abs(6 - 4 * i)}; and.b32 t, t, 0x01C001C0; shl.b32 s, {{$r0}}, {12 - 4 * i}; "
+        f"lop3.b32 {{$w{i}}}, s, 0x80008000, t, 0xEA;"  # s & 0x80008000 | t
+        for i, up in enumerate(("shl.b32", "shl.b32", "shr.u32", "shr.u32"))
+    )
+    text = f"{{ .reg .b32 s, t; {' '.join(lines)} }}"
+    return cute.arch.inline_ptx(text, write_only_types=[Uint32] * 4, read_only_args=[word])
+
+
 def multiply(word, factor):
     """Return the product of two words of two bf16 each."""
     text = "{ .reg .b32 f; mov.b32 f, {$r1}; mul.rn.bf16x2 {$w0}, {$r0}, f; }"
@@ -45,8 +66,14 @@ def pair(half):
     return half * Uint32(0x10001)
 
 
-def pair_of_fp32(word, exact=False):
-    """Return an fp32, given by its bits, as a bf16, twice. exact: times `EXACT` of e4m3."""
-    product = f"mul.rn.f32 f, f, 0f{EXACT['e4m3'] & 0xFFFF0000:08X};" if exact else ""
-    text = f"{{ .reg .f32 f; mov.b32 f, {{$r0}}; {product} cvt.rn.bf16x2.f32 {{$w0}}, f, f; }}"
-    return cute.arch.inline_ptx(text, write_only_types=[Uint32], read_only_args=[word])
+def factor_pair(kind, bits, exponent=0):
+    """Return a factor times 2^exponent as a bf16, twice. kind: its type, as in `records`. bits: in the low ones of a
+    word. A factor of ue8m0 must be less than 2^(128 - exponent)."""
+    if kind == "fp32":
+        product = f"mul.rn.f32 f, f, 0f{127 + exponent << 23:08X};" if exponent else ""
+        text = f"{{ .reg .f32 f; mov.b32 f, {{$r0}}; {product} cvt.rn.bf16x2.f32 {{$w0}}, f, f; }}"
+        return cute.arch.inline_ptx(text, write_only_types=[Uint32], read_only_args=[bits])
+    if kind == "ue8m0":
+        return pair((bits + exponent) << 7)
+    exact = multiply(pair((bits & 0x7F) << 4), EXACT["e4m3"])
+    return multiply(exact, power_pair(exponent)) if exponent else exact

@@ -22,6 +22,7 @@ from cute_kernels.device.roles import launch_registers
 from cute_kernels.indexer.logits import roles as indexer
 from cute_kernels.latent import read, write
 from cute_kernels.merge_states import rows as merged_rows
+from cute_kernels.records import RECORDS
 from cute_kernels.topk import radix, sort
 from cute_kernels.topk.spec import SortSpec
 from tests.conftest import ROOT, whole_bundle
@@ -120,9 +121,10 @@ def as_its_op(entry, op, spec):
         )
         assert entry["registers"] == launch_registers(indexer.roles(spec).warps()), "what setmaxnreg shares"
         return None
-    if op == "attention.latent":  # rows by bulk copies, Q by loads; HMMA alone
+    if op == "attention.latent":  # rows by bulk copies, factors of planar records by cp.async, Q by loads; HMMA alone
         assert entry["shared"] <= latent_rows.smem_bytes(spec).smem + RESERVED, "what `supports` refuses tiles by"
-        assert counts["HMMA"] > 0 and not counts.keys() & {"HGMMA", "QGMMA", "LDGSTS", "UTMALDG"}
+        assert counts["HMMA"] > 0 and not counts.keys() & {"HGMMA", "QGMMA", "UTMALDG"}
+        assert ("LDGSTS" in counts) == any(RECORDS[record].planar for record in latent_rows.records(spec))
         wanted = sum(role.warps * role.registers for role in few_rows.roles(spec).table)
         assert wanted <= entry["registers"] * few_rows.roles(spec).warps(), "a warpgroup would wait for ever"
         return None

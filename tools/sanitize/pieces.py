@@ -308,15 +308,15 @@ def _rows() -> Iterator[tuple[str, tuple[Call, ...]]]:
             latent(chosen=700, counted=True, second=65, dim=512),
         ),
     )  # fmt: skip
-    of_584: dict[str, Any] = {"record": "584", "dim": 512, "chosen": 65}
-    of_528: dict[str, Any] = {"record": "528", "dim": 512, "chosen": 65}
-    many: dict[str, Any] = {"heads": 40}  # up to 16 rows over some records are computed by kernels of their own, below
+    many: dict[str, Any] = {"heads": 40}  # up to 16 rows over records are computed by kernels of their own, below
+    of_584: dict[str, Any] = {"record": "584", "dim": 512, "chosen": 65, **many}
+    of_528: dict[str, Any] = {"record": "528", "dim": 512, "chosen": 65, **many}
     yield (
         "attention-latent-records",
         (
             latent(record="e4m3", **many), latent(record="656", page_size=3, **many),
             latent(record="e4m3", chosen=65, **many), latent(record="656", chosen=1000, counted=True, **many),
-            latent(record="352", chosen=65),
+            latent(record="352", chosen=65, **many),
         ),
     )  # fmt: skip
     no_rope: dict[str, Any] = {"record": "528_fp32", "dim": 512, "chosen": 65}
@@ -372,6 +372,24 @@ def _few_rows() -> Iterator[tuple[str, tuple[Call, ...]]]:
             trtllm_latent(**no_rope, heads=8), trtllm_latent(**no_rope, heads=13, lens=(900, 70)),
         ),
     )  # fmt: skip
+    of_584: dict[str, Any] = {"record": "584", "dim": 512, "chosen": 130, **long}
+    of_528: dict[str, Any] = {"record": "528", "dim": 512, "chosen": 130, **long}
+    yield (
+        "attention-latent-few-records",
+        tuple(
+            latent(**fields, heads=heads)
+            for fields in (of_584, of_528, {"record": "352", "chosen": 700, **long})
+            for heads in (8, 16)
+        ),
+    )
+    yield (
+        "attention-latent-few-two-records",
+        tuple(
+            latent(**fields, second=70, second_record=record, heads=heads)
+            for fields, record in ((of_584, "584"), (of_528, "288"), (of_528, "528"))
+            for heads in (3, 13)
+        ),
+    )
 
 
 def _indexer() -> Iterator[tuple[str, tuple[Call, ...]]]:

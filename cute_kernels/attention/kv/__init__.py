@@ -5,6 +5,7 @@ tma      the source for pages of 8, 16, 32, ... 256 rows, and for ragged rows (n
 gather   the source for pages of any size, and for slots: rows that are named one by one
 bulk     the same rows of packed records, as they are stored
 packed   the same rows for packed records of latent attention: no load warp fills stages, but the mma warps convert
+record_rows  the sections of a packed row, and where in its cache it is, for `bulk` and `packed`
 scales   the scale factors beside a cache, of blocks or of rows, loaded into the stages that a source fills
 rings    the operands in shared memory: rings of stages with their pipelines
 

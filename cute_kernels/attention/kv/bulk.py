@@ -1,6 +1,7 @@
 """KV blocks of packed rows of latent attention, as they are stored: one bulk copy for each row, from any page or slot.
 
-A row that does not exist becomes zeros.
+A row that does not exist becomes zeros. The factors of a planar record are copied by cp.async, and lie in shared memory
+right behind their row.
 """
 
 import cutlass
@@ -9,13 +10,17 @@ from cutlass import Int32, Int64, Uint32, const_expr
 
 from ...device import mma, pipeline
 from ...device.divisor import quotient_params
+from ...device.gather import NO_ROW, PIECES
+from ...device.warp import select
+from ...records import RECORDS
 from . import gather, pages
 from .gather import GatherOperand, RowPageIds
 from .gather import page_id_cache as page_id_cache
 from .gather import prefetch_pages as prefetch_pages
 from .pages import KVBlock, LoadTarget
+from .record_rows import place_of, sources
 
-LANES, AT_ONCE = 32, 8  # rows that a warp looks up, and that it copies, at a time
+LANES, AT_ONCE = 32, 8  # rows of a block that a warp has, and that it copies at a time
 PIECE = 16  # bytes
 
 
@@ -26,38 +31,75 @@ def operand(spec, parts, shape, stages):
     return GatherOperand(parts, layout, quotient_params(cutlass.max(parts[0].shape[2], 1)))
 
 
+def arrivals(spec):
+    """Return how often a load warp arrives at the full barrier of a stage: once for its rows and, if a cache is planar,
+    once per lane, which copies the factors of a row."""
+    return 1 + LANES * copies_factors(spec)
+
+
+def copies_factors(spec):
+    """Return whether a cache is planar."""
+    return any(RECORDS[record].planar for record in (spec.kv.record, spec.kv.extra_record) if record)
+
+
 @cute.jit
 def fill(
     spec: cutlass.Constexpr, into: LoadTarget, page_ids: RowPageIds, sequence_pages: pages.SequencePages, at: KVBlock
 ):
     """Copy the rows of a block into the item's stage, and look up those of the next block. Called by each of the
     `tile.load_warps` warps, for its share of the rows."""
-    op, smem, ring = into
-    own, pitch = const_expr(spec.tile.n // spec.tile.load_warps), const_expr(cute.size(smem, mode=[1]))
-    starts = [cute.make_rmem_tensor(const_expr(own // LANES), Int64) for _ in op.gmem]
-    gather.set_addresses(spec, starts, op.gmem, page_ids, at)
+    each = sources(spec, into.op, page_ids)
+    if const_expr(spec.kv.extra):
+        if gather.is_extra(spec, at.n_block, sequence_pages.first_keys):
+            fill_from(spec, each[1], into, page_ids, sequence_pages, at)
+        else:
+            fill_from(spec, each[0], into, page_ids, sequence_pages, at)
+    else:
+        fill_from(spec, each[0], into, page_ids, sequence_pages, at)
+
+
+@cute.jit
+def fill_from(
+    spec: cutlass.Constexpr, source: cutlass.Constexpr, into: LoadTarget, page_ids: RowPageIds,
+    sequence_pages: pages.SequencePages, at: KVBlock,
+):  # fmt: skip
+    """Do the work of `fill` for a block of one cache."""
+    assert spec.tile.n == LANES * spec.tile.load_warps
+    (parts, form, _), ring, pitch = source, into.ring, const_expr(cute.size(into.smem, mode=[1]))
+    first = at.loader * LANES
+    place = place_of(spec, source, page_ids, 0, at.n_block * spec.tile.n + first + cute.arch.lane_idx())
     prefetch_pages(spec, page_ids, sequence_pages, at._replace(n_block=at.next_n_block))
-    rows, size = Int32(0), const_expr(sum(x.shape[3] for x in op.gmem))
-    for c in cutlass.range_constexpr(own // LANES):
-        rows += cute.arch.popc(cute.arch.vote_ballot_sync(starts[0][c] >= 0))
+    starts = [select(place.exists, start, Int64(NO_ROW)) for start in place.starts]
+    rows = cute.arch.popc(cute.arch.vote_ballot_sync(place.exists))
+    sizes = const_expr([form.row or x.shape[3] for x in parts])
     pipeline.producer_acquire(ring, at.item)
     cute.arch.fence_proxy("async.shared", space="cta")  # behind zeros that lie where rows are copied to
-    first = smem.iterator.toint() + (pipeline.stage(ring, at.item) * spec.tile.n + at.loader * own) * pitch
+    stage = into.smem.iterator.toint() + (pipeline.stage(ring, at.item) * spec.tile.n + first) * pitch
     barrier = pipeline.full_barrier(ring, at.item)
-    for c in cutlass.range_constexpr(own // LANES):
-        stage = first + LANES * c * pitch
-        if const_expr(len(starts) == 1):
-            copy_rows([size], [starts[0][c]], stage, pitch, barrier.toint())
-        elif are_joined(op.gmem):
-            copy_rows([size], [starts[0][c]], stage, pitch, barrier.toint())
-        else:
-            copy_rows([x.shape[3] for x in op.gmem], [each[c] for each in starts], stage, pitch, barrier.toint())
-        if starts[0][c] < 0:
-            for byte in cutlass.range(0, size, PIECE, unroll=1):
-                mma.store(first + (LANES * c + cute.arch.lane_idx()) * pitch + byte, [Uint32(0)] * 4)
+    if const_expr(len(sizes) == 1):
+        copy_rows(sizes, starts, stage, pitch, barrier.toint())
+    elif are_joined(parts):
+        copy_rows([sum(sizes)], starts[:1], stage, pitch, barrier.toint())
+    else:
+        copy_rows(sizes, starts, stage, pitch, barrier.toint())
+    mine = stage + cute.arch.lane_idx() * pitch
+    if not place.exists:
+        for byte in cutlass.range(0, const_expr(sum(sizes) + form.factor_row), PIECE, unroll=1):
+            mma.store(mine + byte, [Uint32(0)] * 4)
+    if const_expr(copies_factors(spec)):
+        if const_expr(form.planar):
+            if place.exists:
+                copy_factors(mine + form.row, place.factors, form.factor_row)
+        cute.arch.cp_async_mbarrier_arrive_noinc(barrier)
     cute.arch.sync_warp()  # the zeros are written before one lane arrives
     with cute.arch.elect_one():
-        cute.arch.mbarrier_arrive_and_expect_tx(barrier, rows * size)
+        cute.arch.mbarrier_arrive_and_expect_tx(barrier, rows * const_expr(sum(sizes)))
+
+
+def copy_factors(target, source, size):
+    """Start a copy of `size` bytes, 8 or 16, to shared memory."""
+    text = f"cp.async.{PIECES[size]}.shared.global [{{$r0}}], [{{$r1}}], {size};"
+    cute.arch.inline_ptx(text, read_only_args=[target, source])
 
 
 def are_joined(parts):

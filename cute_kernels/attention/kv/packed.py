@@ -17,63 +17,24 @@ from cutlass import Int32, Int64, Uint32, const_expr
 from ...device import layout, to_bf16, warp
 from ...device.divisor import quotient_params
 from ...device.gather import NO_ROW
-from ...records import RECORDS, LatentRecord
+from ...records import RECORDS
 from . import gather, pages
 from .gather import RowPageIds
+from .record_rows import BOX, BYTES, RowSource, place_of, sections, sources
 
 PARTIAL_TAIL = False  # rows past kv_len are always zeros
-BOX = 64  # columns of a box
 QUARTER = BOX // 4  # values of a box that a lane has
 GROUP = 8  # rows that a warp has
 LINE = 128  # bytes of a row of a box
 PIECE = 16  # bytes
+LANE_BYTES = {code: size // 4 for code, size in BYTES.items()}  # of a lane's values of a box
 HELD = 36  # words of a row that a lane has loaded a block before; registers have no room for more
-BYTES = {"e4m3": QUARTER, "e2m1": QUARTER // 2, "bf16": 2 * QUARTER}  # of a lane's values of a box
-
-
-class RowSection(NamedTuple):
-    """Boxes of columns that are stored alike. part: the tensor that has them. code: their type. first: the first box.
-    boxes: their number. at: the byte of a row where they begin. factored: whether they have factors."""
-
-    part: int
-    code: str
-    first: int
-    boxes: int
-    at: int
-    factored: bool
-
-
-def sections(form: LatentRecord, columns) -> list[RowSection]:
-    """Return the sections of a record. columns: of each tensor that has a part of a row."""
-    if not form.packed:  # one scale for all, which is a factor on the logits
-        widths = [count // BOX for count in columns]
-        return [RowSection(i, form.codes, sum(widths[:i]), n, 0, False) for i, n in enumerate(widths)]
-    found, latent = [RowSection(0, form.codes, 0, form.latent // BOX, 0, True)], form.latent // BOX
-    if form.rotated and form.rotated_as != "codes":
-        found.append(RowSection(0, form.rotated_as or "bf16", latent, form.rotated // BOX, form.rotated_at, False))
-    return found
 
 
 def operand(spec, parts, shape, stages):
     """Make the operand of tensors (pages, Hkv, P, bytes). shape: (n, columns) of a stage, which has bf16."""
     page_size = quotient_params(cutlass.max(parts[0].shape[2], 1))
     return gather.GatherOperand(parts, layout.smem_layout(shape, stages, cutlass.BFloat16), page_size)
-
-
-class RowSource(NamedTuple):
-    """A cache. parts: its tensors. form: their record. page_size: of its pages, as a divisor."""
-
-    parts: Any
-    form: Any
-    page_size: Any
-
-
-def sources(spec, op, page_ids: RowPageIds) -> list[RowSource]:
-    """Return the first cache and, if there is one, the second one."""
-    found = [RowSource(op.gmem, RECORDS[spec.kv.record], page_ids.page_size)]
-    if spec.kv.extra:
-        found.append(RowSource(op.extra, RECORDS[spec.kv.extra_record], page_ids.extra_page_size))
-    return found
 
 
 class LoadedRow(NamedTuple):
@@ -99,7 +60,7 @@ def allocate_row(forms):
 
 def box_words(form, columns):
     """Return the words that a lane has of each box."""
-    return [BYTES[section.code] // 4 for section in sections(form, columns) for _ in range(section.boxes)]
+    return [LANE_BYTES[section.code] // 4 for section in sections(form, columns) for _ in range(section.boxes)]
 
 
 def late_boxes(form, columns) -> list[int]:
@@ -202,31 +163,10 @@ def with_row(spec: cutlass.Constexpr, do: cutlass.Constexpr, rows: NextRows, til
         do(spec, each[0], rows, row)
 
 
-class RowPlace(NamedTuple):
-    """Where a row is: its address in each tensor, and that of its factors. exists: whether it has a page."""
-
-    starts: Any
-    factors: Any
-    exists: Any
-
-
-def place_of(spec, source: RowSource, rows: NextRows, row) -> RowPlace:
-    """Return where a row, given by its number, is in a cache."""
-    parts, form, page_size = source
-    page, row = gather.place_of(spec, rows.page_ids._replace(page_size=page_size), 0, row)
-    begins = [x.iterator.toint() + Int64(page) * x.stride[0] for x in parts]
-    exists = (page >= 0) & (page < parts[0].shape[0])
-    if form.planar:
-        factors = begins[0] + Int64(parts[0].shape[2]) * form.row + Int64(row) * form.factor_row
-        return RowPlace([begins[0] + Int64(row) * form.row], factors, exists)
-    starts = [begin + Int64(row) * x.stride[2] for begin, x in zip(begins, parts, strict=True)]
-    return RowPlace(starts, starts[0] + form.factors_at, exists)
-
-
 @cute.jit
 def load_from(spec: cutlass.Constexpr, source: cutlass.Constexpr, rows: NextRows, row: Int32):
     """Load this lane's part of a row, given by its number, from one cache; zeros if it has no page."""
-    at, columns = place_of(spec, source, rows, row), const_expr([x.shape[3] for x in source.parts])
+    at, columns = place_of(spec, source, rows.page_ids, 0, row), const_expr([x.shape[3] for x in source.parts])
     for i in cutlass.range_constexpr(len(source.parts)):
         rows.row.starts[i][0] = warp.select(at.exists, at.starts[i], Int64(NO_ROW))
     if cute.arch.vote_all_sync(at.exists):
@@ -238,7 +178,7 @@ def load_from(spec: cutlass.Constexpr, source: cutlass.Constexpr, rows: NextRows
 @cute.jit
 def ask_for(spec: cutlass.Constexpr, source: cutlass.Constexpr, rows: NextRows, row: Int32):
     """Ask the L2 cache for a row, given by its number, of one cache: each of its four lanes for some of its lines."""
-    at, quarter = place_of(spec, source, rows, row), cute.arch.lane_idx() % 4
+    at, quarter = place_of(spec, source, rows.page_ids, 0, row), cute.arch.lane_idx() % 4
     for i in cutlass.range_constexpr(len(source.parts)):
         size = const_expr(source.form.row or source.parts[i].shape[3])
         for k in cutlass.range_constexpr(-(-size // (4 * LINE))):
@@ -266,7 +206,7 @@ def load_row(form, columns, into: LoadedRow, factors, exists):
 def load_boxes(form, columns, into: LoadedRow, exists, late):
     """Load this lane's part of the late boxes of a row, or of the others."""
     for section in sections(form, columns):
-        size = BYTES[section.code]
+        size = LANE_BYTES[section.code]
         mine = into.starts[section.part][0] + size * (cute.arch.lane_idx() % 4)
         for b in range(section.boxes):
             if (section.first + b in late_boxes(form, columns)) == late:
@@ -327,7 +267,7 @@ def convert_boxes(form, columns, held: LoadedRow, at_once, stage, count):
     for section in sections(form, columns)[::-1]:  # the late boxes are the last ones of the first section
         for b in range(section.boxes):
             box = section.first + b
-            words = [held.boxes[box][i] for i in range(BYTES[section.code] // 4)]
+            words = [held.boxes[box][i] for i in range(LANE_BYTES[section.code] // 4)]
             words = values_of(section, words, not (section.factored and at_once))
             if section.factored:
                 factor = factor_of(form, held.factors, box, quarter, at_once)
@@ -390,18 +330,16 @@ def exceeds(form, words):
 def factor_of(form, words, box, quarter, at_once):
     """Return the factor of a lane's values of a box, as a bf16, twice. at_once: times `EXACT` of e4m3."""
     first, more = (BOX * box) // form.vec, BOX // form.vec  # the box's first factor; factors of a box, 0 for less
+    exponent = to_bf16.BELOW["e4m3"] * at_once
     if form.factor == "fp32":
-        return to_bf16.pair_of_fp32(words[first], at_once)
+        return to_bf16.factor_pair(form.factor, words[first], exponent)
     if form.permuted:
         byte, shift = words[box // 4], 8 * (box % 4)
     else:
         byte, shift = words[first // 4], 8 * (first % 4)
         if more > 1:
             byte = byte >> (8 * (quarter * more // 4)).to(Uint32)
-    byte = (byte >> shift) & Uint32(0xFF)
-    if form.factor == "ue8m0":
-        return to_bf16.pair((byte + 120 * at_once) << 7)
-    return to_bf16.multiply(to_bf16.pair((byte & 0x7F) << 4), to_bf16.EXACT["e4m3"])
+    return to_bf16.factor_pair(form.factor, (byte >> shift) & Uint32(0xFF), exponent)
 
 
 def fence_before_mma():

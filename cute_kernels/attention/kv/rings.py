@@ -12,7 +12,7 @@ import cutlass.cute as cute
 from ...device import copy, layout, pipeline
 from .. import precision
 from ..operands import Operand, V
-from . import gather, scales, source
+from . import bulk, gather, scales, source
 from .pages import LoadTarget
 
 LANES = 32  # per warp that copies by cp.async: each lane arrives
@@ -79,7 +79,7 @@ def arrivals(spec, roles, x: Operand):
     """Return the arrivals that complete a loaded stage: one per load warp (TMA) or per lane of it (cp.async), and one
     per lane that copies scale factors; of packed records one per mma warp, which converts them."""
     if spec.tile.bulk_rows:
-        return roles.warps(x.load_role)
+        return bulk.arrivals(spec) * roles.warps(x.load_role)
     if spec.kv.record:
         return roles.warps("mma")
     each = 1 if spec.kv.source == "tma" else LANES
@@ -89,8 +89,6 @@ def arrivals(spec, roles, x: Operand):
 def readers(spec, roles, x: Operand):
     """Return the arrivals that free a loaded stage: one per warp that reads it, in all CTAs of the cluster. Where V
     lies in K, that is one arrival behind both MMAs."""
-    if spec.tile.bulk_rows:
-        return roles.warps("score")
     return roles.warps(x.prepare_role) if x.prepared else roles.warps("mma") * spec.tile.cluster
 
 

@@ -9,7 +9,7 @@ from dataclasses import replace
 from ... import archs
 from ..request import KernelRequest, Refusal
 from ..spec import DTYPES, AttentionSpec, LogitsSpec, MaskSpec, exact_logits, exact_mask, kv_spec
-from .tile_table import DIMS, MOST_ROWS, PITCH, LatentTileConfig, smem_bytes, tile_of
+from .tile_table import DIMS, MOST_ROWS, PITCH, LatentTileConfig, records, smem_bytes, tile_of
 from .tile_table import HEAD_DIMS as HEAD_DIMS
 
 ARCHS = archs.having(archs.WGMMA)
@@ -20,7 +20,7 @@ def candidate(request: KernelRequest, arch: str, split: bool = True) -> Spec:
     """Return the spec that would serve a request; `supports` says whether the kernel can. Its tile is None if it has
     too many rows, or if bits may not depend on their number."""
     p = request
-    serves = split and p.packed_rows <= MOST_ROWS and p.split_kv in ("auto", "always") and not p.extra
+    serves = split and p.packed_rows <= MOST_ROWS and p.split_kv in ("auto", "always")
     tile = tile_of(p.packed_rows, p.record) if serves else None
     out = (p.out,) if p.out in DTYPES else ("bf16",)
     mask, logits = exact_mask(p), exact_logits(p)
@@ -30,22 +30,25 @@ def candidate(request: KernelRequest, arch: str, split: bool = True) -> Spec:
 def supports(spec: Spec) -> Refusal | None:
     """Return None if the kernel runs `spec`, else the reason why not: the only statement of what the kernel can do."""
     kv = spec.kv
-    if not kv.shares_v or kv.record not in PITCH or kv.dtype != "bf16" or kv.source == "tma":
-        return Refusal("record", f"{kv.record or 'rows'}: the kernel reads {', '.join(PITCH)}, with V in K")
-    if spec.q != "bf16" and (spec.q, kv.record) != ("e4m3", "e4m3"):
-        return Refusal("q", f"{spec.q} over {kv.record}: the kernel has bf16, or e4m3 over e4m3 with one scale")
+    for record in records(spec):
+        if not kv.shares_v or record not in PITCH or kv.dtype != "bf16" or kv.source == "tma":
+            return Refusal("record", f"{record or 'rows'}: the kernel reads {', '.join(PITCH)}, with V in K")
+        if spec.q != "bf16" and (spec.q, record) != ("e4m3", "e4m3"):
+            return Refusal("q", f"{spec.q} over {record}: the kernel has bf16, or e4m3 over e4m3 with one scale")
+        if spec.dims not in DIMS[record]:
+            return Refusal("head_dim", f"{spec.dims}: over {record}, the kernel has {DIMS[record]}")
     if spec.tile is None:
-        return Refusal("rows", f"the kernel has up to {MOST_ROWS}, over one cache, and bits depend on their number")
-    if spec.dims not in DIMS[kv.record]:
-        return Refusal("head_dim", f"{spec.dims}: over {kv.record}, the kernel has {DIMS[kv.record]}")
+        return Refusal("rows", f"the kernel has up to {MOST_ROWS}, and bits depend on their number")
     if spec.out[0] not in DTYPES or len(spec.out) > 1:
         return Refusal("out", f"{', '.join(spec.out)}: the kernel has {', '.join(DTYPES)}")
     if replace(spec.mask, causal="always") != MaskSpec() or spec.mask.causal == "value":
         return Refusal("mask", f"{spec.mask}: the kernel has the causal mask, or none")
     if spec.logits != LogitsSpec():
         return Refusal("logits", f"{spec.logits}: the kernel has no soft cap, and one scale for all heads")
-    if kv.extra or spec.schedule != "stream_k":
-        return Refusal("schedule", f"{spec.schedule}: the kernel has stream_k, over one cache")
+    if kv.extra and kv.source != "slots":
+        return Refusal("extra", "True: the kernel reads a second cache only by slots")
+    if spec.schedule != "stream_k":
+        return Refusal("schedule", f"{spec.schedule}: the kernel has stream_k")
     known = tile_of(spec.tile.m, kv.record)
     if spec.tile != known:
         return Refusal("tile", f"{spec.tile}: must be {known}")

@@ -1,20 +1,21 @@
 """Attention over packed latents for few query rows: host function and device entry. CTAs are persistent, and share the
 keys of requests by stream-K.
 
-| role     | warps | registers | waits for                                 | signals                                  |
-| -------- | ----- | --------- | ----------------------------------------- | ---------------------------------------- |
-| load_k   | 2     | 40        | work_pipe full, k.pipe empty              | work_pipe empty, k.pipe full             |
-| schedule | 1     | 40        | work_pipe empty                           | work_pipe full                           |
-| score    | 8     | 128       | work_pipe, k.pipe full, scores.pipe empty | work_pipe, k.pipe empty, scores.pipe full|
-| mma      | 8     | 88        | work_pipe, scores.pipe full               | work_pipe, scores.pipe empty             |
+| role     | warps | registers | waits for                                | signals                                   |
+| -------- | ----- | --------- | ---------------------------------------- | ----------------------------------------- |
+| load_k   | 2     | 56        | work_pipe full, k.pipe empty             | work_pipe empty, k.pipe full              |
+| schedule | 1     | 56        | work_pipe empty                          | work_pipe full                            |
+| score    | 4     | 168       | work_pipe, k.pipe full, scores.pipe empty| work_pipe empty, scores.pipe full         |
+| mma      | 8     | 144       | work_pipe, scores.pipe full              | work_pipe, scores.pipe, k.pipe empty      |
 
 - work_pipe, 4 stages: a tile (`WorkTileInfo`).
 - k.pipe, `tile.stages` stages: the rows of a KV block, as they are stored. One bulk copy for each row completes it.
-- scores.pipe, 2 stages: V of a block in bf16, P, and the factors of O (`score.LatentHandoff`).
+- scores.pipe, 2 stages: P of a block, with the factors of its rows and those of O (`score.LatentHandoff`).
 
 Splits are merged by the mma warps of all CTAs of a tile together (`splits.merge_together`).
 
-Shared memory: `stages` x (n x `tile_table.PITCH`), `LatentHandoff`, tiles and mbarriers.
+Shared memory: `stages` x (n x `tile_table.row_pitch`), Q as the operand of the MMAs, `LatentHandoff`, tiles and
+mbarriers.
 """
 
 from dataclasses import dataclass
@@ -22,24 +23,27 @@ from typing import Any
 
 import cutlass
 import cutlass.cute as cute
+from cutlass import Uint32
 
 from ...device import pipeline
 from .. import fakes, geometry, load, splits
 from ..kv import pages, rings
 from ..schedule import stream_k, work
 from . import mainloop, score
-from .roles import roles
-from .tile_table import operands
+from .precision import LANES
+from .roles import grows_behind_load, roles
+from .tile_table import operands, q_words, records
 
 fake_args = fakes.fake_args
 
 
 @dataclass(frozen=True)
 class LatentSharedStorage:
-    """Shared memory of a CTA."""
+    """Shared memory of a CTA. q (words, lane, record): operand of the MMAs, a lane's words of an MMA side by side."""
 
     k: rings.OperandSmem  # (n, bytes, stages)
     v: rings.OperandSmem  # the same
+    q: cute.Tensor
     scores: score.LatentHandoff
     work: cute.Tensor
     work_pipe: pipeline.Pipeline
@@ -59,6 +63,7 @@ def shared(spec, plan):
     smem, r, each = cutlass.utils.SmemAllocator(), roles(spec), operands(spec)
     stages = rings.allocate(spec, smem, plan, each)
     return LatentSharedStorage(
+        q=smem.allocate_tensor(Uint32, cute.make_layout(LANES * q_words(spec) * len(records(spec))), 16),
         scores=score.allocate(spec, smem),
         work=work.allocate(spec, smem),
         work_pipe=work.make_pipe(spec, smem, r),
@@ -70,6 +75,7 @@ def shared(spec, plan):
 @cute.kernel
 def kernel(spec: cutlass.Constexpr, plan: geometry.KernelParams):
     """Run the role of each warp. The mma warps come last."""
+    assert grows_behind_load(spec), "the roles call setmaxregister_decrease and setmaxregister_increase"
     s = shared(spec, plan)
     cute.arch.mbarrier_init_fence()
     cute.arch.barrier()
@@ -86,5 +92,5 @@ def kernel(spec: cutlass.Constexpr, plan: geometry.KernelParams):
         cute.arch.setmaxregister_increase(roles(spec).registers("score"))
         score.score_warp(spec, plan, s)
     else:
-        cute.arch.setmaxregister_decrease(roles(spec).registers("mma"))
+        cute.arch.setmaxregister_increase(roles(spec).registers("mma"))
         mainloop.mma_warp(spec, plan, s)

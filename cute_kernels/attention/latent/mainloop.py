@@ -1,6 +1,6 @@
-"""The `mma` role of few query rows over packed latents: from V in bf16 and P, which `score` makes, to O and the LSE.
+"""The `mma` role of few query rows over packed latents: from rows as they are stored, and P, to O and the LSE.
 
-To follow the code: `mma_warp` -> `compute_tile` -> `add_block`.
+To follow the code: `mma_warp` -> `compute_tile` -> `add_blocks` -> `add_columns` -> `add_block`.
 """
 
 from typing import NamedTuple
@@ -11,29 +11,30 @@ from cutlass import Float32, Int32, const_expr
 
 from ...device import copy, mma, pipeline, warp
 from .. import epilogue, geometry, softmax, splits
+from ..kv.record_rows import BOX, BYTES
 from ..schedule import work
 from ..schedule.work import WorkTileInfo
+from . import precision
+from .precision import LANES, MMAS
 from .roles import roles
-from .score import LANES, row_of, value_pieces, warp_of
-from .tile_table import KEY_TILES, KEYS, STATS, STEP, VALUE_BYTES, WARPS
-
-COLUMNS = 64  # of O that a warp has
-MMAS = COLUMNS // STEP
+from .score import blocks_of, row_of, warp_of
+from .tile_table import KEYS, SCORE_WARPS, STATS, STEP, WARPS, records, row_pitch
 
 
 class LatentOutputState(NamedTuple):
-    """The next items of the mma role: p, in the pipeline of `LatentHandoff`; tile, of those with a key. partials: the
-    splits that the CTA has stored."""
+    """The next items of the mma role: kv, in k.pipe; p, in the pipeline of `LatentHandoff`; tile, of those with a key.
+    partials: the splits that the CTA has stored."""
 
+    kv: pipeline.PipelineState
     p: Int32
     tile: Int32
     partials: Int32
 
 
 # The mma role: one iteration per tile, an inner one per KV block.
-#   waits for   V and P of the block
+#   waits for   P of the block
 #   computes    O^T += V^T P^T of 64 columns
-#   releases    V and P
+#   releases    P and the rows of the block
 @cute.jit
 def mma_warp(spec: cutlass.Constexpr, plan, s):
     """Run the role in one warp."""
@@ -42,7 +43,8 @@ def mma_warp(spec: cutlass.Constexpr, plan, s):
     def one_tile(w, _, at):
         return compute_tile(spec, plan.args, s, acc_o, w, at)
 
-    at = work.for_each_tile(spec, s, one_tile, LatentOutputState(Int32(0), Int32(0), Int32(0)))
+    state = LatentOutputState(pipeline.initial_state(), Int32(0), Int32(0), Int32(0))
+    at = work.for_each_tile(spec, s, one_tile, state)
     splits.barrier(WARPS)
     tid = cute.arch.thread_idx()[0] - roles(spec).first_thread("mma")
     splits.merge_together(spec, plan.args, s.splits, at.partials, tid, WARPS)
@@ -54,9 +56,8 @@ def compute_tile(
 ) -> LatentOutputState:
     """Compute and store a tile. Return the state behind it."""
     acc_o.fill(0.0)
-    for _ in cutlass.range(w.n_block_min, w.n_block_max, unroll=1):
-        add_block(spec, s, acc_o, at)
-        at = at._replace(p=at.p + 1)
+    for i in cutlass.range_constexpr(len(records(spec))):
+        at = add_blocks(spec, s, acc_o, w, at, const_expr(len(records(spec)) - 1 - i), const_expr(i > 0))
     store(spec, a, s, acc_o, w, at.tile % STATS)
     if w.n_block_max > w.n_block_min:
         at = at._replace(tile=at.tile + 1)
@@ -67,23 +68,62 @@ def compute_tile(
 
 
 @cute.jit
-def add_block(spec: cutlass.Constexpr, s, acc_o: cute.Tensor, at: LatentOutputState):
+def add_blocks(
+    spec: cutlass.Constexpr, s, acc_o: cute.Tensor, w: WorkTileInfo, at: LatentOutputState, which: cutlass.Constexpr,
+    begun: cutlass.Constexpr,
+) -> LatentOutputState:  # fmt: skip
+    """Add the products of all blocks that have rows of a record. begun: O has those of other blocks. Return the state
+    behind them. The warp's columns are all of one section of V, of which there are one or two."""
+    sections = const_expr(precision.sections_of(spec, which, spec.head_dim_vo))
+    if const_expr(len(sections) == 1):
+        at = add_columns(spec, s, acc_o, w, at, which, sections[0], begun)
+    else:
+        if warp_of(spec, "mma") < sections[1].first:
+            at = add_columns(spec, s, acc_o, w, at, which, sections[0], begun)
+        else:
+            at = add_columns(spec, s, acc_o, w, at, which, sections[1], begun)
+    return at
+
+
+@cute.jit
+def add_columns(
+    spec: cutlass.Constexpr, s, acc_o: cute.Tensor, w: WorkTileInfo, at: LatentOutputState, which: cutlass.Constexpr,
+    section: cutlass.Constexpr, begun: cutlass.Constexpr,
+) -> LatentOutputState:  # fmt: skip
+    """Do the work of `add_blocks` for columns of a section."""
+    first, last = blocks_of(spec, w, which)
+    if const_expr(begun):
+        precision.exchange(acc_o, section.code, True)
+    for _ in cutlass.range(first, last, unroll=1):
+        add_block(spec, s, acc_o, at, which, section)
+        at = at._replace(kv=pipeline.next_item(s.k.pipe, at.kv), p=at.p + 1)
+    precision.exchange(acc_o, section.code, False)
+    return at
+
+
+@cute.jit
+def add_block(
+    spec: cutlass.Constexpr, s, acc_o: cute.Tensor, at: LatentOutputState, which: cutlass.Constexpr,
+    section: cutlass.Constexpr,
+):  # fmt: skip
     """Compute O^T += V^T P^T of all keys of a block for the warp's columns. acc_o (4, MMA, n): of two columns of 16,
-    see `value_pieces`, and rows 8 n + 2 t and 8 n + 2 t + 1."""
-    n_tiles, stage, lane = const_expr(spec.tile.n_tiles), pipeline.stage(s.scores.pipe, at.p), cute.arch.lane_idx()
-    key, first = lane // KEYS * 8 + lane % 8, warp_of(spec, "mma") * const_expr(2 * MMAS)
-    values = value_pieces(s, stage, key, lane // 8 % 2, first)
-    p = s.scores.p[None, lane, None, stage].iterator.toint()
+    see `precision.exchange`, and rows 8 n + 2 t and 8 n + 2 t + 1."""
+    n_tiles, box, stage = const_expr(spec.tile.n_tiles), warp_of(spec, "mma"), pipeline.stage(s.scores.pipe, at.p)
+    base = precision.stage_of(spec, s, at.kv) + section.at + (box - section.first) * const_expr(BYTES[section.code])
+    base += precision.value_piece(spec, section)
+    p = s.scores.p[None, cute.arch.lane_idx(), None, stage].iterator.toint()
     pipeline.consumer_wait(s.scores.pipe, at.p)
     rescale(spec, s, acc_o, stage)
-    for tile in cutlass.range_constexpr(KEY_TILES):
-        words = mma.load(p + const_expr(tile * LANES * 8 * n_tiles), const_expr(2 * n_tiles))
-        for i in cutlass.range_constexpr(MMAS):
-            v = warp.ldmatrix_x4_trans(values[i] + const_expr(tile * KEYS * VALUE_BYTES))
+    for tile in cutlass.range_constexpr(SCORE_WARPS):
+        loaded = mma.load(p + const_expr(tile * LANES * 8 * n_tiles), const_expr(2 * n_tiles))
+        words = precision.weights(section, loaded)
+        rows = base + const_expr(tile * KEYS * row_pitch(spec))
+        for i, v in enumerate(precision.value_operands(spec, s, which, section, rows, KEYS * tile, stage, box)):
             for n in cutlass.range_constexpr(n_tiles):
                 mma.issue("bf16", acc_o, const_expr(4 * (i + MMAS * n)), v, words[2 * n : 2 * n + 2])
     cute.arch.sync_warp()
     pipeline.consumer_release(s.scores.pipe, at.p)
+    pipeline.consumer_release(s.k.pipe, at.kv)
 
 
 @cute.jit
@@ -109,22 +149,10 @@ def store(spec: cutlass.Constexpr, a, s, acc_o: cute.Tensor, w: WorkTileInfo, ti
         row, total, top = row_of(k), Float32(0.0), -Float32.inf
         if w.n_block_max > w.n_block_min:
             top = s.scores.row_max[row, tile]
-            for each in cutlass.range_constexpr(KEY_TILES):
+            for each in cutlass.range_constexpr(SCORE_WARPS):
                 total += s.scores.row_sum[row, each, tile]
-        join_columns(acc_o, k)
         if row < left:
             store_row(spec, a, acc_o, w, k, row, top, total)
-
-
-def join_columns(acc_o, k):
-    """Exchange columns of the k-th row with the lane that has the others of four, so that lane 4 g + t has columns
-    2 g and 2 g + 1 of 16."""
-    odd = cute.arch.lane_idx() // 4 % 2 != 0
-    for i in range(MMAS):
-        low, high = acc_o[k % 2, i, k // 2], acc_o[2 + k % 2, i, k // 2]
-        other = cute.arch.shuffle_sync_bfly(warp.select(odd, low, high), 4)
-        acc_o[k % 2, i, k // 2] = warp.select(odd, other, low)
-        acc_o[2 + k % 2, i, k // 2] = warp.select(odd, high, other)
 
 
 @cute.jit
@@ -145,7 +173,7 @@ def store_row(
     for i in cutlass.range_constexpr(MMAS):
         for e in cutlass.range_constexpr(2):
             pair[e] = acc_o[2 * e + k % 2, i, k // 2] * scale
-        piece = (own * COLUMNS + STEP * i) // 2 + g
+        piece = (own * BOX + STEP * i) // 2 + g
         if split:
             copy.vector(pair, cute.local_tile(a.schedule.o_partial[w.split.slot, row, None], (2,), (piece,)))
         else:

@@ -1,9 +1,9 @@
 """The roles of the warps. Warp ranges, arrival counts of pipelines and register budgets follow from this table."""
 
-from ...device.roles import Role, Roles
+from ...device.roles import Role, Roles, launch_registers
 from .tile_table import SCORE_WARPS, WARPS
 
-REGISTERS = 40, 128, 88  # (load, score, mma)
+REGISTERS = 56, 168, 144  # (load, score, mma)
 
 
 def roles(spec) -> Roles:
@@ -16,3 +16,9 @@ def roles(spec) -> Roles:
         Role("score", SCORE_WARPS, score),
         Role("mma", WARPS, mma),
     )
+
+
+def grows_behind_load(spec) -> bool:
+    """Return whether the load warps give registers up, compared with those of the launch, and the others get more."""
+    found = roles(spec)
+    return found.registers("load_k") <= launch_registers(found.warps()) <= min(map(found.registers, ("score", "mma")))

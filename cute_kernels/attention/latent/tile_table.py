@@ -6,16 +6,14 @@ from typing import Any, ClassVar
 from ... import archs
 from ...records import RECORDS
 from ..operands import Operand, operands_of
-from ..tile import Resources, TileConfig, distinct_dims
+from ..tile import SPLIT_COUNTERS, Resources, TileConfig, distinct_dims
 
 ROWS = 8  # query rows of an MMA
 MOST_ROWS = 16
 WARPS = 8  # that compute O
-KEY_TILES, HALVES = 4, 2
-SCORE_WARPS = KEY_TILES * HALVES
-KEYS = 16  # keys of a block of which a score warp has the scores, for a half of the columns of K
+SCORE_WARPS = 4
+KEYS = 16  # keys of a block of which a warp has the scores
 P_STAGES = 2
-VALUE_BYTES = 1024  # of a row of V in bf16
 STATS = 4  # shared memory holds the maxima and sums of the rows of so many tiles at once
 STEP = 16  # columns of K, and keys of V, of an MMA
 PIECE = 16  # bytes
@@ -27,12 +25,14 @@ def pitch(row: int) -> int:
     return PIECE * (-(-row // PIECE) | 1)
 
 
-# Record -> (head_dim_qk, head_dim_vo)
+WIDE, NARROW = (576, 512), (512, 512)
+# Record, of the first or of a second cache -> (head_dim_qk, head_dim_vo)
 DIMS: dict[str, list[tuple[int, int]]] = {
-    "e4m3": [(576, 512), (512, 512)], "656": [(576, 512)], "528_fp32": [(512, 512)],
+    "e4m3": [WIDE, NARROW], "656": [WIDE], "352": [WIDE], "528_fp32": [NARROW], "528": [NARROW],
+    "528_planar": [NARROW], "584": [NARROW], "288": [NARROW],
 }  # fmt: skip
 HEAD_DIMS = distinct_dims(dims for each in DIMS.values() for dims in each)
-PITCH = {name: pitch(RECORDS[name].row or max(DIMS[name])[0]) for name in DIMS}
+PITCH = {name: pitch(RECORDS[name].token_bytes or max(DIMS[name])[0]) for name in DIMS}
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ class LatentTileConfig(TileConfig):
     load_warps: ClassVar[int] = 2
     per_tile_pack_gqa: ClassVar[bool] = True
     prefers_whole_tiles: ClassVar[bool] = True
-    counters_per_split: ClassVar[int] = 3  # `combine.SplitCounters`
+    counters_per_split: ClassVar[int] = SPLIT_COUNTERS
 
     @property
     def n_tiles(self) -> int:
@@ -63,42 +63,41 @@ def tile_of(rows: int, record: str) -> LatentTileConfig | None:
     """Return the tile for a number of rows; None if there is none."""
     if rows > MOST_ROWS or record not in PITCH:
         return None
-    return LatentTileConfig(ROWS if rows <= ROWS else MOST_ROWS, KEYS * KEY_TILES, 2)
+    return LatentTileConfig(ROWS if rows <= ROWS else MOST_ROWS, KEYS * SCORE_WARPS, 4)
 
 
-def groups(record: str) -> int:
-    """Return the number of factors of a row; 1 if all rows share one, which is a factor on the logits."""
-    form = RECORDS[record]
-    return form.latent // form.vec if form.packed else 1
+def records(spec: Any) -> tuple[str, ...]:
+    """Return the different records of the caches: that of the first one, then that of the second one."""
+    return tuple(dict.fromkeys((spec.kv.record, *((spec.kv.extra_record,) if spec.kv.extra else ()))))
 
 
-def code_steps(spec: Any) -> int:
-    """Return the MMAs of a half of the columns of V."""
-    return spec.head_dim_vo // STEP // HALVES
+def row_pitch(spec: Any) -> int:
+    """Return the bytes from a row of a block in shared memory to the next."""
+    return max(PITCH[record] for record in records(spec))
 
 
-def rotated_steps(spec: Any) -> int:
-    """Return the MMAs of a half of the columns of K behind those of V."""
-    return (spec.head_dim_qk - spec.head_dim_vo) // STEP // HALVES
-
-
-def steps(spec: Any) -> int:
-    """Return the MMAs of a half of the columns of K."""
-    return code_steps(spec) + rotated_steps(spec)
+def factors(spec: Any) -> int:
+    """Return the number of factors of a row that shared memory has room for."""
+    return max(1, *(RECORDS[record].factors + RECORDS[record].factors % 2 for record in records(spec)))
 
 
 def operands(spec: Any) -> tuple[Operand, ...]:
     """Return the operand of the main loop: rows as they are stored, of which V is a part."""
     t = spec.tile
-    each = operands_of(replace(spec.kv, dtype="e4m3"), t, (PITCH[spec.kv.record], 0))
+    each = operands_of(replace(spec.kv, dtype="e4m3"), t, (row_pitch(spec), 0))
     return tuple(x._replace(bits=8) for x in each)
 
 
+def q_words(spec: Any) -> int:
+    """Return the words of Q that a lane has of all MMAs over rows of one record."""
+    return spec.head_dim_qk // STEP * 2 * spec.tile.n_tiles
+
+
 def smem_bytes(spec: Any) -> Resources:
-    """Return the shared memory of a CTA: keys, V in bf16, P, halves of scores, maxima and sums of rows, tiles and
-    barriers."""
-    n, m = spec.tile.n, spec.tile.m
-    found = sum(x.smem_bytes for x in operands(spec)) + P_STAGES * (n * VALUE_BYTES + 2 * n * m + 4 * m)
-    found += 2 * HALVES * KEY_TILES * 32 * 16 + 4 * m * (2 * KEY_TILES + STATS * (1 + KEY_TILES)) + 1536
+    """Return the shared memory of a CTA: keys, Q, P, factors, maxima and sums of rows, tiles and barriers."""
+    m = spec.tile.m
+    found = sum(x.smem_bytes for x in operands(spec)) + 4 * 32 * q_words(spec) * len(records(spec))
+    found += P_STAGES * (16 * SCORE_WARPS * m * 2 + 2 * spec.tile.n * factors(spec) + 4 * m)
+    found += 4 * m * (2 * SCORE_WARPS + STATS * (1 + SCORE_WARPS)) + 1536
     smem = min(row.smem_per_cta for row in archs.TABLE if archs.WGMMA in row.instructions)
     return Resources(found, smem)

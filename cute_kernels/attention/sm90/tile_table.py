@@ -13,7 +13,7 @@ from ... import archs
 from ...dtypes import BITS
 from ..operands import K, Operand, Prepared, V, operands_of
 from ..spec import DTYPES, AttentionSpec, KVSpec
-from ..tile import PreparedTileConfig, Resources, WholeTileConfig, distinct_dims
+from ..tile import SPLIT_COUNTERS, PreparedTileConfig, Resources, WholeTileConfig, distinct_dims
 
 FP8 = "e4m3"
 
@@ -68,7 +68,7 @@ class Sm90TileConfig(WholeTileConfig, PreparedTileConfig):
     @property
     def counters_per_split(self) -> int:
         """Return the counters per split tile: with `scores_apart`, those of `combine.SplitCounters`."""
-        return 3 if self.scores_apart else 1
+        return SPLIT_COUNTERS if self.scores_apart else 1
 
     @property
     def prefers_whole_tiles(self) -> bool:

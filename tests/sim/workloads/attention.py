@@ -126,12 +126,12 @@ def traits_of(spec: Any) -> KernelTraits:
 def structure(spec: Any) -> Any:
     """Return a key of the kernel's code apart from types, masks and modifiers, which one mode covers; None if
     another head dimension stands for it."""
-    if spec.kv.record and isinstance(spec.tile, LatentTileConfig):  # records differ in factors and in rotated columns
-        return (
-            ("latent", "few", spec.tile.m)
-            if (spec.tile.m, spec.kv.source) in ((8, "slots"), (16, "gather")) and spec.kv.record == "656"
-            else None
-        )
+    if spec.kv.record and isinstance(spec.tile, LatentTileConfig):
+        few = {  # rows by slots, rows by pages, planar factors, and two records, one of which has codes of e2m1
+            (8, "slots", "656", ""), (16, "gather", "656", ""), (8, "slots", "584", "584"), (16, "slots", "528", "288")
+        }  # fmt: skip
+        read = spec.tile.m, spec.kv.source, spec.kv.record, spec.kv.extra_record
+        return ("latent", "few", read) if read in few else None
     if spec.kv.record:  # the mma warps load, too; other records have other sections of a row
         return ("latent", "packed") if (spec.kv.record, spec.kv.source) == ("656", "slots") else None
     if spec.kv.shares_v:

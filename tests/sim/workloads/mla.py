@@ -71,22 +71,24 @@ def mla_cases(spec: Any) -> list[MlaScenario]:
 
 def more_heads(spec: Any) -> int:
     """Return the heads that make a call have too many rows for the kernels with few rows, if these serve the record."""
-    return few_rows.MOST_ROWS if spec.kv.record in few_rows.PITCH and not spec.kv.extra else 0
+    return few_rows.MOST_ROWS if spec.kv.record in few_rows.PITCH else 0
 
 
 def few_cases(spec: Any) -> list[MlaScenario]:
     """Return scenarios for a kernel with few query rows: of one head, of all rows of the tile, of several tokens; with
     more tiles of a CTA than the rings have stages."""
-    m, slots = spec.tile.m, spec.kv.source == "slots"
+    m, slots, two = spec.tile.m, spec.kv.source == "slots", int(spec.kv.extra)
     record, fewest = spec.kv.record, 1 + spec.tile.m - few_rows.ROWS
     base = MlaCase(
         dtype=spec.smem_q, dim=spec.head_dim_qk, heads=m, page_size=7 if slots else 3, record=record,
         q8=spec.q == "e4m3", function="trtllm" if record == "528_fp32" else "flash_mla",
     )  # fmt: skip
-    other = "trtllm" if slots or record == "e4m3" else "flash_mla"
+    other = (
+        "trtllm" if record in ("e4m3", "656", "528_fp32") and not two and (slots or record == "e4m3") else "flash_mla"
+    )
     first: tuple[MlaCase, ...]
     if slots:
-        base = replace(base, chosen=128, lens=(90, 30))
+        base = replace(base, chosen=128, lens=(90, 30), second=70 * two, second_record=spec.kv.extra_record)
         first = (
             replace(base, chosen=65, heads=fewest, strided=True, function=other, sink=True),
             replace(base, rows=3, heads=m - 3, counted=True, lens=(40, 7, 9, 3), gap=1),
@@ -94,8 +96,8 @@ def few_cases(spec: Any) -> list[MlaScenario]:
         )
         many = replace(base, lens=(2000,), chosen=29 * 64 + 3, page_size=16)
         blocks = (
-            replace(base, chosen=64, rows=2),
-            replace(base, lens=(5, 0, 1) * 12, chosen=3, counted=True),
+            replace(base, chosen=64, rows=2, second=64 * two),
+            replace(base, lens=(5, 0, 1) * 12, chosen=3, counted=True, second=2 * two),
             replace(base, lens=(400,), chosen=150, heads=m - 7),  # two splits
         )
     else:  # tokens and heads share the rows of a tile
