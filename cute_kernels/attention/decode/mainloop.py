@@ -230,6 +230,7 @@ def release_if_last(spec, pipe, tile: WarpTileState, k: KeyCursor):
 #   computes    softmax(prev), then S^T = K @ Q^T of `cur`, then O^T += V^T @ P^T of `prev`: the MMAs of PV are issued
 #               behind those of the next QK^T and hide their latency
 #   releases    a K or V stage after this warp's last keys in it
+# With slots, those of `cur` are looked up before the softmax of `prev`, and hide scores a pass later (`chosen`).
 # The outer loop holds the code that few keys need (soft cap, mask, skip-softmax), so that the inner loop fits the
 # instruction cache; the inner loop runs for as long as the keys need none of it.
 @cute.jit
