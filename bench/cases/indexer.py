@@ -41,9 +41,9 @@ class LogitsCase:
     Paged: `lens` has the keys of each request, of `next_n` tokens. own: each token has a length of its own. gap: bytes
     behind each page. more: columns behind those of the longest request; hostile: some pages and lengths do not exist.
 
-    shift: bytes before the keys, which makes their addresses no multiples of 16. strided: queries, weights and index
-    tensors have gaps. data: "normal", or "zeros" in some queries and keys, or "large" scales and weights, or
-    "nan" in some keys."""
+    shift: bytes before the keys, which makes their addresses no multiples of 16. strided: queries, weights, index
+    tensors and scales of a prompt have gaps. data: "normal", or "zeros" in some queries and keys, or "large" scales and
+    weights, or "nan" in some keys."""
 
     function: str = RAGGED
     lens: tuple[int, ...] = (5, 150)
@@ -139,8 +139,10 @@ def _ragged(case: LogitsCase, gen: torch.Generator) -> dict[str, Any]:
     if case.windows == "hostile":
         for t in (start, end):
             t[torch.rand(tokens, generator=gen) < 0.5] = HOSTILE[int(torch.randint(4, (), generator=gen))]
+    scales = _scales(case, gen, keys)
+    scales = scales.repeat_interleave(2)[::2] if case.strided else scales
     return _queries(case, gen, tokens) | {
-        "kv": (k.view(case.kind), _scales(case, gen, keys)), "cu_seq_len_k_start": start, "cu_seq_len_k_end": end,
+        "kv": (k.view(case.kind), scales), "cu_seq_len_k_start": start, "cu_seq_len_k_end": end,
         "clean_logits": case.clean, "max_seqlen_k": case.compressed,
     }  # fmt: skip
 

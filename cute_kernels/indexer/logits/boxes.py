@@ -46,8 +46,9 @@ def make(spec, a) -> KeyBoxes:
 
 
 def aligned(address: Int64, dtype):
-    """Return a pointer to an address, rounded to a multiple of ALIGN."""
-    return cute.make_ptr(dtype, address // ALIGN * ALIGN, cute.AddressSpace.gmem, assumed_align=ALIGN)
+    """Return a pointer to an address, rounded to a multiple of ALIGN that is not 0."""
+    rounded = cutlass.max(address // ALIGN, Int64(1)) * ALIGN
+    return cute.make_ptr(dtype, rounded, cute.AddressSpace.gmem, assumed_align=ALIGN)
 
 
 def steps(stride: Int64, dtype):

@@ -44,7 +44,7 @@ def logits_cases(spec: IndexerSpec) -> list[LogitsScenario]:
         "prompts", (rows, tail, replace(rows, windows="hostile", data="large", shift=8, strided=True)), 5
     )
     if spec.keys == "bf16":  # no cache has pages of them
-        few = replace(rows, heads=fewer.heads, lens=(40, 900), windows="random", data="zeros")
+        few = replace(rows, heads=fewer.heads, lens=(40, 900), windows="random", data="zeros", strided=True)
         many = replace(rows, lens=(PROMPT, 64 * 21 + 5), data="nan")
         return [prompts, LogitsScenario("a share", (many, few), 3)]
     return [
@@ -61,7 +61,7 @@ def logits_cases(spec: IndexerSpec) -> list[LogitsScenario]:
         prompts,
         LogitsScenario("a share", (replace(base, lens=(64 * 21 + 5, 3), page_size=256, data="nan"),), 3),
         # more tiles than threads, so that a thread adds up several
-        LogitsScenario("requests", (replace(base, lens=(*[0] * 388, 70, 700), clean=False),)),
+        LogitsScenario("requests", (replace(base, lens=(*[0] * 388, 70, 700), page_size=16, clean=False),)),
     ]
 
 
