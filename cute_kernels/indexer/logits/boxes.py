@@ -2,7 +2,7 @@
 bytes (`IndexerArgs.boxes`), one copy takes the keys of a block, and another one their scales.
 
 A page that does not exist lies outside the tensors, so that TMA fills its boxes with zeros. A box may have keys behind
-the end of a request, whose logits nobody stores.
+the end of a request: nobody stores their logits.
 """
 
 from dataclasses import dataclass
