@@ -16,7 +16,6 @@ HEADS = (32, 64)  # of a token, padded
 MOST_ROWS = 8
 COLUMNS = 128  # of the accumulator of an MMA, at most
 HELD = 256  # columns of which registers hold the weights, at most
-PAIRED = 64  # columns of a tile, at most, with which two CTAs share an SM
 KEYS = 64  # of a block: rows of an MMA
 GROUPS = 2  # mma warpgroups, which take blocks in turn
 STAGES = {"e4m3": 8, "bf16": 4}  # of keys, as many bytes
@@ -55,12 +54,6 @@ def holds_weights(spec: IndexerSpec) -> bool:
 def loaders(spec: IndexerSpec) -> int:
     """Return the warps that load keys: more where a block takes the MMAs little time, and leaves registers."""
     return 4 if spec.heads * spec.rows <= COLUMNS else 2
-
-
-def ctas_per_sm(spec: IndexerSpec) -> int:
-    """Return the CTAs that an SM has room for: two where registers allow it, so that those of the next launch are there
-    when a launch ends. A launch has one per SM."""
-    return 2 if spec.heads * spec.rows <= PAIRED else 1
 
 
 def supports(spec: IndexerSpec) -> str | None:

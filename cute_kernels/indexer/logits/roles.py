@@ -4,11 +4,11 @@ from functools import cache
 
 from ...device.roles import Role, Roles
 from ..spec import IndexerSpec
-from . import GROUPS, ctas_per_sm, loaders
+from . import GROUPS, loaders
 
 WARPS = 4  # warps per warpgroup
 LOAD_REGISTERS = 40
-REGISTERS = {(4, 1): 232, (8, 1): 216, (8, 2): 88}  # warps beside those of mma, CTAs of an SM -> registers of mma
+REGISTERS = {4: 232, 8: 216}  # warps beside those of mma -> registers of mma
 
 
 @cache
@@ -18,8 +18,7 @@ def roles(spec: IndexerSpec) -> Roles:
     beside = -(-(count + 2) // WARPS) * WARPS
     table = {"keys": count, "queries": 1, "clean": 1, "idle": beside - count - 2}
     load = (Role(name, warps, LOAD_REGISTERS) for name, warps in table.items())
-    ctas = ctas_per_sm(spec)
-    return Roles.of(*load, Role("mma", WARPS * GROUPS, REGISTERS[beside, ctas]), ctas_per_sm=ctas)
+    return Roles.of(*load, Role("mma", WARPS * GROUPS, REGISTERS[beside]))
 
 
 def threads(spec: IndexerSpec) -> int:
