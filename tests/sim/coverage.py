@@ -39,6 +39,8 @@ SIZE = "a size: kernels of others run the same code"
 TWIN = "bf16's kernel with another type of MMA; on Hopper such twins have equal PTX"
 WITHOUT_KERNEL: dict[Constant, str] = {  # values of shipped specs that no kernel of CI has -> why not
     ("attention.sm90", "tile.stages", 6): SIZE,
+    **{(op, "kv.extra_record", "528"): "the code that reads this record in the first cache"
+       for op in ("attention.latent", "attention.sm90")},
     ("attention.decode", "tile.stages", 1): "head_dim 256 on sm_120a, which --all simulates",
     ("attention.decode", "tile.stages", 2): SIZE,
     ("attention.decode", "tile.stages", 8): SIZE,

@@ -55,10 +55,11 @@ TOGETHER = ((".kv.dtype", ".kv.source"), (".mask.custom", ".mask.causal"))
 
 def shown(label: str) -> set[Any]:
     """Return what a kernel shows, apart from sizes: every value of a field, and every pair of values of fields in
-    TOGETHER. The fields of twins have equal values."""
+    TOGETHER. The fields of twins have equal values. One code reads a record in the first cache and in a second one."""
     op, _, spec = untyped(*SHIPPED[label]).partition(" ")
     fields = words(json.loads(spec))
-    return {(op, *field) for field in fields.items()} | {(op, fields.get(a), fields.get(b)) for a, b in TOGETHER}
+    values = {(op, name.replace(".extra_record", ".record"), value) for name, value in fields.items()}
+    return values | {(op, fields.get(a), fields.get(b)) for a, b in TOGETHER}
 
 
 def ordinary() -> set[str]:
