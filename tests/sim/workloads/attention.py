@@ -236,7 +236,7 @@ def sharing_cases(k: KernelTraits) -> list[Scenario]:
 
 
 def chosen_cases(k: KernelTraits) -> list[Scenario]:
-    """Return scenarios of a kernel of decode whose tokens choose their keys, some of which do not exist."""
+    """Return scenarios of a kernel of decode with tokens that choose their keys, some of which do not exist."""
     tokens, each = (2, 1) if k.few_rows else (5, 3)  # of three rows
     most = k.keys + k.block  # every stage is filled again
     ragged = AttentionCase(
