@@ -72,15 +72,16 @@ EXACTLY = (
     "sim/test_ptxsim_records.py::test_every_code_is_converted_exactly"
     "[attention.sm90/bf16_kv656v_d576x512_full_slots_m64n64s2o2a]"
 )
-FEW_SLOTS, FEW_PAGES = (  # few query rows over packed latents
-    shipped(f"attention.latent/bf16_kv656v_d576x512_{keys}_{few_rows.tile_of(rows, '656').name}")  # type: ignore
-    for keys, rows in (("full_slots", 8), ("causal_gather", 16))
+FEW_PAGES = shipped(  # few query rows over packed latents
+    f"attention.latent/bf16_kv656v_d576x512_causal_gather_{few_rows.tile_of(16, '656').name}"  # type: ignore
 )
 FEW_PLANAR, FEW_RECORDS = (  # of two caches
     shipped(f"attention.latent/bf16_kv{caches}_d512_full_slots_{few_rows.tile_of(rows, '584').name}")  # type: ignore
     for caches, rows in (("584vx584", 8), ("528vx288", 16))
 )
-PLANAR = shipped("attention.sm90/bf16_kv584vx584_d512_full_slots_m64n64s2o2a")
+PLANAR, TWO_RECORDS = (
+    shipped(f"attention.sm90/bf16_kv{caches}_d512_full_slots_m64n64s2o2a") for caches in ("584vx584", "528vx288")
+)
 STATES = shipped("merge_states.rows/bf16_states")
 
 BUGS = (
@@ -310,7 +311,7 @@ BUGS = (
         "begins[0] + Int64(parts[0].shape[2]) * form.row", "begins[0] + Int64(64) * form.row", PLANAR),
     Bug("records: the second cache is read as the first one", "cute_kernels/attention/kv/record_rows.py",
         "RowSource(op.extra, RECORDS[spec.kv.extra_record]", "RowSource(op.extra, RECORDS[spec.kv.record]",
-        shipped("attention.sm90/bf16_kv528vx288_d512_full_slots_m64n64s2o2a")),
+        TWO_RECORDS),
     Bug("records: converted rows are not fenced", "cute_kernels/attention/sm90/scoring.py",
         '    cute.arch.fence_proxy("async.shared", space="cta")\n    cute.arch.sync_warp()\n    pipeline.',
         "    cute.arch.sync_warp()\n    pipeline.",
@@ -320,7 +321,7 @@ BUGS = (
     Bug("records: a factor of 2 or more is multiplied at once", "cute_kernels/attention/kv/packed.py",
         "return any_top != 0", "return any_top > 0xFFFFFFFE", EXACTLY),
     Bug("few rows: rows of slots that do not exist keep what lay there", "cute_kernels/attention/kv/bulk.py",
-        "    if not place.exists:\n        for byte", "    if rows < 0:\n        for byte", FEW_SLOTS),
+        "    if not place.exists:\n        for byte", "    if rows < 0:\n        for byte", FEW_PLANAR),
     Bug("few rows: keys behind the last one are not masked", f"{ATTENTION}/latent/score.py",
         "if n_block >= w.n_block_full_max or n_block < w.n_block_full_min:",
         "if n_block < w.n_block_full_min:", FEW_PAGES),
@@ -342,7 +343,7 @@ BUGS = (
         shipped("attention.sm90/bf16_kvbf16v_d576x512_causal_tma_m64n64s2o2a")),
     Bug("records: factors of the first quarter are those of all", "cute_kernels/attention/kv/packed.py",
         "byte = byte >> (8 * (quarter * more // 4)).to(Uint32)", "byte = byte >> (0 * quarter).to(Uint32)",
-        shipped("attention.sm90/bf16_kv528vx528_d512_full_slots_m64n64s2o2a")),
+        TWO_RECORDS),
     Bug("slots: numbers of pages pass through fp32", "cute_kernels/attention/kv/gather.py",
         "return warp.select(page < 0, page, in_cache)",
         "return warp.select(page < 0, page.to(cutlass.Float32), in_cache)",

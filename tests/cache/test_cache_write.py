@@ -241,7 +241,7 @@ def test_lengths_of_more_requests_than_threads_have_rows():
 @pytest.mark.kernels
 @pytest.mark.parametrize("interleave", [False, True])
 def test_elements_that_are_not_rotated_stay(interleave):
-    x = torch.ones(1, 1, 32).half()
+    x = torch.ones(1, 1, 32).bfloat16()
     x[..., 20], x[..., 22], x[..., 30] = math.inf, -math.inf, -0.0
     with simulated(ARCH, []):
         q, _ = wrappers.apply_rope_pos_ids(x, x, ints(1), rotary_dim=16, interleave=interleave)

@@ -39,6 +39,8 @@ SIZE = "a size: kernels of others run the same code"
 TWIN = "bf16's kernel with another type of MMA; on Hopper such twins have equal PTX"
 WITHOUT_KERNEL: dict[Constant, str] = {  # values of shipped specs that no kernel of CI has -> why not
     ("attention.sm90", "tile.stages", 6): SIZE,
+    **{(op, "kv.extra_record", "528"): "the code that reads this record in the first cache"
+       for op in ("attention.latent", "attention.sm90")},
     ("attention.decode", "tile.stages", 1): "head_dim 256 on sm_120a, which --all simulates",
     ("attention.decode", "tile.stages", 2): SIZE,
     ("attention.decode", "tile.stages", 8): SIZE,
@@ -49,10 +51,13 @@ WITHOUT_KERNEL: dict[Constant, str] = {  # values of shipped specs that no kerne
     ("indexer.logits", "dim", 32): SIZE, ("indexer.logits", "dim", 64): SIZE, ("indexer.logits", "rows", 2): SIZE,
     ("topk.sort", "items", 8): SIZE, ("topk.sort", "items", 16): SIZE, ("topk.sort", "threads", 1024): SIZE,
     ("attention.sm100", "head_dim_qk", 192): "the loops of head_dim 128 (kernels.ALIKE)",
+    ("attention.sm100", "mask.causal", "never"): "a case of kernels that take it as a value",
+    ("attention.sm100", "mask.custom", "ranges"): "other bounds of the causal mask, in code that Hopper's kernel runs",
     ("attention.sm100", "mask.prefix", True): "another bound of the causal mask, in code that Hopper's kernel runs",
     ("attention.sm100", "kv.dtype", "e5m2"): "e4m3's code with another conversion; --all simulates them",
     **{("attention.sm100", field, "fp16"): TWIN for field in ("q", "kv.dtype")},
     ("attention.sm100", "out", ("fp16",)): TWIN,
+    ("attention.sm100", "tile.ex2_emu", 2): "a size: the share of exponentials that are emulated",
     ("attention.sm100", "tile.q_stages", 2): SIZE,
     ("attention.sm100", "tile.raw_stages", 1): SIZE,
     ("attention.sm100", "tile.raw_stages", 2): SIZE,

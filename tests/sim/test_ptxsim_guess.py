@@ -16,8 +16,7 @@ MEMORY = ROOT / "build" / "simulated"
 EVERY, GROWTH = 150, 40.0  # keys after which scores fall, by so many log2 units: blocks come last first
 CASES = {  # types of q, k and v; head_dim
     "bf16": ("bf16", "bf16", 64),
-    "fp8": ("fp8", "fp8", 64),
-    "fp8 d128": ("fp8", "fp8", 128),
+    "fp8": ("fp8", "fp8", 128),
     "bf16 over fp8": ("bf16", "fp8", 128),
     "shared scores": ("bf16", "bf16", 512),
 }

@@ -119,11 +119,11 @@ def equal(rows):
     return rows.unflatten(0, (3, 2))
 
 
-def appended(form, page=4):
+def appended(form, page=4, dtype=HALF):
     """Return (arguments of a call that appends, the batch it must give, the rows of each request before it)."""
     counts = (2, 2, 2) if form in ("equal", "entries") else (3, 0, 1)
     old = (5, 0, 11)
-    whole = Batch(q_lens=counts, kv_lens=tuple(a + b for a, b in zip(old, counts)), page=page)
+    whole = Batch(q_lens=counts, kv_lens=tuple(a + b for a, b in zip(old, counts)), page=page, dtype=dtype)
     cut = [[part[len(part) - n :] for part, n in zip(t.split(whole.kv_lens), counts)] for t in (whole.k, whole.v)]
     for pool in (*whole.paged, *whole.dense):  # remove the rows that the call appends
         pool.nan_to_num_(nan=0.0)

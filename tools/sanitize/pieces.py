@@ -16,6 +16,7 @@ from bench.cases.topk import DECODE as ROW_DECODE
 from bench.cases.topk import PAGE_TABLE, RAGGED, TOP_K
 from bench.cases.topk import PREFILL as ROW_PREFILL
 from tools.fuzz.call import Call, changed_fields
+from tools.fuzz.families.chosen import SPARSE
 from wrappers import TopKTieBreak
 
 CONTEXT, DECODE, XQA = "trtllm_batch_context_with_kv_cache", "trtllm_batch_decode_with_kv_cache", "xqa"
@@ -115,6 +116,9 @@ def _decode() -> Iterator[tuple[str, tuple[Call, ...]]]:
     for (count, fields), d in zip(rows.items(), USUAL):
         gathered = [attend(DECODE, ONE, CACHES[kind], fields, {"page_size": 3}, dims=d) for kind in ("bf16", "e4m3")]
         yield f"decode-gather-{count}-rows", tuple(gathered)
+    by_slots = [attend(DECODE, ONE, FULL, fields, dims=d, form="slots") for fields, d in zip(rows.values(), USUAL)]
+    by_slots.append(replace(by_slots[0], case=by_slots[1].case | rows[8]))
+    yield "decode-slots", tuple(replace(call, family="chosen", function=SPARSE) for call in by_slots)
     many: dict[str, Any] = {"q_lens": (1,) * 40, "kv_lens": (300, 9, 1, 60) * 10, "heads_kv": 4}
     yield (
         "decode-many",

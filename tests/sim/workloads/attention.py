@@ -37,8 +37,8 @@ BITS = {"half": 16, "e4m3": 8, "nvfp4": 4}
 WIDE = {(BITS[key.kind], key.head_dim) for key in tile_table.measured(False) if key.rows > FEW_ROWS}
 
 CACHES = {("e4m3", ""): "fp8", ("e4m3", "token"): cases.TOKEN_SCALES}  # (dtype, scales) of K and V -> name in cases
-DECODE_STRUCTURES = {  # (KV dtype, head_dim, 8 rows per warp): every type, head_dim and number of rows at least twice
-    ("", 64, True), ("", 64, False), ("", 128, True), ("", 256, True), ("fp8", 64, False), ("fp8", 128, True),
+DECODE_STRUCTURES = {  # (KV dtype, head_dim, 8 rows per warp): every type, head_dim and number of rows
+    ("", 64, True), ("", 64, False), ("", 128, True), ("", 256, True), ("fp8", 64, False),
     ("nvfp4", 64, True), ("nvfp4", 128, True), ("nvfp4", 128, False), (cases.TOKEN_SCALES, 64, True),
 }  # fmt: skip
 GATHER_STRUCTURES = {("", 64, True)}
@@ -127,8 +127,8 @@ def structure(spec: Any) -> Any:
     """Return a key of the kernel's code apart from types, masks and modifiers, which one mode covers; None if
     another head dimension stands for it."""
     if spec.kv.record and isinstance(spec.tile, LatentTileConfig):
-        few = {  # rows by slots, rows by pages, planar factors, and two records, one of which has codes of e2m1
-            (8, "slots", "656", ""), (16, "gather", "656", ""), (8, "slots", "584", "584"), (16, "slots", "528", "288")
+        few = {  # rows by pages, planar factors by slots, and two records, one of which has codes of e2m1
+            (16, "gather", "656", ""), (8, "slots", "584", "584"), (16, "slots", "528", "288")
         }  # fmt: skip
         read = spec.tile.m, spec.kv.source, spec.kv.record, spec.kv.extra_record
         return ("latent", "few", read) if read in few else None
@@ -236,7 +236,7 @@ def sharing_cases(k: KernelTraits) -> list[Scenario]:
 
 
 def chosen_cases(k: KernelTraits) -> list[Scenario]:
-    """Return scenarios of a kernel of decode whose tokens choose their keys, some of which do not exist."""
+    """Return scenarios of a kernel of decode with tokens that choose their keys, some of which do not exist."""
     tokens, each = (2, 1) if k.few_rows else (5, 3)  # of three rows
     most = k.keys + k.block  # every stage is filled again
     ragged = AttentionCase(

@@ -79,7 +79,7 @@ def logits_structures(shipped: list[IndexerSpec]) -> list[IndexerSpec]:
 
 def logits_features() -> list[LogitsScenario]:
     """Return the covering set: the functions that others stand for, and keys at addresses that only words fit."""
-    paged = LogitsCase(PAGED, (40, 3), heads=16, next_n=2, page_size=5)
+    paged = LogitsCase(PAGED, (40, 3), heads=50, next_n=3, page_size=5)
     return [
         LogitsScenario("fp8 functions", (paged, replace(paged, function=RAGGED, lens=(3, 40), next_n=1, shift=1))),
         LogitsScenario(
