@@ -55,6 +55,7 @@ def cases_of(name):
         yield inputs | {"return_lse": True}
     elif name in (*SELECT, SEGMENTS):
         yield inputs | {"top_k": 3}
+        yield inputs | {"top_k": 2048}  # as many keys as a token can have, or more: no logits
     elif name in LOGITS:
         yield inputs | {"clean_logits": False}
     else:

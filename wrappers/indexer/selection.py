@@ -55,6 +55,19 @@ def tokens_of_pass(call: LogitsCall, scratch_bytes: Any) -> int:
     return max(rows_of_pass(call, scratch_bytes) // TILE * TILE, 1)
 
 
+def reads_logits(call: SelectionCall) -> bool:
+    """Return whether logits are computed: of at most top_k keys, the selection reads none."""
+    return call.scores is not None or call.logits.width > call.top_k.k
+
+
+def first_call(call: SelectionCall) -> LogitsCall | TopKCall:
+    """Return the call of the first kernel of a selection. Raise as `serve` on bad arguments of the logits."""
+    if reads_logits(call):
+        return call.logits
+    logits.validate(call.logits)
+    return call.top_k._replace(scores=logits.new_logits(call.logits))
+
+
 def serve(call: SelectionCall) -> torch.Tensor:
     """Run a selection pass by pass, and return its result, (tokens, top_k)."""
     scored, chosen, units, step, scores = call
@@ -77,7 +90,7 @@ def serve(call: SelectionCall) -> torch.Tensor:
         if not first and not traced(q):
             bindable(topk_plan.FAMILY, pick)  # refuses it before anything is launched
         tokens = count if scored.table is None else scored.next_n
-        if scores is not None or scored.width > chosen.k:  # of at most k keys, the selection reads no logits
+        if reads_logits(call):
             logits.serve(part_of(scored, units, rows, parts)._replace(out=some, next_n=tokens))
         topk_op.serve(pick)
         if scores is not None:

@@ -30,7 +30,7 @@ from ..flashinfer import (
 )
 from ..flashinfer import single_prefill as single
 from ..host.checks import listed
-from ..indexer.selection import SelectionCall
+from ..indexer import selection
 from ..vllm import latent as vllm_latent
 from ..vllm import latent_gather as vllm_gather
 from ..vllm import topk as vllm_topk
@@ -253,14 +253,15 @@ def made_by(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 def call_of(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Return the call of a public function, of its family's type: see `made_by`.
 
-    That of flash_attn_with_kvcache is its attention, before new keys are appended, and that of a selection its logits.
+    That of flash_attn_with_kvcache is its attention, before new keys are appended, and that of a selection its logits,
+    if it computes any.
     That of a function that writes the parts of rows in two launches is the first one.
     """
     made = made_by(function, *args, **kwargs)
     if isinstance(made, flash_attn.CachedCall):
         return made.attention
-    if isinstance(made, SelectionCall):
-        return made.logits
+    if isinstance(made, selection.SelectionCall):
+        return selection.first_call(made)
     while type(made) is tuple:
         made = made[0]
     return made
