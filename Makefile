@@ -38,7 +38,7 @@ demo:
 shown: $(SHOWN) $(WEIGHTS)
 	@:
 
-# `quick` runs one in six cases of the tests that compile no kernel, in 2 minutes; `test` runs what CI runs, in about 24
+# `quick` runs one in six cases of the tests that compile no kernel, in 2 minutes; `test` runs what CI runs, in about 20
 # on 2 cores. The linter runs beside both. `test-all` runs all tests, without remembered results of simulations.
 quick: $(READY)
 	@$(MAKE) --no-print-directory -j2 lint some

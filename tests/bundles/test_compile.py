@@ -114,8 +114,8 @@ def as_its_op(entry, op, spec):
         counted = TILES[op].smem_bytes(spec, spec.tile, (spec.padded_qk, spec.padded_vo))
         assert entry["shared"] == counted + RESERVED, "what `supports` refuses tiles by"
     counts = entry["instructions"]
-    if op == "indexer.logits":  # keys by cp.async, into the rows of one WGMMA
-        assert counts["LDGSTS"] > 0 and "UTMALDG" not in counts
+    if op == "indexer.logits":  # keys, in boxes of 128 bytes, and scales by TMA or, of other caches, by cp.async
+        assert counts["LDGSTS"] > 0 and counts["UTMALDG"] == -(-spec.row_bytes // 128) + 1
         assert counts["WARPGROUP"] < counts["QGMMA" if spec.keys == "e4m3" else "HGMMA"], (
             "the compiler fences and waits around every single WGMMA"
         )
