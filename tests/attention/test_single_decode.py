@@ -3,7 +3,6 @@
 import pytest
 import torch
 
-from bench.cases.attention import TOLERANCE
 from tests.conftest import ARCH, ROOT
 from tests.sim.workloads import distance, simulated
 from wrappers import explain, single_decode_with_kv_cache, single_prefill_with_kv_cache
@@ -57,8 +56,8 @@ def test_refusals(change, error, message):
 @pytest.mark.kernels
 @pytest.mark.parametrize("keys", [300, 320])
 def test_in_the_simulator(keys):
-    given = [t.bfloat16() for t in drawn(keys)]
+    given = drawn(keys)
     with simulated(ARCH, [], 3, memory=MEMORY):
         out, lse = single_decode_with_kv_cache(*given, return_lse=True)
     want = single_decode_with_kv_cache(*given, return_lse=True)
-    assert distance(out, want[0].float(), TOLERANCE["bf16"]) <= 1 and distance(lse, want[1], 1e-3) <= 1
+    assert distance(out, want[0].float(), 1e-2) <= 1 and distance(lse, want[1], 1e-3) <= 1
