@@ -107,14 +107,13 @@ PACKED = {  # kind over 16-bit rows -> records of the first and of a second cach
 }
 for _kind, _records in PACKED.items():
     for _first, _second in _records:
-        _name = f"{_kind} {_first}" + (f", {_second}" if _second else "")
-        _meaning = f"{_kind} over packed records, {_name.removeprefix(_kind + ' ')}"
-        _change = KINDS[_kind].change | {"record": _first, "extra_record": _second}
-        KINDS[_name] = Kind(_meaning, KINDS[_kind].split, _change)
+        _both = _first + (f", {_second}" if _second else "")
+        _meaning, _change = f"{_kind} over packed records, {_both}", {"record": _first, "extra_record": _second}
+        _change |= KINDS[_kind].change
+        KINDS[f"{_kind} {_both}"] = Kind(_meaning, KINDS[_kind].split, _change)
         for _rows in (8, 16):  # of `attention.latent`, if a request has few
-            KINDS[f"{_name} {_rows} rows"] = Kind(
-                f"{_meaning}, for up to {_rows} rows", True, _change | {"rows": _rows}
-            )
+            _name = f"{_kind} {_both} {_rows} rows"
+            KINDS[_name] = Kind(f"{_meaning}, for up to {_rows} rows", True, _change | {"rows": _rows})
 
 
 class Answer(NamedTuple):

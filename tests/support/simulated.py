@@ -105,7 +105,8 @@ def problems_elsewhere(label: str, everything: bool) -> list[str]:
     """Return the errors of a kernel of another architecture.
 
     One kernel of each structure also runs in other modes: all cases, or those of `ORDERED`. In them every ring of a
-    pipeline wraps around. Of an op that Hopper has, and of a custom mask, a kernel runs its first case.
+    pipeline wraps around. A kernel with a custom mask runs only its first case, and so does
+    one of an op that Hopper has, too.
     """
     kernel = arch, op, spec = ELSEWHERE[label]
     found: list[str] = []

@@ -23,7 +23,7 @@ def signature_of(signature: str) -> str:
 
 
 def register(signature: str) -> None:
-    """Name the arguments of calls with chosen keys as those of `signature`, but for its keys."""
+    """Register how errors name the arguments of calls with chosen keys: as in `signature`, except the keys."""
     SIGNATURES[signature_of(signature)] = SIGNATURES[signature] | dict.fromkeys(("page_table", "kv_lens"), NAME)
 
 

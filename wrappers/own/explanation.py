@@ -229,11 +229,8 @@ def _quantization(call: Any, arch: str, sms: int) -> list[tuple[str, Any, Any]]:
     return [*cache_dispatch.explain(quantize.request_of(call), arch)]
 
 
-OF_CALL = {
-    CacheWriteCall: CACHE_WRITE,
-    LatentCall: LATENT,
-    TopKCall: TOP_K,
-}  # a function may make either, as its arguments say
+# The families of calls that a function of another family may make, as its arguments say
+OF_CALL = {CacheWriteCall: CACHE_WRITE, LatentCall: LATENT, TopKCall: TOP_K}
 TORCH = "reference (torch)"
 FAMILIES = {
     ATTENTION: ExplainedFamily(dispatch.OPS, "reference (torch, fp32)", _checked_attention, _attention),

@@ -253,9 +253,9 @@ def made_by(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 def call_of(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Return the call of a public function, of its family's type: see `made_by`.
 
-    That of flash_attn_with_kvcache is its attention, before new keys are appended, and that of a selection its logits,
-    if it computes any.
-    That of a function that writes the parts of rows in two launches is the first one.
+    That of flash_attn_with_kvcache is its attention, before new keys are appended. That of a selection is its logits
+    or, if it computes none, the selection itself. That of a function that writes the parts of rows in two launches is
+    the first one.
     """
     made = made_by(function, *args, **kwargs)
     if isinstance(made, flash_attn.CachedCall):
