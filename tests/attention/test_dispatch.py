@@ -369,6 +369,7 @@ RECORDED = replace(BASE, head_dim_qk=576, head_dim_vo=512, shares_v=True, record
         ({"split_kv": "always"}, 8),
         ({"split_kv": "never"}, 64),  # the number of rows of a call would change its bits
         ({"split_kv": "fixed"}, 64),
+        ({"split_kv": "never", "source": "slots", "causal": False}, 8),  # rows are the heads of a token in any call
         ({"record": "352"}, 8),
         ({"record": "584", "head_dim_qk": 512, "rows": 9}, 16),
         ({"record": "528", "head_dim_qk": 512, "source": "slots", "causal": False, "rows": 16}, 16),

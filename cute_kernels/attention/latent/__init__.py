@@ -18,9 +18,9 @@ Spec = AttentionSpec[LatentTileConfig]
 
 def candidate(request: KernelRequest, arch: str, split: bool = True) -> Spec:
     """Return the spec that would serve a request; `supports` says whether the kernel can. Its tile is None if it has
-    too many rows, or if bits may not depend on their number."""
+    too many rows, or if bits may not depend on their number. With slots, that is the number of heads in any batch."""
     p = request
-    serves = split and p.packed_rows <= MOST_ROWS and p.split_kv in ("auto", "always")
+    serves = split and p.packed_rows <= MOST_ROWS and (p.source == "slots" or p.split_kv in ("auto", "always"))
     tile = tile_of(p.packed_rows, p.record) if serves else None
     out = (p.out,) if p.out in DTYPES else ("bf16",)
     mask, logits = exact_mask(p), exact_logits(p)
