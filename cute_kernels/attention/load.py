@@ -192,8 +192,8 @@ def scales_of_blocks(spec: cutlass.Constexpr, a, s, w: WorkTileInfo, i: Int32):
         v_found = scales.find(spec, a.kv.v.shape[2], v, n_block, w.sequence.kv_len, mixed)
         # scale factors of K, then of V
         at = KVBlock(Int32(0), i, n_block, head, w.sequence.kv_len)
-        scales.fill(spec, LoadTarget(a.kv.k_scales, s.k.scales, s.k.raw_pipe), k_found, at)
-        at, into = at._replace(o_tile=work.o_tile(w)), LoadTarget(a.kv.v_scales, s.v.scales, s.v.raw_pipe)
+        scales.fill(spec, LoadTarget(a.kv.k_scales, s.k.scales, s.k.pipes), k_found, at)
+        at, into = at._replace(o_tile=work.o_tile(w)), LoadTarget(a.kv.v_scales, s.v.scales, s.v.pipes)
         scales.fill(spec, into, v_found, at, mixed)
         i += 1
     return i

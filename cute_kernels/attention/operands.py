@@ -25,7 +25,7 @@ class Prepared(NamedTuple):
 class Operand(NamedTuple):
     """An operand. holds: what MMAs read from it: K (S = Q K^T), V (O += P V), or both. rows, columns: of a stage.
     stages: those that it is loaded to. bits: per element, as it is loaded. sf_bytes: of the scale factors of a row.
-    prepared: None if MMAs read the loaded stages."""
+    prepared: None if MMAs read the loaded stages. groups: of columns of a loaded stage with barriers of their own."""
 
     holds: tuple[int, ...]
     rows: int
@@ -34,6 +34,7 @@ class Operand(NamedTuple):
     bits: int
     sf_bytes: int = 0
     prepared: Prepared | None = None
+    groups: int = 1
 
     @property
     def tensor(self) -> int:
@@ -50,8 +51,9 @@ class Operand(NamedTuple):
 
     @property
     def all_stages(self) -> int:
-        """The stages that are loaded and those that are prepared, each of which has a full and an empty barrier."""
-        return self.stages + (self.prepared.stages if self.prepared else 0)
+        """The stages that are loaded, times their groups of columns, and those that are prepared: each has a full and
+        an empty barrier."""
+        return self.stages * self.groups + (self.prepared.stages if self.prepared else 0)
 
     @property
     def smem_bytes(self) -> int:

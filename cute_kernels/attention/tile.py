@@ -37,6 +37,11 @@ class TileConfig(ABC):
     def head_dims(self, bits: int) -> tuple[int, ...]:
         """Return the head dims that kernels compute with, ascending. bits: per stored element of K and V."""
 
+    def column_groups(self, record: str, dims: tuple[int, int]) -> tuple[tuple[int, ...], ...]:
+        """Return the groups of a stage's columns that are loaded and freed apart, as numbers of boxes of 64 columns, in
+        the order in which they are loaded; an empty group has all columns. dims: padded columns of K and of V."""
+        return ((),)
+
     @property
     def m_choices(self) -> tuple[int, ...]:
         """The numbers of rows that a tile may have, ascending."""

@@ -13,14 +13,14 @@ PIECES = {16: "cg", 8: "ca", 4: "ca"}  # bytes per lane and copy -> cache operat
 @cute.jit
 def copy_rows(
     stored: cutlass.Constexpr, count: cutlass.Constexpr, starts: cutlass.Constexpr, stage: cute.Tensor, first: Int32,
-    most: cutlass.Constexpr = 16,
+    most: cutlass.Constexpr = 16, boxes: cutlass.Constexpr = (),
 ):  # fmt: skip
     """Copy `count` rows into a stage (n, D), from row `first` on, a multiple of 8. Called by one warp. 32 / across rows
     at a time, box by box: `across` lanes copy a row of a box, and get its address once.
 
     stored: elements of a row in global memory, of each tensor that has a part of its columns. starts: likewise,
     addresses of rows, of row c, c + 32, ... in lane c; a row becomes zeros if it is negative. most: bytes of the
-    largest copy; addresses are multiples of it.
+    largest copy; addresses are multiples of it. boxes: of columns that are copied, none for all.
     """
     n, lane, bits = const_expr(cute.size(stage, mode=[0])), cute.arch.lane_idx(), const_expr(stage.element_type.width)
     row_bytes = const_expr(cute.size(stage, mode=[1]) * bits // 8)
@@ -40,7 +40,8 @@ def copy_rows(
             written = Int32(piece) if start >= 0 else Int32(0)
             target = into[const_expr(c % period)] + const_expr(c // period * period * rows * box)
             for k in cutlass.range_constexpr((end - before) // box):
-                at = target + const_expr((before // box + k) * n * box), start + byte + const_expr(k * box)
-                if const_expr((k + 1) * box > size):
-                    written = written if byte < size - k * box else Int32(0)
-                cute.arch.inline_ptx(text, read_only_args=[*at, written])
+                if const_expr(layout.is_chosen(boxes, before // box + k)):
+                    at = target + const_expr((before // box + k) * n * box), start + byte + const_expr(k * box)
+                    if const_expr((k + 1) * box > size):
+                        written = written if byte < size - k * box else Int32(0)
+                    cute.arch.inline_ptx(text, read_only_args=[*at, written])

@@ -21,6 +21,11 @@ def swizzle(width, row, byte):
     return row * width + (byte ^ (row * width // 128 % (width // 16) * 16))
 
 
+def is_chosen(boxes, box):
+    """Return whether a box of columns is one of some, or whether there are none, which stands for all."""
+    return not boxes or box in boxes
+
+
 def width(cols):
     """Return the bytes per row of a box: the widest swizzle that divides rows of `cols` bytes."""
     return next(w for w in (128, 64, 32, 16) if cols % w == 0)

@@ -31,6 +31,11 @@ def mma_nn(dtype, warpgroups, n, a_in_registers=True):
     return hh.make_trivial_tiled_mma(dtype, dtype, k, mn, Float32, (warpgroups, 1, 1), (64, n), src)
 
 
+def chosen(numbers, count):
+    """Return the numbers that are chosen of `count`, all if there are none."""
+    return numbers or tuple(range(count))
+
+
 def source(registers):
     return warpgroup.OperandSource.RMEM if registers else warpgroup.OperandSource.SMEM
 
@@ -60,20 +65,24 @@ def issue(
     zero: cutlass.Constexpr,
     part=0,
     first: cutlass.Constexpr = 0,
+    steps: cutlass.Constexpr = (),
+    columns: cutlass.Constexpr = (),
 ):
     """Issue acc (+)= a b over all of K that b has, committed as one group; do not wait for it.
 
     acc: the accumulator of neighbouring columns, those of one or several instructions. zero: overwrite acc. part: which
-    such columns of b. first: the step of a that multiplies the first one of b."""
+    such columns of b. first: the step of a that multiplies the first one of b. steps: the steps of b, none for all.
+    columns: the instructions, none for all."""
     assert cute.size(acc, mode=[1]) == 1
     atom = cute.make_mma_atom(mma.op)  # a local atom: setting a field of a struct member in a loop breaks dominance
     atom.set(warpgroup.Field.ACCUMULATE, not zero)
     warpgroup.fence()
     count = const_expr(cute.size(acc, mode=[2]))
-    for k in cutlass.range_constexpr(cute.size(b.shape[2])):
-        for n in cutlass.range_constexpr(count):
-            some = acc[None, 0, n]
-            cute.mma_atom_call(atom, some, a[None, 0, first + k], b[None, count * part + n, k], some)
+    ks, ns = chosen(steps, cute.size(b.shape[2])), chosen(columns, count)
+    for i in cutlass.range_constexpr(len(ks)):
+        for j in cutlass.range_constexpr(len(ns)):
+            some = acc[None, 0, ns[j]]
+            cute.mma_atom_call(atom, some, a[None, 0, first + ks[i]], b[None, count * part + ns[j], ks[i]], some)
         atom.set(warpgroup.Field.ACCUMULATE, True)
     warpgroup.commit_group()
 

@@ -110,9 +110,9 @@ def fill(
     page_ids: from `prefetch_pages`. Rows past kv_len and rows without a page become zeros. Every lane arrives when its
     copies have completed.
     """
-    count, (op, smem, ring) = const_expr(spec.tile.n // spec.tile.load_warps), into
+    count, (op, smem, rings) = const_expr(spec.tile.n // spec.tile.load_warps), into
     # wait for a free stage
-    pipeline.producer_acquire(ring, at.item)
+    pipeline.producer_acquire(rings[0], at.item)
     # use the page ids, then look up those of the next block
     starts = [cute.make_rmem_tensor(cute.size(page_ids.page), Int64) for _ in op.gmem]
     if const_expr(spec.kv.extra):
@@ -125,9 +125,13 @@ def fill(
         set_addresses(spec, starts, op.gmem, page_ids, at)
     prefetch_pages(spec, page_ids, sequence_pages, at._replace(n_block=at.next_n_block))
     # copy, and arrive when the copies have completed
-    stored = const_expr([x.shape[3] for x in op.gmem])
-    copy_rows(stored, count, starts, smem[None, None, pipeline.stage(ring, at.item)], at.loader * count)
-    cute.arch.cp_async_mbarrier_arrive_noinc(pipeline.full_barrier(ring, at.item))
+    stored, groups = const_expr([x.shape[3] for x in op.gmem]), const_expr(pages.column_groups(spec))
+    stage, first = smem[None, None, pipeline.stage(rings[0], at.item)], at.loader * count
+    for i in cutlass.range_constexpr(len(groups)):
+        if const_expr(i > 0):
+            pipeline.producer_acquire(rings[i], at.item)
+        copy_rows(stored, count, starts, stage, first, boxes=groups[i])
+        cute.arch.cp_async_mbarrier_arrive_noinc(pipeline.full_barrier(rings[i], at.item))
 
 
 @cute.jit

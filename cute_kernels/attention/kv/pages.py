@@ -27,11 +27,22 @@ class KVBlock(NamedTuple):
 
 
 class LoadTarget(NamedTuple):
-    """Where K or V goes. op: operand of the source. smem (n, D, stages). ring: the pipeline of the stages."""
+    """Where K or V goes. op: operand of the source. smem (n, D, stages). rings: the pipelines of the stages, one for
+    each of `column_groups`."""
 
     op: Any
     smem: cute.Tensor
-    ring: pipeline.Pipeline
+    rings: tuple[pipeline.Pipeline, ...]
+
+    @property
+    def ring(self):
+        """The pipeline of stages that are loaded as a whole."""
+        return self.rings[0]
+
+
+def column_groups(spec):
+    """Return the groups of a stage's columns that are loaded and freed apart, see `TileConfig.column_groups`."""
+    return spec.tile.column_groups(spec.kv.record, (spec.padded_qk, spec.padded_vo))
 
 
 class SequencePages(NamedTuple):

@@ -21,13 +21,15 @@ LANES = 32  # per warp that copies by cp.async: each lane arrives
 class OperandSmem(NamedTuple):
     """An operand in shared memory. smem, pipe: the stages that MMAs read, (rows, columns, stages), and their pipeline.
     raw, raw_pipe: those that it is loaded to, the same ones unless it is prepared. scales: scale factors of raw stages,
-    None if the cache has none."""
+    None if the cache has none. pipes: those of the groups of columns of raw stages (`pages.column_groups`), of which
+    raw_pipe is the first."""
 
     smem: cute.Tensor
     raw: cute.Tensor
     pipe: pipeline.Pipeline
     raw_pipe: pipeline.Pipeline
     scales: Any
+    pipes: tuple[pipeline.Pipeline, ...]
 
 
 def cached(a, x: Operand):
@@ -105,17 +107,17 @@ def make_pipe(smem, roles, x: Operand, raw_pipe):
 
 
 def make_pipes(spec, smem, roles, x: Operand):
-    """Make the pipelines of an operand. Return (`pipe`, `raw_pipe`)."""
-    raw_pipe = make_raw_pipe(spec, smem, roles, x)
-    return make_pipe(smem, roles, x, raw_pipe), raw_pipe
+    """Make the pipelines of an operand. Return (`pipe`, `raw_pipe`, and those of further groups of columns)."""
+    raw_pipe, *more = (make_raw_pipe(spec, smem, roles, x) for _ in range(x.groups))
+    return make_pipe(smem, roles, x, raw_pipe), raw_pipe, *more
 
 
 def join(spec, smem, operands, stages, pipes) -> dict[str, OperandSmem]:
     """Allocate the scale factors. Return the memory of K and V by name: K is in the first operand, V in the last.
-    stages: from `allocate`. pipes: (`pipe`, `raw_pipe`) of each operand."""
+    stages: from `allocate`. pipes: from `make_pipes`, of each operand."""
     found = [
-        OperandSmem(read, raw, pipe, raw_pipe, scales.allocate(spec, smem, x.columns, x.stages))
-        for x, (read, raw), (pipe, raw_pipe) in zip(operands, stages, pipes, strict=True)
+        OperandSmem(read, raw, pipe, loaded[0], scales.allocate(spec, smem, x.columns, x.stages), tuple(loaded))
+        for x, (read, raw), (pipe, *loaded) in zip(operands, stages, pipes, strict=True)
     ]
     return {"k": found[0], "v": found[-1]}
 
@@ -128,4 +130,4 @@ def operand_smem(s, which) -> OperandSmem:
 def load_target(plan, s, which):
     """Return where a load role of K or V puts its blocks."""
     x = operand_smem(s, which)
-    return LoadTarget(plan.kv[which], x.raw, x.raw_pipe)
+    return LoadTarget(plan.kv[which], x.raw, x.pipes)

@@ -6,7 +6,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Int16, Int32, const_expr
 
-from ...device import copy, pipeline
+from ...device import copy, layout, pipeline
 from .. import pdl
 from . import pages
 from .pages import KVBlock, LoadTarget
@@ -134,27 +134,35 @@ def fill_page_boxes(
         rows, largest = BOXES[k], const_expr(k + 1 == len(first))
         if page_size >= rows and (largest or page_size == rows):
             of = box_pages if const_expr(largest) else BoxPages(box_pages.page, None)
-            fill_boxes(spec, into, (first[0], first[k], *rest[k : k + 1]), of, at)
+            groups = const_expr(pages.column_groups(spec))
+            for i in cutlass.range_constexpr(len(groups)):
+                fill_boxes(spec, into, (first[0], first[k], *rest[k : k + 1]), of, at, i, groups[i])
 
 
 @cute.jit
-def fill_boxes(spec: cutlass.Constexpr, into: LoadTarget, boxes: Any, box_pages: BoxPages, at: KVBlock):
-    """Wait for a free stage and load this warp's boxes of it, in all CTAs of the cluster. boxes: the smallest box, the
-    one to load, and that of further columns, if there are any."""
-    b, of, (op, smem, ring) = boxes[1], spec.tile.loaders, into
+def fill_boxes(
+    spec: cutlass.Constexpr, into: LoadTarget, boxes: Any, box_pages: BoxPages, at: KVBlock, which: cutlass.Constexpr,
+    columns: cutlass.Constexpr,
+):  # fmt: skip
+    """Wait for a free stage and load this warp's boxes of a group of its columns, in all CTAs of the cluster. boxes:
+    the smallest box, the one to load, and that of further columns, if there are any. which: the number of the group.
+    columns: its boxes, none for all."""
+    b, of, op, smem, ring = boxes[1], spec.tile.loaders, into.op, into.smem, into.rings[which]
     each = b.rows // boxes[0].rows  # smallest boxes in a box
     count = const_expr(cute.size(smem, mode=[0]) // b.rows)  # boxes per stage
     group = 32 // each  # boxes per register of `box_pages`
-    size = op.bytes // count * ((count - at.loader + of - 1) // of) if const_expr(of > 1) else op.bytes
+    all_columns = cute.size(smem, mode=[1]) // b.cols
+    whole = op.bytes // all_columns * (len(columns) if const_expr(len(columns) > 0) else all_columns)
+    size = whole // count * ((count - at.loader + of - 1) // of) if const_expr(of > 1) else whole
     if const_expr(spec.tile.cluster > 1):  # one warp announces what all CTAs write
-        size = op.bytes
+        size = whole
     # wait for a free stage and announce the bytes
     pipeline.producer_acquire_tx(ring, at.item, size)
     # A coordinate that the compiler knows to be warp-uniform costs one move to a uniform register, any other a loop.
     head = cute.arch.make_warp_uniform(at.head)
     stage = cute.arch.make_warp_uniform(pipeline.stage(ring, at.item))
     # load the boxes
-    target = StageTarget(smem, stage, ring.full + stage, head, cute.size(smem, mode=[1]) // b.cols * at.o_tile)
+    target = StageTarget(smem, stage, ring.full + stage, head, cute.size(smem, mode=[1]) // b.cols * at.o_tile, columns)
     at_once = const_expr(spec.tile.boxes_at_once)
     if const_expr(0 < at_once < count and count % at_once == 0):
         for g in cutlass.range_constexpr((count + group - 1) // group):
@@ -172,13 +180,15 @@ def fill_boxes(spec: cutlass.Constexpr, into: LoadTarget, boxes: Any, box_pages:
 
 
 class StageTarget(NamedTuple):
-    """The stage that boxes go to: its index and full barrier, the KV head, and the number of the first box of a row."""
+    """The stage that boxes go to: its index and full barrier, the KV head, and the number of the first box of a row.
+    columns: the boxes of a row that are loaded, none for all."""
 
     smem: cute.Tensor
     stage: Int32
     full: cute.Pointer
     head: Int32
     first_col: Any
+    columns: cutlass.Constexpr
 
 
 @cute.jit
@@ -211,13 +221,14 @@ def fetch(
                 last = const_expr(part + 1 == len(boxes))
                 held = cute.size(s, mode=[2]) - column if last else cute.ceil_div(cute.size(x.gmem, mode=[1]), x.cols)
                 for d in cutlass.range_constexpr(held):
-                    dst = s[None, numbers[i], column + d, into.stage]
-                    source = g[None, 0, into.first_col + d, into.head, page_ids[i]]
-                    if const_expr(spec.tile.cluster == 1):
-                        cute.copy_atom_call(x.atom, source, dst, tma_bar_ptr=into.full)
-                    else:
-                        everyone = Int16((1 << spec.tile.cluster) - 1)
-                        cute.copy_atom_call(x.atom, source, dst, tma_bar_ptr=into.full, mcast_mask=everyone)
+                    if const_expr(layout.is_chosen(into.columns, column + d)):
+                        dst = s[None, numbers[i], column + d, into.stage]
+                        source = g[None, 0, into.first_col + d, into.head, page_ids[i]]
+                        if const_expr(spec.tile.cluster == 1):
+                            cute.copy_atom_call(x.atom, source, dst, tma_bar_ptr=into.full)
+                        else:
+                            everyone = Int16((1 << spec.tile.cluster) - 1)
+                            cute.copy_atom_call(x.atom, source, dst, tma_bar_ptr=into.full, mcast_mask=everyone)
                 column += held
 
 

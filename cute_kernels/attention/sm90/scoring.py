@@ -44,14 +44,18 @@ from .softmax import compute_p, convert_p, mask_and_update_max
 from .state import BlockFlags, Sm90Fragments, Sm90TileState
 
 
+STEPS = 4  # of an MMA in a box of 64 columns
+
+
 @dataclass(frozen=True)
 class ScoreHandoff:
-    """Shared memory between score and mma. p (m, n, 1): P of a block. pipe: of one stage. factor (m,): of rows.
-    row_max, row_sum (m, 2): of rows of a tile with an even and with an odd number; row_max in log2 units, or -inf for a
+    """Shared memory between score and mma. p (m, n, 1): P of a block. pipe: of one stage. multiplied: barriers of even
+    and of odd blocks, whose Q K^T has ended (`yields_to_qk`). factor (m,): of rows. row_max, row_sum (m, 2): of rows of a tile with an even and with an odd number; row_max in log2 units, or -inf for a
     row without keys. mma has read those of a tile before it frees the first block of the next one."""
 
     p: cute.Tensor
     pipe: pipeline.Pipeline
+    multiplied: cute.Pointer
     factor: cute.Tensor
     row_max: cute.Tensor
     row_sum: cute.Tensor
@@ -63,7 +67,15 @@ def allocate(spec, smem):
     kind = layout.smem_layout((t.m, t.n), 1, precision.of(spec).mma_type)
     p = smem.allocate_tensor(precision.of(spec).mma_type, kind.outer, 1024, kind.inner)
     rows = [smem.allocate_tensor(Float32, cute.make_layout(shape), 16) for shape in (t.m, (t.m, 2), (t.m, 2))]
-    return ScoreHandoff(p, pipeline.make(smem, 1, roles(spec).warps("score"), roles(spec).warps("mma")), *rows)
+    pipe = pipeline.make(smem, 1, roles(spec).warps("score"), roles(spec).warps("mma"))
+    return ScoreHandoff(p, pipe, pipeline.make_mbarriers(smem, 2, roles(spec).warps("score")), *rows)
+
+
+def yields_to_qk(spec):
+    """Return whether P V of a block comes behind Q K^T of the next one, if that is loaded: at the same time, each would
+    take as long as both, and the tensor cores would have nothing to do under the softmax. With rows of one CTA, memory
+    bounds the kernel, and a stage should be freed early."""
+    return spec.tile.cluster > 1
 
 
 class ScoreState(NamedTuple):
@@ -202,10 +214,15 @@ def score_block(
         for i in cutlass.range_constexpr(cute.size(found)):
             r.words[i] = found[i]
         look_up_slots(spec, plan, tile, n_block - 1)
-    pipeline.consumer_wait(s.k.pipe, at.kv)
-    source(spec).fence_before_mma()
-    wgmma.issue(plan.mma_qk, r.acc_s, *recomputed_qk(spec, plan, s, at.kv.index), True)
+    groups, (q, k) = const_expr(pages.column_groups(spec)), recomputed_qk(spec, plan, s, at.kv.index)
+    for i in cutlass.range_constexpr(len(groups)):
+        pipeline.consumer_wait(s.k.pipes[i], at.kv)
+        source(spec).fence_before_mma()
+        steps = const_expr(tuple(STEPS * box + j for box in groups[i] for j in range(STEPS)))
+        wgmma.issue(plan.mma_qk, r.acc_s, q, k, i == 0, steps=steps)
     warpgroup.wait_group(0)
+    if const_expr(yields_to_qk(spec)):
+        pipeline.mbarrier_arrive(s.scores.multiplied + at.p % 2)
     # softmax
     mask_and_update_max(spec, a, tile, n_block, flags)
     for row in cutlass.range_constexpr(cute.size(r.tokens)):
@@ -316,6 +333,9 @@ def output_tile(
             if const_expr(spec.kv.record):
                 if position > w.n_block_min:
                     convert_keys(spec, plan, s, rows, w, position - 1, following)
+            if const_expr(yields_to_qk(spec)):
+                if position > w.n_block_min:
+                    yield_to_qk(spec, s, at.p, following)
             at = add_block(spec, plan, s, r, at)._replace(kv=following)
         read_rows(s, r, at.tile % 2)
         at = at._replace(tile=at.tile + 1, partials=epilogue(spec, plan.args, s, r, w, False, at.partials))
@@ -370,20 +390,36 @@ def add_block(spec: cutlass.Constexpr, plan, s, r: Sm90Fragments, at: OutputStat
         r.st.acc_scale[k] = s.scores.factor[r.cols[k, 0][0]]
     online.rescale(r.st, wgmma.rows_cols(r.acc_o))
     p, v = r.shared_p[None, None, None, 0], r.v[None, None, None, at.kv.index]
-    wgmma.issue(plan.mma_pv, r.acc_o, p, v, False, o_part(spec))
+    groups, halves = const_expr(len(pages.column_groups(spec))), const_expr(cute.size(r.acc_o, mode=[2]))
+    if const_expr(groups == 1):
+        wgmma.issue(plan.mma_pv, r.acc_o, p, v, False, o_part(spec))
+    else:  # each half of the columns is freed when it has been read
+        for half in cutlass.range_constexpr(halves):
+            wgmma.issue(plan.mma_pv, r.acc_o, p, v, False, o_part(spec), columns=(half,))
+        for i in cutlass.range_constexpr(groups - 1):
+            if const_expr(i == groups - halves):
+                warpgroup.wait_group(1)
+            release_keys(spec, s, i, at.kv)
     warpgroup.wait_group(0)
     pipeline.consumer_release(s.scores.pipe, at.p)
-    release_keys(spec, s, at.kv)
+    release_keys(spec, s, groups - 1, at.kv)
     return at._replace(p=at.p + 1)
 
 
 @cute.jit
-def release_keys(spec: cutlass.Constexpr, s, kv: pipeline.PipelineState):
-    """Free the stage of a block, in all CTAs that load a part of it (one warp)."""
+def yield_to_qk(spec: cutlass.Constexpr, s, p: Int32, following: pipeline.PipelineState):
+    """Wait until Q K^T of the block behind item p of scores.pipe has ended, unless its keys are still on their way."""
+    if pipeline.consumer_try_wait(s.k.pipes[-1], following):
+        pipeline.mbarrier_wait(s.scores.multiplied + (p + 1) % 2, (p + 1) // 2)
+
+
+@cute.jit
+def release_keys(spec: cutlass.Constexpr, s, group: cutlass.Constexpr, kv: pipeline.PipelineState):
+    """Free a group of columns of a block, in all CTAs that load a part of it (one warp)."""
     if const_expr(spec.tile.cluster == 1):
-        pipeline.consumer_release(s.v.pipe, kv)
+        pipeline.consumer_release(s.v.pipes[group], kv)
     else:
-        pipeline.cluster_release(s.v.pipe, kv, spec.tile.cluster)
+        pipeline.cluster_release(s.v.pipes[group], kv, spec.tile.cluster)
 
 
 @cute.jit

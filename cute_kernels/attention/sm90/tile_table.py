@@ -16,6 +16,7 @@ from ..spec import DTYPES, AttentionSpec, KVSpec
 from ..tile import SPLIT_COUNTERS, PreparedTileConfig, Resources, WholeTileConfig, distinct_dims
 
 FP8 = "e4m3"
+BOX = 64  # columns of 16 bits that a swizzle of 128 bytes holds
 
 
 @dataclass(frozen=True)
@@ -94,6 +95,17 @@ class Sm90TileConfig(WholeTileConfig, PreparedTileConfig):
     def head_dims(self, bits: int) -> tuple[int, ...]:
         """Return the head dims that kernels compute with. bits: per stored element of K and V."""
         return HEAD_DIMS if bits == 16 else QUANTISED_HEAD_DIMS
+
+    def column_groups(self, record: str, dims: tuple[int, int]) -> tuple[tuple[int, ...], ...]:
+        """Return the groups of a stage's columns that have barriers of their own, see `TileConfig`. With
+        `scores_apart`, the first group has the columns that P V does not read, the second one half of the columns of
+        each warpgroup, the third one the others. Packed records are converted as a whole."""
+        if not self.scores_apart or record:
+            return ((),)
+        boxes, of_v = dims[0] // BOX, dims[1] // BOX
+        half = of_v // self.o_parts // 2
+        halves = [tuple(x for x in range(of_v) if x // half % 2 == which) for which in range(2)]
+        return tuple(group for group in (tuple(range(of_v, boxes)), *halves) if group)
 
 
 class Sm90Tiles(NamedTuple):
@@ -276,7 +288,8 @@ def operands(spec: AttentionSpec[Sm90TileConfig], t: Sm90TileConfig, dims: tuple
     prepared = {"half": {}, "latent": {}, "fp8": {V: Prepared(8, t.stages, transposed=True)}}.get(
         kind, {K: fp16, V: fp16}
     )
-    return operands_of(spec.kv, t, dims, prepared, t.raw_stages)
+    found = operands_of(spec.kv, t, dims, prepared, t.raw_stages)
+    return tuple(x._replace(groups=len(t.column_groups(spec.kv.record, dims))) for x in found)
 
 
 def smem_bytes(spec: AttentionSpec[Sm90TileConfig], t: Sm90TileConfig, dims: tuple[int, int]) -> int:
@@ -292,7 +305,7 @@ def smem_bytes(spec: AttentionSpec[Sm90TileConfig], t: Sm90TileConfig, dims: tup
     if t.o_parts > 1 and dequantises and spec.smem_q == "bf16":  # a scale per row of Q
         found += 4 * t.m
     if t.scores_apart:  # P of a block, factors, maxima and sums of rows
-        found += 2 * t.m * t.n + 20 * t.m + STAGE_BYTES
+        found += 2 * t.m * t.n + 20 * t.m + 2 * STAGE_BYTES
     if t.s_parts > 1:  # P of some blocks, maxima and sums of rows
         found += 2 * t.m * t.n * P_STAGES + 4 * t.m * t.s_parts * (1 + QUAD)
     if waits_for_votes(spec):  # votes, and an mbarrier each
