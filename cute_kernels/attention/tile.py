@@ -8,7 +8,7 @@ for more. `Resources` says what a kernel with a tile takes of an SM, counted on 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from .request import Refusal
 
@@ -37,9 +37,10 @@ class TileConfig(ABC):
     def head_dims(self, bits: int) -> tuple[int, ...]:
         """Return the head dims that kernels compute with, ascending. bits: per stored element of K and V."""
 
-    def column_groups(self, record: str, dims: tuple[int, int]) -> tuple[tuple[int, ...], ...]:
+    def column_groups(self, kv: Any, dims: tuple[int, int]) -> tuple[tuple[int, ...], ...]:
         """Return the groups of a stage's columns that are loaded and freed apart, as numbers of boxes of 64 columns, in
-        the order in which they are loaded; an empty group has all columns. dims: padded columns of K and of V."""
+        the order in which they are loaded; an empty group has all columns. kv: the `KVSpec`. dims: padded columns of K
+        and of V."""
         return ((),)
 
     @property

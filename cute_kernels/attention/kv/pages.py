@@ -42,7 +42,7 @@ class LoadTarget(NamedTuple):
 
 def column_groups(spec):
     """Return the groups of a stage's columns that are loaded and freed apart, see `TileConfig.column_groups`."""
-    return spec.tile.column_groups(spec.kv.record, (spec.padded_qk, spec.padded_vo))
+    return spec.tile.column_groups(spec.kv, (spec.padded_qk, spec.padded_vo))
 
 
 class SequencePages(NamedTuple):

@@ -43,15 +43,15 @@ from .roles import WARPS, roles
 from .softmax import compute_p, convert_p, mask_and_update_max
 from .state import BlockFlags, Sm90Fragments, Sm90TileState
 
-
 STEPS = 4  # of an MMA in a box of 64 columns
 
 
 @dataclass(frozen=True)
 class ScoreHandoff:
     """Shared memory between score and mma. p (m, n, 1): P of a block. pipe: of one stage. multiplied: barriers of even
-    and of odd blocks, whose Q K^T has ended (`yields_to_qk`). factor (m,): of rows. row_max, row_sum (m, 2): of rows of a tile with an even and with an odd number; row_max in log2 units, or -inf for a
-    row without keys. mma has read those of a tile before it frees the first block of the next one."""
+    and of odd blocks, whose Q K^T has ended (`yields_to_qk`). factor (m,): of rows. row_max, row_sum (m, 2): of rows of
+    a tile with an even and with an odd number; row_max in log2 units, or -inf for a row without keys. mma has read
+    those of a tile before it frees the first block of the next one."""
 
     p: cute.Tensor
     pipe: pipeline.Pipeline
@@ -72,9 +72,9 @@ def allocate(spec, smem):
 
 
 def yields_to_qk(spec):
-    """Return whether P V of a block comes behind Q K^T of the next one, if that is loaded: at the same time, each would
-    take as long as both, and the tensor cores would have nothing to do under the softmax. With rows of one CTA, memory
-    bounds the kernel, and a stage should be freed early."""
+    """Return whether the second half of P V of a block comes behind Q K^T of the next one, if that is loaded. Before
+    it, Q K^T would take as long as both, and the tensor cores would have nothing to do under the softmax. With rows of
+    one CTA, memory bounds the kernel, and a stage should be freed early."""
     return spec.tile.cluster > 1
 
 
@@ -333,10 +333,7 @@ def output_tile(
             if const_expr(spec.kv.record):
                 if position > w.n_block_min:
                     convert_keys(spec, plan, s, rows, w, position - 1, following)
-            if const_expr(yields_to_qk(spec)):
-                if position > w.n_block_min:
-                    yield_to_qk(spec, s, at.p, following)
-            at = add_block(spec, plan, s, r, at)._replace(kv=following)
+            at = add_block(spec, plan, s, r, at, following, position > w.n_block_min)._replace(kv=following)
         read_rows(s, r, at.tile % 2)
         at = at._replace(tile=at.tile + 1, partials=epilogue(spec, plan.args, s, r, w, False, at.partials))
     else:
@@ -383,8 +380,11 @@ def warp_of_mma(spec):
 
 
 @cute.jit
-def add_block(spec: cutlass.Constexpr, plan, s, r: Sm90Fragments, at: OutputState) -> OutputState:
-    """Compute O += P V of a block. The state behind it still has the stage of the block."""
+def add_block(
+    spec: cutlass.Constexpr, plan, s, r: Sm90Fragments, at: OutputState, following: pipeline.PipelineState, is_followed
+) -> OutputState:
+    """Compute O += P V of a block. The state behind it still has the stage of the block. following: the item of the
+    block behind it in k.pipe, if it `is_followed` by one in its tile."""
     pipeline.consumer_wait(s.scores.pipe, at.p)
     for k in cutlass.range_constexpr(cute.size(r.st.acc_scale)):
         r.st.acc_scale[k] = s.scores.factor[r.cols[k, 0][0]]
@@ -396,10 +396,16 @@ def add_block(spec: cutlass.Constexpr, plan, s, r: Sm90Fragments, at: OutputStat
     else:  # each half of the columns is freed when it has been read
         for half in cutlass.range_constexpr(halves):
             wgmma.issue(plan.mma_pv, r.acc_o, p, v, False, o_part(spec), columns=(half,))
-        for i in cutlass.range_constexpr(groups - 1):
-            if const_expr(i == groups - halves):
-                warpgroup.wait_group(1)
-            release_keys(spec, s, i, at.kv)
+            if const_expr(half == 0 and groups > halves):
+                release_keys(spec, s, 0, at.kv)
+            if const_expr(half == 0 and yields_to_qk(spec)):
+                warpgroup.wait_group(0)
+                release_keys(spec, s, groups - halves, at.kv)
+                if is_followed:
+                    yield_to_qk(spec, s, at.p, following)
+        if const_expr(not yields_to_qk(spec)):
+            warpgroup.wait_group(1)
+            release_keys(spec, s, groups - halves, at.kv)
     warpgroup.wait_group(0)
     pipeline.consumer_release(s.scores.pipe, at.p)
     release_keys(spec, s, groups - 1, at.kv)
