@@ -43,6 +43,8 @@ class MlaCase:
     each row chooses of a second cache, with pages of 5 rows, too. record, second_record: how rows of both caches are
     packed, keys of `cute_kernels.records.RECORDS`; "" for rows of dtype. q8: queries are e4m3, too. invariant: of
     "flash_mla", `enable_batch_invariant`. share: of "sparse_fwd", `share_keys`.
+    alike: of benchmarks, the percentage of its chosen keys that a token has in common with the token before it; -1: the
+    keys are independent of each other.
 
     The function may also be "sparse_fwd", FlashMLA's `flash_mla_sparse_fwd` over the rows of the cache, with `chosen`,
     or "dsa", FlashInfer's `dsa_sparse_attention`, with rotated columns in tensors of their own, or "dsa_varlen", its
@@ -71,6 +73,7 @@ class MlaCase:
     q8: bool = False
     invariant: bool = False
     share: bool = False
+    alike: int = -1
 
 
 class MlaInputs(NamedTuple):

@@ -64,7 +64,7 @@ class TokenGroup(NamedTuple):
     rows: Int64
 
 
-class RowRange(NamedTuple):
+class SlotRange(NamedTuple):
     """Rows of the cache: `count`, at most ROWS, from `first` on."""
 
     first: Int32
@@ -119,7 +119,7 @@ def clear(s: UnionSmem, count: Int32):
 
 
 @cute.jit
-def set_bit(s: UnionSmem, rows: RowRange, slot: Int32, t: Int32):
+def set_bit(s: UnionSmem, rows: SlotRange, slot: Int32, t: Int32):
     """Set the bit of token t in the byte of a slot, unless this is not in the range. Return whether it was set."""
     before, row = Uint32(0), slot - rows.first
     if slot >= rows.first and row < rows.count:
@@ -129,7 +129,7 @@ def set_bit(s: UnionSmem, rows: RowRange, slot: Int32, t: Int32):
 
 
 @cute.jit
-def mark(a, s: UnionSmem, group: TokenGroup, rows: RowRange):
+def mark(a, s: UnionSmem, group: TokenGroup, rows: SlotRange):
     """Set the bits of all tokens, and count the slots of each that find theirs set."""
     slots = cute.make_rmem_tensor(BATCH, Int32)
     for t in cutlass.range(group.count, unroll=1):
@@ -164,7 +164,7 @@ def store_entry(a, group: TokenGroup, entry: Int32, slot: Int32, tokens: Uint32)
 
 
 @cute.jit
-def append(a, s: UnionSmem, group: TokenGroup, rows: RowRange, length: Int32):
+def append(a, s: UnionSmem, group: TokenGroup, rows: SlotRange, length: Int32):
     """Append the rows of the range that have a bit to the union, which has `length` entries. Return its length. All
     threads call it: it contains a CTA barrier."""
     words, own = cute.make_rmem_tensor(LANE_WORDS, Uint32), Int32(0)
@@ -192,7 +192,7 @@ def append(a, s: UnionSmem, group: TokenGroup, rows: RowRange, length: Int32):
 
 
 @cute.jit
-def append_repeated(a, s: UnionSmem, group: TokenGroup, rows: RowRange, length: Int32):
+def append_repeated(a, s: UnionSmem, group: TokenGroup, rows: SlotRange, length: Int32):
     """Append the slots of the range that repeat an earlier one of their token, in the order of tokens and of their
     lists. The bytes of the range must be 0. Called by all warps, of which each has a token."""
     t, lane = cute.arch.make_warp_uniform(cute.arch.warp_idx()), cute.arch.lane_idx()
@@ -231,7 +231,7 @@ def kernel(spec: cutlass.Constexpr, a):
     rounds = (high - low) // ROWS + 1 if high >= low else Int32(0)
     for i in cutlass.range(rounds, unroll=1):
         start = low + i * ROWS
-        part = RowRange(start, cutlass.min(high - start, ROWS - 1) + 1)
+        part = SlotRange(start, cutlass.min(high - start, ROWS - 1) + 1)
         if thread < UNION_TOKENS:
             s.repeated[thread] = Int32(0)
         clear(s, part.count)
