@@ -33,6 +33,8 @@ PROMPT_NAMES = (
     *(f"bf16-t4096-s32768-h{heads}-k2048" for heads in (128, 64, 16)), "bf16-t512-s32768-h128-k2048",
     "bf16-d512-t4096-s16384-h128-k640", *(f"kv656-t4096-s32768-h{heads}-k2048" for heads in (128, 64, 16)),
     "fp8-t4096-s32768-h16-k2048", "kv584-d512-t4096-s16384-h128-k640",
+    *(f"bf16-t4096-s32768-h16-k2048-a{percentage}" for percentage in (90, 75, 50, 0)),
+    "bf16-t4096-s32768-h8-k2048-a75", "kv656-t4096-s32768-h16-k2048-a75",
 )  # fmt: skip
 RECORDS_OF = {"bf16": "", "fp8": "e4m3", **{f"kv{size}": str(size) for size in (656, 352, 584)}}
 PADDED_HEADS = 64  # FlashMLA's sparse decode takes as many, or twice
@@ -66,13 +68,16 @@ def chosen_case(name: str) -> MlaCase:
 
 
 def prompt_case(name: str) -> MlaCase:
-    """Return the case '<cache>[-d<columns>]-t<tokens>-s<rows>-h<heads>-k<rows that a token chooses>'."""
-    found = re.fullmatch(r"(\w+?)(?:-d(\d+))?-t(\d+)-s(\d+)-h(\d+)-k(\d+)", name)
+    """Return the case '<cache>[-d<columns>]-t<tokens>-s<rows>-h<heads>-k<rows that a token chooses>', perhaps with
+    '-a<percentage of these that it has in common with the token before>'."""
+    found = re.fullmatch(r"(\w+?)(?:-d(\d+))?-t(\d+)-s(\d+)-h(\d+)-k(\d+)(?:-a(\d+))?", name)
     if not found:
         raise ValueError(f"case {name!r}: must look like {PROMPT_NAMES[0]}")
-    dim, tokens, rows, heads, keys = (int(x or 576) for x in found.groups()[1:])
-    record = RECORDS_OF[found[1]]
-    return MlaCase("sparse_fwd", lens=(rows,), heads=heads, rows=tokens, dim=dim, chosen=keys, record=record)
+    dim, tokens, rows, heads, keys = (int(x or 576) for x in found.groups()[1:6])
+    record, alike = RECORDS_OF[found[1]], -1 if found[7] is None else int(found[7])
+    return MlaCase(
+        "sparse_fwd", lens=(rows,), heads=heads, rows=tokens, dim=dim, chosen=keys, record=record, alike=alike
+    )
 
 
 LEAST_ROWS = 1 << 18  # of a cache from which keys are chosen: more than the L2 cache holds
@@ -95,11 +100,22 @@ def make(case: MlaCase, device: str, seed: int) -> MlaInputs:
     inputs = MlaInputs(q, cache, table, torch.tensor(case.lens, dtype=torch.int32, device=device), None)
     if case.chosen:
         shape = batch, case.rows, case.chosen
-        inputs = inputs._replace(slots=torch.randint(len(rows), shape, generator=gen, device=device).int())
+        slots = torch.randint(len(rows), shape, generator=gen, device=device)
+        if case.alike >= 0:
+            slots = neighbours(case, torch.randperm(len(rows), generator=gen, device=device))[None]
+        inputs = inputs._replace(slots=slots.int())
     if case.second:
         other = replace(case, chosen=case.second, second=0, record=case.second_record)
         inputs = inputs._replace(second=make(other, device, seed + 1))
     return inputs
+
+
+def neighbours(case: MlaCase, order: torch.Tensor) -> torch.Tensor:
+    """Return the rows that the tokens of a prompt choose, ascending: a window of an order of all rows, which moves on
+    from token to token."""
+    moves, each = case.chosen * (100 - case.alike) // 100, torch.arange(case.chosen, device=order.device)
+    tokens = torch.arange(case.rows, device=order.device)[:, None]
+    return order[(tokens * moves + each) % len(order)].sort(-1).values
 
 
 def ours(case: MlaCase, i: MlaInputs) -> Callable[[], Out]:
@@ -198,12 +214,14 @@ PROVIDERS: dict[str, Callable[[MlaCase, MlaInputs], Callable[[], Out]]] = {
 
 def own_others(case: MlaCase) -> dict[str, MlaCase]:
     """Return the cases that ours is measured on beside one: over pages of 64 rows, prompts over 16 bits, records of 656
-    bytes."""
+    bytes. Prompts of which tokens choose the keys of their neighbours: sharing them."""
     found = {"own-p64": replace(case, page_size=64)} if case.page_size != 64 else {}
     if case.record and case.function == "sparse_fwd":
         found["own-bf16"] = replace(case, record="")
     if case.record == "352":
         found["own-kv656"] = replace(case, record="656")
+    if case.alike >= 0:
+        found["own-shared"] = replace(case, share=True)
     return found
 
 

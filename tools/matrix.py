@@ -211,6 +211,11 @@ ASKED: tuple[tuple[str, Any, str, dict[str, dict[str, Any]]], ...] = (  # argume
         {
             "keys that each token chooses, of a latent cache": {"source": "slots", "shares_v": True},
             "keys that each token chooses, of two latent caches": {"source": "slots", "shares_v": True, "extra": True},
+            "keys that neighbouring tokens share, of a latent cache": {
+                "source": "slots",
+                "shares_v": True,
+                "share_keys": True,
+            },
         },
     ),
     (

@@ -42,7 +42,9 @@ class MlaCase:
     that are no row; 0: it sees its request's. counted: fewer of them count, of some requests none. second: keys that
     each row chooses of a second cache, with pages of 5 rows, too. record, second_record: how rows of both caches are
     packed, keys of `cute_kernels.records.RECORDS`; "" for rows of dtype. q8: queries are e4m3, too. invariant: of
-    "flash_mla", `enable_batch_invariant`.
+    "flash_mla", `enable_batch_invariant`. share: of "sparse_fwd", `share_keys`.
+    alike: of benchmarks, the percentage of its chosen keys that a token has in common with the token before it; -1: the
+    keys are independent of each other.
 
     The function may also be "sparse_fwd", FlashMLA's `flash_mla_sparse_fwd` over the rows of the cache, with `chosen`,
     or "dsa", FlashInfer's `dsa_sparse_attention`, with rotated columns in tensors of their own, or "dsa_varlen", its
@@ -70,6 +72,8 @@ class MlaCase:
     second_record: str = ""
     q8: bool = False
     invariant: bool = False
+    share: bool = False
+    alike: int = -1
 
 
 class MlaInputs(NamedTuple):
@@ -294,7 +298,7 @@ def call(case: MlaCase, i: MlaInputs) -> tuple[torch.Tensor, ...]:
         descale = torch.full((1,), E4M3_SCALE, device=i.q.device) if case.record == "e4m3" else None
         out, top, lse = wrappers.flash_mla_sparse_fwd(
             i.q.flatten(0, 1), kv, slots, SCALE, VALUES, i.sinks, counts, **second,
-            descale_q=Q8_SCALE if case.q8 else None, descale_k=descale,
+            descale_q=Q8_SCALE if case.q8 else None, descale_k=descale, share_keys=case.share,
         )  # fmt: skip
         lse, top = (x.reshape(*i.q.shape[:3]).transpose(1, 2) for x in (lse, top))
         return out.view(*i.q.shape[:3], VALUES), lse, top

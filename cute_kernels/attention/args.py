@@ -22,6 +22,7 @@ Float32: TypeAlias = Annotated[Any, "Float32", 0]
 Ints: TypeAlias = Annotated[Any, "Int32", 1]
 Floats: TypeAlias = Annotated[Any, "Float32", 1]
 Int32Rows: TypeAlias = Annotated[Any, "Int32", 2]
+Uint8Rows: TypeAlias = Annotated[Any, "Uint8", 2]
 
 
 class QueryArgs(NamedTuple):
@@ -54,6 +55,12 @@ class KVArgs(NamedTuple):
     extra_slots: Int32Rows = None  # (B, M)  int32, as page_table
     extra_lens: Ints = None  # (B / n,)   int32, as kv_lens, of as many entries
     k_rope: Any = None  # (pages, Hkv, P, Dqk - Dvo)  where V lies in K, the columns of K behind those of V, which k has
+    # With slots of T tokens, of which n that follow one another share their keys and are a sequence: page_table and
+    # kv_lens have entries for tokens instead of sequences. Scratch of any contents, see `key_union`
+    union_slots: Int32Rows = None  # (B, >= n M)  the slots that some token of a sequence has chosen
+    union_tokens: Uint8Rows = None  # (B, >= n M)  bit t of an entry: token t of the sequence has chosen it
+    union_lens: Ints = None  # (B,)       entries of each sequence
+    union_size: Int32 = None  #           n
 
 
 class MaskArgs(NamedTuple):
@@ -143,6 +150,7 @@ OPTIONAL: dict[str, Callable[[Any], bool]] = {  # field -> whether a spec has it
     "k_rope": lambda spec: has(spec, "q_rope") and not is_packed(spec.kv.record),
     **dict.fromkeys(("extra_k", "extra_slots", "extra_lens"), lambda spec: spec.kv.extra),
     "extra_k_rope": lambda spec: spec.kv.extra and has(spec, "q_rope") and not is_packed(spec.kv.extra_record),
+    **dict.fromkeys(("union_slots", "union_tokens", "union_lens", "union_size"), lambda spec: spec.kv.union),
     "v_scales_interleaved": lambda spec: spec.kv.layout.exists and not spec.kv.layout.of_rows,
     "window_left": lambda spec: spec.mask.window or spec.mask.custom == "ranges",
     "chunk": lambda spec: spec.mask.chunk,

@@ -48,19 +48,30 @@ def apply(s: cute.Tensor, r: cutlass.Constexpr, rows: mask.ScoreRows, cols: mask
         s[r, c] = warp.select(bit == 0, -Float32.inf, s[r, c])
 
 
-@cute.jit
 def apply_present(s: cute.Tensor, words: cute.Tensor, cols: mask.ScoreCols):
     """Set all rows of s to -inf where the bit of column at[c] + lane_col is 0, in `words` of 32 columns that all lanes
     have. lane_col: as in `apply`."""
+    hide([s[r, None] for r in range(cute.size(s, mode=[0]))], words, cols)
+
+
+def apply_chosen(s: cute.Tensor, words: cute.Tensor, cols: mask.ScoreCols):
+    """Do what `apply_present` does with words of each row, (rows, words)."""
+    for r in range(cute.size(s, mode=[0])):
+        hide([s[r, None]], words[r, None], cols)
+
+
+@cute.jit
+def hide(rows: cutlass.Constexpr, words: cute.Tensor, cols: mask.ScoreCols):
+    """Do what `apply_present` does with rows of s."""
     every = words[0]
     for i in cutlass.range_constexpr(1, cute.size(words)):
         every &= words[i]
     if every != 0xFFFFFFFF:
         mine = [words[i] >> Uint32(cols.lane_col) for i in range(cute.size(words))]
-        for c in cutlass.range_constexpr(cute.size(s, mode=[1])):
+        for c in cutlass.range_constexpr(len(cols.at)):
             hidden = mine[const_expr(cols.at[c] // 32)] & const_expr(1 << cols.at[c] % 32) == 0
-            for r in cutlass.range_constexpr(cute.size(s, mode=[0])):
-                s[r, c] = warp.select(hidden, -Float32.inf, s[r, c])
+            for row in rows:
+                row[c] = warp.select(hidden, -Float32.inf, row[c])
 
 
 @cute.jit

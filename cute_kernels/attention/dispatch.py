@@ -72,6 +72,11 @@ KINDS = {
     "latent modified pairs": Kind("latent pairs, with windows and soft caps", True, {"shares_v": True, "window": True}),
     "latent gather": Kind("latent, with pages of any size", True, {"shares_v": True, "page_size": 1}),
     "latent slots": Kind("latent, with keys that each token chooses", True, {"shares_v": True} | CHOSEN),
+    "latent shared slots": Kind(
+        "latent slots, of which neighbouring tokens share the keys",
+        True,
+        {"shares_v": True, "share_keys": True} | CHOSEN,
+    ),
     "latent two caches": Kind(
         "latent slots, and slots of a second cache",
         True,

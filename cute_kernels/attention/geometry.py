@@ -29,8 +29,8 @@ class LaunchGeometry(NamedTuple):
     qhead_per_kvhead, group_magic: query heads per KV head, and its magic number for `Divisor`. q_heads, kv_heads: the
     multiplier and the shift of the number of query and of KV heads, for `Quotient`. l2_keys: the most keys of a
     sequence for which K and V of all heads fit in `tile.l2_bytes`; None where the order of tiles does not depend on it
-    (`policy.groups_heads_by_l2`). per_length: with slots, the multiplier and the shift of the number of sequences for
-    which an entry of kv_lens counts.
+    (`policy.groups_heads_by_l2`). per_length: with slots, the multiplier and the shift of the number of rows of the
+    page table for which an entry of kv_lens counts.
     """
 
     qhead_per_kvhead: Int32
@@ -73,7 +73,8 @@ def launch_args(spec, flat):
     quotients = quotient_params(cutlass.max(heads, 1)), quotient_params(kv_heads)
     per_length = None
     if spec.kv.source == "slots":
-        per_length = quotient_params(cutlass.max(batch_size(a) // cutlass.max(a.kv.kv_lens.shape[0], 1), 1))
+        entries = a.kv.page_table.shape[0] if spec.kv.union else batch_size(a)
+        per_length = quotient_params(cutlass.max(entries // cutlass.max(a.kv.kv_lens.shape[0], 1), 1))
     return a._replace(launch=LaunchGeometry(group, magic_of(group), *quotients, l2_keys, per_length))
 
 
@@ -137,13 +138,20 @@ def kv_start(a, b: Int32):
     return clamp(a.kv.kv_starts[b], 0, room)
 
 
+def slots_that_count(a, row):
+    """Return how many of the slots in a row of the page table count, clamped to the room in the row."""
+    return table_keys(a.kv.kv_lens[row // Quotient(Int32(1), *a.launch.per_length)], a.kv.page_table.shape[2], 1)
+
+
 @cute.jit
 def sequence_keys(a, b: Int32):
     """Return the number of keys of sequence b, clamped to the room in the page table or in the rows of k and v; 0 if
     the cache has no pages."""
     page_size, keys = a.kv.k.shape[2], Int32(0)
-    if const_expr(a.launch.per_length is not None):
-        keys = table_keys(a.kv.kv_lens[b // Quotient(Int32(1), *a.launch.per_length)], a.kv.page_table.shape[2], 1)
+    if const_expr(a.kv.union_lens is not None):
+        keys = table_keys(a.kv.union_lens[b], a.kv.union_slots.shape[1], 1)
+    elif const_expr(a.launch.per_length is not None):
+        keys = slots_that_count(a, b)
     elif a.kv.kv_starts.shape[0] == 0:
         keys = table_keys(a.kv.kv_lens[b], a.kv.page_table.shape[2], page_size)
     else:

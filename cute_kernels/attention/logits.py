@@ -75,7 +75,10 @@ def transform(spec: cutlass.Constexpr, a, s: cute.Tensor, rows: ScoreRows, cols:
             for r in cutlass.range_constexpr(cute.size(s, mode=[0])):
                 cap(s[r, None], rows.to_log2[r], a.logits.soft_cap)
     if const_expr(spec.kv.source == "slots"):
-        custom_mask.apply_present(s, rows.words, cols)
+        if const_expr(spec.kv.union):
+            custom_mask.apply_chosen(s, rows.words, cols)
+        else:
+            custom_mask.apply_present(s, rows.words, cols)
     elif masked:
         if const_expr(not spec.mask.custom):
             # causal, window and kv_len

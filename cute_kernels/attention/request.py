@@ -34,7 +34,8 @@ class KernelRequest:
     chunk of positions; the mask is causal. prefix: all tokens of a sequence see its first keys. shares_v: V is the
     first columns of K. extra: with slots, a token also chooses keys of a second cache. record: how rows of the cache
     are packed, a key of `records.RECORDS`, of which rows of kv are made; "" if they are not. extra_record: that
-    of the second cache.
+    of the second cache. share_keys: with slots, the tokens of a sequence read the union of the keys that each of them
+    has chosen.
     """
 
     q: str = "bf16"
@@ -66,6 +67,7 @@ class KernelRequest:
     extra: bool = False
     record: str = ""
     extra_record: str = ""
+    share_keys: bool = False
     visible_keys: int = 1 << 30
 
     @property

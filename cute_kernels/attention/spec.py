@@ -63,6 +63,9 @@ class ScaleLayout(NamedTuple):
 # Bits of `args.OutArgs.lse_form`: natural logarithm; +inf for a row without keys; the sink does not count; behind the
 # LSE of all heads there are the largest logits of all heads, in natural units, -inf for a row without keys
 LSE_NATURAL, LSE_INF, LSE_OF_KEYS, LSE_MAX = 1, 2, 4, 8
+UNION_TOKENS = 8  # the most tokens of a sequence that share their keys: each is a bit of a byte
+UNION_ROWS = 64  # the most rows of these tokens, those of a tile
+UNION_HEADS = (8, 16, 24, 32)  # their query heads: a token has whole groups of 8 rows, and two tokens fit in a tile
 EXTRA_UNIT = 64  # keys of a second cache begin at a multiple of it, so that a KV block has keys of one cache
 ROW = 1 << 30  # `ScaleLayout.vec`
 SCALE_LAYOUTS = {  # of `KVSpec.scales`
@@ -80,7 +83,7 @@ class KVSpec:
     `SCALE_LAYOUTS`; "" means the only layout of the type. shares_v: V is the first head_dim_vo columns of K. extra:
     with slots, there is a second cache, with pages and slots of its own. record: a key of `records.RECORDS`, of
     which rows of `dtype` are made as they are loaded; "" if rows are stored in it. extra_record: that of the second
-    cache."""
+    cache. union: with slots, the tokens of a sequence read the union of their keys (`key_union`)."""
 
     dtype: str = "bf16"
     source: str = "tma"
@@ -89,6 +92,7 @@ class KVSpec:
     extra: bool = False
     record: str = ""
     extra_record: str = ""
+    union: bool = False
 
     @property
     def bits(self) -> int:
@@ -104,7 +108,8 @@ class KVSpec:
     def name(self) -> str:
         """The cache's part of a spec's name, apart from its source."""
         extra = f"x{self.extra_record}" if self.extra else ""
-        return f"kv{self.record or self.dtype}{self.layout.letter}" + ("v" if self.shares_v else "") + extra
+        kind = f"kv{self.record or self.dtype}{self.layout.letter}" + ("v" if self.shares_v else "")
+        return kind + "u" * self.union + extra
 
 
 @dataclass(frozen=True)
@@ -296,10 +301,15 @@ def outputs(q: str, asked: str = "") -> tuple[str, ...]:
     return asked if asked in DTYPES else usual, "e4m3", "nvfp4"
 
 
+def tokens_of_union(heads: int) -> int:
+    """Return how many consecutive tokens of so many query heads share their keys; 0: they cannot share them."""
+    return min(UNION_TOKENS, UNION_ROWS // heads) if heads in UNION_HEADS else 0
+
+
 def kv_spec(request: KernelRequest) -> KVSpec:
     """Return the cache of a request."""
     p = request
-    return KVSpec(p.kv, kv_source(p), p.kv_scales, p.shares_v, p.extra, p.record, p.extra_record)
+    return KVSpec(p.kv, kv_source(p), p.kv_scales, p.shares_v, p.extra, p.record, p.extra_record, p.share_keys)
 
 
 def kv_source(request: KernelRequest) -> str:

@@ -1,4 +1,4 @@
-"""Warp collectives and conversions that the DSL lacks."""
+"""Collectives of a warp and of a CTA, and conversions, that the DSL lacks."""
 
 import cutlass
 import cutlass.cute as cute
@@ -14,6 +14,24 @@ def prefix_sum(x: Int32):
         if lane >= (1 << i):
             x += y
     return x
+
+
+@cute.jit
+def sum_before_warp(value: Int32, scratch: cute.Tensor, warps: cutlass.Constexpr):
+    """Return (sum over the warps before this one, sum over all warps) of `value`, which must be equal in all lanes
+    of a warp.
+
+    All threads of the CTA call it: it contains a CTA barrier. scratch: (warps,) at least."""
+    own, lane = cute.arch.warp_idx(), cute.arch.lane_idx()
+    if lane == 0:
+        scratch[own] = value
+    cute.arch.barrier()
+    mine, earlier = Int32(0), Int32(0)
+    if lane < warps:
+        mine = scratch[lane]
+    if lane < own:
+        earlier = mine
+    return cute.arch.warp_redux_sync(earlier, "add"), cute.arch.warp_redux_sync(mine, "add")
 
 
 def shuffle_record(record, lane):

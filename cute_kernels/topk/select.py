@@ -7,7 +7,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Int32, Uint32, const_expr
 
-from ..device.warp import prefix_sum
+from ..device.warp import prefix_sum, sum_before_warp
 from . import scope
 from .spec import BINS
 
@@ -34,24 +34,6 @@ def clear(spec: cutlass.Constexpr, bins: cute.Tensor):
 def add(bins: cute.Tensor, b, amount):
     """Add `amount` to bins[b] atomically, and return the value before."""
     return cute.arch.atomic_add(bins.iterator + b, bins.element_type(amount), sem="relaxed", scope="cta")
-
-
-@cute.jit
-def sum_before_warp(value: Int32, scratch: cute.Tensor, warps: cutlass.Constexpr):
-    """Return (sum over the warps before this one, sum over all warps) of `value`, which must be equal in all lanes
-    of a warp.
-
-    All threads of the CTA call it: it contains a CTA barrier. scratch: (warps,) at least."""
-    warp, lane = cute.arch.warp_idx(), cute.arch.lane_idx()
-    if lane == 0:
-        scratch[warp] = value
-    cute.arch.barrier()
-    mine, earlier = Int32(0), Int32(0)
-    if lane < warps:
-        mine = scratch[lane]
-    if lane < warp:
-        earlier = mine
-    return cute.arch.warp_redux_sync(earlier, "add"), cute.arch.warp_redux_sync(mine, "add")
 
 
 @cute.jit

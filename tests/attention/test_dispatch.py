@@ -76,6 +76,7 @@ def serves(spec, problem):
         and spec.kv.extra == problem.extra
         and spec.kv.source == ("slots" if problem.source == "slots" else "tma" if fetched else "gather")
         and (spec.kv.record, spec.kv.extra_record) == (problem.record, problem.extra_record)
+        and spec.kv.union == problem.share_keys
     )
 
 
@@ -138,6 +139,7 @@ def test_every_problem_of_decode_is_served_and_every_shipped_kernel_serves_one(a
     latent += [replace(p, record=record, extra_record=extra) for p in latent
                for record, extra in RECORDS_OF[p.head_dim_qk] if p.extra == bool(extra)]  # fmt: skip
     latent += [replace(p, q="e4m3") for p in latent if p.record == "e4m3"]
+    latent += [replace(p, share_keys=True) for p in latent if p.source == "slots" and not p.extra]
     chosen = (replace(BASE, **dim, source="slots", causal=False, rows=rows) for dim in HEAD_DIMS for rows in (1, 4))
     for problem in (*every_problem("always"), *some, *narrow, *many, *by_token, *latent, *chosen):
         op, spec = dispatch.select(problem, arch)

@@ -28,6 +28,9 @@ CASES = [
     MlaCase(function="sparse_fwd", record="528", second_record="288", lens=(40,), rows=3, heads=5, dim=512, chosen=20,
             second=30),
     MlaCase(function="sparse_fwd", dtype="fp16", lens=(3, 0, 90), rows=2, heads=1, chosen=129, counted=True),
+    MlaCase(function="sparse_fwd", lens=(40,), rows=7, heads=16, chosen=20, counted=True, sink=True, share=True),
+    MlaCase(function="sparse_fwd", lens=(9, 40), rows=4, heads=8, dim=512, chosen=30, strided=True, share=True),
+    MlaCase(function="sparse_fwd", record="656", lens=(40,), rows=3, heads=32, chosen=20, page_size=7, share=True),
 ]  # fmt: skip
 
 
@@ -43,6 +46,23 @@ def test_against_float64(case, kernels):
     else:
         got = cases.call(case, given)
     assert len(got) == 3 and cases.error(case, got, cases.expected(case, given)) <= 1
+
+
+@pytest.mark.parametrize(("heads", "size", "count"), [(8, 8, 3), (16, 4, 5), (24, 2, 10), (32, 2, 10)])
+def test_tokens_that_share_keys_are_sequences_of_the_kernel(heads, size, count):
+    """As many of them as a tile has room for; the last sequence has those that are left."""
+    given = dict(q=torch.randn(19, heads, 576).bfloat16(), kv=torch.randn(40, 1, 576).bfloat16(), sm_scale=0.1)
+    given["indices"] = torch.randint(-3, 45, (19, 1, 7)).int()
+    with emulation() as machine:
+        got = wrappers.flash_mla_sparse_fwd(**given, share_keys=True)
+        again = wrappers.bind(wrappers.flash_mla_sparse_fwd, **given, share_keys=True).run(given["q"])
+    (spec, *_), (launch, bound) = machine.specs, machine.launches
+    assert spec.kv.union and spec.tile.m == 64 and launch.union_size == size
+    assert launch.union_slots.shape == launch.union_tokens.shape == (count, 7 * size)
+    assert launch.cu_seqlens_q.tolist() == [n * size for n in range(count + 1)]
+    assert launch.union_slots.data_ptr() != bound.union_slots.data_ptr()  # launches may overlap
+    for x, y, z in zip(got, again, wrappers.flash_mla_sparse_fwd(**given), strict=True):
+        assert torch.equal(x, y) and torch.equal(x, z)
 
 
 def test_which_numbers_are_rows():
@@ -115,6 +135,13 @@ REFUSED = [
     ({"sm_scale": "1"}, TypeError, "sm_scale: '1', must be a float"),
     ({"attn_sink": torch.zeros(7)}, ValueError, r"attn_sink: shape \(7,\)"),
     ({"out": torch.zeros(5, 8, 576).bfloat16()}, ValueError, r"out: shape \(5, 8, 576\)"),
+    ({"share_keys": 1}, TypeError, "share_keys: 1, must be True or False"),
+    ({"share_keys": True, "extra_kv": torch.zeros(40, 1, 576).bfloat16(),
+      "extra_indices": torch.zeros(5, 1, 3).int()}, NotImplementedError,
+     r"share_keys: True with extra_kv \(1, 1, 40, 512\), not supported, must be False: tokens share keys of one cache"),
+    *(({"share_keys": True, "q": torch.zeros(5, heads, 576).bfloat16(), "attn_sink": None}, NotImplementedError,
+       f"share_keys: True with {heads} heads in q, not supported, must be False unless there are 8, 16, 24, 32")
+      for heads in (0, 1, 12, 40, 64)),
 ]  # fmt: skip
 
 

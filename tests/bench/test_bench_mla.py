@@ -39,6 +39,17 @@ def test_prompts_over_packed_rows_run_beside_bf16(name):
         assert mla.check(one, inputs, mla.ours(one, inputs)()) is None
 
 
+@pytest.mark.parametrize("alike", [90, 50, 0])
+def test_prompts_of_tokens_that_choose_keys_of_their_neighbours(alike):
+    case = mla.prompt_case(f"bf16-t5-s400-h16-k20-a{alike}")
+    inputs, beside = mla.make(case, "cpu", 0), mla.own_others(case)
+    (rows,) = inputs.slots.tolist()
+    assert [len(set(one) & set(before)) for before, one in zip(rows, rows[1:])] == [20 * alike // 100] * 4
+    assert all(len(set(one)) == 20 and one == sorted(one) and max(one) < 448 for one in rows)
+    assert beside == {"own-shared": replace(case, share=True)}
+    assert mla.check(case, inputs, mla.ours(beside["own-shared"], inputs)()) is None
+
+
 def test_what_runs_beside_a_case():
     assert list(mla.own_others(mla.CASES["dsa-decode-kv352-b128-h16-k2048"])) == ["own-kv656"]
     assert list(mla.own_others(mla.CASES["mla-decode-bf16-b128-s4096-h16-p1"])) == ["own-p64"]

@@ -52,6 +52,23 @@ CHOSEN |= {
     "sparse_fwd, few": MlaCase(function="sparse_fwd", dtype="fp16", lens=(5000,), rows=3, heads=8, chosen=8191),
     "sparse_fwd, peaks": MlaCase(function="sparse_fwd", lens=(700, 3), rows=21, heads=5, chosen=300, data="peaks"),
 }
+SHARED = {  # tokens share the keys that they have chosen, many of them twice
+    "shared": MlaCase(function="sparse_fwd", lens=(3000, 9), rows=70, heads=16, chosen=512, share=True),
+    "shared, counted": MlaCase(
+        function="sparse_fwd", lens=(300, 50, 0), rows=9, heads=8, chosen=2048, counted=True, sink=True, share=True
+    ),
+    "shared, 32 heads": MlaCase(function="sparse_fwd", lens=(5000,), rows=1001, heads=32, chosen=100, share=True),
+    "shared, far apart": MlaCase(
+        function="sparse_fwd", lens=(200_000,), rows=5, heads=24, chosen=3000, strided=True, share=True
+    ),
+    "shared, fp16": MlaCase(
+        function="sparse_fwd", dtype="fp16", lens=(900,), rows=19, heads=16, dim=512, chosen=300, data="peaks",
+        share=True,
+    ),
+    "shared, 656": MlaCase(
+        function="sparse_fwd", record="656", lens=(900, 30), rows=40, heads=16, chosen=300, counted=True, share=True
+    ),
+}  # fmt: skip
 SECOND = {
     "two caches": MlaCase(lens=(3000, 9), heads=16, chosen=2048, second=640),
     "two caches, counted": MlaCase(lens=(900, 50, 70), rows=2, heads=128, chosen=129, counted=True, second=500, gap=2),
@@ -154,7 +171,7 @@ FEW |= {
     "few e4m3 and e4m3": MlaCase(record="e4m3", second_record="e4m3", lens=(900, 50), heads=8, chosen=129, second=65),
 }
 RECORDS |= FEW
-CASES |= CHOSEN | SECOND | RECORDS
+CASES |= CHOSEN | SHARED | SECOND | RECORDS
 
 
 DIMS = {576: "576 (Q, K) and 512 (V)", 512: "512"}
@@ -165,6 +182,8 @@ def marked(name):
     if name in CHOSEN or name in SECOND:
         shown = f"decode with keys that each token chooses, of {'two' if name in SECOND else 'a'} latent cache"
         shown += "s" * (name in SECOND)
+    if name in SHARED:
+        shown = "decode with keys that neighbouring tokens share, of a latent cache"
     if name in RECORDS:
         of = CASES[name]
         one = "e4m3 under e4m3 queries" if of.q8 else "record " * (of.record != "e4m3") + of.record
@@ -209,17 +228,20 @@ def test_a_graph_serves_other_lengths(few):
         assert cases.error(shorter, (out, lse), cases.expected(shorter, given)) <= 1.0
 
 
-@pytest.mark.parametrize("record", ["", "656", "e4m3"])
-def test_a_graph_serves_other_choices(record):
-    case = MlaCase(lens=(900, 50), rows=2, heads=16, chosen=300, counted=True, record=record)
+SHARING = {"function": "sparse_fwd", "rows": 9, "share": True, "counted": False}
+
+
+@pytest.mark.parametrize("changed", [{}, {"record": "656"}, {"record": "e4m3"}, SHARING])
+def test_a_graph_serves_other_choices(changed):
+    case = replace(MlaCase(lens=(900, 50), rows=2, heads=16, chosen=300, counted=True), **changed)
     given = cases.make(case, CUDA)
-    graph, (out, lse) = captured(case, given)
+    graph, found = captured(case, given)
     for seed in range(3):
         for name, chosen in cases.choices(case, given, torch.Generator(CUDA).manual_seed(seed)).items():
             getattr(given, name).copy_(chosen)
         graph.replay()
         torch.cuda.synchronize()
-        assert cases.error(case, (out, lse), cases.expected(case, given)) <= 1.0
+        assert cases.error(case, found, cases.expected(case, given)) <= 1.0
 
 
 @pytest.mark.parametrize("record", ["", "656"])

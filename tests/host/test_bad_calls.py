@@ -359,7 +359,7 @@ ACCEPTED: dict[str, dict[str, set[str]]] = {  # function, or call -> argument ->
     "select_rows": {"weights": STRIDED, "scratch_bytes": {"far"}},
     "flash_mla_sparse_fwd": {
         "kv": PAGES - {"no rows"} | {"rank + 1", "float8_e4m3fn", "uint8"}, "indices": {"no columns", "columns"},
-        **dict.fromkeys(("attn_sink", "descale_q", "descale_k"), NONE_ONLY)},
+        **dict.fromkeys(("attn_sink", "descale_q", "descale_k"), NONE_ONLY), "share_keys": {"True"}},
     "sparse_paged_attention": {
         "indices": {"no columns", "columns"}, "bmm1_scale": NONE_ONLY, "bmm2_scale": SCALES,
         "logits_soft_cap": {"None", "zero"}, **dict.fromkeys(("sinks", "o_sf_scale", "enable_pdl"), NONE_ONLY)},

@@ -11,7 +11,7 @@ from bench.cases import attention as cases
 from cute_kernels.attention import args, geometry
 from cute_kernels.attention.sm90 import Sm90TileConfig
 from cute_kernels.attention.sm100 import Sm100TileConfig
-from cute_kernels.attention.spec import LSE_MAX, PACK_GQA_MAX_Q
+from cute_kernels.attention.spec import LSE_MAX, PACK_GQA_MAX_Q, tokens_of_union
 from tests.support import emulated_indexer, emulated_latent, emulated_merges, emulated_topk, emulated_writes
 from tests.support.fake_machine import FakeMachine, promised, promised_apart
 from wrappers import FP4Tensor, fp4, reference
@@ -129,6 +129,8 @@ def check_promises(spec, a):
         rows, left = divmod(len(a.o_sf), columns)
         promised(rows % 128 == left == 0 <= a.o_sf_start <= rows - tokens and a.o_sf_scale > 0)
     batch = len(a.cu_seqlens_q) - 1
+    if spec.kv.union:
+        batch = check_unions(a, batch)
     if spec.kv.source == "slots":
         promised(len(a.kv_lens) and batch % len(a.kv_lens) == 0 == len(a.kv_starts))
         promised(not spec.kv.extra or len(a.extra_lens) == len(a.kv_lens) and len(a.extra_slots) == batch)
@@ -141,9 +143,19 @@ def check_promises(spec, a):
     per_head = isinstance(spec.tile, Sm100TileConfig) or isinstance(spec.tile, Sm90TileConfig) and scales_rows(spec)
     scales = (0, 1, heads) if per_head else (0, 1)
     promised(len(a.sink) in (0, heads) and len(a.softmax_scale_ptr) in scales and len(a.out_scale_ptr) in scales)
-    promised(len(getattr(a, "mask_starts", a.cu_seqlens_q)) == batch + 1)
+    promised(not hasattr(a, "mask_starts") or len(a.mask_starts) == batch + 1)
     promised(len(getattr(a, "alibi_slopes", a.q[0])) == heads)
     promised(a.softmax_scale_log2 > 0 and tokens and heads and batch)
+
+
+def check_unions(a, groups):
+    """Check the tokens that share keys, and the memory of their unions. Return the number of tokens."""
+    tokens, width = len(a.page_table), a.page_table.shape[2]
+    promised(a.cu_seqlens_q.tolist() == [n * a.union_size for n in range(groups + 1)] and tokens == len(a.q))
+    promised(groups == -(-tokens // a.union_size) and a.union_size == tokens_of_union(a.q.shape[1]) > 1)
+    promised(a.union_slots.shape == a.union_tokens.shape and len(a.union_slots) == len(a.union_lens) == groups)
+    promised(a.union_slots.shape[1] >= a.union_size * width)
+    return tokens
 
 
 def check_schedule(spec, a):

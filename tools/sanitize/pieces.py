@@ -216,6 +216,11 @@ def latent(**fields: Any) -> Call:
     return Call("mla", "flash_attn_with_kvcache" if "window" in case else "flash_mla_with_kvcache", 7, case=case)
 
 
+def shared_latent(**fields: Any) -> Call:
+    """Return a call of attention in which neighbouring tokens share the keys that they have chosen."""
+    return replace(latent(heads=16, chosen=300, share=True, gap=0, **fields), function="flash_mla_sparse_fwd")
+
+
 def trtllm_latent(**fields: Any) -> Call:
     """Return a call of FlashInfer's function over a latent cache."""
     return replace(latent(**fields), function="trtllm_batch_decode_with_kv_cache_mla")
@@ -309,7 +314,7 @@ def _rows() -> Iterator[tuple[str, tuple[Call, ...]]]:
         "attention-latent-slots",
         (
             latent(chosen=1000, counted=True), latent(chosen=65, dim=512, heads=80), latent(chosen=65, second=130),
-            latent(chosen=700, counted=True, second=65, dim=512),
+            latent(chosen=700, counted=True, second=65, dim=512), shared_latent(counted=True),
         ),
     )  # fmt: skip
     many: dict[str, Any] = {"heads": 40}  # up to 16 rows over records are computed by kernels of their own, below

@@ -84,6 +84,8 @@ class AttentionCall(NamedTuple):
     # uint8 or, in record "e4m3", values like those of k and k_rope otherwise. "": not packed
     record: str = ""
     extra_record: str = ""  # likewise, of extra_k
+    # With slots, consecutive tokens read the union of their keys; the bits of a token then depend on its neighbours
+    share_keys: bool = False
 
     out: torch.Tensor | FP4Tensor | None = None  # (T, Hq, Dvo)
     lse: torch.Tensor | None = None  # (T, Hq) fp32, base 2, sink included; with LSE_MAX (T, 2 Hq)

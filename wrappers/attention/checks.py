@@ -40,6 +40,7 @@ from ..host.checks import (
 )
 from ..host.plain import traced
 from ..host.scalars import OR_TENSOR, check_scale
+from . import sharing
 from .call import OPTIONAL, AttentionCall, Rope
 from .optional import MOST_MASK, check_optional
 
@@ -98,6 +99,7 @@ def validate(call: AttentionCall) -> None:
         check_scale(name(field), getattr(call, field), getattr(call, f"{field}_tensor"), q.device, heads)
     check_integer(name("max_q_len"), call.max_q_len, 0)
     check_optional(call, name)
+    sharing.check(call, name)
     _custom_mask(call, name)
     if call.rope is not None:
         _rotated(call, name)
@@ -177,7 +179,7 @@ def most_keys(call: AttentionCall) -> int:
     size, form = call.k.shape[2], call.requests.form
     if form == "slots":
         extra = 0 if call.extra_slots is None else call.extra_slots.shape[1] + spec.EXTRA_UNIT
-        return call.requests.page_table.shape[2] + extra
+        return call.requests.page_table.shape[2] * sharing.tokens(call) + extra
     return size if form == "ragged" else size * call.requests.page_table.shape[2]
 
 

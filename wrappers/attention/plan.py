@@ -28,6 +28,7 @@ from . import checks, launch_size, values
 from .call import OPTIONAL, OPTIONS, AttentionCall
 from .optional import OPTIONAL_TENSORS, bounds, per_token
 from .rope import rotated
+from .sharing import SharedKeys
 
 MOST_TILES = 1 << 31  # bound of the tiles of a launch with whole tiles, whatever the offsets
 MOST_M_TILES = 64  # `ScheduleArgs.m_tiles`
@@ -105,38 +106,42 @@ def request_of(call: AttentionCall, sms: int = 132) -> KernelRequest:
     form, masked = call.requests.form, call.custom
     ragged = form == "ragged"
     causal = (call.causal or single) and not masked and form != "slots"
-    return KernelRequest(
-        q=TYPES[call.q.dtype],
-        kv="bf16" if call.record else TYPES[call.k.dtype],
-        out=TYPES[call.result_dtype],
-        kv_scales=call.kv_scales,
-        head_dim_qk=call.dim_qk,
-        head_dim_vo=call.dim_vo,
-        page_size=0 if ragged else call.k.shape[2],
-        qhead_per_kvhead=call.q.shape[1] // kv_heads,
-        rows=rows,
-        kv_heads=kv_heads * call.requests.batch,
-        keys=_keys(call),
-        sms=sms,
-        split_kv=call.split_kv,
-        causal=causal,
-        window=call.window_left >= 0,
-        chunk=call.chunk > 0,
-        prefix=call.prefix_lens is not None and causal and not single,
-        visible_keys=_visible_keys(call, rows) if causal else KernelRequest.visible_keys,
-        drafts=call.drafts is not None,
-        soft_cap=bool(call.soft_cap),
-        skip=bool(call.skip),
-        interleaved=bool(call.interleaved),
-        source=form if form in ("ragged", "slots") else "paged",
-        custom_mask=masked,
-        alibi=call.alibi_slopes is not None,
-        head_scales=any(t is not None and t.numel() > 1 for t in (call.scale_tensor, call.out_scale_tensor)),
-        shares_v=call.shares_v,
-        extra=call.extra_k is not None,
-        record=call.record,
-        extra_record=call.extra_record,
+    found, shared = (
+        KernelRequest(
+            q=TYPES[call.q.dtype],
+            kv="bf16" if call.record else TYPES[call.k.dtype],
+            out=TYPES[call.result_dtype],
+            kv_scales=call.kv_scales,
+            head_dim_qk=call.dim_qk,
+            head_dim_vo=call.dim_vo,
+            page_size=0 if ragged else call.k.shape[2],
+            qhead_per_kvhead=call.q.shape[1] // kv_heads,
+            rows=rows,
+            kv_heads=kv_heads * call.requests.batch,
+            keys=_keys(call),
+            sms=sms,
+            split_kv=call.split_kv,
+            causal=causal,
+            window=call.window_left >= 0,
+            chunk=call.chunk > 0,
+            prefix=call.prefix_lens is not None and causal and not single,
+            visible_keys=_visible_keys(call, rows) if causal else KernelRequest.visible_keys,
+            drafts=call.drafts is not None,
+            soft_cap=bool(call.soft_cap),
+            skip=bool(call.skip),
+            interleaved=bool(call.interleaved),
+            source=form if form in ("ragged", "slots") else "paged",
+            custom_mask=masked,
+            alibi=call.alibi_slopes is not None,
+            head_scales=any(t is not None and t.numel() > 1 for t in (call.scale_tensor, call.out_scale_tensor)),
+            shares_v=call.shares_v,
+            extra=call.extra_k is not None,
+            record=call.record,
+            extra_record=call.extra_record,
+        ),
+        SharedKeys.of(call),
     )
+    return found if shared is None else shared.request(found)
 
 
 class MaskLists(NamedTuple):
@@ -202,6 +207,7 @@ class LaunchPlan:
     split_keys: int  # keys of a split if splits do not depend on the batch, else 0
     checked: bool  # values are read and checked before a launch
     lists: MaskLists | None = None  # with a custom mask
+    shared: SharedKeys | None = None  # with tokens that share keys, which then are the sequences of a batch
     offsets: Any = None  # (B + 1,) int32, offsets of requests of equal length, in the form of `HostMachine.argument`
 
     def bind(self, call: AttentionCall, capturing: bool) -> list[Any]:
@@ -212,7 +218,9 @@ class LaunchPlan:
         if r.kv_starts is not None:
             _check_rows(call)
             flat[slots.kv_starts] = r.kv_starts
-        if r.cu_seqlens_q is None:
+        if self.shared is not None:
+            flat[slots.cu_seqlens_q] = self.equal_offsets(self.batch, self.shared.size, capturing)
+        elif r.cu_seqlens_q is None:
             flat[slots.cu_seqlens_q] = self.equal_offsets(r.batch, call.max_q_len, capturing)
         else:
             flat[slots.cu_seqlens_q] = r.cu_seqlens_q
@@ -259,6 +267,9 @@ class LaunchPlan:
     def schedule(self, flat: list[Any], call: AttentionCall, q: torch.Tensor, capturing: bool) -> None:
         """Set the arguments of the tile scheduler or of split keys. q: replaces that of the call."""
         slots, factor, tokens = self.slots, self.pack_factor, q.shape[0]
+        if self.shared is not None:
+            for name, t in self.shared.scratch(self.device).items():
+                flat[getattr(slots, name)] = t
         tiles = self.num_tile_heads * self.o_tiles * (tokens * factor // self.tile_m + self.batch)
         if not self.stream_k:
             if self.batch * self.heads * self.o_tiles * (tokens // self.tile_m + 1) >= MOST_TILES:
@@ -372,6 +383,7 @@ def plan_for(call: AttentionCall, arch: str, sms: int) -> LaunchPlan:
     most_ctas = sms * spec.tile.ctas_per_sm // spec.tile.cluster
     dtype, options = call.result_dtype, cast(tuple[Any, ...], call[OPTIONS])
     size = dtype.itemsize if isinstance(dtype, torch.dtype) else 0  # a packed output is compared separately
+    shared = SharedKeys.of(call)
     if not request.prefix:  # tokens see all keys, those of the prefix among them
         call = call._replace(prefix_lens=None)
     optional = _present(call, slots)
@@ -391,7 +403,7 @@ def plan_for(call: AttentionCall, arch: str, sms: int) -> LaunchPlan:
         heads=heads,
         lse_columns=call.lse_columns,
         dim_vo=request.head_dim_vo,
-        batch=call.requests.batch,
+        batch=call.requests.batch if shared is None else shared.count,
         token_bytes=heads * max(call.q.shape[2] * call.q.element_size(), request.head_dim_vo * size),
         pack_factor=group,
         num_tile_heads=heads // group,
@@ -404,6 +416,7 @@ def plan_for(call: AttentionCall, arch: str, sms: int) -> LaunchPlan:
         split_keys=blocks * spec.tile.n if stream_k else 0,
         checked=checking(),
         lists=mask_lists(request, spec) if spec.mask.custom else None,
+        shared=shared,
     )
 
 
@@ -455,6 +468,7 @@ def _defaults(call: AttentionCall, request: KernelRequest, spec: Any, most_ctas:
         "blocks_per_split": blocks,
         "whole_ctas": whole_ctas,
         "whole_tiles": whole_tiles,
+        "union_size": request.rows,
         "m_tiles": max(1, min(-(-request.packed_rows // spec.tile.m_choices[-1]), MOST_M_TILES)),
     }
     return [default.get(name) for name in args.fields(spec)]

@@ -322,7 +322,7 @@ def flash_mla_sparse_fwd(
     attn_sink: torch.Tensor | None = None, topk_length: torch.Tensor | None = None, out: torch.Tensor | None = None, *,
     extra_kv: torch.Tensor | None = None, extra_indices: torch.Tensor | None = None,
     extra_topk_length: torch.Tensor | None = None, descale_q: torch.Tensor | float | None = None,
-    descale_k: torch.Tensor | float | None = None,
+    descale_k: torch.Tensor | float | None = None, share_keys: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
     """Compute attention of tokens that have chosen their keys from one tensor of rows, for prompts of sparse attention.
 
@@ -341,9 +341,13 @@ def flash_mla_sparse_fwd(
             record, also in one of 288 bytes, and a token's rows of it, (T, 1, K2), as in the first one. The softmax is
             over the keys of both.
         descale_q, descale_k: as in `flash_mla_with_kvcache`.
+        share_keys: 64 / H consecutive tokens, at most 8, read the union of their keys once, which is faster if they
+            choose mostly the same ones, and slower if not. For 8, 16, 24 or 32 heads and one tensor of keys. It takes 5
+            bytes of memory for each of the indices until the launch ends.
 
     Returns (out, max_logits, lse): max_logits and lse are fp32 (T, H), in natural units. A token without keys has 0,
-    -inf and +inf. The bits of a token's result depend on the token alone. Raises before anything is launched, as
+    -inf and +inf. The bits of a token's result depend on the token alone or, with share_keys, on those of its group,
+    and a key that is not finite makes the results of all of them NaN. Raises before anything is launched, as
     `flash_mla_with_kvcache` does. FlashMLA's function.
 
     >>> q, kv = torch.ones(1, 16, 576).half(), torch.ones(9, 1, 576).half()
@@ -353,7 +357,7 @@ def flash_mla_sparse_fwd(
     """
     call = sparse_call(
         q, kv, indices, sm_scale, d_v, attn_sink, topk_length, out, extra_kv, extra_indices, extra_topk_length,
-        descale_q, descale_k,
+        descale_q, descale_k, share_keys,
     )  # fmt: skip
     return with_max(call, serve(call), q, out)
 
@@ -361,9 +365,10 @@ def flash_mla_sparse_fwd(
 def sparse_call(
     q: Any, kv: Any, indices: Any, sm_scale: Any, d_v: Any = 512, attn_sink: Any = None, topk_length: Any = None,
     out: Any = None, extra_kv: Any = None, extra_indices: Any = None, extra_topk_length: Any = None,
-    descale_q: Any = None, descale_k: Any = None,
+    descale_q: Any = None, descale_k: Any = None, share_keys: Any = False,
 ) -> AttentionCall:  # fmt: skip
     """Return the call of `flash_mla_sparse_fwd`."""
+    check_flag("share_keys", share_keys)
     _, _, dim = check_strided("q", q, 3).shape
     columns = check_integer("d_v", integer(d_v), 1)
     cache_of = partial(_rows_of_prompt, dim=dim, columns=columns)
@@ -386,7 +391,7 @@ def sparse_call(
         shares_v=True, lse_form=LSE_NATURAL | LSE_INF | LSE_OF_KEYS | LSE_MAX,
         out_dtype=torch.bfloat16 if q.dtype is torch.float8_e4m3fn else q.dtype, out=out, sinks=attn_sink,
         q_rope=q_rope, k_rope=k_rope, record=record, scale_tensor=factors.scale_tensor,
-        out_scale_tensor=factors.out_scale_tensor, **second,
+        out_scale_tensor=factors.out_scale_tensor, share_keys=bool(share_keys), **second,
     )  # fmt: skip
 
 

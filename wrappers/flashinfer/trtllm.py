@@ -294,7 +294,7 @@ def decode_call(
         True, window_left, -1, 0,  # causal, window_left, range_left, chunk
         logits_soft_cap, skip_softmax_threshold_scale_factor, v_scales_interleaved,
         "fixed" if batch_invariant else "auto", return_lse, enable_pdl, out_dtype, o_sf_scale,
-        None, False, 0, "", "",  # rope, shares_v, lse_form, record, extra_record
+        None, False, 0, "", "", False,  # rope, shares_v, lse_form, record, extra_record, share_keys
         out, lse, one_sink(sinks), scale_tensor, out_scale_tensor, k_scales, v_scales, drafts,
     )  # fmt: skip
     if o_sf_vec_size is not None:

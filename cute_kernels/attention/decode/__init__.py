@@ -168,6 +168,8 @@ def refuse_slots(spec: Spec) -> Refusal | None:
     """Return the refusal of keys that a token chooses one by one, if the kernel cannot read them."""
     if spec.kv.extra:
         return Refusal("extra", "True: the kernel reads one cache")
+    if spec.kv.union:
+        return Refusal("share_keys", "True: the kernel reads the keys of each token")
     if spec.kv.layout.exists:
         return Refusal("kv_scales", "given: the kernel has no factors of keys that a token chooses")
     if spec.mask != MaskSpec("never"):

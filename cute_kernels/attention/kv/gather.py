@@ -188,6 +188,24 @@ def present(spec: cutlass.Constexpr, op: GatherOperand, page_ids: RowPageIds, n_
     return words
 
 
+@cute.jit
+def look_up_tokens(tokens: cute.Tensor, of: pages.SequencePages, kv_len: Int32, first: Int32):
+    """Look up which tokens of a sequence have chosen its keys from `first` on: bits of `tokens`, of key 32 i + lane of
+    the block in element i; none past kv_len."""
+    for i in cutlass.range_constexpr(cute.size(tokens)):
+        key = first + 32 * i + cute.arch.lane_idx()
+        tokens[i] = Uint32(0)
+        if key >= 0 and key < kv_len:
+            tokens[i] = of.tokens[key].to(Uint32)
+
+
+def chosen_by(tokens: cute.Tensor, token: Int32):
+    """Return which keys of a block a token of its sequence has chosen, as bits of words of 32 keys. tokens: from
+    `look_up_tokens`. token: the same in all lanes of the warp, which all call this."""
+    votes = [(tokens[i] >> Uint32(token)) & Uint32(1) != 0 for i in range(cute.size(tokens))]
+    return [Uint32(cute.arch.vote_ballot_sync(vote)) for vote in votes]
+
+
 def fence_before_mma():
     """Make a filled stage visible to an MMA, which reads through the async proxy; cp.async writes through the generic
     one."""

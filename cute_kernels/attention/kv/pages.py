@@ -47,12 +47,14 @@ def column_groups(spec):
 
 class SequencePages(NamedTuple):
     """Where the K (or V) rows of a sequence are. pages: its page ids, in order. start: -1, or, if ragged, the first row
-    of the sequence in k and v. extra: its slots in the second cache; first_keys: its keys in the first one."""
+    of the sequence in k and v. extra: its slots in the second cache; first_keys: its keys in the first one. tokens:
+    which of its tokens have chosen each slot, as bits, where they share slots."""
 
     pages: cute.Tensor
     start: Int32
     extra: Any = None
     first_keys: Any = None
+    tokens: Any = None
 
 
 @cute.jit
@@ -64,6 +66,8 @@ def of_sequence(a, batch: Int32, which, first_keys=None):
         if geometry.ragged(a):
             first, start = Int32(0), first
     found = SequencePages(cute.domain_offset((first,), a.kv.page_table[batch, which, None]), start)
+    if const_expr(a.kv.union_slots is not None):
+        found = SequencePages(a.kv.union_slots[batch, None], start, tokens=a.kv.union_tokens[batch, None])
     if const_expr(a.kv.extra_slots is not None):
         found = found._replace(extra=a.kv.extra_slots[batch, None], first_keys=first_keys)
     return found

@@ -45,6 +45,8 @@ def supports(spec: Spec) -> Refusal | None:
         return Refusal("mask", f"{spec.mask}: the kernel has the causal mask, or none")
     if spec.logits != LogitsSpec():
         return Refusal("logits", f"{spec.logits}: the kernel has no soft cap, and one scale for all heads")
+    if kv.union:
+        return Refusal("share_keys", "True: the kernel reads the keys of each token")
     if kv.extra and kv.source != "slots":
         return Refusal("extra", "True: the kernel reads a second cache only by slots")
     if spec.schedule != "stream_k":

@@ -136,6 +136,8 @@ def supports(spec: Spec) -> Refusal | None:
     """Return None if the kernel can run `spec`, else the reason. Nothing else states what the kernel can do."""
     if spec.kv.extra and spec.kv.source != "slots":
         return Refusal("extra", "True: the kernel reads a second cache only by slots")
+    if spec.kv.union and (spec.kv.source != "slots" or spec.kv.extra or spec.schedule != "stream_k"):
+        return Refusal("share_keys", "True: the kernel shares keys that tokens choose from one cache, with split keys")
     if spec.kv.record or spec.kv.extra_record:
         if refusal := refuse_record(spec):
             return refusal

@@ -49,7 +49,7 @@ import cutlass.cute as cute
 from cutlass import Int32, const_expr
 
 from ...device import pipeline
-from .. import fakes, geometry, load, mask_blocks, splits
+from .. import fakes, geometry, key_union, load, mask_blocks, splits
 from ..kv import pages, rings
 from ..schedule import stream_k, tiles, work
 from . import precision, promotion, query, scoring, shared_scores, skip
@@ -87,6 +87,7 @@ def forward(spec: cutlass.Constexpr, stream, *flat):
     kv = tuple(rings.source_operand(spec, a, x) for x in precision.operands(spec))
     q = query.operand(spec, a)
     mask_blocks.launch(spec, a, stream)
+    key_union.launch(spec, a, stream)
     params = geometry.KernelParams(a, kv, q, *precision.tiled_mmas(spec))
     geometry.launch(spec, kernel(spec, params), roles(spec).warps(), a, stream)
 

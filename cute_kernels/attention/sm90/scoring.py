@@ -104,8 +104,14 @@ def score_fragments(spec, plan, s) -> Sm90Fragments:
         cute.make_rmem_tensor(rows, Int32),
         wgmma.rows_cols(coords),
         scales_of_call(spec, plan.args),
-        words=cute.make_rmem_tensor(t.n // 32, Uint32) if gather.has_slots(spec) else None,
+        words=make_words(spec, rows) if gather.has_slots(spec) else None,
     )
+
+
+def make_words(spec, rows):
+    """Make the words of the keys of a block that exist: of all rows or, where tokens share their keys, of each row."""
+    count = spec.tile.n // 32
+    return cute.make_rmem_tensor((rows, count) if spec.kv.union else count, Uint32)
 
 
 # The score role: one iteration per tile, an inner one per KV block, highest block first.
@@ -115,12 +121,13 @@ def score(spec: cutlass.Constexpr, plan, s):
     r = score_fragments(spec, plan, s)
     has_slots = const_expr(gather.has_slots(spec))
     slots = gather.page_ids_of(spec, plan.kv[pages.K], spec.tile.n // 32) if has_slots else None
+    chosen_by = cute.make_rmem_tensor(spec.tile.n // 32, Uint32) if const_expr(spec.kv.union) else None
 
     def score_tile(w, _, at):
         if w.n_block_max > w.n_block_min:
             seqlen = mask.seqlen_info(spec, plan.args, w.sequence)
             params = exact_if_wanted(plan.args, precision.rescale_params(spec, w.sequence.kv_len))
-            tile = Sm90TileState(r, w, seqlen, params, slots=slots)
+            tile = Sm90TileState(r, w, seqlen, params, slots=slots, chosen_by=chosen_by)
             if const_expr(not spec.logits.soft_cap):
                 at = score_blocks(spec, plan, s, tile, at, False)
             elif plan.args.logits.soft_cap > 0.0:
@@ -166,6 +173,24 @@ def look_up_slots(spec: cutlass.Constexpr, plan, tile: Sm90TileState, n_block: I
         sequence = tile.w.sequence
         found = pages.of_sequence(plan.args, tile.w.batch_idx, pages.K, sequence.extra)
         gather.look_up_rows(spec, tile.slots, found, sequence.kv_len, n_block * spec.tile.n)
+        if const_expr(spec.kv.union):
+            gather.look_up_tokens(tile.chosen_by, found, sequence.kv_len, n_block * spec.tile.n)
+
+
+@cute.jit
+def find_keys(spec: cutlass.Constexpr, plan, tile: Sm90TileState, n_block: Int32):
+    """Find which keys of a block exist, from what `look_up_slots` has read."""
+    r = tile.r
+    found = gather.present(spec, plan.kv[pages.K], tile.slots, n_block, tile.w.sequence.extra)
+    if const_expr(spec.kv.union):
+        for row in cutlass.range_constexpr(cute.size(r.tokens)):
+            # the 8 rows of a warp at `row` have one token: a token has a multiple of 8 rows
+            own = gather.chosen_by(tile.chosen_by, cute.arch.make_warp_uniform(r.tokens[row]))
+            for i in cutlass.range_constexpr(cute.size(found)):
+                r.words[row, i] = found[i] & own[i]
+    else:
+        for i in cutlass.range_constexpr(cute.size(found)):
+            r.words[i] = found[i]
 
 
 @cute.jit
@@ -210,9 +235,7 @@ def score_block(
     r, a = tile.r, plan.args
     n_block = mask_blocks.n_block_at(spec, a, tile.w, position)
     if const_expr(gather.has_slots(spec)):
-        found = gather.present(spec, plan.kv[pages.K], tile.slots, n_block, tile.w.sequence.extra)
-        for i in cutlass.range_constexpr(cute.size(found)):
-            r.words[i] = found[i]
+        find_keys(spec, plan, tile, n_block)
         look_up_slots(spec, plan, tile, n_block - 1)
     groups, (q, k) = const_expr(pages.column_groups(spec)), recomputed_qk(spec, plan, s, at.kv.index)
     for i in cutlass.range_constexpr(len(groups)):

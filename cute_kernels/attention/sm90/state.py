@@ -34,7 +34,9 @@ class Sm90Fragments:
     q_row_scales: Any = None  # power of two by which Q of each row was divided (bf16 Q multiplied as fp16)
     slopes: Any = None  # ALiBi slope of each row
     offsets: Any = None  # number to add to the row's scores of the block at hand, see `logits.add_bias`
-    words: Any = None  # bits of the custom mask of each row in the current block, or of keys that exist, for all rows
+    # bits of the custom mask of each row in the current block, or of keys that exist, for all rows; where tokens share
+    # their keys, of those that the token of each row has chosen
+    words: Any = None
     promoted: Any = None  # `PromotedAcc`, if O is promoted
     shared_p: Any = None  # descriptors of the stages of P, if warpgroups share it; p is then this warpgroup's part
 
@@ -42,7 +44,8 @@ class Sm90Fragments:
 @dataclass(frozen=True)
 class Sm90TileState:
     """The work tile that a warpgroup computes, with its fragments r. mask_source: of its custom mask
-    (`custom_mask`), if there is one. slots: of the next block, in kernels with slots (`kv.gather`)."""
+    (`custom_mask`), if there is one. slots: of the next block, in kernels with slots (`kv.gather`). chosen_by: which
+    tokens have chosen them, where tokens share their keys."""
 
     r: Sm90Fragments
     w: WorkTileInfo
@@ -50,6 +53,7 @@ class Sm90TileState:
     rescale_params: softmax.RescaleParams
     mask_source: Any = None
     slots: Any = None
+    chosen_by: Any = None
 
 
 class BlockFlags(NamedTuple):

@@ -14,7 +14,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Uint32, const_expr
 
-from ...device.warp import prefix_sum
+from ...device.warp import prefix_sum, sum_before_warp
 from .. import keys, rows, scope, select
 from ..spec import BITS
 from . import CHUNK, GROUP, passes, write
@@ -202,7 +202,7 @@ def append_candidates(
         whole[h], mine[h] = cute.arch.shuffle_sync(sums, 31), sums - count
         chosen += (whole[h] & most) + (whole[h] >> COUNT_BITS)
     scratch = cute.make_tensor(s.scratch.iterator + chunk.parity * 32, cute.make_layout(32))
-    earlier, count = select.sum_before_warp(chosen, scratch, spec.threads // 32)
+    earlier, count = sum_before_warp(chosen, scratch, spec.threads // 32)
     # append in index order: vector by vector, lane by lane
     if kept + count <= spec.capacity:
         earlier += kept

@@ -139,6 +139,8 @@ def structure(spec: Any) -> Any:
             return (
                 ("latent", spec.tile.cluster) if (spec.tile.cluster, spec.head_dim_qk) in ((1, 576), (2, 512)) else None
             )
+        if spec.kv.union:  # a kernel in front, which test_ptxsim_key_union.py runs, and words of rows of a tile
+            return None
         return ("latent", spec.kv.source, spec.kv.extra)
     k, dim = traits_of(spec), spec.head_dim_qk
     if spec.kv.scales == "token" and not k.decodes:  # the prepare role multiplies rows as it does blocks

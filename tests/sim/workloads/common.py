@@ -18,8 +18,10 @@ from wrappers.host.machine import HostMachine, override
 from .. import launcher
 
 INTEGERS = {  # arguments of type int32
-    *("cu_seqlens_q", "kv_lens", "page_table", "kv_starts", "counters", "tree_mask", "mask_starts", "mask_blocks")
+    *("cu_seqlens_q", "kv_lens", "page_table", "kv_starts", "counters", "tree_mask", "mask_starts", "mask_blocks"),
+    *("union_slots", "union_lens"),
 }
+SCRATCH = "o_partial", "mask_blocks", "union_slots", "union_tokens", "union_lens"
 GARBAGE = 0x7F7F7F7F  # in integer scratch
 SMS = 2  # of the simulated GPU: CTAs of a persistent grid
 
@@ -56,7 +58,7 @@ class SimulatedMachine(HostMachine):
         def launch(*args: Any) -> None:
             counters, parts = scratch_of(op, spec, args)
             for part in parts:
-                part.fill_(math.nan if part.is_floating_point() else GARBAGE)
+                part.fill_(math.nan if part.is_floating_point() else GARBAGE >> 32 - 8 * part.element_size())
             check_zero(counters, "before")
             function(*args)
             check_zero(counters, "after")
@@ -111,7 +113,7 @@ def scratch_of(op: str, spec: Any, args: Sequence[Any]) -> tuple[list[torch.Tens
     for name in INTEGERS & named.keys():
         if named[name].dtype != torch.int32:
             raise Fault(f"{name}: {named[name].dtype}, must be torch.int32")
-    return [named["counters"]], [named[name] for name in ("o_partial", "mask_blocks") if name in named]
+    return [named["counters"]], [named[name] for name in SCRATCH if name in named]
 
 
 def check_zero(counters: list[torch.Tensor], when: str) -> None:

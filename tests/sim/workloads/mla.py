@@ -26,6 +26,8 @@ def mla_cases(spec: Any) -> list[MlaScenario]:
     """Return scenarios for the kernel `spec`, with split keys."""
     if isinstance(spec.tile, LatentTileConfig):
         return few_cases(spec)
+    if spec.kv.union:
+        return shared_cases(spec)
     if spec.kv.source == "slots":
         return chosen_cases(spec)
     more = more_heads(spec)
@@ -165,6 +167,22 @@ def chosen_cases(spec: Any) -> list[MlaScenario]:
             ),
         ),
     ]
+
+
+def shared_cases(spec: Any) -> list[MlaScenario]:
+    """Return scenarios for the kernel `spec`, where tokens share the keys that each of them chooses: with groups of 4,
+    8 and 2 tokens, of which the last one is not full, and with many groups."""
+    base = MlaCase(
+        "sparse_fwd", dtype=spec.smem_q, dim=spec.head_dim_qk, page_size=7, chosen=70, lens=(90, 30), rows=3,
+        record=spec.kv.record, share=True,
+    )  # fmt: skip
+    tiles = (
+        replace(base, data="peaks"),
+        replace(base, heads=8, rows=5, counted=True, sink=True, chosen=130, lens=(40, 9), strided=True),
+        replace(base, heads=32, chosen=20, lens=(300,), gap=int(not spec.kv.record)),
+    )
+    many = replace(base, heads=24, lens=(5, 0, 1, 30) * 7, rows=1, chosen=3, counted=True)
+    return [MlaScenario("tiles", tiles), MlaScenario("many groups", (many,))]
 
 
 def run_mla(spec: Any, scenario: MlaScenario, arch: str, **how: Any) -> Outcome:

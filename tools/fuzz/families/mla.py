@@ -10,6 +10,7 @@ import wrappers
 from bench.cases import mla as cases
 from bench.cases.cache_write import copied
 from bench.cases.mla import MlaCase, MlaInputs
+from cute_kernels.attention.spec import UNION_HEADS
 from wrappers.host.machine import HostMachine, override
 
 from ..call import Call, Options, Results, Work, case_of, changed_fields
@@ -65,6 +66,8 @@ def draw(family: str, rng: Random, options: Options) -> Call:
         drawn = replace(drawn, dim=576, window=window, cap=cap)
     if drawn.chosen and function in (FLASH_MLA, SPARSE) and rng.random() < 0.4:
         drawn = replace(drawn, second=rng.choice((1, 64, rng.randrange(1, most))))
+    if function == SPARSE and drawn.heads in UNION_HEADS and not drawn.second:
+        drawn = replace(drawn, share=rng.random() < 0.5)
     if function in (FLASH_MLA, TRTLLM, SPARSE) and drawn.dtype == "bf16" and rng.random() < 0.5:
         drawn = _with_records(drawn, rng)
     return Call(family, function, rng.randrange(1 << 30), mode, "shape", changed_fields(drawn, "function"))
@@ -159,6 +162,7 @@ def smaller(call: Call) -> list[dict[str, Any]]:
     case = _case(call)
     changed = [replace(case, lens=some) for some in found]
     changed += [replace(case, gap=0)] if case.gap else []
+    changed += [replace(case, share=False)] if case.share else []
     changed += [replace(case, chosen=case.chosen // 2)] if case.chosen > 1 else []
     changed += [replace(case, second=case.second // 2)] if case.second else []
     return [changed_fields(one, "function") for one in changed]
