@@ -2,7 +2,6 @@
 types, prompts, chunks, decodes and drafts in one batch, against float64; and what is refused."""
 
 import pytest
-import torch
 
 from tests.support import vllm_latent
 from tests.support.vllm_latent import SparseModel

@@ -76,7 +76,12 @@ def latent_stubs(server: Server) -> dict[str, dict[str, Any]]:
     found = stubs(server)
     quantised = found["vllm.model_executor.layers.quantization.utils.quant_utils"]
     quantised |= {"get_and_maybe_dequant_weights": lambda layer, out_dtype: layer.weight.to(out_dtype)}
-    found["vllm.config"] |= {"CUDAGraphMode": SimpleNamespace(FULL="full", NONE="none"), "VllmConfig": object}
+    found["vllm.config"] |= {
+        "CUDAGraphMode": SimpleNamespace(FULL="full", NONE="none"), "VllmConfig": object,
+        "get_layers_from_vllm_config": lambda config, of, names: {
+            name: config.compilation_config.static_forward_context[name] for name in names
+        },
+    }  # fmt: skip
     found["vllm.distributed.parallel_state"] |= {"get_dcp_group": lambda: SimpleNamespace(world_size=1)}
     return found | {
         "vllm._aiter_ops": {
@@ -123,7 +128,7 @@ def running() -> Iterator[Server]:
     engine = Engine("vllm", engine_files("vllm", VERSION, FILES), FILES, latent_stubs(server))
     with engine.installed(), pytest.MonkeyPatch.context() as patch:
         patch.setattr(importlib.metadata, "entry_points", entry_points)
-        patch.setenv("VLLM_PLUGINS", "cute_kernels")
+        patch.setenv("VLLM_PLUGINS", "cute_kernels,cute_kernels_mla")
         from vllm import plugins
 
         plugins.load_general_plugins()
@@ -275,13 +280,16 @@ class SparseModel(Batches):
         self.name, self.cache = name, cache
         server.config.compilation_config.static_forward_context[cache.prefix] = cache
         self.builders = {
-            name: layer.get_attn_backend().get_builder_cls()(spec, [name], server.config, server.device),
-            cache.prefix: cache.get_attn_backend().get_builder_cls()(spec, [cache.prefix], server.config, server.device),
+            each: backend.get_builder_cls()(spec, [each], server.config, server.device)
+            for each, backend in ((name, layer.get_attn_backend()), (cache.prefix, cache.get_attn_backend()))
         }
 
     def inputs(self, tokens: int) -> dict[str, torch.Tensor]:
         """What the layer has when it calls its indexer, on the CPU."""
-        draw = lambda *shape: torch.randn(tokens, *shape).to(self.dtype)
+
+        def draw(*shape: int) -> torch.Tensor:
+            return torch.randn(tokens, *shape).to(self.dtype)
+
         return {
             "q_nope": draw(self.heads, NOPE), "q_pe": draw(self.heads, ROPE), "kv_c": draw(LATENT), "k_pe": draw(ROPE),
             "index_q": torch.randn(tokens, INDEX_HEADS, INDEX_DIM).to(torch.float8_e4m3fn),
@@ -337,3 +345,73 @@ class SparseModel(Batches):
                 found = torch.softmax(logits, -1) @ rows[chosen, :LATENT]
                 want = torch.einsum("hl,hlv->hv", found, layer.W_UV.cpu().double()).flatten()
                 torch.testing.assert_close(output[mine][t].cpu().double(), want, rtol=0.02, atol=0.02)
+
+
+class DenseModel(Batches):
+    """A layer of latent attention, of vLLM's own class, from its rotated queries and keys on."""
+
+    def __init__(
+        self, server: Server, heads: int, kv_cache_dtype: str, dtype: torch.dtype = torch.bfloat16, drafts: int = 0
+    ) -> None:
+        """drafts: tokens that speculation proposes."""
+        from vllm.model_executor.layers.attention.mla_attention import MLAAttention
+        from vllm.v1.attention import selector
+
+        super().__init__(server.device)
+        torch.manual_seed(0)
+        selector._cached_get_attn_backend.cache_clear()
+        server.config = config_of(dtype, kv_cache_dtype)
+        if drafts:
+            server.config.speculative_config = SimpleNamespace(
+                num_speculative_tokens=drafts, parallel_drafting=False, method="ngram",
+                enable_adaptive_verification=False,
+            )  # fmt: skip
+        self.server, self.heads, self.dtype = server, heads, dtype
+        self.record, self.name = RECORDS[kv_cache_dtype], "layers.0.attn"
+        default = torch.get_default_dtype()
+        torch.set_default_dtype(dtype)
+        try:
+            with torch.device(server.device):
+                self.layer = layer = MLAAttention(
+                    heads, (NOPE + ROPE) ** -0.5, NOPE, ROPE, V, None, LATENT, Linear(LATENT, heads * (NOPE + V)),
+                    cache_config=server.config.cache_config, prefix=self.name,
+                )  # fmt: skip
+        finally:
+            torch.set_default_dtype(default)
+        layer.process_weights_after_loading(dtype)
+        width = (LATENT + ROPE) * (1 if self.record else dtype.itemsize)
+        raw = torch.full((BLOCKS, 1, BLOCK, width), 0xFF, dtype=torch.uint8, device=server.device)
+        layer.bind_kv_cache(raw if self.record else raw.view(dtype))
+        layer._k_scale_float = 0.5 if self.record else 1.0
+        layer._k_scale.fill_(layer._k_scale_float)
+        spec, self.backend = layer.get_kv_cache_spec(server.config), layer.get_attn_backend()
+        self.builder = self.backend.get_builder_cls()(spec, [self.name], server.config, server.device)
+
+    def step(self, counts: dict[int, int], padding: int = 0, width: int = 1) -> Any:
+        """Run a step, and compare each request with float64. Return its metadata."""
+        common = self.common(counts, padding, width)
+        metadata = self.builder.build(0, common)
+        layers = self.server.config.compilation_config.static_forward_context
+        self.server.context = SimpleNamespace(
+            attn_metadata={self.name: metadata}, no_compile_layers=layers, slot_mapping={self.name: common.slot_mapping}
+        )
+        tokens = common.num_actual_tokens
+        q, kv_c, k_pe = (
+            torch.randn(tokens, *shape).to(self.dtype) for shape in ((self.heads, NOPE + ROPE), (LATENT,), (1, ROPE))
+        )
+        given = [t.to(self.device) for t in (q, kv_c, k_pe)]
+        output = self.layer(*given, output_shape=torch.Size((tokens, self.heads * V)))
+        start, layer = 0, self.layer
+        for request, count in counts.items():
+            length, mine = self.lens[request], slice(start, start + count)
+            start += count
+            rows = rows_of(self.record, layer.kv_cache, self.blocks[request], length, layer._k_scale_float)
+            latent = torch.einsum("thn,hnl->thl", q[mine, :, :NOPE].double(), layer.W_UK_T.cpu().double())
+            logits = torch.cat([latent, q[mine, :, NOPE:].double()], -1) @ rows.T * layer.scale
+            seen = torch.arange(length) <= torch.arange(length - count, length)[:, None]
+            shares = torch.softmax(logits.masked_fill(~seen[:, None], -torch.inf), -1)
+            want = torch.einsum("thl,hlv->thv", shares @ rows[:, :LATENT], layer.W_UV.cpu().double()).flatten(1)
+            # The new tokens of a prompt are not read from the cache, and so not rounded as its rows are.
+            limit = 0.1 if self.record and count > 1 else 0.03
+            torch.testing.assert_close(output[mine].cpu().double(), want, rtol=limit, atol=limit)
+        return metadata

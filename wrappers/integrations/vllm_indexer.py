@@ -1,4 +1,4 @@
-"""vLLM's sparse indexer on `select_slots`: logits and the exact top-k in one call, in bounded memory, and deterministic.
+"""vLLM's sparse indexer on `select_slots`: logits and the exact top-k in one call, deterministic, in bounded memory.
 
 It belongs to the layers of `VllmSparseBackend`, and takes nothing of DeepGEMM. vLLM's indexer writes positions in the
 request into a buffer, from which its backends make slots of the cache. This one writes the slots, which
@@ -30,7 +30,6 @@ from vllm.v1.attention.backend import (
 from ..indexer.selection import SCRATCH
 from ..own.select import select_slots
 from ..vllm.latent import concat_and_cache_mla
-from .support import ARCHS
 
 MOST_ROWS = 8  # tokens of a request that share the loads of keys
 BLOCK = 64  # keys that TMA loads at a time: pages of a multiple of them are the fastest
@@ -274,7 +273,7 @@ def _blackwell() -> bool:
 
 
 def without_deep_gemm() -> None:
-    """Let models with the attention backend CUSTOM start where DeepGEMM is not installed, which vLLM's indexer needs."""
+    """Let models with the attention backend CUSTOM start without DeepGEMM, which vLLM's indexer needs."""
     from vllm.model_executor.layers import sparse_attn_indexer as theirs
     from vllm.v1.attention.backends.registry import AttentionBackendEnum
 

@@ -1,4 +1,4 @@
-"""vLLM's backend of sparse latent attention (DeepSeek V3.2, GLM-5): each token attends to the keys that the indexer chose.
+"""vLLM's backend of sparse latent attention (DeepSeek V3.2, GLM-5): a token attends to keys that the indexer chose.
 
 `vllm_select` chooses it for `--attention-backend CUSTOM`. One launch per layer serves prompts and decodes together, in
 the absorbed form, from the rows of the cache as they are stored: in 16 bits, in e4m3 with one scale, or packed
