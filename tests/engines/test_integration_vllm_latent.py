@@ -1,5 +1,5 @@
-"""vLLM's own layer of latent attention (MLA), of 0.33.0, on the plugin: prompts, chunks of a context, decodes and drafts
-in one batch, over caches of 16 bits and of e4m3, against float64; and what is refused."""
+"""vLLM's own layer of latent attention (MLA), of 0.33.0, on the plugin: prompts, chunks of a context, decodes and
+drafts in one batch, over caches of 16 bits and of e4m3, against float64; and what is refused."""
 
 import pytest
 

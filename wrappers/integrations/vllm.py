@@ -38,12 +38,11 @@ from ..fp4 import FP4Tensor
 from ..host import machine
 from ..own.append_qkv import KVCacheTarget, append_qkv
 from .held import HeldCache
-from .support import ARCHS, E4M3, E5M2, HEAD_SIZES, PAGE_SIZES, query_dtype, refusal
+from .support import ARCHS, E4M3, E5M2, HEAD_SIZES, PAGE_SIZES, SIXTEEN_BITS, query_dtype, refusal
 
 BY_TOKEN = {"fp8_per_token_head": E4M3, "int8_per_token_head": torch.int8}  # with scales in the cache
 QUANTISED = {"fp8": E4M3, "fp8_e4m3": E4M3, "fp8_e5m2": E5M2, "nvfp4": torch.uint8, **BY_TOKEN}
 SCALE_BYTES = 4  # of a scale per token and head
-SIXTEEN_BITS = {"float16": torch.float16, "bfloat16": torch.bfloat16}  # "auto": the model's
 
 
 @dataclass

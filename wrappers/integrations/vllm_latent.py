@@ -31,15 +31,14 @@ from ..attention.bound import StepTensors
 from ..attention.call import AttentionCall
 from ..attention.views import columns_and_rope
 from ..flash_attn.api import flash_attn_varlen_func
-from ..flash_mla.api import NAME, flash_mla_with_kvcache
+from ..flash_mla.api import NAME
 from ..host.plain import traced
-from ..own.explanation import explain
 from ..vllm.latent import concat_and_cache_mla
 from .held import HeldCache
-from .support import ARCHS, E4M3
+from .support import ARCHS, E4M3, LATENT, ROPE, SIXTEEN_BITS, latent_refusal
 
-SIXTEEN_BITS, QUANTISED = ("auto", "bfloat16", "float16"), ("fp8", "fp8_e4m3")
-LATENT, ROPE, BLOCK = 512, 64, 64
+QUANTISED = "fp8", "fp8_e4m3"
+BLOCK = 64  # tokens of a page of which TMA fetches all
 
 
 class LatentPrefill(MLAPrefillBackend):
@@ -89,12 +88,11 @@ class VllmLatentMetadataBuilder(MLACommonMetadataBuilder[MLACommonMetadata]):
 
     _cudagraph_support: ClassVar[AttentionCGSupport] = AttentionCGSupport.UNIFORM_BATCH
     query_len_support: ClassVar[QueryLenSupport] = QueryLenSupport.VARLEN
-    supports_draft_decode_metadata_update = True
+    _prefill_backend: Any  # vLLM's, and then ours
 
     def __init__(self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device) -> None:
-        super().__init__(
-            kv_cache_spec, layer_names, vllm_config, device, VllmLatentMetadata, supports_dcp_with_varlen=True
-        )
+        super().__init__(kv_cache_spec, layer_names, vllm_config, device, VllmLatentMetadata)
+        self.supports_draft_decode_metadata_update = self.dcp_world_size == 1
         theirs = self._prefill_backend
         self._prefill_backend = LatentPrefill(
             theirs.num_heads, theirs.scale, theirs.kv_lora_rank, theirs.qk_nope_head_dim, theirs.qk_rope_head_dim,
@@ -122,7 +120,7 @@ class VllmLatentBackend(MLACommonBackend):
     """The configurations that the kernels support, in vLLM's terms."""
 
     supported_dtypes: ClassVar[list[torch.dtype]] = [torch.float16, torch.bfloat16]
-    supported_kv_cache_dtypes: ClassVar[list[Any]] = [*SIXTEEN_BITS, *QUANTISED]
+    supported_kv_cache_dtypes: ClassVar[list[Any]] = ["auto", *SIXTEEN_BITS, *QUANTISED]
 
     @staticmethod
     def get_name() -> str:
@@ -165,19 +163,7 @@ class VllmLatentBackend(MLACommonBackend):
         arch = ARCHS.get((device_capability.major, device_capability.minor))
         if arch is None or head_size != LATENT + ROPE:
             return None  # other methods refuse these
-        if kv_cache_dtype in ("bfloat16", "float16") and getattr(torch, kv_cache_dtype) is not dtype:
-            return f"kv_cache_dtype: {kv_cache_dtype}, must be that of the model, {dtype}"
-        q, cache = (torch.zeros(1, 1, heads, head_size, dtype=dtype, device="cpu") for heads in (16, 1))
-        table, one = (torch.tensor(x, dtype=torch.int32, device="cpu") for x in ([[0]], [1]))
-        quantised = kv_cache_dtype in QUANTISED
-        try:
-            found = explain(
-                q, cache.to(E4M3) if quantised else cache, table, one, LATENT, is_fp8_kvcache=quantised,
-                function=flash_mla_with_kvcache, arch=arch,
-            )  # fmt: skip
-        except (TypeError, ValueError) as error:
-            return str(error)
-        return None if found.runs else f"{arch}: {'; '.join(f'{op}: {why}' for op, why in found.refused)}"
+        return latent_refusal(arch, dtype, kv_cache_dtype, "e4m3" if kv_cache_dtype in QUANTISED else "", False)
 
 
 class VllmLatentImpl(MLACommonImpl[VllmLatentMetadata]):
@@ -202,6 +188,8 @@ class VllmLatentImpl(MLACommonImpl[VllmLatentMetadata]):
         if kv_cache_dtype not in VllmLatentBackend.supported_kv_cache_dtypes:
             allowed = ", ".join(VllmLatentBackend.supported_kv_cache_dtypes)
             raise NotImplementedError(f"kv_cache_dtype: {kv_cache_dtype!r}, must be one of {allowed}")
+        if mla["kv_lora_rank"] != LATENT:
+            raise NotImplementedError(f"kv_lora_rank: {mla['kv_lora_rank']}, must be {LATENT}")
         super().__init__(
             num_heads, head_size, scale, num_kv_heads, alibi_slopes, sliding_window, kv_cache_dtype, logits_soft_cap,
             attn_type, kv_sharing_target_layer_name, **mla,

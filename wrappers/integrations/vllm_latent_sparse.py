@@ -30,19 +30,15 @@ from cute_kernels.attention.spec import LSE_NATURAL, LSE_OF_KEYS
 from ..attention.bound import StepTensors
 from ..attention.call import AttentionCall
 from ..attention.views import columns_and_rope
-from ..flash_mla.api import SPARSE_NAME, flash_mla_with_kvcache
+from ..flash_mla.api import SPARSE_NAME
 from ..host.plain import traced
-from ..own.explanation import explain
 from ..vllm.latent import concat_and_cache_mla
 from . import vllm_indexer
 from .held import HeldCache
-from .support import ARCHS, E4M3
+from .support import ARCHS, E4M3, LATENT, ROPE, SIXTEEN_BITS, latent_refusal
 from .vllm_indexer import token_lens, uniform_rows
 
 RECORDS = {"fp8_ds_mla": "656", "nvfp4_ds_mla": "352", "fp8": "e4m3", "fp8_e4m3": "e4m3"}  # cache -> record
-ROW_BYTES = {"656": 656, "352": 352, "e4m3": 576}
-SIXTEEN_BITS = ("auto", "bfloat16", "float16")
-LATENT, ROPE = 512, 64  # columns of a row
 
 
 @dataclass
@@ -94,7 +90,7 @@ class VllmSparseBackend(AttentionBackend):
     """The configurations that the kernels support, in vLLM's terms."""
 
     supported_dtypes: ClassVar[list[torch.dtype]] = [torch.float16, torch.bfloat16]
-    supported_kv_cache_dtypes: ClassVar[list[Any]] = [*SIXTEEN_BITS, *RECORDS]
+    supported_kv_cache_dtypes: ClassVar[list[Any]] = ["auto", *SIXTEEN_BITS, *RECORDS]
 
     @staticmethod
     def get_name() -> str:
@@ -144,22 +140,9 @@ class VllmSparseBackend(AttentionBackend):
     ) -> str | None:  # fmt: skip
         """Return the reason of `explain` if no kernel of the architecture takes these types, else None."""
         arch = ARCHS.get((device_capability.major, device_capability.minor))
-        record = RECORDS.get(kv_cache_dtype, "")
         if arch is None or head_size != LATENT + ROPE:
             return None  # other methods refuse these
-        if kv_cache_dtype in ("bfloat16", "float16") and getattr(torch, kv_cache_dtype) is not dtype:
-            return f"kv_cache_dtype: {kv_cache_dtype}, must be that of the model, {dtype}"
-        q = torch.zeros(1, 1, 16, head_size, dtype=dtype, device="cpu")
-        cache = torch.zeros(1, 64, 1, ROW_BYTES[record], dtype=torch.uint8, device="cpu") if record else q[:, :, :1]
-        slots = torch.zeros(1, 1, 64, dtype=torch.int32, device="cpu")
-        try:
-            found = explain(
-                q, cache, None, None, LATENT, None, is_fp8_kvcache=bool(record), indices=slots,
-                function=flash_mla_with_kvcache, arch=arch,
-            )  # fmt: skip
-        except (TypeError, ValueError) as error:
-            return str(error)
-        return None if found.runs else f"{arch}: {'; '.join(f'{op}: {why}' for op, why in found.refused)}"
+        return latent_refusal(arch, dtype, kv_cache_dtype, RECORDS.get(kv_cache_dtype, ""), True)
 
 
 class VllmSparseImpl(MLAAttentionImpl[VllmSparseMetadata]):
@@ -203,10 +186,9 @@ class VllmSparseImpl(MLAAttentionImpl[VllmSparseMetadata]):
         self._cache = HeldCache(self, type(self).caches)
 
     @property
-    def topk_indices_buffer(self) -> torch.Tensor:
+    def topk_indices_buffer(self) -> Any:
         """The slots of all tokens. The indexer has it, since vLLM lets a draft model share that of its target."""
-        found: torch.Tensor = self._buffer if self._indexer is None else self._indexer.topk_indices_buffer
-        return found
+        return self._buffer if self._indexer is None else self._indexer.topk_indices_buffer
 
     @topk_indices_buffer.setter
     def topk_indices_buffer(self, buffer: torch.Tensor) -> None:
