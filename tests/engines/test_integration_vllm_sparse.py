@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from tests.support import vllm_latent
+from tests.support.emulated import emulation
 from tests.support.vllm_latent import LATENT, ROPE, TOP_K, SparseModel, config_of, rows_of
 from tests.support.vllm_stubs import DeviceCapability
 
@@ -58,6 +59,22 @@ def test_metadata_of_decodes_hold_for_other_lengths(rows, server):
         output = model.forward(graph, {name: t.to(model.device) for name, t in inputs.items()})
         model.check(counts, inputs, output)
         assert (model.indexer.topk_indices_buffer[len(counts) * rows : 3 * rows] == -1).all()
+
+
+@pytest.mark.parametrize("kv_cache_dtype", ["auto", "fp8", "fp8_ds_mla"])
+def test_launches_of_a_layer(kv_cache_dtype, engine):
+    """On emulated kernels: a decode writes rows and keys, computes logits, selects and attends; the third in a row
+    repeats the launch of its attention, also with other requests, and a mixed batch has as many launches."""
+    engine.platform.device = torch.device("cpu")
+    with emulation() as fake:
+        model = SparseModel(engine, 8, kv_cache_dtype)
+        model.step({0: 40, 1: 29, 2: 30})
+        for counts in ({0: 1, 1: 1}, {0: 1, 1: 1}, {1: 1, 2: 1}, {0: 3, 2: 1}):
+            fake.launches.clear()
+            model.step(counts)
+            assert len(fake.launches) == 5
+            if counts == {1: 1, 2: 1}:
+                assert model.layer.impl._cache.launch._launch is not None
 
 
 def test_tokens_that_pad_a_mixed_batch_have_no_keys(server):
