@@ -179,4 +179,7 @@ class Engine(MetaPathFinder, Loader):
             sys.meta_path.remove(self)
             for name in set(sys.modules) - before:
                 if name.partition(".")[0] == self.package or name.startswith(f"wrappers.integrations.{self.package}"):
-                    del sys.modules[name]
+                    module = sys.modules.pop(name)
+                    for value in vars(module).values():
+                        if isinstance(value, torch.library.Library):  # the next import registers its operators again
+                            value._destroy()

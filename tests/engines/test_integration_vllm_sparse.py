@@ -1,0 +1,244 @@
+"""vLLM's own layer of DeepSeek V3.2, of 0.33.0, on the plugin: the indexer and sparse attention over caches of all
+types, prompts, chunks, decodes and drafts in one batch, against float64; and what is refused."""
+
+from types import SimpleNamespace
+from unittest.mock import MagicMock
+
+import pytest
+import torch
+
+from tests.support import vllm_latent
+from tests.support.emulated import emulation
+from tests.support.vllm_latent import LATENT, ROPE, TOP_K, SparseModel, config_of, rows_of
+from tests.support.vllm_stubs import DeviceCapability
+
+
+@pytest.fixture(scope="module")
+def engine():
+    with vllm_latent.running() as server:
+        yield server
+
+
+@pytest.fixture
+def server(engine, device):
+    engine.platform.device = device
+    return engine
+
+
+@pytest.mark.parametrize("kv_cache_dtype", ["auto", "fp8", "fp8_ds_mla", "nvfp4_ds_mla"])
+@pytest.mark.parametrize("heads", [8, 16])
+def test_prompts_chunks_decodes_and_drafts(heads, kv_cache_dtype, server):
+    model = SparseModel(server, heads, kv_cache_dtype)
+    model.step({0: 40, 1: 5})  # prompts, the first in two chunks
+    model.step({1: 1, 0: 17, 2: 30})  # a decode, a chunk, a prompt
+    model.step({0: 1, 1: 1, 2: 1})
+    model.step({0: 2, 1: 2, 2: 2})  # drafts, as many of each
+    model.step({0: 4, 1: 4, 2: 4})
+    model.step({2: 3, 0: 1, 1: 2})
+    model.step({0: 1, 1: 1, 2: 1}, padding=2)  # as a CUDA graph of 5 requests is filled
+    model.step({0: 2, 2: 2}, padding=2, width=2)
+
+
+@pytest.mark.parametrize("rows", [1, 2, 4])
+def test_metadata_of_decodes_hold_for_other_lengths(rows, server):
+    """As a CUDA graph has them: the engine writes other lengths, tables and slots into the same tensors."""
+    model = SparseModel(server, 16, "fp8_ds_mla")
+    model.step({0: 40, 1: 3, 2: 9})
+    captured = {0: rows, 1: rows}
+    graph = model.common(captured, padding=1, width=rows)
+    graph.max_seq_len = model.server.config.model_config.max_model_len
+    metadata = {name: b.build_for_cudagraph_capture(graph) for name, b in model.builders.items()}
+    for counts, padding in ((captured, 1), ({1: rows, 2: rows, 0: rows}, 0), ({2: rows}, 2)):
+        step = graph if counts is captured else model.common(counts, padding, rows)
+        for name in ("query_start_loc", "seq_lens", "block_table_tensor", "slot_mapping"):
+            getattr(graph, name).copy_(getattr(step, name))
+        for name, builder in model.builders.items():
+            builder.update_draft_decode_metadata(metadata[name])
+        model.enter(graph, metadata)
+        inputs = model.inputs(3 * rows)
+        output = model.forward(graph, {name: t.to(model.device) for name, t in inputs.items()})
+        model.check(counts, inputs, output)
+        assert (model.indexer.topk_indices_buffer[len(counts) * rows : 3 * rows] == -1).all()
+
+
+@pytest.mark.parametrize("kv_cache_dtype", ["auto", "fp8", "fp8_ds_mla"])
+def test_launches_of_a_layer(kv_cache_dtype, engine):
+    """On emulated kernels: a decode writes rows and keys, computes logits, selects and attends; the third in a row
+    repeats the launch of its attention, also with other requests, and a mixed batch has as many launches."""
+    engine.platform.device = torch.device("cpu")
+    with emulation() as fake:
+        model = SparseModel(engine, 8, kv_cache_dtype)
+        model.step({0: 40, 1: 29, 2: 30})
+        for counts in ({0: 1, 1: 1}, {0: 1, 1: 1}, {1: 1, 2: 1}, {0: 3, 2: 1}):
+            fake.launches.clear()
+            model.step(counts)
+            assert len(fake.launches) == 5
+            if counts == {1: 1, 2: 1}:
+                assert model.layer.impl._cache.launch._launch is not None
+
+
+def test_tokens_that_pad_a_mixed_batch_have_no_keys(server):
+    model = SparseModel(server, 8, "auto")
+    model.step({0: 5, 1: 9}, padding=2, width=3)
+    assert (model.indexer.topk_indices_buffer[14:20] == -1).all()
+
+
+def test_a_run_without_metadata_measures_the_memory(server):
+    model = SparseModel(server, 8, "auto")
+    common = model.common({0: 3})
+    model.enter(common, None)
+    inputs = model.inputs(3)
+    common.slot_mapping.fill_(-1)
+    assert not model.forward(common, {name: t.to(model.device) for name, t in inputs.items()}).any()
+    assert (model.indexer.topk_indices_buffer == -7).all()
+
+
+def test_a_layer_of_another_backend_keeps_vllms_indexer(server, monkeypatch):
+    from vllm.models.deepseek_v32 import attention
+
+    from wrappers.integrations import vllm_indexer
+
+    model, theirs = SparseModel(server, 8, "auto"), MagicMock(__module__="vllm")
+    monkeypatch.setattr(attention, "sparse_attn_indexer", theirs)
+    vllm_indexer.install()
+    vllm_indexer.install()  # of the next layer
+    model.step({0: 30})
+    assert not theirs.called
+    del model.cache.get_attn_backend
+    assert model.cache.get_attn_backend() == "vLLM's"
+    common = model.common({0: 3})
+    model.enter(common, {model.name: model.builders[model.name].build(0, common), model.cache.prefix: None})
+    model.forward(common, {name: t.to(model.device) for name, t in model.inputs(3).items()})
+    ((given, named),) = [(call.args, call.kwargs) for call in theirs.call_args_list]
+    assert given[1] == model.cache.prefix and given[13] is model.indexer.topk_indices_buffer
+    assert named["skip_topk_buffer_clear"] and named["topk_backend"] == "auto"
+
+
+def test_a_draft_model_may_share_the_buffer_of_its_target(server):
+    model, other = SparseModel(server, 8, "auto"), torch.full((128, TOP_K), -7, dtype=torch.int32)
+    model.indexer.topk_indices_buffer = model.layer.topk_indices_buffer = other.to(model.device)
+    model.step({0: 30, 1: 2})
+    assert (model.layer.topk_indices_buffer[:32] != -7).all()
+
+
+@pytest.mark.parametrize("capability, ours", [((9, 0), True), ((10, 0), False)])
+def test_rows_in_nvfp4_are_written_without_instructions_of_blackwell(capability, ours, server, monkeypatch):
+    from vllm.models.deepseek_v32 import attention
+
+    from wrappers.integrations import vllm_indexer
+
+    rows, rotated = torch.randn(3, LATENT).bfloat16(), torch.randn(3, ROPE).bfloat16()
+
+    def theirs(q_c, **named):
+        named["kv_c_out"][:], named["k_pe_out"][:] = rows.to(server.device), rotated.to(server.device)
+        seen.append(named)
+        return "q"
+
+    seen, cache = [], torch.zeros(2, 16, 352, dtype=torch.uint8, device=server.device)
+    monkeypatch.setattr(attention, "fused_norm_rope", theirs)
+    vllm_indexer.install()
+    server.platform.capability = DeviceCapability(*capability)
+    out = {"kv_c_out": torch.empty_like(rows), "k_pe_out": torch.empty_like(rotated)}
+    out = {name: t.to(server.device) for name, t in out.items()}
+    given = {
+        "mla_kv_cache": cache, "mla_kv_cache_dtype": "nvfp4_ds_mla", "mla_k_scale": torch.ones(1, device=server.device),
+        "slot_mapping": torch.tensor([18, 3], device=server.device),
+    }  # fmt: skip
+    try:
+        assert attention.fused_norm_rope("q_c", **given, **out) == "q"
+        others = given | {"mla_kv_cache": None}
+        attention.fused_norm_rope("q_c", **others, **out)
+    finally:
+        server.platform.capability = DeviceCapability(9, 0)
+    assert (seen[0]["mla_kv_cache"] is None) == ours and seen[1]["mla_kv_cache_dtype"] == "nvfp4_ds_mla"
+    assert cache.any() == ours
+    if ours:
+        found = rows_of("352", cache, [0, 1], 32)
+        error = (found[[18, 3]] - torch.cat([rows, rotated], 1)[:2].double()).abs()
+        assert error.max() < 0.8 and error.mean() < 0.1
+
+
+def test_models_with_custom_start_without_deep_gemm(server, monkeypatch):
+    from vllm import utils
+    from vllm.model_executor.layers import sparse_attn_indexer
+    from vllm.v1.attention.backends.registry import AttentionBackendEnum
+
+    from wrappers.integrations import plugins
+
+    monkeypatch.setattr(utils.deep_gemm, "has_deep_gemm", lambda: False)
+    monkeypatch.setattr(sparse_attn_indexer, "has_deep_gemm", lambda: False)
+    plugins.vllm()
+    server.config = config_of(torch.bfloat16, "auto")
+    assert sparse_attn_indexer.has_deep_gemm()
+    server.config.attention_config.backend = AttentionBackendEnum.FLASHMLA_SPARSE
+    assert not sparse_attn_indexer.has_deep_gemm()
+
+
+VALID = {"head_size": 576, "dtype": torch.bfloat16, "kv_cache_dtype": "fp8_ds_mla", "block_size": 64, "use_mla": True,
+         "use_sparse": True}  # fmt: skip
+INVALID = {
+    "head_size": ({"head_size": 512}, "head_size not supported"),
+    "kv_cache_dtype": ({"kv_cache_dtype": "fp8_e5m2"}, "kv_cache_dtype not supported"),
+    "another dtype": ({"kv_cache_dtype": "float16"}, "kv_cache_dtype: float16, must be that of the model, torch.bf"),
+    "fp16 over packed rows": ({"dtype": torch.float16}, "must be torch.bfloat16"),
+    "block_size": ({"block_size": 24}, "block_size not supported"),
+    "sinks": ({"has_sink": True}, "attention sinks not supported"),
+    "DCP": ({"use_dcp": True}, "DCP not supported"),
+    "PCP": ({"use_pcp": True}, "PCP not supported"),
+    "trimmed drafts": ({"use_adaptive_verification": True}, "device-cpu query lens mismatch not supported"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", INVALID)
+def test_configurations_that_are_refused_at_start(name, server):
+    from vllm.v1.attention.backends.registry import AttentionBackendEnum
+    from vllm.v1.attention.selector import AttentionSelectorConfig
+
+    backend = AttentionBackendEnum.CUSTOM.get_class()
+
+    def reasons(asked):
+        config = AttentionSelectorConfig(**(VALID | asked))
+        return backend.validate_configuration(device_capability=DeviceCapability(9, 0), **config._asdict())
+
+    asked, message = INVALID[name]
+    assert not reasons({})
+    (reason,) = reasons(asked)
+    assert message in reason
+
+
+@pytest.mark.parametrize("options, message", [
+    ({"sliding_window": 9}, "sliding_window: 9, must be None"),
+    ({"logits_soft_cap": 2.0}, "logits_soft_cap: 2.0, must be None"),
+    ({"alibi_slopes": [1.0]}, r"alibi_slopes: \[1.0\], must be None"),
+    ({"attn_type": "encoder_only"}, "attn_type: encoder_only, must be "),
+    ({"kv_sharing_target_layer_name": "layers.0.attn"}, "kv_sharing_target_layer_name: layers.0.attn, must be None"),
+    ({"kv_cache_dtype": "nvfp4"}, "kv_cache_dtype: 'nvfp4', must be one of auto, float16, bfloat16"),
+    ({"kv_lora_rank": 448}, "kv_lora_rank: 448, must be 512"),
+    ({"indexer": SimpleNamespace(k_cache=SimpleNamespace(head_dim=68))}, "index_head_dim: 68 bytes of a key, must be"),
+])  # fmt: skip
+def test_refused_by_the_layer(options, message, server):
+    from wrappers.integrations.vllm_latent_sparse import VllmSparseImpl
+
+    server.config = config_of(torch.bfloat16, "auto")
+    given = {
+        "num_heads": 16, "head_size": 576, "scale": 1.0, "num_kv_heads": 1, "alibi_slopes": None,
+        "sliding_window": None, "kv_cache_dtype": "auto", "logits_soft_cap": None, "attn_type": "decoder",
+        "kv_sharing_target_layer_name": None, "kv_lora_rank": LATENT,
+    }  # fmt: skip
+    VllmSparseImpl(**given)
+    with pytest.raises(NotImplementedError, match=message):
+        VllmSparseImpl(**given | options)
+
+
+@pytest.mark.parametrize("place, name, value", [
+    ("parallel_config", "decode_context_parallel_size", 2), ("parallel_config", "prefill_context_parallel_size", 2),
+    ("attention_config", "hisparse_config", "given"),
+])  # fmt: skip
+def test_modes_that_are_refused(place, name, value, server):
+    from wrappers.integrations import vllm_indexer
+
+    server.config = config_of(torch.bfloat16, "auto")
+    vllm_indexer.refuse_modes()
+    setattr(getattr(server.config, place), name, value)
+    with pytest.raises(NotImplementedError, match=f"{name}: {value}, must be"):
+        vllm_indexer.refuse_modes()
