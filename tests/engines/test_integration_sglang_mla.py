@@ -347,6 +347,16 @@ def test_servers_that_are_refused(name, server):
         Model(server, Case(), **changes)
 
 
+def test_options_that_are_refused(server):
+    model = Model(server, Case())
+    batch = model.batch("DECODE", {0: 1})
+    model.backend.init_forward_metadata(batch)
+    ((q, k), _) = model.inputs(1)
+    for options in ({"sinks": torch.zeros(HEADS)}, {"topk_indices": torch.zeros(1, 8).int()}):
+        with pytest.raises(NotImplementedError, match=f"^{[*options][0]}: given, must be None"):
+            model.layers[0](q, k, k[..., :LATENT], batch, **options)
+
+
 def test_what_no_kernel_does_is_refused(server, monkeypatch):
     from sglang.srt.layers.radix_attention import RadixAttention
 

@@ -35,9 +35,10 @@ from ..host.plain import traced
 from ..own.append_latent import LatentCache, append_latent
 from ..own.explanation import explain
 from .latent_support import COLUMNS, ROTATED, latent_call, latent_refusal
-from .plugins import NAME
 from .sglang import SglangBackend, attention_layers, layer_refusals, number, raise_if_any, server_refusals
 from .support import E4M3
+
+NAME = "cute_kernels"  # by which `plugins.sglang` registers the backend
 
 
 class SglangMlaBackend(SglangBackend):
@@ -86,16 +87,18 @@ class SglangMlaBackend(SglangBackend):
 
     def forward_decode(
         self, q: torch.Tensor, k: torch.Tensor | None, v: torch.Tensor | None, layer: Any, forward_batch: Any,
-        save_kv_cache: bool = True, q_rope: torch.Tensor | None = None, k_rope: torch.Tensor | None = None,
-        **options: Any,
-    ) -> Any:  # fmt: skip
+        save_kv_cache: bool = True, sinks: torch.Tensor | None = None, q_rope: torch.Tensor | None = None,
+        k_rope: torch.Tensor | None = None, **options: Any,
+    ) -> torch.Tensor:  # fmt: skip
         """Compute attention of a layer.
 
         Latent: q (tokens, heads * 512) and q_rope (tokens, heads * R), or q with the columns of both; k (tokens, 1,
         512) and k_rope (tokens, 1, R), or k with both, or None if they are already stored. Returns (tokens, heads *
         512). Per head: q, k, v (tokens, heads, ...), and returns (tokens, heads * columns of v).
         """
-        asked = [name for name, value in options.items() if value is not None and value is not False]
+        asked = [
+            name for name, value in (options | {"sinks": sinks}).items() if value is not None and value is not False
+        ]
         if asked:
             raise NotImplementedError(f"{', '.join(asked)}: given, must be None")
         if layer.v_head_dim != COLUMNS:
@@ -114,7 +117,7 @@ class SglangMlaBackend(SglangBackend):
         requests = sequences_of(m.table, m.seq_lens, m.cu_seq_lens_q, not traced(q))
         longest = m.max_q_len if m.cu_seq_lens_q is not None else 1
         out = serve(latent_call(q, q_rope, pages, requests, longest, layer.scaling * factor, factor))
-        return out.view(q.shape[0], -1)
+        return out.flatten(1)
 
     forward_extend = forward_decode  # the metadata distinguish the two
 
@@ -141,7 +144,7 @@ class SglangMlaBackend(SglangBackend):
             q.view(-1, heads, size), k.to(self.dtype), v.to(self.dtype), m.cu_seq_lens_q, starts, longest,
             softmax_scale=layer.scaling, causal=True,
         )  # fmt: skip
-        return out.view(q.shape[0], -1)
+        return out.flatten(1)
 
 
 def _parts(t: torch.Tensor, rope: Any, heads: int) -> tuple[torch.Tensor, torch.Tensor | None]:
