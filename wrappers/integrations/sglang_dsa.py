@@ -145,6 +145,11 @@ def per_head(
     )  # fmt: skip
 
 
+def chosen(self: Any, topk_indices: torch.Tensor) -> torch.Tensor:
+    """Return the slots that the top-k has chosen, whatever `--dsa-topk-backend` says."""
+    return topk_indices
+
+
 # ---- the indexer
 
 
@@ -206,6 +211,7 @@ HOOKS: dict[str, tuple[Callable[..., Any], HookType]] = {
     f"{BACKEND}._forward_fa3": (of_parts, HookType.REPLACE),
     f"{BACKEND}._forward_flashmla_sparse": (of_sinks, HookType.REPLACE),
     f"{BACKEND}._forward_standard_mha": (per_head, HookType.REPLACE),
+    f"{BACKEND}._get_fused_topk_page_table": (chosen, HookType.REPLACE),
     f"{BACKEND}._build_topk_v2_plan": (no_plan, HookType.REPLACE),
     f"{DSA}.dsa_indexer.Indexer._get_topk_paged": (select, HookType.AROUND),
     f"{DSA}.utils.resolve_num_sms": (sms, HookType.REPLACE),
