@@ -18,13 +18,14 @@ from dataclasses import dataclass
 from statistics import fmean, median
 from typing import Any
 
-from .cases.engine import CASES
-from .engine_worker import BACKENDS, MARK, OURS
+from .cases.engine import CASES, EngineCase
+from .engine_worker import BACKENDS, BESIDE, MARK, OF_ATTENTION, OTHER_CACHE, OURS
 from .results import EngineRow, Environment, ResultRow, with_ratios
 
 PROVIDERS = tuple(dict.fromkeys(p for providers in BACKENDS.values() for p in providers))
-REFERENCES = (*(p for p in PROVIDERS if p not in OURS), "own-fp8", "ours")  # answers are compared with the first's
-LIMITS = {"bf16": 0.1, "fp8": 0.25, "nvfp4": 1.0}  # mean difference of log probabilities, by the type of the cache
+REFERENCES = (*(p for p in PROVIDERS if p not in OURS), *OTHER_CACHE, "ours")  # answers are compared with the first's
+# Mean difference of log probabilities, by the type of the cache
+LIMITS = {"bf16": 0.1, "fp8": 0.25, "nvfp4": 1.0, "fp8_ds_mla": 0.15, "nvfp4_ds_mla": 1.0}
 SLACK = 1.5  # times the largest difference between two of the engine's own backends
 TIMEOUT = 540.0  # seconds for a process
 LAST_LINES = 12  # of a worker that failed, which are printed
@@ -101,7 +102,7 @@ def measure(
     """
     case = CASES[name]
     refuse_others(providers, PROVIDERS)
-    providers = tuple(p for p in providers if p in BACKENDS[case.engine] and (p != "own-fp8" or case.kv == "nvfp4"))
+    providers = tuple(p for p in providers if has_backend(case, p))
     found: dict[str, list[dict[str, Any]]] = {}
     for i in range(rounds):
         for provider in providers[:: -1 if i % 2 else 1]:
@@ -134,6 +135,16 @@ def measure(
     if best is not None:
         rows.append(env.row(name, f"{case.engine}-best", best.time_us))
     return with_ratios(rows), engine_rows
+
+
+def has_backend(case: EngineCase, provider: str) -> bool:
+    """Return whether a provider runs a case: the engine has its backend, for this attention or this cache."""
+    if provider not in BACKENDS[case.engine]:
+        return False
+    if provider in OTHER_CACHE:
+        return BESIDE.get(case.kv) == provider
+    own = [p for of in OF_ATTENTION.values() for p in of]
+    return provider not in own or provider in OF_ATTENTION[case.attention]
 
 
 def describe(provider: str, result: dict[str, Any]) -> str:

@@ -4,11 +4,12 @@ An engine answers the prompts of the check, in a process of its own. Then transf
 seeded weights and eager attention in fp32, over each prompt and the tokens that the engine chose: so every token
 counts, also where two engines would choose others."""
 
+import json
 import tempfile
 from pathlib import Path
 from typing import Any
 
-from .cases.engine import CASES, CHECKED, EngineCase
+from .cases.engine import CASES, CHECKED, CHECKED_OUTPUTS, EngineCase
 from .engine import Run, worker
 from .engine_worker import BACKENDS, checkpoint, write_config
 from .results import Environment, ErrorRow
@@ -25,10 +26,14 @@ class Reference:
         device = "cuda" if torch.cuda.is_available() else "cpu"
         with tempfile.TemporaryDirectory() as folder:
             write_config(case, Path(folder))
+            weights = dict(checkpoint(folder))
+            if case.attention == "dsa":
+                (Path(folder) / "config.json").write_text(json.dumps(dense(case)))
+                weights = {name: weight for name, weight in weights.items() if ".indexer." not in name}
             config = AutoConfig.from_pretrained(folder)
             with torch.device(device):
                 self.model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="eager")
-            self.model.load_state_dict(dict(checkpoint(folder)), strict=not config.tie_word_embeddings)
+            self.model.load_state_dict(weights, strict=not config.tie_word_embeddings)
         self.model.tie_weights()
         self.model.eval()
 
@@ -43,6 +48,15 @@ class Reference:
         chosen = logits.float().log_softmax(-1).gather(1, torch.tensor(tokens, device=device)[:, None])
         found: list[float] = chosen[:, 0].tolist()
         return found
+
+
+def dense(case: EngineCase) -> dict[str, Any]:
+    """Return the config.json of the same model without an indexer. Raise SystemExit if one would leave out keys."""
+    config = case.config
+    if config["index_topk"] < max(CHECKED) + CHECKED_OUTPUTS:
+        raise SystemExit(f"{case.name}: its indexer leaves out keys, and the reference has all")
+    kept = {name: value for name, value in config.items() if not name.startswith("index_")}
+    return kept | {"architectures": ["DeepseekV3ForCausalLM"], "model_type": "deepseek_v3"}
 
 
 def measure(name: str, providers: tuple[str, ...], env: Environment, run: Run = worker) -> list[ErrorRow]:

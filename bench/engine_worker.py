@@ -16,6 +16,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
 
+from .cases import latent_models
 from .cases.engine import CASES, CHECKED, CHECKED_OUTPUTS, EngineCase
 from .timing import quantile
 
@@ -23,15 +24,25 @@ MARK = "engine: "  # begins the line with the result
 BACKENDS: dict[str, dict[str, str]] = {  # engine -> provider -> the engine's name of its attention backend
     "vllm": {
         "ours": "CUSTOM", "vllm-flash-attn": "FLASH_ATTN", "vllm-flashinfer": "FLASHINFER",
-        "vllm-triton": "TRITON_ATTN", "own-fp8": "CUSTOM",
+        "vllm-triton": "TRITON_ATTN", "own-fp8": "CUSTOM", "own-kv656": "CUSTOM",
+        "vllm-flashmla": "FLASHMLA", "vllm-flash-attn-mla": "FLASH_ATTN_MLA", "vllm-triton-mla": "TRITON_MLA",
+        "vllm-flashmla-sparse": "FLASHMLA_SPARSE", "vllm-flash-attn-mla-sparse": "FLASH_ATTN_MLA_SPARSE",
     },
     "sglang": {
         "ours": "cute_kernels", "sglang-fa3": "fa3", "sglang-flashinfer": "flashinfer", "sglang-triton": "triton",
     },
 }  # fmt: skip
 FOLDER = "CUTE_KERNELS_BENCH_MODEL"  # environment variable: where config.json is
-OURS = ("ours", "own-fp8")  # the second: our backend with an e4m3 cache, beside a case with an NVFP4 cache
-GAINS = {"qkv_proj": 1.5, "q_proj": 1.5, "k_proj": 1.5, "v_proj": 1.5, "lm_head": 4.0}
+OF_ATTENTION = {  # kind of a model's attention -> vLLM's own backends that have it
+    "gqa": ("vllm-flash-attn", "vllm-flashinfer", "vllm-triton"),
+    "mla": ("vllm-flashmla", "vllm-flash-attn-mla", "vllm-triton-mla"),
+    "dsa": ("vllm-flashmla-sparse", "vllm-flash-attn-mla-sparse"),
+}
+OTHER_CACHE = {"own-fp8": "fp8", "own-kv656": "fp8_ds_mla"}  # our backend over another cache than the case's
+BESIDE = {"nvfp4": "own-fp8", "nvfp4_ds_mla": "own-kv656"}  # cache of a case -> which of these runs beside
+ONLY_BF16 = ("vllm-flash-attn-mla-sparse",)  # runs cases with other caches over a cache in bf16
+OURS = ("ours", *OTHER_CACHE)
+GAINS = {"qkv_proj": 1.5, "q_proj": 1.5, "q_b_proj": 2.0, "k_proj": 1.5, "v_proj": 1.5, "lm_head": 4.0}
 
 
 @dataclass(frozen=True)
@@ -65,26 +76,24 @@ def checkpoint(folder: str) -> Iterator[tuple[str, Any]]:
     and biases small normals. If embeddings are also the weights of the logits, these are as large as in other models,
     and the last norm changes signs: otherwise a model without training repeats its input."""
     import torch
-    from transformers import AutoConfig, AutoModelForCausalLM
 
-    config = AutoConfig.from_pretrained(folder)
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    config = json.loads((Path(folder) / "config.json").read_text())
+    tied = config["tie_word_embeddings"]
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    offset = 1.0 if "gemma" in config.model_type else 0.0  # its norms add 1 to their weights
-    for name, meta in model.state_dict().items():
-        if config.tie_word_embeddings and name.startswith("lm_head"):
+    offset = 1.0 if "gemma" in config["model_type"] else 0.0  # its norms add 1 to their weights
+    for name, shape in named_shapes(folder, config):
+        if tied and name.startswith("lm_head"):
             continue
         gen = torch.Generator(device).manual_seed(zlib.crc32(name.encode()))
-        weight = torch.empty(meta.shape, dtype=torch.bfloat16, device=device)
+        weight = torch.empty(shape, dtype=torch.bfloat16, device=device)
         gain = next((g for part, g in GAINS.items() if part in name), 1.0)
-        if "embed" in name and config.tie_word_embeddings:
+        if "embed" in name and tied:
             weight.normal_(generator=gen).mul_(GAINS["lm_head"] * weight.shape[1] ** -0.5)
         elif "sinks" in name or "embed" in name:
             weight.normal_(generator=gen)
         elif "bias" in name:
             weight.normal_(generator=gen).mul_(0.02)
-        elif name == "model.norm.weight" and config.tie_word_embeddings:
+        elif name == "model.norm.weight" and tied:
             weight.normal_(generator=gen).sign_().sub_(offset)
         elif weight.ndim < 2:
             weight.fill_(1.0 - offset)
@@ -92,6 +101,20 @@ def checkpoint(folder: str) -> Iterator[tuple[str, Any]]:
             fan_in = weight.shape[1]  # of experts, too: (experts, in, out)
             weight.normal_(generator=gen).mul_(gain * fan_in**-0.5)
         yield name, weight
+
+
+def named_shapes(folder: str, config: dict[str, Any]) -> Iterator[tuple[str, tuple[int, ...]]]:
+    """Yield the names and the shapes of the weights of a model, of which config is the config.json."""
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    if "kv_lora_rank" in config:
+        yield from latent_models.shapes(config)
+        return
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder), dtype=torch.bfloat16)
+    for name, meta in model.state_dict().items():
+        yield name, tuple(meta.shape)
 
 
 def write_config(case: EngineCase, folder: Path) -> None:
@@ -144,6 +167,8 @@ def vllm_arguments(case: EngineCase, backend: str) -> dict[str, Any]:
             "mode": case.mode, "cudagraph_mode": case.graphs, "cudagraph_capture_sizes": sizes
         },
     }  # fmt: skip
+    if case.attention != "gqa":
+        found["block_size"] = 64
     if case.drafts:
         found["speculative_config"] = {
             "method": "ngram", "num_speculative_tokens": case.drafts, "prompt_lookup_max": 4
@@ -263,7 +288,9 @@ def observe(engine: RunningEngine, case: EngineCase, passes: int) -> dict[str, A
 
 def main() -> None:
     name, provider, passes = sys.argv[1], sys.argv[2], int(sys.argv[3])
-    case = CASES[name] if provider != "own-fp8" else replace(CASES[name], kv="fp8")
+    case = CASES[name]
+    kv = OTHER_CACHE.get(provider, "bf16" if provider in ONLY_BF16 else case.kv)
+    case = replace(case, kv=kv)
     with tempfile.TemporaryDirectory() as folder:
         write_config(case, Path(folder))
         begin = time.perf_counter()

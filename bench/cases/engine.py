@@ -5,6 +5,8 @@ import random
 from dataclasses import dataclass, replace
 from typing import Any
 
+from . import latent_models
+
 LLAMA_8B: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 4096, "intermediate_size": 14336,
     "num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 8, "vocab_size": 128256,
@@ -32,7 +34,7 @@ GPT_OSS_20B: dict[str, Any] = LLAMA_8B | {
 GPT_OSS_DENSE: dict[str, Any] = GPT_OSS_20B | {"num_local_experts": 4}  # all are chosen: rounding changes no choice
 MODELS = {
     "llama8b": LLAMA_8B, "qwen3-8b": QWEN3_8B, "gemma2-9b": GEMMA2_9B, "gptoss20b": GPT_OSS_20B,
-    "gptoss-dense": GPT_OSS_DENSE,
+    "gptoss-dense": GPT_OSS_DENSE, **latent_models.MODELS,
 }  # fmt: skip
 GIB = 1 << 30
 CHECKED = (3, 17, 64, 129, 300, 517, 800, 1200)  # prompts of the check: tokens
@@ -80,9 +82,17 @@ class EngineCase:
         return found
 
     @property
+    def attention(self) -> str:
+        """Return the kind of attention: "gqa"; or latent, over all keys, "mla", or over chosen ones, "dsa"."""
+        c = self.config
+        return "dsa" if "index_topk" in c else "mla" if "kv_lora_rank" in c else "gqa"
+
+    @property
     def token_bytes(self) -> int:
         """Return the bytes of a token in the caches of all layers."""
         c = self.config
+        if self.attention != "gqa":
+            return latent_models.token_bytes(c, self.kv)
         dim = c.get("head_dim", c["hidden_size"] // c["num_attention_heads"])
         elements = 2 * c["num_hidden_layers"] * c["num_key_value_heads"] * dim
         return int(elements * {"bf16": 2.0, "fp8": 1.0, "nvfp4": 0.5625}[self.kv])
@@ -132,6 +142,44 @@ def _tiny() -> list[EngineCase]:
     ]
 
 
+def _latent() -> list[EngineCase]:
+    """Return cases of models with latent attention. Heads fewer than a model's are those of one of 8 GPUs."""
+    sparse = EngineCase("dsv32-b64-c16k-kv656", "dsv32", 64, 16384, cached=True, kv="fp8_ds_mla", memory=14 * GIB)
+    dense = EngineCase("v3-b64-c8k-bf16", "v3", 64, 8192, cached=True, memory=10 * GIB)
+    tiny = EngineCase("tiny-dsv32-kv656", "dsv32-few", 16, 700, outputs=64, layers=2, kv="fp8_ds_mla", memory=1 * GIB)
+    return [
+        sparse,
+        replace(sparse, name="dsv32-tp8heads-b64-c16k-kv656", model="dsv32-h16"),
+        replace(sparse, name="dsv32-tp8heads-b64-c16k-kv352", model="dsv32-h16", kv="nvfp4_ds_mla"),
+        replace(sparse, name="dsv32-tp8heads-b64-c16k-bf16", model="dsv32-h16", kv="bf16"),
+        replace(sparse, name="dsv32-b1-c32k-kv656", requests=1, prompt=32768),
+        EngineCase("dsv32-prefill-b8-s32k-kv656", "dsv32", 8, 32768, outputs=8, kv="fp8_ds_mla", memory=14 * GIB),
+        EngineCase("dsv32-mixed-kv656", "dsv32", 128, 2500, spread=1.0, batched=2048, kv="fp8_ds_mla", memory=14 * GIB),
+        replace(sparse, name="glm5-tp8heads-b64-c16k-kv656", model="glm5-h8"),
+        dense,
+        replace(dense, name="v3-b64-c8k-fp8", kv="fp8"),
+        replace(dense, name="v3-tp8heads-b64-c8k-bf16", model="v3-h16"),
+        replace(dense, name="kimi-k2-b64-c8k-bf16", model="kimi-k2"),
+        replace(dense, name="kimi-k2-tp8heads-b64-c8k-bf16", model="kimi-k2-h8"),
+        EngineCase("v3-prefill-b8-s32k-bf16", "v3", 8, 32768, outputs=8, memory=10 * GIB),
+        EngineCase("v3-mixed-bf16", "v3", 128, 2500, spread=1.0, batched=2048, memory=10 * GIB),
+        tiny,
+        replace(tiny, name="tiny-dsv32-kv352", kv="nvfp4_ds_mla"),
+        replace(tiny, name="tiny-dsv32-bf16", kv="bf16"),
+        replace(tiny, name="tiny-dsv32-kv656-cached", cached=True),
+        replace(tiny, name="tiny-dsv32-kv656-full", graphs="FULL"),
+        replace(tiny, name="tiny-dsv32-kv656-piecewise", graphs="FULL_AND_PIECEWISE", mode=3),
+        replace(tiny, name="tiny-dsv32-kv656-ngram1", drafts=1),
+        replace(tiny, name="tiny-dsv32-kv656-ngram3", drafts=3),
+        replace(tiny, name="tiny-dsv32-kv656-dense", model="dsv32-h16"),  # no prompt is longer than index_topk
+        replace(tiny, name="tiny-glm5-kv656", model="glm5-h8"),
+        replace(tiny, name="tiny-v3-bf16", model="v3-h16", kv="bf16"),
+        replace(tiny, name="tiny-v3-fp8", model="v3-h16", kv="fp8"),
+        replace(tiny, name="tiny-v3-bf16-chunks", model="v3-h16", kv="bf16", batched=256),
+        replace(tiny, name="tiny-v3-bf16-ngram3", model="v3-h16", kv="bf16", drafts=3),
+    ]
+
+
 def _cases() -> dict[str, EngineCase]:
     llama = EngineCase("llama8b-b64-c8k-bf16", "llama8b", 64, 8192, cached=True)
     long = replace(llama, prompt=16384)
@@ -157,6 +205,7 @@ def _cases() -> dict[str, EngineCase]:
         for case in found
         if case.kv != "nvfp4" and not case.drafts and case.graphs == "FULL_DECODE_ONLY"
     ]
+    found += _latent()
     return {f"engine-{case.engine}-{case.name}": case for case in found}
 
 

@@ -45,7 +45,7 @@ def test_custom_is_the_backend_if_the_plugin_is_named(slot, named):
     registry, load = slot
     for _ in range(2):  # vLLM may load plugins again
         load(named)
-        assert registry.AttentionBackendEnum.CUSTOM.get_path() == "wrappers.integrations.vllm.VllmBackend"
+        assert registry.AttentionBackendEnum.CUSTOM.get_path() == "wrappers.integrations.vllm_select.VllmSelector"
 
 
 def test_a_slot_that_is_taken_is_not_taken_from_its_owner(slot):
@@ -57,7 +57,7 @@ def test_a_slot_that_is_taken_is_not_taken_from_its_owner(slot):
     assert custom.get_path() == OTHER
 
 
-@pytest.mark.parametrize("asked", ["use_mla", "use_sparse", "use_mm_prefix", "use_per_head_quant_scales",
+@pytest.mark.parametrize("asked", ["use_sparse", "use_mm_prefix", "use_per_head_quant_scales",
     "use_non_causal", "use_batch_invariant", "use_pcp", "use_dcp", "use_rswa"])  # fmt: skip
 def test_modes_that_are_refused(asked, server):
     from vllm.v1.attention.backends.registry import AttentionBackendEnum

@@ -7,11 +7,16 @@ import torch
 
 from bench import engine, server
 from bench.cases.engine import CASES
+from bench.engine_worker import BESIDE
 from bench.results import Environment
 
 TINY = [name for name in CASES if "-tiny-" in name]
-PEERS = {"vllm": "vllm-flash-attn", "sglang": "sglang-triton"}
-COMMON = {"bf16": 0.1, "fp8": 0.1, "nvfp4": 0.02}  # least share of the tokens before the answers part
+PEERS = {
+    ("vllm", "gqa"): "vllm-flash-attn", ("vllm", "mla"): "vllm-flash-attn-mla", ("vllm", "dsa"): "vllm-flashmla-sparse",
+    ("sglang", "gqa"): "sglang-triton",
+}  # fmt: skip
+# Least share of the tokens before the answers part
+COMMON = {"bf16": 0.1, "fp8": 0.1, "nvfp4": 0.02, "fp8_ds_mla": 0.1, "nvfp4_ds_mla": 0.02}
 ENV = Environment("2026-01-01T00:00:00+00:00", "0" * 40, "some-gpu", "1", "2")
 
 
@@ -29,7 +34,7 @@ def test_an_engine_answers_as_with_its_own_backend(name):
     """`engine.measure` gives our backend a row only if its log probabilities agree with the reference's."""
     needs(name)
     case = CASES[name]
-    peer = "own-fp8" if case.kv == "nvfp4" else PEERS[case.engine]
+    peer = BESIDE.get(case.kv, PEERS[case.engine, case.attention])
     _, figures = engine.measure(name, ("ours", peer), ENV, passes=1)
     ours = next((row for row in figures if row.provider == "ours"), None)
     assert ours is not None, "no row: see what was printed"

@@ -50,7 +50,7 @@ class Platform:
         reasons = found.validate_configuration(device_capability=self.capability, **attn_selector_config._asdict())
         if reasons:
             raise ValueError(f"Selected backend {selected} is not valid for this configuration. Reason: {reasons}")
-        return selected.get_path()
+        return ".".join(found.full_cls_name())
 
 
 class QuantFP8:

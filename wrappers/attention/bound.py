@@ -10,7 +10,7 @@ from ..host import machine
 from ..host.checks import raise_reason
 from ..host.plain import traced
 from . import checks, op, optional, plan
-from .call import AttentionCall, SequenceBatch, renumbered, sequences_of
+from .call import AttentionCall, SequenceBatch, renumbered, sequences_of, slot_sequences
 
 _is_grad_enabled, _Tensor = torch.is_grad_enabled, torch.Tensor  # module globals: each saves a look-up, 20 ns
 
@@ -124,13 +124,21 @@ def bound(call: AttentionCall) -> BoundLaunch | None:
 
 
 class StepTensors(NamedTuple):
-    """The tensors of a layer's call that differ from step to step."""
+    """The tensors of a layer's call that differ from step to step. form: "table" or "slots", of `SequenceBatch`."""
 
     q: Any  # (T, Hq, D)
-    table: Any  # (B, M), a row of pages per request
-    lens: Any  # (B,)
-    offsets: Any  # (B + 1,), of the queries, or None
+    table: Any  # (B, M), a row of pages per request; slots: (T, K)
+    lens: Any  # (B,); slots: (T / n,)
+    offsets: Any = None  # (B + 1,), of the queries, or None
     out: Any = None
+    rope: Any = None  # (T, Hq, D), q_rope of a call that has it
+    form: str = "table"
+
+    def requests(self, plain: bool = True) -> SequenceBatch:
+        """Return where the tokens are, in the form of an `AttentionCall`. plain: as in `sequences_of`."""
+        if self.form == "slots":
+            return slot_sequences(self.table, self.lens, plain)
+        return sequences_of(self.table, self.lens, self.offsets, plain)
 
 
 class LayerLaunch:
@@ -170,10 +178,10 @@ class LayerLaunch:
         same = (asked == self._asked and all(map(is_, tensors, self._given))
                 and (not self._tensors or memory_of(self._tensors) == self._memory))  # fmt: skip
         launch, kv = self._launch, self._kv
-        if same and launch is not None and launch.fits(step.q, kv, step.out):
-            requests = sequences_of(step.table, step.lens, step.offsets)
+        if same and launch is not None and launch.fits(step.q, kv, step.out, step.rope):
+            requests = step.requests()
             if requests.shape_id == launch.call.requests.shape_id:
-                return launch.launch(step.q, kv, requests, step.out, None)
+                return launch.launch(step.q, kv, requests, step.out, None, step.rope)
         call, here = make(), machine.current
         if not same and here.may_keep(step.q.device):
             self.forget()

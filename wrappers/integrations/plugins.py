@@ -36,13 +36,19 @@ def vllm() -> None:
         return
     from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 
-    custom, backend = AttentionBackendEnum.CUSTOM, "wrappers.integrations.vllm.VllmBackend"
+    custom, backend = AttentionBackendEnum.CUSTOM, "wrappers.integrations.vllm_select.VllmSelector"
     if custom.is_overridden() and custom.get_path() != backend:
         raise RuntimeError(
             f"VLLM_PLUGINS: {os.environ['VLLM_PLUGINS']!r}, must not name {NAME} beside the plugin that registered the "
             f"attention backend CUSTOM as {custom.get_path()}"
         )
     register_backend(custom, backend)
+    from vllm.utils.deep_gemm import has_deep_gemm
+
+    if not has_deep_gemm():
+        from .vllm_indexer import without_deep_gemm
+
+        without_deep_gemm()
 
 
 def vllm_topk() -> None:

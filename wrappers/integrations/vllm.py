@@ -15,9 +15,7 @@ on the CPU reference.
 """
 
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any, ClassVar
-from weakref import ref
 
 import torch
 from vllm.model_executor.layers.quantization.utils.quant_utils import kFp8StaticTensorSym, kNvfp4Dynamic
@@ -33,14 +31,13 @@ from vllm.v1.attention.backend import (
 )
 from vllm.v1.kv_cache_interface import KVCacheLayout
 
-from ..attention.bound import LayerLaunch, StepTensors
+from ..attention.bound import StepTensors
 from ..attention.call import AttentionCall
-from ..attention.views import alias
 from ..flashinfer.trtllm import context_call
 from ..fp4 import FP4Tensor
 from ..host import machine
-from ..host.plain import traced
 from ..own.append_qkv import KVCacheTarget, append_qkv
+from .held import HeldCache
 from .support import ARCHS, E4M3, E5M2, HEAD_SIZES, PAGE_SIZES, query_dtype, refusal
 
 BY_TOKEN = {"fp8_per_token_head": E4M3, "int8_per_token_head": torch.int8}  # with scales in the cache
@@ -200,8 +197,8 @@ class VllmImpl(AttentionImpl[VllmMetadata]):
         self._loaded_sinks = self.sinks = sinks
         self.slopes = None if alibi_slopes is None else torch.tensor(alibi_slopes, dtype=torch.float32)
         self._out_factor: Any = None  # see `_factor`: `output_scale`, what else it depends on, and the factor
-        self._views: Any = None  # a weak reference to the cache, its memory, and its views
-        self._launch = LayerLaunch()
+        self._cache = HeldCache(self, type(self).caches)
+        self._launch = self._cache.launch
 
     def process_weights_after_loading(self, act_dtype: torch.dtype) -> None:
         """Convert the sinks to fp32, as kernels take them; weights that are loaded again go to the same memory."""
@@ -251,21 +248,12 @@ class VllmImpl(AttentionImpl[VllmMetadata]):
 
         Tokens behind those of slot_mapping are ignored, and those of negative slots are not stored.
         """
-        caches, sf = self._held(kv_cache)
+        caches, sf = self._cache.of(kv_cache)
         if self._cache_dtype is None or self._by_token:
             target = KVCacheTarget(caches, "HND", sf)
         else:
             target = KVCacheTarget(caches, "HND", sf, layer._k_scale_float, layer._v_scale_float)
         append_qkv(None, key, value, target, slot_mapping)
-
-    def _held(self, kv_cache: torch.Tensor) -> tuple[Any, Any]:
-        """Return `caches` of the engine's tensor, the same views at each step. They are freed with that tensor."""
-        views, memory = self._views, (kv_cache.data_ptr(), kv_cache.shape, kv_cache.stride())
-        if views is None or views[0]() is not kv_cache or views[1] != memory:
-            self._launch.forget()
-            own = kv_cache if traced(kv_cache) else alias(kv_cache)
-            self._views = views = ref(kv_cache, partial(_free, ref(self))), memory, self.caches(own)
-        return views[2]  # type: ignore[no-any-return]
 
     def forward(
         self, layer: Any, query: torch.Tensor, key: torch.Tensor | None, value: torch.Tensor | None,
@@ -283,7 +271,7 @@ class VllmImpl(AttentionImpl[VllmMetadata]):
             raise ValueError("output_scale: None, must be a tensor if output_block_scale is given")
         if attn_metadata is None:  # vLLM is profiling its memory
             return output.fill_(0)
-        m, (caches, sf) = attn_metadata, self._held(kv_cache)
+        m, (caches, sf) = attn_metadata, self._cache.of(kv_cache)
         scale, out_scale = self.scale, 1.0
         if self._cache_dtype is not None and not self._by_token:
             scale, out_scale = scale * layer._k_scale_float, layer._v_scale_float
@@ -324,11 +312,3 @@ class VllmImpl(AttentionImpl[VllmMetadata]):
         if machine.current.may_keep(factor.device):
             self._out_factor = output_scale, asked, factor
         return factor
-
-
-def _free(impl: Any, _: Any) -> None:
-    """Drop the views of a cache that the engine has freed, and the launch on them. impl: a weak reference."""
-    layer = impl()
-    if layer is not None:
-        layer._views = None
-        layer._launch.forget()

@@ -1,0 +1,290 @@
+"""vLLM's sparse indexer on `select_slots`: logits and the exact top-k in one call, deterministic, in bounded memory.
+
+It belongs to the layers of `VllmSparseBackend`, and takes nothing of DeepGEMM. vLLM's indexer writes positions in the
+request into a buffer, from which its backends make slots of the cache. This one writes the slots, which
+`VllmSparseImpl` attends to as they are. A layer of another backend, such as that of a draft model, keeps vLLM's
+indexer, also where both share the buffer: each layer writes it before it reads it. `adopt` tells the layers apart.
+
+Keys are read from the pages of the cache. In decode, all requests have equally many tokens, and share the loads of
+their keys. Tokens of other batches are put into groups of one request each (`TokenGroups`).
+
+Written for vLLM 0.33. Tests run it against vLLM's own files on the CPU reference.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, ClassVar, NamedTuple
+
+import torch
+from vllm.config import get_current_vllm_config
+from vllm.forward_context import get_forward_context
+from vllm.v1.attention.backend import (
+    AttentionBackend,
+    AttentionCGSupport,
+    AttentionMetadata,
+    AttentionMetadataBuilder,
+    CommonAttentionMetadata,
+    MultipleOf,
+)
+
+from ..indexer.selection import SCRATCH
+from ..own.select import select_slots
+from ..vllm.latent import concat_and_cache_mla
+
+MOST_ROWS = 8  # tokens of a request that share the loads of keys
+BLOCK = 64  # keys that TMA loads at a time: pages of a multiple of them are the fastest
+HELD = 256  # heads of the tokens of a group: registers hold the weights of so many
+
+
+def preferred_block_size(default: int) -> int:
+    """Return the tokens of a block of the caches, if the user asked for none."""
+    return default if default % BLOCK == 0 else BLOCK
+
+
+def uniform_rows(common: CommonAttentionMetadata) -> int:
+    """Return n if the first requests have n tokens each, at most MOST_ROWS, and the others, which pad a graph, have
+    none; else 0."""
+    n, starts = common.max_query_len, common.query_start_loc_cpu
+    if not 0 < n <= MOST_ROWS or n * common.num_reqs != common.num_actual_tokens:
+        return 0
+    tokens = int(starts[-1])
+    requests = tokens // n
+    return n if requests * n == tokens == int(starts[requests]) else 0
+
+
+def token_lens(common: CommonAttentionMetadata) -> torch.Tensor:
+    """Return the keys that each token sees, int32 (T,)."""
+    starts = common.query_start_loc
+    token = torch.arange(common.num_actual_tokens, device=starts.device, dtype=torch.int32)
+    request = torch.searchsorted(starts[1:], token, right=True).clamp(max=common.num_reqs - 1)
+    return (common.seq_lens - starts[1:])[request] + token + 1
+
+
+class TokenGroups(NamedTuple):
+    """T tokens in G groups of up to R tokens of one request, in order.
+
+    tokens: int64 (G * R,), the token of each row; a row without a token has any. requests: int64 (G,). lens: int32 (G,
+    R), the keys of each row, 0 without a token. rows: int64 (T,), the row of each token; a token behind those of all
+    requests, which pads a batch, has a row without one.
+    """
+
+    tokens: torch.Tensor
+    requests: torch.Tensor
+    lens: torch.Tensor
+    rows: torch.Tensor
+
+
+def groups_of(common: CommonAttentionMetadata, size: int) -> TokenGroups:
+    """Return groups of up to `size` tokens, of as many groups as T tokens of so many requests may need, and one more,
+    which is empty. Nothing is read on the host."""
+    starts, tokens, requests = common.query_start_loc.long(), common.num_actual_tokens, common.num_reqs
+    device, ends = starts.device, starts[1:].contiguous()
+    each = torch.div(ends - starts[:-1] + size - 1, size, rounding_mode="floor")
+    behind = each.cumsum(0)  # groups of the requests up to each one
+    number = torch.arange(tokens // size + requests + 1, device=device)
+    request = torch.searchsorted(behind, number, right=True)
+    owner = request.clamp(max=requests - 1)
+    token = (starts[owner] + (number - behind[owner] + each[owner]) * size)[:, None]
+    token = token + torch.arange(size, device=device)
+    present = (token < ends[owner, None]) & (request < requests)[:, None]
+    keys = common.seq_lens[owner, None] - ends[owner, None] + token + 1
+    every = torch.arange(tokens, device=device)
+    of = torch.searchsorted(ends, every, right=True)
+    mine = of.clamp(max=requests - 1)
+    row = (behind[mine] - each[mine]) * size + every - starts[mine]
+    row = torch.where(of < requests, row, (len(number) - 1) * size)
+    return TokenGroups(
+        torch.where(present, token, 0).flatten(), owner, torch.where(present, keys, 0).int(), row
+    )  # fmt: skip
+
+
+@dataclass
+class VllmIndexerMetadata(AttentionMetadata):
+    """A batch of T tokens. rows: tokens of each request, or 0: then `groups` says of which request a token is.
+    longest: no request has more keys."""
+
+    num_actual_tokens: int
+    seq_lens: torch.Tensor
+    block_table: torch.Tensor
+    slot_mapping: torch.Tensor
+    longest: int
+    rows: int
+    groups: TokenGroups | None
+
+
+class VllmIndexerMetadataBuilder(AttentionMetadataBuilder[VllmIndexerMetadata]):
+    """Passes the engine's tensors on, and puts the tokens of mixed batches into groups."""
+
+    _cudagraph_support: ClassVar[AttentionCGSupport] = AttentionCGSupport.UNIFORM_BATCH
+    supports_draft_decode_metadata_update = True
+
+    def __init__(self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device) -> None:
+        super().__init__(kv_cache_spec, layer_names, vllm_config, device)
+        heads = vllm_config.model_config.hf_text_config.index_n_heads
+        self.group_size = max(1, min(MOST_ROWS, HELD // heads))
+
+    def build(
+        self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False
+    ) -> VllmIndexerMetadata:
+        common = common_attn_metadata
+        rows = uniform_rows(common)
+        return VllmIndexerMetadata(
+            common.num_actual_tokens, common.seq_lens, common.block_table_tensor, common.slot_mapping,
+            common.max_seq_len, rows, None if rows else groups_of(common, self.group_size),
+        )  # fmt: skip
+
+    def update_draft_decode_metadata(self, metadata: VllmIndexerMetadata) -> None:
+        """Do nothing: the metadata are the tensors that the next step writes."""
+
+
+class VllmIndexerBackend(AttentionBackend):
+    """The caches of the indexer's keys that the kernels read, in vLLM's terms."""
+
+    @staticmethod
+    def get_name() -> str:
+        return "CUTE_KERNELS_INDEXER"
+
+    @staticmethod
+    def get_impl_cls() -> Any:
+        raise NotImplementedError("the indexer's cache has no attention of its own")
+
+    @staticmethod
+    def get_builder_cls() -> type[VllmIndexerMetadataBuilder]:
+        return VllmIndexerMetadataBuilder
+
+    @staticmethod
+    def get_supported_kernel_block_sizes(kv_cache_spec: Any = None) -> list[Any]:
+        return [MultipleOf(16)]
+
+    @classmethod
+    def get_preferred_block_size(cls, default_block_size: int) -> int:
+        return preferred_block_size(default_block_size)
+
+    @classmethod
+    def supports_device_cpu_query_lens_mismatch(cls) -> bool:
+        return False
+
+
+def select_keys(
+    metadata: VllmIndexerMetadata, cache: torch.Tensor, q: torch.Tensor, weights: torch.Tensor, out: torch.Tensor
+) -> None:
+    """Write the slots of the keys of each token to out, int32 (T, top_k).
+
+    cache: uint8 (blocks, tokens, 132). q: e4m3 (T, heads, 128). weights: fp32 (T, heads).
+    """
+    m, (tokens, top_k) = metadata, out.shape
+    q, weights = q[:tokens], weights[:tokens]
+    if m.rows:
+        shape = tokens // m.rows, m.rows
+        select_slots(
+            q.unflatten(0, shape), cache, weights, m.seq_lens, m.block_table, top_k, max_context_len=m.longest,
+            out=out.unflatten(0, shape),
+        )  # fmt: skip
+        return
+    groups: Any = m.groups
+    rows = q.view(torch.uint8).index_select(0, groups.tokens).view(q.dtype)
+    found = select_slots(
+        rows.unflatten(0, groups.lens.shape), cache, weights.index_select(0, groups.tokens), groups.lens,
+        m.block_table.index_select(0, groups.requests), top_k, max_context_len=m.longest,
+    )  # fmt: skip
+    torch.index_select(found.flatten(0, 1), 0, groups.rows, out=out)
+
+
+# ---- the places of vLLM's indexer
+
+
+def refuse_modes() -> None:
+    """Raise NotImplementedError for modes of vLLM that neither the attention nor the indexer has."""
+    config = get_current_vllm_config()
+    for name in ("decode_context_parallel_size", "prefill_context_parallel_size"):
+        size = getattr(config.parallel_config, name)
+        if size > 1:
+            raise NotImplementedError(f"{name}: {size}, must be 1 with the attention backend CUSTOM and sparse MLA")
+    if getattr(config.attention_config, "hisparse_config", None) is not None:
+        raise NotImplementedError("hisparse_config: given, must be None with the attention backend CUSTOM")
+
+
+def adopt(indexer: Any) -> None:
+    """Let the cache of an indexer have our metadata, so that its keys are chosen here. Calls `install`."""
+    if indexer.k_cache.head_dim != 132:
+        raise NotImplementedError(f"index_head_dim: {indexer.k_cache.head_dim} bytes of a key, must be 132")
+    install()
+    indexer.k_cache.get_attn_backend = lambda: VllmIndexerBackend
+
+
+def ours(layer_name: str) -> bool:
+    """Return whether the indexer's cache of this name was adopted."""
+    layer = get_forward_context().no_compile_layers[layer_name]
+    return layer.get_attn_backend() is VllmIndexerBackend
+
+
+def instead_of(theirs: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    """Return a function that takes the place of vLLM's `sparse_attn_indexer`, and calls it for layers of others."""
+
+    def sparse_attn_indexer(
+        hidden_states: torch.Tensor, k_cache_prefix: str, kv_cache: torch.Tensor, q_quant: torch.Tensor,
+        q_scale: torch.Tensor | None, k: torch.Tensor | None, weights: torch.Tensor, quant_block_size: int,
+        scale_fmt: str | None, topk_tokens: int, head_dim: int, max_model_len: int, total_seq_lens: int,
+        topk_indices_buffer: torch.Tensor, *rest: Any, **named: Any,
+    ) -> torch.Tensor:  # fmt: skip
+        """Choose the keys of a batch. A run without metadata, by which vLLM measures its memory, takes what a selection
+        may take."""
+        if not ours(k_cache_prefix):
+            return theirs(
+                hidden_states, k_cache_prefix, kv_cache, q_quant, q_scale, k, weights, quant_block_size, scale_fmt,
+                topk_tokens, head_dim, max_model_len, total_seq_lens, topk_indices_buffer, *rest, **named,
+            )  # fmt: skip
+        metadata = get_forward_context().attn_metadata
+        if not isinstance(metadata, dict):
+            hidden_states.new_empty(SCRATCH, dtype=torch.uint8)
+            return topk_indices_buffer
+        if k is not None or q_scale is not None:
+            raise NotImplementedError("k, q_scale: given, must be None: the layer stores keys, and queries are e4m3")
+        m = metadata[k_cache_prefix]
+        if m.num_actual_tokens:
+            select_keys(m, kv_cache, q_quant, weights, topk_indices_buffer[: m.num_actual_tokens])
+        return topk_indices_buffer
+
+    return sparse_attn_indexer
+
+
+def writing_nvfp4(theirs: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    """Return a function that takes the place of vLLM's `fused_norm_rope`, which writes NVFP4 rows by instructions of
+    Blackwell: on other GPUs, `concat_and_cache_mla` writes them from its results."""
+
+    def fused_norm_rope(*args: Any, **named: Any) -> torch.Tensor:
+        cache, dtype = named.get("mla_kv_cache"), named.get("mla_kv_cache_dtype")
+        if cache is None or dtype != "nvfp4_ds_mla" or _blackwell():
+            return theirs(*args, **named)
+        found = theirs(*args, **named | {"mla_kv_cache": None, "mla_kv_cache_dtype": "auto"})
+        rows, rope = named["kv_c_out"], named["k_pe_out"]
+        slots, scale = named["slot_mapping"], named["mla_k_scale"]
+        concat_and_cache_mla(rows[: len(slots)], rope[: len(slots)], cache, slots, dtype, scale)
+        return found
+
+    return fused_norm_rope
+
+
+def _blackwell() -> bool:
+    from vllm.platforms import current_platform
+
+    capability = current_platform.get_device_capability()
+    return capability is not None and capability.major >= 10
+
+
+def without_deep_gemm() -> None:
+    """Let models with the attention backend CUSTOM start without DeepGEMM, which vLLM's indexer needs."""
+    from vllm.model_executor.layers import sparse_attn_indexer as theirs
+    from vllm.v1.attention.backends.registry import AttentionBackendEnum
+
+    theirs.has_deep_gemm = lambda: get_current_vllm_config().attention_config.backend is AttentionBackendEnum.CUSTOM
+
+
+def install() -> None:
+    """Replace the functions that layers of DeepSeek V3.2 call; may be called again."""
+    from vllm.models.deepseek_v32 import attention
+
+    for name, make in (("sparse_attn_indexer", instead_of), ("fused_norm_rope", writing_nvfp4)):
+        theirs = getattr(attention, name)
+        if theirs.__module__ != __name__:
+            setattr(attention, name, make(theirs))

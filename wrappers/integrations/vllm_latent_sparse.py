@@ -1,0 +1,258 @@
+"""vLLM's backend of sparse latent attention (DeepSeek V3.2, GLM-5): a token attends to keys that the indexer chose.
+
+`vllm_select` chooses it for `--attention-backend CUSTOM`. One launch per layer serves prompts and decodes together, in
+the absorbed form, from the rows of the cache as they are stored: in 16 bits, in e4m3 with one scale, or packed
+(`fp8_ds_mla`, `nvfp4_ds_mla`). There is no workspace, no padding of heads and no plan.
+
+`vllm_indexer` chooses the keys. It writes slots of the cache where vLLM's indexer writes positions in the request, so
+that nothing is converted between the two.
+
+Written for vLLM 0.33. Tests run it against vLLM's own files on the CPU reference.
+"""
+
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from vllm.v1.attention.backend import (
+    AttentionBackend,
+    AttentionCGSupport,
+    AttentionMetadata,
+    AttentionMetadataBuilder,
+    AttentionType,
+    CommonAttentionMetadata,
+    MLAAttentionImpl,
+    MultipleOf,
+)
+
+from cute_kernels.attention.spec import LSE_NATURAL, LSE_OF_KEYS
+
+from ..attention.bound import StepTensors
+from ..attention.call import AttentionCall
+from ..attention.views import columns_and_rope
+from ..flash_mla.api import SPARSE_NAME, flash_mla_with_kvcache
+from ..host.plain import traced
+from ..own.explanation import explain
+from ..vllm.latent import concat_and_cache_mla
+from . import vllm_indexer
+from .held import HeldCache
+from .support import ARCHS, E4M3
+from .vllm_indexer import token_lens, uniform_rows
+
+RECORDS = {"fp8_ds_mla": "656", "nvfp4_ds_mla": "352", "fp8": "e4m3", "fp8_e4m3": "e4m3"}  # cache -> record
+ROW_BYTES = {"656": 656, "352": 352, "e4m3": 576}
+SIXTEEN_BITS = ("auto", "bfloat16", "float16")
+LATENT, ROPE = 512, 64  # columns of a row
+
+
+@dataclass
+class VllmSparseMetadata(AttentionMetadata):
+    """A batch of T tokens. All of them are decode tokens to vLLM's layer, which then calls `forward_mqa` for all.
+
+    lens: int32 (T / n,), the keys of n tokens in turn, at least. block_table: the pages of the requests.
+    """
+
+    num_actual_tokens: int
+    num_decodes: int
+    num_decode_tokens: int
+    query_start_loc: torch.Tensor
+    seq_lens: torch.Tensor
+    block_table: torch.Tensor
+    slot_mapping: torch.Tensor
+    lens: torch.Tensor
+    num_prefills: int = 0
+    prefill: None = None
+    decode: None = None
+
+
+class VllmSparseMetadataBuilder(AttentionMetadataBuilder[VllmSparseMetadata]):
+    """Passes the engine's tensors on. Batches may mix prompts and decodes in any order."""
+
+    _cudagraph_support: ClassVar[AttentionCGSupport] = AttentionCGSupport.UNIFORM_BATCH
+    supports_draft_decode_metadata_update = True
+
+    def __init__(self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device) -> None:
+        super().__init__(kv_cache_spec, layer_names, vllm_config, device)
+
+    def build(
+        self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False
+    ) -> VllmSparseMetadata:
+        common = common_attn_metadata
+        if common.causal is not True:
+            raise NotImplementedError(f"causal: {common.causal}, must be True")
+        lens = common.seq_lens if uniform_rows(common) else token_lens(common)
+        return VllmSparseMetadata(
+            common.num_actual_tokens, common.num_reqs, common.num_actual_tokens, common.query_start_loc,
+            common.seq_lens, common.block_table_tensor, common.slot_mapping, lens,
+        )  # fmt: skip
+
+    def update_draft_decode_metadata(self, metadata: VllmSparseMetadata) -> None:
+        """Do nothing: the metadata are the tensors that the next step writes."""
+
+
+class VllmSparseBackend(AttentionBackend):
+    """The configurations that the kernels support, in vLLM's terms."""
+
+    supported_dtypes: ClassVar[list[torch.dtype]] = [torch.float16, torch.bfloat16]
+    supported_kv_cache_dtypes: ClassVar[list[Any]] = [*SIXTEEN_BITS, *RECORDS]
+
+    @staticmethod
+    def get_name() -> str:
+        return "CUSTOM"
+
+    @staticmethod
+    def get_impl_cls() -> type["VllmSparseImpl"]:
+        return VllmSparseImpl
+
+    @staticmethod
+    def get_builder_cls() -> type[VllmSparseMetadataBuilder]:
+        return VllmSparseMetadataBuilder
+
+    @staticmethod
+    def get_supported_kernel_block_sizes(kv_cache_spec: Any = None) -> list[Any]:
+        return [MultipleOf(16)]
+
+    @classmethod
+    def get_preferred_block_size(cls, default_block_size: int) -> int:
+        """Return a size of which TMA fetches pages of the indexer's keys."""
+        return vllm_indexer.preferred_block_size(default_block_size)
+
+    @classmethod
+    def get_supported_head_sizes(cls) -> list[int]:
+        return [LATENT + ROPE]
+
+    @classmethod
+    def is_mla(cls) -> bool:
+        return True
+
+    @classmethod
+    def is_sparse(cls) -> bool:
+        return True
+
+    @classmethod
+    def supports_compute_capability(cls, capability: Any) -> bool:
+        return (capability.major, capability.minor) in ARCHS
+
+    @classmethod
+    def supports_device_cpu_query_lens_mismatch(cls) -> bool:
+        return False
+
+    @classmethod
+    def supports_combination(
+        cls, head_size: int, dtype: torch.dtype, kv_cache_dtype: Any, block_size: int | None, use_mla: bool,
+        has_sink: bool, use_sparse: bool, use_mm_prefix: bool, device_capability: Any,
+    ) -> str | None:  # fmt: skip
+        """Return the reason of `explain` if no kernel of the architecture takes these types, else None."""
+        arch = ARCHS.get((device_capability.major, device_capability.minor))
+        record = RECORDS.get(kv_cache_dtype, "")
+        if arch is None or head_size != LATENT + ROPE:
+            return None  # other methods refuse these
+        if kv_cache_dtype in ("bfloat16", "float16") and getattr(torch, kv_cache_dtype) is not dtype:
+            return f"kv_cache_dtype: {kv_cache_dtype}, must be that of the model, {dtype}"
+        q = torch.zeros(1, 1, 16, head_size, dtype=dtype, device="cpu")
+        cache = torch.zeros(1, 64, 1, ROW_BYTES[record], dtype=torch.uint8, device="cpu") if record else q[:, :, :1]
+        slots = torch.zeros(1, 1, 64, dtype=torch.int32, device="cpu")
+        try:
+            found = explain(
+                q, cache, None, None, LATENT, None, is_fp8_kvcache=bool(record), indices=slots,
+                function=flash_mla_with_kvcache, arch=arch,
+            )  # fmt: skip
+        except (TypeError, ValueError) as error:
+            return str(error)
+        return None if found.runs else f"{arch}: {'; '.join(f'{op}: {why}' for op, why in found.refused)}"
+
+
+class VllmSparseImpl(MLAAttentionImpl[VllmSparseMetadata]):
+    """Sparse latent attention of one layer."""
+
+    is_sparse = True
+    supports_dense_mha_prefill = False
+    supports_pcp = False
+    supports_quant_query_input = False
+
+    def __init__(
+        self, num_heads: int, head_size: int, scale: float, num_kv_heads: int, alibi_slopes: list[float] | None,
+        sliding_window: int | None, kv_cache_dtype: str, logits_soft_cap: float | None, attn_type: str,
+        kv_sharing_target_layer_name: str | None, topk_indices_buffer: torch.Tensor | None = None,
+        indexer: Any = None, index_group_builder: Any = None, **mla: Any,
+    ) -> None:  # fmt: skip
+        """index_group_builder: vLLM's, for backends that convert positions once for several layers; not used. mla: the
+        dimensions and the projection of the layer."""
+        given = {
+            "alibi_slopes": alibi_slopes, "sliding_window": sliding_window, "logits_soft_cap": logits_soft_cap,
+            "kv_sharing_target_layer_name": kv_sharing_target_layer_name,
+        }  # fmt: skip
+        for name, value in given.items():
+            if value is not None:
+                raise NotImplementedError(f"{name}: {value}, must be None")
+        if attn_type != AttentionType.DECODER:
+            raise NotImplementedError(f"attn_type: {attn_type}, must be {AttentionType.DECODER}")
+        if kv_cache_dtype not in VllmSparseBackend.supported_kv_cache_dtypes:
+            allowed = ", ".join(VllmSparseBackend.supported_kv_cache_dtypes)
+            raise NotImplementedError(f"kv_cache_dtype: {kv_cache_dtype!r}, must be one of {allowed}")
+        if mla["kv_lora_rank"] != LATENT:
+            raise NotImplementedError(f"kv_lora_rank: {mla['kv_lora_rank']}, must be {LATENT}")
+        vllm_indexer.refuse_modes()
+        self.num_heads, self.head_size, self.scale = num_heads, head_size, float(scale)
+        self.num_kv_heads, self.kv_cache_dtype = num_kv_heads, kv_cache_dtype
+        self.kv_lora_rank = LATENT
+        self.record = RECORDS.get(kv_cache_dtype, "")
+        self._indexer, self._buffer = indexer, topk_indices_buffer
+        if indexer is not None:
+            vllm_indexer.adopt(indexer)
+        self._cache = HeldCache(self, type(self).caches)
+
+    @property
+    def topk_indices_buffer(self) -> torch.Tensor:
+        """The slots of all tokens. The indexer has it, since vLLM lets a draft model share that of its target."""
+        found: torch.Tensor = self._buffer if self._indexer is None else self._indexer.topk_indices_buffer
+        return found
+
+    @topk_indices_buffer.setter
+    def topk_indices_buffer(self, buffer: torch.Tensor) -> None:
+        self._indexer, self._buffer = None, buffer
+
+    def record_logical_topk_ready(self) -> None:
+        """Do nothing: vLLM's backends wait here for indices that they share."""
+
+    def caches(self, kv_cache: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Return K and k_rope of an `AttentionCall`. kv_cache: (blocks, tokens, elements of a row)."""
+        own = kv_cache.unsqueeze(1)
+        if self.record and self.record != "e4m3":
+            return own.view(torch.uint8), None
+        return columns_and_rope(own.view(E4M3) if self.record else own, LATENT)
+
+    def do_kv_cache_update(
+        self, kv_c_normed: torch.Tensor, k_pe: torch.Tensor, kv_cache: torch.Tensor, slot_mapping: torch.Tensor,
+        kv_cache_dtype: str, k_scale: torch.Tensor, skip_scale: bool = False,
+    ) -> None:  # fmt: skip
+        """Store rows at their slots. skip_scale: the scale is 1."""
+        if kv_cache.numel():
+            concat_and_cache_mla(
+                kv_c_normed, k_pe.squeeze(1), kv_cache, slot_mapping.flatten(), kv_cache_dtype, k_scale
+            )
+
+    def forward_mqa(
+        self, q: Any, kv_c_and_k_pe_cache: torch.Tensor, attn_metadata: VllmSparseMetadata, layer: Any
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Return the attention of all tokens, (T, heads, 512), and None in the place of an LSE.
+
+        q: the two parts of the queries, (T, heads, 512) and (T, heads, 64), any strides.
+        """
+        (latent, rope), m = q, attn_metadata
+        slots = self.topk_indices_buffer[: latent.shape[0]]
+        k, k_rope = self._cache.of(layer.kv_cache)
+        scale, out_scale = self.scale, 1.0
+        if self.record == "e4m3":
+            out_scale = layer._k_scale_float
+            scale *= out_scale
+        step = StepTensors(latent, slots, m.lens, rope=rope, form="slots")
+
+        def call() -> AttentionCall:
+            return AttentionCall(
+                SPARSE_NAME, latent, k, k, step.requests(not traced(latent)), 1, scale, out_scale, causal=False,
+                shares_v=True, lse_form=LSE_NATURAL | LSE_OF_KEYS, out_dtype=latent.dtype, record=self.record,
+                q_rope=rope, k_rope=k_rope,
+            )  # fmt: skip
+
+        return self._cache.launch.serve(step, (scale, out_scale), (), call), None
