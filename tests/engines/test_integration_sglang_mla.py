@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from tests.engines import test_integration_sglang as sglang
+from tests.support.emulated import emulation
 from tests.support.engine_files import Engine, attention, compare, engine_files, entry_points
 from tests.support.gpu import repeated, without_values
 from tests.support.untouched import watch_sglang_mla
@@ -227,6 +228,23 @@ def test_prompts_chunks_decodes_and_mixed_batches(name, server):
     ]
     by_head = ["MLA"] * 2 if model.case.scale else ["MHA", "MHA_ONE_SHOT"]
     assert methods == by_head + ["MLA"] * 4
+
+
+@pytest.mark.parametrize("name", ["bf16", "e4m3, scale"])
+def test_a_layer_repeats_its_launch(name, server):
+    """With new metadata at each step; a pool with other memory is bound anew. Kernels are emulated."""
+    server.device = torch.device("cpu")
+    with emulation():
+        model = Model(server, CASES[name])
+        model.step("EXTEND", {0: 20, 1: 5})
+        for bound in (False, True, True):
+            model.step("DECODE", {0: 1, 1: 1})
+            held = [launch for _, _, launch in model.backend._layers.values()]
+            assert len(held) == 2 and all((launch._launch is not None) == bound for launch in held)
+        model.pool.kv_buffer[0].set_(model.pool.kv_buffer[0].clone())
+        for bound in (False, True):
+            model.step("DECODE", {0: 1, 1: 1})
+            assert (model.backend._layers[0][2]._launch is not None) == bound
 
 
 @pytest.mark.parametrize("name", CASES)

@@ -182,8 +182,8 @@ class SglangBackend(AttentionBackend):
 
     forward_extend = forward_decode  # the metadata distinguish the two
 
-    def _held(self, layer: Any, pools: tuple[torch.Tensor, torch.Tensor]) -> tuple[Any, LayerLaunch]:
-        """Return a layer's K and V as pages, the same views at each step, and its launch."""
+    def _held(self, layer: Any, pools: tuple[torch.Tensor, ...]) -> tuple[Any, LayerLaunch]:
+        """Return a layer's caches as pages, the same views at each step, and its launch."""
         where = [(t.dtype, t.device, *place) for t, place in zip(pools, memory_of(pools))]
         known = self._layers.get(layer.layer_id)
         if known is None or known[0] != where:

@@ -169,7 +169,9 @@ def select(
     each = rows // requests if requests else 1
     table, lens = metadata.get_page_table_64(), metadata.get_seqlens_expanded()[:rows]
     keys = self._get_index_k_read_buffer(pool, layer_id)
-    out = q_fp8.new_full((q_fp8.shape[0], self.index_topk), -1, dtype=torch.int32)
+    out = q_fp8.new_empty((q_fp8.shape[0], self.index_topk), dtype=torch.int32)
+    if rows < out.shape[0]:
+        out[rows:].fill_(-1)
     select_slots(
         q_fp8[:rows].unflatten(0, (requests, each)), keys.view(keys.shape[0], pool.index_page_size, 1, -1),
         weights[:rows].squeeze(2), lens.view(requests, each), table[: rows : each], self.index_topk,

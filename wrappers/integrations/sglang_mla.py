@@ -18,7 +18,6 @@ from typing import Any
 
 import torch
 from sglang.srt.layers.cp.utils import is_cp_active
-from sglang.srt.mem_cache.layout.paged_view import paged_view
 from sglang.srt.mem_cache.memory_pool import KVWriteLoc, MLATokenToKVPool
 from sglang.srt.model_executor.forward_context import get_attn_backend
 from sglang.srt.model_executor.runner_backend_utils.breakable_cuda_graph import is_in_breakable_cuda_graph
@@ -28,8 +27,8 @@ from sglang.srt.models.deepseek_common.attention_forward_methods.forward_methods
 from sglang.srt.models.deepseek_common.utils import FORWARD_ABSORB_CORE_ATTENTION_BACKENDS
 from sglang.srt.runtime_context import get_exec
 
-from ..attention.call import sequences_of
-from ..attention.op import serve
+from ..attention.bound import StepTensors
+from ..attention.call import AttentionCall
 from ..flash_attn.api import flash_attn_varlen_func
 from ..host.plain import traced
 from ..own.append_latent import LatentCache, append_latent
@@ -105,7 +104,7 @@ class SglangMlaBackend(SglangBackend):
             return self._by_head(q, k, v, layer, forward_batch)
         m = self.forward_metadata
         assert m is not None, "init_forward_metadata comes first"
-        pages = paged_view(self.token_to_kv_pool.get_key_buffer(layer.layer_id), self.page_size)
+        (pages,), launch = self._held(layer, (self.token_to_kv_pool.get_key_buffer(layer.layer_id),))
         factor = number(layer.k_scale_float) if self.data_type is E4M3 else 1.0
         if save_kv_cache and k is not None:
             k, k_rope = _parts(k, k_rope, 1)
@@ -114,9 +113,13 @@ class SglangMlaBackend(SglangBackend):
             else:
                 self.token_to_kv_pool.set_mla_kv_buffer(layer, KVWriteLoc.for_batch(forward_batch), k, k_rope)
         q, q_rope = _parts(q, q_rope, layer.tp_q_head_num)
-        requests = sequences_of(m.table, m.seq_lens, m.cu_seq_lens_q, not traced(q))
-        longest = m.max_q_len if m.cu_seq_lens_q is not None else 1
-        out = serve(latent_call(q, q_rope, pages, requests, longest, layer.scaling * factor, factor))
+        step = StepTensors(q, m.table, m.seq_lens, m.cu_seq_lens_q, rope=q_rope)
+        longest, scale = m.max_q_len if m.cu_seq_lens_q is not None else 1, layer.scaling * factor
+
+        def call() -> AttentionCall:
+            return latent_call(q, q_rope, pages, step.requests(not traced(q)), longest, scale, factor)
+
+        out = launch.serve(step, (scale, factor, longest), (), call)
         return out.flatten(1)
 
     forward_extend = forward_decode  # the metadata distinguish the two
