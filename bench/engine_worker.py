@@ -30,13 +30,15 @@ BACKENDS: dict[str, dict[str, str]] = {  # engine -> provider -> the engine's na
     },
     "sglang": {
         "ours": "cute_kernels", "sglang-fa3": "fa3", "sglang-flashinfer": "flashinfer", "sglang-triton": "triton",
+        "sglang-flashmla": "flashmla", "sglang-dsa": "dsa",
     },
 }  # fmt: skip
 FOLDER = "CUTE_KERNELS_BENCH_MODEL"  # environment variable: where config.json is
-OF_ATTENTION = {  # kind of a model's attention -> vLLM's own backends that have it
-    "gqa": ("vllm-flash-attn", "vllm-flashinfer", "vllm-triton"),
-    "mla": ("vllm-flashmla", "vllm-flash-attn-mla", "vllm-triton-mla"),
-    "dsa": ("vllm-flashmla-sparse", "vllm-flash-attn-mla-sparse"),
+SGLANG_OWN = ("sglang-fa3", "sglang-flashinfer", "sglang-triton")
+OF_ATTENTION = {  # kind of a model's attention -> the engines' own backends that have it
+    "gqa": ("vllm-flash-attn", "vllm-flashinfer", "vllm-triton", *SGLANG_OWN),
+    "mla": ("vllm-flashmla", "vllm-flash-attn-mla", "vllm-triton-mla", "sglang-flashmla", *SGLANG_OWN),
+    "dsa": ("vllm-flashmla-sparse", "vllm-flash-attn-mla-sparse", "sglang-dsa"),
 }
 OTHER_CACHE = {"own-fp8": "fp8", "own-kv656": "fp8_ds_mla"}  # our backend over another cache than the case's
 BESIDE = {"nvfp4": "own-fp8", "nvfp4_ds_mla": "own-kv656"}  # cache of a case -> which of these runs beside
@@ -221,11 +223,15 @@ class Sglang:
             folder, "sglang.srt.plugins", "seeded = bench.engine_worker:seed_sglang",
             "cute_kernels = wrappers.integrations.plugins:sglang",
             "cute_kernels_trtllm_mha = wrappers.integrations.plugins:sglang_trtllm_mha",
+            "cute_kernels_dsa = wrappers.integrations.plugins:sglang_dsa",
         )  # fmt: skip
         os.environ |= {FOLDER: str(folder), "SGLANG_PLUGINS": "seeded,cute_kernels"}
         options: dict[str, Any] = {"attention_backend": backend}
-        if backend == "cute_kernels":
-            options["page_size"] = 16
+        if case.attention == "dsa":  # SGLang has one backend, in which the plugin replaces functions
+            options["attention_backend"] = "dsa"
+            os.environ["SGLANG_PLUGINS"] += ",cute_kernels_dsa" if backend == "cute_kernels" else ""
+        elif backend == "cute_kernels":
+            options["page_size"] = 16 if case.attention == "gqa" else 64
         if case.config["model_type"] == "gpt_oss":
             options["moe_runner_backend"] = "triton"
             if backend == "cute_kernels":  # SGLang allows only backends that it knows

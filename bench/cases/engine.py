@@ -150,6 +150,7 @@ def _latent() -> list[EngineCase]:
     return [
         sparse,
         replace(sparse, name="dsv32-tp8heads-b64-c16k-kv656", model="dsv32-h16"),
+        replace(sparse, name="dsv32-tp8heads-b64-c8k-kv656", model="dsv32-h16", prompt=8192),
         replace(sparse, name="dsv32-tp8heads-b64-c16k-kv352", model="dsv32-h16", kv="nvfp4_ds_mla"),
         replace(sparse, name="dsv32-tp8heads-b64-c16k-bf16", model="dsv32-h16", kv="bf16"),
         replace(sparse, name="dsv32-b1-c32k-kv656", requests=1, prompt=32768),
@@ -200,12 +201,12 @@ def _cases() -> dict[str, EngineCase]:
         replace(llama, name="llama8b-b64-c8k-bf16-x2", gpus=2, memory=36 * GIB),
         *_tiny(),
     ]
+    found += _latent()
     found += [
         replace(case, engine="sglang")
         for case in found
-        if case.kv != "nvfp4" and not case.drafts and case.graphs == "FULL_DECODE_ONLY"
+        if "nvfp4" not in case.kv and not case.drafts and case.graphs == "FULL_DECODE_ONLY"
     ]
-    found += _latent()
     return {f"engine-{case.engine}-{case.name}": case for case in found}
 
 

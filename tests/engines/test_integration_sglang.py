@@ -384,7 +384,6 @@ def test_queries_of_blackwell(server, monkeypatch):
 
 
 REFUSED = {
-    "MLA": {"use_mla_backend": True},
     "a draft model": {"is_draft_worker": True},
     "an encoder": {"model_config": SimpleNamespace(context_len=CONTEXT, is_encoder_decoder=True)},
     "kv_cache_dtype torch.uint8": {"kv_cache_dtype": torch.uint8},

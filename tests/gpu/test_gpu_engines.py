@@ -13,7 +13,7 @@ from bench.results import Environment
 TINY = [name for name in CASES if "-tiny-" in name]
 PEERS = {
     ("vllm", "gqa"): "vllm-flash-attn", ("vllm", "mla"): "vllm-flash-attn-mla", ("vllm", "dsa"): "vllm-flashmla-sparse",
-    ("sglang", "gqa"): "sglang-triton",
+    ("sglang", "gqa"): "sglang-triton", ("sglang", "mla"): "sglang-fa3", ("sglang", "dsa"): "sglang-dsa",
 }  # fmt: skip
 # Least share of the tokens before the answers part
 COMMON = {"bf16": 0.1, "fp8": 0.1, "nvfp4": 0.02, "fp8_ds_mla": 0.1, "nvfp4_ds_mla": 0.02}

@@ -122,6 +122,19 @@ def watch_sglang(patch: Any) -> None:
         watched(patch, sglang.SglangBackend, name, stored)
 
 
+def watch_sglang_mla(patch: Any) -> None:
+    """Watch SGLang's adapter of latent attention. `patch` must be undone before the engine is."""
+    from wrappers.integrations import sglang_mla
+
+    def stored(given: dict[str, Any]) -> Iterable[torch.Tensor]:
+        backend, layer = given["self"], given["layer"]
+        rows = backend.token_to_kv_pool.get_key_buffer(layer.layer_id)
+        return rows_at([rows[:, None].transpose(1, 2)], given["forward_batch"].out_cache_loc)
+
+    for name in ("forward_decode", "forward_extend"):
+        watched(patch, sglang_mla.SglangMlaBackend, name, stored)
+
+
 def watch_transformers(patch: Any) -> None:
     """Watch the function that transformers calls for each layer."""
     from wrappers.integrations import transformers

@@ -8,11 +8,12 @@ imports little, and changes nothing unless the user enables it.
     VLLM_PLUGINS=cute_kernels_mla vllm serve MODEL  # the operators of MLA's caches
     python -m sglang.launch_server --model-path MODEL --attention-backend cute_kernels --page-size 16
     SGLANG_PLUGINS=cute_kernels,cute_kernels_topk python -m sglang.launch_server --model-path MODEL  # DSA's top-k
+    SGLANG_PLUGINS=cute_kernels_dsa python -m sglang.launch_server --model-path MODEL  # all of DSA
 
 A plugin that takes a place which is not this package's own does nothing unless the engine's plugin variable names it:
-`*_topk`, `*_mla` and `*_trtllm_mha` replace a part of the engine, and vLLM has one place, CUSTOM, for the backends of
-all packages. vLLM loads its plugins before it parses `--attention-backend`, and its Python functions take the backend
-as an argument, so a plugin cannot see which backend the user chose.
+`*_topk`, `*_mla`, `*_dsa` and `*_trtllm_mha` replace a part of the engine, and vLLM has one place, CUSTOM, for the
+backends of all packages. vLLM loads its plugins before it parses `--attention-backend`, and its Python functions take
+the backend as an argument, so a plugin cannot see which backend the user chose.
 """
 
 import os
@@ -68,15 +69,20 @@ def vllm_mla() -> None:
 
 def sglang() -> None:
     """Register `--attention-backend cute_kernels` (`sglang.srt.plugins`)."""
-    from sglang.srt.arg_groups.choices import ATTENTION_BACKEND_CHOICES, add_attention_backend_choices
+    from sglang.srt.arg_groups import choices
     from sglang.srt.layers.attention.attention_registry import register_attention_backend
 
-    if NAME not in ATTENTION_BACKEND_CHOICES:
-        add_attention_backend_choices([NAME])
+    if NAME not in choices.ATTENTION_BACKEND_CHOICES:
+        choices.add_attention_backend_choices([NAME])
+        choices.add_chunked_prefix_cache_attention_backend(NAME)  # latent attention fetches prefixes of prompts
     register_attention_backend(NAME)(_sglang_backend)
 
 
 def _sglang_backend(runner: Any) -> Any:
+    if runner.use_mla_backend:
+        from .sglang_mla import SglangMlaBackend
+
+        return SglangMlaBackend(runner)
     from .sglang import SglangBackend
 
     return SglangBackend(runner)
@@ -99,5 +105,16 @@ def sglang_topk() -> None:
     """Replace the top-k of DSA if SGLANG_PLUGINS names this plugin (`sglang.srt.plugins`)."""
     if _named(f"{NAME}_topk", "SGLANG_PLUGINS"):
         from .sglang_topk import replace
+
+        replace()
+
+
+def sglang_dsa() -> None:
+    """Replace the kernels of DSA, its indexer's and its top-k if SGLANG_PLUGINS names this plugin.
+
+    Entry point of `sglang.srt.plugins`.
+    """
+    if _named(f"{NAME}_dsa", "SGLANG_PLUGINS"):
+        from .sglang_dsa import replace
 
         replace()

@@ -6,9 +6,9 @@ The plugin `cute_kernels` (`plugins.sglang`) registers it. The backend reads poo
 with any page size. It supports windows, with or without pools of their own, soft caps and sinks; prompts, chunks,
 decodes and batches of both; and the verification of drafts that are chains (`--speculative-eagle-topk 1`). It plans
 nothing and reads no value from the device: in a CUDA graph of decode or verification, the graph makes tables and
-lengths.
+lengths. Models with latent attention (MLA) get `sglang_mla`.
 
-NotImplementedError at construction: MLA, trees of drafts, draft models (`--speculative-draft-attention-backend` names
+NotImplementedError at construction: trees of drafts, draft models (`--speculative-draft-attention-backend` names
 another backend), encoders and cross attention, FP4 pools, context parallelism, other head sizes, and every
 configuration that no kernel of the GPU supports.
 
@@ -50,6 +50,7 @@ class SglangMetadata:
     window_loc: torch.Tensor | None  # (tokens,), slots of the new tokens in that pool
     cu_seq_lens_q: torch.Tensor | None = None  # int32 (R + 1,); None: one token per request
     max_q_len: int = 1
+    cu_seq_lens_k: torch.Tensor | None = None  # int32 (R + 1,), sums of seq_lens, where a layer has needed them
 
 
 class SglangBackend(AttentionBackend):
@@ -60,14 +61,9 @@ class SglangBackend(AttentionBackend):
     def __init__(self, model_runner: Any) -> None:
         super().__init__()
         self.dtype, self.data_type = model_runner.dtype, model_runner.kv_cache_dtype
-        _refuse(model_runner)
         known = machine.current.device_info(torch.device(model_runner.device))
         self._query_dtype = query_dtype(self.dtype, self.data_type, known and known[0])
-        head_sizes = {layer.head_dim for layer in _layers(model_runner)}
-        for size in head_sizes if known else ():
-            reason = refusal(known[0], size, self.dtype, self.data_type)  # type: ignore[index]
-            if reason:
-                raise NotImplementedError(reason)
+        self._check(model_runner, known and known[0])
         self.page_size, self.max_context_len = model_runner.page_size, model_runner.model_config.context_len
         self.req_to_token = model_runner.req_to_token_pool.req_to_token
         self.token_to_kv_pool = pool = model_runner.token_to_kv_pool
@@ -75,6 +71,23 @@ class SglangBackend(AttentionBackend):
         self._plain = _is_plain(pool)
         self._layers: dict[int, tuple[Any, Any, LayerLaunch]] = {}  # layer -> memory of its pools, views, its launch
         self.forward_metadata: SglangMetadata | None = None
+
+    def _check(self, runner: Any, arch: str | None) -> None:
+        """Raise on a server that asks for something that no function here supports, or no kernel of the GPU."""
+        cache, found, head_sizes = runner.kv_cache_dtype, server_refusals(runner), set()
+        if cache not in (runner.dtype, E4M3, E5M2):
+            found.append(f"kv_cache_dtype {cache}")
+        for layer in attention_layers(runner):
+            size, value_size = layer.head_dim, layer.v_head_dim
+            if size != value_size or size not in HEAD_SIZES:
+                found.append(f"head_dim {size}, {value_size} of V")
+            found += layer_refusals(layer)
+            head_sizes.add(size)
+        raise_if_any(found)
+        for size in head_sizes if arch else ():
+            reason = refusal(arch, size, self.dtype, self.data_type)  # type: ignore[arg-type]
+            if reason:
+                raise NotImplementedError(reason)
 
     def init_forward_metadata(self, forward_batch: Any) -> None:
         self.forward_metadata = self._metadata(forward_batch)
@@ -146,7 +159,7 @@ class SglangBackend(AttentionBackend):
         caches, launch = self._held(layer, pools)
         scale, out_scale = layer.scaling, 1.0
         if self.data_type in (E4M3, E5M2):
-            scale, out_scale = scale * _number(layer.k_scale_float), _number(layer.v_scale_float)
+            scale, out_scale = scale * number(layer.k_scale_float), number(layer.v_scale_float)
         windowed = self._windows is not None and self._windows.layers_mapping[layer.layer_id][1]
         if new and self._plain:
             self._append(layer, k, v, caches, m.window_loc if windowed else forward_batch.out_cache_loc)
@@ -169,8 +182,8 @@ class SglangBackend(AttentionBackend):
 
     forward_extend = forward_decode  # the metadata distinguish the two
 
-    def _held(self, layer: Any, pools: tuple[torch.Tensor, torch.Tensor]) -> tuple[Any, LayerLaunch]:
-        """Return a layer's K and V as pages, the same views at each step, and its launch."""
+    def _held(self, layer: Any, pools: tuple[torch.Tensor, ...]) -> tuple[Any, LayerLaunch]:
+        """Return a layer's caches as pages, the same views at each step, and its launch."""
         where = [(t.dtype, t.device, *place) for t, place in zip(pools, memory_of(pools))]
         known = self._layers.get(layer.layer_id)
         if known is None or known[0] != where:
@@ -189,11 +202,11 @@ class SglangBackend(AttentionBackend):
         if k.dtype is self.data_type:  # the rows' bits, also if the model has quantised them
             target = KVCacheTarget(caches)
         else:
-            target = KVCacheTarget(caches, "NHD", None, _number(layer.k_scale_float), _number(layer.v_scale_float))
+            target = KVCacheTarget(caches, "NHD", None, number(layer.k_scale_float), number(layer.v_scale_float))
         append_qkv(None, k, v, target, slots)
 
 
-def _number(scale: float | None) -> float:
+def number(scale: float | None) -> float:
     """Return the scale, or 1 for a checkpoint without scales."""
     return 1.0 if scale is None else scale
 
@@ -207,33 +220,36 @@ def _is_plain(pool: Any) -> bool:
     return type(pool).set_kv_buffer is MHATokenToKVPool.set_kv_buffer and not pool.requires_physical_write_loc
 
 
-def _layers(model_runner: Any) -> list[Any]:
+def attention_layers(model_runner: Any) -> list[Any]:
     return [module for module in model_runner.model.modules() if isinstance(module, RadixAttention)]
 
 
-def _refuse(runner: Any) -> None:
-    """Raise on a server that asks for something that no function here supports."""
-    parallel, cache = get_parallel(), runner.kv_cache_dtype
+def server_refusals(runner: Any) -> list[str]:
+    """Return what a server asks for that no backend of this package supports."""
+    parallel = get_parallel()
     asked = {
-        "MLA": runner.use_mla_backend,
         "a draft model": runner.is_draft_worker,
         "trees of drafts": runner.spec_algorithm.is_speculative() and get_spec().speculative_eagle_topk != 1,
         "an encoder": runner.model_config.is_encoder_decoder,
         "context parallelism": parallel.attn_cp_size > 1 or parallel.dcp_enabled,
         f"dtype {runner.dtype}": runner.dtype not in (torch.float16, torch.bfloat16),
-        f"kv_cache_dtype {cache}": cache not in (runner.dtype, E4M3, E5M2),
     }
-    found = [name for name, is_asked in asked.items() if is_asked]
-    for layer in _layers(runner):
-        size, value_size, method = layer.head_dim, layer.v_head_dim, layer.logit_capping_method
-        asked = {
-            f"head_dim {size}, {value_size} of V": size != value_size or size not in HEAD_SIZES,
-            f"{layer.attn_type}": layer.attn_type != AttentionType.DECODER,
-            "cross attention": layer.is_cross_attention,
-            f"logit_capping_method {method!r}": layer.logit_cap > 0 and method != "tanh",
-            f"pos_encoding_mode {layer.pos_encoding_mode!r}": layer.pos_encoding_mode != "NONE",
-            "xai_temperature_len": layer.xai_temperature_len > 0,
-        }
-        found += [name for name, is_asked in asked.items() if is_asked]
+    return [name for name, is_asked in asked.items() if is_asked]
+
+
+def layer_refusals(layer: Any) -> list[str]:
+    """Return what a layer asks for that no backend of this package supports."""
+    method = layer.logit_capping_method
+    asked = {
+        f"{layer.attn_type}": layer.attn_type != AttentionType.DECODER,
+        "cross attention": layer.is_cross_attention,
+        f"logit_capping_method {method!r}": layer.logit_cap > 0 and method != "tanh",
+        f"pos_encoding_mode {layer.pos_encoding_mode!r}": layer.pos_encoding_mode != "NONE",
+        "xai_temperature_len": layer.xai_temperature_len > 0,
+    }
+    return [name for name, is_asked in asked.items() if is_asked]
+
+
+def raise_if_any(found: list[str]) -> None:
     if found:
         raise NotImplementedError(f"attention backend cute_kernels: {', '.join(dict.fromkeys(found))}: not supported")

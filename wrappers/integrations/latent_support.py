@@ -1,0 +1,62 @@
+"""Functions that the integrations of latent attention (MLA) share."""
+
+from typing import Any
+
+import torch
+
+from cute_kernels.records import RECORDS
+
+from ..attention.call import AttentionCall, SequenceBatch
+from ..attention.views import columns_and_rope
+from ..deep_gemm.api import fp8_paged_mqa_logits
+from ..flash_mla.api import NAME, SPARSE_NAME, flash_mla_with_kvcache
+from ..own.explanation import explain
+
+COLUMNS, ROTATED = 512, 64  # of a row's latent and of its rotated part
+E4M3, PACKED = torch.float8_e4m3fn, "656"  # the record that DeepSeek V3.2's caches have
+
+
+def latent_call(
+    q: torch.Tensor, q_rope: torch.Tensor | None, cache: torch.Tensor, requests: SequenceBatch, longest: int,
+    scale: float, out_scale: float = 1.0, **options: Any,
+) -> AttentionCall:  # fmt: skip
+    """Return a call of attention over a paged cache of latent attention.
+
+    q: (T, H, 512). q_rope: (T, H, R), or None; both may lie anywhere. cache: (pages, P, 1, W): rows of q's dtype or of
+    e4m3, or packed records of 656 bytes. requests: with a table, causal, or with slots. options: fields of the call.
+    """
+    pages, record, k_rope = cache.transpose(1, 2), "", None
+    if cache.shape[3] == RECORDS[PACKED].row and cache.dtype.itemsize == 1:
+        k, record = pages.view(torch.uint8), PACKED
+    else:
+        k, k_rope = columns_and_rope(pages, q.shape[2])
+        record = "e4m3" if cache.dtype is E4M3 else ""
+    chosen = requests.form == "slots"
+    return AttentionCall(
+        SPARSE_NAME if chosen else NAME, q, k, k, requests, longest, scale, out_scale, causal=not chosen,
+        out_dtype=q.dtype, shares_v=True, q_rope=q_rope, k_rope=k_rope, record=record, **options,
+    )  # fmt: skip
+
+
+def latent_refusal(arch: str, dtype: torch.dtype, cache: torch.dtype, rotated: int, sparse: bool) -> str | None:
+    """Return why no kernel computes latent attention over such a cache, or the logits of its indexer, or None.
+
+    dtype: the model's. cache: the cache's; with `sparse`, e4m3 means packed records. rotated: columns of the rotated
+    part of a row. The reason is that of `explain` for a small call.
+    """
+    packed = sparse and cache is E4M3
+    q = torch.zeros(1, 1, 16, COLUMNS + rotated, device="cpu").to(dtype)
+    width = RECORDS[PACKED].row if packed else q.shape[3]
+    pages = torch.zeros(1, 64, 1, width, device="cpu").to(torch.uint8 if packed else cache)
+    ints = [torch.zeros(shape, dtype=torch.int32, device="cpu") for shape in ((1, 1), (1,), (1, 1, 1))]
+    given: dict[str, Any] = {"is_fp8_kvcache": cache is E4M3, "indices": ints[2] if sparse else None, "arch": arch}
+    try:
+        found = [explain(q, pages, *ints[:2], COLUMNS, function=flash_mla_with_kvcache, **given)]
+        if sparse:
+            codes, keys = torch.zeros(1, 1, 64, 128, device="cpu").to(E4M3), torch.zeros(1, 64, 1, 132, device="cpu")
+            index = codes, keys.to(torch.uint8), torch.zeros(1, 64, device="cpu"), ints[1], ints[0], None, 64
+            found.append(explain(*index, function=fp8_paged_mqa_logits, arch=arch))
+    except (TypeError, ValueError) as error:
+        return str(error)
+    refused = [f"{op}: {why}" for answer in found if not answer.runs for op, why in answer.refused]
+    return f"{arch}: {'; '.join(refused)}" if refused else None
