@@ -125,7 +125,7 @@ def rows_of_lane(spec, scales, found, at: KVBlock, c):
 @cute.jit
 def fill_wide(spec: cutlass.Constexpr, into: LoadTarget, found: cute.Tensor, at: KVBlock, interleaved: Any):
     """Do the work of `fill` with cp.async."""
-    scales, smem, ring = into
+    scales, smem, ring = into.op, into.smem, into.ring
     padded, count = const_expr(cute.size(smem, mode=[1])), const_expr(rows_per_lane(spec))
     size = const_expr(min(padded, scales.shape[3]))
     piece = const_expr(gcd(size, PIECE))
@@ -159,7 +159,7 @@ def fill_wide(spec: cutlass.Constexpr, into: LoadTarget, found: cute.Tensor, at:
 @cute.jit
 def fill_narrow(spec: cutlass.Constexpr, into: LoadTarget, found: cute.Tensor, at: KVBlock, interleaved: Any):
     """Do the work of `fill` through registers."""
-    scales, smem, ring = into
+    scales, smem, ring = into.op, into.smem, into.ring
     unit, count = const_expr(gcd(scales.shape[3], PIECE)), const_expr(rows_per_lane(spec))
     size, padded = const_expr(scales.shape[3] // unit), const_expr(cute.size(smem, mode=[1]) // unit)
     # wait for a free stage
