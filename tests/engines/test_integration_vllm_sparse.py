@@ -37,6 +37,7 @@ def test_prompts_chunks_decodes_and_drafts(heads, kv_cache_dtype, server):
     model.step({2: 3, 0: 1, 1: 2})
     model.step({0: 1, 1: 1, 2: 1}, padding=2)  # as a CUDA graph of 5 requests is filled
     model.step({0: 2, 2: 2}, padding=2, width=2)
+    model.step({0: 2, 1: 1}, padding=1, width=3)  # two tokens a request in the mean, and not of each
 
 
 @pytest.mark.parametrize("rows", [1, 2, 4])
