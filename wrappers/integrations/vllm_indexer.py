@@ -215,6 +215,15 @@ def ours(layer_name: str) -> bool:
     return layer.get_attn_backend() is VllmIndexerBackend
 
 
+def check_pages(indexer: Any, block_table: torch.Tensor, kv_cache: torch.Tensor) -> None:
+    """Raise NotImplementedError unless a layer's cache has the pages of its indexer's keys, whose slots it reads."""
+    keys = indexer.k_cache
+    table = get_forward_context().attn_metadata[keys.prefix].block_table
+    if table.data_ptr() != block_table.data_ptr() or keys.kv_cache.shape[1] != kv_cache.shape[1]:
+        sizes = f"blocks of {kv_cache.shape[1]} tokens"
+        raise NotImplementedError(f"kv_cache: {sizes}, must have the blocks of {keys.prefix} in the same block table")
+
+
 def instead_of(theirs: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
     """Return a function that takes the place of vLLM's `sparse_attn_indexer`, and calls it for layers of others."""
 
