@@ -37,6 +37,7 @@ def test_prompts_chunks_decodes_and_drafts(heads, kv_cache_dtype, server):
     model.step({2: 3, 0: 1, 1: 2})
     model.step({0: 1, 1: 1, 2: 1}, padding=2)  # as a CUDA graph of 5 requests is filled
     model.step({0: 2, 2: 2}, padding=2, width=2)
+    model.step({0: 2, 1: 1}, padding=1, width=3)  # two tokens a request in the mean, and not of each
 
 
 @pytest.mark.parametrize("rows", [1, 2, 4])
@@ -93,6 +94,18 @@ def test_a_run_without_metadata_measures_the_memory(server):
     assert (model.indexer.topk_indices_buffer == -7).all()
 
 
+def test_caches_with_other_pages_are_refused(server):
+    """Slots of the indexer's cache would name other rows."""
+    model = SparseModel(server, 8, "auto")
+    common, inputs = model.common({0: 3}), model.inputs(3)
+    metadata = model.build(common)
+    metadata[model.name].block_table = metadata[model.name].block_table.clone()
+    model.enter(common, metadata)
+    message = "kv_cache: blocks of 16 tokens, must have the blocks of layers.0.indexer.k_cache in the same block table"
+    with pytest.raises(NotImplementedError, match=message):
+        model.forward(common, {name: t.to(model.device) for name, t in inputs.items()})
+
+
 def test_a_layer_of_another_backend_keeps_vllms_indexer(server, monkeypatch):
     from vllm.models.deepseek_v32 import attention
 
@@ -104,14 +117,11 @@ def test_a_layer_of_another_backend_keeps_vllms_indexer(server, monkeypatch):
     vllm_indexer.install()  # of the next layer
     model.step({0: 30})
     assert not theirs.called
-    del model.cache.get_attn_backend
-    assert model.cache.get_attn_backend() == "vLLM's"
-    common = model.common({0: 3})
-    model.enter(common, {model.name: model.builders[model.name].build(0, common), model.cache.prefix: None})
-    model.forward(common, {name: t.to(model.device) for name, t in model.inputs(3).items()})
-    ((given, named),) = [(call.args, call.kwargs) for call in theirs.call_args_list]
-    assert given[1] == model.cache.prefix and given[13] is model.indexer.topk_indices_buffer
-    assert named["skip_topk_buffer_clear"] and named["topk_backend"] == "auto"
+    other = vllm_latent.IndexerCache("draft.k_cache", server.device)
+    server.config.compilation_config.static_forward_context[other.prefix] = other
+    given = "hidden", other.prefix, *map(str, range(13))
+    assert attention.sparse_attn_indexer(*given, topk_backend="auto") is theirs.return_value
+    theirs.assert_called_once_with(*given, topk_backend="auto")
 
 
 def test_a_draft_model_may_share_the_buffer_of_its_target(server):

@@ -89,13 +89,10 @@ def groups_of(common: CommonAttentionMetadata, size: int) -> TokenGroups:
     present = (token < ends[owner, None]) & (request < requests)[:, None]
     keys = common.seq_lens[owner, None] - ends[owner, None] + token + 1
     every = torch.arange(tokens, device=device)
-    of = torch.searchsorted(ends, every, right=True)
-    mine = of.clamp(max=requests - 1)
-    row = (behind[mine] - each[mine]) * size + every - starts[mine]
-    row = torch.where(of < requests, row, (len(number) - 1) * size)
-    return TokenGroups(
-        torch.where(present, token, 0).flatten(), owner, torch.where(present, keys, 0).int(), row
-    )  # fmt: skip
+    mine = torch.searchsorted(ends, every, right=True).clamp(max=requests - 1)
+    row = (behind[mine] - each[mine]) * size + every - starts[mine]  # behind the tokens of all requests: an empty one
+    row = row.clamp(max=len(number) * size - 1)
+    return TokenGroups(torch.where(present, token, 0).flatten(), owner, torch.where(present, keys, 0).int(), row)
 
 
 @dataclass
@@ -142,7 +139,7 @@ class VllmIndexerBackend(AttentionBackend):
 
     @staticmethod
     def get_name() -> str:
-        return "CUTE_KERNELS_INDEXER"
+        return "CUSTOM_INDEXER"
 
     @staticmethod
     def get_impl_cls() -> Any:
@@ -216,6 +213,15 @@ def ours(layer_name: str) -> bool:
     """Return whether the indexer's cache of this name was adopted."""
     layer = get_forward_context().no_compile_layers[layer_name]
     return layer.get_attn_backend() is VllmIndexerBackend
+
+
+def check_pages(indexer: Any, block_table: torch.Tensor, kv_cache: torch.Tensor) -> None:
+    """Raise NotImplementedError unless a layer's cache has the pages of its indexer's keys, whose slots it reads."""
+    keys = indexer.k_cache
+    table = get_forward_context().attn_metadata[keys.prefix].block_table
+    if table.data_ptr() != block_table.data_ptr() or keys.kv_cache.shape[1] != kv_cache.shape[1]:
+        sizes = f"blocks of {kv_cache.shape[1]} tokens"
+        raise NotImplementedError(f"kv_cache: {sizes}, must have the blocks of {keys.prefix} in the same block table")
 
 
 def instead_of(theirs: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:

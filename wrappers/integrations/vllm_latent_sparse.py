@@ -222,6 +222,8 @@ class VllmSparseImpl(MLAAttentionImpl[VllmSparseMetadata]):
         q: the two parts of the queries, (T, heads, 512) and (T, heads, 64), any strides.
         """
         (latent, rope), m = q, attn_metadata
+        if self._indexer is not None:
+            vllm_indexer.check_pages(self._indexer, m.block_table, layer.kv_cache)
         slots = self.topk_indices_buffer[: latent.shape[0]]
         k, k_rope = self._cache.of(layer.kv_cache)
         scale, out_scale = self.scale, 1.0
