@@ -223,7 +223,7 @@ def test_any_order_and_any_number_that_is_no_row(function):
     more = torch.cat((slots[..., order], torch.zeros(2, 2, 5).long()), -1).int()
     top_k = {} if function == FLASH else {"sparse_mla_top_k": 42}
     for lens in (torch.tensor([37, 37]), torch.full((2, 2), 37)):
-        if function == TRTLLM or lens.ndim == 1:
+        if (lens.ndim == 2) == (function == TRTLLM):
             got = results(function, **{name: more, counts: lens.int()}, **top_k)
             assert all(torch.allclose(a, b, atol=1e-2) for a, b in zip(want, got))
 
@@ -261,6 +261,17 @@ def test_counts_of_rows_come_before_lengths():
     ragged |= {"query": ragged["query"].flatten(0, 1), "block_tables": ragged["block_tables"].flatten(0, 1)}
     got = trtllm_mla(**ragged | {"seq_lens": torch.tensor([5, 5, 20, 20]).int()})
     assert torch.equal(got.view(2, 2, 4, 512), want[0])
+
+
+def test_lengths_of_requests_are_causal():
+    """The last row of a request has all of its keys, and each row before it one less, as in FlashInfer's tests."""
+    want = results(TRTLLM, seq_lens=torch.tensor([8, 9, 29, 30]).int())[0]
+    lens = {"seq_lens": torch.tensor([9, 30]).int()}
+    assert torch.equal(results(TRTLLM, **lens)[0], want)
+    ragged = chosen(TRTLLM, cum_seq_lens_q=torch.tensor([0, 2, 4]).int(), max_q_len=2)
+    ragged |= {"query": ragged["query"].flatten(0, 1), "block_tables": ragged["block_tables"].flatten(0, 1)}
+    assert torch.equal(trtllm_mla(**ragged | lens).view(2, 2, 4, 512), want)
+    assert torch.equal(results(TRTLLM, seq_lens=torch.tensor([1, 900]).int())[0][0, 0], torch.zeros(4, 512).half())
 
 
 def test_a_key_that_comes_twice_counts_twice():
@@ -477,7 +488,7 @@ def test_other_head_dims_run_on_the_cpu_alone():
 
 
 def test_sparse_lengths_of_requests_belong_to_their_rows():
-    """With cum_seq_lens_q, a length per request counts for each of its rows."""
+    """With cum_seq_lens_q, a count per request is that of each of its rows, and a length is causal."""
     case = MlaCase("trtllm", lens=(60, 40), chosen=30, heads=4, rows=2)
     i = make(case)
     given = {
@@ -488,8 +499,10 @@ def test_sparse_lengths_of_requests_belong_to_their_rows():
     }  # fmt: skip
     for machine in (None, emulation()):
         with machine or torch.no_grad():
-            of_rows = trtllm_mla(**given, seq_lens=torch.tensor([9, 20, 20]).int())
-            of_requests = trtllm_mla(**given, seq_lens=torch.tensor([9, 20]).int())
-        assert torch.equal(of_rows, of_requests)
+            counted = trtllm_mla(**given, seq_lens=torch.tensor([9, 20, 20]).int())
+            causal = trtllm_mla(**given, seq_lens=torch.tensor([9, 19, 20]).int())
+            lens = torch.tensor([9, 20]).int()
+            assert torch.equal(counted, trtllm_mla(**given, seq_lens=None, sparse_mla_top_k_lens=lens))
+            assert torch.equal(causal, trtllm_mla(**given, seq_lens=lens))
     with pytest.raises(ValueError, match="^seq_lens: 4 elements, must have 3 or 2"):
         trtllm_mla(**given, seq_lens=torch.ones(4).int())

@@ -68,7 +68,8 @@ def trtllm_batch_decode_with_kv_cache_mla(
         sparse_mla_top_k: K > 0: block_tables is int32 (B, rows, K) or, with cum_seq_lens_q, (tokens, K), and holds the
             keys of each query row: these rows of the cache, where page p has the rows from p * P on. Another number,
             such as -1, is no key. sparse_mla_top_k_lens or, without it, seq_lens: int32, how many of them count, one
-            per query row or one per request; None: all.
+            per query row or one per request; None: all. With seq_lens of requests, which are their keys, the last row
+            of a request has as many, and each row before it one less.
         out: receives the result, of query's dtype (bf16 for e4m3) and shape with kv_lora_rank columns, or None. lse:
             receives the LSE, fp32 (tokens, H), base 2, sink included; return_lse returns it, too.
         bmm1_scale: factor on the logits, bmm2_scale on the output: floats, or fp32 tensors of one element. sinks: fp32
@@ -233,11 +234,25 @@ def _chosen(
             batch = check_operand("cum_seq_lens_q", offsets, 1, (torch.int32,), lens.device).shape[0] - 1
         if lens.shape[0] not in (lead.numel(), batch):
             raise ValueError(f"{name}: {lens.shape[0]} elements, must have {lead.numel()} or {batch}")
-        if offsets is not None and lens.shape[0] != lead.numel() and batch > 0:  # of the request of each row
-            rows = torch.arange(lead.numel(), dtype=torch.int32, device=offsets.device)
-            lens = lens[torch.searchsorted(offsets[1:].contiguous(), rows, right=True).clamp(max=batch - 1)]
+        if lens.shape[0] != lead.numel() and batch > 0:
+            lens = _counts_of_rows(lens, lead, offsets, own_lens is None)
     slots, plain = slots.flatten(0, -2), not traced(query)
     return slot_sequences(slots, counts_of(slots, lens, 1, plain), plain)
+
+
+def _counts_of_rows(
+    lens: torch.Tensor, lead: torch.Size, offsets: torch.Tensor | None, causal: bool
+) -> torch.Tensor:  # fmt: skip
+    """Return how many keys count for each row, from those of its request. causal: the last row of a request has all,
+    and each row before it one less. offsets: as cum_seq_lens_q; None for requests of lead[1] rows."""
+    rows = torch.arange(lead.numel(), dtype=torch.int32, device=lens.device)
+    if offsets is None:
+        lens, behind = lens.repeat_interleave(lead[1]), lead[1] - 1 - rows % lead[1]
+    else:
+        ends = offsets[1:].contiguous()
+        request = torch.searchsorted(ends, rows, right=True).clamp(max=ends.shape[0] - 1)
+        lens, behind = lens[request], ends[request] - 1 - rows
+    return lens - behind if causal else lens
 
 
 def _check_modes(skip: Any, shared: Any, dcp: Any, world: Any, rank: Any, lens: Any) -> None:

@@ -184,3 +184,4 @@ def store_row(
             a.schedule.o_partial[w.split.slot, row, spec.head_dim_vo] = normal.lse
     else:
         epilogue.store_lse(a, token, head, epilogue.lse_of(a, normal.lse, top, total), mine)
+        epilogue.store_max(a, token, head, top, mine)
