@@ -59,7 +59,11 @@ class Sequence(NamedTuple):
 
 
 # block of `args` -> its tensors with values of single sequences, all of which `load_sequence` reads
-SEQUENCE_ARGS = {"query": ("cu_seqlens_q",), "kv": ("kv_lens", "kv_starts", "extra_lens"), "mask": ("prefix_lens",)}
+SEQUENCE_ARGS = {
+    "query": ("cu_seqlens_q",),
+    "kv": ("kv_lens", "kv_starts", "extra_lens", "union_lens"),
+    "mask": ("prefix_lens",),
+}
 
 
 def launch_args(spec, flat):
