@@ -49,6 +49,10 @@ def feature(name: str) -> str:
     return f"sim/test_ptxsim_kernels.py::test_feature[{name}]"
 
 
+def union(case: str) -> str:
+    return f"sim/test_ptxsim_key_union.py::test_every_entry[{case}]"
+
+
 def index_math(test: str) -> str:
     return f"attention/test_index_math.py::{test}"
 
@@ -306,6 +310,15 @@ BUGS = (
         shipped("cache_write.rows/bf16_e4m3t_transform")),
     Bug("values: a scale that is a power of two is doubled", "cute_kernels/latent/write/factors.py",
         "(warp.bits(x) + 0x7FFFFF)", "(warp.bits(x) + 0x800000)", shipped("latent.write/bf16_584")),
+    # ---- tokens that share keys
+    Bug("union: a slot that a token has chosen twice counts once", f"{ATTENTION}/key_union.py",
+        "        if repeated > 0:\n", "        if repeated < 0:\n", union("repeated-eager")),
+    Bug("union: all of some equal slots repeat an earlier one", f"{ATTENTION}/key_union.py",
+        "(same & ~found) == 0 or (same & below) != 0", "(same & ~found) == 0 or same != 0", union("repeated-eager")),
+    Bug("union: the second range has the rows of the first one", f"{ATTENTION}/key_union.py",
+        "start = low + i * ROWS", "start = low + i // ROWS", union("ranges-eager")),
+    Bug("union: a token sees the keys of its neighbours", f"{ATTENTION}/sm90/scoring.py",
+        "r.words[row, i] = found[i] & own[i]", "r.words[row, i] = found[i]", union("neighbours-eager")),
     # ---- packed records of latent attention
     Bug("records: the factors of a planar page lie behind 64 rows", "cute_kernels/attention/kv/record_rows.py",
         "begins[0] + Int64(parts[0].shape[2]) * form.row", "begins[0] + Int64(64) * form.row", PLANAR),
