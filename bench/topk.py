@@ -160,7 +160,7 @@ def check(inputs: TopKInputs, indices: torch.Tensor) -> str | None:
 
 
 def graph(run: Callable[[Any], object], sets: list[Any]) -> Call:
-    """Capture one call on each of the sets as a CUDA graph, and return its replay."""
+    """Capture one call on each of the sets as a CUDA graph, and return its replay, which keeps the sets."""
     stream = torch.cuda.Stream()
     with torch.cuda.stream(stream):
         for i in sets:
@@ -170,7 +170,11 @@ def graph(run: Callable[[Any], object], sets: list[Any]) -> Call:
     with torch.cuda.graph(captured):
         for i in sets:
             run(i)
-    return lambda _: captured.replay()
+
+    def replay(_: int, held: list[Any] = sets) -> None:  # the next capture gives memory that is free back to the driver
+        captured.replay()
+
+    return replay
 
 
 def every(run: Callable[[Any], object], sets: list[Any], _: int) -> None:
