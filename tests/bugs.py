@@ -49,6 +49,10 @@ def feature(name: str) -> str:
     return f"sim/test_ptxsim_kernels.py::test_feature[{name}]"
 
 
+def union(case: str) -> str:
+    return f"sim/test_ptxsim_key_union.py::test_every_entry[{case}]"
+
+
 def index_math(test: str) -> str:
     return f"attention/test_index_math.py::{test}"
 
@@ -306,6 +310,15 @@ BUGS = (
         shipped("cache_write.rows/bf16_e4m3t_transform")),
     Bug("values: a scale that is a power of two is doubled", "cute_kernels/latent/write/factors.py",
         "(warp.bits(x) + 0x7FFFFF)", "(warp.bits(x) + 0x800000)", shipped("latent.write/bf16_584")),
+    # ---- tokens that share keys
+    Bug("union: a slot that a token has chosen twice counts once", f"{ATTENTION}/key_union.py",
+        "        if repeated > 0:\n", "        if repeated < 0:\n", union("repeated-eager")),
+    Bug("union: all of some equal slots repeat an earlier one", f"{ATTENTION}/key_union.py",
+        "(same & ~found) == 0 or (same & below) != 0", "(same & ~found) == 0 or same != 0", union("repeated-eager")),
+    Bug("union: the second range has the rows of the first one", f"{ATTENTION}/key_union.py",
+        "start = low + i * ROWS", "start = low + i // ROWS", union("ranges-eager")),
+    Bug("union: a token sees the keys of its neighbours", f"{ATTENTION}/sm90/scoring.py",
+        "r.words[row, i] = found[i] & own[i]", "r.words[row, i] = found[i]", union("neighbours-eager")),
     # ---- packed records of latent attention
     Bug("records: the factors of a planar page lie behind 64 rows", "cute_kernels/attention/kv/record_rows.py",
         "begins[0] + Int64(parts[0].shape[2]) * form.row", "begins[0] + Int64(64) * form.row", PLANAR),
@@ -336,7 +349,13 @@ BUGS = (
         "border = geometry.extra_start(w.sequence.extra) // spec.tile.n",
         "border = geometry.extra_start(w.sequence.extra) // spec.tile.n + 1", FEW_RECORDS),
     Bug("few rows: batch-invariant calls have their kernels", f"{ATTENTION}/latent/__init__.py",
-        ' and p.split_kv in ("auto", "always")', "", "attention/test_dispatch.py::test_few_rows_over_records"),
+        ' or p.split_kv in ("auto", "always"))', " or True)", "attention/test_dispatch.py::test_few_rows_over_records"),
+    Bug("columns: both halves of V are freed with the first one", f"{ATTENTION}/sm90/scoring.py",
+        "release_keys(spec, s, groups - 1, at.kv)\n    return", "pass\n    return",
+        shipped("attention.sm90/bf16_kvbf16v_d576x512_causal_tma_m64n64s2o2a")),
+    Bug("columns: Q K^T reads the second half without waiting for it", f"{ATTENTION}/sm90/scoring.py",
+        "pipeline.consumer_wait(s.k.pipes[i], at.kv)", "pipeline.consumer_wait(s.k.pipes[min(i, 1)], at.kv)",
+        shipped("attention.sm90/bf16_kvbf16v_d576x512_causal_tma_m64n64s2o2a")),
     Bug("splits: a CTA that gives up waiting leaves no count", "cute_kernels/attention/splits.py",
         "        if tid == 0:\n            combine.leave(a, counters, splits)",
         "        if (tid == 0) & (smem.last[i] != 0):\n            combine.leave(a, counters, splits)",

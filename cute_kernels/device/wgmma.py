@@ -7,6 +7,8 @@ One S = Q @ K^T:
     cute.nvgpu.warpgroup.wait_group(0)
 """
 
+from typing import NamedTuple
+
 import cutlass
 import cutlass.cute as cute
 import cutlass.utils.hopper_helpers as hh
@@ -56,6 +58,17 @@ def store_a(mma: cute.TiledMma, regs: cute.Tensor, smem: cute.Tensor, thread: In
     cute.copy(atom, tiled.retile(regs), tiled.partition_D(smem))
 
 
+class Instructions(NamedTuple):
+    """Some instructions of a product: those of these steps of K, and of these columns, each as numbers; none for
+    all."""
+
+    steps: tuple[int, ...] = ()
+    columns: tuple[int, ...] = ()
+
+
+ALL = Instructions()
+
+
 @cute.jit
 def issue(
     mma: cute.TiledMma,
@@ -65,24 +78,23 @@ def issue(
     zero: cutlass.Constexpr,
     part=0,
     first: cutlass.Constexpr = 0,
-    steps: cutlass.Constexpr = (),
-    columns: cutlass.Constexpr = (),
+    some: cutlass.Constexpr = ALL,
 ):
     """Issue acc (+)= a b over all of K that b has, committed as one group; do not wait for it.
 
     acc: the accumulator of neighbouring columns, those of one or several instructions. zero: overwrite acc. part: which
-    such columns of b. first: the step of a that multiplies the first one of b. steps: the steps of b, none for all.
-    columns: the instructions, none for all."""
+    such columns of b. first: the step of a that multiplies the first one of b. some: the instructions that are
+    issued."""
     assert cute.size(acc, mode=[1]) == 1
     atom = cute.make_mma_atom(mma.op)  # a local atom: setting a field of a struct member in a loop breaks dominance
     atom.set(warpgroup.Field.ACCUMULATE, not zero)
     warpgroup.fence()
     count = const_expr(cute.size(acc, mode=[2]))
-    ks, ns = chosen(steps, cute.size(b.shape[2])), chosen(columns, count)
+    ks, ns = chosen(some.steps, cute.size(b.shape[2])), chosen(some.columns, count)
     for i in cutlass.range_constexpr(len(ks)):
         for j in cutlass.range_constexpr(len(ns)):
-            some = acc[None, 0, ns[j]]
-            cute.mma_atom_call(atom, some, a[None, 0, first + ks[i]], b[None, count * part + ns[j], ks[i]], some)
+            c = acc[None, 0, ns[j]]
+            cute.mma_atom_call(atom, c, a[None, 0, first + ks[i]], b[None, count * part + ns[j], ks[i]], c)
         atom.set(warpgroup.Field.ACCUMULATE, True)
     warpgroup.commit_group()
 

@@ -403,7 +403,7 @@ def plan_for(call: AttentionCall, arch: str, sms: int) -> LaunchPlan:
         heads=heads,
         lse_columns=call.lse_columns,
         dim_vo=request.head_dim_vo,
-        batch=call.requests.batch if shared is None else shared.count,
+        batch=call.requests.batch if shared is None else shared.groups,
         token_bytes=heads * max(call.q.shape[2] * call.q.element_size(), request.head_dim_vo * size),
         pack_factor=group,
         num_tile_heads=heads // group,

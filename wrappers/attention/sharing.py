@@ -21,10 +21,10 @@ _empty = torch.empty  # a module global saves a look-up, 20 ns
 
 class SharedKeys(NamedTuple):
     """The groups of tokens that share their keys. size: tokens of a group, of which the last one has what is left.
-    count: groups. width: slots of a token."""
+    groups: their number. width: slots of a token."""
 
     size: int
-    count: int
+    groups: int
     width: int
 
     @staticmethod
@@ -37,15 +37,15 @@ class SharedKeys(NamedTuple):
 
     def request(self, of_tokens: KernelRequest) -> KernelRequest:
         """Return the request of a call, given that of tokens which do not share keys."""
-        return replace(of_tokens, share_keys=True, rows=self.size, kv_heads=self.count)
+        return replace(of_tokens, share_keys=True, rows=self.size, kv_heads=self.groups)
 
     def scratch(self, device: torch.device) -> dict[str, torch.Tensor]:
         """Return the memory of the unions of a launch, by argument of the kernel, uninitialised."""
-        shape = self.count, max(self.size * self.width, 1)
+        shape = self.groups, max(self.size * self.width, 1)
         return {
             "union_slots": _empty(shape, dtype=torch.int32, device=device),
             "union_tokens": _empty(shape, dtype=torch.uint8, device=device),
-            "union_lens": _empty(self.count, dtype=torch.int32, device=device),
+            "union_lens": _empty(self.groups, dtype=torch.int32, device=device),
         }
 
 

@@ -48,10 +48,10 @@ STEPS = 4  # of an MMA in a box of 64 columns
 
 @dataclass(frozen=True)
 class ScoreHandoff:
-    """Shared memory between score and mma. p (m, n, 1): P of a block. pipe: of one stage. multiplied: barriers of even
-    and of odd blocks, whose Q K^T has ended (`yields_to_qk`). factor (m,): of rows. row_max, row_sum (m, 2): of rows of
-    a tile with an even and with an odd number; row_max in log2 units, or -inf for a row without keys. mma has read
-    those of a tile before it frees the first block of the next one."""
+    """Shared memory between score and mma. p (m, n, 1): P of a block. pipe: of one stage. multiplied: barriers that
+    say of even and of odd blocks that Q K^T has ended (`yields_to_qk`). factor (m,): of rows. row_max, row_sum (m, 2):
+    of rows of a tile with an even and with an odd number; row_max in log2 units, or -inf for a row without keys. mma
+    has read those of a tile before it frees the first block of the next one."""
 
     p: cute.Tensor
     pipe: pipeline.Pipeline
@@ -242,7 +242,7 @@ def score_block(
         pipeline.consumer_wait(s.k.pipes[i], at.kv)
         source(spec).fence_before_mma()
         steps = const_expr(tuple(STEPS * box + j for box in groups[i] for j in range(STEPS)))
-        wgmma.issue(plan.mma_qk, r.acc_s, q, k, i == 0, steps=steps)
+        wgmma.issue(plan.mma_qk, r.acc_s, q, k, i == 0, some=wgmma.Instructions(steps))
     warpgroup.wait_group(0)
     if const_expr(yields_to_qk(spec)):
         pipeline.mbarrier_arrive(s.scores.multiplied + at.p % 2)
@@ -418,7 +418,7 @@ def add_block(
         wgmma.issue(plan.mma_pv, r.acc_o, p, v, False, o_part(spec))
     else:  # each half of the columns is freed when it has been read
         for half in cutlass.range_constexpr(halves):
-            wgmma.issue(plan.mma_pv, r.acc_o, p, v, False, o_part(spec), columns=(half,))
+            wgmma.issue(plan.mma_pv, r.acc_o, p, v, False, o_part(spec), some=wgmma.Instructions(columns=(half,)))
             if const_expr(half == 0 and groups > halves):
                 release_keys(spec, s, 0, at.kv)
             if const_expr(half == 0 and yields_to_qk(spec)):

@@ -96,6 +96,8 @@ def few_cases(spec: Any) -> list[MlaScenario]:
             replace(base, rows=3, heads=m - 3, counted=True, lens=(40, 7, 9, 3), gap=1),
             replace(base, chosen=300, data="peaks", page_size=64),
         )
+        if record in ("656", "352", "528") and not two:  # with the largest logits
+            first = *first, replace(base, function="sparse_fwd", rows=6, heads=m - 1, counted=True, chosen=130)
         many = replace(base, lens=(2000,), chosen=29 * 64 + 3, page_size=16)
         blocks = (
             replace(base, chosen=64, rows=2, second=64 * two),
@@ -151,7 +153,7 @@ def chosen_cases(spec: Any) -> list[MlaScenario]:
         replace(base, chosen=200, heads=80, data="peaks", page_size=64),
     )
     if spec.kv.record in ("", "656", "352", "528") and not spec.kv.extra:
-        prompt = replace(base, function="sparse_fwd", rows=6, heads=9, counted=True, sink=True, chosen=130)
+        prompt = replace(base, function="sparse_fwd", rows=6, heads=9 + more, counted=True, sink=True, chosen=130)
         separate = "sparse_fwd" if spec.kv.record or base.dim == 512 else "dsa"
         first = (first[0], replace(first[1], function=separate), first[2], prompt)
     many = replace(base, lens=(2000,), chosen=29 * 64 + 3, heads=8 + more, page_size=16)
