@@ -168,7 +168,7 @@ def refuse_modes() -> None:
 def adopt(indexer: Any) -> None:
     """Let the cache of an indexer have our metadata, so that its keys are chosen here. Calls `install`.
 
-    Raises NotImplementedError for the indexer of another model, whose layer calls functions that are not replaced.
+    Raises NotImplementedError for the indexer of another model: its layer calls functions that are not replaced.
     """
     from vllm.models.deepseek_v32.attention import DeepseekV32Indexer as Known
 
@@ -188,7 +188,7 @@ def ours(layer_name: str) -> bool:
 
 
 def check_pages(indexer: Any, block_table: torch.Tensor, kv_cache: torch.Tensor) -> None:
-    """Raise NotImplementedError unless a layer's cache has the pages of its indexer's keys, whose slots it reads."""
+    """Raise NotImplementedError unless a layer's cache has the pages of its indexer's keys: it reads their slots."""
     keys = indexer.k_cache
     table = get_forward_context().attn_metadata[keys.prefix].block_table
     if table.data_ptr() != block_table.data_ptr() or keys.kv_cache.shape[1] != kv_cache.shape[1]:
