@@ -150,13 +150,14 @@ def has_backend(case: EngineCase, provider: str) -> bool:
 def describe(provider: str, result: dict[str, Any]) -> str:
     """Return a line about one worker's result."""
     m, speeds = result["median"], [p["tokens_per_s"] for p in result["passes"]]
+    repeats = ", ".join(f"{count} {how}" for how, count in result["repeats"].items())
     return (
         f"{provider:16} {m['tokens_per_s']:8.0f} tokens/s ({min(speeds):.0f} to {max(speeds):.0f})   "
         f"first token {m['ttft_p50_ms']:.0f} ms, p99 {m['ttft_p99_ms']:.0f}   "
         f"each {m['tpot_p50_ms']:.2f} ms, p99 {m['tpot_p99_ms']:.2f}   "
         f"{m['computed']:.0f} tokens of prompts computed   "
         f"first pass {result['warm']['tokens_per_s']:.0f} tokens/s   {result['cache_tokens']} tokens in the cache, "
-        f"started in {result['started_s']:.0f} s"
+        f"started in {result['started_s']:.0f} s   of {len(result['answers'])} answers, equal: {repeats}"
     )
 
 

@@ -183,7 +183,7 @@ class Vllm:
 
     def __init__(self, case: EngineCase, backend: str, folder: Path) -> None:
         prepare_vllm(folder)
-        os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+        os.environ |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_BATCH_INVARIANT": str(int(case.invariant))}
         from vllm import LLM
 
         options = vllm_arguments(case, backend)
@@ -217,8 +217,9 @@ class Sglang:
     """SGLang. Its scheduler is a process of its own."""
 
     def __init__(self, case: EngineCase, backend: str, folder: Path) -> None:
-        if case.kv == "nvfp4" or case.drafts:
-            raise NotImplementedError(f"{case.name}: SGLang is measured with bf16 and fp8 caches, without drafts")
+        if case.kv == "nvfp4" or case.drafts or case.invariant:
+            what = "with bf16 and fp8 caches, without drafts and batch-invariant bits"
+            raise NotImplementedError(f"{case.name}: SGLang is measured {what}")
         use_plugins(
             folder, "sglang.srt.plugins", "seeded = bench.engine_worker:seed_sglang",
             "cute_kernels = wrappers.integrations.plugins:sglang",
@@ -279,15 +280,32 @@ def timed(engine: RunningEngine, case: EngineCase, seed: int) -> dict[str, float
     }  # fmt: skip
 
 
+def repeats(engine: RunningEngine, prompts: list[list[int]], answers: list[EngineAnswer]) -> dict[str, int]:
+    """Return how many answers have the same tokens and log probabilities when the engine is asked again: the same
+    prompts, each prompt alone, and each with half of its answer, as a request goes on that was preempted."""
+    outputs, half = CHECKED_OUTPUTS, CHECKED_OUTPUTS // 2
+    halves = [prompt + a.tokens[:half] for prompt, a in zip(prompts, answers)]
+    found = {
+        "again": (0, engine.generate(prompts, outputs, True)),
+        "alone": (0, [engine.generate([prompt], outputs, True)[0] for prompt in prompts]),
+        "resumed": (half, engine.generate(halves, outputs - half, True)),
+    }
+    return {
+        name: sum((a.tokens[at:], a.logprobs[at:]) == (b.tokens, b.logprobs) for a, b in zip(answers, others))
+        for name, (at, others) in found.items()
+    }
+
+
 def observe(engine: RunningEngine, case: EngineCase, passes: int) -> dict[str, Any]:
-    """Return the answers to the prompts of the check, and the figures of the passes; the first is `warm`: it fills the
-    prefix cache, and brings the clocks to where they stay."""
-    answers = engine.generate(case.prompts(1, list(CHECKED)), CHECKED_OUTPUTS, True)
+    """Return the answers to the prompts of the check, how many of them come again, and the figures of the passes; the
+    first is `warm`: it fills the prefix cache, and brings the clocks to where they stay."""
+    prompts = case.prompts(1, list(CHECKED))
+    answers = engine.generate(prompts, CHECKED_OUTPUTS, True)
     warm = timed(engine, case, 2)
     found = [timed(engine, case, 2 if case.cached else 3 + i) for i in range(passes)]
     return {
         "answers": [{"tokens": a.tokens, "logprobs": a.logprobs} for a in answers], "warm": warm, "passes": found,
-        "cache_tokens": engine.cache_tokens,
+        "cache_tokens": engine.cache_tokens, "repeats": repeats(engine, prompts, answers),
         "median": {key: statistics.median(p[key] for p in found) for key in found[0]},
     }  # fmt: skip
 

@@ -51,7 +51,8 @@ class EngineCase:
     their logarithm. outputs: tokens that each request generates. cached: the timed passes find all prompts in the
     prefix cache, so they show decoding; else each pass has other prompts. kv: type of the cache. memory: bytes of
     the cache. batched: tokens of a step at most. gpus: their number; they share the model. graphs, mode: the engine's
-    CUDA graphs and compilation. drafts: tokens that n-gram speculation proposes.
+    CUDA graphs and compilation. drafts: tokens that n-gram speculation proposes. invariant: the bits of a request must
+    not depend on its batch.
     """
 
     name: str
@@ -67,6 +68,7 @@ class EngineCase:
     graphs: str = "FULL_DECODE_ONLY"
     mode: int = 0
     drafts: int = 0
+    invariant: bool = False
     layers: int | None = None
     gpus: int = 1
     engine: str = "vllm"
@@ -172,6 +174,7 @@ def _latent() -> list[EngineCase]:
         replace(tiny, name="tiny-dsv32-kv656-piecewise", graphs="FULL_AND_PIECEWISE", mode=3),
         replace(tiny, name="tiny-dsv32-kv656-ngram1", drafts=1),
         replace(tiny, name="tiny-dsv32-kv656-ngram3", drafts=3),
+        replace(tiny, name="tiny-dsv32-kv656-invariant", invariant=True),
         replace(tiny, name="tiny-dsv32-kv656-dense", model="dsv32-h16"),  # no prompt is longer than index_topk
         replace(tiny, name="tiny-glm5-kv656", model="glm5-h8"),
         replace(tiny, name="tiny-v3-bf16", model="v3-h16", kv="bf16"),
@@ -205,7 +208,7 @@ def _cases() -> dict[str, EngineCase]:
     found += [
         replace(case, engine="sglang")
         for case in found
-        if "nvfp4" not in case.kv and not case.drafts and case.graphs == "FULL_DECODE_ONLY"
+        if "nvfp4" not in case.kv and not (case.drafts or case.invariant) and case.graphs == "FULL_DECODE_ONLY"
     ]
     return {f"engine-{case.engine}-{case.name}": case for case in found}
 

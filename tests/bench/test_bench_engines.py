@@ -39,7 +39,7 @@ def result(speed, shift=0.0):
     return {
         "answers": [answer((1, 2, 3), shift)], "warm": figures | {"tokens_per_s": speed / 2},
         "passes": [figures | {"tokens_per_s": speed * s} for s in (0.95, 1.0, 1.05)], "median": figures,
-        "cache_tokens": 100, "started_s": 5.0,
+        "cache_tokens": 100, "started_s": 5.0, "repeats": {"again": 1, "alone": 0},
     }  # fmt: skip
 
 
@@ -54,12 +54,42 @@ def test_rows_of_an_engine(capsys):
     times, figures = measured(ours=result(1000.0), **others)
     assert times == {"ours": 1000.0, "vllm-flash-attn": 1250.0, "vllm-triton": 2000.0, "vllm-best": 1250.0}
     assert "ours" not in measured(ours=result(1000.0, shift=0.11), **others)[0]
-    assert "no row: ours: log probabilities differ from vllm-flash-attn's by 0.110" in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert "no row: ours: log probabilities differ from vllm-flash-attn's by 0.110" in printed
+    assert "of 1 answers, equal: 1 again, 0 alone" in printed
     ours = figures["ours"]
     assert (ours.reference, ours.difference, ours.common) == ("vllm-flash-attn", 0.0, 1.0)
     assert ours.noise == pytest.approx(0.1) and ours.cold_tokens_per_s == 500.0
     parted = engine.agreement([answer((1, 2, 3, 4))], [answer((1, 2, 5, 4), shift=0.25)])
     assert parted.common == 0.75 and parted.difference == pytest.approx((0.25 + 0.25 + 1.25) / 3)
+
+
+class Stub:
+    """An engine whose next token is the sum of all tokens. alone: is added to it if there is one request. rounding: of
+    the log probabilities, grows with each pass."""
+
+    def __init__(self, alone=0, rounding=0.0):
+        self.alone, self.rounding, self.passes = alone, rounding, 0
+
+    def generate(self, prompts, outputs, logprobs):
+        self.passes += 1
+        found = []
+        for prompt in prompts:
+            tokens = list(prompt)
+            while len(tokens) < len(prompt) + outputs:
+                tokens.append((sum(tokens) + self.alone * (len(prompts) == 1)) % 1000)
+            drift = self.passes * self.rounding
+            found.append(engine_worker.EngineAnswer(tokens[len(prompt) :], [drift] * outputs, 0.0, 0.0, 0))
+        return found
+
+
+@pytest.mark.parametrize("stub, equal", [
+    (Stub(), (2, 2, 2)), (Stub(alone=1), (2, 0, 2)), (Stub(rounding=0.1), (0, 0, 0))
+])  # fmt: skip
+def test_answers_that_come_again(stub, equal):
+    prompts = [[3, 5], [7]]
+    found = engine_worker.repeats(stub, prompts, stub.generate(prompts, engine_worker.CHECKED_OUTPUTS, True))
+    assert found == dict(zip(("again", "alone", "resumed"), equal))
 
 
 @pytest.mark.parametrize("model", ["llama8b", "gemma2-9b"])

@@ -89,6 +89,7 @@ INVALID = {
     "fp16 over e4m3": ({"dtype": torch.float16, "kv_cache_dtype": "fp8"}, "must be torch.bfloat16 or torch.float8"),
     "another dtype": ({"kv_cache_dtype": "float16"}, "kv_cache_dtype: float16, must be that of the model, torch.bf"),
     "PCP": ({"use_pcp": True}, "PCP not supported"),
+    "batch invariance": ({"use_batch_invariant": True}, "batch invariance not supported"),
     "trimmed drafts": ({"use_adaptive_verification": True}, "device-cpu query lens mismatch not supported"),
 }  # fmt: skip
 

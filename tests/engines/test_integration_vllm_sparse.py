@@ -9,8 +9,10 @@ import torch
 
 from tests.support import vllm_latent
 from tests.support.emulated import emulation
+from tests.support.host_work import torch_kernels
 from tests.support.vllm_latent import LATENT, ROPE, TOP_K, SparseModel, config_of, rows_of
 from tests.support.vllm_stubs import DeviceCapability
+from wrappers.attention.plan import WHOLE
 
 
 @pytest.fixture(scope="module")
@@ -38,6 +40,8 @@ def test_prompts_chunks_decodes_and_drafts(heads, kv_cache_dtype, server):
     model.step({0: 1, 1: 1, 2: 1}, padding=2)  # as a CUDA graph of 5 requests is filled
     model.step({0: 2, 2: 2}, padding=2, width=2)
     model.step({0: 2, 1: 1}, padding=1, width=3)  # two tokens a request in the mean, and not of each
+    model.step({0: 8, 3: 16, 2: 8})  # groups of 8 tokens, all of them full
+    model.step({3: 8, 0: 16}, padding=1, width=8)
 
 
 @pytest.mark.parametrize("rows", [1, 2, 4])
@@ -78,10 +82,50 @@ def test_launches_of_a_layer(kv_cache_dtype, engine):
                 assert model.layer.impl._cache.launch._launch is not None
 
 
+@pytest.mark.parametrize("counts, copied", [
+    ({0: 1, 1: 1}, []), ({0: 4, 1: 4}, []), ({0: 8, 1: 16}, []), ({0: 8, 1: 3}, ["index_select"] * 3)
+])  # fmt: skip
+def test_torch_kernels_of_a_selection(counts, copied, engine, quiet):
+    """Beside the logits and the top-k: copies of queries and weights into groups, and of slots out of them, only where
+    a group has rows without a token."""
+    from wrappers.integrations.vllm_indexer import select_keys
+
+    engine.platform.device = torch.device("cpu")
+    model = SparseModel(engine, 8, "fp8_ds_mla")
+    model.common({0: 40, 1: 29})
+    common = model.common(counts)
+    metadata, inputs = model.build(common)[model.cache.prefix], model.inputs(common.num_actual_tokens)
+    given = metadata, model.cache.kv_cache, inputs["index_q"], inputs["index_weights"]
+    out = model.indexer.topk_indices_buffer[: common.num_actual_tokens]
+    select_keys(*given, out)
+    before = quiet.count
+    assert torch_kernels(lambda: select_keys(*given, out)) == copied
+    assert quiet.count - before == 2 * 2  # two calls
+
+
+def test_bits_of_a_token_in_all_batches(engine, monkeypatch):
+    """On emulated kernels: one CTA computes a token, and the launch names the keys that the token sees."""
+    engine.platform.device = torch.device("cpu")
+    monkeypatch.setenv("VLLM_BATCH_INVARIANT", "1")
+    with emulation() as fake:
+        model, specs = SparseModel(engine, 8, "fp8_ds_mla"), set()
+        for counts in ({0: 40, 1: 29}, {0: 1, 1: 1}, {0: 2, 1: 2}, {0: 5, 1: 1}):
+            model.step(counts)
+            launch = fake.launches[-1]
+            assert launch.blocks_per_split == WHOLE
+            seen = [model.lens[request] - n + 1 + i for request, n in counts.items() for i in range(n)]
+            assert launch.kv_lens.tolist() == seen
+            specs.add(fake.specs[-1])
+        (spec,) = specs
+        assert spec.kv.source == "slots"
+
+
 def test_tokens_that_pad_a_mixed_batch_have_no_keys(server):
     model = SparseModel(server, 8, "auto")
     model.step({0: 5, 1: 9}, padding=2, width=3)
     assert (model.indexer.topk_indices_buffer[14:20] == -1).all()
+    model.step({0: 16, 1: 8}, padding=1, width=8)
+    assert (model.indexer.topk_indices_buffer[24:32] == -1).all()
 
 
 def test_a_run_without_metadata_measures_the_memory(server):
@@ -211,7 +255,7 @@ def test_configurations_that_are_refused_at_start(name, server):
         return backend.validate_configuration(device_capability=DeviceCapability(9, 0), **config._asdict())
 
     asked, message = INVALID[name]
-    assert not reasons({})
+    assert not reasons({}) and not reasons({"use_batch_invariant": True})
     (reason,) = reasons(asked)
     assert message in reason
 
@@ -224,11 +268,14 @@ def test_configurations_that_are_refused_at_start(name, server):
     ({"kv_sharing_target_layer_name": "layers.0.attn"}, "kv_sharing_target_layer_name: layers.0.attn, must be None"),
     ({"kv_cache_dtype": "nvfp4"}, "kv_cache_dtype: 'nvfp4', must be one of auto, float16, bfloat16"),
     ({"kv_lora_rank": 448}, "kv_lora_rank: 448, must be 512"),
-    ({"indexer": SimpleNamespace(k_cache=SimpleNamespace(head_dim=68))}, "index_head_dim: 68 bytes of a key, must be"),
+    ({"indexer": SimpleNamespace(head_dim=68)}, "index_head_dim: 68 bytes of a key, must be"),
+    ({"indexer": torch.nn.Linear(1, 1)}, "indexer: torch.nn.modules.linear.Linear, must be vllm.models.deepseek_v32.a"),
 ])  # fmt: skip
 def test_refused_by_the_layer(options, message, server):
     from wrappers.integrations.vllm_latent_sparse import VllmSparseImpl
 
+    if isinstance(options.get("indexer"), SimpleNamespace):  # of a cache
+        options = {"indexer": vllm_latent.indexer_of(k_cache=options["indexer"])}
     server.config = config_of(torch.bfloat16, "auto")
     given = {
         "num_heads": 16, "head_size": 576, "scale": 1.0, "num_kv_heads": 1, "alibi_slopes": None,
@@ -242,13 +289,26 @@ def test_refused_by_the_layer(options, message, server):
 
 @pytest.mark.parametrize("place, name, value", [
     ("parallel_config", "decode_context_parallel_size", 2), ("parallel_config", "prefill_context_parallel_size", 2),
-    ("attention_config", "hisparse_config", "given"),
+    ("attention_config", "hisparse_config", "given"), ("speculative_config", "num_speculative_tokens", 8),
 ])  # fmt: skip
 def test_modes_that_are_refused(place, name, value, server):
     from wrappers.integrations import vllm_indexer
 
     server.config = config_of(torch.bfloat16, "auto")
+    server.config.speculative_config = SimpleNamespace(num_speculative_tokens=7)
     vllm_indexer.refuse_modes()
     setattr(getattr(server.config, place), name, value)
     with pytest.raises(NotImplementedError, match=f"{name}: {value}, must be"):
+        vllm_indexer.refuse_modes()
+
+
+def test_drafts_are_refused_where_bits_must_not_depend_on_the_batch(server, monkeypatch):
+    from wrappers.integrations import vllm_indexer
+
+    server.config = config_of(torch.bfloat16, "auto")
+    monkeypatch.setenv("VLLM_BATCH_INVARIANT", "1")
+    vllm_indexer.refuse_modes()
+    server.config.speculative_config = SimpleNamespace(num_speculative_tokens=1)
+    message = "num_speculative_tokens: 1, must be at most 0 with VLLM_BATCH_INVARIANT, the attention backend CUSTOM"
+    with pytest.raises(NotImplementedError, match=message):
         vllm_indexer.refuse_modes()

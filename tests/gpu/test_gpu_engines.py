@@ -6,11 +6,12 @@ import pytest
 import torch
 
 from bench import engine, server
-from bench.cases.engine import CASES
+from bench.cases.engine import CASES, CHECKED
 from bench.engine_worker import BESIDE
 from bench.results import Environment
 
-TINY = [name for name in CASES if "-tiny-" in name]
+TINY = [name for name, case in CASES.items() if "-tiny-" in name and not case.invariant]
+INVARIANT = [name for name, case in CASES.items() if case.invariant]
 PEERS = {
     ("vllm", "gqa"): "vllm-flash-attn", ("vllm", "mla"): "vllm-flash-attn-mla", ("vllm", "dsa"): "vllm-flashmla-sparse",
     ("sglang", "gqa"): "sglang-triton", ("sglang", "mla"): "sglang-fa3", ("sglang", "dsa"): "sglang-dsa",
@@ -39,6 +40,15 @@ def test_an_engine_answers_as_with_its_own_backend(name):
     ours = next((row for row in figures if row.provider == "ours"), None)
     assert ours is not None, "no row: see what was printed"
     assert ours.reference == peer and ours.common > COMMON[case.kv]
+
+
+@pytest.mark.parametrize("name", INVARIANT)
+def test_answers_do_not_depend_on_the_batch(name):
+    """The engine's own layers, which see to that in their parts, belong to the test."""
+    needs(name)
+    result = engine.worker(name, "ours", 1)
+    assert result is not None, "see what was printed"
+    assert result["repeats"] == dict.fromkeys(("again", "alone", "resumed"), len(CHECKED))
 
 
 @pytest.mark.parametrize("kv", ["bf16", "fp8", "nvfp4"])

@@ -58,6 +58,7 @@ KNOWN = {
     "docs/drop-in.md": {"keep the positions of 0.2.": "a version"},
     "docs/engines.md": {
         "72 GiB holds (40 GiB for GPT-OSS)": SETTING,
+        "for every further 256 MiB of logits": "a bound of the code, `indexer.selection.SCRATCH`",
         "read 71 GB of keys and values and 15 GB of weights": "the size of the model and of its cache",
     },
     "docs/examples.md": {"| command | what it shows | on the CPU |": "how long to wait for a program, rounded"},

@@ -180,6 +180,16 @@ class IndexerCache(torch.nn.Module):
         return "vLLM's"
 
 
+def indexer_of(**fields: Any) -> Any:
+    """Return an indexer of vLLM's class for DeepSeek V3.2, without its projections."""
+    from vllm.models.deepseek_v32.attention import DeepseekV32Indexer
+
+    found = DeepseekV32Indexer.__new__(DeepseekV32Indexer)
+    torch.nn.Module.__init__(found)
+    vars(found).update(fields)
+    return found
+
+
 class Batches:
     """Requests, their blocks, and CommonAttentionMetadata of steps."""
 
@@ -249,7 +259,7 @@ class SparseModel(Batches):
         with torch.device(server.device):
             buffer = torch.full((128, TOP_K), -7, dtype=torch.int32)
             cache = IndexerCache("layers.0.indexer.k_cache", server.device)
-            self.indexer = SimpleNamespace(
+            self.indexer = indexer_of(
                 k_cache=cache, topk_indices_buffer=buffer, quant_block_size=INDEX_DIM, scale_fmt="ue8m0",
                 topk_tokens=TOP_K, head_dim=INDEX_DIM, max_model_len=BLOCK * COLUMNS, max_total_seq_len=0,
                 indexer_op=SimpleNamespace(topk_backend="auto"),

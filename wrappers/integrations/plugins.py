@@ -3,7 +3,7 @@
 Each gives the engine the name of a class or a function, which the engine imports when it needs it: loading a plugin
 imports little, and changes nothing unless the user enables it.
 
-    VLLM_PLUGINS=cute_kernels vllm serve MODEL --attention-backend CUSTOM
+    VLLM_PLUGINS=cute_kernels vllm serve MODEL --attention-backend CUSTOM  # K and V per head, MLA, and sparse MLA
     VLLM_PLUGINS=cute_kernels_topk vllm serve MODEL  # the sparse indexer's top-k
     VLLM_PLUGINS=cute_kernels_mla vllm serve MODEL  # the operators of MLA's caches
     python -m sglang.launch_server --model-path MODEL --attention-backend cute_kernels --page-size 16

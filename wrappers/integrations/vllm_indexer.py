@@ -6,16 +6,17 @@ request into a buffer, from which its backends make slots of the cache. This one
 indexer, also where both share the buffer: each layer writes it before it reads it. `adopt` tells the layers apart.
 
 Keys are read from the pages of the cache. In decode, all requests have equally many tokens, and share the loads of
-their keys. Tokens of other batches are put into groups of one request each (`TokenGroups`).
+their keys. Tokens of other batches are put into groups of one request each (`vllm_batches.TokenGroups`).
 
 Written for vLLM 0.33. Tests run it against vLLM's own files on the CPU reference.
 """
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar
 
 import torch
+from vllm import envs
 from vllm.config import get_current_vllm_config
 from vllm.forward_context import get_forward_context
 from vllm.v1.attention.backend import (
@@ -30,8 +31,8 @@ from vllm.v1.attention.backend import (
 from ..indexer.selection import SCRATCH
 from ..own.select import select_slots
 from ..vllm.latent import concat_and_cache_mla
+from .vllm_batches import MOST_ROWS, TokenGroups, groups_of, uniform_rows
 
-MOST_ROWS = 8  # tokens of a request that share the loads of keys
 BLOCK = 64  # keys that TMA loads at a time: pages of a multiple of them are the fastest
 HELD = 256  # heads of the tokens of a group: registers hold the weights of so many
 
@@ -39,60 +40,6 @@ HELD = 256  # heads of the tokens of a group: registers hold the weights of so m
 def preferred_block_size(default: int) -> int:
     """Return the tokens of a block of the caches, if the user asked for none."""
     return default if default % BLOCK == 0 else BLOCK
-
-
-def uniform_rows(common: CommonAttentionMetadata) -> int:
-    """Return n if the first requests have n tokens each, at most MOST_ROWS, and the others, which pad a graph, have
-    none; else 0."""
-    n, starts = common.max_query_len, common.query_start_loc_cpu
-    if not 0 < n <= MOST_ROWS or n * common.num_reqs != common.num_actual_tokens:
-        return 0
-    tokens = int(starts[-1])
-    requests = tokens // n
-    return n if requests * n == tokens == int(starts[requests]) else 0
-
-
-def token_lens(common: CommonAttentionMetadata) -> torch.Tensor:
-    """Return the keys that each token sees, int32 (T,)."""
-    starts = common.query_start_loc
-    token = torch.arange(common.num_actual_tokens, device=starts.device, dtype=torch.int32)
-    request = torch.searchsorted(starts[1:], token, right=True).clamp(max=common.num_reqs - 1)
-    return (common.seq_lens - starts[1:])[request] + token + 1
-
-
-class TokenGroups(NamedTuple):
-    """T tokens in G groups of up to R tokens of one request, in order.
-
-    tokens: int64 (G * R,), the token of each row; a row without a token has any. requests: int64 (G,). lens: int32 (G,
-    R), the keys of each row, 0 without a token. rows: int64 (T,), the row of each token; a token behind those of all
-    requests, which pads a batch, has a row without one.
-    """
-
-    tokens: torch.Tensor
-    requests: torch.Tensor
-    lens: torch.Tensor
-    rows: torch.Tensor
-
-
-def groups_of(common: CommonAttentionMetadata, size: int) -> TokenGroups:
-    """Return groups of up to `size` tokens, of as many groups as T tokens of so many requests may need, and one more,
-    which is empty. Nothing is read on the host."""
-    starts, tokens, requests = common.query_start_loc.long(), common.num_actual_tokens, common.num_reqs
-    device, ends = starts.device, starts[1:].contiguous()
-    each = torch.div(ends - starts[:-1] + size - 1, size, rounding_mode="floor")
-    behind = each.cumsum(0)  # groups of the requests up to each one
-    number = torch.arange(tokens // size + requests + 1, device=device)
-    request = torch.searchsorted(behind, number, right=True)
-    owner = request.clamp(max=requests - 1)
-    token = (starts[owner] + (number - behind[owner] + each[owner]) * size)[:, None]
-    token = token + torch.arange(size, device=device)
-    present = (token < ends[owner, None]) & (request < requests)[:, None]
-    keys = common.seq_lens[owner, None] - ends[owner, None] + token + 1
-    every = torch.arange(tokens, device=device)
-    mine = torch.searchsorted(ends, every, right=True).clamp(max=requests - 1)
-    row = (behind[mine] - each[mine]) * size + every - starts[mine]  # behind the tokens of all requests: an empty one
-    row = row.clamp(max=len(number) * size - 1)
-    return TokenGroups(torch.where(present, token, 0).flatten(), owner, torch.where(present, keys, 0).int(), row)
 
 
 @dataclass
@@ -161,6 +108,10 @@ class VllmIndexerBackend(AttentionBackend):
     def supports_device_cpu_query_lens_mismatch(cls) -> bool:
         return False
 
+    @classmethod
+    def supports_batch_invariance(cls) -> bool:
+        return True
+
 
 def select_keys(
     metadata: VllmIndexerMetadata, cache: torch.Tensor, q: torch.Tensor, weights: torch.Tensor, out: torch.Tensor
@@ -179,10 +130,17 @@ def select_keys(
         )  # fmt: skip
         return
     groups: Any = m.groups
+    shape = groups.lens.shape
+    if groups.tokens is None:
+        select_slots(
+            q.unflatten(0, shape), cache, weights, groups.lens, groups.table, top_k, max_context_len=m.longest,
+            out=out.unflatten(0, shape),
+        )  # fmt: skip
+        return
     rows = q.view(torch.uint8).index_select(0, groups.tokens).view(q.dtype)
     found = select_slots(
-        rows.unflatten(0, groups.lens.shape), cache, weights.index_select(0, groups.tokens), groups.lens,
-        m.block_table.index_select(0, groups.requests), top_k, max_context_len=m.longest,
+        rows.unflatten(0, shape), cache, weights.index_select(0, groups.tokens), groups.lens, groups.table, top_k,
+        max_context_len=m.longest,
     )  # fmt: skip
     torch.index_select(found.flatten(0, 1), 0, groups.rows, out=out)
 
@@ -199,10 +157,24 @@ def refuse_modes() -> None:
             raise NotImplementedError(f"{name}: {size}, must be 1 with the attention backend CUSTOM and sparse MLA")
     if getattr(config.attention_config, "hisparse_config", None) is not None:
         raise NotImplementedError("hisparse_config: given, must be None with the attention backend CUSTOM")
+    drafts = 0 if config.speculative_config is None else config.speculative_config.num_speculative_tokens
+    most = 0 if envs.VLLM_BATCH_INVARIANT else MOST_ROWS - 1
+    if drafts > most:  # a CUDA graph of decodes would hold lengths or groups of tokens, which differ from step to step
+        mode = "" if most else "VLLM_BATCH_INVARIANT, "
+        allowed = f"must be at most {most} with {mode}the attention backend CUSTOM and sparse MLA"
+        raise NotImplementedError(f"num_speculative_tokens: {drafts}, {allowed}")
 
 
 def adopt(indexer: Any) -> None:
-    """Let the cache of an indexer have our metadata, so that its keys are chosen here. Calls `install`."""
+    """Let the cache of an indexer have our metadata, so that its keys are chosen here. Calls `install`.
+
+    Raises NotImplementedError for the indexer of another model: its layer calls functions that are not replaced.
+    """
+    from vllm.models.deepseek_v32.attention import DeepseekV32Indexer as Known
+
+    if type(indexer) is not Known:
+        given, known = (f"{of.__module__}.{of.__qualname__}" for of in (type(indexer), Known))
+        raise NotImplementedError(f"indexer: {given}, must be {known} with the attention backend CUSTOM")
     if indexer.k_cache.head_dim != 132:
         raise NotImplementedError(f"index_head_dim: {indexer.k_cache.head_dim} bytes of a key, must be 132")
     install()
@@ -216,7 +188,7 @@ def ours(layer_name: str) -> bool:
 
 
 def check_pages(indexer: Any, block_table: torch.Tensor, kv_cache: torch.Tensor) -> None:
-    """Raise NotImplementedError unless a layer's cache has the pages of its indexer's keys, whose slots it reads."""
+    """Raise NotImplementedError unless a layer's cache has the pages of its indexer's keys: it reads their slots."""
     keys = indexer.k_cache
     table = get_forward_context().attn_metadata[keys.prefix].block_table
     if table.data_ptr() != block_table.data_ptr() or keys.kv_cache.shape[1] != kv_cache.shape[1]:

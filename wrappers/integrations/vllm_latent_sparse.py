@@ -7,6 +7,10 @@ the absorbed form, from the rows of the cache as they are stored: in 16 bits, in
 `vllm_indexer` chooses the keys. It writes slots of the cache where vLLM's indexer writes positions in the request, so
 that nothing is converted between the two.
 
+With VLLM_BATCH_INVARIANT=1, one CTA computes all keys of a token, in the order of their positions, in every batch. A
+prompt, a chunk of one, a decode and a draft token have the same kernel, so that a token has the same bits in all of
+them. This may be slower.
+
 Written for vLLM 0.33. Tests run it against vLLM's own files on the CPU reference.
 """
 
@@ -14,6 +18,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
+from vllm import envs
 from vllm.v1.attention.backend import (
     AttentionBackend,
     AttentionCGSupport,
@@ -36,7 +41,7 @@ from ..vllm.latent import concat_and_cache_mla
 from . import vllm_indexer
 from .held import HeldCache
 from .support import ARCHS, E4M3, LATENT, ROPE, SIXTEEN_BITS, latent_refusal
-from .vllm_indexer import token_lens, uniform_rows
+from .vllm_batches import token_lens, uniform_rows
 
 RECORDS = {"fp8_ds_mla": "656", "nvfp4_ds_mla": "352", "fp8": "e4m3", "fp8_e4m3": "e4m3"}  # cache -> record
 
@@ -76,7 +81,9 @@ class VllmSparseMetadataBuilder(AttentionMetadataBuilder[VllmSparseMetadata]):
         common = common_attn_metadata
         if common.causal is not True:
             raise NotImplementedError(f"causal: {common.causal}, must be True")
-        lens = common.seq_lens if uniform_rows(common) else token_lens(common)
+        rows = uniform_rows(common)
+        whole = rows > 1 and not envs.VLLM_BATCH_INVARIANT  # tokens may visit blocks in which they have no key
+        lens = common.seq_lens if rows == 1 or whole else token_lens(common)
         return VllmSparseMetadata(
             common.num_actual_tokens, common.num_reqs, common.num_actual_tokens, common.query_start_loc,
             common.seq_lens, common.block_table_tensor, common.slot_mapping, lens,
@@ -134,6 +141,11 @@ class VllmSparseBackend(AttentionBackend):
         return False
 
     @classmethod
+    def supports_batch_invariance(cls) -> bool:
+        """Return True: `VllmSparseImpl` and the indexer compute the bits of a token from its own keys alone."""
+        return True
+
+    @classmethod
     def supports_combination(
         cls, head_size: int, dtype: torch.dtype, kv_cache_dtype: Any, block_size: int | None, use_mla: bool,
         has_sink: bool, use_sparse: bool, use_mm_prefix: bool, device_capability: Any,
@@ -183,6 +195,7 @@ class VllmSparseImpl(MLAAttentionImpl[VllmSparseMetadata]):
         self._indexer, self._buffer = indexer, topk_indices_buffer
         if indexer is not None:
             vllm_indexer.adopt(indexer)
+        self._split_kv = "never" if envs.VLLM_BATCH_INVARIANT else "auto"
         self._cache = HeldCache(self, type(self).caches)
 
     @property
@@ -236,7 +249,7 @@ class VllmSparseImpl(MLAAttentionImpl[VllmSparseMetadata]):
             return AttentionCall(
                 SPARSE_NAME, latent, k, k, step.requests(not traced(latent)), 1, scale, out_scale, causal=False,
                 shares_v=True, lse_form=LSE_NATURAL | LSE_OF_KEYS, out_dtype=latent.dtype, record=self.record,
-                q_rope=rope, k_rope=k_rope,
+                q_rope=rope, k_rope=k_rope, split_kv=self._split_kv,
             )  # fmt: skip
 
         return self._cache.launch.serve(step, (scale, out_scale), (), call), None
