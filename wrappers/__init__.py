@@ -31,6 +31,7 @@ from .flashinfer.page import (
     nvfp4_quantize_append_paged_kv_cache_with_slot_mapping,
 )
 from .flashinfer.quantization import packbits, segment_packbits
+from .flashinfer.ragged_deepseek import trtllm_ragged_attention_deepseek
 from .flashinfer.rope import (
     apply_llama31_rope,
     apply_llama31_rope_inplace,
@@ -111,6 +112,6 @@ __all__ = [
     "select_rows", "select_slots", "single_decode_with_kv_cache", "single_prefill_with_kv_cache",
     "single_prefill_with_kv_cache_return_lse", "sparse_paged_attention", "top_k", "top_k_page_table_transform",
     "top_k_per_row_decode", "top_k_per_row_prefill", "top_k_ragged_transform", "trtllm_batch_context_with_kv_cache",
-    "trtllm_batch_decode_with_kv_cache", "trtllm_batch_decode_with_kv_cache_mla", "trtllm_fmha_v2_prefill", "xqa",
-    "xqa_batch_decode_with_kv_cache", "xqa_batch_decode_with_kv_cache_mla",
+    "trtllm_batch_decode_with_kv_cache", "trtllm_batch_decode_with_kv_cache_mla", "trtllm_fmha_v2_prefill",
+    "trtllm_ragged_attention_deepseek", "xqa", "xqa_batch_decode_with_kv_cache", "xqa_batch_decode_with_kv_cache_mla",
 ]  # fmt: skip

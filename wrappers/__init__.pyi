@@ -75,8 +75,8 @@ __all__ = ["BatchAttentionWithAttentionSinkWrapper", "BatchDecodeWithPagedKVCach
     "single_decode_with_kv_cache", "single_prefill_with_kv_cache", "single_prefill_with_kv_cache_return_lse",
     "sparse_paged_attention", "top_k", "top_k_page_table_transform", "top_k_per_row_decode", "top_k_per_row_prefill",
     "top_k_ragged_transform", "trtllm_batch_context_with_kv_cache", "trtllm_batch_decode_with_kv_cache",
-    "trtllm_batch_decode_with_kv_cache_mla", "trtllm_fmha_v2_prefill", "xqa", "xqa_batch_decode_with_kv_cache",
-    "xqa_batch_decode_with_kv_cache_mla"]
+    "trtllm_batch_decode_with_kv_cache_mla", "trtllm_fmha_v2_prefill", "trtllm_ragged_attention_deepseek", "xqa",
+    "xqa_batch_decode_with_kv_cache", "xqa_batch_decode_with_kv_cache_mla"]
 
 class BatchAttentionWithAttentionSinkWrapper(_BatchAttentionWithAttentionSinkWrapper):
     @overload
@@ -669,3 +669,56 @@ def trtllm_batch_decode_with_kv_cache(query: torch.Tensor, kv_cache: torch.Tenso
     cp_rank: int=0, causal_seqlens_kv_global: torch.Tensor | None=None, bf16q_fp8kv_transform_mode: str | None=None,
     request_order: torch.Tensor | None=None, request_order_plan: Any=None, *, logits_soft_cap: float | None=None,
     v_scales_interleaved: bool=False, batch_invariant: bool=False) -> Any: ...
+
+@overload
+def trtllm_ragged_attention_deepseek(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor,
+    workspace_buffer: torch.Tensor | None, seq_lens: torch.Tensor | None, max_q_len: int, max_kv_len: int | None,
+    bmm1_scale: float | torch.Tensor, bmm2_scale: float | torch.Tensor, o_sf_scale: float | None, batch_size: int,
+    window_left: int | None, cum_seq_lens_q: torch.Tensor, cum_seq_lens_kv: torch.Tensor, enable_pdl: bool | None,
+    is_causal: bool, return_lse: Literal[False], attention_sinks: torch.Tensor | None=None,
+    skip_softmax_threshold_scale_factor: float | None=None, out: torch.Tensor | None=None,
+    lse: torch.Tensor | None=None,
+    sage_attn_sfs: tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]=(None, None, None, None),
+    num_elts_per_sage_attn_blk: tuple[int, int, int, int]=(0, 0, 0, 0), backend: str='trtllm-gen',
+    q_seq_lens_cpu: torch.Tensor | None=None, kv_seq_lens_cpu: torch.Tensor | None=None,
+    use_fp16_softmax: bool | None=None, uses_spcompress: bool | None=None,
+    skip_all_rows_active_check: bool=True) -> torch.Tensor: ...
+@overload
+def trtllm_ragged_attention_deepseek(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor,
+    workspace_buffer: torch.Tensor | None, seq_lens: torch.Tensor | None, max_q_len: int, max_kv_len: int | None,
+    bmm1_scale: float | torch.Tensor, bmm2_scale: float | torch.Tensor, o_sf_scale: float | None, batch_size: int,
+    window_left: int | None, cum_seq_lens_q: torch.Tensor, cum_seq_lens_kv: torch.Tensor, enable_pdl: bool | None,
+    is_causal: bool, *, return_lse: Literal[True], attention_sinks: torch.Tensor | None=None,
+    skip_softmax_threshold_scale_factor: float | None=None, out: torch.Tensor | None=None,
+    lse: torch.Tensor | None=None,
+    sage_attn_sfs: tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]=(None, None, None, None),
+    num_elts_per_sage_attn_blk: tuple[int, int, int, int]=(0, 0, 0, 0), backend: str='trtllm-gen',
+    q_seq_lens_cpu: torch.Tensor | None=None, kv_seq_lens_cpu: torch.Tensor | None=None,
+    use_fp16_softmax: bool | None=None, uses_spcompress: bool | None=None,
+    skip_all_rows_active_check: bool=True) -> tuple[torch.Tensor, torch.Tensor]: ...
+@overload
+def trtllm_ragged_attention_deepseek(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor,
+    workspace_buffer: torch.Tensor | None, seq_lens: torch.Tensor | None, max_q_len: int, max_kv_len: int | None,
+    bmm1_scale: float | torch.Tensor, bmm2_scale: float | torch.Tensor, o_sf_scale: float | None, batch_size: int,
+    window_left: int | None, cum_seq_lens_q: torch.Tensor, cum_seq_lens_kv: torch.Tensor, enable_pdl: bool | None,
+    is_causal: bool, return_lse: Literal[True], attention_sinks: torch.Tensor | None=None,
+    skip_softmax_threshold_scale_factor: float | None=None, out: torch.Tensor | None=None,
+    lse: torch.Tensor | None=None,
+    sage_attn_sfs: tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]=(None, None, None, None),
+    num_elts_per_sage_attn_blk: tuple[int, int, int, int]=(0, 0, 0, 0), backend: str='trtllm-gen',
+    q_seq_lens_cpu: torch.Tensor | None=None, kv_seq_lens_cpu: torch.Tensor | None=None,
+    use_fp16_softmax: bool | None=None, uses_spcompress: bool | None=None,
+    skip_all_rows_active_check: bool=True) -> tuple[torch.Tensor, torch.Tensor]: ...
+@overload
+def trtllm_ragged_attention_deepseek(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor,
+    workspace_buffer: torch.Tensor | None, seq_lens: torch.Tensor | None, max_q_len: int, max_kv_len: int | None,
+    bmm1_scale: float | torch.Tensor, bmm2_scale: float | torch.Tensor, o_sf_scale: float | None, batch_size: int,
+    window_left: int | None, cum_seq_lens_q: torch.Tensor, cum_seq_lens_kv: torch.Tensor, enable_pdl: bool | None,
+    is_causal: bool, return_lse: bool, attention_sinks: torch.Tensor | None=None,
+    skip_softmax_threshold_scale_factor: float | None=None, out: torch.Tensor | FP4Tensor | None=None,
+    lse: torch.Tensor | None=None,
+    sage_attn_sfs: tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]=(None, None, None, None),
+    num_elts_per_sage_attn_blk: tuple[int, int, int, int]=(0, 0, 0, 0), backend: str='trtllm-gen',
+    q_seq_lens_cpu: torch.Tensor | None=None, kv_seq_lens_cpu: torch.Tensor | None=None,
+    use_fp16_softmax: bool | None=None, uses_spcompress: bool | None=None,
+    skip_all_rows_active_check: bool=True) -> Any: ...

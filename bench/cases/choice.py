@@ -15,6 +15,7 @@ WHOLE = (
     "BatchPrefill",
     "BatchAttention",
     "single_prefill_with_kv_cache",
+    "trtllm_ragged_attention_deepseek",
 )
 USUAL = plan.request_of  # the request of a user's call
 

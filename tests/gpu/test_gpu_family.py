@@ -15,7 +15,7 @@ import wrappers
 from bench.cases import attention, family
 from bench.cases.cache_write import copied
 from bench.cases.family import FamilyCase
-from tests.attention import test_chunked
+from tests.attention import test_chunked, test_ragged_deepseek
 from tests.support import gpu
 from tests.support.flash_attn_batches import Batch
 from tests.support.gpu import CUDA, captured, close, feature, same
@@ -316,3 +316,66 @@ def test_chunked_attention(q_lens, form):
     vars(batch).update(copied(vars(batch), CUDA))
     got = test_chunked.call(batch, 96, form).cpu()
     close((got, None), (want, None), 2e-2, 2e-2)
+
+
+# ---- ragged prefill with TensorRT-LLM's signature
+
+MLA_Q, MLA_KV = (70, 1, 0, 150, 5), (200, 259, 3, 90, 0)
+MLA_DIMS = ((192, 128), (128, 128), (256, 256))
+
+
+def ragged_mla(dims, dtype, q_lens=MLA_Q, kv_lens=MLA_KV, **options):
+    """Return the arguments of `trtllm_ragged_attention_deepseek` on the CPU."""
+    return test_ragged_deepseek.made(q_lens, kv_lens, dims, dtype, (4, 4)) | options
+
+
+def as_ragged_mla(got, given):
+    want = [x.float() for x in wrappers.trtllm_ragged_attention_deepseek(**given)]
+    limit, limit_lse = (0.05, 1e-2) if given["query"].element_size() == 1 else (1e-2, 1e-3)
+    close([x.cpu() for x in got], want, limit, limit, limit_lse=limit_lse)
+
+
+@pytest.mark.parametrize("dims", MLA_DIMS)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float8_e4m3fn])
+@pytest.mark.parametrize("is_causal", [True, False])
+@feature("prefill requests ragged K and V", "prefill with LSE", "prefill with sinks")
+def test_trtllm_ragged_attention_deepseek(is_causal, dtype, dims):
+    """With sinks and a window and without, and the same bits in a second call."""
+    sinks = torch.tensor([0.5, -math.inf, 2.0, -1.0])
+    for options in ({}, {"attention_sinks": sinks}, {"window_left": 37, "bmm2_scale": torch.tensor([0.5])}):
+        given = ragged_mla(dims, dtype, is_causal=is_causal, **options)
+        there = copied(given, CUDA)
+        got = wrappers.trtllm_ragged_attention_deepseek(**there)
+        as_ragged_mla(got, given)
+        same(wrappers.trtllm_ragged_attention_deepseek(**there), got)
+
+
+@pytest.mark.parametrize("dims", MLA_DIMS)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float8_e4m3fn])
+@feature("prefill requests ragged K and V", "prefill with LSE")
+def test_merged_chunks_of_a_context(dtype, dims):
+    """Together they are causal attention to all keys."""
+    q_lens, kv_lens = (70, 1, 20), (300, 259, 20)
+    given = ragged_mla(dims, dtype, q_lens, kv_lens)
+    there, context = copied(given, CUDA), [n - m for m, n in zip(q_lens, kv_lens)]
+    merged = test_ragged_deepseek.part(there, context, q_lens, causal=True)
+    for first in range(0, max(context), 128):
+        lens = [min(max(n - first, 0), 128) for n in context]
+        merged = wrappers.merge_state(*merged, *test_ragged_deepseek.part(there, [first] * 3, lens))
+    as_ragged_mla(merged, given | {"is_causal": True})
+
+
+@feature("prefill with CUDA graph replay at other lengths")
+def test_a_graph_of_ragged_rows_serves_other_lengths():
+    given = ragged_mla((192, 128), torch.bfloat16, is_causal=True)
+    there = copied(given, CUDA)
+    wrappers.trtllm_ragged_attention_deepseek(**there)
+    graph, result = captured(wrappers.trtllm_ragged_attention_deepseek, there)
+    for q_lens, kv_lens in (((1, 0, 220, 5, 0), (9, 1, 530, 5, 7)), (MLA_Q, MLA_KV)):
+        other = ragged_mla((192, 128), torch.bfloat16, q_lens, kv_lens, is_causal=True)
+        for name in ("query", "key", "value", "cum_seq_lens_q", "cum_seq_lens_kv"):
+            there[name].copy_(other[name])
+        for t in result:
+            t.fill_(math.nan)
+        graph.replay()
+        as_ragged_mla(result, other)

@@ -157,7 +157,7 @@ FLAG = (
     "uses_shared_paged_kv_idx", "causal", "return_lse", "v_scales_interleaved", "batch_invariant", "deterministic",
     "dsa_graph_safe", "sorted", "enable_pdl", "use_fp16_softmax", "uses_spcompress", "interleave", "is_neox",
     "is_fp8_kvcache", "enable_batch_invariant", "is_var_seq", "enable_dcp",
-    "clean_logits",
+    "clean_logits", "is_causal",
 )  # fmt: skip
 NUMBER = ("softmax_scale", "sm_scale", "o_sf_scale", "skip_softmax_threshold_scale_factor", "logits_soft_cap",
           "o_scale",
@@ -178,13 +178,15 @@ OTHER = {
     "kv_layout": "layout", "backend": "name", "out_dtype": "dtype", "shape": "shape", "original_shape": "shape",
     "device": "device", "t": "fp4", "function": "function", "arch": "arch", "bitorder": "name",
     "quantize_dtype": "dtype", "logits_dtype": "dtype",
+    "sage_attn_sfs": "four", "num_elts_per_sage_attn_blk": "four",
 }  # fmt: skip
 KIND = dict.fromkeys(INT, "int") | dict.fromkeys(FLAG, "flag") | dict.fromkeys((*NUMBER, *rope_calls.NUMBERS), "number")
 KIND |= dict.fromkeys(SCALE, "scale") | OTHER
 HINTS = {
     "workspace_buffer", "max_kv_len", "cum_seq_lens_kv", "multi_ctas_kv_counter_buffer", "max_seq_len", "semaphores",
     "request_order", "request_order_plan", "sm_count", "qk_nope_head_dim", "cute_dsl_impl", "kv_scale_format",
-    "tile_scheduler_metadata", "num_splits", "schedule_meta",
+    "tile_scheduler_metadata", "num_splits", "schedule_meta", "q_seq_lens_cpu", "kv_seq_lens_cpu",
+    "skip_all_rows_active_check",
 }  # fmt: skip
 
 
@@ -241,7 +243,9 @@ PAIRS = [
     (name, argument)
     for name in GOOD
     for argument in arguments_of(name)
-    if argument not in HINTS and argument in OWN.get(name, {argument})
+    if argument not in HINTS
+    and (name, argument) not in layout_calls.UNREAD_BY
+    and argument in OWN.get(name, {argument})
 ]
 
 
@@ -363,6 +367,11 @@ ACCEPTED: dict[str, dict[str, set[str]]] = {  # function, or call -> argument ->
     "sparse_paged_attention": {
         "indices": {"no columns", "columns"}, "bmm1_scale": NONE_ONLY, "bmm2_scale": SCALES,
         "logits_soft_cap": {"None", "zero"}, **dict.fromkeys(("sinks", "o_sf_scale", "enable_pdl"), NONE_ONLY)},
+    "trtllm_ragged_attention_deepseek": {
+        "max_q_len": {"far"}, "window_left": {"None", "far", "negative"}, "out": {"None", "float16", "float8_e4m3fn"},
+        "lse": {"None", "strided"}, "bmm2_scale": SCALES, "skip_softmax_threshold_scale_factor": {"None", "zero"},
+        "o_sf_scale": {"None", *SCALES},  # not used
+        **dict.fromkeys(("enable_pdl", "attention_sinks", "use_fp16_softmax", "uses_spcompress"), NONE_ONLY)},
     "dsa_indexer_topk": {
         "k": {"no rows", "a row less", "a row more"}, "w": STRIDED, "softmax_scale": NONE_ONLY, "max_seqlen_q": {"int"},
         "max_seqlen_k": {"None", "far"}, "ratio": {"int"}},
@@ -452,6 +461,7 @@ ON_CPU: dict[str, dict[str, set[str]]] = {  # by the reference, where no kernel 
     **dict.fromkeys(("trtllm mla", "xqa mla"), {"bmm1_scale": SCALES}),
     "flash_mla": {"softmax_scale": SCALES},
     "flash_mla_sparse_fwd": {"sm_scale": SCALES},
+    "trtllm_ragged_attention_deepseek": {"bmm1_scale": SCALES},
     "sparse_paged_attention": {"bmm1_scale": SCALES, "kv_cache": {"V no columns", "V columns"}},
     **dict.fromkeys(good_calls.DSA, {"softmax_scale": SCALES}),
 }
@@ -473,7 +483,8 @@ ON_CUDA: dict[str, dict[str, set[str]]] = {  # values that only the device knows
         "kv_cache": {"no rows", "a row less"}}),
     "trtllm mla, ragged": {"block_tables": {"no columns", "columns"}},
     "flash_mla": {"block_table": {"no columns", "columns"}, "k_cache": {"no rows", "a row less"}},
-    "sparse_paged_attention": {"bmm1_scale": VALUES, "bmm2_scale": VALUES},
+    **dict.fromkeys(("sparse_paged_attention", "trtllm_ragged_attention_deepseek"), {
+        "bmm1_scale": VALUES, "bmm2_scale": VALUES}),
     **dict.fromkeys(("append, quantised", "append, slots"), {"k_scale": VALUES, "v_scale": VALUES}),
     **dict.fromkeys(("nvfp4_quantize", "nvfp4_dequantize", "fp4.store", "fp4.load"), {"global_scale": VALUES}),
 }  # fmt: skip

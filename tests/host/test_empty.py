@@ -90,15 +90,18 @@ def test_other_functions(launched):
         assert context(none, cache, None, table, lens, most, None, 0.1, 1.0, 2, offsets, None).shape == none.shape
         assert decode(none, cache, None, table, lens, None, cum_seq_lens_q=offsets, max_q_len=most).shape == none.shape
     assert decode(none, cache, None, table[:0], lens[:0], None).shape == none.shape
+    ragged, given = wrappers.trtllm_ragged_attention_deepseek, good_calls.inputs_of("trtllm_ragged_attention_deepseek")
+    given |= {"query": given["query"][:0], "cum_seq_lens_q": ints(0, 0, 0), "out": None, "lse": None}
+    assert ragged(**given).shape == (0, 4, 64)
     rows = torch.randn(9, 2, 64).half()
     assert wrappers.single_prefill_with_kv_cache(none, rows, rows, causal=True).shape == none.shape
-    paged, ragged = (
+    paged, other = (
         getattr(wrappers, f"BatchPrefillWith{form}KVCacheWrapper")(torch.empty(0), layout)
         for form, layout in (("Paged", "HND"), ("Ragged", "NHD"))
     )
     paged.plan(offsets, ints(0, 2, 3), ints(2, 0, 1), ints(4, 9), 8, 2, 64, 16, causal=True)
-    ragged.plan(offsets, ints(0, 4, 9), 8, 2, 64, causal=True)
-    assert paged.run(none, cache).shape == ragged.run(none, rows, rows).shape == none.shape
+    other.plan(offsets, ints(0, 4, 9), 8, 2, 64, causal=True)
+    assert paged.run(none, cache).shape == other.run(none, rows, rows).shape == none.shape
     assert not launched
 
 

@@ -17,7 +17,7 @@ from cute_kernels.topk import dispatch as topk_dispatch
 from tests.host.test_signatures import same
 from tests.support.fake_machine import FakeMachine
 from tests.support.good_calls import DSA, LOGITS, MLA, NAMES, SEGMENTS, SELECT, SPARSE_FWD, XQA_MLA, inputs_of
-from tests.support.layout_calls import NVFP4_LATENT
+from tests.support.layout_calls import NVFP4_LATENT, RAGGED_MLA
 from wrappers import explain
 from wrappers.host import machine
 from wrappers.own.registry import ATTENTION, FUNCTIONS, LATENT_READ, QUANTIZATION, TOP_K, row_of
@@ -41,7 +41,7 @@ def cases_of(name):
             yield topk_cases.make_inputs(replace(plain, data="constant", **change))
     elif name == "xqa":
         yield inputs | {"sliding_win_size": 3}
-    elif name == "xqa_batch_decode_with_kv_cache":
+    elif name in ("xqa_batch_decode_with_kv_cache", RAGGED_MLA):
         yield inputs | {"window_left": 3}
     elif name.startswith("flash_attn"):
         yield inputs | {"softcap": 4.0}

@@ -48,6 +48,10 @@ KINDS: dict[str, dict[str, Any]] = {
     "function": NONE | {"str": "xqa", "builtin": len, "helper": fp4.load},
     "arch": {"int": 90, "list": ["sm_90a"], "other": "h100", "empty": ""},
     "device": NONE | {"str": "cpux", "int": 1 << 20, "list": ["cpu"]},
+    "four": NONE | {
+        "str": "none", "int": 3, "three": (0, 0, 0), "ones": (1, 1, 1, 1), "floats": (0.5, 0.5, 0.5, 0.5),
+        "True": (True, True, True, True),
+    },
     "fp4": NONE | {"tensor": torch.ones(5, 2, 8, dtype=torch.uint8), "str": "fp4", "list": [1]},
 }  # fmt: skip
 MISMATCH = ("rank + 1", "flat", "no rows", "a row less", "a row more", "no columns", "columns")

@@ -307,6 +307,20 @@ def sparse_paged_inputs(device: Any, size: int, seed: int) -> Given:
     return {"q": q, "kv_cache": (k, v), "indices": slots.to(device)}
 
 
+def ragged_mla_inputs(device: Any, size: int, seed: int) -> Given:
+    """Two requests of rows without pages."""
+    gen, (_, tokens, keys) = torch.Generator().manual_seed(seed), DENSE[size]
+    q, k, v = (torch.randn(n, 4, dim, generator=gen).bfloat16().to(device)
+               for n, dim in ((tokens, 192), (keys, 192), (keys, 128)))  # fmt: skip
+    ends = {f"cum_seq_lens_{x}": torch.tensor([0, n // 2, n], dtype=torch.int32, device=device)
+            for x, n in (("q", tokens), ("kv", keys))}  # fmt: skip
+    return ends | {
+        "query": q, "key": k, "value": v, "workspace_buffer": None, "seq_lens": None, "max_q_len": tokens,
+        "max_kv_len": keys, "bmm1_scale": 0.07, "bmm2_scale": 1.0, "o_sf_scale": 1.0, "batch_size": 2,
+        "window_left": -1, "enable_pdl": None, "is_causal": False, "return_lse": True,
+    }  # fmt: skip
+
+
 def segments_inputs(device: Any, size: int, seed: int) -> Given:
     """Two segments of tokens and keys."""
     gen, (_, tokens, keys) = torch.Generator().manual_seed(seed), DENSE[size]
@@ -357,6 +371,10 @@ TABLES: dict[str, tuple[Callable[[Given], Results], Callable[..., Given]]] = {  
     ),
     "flash_mla_with_kvcache": (returning(wrappers.flash_mla_with_kvcache, "q"), mla_inputs("flash_mla")),
     "flash_mla_sparse_fwd": (returning(wrappers.flash_mla_sparse_fwd, "q"), sparse_fwd_inputs),
+    "trtllm_ragged_attention_deepseek": (
+        returning(wrappers.trtllm_ragged_attention_deepseek, "query"),
+        ragged_mla_inputs,
+    ),
     "sparse_paged_attention": (returning(wrappers.sparse_paged_attention, "q"), sparse_paged_inputs),
     **{
         name: (returning(getattr(wrappers, name), "q_latent"), dsa_inputs(name))

@@ -92,6 +92,19 @@ def sparse_paged() -> dict[str, Any]:
     return {"q": q, "kv_cache": (k, v), "indices": slots, "sinks": torch.zeros(4)}
 
 
+def ragged_mla() -> dict[str, Any]:
+    """Two requests of rows without pages."""
+    gen = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(*shape, 64, generator=gen).bfloat16() for shape in ((5, 4), (29, 2), (29, 2)))
+    return {
+        "query": q, "key": k, "value": v, "workspace_buffer": None, "seq_lens": None, "max_q_len": 3,
+        "max_kv_len": None, "bmm1_scale": 0.1, "bmm2_scale": 1.0, "o_sf_scale": 1.0, "batch_size": 2,
+        "window_left": -1, "cum_seq_lens_q": ints(0, 2, 5), "cum_seq_lens_kv": ints(0, 9, 29), "enable_pdl": None,
+        "is_causal": True, "return_lse": False, "out": torch.zeros(5, 4, 64).bfloat16(), "lse": torch.zeros(5, 4),
+        "attention_sinks": torch.zeros(4),
+    }  # fmt: skip
+
+
 def states(v: str, s: str) -> dict[str, torch.Tensor]:
     """A state of attention, under these names."""
     return {v: torch.ones(3, 2, 8), s: torch.ones(3, 2)}
@@ -202,6 +215,7 @@ GOOD: dict[str, Callable[[], dict[str, Any]]] = {
         "batch_indices": torch.zeros(5, dtype=torch.int32), "positions": torch.zeros(5, dtype=torch.int32)},
     SPARSE_FWD: sparse_fwd,
     "sparse_paged_attention": sparse_paged,
+    "trtllm_ragged_attention_deepseek": ragged_mla,
     **{name: partial(dsa, name) for name in DSA},
     "get_paged_mqa_logits_metadata": lambda: {"context_lens": ints(9, 40), "block_kv": 64, "num_sms": 132},
     **{name: partial(logits, name) for name in LOGITS},

@@ -372,6 +372,7 @@ def dequantised() -> Arguments:
 NVFP4_LATENT = "nvfp4_quantize_append_paged_mla_kv_cache"
 ROPE_APPEND = "rope_quantize_fp8_append_paged_kv_cache"
 FLASH_MLA, TRTLLM_MLA = good_calls.MLA
+RAGGED_MLA = "trtllm_ragged_attention_deepseek"
 DECODE, CONTEXT = "trtllm_batch_decode_with_kv_cache", "trtllm_batch_context_with_kv_cache"
 RICH: dict[str, dict[str, Callable[[], Arguments]]] = {  # function -> name of a call -> its arguments, made anew
     CONTEXT: {
@@ -507,6 +508,10 @@ RICH: dict[str, dict[str, Callable[[], Arguments]]] = {  # function -> name of a
             "counts": ints(16, 0, 9), "bmm1_scale": torch.tensor([0.1]), "bmm2_scale": torch.tensor([2.0]),
             "out": torch.zeros(3, 4, 64).bfloat16(), "lse": torch.zeros(3, 4)},
     },
+    RAGGED_MLA: {
+        "plain": lambda: good_calls.ragged_mla() | {
+            "bmm1_scale": torch.tensor([0.1]), "bmm2_scale": torch.tensor([2.0]), "attention_sinks": SINK},
+    },
     "select_slots": {"plain": lambda: good_calls.selected("select_slots") | {"out": torch.zeros(2, 3, 16).int()}},
     "select_rows": {"plain": lambda: good_calls.selected("select_rows") | {"out": torch.zeros(5, 16).int()}},
     good_calls.SEGMENTS: {"plain": lambda: good_calls.segments() | {
@@ -520,7 +525,10 @@ UNREAD = {
     "workspace_buffer", "semaphores", "workspace", "cum_seq_lens_kv", "multi_ctas_kv_counter_buffer", "request_order",
     "causal_seqlens_kv_global", "max_seqlen_k", "num_splits", "schedule_meta", "indices",
     "clean_logits",  # which is indices, if it is a tensor
+    "q_seq_lens_cpu", "kv_seq_lens_cpu", "sage_attn_sfs",
 }  # fmt: skip
+
+UNREAD_BY = {(RAGGED_MLA, "seq_lens")}  # likewise, of a function
 
 
 def calls_of(name: str) -> dict[str, Callable[[], Arguments]]:

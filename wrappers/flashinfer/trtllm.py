@@ -138,10 +138,7 @@ def context_call(
     if backend not in BACKENDS:
         raise UnknownName(f"backend: {backend!r}, must be one of {listed(BACKENDS)}")
     if use_fp16_softmax is not None or uses_spcompress is not None:
-        for name, value in (("use_fp16_softmax", use_fp16_softmax), ("uses_spcompress", uses_spcompress)):
-            check_optional_flag(name, value)
-            if value:
-                raise NotImplementedError(f"{name}: {value}, not supported, must be None or False")
+        refuse_variants(use_fp16_softmax, uses_spcompress)
     if cum_seq_lens_q is None:
         check_strided("cum_seq_lens_q", None)
     k, v = pair("kv_cache", kv_cache, kv_layout)
@@ -174,6 +171,14 @@ def context_call(
     if o_sf_vec_size is not None:
         _check_vector(call, o_sf_vec_size)
     return call
+
+
+def refuse_variants(use_fp16_softmax: Any, uses_spcompress: Any) -> None:
+    """Raise if a call asks for a variant of TensorRT-LLM's kernels that no kernel here has."""
+    for name, value in (("use_fp16_softmax", use_fp16_softmax), ("uses_spcompress", uses_spcompress)):
+        check_optional_flag(name, value)
+        if value:
+            raise NotImplementedError(f"{name}: {value}, not supported, must be None or False")
 
 
 def trtllm_batch_decode_with_kv_cache(

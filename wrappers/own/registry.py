@@ -21,6 +21,7 @@ from ..flashinfer import (
     mla,
     page,
     quantization,
+    ragged_deepseek,
     rope,
     rope_quantize,
     single_decode,
@@ -121,6 +122,9 @@ FUNCTIONS: tuple[PublicFunction, ...] = (
     ),
     PublicFunction(engines.xqa_batch_decode_with_kv_cache, engines.xqa_batch_call, DECODE),
     PublicFunction(engines.trtllm_fmha_v2_prefill, engines.fmha_call, PREFILL),
+    PublicFunction(
+        ragged_deepseek.trtllm_ragged_attention_deepseek, ragged_deepseek.ragged_deepseek_call, PREFILL
+    ),
     PublicFunction(single.single_prefill_with_kv_cache, single.single_prefill_call, PREFILL),
     PublicFunction(single.single_prefill_with_kv_cache_return_lse, _return_lse_call, PREFILL),
     PublicFunction(

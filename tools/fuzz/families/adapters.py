@@ -158,6 +158,22 @@ def _chosen(call: Call, problems: list[Any], device: torch.device) -> Adapted:
     return Adapted(trees, lambda tree: _split(made(tree), lse), _outputs)
 
 
+def _ragged_mla(call: Call, problems: list[Any], device: torch.device) -> Adapted:
+    trees = []
+    for case, p, _ in problems:
+        tree = cases.context_arguments(case, p)
+        names = ("query", "workspace_buffer", "seq_lens", "max_q_len", "max_kv_len", "bmm1_scale", "bmm2_scale",
+                 "batch_size", "window_left", "cum_seq_lens_q", "return_lse", "out", "lse")  # fmt: skip
+        found = {name: tree[name] for name in names if name in tree}
+        found["key"], found["value"] = _laid(case, p.k, p.v)
+        trees.append(found | {
+            "o_sf_scale": 1.0, "enable_pdl": None, "is_causal": case.causal, "attention_sinks": p.sinks,
+            "cum_seq_lens_kv": p.requests.kv_starts,
+        })  # fmt: skip
+    made, lse = _by_mode(call, wrappers.trtllm_ragged_attention_deepseek, "query"), problems[0].case.lse
+    return Adapted(trees, lambda tree: _split(made(tree), lse), _outputs)
+
+
 # ---- FlashAttention's functions
 
 
@@ -369,6 +385,7 @@ ADAPTERS: dict[str, Callable[[Call, list[Any], torch.device], Adapted]] = {
     "xqa_batch_decode_with_kv_cache": _xqa_batch,
     "trtllm_fmha_v2_prefill": _fmha,
     "sparse_paged_attention": _chosen,
+    "trtllm_ragged_attention_deepseek": _ragged_mla,
     "flash_attn_func": _flash,
     "flash_attn_varlen_func": _flash,
     "flash_attn_with_kvcache": _flash,

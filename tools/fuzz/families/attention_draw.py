@@ -23,10 +23,11 @@ PREFILL = {
     "trtllm_batch_context_with_kv_cache": 28, "trtllm_fmha_v2_prefill": 8, "flash_attn_varlen_func": 16,
     "flash_attn_func": 8, "BatchPrefillWithPagedKVCacheWrapper": 16, "BatchAttentionWithAttentionSinkWrapper": 6,
     "BatchPrefillWithRaggedKVCacheWrapper": 10, "single_prefill_with_kv_cache": 8,
+    "trtllm_ragged_attention_deepseek": 8,
 }  # fmt: skip
 LAYERS = {
     "trtllm_batch_decode_with_kv_cache": 3, "trtllm_batch_context_with_kv_cache": 3,
-    "xqa_batch_decode_with_kv_cache": 1, "BatchDecodeWithPagedKVCacheWrapper": 1,
+    "xqa_batch_decode_with_kv_cache": 1, "BatchDecodeWithPagedKVCacheWrapper": 1, "trtllm_ragged_attention_deepseek": 1,
     "BatchPrefillWithPagedKVCacheWrapper": 1, "single_prefill_with_kv_cache": 1, "xqa": 1, "flash_attn_func": 1,
     "flash_attn_varlen_func": 1, "flash_attn_with_kvcache": 1,
 }  # fmt: skip
@@ -37,6 +38,7 @@ SINGLE, CONTEXT, TRTLLM = (
     "trtllm_batch_context_with_kv_cache",
     "trtllm_batch_decode_with_kv_cache",
 )
+RAGGED_MLA = "trtllm_ragged_attention_deepseek"
 TABLES = (TRTLLM, CONTEXT, "xqa")
 NO_LSE = ("xqa", "xqa_batch_decode_with_kv_cache", "trtllm_fmha_v2_prefill")
 
@@ -60,12 +62,12 @@ def _types(rng: Random, decode: bool, function: str, onto: dict[str, Any]) -> No
         q = "bf16"
     dim = rng.choices((64, 128, 256), (38, 50, 12))[0] if q == "bf16" else rng.choice(USUAL)
     dims = (dim, dim)
-    if not decode and q == "bf16" and rng.random() < 0.06 and not fmha:
+    if not decode and q == "bf16" and rng.random() < (0.5 if function == RAGGED_MLA else 0.06) and not fmha:
         dims = (192, 128)
     kv = ""
     if q != "fp8" and rng.random() < 0.4 and (decode or q == "bf16" and dim in USUAL and dims[0] == dims[1]):
         kv = rng.choice(("fp8", "fp8", "nvfp4"))
-    if kv == "nvfp4" and (flash or fmha or function in (RAGGED, SINGLE)):
+    if kv == "nvfp4" and (flash or fmha or function in (RAGGED, SINGLE, RAGGED_MLA)):
         kv = "fp8"
     if kv == "fp8" and function in (TRTLLM, CONTEXT) and rng.random() < 0.4:
         kv = rng.choice((TOKEN_SCALES, TOKEN_SCALES, INT8_SCALES))
@@ -167,7 +169,7 @@ def _modifiers(rng: Random, c: dict[str, Any], extra: dict[str, Any], decode: bo
         c["window_left"] = _window(rng, c)
         if function == "trtllm_fmha_v2_prefill":
             c["causal"] = True
-    if rng.random() < 0.22 and function not in ("xqa", "xqa_batch_decode_with_kv_cache"):
+    if rng.random() < 0.22 and function not in ("xqa", "xqa_batch_decode_with_kv_cache", RAGGED_MLA):
         c["soft_cap"] = rng.choice((2.0, 9.0, 30.0))
     if rng.random() < 0.3 and function not in (RAGGED, SINGLE) or function == SINKS:
         c["sink"] = rng.choice((1.0, 1.0, 3.0))
@@ -185,7 +187,7 @@ def _modifiers(rng: Random, c: dict[str, Any], extra: dict[str, Any], decode: bo
     if decode and function in (TRTLLM, "xqa") and rng.random() < 0.12:
         c["invariant"] = True
     quantised = c.get("kv_dtype") or c["dtype"] == "fp8"
-    if function in TABLES and rng.random() < 0.25:
+    if function in (*TABLES, RAGGED_MLA) and rng.random() < 0.25:
         choices = [("scale",), ("out",), ("scale", "out")] + ([("log2", "out")] if function == TRTLLM else [])
         c["device"] = rng.choice(choices)
     elif classes and c.get("kv_dtype") and rng.random() < 0.3:
@@ -194,7 +196,11 @@ def _modifiers(rng: Random, c: dict[str, Any], extra: dict[str, Any], decode: bo
         c["device"] = ("scale", "out")
     elif function.startswith("flash") and quantised and rng.random() < 0.5:
         extra["scales"] = "descale"
-    if "scales" not in extra and not (c.get("device") and function not in TABLES) and not c.get("out_dtype"):
+    if (
+        "scales" not in extra
+        and not (c.get("device") and function not in (*TABLES, RAGGED_MLA))
+        and not c.get("out_dtype")
+    ):
         if not function.startswith("flash") and rng.random() < 0.2:
             c["out_scale"] = rng.choice((0.3, 2.0))
     if classes or function.startswith("flash") or function == SPLIT:
@@ -205,10 +211,14 @@ def _form(rng: Random, c: dict[str, Any], extra: dict[str, Any], function: str) 
     """Draw the form of the cache, the layout and the outputs."""
     if function in (SPLIT, PAGED, SINKS):
         extra["form"] = "csr"
-    elif function in (RAGGED, SINGLE, "flash_attn_func") or function == "flash_attn_varlen_func" and rng.random() < 0.4:
+    elif (
+        function in (RAGGED, SINGLE, RAGGED_MLA, "flash_attn_func")
+        or function == "flash_attn_varlen_func"
+        and rng.random() < 0.4
+    ):
         extra["form"] = "ragged"
     c["layout"] = rng.choice(("NHD", "HND"))
-    if function.startswith("flash"):
+    if function.startswith("flash") or function == RAGGED_MLA:
         c["layout"] = "NHD"
     equal_dims = c["head_dim_qk"] == c["head_dim_vo"]
     forms = ["tuple"] + (["stacked"] if equal_dims else [])
@@ -228,6 +238,8 @@ def _form(rng: Random, c: dict[str, Any], extra: dict[str, Any], function: str) 
     if c["dtype"] == "fp8" and function in (TRTLLM, CONTEXT) and c.get("out_dtype") != "nvfp4":
         c["fresh"] = False
     if function == "xqa_batch_decode_with_kv_cache" and c.get("out_dtype"):
+        c["fresh"] = False
+    if function == RAGGED_MLA and c.get("out_dtype") == "fp8":  # the default is bf16
         c["fresh"] = False
     c["lse"] = function not in NO_LSE and rng.random() < 0.55
     extra["on_device"] = rng.random() < 0.4
