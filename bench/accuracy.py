@@ -159,6 +159,18 @@ PROVIDERS: dict[str, Callable[[AccuracyCase, Inputs], Run]] = {
 # ---- measurements
 
 
+def row_of(
+    env: Environment, case: str, provider: str, out: torch.Tensor, errors: tuple[float, float], stored: float | None
+) -> AccuracyRow:
+    figures = {"max_error": errors[0], "rms_error": errors[1], "format_error": stored, "digest": digest(out)}
+    return env.make(AccuracyRow, case=case, provider=provider, **figures)
+
+
+def counted(env: Environment, case: str, provider: str, kind: str, equal: int, count: int) -> DeterminismRow:
+    figures = {"equal": float(equal), "count": float(count)}
+    return env.make(DeterminismRow, case=case, provider=provider, kind=kind, **figures)
+
+
 def measure(case: AccuracyCase, setup: harness.Setup, env: Environment) -> tuple[list[AccuracyRow], dict[str, Run]]:
     """Return the rows of a case, and the calls that made them."""
     inputs = precision.make_inputs(case.attention(), setup.device)
@@ -171,9 +183,7 @@ def measure(case: AccuracyCase, setup: harness.Setup, env: Environment) -> tuple
     rows, runs = [], dict[str, Run]()
 
     def add(provider: str, out: torch.Tensor, right: torch.Tensor) -> None:
-        largest, rms = relative(out.double() - right, right)
-        figures = {"max_error": largest, "rms_error": rms, "format_error": stored, "digest": digest(out)}
-        rows.append(env.make(AccuracyRow, case=case.name, provider=provider, **figures))
+        rows.append(row_of(env, case.name, provider, out, relative(out.double() - right, right), stored))
 
     add("rounded", masked.to(inputs["out"].dtype), masked)
     for name, make in PROVIDERS.items():
@@ -228,8 +238,7 @@ def determinism(
     found = []
 
     def add(provider: str, kind: str, equal: int, count: int) -> None:
-        figures = {"equal": float(equal), "count": float(count)}
-        found.append(env.make(DeterminismRow, case=case.name, provider=provider, kind=kind, **figures))
+        found.append(counted(env, case.name, provider, kind, equal, count))
 
     for name, run in runs.items():
         add(name, "runs", repeated(run, REPEATS), REPEATS)

@@ -162,8 +162,9 @@ def own_logits(i: LogitsInputs) -> torch.Tensor:
 PROVIDERS: dict[str, Callable[[Any], Any]] = {"ours": ours, "deep-gemm": deep_gemm, "own-logits": own_logits}
 
 
-def wanted(i: LogitsInputs, token: int) -> torch.Tensor:
-    """Return the logits of a token in fp32."""
+def wanted(i: LogitsInputs, token: int, dtype: torch.dtype = torch.float32, magnitudes: bool = False) -> torch.Tensor:
+    """Return the logits of a token, computed in a dtype. magnitudes: the sums of the magnitudes that they consist
+    of."""
     request, n = divmod(token, i.q.shape[1])
     if i.paged:
         flat = i.cache.view(len(i.cache), -1)[i.table[request].long()]
@@ -174,8 +175,10 @@ def wanted(i: LogitsInputs, token: int) -> torch.Tensor:
         end = int(i.lens[request, n])
     else:
         keys, scales, end = i.keys, i.scales, int(i.ends[token])
-    scores = (i.q[request, n].float() @ keys[:end].float().T).relu()
-    return (scores * i.weights[token][:, None]).sum(0) * scales[:end]
+    q, k, weights = (x.float().to(dtype) for x in (i.q[request, n], keys[:end], i.weights[token]))
+    if magnitudes:
+        q, k, weights = q.abs(), k.abs(), weights.abs()
+    return ((q @ k.T).relu() * weights[:, None]).sum(0) * scales[:end]
 
 
 def check(i: LogitsInputs, got: torch.Tensor) -> str | None:
