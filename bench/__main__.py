@@ -220,16 +220,18 @@ def sparsity(args: argparse.Namespace) -> None:
 
 
 def accuracy(args: argparse.Namespace) -> None:
-    """Compare attention with fp64, and count the calls that repeat their bits. Append to accuracy/<gpu>.csv and
-    determinism/<gpu>.csv of bench/results."""
+    """Compare attention and the indexer with fp64, and count the calls that repeat their bits. Append to
+    accuracy/<gpu>.csv and determinism/<gpu>.csv of bench/results."""
     import torch
 
-    from . import accuracy as bench
+    from . import accuracy as kv
     from . import harness
+    from . import latent_accuracy as latent
 
     env, folder = environment(), args.results or results.FOLDER
-    setup = harness.Setup(providers_of(args, bench.PROVIDERS))
-    for name in chosen_of(bench.CASES, args.cases):
+    setup = harness.Setup(providers_of(args, (*kv.PROVIDERS, *latent.PROVIDERS)))
+    for name in chosen_of((*kv.CASES, *latent.CASES), args.cases):
+        bench: Any = latent if name in latent.CASES else kv
         rows, runs = bench.measure(bench.CASES[name], setup, env)
         results.append(folder / "accuracy" / f"{env.gpu}.csv", rows)
         counts = bench.determinism(bench.CASES[name], runs, setup, env)

@@ -382,23 +382,37 @@ TYPES = {  # of Q, and of K and V, by the word in a case's name
 }
 
 
+LATENT = {
+    "mla": "Latent attention over all keys",
+    "dsa": "Latent attention over chosen keys",
+    "indexer": "Logits of the indexer",
+}
+
+
 def accuracy(gpu: str, rows: list[results.AccuracyRow]) -> list[str]:
-    """Return a table per form of calls: a line per types, data and number of keys, from the newest run of each."""
+    """Return a table per form of calls: a line per types, data and number of keys, or per case of latent attention and
+    of the indexer, from the newest run of each."""
     newest, parts = {(r.case, r.provider): r for r in rows}, []
-    for form in ("prefill", "extend", "decode"):
+    for form in ("prefill", "extend", "decode", *LATENT):
         own = {key: r for key, r in newest.items() if key[0].startswith(f"accuracy-{form}-")}
+        others = OTHERS if form not in LATENT else tuple(dict.fromkeys(provider for _, provider in own))
         lines = []
         for case in dict.fromkeys(name for name, _ in own):
-            _, _, types, data, keys = case.split("-")
-            errors = [own.get((case, provider)) for provider in OTHERS]
+            errors = [own.get((case, provider)) for provider in others]
             stored = next((f"{100 * r.format_error:.2g}" for r in errors if r and r.format_error is not None), "")
             cells = [f"{100 * r.rms_error:.2g} ({100 * r.max_error:.2g})" if r else "" for r in errors]
-            lines.append([TYPES[types], data, f"{int(keys[1:]):,}", *cells, stored])
+            lines.append([*(words_of(case) if form not in LATENT else [f"`{case}`"]), *cells, stored])
         if lines:
-            head = ["Q; K and V", "data", "keys", *OTHERS, "storing"]
-            runs, table = pages.dated_table(gpu, list(own.values()), head, lines)
-            parts += [f"{form.capitalize()}. {runs}", table]
+            first = ["case"] if form in LATENT else ["Q; K and V", "data", "keys"]
+            table = pages.table([*first, *others, "storing"], lines, min(len(first), 2))
+            parts += [f"{LATENT.get(form, form.capitalize())}. {pages.made(gpu, own.values())}", table]
     return parts
+
+
+def words_of(case: str) -> list[str]:
+    """Return the types, the data and the number of keys of a case of attention with K and V."""
+    _, _, types, data, keys = case.split("-")
+    return [TYPES[types], data, f"{int(keys[1:]):,}"]
 
 
 def determinism(gpu: str, rows: list[results.DeterminismRow]) -> list[str]:

@@ -173,7 +173,8 @@ class SoakRow(Run):
 
 @dataclass(frozen=True)
 class AccuracyRow(Run):
-    """The error of an output against fp64, in units of the right output's RMS (`bench.accuracy`).
+    """The error of an output against fp64, in units of the right output's RMS (`bench.accuracy`), or of logits, in
+    units of the sums of their magnitudes (`bench.latent_accuracy`).
 
     format_error: RMS of the difference that a quantised cache or query makes. digest: of the output's bits.
     """
