@@ -180,6 +180,8 @@ class Engine(MetaPathFinder, Loader):
             for name in set(sys.modules) - before:
                 if name.partition(".")[0] == self.package or name.startswith(f"wrappers.integrations.{self.package}"):
                     module = sys.modules.pop(name)
+                    package, _, own = name.rpartition(".")
+                    vars(sys.modules.get(package, module)).pop(own, None)  # `from . import` would find it there
                     for value in vars(module).values():
                         if isinstance(value, torch.library.Library):  # the next import registers its operators again
                             value._destroy()
