@@ -315,6 +315,7 @@ def _rows() -> Iterator[tuple[str, tuple[Call, ...]]]:
         (
             latent(chosen=1000, counted=True), latent(chosen=65, dim=512, heads=80), latent(chosen=65, second=130),
             latent(chosen=700, counted=True, second=65, dim=512), shared_latent(counted=True),
+            shared_latent(record="656"),
         ),
     )  # fmt: skip
     many: dict[str, Any] = {"heads": 40}  # up to 16 rows over records are computed by kernels of their own, below
