@@ -301,13 +301,13 @@ def call(case: MlaCase, i: MlaInputs) -> tuple[torch.Tensor, ...]:
         names = "extra_kv", "extra_indices", "extra_topk_length"
         second = {} if i.second is None else dict(zip(names, of_tokens(i.second, case.second_record)))
         descale = torch.full((1,), E4M3_SCALE, device=i.q.device) if case.record == "e4m3" else None
-        given = i.q.flatten(0, 1), kv, slots, SCALE, VALUES, i.sinks, counts
+        tokens = i.q.flatten(0, 1), kv, slots, SCALE, VALUES, i.sinks, counts
         how = {"descale_q": Q8_SCALE if case.q8 else None, "descale_k": descale, "share_keys": case.share} | second
         if case.split:
-            call = sparse_call(*given, **how)
+            call = sparse_call(*tokens, **how)
             out, lse = serve(call._replace(split_kv="auto", lse_form=call.lse_form & ~LSE_MAX))
             return out.view(*i.q.shape[:3], VALUES), lse.view(*i.q.shape[:3]).transpose(1, 2)
-        out, top, lse = wrappers.flash_mla_sparse_fwd(*given, **how)
+        out, top, lse = wrappers.flash_mla_sparse_fwd(*tokens, **how)
         lse, top = (x.reshape(*i.q.shape[:3]).transpose(1, 2) for x in (lse, top))
         return out.view(*i.q.shape[:3], VALUES), lse, top
     if case.function == "wrapper":

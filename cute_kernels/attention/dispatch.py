@@ -117,7 +117,9 @@ for _kind, _records in PACKED.items():
         _meaning, _change = f"{_kind} over packed records, {_both}", {"record": _first, "extra_record": _second}
         _change |= KINDS[_kind].change
         KINDS[f"{_kind} {_both}"] = Kind(_meaning, KINDS[_kind].split, _change)
-        for _rows in () if "share_keys" in _change else (8, 16):  # of `attention.latent`, which shares no keys of tokens
+        if "share_keys" in _change:
+            continue
+        for _rows in (8, 16):  # of `attention.latent`, if a request has few
             _name = f"{_kind} {_both} {_rows} rows"
             KINDS[_name] = Kind(f"{_meaning}, for up to {_rows} rows", True, _change | {"rows": _rows})
 

@@ -314,10 +314,12 @@ def _rows() -> Iterator[tuple[str, tuple[Call, ...]]]:
         "attention-latent-slots",
         (
             latent(chosen=1000, counted=True), latent(chosen=65, dim=512, heads=80), latent(chosen=65, second=130),
-            latent(chosen=700, counted=True, second=65, dim=512), shared_latent(counted=True),
-            shared_latent(record="656"),
+            latent(chosen=700, counted=True, second=65, dim=512),
         ),
     )  # fmt: skip
+    records = {"656": {"sink": False}, "e4m3": {"strided": True}}
+    shared = (shared_latent(record=record, **fields) for record, fields in records.items())
+    yield "attention-latent-shared-slots", (shared_latent(counted=True), *shared)
     many: dict[str, Any] = {"heads": 40}  # up to 16 rows over records are computed by kernels of their own, below
     of_584: dict[str, Any] = {"record": "584", "dim": 512, "chosen": 65, **many}
     of_528: dict[str, Any] = {"record": "528", "dim": 512, "chosen": 65, **many}

@@ -183,7 +183,7 @@ def shared_cases(spec: Any) -> list[MlaScenario]:
         replace(base, heads=8, rows=5, counted=True, sink=True, chosen=130, lens=(40, 9), strided=True),
         replace(base, heads=32, chosen=20, lens=(300,), gap=int(not spec.kv.record)),
     )
-    many = replace(base, heads=24, lens=(5, 0, 1, 30) * 7, rows=1, chosen=3, counted=True)
+    many = replace(base, heads=24, lens=(5, 0, 1, 30) * 17, rows=1, chosen=3, counted=True)
     split = replace(base, split=True, heads=32, rows=2, lens=(2000,), chosen=1100)
     few = replace(base, split=True, lens=(400,), chosen=70, sink=True)
     return [
