@@ -317,9 +317,8 @@ def _rows() -> Iterator[tuple[str, tuple[Call, ...]]]:
             latent(chosen=700, counted=True, second=65, dim=512),
         ),
     )  # fmt: skip
-    records = {"656": {"sink": False}, "e4m3": {"strided": True}}
-    shared = (shared_latent(record=record, **fields) for record, fields in records.items())
-    yield "attention-latent-shared-slots", (shared_latent(counted=True), *shared)
+    over_records = shared_latent(record="656"), shared_latent(record="e4m3", strided=True)
+    yield "attention-latent-shared-slots", (shared_latent(counted=True), *over_records)
     many: dict[str, Any] = {"heads": 40}  # up to 16 rows over records are computed by kernels of their own, below
     of_584: dict[str, Any] = {"record": "584", "dim": 512, "chosen": 65, **many}
     of_528: dict[str, Any] = {"record": "528", "dim": 512, "chosen": 65, **many}
