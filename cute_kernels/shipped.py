@@ -89,7 +89,7 @@ ATTENTION = (
             *("latent", "latent full", "latent modified", "latent gather", "latent slots", "latent two caches"),
             *("latent pairs", "latent full pairs", "latent modified pairs"),
             *("latent gather e4m3", "latent gather 656", "latent slots e4m3", "latent slots 656", "latent slots 352"),
-            "latent shared slots",
+            *("latent shared slots", "latent shared slots 656", "latent shared slots e4m3"),
         ),
     ),
     AttentionRow(

@@ -216,6 +216,15 @@ ASKED: tuple[tuple[str, Any, str, dict[str, dict[str, Any]]], ...] = (  # argume
                 "shares_v": True,
                 "share_keys": True,
             },
+            **{
+                f"keys that neighbouring tokens share, of record {name}": {
+                    "source": "slots",
+                    "shares_v": True,
+                    "share_keys": True,
+                    "record": name,
+                }
+                for name in ("656", "e4m3")
+            },
         },
     ),
     (

@@ -11,8 +11,11 @@ from typing import Any, NamedTuple
 import torch
 
 import wrappers
+from cute_kernels.attention.spec import LSE_MAX
 from cute_kernels.records import RECORDS, LatentRecord
 from wrappers import reference
+from wrappers.attention.op import serve
+from wrappers.flash_mla.api import sparse_call
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 VALUES = 512  # columns of V
@@ -42,7 +45,8 @@ class MlaCase:
     that are no row; 0: it sees its request's. counted: fewer of them count, of some requests none. second: keys that
     each row chooses of a second cache, with pages of 5 rows, too. record, second_record: how rows of both caches are
     packed, keys of `cute_kernels.records.RECORDS`; "" for rows of dtype. q8: queries are e4m3, too. invariant: of
-    "flash_mla", `enable_batch_invariant`. share: of "sparse_fwd", `share_keys`.
+    "flash_mla", `enable_batch_invariant`. share: of "sparse_fwd", `share_keys`. split: of "sparse_fwd", CTAs may share
+    the keys of a tile, as in the calls of engines; the largest logits are then not returned.
     alike: of benchmarks, the percentage of its chosen keys that a token has in common with the token before it; -1: the
     keys are independent of each other.
 
@@ -73,6 +77,7 @@ class MlaCase:
     q8: bool = False
     invariant: bool = False
     share: bool = False
+    split: bool = False
     alike: int = -1
 
 
@@ -274,12 +279,12 @@ def call(case: MlaCase, i: MlaInputs) -> tuple[torch.Tensor, ...]:
         counts = None if i.counts is None else i.counts.repeat_interleave(case.rows)
         (q, q_rope), (k, k_rope) = (t.flatten(0, 1).split([VALUES, case.dim - VALUES], -1) for t in (i.q, i.cache))
         given = q, q_rope.clone(), k, k_rope.clone(), i.slots.flatten(0, 1)
-        how: dict[str, Any] = {"topk_length": counts, "softmax_scale": SCALE, "return_lse": True}
+        options: dict[str, Any] = {"topk_length": counts, "softmax_scale": SCALE, "return_lse": True}
         if case.function == "dsa":
-            out, lse = wrappers.dsa_sparse_attention(*given, **how)
+            out, lse = wrappers.dsa_sparse_attention(*given, **options)
         else:
             q_ends, k_ends = (torch.arange(2, dtype=torch.int32, device=q.device) * len(t) for t in (q, k))
-            out, lse = wrappers.dsa_sparse_attention_varlen(*given, q_ends, k_ends, **how)
+            out, lse = wrappers.dsa_sparse_attention_varlen(*given, q_ends, k_ends, **options)
         return out.view(*i.q.shape[:3], VALUES), lse.view(*i.q.shape[:3]).transpose(1, 2) / math.log(2.0)
     if case.function == "sparse_fwd":
         assert i.slots is not None
@@ -296,10 +301,13 @@ def call(case: MlaCase, i: MlaInputs) -> tuple[torch.Tensor, ...]:
         names = "extra_kv", "extra_indices", "extra_topk_length"
         second = {} if i.second is None else dict(zip(names, of_tokens(i.second, case.second_record)))
         descale = torch.full((1,), E4M3_SCALE, device=i.q.device) if case.record == "e4m3" else None
-        out, top, lse = wrappers.flash_mla_sparse_fwd(
-            i.q.flatten(0, 1), kv, slots, SCALE, VALUES, i.sinks, counts, **second,
-            descale_q=Q8_SCALE if case.q8 else None, descale_k=descale, share_keys=case.share,
-        )  # fmt: skip
+        tokens = i.q.flatten(0, 1), kv, slots, SCALE, VALUES, i.sinks, counts
+        how = {"descale_q": Q8_SCALE if case.q8 else None, "descale_k": descale, "share_keys": case.share} | second
+        if case.split:
+            call = sparse_call(*tokens, **how)
+            out, lse = serve(call._replace(split_kv="auto", lse_form=call.lse_form & ~LSE_MAX))
+            return out.view(*i.q.shape[:3], VALUES), lse.view(*i.q.shape[:3]).transpose(1, 2)
+        out, top, lse = wrappers.flash_mla_sparse_fwd(*tokens, **how)
         lse, top = (x.reshape(*i.q.shape[:3]).transpose(1, 2) for x in (lse, top))
         return out.view(*i.q.shape[:3], VALUES), lse, top
     if case.function == "wrapper":

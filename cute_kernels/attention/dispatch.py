@@ -108,6 +108,7 @@ KINDS = {
 PACKED = {  # kind over 16-bit rows -> records of the first and of a second cache that kernels are shipped for
     "latent gather": (("e4m3", ""), ("656", "")),
     "latent slots": tuple((record, "") for record in ("e4m3", "656", "352", "528_fp32", "584", "528")),
+    "latent shared slots": (("656", ""), ("e4m3", "")),
     "latent two caches": (("584", "584"), ("528", "288"), ("528", "528")),
 }
 for _kind, _records in PACKED.items():
@@ -116,6 +117,8 @@ for _kind, _records in PACKED.items():
         _meaning, _change = f"{_kind} over packed records, {_both}", {"record": _first, "extra_record": _second}
         _change |= KINDS[_kind].change
         KINDS[f"{_kind} {_both}"] = Kind(_meaning, KINDS[_kind].split, _change)
+        if "share_keys" in _change:
+            continue
         for _rows in (8, 16):  # of `attention.latent`, if a request has few
             _name = f"{_kind} {_both} {_rows} rows"
             KINDS[_name] = Kind(f"{_meaning}, for up to {_rows} rows", True, _change | {"rows": _rows})

@@ -15,6 +15,7 @@ import torch
 
 import wrappers
 from tests.engines import test_integration_sglang as sglang
+from tests.support.emulated import emulation
 from tests.support.engine_files import Engine, attention, compare, engine_files, entry_points
 from tests.support.gpu import repeated
 
@@ -28,7 +29,7 @@ FILES = sglang.FILES + tuple(
     """.split()
 ) + ("sglang/kernels/ops/attention/dsa/paged_mqa_logits.py",)  # fmt: skip
 E4M3, no = sglang.E4M3, sglang.no
-HEADS, LATENT, ROPE, TOP_K, INDEX_HEADS, DRAFTS, PAGE, PAGES, CONTEXT = 5, 512, 64, 16, 32, 3, 64, 12, 192
+LATENT, ROPE, TOP_K, INDEX_HEADS, DRAFTS, PAGE, PAGES, CONTEXT = 512, 64, 16, 32, 3, 64, 12, 192
 DENSE = 12  # keys of prompts up to which SGLang attends to all of them, per head
 SCALE = 192**-0.5
 
@@ -140,6 +141,7 @@ class Case:
     sinks: bool = False
     first: int = 0  # keys that are always chosen
     deterministic: bool = False
+    heads: int = 5
 
     page_size = PAGE
     pools = False
@@ -182,9 +184,9 @@ class Model(sglang.Model):
         if case.kv_dtype is E4M3 and not case.packed:
             server.exec.kernel.dsa_prefill_backend = server.exec.kernel.dsa_decode_backend = "tilelang"
             server.exec.kernel.dsa_topk_backend = "torch"  # which SGLang refuses in its first step
-        self.layer = RadixAttention(HEADS, LATENT + ROPE, SCALE, 1, 0, v_head_dim=LATENT)
-        self.by_head = RadixAttention(HEADS, 192, SCALE, HEADS, 0, v_head_dim=128)
-        self.sinks = torch.randn(HEADS).to(device) if case.sinks else None
+        self.layer = RadixAttention(case.heads, LATENT + ROPE, SCALE, 1, 0, v_head_dim=LATENT)
+        self.by_head = RadixAttention(case.heads, 192, SCALE, case.heads, 0, v_head_dim=128)
+        self.sinks = torch.randn(case.heads).to(device) if case.sinks else None
         server.pool = self.pool = DSATokenToKVPool(
             PAGES * PAGE, PAGE, LATENT, case.kv_dtype, ROPE, 1, device.type, 128, False, 656 if case.packed else 576
         )
@@ -193,7 +195,7 @@ class Model(sglang.Model):
         self.req_to_token = torch.zeros(8, CONTEXT, dtype=torch.int32, device=device)
         hf_config = SimpleNamespace(architectures=["DeepseekV32ForCausalLM"], index_kpool=1, learnable_sink=case.sinks)
         config = dict(context_len=CONTEXT, kv_lora_rank=LATENT, qk_rope_head_dim=ROPE, qk_nope_head_dim=128,
-            num_attention_heads=HEADS, hf_config=hf_config)  # fmt: skip
+            num_attention_heads=case.heads, hf_config=hf_config)  # fmt: skip
         runner = dict(
             dtype=torch.bfloat16, kv_cache_dtype=case.kv_dtype, device=device.type, page_size=PAGE,
             is_draft_worker=False, hisparse_coordinator=None, max_running_requests=8,
@@ -217,7 +219,7 @@ class Model(sglang.Model):
     def inputs(self, tokens: int) -> list[list[torch.Tensor]]:
         """Queries and a row of keys of the layer; queries, weights and a key of its indexer."""
         draw = partial(torch.randn, dtype=torch.bfloat16)
-        q, k = draw(tokens, HEADS, LATENT + ROPE), draw(tokens, 1, LATENT + ROPE)
+        q, k = draw(tokens, self.case.heads, LATENT + ROPE), draw(tokens, 1, LATENT + ROPE)
         codes, weights = draw(tokens, INDEX_HEADS, 128).to(E4M3), torch.rand(tokens, INDEX_HEADS, 1)
         return [[q, k, codes, weights, draw(tokens, 128)]]
 
@@ -253,7 +255,7 @@ class Model(sglang.Model):
                 mine = rows[best][:, None]
                 sinks = None if self.sinks is None else self.sinks.cpu()
                 want = attention(q[token][None], mine, mine[..., :LATENT], SCALE, sinks=sinks)
-                compare(out.view(-1, HEADS, LATENT)[token][None], want, torch.bfloat16, None)
+                compare(out.view(-1, self.case.heads, LATENT)[token][None], want, torch.bfloat16, None)
                 token += 1
 
     def rows(self) -> torch.Tensor:
@@ -296,12 +298,12 @@ class Model(sglang.Model):
         self.pool.set_mla_kv_buffer(self.by_head, batch.out_cache_loc, k[..., :LATENT], k[..., LATENT:])
         self.check_rows(k.cpu(), counts)
         lens = batch.seq_lens.tolist()
-        q = torch.randn(len(k), HEADS, 192).bfloat16()
-        k, v = (torch.randn(sum(lens), HEADS, size).bfloat16() for size in (192, 128))
+        q = torch.randn(len(k), self.case.heads, 192).bfloat16()
+        k, v = (torch.randn(sum(lens), self.case.heads, size).bfloat16() for size in (192, 128))
         out = self.by_head(*(t.to(self.server.device) for t in (q, k, v)), batch, save_kv_cache=False)
         parts = [t.split(sizes) for t, sizes in ((q, [*counts.values()]), (k, lens), (v, lens))]
         want = torch.cat([attention(q, k.double(), v.double(), SCALE) for q, k, v in zip(*parts, strict=True)])
-        compare(out.view(-1, HEADS, 128), want, torch.bfloat16, None)
+        compare(out.view(-1, self.case.heads, 128), want, torch.bfloat16, None)
 
 
 @pytest.mark.parametrize("name, chunked", [*((name, False) for name in CASES), ("bf16", True)])
@@ -319,6 +321,26 @@ def test_prompts_chunks_decodes_and_mixed_batches(name, chunked, server):
     ]
     dense = name != "e4m3"  # of which SGLang dequantises nothing
     assert by_head == [dense, False, False, False, False, dense, False]
+
+
+@pytest.mark.parametrize("case, shares", [
+    (Case(heads=16), True), (Case(E4M3, True, heads=8), True), (Case(E4M3, heads=32), True),
+    (Case(sinks=True, heads=24), True), (Case(heads=16, deterministic=True), False), (Case(E4M3, True, heads=5), False),
+])  # fmt: skip
+def test_neighbouring_tokens_of_prompts_share_their_keys(case, shares, engine, server):
+    """On emulated kernels. Decodes, drafts, and batches of short requests never do."""
+    engine.device, engine.spec.speculative_num_draft_tokens = torch.device("cpu"), 16
+    steps = [
+        ("EXTEND", {3: 70, 0: 30}, shares), ("MIXED", {3: 19, 1: 13, 0: 1}, shares),
+        ("MIXED", {3: 20, 0: 1, 1: 1}, False), ("EXTEND", {1: 8, 3: 8}, False), ("DECODE", {3: 1, 0: 1}, False),
+        ("TARGET_VERIFY", {3: 16, 0: 16}, False),
+    ]  # fmt: skip
+    with emulation() as fake:
+        model = Model(server, case)
+        for mode, counts, shared in steps:
+            fake.launches.clear()
+            assert not model.step(mode, counts)
+            assert [hasattr(launch, "union_slots") for launch in fake.launches if hasattr(launch, "o")] == [shared]
 
 
 @pytest.mark.parametrize("name", CASES)

@@ -82,6 +82,33 @@ def test_launches_of_a_layer(kv_cache_dtype, engine):
                 assert model.layer.impl._cache.launch._launch is not None
 
 
+@pytest.mark.parametrize("heads, kv_cache_dtype, shares", [
+    (8, "auto", True), (16, "fp8_ds_mla", True), (32, "fp8", True), (8, "nvfp4_ds_mla", False),
+    (12, "fp8_ds_mla", False),
+])  # fmt: skip
+def test_neighbouring_tokens_of_prompts_share_their_keys(heads, kv_cache_dtype, shares, engine):
+    """On emulated kernels. Decodes, drafts, and batches in which most tokens are those of decodes never do. A batch of
+    as many tokens as the one before, which is bound, may differ from it in this alone."""
+    engine.platform.device = torch.device("cpu")
+    with emulation() as fake:
+        model = SparseModel(engine, heads, kv_cache_dtype)
+        for counts, padding, shared in (
+            ({0: 20}, 0, shares), ({1: 20}, 0, shares), ({0: 20}, 0, shares), ({0: 10, 1: 8, 2: 2}, 0, False),
+            ({3: 9, 1: 7}, 0, shares), ({3: 9, 1: 7}, 1, False), ({3: 8, 1: 8}, 0, False), ({0: 1, 1: 1}, 0, False),
+        ):  # fmt: skip
+            model.step(counts, padding=padding, width=8)
+            assert hasattr(fake.launches[-1], "union_slots") == shared, counts
+
+
+def test_graphs_hold_no_tokens_that_share_keys(engine):
+    """vLLM captures decodes, of which each request has as many tokens, and no more than drafts allow."""
+    engine.platform.device = torch.device("cpu")
+    model = SparseModel(engine, 16, "fp8_ds_mla")
+    for width in range(1, 9):
+        graph = model.common({0: width, 1: width})
+        assert not model.builders[model.name].build_for_cudagraph_capture(graph).shares
+
+
 @pytest.mark.parametrize("counts, copied", [
     ({0: 1, 1: 1}, []), ({0: 4, 1: 4}, []), ({0: 8, 1: 16}, []), ({0: 8, 1: 3}, ["index_select"] * 3)
 ])  # fmt: skip
@@ -107,7 +134,7 @@ def test_bits_of_a_token_in_all_batches(engine, monkeypatch):
     """On emulated kernels: one CTA computes a token, and the launch names the keys that the token sees."""
     engine.platform.device = torch.device("cpu")
     monkeypatch.setenv("VLLM_BATCH_INVARIANT", "1")
-    with emulation() as fake:
+    with emulation() as fake:  # no token shares the keys of others
         model, specs = SparseModel(engine, 8, "fp8_ds_mla"), set()
         for counts in ({0: 40, 1: 29}, {0: 1, 1: 1}, {0: 2, 1: 2}, {0: 5, 1: 1}):
             model.step(counts)
@@ -117,7 +144,7 @@ def test_bits_of_a_token_in_all_batches(engine, monkeypatch):
             assert launch.kv_lens.tolist() == seen
             specs.add(fake.specs[-1])
         (spec,) = specs
-        assert spec.kv.source == "slots"
+        assert spec.kv.source == "slots" and not spec.kv.union
 
 
 def test_tokens_that_pad_a_mixed_batch_have_no_keys(server):

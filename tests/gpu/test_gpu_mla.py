@@ -68,6 +68,15 @@ SHARED = {  # tokens share the keys that they have chosen, many of them twice
     "shared, 656": MlaCase(
         function="sparse_fwd", record="656", lens=(900, 30), rows=40, heads=16, chosen=300, counted=True, share=True
     ),
+    "shared, 656, split": MlaCase(
+        function="sparse_fwd", record="656", lens=(9000, 30), rows=30, heads=16, chosen=2048, share=True, split=True
+    ),
+    "shared, e4m3": MlaCase(
+        function="sparse_fwd", record="e4m3", lens=(900,), rows=41, heads=32, chosen=300, sink=True, share=True
+    ),
+    "shared, split": MlaCase(
+        function="sparse_fwd", lens=(9000, 3), rows=21, heads=8, chosen=2048, counted=True, share=True, split=True
+    ),
 }  # fmt: skip
 SECOND = {
     "two caches": MlaCase(lens=(3000, 9), heads=16, chosen=2048, second=640),
@@ -183,7 +192,9 @@ def marked(name):
         shown = f"decode with keys that each token chooses, of {'two' if name in SECOND else 'a'} latent cache"
         shown += "s" * (name in SECOND)
     if name in SHARED:
-        shown = "decode with keys that neighbouring tokens share, of a latent cache"
+        record = CASES[name].record
+        of_cache = f"record {record}" if record else "a latent cache"
+        shown = f"decode with keys that neighbouring tokens share, of {of_cache}"
     if name in RECORDS:
         of = CASES[name]
         one = "e4m3 under e4m3 queries" if of.q8 else "record " * (of.record != "e4m3") + of.record
@@ -231,7 +242,7 @@ def test_a_graph_serves_other_lengths(few):
 SHARING = {"function": "sparse_fwd", "rows": 9, "share": True, "counted": False}
 
 
-@pytest.mark.parametrize("changed", [{}, {"record": "656"}, {"record": "e4m3"}, SHARING])
+@pytest.mark.parametrize("changed", [{}, {"record": "656"}, {"record": "e4m3"}, SHARING, SHARING | {"split": True}])
 def test_a_graph_serves_other_choices(changed):
     case = replace(MlaCase(lens=(900, 50), rows=2, heads=16, chosen=300, counted=True), **changed)
     given = cases.make(case, CUDA)

@@ -314,9 +314,11 @@ def _rows() -> Iterator[tuple[str, tuple[Call, ...]]]:
         "attention-latent-slots",
         (
             latent(chosen=1000, counted=True), latent(chosen=65, dim=512, heads=80), latent(chosen=65, second=130),
-            latent(chosen=700, counted=True, second=65, dim=512), shared_latent(counted=True),
+            latent(chosen=700, counted=True, second=65, dim=512),
         ),
     )  # fmt: skip
+    over_records = shared_latent(record="656"), shared_latent(record="e4m3", strided=True)
+    yield "attention-latent-shared-slots", (shared_latent(counted=True), *over_records)
     many: dict[str, Any] = {"heads": 40}  # up to 16 rows over records are computed by kernels of their own, below
     of_584: dict[str, Any] = {"record": "584", "dim": 512, "chosen": 65, **many}
     of_528: dict[str, Any] = {"record": "528", "dim": 512, "chosen": 65, **many}

@@ -4,6 +4,7 @@ from typing import Any
 
 import torch
 
+from cute_kernels.attention.spec import tokens_of_union
 from cute_kernels.records import RECORDS
 
 from ..attention.call import AttentionCall, SequenceBatch
@@ -14,6 +15,10 @@ from ..own.explanation import explain
 
 COLUMNS, ROTATED = 512, 64  # of a row's latent and of its rotated part
 E4M3, PACKED = torch.float8_e4m3fn, "656"  # the record that DeepSeek V3.2's caches have
+# Prompts: query tokens of a batch per request from which on neighbouring tokens share the keys that they have chosen,
+# and tokens that the longest request must exceed, more than a decode with drafts has
+SHARING_MEAN = SHARING_LONGEST = 8
+SHARED_RECORDS = "", "e4m3", PACKED  # of caches over which kernels with shared keys are shipped
 
 
 def latent_call(
@@ -36,6 +41,20 @@ def latent_call(
         SPARSE_NAME if chosen else NAME, q, k, k, requests, longest, scale, out_scale, causal=not chosen,
         out_dtype=q.dtype, shares_v=True, q_rope=q_rope, k_rope=k_rope, record=record, **options,
     )  # fmt: skip
+
+
+def of_prompts(tokens: int, requests: int, longest: int) -> bool:
+    """Return whether neighbouring tokens of a batch are mostly of one prompt, and so choose mostly the same keys.
+
+    longest: at least the most tokens of a request. A batch of decodes, with or without drafts, has no such tokens.
+    """
+    return longest > SHARING_LONGEST and tokens >= SHARING_MEAN * requests
+
+
+def can_share_keys(heads: int, record: str) -> bool:
+    """Return whether a shipped kernel lets tokens of `heads` query heads share the keys of a cache of rows of `record`,
+    which is "" for 16 bits."""
+    return tokens_of_union(heads) > 1 and record in SHARED_RECORDS
 
 
 def latent_refusal(arch: str, dtype: torch.dtype, cache: torch.dtype, rotated: int, sparse: bool) -> str | None:

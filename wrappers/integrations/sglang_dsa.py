@@ -7,7 +7,8 @@ SGLang's backend `dsa` keeps its metadata, graphs and drafts. `replace` replaces
 needed for attention and indexer:
 
 - Attention reads the rows of the pool as they lie: 16 bits, packed records of 656 bytes, or e4m3 (`tilelang`). Prompts
-  do so, too, so that nothing is dequantised; heads are never padded.
+  do so, too, so that nothing is dequantised; heads are never padded. Neighbouring tokens of prompts read the union of
+  their keys once (`latent_support.of_prompts`).
 - The indexer's logits, and the top-k (`sglang_topk`). Decodes and drafts to verify choose their slots in one call.
 - Prompts that are dense, because they are short, attend to keys and values per head.
 - One launch quantises and writes the rows of new tokens.
@@ -40,7 +41,7 @@ from ..host.plain import traced
 from ..own.append_latent import LatentCache, append_latent
 from ..own.select import select_slots
 from . import sglang_topk
-from .latent_support import COLUMNS, PACKED, ROTATED, latent_call, latent_refusal
+from .latent_support import COLUMNS, PACKED, ROTATED, can_share_keys, latent_call, latent_refusal, of_prompts
 from .support import E4M3
 
 DSA = "sglang.srt.layers.attention.dsa"
@@ -110,7 +111,15 @@ def attend(
         q, q_rope, paged_view(rows, self.physical_page_size), requests, 1, scale, split_kv=split,
         sinks=None if sinks is None else sinks.float(),
     )  # fmt: skip
-    return serve(call)
+    shares = split == "auto" and can_share_keys(q.shape[1], call.record) and has_prompts(self.forward_metadata)
+    return serve(call._replace(share_keys=shares))
+
+
+def has_prompts(metadata: Any) -> bool:
+    """Return whether neighbouring tokens of SGLang's batch are mostly of one prompt. SGLang says 1 for the longest
+    request of decodes and of drafts, of which it makes graphs."""
+    lens = metadata.dsa_extend_seq_lens_list
+    return of_prompts(sum(lens), len(lens), metadata.max_seq_len_q)
 
 
 def of_parts(

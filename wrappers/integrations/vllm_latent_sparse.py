@@ -1,15 +1,17 @@
 """vLLM's backend of sparse latent attention (DeepSeek V3.2, GLM-5): a token attends to keys that the indexer chose.
 
-`vllm_select` chooses it for `--attention-backend CUSTOM`. One launch per layer serves prompts and decodes together, in
+`vllm_select` chooses it for `--attention-backend CUSTOM`. One call per layer serves prompts and decodes together, in
 the absorbed form, from the rows of the cache as they are stored: in 16 bits, in e4m3 with one scale, or packed
 (`fp8_ds_mla`, `nvfp4_ds_mla`). There is no workspace, no padding of heads and no plan.
 
 `vllm_indexer` chooses the keys. It writes slots of the cache where vLLM's indexer writes positions in the request, so
 that nothing is converted between the two.
 
+In batches with prompts, neighbouring tokens read the union of their keys once (`latent_support.of_prompts`).
+
 With VLLM_BATCH_INVARIANT=1, one CTA computes all keys of a token, in the order of their positions, in every batch. A
 prompt, a chunk of one, a decode and a draft token have the same kernel, so that a token has the same bits in all of
-them. This may be slower.
+them, and no token shares keys with others. This may be slower.
 
 Written for vLLM 0.33. Tests run it against vLLM's own files on the CPU reference.
 """
@@ -40,6 +42,7 @@ from ..host.plain import traced
 from ..vllm.latent import concat_and_cache_mla
 from . import vllm_indexer
 from .held import HeldCache
+from .latent_support import can_share_keys, of_prompts
 from .support import ARCHS, E4M3, LATENT, ROPE, SIXTEEN_BITS, latent_refusal
 from .vllm_batches import token_lens, uniform_rows
 
@@ -50,7 +53,8 @@ RECORDS = {"fp8_ds_mla": "656", "nvfp4_ds_mla": "352", "fp8": "e4m3", "fp8_e4m3"
 class VllmSparseMetadata(AttentionMetadata):
     """A batch of T tokens. All of them are decode tokens to vLLM's layer, which then calls `forward_mqa` for all.
 
-    lens: int32 (T / n,), the keys of n tokens in turn, at least. block_table: the pages of the requests.
+    lens: int32 (T / n,), the keys of n tokens in turn, at least. block_table: the pages of the requests. shares:
+    neighbouring tokens are to share the keys that they have chosen; never in a batch that a CUDA graph captures.
     """
 
     num_actual_tokens: int
@@ -61,6 +65,7 @@ class VllmSparseMetadata(AttentionMetadata):
     block_table: torch.Tensor
     slot_mapping: torch.Tensor
     lens: torch.Tensor
+    shares: bool = False
     num_prefills: int = 0
     prefill: None = None
     decode: None = None
@@ -84,9 +89,12 @@ class VllmSparseMetadataBuilder(AttentionMetadataBuilder[VllmSparseMetadata]):
         rows = uniform_rows(common)
         whole = rows > 1 and not envs.VLLM_BATCH_INVARIANT  # tokens may visit blocks in which they have no key
         lens = common.seq_lens if rows == 1 or whole else token_lens(common)
+        tokens = int(common.query_start_loc_cpu[-1])
+        prompts = not rows and of_prompts(tokens, common.num_reqs, common.max_query_len)
         return VllmSparseMetadata(
             common.num_actual_tokens, common.num_reqs, common.num_actual_tokens, common.query_start_loc,
             common.seq_lens, common.block_table_tensor, common.slot_mapping, lens,
+            prompts and not envs.VLLM_BATCH_INVARIANT,
         )  # fmt: skip
 
     def update_draft_decode_metadata(self, metadata: VllmSparseMetadata) -> None:
@@ -192,6 +200,7 @@ class VllmSparseImpl(MLAAttentionImpl[VllmSparseMetadata]):
         self.num_kv_heads, self.kv_cache_dtype = num_kv_heads, kv_cache_dtype
         self.kv_lora_rank = LATENT
         self.record = RECORDS.get(kv_cache_dtype, "")
+        self._can_share_keys = can_share_keys(num_heads, self.record)
         self._indexer, self._buffer = indexer, topk_indices_buffer
         if indexer is not None:
             vllm_indexer.adopt(indexer)
@@ -239,7 +248,7 @@ class VllmSparseImpl(MLAAttentionImpl[VllmSparseMetadata]):
             vllm_indexer.check_pages(self._indexer, m.block_table, layer.kv_cache)
         slots = self.topk_indices_buffer[: latent.shape[0]]
         k, k_rope = self._cache.of(layer.kv_cache)
-        scale, out_scale = self.scale, 1.0
+        scale, out_scale, shares = self.scale, 1.0, m.shares and self._can_share_keys
         if self.record == "e4m3":
             out_scale = layer._k_scale_float
             scale *= out_scale
@@ -249,7 +258,7 @@ class VllmSparseImpl(MLAAttentionImpl[VllmSparseMetadata]):
             return AttentionCall(
                 SPARSE_NAME, latent, k, k, step.requests(not traced(latent)), 1, scale, out_scale, causal=False,
                 shares_v=True, lse_form=LSE_NATURAL | LSE_OF_KEYS, out_dtype=latent.dtype, record=self.record,
-                q_rope=rope, k_rope=k_rope, split_kv=self._split_kv,
+                q_rope=rope, k_rope=k_rope, split_kv=self._split_kv, share_keys=shares,
             )  # fmt: skip
 
-        return self._cache.launch.serve(step, (scale, out_scale), (), call), None
+        return self._cache.launch.serve(step, (scale, out_scale, shares), (), call), None

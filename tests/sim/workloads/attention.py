@@ -132,6 +132,8 @@ def structure(spec: Any) -> Any:
         }  # fmt: skip
         read = spec.tile.m, spec.kv.source, spec.kv.record, spec.kv.extra_record
         return ("latent", "few", read) if read in few else None
+    if spec.kv.union:  # a kernel in front, which test_ptxsim_key_union.py runs, and words of rows of a tile
+        return None
     if spec.kv.record:  # the mma warps load, too; other records have other sections of a row
         return ("latent", "packed") if (spec.kv.record, spec.kv.source) == ("656", "slots") else None
     if spec.kv.shares_v:
@@ -139,8 +141,6 @@ def structure(spec: Any) -> Any:
             return (
                 ("latent", spec.tile.cluster) if (spec.tile.cluster, spec.head_dim_qk) in ((1, 576), (2, 512)) else None
             )
-        if spec.kv.union:  # a kernel in front, which test_ptxsim_key_union.py runs, and words of rows of a tile
-            return None
         return ("latent", spec.kv.source, spec.kv.extra)
     k, dim = traits_of(spec), spec.head_dim_qk
     if spec.kv.scales == "token" and not k.decodes:  # the prepare role multiplies rows as it does blocks

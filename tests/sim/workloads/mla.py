@@ -173,7 +173,7 @@ def chosen_cases(spec: Any) -> list[MlaScenario]:
 
 def shared_cases(spec: Any) -> list[MlaScenario]:
     """Return scenarios for the kernel `spec`, where tokens share the keys that each of them chooses: with groups of 4,
-    8 and 2 tokens, of which the last one is not full, and with many groups."""
+    8 and 2 tokens, of which the last one is not full, with many groups, and with groups that several CTAs share."""
     base = MlaCase(
         "sparse_fwd", dtype=spec.smem_q, dim=spec.head_dim_qk, page_size=7, chosen=70, lens=(90, 30), rows=3,
         record=spec.kv.record, share=True,
@@ -183,8 +183,12 @@ def shared_cases(spec: Any) -> list[MlaScenario]:
         replace(base, heads=8, rows=5, counted=True, sink=True, chosen=130, lens=(40, 9), strided=True),
         replace(base, heads=32, chosen=20, lens=(300,), gap=int(not spec.kv.record)),
     )
-    many = replace(base, heads=24, lens=(5, 0, 1, 30) * 7, rows=1, chosen=3, counted=True)
-    return [MlaScenario("tiles", tiles), MlaScenario("many groups", (many,))]
+    many = replace(base, heads=24, lens=(5, 0, 1, 30) * 17, rows=1, chosen=3, counted=True)
+    split = replace(base, split=True, heads=32, rows=2, lens=(2000,), chosen=1100)
+    few = replace(base, split=True, lens=(400,), chosen=70, sink=True)
+    return [
+        MlaScenario("tiles", tiles), MlaScenario("many groups", (many,)), MlaScenario("many splits", (split, few), 30),
+    ]  # fmt: skip
 
 
 def run_mla(spec: Any, scenario: MlaScenario, arch: str, **how: Any) -> Outcome:
