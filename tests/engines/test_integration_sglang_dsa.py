@@ -327,8 +327,9 @@ def test_prompts_chunks_decodes_and_mixed_batches(name, chunked, server):
     (Case(heads=16), True), (Case(E4M3, True, heads=8), True), (Case(E4M3, heads=32), True),
     (Case(sinks=True, heads=24), True), (Case(heads=16, deterministic=True), False), (Case(E4M3, True, heads=5), False),
 ])  # fmt: skip
-def test_neighbouring_tokens_of_prompts_share_their_keys(case, shares, engine, server):
+def test_neighbouring_tokens_of_prompts_share_their_keys(case, shares, engine, server, monkeypatch):
     """On emulated kernels. Decodes, drafts, and batches of short requests never do."""
+    monkeypatch.setenv("CUTE_KERNELS_SHARE_KEYS", "1")
     engine.device, engine.spec.speculative_num_draft_tokens = torch.device("cpu"), 16
     steps = [
         ("EXTEND", {3: 70, 0: 30}, shares), ("MIXED", {3: 19, 1: 13, 0: 1}, shares),

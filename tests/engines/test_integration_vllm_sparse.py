@@ -86,9 +86,10 @@ def test_launches_of_a_layer(kv_cache_dtype, engine):
     (8, "auto", True), (16, "fp8_ds_mla", True), (32, "fp8", True), (8, "nvfp4_ds_mla", False),
     (12, "fp8_ds_mla", False),
 ])  # fmt: skip
-def test_neighbouring_tokens_of_prompts_share_their_keys(heads, kv_cache_dtype, shares, engine):
+def test_neighbouring_tokens_of_prompts_share_their_keys(heads, kv_cache_dtype, shares, engine, monkeypatch):
     """On emulated kernels. Decodes, drafts, and batches in which most tokens are those of decodes never do. A batch of
     as many tokens as the one before, which is bound, may differ from it in this alone."""
+    monkeypatch.setenv("CUTE_KERNELS_SHARE_KEYS", "1")
     engine.platform.device = torch.device("cpu")
     with emulation() as fake:
         model = SparseModel(engine, heads, kv_cache_dtype)
@@ -100,8 +101,20 @@ def test_neighbouring_tokens_of_prompts_share_their_keys(heads, kv_cache_dtype, 
             assert hasattr(fake.launches[-1], "union_slots") == shared, counts
 
 
-def test_graphs_hold_no_tokens_that_share_keys(engine):
+def test_keys_are_shared_only_if_the_user_asks_for_it(monkeypatch):
+    from wrappers.integrations.latent_support import can_share_keys
+
+    for value, shares in (("", False), ("0", False), ("1", True)):
+        monkeypatch.setenv("CUTE_KERNELS_SHARE_KEYS", value)
+        assert can_share_keys(16, "656") == shares
+    monkeypatch.setenv("CUTE_KERNELS_SHARE_KEYS", "yes")
+    with pytest.raises(ValueError, match="^CUTE_KERNELS_SHARE_KEYS: 'yes', must be 0 or 1"):
+        can_share_keys(16, "656")
+
+
+def test_graphs_hold_no_tokens_that_share_keys(engine, monkeypatch):
     """vLLM captures decodes, of which each request has as many tokens, and no more than drafts allow."""
+    monkeypatch.setenv("CUTE_KERNELS_SHARE_KEYS", "1")
     engine.platform.device = torch.device("cpu")
     model = SparseModel(engine, 16, "fp8_ds_mla")
     for width in range(1, 9):

@@ -1,5 +1,6 @@
 """Functions that the integrations of latent attention (MLA) share."""
 
+import os
 from typing import Any
 
 import torch
@@ -52,9 +53,12 @@ def of_prompts(tokens: int, requests: int, longest: int) -> bool:
 
 
 def can_share_keys(heads: int, record: str) -> bool:
-    """Return whether a shipped kernel lets tokens of `heads` query heads share the keys of a cache of rows of `record`,
-    which is "" for 16 bits."""
-    return tokens_of_union(heads) > 1 and record in SHARED_RECORDS
+    """Return whether the user asks for shared keys (CUTE_KERNELS_SHARE_KEYS), and a shipped kernel lets tokens of
+    `heads` query heads share those of a cache of rows of `record`, which is "" for 16 bits."""
+    found = os.environ.get("CUTE_KERNELS_SHARE_KEYS") or "0"
+    if found not in ("0", "1"):
+        raise ValueError(f"CUTE_KERNELS_SHARE_KEYS: {found!r}, must be 0 or 1")
+    return found == "1" and tokens_of_union(heads) > 1 and record in SHARED_RECORDS
 
 
 def latent_refusal(arch: str, dtype: torch.dtype, cache: torch.dtype, rotated: int, sparse: bool) -> str | None:
