@@ -160,16 +160,16 @@ def mla_decode_call(
     if len(shape) != (3 if ragged else 4):
         need = "3 dimensions with" if ragged else "4 dimensions without"
         raise ValueError(f"query: shape {tuple(shape)}, must have {need} cum_seq_lens_q")
-    dim, parts = columns + rotated, f"kv_lora_rank {columns} + qk_rope_head_dim {rotated}"
+    dim = columns + rotated
     if shape[-1] != dim:
-        raise ValueError(f"query: shape {tuple(shape)}, must end with {dim}, {parts}")
+        raise ValueError(f"query: shape {tuple(shape)}, must end with {dim}, {_parts(columns, rotated)}")
     k = check_strided("kv_cache", kv_cache)
     if k.dim() == 3:
         k = k.unsqueeze(1)
     if k.dim() != 4 or k.shape[1] != 1:
         raise ValueError(f"kv_cache: shape {tuple(kv_cache.shape)}, must be (pages, P, D) or (pages, 1, P, D)")
     top_k = check_integer("sparse_mla_top_k", integer(sparse_mla_top_k), 0)
-    k, k_rope, record = _cache(k, kv_cache, columns, rotated, top_k, parts)
+    k, k_rope, record = _cache(k, kv_cache, columns, rotated, top_k)
     most = shape[1]
     if ragged:
         most = check_integer("max_q_len", integer(max_q_len), 0)
@@ -200,19 +200,25 @@ def mla_decode_call(
     )  # fmt: skip
 
 
+def _parts(columns: int, rotated: int) -> str:
+    """Return the parts of a row for an error message. Only a branch that raises may call this, since torch.compile
+    cannot format dynamic sizes."""
+    return f"kv_lora_rank {columns} + qk_rope_head_dim {rotated}"
+
+
 def _cache(
-    k: torch.Tensor, given: torch.Tensor, columns: int, rotated: int, top_k: int, parts: str
+    k: torch.Tensor, given: torch.Tensor, columns: int, rotated: int, top_k: int
 ) -> tuple[torch.Tensor, torch.Tensor | None, str]:
     """Return a cache (pages, 1, P, D), those columns of it that V does not have, if they lie apart, and its record."""
     record, dim = PACKED.get((columns, rotated), ""), columns + rotated
     if k.dtype == torch.uint8 and top_k and record:
         size = RECORDS[record].row
         if k.shape[3] != size and (rotated or k.shape[3] < size):
-            least = "" if rotated else " or more"
-            raise ValueError(f"kv_cache: shape {tuple(given.shape)}, must end with {size}{least}, bytes of {parts}")
+            need = f"{size}{'' if rotated else ' or more'}, bytes of {_parts(columns, rotated)}"
+            raise ValueError(f"kv_cache: shape {tuple(given.shape)}, must end with {need}")
         return k[..., :size], None, record
     if k.shape[3] != dim:
-        raise ValueError(f"kv_cache: shape {tuple(given.shape)}, must end with {dim}, {parts}")
+        raise ValueError(f"kv_cache: shape {tuple(given.shape)}, must end with {dim}, {_parts(columns, rotated)}")
     return *columns_and_rope(k, columns), "e4m3" if k.dtype == torch.float8_e4m3fn else ""
 
 
