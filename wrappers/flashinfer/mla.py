@@ -255,8 +255,8 @@ def _counts_of_rows(
     if offsets is None:
         lens, behind = lens.repeat_interleave(lead[1]), lead[1] - 1 - rows % lead[1]
     else:
-        ends = offsets[1:].contiguous()
-        request = torch.searchsorted(ends, rows, right=True).clamp(max=ends.shape[0] - 1)
+        ends = offsets[1:]  # the clamp makes no view of it and changes no result, see `host.segments.segments_of`
+        request = torch.searchsorted(ends.clamp(min=0), rows, right=True).clamp(max=ends.shape[0] - 1)
         lens, behind = lens[request], ends[request] - 1 - rows
     return lens - behind if causal else lens
 

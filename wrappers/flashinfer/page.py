@@ -100,7 +100,9 @@ def get_batch_indices_positions(
         check_apart(given, {"append_indptr": append_indptr, "seq_lens": seq_lens})
     if batch:
         row, starts = torch.arange(nnz, device=device), append_indptr.to(torch.int64)
-        request = torch.searchsorted(starts[:-1], row, right=True) - 1  # the last one that starts at or before the row
+        # The last request that starts at or before the row. The clamp changes no result; it makes a tensor that is no
+        # view, see `host.segments.segments_of`.
+        request = torch.searchsorted(starts[:-1].clamp(min=0), row, right=True) - 1
         held = request.clamp(0, batch - 1)
         left = row - starts[1:][held]
         inside = (request >= 0) & (left < 0)

@@ -35,9 +35,10 @@ def segments_of(tokens: int, cu_seqlens_q: torch.Tensor, cu_seqlens_k: torch.Ten
     if len(cu_seqlens_q) == 1:
         zeros = torch.zeros_like(token)
         return TokenSegments(zeros, zeros > 0, zeros, zeros, zeros, zeros)
-    q, k = cu_seqlens_q.long(), cu_seqlens_k.long()
-    segment = torch.searchsorted(q[1:], token, right=True).clamp(max=len(q) - 2)
-    first, last = q[:-1][segment], q[1:][segment]
+    # `ends` is no view: on a GPU, Inductor of torch 2.11 refuses to search a view, or ignores its offset
+    k, starts, ends = cu_seqlens_k.long(), cu_seqlens_q[:-1].long(), cu_seqlens_q[1:].long()
+    segment = torch.searchsorted(ends, token, right=True).clamp(max=len(ends) - 1)
+    first, last = starts[segment], ends[segment]
     inside = (token >= first) & (token < last)
     return TokenSegments(segment, inside, token - first, last - first, k[:-1][segment], k[1:][segment])
 
