@@ -112,7 +112,7 @@ def concat_k_call(k: Any, k_nope: Any, k_rope: Any, backend: Any = BACKENDS[0]) 
         if not traced(k):
             check_apart({"k": k}, {"k_nope": k_nope, "k_rope": k_rope})  # in elements of their own
         k, k_nope, k_rope = (_pairs(name, t) for name, t in (("k", k), ("k_nope", k_nope), ("k_rope", k_rope)))
-    return LatentCall(CONCAT_K, "rows", None, None, k_nope, q=k_nope, q_pe=k_rope.expand(-1, heads, -1), q_out=k)
+    return LatentCall(CONCAT_K, "rows", None, None, None, q=k_nope, q_pe=k_rope.expand(-1, heads, -1), q_out=k)
 
 
 def _pairs(name: str, t: torch.Tensor) -> torch.Tensor:

@@ -4,7 +4,7 @@ from typing import Any, NamedTuple
 
 from cute_kernels.cache_write.args import PAGES, ROWS, SLOTS
 
-from ..host.schema import GivenTensor, MaybeTensor
+from ..host.schema import MaybeTensor
 
 __all__ = ["PAGES", "ROWS", "SLOTS", "LatentCall"]
 
@@ -14,14 +14,14 @@ class LatentCall(NamedTuple):
 
     function: the public function, which decides the names in messages (`checks.NAMES`). record: a key of
     `cute_kernels.records.RECORDS`. None stands for an argument that is absent. Without kv, nothing is written to
-    the cache, which is then any tensor.
+    the cache.
     """
 
     function: str
     record: str
     kv: MaybeTensor  # (N, D)
     pe: MaybeTensor  # (N, R)
-    cache: GivenTensor  # (pages, P, elements)
+    cache: MaybeTensor  # (pages, P, elements)
     pe_cache: MaybeTensor = None  # (pages, P, R): the rotated part has a cache of its own
     places: int = SLOTS  # ROWS: token i goes to row i of page 0
     slots: MaybeTensor = None  # SLOTS: (N,)

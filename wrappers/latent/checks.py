@@ -57,10 +57,10 @@ NAMES: dict[str, dict[str, str]] = {
         "scale_ptr": "kv_cache_scale", "rope_table": "cos_sin_cache", "rope_positions": "positions", "q_out": "q_pe",
         "pe_out": "k_pe",
     },
-    CONCAT_Q: {"q": "ql_nope", "cache": "ql_nope"},
+    CONCAT_Q: {"q": "ql_nope"},
     INDEX_CACHE: {"kv": "k", "cache": "kv_cache", "slots": "slot_mapping"},
     MLA_APPEND: {"kv": "append_ckv", "pe": "append_kpe", "cache": "ckv_cache", "pe_cache": "kpe_cache"},
-    CONCAT_K: {"q": "k_nope", "q_pe": "k_rope", "q_out": "k", "cache": "k_nope"},
+    CONCAT_K: {"q": "k_nope", "q_pe": "k_rope", "q_out": "k"},
     MLA_ROPE: _MLA_PARTS | {"cache": "k_nope_out", "pe_cache": "k_rope_out"},
     MLA_ROPE_PAGED: _MLA_PARTS | {"cache": "paged_kv_cache (ckv)", "pe_cache": "paged_kv_cache (kpe)"},
 }  # fmt: skip

@@ -5,8 +5,6 @@ It takes a `LatentCall` field by field, and behind it those fields of its indexe
 
 from typing import Any
 
-import torch
-
 from cute_kernels.records import INDEX as INDEX_RECORD
 
 from ..host import schema
@@ -23,11 +21,16 @@ SHARED = ("batch_indices", "positions", "page_table", "kv_indices", "kv_indptr",
 
 
 def serve(call: LatentCall) -> None:
-    """Run a call that writes rows. It is the last step of all functions."""
+    """Run a call that writes rows. It is the last step of all functions.
+
+    The operator gets no cache that is not written: torch.compile captures no CUDA graph of a call that seems to write
+    to an input of the compiled function.
+    """
     if not traced(first_of(call)):
         run(plan.FAMILY, call)
         return
     checks.validate(call)
+    call = call if call.kv is not None else call._replace(cache=None)
     index = NO_INDEX if call.index is None else call.index
     given = call._asdict() | {f"i_{name}": getattr(index, name) for name in INDEX}
     OPERATOR.record(given | {"index": call.index is not None})
@@ -48,7 +51,7 @@ def _run(*flat: Any) -> None:
     run(plan.FAMILY, call)
 
 
-NO_INDEX = LatentCall("", "", None, None, torch.empty(0))
+NO_INDEX = LatentCall("", "", None, None, None)
 _FIELDS = schema.arguments(LatentCall, OUTPUTS, index="")
 _NAMED = {field.split()[-1]: field for field in _FIELDS}
 _INDEX = [_NAMED[name].replace(" ", " i_").replace("(", "(i_") for name in INDEX]

@@ -19,7 +19,7 @@ from .. import reference
 from ..host import machine
 from ..host.launch import KernelFamily, Plan, select
 from ..host.overlap import AddressBounds
-from ..host.schema import GivenTensor, MaybeTensor
+from ..host.schema import MaybeTensor
 from .call import LatentCall
 from .checks import E4M3, OUTPUTS, first_of, in_place, may_be_one, validate
 
@@ -35,7 +35,7 @@ AS_GIVEN = ("kv", "pe", "slots", "batch_indices", "positions", "page_table", "kv
 _uint8, _int32, _int64 = torch.uint8, torch.int32, torch.int64
 _AT = {name: i for i, name in enumerate(LatentCall._fields)}
 _HINTS = get_type_hints(LatentCall, include_extras=True)
-_is_tensor = {name: hint in (GivenTensor, MaybeTensor) for name, hint in _HINTS.items()}
+_is_tensor = {name: hint is MaybeTensor for name, hint in _HINTS.items()}
 # fields of which a kernel checks the strides
 _VECTORS = ("slots", "batch_indices", "positions", "kv_indices", "kv_indptr", "cu_seqlens", "kv_lens", "weight",
             "rope_positions", "scale_ptr", "q_scale_ptr", "bias")  # fmt: skip

@@ -149,7 +149,7 @@ def concat_q_call(ql_nope: Any, q_pe: Any, q_out: Any) -> LatentCall:
     heads = check_strided("q_pe", q_pe, 3).shape[1]
     if check_strided("q_out", q_out, 3).shape[1] > heads:
         q_out = q_out[:, :heads]
-    return LatentCall(CONCAT_Q, "rows", None, None, ql_nope, q=ql_nope, q_pe=q_pe, q_out=q_out)
+    return LatentCall(CONCAT_Q, "rows", None, None, None, q=ql_nope, q_pe=q_pe, q_out=q_out)
 
 
 def indexer_k_quant_and_cache(
