@@ -248,8 +248,8 @@ def ragged_sequences(qo_indptr: Any, kv_indptr: Any, plain: bool = True) -> Sequ
         return SequenceBatch(
             kv_indptr, kv_indptr, qo_indptr, -1, next(_next) if plain else None, False, kv_indptr, "ragged"
         )
-    nothing = _nothing.get(kv_indptr.device)
-    if nothing is None or not plain or kv_indptr.__class__ is not _Tensor:
+    nothing = _nothing.get(kv_indptr.device) if plain else None  # a trace must not depend on what is kept
+    if nothing is None or kv_indptr.__class__ is not _Tensor:
         nothing = tuple(kv_indptr.new_empty(shape, dtype=torch.int32) for shape in ((1, 2, 0), (0,)))
         if plain and kv_indptr.__class__ is _Tensor:
             _nothing[kv_indptr.device] = nothing

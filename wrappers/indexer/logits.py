@@ -136,16 +136,16 @@ def places(call: LogitsCall, names: dict[str, str], device: torch.device) -> Non
     tokens, int32 = call.q.shape[0], (torch.int32,)
     check_integer(names["next_n"], call.next_n, 1)
     check_operand(names["ends"], call.ends, 1, int32, device)
-    counts = {tokens}
+    counts = [tokens]  # no set: torch.compile would make a constant of a number that it hashes
     if not ragged(call):
         check_operand(names["table"], call.table, 2, int32, device)
         requests = call.table.shape[0]
         if requests * call.next_n != tokens:
             rows = f"{tokens // call.next_n} rows, the requests of {names['q']}"
             raise ValueError(f"{names['table']}: shape {tuple(call.table.shape)}, must have {rows}")
-        counts.add(requests)
+        counts.append(requests)
     if call.ends.shape[0] not in counts:
-        allowed = " or ".join(f"({n},)" for n in sorted(counts))
+        allowed = " or ".join(f"({n},)" for n in sorted({*counts}))
         raise ValueError(f"{names['ends']}: shape {tuple(call.ends.shape)}, must be {allowed}, requests or tokens")
     if ragged(call):
         check_operand(names["starts"], call.starts, 1, int32, device)

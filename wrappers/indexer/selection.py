@@ -80,10 +80,8 @@ def serve(call: SelectionCall) -> torch.Tensor:
         if scores is not None:
             scores.fill_(-torch.inf)
         return out.fill_(-1)
-    step = min(step, units)
-    scratch = logits.new_logits(scored._replace(q=q[: step * each]))
-    for first in range(0, units, step):
-        count = min(step, units - first)
+    scratch = logits.new_logits(scored._replace(q=q[: min(step, units) * each]))
+    for first, count in passes_of(units, step):
         rows, parts = slice(first * each, (first + count) * each), slice(first, first + count)
         some = scratch[: count * each]
         pick = part_of(chosen, units, rows, parts)._replace(scores=some, out=out[rows])
@@ -97,6 +95,14 @@ def serve(call: SelectionCall) -> torch.Tensor:
             found = some.gather(1, out[rows].clamp(0, scored.width - 1).long())
             scores[rows] = torch.where(out[rows] < 0, -torch.inf, found)
     return out
+
+
+def passes_of(units: int, step: int) -> list[tuple[int, int]]:
+    """Return the first part of each pass, and how many it has. A range over all parts would make their number a
+    constant of a graph of torch.compile."""
+    if units <= step:
+        return [(0, units)]
+    return [(first, min(step, units - first)) for first in range(0, units, step)]
 
 
 def part_of(call: Any, count: int, rows: slice, units: slice) -> Any:
