@@ -17,9 +17,17 @@ import torch
 from torch._subclasses import FakeTensorMode
 
 from tests.conftest import run_python
-from tests.support import compiled
+from tests.support import compiled, graphs
 from tests.support.fake_machine import FakeMachine
-from wrappers import KVCacheTarget, append_qkv
+from wrappers import (
+    KVCacheTarget,
+    append_qkv,
+    concat_mla_k,
+    concat_mla_q,
+    dsa_indexer_topk,
+    get_batch_indices_positions,
+    trtllm_batch_decode_with_kv_cache_mla,
+)
 from wrappers.attention import call
 from wrappers.flashinfer import values
 from wrappers.host import machine, scratch
@@ -69,6 +77,72 @@ def test_compiled(group, dynamic, fresh_compiler):
 @pytest.mark.parametrize("group,around", zip(compiled.EVERY, cycle(AROUND)))
 def test_in_a_mode_of_torch(group, around, fresh_compiler):
     compiled.matches_eager(group, "cpu", AROUND[around], runs=((0, 0), (0, 1)), backend="aot_eager")
+
+
+GRAPHS = {"classes": 2}  # of both sizes; the number of requests of a plan is a constant
+
+
+@pytest.mark.parametrize("group", compiled.EVERY)
+def test_graphs_of_dynamic_sizes(group, fresh_compiler):
+    """One graph serves both sizes. It writes to no input, so that it can be a CUDA graph, and searches no view."""
+    found = []
+    compiled.matches_eager(group, "cpu", runs=((0, 0), (1, 1)), dynamic=True, backend=graphs.keeping(found))
+    assert len(found) == GRAPHS.get(group, 1)
+    for graph in found:
+        assert graphs.written_inputs(graph) == []
+        assert not [node for node in graphs.searched(graph) if graphs.is_view(node)]
+
+
+def offsets(*values):
+    """Return int64 offsets behind a number that is none of them, of which a step takes a view."""
+    return torch.tensor([99, *values])
+
+
+SEARCHES = {  # steps that search in offsets, of which each gets a view
+    "get_batch_indices_positions": (
+        lambda starts, lens: get_batch_indices_positions(starts[1:], lens, 6),
+        lambda: (offsets(0, 2, 2, 5), torch.tensor([4, 0, 3])),
+    ),
+    "trtllm_batch_decode_with_kv_cache_mla, sparse_mla_top_k_lens": (
+        lambda q, cache, slots, lens, starts: trtllm_batch_decode_with_kv_cache_mla(
+            q, cache, None, 128, 512, 64, slots, None, 8, sparse_mla_top_k=4, cum_seq_lens_q=starts[1:], max_q_len=2,
+            sparse_mla_top_k_lens=lens,
+        ),
+        lambda: (torch.randn(3, 4, 576).half(), torch.randn(2, 16, 576).half(), torch.randint(32, (3, 4)).int(),
+                 torch.tensor([1, 3]).int(), offsets(0, 2, 3).int()),
+    ),
+    "dsa_indexer_topk": (
+        lambda q, k, w, ends: dsa_indexer_topk(q, k, w, ends[1:], ends[1:], top_k=2),
+        lambda: (torch.randn(5, 4, 32).bfloat16(), torch.randn(5, 32).bfloat16(), torch.rand(5, 4),
+                 offsets(0, 2, 5).int()),
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+@pytest.mark.parametrize("name", SEARCHES)
+def test_no_view_is_searched(name, dynamic, fresh_compiler):
+    step, make = SEARCHES[name]
+    given, found = make(), []
+    run = torch.compile(step, fullgraph=True, dynamic=dynamic, backend=graphs.keeping(found))
+    assert compiled.bits_of(run(*given)) == compiled.bits_of(step(*given))
+    nodes = [node for graph in found for node in graphs.searched(graph)]
+    assert nodes and not [node for node in nodes if graphs.is_view(node)]
+
+
+@pytest.mark.parametrize("join", [concat_mla_q, concat_mla_k])
+def test_rows_that_are_joined_are_not_written(join, fresh_compiler):
+    """The operator that joins rows also writes a cache, which these calls lack."""
+
+    def step(latent, rotated):
+        out = latent.new_empty(*latent.shape[:2], latent.shape[2] + rotated.shape[2])
+        join(latent, rotated, out) if join is concat_mla_q else join(out, latent, rotated[:, :1])
+        return out
+
+    latent, rotated, found = torch.randn(3, 4, 32).half(), torch.randn(3, 4, 8).half(), []
+    run = torch.compile(step, fullgraph=True, backend=graphs.keeping(found))
+    assert compiled.bits_of(run(latent, rotated)) == compiled.bits_of(step(latent, rotated))
+    assert graphs.written_inputs(found[0]) == []
 
 
 @compiles_test
