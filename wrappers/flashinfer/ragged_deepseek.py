@@ -136,7 +136,7 @@ def _refuse_sage(factors: Any, sizes: Any) -> None:
         found = listed(type(factor).__name__ for factor in factors)
         raise NotImplementedError(f"sage_attn_sfs: ({found}), must be four times None: SageAttention is not supported")
     sizes = tuple(integer(size) for size in sizes)
-    if any(size.__class__ is not int for size in sizes):
+    if any(type(size) is not int for size in sizes):  # torch.compile of torch 2.11 cannot compare size.__class__
         raise TypeError(f"num_elts_per_sage_attn_blk: {sizes}, must be a tuple of 4 ints")
     if any(sizes):
         found = f"num_elts_per_sage_attn_blk: {sizes}"
