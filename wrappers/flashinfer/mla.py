@@ -246,9 +246,7 @@ def _chosen(
     return slot_sequences(slots, counts_of(slots, lens, 1, plain), plain)
 
 
-def _counts_of_rows(
-    lens: torch.Tensor, lead: torch.Size, offsets: torch.Tensor | None, causal: bool
-) -> torch.Tensor:  # fmt: skip
+def _counts_of_rows(lens: torch.Tensor, lead: torch.Size, offsets: torch.Tensor | None, causal: bool) -> torch.Tensor:
     """Return how many keys count for each row, from those of its request. causal: the last row of a request has all,
     and each row before it one less. offsets: as cum_seq_lens_q; None for requests of lead[1] rows."""
     rows = torch.arange(lead.numel(), dtype=torch.int32, device=lens.device)

@@ -8,7 +8,11 @@ Q K^T, as they do in `mainloop` where two have the same rows.
 | role | threads | waits for | signals |
 | --- | --- | --- | --- |
 | score | 128 | work_pipe, q_pipe, k.pipe full; scores.pipe empty | work_pipe, q_pipe empty; scores.pipe full |
-| mma | 256 | work_pipe, scores.pipe full | work_pipe, scores.pipe, k.pipe empty |
+| mma | 256 | work_pipe, scores.pipe full; scores.multiplied | work_pipe, scores.pipe, k.pipe empty |
+
+k.pipe is one pipeline, or one for each group of columns (`pages.column_groups`): each group is loaded as soon as P V
+has read the one that lay there, and Q K^T begins with the first group. In a cluster, score also signals
+scores.multiplied behind each Q K^T, for which mma waits between the halves of P V (`yields_to_qk`).
 
 Packed records are converted by the mma role (`kv.packed`), before its MMAs of the block above: it also waits for
 k.pipe empty, and signals k.pipe full.
