@@ -13,9 +13,10 @@ from ..attention.views import columns_and_rope
 from ..deep_gemm.api import fp8_paged_mqa_logits
 from ..flash_mla.api import NAME, SPARSE_NAME, flash_mla_with_kvcache
 from ..own.explanation import explain
+from .support import E4M3, reason_of
 
 COLUMNS, ROTATED = 512, 64  # of a row's latent and of its rotated part
-E4M3, PACKED = torch.float8_e4m3fn, "656"  # the record that DeepSeek V3.2's caches have
+PACKED = "656"  # the record that DeepSeek V3.2's caches have
 # Prompts: query tokens of a batch per request from which on neighbouring tokens share the keys that they have chosen,
 # and tokens that the longest request must exceed, more than a decode with drafts has
 SHARING_MEAN = SHARING_LONGEST = 8
@@ -61,25 +62,26 @@ def can_share_keys(heads: int, record: str) -> bool:
     return found == "1" and tokens_of_union(heads) > 1 and record in SHARED_RECORDS
 
 
-def latent_refusal(arch: str, dtype: torch.dtype, cache: torch.dtype, rotated: int, sparse: bool) -> str | None:
+def latent_refusal(
+    arch: str, dtype: torch.dtype, record: str, rotated: int = ROTATED, sparse: bool = False
+) -> str | None:
     """Return why no kernel computes latent attention over such a cache, or the logits of its indexer, or None.
 
-    dtype: the model's. cache: the cache's; with `sparse`, e4m3 means packed records. rotated: columns of the rotated
-    part of a row. The reason is that of `explain` for a small call.
+    dtype: the model's. record: of the cache's rows, "" for 16 bits. rotated: columns of the rotated part of a row.
+    sparse: tokens choose their keys, by an indexer. The reason is that of `explain` for a small call.
     """
-    packed = sparse and cache is E4M3
     q = torch.zeros(1, 1, 16, COLUMNS + rotated, device="cpu").to(dtype)
-    width = RECORDS[PACKED].row if packed else q.shape[3]
-    pages = torch.zeros(1, 64, 1, width, device="cpu").to(torch.uint8 if packed else cache)
+    width = RECORDS[record].row if record else 0  # 0 for rows of any width
+    pages = torch.zeros(1, 64, 1, width or q.shape[3], device="cpu").to(torch.uint8 if record else dtype)
     ints = [torch.zeros(shape, dtype=torch.int32, device="cpu") for shape in ((1, 1), (1,), (1, 1, 1))]
-    given: dict[str, Any] = {"is_fp8_kvcache": cache is E4M3, "indices": ints[2] if sparse else None, "arch": arch}
+    given: dict[str, Any] = {"is_fp8_kvcache": bool(record), "indices": ints[2] if sparse else None, "arch": arch}
     try:
         found = [explain(q, pages, *ints[:2], COLUMNS, function=flash_mla_with_kvcache, **given)]
         if sparse:
             codes, keys = torch.zeros(1, 1, 64, 128, device="cpu").to(E4M3), torch.zeros(1, 64, 1, 132, device="cpu")
-            index = codes, keys.to(torch.uint8), torch.zeros(1, 64, device="cpu"), ints[1], ints[0], None, 64
+            weights = torch.zeros(1, 64, dtype=torch.float32, device="cpu")
+            index = codes, keys.to(torch.uint8), weights, ints[1], ints[0], None, 64
             found.append(explain(*index, function=fp8_paged_mqa_logits, arch=arch))
-    except (TypeError, ValueError) as error:
+    except (NotImplementedError, TypeError, ValueError) as error:
         return str(error)
-    refused = [f"{op}: {why}" for answer in found if not answer.runs for op, why in answer.refused]
-    return f"{arch}: {'; '.join(refused)}" if refused else None
+    return reason_of(arch, *found)

@@ -7,8 +7,8 @@ SGLang's backend `dsa` keeps its metadata, graphs and drafts. `replace` replaces
 needed for attention and indexer:
 
 - Attention reads the rows of the pool as they lie: 16 bits, packed records of 656 bytes, or e4m3 (`tilelang`). Prompts
-  do so, too, so that nothing is dequantised; heads are never padded. Neighbouring tokens of prompts read the union of
-  their keys once (`latent_support.of_prompts`).
+  do so, too, so that nothing is dequantised; heads are never padded. With CUTE_KERNELS_SHARE_KEYS=1,
+  neighbouring tokens of prompts read the union of their keys once (`latent_support.of_prompts`).
 - The indexer's logits, and the top-k (`sglang_topk`). Decodes and drafts to verify choose their slots in one call.
 - Prompts that are dense, because they are short, attend to keys and values per head.
 - One launch quantises and writes the rows of new tokens.
@@ -85,7 +85,8 @@ def check(runner: Any) -> None:
     if found:
         raise NotImplementedError(f"plugin cute_kernels_dsa: {'; '.join(found)}: not supported")
     known = machine.current.device_info(torch.device(runner.device))
-    reason = latent_refusal(known[0], runner.dtype, runner.kv_cache_dtype, rotated, True) if known else None
+    record = PACKED if runner.kv_cache_dtype is E4M3 else ""
+    reason = latent_refusal(known[0], runner.dtype, record, rotated, True) if known else None
     if reason:
         raise NotImplementedError(reason)
 

@@ -35,7 +35,7 @@ from ..own.append_latent import LatentCache, append_latent
 from ..own.explanation import explain
 from .latent_support import COLUMNS, ROTATED, latent_call, latent_refusal
 from .sglang import SglangBackend, attention_layers, layer_refusals, number, raise_if_any, server_refusals
-from .support import E4M3
+from .support import E4M3, reason_of
 
 NAME = "cute_kernels"  # by which `plugins.sglang` registers the backend
 
@@ -78,7 +78,7 @@ class SglangMlaBackend(SglangBackend):
                 by_head.add((layer.head_dim, layer.v_head_dim))
         raise_if_any(found)
         for reason in [
-            latent_refusal(arch, runner.dtype, runner.kv_cache_dtype, rotated, False),
+            latent_refusal(arch, runner.dtype, "e4m3" if runner.kv_cache_dtype is E4M3 else "", rotated),
             *(_refusal_by_head(arch, runner.dtype, *sizes) for sizes in sorted(by_head)),
         ] if arch else ():  # fmt: skip
             if reason:
@@ -170,7 +170,7 @@ def _refusal_by_head(arch: str, dtype: torch.dtype, size: int, columns: int) -> 
     q, v = (torch.zeros(1, 1, n, dtype=dtype, device="cpu") for n in (size, columns))
     starts = torch.zeros(2, dtype=torch.int32, device="cpu")
     found = explain(q, q, v, starts, starts, 1, function=flash_attn_varlen_func, causal=True, arch=arch)
-    return None if found.runs else f"{arch}: {'; '.join(f'{op}: {why}' for op, why in found.refused)}"
+    return reason_of(arch, found)
 
 
 def register(runner: Any) -> None:

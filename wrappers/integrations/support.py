@@ -8,7 +8,6 @@ from cute_kernels import archs
 from cute_kernels.attention import dispatch
 from cute_kernels.attention.spec import HEAD_DIM_UNIT, padded
 
-from ..flash_mla.api import flash_mla_with_kvcache
 from ..own.explanation import explain
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
@@ -16,8 +15,6 @@ _PADDED = tuple(sorted({dim for op in dispatch.OPS.values() for dim in op.HEAD_D
 HEAD_SIZES = [dim for dim in range(HEAD_DIM_UNIT, _PADDED[-1] + 1, HEAD_DIM_UNIT) if padded(dim, _PADDED)]
 PAGE_SIZES = [8, 16, 32, 64, 128, 256]  # fetched by TMA
 ARCHS = {arch.capability: arch.name for arch in archs.TABLE}
-LATENT, ROPE = 512, 64  # columns of a row of latent attention
-LATENT_ROWS = {"656": 656, "352": 352, "e4m3": LATENT + ROPE}  # record of a row -> its bytes
 SIXTEEN_BITS = {"float16": torch.float16, "bfloat16": torch.bfloat16}  # names of caches, beside "auto", the model's
 E4M3_QUERIES = archs.having(archs.TCGEN05)
 
@@ -56,29 +53,13 @@ def refusal(
         found = explain(q, kv, None, table, one, 1, 1, 1.0, 1.0, 1, starts, None, **given)
     except (TypeError, ValueError) as error:
         return str(error)
-    return None if found.runs else f"{arch}: {'; '.join(f'{op}: {why}' for op, why in found.refused)}"
+    return reason_of(arch, found)
 
 
-def latent_refusal(arch: str, dtype: torch.dtype, kv_cache_dtype: str | None, record: str, chosen: bool) -> str | None:
-    """Return why no kernel attends to a latent cache in decode, or None if one does.
-
-    dtype: of the queries. kv_cache_dtype: the engine's name. record: of the rows, a key of `LATENT_ROWS`, or "" for 16
-    bits. chosen: whether tokens choose their keys. The reason is that of `explain` for a small call.
-    """
-    if kv_cache_dtype in SIXTEEN_BITS and SIXTEEN_BITS[kv_cache_dtype] is not dtype:
-        return f"kv_cache_dtype: {kv_cache_dtype}, must be that of the model, {dtype}"
-    q, row = (torch.zeros(1, 1, heads, LATENT + ROPE, dtype=dtype, device="cpu") for heads in (16, 1))
-    cache = torch.zeros(1, 1, 1, LATENT_ROWS[record], dtype=torch.uint8, device="cpu") if record else row
-    table, one = (torch.tensor(x, dtype=torch.int32, device="cpu") for x in ([[0]], [1]))
-    indices = table[None] if chosen else None
-    try:
-        found = explain(
-            q, cache, table, one, LATENT, is_fp8_kvcache=bool(record), indices=indices,
-            function=flash_mla_with_kvcache, arch=arch,
-        )  # fmt: skip
-    except (NotImplementedError, TypeError, ValueError) as error:
-        return str(error)
-    return None if found.runs else f"{arch}: {'; '.join(f'{op}: {why}' for op, why in found.refused)}"
+def reason_of(arch: str, *found: Any) -> str | None:
+    """Return why no kernel of an architecture serves the calls that were explained, or None if all are served."""
+    refused = [f"{op}: {why}" for answer in found if not answer.runs for op, why in answer.refused]
+    return f"{arch}: {'; '.join(refused)}" if refused else None
 
 
 def _page(size: int, dtype: torch.dtype) -> torch.Tensor:

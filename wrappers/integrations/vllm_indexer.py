@@ -25,21 +25,15 @@ from vllm.v1.attention.backend import (
     AttentionMetadata,
     AttentionMetadataBuilder,
     CommonAttentionMetadata,
-    MultipleOf,
 )
 
 from ..indexer.selection import SCRATCH
 from ..own.select import select_slots
 from ..vllm.latent import concat_and_cache_mla
 from .vllm_batches import MOST_ROWS, TokenGroups, groups_of, uniform_rows
+from .vllm_caches import Blocks
 
-BLOCK = 64  # keys that TMA loads at a time: pages of a multiple of them are the fastest
 HELD = 256  # heads of the tokens of a group: registers hold the weights of so many
-
-
-def preferred_block_size(default: int) -> int:
-    """Return the tokens of a block of the caches, if the user asked for none."""
-    return default if default % BLOCK == 0 else BLOCK
 
 
 @dataclass
@@ -81,7 +75,7 @@ class VllmIndexerMetadataBuilder(AttentionMetadataBuilder[VllmIndexerMetadata]):
         """Do nothing: the metadata are the tensors that the next step writes."""
 
 
-class VllmIndexerBackend(AttentionBackend):
+class VllmIndexerBackend(Blocks, AttentionBackend):
     """The caches of the indexer's keys that the kernels read, in vLLM's terms."""
 
     @staticmethod
@@ -95,18 +89,6 @@ class VllmIndexerBackend(AttentionBackend):
     @staticmethod
     def get_builder_cls() -> type[VllmIndexerMetadataBuilder]:
         return VllmIndexerMetadataBuilder
-
-    @staticmethod
-    def get_supported_kernel_block_sizes(kv_cache_spec: Any = None) -> list[Any]:
-        return [MultipleOf(16)]
-
-    @classmethod
-    def get_preferred_block_size(cls, default_block_size: int) -> int:
-        return preferred_block_size(default_block_size)
-
-    @classmethod
-    def supports_device_cpu_query_lens_mismatch(cls) -> bool:
-        return False
 
     @classmethod
     def supports_batch_invariance(cls) -> bool:

@@ -22,7 +22,7 @@ from vllm.model_executor.layers.attention.mla_attention import (
     MLACommonMetadataBuilder,
     QueryLenSupport,
 )
-from vllm.v1.attention.backend import AttentionCGSupport, MultipleOf
+from vllm.v1.attention.backend import AttentionCGSupport
 from vllm.v1.attention.backends.mla.prefill.base import MLAPrefillBackend
 
 from cute_kernels.attention.spec import LSE_NATURAL, LSE_OF_KEYS
@@ -33,12 +33,10 @@ from ..attention.views import columns_and_rope
 from ..flash_attn.api import flash_attn_varlen_func
 from ..flash_mla.api import NAME
 from ..host.plain import traced
-from ..vllm.latent import concat_and_cache_mla
 from .held import HeldCache
-from .support import ARCHS, E4M3, LATENT, ROPE, SIXTEEN_BITS, latent_refusal
-
-QUANTISED = "fp8", "fp8_e4m3"
-BLOCK = 64  # tokens of a page of which TMA fetches all
+from .latent_support import COLUMNS
+from .support import E4M3, SIXTEEN_BITS
+from .vllm_caches import LatentCaches, LatentLayer, check_layer
 
 
 class LatentPrefill(MLAPrefillBackend):
@@ -116,15 +114,12 @@ class VllmLatentMetadata(MLACommonMetadata[VllmLatentDecodeMetadata]):
     """A batch: decodes first, then prompts."""
 
 
-class VllmLatentBackend(MLACommonBackend):
+class VllmLatentBackend(LatentCaches, MLACommonBackend):
     """The configurations that the kernels support, in vLLM's terms."""
 
-    supported_dtypes: ClassVar[list[torch.dtype]] = [torch.float16, torch.bfloat16]
-    supported_kv_cache_dtypes: ClassVar[list[Any]] = ["auto", *SIXTEEN_BITS, *QUANTISED]
-
-    @staticmethod
-    def get_name() -> str:
-        return "CUSTOM"
+    RECORDS: ClassVar[dict[str, str]] = {"fp8": "e4m3", "fp8_e4m3": "e4m3"}
+    SPARSE = False
+    supported_kv_cache_dtypes: ClassVar[list[Any]] = ["auto", *SIXTEEN_BITS, *RECORDS]
 
     @staticmethod
     def get_impl_cls() -> type["VllmLatentImpl"]:
@@ -134,39 +129,8 @@ class VllmLatentBackend(MLACommonBackend):
     def get_builder_cls() -> type[VllmLatentMetadataBuilder]:
         return VllmLatentMetadataBuilder
 
-    @staticmethod
-    def get_supported_kernel_block_sizes(kv_cache_spec: Any = None) -> list[Any]:
-        return [MultipleOf(16)]
 
-    @classmethod
-    def get_preferred_block_size(cls, default_block_size: int) -> int:
-        return default_block_size if default_block_size % BLOCK == 0 else BLOCK
-
-    @classmethod
-    def get_supported_head_sizes(cls) -> list[int]:
-        return [LATENT + ROPE]
-
-    @classmethod
-    def supports_compute_capability(cls, capability: Any) -> bool:
-        return (capability.major, capability.minor) in ARCHS
-
-    @classmethod
-    def supports_device_cpu_query_lens_mismatch(cls) -> bool:
-        return False
-
-    @classmethod
-    def supports_combination(
-        cls, head_size: int, dtype: torch.dtype, kv_cache_dtype: Any, block_size: int | None, use_mla: bool,
-        has_sink: bool, use_sparse: bool, use_mm_prefix: bool, device_capability: Any,
-    ) -> str | None:  # fmt: skip
-        """Return the reason of `explain` if no kernel of the architecture takes these types, else None."""
-        arch = ARCHS.get((device_capability.major, device_capability.minor))
-        if arch is None or head_size != LATENT + ROPE:
-            return None  # other methods refuse these
-        return latent_refusal(arch, dtype, kv_cache_dtype, "e4m3" if kv_cache_dtype in QUANTISED else "", False)
-
-
-class VllmLatentImpl(MLACommonImpl[VllmLatentMetadata]):
+class VllmLatentImpl(LatentLayer, MLACommonImpl[VllmLatentMetadata]):
     """Dense latent attention of one layer."""
 
     can_return_lse_for_decode = True
@@ -179,39 +143,22 @@ class VllmLatentImpl(MLACommonImpl[VllmLatentMetadata]):
         kv_sharing_target_layer_name: str | None, **mla: Any,
     ) -> None:  # fmt: skip
         """mla: the dimensions and the projection of the layer."""
-        given = {
-            "alibi_slopes": alibi_slopes, "sliding_window": sliding_window, "logits_soft_cap": logits_soft_cap,
-        }  # fmt: skip
-        for name, value in given.items():
-            if value is not None:
-                raise NotImplementedError(f"{name}: {value}, must be None")
-        if kv_cache_dtype not in VllmLatentBackend.supported_kv_cache_dtypes:
-            allowed = ", ".join(VllmLatentBackend.supported_kv_cache_dtypes)
-            raise NotImplementedError(f"kv_cache_dtype: {kv_cache_dtype!r}, must be one of {allowed}")
-        if mla["kv_lora_rank"] != LATENT:
-            raise NotImplementedError(f"kv_lora_rank: {mla['kv_lora_rank']}, must be {LATENT}")
+        check_layer(
+            VllmLatentBackend.supported_kv_cache_dtypes, kv_cache_dtype, mla["kv_lora_rank"], alibi_slopes=alibi_slopes,
+            sliding_window=sliding_window, logits_soft_cap=logits_soft_cap,
+        )  # fmt: skip
         super().__init__(
             num_heads, head_size, scale, num_kv_heads, alibi_slopes, sliding_window, kv_cache_dtype, logits_soft_cap,
             attn_type, kv_sharing_target_layer_name, **mla,
         )  # fmt: skip
         self.supports_quant_query_input = False
-        self._quantised = kv_cache_dtype in QUANTISED
+        self.record = VllmLatentBackend.RECORDS.get(kv_cache_dtype, "")
         self._cache = HeldCache(self, type(self).caches)
 
     def caches(self, kv_cache: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Return K and k_rope of an `AttentionCall`. kv_cache: (blocks, tokens, 576)."""
         own = kv_cache.unsqueeze(1)
-        return columns_and_rope(own.view(E4M3) if self._quantised else own, LATENT)
-
-    def do_kv_cache_update(
-        self, kv_c_normed: torch.Tensor, k_pe: torch.Tensor, kv_cache: torch.Tensor, slot_mapping: torch.Tensor,
-        kv_cache_dtype: str, k_scale: torch.Tensor, skip_scale: bool = False,
-    ) -> None:  # fmt: skip
-        """Store rows at their slots. skip_scale: the scale is 1."""
-        if kv_cache.numel():
-            concat_and_cache_mla(
-                kv_c_normed, k_pe.squeeze(1), kv_cache, slot_mapping.flatten(), kv_cache_dtype, k_scale
-            )
+        return columns_and_rope(own.view(E4M3) if self.record else own, COLUMNS)
 
     def forward_mqa(
         self, q: Any, kv_c_and_k_pe_cache: torch.Tensor, attn_metadata: Any, layer: Any
@@ -220,10 +167,10 @@ class VllmLatentImpl(MLACommonImpl[VllmLatentMetadata]):
 
         q: (T, heads, 576), or its first 512 columns and the others as two tensors.
         """
-        latent, rope = q if isinstance(q, tuple) else columns_and_rope(q, LATENT)
+        latent, rope = q if isinstance(q, tuple) else columns_and_rope(q, COLUMNS)
         m, (k, k_rope) = attn_metadata.decode, self._cache.of(layer.kv_cache)
         scale, out_scale, return_lse = self.scale, 1.0, self.need_to_return_lse_for_decode
-        if self._quantised:
+        if self.record:
             out_scale = layer._k_scale_float
             scale *= out_scale
         step = StepTensors(latent, m.block_table, m.seq_lens, m.query_start_loc, rope=rope)
@@ -232,7 +179,7 @@ class VllmLatentImpl(MLACommonImpl[VllmLatentMetadata]):
             return AttentionCall(
                 NAME, latent, k, k, step.requests(not traced(latent)), m.max_query_len, scale, out_scale, causal=True,
                 return_lse=return_lse, shares_v=True, lse_form=LSE_NATURAL | LSE_OF_KEYS, out_dtype=latent.dtype,
-                record="e4m3" if self._quantised else "", q_rope=rope, k_rope=k_rope,
+                record=self.record, q_rope=rope, k_rope=k_rope,
             )  # fmt: skip
 
         asked = scale, out_scale, return_lse, m.max_query_len

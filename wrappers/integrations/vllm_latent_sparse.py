@@ -7,7 +7,8 @@ the absorbed form, from the rows of the cache as they are stored: in 16 bits, in
 `vllm_indexer` chooses the keys. It writes slots of the cache where vLLM's indexer writes positions in the request, so
 that nothing is converted between the two.
 
-In batches with prompts, neighbouring tokens read the union of their keys once (`latent_support.of_prompts`).
+With CUTE_KERNELS_SHARE_KEYS=1, neighbouring tokens of batches with prompts read the union of their keys once
+(`latent_support.of_prompts`).
 
 With VLLM_BATCH_INVARIANT=1, one CTA computes all keys of a token, in the order of their positions, in every batch. A
 prompt, a chunk of one, a decode and a draft token have the same kernel, so that a token has the same bits in all of
@@ -29,7 +30,6 @@ from vllm.v1.attention.backend import (
     AttentionType,
     CommonAttentionMetadata,
     MLAAttentionImpl,
-    MultipleOf,
 )
 
 from cute_kernels.attention.spec import LSE_NATURAL, LSE_OF_KEYS
@@ -39,14 +39,12 @@ from ..attention.call import AttentionCall
 from ..attention.views import columns_and_rope
 from ..flash_mla.api import SPARSE_NAME
 from ..host.plain import traced
-from ..vllm.latent import concat_and_cache_mla
 from . import vllm_indexer
 from .held import HeldCache
-from .latent_support import can_share_keys, of_prompts
-from .support import ARCHS, E4M3, LATENT, ROPE, SIXTEEN_BITS, latent_refusal
+from .latent_support import COLUMNS, can_share_keys, of_prompts
+from .support import E4M3, SIXTEEN_BITS
 from .vllm_batches import token_lens, uniform_rows
-
-RECORDS = {"fp8_ds_mla": "656", "nvfp4_ds_mla": "352", "fp8": "e4m3", "fp8_e4m3": "e4m3"}  # cache -> record
+from .vllm_caches import LatentCaches, LatentLayer, check_layer
 
 
 @dataclass
@@ -101,15 +99,14 @@ class VllmSparseMetadataBuilder(AttentionMetadataBuilder[VllmSparseMetadata]):
         """Do nothing: the metadata are the tensors that the next step writes."""
 
 
-class VllmSparseBackend(AttentionBackend):
+class VllmSparseBackend(LatentCaches, AttentionBackend):
     """The configurations that the kernels support, in vLLM's terms."""
 
-    supported_dtypes: ClassVar[list[torch.dtype]] = [torch.float16, torch.bfloat16]
+    RECORDS: ClassVar[dict[str, str]] = {
+        "fp8_ds_mla": "656", "nvfp4_ds_mla": "352", "fp8": "e4m3", "fp8_e4m3": "e4m3",
+    }  # fmt: skip
+    SPARSE = True
     supported_kv_cache_dtypes: ClassVar[list[Any]] = ["auto", *SIXTEEN_BITS, *RECORDS]
-
-    @staticmethod
-    def get_name() -> str:
-        return "CUSTOM"
 
     @staticmethod
     def get_impl_cls() -> type["VllmSparseImpl"]:
@@ -118,19 +115,6 @@ class VllmSparseBackend(AttentionBackend):
     @staticmethod
     def get_builder_cls() -> type[VllmSparseMetadataBuilder]:
         return VllmSparseMetadataBuilder
-
-    @staticmethod
-    def get_supported_kernel_block_sizes(kv_cache_spec: Any = None) -> list[Any]:
-        return [MultipleOf(16)]
-
-    @classmethod
-    def get_preferred_block_size(cls, default_block_size: int) -> int:
-        """Return a size of which TMA fetches pages of the indexer's keys."""
-        return vllm_indexer.preferred_block_size(default_block_size)
-
-    @classmethod
-    def get_supported_head_sizes(cls) -> list[int]:
-        return [LATENT + ROPE]
 
     @classmethod
     def is_mla(cls) -> bool:
@@ -141,31 +125,12 @@ class VllmSparseBackend(AttentionBackend):
         return True
 
     @classmethod
-    def supports_compute_capability(cls, capability: Any) -> bool:
-        return (capability.major, capability.minor) in ARCHS
-
-    @classmethod
-    def supports_device_cpu_query_lens_mismatch(cls) -> bool:
-        return False
-
-    @classmethod
     def supports_batch_invariance(cls) -> bool:
         """Return True: `VllmSparseImpl` and the indexer compute the bits of a token from its own keys alone."""
         return True
 
-    @classmethod
-    def supports_combination(
-        cls, head_size: int, dtype: torch.dtype, kv_cache_dtype: Any, block_size: int | None, use_mla: bool,
-        has_sink: bool, use_sparse: bool, use_mm_prefix: bool, device_capability: Any,
-    ) -> str | None:  # fmt: skip
-        """Return the reason of `explain` if no kernel of the architecture takes these types, else None."""
-        arch = ARCHS.get((device_capability.major, device_capability.minor))
-        if arch is None or head_size != LATENT + ROPE:
-            return None  # other methods refuse these
-        return latent_refusal(arch, dtype, kv_cache_dtype, RECORDS.get(kv_cache_dtype, ""), True)
 
-
-class VllmSparseImpl(MLAAttentionImpl[VllmSparseMetadata]):
+class VllmSparseImpl(LatentLayer, MLAAttentionImpl[VllmSparseMetadata]):
     """Sparse latent attention of one layer."""
 
     is_sparse = True
@@ -181,25 +146,18 @@ class VllmSparseImpl(MLAAttentionImpl[VllmSparseMetadata]):
     ) -> None:  # fmt: skip
         """index_group_builder: vLLM's, for backends that convert positions once for several layers; not used. mla: the
         dimensions and the projection of the layer."""
-        given = {
-            "alibi_slopes": alibi_slopes, "sliding_window": sliding_window, "logits_soft_cap": logits_soft_cap,
-            "kv_sharing_target_layer_name": kv_sharing_target_layer_name,
-        }  # fmt: skip
-        for name, value in given.items():
-            if value is not None:
-                raise NotImplementedError(f"{name}: {value}, must be None")
+        check_layer(
+            VllmSparseBackend.supported_kv_cache_dtypes, kv_cache_dtype, mla["kv_lora_rank"], alibi_slopes=alibi_slopes,
+            sliding_window=sliding_window, logits_soft_cap=logits_soft_cap,
+            kv_sharing_target_layer_name=kv_sharing_target_layer_name,
+        )  # fmt: skip
         if attn_type != AttentionType.DECODER:
             raise NotImplementedError(f"attn_type: {attn_type}, must be {AttentionType.DECODER}")
-        if kv_cache_dtype not in VllmSparseBackend.supported_kv_cache_dtypes:
-            allowed = ", ".join(VllmSparseBackend.supported_kv_cache_dtypes)
-            raise NotImplementedError(f"kv_cache_dtype: {kv_cache_dtype!r}, must be one of {allowed}")
-        if mla["kv_lora_rank"] != LATENT:
-            raise NotImplementedError(f"kv_lora_rank: {mla['kv_lora_rank']}, must be {LATENT}")
         vllm_indexer.refuse_modes()
         self.num_heads, self.head_size, self.scale = num_heads, head_size, float(scale)
         self.num_kv_heads, self.kv_cache_dtype = num_kv_heads, kv_cache_dtype
-        self.kv_lora_rank = LATENT
-        self.record = RECORDS.get(kv_cache_dtype, "")
+        self.kv_lora_rank = COLUMNS
+        self.record = VllmSparseBackend.RECORDS.get(kv_cache_dtype, "")
         self._can_share_keys = can_share_keys(num_heads, self.record)
         self._indexer, self._buffer = indexer, topk_indices_buffer
         if indexer is not None:
@@ -224,17 +182,7 @@ class VllmSparseImpl(MLAAttentionImpl[VllmSparseMetadata]):
         own = kv_cache.unsqueeze(1)
         if self.record and self.record != "e4m3":
             return own.view(torch.uint8), None
-        return columns_and_rope(own.view(E4M3) if self.record else own, LATENT)
-
-    def do_kv_cache_update(
-        self, kv_c_normed: torch.Tensor, k_pe: torch.Tensor, kv_cache: torch.Tensor, slot_mapping: torch.Tensor,
-        kv_cache_dtype: str, k_scale: torch.Tensor, skip_scale: bool = False,
-    ) -> None:  # fmt: skip
-        """Store rows at their slots. skip_scale: the scale is 1."""
-        if kv_cache.numel():
-            concat_and_cache_mla(
-                kv_c_normed, k_pe.squeeze(1), kv_cache, slot_mapping.flatten(), kv_cache_dtype, k_scale
-            )
+        return columns_and_rope(own.view(E4M3) if self.record else own, COLUMNS)
 
     def forward_mqa(
         self, q: Any, kv_c_and_k_pe_cache: torch.Tensor, attn_metadata: VllmSparseMetadata, layer: Any
