@@ -65,8 +65,8 @@ def test_rows_of_an_engine(capsys):
 
 
 class Stub:
-    """An engine whose next token is the sum of all tokens. alone: is added to it if there is one request. rounding: of
-    the log probabilities, grows with each pass."""
+    """An engine that answers with the sum of all tokens as the next one. alone: a number that is added to the sum if
+    there is one request. rounding: an error of the log probabilities, which grows with each pass."""
 
     def __init__(self, alone=0, rounding=0.0):
         self.alone, self.rounding, self.passes = alone, rounding, 0

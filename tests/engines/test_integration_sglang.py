@@ -5,7 +5,7 @@ What has nothing of attention is a stub (`engine_files`).
 """
 
 import importlib.metadata
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from importlib.util import find_spec
@@ -75,26 +75,34 @@ def stubs(server: Server) -> dict[str, dict[str, Any]]:
     }
 
 
-@pytest.fixture(scope="module")
-def engine():
-    """The engine, which has loaded the plugins with its own loader."""
-    server = Server()
-    engine = Engine("sglang", engine_files("sglang", VERSION, FILES), FILES, stubs(server))
+@contextmanager
+def loaded(files, modules, pools):
+    """Install the engine with these files and stubs, import its pools, and let it load the plugins."""
+    engine = Engine("sglang", engine_files("sglang", VERSION, files), files, modules)
     with engine.installed(), pytest.MonkeyPatch.context() as patch:
         with nullcontext() if find_spec("triton") else Engine("triton", Path(), (), {}).installed():
-            from sglang.srt.mem_cache import memory_pool, swa_memory_pool  # noqa: F401
+            for pool in pools:
+                importlib.import_module(f"sglang.srt.mem_cache.{pool}")
         patch.setattr(importlib.metadata, "entry_points", entry_points)
         patch.delenv("SGLANG_PLUGINS", raising=False)
         from sglang.srt.plugins import load_plugins
 
         load_plugins()
+        yield patch
+
+
+@pytest.fixture(scope="module")
+def engine():
+    """Return the engine with the plugins, which its own loader has loaded."""
+    server = Server()
+    with loaded(FILES, stubs(server), ("memory_pool", "swa_memory_pool")) as patch:
         watch_sglang(patch)
         yield server
 
 
 @pytest.fixture
 def server(engine, device):
-    """The engine, whose model is on a device."""
+    """Return the engine with its model on a device."""
     engine.device = device
     return engine
 
@@ -311,7 +319,7 @@ def test_a_layer_repeats_its_launch(name, server, monkeypatch):
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.parametrize("mode, tokens", [("DECODE", 1), ("TARGET_VERIFY", 3)])
 def test_a_graph_holds_for_other_lengths(name, mode, tokens, server, monkeypatch):
-    """What a graph records is run again after SGLang has written other requests into the batch it was captured with."""
+    """SGLang writes other requests into the captured batch, and then replays the graph."""
     model = Model(server, CASES[name], monkeypatch)
     model.step("EXTEND", {0: 30, 1: 4, 2: 17})
     backend = model.backend

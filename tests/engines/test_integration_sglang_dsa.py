@@ -85,7 +85,7 @@ def stubs(server: Any) -> dict[str, dict[str, Any]]:
 
 @pytest.fixture(scope="module")
 def engine():
-    """The engine, which has loaded the plugin that the user named, and hooked its functions, with its own loader."""
+    """Return the engine with its functions hooked by the plugin that the user named."""
     server: Any = sglang.Server()
     server.chunked = False
     engine = Engine("sglang", engine_files("sglang", sglang.VERSION, FILES), FILES, stubs(server))
@@ -116,7 +116,7 @@ def engine():
 
 @pytest.fixture
 def server(engine, device):
-    """The engine, whose model is on a device and has no drafts."""
+    """Return the engine with its model on a device, without drafts."""
     engine.device, engine.chunked = device, False
     engine.spec = SimpleNamespace(speculative_eagle_topk=1, speculative_num_draft_tokens=None)
     engine.parallel = SimpleNamespace(
@@ -159,7 +159,7 @@ CASES = {
 
 
 class Tokens:
-    """Queries whose device has an index, which SGLang asks for, also where it is the host."""
+    """Queries with a device that has an index: SGLang asks for it, also on the host."""
 
     def __init__(self, tensor: torch.Tensor) -> None:
         self.tensor, self.shape, self.device = tensor, tensor.shape, torch.device(tensor.device.type, 0)
@@ -357,7 +357,7 @@ def test_drafts(name, server):
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.parametrize("mode, tokens", [("DECODE", 1), ("TARGET_VERIFY", DRAFTS)])
 def test_a_graph_holds_for_other_lengths(name, mode, tokens, server):
-    """What a graph records is run again after SGLang has prepared its metadata for other requests."""
+    """SGLang prepares its metadata for other requests, and then replays the graph."""
     server.spec.speculative_num_draft_tokens = DRAFTS if mode == "TARGET_VERIFY" else None
     model = Model(server, CASES[name])
     model.step("EXTEND", {0: 30, 1: 4, 2: 90})
@@ -381,7 +381,7 @@ def test_a_graph_holds_for_other_lengths(name, mode, tokens, server):
 
 
 def test_rows_of_padding(server):
-    """Which SGLang adds to queries, or to lengths, for other ranks."""
+    """SGLang adds such rows to queries, or to lengths, for other ranks."""
     model = Model(server, CASES["656"])
     model.step("EXTEND", {0: 30})
     batch = model.batch("DECODE", {0: 1})
@@ -401,7 +401,7 @@ def test_rows_of_padding(server):
 
 
 def test_what_is_hooked(server, monkeypatch):
-    """Nothing imports DeepGEMM or FlashMLA, whose names are unknown here, and SGLang's top-k has no plan."""
+    """Nothing imports DeepGEMM or FlashMLA, which are not installed here, and SGLang's top-k has no plan."""
     from sglang.srt.layers.attention.dsa import dsa_indexer, utils
     from sglang.srt.plugins.hook_registry import HookRegistry
 

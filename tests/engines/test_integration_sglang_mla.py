@@ -1,11 +1,7 @@
 """SGLang's own attention layer, MLA pool and choice of a method per batch, of 0.5.23, on the plugin: prompts per head
 and latent, chunks, decodes, mixed batches and drafts in pools of every type, against float64; what is refused."""
 
-import importlib.metadata
-from contextlib import nullcontext
 from dataclasses import dataclass
-from importlib.util import find_spec
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,7 +10,7 @@ import torch
 
 from tests.engines import test_integration_sglang as sglang
 from tests.support.emulated import emulation
-from tests.support.engine_files import Engine, attention, compare, engine_files, entry_points
+from tests.support.engine_files import attention, compare
 from tests.support.gpu import repeated, without_values
 from tests.support.untouched import watch_sglang_mla
 
@@ -46,25 +42,17 @@ def stubs(server: sglang.Server) -> dict[str, dict[str, Any]]:
 
 @pytest.fixture(scope="module")
 def engine():
-    """The engine, which has loaded the plugins with its own loader."""
+    """Return the engine with the plugins, which its own loader has loaded."""
     server: Any = sglang.Server()
     server.graph = server.deterministic = False
-    engine = Engine("sglang", engine_files("sglang", sglang.VERSION, FILES), FILES, stubs(server))
-    with engine.installed(), pytest.MonkeyPatch.context() as patch:
-        with nullcontext() if find_spec("triton") else Engine("triton", Path(), (), {}).installed():
-            from sglang.srt.mem_cache import memory_pool  # noqa: F401
-        patch.setattr(importlib.metadata, "entry_points", entry_points)
-        patch.delenv("SGLANG_PLUGINS", raising=False)
-        from sglang.srt.plugins import load_plugins
-
-        load_plugins()
+    with sglang.loaded(FILES, stubs(server), ("memory_pool",)) as patch:
         watch_sglang_mla(patch)
         yield server
 
 
 @pytest.fixture
 def server(engine, device, monkeypatch):
-    """The engine, whose model is on a device."""
+    """Return the engine with its model on a device."""
     engine.device = device
     return engine
 
@@ -138,7 +126,7 @@ class Model(sglang.Model):
         return batch
 
     def method(self, batch: Any) -> str:
-        """Which SGLang's model would call, as it asks."""
+        """Return the name of the method that SGLang's model would call."""
         from sglang.srt.models.deepseek_common.attention_backend_handler import AttentionBackendRegistry
 
         attn = SimpleNamespace(
@@ -147,7 +135,7 @@ class Model(sglang.Model):
         return AttentionBackendRegistry.get_handler("cute_kernels")(attn, batch).name
 
     def inputs(self, tokens: int) -> list[list[torch.Tensor]]:
-        """Of each layer: latent queries and rows of keys."""
+        """Return latent queries and rows of keys for each layer."""
         shapes = (tokens, HEADS, self.width), (tokens, 1, self.width)
         return [[torch.randn(shape).to(self.case.dtype) for shape in shapes] for _ in self.layers]
 
@@ -250,7 +238,7 @@ def test_a_layer_repeats_its_launch(name, server):
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.parametrize("mode, tokens", [("DECODE", 1), ("TARGET_VERIFY", 3)])
 def test_a_graph_holds_for_other_lengths(name, mode, tokens, server):
-    """What a graph records is run again after SGLang has written other requests into the batch it was captured with."""
+    """SGLang writes other requests into the captured batch, and then replays the graph."""
     model = Model(server, CASES[name])
     model.step("EXTEND", {0: 30, 1: 4, 2: 17})
     backend = model.backend

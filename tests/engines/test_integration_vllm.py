@@ -36,7 +36,7 @@ FILES = tuple(
 
 @dataclass
 class Server:
-    """What a model runner of vLLM keeps."""
+    """The state that a model runner of vLLM keeps."""
 
     platform: Platform = field(default_factory=Platform)
     config: Any = None
@@ -64,7 +64,7 @@ def engine():
 
 @pytest.fixture
 def server(engine, device):
-    """The engine, whose model is on a device."""
+    """Return the engine with its model on a device."""
     engine.platform.device = device
     return engine
 

@@ -1,4 +1,4 @@
-"""vLLM 0.33's own layers of latent attention on the plugin, with caches and requests whose rows the test keeps too."""
+"""Run vLLM 0.33's own layers of latent attention on the plugin. The test keeps a copy of the rows in their caches."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -11,7 +11,7 @@ import torch
 import wrappers
 from bench.cases.mla import values as stored_values
 from tests.support.engine_files import Engine, engine_files, entry_points
-from tests.support.vllm_stubs import Platform, stubs
+from tests.support.vllm_stubs import DeviceCapability, Platform, stubs
 
 VERSION = "0.33.0"
 FILES = tuple(
@@ -48,8 +48,19 @@ class Operator(torch.nn.Module):
         return lambda cls: cls
 
 
+def refusals(**asked: Any) -> list[str]:
+    """Return the reasons for which CUSTOM refuses a configuration on Hopper."""
+    from vllm.v1.attention.backends.registry import AttentionBackendEnum
+    from vllm.v1.attention.selector import AttentionSelectorConfig
+
+    config = AttentionSelectorConfig(**asked)
+    return AttentionBackendEnum.CUSTOM.get_class().validate_configuration(
+        device_capability=DeviceCapability(9, 0), **config._asdict()
+    )
+
+
 class Server:
-    """What a model runner of vLLM keeps."""
+    """The state that a model runner of vLLM keeps."""
 
     def __init__(self) -> None:
         self.platform, self.config, self.context = Platform(), None, None
