@@ -1,5 +1,5 @@
-"""python -m bench attention | topk | append | indexer | accuracy | engine | engine-error | server | serve | sparsity |
-plots | readme"""
+"""python -m bench attention | topk | append | indexer | accuracy | engine | engine-error | engine-profile | server |
+serve | sparsity | plots | readme"""
 
 import argparse
 from collections.abc import Callable, Iterable, Iterator
@@ -112,11 +112,17 @@ def chosen_of(cases: Iterable[str], prefixes: str, *more: str) -> list[str]:
     return [name for name in cases if name.startswith((*every, *more))]
 
 
-def each_of(cases: Iterable[str], prefix: str) -> Iterator[str]:
-    """Yield the case of an engine that has this name, or else those that begin so, and print each."""
-    for name in [name for name in cases if name == prefix] or chosen_of(cases, prefix):
+def each_of(cases: Iterable[str], prefixes: str) -> Iterator[str]:
+    """Yield the cases of engines that have these comma-separated names, or else those that begin so, and print each."""
+    for name in engines_of(cases, prefixes):
         print(name, flush=True)
         yield name
+
+
+def engines_of(cases: Iterable[str], prefixes: str) -> list[str]:
+    """Return the cases of engines that have these comma-separated names, or else those that begin so."""
+    each = ([prefix] if prefix in cases else chosen_of(cases, prefix) for prefix in prefixes.split(","))
+    return list(dict.fromkeys(name for own in each for name in own))
 
 
 def providers_of(args: argparse.Namespace, default: Iterable[str] = ()) -> tuple[str, ...]:
@@ -175,9 +181,11 @@ def engine(args: argparse.Namespace) -> None:
     from . import engine as bench
 
     env = environment()
-    folder = args.results or results.FOLDER
+    folder, run = args.results or results.FOLDER, bench.Workers(args.logs)
     for name in each_of(bench.CASES, args.cases):
-        rows, figures = bench.measure(name, providers_of(args, bench.PROVIDERS), env, args.passes, args.rounds)
+        with bench.exit_on_sigterm():
+            chosen = providers_of(args, bench.PROVIDERS)
+            rows, figures = bench.measure(name, chosen, env, args.passes, args.rounds, run)
         results.append(folder / f"{env.gpu}.csv", rows)
         results.append(folder / "engines" / f"{env.gpu}.csv", figures)
         for row in rows:
@@ -185,14 +193,26 @@ def engine(args: argparse.Namespace) -> None:
 
 
 def engine_error(args: argparse.Namespace) -> None:
-    """Compare the log probabilities of engines' answers with those of the same model in fp32. Append to
-    bench/results/engine_errors/<gpu>.csv."""
-    from . import engine_error as errors
+    """Compare the log probabilities of engines' answers with those of the same model in fp32, and count the answers
+    that come again. Append to engine_errors/<gpu>.csv and engine_answers/<gpu>.csv of bench/results."""
+    from . import engine_error as bench
+    from .engine import Workers
+
+    env, folder = environment(), args.results or results.FOLDER
+    names, run = engines_of(bench.CASES, args.cases), Workers(args.logs)
+    for errors, answers in bench.measure(names, providers_of(args), env, run, args.jobs):
+        results.append(folder / "engine_errors" / f"{env.gpu}.csv", errors)
+        results.append(folder / "engine_answers" / f"{env.gpu}.csv", answers)
+
+
+def engine_profile(args: argparse.Namespace) -> None:
+    """List the kernels of vLLM's steps, ours marked. Append to bench/results/engine_profiles/<gpu>.csv."""
+    from . import engine_profile as bench
 
     env = environment()
-    path = args.results or results.file_of(results.ErrorRow, env.gpu)
-    for name in each_of(errors.CASES, args.cases):
-        results.append(path, errors.measure(name, providers_of(args), env))
+    path = args.results or results.file_of(results.ProfileRow, env.gpu)
+    for name in each_of(bench.CASES, args.cases):
+        results.append(path, bench.measure(name, providers_of(args), env))
 
 
 def server(args: argparse.Namespace) -> None:
@@ -203,7 +223,7 @@ def server(args: argparse.Namespace) -> None:
     env = environment()
     path = args.results or results.file_of(results.ServerRow, env.gpu)
     for name in each_of(bench.SERVERS, args.cases):
-        for row in bench.measure(name, providers_of(args), env):
+        for row in bench.measure(name, providers_of(args), env, args.logs):
             results.append(path, [row])
 
 
@@ -256,20 +276,24 @@ def fill(args: argparse.Namespace) -> None:
 
 
 Options = dict[str, tuple[Any, str]]  # name -> (default, help)
-CASES = "a case, or the beginning of names of cases"
+CASES = "comma-separated list of cases, or of beginnings of their names"
+LOGS: Options = {"logs": ("", "folder for what each process prints; default: none")}
 PROVIDERS: Options = {"providers": ("", "comma-separated list; default: all that run on this machine")}
 ROUNDS: Options = {"rounds": (15, "times that each provider runs in turn")}
 VERBS: dict[str, tuple[Callable[[argparse.Namespace], None], Options]] = {  # name -> (function, its options)
     "serve": (serve, PROVIDERS | {"requests": (200, "of the trace")}),
-    "engine": (engine, PROVIDERS | {
+    "engine": (engine, PROVIDERS | LOGS | {
         "cases": ("engine-vllm-llama8b-b64-c8k-bf16", CASES), "passes": (3, "timed passes of each process"),
         "rounds": (1, "processes of each provider; odd rounds in the reverse order"),
     }),
-    "engine-error": (engine_error, {
-        "cases": ("engine-vllm-tiny-llama-bf16", CASES),
-        "providers": ("ours", "comma-separated list of backends of the engine"),
+    "engine-error": (engine_error, PROVIDERS | LOGS | {
+        "cases": ("engine-vllm-tiny-llama-bf16", CASES), "jobs": (1, "processes that run side by side"),
     }),
-    "server": (server, {
+    "engine-profile": (engine_profile, {
+        "cases": ("engine-vllm-llama8b-b64-c8k-bf16", CASES),
+        "providers": ("ours", "comma-separated list of backends of vLLM"),
+    }),
+    "server": (server, LOGS | {
         "cases": ("server-vllm-llama8b-", CASES), "providers": ("ours", "comma-separated list of backends of vLLM"),
     }),
     "sparsity": (sparsity, ROUNDS),

@@ -12,14 +12,16 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterable
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from pathlib import Path
 from statistics import fmean, median
 from typing import Any
 
-from .cases.engine import CASES, EngineCase
-from .engine_worker import BACKENDS, BESIDE, MARK, OF_ATTENTION, OTHER_CACHE, OURS
+from .cases.engine import CASES
+from .engine_backends import BACKENDS, OTHER_CACHE, OURS, has_backend
+from .engine_worker import MARK
 from .results import EngineRow, Environment, ResultRow, with_ratios
 
 PROVIDERS = tuple(dict.fromkeys(p for providers in BACKENDS.values() for p in providers))
@@ -69,38 +71,65 @@ def end_group(pid: int) -> None:
         os.killpg(pid, signal.SIGKILL)
 
 
-def worker(case: str, provider: str, passes: int) -> dict[str, Any] | None:
-    """Run a worker process; return its result, or None after printing why there is none."""
-    command = [sys.executable, "-m", "bench.engine_worker", case, provider, str(passes)]
-    process = subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
-    )
+@contextmanager
+def exit_on_sigterm() -> Iterator[None]:
+    """Let SIGTERM raise SystemExit, so that what a function has started ends with this process."""
+    before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
     try:
-        out, err = process.communicate(timeout=TIMEOUT)
-    except subprocess.TimeoutExpired:
-        print(f"  no row: {provider}: still running after {TIMEOUT:.0f} s", flush=True)
-        return None
+        yield
     finally:
-        end_group(process.pid)  # engines have processes of their own, which hold the GPU's memory
-    lines = [line for line in out.splitlines() if line.startswith(MARK)]
-    if not lines:
-        said = (out + err).splitlines()
-        errors = [line for line in said if "Error" in line]
-        why = errors[-1].strip()[-300:] if errors else f"exit code {process.returncode}"
-        print("\n".join([*said[-LAST_LINES:], f"  no row: {provider}: {why}"]), flush=True)
-        return None
-    found: dict[str, Any] = json.loads(lines[-1].removeprefix(MARK))
-    return found
+        signal.signal(signal.SIGTERM, before)
+
+
+class Workers:
+    """Starts worker processes. logs: a folder for what they print, or "". module: what they run."""
+
+    def __init__(self, logs: str = "", module: str = "bench.engine_worker") -> None:
+        self.logs, self.module = logs, module
+        self._running: set[int] = set()
+
+    def __call__(self, case: str, provider: str, passes: int) -> dict[str, Any] | None:
+        """Run a worker; return its result, or None after printing why there is none."""
+        process = subprocess.Popen(
+            [sys.executable, "-m", self.module, case, provider, str(passes)],
+            stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, errors="replace", start_new_session=True,
+        )  # fmt: skip
+        self._running.add(process.pid)
+        try:
+            out, err = process.communicate(timeout=TIMEOUT)
+        except subprocess.TimeoutExpired:
+            print(f"  no row: {case} {provider}: still running after {TIMEOUT:.0f} s", flush=True)
+            return None
+        finally:
+            end_group(process.pid)  # engines have processes of their own, which hold the GPU's memory
+            self._running.discard(process.pid)
+        if self.logs:
+            Path(self.logs).mkdir(parents=True, exist_ok=True)
+            Path(self.logs, f"{case}.{provider}.log").write_text(out + err)
+        lines = [line for line in out.splitlines() if line.startswith(MARK)]
+        if not lines:
+            said = (out + err).splitlines()
+            errors = [line for line in said if "Error" in line]
+            why = errors[-1].strip()[-300:] if errors else f"exit code {process.returncode}"
+            print("\n".join([*said[-LAST_LINES:], f"  no row: {case} {provider}: {why}"]), flush=True)
+            return None
+        found: dict[str, Any] = json.loads(lines[-1].removeprefix(MARK))
+        return found
+
+    def end(self) -> None:
+        """Kill all workers that run."""
+        for pid in list(self._running):
+            end_group(pid)
 
 
 def measure(
-    name: str, providers: tuple[str, ...], env: Environment, passes: int = 3, rounds: int = 1, run: Run = worker
+    name: str, providers: tuple[str, ...], env: Environment, passes: int = 3, rounds: int = 1, run: Run | None = None
 ) -> tuple[list[ResultRow], list[EngineRow]]:
     """Return the rows of a case: times per output token, and all figures.
 
     rounds: each provider runs that often, odd rounds in the reverse order; its row is the median run.
     """
-    case = CASES[name]
+    case, run = CASES[name], run or Workers()
     refuse_others(providers, PROVIDERS)
     providers = tuple(p for p in providers if has_backend(case, p))
     found: dict[str, list[dict[str, Any]]] = {}
@@ -110,7 +139,7 @@ def measure(
             if result is not None:
                 print(f"  {describe(provider, result)}", flush=True)
                 found.setdefault(provider, []).append(result)
-    reference = next((p for p in REFERENCES if p in found), None)
+    reference = reference_of(found)
     same = {p: agreement(r[0]["answers"], found[reference][0]["answers"]) for p, r in found.items() if reference}
     limit = allowed(case.kv, [a for p, a in same.items() if p not in OURS and p != reference])
     engine_rows, rows = [], []
@@ -137,27 +166,28 @@ def measure(
     return with_ratios(rows), engine_rows
 
 
-def has_backend(case: EngineCase, provider: str) -> bool:
-    """Return whether a provider runs a case: the engine has its backend, for this attention or this cache."""
-    if provider not in BACKENDS[case.engine]:
-        return False
-    if provider in OTHER_CACHE:
-        return BESIDE.get(case.kv) == provider
-    own = [p for of in OF_ATTENTION.values() for p in of]
-    return provider not in own or provider in OF_ATTENTION[case.attention]
+def reference_of(found: Iterable[str]) -> str | None:
+    """Return the provider with whose answers those of the others are compared."""
+    return next((p for p in REFERENCES if p in found), None)
+
+
+def repeated(result: dict[str, Any]) -> str:
+    """Return how many answers of a worker came again."""
+    repeats = ", ".join(f"{count} {how}" for how, count in result["repeats"].items())
+    preempted = f", after {result['preempted']} preemptions" if "preempted" in result else ""
+    return f"of {len(result['answers'])} answers, equal: {repeats}{preempted}"
 
 
 def describe(provider: str, result: dict[str, Any]) -> str:
     """Return a line about one worker's result."""
     m, speeds = result["median"], [p["tokens_per_s"] for p in result["passes"]]
-    repeats = ", ".join(f"{count} {how}" for how, count in result["repeats"].items())
     return (
         f"{provider:16} {m['tokens_per_s']:8.0f} tokens/s ({min(speeds):.0f} to {max(speeds):.0f})   "
         f"first token {m['ttft_p50_ms']:.0f} ms, p99 {m['ttft_p99_ms']:.0f}   "
         f"each {m['tpot_p50_ms']:.2f} ms, p99 {m['tpot_p99_ms']:.2f}   "
         f"{m['computed']:.0f} tokens of prompts computed   "
         f"first pass {result['warm']['tokens_per_s']:.0f} tokens/s   {result['cache_tokens']} tokens in the cache, "
-        f"started in {result['started_s']:.0f} s   of {len(result['answers'])} answers, equal: {repeats}"
+        f"started in {result['started_s']:.0f} s   {repeated(result)}"
     )
 
 

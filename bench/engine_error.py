@@ -2,17 +2,25 @@
 
 An engine answers the prompts of the check, in a process of its own. Then transformers runs the model, with the same
 seeded weights and eager attention in fp32, over each prompt and the tokens that the engine chose: so every token
-counts, also where two engines would choose others."""
+counts, also where two engines would choose others. If tokens choose their keys, so do those of the model in fp32
+(`indexer_fp32`).
+
+The same processes say how many answers come again (`engine_worker.repeats`), and how the answers of two backends agree.
+"""
 
 import json
 import tempfile
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from .cases.engine import CASES, CHECKED, CHECKED_OUTPUTS, EngineCase
-from .engine import Run, worker
-from .engine_worker import BACKENDS, checkpoint, write_config
-from .results import Environment, ErrorRow
+from .cases.engine import CASES, EngineCase
+from .engine import Run, Workers, agreement, exit_on_sigterm, reference_of, refuse_others, repeated
+from .engine_backends import BACKENDS, has_backend
+from .engine_worker import checkpoint, write_config
+from .indexer_fp32 import choose_keys
+from .results import AnswerRow, Environment, ErrorRow
 from .timing import quantile
 
 
@@ -27,15 +35,17 @@ class Reference:
         with tempfile.TemporaryDirectory() as folder:
             write_config(case, Path(folder))
             weights = dict(checkpoint(folder))
-            if case.attention == "dsa":
-                (Path(folder) / "config.json").write_text(json.dumps(dense(case)))
-                weights = {name: weight for name, weight in weights.items() if ".indexer." not in name}
+            indexers = {name: weights.pop(name).float() for name in list(weights) if ".indexer." in name}
+            if indexers:
+                (Path(folder) / "config.json").write_text(json.dumps(without_indexer(case.config)))
             config = AutoConfig.from_pretrained(folder)
             with torch.device(device):
                 self.model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="eager")
             self.model.load_state_dict(weights, strict=not config.tie_word_embeddings)
         self.model.tie_weights()
         self.model.eval()
+        if indexers:
+            choose_keys(self.model, indexers, case.config)
 
     def logprobs(self, prompt: list[int], tokens: list[int]) -> list[float]:
         """Return the log probability of each token that follows a prompt."""
@@ -50,40 +60,70 @@ class Reference:
         return found
 
 
-def dense(case: EngineCase) -> dict[str, Any]:
-    """Return the config.json of the same model without an indexer. Raise SystemExit if one would leave out keys."""
-    config = case.config
-    if config["index_topk"] < max(CHECKED) + CHECKED_OUTPUTS:
-        raise SystemExit(f"{case.name}: its indexer leaves out keys, and the reference has all")
+def without_indexer(config: dict[str, Any]) -> dict[str, Any]:
+    """Return the config.json of the same model in which all tokens attend to all keys before them."""
     kept = {name: value for name, value in config.items() if not name.startswith("index_")}
     return kept | {"architectures": ["DeepseekV3ForCausalLM"], "model_type": "deepseek_v3"}
 
 
-def measure(name: str, providers: tuple[str, ...], env: Environment, run: Run = worker) -> list[ErrorRow]:
-    """Return the rows of a case, one per provider that ran."""
+def measure(
+    names: list[str], providers: tuple[str, ...], env: Environment, run: Run | None = None, jobs: int = 1
+) -> Iterator[tuple[list[ErrorRow], list[AnswerRow]]]:
+    """Yield the rows of each case, one per provider that ran.
+
+    providers: empty for all that run a case. jobs: processes that run side by side.
+    """
+    chosen = {}
+    for name in names:
+        case = CASES[name]
+        refuse_others(providers, BACKENDS[case.engine])
+        chosen[name] = [p for p in providers or BACKENDS[case.engine] if has_backend(case, p)]
+        if left_out := [p for p in providers if p not in chosen[name]]:
+            print(f"{name}: not run by {', '.join(left_out)}", flush=True)
+    workers = Workers() if run is None else run
+    with exit_on_sigterm(), ThreadPoolExecutor(jobs) as pool:
+        found = {name: {p: pool.submit(workers, name, p, 0) for p in chosen[name]} for name in names}
+        try:
+            for name in names:
+                results = {p: future.result() for p, future in found[name].items()}
+                print(name, flush=True)
+                yield rows_of(name, {p: r for p, r in results.items() if r is not None}, env)
+        finally:
+            pool.shutdown(wait=False, cancel_futures=True)
+            if isinstance(workers, Workers):
+                workers.end()
+
+
+def rows_of(name: str, found: dict[str, Any], env: Environment) -> tuple[list[ErrorRow], list[AnswerRow]]:
+    """Return the rows of a case. found: what the workers of its providers printed."""
+    beside = reference_of(found)
+    if beside is None:
+        return [], []
     case = CASES[name]
-    unknown = [p for p in providers if p not in BACKENDS[case.engine]]
-    if unknown:
-        allowed = ", ".join(BACKENDS[case.engine])
-        raise SystemExit(f"{case.engine} has no provider {', '.join(unknown)}; it has: {allowed}")
-    found: dict[str, Any] = {provider: run(name, provider, 1) for provider in providers}
-    if not any(found.values()):
-        return []
-    reference, prompts, rows = Reference(case), case.prompts(1, list(CHECKED)), []
+    reference, prompts = Reference(case), case.prompts(1, case.checked)
+    errors, answers = [], []
     for provider, result in found.items():
-        if result is None:
-            continue
-        errors = [
+        off = [
             abs(p - q)
             for prompt, answer in zip(prompts, result["answers"], strict=True)
             for p, q in zip(reference.logprobs(prompt, answer["tokens"]), answer["logprobs"], strict=True)
         ]
         distinct = len({token for answer in result["answers"] for token in answer["tokens"]})
-        rows.append(
-            env.make(ErrorRow, case=name, provider=provider, tokens=float(len(errors)), distinct=float(distinct),
-                mean=sum(errors) / len(errors), p90=quantile(0.9, errors), largest=max(errors),
+        row = env.make(ErrorRow, case=name, provider=provider, tokens=float(len(off)), distinct=float(distinct),
+            mean=sum(off) / len(off), p90=quantile(0.9, off), largest=max(off),
+        )  # fmt: skip
+        same = agreement(result["answers"], found[beside]["answers"])
+        errors.append(row)
+        answers.append(
+            env.make(AnswerRow, case=name, provider=provider, count=float(len(result["answers"])),
+                **{how: float(count) for how, count in result["repeats"].items()}, preempted=result.get("preempted"),
+                common=same.common, difference=same.difference, reference=beside,
             )
         )  # fmt: skip
-        found_errors = f"error {rows[-1].mean:.4f}, p90 {rows[-1].p90:.4f}, largest {rows[-1].largest:.3f}"
-        print(f"  {provider:16} {len(errors)} tokens, {distinct} distinct   {found_errors}", flush=True)
-    return rows
+        print(
+            f"  {provider:16} {row.tokens:.0f} tokens, {distinct} distinct   error {row.mean:.4f}, p90 {row.p90:.4f}, "
+            f"largest {row.largest:.3f}   {repeated(result)}   {same.common:.0%} in common with {beside}, difference "
+            f"{same.difference:.4f}",
+            flush=True,
+        )
+    return errors, answers

@@ -12,38 +12,17 @@ import tempfile
 import time
 import zlib
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
 from .cases import latent_models
-from .cases.engine import CASES, CHECKED, CHECKED_OUTPUTS, EngineCase
+from .cases.engine import CASES, EngineCase
+from .engine_backends import BACKENDS, ENVIRONMENT, cache_of
 from .timing import quantile
 
 MARK = "engine: "  # begins the line with the result
-BACKENDS: dict[str, dict[str, str]] = {  # engine -> provider -> the engine's name of its attention backend
-    "vllm": {
-        "ours": "CUSTOM", "vllm-flash-attn": "FLASH_ATTN", "vllm-flashinfer": "FLASHINFER",
-        "vllm-triton": "TRITON_ATTN", "own-fp8": "CUSTOM", "own-kv656": "CUSTOM",
-        "vllm-flashmla": "FLASHMLA", "vllm-flash-attn-mla": "FLASH_ATTN_MLA", "vllm-triton-mla": "TRITON_MLA",
-        "vllm-flashmla-sparse": "FLASHMLA_SPARSE", "vllm-flash-attn-mla-sparse": "FLASH_ATTN_MLA_SPARSE",
-    },
-    "sglang": {
-        "ours": "cute_kernels", "sglang-fa3": "fa3", "sglang-flashinfer": "flashinfer", "sglang-triton": "triton",
-        "sglang-flashmla": "flashmla", "sglang-dsa": "dsa",
-    },
-}  # fmt: skip
 FOLDER = "CUTE_KERNELS_BENCH_MODEL"  # environment variable: where config.json is
-SGLANG_OWN = ("sglang-fa3", "sglang-flashinfer", "sglang-triton")
-OF_ATTENTION = {  # kind of a model's attention -> the engines' own backends that have it
-    "gqa": ("vllm-flash-attn", "vllm-flashinfer", "vllm-triton", *SGLANG_OWN),
-    "mla": ("vllm-flashmla", "vllm-flash-attn-mla", "vllm-triton-mla", "sglang-flashmla", *SGLANG_OWN),
-    "dsa": ("vllm-flashmla-sparse", "vllm-flash-attn-mla-sparse", "sglang-dsa"),
-}
-OTHER_CACHE = {"own-fp8": "fp8", "own-kv656": "fp8_ds_mla"}  # our backend over another cache than the case's
-BESIDE = {"nvfp4": "own-fp8", "nvfp4_ds_mla": "own-kv656"}  # cache of a case -> which of these runs beside
-ONLY_BF16 = ("vllm-flash-attn-mla-sparse",)  # runs cases with other caches over a cache in bf16
-OURS = ("ours", *OTHER_CACHE)
 GAINS = {"qkv_proj": 1.5, "q_proj": 1.5, "q_b_proj": 2.0, "k_proj": 1.5, "v_proj": 1.5, "lm_head": 4.0}
 
 
@@ -67,6 +46,10 @@ class RunningEngine(Protocol):
 
     def generate(self, prompts: list[list[int]], outputs: int, logprobs: bool) -> list[EngineAnswer]:
         """Return the engine's greedy answers, each of exactly `outputs` tokens. logprobs: with log probabilities."""
+        ...
+
+    def preempted(self) -> int:
+        """Return how often requests were preempted until now."""
         ...
 
 
@@ -163,7 +146,7 @@ def vllm_arguments(case: EngineCase, backend: str) -> dict[str, Any]:
         "load_format": "dummy", "dtype": "bfloat16", "attention_backend": backend, "tensor_parallel_size": case.gpus,
         "kv_cache_memory_bytes": case.memory, "gpu_memory_utilization": 0.92 if case.layers is None else 0.2,
         "max_num_batched_tokens": case.batched, "enable_chunked_prefill": True,
-        "max_num_seqs": max(case.requests, len(CHECKED)), "max_model_len": case.longest,
+        "max_num_seqs": case.most_requests, "max_model_len": case.longest,
         "kv_cache_dtype": "auto" if case.kv == "bf16" else case.kv, "enable_prefix_caching": case.cached,
         "compilation_config": {
             "mode": case.mode, "cudagraph_mode": case.graphs, "cudagraph_capture_sizes": sizes
@@ -205,6 +188,12 @@ class Vllm:
             found.append(EngineAnswer(tokens, each, m.first_token_latency, last, r.num_cached_tokens or 0))
         return found
 
+    def preempted(self) -> int:
+        return sum(int(m.value) for m in self.engine.get_metrics() if m.name == "vllm:num_preemptions")
+
+    def close(self) -> None:
+        """Do nothing: the engine ends with the process."""
+
 
 def seed_sglang() -> None:
     """Replace SGLang's dummy weights, as a plugin that each of its processes loads."""
@@ -243,9 +232,9 @@ class Sglang:
         self.engine = sglang.Engine(
             model_path=str(folder), skip_tokenizer_init=True, load_format="dummy", dtype="bfloat16", random_seed=0,
             tp_size=case.gpus, kv_cache_dtype="auto" if case.kv == "bf16" else "fp8_e4m3", context_length=case.longest,
-            max_total_tokens=case.memory * case.gpus // case.token_bytes, mem_fraction_static=0.88,
+            max_total_tokens=case.capacity, mem_fraction_static=0.88,
             chunked_prefill_size=case.batched, disable_radix_cache=not case.cached,
-            max_running_requests=max(case.requests, len(CHECKED)), cuda_graph_bs_decode=case.graph_sizes,
+            max_running_requests=case.most_requests, cuda_graph_bs_decode=case.graph_sizes,
             enable_metrics=True, log_level="error", **options,
         )  # fmt: skip
         self.cache_tokens = int(self.engine.get_server_info()["max_total_num_tokens"])
@@ -259,6 +248,13 @@ class Sglang:
             first = m["first_token_latency"]
             found.append(EngineAnswer(list(r["output_ids"]), each, first, m["e2e_latency"] - first, m["cached_tokens"]))
         return found
+
+    def preempted(self) -> int:
+        raise NotImplementedError("preemption: SGLang's retractions are not counted, only vLLM's preemptions are")
+
+    def close(self) -> None:
+        """End the processes of the engine."""
+        self.engine.shutdown()
 
 
 ENGINES: dict[str, Any] = {"vllm": Vllm, "sglang": Sglang}
@@ -280,14 +276,22 @@ def timed(engine: RunningEngine, case: EngineCase, seed: int) -> dict[str, float
     }  # fmt: skip
 
 
-def repeats(engine: RunningEngine, prompts: list[list[int]], answers: list[EngineAnswer]) -> dict[str, int]:
-    """Return how many answers have the same tokens and log probabilities when the engine is asked again: the same
-    prompts, each prompt alone, and each with half of its answer, as a request goes on that was preempted."""
-    outputs, half = CHECKED_OUTPUTS, CHECKED_OUTPUTS // 2
+def repeats(
+    engine: RunningEngine, case: EngineCase, prompts: list[list[int]], answers: list[EngineAnswer]
+) -> dict[str, int]:
+    """Return how many answers have the same tokens and log probabilities when the engine is asked again.
+
+    again: the same prompts. alone: each prompt by itself. mixed: in the reverse order, between as many other prompts.
+    resumed: each with half of its answer, as a request goes on that was preempted.
+    """
+    outputs, half = case.checked_outputs, case.checked_outputs // 2
     halves = [prompt + a.tokens[:half] for prompt, a in zip(prompts, answers)]
+    others = case.prompts(4, [len(prompt) for prompt in prompts])
+    pairs = [prompt for pair in zip(others, reversed(prompts)) for prompt in pair]
     found = {
         "again": (0, engine.generate(prompts, outputs, True)),
         "alone": (0, [engine.generate([prompt], outputs, True)[0] for prompt in prompts]),
+        "mixed": (0, engine.generate(pairs, outputs, True)[:0:-2]),
         "resumed": (half, engine.generate(halves, outputs - half, True)),
     }
     return {
@@ -297,34 +301,48 @@ def repeats(engine: RunningEngine, prompts: list[list[int]], answers: list[Engin
 
 
 def observe(engine: RunningEngine, case: EngineCase, passes: int) -> dict[str, Any]:
-    """Return the answers to the prompts of the check, how many of them come again, and the figures of the passes; the
-    first is `warm`: it fills the prefix cache, and brings the clocks to where they stay."""
-    prompts = case.prompts(1, list(CHECKED))
-    answers = engine.generate(prompts, CHECKED_OUTPUTS, True)
-    warm = timed(engine, case, 2)
-    found = [timed(engine, case, 2 if case.cached else 3 + i) for i in range(passes)]
-    return {
-        "answers": [{"tokens": a.tokens, "logprobs": a.logprobs} for a in answers], "warm": warm, "passes": found,
-        "cache_tokens": engine.cache_tokens, "repeats": repeats(engine, prompts, answers),
-        "median": {key: statistics.median(p[key] for p in found) for key in found[0]},
-    }  # fmt: skip
+    """Return the answers to the prompts of the check, how many of them come again, and the figures of the passes, of
+    which there may be none; before them, `warm` fills the prefix cache, and brings the clocks to where they stay.
+    preempted: requests that were preempted in the check, if the cache is too small for it."""
+    prompts = case.prompts(1, case.checked)
+    answers = engine.generate(prompts, case.checked_outputs, True)
+    result: dict[str, Any] = {
+        "answers": [{"tokens": a.tokens, "logprobs": a.logprobs} for a in answers],
+        "cache_tokens": engine.cache_tokens,
+    }
+    if case.preempts:
+        result["preempted"] = engine.preempted()
+    if passes:
+        warm = timed(engine, case, 2)
+        found = [timed(engine, case, 2 if case.cached else 3 + i) for i in range(passes)]
+        middle = {key: statistics.median(p[key] for p in found) for key in found[0]}
+        result |= {"warm": warm, "passes": found, "median": middle}
+    return result | {"repeats": repeats(engine, case, prompts, answers)}
+
+
+def start(name: str, provider: str, folder: Path) -> tuple[Any, EngineCase]:
+    """Start the engine of a case with a provider's backend. Return it, and the case with the provider's cache."""
+    case = cache_of(CASES[name], provider)
+    os.environ |= ENVIRONMENT.get(provider, {})
+    write_config(case, folder)
+    return ENGINES[case.engine](case, BACKENDS[case.engine][provider], folder), case
+
+
+def finish(result: dict[str, Any], engine: Any) -> None:
+    """Print the result and end the process."""
+    print(MARK + json.dumps(result), flush=True)
+    engine.close()
+    os._exit(0)  # engines leave threads behind
 
 
 def main() -> None:
     name, provider, passes = sys.argv[1], sys.argv[2], int(sys.argv[3])
-    case = CASES[name]
-    kv = OTHER_CACHE.get(provider, "bf16" if provider in ONLY_BF16 else case.kv)
-    case = replace(case, kv=kv)
     with tempfile.TemporaryDirectory() as folder:
-        write_config(case, Path(folder))
         begin = time.perf_counter()
-        engine = ENGINES[case.engine](case, BACKENDS[case.engine][provider], Path(folder))
+        engine, case = start(name, provider, Path(folder))
         started = time.perf_counter() - begin
         result = observe(engine, case, passes) | {"started_s": started}
-    print(MARK + json.dumps(result), flush=True)
-    if case.engine == "sglang":
-        engine.engine.shutdown()
-    os._exit(0)  # engines leave threads behind
+    finish(result, engine)
 
 
 if __name__ == "__main__":

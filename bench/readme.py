@@ -291,6 +291,13 @@ ERRORS: Columns = {
     "model": "{name}", "attention": "{r.provider}", "tokens": "{r.tokens:.0f}", "mean": "{r.mean:.4f}",
     "90 %": "{r.p90:.3f}", "largest": "{r.largest:.3f}",
 }  # fmt: skip
+ANSWERS: Columns = {
+    "model": "{name}", "attention": "{r.provider}", "answers": "{r.count:.0f}",
+    "again, alone, mixed, resumed": "{r.again:.0f}, {r.alone:.0f}, {r.mixed:.0f}, {r.resumed:.0f}",
+    "preempted": lambda r: "" if r.preempted is None else f"{r.preempted:.0f}",
+    "in common": lambda r: "" if r.provider == r.reference else f"{r.common:.0%}",
+    "difference": lambda r: "" if r.provider == r.reference else f"{r.difference:.3f}",
+}  # fmt: skip
 LOADS: Columns = (
     NAMED
     | {"requests": "{r.completed:.0f}", "abandoned": "{r.abandoned:.0f}", "tokens/s": "{r.tokens_per_s:.0f}"}
@@ -442,6 +449,7 @@ RESULTS: dict[str, Callable[..., Iterable[str]]] = {
 OTHER_ROWS: dict[type[results.Run], Callable[..., Iterable[str]]] = {
     EngineRow: engines,
     results.ErrorRow: partial(newest_rows, columns=ERRORS),
+    results.AnswerRow: partial(newest_rows, columns=ANSWERS),
     results.ServerRow: partial(newest_rows, columns=LOADS),
     results.SanitizerRow: sanitizers,
     results.SoakRow: soaks,

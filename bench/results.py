@@ -1,9 +1,10 @@
 """Rows of bench/results/<gpu>.csv: one per case and provider. All rows of a run share their date and commit.
 
 The file sparsity/<gpu>.csv beside it has one row per data set and skip-softmax factor, engines/<gpu>.csv has one per
-load and backend of an engine, engine_errors/<gpu>.csv one per model and backend, and servers/<gpu>.csv one per load and
-backend of a server. Those in sanitizers/ and soaks/ have one per piece of calls and per scenario,
-those in accuracy/ and determinism/ one per case and provider.
+load and backend of an engine, engine_errors/<gpu>.csv and engine_answers/<gpu>.csv one per model and backend,
+engine_profiles/<gpu>.csv one per kernel, and servers/<gpu>.csv one per load and backend of a server. Those in
+sanitizers/ and soaks/ have one per piece of calls and per scenario, those in accuracy/ and determinism/ one per case
+and provider.
 """
 
 import csv
@@ -115,10 +116,53 @@ class ErrorRow(Run):
 
 
 @dataclass(frozen=True)
+class AnswerRow(Run):
+    """How many of an engine's `count` answers have the same tokens and log probabilities when they are asked for again:
+    the same prompts (again), each alone, between other prompts (mixed), and with half of the answer as part of the
+    prompt (resumed).
+
+    preempted: preemptions in the first pass, if the cache was too small for all requests. common, difference,
+    reference: as `EngineRow` has them.
+    """
+
+    folder = "engine_answers"
+    case: str
+    provider: str
+    count: float
+    again: float
+    alone: float
+    mixed: float
+    resumed: float
+    preempted: float | None
+    common: float
+    difference: float
+    reference: str
+
+
+@dataclass(frozen=True)
+class ProfileRow(Run):
+    """A kernel in the steps of an engine.
+
+    phase: "prompts", all steps until the first token of each request; "decode", a step that adds one token to each.
+    ours: 1 for a kernel of this package. launches, time_us: of the phase.
+    """
+
+    folder = "engine_profiles"
+    case: str
+    provider: str
+    phase: str
+    kernel: str
+    ours: float
+    launches: float
+    time_us: float
+
+
+@dataclass(frozen=True)
 class ServerRow(Run):
     """A server under a load of requests, while other clients abandon theirs.
 
-    completed: requests that were answered; abandoned: those that their clients abandoned. host_mib: memory of the
+    completed: requests that were answered; abandoned: those that their clients abandoned. changed: answers to the
+    prompts of the check that the load changed; always 0 for ours, which else gets no row. host_mib: memory of the
     server's processes after a first load; device_mib: of the GPU. The growths are those of the second load.
     """
 
@@ -127,6 +171,7 @@ class ServerRow(Run):
     provider: str
     completed: float
     abandoned: float
+    changed: float
     tokens_per_s: float
     ttft_p50_ms: float
     ttft_p99_ms: float

@@ -2,7 +2,7 @@
 
 `vllm serve` runs on a port of this machine, with our attention backend or with one of its own. `vllm bench serve` sends
 it requests of mixed lengths, twice, while other clients abandon theirs in the middle. A provider gets a row if every
-request was answered, and if the same prompts, asked alone before the load and after it, have the same answers.
+request was answered; ours only if the same prompts, asked alone before the load and after it, have the same answers.
 """
 
 import http.client
@@ -10,6 +10,7 @@ import json
 import os
 import random
 import re
+import shutil
 import signal
 import socket
 import subprocess
@@ -25,14 +26,16 @@ from pathlib import Path
 from typing import Any
 
 from .cases.engine import ABANDONED_OUTPUTS, CHECKED, CHECKED_OUTPUTS, SERVERS, ServerCase
-from .engine import LAST_LINES, end_group, refuse_others
-from .engine_worker import BACKENDS, prepare_vllm, vllm_arguments, write_config
+from .engine import LAST_LINES, end_group, exit_on_sigterm, refuse_others
+from .engine_backends import BACKENDS, ENVIRONMENT, OTHER_CACHE, OURS, cache_of
+from .engine_worker import prepare_vllm, vllm_arguments, write_config
 from .results import Environment, ServerRow
 
+LOG = "server.log"  # what a server prints
 MODEL = "bench"  # the name under which the model is served
 COMMAND = [sys.executable, "-m", "vllm.entrypoints.cli.main"]  # `vllm`, also where it is not installed
 START, LIMIT = 240.0, 400.0  # seconds for a server to start, and for a load
-PROVIDERS = tuple(p for p in BACKENDS["vllm"] if p != "own-fp8")
+PROVIDERS = tuple(p for p in BACKENDS["vllm"] if p not in OTHER_CACHE)
 ABANDONING = 8  # clients that abandon their requests
 PATIENCE = 40  # tokens after which they do so, at most
 DRAIN = 60.0  # seconds in which a server forgets abandoned requests
@@ -151,10 +154,12 @@ def running(case: ServerCase, provider: str, folder: Path) -> Iterator[Server]:
     tokenizer(folder, case.engine.config["vocab_size"])
     prepare_vllm(folder)
     os.environ.pop("VLLM_ENABLE_V1_MULTIPROCESSING", None)
+    os.environ |= ENVIRONMENT.get(provider, {})
     port = free_port()
-    options = vllm_arguments(case.engine, BACKENDS["vllm"][provider]) | {"max_model_len": case.longest}
+    options = vllm_arguments(cache_of(case.engine, provider), BACKENDS["vllm"][provider])
+    options["max_model_len"] = case.longest
     command = [*COMMAND, "serve", str(folder), "--served-model-name", MODEL, "--host", "127.0.0.1", "--port", str(port)]
-    log = folder / "server.log"
+    log = folder / LOG
     with log.open("wb") as out:
         process = subprocess.Popen(
             [*command, "--disable-uvicorn-access-log", *flags(options)], stdout=out, stderr=out, start_new_session=True
@@ -236,12 +241,12 @@ def memory(pid: int) -> tuple[float, float]:
     return host / MIB, (total - free) / MIB
 
 
-def measure(name: str, providers: tuple[str, ...], env: Environment) -> Iterator[ServerRow]:
-    """Yield the rows of a case, and print why a provider has none."""
+def measure(name: str, providers: tuple[str, ...], env: Environment, logs: str = "") -> Iterator[ServerRow]:
+    """Yield the rows of a case, and print why a provider has none. logs: a folder for what each server prints, or
+    ""."""
     case = SERVERS[name]
     refuse_others(providers, PROVIDERS)
-    before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that a server ends with this process
-    try:
+    with exit_on_sigterm():
         for provider in providers:
             with tempfile.TemporaryDirectory() as folder:
                 try:
@@ -249,14 +254,17 @@ def measure(name: str, providers: tuple[str, ...], env: Environment) -> Iterator
                 except Exception as error:
                     print(f"  no row: {provider}: {type(error).__name__}: {error}", flush=True)
                     continue
+                finally:
+                    if logs:
+                        Path(logs).mkdir(parents=True, exist_ok=True)
+                        shutil.copy(Path(folder, LOG), Path(logs, f"{name}.{provider}.log"))
             print(f"  {provider:16} {describe(row)}", flush=True)
             yield row
-    finally:
-        signal.signal(signal.SIGTERM, before)
 
 
 def observe(case: ServerCase, provider: str, folder: Path, env: Environment) -> ServerRow:
-    """Run one server. Raise RuntimeError if a request failed, or if the load changed an answer."""
+    """Run one server. Raise RuntimeError if a request failed, or if the load changed an answer of our backend; the
+    engine's own ones need not be deterministic."""
     with running(case, provider, folder) as server:
         before = server.answers(case)
         load(server, case, 1, folder)  # brings the memory of allocators and caches to where it stays
@@ -266,13 +274,13 @@ def observe(case: ServerCase, provider: str, folder: Path, env: Environment) -> 
         server.wait_until_idle()
         after = server.answers(case)
         grown_host, grown_device = memory(server.pid)
-    if before != after:
-        changed = sum(a != b for a, b in zip(before, after))
+    changed = sum(a != b for a, b in zip(before, after, strict=True))
+    if changed and provider in OURS:
         raise RuntimeError(f"{changed} of {len(before)} answers changed under load")
     result = second.result
     return env.make(
         ServerRow, case=case.name, provider=provider, completed=float(result["completed"]),
-        abandoned=float(second.abandoned),
+        abandoned=float(second.abandoned), changed=float(changed),
         tokens_per_s=result["output_throughput"],
         **{f"{m}_{p}_ms": result[f"{p}_{m}_ms"] for m in ("ttft", "tpot") for p in ("p50", "p99")},
         host_mib=host, host_growth_mib=grown_host - host, device_mib=device, device_growth_mib=grown_device - device,
@@ -282,7 +290,8 @@ def observe(case: ServerCase, provider: str, folder: Path, env: Environment) -> 
 def describe(row: ServerRow) -> str:
     """Return a line about a row."""
     return (
-        f"{row.completed:.0f} requests, {row.abandoned:.0f} abandoned   {row.tokens_per_s:.0f} tokens/s   "
+        f"{row.completed:.0f} requests, {row.abandoned:.0f} abandoned, {row.changed:.0f} answers changed   "
+        f"{row.tokens_per_s:.0f} tokens/s   "
         f"first token {row.ttft_p50_ms:.0f} ms, p99 {row.ttft_p99_ms:.0f}   "
         f"each {row.tpot_p50_ms:.2f} ms, p99 {row.tpot_p99_ms:.2f}   "
         f"host {row.host_mib:.0f} {row.host_growth_mib:+.1f} MiB   "

@@ -39,6 +39,8 @@ MODELS = {
 GIB = 1 << 30
 CHECKED = (3, 17, 64, 129, 300, 517, 800, 1200)  # prompts of the check: tokens
 CHECKED_OUTPUTS = 48
+# The check of batch-invariant bits has each length so often, and answers so long that a small cache preempts requests
+INVARIANT_COPIES, INVARIANT_OUTPUTS = 4, 128
 ABANDONED_OUTPUTS = 4096  # tokens that are asked for in requests that their clients abandon
 
 
@@ -50,9 +52,9 @@ class EngineCase:
     arrive at once. prompt: tokens of each prompt, or the median of log-normal lengths with `spread`, the sigma of
     their logarithm. outputs: tokens that each request generates. cached: the timed passes find all prompts in the
     prefix cache, so they show decoding; else each pass has other prompts. kv: type of the cache. memory: bytes of
-    the cache. batched: tokens of a step at most. gpus: their number; they share the model. graphs, mode: the engine's
-    CUDA graphs and compilation. drafts: tokens that n-gram speculation proposes. invariant: the bits of a request must
-    not depend on its batch.
+    the cache, on each GPU. batched: tokens of a step at most. gpus: their number; they share the model. graphs, mode:
+    the engine's CUDA graphs and compilation. drafts: tokens that n-gram speculation proposes. invariant: the bits of a
+    request must not depend on its batch.
     """
 
     name: str
@@ -100,6 +102,31 @@ class EngineCase:
         return int(elements * {"bf16": 2.0, "fp8": 1.0, "nvfp4": 0.5625}[self.kv])
 
     @property
+    def capacity(self) -> int:
+        """Return the tokens that the cache holds. GPUs share the heads of a cache; each has a whole latent one."""
+        return self.memory * (self.gpus if self.attention == "gqa" else 1) // self.token_bytes
+
+    @property
+    def checked(self) -> list[int]:
+        """Return the tokens of each prompt of the check."""
+        return list(CHECKED * INVARIANT_COPIES if self.invariant else CHECKED)
+
+    @property
+    def checked_outputs(self) -> int:
+        """Return the tokens of each answer of the check."""
+        return INVARIANT_OUTPUTS if self.invariant else CHECKED_OUTPUTS
+
+    @property
+    def preempts(self) -> bool:
+        """Return whether the cache is too small for all requests of the check at a time."""
+        return self.capacity < sum(self.checked)
+
+    @property
+    def most_requests(self) -> int:
+        """Return how many requests the engine runs at a time."""
+        return max(self.requests, len(self.checked))
+
+    @property
     def graph_sizes(self) -> list[int]:
         """Return the numbers of requests of which the engine captures graphs."""
         return sorted({1, 2, 4, *range(8, self.requests + 1, 8), self.requests})
@@ -107,7 +134,7 @@ class EngineCase:
     @property
     def longest(self) -> int:
         """Return the tokens of the longest request that a pass may have."""
-        return max(*self.lengths(0), *CHECKED) + self.outputs + CHECKED_OUTPUTS
+        return max(*self.lengths(0), *CHECKED) + self.outputs + self.checked_outputs
 
     def lengths(self, seed: int) -> list[int]:
         """Return the tokens of each prompt."""
@@ -138,6 +165,7 @@ def _tiny() -> list[EngineCase]:
         replace(llama, name="tiny-llama-bf16-piecewise", graphs="FULL_AND_PIECEWISE", mode=3),
         replace(llama, name="tiny-llama-bf16-ngram", drafts=3),
         replace(llama, name="tiny-llama-bf16-x2", gpus=2),
+        replace(llama, name="tiny-llama-bf16-invariant", invariant=True),  # of vLLM's own layers
         replace(llama, name="tiny-qwen3-bf16", model="qwen3-8b"),
         replace(llama, name="tiny-gemma2-bf16", model="gemma2-9b"),
         replace(llama, name="tiny-gptoss-bf16", model="gptoss-dense"),
@@ -149,6 +177,9 @@ def _latent() -> list[EngineCase]:
     sparse = EngineCase("dsv32-b64-c16k-kv656", "dsv32", 64, 16384, cached=True, kv="fp8_ds_mla", memory=14 * GIB)
     dense = EngineCase("v3-b64-c8k-bf16", "v3", 64, 8192, cached=True, memory=10 * GIB)
     tiny = EngineCase("tiny-dsv32-kv656", "dsv32-few", 16, 700, outputs=64, layers=2, kv="fp8_ds_mla", memory=1 * GIB)
+    prefill = EngineCase("dsv32-prefill-b8-s32k-kv656", "dsv32", 8, 32768, outputs=8, kv="fp8_ds_mla", memory=14 * GIB)
+    invariant = replace(tiny, name="tiny-dsv32-kv656-invariant", invariant=True)
+    blocks = 64 * 64 * tiny.token_bytes  # bytes of 64 blocks of 64 tokens
     return [
         sparse,
         replace(sparse, name="dsv32-tp8heads-b64-c16k-kv656", model="dsv32-h16"),
@@ -156,7 +187,9 @@ def _latent() -> list[EngineCase]:
         replace(sparse, name="dsv32-tp8heads-b64-c16k-kv352", model="dsv32-h16", kv="nvfp4_ds_mla"),
         replace(sparse, name="dsv32-tp8heads-b64-c16k-bf16", model="dsv32-h16", kv="bf16"),
         replace(sparse, name="dsv32-b1-c32k-kv656", requests=1, prompt=32768),
-        EngineCase("dsv32-prefill-b8-s32k-kv656", "dsv32", 8, 32768, outputs=8, kv="fp8_ds_mla", memory=14 * GIB),
+        replace(sparse, name="dsv32-b64-c16k-kv656-x2", gpus=2),
+        prefill,
+        replace(prefill, name="dsv32-tp8heads-prefill-b8-s32k-kv656", model="dsv32-h16"),
         EngineCase("dsv32-mixed-kv656", "dsv32", 128, 2500, spread=1.0, batched=2048, kv="fp8_ds_mla", memory=14 * GIB),
         replace(sparse, name="glm5-tp8heads-b64-c16k-kv656", model="glm5-h8"),
         dense,
@@ -174,7 +207,10 @@ def _latent() -> list[EngineCase]:
         replace(tiny, name="tiny-dsv32-kv656-piecewise", graphs="FULL_AND_PIECEWISE", mode=3),
         replace(tiny, name="tiny-dsv32-kv656-ngram1", drafts=1),
         replace(tiny, name="tiny-dsv32-kv656-ngram3", drafts=3),
-        replace(tiny, name="tiny-dsv32-kv656-invariant", invariant=True),
+        replace(tiny, name="tiny-dsv32-kv656-x2", gpus=2),
+        invariant,
+        replace(invariant, name="tiny-dsv32-kv656-preempted", memory=blocks),
+        replace(invariant, name="tiny-dsv32-bf16-invariant", kv="bf16"),
         replace(tiny, name="tiny-dsv32-kv656-dense", model="dsv32-h16"),  # no prompt is longer than index_topk
         replace(tiny, name="tiny-glm5-kv656", model="glm5-h8"),
         replace(tiny, name="tiny-v3-bf16", model="v3-h16", kv="bf16"),
@@ -236,8 +272,11 @@ class ServerCase:
 
 
 def _servers() -> dict[str, ServerCase]:
-    """Return the loads: prompts of 150 to 2,850 tokens, and outputs of 13 to 243."""
-    found = {}
+    """Return the loads: prompts of 150 to 2,850 tokens, and outputs of 13 to 243. A third of the prompts are longer
+    than the `index_topk` of the model with an indexer."""
+    name = "server-vllm-dsv32-tp8heads-kv656"
+    sparse = EngineCase(name, "dsv32-h16", 128, 1500, outputs=128, kv="fp8_ds_mla", memory=4 * GIB, layers=4)
+    found = {name: ServerCase(name, sparse)}
     for kv in ("bf16", "fp8", "nvfp4"):
         engine = EngineCase(f"llama8b-{kv}", "llama8b", 128, 1500, outputs=128, kv=kv, memory=40 * GIB)
         name = f"server-vllm-{engine.name}"
