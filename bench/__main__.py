@@ -184,8 +184,7 @@ def engine(args: argparse.Namespace) -> None:
     folder, run = args.results or results.FOLDER, bench.Workers(args.logs)
     for name in each_of(bench.CASES, args.cases):
         with bench.exit_on_sigterm():
-            chosen = providers_of(args, bench.PROVIDERS)
-            rows, figures = bench.measure(name, chosen, env, args.passes, args.rounds, run)
+            rows, figures = bench.measure(name, providers_of(args), env, args.passes, args.rounds, run)
         results.append(folder / f"{env.gpu}.csv", rows)
         results.append(folder / "engines" / f"{env.gpu}.csv", figures)
         for row in rows:

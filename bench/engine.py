@@ -127,11 +127,11 @@ def measure(
 ) -> tuple[list[ResultRow], list[EngineRow]]:
     """Return the rows of a case: times per output token, and all figures.
 
-    rounds: each provider runs that often, odd rounds in the reverse order; its row is the median run.
+    providers: empty for all that run the case. rounds: each runs that often, odd rounds in the reverse order; its row
+    is the median run.
     """
     case, run = CASES[name], run or Workers()
-    refuse_others(providers, PROVIDERS)
-    providers = tuple(p for p in providers if has_backend(case, p))
+    providers = chosen(name, providers)
     found: dict[str, list[dict[str, Any]]] = {}
     for i in range(rounds):
         for provider in providers[:: -1 if i % 2 else 1]:
@@ -164,6 +164,16 @@ def measure(
     if best is not None:
         rows.append(env.row(name, f"{case.engine}-best", best.time_us))
     return with_ratios(rows), engine_rows
+
+
+def chosen(name: str, providers: tuple[str, ...]) -> tuple[str, ...]:
+    """Return those of the providers that run a case, of all if none is named, and print which ones do not."""
+    case = CASES[name]
+    refuse_others(providers, PROVIDERS)
+    found = tuple(p for p in providers or BACKENDS[case.engine] if has_backend(case, p))
+    if others := [p for p in providers if p not in found]:
+        print(f"  {name} is not run by {', '.join(others)}", flush=True)
+    return found
 
 
 def reference_of(found: Iterable[str]) -> str | None:

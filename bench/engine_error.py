@@ -16,8 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from .cases.engine import CASES, EngineCase
-from .engine import Run, Workers, agreement, exit_on_sigterm, reference_of, refuse_others, repeated
-from .engine_backends import BACKENDS, has_backend
+from .engine import Run, Workers, agreement, chosen, exit_on_sigterm, reference_of, repeated
 from .engine_worker import checkpoint, write_config
 from .indexer_fp32 import choose_keys
 from .results import AnswerRow, Environment, ErrorRow
@@ -73,16 +72,10 @@ def measure(
 
     providers: empty for all that run a case. jobs: processes that run side by side.
     """
-    chosen = {}
-    for name in names:
-        case = CASES[name]
-        refuse_others(providers, BACKENDS[case.engine])
-        chosen[name] = [p for p in providers or BACKENDS[case.engine] if has_backend(case, p)]
-        if left_out := [p for p in providers if p not in chosen[name]]:
-            print(f"{name}: not run by {', '.join(left_out)}", flush=True)
+    pairs = {name: chosen(name, providers) for name in names}
     workers = Workers() if run is None else run
     with exit_on_sigterm(), ThreadPoolExecutor(jobs) as pool:
-        found = {name: {p: pool.submit(workers, name, p, 0) for p in chosen[name]} for name in names}
+        found = {name: {p: pool.submit(workers, name, p, 0) for p in own} for name, own in pairs.items()}
         try:
             for name in names:
                 results = {p: future.result() for p, future in found[name].items()}

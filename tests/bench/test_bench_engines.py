@@ -44,7 +44,7 @@ def result(speed, shift=0.0):
 
 
 def measured(**found):
-    rows, figures = engine.measure(LOAD, engine.PROVIDERS, ENV, 3, 1, lambda case, name, passes: found.get(name))
+    rows, figures = engine.measure(LOAD, (), ENV, 3, 1, lambda case, name, passes: found.get(name))
     return {r.provider: r.time_us for r in rows}, {r.provider: r for r in figures}
 
 
@@ -66,6 +66,17 @@ def test_backends_of_a_case(name, providers):
     found = {p for p in engine_backends.BACKENDS[case.engine] if engine_backends.has_backend(case, p)}
     assert found == set(providers.split())
     assert engine_backends.cache_of(case, "vllm-flash-attn-mla-sparse").kv == "bf16"
+
+
+def test_providers_of_a_case(capsys):
+    """A provider that does not run a case is named, and an unknown one is refused."""
+    name = "engine-vllm-tiny-v3-bf16"
+    assert engine.chosen(name, ()) == ("ours", "vllm-flashmla", "vllm-flash-attn-mla", "vllm-triton-mla")
+    assert capsys.readouterr().out == ""
+    assert engine.chosen(name, ("ours", "ours-shared")) == ("ours",)
+    assert capsys.readouterr().out == f"  {name} is not run by ours-shared\n"
+    with pytest.raises(SystemExit, match="no provider is named theirs"):
+        engine.chosen(name, ("theirs",))
 
 
 def test_rows_of_an_engine(capsys):
@@ -134,11 +145,11 @@ def test_a_worker_counts_preemptions():
 
 
 def small_case(monkeypatch, model, **more):
-    """Return a case of a small model, in the place of all others."""
+    """Return a case of a small model, which is among the cases during the test."""
     small = {"vocab_size": 512, "hidden_size": 64, "intermediate_size": 64, "num_attention_heads": 4} | more
     case = EngineCase("small", "small", 1, 8, layers=1)
     monkeypatch.setitem(cases.MODELS, "small", cases.MODELS[model] | small)
-    monkeypatch.setattr(engine_error, "CASES", {"small": case})
+    monkeypatch.setitem(CASES, "small", case)
     return case
 
 
