@@ -14,10 +14,11 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Int32, Int64, Uint32, const_expr
 
-from ...device import layout, to_bf16, warp
+from ...device import l2, layout, pipeline, to_bf16, warp
 from ...device.divisor import quotient_params
 from ...device.gather import NO_ROW
 from ...records import RECORDS
+from ..schedule import work
 from . import gather, pages
 from .gather import RowPageIds
 from .record_rows import BOX, BYTES, RowSource, place_of, sections, sources
@@ -28,6 +29,7 @@ GROUP = 8  # rows that a warp has
 LINE = 128  # bytes of a row of a box
 PIECE = 16  # bytes
 LANE_BYTES = {code: size // 4 for code, size in BYTES.items()}  # of a lane's values of a box
+AHEAD = 2  # blocks from one that has been converted to the one that is prefetched
 HELD = 36  # words of a row that a lane has loaded a block before; registers have no room for more
 
 
@@ -132,9 +134,8 @@ def advance(spec: cutlass.Constexpr, rows: NextRows, tile: TileRows, n_block: In
 
 @cute.jit
 def look_ahead(spec: cutlass.Constexpr, rows: NextRows, tile: TileRows, n_block: Int32):
-    """Ask the L2 cache for the rows of a block, which will be loaded next, and look up those of the block below."""
+    """Have the pages of a block, which will be loaded next, and look up those of the block below."""
     rows.page_ids.page[0] = rows.page_ids.page[1]
-    with_row(spec, ask_for, rows, tile, n_block)
     look_up(spec, rows, 1, tile, n_block - 1)
 
 
@@ -175,24 +176,59 @@ def load_from(spec: cutlass.Constexpr, source: cutlass.Constexpr, rows: NextRows
         load_row(source.form, columns, rows.row, at.factors, at.exists)
 
 
+# The prefetch role: two warps, each lane of which has a row of a block. One iteration per tile, an inner one per block.
+#   waits for   work_pipe full (the tile), k.pipe full: a block has been converted
+#   prefetches  the rows of the block `AHEAD` blocks below into the L2, by bulk copies
+#   signals     work_pipe, k.pipe empty; without the latter, a phase of a barrier could pass unseen
+# The mma warps, which load the rows, have no time for it: the requests of a block fill the queue of the load unit.
 @cute.jit
-def ask_for(spec: cutlass.Constexpr, source: cutlass.Constexpr, rows: NextRows, row: Int32):
-    """Ask the L2 cache for a row, given by its number, of one cache: each of its four lanes for some of its lines."""
-    at, quarter = place_of(spec, source, rows.page_ids, 0, row), cute.arch.lane_idx() % 4
-    for i in cutlass.range_constexpr(len(source.parts)):
-        size = const_expr(source.form.row or source.parts[i].shape[3])
-        for k in cutlass.range_constexpr(-(-size // (4 * LINE))):
-            byte = (4 * k + quarter) * LINE
-            if at.exists and byte < size:
-                prefetch(at.starts[i] + byte)
-    if const_expr(source.form.planar):
-        if at.exists and quarter == 0:
-            prefetch(at.factors)
+def prefetch(spec: cutlass.Constexpr, plan, s, warp: Int32):
+    """Run the `prefetch` role in one of its warps. warp: its number among them."""
+    op = plan.kv[pages.K]
+    page_ids = gather.page_ids_of(spec, op, 1)
+
+    def prefetch_tile(w, _, kv):
+        of, keys = pages.of_sequence(plan.args, w.batch_idx, pages.K, w.sequence.extra), w.sequence.kv_len
+        first = w.n_block_max - 1
+        for n_block in cutlass.range(first, cutlass.max(first - AHEAD, w.n_block_min - 1), -1, unroll=1):
+            prefetch_block(spec, op, page_ids, of, keys, n_block, warp)
+        for n_block in cutlass.range(first, w.n_block_min - 1, -1, unroll=1):
+            if n_block - AHEAD >= w.n_block_min:
+                prefetch_block(spec, op, page_ids, of, keys, n_block - AHEAD, warp)
+            pipeline.consumer_wait(s.k.pipe, kv)
+            pipeline.consumer_release(s.k.pipe, kv)
+            kv = pipeline.next_item(s.k.pipe, kv)
+        return kv
+
+    work.for_each_tile(spec, s, prefetch_tile, pipeline.initial_state())
 
 
-def prefetch(address):
-    """Ask the L2 cache for the line of an address."""
-    cute.arch.inline_ptx("prefetch.global.L2 [{$r0}];", read_only_args=[address])
+@cute.jit
+def prefetch_block(
+    spec: cutlass.Constexpr, op: Any, page_ids: RowPageIds, of: pages.SequencePages, kv_len: Int32, n_block: Int32,
+    warp: Int32,
+):  # fmt: skip
+    """Prefetch this lane's row of a block."""
+    row, each = n_block * spec.tile.n + 32 * warp + cute.arch.lane_idx(), sources(spec, op, page_ids)
+    page_ids.page[0] = gather.page_of_row(spec, page_ids, of, kv_len, row)
+    if const_expr(spec.kv.extra):
+        if gather.is_extra(spec, n_block, of.first_keys):
+            prefetch_row(spec, each[1], page_ids, row)
+        else:
+            prefetch_row(spec, each[0], page_ids, row)
+    else:
+        prefetch_row(spec, each[0], page_ids, row)
+
+
+@cute.jit
+def prefetch_row(spec: cutlass.Constexpr, source: cutlass.Constexpr, page_ids: RowPageIds, row: Int32):
+    """Prefetch a row, given by its number, of one cache."""
+    at = place_of(spec, source, page_ids, 0, row)
+    if at.exists:
+        for i in cutlass.range_constexpr(len(source.parts)):
+            l2.prefetch(at.starts[i], Int32(source.form.row or source.parts[i].shape[3]))
+        if const_expr(source.form.planar):
+            cute.arch.inline_ptx("prefetch.global.L2 [{$r0}];", read_only_args=[at.factors])
 
 
 def load_row(form, columns, into: LoadedRow, factors, exists):

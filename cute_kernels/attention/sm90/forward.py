@@ -51,7 +51,7 @@ from cutlass import Int32, const_expr
 
 from ...device import pipeline
 from .. import fakes, geometry, key_union, load, mask_blocks, splits
-from ..kv import pages, rings
+from ..kv import packed, pages, rings
 from ..schedule import stream_k, tiles, work
 from . import precision, promotion, query, scoring, shared_scores, skip
 from .mma import mma
@@ -148,6 +148,8 @@ def load_warpgroup(spec: cutlass.Constexpr, plan, s, warp: Int32):
         elif const_expr(roles(spec).warps("schedule") > 0):
             if warp == roles(spec).first("schedule"):
                 stream_k.schedule_warp(spec, plan.args, s)
+            elif const_expr(roles(spec).warps("prefetch") > 0):
+                packed.prefetch(spec, plan, s, warp - roles(spec).first("prefetch"))
     elif warp < roles(spec).first("load_v"):
         load.load_kv(spec, plan, s, pages.K, warp, produces_tiles=produces_tiles)
     elif const_expr(behind_load_v(spec) == WARPS):  # no other role

@@ -17,7 +17,7 @@ TRANSPOSING_PARTS = (56, 224)  # (load, mma) with two mma warpgroups that have t
 SHARED_SCORES = (56, 224)  # (load, mma) with mma warpgroups that have a part each of the scores
 SPLIT_KV = {1: (72, 72, 232), 2: (72, 72, 216)}  # tiles may be split among CTAs
 SCORES_APART = (40, 88, 192)
-CONVERTING = (40, 72, 200)  # the same over packed records, which the mma warps load and convert
+CONVERTING = (24, 72, 208)  # the same over packed records, which the mma warps load and convert
 WARPS = 4  # warps per warpgroup
 
 
@@ -46,7 +46,7 @@ def roles(spec) -> Roles:
     preparing: dict[str, int] = {}
     spare = WARPS - sum(loading.values())
     if t.scores_apart:
-        loading |= {"idle": spare}
+        loading |= {"prefetch" if spec.kv.record else "idle": spare}
         each: Any = loading, {"score": WARPS}, {"mma": WARPS * t.warpgroups}
         table = (
             Role(name, warps, n)

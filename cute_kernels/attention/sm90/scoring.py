@@ -15,7 +15,7 @@ has read the one that lay there, and Q K^T begins with the first group. In a clu
 scores.multiplied behind each Q K^T, for which mma waits between the halves of P V (`yields_to_qk`).
 
 Packed records are converted by the mma role (`kv.packed`), before its MMAs of the block above: it also waits for
-k.pipe empty, and signals k.pipe full.
+k.pipe empty, and signals k.pipe full. Two warps of the load warpgroup prefetch their rows into the L2.
 
 scores.pipe has one stage: P of a block, the factors by which O is multiplied before, and, behind the last block of a
 tile, sums and maxima of its rows. `score` computes the next block's scores while P is multiplied by V.
