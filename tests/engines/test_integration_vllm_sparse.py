@@ -160,6 +160,26 @@ def test_bits_of_a_token_in_all_batches(engine, monkeypatch):
         assert spec.kv.source == "slots" and not spec.kv.union
 
 
+class Projection(torch.nn.Module):
+    """Chooses its kernel as vLLM's does for the dimensions of DeepSeek V3."""
+
+    def __init__(self):
+        super().__init__()
+        self._use_min_latency_gemm = True
+
+
+def test_a_projection_has_one_kernel_where_bits_must_not_depend_on_the_batch(engine, monkeypatch):
+    from vllm.model_executor.models import deepseek_v2
+
+    monkeypatch.setattr(deepseek_v2, "DeepSeekV2FusedQkvAProjLinear", Projection)
+    engine.platform.device = torch.device("cpu")
+    SparseModel(engine, 8, "fp8_ds_mla")
+    assert Projection()._use_min_latency_gemm
+    monkeypatch.setenv("VLLM_BATCH_INVARIANT", "1")
+    SparseModel(engine, 8, "fp8_ds_mla")
+    assert not Projection()._use_min_latency_gemm
+
+
 def test_tokens_that_pad_a_mixed_batch_have_no_keys(server):
     model = SparseModel(server, 8, "auto")
     model.step({0: 5, 1: 9}, padding=2, width=3)

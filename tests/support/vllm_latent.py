@@ -105,6 +105,9 @@ def latent_stubs(server: Server) -> dict[str, dict[str, Any]]:
             "forward_hip": None, "use_aiter": False,
         })},
         "vllm.model_executor.layers.attention_layer_base": {"AttentionLayerBase": type("AttentionLayerBase", (), {})},
+        "vllm.model_executor.models.deepseek_v2": {
+            "DeepSeekV2FusedQkvAProjLinear": type("DeepSeekV2FusedQkvAProjLinear", (), {})
+        },
         "vllm.model_executor.models.utils": {"extract_layer_index": lambda name: 0},
         "vllm.v1.attention.backends.mla.index_group": {
             "HiSparseMLAIndexGroup": type("HiSparseMLAIndexGroup", (), {}),

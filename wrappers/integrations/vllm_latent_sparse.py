@@ -12,7 +12,8 @@ With CUTE_KERNELS_SHARE_KEYS=1, neighbouring tokens of batches with prompts read
 
 With VLLM_BATCH_INVARIANT=1, one CTA computes all keys of a token, in the order of their positions, in every batch. A
 prompt, a chunk of one, a decode and a draft token have the same kernel, so that a token has the same bits in all of
-them, and no token shares keys with others. This may be slower.
+them, and no token shares keys with others. This may be slower. A kernel of vLLM that a projection has for few tokens
+alone is not used either (`vllm_invariant`).
 
 Written for vLLM 0.33. Tests run it against vLLM's own files on the CPU reference.
 """
@@ -162,7 +163,12 @@ class VllmSparseImpl(LatentLayer, MLAAttentionImpl[VllmSparseMetadata]):
         self._indexer, self._buffer = indexer, topk_indices_buffer
         if indexer is not None:
             vllm_indexer.adopt(indexer)
-        self._split_kv = "never" if envs.VLLM_BATCH_INVARIANT else "auto"
+        self._split_kv = "auto"
+        if envs.VLLM_BATCH_INVARIANT:
+            from .vllm_invariant import keep_one_kernel
+
+            self._split_kv = "never"
+            keep_one_kernel()
         self._cache = HeldCache(self, type(self).caches)
 
     @property
