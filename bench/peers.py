@@ -56,11 +56,11 @@ HEADLINES = {  # case, and its form in parentheses -> the call, in words
     "mla-decode-bf16-b64-s8192-h128-p64": "MLA decode, 64 requests of 8192 keys, 128 heads",
     "dsa-decode-kv656-b128-h16-k2048": "DSA decode, 128 requests, 16 heads, 2048 keys each",
     "dsa-decode-kv656-b64-h128-k2048": "DSA decode, 64 requests, 128 heads, 2048 keys each",
-    "dsa-prefill-bf16-t4096-s32768-h16-k2048-a75 (share_keys)": "DSA prompts, 16 heads, neighbours share keys",
+    "dsa-prefill-bf16-t4096-s32768-h16-k2048-a75 (share_keys)": "DSA prompts, 16 heads, with share_keys",
     "dsa-prefill-bf16-t4096-s32768-h128-k2048": "DSA prompts, 4096 tokens, 128 heads, 2048 keys each",
     "indexer-prefill-t4096-s32768-h64": "indexer logits, 4096 tokens by 32768 keys",
     "indexer-decode-b64-s32768-h64": "indexer logits, 64 requests of 32768 keys",
-    "mla-append-kv656-n65536": "write 65536 rows of 656 bytes",
+    "mla-append-kv656-n65536": "write 65536 rows to a cache of 656 bytes each",
     "topk-fp32-64x65536-k2048": "top 2048 of 64 rows of 65536 fp32 scores",
 }
 
