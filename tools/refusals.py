@@ -247,7 +247,8 @@ def mistaken(column: Column, wanted: Any, arguments: dict[str, Any]) -> bool:
 def answers_of(table: Table, column: Column) -> Answers:
     """Return the answers of a function, also those of its own arguments. Its first one is that of any call."""
     found: Answers = {}
-    every = {"": {ANY: {}}} | table.options | {"argument": table.own.get(column.head, {})}
+    base: Options = {ANY: {}}
+    every = {"": base} | table.options | {"argument": table.own.get(column.head, {})}
     for option, values in every.items():
         for value, facts in values.items():
             wanted = replace(column.base, **facts)
