@@ -14,6 +14,7 @@ import torch
 import wrappers
 from bench import pages
 from cute_kernels import archs
+from cute_kernels.records import INDEX, ROWS
 from wrappers.own.registry import call_of
 
 from . import asked
@@ -113,7 +114,7 @@ KV_OWN: dict[str, Options] = {
     "ragged": given(num_elts_per_sage_attn_blk=(1, 0, 0, 0), uses_spcompress=True),
 }
 
-RECORDS = ("e4m3", "656", "352", "584", "528", "528_fp32", "528_planar", "288")
+RECORDS = tuple(name for name in asked.RECORDS if name not in (ROWS, INDEX))
 LATENT_OPTIONS: dict[str, Options] = {
     "queries and cache": {"bf16": {}, "fp16": {"q": "fp16"}, "e4m3": {"q": "e4m3", "record": "e4m3"}},
     "cache under bf16 queries, all keys": {
