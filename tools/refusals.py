@@ -218,7 +218,7 @@ def refusal(column: Column, arguments: dict[str, Any], arch: str) -> str:
     return "" if found.runs else reasons_of(found.refused)
 
 
-class Refused(NamedTuple):
+class RefusalReasons(NamedTuple):
     """Why a call is refused on Hopper and on Blackwell; "" if it is served."""
 
     hopper: str
@@ -232,7 +232,7 @@ class Refused(NamedTuple):
         )
 
 
-Answers = dict[tuple[str, str], Refused]  # (option, value) -> the answer of one function
+Answers = dict[tuple[str, str], RefusalReasons]  # (option, value) -> the answer of one function
 
 
 def mistaken(column: Column, wanted: Any, arguments: dict[str, Any]) -> bool:
@@ -255,7 +255,7 @@ def answers_of(table: Table, column: Column) -> Answers:
             wanted = replace(column.base, **facts)
             if lacking(column, option, facts) or mistaken(column, wanted, arguments := column.make(wanted)):
                 continue
-            found[option, value] = Refused(*(refusal(column, arguments, arch) for arch in (HOPPER, BLACKWELL)))
+            found[option, value] = RefusalReasons(*(refusal(column, arguments, arch) for arch in (HOPPER, BLACKWELL)))
     return found
 
 

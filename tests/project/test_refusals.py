@@ -8,7 +8,7 @@ import pytest
 
 from cute_kernels import catalog
 from tools import asked, refusals
-from tools.refusals import ANY, Refused
+from tools.refusals import ANY, RefusalReasons
 
 COLUMNS = [(table, column) for table in refusals.TABLES for column in table.columns]
 OPS = {op for arch in ("sm_90a", "sm_100a") for op, _ in catalog.shipped(arch)}
@@ -52,8 +52,12 @@ def test_kernels_of_other_rows_and_architectures_come_last():
 
 def test_values_with_one_reason_share_a_row():
     """The reason that refuses any call on Blackwell stands once."""
-    answers = {("", ANY): Refused("", "new"), ("a", "1"): Refused("", "new"), ("a", "2"): Refused("x|y", "new")}
-    answers |= {("a", "3"): Refused("x|y", ""), ("b", "4"): Refused("", "other")}
+    answers = {
+        ("", ANY): RefusalReasons("", "new"),
+        ("a", "1"): RefusalReasons("", "new"),
+        ("a", "2"): RefusalReasons("x|y", "new"),
+    }
+    answers |= {("a", "3"): RefusalReasons("x|y", ""), ("b", "4"): RefusalReasons("", "other")}
     assert list(refusals.refused(answers)) == [
         ["", ANY, "sm_100a", "new"], ["a", "2, 3", "", "x\\|y"], ["b", "4", "sm_100a", "other"],
     ]  # fmt: skip
