@@ -5,12 +5,14 @@
 # USE_SYSTEM  1: use PY as it is, with no virtual environment (a GPU machine that has torch and no package index)
 # ARCH, JOBS  of `make cubins`
 # MUTATED     kernels of `make mutants`
+# SHARD       2/4: the second of four parts of the tests of `make test` or `make test-all`, which CI machines run side by side
 
 PY ?= python3
 VENV ?= .venv
 USE_SYSTEM ?=
 ARCH ?= sm_90a
 JOBS ?= $(shell nproc)
+SHARD ?=
 MUTATED ?= bf16_d128_causal_tma_m128n128s3r bf16_d64_anyw_cap_tma_m128n128s4
 
 ifeq ($(USE_SYSTEM),1)
@@ -28,6 +30,9 @@ endif
 # Installing compiles no module, half of whose seconds that took: an import compiles it, and keeps it.
 PIP := $(PYTHON) -m pip install -qq --disable-pip-version-check --no-compile
 export PYTHONDONTWRITEBYTECODE :=
+
+PART := $(if $(SHARD),--shard $(SHARD))
+LINT := $(if $(filter-out 1/%,$(SHARD)),,lint)  # of shards, the first one lints
 
 .PHONY: demo shown quick some test whole test-all lint bench plots docs mutants cubins clean
 
@@ -47,13 +52,13 @@ some: $(READY)
 	$(PYTHON) -m pytest --quick
 
 test: $(READY)
-	@$(MAKE) --no-print-directory -j2 lint whole
+	@$(MAKE) --no-print-directory -j2 $(LINT) whole
 
 whole: $(READY)
-	$(PYTHON) -m pytest
+	$(PYTHON) -m pytest $(PART)
 
-test-all: lint
-	$(PYTHON) -m pytest --all
+test-all: $(READY) $(LINT)
+	$(PYTHON) -m pytest --all $(PART)
 
 lint: $(READY)
 	$(PYTHON) -m ruff check .

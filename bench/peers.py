@@ -12,15 +12,28 @@ PEERS = (
     "cudnn",
     "flash-attn-4",
     "flashinfer",
+    "flashmla",
+    "deep-gemm",
     "torch",
     "vllm",
 )  # a provider's name may also end in the form of the call: "flashinfer-paged"
+OWN_FORMS = {"own-shared": "share_keys"}  # ours in another form, with the same result -> its name
 FAMILIES = {  # prefix of the cases -> their description
     "serve-": "mixed batches and chunks, bf16",
     "prefill-bf16-": "prefill, bf16",
     "family-": "prefill by plan and run, bf16",
     "prefill-": "prefill, low precision",
     "decode-": "decode",
+    "mla-decode-": "MLA, decode over all keys",
+    "dsa-decode-": "DSA, decode over chosen keys",
+    "dsa-prefill-": "DSA, prompts over chosen keys",
+    "indexer-prefill-": "indexer, logits of prompts",
+    "indexer-decode-": "indexer, logits of decode",
+    "dsa-layer-": "DSA, a layer of decode",
+    "mla-append-": "rows of MLA and indexer, written",
+    "indexer-append-": "rows of MLA and indexer, written",
+    "mla-gather-": "rows of MLA and indexer, gathered",
+    "indexer-gather-": "rows of MLA and indexer, gathered",
     "topk-": "top-k",
 }
 NAMES = {  # (prefix, provider) -> displayed name of the peer
@@ -30,17 +43,24 @@ NAMES = {  # (prefix, provider) -> displayed name of the peer
     ("family-", "flashinfer"): "flashinfer fa3",
     ("decode-", "flashinfer"): "XQA",
     ("topk-", "torch"): "torch.topk",
-    ("topk-", "vllm"): "vLLM",
 }
+SHOWN = {"flashmla": "FlashMLA", "deep-gemm": "DeepGEMM", "vllm": "vLLM"}  # provider -> displayed name, in all families
 ENGINE_BACKENDS = "vllm-", "sglang-"  # beginnings of the providers that are an engine's own backends
-HEADLINES = {  # case -> the call, in words
+HEADLINES = {  # case, and its form in parentheses -> the call, in words
     "prefill-bf16-causal-b2-s8192-h32x8-d128-p64": "prefill, 2 prompts of 8192 tokens, bf16",
     "prefill-fp8-causal-b2-s8192-h32x8-d128-p64": "the same prompts in e4m3",
-    "prefill-bf16-one-s512-h32x8-d128-p16": "prefill, 1 prompt of 512 tokens, bf16",
-    "serve-bf16-mixed-h32x8-d128-p16": "mixed batch, 4 chunks of 1024 tokens and 60 decode tokens, bf16",
+    "serve-bf16-mixed-h32x8-d128-p16": "mixed batch, 4 chunks and 60 decode tokens, bf16",
     "decode-bf16-b64-s8192-h64x8-d128-p64": "decode, 64 requests of 8192 keys, bf16",
-    "decode-bf16-b64-s8192-h64x8-d64-p64": "the same at head_dim 64",
     "decode-bf16-ragged-b256-h64x8-d128-p16": "decode, 256 requests of 64 to 32k keys, bf16",
+    "mla-decode-bf16-b128-s4096-h16-p64": "MLA decode, 128 requests of 4096 keys, 16 heads",
+    "mla-decode-bf16-b64-s8192-h128-p64": "MLA decode, 64 requests of 8192 keys, 128 heads",
+    "dsa-decode-kv656-b128-h16-k2048": "DSA decode, 128 requests, 16 heads, 2048 keys each",
+    "dsa-decode-kv656-b64-h128-k2048": "DSA decode, 64 requests, 128 heads, 2048 keys each",
+    "dsa-prefill-bf16-t4096-s32768-h16-k2048-a75 (share_keys)": "DSA prompts, 16 heads, with share_keys",
+    "dsa-prefill-bf16-t4096-s32768-h128-k2048": "DSA prompts, 4096 tokens, 128 heads, 2048 keys each",
+    "indexer-prefill-t4096-s32768-h64": "indexer logits, 4096 tokens by 32768 keys",
+    "indexer-decode-b64-s32768-h64": "indexer logits, 64 requests of 32768 keys",
+    "mla-append-kv656-n65536": "write 65536 rows to a cache of 656 bytes each",
     "topk-fp32-64x65536-k2048": "top 2048 of 64 rows of 65536 fp32 scores",
 }
 
@@ -62,6 +82,11 @@ class Point(NamedTuple):
         words = self.case.removeprefix(self.prefix).replace("-", " ")
         return f"{words}, {self.form}" if self.form else words
 
+    @property
+    def name(self) -> str:
+        """Return the case, with its form in parentheses."""
+        return f"{self.case} ({self.form})" if self.form else self.case
+
 
 def prefix_of(case: str) -> str:
     return next((prefix for prefix in FAMILIES if case.startswith(prefix)), "")
@@ -81,11 +106,14 @@ def points(rows: Iterable[ResultRow]) -> list[Point]:
         if peer is None or (peer == "torch" and prefix_of(case) != "topk-"):  # SDPA stands in where no peer runs
             continue
         form = provider.removeprefix(peer).removeprefix("-")
-        mine = by.get(f"ours-{form}" if form else "ours")
-        if mine and mine.ratio_to_ours and row.ratio_to_ours:
-            prefix, ratio = prefix_of(case), row.ratio_to_ours / mine.ratio_to_ours
-            name, times = NAMES.get((prefix, peer), peer), (mine.time_us, row.time_us)
-            found.append(Point(prefix, case, form, name, ratio, row.commit[:9], *times))
+        forms = {form: f"ours-{form}"} if form else {"": "ours"} | {name: own for own, name in OWN_FORMS.items()}
+        prefix = prefix_of(case)
+        shown = NAMES.get((prefix, peer), SHOWN.get(peer, peer))
+        for name, own in forms.items():
+            mine = by.get(own)
+            if mine and mine.ratio_to_ours and row.ratio_to_ours:
+                ratio, times = row.ratio_to_ours / mine.ratio_to_ours, (mine.time_us, row.time_us)
+                found.append(Point(prefix, case, name, shown, ratio, row.commit[:9], *times))
     return sorted(found, key=lambda p: list(FAMILIES).index(p.prefix))
 
 
@@ -107,7 +135,7 @@ def best(found: Iterable[Point]) -> list[Point]:
 
 def headlines(found: Iterable[Point]) -> list[tuple[str, Point]]:
     """Return the call in words and the fastest peer, per case of HEADLINES that was measured beside a peer."""
-    by = {point.case: point for point in best(found) if not point.form}
+    by = {point.name: point for point in best(found)}
     return [(words, by[case]) for case, words in HEADLINES.items() if case in by]
 
 

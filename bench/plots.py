@@ -40,7 +40,14 @@ PEER_STYLE = {
     "XQA": "#56B4E9",
     "torch.topk": "#888888",
     "vLLM": "#D55E00",
+    "FlashMLA": "#882255",
+    "DeepGEMM": "#999933",
 }
+COLUMNS = (  # prefixes of the families that share a column of the picture of all peers
+    ("serve-", "prefill-bf16-", "family-", "prefill-", "decode-"),
+    tuple(prefix for prefix in beside.FAMILIES if prefix.startswith(("mla-", "dsa-", "indexer-"))),
+    ("topk-",),
+)
 PEER_TICKS, FAR_TICKS = (0.5, 0.6, 0.7, 0.8, 0.9, 1, 1.1, 1.2, 1.3, 1.5, 1.7, 2, 2.5), (0.5, 0.7, 1, 2, 3, 5, 10, 20)
 TOPK_SWEEP = re.compile(r"sweep-topk-fp32-(\d+)x(\d+)-k")
 ROOFLINE_TICKS = (100, 200, 400, 600, 800, 1000)
@@ -61,17 +68,17 @@ def figure(columns: int = 1, height: float = 4.2) -> tuple[Any, Any]:
     return fig, axes[0]
 
 
-def save(fig: Any, name: str, **metadata: str) -> Path:
-    """Save a figure in bench/results, in 64 colours, and close it. metadata: texts stored in the file."""
+def save(fig: Any, name: str, dpi: int = 130, colours: int = 64, **metadata: str) -> Path:
+    """Save a figure in bench/results, and close it. metadata: texts stored in the file."""
     from matplotlib import pyplot
     from PIL import Image, PngImagePlugin
 
     path, drawn, info = FOLDER / name, io.BytesIO(), PngImagePlugin.PngInfo()
-    fig.savefig(drawn, dpi=130)
+    fig.savefig(drawn, dpi=dpi)
     pyplot.close(fig)
     for key, text in metadata.items():
         info.add_text(key, text)
-    Image.open(drawn).convert("RGB").quantize(64).save(path, optimize=True, pnginfo=info)
+    Image.open(drawn).convert("RGB").quantize(colours).save(path, optimize=True, pnginfo=info)
     return path
 
 
@@ -175,15 +182,15 @@ def panel(axis: Any, found: list[beside.Point]) -> None:
 
 
 def peers(rows: list[ResultRow], gpu: str) -> Path | None:
-    """Plot each peer's time over ours: attention, and top-k beside it."""
+    """Plot each peer's time over ours: attention with K and V, latent and sparse attention, and top-k, side by side."""
     found = beside.points(rows)
-    halves = [half for half in ([p for p in found if (p.prefix == "topk-") == top] for top in (False, True)) if half]
-    if not halves:
+    columns = [own for column in COLUMNS if (own := [p for p in found if p.prefix in column])]
+    if not columns:
         return None
-    most = max(len({(p.prefix, p.label) for p in half} | {(p.prefix, "") for p in half}) for half in halves)
-    fig, axes = figure(len(halves), height=1.2 + 0.22 * most)
-    for axis, half in zip(axes, halves):
-        panel(axis, half)
+    most = max(len({(p.prefix, p.label) for p in own} | {(p.prefix, "") for p in own}) for own in columns)
+    fig, axes = figure(len(columns), height=1.2 + 0.22 * most)
+    for axis, own in zip(axes, columns):
+        panel(axis, own)
     fig.suptitle(gpu, fontsize=9)
     names = dict.fromkeys(p.peer for p in found)
     handles = [axes[0].barh(0, 0, color=PEER_STYLE[name], label=name) for name in names]
@@ -207,12 +214,13 @@ def headlines(rows: list[ResultRow], gpu: str) -> Path | None:
             axis.annotate(text, end, (4, 0), textcoords="offset points", va="center", fontsize=10)
     axis.axvline(1, color=STYLE["ours"][0], lw=1.5)
     axis.grid(axis="y", visible=False)
-    axis.set_xlim(0.95, 0.35 + max(point.ratio for _, point in found))
+    ratios = [point.ratio for _, point in found]
+    axis.set_xlim(min(1.0, *ratios) - 0.05, 0.45 + max(ratios))
     axis.set_ylim(len(found) - 0.5, -0.8)
     axis.set_yticks([])
     axis.spines["left"].set_visible(False)
     axis.set_xlabel(f"time of the fastest peer / ours, {gpu}", fontsize=10)
-    return save(fig, f"{gpu}-headlines.png", Description=record([point for _, point in found]))
+    return save(fig, f"{gpu}-headlines.png", 120, 28, Description=record([point for _, point in found]))
 
 
 def share(rows: list[ResultRow], gpu: str) -> Path | None:

@@ -173,6 +173,25 @@ SECTIONS = {  # marker -> what stands there
         | timed({"own-": "next wider type", "batch-invariant": "`batch_invariant`", "flashinfer": "flashinfer"}),
         more=(partial(hosts, prefix="host-decode"),), pictures="decode",
     ),
+    "measured-mla": Section(
+        ("mla-decode-",),
+        OURS | {"GB/s": GBPS, "TFLOP/s": partial(rate, unit="tflops"), "floor / ours": FLOOR}
+        | timed({"flashmla": "FlashMLA", "own-p64": "pages of 64"}),
+    ),
+    "measured-dsa": Section(
+        ("dsa-decode-", "dsa-prefill-"),
+        OURS | {"floor / ours": FLOOR}
+        | timed({"flashmla": "FlashMLA", "own-shared": "`share_keys`", "own-bf16": "bf16", "own-kv656": "656 bytes"}),
+    ),
+    "measured-indexer": Section(
+        ("indexer-prefill-", "indexer-decode-", "dsa-select-", "dsa-layer-"),
+        OURS | {"TFLOP/s": partial(rate, unit="tflops"), "floor / ours": FLOOR}
+        | timed({"deep-gemm": "DeepGEMM", "vllm": "vLLM", "own-logits": "logits alone"}),
+    ),
+    "measured-latent-caches": Section(
+        ("mla-append-", "mla-gather-", "indexer-append-", "indexer-gather-"),
+        OURS | {"GB/s": GBPS, "of copy": FLOOR} | timed({"vllm": "vLLM"}),
+    ),
     "measured-topk": Section(
         ("topk-",),
         OURS | timed({name: name for name in ("torch", "flashinfer", "vllm", "floor")}),
@@ -258,6 +277,37 @@ def beside_peers(gpu: str, rows: list[ResultRow]) -> Iterator[str]:
     text = f"Bars: the time of {names} over ours, case by case ({gpu}); right of 1 ours is faster"
     yield picture(text, FOLDER / f"{gpu}-peers.png")
     yield peers.full_table(gpu, found)
+
+
+# ---- two roofs: the bytes at the copy rate, and the operations at the matmul rate
+
+ROOFS = {  # marker -> the cases of a table, by prefixes
+    "deep-mla": (
+        "mla-decode-",
+        "dsa-decode-kv656-b128-h",
+        "dsa-decode-bf16-b128",
+        "dsa-prefill-bf16-t4096-s32768-h128-k2048",
+    ),
+    "deep-indexer": ("indexer-prefill-", "indexer-decode-", "dsa-select-b64-", "dsa-select-b1-"),
+}
+
+
+def roofs(gpu: str, rows: list[ResultRow], prefixes: Iterable[str]) -> Iterator[str]:
+    """Yield a line per case: the time of its bytes and that of its operations at the rates of its own run, and ours."""
+    tops = {(r.run, r.case): r for r in rows if r.case.startswith("ceiling-")}
+    lines, chosen = [], []
+    for row in (r for prefix in prefixes for r in newest(rows, prefix) if r.provider == "ours"):
+        matmul = "fp8" if row.case.startswith(("indexer-", "dsa-select-")) else "bf16"  # of the MMAs
+        copy, top = (tops.get((row.run, f"ceiling-{name}")) for name in ("copy", f"matmul-{matmul}"))
+        if copy is None or top is None or not (row.gbps and row.tflops and copy.gbps and top.tflops):
+            continue
+        parts = row.gbps / copy.gbps, row.tflops / top.tflops  # of our time
+        chosen.append(row)
+        us = [number(part * row.time_us, 1) for part in parts] + [number(row.time_us, 1)]
+        lines.append([f"`{row.case}`", *us, "bytes" if parts[0] > parts[1] else "operations", f"{max(parts):.2f}"])
+    if lines:
+        head = ["case", "bytes, us", "operations, us", "ours, us", "longer one", "/ ours"]
+        yield from (made(gpu, chosen), pages.table(head, lines))
 
 
 # ---- rows of other kinds: a line per row
@@ -442,6 +492,7 @@ RESULTS: dict[str, Callable[..., Iterable[str]]] = {
     "headline-picture": headline_picture,
     "headlines": headlines,
     "peers": beside_peers,
+    **{name: partial(roofs, prefixes=prefixes) for name, prefixes in ROOFS.items()},
     "measured-trace": trace,
     "measured-family": family,
     "measured-parallel": parallel,

@@ -45,11 +45,20 @@ def specs_of(op: str, arch: str) -> list[Any]:
     return [spec for other, spec in catalog.shipped(arch) if other == op]
 
 
+def shard(text: str) -> slice:
+    """Return which of all files belong to a shard: "2/4" is every fourth one from the second on."""
+    number, count = map(int, text.split("/"))
+    if not 1 <= number <= count:
+        raise ValueError(text)
+    return slice(number - 1, None, count)
+
+
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--all", action="store_true", help="run all tests, and repeat simulations with remembered results")
     parser.addoption(
         "--quick", action="store_true", help="one in six cases of the tests that take no seconds and no kernels"
     )
+    parser.addoption("--shard", type=shard, help="2/4: the second of four parts of the files of tests")
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -113,6 +122,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         kept = quick(items)
     else:
         kept = [item for item in items if config.getoption("--all") or not item.get_closest_marker("full")]
+    if (part := config.getoption("--shard")) is not None:
+        files = set(sorted({item.path for item in kept})[part])
+        kept = [item for item in kept if item.path in files]
     config.hook.pytest_deselected(items=list(set(items) - set(kept)))
     items[:] = sorted(kept, key=order)
 

@@ -1,7 +1,8 @@
 """The support table: architecture x feature, from the requests that each kernel accepts.
 
     python -m tools.matrix              print the table
-    python -m tools.matrix readme       write it into docs/support.md, and the tables of head dims and of bundles
+    python -m tools.matrix readme       write it into docs/support.md, and the tables of head dims and of bundles, and
+                                        docs/matrix.md (tools.refusals)
     python -m tools.matrix record REPORT... --gpu NAME --commit COMMIT
                                         add the results of a GPU test run (pytest --junitxml) to tests/data/hardware.csv
 
@@ -400,7 +401,9 @@ def bundles() -> str:
 
 def sections() -> dict[str, str]:
     """Return the generated sections of documents: name -> body."""
-    return {"support": markdown(), "head-dims": head_dims(), "shipped": bundles()}
+    from . import refusals
+
+    return {"support": markdown(), "head-dims": head_dims(), "shipped": bundles(), "refusals": refusals.markdown()}
 
 
 def executed(reports: Iterable[Path]) -> dict[str, tuple[int, int]]:

@@ -34,7 +34,10 @@ SHARED, SETTING = "the shared memory of an SM, and what a layout takes of it", "
 COUNTED = "instructions and cycles, counted in SASS without a device"
 KNOWN = {
     "README.md": {"Apache-2.0": "the name of a licence"},
-    "docs/benchmarks.md": {"skips 75 % of the blocks": "the definition of the case `skip75`"},
+    "docs/benchmarks.md": {
+        "skips 75 % of the blocks": "the definition of the case `skip75`",
+        "has 75 % of its keys in common": "the definition of the cases `a75`",
+    },
     "docs/blackwell.md": {
         "Q takes 128 of 227 KiB": SHARED,
         "Q takes 64 KiB, and three stages": SHARED,
@@ -54,6 +57,7 @@ KNOWN = {
         "34 KiB (head_dim 128) per request": "the size of a buffer, by its shape",
         "take 2.2 GB": "the size of a buffer, by its shape",
     },
+    "docs/deep-mla.md": {"132 SMs, 1.98 GHz and 4.8 TB/s": "rates of the data sheet"},
     "docs/design.md": {"costs under 1 % as a value": "a rule for features"},
     "docs/drop-in.md": {"keep the positions of 0.2.": "a version"},
     "docs/engines.md": {
@@ -226,13 +230,17 @@ decode-bf16-x-q4 ours 10
 decode-bf16-x-q4 flashinfer 20
 prefill-skip75-x ours 10
 prefill-skip75-x cudnn 20
+dsa-prefill-bf16-x ours 20
+dsa-prefill-bf16-x own-shared 10
+dsa-prefill-bf16-x own-bf16 5
+dsa-prefill-bf16-x flashmla 30
 topk-fp32-x ours 10
 topk-fp32-x torch 70
 topk-fp32-y torch 70""")
 
 
 def test_points_compare_equal_forms_of_one_run():
-    """Another form of ours, a floor, a form without a row of ours, and a case without ours give no points. The newest
+    """Another type of ours, a floor, a form without a row of ours, and a case without ours give no points. The newest
     run with both counts: a peer that did not run again stays as it was."""
     newer = rows_of("topk-fp32-x ours 10\ntopk-fp32-x torch 80\ndecode-bf16-x ours 5", "2026-02-01", "def456")
     newer += rows_of("decode-bf16-x flashinfer 1", "2026-03-01", "aaa111")
@@ -243,6 +251,8 @@ def test_points_compare_equal_forms_of_one_run():
         ("prefill-skip75-x", "", "cudnn", 2.0, "abc123"),
         ("decode-bf16-x", "", "XQA", 1.2, "abc123"),
         ("decode-bf16-x-q4", "", "XQA", 2.0, "abc123"),
+        ("dsa-prefill-bf16-x", "", "FlashMLA", 1.5, "abc123"),
+        ("dsa-prefill-bf16-x", "share_keys", "FlashMLA", 3.0, "abc123"),
         ("topk-fp32-x", "", "torch.topk", 8.0, "def456"),
     ]
     assert not [p for p in peers.best(points) if "skip" in p.case], "it leaves out work that its dense peers do"
@@ -284,4 +294,4 @@ def test_pictures_are_drawn_from_the_rows_of_today(gpu):
 
 
 def test_every_headline_was_measured():
-    assert peers.HEADLINES.keys() <= {p.case for found in MEASURED.values() for p in found if not p.form}
+    assert peers.HEADLINES.keys() <= {p.name for found in MEASURED.values() for p in found}

@@ -107,6 +107,22 @@ def test_two_commands_suffice_on_a_fresh_machine():
     assert "exec make test" in (ROOT / ".ci" / "run").read_text()
 
 
+def test_a_public_host_runs_commands_that_readme_names():
+    workflow = (ROOT / ".github" / "workflows" / "ci.yml").read_text()
+    found = re.findall(r"\brun: (make [a-z-]+)(?: SHARD=\$\{\{ matrix.shard \}\}/\d+)?$", workflow, re.M)
+    assert len(found) == workflow.count("run:")
+    assert {"make lint", "make quick", "make test", "make test-all"} == set(found)
+    assert set(found) <= set(re.findall(r"\bmake [a-z-]+", README.read_text()))
+
+
+def test_shards_have_every_file_once():
+    files, parts = range(10), [conftest.shard(f"{number}/4") for number in (1, 2, 3, 4)]
+    assert sorted(file for part in parts for file in files[part]) == list(files)
+    for wrong in ("0/4", "5/4", "1", "a/b"):
+        with pytest.raises(ValueError):
+            conftest.shard(wrong)
+
+
 def test_every_environment_variable_is_listed():
     folders = ("cute_kernels", "wrappers", "bench", "tools", "examples")
     code = "".join(path.read_text() for folder in folders for path in (ROOT / folder).rglob("*.py"))
