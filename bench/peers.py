@@ -11,6 +11,7 @@ from .results import EngineRow, ResultRow, complete_runs
 PEERS = (
     "cudnn",
     "flash-attn-4",
+    "flash-attn-3",
     "flashinfer",
     "flashmla",
     "deep-gemm",
@@ -56,7 +57,7 @@ HEADLINES = {  # case, and its form in parentheses -> the call, in words
     "mla-decode-bf16-b64-s8192-h128-p64": "MLA decode, 64 requests of 8192 keys, 128 heads",
     "dsa-decode-kv656-b128-h16-k2048": "DSA decode, 128 requests, 16 heads, 2048 keys each",
     "dsa-decode-kv656-b64-h128-k2048": "DSA decode, 64 requests, 128 heads, 2048 keys each",
-    "dsa-prefill-bf16-t4096-s32768-h16-k2048-a75 (share_keys)": "DSA prompts, 16 heads, with share_keys",
+    "dsa-prefill-bf16-t4096-s32768-h16-k2048-a75 (share_keys)": "DSA prompts, 16 heads; neighbours share 75 % of keys",
     "dsa-prefill-bf16-t4096-s32768-h128-k2048": "DSA prompts, 4096 tokens, 128 heads, 2048 keys each",
     "indexer-prefill-t4096-s32768-h64": "indexer logits, 4096 tokens by 32768 keys",
     "indexer-decode-b64-s32768-h64": "indexer logits, 64 requests of 32768 keys",
