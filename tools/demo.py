@@ -30,19 +30,16 @@ from cute_kernels.topk import dispatch as topk_dispatch
 from cute_kernels.topk.request import TopKKernelRequest
 
 from . import demo_data, demo_latent, demo_steps
+from .demo_latent import WIDTH
 from .demo_picture import draw
 from .demo_steps import HEAD_DIM, PAGE, DemoStep, K, LayerBatch, compare, expected, paged
 
-HALF = KernelRequest("fp16", "fp16", "fp16")
-PREFILL = replace(HALF, head_dim_qk=HEAD_DIM, head_dim_vo=HEAD_DIM, page_size=PAGE, qhead_per_kvhead=1, causal=False)
+PREFILL = KernelRequest("fp16", "fp16", "fp16", HEAD_DIM, HEAD_DIM, PAGE, qhead_per_kvhead=1, causal=False)
 DECODE = replace(PREFILL, causal=True, rows=1)
-LATENT = replace(
-    HALF, head_dim_qk=demo_latent.WIDTH, head_dim_vo=demo_latent.WIDTH, page_size=demo_latent.PAGE, shares_v=True,
-    qhead_per_kvhead=demo_data.HEADS, rows=1,
-)  # fmt: skip
+LATENT = KernelRequest("bf16", "bf16", "bf16", WIDTH, WIDTH, demo_latent.PAGE, demo_data.HEADS, rows=1, shares_v=True)
 ARCH = "sm_90a"
 COPIES = 64  # copies of the text's requests, for a batch large enough to time
-SIMULATED = 2  # number of heads that the simulator computes
+SIMULATED = 1  # number of heads of K and V that the simulator computes
 NEXT = """\
 next: python -m examples.serve          continuous batching of a small decoder on one pool of pages
       python -m examples.sparse         attention to the keys that a top-k selects
@@ -54,9 +51,7 @@ def kernels() -> list[str]:
     """Return the names of the kernels that serve the calls, each once."""
     requests = PREFILL, DECODE, LATENT, replace(LATENT, source="slots", causal=False)
     found = [dispatch.select(request, ARCH) for request in requests]
-    rows = TopKKernelRequest(
-        "fp32", SIMULATED, demo_data.LENGTHS[0], K
-    )  # the selection of sparse attention has it, too
+    rows = TopKKernelRequest("fp32", SIMULATED, demo_data.LENGTHS[0], K)  # it also serves sparse attention
     index = IndexerRequest(demo_data.HEADS, demo_latent.INDEX_DIM)
     more = topk_dispatch.select(rows, ARCH), indexer_dispatch.select(index, ARCH)
     return [spec.name for _, spec in (*found, *more)]
@@ -71,7 +66,7 @@ def build() -> bool:
     """Build the kernels into the bundle. Return False if the DSL (the compiler) is not installed."""
     if importlib.util.find_spec("cutlass") is None:
         return False
-    wanted = [word for name in kernels() for word in ("--only", name)]
+    wanted = [word for name in kernels() for word in ("--only", f"*/{name}")]
     for verb in (["build", *wanted], ["verify"]):
         command = [sys.executable, "-m", "cute_kernels", *verb, "--arch", ARCH, "--out", str(out())]
         subprocess.run(command, check=True, cwd=demo_data.ROOT)

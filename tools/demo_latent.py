@@ -19,7 +19,8 @@ WIDTH = 512  # columns of a latent row, of which the layer's input fills 384
 INDEX_DIM = 128  # columns of the indexer's queries and keys
 KEPT = 64  # number of keys that a token attends to in sparse attention
 LARGEST = 448.0  # the largest e4m3 value
-ABSORBED = 2e-3  # relative error against attention with Q and K of each head: absorbed queries are rounded to fp16
+TOLERANCE = 1.2e-2  # rtol = atol: bf16 weights and output of values up to about 8
+ABSORBED = 6e-3  # relative error against attention with Q and K of each head: absorbed queries are rounded to bf16
 ROUNDING = 2.0**-11  # of the indexer's logits, in units of the magnitudes that they consist of, for one head
 
 
@@ -27,8 +28,8 @@ ROUNDING = 2.0**-11  # of the indexer's logits, in units of the magnitudes that 
 class LatentBatch:
     """The last token of each request, as a query, and the tokens of all requests as keys."""
 
-    queries: torch.Tensor  # (requests, heads, 512) fp16
-    latents: torch.Tensor  # (T, 512) fp16
+    queries: torch.Tensor  # (requests, heads, 512) bf16
+    latents: torch.Tensor  # (T, 512) bf16
     index_q: torch.Tensor  # (requests, heads, 128) e4m3
     index_weights: torch.Tensor  # (requests, heads) fp32, the scales of the queries included
     index_k: torch.Tensor  # (T, 128) e4m3
@@ -58,7 +59,7 @@ def batch_of(data: dict[str, np.ndarray]) -> LatentBatch:
     own = zip(q.split(lengths), k.split(lengths))
     shares = [torch.einsum("hd,khd->hk", a[-1], b).mul(scale).softmax(1) for a, b in own]
     pad = WIDTH - hidden.shape[1]
-    queries, latents = (torch.nn.functional.pad(t, (0, pad)).half() for t in (absorbed, hidden))
+    queries, latents = (torch.nn.functional.pad(t, (0, pad)).bfloat16() for t in (absorbed, hidden))
     return LatentBatch(
         queries, latents, index_q, q_scales.squeeze(-1) * INDEX_DIM**-0.5, index_k, k_scales,
         torch.cat(shares, dim=1), lengths, scale,
@@ -122,7 +123,7 @@ def rows_of(batch: LatentBatch) -> list[slice]:
 
 
 def over(batch: LatentBatch, rows: list[Any]) -> torch.Tensor:
-    """Compute attention of each request's query to these rows with torch, in fp32 from the same fp16 values."""
+    """Compute attention of each request's query to these rows with torch, in fp32 from the same bf16 values."""
     found = []
     for query, its in zip(batch.queries.float(), rows):
         latents = batch.latents[its].float()
@@ -135,7 +136,7 @@ def check_all(out: torch.Tensor, want: tuple[torch.Tensor, torch.Tensor]) -> str
     same, own = want
     found = relative(out, own)
     assert found <= ABSORBED, f"relative error to attention with Q and K of each head: {found:.1e}"
-    return f"{compare(out, same)}; to attention with Q and K of each head, {found:.1e}"
+    return f"{compare(out, same, TOLERANCE)}; to attention with Q and K of each head, {found:.1e}"
 
 
 def own_attention(batch: LatentBatch) -> torch.Tensor:
@@ -164,7 +165,7 @@ def check_selected(got: tuple[torch.Tensor, torch.Tensor], batch: LatentBatch) -
         assert keys[0] >= 0 and keys[-1] < len(logits), f"request {request}: keys {keys}"
         least, slack = logits.topk(count).values[-1], ROUNDING * magnitudes.max()
         assert logits[keys].min() >= least - slack, f"request {request}: torch selects keys with larger logits"
-    said = compare(out, over(batch, [chosen[chosen >= 0] for chosen in rows]))
+    said = compare(out, over(batch, [chosen[chosen >= 0] for chosen in rows]), TOLERANCE)
     first = rows_of(batch)[0]
     held = float(batch.shares[:, rows[0]].sum(1).mean())
     best = float(batch.shares[:, first].sum(0).topk(KEPT).values.sum()) / len(batch.shares)

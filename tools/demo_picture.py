@@ -65,5 +65,5 @@ def scatter(axes: Any, title: str, results: dict[str, tuple[torch.Tensor, torch.
         (points,) = axes.plot(want.flatten().numpy(), out.float().flatten().numpy(), ",")
         axes.plot([], [], "s", color=points.get_color(), label=label)  # a pixel is too small for the legend
     axes.axline((0, 0), slope=1, color="tab:gray", lw=0.5)
-    axes.set(xlabel="torch, fp32", ylabel="kernel, fp16", title=title)
+    axes.set(xlabel="torch, fp32", ylabel="kernel", title=title)
     axes.legend(loc="upper left")

@@ -111,9 +111,9 @@ def expected(batch: LayerBatch) -> torch.Tensor:
     return torch.cat(rows, dim=1).transpose(0, 1)
 
 
-def compare(out: torch.Tensor, want: torch.Tensor) -> str:
+def compare(out: torch.Tensor, want: torch.Tensor, tolerance: float = TOLERANCE) -> str:
     """Describe the errors against torch's result. Raise AssertionError if they exceed the tolerance."""
-    torch.testing.assert_close(out.float(), want, rtol=TOLERANCE, atol=TOLERANCE)
+    torch.testing.assert_close(out.float(), want, rtol=tolerance, atol=tolerance)
     return f"max error {float((out.float() - want).abs().max()):.1e}, relative {relative(out, want):.1e}"
 
 
