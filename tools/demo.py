@@ -9,74 +9,24 @@ and V, on some of the heads. The results are compared with plain torch and drawn
 """
 
 import argparse
-import importlib.util
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import torch
 
-from cute_kernels import cli, manifest, paths
-from cute_kernels.attention import dispatch
-from cute_kernels.attention.request import KernelRequest
-from cute_kernels.indexer import dispatch as indexer_dispatch
-from cute_kernels.indexer.request import IndexerRequest
-from cute_kernels.topk import dispatch as topk_dispatch
-from cute_kernels.topk.request import TopKKernelRequest
-
 from . import demo_data, demo_latent, demo_steps
-from .demo_latent import WIDTH
+from .demo_kernels import ARCH, SIMULATED, build, resources
 from .demo_picture import draw
-from .demo_steps import HEAD_DIM, PAGE, DemoStep, K, LayerBatch, compare, expected, paged
+from .demo_steps import DemoStep, LayerBatch, compare, expected, paged
 
-PREFILL = KernelRequest("fp16", "fp16", "fp16", HEAD_DIM, HEAD_DIM, PAGE, qhead_per_kvhead=1, causal=False)
-DECODE = replace(PREFILL, causal=True, rows=1)
-LATENT = KernelRequest("bf16", "bf16", "bf16", WIDTH, WIDTH, demo_latent.PAGE, demo_data.HEADS, rows=1, shares_v=True)
-ARCH = "sm_90a"
 COPIES = 64  # copies of the text's requests, for a batch large enough to time
-SIMULATED = 1  # number of heads of K and V that the simulator computes
 NEXT = """\
 next: python -m examples.serve          continuous batching of a small decoder on one pool of pages
       python -m examples.sparse         attention to the keys that a top-k selects
       python -m tests.sim bf16_d128_causal       any kernel in the simulator, in four modes
       cute-kernels list                 what was built; README says how to call it"""
-
-
-def kernels() -> list[str]:
-    """Return the names of the kernels that serve the calls, each once."""
-    requests = PREFILL, DECODE, LATENT, replace(LATENT, source="slots", causal=False)
-    found = [dispatch.select(request, ARCH) for request in requests]
-    rows = TopKKernelRequest("fp32", SIMULATED, demo_data.LENGTHS[0], K)  # it also serves sparse attention
-    index = IndexerRequest(demo_data.HEADS, demo_latent.INDEX_DIM)
-    more = topk_dispatch.select(rows, ARCH), indexer_dispatch.select(index, ARCH)
-    return [spec.name for _, spec in (*found, *more)]
-
-
-def out() -> Path:
-    """Return the folder of the demo's bundle."""
-    return paths.bundle_folders(ARCH)[0]
-
-
-def build() -> bool:
-    """Build the kernels into the bundle. Return False if the DSL (the compiler) is not installed."""
-    if importlib.util.find_spec("cutlass") is None:
-        return False
-    wanted = [word for name in kernels() for word in ("--only", f"*/{name}")]
-    for verb in (["build", *wanted], ["verify"]):
-        command = [sys.executable, "-m", "cute_kernels", *verb, "--arch", ARCH, "--out", str(out())]
-        subprocess.run(command, check=True, cwd=demo_data.ROOT)
-    return True
-
-
-def resources() -> str:
-    """Return the kernels' summaries from the bundle."""
-    known = {entry["name"]: entry for entry in manifest.read(out()).kernels}
-    return "\n".join(f"kernel {name}: {cli.summary(known[name])}" for name in kernels())
 
 
 def run(

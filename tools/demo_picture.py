@@ -5,11 +5,12 @@ from typing import Any
 
 import torch
 
-from . import demo_data, demo_latent
+from . import demo_latent
+from .demo_kernels import ROOT, K
 from .demo_latent import LatentBatch
-from .demo_steps import K, LayerBatch, expected
+from .demo_steps import LayerBatch, expected
 
-PICTURE = demo_data.ROOT / "build" / "demo.png"
+PICTURE = ROOT / "build" / "demo.png"
 SHOWN = 64  # the last tokens of the first request
 
 

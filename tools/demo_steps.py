@@ -8,11 +8,9 @@ import numpy as np
 import torch
 
 from . import demo_data
+from .demo_kernels import HEAD_DIM, PAGE, K
 
-PAGE = 16
-HEAD_DIM = 64  # the smallest head_dim of the kernels; the layer's 32 are padded with zeros
 TOLERANCE = 2e-3  # rtol = atol: fp16 output of values up to about 4
-K = 8  # number of keys that top-k selects
 
 
 class DemoStep(NamedTuple):

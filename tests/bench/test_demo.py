@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from tests.support.fake_machine import FakeMachine
-from tools import demo, demo_data, demo_latent, demo_steps
+from tools import demo, demo_data, demo_kernels, demo_latent, demo_steps
 from wrappers.host import machine
 
 WRONG = (lambda right: right * 1.01, lambda right: right.roll(1, 0), torch.zeros_like)
@@ -100,7 +100,7 @@ def test_kernels_that_the_demo_builds_serve_its_calls(data, latent):
     specs = []
     with machine.override(FakeMachine(lambda op, spec: specs.append(spec) or (lambda *args: None))):
         for step in demo_steps.STEPS:
-            step.call(few(data, demo_steps.batch_of, demo.SIMULATED))
+            step.call(few(data, demo_steps.batch_of, demo_kernels.SIMULATED))
         demo_latent.attend(latent)
         demo_latent.attend_to_selected(latent)
-    assert {spec.name for spec in specs} == set(demo.kernels())
+    assert {spec.name for spec in specs} == set(demo_kernels.kernels())
