@@ -17,11 +17,13 @@ ifeq ($(USE_SYSTEM),1)
 PYTHON := $(PY)
 READY :=
 SHOWN :=
+BUILT :=
 export PYTHONPATH := tools/ptxsim/src$(if $(PYTHONPATH),:$(PYTHONPATH))
 else
 PYTHON := $(VENV)/bin/python
 READY := $(VENV)/.ready
 SHOWN := $(VENV)/.demo $(VENV)/.weights compiled
+BUILT := --built
 endif
 # Installing compiles no module, half of whose seconds that took: an import compiles it, and keeps it.
 PIP := $(PYTHON) -m pip install -qq --disable-pip-version-check --no-compile
@@ -31,14 +33,14 @@ export PYTHONDONTWRITEBYTECODE :=
 
 demo:
 	@$(MAKE) --no-print-directory -j3 shown
-	@$(PYTHON) -m tools.demo
+	@$(PYTHON) -m tools.demo $(BUILT)
 
 shown: $(SHOWN)
 	@:
 
 # The demo's kernels need no torch, and compile while it is installed.
 compiled: $(VENV)/.compiler
-	@nice $(PYTHON) -m tools.demo_kernels
+	@$(PYTHON) -m tools.demo_kernels
 
 # `quick` runs one in six cases of the tests that compile no kernel, in 2 minutes; `test` runs what CI runs, in about 20
 # on 2 cores. The linter runs beside both. `test-all` runs all tests, without remembered results of simulations.

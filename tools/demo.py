@@ -64,12 +64,14 @@ def speed(batch: LayerBatch) -> str:
 
 
 def main() -> None:
-    argparse.ArgumentParser(prog="python -m tools.demo", description=__doc__.splitlines()[0]).parse_args()
+    parser = argparse.ArgumentParser(prog="python -m tools.demo", description=__doc__.splitlines()[0])
+    parser.add_argument("--built", action="store_true", help="tools.demo_kernels has built the kernels just now")
+    given = parser.parse_args()
     data, origin = demo_data.load()
     batch, latent = demo_steps.batch_of(data), demo_latent.batch_of(data)
     heads, shown = batch.q.shape[1], " + ".join(map(str, batch.lengths))
     print(f"data: {origin}\n      {shown} tokens, {heads} heads, caches in shuffled pages", flush=True)
-    built = build()
+    built = given.built or build()
     print(resources() if built else "no CuTe DSL here: no kernel was built, calls run the reference in plain torch")
     where, around = "reference", nullcontext
     if torch.cuda.is_available():
