@@ -19,13 +19,13 @@ ifeq ($(USE_SYSTEM),1)
 PYTHON := $(PY)
 READY :=
 SHOWN :=
-WEIGHTS :=
+BUILT :=
 export PYTHONPATH := tools/ptxsim/src$(if $(PYTHONPATH),:$(PYTHONPATH))
 else
 PYTHON := $(VENV)/bin/python
 READY := $(VENV)/.ready
-SHOWN := $(VENV)/.demo
-WEIGHTS := $(VENV)/.weights
+SHOWN := $(VENV)/.demo $(VENV)/.weights compiled
+BUILT := --built
 endif
 # Installing compiles no module, half of whose seconds that took: an import compiles it, and keeps it.
 PIP := $(PYTHON) -m pip install -qq --disable-pip-version-check --no-compile
@@ -34,14 +34,18 @@ export PYTHONDONTWRITEBYTECODE :=
 PART := $(if $(SHARD),--shard $(SHARD))
 LINT := $(if $(filter-out 1/%,$(SHARD)),,lint)  # of shards, the first one lints
 
-.PHONY: demo shown quick some test whole test-all lint bench plots docs mutants cubins clean
+.PHONY: demo shown compiled quick some test whole test-all lint bench plots docs mutants cubins clean
 
 demo:
-	@$(MAKE) --no-print-directory -j2 shown
-	@$(PYTHON) -m tools.demo
+	@$(MAKE) --no-print-directory -j3 shown
+	@$(PYTHON) -m tools.demo $(BUILT)
 
-shown: $(SHOWN) $(WEIGHTS)
+shown: $(SHOWN)
 	@:
+
+# The demo's kernels need no torch, and compile while it is installed.
+compiled: $(VENV)/.compiler
+	@$(PYTHON) -m tools.demo_kernels
 
 # `quick` runs one in six cases of the tests that compile no kernel, in 2 minutes; `test` runs what CI runs, in about 20
 # on 2 cores. The linter runs beside both. `test-all` runs all tests, without remembered results of simulations.
@@ -85,7 +89,7 @@ cubins: $(READY)
 	$(PYTHON) -m cute_kernels build --arch $(ARCH) --jobs $(JOBS)
 
 clean:
-	rm -rf build $(VENV)/.made $(VENV)/.ready $(VENV)/.demo $(VENV)/.weights
+	rm -rf build $(addprefix $(VENV)/.,made ready compiler demo weights)
 
 # A new pip resolves the versions in half of the time of those that come with Python 3.10 and 3.11.
 $(VENV)/.made:
@@ -93,9 +97,13 @@ $(VENV)/.made:
 	@$(PIP) --upgrade pip
 	@touch $@
 
+$(VENV)/.compiler: pyproject.toml | $(VENV)/.made
+	@echo "setting up $(VENV): the compiler of the kernels, torch for the CPU, what draws; a minute"
+	@$(PIP) --group compiler
+	@touch $@
+
 # What the demo needs, less than a tester does.
-$(VENV)/.demo: pyproject.toml tools/ptxsim/pyproject.toml | $(VENV)/.made
-	@echo "setting up $(VENV): torch for the CPU, the compiler of the kernels, what draws; a minute"
+$(VENV)/.demo: pyproject.toml tools/ptxsim/pyproject.toml | $(VENV)/.compiler
 	@$(PIP) -e '.[demo]' -e tools/ptxsim
 	@touch $@
 

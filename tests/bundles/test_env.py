@@ -4,6 +4,7 @@ screen."""
 import ctypes
 import errno
 import os
+import re
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator
@@ -119,6 +120,14 @@ def test_the_ranges_are_those_of_pyproject():
     text = (ROOT / "pyproject.toml").read_text()
     for name in env.VERSIONS:
         assert f'"{env.requirement(name)[1:-1]}"' in text
+
+
+def test_the_compiler_that_make_demo_installs_first_is_the_demos():
+    """Otherwise the rest of the installation would replace a compiler at work."""
+    text = (ROOT / "pyproject.toml").read_text()
+    lists = dict(re.findall(r"^([a-z-]+) = \[\n(.*?)^\]", text, re.M | re.S))
+    compiler, demo, always = (set(lists[name].split("\n")) for name in ("compiler", "demo", "dependencies"))
+    assert compiler <= demo | always
 
 
 # ---- distributions
