@@ -8,7 +8,10 @@ from tests.support.fake_machine import FakeMachine
 from tools import demo, demo_data, demo_kernels, demo_latent, demo_steps
 from wrappers.host import machine
 
-WRONG = (lambda right: right * 1.01, lambda right: right.roll(1, 0), torch.zeros_like)
+WRONG = (
+    lambda right: right * 1.02, lambda right: right.roll(1, 0), torch.zeros_like,
+    lambda right: torch.where(right == right.max(), torch.nan, right),
+)  # fmt: skip
 
 
 @pytest.fixture(scope="module")
