@@ -35,6 +35,7 @@ SERVE_STYLE = {
 PEER_STYLE = {
     "cudnn": "#0072B2",
     "flash-attn-4": "#009E73",
+    "flash-attn-3": "#44AA99",
     "flashinfer fa3": "#CC79A7",
     "flashinfer": "#E69F00",
     "XQA": "#56B4E9",

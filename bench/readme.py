@@ -176,13 +176,12 @@ SECTIONS = {  # marker -> what stands there
     "measured-mla": Section(
         ("mla-decode-",),
         OURS | {"GB/s": GBPS, "TFLOP/s": partial(rate, unit="tflops"), "floor / ours": FLOOR}
-        | timed({"flashmla": "FlashMLA", "flash-attn-3": "flash-attn-3", "own-p64": "pages of 64"}),
+        | timed({"flashmla": "FlashMLA", "flash-attn-3": "FA3", "own-p64": "pages of 64"}),
     ),
     "measured-dsa": Section(
         ("dsa-decode-", "dsa-prefill-"),
         OURS | {"floor / ours": FLOOR}
-        | timed({"flashmla": "FlashMLA", "flash-attn-3": "flash-attn-3", "own-shared": "`share_keys`"})
-        | timed({"own-bf16": "bf16", "own-kv656": "656 bytes"}),
+        | timed({"flashmla": "FlashMLA", "flash-attn-3": "FA3", "own-shared": "`share_keys`", "own-bf16": "bf16"}),
     ),
     "measured-indexer": Section(
         ("indexer-prefill-", "indexer-decode-", "dsa-select-", "dsa-layer-"),

@@ -1,4 +1,4 @@
-"""What VLLM_BATCH_INVARIANT asks of vLLM's own layers in models of DeepSeek, where vLLM 0.33 does not do it."""
+"""A change to vLLM's own layers of DeepSeek, without which VLLM_BATCH_INVARIANT does not keep the bits of a token."""
 
 from vllm.model_executor.models import deepseek_v2
 
