@@ -73,7 +73,8 @@ def main() -> None:
     print(f"data: {origin}\n      {shown} tokens, {heads} heads, caches in shuffled pages", flush=True)
     built = given.built or build()
     print(resources() if built else "no CuTe DSL here: no kernel was built, calls run the reference in plain torch")
-    where, around = "reference", nullcontext
+    where = "reference"
+    around: Callable[[], AbstractContextManager[Any]] = nullcontext
     if torch.cuda.is_available():
         batch, latent, where = batch.to("cuda"), latent.to("cuda"), f"on {torch.cuda.get_device_name()}"
     elif built:
