@@ -169,7 +169,8 @@ def _paged(case: LogitsCase, gen: torch.Generator) -> dict[str, Any]:
     if case.hostile:
         table[torch.rand(table.shape, generator=gen) < 0.3] = HOSTILE[3]
         lens[torch.rand(lens.shape, generator=gen) < 0.5] = HOSTILE[int(torch.randint(4, (), generator=gen))]
-        table[:, 0] = torch.tensor(HOSTILE)[torch.randint(2, (batch,), generator=gen)].int()
+        table[:, 0] = torch.tensor((*HOSTILE[:2], pages))[torch.randint(3, (batch,), generator=gen)].int()
+        table[0, 0] = pages
         cache.fill_(0x30)  # lengths reach pages that no request has
     view = cache.as_strided((pages, size, 1, dim + 4), (row + case.gap, dim + 4, dim + 4, 1))
     return _queries(case, gen, batch, case.next_n) | {

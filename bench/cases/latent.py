@@ -102,6 +102,7 @@ def _rows(case: LatentCase, gen: torch.Generator, *shape: int) -> torch.Tensor:
         t[where] = torch.tensor(SPECIAL)[torch.randint(len(SPECIAL), (int(where.sum()),), generator=gen)]
         t[1:2] = t[1:2].nan_to_num(0.0, 0.0, 0.0).clamp(-1.0, 1.0)
         t[1:2, ..., ::16] = 1.75  # the scale is 2^-8
+        t[2:3] = t[2:3].nan_to_num(0.0, 0.0, 0.0).clamp(-1.0, 1.0) * 2.0**-24  # the scale is the least one
     return _wide(t.to(DTYPES[case.dtype]), case.shift)
 
 
@@ -122,12 +123,14 @@ def _places(case: LatentCase, gen: torch.Generator, number: int = 0) -> Any:
     if case.places == "slots":
         if case.hostile:
             slots[::2] = torch.tensor(WORST)[torch.randint(len(WORST), (len(slots[::2]),), generator=gen)]
+            slots[:1] = case.pages * case.page_size
         return case.ints(number, slots)
     each = -(-5 // case.page_size)  # pages of a request
     requests = min(case.pages // each, -(-case.tokens // 5))
     table = torch.randperm(case.pages, generator=gen)[: requests * each].view(requests, each)
     if case.hostile:
-        table[0, 0] = 1 << 30
+        table[-1, 0] = 1 << 30
+        table[0, 0] = case.pages
     token = torch.arange(case.tokens)
     request, position = token // 5, token % 5
     if case.places == "lists":

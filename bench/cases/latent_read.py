@@ -75,6 +75,7 @@ def make_inputs(case: ReadCase, device: "torch.device | str" = "cpu", seed: int 
     offsets = torch.tensor([0, *case.lens]).cumsum(0)
     if case.hostile:
         table[::2, 0] = torch.tensor(WORST)[torch.randint(len(WORST), (len(table[::2]),), generator=gen)]
+        table[0, 0] = pages
         firsts[-1:] = WORST[0] if case.starts else firsts[-1:]
     typed = replace(made, int32=case.int32, mixed=case.mixed)
     table, offsets, firsts = map(typed.ints, range(3), (table, offsets, firsts))

@@ -83,6 +83,7 @@ REFUSED = [
     ({"k_rope": torch.zeros(39, 64).bfloat16()}, ValueError, "k_rope: shape"),
     ({"indices": torch.zeros(4, 16).int()}, ValueError, r"indices: shape \(4, 16\), must be \(5, 16\)"),
     ({"indices": torch.zeros(5, 16).long()}, TypeError, "indices: dtype torch.int64"),
+    ({"indices": torch.zeros(5, 16, device="meta").int()}, ValueError, "^indices: device meta, must be that of q"),
     ({"topk_length": torch.zeros(4).int()}, ValueError, r"topk_length: shape \(4,\), must be \(5,\)"),
     ({"dkv_acc": torch.zeros(40, 576)}, NotImplementedError, "dkv_acc: Tensor, not supported, must be None"),
     ({"dkv_dst_map": torch.zeros(40).int()}, NotImplementedError, "dkv_dst_map: Tensor, not supported"),

@@ -113,6 +113,16 @@ def test_outputs_and_natural_logarithms():
         assert not out[2].any() and (base2[2] == -math.inf).all()
 
 
+def test_a_run_that_is_repeated_in_another_base():
+    case = CASES["one row"]
+    i = make(case)
+    with emulation():
+        wrapper, given = planned(case, i), tensors(case, i)
+        bases = [wrapper.run(**given, return_lse=True, return_lse_base_on_e=e)[1] for e in (False, True, True, False)]
+    assert torch.equal(bases[0], bases[3]) and torch.equal(bases[1], bases[2])
+    torch.testing.assert_close(bases[1], bases[0] * math.log(2.0))
+
+
 def test_lengths_are_those_of_keys():
     """Not of the last page: fewer keys than the pages before the last have, and more than all pages have."""
     case = MlaCase(lens=(40,), page_size=8)
@@ -180,6 +190,7 @@ PLANS = [
     ({"head_dim_kpe": -1}, ValueError, "head_dim_kpe: -1, must be at least 0"),
     ({"page_size": 0}, ValueError, "page_size: 0, must be at least 1"),
     ({"causal": None}, TypeError, "causal: None, must be True or False"),
+    ({"causal": None, "head_dim_kpe": 0, "num_heads": 9}, TypeError, "causal: None, must be True or False"),
     ({"sm_scale": None}, TypeError, "sm_scale: None, must be a float"),
     ({"lse_mode": "base10"}, ValueError, "lse_mode: 'base10', must be one of none, base2, basee"),
     ({"query_layout": "both"}, ValueError, "query_layout: 'both', must be one of None, packed, split"),
@@ -275,6 +286,19 @@ def test_refused_plans_keep_the_one_before():
         with pytest.raises(kind) as found:
             wrapper.plan(**given)
         assert str(found.value).strip('"').startswith(message), f"{found.value}\n{message}"
+        assert torch.equal(wrapper.run(**tensors(GOOD, i)), want)
+
+
+def test_refused_tables():
+    i = make(GOOD)
+    wrapper, names = planned(GOOD, i), ("cum_seq_lens_q", "block_tables", "seq_lens")
+    want, good = wrapper.run(**tensors(GOOD, i)), (lists(GOOD, i)[0], i.table, i.lens)
+    for name, message in zip(names, ("cum_seq_lens_q: shape (2,), must be (3,)", "seq_lens: shape (2,), must be (1,)",
+                                     "seq_lens: shape (1,), must be (2,)"), strict=True):  # fmt: skip
+        given = dict(zip(names, good, strict=True))
+        with pytest.raises(ValueError) as found:
+            wrapper.plan(**given | {name: given[name][:-1]}, **shape(GOOD))
+        assert str(found.value).startswith(message), f"{found.value}\n{message}"
         assert torch.equal(wrapper.run(**tensors(GOOD, i)), want)
 
 

@@ -118,6 +118,8 @@ REFUSED = [
     ({"kv": torch.zeros(40, 1, 512).bfloat16()}, ValueError, r"kv: shape \(40, 1, 512\), must be \(40, 1, 576\)"),
     ({"kv": torch.zeros(40, 1, 576).half()}, TypeError, "kv"),
     ({"kv": torch.zeros(40, 1, 584).byte()}, ValueError, "kv: shape .*must end with a row .* 576, 656, 352 bytes"),
+    ({"kv": torch.zeros(40, 1, 584).byte(), "q": torch.zeros(5, 8, 512).bfloat16()}, ValueError,
+     "kv: shape .*must end with a row .* 512, 528 bytes"),
     ({"kv": torch.zeros(4, 9, 2, 576).bfloat16()}, ValueError, r"kv: shape .*, must be \(4, 9, 1, 576\)"),
     ({"kv": torch.zeros(4, 9, 1, 570).bfloat16()}, ValueError, r"kv: shape .*, must end with 576"),
     ({"kv": torch.zeros(40, 1, 576).to(torch.float8_e4m3fn), "q": torch.zeros(5, 8, 576).half()}, NotImplementedError,

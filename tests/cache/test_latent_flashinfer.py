@@ -260,3 +260,11 @@ def test_a_table_is_no_output(name):
     given[name] = memory.view(E5M2)[: shape.numel()].view(shape)
     with pytest.raises(ValueError, match=f"^{name}: .* overlaps the memory of cos_sin_cache"):
         wrappers.rope_quantize_fp8_append_paged_kv_cache(**given)
+
+
+def test_a_page_size_that_is_not_the_caches_is_refused():
+    given = latent_append()
+    size = given["paged_kv_cache"][0].shape[1]
+    for other in (1, 2 * size):
+        with pytest.raises(ValueError, match=rf"^page_size: {other}, must be that of paged_kv_cache, {size}"):
+            wrappers.rope_quantize_fp8_append_paged_kv_cache(**given | {"page_size": other})

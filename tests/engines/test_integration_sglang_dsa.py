@@ -3,7 +3,7 @@ plugin's functions: prompts, chunks, decodes, mixed batches, drafts and graphs, 
 
 import importlib.metadata
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
@@ -398,6 +398,27 @@ def test_rows_of_padding(server):
         cu_seqlens_k=None, max_seqlen_q=1, sm_scale=SCALE, logit_cap=0.0, page_size=1,
     )  # fmt: skip
     assert torch.equal(found.flatten(), out.view(3, -1)[0])
+
+
+def test_steps_that_need_positions(server):
+    """SGLang's own function then chooses, with the logits and the top-k of the plugin."""
+    model = Model(server, CASES["bf16"])
+    model.step("EXTEND", {0: 70, 3: 30})
+    batch = model.batch("DECODE", {3: 1, 0: 1})
+    model.backend.init_forward_metadata(batch)
+    (static,) = model.placed(model.inputs(2))
+    _, slots = model.forward(batch, [static])
+    metadata = replace(model.backend.get_indexer_metadata(0, batch), force_unfused_topk=True)
+    found = model.indexer._get_topk_paged(batch, 0, static[2], static[3], metadata)
+    wanted = [[model.slots[request].index(slot) for slot in own] for request, own in zip((3, 0), slots.tolist())]
+    assert found.tolist() == wanted
+
+
+def test_a_soft_cap_is_refused(server):
+    given = dict.fromkeys(("q_rope", "kv_cache", "v_head_dim", "q_nope", "page_table", "cache_seqlens", "cu_seqlens_q",
+                           "cu_seqlens_k", "max_seqlen_q", "sm_scale", "page_size"))  # fmt: skip
+    with pytest.raises(NotImplementedError, match="^logit_cap: 30.0, must be 0"):
+        Model(server, Case()).backend._forward_fa3(**given, logit_cap=30.0)
 
 
 def test_what_is_hooked(server, monkeypatch):

@@ -235,6 +235,17 @@ def test_a_layer_repeats_its_launch(name, server):
             assert (model.backend._layers[0][2]._launch is not None) == bound
 
 
+def test_a_bound_launch_serves_no_longer_requests(server):
+    """Of as many tokens: the 21 rows of seven of them have another kernel than the 12 rows of four."""
+    server.device = torch.device("cpu")
+    with emulation() as fake:
+        model = Model(server, CASES["e4m3, scale"])
+        model.step("EXTEND", {0: 20, 1: 5})
+        for counts, rows in (*[({0: 4, 1: 4}, 16)] * 3, ({0: 7, 1: 1}, 64)):
+            model.step("EXTEND", counts)
+            assert fake.launches[-1].o_partial.shape[1] == rows  # of a tile
+
+
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.parametrize("mode, tokens", [("DECODE", 1), ("TARGET_VERIFY", 3)])
 def test_a_graph_holds_for_other_lengths(name, mode, tokens, server):
@@ -289,15 +300,21 @@ def test_methods(server, monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr(type(batch), "get_max_chunk_capacity", lambda self: 60)
         assert model.method(batch) == "MLA"
+    with monkeypatch.context() as patch:
+        patch.setattr("wrappers.integrations.sglang_mla.is_cp_active", lambda batch: True)
+        assert model.method(batch) == "MLA"
     for switch in ("graph", "deterministic"):
         with monkeypatch.context() as patch:
             patch.setattr(server, switch, True)
             assert model.method(batch) == "MLA"
     assert model.method(batch) == "MHA_ONE_SHOT"
     model.backend.init_forward_metadata(batch)
-    batch.mha_return_lse, q = True, torch.zeros(9, HEADS * SIZES[0]).bfloat16()
-    with pytest.raises(NotImplementedError, match="^MHA_CHUNKED_KV: not supported, must be MHA, MHA_ONE_SHOT or MLA"):
-        model.by_head[0](q, q, q[:, : HEADS * SIZES[1]], batch, save_kv_cache=False)
+    q = torch.zeros(9, HEADS * SIZES[0]).bfloat16()
+    for mode in ((True, False), (False, True)):
+        batch.mha_return_lse, batch.attn_attend_prefix_cache = mode
+        message = "^MHA_CHUNKED_KV: not supported, must be MHA, MHA_ONE_SHOT or MLA"
+        with pytest.raises(NotImplementedError, match=message):
+            model.by_head[0](q, q, q[:, : HEADS * SIZES[1]], batch, save_kv_cache=False)
 
 
 def test_what_is_registered(server):

@@ -55,6 +55,17 @@ def test_launches_of_a_layer(kv_cache_dtype, engine):
         assert model.layer.impl._cache.launch._launch is not None
 
 
+def test_a_bound_launch_serves_no_longer_requests(engine):
+    """Of as many tokens: the 24 rows of three of them have another kernel than the 16 rows of two."""
+    engine.platform.device = torch.device("cpu")
+    with emulation() as fake:
+        model = DenseModel(engine, 8, "fp8", drafts=3)
+        model.step({0: 40, 1: 29})
+        for counts, rows in (*[({0: 2, 1: 2}, 16)] * 3, ({0: 3, 1: 1}, 64)):
+            model.step(counts)
+            assert fake.launches[-1].o_partial.shape[1] == rows  # of a tile
+
+
 def test_a_context_in_several_chunks(server):
     """The workspace holds 32 rows of the context, so that a request goes on in the next chunk."""
     model = DenseModel(server, 8, "auto")
@@ -121,6 +132,16 @@ def test_refused_by_the_layer(options, message, server):
     VllmLatentImpl(**given)
     with pytest.raises(NotImplementedError, match=message):
         VllmLatentImpl(**given | options)
+
+
+@pytest.mark.parametrize("name, options", [
+    ("run_prefill_new_tokens", {"out": torch.ones(1)}), ("run_prefill_new_tokens", {"output_scale": torch.ones(1)}),
+    ("run_prefill_context_chunk", {"out": torch.ones(1)}),
+])  # fmt: skip
+def test_outputs_of_prompts_are_refused(name, options, server):
+    function = getattr(DenseModel(server, 8, "auto").builder._prefill_backend, name)
+    with pytest.raises(NotImplementedError, match="given, must be None"):
+        function(*[None] * 4, **options)
 
 
 def test_each_layer_gets_its_own_backend(server):

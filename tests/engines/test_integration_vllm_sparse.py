@@ -14,6 +14,9 @@ from tests.support.vllm_latent import LATENT, ROPE, TOP_K, SparseModel, config_o
 from tests.support.vllm_stubs import DeviceCapability
 from wrappers.attention.plan import WHOLE
 
+UNUSED = ("weights", "quant_block_size", "scale_fmt", "topk_tokens", "head_dim", "max_model_len", "total_seq_lens",
+          "topk_indices_buffer")  # fmt: skip  # of a call that is refused before
+
 
 @pytest.fixture(scope="module")
 def engine():
@@ -198,12 +201,38 @@ def test_a_run_without_metadata_measures_the_memory(server):
     assert (model.indexer.topk_indices_buffer == -7).all()
 
 
-def test_caches_with_other_pages_are_refused(server):
+@pytest.mark.parametrize("name", ["k", "q_scale"])
+def test_tensors_that_the_indexer_does_not_read_are_refused(name, server):
+    from vllm.models.deepseek_v32 import attention
+
+    model = SparseModel(server, 8, "auto")
+    common = model.common({0: 3})
+    model.enter(common, model.build(common))
+    given = "hidden", model.cache.prefix, model.cache.kv_cache, "q"
+    keys = {"k": None, "q_scale": None} | {name: torch.ones(3)}
+    with pytest.raises(NotImplementedError, match="^k, q_scale: given, must be None"):
+        attention.sparse_attn_indexer(*given, **keys, **dict.fromkeys(UNUSED))
+    assert (model.indexer.topk_indices_buffer == -7).all()
+
+
+def test_batches_that_are_not_causal_are_refused(server):
+    model = SparseModel(server, 8, "auto")
+    common = model.common({0: 3})
+    common.causal = False
+    with pytest.raises(NotImplementedError, match="^causal: False, must be True"):
+        model.builders[model.name].build(0, common)
+
+
+@pytest.mark.parametrize("other", ["table", "size"])
+def test_caches_with_other_pages_are_refused(other, server):
     """Slots of the indexer's cache would name other rows."""
     model = SparseModel(server, 8, "auto")
     common, inputs = model.common({0: 3}), model.inputs(3)
     metadata = model.build(common)
-    metadata[model.name].block_table = metadata[model.name].block_table.clone()
+    if other == "table":
+        metadata[model.name].block_table = metadata[model.name].block_table.clone()
+    else:
+        model.cache.kv_cache = model.cache.kv_cache.view(-1, 32, model.cache.head_dim)
     model.enter(common, metadata)
     message = "kv_cache: blocks of 16 tokens, must have the blocks of layers.0.indexer.k_cache in the same block table"
     with pytest.raises(NotImplementedError, match=message):

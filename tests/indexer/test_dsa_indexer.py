@@ -85,6 +85,15 @@ def test_outputs_that_are_given():
     assert all(map(torch.equal, found, wrappers.dsa_indexer_topk(**given)))
 
 
+@pytest.mark.parametrize("kernels", [False, True])
+def test_no_keys_at_all(kernels):
+    given = inputs_of(NAME)
+    given |= {"k": given["k"][:0], "indices": torch.full((5, 16), 7).int(), "scores": torch.full((5, 16), 7.0)}
+    with emulation() if kernels else torch.no_grad():
+        indices, scores = wrappers.dsa_indexer_topk(**given)
+    assert bool((indices == -1).all()) and bool((scores == -math.inf).all())
+
+
 @pytest.mark.parametrize("ends", [[0], [0, 5], [5, 0], [*HOSTILE], [HOSTILE[1], HOSTILE[0]], [3, 900]])
 def test_any_numbers_may_end_a_segment(ends):
     """Keys that do not exist are neither read nor chosen."""

@@ -91,13 +91,14 @@ def test_against_a_loop(case):
     assert cases.error(case, got, cases.expected(case, given)) <= 1
 
 
+def poisoned(call):
+    """New memory for logits, which holds NaN."""
+    return torch.full((call.q.shape[0], call.width), math.nan, dtype=cases.DTYPES[call.dtype])
+
+
 @pytest.mark.parametrize("case", [c for c in CASES if c.paged or c.windows != "causal"][:4], ids=str)
 def test_unseen_columns_stay_as_they_are(case, monkeypatch):
     """Without `clean_logits`, in new memory."""
-
-    def poisoned(call):
-        return torch.full((call.q.shape[0], call.width), math.nan, dtype=cases.DTYPES[call.dtype])
-
     monkeypatch.setattr("wrappers.indexer.logits.new_logits", poisoned)
     dirty = replace(case, clean=False)
     got, clean = (cases.run(c, cases.make_inputs(c)) for c in (dirty, case))
@@ -127,8 +128,9 @@ def test_fp8_functions_are_those_of_fp4_with_fp8_queries():
         assert torch.equal(*both) or not given.get("clean_logits", True)
 
 
-def test_calls_as_vllm_0_33_has_them():
+def test_calls_as_vllm_0_33_has_them(monkeypatch):
     """`max_seqlen_k` and `schedule_meta`, or `indices`, in the place of `clean_logits`; nothing is cleaned."""
+    monkeypatch.setattr("wrappers.indexer.logits.new_logits", poisoned)
     hint = torch.zeros(133, 2).int()
     given = inputs_of(RAGGED_FP4)
     start, end = torch.tensor([0, 3, 9, 38, 7]).int(), torch.tensor([4, 9, 14, 40, 7]).int()
@@ -151,7 +153,9 @@ def test_calls_as_vllm_0_33_has_them():
 
 
 def seen(logits, counts):
-    """The first columns of each row."""
+    """The first columns of each row. No other column is written."""
+    behind = torch.arange(logits.shape[1]) >= counts[:, None]
+    assert torch.equal(logits.isnan(), behind)
     return [row[:count] for row, count in zip(logits, counts.tolist(), strict=True)]
 
 

@@ -1,4 +1,4 @@
-"""Bugs planted in the sources are noticed (`tests/bugs.py`). Each takes a copy of the tree and up to a minute."""
+"""Bugs planted in the sources are noticed (`tests/bugs`). Each takes a copy of the tree and up to a minute."""
 
 import pytest
 

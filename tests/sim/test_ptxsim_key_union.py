@@ -54,6 +54,7 @@ def repeated():
     gen = torch.Generator().manual_seed(1)
     slots = torch.randint(90, (6, 150), generator=gen).int()
     slots[:, ::7] = torch.tensor(HOSTILE).int()[torch.randint(4, slots[:, ::7].shape, generator=gen)]
+    slots[0, 7] = 90  # right behind the rows
     slots[1] = 5
     slots[4, 3:] = -1
     return slots

@@ -460,6 +460,7 @@ RICH: dict[str, dict[str, Callable[[], Arguments]]] = {  # function -> name of a
     "append_latent": {
         "rotated": rotated_latent, "in two, e4m3": latent_in_two,
         "table": latent("append_latent", cache=latent_cache("584", 584), latent=lambda: rows(3, 448),
+                        index=lambda: IndexerRows(rows(3, 128, seed=5), torch.zeros(6, 4, 132, dtype=U8)),
                         places=BlockTable(ints(3, 1, 2, 0).view(2, 2), ints(6, 5), ints(0, 2, 3))),
         "352": latent("append_latent", cache=latent_cache("352", 352)),
     },

@@ -172,6 +172,16 @@ def test_bulk_copies_read_what_was_fenced_for_them(mode):
         Launches(barrier_first.replace("[%r4], 1;", "[%r4], 1; fence.mbarrier_init.release.cluster;")).run(mode=mode)
 
 
+def test_prefetches_stay_in_their_buffers():
+    """PTX does not say what those of other bytes do."""
+    text, size = "cp.async.bulk.prefetch.L2.global [%rd0], {};\n", 4 * CTAS * THREADS
+    assert not Launches(text.format(size)).run().any()
+    outside = f"16 B at offset {size} of argument 0, which has {size} B"
+    for wrong, why in ((size + 16, outside), (24, "24 B, must be a multiple of 16")):
+        with pytest.raises(Fault, match=f"bulk.prefetch.*: {why}"):
+            Launches(text.format(wrong)).run()
+
+
 STORED = """setp.ne.u32 %p1, %r1, 0; @%p1 bra OUT; mul.lo.s32 %r6, %r0, 4; add.s32 %r6, %r3, %r6;
 st.shared.b32 [%r6], %r2; fence.proxy.async; bar.sync 0; @!%p0 bra READ;
 cp.async.bulk.global.shared::cta.bulk_group [%rd0], [%r3], 256; cp.async.bulk.commit_group;

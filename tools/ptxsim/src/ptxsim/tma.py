@@ -420,6 +420,18 @@ def wait_bulk(x: PtxInstruction, f: re.Match[str]) -> PtxOp:
     return effect(run)
 
 
-@form(r"cp\.async\.bulk\.prefetch\..*", BULK)
-def prefetch(x: PtxInstruction, f: re.Match[str]) -> PtxOp:
+@form(r"cp\.async\.bulk\.prefetch\.tensor\..*", BULK)
+def prefetch_tensor(x: PtxInstruction, f: re.Match[str]) -> PtxOp:
     return effect(lambda t, x: None)
+
+
+@form(rf"cp\.async\.bulk\.prefetch\.L2\.global{HINTS}", BULK)
+def prefetch(x: PtxInstruction, f: re.Match[str]) -> PtxOp:
+    """Check that the bytes exist: PTX does not say what a prefetch of others does."""
+
+    def run(t: Threads, x: PtxInstruction, source: Any, size: Any) -> None:
+        for i in range(t.count):
+            check_size(t, x, int(size[i]))
+            t.machine.memory.memory.locate(source[i] + np.arange(0, int(size[i]), 16, dtype=U64), 16, t.say(x))
+
+    return effect(run, (x.args[0], "address"), (x.args[1], "u32"))

@@ -1,65 +1,6 @@
-"""Bugs to plant in the sources: each is one replacement, and the check that must notice it.
+"""Bugs of attention over keys and values, top-k, cache writing, merging, the host and the engines."""
 
-    python -m tests.bugs [--tree FOLDER] [--jobs N] [NAME ...]    plant each bug in a copy of the tree and run its check
-
-A check is a test that CI runs, or a kernel of Blackwell, which the simulator runs as `test_kernel_of_blackwell` does.
-Parts of a name select bugs. The exit status is the number of bugs that no check noticed.
-"""
-
-import argparse
-import os
-import shutil
-import subprocess
-import sys
-import tempfile
-from concurrent.futures import ThreadPoolExecutor
-from functools import partial
-from pathlib import Path
-from typing import NamedTuple
-
-from cute_kernels.attention.latent import tile_table as few_rows
-
-ROOT = Path(__file__).resolve().parents[1]
-
-
-class Bug(NamedTuple):
-    """A replacement in a file. check: a test's id below tests/, or an architecture and the name of a kernel."""
-
-    name: str
-    file: str
-    old: str
-    new: str
-    check: str
-
-    @property
-    def command(self) -> list[str]:
-        """Return the command that fails when the bug is planted."""
-        arch, _, kernel = self.check.partition(" ")
-        if arch.startswith("sm_"):
-            return [sys.executable, "-m", "tests.sim", kernel, "--arch", arch, "--mode", "eager"]
-        options = ("-q", "-x", "--no-header", "-p", "no:cacheprovider")
-        return [sys.executable, "-m", "pytest", *options, f"tests/{self.check}"]
-
-
-def shipped(kernel: str) -> str:
-    return f"sim/test_ptxsim_kernels.py::test_shipped_kernel[{kernel}]"
-
-
-def feature(name: str) -> str:
-    return f"sim/test_ptxsim_kernels.py::test_feature[{name}]"
-
-
-def union(case: str) -> str:
-    return f"sim/test_ptxsim_key_union.py::test_every_entry[{case}]"
-
-
-def index_math(test: str) -> str:
-    return f"attention/test_index_math.py::{test}"
-
-
-def layout(call: str) -> str:
-    return f"host/test_layouts.py::test_one_tensor_differs[{call}]"
-
+from .plant import Bug, feature, index_math, layout, shipped
 
 DECODES = "trtllm_batch_decode_with_kv_cache"
 ATTENTION, MASK = "cute_kernels/attention", "cute_kernels/attention/mask.py"
@@ -71,24 +12,9 @@ HALVES, PING_PONG = "sm_100a bf16_d64_causal_tma_m256n128s4e4", "sm_103a bf16_d1
 RADIX = shipped("topk.radix/fp32_c3t512_n46080")
 ROTATED = shipped("cache_write.rows/bf16_bf16_transform")
 SHARED_SCORES = "sim/test_ptxsim_shared_scores.py::test_shared_scores[causal]"
-PACKED = shipped("attention.sm90/bf16_kv656v_d576x512_full_slots_m64n64s2o2a")
-EXACTLY = (
-    "sim/test_ptxsim_records.py::test_every_code_is_converted_exactly"
-    "[attention.sm90/bf16_kv656v_d576x512_full_slots_m64n64s2o2a]"
-)
-FEW_PAGES = shipped(  # few query rows over packed latents
-    f"attention.latent/bf16_kv656v_d576x512_causal_gather_{few_rows.tile_of(16, '656').name}"  # type: ignore
-)
-FEW_PLANAR, FEW_RECORDS = (  # of two caches
-    shipped(f"attention.latent/bf16_kv{caches}_d512_full_slots_{few_rows.tile_of(rows, '584').name}")  # type: ignore
-    for caches, rows in (("584vx584", 8), ("528vx288", 16))
-)
-PLANAR, TWO_RECORDS = (
-    shipped(f"attention.sm90/bf16_kv{caches}_d512_full_slots_m64n64s2o2a") for caches in ("584vx584", "528vx288")
-)
 STATES = shipped("merge_states.rows/bf16_states")
 
-BUGS = (
+GENERAL = (
     # ---- roles of decode
     Bug("decode: K is released before it is read", f"{ATTENTION}/decode/mainloop.py",
         "                pipeline.consumer_wait(s.k.pipe, cur.block, k_ready)\n",
@@ -310,63 +236,6 @@ BUGS = (
         shipped("cache_write.rows/bf16_e4m3t_transform")),
     Bug("values: a scale that is a power of two is doubled", "cute_kernels/latent/write/factors.py",
         "(warp.bits(x) + 0x7FFFFF)", "(warp.bits(x) + 0x800000)", shipped("latent.write/bf16_584")),
-    # ---- tokens that share keys
-    Bug("union: a slot that a token has chosen twice counts once", f"{ATTENTION}/key_union.py",
-        "        if repeated > 0:\n", "        if repeated < 0:\n", union("repeated-eager")),
-    Bug("union: all of some equal slots repeat an earlier one", f"{ATTENTION}/key_union.py",
-        "(same & ~found) == 0 or (same & below) != 0", "(same & ~found) == 0 or same != 0", union("repeated-eager")),
-    Bug("union: the second range has the rows of the first one", f"{ATTENTION}/key_union.py",
-        "start = low + i * ROWS", "start = low + i // ROWS", union("ranges-eager")),
-    Bug("union: a token sees the keys of its neighbours", f"{ATTENTION}/sm90/scoring.py",
-        "r.words[row, i] = found[i] & own[i]", "r.words[row, i] = found[i]", union("neighbours-eager")),
-    # ---- packed records of latent attention
-    Bug("records: the factors of a planar page lie behind 64 rows", "cute_kernels/attention/kv/record_rows.py",
-        "begins[0] + Int64(parts[0].shape[2]) * form.row", "begins[0] + Int64(64) * form.row", PLANAR),
-    Bug("records: the second cache is read as the first one", "cute_kernels/attention/kv/record_rows.py",
-        "RowSource(op.extra, RECORDS[spec.kv.extra_record]", "RowSource(op.extra, RECORDS[spec.kv.record]",
-        TWO_RECORDS),
-    Bug("records: converted rows are not fenced", "cute_kernels/attention/sm90/scoring.py",
-        '    cute.arch.fence_proxy("async.shared", space="cta")\n    cute.arch.sync_warp()\n    pipeline.',
-        "    cute.arch.sync_warp()\n    pipeline.",
-        PACKED),
-    Bug("records: a page that the cache lacks is read", "cute_kernels/attention/kv/record_rows.py",
-        "exists = (page >= 0) & (page < parts[0].shape[0])", "exists = page >= 0", PACKED),
-    Bug("records: a factor of 2 or more is multiplied at once", "cute_kernels/attention/kv/packed.py",
-        "return any_top != 0", "return any_top > 0xFFFFFFFE", EXACTLY),
-    Bug("few rows: rows of slots that do not exist keep what lay there", "cute_kernels/attention/kv/bulk.py",
-        "    if not place.exists:\n        for byte", "    if rows < 0:\n        for byte", FEW_PLANAR),
-    Bug("few rows: keys behind the last one are not masked", f"{ATTENTION}/latent/score.py",
-        "if n_block >= w.n_block_full_max or n_block < w.n_block_full_min:",
-        "if n_block < w.n_block_full_min:", FEW_PAGES),
-    Bug("few rows: factors of planar records are not waited for", "cute_kernels/attention/kv/bulk.py",
-        "cute.arch.cp_async_mbarrier_arrive_noinc(barrier)", "cute.arch.mbarrier_arrive(barrier)", FEW_PLANAR),
-    Bug("few rows: slots of the second cache are those of the first one", "cute_kernels/attention/kv/bulk.py",
-        "        if gather.is_extra(spec, at.n_block, sequence_pages.first_keys):",
-        "        if gather.is_extra(spec, at.n_block - 1, sequence_pages.first_keys):", FEW_PLANAR),
-    Bug("few rows: columns of O of e2m1 codes are out of order", f"{ATTENTION}/latent/precision.py",
-        '"e2m1": (4, 8, 16)', '"e2m1": (16, 8, 4)', FEW_RECORDS),
-    Bug("few rows: a block of the second cache has the record of the first one", f"{ATTENTION}/latent/score.py",
-        "border = geometry.extra_start(w.sequence.extra) // spec.tile.n",
-        "border = geometry.extra_start(w.sequence.extra) // spec.tile.n + 1", FEW_RECORDS),
-    Bug("few rows: batch-invariant calls have their kernels", f"{ATTENTION}/latent/__init__.py",
-        ' or p.split_kv in ("auto", "always"))', " or True)", "attention/test_dispatch.py::test_few_rows_over_records"),
-    Bug("columns: the last group of a stage is never freed", f"{ATTENTION}/sm90/scoring.py",
-        "release_keys(spec, s, groups - 1, at.kv)\n    return", "pass\n    return",
-        shipped("attention.sm90/bf16_kvbf16v_d576x512_causal_tma_m64n64s2o2a")),
-    Bug("columns: Q K^T reads the second half without waiting for it", f"{ATTENTION}/sm90/scoring.py",
-        "pipeline.consumer_wait(s.k.pipes[i], at.kv)", "pipeline.consumer_wait(s.k.pipes[min(i, 1)], at.kv)",
-        shipped("attention.sm90/bf16_kvbf16v_d576x512_causal_tma_m64n64s2o2a")),
-    Bug("splits: a CTA that gives up waiting leaves no count", "cute_kernels/attention/splits.py",
-        "        if tid == 0:\n            combine.leave(a, counters, splits)",
-        "        if (tid == 0) & (smem.last[i] != 0):\n            combine.leave(a, counters, splits)",
-        shipped("attention.sm90/bf16_kvbf16v_d576x512_causal_tma_m64n64s2o2a")),
-    Bug("records: factors of the first quarter are those of all", "cute_kernels/attention/kv/packed.py",
-        "byte = byte >> (8 * (quarter * more // 4)).to(Uint32)", "byte = byte >> (0 * quarter).to(Uint32)",
-        TWO_RECORDS),
-    Bug("slots: numbers of pages pass through fp32", "cute_kernels/attention/kv/gather.py",
-        "return warp.select(page < 0, page, in_cache)",
-        "return warp.select(page < 0, page.to(cutlass.Float32), in_cache)",
-        "sim/test_ptxsim_records.py::test_slots_past_the_integers_of_fp32"),
     # ---- the state of a process
     Bug("state: turns of one scale of RoPE serve another", "wrappers/attention/rope.py",
         "key = turns, device, *numbers\n", "key = turns, device, *numbers[:2]\n",
@@ -422,60 +291,3 @@ BUGS = (
     Bug("host: decreasing offsets pass", "wrappers/flashinfer/values.py",
         "good = numbers == sorted(numbers)", "good = True", "attention/test_refusals.py"),
 )  # fmt: skip
-
-
-def places(bug: Bug, tree: Path = ROOT) -> int:
-    """Return in how many places of a tree the text stands that a bug replaces."""
-    return (tree / bug.file).read_text().count(bug.old)
-
-
-def copy_of(tree: Path, folder: Path) -> None:
-    """Copy the tracked and the new files of a tree."""
-    listed = subprocess.run(
-        ["git", "ls-files", "-co", "--exclude-standard", "-z"], cwd=tree, capture_output=True, text=True, check=True
-    )
-    for name in filter(None, listed.stdout.split("\0")):
-        if (tree / name).is_file():
-            (folder / name).parent.mkdir(parents=True, exist_ok=True)
-            shutil.copy(tree / name, folder / name)
-
-
-def noticed(bug: Bug, tree: Path = ROOT) -> tuple[bool, str]:
-    """Plant a bug in a copy of the tree; return whether its check fails, and the last lines that the check printed."""
-    with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
-        copy_of(tree, folder)
-        if (count := places(bug, folder)) != 1:
-            raise ValueError(f"{bug.name}: {bug.file} has {count} places to change, must have 1")
-        text = (folder / bug.file).read_text()
-        (folder / bug.file).write_text(text.replace(bug.old, bug.new))
-        path = os.pathsep.join([str(folder), str(folder / "tools/ptxsim/src")])
-        hidden = {k: v for k, v in os.environ.items() if k not in ("PYTHONPATH", "CUTE_DSL_ARCH")}
-        run = subprocess.run(
-            bug.command, cwd=folder, env=hidden | {"PYTHONPATH": path, "XDG_CACHE_HOME": str(folder / "build")},
-            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-        )  # fmt: skip
-    return run.returncode == 1, "\n".join(run.stdout.splitlines()[-12:])  # 1: pytest ran and a test failed
-
-
-def main() -> int:
-    parser = argparse.ArgumentParser(prog="python -m tests.bugs", description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("name", nargs="*")
-    parser.add_argument("--tree", type=Path, default=ROOT)
-    parser.add_argument("--jobs", type=int, default=2)
-    parser.add_argument("-v", action="store_true", help="print what the checks printed")
-    args = parser.parse_args()
-    chosen = [bug for bug in BUGS if not args.name or any(part in bug.name for part in args.name)]
-    missed = 0
-    with ThreadPoolExecutor(args.jobs) as threads:
-        for bug, (seen, text) in zip(chosen, threads.map(partial(noticed, tree=args.tree), chosen)):
-            print(f"{'noticed' if seen else 'MISSED '} {bug.name}", flush=True)
-            if args.v or not seen:
-                print(text, flush=True)
-            missed += not seen
-    print(f"{len(chosen) - missed} of {len(chosen)} noticed")
-    return missed
-
-
-if __name__ == "__main__":
-    sys.exit(main())
