@@ -274,6 +274,16 @@ def test_lengths_of_requests_are_causal():
     assert torch.equal(results(TRTLLM, seq_lens=torch.tensor([1, 900]).int())[0][0, 0], torch.zeros(4, 512).half())
 
 
+def test_as_many_lengths_as_rows_are_those_of_rows():
+    """Whatever the offsets of requests are."""
+    want = results(TRTLLM, seq_lens=torch.tensor([8, 20, 29, 30]).int())[0]
+    ragged = chosen(TRTLLM, max_q_len=4, seq_lens=torch.tensor([8, 20, 29, 30]).int())
+    ragged |= {"query": ragged["query"].flatten(0, 1), "block_tables": ragged["block_tables"].flatten(0, 1)}
+    for offsets in ((0, 1, 2, 3, 4), (0, 0, 4, 4, 4)):
+        got = trtllm_mla(**ragged | {"cum_seq_lens_q": torch.tensor(offsets).int()})
+        assert torch.equal(got.view(2, 2, 4, 512), want)
+
+
 def test_a_key_that_comes_twice_counts_twice():
     """And keys that do not count, or that nobody has chosen, may be NaN."""
     q, cache = torch.zeros(1, 1, 4, 576).half(), torch.full((2, 3, 1, 576), math.nan).half()

@@ -68,8 +68,8 @@ def trtllm_batch_decode_with_kv_cache_mla(
         sparse_mla_top_k: K > 0: block_tables is int32 (B, rows, K) or, with cum_seq_lens_q, (tokens, K), and holds the
             keys of each query row: these rows of the cache, where page p has the rows from p * P on. Another number,
             such as -1, is no key. sparse_mla_top_k_lens or, without it, seq_lens: int32, how many of them count, one
-            per query row or one per request; None: all. With seq_lens of requests, which are their keys, the last row
-            of a request has as many, and each row before it one less.
+            per query row or, if there are fewer or more requests than rows, one per request; None: all. With seq_lens
+            of requests, which are their keys, the last row of a request has as many, and each row before it one less.
         out: receives the result, of query's dtype (bf16 for e4m3) and shape with kv_lora_rank columns, or None. lse:
             receives the LSE, fp32 (tokens, H), base 2, sink included; return_lse returns it, too.
         bmm1_scale: factor on the logits, bmm2_scale on the output: floats, or fp32 tensors of one element. sinks: fp32
