@@ -177,12 +177,12 @@ def chosen(name: str, providers: tuple[str, ...]) -> tuple[str, ...]:
 
 
 def reference_of(found: Iterable[str]) -> str | None:
-    """Return the provider with whose answers those of the others are compared."""
+    """Return the provider whose answers are compared with those of each other one."""
     return next((p for p in REFERENCES if p in found), None)
 
 
 def repeated(result: dict[str, Any]) -> str:
-    """Return how many answers of a worker came again."""
+    """Return how many answers of a worker were equal when it was asked again."""
     repeats = ", ".join(f"{count} {how}" for how, count in result["repeats"].items())
     preempted = f", after {result['preempted']} preemptions" if "preempted" in result else ""
     return f"of {len(result['answers'])} answers, equal: {repeats}{preempted}"

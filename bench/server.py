@@ -255,7 +255,7 @@ def measure(name: str, providers: tuple[str, ...], env: Environment, logs: str =
                     print(f"  no row: {provider}: {type(error).__name__}: {error}", flush=True)
                     continue
                 finally:
-                    if logs:
+                    if logs and Path(folder, LOG).exists():
                         Path(logs).mkdir(parents=True, exist_ok=True)
                         shutil.copy(Path(folder, LOG), Path(logs, f"{name}.{provider}.log"))
             print(f"  {provider:16} {describe(row)}", flush=True)

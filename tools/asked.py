@@ -19,60 +19,59 @@ VALUES = 512  # columns of V of latent attention
 
 
 @dataclass(frozen=True)
-class Wanted:
-    """A call with K and V per head.
+class WantedAttention:
+    """A call of attention.
 
-    q, kv, out: types; kv may also be "nvfp4"; "": the query's, or the function's choice. by_token: K and V have a scale
-    per token and head. dims: of a head, of Q and K and of V. page: rows of a page. heads: of queries, and of K and V.
-    tokens: of each request. window: keys before a token. mask: "drafts" or "bits". position: "alibi" or "rope". whole:
-    no request's keys are split. others: further arguments of the function, by name.
+    q: type of the queries. tokens: of each request. window: keys before a token. whole: no request's keys are split.
+    others: further arguments of the function, by name.
     """
 
     q: str = "bf16"
+    tokens: int = 1
+    causal: bool = True
+    window: int = -1
+    cap: float = 0.0
+    sinks: bool = False
+    lse: bool = False
+    whole: bool = False
+    others: tuple[tuple[str, Any], ...] = ()
+
+
+@dataclass(frozen=True)
+class Wanted(WantedAttention):
+    """A call with K and V per head.
+
+    kv, out: types; kv may also be "nvfp4"; "": the query's, or the function's choice. by_token: K and V have a scale
+    per token and head. dims: of a head, of Q and K and of V. page: rows of a page. heads: of queries, and of K and V.
+    mask: "drafts" or "bits". position: "alibi" or "rope".
+    """
+
     kv: str = ""
     out: str = ""
     by_token: bool = False
     dims: tuple[int, int] = (128, 128)
     page: int = 16
     heads: tuple[int, int] = (8, 2)
-    tokens: int = 1
-    causal: bool = True
-    window: int = -1
-    cap: float = 0.0
-    sinks: bool = False
-    lse: bool = False
     skip: bool = False
     mask: str = ""
     position: str = ""
-    whole: bool = False
-    others: tuple[tuple[str, Any], ...] = ()
 
 
 @dataclass(frozen=True)
-class WantedLatent:
+class WantedLatent(WantedAttention):
     """A call of latent attention.
 
-    record: of the cache, a key of `records.RECORDS`; "rows": the query's type. dim: columns of K. chosen: each token
-    chooses keys. second: the record of a second cache. share: neighbouring tokens share keys. whole: bits do not depend
-    on the batch. Others: as in `Wanted`.
+    record: of the cache, a key of `records.RECORDS`; "rows": the query's type. dim: columns of K. page: rows of a page.
+    chosen: each token chooses keys. second: the record of a second cache. share: neighbouring tokens share keys.
     """
 
-    q: str = "bf16"
     record: str = "rows"
     dim: int = 576
     page: int = 64
     heads: int = 16
-    tokens: int = 1
-    causal: bool = True
-    window: int = -1
-    cap: float = 0.0
-    sinks: bool = False
-    lse: bool = False
     chosen: bool = False
     second: str = ""
     share: bool = False
-    whole: bool = False
-    others: tuple[tuple[str, Any], ...] = ()
 
 
 @dataclass(frozen=True)

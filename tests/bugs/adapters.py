@@ -83,7 +83,7 @@ ADAPTERS = (
         '        if out is not None:\n            raise', "        if False:\n            raise",
         "engines/test_integration_vllm_latent.py::test_outputs_of_prompts_are_refused"),
     # ---- backends of engines
-    Bug("engines: the LSE of decodes whose keys are distributed has base 2", f"{ENGINES}/vllm_latent.py",
+    Bug("engines: the LSE of decodes with context parallelism has base 2", f"{ENGINES}/vllm_latent.py",
         "lse_form=LSE_NATURAL | LSE_OF_KEYS", "lse_form=LSE_OF_KEYS",
         "engines/test_integration_vllm_latent.py::test_the_lse_of_decodes_whose_keys_are_distributed"),
     Bug("engines: a bound launch of vLLM's MLA keeps the longest request", f"{ENGINES}/vllm_latent.py",

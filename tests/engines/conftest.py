@@ -1,4 +1,4 @@
-"""What holds at each step of each engine: a launch that is repeated is the one that was asked for."""
+"""A check at each step of each engine: if a layer repeats a launch, it must be the one that the step asks for."""
 
 from typing import Any
 

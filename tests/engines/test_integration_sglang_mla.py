@@ -236,7 +236,7 @@ def test_a_layer_repeats_its_launch(name, server):
 
 
 def test_a_bound_launch_serves_no_longer_requests(server):
-    """Of as many tokens: the 21 rows of seven of them have another kernel than the 12 rows of four."""
+    """Both batches have eight tokens. A request of four has 12 rows; one of seven has 21, of another kernel."""
     server.device = torch.device("cpu")
     with emulation() as fake:
         model = Model(server, CASES["e4m3, scale"])

@@ -56,7 +56,7 @@ def test_launches_of_a_layer(kv_cache_dtype, engine):
 
 
 def test_a_bound_launch_serves_no_longer_requests(engine):
-    """Of as many tokens: the 24 rows of three of them have another kernel than the 16 rows of two."""
+    """Both batches have four tokens. A request of two has 16 rows; one of three has 24, which another kernel serves."""
     engine.platform.device = torch.device("cpu")
     with emulation() as fake:
         model = DenseModel(engine, 8, "fp8", drafts=3)

@@ -1,5 +1,8 @@
-"""Each number and flag of a public function with another value, alone: a call that follows a plain one gives what it
-gives as the first call. Of attention, functions over latent caches; `test_plans.py` has the others."""
+"""A call must not get the plan of an earlier one that has another number or flag.
+
+Each number and flag changes alone. The changed call follows a plain one on the same machine, and gives what it gives
+on a machine that has seen no call. `test_plans.py` has attention with K and V per head.
+"""
 
 import inspect
 from typing import Any

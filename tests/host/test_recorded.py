@@ -1,4 +1,4 @@
-"""What the torch operators of latent caches and of indexers record of a call: all that it depends on."""
+"""The torch operators of latent caches and of indexers record everything that a call depends on."""
 
 import pytest
 import torch

@@ -93,9 +93,9 @@ def resized() -> set[str]:
 RESIZED = resized()
 
 SPILLED = 24  # bytes that some tiles of prefill may spill: values of a tile, outside the loop over blocks
-# Bytes, and instructions, with which kernels over packed records may spill, by whether there is a second cache. Most are
-# of the warps that schedule and prefetch, which have 24 registers; those of the warps that convert are values of the
-# role. A row that is loaded a block before stays in registers.
+# Bytes, and instructions, with which kernels over packed records may spill, by whether there is a second cache. The
+# warps that schedule and prefetch have 24 registers, and spill most; those that convert spill values of the role. A row
+# that is loaded a block before stays in registers.
 RECORDS_SPILLED = {False: 176, True: 240}
 BLACKWELL = [(arch, op, spec) for arch in catalog.ARCHS if arch not in sm90.ARCHS for op, spec in catalog.shipped(arch)]
 

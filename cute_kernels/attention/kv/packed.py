@@ -77,10 +77,11 @@ def late_boxes(form, columns) -> list[int]:
 
 class NextRows(NamedTuple):
     """The rows of the next block that a warp has loaded, and the page ids of its lane's row in the two blocks behind
-    it. op: the operand."""
+    it. op: the operand. row: a `LoadedRow`; None in the role `prefetch`, which loads nothing, and has the page ids of one
+    block."""
 
     op: Any
-    row: LoadedRow
+    row: Any
     page_ids: RowPageIds
 
 
@@ -106,7 +107,7 @@ def begin(spec: cutlass.Constexpr, rows: NextRows, tile: TileRows, n_block: Int3
     """Load this warp's rows of the first block that a tile visits, its highest, and look up those of the next ones."""
     for i in cutlass.range_constexpr(2):
         look_up(spec, rows, i, tile, n_block - i)
-    with_row(spec, load_from, rows, tile, n_block)
+    with_cache(spec, load_from, rows, tile.of, n_block, row_number(spec, tile, n_block))
     look_ahead(spec, rows, tile, n_block - 1)
 
 
@@ -114,27 +115,20 @@ def begin(spec: cutlass.Constexpr, rows: NextRows, tile: TileRows, n_block: Int3
 def convert(spec: cutlass.Constexpr, rows: NextRows, tile: TileRows, n_block: Int32, stage: cute.Tensor):
     """Convert this warp's rows of a block, which `begin`, or `advance` behind the block above, has loaded, into a stage
     (n, columns)."""
-    each = sources(spec, rows.op, rows.page_ids)
     into = stage.iterator.toint() + tile.group * (GROUP * LINE)
-    if const_expr(spec.kv.extra):
-        if gather.is_extra(spec, n_block, tile.of.first_keys):
-            convert_row(each[1], rows.row, into, spec.tile.n)
-        else:
-            convert_row(each[0], rows.row, into, spec.tile.n)
-    else:
-        convert_row(each[0], rows.row, into, spec.tile.n)
+    with_cache(spec, convert_from, rows, tile.of, n_block, into)
 
 
 @cute.jit
 def advance(spec: cutlass.Constexpr, rows: NextRows, tile: TileRows, n_block: Int32):
     """Load this warp's rows of the block below one that is converted, and look up those of further blocks."""
-    with_row(spec, load_from, rows, tile, n_block - 1)
+    with_cache(spec, load_from, rows, tile.of, n_block - 1, row_number(spec, tile, n_block - 1))
     look_ahead(spec, rows, tile, n_block - 2)
 
 
 @cute.jit
 def look_ahead(spec: cutlass.Constexpr, rows: NextRows, tile: TileRows, n_block: Int32):
-    """Have the pages of a block, which will be loaded next, and look up those of the block below."""
+    """Let page ids be those of a block, which will be loaded next, and look up those of the block below."""
     rows.page_ids.page[0] = rows.page_ids.page[1]
     look_up(spec, rows, 1, tile, n_block - 1)
 
@@ -152,16 +146,25 @@ def row_number(spec, tile: TileRows, n_block):
 
 
 @cute.jit
-def with_row(spec: cutlass.Constexpr, do: cutlass.Constexpr, rows: NextRows, tile: TileRows, n_block: Int32):
-    """Call `do` with this lane's row of a block, the page of which is looked up, and with the cache that has it."""
-    each, row = sources(spec, rows.op, rows.page_ids), row_number(spec, tile, n_block)
+def with_cache(
+    spec: cutlass.Constexpr, do: cutlass.Constexpr, rows: NextRows, of: pages.SequencePages, n_block: Int32,
+    given: Int32,
+):  # fmt: skip
+    """Call `do(spec, cache, rows, given)` with the cache that has a block."""
+    each = sources(spec, rows.op, rows.page_ids)
     if const_expr(spec.kv.extra):
-        if gather.is_extra(spec, n_block, tile.of.first_keys):
-            do(spec, each[1], rows, row)
+        if gather.is_extra(spec, n_block, of.first_keys):
+            do(spec, each[1], rows, given)
         else:
-            do(spec, each[0], rows, row)
+            do(spec, each[0], rows, given)
     else:
-        do(spec, each[0], rows, row)
+        do(spec, each[0], rows, given)
+
+
+@cute.jit
+def convert_from(spec: cutlass.Constexpr, source: cutlass.Constexpr, rows: NextRows, into: Int32):
+    """Convert this lane's part of a row of one cache. into: the address of the warp's rows in the stage."""
+    convert_row(source, rows.row, into, spec.tile.n)
 
 
 @cute.jit
@@ -185,16 +188,16 @@ def load_from(spec: cutlass.Constexpr, source: cutlass.Constexpr, rows: NextRows
 def prefetch(spec: cutlass.Constexpr, plan, s, warp: Int32):
     """Run the `prefetch` role in one of its warps. warp: its number among them."""
     op = plan.kv[pages.K]
-    page_ids = gather.page_ids_of(spec, op, 1)
+    rows = NextRows(op, None, gather.page_ids_of(spec, op, 1))
 
     def prefetch_tile(w, _, kv):
         of, keys = pages.of_sequence(plan.args, w.batch_idx, pages.K, w.sequence.extra), w.sequence.kv_len
         first = w.n_block_max - 1
         for n_block in cutlass.range(first, cutlass.max(first - AHEAD, w.n_block_min - 1), -1, unroll=1):
-            prefetch_block(spec, op, page_ids, of, keys, n_block, warp)
+            prefetch_block(spec, rows, of, keys, n_block, warp)
         for n_block in cutlass.range(first, w.n_block_min - 1, -1, unroll=1):
             if n_block - AHEAD >= w.n_block_min:
-                prefetch_block(spec, op, page_ids, of, keys, n_block - AHEAD, warp)
+                prefetch_block(spec, rows, of, keys, n_block - AHEAD, warp)
             pipeline.consumer_wait(s.k.pipe, kv)
             pipeline.consumer_release(s.k.pipe, kv)
             kv = pipeline.next_item(s.k.pipe, kv)
@@ -205,25 +208,18 @@ def prefetch(spec: cutlass.Constexpr, plan, s, warp: Int32):
 
 @cute.jit
 def prefetch_block(
-    spec: cutlass.Constexpr, op: Any, page_ids: RowPageIds, of: pages.SequencePages, kv_len: Int32, n_block: Int32,
-    warp: Int32,
-):  # fmt: skip
+    spec: cutlass.Constexpr, rows: NextRows, of: pages.SequencePages, kv_len: Int32, n_block: Int32, warp: Int32
+):
     """Prefetch this lane's row of a block."""
-    row, each = n_block * spec.tile.n + 32 * warp + cute.arch.lane_idx(), sources(spec, op, page_ids)
-    page_ids.page[0] = gather.page_of_row(spec, page_ids, of, kv_len, row)
-    if const_expr(spec.kv.extra):
-        if gather.is_extra(spec, n_block, of.first_keys):
-            prefetch_row(spec, each[1], page_ids, row)
-        else:
-            prefetch_row(spec, each[0], page_ids, row)
-    else:
-        prefetch_row(spec, each[0], page_ids, row)
+    row = n_block * spec.tile.n + 32 * warp + cute.arch.lane_idx()
+    rows.page_ids.page[0] = gather.page_of_row(spec, rows.page_ids, of, kv_len, row)
+    with_cache(spec, prefetch_row, rows, of, n_block, row)
 
 
 @cute.jit
-def prefetch_row(spec: cutlass.Constexpr, source: cutlass.Constexpr, page_ids: RowPageIds, row: Int32):
+def prefetch_row(spec: cutlass.Constexpr, source: cutlass.Constexpr, rows: NextRows, row: Int32):
     """Prefetch a row, given by its number, of one cache."""
-    at = place_of(spec, source, page_ids, 0, row)
+    at = place_of(spec, source, rows.page_ids, 0, row)
     if at.exists:
         for i in cutlass.range_constexpr(len(source.parts)):
             l2.prefetch(at.starts[i], Int32(source.form.row or source.parts[i].shape[3]))

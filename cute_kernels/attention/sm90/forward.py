@@ -27,7 +27,7 @@ spare warps of warpgroup 0. Registers are per thread; `roles` has them for each 
 
 With head_dim 512, two warpgroups have the same 64 rows (`tile.o_parts`), and each has half of the columns of O, for
 which it reads half of V. Both compute S or, with `tile.s_parts`, half of it each (`shared_scores`). If V lies in K, a
-warpgroup of its own computes S for them (`tile.scores_apart`, `scoring`), which has the table of both roles. If
+warpgroup of its own computes S for them (`tile.scores_apart`, `scoring`), which has the table of these roles. If
 tokens share the keys that they have chosen, another kernel makes the unions of these before (`key_union`).
 
 Quantised K and V (of another type than Q) become fp16, which holds all of their values. Q becomes fp16, too, a bf16 Q

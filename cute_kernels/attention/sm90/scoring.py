@@ -9,13 +9,14 @@ Q K^T, as they do in `mainloop` where two have the same rows.
 | --- | --- | --- | --- |
 | score | 128 | work_pipe, q_pipe, k.pipe full; scores.pipe empty | work_pipe, q_pipe empty; scores.pipe full |
 | mma | 256 | work_pipe, scores.pipe full; scores.multiplied | work_pipe, scores.pipe, k.pipe empty |
+| prefetch | 64, packed records | work_pipe, k.pipe full | work_pipe, k.pipe empty |
 
 k.pipe is one pipeline, or one for each group of columns (`pages.column_groups`): each group is loaded as soon as P V
 has read the one that lay there, and Q K^T begins with the first group. In a cluster, score also signals
 scores.multiplied behind each Q K^T, for which mma waits between the halves of P V (`yields_to_qk`).
 
 Packed records are converted by the mma role (`kv.packed`), before its MMAs of the block above: it also waits for
-k.pipe empty, and signals k.pipe full. Two warps of the load warpgroup prefetch their rows into the L2.
+k.pipe empty, and signals k.pipe full. `prefetch`, in the load warpgroup, fetches their rows into the L2 before.
 
 scores.pipe has one stage: P of a block, the factors by which O is multiplied before, and, behind the last block of a
 tile, sums and maxima of its rows. `score` computes the next block's scores while P is multiplied by V.
