@@ -77,8 +77,8 @@ def late_boxes(form, columns) -> list[int]:
 
 class NextRows(NamedTuple):
     """The rows of the next block that a warp has loaded, and the page ids of its lane's row in the two blocks behind
-    it. op: the operand. row: a `LoadedRow`; None in the role `prefetch`, which loads nothing, and has the page ids of one
-    block."""
+    it. op: the operand. row: a `LoadedRow`; None in the role `prefetch`, which loads nothing and has the page ids of a
+    single block."""
 
     op: Any
     row: Any
