@@ -47,6 +47,7 @@ CHANGES = {
     "few keys": {"top_k": 40},
     "offsets": {"q_causal_offsets": torch.tensor([-2, 19])},
     "far offsets": {"q_causal_offsets": torch.tensor([-(1 << 40), 1 << 40])},
+    "farthest offsets": {"q_causal_offsets": torch.tensor([-(1 << 63), (1 << 63) - 1])},
     "compressed": {"ratio": 3, "q_causal_offsets": torch.tensor([20, 70])},
     "compressed, no offsets": {"ratio": 2},
     "bound": {"max_seqlen_k": 29},

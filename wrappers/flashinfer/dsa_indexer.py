@@ -15,6 +15,7 @@ from ..topk.checks import TopKCall, TopKTieBreak
 __all__ = ["dsa_indexer_topk", "dsa_indexer_topk_workspace_size"]
 
 BACKEND = "cake"  # the one name that upstream's function takes
+LARGEST = (1 << 63) - (1 << 32)  # offset that still has room for the number of a token
 
 
 def dsa_indexer_topk(
@@ -144,7 +145,7 @@ def windows_of(
     begin, end = of.begin.clamp(0, keys), of.end.clamp(0, keys)
     number = of.number
     if offsets is not None and len(offsets):
-        number = number + offsets[of.segment]
+        number = number + offsets.clamp(max=LARGEST)[of.segment]
     elif ratio == 1:
         number = number + of.end - of.begin - of.queries
     seen = torch.minimum(torch.div(number + 1, ratio, rounding_mode="floor"), end - begin).clamp(0, width)
