@@ -133,18 +133,21 @@ def test_eight_bits_are_appended_and_not_rotated(here):
 @pytest.mark.kernels
 @pytest.mark.parametrize("form", ["equal", "packed"])
 def test_in_the_simulator(form):
-    """Attention reads the number of keys that the launch before it writes, to memory that held anything."""
-    given, *_ = appended(form)
-    again, *_ = appended(form)
+    """Attention reads the number of keys that the launch before it writes, to memory that held anything. In bf16, for
+    which other tests compile the kernels."""
+    given, again = (
+        {name: t.to(BF16) if getattr(t, "dtype", None) == HALF else t for name, t in appended(form)[0].items()}
+        for _ in range(2)
+    )
     if form == "packed":
         for one in (given, again):
             one["cu_seqlens_k_new"] = one["cu_seqlens_q"]
-    rotary = dict(zip(("rotary_cos", "rotary_sin"), tables(32)))
+    rotary = dict(zip(("rotary_cos", "rotary_sin"), tables(32, BF16)))
     with simulated(ARCH, []):
         got = flash_attn_with_kvcache(**given, **rotary)
     for found, want in zip(got, flash_attn_with_kvcache(**again, **rotary)):
-        torch.testing.assert_close(found, want, rtol=4e-3, atol=4e-3)
-    torch.testing.assert_close(given["k_cache"], again["k_cache"], rtol=2**-10, atol=2**-12)
+        torch.testing.assert_close(found, want, rtol=1e-2, atol=1e-2)
+    torch.testing.assert_close(given["k_cache"], again["k_cache"], rtol=2**-7, atol=2**-9)
     assert torch.equal(given["v_cache"], again["v_cache"])
 
 

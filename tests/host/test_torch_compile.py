@@ -82,11 +82,16 @@ def test_in_a_mode_of_torch(group, around, fresh_compiler):
 GRAPHS = {"classes": 2}  # of both sizes; the number of requests of a plan is a constant
 
 
+ALL_CALLS = pytest.param((), id="all calls", marks=[pytest.mark.kernels, pytest.mark.full])
+
+
+@pytest.mark.parametrize("without", [pytest.param(compiled.SAME_CALL, id="each call once"), ALL_CALLS])
 @pytest.mark.parametrize("group", compiled.EVERY)
-def test_graphs_of_dynamic_sizes(group, fresh_compiler):
+def test_graphs_of_dynamic_sizes(group, without, fresh_compiler):
     """One graph serves both sizes. It writes to no input, so that it can be a CUDA graph, and searches no view."""
     found = []
-    compiled.matches_eager(group, "cpu", runs=((0, 0), (1, 1)), dynamic=True, backend=graphs.keeping(found))
+    runs = (0, 0), (1, 1)
+    compiled.matches_eager(group, "cpu", runs=runs, without=without, dynamic=True, backend=graphs.keeping(found))
     assert len(found) == GRAPHS.get(group, 1)
     for graph in found:
         assert graphs.written_inputs(graph) == []

@@ -163,8 +163,8 @@ def with_odd_strides(t: torch.Tensor) -> Iterator[Variation]:
         yield Variation("strides of size 1", t, odd(t))
 
 
-def variations(t: torch.Tensor) -> Iterator[Variation]:
-    """Yield the tensor in each other form: moved, with other strides, of other integers, or with equal values."""
+def other_strides(t: torch.Tensor) -> Iterator[Variation]:
+    """Yield the tensor in each other form with its values: moved, with other strides, or of other integers."""
     if t.numel():
         yield Variation("moved", t, laid_out(t, t.stride(), 1))
     for name, strides in strides_of(t).items():
@@ -176,6 +176,11 @@ def variations(t: torch.Tensor) -> Iterator[Variation]:
     if t.dtype in INDICES:
         yield Variation(str(INDICES[t.dtype])[6:], t, t.to(INDICES[t.dtype]))
     yield from with_odd_strides(t)
+
+
+def variations(t: torch.Tensor) -> Iterator[Variation]:
+    """Yield the tensor in each other form, also with equal values."""
+    yield from other_strides(t)
     offsets = t.dtype in INDICES and t.ndim == 1 and len(t) and t[0] == 0 and (t.diff() >= 0).all()
     for dim, size in enumerate(t.shape):
         if size > 1 and not offsets:  # of equal offsets, no row belongs to a request, and its result is undefined

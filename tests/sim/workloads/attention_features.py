@@ -69,8 +69,8 @@ def prefill() -> list[Scenario]:
     first = replace(packed, name="first", q_lens=(5, 2, 3), kv_lens=(40, 83, 9), heads_q=4, page_size=8)
     rows, one = replace(first, name="many rows", q_lens=(70, 2, 3)), {"q_lens": (1, 2, 1)}
     facts: list[dict[str, Any]] = [
-        {"dtype": "fp16"}, {"causal": False}, {"soft_cap": 6.0}, {"layout": "NHD"}, {"device": ("scale", "out")}, one,
-        one | {"function": "decode"},
+        {"dtype": "fp16"}, {"soft_cap": 6.0}, {"soft_cap": 6.0, "causal": False}, {"layout": "NHD"},
+        {"device": ("scale", "out")}, one, one | {"function": "decode"},
     ]  # fmt: skip
     turns = [first, *(replace(first, name=str(fact), **fact) for fact in facts)]
     turns += [rows, replace(rows, name="window", window_left=20), first]
@@ -85,7 +85,7 @@ def decode() -> list[Scenario]:
     )  # fmt: skip
     many = replace(few, q_lens=(4, 0, 3), kv_lens=(1030, 40, 83))
     d128 = replace(few, head_dim_qk=128, head_dim_vo=128, heads_q=3, heads_kv=1)
-    e4m3, nvfp4 = replace(d128, kv_dtype="fp8"), replace(d128, kv_dtype="nvfp4")
+    e4m3, nvfp4 = replace(few, kv_dtype="fp8", dtype="fp16", heads_q=3, heads_kv=1), replace(d128, kv_dtype="nvfp4")
     skip = replace(few, name="skip", scale=STEP_SCALE, data="steps", q_lens=(1,), kv_lens=(1536,), sink=False)
     below, above = (1536 * 2 ** -(STEP + step) for step in (0.2, -0.2))
     found = [
@@ -99,7 +99,8 @@ def decode() -> list[Scenario]:
         replace(few, name="scale 1", scale=1.0, data="normal", sink=30.0),
         replace(many, name="scale 1, 12 rows", scale=1.0, data="normal", fresh=True),
         replace(e4m3, name="e4m3, e4m3 output", out_dtype="fp8", out_scale=300.0, o_scale=3.0, page_size=8),
-        dims(e4m3, 64, name="e4m3, 12 rows", q_lens=(4, 1), kv_lens=(1100, 300), page_size=64, o_scale=2.0, sink=False),
+        replace(e4m3, name="e4m3, 12 rows", dtype="bf16", q_lens=(4, 1), kv_lens=(1100, 300), page_size=64, o_scale=2.0,
+                sink=False),
         replace(e4m3, name="e4m3, scale 1", q_lens=(2, 1), kv_lens=(700, 300), scale=1.0, data="normal"),
         replace(nvfp4, name="nvfp4", page_size=8),
         replace(nvfp4, name="nvfp4, interleaved, e4m3 output", q_lens=(4, 1), kv_lens=(1100, 300), page_size=16,
@@ -117,7 +118,8 @@ def decode() -> list[Scenario]:
                 window_left=4400, out_dtype="fp8", device=("out",), out_scale=4.0),
         dims(few, 80, name="head_dim 80, NVFP4 output", out_dtype="nvfp4", scale=1.0, data="normal"),
         dims(few, 512, name="head_dim 512", kv_lens=(300, 0, 83), q_lens=(1, 1, 9)),
-        replace(e4m3, name="e4m3, large queries", q_unit=2.0**20, scale=2.0**-21, data="normal", kv_lens=(300, 0, 83)),
+        replace(e4m3, name="e4m3, large queries", dtype="bf16", q_unit=2.0**20, scale=2.0**-21, data="normal",
+                q_lens=(4, 1, 1), kv_lens=(300, 0, 83)),
     ]  # fmt: skip
     first = replace(few, name="first", q_lens=(1, 1), kv_lens=(130, 300), heads_q=4, page_size=8)
     facts: list[dict[str, Any]] = [
@@ -129,10 +131,10 @@ def decode() -> list[Scenario]:
     ]  # fmt: skip
     turns = [replace(first, name=str(fact), **fact) for fact in facts]
     rows = (  # K and V without pages, of which CTAs share the keys
-        few, replace(many, window_left=600), replace(e4m3, page_size=64), dims(e4m3, 64, dtype="fp8", out_dtype="bf16"),
+        few, replace(many, window_left=600), replace(e4m3, page_size=64), replace(e4m3, dtype="fp8", out_dtype="bf16"),
         replace(few, head_dim_qk=256, head_dim_vo=256, kv_lens=(300, 0, 83)),
         replace(d128, q_lens=(9, 0, 20), kv_lens=(900, 40, 283), heads_q=6, heads_kv=2),
-        dims(e4m3, 64, q_lens=(9, 0, 20), kv_lens=(900, 40, 283)),
+        replace(e4m3, dtype="bf16", q_lens=(9, 0, 20), kv_lens=(900, 40, 283)),
     )  # fmt: skip
     parts = replace(few, name="40 parts", q_lens=(1,), kv_lens=(5000,), heads_q=8, heads_kv=1, scale=1.0, data="normal")
     return [
