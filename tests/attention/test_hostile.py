@@ -61,6 +61,7 @@ ALL = {
     "lengths": 0, "rising offsets": 1, "falling offsets": 2, "pages": 3, "fewer pages of V": 4, "no columns": 5,
     "no pages": 6, "any bytes": 7,
 }  # fmt: skip
+LENGTHS = SOME | {"lengths": 0}
 LISTED = {"starts": 2, "lengths": 4, "pages": 2, "any bytes": 8}
 CALLS: dict[str, tuple[AttentionCase, tuple[str, ...], dict[str, int]]] = {  # case, forms, kind -> seed
     "prefill": (BASE, (), ALL),
@@ -78,7 +79,7 @@ CALLS: dict[str, tuple[AttentionCase, tuple[str, ...], dict[str, int]]] = {  # c
     "prefill, mask": (WHOLE, ("csr", "mask"), {"starts": 2, "mask starts": 18, "no mask": 0}),
     "decode": (DECODE, (), ALL),
     "decode, nvfp4": (replace(DECODE, kv_dtype="nvfp4", **D128), (), SOME | {"no pages": 3}),
-    "decode, many rows": (replace(DECODE, q_lens=(3, 0, 21), **D128), (), ALL),
+    "decode, many rows": (replace(DECODE, q_lens=(3, 0, 21), **D128), (), LENGTHS),  # all kinds: "decode"
     "decode, many rows, nvfp4": (replace(DECODE, q_lens=(3, 0, 21), kv_dtype="nvfp4", **D128), (), SOME),
     "decode, parts of their own": (replace(DECODE, invariant=True), (), SOME | {"no columns": 3}),
     "decode, gathered": (replace(DECODE, q_lens=(3, 0, 4), **BY_FIVE), ("csr",), LISTED | {"fewer pages of V": 0}),
