@@ -7,8 +7,6 @@ the output's scale enter here, once. Splits are always added in the order of key
 who adds them.
 """
 
-from typing import NamedTuple
-
 import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, const_expr
@@ -44,43 +42,6 @@ def count_split(a, own: Int32, count: Int32):
         counters[own] = 0
         last = Int32(1)
     return last
-
-
-class SplitCounters(NamedTuple):
-    """The first of a tile's counters, for `splits.merge_together`: of splits that are stored, of stripes that are taken
-    and of CTAs that have left."""
-
-    first: Int32
-
-    def add(self, a, which, sem="relaxed"):
-        """Add 1 to a counter, and return its value before. Called by one thread."""
-        counter = a.schedule.counters.iterator + (a.schedule.counter_base + self.first + which)
-        return cute.arch.atomic_add(counter.llvm_ptr, Int32(1), sem=sem, scope="gpu")
-
-
-STORED, TAKEN, LEFT = range(3)  # the counters of `SplitCounters`
-
-
-@cute.jit
-def all_stored(a, counters: SplitCounters, count: Int32, polls: cutlass.Constexpr):
-    """Wait for a while until `count` splits are stored, and return 1 if they are, else 0. Called by one thread, to
-    which they are then visible, and to threads that meet it at a barrier. The CTA that stores the last one finds them
-    stored."""
-    address = (a.schedule.counters.iterator + (a.schedule.counter_base + counters.first + STORED)).toint()
-    text = "ld.acquire.gpu.global.b32 {$w0}, [{$r0}];"
-    found, tries = Int32(0), Int32(0)
-    while found < count and tries < polls:
-        found = cute.arch.inline_ptx(text, write_only_types=[Int32], read_only_args=[address])
-        tries += 1
-    return Int32(1) if found == count else Int32(0)
-
-
-@cute.jit
-def leave(a, counters: SplitCounters, count: Int32):
-    """Count a CTA as having left the merge of a tile; the last of `count` resets the counters. Called by one thread."""
-    if counters.add(a, LEFT, "acq_rel") == count - 1:
-        for which in cutlass.range_constexpr(3):
-            a.schedule.counters[a.schedule.counter_base + counters.first + which] = 0
 
 
 @cute.jit
@@ -248,65 +209,3 @@ def merge_rows(
             piece = epilogue.first_piece(spec, w, per) + lane
             epilogue.store_piece(spec, a, w.sequence.q_start + token, head, piece, values, ())
             epilogue.store_lse(a, w.sequence.q_start + token, head, normal.lse, epilogue.stores_lse(spec, w, lane == 0))
-
-
-# Combine of tiles that their CTAs merge together, one warp: some rows, and a part of their columns.
-#   waits for   nothing: `splits.merge_together` has found that all splits of the tile are stored
-#   computes    as `merge_rows`, with `AT_ONCE` loads in flight: of some rows of few splits, or of one row of many
-#   stores      the normalised and scaled columns and, with the first ones, the LSE, sink included
-AT_ONCE, FEW_SPLITS, PARTS = 16, 4, 4
-
-
-@cute.jit
-def merge_part(
-    spec: cutlass.Constexpr, a, w: WorkTileInfo, first: Int32, rows: Int32, part: Int32, at_once: cutlass.Constexpr
-):
-    """Merge the splits of a tile for `at_once` rows from `first` on, in a part of their columns. The tile has `rows`
-    rows. Called by one warp."""
-    dim, lane, count = const_expr(spec.tile_vo), cute.arch.lane_idx(), w.split.num_splits
-    splits, per = const_expr(AT_ONCE // at_once), const_expr(spec.tile_vo // (32 * PARTS))
-    acc, pieces = (cute.make_rmem_tensor((per, n), Float32) for n in (at_once, AT_ONCE))
-    acc.fill(0.0)
-    own, piece = cutlass.min(first + cutlass.min(lane // splits, at_once - 1), rows - 1), part * 32 + lane
-    base, row_max, row_sum = Int32(0), -Float32.inf, Float32(0.0)
-    while base < count:
-        lse = -Float32.inf
-        if lane < AT_ONCE and base + lane % splits < count:
-            lse = a.schedule.o_partial[stream_k.slot_of(spec, a, w, base + lane % splits), own, dim]
-        for j in cutlass.range_constexpr(splits):  # past the last split, that one is loaded again
-            slot = stream_k.slot_of(spec, a, w, cutlass.min(base + j, count - 1))
-            for i in cutlass.range_constexpr(at_once):
-                source = a.schedule.o_partial[slot, cutlass.min(first + i, rows - 1), None]
-                copy.vector(cute.local_tile(source, (per,), (piece,)), pieces[None, splits * i + j])
-        new_max = cute.arch.fmax(row_max, cute.arch.warp_reduction_max(lse, threads_in_group=splits))
-        known = Float32(0.0) if new_max == -Float32.inf else new_max
-        old, mine = (cute.math.exp2(x - known, fastmath=True) for x in (row_max, lse))
-        row_sum = fma(row_sum, old, cute.arch.warp_reduction_sum(mine, threads_in_group=splits))
-        for i in cutlass.range_constexpr(at_once):
-            acc[None, i].store(acc[None, i].load() * cute.arch.shuffle_sync(old, splits * i))
-            for j in cutlass.range_constexpr(splits):
-                factor = cute.arch.shuffle_sync(mine, splits * i + j)
-                if factor > 0.0:  # a split without a key may hold NaN, and 0 * NaN is NaN
-                    add_scaled(acc[None, i], pieces[None, splits * i + j], factor)
-        row_max = new_max
-        base += splits
-    for i in cutlass.range_constexpr(at_once):
-        sums = [cute.arch.shuffle_sync(x, splits * i) for x in (row_max, row_sum)]
-        if first + i < rows:
-            store_part(spec, a, w, first + i, piece, acc[None, i], *sums)
-
-
-@cute.jit
-def store_part(
-    spec: cutlass.Constexpr, a, w: WorkTileInfo, row: Int32, piece: Int32, values: cute.Tensor, top: Float32,
-    total: Float32,
-):  # fmt: skip
-    """Normalise, scale and store this lane's piece of a merged row. top, total: as in `add_splits`."""
-    at, pack = w.m_block * spec.tile.m + row, geometry.pack_divisor(w)
-    token, head = w.sequence.q_start + geometry.token_of(at, pack), geometry.head_of(at, w.head_idx, pack)
-    normal = softmax.normalizer(top, total, epilogue.sink_of(a, head))
-    scaled = cute.make_rmem_tensor(cute.size(values), Float32)
-    scaled.store(values.load() * (normal.inv_row_sum * epilogue.output_scale(a)))
-    epilogue.store_piece(spec, a, token, head, epilogue.first_piece(spec, w, cute.size(values)) + piece, scaled, ())
-    lse = epilogue.lse_of(a, normal.lse, top, total)
-    epilogue.store_lse(a, token, head, lse, epilogue.stores_lse(spec, w, piece == 0))

@@ -220,8 +220,9 @@ def row_can_skip(
 
 
 @cute.jit
-def normalizer(top: Float32, total: Float32, sink: Float32):
+def normalizer(top: Float32, total: Float32, sink: Float32, weight: Any = None):
     """Return the `RowNormalizer` of a row: the sum over its keys is total * 2^top. sink: natural units, -inf for none.
+    weight: the total of the exponentials as they were rounded, by which O is divided; None: `total`.
 
     A row with neither keys nor a sink gives (0, -inf), and one with a sink of +inf (0, inf). Both terms are taken
     relative to the larger one, so that a sink of any size is safe.
@@ -232,8 +233,11 @@ def normalizer(top: Float32, total: Float32, sink: Float32):
     inverse, lse = Float32(0.0), -Float32.inf
     if peak != -Float32.inf:
         keys = cute.math.exp2(top - peak, fastmath=True)
-        total = fma(total, keys, cute.math.exp2(other - peak, fastmath=True))
-        inverse = keys * cute.arch.rcp_approx(total)
+        behind = cute.math.exp2(other - peak, fastmath=True)
+        divisor = total = fma(total, keys, behind)
+        if const_expr(weight is not None):
+            divisor = fma(weight, keys, behind)
+        inverse = keys * cute.arch.rcp_approx(divisor)
         lse = cute.arch.fmax(peak, in_log2) + cute.math.log2(total, fastmath=True)
     return RowNormalizer(inverse, lse)
 
@@ -244,9 +248,10 @@ def row_normalizer(
     r: cutlass.Constexpr,
     sink: Float32,
     lanes: cutlass.Constexpr,
+    weight: Any = None,
 ):
     """Return the `normalizer` of row r. lanes: number of neighbouring lanes that share a row."""
-    return normalizer(*row_sum_of(st, r, lanes), sink)
+    return normalizer(*row_sum_of(st, r, lanes), sink, weight)
 
 
 @cute.jit

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Int32, const_expr
+from cutlass import Int32
 
 from . import combine, geometry
 from .barriers import NamedBarrier
@@ -87,66 +87,3 @@ def merge(
             end = cutlass.min(rows, spec.tile.m)
             for first in cutlass.range(rows_per_warp * number, end, rows_per_warp * warps, unroll=1):
                 combine.merge_rows(spec, a, w, first, rows, rows_per_warp)
-
-
-# The CTAs of a tile merge it together: with 512 columns of O, one of them would read the splits for long.
-#   waits for   all splits of the tile to be stored, at most POLLS times the latency of a load
-#   computes    a stripe of the tile after the other, as long as no other CTA has taken it
-# No CTA must wait: one that gives up has stored its split, and the one that stores the last split takes all stripes
-# that others do not. Who computes a stripe makes no difference to its bits.
-POLLS = 64
-
-
-@cute.jit
-def merge_together(spec: cutlass.Constexpr, a, smem: SplitSmem, count: Int32, tid: Int32, warps: cutlass.Constexpr):
-    """Do the work of `merge` together with the other CTAs of each tile. Splits are added in the order of keys."""
-    count = cutlass.min(count, MAX_SPLITS_PER_CTA)
-    if tid < count:
-        counters_of(spec, work_of_split(spec, smem, tid)).add(a, combine.STORED, "acq_rel")
-    for i in cutlass.range(count, unroll=1):
-        w = work_of_split(spec, smem, i)
-        counters, splits = counters_of(spec, w), w.split.num_splits
-        if tid == 0:
-            smem.last[i] = combine.all_stored(a, counters, splits, POLLS)
-        if broadcast(smem, i, warps) != 0:
-            if splits <= combine.FEW_SPLITS:
-                merge_stripes(spec, a, smem, i, w, tid, warps, const_expr(combine.AT_ONCE // combine.FEW_SPLITS))
-            else:
-                merge_stripes(spec, a, smem, i, w, tid, warps, 1)
-        if tid == 0:
-            combine.leave(a, counters, splits)
-
-
-def counters_of(spec, w: WorkTileInfo):
-    """Return the counters of a tile."""
-    return combine.SplitCounters(spec.tile.counters_per_split * work.own(spec, w.split.first))
-
-
-@cute.jit
-def broadcast(smem: SplitSmem, i: Int32, warps: cutlass.Constexpr):
-    """Return to all warps what thread 0 has written to `smem.last` of the CTA's i-th split. Called by all warps."""
-    cute.arch.barrier(barrier_id=NamedBarrier.SPLITS_COUNTED, number_of_threads=32 * warps)
-    found = cute.arch.make_warp_uniform(smem.last[i])
-    cute.arch.barrier(barrier_id=NamedBarrier.SPLITS_STORED, number_of_threads=32 * warps)
-    return found
-
-
-@cute.jit
-def merge_stripes(
-    spec: cutlass.Constexpr, a, smem: SplitSmem, i: Int32, w: WorkTileInfo, tid: Int32, warps: cutlass.Constexpr,
-    at_once: cutlass.Constexpr,
-):  # fmt: skip
-    """Merge stripes of the CTA's i-th split's tile until all are taken. at_once: rows that a warp merges at a time."""
-    left = geometry.num_rows(w.sequence.q_len, geometry.pack_divisor(w)) - w.m_block * spec.tile.m
-    rows, warp, splits = cutlass.min(left, spec.tile.m), cute.arch.make_warp_uniform(tid // 32), w.split.num_splits
-    # A warp merges units of some rows and a part of the columns. A stripe has equally many for each warp of a CTA, and
-    # there is a stripe for each split, or fewer.
-    units = cutlass.max((rows + at_once - 1) // at_once, 0) * combine.PARTS
-    size = ((units + warps - 1) // warps + splits - 1) // splits * warps
-    taken = Int32(0)
-    while taken < units:
-        if tid == 0:
-            smem.last[i] = counters_of(spec, w).add(a, combine.TAKEN) * size
-        taken = broadcast(smem, i, warps)
-        for unit in cutlass.range(taken + warp, cutlass.min(taken + size, units), warps, unroll=1):
-            combine.merge_part(spec, a, w, unit // combine.PARTS * at_once, rows, unit % combine.PARTS, at_once)

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from .request import Refusal
 
-SPLIT_COUNTERS = 3  # counters per tile of which CTAs merge the splits together: those of `combine.SplitCounters`
+SPLIT_COUNTERS = 2  # counters per tile of which CTAs merge the splits together: those of `stripes.SplitCounters`
 
 
 @dataclass(frozen=True)

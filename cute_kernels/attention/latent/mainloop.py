@@ -10,7 +10,7 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, const_expr
 
 from ...device import copy, mma, pipeline, warp
-from .. import epilogue, geometry, softmax, splits
+from .. import epilogue, geometry, softmax, splits, stripes
 from ..kv.record_rows import BOX, BYTES
 from ..schedule import work
 from ..schedule.work import WorkTileInfo
@@ -47,7 +47,7 @@ def mma_warp(spec: cutlass.Constexpr, plan, s):
     at = work.for_each_tile(spec, s, one_tile, state)
     splits.barrier(WARPS)
     tid = cute.arch.thread_idx()[0] - roles(spec).first_thread("mma")
-    splits.merge_together(spec, plan.args, s.splits, at.partials, tid, WARPS)
+    stripes.merge(spec, plan.args, s.splits, at.partials, tid, WARPS)
 
 
 @cute.jit
@@ -173,15 +173,18 @@ def store_row(
     for i in cutlass.range_constexpr(MMAS):
         for e in cutlass.range_constexpr(2):
             pair[e] = acc_o[2 * e + k % 2, i, k // 2] * scale
-        piece = (own * BOX + STEP * i) // 2 + g
         if split:
-            copy.vector(pair, cute.local_tile(a.schedule.o_partial[w.split.slot, row, None], (2,), (piece,)))
+            block = own * const_expr(BOX // STEP) + i
+            target = stripes.blocks_of(spec, a, w.split.slot)[None, row % stripes.ROWS, block, row // stripes.ROWS]
+            copy.vector(pair, cute.local_tile(target, (2,), (g,)))
         else:
+            piece = (own * BOX + STEP * i) // 2 + g
             epilogue.store_elements(a.out.o[token, head, None], warp.convert16, piece, pair, True)
     mine = own == 0 and g == 0
     if split:
+        lses = stripes.lses_of(spec, a, w.split.slot)
         if mine:
-            a.schedule.o_partial[w.split.slot, row, spec.head_dim_vo] = normal.lse
+            lses[row] = normal.lse
     else:
         epilogue.store_lse(a, token, head, epilogue.lse_of(a, normal.lse, top, total), mine)
         epilogue.store_max(a, token, head, top, mine)
