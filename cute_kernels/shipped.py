@@ -114,7 +114,9 @@ ATTENTION = (
         ((576, 512),),
         tuple(
             f"latent {kind} {rows} rows"
-            for kind, rows in product(("gather e4m3", "gather 656", "slots e4m3", "slots 656", "slots 352"), (8, 16))
+            for kind, rows in product(
+                ("slots", "gather e4m3", "gather 656", "slots e4m3", "slots 656", "slots 352"), (8, 16)
+            )
         ),
     ),
     AttentionRow(

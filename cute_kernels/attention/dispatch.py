@@ -111,6 +111,12 @@ PACKED = {  # kind over 16-bit rows -> records of the first and of a second cach
     "latent shared slots": (("656", ""), ("e4m3", "")),
     "latent two caches": (("584", "584"), ("528", "288"), ("528", "528")),
 }
+for _rows in (8, 16):
+    KINDS[f"latent slots {_rows} rows"] = Kind(
+        f"latent slots of prompts, for up to {_rows} rows",
+        True,
+        KINDS["latent slots"].change | {"rows": _rows, "split_kv": "never"},
+    )
 for _kind, _records in PACKED.items():
     for _first, _second in _records:
         _both = _first + (f", {_second}" if _second else "")

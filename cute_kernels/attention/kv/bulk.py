@@ -18,7 +18,7 @@ from .gather import GatherOperand, RowPageIds
 from .gather import page_id_cache as page_id_cache
 from .gather import prefetch_pages as prefetch_pages
 from .pages import KVBlock, LoadTarget
-from .record_rows import place_of, sources
+from .record_rows import part_sizes, place_of, sources
 
 LANES, AT_ONCE = 32, 8  # rows of a block that a warp has, and that it copies at a time
 PIECE = 16  # bytes
@@ -71,7 +71,7 @@ def fill_from(
     prefetch_pages(spec, page_ids, sequence_pages, at._replace(n_block=at.next_n_block))
     starts = [select(place.exists, start, Int64(NO_ROW)) for start in place.starts]
     rows = cute.arch.popc(cute.arch.vote_ballot_sync(place.exists))
-    sizes = const_expr([form.row or x.shape[3] for x in parts])
+    sizes = const_expr(part_sizes(source))
     pipeline.producer_acquire(ring, at.item)
     cute.arch.fence_proxy("async.shared", space="cta")  # behind zeros that lie where rows are copied to
     stage = into.smem.iterator.toint() + (pipeline.stage(ring, at.item) * spec.tile.n + first) * pitch
@@ -105,7 +105,7 @@ def copy_factors(target, source, size):
 def are_joined(parts):
     """Return whether the second of two tensors has the columns behind those of the first one in each row of memory."""
     x, y = parts
-    apart = y.iterator.toint() - x.iterator.toint() == x.shape[3]
+    apart = y.iterator.toint() - x.iterator.toint() == x.shape[3] * (x.element_type.width // 8)
     return apart & (x.stride[0] == y.stride[0]) & (x.stride[2] == y.stride[2])
 
 

@@ -4,7 +4,7 @@ from typing import Any, NamedTuple
 
 from cutlass import Int64
 
-from ...records import RECORDS, LatentRecord
+from ...records import RECORDS, ROWS, LatentRecord
 from . import gather
 from .gather import RowPageIds
 
@@ -26,9 +26,9 @@ class RowSection(NamedTuple):
 
 def sections(form: LatentRecord, columns) -> list[RowSection]:
     """Return the sections of a record. columns: of each tensor that has a part of a row."""
-    if not form.packed:  # one scale for all, which is a factor on the logits
+    if not form.packed:  # one scale for all, which is a factor on the logits, or 16-bit values
         widths = [count // BOX for count in columns]
-        return [RowSection(i, form.codes, sum(widths[:i]), n, 0, False) for i, n in enumerate(widths)]
+        return [RowSection(i, form.codes or "bf16", sum(widths[:i]), n, 0, False) for i, n in enumerate(widths)]
     found, latent = [RowSection(0, form.codes, 0, form.latent // BOX, 0, True)], form.latent // BOX
     if form.rotated and form.rotated_as != "codes":
         found.append(RowSection(0, form.rotated_as or "bf16", latent, form.rotated // BOX, form.rotated_at, False))
@@ -45,10 +45,15 @@ class RowSource(NamedTuple):
 
 def sources(spec, op, page_ids: RowPageIds) -> list[RowSource]:
     """Return the first cache and, if there is one, the second one."""
-    found = [RowSource(op.gmem, RECORDS[spec.kv.record], page_ids.page_size)]
+    found = [RowSource(op.gmem, RECORDS[spec.kv.record or ROWS], page_ids.page_size)]
     if spec.kv.extra:
-        found.append(RowSource(op.extra, RECORDS[spec.kv.extra_record], page_ids.extra_page_size))
+        found.append(RowSource(op.extra, RECORDS[spec.kv.extra_record or ROWS], page_ids.extra_page_size))
     return found
+
+
+def part_sizes(source: RowSource) -> list[int]:
+    """Return the bytes of a row in each of the tensors of a cache."""
+    return [source.form.row or x.shape[3] * x.element_type.width // 8 for x in source.parts]
 
 
 class RowPlace(NamedTuple):
@@ -63,10 +68,12 @@ def place_of(spec, source: RowSource, page_ids: RowPageIds, c, row) -> RowPlace:
     """Return where a row, given by its number, is in a cache. c: the register that has its page, or its slot."""
     parts, form, page_size = source
     page, row = gather.place_of(spec, page_ids._replace(page_size=page_size), c, row)
-    begins = [x.iterator.toint() + Int64(page) * x.stride[0] for x in parts]
+    bytes_of = [x.element_type.width // 8 for x in parts]
+    begins = [x.iterator.toint() + Int64(page) * x.stride[0] * n for x, n in zip(parts, bytes_of, strict=True)]
     exists = (page >= 0) & (page < parts[0].shape[0])
     if form.planar:
         factors = begins[0] + Int64(parts[0].shape[2]) * form.row + Int64(row) * form.factor_row
         return RowPlace([begins[0] + Int64(row) * form.row], factors, exists)
-    starts = [begin + Int64(row) * x.stride[2] for begin, x in zip(begins, parts, strict=True)]
+    each = zip(begins, parts, bytes_of, strict=True)
+    starts = [begin + Int64(row) * x.stride[2] * n for begin, x, n in each]
     return RowPlace(starts, starts[0] + form.factors_at, exists)

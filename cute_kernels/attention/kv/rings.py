@@ -42,7 +42,7 @@ def cached(a, x: Operand):
 def source_operand(spec, a, x: Operand):
     """Make the operand of the source, which loads `x`. Called on the host."""
     parts = cached(a, x)
-    width = x.bits if spec.kv.record else parts[0].element_type.width
+    width = x.bits if spec.kv.record or spec.tile.bulk_rows else parts[0].element_type.width
     made = source(spec).operand(spec, parts, (x.rows, x.columns * x.bits // width), x.stages)
     if not spec.kv.extra:
         return made

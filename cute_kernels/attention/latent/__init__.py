@@ -1,4 +1,5 @@
-"""Attention over packed latents for few query rows: keys are the M side of the MMAs, so that 8 heads cost 8.
+"""Attention over latents, most of them packed, for few query rows: keys are the M side of the MMAs, so that 8 heads
+cost 8.
 
 This file is plain Python: it states what the kernel can do (`supports`) and which spec serves a request (`candidate`).
 `tile_table` has the tiles. Neither imports the DSL, because a process that runs a bundle has none.
@@ -9,19 +10,25 @@ from dataclasses import replace
 from ... import archs
 from ..request import KernelRequest, Refusal
 from ..spec import DTYPES, AttentionSpec, LogitsSpec, MaskSpec, exact_logits, exact_mask, kv_spec
-from .tile_table import DIMS, MOST_ROWS, PITCH, LatentTileConfig, records, smem_bytes, tile_of
+from .tile_table import DIMS, MOST_ROWS, PITCH, PLAIN, LatentTileConfig, records, smem_bytes, tile_of
 from .tile_table import HEAD_DIMS as HEAD_DIMS
 
 ARCHS = archs.having(archs.WGMMA)
 Spec = AttentionSpec[LatentTileConfig]
+TOKENS_PER_SM = 4
 
 
 def candidate(request: KernelRequest, arch: str, split: bool = True) -> Spec:
     """Return the spec that would serve a request; `supports` says whether the kernel can. Its tile is None if it has
-    too many rows, or if bits may not depend on their number. With slots, that is the number of heads in any batch."""
+    too many rows, or if bits may not depend on their number. With slots, that is the number of heads in any batch.
+    Rows of 16 bits are faster here only if there are many tokens, each with keys of its own."""
     p = request
-    serves = split and p.packed_rows <= MOST_ROWS and (p.source == "slots" or p.split_kv in ("auto", "always"))
-    tile = tile_of(p.packed_rows, p.record) if serves else None
+    if p.record:
+        serves = p.source == "slots" or p.split_kv in ("auto", "always")
+    else:
+        many = p.split_kv == "auto" and p.kv_heads > TOKENS_PER_SM * p.sms
+        serves = p.source == "slots" and (many or p.split_kv == "never")
+    tile = tile_of(p.packed_rows, p.record) if serves and split and p.packed_rows <= MOST_ROWS else None
     out = (p.out,) if p.out in DTYPES else ("bf16",)
     mask, logits = exact_mask(p), exact_logits(p)
     return AttentionSpec(p.q, kv_spec(p), out, p.head_dim_qk, p.head_dim_vo, mask, logits, "stream_k", tile)
@@ -47,8 +54,8 @@ def supports(spec: Spec) -> Refusal | None:
         return Refusal("logits", f"{spec.logits}: the kernel has no soft cap, and one scale for all heads")
     if kv.union:
         return Refusal("share_keys", "True: the kernel reads the keys of each token")
-    if kv.extra and kv.source != "slots":
-        return Refusal("extra", "True: the kernel reads a second cache only by slots")
+    if kv.extra and (kv.source != "slots" or PLAIN in records(spec)):
+        return Refusal("extra", "True: the kernel reads a second cache only by slots, and only of packed rows")
     if spec.schedule != "stream_k":
         return Refusal("schedule", f"{spec.schedule}: the kernel has stream_k")
     known = tile_of(spec.tile.m, kv.record)

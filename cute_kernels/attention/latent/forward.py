@@ -1,4 +1,4 @@
-"""Attention over packed latents for few query rows: host function and device entry. CTAs are persistent, and share the
+"""Attention over latents for few query rows: host function and device entry. CTAs are persistent, and share the
 keys of requests by stream-K.
 
 | role     | warps | registers | waits for                                | signals                                   |
@@ -12,7 +12,7 @@ keys of requests by stream-K.
 - k.pipe, `tile.stages` stages: the rows of a KV block, as they are stored. One bulk copy for each row completes it.
 - scores.pipe, 2 stages: P of a block, with the factors of its rows and those of O (`score.LatentHandoff`).
 
-Splits are merged by the mma warps of all CTAs of a tile together (`splits.merge_together`).
+Splits are merged by the mma warps of all CTAs of a tile together (`stripes`).
 
 Shared memory: `stages` x (n x `tile_table.row_pitch`), Q as the operand of the MMAs, `LatentHandoff`, tiles and
 mbarriers.

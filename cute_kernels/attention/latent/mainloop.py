@@ -1,4 +1,4 @@
-"""The `mma` role of few query rows over packed latents: from rows as they are stored, and P, to O and the LSE.
+"""The `mma` role of few query rows over latents: from rows as they are stored, and P, to O and the LSE.
 
 To follow the code: `mma_warp` -> `compute_tile` -> `add_blocks` -> `add_columns` -> `add_block`.
 """

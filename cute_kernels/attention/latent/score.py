@@ -1,4 +1,4 @@
-"""The `score` role of few query rows over packed latents: from rows as they are stored to P.
+"""The `score` role of few query rows over latents: from rows as they are stored to P.
 
 Keys are the M side of the MMAs, and query rows the N side, of which 8 are an MMA: S^T = K Q^T and O^T = V^T P^T. A
 score warp has 16 keys of a block, and an mma warp 64 columns of O for all keys (`mainloop`). `precision` makes

@@ -1,10 +1,11 @@
-"""The tiles of the kernels with few query rows over packed latents. Plain Python."""
+"""The tiles of the kernels with few query rows over latents. Plain Python."""
 
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 from ... import archs
 from ...records import RECORDS
+from ...records import ROWS as PLAIN
 from ..operands import Operand, operands_of
 from ..tile import SPLIT_COUNTERS, Resources, TileConfig, distinct_dims
 
@@ -29,10 +30,10 @@ WIDE, NARROW = (576, 512), (512, 512)
 # Record, of the first or of a second cache -> (head_dim_qk, head_dim_vo)
 DIMS: dict[str, list[tuple[int, int]]] = {
     "e4m3": [WIDE, NARROW], "656": [WIDE], "352": [WIDE], "528_fp32": [NARROW], "528": [NARROW],
-    "528_planar": [NARROW], "584": [NARROW], "288": [NARROW],
+    "528_planar": [NARROW], "584": [NARROW], "288": [NARROW], PLAIN: [WIDE],
 }  # fmt: skip
 HEAD_DIMS = distinct_dims(dims for each in DIMS.values() for dims in each)
-PITCH = {name: pitch(RECORDS[name].token_bytes or max(DIMS[name])[0]) for name in DIMS}
+PITCH = {name: pitch(RECORDS[name].token_bytes or max(DIMS[name])[0] * (1 + (name == PLAIN))) for name in DIMS}
 
 
 @dataclass(frozen=True)
@@ -61,14 +62,15 @@ class LatentTileConfig(TileConfig):
 
 def tile_of(rows: int, record: str) -> LatentTileConfig | None:
     """Return the tile for a number of rows; None if there is none."""
-    if rows > MOST_ROWS or record not in PITCH:
+    if rows > MOST_ROWS or (record or PLAIN) not in PITCH:
         return None
-    return LatentTileConfig(ROWS if rows <= ROWS else MOST_ROWS, KEYS * SCORE_WARPS, 4)
+    return LatentTileConfig(ROWS if rows <= ROWS else MOST_ROWS, KEYS * SCORE_WARPS, 4 if record else 2)
 
 
 def records(spec: Any) -> tuple[str, ...]:
     """Return the different records of the caches: that of the first one, then that of the second one."""
-    return tuple(dict.fromkeys((spec.kv.record, *((spec.kv.extra_record,) if spec.kv.extra else ()))))
+    extra = (spec.kv.extra_record or PLAIN,) if spec.kv.extra else ()
+    return tuple(dict.fromkeys((spec.kv.record or PLAIN, *extra)))
 
 
 def row_pitch(spec: Any) -> int:

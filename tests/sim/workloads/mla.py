@@ -25,7 +25,7 @@ class MlaScenario:
 def mla_cases(spec: Any) -> list[MlaScenario]:
     """Return scenarios for the kernel `spec`, with split keys."""
     if isinstance(spec.tile, LatentTileConfig):
-        return few_cases(spec)
+        return few_cases(spec) if spec.kv.record else few_prompts(spec)
     if spec.kv.union:
         return shared_cases(spec)
     if spec.kv.source == "slots":
@@ -120,6 +120,20 @@ def few_cases(spec: Any) -> list[MlaScenario]:
     ]  # fmt: skip
 
 
+def few_prompts(spec: Any) -> list[MlaScenario]:
+    """Return scenarios for a kernel with few query rows over rows of 16 bits, which serves prompts: rows in one tensor
+    and in two, with more tiles of a CTA than the rings have stages."""
+    m, fewest = spec.tile.m, 1 + spec.tile.m - few_rows.ROWS
+    base = MlaCase("sparse_fwd", dim=spec.head_dim_qk, heads=m, page_size=7, chosen=128, lens=(90, 30))
+    tiles = (
+        replace(base, chosen=65, heads=fewest, strided=True, function="dsa"),
+        replace(base, rows=3, heads=m - 3, counted=True, lens=(40, 7, 9, 3), gap=1),
+        replace(base, chosen=300, data="peaks", page_size=64, sink=True),
+    )
+    many = replace(base, rows=4, heads=m - 1, lens=(5, 0, 1, 30) * 9, chosen=70, counted=True)
+    return [MlaScenario("tiles", tiles), MlaScenario("many tokens", (many,))]
+
+
 def pair_cases(spec: Any, base: MlaCase) -> list[MlaScenario]:
     """Return scenarios for a kernel in which two CTAs compute a tile: of one token, of several with other masks, with
     rows for one of the CTAs only, whole and split."""
@@ -153,9 +167,10 @@ def chosen_cases(spec: Any) -> list[MlaScenario]:
         replace(base, chosen=200, heads=80, data="peaks", page_size=64),
     )
     if spec.kv.record in ("", "656", "352", "528") and not spec.kv.extra:
-        prompt = replace(base, function="sparse_fwd", rows=6, heads=9 + more, counted=True, sink=True, chosen=130)
+        heads = 9 + few_rows.MOST_ROWS * (spec.dims in few_rows.DIMS.get(spec.kv.record or few_rows.PLAIN, []))
+        prompt = replace(base, function="sparse_fwd", rows=6, heads=heads, counted=True, sink=True, chosen=130)
         separate = "sparse_fwd" if spec.kv.record or base.dim == 512 else "dsa"
-        first = (first[0], replace(first[1], function=separate), first[2], prompt)
+        first = (first[0], replace(first[1], heads=heads - 4, function=separate), first[2], prompt)
     many = replace(base, lens=(2000,), chosen=29 * 64 + 3, heads=8 + more, page_size=16)
     return [
         MlaScenario("tiles", first),
