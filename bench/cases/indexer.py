@@ -244,10 +244,15 @@ def expected(case: LogitsCase, given: dict[str, Any]) -> tuple[torch.Tensor, tor
     with override(HostMachine()):
         found = run(exact, plain)
         largest = run(exact, _magnitudes(case, plain))
-    rounding = BF16_ROUNDING if case.function == SEGMENTS else ROUNDING * case.heads**-0.5
-    seen = found != -torch.inf
-    bound = torch.where(seen, rounding * largest + HALF_ULP[case.dtype] * (found.abs() + largest * 2.0**-4), 0.0)
-    return found, bound
+    bound = tolerance(0 if case.function == SEGMENTS else case.heads, found, largest, case.dtype)
+    return found, torch.where(found != -torch.inf, bound, 0.0)
+
+
+def tolerance(heads: int, logits: torch.Tensor, magnitudes: torch.Tensor, dtype: str = "fp32") -> torch.Tensor:
+    """Return how far logits of so many heads of e4m3, or of bf16 for 0, may be off. magnitudes: the same sums of the
+    magnitudes. dtype: of the logits."""
+    rounding = ROUNDING * heads**-0.5 if heads else BF16_ROUNDING
+    return rounding * magnitudes + HALF_ULP[dtype] * (logits.abs() + magnitudes * 2.0**-4)
 
 
 def _magnitudes(case: LogitsCase, given: dict[str, Any]) -> dict[str, Any]:
