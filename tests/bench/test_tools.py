@@ -13,14 +13,18 @@ from bench.results import SoakRow
 from cute_kernels import bundle, catalog, env, manifest
 from tests.conftest import ARCH, ROOT
 from tests.support import fake_bundle
-from tests.support.emulated import emulation
+from tests.support.emulated import emulate, emulation
+from tests.support.fake_machine import FakeMachine
 from tests.support.kernels import COVERING
 from tools import installs, profile, proven, ptxdiff, static
 from tools.soak import __main__ as soak
-from tools.soak import damage, memory, scenarios
-from tools.soak.engine import ServingEngine, Wrong
+from tools.soak import damage, memory, pool, probe, scenarios
+from tools.soak.engine import MODELS, ServingEngine
+from tools.soak.grouped import GroupedServingLayer
 from tools.soak.memory import Sample
+from tools.soak.pool import SLOTS, Wrong
 from tools.soak.probe import Probe
+from wrappers.host import machine
 
 CPU = torch.device("cpu")
 
@@ -159,39 +163,56 @@ def test_a_stranger_can_install_and_use_it():
 
 
 @pytest.fixture
-def given(monkeypatch):
+def short(monkeypatch):
+    """Prompts that are long enough for a selection of their keys."""
+    monkeypatch.setattr(pool, "LONGEST_PROMPT", 80)
+
+
+@pytest.fixture
+def given(monkeypatch, short):
     monkeypatch.setattr(scenarios, "COUNT", 8)
     monkeypatch.setattr(scenarios, "THREADS", 3)
     monkeypatch.setattr(scenarios, "FEW", 3)
-    return scenarios.Soak(CPU, 3, 0.0, 30)
+    return scenarios.Soak(CPU, 3, 0.0, 26)
 
 
 @pytest.mark.slow
 def test_scenarios_hold(given):
     found = scenarios.serving(given)
-    assert found.startswith("60 steps, 0 replays, ") and "equal bits at the start, in the middle" in found
+    assert found.startswith(f"{26 * len(MODELS)} steps, 0 replays, ")
+    assert "equal bits at the start, in the middle" in found
     assert "3 threads, 3 rounds" in scenarios.threads(given)
     with emulation() as fake:
         fake.max_plans = 12
         assert scenarios.plans(given).startswith("248 forms, at most 12 plans kept, ")
 
 
+def only(monkeypatch, model):
+    monkeypatch.setattr(scenarios, "MODELS", (model,))
+
+
 def grows(monkeypatch, kept):
+    only(monkeypatch, MODELS[0])
     real = ServingEngine.step
     monkeypatch.setattr(ServingEngine, "step", lambda self, check: kept.append(b"x" * (4 << 20)) or real(self, False))
 
 
 def computes_wrongly(monkeypatch, kept):
     """`call_of` knows the public function, not the spoiled one."""
+    only(monkeypatch, MODELS[0])
     name = "trtllm_batch_decode_with_kv_cache"
-    real, compare = getattr(wrappers, name), ServingEngine._compare
+    real, compare = getattr(wrappers, name), GroupedServingLayer._compare
 
     def wrong(**arguments):
-        real(**arguments).view(-1)[3] += 0.5
+        out = real(**arguments)
+        out.view(-1)[3] += 0.5
+        return out
 
     monkeypatch.setattr(wrappers, name, wrong)
     monkeypatch.setattr(
-        ServingEngine, "_compare", lambda self, f, given, out: compare(self, real if f is wrong else f, given, out)
+        GroupedServingLayer,
+        "_compare",
+        lambda self, f, given, out: compare(self, real if f is wrong else f, given, out),
     )
 
 
@@ -220,6 +241,99 @@ def test_planted_faults_are_noticed(given, monkeypatch, plant, scenario, said):
     plant(monkeypatch, [])
     with pytest.raises(Wrong, match=said):
         scenario(given)
+
+
+SPARSE, DENSE = MODELS[2:]
+
+
+def off(real):
+    """Change the first value of the first result."""
+
+    def spoiled(*given, **named):
+        found = real(*given, **named)
+        first = found[0] if isinstance(found, tuple) else found
+        first[(0,) * first.dim()] += 0.5
+        return found
+
+    return spoiled
+
+
+def smallest(real):
+    """Select the keys with the smallest logits."""
+    return lambda q, keys, weights, *rest, **named: real(q, keys, -weights, *rest, **named)
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("short")
+@pytest.mark.parametrize(
+    ("model", "name", "spoil", "said"),
+    [
+        (SPARSE, "flash_mla_with_kvcache", off, "flash_mla_with_kvcache: 1 values are off"),
+        (SPARSE, "flash_mla_sparse_fwd", off, "flash_mla_sparse_fwd: 1 values are off"),
+        (SPARSE, "select_slots", smallest, r"\d+ tokens have selected other keys"),
+        (SPARSE, "select_rows", smallest, r"\d+ tokens have selected other keys"),
+        (SPARSE, "fp8_paged_mqa_logits", off, "the indexer: 1 values are off"),
+        (SPARSE, "fp8_mqa_logits", off, "the indexer: 1 values are off"),
+        (DENSE, "flash_mla_with_kvcache", off, "flash_mla_with_kvcache: 1 values are off"),
+        (DENSE, "flash_attn_varlen_func", off, "flash_attn_varlen_func: 1 values are off"),
+    ],
+)
+def test_planted_faults_of_latent_attention_are_noticed(monkeypatch, model, name, spoil, said):
+    engine = ServingEngine(model, CPU, 3)
+    monkeypatch.setattr(wrappers, name, spoil(getattr(wrappers, name)))
+    with pytest.raises(Wrong, match=said):
+        for _ in range(40):
+            engine.step(check=True)
+
+
+@pytest.mark.usefixtures("short")
+@pytest.mark.parametrize(
+    ("what", "written"),
+    [
+        ("rows of the cache", lambda cache, query, index: cache.cache),
+        ("rows of the indexer", lambda cache, query, index: index.cache),
+        ("queries", lambda cache, query, index: query.out),
+        ("queries of the indexer", lambda cache, query, index: index.weights_out),
+    ],
+)
+def test_rows_that_were_not_written_are_noticed(monkeypatch, what, written):
+    engine, real = ServingEngine(SPARSE, CPU, 3), wrappers.append_latent
+
+    def forgets(latent, rotated, cache, places, **rest):
+        tensor = written(cache, **rest)
+        before = tensor.clone()
+        real(latent, rotated, cache, places, **rest)
+        tensor.copy_(before)
+
+    monkeypatch.setattr(wrappers, "append_latent", forgets)
+    with pytest.raises(Wrong, match=f"append_latent, {what}: "):
+        for _ in range(20):
+            engine.step(check=True)
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("short")
+@pytest.mark.parametrize("model", MODELS, ids=str)
+def test_steps_run_kernels_of_bundles_and_wait_for_nothing(model):
+    """A kernel that no bundle holds would compile in the middle of a run. A wait would end the capture of a step."""
+    used = []
+    with machine.override(FakeMachine(lambda op, spec: used.append((op, spec)) or emulate(op, spec, []))) as fake:
+        engine = ServingEngine(model, CPU, 3)
+        for _ in range(4):
+            engine.step(check=True)
+        for slots in SLOTS:
+            step = engine.new_step(slots)
+            engine.layer.decode(step)
+            fake.waits, fake.capturing, fake.capture = [], True, slots
+            engine.layer.decode(step)
+            fake.capturing = False
+            assert not fake.waits
+    assert set(used) <= set(catalog.shipped(ARCH))
+
+
+def test_a_probe_has_a_call_of_each_kind():
+    calls = Probe(CPU, 5, 1).calls
+    assert len(calls) <= 1 + len(probe.KINDS) and all(any(map(kind.of, calls)) for kind in probe.KINDS)
 
 
 @pytest.mark.parametrize("kind", [None, *memory.LIMITS])

@@ -14,7 +14,7 @@ import wrappers
 from cute_kernels import bundle, catalog, device_code, manifest, paths
 from wrappers.host import machine, runtime
 
-from .engine import Wrong
+from .pool import Wrong
 from .probe import digest
 from .scenarios import CannotRun, Soak, gpu, small
 

@@ -1,26 +1,49 @@
 """A fixed set of calls of all families, and the bits of their results."""
 
 import hashlib
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
 
 import torch
 
 from bench.cases.cache_write import copied
 from tools.fuzz.call import Call, Refused, Work
-from tools.fuzz.check import REFUSALS
+from tools.fuzz.check import REFUSALS, bits
 from tools.fuzz.draw import draw
-from tools.fuzz.families import FAMILIES
+from tools.fuzz.families import FAMILIES, indexer, mla
 from tools.fuzz.machine import OnDemand, Shipped
 from wrappers.host import machine
 
-from .engine import Wrong, bits
+from .pool import Wrong
+
+TRIES = 100  # draws in which a call of each kind is looked for
+
+
+class ProbedKind(NamedTuple):
+    """A kind of calls. has: whether a call of its family is one."""
+
+    name: str
+    family: str
+    has: Callable[[Call], bool]
+
+    def of(self, call: Call) -> bool:
+        """Return whether a call is of this kind."""
+        return call.family == self.family and self.has(call)
+
+
+KINDS = (
+    ProbedKind("latent attention", "mla", lambda call: call.function in mla.NAMES and not call.case.get("chosen")),
+    ProbedKind("sparse attention", "mla", lambda call: call.function in mla.NAMES and call.case.get("chosen", 0) > 1),
+    ProbedKind("logits of an indexer", "indexer", lambda call: call.function in (indexer.RAGGED, indexer.PAGED)),
+    ProbedKind("selection of keys", "indexer", lambda call: call.function in (indexer.SLOTS, indexer.ROWS)),
+)
 
 
 class Probe:
     """Calls that the fuzzer draws, those of them that the device serves with kernels of a bundle.
 
-    The machine of its calls has the plans and the scratch memory of its calls alone. families: to draw from, none: all.
+    The machine of its calls has the plans and the scratch memory of its calls alone. families: to draw from; none: all,
+    and at least one call of each of `KINDS`.
     """
 
     def __init__(self, device: torch.device, seed: int, count: int, families: tuple[str, ...] = ()):
@@ -29,6 +52,16 @@ class Probe:
         drawn = [draw(seed, index, families, small=True) for index in range(count)]
         # rows of hostile calls may belong to several requests, and then hold anything
         self.calls = [call for call in drawn if not call.extra.get("hostile") and self.served(call)]
+        if not families:
+            self.calls += [self._one(kind, seed) for kind in KINDS if not any(map(kind.of, self.calls))]
+
+    def _one(self, kind: ProbedKind, seed: int) -> Call:
+        """Return the first call of a kind that is served."""
+        for index in range(TRIES):
+            call = draw(seed, index, (kind.family,), small=True)
+            if kind.of(call) and self.served(call):
+                return call
+        raise Wrong(f"{kind.name}: none of {TRIES} drawn calls is served")
 
     def served(self, call: Call) -> bool:
         try:

@@ -11,10 +11,12 @@ import torch
 
 import wrappers
 from bench.cases.cache_write import copied
+from tools.fuzz.check import bits
 from wrappers.host import machine
 
 from . import memory
-from .engine import MODELS, ServingEngine, Wrong, bits
+from .engine import MODELS, ServingEngine
+from .pool import Wrong
 from .probe import Probe, digest
 
 THREADS = 64
@@ -198,7 +200,8 @@ def devices(s: Soak) -> str:
             torch.cuda.synchronize(index)
 
     in_threads(2, work)
-    _same([bits(engines[0].kv)], [bits(engines[1].kv)], "the caches after equal requests")
+    first, second = ([bits(cache) for cache in engine.layer.caches] for engine in engines)
+    _same(first, second, "the caches after equal requests")
     return f"{len(wanted)} calls and 100 steps on each, equal bits"
 
 
