@@ -5,9 +5,10 @@ from dataclasses import replace
 from types import ModuleType
 
 import pytest
+import torch
 
 import wrappers
-from bench import mla
+from bench import gather_rate, mla
 from bench.cases.mla import MlaCase
 
 SMALL = {
@@ -54,3 +55,20 @@ def test_what_runs_beside_a_case():
     assert list(mla.own_others(mla.CASES["dsa-decode-kv352-b128-h16-k2048"])) == ["own-kv656"]
     assert list(mla.own_others(mla.CASES["mla-decode-bf16-b128-s4096-h16-p1"])) == ["own-p64"]
     assert not mla.own_others(mla.CASES["dsa-decode-kv656-b64-h128-k2048"])
+
+
+@pytest.mark.kernels
+@pytest.mark.parametrize("form, counted", [("bulk", "bulk load"), ("pieces", "cp.async arrival")])
+def test_the_kernel_that_only_gathers(monkeypatch, form, counted):
+    """A bulk copy for each row, or an arrival of each lane for each 32 rows."""
+    from cuda.bindings.driver import CUstream
+    from cutlass import Int32
+    from cutlass.cute.runtime import from_dlpack
+    from ptxsim import dsl
+
+    monkeypatch.setattr(gather_rate, "TOKENS", 3)
+    monkeypatch.setattr(gather_rate, "KEYS", 128)
+    given = torch.zeros(40, 656, dtype=torch.uint8), torch.randint(40, (3, 128), dtype=torch.int32)
+    shapes = [from_dlpack(x) for x in given]
+    kernel = dsl.compile(gather_rate.launch, *shapes, 656, 2, form == "bulk", Int32(2), CUstream(0))
+    assert kernel.run(*given, 2, mode="random").counts == {counted: 3 * 128}
