@@ -128,12 +128,13 @@ def update_max(
     rescale_params: RescaleParams,
     exact_max: cutlass.Constexpr,
     offsets: Any = None,
+    limits: Any = None,
 ):
     """Update row_max with a block of scores, rescale row_sum, and set acc_scale, by which `rescale` multiplies O.
 
     softmax_scale_log2: per row. lanes: number of neighbouring lanes that share a row. offsets: per row, numbers to add
-    to the lane's scores; None adds nothing. row_max follows the row's maximum
-    only when that has grown by more than rescale_threshold or, with `exact_max`, whenever it has grown. Until then P
+    to the lane's scores; None adds nothing. row_max follows the row's maximum only when that has grown by more than
+    rescale_threshold, or than the row's own one of `limits`, or, with `exact_max`, whenever it has grown. Until then P
     exceeds 2^max_offset by less than that factor, which costs no accuracy in floating point, and O needs no rescaling.
     Each row decides for itself, so that its result does not depend on its neighbours.
     """
@@ -143,7 +144,8 @@ def update_max(
         old, shift = st.row_max[r], st.row_max_scaled[r]
         scale = softmax_scale_log2[r]
         # false if neither is finite
-        grown = m > old if const_expr(exact_max) else (m - old) * scale > rescale_params.rescale_threshold
+        limit = rescale_params.rescale_threshold if const_expr(limits is None) else limits[r]
+        grown = m > old if const_expr(exact_max) else (m - old) * scale > limit
         st.row_max_scaled[r] = fma(m, scale, -rescale_params.max_offset) if grown else shift
         st.acc_scale[r] = cute.math.exp2(shift - st.row_max_scaled[r], fastmath=True) if grown else Float32(1.0)
         st.row_sum[r] = st.row_sum[r] * st.acc_scale[r]
@@ -220,9 +222,8 @@ def row_can_skip(
 
 
 @cute.jit
-def normalizer(top: Float32, total: Float32, sink: Float32, weight: Any = None):
+def normalizer(top: Float32, total: Float32, sink: Float32):
     """Return the `RowNormalizer` of a row: the sum over its keys is total * 2^top. sink: natural units, -inf for none.
-    weight: the total of the exponentials as they were rounded, by which O is divided; None: `total`.
 
     A row with neither keys nor a sink gives (0, -inf), and one with a sink of +inf (0, inf). Both terms are taken
     relative to the larger one, so that a sink of any size is safe.
@@ -233,11 +234,8 @@ def normalizer(top: Float32, total: Float32, sink: Float32, weight: Any = None):
     inverse, lse = Float32(0.0), -Float32.inf
     if peak != -Float32.inf:
         keys = cute.math.exp2(top - peak, fastmath=True)
-        behind = cute.math.exp2(other - peak, fastmath=True)
-        divisor = total = fma(total, keys, behind)
-        if const_expr(weight is not None):
-            divisor = fma(weight, keys, behind)
-        inverse = keys * cute.arch.rcp_approx(divisor)
+        total = fma(total, keys, cute.math.exp2(other - peak, fastmath=True))
+        inverse = keys * cute.arch.rcp_approx(total)
         lse = cute.arch.fmax(peak, in_log2) + cute.math.log2(total, fastmath=True)
     return RowNormalizer(inverse, lse)
 
@@ -248,10 +246,9 @@ def row_normalizer(
     r: cutlass.Constexpr,
     sink: Float32,
     lanes: cutlass.Constexpr,
-    weight: Any = None,
 ):
     """Return the `normalizer` of row r. lanes: number of neighbouring lanes that share a row."""
-    return normalizer(*row_sum_of(st, r, lanes), sink, weight)
+    return normalizer(*row_sum_of(st, r, lanes), sink)
 
 
 @cute.jit

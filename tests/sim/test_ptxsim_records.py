@@ -1,5 +1,6 @@
 """Packed records of latent attention in the simulator: a row that sees one key returns its values, so codes show."""
 
+import math
 from dataclasses import replace
 
 import pytest
@@ -22,6 +23,7 @@ PACKED = {label: spec for label, (_, spec) in SHIPPED.items() if getattr(getattr
 NAN, SIGN = 0x7F, 0x80
 LARGE = {3: 1, 12: 9, 20: 30}  # row -> exponent of its factors
 ROWS = 24
+BY_SLOTS = next(s for _, s in SHIPPED.values() if s.name == "bf16_kvbf16v_d576x512_full_slots_m64n64s2o2a")
 
 
 def put_all_codes(record, cache):
@@ -108,9 +110,25 @@ def test_slots_past_the_integers_of_fp32():
     memory[-4000:] = torch.randn(4000).bfloat16()
     cache = memory.as_strided((last, 1, 1, 576), (step, 576, 576, 1))
     slots = torch.tensor([last - 1, last - 2, last - 5], dtype=torch.int32).view(3, 1, 1)
-    spec = next(s for _, s in SHIPPED.values() if s.name == "bf16_kvbf16v_d576x512_full_slots_m64n64s2o2a")
-    with simulated(ARCH, [], 2, spec, memory=MEMORY):
+    with simulated(ARCH, [], 2, BY_SLOTS, memory=MEMORY):
         out, _ = flash_mla_with_kvcache(
             torch.randn(3, 1, 2, 576).bfloat16(), cache, None, None, cases.VALUES, indices=slots
         )
     assert torch.equal(out[:, 0, 0], cache[slots.flatten().long(), 0, 0, : cases.VALUES])
+
+
+def test_a_key_that_has_most_of_a_row_is_not_rounded():
+    """The block that is computed first has one key that counts, and the other block one that counts more, by up to
+    2^8. If the row's maximum lagged behind, P of that key would be rounded, and a third of the outputs with it."""
+    keys, heads = 128, 15
+    cache = torch.randn(1, keys, 1, 576).bfloat16()
+    cache[..., cases.VALUES :], cache[0, :, 0, -1] = 0.0, -64.0
+    cache[0, 3, 0, -1], cache[0, 70, 0, -1] = 1.0, 0.0
+    q = torch.zeros(1, 1, heads, 576).bfloat16()
+    q[..., -1] = (torch.arange(1, heads + 1) / 2 / cases.SCALE * math.log(2.0)).bfloat16()
+    slots = torch.arange(keys, dtype=torch.int32).view(1, 1, keys)
+    with simulated(ARCH, [], 1, BY_SLOTS, memory=MEMORY):
+        out, _ = flash_mla_with_kvcache(q, cache, None, None, cases.VALUES, softmax_scale=cases.SCALE, indices=slots)
+    k = cache[0, :, 0].double()
+    want = torch.softmax(q[0, 0].double() @ k.T * cases.SCALE, -1) @ k[:, : cases.VALUES]
+    assert (out[0, 0] == want.bfloat16()).double().mean() > 0.99

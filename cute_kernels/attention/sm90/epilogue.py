@@ -59,11 +59,6 @@ def scales_of(r) -> RowScales:
     return RowScales([r.call_scales.score] * 2, [r.call_scales.reduced] * 2) if r.scales is None else r.scales
 
 
-def weight_of(r, k):
-    """Return the weight of this thread's k-th row (`softmax.normalizer`), or None if the kernel keeps none."""
-    return None if r.weight is None else r.weight[k]
-
-
 def permuted_columns(spec):
     """Report whether `prepare.transpose` permuted the columns of V, and so of O.
 
@@ -275,7 +270,7 @@ def store(spec: cutlass.Constexpr, a, r, w: WorkTileInfo, empty: cutlass.Constex
         else:
             values = cute.make_rmem_tensor(cute.size(o, mode=[1]), Float32)
             top, total = softmax.row_sum_of(r.st, k, LANES)
-            normal = softmax.normalizer(top, total, sink, weight_of(r, k))
+            normal = softmax.normalizer(top, total, sink)
             lse = epilogue.lse_of(a, normal.lse, top, total)
             scale = normal.inv_row_sum * r.call_scales.out
             if const_expr(r.scales is not None):

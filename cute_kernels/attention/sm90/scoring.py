@@ -18,8 +18,8 @@ scores.multiplied behind each Q K^T, for which mma waits between the halves of P
 Packed records are converted by the mma role (`kv.packed`), before its MMAs of the block above: it also waits for
 k.pipe empty, and signals k.pipe full. `prefetch`, in the load warpgroup, fetches their rows into the L2 before.
 
-scores.pipe has one stage: P of a block, the factors by which O is multiplied before, and, with the last block of a
-tile, sums, weights and maxima of its rows. `score` computes the next block's scores while P is multiplied by V.
+scores.pipe has one stage: P of a block, the factors by which O is multiplied before, and, behind the last block of a
+tile, sums and maxima of its rows. `score` computes the next block's scores while P is multiplied by V.
 """
 
 from dataclasses import dataclass
@@ -49,14 +49,15 @@ from .softmax import compute_p, convert_p, mask_and_update_max
 from .state import BlockFlags, Sm90Fragments, Sm90TileState
 
 STEPS = 4  # of an MMA in a box of 64 columns
+LEAST_SHARE = 2.0  # see `set_limits`, as a power of 2
 
 
 @dataclass(frozen=True)
 class ScoreHandoff:
     """Shared memory between score and mma. p (m, n, 1): P of a block. pipe: of one stage. multiplied: barriers that
-    say of even and of odd blocks that Q K^T has ended (`yields_to_qk`). factor (m,): of rows. row_max, row_sum, weight
-    (m,): of rows, with the last block of a tile; row_max in log2 units, or -inf for a row without keys. mma reads them
-    before it frees P of that block."""
+    say of even and of odd blocks that Q K^T has ended (`yields_to_qk`). factor (m,): of rows. row_max, row_sum (m, 2):
+    of rows of a tile with an even and with an odd number; row_max in log2 units, or -inf for a row without keys. mma
+    has read those of a tile before it frees the first block of the next one."""
 
     p: cute.Tensor
     pipe: pipeline.Pipeline
@@ -64,7 +65,6 @@ class ScoreHandoff:
     factor: cute.Tensor
     row_max: cute.Tensor
     row_sum: cute.Tensor
-    weight: cute.Tensor
 
 
 def allocate(spec, smem):
@@ -72,7 +72,7 @@ def allocate(spec, smem):
     t = spec.tile
     kind = layout.smem_layout((t.m, t.n), 1, precision.of(spec).mma_type)
     p = smem.allocate_tensor(precision.of(spec).mma_type, kind.outer, 1024, kind.inner)
-    rows = [smem.allocate_tensor(Float32, cute.make_layout(shape), 16) for shape in [t.m] * 4]
+    rows = [smem.allocate_tensor(Float32, cute.make_layout(shape), 16) for shape in (t.m, (t.m, 2), (t.m, 2))]
     pipe = pipeline.make(smem, 1, roles(spec).warps("score"), roles(spec).warps("mma"))
     return ScoreHandoff(p, pipe, pipeline.make_mbarriers(smem, 2, roles(spec).warps("score")), *rows)
 
@@ -111,7 +111,7 @@ def score_fragments(spec, plan, s) -> Sm90Fragments:
         wgmma.rows_cols(coords),
         scales_of_call(spec, plan.args),
         words=make_words(spec, rows) if gather.has_slots(spec) else None,
-        weight=cute.make_rmem_tensor(rows, Float32),
+        limits=cute.make_rmem_tensor(rows, Float32),
     )
 
 
@@ -173,6 +173,16 @@ def score_blocks(
     return at._replace(q=at.q + 1)
 
 
+def set_limits(tile: Sm90TileState):
+    """Set by how much the maximum of each row may grow before row_max follows: as for all rows, but to no more than a
+    quarter of the sum of the row so far. A key that has most of a row then has a P of 1; otherwise its P would be
+    rounded, and the output with it. Where no key has, O is rescaled as seldom as without this."""
+    st, limits, most = tile.r.st, tile.r.limits, tile.rescale_params.rescale_threshold
+    for k in range(cute.size(limits)):
+        total = cute.arch.warp_reduction_sum(st.row_sum[k], threads_in_group=LANES)
+        limits[k] = cute.arch.fmin(cute.arch.fmax(cute.math.log2(total, fastmath=True) - LEAST_SHARE, 0.0), most)
+
+
 @cute.jit
 def look_up_slots(spec: cutlass.Constexpr, plan, tile: Sm90TileState, n_block: Int32):
     """Look up which rows of the cache are the keys of a block, if the token has chosen them one by one."""
@@ -226,11 +236,9 @@ def gather_q(spec: cutlass.Constexpr, s, w: WorkTileInfo, a):
 
 @cute.jit
 def init_rows(spec: cutlass.Constexpr, tile: Sm90TileState):
-    """Begin a tile: row_max = -inf, row_sum = weight = 0, no P; the token of each of this thread's rows."""
+    """Begin a tile: row_max = -inf, row_sum = 0; the token of each of this thread's rows."""
     r = tile.r
     online.reset(r.st, online.NO_KEY_MAX)
-    r.weight.fill(0.0)
-    r.p.fill(0.0)
     for k in cutlass.range_constexpr(cute.size(r.tokens)):
         row = tile.w.m_block * spec.tile.m + r.cols[k, 0][0]
         r.tokens[k] = geometry.token_of(row, geometry.pack_divisor(tile.w))
@@ -252,14 +260,13 @@ def score_block(
         source(spec).fence_before_mma()
         steps = const_expr(tuple(STEPS * box + j for box in groups[i] for j in range(STEPS)))
         wgmma.issue(plan.mma_qk, r.acc_s, q, k, i == 0, some=wgmma.Instructions(steps))
-    add_weight(spec, r)  # of the block above, while Q K^T runs
+    set_limits(tile)  # while Q K^T runs
     warpgroup.wait_group(0)
     if const_expr(yields_to_qk(spec)):
         pipeline.mbarrier_arrive(s.scores.multiplied + at.p % 2)
     # softmax
     mask_and_update_max(spec, a, tile, n_block, flags)
     for row in cutlass.range_constexpr(cute.size(r.tokens)):
-        r.weight[row] = r.weight[row] * r.st.acc_scale[row]
         compute_p(tile, row)
         convert_p(spec, r, row)
     if const_expr(flags.is_first and source(spec).PARTIAL_TAIL):
@@ -268,7 +275,7 @@ def score_block(
     pipeline.producer_acquire(s.scores.pipe, at.p)
     copy_p = wgmma.mma_nt(precision.of(spec).mma_type, 1, spec.tile.n, True)
     wgmma.store_a(copy_p, r.p, s.scores.p[None, None, 0], cute.arch.thread_idx()[0] % 128)
-    store_rows(spec, s, r, position == tile.w.n_block_min)
+    store_rows(s, r, at.q % 2, position == tile.w.n_block_min)
     cute.arch.fence_proxy("async.shared", space="cta")
     cute.arch.sync_warp()  # all lanes have written before one of them arrives
     pipeline.producer_commit(s.scores.pipe, at.p)
@@ -276,32 +283,18 @@ def score_block(
 
 
 @cute.jit
-def add_weight(spec: cutlass.Constexpr, r: Sm90Fragments):
-    """Add P of a block, as it was rounded, to the weights of rows, by which O is divided. With their sums instead, a
-    row of which one key has nearly all would be wrong by the rounding of P: maxima lag behind, so that the largest P is
-    not 1. The LSE is that of the sums."""
-    words, values = cute.recast_tensor(r.p, Uint32), cute.make_rmem_tensor(spec.tile.n // LANES, Float32)
-    for k in cutlass.range_constexpr(cute.size(r.tokens)):
-        for i in cutlass.range_constexpr(cute.size(values) // 2):
-            word = words[precision.p_word(spec, k, i)]
-            values[2 * i], values[2 * i + 1] = memory.widen(spec.smem_q, word)
-        r.weight[k] += online.reduce(values, online.add)
-
-
-@cute.jit
-def store_rows(spec: cutlass.Constexpr, s, r: Sm90Fragments, is_last):
-    """Store the factors of this warp's rows and, behind the last block of a tile, their maxima, sums and weights."""
-    if is_last:
-        add_weight(spec, r)
+def store_rows(s, r: Sm90Fragments, tile: Int32, is_last):
+    """Store the factors of this warp's rows and, behind the last block of a tile, their maxima and sums. tile: its
+    number, of two."""
     for k in cutlass.range_constexpr(cute.size(r.tokens)):
         row = r.cols[k, 0][0]
         if is_last:
             total = cute.arch.warp_reduction_sum(r.st.row_sum[k], threads_in_group=LANES)
-            weight = cute.arch.warp_reduction_sum(r.weight[k], threads_in_group=LANES)
             if cute.arch.lane_idx() % LANES == 0:
-                s.scores.row_sum[row] = total
-                s.scores.weight[row] = weight
-                s.scores.row_max[row] = -Float32.inf if r.st.row_max[k] == -Float32.inf else r.st.row_max_scaled[k]
+                s.scores.row_sum[row, tile] = total
+                s.scores.row_max[row, tile] = (
+                    -Float32.inf if r.st.row_max[k] == -Float32.inf else r.st.row_max_scaled[k]
+                )
         if cute.arch.lane_idx() % LANES == 0:
             s.scores.factor[row] = r.st.acc_scale[k]
 
@@ -317,11 +310,12 @@ def zero_tail(spec: cutlass.Constexpr, s, valid: Int32, at: ScoreState):
 
 
 class OutputState(NamedTuple):
-    """The next items of the mma role: kv, in k.pipe; p, in scores.pipe. partials: the splits that the CTA has
-    stored."""
+    """The next items of the mma role: kv, in k.pipe; p, in scores.pipe; tile, of those with a key. partials: the
+    splits that the CTA has stored."""
 
     kv: pipeline.PipelineState
     p: Int32
+    tile: Int32
     partials: Int32
 
 
@@ -343,7 +337,6 @@ def output_fragments(spec, plan, s) -> Sm90Fragments:
         None,
         wgmma.rows_cols(coords),
         scales_of_call(spec, plan.args),
-        weight=cute.make_rmem_tensor(rows, Float32),
         shared_p=plan.mma_pv.make_fragment_A(pv.partition_A(s.scores.p)),
     )
 
@@ -360,7 +353,7 @@ def output(spec: cutlass.Constexpr, plan, s, epilogue: cutlass.Constexpr):
     def one_tile(w, _, at):
         return output_tile(spec, plan, s, r, rows, w, at, epilogue)
 
-    state = OutputState(pipeline.initial_state(), Int32(0), Int32(0))
+    state = OutputState(pipeline.initial_state(), Int32(0), Int32(0), Int32(0))
     state = work.for_each_tile(spec, s, one_tile, state)
     if const_expr(s.splits is not None):
         splits.merge(spec, plan.args, s, state.partials)
@@ -382,7 +375,8 @@ def output_tile(
                 if position > w.n_block_min:
                     convert_keys(spec, plan, s, rows, w, position - 1, following)
             at = add_block(spec, plan, s, r, at, following, position > w.n_block_min)._replace(kv=following)
-        at = at._replace(partials=epilogue(spec, plan.args, s, r, w, False, at.partials))
+        read_rows(s, r, at.tile % 2)
+        at = at._replace(tile=at.tile + 1, partials=epilogue(spec, plan.args, s, r, w, False, at.partials))
     else:
         at = at._replace(partials=epilogue(spec, plan.args, s, r, w, True, at.partials))
     return at
@@ -435,8 +429,6 @@ def add_block(
     pipeline.consumer_wait(s.scores.pipe, at.p)
     for k in cutlass.range_constexpr(cute.size(r.st.acc_scale)):
         r.st.acc_scale[k] = s.scores.factor[r.cols[k, 0][0]]
-    if not is_followed:
-        read_rows(s, r)
     online.rescale(r.st, wgmma.rows_cols(r.acc_o))
     p, v = r.shared_p[None, None, None, 0], r.v[None, None, None, at.kv.index]
     groups, halves = const_expr(len(pages.column_groups(spec))), const_expr(cute.size(r.acc_o, mode=[2]))
@@ -478,11 +470,11 @@ def release_keys(spec: cutlass.Constexpr, s, group: cutlass.Constexpr, kv: pipel
 
 
 @cute.jit
-def read_rows(s, r: Sm90Fragments):
-    """Read the maxima, sums and weights that `store_rows` has stored of this thread's rows."""
+def read_rows(s, r: Sm90Fragments, tile: Int32):
+    """Read the maxima and the sums that `store_rows` has stored of this thread's rows."""
     for k in cutlass.range_constexpr(cute.size(r.st.row_max)):
         row = r.cols[k, 0][0]
-        total, r.weight[k] = s.scores.row_sum[row], s.scores.weight[row]
+        total = s.scores.row_sum[row, tile]
         r.st.row_sum[k] = total if cute.arch.lane_idx() % LANES == 0 else Float32(0.0)
-        r.st.row_max[k] = s.scores.row_max[row]
-        r.st.row_max_scaled[k] = s.scores.row_max[row]
+        r.st.row_max[k] = s.scores.row_max[row, tile]
+        r.st.row_max_scaled[k] = s.scores.row_max[row, tile]

@@ -77,7 +77,7 @@ def mask_and_update_max(spec: cutlass.Constexpr, a, tile: Sm90TileState, n_block
     """Apply bias, soft cap and mask to a block in acc_s, then bring row_max up to date with it."""
     scores, r = transform_scores(spec, a, tile, n_block, flags), tile.r
     exact_max = const_expr(exact_max_blocks(spec) > 0)
-    online.update_max(r.st, scores, scales_of(r).reduced, LANES, tile.rescale_params, exact_max, r.offsets)
+    online.update_max(r.st, scores, scales_of(r).reduced, LANES, tile.rescale_params, exact_max, r.offsets, r.limits)
 
 
 @cute.jit

@@ -8,7 +8,7 @@ from ...device import copy, wgmma
 from .. import geometry, softmax, splits, stripes
 from ..schedule.work import WorkTileInfo
 from . import precision
-from .epilogue import LANES, weight_of
+from .epilogue import LANES
 from .groups import o_part
 from .roles import roles
 
@@ -28,7 +28,7 @@ def store_partial(spec: cutlass.Constexpr, a, s, r, w: WorkTileInfo, number: Int
     for k in cutlass.range_constexpr(cute.size(o, mode=[0])):
         scale, lse = Float32(0.0), -Float32.inf
         if const_expr(not empty):
-            normal = softmax.row_normalizer(r.st, k, -Float32.inf, LANES, weight_of(r, k))
+            normal = softmax.row_normalizer(r.st, k, -Float32.inf, LANES)
             scale, lse = normal.inv_row_sum * precision.of(spec).dequant_scale, normal.lse
         row, values = r.cols[k, 0][0], cute.make_rmem_tensor(cute.size(o, mode=[1]), Float32)
         if const_expr(empty):

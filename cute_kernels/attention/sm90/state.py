@@ -38,7 +38,7 @@ class Sm90Fragments:
     # their keys, of those that the token of each row has chosen
     words: Any = None
     promoted: Any = None  # `PromotedAcc`, if O is promoted
-    weight: Any = None  # sum of P of each row, as it was rounded, where `scoring` computes it
+    limits: Any = None  # by how much the maximum of each row may grow before row_max follows; None: as for all rows
     shared_p: Any = None  # descriptors of the stages of P, if warpgroups share it; p is then this warpgroup's part
 
 

@@ -305,8 +305,8 @@ def smem_bytes(spec: AttentionSpec[Sm90TileConfig], t: Sm90TileConfig, dims: tup
         found += 4 * t.m * vo
     if t.o_parts > 1 and dequantises and spec.smem_q == "bf16":  # a scale per row of Q
         found += 4 * t.m
-    if t.scores_apart:  # P of a block, factors, maxima, sums and weights of rows
-        found += 2 * t.m * t.n + 16 * t.m + 2 * STAGE_BYTES
+    if t.scores_apart:  # P of a block, factors, maxima and sums of rows
+        found += 2 * t.m * t.n + 20 * t.m + 2 * STAGE_BYTES
     if t.s_parts > 1:  # P of some blocks, maxima and sums of rows
         found += 2 * t.m * t.n * P_STAGES + 4 * t.m * t.s_parts * (1 + QUAD)
     if waits_for_votes(spec):  # votes, and an mbarrier each
