@@ -392,30 +392,6 @@ def test_few_rows_over_records(change, m):
     assert (op, spec.tile.m) == ("attention.sm90" if m == 64 else "attention.latent", m)
 
 
-@pytest.mark.parametrize(
-    "change, served",
-    [
-        ({}, True),
-        ({"qhead_per_kvhead": 8}, True),
-        ({"qhead_per_kvhead": 17}, False),
-        ({"split_kv": "auto", "kv_heads": 4096}, True),
-        ({"split_kv": "auto", "kv_heads": 128}, False),  # a decode
-        ({"split_kv": "fixed", "kv_heads": 4096}, False),  # as of a decode of other lengths
-        ({"head_dim_qk": 512}, False),
-        ({"extra": True}, False),
-        ({"share_keys": True}, False),
-        ({"q": "fp16", "kv": "fp16", "out": "fp16"}, False),
-    ],
-)
-def test_prompts_of_few_heads_over_16_bits(change, served):
-    """They have the kernel of few rows. It has no split keys to gain from, and is slower where memory bounds both."""
-    prompt = replace(BASE, head_dim_qk=576, head_dim_vo=512, shares_v=True, source="slots", causal=False, rows=1,
-                     qhead_per_kvhead=16, kv_heads=4096, split_kv="never")  # fmt: skip
-    op, spec = dispatch.select(replace(prompt, **change), ARCH)
-    assert op == (policy.LATENT_ROWS if served else policy.PREFILL)
-    assert op == policy.PREFILL or spec.tile.m == change.get("qhead_per_kvhead", 16)
-
-
 @pytest.mark.parametrize("way, want", [("never", "tiles"), ("fixed", "stream_k"), ("always", "stream_k")])
 def test_a_call_may_say_how_keys_are_split(way, want):
     for rows, keys in ((1, 256), (1, 131072), (4, 1024)):

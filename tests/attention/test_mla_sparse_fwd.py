@@ -1,6 +1,7 @@
 """FlashMLA's sparse prefill on the CPU: against float64, index values that name no row, lengths, and bad arguments."""
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -8,6 +9,10 @@ import torch
 import wrappers
 from bench.cases import mla as cases
 from bench.cases.mla import MlaCase
+from cute_kernels import shipped as policy
+from cute_kernels.attention import dispatch
+from cute_kernels.attention.request import KernelRequest
+from tests.conftest import ARCH
 from tests.support.emulated import emulation
 from tests.support.good_calls import inputs_of
 
@@ -151,3 +156,27 @@ REFUSED = [
 def test_refusals(change, error, message):
     with pytest.raises(error, match=message):
         wrappers.flash_mla_sparse_fwd(**inputs_of(NAME) | change)
+
+
+@pytest.mark.parametrize(
+    "change, served",
+    [
+        ({}, True),
+        ({"qhead_per_kvhead": 8}, True),
+        ({"qhead_per_kvhead": 17}, False),
+        ({"split_kv": "auto", "kv_heads": 4096}, True),
+        ({"split_kv": "auto", "kv_heads": 128}, False),  # a decode
+        ({"split_kv": "fixed", "kv_heads": 4096}, False),  # as of a decode of other lengths
+        ({"head_dim_qk": 512}, False),
+        ({"extra": True}, False),
+        ({"share_keys": True}, False),
+        ({"q": "fp16", "kv": "fp16", "out": "fp16"}, False),
+    ],
+)
+def test_prompts_of_few_heads_over_16_bits(change, served):
+    """They have the kernel of few rows. It has no split keys to gain from, and is slower where memory bounds both."""
+    prompt = KernelRequest(head_dim_qk=576, head_dim_vo=512, shares_v=True, source="slots", causal=False, rows=1,
+                     qhead_per_kvhead=16, kv_heads=4096, split_kv="never")  # fmt: skip
+    op, spec = dispatch.select(replace(prompt, **change), ARCH)
+    assert op == (policy.LATENT_ROWS if served else policy.PREFILL)
+    assert op == policy.PREFILL or spec.tile.m == change.get("qhead_per_kvhead", 16)
