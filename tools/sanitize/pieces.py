@@ -216,9 +216,14 @@ def latent(**fields: Any) -> Call:
     return Call("mla", "flash_attn_with_kvcache" if "window" in case else "flash_mla_with_kvcache", 7, case=case)
 
 
+def prompt_latent(**fields: Any) -> Call:
+    """Return a call of attention of prompts, of which each token chooses its keys."""
+    return replace(latent(chosen=300, gap=0, **fields), function="flash_mla_sparse_fwd")
+
+
 def shared_latent(**fields: Any) -> Call:
     """Return a call of attention in which neighbouring tokens share the keys that they have chosen."""
-    return replace(latent(heads=16, chosen=300, share=True, gap=0, **fields), function="flash_mla_sparse_fwd")
+    return prompt_latent(heads=16, share=True, **fields)
 
 
 def trtllm_latent(**fields: Any) -> Call:
@@ -355,7 +360,7 @@ def _rows() -> Iterator[tuple[str, tuple[Call, ...]]]:
 
 
 def _few_rows() -> Iterator[tuple[str, tuple[Call, ...]]]:
-    """Yield calls with few query rows over packed latents."""
+    """Yield calls with few query rows over latents."""
     q8: dict[str, Any] = {"record": "e4m3", "q8": True}
     no_rope: dict[str, Any] = {"record": "528_fp32", "dim": 512, "chosen": 65}
     long: dict[str, Any] = {"lens": (2000, 0, 70), "sink": True}
@@ -393,6 +398,8 @@ def _few_rows() -> Iterator[tuple[str, tuple[Call, ...]]]:
             for heads in (8, 16)
         ),
     )
+    prompts = (prompt_latent(heads=heads, counted=True, sink=True) for heads in (5, 16))
+    yield "attention-latent-few-prompts", (*prompts, prompt_latent(heads=8, strided=True))
     yield (
         "attention-latent-few-two-records",
         tuple(
