@@ -49,6 +49,24 @@ def test_slots(case):
         assert row == [-1 if x < 0 else table[x // size] * size + x % size for x in chosen(logits[token])]
 
 
+@pytest.mark.parametrize("scratch", [0, 1 << 28])
+@pytest.mark.parametrize("case", SLOTS, ids=str)
+def test_slots_of_another_table(case, scratch):
+    """The keys are those of block_table, in every pass, and also if a token gets all of its keys."""
+    given = cases.make_inputs(case)
+    size, named = case.page_size, torch.randperm(1000)[: given["block_table"].numel()].int()
+    named = named.view(given["block_table"].shape)
+    for k in (K, 400):
+        found = slots_of(case, given, top_k=k, slot_table=named, scratch_bytes=scratch)
+        same = slots_of(case, given, top_k=k, slot_table=given["block_table"])
+        assert torch.equal(same, slots_of(case, given, top_k=k))
+        for token, row in enumerate(same.view(-1, k).tolist()):
+            pages = given["block_table"][token // case.next_n].tolist()
+            mine = named[token // case.next_n].tolist()
+            want = [-1 if x < 0 else mine[pages.index(x // size)] * size + x % size for x in row]
+            assert found.view(-1, k)[token].tolist() == want
+
+
 @pytest.mark.parametrize("case", ROWS, ids=str)
 def test_rows(case):
     given = cases.make_inputs(case)
@@ -123,6 +141,8 @@ REFUSED = [
     ({"out": torch.zeros(2, 3, 7).int()}, ValueError, r"out: shape \(2, 3, 7\), must be \(2, 3, 16\)"),
     ({"out": torch.zeros(2, 3, 16)}, TypeError, "out: dtype torch.float32, must be torch.int32"),
     ({"block_table": torch.zeros(2, 3).long()}, TypeError, "block_table: dtype torch.int64"),
+    ({"slot_table": torch.zeros(2, 3).long()}, TypeError, "slot_table: dtype torch.int64"),
+    ({"slot_table": torch.zeros(9, 3).int()}, ValueError, r"slot_table: shape \(9, 3\), must be .*that of block_table"),
     ({"kv_cache": torch.zeros(6, 4, 2, 132).byte()}, ValueError, "kv_cache: .*must have one head"),
 ]  # fmt: skip
 

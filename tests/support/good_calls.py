@@ -187,6 +187,12 @@ def selected(function: str) -> dict[str, Any]:
     return {name: value for name, value in given.items() if name not in hints} | {"top_k": 16}
 
 
+def two_tables() -> dict[str, Any]:
+    """Arguments of a function that chooses keys, and names their slots by other pages than theirs."""
+    given = selected("select_slots")
+    return given | {"slot_table": given["block_table"].flip(1).contiguous()}
+
+
 SEGMENTS = "dsa_indexer_topk"  # likewise
 
 

@@ -513,7 +513,7 @@ RICH: dict[str, dict[str, Callable[[], Arguments]]] = {  # function -> name of a
         "plain": lambda: good_calls.ragged_mla() | {
             "bmm1_scale": torch.tensor([0.1]), "bmm2_scale": torch.tensor([2.0]), "attention_sinks": SINK},
     },
-    "select_slots": {"plain": lambda: good_calls.selected("select_slots") | {"out": torch.zeros(2, 3, 16).int()}},
+    "select_slots": {"plain": lambda: good_calls.two_tables() | {"out": torch.zeros(2, 3, 16).int()}},
     "select_rows": {"plain": lambda: good_calls.selected("select_rows") | {"out": torch.zeros(5, 16).int()}},
     good_calls.SEGMENTS: {"plain": lambda: good_calls.segments() | {
         "q_causal_offsets": ints(8, 20).long(), "indices": torch.zeros(5, 16).int(), "scores": torch.zeros(5, 16)}},

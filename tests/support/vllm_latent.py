@@ -21,7 +21,7 @@ FILES = tuple(
     v1/kv_cache_layout v1/kv_cache_spec_registry v1/attention/backend v1/attention/selector v1/attention/backends/utils
     v1/attention/backends/registry v1/attention/backends/mla/prefill/base model_executor/layers/attention/__init__
     model_executor/layers/attention/attention
-    model_executor/layers/attention/mla_attention models/deepseek_v32/attention
+    model_executor/layers/attention/mla_attention models/deepseek_v32/attention v1/worker/workspace
     """.split()
 )
 BLOCK, BLOCKS, COLUMNS = 16, 40, 8
@@ -120,6 +120,7 @@ def latent_stubs(server: Server) -> dict[str, dict[str, Any]]:
             "maybe_gather_mla_latent_cache_inputs": lambda kv_c, k_pe, slots, *_, **__: (kv_c, k_pe, slots)
         },
         "vllm.v1.attention.ops.merge_attn_states": {"merge_attn_states": merge_attn_states},
+        "vllm.v1.worker.ubatching": {"dbo_current_ubatch_id": lambda: 0},
         "vllm.utils.deep_gemm": {"has_deep_gemm": lambda: True},
     }  # fmt: skip
 
@@ -143,6 +144,8 @@ def running() -> Iterator[Server]:
     with engine.installed(), pytest.MonkeyPatch.context() as patch:
         patch.setattr(importlib.metadata, "entry_points", entry_points)
         patch.setenv("VLLM_PLUGINS", "cute_kernels,cute_kernels_mla")
+        if not torch.cuda.is_available():
+            patch.setattr(torch.accelerator, "empty_cache", lambda: None)  # vLLM's workspace calls it
         from vllm import plugins
 
         plugins.load_general_plugins()
@@ -262,10 +265,12 @@ class SparseModel(Batches):
         from vllm.model_executor.layers.attention.mla_attention import MLAAttention
         from vllm.models.deepseek_v32.attention import DeepseekV32Attention
         from vllm.v1.attention import selector
+        from vllm.v1.worker import workspace
 
         super().__init__(server.device)
         torch.manual_seed(0)
         selector._cached_get_attn_backend.cache_clear()
+        workspace.init_workspace_manager(server.device)
         server.config = config_of(dtype, kv_cache_dtype)
         self.server, self.heads, self.dtype, self.kind = server, heads, dtype, kv_cache_dtype
         self.record, name = RECORDS[kv_cache_dtype], "layers.0.attn"
@@ -344,13 +349,14 @@ class SparseModel(Batches):
     def build(self, common: Any) -> dict[str, Any]:
         return {name: builder.build(0, common) for name, builder in self.builders.items()}
 
-    def step(self, counts: dict[int, int], padding: int = 0, width: int = 1) -> None:
-        """Run a step, and compare each request with float64."""
+    def step(self, counts: dict[int, int], padding: int = 0, width: int = 1) -> torch.Tensor:
+        """Run a step, and compare each request with float64. Return the output of its tokens."""
         common = self.common(counts, padding, width)
         self.enter(common, self.build(common))
         inputs = self.inputs(common.num_actual_tokens)
         output = self.forward(common, {name: t.to(self.device) for name, t in inputs.items()})
         self.check(counts, inputs, output)
+        return output
 
     def check(self, counts: dict[int, int], i: dict[str, torch.Tensor], output: torch.Tensor) -> None:
         start, layer = 0, self.layer

@@ -53,13 +53,18 @@ def of_prompts(tokens: int, requests: int, longest: int) -> bool:
     return longest > SHARING_LONGEST and tokens >= SHARING_MEAN * requests
 
 
+def asked_for(name: str) -> bool:
+    """Return whether the user has set an environment variable to 1. Raises ValueError unless it is 0, 1 or not set."""
+    found = os.environ.get(name) or "0"
+    if found not in ("0", "1"):
+        raise ValueError(f"{name}: {found!r}, must be 0 or 1")
+    return found == "1"
+
+
 def can_share_keys(heads: int, record: str) -> bool:
     """Return whether the user asks for shared keys (CUTE_KERNELS_SHARE_KEYS), and a shipped kernel lets tokens of
     `heads` query heads share those of a cache of rows of `record`, which is "" for 16 bits."""
-    found = os.environ.get("CUTE_KERNELS_SHARE_KEYS") or "0"
-    if found not in ("0", "1"):
-        raise ValueError(f"CUTE_KERNELS_SHARE_KEYS: {found!r}, must be 0 or 1")
-    return found == "1" and tokens_of_union(heads) > 1 and record in SHARED_RECORDS
+    return asked_for("CUTE_KERNELS_SHARE_KEYS") and tokens_of_union(heads) > 1 and record in SHARED_RECORDS
 
 
 def latent_refusal(

@@ -9,6 +9,8 @@ from typing import NamedTuple
 import torch
 from vllm.v1.attention.backend import CommonAttentionMetadata
 
+from .latent_support import of_prompts
+
 MOST_ROWS = 8  # tokens of a request that share the loads of keys
 
 
@@ -23,6 +25,12 @@ def uniform_rows(common: CommonAttentionMetadata) -> int:
     return n if requests * n == tokens == int(starts[requests]) else 0
 
 
+def has_prompts(common: CommonAttentionMetadata) -> bool:
+    """Return whether the tokens of a batch are mostly those of prompts. No batch that a CUDA graph captures is one."""
+    tokens = int(common.query_start_loc_cpu[-1])
+    return not uniform_rows(common) and of_prompts(tokens, common.num_reqs, common.max_query_len)
+
+
 def token_lens(common: CommonAttentionMetadata) -> torch.Tensor:
     """Return the keys that each token sees, int32 (T,)."""
     starts = common.query_start_loc
@@ -35,13 +43,14 @@ class TokenGroups(NamedTuple):
     """T tokens in G groups of up to R tokens of one request, in order.
 
     table: int32 (G, M), the pages of each group's request. lens: int32 (G, R), the keys of each row, 0 without a token.
-    tokens: int64 (G * R,), the token of each row; a row without a token has any. rows: int64 (T,), the row of each
+    owner: int64 (G,), the request of each group; a group without a token has any. tokens: int64 (G * R,), the token of each row; a row without a token has any. rows: int64 (T,), the row of each
     token; a token behind those of all requests, which pads a batch, has a row without one. Both are None if row i has
     token i, so that nothing is copied.
     """
 
     table: torch.Tensor
     lens: torch.Tensor
+    owner: torch.Tensor
     tokens: torch.Tensor | None = None
     rows: torch.Tensor | None = None
 
@@ -62,7 +71,7 @@ def whole_groups(common: CommonAttentionMetadata, size: int) -> TokenGroups:
     token = first[:, None] + torch.arange(size, device=ends.device)
     keys = (common.seq_lens - ends)[owner, None] + token + 1
     owned = (request < common.num_reqs)[:, None]  # a group behind the tokens of all requests has no keys
-    return TokenGroups(common.block_table_tensor.index_select(0, owner), torch.where(owned, keys, 0).int())
+    return TokenGroups(common.block_table_tensor.index_select(0, owner), torch.where(owned, keys, 0).int(), owner)
 
 
 def padded_groups(common: CommonAttentionMetadata, size: int) -> TokenGroups:
@@ -83,6 +92,6 @@ def padded_groups(common: CommonAttentionMetadata, size: int) -> TokenGroups:
     row = (behind[mine] - each[mine]) * size + every - starts[mine]  # behind the tokens of all requests: an empty one
     row = row.clamp(max=len(number) * size - 1)
     return TokenGroups(
-        common.block_table_tensor.index_select(0, owner), torch.where(present, keys, 0).int(),
+        common.block_table_tensor.index_select(0, owner), torch.where(present, keys, 0).int(), owner,
         torch.where(present, token, 0).flatten(), row,
     )  # fmt: skip

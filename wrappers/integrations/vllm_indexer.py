@@ -6,7 +6,8 @@ request into a buffer, from which its backends make slots of the cache. This one
 indexer, also where both share the buffer: each layer writes it before it reads it. `adopt` tells the layers apart.
 
 Keys are read from the pages of the cache. In decode, all requests have equally many tokens, and share the loads of
-their keys. Tokens of other batches are put into groups of one request each (`vllm_batches.TokenGroups`).
+their keys. Tokens of other batches are put into groups of one request each (`vllm_batches.TokenGroups`). If a layer
+attends to a copy of the rows of prompts (`vllm_staging`), the slots are those of the copy.
 
 Written for vLLM 0.33. Tests run it against vLLM's own files on the CPU reference.
 """
@@ -32,6 +33,7 @@ from ..own.select import select_slots
 from ..vllm.latent import concat_and_cache_mla
 from .vllm_batches import MOST_ROWS, TokenGroups, groups_of, uniform_rows
 from .vllm_caches import Blocks
+from .vllm_staging import staged_pages
 
 HELD = 256  # heads of the tokens of a group: registers hold the weights of so many
 
@@ -39,7 +41,8 @@ HELD = 256  # heads of the tokens of a group: registers hold the weights of so m
 @dataclass
 class VllmIndexerMetadata(AttentionMetadata):
     """A batch of T tokens. rows: tokens of each request, or 0: then `groups` says of which request a token is.
-    longest: no request has more keys."""
+    longest: no request has more keys. slot_table: int32 (G, M), the pages of a workspace with the rows of each group's
+    request, to which layers attend that stage keys, or None."""
 
     num_actual_tokens: int
     seq_lens: torch.Tensor
@@ -48,6 +51,7 @@ class VllmIndexerMetadata(AttentionMetadata):
     longest: int
     rows: int
     groups: TokenGroups | None
+    slot_table: torch.Tensor | None = None
 
 
 class VllmIndexerMetadataBuilder(AttentionMetadataBuilder[VllmIndexerMetadata]):
@@ -60,15 +64,20 @@ class VllmIndexerMetadataBuilder(AttentionMetadataBuilder[VllmIndexerMetadata]):
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
         heads = vllm_config.model_config.hf_text_config.index_n_heads
         self.group_size = max(1, min(MOST_ROWS, HELD // heads))
+        layers = vllm_config.compilation_config.static_forward_context
+        self._stages = any(layers[name].stages_keys for name in layer_names)
 
     def build(
         self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False
     ) -> VllmIndexerMetadata:
         common = common_attn_metadata
         rows = uniform_rows(common)
+        groups = None if rows else groups_of(common, self.group_size)
+        staged = staged_pages(common, self.kv_cache_spec.block_size) if self._stages else None
         return VllmIndexerMetadata(
             common.num_actual_tokens, common.seq_lens, common.block_table_tensor, common.slot_mapping,
-            common.max_seq_len, rows, None if rows else groups_of(common, self.group_size),
+            common.max_seq_len, rows, groups,
+            None if staged is None or groups is None else staged.table.index_select(0, groups.owner),
         )  # fmt: skip
 
     def update_draft_decode_metadata(self, metadata: VllmIndexerMetadata) -> None:
@@ -96,11 +105,13 @@ class VllmIndexerBackend(Blocks, AttentionBackend):
 
 
 def select_keys(
-    metadata: VllmIndexerMetadata, cache: torch.Tensor, q: torch.Tensor, weights: torch.Tensor, out: torch.Tensor
-) -> None:
+    metadata: VllmIndexerMetadata, cache: torch.Tensor, q: torch.Tensor, weights: torch.Tensor, out: torch.Tensor,
+    stages: bool = False,
+) -> None:  # fmt: skip
     """Write the slots of the keys of each token to out, int32 (T, top_k).
 
-    cache: uint8 (blocks, tokens, 132). q: e4m3 (T, heads, 128). weights: fp32 (T, heads).
+    cache: uint8 (blocks, tokens, 132). q: e4m3 (T, heads, 128). weights: fp32 (T, heads). stages: the layer attends to
+    the workspace in batches that have rows there.
     """
     m, (tokens, top_k) = metadata, out.shape
     q, weights = q[:tokens], weights[:tokens]
@@ -112,17 +123,17 @@ def select_keys(
         )  # fmt: skip
         return
     groups: Any = m.groups
-    shape = groups.lens.shape
+    shape, named = groups.lens.shape, m.slot_table if stages else None
     if groups.tokens is None:
         select_slots(
             q.unflatten(0, shape), cache, weights, groups.lens, groups.table, top_k, max_context_len=m.longest,
-            out=out.unflatten(0, shape),
+            out=out.unflatten(0, shape), slot_table=named,
         )  # fmt: skip
         return
     rows = q.view(torch.uint8).index_select(0, groups.tokens).view(q.dtype)
     found = select_slots(
         rows.unflatten(0, shape), cache, weights.index_select(0, groups.tokens), groups.lens, groups.table, top_k,
-        max_context_len=m.longest,
+        max_context_len=m.longest, slot_table=named,
     )  # fmt: skip
     torch.index_select(found.flatten(0, 1), 0, groups.rows, out=out)
 
@@ -147,8 +158,10 @@ def refuse_modes() -> None:
         raise NotImplementedError(f"num_speculative_tokens: {drafts}, {allowed}")
 
 
-def adopt(indexer: Any) -> None:
+def adopt(indexer: Any, stages: bool = False) -> None:
     """Let the cache of an indexer have our metadata, so that its keys are chosen here. Calls `install`.
+
+    stages: its layer attends to a copy of the rows of prompts.
 
     Raises NotImplementedError for the indexer of another model: its layer calls functions that are not replaced.
     """
@@ -161,6 +174,7 @@ def adopt(indexer: Any) -> None:
         raise NotImplementedError(f"index_head_dim: {indexer.k_cache.head_dim} bytes of a key, must be 132")
     install()
     indexer.k_cache.get_attn_backend = lambda: VllmIndexerBackend
+    indexer.k_cache.stages_keys = stages
 
 
 def ours(layer_name: str) -> bool:
@@ -202,7 +216,8 @@ def instead_of(theirs: Callable[..., torch.Tensor]) -> Callable[..., torch.Tenso
             raise NotImplementedError("k, q_scale: given, must be None: the layer stores keys, and queries are e4m3")
         m = metadata[k_cache_prefix]
         if m.num_actual_tokens:
-            select_keys(m, kv_cache, q_quant, weights, topk_indices_buffer[: m.num_actual_tokens])
+            stages = get_forward_context().no_compile_layers[k_cache_prefix].stages_keys
+            select_keys(m, kv_cache, q_quant, weights, topk_indices_buffer[: m.num_actual_tokens], stages)
         return topk_indices_buffer
 
     return sparse_attn_indexer

@@ -2,13 +2,14 @@
 
 `vllm_select` chooses it for `--attention-backend CUSTOM`. One call per layer serves prompts and decodes together, in
 the absorbed form, from the rows of the cache as they are stored: in 16 bits, in e4m3 with one scale, or packed
-(`fp8_ds_mla`, `nvfp4_ds_mla`). There is no workspace, no padding of heads and no plan.
+(`fp8_ds_mla`, `nvfp4_ds_mla`). There is no padding of heads, no plan, and no workspace unless the user asks for one.
 
 `vllm_indexer` chooses the keys. It writes slots of the cache where vLLM's indexer writes positions in the request, so
 that nothing is converted between the two.
 
 With CUTE_KERNELS_SHARE_KEYS=1, neighbouring tokens of batches with prompts read the union of their keys once
-(`latent_support.of_prompts`).
+(`latent_support.of_prompts`). With CUTE_KERNELS_STAGE_KEYS=1, layers with at least 64 heads attend to a copy of packed
+rows in 16 bits in such batches (`vllm_staging`).
 
 With VLLM_BATCH_INVARIANT=1, one CTA computes all keys of a token, in the order of their positions, in every batch. A
 prompt, a chunk of one, a decode and a draft token have the same kernel, so that a token has the same bits in all of
@@ -23,6 +24,7 @@ from typing import Any, ClassVar
 
 import torch
 from vllm import envs
+from vllm.config import get_current_vllm_config
 from vllm.v1.attention.backend import (
     AttentionBackend,
     AttentionCGSupport,
@@ -35,16 +37,17 @@ from vllm.v1.attention.backend import (
 
 from cute_kernels.attention.spec import LSE_NATURAL, LSE_OF_KEYS
 
+from ..attention import op
 from ..attention.bound import StepTensors
 from ..attention.call import AttentionCall
 from ..attention.views import columns_and_rope
 from ..flash_mla.api import SPARSE_NAME
 from ..host.plain import traced
-from . import vllm_indexer
+from . import vllm_indexer, vllm_staging
 from .held import HeldCache
-from .latent_support import COLUMNS, can_share_keys, of_prompts
+from .latent_support import COLUMNS, can_share_keys
 from .support import E4M3, SIXTEEN_BITS
-from .vllm_batches import token_lens, uniform_rows
+from .vllm_batches import has_prompts, token_lens, uniform_rows
 from .vllm_caches import LatentCaches, LatentLayer, check_layer
 
 
@@ -53,7 +56,8 @@ class VllmSparseMetadata(AttentionMetadata):
     """A batch of T tokens. All of them are decode tokens to vLLM's layer, which then calls `forward_mqa` for all.
 
     lens: int32 (T / n,), the keys of n tokens in turn, at least. block_table: the pages of the requests. shares:
-    neighbouring tokens are to share the keys that they have chosen; never in a batch that a CUDA graph captures.
+    neighbouring tokens are to share the keys that they have chosen. staged: where the rows of the requests lie in a
+    workspace, or None. A batch that a CUDA graph captures has neither.
     """
 
     num_actual_tokens: int
@@ -65,6 +69,7 @@ class VllmSparseMetadata(AttentionMetadata):
     slot_mapping: torch.Tensor
     lens: torch.Tensor
     shares: bool = False
+    staged: vllm_staging.StagedPages | None = None
     num_prefills: int = 0
     prefill: None = None
     decode: None = None
@@ -78,6 +83,8 @@ class VllmSparseMetadataBuilder(AttentionMetadataBuilder[VllmSparseMetadata]):
 
     def __init__(self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device) -> None:
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
+        layers = vllm_config.compilation_config.static_forward_context
+        self._stages = any(layers[name].impl.stages_keys for name in layer_names)
 
     def build(
         self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False
@@ -88,12 +95,11 @@ class VllmSparseMetadataBuilder(AttentionMetadataBuilder[VllmSparseMetadata]):
         rows = uniform_rows(common)
         whole = rows > 1 and not envs.VLLM_BATCH_INVARIANT  # tokens may visit blocks in which they have no key
         lens = common.seq_lens if rows == 1 or whole else token_lens(common)
-        tokens = int(common.query_start_loc_cpu[-1])
-        prompts = not rows and of_prompts(tokens, common.num_reqs, common.max_query_len)
         return VllmSparseMetadata(
             common.num_actual_tokens, common.num_reqs, common.num_actual_tokens, common.query_start_loc,
             common.seq_lens, common.block_table_tensor, common.slot_mapping, lens,
-            prompts and not envs.VLLM_BATCH_INVARIANT,
+            has_prompts(common) and not envs.VLLM_BATCH_INVARIANT,
+            vllm_staging.staged_pages(common, self.kv_cache_spec.block_size) if self._stages else None,
         )  # fmt: skip
 
     def update_draft_decode_metadata(self, metadata: VllmSparseMetadata) -> None:
@@ -160,9 +166,12 @@ class VllmSparseImpl(LatentLayer, MLAAttentionImpl[VllmSparseMetadata]):
         self.kv_lora_rank = COLUMNS
         self.record = VllmSparseBackend.RECORDS.get(kv_cache_dtype, "")
         self._can_share_keys = can_share_keys(num_heads, self.record)
+        self.stages_keys = vllm_staging.can_stage(num_heads, self.record)
+        if self.stages_keys:
+            vllm_staging.workspace(get_current_vllm_config().model_config.dtype)  # vLLM then counts its memory
         self._indexer, self._buffer = indexer, topk_indices_buffer
         if indexer is not None:
-            vllm_indexer.adopt(indexer)
+            vllm_indexer.adopt(indexer, self.stages_keys)
         self._split_kv = "auto"
         if envs.VLLM_BATCH_INVARIANT:
             from .vllm_invariant import keep_one_kernel
@@ -201,7 +210,11 @@ class VllmSparseImpl(LatentLayer, MLAAttentionImpl[VllmSparseMetadata]):
         if self._indexer is not None:
             vllm_indexer.check_pages(self._indexer, m.block_table, layer.kv_cache)
         slots = self.topk_indices_buffer[: latent.shape[0]]
-        k, k_rope = self._cache.of(layer.kv_cache)
+        (k, k_rope), record = self._cache.of(layer.kv_cache), self.record
+        staged = m.staged if self.stages_keys else None
+        if staged is not None:
+            rows = vllm_staging.stage(layer.kv_cache, record, m.block_table, staged, latent.dtype)
+            (k, k_rope), record = columns_and_rope(rows.unsqueeze(1), COLUMNS), ""
         scale, out_scale, shares = self.scale, 1.0, m.shares and self._can_share_keys
         if self.record == "e4m3":
             out_scale = layer._k_scale_float
@@ -211,8 +224,10 @@ class VllmSparseImpl(LatentLayer, MLAAttentionImpl[VllmSparseMetadata]):
         def call() -> AttentionCall:
             return AttentionCall(
                 SPARSE_NAME, latent, k, k, step.requests(not traced(latent)), 1, scale, out_scale, causal=False,
-                shares_v=True, lse_form=LSE_NATURAL | LSE_OF_KEYS, out_dtype=latent.dtype, record=self.record,
+                shares_v=True, lse_form=LSE_NATURAL | LSE_OF_KEYS, out_dtype=latent.dtype, record=record,
                 q_rope=rope, k_rope=k_rope, split_kv=self._split_kv, share_keys=shares,
             )  # fmt: skip
 
+        if staged is not None:
+            return op.serve(call()), None  # the launch that is kept reads the cache
         return self._cache.launch.serve(step, (scale, out_scale, shares), (), call), None

@@ -16,7 +16,7 @@ __all__ = ["select_rows", "select_slots"]
 def select_slots(
     q: torch.Tensor, kv_cache: torch.Tensor, weights: torch.Tensor, context_lens: torch.Tensor,
     block_table: torch.Tensor, top_k: int, *, max_context_len: int | None = None, out: torch.Tensor | None = None,
-    scratch_bytes: int = SCRATCH,
+    scratch_bytes: int = SCRATCH, slot_table: torch.Tensor | None = None,
 ) -> torch.Tensor:  # fmt: skip
     """Return the slots of the top_k keys with the largest logits of each query token, for decode of sparse attention.
 
@@ -37,6 +37,8 @@ def select_slots(
         out: receives the slots, int32 (B, next_n, top_k), or None.
         scratch_bytes: memory for logits, at most, if those of one request fit. More requests than fit are computed in
             passes, one after the other.
+        slot_table: int32 (B, M), the pages that the slots name, if the rows to attend to lie in other pages than the
+            indexer's keys, such as those of a copy; None: block_table.
 
     Returns the slots, int32 (B, next_n, top_k): by ascending position of the key, then -1. A token with at most top_k
     keys gets all of them. The selection is exact: of equal logits, those of the first positions are chosen, and the
@@ -52,17 +54,20 @@ def select_slots(
     >>> select_slots(q, cache, torch.ones(1, 8), lens, table, 2)
     tensor([[[6, 7]]], dtype=torch.int32)
     """
-    call = slots_call(q, kv_cache, weights, context_lens, block_table, top_k, max_context_len, out, scratch_bytes)
+    call = slots_call(q, kv_cache, weights, context_lens, block_table, top_k, max_context_len, out, scratch_bytes, slot_table)
     return serve(call).view(*q.shape[:2], call.top_k.k)
 
 
 def slots_call(
     q: Any, kv_cache: Any, weights: Any, context_lens: Any, block_table: Any, top_k: Any, max_context_len: Any = None,
-    out: Any = None, scratch_bytes: Any = SCRATCH,
+    out: Any = None, scratch_bytes: Any = SCRATCH, slot_table: Any = None,
 ) -> SelectionCall:  # fmt: skip
     """Return the call of `select_slots`."""
     check_operand("block_table", block_table, 2, (torch.int32,), None)
     scored = paged_call(q, kv_cache, weights, context_lens, block_table, None, 0)
+    if slot_table is not None:
+        check_operand("slot_table", slot_table, 2, (torch.int32,), q.device, "that of q")
+        check_shape("slot_table", slot_table, tuple(block_table.shape), "that of block_table")
     width = block_table.shape[1] * scored.k.shape[1]
     if max_context_len is not None:
         width = min(width, check_integer("max_context_len", integer(max_context_len), 0))
@@ -72,14 +77,15 @@ def slots_call(
         check_operand("out", out, 3, (torch.int32,), q.device, "that of q")
         check_shape("out", out, (requests, q.shape[1], k), "requests, tokens, top_k")
         given = {"q": q, "kv_cache": kv_cache, "weights": weights, "context_lens": context_lens}
-        apart("out", out, given | {"block_table": block_table})
+        apart("out", out, given | {"block_table": block_table, "slot_table": slot_table})
         if requests > 1 and out.stride(0) != q.shape[1] * out.stride(1):
             raise ValueError(f"out: strides {out.stride()}, tokens must be equally far apart")
         out = out.view(-1, k)
     kind = SELECT_REQUESTS if scored.ends.shape[0] == requests else SELECT_TOKENS
     chosen = TopKCall(
-        kind, None, k, lengths=scored.ends, out=out, table=block_table, next_n=count, page_size=scored.k.shape[1]
-    )
+        kind, None, k, lengths=scored.ends, out=out, table=block_table if slot_table is None else slot_table,
+        next_n=count, page_size=scored.k.shape[1],
+    )  # fmt: skip
     return SelectionCall(scored, chosen, requests, max(1, rows_of_pass(scored, scratch_bytes) // count))
 
 

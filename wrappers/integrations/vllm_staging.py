@@ -1,0 +1,105 @@
+"""Rows of prompts, staged: vLLM's backend of sparse latent attention attends to a copy in 16 bits of packed rows.
+
+A token that attends to a packed row converts it. Thousands of tokens of a prompt choose the same rows, so with many heads
+it is less work to convert the rows of all requests of the batch once per layer, into a workspace. With
+CUTE_KERNELS_STAGE_KEYS=1 this is done in batches with prompts (`vllm_batches.has_prompts`), if the rows of all requests
+fit in the workspace. It is off by default, since no GPU has measured it.
+
+The rows of page j of request r lie in page b(r) + j of the workspace, b(r) = the pages of the requests before r. The
+indexer reads its keys by the block table and writes slots of these pages. `staged_pages` decides from what the host
+knows of a batch alone, so the metadata of the attention and of the indexer agree, and nothing waits for the device.
+
+Written for vLLM 0.33. The workspace is vLLM's, which its kernels share: a layer fills it and reads it at once.
+"""
+
+from typing import Any, NamedTuple
+
+import torch
+from vllm import envs
+from vllm.config import get_current_vllm_config
+from vllm.v1.attention.backend import CommonAttentionMetadata
+from vllm.v1.worker.workspace import current_workspace_manager
+
+from ..own.append_latent import LatentCache
+from ..own.gather_latent import gather_latent
+from .latent_support import COLUMNS, ROTATED, asked_for
+from .vllm_batches import has_prompts
+
+NAME = "CUTE_KERNELS_STAGE_KEYS"
+WORKSPACE = 256 << 20  # bytes
+ROWS = WORKSPACE // (2 * (COLUMNS + ROTATED))  # that it holds
+LEAST_HEADS = 64  # of a GPU. With fewer heads, neighbouring tokens can share keys (`latent_support.can_share_keys`)
+STAGED_RECORDS = "656", "352"
+
+
+class StagedPages(NamedTuple):
+    """Where the rows of B requests lie in the workspace, in pages of `size` rows.
+
+    table: int32 (B, M), the pages of each request. starts: int32 (B + 1,), the first row of each request, and the end
+    of the last one.
+    """
+
+    table: torch.Tensor
+    starts: torch.Tensor
+    size: int
+
+
+def can_stage(heads: int, record: str) -> bool:
+    """Return whether a layer stages the rows of prompts: the user asks for it, and the layer gains by it.
+
+    heads: of the GPU. record: of the cache's rows, "" for 16 bits. Raises NotImplementedError for models whose slots
+    are read by layers or in steps other than those for which they were written.
+    """
+    if not asked_for(NAME) or envs.VLLM_BATCH_INVARIANT or heads < LEAST_HEADS or record not in STAGED_RECORDS:
+        return False
+    config = get_current_vllm_config()
+    skipped = config.cache_config.kv_cache_dtype_skip_layers
+    if skipped:
+        raise NotImplementedError(f"kv_cache_dtype_skip_layers: {skipped}, must be empty with {NAME}=1")
+    draft = getattr(config.speculative_config, "draft_model_config", None)
+    shared = "index_share_for_mtp_iteration"
+    if getattr(getattr(draft, "hf_config", None), shared, False):
+        raise NotImplementedError(f"{shared}: True, must be False with {NAME}=1")
+    return True
+
+
+def staged_pages(common: CommonAttentionMetadata, size: int) -> StagedPages | None:
+    """Return where the rows of a batch are staged, or None for batches without prompts or larger than the workspace.
+
+    size: rows of a page of the cache. Only values that the host has are read; lengths are upper bounds there.
+    """
+    if not has_prompts(common):
+        return None
+    most = common.seq_lens_cpu_upper_bound
+    if most is None:
+        pages = common.num_reqs * -(-common.max_seq_len // size)
+    else:
+        pages = int(((most + size - 1) // size).sum())
+    if pages * size > ROWS:
+        return None
+    lens, table = common.seq_lens[: common.num_reqs], common.block_table_tensor
+    starts = torch.zeros(len(lens) + 1, dtype=torch.int32, device=lens.device)
+    torch.cumsum((lens + size - 1) // size, 0, dtype=torch.int32, out=starts[1:])
+    columns = torch.arange(table.shape[1], dtype=torch.int32, device=lens.device)
+    return StagedPages(starts[:-1, None] + columns, starts * size, size)
+
+
+def workspace(dtype: torch.dtype) -> torch.Tensor:
+    """Return the rows of the workspace, (ROWS, 576). The first call takes memory, which vLLM must still measure."""
+    (rows,) = current_workspace_manager().get_simultaneous(((ROWS, COLUMNS + ROTATED), dtype))
+    return rows
+
+
+def stage(
+    kv_cache: torch.Tensor, record: str, block_table: torch.Tensor, staged: StagedPages, dtype: torch.dtype
+) -> torch.Tensor:
+    """Convert the rows of all requests of a batch, and return the pages of the workspace, (pages, size, 576).
+
+    kv_cache: (blocks, size, bytes). Rows of a page behind the last key of its request hold anything.
+    """
+    if kv_cache.shape[1] != staged.size:
+        raise NotImplementedError(f"kv_cache: blocks of {kv_cache.shape[1]} tokens, must have {staged.size}")
+    rows, table = workspace(dtype), block_table[: len(staged.table)]
+    gather_latent(LatentCache(kv_cache.view(torch.uint8), record), table, staged.starts, rows)
+    pages = ROWS // staged.size
+    return rows[: pages * staged.size].view(pages, staged.size, rows.shape[1])
