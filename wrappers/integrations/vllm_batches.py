@@ -43,9 +43,10 @@ class TokenGroups(NamedTuple):
     """T tokens in G groups of up to R tokens of one request, in order.
 
     table: int32 (G, M), the pages of each group's request. lens: int32 (G, R), the keys of each row, 0 without a token.
-    owner: int64 (G,), the request of each group; a group without a token has any. tokens: int64 (G * R,), the token of each row; a row without a token has any. rows: int64 (T,), the row of each
-    token; a token behind those of all requests, which pads a batch, has a row without one. Both are None if row i has
-    token i, so that nothing is copied.
+    owner: int64 (G,), the request of each group; a group without a token has any. tokens: int64 (G * R,), the token of
+    each row; a row without a token has any. rows: int64 (T,), the row of each token; a token behind those of all
+    requests, which pads a batch, has a row without one. tokens and rows are None if row i has token i, so that nothing
+    is copied.
     """
 
     table: torch.Tensor

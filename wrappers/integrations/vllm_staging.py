@@ -1,8 +1,8 @@
 """Rows of prompts, staged: vLLM's backend of sparse latent attention attends to a copy in 16 bits of packed rows.
 
-A token that attends to a packed row converts it. Thousands of tokens of a prompt choose the same rows, so with many heads
-it is less work to convert the rows of all requests of the batch once per layer, into a workspace. With
-CUTE_KERNELS_STAGE_KEYS=1 this is done in batches with prompts (`vllm_batches.has_prompts`), if the rows of all requests
+A token that attends to a packed row converts it. Thousands of tokens of a prompt choose the same rows, so it is less
+work to convert the rows of all requests of the batch once per layer, into a workspace. With CUTE_KERNELS_STAGE_KEYS=1,
+layers with at least 64 heads do so in batches with prompts (`vllm_batches.has_prompts`), if the rows of all requests
 fit in the workspace. It is off by default, since no GPU has measured it.
 
 The rows of page j of request r lie in page b(r) + j of the workspace, b(r) = the pages of the requests before r. The
@@ -12,7 +12,7 @@ knows of a batch alone, so the metadata of the attention and of the indexer agre
 Written for vLLM 0.33. The workspace is vLLM's, which its kernels share: a layer fills it and reads it at once.
 """
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from vllm import envs

@@ -54,7 +54,9 @@ def select_slots(
     >>> select_slots(q, cache, torch.ones(1, 8), lens, table, 2)
     tensor([[[6, 7]]], dtype=torch.int32)
     """
-    call = slots_call(q, kv_cache, weights, context_lens, block_table, top_k, max_context_len, out, scratch_bytes, slot_table)
+    call = slots_call(
+        q, kv_cache, weights, context_lens, block_table, top_k, max_context_len, out, scratch_bytes, slot_table
+    )
     return serve(call).view(*q.shape[:2], call.top_k.k)
 
 
