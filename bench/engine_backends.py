@@ -10,6 +10,7 @@ BACKENDS: dict[str, dict[str, str]] = {  # engine -> provider -> the engine's na
     "vllm": {
         "ours": "CUSTOM", "vllm-flash-attn": "FLASH_ATTN", "vllm-flashinfer": "FLASHINFER",
         "vllm-triton": "TRITON_ATTN", "own-fp8": "CUSTOM", "own-kv656": "CUSTOM", "ours-shared": "CUSTOM",
+        "ours-staged": "CUSTOM",
         "vllm-flashmla": "FLASHMLA", "vllm-flash-attn-mla": "FLASH_ATTN_MLA", "vllm-triton-mla": "TRITON_MLA",
         "vllm-flashmla-sparse": "FLASHMLA_SPARSE", "vllm-flash-attn-mla-sparse": "FLASH_ATTN_MLA_SPARSE",
     },
@@ -32,11 +33,15 @@ CACHES = {  # of the engines' own backends on Hopper; those that are not here ha
     "vllm-flashmla-sparse": ("bf16", "fp8_ds_mla"), "sglang-dsa": ("bf16", "fp8_ds_mla"),
 }  # fmt: skip
 ONLY_BF16 = ("vllm-flash-attn-mla-sparse",)  # runs cases with other caches over a cache in bf16
-OURS = ("ours", "ours-shared", *OTHER_CACHE)
+OURS = ("ours", "ours-shared", "ours-staged", *OTHER_CACHE)
 INVARIANT = ("ours", "vllm-flash-attn")  # have batch-invariant bits; ours for chosen keys alone
+ASKED = {"CUTE_KERNELS_SHARE_KEYS": "ours-shared", "CUTE_KERNELS_STAGE_KEYS": "ours-staged"}  # 1 for this one alone
 ENVIRONMENT = {  # provider -> what its process has in the environment
-    "ours": {"CUTE_KERNELS_SHARE_KEYS": "0"}, "ours-shared": {"CUTE_KERNELS_SHARE_KEYS": "1"},
-}  # fmt: skip
+    provider: {name: str(int(provider == one)) for name, one in ASKED.items()} for provider in ("ours", *ASKED.values())
+}
+
+
+STAGED_CACHES, STAGED_HEADS = ("fp8_ds_mla", "nvfp4_ds_mla"), 64  # `wrappers.integrations.vllm_staging`, least heads
 
 
 def cache_of(case: EngineCase, provider: str) -> EngineCase:
@@ -55,6 +60,9 @@ def has_backend(case: EngineCase, provider: str) -> bool:
     if provider == "ours-shared":
         heads = case.config["num_attention_heads"] // case.gpus
         return case.attention == "dsa" and case.kv != "nvfp4_ds_mla" and tokens_of_union(heads) > 1
+    if provider == "ours-staged":
+        heads = case.config["num_attention_heads"] // case.gpus
+        return case.attention == "dsa" and case.kv in STAGED_CACHES and heads >= STAGED_HEADS
     if provider == "ours":
         return True
     kv = cache_of(case, provider).kv

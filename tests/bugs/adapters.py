@@ -77,7 +77,7 @@ ADAPTERS = (
         "(lens + size - 1) // size, 0,", "lens // size, 0,",
         "engines/test_integration_vllm_staging.py::test_pages_of_the_workspace"),
     Bug("engines: a batch larger than the workspace is staged", f"{ENGINES}/vllm_staging.py",
-        "int(((most + size - 1) // size).sum())", "int((most // size).sum())",
+        "int(((most[: common.num_reqs] + size - 1)", "int(((most[: common.num_reqs])",
         "engines/test_integration_vllm_staging.py::test_batches_larger_than_the_workspace_are_not_staged"),
     Bug("engines: the indexer writes slots of the cache, and the layer reads the workspace",
         f"{ENGINES}/vllm_indexer.py", "m.slot_table if stages else None", "None",

@@ -63,6 +63,7 @@ KNOWN = {
     "docs/engines.md": {
         "72 GiB holds (40 GiB for GPT-OSS)": SETTING,
         "for every further 256 MiB of logits": "a bound of the code, `indexer.selection.SCRATCH`",
+        "in a workspace of 256 MiB": "a bound of the code, `vllm_staging.WORKSPACE`",
         "read 71 GB of keys and values and 15 GB of weights": "the size of the model and of its cache",
     },
     "docs/examples.md": {"| command | what it shows | on the CPU |": "how long to wait for a program, rounded"},

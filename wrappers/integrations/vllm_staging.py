@@ -47,8 +47,8 @@ class StagedPages(NamedTuple):
 def can_stage(heads: int, record: str) -> bool:
     """Return whether a layer stages the rows of prompts: the user asks for it, and the layer gains by it.
 
-    heads: of the GPU. record: of the cache's rows, "" for 16 bits. Raises NotImplementedError for models whose slots
-    are read by layers or in steps other than those for which they were written.
+    heads: of the GPU. record: of the cache's rows, "" for 16 bits. Raises NotImplementedError for a model in which
+    slots may be read by a layer that does not stage rows, or in a step that does not.
     """
     if not asked_for(NAME) or envs.VLLM_BATCH_INVARIANT or heads < LEAST_HEADS or record not in STAGED_RECORDS:
         return False
@@ -74,7 +74,7 @@ def staged_pages(common: CommonAttentionMetadata, size: int) -> StagedPages | No
     if most is None:
         pages = common.num_reqs * -(-common.max_seq_len // size)
     else:
-        pages = int(((most + size - 1) // size).sum())
+        pages = int(((most[: common.num_reqs] + size - 1) // size).sum())
     if pages * size > ROWS:
         return None
     lens, table = common.seq_lens[: common.num_reqs], common.block_table_tensor
