@@ -45,8 +45,8 @@ def results(model):
     return found
 
 
-@pytest.mark.parametrize("heads, kv_cache_dtype", [(64, "fp8_ds_mla"), (64, "nvfp4_ds_mla")])
-def test_results_are_those_of_the_cache(heads, kv_cache_dtype, server, monkeypatch):
+@pytest.mark.parametrize("kv_cache_dtype", ["fp8_ds_mla", "nvfp4_ds_mla"])
+def test_results_are_those_of_the_cache(kv_cache_dtype, server, monkeypatch):
     """The conversion of these rows is exact, so the reference has the same bits. Rows that are not copied are NaN."""
     from wrappers.integrations import vllm_staging
 
@@ -55,6 +55,8 @@ def test_results_are_those_of_the_cache(heads, kv_cache_dtype, server, monkeypat
         copied.append(given)
         return stage(*given)
 
+    heads = 64 if server.device.type == "cuda" else 4  # the reference takes as long as there are heads
+    monkeypatch.setattr(vllm_staging, "LEAST_HEADS", heads)
     torch.manual_seed(1)
     model, copied = SparseModel(server, heads, kv_cache_dtype), []
     memory, stage = vllm_staging.workspace(torch.bfloat16)[: 64 * BLOCK], vllm_staging.stage
