@@ -16,7 +16,7 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, const_expr
 
 from ..device import copy
-from ..device.warp import fma
+from ..device.warp import add_scaled
 from . import epilogue, geometry, softmax
 from .barriers import NamedBarrier
 from .schedule import stream_k, work
@@ -167,11 +167,10 @@ def merge_blocks(
             acc[None, i].store(acc[None, i].load() * old)
         for j in cutlass.range_constexpr(some):
             factor = cute.math.exp2(lses[j] - known, fastmath=True)
-            row_sum += factor
-            for i in cutlass.range_constexpr(at_once):
-                for e in cutlass.range_constexpr(PIECE):  # a split without a key may hold NaN, and 0 * NaN is NaN
-                    sum_ = fma(pieces[e, some * i + j], factor, acc[e, i])
-                    acc[e, i] = sum_ if factor > 0.0 else acc[e, i]
+            row_sum = row_sum + factor
+            if factor > 0.0:  # a split without a key may hold NaN, and 0 * NaN is NaN
+                for i in cutlass.range_constexpr(at_once):
+                    add_scaled(acc[None, i], pieces[None, some * i + j], factor)
         row_max = new_max
         base += some
     if row < rows:

@@ -38,8 +38,8 @@ class Sm90Fragments:
     # their keys, of those that the token of each row has chosen
     words: Any = None
     promoted: Any = None  # `PromotedAcc`, if O is promoted
-    limits: Any = None  # by how much the maximum of each row may grow before row_max follows; None: as for all rows
     shared_p: Any = None  # descriptors of the stages of P, if warpgroups share it; p is then this warpgroup's part
+    limits: Any = None  # by how much the maximum of each row may grow before row_max follows; None: as for all rows
 
 
 @dataclass(frozen=True)

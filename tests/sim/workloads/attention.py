@@ -127,8 +127,8 @@ def structure(spec: Any) -> Any:
     """Return a key of the kernel's code apart from types, masks and modifiers, which one mode covers; None if
     another head dimension stands for it."""
     if isinstance(spec.tile, LatentTileConfig):
-        few = {  # rows by pages, planar factors by slots, two records, one of which has codes of e2m1, and 16 bits
-            (16, "gather", "656", ""), (8, "slots", "584", "584"), (16, "slots", "528", "288"), (16, "slots", "", "")
+        few = {  # rows by pages, planar factors by slots, and two records, one of which has codes of e2m1
+            (16, "gather", "656", ""), (8, "slots", "584", "584"), (16, "slots", "528", "288")
         }  # fmt: skip
         read = spec.tile.m, spec.kv.source, spec.kv.record, spec.kv.extra_record
         return ("latent", "few", read) if read in few else None

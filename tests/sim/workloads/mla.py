@@ -131,7 +131,8 @@ def few_prompts(spec: Any) -> list[MlaScenario]:
         replace(base, chosen=300, data="peaks", page_size=64, sink=True),
     )
     many = replace(base, rows=4, heads=m - 1, lens=(5, 0, 1, 30) * 9, chosen=70, counted=True)
-    return [MlaScenario("tiles", tiles), MlaScenario("many tokens", (many,))]
+    split = replace(base, function="flash_mla", lens=(40, 30, 1) * 6, chosen=300, sink=True)
+    return [MlaScenario("tiles", tiles), MlaScenario("many tokens", (many, split))]
 
 
 def pair_cases(spec: Any, base: MlaCase) -> list[MlaScenario]:
@@ -179,7 +180,7 @@ def chosen_cases(spec: Any) -> list[MlaScenario]:
             "a block",
             (
                 replace(base, chosen=64, rows=2, second=64 * spec.kv.extra),
-                replace(base, lens=(5, 0, 1) * 12, chosen=3, counted=True, second=2 * spec.kv.extra),
+                replace(base, lens=(5, 0, 1) * 12, chosen=3, counted=True, second=2 * spec.kv.extra, heads=17 + more),
                 replace(base, lens=(400,), chosen=150, heads=9 + more),  # two splits
             ),
         ),
