@@ -96,7 +96,7 @@ SPILLED = 24  # bytes that some tiles of prefill may spill: values of a tile, ou
 # Bytes, and instructions, with which kernels over packed records may spill, by whether there is a second cache. The
 # warps that schedule and prefetch have 24 registers, and spill most; those that convert spill values of the role. A row
 # that is loaded a block before stays in registers.
-RECORDS_SPILLED = {False: 176, True: 240}
+RECORDS_SPILLED = {False: 176, True: 256}
 BLACKWELL = [(arch, op, spec) for arch in catalog.ARCHS if arch not in sm90.ARCHS for op, spec in catalog.shipped(arch)]
 
 
