@@ -177,7 +177,7 @@ def chosen(name: str, providers: tuple[str, ...]) -> tuple[str, ...]:
 
 
 def reference_of(found: Iterable[str]) -> str | None:
-    """Return the provider whose answers are compared with those of each other one."""
+    """Return the provider that is the reference: the answers of all other providers are compared with its answers."""
     return next((p for p in REFERENCES if p in found), None)
 
 

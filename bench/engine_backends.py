@@ -39,9 +39,7 @@ ASKED = {"CUTE_KERNELS_SHARE_KEYS": "ours-shared", "CUTE_KERNELS_STAGE_KEYS": "o
 ENVIRONMENT = {  # provider -> what its process has in the environment
     provider: {name: str(int(provider == one)) for name, one in ASKED.items()} for provider in ("ours", *ASKED.values())
 }
-
-
-STAGED_CACHES, STAGED_HEADS = ("fp8_ds_mla", "nvfp4_ds_mla"), 64  # `wrappers.integrations.vllm_staging`, least heads
+STAGED_CACHES, STAGED_HEADS = ("fp8_ds_mla", "nvfp4_ds_mla"), 64  # that `vllm_staging` stages; the least heads
 
 
 def cache_of(case: EngineCase, provider: str) -> EngineCase:

@@ -118,7 +118,7 @@ class ScheduleArgs(NamedTuple):
     #                                     Whole tiles: one counter, or -1: static assignment. Split KV:
     #                                     tile.counters_per_split per CTA or, with blocks_per_split, per slot
     enable_pdl: Int32  #                  launch with programmatic stream serialisation
-    o_partial: Any = None  # (slots, m, Dvo / o_tiles + 4)  fp32 scratch, contiguous: O, then LSE, of m rows of a split
+    o_partial: Any = None  # (slots, m, Dvo / o_tiles + 4)  fp32 scratch: O and LSE of a split, by rows or `stripes`
     blocks_per_split: Int32 = None  #     KV blocks per split; 0: equal shares for all CTAs
     whole_ctas: Int32 = None  #           CTAs that take whole tiles if all tiles have equally many KV blocks
     whole_tiles: Int32 = None  #          tiles of each of these CTAs; 0: equal shares for all CTAs

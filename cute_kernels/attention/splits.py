@@ -22,7 +22,7 @@ MAX_SPLITS_PER_CTA = 2
 
 class SplitSmem(NamedTuple):
     """The CTA's splits in shared memory. tiles: (words, MAX_SPLITS_PER_CTA), the `WorkTileInfo` of each split. last:
-    (MAX_SPLITS_PER_CTA,), 1 if it was the last split of its tile."""
+    (MAX_SPLITS_PER_CTA,), 1 if it was the last split of its tile; in `stripes`, the number of the CTA's stripe."""
 
     tiles: cute.Tensor
     last: cute.Tensor

@@ -423,7 +423,7 @@ GROUPS: dict[str, dict[str, Any]] = {
     "indexer": INDEXER, "caches": CACHES,
 }  # fmt: skip
 EVERY = tuple(GROUPS)
-# Functions whose call another function of their group makes, too, with more arguments or more steps.
+# These functions have no graph of their own: another one of their group makes the same call, with more arguments.
 SAME_CALL = {indexer.RAGGED, indexer.PAGED, "sinks", "dsa_sparse_attention", "trtllm_fmha_v2_prefill"}
 SAME_CALL |= {"xqa_batch_decode_with_kv_cache", "xqa_batch_decode_with_kv_cache_mla"}
 GROUPS["first"] = {  # prefill, decode, offsets of equal lengths, constants, ALiBi slopes and top-k in one graph

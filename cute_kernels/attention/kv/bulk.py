@@ -1,4 +1,4 @@
-"""KV blocks of packed rows of latent attention, as they are stored: one bulk copy for each row, from any page or slot.
+"""KV blocks of rows of latent attention, as they are stored: one bulk copy for each row, from any page or slot.
 
 A row that does not exist becomes zeros. The factors of a planar record are copied by cp.async, and lie in shared memory
 right behind their row.

@@ -26,7 +26,7 @@ class RowSection(NamedTuple):
 
 def sections(form: LatentRecord, columns) -> list[RowSection]:
     """Return the sections of a record. columns: of each tensor that has a part of a row."""
-    if not form.packed:  # one scale for all, which is a factor on the logits, or 16-bit values
+    if not form.packed:  # values of 16 bits, or codes with one scale for all, which is a factor on the logits
         widths = [count // BOX for count in columns]
         return [RowSection(i, form.codes or "bf16", sum(widths[:i]), n, 0, False) for i, n in enumerate(widths)]
     found, latent = [RowSection(0, form.codes, 0, form.latent // BOX, 0, True)], form.latent // BOX

@@ -15,7 +15,7 @@ from .tile_table import HEAD_DIMS as HEAD_DIMS
 
 ARCHS = archs.having(archs.WGMMA)
 Spec = AttentionSpec[LatentTileConfig]
-TOKENS_PER_SM = 4
+TOKENS_PER_SM = 4  # beyond which a batch has so many tiles that no keys need to be split
 
 
 def candidate(request: KernelRequest, arch: str, split: bool = True) -> Spec:

@@ -33,7 +33,8 @@ DIMS: dict[str, list[tuple[int, int]]] = {
     "528_planar": [NARROW], "584": [NARROW], "288": [NARROW], PLAIN: [WIDE],
 }  # fmt: skip
 HEAD_DIMS = distinct_dims(dims for each in DIMS.values() for dims in each)
-PITCH = {name: pitch(RECORDS[name].token_bytes or max(DIMS[name])[0] * (1 + (name == PLAIN))) for name in DIMS}
+ELEMENT = {"e4m3": 1, PLAIN: 2}  # bytes of a value of rows that are not packed
+PITCH = {name: pitch(RECORDS[name].token_bytes or max(DIMS[name])[0] * ELEMENT[name]) for name in DIMS}
 
 
 @dataclass(frozen=True)
@@ -61,7 +62,7 @@ class LatentTileConfig(TileConfig):
 
 
 def tile_of(rows: int, record: str) -> LatentTileConfig | None:
-    """Return the tile for a number of rows; None if there is none."""
+    """Return the tile for a number of rows; None if there is none. Rows of 16 bits leave room for two stages."""
     if rows > MOST_ROWS or (record or PLAIN) not in PITCH:
         return None
     return LatentTileConfig(ROWS if rows <= ROWS else MOST_ROWS, KEYS * SCORE_WARPS, 4 if record else 2)

@@ -49,7 +49,7 @@ from .softmax import compute_p, convert_p, mask_and_update_max
 from .state import BlockFlags, Sm90Fragments, Sm90TileState
 
 STEPS = 4  # of an MMA in a box of 64 columns
-LEAST_SHARE = 2.0  # see `set_limits`, as a power of 2
+QUARTER = 2.0  # in log2 units
 
 
 @dataclass(frozen=True)
@@ -174,13 +174,13 @@ def score_blocks(
 
 
 def set_limits(tile: Sm90TileState):
-    """Set by how much the maximum of each row may grow before row_max follows: as for all rows, but to no more than a
-    quarter of the sum of the row so far. A key that has most of a row then has a P of 1; otherwise its P would be
-    rounded, and the output with it. Where no key has, O is rescaled as seldom as without this."""
+    """Set by how much the maximum of each row may grow before row_max follows: by no more than for all rows, and only
+    until P of the largest key would exceed a quarter of the row's sum so far. So a key that has most of a row has a P
+    of 1, which bf16 represents exactly. In rows without such a key, O is rescaled as rarely as with the limit alone."""
     st, limits, most = tile.r.st, tile.r.limits, tile.rescale_params.rescale_threshold
     for k in range(cute.size(limits)):
         total = cute.arch.warp_reduction_sum(st.row_sum[k], threads_in_group=LANES)
-        limits[k] = cute.arch.fmin(cute.arch.fmax(cute.math.log2(total, fastmath=True) - LEAST_SHARE, 0.0), most)
+        limits[k] = cute.arch.fmin(cute.arch.fmax(cute.math.log2(total, fastmath=True) - QUARTER, 0.0), most)
 
 
 @cute.jit
