@@ -58,7 +58,7 @@ def shown(label: str) -> set[Any]:
     TOGETHER. The fields of twins have equal values. One code reads a record in the first cache and in a second one."""
     op, _, spec = untyped(*SHIPPED[label]).partition(" ")
     fields = words(json.loads(spec))
-    values = {(op, name.replace(".extra_record", ".record"), value) for name, value in fields.items()}
+    values = {(op, name.replace(".extra_", ".") if value else name, value) for name, value in fields.items()}
     return values | {(op, fields.get(a), fields.get(b)) for a, b in TOGETHER}
 
 
