@@ -261,45 +261,63 @@ def copy_async(x: PtxInstruction, f: re.Match[str]) -> PtxOp:
         m.shared.begin_writes(t.warp, words, t.say(x))
         data = got.view(f"V{size}")[:, 0]
         m.state.copies.append(
-            Copies(t.index, m.copy_groups[t.index], flat // size, data, words, np.ones(t.count, bool))
+            Copies(
+                t.index,
+                *(x[None] for x in (m.copy_groups[t.index], flat // size, np.ones(t.count, bool))),
+                data[None],
+                words[:, None],
+            )
         )
 
     return effect(run, (x.args[0], "address"), (x.args[1], "address"), *[(text, "u32") for text in extra])
 
 
 class Copies(NamedTuple):
-    """Copies of `size` bytes that threads have issued. group: number of the group of each; open: which are not
-    complete."""
+    """Copies of `size` bytes that threads (n,) have issued, by k instructions. group (k, n): number of the group of
+    each. place (k, n): in shared memory, in `size` bytes. open (k, n): which are not complete. data (k, n). words
+    (size / 4, k, n)."""
 
     threads: np.ndarray
     group: np.ndarray
-    place: np.ndarray  # in shared memory, in `size` bytes
-    data: np.ndarray
-    words: np.ndarray  # (size / 4, n)
+    place: np.ndarray
     open: np.ndarray
+    data: np.ndarray
+    words: np.ndarray
+
+
+def joined(all_copies: list[Copies]) -> list[Copies]:
+    """Return the copies that are not complete, those of one size by the same threads in one `Copies`."""
+    alike: dict[Any, list[Copies]] = {}
+    for copies in all_copies:
+        alike.setdefault((copies.threads.tobytes(), copies.data.dtype), []).append(copies)
+    out = []
+    for each in alike.values():
+        threads, *parts = each[0]
+        if len(each) > 1:
+            parts = [np.concatenate(x, -2) for x in list(zip(*each, strict=True))[1:]]
+        left = parts[2].any(1)
+        if not left.all():
+            parts = [x[..., left, :] for x in parts]
+        if left.any():
+            out.append(Copies(threads, *parts))
+    return out
 
 
 def finish_copies(t: Threads, keep: int) -> None:
     """Complete all but the newest `keep` committed groups of each thread."""
-    m, one = t.machine, int(t.index[0])
+    m = t.machine
     if not m.state.copies:
         return
     mine = np.zeros(m.threads, bool)
     mine[t.index] = True
-    for copies in m.state.copies:
-        if t.count == 1:  # as each thread arrives by itself
-            at = int(copies.threads.searchsorted(one))
-            found = at < len(copies.threads) and copies.threads[at] == one and copies.open[at]
-            done = np.array([at] if found else [], np.int64)
-        else:
-            (done,) = (copies.open & mine[copies.threads]).nonzero()
-        done = done[copies.group[done] < m.copy_groups[copies.threads[done]] - keep]
-        if len(done):
-            elements(m.shared.bytes, copies.data.dtype)[copies.place[done]] = copies.data[done]
-            warps = copies.threads[done] >> 5
-            m.shared.end_write(copies.words[:, done], warps, m.order.now(warps))
-            copies.open[done] = False
-    m.state.copies = [copies for copies in m.state.copies if count_nonzero(copies.open)]
+    m.state.copies = joined(m.state.copies)
+    for threads, group, place, still_open, data, words in m.state.copies:
+        done = still_open & mine[threads] & (group < m.copy_groups[threads] - keep)
+        if count_nonzero(done):
+            elements(m.shared.bytes, data.dtype)[place[done]] = data[done]
+            warps = np.broadcast_to(threads >> 5, done.shape)[done]
+            m.shared.end_write(words[:, done], warps, m.order.now(warps))
+            still_open[done] = False
 
 
 @form(r"cp\.async\.commit_group", COPY)
