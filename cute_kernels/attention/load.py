@@ -134,10 +134,10 @@ def load_kv(
                 q += 1
         # page ids of the first block, unless the prologue has them
         first = block_at(spec, a, w, KVBlock(share, i, w.n_block_max - 1, head, w.sequence.kv_len, o_tile))
-        if const_expr(not pdl.has_prologue(spec)):
-            source(spec).prefetch_pages(spec, page_ids, sequence_pages, first)
-        elif w.n_block_max > w.n_block_min:
-            if (
+        if w.n_block_max > w.n_block_min:
+            if const_expr(not pdl.has_prologue(spec)):
+                source(spec).prefetch_pages(spec, page_ids, sequence_pages, first)
+            elif (
                 t > 0
                 or w.batch_idx != prologue.batch_idx
                 or first.n_block != prologue.n_block

@@ -254,6 +254,14 @@ def test_shares_of_a_split_and_who_merges(each_tile, ctas, ends):
         first += blocks + ends
 
 
+@given(st.integers(0, 2**31 - 1), st.integers(1, 132), st.integers(0, 132))
+def test_ctas_without_a_share_begin_at_the_end(units, ctas, more):
+    """A product of their number may not fit in 32 bits, and a search from a unit below 0 has no end."""
+    shares = [stream_k.share_of(c, units, ctas) for c in range(ctas + more)]
+    assert [begin for begin, _ in shares] + [units] == [0, *(end for _, end in shares)]
+    assert shares[ctas:] == [(units, units)] * more
+
+
 def of_drafts(spec):
     """The spec with a mask of bits, causal but for that."""
     return replace(spec, mask=MaskSpec("always", spec.mask.window, tree=True))

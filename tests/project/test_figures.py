@@ -61,7 +61,7 @@ KNOWN = {
     "docs/design.md": {"costs under 1 % as a value": "a rule for features"},
     "docs/drop-in.md": {"keep the positions of 0.2.": "a version"},
     "docs/engines.md": {
-        "72 GiB holds (40 GiB for GPT-OSS)": SETTING,
+        "72 GiB holds (`code` 40, `code` 14, `code` 10 GiB; `code` 36 GiB per GPU)": SETTING,
         "for every further 256 MiB of logits": "a bound of the code, `indexer.selection.SCRATCH`",
         "in a workspace of 256 MiB": "a bound of the code, `vllm_staging.WORKSPACE`",
         "read 71 GB of keys and values and 15 GB of weights": "the size of the model and of its cache",

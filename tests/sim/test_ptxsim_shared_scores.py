@@ -23,12 +23,14 @@ CASES = {  # case, and the mode to compare with `eager`
     "full": (replace(RAGGED, causal=False, page_size=64, data="needles", kv_lens=(300, 0, 200, 1)), ""),
     "window, cap": (replace(RAGGED, window_left=70, soft_cap=9.0, heads_kv=2), ""),
     "one": (replace(RAGGED, q_lens=(129,), kv_lens=(200,), page_size=8), ""),
+    "no key first": (replace(RAGGED, q_lens=(1, 2), kv_lens=(0, 20)), ""),  # the first row of the page table is its own
 }
 
 
 @pytest.mark.kernels
 @pytest.mark.parametrize(
-    "name", ["causal", "one", *(pytest.param(x, marks=pytest.mark.full) for x in ("full", "window, cap"))]
+    "name",
+    ["causal", "one", "no key first", *(pytest.param(x, marks=pytest.mark.full) for x in ("full", "window, cap"))],
 )
 def test_shared_scores(name):
     (case, mode), run = CASES[name], workloads.RUN["attention"]

@@ -77,6 +77,11 @@ def first_unit(total, c, ctas):
     return units_per_cta * c + cutlass.min(c, total - units_per_cta * ctas)
 
 
+def share_of(c, total, ctas):
+    """Return the units [begin, end) of CTA c, in that order: none if it is not one of `ctas`."""
+    return tuple(first_unit(total, cutlass.min(n, ctas), ctas) for n in (c, c + 1))
+
+
 def cta_of_unit(unit, total, ctas):
     """Return the CTA that has a unit, the inverse of `first_unit`."""
     units_per_cta = divide(total, ctas)
@@ -237,7 +242,7 @@ def cta_share(spec: cutlass.Constexpr, a, window: SequenceWindow):
         whole = a.schedule.whole_ctas
         if Int64(whole * a.schedule.whole_tiles) * most == total:  # all tiles are equal
             ctas = cutlass.max(whole, 1)
-    begin, end = first_unit(total, c, ctas), first_unit(total, c + 1, ctas)
+    begin, end = share_of(c, total, ctas)
     if const_expr(spec.tile.end_blocks > 0):
         found, window = locate(spec, a, begin, window)
         left = rest_of_tile(found)

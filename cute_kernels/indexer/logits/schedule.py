@@ -90,10 +90,10 @@ def tile_at(spec, a, number) -> Tile:
 
 @cute.jit
 def num_keys(a):
-    """Return the keys that a request may have."""
+    """Return the keys that a request may have; so few that numbers of keys some blocks behind the last one fit."""
     keys = a.k.shape[0]
     if a.table.shape[0] > 0:  # their product may not fit
-        keys = Int32(cutlass.min(Int64(a.table.shape[1]) * a.k.shape[1], Int64(0x7FFFFFC0)))
+        keys = Int32(cutlass.min(Int64(a.table.shape[1]) * a.k.shape[1], Int64(0x7FFFFC00)))
     return keys
 
 

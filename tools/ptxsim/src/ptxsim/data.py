@@ -260,14 +260,9 @@ def copy_async(x: PtxInstruction, f: re.Match[str]) -> PtxOp:
         m.shared.check_write(t.warp, words, t.say(x))
         m.shared.begin_writes(t.warp, words, t.say(x))
         data = got.view(f"V{size}")[:, 0]
-        m.state.copies.append(
-            Copies(
-                t.index,
-                *(x[None] for x in (m.copy_groups[t.index], flat // size, np.ones(t.count, bool))),
-                data[None],
-                words[:, None],
-            )
-        )
+        group, place = m.copy_groups[t.index][None], (flat // size)[None]
+        still_open = np.ones((1, t.count), bool)
+        m.state.copies.append(Copies(t.index, group, place, still_open, data[None], words[:, None]))
 
     return effect(run, (x.args[0], "address"), (x.args[1], "address"), *[(text, "u32") for text in extra])
 
