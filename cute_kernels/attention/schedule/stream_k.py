@@ -248,9 +248,7 @@ def cta_share(spec: cutlass.Constexpr, a, window: SequenceWindow):
         left = rest_of_tile(found)
         if left <= end_units(spec, a):
             begin += left
-    if const_expr(policy.prefers_whole_tiles(spec)):
-        return CtaUnits(cutlass.min(begin, total), cutlass.min(end, total), total, ctas), window
-    return CtaUnits(begin, end, total), window
+    return CtaUnits(begin, end, total, ctas if const_expr(policy.prefers_whole_tiles(spec)) else None), window
 
 
 def rest_of_tile(found: UnitCoord):
