@@ -55,10 +55,12 @@ TOGETHER = ((".kv.dtype", ".kv.source"), (".mask.custom", ".mask.causal"))
 
 def shown(label: str) -> set[Any]:
     """Return what a kernel shows, apart from sizes: every value of a field, and every pair of values of fields in
-    TOGETHER. The fields of twins have equal values. One code reads a record in the first cache and in a second one."""
+    TOGETHER. The fields of twins have equal values. One code reads a record in the first cache and in a second one. A
+    first cache without a record has rows of 16 bits; without a second record there is no second cache."""
     op, _, spec = untyped(*SHIPPED[label]).partition(" ")
     fields = words(json.loads(spec))
-    values = {(op, name.replace(".extra_", ".") if value else name, value) for name, value in fields.items()}
+    shared = {name: name.replace(".extra_record", ".record") if value else name for name, value in fields.items()}
+    values = {(op, shared[name], value) for name, value in fields.items()}
     return values | {(op, fields.get(a), fields.get(b)) for a, b in TOGETHER}
 
 

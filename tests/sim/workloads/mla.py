@@ -74,7 +74,7 @@ def mla_cases(spec: Any) -> list[MlaScenario]:
 
 
 def serves_prompts(spec: Any) -> bool:
-    """Return whether the kernel `spec` has few query rows over rows of 16 bits, which only prompts gain by."""
+    """Return whether the kernel `spec` has few query rows over rows of 16 bits: it serves prompts, not decode."""
     return isinstance(spec.tile, LatentTileConfig) and not spec.kv.record
 
 
@@ -129,7 +129,7 @@ def few_cases(spec: Any) -> list[MlaScenario]:
 
 def few_prompts(spec: Any) -> list[MlaScenario]:
     """Return scenarios for a kernel with few query rows over rows of 16 bits, which serves prompts: rows in one tensor
-    and in two, with more tiles of a CTA than the rings have stages."""
+    and in two, with more tiles of a CTA than the rings have stages, and with split keys."""
     m, fewest = spec.tile.m, 1 + spec.tile.m - few_rows.ROWS
     base = MlaCase("sparse_fwd", dim=spec.head_dim_qk, heads=m, page_size=7, chosen=128, lens=(90, 30))
     tiles = (
@@ -226,7 +226,8 @@ def run_mla(spec: Any, scenario: MlaScenario, arch: str, **how: Any) -> Outcome:
         got = cases.call(case, given)
         return cases.error(case, got, cases.expected(case, given)), (got[0], got[1].flatten().clone())
 
-    # A kernel of prompts splits the keys of many tokens whose lengths differ much; one token is simulated sooner.
+    # Dispatch serves batches of few tokens with another kernel. Here this one serves them, too: to simulate its splits
+    # with one token takes less time than with many.
     tokens = 0 if spec and serves_prompts(spec) else latent.TOKENS_PER_SM
     with simulated(arch, launches, scenario.sms, spec, **how), patch.object(latent, "TOKENS_PER_SM", tokens):
         return outcome(scenario.calls, run, launches)

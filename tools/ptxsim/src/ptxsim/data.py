@@ -287,14 +287,15 @@ def joined(all_copies: list[Copies]) -> list[Copies]:
         alike.setdefault((copies.threads.tobytes(), copies.data.dtype), []).append(copies)
     out = []
     for each in alike.values():
-        threads, *parts = each[0]
+        copies = each[0]
         if len(each) > 1:
-            parts = [np.concatenate(x, -2) for x in list(zip(*each, strict=True))[1:]]
-        left = parts[2].any(1)
-        if not left.all():
-            parts = [x[..., left, :] for x in parts]
-        if left.any():
-            out.append(Copies(threads, *parts))
+            _, *fields = zip(*each, strict=True)
+            copies = Copies(copies.threads, *(np.concatenate(x, -2) for x in fields))
+        left = copies.open.any(1)
+        if left.all():
+            out.append(copies)
+        elif left.any():
+            out.append(Copies(copies.threads, *(x[..., left, :] for x in copies[1:])))
     return out
 
 
