@@ -2,7 +2,8 @@
 
 Shared memory has no room for rows as they are stored, besides the stages, and few warps that load, wait and convert
 take longer than the MMAs of a block. So the mma warps do it, between their MMAs: a warp converts eight rows of a block,
-which it has loaded to registers one block earlier, and then loads those of the next block (`advance`).
+which it has loaded to registers one block earlier, and loads those of the next block under its MMAs (`advance`). Some
+boxes of long records are loaded only right before the conversion (`late_boxes`).
 
 Four lanes have a row: a lane holds 16 values of each box of 64 columns, which are 16 bytes of e4m3, 8 of e2m1 or 32 of
 bf16, and stores them as two pieces of 16 bytes. Rows are found as in `gather`, with its operand.
@@ -112,16 +113,23 @@ def begin(spec: cutlass.Constexpr, rows: NextRows, tile: TileRows, n_block: Int3
 
 
 @cute.jit
+def load_late(spec: cutlass.Constexpr, rows: NextRows, tile: TileRows, n_block: Int32):
+    """Load the late boxes of this warp's rows of a block, which is converted next."""
+    with_cache(spec, load_late_from, rows, tile.of, n_block, Int32(0))
+
+
+@cute.jit
 def convert(spec: cutlass.Constexpr, rows: NextRows, tile: TileRows, n_block: Int32, stage: cute.Tensor):
-    """Convert this warp's rows of a block, which `begin`, or `advance` behind the block above, has loaded, into a stage
-    (n, columns)."""
+    """Convert this warp's rows of a block into a stage (n, columns). `begin`, or `advance` behind the block above, has
+    loaded them, and `load_late` their late boxes."""
     into = stage.iterator.toint() + tile.group * (GROUP * LINE)
     with_cache(spec, convert_from, rows, tile.of, n_block, into)
 
 
 @cute.jit
 def advance(spec: cutlass.Constexpr, rows: NextRows, tile: TileRows, n_block: Int32):
-    """Load this warp's rows of the block below one that is converted, and look up those of further blocks."""
+    """Load this warp's rows of the block below one that is converted, if the tile has it, and look up those of further
+    blocks."""
     with_cache(spec, load_from, rows, tile.of, n_block - 1, row_number(spec, tile, n_block - 1))
     look_ahead(spec, rows, tile, n_block - 2)
 
@@ -168,15 +176,19 @@ def convert_from(spec: cutlass.Constexpr, source: cutlass.Constexpr, rows: NextR
 
 
 @cute.jit
+def load_late_from(spec: cutlass.Constexpr, source: cutlass.Constexpr, rows: NextRows, _: Int32):
+    """Load the late boxes of this lane's part of a row of one cache."""
+    columns = const_expr([x.shape[3] for x in source.parts])
+    load_boxes(source.form, columns, rows.row, rows.row.starts[0][0] >= 0, True)
+
+
+@cute.jit
 def load_from(spec: cutlass.Constexpr, source: cutlass.Constexpr, rows: NextRows, row: Int32):
     """Load this lane's part of a row, given by its number, from one cache; zeros if it has no page."""
     at, columns = place_of(spec, source, rows.page_ids, 0, row), const_expr([x.shape[3] for x in source.parts])
     for i in cutlass.range_constexpr(len(source.parts)):
         rows.row.starts[i][0] = warp.select(at.exists, at.starts[i], Int64(NO_ROW))
-    if cute.arch.vote_all_sync(at.exists):
-        load_row(source.form, columns, rows.row, at.factors, True)
-    else:
-        load_row(source.form, columns, rows.row, at.factors, at.exists)
+    load_row(source.form, columns, rows.row, at.factors, at.exists)
 
 
 # The prefetch role: two warps, each lane of which has a row of a block. One iteration per tile, an inner one per block.
@@ -228,8 +240,8 @@ def prefetch_row(spec: cutlass.Constexpr, source: cutlass.Constexpr, rows: NextR
 
 
 def load_row(form, columns, into: LoadedRow, factors, exists):
-    """Load this lane's part of a row, except its late boxes. factors: the address of its factors. exists: True, or
-    whether there is such a row; else its part becomes zeros."""
+    """Load this lane's part of a row, except its late boxes. factors: the address of its factors. exists: whether there
+    is such a row; else its part becomes zeros."""
     if form.packed:
         load_factors(form, factors, cute.arch.lane_idx() % 4, exists, into.factors)
     load_boxes(form, columns, into, exists, False)
@@ -269,10 +281,9 @@ def load(address, offset, count, exists):
     """Return `count` words, 2 or 4, at an aligned address in global memory; zeros if there is no row. exists: as in
     `load_row`."""
     names = ", ".join(f"{{$w{i}}}" for i in range(count))
-    text, args = f"ld.global.v{count}.b32 {{{names}}}, [{{$r0}}+{offset}];", [address]
-    if exists is not True:
-        zeros = " ".join(f"mov.b32 {{$w{i}}}, 0;" for i in range(count))
-        text, args = f"{{ .reg .pred p; setp.ne.u32 p, {{$r1}}, 0; {zeros} @p {text} }}", [address, Uint32(exists)]
+    zeros = " ".join(f"mov.b32 {{$w{i}}}, 0;" for i in range(count))
+    text = f"{{ .reg .pred p; setp.ne.u32 p, {{$r1}}, 0; {zeros} @p ld.global.v{count}.b32 {{{names}}}, "
+    text, args = text + f"[{{$r0}}+{offset}]; }}", [address, Uint32(exists)]
     return list(cute.arch.inline_ptx(text, write_only_types=[Uint32] * count, read_only_args=args))
 
 
@@ -282,23 +293,29 @@ def convert_row(source: cutlass.Constexpr, held: LoadedRow, stage: Int32, count:
     of `count` rows."""
     parts, form, _ = source
     columns = const_expr([x if isinstance(x, int) else x.shape[3] for x in parts])
-    load_boxes(form, columns, held, held.starts[0][0] >= 0, True)
+    turns = const_expr(1 + any(late_boxes(form, columns)))
     if const_expr(not form.packed or not has_products_at_once(form)):
-        convert_boxes(form, columns, held, False, stage, count)
-    elif cute.arch.vote_any_sync(exceeds(form, held.factors)):
-        convert_boxes(form, columns, held, False, stage, count)
+        for late in cutlass.range_constexpr(turns):
+            convert_boxes(form, columns, held, late == 1, False, stage, count)
     else:
-        convert_boxes(form, columns, held, True, stage, count)
+        exceeding = Int32(cute.arch.vote_any_sync(exceeds(form, held.factors)))
+        for late in cutlass.range_constexpr(turns):
+            # a branch of its own for late boxes, or the compiler converts some of them first, and waits for their loads
+            if warp.opaque(exceeding) != 0:
+                convert_boxes(form, columns, held, late == 1, False, stage, count)
+            else:
+                convert_boxes(form, columns, held, late == 1, True, stage, count)
 
 
-def convert_boxes(form, columns, held: LoadedRow, at_once, stage, count):
-    """Do the work of `convert_row`. at_once: multiply by `EXACT` and by the factor at once, which has the same bits if
-    no factor `exceeds` its range."""
+def convert_boxes(form, columns, held: LoadedRow, late, at_once, stage, count):
+    """Do the work of `convert_row` for the late boxes of a row, or for the others. at_once: multiply by `EXACT` and by
+    the factor at once, which has the same bits if no factor `exceeds` its range."""
     row, quarter = cute.arch.lane_idx() // 4, cute.arch.lane_idx() % 4
     into = [stage + layout.swizzle(LINE, row, 2 * PIECE * quarter + PIECE * k) for k in range(2)]
-    for section in sections(form, columns)[::-1]:  # the late boxes are the last ones of the first section
-        for b in range(section.boxes):
-            box = section.first + b
+    for section in sections(form, columns)[::-1]:
+        for box in range(section.first, section.first + section.boxes):
+            if (box in late_boxes(form, columns)) != late:
+                continue
             words = [held.boxes[box][i] for i in range(LANE_BYTES[section.code] // 4)]
             words = values_of(section, words, not (section.factored and at_once))
             if section.factored:

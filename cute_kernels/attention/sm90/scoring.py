@@ -254,13 +254,16 @@ def score_block(
     if const_expr(gather.has_slots(spec)):
         find_keys(spec, plan, tile, n_block)
         look_up_slots(spec, plan, tile, n_block - 1)
+    else:
+        set_limits(tile)  # while TMA loads K
     groups, (q, k) = const_expr(pages.column_groups(spec)), recomputed_qk(spec, plan, s, at.kv.index)
     for i in cutlass.range_constexpr(len(groups)):
         pipeline.consumer_wait(s.k.pipes[i], at.kv)
         source(spec).fence_before_mma()
         steps = const_expr(tuple(STEPS * box + j for box in groups[i] for j in range(STEPS)))
         wgmma.issue(plan.mma_qk, r.acc_s, q, k, i == 0, some=wgmma.Instructions(steps))
-    set_limits(tile)  # while Q K^T runs
+    if const_expr(gather.has_slots(spec)):
+        set_limits(tile)  # while Q K^T runs
     warpgroup.wait_group(0)
     if const_expr(yields_to_qk(spec)):
         pipeline.mbarrier_arrive(s.scores.multiplied + at.p % 2)
@@ -374,7 +377,7 @@ def output_tile(
             if const_expr(spec.kv.record):
                 if position > w.n_block_min:
                     convert_keys(spec, plan, s, rows, w, position - 1, following)
-            at = add_block(spec, plan, s, r, at, following, position > w.n_block_min)._replace(kv=following)
+            at = add_block(spec, plan, s, r, rows, w, position, at, following)._replace(kv=following)
         read_rows(s, r, at.tile % 2)
         at = at._replace(tile=at.tile + 1, partials=epilogue(spec, plan.args, s, r, w, False, at.partials))
     else:
@@ -389,9 +392,12 @@ def clear(r: Sm90Fragments):
 
 @cute.jit
 def begin_keys(spec: cutlass.Constexpr, plan, s, rows: cutlass.Constexpr, w: WorkTileInfo, kv: pipeline.PipelineState):
-    """Load and convert this warp's rows of the first block of a tile. rows: `packed.NextRows`."""
-    packed.begin(spec, rows, tile_rows(spec, plan, w), w.n_block_max - 1)
+    """Load and convert this warp's rows of the first block of a tile, and load those of the next one. rows:
+    `packed.NextRows`."""
+    tile = tile_rows(spec, plan, w)
+    packed.begin(spec, rows, tile, w.n_block_max - 1)
     convert_keys(spec, plan, s, rows, w, w.n_block_max - 1, kv)
+    packed.advance(spec, rows, tile, w.n_block_max - 1)
 
 
 @cute.jit
@@ -399,14 +405,14 @@ def convert_keys(
     spec: cutlass.Constexpr, plan, s, rows: cutlass.Constexpr, w: WorkTileInfo, n_block: Int32,
     kv: pipeline.PipelineState,
 ):  # fmt: skip
-    """Convert this warp's rows of a block into its stage, and load those of the next one."""
+    """Convert this warp's rows of a block, which are loaded, into its stage."""
     tile = tile_rows(spec, plan, w)
+    packed.load_late(spec, rows, tile, n_block)
     pipeline.producer_acquire(s.k.pipe, kv)
     packed.convert(spec, rows, tile, n_block, s.k.smem[None, None, kv.index])
     cute.arch.fence_proxy("async.shared", space="cta")
     cute.arch.sync_warp()
     pipeline.producer_commit(s.k.pipe, kv)
-    packed.advance(spec, rows, tile, n_block)
 
 
 def tile_rows(spec, plan, w: WorkTileInfo):
@@ -422,10 +428,12 @@ def warp_of_mma(spec):
 
 @cute.jit
 def add_block(
-    spec: cutlass.Constexpr, plan, s, r: Sm90Fragments, at: OutputState, following: pipeline.PipelineState, is_followed
-) -> OutputState:
-    """Compute O += P V of a block. The state behind it still has the stage of the block. following: the item of the
-    block behind it in k.pipe, if it `is_followed` by one in its tile."""
+    spec: cutlass.Constexpr, plan, s, r: Sm90Fragments, rows: cutlass.Constexpr, w: WorkTileInfo, position: Int32,
+    at: OutputState, following: pipeline.PipelineState,
+) -> OutputState:  # fmt: skip
+    """Compute O += P V of the block at a position. The state behind it still has the stage of the block. following: the
+    item of the block behind it in k.pipe. Packed rows of the block after that are loaded meanwhile: their loads fill
+    the queue of the load unit, in which a warp would wait for as long as P V takes."""
     pipeline.consumer_wait(s.scores.pipe, at.p)
     for k in cutlass.range_constexpr(cute.size(r.st.acc_scale)):
         r.st.acc_scale[k] = s.scores.factor[r.cols[k, 0][0]]
@@ -434,6 +442,8 @@ def add_block(
     groups, halves = const_expr(len(pages.column_groups(spec))), const_expr(cute.size(r.acc_o, mode=[2]))
     if const_expr(groups == 1):
         wgmma.issue(plan.mma_pv, r.acc_o, p, v, False, o_part(spec))
+        if const_expr(spec.kv.record):  # without a branch: it would let the compiler wait for the MMAs
+            packed.advance(spec, rows, tile_rows(spec, plan, w), position - 1)
     else:  # each half of the columns is freed when it has been read
         for half in cutlass.range_constexpr(halves):
             wgmma.issue(plan.mma_pv, r.acc_o, p, v, False, o_part(spec), some=wgmma.Instructions(columns=(half,)))
@@ -442,7 +452,7 @@ def add_block(
             if const_expr(half == 0 and yields_to_qk(spec)):
                 warpgroup.wait_group(0)
                 release_keys(spec, s, groups - halves, at.kv)
-                if is_followed:
+                if position > w.n_block_min:
                     yield_to_qk(spec, s, at.p, following)
         if const_expr(not yields_to_qk(spec)):
             warpgroup.wait_group(1)
