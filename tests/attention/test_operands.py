@@ -107,6 +107,26 @@ def test_which_kernels_read_v_in_k():
             assert sm90.supports(sm90.candidate(replace(request, **change), "sm_90a")).field == field
 
 
+def test_which_kernels_take_turns():
+    """Those over rows of 16 bits that are found by slots, with any tile that shared memory has room for."""
+    for dims in (LATENT, (512, 512)):
+        by_slots = KernelRequest(
+            head_dim_qk=dims[0], head_dim_vo=dims[1], shares_v=True, source="slots", causal=False, rows=64
+        )
+        for split in (False, True):
+            spec = sm90.candidate(by_slots, "sm_90a", split)
+            assert sm90.supports(spec) is None and spec.tile.alternates and not spec.tile.scores_apart
+            groups = spec.tile.column_groups(spec.kv, dims)
+            assert groups == ((0, 1, 2, 3), (4, 5, 6, 7, 8) if dims == LATENT else (4, 5, 6, 7))
+            apart = replace(spec.tile, scores_apart=True, alternates=False)
+            assert sm90.supports(replace(spec, tile=apart)) is None  # to compare both
+            for change in ({"scores_apart": True}, {"n": 32}, {"o_parts": 1}):
+                refusal = sm90.supports(replace(spec, tile=replace(spec.tile, **change)))
+                assert refusal is not None and refusal.field == "tile"
+            for kv in (KVSpec(shares_v=True), KVSpec(shares_v=True, source="gather")):
+                assert sm90.supports(replace(spec, kv=kv)).field == "tile"
+
+
 def test_names_say_whether_v_is_in_k():
     plain, shared = (spec_of(dims=LATENT, tile=TILE, shares_v=shares_v).name for shares_v in (False, True))
     assert shared != plain and shared == plain.replace("bf16_", "bf16_kvbf16v_", 1)

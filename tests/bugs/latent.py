@@ -20,7 +20,7 @@ PLANAR, TWO_RECORDS = (
 FEW_NVFP4 = f"attention.latent/bf16_kv352v_d576x512_full_slots_{few_rows.tile_of(8, '352').name}"  # type: ignore
 FEW_E4M3 = f"attention.latent/bf16_kve4m3v_d576x512_causal_gather_{few_rows.tile_of(8, 'e4m3').name}"  # type: ignore
 CHOSEN, SHARED, TWO_CACHES = (
-    shipped(f"attention.sm90/bf16_kvbf16v{more}_d576x512_full_slots_m64n64s2o2a") for more in ("", "u", "x")
+    shipped(f"attention.sm90/bf16_kvbf16v{more}_d576x512_full_slots_m64n64s2o2t") for more in ("", "u", "x")
 )
 FOUR_TOKENS = shipped("indexer.logits/e4m3_h64_d128_r4_fp32")
 
@@ -82,7 +82,7 @@ LATENT = (
     Bug("stripes: the sum of many splits is not rescaled", f"{ATTENTION}/stripes.py",
         "acc[None, i].store(acc[None, i].load() * old)", "acc[None, i].store(acc[None, i].load() * 1.0)",
         shipped("attention.sm90/bf16_kvbf16v_d576x512_causal_tma_m64n64s2o2a")),
-    Bug("scores: maxima lag behind a key that has most of a row", f"{ATTENTION}/sm90/scoring.py",
+    Bug("scores: maxima lag behind a key that has most of a row", f"{ATTENTION}/sm90/turns.py",
         "cute.math.log2(total, fastmath=True) - QUARTER", "cute.math.log2(total, fastmath=True) + 8.0",
         "sim/test_ptxsim_records.py::test_a_key_that_has_most_of_a_row_is_not_rounded"),
     Bug("records: factors of the first quarter are those of all", "cute_kernels/attention/kv/packed.py",

@@ -23,7 +23,7 @@ PACKED = {label: spec for label, (_, spec) in SHIPPED.items() if getattr(getattr
 NAN, SIGN = 0x7F, 0x80
 LARGE = {3: 1, 12: 9, 20: 30}  # row -> exponent of its factors
 ROWS = 24
-BY_SLOTS = next(s for _, s in SHIPPED.values() if s.name == "bf16_kvbf16v_d576x512_full_slots_m64n64s2o2a")
+BY_SLOTS = next(s for _, s in SHIPPED.values() if s.name == "bf16_kvbf16v_d576x512_full_slots_m64n64s2o2t")
 
 
 def put_all_codes(record, cache):

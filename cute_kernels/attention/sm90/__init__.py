@@ -40,6 +40,9 @@ from .tile_table import (
 
 ARCHS = archs.having(archs.WGMMA)
 SPLIT_ROWS = 16  # stream_k serves more rows; up to this many, `decode` reads keys as fast and computes less
+ALTERNATES = (
+    True  # warpgroups take turns over 16-bit rows by slots (`alternating`); False: scores are apart (`scoring`)
+)
 PAIR_ROWS = 64  # more rows with V in K are computed by two CTAs, each of which loads half of the keys for both
 DECODE_DIM = 256  # stream_k serves any number of rows with a larger head_dim, since `decode` then reads K twice
 Spec = AttentionSpec[Sm90TileConfig]
@@ -94,7 +97,9 @@ def split_candidate(p: KernelRequest) -> Spec:
 
 def gathering(tile: Sm90TileConfig, kv: KVSpec) -> Sm90TileConfig:
     """Return a tile with V in K for a source. A warp copies 32 rows of a block; of packed records, the mma warps do."""
-    return replace(tile, load_warps=1 if kv.source == "tma" or kv.record else tile.n // 32)
+    turns = ALTERNATES and kv.source == "slots" and not kv.record
+    loads = 1 if kv.source == "tma" or kv.record else tile.n // 32
+    return replace(tile, load_warps=loads, scores_apart=not turns, alternates=turns)
 
 
 def leaves_registers(request: KernelRequest, tile: Sm90TileConfig | None) -> bool:
@@ -167,12 +172,14 @@ def supports(spec: Spec) -> Refusal | None:
     t = spec.tile
     if t is None:
         return Refusal("tile", "None: must be the op's TileConfig")
-    if t.scores_apart and (spec.mask.custom or spec.logits.alibi):
+    if t.has_stripes and (spec.mask.custom or spec.logits.alibi):
         field = "custom_mask" if spec.mask.custom else "alibi"
         return Refusal(field, f"{spec.mask.custom or True}: the kernel has neither custom masks nor ALiBi with V in K")
     if t.o_parts > 1 and spec.logits.skip:
         return Refusal("skip", f"True: the kernel has no skip-softmax with head_dim {spec.head_dim_vo}")
     if refusal := refuse_pieces(spec, t):
+        return refusal
+    if refusal := refuse_turns(spec, t):
         return refusal
     if t.o_parts > 1 and t.m != 64:
         return Refusal("tile", f"{t}: m must be 64 with o_parts")
@@ -223,6 +230,17 @@ def refuse_pieces(spec: Spec, t: Sm90TileConfig) -> Refusal | None:
     return None
 
 
+def refuse_turns(spec: Spec, t: Sm90TileConfig) -> Refusal | None:
+    """Return the refusal of a tile in which warpgroups take turns, if the kernel cannot; None if it can or need not."""
+    if not t.alternates:
+        return None
+    if spec.kv.source != "slots" or spec.kv.record:
+        return Refusal("tile", f"{t}: alternates needs rows of 16 bits that are found by slots")
+    if t.scores_apart or (t.m, t.n, t.stages, t.q_stages, t.o_parts, t.cluster) != (64, 64, 2, 1, 2, 1):
+        return Refusal("tile", f"{t}: alternates needs m 64, n 64, two stages, one of Q, o_parts 2 and nothing else")
+    return None
+
+
 def supports_split(spec: Spec) -> Refusal | None:
     """Return the answer of `supports` for a stream_k spec."""
     if spec.tile is None:
@@ -247,6 +265,8 @@ def supports_latent_split(spec: Spec) -> Refusal | None:
     """Return the answer of `supports` for a stream_k spec in which V lies in K."""
     if spec.tile and spec.tile.cluster > 1 and spec.kv.source != "tma":
         return Refusal("tile", f"{spec.tile}: cluster must be 1, unless TMA fetches pages")
+    if refusal := spec.tile and refuse_turns(spec, spec.tile):
+        return refusal
     own, mask = split_keys(spec.q, spec.kv, spec.dims), MaskSpec(spec.mask.causal, spec.mask.window)
     logits = LogitsSpec(spec.logits.soft_cap)
     if spec != replace(own, tile=spec.tile, mask=mask, logits=logits) or spec.tile is None or spec.tile.m != 64:

@@ -27,7 +27,8 @@ spare warps of warpgroup 0. Registers are per thread; `roles` has them for each 
 
 With head_dim 512, two warpgroups have the same 64 rows (`tile.o_parts`), and each has half of the columns of O, for
 which it reads half of V. Both compute S or, with `tile.s_parts`, half of it each (`shared_scores`). If V lies in K, a
-warpgroup of its own computes S for them (`tile.scores_apart`, `scoring`), which has the table of these roles. If
+warpgroup of its own computes S for them (`tile.scores_apart`, `scoring`), or, over rows of 16 bits by slots, both
+compute it in turn (`tile.alternates`, `alternating`): these files have the tables of their roles. If
 tokens share the keys that they have chosen, another kernel makes the unions of these before (`key_union`).
 
 Quantised K and V (of another type than Q) become fp16, which holds all of their values. Q becomes fp16, too, a bf16 Q
@@ -53,7 +54,7 @@ from ...device import pipeline
 from .. import fakes, geometry, key_union, load, mask_blocks, splits
 from ..kv import packed, pages, rings
 from ..schedule import stream_k, tiles, work
-from . import precision, promotion, query, scoring, shared_scores, skip
+from . import precision, promotion, query, scoring, shared_scores, skip, turns
 from .mma import mma
 from .prepare import prepare_kv
 from .roles import WARPS, has_prepare_warpgroup, roles
@@ -101,7 +102,7 @@ def shared(spec, plan):
     raw_q = query.allocate_raw(spec, smem, plan)
     q = query.allocate(spec, smem, raw_q)
     # here, since P is aligned as Q is
-    scores = scoring.allocate(spec, smem) if t.scores_apart else shared_scores.allocate(spec, smem)
+    scores = scores_module(spec).allocate(spec, smem)
     work_smem = work.allocate(spec, smem)
     work_pipe = work.make_pipe(spec, smem, r)
     pipes = [rings.make_pipes(spec, smem, r, x) for x in operands]
@@ -119,6 +120,13 @@ def shared(spec, plan):
         q_row_scales=query.allocate_row_scales(spec, smem),
         scores=scores,
     )
+
+
+def scores_module(spec):
+    """Return the module that has the shared memory of scores."""
+    if spec.tile.alternates:
+        return turns
+    return scoring if spec.tile.scores_apart else shared_scores
 
 
 @cute.jit

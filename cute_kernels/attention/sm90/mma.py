@@ -10,7 +10,7 @@ from cutlass.cute.nvgpu import warpgroup
 from .. import mask, mask_blocks
 from ..schedule import work
 from ..schedule.work import WorkTileInfo
-from . import mainloop, precision, query, scoring, shared_scores, skip, splits
+from . import alternating, mainloop, precision, query, scoring, shared_scores, skip, splits
 from .epilogue import store
 from .groups import warp_scheduler_barrier_arrive, warpgroup_idx
 from .roles import roles
@@ -39,6 +39,8 @@ def mma(spec: cutlass.Constexpr, plan, s):
     cute.arch.setmaxregister_increase(roles(spec).registers("mma"))
     if const_expr(spec.tile.scores_apart):
         scoring.output(spec, plan, s, epilogue)
+    elif const_expr(spec.tile.alternates):
+        alternating.compute(spec, plan, s, epilogue)
     else:
         compute_tiles(spec, plan, s)
 

@@ -18,6 +18,7 @@ SHARED_SCORES = (56, 224)  # (load, mma) with mma warpgroups that have a part ea
 SPLIT_KV = {1: (72, 72, 232), 2: (72, 72, 216)}  # tiles may be split among CTAs
 SCORES_APART = (40, 88, 192)
 CONVERTING = (24, 72, 208)  # the same over packed records, which the mma warps load and convert
+ALTERNATING = (56, 224)  # (load, mma) with mma warpgroups that have the scores of blocks in turn
 WARPS = 4  # warps per warpgroup
 
 
@@ -66,7 +67,7 @@ def roles(spec) -> Roles:
     else:
         load, mma = SPLIT_KV[t.warpgroups][::2] if split_kv else REGISTERS[t.warpgroups]
         load, mma = TRANSPOSING_PARTS if precision.prepares_any(spec) and t.o_parts > 1 else (load, mma)
-        load, mma = SHARED_SCORES if t.s_parts > 1 else (load, mma)
+        load, mma = SHARED_SCORES if t.s_parts > 1 else ALTERNATING if t.alternates else (load, mma)
         registers = load, load, mma
         loading |= {"prepare_v" if precision.prepares_any(spec) else "idle": spare}
     each = loading, preparing, {"mma": WARPS * t.warpgroups}

@@ -41,10 +41,10 @@ from ..schedule.work import WorkTileInfo
 from ..spec import LSE_MAX
 from . import precision, splits
 from .epilogue import LANES, scales_of_call
-from .groups import o_part
+from .groups import o_part, rows_barrier
 from .mainloop import recomputed_qk
 from .query import release_q
-from .roles import WARPS, roles
+from .roles import roles
 from .softmax import compute_p, convert_p, mask_and_update_max
 from .state import BlockFlags, Sm90Fragments, Sm90TileState
 
@@ -187,11 +187,20 @@ def set_limits(tile: Sm90TileState):
 def look_up_slots(spec: cutlass.Constexpr, plan, tile: Sm90TileState, n_block: Int32):
     """Look up which rows of the cache are the keys of a block, if the token has chosen them one by one."""
     if const_expr(gather.has_slots(spec)):
-        sequence = tile.w.sequence
-        found = pages.of_sequence(plan.args, tile.w.batch_idx, pages.K, sequence.extra)
-        gather.look_up_rows(spec, tile.slots, found, sequence.kv_len, n_block * spec.tile.n)
-        if const_expr(spec.kv.union):
-            gather.look_up_tokens(tile.chosen_by, found, sequence.kv_len, n_block * spec.tile.n)
+        look_up_block(spec, tile, slots_of(plan, tile.w), n_block)
+
+
+def slots_of(plan, w: WorkTileInfo) -> pages.SequencePages:
+    """Return the slots of the keys of a tile."""
+    return pages.of_sequence(plan.args, w.batch_idx, pages.K, w.sequence.extra)
+
+
+@cute.jit
+def look_up_block(spec: cutlass.Constexpr, tile: Sm90TileState, of: pages.SequencePages, n_block: Int32):
+    """Look up which rows of the cache are the keys of a block, and which tokens have chosen them."""
+    gather.look_up_rows(spec, tile.slots, of, tile.w.sequence.kv_len, n_block * spec.tile.n)
+    if const_expr(spec.kv.union):
+        gather.look_up_tokens(tile.chosen_by, of, tile.w.sequence.kv_len, n_block * spec.tile.n)
 
 
 @cute.jit
@@ -212,9 +221,32 @@ def find_keys(spec: cutlass.Constexpr, plan, tile: Sm90TileState, n_block: Int32
 
 @cute.jit
 def gather_q(spec: cutlass.Constexpr, s, w: WorkTileInfo, a):
-    """Copy the 64 rows of Q, (token, head) pairs, into the stage. Rows past the sequence become zeros."""
-    own, lane = spec.tile.m // WARPS, cute.arch.lane_idx()  # rows of a warp
-    first = cute.arch.warp_idx() % WARPS * own
+    """Copy the 64 rows of Q, (token, head) pairs, into the stage. Rows past the sequence become zeros. Called by all
+    warps that compute scores."""
+    copy_q(spec, s, w, a)
+    complete_q(spec)
+
+
+@cute.jit
+def complete_q(spec: cutlass.Constexpr):
+    """Wait until all of Q has been copied."""
+    if const_expr(spec.q == spec.smem_q):
+        cute.arch.cp_async_wait_group(0)
+    cute.arch.fence_proxy("async.shared", space="cta")
+    if const_expr(spec.tile.scores_apart):
+        cute.arch.barrier(barrier_id=NamedBarrier.SCORES, number_of_threads=128)
+    else:
+        rows_barrier(spec)
+
+
+@cute.jit
+def copy_q(spec: cutlass.Constexpr, s, w: WorkTileInfo, a):
+    """Begin to copy this warp's rows of Q."""
+    role = const_expr("score" if spec.tile.scores_apart else "mma")
+    own, lane = const_expr(spec.tile.m // roles(spec).warps(role)), cute.arch.lane_idx()  # rows of a warp
+    first = (cute.arch.warp_idx() - roles(spec).first(role)) * own
+    if const_expr(spec.tile.alternates):
+        first = warp.opaque(first)  # no registers hold addresses of Q from tile to tile
     parts = [x for x in (a.query.q, a.query.q_rope) if x is not None]
     row, starts = w.m_block * spec.tile.m + first + lane, [cute.make_rmem_tensor(1, Int64) for _ in parts]
     exists = row < geometry.num_rows(w.sequence.q_len, w.pack_factor)
@@ -227,11 +259,8 @@ def gather_q(spec: cutlass.Constexpr, s, w: WorkTileInfo, a):
     if const_expr(spec.q == spec.smem_q):
         copy_rows(stored, own, starts, s.q[None, None, 0], first)
         cute.arch.cp_async_commit_group()
-        cute.arch.cp_async_wait_group(0)
     else:
         packed.convert_rows(spec.tile.m, stored, own, starts, s.q[None, None, 0].iterator.toint(), first)
-    cute.arch.fence_proxy("async.shared", space="cta")
-    cute.arch.barrier(barrier_id=NamedBarrier.SCORES, number_of_threads=128)
 
 
 @cute.jit

@@ -35,7 +35,7 @@ def store_partial(spec: cutlass.Constexpr, a, s, r, w: WorkTileInfo, number: Int
             values.fill(0.0)
         else:
             values.store(o[k, None].load() * scale)
-        if const_expr(spec.tile.scores_apart):
+        if const_expr(spec.tile.has_stripes):
             if cute.arch.make_warp_uniform(row // stripes.ROWS) * stripes.ROWS < left:
                 store_blocks(spec, a, values, w.split.slot, row, lse, part)
         elif row < left:
@@ -82,7 +82,7 @@ def merge(spec: cutlass.Constexpr, a, s, count: Int32):
     """Merge the tiles of the CTA's `count` splits that no other CTA will still add to."""
     warps, rows = const_expr(roles(spec).warps("mma")), const_expr(min(ROWS, ROWS * VALUES // spec.head_dim_vo))
     splits.barrier(warps)
-    if const_expr(spec.tile.scores_apart):
+    if const_expr(spec.tile.has_stripes):
         stripes.merge(spec, a, s.splits, count, mma_thread_idx(spec), warps)
     else:
         splits.merge(spec, a, s.splits, count, mma_thread_idx(spec), warps, rows)

@@ -32,7 +32,8 @@ class Sm90TileConfig(WholeTileConfig, PreparedTileConfig):
     that have the same 64 rows, all of S, and a part each of the columns of O: 512 columns of 64 rows would take all
     registers of a warpgroup. pieces: the stages that a block of K takes, each with some of its
     columns, and a block of V, each with some keys. The warpgroups that have the same rows then share scores.
-    scores_apart: a warpgroup of its own computes the scores (`scoring`). cluster: CTAs that have m rows each of a tile.
+    scores_apart: a warpgroup of its own computes the scores (`scoring`). alternates: the warpgroups of a part each of O
+    compute the scores of blocks in turn (`alternating`). cluster: CTAs that have m rows each of a tile.
     """
 
     m: int = 128
@@ -47,6 +48,7 @@ class Sm90TileConfig(WholeTileConfig, PreparedTileConfig):
     o_parts: int = 1
     pieces: int = 1
     scores_apart: bool = False
+    alternates: bool = False
     cluster: int = 1
     per_tile_pack_gqa: ClassVar[bool] = True
     l2_bytes: ClassVar[int] = 16 << 20  # Hopper's L2 is 50 MB in two halves
@@ -68,14 +70,19 @@ class Sm90TileConfig(WholeTileConfig, PreparedTileConfig):
 
     @property
     def counters_per_split(self) -> int:
-        """Return the counters per split tile: with `scores_apart`, those of `stripes.SplitCounters`."""
-        return SPLIT_COUNTERS if self.scores_apart else 1
+        """Return the counters per split tile: with `has_stripes`, those of `stripes.SplitCounters`."""
+        return SPLIT_COUNTERS if self.has_stripes else 1
 
     @property
     def prefers_whole_tiles(self) -> bool:
         """Return whether equal tiles are not split where nearly all CTAs can take as many whole ones: with 512 columns
         of O, a merge takes as long as several blocks."""
-        return self.scores_apart
+        return self.has_stripes
+
+    @property
+    def has_stripes(self) -> bool:
+        """Return whether V lies in K, and CTAs merge splits in `stripes`."""
+        return self.scores_apart or self.alternates
 
     @property
     def dequant_pieces(self) -> int:
@@ -88,6 +95,7 @@ class Sm90TileConfig(WholeTileConfig, PreparedTileConfig):
             (f"o{self.o_parts}" if self.o_parts > 1 else "")
             + (f"p{self.s_parts}" if self.s_parts > 1 else "")
             + "a" * self.scores_apart
+            + "t" * self.alternates
             + (f"c{self.cluster}" if self.cluster > 1 else "")
         )
         return f"m{self.m}n{self.n}s{self.stages}" + ("r" if self.q_in_regs else "") + parts
@@ -100,7 +108,11 @@ class Sm90TileConfig(WholeTileConfig, PreparedTileConfig):
         """Return the groups of a stage's columns that have barriers of their own, see `TileConfig`. With
         `scores_apart`, the first group has the columns that P V does not read, the second one half of the columns of
         each warpgroup, the third one the others. Packed records are converted as a whole, and rows of prompts, found
-        by slots, take 2 % longer in parts."""
+        by slots, take 2 % longer in parts. With `alternates`, the groups are the columns of each warpgroup; the second
+        one has those that P V does not read, too."""
+        if self.alternates:
+            half = dims[1] // BOX // 2
+            return tuple(range(half)), tuple(range(half, dims[0] // BOX))
         if not self.scores_apart or kv.record or kv.source == "slots":
             return ((),)
         boxes, of_v = dims[0] // BOX, dims[1] // BOX
@@ -307,6 +319,8 @@ def smem_bytes(spec: AttentionSpec[Sm90TileConfig], t: Sm90TileConfig, dims: tup
         found += 4 * t.m
     if t.scores_apart:  # P of a block, factors, maxima and sums of rows
         found += 2 * t.m * t.n + 20 * t.m + 2 * STAGE_BYTES
+    if t.alternates:  # P of one or two blocks, maxima and sums of rows
+        found += 2 * t.m * t.n * (1 if has_free_box(dims) else 2) + 12 * t.m * t.o_parts
     if t.s_parts > 1:  # P of some blocks, maxima and sums of rows
         found += 2 * t.m * t.n * P_STAGES + 4 * t.m * t.s_parts * (1 + QUAD)
     if waits_for_votes(spec):  # votes, and an mbarrier each
@@ -314,6 +328,11 @@ def smem_bytes(spec: AttentionSpec[Sm90TileConfig], t: Sm90TileConfig, dims: tup
     if spec.kv.extra:
         found += EXTRA_BYTES
     return found + WORK_BYTES[spec.schedule] + STAGE_BYTES * stages
+
+
+def has_free_box(dims: tuple[int, int]) -> bool:
+    """Return whether a stage of K has a box of columns that P V does not read. dims: padded head dims."""
+    return dims[0] - dims[1] >= BOX
 
 
 def exact_max_blocks(spec: AttentionSpec[Sm90TileConfig]) -> int:
@@ -348,7 +367,7 @@ def resources(spec: AttentionSpec[Sm90TileConfig], t: Sm90TileConfig, dims: tupl
         kind_of(spec.smem_q, spec.kv.dtype, spec.kv.shares_v),
         1 if spec.smem_q == spec.kv.dtype == FP8 else 2,
     )
-    kind = "shared scores" if t.s_parts > 1 else kind
+    kind = "shared scores" if t.s_parts > 1 or t.alternates else kind
     if t.scores_apart:  # of the warpgroups that compute O
         smem = min(row.smem_per_cta for row in archs.TABLE if archs.WGMMA in row.instructions)
         return Resources(smem_bytes(spec, t, dims), smem, dims[1] // 2 // t.o_parts + OTHER_REGISTERS, THREE_WARPGROUPS)
