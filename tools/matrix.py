@@ -43,8 +43,8 @@ from cute_kernels.topk.request import TopKKernelRequest
 
 ARCHS = {arch.name: arch.product for arch in archs.TABLE}
 RUN = ("sm_90a",)  # architectures with GPU test runs
-PARTLY = {"sm_121a": ("attention.decode",)}  # architecture -> the ops that CI's simulator runs, if not all of them
-SIMULATED = {  # (architecture, op) of the kernels that CI's simulator runs
+PARTLY = {"sm_121a": ("attention.decode",)}  # architecture -> the ops that the simulator runs, if not all of them
+SIMULATED = {  # (architecture, op) of the kernels that the simulator runs in the weekly CI with all tests
     (arch, op) for arch in ARCHS for op, _ in catalog.shipped(arch) if op in PARTLY.get(arch, (op,))
 }
 RECORD = Path(__file__).resolve().parent.parent / "tests" / "data" / "hardware.csv"

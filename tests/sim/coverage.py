@@ -39,6 +39,12 @@ SIZE = "a size: kernels of others run the same code"
 TWIN = "bf16's kernel with another type of MMA; on Hopper such twins have equal PTX"
 WITHOUT_KERNEL: dict[Constant, str] = {  # values of shipped specs that no kernel of CI has -> why not
     ("attention.sm90", "tile.stages", 6): SIZE,
+    ("attention.sm90", "tile.n", 80): SIZE,
+    **{("attention.sm90", f"head_dim_{part}", size): SIZE for part, size in (("qk", 192), ("qk", 256), ("vo", 256))},
+    ("attention.sm90", "kv.scales", "token"): "rows are multiplied as blocks are; decode's kernel has such scales",
+    ("attention.sm90", "kv.record", "528_fp32"): "the codes and factors of 656 bytes, in rows without a rotated part",
+    ("attention.decode", "tile.ctas_per_sm", 2): SIZE,
+    ("attention.decode", "tile.stages", 5): SIZE,
     **{(op, "kv.extra_record", "528"): "the code that reads this record in the first cache"
        for op in ("attention.latent", "attention.sm90")},
     ("attention.decode", "tile.stages", 1): "head_dim 256 on sm_120a, which --all simulates",

@@ -1,8 +1,9 @@
 """Shipped kernels run on the CPU: their PTX in the simulator, called through public functions.
 
 Kernels that stand for a structure run all their cases in mode `eager`. Those that differ from such a kernel in sizes
-alone, and others of `kernels.ordinary`, run every second case. Kernels of structures run one case in another mode too,
-which must not change a bit. They take the modes in turn; a few of Blackwell's kernels do so. The covering set of
+alone, and others of `kernels.ordinary`, run every second case. Kernels of structures, if they are in
+`kernels.REORDERED`, run one case in another mode too, which must not change a bit. They take the modes in turn; a few
+of Blackwell's kernels do so. The covering set of
 features runs in `eager`, by whatever kernels dispatch chooses. If the PTX of the bf16 and the fp16 kernel of a spec
 differs in types alone, one of the two is simulated. Launches that build/simulated remembers (tests/sim/memo.py) are
 not repeated. With --all, all Hopper kernels run all cases in all modes, twins included, so do those of Blackwell that
@@ -17,11 +18,11 @@ import pytest
 from ptxsim.runner import RunResult
 
 from tests.sim import workloads
-from tests.support.kernels import COVERING, LATER, ORDERED, SHIPPED
+from tests.support.kernels import CALLED, COVERING, LATER, ORDERED, SHIPPED
 from tests.support.simulated import ELSEWHERE, FEATURES, dealt, equal_but_for_types, unwrapped
 
 pytestmark = pytest.mark.kernels
-LABELS = [pytest.param(label, marks=pytest.mark.full if label in LATER else ()) for label in SHIPPED]
+LABELS = [pytest.param(label, marks=pytest.mark.full if label in LATER | CALLED else ()) for label in SHIPPED]
 
 
 @pytest.mark.parametrize("label", LABELS)

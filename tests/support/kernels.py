@@ -1,5 +1,5 @@
-"""The kernels that the tests compile and simulate: one of each structure, and of Hopper's some more, so that every
-value of a field has a kernel. With --all they are all that is shipped."""
+"""The kernels that the tests compile and simulate: one of each structure that no other one stands for, and of Hopper's
+some more, so that every value of a field has a kernel. With --all they are all that is shipped."""
 
 import json
 import re
@@ -64,16 +64,34 @@ def shown(label: str) -> set[Any]:
     return values | {(op, fields.get(a), fields.get(b)) for a, b in TOGETHER}
 
 
+# Kernels that others stand for without --all, by what stands for them.
+LARGER = {  # another head dim, tile or number of rows per warp; features call the two with 16 rows per warp
+    "attention.sm90/bf16_d192x128_causal_tma_m128n128s2",
+    "attention.sm90/bf16_d256_causal_tma_m128n80s2",
+    "attention.decode/bf16_d64_causalwb_cap_skip_tma_m32n128s3g1r8x2",
+    "attention.decode/bf16_d64_causalwb_cap_skip_tma_m64n128s6g2r16",
+    "attention.decode/bf16_kvnvfp4_d128_causalwb_cap_skip_tma_m64n256s5g2r16",
+}
+COMBINED = {  # two properties, each of which another kernel has
+    "attention.sm90/bf16_kvnvfp4_d128_causal_tma_m64n128s2",  # NVFP4: in tiles of their own; shared keys: of e4m3
+    "attention.sm90/bf16_kve4m3t_d64_causal_tma_m128n128s3r",  # e4m3: with one scale; a scale per token: in decode
+    "attention.sm90/bf16_kvbf16v_d576x512_causal_gather_m64n64s2o2a",  # rows of bf16: by TMA; pages of any size: e4m3
+    "attention.decode/bf16_kve4m3_d64_causalwb_cap_skip_gather_m64n256s6g2r8",  # e4m3: by TMA; any size: bf16, NVFP4
+    "attention.decode/fp16_kvnvfp4_d64_causalwb_cap_skip_tma_m64n512s4g2r8",  # NVFP4: for bf16; fp16: over e4m3
+    "attention.sm90/bf16_kv528_fp32v_d512_full_slots_m64n64s2o2a",  # factors in fp32: of 656; this record: few rows
+}
+
+
 def ordinary() -> set[str]:
     """Return the labels of the kernels that run without --all: those that stand for a structure, the first twins, and
-    others that show what no kernel before them shows."""
+    others that show what no kernel before them shows, but for those in LARGER and COMBINED."""
     chosen = dict.fromkeys([*structures(), *FIRST.values()])
     seen = set().union(*map(shown, chosen))
     for label in SHIPPED:
         if not shown(label) <= seen:
             chosen[label] = None
             seen |= shown(label)
-    return set(chosen)
+    return set(chosen) - LARGER - COMBINED
 
 
 LATER = SHIPPED.keys() - ordinary()  # kernels that only --all compiles
@@ -93,6 +111,25 @@ def resized() -> set[str]:
 
 
 RESIZED = resized()
+
+
+# Kernels of RESIZED that features and test_parts.py simulate: they compile without --all, and --all runs their cases.
+CALLED = {
+    "attention.decode/bf16_d128_causalwb_cap_skip_tma_m64n128s3g2r8",
+    "attention.decode/bf16_kvnvfp4_d128_causalwb_cap_skip_tma_m48n384s3g3r8",
+}
+
+
+def reordered() -> set[str]:
+    """Return the kernels of `structures` that run in a second mode without --all: those of attention and the indexer
+    that are not in RESIZED, in which asynchronous copies and MMAs may end in many orders. Of other ops that is the
+    first one, and of top-k a cluster: `random` takes 3 to 8 times as long as `eager`, in which mutants show, too."""
+    ops = {SHIPPED[label][0]: label for label in reversed(structures())}
+    some = {label for label in structures() if family_of(SHIPPED[label][0]) in ("attention", "indexer")}
+    return some - RESIZED | set(ops.values()) | {"topk.radix/fp32_c3t512_n46080"}
+
+
+REORDERED = reordered()
 
 SPILLED = 24  # bytes that some tiles of prefill may spill: values of a tile, outside the loop over blocks
 # Bytes, and instructions, with which kernels over packed records may spill, by whether there is a second cache. The
@@ -121,20 +158,19 @@ MASKED = [
 
 
 def covering() -> list[tuple[str, str, Any]]:
-    """Return kernels of BLACKWELL, for sm_100a or sm_103a: of the op that Hopper lacks one of each structure but those
-    in ALIKE, and those in MASKED; of others one for either, because Hopper's kernels have their code. test_sm120.py has
-    those of other architectures."""
+    """Return kernels of BLACKWELL: of the op that Hopper lacks one of each structure but those in ALIKE, in turn for
+    sm_100a and sm_103a, and those in MASKED; of others one for sm_100a, because Hopper's kernels have their code.
+    test_sm120.py has those of other architectures."""
     found = list(MASKED)
     for op in dict.fromkeys(op for arch, op, _ in BLACKWELL if arch in sm100.ARCHS):
-        for number, arch in enumerate(archs := sm100.ARCHS):
+        for number, arch in enumerate(sm100.ARCHS):
             specs = [spec for *where, spec in BLACKWELL if where == [arch, op]]
             chosen = workloads.STRUCTURES[family_of(op)](specs)
-            if op != "attention.sm100":
-                chosen = chosen[:: len(chosen) // len(archs)][: len(archs)]
-            own = [
-                spec for spec in chosen[number :: len(archs)] if op != "attention.sm100" or structure(spec) not in ALIKE
-            ]
-            found += [(arch, op, spec) for spec in own]
+            if op == "attention.sm100":
+                chosen = [spec for spec in chosen[number :: len(sm100.ARCHS)] if structure(spec) not in ALIKE]
+            else:
+                chosen = chosen[: number == 0]
+            found += [(arch, op, spec) for spec in chosen]
     return found
 
 
@@ -148,3 +184,7 @@ ORDERED = {
     ("sm_103a", "bf16_d128_causal_tma_m128n96s3"): ("boxes", "newest"),
     ("sm_100a", "bf16_d256_causal_tma_m128n64s2"): ("ragged", "newest"),
 }
+
+# The kernels of COVERING that run all their cases without --all: those of ORDERED, and the one with a window, a cap and
+# all types of outputs. The others have the pipelines of these, with another way to load or to convert K and V.
+WHOLE = {*ORDERED, ("sm_103a", "bf16_oany_d64_anyw_cap_tma_m256n128s4")}

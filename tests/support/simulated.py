@@ -20,9 +20,11 @@ from tests.support.kernels import (
     LATER,
     MASKED,
     ORDERED,
+    REORDERED,
     RESIZED,
     SHIPPED,
     TWINS,
+    WHOLE,
     family_of,
     structures,
 )
@@ -56,9 +58,12 @@ def cases_of(label: str, some: bool) -> list[Any]:
 
 
 def problems_of_kernel(label: str, turn: int | None, everything: bool) -> list[str]:
-    """Return the errors of a kernel. turn: number of the case that also runs in a mode other than `eager`; None if none
-    does. A kernel that stands for no structure, or that differs in sizes alone from one that does, runs every second
-    case. Without `everything`, a twin is compared with its other one if that is compiled, too."""
+    """Return the errors of a kernel.
+
+    turn: number of the case that also runs in a mode other than `eager`, if the kernel is in REORDERED; None if the
+    kernel stands for no structure. Such a kernel, and one that differs in sizes alone from one that stands for a
+    structure, runs every second case. Without `everything`, a twin is compared with its other one if that is compiled,
+    too."""
     if label in TWINS and not everything and TWINS[label] not in LATER and equal_but_for_types(label):
         return []
     op, spec = SHIPPED[label]
@@ -69,6 +74,7 @@ def problems_of_kernel(label: str, turn: int | None, everything: bool) -> list[s
     if not found:
         found += [] if some else coverage.uncovered(label, missing(eager))
         others = MODES[1:] if eager.counts else ("random",)  # without asynchronous work only `random` differs
+        turn = turn if label in REORDERED else None
         chosen = list(product(cases, others)) if everything else dealt(cases, others[:2], turn)
         in_other_modes(found, (ARCH, op, spec), chosen, bits, everything)
     return found
@@ -116,15 +122,17 @@ def problems_elsewhere(label: str, everything: bool) -> list[str]:
     """Return the errors of a kernel of another architecture.
 
     One kernel of each structure also runs in other modes: all cases, or those of `ORDERED`. In them every ring of a
-    pipeline wraps around. A kernel with a custom mask runs only its first case, and so does
-    one of an op that Hopper has, too.
+    pipeline wraps around. Without `everything`, kernels that are not in WHOLE run every second case, and one with a
+    custom mask or of an op that Hopper has, too, its first case.
     """
     kernel = arch, op, spec = ELSEWHERE[label]
     found: list[str] = []
     cases = workloads.CASES[family_of(op)](spec)
-    few = (kernel in MASKED or op != "attention.sm100") and not everything
-    eager, bits = in_eager(found, kernel, cases[:1] if few else cases, everything)
-    if not found and kernel in COVERING and not few:
+    if not everything:
+        few = kernel in MASKED or op != "attention.sm100"
+        cases = cases[:1] if few else cases if (arch, spec.name) in WHOLE else cases[::2]
+    eager, bits = in_eager(found, kernel, cases, everything)
+    if not found and kernel in COVERING and (everything or (arch, spec.name) in WHOLE):
         found += unwrapped(eager) if op == "attention.sm100" else []
         others = MODES[1:] if eager.counts else ("random",)
         named = ORDERED.get((arch, spec.name))
