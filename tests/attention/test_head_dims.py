@@ -11,7 +11,7 @@ from cute_kernels.attention.request import KernelRequest
 from cute_kernels.attention.spec import HEAD_DIM_UNIT, MAX_PADDED_DIM, padded
 from tests.conftest import ARCH, run_python
 from tests.sim import workloads
-from tests.sim.workloads.attention_features import other_head_dims
+from tests.sim.workloads.attention_features import of_other_kernels
 from wrappers.attention import checks
 
 DIMS = range(HEAD_DIM_UNIT, MAX_PADDED_DIM + 1, HEAD_DIM_UNIT)
@@ -102,7 +102,7 @@ BOTH, WIDE = ("sm100-bf16-bf16", "decode-bf16-e4m3"), ("sm100-e4m3-e4m3", "sm100
     "arch, dim, count, kernels",  # count: of the cases of each kernel
     [
         pytest.param("sm_100a", 80, 1, BOTH[:1], marks=pytest.mark.full),
-        ("sm_100a", 512, 1, BOTH[:1]),
+        pytest.param("sm_100a", 512, 1, BOTH[:1], marks=pytest.mark.full),
         pytest.param("sm_100a", 80, 1, WIDE[1:2], marks=pytest.mark.full),
         *(pytest.param(*one, 99, BOTH, marks=pytest.mark.full) for one in (("sm_100a", 80), ("sm_103a", 192))),
         pytest.param("sm_103a", 512, 99, BOTH + WIDE, marks=pytest.mark.full),
@@ -116,7 +116,7 @@ def test_kernels_of_blackwell(arch, dim, count, kernels):
 
 @pytest.mark.kernels
 @pytest.mark.full
-@pytest.mark.parametrize("scenario", other_head_dims(), ids=lambda scenario: scenario.name)
+@pytest.mark.parametrize("scenario", of_other_kernels(), ids=lambda scenario: scenario.name)
 def test_more_kernels_of_hopper(scenario):
     assert workloads.RUN["attention"](None, scenario, ARCH, mode="eager").error <= 1
 

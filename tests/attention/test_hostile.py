@@ -99,8 +99,12 @@ def test_the_reference_clamps_alike(in_forms):
         assert distance(got[own], o[own], 1e-5) <= 1 and distance(got_lse[own], lse[own], 1e-5) <= 1, kind
 
 
+# Calls served by a kernel that no other test compiles.
+LATER = {"decode, many rows, nvfp4"}
+
+
 @pytest.mark.kernels
-@pytest.mark.parametrize("name", CALLS)
+@pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.full if n in LATER else ()) for n in CALLS])
 def test_simulated_kernels_stay_inside_their_tensors(name):
     case, in_forms, kinds = CALLS[name]
     with simulated(ARCH, [], 7):

@@ -54,9 +54,10 @@ def test_refusals(change, error, message):
 
 
 @pytest.mark.kernels
-@pytest.mark.parametrize("keys", [300, 320])
-def test_in_the_simulator(keys):
-    given = drawn(keys)
+@pytest.mark.parametrize("keys, dtype", [(300, torch.bfloat16), (320, torch.float16)])
+def test_in_the_simulator(keys, dtype):
+    """With keys that fill no pages and with keys that do, in kernels that other tests compile, too."""
+    given = [t.to(dtype) for t in drawn(keys)]
     with simulated(ARCH, [], 3, memory=MEMORY):
         out, lse = single_decode_with_kv_cache(*given, return_lse=True)
     want = single_decode_with_kv_cache(*given, return_lse=True)

@@ -34,7 +34,7 @@ CASES = {
     "window": replace(BASE, window_left=100, sink=False),
 }
 # Kernels that no other test compiles. Each part of them is in a kernel that runs without --all.
-LARGE = {"prefill, fp16, window", "16 rows, NHD"}
+LARGE = {"prefill", "prefill, fp16, window", "16 rows, NHD", "int8, prefill"}
 
 
 @pytest.mark.kernels

@@ -12,11 +12,12 @@ from bench.cases.attention import AttentionCase, make_call
 from tests.sim.workloads import simulated
 from wrappers.attention.op import serve
 
-for dtype, nan in (("bf16", math.nan), ("fp8", 0x7F)):
+# Of bf16, another test simulates the kernel, too.
+for dtype, dim, nan in (("bf16", 64, math.nan), ("fp8", 128, 0x7F)):
     for key in (1, 13):
         case = AttentionCase(
-            "", dtype=dtype, out_dtype="bf16", q_lens=(3,), kv_lens=(300,), heads_q=1, heads_kv=1, head_dim_qk=128,
-            head_dim_vo=128, page_size=16,
+            "", dtype=dtype, out_dtype="bf16", q_lens=(3,), kv_lens=(300,), heads_q=1, heads_kv=1, head_dim_qk=dim,
+            head_dim_vo=dim, page_size=16,
         )  # fmt: skip
         p = make_call(case, "cpu")
         k = p.k.view(torch.uint8) if dtype == "fp8" else p.k

@@ -51,20 +51,11 @@ def prefill() -> list[Scenario]:
         replace(packed, name="70 requests", q_lens=spread(MANY, {0: 1, 31: 2, 32: 1, 33: 2, 63: 1, 64: 2, 69: 1}),
                 kv_lens=spread(MANY, {0: 5, 20: 9, 31: 40, 32: 130, 33: 7, 64: 33, 69: 12})),
         replace(packed, name="far", far=True, heads_q=4, kv_lens=(40, 9, 83)),
-        # head dims that TMA, or a warp that copies rows, pads with zeros
-        dims(plain, 80, name="head_dim 80", page_size=8, strided_q=True),
         dims(plain, 512, name="head_dim 512", q_lens=(3, 70), kv_lens=(61, 133)),
         # K and V of both heads leave L2, so tiles go by sections of heads; lengths of several buckets
         replace(plain, name="window, a long sequence", q_lens=(130, 300, 5), kv_lens=(300, 33_000, 40), page_size=128,
                 window_left=90, data="normal", heads_q=4),
     ]  # fmt: skip
-    levels = replace(
-        packed, data="levels", scale=STEP_SCALE, q_lens=(5, 0, 30), kv_lens=(1190, 9, 700), skip=160.0
-    )  # some blocks are skipped
-    skips = (
-        replace(levels, window_left=800, soft_cap=30.0),
-        replace(levels, heads_q=2, q_lens=(3, 150), kv_lens=(61, 600), causal=False, soft_cap=30.0),
-    )
     # dependencies of a plan: calls that differ in one parameter, and at last one equal to the first
     first = replace(packed, name="first", q_lens=(5, 2, 3), kv_lens=(40, 83, 9), heads_q=4, page_size=8)
     rows, one = replace(first, name="many rows", q_lens=(70, 2, 3)), {"q_lens": (1, 2, 1)}
@@ -75,7 +66,7 @@ def prefill() -> list[Scenario]:
     turns = [first, *(replace(first, name=str(fact), **fact) for fact in facts)]
     turns += [rows, replace(rows, name="window", window_left=20), first]
     scenarios = [Scenario(case.name, (case,)) for case in found]
-    return [*scenarios, Scenario("skip", skips), Scenario("calls in turn", tuple(turns))]
+    return [*scenarios, Scenario("calls in turn", tuple(turns))]
 
 
 def decode() -> list[Scenario]:
@@ -116,8 +107,6 @@ def decode() -> list[Scenario]:
         replace(few, name="invariant", invariant=True, kv_lens=(4300, 0, 83), q_lens=(1, 2, 3)),
         replace(few, name="invariant, window", invariant=True, kv_lens=(5000, 0, 83), heads_q=3, heads_kv=1,
                 window_left=4400, out_dtype="fp8", device=("out",), out_scale=4.0),
-        dims(few, 80, name="head_dim 80, NVFP4 output", out_dtype="nvfp4", scale=1.0, data="normal"),
-        dims(few, 512, name="head_dim 512", kv_lens=(300, 0, 83), q_lens=(1, 1, 9)),
         replace(e4m3, name="e4m3, large queries", dtype="bf16", q_unit=2.0**20, scale=2.0**-21, data="normal",
                 q_lens=(4, 1, 1), kv_lens=(300, 0, 83)),
     ]  # fmt: skip
@@ -167,8 +156,9 @@ def xqa() -> list[Scenario]:
     return [Scenario(case.name, (case,), SHARED_SMS) for case in found]
 
 
-def other_head_dims() -> list[Scenario]:
-    """Return scenarios of more head dims, which `pytest --all` runs."""
+def of_other_kernels() -> list[Scenario]:
+    """Return scenarios of kernels that no bundle holds: of more head dims, and of a prefill that skips blocks with a
+    window and a cap. `pytest --all` runs them."""
     prompts = AttentionCase(
         "", q_lens=(3, 150), kv_lens=(61, 333), heads_q=2, heads_kv=2, data="needles", sink=True, kv_dtype="nvfp4"
     )
@@ -203,7 +193,22 @@ def other_head_dims() -> list[Scenario]:
             for kind in ("e5m2", "int8-token")
         ),
     ]
-    return [Scenario(case.name, (case,), SHARED_SMS) for case in found]
+    one = replace(few, kv_dtype="", interleaved=False, heads_q=6)
+    found += [  # head dims that TMA, or a warp that copies rows, pads with zeros
+        dims(plain, 80, name="head_dim 80", page_size=8, strided_q=True),
+        dims(one, 80, name="head_dim 80, NVFP4 output", out_dtype="nvfp4", scale=1.0, data="normal",
+             kv_lens=(1300, 0, 83)),
+        dims(one, 512, name="head_dim 512", q_lens=(1, 1, 9)),
+    ]  # fmt: skip
+    levels = replace(  # some blocks are skipped
+        plain, data="levels", scale=STEP_SCALE, heads_q=6, q_lens=(5, 0, 30), kv_lens=(1190, 9, 700), skip=160.0,
+        soft_cap=30.0,
+    )  # fmt: skip
+    skips = (
+        replace(levels, window_left=800),
+        replace(levels, heads_q=2, q_lens=(3, 150), kv_lens=(61, 600), causal=False),
+    )
+    return [*(Scenario(case.name, (case,), SHARED_SMS) for case in found), Scenario("skip", skips)]
 
 
 def attention_features() -> list[Scenario]:
