@@ -65,7 +65,7 @@ def test_every_public_function_has_a_step():
     assert names | others == served | others
 
 
-# Full: the first call of a process, below, covers each group in part, and all of them are traced in modes of torch.
+# Full: the first call of a process, below, covers each group in part, and graphs of dynamic sizes trace all of them.
 @pytest.mark.full
 @compiles_test
 @pytest.mark.parametrize("dynamic", [False, True])
@@ -74,7 +74,16 @@ def test_compiled(group, dynamic, fresh_compiler):
     compiled.matches_eager(group, "cpu", dynamic=dynamic)
 
 
-@pytest.mark.parametrize("group,around", zip(compiled.EVERY, cycle(AROUND)))
+IN_MODES = ("tables", "others")  # groups that run without --all: attention in each mode
+
+
+@pytest.mark.parametrize(
+    "group,around",
+    [
+        pytest.param(group, around, marks=() if group in IN_MODES else [pytest.mark.kernels, pytest.mark.full])
+        for group, around in zip(compiled.EVERY, cycle(AROUND))
+    ],
+)
 def test_in_a_mode_of_torch(group, around, fresh_compiler):
     compiled.matches_eager(group, "cpu", AROUND[around], runs=((0, 0), (0, 1)), backend="aot_eager")
 
@@ -150,10 +159,11 @@ def test_rows_that_are_joined_are_not_written(join, fresh_compiler):
     assert graphs.written_inputs(found[0]) == []
 
 
-@compiles_test
-def test_the_first_call_of_a_process():
+@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=[*compiles, pytest.mark.full])])
+def test_the_first_call_of_a_process(backend):
     """In one size. Other sizes, which compile anew, are those of `test_compiled`."""
-    done = run_python("-c", "from tests.support import compiled; compiled.first_call('cpu', 'default', sizes=(0, 0))")
+    call = f"compiled.first_call('cpu', 'default', sizes=(0, 0), backend={backend!r})"
+    done = run_python("-c", f"from tests.support import compiled; {call}")
     assert done.returncode == 0, done.stderr
     assert done.stdout.split() == ["equal"]
 

@@ -105,7 +105,7 @@ def contents(arguments: dict[str, Any]) -> list[bytes]:
 
 # A shape, a count or a bound of some, and where a message shows a value.
 SIZES = r"\((\d+,.*)?\)|\d+ (tokens|rows|columns|entries|elements)|head_dim \d+|\[0, \d+[)\]]"
-BEFORE = (
+BEFORE = re.compile(
     r": |\(|\b(a|an|dtype|layout|device|shape|is|kv|and V|with query|out|paged|the query's,|that of \w+,|"
     r"of the scores,) "
 )
@@ -119,11 +119,9 @@ def shows(said: str, value: Any) -> bool:
         return re.search(r"(: |\()(None|NoneType), (must|required)", said) is not None
     if isinstance(value, int) and value == FAR:
         return str(FAR) in said
-    large = any(t.numel() > 64 for t in tensors_in(value))  # no message prints these, and to print them takes long
-    words = (set() if large else {repr(value)}) | {f"{type(value).__name__}, must be {wanted}" for wanted in WANTED}
+    words = {f"{type(value).__name__}, must be {wanted}" for wanted in WANTED}
     if isinstance(value, (list, tuple)):
         words |= {f"{type(value).__name__} of {len(value)},"} | {type(v).__name__ for v in value}
-        words |= set() if large else {str(tuple(value))}
         words |= {"None, required"} if any(v is None for v in value) else set()
     for t in tensors_in(value):
         words |= {str(t.dtype), str(t.layout), str(t.device), str(tuple(t.shape))}
@@ -131,7 +129,18 @@ def shows(said: str, value: Any) -> bool:
         if t.layout == torch.strided:
             words |= set() if t.is_contiguous() else {"stride", "strides"}  # of the logical order
             words |= {str(t.item())} if t.numel() == 1 and t.device.type == "cpu" else set()
-    return re.search(rf"({BEFORE})({'|'.join(map(re.escape, words))})(?!\w)", said) is not None
+    places = [found.end() for found in BEFORE.finditer(said)]
+    if any(stands_at(said, place, word) for place in places for word in words):
+        return True
+    if any(t.numel() > 64 for t in tensors_in(value)):  # no message prints these
+        return False
+    printed = {repr(value)} | ({str(tuple(value))} if isinstance(value, (list, tuple)) else set())  # takes long
+    return any(stands_at(said, place, word) for place in places for word in printed)
+
+
+def stands_at(said: str, place: int, word: str) -> bool:
+    """Return whether a word of a message begins at a place and ends there as a word."""
+    return said.startswith(word, place) and re.match(r"\w", said[place + len(word) :][:1]) is None
 
 
 class Kernels(FakeMachine):

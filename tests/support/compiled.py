@@ -425,7 +425,7 @@ GROUPS: dict[str, dict[str, Any]] = {
 EVERY = tuple(GROUPS)
 # These functions have no graph of their own: another one of their group makes the same call, with more arguments.
 SAME_CALL = {indexer.RAGGED, indexer.PAGED, "sinks", "dsa_sparse_attention", "trtllm_fmha_v2_prefill"}
-SAME_CALL |= {"xqa_batch_decode_with_kv_cache", "xqa_batch_decode_with_kv_cache_mla"}
+SAME_CALL |= {"xqa_batch_decode_with_kv_cache", "xqa_batch_decode_with_kv_cache_mla", "append_latent of keys"}
 GROUPS["first"] = {  # prefill, decode, offsets of equal lengths, constants, ALiBi slopes and top-k in one graph
     name: (TABLES | OTHERS | TOP_K)[name]
     for name in ("trtllm_batch_context_with_kv_cache", "trtllm_batch_decode_with_kv_cache",
@@ -554,11 +554,11 @@ OPERATORS = (  # an operator, and the group and the step that calls it
 # ---- what tests of both devices do
 
 
-def first_call(device: str, mode: str, sizes: Sequence[int] = (0, 0, 0, 1)) -> None:
+def first_call(device: str, mode: str, sizes: Sequence[int] = (0, 0, 0, 1), backend: str = "inductor") -> None:
     """Compile and run prefill, decode and top-k as the first calls of a process; print a word if results are right.
 
     sizes: of the calls. Another size compiles everything again."""
-    matches_eager("first", device, mode=mode, runs=[(size, seed) for seed, size in enumerate(sizes)])
+    matches_eager("first", device, mode=mode, runs=[*zip(sizes, range(len(sizes)))], backend=backend)
     print("equal")
 
 

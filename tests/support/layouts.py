@@ -285,7 +285,8 @@ class Bench:
     ) -> Iterator[tuple[str, str, bool]]:
         """Yield (name of a variation of one tensor, what is wrong with it or "", whether it is refused).
 
-        The varied call follows a plain one; and it is the first call of a machine, where a plain one follows it."""
+        The varied call follows a plain one; and it is the first call of a machine, where a plain one follows it unless
+        it is refused. On the machine that knows the plain call, more calls follow each refusal."""
         for name, plain, varied in forms(operand.tensor):
             if name.startswith("expanded") and self.races(operand):
                 continue
@@ -304,7 +305,8 @@ class Bench:
             if self.new is not None:
                 other = self.new()
                 found["a first call"] = self.run(other, given)
-                found["a plain call after the first one"] = self.run(other, usual)
+                if not found["a first call"].refused:
+                    found["a plain call after the first one"] = self.run(other, usual)
             wrong = [f"{when} {fault}" for when, one in found.items()
                      if (fault := _fault(one, want, None if "plain call" in when else operand))]  # fmt: skip
             refused = {bool(one.refused) for when, one in found.items() if "plain call" not in when}
