@@ -3,7 +3,7 @@
 Tokens that follow one another choose mostly the same keys. A tile that has the rows of several tokens and walks the
 union of their keys gathers a key once for all of them. `kernel` writes the union of each sequence, which consists of
 `union_size` consecutive tokens: to `union_slots` the slots, and to `union_tokens` a byte per slot, of which bit t says
-that token t of the sequence has chosen it. Attention sets the other scores to -inf (`sm90.scoring`).
+that token t of the sequence has chosen it. Attention sets the other scores to -inf (`sm90.scoring.find_keys`).
 
 A CTA makes a union. It has a byte of shared memory for each of up to ROWS rows of the cache, and a round for each such
 range between the lowest and the highest slot that the tokens have chosen:

@@ -50,8 +50,8 @@ def fetch_q(spec: cutlass.Constexpr, plan, s, w: WorkTileInfo, q: Int32):
 
 @cute.jit
 def load_or_reserve_q(spec: cutlass.Constexpr, plan, s, w: WorkTileInfo, q: Int32):
-    """Load the Q rows of a tile or, with PackGQA, only acquire their stage: the mma warps gather them. So does `score`
-    where V lies in K. Called by one warp."""
+    """Load the Q rows of a tile or, with PackGQA, only acquire their stage: the mma warps gather them. Where V
+    lies in K, the warps that compute scores do. Called by one warp."""
     if const_expr(spec.kv.shares_v):
         pipeline.producer_acquire_tx(s.q_pipe, q, Int32(0))
     elif w.pack_factor > 1:

@@ -20,7 +20,8 @@ PLANAR, TWO_RECORDS = (
 FEW_NVFP4 = f"attention.latent/bf16_kv352v_d576x512_full_slots_{few_rows.tile_of(8, '352').name}"  # type: ignore
 FEW_E4M3 = f"attention.latent/bf16_kve4m3v_d576x512_causal_gather_{few_rows.tile_of(8, 'e4m3').name}"  # type: ignore
 CHOSEN, SHARED, TWO_CACHES = (
-    shipped(f"attention.sm90/bf16_kvbf16v{more}_d576x512_full_slots_m64n64s2o2t") for more in ("", "u", "x")
+    shipped(f"attention.sm90/bf16_kvbf16v{what}_full_slots_m64n64s2o2t")
+    for what in ("_d576x512", "u_d576x512", "x_d512")
 )
 FOUR_TOKENS = shipped("indexer.logits/e4m3_h64_d128_r4_fp32")
 
@@ -82,6 +83,44 @@ LATENT = (
     Bug("stripes: the sum of many splits is not rescaled", f"{ATTENTION}/stripes.py",
         "acc[None, i].store(acc[None, i].load() * old)", "acc[None, i].store(acc[None, i].load() * 1.0)",
         shipped("attention.sm90/bf16_kvbf16v_d576x512_causal_tma_m64n64s2o2a")),
+    # ---- warpgroups that compute scores in turn
+    Bug("turns: P of the even block is not waited for", f"{ATTENTION}/sm90/alternating.py",
+        "    wait_for_p(1)\n    issue_pv_of_other(spec, plan, s, r, even, 1)",
+        "    issue_pv_of_other(spec, plan, s, r, even, 1)", CHOSEN),
+    Bug("turns: O keeps the maxima of the block before", f"{ATTENTION}/sm90/turns.py",
+        "cute.math.exp2(old - r.st.row_max_scaled[k], fastmath=True)", "Float32(1.0)", CHOSEN),
+    Bug("turns: each warpgroup divides by its own sum", f"{ATTENTION}/sm90/turns.py",
+        "total = s.scores.totals[r.cols[k, 0][0], 0] + s.scores.totals[r.cols[k, 0][0], 1]",
+        "total = s.scores.totals[r.cols[k, 0][0], own]", CHOSEN),
+    Bug("turns: P is not fenced", f"{ATTENTION}/sm90/turns.py",
+        '    cute.arch.fence_proxy("async.shared", space="cta")\n', "", CHOSEN),
+    Bug("turns: the last of an odd number of blocks is in one half of O alone", f"{ATTENTION}/sm90/alternating.py",
+        "    if (tile.w.n_block_max - tile.w.n_block_min) % 2 == 1:\n",
+        "    if tile.w.n_block_max - tile.w.n_block_min == 1:\n", CHOSEN),
+    Bug("turns: a stage is freed before it has been multiplied", f"{ATTENTION}/sm90/alternating.py",
+        "    warpgroup.wait_group(0)\n    release(s, 1, kv)\n",
+        "    release(s, 1, kv)\n    warpgroup.wait_group(0)\n", CHOSEN),
+    Bug("turns: P beside K is that of the first stage alone", f"{ATTENTION}/sm90/turns.py",
+        "return pipeline.stage(s.k.pipe, kv) if s.scores.p[side] is None else 0", "return 0", CHOSEN),
+    Bug("turns: P has a stage for each block", f"{ATTENTION}/sm90/turns.py",
+        "return pipeline.stage(s.k.pipe, kv) if s.scores.p[side] is None else 0",
+        "return pipeline.stage(s.k.pipe, kv)", TWO_CACHES),
+    Bug("turns: Q of a tile of one block is never freed", f"{ATTENTION}/sm90/alternating.py",
+        "at.q, tile.w.n_block_max - tile.w.n_block_min == 1)", "at.q, tile.w.n_block_max - tile.w.n_block_min == 0)",
+        CHOSEN),
+    Bug("turns: sums of the tile before set the limits of the next one", f"{ATTENTION}/sm90/alternating.py",
+        "    sums.other.fill(0.0)\n", "", CHOSEN),
+    Bug("turns: a first block without keys has a maximum", f"{ATTENTION}/sm90/turns.py",
+        "Float32(online.NO_KEY_MAX) if top == -Float32.inf else scaled", "scaled", CHOSEN),
+    Bug("turns: slots are those of the block between", f"{ATTENTION}/sm90/alternating.py",
+        "    look_up_block(spec, tile, slots, position - 2)\n    set_limits",
+        "    look_up_block(spec, tile, slots, position - 1)\n    set_limits", CHOSEN),
+    Bug("records: late boxes are those of the block before", f"{ATTENTION}/sm90/scoring.py",
+        "    packed.load_late(spec, rows, tile, n_block)\n",
+        "    if n_block == w.n_block_max - 1:\n        packed.load_late(spec, rows, tile, n_block)\n", PACKED),
+    Bug("records: rows below a tile are not looked up anew", "cute_kernels/attention/kv/packed.py",
+        "row = row_number(spec, tile, n_block) if n_block >= tile.lowest else Int32(-1)",
+        "row = row_number(spec, tile, n_block)", PACKED),
     Bug("scores: maxima lag behind a key that has most of a row", f"{ATTENTION}/sm90/turns.py",
         "cute.math.log2(total, fastmath=True) - QUARTER", "cute.math.log2(total, fastmath=True) + 8.0",
         "sim/test_ptxsim_records.py::test_a_key_that_has_most_of_a_row_is_not_rounded"),

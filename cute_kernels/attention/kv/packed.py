@@ -269,6 +269,7 @@ def convert_rows(
     Called by one warp. columns: of each tensor that has a part of a row. starts: of each, the address of row c in lane
     c, negative if there is none."""
     form, row = const_expr(RECORDS["e4m3"]), cute.arch.lane_idx() // 4
+    assert not late_boxes(form, columns)
     held = allocate_row([(form, columns)])
     for group in cutlass.range_constexpr(own // GROUP):
         for i in cutlass.range_constexpr(len(starts)):
@@ -293,7 +294,7 @@ def convert_row(source: cutlass.Constexpr, held: LoadedRow, stage: Int32, count:
     of `count` rows."""
     parts, form, _ = source
     columns = const_expr([x if isinstance(x, int) else x.shape[3] for x in parts])
-    turns = const_expr(1 + any(late_boxes(form, columns)))
+    turns = const_expr(1 + bool(late_boxes(form, columns)))
     if const_expr(not form.packed or not has_products_at_once(form)):
         for late in cutlass.range_constexpr(turns):
             convert_boxes(form, columns, held, late == 1, False, stage, count)

@@ -90,7 +90,8 @@ def arrivals(spec, roles, x: Operand):
 
 def readers(spec, roles, x: Operand):
     """Return the arrivals that free a loaded stage: one per warp that reads it, in all CTAs of the cluster. Where V
-    lies in K, that is one arrival behind both MMAs. A warp that prefetches counts as one that reads."""
+    lies in K, that is one arrival behind both MMAs, also of a warp that does not read a group of columns. A warp that
+    prefetches counts as one that reads."""
     if x.prepared:
         return roles.warps(x.prepare_role)
     return roles.warps("mma") * spec.tile.cluster + roles.warps("prefetch")

@@ -40,9 +40,6 @@ from .tile_table import (
 
 ARCHS = archs.having(archs.WGMMA)
 SPLIT_ROWS = 16  # stream_k serves more rows; up to this many, `decode` reads keys as fast and computes less
-ALTERNATES = (
-    True  # warpgroups take turns over 16-bit rows by slots (`alternating`); False: scores are apart (`scoring`)
-)
 PAIR_ROWS = 64  # more rows with V in K are computed by two CTAs, each of which loads half of the keys for both
 DECODE_DIM = 256  # stream_k serves any number of rows with a larger head_dim, since `decode` then reads K twice
 Spec = AttentionSpec[Sm90TileConfig]
@@ -96,8 +93,9 @@ def split_candidate(p: KernelRequest) -> Spec:
 
 
 def gathering(tile: Sm90TileConfig, kv: KVSpec) -> Sm90TileConfig:
-    """Return a tile with V in K for a source. A warp copies 32 rows of a block; of packed records, the mma warps do."""
-    turns = ALTERNATES and kv.source == "slots" and not kv.record
+    """Return a tile with V in K for a source. A warp copies 32 rows of a block; of packed records, the mma warps do.
+    Over rows of 16 bits by slots, warpgroups compute scores in turn."""
+    turns = kv.source == "slots" and not kv.record
     loads = 1 if kv.source == "tma" or kv.record else tile.n // 32
     return replace(tile, load_warps=loads, scores_apart=not turns, alternates=turns)
 

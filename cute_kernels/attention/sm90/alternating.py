@@ -3,7 +3,8 @@
 With V in K, and rows that are found by slots. In `scoring`, one warpgroup has all scores: Q K^T, softmax and the store
 of P of a block are a chain that no other block shortens. Here the even blocks of a tile, counted from its highest one,
 are those of warpgroup 0, and the odd blocks those of warpgroup 1, so that the softmax of one is computed under the MMAs
-of the other. Two blocks are in shared memory, one of each. FlashMLA calls this a seesaw.
+of the other. Two blocks are in shared memory, one of each
+warpgroup. FlashMLA calls this a seesaw.
 
 | role | threads | waits for | signals |
 | --- | --- | --- | --- |
@@ -27,8 +28,9 @@ the maxima of the block. Each warpgroup has the sum of its own P; they meet at t
 warpgroup tells the sum of a row so far, from which the other one knows by how much the maximum may lag (`set_limits`).
 
 k.pipe has a pipeline for each group of columns: those of V of warpgroup 0, and those of warpgroup 1 and the others. All
-warps free each group of each block, those that do not read it as soon as they know that it is full. P of b lies
-in the last 64 columns of its stage, if P V does not have them: nobody reads these behind Q K^T.
+warps free each group of each block. Warpgroup 1 frees the first group of a as soon as it knows that it is full, and
+warpgroup 0 both groups of b behind its P V, since P of b may lie in the second one: in the last 64 columns of the
+stage, if P V does not have them, which nobody reads behind Q K^T.
 """
 
 from typing import Any, NamedTuple
@@ -99,7 +101,7 @@ def make_fragments(spec, plan, s) -> Sm90Fragments:
 
 
 class Own(NamedTuple):
-    """What a warpgroup keeps from tile to tile, see `Sm90TileState`."""
+    """State that a warpgroup keeps from tile to tile, see `Sm90TileState`."""
 
     r: Sm90Fragments
     slots: gather.RowPageIds

@@ -36,7 +36,8 @@ with a power-of-two scale per row that goes into the row's score scale (`query.l
 it was loaded to, or, if it was loaded as 8 bits, in a stage beside that.
 
 Shared memory: `q_stages` x Q (m x Dqk), `stages` x (K (n x Dqk) + V (n x Dvo)), 1024-byte aligned, barriers, tiles;
-if scores are shared, two stages of P (m x n), maxima and sums of rows (`shared_scores`);
+if scores are shared, two stages of P (m x n), maxima and sums of rows (`shared_scores`); if V lies in K, P of one or
+two blocks, maxima and sums of rows (`scoring`, `turns`);
 if K or V is prepared, `raw_stages` of it as stored, with its scale factors; if O is promoted, its fp32 sums
 (`promotion`); with skip-softmax, votes (`skip`); with split KV, the tiles of the CTA's splits (`..splits`).
 
@@ -79,7 +80,7 @@ class Sm90SharedStorage:
     skip_votes: Any = None  # `skip.SkipVotesSmem`
     splits: Any = None  # `splits.SplitSmem`
     q_row_scales: Any = None  # (m, 1): scales of rows of Q that warpgroups share
-    scores: Any = None  # `shared_scores.ScoresSmem`
+    scores: Any = None  # `shared_scores.ScoresSmem`, `scoring.ScoreHandoff` or `turns.TurnSmem`
 
 
 @cute.jit

@@ -1,4 +1,4 @@
-"""The `mma` role: a loop over work tiles, each the main loop (`mainloop`, or `skip` with skip-softmax) and epilogue."""
+"""The `mma` role: a loop over work tiles, each a main loop and the epilogue."""
 
 from typing import NamedTuple
 

@@ -23,7 +23,7 @@ tile, sums and maxima of its rows. `score` computes the next block's scores whil
 """
 
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import cutlass
 import cutlass.cute as cute
@@ -205,7 +205,7 @@ def look_up_block(spec: cutlass.Constexpr, tile: Sm90TileState, of: pages.Sequen
 
 @cute.jit
 def find_keys(spec: cutlass.Constexpr, plan, tile: Sm90TileState, n_block: Int32):
-    """Find which keys of a block exist, from what `look_up_slots` has read."""
+    """Find which keys of a block exist, from what `look_up_block` has read."""
     r = tile.r
     found = gather.present(spec, plan.kv[pages.K], tile.slots, n_block, tile.w.sequence.extra)
     if const_expr(spec.kv.union):
@@ -284,7 +284,7 @@ def score_block(
         find_keys(spec, plan, tile, n_block)
         look_up_slots(spec, plan, tile, n_block - 1)
     else:
-        set_limits(tile)  # while TMA loads K
+        set_limits(tile)  # while K is loaded
     groups, (q, k) = const_expr(pages.column_groups(spec)), recomputed_qk(spec, plan, s, at.kv.index)
     for i in cutlass.range_constexpr(len(groups)):
         pipeline.consumer_wait(s.k.pipes[i], at.kv)
@@ -406,7 +406,7 @@ def output_tile(
             if const_expr(spec.kv.record):
                 if position > w.n_block_min:
                     convert_keys(spec, plan, s, rows, w, position - 1, following)
-            at = add_block(spec, plan, s, r, rows, w, position, at, following)._replace(kv=following)
+            at = add_block(spec, plan, s, OutputTile(r, w, rows), at, position, following)._replace(kv=following)
         read_rows(s, r, at.tile % 2)
         at = at._replace(tile=at.tile + 1, partials=epilogue(spec, plan.args, s, r, w, False, at.partials))
     else:
@@ -455,14 +455,24 @@ def warp_of_mma(spec):
     return cute.arch.make_warp_uniform(cute.arch.warp_idx()) - roles(spec).first("mma")
 
 
+@dataclass(frozen=True)
+class OutputTile:
+    """The work tile of which the mma role computes O, with its fragments r. rows: `packed.NextRows`, or None."""
+
+    r: Sm90Fragments
+    w: WorkTileInfo
+    rows: Any
+
+
 @cute.jit
 def add_block(
-    spec: cutlass.Constexpr, plan, s, r: Sm90Fragments, rows: cutlass.Constexpr, w: WorkTileInfo, position: Int32,
-    at: OutputState, following: pipeline.PipelineState,
+    spec: cutlass.Constexpr, plan, s, tile: OutputTile, at: OutputState, position: Int32,
+    following: pipeline.PipelineState,
 ) -> OutputState:  # fmt: skip
     """Compute O += P V of the block at a position. The state behind it still has the stage of the block. following: the
     item of the block behind it in k.pipe. Packed rows of the block after that are loaded meanwhile: their loads fill
     the queue of the load unit, in which a warp would wait for as long as P V takes."""
+    r, w = tile.r, tile.w
     pipeline.consumer_wait(s.scores.pipe, at.p)
     for k in cutlass.range_constexpr(cute.size(r.st.acc_scale)):
         r.st.acc_scale[k] = s.scores.factor[r.cols[k, 0][0]]
@@ -471,8 +481,8 @@ def add_block(
     groups, halves = const_expr(len(pages.column_groups(spec))), const_expr(cute.size(r.acc_o, mode=[2]))
     if const_expr(groups == 1):
         wgmma.issue(plan.mma_pv, r.acc_o, p, v, False, o_part(spec))
-        if const_expr(spec.kv.record):  # without a branch: it would let the compiler wait for the MMAs
-            packed.advance(spec, rows, tile_rows(spec, plan, w), position - 1)
+        if const_expr(spec.kv.record):  # without a branch around it: one among MMAs may let the compiler wait for them
+            packed.advance(spec, tile.rows, tile_rows(spec, plan, w), position - 1)
     else:  # each half of the columns is freed when it has been read
         for half in cutlass.range_constexpr(halves):
             wgmma.issue(plan.mma_pv, r.acc_o, p, v, False, o_part(spec), some=wgmma.Instructions(columns=(half,)))

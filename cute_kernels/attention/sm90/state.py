@@ -45,7 +45,8 @@ class Sm90Fragments:
 @dataclass(frozen=True)
 class Sm90TileState:
     """The work tile that a warpgroup computes, with its fragments r. mask_source: of its custom mask
-    (`custom_mask`), if there is one. slots: of the next block, in kernels with slots (`kv.gather`). chosen_by: which
+    (`custom_mask`), if there is one. slots: of the next block that
+    this warpgroup scores, in kernels with slots (`kv.gather`). chosen_by: which
     tokens have chosen them, where tokens share their keys."""
 
     r: Sm90Fragments

@@ -286,7 +286,8 @@ EXTRA_BYTES = 72  # a tile's words of a second cache, in the stages of work and 
 STAGE_BYTES = 16
 QUAD = 4  # lanes that share a row of S
 P_STAGES = 2  # of P that warpgroups share: one is written while P V reads the other
-# Registers per thread of a mma warpgroup, as `roles` has them at least, by the columns of `TABLE`; with `s_parts`
+# Registers per thread of a mma warpgroup, as `roles` has them at least, by the columns of `TABLE`; with `s_parts`,
+# or `alternates`, as "shared scores"
 REGISTERS = {"half": 232, "latent": 216, "fp8": 216, "quantised": 208, "nvfp4": 208, "shared scores": 224}
 THREE_WARPGROUPS = 160  # with three mma warpgroups
 SPLIT_TWO_WARPGROUPS = 216  # with two, and the schedule "stream_k"

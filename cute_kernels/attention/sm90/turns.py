@@ -1,4 +1,4 @@
-"""What two warpgroups that compute scores in turn tell each other through shared memory (`alternating`).
+"""Shared memory through which two warpgroups that compute scores in turn tell each other results (`alternating`).
 
 P of a block, for O += P V of the other warpgroup; maxima of rows, which the other one makes its own; and sums of rows,
 so that both know by how much a maximum may lag behind, and divide O by the same sum. Each warpgroup waits at a named
@@ -6,7 +6,7 @@ barrier at which the other one arrives, in turn: neither can arrive twice before
 """
 
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import cutlass
 import cutlass.cute as cute
@@ -31,7 +31,7 @@ class TurnSmem:
     if that has room. rows (2, m, 2): the maximum and the sum of rows, of each warpgroup. totals (m, 2): the sums at the
     end of a tile."""
 
-    p: tuple[cute.Tensor, cute.Tensor]
+    p: tuple[cute.Tensor, Any]
     rows: cute.Tensor
     totals: cute.Tensor
 
@@ -73,8 +73,8 @@ class Sums(NamedTuple):
 
 @cute.jit
 def set_limits(tile: Sm90TileState, sums: Sums):
-    """Set by how much the maximum of each row may grow before row_max follows, as `scoring.set_limits` does. What the
-    other warpgroup has added since it last told its sums is left out: the limit is then less."""
+    """Set by how much the maximum of each row may grow before row_max follows, as `scoring.set_limits` does. The
+    sum leaves out keys that the other warpgroup has added since it last told it: the limit is then less."""
     st, limits, most = tile.r.st, tile.r.limits, tile.rescale_params.rescale_threshold
     for k in cutlass.range_constexpr(cute.size(limits)):
         sums.own[k] = cute.arch.warp_reduction_sum(st.row_sum[k], threads_in_group=LANES)

@@ -141,6 +141,8 @@ def structure(spec: Any) -> Any:
             return (
                 ("latent", spec.tile.cluster) if (spec.tile.cluster, spec.head_dim_qk) in ((1, 576), (2, 512)) else None
             )
+        if spec.kv.source == "slots":  # P lies in K with 576 columns
+            return ("latent", "slots", spec.kv.extra) if spec.kv.extra == (spec.head_dim_qk == 512) else None
         return ("latent", spec.kv.source, spec.kv.extra)
     k, dim = traits_of(spec), spec.head_dim_qk
     if spec.kv.scales == "token" and not k.decodes:  # the prepare role multiplies rows as it does blocks
