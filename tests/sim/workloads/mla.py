@@ -179,7 +179,7 @@ def chosen_cases(spec: Any) -> list[MlaScenario]:
     )
     if spec.kv.record in ("", "656", "352", "528") and not spec.kv.extra:
         heads = 9 + few_rows.MOST_ROWS * (spec.dims in few_rows.DIMS.get(spec.kv.record or few_rows.PLAIN, []))
-        prompt = replace(base, function="sparse_fwd", rows=6, heads=heads, counted=True, sink=True, chosen=130)
+        prompt = replace(base, function="sparse_fwd", rows=6, heads=heads, sink=True, chosen=190)
         separate = "sparse_fwd" if spec.kv.record or base.dim == 512 else "dsa"
         first = (first[0], replace(first[1], heads=heads - 4, function=separate), first[2], prompt)
     many = replace(base, lens=(2000,), chosen=29 * 64 + 3, heads=8 + more, page_size=16)
