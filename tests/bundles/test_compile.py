@@ -78,7 +78,8 @@ def disassembled(held, op, spec):
     """The entry of a kernel, which spills nothing, or a few values of a tile."""
     entry = held.find(op, spec)
     assert entry is not None, held.refusal(op, spec)
-    assert (op in NO_SHARED) == (entry["shared"] == 0) and entry["shared"] <= archs.of(held.arch).smem_per_cta
+    # with the 1,024 bytes that CUDA reserves, which no CTA may ask for: `build` checks the others
+    assert (op in NO_SHARED) == (entry["shared"] == 0) and entry["shared"] <= archs.of(held.arch).smem_per_sm
     if entry["instructions"] is None:
         pytest.skip(f"nothing can disassemble: {cubin.INSTALL}")
     large = op == "attention.sm90" and spec.tile.m * max(spec.tile.n, spec.head_dim_vo) >= MANY_VALUES
