@@ -47,7 +47,7 @@ shown: $(SHOWN)
 compiled: $(VENV)/.compiler
 	@$(PYTHON) -m tools.demo_kernels
 
-# `quick` runs one in six cases of the tests that compile no kernel, in 2 minutes; `test` runs what CI runs, in about 25
+# `quick` runs one in six cases of the tests that compile no kernel, in 2 minutes; `test` runs what CI runs, in about 30
 # on 2 cores. The linter runs beside both. `test-all` runs all tests, without remembered results of simulations.
 quick: $(READY)
 	@$(MAKE) --no-print-directory -j2 lint some

@@ -71,7 +71,7 @@ LATENT = (
         "release_keys(spec, s, groups - 1, at.kv)\n    return", "pass\n    return",
         shipped("attention.sm90/bf16_kvbf16v_d576x512_causal_tma_m64n64s2o2a")),
     Bug("columns: Q K^T reads the second half without waiting for it", f"{ATTENTION}/sm90/scoring.py",
-        "pipeline.consumer_wait(s.k.pipes[i], at.kv)", "pipeline.consumer_wait(s.k.pipes[min(i, 1)], at.kv)",
+        "pipeline.consumer_wait(s.k.pipes[i], kv)", "pipeline.consumer_wait(s.k.pipes[min(i, 1)], kv)",
         shipped("attention.sm90/bf16_kvbf16v_d576x512_causal_tma_m64n64s2o2a")),
     Bug("stripes: a CTA that gives up waiting leaves no count", f"{ATTENTION}/stripes.py",
         '            left = counters.add(a, LEFT, 1, "release")',

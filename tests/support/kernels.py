@@ -84,7 +84,7 @@ COMBINED = {  # two properties, each of which another kernel has
 
 def ordinary() -> set[str]:
     """Return the labels of the kernels that run without --all: those that stand for a structure, the first twins, and
-    others that show what no kernel before them shows, but for those in LARGER and COMBINED."""
+    others that show a value of a field which no kernel before them shows. Those of LARGER and COMBINED are left out."""
     chosen = dict.fromkeys([*structures(), *FIRST.values()])
     seen = set().union(*map(shown, chosen))
     for label in SHIPPED:
@@ -121,9 +121,9 @@ CALLED = {
 
 
 def reordered() -> set[str]:
-    """Return the kernels of `structures` that run in a second mode without --all: those of attention and the indexer
-    that are not in RESIZED, in which asynchronous copies and MMAs may end in many orders. Of other ops that is the
-    first one, and of top-k a cluster: `random` takes 3 to 8 times as long as `eager`, in which mutants show, too."""
+    """Return the kernels of `structures` that also run in a second mode without --all. Asynchronous copies and MMAs of
+    attention and of the indexer may end in many orders, so all of their kernels do, except those in RESIZED. Each other
+    op has one kernel, and top-k one more, a cluster. The mode `random` takes 3 to 8 times as long as `eager`."""
     ops = {SHIPPED[label][0]: label for label in reversed(structures())}
     some = {label for label in structures() if family_of(SHIPPED[label][0]) in ("attention", "indexer")}
     return some - RESIZED | set(ops.values()) | {"topk.radix/fp32_c3t512_n46080"}

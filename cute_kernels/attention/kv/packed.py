@@ -283,9 +283,10 @@ def load(address, offset, count, exists):
     `load_row`."""
     names = ", ".join(f"{{$w{i}}}" for i in range(count))
     zeros = " ".join(f"mov.b32 {{$w{i}}}, 0;" for i in range(count))
-    text = f"{{ .reg .pred p; setp.ne.u32 p, {{$r1}}, 0; {zeros} @p ld.global.v{count}.b32 {{{names}}}, "
-    text, args = text + f"[{{$r0}}+{offset}]; }}", [address, Uint32(exists)]
-    return list(cute.arch.inline_ptx(text, write_only_types=[Uint32] * count, read_only_args=args))
+    guarded = f"@p ld.global.v{count}.b32 {{{names}}}, [{{$r0}}+{offset}];"
+    text = f"{{ .reg .pred p; setp.ne.u32 p, {{$r1}}, 0; {zeros} {guarded} }}"
+    given = [address, Uint32(exists)]
+    return list(cute.arch.inline_ptx(text, write_only_types=[Uint32] * count, read_only_args=given))
 
 
 @cute.jit

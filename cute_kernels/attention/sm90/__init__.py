@@ -170,7 +170,7 @@ def supports(spec: Spec) -> Refusal | None:
     t = spec.tile
     if t is None:
         return Refusal("tile", "None: must be the op's TileConfig")
-    if t.has_stripes and (spec.mask.custom or spec.logits.alibi):
+    if spec.kv.shares_v and (spec.mask.custom or spec.logits.alibi):
         field = "custom_mask" if spec.mask.custom else "alibi"
         return Refusal(field, f"{spec.mask.custom or True}: the kernel has neither custom masks nor ALiBi with V in K")
     if t.o_parts > 1 and spec.logits.skip:

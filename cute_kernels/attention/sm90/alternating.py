@@ -33,6 +33,7 @@ warpgroup 0 both groups of b behind its P V, since P of b may lie in the second 
 stage, if P V does not have them, which nobody reads behind Q K^T.
 """
 
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import cutlass
@@ -43,22 +44,21 @@ from cutlass.cute.nvgpu import warpgroup
 from ...device import pipeline, wgmma
 from .. import mask
 from .. import softmax as online
-from ..kv import gather, pages, source
+from ..kv import gather, pages
 from ..schedule import work
 from ..schedule.work import WorkTileInfo
 from . import precision, splits
-from .epilogue import scales_of_call
 from .groups import warpgroup_idx
-from .mainloop import recomputed_qk
 from .scoring import (
-    STEPS,
     complete_q,
     copy_q,
     exact_if_wanted,
     find_keys,
     init_rows,
+    issue_qk,
     look_up_block,
     make_words,
+    o_fragments,
     slots_of,
 )
 from .softmax import compute_p, convert_p, mask_and_update_max
@@ -78,23 +78,14 @@ class TurnState(NamedTuple):
 
 def make_fragments(spec, plan, s) -> Sm90Fragments:
     """Make the fragments of a warpgroup."""
-    t, tid = spec.tile, cute.arch.thread_idx()[0] % 128
-    qk, pv = plan.mma_qk.get_slice(0), plan.mma_pv.get_slice(0)
-    acc_s = cute.make_rmem_tensor(qk.partition_shape_C((t.m, t.n)), Float32)
-    acc_o = cute.make_rmem_tensor(pv.partition_shape_C((t.m, spec.padded_vo // t.o_parts)), Float32)
-    rows = cute.size(wgmma.rows_cols(acc_o), mode=[0])
-    coords = plan.mma_qk.get_slice(tid).partition_C(cute.make_identity_tensor((t.m, t.n)))
-    return Sm90Fragments(
-        None,
-        None,
-        plan.mma_pv.make_fragment_B(pv.partition_B(precision.v_operand(spec, s.v.smem))),
-        acc_s,
-        acc_o,
-        precision.make_p(spec, pv, acc_s),
-        online.make(rows),
-        cute.make_rmem_tensor(rows, Int32),
-        wgmma.rows_cols(coords),
-        scales_of_call(spec, plan.args),
+    own, pv = o_fragments(spec, plan, s), plan.mma_pv.get_slice(0)
+    shape = plan.mma_qk.get_slice(0).partition_shape_C((spec.tile.m, spec.tile.n))
+    acc_s, rows = cute.make_rmem_tensor(shape, Float32), cute.size(own.st.row_max)
+    return replace(
+        own,
+        acc_s=acc_s,
+        p=precision.make_p(spec, pv, acc_s),
+        tokens=cute.make_rmem_tensor(rows, Int32),
         words=make_words(spec, rows),
         limits=cute.make_rmem_tensor(rows, Float32),
     )
@@ -198,7 +189,7 @@ def even_block(
     r = tile.r
     find_keys(spec, plan, tile, position)
     issue_qk(spec, plan, s, r, at.kv)
-    # under Q K^T
+    # behind the issue of Q K^T
     look_up_block(spec, tile, slots, position - 2)
     set_limits(tile, sums)
     warpgroup.wait_group(0)
@@ -240,7 +231,7 @@ def odd_block(
     r, even, kv = tile.r, at.kv, at.kv + 1
     find_keys(spec, plan, tile, position)
     issue_qk(spec, plan, s, r, kv)
-    # under Q K^T
+    # behind the issue of Q K^T
     look_up_block(spec, tile, slots, position - 2)
     follow_rows(s, tile, sums, 1)
     release(s, 0, even)
@@ -294,17 +285,6 @@ def is_last(tile: Sm90TileState, position: Int32):
 def release(s, group: cutlass.Constexpr, kv: Int32):
     """Free a group of columns of a block (one warp)."""
     pipeline.consumer_release(s.k.pipes[group], kv)
-
-
-@cute.jit
-def issue_qk(spec: cutlass.Constexpr, plan, s, r: Sm90Fragments, kv: Int32):
-    """Wait for K of a block, and issue acc_s = Q K^T."""
-    groups, (q, k) = const_expr(pages.column_groups(spec)), recomputed_qk(spec, plan, s, pipeline.stage(s.k.pipe, kv))
-    for i in cutlass.range_constexpr(len(groups)):
-        pipeline.consumer_wait(s.k.pipes[i], kv)
-        source(spec).fence_before_mma()
-        steps = const_expr(tuple(STEPS * box + j for box in groups[i] for j in range(STEPS)))
-        wgmma.issue(plan.mma_qk, r.acc_s, q, k, i == 0, some=wgmma.Instructions(steps))
 
 
 def v_of(s, r: Sm90Fragments, kv: Int32):

@@ -22,7 +22,7 @@ scores.pipe has one stage: P of a block, the factors by which O is multiplied be
 tile, sums and maxima of its rows. `score` computes the next block's scores while P is multiplied by V.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import cutlass
@@ -285,14 +285,9 @@ def score_block(
         look_up_slots(spec, plan, tile, n_block - 1)
     else:
         set_limits(tile)  # while K is loaded
-    groups, (q, k) = const_expr(pages.column_groups(spec)), recomputed_qk(spec, plan, s, at.kv.index)
-    for i in cutlass.range_constexpr(len(groups)):
-        pipeline.consumer_wait(s.k.pipes[i], at.kv)
-        source(spec).fence_before_mma()
-        steps = const_expr(tuple(STEPS * box + j for box in groups[i] for j in range(STEPS)))
-        wgmma.issue(plan.mma_qk, r.acc_s, q, k, i == 0, some=wgmma.Instructions(steps))
+    issue_qk(spec, plan, s, r, at.kv)
     if const_expr(gather.has_slots(spec)):
-        set_limits(tile)  # while Q K^T runs
+        set_limits(tile)
     warpgroup.wait_group(0)
     if const_expr(yields_to_qk(spec)):
         pipeline.mbarrier_arrive(s.scores.multiplied + at.p % 2)
@@ -312,6 +307,17 @@ def score_block(
     cute.arch.sync_warp()  # all lanes have written before one of them arrives
     pipeline.producer_commit(s.scores.pipe, at.p)
     return at._replace(kv=pipeline.next_item(s.k.pipe, at.kv), p=at.p + 1)
+
+
+@cute.jit
+def issue_qk(spec: cutlass.Constexpr, plan, s, r: Sm90Fragments, kv):
+    """Wait for K of a block, item `kv` of k.pipe, and issue acc_s = Q K^T."""
+    groups, (q, k) = const_expr(pages.column_groups(spec)), recomputed_qk(spec, plan, s, pipeline.stage(s.k.pipe, kv))
+    for i in cutlass.range_constexpr(len(groups)):
+        pipeline.consumer_wait(s.k.pipes[i], kv)
+        source(spec).fence_before_mma()
+        steps = const_expr(tuple(STEPS * box + j for box in groups[i] for j in range(STEPS)))
+        wgmma.issue(plan.mma_qk, r.acc_s, q, k, i == 0, some=wgmma.Instructions(steps))
 
 
 @cute.jit
@@ -351,8 +357,8 @@ class OutputState(NamedTuple):
     partials: Int32
 
 
-def output_fragments(spec, plan, s) -> Sm90Fragments:
-    """Make the fragments of the mma role."""
+def o_fragments(spec, plan, s) -> Sm90Fragments:
+    """Make the fragments of a warpgroup that has a part of the columns of O: V, O, and the state of its rows."""
     t, tid = spec.tile, cute.arch.thread_idx()[0] % 128
     pv = plan.mma_pv.get_slice(0)
     acc_o = cute.make_rmem_tensor(pv.partition_shape_C((t.m, spec.padded_vo // t.o_parts)), Float32)
@@ -369,8 +375,13 @@ def output_fragments(spec, plan, s) -> Sm90Fragments:
         None,
         wgmma.rows_cols(coords),
         scales_of_call(spec, plan.args),
-        shared_p=plan.mma_pv.make_fragment_A(pv.partition_A(s.scores.p)),
     )
+
+
+def output_fragments(spec, plan, s) -> Sm90Fragments:
+    """Make the fragments of the mma role."""
+    p = plan.mma_pv.get_slice(0).partition_A(s.scores.p)
+    return replace(o_fragments(spec, plan, s), shared_p=plan.mma_pv.make_fragment_A(p))
 
 
 # The mma role: one iteration per tile, an inner one per KV block.

@@ -107,13 +107,12 @@ class Sm90TileConfig(WholeTileConfig, PreparedTileConfig):
     def column_groups(self, kv: KVSpec, dims: tuple[int, int]) -> tuple[tuple[int, ...], ...]:
         """Return the groups of a stage's columns that have barriers of their own, see `TileConfig`. With
         `scores_apart`, the first group has the columns that P V does not read, the second one half of the columns of
-        each warpgroup, the third one the others. Packed records are converted as a whole, and rows of prompts, found
-        by slots, take 2 % longer in parts. With `alternates`, the groups are the columns of each warpgroup; the second
-        one has those that P V does not read, too."""
+        each warpgroup, the third one the others. Packed records are converted as a whole. With `alternates`, the
+        groups are the columns of each warpgroup; the second one has those that P V does not read, too."""
         if self.alternates:
             half = dims[1] // BOX // 2
             return tuple(range(half)), tuple(range(half, dims[0] // BOX))
-        if not self.scores_apart or kv.record or kv.source == "slots":
+        if not self.scores_apart or kv.record:
             return ((),)
         boxes, of_v = dims[0] // BOX, dims[1] // BOX
         half = of_v // self.o_parts // 2
