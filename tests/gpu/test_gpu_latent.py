@@ -97,7 +97,8 @@ def test_a_cache_over_4_gib(record):
     values = reference.latent_values(record, torch.stack([cache[page] for page, _ in picked]).view(torch.uint8).cpu())
     want = reference.latent_values(record, small.view(torch.uint8))[0]
     assert torch.equal(torch.stack([values[i, row] for i, (_, row) in enumerate(picked)]), want[:3])
-    assert int(cache.view(torch.uint8).count_nonzero()) <= 3 * width * kind.itemsize
+    parts = cache.view(torch.uint8).split(1 << 12)  # count_nonzero of the whole would take 40 GiB
+    assert sum(int(part.count_nonzero()) for part in parts) <= 3 * width * kind.itemsize
 
 
 @feature("latent with CUDA graph replay")

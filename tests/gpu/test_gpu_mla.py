@@ -301,3 +301,16 @@ def test_slots_past_the_integers_of_fp32():
     out, _ = wrappers.flash_mla_with_kvcache(q, cache, None, None, 512, indices=slots)
     want = cache[slots.flatten().long(), 0, 0, :512]
     assert torch.equal(out[:, 0], want[:, None].expand_as(out[:, 0]))
+
+
+def test_a_prompt_of_70000_tokens():
+    """Queries and outputs past 2^32 elements, with tokens x heads x heads past 2^30."""
+    tokens, heads, rows = 70_000, 128, 300
+    q = torch.empty(tokens, heads, 576, dtype=torch.bfloat16, device=CUDA).normal_()
+    kv = torch.randn(rows, 1, 576, device=CUDA).bfloat16()
+    slots = torch.randint(-1, rows, (tokens, 1, 70), dtype=torch.int32, device=CUDA)
+    found = wrappers.flash_mla_sparse_fwd(q, kv, slots, cases.SCALE)
+    some = torch.tensor([0, 32_767, 32_768, 58_254, 58_255, tokens - 1], device=CUDA)
+    want = wrappers.flash_mla_sparse_fwd(q[some].cpu(), kv.cpu(), slots[some].cpu(), cases.SCALE)
+    for x, y in zip(found, want, strict=True):
+        torch.testing.assert_close(x[some].cpu(), y, atol=2e-2, rtol=2e-2)

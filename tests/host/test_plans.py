@@ -279,6 +279,27 @@ def test_more_heads_than_kernels_divide_exactly(here, monkeypatch):
         assert len(here.launches) == (not refused)
 
 
+@pytest.mark.parametrize("equal", [True, False])
+def test_more_rows_of_a_request_than_kernels_divide_exactly(here, monkeypatch, equal):
+    """Rows of one request, if the host knows how many tokens it has; else all rows might be those of one."""
+    inputs = tokens_apart(replace(EQUAL, q_lens=(3, 3)), 3)
+    if not equal:
+        inputs |= {"max_q_len": 3, "cum_seq_lens_q": torch.tensor([0, 3, 6], dtype=torch.int32), "q_len_per_req": None}
+    DECODE(**inputs)
+    factor = next(iter(here.plans.values())).pack_factor
+    most = (3 if equal else 6) * factor * factor
+    for limit, refused in ((most, True), (most + 1, False)):
+        here.plans.clear()
+        monkeypatch.setattr(checks, "MOST_ROWS", limit)
+        launches = len(here.launches)
+        if refused:
+            with pytest.raises(NotImplementedError, match="^query: 6 tokens of .* must be below"):
+                DECODE(**inputs)
+        else:
+            DECODE(**inputs)
+        assert len(here.launches) == launches + (not refused)
+
+
 def test_offsets_of_equal_requests(here):
     """Written before another stream can read them. A graph has those that are kept, or its own, which nobody else gets,
     where none are yet."""

@@ -42,6 +42,8 @@ VARIANTS = {
     "all_arrive": Variant("racecheck", True, "every lane arrives"),
     "shuffled": Variant("racecheck", False, "lanes read a word and shuffle what they read; then one lane writes it"),
     "synchronised": Variant("racecheck", True, "they synchronise as well before the word is written"),
+    "named_arrives": Variant("racecheck", False, "a warp reads and arrives at a named barrier, the writer waits"),
+    "named_waits": Variant("racecheck", True, "both wait at the named barrier"),
 }  # fmt: skip
 
 
@@ -120,6 +122,26 @@ def hand_over(variant: cutlass.Constexpr, words, p, given, out):
         out[lane] = total
 
 
+@cute.jit
+def take_turns(variant: cutlass.Constexpr, words, given, out):
+    """Warp 0 writes a word per lane, warp 1 reads the word of another lane, in turns that named barriers order."""
+    lane, warp, total = cute.arch.lane_idx(), cute.arch.make_warp_uniform(cute.arch.warp_idx()), Int32(0)
+    for _ in cutlass.range(TURNS, unroll=1):
+        if warp == 0:
+            words[lane] = given[lane]
+            cute.arch.barrier(barrier_id=ID, number_of_threads=2 * LANES)
+            cute.arch.barrier(barrier_id=ID + 1, number_of_threads=2 * LANES)
+        elif warp == 1:
+            cute.arch.barrier(barrier_id=ID, number_of_threads=2 * LANES)
+            total += words[(lane + 5) % LANES]
+            if const_expr(variant == "named_arrives"):
+                cute.arch.barrier_arrive(barrier_id=ID + 1, number_of_threads=2 * LANES)
+            else:
+                cute.arch.barrier(barrier_id=ID + 1, number_of_threads=2 * LANES)
+    if warp == 1:
+        out[lane] = total
+
+
 @cute.kernel
 def kernel(variant: cutlass.Constexpr, given: cute.Tensor, out: cute.Tensor):
     smem = cutlass.utils.SmemAllocator()
@@ -131,6 +153,8 @@ def kernel(variant: cutlass.Constexpr, given: cute.Tensor, out: cute.Tensor):
         meet(variant, words, given, out)
     elif const_expr(variant in ("shuffled", "synchronised")):
         shuffle(variant, words, given, out)
+    elif const_expr(variant.startswith("named")):
+        take_turns(variant, words, given, out)
     else:
         hand_over(variant, words, p, given, out)
 

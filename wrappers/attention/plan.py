@@ -276,8 +276,8 @@ class LaunchPlan:
             flat[slots.counters], flat[slots.counter_base] = scratch.launch_counter(self.device, capturing)
             if self.lists is not None:
                 flat[slots.mask_blocks] = self.lists.empty(call, q)
-        elif tokens * factor * factor >= checks.MOST_ROWS:
-            raise _too_many_rows(call, f"{tokens} tokens of {self.heads} heads", "tokens x {0} x {0}")
+        elif self.most_tokens(call, tokens) * factor * factor >= checks.MOST_ROWS:
+            raise _too_many_rows(call, f"{tokens} tokens of {self.heads} heads", "tokens of a request x {0} x {0}")
         elif self.split_keys:
             splits = tiles * self.cluster * (-(-checks.most_keys(call) // self.split_keys) or 1)
             splits = 1 if call.shares_v else splits  # its tiles are whole
@@ -285,6 +285,12 @@ class LaunchPlan:
         else:
             shared = scratch.split_scratch(self, capturing)
             flat[slots.o_partial], flat[slots.counters], flat[slots.counter_base] = shared
+
+    def most_tokens(self, call: AttentionCall, tokens: int) -> int:
+        """Return the most tokens that a request may have: all, if their numbers are on the device."""
+        if self.shared is not None:
+            return self.shared.size
+        return tokens if call.requests.cu_seqlens_q is not None else call.max_q_len
 
     def given_output(self, call: AttentionCall, q: torch.Tensor, out: Any) -> Any:
         """Return the caller's output with the shape of the call, after a check that it overlaps nothing."""
