@@ -156,7 +156,9 @@ def test_a_kernel_of_every_architecture_serves_it(arch):
     assert explain(function=ragged, arch=arch, **made(dims=(128, 128)), is_causal=True).runs
 
 
+# Full: the kernel differs from others in a head dim alone, and "rows without pages" calls those with such rows.
 @pytest.mark.kernels
+@pytest.mark.full
 def test_in_the_simulator():
     """A request without keys, one without queries, and more than a tile and a block of keys."""
     given = made((150, 1, 0, 5, 3), (200, 1, 3, 9, 0), heads=(1, 1))

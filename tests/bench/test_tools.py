@@ -15,7 +15,7 @@ from tests.conftest import ARCH, ROOT
 from tests.support import fake_bundle
 from tests.support.emulated import emulate, emulation
 from tests.support.fake_machine import FakeMachine
-from tests.support.kernels import COVERING
+from tests.support.kernels import COVERING, REPEATED
 from tools import installs, profile, proven, ptxdiff, static
 from tools.soak import __main__ as soak
 from tools.soak import damage, memory, pool, probe, scenarios
@@ -121,12 +121,16 @@ def test_a_steady_path_leaves_out_what_is_not_owed():
     assert [i.address for i in loop.path] == [0x10, 0x20, 0x50, 0x60]
 
 
-KERNELS = [(arch, spec) for arch, op, spec in COVERING if op == static.OP]
+KERNELS = [
+    pytest.param(*kernel[::2], id=f"{kernel[0]}-{kernel[2].name}", marks=() if kernel in COVERING else pytest.mark.full)
+    for kernel in REPEATED
+    if kernel[1] == static.OP
+]
 
 
 @pytest.mark.slow
 @pytest.mark.kernels
-@pytest.mark.parametrize(("arch", "spec"), KERNELS, ids=lambda value: getattr(value, "name", value))
+@pytest.mark.parametrize(("arch", "spec"), KERNELS)
 def test_kernels_use_what_kernels_that_ran_on_a_device_use(blackwell, arch, spec):
     """As docs/blackwell.md says of the forms of Blackwell's instructions."""
     entry = blackwell(arch).find(static.OP, spec)

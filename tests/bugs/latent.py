@@ -14,9 +14,7 @@ FEW_PLANAR, FEW_RECORDS = (  # of two caches
     shipped(f"attention.latent/bf16_kv{caches}_d512_full_slots_{few_rows.tile_of(rows, '584').name}")  # type: ignore
     for caches, rows in (("584vx584", 8), ("528vx288", 16))
 )
-PLANAR, TWO_RECORDS = (
-    shipped(f"attention.sm90/bf16_kv{caches}_d512_full_slots_m64n64s2o2a") for caches in ("584vx584", "528vx288")
-)
+TWO_RECORDS = shipped("attention.sm90/bf16_kv528vx288_d512_full_slots_m64n64s2o2a")
 FEW_NVFP4 = f"attention.latent/bf16_kv352v_d576x512_full_slots_{few_rows.tile_of(8, '352').name}"  # type: ignore
 FEW_E4M3 = f"attention.latent/bf16_kve4m3v_d576x512_causal_gather_{few_rows.tile_of(8, 'e4m3').name}"  # type: ignore
 CHOSEN, SHARED, TWO_CACHES = (
@@ -37,7 +35,7 @@ LATENT = (
         "r.words[row, i] = found[i] & own[i]", "r.words[row, i] = found[i]", union("neighbours-eager")),
     # ---- packed records of latent attention
     Bug("records: the factors of a planar page lie behind 64 rows", "cute_kernels/attention/kv/record_rows.py",
-        "begins[0] + Int64(parts[0].shape[2]) * form.row", "begins[0] + Int64(64) * form.row", PLANAR),
+        "begins[0] + Int64(parts[0].shape[2]) * form.row", "begins[0] + Int64(64) * form.row", FEW_PLANAR),
     Bug("records: the second cache is read as the first one", "cute_kernels/attention/kv/record_rows.py",
         "RowSource(op.extra, RECORDS[spec.kv.extra_record or", "RowSource(op.extra, RECORDS[spec.kv.record or",
         TWO_RECORDS),

@@ -36,6 +36,7 @@ def uncovered(label: str, found: Missing) -> list[str]:
 
 
 SIZE = "a size: kernels of others run the same code"
+RECORD = "codes, factors and places that kernels of other records have (kernels.COMBINED)"
 TWIN = "bf16's kernel with another type of MMA; on Hopper such twins have equal PTX"
 WITHOUT_KERNEL: dict[Constant, str] = {  # values of shipped specs that no kernel of CI has -> why not
     ("attention.sm90", "tile.stages", 6): SIZE,
@@ -45,6 +46,9 @@ WITHOUT_KERNEL: dict[Constant, str] = {  # values of shipped specs that no kerne
     ("attention.sm90", "kv.record", "528_fp32"): "the codes and factors of 656 bytes, in rows without a rotated part",
     ("attention.decode", "tile.ctas_per_sm", 2): SIZE,
     ("attention.decode", "tile.stages", 5): SIZE,
+    **{("attention.sm90", f"kv.{name}", record): RECORD
+       for name, record in (("record", "352"), ("record", "584"), ("extra_record", "584"))},
+    **{("latent.write", "record", record): RECORD for record in ("288", "528_fp32", "528_planar")},
     **{(op, "kv.extra_record", "528"): "the code that reads this record in the first cache"
        for op in ("attention.latent", "attention.sm90")},
     ("attention.decode", "tile.stages", 1): "head_dim 256 on sm_120a, which --all simulates",
@@ -55,10 +59,14 @@ WITHOUT_KERNEL: dict[Constant, str] = {  # values of shipped specs that no kerne
     **{("topk.radix", "capacity", size): SIZE
        for size in (9216, 10240, 13312, 14336, 19456, 21504, 37888, 43008)},
     ("indexer.logits", "dim", 32): SIZE, ("indexer.logits", "dim", 64): SIZE, ("indexer.logits", "rows", 2): SIZE,
+    ("indexer.logits", "out", "bf16"): "rounded where fp32 is stored; --all simulates it",
     ("topk.sort", "items", 8): SIZE, ("topk.sort", "items", 16): SIZE, ("topk.sort", "threads", 1024): SIZE,
     ("attention.sm100", "head_dim_qk", 192): "the loops of head_dim 128 (kernels.ALIKE)",
     ("attention.sm100", "mask.causal", "never"): "a case of kernels that take it as a value",
     ("attention.sm100", "mask.custom", "ranges"): "other bounds of the causal mask, in code that Hopper's kernel runs",
+    ("attention.sm100", "mask.custom", "bits"): "words of code that Hopper's kernel runs; --all simulates them",
+    ("attention.sm100", "kv.source", "gather"): "a role that Hopper's kernel has; --all simulates it",
+    ("attention.sm100", "logits.skip", True): "votes that Hopper's kernel has; --all simulates them",
     ("attention.sm100", "mask.prefix", True): "another bound of the causal mask, in code that Hopper's kernel runs",
     ("attention.sm100", "kv.dtype", "e5m2"): "e4m3's code with another conversion; --all simulates them",
     **{("attention.sm100", field, "fp16"): TWIN for field in ("q", "kv.dtype")},
@@ -67,6 +75,7 @@ WITHOUT_KERNEL: dict[Constant, str] = {  # values of shipped specs that no kerne
     ("attention.sm100", "tile.q_stages", 2): SIZE,
     ("attention.sm100", "tile.raw_stages", 1): SIZE,
     ("attention.sm100", "tile.raw_stages", 2): SIZE,
+    ("attention.sm100", "tile.raw_stages", 4): SIZE,
     ("attention.sm100", "tile.raw_stages", 6): SIZE,
     ("attention.sm100", "tile.stages", 6): SIZE,
     ("attention.sm100", "tile.stages", 8): SIZE,

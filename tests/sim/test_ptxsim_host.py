@@ -7,15 +7,16 @@ from ptxsim import host
 from ptxsim.call import TensorMap
 from ptxsim.parse import parse
 
-from cute_kernels import build
 from cute_kernels.attention.args import fields
-from tests.conftest import ARCH, specs_of
+from tests.conftest import ARCH
+from tests.sim import launcher
+from tests.support.kernels import SHIPPED
 
 
 @pytest.mark.kernels
 def test_a_shipped_kernel():
-    op, spec = "attention.sm90", specs_of("attention.sm90", ARCH)[0]
-    compiled = build.build(op, spec, ARCH)
+    op, spec = SHIPPED["attention.sm90/bf16_d64_causal_tma_m192n128s4"]
+    compiled = launcher.load(op, spec, ARCH)
     page, heads, dim = 16, 2, spec.head_dim_qk
     kv = np.zeros((5, 2, heads, page, dim), ml_dtypes.bfloat16)  # K and V of a page side by side
     q = np.zeros((7, 3 * heads, dim), ml_dtypes.bfloat16)

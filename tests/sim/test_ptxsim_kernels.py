@@ -30,7 +30,11 @@ def test_shipped_kernel(problems, label):
     assert not problems(label), "\n".join(problems(label))
 
 
-@pytest.mark.parametrize("label", FEATURES)
+# Features of kernels of top-k that nothing else compiles: one CTA with candidates of fp32, and another capacity.
+RARE = re.compile("topk/(candidates fp32_c1|full bf16_c1|two launches, streamed)")
+
+
+@pytest.mark.parametrize("label", [pytest.param(x, marks=pytest.mark.full if RARE.match(x) else ()) for x in FEATURES])
 def test_feature(problems, label):
     assert not problems(label), "\n".join(problems(label))
 

@@ -79,6 +79,17 @@ COMBINED = {  # two properties, each of which another kernel has
     "attention.decode/bf16_kve4m3_d64_causalwb_cap_skip_gather_m64n256s6g2r8",  # e4m3: by TMA; any size: bf16, NVFP4
     "attention.decode/fp16_kvnvfp4_d64_causalwb_cap_skip_tma_m64n512s4g2r8",  # NVFP4: for bf16; fp16: over e4m3
     "attention.sm90/bf16_kv528_fp32v_d512_full_slots_m64n64s2o2a",  # factors in fp32: of 656; this record: few rows
+    "attention.sm90/bf16_kv584vx584_d512_full_slots_m64n64s2o2a",  # ue8m0: of 528; its planar pages: few rows
+    "attention.sm90/bf16_kv352v_d576x512_full_slots_m64n64s2o2a",  # e2m1: of 288; its rotated part: few rows
+    "cache_write.rows/bf16_e4m3_transform",  # transformed: bf16, and e4m3 by token; one scale: copied
+    "cache_write.rows/bf16_nvfp4_transform",  # likewise; NVFP4: copied
+    "cache_write.rows/fp16_e4m3_append",  # fp16: to e4m3 by token; one scale: of bf16
+    "cache_write.rows/fp16_nvfp4_append",  # likewise; NVFP4: of bf16
+    "indexer.logits/e4m3_h32_d128_r8_bf16",  # 256 rows: of 64 heads; bf16: rounded where fp32 is stored
+    "latent.write/bf16_528_fp32",  # fp32: of 656; the columns: of 528
+    "latent.write/bf16_528_planar",  # ue8m0: of 528; planar: 584
+    "latent.write/bf16_288",  # e2m1: of 352; a rotated part among the codes: of 528
+    "latent.write/bf16_rows_index",  # keys of an indexer: beside 656; rows: alone
 }
 
 
@@ -139,17 +150,20 @@ RECORDS_SPILLED = {False: 176, True: 256}
 BLACKWELL = [(arch, op, spec) for arch in catalog.ARCHS if arch not in sm90.ARCHS for op, spec in catalog.shipped(arch)]
 
 
-# Structures of Blackwell's prefill that others stand for without --all: other head dims with the same loops; a cache
-# of e4m3, which warps convert as they do NVFP4; and CTAs that share the keys of e4m3, as they do those of NVFP4, or
-# keys in a window, the bounds of which are those of tiles that share none.
+# Structures of Blackwell's prefill that others stand for, also in all modes: other head dims with the same loops; a
+# cache of e4m3, which warps convert as they do NVFP4; and CTAs that share the keys of e4m3, as they do those of NVFP4,
+# or keys in a window, the bounds of which are those of tiles that share none.
 ALIKE = {
     (128, False), (192, False), ("e4m3", 128), ("shares", "bf16", "e4m3", 64, False),
     ("shares", "e4m3", "e4m3", 128, False), ("shares", "bf16", "bf16", 128, True),
 }  # fmt: skip
 
+# Structures that only --all compiles: NVFP4 in tiles of their own, which warps convert as they do with shared keys;
+# pages of any size and skip-softmax, which Hopper's kernels have.
+RARE = {("nvfp4", 64), "gathers", "skips"}
 
-# A kernel of Blackwell with a custom mask of bits, which those of a structure lack: it runs its first case. Ranges move
-# bounds, in code that Hopper's kernel runs.
+
+# A kernel of Blackwell with a custom mask of bits, which those of a structure lack; only --all compiles it.
 MASKED = [
     (arch, op, spec) for arch, op, spec in BLACKWELL
     if (arch, op) == ("sm_100a", "attention.sm100") and (spec.q, spec.dims) == ("bf16", (64, 64))
@@ -174,7 +188,11 @@ def covering() -> list[tuple[str, str, Any]]:
     return found
 
 
-COVERING = covering()
+REPEATED = covering()  # which --all runs in all modes
+COVERING = [  # which compile without --all
+    kernel for kernel in REPEATED
+    if kernel not in MASKED and not (kernel[1] == "attention.sm100" and structure(kernel[2]) in RARE)
+]  # fmt: skip
 
 # The kernels of COVERING that run, without --all, in a second simulator mode besides `eager`: (case, mode), 4 to 11
 # seconds each; `random` takes three times as long. They cover pipelines with two halves, with alternating blocks and

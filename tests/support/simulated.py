@@ -16,11 +16,10 @@ from tests.sim import coverage, launcher, memo, workloads
 from tests.sim.pool import pool
 from tests.support.kernels import (
     BLACKWELL,
-    COVERING,
     LATER,
-    MASKED,
     ORDERED,
     REORDERED,
+    REPEATED,
     RESIZED,
     SHIPPED,
     TWINS,
@@ -122,17 +121,17 @@ def problems_elsewhere(label: str, everything: bool) -> list[str]:
     """Return the errors of a kernel of another architecture.
 
     One kernel of each structure also runs in other modes: all cases, or those of `ORDERED`. In them every ring of a
-    pipeline wraps around. Without `everything`, kernels that are not in WHOLE run every second case, and one with a
-    custom mask or of an op that Hopper has, too, its first case.
+    pipeline wraps around. Without `everything`, kernels that are not in WHOLE run every second case, and one of an op
+    that Hopper has, too, its first case.
     """
     kernel = arch, op, spec = ELSEWHERE[label]
     found: list[str] = []
     cases = workloads.CASES[family_of(op)](spec)
     if not everything:
-        few = kernel in MASKED or op != "attention.sm100"
+        few = op != "attention.sm100"
         cases = cases[:1] if few else cases if (arch, spec.name) in WHOLE else cases[::2]
     eager, bits = in_eager(found, kernel, cases, everything)
-    if not found and kernel in COVERING and (everything or (arch, spec.name) in WHOLE):
+    if not found and kernel in REPEATED and (everything or (arch, spec.name) in WHOLE):
         found += unwrapped(eager) if op == "attention.sm100" else []
         others = MODES[1:] if eager.counts else ("random",)
         named = ORDERED.get((arch, spec.name))
