@@ -276,7 +276,7 @@ class LaunchPlan:
             flat[slots.counters], flat[slots.counter_base] = scratch.launch_counter(self.device, capturing)
             if self.lists is not None:
                 flat[slots.mask_blocks] = self.lists.empty(call, q)
-        elif self.most_tokens(call, tokens) * factor * factor >= checks.MOST_ROWS:
+        elif tokens * factor * factor >= checks.MOST_ROWS and self.has_too_many_rows(call, tokens):
             raise _too_many_rows(call, f"{tokens} tokens of {self.heads} heads", "tokens of a request x {0} x {0}")
         elif self.split_keys:
             splits = tiles * self.cluster * (-(-checks.most_keys(call) // self.split_keys) or 1)
@@ -286,11 +286,13 @@ class LaunchPlan:
             shared = scratch.split_scratch(self, capturing)
             flat[slots.o_partial], flat[slots.counters], flat[slots.counter_base] = shared
 
-    def most_tokens(self, call: AttentionCall, tokens: int) -> int:
-        """Return the most tokens that a request may have: all, if their numbers are on the device."""
+    def has_too_many_rows(self, call: AttentionCall, tokens: int) -> bool:
+        """Return whether a request may have more rows than kernels divide: all, if their numbers are on the device."""
         if self.shared is not None:
-            return self.shared.size
-        return tokens if call.requests.cu_seqlens_q is not None else call.max_q_len
+            tokens = self.shared.size
+        elif call.requests.cu_seqlens_q is None:
+            tokens = call.max_q_len
+        return tokens * self.pack_factor**2 >= checks.MOST_ROWS
 
     def given_output(self, call: AttentionCall, q: torch.Tensor, out: Any) -> Any:
         """Return the caller's output with the shape of the call, after a check that it overlaps nothing."""
