@@ -117,13 +117,14 @@ def test_slots_past_the_integers_of_fp32():
     assert torch.equal(out[:, 0, 0], cache[slots.flatten().long(), 0, 0, : cases.VALUES])
 
 
-def test_a_key_that_has_most_of_a_row_is_not_rounded():
-    """The block that is computed first has one key that counts, and the other block one that counts more, by up to
-    2^8. If the row's maximum lagged behind, P of that key would be rounded, and a third of the outputs with it."""
-    keys, heads = 128, 15
+@pytest.mark.parametrize(("first", "largest"), [(200, 70), (150, 3)])
+def test_a_key_that_has_most_of_a_row_is_not_rounded(first, largest):
+    """A block has one key that counts, and the next block of the same warpgroup one that counts more, by up to 2^8. If
+    the row's maximum lagged behind, P of that key would be rounded, and a third of the outputs with it."""
+    keys, heads = 256, 15
     cache = torch.randn(1, keys, 1, 576).bfloat16()
     cache[..., cases.VALUES :], cache[0, :, 0, -1] = 0.0, -64.0
-    cache[0, 3, 0, -1], cache[0, 70, 0, -1] = 1.0, 0.0
+    cache[0, largest, 0, -1], cache[0, first, 0, -1] = 1.0, 0.0
     q = torch.zeros(1, 1, heads, 576).bfloat16()
     q[..., -1] = (torch.arange(1, heads + 1) / 2 / cases.SCALE * math.log(2.0)).bfloat16()
     slots = torch.arange(keys, dtype=torch.int32).view(1, 1, keys)

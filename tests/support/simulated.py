@@ -1,6 +1,7 @@
 """Work of the processes of test_ptxsim_kernels.py: kernels and features by label, and the errors of each."""
 
-from collections.abc import Callable
+from collections import defaultdict
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from itertools import product
 from typing import Any
@@ -103,6 +104,14 @@ def in_other_modes(
             found.append(f"{case.name}, {mode}: bits depend on the order in which things happen")
 
 
+def turns_of(labels: Sequence[str]) -> dict[str, int]:
+    """Number kernels within their op, so that those of one op do not decide what those of others run."""
+    each: defaultdict[str, list[str]] = defaultdict(list)
+    for label in labels:
+        each[SHIPPED[label][0]].append(label)
+    return {label: turn for some in each.values() for turn, label in enumerate(some)}
+
+
 def dealt(cases: list[Any], modes: tuple[str, ...], turn: int | None) -> list[tuple[Any, str]]:
     """Return the case and the mode that the `turn`-th kernel runs besides `eager`; none for other kernels. The cases
     behind the first FEW have many tiles."""
@@ -173,7 +182,7 @@ class Simulations:
     def __init__(self, labels: list[str], everything: bool):
         self.everything, self.processes = everything, pool()
         self.futures: dict[str, Future[list[str]]] = {}
-        turns = {label: turn for turn, label in enumerate(structures())}
+        turns = turns_of(structures())
         for label in sorted(labels, key=lambda label: label not in turns):  # the longest work first
             if label in FEATURES:
                 self.submit(problems_of_feature, label)
