@@ -39,7 +39,6 @@ ONE_LANE = (
     "carry the order of the other lanes over that one arrival (`tools.sanitize.minimal`, `one_arrives`)"
 )
 SCORES_APART = r"attention_sm90__\w*o2a(?:c2)?_\d+(?=\+)"  # kernels in which a warpgroup of its own computes the scores
-IN_TURN = r"attention_sm90__\w*o2t_\d+(?=\+)"  # kernels in which two warpgroups compute them in turn
 # The only place that excuses a report.
 EXPECTED = (
     Expected("racecheck", pair("(?:Error|Warning)", "Write", "Read", "attention_(?:decode|latent|sm90)__"), ONE_LANE),
@@ -51,14 +50,6 @@ EXPECTED = (
         "MMA, one lane arrives at the mbarrier of `scores.pipe`, and the warps of `scoring.score` wait for it before "
         "they write those of a later block or tile; racecheck does not carry the order of the other lanes over that "
         "one arrival (`tools.sanitize.minimal`, `one_arrives`)",
-    ),
-    Expected(
-        "racecheck",
-        pair("Error", "Read", "Write", IN_TURN),
-        "the warps of a warpgroup read maxima and sums of rows (`turns.follow_rows`) and arrive at the named barrier "
-        "at which those of the other one wait before they write those of the next block (`turns.tell_rows`); racecheck "
-        "does not carry the order over an arrival of warps that do not wait (`tools.sanitize.minimal`, "
-        "`named_arrives`)",
     ),
     Expected(
         "racecheck",
