@@ -62,7 +62,7 @@ EIGHT_BITS = tuple(dtype for dtype, name in TYPES.items() if dtypes.BITS[name] =
 HEAD_SCALES: set[str] = set()  # public functions that accept one scale per query head
 OUTPUTS = (torch.float16, torch.bfloat16, E4M3)
 # Bound of products that kernels divide by the query heads of a KV head (`Divisor`): query heads times these, and, if
-# keys are split, query rows of a KV head times these
+# keys are split, the query rows that a request has for a KV head, times these
 MOST_ROWS = 1 << 30
 MOST_KEYS = 1 << 30  # bound of the keys of a request, which kernels count in 32 bits
 TMA_BYTES = 16  # alignment of a TMA descriptor's base address and of every stride except the last

@@ -287,7 +287,8 @@ class LaunchPlan:
             flat[slots.o_partial], flat[slots.counters], flat[slots.counter_base] = shared
 
     def has_too_many_rows(self, call: AttentionCall, tokens: int) -> bool:
-        """Return whether a request may have more rows than kernels divide: all, if their numbers are on the device."""
+        """Return whether a request may have more rows than kernels divide exactly. If only the device knows how many
+        tokens each request has, one may have all `tokens`."""
         if self.shared is not None:
             tokens = self.shared.size
         elif call.requests.cu_seqlens_q is None:
