@@ -184,7 +184,7 @@ def engine(args: argparse.Namespace) -> None:
     folder, run = args.results or results.FOLDER, bench.Workers(args.logs)
     for name in each_of(bench.CASES, args.cases):
         with bench.exit_on_sigterm():
-            rows, figures = bench.measure(name, providers_of(args), env, args.passes, args.rounds, run)
+            rows, figures = bench.measure(name, providers_of(args), env, args.passes, args.rounds, run, args.together)
         results.append(folder / f"{env.gpu}.csv", rows)
         results.append(folder / "engines" / f"{env.gpu}.csv", figures)
         for row in rows:
@@ -284,6 +284,7 @@ VERBS: dict[str, tuple[Callable[[argparse.Namespace], None], Options]] = {  # na
     "engine": (engine, PROVIDERS | LOGS | {
         "cases": ("engine-vllm-llama8b-b64-c8k-bf16", CASES), "passes": (3, "timed passes of each process"),
         "rounds": (1, "processes of each provider; odd rounds in the reverse order"),
+        "together": (1, "engines that start side by side and then have their passes in turn"),
     }),
     "engine-error": (engine_error, PROVIDERS | LOGS | {
         "cases": ("engine-vllm-tiny-llama-bf16", CASES), "jobs": (1, "processes that run side by side"),

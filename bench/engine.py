@@ -12,7 +12,9 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,7 +23,7 @@ from typing import Any
 
 from .cases.engine import CASES
 from .engine_backends import BACKENDS, OTHER_CACHE, OURS, has_backend
-from .engine_worker import MARK
+from .engine_worker import MARK, TURNS
 from .results import EngineRow, Environment, ResultRow, with_ratios
 
 PROVIDERS = tuple(dict.fromkeys(p for providers in BACKENDS.values() for p in providers))
@@ -82,10 +84,11 @@ def exit_on_sigterm() -> Iterator[None]:
 
 
 class Workers:
-    """Starts worker processes. logs: a folder for what they print, or "". module: what they run."""
+    """Starts worker processes. logs: a folder for what they print, or "". module: what they run. turns: the folder of
+    `engine_worker.Turns`, or "" if they need not wait for each other."""
 
-    def __init__(self, logs: str = "", module: str = "bench.engine_worker") -> None:
-        self.logs, self.module = logs, module
+    def __init__(self, logs: str = "", module: str = "bench.engine_worker", turns: str = "") -> None:
+        self.logs, self.module, self.turns = logs, module, turns
         self._running: set[int] = set()
 
     def __call__(self, case: str, provider: str, passes: int) -> dict[str, Any] | None:
@@ -93,6 +96,7 @@ class Workers:
         process = subprocess.Popen(
             [sys.executable, "-m", self.module, case, provider, str(passes)],
             stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, errors="replace", start_new_session=True,
+            env=os.environ | {TURNS: self.turns},
         )  # fmt: skip
         self._running.add(process.pid)
         try:
@@ -103,6 +107,8 @@ class Workers:
         finally:
             end_group(process.pid)  # engines have processes of their own, which hold the GPU's memory
             self._running.discard(process.pid)
+            if self.turns:  # a worker that has failed keeps no other one waiting
+                Path(self.turns, provider).unlink(missing_ok=True)
         if self.logs:
             Path(self.logs).mkdir(parents=True, exist_ok=True)
             Path(self.logs, f"{case}.{provider}.log").write_text(out + err)
@@ -116,29 +122,54 @@ class Workers:
         found: dict[str, Any] = json.loads(lines[-1].removeprefix(MARK))
         return found
 
+    def in_turn(self, case: str, providers: tuple[str, ...], passes: int) -> list[dict[str, Any] | None]:
+        """Run workers that start side by side, and then use the GPU in turn, pass by pass. Return their results."""
+        with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(len(providers)) as pool:
+            for provider in providers:
+                Path(folder, provider).touch()
+            workers = Workers(self.logs, self.module, folder)
+            try:
+                return list(pool.map(lambda provider: workers(case, provider, passes), providers))
+            finally:
+                workers.end()
+
     def end(self) -> None:
         """Kill all workers that run."""
         for pid in list(self._running):
             end_group(pid)
 
 
+def results_of(
+    name: str, providers: tuple[str, ...], passes: int, rounds: int, run: Run, together: int
+) -> dict[str, list[dict[str, Any]]]:
+    """Run the workers of a case. Return what each provider's printed, and print a line about each of them."""
+    found: dict[str, list[dict[str, Any]]] = {}
+    for i in range(rounds):
+        order = providers[:: -1 if i % 2 else 1]
+        for first in range(0, len(order), together):
+            some = order[first : first + together]
+            results = run.in_turn(name, some, passes) if isinstance(run, Workers) and len(some) > 1 else [
+                run(name, provider, passes) for provider in some
+            ]  # fmt: skip
+            for provider, result in zip(some, results):
+                if result is not None:
+                    print(f"  {describe(provider, result)}", flush=True)
+                    found.setdefault(provider, []).append(result)
+    return found
+
+
 def measure(
-    name: str, providers: tuple[str, ...], env: Environment, passes: int = 3, rounds: int = 1, run: Run | None = None
-) -> tuple[list[ResultRow], list[EngineRow]]:
+    name: str, providers: tuple[str, ...], env: Environment, passes: int = 3, rounds: int = 1, run: Run | None = None,
+    together: int = 1,
+) -> tuple[list[ResultRow], list[EngineRow]]:  # fmt: skip
     """Return the rows of a case: times per output token, and all figures.
 
     providers: empty for all that run the case. rounds: each runs that often, odd rounds in the reverse order; its row
-    is the median run.
+    is the median run. together: engines that start side by side if the GPU has memory for so many, and then have their
+    passes in turn; 1: each one starts when the one before has ended.
     """
-    case, run = CASES[name], run or Workers()
-    providers = chosen(name, providers)
-    found: dict[str, list[dict[str, Any]]] = {}
-    for i in range(rounds):
-        for provider in providers[:: -1 if i % 2 else 1]:
-            result = run(name, provider, passes)
-            if result is not None:
-                print(f"  {describe(provider, result)}", flush=True)
-                found.setdefault(provider, []).append(result)
+    case = CASES[name]
+    found = results_of(name, chosen(name, providers), passes, rounds, run or Workers(), together)
     reference = reference_of(found)
     same = {p: agreement(r[0]["answers"], found[reference][0]["answers"]) for p, r in found.items() if reference}
     limit = allowed(case.kv, [a for p, a in same.items() if p not in OURS and p != reference])

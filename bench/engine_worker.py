@@ -4,6 +4,7 @@ The engine is real; its weights are random, seeded by the name of each parameter
 have, so that a wrong attention shows in the logits. The line says what `main` calls `result`.
 """
 
+import fcntl
 import json
 import os
 import statistics
@@ -12,6 +13,7 @@ import tempfile
 import time
 import zlib
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -23,6 +25,7 @@ from .timing import quantile
 
 MARK = "engine: "  # begins the line with the result
 FOLDER = "CUTE_KERNELS_BENCH_MODEL"  # environment variable: where config.json is
+TURNS = "CUTE_KERNELS_BENCH_TURNS"  # environment variable: the folder of `Turns`
 GAINS = {"qkv_proj": 1.5, "q_proj": 1.5, "q_b_proj": 2.0, "k_proj": 1.5, "v_proj": 1.5, "lm_head": 4.0}
 
 
@@ -144,7 +147,7 @@ def vllm_arguments(case: EngineCase, backend: str) -> dict[str, Any]:
     sizes = [n * (case.drafts + 1) for n in case.graph_sizes]
     found: dict[str, Any] = {
         "load_format": "dummy", "dtype": "bfloat16", "attention_backend": backend, "tensor_parallel_size": case.gpus,
-        "kv_cache_memory_bytes": case.memory, "gpu_memory_utilization": 0.92 if case.layers is None else 0.2,
+        "kv_cache_memory_bytes": case.memory, "gpu_memory_utilization": 0.2,  # what must be free; no more than that
         "max_num_batched_tokens": case.batched, "enable_chunked_prefill": True,
         "max_num_seqs": case.most_requests, "max_model_len": case.longest,
         "kv_cache_dtype": "auto" if case.kv == "bf16" else case.kv, "enable_prefix_caching": case.cached,
@@ -300,12 +303,39 @@ def repeats(
     }
 
 
-def observe(engine: RunningEngine, case: EngineCase, passes: int) -> dict[str, Any]:
+class Turns:
+    """Lets engines that have started side by side use the GPU one after the other. folder: has a file per worker that
+    has not started, and the file `lock`; "": this worker is alone."""
+
+    def __init__(self, folder: str = "") -> None:
+        self.folder = Path(folder) if folder else None
+
+    def await_others(self, own: str) -> None:
+        """Wait until all workers have started. own: the name of this one's file."""
+        if self.folder:
+            (self.folder / own).unlink(missing_ok=True)
+            while any(f.name != "lock" for f in self.folder.iterdir()):
+                time.sleep(0.1)
+
+    @contextmanager
+    def turn(self) -> Iterator[None]:
+        """Have the GPU alone. Another worker that waits for it is next."""
+        if not self.folder:
+            yield
+            return
+        with (self.folder / "lock").open("w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            yield
+        time.sleep(0.1)
+
+
+def observe(engine: RunningEngine, case: EngineCase, passes: int, turns: Turns) -> dict[str, Any]:
     """Return the answers to the prompts of the check, how many of them come again, and the figures of the passes, of
     which there may be none; before them, `warm` fills the prefix cache, and brings the clocks to where they stay.
     preempted: requests that were preempted in the check, if the cache is too small for it."""
     prompts = case.prompts(1, case.checked)
-    answers = engine.generate(prompts, case.checked_outputs, True)
+    with turns.turn():
+        answers = engine.generate(prompts, case.checked_outputs, True)
     result: dict[str, Any] = {
         "answers": [{"tokens": a.tokens, "logprobs": a.logprobs} for a in answers],
         "cache_tokens": engine.cache_tokens,
@@ -313,11 +343,15 @@ def observe(engine: RunningEngine, case: EngineCase, passes: int) -> dict[str, A
     if case.preempts:
         result["preempted"] = engine.preempted()
     if passes:
-        warm = timed(engine, case, 2)
-        found = [timed(engine, case, 2 if case.cached else 3 + i) for i in range(passes)]
+        found = []
+        for i in range(passes + 1):
+            with turns.turn():
+                found.append(timed(engine, case, 2 if case.cached else 2 + i))
+        warm = found.pop(0)
         middle = {key: statistics.median(p[key] for p in found) for key in found[0]}
         result |= {"warm": warm, "passes": found, "median": middle}
-    return result | {"repeats": repeats(engine, case, prompts, answers)}
+    with turns.turn():
+        return result | {"repeats": repeats(engine, case, prompts, answers)}
 
 
 def start(name: str, provider: str, folder: Path) -> tuple[Any, EngineCase]:
@@ -341,7 +375,9 @@ def main() -> None:
         begin = time.perf_counter()
         engine, case = start(name, provider, Path(folder))
         started = time.perf_counter() - begin
-        result = observe(engine, case, passes) | {"started_s": started}
+        turns = Turns(os.environ.get(TURNS, ""))
+        turns.await_others(provider)
+        result = observe(engine, case, passes, turns) | {"started_s": started}
     finish(result, engine)
 
 

@@ -144,6 +144,7 @@ def merge_blocks(
     lane, count, some = cute.arch.lane_idx(), w.split.num_splits, const_expr(AT_ONCE // at_once)
     own, quarter = lane // (COLUMNS // PIECE), lane % (COLUMNS // PIECE)
     row = ROWS * group + own
+    held = cutlass.min(own, rows - 1 - ROWS * group)  # of the row that this lane loads: a split has no others
     acc, pieces = (cute.make_rmem_tensor((PIECE, n), Float32) for n in (at_once, AT_ONCE))
     lses = cute.make_rmem_tensor(some, Float32)
     acc.fill(0.0)
@@ -151,9 +152,9 @@ def merge_blocks(
     while base < count:
         for j in cutlass.range_constexpr(some):  # past the last split, that one is loaded again
             slot = stream_k.slot_of(spec, a, w, cutlass.min(base + j, count - 1))
-            lses[j] = lses_of(spec, a, slot)[row]
+            lses[j] = lses_of(spec, a, slot)[ROWS * group + held]
             for i in cutlass.range_constexpr(at_once):
-                source = blocks_of(spec, a, slot)[None, own, first + i, group]
+                source = blocks_of(spec, a, slot)[None, held, first + i, group]
                 copy.vector(cute.local_tile(source, (PIECE,), (quarter,)), pieces[None, some * i + j])
         new_max = row_max
         for j in cutlass.range_constexpr(some):

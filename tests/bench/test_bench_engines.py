@@ -3,6 +3,7 @@ wrong answers and failed loads get no row."""
 
 import sys
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -135,13 +136,47 @@ def test_answers_that_come_again(stub, equal):
 def test_a_worker_counts_preemptions():
     """A worker without timed passes has no figures of them."""
     name = "engine-vllm-tiny-dsv32-kv656-preempted"
-    found = engine_worker.observe(Stub(), CASES[name], 0)
+    found = engine_worker.observe(Stub(), CASES[name], 0, engine_worker.Turns())
     assert found.keys() == {"answers", "cache_tokens", "preempted", "repeats"} and found["preempted"] == 5
     assert len(found["answers"]) == 32 and found["repeats"] == dict.fromkeys(KINDS, 32)
     assert engine.repeated(found).endswith(
         "of 32 answers, equal: 32 again, 32 alone, 32 mixed, 32 resumed, after 5 preemptions"
     )
-    assert "preempted" not in engine_worker.observe(Stub(), SMALL, 1)
+    assert "preempted" not in engine_worker.observe(Stub(), SMALL, 1, engine_worker.Turns())
+
+
+WORKER = """
+import os, sys, time
+from pathlib import Path
+from bench.engine_worker import MARK, TURNS, Turns
+
+name, log, turns = sys.argv[2], Path(sys.argv[1]), Turns(os.environ[TURNS])
+if name == "broken":
+    sys.exit(1)
+time.sleep(0.3 * (name == "late"))
+with log.open("a") as file:
+    print("started", name, file=file, flush=True)
+    turns.await_others(name)
+    for i in range(3):
+        with turns.turn():
+            print("begin", name, i, file=file, flush=True)
+            time.sleep(0.05)
+            print("end", name, i, file=file, flush=True)
+print(MARK + "{}")
+"""
+
+
+def test_workers_that_start_together_have_turns(tmp_path, monkeypatch):
+    """No pass begins before all have started, no two run at once, and a worker that fails keeps none waiting."""
+    (tmp_path / "turning.py").write_text(WORKER)
+    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:{Path.cwd()}")
+    log, names = tmp_path / "log", ("early", "late", "broken")
+    assert engine.Workers(module="turning").in_turn(str(log), names, 3) == [{}, {}, None]
+    lines = [line.split() for line in log.read_text().splitlines()]
+    assert sorted(lines[:2]) == [["started", "early"], ["started", "late"]]
+    for begin, end in zip(lines[2::2], lines[3::2], strict=True):
+        assert (begin[0], end[0]) == ("begin", "end") and begin[1:] == end[1:]
+    assert len(lines) == 2 + 2 * 2 * 3
 
 
 def small_case(monkeypatch, model, **more):

@@ -7,7 +7,7 @@ import torch
 
 import wrappers
 from bench.cases import mla as cases
-from bench.cases.mla import MlaCase
+from bench.cases.mla import MlaCase, MlaInputs
 from tests.support.gpu import CUDA, feature
 from tools import matrix
 
@@ -305,12 +305,14 @@ def test_slots_past_the_integers_of_fp32():
 
 def test_a_prompt_of_70000_tokens():
     """Queries and outputs past 2^32 elements, with tokens x heads x heads past 2^30."""
-    tokens, heads, rows = 70_000, 128, 300
-    q = torch.empty(tokens, heads, 576, dtype=torch.bfloat16, device=CUDA).normal_()
-    kv = torch.randn(rows, 1, 576, device=CUDA).bfloat16()
-    slots = torch.randint(-1, rows, (tokens, 1, 70), dtype=torch.int32, device=CUDA)
-    found = wrappers.flash_mla_sparse_fwd(q, kv, slots, cases.SCALE)
-    some = torch.tensor([0, 32_767, 32_768, 58_254, 58_255, tokens - 1], device=CUDA)
-    want = wrappers.flash_mla_sparse_fwd(q[some].cpu(), kv.cpu(), slots[some].cpu(), cases.SCALE)
-    for x, y in zip(found, want, strict=True):
-        torch.testing.assert_close(x[some].cpu(), y, atol=2e-2, rtol=2e-2)
+    case = MlaCase("sparse_fwd", lens=(300,), heads=128, rows=70_000, page_size=300, chosen=70)
+    q = torch.empty(1, case.rows, case.heads, case.dim, dtype=torch.bfloat16, device=CUDA).normal_()
+    cache = torch.randn(1, 300, case.dim, device=CUDA).bfloat16()
+    slots = torch.randint(-1, 300, (1, case.rows, case.chosen), dtype=torch.int32, device=CUDA)
+    table, lens = torch.tensor([[0], [300]], dtype=torch.int32, device=CUDA)
+    given = MlaInputs(q, cache, table[None], lens, None, slots)
+    out, *stats = cases.call(case, given)
+    some = torch.tensor([0, 32_767, 32_768, 58_254, 58_255, case.rows - 1], device=CUDA)
+    found = out[:, some], *(x[..., some] for x in stats)
+    few = replace(case, rows=len(some))
+    assert cases.error(few, found, cases.expected(few, given._replace(q=q[:, some], slots=slots[:, some]))) <= 1.0
