@@ -4,6 +4,8 @@ A row that does not exist becomes zeros. The factors of a planar record are copi
 right behind their row.
 """
 
+from typing import Any, NamedTuple
+
 import cutlass
 import cutlass.cute as cute
 from cutlass import Int32, Int64, Uint32, const_expr
@@ -20,7 +22,7 @@ from .gather import prefetch_pages as prefetch_pages
 from .pages import KVBlock, LoadTarget
 from .record_rows import part_sizes, place_of, sources
 
-LANES, AT_ONCE = 32, 8  # rows of a block that a warp has, and that it copies at a time
+LANES, AT_ONCE = 32, 8  # of a warp; rows that it copies at a time
 PIECE = 16  # bytes
 
 
@@ -29,6 +31,17 @@ def operand(spec, parts, shape, stages):
     n, pitch = shape
     layout = cute.make_layout((n, pitch, stages), stride=(pitch, 1, n * pitch))
     return GatherOperand(parts, layout, quotient_params(cutlass.max(parts[0].shape[2], 1)))
+
+
+class BulkRows(NamedTuple):
+    """Where a load warp copies its rows of a block to. count: how many. every: all of them exist. stage: the address of
+    the first one. pitch: bytes from a row to the next. barrier: the address of the mbarrier."""
+
+    count: Any
+    every: Any
+    stage: Int32
+    pitch: Any
+    barrier: Int32
 
 
 def arrivals(spec):
@@ -64,26 +77,27 @@ def fill_from(
     sequence_pages: pages.SequencePages, at: KVBlock,
 ):  # fmt: skip
     """Do the work of `fill` for a block of one cache."""
-    assert spec.tile.n == LANES * spec.tile.load_warps
+    assert gather.most_rows(spec) <= LANES
     (parts, form, _), ring, pitch = source, into.ring, const_expr(cute.size(into.smem, mode=[1]))
-    first = at.loader * LANES
+    first, count = gather.share(spec, at)
     place = place_of(spec, source, page_ids, 0, at.n_block * spec.tile.n + first + cute.arch.lane_idx())
     prefetch_pages(spec, page_ids, sequence_pages, at._replace(n_block=at.next_n_block))
     starts = [select(place.exists, start, Int64(NO_ROW)) for start in place.starts]
     rows = cute.arch.popc(cute.arch.vote_ballot_sync(place.exists))
-    sizes = const_expr(part_sizes(source))
+    sizes, most = const_expr(part_sizes(source)), const_expr(gather.most_rows(spec))
     pipeline.producer_acquire(ring, at.item)
     cute.arch.fence_proxy("async.shared", space="cta")  # behind zeros that lie where rows are copied to
     stage = into.smem.iterator.toint() + (pipeline.stage(ring, at.item) * spec.tile.n + first) * pitch
     barrier = pipeline.full_barrier(ring, at.item)
+    to = BulkRows(count, rows == count, stage, pitch, barrier.toint())
     if const_expr(len(sizes) == 1):
-        copy_rows(sizes, starts, stage, pitch, barrier.toint())
+        copy_rows(most, sizes, starts, to)
     elif are_joined(parts):
-        copy_rows([sum(sizes)], starts[:1], stage, pitch, barrier.toint())
+        copy_rows(most, [sum(sizes)], starts[:1], to)
     else:
-        copy_rows(sizes, starts, stage, pitch, barrier.toint())
+        copy_rows(most, sizes, starts, to)
     mine = stage + cute.arch.lane_idx() * pitch
-    if not place.exists:
+    if not place.exists and cute.arch.lane_idx() < count:
         for byte in cutlass.range(0, const_expr(sum(sizes) + form.factor_row), PIECE, unroll=1):
             mma.store(mine + byte, [Uint32(0)] * 4)
     if const_expr(copies_factors(spec)):
@@ -110,19 +124,27 @@ def are_joined(parts):
 
 
 @cute.jit
-def copy_rows(
-    sizes: cutlass.Constexpr, starts: cutlass.Constexpr, stage: Int32, pitch: cutlass.Constexpr, barrier: Int32
-):
-    """Copy 32 rows, of which a lane has the addresses of all parts. One lane starts all copies: the hardware takes
-    their addresses from uniform registers, so that lanes would take turns. sizes: bytes of the parts."""
-    for row in cutlass.range(0, LANES, AT_ONCE, unroll=1):
-        for part in cutlass.range_constexpr(len(sizes)):
-            some = [cute.arch.shuffle_sync(starts[part], row + i) for i in range(AT_ONCE)]
-            with cute.arch.elect_one():
-                for i in cutlass.range_constexpr(AT_ONCE):
-                    if some[i] >= 0:
-                        target = stage + (row + i) * pitch + const_expr(sum(sizes[:part]))
-                        copy_row(target, some[i], sizes[part], barrier)
+def copy_rows(most: cutlass.Constexpr, sizes: cutlass.Constexpr, starts: cutlass.Constexpr, to: BulkRows):
+    """Copy rows of which a lane has the addresses of all parts, negative if there is no row. One lane starts all
+    copies: the hardware takes their addresses from uniform registers, so that lanes would take turns. most: rows of a
+    warp. sizes: bytes of the parts."""
+    if to.every and const_expr(len(sizes) == 1):
+        # without branches, the way of an address to a uniform register is hidden behind the copies before it
+        for row in cutlass.range_constexpr(0, most, AT_ONCE):
+            if row < to.count:
+                some = [cute.arch.shuffle_sync(starts[0], row + i) for i in range(AT_ONCE)]
+                with cute.arch.elect_one():
+                    for i in cutlass.range_constexpr(AT_ONCE):
+                        copy_row(to.stage + (row + i) * to.pitch, some[i], sizes[0], to.barrier)
+    else:
+        for row in cutlass.range(0, to.count, AT_ONCE, unroll=1):
+            for part in cutlass.range_constexpr(len(sizes)):
+                some = [cute.arch.shuffle_sync(starts[part], row + i) for i in range(AT_ONCE)]
+                with cute.arch.elect_one():
+                    for i in cutlass.range_constexpr(AT_ONCE):
+                        if some[i] >= 0:
+                            target = to.stage + (row + i) * to.pitch + const_expr(sum(sizes[:part]))
+                            copy_row(target, some[i], sizes[part], to.barrier)
 
 
 def copy_row(target, source, size, barrier):

@@ -56,7 +56,7 @@ class RowPageIds(NamedTuple):
 
 def page_id_cache(spec, op):
     """Allocate the `RowPageIds` of an operand, of the rows that a load warp loads."""
-    return page_ids_of(spec, op, (spec.tile.n // spec.tile.load_warps + 31) // 32)
+    return page_ids_of(spec, op, (most_rows(spec) + 31) // 32)
 
 
 def page_ids_of(spec, op, count):
@@ -67,13 +67,24 @@ def page_ids_of(spec, op, count):
     return found
 
 
+def most_rows(spec):
+    """Return the number of rows of a block that a load warp has; the last warp may have fewer."""
+    return -(-spec.tile.n // spec.tile.load_warps // 8) * 8
+
+
+def share(spec, at: KVBlock):
+    """Return the first row of a block that this load warp has, and how many it has."""
+    first, count = at.loader * most_rows(spec), most_rows(spec)
+    return first, count if spec.tile.n % count == 0 else cutlass.min(count, spec.tile.n - first)
+
+
 @cute.jit
 def prefetch_pages(spec: cutlass.Constexpr, page_ids: RowPageIds, sequence_pages: pages.SequencePages, at: KVBlock):
     """Look up the pages of a block, -1 past kv_len. The lookup completes while the warp copies the block before."""
-    count = const_expr(spec.tile.n // spec.tile.load_warps)
+    first, count = share(spec, at)
     for c in cutlass.range_constexpr(cute.size(page_ids.page)):
         inside = 32 * c + cute.arch.lane_idx()
-        row = at.n_block * spec.tile.n + at.loader * count + inside
+        row = at.n_block * spec.tile.n + first + inside
         page_ids.page[c] = page_of_row(spec, page_ids, sequence_pages, at.kv_len, row if inside < count else Int32(-1))
 
 

@@ -3,10 +3,13 @@ keys of requests by stream-K.
 
 | role     | warps | registers | waits for                                | signals                                   |
 | -------- | ----- | --------- | ---------------------------------------- | ----------------------------------------- |
-| load_k   | 2     | 56        | work_pipe full, k.pipe empty             | work_pipe empty, k.pipe full              |
-| schedule | 1     | 56        | work_pipe empty                          | work_pipe full                            |
-| score    | 4     | 168       | work_pipe, k.pipe full, scores.pipe empty| work_pipe empty, scores.pipe full         |
-| mma      | 8     | 144       | work_pipe, scores.pipe full              | work_pipe, scores.pipe, k.pipe empty      |
+| load_k   | 3     | 32 (56)   | work_pipe full, k.pipe empty             | work_pipe empty, k.pipe full              |
+| schedule | 1     | 32 (56)   | work_pipe empty                          | work_pipe full                            |
+| score    | 8 (4) | 96 (168)  | work_pipe, k.pipe full, scores.pipe empty| work_pipe empty, scores.pipe full         |
+| mma      | 8     | 128 (144) | work_pipe, scores.pipe full              | work_pipe, scores.pipe, k.pipe empty      |
+
+The score warps are two groups, which have blocks in turn. In parentheses: rows of 16 bits, of which shared memory holds
+two stages and a second group would have nothing to do.
 
 - work_pipe, 4 stages: a tile (`WorkTileInfo`).
 - k.pipe, `tile.stages` stages: the rows of a KV block, as they are stored. One bulk copy for each row completes it.

@@ -149,8 +149,11 @@ def store(spec: cutlass.Constexpr, a, s, acc_o: cute.Tensor, w: WorkTileInfo, ti
         row, total, top = row_of(k), Float32(0.0), -Float32.inf
         if w.n_block_max > w.n_block_min:
             top = s.scores.row_max[row, tile]
-            for each in cutlass.range_constexpr(SCORE_WARPS):
-                total += s.scores.row_sum[row, each, tile]
+            for group in cutlass.range_constexpr(spec.tile.groups):
+                part = Float32(0.0)
+                for each in cutlass.range_constexpr(SCORE_WARPS):
+                    part += s.scores.row_sum[row, each, group, tile]
+                total += part if const_expr(group == 0) else part * s.scores.last[row, tile]
         if row < left:
             store_row(spec, a, acc_o, w, k, row, top, total)
 

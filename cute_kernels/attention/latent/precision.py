@@ -73,9 +73,44 @@ def store_factors(spec, s, rows, first, stage, which):
     number in the block. Half of the lanes have a key each, and the other lanes have the other half of its factors."""
     form, lane = record_of(spec, which), cute.arch.lane_idx()
     row, count = rows + lane % KEYS * row_pitch(spec), -(-form.factors // 2)
+    if form.permuted:
+        store_words_of_factors(spec, s, row + form.factors_at, first + lane % KEYS, count, stage, form)
+        return
     for i in range(count):
         index = lane // KEYS * count + i
         s.scores.factors[first + lane % KEYS, index, stage] = stored_factor(form, row, index).to(cutlass.Uint16)
+
+
+def store_words_of_factors(spec, s, start, key, count, stage, form):
+    """Store this lane's half of the factors of e4m3 of a key, which begin at an address, four at a time."""
+    half, exponent = cute.arch.lane_idx() // KEYS, to_bf16.BELOW[form.codes] - RAISED
+    for i, word in enumerate(mma.load(start + half * count, count // 4)):
+        for j, two in enumerate(to_bf16.e4m3_words(word & Uint32(0x7F7F7F7F))):
+            both = to_bf16.multiply(to_bf16.multiply(two, to_bf16.EXACT["e4m3"]), to_bf16.power_pair(exponent))
+            for k in range(2):
+                index = half * count + 4 * i + 2 * j + k
+                s.scores.factors[key, index, stage] = (both >> (16 * k)).to(cutlass.Uint16)
+
+
+def held_factors(spec, which, rows):
+    """Return words of factors of e4m3 of keys g and g + 8, as they are stored: those of a lane's columns of all boxes,
+    of both halves of 32; None for other records."""
+    form, lane = record_of(spec, which), cute.arch.lane_idx()
+    if not form.permuted:
+        return None
+    at = rows + lane // 4 * row_pitch(spec) + form.factors_at + lane % 4 // 2 * 8
+    return [[mma.load(at + 8 * e * row_pitch(spec) + 16 * half, 2) for e in range(2)] for half in range(2)]
+
+
+def held_factor(form, words, box):
+    """Return the factor of a box among `held_factors`, times a power of two, as a bf16, twice."""
+    byte, exponent = box % 4, to_bf16.BELOW[form.codes] - RAISED
+    text = (
+        f"prmt.b32 {{$w0}}, {{$r0}}, 0, 0x4{byte}4{byte}; mul.lo.u32 {{$w0}}, {{$w0}}, 16; "
+        "and.b32 {$w0}, {$w0}, 0x07F007F0;"
+    )
+    bits = cute.arch.inline_ptx(text, write_only_types=[Uint32], read_only_args=[words[box // 4]])
+    return to_bf16.multiply(to_bf16.multiply(bits, to_bf16.EXACT["e4m3"]), to_bf16.power_pair(exponent))
 
 
 def factors_of(spec, s, key, index, stage):
@@ -93,15 +128,17 @@ def converted(code, word, order):
     return to_bf16.e4m3_words(word, order) if code == "e4m3" else to_bf16.e2m1_pairs(word)
 
 
-def key_operands(spec, which, section, rows, box):
-    """Yield the operands A of a box of K. rows: the address of 16 rows. A word of codes, which are neighbours, becomes
-    words of one or of two MMAs, see `query_words`."""
+def key_operands(spec, which, section, rows, box, held):
+    """Yield the operands A of a box of K. rows: the address of 16 rows. held: `held_factors`. A word of codes, which
+    are neighbours, becomes words of one or of two MMAs, see `query_words`."""
     form, lane, pairs = record_of(spec, which), cute.arch.lane_idx(), {}
 
     def factor(quarter, apart):
         """Return the factors of keys g and g + 8."""
         if not section.factored:
             return [Uint32(RAISED_PAIR)] * 2
+        if held is not None:
+            return [held_factor(form, held[quarter // 2][e], box) for e in range(2)]
         index = form.factor_index(box, quarter)
         if index not in pairs:
             own = index + apart * (form.factor_index(box, 1) - form.factor_index(box, 0))

@@ -3,17 +3,16 @@
 from ...device.roles import Role, Roles, launch_registers
 from .tile_table import SCORE_WARPS, WARPS
 
-REGISTERS = 56, 168, 144  # (load, score, mma)
+REGISTERS = {1: (56, 168, 144), 2: (32, 96, 128)}  # groups of score warps: (load, score, mma)
 
 
 def roles(spec) -> Roles:
     """Return the table of a kernel: name, warps, registers per thread, in the order of the warps."""
-    load, score, mma = REGISTERS
+    load, score, mma = REGISTERS[spec.tile.groups]
     return Roles.of(
         Role("load_k", spec.tile.load_warps, load),
         Role("schedule", 1, load),
-        Role("idle", 1, load),
-        Role("score", SCORE_WARPS, score),
+        Role("score", spec.tile.groups * SCORE_WARPS, score),
         Role("mma", WARPS, mma),
     )
 

@@ -1,8 +1,10 @@
 """The `score` role of few query rows over latents: from rows as they are stored to P.
 
 Keys are the M side of the MMAs, and query rows the N side, of which 8 are an MMA: S^T = K Q^T and O^T = V^T P^T. A
-score warp has 16 keys of a block, and an mma warp 64 columns of O for all keys (`mainloop`). `precision` makes
-operands of the rows. Where two caches have different records, the blocks of each have a loop of their own.
+score warp has 16 keys of a block, and an mma warp 64 columns of O for all keys (`mainloop`). Two groups of score warps
+have blocks in turn, so that the chain of a block, from its keys to P, runs beside that of the next one. Maxima pass
+from group to group, and each has sums of its own, which meet at the end of a tile. `precision` makes operands of the
+rows. Where two caches have different records, the blocks of each have a loop of their own.
 
 To follow the code: `score_warp` -> `score_tile` -> `score_block`.
 """
@@ -38,8 +40,8 @@ class LatentHandoff:
     """Shared memory between score and mma. p (words, lane, key tile, stage): the operand of O^T. factors (key, index,
     stage): of rows, in bf16, in the order in which they are stored. rescale (row, stage): factors by which O is
     multiplied before. pipe: of these stages. tops (row, warp, 2): maxima of rows over the keys of a score warp. row_max
-    (row, STATS), row_sum (row, warp, STATS): of the rows of a tile; row_max in log2 units, or -inf for a row without
-    keys."""
+    (row, STATS), row_sum (row, warp, group, STATS): of the rows of a tile; row_max in log2 units, or -inf for a row
+    without keys. Group 0 here is the one with the last block. last (row, STATS): the factor of the other one's sums."""
 
     p: cute.Tensor
     factors: cute.Tensor
@@ -48,14 +50,15 @@ class LatentHandoff:
     tops: cute.Tensor
     row_max: cute.Tensor
     row_sum: cute.Tensor
+    last: cute.Tensor
 
 
 def allocate(spec, smem) -> LatentHandoff:
     """Allocate `LatentHandoff`."""
     t = spec.tile
     p = cute.make_layout((2 * t.n_tiles, LANES, SCORE_WARPS, P_STAGES))
-    each = [(t.m, P_STAGES), (t.m, SCORE_WARPS, 2), (t.m, STATS), (t.m, SCORE_WARPS, STATS)]
-    rescale, tops, row_max, row_sum = (smem.allocate_tensor(Float32, cute.make_layout(x), 16) for x in each)
+    each = [(t.m, P_STAGES), (t.m, SCORE_WARPS, 2), (t.m, STATS), (t.m, SCORE_WARPS, t.groups, STATS), (t.m, STATS)]
+    rescale, tops, row_max, row_sum, last = (smem.allocate_tensor(Float32, cute.make_layout(x), 16) for x in each)
     return LatentHandoff(
         smem.allocate_tensor(Uint32, p, 16),
         smem.allocate_tensor(cutlass.Uint16, cute.make_layout((t.n, factors(spec), P_STAGES)), 16),
@@ -64,28 +67,30 @@ def allocate(spec, smem) -> LatentHandoff:
         tops,
         row_max,
         row_sum,
+        last,
     )
 
 
 @dataclass(frozen=True)
 class LatentFragments:
     """The registers of a score warp. Lane 4 g + t has rows 8 n + 2 t and 8 n + 2 t + 1 of MMA n. acc_s (4, n): of keys
-    g and g + 8. found: the slot of the warp's key lane % 16 of the next block.
-    scale: of the logits, in log2 units."""
+    g and g + 8. before, after: the maxima of rows before a block and with it. found: the slot of the warp's key
+    lane % 16 of its next block. scale: of the logits, in log2 units."""
 
     acc_s: cute.Tensor
     st: SoftmaxState
+    before: cute.Tensor
+    after: cute.Tensor
     tokens: cute.Tensor
     found: cute.Tensor
     scale: cute.Tensor
 
 
 class LatentScoreState(NamedTuple):
-    """The next items of the score role: kv, in k.pipe; p, in the pipeline of `LatentHandoff`; tile, of those with a
-    key."""
+    """The next items of the score role, whichever group has them: kv, in k.pipe and in the pipeline of `LatentHandoff`;
+    tile, of those with a key."""
 
-    kv: pipeline.PipelineState
-    p: Int32
+    kv: Int32
     tile: Int32
 
 
@@ -94,13 +99,39 @@ def warp_of(spec, role):
     return cute.arch.make_warp_uniform(cute.arch.warp_idx()) - roles(spec).first(role)
 
 
-def meet():
+def group_of(spec):
+    """Return the number of this score warp's group."""
+    return warp_of(spec, "score") // SCORE_WARPS
+
+
+def before_own(spec, item):
+    """Return how many blocks, from that of an item on, come before one of this group. Groups have items in turn."""
+    return (item + group_of(spec)) % spec.tile.groups if spec.tile.groups > 1 else 0
+
+
+def warp_in_group(spec):
+    """Return the index of this score warp in its group."""
+    return warp_of(spec, "score") % SCORE_WARPS
+
+
+def threads(spec):
+    """Return the number of score threads."""
+    return LANES * SCORE_WARPS * spec.tile.groups
+
+
+def meet(spec):
     """Wait for all score warps."""
-    cute.arch.barrier(barrier_id=NamedBarrier.SCORES, number_of_threads=LANES * SCORE_WARPS)
+    cute.arch.barrier(barrier_id=NamedBarrier.SCORES, number_of_threads=threads(spec))
+
+
+def meet_group(spec):
+    """Wait for the score warps of this group."""
+    cute.arch.barrier(barrier_id=NamedBarrier.WARPGROUP + group_of(spec), number_of_threads=LANES * SCORE_WARPS)
 
 
 # The score role: one iteration per tile, an inner one per KV block, highest block first.
-#   waits for   k.pipe (the rows of the block), the other score warps (maxima), and a free stage of P
+#   waits for   k.pipe (the rows of the block), the score warps of its group and of the block before (maxima), and a
+#               free stage of P
 #   computes    S^T of 16 keys, the maxima of rows over all keys of the block, P
 #   signals     the stage of P; mma frees the rows behind it
 @cute.jit
@@ -110,6 +141,8 @@ def score_warp(spec: cutlass.Constexpr, plan, s):
     r = LatentFragments(
         rmem((4, n), Float32),
         softmax.make(2 * n),
+        rmem(2 * n, Float32),
+        rmem(2 * n, Float32),
         rmem(2 * n, Int32),
         rmem(1, Int32),
         rmem(1, Float32),
@@ -118,7 +151,7 @@ def score_warp(spec: cutlass.Constexpr, plan, s):
     def one_tile(w, _, at):
         return score_tile(spec, plan, s, r, w, at)
 
-    work.for_each_tile(spec, s, one_tile, LatentScoreState(pipeline.initial_state(), Int32(0), Int32(0)))
+    work.for_each_tile(spec, s, one_tile, LatentScoreState(Int32(0), Int32(0)))
 
 
 @cute.jit
@@ -129,18 +162,21 @@ def score_tile(
     a = plan.args
     softmax.reset(r.st, 0.0)
     if w.n_block_max > w.n_block_min:
-        load_q(spec, a, s, w)
+        meet(spec)  # all have read Q of the tile before
+        if group_of(spec) == 0:
+            load_q(spec, a, s, w)
         for k in cutlass.range_constexpr(cute.size(r.tokens)):
             r.tokens[k] = geometry.token_of(w.m_block * spec.tile.m + row_of(k), geometry.pack_divisor(w))
-        look_up(spec, plan, r, w, w.n_block_max - 1)
+        look_up(spec, plan, r, w, w.n_block_max - 1 - before_own(spec, at.kv))
         r.scale[0] = softmax.device_scale(a.logits.softmax_scale_log2, a.logits.softmax_scale_ptr)
-        meet()
+        meet(spec)
         for i in cutlass.range_constexpr(len(records(spec))):
             which = const_expr(len(records(spec)) - 1 - i)
             first, last = blocks_of(spec, w, which)
-            for n_block in cutlass.range(last - 1, first - 1, -1, unroll=1):
-                at = score_block(spec, plan, s, r, w, at, n_block, which)
-        at = at._replace(tile=at.tile + 1)
+            begin = last - 1 - before_own(spec, at.kv + w.n_block_max - last)
+            for n_block in cutlass.range(begin, first - 1, const_expr(-spec.tile.groups), unroll=1):
+                score_block(spec, plan, s, r, w, at, n_block, which)
+        at = LatentScoreState(at.kv + w.n_block_max - w.n_block_min, at.tile + 1)
     return at
 
 
@@ -182,7 +218,7 @@ def load_q(spec: cutlass.Constexpr, a, s, w: WorkTileInfo):
                 load_sections(spec, a, token, head, sections, held[None, None, n])
         for n in cutlass.range_constexpr(n_tiles):
             for box in cutlass.range_constexpr(boxes):
-                step = const_expr(MMAS * box) + warp_of(spec, "score")
+                step = const_expr(MMAS * box) + warp_in_group(spec)
                 at = const_expr(which * LANES * q_words(spec) + 2 * n)
                 at += (step * LANES + cute.arch.lane_idx()) * const_expr(2 * n_tiles)
                 for part in cutlass.range_constexpr(2):
@@ -196,7 +232,7 @@ def load_sections(spec, a, token, head, sections, held):
             behind = BOX * box - spec.head_dim_vo
             q, column = (a.query.q, BOX * box) if behind < 0 else (a.query.q_rope, behind)
             address = memory.row_of(q, token, head) + column * (q.element_type.width // 8)
-            words = precision.query_words(section, address, q.element_type, warp_of(spec, "score"))
+            words = precision.query_words(section, address, q.element_type, warp_in_group(spec))
             held[0, box], held[1, box] = words
 
 
@@ -205,7 +241,7 @@ def look_up(spec: cutlass.Constexpr, plan, r: LatentFragments, w: WorkTileInfo, 
     """Look up the slot of the warp's key lane % 16 of a block."""
     if const_expr(gather.has_slots(spec)):
         of = pages.of_sequence(plan.args, w.batch_idx, pages.K, w.sequence.extra)
-        row = n_block * spec.tile.n + KEYS * warp_of(spec, "score") + cute.arch.lane_idx() % KEYS
+        row = n_block * spec.tile.n + KEYS * warp_in_group(spec) + cute.arch.lane_idx() % KEYS
         r.found[0] = gather.page_of_row(spec, RowPageIds(r.found, None), of, w.sequence.kv_len, row)
 
 
@@ -219,29 +255,29 @@ def present(spec, plan, r: LatentFragments, w: WorkTileInfo, n_block):
 def score_block(
     spec: cutlass.Constexpr, plan, s, r: LatentFragments, w: WorkTileInfo, at: LatentScoreState, n_block: Int32,
     which: cutlass.Constexpr,
-) -> LatentScoreState:  # fmt: skip
-    """Compute P of a block into shared memory. which: the record of its rows. Return the state behind it."""
-    own, exist = warp_of(spec, "score"), Uint32(ALL)
+):  # fmt: skip
+    """Compute P of a block of this group into shared memory. which: the record of its rows."""
+    own, exist, item = warp_in_group(spec), Uint32(ALL), at.kv + w.n_block_max - 1 - n_block
     if const_expr(gather.has_slots(spec)):
         exist = present(spec, plan, r, w, n_block)
-        look_up(spec, plan, r, w, n_block - 1)
-    pipeline.consumer_wait(s.k.pipe, at.kv)
-    rows = precision.stage_of(spec, s, at.kv) + own * const_expr(KEYS * row_pitch(spec))
+        look_up(spec, plan, r, w, n_block - spec.tile.groups)
+    kv = pipeline.state_of(s.k.pipe, item)
+    pipeline.consumer_wait(s.k.pipe, kv)
+    rows = precision.stage_of(spec, s, kv) + own * const_expr(KEYS * row_pitch(spec))
     compute_scores(spec, s, r, rows, which)
     if const_expr(gather.has_slots(spec)):
         hide_missing(spec, r, exist)
     else:
         hide_unseen(spec, plan.args, r, w, n_block)
-    update_rows(spec, s, r, at.p % 2)
-    stage = pipeline.stage(s.scores.pipe, at.p)
-    pipeline.producer_acquire(s.scores.pipe, at.p)
+    update_rows(spec, s, r, w, item, n_block)
+    stage = pipeline.stage(s.scores.pipe, item)
+    pipeline.producer_acquire(s.scores.pipe, item)
     store_p(spec, s, r, stage)
     precision.store_factors(spec, s, rows, KEYS * own, stage, which)
-    if n_block == w.n_block_min:
-        store_stats(spec, s, r, at.tile % STATS)
+    if n_block < w.n_block_min + spec.tile.groups:
+        store_stats(spec, s, r, at.tile % STATS, n_block - w.n_block_min, w.n_block_max - w.n_block_min == 1)
     cute.arch.sync_warp()  # all lanes have written before one of them arrives
-    pipeline.producer_commit(s.scores.pipe, at.p)
-    return at._replace(kv=pipeline.next_item(s.k.pipe, at.kv), p=at.p + 1)
+    pipeline.producer_commit(s.scores.pipe, item)
 
 
 def compute_scores(spec, s, r: LatentFragments, rows, which):
@@ -249,9 +285,10 @@ def compute_scores(spec, s, r: LatentFragments, rows, which):
     n_tiles = spec.tile.n_tiles
     acc = cute.make_rmem_tensor((4, n_tiles, CHAINS), Float32)
     acc.fill(0.0)
+    held = precision.held_factors(spec, which, rows)
     for section in precision.sections_of(spec, which, spec.head_dim_qk):
         for box in range(section.first, section.first + section.boxes):
-            for i, keys in enumerate(precision.key_operands(spec, which, section, rows, box)):
+            for i, keys in enumerate(precision.key_operands(spec, which, section, rows, box, held)):
                 multiply(spec, s, acc, keys, MMAS * box + i, which)
     for n in range(n_tiles):
         for e in range(4):
@@ -285,7 +322,7 @@ def hide_unseen(spec: cutlass.Constexpr, a, r: LatentFragments, w: WorkTileInfo,
     if n_block >= w.n_block_full_max or n_block < w.n_block_full_min:
         seqlen = mask.seqlen_info(spec, a, w.sequence)
         rows = ScoreRows(r.tokens, w.sequence.q_start, seqlen, None)
-        first = n_block * spec.tile.n + KEYS * warp_of(spec, "score") + cute.arch.lane_idx() // 4
+        first = n_block * spec.tile.n + KEYS * warp_in_group(spec) + cute.arch.lane_idx() // 4
         mask.apply(spec, rows_view(r.acc_s), rows, ScoreCols(first, [0, 8]))
 
 
@@ -296,30 +333,55 @@ def rows_view(acc_s):
 
 
 @cute.jit
-def update_rows(spec: cutlass.Constexpr, s, r: LatentFragments, buffer: Int32):
-    """Bring the maxima of rows up to date with all warps' keys, rescale the sums of rows, and turn scores into
-    exponentials."""
-    view, st, scale = rows_view(r.acc_s), r.st, r.scale[0]
+def update_rows(spec: cutlass.Constexpr, s, r: LatentFragments, w: WorkTileInfo, item: Int32, n_block: Int32):
+    """Bring the maxima of rows up to date with the block before, if another group has it, and with all keys of this
+    one, rescale the sums of rows, and turn scores into exponentials."""
+    view, st, scale, in_turn = rows_view(r.acc_s), r.st, r.scale[0], const_expr(spec.tile.groups > 1)
+    buffer = group_of(spec) if in_turn else item % 2
+    r.before.store(st.row_max.load())
+    if in_turn:
+        if n_block < w.n_block_max - 1:
+            cute.arch.barrier(barrier_id=NamedBarrier.MAXIMA + 1 - buffer, number_of_threads=threads(spec))
+            take_maxima(s, r.before, 1 - buffer)
     for k in cutlass.range_constexpr(cute.size(r.tokens)):
         top = warp.reduce_across_quads(cute.arch.fmax(view[k, 0], view[k, 1]), cute.arch.fmax)
         if cute.arch.lane_idx() < 4:
-            s.scores.tops[row_of(k), warp_of(spec, "score"), buffer] = top
-    meet()
+            s.scores.tops[row_of(k), warp_in_group(spec), buffer] = top
+        r.after[k] = r.before[k]
+    if in_turn:
+        if n_block > w.n_block_min:  # the other group has the block behind this one
+            cute.arch.barrier_arrive(barrier_id=NamedBarrier.MAXIMA + buffer, number_of_threads=threads(spec))
+    meet_group(spec)
+    take_maxima(s, r.after, buffer)
     for k in cutlass.range_constexpr(cute.size(r.tokens)):
-        old, top = st.row_max[k], st.row_max[k]
-        for other in cutlass.range_constexpr(SCORE_WARPS):
-            top = cute.arch.fmax(top, s.scores.tops[row_of(k), other, buffer])
+        old, top = st.row_max[k], r.after[k]
         st.row_max[k] = top
         st.row_max_scaled[k] = Float32(0.0) if top == -Float32.inf else top * scale
-        st.acc_scale[k] = Float32(1.0) if top == old else softmax.exp2_scaled(old, scale, st.row_max_scaled[k])
-        st.row_sum[k] = st.row_sum[k] * st.acc_scale[k]
+        st.acc_scale[k] = factor_between(r.before[k], top, scale, st.row_max_scaled[k])
+        own = st.acc_scale[k]
+        if in_turn:
+            own = factor_between(old, top, scale, st.row_max_scaled[k])
+        st.row_sum[k] = st.row_sum[k] * own
         softmax.exp_and_sum(st, view, scale, st.row_max_scaled[k], k)
+
+
+def take_maxima(s, maxima: cute.Tensor, buffer):
+    """Bring maxima up to date with those of the warps of a group."""
+    for k in range(cute.size(maxima)):
+        for each in range(SCORE_WARPS):
+            maxima[k] = cute.arch.fmax(maxima[k], s.scores.tops[row_of(k), each, buffer])
+
+
+@cute.jit
+def factor_between(old: Float32, top: Float32, scale: Float32, scaled: Float32):
+    """Return the factor of sums that go from an old maximum to a new one. scaled: the new one, scaled."""
+    return Float32(1.0) if top == old else softmax.exp2_scaled(old, scale, scaled)
 
 
 @cute.jit
 def store_p(spec: cutlass.Constexpr, s, r: LatentFragments, stage: Int32):
     """Store P of the warp's keys as the operand of O^T, and the factors of O."""
-    own, lane = warp_of(spec, "score"), cute.arch.lane_idx()
+    own, lane = warp_in_group(spec), cute.arch.lane_idx()
     for n in cutlass.range_constexpr(spec.tile.n_tiles):
         for e in cutlass.range_constexpr(2):
             word = warp.pack_16bit(cutlass.BFloat16, *(r.acc_s[2 * e + k, n] * 2.0**RAISED for k in range(2)))
@@ -330,13 +392,19 @@ def store_p(spec: cutlass.Constexpr, s, r: LatentFragments, stage: Int32):
 
 
 @cute.jit
-def store_stats(spec: cutlass.Constexpr, s, r: LatentFragments, tile: Int32):
-    """Store the maxima and the sums of the rows of a tile."""
-    own = warp_of(spec, "score")
+def store_stats(spec: cutlass.Constexpr, s, r: LatentFragments, tile: Int32, which: Int32, is_only):
+    """Store this group's sums of the rows of a tile, behind its last block of the tile, the `which`-th last one. Behind
+    the last one of all (0), store the maxima, and the factor of the other group's sums, which are 0 if it has no block.
+    """
+    own = warp_in_group(spec)
     for k in cutlass.range_constexpr(cute.size(r.tokens)):
         total = warp.reduce_across_quads(r.st.row_sum[k], softmax.add)
         if cute.arch.lane_idx() < 4:
-            s.scores.row_sum[row_of(k), own, tile] = total
-            if own == 0:
+            s.scores.row_sum[row_of(k), own, which, tile] = total
+            if const_expr(spec.tile.groups > 1):
+                if is_only:
+                    s.scores.row_sum[row_of(k), own, 1, tile] = Float32(0.0)
+            if own == 0 and which == 0:
                 top = -Float32.inf if r.st.row_max[k] == -Float32.inf else r.st.row_max_scaled[k]
                 s.scores.row_max[row_of(k), tile] = top
+                s.scores.last[row_of(k), tile] = r.st.acc_scale[k]

@@ -12,7 +12,7 @@ from ..tile import SPLIT_COUNTERS, Resources, TileConfig, distinct_dims
 ROWS = 8  # query rows of an MMA
 MOST_ROWS = 16
 WARPS = 8  # that compute O
-SCORE_WARPS = 4
+SCORE_WARPS = 4  # of a group, which computes the scores of a block
 KEYS = 16  # keys of a block of which a warp has the scores
 P_STAGES = 2
 STATS = 4  # shared memory holds the maxima and sums of the rows of so many tiles at once
@@ -42,10 +42,15 @@ class LatentTileConfig(TileConfig):
     """Tile of a CTA: m query rows x n keys, of which a score warp has 16."""
 
     bulk_rows: ClassVar[bool] = True
-    load_warps: ClassVar[int] = 2
+    load_warps: ClassVar[int] = 3
     per_tile_pack_gqa: ClassVar[bool] = True
     prefers_whole_tiles: ClassVar[bool] = True
     counters_per_split: ClassVar[int] = SPLIT_COUNTERS
+
+    @property
+    def groups(self) -> int:
+        """Groups of score warps, which have blocks in turn. Two stages leave a second one nothing to do."""
+        return 2 if self.stages > 2 else 1
 
     @property
     def n_tiles(self) -> int:
@@ -101,6 +106,6 @@ def smem_bytes(spec: Any) -> Resources:
     m = spec.tile.m
     found = sum(x.smem_bytes for x in operands(spec)) + 4 * 32 * q_words(spec) * len(records(spec))
     found += P_STAGES * (16 * SCORE_WARPS * m * 2 + 2 * spec.tile.n * factors(spec) + 4 * m)
-    found += 4 * m * (2 * SCORE_WARPS + STATS * (1 + SCORE_WARPS)) + 1536
+    found += 4 * m * (2 * SCORE_WARPS + STATS * (2 + spec.tile.groups * SCORE_WARPS)) + 1536
     smem = min(row.smem_per_cta for row in archs.TABLE if archs.WGMMA in row.instructions)
     return Resources(found, smem)
