@@ -24,11 +24,24 @@ def server(engine, device):
 @pytest.mark.parametrize("kv_cache_dtype", ["auto", "fp8"])
 @pytest.mark.parametrize("heads", [8, 16])
 def test_prompts_chunks_and_decodes(heads, kv_cache_dtype, server):
+    """All prompts are expanded: these are too short otherwise."""
     model = DenseModel(server, heads, kv_cache_dtype)
+    model.builder.reorder_batch_threshold = 1
     model.step({0: 40, 1: 5})  # prompts, the first in two chunks
     model.step({1: 1, 0: 17, 2: 30})  # a decode, a chunk, a prompt
     model.step({0: 1, 1: 1, 2: 1})
     model.step({0: 1, 1: 1, 2: 1}, padding=2)  # as a CUDA graph of 5 requests is filled
+
+
+def test_the_end_of_a_prompt_attends_to_the_latent_rows(server):
+    """Behind a context or not, and whatever else the batch has. The engine sorts its requests."""
+    model = DenseModel(server, 16, "auto")
+    assert model.builder.reorder_batch_threshold == 256
+    model.builder.reorder_batch_threshold = 40
+    assert model.step({0: 40, 1: 30}).num_prefills == 0
+    metadata = model.step({0: 39, 2: 1, 1: 41})
+    assert (metadata.num_decodes, metadata.num_prefills) == (2, 1)
+    assert model.step({0: 1, 1: 40, 2: 7}).num_prefills == 0
 
 
 @pytest.mark.parametrize("drafts", [1, 3])
@@ -69,7 +82,7 @@ def test_a_bound_launch_serves_no_longer_requests(engine):
 def test_a_context_in_several_chunks(server):
     """The workspace holds 32 rows of the context, so that a request goes on in the next chunk."""
     model = DenseModel(server, 8, "auto")
-    model.builder.chunked_prefill_workspace_size = 2 * BLOCK
+    model.builder.chunked_prefill_workspace_size, model.builder.reorder_batch_threshold = 2 * BLOCK, 1
     model.step({0: 70, 1: 20, 2: 5})
     metadata = model.step({0: 9, 1: 30, 3: 7, 2: 4})
     chunks = metadata.prefill.chunked_context.chunks

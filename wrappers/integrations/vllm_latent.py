@@ -1,10 +1,11 @@
 """vLLM's backend of dense latent attention (MLA: DeepSeek V3, Kimi K2), on the functions of latent attention and of
 prefill.
 
-`vllm_select` chooses it for `--attention-backend CUSTOM`. Decodes, of one or several tokens of a request, attend to the
-cache in the absorbed form, in one launch. Prompts are expanded to keys and values per head, which takes a third of
-the operations: vLLM's common code does so for the prompt and for each chunk of the context before it, and
-`LatentPrefill` computes the attention of each.
+`vllm_select` chooses it for `--attention-backend CUSTOM`. Decodes, of one or several tokens of a request, and the last
+few tokens of prompts, of which the cache holds all others, attend to the cache in the absorbed form, in one launch.
+Longer prompts are expanded to keys and values per head, which takes a third of the operations per token: vLLM's common
+code does so for the prompt and for each chunk of the context before it, and `LatentPrefill` computes the attention of
+each.
 
 Caches have 16 bits, or e4m3 with one scale under queries of 16 bits. Written for vLLM 0.33. Tests run it against vLLM's
 own files on the CPU reference.
@@ -37,6 +38,11 @@ from .held import HeldCache
 from .latent_support import COLUMNS
 from .support import E4M3, SIXTEEN_BITS
 from .vllm_caches import LatentCaches, LatentLayer, check_layer
+
+# Tokens of a request up to which it attends to the latent rows. To expand a context of L keys takes 2 L x 512 x 256
+# operations per head; the absorbed form takes 768 more for each token and key, and neither copies nor merges. So the
+# expansion pays from 171 tokens on over a long context, without copies, and from 341 on over no context.
+SHORT = 256
 
 
 class LatentPrefill(MLAPrefillBackend):
@@ -86,6 +92,7 @@ class VllmLatentMetadataBuilder(MLACommonMetadataBuilder[MLACommonMetadata]):
 
     _cudagraph_support: ClassVar[AttentionCGSupport] = AttentionCGSupport.UNIFORM_BATCH
     query_len_support: ClassVar[QueryLenSupport] = QueryLenSupport.VARLEN
+    reorder_batch_threshold: int = SHORT
     _prefill_backend: Any  # vLLM's, and then ours
 
     def __init__(self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device) -> None:
