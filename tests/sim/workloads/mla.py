@@ -60,7 +60,9 @@ def mla_cases(spec: Any) -> list[MlaScenario]:
         ),
         replace(base, lens=(70, 0, 130), rows=8, heads=5, strided=True, sink=True, invariant=not base.window),
         replace(base, lens=(330,), heads=5, rows=8, cap=4.0 * spec.mask.window),
-        replace(base, lens=(200,), heads=60 if spec.kv.source == "tma" else 80, data="peaks", function=other),
+        replace(
+            base, lens=(200,), heads=60 // base.rows if spec.kv.source == "tma" else 80, data="peaks", function=other
+        ),
     )
     many = replace(base, lens=(29 * 64 + 3,), heads=8 + more, page_size=1 if spec.kv.source == "gather" else 16, gap=2)
     if spec.mask.window:
