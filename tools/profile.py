@@ -4,7 +4,9 @@
 
 The tool runs itself under `ncu --clock-control none` (so the clocks are those of the benchmark) and prints duration,
 tensor pipe, memory, stalls and launch resources of every kernel of one warm call. With `--lines`, it also prints so
-many instructions of the first kernel, those where warps were found most often, with the reason why they waited.
+many instructions of the first kernel, those where warps were found most often, with the reason why they waited. Before
+them come stretches of code that run equally often: in a kernel whose warps have roles, the loops of one role each.
+Their samples tell which roles work all the time and which wait for others.
 """
 
 import argparse
@@ -13,6 +15,7 @@ import re
 import subprocess
 import sys
 import tempfile
+from collections import Counter
 from collections.abc import Callable, Iterable
 from functools import partial
 from pathlib import Path
@@ -50,6 +53,7 @@ GROUPS = {
 }
 STALL = re.compile(r"smsp__average_warps_issue_stalled_(\w+?)_per_issue_active\.ratio")
 STALLS_SHOWN = 6
+ALIKE, LEAST_SHARE = 0.02, 0.01  # difference of counts within a stretch of code; samples of one that is shown
 
 
 def parse(lines: Iterable[str]) -> list[dict[str, tuple[str, str]]]:
@@ -85,14 +89,19 @@ def report(kernel: dict[str, tuple[str, str]]) -> str:
 
 
 class SampledInstruction(NamedTuple):
-    """An instruction of a kernel: its number, how often it was issued, how many samples found a warp at it, and the
-    most frequent reason."""
+    """An instruction of a kernel: its number, how often it was issued, how many samples found a warp at it, and for
+    which reasons it was there."""
 
     number: int
     issued: int
     samples: int
-    reason: str
+    reasons: Counter[str]
     text: str
+
+    @property
+    def reason(self) -> str:
+        """The most frequent reason, "" without samples."""
+        return max(self.reasons, key=self.reasons.__getitem__, default="")
 
 
 def sampled(lines: Iterable[str]) -> list[SampledInstruction]:
@@ -102,17 +111,36 @@ def sampled(lines: Iterable[str]) -> list[SampledInstruction]:
     of, found = {name: i for i, name in enumerate(rows[heading])}, []
     reasons = [name for name in of if name.startswith("stall_") and "(" not in name]
     for number, row in enumerate(rows[heading + 1 :]):
-        most = max(reasons, key=lambda name: int(row[of[name]] or 0), default="")
+        why = Counter({name.removeprefix("stall_"): int(row[of[name]] or 0) for name in reasons})
         issued, samples = (int(row[of[name]] or 0) for name in ("Instructions Executed", "# Samples"))
-        reason = most.removeprefix("stall_") if samples else ""
-        found.append(SampledInstruction(number, issued, samples, reason, row[of["Source"]].strip()))
+        found.append(SampledInstruction(number, issued, samples, +why, row[of["Source"]].strip()))
     return found
+
+
+def stretches(found: list[SampledInstruction]) -> str:
+    """Return a table of the stretches of code that run equally often, with their samples by reason."""
+    groups: list[list[SampledInstruction]] = []
+    for each in found:
+        alike = groups and abs(each.issued - groups[-1][0].issued) <= ALIKE * groups[-1][0].issued
+        if alike:
+            groups[-1].append(each)
+        else:
+            groups.append([each])
+    total, lines = sum(each.samples for each in found) or 1, [f"{'numbers':>13} {'issued':>9} {'share':>6} reasons"]
+    for group in groups:
+        share, why = sum(each.samples for each in group) / total, Counter[str]()
+        for each in group:
+            why += each.reasons
+        if share >= LEAST_SHARE:
+            shown = ", ".join(f"{name} {count / total:.1%}" for name, count in why.most_common(STALLS_SHOWN))
+            lines.append(f"{group[0].number:6}-{group[-1].number:6} {group[0].issued:9} {share:6.1%} {shown}")
+    return "\n".join(lines)
 
 
 def hottest(found: list[SampledInstruction], count: int) -> str:
     """Return a table of the instructions with the most samples, in their order."""
     total = sum(each.samples for each in found) or 1
-    most = sorted(sorted(found, key=lambda each: -each.samples)[:count])
+    most = sorted(sorted(found, key=lambda each: -each.samples)[:count], key=lambda each: each.number)
     rows = (f"{x.number:6} {x.issued:9} {x.samples / total:6.1%} {x.reason:18} {x.text}" for x in most)
     return "\n".join([f"{'number':>6} {'issued':>9} {'share':>6} {'waits for':18} instruction", *rows])
 
@@ -197,7 +225,8 @@ def main() -> None:
         print(report(kernel))
     if args.lines:
         what = ["--section", "SourceCounters", "--launch-count", "1"]
-        print(hottest(sampled(profile(args.case, args.provider, args.ncu, "source", what)), args.lines))
+        found = sampled(profile(args.case, args.provider, args.ncu, "source", what))
+        print(stretches(found), hottest(found, args.lines), sep="\n\n")
 
 
 if __name__ == "__main__":
