@@ -153,8 +153,16 @@ def pair_cases(spec: Any, base: MlaCase) -> list[MlaScenario]:
     first = (
         replace(base, lens=(65, 0, 9), heads=66, page_size=32),
         replace(base, lens=(70, 130), heads=43, rows=3, strided=True, sink=True, cap=4.0 * spec.mask.window),
-        replace(base, lens=(330,), heads=65, page_size=8, data="peaks", function="qv" if base.window else "trtllm"),
+        replace(
+            base,
+            lens=(330,),
+            heads=65,
+            page_size=8,
+            data="peaks",
+            function="qv" if base.window else "trtllm" if base.causal else "flash_mla",
+        ),
         replace(base, lens=(66, 1), heads=33, rows=4, page_size=256),  # tokens of a tile end in two blocks
+        replace(base, lens=(1, 0, 65) * 11, heads=66),  # more requests than lanes
     )
     many = replace(base, lens=(27 * 64 + 3, 40), heads=80, page_size=16, gap=2, window=4000 * spec.mask.window)
     return [
