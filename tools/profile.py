@@ -5,8 +5,8 @@
 The tool runs itself under `ncu --clock-control none` (so the clocks are those of the benchmark) and prints duration,
 tensor pipe, memory, stalls and launch resources of every kernel of one warm call. With `--lines`, it also prints so
 many instructions of the first kernel, those where warps were found most often, with the reason why they waited. Before
-them come stretches of code that run equally often: in a kernel whose warps have roles, the loops of one role each.
-Their samples tell which roles work all the time and which wait for others.
+them, it prints the samples of each stretch of code in which all instructions were issued equally often. If warps have
+roles, such a stretch is mostly the loop of one role, and its samples show whether this role works or waits.
 """
 
 import argparse

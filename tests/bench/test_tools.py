@@ -104,13 +104,8 @@ def test_a_profile_shows_the_instructions_where_warps_wait():
     lines = ["Kernel Name,attention,", heading, '0x0,"  LDG R1, [R2]",0,64,0,0,0', '0x10,"  FADD R1, R1",30,64,10,20,9']
     lines += ["0x20,  EXIT,10,32,10,0,3"]
     found = profile.sampled(lines)
-    assert found[0] == (0, 64, 0, {}, "LDG R1, [R2]") and found[1] == (
-        1,
-        64,
-        30,
-        {"wait": 10, "long_sb": 20},
-        "FADD R1, R1",
-    )
+    assert found[0] == (0, 64, 0, {}, "LDG R1, [R2]")
+    assert found[1] == (1, 64, 30, {"wait": 10, "long_sb": 20}, "FADD R1, R1") and found[1].reason == "long_sb"
     assert [line.split()[0] for line in profile.hottest(found, 2).splitlines()] == ["number", "1", "2"]
     _, loop, end = (line.split() for line in profile.stretches(found).splitlines())
     assert loop == ["0-", "1", "64", "75.0%", "long_sb", "50.0%,", "wait", "25.0%"]

@@ -1,8 +1,8 @@
 """vLLM's backend of dense latent attention (MLA: DeepSeek V3, Kimi K2), on the functions of latent attention and of
 prefill.
 
-`vllm_select` chooses it for `--attention-backend CUSTOM`. Decodes, of one or several tokens of a request, and the last
-few tokens of prompts, of which the cache holds all others, attend to the cache in the absorbed form, in one launch.
+`vllm_select` chooses it for `--attention-backend CUSTOM`. Requests of a step with at most `SHORT` query tokens, which
+are decodes, drafts, short prompts and the ends of others, attend to the cache in the absorbed form, in one launch.
 Longer prompts are expanded to keys and values per head, which takes a third of the operations per token: vLLM's common
 code does so for the prompt and for each chunk of the context before it, and `LatentPrefill` computes the attention of
 each.
@@ -39,9 +39,10 @@ from .latent_support import COLUMNS
 from .support import E4M3, SIXTEEN_BITS
 from .vllm_caches import LatentCaches, LatentLayer, check_layer
 
-# Tokens of a request up to which it attends to the latent rows. To expand a context of L keys takes 2 L x 512 x 256
-# operations per head; the absorbed form takes 768 more for each token and key, and neither copies nor merges. So the
-# expansion pays from 171 tokens on over a long context, without copies, and from 341 on over no context.
+# The most query tokens with which a request attends to the latent rows. To expand a context of L keys takes
+# 2 L x 512 x 256 operations per head. The absorbed form takes 2 x 768 more for each pair of a query token and a key,
+# and neither copies nor merges. So, by operations alone, expansion pays from 171 tokens on over a long context, and
+# from 341 on without a context; copies raise the first number.
 SHORT = 256
 
 

@@ -150,17 +150,11 @@ def few_prompts(spec: Any) -> list[MlaScenario]:
 def pair_cases(spec: Any, base: MlaCase) -> list[MlaScenario]:
     """Return scenarios for a kernel in which two CTAs compute a tile: of one token, of several with other masks, with
     rows for one of the CTAs only, whole and split."""
+    other = "qv" if base.window else "trtllm" if base.causal else "flash_mla"
     first = (
         replace(base, lens=(65, 0, 9), heads=66, page_size=32),
         replace(base, lens=(70, 130), heads=43, rows=3, strided=True, sink=True, cap=4.0 * spec.mask.window),
-        replace(
-            base,
-            lens=(330,),
-            heads=65,
-            page_size=8,
-            data="peaks",
-            function="qv" if base.window else "trtllm" if base.causal else "flash_mla",
-        ),
+        replace(base, lens=(330,), heads=65, page_size=8, data="peaks", function=other),
         replace(base, lens=(66, 1), heads=33, rows=4, page_size=256),  # tokens of a tile end in two blocks
         replace(base, lens=(1, 0, 65) * 11, heads=66),  # more requests than lanes
     )
