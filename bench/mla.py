@@ -28,6 +28,7 @@ CHOSEN_NAMES = (
     "kv656-b128-h64-k2048", "kv656-b128-h16-k2048", "kv656-b128-h8-k2048", "kv656-b8-h16-k2048", "kv656-b1-h16-k2048",
     "bf16-b128-h16-k2048", "bf16-b64-h128-k2048", "bf16-b8-h16-k2048", "bf16-b1-h16-k2048",
     "kv584-b64-h128-k512-w128", "kv584-b64-h64-k1024-w128", "kv352-b128-h16-k2048",
+    "kv656any-b128-h16-k2048",
 )  # fmt: skip
 PROMPT_NAMES = (
     *(f"bf16-t4096-s32768-h{heads}-k2048" for heads in (128, 64, 16)), "bf16-t512-s32768-h128-k2048",
@@ -36,7 +37,8 @@ PROMPT_NAMES = (
     *(f"bf16-t4096-s32768-h16-k2048-a{percentage}" for percentage in (90, 75, 50, 0)),
     "bf16-t4096-s32768-h8-k2048-a75", "kv656-t4096-s32768-h16-k2048-a75",
 )  # fmt: skip
-RECORDS_OF = {"bf16": "", "fp8": "e4m3", **{f"kv{size}": str(size) for size in (656, 352, 584)}}
+INEXACT = "kv656any"  # factors are any positive numbers, as vLLM before 0.33 wrote them
+RECORDS_OF = {"bf16": "", "fp8": "e4m3", **{f"kv{size}": str(size) for size in (656, 352, 584)}, INEXACT: "656"}
 PADDED_HEADS = 64  # FlashMLA's sparse decode takes as many, or twice
 WRITTEN = 1 << 16  # rows of a cache that are made at a time
 CHECKED = 3  # requests
@@ -49,7 +51,9 @@ def case_of(name: str) -> MlaCase:
     if not found:
         raise ValueError(f"case {name!r}: must look like bf16-b64-s8192-h128-p64")
     batch, keys, heads, page, rows = (int(x or 1) for x in found.groups()[1:])
-    return MlaCase(lens=(keys,) * batch, heads=heads, page_size=page, rows=rows, record=RECORDS_OF[found[1]])
+    return MlaCase(
+        lens=(keys,) * batch, heads=heads, page_size=page, rows=rows, record=RECORDS_OF[found[1]], exact=True
+    )
 
 
 def chosen_case(name: str) -> MlaCase:
@@ -63,7 +67,7 @@ def chosen_case(name: str) -> MlaCase:
     return MlaCase(
         lens=(max(2 * keys, LEAST_ROWS // batch),) * batch, heads=heads, rows=max(rows, 1), record=record,
         dim=512 if window else 576, chosen=window or keys, second=keys if window else 0,
-        second_record=record if window else "",
+        second_record=record if window else "", exact=found[1] != INEXACT,
     )  # fmt: skip
 
 
@@ -76,7 +80,15 @@ def prompt_case(name: str) -> MlaCase:
     dim, tokens, rows, heads, keys = (int(x or 576) for x in found.groups()[1:6])
     record, alike = RECORDS_OF[found[1]], -1 if found[7] is None else int(found[7])
     return MlaCase(
-        "sparse_fwd", lens=(rows,), heads=heads, rows=tokens, dim=dim, chosen=keys, record=record, alike=alike
+        "sparse_fwd",
+        lens=(rows,),
+        heads=heads,
+        rows=tokens,
+        dim=dim,
+        chosen=keys,
+        record=record,
+        exact=True,
+        alike=alike,
     )
 
 
@@ -94,7 +106,7 @@ def make(case: MlaCase, device: str, seed: int) -> MlaInputs:
     rows = torch.arange(batch * columns * case.page_size, device=device)
     for some in rows.split(WRITTEN):
         keys = torch.randn(len(some), case.dim, generator=gen, device=device)
-        cases.put(case.record, cache, some // case.page_size, some % case.page_size, keys, gen)
+        cases.put(case.record, cache, some // case.page_size, some % case.page_size, keys, gen, case.exact)
     table = torch.randperm(batch * columns, generator=gen, device=device).view(batch, columns).int()
     q = torch.randn(batch, case.rows, case.heads, case.dim, generator=gen, device=device, dtype=torch.bfloat16)
     inputs = MlaInputs(q, cache, table, torch.tensor(case.lens, dtype=torch.int32, device=device), None)

@@ -46,7 +46,8 @@ class MlaCase:
     each row chooses of a second cache, with pages of 5 rows, too. record, second_record: how rows of both caches are
     packed, keys of `cute_kernels.records.RECORDS`; "" for rows of dtype. q8: queries are e4m3, too. invariant: of
     "flash_mla", `enable_batch_invariant`. share: of "sparse_fwd", `share_keys`. split: of "sparse_fwd", CTAs may share
-    the keys of a tile, as in the calls of engines; the largest logits are then not returned.
+    the keys of a tile, as in the calls of engines; the largest logits are then not returned. exact: factors in fp32 are
+    powers of two, as vLLM 0.33 and FlashMLA write them; else half of the rows have others.
     alike: of benchmarks, the percentage of its chosen keys that a token has in common with the token before it; -1: the
     keys are independent of each other.
 
@@ -78,6 +79,7 @@ class MlaCase:
     invariant: bool = False
     share: bool = False
     split: bool = False
+    exact: bool = False
     alike: int = -1
 
 
@@ -112,7 +114,7 @@ def make(case: MlaCase, device: "torch.device | str" = "cpu", seed: int = 0) -> 
         if case.data == "peaks":
             keys *= torch.linspace(0.1, 4.0, n, device=device)[:, None]
         positions = torch.arange(n, device=device)
-        put(case.record, cache, mine[positions // size], positions % size, keys, gen)
+        put(case.record, cache, mine[positions // size], positions % size, keys, gen, case.exact)
     q = torch.randn(batch, case.rows, case.heads, case.dim, generator=gen, device=device).to(dtype)
     if case.q8:
         q = (q / Q8_SCALE).to(torch.float8_e4m3fn)
@@ -153,15 +155,16 @@ def row_bytes(record: str, dim: int) -> int:
 
 
 def put(
-    record: str, cache: torch.Tensor, page: torch.Tensor, row: torch.Tensor, keys: torch.Tensor, gen: torch.Generator
-) -> None:
-    """Write keys to rows of pages."""
+    record: str, cache: torch.Tensor, page: torch.Tensor, row: torch.Tensor, keys: torch.Tensor, gen: torch.Generator,
+    exact: bool,
+) -> None:  # fmt: skip
+    """Write keys to rows of pages. exact: see `MlaCase`."""
     form = RECORDS[record or "rows"]
     if not form.packed:
         scaled = (keys / (E4M3_SCALE if form.codes else 1.0)).to(cache.dtype)
         cache.view(torch.uint8)[page, row] = scaled.view(torch.uint8)
         return
-    rows, factors = packed(form, keys, gen)
+    rows, factors = packed(form, keys, gen, exact)
     flat = cache.as_strided((len(cache), cache.shape[1] * form.token_bytes), (cache.stride(0), 1))
 
     def store(first: torch.Tensor, what: torch.Tensor) -> None:
@@ -175,14 +178,19 @@ def put(
         store(row * form.row, rows)
 
 
-def packed(form: LatentRecord, keys: torch.Tensor, gen: torch.Generator) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the bytes of packed rows and of their factors, which are random: products with codes need rounding if they
-    are fp32. One in 512 is 2 or more."""
+def packed(
+    form: LatentRecord, keys: torch.Tensor, gen: torch.Generator, exact: bool
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the bytes of packed rows and of their factors, which are random. One in 512 is 2 or more. If they are fp32
+    and not `exact`, products with codes need rounding in every other 16 keys."""
     device, blocks = keys.device, keys[:, : form.latent].unflatten(-1, (-1, form.vec))
     draws = torch.randint(512, blocks.shape[:-1], generator=gen, device=device)
     bits = draws % 128
     power = 2.0 ** torch.where(draws == 511, 1, bits % 4 - (2 if form.codes == "e2m1" else 8))
-    factors = power * (1.0 if form.factor == "ue8m0" else 1 + (bits // 4 * 4 if form.factor == "fp32" else 16) / 128)
+    mantissa = {"ue8m0": 0 * bits, "e4m3": 16 + 0 * bits, "fp32": bits // 4 * 4}[form.factor]
+    if form.factor == "fp32":
+        mantissa *= (torch.arange(len(keys), device=device)[:, None] // 16 % 2 == 0) & (not exact)
+    factors = power * (1 + mantissa / 128)
     scaled = blocks / factors[..., None]
     if form.codes == "e2m1":
         table = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6], device=device)

@@ -17,6 +17,7 @@ FEW_PLANAR, FEW_RECORDS = (  # of two caches
 TWO_RECORDS = shipped("attention.sm90/bf16_kv528vx288_d512_full_slots_m64n64s2o2a")
 FEW_NVFP4 = f"attention.latent/bf16_kv352v_d576x512_full_slots_{few_rows.tile_of(8, '352').name}"  # type: ignore
 FEW_E4M3 = f"attention.latent/bf16_kve4m3v_d576x512_causal_gather_{few_rows.tile_of(8, 'e4m3').name}"  # type: ignore
+RANGE = "sim/test_ptxsim_records.py::test_queries_past_the_range_of_fp16"
 CHOSEN, SHARED, TWO_CACHES = (
     shipped(f"attention.sm90/bf16_kvbf16v{what}_full_slots_m64n64s2o2t")
     for what in ("_d576x512", "u_d576x512", "x_d512")
@@ -58,7 +59,7 @@ LATENT = (
     Bug("few rows: slots of the second cache are those of the first one", "cute_kernels/attention/kv/bulk.py",
         "        if gather.is_extra(spec, at.n_block, sequence_pages.first_keys):",
         "        if gather.is_extra(spec, at.n_block - 1, sequence_pages.first_keys):", FEW_PLANAR),
-    Bug("few rows: columns of O of e2m1 codes are out of order", f"{ATTENTION}/latent/precision.py",
+    Bug("few rows: columns of O of e2m1 codes are out of order", f"{ATTENTION}/latent/values.py",
         '"e2m1": (4, 8, 16)', '"e2m1": (16, 8, 4)', FEW_RECORDS),
     Bug("few rows: a block of the second cache has the record of the first one", f"{ATTENTION}/latent/score.py",
         "border = geometry.extra_start(w.sequence.extra) // spec.tile.n",
@@ -188,6 +189,23 @@ LATENT = (
     Bug("few rows: each split is multiplied by the factor on the output", f"{ATTENTION}/latent/mainloop.py",
         "    if not split:\n        scale *= epilogue.output_scale(a)\n", "    scale *= epilogue.output_scale(a)\n",
         shipped(FEW_E4M3)),
+    Bug("few rows: Q in fp16 has the largest value of one warp", f"{ATTENTION}/latent/score.py",
+        "for each in cutlass.range_constexpr(SCORE_WARPS):\n            top = ",
+        "for each in cutlass.range_constexpr(1):\n            top = ", RANGE),
+    Bug("few rows: scores of Q in fp16 keep its power of two", f"{ATTENTION}/latent/score.py",
+        "        if scaled in found:\n", "        if n_tiles < 0:\n", FEW_PAGES),
+    Bug("few rows: keys are not rounded", f"{ATTENTION}/latent/score.py",
+        "        if inexact:\n", "        if False:\n", FEW_PAGES),
+    Bug("few rows: P is rounded twice", f"{ATTENTION}/latent/mainloop.py",
+        "        if values.any_inexact(s, stage):\n", "        if False:\n", FEW_PAGES),
+    Bug("few rows: the first warp knows which factors of a block are exact", f"{ATTENTION}/latent/values.py",
+        "return reduce(operator.or_, others, first) != 0", "return first != 0", FEW_PAGES),
+    Bug("few rows: sums have the factor of the columns before", f"{ATTENTION}/latent/precision.py",
+        "        return warp.from_bits(words[index])\n", "        return warp.from_bits(words[max(index - 1, 0)])\n",
+        FEW_PAGES),
+    Bug("few rows: factors of P are those of the first columns of a box", f"{ATTENTION}/latent/values.py",
+        "form.factor_index(rows.box, quarter), rows.stage)", "form.factor_index(rows.box, 0), rows.stage)",
+        FEW_RECORDS),
     # ---- caches
     Bug("cache: a slot right behind the cache is written", "cute_kernels/cache_write/places.py",
         "if page >= pool.pages:", "if page > pool.pages:", shipped("latent.write/bf16_656")),

@@ -246,9 +246,10 @@ ROLES = [
     for op in sorted(OPS["attention"])
     for file in FILES
     if file.startswith(f"cute_kernels/attention/{op}/")
-    and Path(file).name not in ("__init__.py", "precision.py", "tile_table.py")
+    and Path(file).name not in ("__init__.py", "precision.py", "tile_table.py", "keys.py", "values.py")
 ]
-# Named by `AttentionSpec`. How Q, K and V are stored is asked of `precision` and `kv.scales`, the rest of `policy`.
+# Named by `AttentionSpec`. How Q, K and V are stored is asked of `precision`, `keys` and `values`, and `kv.scales`, the
+# rest of `policy`.
 NAMES_IN_SPECS = {"bf16", "fp16", "e4m3", "e5m2", "nvfp4", "tiles", "stream_k"}
 
 

@@ -183,7 +183,7 @@ def packed_cache(record: str, dim: int, pages: int, page_size: int) -> torch.Ten
     case, gen = mla_cases.MlaCase(record=record, dim=dim, page_size=page_size), torch.Generator().manual_seed(1)
     cache, row = mla_cases.empty_cache(case, pages, "cpu"), torch.arange(pages * page_size)
     keys = torch.randn(len(row), dim, generator=gen)
-    mla_cases.put(record, cache, row // page_size, row % page_size, keys, gen)
+    mla_cases.put(record, cache, row // page_size, row % page_size, keys, gen, False)
     return cache.unsqueeze(2)
 
 

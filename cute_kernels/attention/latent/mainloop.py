@@ -14,11 +14,12 @@ from .. import epilogue, geometry, softmax, splits, stripes
 from ..kv.record_rows import BOX, BYTES
 from ..schedule import work
 from ..schedule.work import WorkTileInfo
-from . import precision
+from . import precision, values
 from .precision import LANES, MMAS
 from .roles import roles
 from .score import blocks_of, row_of, warp_of
 from .tile_table import KEYS, SCORE_WARPS, STATS, STEP, WARPS, records, row_pitch
+from .values import ValueRows
 
 
 class LatentOutputState(NamedTuple):
@@ -93,11 +94,11 @@ def add_columns(
     """Do the work of `add_blocks` for columns of a section."""
     first, last = blocks_of(spec, w, which)
     if const_expr(begun):
-        precision.exchange(acc_o, section.code, True)
+        values.exchange(acc_o, section.code, True)
     for _ in cutlass.range(first, last, unroll=1):
         add_block(spec, s, acc_o, at, which, section)
         at = at._replace(kv=pipeline.next_item(s.k.pipe, at.kv), p=at.p + 1)
-    precision.exchange(acc_o, section.code, False)
+    values.exchange(acc_o, section.code, False)
     return at
 
 
@@ -107,23 +108,36 @@ def add_block(
     section: cutlass.Constexpr,
 ):  # fmt: skip
     """Compute O^T += V^T P^T of all keys of a block for the warp's columns. acc_o (4, MMA, n): of two columns of 16,
-    see `precision.exchange`, and rows 8 n + 2 t and 8 n + 2 t + 1."""
-    n_tiles, box, stage = const_expr(spec.tile.n_tiles), warp_of(spec, "mma"), pipeline.stage(s.scores.pipe, at.p)
+    see `values.exchange`, and rows 8 n + 2 t and 8 n + 2 t + 1."""
+    box, stage = warp_of(spec, "mma"), pipeline.stage(s.scores.pipe, at.p)
     base = precision.stage_of(spec, s, at.kv) + section.at + (box - section.first) * const_expr(BYTES[section.code])
-    base += precision.value_piece(spec, section)
+    base += values.piece(spec, section)
+    first = ValueRows(base, box, 0, stage)
     p = s.scores.p[None, cute.arch.lane_idx(), None, stage].iterator.toint()
     pipeline.consumer_wait(s.scores.pipe, at.p)
     rescale(spec, s, acc_o, stage)
-    for tile in cutlass.range_constexpr(SCORE_WARPS):
-        loaded = mma.load(p + const_expr(tile * LANES * 8 * n_tiles), const_expr(2 * n_tiles))
-        words = precision.weights(section, loaded)
-        rows = base + const_expr(tile * KEYS * row_pitch(spec))
-        for i, v in enumerate(precision.value_operands(spec, s, which, section, rows, KEYS * tile, stage, box)):
-            for n in cutlass.range_constexpr(n_tiles):
-                mma.issue("bf16", acc_o, const_expr(4 * (i + MMAS * n)), v, words[2 * n : 2 * n + 2])
+    if const_expr(section.factored and precision.may_be_inexact(spec, which)):
+        if values.any_inexact(s, stage):
+            add_products(spec, s, acc_o, first, p, which, section, True)
+        else:
+            add_products(spec, s, acc_o, first, p, which, section, False)
+    else:
+        add_products(spec, s, acc_o, first, p, which, section, False)
     cute.arch.sync_warp()
     pipeline.consumer_release(s.scores.pipe, at.p)
     pipeline.consumer_release(s.k.pipe, at.kv)
+
+
+def add_products(spec, s, acc_o, first: ValueRows, p, which, section, rounded):
+    """Do the work of `add_block`. first: the first rows of the block. p: the address of P. rounded: see
+    `values.products`."""
+    n_tiles, kind = spec.tile.n_tiles, precision.value_kind(spec)
+    for tile in range(SCORE_WARPS):
+        words = mma.load(p + tile * LANES * 8 * n_tiles, 2 * n_tiles)
+        rows = first._replace(at=first.at + tile * KEYS * row_pitch(spec), key=KEYS * tile)
+        for i, (v, weights) in enumerate(values.products(spec, s, which, section, rows, words, rounded)):
+            for n in range(n_tiles):
+                mma.issue(kind, acc_o, 4 * (i + MMAS * n), v, weights[2 * n : 2 * n + 2])
 
 
 @cute.jit
@@ -169,7 +183,7 @@ def store_row(
     split = w.split.slot >= 0
     sink = epilogue.sink_of(a, head)
     normal = softmax.normalizer(top, total, -Float32.inf if split else sink)
-    scale = normal.inv_row_sum
+    scale = normal.inv_row_sum * const_expr(2.0 ** precision.lowered(spec))
     if not split:
         scale *= epilogue.output_scale(a)
     pair, g = cute.make_rmem_tensor(2, Float32), cute.arch.lane_idx() // 4

@@ -10,6 +10,8 @@ To follow the code: `score_warp` -> `score_tile` -> `score_block`.
 """
 
 from dataclasses import dataclass
+from functools import cache, reduce
+from itertools import groupby
 from typing import NamedTuple
 
 import cutlass
@@ -26,12 +28,13 @@ from ..mask import ScoreCols, ScoreRows
 from ..schedule import work
 from ..schedule.work import WorkTileInfo
 from ..softmax import SoftmaxState
-from . import precision
-from .precision import LANES, MMAS, RAISED
+from . import keys, precision
+from .precision import LANES, MMAS
 from .roles import roles
 from .tile_table import KEYS, P_STAGES, ROWS, SCORE_WARPS, STATS, WARPS, factors, q_words, records, row_pitch
 
-CHAINS = 2  # sums of products that do not wait for each other
+CHAINS = 2  # sums of products that do not wait for each other, if no factors multiply them
+LARGEST_Q, LEAST_EXPONENT = 14, 41  # of rows of Q in fp16, and of those that become as large, with the bias of fp32
 ALL = (1 << KEYS) - 1
 
 
@@ -39,15 +42,19 @@ ALL = (1 << KEYS) - 1
 class LatentHandoff:
     """Shared memory between score and mma. p (words, lane, key tile, stage): the operand of O^T. factors (key, index,
     stage): of rows, in bf16, in the order in which they are stored. rescale (row, stage): factors by which O is
-    multiplied before. pipe: of these stages. tops (row, warp, 2): maxima of rows over the keys of a score warp. row_max
-    (row, STATS), row_sum (row, warp, group, STATS): of the rows of a tile; row_max in log2 units, or -inf for a row
-    without keys. Group 0 here is the one with the last block. last (row, STATS): the factor of the other one's sums."""
+    multiplied before. inexact (warp, stage): not 0 if some factor of the warp's keys is no power of two. pipe: of these
+    stages. tops (row, warp, 2): maxima of rows over the keys of a score warp, and of
+    rows of Q before. undo (row): factors of the scores of rows of Q in fp16. row_max (row, STATS), row_sum (row, warp,
+    group, STATS): of the rows of a tile; row_max in log2 units, or -inf for a row without keys. Group 0 here is the one
+    with the last block. last (row, STATS): the factor of the other one's sums."""
 
     p: cute.Tensor
     factors: cute.Tensor
     rescale: cute.Tensor
+    inexact: cute.Tensor
     pipe: pipeline.Pipeline
     tops: cute.Tensor
+    undo: cute.Tensor
     row_max: cute.Tensor
     row_sum: cute.Tensor
     last: cute.Tensor
@@ -57,14 +64,17 @@ def allocate(spec, smem) -> LatentHandoff:
     """Allocate `LatentHandoff`."""
     t = spec.tile
     p = cute.make_layout((2 * t.n_tiles, LANES, SCORE_WARPS, P_STAGES))
-    each = [(t.m, P_STAGES), (t.m, SCORE_WARPS, 2), (t.m, STATS), (t.m, SCORE_WARPS, t.groups, STATS), (t.m, STATS)]
-    rescale, tops, row_max, row_sum, last = (smem.allocate_tensor(Float32, cute.make_layout(x), 16) for x in each)
+    each = [(t.m, P_STAGES), (t.m, SCORE_WARPS, 2), (t.m,), (t.m, STATS), (t.m, SCORE_WARPS, t.groups, STATS)]
+    each.append((t.m, STATS))
+    rescale, tops, undo, row_max, row_sum, last = (smem.allocate_tensor(Float32, cute.make_layout(x), 16) for x in each)
     return LatentHandoff(
         smem.allocate_tensor(Uint32, p, 16),
         smem.allocate_tensor(cutlass.Uint16, cute.make_layout((t.n, factors(spec), P_STAGES)), 16),
         rescale,
+        smem.allocate_tensor(Uint32, cute.make_layout((SCORE_WARPS, P_STAGES)), 16),
         pipeline.make(smem, P_STAGES, SCORE_WARPS, WARPS),
         tops,
+        undo,
         row_max,
         row_sum,
         last,
@@ -207,6 +217,7 @@ def load_q(spec: cutlass.Constexpr, a, s, w: WorkTileInfo):
     assert MMAS == SCORE_WARPS
     boxes, n_tiles = const_expr(spec.head_dim_qk // BOX), const_expr(spec.tile.n_tiles)
     held = cute.make_rmem_tensor((2, boxes, n_tiles), Uint32)
+    powers = cute.make_rmem_tensor(n_tiles, Float32)
     for which in cutlass.range_constexpr(len(records(spec))):
         sections = const_expr(precision.sections_of(spec, which, spec.head_dim_qk))
         held.fill(0)
@@ -216,24 +227,60 @@ def load_q(spec: cutlass.Constexpr, a, s, w: WorkTileInfo):
             head = geometry.head_of(row, w.head_idx, geometry.pack_divisor(w))
             if row < geometry.num_rows(w.sequence.q_len, w.pack_factor):
                 load_sections(spec, a, token, head, sections, held[None, None, n])
+        if const_expr(which == 0 and precision.scaled_kind(spec) is not None):
+            find_powers(spec, s, held, powers)
         for n in cutlass.range_constexpr(n_tiles):
-            for box in cutlass.range_constexpr(boxes):
-                step = const_expr(MMAS * box) + warp_in_group(spec)
-                at = const_expr(which * LANES * q_words(spec) + 2 * n)
-                at += (step * LANES + cute.arch.lane_idx()) * const_expr(2 * n_tiles)
-                for part in cutlass.range_constexpr(2):
-                    s.q[at + part] = held[part, box, n]
+            store_sections(spec, a, s, sections, held[None, None, n], powers[n], which, n)
 
 
-def load_sections(spec, a, token, head, sections, held):
-    """Load this lane's words of the warp's MMA of each box of columns. sections: of K. held (2, box)."""
+@cute.jit
+def find_powers(spec: cutlass.Constexpr, s, held: cute.Tensor, powers: cute.Tensor):
+    """Find the powers of two that bring the largest magnitudes of rows of Q, which are bf16, to 2^14. Store their
+    inverses."""
+    g, first, own = cute.arch.lane_idx() // 4, cute.arch.lane_idx() % 4 == 0, warp_in_group(spec)
+    for n in cutlass.range_constexpr(cute.size(powers)):
+        row = held[None, None, n]
+        top = Float32(0.0)
+        for i in cutlass.range_constexpr(cute.size(row)):
+            for x in keys.numbers_of(row[i]):
+                top = cute.arch.fmax(top, cute.math.absf(x))
+        top = cute.arch.warp_reduction_max(top, threads_in_group=4)
+        if first:
+            s.scores.tops[ROWS * n + g, own, 0] = top
+    meet_group(spec)
+    for n in cutlass.range_constexpr(cute.size(powers)):
+        top = Float32(0.0)
+        for each in cutlass.range_constexpr(SCORE_WARPS):
+            top = cute.arch.fmax(top, s.scores.tops[ROWS * n + g, each, 0])
+        exponent = cutlass.max(Int32(LEAST_EXPONENT), warp.bits(top) >> 23)
+        exponent = cutlass.min(Int32(254), exponent)
+        powers[n] = warp.from_bits((254 + LARGEST_Q - exponent) << 23)
+        if first and own == 0:
+            s.scores.undo[ROWS * n + g] = warp.from_bits((exponent - LARGEST_Q) << 23)
+
+
+def load_sections(
+    spec: cutlass.Constexpr, a, token: Int32, head: Int32, sections: cutlass.Constexpr, held: cute.Tensor
+):
+    """Load this lane's words of a row of Q for an MMA of each box of columns. sections: of K. held (2, box)."""
     for section in sections:
         for box in range(section.first, section.first + section.boxes):
             behind = BOX * box - spec.head_dim_vo
             q, column = (a.query.q, BOX * box) if behind < 0 else (a.query.q_rope, behind)
             address = memory.row_of(q, token, head) + column * (q.element_type.width // 8)
-            words = precision.query_words(section, address, q.element_type, warp_in_group(spec))
+            words = keys.query_words(section, address, q.element_type, warp_in_group(spec))
             held[0, box], held[1, box] = words
+
+
+def store_sections(spec, a, s, sections, held, power, which, n):
+    """Store what `load_sections` has loaded as the operand over rows of a record, for the n-th MMA."""
+    count, kind = 2 * spec.tile.n_tiles, a.query.q.element_type
+    for section in sections:
+        for box in range(section.first, section.first + section.boxes):
+            step = MMAS * box + warp_in_group(spec)
+            at = which * LANES * q_words(spec) + (step * LANES + cute.arch.lane_idx()) * count + 2 * n
+            for part in range(2):
+                s.q[at + part] = keys.query_operand(section, kind, held[part, box], power)
 
 
 @cute.jit
@@ -264,7 +311,9 @@ def score_block(
     kv = pipeline.state_of(s.k.pipe, item)
     pipeline.consumer_wait(s.k.pipe, kv)
     rows = precision.stage_of(spec, s, kv) + own * const_expr(KEYS * row_pitch(spec))
-    compute_scores(spec, s, r, rows, which)
+    factors = precision.sum_factors(spec, which, rows)
+    inexact = precision.any_inexact(spec, which, factors)
+    compute_scores(spec, s, r, rows, which, factors, inexact)
     if const_expr(gather.has_slots(spec)):
         hide_missing(spec, r, exist)
     else:
@@ -274,34 +323,73 @@ def score_block(
     pipeline.producer_acquire(s.scores.pipe, item)
     store_p(spec, s, r, stage)
     precision.store_factors(spec, s, rows, KEYS * own, stage, which)
+    if const_expr(precision.may_be_inexact(spec, which)):
+        s.scores.inexact[own, stage] = Uint32(inexact)
     if n_block < w.n_block_min + spec.tile.groups:
         store_stats(spec, s, r, at.tile % STATS, n_block - w.n_block_min, w.n_block_max - w.n_block_min == 1)
     cute.arch.sync_warp()  # all lanes have written before one of them arrives
     pipeline.producer_commit(s.scores.pipe, item)
 
 
-def compute_scores(spec, s, r: LatentFragments, rows, which):
-    """Compute S^T of the warp's keys, the rows of which begin at an address."""
-    n_tiles = spec.tile.n_tiles
-    acc = cute.make_rmem_tensor((4, n_tiles, CHAINS), Float32)
-    acc.fill(0.0)
-    held = precision.held_factors(spec, which, rows)
+@cute.jit
+def compute_scores(
+    spec: cutlass.Constexpr, s, r: LatentFragments, rows, which: cutlass.Constexpr, factors: cutlass.Constexpr, inexact
+):
+    """Compute S^T of the warp's keys, the rows of which begin at an address. factors: `precision.sum_factors`. inexact:
+    whether one is no power of two."""
+    if const_expr(precision.may_be_inexact(spec, which)):
+        if inexact:
+            sum_sections(spec, s, r, rows, which, factors, True)
+        else:
+            sum_sections(spec, s, r, rows, which, factors, False)
+    else:
+        sum_sections(spec, s, r, rows, which, factors, False)
+
+
+def sum_sections(spec, s, r: LatentFragments, rows, which, factors, rounded):
+    """Do the work of `compute_scores`. rounded: K has the mantissas of factors."""
+    form, n_tiles = precision.record_of(spec, which), spec.tile.n_tiles
+    totals: dict[str, list[Float32]] = {}
+    mantissas = cache(lambda index: [precision.mantissa(words[index]) for words in factors])
+    rows = keys.KeyRows(rows, mantissas if rounded else None, precision.held_factors(spec, which, rows))
     for section in precision.sections_of(spec, which, spec.head_dim_qk):
-        for box in range(section.first, section.first + section.boxes):
-            for i, keys in enumerate(precision.key_operands(spec, which, section, rows, box, held)):
-                multiply(spec, s, acc, keys, MMAS * box + i, which)
-    for n in range(n_tiles):
-        for e in range(4):
-            r.acc_s[e, n] = softmax.join_chains([acc[e, n, chain] for chain in range(CHAINS)], softmax.add)
+        kind = precision.key_kind(section)
+        for index, run in groupby(keys.steps(spec, which, section, rows), lambda step: step.factor):
+            acc = cute.make_rmem_tensor((4, n_tiles, CHAINS if index is None else 1), Float32)
+            acc.fill(0.0)
+            for step in run:
+                multiply(spec, s, acc, step, kind, which)
+            own = None if index is None else [precision.sum_factor(form, words, index, rounded) for words in factors]
+            totals[kind] = [add_chains(acc, i, own, totals.get(kind)) for i in range(4 * n_tiles)]
+    scaled = precision.scaled_kind(spec)
+    for i in range(4 * n_tiles):
+        found = {kind: sums[i] for kind, sums in totals.items()}
+        if scaled in found:
+            found[scaled] = found[scaled] * s.scores.undo[row_of(2 * (i // 4) + i % 2)]
+        r.acc_s[i] = reduce(softmax.add, found.values())
 
 
-def multiply(spec, s, acc, keys, step, which):
+def add_chains(acc, i, factors, sums):
+    """Return entry i of the sums so far, of which there may be none, and of the chains of `acc`, multiplied by the
+    factors of keys g and g + 8, or by none."""
+    chains = [acc[i + cute.size(acc, mode=[0]) * cute.size(acc, mode=[1]) * c] for c in range(cute.size(acc, mode=[2]))]
+    if factors is None:
+        return reduce(softmax.add, chains if sums is None else [*chains, sums[i]])
+    total = None if sums is None else sums[i]
+    for part in chains:
+        factor = factors[i % 4 // 2]
+        total = part * factor if total is None else warp.fma(part, factor, total)
+    return total
+
+
+def multiply(spec, s, acc, step, kind, which):
     """Add the products of an MMA of K Q^T."""
     n_tiles = spec.tile.n_tiles
     at = s.q.iterator.toint() + 4 * LANES * q_words(spec) * which
-    q = mma.load(at + (step * LANES + cute.arch.lane_idx()) * (8 * n_tiles), 2 * n_tiles)
+    q = mma.load(at + (step.number * LANES + cute.arch.lane_idx()) * (8 * n_tiles), 2 * n_tiles)
+    chain = step.number % cute.size(acc, mode=[2])
     for n in range(n_tiles):
-        mma.issue("bf16", acc, 4 * (n + n_tiles * (step % CHAINS)), keys, q[2 * n : 2 * n + 2])
+        mma.issue(kind, acc, 4 * (n + n_tiles * chain), step.keys, q[2 * n : 2 * n + 2])
 
 
 @cute.jit
@@ -384,7 +472,7 @@ def store_p(spec: cutlass.Constexpr, s, r: LatentFragments, stage: Int32):
     own, lane = warp_in_group(spec), cute.arch.lane_idx()
     for n in cutlass.range_constexpr(spec.tile.n_tiles):
         for e in cutlass.range_constexpr(2):
-            word = warp.pack_16bit(cutlass.BFloat16, *(r.acc_s[2 * e + k, n] * 2.0**RAISED for k in range(2)))
+            word = precision.weight_pair(spec, r.acc_s[2 * e, n], r.acc_s[2 * e + 1, n])
             s.scores.p[2 * n + e, lane, own, stage] = mma.transpose(word)
     if own == 0 and lane < 4:
         for k in cutlass.range_constexpr(cute.size(r.tokens)):

@@ -102,26 +102,26 @@ def few_cases(spec: Any) -> list[MlaScenario]:
         base = replace(base, chosen=128, lens=(90, 30), second=70 * two, second_record=spec.kv.extra_record)
         first = (
             replace(base, chosen=65, heads=fewest, strided=True, function=other, sink=True),
-            replace(base, rows=3, heads=m - 3, counted=True, lens=(40, 7, 9, 3), gap=1),
+            replace(base, rows=3, heads=m - 3, counted=True, lens=(40, 7, 9, 3), gap=1, exact=True),
             replace(base, chosen=300, data="peaks", page_size=64),
         )
         if record in ("656", "352", "528") and not two:  # with the largest logits
             first = *first, replace(base, function="sparse_fwd", rows=6, heads=m - 1, counted=True, chosen=130)
-        many = replace(base, lens=(2000,), chosen=29 * 64 + 3, page_size=16)
+        many = replace(base, lens=(2000,), chosen=29 * 64 + 3, page_size=16, exact=True)
         blocks = (
-            replace(base, chosen=64, rows=2, second=64 * two),
+            replace(base, chosen=64, rows=2, second=64 * two, exact=True),
             replace(base, lens=(5, 0, 1) * 12, chosen=3, counted=True, second=2 * two),
             replace(base, lens=(400,), chosen=150, heads=m - 7),  # two splits
         )
     else:  # tokens and heads share the rows of a tile
         first = (
             replace(base, lens=(65, 0, 9), heads=-(-fewest // 3), rows=3, page_size=2, function=other),
-            replace(base, lens=(400, 7, 0, 70), heads=m // 2, rows=2, strided=True, sink=True),
+            replace(base, lens=(400, 7, 0, 70), heads=m // 2, rows=2, strided=True, sink=True, exact=True),
             replace(base, lens=(200,), data="peaks", page_size=64, gap=1, function=other),
         )
         if record == "e4m3" and not base.q8:  # rotated columns of keys in a tensor of their own
             first = *first, replace(base, lens=(70, 3), function="wrapper")
-        many = replace(base, lens=(29 * 64 + 3,), heads=m - 3, page_size=1, gap=2)
+        many = replace(base, lens=(29 * 64 + 3,), heads=m - 3, page_size=1, gap=2, exact=True)
         few = replace(base, lens=(64, 1), heads=m - 7)
         blocks = few, replace(few, lens=(3, 2, 1, 0, 65) * 7), replace(few, lens=(0,) * 127 + (70, 0, 9))
     return [
