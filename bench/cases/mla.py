@@ -189,7 +189,7 @@ def packed(
     power = 2.0 ** torch.where(draws == 511, 1, bits % 4 - (2 if form.codes == "e2m1" else 8))
     mantissa = {"ue8m0": 0 * bits, "e4m3": 16 + 0 * bits, "fp32": bits // 4 * 4}[form.factor]
     if form.factor == "fp32":
-        mantissa *= (torch.arange(len(keys), device=device)[:, None] // 16 % 2 == 0) & (not exact)
+        mantissa *= (torch.arange(len(keys), device=device)[:, None] // 16 % 2 == 1) & (not exact)
     factors = power * (1 + mantissa / 128)
     scaled = blocks / factors[..., None]
     if form.codes == "e2m1":

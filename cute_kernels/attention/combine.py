@@ -116,16 +116,16 @@ def add_splits(spec: cutlass.Constexpr, a, w: WorkTileInfo, row: Int32):
                 load_splits(spec, a, w, row, base + j, cute.domain_offset((0, j), pieces))
         # rescale, then add
         new_max = cute.arch.fmax(row_max, cute.arch.warp_reduction_max(lse))
-        if new_max != -Float32.inf:
-            old, mine = cute.math.exp2(row_max - new_max, fastmath=True), cute.math.exp2(lse - new_max, fastmath=True)
-            row_sum = fma(row_sum, old, cute.arch.warp_reduction_sum(mine))
-            acc.store(acc.load() * old)
-            for j in cutlass.range_constexpr(0, step, SPLIT_GROUP):
-                if base + j < count:
-                    for e in cutlass.range_constexpr(SPLIT_GROUP):
-                        factor = cute.arch.shuffle_sync(mine, j + e)
-                        if factor > 0.0:  # a split without a key may hold NaN, and 0 * NaN is NaN
-                            add_scaled(acc, pieces[None, j + e], factor)
+        known = Float32(0.0) if new_max == -Float32.inf else new_max
+        old, mine = (cute.math.exp2(x - known, fastmath=True) for x in (row_max, lse))
+        row_sum = fma(row_sum, old, cute.arch.warp_reduction_sum(mine))
+        acc.store(acc.load() * old)
+        for j in cutlass.range_constexpr(0, step, SPLIT_GROUP):
+            if base + j < count:
+                for e in cutlass.range_constexpr(SPLIT_GROUP):
+                    factor = cute.arch.shuffle_sync(mine, j + e)
+                    if factor > 0.0:  # a split without a key may hold NaN, and 0 * NaN is NaN
+                        add_scaled(acc, pieces[None, j + e], factor)
         row_max = new_max
         base += step
     return acc, row_max, row_sum

@@ -225,14 +225,15 @@ def row_can_skip(
 def normalizer(top: Float32, total: Float32, sink: Float32):
     """Return the `RowNormalizer` of a row: the sum over its keys is total * 2^top. sink: natural units, -inf for none.
 
-    A row with neither keys nor a sink gives (0, -inf), and one with a sink of +inf (0, inf). Both terms are taken
-    relative to the larger one, so that a sink of any size is safe.
+    A row with neither keys nor a sink gives (0, -inf), and one with a sink of +inf (0, inf). A row of which all scores
+    are NaN has no maximum, but its sum is NaN: it gives (NaN, NaN). Both terms are taken relative to the larger one, so
+    that a sink of any size is safe.
     """
     in_log2 = Float32(sink * LOG2_E)
     other = select(in_log2 > LARGEST, LARGEST, in_log2)
     peak = cute.arch.fmax(top, other)
     inverse, lse = Float32(0.0), -Float32.inf
-    if peak != -Float32.inf:
+    if peak != -Float32.inf or total != 0.0:
         keys = cute.math.exp2(top - peak, fastmath=True)
         total = fma(total, keys, cute.math.exp2(other - peak, fastmath=True))
         inverse = keys * cute.arch.rcp_approx(total)
