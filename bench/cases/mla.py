@@ -47,7 +47,7 @@ class MlaCase:
     packed, keys of `cute_kernels.records.RECORDS`; "" for rows of dtype. q8: queries are e4m3, too. invariant: of
     "flash_mla", `enable_batch_invariant`. share: of "sparse_fwd", `share_keys`. split: of "sparse_fwd", CTAs may share
     the keys of a tile, as in the calls of engines; the largest logits are then not returned. exact: factors in fp32 are
-    powers of two, as vLLM 0.33 and FlashMLA write them; else half of the rows have others.
+    powers of two, as vLLM 0.33 and FlashMLA write them; else most rows have others.
     alike: of benchmarks, the percentage of its chosen keys that a token has in common with the token before it; -1: the
     keys are independent of each other.
 
@@ -182,14 +182,15 @@ def packed(
     form: LatentRecord, keys: torch.Tensor, gen: torch.Generator, exact: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the bytes of packed rows and of their factors, which are random. One in 512 is 2 or more. If they are fp32
-    and not `exact`, products with codes need rounding in every other 16 keys."""
+    and not `exact`, products with codes need rounding in three of four groups of 16 keys."""
     device, blocks = keys.device, keys[:, : form.latent].unflatten(-1, (-1, form.vec))
     draws = torch.randint(512, blocks.shape[:-1], generator=gen, device=device)
     bits = draws % 128
     power = 2.0 ** torch.where(draws == 511, 1, bits % 4 - (2 if form.codes == "e2m1" else 8))
     mantissa = {"ue8m0": 0 * bits, "e4m3": 16 + 0 * bits, "fp32": bits // 4 * 4}[form.factor]
     if form.factor == "fp32":
-        mantissa *= (torch.arange(len(keys), device=device)[:, None] // 16 % 2 == 1) & (not exact)
+        some = torch.randint(4, (-(-len(keys) // 16), 1), generator=gen, device=device) > 0
+        mantissa *= some.repeat_interleave(16, 0)[: len(keys)] & (not exact)
     factors = power * (1 + mantissa / 128)
     scaled = blocks / factors[..., None]
     if form.codes == "e2m1":
