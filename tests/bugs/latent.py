@@ -201,8 +201,6 @@ LATENT = (
         "        if inexact:\n", "        if False:\n", FEW_PAGES),
     Bug("few rows: P is rounded twice", f"{ATTENTION}/latent/mainloop.py",
         "        if values.any_inexact(s, stage):\n", "        if False:\n", FEW_PAGES),
-    Bug("few rows: the first warp knows which factors of a block are exact", f"{ATTENTION}/latent/values.py",
-        "return reduce(operator.or_, others, first) != 0", "return first != 0", FEW_PAGES),
     Bug("few rows: sums have the factor of the columns before", f"{ATTENTION}/latent/precision.py",
         "        return warp.from_bits(words[index])\n", "        return warp.from_bits(words[max(index - 1, 0)])\n",
         FEW_PAGES),
