@@ -80,7 +80,7 @@ GENERAL = (
         "return cta + ctas * cutlass.max(1 - distance, 0)", "return cta",
         index_math("test_shares_of_a_split_and_who_merges")),
     Bug("combine: sums of earlier splits keep their old unit", f"{ATTENTION}/combine.py",
-        "            acc.store(acc.load() * old)\n            for j", "            for j",
+        "        acc.store(acc.load() * old)\n        for j", "        for j",
         feature("attention/decode: 40 parts")),
     Bug("combine: the counter of splits is left behind", f"{ATTENTION}/combine.py",
         "        counters[own] = 0\n", "", DECODE),
