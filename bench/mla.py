@@ -230,8 +230,8 @@ def own_others(case: MlaCase) -> dict[str, MlaCase]:
     found = {"own-p64": replace(case, page_size=64)} if case.page_size != 64 else {}
     if case.record and case.function == "sparse_fwd":
         found["own-bf16"] = replace(case, record="")
-    if case.record == "352":
-        found["own-kv656"] = replace(case, record="656")
+    if case.record == "352" or (case.record == "656" and not case.exact):
+        found["own-kv656"] = replace(case, record="656", exact=True)
     if case.alike >= 0:
         found["own-shared"] = replace(case, share=True)
     return found

@@ -52,7 +52,8 @@ def test_prompts_of_tokens_that_choose_keys_of_their_neighbours(alike):
 
 
 def test_what_runs_beside_a_case():
-    assert list(mla.own_others(mla.CASES["dsa-decode-kv352-b128-h16-k2048"])) == ["own-kv656"]
+    for record in ("352", "656any"):
+        assert list(mla.own_others(mla.CASES[f"dsa-decode-kv{record}-b128-h16-k2048"])) == ["own-kv656"]
     assert list(mla.own_others(mla.CASES["mla-decode-bf16-b128-s4096-h16-p1"])) == ["own-p64"]
     assert not mla.own_others(mla.CASES["dsa-decode-kv656-b64-h128-k2048"])
 
