@@ -108,7 +108,7 @@ def flash_mla_with_kvcache(
         k_cache: (pages, P, h_k, D) of q's dtype, any P and page stride; H is a multiple of h_k. With is_fp8_kvcache, q
             is bf16, h_k is 1, and a row of the cache has D values of e4m3 or the bytes of a packed record, in uint8,
             int8 or float8_e4m3fn: 656 or 352 if D is 576; 584 or 528 if it is 512. fp32 factors are rounded to bf16,
-            and the codes of e4m3 for NaN read as 480 and -480.
+            and the codes of e4m3 for NaN read as 480 and -480, or, in keys with up to 16 query rows, as NaN.
         block_table: int32 (B, M), pages of each request. cache_seqlens: int32 (B,), its keys. Neither is read, and both
             may be None, with indices.
         indices: int32 (B, s_q, K), or None: the keys of each query row are these rows of the cache, where page p has
