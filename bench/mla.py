@@ -80,16 +80,9 @@ def prompt_case(name: str) -> MlaCase:
     dim, tokens, rows, heads, keys = (int(x or 576) for x in found.groups()[1:6])
     record, alike = RECORDS_OF[found[1]], -1 if found[7] is None else int(found[7])
     return MlaCase(
-        "sparse_fwd",
-        lens=(rows,),
-        heads=heads,
-        rows=tokens,
-        dim=dim,
-        chosen=keys,
-        record=record,
+        "sparse_fwd", lens=(rows,), heads=heads, rows=tokens, dim=dim, chosen=keys, record=record, alike=alike,
         exact=True,
-        alike=alike,
-    )
+    )  # fmt: skip
 
 
 LEAST_ROWS = 1 << 18  # of a cache from which keys are chosen: more than the L2 cache holds

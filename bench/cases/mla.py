@@ -187,10 +187,10 @@ def packed(
     draws = torch.randint(512, blocks.shape[:-1], generator=gen, device=device)
     bits = draws % 128
     power = 2.0 ** torch.where(draws == 511, 1, bits % 4 - (2 if form.codes == "e2m1" else 8))
-    mantissa = {"ue8m0": 0 * bits, "e4m3": 16 + 0 * bits, "fp32": bits // 4 * 4}[form.factor]
-    if form.factor == "fp32":
+    mantissa = torch.full_like(bits, 16 if form.factor == "e4m3" else 0)
+    if form.factor == "fp32" and not exact:
         some = torch.randint(4, (-(-len(keys) // 16), 1), generator=gen, device=device) > 0
-        mantissa *= some.repeat_interleave(16, 0)[: len(keys)] & (not exact)
+        mantissa = bits // 4 * 4 * some.repeat_interleave(16, 0)[: len(keys)]
     factors = power * (1 + mantissa / 128)
     scaled = blocks / factors[..., None]
     if form.codes == "e2m1":

@@ -173,8 +173,7 @@ def sf_pair(byte):
 def to_fp16(words: cute.Tensor, lanes: cutlass.Constexpr = 4):
     """Convert the bf16 pairs of a row to fp16 in place. `lanes` neighbouring lanes share the row.
 
-    The row is divided by a power of two near its largest magnitude, which is returned: fp16 lacks bf16's range, and
-    does not need it after the division.
+    The row is divided by a power of two near its largest magnitude, which is returned.
     """
     values = cute.make_rmem_tensor(2 * cute.size(words), Float32)
     values.store(cute.recast_tensor(words, cutlass.BFloat16).load().to(Float32))
@@ -182,7 +181,14 @@ def to_fp16(words: cute.Tensor, lanes: cutlass.Constexpr = 4):
     for i in cutlass.range_constexpr(cute.size(values)):
         top = cute.arch.fmax(top, cute.math.absf(values[i]))
     top = cute.arch.warp_reduction_max(top, threads_in_group=lanes)
-    exponent = cutlass.max(Int32(27), cutlass.min(Int32(227), warp.bits(top) >> 23))
-    values.store(values.load() * warp.from_bits((254 - exponent) << 23))
+    power, inverse = powers(top)
+    values.store(values.load() * power)
     warp.convert16(values, cute.recast_tensor(words, cutlass.Float16))
-    return warp.from_bits(exponent << 23)
+    return inverse
+
+
+def powers(top, largest=0):
+    """Return a power of two that brings numbers of a magnitude `top` near 2^largest, and its inverse. fp16 lacks bf16's
+    range, and a row does not need it after the product."""
+    exponent = cutlass.max(Int32(27 + largest), cutlass.min(Int32(253), warp.bits(top) >> 23))
+    return warp.from_bits((254 + largest - exponent) << 23), warp.from_bits((exponent - largest) << 23)

@@ -28,8 +28,8 @@ class KeyStep(NamedTuple):
 
 
 class KeyRows(NamedTuple):
-    """16 rows of K. at: the address of the first one. mantissas: a function that returns those
-    of a factor of keys g and g + 8, by which K is multiplied, or None. held: `precision.held_factors`."""
+    """16 rows of K. at: the address of the first one. mantissas: a function that returns those of a factor of keys g
+    and g + 8, by which K is multiplied; None if it is not. held: `precision.held_factors`."""
 
     at: Any
     mantissas: Any
@@ -105,9 +105,4 @@ def query_operand(section, kind, word, power):
         return to_bf16.multiply(word, RAISED_PAIR)
     if section.code == "bf16" or kind.width == 8:
         return word
-    return warp.pack_16bit(cutlass.Float16, *(x * power for x in numbers_of(word)))
-
-
-def numbers_of(word):
-    """Return two bf16 in fp32."""
-    return warp.from_bits(word << 16), warp.from_bits(word & Uint32(0xFFFF0000))
+    return warp.pack_16bit(cutlass.Float16, *(x * power for x in memory.widen("bf16", word)))

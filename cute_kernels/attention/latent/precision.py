@@ -77,7 +77,7 @@ def stage_of(spec, s, kv):
 
 
 def weight_pair(spec, x, y):
-    """Return two entries of P as the operand, to which `values.weights` belong."""
+    """Return two entries of P as a word of operand B, which `values.products` multiplies by factors."""
     if value_kind(spec) == "fp16":
         return warp.pack_16bit(Float16, *(p * 2.0**RAISED_FP16 for p in (x, y)))
     return warp.pack_16bit(BFloat16, x, y)
@@ -160,7 +160,7 @@ def sum_factors(spec, which, rows):
 
 
 def sum_factor(form, words, index, rounded):
-    """Return a factor among those of a key in fp32. rounded: without its mantissa, which keys have then."""
+    """Return a factor of `sum_factors` in fp32. rounded: without its mantissa, by which K has been multiplied."""
     if form.factor == "ue8m0":
         word, up = words[index // 4], 23 - 8 * (index % 4)
         word = (word << up if up > 0 else word >> -up) & Uint32(0x7F800000)
@@ -173,7 +173,7 @@ def sum_factor(form, words, index, rounded):
 
 
 def may_be_inexact(spec, which):
-    """Return whether factors of codes of e4m3 need not be powers of two."""
+    """Return whether codes of e4m3 may have factors that are no powers of two."""
     form = record_of(spec, which)
     return form.codes == "e4m3" and form.factor == "fp32"
 

@@ -19,7 +19,7 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Uint32, const_expr
 
 from ...device import memory, mma, pipeline, warp
-from .. import geometry, mask, softmax
+from .. import geometry, mask, quant, softmax
 from ..barriers import NamedBarrier
 from ..kv import gather, pages
 from ..kv.gather import RowPageIds
@@ -34,7 +34,7 @@ from .roles import roles
 from .tile_table import KEYS, P_STAGES, ROWS, SCORE_WARPS, STATS, WARPS, factors, q_words, records, row_pitch
 
 CHAINS = 2  # sums of products that do not wait for each other, if no factors multiply them
-LARGEST_Q, LEAST_EXPONENT = 14, 41  # of rows of Q in fp16, and of those that become as large, with the bias of fp32
+LARGEST_Q = 14  # the power of two near which rows of Q in fp16 have their largest value
 ALL = (1 << KEYS) - 1
 
 
@@ -43,10 +43,10 @@ class LatentHandoff:
     """Shared memory between score and mma. p (words, lane, key tile, stage): the operand of O^T. factors (key, index,
     stage): of rows, in bf16, in the order in which they are stored. rescale (row, stage): factors by which O is
     multiplied before. inexact (warp, stage): not 0 if some factor of the warp's keys is no power of two. pipe: of these
-    stages. tops (row, warp, 2): maxima of rows over the keys of a score warp, and of
-    rows of Q before. undo (row): factors of the scores of rows of Q in fp16. row_max (row, STATS), row_sum (row, warp,
-    group, STATS): of the rows of a tile; row_max in log2 units, or -inf for a row without keys. Group 0 here is the one
-    with the last block. last (row, STATS): the factor of the other one's sums."""
+    stages. tops (row, warp, 2): maxima of rows over the keys of a score warp, and before that of rows of Q. undo (row):
+    factors of the scores of rows of Q in fp16. row_max (row, STATS), row_sum (row, warp, group, STATS): of the rows of
+    a tile; row_max in log2 units, or -inf for a row without keys. Group 0 here is the one with the last block. last
+    (row, STATS): the factor of the other one's sums."""
 
     p: cute.Tensor
     factors: cute.Tensor
@@ -207,7 +207,7 @@ def row_of(k):
 
 
 # Q: a lane's words of the B operand of an MMA lie side by side. A word of codes of K becomes several words of the A
-# operand (`precision.key_operands`), and Q has its columns in that order.
+# operand (`keys.operands`), and Q has its columns in that order.
 
 
 @cute.jit
@@ -218,6 +218,7 @@ def load_q(spec: cutlass.Constexpr, a, s, w: WorkTileInfo):
     boxes, n_tiles = const_expr(spec.head_dim_qk // BOX), const_expr(spec.tile.n_tiles)
     held = cute.make_rmem_tensor((2, boxes, n_tiles), Uint32)
     powers = cute.make_rmem_tensor(n_tiles, Float32)
+    powers.fill(1.0)
     for which in cutlass.range_constexpr(len(records(spec))):
         sections = const_expr(precision.sections_of(spec, which, spec.head_dim_qk))
         held.fill(0)
@@ -235,14 +236,13 @@ def load_q(spec: cutlass.Constexpr, a, s, w: WorkTileInfo):
 
 @cute.jit
 def find_powers(spec: cutlass.Constexpr, s, held: cute.Tensor, powers: cute.Tensor):
-    """Find the powers of two that bring the largest magnitudes of rows of Q, which are bf16, to 2^14. Store their
-    inverses."""
+    """Find the powers of two by which rows of Q, which are bf16, become rows in fp16. Store their inverses."""
     g, first, own = cute.arch.lane_idx() // 4, cute.arch.lane_idx() % 4 == 0, warp_in_group(spec)
     for n in cutlass.range_constexpr(cute.size(powers)):
         row = held[None, None, n]
         top = Float32(0.0)
         for i in cutlass.range_constexpr(cute.size(row)):
-            for x in keys.numbers_of(row[i]):
+            for x in memory.widen("bf16", row[i]):
                 top = cute.arch.fmax(top, cute.math.absf(x))
         top = cute.arch.warp_reduction_max(top, threads_in_group=4)
         if first:
@@ -252,11 +252,10 @@ def find_powers(spec: cutlass.Constexpr, s, held: cute.Tensor, powers: cute.Tens
         top = Float32(0.0)
         for each in cutlass.range_constexpr(SCORE_WARPS):
             top = cute.arch.fmax(top, s.scores.tops[ROWS * n + g, each, 0])
-        exponent = cutlass.max(Int32(LEAST_EXPONENT), warp.bits(top) >> 23)
-        exponent = cutlass.min(Int32(254), exponent)
-        powers[n] = warp.from_bits((254 + LARGEST_Q - exponent) << 23)
+        power, inverse = quant.powers(top, LARGEST_Q)
+        powers[n] = power
         if first and own == 0:
-            s.scores.undo[ROWS * n + g] = warp.from_bits((exponent - LARGEST_Q) << 23)
+            s.scores.undo[ROWS * n + g] = inverse
 
 
 def load_sections(

@@ -105,7 +105,7 @@ def smem_bytes(spec: Any) -> Resources:
     """Return the shared memory of a CTA: keys, Q, P, factors, maxima and sums of rows, tiles and barriers."""
     m = spec.tile.m
     found = sum(x.smem_bytes for x in operands(spec)) + 4 * 32 * q_words(spec) * len(records(spec))
-    found += P_STAGES * (16 * SCORE_WARPS * m * 2 + 2 * spec.tile.n * factors(spec) + 4 * m)
-    found += 4 * m * (2 * SCORE_WARPS + STATS * (2 + spec.tile.groups * SCORE_WARPS)) + 1536
+    found += P_STAGES * (16 * SCORE_WARPS * m * 2 + 2 * spec.tile.n * factors(spec) + 4 * m + 4 * SCORE_WARPS)
+    found += 4 * m * (2 * SCORE_WARPS + 1 + STATS * (2 + spec.tile.groups * SCORE_WARPS)) + 1536
     smem = min(row.smem_per_cta for row in archs.TABLE if archs.WGMMA in row.instructions)
     return Resources(found, smem)
