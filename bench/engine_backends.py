@@ -10,7 +10,7 @@ BACKENDS: dict[str, dict[str, str]] = {  # engine -> provider -> the engine's na
     "vllm": {
         "ours": "CUSTOM", "vllm-flash-attn": "FLASH_ATTN", "vllm-flashinfer": "FLASHINFER",
         "vllm-triton": "TRITON_ATTN", "own-fp8": "CUSTOM", "own-kv656": "CUSTOM", "ours-shared": "CUSTOM",
-        "ours-staged": "CUSTOM",
+        "ours-packed": "CUSTOM",
         "vllm-flashmla": "FLASHMLA", "vllm-flash-attn-mla": "FLASH_ATTN_MLA", "vllm-triton-mla": "TRITON_MLA",
         "vllm-flashmla-sparse": "FLASHMLA_SPARSE", "vllm-flash-attn-mla-sparse": "FLASH_ATTN_MLA_SPARSE",
     },
@@ -33,11 +33,13 @@ CACHES = {  # of the engines' own backends on Hopper; those that are not here ha
     "vllm-flashmla-sparse": ("bf16", "fp8_ds_mla"), "sglang-dsa": ("bf16", "fp8_ds_mla"),
 }  # fmt: skip
 ONLY_BF16 = ("vllm-flash-attn-mla-sparse",)  # runs cases with other caches over a cache in bf16
-OURS = ("ours", "ours-shared", "ours-staged", *OTHER_CACHE)
+OURS = ("ours", "ours-shared", "ours-packed", *OTHER_CACHE)
 INVARIANT = ("ours", "vllm-flash-attn")  # have batch-invariant bits; ours for chosen keys alone
-ASKED = {"CUTE_KERNELS_SHARE_KEYS": "ours-shared", "CUTE_KERNELS_STAGE_KEYS": "ours-staged"}  # 1 for this one alone
+DEFAULTS = {"CUTE_KERNELS_SHARE_KEYS": "0", "CUTE_KERNELS_STAGE_KEYS": ""}
 ENVIRONMENT = {  # provider -> what its process has in the environment
-    provider: {name: str(int(provider == one)) for name, one in ASKED.items()} for provider in ("ours", *ASKED.values())
+    "ours": DEFAULTS,
+    "ours-shared": DEFAULTS | {"CUTE_KERNELS_SHARE_KEYS": "1"},
+    "ours-packed": DEFAULTS | {"CUTE_KERNELS_STAGE_KEYS": "0"},
 }
 STAGED_CACHES, STAGED_HEADS = ("fp8_ds_mla", "nvfp4_ds_mla"), 64  # that `vllm_staging` stages; the least heads
 
@@ -58,7 +60,7 @@ def has_backend(case: EngineCase, provider: str) -> bool:
     if provider == "ours-shared":
         heads = case.config["num_attention_heads"] // case.gpus
         return case.attention == "dsa" and case.kv != "nvfp4_ds_mla" and tokens_of_union(heads) > 1
-    if provider == "ours-staged":
+    if provider == "ours-packed":
         heads = case.config["num_attention_heads"] // case.gpus
         return case.attention == "dsa" and case.kv in STAGED_CACHES and heads >= STAGED_HEADS
     if provider == "ours":

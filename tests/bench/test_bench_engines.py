@@ -57,7 +57,7 @@ def measured(**found):
     ("engine-vllm-tiny-dsv32-bf16", "ours ours-shared vllm-flashmla-sparse vllm-flash-attn-mla-sparse"),
     ("engine-vllm-tiny-dsv32-kv352", "ours own-kv656 vllm-flash-attn-mla-sparse"),
     ("engine-vllm-tiny-dsv32-kv656-preempted", "ours"),
-    ("engine-vllm-dsv32-b64-c16k-kv656-x2", "ours ours-staged vllm-flashmla-sparse vllm-flash-attn-mla-sparse"),
+    ("engine-vllm-dsv32-b64-c16k-kv656-x2", "ours ours-packed vllm-flashmla-sparse vllm-flash-attn-mla-sparse"),
     ("engine-sglang-tiny-v3-bf16", "ours sglang-fa3 sglang-flashinfer sglang-triton sglang-flashmla"),
     ("engine-sglang-tiny-dsv32-kv656", "ours ours-shared sglang-dsa"),
 ])  # fmt: skip
@@ -322,7 +322,7 @@ def test_rows_of_a_server(tmp_path, monkeypatch, capsys, mode):
         "PYTHONPATH",
         "VLLM_ENABLE_V1_MULTIPROCESSING",
         *engine_worker.VLLM_ENVIRONMENT,
-        *engine_backends.ASKED,
+        *engine_backends.DEFAULTS,
     ):
         monkeypatch.setenv(name, "")
     rows = list(server.measure(LOADED, ("ours", "vllm-triton") if mode == "drifts" else ("ours",), ENV))

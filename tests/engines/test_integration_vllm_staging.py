@@ -120,6 +120,17 @@ def test_batches_larger_than_the_workspace_are_not_staged(known, model, monkeypa
         assert decisions(model, common) == (rows == pages * BLOCK,) * 2
 
 
+def test_few_tokens_of_long_contexts_are_not_staged(model, monkeypatch):
+    """To convert their rows would take longer than it saves."""
+    from wrappers.integrations import vllm_staging
+
+    model.common({0: 33, 1: 16})
+    common = model.common({0: 17, 1: 9})  # of 50 and 25 keys: 96 rows of whole pages
+    for rows, staged in ((4, True), (3, False)):
+        monkeypatch.setattr(vllm_staging, "ROWS_PER_TOKEN", rows)
+        assert decisions(model, common) == (staged, staged)
+
+
 def test_the_decision_reads_nothing_of_the_device(model):
     from wrappers.integrations import vllm_staging
 
@@ -157,7 +168,7 @@ def test_launches_of_a_layer(engine, monkeypatch):
 
 @pytest.mark.parametrize("heads, kv_cache_dtype, value, staged", [
     (64, "fp8_ds_mla", "1", True), (128, "nvfp4_ds_mla", "1", True), (64, "fp8_ds_mla", "0", False),
-    (64, "fp8_ds_mla", "", False), (32, "fp8_ds_mla", "1", False), (64, "auto", "1", False), (64, "fp8", "1", False),
+    (64, "fp8_ds_mla", "", True), (32, "fp8_ds_mla", "1", False), (64, "auto", "1", False), (64, "fp8", "1", False),
 ])  # fmt: skip
 def test_layers_with_a_workspace(heads, kv_cache_dtype, value, staged, engine, monkeypatch):
     """vLLM measures its memory after it has made the layers."""
@@ -199,7 +210,7 @@ def test_other_values_of_the_variable_are_refused(engine, monkeypatch):
     ("layers", r"kv_cache_dtype_skip_layers: \['3'\], must be empty with CUTE_KERNELS_STAGE_KEYS=1"),
     ("drafts", "index_share_for_mtp_iteration: True, must be False with CUTE_KERNELS_STAGE_KEYS=1"),
 ])  # fmt: skip
-def test_models_whose_slots_others_read_are_refused(change, message, engine, monkeypatch):
+def test_models_whose_slots_others_read(change, message, engine, monkeypatch):
     from wrappers.integrations.vllm_staging import can_stage
 
     engine.config = config = config_of(torch.bfloat16, "fp8_ds_mla")
@@ -213,6 +224,8 @@ def test_models_whose_slots_others_read_are_refused(change, message, engine, mon
     with pytest.raises(NotImplementedError, match=f"^{message}"):
         can_stage(64, "656")
     assert not can_stage(16, "656")
+    monkeypatch.delenv(NAME)
+    assert not can_stage(64, "656")
 
 
 def test_a_cache_with_other_pages_is_refused(model):

@@ -53,9 +53,9 @@ def of_prompts(tokens: int, requests: int, longest: int) -> bool:
     return longest > SHARING_LONGEST and tokens >= SHARING_MEAN * requests
 
 
-def asked_for(name: str) -> bool:
+def asked_for(name: str, default: bool = False) -> bool:
     """Return whether the user has set an environment variable to 1. Raises ValueError unless it is 0, 1 or not set."""
-    found = os.environ.get(name) or "0"
+    found = os.environ.get(name) or str(int(default))
     if found not in ("0", "1"):
         raise ValueError(f"{name}: {found!r}, must be 0 or 1")
     return found == "1"

@@ -2,14 +2,14 @@
 
 `vllm_select` chooses it for `--attention-backend CUSTOM`. One call per layer serves prompts and decodes together, in
 the absorbed form, from the rows of the cache as they are stored: in 16 bits, in e4m3 with one scale, or packed
-(`fp8_ds_mla`, `nvfp4_ds_mla`). There is no padding of heads, no plan, and no workspace unless the user asks for one.
+(`fp8_ds_mla`, `nvfp4_ds_mla`). There is no padding of heads and no plan.
 
 `vllm_indexer` chooses the keys. It writes slots of the cache where vLLM's indexer writes positions in the request, so
 that nothing is converted between the two.
 
 With CUTE_KERNELS_SHARE_KEYS=1, neighbouring tokens of batches with prompts read the union of their keys once
-(`latent_support.of_prompts`). With CUTE_KERNELS_STAGE_KEYS=1, layers with at least 64 heads attend to a copy of packed
-rows in 16 bits in such batches (`vllm_staging`).
+(`latent_support.of_prompts`). Unless CUTE_KERNELS_STAGE_KEYS is 0, layers with at least 64 heads attend to a copy of
+packed rows in 16 bits in such batches (`vllm_staging`).
 
 With VLLM_BATCH_INVARIANT=1, one CTA computes all keys of a token, in the order of their positions, in every batch. A
 prompt, a chunk of one, a decode and a draft token have the same kernel, so that a token has the same bits in all of
