@@ -136,6 +136,19 @@ def test_outputs_that_are_given_are_filled(function):
     assert got is out and torch.equal(out, want)
 
 
+@pytest.mark.parametrize("kernels", [False, True])
+def test_a_table_with_the_pages_of_v(kernels):
+    """Entries behind the last page of a request may be anything."""
+    inputs = given(TRTLLM)
+    table, lens = inputs["block_tables"], inputs["seq_lens"]
+    behind = torch.arange(table.shape[1] + 2) >= -(-lens // inputs["kv_cache"].shape[-2])[:, None]
+    both = torch.nn.functional.pad(table, (0, 2))[:, None].repeat(1, 2, 1)
+    both[:, 0][behind], both[:, 1][behind] = 3, 1 << 20
+    with emulation() if kernels else torch.no_grad():
+        got = trtllm_mla(**inputs | {"block_tables": both, "uses_shared_paged_kv_idx": False})
+    assert behind.any() and torch.equal(got, trtllm_mla(**inputs))
+
+
 def test_scales_of_a_device():
     """On the output, and on the logits; as tensors they are read by the kernel."""
     inputs = given(TRTLLM, bmm1_scale=0.2, bmm2_scale=3.0)
@@ -445,8 +458,13 @@ TRTLLM_REFUSALS = [
      f"causal_seqlens_kv_global: Tensor, must be None: {PARALLEL}"),
     ({"skip_softmax_threshold_scale_factor": 2.0}, NotImplementedError,
      "skip_softmax_threshold_scale_factor: float, must be None: skip-softmax is not supported"),
-    ({"uses_shared_paged_kv_idx": False}, NotImplementedError,
-     "uses_shared_paged_kv_idx: False, must be True: keys and values are in the same pages"),
+    ({"uses_shared_paged_kv_idx": False}, ValueError, "block_tables: shape (2, 3), must have 3 dimensions"),
+    ({"uses_shared_paged_kv_idx": False, "block_tables": torch.zeros(2, 3, 3).int()}, ValueError,
+     "block_tables: shape (2, 3, 3), must be (B, 2, M) unless uses_shared_paged_kv_idx"),
+    ({"uses_shared_paged_kv_idx": False, "block_tables": torch.arange(12).int().view(2, 2, 3)}, ValueError,
+     "block_tables: pages of V that are not those of K, must be the same"),
+    ({"uses_shared_paged_kv_idx": False, "sparse_mla_top_k": 7, "block_tables": SLOTS}, NotImplementedError,
+     "uses_shared_paged_kv_idx: False, must be True with sparse_mla_top_k"),
     ({"backend": "fa9"}, ValueError, "backend: 'fa9', must be one of auto, xqa"),
     ({"kv_lora_rank": 513}, ValueError,
      "query: shape (2, 2, 4, 576), must end with 577, kv_lora_rank 513 + qk_rope_head_dim 64"),

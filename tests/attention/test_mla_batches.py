@@ -2,6 +2,7 @@
 plan and of run, graphs' buffers, and what is refused."""
 
 import math
+import re
 from dataclasses import replace
 
 import pytest
@@ -183,7 +184,12 @@ def test_buffers_of_graphs():
 GOOD = MlaCase(lens=(9, 20), rows=2, heads=4, page_size=8, dtype="fp16")
 PLANS = [
     ({"q_data_type": torch.float32}, TypeError, "q_data_type: torch.float32, must be one of torch.float16"),
-    ({"kv_data_type": torch.float8_e4m3fn}, TypeError, "kv_data_type: torch.float8_e4m3fn, must be torch.float16"),
+    (
+        {"kv_data_type": torch.float8_e4m3fn},
+        TypeError,
+        "kv_data_type: torch.float8_e4m3fn, must be torch.float16 unless q_data_type=torch.bfloat16",
+    ),
+    ({"kv_data_type": torch.float8_e4m3fn}, ValueError, "kv_data_type: torch.float8_e4m3fn, must be torch.float16"),
     ({"output_dtype": torch.bfloat16}, TypeError, "output_dtype: torch.bfloat16, must be torch.float16"),
     ({"num_heads": None}, TypeError, "num_heads: None, must be an int"),
     ({"head_dim_ckv": 0}, ValueError, "head_dim_ckv: 0, must be at least 1"),
@@ -213,19 +219,22 @@ RUNS = [
     ({"q_pe": None}, TypeError, "q_pe: NoneType, must be a torch.Tensor"),
     ({"q_pe": torch.zeros(4, 4, 32).half()}, ValueError, "q_pe: shape (4, 4, 32), must end with 64, head_dim_kpe"),
     ({"q_pe": torch.zeros(4, 3, 64).half()}, ValueError, "q_pe: shape (4, 3, 64), must be (4, 4, 64)"),
-    ({"q_pe": torch.zeros(4, 4, 64)}, TypeError, "q_pe: dtype torch.float32, must be torch.float16"),
+    ({"q_pe": torch.zeros(4, 4, 64)}, ValueError, "q_pe.dtype: torch.float32, must be plan's q_data_type, t"),
+    ({"q_nope": torch.zeros(4, 4, 512)}, ValueError, "q_nope.dtype: torch.float32, must be plan's q_data_type, t"),
+    ({"kpe_cache": torch.zeros(7, 8, 64)}, ValueError, "kpe_cache.dtype: torch.float32, must be plan's kv_data_t"),
     ({"kpe_cache": torch.zeros(6, 9, 64).half()}, ValueError, "kpe_cache: shape (6, 1, 9, 64), must be (7, 1, 8, 64)"),
     ({"q_nope": torch.zeros(4, 4, 9).half()}, ValueError, "q_nope: 9 (elements per head), must be plan's head_dim_ckv"),
     ({"q_nope": torch.zeros(4, 5, 512).half()}, ValueError, "q_nope: 5 (heads), must be plan's num_heads, 4"),
     ({"q_nope": torch.zeros(3, 4, 512).half()}, ValueError, "q_nope: 3 (rows), must be plan's last of qo_indptr, 4"),
     ({"ckv_cache": torch.zeros(6, 9, 512).half()}, ValueError, "ckv_cache: 9 (rows per page), must be plan's page"),
-    ({"ckv_cache": torch.zeros(6, 8, 512)}, ValueError, "ckv_cache: torch.float32 (dtype), must be plan's kv_data"),
+    ({"ckv_cache": torch.zeros(6, 8, 512)}, ValueError, "ckv_cache.dtype: torch.float32, must be plan's kv_data_t"),
     ({"query": torch.zeros(4, 4, 576).half()}, ValueError, "q_nope: given, must be None with query"),
     ({"out": torch.zeros(4, 4, 576).half()}, ValueError, "out: shape (4, 4, 576), "),
     ({"lse": torch.zeros(4, 3)}, ValueError, "lse: shape (4, 3), "),
     ({"return_lse_base_on_e": 1}, TypeError, "return_lse_base_on_e: 1, must be True or False"),
     *(({name: torch.zeros(2)}, NotImplementedError, f"{name}: Tensor, must be None: not supported")
-      for name in ("profiler_buffer", "kv_len", "page_table", "o_scale", "ckv_scale_arr")),
+      for name in ("profiler_buffer", "kv_len", "page_table", "o_scale")),
+    ({"ckv_scale_arr": torch.ones(7, 8, 4)}, ValueError, "ckv_scale_arr: given, must be None unless kv_data_type is"),
     *(({name: 0.5}, ValueError, f"{name}: 0.5, must be None unless kv_data_type is torch.float8_e4m3fn")
       for name in ("ckv_scale", "kpe_scale")),
 ]  # fmt: skip
@@ -242,10 +251,18 @@ def test_e4m3_caches_have_one_scale(kernels, form):
             given = tensors(case, i, form) | {"ckv_scale": scale, "kpe_scale": scale, "return_lse": True}
             for _ in range(2):
                 assert judged(case, i, *wrapper.run(**given)) <= 1
-        with pytest.raises(ValueError, match="^ckv_scale: None, must be given, since kv_data_type"):
-            wrapper.run(**tensors(case, i, form))
-        for scales in ({"ckv_scale": 0.5}, {"kpe_scale": scale}):
-            with pytest.raises(ValueError, match="^(ckv|kpe)_scale: None, must be given, since kv_data_type"):
+        one = "^Exactly one of ckv_scale or ckv_scale_arr must be given over torch.float8_e4m3fn; both are "
+        factors, shape = torch.ones(*i.cache.shape[:2], 4), tuple(i.cache.shape[:2])
+        for scales, error, message in (
+            ({}, ValueError, one + "None"),
+            ({"kpe_scale": scale}, ValueError, one + "None"),
+            ({"ckv_scale": 0.5, "ckv_scale_arr": factors}, ValueError, one + "given"),
+            ({"ckv_scale": 0.5}, ValueError, "^kpe_scale: None, must be given, since kv_data_type"),
+            ({"ckv_scale_arr": factors[1:]}, ValueError,
+             re.escape(f"Invalid shape of ckv_scale_arr: {(shape[0] - 1, shape[1], 4)}, must be {(*shape, 4)}")),
+            ({"ckv_scale_arr": factors, "kpe_scale": 1.0}, NotImplementedError, "^ckv_scale_arr: Tensor, must be None"),
+        ):  # fmt: skip
+            with pytest.raises(error, match=message):
                 wrapper.run(**tensors(case, i, form) | scales)
         with pytest.raises(ValueError, match="^ckv_scale: inf"):
             wrapper.run(**tensors(case, i, form) | dict.fromkeys(("ckv_scale", "kpe_scale"), float("inf")))

@@ -10,6 +10,7 @@ from ..attention.call import AttentionCall, SequenceBatch, sequences_of, slot_se
 from ..attention.checks import SIGNATURES
 from ..attention.op import serve
 from ..attention.views import columns_and_rope, counts_of
+from ..host import machine
 from ..host.checks import (
     UnknownName,
     check_flag,
@@ -18,6 +19,7 @@ from ..host.checks import (
     check_optional_flag,
     check_shape,
     check_strided,
+    checking,
     listed,
 )
 from ..host.plain import traced
@@ -64,7 +66,8 @@ def trtllm_batch_decode_with_kv_cache_mla(
             query also of float8_e4m3fn, with one scale, in bmm1_scale and bmm2_scale; or, with sparse_mla_top_k, of
             uint8, packed records: 656 bytes or, if D is 512, the first 528 bytes of a row (512 e4m3, 4 fp32 scales).
         kv_lora_rank: columns of V. (D, kv_lora_rank) is (576, 512) or (512, 512).
-        block_tables: int32 (B, M), pages of each request. seq_lens: int32 (B,), its keys.
+        block_tables: int32 (B, M), pages of each request; with uses_shared_paged_kv_idx=False (B, 2, M), those of K and
+            the same ones again for V. seq_lens: int32 (B,), its keys.
         sparse_mla_top_k: K > 0: block_tables is int32 (B, rows, K) or, with cum_seq_lens_q, (tokens, K), and holds the
             keys of each query row: these rows of the cache, where page p has the rows from p * P on. Another number,
             such as -1, is no key. sparse_mla_top_k_lens or, without it, seq_lens: int32, how many of them count, one
@@ -76,8 +79,8 @@ def trtllm_batch_decode_with_kv_cache_mla(
             (H,), in natural-log units, in a list or not.
         workspace_buffer, qk_nope_head_dim, max_seq_len, backend, is_var_seq, cute_dsl_impl, kv_scale_format,
             multi_ctas_kv_counter_buffer, use_fp16_softmax, enable_pdl (None: on): hints.
-        skip_softmax_threshold_scale_factor, enable_dcp, cp_world, cp_rank, causal_seqlens_kv_global,
-            uses_shared_paged_kv_idx: other values than the defaults raise NotImplementedError.
+        skip_softmax_threshold_scale_factor, enable_dcp, cp_world, cp_rank, causal_seqlens_kv_global: other values than
+            the defaults raise NotImplementedError.
 
     Raises before anything is launched: TypeError for a dtype; ValueError for a shape, stride or device. FlashInfer's
     function, which has no kernel for Hopper.
@@ -144,10 +147,8 @@ def mla_decode_call(
     """Return the call of `trtllm_batch_decode_with_kv_cache_mla`. Its hints that are not checked are left out."""
     if backend not in BACKENDS:
         raise UnknownName(f"backend: {backend!r}, must be one of {listed(BACKENDS)}")
-    _check_modes(
-        skip_softmax_threshold_scale_factor, uses_shared_paged_kv_idx, enable_dcp, cp_world, cp_rank,
-        causal_seqlens_kv_global,
-    )  # fmt: skip
+    _check_modes(skip_softmax_threshold_scale_factor, enable_dcp, cp_world, cp_rank, causal_seqlens_kv_global)
+    check_flag("uses_shared_paged_kv_idx", uses_shared_paged_kv_idx)
     check_flag("is_var_seq", is_var_seq)
     check_optional_flag("use_fp16_softmax", use_fp16_softmax)
     check_flag("return_lse", return_lse)
@@ -177,12 +178,16 @@ def mla_decode_call(
         check_integer("max_q_len", integer(max_q_len))  # not used
     if top_k:
         signature, most = SPARSE if sparse_mla_top_k_lens is None else COUNTED, 1
+        if not uses_shared_paged_kv_idx:
+            raise NotImplementedError("uses_shared_paged_kv_idx: False, must be True with sparse_mla_top_k")
         requests = _chosen(query, block_tables, top_k, seq_lens, sparse_mla_top_k_lens, cum_seq_lens_q)
     elif sparse_mla_top_k_lens is not None:
         given = tuple(check_strided("sparse_mla_top_k_lens", sparse_mla_top_k_lens).shape)
         raise ValueError(f"sparse_mla_top_k_lens: shape {given}, must be None without sparse_mla_top_k")
     else:
         signature = NAME if ragged else EQUAL
+        if not uses_shared_paged_kv_idx:
+            block_tables = _pages_of_keys(block_tables, seq_lens, k.shape[2], not traced(query))
         check_strided("block_tables", block_tables, 2)
         requests = sequences_of(block_tables, check_strided("seq_lens", seq_lens, 1), cum_seq_lens_q, not traced(query))
         if not ragged and shape[0] != block_tables.shape[0]:
@@ -259,7 +264,24 @@ def _counts_of_rows(lens: torch.Tensor, lead: torch.Size, offsets: torch.Tensor 
     return lens - behind if causal else lens
 
 
-def _check_modes(skip: Any, shared: Any, dcp: Any, world: Any, rank: Any, lens: Any) -> None:
+def _pages_of_keys(tables: Any, lens: Any, page_size: int, plain: bool) -> torch.Tensor:
+    """Return the pages of K, (B, M), of tables (B, 2, M) that have those of V behind them, which must be the same.
+
+    The values are compared on the CPU, and elsewhere if `checking`. plain: nothing traces the call.
+    """
+    shape = check_strided("block_tables", tables, 3).shape
+    if shape[1] != 2:
+        need = "(B, 2, M) unless uses_shared_paged_kv_idx"
+        raise ValueError(f"block_tables: shape {tuple(shape)}, must be {need}")
+    if plain and not tables.is_meta and (tables.is_cpu or checking() and not machine.current.is_capturing()):
+        columns = torch.arange(shape[2], device=tables.device)
+        used = columns < -(-check_strided("seq_lens", lens, 1) // page_size)[:, None]
+        if lens.shape[0] == shape[0] and ((tables[:, 0] != tables[:, 1]) & used).any():
+            raise ValueError("block_tables: pages of V that are not those of K, must be the same: V is a part of K")
+    return tables[:, 0]
+
+
+def _check_modes(skip: Any, dcp: Any, world: Any, rank: Any, lens: Any) -> None:
     """Raise on values of arguments that ask for a mode that no kernel has."""
     parallel = "context parallelism is not supported"
     for name, value, only in (("cp_world", world, 1), ("cp_rank", rank, 0)):
@@ -271,10 +293,6 @@ def _check_modes(skip: Any, shared: Any, dcp: Any, world: Any, rank: Any, lens: 
     ):  # fmt: skip
         if value is not None:
             raise NotImplementedError(f"{name}: {type(value).__name__}, must be None: {why}")
-    check_flag("uses_shared_paged_kv_idx", shared)
-    if not shared:
-        why = "keys and values are in the same pages"
-        raise NotImplementedError(f"uses_shared_paged_kv_idx: False, must be True: {why}")
     check_flag("enable_dcp", dcp)
     if dcp:
         raise NotImplementedError(f"enable_dcp: True, must be False: {parallel}")

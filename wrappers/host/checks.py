@@ -32,6 +32,10 @@ class MixedDtypes(TypeError, RuntimeError):
     """Dtypes that must be one and are not. Callers of FlashInfer catch RuntimeError, all others TypeError."""
 
 
+class PlannedDtypes(TypeError, ValueError):
+    """Dtypes of a plan that do not go together. Callers of FlashInfer catch ValueError, all others TypeError."""
+
+
 def listed(values: Any) -> str:
     return ", ".join(str(v) for v in values)
 

@@ -314,8 +314,8 @@ class PrefillBatch:
         shape, types, (_, rows, keys, *_) = self._shape, self._types, self._plan_of_run()
         cache = self._CACHE
         for name, found, what, planned, value in (
-            ("q", q.dtype, "dtype", "q_data_type", types.q),
-            (cache, k.dtype, "dtype", "kv_data_type", types.kv),
+            ("q", q.dtype, "", "q_data_type", types.q),
+            (cache, k.dtype, "", "kv_data_type", types.kv),
             ("q", q.shape[0], "rows", f"last of {self._NAMES[0]}", q.shape[0] if rows is None else rows),
             ("q", q.shape[1], "heads", "num_qo_heads", shape.qo),
             ("q", q.shape[2], "elements per head", "head_dim", shape.dim_qk),
@@ -336,7 +336,8 @@ class PrefillBatch:
                     if planned == "num_kv_heads"
                     else ""
                 )
-                raise ValueError(f"{name}: {found} ({what}), must be plan's {planned}, {value}{hint}")
+                shown = f"{name}: {found} ({what})" if what else f"{name}.dtype: {found}"
+                raise ValueError(f"{shown}, must be plan's {planned}, {value}{hint}")
         if keys is not None and keys > k.shape[2]:
             raise ValueError(f"k: {k.shape[2]} rows, must be at least the last of plan's {self._NAMES[1]}, {keys}")
 

@@ -11,6 +11,7 @@ from ...attention.call import SequenceBatch, csr_sequences, sequences_of
 from ...attention.checks import E4M3, LATENT_QUERIES, SIGNATURES
 from ...attention.views import columns_and_rope
 from ...host.checks import (
+    PlannedDtypes,
     UnknownName,
     check_flag,
     check_integer,
@@ -192,6 +193,8 @@ class BatchMLAPagedAttentionWrapper(PrefillBatch):
         shape = HeadShape(check_integer("num_heads", integer(num_heads), 0), 1, columns, columns, page_size)
         q_type, kv_type = values.dtype_of("q_data_type", q_data_type), values.dtype_of("kv_data_type", kv_data_type)
         check_one_of("q_data_type:", q_type, LATENT_QUERIES)
+        if kv_type is E4M3 and q_type is not torch.bfloat16:
+            raise PlannedDtypes(f"kv_data_type: {kv_type}, must be {q_type} unless q_data_type={torch.bfloat16}")
         check_one_of("kv_data_type:", kv_type, (q_type, E4M3) if q_type is torch.bfloat16 else (q_type,))
         out_type = q_type if output_dtype is None else values.dtype_of("output_dtype", output_dtype)
         check_one_of("output_dtype:", out_type, (q_type,))
@@ -249,20 +252,22 @@ class BatchMLAPagedAttentionWrapper(PrefillBatch):
         Returns out, or (out, lse). A row without keys gives 0 and -inf.
 
         NotImplementedError: profiler_buffer, kv_len, page_table, o_scale, ckv_scale_arr. Raises before any launch:
-        RuntimeError without a plan; ValueError for what does not fit the plan, and for a shape, stride or device;
-        TypeError for a dtype.
+        RuntimeError without a plan; ValueError for what does not fit the plan, dtypes among it, and for a shape, stride
+        or device; TypeError for another dtype.
         """
-        values.refuse(
-            profiler_buffer=profiler_buffer, kv_len=kv_len, page_table=page_table, o_scale=o_scale,
-            ckv_scale_arr=ckv_scale_arr,
-        )  # fmt: skip
+        values.refuse(profiler_buffer=profiler_buffer, kv_len=kv_len, page_table=page_table, o_scale=o_scale)
         self._plan_of_run()
         check_flag("return_lse_base_on_e", return_lse_base_on_e)
-        q, q_rope = self._parts("query", query, ("q_nope", q_nope), ("q_pe", q_pe))
-        k, k_rope = self._parts("kv_cache", kv_cache, ("ckv_cache", ckv_cache), ("kpe_cache", kpe_cache))
+        types = self._types
+        q, q_rope = self._parts("query", query, ("q_nope", q_nope), ("q_pe", q_pe), "q_data_type", types.q)
+        k, k_rope = self._parts(
+            "kv_cache", kv_cache, ("ckv_cache", ckv_cache), ("kpe_cache", kpe_cache), "kv_data_type", types.kv
+        )
+        if ckv_scale_arr is not None or types.kv is E4M3:
+            self._check_factors(k, ckv_scale, ckv_scale_arr)
         k, k_rope = k.unsqueeze(1), None if k_rope is None else k_rope.unsqueeze(1)
         others = return_lse, return_lse_base_on_e, ckv_scale, kpe_scale
-        if ckv_scale is not None or kpe_scale is not None or self._types.kv is E4M3:
+        if ckv_scale is not None or kpe_scale is not None or types.kv is E4M3:
             q_rope = self._scaled(q_rope, ckv_scale, kpe_scale)
         if (repeated := self._repeat(q, (k, k, k_rope), out, lse, others, q_rope)) is not None:
             return repeated
@@ -273,6 +278,20 @@ class BatchMLAPagedAttentionWrapper(PrefillBatch):
             k_rope=k_rope, shares_v=True,
             lse_form=LSE_NATURAL if return_lse_base_on_e else 0, record="e4m3" if k.dtype is E4M3 else "",
         )  # fmt: skip
+
+    def _check_factors(self, k: torch.Tensor, ckv_scale: Any, ckv_scale_arr: Any) -> None:
+        """Check that the factors of ckv_cache are given in one form. k: ckv_cache. The message names both as upstream's
+        does. Factors of 128 columns are not supported."""
+        if self._types.kv is not E4M3:
+            raise ValueError(f"ckv_scale_arr: given, must be None unless kv_data_type is {E4M3}")
+        if (ckv_scale is None) == (ckv_scale_arr is None):
+            given = "None" if ckv_scale is None else "given"
+            raise ValueError(f"Exactly one of ckv_scale or ckv_scale_arr must be given over {E4M3}; both are {given}")
+        if ckv_scale_arr is not None:
+            shape = (*k.shape[:2], k.shape[2] // 128)
+            if tuple(check_strided("ckv_scale_arr", ckv_scale_arr).shape) != shape:
+                raise ValueError(f"Invalid shape of ckv_scale_arr: {tuple(ckv_scale_arr.shape)}, must be {shape}")
+            values.refuse(ckv_scale_arr=ckv_scale_arr)
 
     def _scaled(self, q_rope: torch.Tensor | None, ckv_scale: Any, kpe_scale: Any) -> torch.Tensor | None:
         """Return the columns of Q that multiply those of kpe_cache, times kpe_scale / ckv_scale, after a check of both:
@@ -296,10 +315,13 @@ class BatchMLAPagedAttentionWrapper(PrefillBatch):
             return q_rope
         return (q_rope.float() * (factors[1] / factors[0])).to(q_rope.dtype)
 
-    def _parts(self, name: str, joined: Any, *parts: tuple[str, Any]) -> tuple[torch.Tensor, torch.Tensor | None]:
+    def _parts(
+        self, name: str, joined: Any, one: tuple[str, Any], other: tuple[str, Any], planned: str, dtype: torch.dtype
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Return the columns that V has and the others, None if there are none, of a query or of a cache. joined: a
-        tensor or a pair, or None. parts: otherwise, with their names."""
-        (first, a), (second, b) = parts
+        tensor or a pair, or None. one, other: otherwise, with their names. planned: the plan's argument that has their
+        dtype."""
+        (first, a), (second, b) = one, other
         if joined is not None:
             if a is not None or b is not None:
                 raise ValueError(f"{first if a is not None else second}: given, must be None with {name}")
@@ -317,6 +339,8 @@ class BatchMLAPagedAttentionWrapper(PrefillBatch):
             return a, None
         if check_strided(second, b, 3).shape[2] != self._rope:
             raise ValueError(f"{second}: shape {tuple(b.shape)}, must end with {self._rope}, head_dim_kpe")
+        if b.dtype is not dtype:
+            raise ValueError(f"{second}.dtype: {b.dtype}, must be plan's {planned}, {dtype}")
         return a, b if self._rope else None
 
     def _keys(self, given: tuple[torch.Tensor, ...], page_size: int) -> torch.Tensor:
