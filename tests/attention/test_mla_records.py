@@ -45,6 +45,23 @@ def test_right(name, kernels):
         assert cases.error(case, cases.call(case, given), expected(case, given)) <= 1.0
 
 
+@pytest.mark.parametrize("kernels", [False, True])
+def test_a_cache_of_the_type_of_e4m3_queries_needs_no_flag(kernels):
+    """As vLLM calls its function for such a cache, with factors in tensors."""
+    case = CASES["e4m3 queries"]
+    i = make(case)
+    given = {
+        "q": i.q, "k_cache": i.cache.unsqueeze(2), "block_table": i.table, "cache_seqlens": i.lens, "head_dim_v": 512,
+        "causal": True, "descale_q": torch.tensor([0.5]), "descale_k": torch.tensor([0.25]),
+    }  # fmt: skip
+    with emulation() if kernels else torch.no_grad():
+        want = wrappers.flash_mla_with_kvcache(**given, is_fp8_kvcache=True)
+        for found, expected in zip(wrappers.flash_mla_with_kvcache(**given), want, strict=True):
+            assert torch.equal(found, expected)
+    with pytest.raises(ValueError, match=r"^k_cache: shape \(\d, 64, 1, 575\), must end with 576, the last dimension"):
+        wrappers.flash_mla_with_kvcache(**given | {"k_cache": given["k_cache"][..., :575]})
+
+
 def test_every_record_is_read():
     of_cases = {x for case in CASES.values() for x in (case.record, case.second_record)}
     read = {spec.kv.record for _, spec in dispatch.shipped("sm_90a")} | {"288"}

@@ -103,8 +103,8 @@ def flash_mla_with_kvcache(
     """Compute decode attention over a paged cache of latent attention, of which V is the first columns of K.
 
     Args:
-        q: fp16 or bf16 (B, s_q, H, D), any strides, the last 1. (D, head_dim_v) is (576, 512) or (512, 512). With
-            is_fp8_kvcache and D values of e4m3 in a row of the cache, also of float8_e4m3fn.
+        q: fp16 or bf16 (B, s_q, H, D), any strides, the last 1. (D, head_dim_v) is (576, 512) or (512, 512). With D
+            values of e4m3 in a row of the cache, also of float8_e4m3fn; is_fp8_kvcache may then be False.
         k_cache: (pages, P, h_k, D) of q's dtype, any P and page stride; H is a multiple of h_k. With is_fp8_kvcache, q
             is bf16, h_k is 1, and a row of the cache has D values of e4m3 or the bytes of a packed record, in uint8,
             int8 or float8_e4m3fn: 656 or 352 if D is 576; 584 or 528 if it is 512. fp32 factors are rounded to bf16,
@@ -159,7 +159,10 @@ def decode_call(
         check_flag(name, flag)
     batch, length, heads, dim = check_strided("q", q, 4).shape
     columns = check_integer("head_dim_v", integer(head_dim_v), 1)
-    k, k_rope, record = _cache("k_cache", k_cache, dim, columns, PACKED if is_fp8_kvcache else NO_RECORDS)
+    packed = PACKED if is_fp8_kvcache else NO_RECORDS
+    if not is_fp8_kvcache and q.dtype is check_strided("k_cache", k_cache).dtype is torch.float8_e4m3fn:
+        packed = {dim: {}}  # a cache of the query's dtype, as vLLM's function for e4m3 takes it
+    k, k_rope, record = _cache("k_cache", k_cache, dim, columns, packed)
     if columns > dim:
         raise ValueError(f"head_dim_v: {columns}, must be at most {dim}, the last dimension of q and k_cache")
     scale = dim**-0.5 if softmax_scale is None else real(softmax_scale)
@@ -233,7 +236,7 @@ def _cache(
     if record:
         return own.view(torch.uint8).transpose(1, 2), None, record
     if own.shape[3] != dim:
-        rows = f", or {listed(packed[dim])} bytes" if dim in packed else ""
+        rows = f", or {listed(packed[dim])} bytes" if packed.get(dim) else ""
         raise ValueError(f"{name}: shape {tuple(own.shape)}, must end with {dim}{rows}, the last dimension of q")
     if packed:
         check_one_of(f"{name}: with is_fp8_kvcache, dtype", own.dtype, BYTES)
