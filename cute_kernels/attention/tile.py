@@ -90,6 +90,17 @@ class TileConfig(ABC):
         return False
 
     @property
+    def sequences_ahead(self) -> int:
+        """The most sequences of a launch of which a CTA then finds its first tile so early: 32, which a warp keeps in
+        registers, or a multiple of it, kept in shared memory."""
+        return 32
+
+    @property
+    def pages_ahead(self) -> bool:
+        """Whether load warps then look up the pages of its first block ahead of the tile."""
+        return self.pdl_prologue
+
+    @property
     def alternates_m_blocks(self) -> bool:
         """Whether CTAs that share keys visit the m_blocks of a sequence in the order first, last, second, and so on, so
         that they get equal shares of a prompt. Else tiles come in ascending order."""

@@ -52,7 +52,7 @@ import cutlass.cute as cute
 from cutlass import Int32, const_expr
 
 from ...device import pipeline
-from .. import fakes, geometry, key_union, load, mask_blocks, splits
+from .. import fakes, geometry, key_union, load, mask_blocks, pdl, splits
 from ..kv import packed, pages, rings
 from ..schedule import stream_k, tiles, work
 from . import precision, promotion, query, scoring, shared_scores, skip, turns
@@ -204,8 +204,11 @@ def kernel(spec: cutlass.Constexpr, plan: geometry.KernelParams):
     s = shared(spec, plan)
     cute.arch.mbarrier_init_fence()
     cluster_barrier(spec)
-    cute.arch.griddepcontrol_wait()  # with PDL: roles read what the previous kernel wrote
     warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
+    if const_expr(not pdl.has_prologue(spec)):
+        cute.arch.griddepcontrol_wait()  # roles read what the previous kernel wrote
+    elif warp != roles(spec).first("schedule"):
+        cute.arch.griddepcontrol_wait()  # the schedule warp begins while the previous kernel still runs
     if warp < WARPS:
         # load
         cute.arch.setmaxregister_decrease(roles(spec).registers("load_k"))
