@@ -241,9 +241,9 @@ def runs(case):
     return {
         "q: 3 tokens, must be 4 x 1, the requests of plan x q_len_per_req": {"q": q[:3]},
         "q: 8 tokens, must be 4 x 1": {"q": torch.cat([q, q])},
-        "q: torch.bfloat16 .dtype., must be plan's q_data_type": {"q": q.bfloat16()},
+        "q.dtype: torch.bfloat16, must be plan's q_data_type": {"q": q.bfloat16()},
         "paged_kv_cache: 2 .rows per page., must be plan's page_size, 4": {"paged_kv_cache": (k[:, :2], v[:, :2])},
-        "paged_kv_cache: torch.bfloat16 .dtype., must be": {"paged_kv_cache": (k.bfloat16(), v.bfloat16())},
+        "paged_kv_cache.dtype: torch.bfloat16, must be": {"paged_kv_cache": (k.bfloat16(), v.bfloat16())},
         "window_left: 3, must be None or plan's, -1": {"window_left": 3},
         "q_len_per_req: 2, must be None or plan's, 1": {"q_len_per_req": 2},
         "sinks: shape": {"sinks": SINKS[:2]},

@@ -340,7 +340,7 @@ def test_runs_refuse_what_their_plan_does_not_fit(here, case, kind):
     run, rows = kind(case), case.cache if kind is paged else (case.k, case.v)
     run()
     for bad in (case.q[1:], case.q[:, :1], case.q.half()):
-        with pytest.raises(ValueError, match="^q: "):
+        with pytest.raises(ValueError, match=r"^q(\.dtype)?: "):
             run(bad)
     with pytest.raises(ValueError, match="must be plan's"):
         run(case.q, tuple(t[..., :-8] for t in rows))

@@ -160,8 +160,8 @@ def decode_call(
     batch, length, heads, dim = check_strided("q", q, 4).shape
     columns = check_integer("head_dim_v", integer(head_dim_v), 1)
     packed = PACKED if is_fp8_kvcache else NO_RECORDS
-    if not is_fp8_kvcache and q.dtype is check_strided("k_cache", k_cache).dtype is torch.float8_e4m3fn:
-        packed = {dim: {}}  # a cache of the query's dtype, as vLLM's function for e4m3 takes it
+    if q.dtype is torch.float8_e4m3fn and not is_fp8_kvcache and check_strided("k_cache", k_cache).dtype is q.dtype:
+        packed = {dim: {}}  # as vLLM's function for e4m3 takes it
     k, k_rope, record = _cache("k_cache", k_cache, dim, columns, packed)
     if columns > dim:
         raise ValueError(f"head_dim_v: {columns}, must be at most {dim}, the last dimension of q and k_cache")
