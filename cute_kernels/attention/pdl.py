@@ -17,7 +17,8 @@ def has_prologue(spec):
 
 def has_pages_ahead(spec):
     """Return whether load warps look up the pages of that tile's first block as soon as the previous kernel has ended,
-    while the schedule warp confirms the tile. With two caches, a block says by itself in which one it is."""
+    while the schedule warp confirms the tile. They do not with two caches: `load.PrologueWork` does not say how many
+    keys the first one has."""
     return has_prologue(spec) and spec.tile.pages_ahead and not spec.kv.extra
 
 

@@ -91,13 +91,13 @@ class TileConfig(ABC):
 
     @property
     def sequences_ahead(self) -> int:
-        """The most sequences of a launch of which a CTA then finds its first tile so early: 32, which a warp keeps in
-        registers, or a multiple of it, kept in shared memory."""
+        """The most sequences that a launch may have for `pdl_prologue`: 32, whose lengths a warp keeps in registers, or
+        a multiple of 32, whose lengths are kept in shared memory."""
         return 32
 
     @property
     def pages_ahead(self) -> bool:
-        """Whether load warps then look up the pages of its first block ahead of the tile."""
+        """Whether load warps look up the pages of that tile's first block before they get the tile."""
         return self.pdl_prologue
 
     @property

@@ -1,5 +1,6 @@
-"""What decode guesses while the launch before still writes lengths, offsets, page ids and slots, in the simulator:
-results are those of what that launch writes last, and nothing outside the tensors is read meanwhile."""
+"""Kernels find their first tile while the previous launch may still write lengths, offsets, page ids and slots. In the
+simulator, these change meanwhile. The results must be those of the last values, and no kernel may read outside of its
+tensors."""
 
 from dataclasses import replace
 from itertools import product

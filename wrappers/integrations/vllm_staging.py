@@ -28,8 +28,9 @@ from .vllm_batches import has_prompts
 NAME = "CUTE_KERNELS_STAGE_KEYS"
 WORKSPACE = 256 << 20  # bytes
 ROWS = WORKSPACE // (2 * (COLUMNS + ROTATED))  # that it holds
-# That a batch may have per token. With 64 heads, a token takes 0.19 us less over rows of 16 bits on an H200, and to
-# convert 256 rows takes 0.12 us. With 128 heads it takes 0.4 us less
+# The most rows that a batch may have per token. On an H200, a token with 64 heads takes 0.19 us less over rows of 16
+# bits, and one with 128 heads 0.4 us less. By its bytes, the conversion of 256 rows takes 0.12 us; it was not measured
+# alone.
 ROWS_PER_TOKEN = 256
 LEAST_HEADS = 64  # of a GPU. With fewer heads, neighbouring tokens can share keys (`latent_support.can_share_keys`)
 STAGED_RECORDS = "656", "352"
@@ -62,8 +63,8 @@ def can_stage(heads: int, record: str) -> bool:
 
 
 def refusal() -> str | None:
-    """Return why a model's layers cannot stage rows, or None: a layer that does not, or a step, would read the slots
-    of a layer that does."""
+    """Return why a model's layers cannot stage rows, or None. Slots of the workspace must not reach a layer that reads
+    the cache, nor a later step."""
     config = get_current_vllm_config()
     skipped = config.cache_config.kv_cache_dtype_skip_layers
     if skipped:

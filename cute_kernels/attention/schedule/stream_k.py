@@ -341,8 +341,8 @@ def allocate_sequences(spec, smem):
 
 @cute.jit
 def keep_or_compare(spec: cutlass.Constexpr, a, s, attempt: Int32):
-    """Keep the values of all sequences in shared memory, in attempt 0. In attempt 1, return whether any has changed.
-    Called by one warp; each lane reads what it has written."""
+    """In attempt 0, keep the values of the first `tile.sequences_ahead` sequences in shared memory. In attempt 1,
+    return whether any of them has changed. Called by one warp, of which each lane reads what it has written."""
     found = [
         load_sequence(spec, a, 32 * k + cute.arch.lane_idx()).sequence for k in range(spec.tile.sequences_ahead // 32)
     ]
@@ -376,9 +376,10 @@ def first_work(spec: cutlass.Constexpr, a, s, pack_factor: Divisor):
     # attempt 0: before the previous kernel has ended; attempt 1: after that
     for attempt in cutlass.range(last + 1, unroll=1):
         now, first = load_window(spec, hints, zero, zero), zero - 1
-        changed = cute.arch.vote_any_sync(geometry.differs(now.own.sequence, window.own.sequence))
         if const_expr(spec.tile.sequences_ahead > 32):
             changed = keep_or_compare(spec, hints, s, attempt)
+        else:
+            changed = cute.arch.vote_any_sync(geometry.differs(now.own.sequence, window.own.sequence))
         if (few and attempt < last) or (attempt == last and (not few or changed or last == 0)):
             cta_units, now = cta_share(spec, hints, now)
             w, window, unit = find(spec, hints, cta_units.begin, now, cta_units, pack_factor)

@@ -91,7 +91,7 @@ class Sm90TileConfig(WholeTileConfig, PreparedTileConfig):
 
     @property
     def pages_ahead(self) -> bool:
-        """Return False: the warps that load find their first block by the tile."""
+        """Return False: load warps look up pages when they have the tile."""
         return False
 
     @property
