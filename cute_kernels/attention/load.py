@@ -63,7 +63,7 @@ def load_or_reserve_q(spec: cutlass.Constexpr, plan, s, w: WorkTileInfo, q: Int3
 @cute.jit
 def prologue_prefetch(spec: cutlass.Constexpr, a, s, page_ids, which: cutlass.Constexpr, loader: Int32):
     """Wait for the previous kernel, then look up the pages of the CTA's expected first block. Called by one warp.
-    loader: its share of a block. Return the `PrologueWork`."""
+    Return the `PrologueWork`."""
     cute.arch.barrier(barrier_id=NamedBarrier.PROLOGUE, number_of_threads=pdl.prologue_threads(spec))
     prologue = PrologueWork(*(cute.arch.make_warp_uniform(s.prologue_work[i]) for i in range(3)))
     cute.arch.griddepcontrol_wait()
@@ -116,8 +116,8 @@ def load_kv(
     warp among those that fill a stage together."""
     a, into, share = plan.args, rings.load_target(plan, s, which), work.own(spec, loader)
     page_ids, prologue = source(spec).page_id_cache(spec, into.op), PrologueWork(Int32(0), Int32(-1), Int32(0))
-    if const_expr(pdl.has_pages_ahead(spec)):
-        prologue = prologue_prefetch(spec, a, s, page_ids, which, share)
+    if const_expr(pdl.has_prologue(spec)):
+        prologue = prologue_prefetch(spec, a, s, page_ids, which, loader)
     if const_expr(produces_tiles):
         if loader == 0:
             tiles.begin(spec, a, s.scheduler)
@@ -135,7 +135,7 @@ def load_kv(
         # page ids of the first block, unless the prologue has them
         first = block_at(spec, a, w, KVBlock(share, i, w.n_block_max - 1, head, w.sequence.kv_len, o_tile))
         if w.n_block_max > w.n_block_min:
-            if const_expr(not pdl.has_pages_ahead(spec)):
+            if const_expr(not pdl.has_prologue(spec)):
                 source(spec).prefetch_pages(spec, page_ids, sequence_pages, first)
             elif (
                 t > 0

@@ -7,19 +7,11 @@ after `griddepcontrol.wait` (`stream_k.first_work`, `load.load_kv`).
 from ..device.uncached import UncachedTensor
 from . import geometry
 from .operands import tensors
-from .schedule import policy
 
 
 def has_prologue(spec):
     """Return whether a CTA finds its first tile while the previous kernel may still run."""
-    return spec.tile.pdl_prologue and policy.is_split_kv(spec)
-
-
-def has_pages_ahead(spec):
-    """Return whether load warps look up the pages of that tile's first block as soon as the previous kernel has ended,
-    while the schedule warp confirms the tile. They do not with two caches: `load.PrologueWork` does not say how many
-    keys the first one has."""
-    return has_prologue(spec) and spec.tile.pages_ahead and not spec.kv.extra
+    return spec.tile.pdl_prologue
 
 
 def prologue_threads(spec):

@@ -90,17 +90,6 @@ class TileConfig(ABC):
         return False
 
     @property
-    def sequences_ahead(self) -> int:
-        """The most sequences that a launch may have for `pdl_prologue`: 32, whose lengths a warp keeps in registers, or
-        a multiple of 32, whose lengths are kept in shared memory."""
-        return 32
-
-    @property
-    def pages_ahead(self) -> bool:
-        """Whether load warps look up the pages of that tile's first block before they get the tile."""
-        return self.pdl_prologue
-
-    @property
     def alternates_m_blocks(self) -> bool:
         """Whether CTAs that share keys visit the m_blocks of a sequence in the order first, last, second, and so on, so
         that they get equal shares of a prompt. Else tiles come in ascending order."""

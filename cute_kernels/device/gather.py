@@ -13,14 +13,15 @@ PIECES = {16: "cg", 8: "ca", 4: "ca"}  # bytes per lane and copy -> cache operat
 @cute.jit
 def copy_rows(
     stored: cutlass.Constexpr, count: cutlass.Constexpr, starts: cutlass.Constexpr, stage: cute.Tensor, first: Int32,
-    most: cutlass.Constexpr = 16, boxes: cutlass.Constexpr = (),
+    most: cutlass.Constexpr = 16, boxes: cutlass.Constexpr = (), begin: cutlass.Constexpr = 0,
 ):  # fmt: skip
     """Copy `count` rows into a stage (n, D), from row `first` on, a multiple of 8. Called by one warp. 32 / across rows
     at a time, box by box: `across` lanes copy a row of a box, and get its address once.
 
     stored: elements of a row in global memory, of each tensor that has a part of its columns. starts: likewise,
     addresses of rows, of row c, c + 32, ... in lane c; a row becomes zeros if it is negative. most: bytes of the
-    largest copy; addresses are multiples of it. boxes: of columns that are copied, none for all.
+    largest copy; addresses are multiples of it. boxes: of columns that are copied, none for all. begin: the first of
+    these rows that is copied.
     """
     n, lane, bits = const_expr(cute.size(stage, mode=[0])), cute.arch.lane_idx(), const_expr(stage.element_type.width)
     row_bytes = const_expr(cute.size(stage, mode=[1]) * bits // 8)
@@ -32,7 +33,7 @@ def copy_rows(
     period = const_expr(max(1, 8 // rows))  # steps after which the swizzle repeats
     into = [stage.iterator.toint() + first * box + layout.swizzle(box, rows * i + mine, byte) for i in range(period)]
     text = f"cp.async.{PIECES[piece]}.shared.global [{{$r0}}], [{{$r1}}], {piece}, {{$r2}};"
-    for c in cutlass.range_constexpr(count // rows):
+    for c in cutlass.range_constexpr(begin // rows, count // rows):
         for part in cutlass.range_constexpr(len(sizes)):
             before, size = const_expr(sum(sizes[:part])), const_expr(sizes[part])
             end = const_expr(row_bytes if part + 1 == len(sizes) else before + size)

@@ -22,7 +22,6 @@ CHOSEN, SHARED, TWO_CACHES = (
     shipped(f"attention.sm90/bf16_kvbf16v{what}_full_slots_m64n64s2o2t")
     for what in ("_d576x512", "u_d576x512", "x_d512")
 )
-EARLY = "attention/test_early.py::test_what_is_guessed_over_latents_does_not_show"
 FOUR_TOKENS = shipped("indexer.logits/e4m3_h64_d128_r4_fp32")
 
 LATENT = (
@@ -49,14 +48,6 @@ LATENT = (
         "exists = (page >= 0) & (page < parts[0].shape[0])", "exists = page >= 0", PACKED),
     Bug("records: a factor of 2 or more is multiplied at once", "cute_kernels/attention/kv/packed.py",
         "return any_top != 0", "return any_top > 0xFFFFFFFE", EXACTLY),
-    Bug("few rows: a sequence that changes behind a guess is not noticed", f"{ATTENTION}/schedule/stream_k.py",
-        "                changed = Int32(1)\n", "                changed = Int32(0)\n",
-        f"{EARLY}[few rows-other requests]"),
-    Bug("few rows: a launch of many sequences is guessed from the first ones", f"{ATTENTION}/schedule/stream_k.py",
-        "for k in range(spec.tile.sequences_ahead // 32)", "for k in range(1)",
-        f"{EARLY}[few rows of many requests-another last request]"),
-    Bug("64 rows: a sequence that changes behind a guess is not noticed", f"{ATTENTION}/schedule/stream_k.py",
-        "(not few or changed or last == 0)", "(not few or last == 0)", f"{EARLY}[64 rows-other requests]"),
     Bug("few rows: rows of slots that do not exist keep what lay there", "cute_kernels/attention/kv/bulk.py",
         "    if not place.exists and cute.arch.lane_idx() < count:\n        for byte",
         "    if rows < 0:\n        for byte", FEW_PLANAR),

@@ -17,6 +17,7 @@ STEPS = (  # tokens of the requests of a step, requests that pad it, their token
     ({0: 1, 1: 1, 2: 1}, 0, 1, False),
     ({0: 4, 1: 4, 2: 4}, 0, 1, False),  # drafts
     ({0: 10, 1: 8, 2: 2}, 0, 1, False),  # most requests have few tokens
+    ({0: 1, 3: 1, 1: 3, 2: 9}, 0, 1, True),  # and so it is here, but they come before the prompt
     ({3: 16, 2: 8}, 0, 1, True),  # whole groups
     ({3: 16, 2: 16}, 1, 8, True),
     ({0: 1, 3: 1}, 1, 1, False),
@@ -106,6 +107,17 @@ def test_pages_of_the_workspace(model):
     assert owners[:7].tolist() == [0] * 3 + [1] * 3 + [2] and torch.equal(named, staged.table[owners])
 
 
+def test_requests_before_the_first_prompt_have_pages_of_the_cache(model):
+    model.common({0: 33, 1: 16, 2: 2})
+    common = model.common({1: 1, 2: 4, 0: 30, 3: 1})
+    built = model.build(common)
+    staged, named = built[model.name].staged, built[model.cache.prefix].slot_table
+    assert (staged.packed, staged.packed_tokens) == (2, 5) and staged.starts.tolist() == [0, 4 * BLOCK, 5 * BLOCK]
+    assert torch.equal(staged.table[:2], common.block_table_tensor[:2])
+    assert staged.table[2:, :4].tolist() == [[0, 1, 2, 3], [4, 5, 6, 7]]
+    assert torch.equal(named, staged.table[built[model.cache.prefix].groups.owner])
+
+
 @pytest.mark.parametrize("known", [True, False])
 def test_batches_larger_than_the_workspace_are_not_staged(known, model, monkeypatch):
     """Where the engine has no lengths on the host, each request may have those of the longest."""
@@ -127,6 +139,10 @@ def test_few_tokens_of_long_contexts_are_not_staged(model, monkeypatch):
     model.common({0: 33, 1: 16})
     common = model.common({0: 17, 1: 9})  # of 50 and 25 keys: 96 rows of whole pages
     for rows, staged in ((4, True), (3, False)):
+        monkeypatch.setattr(vllm_staging, "ROWS_PER_TOKEN", rows)
+        assert decisions(model, common) == (staged, staged)
+    common = model.common({1: 1, 0: 9})  # a decode of 26 keys, which counts neither as rows nor as a token, and 59 keys
+    for rows, staged in ((8, True), (7, False)):
         monkeypatch.setattr(vllm_staging, "ROWS_PER_TOKEN", rows)
         assert decisions(model, common) == (staged, staged)
 

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 from vllm.v1.attention.backend import CommonAttentionMetadata
 
-from .latent_support import of_prompts
+from .latent_support import SHARING_LONGEST, of_prompts
 
 MOST_ROWS = 8  # tokens of a request that share the loads of keys
 
@@ -29,6 +29,20 @@ def has_prompts(common: CommonAttentionMetadata) -> bool:
     """Return whether the tokens of a batch are mostly those of prompts. No batch that a CUDA graph captures is one."""
     tokens = int(common.query_start_loc_cpu[-1])
     return not uniform_rows(common) and of_prompts(tokens, common.num_reqs, common.max_query_len)
+
+
+def first_prompt(common: CommonAttentionMetadata) -> int | None:
+    """Return the first request of a batch that has more tokens than a decode, if the tokens from it on are mostly those
+    of prompts, else None. vLLM puts decodes and drafts first. No batch that a CUDA graph captures has a prompt."""
+    if uniform_rows(common):
+        return None
+    starts = common.query_start_loc_cpu
+    longer = (starts.diff() > SHARING_LONGEST).nonzero()
+    if not len(longer):
+        return None
+    first = int(longer[0])
+    tokens = int(starts[-1] - starts[first])
+    return first if of_prompts(tokens, common.num_reqs - first, common.max_query_len) else None
 
 
 def token_lens(common: CommonAttentionMetadata) -> torch.Tensor:

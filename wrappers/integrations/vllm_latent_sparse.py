@@ -56,8 +56,8 @@ class VllmSparseMetadata(AttentionMetadata):
     """A batch of T tokens. All of them are decode tokens to vLLM's layer, which then calls `forward_mqa` for all.
 
     lens: int32 (T / n,), the keys of n tokens in turn, at least. block_table: the pages of the requests. shares:
-    neighbouring tokens are to share the keys that they have chosen. staged: where the rows of the requests lie in a
-    workspace, or None. A batch that a CUDA graph captures has neither.
+    neighbouring tokens are to share the keys that they have chosen. staged: where the rows of the requests lie if those
+    of prompts lie in a workspace, or None. A batch that a CUDA graph captures has neither.
     """
 
     num_actual_tokens: int
@@ -210,24 +210,41 @@ class VllmSparseImpl(LatentLayer, MLAAttentionImpl[VllmSparseMetadata]):
         if self._indexer is not None:
             vllm_indexer.check_pages(self._indexer, m.block_table, layer.kv_cache)
         slots = self.topk_indices_buffer[: latent.shape[0]]
-        (k, k_rope), record = self._cache.of(layer.kv_cache), self.record
-        staged = m.staged if self.stages_keys else None
-        if staged is not None:
-            rows = vllm_staging.stage(layer.kv_cache, record, m.block_table, staged, latent.dtype)
-            (k, k_rope), record = columns_and_rope(rows.unsqueeze(1), COLUMNS), ""
+        step = StepTensors(latent, slots, m.lens, rope=rope, form="slots")
+        if m.staged is not None and self.stages_keys:
+            return self._attend_to_both(step, m, m.staged, layer.kv_cache), None
         scale, out_scale, shares = self.scale, 1.0, m.shares and self._can_share_keys
         if self.record == "e4m3":
             out_scale = layer._k_scale_float
             scale *= out_scale
-        step = StepTensors(latent, slots, m.lens, rope=rope, form="slots")
+        keys = self._cache.of(layer.kv_cache)
 
         def call() -> AttentionCall:
-            return AttentionCall(
-                SPARSE_NAME, latent, k, k, step.requests(not traced(latent)), 1, scale, out_scale, causal=False,
-                shares_v=True, lse_form=LSE_NATURAL | LSE_OF_KEYS, out_dtype=latent.dtype, record=record,
-                q_rope=rope, k_rope=k_rope, split_kv=self._split_kv, share_keys=shares,
-            )  # fmt: skip
+            return self._call(step, keys, self.record, scale, out_scale, share_keys=shares)
 
-        if staged is not None:
-            return op.serve(call()), None  # the launch that is kept reads the cache
         return self._cache.launch.serve(step, (scale, out_scale, shares), (), call), None
+
+    def _call(
+        self, step: StepTensors, keys: Any, record: str, scale: float, out_scale: float = 1.0, **options: Any
+    ) -> AttentionCall:
+        """Return a call over the rows of the cache, or over rows of another record. options: fields of the call."""
+        (k, k_rope), q = keys, step.q
+        return AttentionCall(
+            SPARSE_NAME, q, k, k, step.requests(not traced(q)), 1, scale, out_scale, causal=False, shares_v=True,
+            lse_form=LSE_NATURAL | LSE_OF_KEYS, out_dtype=q.dtype, record=record, q_rope=step.rope, k_rope=k_rope,
+            split_kv=self._split_kv, **options,
+        )  # fmt: skip
+
+    def _attend_to_both(
+        self, step: StepTensors, m: VllmSparseMetadata, staged: vllm_staging.StagedPages, kv_cache: torch.Tensor
+    ) -> torch.Tensor:
+        """Return the attention of all tokens: of the first ones over the cache, of the others over the workspace."""
+        rows = vllm_staging.stage(kv_cache, self.record, m.block_table, staged, step.q.dtype)
+        out, n = step.q.new_empty(step.q.shape), staged.packed_tokens
+        parts = [(slice(n, None), columns_and_rope(rows.unsqueeze(1), COLUMNS), "")]
+        if n:
+            parts.append((slice(n), self._cache.of(kv_cache), self.record))
+        for at, keys, record in parts:
+            part = StepTensors(step.q[at], step.table[at], step.lens[at], rope=step.rope[at], form="slots")
+            op.serve(self._call(part, keys, record, self.scale, out=out[at]))
+        return out

@@ -72,6 +72,11 @@ def most_rows(spec):
     return -(-spec.tile.n // spec.tile.load_warps // 8) * 8
 
 
+def least_rows(spec):
+    """Return the number of rows of a block that the last load warp has."""
+    return spec.tile.n - (spec.tile.load_warps - 1) * most_rows(spec)
+
+
 def share(spec, at: KVBlock):
     """Return the first row of a block that this load warp has, and how many it has."""
     first, count = at.loader * most_rows(spec), most_rows(spec)
@@ -121,9 +126,7 @@ def fill(
     page_ids: from `prefetch_pages`. Rows past kv_len and rows without a page become zeros. Every lane arrives when its
     copies have completed.
     """
-    count, (op, smem, rings) = const_expr(spec.tile.n // spec.tile.load_warps), into
-    # wait for a free stage
-    pipeline.producer_acquire(rings[0], at.item)
+    op, smem, rings = into
     # use the page ids, then look up those of the next block
     starts = [cute.make_rmem_tensor(cute.size(page_ids.page), Int64) for _ in op.gmem]
     if const_expr(spec.kv.extra):
@@ -135,27 +138,30 @@ def fill(
     else:
         set_addresses(spec, starts, op.gmem, page_ids, at)
     prefetch_pages(spec, page_ids, sequence_pages, at._replace(n_block=at.next_n_block))
-    # copy, and arrive when the copies have completed
+    # wait for a free stage, copy, and arrive when the copies have completed
     stored, groups = const_expr([x.shape[3] for x in op.gmem]), const_expr(pages.column_groups(spec))
-    stage, first = smem[None, None, pipeline.stage(rings[0], at.item)], at.loader * count
+    stage, (first, rows) = smem[None, None, pipeline.stage(rings[0], at.item)], share(spec, at)
+    most, least = const_expr(most_rows(spec)), const_expr(least_rows(spec))
     for i in cutlass.range_constexpr(len(groups)):
-        if const_expr(i > 0):
-            pipeline.producer_acquire(rings[i], at.item)
-        copy_rows(stored, count, starts, stage, first, boxes=groups[i])
+        pipeline.producer_acquire(rings[i], at.item)
+        copy_rows(stored, least, starts, stage, first, boxes=groups[i])
+        if const_expr(least < most):
+            if rows > least:
+                copy_rows(stored, most, starts, stage, first, boxes=groups[i], begin=least)
         cute.arch.cp_async_mbarrier_arrive_noinc(pipeline.full_barrier(rings[i], at.item))
 
 
 @cute.jit
 def set_addresses(spec: cutlass.Constexpr, starts: cutlass.Constexpr, parts: Any, page_ids: RowPageIds, at: KVBlock):
     """Set the addresses of the rows of a block in each of the tensors `parts`, negative for rows without a page."""
-    count = const_expr(spec.tile.n // spec.tile.load_warps)
+    first, _ = share(spec, at)
     for part in cutlass.range_constexpr(len(parts)):
         x = parts[part]
         head = x.iterator.toint() + Int64(at.head) * x.stride[1] * (x.element_type.width // 8)
         if const_expr(spec.tile.o_tiles > 1):
             head += at.o_tile * const_expr(spec.padded_vo * spec.kv.bits // 8)
         for c in cutlass.range_constexpr(cute.size(page_ids.page)):
-            row = at.n_block * spec.tile.n + at.loader * count + 32 * c + cute.arch.lane_idx()
+            row = at.n_block * spec.tile.n + first + 32 * c + cute.arch.lane_idx()
             page, row = place_of(spec, page_ids, c, row)
             exists = page >= 0 and page < x.shape[0]
             element = Int64(page) * x.stride[0] + Int64(row) * x.stride[2]

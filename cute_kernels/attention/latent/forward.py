@@ -15,11 +15,10 @@ two stages and a second group would have nothing to do.
 - k.pipe, `tile.stages` stages: the rows of a KV block, as they are stored. One bulk copy for each row completes it.
 - scores.pipe, 2 stages: P of a block, with the factors of its rows and those of O (`score.LatentHandoff`).
 
-Splits are merged by the mma warps of all CTAs of a tile together (`stripes`). With up to `tile.sequences_ahead`
-sequences, a CTA finds its first tile while the previous kernel may still run (`pdl`).
+Splits are merged by the mma warps of all CTAs of a tile together (`stripes`).
 
-Shared memory: `stages` x (n x `tile_table.row_pitch`), Q as the operand of the MMAs, `LatentHandoff`, tiles, sequences
-and mbarriers.
+Shared memory: `stages` x (n x `tile_table.row_pitch`), Q as the operand of the MMAs, `LatentHandoff`, tiles and
+mbarriers.
 """
 
 from dataclasses import dataclass
@@ -27,10 +26,10 @@ from typing import Any
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Int32, Uint32, const_expr
+from cutlass import Uint32
 
 from ...device import pipeline
-from .. import fakes, geometry, load, pdl, splits
+from .. import fakes, geometry, load, splits
 from ..kv import pages, rings
 from ..schedule import stream_k, work
 from . import mainloop, score
@@ -50,8 +49,6 @@ class LatentSharedStorage:
     q: cute.Tensor
     scores: score.LatentHandoff
     work: cute.Tensor
-    prologue_work: cute.Tensor  # `load.PrologueWork`
-    sequences: cute.Tensor  # as `stream_k` finds them while the previous kernel may still run, (values, sequences)
     work_pipe: pipeline.Pipeline
     splits: Any
 
@@ -72,8 +69,6 @@ def shared(spec, plan):
         q=smem.allocate_tensor(Uint32, cute.make_layout(LANES * q_words(spec) * len(records(spec))), 16),
         scores=score.allocate(spec, smem),
         work=work.allocate(spec, smem),
-        prologue_work=smem.allocate_tensor(Int32, cute.make_layout(3)),
-        sequences=stream_k.allocate_sequences(spec, smem),
         work_pipe=work.make_pipe(spec, smem, r),
         splits=splits.allocate(spec, smem),
         **rings.join(spec, smem, each, stages, [rings.make_pipes(spec, smem, r, x) for x in each]),
@@ -87,22 +82,18 @@ def kernel(spec: cutlass.Constexpr, plan: geometry.KernelParams):
     s = shared(spec, plan)
     cute.arch.mbarrier_init_fence()
     cute.arch.barrier()
+    cute.arch.griddepcontrol_wait()
     warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
     if warp < roles(spec).first("score"):
-        # load_k and the schedule warp begin while the previous kernel still runs
         cute.arch.setmaxregister_decrease(roles(spec).registers("load_k"))
         if warp < roles(spec).first("schedule"):
-            if const_expr(not pdl.has_pages_ahead(spec)):
-                cute.arch.griddepcontrol_wait()
             load.load_kv(spec, plan, s, pages.K, warp)
         elif warp == roles(spec).first("schedule"):
             stream_k.schedule_warp(spec, plan.args, s)
         cute.arch.griddepcontrol_launch_dependents()
     elif warp < roles(spec).first("mma"):
         cute.arch.setmaxregister_increase(roles(spec).registers("score"))
-        cute.arch.griddepcontrol_wait()
         score.score_warp(spec, plan, s)
     else:
         cute.arch.setmaxregister_increase(roles(spec).registers("mma"))
-        cute.arch.griddepcontrol_wait()
         mainloop.mma_warp(spec, plan, s)

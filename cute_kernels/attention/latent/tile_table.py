@@ -18,7 +18,6 @@ P_STAGES = 2
 STATS = 4  # shared memory holds the maxima and sums of the rows of so many tiles at once
 STEP = 16  # columns of K, and keys of V, of an MMA
 PIECE = 16  # bytes
-SEQUENCE_WORDS = 5  # at most, of what a CTA reads of a sequence
 
 
 def pitch(row: int) -> int:
@@ -46,8 +45,6 @@ class LatentTileConfig(TileConfig):
     load_warps: ClassVar[int] = 3
     per_tile_pack_gqa: ClassVar[bool] = True
     prefers_whole_tiles: ClassVar[bool] = True
-    pdl_prologue: ClassVar[bool] = True
-    sequences_ahead: ClassVar[int] = 128
     counters_per_split: ClassVar[int] = SPLIT_COUNTERS
 
     @property
@@ -110,6 +107,5 @@ def smem_bytes(spec: Any) -> Resources:
     found = sum(x.smem_bytes for x in operands(spec)) + 4 * 32 * q_words(spec) * len(records(spec))
     found += P_STAGES * (16 * SCORE_WARPS * m * 2 + 2 * spec.tile.n * factors(spec) + 4 * m + 4 * SCORE_WARPS)
     found += 4 * m * (2 * SCORE_WARPS + 1 + STATS * (2 + spec.tile.groups * SCORE_WARPS)) + 1536
-    found += 4 * SEQUENCE_WORDS * spec.tile.sequences_ahead
     smem = min(row.smem_per_cta for row in archs.TABLE if archs.WGMMA in row.instructions)
     return Resources(found, smem)

@@ -328,47 +328,16 @@ def find(spec: cutlass.Constexpr, a, unit: Int32, window: SequenceWindow, cta_un
     return w, window, next_unit
 
 
-def values_of(sequence: geometry.Sequence):
-    """Return the values of a sequence that a kernel has."""
-    return [value for value in sequence if value is not None]
-
-
-def allocate_sequences(spec, smem):
-    """Allocate shared memory for the values of `tile.sequences_ahead` sequences."""
-    values = len(values_of(geometry.no_sequence(spec)))
-    return smem.allocate_tensor(Int32, cute.make_layout((values, spec.tile.sequences_ahead)))
-
-
-@cute.jit
-def keep_or_compare(spec: cutlass.Constexpr, a, s, attempt: Int32):
-    """In attempt 0, keep the values of the first `tile.sequences_ahead` sequences in shared memory. In attempt 1,
-    return whether any of them has changed. Called by one warp, of which each lane reads what it has written."""
-    found = [
-        load_sequence(spec, a, 32 * k + cute.arch.lane_idx()).sequence for k in range(spec.tile.sequences_ahead // 32)
-    ]
-    changed = Int32(0)
-    for k in cutlass.range_constexpr(len(found)):
-        for i, value in enumerate(values_of(found[k])):
-            at = i, 32 * k + cute.arch.lane_idx()
-            if attempt == 0:
-                s.sequences[at] = value
-            elif s.sequences[at] != value:
-                changed = Int32(1)
-    return cute.arch.vote_any_sync(changed != 0)
-
-
 @cute.jit
 def first_work(spec: cutlass.Constexpr, a, s, pack_factor: Divisor):
     """Find the CTA's first tile and write it to work_pipe. Called by one warp.
 
     Return (the window of its sequence, the CTA's `CtaUnits`, the unit after it). In kernels with a PDL prologue, and
-    for at most `tile.sequences_ahead` sequences, the tile is found while the previous kernel still runs; it is found
-    again only if the sequences have changed when that kernel has ended. This is a loop so that the code of the search
-    exists once.
+    for at most 32 sequences, the tile is found while the previous kernel still runs; it is found again only if the
+    sequences have changed when that kernel has ended. This is a loop so that the code of the search exists once.
     """
-    # hints: with PDL, values that may still change; few: all sequences are compared; last: the last attempt
-    hints, last = pdl.uncached_args(spec, a), const_expr(int(pdl.has_prologue(spec)))
-    few = number_of_sequences(a) <= const_expr(spec.tile.sequences_ahead)
+    # hints: with PDL, values that may still change; few: one window has all sequences; last: the last attempt
+    hints, few, last = pdl.uncached_args(spec, a), number_of_sequences(a) <= 32, const_expr(int(pdl.has_prologue(spec)))
     zero = Int32(0)
     batch_idx, keys = zero, zero
     window = SequenceWindow(zero, zero, zero, StreamKSequence(geometry.no_sequence(spec), zero, zero))
@@ -376,10 +345,7 @@ def first_work(spec: cutlass.Constexpr, a, s, pack_factor: Divisor):
     # attempt 0: before the previous kernel has ended; attempt 1: after that
     for attempt in cutlass.range(last + 1, unroll=1):
         now, first = load_window(spec, hints, zero, zero), zero - 1
-        if const_expr(spec.tile.sequences_ahead > 32):
-            changed = keep_or_compare(spec, hints, s, attempt)
-        else:
-            changed = cute.arch.vote_any_sync(geometry.differs(now.own.sequence, window.own.sequence))
+        changed = cute.arch.vote_any_sync(geometry.differs(now.own.sequence, window.own.sequence))
         if (few and attempt < last) or (attempt == last and (not few or changed or last == 0)):
             cta_units, now = cta_share(spec, hints, now)
             w, window, unit = find(spec, hints, cta_units.begin, now, cta_units, pack_factor)
@@ -391,11 +357,9 @@ def first_work(spec: cutlass.Constexpr, a, s, pack_factor: Divisor):
         if const_expr(last > 0):
             if attempt < last:
                 # hand the first block to the load warps, then wait for the previous kernel
-                if const_expr(pdl.has_pages_ahead(spec)):
-                    if cute.arch.lane_idx() == 0:
-                        s.prologue_work[0], s.prologue_work[1], s.prologue_work[2] = batch_idx, first, keys
-                    threads = const_expr(pdl.prologue_threads(spec))
-                    cute.arch.barrier_arrive(barrier_id=NamedBarrier.PROLOGUE, number_of_threads=threads)
+                if cute.arch.lane_idx() == 0:
+                    s.prologue_work[0], s.prologue_work[1], s.prologue_work[2] = batch_idx, first, keys
+                cute.arch.barrier_arrive(barrier_id=NamedBarrier.PROLOGUE, number_of_threads=pdl.prologue_threads(spec))
                 cute.arch.griddepcontrol_wait()
     return window, cta_units, unit
 

@@ -41,6 +41,7 @@ from .tile_table import (
 ARCHS = archs.having(archs.WGMMA)
 SPLIT_ROWS = 16  # stream_k serves more rows; up to this many, `decode` reads keys as fast and computes less
 PAIR_ROWS = 64  # more rows with V in K are computed by two CTAs, each of which loads half of the keys for both
+GATHERING = 3  # warps that copy rows of a block with V in K, beside the one that finds tiles
 DECODE_DIM = 256  # stream_k serves any number of rows with a larger head_dim, since `decode` then reads K twice
 Spec = AttentionSpec[Sm90TileConfig]
 
@@ -93,10 +94,10 @@ def split_candidate(p: KernelRequest) -> Spec:
 
 
 def gathering(tile: Sm90TileConfig, kv: KVSpec) -> Sm90TileConfig:
-    """Return a tile with V in K for a source. A warp copies 32 rows of a block; of packed records, the mma warps do.
-    Over rows of 16 bits by slots, warpgroups compute scores in turn."""
+    """Return a tile with V in K for a source. `GATHERING` warps copy rows of a block; of packed records, the mma
+    warps do. Over rows of 16 bits by slots, warpgroups compute scores in turn."""
     turns = kv.source == "slots" and not kv.record
-    loads = 1 if kv.source == "tma" or kv.record else tile.n // 32
+    loads = 1 if kv.source == "tma" or kv.record else GATHERING
     return replace(tile, load_warps=loads, scores_apart=not turns, alternates=turns)
 
 
@@ -190,8 +191,9 @@ def supports(spec: Spec) -> Refusal | None:
     if spec.logits.soft_cap and (t.q_in_regs or t.q_stages > 1):  # no MMA may be in flight when `mma` branches
         return Refusal("tile", f"{t}: with a soft cap, q_stages must be 1 and q_in_regs False")
     one = t.pieces > 1 or spec.kv.shares_v and spec.kv.source == "tma"
-    if spec.kv.dtype == spec.q != FP8 and t.load_warps != (1 if one else 2):
-        return Refusal("tile", f"{t}: load_warps must be {1 if one else 2}, unless K or V is prepared")
+    loads = 1 if one else GATHERING if spec.kv.shares_v else 2
+    if spec.kv.dtype == spec.q != FP8 and t.load_warps != loads:
+        return Refusal("tile", f"{t}: load_warps must be {loads}, unless K or V is prepared")
     return resources(spec, t, padded(spec.kv.dtype, spec.dims)).refusal(t)
 
 

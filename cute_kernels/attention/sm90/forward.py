@@ -14,8 +14,7 @@ further warpgroup has 64 rows of the tile. Start reading the computation at `mma
 | prepare_v | 2 or 4, 4- or 8-bit V | 32 to 80 | work_pipe, v.raw_pipe full, v.pipe empty | v.pipe full, raw empty |
 | mma | 4 or 8 per 64 rows | 160, 208 to 232 | work_pipe, q_pipe, k.pipe, v.pipe full | q_pipe, k.pipe, v.pipe empty |
 
-Where V lies in K, the schedule warp begins while the previous kernel may still run (`pdl`). Every role except schedule
-also releases work_pipe when it has read a tile. With skip-softmax, mma also signals its
+Every role except schedule also releases work_pipe when it has read a tile. With skip-softmax, mma also signals its
 votes to load_v. Without split KV, warp 0 of load_k finds the tiles. With three mma warpgroups, prepare_v is the two
 spare warps of warpgroup 0. Registers are per thread; `roles` has them for each configuration. Pipelines:
 
@@ -53,7 +52,7 @@ import cutlass.cute as cute
 from cutlass import Int32, const_expr
 
 from ...device import pipeline
-from .. import fakes, geometry, key_union, load, mask_blocks, pdl, splits
+from .. import fakes, geometry, key_union, load, mask_blocks, splits
 from ..kv import packed, pages, rings
 from ..schedule import stream_k, tiles, work
 from . import precision, promotion, query, scoring, shared_scores, skip, turns
@@ -205,12 +204,8 @@ def kernel(spec: cutlass.Constexpr, plan: geometry.KernelParams):
     s = shared(spec, plan)
     cute.arch.mbarrier_init_fence()
     cluster_barrier(spec)
-    if const_expr(not pdl.has_prologue(spec)):
-        cute.arch.griddepcontrol_wait()  # roles read what the previous kernel wrote
+    cute.arch.griddepcontrol_wait()  # with PDL: roles read what the previous kernel wrote
     warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
-    if const_expr(pdl.has_prologue(spec)):
-        if warp != roles(spec).first("schedule"):  # which begins while the previous kernel still runs
-            cute.arch.griddepcontrol_wait()
     if warp < WARPS:
         # load
         cute.arch.setmaxregister_decrease(roles(spec).registers("load_k"))

@@ -85,16 +85,6 @@ class Sm90TileConfig(WholeTileConfig, PreparedTileConfig):
         return self.scores_apart or self.alternates
 
     @property
-    def pdl_prologue(self) -> bool:
-        """Return whether a CTA finds its first tile during the previous kernel: where V lies in K."""
-        return self.has_stripes
-
-    @property
-    def pages_ahead(self) -> bool:
-        """Return False: load warps look up pages when they have the tile."""
-        return False
-
-    @property
     def dequant_pieces(self) -> int:
         """Return the pieces of rows that a lane dequantises at a time: as many as registers leave room for."""
         return 2 if self.q_in_regs or self.o_parts > 1 else 4
