@@ -90,6 +90,11 @@ class TileConfig(ABC):
         return False
 
     @property
+    def groups_in_turn(self) -> bool:
+        """Whether the groups of columns of every second block of a tile are loaded in the reverse order."""
+        return False
+
+    @property
     def alternates_m_blocks(self) -> bool:
         """Whether CTAs that share keys visit the m_blocks of a sequence in the order first, last, second, and so on, so
         that they get equal shares of a prompt. Else tiles come in ascending order."""

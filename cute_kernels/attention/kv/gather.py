@@ -126,7 +126,7 @@ def fill(
     page_ids: from `prefetch_pages`. Rows past kv_len and rows without a page become zeros. Every lane arrives when its
     copies have completed.
     """
-    op, smem, rings = into
+    op, rings = into.op, into.rings
     # use the page ids, then look up those of the next block
     starts = [cute.make_rmem_tensor(cute.size(page_ids.page), Int64) for _ in op.gmem]
     if const_expr(spec.kv.extra):
@@ -138,11 +138,28 @@ def fill(
     else:
         set_addresses(spec, starts, op.gmem, page_ids, at)
     prefetch_pages(spec, page_ids, sequence_pages, at._replace(n_block=at.next_n_block))
-    # wait for a free stage, copy, and arrive when the copies have completed
+    groups = const_expr(tuple(range(len(rings))))
+    if const_expr(spec.tile.groups_in_turn):
+        if at.odd:
+            copy_groups(spec, into, starts, at, groups[::-1])
+        else:
+            copy_groups(spec, into, starts, at, groups)
+    else:
+        copy_groups(spec, into, starts, at, groups)
+
+
+@cute.jit
+def copy_groups(
+    spec: cutlass.Constexpr, into: LoadTarget, starts: cutlass.Constexpr, at: KVBlock, order: cutlass.Constexpr
+):
+    """Copy this warp's rows of a block, one group of columns after the other: wait until the group is free,
+    copy, and arrive when the copies have completed. starts: from `set_addresses`. order: of the groups."""
+    op, smem, rings = into
     stored, groups = const_expr([x.shape[3] for x in op.gmem]), const_expr(pages.column_groups(spec))
     stage, (first, rows) = smem[None, None, pipeline.stage(rings[0], at.item)], share(spec, at)
     most, least = const_expr(most_rows(spec)), const_expr(least_rows(spec))
-    for i in cutlass.range_constexpr(len(groups)):
+    for n in cutlass.range_constexpr(len(order)):
+        i = const_expr(order[n])
         pipeline.producer_acquire(rings[i], at.item)
         copy_rows(stored, least, starts, stage, first, boxes=groups[i])
         if const_expr(least < most):

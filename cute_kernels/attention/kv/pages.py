@@ -15,7 +15,8 @@ class KVBlock(NamedTuple):
     """A KV block as one load warp sees it. loader: index of the warp among the `tile.loaders` of a stage. item: of
     the pipeline. n_block: index of the block in the sequence. head: KV head. o_tile: which part of the columns of V the
     stage gets, see `tile.o_tiles`; 0, known at trace time: the stage gets all columns, or it is one of K. next_n_block:
-    the block that the tile visits next, less than 0 if there is none."""
+    the block that the tile visits next, less than 0 if there is none. odd: with `tile.groups_in_turn`, whether an odd
+    number of the tile's blocks come before this one."""
 
     loader: Int32
     item: Int32
@@ -24,6 +25,7 @@ class KVBlock(NamedTuple):
     kv_len: Int32
     o_tile: Any = 0
     next_n_block: Int32 = -1  # type: ignore[assignment]
+    odd: Any = False
 
 
 class LoadTarget(NamedTuple):

@@ -27,10 +27,11 @@ So the maximum of a row passes all blocks in their order, and both warpgroups ad
 the maxima of the block. Each warpgroup has the sum of its own P; they meet at the end of a tile. With its maxima a
 warpgroup tells the sum of a row so far, from which the other one knows by how much the maximum may lag (`set_limits`).
 
-k.pipe has a pipeline for each group of columns: those of V of warpgroup 0, and those of warpgroup 1 and the others. All
-warps free each group of each block. Warpgroup 1 frees the first group of a as soon as it knows that it is full, and
-warpgroup 0 both groups of b behind its P V, since P of b may lie in the second one: in the last 64 columns of the
-stage, if P V does not have them, which nobody reads behind Q K^T.
+k.pipe has a pipeline for each group of columns: those of V of warpgroup 0 with those that V does not have, and those of
+V of warpgroup 1. All warps free each group of each block: one that their P V does not read as soon as they know that it
+is full, the other one behind P V. P of b may lie in the first group: in the last 64 columns of the stage, if V does not
+have them, which nobody reads behind Q K^T. Warpgroup 1, which has P of b in registers, ends O += P V of b first. So the
+groups of b are loaded, and multiplied by Q, in the reverse order.
 """
 
 from dataclasses import replace
@@ -169,12 +170,12 @@ def even_blocks(spec: cutlass.Constexpr, plan, s, tile: Sm90TileState, sums: Sum
         if position > tile.w.n_block_min:
             # O += P V of the other block, with its maxima
             follow_rows(s, tile, sums, 0)
+            release(s, 1, kv)
             online.rescale(tile.r.st, wgmma.rows_cols(tile.r.acc_o))
             wait_for_p(0)
             issue_pv_of_other(spec, plan, s, tile.r, kv, 0)
             warpgroup.wait_group(0)
             release(s, 0, kv)
-            release(s, 1, kv)
             kv += 1
         at = at._replace(kv=kv)
     return at._replace(q=at.q + 1)
@@ -230,7 +231,7 @@ def odd_block(
     """Compute S and P of a block of warpgroup 1, hand over its P, and compute O += P V of both blocks of a pair."""
     r, even, kv = tile.r, at.kv, at.kv + 1
     find_keys(spec, plan, tile, position)
-    issue_qk(spec, plan, s, r, kv)
+    issue_qk(spec, plan, s, r, kv, True)
     # behind the issue of Q K^T
     look_up_block(spec, tile, slots, position - 2)
     follow_rows(s, tile, sums, 1)

@@ -310,14 +310,17 @@ def score_block(
 
 
 @cute.jit
-def issue_qk(spec: cutlass.Constexpr, plan, s, r: Sm90Fragments, kv):
-    """Wait for K of a block, item `kv` of k.pipe, and issue acc_s = Q K^T."""
+def issue_qk(spec: cutlass.Constexpr, plan, s, r: Sm90Fragments, kv, turned: cutlass.Constexpr = False):
+    """Wait for K of a block, item `kv` of k.pipe, and issue acc_s = Q K^T. turned: the groups of columns come in the
+    reverse order."""
     groups, (q, k) = const_expr(pages.column_groups(spec)), recomputed_qk(spec, plan, s, pipeline.stage(s.k.pipe, kv))
-    for i in cutlass.range_constexpr(len(groups)):
+    order = const_expr(tuple(range(len(groups)))[:: -1 if turned else 1])
+    for n in cutlass.range_constexpr(len(order)):
+        i = const_expr(order[n])
         pipeline.consumer_wait(s.k.pipes[i], kv)
         source(spec).fence_before_mma()
         steps = const_expr(tuple(STEPS * box + j for box in groups[i] for j in range(STEPS)))
-        wgmma.issue(plan.mma_qk, r.acc_s, q, k, i == 0, some=wgmma.Instructions(steps))
+        wgmma.issue(plan.mma_qk, r.acc_s, q, k, n == 0, some=wgmma.Instructions(steps))
 
 
 @cute.jit

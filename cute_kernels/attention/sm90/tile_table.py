@@ -85,6 +85,11 @@ class Sm90TileConfig(WholeTileConfig, PreparedTileConfig):
         return self.scores_apart or self.alternates
 
     @property
+    def groups_in_turn(self) -> bool:
+        """Return whether the odd blocks of a tile are loaded in the order in which `alternating` frees them."""
+        return self.alternates
+
+    @property
     def dequant_pieces(self) -> int:
         """Return the pieces of rows that a lane dequantises at a time: as many as registers leave room for."""
         return 2 if self.q_in_regs or self.o_parts > 1 else 4
@@ -108,10 +113,10 @@ class Sm90TileConfig(WholeTileConfig, PreparedTileConfig):
         """Return the groups of a stage's columns that have barriers of their own, see `TileConfig`. With
         `scores_apart`, the first group has the columns that P V does not read, the second one half of the columns of
         each warpgroup, the third one the others. Packed records are converted as a whole. With `alternates`, the
-        groups are the columns of each warpgroup; the second one has those that P V does not read, too."""
+        groups are the columns of each warpgroup; the first one has those that P V does not read, too."""
         if self.alternates:
-            half = dims[1] // BOX // 2
-            return tuple(range(half)), tuple(range(half, dims[0] // BOX))
+            half, of_v = dims[1] // BOX // 2, dims[1] // BOX
+            return (*range(half), *range(of_v, dims[0] // BOX)), tuple(range(half, of_v))
         if not self.scores_apart or kv.record:
             return ((),)
         boxes, of_v = dims[0] // BOX, dims[1] // BOX
