@@ -72,7 +72,6 @@ KNOWN = {
     "docs/graphs.md": {"counters (16 MiB)": "the size of a buffer"},
     "docs/installs.md": {
         "| Python | from |": "versions",
-        "those of 3.11, 3.12 and 3.14 compiled": "versions",
         "2.13.0 for 3.11.": "versions",
     },
     "docs/low-precision.md": {
