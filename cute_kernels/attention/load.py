@@ -147,7 +147,7 @@ def load_kv(
         # K or V, and page ids of the next block
         for position in cutlass.range(w.n_block_max - 1, w.n_block_min - 1, -1, unroll=1):
             at = block_at(spec, a, w, KVBlock(share, i, position, head, w.sequence.kv_len, o_tile))
-            if const_expr(spec.tile.groups_in_turn):
+            if const_expr(spec.tile.reverses_odd_blocks):
                 at = at._replace(odd=(w.n_block_max - 1 - position) % 2 != 0)
             if const_expr(spec.tile.pieces == 1):
                 source(spec).fill(spec, into, page_ids, sequence_pages, at)

@@ -90,8 +90,8 @@ class TileConfig(ABC):
         return False
 
     @property
-    def groups_in_turn(self) -> bool:
-        """Whether the groups of columns of every second block of a tile are loaded in the reverse order."""
+    def reverses_odd_blocks(self) -> bool:
+        """Whether the groups of columns of a tile's odd blocks are loaded in reverse order (`column_groups`)."""
         return False
 
     @property

@@ -32,10 +32,9 @@ def has_prompts(common: CommonAttentionMetadata) -> bool:
 
 
 def first_prompt(common: CommonAttentionMetadata) -> int | None:
-    """Return the first request of a batch that has more tokens than a decode, if the tokens from it on are mostly those
-    of prompts, else None. vLLM puts decodes and drafts first. No batch that a CUDA graph captures has a prompt."""
-    if uniform_rows(common):
-        return None
+    """Return the first request of a batch that has more tokens than a decode with drafts. Return None if there is none,
+    or if the requests from it on have few tokens in the mean. vLLM puts decodes and drafts first, and captures graphs
+    of these alone."""
     starts = common.query_start_loc_cpu
     longer = (starts.diff() > SHARING_LONGEST).nonzero()
     if not len(longer):

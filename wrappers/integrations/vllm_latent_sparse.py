@@ -56,8 +56,8 @@ class VllmSparseMetadata(AttentionMetadata):
     """A batch of T tokens. All of them are decode tokens to vLLM's layer, which then calls `forward_mqa` for all.
 
     lens: int32 (T / n,), the keys of n tokens in turn, at least. block_table: the pages of the requests. shares:
-    neighbouring tokens are to share the keys that they have chosen. staged: where the rows of the requests lie if those
-    of prompts lie in a workspace, or None. A batch that a CUDA graph captures has neither.
+    neighbouring tokens are to share the keys that they have chosen. staged: the pages of the requests if the rows
+    of prompts are copied to a workspace, else None. A batch that a CUDA graph captures neither shares nor stages keys.
     """
 
     num_actual_tokens: int
@@ -212,7 +212,7 @@ class VllmSparseImpl(LatentLayer, MLAAttentionImpl[VllmSparseMetadata]):
         slots = self.topk_indices_buffer[: latent.shape[0]]
         step = StepTensors(latent, slots, m.lens, rope=rope, form="slots")
         if m.staged is not None and self.stages_keys:
-            return self._attend_to_both(step, m, m.staged, layer.kv_cache), None
+            return self._attend_staged(step, m, m.staged, layer.kv_cache), None
         scale, out_scale, shares = self.scale, 1.0, m.shares and self._can_share_keys
         if self.record == "e4m3":
             out_scale = layer._k_scale_float
@@ -227,7 +227,7 @@ class VllmSparseImpl(LatentLayer, MLAAttentionImpl[VllmSparseMetadata]):
     def _call(
         self, step: StepTensors, keys: Any, record: str, scale: float, out_scale: float = 1.0, **options: Any
     ) -> AttentionCall:
-        """Return a call over the rows of the cache, or over rows of another record. options: fields of the call."""
+        """Return a call over K and k_rope (`keys`), which hold rows of `record`. options: other fields of the call."""
         (k, k_rope), q = keys, step.q
         return AttentionCall(
             SPARSE_NAME, q, k, k, step.requests(not traced(q)), 1, scale, out_scale, causal=False, shares_v=True,
@@ -235,10 +235,10 @@ class VllmSparseImpl(LatentLayer, MLAAttentionImpl[VllmSparseMetadata]):
             split_kv=self._split_kv, **options,
         )  # fmt: skip
 
-    def _attend_to_both(
+    def _attend_staged(
         self, step: StepTensors, m: VllmSparseMetadata, staged: vllm_staging.StagedPages, kv_cache: torch.Tensor
     ) -> torch.Tensor:
-        """Return the attention of all tokens: of the first ones over the cache, of the others over the workspace."""
+        """Return the attention of all tokens: of decodes over the cache, and of prompts over a copy of their rows."""
         rows = vllm_staging.stage(kv_cache, self.record, m.block_table, staged, step.q.dtype)
         out, n = step.q.new_empty(step.q.shape), staged.packed_tokens
         parts = [(slice(n, None), columns_and_rope(rows.unsqueeze(1), COLUMNS), "")]

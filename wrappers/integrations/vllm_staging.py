@@ -29,8 +29,8 @@ from .vllm_batches import first_prompt
 NAME = "CUTE_KERNELS_STAGE_KEYS"
 WORKSPACE = 256 << 20  # bytes
 ROWS = WORKSPACE // (2 * (COLUMNS + ROTATED))  # that it holds
-# The most rows that prompts may have per token. On an H200, a token with 64 heads takes 0.19 us less over rows of 16
-# bits, and one with 128 heads 0.4 us less, and `gather_latent` converts 256 rows in 0.15 us (mla-gather-kv656-n65536)
+# The most rows that prompts may have per token. On an H200, `gather_latent` converts 256 rows in 0.15 us
+# (mla-gather-kv656-n65536). Over rows of 16 bits, a token with 64 heads takes 0.19 us less, one with 128 heads 0.4 us
 ROWS_PER_TOKEN = 256
 LEAST_HEADS = 64  # of a GPU. With fewer heads, neighbouring tokens can share keys (`latent_support.can_share_keys`)
 STAGED_RECORDS = "656", "352"
@@ -41,7 +41,7 @@ class StagedPages(NamedTuple):
     in the workspace.
 
     table: int32 (B, M), the pages of each request. starts: int32 (B - packed + 1,), the first row of each request in
-    the workspace, and the end of the last one. packed_tokens: those of the first requests.
+    the workspace, and the end of the last one. packed_tokens: the tokens of the first `packed` requests.
     """
 
     table: torch.Tensor
@@ -78,8 +78,8 @@ def refusal() -> str | None:
 
 
 def staged_pages(common: CommonAttentionMetadata, size: int) -> StagedPages | None:
-    """Return where the rows of a batch lie, or None for batches without prompts, or whose prompts have more rows than
-    the workspace holds or than pay (`ROWS_PER_TOKEN`).
+    """Return the pages of a batch's requests, or None if no rows are staged: the batch has no prompts, or these have
+    more rows than the workspace holds, or more than it pays to convert (`ROWS_PER_TOKEN`).
 
     size: rows of a page of the cache. Only values that the host has are read; lengths are upper bounds there.
     """

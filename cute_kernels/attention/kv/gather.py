@@ -138,8 +138,9 @@ def fill(
     else:
         set_addresses(spec, starts, op.gmem, page_ids, at)
     prefetch_pages(spec, page_ids, sequence_pages, at._replace(n_block=at.next_n_block))
+    # wait for free columns of the stage, and copy
     groups = const_expr(tuple(range(len(rings))))
-    if const_expr(spec.tile.groups_in_turn):
+    if const_expr(spec.tile.reverses_odd_blocks):
         if at.odd:
             copy_groups(spec, into, starts, at, groups[::-1])
         else:
@@ -152,8 +153,8 @@ def fill(
 def copy_groups(
     spec: cutlass.Constexpr, into: LoadTarget, starts: cutlass.Constexpr, at: KVBlock, order: cutlass.Constexpr
 ):
-    """Copy this warp's rows of a block, one group of columns after the other: wait until the group is free,
-    copy, and arrive when the copies have completed. starts: from `set_addresses`. order: of the groups."""
+    """Copy this warp's rows of a block, one group of columns after the other. Wait until the stage has the group free,
+    copy, and arrive when the copies have completed. starts: from `set_addresses`. order: the groups, by index."""
     op, smem, rings = into
     stored, groups = const_expr([x.shape[3] for x in op.gmem]), const_expr(pages.column_groups(spec))
     stage, (first, rows) = smem[None, None, pipeline.stage(rings[0], at.item)], share(spec, at)

@@ -15,8 +15,8 @@ class KVBlock(NamedTuple):
     """A KV block as one load warp sees it. loader: index of the warp among the `tile.loaders` of a stage. item: of
     the pipeline. n_block: index of the block in the sequence. head: KV head. o_tile: which part of the columns of V the
     stage gets, see `tile.o_tiles`; 0, known at trace time: the stage gets all columns, or it is one of K. next_n_block:
-    the block that the tile visits next, less than 0 if there is none. odd: with `tile.groups_in_turn`, whether an odd
-    number of the tile's blocks come before this one."""
+    the block that the tile visits next, less than 0 if there is none. odd: with `tile.reverses_odd_blocks`, whether
+    the tile visits an odd number of blocks before this one."""
 
     loader: Int32
     item: Int32

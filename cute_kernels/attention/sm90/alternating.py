@@ -27,11 +27,12 @@ So the maximum of a row passes all blocks in their order, and both warpgroups ad
 the maxima of the block. Each warpgroup has the sum of its own P; they meet at the end of a tile. With its maxima a
 warpgroup tells the sum of a row so far, from which the other one knows by how much the maximum may lag (`set_limits`).
 
-k.pipe has a pipeline for each group of columns: those of V of warpgroup 0 with those that V does not have, and those of
-V of warpgroup 1. All warps free each group of each block: one that their P V does not read as soon as they know that it
-is full, the other one behind P V. P of b may lie in the first group: in the last 64 columns of the stage, if V does not
-have them, which nobody reads behind Q K^T. Warpgroup 1, which has P of b in registers, ends O += P V of b first. So the
-groups of b are loaded, and multiplied by Q, in the reverse order.
+k.pipe has a pipeline for each of two groups of columns. The first group has the columns of V that warpgroup 0 reads,
+and the columns of K that V does not have. The second group has the columns of V that warpgroup 1 reads. Each warpgroup
+frees both groups of each block: its own group behind its P V, and the other one as soon as it knows that this group is
+full. P of b may lie in the first group, in the last 64 columns of the stage, which nobody reads behind Q K^T.
+Warpgroup 1 has P of b in registers, so it ends O += P V of b first. The groups of b are therefore loaded, and
+multiplied by Q, in reverse order.
 """
 
 from dataclasses import replace
@@ -231,7 +232,7 @@ def odd_block(
     """Compute S and P of a block of warpgroup 1, hand over its P, and compute O += P V of both blocks of a pair."""
     r, even, kv = tile.r, at.kv, at.kv + 1
     find_keys(spec, plan, tile, position)
-    issue_qk(spec, plan, s, r, kv, True)
+    issue_qk(spec, plan, s, r, kv, in_reverse=True)
     # behind the issue of Q K^T
     look_up_block(spec, tile, slots, position - 2)
     follow_rows(s, tile, sums, 1)

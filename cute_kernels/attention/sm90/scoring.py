@@ -310,11 +310,11 @@ def score_block(
 
 
 @cute.jit
-def issue_qk(spec: cutlass.Constexpr, plan, s, r: Sm90Fragments, kv, turned: cutlass.Constexpr = False):
-    """Wait for K of a block, item `kv` of k.pipe, and issue acc_s = Q K^T. turned: the groups of columns come in the
+def issue_qk(spec: cutlass.Constexpr, plan, s, r: Sm90Fragments, kv, in_reverse: cutlass.Constexpr = False):
+    """Wait for K of a block, item `kv` of k.pipe, and issue acc_s = Q K^T. in_reverse: take the groups of columns in
     reverse order."""
     groups, (q, k) = const_expr(pages.column_groups(spec)), recomputed_qk(spec, plan, s, pipeline.stage(s.k.pipe, kv))
-    order = const_expr(tuple(range(len(groups)))[:: -1 if turned else 1])
+    order = const_expr(tuple(range(len(groups)))[:: -1 if in_reverse else 1])
     for n in cutlass.range_constexpr(len(order)):
         i = const_expr(order[n])
         pipeline.consumer_wait(s.k.pipes[i], kv)

@@ -85,8 +85,8 @@ class Sm90TileConfig(WholeTileConfig, PreparedTileConfig):
         return self.scores_apart or self.alternates
 
     @property
-    def groups_in_turn(self) -> bool:
-        """Return whether the odd blocks of a tile are loaded in the order in which `alternating` frees them."""
+    def reverses_odd_blocks(self) -> bool:
+        """Return whether odd blocks are loaded in reverse order, which is that in which `alternating` frees them."""
         return self.alternates
 
     @property
